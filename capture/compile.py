@@ -1,0 +1,32 @@
+"""torch.compile for segments, and nothing else from torch.compile.
+
+Weights are inputs, so one compiled artifact serves every layer of the same shape. Shapes are
+static: a bucket is its own specialisation, because automatic dynamic shapes would make the second
+bucket's kernels slower. Mode "default", not max-autotune: in a graph of 36 dense layers at 16 rows
+on an H200 it took 4.55 ms against 4.59 (autotuning times with a warm L2 and picks worse GEMMs).
+Inductor's own CUDA graphs stay off: segments are captured by hand, so no compiled function (whose
+guards cost over 100 us a call) is on the hot path.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+# Specialisations of one function: (buckets + plain decode) x (target, drafter), with room.
+RECOMPILE_LIMIT = 64
+
+
+def compile_segment(function: Function) -> Function:
+    """Compiles a pure segment with Inductor, whole (fullgraph) and for static shapes.
+
+    Compilation happens at the first call with new shapes. Mutates: torch's recompile limit, raised
+    once for the process: eight, its default, is fewer than the buckets of two models.
+    """
+    dynamo: Any = torch._dynamo.config
+    dynamo.recompile_limit = max(dynamo.recompile_limit, RECOMPILE_LIMIT)
+    return torch.compile(function, fullgraph=True, dynamic=False)

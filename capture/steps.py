@@ -1,0 +1,38 @@
+"""A forward pass as data: a chain of named steps that pass tensors along.
+
+`Dense` is a segment between two attentions: pure up to declared cache writes, the unit that is
+compiled and captured. `Attention` is what stays eager in piecewise mode. A chain is written once;
+`runners` holds the ways to run it. This package knows callables, tensors and buckets, never models.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+Carry = tuple[Tensor, ...]
+"""What one step hands to the next, e.g. (residual, query)."""
+
+StepFunction = Callable[[Carry], Carry]
+
+
+@dataclass(frozen=True, slots=True)
+class Dense:
+    """A segment that can be captured: fixed shapes, no host work, no synchronisation."""
+
+    name: str
+    run: StepFunction
+
+
+@dataclass(frozen=True, slots=True)
+class Attention:
+    """An attention that was planned before the chain runs; eager unless the mode is full."""
+
+    name: str
+    run: StepFunction
+
+
+Step = Dense | Attention
+Chain = Sequence[Step]

@@ -1,0 +1,326 @@
+"""The Python API: load a pair once, then generate or stream. One process, no server, no threads.
+
+    with Engine.from_pretrained(TINY_TARGET, draft=TINY_DRAFT) as engine:
+        for chunk in engine.stream("Tom has 3 apples and buys 4 more. How many now?"):
+            print(chunk.text, end="", flush=True)
+
+Invariant: one generation at a time owns the engine; whatever ends it (completion, an exception,
+Ctrl-C, a stream that is dropped half-way), its pages return and the engine can be used again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Literal
+
+import torch
+
+from graphengine.build import Built, LoadFormat, Options, build
+from graphengine.config import AttentionBackend, DeviceName, DTypeName, EngineConfig, GraphMode
+from graphengine.engine import DecodeLoop, StepOutput
+from graphengine.metrics import RequestMetrics, StartupMetrics
+from graphengine.profiles import ranges
+from graphengine.request import Request
+from graphengine.speculative import FinishReason
+from graphengine.tokenizer import Detokenizer, Message, Tokenizer
+
+DEFAULT_MAX_NEW_TOKENS = 256
+
+Prompt = str | Sequence[Message] | Sequence[int]
+"""A user's text, a conversation, or token ids (used as they are)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerationResult:
+    """A finished request.
+
+    `token_ids` are the generated ones, the stop token included; `text` leaves special tokens out.
+    `finish_reason`: "stop" (a stop token), "length" (max_new_tokens or the context), "cancelled".
+    """
+
+    text: str
+    token_ids: list[int]
+    finish_reason: FinishReason
+    metrics: RequestMetrics
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chunk:
+    """What one step added to one request: 1 .. G tokens, and the text that they complete.
+
+    `index` is the prompt's place in the call; `result` comes with the last chunk.
+    """
+
+    index: int
+    text: str
+    token_ids: list[int]
+    result: GenerationResult | None = None
+
+
+class Engine:
+    """A loaded target, optionally with its DFlash drafter. Build it with `from_pretrained`."""
+
+    def __init__(self, built: Built) -> None:
+        self._built: Built | None = built
+        self._active = False
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        target: str | Path,
+        draft: str | Path | None = None,
+        *,
+        buckets: Sequence[int] = (1, 8, 16),
+        graph_mode: GraphMode | Literal["auto"] = "auto",
+        compile: bool | None = None,
+        attention_backend: AttentionBackend | Literal["auto"] = "auto",
+        device: DeviceName | Literal["auto"] = "auto",
+        dtype: DTypeName | Literal["auto"] = "auto",
+        page_size: int = 16,
+        max_model_len: int | None = None,
+        load_format: LoadFormat = "auto",
+        gpu_memory_utilization: float = 0.9,
+        progress: Callable[[str, float], None] = lambda what, share: None,
+    ) -> Engine:
+        """Loads, compiles and captures.
+
+        Args:
+            target: hub id or directory of a dense Qwen3 model.
+            draft: hub id or directory of its DFlash drafter; None decodes plainly.
+            buckets: batch sizes to build; more prompts than the largest wait in order.
+            graph_mode: "piecewise" (default on a GPU), "full" or "none" (default on the CPU).
+            compile: Inductor for the dense segments; default on a GPU only.
+            attention_backend: "flashinfer" (default on a GPU in bfloat16) or "torch".
+            device: "cuda" where there is one, else "cpu".
+            dtype: "bfloat16" on a GPU, "float32" on the CPU.
+            page_size: tokens per K/V page.
+            max_model_len: most tokens of one request, prompt included; default what the models'
+                positions allow, less one block when drafting.
+            load_format: "dummy" makes random weights from config.json alone.
+            gpu_memory_utilization: share of the GPU's memory that the engine may fill.
+            progress: called with (what, share done) while loading and building.
+
+        Raises:
+            ValueError: a file, value or combination that cannot work, with the remedy.
+        """
+        options = Options(
+            buckets=tuple(buckets),
+            graph_mode=graph_mode,
+            compile=compile,
+            attention_backend=attention_backend,
+            device=device,
+            dtype=dtype,
+            page_size=page_size,
+            max_model_len=max_model_len,
+            load_format=load_format,
+            gpu_memory_utilization=gpu_memory_utilization,
+        )
+        return cls(build(target, draft, options, progress))
+
+    # --- what was built ---
+
+    @property
+    def config(self) -> EngineConfig:
+        """The resolved configuration."""
+        return self._open.config
+
+    @property
+    def startup(self) -> StartupMetrics:
+        """Where start-up time and memory went."""
+        return self._open.startup
+
+    @property
+    def num_draft_tokens(self) -> int:
+        """Tokens proposed per step; 0 without a drafter."""
+        return self._open.loop.block - 1
+
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        """The target's tokenizer; None for a dummy model without one."""
+        return self._open.tokenizer
+
+    # --- generation ---
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        *,
+        max_new_tokens: int = DEFAULT_MAX_NEW_TOKENS,
+        ignore_eos: bool = False,
+        raw: bool = False,
+    ) -> list[GenerationResult]:
+        """Continues every prompt greedily and returns when all are done.
+
+        Args:
+            prompts: one prompt or several; see `Prompt`.
+            max_new_tokens: most tokens to generate per prompt.
+            ignore_eos: do not end at the model's end tokens.
+            raw: take text as it is instead of as a user's turn in the chat template.
+
+        Returns:
+            One result per prompt, in order.
+
+        Raises:
+            ValueError: a prompt that cannot be run; nothing is run then.
+            RuntimeError: the engine is closed, or another generation is active.
+        """
+        results: dict[int, GenerationResult] = {}
+        for chunk in self.stream_many(
+            _as_list(prompts), max_new_tokens=max_new_tokens, ignore_eos=ignore_eos, raw=raw
+        ):
+            if chunk.result is not None:
+                results[chunk.index] = chunk.result
+        return [results[i] for i in range(len(results))]
+
+    def stream(
+        self,
+        prompt: Prompt,
+        *,
+        max_new_tokens: int = DEFAULT_MAX_NEW_TOKENS,
+        ignore_eos: bool = False,
+        raw: bool = False,
+    ) -> Iterator[Chunk]:
+        """Continues one prompt, giving out tokens as they are decoded; arguments as `generate`.
+
+        The last chunk carries the result. Dropping the iterator cancels the request.
+        """
+        return self.stream_many(
+            [prompt], max_new_tokens=max_new_tokens, ignore_eos=ignore_eos, raw=raw
+        )
+
+    def stream_many(
+        self,
+        prompts: Sequence[Prompt],
+        *,
+        max_new_tokens: int = DEFAULT_MAX_NEW_TOKENS,
+        ignore_eos: bool = False,
+        raw: bool = False,
+    ) -> Iterator[Chunk]:
+        """Continues several prompts in one batch; chunks of different prompts interleave."""
+        built = self._open
+        self._check_idle()
+        built.loop.reset()  # drops what a stream that was never started has queued
+        stop_ids = frozenset() if ignore_eos else built.stop_ids
+        encoded = [self._encode(prompt, raw) for prompt in prompts]
+        loop = built.loop
+        requests: list[Request] = []
+        try:
+            for i, ids in enumerate(encoded):
+                try:
+                    requests.append(loop.submit(ids, max_new_tokens, stop_ids))
+                except ValueError as error:
+                    where = f"prompt {i + 1} of {len(encoded)}: " if len(encoded) > 1 else ""
+                    raise ValueError(f"{where}{error}") from error
+        except ValueError:
+            loop.reset()
+            raise
+        return self._run(loop, requests, built.tokenizer)
+
+    def _check_idle(self) -> None:
+        if self._active:
+            raise RuntimeError(
+                "another generation of this engine is active; finish or close its stream first"
+            )
+
+    def _run(
+        self, loop: DecodeLoop, requests: list[Request], tokenizer: Tokenizer | None
+    ) -> Iterator[Chunk]:
+        self._check_idle()
+        if self._built is None or any(r.finish_reason is not None for r in requests):
+            raise RuntimeError("this stream was superseded or its engine closed before it began")
+        self._active = True
+        indices = {request.request_id: i for i, request in enumerate(requests)}
+        writers = [Detokenizer(tokenizer) if tokenizer else None for _ in requests]
+        texts = [""] * len(requests)
+
+        def deliver(outputs: list[StepOutput]) -> Iterator[Chunk]:
+            for request, new_ids in outputs:
+                index = indices[request.request_id]
+                with ranges.range_("detokenize"):
+                    writer, reason = writers[index], request.finish_reason
+                    text = writer.feed(new_ids, last=reason is not None) if writer else ""
+                    texts[index] += text
+                result = None
+                if reason is not None:
+                    result = GenerationResult(
+                        text=texts[index],
+                        token_ids=list(request.output_ids),
+                        finish_reason=reason,
+                        metrics=request.metrics(),
+                    )
+                yield Chunk(index=index, text=text, token_ids=new_ids, result=result)
+
+        try:
+            pending: list[StepOutput] = []
+            while loop.has_work or pending:
+                with torch.no_grad():
+                    pending += loop.admit()
+                    launched = bool(loop.running)
+                    if launched:
+                        loop.launch()
+                yield from deliver(pending)  # while the device works
+                pending = loop.collect() if launched else []
+        finally:
+            loop.reset()
+            self._active = False
+
+    def _encode(self, prompt: Prompt, raw: bool) -> list[int]:
+        built = self._open
+        if not isinstance(prompt, str):
+            prompt = list(prompt)  # type: ignore[assignment]
+            if all(isinstance(token, int) for token in prompt):
+                vocab = built.target.vocab_size
+                outside = [t for t in prompt if not 0 <= t < vocab]  # type: ignore[operator]
+                if outside:
+                    raise ValueError(f"token ids {outside[:5]} lie outside the vocabulary {vocab}")
+                return prompt  # type: ignore[return-value]
+        if built.tokenizer is None:
+            raise ValueError("this model has no tokenizer; pass token ids instead of text")
+        if isinstance(prompt, str):
+            if raw:
+                return built.tokenizer.encode(prompt)
+            prompt = [{"role": "user", "content": prompt}]
+        return built.tokenizer.encode_chat(prompt)  # type: ignore[arg-type]
+
+    # --- lifetime ---
+
+    @property
+    def _open(self) -> Built:
+        if self._built is None:
+            raise RuntimeError("this engine is closed; make a new one with from_pretrained")
+        return self._built
+
+    def close(self) -> None:
+        """Frees weights, K/V pools and graphs. Calling it again does nothing."""
+        if self._built is None:
+            return
+        on_gpu = self._built.config.device == "cuda"
+        self._built.loop.reset()
+        self._built = None
+        if on_gpu:
+            torch.cuda.synchronize()
+            torch.cuda.empty_cache()
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """One prompt or many -> many: text, a list of messages and a list of ids are one prompt."""
+    if isinstance(prompts, str):
+        return [prompts]
+    items = list(prompts)
+    if items and isinstance(items[0], int | dict):
+        return [items]  # type: ignore[list-item]
+    return items  # type: ignore[return-value]

@@ -1,0 +1,192 @@
+"""A bucket: one batch size, its buffers, its attention plans and its four runners.
+
+A decode step of a bucket is `draft_head, draft, verify, context`. The head (embed + pre(0)) and the
+drafter's context need no plan, so the engine queues them before it waits for the previous result:
+they keep the GPU busy while the host reads, commits and plans.
+
+Invariant: everything a graph holds (addresses, shapes) belongs to the bucket that captured it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from graphengine.attention import (
+    Attention,
+    FlashInferAttention,
+    Layout,
+    TorchAttention,
+    make_workspace,
+)
+from graphengine.buffers import StepBuffers
+from graphengine.capture.compile import compile_segment
+from graphengine.capture.runners import (
+    EagerRunner,
+    GraphPool,
+    Runner,
+    capture_full,
+    capture_piecewise,
+)
+from graphengine.capture.steps import Carry, Step
+from graphengine.config import EngineConfig, ModelConfig
+from graphengine.forward import (
+    Drafter,
+    Segments,
+    Target,
+    context_chain,
+    draft_chain,
+    verify_chain,
+)
+from graphengine.kvcache import NULL_PAGE, pages_for
+from graphengine.profiles import ranges
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """Everything that runs a step of up to `size` requests."""
+
+    size: int
+    buffers: StepBuffers
+    verify_attention: Attention
+    verify: Runner
+    draft_attention: Attention | None = None
+    draft_head: Runner | None = None
+    draft: Runner | None = None
+    context: Runner | None = None
+
+
+@dataclass(slots=True)
+class BuildTimes:
+    """Seconds spent compiling (first calls) and capturing."""
+
+    compile_s: float = 0.0
+    capture_s: float = 0.0
+
+
+def build_buckets(
+    config: EngineConfig,
+    target: Target,
+    drafter: Drafter | None,
+    buffers: StepBuffers,
+    dtype: torch.dtype,
+    device: torch.device,
+    progress: Callable[[str], None] = lambda what: None,
+) -> tuple[dict[int, Bucket], GraphPool | None, BuildTimes]:
+    """Compiles, warms and captures every bucket, the largest first.
+
+    On a GPU every segment runs once here, so that no request pays for a compilation. On the CPU
+    nothing is run ahead: a compiled segment compiles at its first use.
+
+    Args:
+        buffers: zeroed, so that warming up touches nothing but the null page.
+        progress: told what is being built.
+    """
+    times = BuildTimes()
+    segments = Segments(*map(compile_segment, Segments())) if config.compile else Segments()
+    pool = GraphPool() if config.graph_mode != "none" else None
+    workspace = make_workspace(device) if config.attention_backend == "flashinfer" else None
+    buckets: dict[int, Bucket] = {}
+    for size in sorted(config.buckets, reverse=True):
+        views = buffers.bucket(size)
+        block = views.block_ids_BG.shape[1]
+
+        def attention(
+            model: ModelConfig,
+            causal: bool,
+            size: int = size,
+            views: StepBuffers = views,
+        ) -> Attention:
+            return make_attention(config, model, causal, dtype, device, workspace, size, views)
+
+        verify_attention = attention(target.config, causal=True)
+        draft_attention = attention(drafter.config.model, causal=False) if drafter else None
+        chains: list[tuple[str, list[Step], bool]] = []  # name, steps, continues the last one
+        if drafter and draft_attention:
+            draft = draft_chain(target, drafter, views, draft_attention, segments)
+            chains += [(draft[0].name, draft[:1], False), ("draft", draft[1:], True)]
+        verify = verify_chain(
+            target, drafter, views, verify_attention, config.page_size, segments
+        )
+        chains.append(("verify" if drafter else "decode", verify, False))
+        if drafter:
+            context = context_chain(
+                drafter,
+                views.taps_TC,
+                views.context_positions_T,
+                views.context_slots_T,
+                segments,
+            )
+            chains.append((ranges.DRAFT_CONTEXT, context, False))
+
+        layout = _dummy_layout(size, block, config.page_size)
+        for planned in (verify_attention, draft_attention):
+            if planned is not None:
+                planned.plan(layout)
+        eager: list[Runner] = []
+        for _, steps, continues in chains:
+            eager.append(EagerRunner(steps, _source(eager[-1] if continues else None)))
+        if device.type == "cuda":
+            progress(f"compiling bucket {size}" if config.compile else f"warming bucket {size}")
+            began = time.perf_counter()
+            for runner in eager:
+                runner.run()
+            torch.cuda.synchronize()
+            times.compile_s += time.perf_counter() - began
+        runners = eager
+        if pool is not None:
+            progress(f"capturing bucket {size}")
+            began = time.perf_counter()
+            runners = []
+            for name, steps, continues in chains:
+                carry = runners[-1].carry if continues else ()
+                if config.graph_mode == "full":
+                    runners.append(capture_full(name, steps, carry, pool))
+                else:
+                    runners.append(capture_piecewise(steps, carry, pool))
+            torch.cuda.synchronize()
+            times.capture_s += time.perf_counter() - began
+        if drafter:
+            head, draft, verify, context = runners
+            buckets[size] = Bucket(
+                size, views, verify_attention, verify, draft_attention, head, draft, context
+            )
+        else:
+            buckets[size] = Bucket(size, views, verify_attention, runners[0])
+    return buckets, pool, times
+
+
+def make_attention(
+    config: EngineConfig,
+    model: ModelConfig,
+    causal: bool,
+    dtype: torch.dtype,
+    device: torch.device,
+    workspace: Tensor | None,
+    num_requests: int | None = None,
+    buffers: StepBuffers | None = None,
+) -> Attention:
+    """An attention of the configured backend; fixed to a bucket when `num_requests` is given."""
+    if workspace is None:
+        return TorchAttention(model, config.page_size, causal, device)
+    max_pages = buffers.page_table_BW.numel() if buffers is not None else 0
+    return FlashInferAttention(
+        model, config.page_size, causal, workspace, dtype, num_requests, max_pages
+    )
+
+
+def _source(before: Runner | None) -> Callable[[], Carry]:
+    if before is None:
+        return lambda: ()
+    return lambda: before.carry
+
+
+def _dummy_layout(num_requests: int, block: int, page_size: int) -> Layout:
+    """A full bucket that reads the null page: the largest row count a plan will ever see."""
+    pages = [[NULL_PAGE] * pages_for(block, page_size)] * num_requests
+    lens = [block] * num_requests
+    return Layout.build(lens, lens, pages, page_size)

@@ -1,0 +1,97 @@
+"""The device tensors that outlive a replay, at fixed addresses, sized for the largest bucket.
+
+Everything else on the device is either weights, the K/V pools, or graph-owned and valid only until
+the next replay. A bucket sees the first B requests of each tensor.
+
+Legend: B requests, G block length, T = B * G rows, W pages per request, C = taps * hidden,
+N / H query heads / head dim.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from graphengine.config import DraftConfig, ModelConfig
+
+
+class StepBuffers(NamedTuple):
+    """State of the running block of every request in the bucket.
+
+    `start_B` counts committed tokens (= position of the anchor); 0 marks a padded row, which
+    touches only the null page. `positions_T` / `slots_T` belong to the block in `block_ids_BG`;
+    the `context_*` pair keeps those of the block verified last, for the drafter's context K/V.
+    """
+
+    block_ids_BG: Tensor  # int64: anchor, MASK, ..; plain decode: the anchor
+    draft_ids_BG: Tensor  # int64: anchor, d_1 .. d_{G-1}
+    target_ids_BG: Tensor  # int64: the target's choice after each row
+    start_B: Tensor  # int32
+    num_accepted_B: Tensor  # int32
+    page_table_BW: Tensor  # int32
+    positions_T: Tensor  # int64
+    slots_T: Tensor  # int64
+    context_positions_T: Tensor  # int64
+    context_slots_T: Tensor  # int64
+    taps_TC: Tensor  # model dtype
+    attn_TNH: Tensor  # model dtype; the target's attention output
+    draft_attn_TNH: Tensor  # model dtype; the drafter's
+
+    @classmethod
+    def make(
+        cls,
+        target: ModelConfig,
+        draft: DraftConfig | None,
+        max_batch: int,
+        max_pages: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> StepBuffers:
+        """Zeroed buffers: every row is padding until a request is loaded."""
+        block = draft.block_size if draft else 1
+        rows = max_batch * block
+
+        def ids(*shape: int, kind: torch.dtype = torch.int64) -> Tensor:
+            return torch.zeros(shape, dtype=kind, device=device)
+
+        def values(*shape: int) -> Tensor:
+            return torch.zeros(shape, dtype=dtype, device=device)
+
+        taps = draft.num_taps * target.hidden_size if draft else 0
+        heads = (target.num_attention_heads, target.head_dim)
+        draft_heads = (draft.model.num_attention_heads, draft.model.head_dim) if draft else (0, 0)
+        block_ids = ids(max_batch, block)
+        return cls(
+            block_ids_BG=block_ids,
+            # Without a drafter the block is its own draft.
+            draft_ids_BG=ids(max_batch, block) if draft else block_ids,
+            target_ids_BG=ids(max_batch, block),
+            start_B=ids(max_batch, kind=torch.int32),
+            num_accepted_B=ids(max_batch, kind=torch.int32),
+            page_table_BW=ids(max_batch, max_pages, kind=torch.int32),
+            positions_T=ids(rows),
+            slots_T=ids(rows),
+            context_positions_T=ids(rows),
+            context_slots_T=ids(rows),
+            taps_TC=values(rows, taps),
+            attn_TNH=values(rows, *heads),
+            draft_attn_TNH=values(rows, *draft_heads),
+        )
+
+    def bucket(self, num_requests: int) -> StepBuffers:
+        """The first `num_requests` requests of every tensor, as views."""
+        block = self.block_ids_BG.shape[1]
+        rows = num_requests * block
+        sizes = {"T": rows, "B": num_requests}
+        views = [
+            tensor[: sizes["T" if name.split("_")[-1].startswith("T") else "B"]]
+            for name, tensor in zip(self._fields, self, strict=True)
+        ]
+        return StepBuffers(*views)
+
+    def clear_(self) -> None:
+        """Makes every row padding. Mutates: all tensors."""
+        for tensor in self:
+            tensor.zero_()

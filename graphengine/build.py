@@ -1,0 +1,347 @@
+"""From a model name to a decode loop: resolve, check, load, size the pool, build the buckets.
+
+Everything that "auto" can mean is decided here once. Refusals come before the weights are read.
+Order matters for memory: weights, then the K/V pool from what the budget leaves, then the graphs.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from graphengine.attention import FLASHINFER_HEAD_DIMS, flashinfer_missing, make_workspace
+from graphengine.buckets import build_buckets, make_attention
+from graphengine.buffers import StepBuffers
+from graphengine.config import (
+    AttentionBackend,
+    DeviceName,
+    DraftConfig,
+    DTypeName,
+    EngineConfig,
+    GraphMode,
+    ModelConfig,
+    token_ids,
+)
+from graphengine.engine import DecodeLoop
+from graphengine.forward import Drafter, Target
+from graphengine.hub import resolve
+from graphengine.kvcache import make_pool, page_bytes, pages_for
+from graphengine.metrics import StartupMetrics
+from graphengine.prefill import Prefill
+from graphengine.profiles import ranges
+from graphengine.tokenizer import Tokenizer
+from graphengine.weights import Checkpoint, RandomSource, draft_weights, target_weights
+
+LoadFormat = Literal["auto", "dummy"]
+Progress = Callable[[str, float], None]
+"""Called with (what is being done, share done in 0 .. 1)."""
+
+CPU_POOL_BYTES = 4 << 30
+# Left free for prefill activations, graph pools and attention workspaces.
+GPU_RESERVE_BYTES = 3 << 30
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """What a user asked for, with "auto" (or None) where they did not say."""
+
+    buckets: tuple[int, ...] = (1, 8, 16)
+    graph_mode: GraphMode | Literal["auto"] = "auto"
+    compile: bool | None = None
+    attention_backend: AttentionBackend | Literal["auto"] = "auto"
+    device: DeviceName | Literal["auto"] = "auto"
+    dtype: DTypeName | Literal["auto"] = "auto"
+    page_size: int = 16
+    max_model_len: int | None = None
+    load_format: LoadFormat = "auto"
+    gpu_memory_utilization: float = 0.9
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Built:
+    """A loaded pair, ready to decode."""
+
+    config: EngineConfig
+    target: ModelConfig
+    draft: DraftConfig | None
+    tokenizer: Tokenizer | None
+    stop_ids: frozenset[int]
+    loop: DecodeLoop
+    startup: StartupMetrics
+
+
+def build(
+    target_name: str | Path,
+    draft_name: str | Path | None,
+    options: Options,
+    progress: Progress = lambda what, share: None,
+) -> Built:
+    """Loads a target and, if named, its drafter.
+
+    Raises:
+        ValueError: anything that does not fit, with the value and the remedy.
+    """
+    began = time.perf_counter()
+    target_dir = resolve(target_name)
+    target_config = ModelConfig.from_hf(*_read_json(target_dir / "config.json"))
+    draft_dir = draft_config = None
+    if draft_name is not None:
+        draft_dir = resolve(draft_name)
+        draft_config = DraftConfig.from_hf(*_read_json(draft_dir / "config.json"))
+        draft_config.check_target(target_config, str(draft_dir))
+    config = resolve_options(options, target_config, draft_config)
+    device = torch.device(config.device)
+    dtype = getattr(torch, config.dtype)
+    block = draft_config.block_size if draft_config else 1
+    tokenizer = Tokenizer(target_dir) if Tokenizer.exists(target_dir) else None
+    if tokenizer is None and options.load_format != "dummy":
+        raise ValueError(f"{target_dir}: no tokenizer.json; fetch the whole model directory")
+    if tokenizer is not None and len(tokenizer) > target_config.vocab_size:
+        raise ValueError(
+            f"{target_dir}: the tokenizer has {len(tokenizer)} tokens, the embedding "
+            f"{target_config.vocab_size} rows; they belong to different models"
+        )
+
+    def source(directory: Path, seed: int) -> Checkpoint | RandomSource:
+        if options.load_format == "dummy":
+            return RandomSource(device, dtype, seed)
+        what = f"loading {directory.name}"
+        return Checkpoint(
+            directory, device, dtype, lambda done, total: progress(what, done / total)
+        )
+
+    # The block in flight when a request ends, and the next one's head, reach past the limit.
+    positions = config.max_model_len + 2 * block
+    with ranges.range_("load"), torch.no_grad():
+        weights = target_weights(source(target_dir, 0), target_config, positions, device)
+        tensors = list(_tensors(weights))
+        drafter_weights = None
+        if draft_dir is not None and draft_config is not None:
+            drafter_weights = draft_weights(source(draft_dir, 1), draft_config, positions, device)
+            tensors += list(_tensors(drafter_weights))
+        config, num_pages, pool_bytes = _size_pool(
+            config, target_config, draft_config, dtype, device, options.max_model_len is not None
+        )
+        target = Target(
+            config=target_config,
+            weights=weights,
+            kv_pool=make_pool(target_config, num_pages, config.page_size, dtype, device),
+        )
+        drafter = None
+        if draft_config is not None and drafter_weights is not None:
+            drafter = Drafter(
+                config=draft_config,
+                weights=drafter_weights,
+                kv_pool=make_pool(draft_config.model, num_pages, config.page_size, dtype, device),
+            )
+        buffers = StepBuffers.make(
+            target_config,
+            draft_config,
+            max(config.buckets),
+            pages_for(config.max_model_len + 2 * block, config.page_size),
+            dtype,
+            device,
+        )
+    load_s = time.perf_counter() - began
+    with ranges.range_("capture"), torch.no_grad():
+        buckets, pool, times = build_buckets(
+            config,
+            target,
+            drafter,
+            buffers,
+            dtype,
+            device,
+            lambda what: progress(what, 0.0),
+        )
+        buffers.clear_()
+    workspace = make_workspace(device) if config.attention_backend == "flashinfer" else None
+    prefill = Prefill(
+        target,
+        drafter,
+        make_attention(config, target_config, True, dtype, device, workspace),
+        config.page_size,
+        config.prefill_chunk,
+    )
+    loop = DecodeLoop(
+        config,
+        buckets,
+        buffers,
+        prefill,
+        num_pages,
+        draft_config.mask_token_id if draft_config else 0,
+    )
+    startup = StartupMetrics(
+        load_s=load_s,
+        compile_s=times.compile_s,
+        capture_s=times.capture_s,
+        weight_bytes=sum(t.numel() * t.element_size() for t in tensors),
+        kv_pool_bytes=pool_bytes,
+        num_pages=num_pages,
+        num_graphs=pool.num_graphs if pool else 0,
+    )
+    return Built(
+        config=config,
+        target=target_config,
+        draft=draft_config,
+        tokenizer=tokenizer,
+        stop_ids=_stop_ids(target_dir, target_config),
+        loop=loop,
+        startup=startup,
+    )
+
+
+def resolve_options(
+    options: Options, target: ModelConfig, draft: DraftConfig | None
+) -> EngineConfig:
+    """Decides every "auto" and refuses what cannot work.
+
+    Raises:
+        ValueError: naming the option, its value and the remedy.
+    """
+    buckets = tuple(sorted(set(options.buckets)))
+    if not buckets or buckets[0] < 1:
+        raise ValueError(f"--bucket {list(options.buckets)}: batch sizes are integers from 1 up")
+    has_cuda = torch.cuda.is_available()
+    device: DeviceName = options.device if options.device != "auto" else _default_device()
+    if device == "cuda" and not has_cuda:
+        raise ValueError("--device cuda: torch sees no CUDA device; use --device cpu")
+    on_gpu = device == "cuda"
+    dtype: DTypeName = options.dtype
+    if dtype == "auto":
+        dtype = "bfloat16" if on_gpu else "float32"
+    models = [target] + ([draft.model] if draft else [])
+    head_dims = [model.head_dim for model in models]
+    backend = options.attention_backend
+    fits = all(dim in FLASHINFER_HEAD_DIMS for dim in head_dims) and dtype == "bfloat16"
+    if backend == "auto":
+        backend = "flashinfer" if on_gpu and fits and not flashinfer_missing() else "torch"
+    elif backend == "flashinfer":
+        if not on_gpu:
+            raise ValueError(
+                "--attention-backend flashinfer needs a CUDA device; use torch on the CPU"
+            )
+        if flashinfer_missing():
+            raise ValueError(
+                "--attention-backend flashinfer: flashinfer is not installed; install the extra "
+                "graphengine[cuda]"
+            )
+        if not fits:
+            raise ValueError(
+                f"--attention-backend flashinfer runs bfloat16 and head_dim {FLASHINFER_HEAD_DIMS},"
+                f" not {dtype} with head_dim {head_dims}; use --attention-backend torch"
+            )
+    mode = options.graph_mode
+    if mode == "auto":
+        mode = "piecewise" if on_gpu else "none"
+    if mode != "none" and not on_gpu:
+        raise ValueError(
+            f"--graph-mode {mode} captures CUDA graphs; on the CPU use --graph-mode none"
+        )
+    if mode == "full" and backend == "torch":
+        raise ValueError(
+            "--graph-mode full needs an attention that can be captured; use "
+            "--attention-backend flashinfer (bfloat16), or --graph-mode piecewise"
+        )
+    if options.page_size < 1:
+        raise ValueError(f"--page-size {options.page_size}: at least 1 token")
+    if not 0 < options.gpu_memory_utilization <= 1:
+        raise ValueError(
+            f"gpu_memory_utilization is {options.gpu_memory_utilization}; expected 0 < x <= 1"
+        )
+    cap = min(model.max_position_embeddings for model in models)
+    cap -= draft.block_size if draft else 0
+    length = options.max_model_len if options.max_model_len is not None else cap
+    if not 2 <= length <= cap:
+        raise ValueError(
+            f"--max-model-len {length}: between 2 and {cap} for this model"
+            + (f" (its positions less a draft block of {draft.block_size})" if draft else "")
+        )
+    return EngineConfig(
+        device=device,
+        dtype=dtype,
+        buckets=buckets,
+        graph_mode=mode,
+        compile=on_gpu if options.compile is None else options.compile,
+        attention_backend=backend,
+        page_size=options.page_size,
+        max_model_len=length,
+        gpu_memory_utilization=options.gpu_memory_utilization,
+    )
+
+
+def _default_device() -> DeviceName:
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def _size_pool(
+    config: EngineConfig,
+    target: ModelConfig,
+    draft: DraftConfig | None,
+    dtype: torch.dtype,
+    device: torch.device,
+    length_is_explicit: bool,
+) -> tuple[EngineConfig, int, int]:
+    """Pages for every row of the largest bucket at full length, or as many as memory allows."""
+    block = draft.block_size if draft else 1
+    per_page = page_bytes(target, config.page_size, dtype.itemsize)
+    per_page += page_bytes(draft.model, config.page_size, dtype.itemsize) if draft else 0
+    budget = CPU_POOL_BYTES
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        budget = int(free - (1 - config.gpu_memory_utilization) * total) - GPU_RESERVE_BYTES
+    affordable = budget // per_page
+    one = pages_for(config.max_model_len + block, config.page_size)
+    if affordable < one + 1:
+        length = max(affordable - 1, 0) * config.page_size - block
+        if length_is_explicit or length < 2:
+            raise ValueError(
+                f"--max-model-len {config.max_model_len} needs {one * per_page / 2**30:.2f} GiB of "
+                f"K/V for one request, {max(budget, 0) / 2**30:.2f} GiB are left; the longest that "
+                f"fits is {max(length, 0)} tokens"
+            )
+        config = replace(config, max_model_len=length)
+        one = pages_for(length + block, config.page_size)
+    num_pages = int(min(1 + max(config.buckets) * one, affordable))
+    return config, num_pages, num_pages * per_page
+
+
+def _read_json(path: Path) -> tuple[Mapping[str, Any], str]:
+    try:
+        parsed = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path}: not readable JSON ({error}); fetch the file again") from error
+    if not isinstance(parsed, dict):
+        raise ValueError(f"{path}: holds {type(parsed).__name__}, expected a JSON object")
+    return parsed, str(path)
+
+
+def _stop_ids(directory: Path, config: ModelConfig) -> frozenset[int]:
+    """generation_config.json's end tokens; config.json's where it names none."""
+    path = directory / "generation_config.json"
+    if path.is_file():
+        values, source = _read_json(path)
+        ids = token_ids(values.get("eos_token_id"), "eos_token_id", source)
+        if ids:
+            return frozenset(ids)
+    return frozenset(config.eos_token_ids)
+
+
+def _tensors(tree: Any) -> list[torch.Tensor]:
+    """Distinct tensors of a weight tree, in order."""
+    found: dict[int, torch.Tensor] = {}
+
+    def walk(node: Any) -> None:
+        if isinstance(node, torch.Tensor):
+            found.setdefault(node.data_ptr(), node)
+        elif isinstance(node, tuple):
+            for child in node:
+                walk(child)
+
+    walk(tree)
+    return list(found.values())

@@ -1,0 +1,473 @@
+"""Frozen configs, parsed from a checkpoint's raw JSON.
+
+What: `ModelConfig` (a Qwen3 dense transformer), `DraftConfig` (a DFlash drafter), `EngineConfig`
+(how to run them). Why raw JSON: transformers fills in defaults silently (rope theta 10000), and
+a wrong theta or tap index loses acceptance without any error. Invariant: what decides the numerics
+(theta, scaling, taps, mask id, block size) is read or refused, never guessed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+RopeKind = Literal["default", "yarn", "llama3"]
+GraphMode = Literal["none", "piecewise", "full"]
+AttentionBackend = Literal["flashinfer", "torch"]
+DeviceName = Literal["cpu", "cuda"]
+DTypeName = Literal["bfloat16", "float32"]
+
+_ROPE_KEYS: dict[str, frozenset[str]] = {
+    "default": frozenset(),
+    "yarn": frozenset(
+        "factor original_max_position_embeddings beta_fast beta_slow attention_factor mscale "
+        "mscale_all_dim truncate".split()
+    ),
+    "llama3": frozenset(
+        "factor original_max_position_embeddings low_freq_factor high_freq_factor".split()
+    ),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RopeConfig:
+    """Rotary embedding over the whole head, NeoX (half-split) layout.
+
+    `theta` is the base; `factor` and the rest parametrise the scaling of `kind` and are unused by
+    `default`. `amplitude` multiplies cos and sin (yarn's attention factor; 1 otherwise).
+    """
+
+    theta: float
+    kind: RopeKind = "default"
+    factor: float = 1.0
+    original_max_position_embeddings: int = 0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+    amplitude: float = 1.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+
+    @classmethod
+    def from_hf(cls, config: Mapping[str, Any], source: str) -> RopeConfig:
+        """Reads `rope_parameters` (transformers 5) or flat `rope_theta` + `rope_scaling` (4).
+
+        Where both are present, `rope_parameters` wins, as in transformers.
+
+        Raises:
+            ValueError: theta is missing, the kind is unknown, or a key is not understood.
+        """
+        nested = config.get("rope_parameters")
+        if nested is not None and not isinstance(nested, Mapping):
+            raise ValueError(f"{source}: rope_parameters is {nested!r}, expected an object")
+        if nested and all(isinstance(value, Mapping) for value in nested.values()):
+            kinds = sorted(nested)
+            if kinds != ["full_attention"]:
+                raise ValueError(
+                    f"{source}: rope_parameters per layer type {kinds} is not supported; only a "
+                    "model whose layers are all full_attention is"
+                )
+            nested = nested["full_attention"]
+        scaling = dict(nested or config.get("rope_scaling") or {})
+        theta = scaling.pop("rope_theta", None)
+        theta = config.get("rope_theta") if theta is None else theta
+        if theta is None:
+            raise ValueError(
+                f"{source}: no rope_theta (neither in rope_parameters nor at the top level); add "
+                "the base that the model was trained with, it is never guessed"
+            )
+        theta = _number(theta, "rope_theta", source, minimum=1.0)
+        if "partial_rotary_factor" in config or "partial_rotary_factor" in scaling:
+            value = scaling.pop("partial_rotary_factor", config.get("partial_rotary_factor"))
+            if value != 1.0:
+                raise ValueError(
+                    f"{source}: partial_rotary_factor {value!r} is not supported: engines disagree "
+                    "on whether this architecture obeys it"
+                )
+        old, new = scaling.pop("type", None), scaling.pop("rope_type", None)
+        kind = new or old or "default"
+        if old and new and old != new:
+            raise ValueError(f"{source}: rope type {old!r} and rope_type {new!r} disagree")
+        if kind not in _ROPE_KEYS:
+            raise ValueError(
+                f"{source}: rope type {kind!r} is not supported; supported: {', '.join(_ROPE_KEYS)}"
+            )
+        unknown = sorted(set(scaling) - _ROPE_KEYS[kind])
+        if unknown:
+            raise ValueError(f"{source}: rope keys {unknown} are not understood for type {kind!r}")
+        if kind == "default":
+            return cls(theta=theta)
+        return cls._scaled(theta, kind, scaling, config, source)
+
+    @classmethod
+    def _scaled(
+        cls,
+        theta: float,
+        kind: str,
+        scaling: Mapping[str, Any],
+        config: Mapping[str, Any],
+        source: str,
+    ) -> RopeConfig:
+        if "factor" not in scaling:
+            raise ValueError(f"{source}: rope type {kind!r} without a factor")
+        factor = _number(scaling["factor"], "rope factor", source, minimum=1.0)
+        fallback = config.get("max_position_embeddings") if kind == "yarn" else None
+        original = scaling.get("original_max_position_embeddings", fallback)
+        if original is None:
+            raise ValueError(
+                f"{source}: rope type {kind!r} without original_max_position_embeddings"
+            )
+        original = int(_number(original, "original_max_position_embeddings", source, minimum=1))
+        if kind == "llama3":
+            for key in ("low_freq_factor", "high_freq_factor"):
+                if key not in scaling:
+                    raise ValueError(f"{source}: rope type 'llama3' without {key}")
+            low = _number(scaling["low_freq_factor"], "low_freq_factor", source)
+            high = _number(scaling["high_freq_factor"], "high_freq_factor", source)
+            if not high > low:
+                raise ValueError(f"{source}: high_freq_factor {high} must exceed {low}")
+            return cls(
+                theta=theta,
+                kind="llama3",
+                factor=factor,
+                original_max_position_embeddings=original,
+                low_freq_factor=low,
+                high_freq_factor=high,
+            )
+        amplitude = scaling.get("attention_factor")
+        if amplitude is None:
+            mscale, mscale_all = scaling.get("mscale"), scaling.get("mscale_all_dim")
+            if mscale and mscale_all:
+                amplitude = _yarn_mscale(factor, mscale) / _yarn_mscale(factor, mscale_all)
+            else:
+                amplitude = _yarn_mscale(factor, 1.0)
+        return cls(
+            theta=theta,
+            kind="yarn",
+            factor=factor,
+            original_max_position_embeddings=original,
+            beta_fast=_number(scaling.get("beta_fast") or 32, "beta_fast", source),
+            beta_slow=_number(scaling.get("beta_slow") or 1, "beta_slow", source),
+            truncate=bool(scaling.get("truncate", True)),
+            amplitude=_number(amplitude, "attention_factor", source),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelConfig:
+    """Shape and constants of a Qwen3 dense transformer (also the drafter's own layers)."""
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    rms_norm_eps: float
+    max_position_embeddings: int
+    tie_word_embeddings: bool
+    attention_bias: bool
+    rope: RopeConfig
+    eos_token_ids: tuple[int, ...] = ()
+
+    @property
+    def q_size(self) -> int:
+        """Width of all query heads."""
+        return self.num_attention_heads * self.head_dim
+
+    @property
+    def kv_size(self) -> int:
+        """Width of all key (or value) heads."""
+        return self.num_key_value_heads * self.head_dim
+
+    @property
+    def num_layer_parameters(self) -> int:
+        """Parameters of one layer's four matrices (norms left out: under 0.01 %)."""
+        attention = self.hidden_size * (2 * self.q_size + 2 * self.kv_size)
+        return attention + 3 * self.hidden_size * self.intermediate_size
+
+    @classmethod
+    def from_hf(cls, config: Mapping[str, Any], source: str = "config.json") -> ModelConfig:
+        """Parses a Hugging Face `config.json` of a dense Qwen3 model.
+
+        Raises:
+            ValueError: another architecture, a missing key, or a value that is not supported.
+        """
+        if config.get("model_type") != "qwen3":
+            raise ValueError(
+                f"{source}: model_type {config.get('model_type')!r} is not supported; graphengine "
+                "runs dense Qwen3 models (model_type 'qwen3')"
+            )
+        return cls._from_hf(config, source)
+
+    @classmethod
+    def _from_hf(cls, config: Mapping[str, Any], source: str) -> ModelConfig:
+        if config.get("hidden_act", "silu") != "silu":
+            raise ValueError(
+                f"{source}: hidden_act {config['hidden_act']!r} is not supported (silu is)"
+            )
+        if config.get("quantization_config"):
+            raise ValueError(
+                f"{source}: quantization_config is not supported; use the bf16 weights"
+            )
+        layer_types = config.get("layer_types") or []
+        other = sorted({str(kind) for kind in layer_types} - {"full_attention"})
+        if other or config.get("use_sliding_window"):
+            raise ValueError(
+                f"{source}: sliding or mixed attention ({other or 'use_sliding_window'}) is not "
+                "supported yet; only full_attention layers are"
+            )
+        num_heads = _positive(config, "num_attention_heads", source)
+        num_kv_heads = _positive(config, "num_key_value_heads", source)
+        hidden = _positive(config, "hidden_size", source)
+        if num_heads % num_kv_heads:
+            raise ValueError(
+                f"{source}: num_attention_heads {num_heads} is not a multiple of "
+                f"num_key_value_heads {num_kv_heads}"
+            )
+        head_dim = _positive(config, "head_dim", source)
+        if head_dim % 2:
+            raise ValueError(f"{source}: head_dim {head_dim} is odd; rope needs an even one")
+        num_layers = _positive(config, "num_hidden_layers", source)
+        if layer_types and len(layer_types) != num_layers:
+            raise ValueError(
+                f"{source}: {len(layer_types)} layer_types for num_hidden_layers {num_layers}"
+            )
+        return cls(
+            vocab_size=_positive(config, "vocab_size", source),
+            hidden_size=hidden,
+            intermediate_size=_positive(config, "intermediate_size", source),
+            num_hidden_layers=num_layers,
+            num_attention_heads=num_heads,
+            num_key_value_heads=num_kv_heads,
+            head_dim=head_dim,
+            rms_norm_eps=_number(_required(config, "rms_norm_eps", source), "rms_norm_eps", source),
+            max_position_embeddings=_positive(config, "max_position_embeddings", source),
+            tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
+            attention_bias=bool(config.get("attention_bias", False)),
+            rope=RopeConfig.from_hf(config, source),
+            eos_token_ids=token_ids(config.get("eos_token_id"), "eos_token_id", source),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DraftConfig:
+    """A DFlash drafter: its own Qwen3-style layers plus what ties it to a target.
+
+    `target_layer_ids` are 0-based target layers, tapped at the layer's output (z-lab convention).
+    `block_size` counts the anchor: a drafter of block size 16 proposes 15 tokens a step.
+    """
+
+    model: ModelConfig
+    block_size: int
+    mask_token_id: int
+    target_layer_ids: tuple[int, ...]
+    num_target_layers: int | None
+
+    @property
+    def num_taps(self) -> int:
+        """Number of target layers whose output feeds the drafter."""
+        return len(self.target_layer_ids)
+
+    @classmethod
+    def from_hf(cls, config: Mapping[str, Any], source: str = "config.json") -> DraftConfig:
+        """Parses a z-lab DFlash `config.json`; DFlash keys: `dflash_config` first, then top level.
+
+        Raises:
+            ValueError: not a z-lab DFlash drafter, a missing key, or a feature of the format that
+                is not supported.
+        """
+        if "speculators_model_type" in config:
+            raise ValueError(
+                f"{source}: speculators format is not supported yet; use the z-lab format "
+                "(architectures ['DFlashDraftModel'])"
+            )
+        architectures = config.get("architectures") or []
+        if "DFlashDraftModel" not in architectures:
+            raise ValueError(
+                f"{source}: architectures {architectures} is not a DFlash drafter; expected "
+                "['DFlashDraftModel']. A target model cannot be its own drafter"
+            )
+        nested = config.get("dflash_config") or {}
+        if not isinstance(nested, Mapping):
+            raise ValueError(f"{source}: dflash_config is {nested!r}, expected an object")
+        _refuse_unsupported(config, nested, source)
+        model = ModelConfig._from_hf(config, source)
+        taps = nested.get("target_layer_ids", config.get("target_layer_ids"))
+        if not isinstance(taps, list) or not taps:
+            raise ValueError(
+                f"{source}: no dflash_config.target_layer_ids; add the list of target layers that "
+                "the drafter was trained on, it is never guessed"
+            )
+        taps = tuple(_integer(tap, "target_layer_ids", source, minimum=0) for tap in taps)
+        if len(set(taps)) != len(taps):
+            raise ValueError(f"{source}: target_layer_ids {list(taps)} has duplicates")
+        depth = nested.get("num_target_layers", config.get("num_target_layers"))
+        depth = None if depth is None else _integer(depth, "num_target_layers", source, minimum=1)
+        if depth is not None and max(taps) >= depth:
+            raise ValueError(
+                f"{source}: target_layer_ids {list(taps)} reach past num_target_layers {depth}"
+            )
+        block_size = _either(config, nested, "block_size", source)
+        mask = _either(config, nested, "mask_token_id", source)
+        return cls(
+            model=model,
+            block_size=_integer(block_size, "block_size", source, minimum=2),
+            mask_token_id=_integer(mask, "mask_token_id", source, minimum=0),
+            target_layer_ids=taps,
+            num_target_layers=depth,
+        )
+
+    def check_target(self, target: ModelConfig, source: str = "drafter") -> None:
+        """Refuses a target that this drafter was not made for.
+
+        Raises:
+            ValueError: depth, hidden size, vocabulary, taps or mask id do not fit.
+        """
+        depth = target.num_hidden_layers
+        if self.num_target_layers is not None and self.num_target_layers != depth:
+            raise ValueError(
+                f"{source}: made for a target of {self.num_target_layers} layers, this one has "
+                f"{depth}; pass the drafter of this target"
+            )
+        if max(self.target_layer_ids) >= depth:
+            raise ValueError(
+                f"{source}: target_layer_ids {list(self.target_layer_ids)} reach past the target's "
+                f"{depth} layers; pass the drafter of this target"
+            )
+        if self.model.hidden_size != target.hidden_size:
+            raise ValueError(
+                f"{source}: hidden_size {self.model.hidden_size} differs from the target's "
+                f"{target.hidden_size}; pass the drafter of this target"
+            )
+        if self.model.vocab_size != target.vocab_size:
+            raise ValueError(
+                f"{source}: vocab_size {self.model.vocab_size} differs from the target's "
+                f"{target.vocab_size}; pass the drafter of this target"
+            )
+        if self.mask_token_id >= target.vocab_size:
+            raise ValueError(
+                f"{source}: mask_token_id {self.mask_token_id} lies outside the target's embedding "
+                f"of {target.vocab_size} rows"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """How to run a pair; every value is resolved (no "auto" left).
+
+    `buckets`: ascending batch sizes that are captured. `max_model_len`: most tokens (prompt and
+    generated) of one request. `prefill_chunk`: rows of one prefill forward.
+    """
+
+    device: DeviceName
+    dtype: DTypeName
+    buckets: tuple[int, ...]
+    graph_mode: GraphMode
+    compile: bool
+    attention_backend: AttentionBackend
+    page_size: int
+    max_model_len: int
+    prefill_chunk: int = 2048
+    gpu_memory_utilization: float = 0.9
+
+
+_UNSUPPORTED_DRAFT_KEYS: dict[str, tuple[Any, ...]] = {
+    # key -> values that mean "as in the plain z-lab drafter"
+    "is_causal": (None, False),
+    "causal": (None, False),
+    "use_swa": (None, False),
+    "attention_sink_bias": (None, False),
+    "attention_value_scale": (None, 1.0),
+    "backbone_rotary_base": (None,),
+    "attention_mode": (None,),
+    "projector_type": (None,),
+    "conv_kernel_size": (None,),
+    "selector_rank": (None,),
+    "sample_from_anchor": (None, False),
+    "markov_rank": (None, 0),
+    "output_multiplier": (None, 1.0),
+    "input_embedding_scale": (None, 1.0),
+    "final_logit_softcapping": (None, 0.0),
+    "logit_scale": (None, 1.0),
+    "draft_vocab_size": (None,),
+    "is_neox_style": (None, True),
+    "rope_is_neox_style": (None, True),
+    "use_aux_hidden_state": (None, True),
+}
+
+# Read elsewhere, or about training only.
+_PLAIN_DRAFT_KEYS = frozenset(
+    "target_layer_ids block_size mask_token_id mask_token num_target_layers num_anchors "
+    "loss_decay_gamma".split()
+)
+
+
+def _refuse_unsupported(config: Mapping[str, Any], nested: Mapping[str, Any], source: str) -> None:
+    for key, plain in _UNSUPPORTED_DRAFT_KEYS.items():
+        value = nested.get(key, config.get(key))
+        if key == "draft_vocab_size" and value == config.get("vocab_size"):
+            continue
+        if value not in plain:
+            raise ValueError(
+                f"{source}: {key} = {value!r} is not supported yet; supported are full-attention, "
+                "anchor-dropping z-lab DFlash drafters that share the target's embedding and head"
+            )
+    unknown = sorted(set(nested) - _UNSUPPORTED_DRAFT_KEYS.keys() - _PLAIN_DRAFT_KEYS)
+    if unknown:
+        raise ValueError(f"{source}: dflash_config keys {unknown} are not understood")
+    target_hidden = config.get("target_hidden_size")
+    if target_hidden is not None and target_hidden != config.get("hidden_size"):
+        raise ValueError(
+            f"{source}: target_hidden_size {target_hidden} differs from hidden_size "
+            f"{config.get('hidden_size')}; such drafters are not supported yet"
+        )
+
+
+def token_ids(value: Any, key: str, source: str) -> tuple[int, ...]:
+    """One id, a list of ids or None -> a tuple of ids."""
+    if value is None:
+        return ()
+    ids = value if isinstance(value, list) else [value]
+    return tuple(_integer(token, key, source, minimum=0) for token in ids)
+
+
+def _yarn_mscale(factor: float, mscale: float) -> float:
+    return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
+
+
+def _required(config: Mapping[str, Any], key: str, source: str) -> Any:
+    if config.get(key) is None:
+        raise ValueError(f"{source}: no {key}; the file is incomplete, fetch it again")
+    return config[key]
+
+
+def _either(config: Mapping[str, Any], nested: Mapping[str, Any], key: str, source: str) -> Any:
+    value = nested.get(key, config.get(key))
+    if value is None:
+        raise ValueError(
+            f"{source}: no {key} (neither in dflash_config nor at the top level); it is never "
+            "guessed"
+        )
+    return value
+
+
+def _number(value: Any, key: str, source: str, minimum: float = 0.0) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise ValueError(f"{source}: {key} is {value!r}, expected a number")
+    if value < minimum:
+        raise ValueError(f"{source}: {key} is {value!r}, expected at least {minimum:g}")
+    return float(value)
+
+
+def _integer(value: Any, key: str, source: str, minimum: int) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
+        raise ValueError(f"{source}: {key} holds {value!r}, expected an integer >= {minimum}")
+    return value
+
+
+def _positive(config: Mapping[str, Any], key: str, source: str) -> int:
+    return _integer(_required(config, key, source), key, source, minimum=1)

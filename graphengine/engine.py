@@ -1,0 +1,271 @@
+"""The decode loop: one speculative step, in the order in which the device sees it.
+
+    launch    plan draft            host: exact lengths -> attention metadata
+              draft                 [anchor, MASK..] -> drafts d_1 .. d_{G-1}
+              plan verify
+              verify, accept        one target forward over the block; counts and takes the bonus
+              results -> host       asynchronous copy, one event
+              context, draft head   of the NEXT block: keep the GPU busy while the host works
+    collect   wait for the event    the only wait of a step
+              commit                stop tokens, budgets; pages of finished requests return
+
+Draft, verify, acceptance and the next block's inputs stay on the device. The host follows one copy
+behind and steps in only when the set of running requests changes.
+
+Invariant: `Request.start` on the host equals `start_B` on the device whenever a plan is made;
+pages are reserved at admission for everything that a request can write, so no step can fail for
+the lack of memory; a finished request's late writes go to its own pages or the null page, and
+are ordered on the stream before any reuse of them.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Collection
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from graphengine.attention import Layout
+from graphengine.buckets import Bucket
+from graphengine.buffers import StepBuffers
+from graphengine.config import EngineConfig
+from graphengine.kernels.accept import next_block
+from graphengine.kvcache import NULL_PAGE, PageAllocator, pages_for
+from graphengine.metrics import Acceptance
+from graphengine.prefill import Prefill
+from graphengine.profiles import ranges
+from graphengine.request import Request
+
+
+class StepOutput(NamedTuple):
+    """New tokens of one request; `request.finish_reason` is set with the last of them."""
+
+    request: Request
+    token_ids: list[int]
+
+
+class DecodeLoop:
+    """Runs requests to their end: admit, launch, collect, repeat.
+
+    Guards two invariants: a bucket row belongs to one running request or is padding, and a page
+    to one request at most. Not thread-safe; one loop owns its buffers and pools.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        buckets: dict[int, Bucket],
+        buffers: StepBuffers,
+        prefill: Prefill,
+        num_pages: int,
+        mask_token_id: int,
+    ) -> None:
+        self.config = config
+        self.block = buffers.block_ids_BG.shape[1]
+        self.allocator = PageAllocator(num_pages)
+        self.waiting: deque[Request] = deque()
+        self.running: list[Request] = []
+        self._buckets = dict(sorted(buckets.items()))
+        self._buffers, self._prefill, self._mask_token_id = buffers, prefill, mask_token_id
+        self._bucket: Bucket | None = None  # holds the running requests' rows; None: stale
+        self._in_flight = False
+        self._next_id = 0
+        self._on_gpu = buffers.start_B.is_cuda
+        pin = {"pin_memory": self._on_gpu}
+        self._target_ids_cpu = torch.empty(buffers.target_ids_BG.shape, dtype=torch.int64, **pin)
+        self._num_accepted_cpu = torch.empty(buffers.num_accepted_B.shape, dtype=torch.int32, **pin)
+        self._results_ready = torch.cuda.Event() if self._on_gpu else None
+
+    # --- requests ---
+
+    def submit(
+        self, prompt_ids: list[int], max_new_tokens: int, stop_ids: Collection[int]
+    ) -> Request:
+        """Queues a prompt.
+
+        Raises:
+            ValueError: the prompt is empty, leaves no room for a token, or can never fit the pool.
+        """
+        limit = self.config.max_model_len
+        if not prompt_ids:
+            raise ValueError("the prompt has no tokens; pass some text")
+        if max_new_tokens < 1:
+            raise ValueError(f"max_new_tokens is {max_new_tokens}; ask for at least 1")
+        if len(prompt_ids) >= limit:
+            raise ValueError(
+                f"the prompt has {len(prompt_ids)} tokens, the context holds {limit} and at least "
+                "one must be left to generate; shorten the prompt or raise --max-model-len"
+            )
+        total = min(len(prompt_ids) + max_new_tokens, limit)
+        needed = pages_for(total + self.block, self.config.page_size)
+        if needed > self.allocator.num_usable:
+            raise ValueError(
+                f"{len(prompt_ids)} prompt and {max_new_tokens} new tokens need {needed} pages of "
+                f"{self.config.page_size} tokens, the pool has {self.allocator.num_usable}; lower "
+                "max_new_tokens or --max-model-len"
+            )
+        request = Request(
+            request_id=self._next_id,
+            prompt_ids=prompt_ids,
+            max_total_tokens=total,
+            stop_ids=stop_ids,
+            acceptance=Acceptance(self.block - 1),
+        )
+        self._next_id += 1
+        self.waiting.append(request)
+        return request
+
+    def admit(self) -> list[StepOutput]:
+        """Prefills waiting requests, in order, while rows and pages last. Waits for the device."""
+        admitted: list[Request] = []
+        while self.waiting and len(self.running) + len(admitted) < max(self._buckets):
+            request = self.waiting[0]
+            needed = pages_for(request.max_total_tokens + self.block, self.config.page_size)
+            if needed > self.allocator.num_free:
+                break
+            request.pages = self.allocator.allocate(needed)
+            admitted.append(self.waiting.popleft())
+        if not admitted:
+            return []
+        try:
+            with ranges.range_("prefill"):
+                first_tokens = self._prefill.run(admitted)
+        except BaseException:
+            for request in admitted:
+                request.finish_reason = "cancelled"
+                self._release(request)
+            raise
+        outputs = [
+            StepOutput(request, request.begin(token))
+            for request, token in zip(admitted, first_tokens, strict=True)
+        ]
+        self.running += admitted
+        self._retire()
+        self._bucket = None
+        return outputs
+
+    def cancel(self, request: Request) -> None:
+        """Ends a request early; harmless if it has ended. Its pages return when no step is in
+        flight, at the latest with the next `collect`."""
+        if request.finish_reason is not None:
+            return
+        request.finish_reason = "cancelled"
+        if request in self.waiting:
+            self.waiting.remove(request)
+        elif not self._in_flight:
+            self._retire()
+
+    # --- one step ---
+
+    def launch(self) -> None:
+        """Queues a step for the running requests; returns while the device works."""
+        assert self.running and not self._in_flight
+        bucket = self._bucket or self._load()
+        lens = [self.block] * len(self.running)
+        layout = Layout.build(
+            lens,
+            [request.start + self.block for request in self.running],
+            [request.pages for request in self.running],
+            self.config.page_size,
+            bucket.size,
+        )
+        self._in_flight = True
+        if bucket.draft is not None and bucket.draft_attention is not None:
+            with ranges.range_("plan"):
+                bucket.draft_attention.plan(layout)
+            with ranges.range_("draft"):
+                bucket.draft.run()
+        with ranges.range_("plan"):
+            bucket.verify_attention.plan(layout)
+        with ranges.range_("verify" if bucket.draft else "decode"):
+            bucket.verify.run()
+        with ranges.range_("accept"):
+            self._target_ids_cpu.copy_(self._buffers.target_ids_BG, non_blocking=True)
+            self._num_accepted_cpu.copy_(self._buffers.num_accepted_B, non_blocking=True)
+            if self._results_ready is not None:
+                self._results_ready.record()
+        if bucket.context is not None and bucket.draft_head is not None:
+            with ranges.range_("draft"):
+                bucket.context.run()
+                bucket.draft_head.run()
+
+    def collect(self) -> list[StepOutput]:
+        """Waits for the step in flight and commits it."""
+        assert self._in_flight
+        with ranges.range_("accept"):
+            if self._results_ready is not None:
+                self._results_ready.synchronize()
+        self._in_flight = False
+        with ranges.range_("commit"):
+            target_ids, accepted = self._target_ids_cpu.tolist(), self._num_accepted_cpu.tolist()
+            outputs = [
+                StepOutput(request, request.advance(target_ids[row], accepted[row]))
+                for row, request in enumerate(self.running)
+                if request.finish_reason is None
+            ]
+            self._retire()
+        return outputs
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a request waits or runs."""
+        return bool(self.waiting or self.running)
+
+    def reset(self) -> None:
+        """Drops every request and returns all pages; for use after an error or an interrupt."""
+        if self._on_gpu:
+            torch.cuda.synchronize()
+        self._in_flight = False
+        for request in [*self.running, *self.waiting]:
+            request.finish_reason = request.finish_reason or "cancelled"
+        self.waiting.clear()
+        self._retire()
+
+    # --- rows ---
+
+    def _retire(self) -> None:
+        """Takes finished requests out of the batch; the rows are reloaded before the next step."""
+        finished = [request for request in self.running if request.finish_reason is not None]
+        if finished:
+            self.running = [r for r in self.running if r.finish_reason is None]
+            self._bucket = None
+        for request in finished:
+            self._release(request)
+
+    def _release(self, request: Request) -> None:
+        self.allocator.free(request.pages)
+        request.pages = []
+
+    def _load(self) -> Bucket:
+        """Writes the running requests into the smallest bucket that holds them."""
+        count = len(self.running)
+        bucket = next(b for size, b in self._buckets.items() if size >= count)
+        views, device = bucket.buffers, self._buffers.start_B.device
+        width = views.page_table_BW.shape[1]
+        padding = bucket.size - count
+        table = [r.pages + [NULL_PAGE] * (width - len(r.pages)) for r in self.running]
+        table += [[NULL_PAGE] * width] * padding
+
+        def upload(values: list[int]) -> Tensor:
+            return torch.tensor(values, dtype=torch.int32).to(device)
+
+        views.page_table_BW.copy_(torch.tensor(table, dtype=torch.int32))
+        views.start_B.copy_(upload([r.start for r in self.running] + [0] * padding))
+        anchors = upload([r.anchor for r in self.running] + [0] * padding)
+        block_ids, positions, slots = next_block(
+            views.start_B,
+            anchors,
+            views.page_table_BW,
+            self.block,
+            self._mask_token_id,
+            self.config.page_size,
+        )
+        views.block_ids_BG.copy_(block_ids)
+        views.positions_T.copy_(positions)
+        views.slots_T.copy_(slots)
+        self._bucket = bucket
+        if bucket.draft_head is not None:
+            bucket.draft_head.run()
+        return bucket

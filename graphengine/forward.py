@@ -1,0 +1,381 @@
+"""The chains: which segments and attentions make a forward pass, for the target and the drafter.
+
+Written once; capture/ runs them eagerly, piecewise or as one graph. A chain alternates dense
+segments and attentions: `verify.00` = embed + pre(0), `verify.L0.attn`, `verify.01` = post(0) +
+pre(1), .. , the last = post + norm + head. Cutting only at attention lets Inductor fuse across
+the layer boundary. Cache writes are in the dense segments, so attention only reads.
+
+Legend: B requests, G block length, T rows, N / H query heads / head dim, C = taps * hidden.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from torch import Tensor
+
+from graphengine.attention import Attention as AttentionBackend
+from graphengine.buffers import StepBuffers
+from graphengine.capture.steps import Attention, Carry, Dense, Step
+from graphengine.config import DraftConfig, ModelConfig
+from graphengine.kernels.accept import accept_and_advance_
+from graphengine.kernels.argmax import argmax_rows
+from graphengine.kernels.context_kv import context_kv_write_
+from graphengine.kernels.qk_norm_rope import qk_norm_rope_write_
+from graphengine.models import dflash, qwen3
+from graphengine.models.dflash import DraftWeights
+from graphengine.models.qwen3 import LayerWeights, Weights
+from graphengine.profiles import ranges
+
+
+class Rows(NamedTuple):
+    """Where a forward's rows come from and where their K/V goes."""
+
+    token_ids_T: Tensor
+    positions_T: Tensor
+    slots_T: Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Target:
+    """A loaded target: config, weights, and its K/V pool [L, 2, num_pages, S, K, H]."""
+
+    config: ModelConfig
+    weights: Weights
+    kv_pool: Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Drafter:
+    """A loaded drafter and its K/V pool, which shares the target's page table."""
+
+    config: DraftConfig
+    weights: DraftWeights
+    kv_pool: Tensor
+
+
+# --- segments: pure but for the declared cache writes; compiled one by one ---
+
+
+def first_segment(
+    embed_VD: Tensor,
+    layer: LayerWeights,
+    rope_PH: Tensor,
+    rows: Rows,
+    kv_cache: Tensor,
+    eps: float,
+) -> Carry:
+    """embed + pre(0) -> (h_TD, q_TNH). Mutates: kv_cache."""
+    h_TD = qwen3.embed(embed_VD, rows.token_ids_T)
+    return h_TD, _query_(layer, h_TD, rope_PH, rows, kv_cache, eps)
+
+
+def middle_segment(
+    done: LayerWeights,
+    layer: LayerWeights,
+    rope_PH: Tensor,
+    rows: Rows,
+    h_TD: Tensor,
+    attn_TNH: Tensor,
+    kv_cache: Tensor,
+    eps: float,
+) -> Carry:
+    """post(i) + pre(i + 1) -> (h_TD, q_TNH). Mutates: kv_cache."""
+    h_TD = qwen3.post_attention(done, h_TD, attn_TNH, eps)
+    return h_TD, _query_(layer, h_TD, rope_PH, rows, kv_cache, eps)
+
+
+def last_segment(
+    done: LayerWeights,
+    norm_D: Tensor,
+    lm_head_VD: Tensor,
+    h_TD: Tensor,
+    attn_TNH: Tensor,
+    eps: float,
+) -> Carry:
+    """post(L - 1) + norm + head -> (h_TD before the norm, logits_TV)."""
+    h_TD = qwen3.post_attention(done, h_TD, attn_TNH, eps)
+    return h_TD, qwen3.logits(norm_D, lm_head_VD, h_TD, eps)
+
+
+def draft_last_segment(
+    done: LayerWeights,
+    norm_D: Tensor,
+    lm_head_VD: Tensor,
+    h_TD: Tensor,
+    attn_TNH: Tensor,
+    block_length: int,
+    eps: float,
+) -> Carry:
+    """post + norm + the target's head on rows 1 .. G-1 -> logits [B * (G-1), V].
+
+    Slot j predicts the token at its own position; slot 0, the anchor's, is dropped.
+    """
+    h_TD = qwen3.post_attention(done, h_TD, attn_TNH, eps)
+    h_TD = h_TD.unflatten(0, (-1, block_length))[:, 1:].flatten(0, 1)
+    return (qwen3.logits(norm_D, lm_head_VD, h_TD, eps),)
+
+
+def context_segment(
+    weights: DraftWeights,
+    taps_TC: Tensor,
+    positions_T: Tensor,
+    slots_T: Tensor,
+    kv_pool: Tensor,
+    eps: float,
+) -> Carry:
+    """taps -> fc, hidden_norm, all layers' K/V, k-norm, rope, write. Mutates: kv_pool."""
+    kv_TX = dflash.context(weights, taps_TC, eps)
+    context_kv_write_(
+        kv_TX, weights.k_norm_LH, weights.rope_PH, positions_T, slots_T, kv_pool, eps
+    )
+    return ()
+
+
+def _query_(
+    layer: LayerWeights, h_TD: Tensor, rope_PH: Tensor, rows: Rows, kv_cache: Tensor, eps: float
+) -> Tensor:
+    qkv_TE = qwen3.pre_attention(layer, h_TD, eps)
+    return qk_norm_rope_write_(
+        qkv_TE,
+        layer.q_norm_H,
+        layer.k_norm_H,
+        rope_PH,
+        rows.positions_T,
+        rows.slots_T,
+        kv_cache,
+        eps,
+    )
+
+
+class Segments(NamedTuple):
+    """The segment functions in use: plain, or each compiled."""
+
+    first: Callable[..., Carry] = first_segment
+    middle: Callable[..., Carry] = middle_segment
+    last: Callable[..., Carry] = last_segment
+    draft_last: Callable[..., Carry] = draft_last_segment
+    context: Callable[..., Carry] = context_segment
+
+
+# --- chains ---
+
+
+def layer_steps(
+    chain: str,
+    embed_VD: Tensor,
+    layers: tuple[LayerWeights, ...],
+    rope_PH: Tensor,
+    kv_pool: Tensor,
+    rows: Rows,
+    attention: AttentionBackend,
+    attn_TNH: Tensor,
+    eps: float,
+    segments: Segments,
+    tap_: Callable[[int, Tensor], None] = lambda layer, h_TD: None,
+) -> list[Step]:
+    """Steps 00, L0.attn, 01, .. , L(n-1).attn of a stack; the caller appends its own last segment.
+
+    The carry after a dense step is (h_TD, q_TNH), after an attention (h_TD, attn_TNH).
+
+    Args:
+        attn_TNH: where attention writes; fixed, so captured segments read it in place.
+        tap_: called with (layer, h_TD) for the output of every layer but the last.
+    """
+
+    def first(carry: Carry) -> Carry:
+        return segments.first(embed_VD, layers[0], rope_PH, rows, kv_pool[0], eps)
+
+    def attend(layer: int) -> Step:
+        kv_cache = kv_pool[layer]
+
+        def run(carry: Carry) -> Carry:
+            h_TD, q_TNH = carry
+            attention.run(q_TNH, kv_cache, attn_TNH)
+            return h_TD, attn_TNH
+
+        return Attention(ranges.attention_name(chain, layer), run)
+
+    def middle(layer: int) -> Step:
+        done, following, kv_cache = layers[layer], layers[layer + 1], kv_pool[layer + 1]
+
+        def run(carry: Carry) -> Carry:
+            h_TD, q_TNH = segments.middle(done, following, rope_PH, rows, *carry, kv_cache, eps)
+            tap_(layer, h_TD)
+            return h_TD, q_TNH
+
+        return Dense(ranges.dense_name(chain, layer + 1), run)
+
+    steps: list[Step] = [Dense(ranges.dense_name(chain, 0), first)]
+    for layer in range(len(layers)):
+        steps.append(attend(layer))
+        if layer + 1 < len(layers):
+            steps.append(middle(layer))
+    return steps
+
+
+def tap_writer(config: DraftConfig, taps_TC: Tensor) -> Callable[[int, Tensor], None]:
+    """Copies a tapped layer's output into its columns of the taps buffer."""
+    hidden = config.model.hidden_size
+    columns = {layer: i * hidden for i, layer in enumerate(config.target_layer_ids)}
+
+    def tap_(layer: int, h_TD: Tensor) -> None:
+        column = columns.get(layer)
+        if column is not None:
+            taps_TC[:, column : column + hidden].copy_(h_TD)
+
+    return tap_
+
+
+def target_chain(
+    chain: str,
+    target: Target,
+    rows: Rows,
+    attention: AttentionBackend,
+    attn_TNH: Tensor,
+    segments: Segments,
+    tap_: Callable[[int, Tensor], None],
+    logit_rows: Tensor | None = None,
+) -> list[Step]:
+    """A whole target forward; the last carry is (logits_TV,).
+
+    Args:
+        logit_rows: indices of the rows whose logits are wanted (prefill); default all.
+    """
+    config, weights = target.config, target.weights
+    eps = config.rms_norm_eps
+    steps = layer_steps(
+        chain,
+        weights.embed_VD,
+        weights.layers,
+        weights.rope_PH,
+        target.kv_pool,
+        rows,
+        attention,
+        attn_TNH,
+        eps,
+        segments,
+        tap_,
+    )
+    final = config.num_hidden_layers - 1
+
+    def last(carry: Carry) -> Carry:
+        h_TD, attended_TNH = carry
+        if logit_rows is None:
+            h_TD, logits_TV = segments.last(
+                weights.layers[final], weights.norm_D, weights.lm_head_VD, h_TD, attended_TNH, eps
+            )
+        else:
+            h_TD = qwen3.post_attention(weights.layers[final], h_TD, attended_TNH, eps)
+            logits_TV = qwen3.logits(weights.norm_D, weights.lm_head_VD, h_TD[logit_rows], eps)
+        tap_(final, h_TD)
+        return (logits_TV,)
+
+    steps.append(Dense(ranges.dense_name(chain, final + 1), last))
+    return steps
+
+
+def verify_chain(
+    target: Target,
+    drafter: Drafter | None,
+    buffers: StepBuffers,
+    attention: AttentionBackend,
+    page_size: int,
+    segments: Segments,
+) -> list[Step]:
+    """Target forward over the block, acceptance, the next block's inputs, the drafter's context.
+
+    Without a drafter the same chain with one row per request is plain decoding.
+    """
+    chain = "verify" if drafter else "decode"
+    tap_ = tap_writer(drafter.config, buffers.taps_TC) if drafter else lambda layer, h_TD: None
+    rows = Rows(buffers.draft_ids_BG.view(-1), buffers.positions_T, buffers.slots_T)
+    steps = target_chain(chain, target, rows, attention, buffers.attn_TNH, segments, tap_)
+    # Without a drafter the block has no mask rows; any id will do.
+    mask_token_id = drafter.config.mask_token_id if drafter else 0
+
+    def accept(carry: Carry) -> Carry:
+        (logits_TV,) = carry
+        buffers.target_ids_BG.copy_(argmax_rows(logits_TV).view_as(buffers.target_ids_BG))
+        buffers.context_positions_T.copy_(buffers.positions_T)
+        buffers.context_slots_T.copy_(buffers.slots_T)
+        accept_and_advance_(
+            buffers.draft_ids_BG,
+            buffers.target_ids_BG,
+            buffers.start_B,
+            buffers.page_table_BW,
+            buffers.block_ids_BG,
+            buffers.positions_T,
+            buffers.slots_T,
+            buffers.num_accepted_B,
+            mask_token_id,
+            page_size,
+        )
+        return ()
+
+    steps.append(Dense(ranges.ACCEPT, accept))
+    return steps
+
+
+def context_chain(
+    drafter: Drafter, taps_TC: Tensor, positions_T: Tensor, slots_T: Tensor, segments: Segments
+) -> list[Step]:
+    """One step: the drafter's context K/V of rows that the target has just run.
+
+    All rows are written, rejected ones too: the next block overwrites those slots before anything
+    attends to them, so no shape depends on how many were accepted.
+    """
+
+    def context(carry: Carry) -> Carry:
+        eps = drafter.config.model.rms_norm_eps
+        return segments.context(
+            drafter.weights, taps_TC, positions_T, slots_T, drafter.kv_pool, eps
+        )
+
+    return [Dense(ranges.DRAFT_CONTEXT, context)]
+
+
+def draft_chain(
+    target: Target,
+    drafter: Drafter,
+    buffers: StepBuffers,
+    attention: AttentionBackend,
+    segments: Segments,
+) -> list[Step]:
+    """[anchor, MASK..] -> draft ids, one non-causal forward over the block."""
+    config, weights = drafter.config, drafter.weights
+    eps = config.model.rms_norm_eps
+    rows = Rows(buffers.block_ids_BG.view(-1), buffers.positions_T, buffers.slots_T)
+    steps = layer_steps(
+        "draft",
+        target.weights.embed_VD,
+        weights.layers,
+        weights.rope_PH,
+        drafter.kv_pool,
+        rows,
+        attention,
+        buffers.draft_attn_TNH,
+        eps,
+        segments,
+    )
+
+    def last(carry: Carry) -> Carry:
+        h_TD, attn_TNH = carry
+        (logits_TV,) = segments.draft_last(
+            weights.layers[-1],
+            weights.norm_D,
+            target.weights.lm_head_VD,
+            h_TD,
+            attn_TNH,
+            config.block_size,
+            eps,
+        )
+        drafted = argmax_rows(logits_TV).view(-1, config.block_size - 1)
+        buffers.draft_ids_BG[:, :1].copy_(buffers.block_ids_BG[:, :1])
+        buffers.draft_ids_BG[:, 1:].copy_(drafted)
+        return ()
+
+    steps.append(Dense(ranges.dense_name("draft", len(weights.layers)), last))
+    return steps

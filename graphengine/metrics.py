@@ -1,0 +1,109 @@
+"""What a request cost and how well it was drafted.
+
+Two counts of the same thing are in use in the field, so both are named: the acceptance length
+counts the bonus token (vLLM, SGLang, the DFlash paper; 1.0 = drafting is useless), the accepted
+draft tokens do not (pegainfer, lmdeploy; 0.0 = useless).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+
+@dataclass(slots=True)
+class Acceptance:
+    """Histogram of accepted drafts per verified block: `steps_by_accepted[a]` blocks accepted a."""
+
+    num_draft_tokens: int
+    steps_by_accepted: list[int] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.steps_by_accepted = self.steps_by_accepted or [0] * (self.num_draft_tokens + 1)
+
+    def add(self, num_accepted: int) -> None:
+        """Counts one block. Mutates: self."""
+        self.steps_by_accepted[num_accepted] += 1
+
+    @property
+    def num_steps(self) -> int:
+        """Verified blocks."""
+        return sum(self.steps_by_accepted)
+
+    @property
+    def mean_accepted_draft_tokens(self) -> float:
+        """Accepted drafts per block, bonus not counted: 0 .. G-1."""
+        total = sum(a * n for a, n in enumerate(self.steps_by_accepted))
+        return total / self.num_steps if self.num_steps else 0.0
+
+    @property
+    def mean_acceptance_length(self) -> float:
+        """Tokens committed per block, bonus counted: 1 .. G."""
+        return self.mean_accepted_draft_tokens + 1.0 if self.num_steps else 0.0
+
+    @property
+    def per_position(self) -> list[float]:
+        """Share of blocks whose draft j (0-based) was accepted, j = 0 .. G-2."""
+        steps = self.num_steps
+        if not steps:
+            return []
+        return [sum(self.steps_by_accepted[j + 1 :]) / steps for j in range(self.num_draft_tokens)]
+
+    @classmethod
+    def merge(cls, parts: Iterable[Acceptance]) -> Acceptance:
+        """The histogram of several requests together."""
+        parts = list(parts)
+        total = cls(max((part.num_draft_tokens for part in parts), default=0))
+        for part in parts:
+            for accepted, steps in enumerate(part.steps_by_accepted):
+                total.steps_by_accepted[accepted] += steps
+        return total
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestMetrics:
+    """Cost of one request. Times are wall-clock milliseconds of the host.
+
+    `ttft_ms`: from the request's arrival to its first token, waiting in the queue included.
+    `decode_ms`: from the first token to the last. `num_steps`: verified blocks (or plain steps).
+    """
+
+    num_prompt_tokens: int
+    num_output_tokens: int
+    ttft_ms: float
+    decode_ms: float
+    acceptance: Acceptance
+
+    @property
+    def num_steps(self) -> int:
+        """Target forwards after the prefill."""
+        return self.acceptance.num_steps
+
+    @property
+    def ms_per_token(self) -> float:
+        """Mean time per output token after the first (TPOT); 0 for a single token."""
+        return self.decode_ms / max(self.num_output_tokens - 1, 1)
+
+    @property
+    def ms_per_step(self) -> float:
+        """Mean time per step; with other requests in the batch it is the batch's step."""
+        return self.decode_ms / self.num_steps if self.num_steps else 0.0
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Output tokens after the first per second of decoding; 0 for a single token."""
+        rest = self.num_output_tokens - 1
+        return rest / self.decode_ms * 1e3 if self.decode_ms > 0 and rest > 0 else 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StartupMetrics:
+    """Where the time before the first request went, in seconds."""
+
+    load_s: float
+    compile_s: float
+    capture_s: float
+    weight_bytes: int
+    kv_pool_bytes: int
+    num_pages: int
+    num_graphs: int

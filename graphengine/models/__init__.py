@@ -1,0 +1,1 @@
+"""What is computed: pure functions of tensors, weights and constants. No state, no devices."""

@@ -1,0 +1,45 @@
+"""The DFlash drafter (arXiv 2602.06036, z-lab checkpoints): what it has beyond Qwen3 layers.
+
+A drafter layer is a Qwen3 layer over the block's rows; its attention also sees one context row per
+committed token. A context row is a pure function of the target's tapped hidden states and its
+position, so it is computed once, for all layers in one GEMM, and cached like any K/V. It never
+passes a layer's input norm, has no query and no MLP.
+
+Legend: T rows, C = taps * target hidden, D hidden, L layers, K / H kv heads / head dim,
+X = L * 2 * K * H.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+from graphengine.models.layers import linear, rms_norm
+from graphengine.models.qwen3 import LayerWeights
+
+
+class DraftWeights(NamedTuple):
+    """A whole drafter; embedding and head are the target's."""
+
+    fc_DC: Tensor  # columns in the order of target_layer_ids
+    hidden_norm_D: Tensor
+    context_kv_XD: Tensor  # rows [L, 2, K, H]: every layer's k_proj and v_proj
+    context_kv_bias_X: Tensor | None
+    k_norm_LH: Tensor
+    layers: tuple[LayerWeights, ...]
+    norm_D: Tensor
+    rope_PH: Tensor  # float32; the drafter's own theta
+
+
+def context(weights: DraftWeights, taps_TC: Tensor, eps: float) -> Tensor:
+    """K/V of context rows, before k-norm and rope: `rms_norm(taps @ fc^T) @ Wkv^T`.
+
+    Args:
+        taps_TC: [T, C] target hidden states after each tapped layer, concatenated in tap order.
+
+    Returns:
+        kv_TX: [T, X], each row laid out [L, 2, K, H].
+    """
+    ctx_TD = rms_norm(linear(taps_TC, weights.fc_DC), weights.hidden_norm_D, eps)
+    return linear(ctx_TD, weights.context_kv_XD, weights.context_kv_bias_X)

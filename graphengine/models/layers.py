@@ -1,0 +1,111 @@
+"""Building blocks shared by the target and the drafter: tensor in, tensor out.
+
+Legend: T rows, D hidden, J = 2 * MLP width, N heads, H head dim, P positions.
+Invariant: norms and rope are computed in float32 and rounded once, so eager and compiled segments
+differ by at most the order of a reduction.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from graphengine.config import RopeConfig
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Root-mean-square norm over the last dim: `x / sqrt(mean(x^2) + eps) * weight`.
+
+    Args:
+        x: [..., D], any float dtype.
+        weight: [D].
+        eps: added to the mean square.
+
+    Returns:
+        [..., D] in x's dtype; computed in float32, rounded once.
+    """
+    x32 = x.float()
+    scale = torch.rsqrt(x32.square().mean(-1, keepdim=True) + eps)
+    return (x32 * scale * weight.float()).to(x.dtype)
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """`x @ weight^T + bias`: x [T, in], weight [out, in] -> [T, out]."""
+    return F.linear(x, weight, bias)
+
+
+def swiglu(gate_up_TJ: Tensor) -> Tensor:
+    """`silu(gate) * up` for rows laid out [gate | up]: [T, J] -> [T, J / 2]."""
+    gate, up = gate_up_TJ.chunk(2, dim=-1)
+    return (F.silu(gate.float()) * up.float()).to(gate_up_TJ.dtype)
+
+
+def rope_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
+    """Angular frequencies after scaling: [H / 2], float32, radians per position.
+
+    default: `f_i = theta^(-2i / H)`.
+    yarn: a linear blend of `f_i / factor` and `f_i` between the dimensions that turn `beta_slow`
+        and `beta_fast` times over the original context (arXiv 2309.00071).
+    llama3: low frequencies divided by factor, high ones kept, smooth between.
+    """
+    half = torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim
+    inverse = 1.0 / (rope.theta**half)
+    if rope.kind == "yarn":
+        original = rope.original_max_position_embeddings
+
+        def dimension(turns: float) -> float:
+            return (
+                head_dim
+                * math.log(original / (turns * 2 * math.pi))
+                / (2 * math.log(rope.theta))
+            )
+
+        low, high = dimension(rope.beta_fast), dimension(rope.beta_slow)
+        if rope.truncate:
+            low, high = math.floor(low), math.ceil(high)
+        low, high = max(low, 0), min(high, head_dim - 1)
+        high = high + 0.001 if low == high else high
+        ramp = (torch.arange(head_dim // 2, dtype=torch.float32) - low) / (high - low)
+        keep = 1 - ramp.clamp(0, 1)
+        return inverse / rope.factor * (1 - keep) + inverse * keep
+    if rope.kind == "llama3":
+        original = rope.original_max_position_embeddings
+        wavelength = 2 * math.pi / inverse
+        smooth = (original / wavelength - rope.low_freq_factor) / (
+            rope.high_freq_factor - rope.low_freq_factor
+        )
+        smooth = smooth.clamp(0, 1)
+        return inverse / rope.factor * (1 - smooth) + inverse * smooth
+    return inverse
+
+
+def rope_table(
+    rope: RopeConfig, head_dim: int, num_positions: int, device: torch.device | str
+) -> Tensor:
+    """cos and sin of every position: `table[p] = amplitude * [cos(p f) | sin(p f)]`.
+
+    Returns:
+        [P, H] float32, cos in the first half of the columns, sin in the second.
+    """
+    frequencies = rope_frequencies(rope, head_dim).to(device)
+    positions = torch.arange(num_positions, dtype=torch.float32, device=device)
+    angles = positions[:, None] * frequencies
+    return torch.cat([angles.cos(), angles.sin()], dim=-1) * rope.amplitude
+
+
+def apply_rope(x_TNH: Tensor, rope_TH: Tensor) -> Tensor:
+    """Rotates head pairs (i, i + H/2): `[x1 cos - x2 sin | x2 cos + x1 sin]`.
+
+    Args:
+        x_TNH: [T, N, H], any float dtype.
+        rope_TH: [T, H] float32, rows of `rope_table` at the rows' positions.
+
+    Returns:
+        [T, N, H] in x's dtype; computed in float32.
+    """
+    cos, sin = rope_TH[:, None, :].chunk(2, dim=-1)
+    x1, x2 = x_TNH.float().chunk(2, dim=-1)
+    return torch.cat([x1 * cos - x2 * sin, x2 * cos + x1 * sin], dim=-1).to(x_TNH.dtype)

@@ -1,0 +1,68 @@
+"""The Qwen3 dense transformer as pure functions, cut at attention.
+
+One layer is `post_attention(pre_attention -> attention)`; between the cuts sits everything that
+Inductor compiles and a CUDA graph captures. The drafter reuses the same layer functions.
+
+Legend: T rows, V vocabulary, D hidden, N / K / H query heads / kv heads / head dim, F = N * H,
+E = (N + 2K) * H, I MLP width, J = 2 * I, P positions.
+Source: Qwen3 technical report (arXiv 2505.09388); golden-tested against transformers.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from graphengine.models.layers import linear, rms_norm, swiglu
+
+
+class LayerWeights(NamedTuple):
+    """One decoder layer, fields in the order of use."""
+
+    input_norm_D: Tensor
+    qkv_ED: Tensor  # rows [q | k | v]
+    qkv_bias_E: Tensor | None
+    q_norm_H: Tensor
+    k_norm_H: Tensor
+    o_DF: Tensor
+    o_bias_D: Tensor | None
+    post_norm_D: Tensor
+    gate_up_JD: Tensor  # rows [gate | up]
+    down_DI: Tensor
+
+
+class Weights(NamedTuple):
+    """A whole target. `lm_head_VD` is `embed_VD` itself when the checkpoint ties them."""
+
+    embed_VD: Tensor
+    layers: tuple[LayerWeights, ...]
+    norm_D: Tensor
+    lm_head_VD: Tensor
+    rope_PH: Tensor  # float32, see layers.rope_table
+
+
+def embed(embed_VD: Tensor, token_ids_T: Tensor) -> Tensor:
+    """Rows of the embedding table: ids [T] -> h_TD."""
+    return F.embedding(token_ids_T, embed_VD)
+
+
+def pre_attention(layer: LayerWeights, h_TD: Tensor, eps: float) -> Tensor:
+    """Input norm and the packed projection: `rms_norm(h) @ Wqkv^T` -> qkv_TE, rows [q | k | v].
+
+    Per-head norm, rope and the cache write follow in `kernels.qk_norm_rope`, one kernel on a GPU.
+    """
+    return linear(rms_norm(h_TD, layer.input_norm_D, eps), layer.qkv_ED, layer.qkv_bias_E)
+
+
+def post_attention(layer: LayerWeights, h_TD: Tensor, attn_TNH: Tensor, eps: float) -> Tensor:
+    """`h += attn @ Wo^T;  h += down(swiglu(rms_norm(h)))` -> h_TD."""
+    h_TD = h_TD + linear(attn_TNH.flatten(1), layer.o_DF, layer.o_bias_D)
+    x_TD = rms_norm(h_TD, layer.post_norm_D, eps)
+    return h_TD + linear(swiglu(linear(x_TD, layer.gate_up_JD)), layer.down_DI)
+
+
+def logits(norm_D: Tensor, lm_head_VD: Tensor, h_TD: Tensor, eps: float) -> Tensor:
+    """Final norm and head: `rms_norm(h) @ W^T` -> logits_TV in h's dtype."""
+    return linear(rms_norm(h_TD, norm_D, eps), lm_head_VD)

@@ -1,0 +1,117 @@
+"""Prefill: runs prompts through the target in chunks, keeping the drafter's context in step.
+
+Eager and uncompiled on every device: a prompt's length is data, and a graph mode must not change
+what the prompt's K/V is. The drafter's context K/V of a chunk is written right after the chunk, for
+all of its rows; no draft forward is needed until the prompt is complete.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from graphengine.attention import Attention, Layout
+from graphengine.capture.steps import Carry, Step
+from graphengine.forward import Drafter, Rows, Segments, Target, context_chain, target_chain
+from graphengine.forward import tap_writer as make_tap_writer
+from graphengine.kernels.argmax import argmax_rows
+from graphengine.profiles import ranges
+from graphengine.request import Request
+
+
+@dataclass(frozen=True, slots=True)
+class Prefill:
+    """What a prefill needs; holds no state of requests."""
+
+    target: Target
+    drafter: Drafter | None
+    attention: Attention
+    page_size: int
+    chunk: int
+
+    def run(self, requests: list[Request]) -> list[int]:
+        """Writes the K/V of every prompt and picks each first token. Waits for the device.
+
+        Args:
+            requests: with pages reserved; all are run together, at most `chunk` rows a forward.
+
+        Returns:
+            The first token of each request, in order.
+        """
+        first_tokens: dict[int, torch.Tensor] = {}
+        done = [0] * len(requests)
+        while True:
+            pieces: list[tuple[int, int]] = []  # index, rows
+            room = self.chunk
+            for i, request in enumerate(requests):
+                rows = min(len(request.prompt_ids) - done[i], room)
+                if rows > 0:
+                    pieces.append((i, rows))
+                    room -= rows
+            if not pieces:
+                break
+            logits_TV = self._forward(requests, done, pieces)
+            for row, (i, rows) in enumerate(pieces):
+                done[i] += rows
+                if done[i] == len(requests[i].prompt_ids):
+                    first_tokens[i] = argmax_rows(logits_TV[row : row + 1])
+        return torch.cat([first_tokens[i] for i in range(len(requests))]).tolist()
+
+    def _forward(
+        self, requests: list[Request], done: list[int], pieces: list[tuple[int, int]]
+    ) -> torch.Tensor:
+        """One chunk; returns the logits of each piece's last row."""
+        device = self.target.kv_pool.device
+        ids, positions, slots, last_rows = [], [], [], []
+        for i, rows in pieces:
+            request, begin = requests[i], done[i]
+            ids += request.prompt_ids[begin : begin + rows]
+            for position in range(begin, begin + rows):
+                page = request.pages[position // self.page_size]
+                positions.append(position)
+                slots.append(page * self.page_size + position % self.page_size)
+            last_rows.append(len(ids) - 1)
+
+        def upload(values: list[int]) -> torch.Tensor:
+            return torch.tensor(values, dtype=torch.int64).to(device, non_blocking=True)
+
+        rows = Rows(upload(ids), upload(positions), upload(slots))
+        config, dtype = self.target.config, self.target.kv_pool.dtype
+        attn_TNH = torch.empty(
+            len(ids), config.num_attention_heads, config.head_dim, dtype=dtype, device=device
+        )
+        layout = Layout.build(
+            [rows for _, rows in pieces],
+            [done[i] + rows for i, rows in pieces],
+            [requests[i].pages for i, _ in pieces],
+            self.page_size,
+        )
+        with ranges.range_("plan"):
+            self.attention.plan(layout)
+        drafter, segments = self.drafter, Segments()
+        tap_ = lambda layer, h_TD: None  # noqa: E731 - the no-op twin of tap_writer
+        context: list[Step] = []
+        if drafter is not None:
+            width = drafter.config.num_taps * config.hidden_size
+            taps_TC = torch.empty(len(ids), width, dtype=dtype, device=device)
+            tap_ = make_tap_writer(drafter.config, taps_TC)
+            context = context_chain(drafter, taps_TC, rows.positions_T, rows.slots_T, segments)
+        chain = target_chain(
+            "prefill",
+            self.target,
+            rows,
+            self.attention,
+            attn_TNH,
+            segments,
+            tap_,
+            upload(last_rows),
+        )
+        carry: Carry = ()
+        for step in chain:
+            with ranges.range_(step.name):
+                carry = step.run(carry)
+        for step in context:
+            with ranges.range_(ranges.PREFILL_CONTEXT):
+                step.run(())
+        return carry[0]

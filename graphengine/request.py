@@ -1,0 +1,70 @@
+"""One request's life on the host: waiting, running, finished.
+
+Invariant: `start` is the number of tokens whose K/V is committed and equals the position of the
+anchor, the newest known token; so `start == num_prompt_tokens + len(output_ids) - 1` while it runs.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection
+from dataclasses import dataclass, field
+
+from graphengine.metrics import Acceptance, RequestMetrics
+from graphengine.speculative import Commit, FinishReason, commit
+
+
+@dataclass(slots=True, kw_only=True)
+class Request:
+    """A prompt being continued. Created by the engine; times are `time.perf_counter` seconds."""
+
+    request_id: int
+    prompt_ids: list[int]
+    max_total_tokens: int
+    stop_ids: Collection[int]
+    acceptance: Acceptance
+    arrival_s: float = field(default_factory=time.perf_counter)
+    pages: list[int] = field(default_factory=list)
+    output_ids: list[int] = field(default_factory=list)
+    start: int = 0
+    finish_reason: FinishReason | None = None
+    first_token_s: float = 0.0
+    last_token_s: float = 0.0
+
+    @property
+    def budget(self) -> int:
+        """Tokens that may still be emitted."""
+        return self.max_total_tokens - len(self.prompt_ids) - len(self.output_ids)
+
+    @property
+    def anchor(self) -> int:
+        """The newest known token; its K/V is not written yet."""
+        return self.output_ids[-1]
+
+    def begin(self, first_token: int) -> list[int]:
+        """Takes the prefill's token. Mutates: self. Returns the new tokens."""
+        self.start = len(self.prompt_ids)
+        self.first_token_s = time.perf_counter()
+        return self._extend(commit([first_token], 0, self.stop_ids, self.budget))
+
+    def advance(self, target_ids: list[int], num_accepted: int) -> list[int]:
+        """Takes a verified block. Mutates: self. Returns the new tokens."""
+        self.acceptance.add(num_accepted)
+        self.start += num_accepted + 1
+        return self._extend(commit(target_ids, num_accepted, self.stop_ids, self.budget))
+
+    def _extend(self, committed: Commit) -> list[int]:
+        self.output_ids += committed.token_ids
+        self.finish_reason = committed.finish_reason
+        self.last_token_s = time.perf_counter()
+        return committed.token_ids
+
+    def metrics(self) -> RequestMetrics:
+        """Cost so far."""
+        return RequestMetrics(
+            num_prompt_tokens=len(self.prompt_ids),
+            num_output_tokens=len(self.output_ids),
+            ttft_ms=(self.first_token_s - self.arrival_s) * 1e3,
+            decode_ms=(self.last_token_s - self.first_token_s) * 1e3,
+            acceptance=self.acceptance,
+        )

@@ -1,0 +1,91 @@
+"""Text to tokens and back: the checkpoint's own tokenizer and chat template.
+
+The only importer of transformers. Detokenization is incremental: a token can end in the middle of
+a UTF-8 character, so text is held back until its bytes are complete.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+REPLACEMENT = "\ufffd"
+
+Message = Mapping[str, str]
+"""One chat turn: {"role": "user", "content": ".."}."""
+
+
+class Tokenizer:
+    """A Hugging Face tokenizer from a local directory; runs no code from it."""
+
+    def __init__(self, directory: Path) -> None:
+        from transformers import AutoTokenizer
+
+        try:
+            self._hf: Any = AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
+        except Exception as error:  # transformers raises whatever a broken file provokes
+            raise ValueError(
+                f"{directory}: the tokenizer cannot be loaded ({error}); the directory needs "
+                "tokenizer.json and tokenizer_config.json"
+            ) from error
+        self.directory = directory
+
+    @staticmethod
+    def exists(directory: Path) -> bool:
+        """Whether the directory has tokenizer files."""
+        return any((directory / name).is_file() for name in ("tokenizer.json", "vocab.json"))
+
+    def __len__(self) -> int:
+        return len(self._hf)
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of plain text, no special tokens added."""
+        return self._hf.encode(text, add_special_tokens=False)
+
+    def encode_chat(self, messages: Sequence[Message]) -> list[int]:
+        """Token ids of a conversation, up to where the assistant's answer begins.
+
+        Thinking is switched off where the template knows the switch: the published Qwen3 drafters
+        are trained without it.
+
+        Raises:
+            ValueError: the checkpoint has no chat template, or it rejects the messages.
+        """
+        if not self._hf.chat_template:
+            raise ValueError(
+                f"{self.directory}: no chat template in the checkpoint; pass raw text (--raw)"
+            )
+        try:
+            text = self._hf.apply_chat_template(
+                list(messages), tokenize=False, add_generation_prompt=True, enable_thinking=False
+            )
+        except Exception as error:  # jinja raises whatever the template provokes
+            raise ValueError(f"the chat template rejects these messages: {error}") from error
+        return self.encode(str(text))
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Text of token ids, special tokens left out."""
+        return self._hf.decode(
+            list(token_ids), skip_special_tokens=True, clean_up_tokenization_spaces=False
+        )
+
+
+class Detokenizer:
+    """Turns a growing list of tokens into a growing text, never taking text back."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._ids: list[int] = []
+        self._context = 0  # ids before here only give the decoder its left context
+        self._emitted = 0  # ids before here are out as text
+
+    def feed(self, token_ids: Sequence[int], last: bool = False) -> str:
+        """The new complete text. With `last`, what is incomplete is given out as it is."""
+        self._ids += token_ids
+        before = self._tokenizer.decode(self._ids[self._context : self._emitted])
+        now = self._tokenizer.decode(self._ids[self._context :])
+        if len(now) <= len(before) or (now.endswith(REPLACEMENT) and not last):
+            return ""
+        self._context, self._emitted = self._emitted, len(self._ids)
+        return now[len(before) :]

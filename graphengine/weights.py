@@ -1,0 +1,249 @@
+"""Checkpoints -> weight trees. The only file that knows tensor names and the safetensors format.
+
+Why strict both ways: a tensor that is missing, unexpected or misshaped means that the file is not
+the model that the config describes; loading it anyway costs acceptance or correctness silently.
+Packing (qkv, gate_up, every layer's context K/V) happens here, straight on the device: each tensor
+is read once through a memory map and copied into its place.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from graphengine.config import DraftConfig, ModelConfig
+from graphengine.models.dflash import DraftWeights
+from graphengine.models.layers import rope_table
+from graphengine.models.qwen3 import LayerWeights, Weights
+
+Progress = Callable[[int, int], None]
+"""Called with (bytes loaded, bytes in all) after each tensor."""
+
+
+class TensorSource(Protocol):
+    """Where tensors come from: a checkpoint, or a random generator."""
+
+    def take(self, name: str, *shape: int) -> Tensor:
+        """The tensor `name`, on the device and in the dtype of the run."""
+        ...
+
+    def has(self, name: str) -> bool:
+        """Whether `name` exists."""
+        ...
+
+    def finish(self) -> None:
+        """Called once everything was taken; refuses left-overs."""
+        ...
+
+
+class Checkpoint:
+    """A directory of safetensors files, single or sharded, read strictly."""
+
+    def __init__(
+        self,
+        directory: Path,
+        device: torch.device,
+        dtype: torch.dtype,
+        progress: Progress | None = None,
+    ) -> None:
+        self._directory, self._device, self._dtype = directory, device, dtype
+        self._progress, self._loaded_bytes = progress, 0
+        files = _weight_files(directory)
+        self._total_bytes = sum(file.stat().st_size for file in files)
+        self._handles: dict[str, Any] = {}
+        for file in files:
+            try:
+                handle = safe_open(file, framework="pt", device=str(device))
+                names = handle.keys()
+            except (SafetensorError, OSError) as error:
+                raise ValueError(
+                    f"{file}: not a readable safetensors file ({error}); it is truncated or "
+                    "damaged, fetch it again"
+                ) from error
+            for name in names:
+                if name in self._handles:
+                    raise ValueError(f"{file}: tensor {name!r} is in two files")
+                self._handles[name] = handle
+        self._left = {
+            name for name in self._handles if not name.endswith("rotary_emb.inv_freq")
+        }
+
+    def has(self, name: str) -> bool:
+        return name in self._handles
+
+    def take(self, name: str, *shape: int) -> Tensor:
+        handle = self._handles.get(name)
+        if handle is None:
+            raise ValueError(
+                f"{self._directory}: tensor {name!r} is missing; the checkpoint is incomplete or "
+                "not the model that its config.json describes"
+            )
+        found = tuple(handle.get_slice(name).get_shape())
+        if found != shape:
+            raise ValueError(
+                f"{self._directory}: tensor {name!r} has shape {list(found)}, the config implies "
+                f"{list(shape)}"
+            )
+        tensor = handle.get_tensor(name)
+        if not tensor.is_floating_point():
+            raise ValueError(
+                f"{self._directory}: tensor {name!r} has dtype {tensor.dtype}; only unquantised "
+                "float checkpoints are supported"
+            )
+        self._left.discard(name)
+        if self._progress is not None:
+            self._loaded_bytes += tensor.numel() * tensor.element_size()
+            self._progress(self._loaded_bytes, self._total_bytes)
+        return tensor.to(self._dtype)
+
+    def finish(self) -> None:
+        if self._left:
+            names = sorted(self._left)
+            shown = ", ".join(names[:5]) + (", .." if len(names) > 5 else "")
+            raise ValueError(
+                f"{self._directory}: {len(names)} unexpected tensors ({shown}); this is not the "
+                "architecture that config.json describes"
+            )
+        self._handles.clear()
+
+
+class RandomSource:
+    """Normal weights of standard deviation 0.02, norms near one: speed without a checkpoint."""
+
+    def __init__(self, device: torch.device, dtype: torch.dtype, seed: int = 0) -> None:
+        self._device, self._dtype = device, dtype
+        self._generator = torch.Generator(device).manual_seed(seed)
+
+    def has(self, name: str) -> bool:
+        return False
+
+    def take(self, name: str, *shape: int) -> Tensor:
+        tensor = torch.empty(shape, dtype=self._dtype, device=self._device)
+        if name.endswith("norm.weight"):
+            return tensor.fill_(1.0)
+        return tensor.normal_(std=0.02, generator=self._generator)
+
+    def finish(self) -> None:
+        pass
+
+
+def target_weights(
+    source: TensorSource, config: ModelConfig, num_positions: int, device: torch.device
+) -> Weights:
+    """Builds the target's tree from Hugging Face Qwen3 names.
+
+    Args:
+        num_positions: rows of the rope table.
+
+    Raises:
+        ValueError: a tensor is missing, unexpected or misshaped.
+    """
+    vocab, hidden = config.vocab_size, config.hidden_size
+    embed = source.take("model.embed_tokens.weight", vocab, hidden)
+    layers = tuple(
+        _layer(source, f"model.layers.{i}.", config) for i in range(config.num_hidden_layers)
+    )
+    norm = source.take("model.norm.weight", hidden)
+    head = embed
+    if not config.tie_word_embeddings:
+        head = source.take("lm_head.weight", vocab, hidden)
+    elif source.has("lm_head.weight"):  # some tied checkpoints store the table twice
+        duplicate = source.take("lm_head.weight", vocab, hidden)
+        if not torch.equal(duplicate, embed):
+            raise ValueError(
+                "lm_head.weight differs from the embedding although config.json says "
+                "tie_word_embeddings; set it to false if the head is its own"
+            )
+    source.finish()
+    rope = rope_table(config.rope, config.head_dim, num_positions, device)
+    return Weights(embed, layers, norm, head, rope)
+
+
+def draft_weights(
+    source: TensorSource, config: DraftConfig, num_positions: int, device: torch.device
+) -> DraftWeights:
+    """Builds the drafter's tree from z-lab names (no `model.` prefix, no embedding, no head).
+
+    Raises:
+        ValueError: a tensor is missing, unexpected or misshaped.
+    """
+    model = config.model
+    hidden = model.hidden_size
+    fc = source.take("fc.weight", hidden, config.num_taps * hidden)
+    hidden_norm = source.take("hidden_norm.weight", hidden)
+    layers = tuple(_layer(source, f"layers.{i}.", model) for i in range(model.num_hidden_layers))
+    norm = source.take("norm.weight", hidden)
+    source.finish()
+    context_kv = torch.cat([layer.qkv_ED[model.q_size :] for layer in layers])
+    bias = None
+    if model.attention_bias:
+        biases = [layer.qkv_bias_E for layer in layers if layer.qkv_bias_E is not None]
+        bias = torch.cat([b[model.q_size :] for b in biases])
+    k_norms = torch.stack([layer.k_norm_H for layer in layers])
+    rope = rope_table(model.rope, model.head_dim, num_positions, device)
+    return DraftWeights(fc, hidden_norm, context_kv, bias, k_norms, layers, norm, rope)
+
+
+def _layer(source: TensorSource, prefix: str, config: ModelConfig) -> LayerWeights:
+    hidden, inter, head_dim = config.hidden_size, config.intermediate_size, config.head_dim
+    q_size, kv_size = config.q_size, config.kv_size
+    attention = prefix + "self_attn."
+
+    def packed(shapes: dict[str, tuple[int, ...]]) -> Tensor:
+        rows = sum(shape[0] for shape in shapes.values())
+        out: Tensor | None = None
+        row = 0
+        for name, shape in shapes.items():
+            part = source.take(name, *shape)
+            if out is None:
+                out = torch.empty(rows, *shape[1:], dtype=part.dtype, device=part.device)
+            out[row : row + shape[0]] = part
+            row += shape[0]
+        assert out is not None
+        return out
+
+    def projections(suffix: str, *columns: int) -> dict[str, tuple[int, ...]]:
+        sizes = {"q_proj": q_size, "k_proj": kv_size, "v_proj": kv_size}
+        return {f"{attention}{name}.{suffix}": (n, *columns) for name, n in sizes.items()}
+
+    bias = config.attention_bias
+    return LayerWeights(
+        input_norm_D=source.take(prefix + "input_layernorm.weight", hidden),
+        qkv_ED=packed(projections("weight", hidden)),
+        qkv_bias_E=packed(projections("bias")) if bias else None,
+        q_norm_H=source.take(attention + "q_norm.weight", head_dim),
+        k_norm_H=source.take(attention + "k_norm.weight", head_dim),
+        o_DF=source.take(attention + "o_proj.weight", hidden, q_size),
+        o_bias_D=source.take(attention + "o_proj.bias", hidden) if bias else None,
+        post_norm_D=source.take(prefix + "post_attention_layernorm.weight", hidden),
+        gate_up_JD=packed(
+            {f"{prefix}mlp.{name}_proj.weight": (inter, hidden) for name in ("gate", "up")}
+        ),
+        down_DI=source.take(prefix + "mlp.down_proj.weight", hidden, inter),
+    )
+
+
+def _weight_files(directory: Path) -> list[Path]:
+    index = directory / "model.safetensors.index.json"
+    if index.is_file():
+        try:
+            names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        except (ValueError, KeyError, AttributeError, TypeError) as error:
+            raise ValueError(f"{index}: not a safetensors index ({error})") from error
+        files = [directory / str(name) for name in names]
+    else:
+        files = sorted(directory.glob("*.safetensors"))
+    missing = [file.name for file in files if not file.is_file()]
+    if missing or not files:
+        what = f"weight files {missing}" if missing else "model.safetensors"
+        raise ValueError(
+            f"{directory}: no {what}; fetch the checkpoint again (only safetensors are read), or "
+            "pass --load-format dummy for random weights"
+        )
+    return files

@@ -1,0 +1,232 @@
+"""Greedy acceptance on the device: count, take the bonus, and prepare the next block.
+
+Why: the number accepted is the only value of a step that the next step depends on. Deciding it
+here and writing the next block's ids, positions and slots in place means that no token crosses
+to the host between two steps.
+
+Invariant: after the call the four block buffers describe the same block: `start_B` counts the
+committed tokens, `block_ids_BG[:, 0]` is the last of them, not yet in the cache, at position
+`start`. If one of them advanced without the others, attention would read K/V of rejected rows.
+A row with start 0 is padding: it stays at position 0, slot 0 (the null page) and never advances.
+
+Note: the buffers of the verified block are overwritten. Whoever still needs its positions or
+slots (the drafter's context K/V) must read a copy taken before.
+
+Cost: B * (2G + W) integers, one program a request; bound by the launch (about 2 us).
+
+Legend: B requests, G block length (anchor + G-1 draft tokens; G = 1 without a drafter),
+T = B * G rows, W pages in a row of the page table, S page size.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from triton import knobs
+
+MAX_BLOCK_LENGTH = 1024
+INTERPRET = bool(knobs.runtime.interpret)
+
+
+def count_accepted(draft_ids_BG: torch.Tensor, target_ids_BG: torch.Tensor) -> torch.Tensor:
+    """Length of the longest draft prefix that the target would have said.
+
+    num_accepted[b] = #{j : draft[b, i+1] == target[b, i] for all i <= j}, j < G-1
+
+    Args: draft_ids_BG, target_ids_BG: integer [B, G]; draft[:, 0] is the anchor.
+    Returns: int32 [B] in [0, G-1]; the bonus token is target[b, num_accepted[b]].
+    """
+    match = draft_ids_BG[:, 1:] == target_ids_BG[:, :-1]
+    return match.to(torch.int32).cumprod(dim=1).sum(dim=1).to(torch.int32)
+
+
+def next_block(
+    start_B: torch.Tensor,
+    anchor_B: torch.Tensor,
+    page_table_BW: torch.Tensor,
+    block_length: int,
+    mask_token_id: int,
+    page_size: int,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Ids, positions and cache slots of the block that begins at `start`.
+
+    ids[b] = anchor, mask, ...; position[b,i] = start + i; slot = page_table[b, p // S] * S + p % S
+
+    Args:
+        start_B: integer [B], committed tokens = position of the anchor; 0 marks a padded row.
+        anchor_B: integer [B], last committed token.
+        page_table_BW: int32 [B, W]; a position past the table gets slot 0.
+    Returns: (block_ids int64 [B, G], positions int64 [B*G], slots int64 [B*G]); padded rows have
+        positions 0 and slots 0.
+    """
+    W = page_table_BW.shape[1]
+    row = torch.arange(block_length, device=start_B.device)
+    active = (start_B > 0)[:, None]
+    block_ids = torch.where(row == 0, anchor_B.long()[:, None], mask_token_id)
+    positions = torch.where(active, start_B.long()[:, None] + row, 0)
+    column = positions // page_size
+    page = page_table_BW.long().gather(1, column.clamp(max=W - 1))
+    slots = torch.where(active & (column < W), page * page_size + positions % page_size, 0)
+    return block_ids, positions.view(-1), slots.view(-1)
+
+
+def accept_and_advance_reference_(
+    draft_ids_BG: torch.Tensor,
+    target_ids_BG: torch.Tensor,
+    start_B: torch.Tensor,
+    page_table_BW: torch.Tensor,
+    block_ids_BG: torch.Tensor,
+    positions_T: torch.Tensor,
+    slots_T: torch.Tensor,
+    num_accepted_B: torch.Tensor,
+    mask_token_id: int,
+    page_size: int,
+) -> None:
+    """`accept_and_advance_` in plain torch. Mutates: the same tensors."""
+    active = start_B > 0
+    num_accepted = torch.where(active, count_accepted(draft_ids_BG, target_ids_BG), 0)
+    bonus = target_ids_BG.gather(1, num_accepted.long()[:, None])[:, 0]
+    start = torch.where(active, start_B + num_accepted + 1, start_B)
+    block_ids, positions, slots = next_block(
+        start, bonus, page_table_BW, block_ids_BG.shape[1], mask_token_id, page_size
+    )
+    block_ids_BG.copy_(torch.where(active[:, None], block_ids, block_ids_BG))
+    start_B.copy_(start)
+    positions_T.copy_(positions)
+    slots_T.copy_(slots)
+    num_accepted_B.copy_(num_accepted)
+
+
+def accept_and_advance_(
+    draft_ids_BG: torch.Tensor,
+    target_ids_BG: torch.Tensor,
+    start_B: torch.Tensor,
+    page_table_BW: torch.Tensor,
+    block_ids_BG: torch.Tensor,
+    positions_T: torch.Tensor,
+    slots_T: torch.Tensor,
+    num_accepted_B: torch.Tensor,
+    mask_token_id: int,
+    page_size: int,
+) -> None:
+    """Accept the draft's longest correct prefix plus the bonus, and move to the next block.
+
+    a = count_accepted(draft, target);  start += a + 1;  block = [target[a], mask, ...]
+    position[i] = start + i;  slot[i] = page_table[position // S] * S + position % S
+
+    Args:
+        draft_ids_BG: int64 [B, G], anchor and draft tokens (may be block_ids_BG itself).
+        target_ids_BG: int64 [B, G], the target's argmax after each row.
+        start_B: int32 [B], committed tokens; 0 marks a padded row.
+        page_table_BW: int32 [B, W].
+        block_ids_BG: int64 [B, G]; padded rows are left as they are.
+        positions_T, slots_T: int64 [B*G]; padded rows get 0. Slot 0 past the table's end.
+        num_accepted_B: int32 [B], draft tokens accepted, without the bonus; 0 for padded rows.
+        All have last stride 1; positions and slots are contiguous.
+    Mutates: start_B, block_ids_BG, positions_T, slots_T, num_accepted_B.
+    Raises: ValueError for a wrong shape, dtype or stride, with the tensor's name.
+    Source: greedy speculative decoding (Leviathan et al., arXiv:2211.17192, temperature 0).
+    """
+    B, G = draft_ids_BG.shape
+    W = page_table_BW.shape[1]
+    _check("draft_ids", draft_ids_BG, (B, G), torch.int64)
+    _check("target_ids", target_ids_BG, (B, G), torch.int64)
+    _check("start", start_B, (B,), torch.int32)
+    _check("page_table", page_table_BW, (B, W), torch.int32)
+    _check("block_ids", block_ids_BG, (B, G), torch.int64)
+    _check("positions", positions_T, (B * G,), torch.int64)
+    _check("slots", slots_T, (B * G,), torch.int64)
+    _check("num_accepted", num_accepted_B, (B,), torch.int32)
+    if not 1 <= G <= MAX_BLOCK_LENGTH:
+        raise ValueError(f"block length {G}: one program takes 1 to {MAX_BLOCK_LENGTH} rows")
+    if not (start_B.is_cuda or INTERPRET):
+        accept_and_advance_reference_(
+            draft_ids_BG,
+            target_ids_BG,
+            start_B,
+            page_table_BW,
+            block_ids_BG,
+            positions_T,
+            slots_T,
+            num_accepted_B,
+            mask_token_id,
+            page_size,
+        )
+        return
+    _accept_and_advance_kernel[(B,)](
+        draft_ids_BG,
+        target_ids_BG,
+        start_B,
+        page_table_BW,
+        block_ids_BG,
+        positions_T,
+        slots_T,
+        num_accepted_B,
+        mask_token_id,
+        draft_ids_BG.stride(0),
+        target_ids_BG.stride(0),
+        page_table_BW.stride(0),
+        block_ids_BG.stride(0),
+        W,
+        S=page_size,
+        G=G,
+        G_POW2=1 << (G - 1).bit_length(),
+        # One warp: its loads precede its stores, so draft_ids may be block_ids.
+        num_warps=1,  # pyright: ignore[reportCallIssue]
+    )
+
+
+def _check(name: str, x: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    if x.shape != shape or x.dtype != dtype:
+        raise ValueError(f"{name} is {x.dtype} {tuple(x.shape)}; need {dtype} {list(shape)}")
+    if x.stride(-1) != 1 and x.shape[-1] > 1:
+        raise ValueError(f"{name} has strides {x.stride()}; make its last dim contiguous")
+
+
+@triton.jit
+def _accept_and_advance_kernel(
+    draft_ids,
+    target_ids,
+    start,
+    page_table,
+    block_ids,
+    positions,
+    slots,
+    num_accepted,
+    mask_token_id,
+    draft_stride,
+    target_stride,
+    table_stride,
+    block_stride,
+    table_width,
+    S: tl.constexpr,
+    G: tl.constexpr,
+    G_POW2: tl.constexpr,
+):
+    b = tl.program_id(0).to(tl.int64)
+    i = tl.arange(0, G_POW2)
+    old_start = tl.load(start + b)
+    active = old_start > 0
+
+    proposed = i < G - 1
+    draft = tl.load(draft_ids + b * draft_stride + i + 1, mask=proposed, other=0)
+    target = tl.load(target_ids + b * target_stride + i, mask=proposed, other=0)
+    accepted = tl.min(tl.where(proposed & (draft == target), G - 1, tl.minimum(i, G - 1)), axis=0)
+    accepted = tl.where(active, accepted, 0)
+    bonus = tl.load(target_ids + b * target_stride + accepted)
+    new_start = tl.where(active, old_start + accepted + 1, old_start)
+
+    position = tl.where(active, new_start.to(tl.int64) + i, 0)
+    column = position // S
+    mapped = active & (column < table_width) & (i < G)
+    page = tl.load(page_table + b * table_stride + column, mask=mapped, other=0)
+    slot = tl.where(mapped, page.to(tl.int64) * S + position % S, 0)
+
+    tl.store(
+        block_ids + b * block_stride + i,
+        tl.where(i == 0, bonus, mask_token_id),
+        mask=active & (i < G),
+    )
+    tl.store(positions + b * G + i, position, mask=i < G)
+    tl.store(slots + b * G + i, slot, mask=i < G)
+    tl.store(num_accepted + b, accepted)
+    tl.store(start + b, new_start)

@@ -1,0 +1,125 @@
+"""accept_and_advance_ against the rule written as a Python loop."""
+
+import pytest
+import torch
+from graphengine.kernels.accept import accept_and_advance_, count_accepted, next_block
+
+MASK = 99
+POISON = -7
+
+
+def plain_accept(draft, target, start, table, S):
+    """(start, block, positions, slots, accepted) of one live request, by the definition."""
+    accepted = 0
+    while accepted < len(draft) - 1 and draft[accepted + 1] == target[accepted]:
+        accepted += 1
+    start += accepted + 1
+    positions = [start + i for i in range(len(draft))]
+    slots = [table[p // S] * S + p % S if p // S < len(table) else 0 for p in positions]
+    return start, [target[accepted]] + [MASK] * (len(draft) - 1), positions, slots, accepted
+
+
+def run(device, draft, target, start, table, S):
+    B, G = draft.shape
+    state = {
+        "start": start.to(torch.int32),
+        "table": table.to(torch.int32),
+        "block": torch.full((B, G), POISON),
+        "positions": torch.full((B * G,), POISON),
+        "slots": torch.full((B * G,), POISON),
+        "accepted": torch.full((B,), POISON, dtype=torch.int32),
+    }
+    state = {name: x.to(device) for name, x in state.items()}
+    accept_and_advance_(draft.to(device), target.to(device), *state.values(), MASK, S)
+    return {name: x.cpu() for name, x in state.items()}
+
+
+def check(device, draft, target, start, table, S) -> None:
+    B, G = draft.shape
+    got = run(device, draft, target, start, table, S)
+    for b in range(B):
+        rows = slice(b * G, b * G + G)
+        if start[b] == 0:
+            expected = (0, [POISON] * G, [0] * G, [0] * G, 0)
+        else:
+            expected = plain_accept(
+                draft[b].tolist(), target[b].tolist(), int(start[b]), table[b].tolist(), S
+            )
+        assert int(got["start"][b]) == expected[0]
+        assert got["block"][b].tolist() == expected[1]
+        assert got["positions"][rows].tolist() == expected[2]
+        assert got["slots"][rows].tolist() == expected[3]
+        assert int(got["accepted"][b]) == expected[4]
+
+
+@pytest.mark.parametrize("G", [1, 2, 5, 16, 32])
+def test_every_number_accepted(device, G) -> None:
+    """Bug: off by one at 0 or at G-1, or a match after the first mismatch counted."""
+    target = torch.randint(0, 50, (G, G))
+    draft = torch.cat((torch.full((G, 1), 3), target[:, :-1]), dim=1)
+    for b in range(G - 1):
+        draft[b, b + 1] += 1000  # row b accepts exactly b; the last row accepts all
+    start = torch.arange(1, G + 1)
+    table = torch.randint(1, 500, (G, 40))
+    assert count_accepted(draft, target).tolist() == list(range(G))
+    check(device, draft, target, start, table, 4)
+
+
+@pytest.mark.parametrize("S", [1, 3, 16])
+@pytest.mark.parametrize("G", [1, 4, 7])
+def test_random_rows_with_padding_and_page_edges(device, G, S) -> None:
+    """Bug: a padded row that advances, a slot from the neighbour's page table, a page edge."""
+    B, W = 11, 6
+    generator = torch.Generator().manual_seed(G * S)
+    draft = torch.randint(0, 2, (B, G), generator=generator)
+    target = torch.randint(0, 2, (B, G), generator=generator)
+    table = torch.randint(1, 500, (B, W), generator=generator)
+    for first in range(0, 3 * S + 2):
+        start = first + torch.arange(B)
+        start[[0, 4, 10]] = 0
+        check(device, draft, target, start, table, S)
+
+
+def test_past_the_end_of_the_table(device) -> None:
+    """Bug: a position past the last page reads another request's page or out of bounds."""
+    draft, target = torch.tensor([[1, 5, 6, 7]] * 2), torch.tensor([[5, 6, 7, 8]] * 2)
+    check(device, draft, target, torch.tensor([5, 400]), torch.tensor([[9, 8], [7, 6]]), 4)
+
+
+def test_the_draft_may_be_the_block_itself(device) -> None:
+    """Bug: the block overwritten while the draft in the same memory is still being compared."""
+    target = torch.tensor([[5, 6, 7, 8]], device=device)
+    block = torch.tensor([[1, 5, 6, 0]], device=device)
+    start = torch.tensor([3], dtype=torch.int32, device=device)
+    table = torch.tensor([[4, 2]], dtype=torch.int32, device=device)
+    positions, slots = torch.zeros(2, 4, dtype=torch.int64, device=device)
+    accepted = torch.zeros(1, dtype=torch.int32, device=device)
+    accept_and_advance_(block, target, start, table, block, positions, slots, accepted, MASK, 8)
+    assert accepted.tolist() == [2]
+    assert block.tolist() == [[7, MASK, MASK, MASK]]
+    assert positions.tolist() == [6, 7, 8, 9]
+    assert slots.tolist() == [38, 39, 16, 17]
+
+
+def test_next_block_is_where_accept_goes(device) -> None:
+    """Bug: the engine's own set-up of a batch and the device's advance disagree."""
+    B, G, S = 4, 5, 4
+    draft, target = torch.randint(0, 2, (B, G)), torch.randint(0, 2, (B, G))
+    start, table = torch.tensor([3, 0, 9, 15]), torch.randint(1, 50, (B, 5))
+    got = run(device, draft, target, start, table, S)
+    bonus = target.gather(1, got["accepted"].long()[:, None])[:, 0]
+    ids, positions, slots = next_block(got["start"], bonus, got["table"], G, MASK, S)
+    live = start > 0
+    assert torch.equal(ids[live], got["block"][live])
+    assert torch.equal(positions, got["positions"])
+    assert torch.equal(slots, got["slots"])
+    assert ids.dtype == positions.dtype == slots.dtype == torch.int64
+
+
+def test_refuses_wrong_types(device) -> None:
+    """Bug: int32 ids read as int64."""
+    ids = torch.zeros(2, 3, dtype=torch.int64)
+    with pytest.raises(ValueError, match="draft_ids is torch.int32"):
+        run(device, ids.int(), ids, torch.ones(2), torch.ones(2, 2), 4)
+    with pytest.raises(ValueError, match="target_ids"):
+        run(device, ids, ids[:, :2], torch.ones(2), torch.ones(2, 2), 4)

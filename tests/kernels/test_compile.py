@@ -1,0 +1,68 @@
+"""The kernels inside torch.compile: the cache is mutated in place and never copied."""
+
+import math
+import re
+
+import pytest
+import torch
+from graphengine.kernels.accept import accept_and_advance_
+from graphengine.kernels.context_kv import context_kv_write_
+from graphengine.kernels.qk_norm_rope import INTERPRET, qk_norm_rope_write_
+from torch._inductor.utils import run_and_get_code
+
+ALLOCATION = re.compile(r"empty_strided_\w+\(\(([\d, ]+)\)")
+
+
+@pytest.mark.skipif(INTERPRET, reason="the interpreter is not traced by dynamo")
+def test_compiled_step_mutates_the_cache_in_place(device) -> None:
+    """Bug: a graph break, a lost mutation, or functionalisation that clones the whole cache, which
+    costs gigabytes of traffic a step and is invisible in the results."""
+    N, K, H, S, L, B, G = 3, 2, 16, 4, 2, 2, 3
+    T = B * G
+
+    def segment(qkv, weight, weights, rope, positions, slots, cache, pool, kv, ids, accept_state):
+        q = qk_norm_rope_write_(qkv, weight, weight, rope, positions, slots, cache, 1e-6)
+        context_kv_write_(kv, weights, rope, positions, slots, pool, 1e-6)
+        accept_and_advance_(ids, ids, *accept_state, 9, S)
+        return q * 2
+
+    def arguments():
+        generator = torch.Generator().manual_seed(0)
+        rand = lambda *shape: torch.randn(*shape, generator=generator).to(device)  # noqa: E731
+        ints = lambda *x, dtype=torch.int64: torch.tensor(x, dtype=dtype, device=device)  # noqa: E731
+        state = (
+            ints(5, 0, dtype=torch.int32),
+            torch.ones(B, 6, dtype=torch.int32, device=device),
+            torch.zeros(B, G, dtype=torch.int64, device=device),
+            ints(*range(T)),
+            ints(*range(T)),
+            ints(0, 0, dtype=torch.int32),
+        )
+        return (
+            rand(T, (N + 2 * K) * H),
+            rand(H),
+            rand(L, H),
+            rand(20, H),
+            ints(*range(T)),
+            ints(4, 9, 5, 40, 41, 42),
+            torch.zeros(2, 99, S, K, H, device=device),
+            torch.zeros(L, 2, 99, S, K, H, device=device),
+            rand(T, L * 2 * K * H),
+            torch.ones(B, G, dtype=torch.int64, device=device),
+            state,
+        )
+
+    expected, got = arguments(), arguments()
+    expected_q = segment(*expected)
+    compiled = torch.compile(segment, fullgraph=True, dynamic=False)
+    q, sources = run_and_get_code(compiled, *got)
+    torch.testing.assert_close(q, expected_q)
+    assert expected[6].any()
+    for ours, theirs in zip(got[:-1] + got[-1], expected[:-1] + expected[-1], strict=True):
+        torch.testing.assert_close(ours, theirs)
+    sizes = [
+        math.prod(int(x) for x in shape.replace(" ", "").split(",") if x)
+        for shape in ALLOCATION.findall("\n".join(sources))
+    ]
+    assert sizes
+    assert max(sizes) < expected[6].numel(), "a buffer as large as the cache was allocated"

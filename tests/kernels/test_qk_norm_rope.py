@@ -1,0 +1,163 @@
+"""qk_norm_rope_write_ against a complex-number loop in float64."""
+
+import pytest
+import torch
+from graphengine.kernels.qk_norm_rope import INTERPRET, qk_norm_rope_write_
+
+EPS = 1e-6
+# Half an ulp of one rounding; a second rounding anywhere would exceed it.
+TOLERANCE = {
+    torch.float32: {"rtol": 1e-5, "atol": 1e-5},
+    torch.bfloat16: {"rtol": 1.01 * 2**-8, "atol": 1e-5},
+}
+SHAPES = [
+    (7, 5, 3, 64, 4),
+    (16, 32, 8, 128, 16),
+    (3, 2, 1, 256, 1),
+    (4, 3, 1, 2, 5),
+    (1, 1, 1, 8, 3),
+]
+
+
+def rope_table(num_positions: int, head_dim: int, device: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """(fp32 table cos | sin, float64 angles [P, H/2])."""
+    angle = torch.arange(num_positions, dtype=torch.float64, device=device)[:, None] * (
+        10000.0 ** (-torch.arange(head_dim // 2, device=device) / (head_dim // 2))
+    )
+    return torch.cat((angle.cos(), angle.sin()), dim=1).float(), angle
+
+
+def normed_and_rotated(x_H: torch.Tensor, weight_H: torch.Tensor, angle_F: torch.Tensor):
+    """One head: RMSNorm, then lo + i*hi turned by the angle, in float64."""
+    x = x_H.double()
+    x = x / (x.pow(2).sum() / x.numel() + EPS).sqrt() * weight_H.double()
+    half = x.numel() // 2
+    turned = torch.complex(x[:half], x[half:]) * torch.polar(torch.ones_like(angle_F), angle_F)
+    return torch.cat((turned.real, turned.imag))
+
+
+def make(device: str, dtype: torch.dtype, T: int, N: int, K: int, H: int, S: int, num_pages=9):
+    qkv = torch.randn(T, (N + 2 * K) * H, device=device).to(dtype)
+    q_norm = (1 + 0.3 * torch.randn(H, device=device)).to(dtype)
+    k_norm = (1 + 0.3 * torch.randn(H, device=device)).to(dtype)
+    rope, angle = rope_table(300, H, device)
+    positions = torch.randint(0, 300, (T,), device=device)
+    slots = torch.randperm((num_pages - 1) * S, device=device)[:T] + S
+    cache = torch.full((2, num_pages, S, K, H), torch.nan, dtype=dtype, device=device)
+    return qkv, q_norm, k_norm, rope, angle, positions, slots, cache
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("T", "N", "K", "H", "S"), SHAPES)
+def test_matches_the_formula(device, dtype, T, N, K, H, S) -> None:
+    """Bug: wrong norm weight (q's for k), interleaved instead of half-split rotation, a swapped
+    plane, a slot computed with the wrong page size, or any write outside the slots."""
+    num_pages = max(9, T // S + 3)
+    qkv, q_norm, k_norm, rope, angle, positions, slots, cache = make(
+        device, dtype, T, N, K, H, S, num_pages
+    )
+    q = qk_norm_rope_write_(qkv, q_norm, k_norm, rope, positions, slots, cache, EPS)
+    assert q.shape == (T, N, H)
+    assert q.dtype == dtype
+    assert q.is_contiguous()
+    flat = cache.view(2, num_pages * S, K, H)
+    heads = qkv.view(T, N + 2 * K, H)
+    for t in range(T):
+        turn = angle[positions[t]]
+        for n in range(N):
+            expected = normed_and_rotated(heads[t, n], q_norm, turn)
+            torch.testing.assert_close(q[t, n].double(), expected, **TOLERANCE[dtype])
+        for k in range(K):
+            expected = normed_and_rotated(heads[t, N + k], k_norm, turn)
+            got = flat[0, slots[t], k].double()
+            torch.testing.assert_close(got, expected, **TOLERANCE[dtype])
+            assert torch.equal(flat[1, slots[t], k], heads[t, N + K + k])  # v bit for bit
+    untouched = torch.ones(num_pages * S, dtype=torch.bool, device=device)
+    untouched[slots] = False
+    assert flat[:, untouched].isnan().all()
+
+
+def test_padded_rows_touch_only_slot_zero(device) -> None:
+    """Bug: padding written into a live page, which corrupts another request's keys."""
+    T, N, K, H, S = 5, 4, 2, 32, 4
+    qkv, q_norm, k_norm, rope, _, _, _, cache = make(device, torch.float32, T, N, K, H, S)
+    zeros = torch.zeros(T, dtype=torch.int64, device=device)
+    qk_norm_rope_write_(qkv, q_norm, k_norm, rope, zeros, zeros, cache, EPS)
+    assert cache.view(2, -1, K, H)[:, 0].isfinite().all()
+    assert cache.view(2, -1, K, H)[:, 1:].isnan().all()
+
+
+def test_strided_rows_and_planes(device) -> None:
+    """Bug: a stride taken for granted: qkv inside a wider GEMM output, a cache whose planes lie
+    in a pool of another order, int32 positions."""
+    T, N, K, H, S = 6, 4, 2, 32, 4
+    qkv, q_norm, k_norm, rope, _, positions, slots, cache = make(
+        device, torch.bfloat16, T, N, K, H, S
+    )
+    expected_q = qk_norm_rope_write_(qkv, q_norm, k_norm, rope, positions, slots, cache, EPS)
+    wide = torch.full((T, qkv.shape[1] + 64), torch.nan, dtype=qkv.dtype, device=device)
+    wide[:, 16 : 16 + qkv.shape[1]] = qkv
+    pool = torch.full((2, 3, *cache.shape[1:]), torch.nan, dtype=qkv.dtype, device=device)
+    q = qk_norm_rope_write_(
+        wide[:, 16 : 16 + qkv.shape[1]],
+        q_norm,
+        k_norm,
+        rope,
+        positions.int(),
+        slots.int(),
+        pool[:, 1],
+        EPS,
+    )
+    assert torch.equal(q, expected_q)
+    assert torch.equal(pool[:, 1].isnan(), cache.isnan())
+    assert torch.equal(pool[:, 1].nan_to_num(), cache.nan_to_num())
+    assert pool[:, [0, 2]].isnan().all()
+
+
+def test_no_rows(device) -> None:
+    """Bug: an empty grid is a launch error."""
+    qkv, q_norm, k_norm, rope, _, _, _, cache = make(device, torch.float32, 3, 2, 1, 16, 4)
+    none = torch.zeros(0, dtype=torch.int64, device=device)
+    q = qk_norm_rope_write_(qkv[:0], q_norm, k_norm, rope, none, none, cache, EPS)
+    assert q.shape == (0, 2, 16)
+    assert cache.isnan().all()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"qkv": lambda x: x.T.contiguous().T}, "contiguous"),
+        ({"qkv": lambda x: x.double()}, "dtype"),
+        ({"qkv": lambda x: x[:, :-1]}, "columns"),
+        ({"rope": lambda x: x.bfloat16()}, "float32"),
+        ({"positions": lambda x: x[:-1]}, "positions"),
+        ({"cache": lambda x: x[:, ::2]}, "plane"),
+        ({"k_norm": lambda x: x[:-2]}, "k_norm"),
+    ],
+)
+def test_refuses_what_it_cannot_address(device, change, message) -> None:
+    """Bug: a wrong stride or dtype read as if it were right."""
+    qkv, q_norm, k_norm, rope, _, positions, slots, cache = make(
+        device, torch.float32, 4, 2, 1, 16, 4
+    )
+    args = {"qkv": qkv, "q_norm": q_norm, "k_norm": k_norm, "rope": rope}
+    args |= {"positions": positions, "slots": slots, "cache": cache}
+    args |= {name: convert(args[name]) for name, convert in change.items()}
+    with pytest.raises(ValueError, match=message):
+        qk_norm_rope_write_(*args.values(), EPS)
+
+
+def test_head_dim_that_is_no_power_of_two(device) -> None:
+    """Bug: a kernel tile that silently drops the dims past the power of two."""
+    T, N, K, H, S = 3, 2, 1, 96, 4
+    qkv, q_norm, k_norm, rope, angle, positions, slots, cache = make(
+        device, torch.float32, T, N, K, H, S
+    )
+    args = (qkv, q_norm, k_norm, rope, positions, slots, cache, EPS)
+    if device == "cuda" or INTERPRET:
+        with pytest.raises(ValueError, match="head_dim 96"):
+            qk_norm_rope_write_(*args)
+    else:
+        q = qk_norm_rope_write_(*args)
+        expected = normed_and_rotated(qkv[2, H : 2 * H], q_norm, angle[positions[2]])
+        torch.testing.assert_close(q[2, 1].double(), expected, rtol=1e-5, atol=1e-5)

@@ -11,17 +11,15 @@ guards cost over 100 us a call) is on the hot path.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
-
-Function = TypeVar("Function", bound=Callable[..., Any])
 
 # Specialisations of one function: (buckets + plain decode) x (target, drafter), with room.
 RECOMPILE_LIMIT = 64
 
 
-def compile_segment(function: Function) -> Function:
+def compile_segment(function: Callable[..., Any]) -> Callable[..., Any]:
     """Compiles a pure segment with Inductor, whole (fullgraph) and for static shapes.
 
     Compilation happens at the first call with new shapes. Mutates: torch's recompile limit, raised

@@ -29,19 +29,23 @@ class Runner(Protocol):
         ...
 
 
+def run_chain(chain: Chain, carry: Carry = ()) -> Carry:
+    """Calls every step, compiled or not, each in its NVTX range."""
+    for step in chain:
+        with ranges.range_(step.name):
+            carry = step.run(carry)
+    return carry
+
+
 class EagerRunner:
-    """Calls every step, compiled or not: mode none, and the CPU."""
+    """`run_chain` on the carry that another runner left: mode none, and the CPU."""
 
     def __init__(self, chain: Chain, source: Callable[[], Carry]) -> None:
         self._chain, self._source = chain, source
         self.carry: Carry = ()
 
     def run(self) -> None:
-        carry = self._source()
-        for step in self._chain:
-            with ranges.range_(step.name):
-                carry = step.run(carry)
-        self.carry = carry
+        self.carry = run_chain(self._chain, self._source())
 
 
 class ReplayRunner:
@@ -81,11 +85,11 @@ class GraphPool:
         self.stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self.stream):
             for _ in range(NUM_WARMUPS):
-                _run(steps, carry)
+                run_chain(steps, carry)
         torch.cuda.current_stream().wait_stream(self.stream)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self.handle, stream=self.stream):
-            carry = _run(steps, carry)
+            carry = run_chain(steps, carry)
         self.num_graphs += 1
         return graph, carry
 
@@ -111,12 +115,6 @@ def capture_full(name: str, chain: Chain, carry: Carry, pool: GraphPool) -> Repl
     """The whole chain, attention included, as one graph."""
     graph, carry = pool.capture(chain, carry)
     return ReplayRunner([name], [graph.replay], carry)
-
-
-def _run(steps: Chain, carry: Carry) -> Carry:
-    for step in steps:
-        carry = step.run(carry)
-    return carry
 
 
 def _bind(step: Step, static: Carry) -> Callable[[], Any]:

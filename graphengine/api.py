@@ -83,6 +83,7 @@ class Engine:
         max_model_len: int | None = None,
         load_format: LoadFormat = "auto",
         gpu_memory_utilization: float = 0.9,
+        simulate_acceptance: float | None = None,
         progress: Callable[[str, float], None] = lambda what, share: None,
     ) -> Engine:
         """Loads, compiles and captures.
@@ -93,7 +94,8 @@ class Engine:
             buckets: batch sizes to build; more prompts than the largest wait in order.
             graph_mode: "piecewise" (default on a GPU), "full" or "none" (default on the CPU).
             compile: Inductor for the dense segments; default on a GPU only.
-            attention_backend: "flashinfer" (default on a GPU in bfloat16) or "torch".
+            attention_backend: "flashinfer" (default on a GPU in bfloat16), "triton" (our kernel,
+                which needs no plan) or "torch".
             device: "cuda" where there is one, else "cpu".
             dtype: "bfloat16" on a GPU, "float32" on the CPU.
             page_size: tokens per K/V page.
@@ -101,6 +103,8 @@ class Engine:
                 positions allow, less one block when drafting.
             load_format: "dummy" makes random weights from config.json alone.
             gpu_memory_utilization: share of the GPU's memory that the engine may fill.
+            simulate_acceptance: draw this mean acceptance length instead of comparing drafts;
+                for measuring speed without a trained drafter, the output is meaningless.
             progress: called with (what, share done) while loading and building.
 
         Raises:
@@ -117,6 +121,7 @@ class Engine:
             max_model_len=max_model_len,
             load_format=load_format,
             gpu_memory_utilization=gpu_memory_utilization,
+            simulate_acceptance=simulate_acceptance,
         )
         return cls(build(target, draft, options, progress))
 
@@ -126,6 +131,11 @@ class Engine:
     def config(self) -> EngineConfig:
         """The resolved configuration."""
         return self._open.config
+
+    @property
+    def built(self) -> Built:
+        """The loaded models and the decode loop, for tools that drive steps themselves."""
+        return self._open
 
     @property
     def startup(self) -> StartupMetrics:
@@ -258,11 +268,9 @@ class Engine:
             while loop.has_work or pending:
                 with torch.no_grad():
                     pending += loop.admit()
-                    launched = bool(loop.running)
-                    if launched:
-                        loop.launch()
+                    loop.launch()
                 yield from deliver(pending)  # while the device works
-                pending = loop.collect() if launched else []
+                pending = loop.collect()
         finally:
             loop.reset()
             self._active = False

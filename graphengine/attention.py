@@ -1,9 +1,10 @@
 """Attention over the paged cache: plan once per forward, run once per layer.
 
-The only importer of flashinfer. Two backends with one interface: `FlashInferAttention` (fa2, GPU,
-bf16) and `TorchAttention` (any device, any dtype; the reference). Queries are ragged rows grouped
-by request; a request's last query row sits at its last key (causal), or every row sees every key
-(non-causal, the drafter's block).
+The only importer of flashinfer. Backends with one interface: `FlashInferAttention` (fa2, GPU,
+bf16), `BlockAttention` (our Triton kernel; decode only, nothing to plan) and `TorchAttention` (any
+device, any dtype; the reference). Queries are ragged rows grouped by request; a request's last
+query row sits at its last key (causal), or every row sees every key (non-causal, the drafter's
+block).
 
 Invariant: `plan` has run for exactly the current lengths before `run`. Planning from an upper bound
 gives wrong results in flashinfer 0.6.12 (an empty planned chunk corrupts the merge).
@@ -24,7 +25,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from graphengine.buffers import StepBuffers
 from graphengine.config import ModelConfig
+from graphengine.kernels.block_attention import block_attention, choose_num_splits
+from graphengine.kernels.block_attention import workspace as block_workspace
 from graphengine.kvcache import pages_for
 
 FLASHINFER_HEAD_DIMS = (64, 128, 256)
@@ -188,6 +192,45 @@ class FlashInferAttention:
     def run(self, q_TNH: Tensor, kv_cache: Tensor, out_TNH: Tensor) -> None:
         # Passing out= matters: without it 0.6.12 allocates and zero-fills in every layer.
         self._wrapper.run(q_TNH, (kv_cache[0], kv_cache[1]), out=out_TNH)
+
+
+class BlockAttention:
+    """Our split-KV kernel over one block per request; lengths are read on the device, no plan.
+
+    Serves decode only: every request has exactly `block` query rows, at positions start ...
+    """
+
+    def __init__(self, config: ModelConfig, causal: bool, buffers: StepBuffers) -> None:
+        num_requests, self._block = buffers.block_ids_BG.shape
+        self._causal = causal
+        self._page_table_BW, self._start_B = buffers.page_table_BW, buffers.start_B
+        device = buffers.start_B.device
+        num_sms = 1
+        if device.type == "cuda":
+            num_sms = torch.cuda.get_device_properties(device).multi_processor_count
+        self._workspace = block_workspace(
+            num_requests,
+            self._block,
+            config.num_attention_heads,
+            config.head_dim,
+            choose_num_splits(num_requests, config.num_key_value_heads, num_sms),
+            device,
+        )
+
+    def plan(self, layout: Layout) -> None:
+        """Nothing to do: the lengths are on the device."""
+
+    def run(self, q_TNH: Tensor, kv_cache: Tensor, out_TNH: Tensor) -> None:
+        block_attention(
+            q_TNH,
+            kv_cache,
+            self._page_table_BW,
+            self._start_B,
+            self._block,
+            self._causal,
+            out_TNH,
+            self._workspace,
+        )
 
 
 def flashinfer_missing() -> bool:

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from graphengine.attention import (
     Attention,
+    BlockAttention,
     FlashInferAttention,
     Layout,
     TorchAttention,
@@ -44,6 +45,7 @@ from graphengine.forward import (
 )
 from graphengine.kvcache import NULL_PAGE, pages_for
 from graphengine.profiles import ranges
+from graphengine.simulate import Simulation
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +77,7 @@ def build_buckets(
     buffers: StepBuffers,
     dtype: torch.dtype,
     device: torch.device,
+    simulation: Simulation | None = None,
     progress: Callable[[str], None] = lambda what: None,
 ) -> tuple[dict[int, Bucket], GraphPool | None, BuildTimes]:
     """Compiles, warms and captures every bucket, the largest first.
@@ -101,7 +104,7 @@ def build_buckets(
             size: int = size,
             views: StepBuffers = views,
         ) -> Attention:
-            return make_attention(config, model, causal, dtype, device, workspace, size, views)
+            return _attention(config, model, causal, dtype, workspace, size, views)
 
         verify_attention = attention(target.config, causal=True)
         draft_attention = attention(drafter.config.model, causal=False) if drafter else None
@@ -110,7 +113,7 @@ def build_buckets(
             draft = draft_chain(target, drafter, views, draft_attention, segments)
             chains += [(draft[0].name, draft[:1], False), ("draft", draft[1:], True)]
         verify = verify_chain(
-            target, drafter, views, verify_attention, config.page_size, segments
+            target, drafter, views, verify_attention, config.page_size, segments, simulation
         )
         chains.append(("verify" if drafter else "decode", verify, False))
         if drafter:
@@ -160,20 +163,30 @@ def build_buckets(
     return buckets, pool, times
 
 
-def make_attention(
+def prefill_attention(
+    config: EngineConfig, model: ModelConfig, dtype: torch.dtype, device: torch.device
+) -> Attention:
+    """The causal attention of prefills, any lengths."""
+    if config.prefill_attention_backend == "flashinfer":
+        return FlashInferAttention(model, config.page_size, True, make_workspace(device), dtype)
+    return TorchAttention(model, config.page_size, True, device)
+
+
+def _attention(
     config: EngineConfig,
     model: ModelConfig,
     causal: bool,
     dtype: torch.dtype,
-    device: torch.device,
     workspace: Tensor | None,
-    num_requests: int | None = None,
-    buffers: StepBuffers | None = None,
+    num_requests: int,
+    buffers: StepBuffers,
 ) -> Attention:
-    """An attention of the configured backend; fixed to a bucket when `num_requests` is given."""
+    """A bucket's attention, its metadata at fixed addresses."""
+    if config.attention_backend == "triton":
+        return BlockAttention(model, causal, buffers)
     if workspace is None:
-        return TorchAttention(model, config.page_size, causal, device)
-    max_pages = buffers.page_table_BW.numel() if buffers is not None else 0
+        return TorchAttention(model, config.page_size, causal, buffers.start_B.device)
+    max_pages = buffers.page_table_BW.numel()
     return FlashInferAttention(
         model, config.page_size, causal, workspace, dtype, num_requests, max_pages
     )

@@ -15,8 +15,8 @@ from typing import Any, Literal
 
 import torch
 
-from graphengine.attention import FLASHINFER_HEAD_DIMS, flashinfer_missing, make_workspace
-from graphengine.buckets import build_buckets, make_attention
+from graphengine.attention import FLASHINFER_HEAD_DIMS, flashinfer_missing
+from graphengine.buckets import build_buckets, prefill_attention
 from graphengine.buffers import StepBuffers
 from graphengine.config import (
     AttentionBackend,
@@ -28,13 +28,14 @@ from graphengine.config import (
     ModelConfig,
     token_ids,
 )
-from graphengine.engine import DecodeLoop
+from graphengine.engine import PIPELINE_DEPTH, DecodeLoop
 from graphengine.forward import Drafter, Target
 from graphengine.hub import resolve
 from graphengine.kvcache import make_pool, page_bytes, pages_for
 from graphengine.metrics import StartupMetrics
 from graphengine.prefill import Prefill
 from graphengine.profiles import ranges
+from graphengine.simulate import acceptance_rate, make_simulation
 from graphengine.tokenizer import Tokenizer
 from graphengine.weights import Checkpoint, RandomSource, draft_weights, target_weights
 
@@ -61,6 +62,7 @@ class Options:
     max_model_len: int | None = None
     load_format: LoadFormat = "auto"
     gpu_memory_utilization: float = 0.9
+    simulate_acceptance: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,8 +118,8 @@ def build(
             directory, device, dtype, lambda done, total: progress(what, done / total)
         )
 
-    # The block in flight when a request ends, and the next one's head, reach past the limit.
-    positions = config.max_model_len + 2 * block
+    # Blocks in flight when a request ends, and the next one's head, reach past the limit.
+    positions = config.max_model_len + (PIPELINE_DEPTH + 1) * block
     with ranges.range_("load"), torch.no_grad():
         weights = target_weights(source(target_dir, 0), target_config, positions, device)
         tensors = list(_tensors(weights))
@@ -144,10 +146,15 @@ def build(
             target_config,
             draft_config,
             max(config.buckets),
-            pages_for(config.max_model_len + 2 * block, config.page_size),
+            pages_for(positions, config.page_size),
             dtype,
             device,
         )
+        simulation = None
+        if config.simulate_acceptance is not None:
+            simulation = make_simulation(
+                config.simulate_acceptance, max(config.buckets), block - 1, device
+            )
     load_s = time.perf_counter() - began
     with ranges.range_("capture"), torch.no_grad():
         buckets, pool, times = build_buckets(
@@ -157,14 +164,16 @@ def build(
             buffers,
             dtype,
             device,
+            simulation,
             lambda what: progress(what, 0.0),
         )
         buffers.clear_()
-    workspace = make_workspace(device) if config.attention_backend == "flashinfer" else None
+        if simulation is not None:
+            simulation.step_1.zero_()
     prefill = Prefill(
         target,
         drafter,
-        make_attention(config, target_config, True, dtype, device, workspace),
+        prefill_attention(config, target_config, dtype, device),
         config.page_size,
         config.prefill_chunk,
     )
@@ -212,30 +221,21 @@ def resolve_options(
     if device == "cuda" and not has_cuda:
         raise ValueError("--device cuda: torch sees no CUDA device; use --device cpu")
     on_gpu = device == "cuda"
-    dtype: DTypeName = options.dtype
-    if dtype == "auto":
-        dtype = "bfloat16" if on_gpu else "float32"
+    natural: DTypeName = "bfloat16" if on_gpu else "float32"
+    dtype: DTypeName = natural if options.dtype == "auto" else options.dtype
     models = [target] + ([draft.model] if draft else [])
     head_dims = [model.head_dim for model in models]
-    backend = options.attention_backend
     fits = all(dim in FLASHINFER_HEAD_DIMS for dim in head_dims) and dtype == "bfloat16"
+    prefill: AttentionBackend = "torch"
+    if on_gpu and fits and not flashinfer_missing():
+        prefill = "flashinfer"
+    backend = options.attention_backend
     if backend == "auto":
-        backend = "flashinfer" if on_gpu and fits and not flashinfer_missing() else "torch"
-    elif backend == "flashinfer":
-        if not on_gpu:
-            raise ValueError(
-                "--attention-backend flashinfer needs a CUDA device; use torch on the CPU"
-            )
-        if flashinfer_missing():
-            raise ValueError(
-                "--attention-backend flashinfer: flashinfer is not installed; install the extra "
-                "graphengine[cuda]"
-            )
-        if not fits:
-            raise ValueError(
-                f"--attention-backend flashinfer runs bfloat16 and head_dim {FLASHINFER_HEAD_DIMS},"
-                f" not {dtype} with head_dim {head_dims}; use --attention-backend torch"
-            )
+        backend = prefill
+    elif backend == "flashinfer" and prefill != "flashinfer":
+        raise ValueError(f"--attention-backend flashinfer {_why_not(on_gpu, dtype, head_dims)}")
+    elif backend == "torch":
+        prefill = "torch"
     mode = options.graph_mode
     if mode == "auto":
         mode = "piecewise" if on_gpu else "none"
@@ -246,8 +246,12 @@ def resolve_options(
     if mode == "full" and backend == "torch":
         raise ValueError(
             "--graph-mode full needs an attention that can be captured; use "
-            "--attention-backend flashinfer (bfloat16), or --graph-mode piecewise"
+            "--attention-backend triton or flashinfer, or --graph-mode piecewise"
         )
+    if options.simulate_acceptance is not None:
+        if draft is None:
+            raise ValueError("--simulate-acceptance needs a drafter; pass --draft")
+        acceptance_rate(options.simulate_acceptance, draft.block_size - 1)
     if options.page_size < 1:
         raise ValueError(f"--page-size {options.page_size}: at least 1 token")
     if not 0 < options.gpu_memory_utilization <= 1:
@@ -269,9 +273,22 @@ def resolve_options(
         graph_mode=mode,
         compile=on_gpu if options.compile is None else options.compile,
         attention_backend=backend,
+        prefill_attention_backend=prefill,
         page_size=options.page_size,
         max_model_len=length,
         gpu_memory_utilization=options.gpu_memory_utilization,
+        simulate_acceptance=options.simulate_acceptance,
+    )
+
+
+def _why_not(on_gpu: bool, dtype: str, head_dims: list[int]) -> str:
+    if not on_gpu:
+        return "needs a CUDA device; use torch on the CPU"
+    if flashinfer_missing():
+        return "is not installed; install the extra graphengine[cuda]"
+    return (
+        f"runs bfloat16 and head_dim {FLASHINFER_HEAD_DIMS}, not {dtype} with head_dim "
+        f"{head_dims}; use triton or torch"
     )
 
 

@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 RopeKind = Literal["default", "yarn", "llama3"]
 GraphMode = Literal["none", "piecewise", "full"]
-AttentionBackend = Literal["flashinfer", "torch"]
+AttentionBackend = Literal["flashinfer", "triton", "torch"]
 DeviceName = Literal["cpu", "cuda"]
 DTypeName = Literal["bfloat16", "float32"]
 
@@ -360,7 +360,8 @@ class EngineConfig:
     """How to run a pair; every value is resolved (no "auto" left).
 
     `buckets`: ascending batch sizes that are captured. `max_model_len`: most tokens (prompt and
-    generated) of one request. `prefill_chunk`: rows of one prefill forward.
+    generated) of one request. `prefill_chunk`: rows of one prefill forward. `simulate_acceptance`:
+    a mean acceptance length to draw instead of comparing drafts (measuring speed only).
     """
 
     device: DeviceName
@@ -369,10 +370,17 @@ class EngineConfig:
     graph_mode: GraphMode
     compile: bool
     attention_backend: AttentionBackend
+    prefill_attention_backend: AttentionBackend
     page_size: int
     max_model_len: int
     prefill_chunk: int = 2048
     gpu_memory_utilization: float = 0.9
+    simulate_acceptance: float | None = None
+
+    @property
+    def plans_attention(self) -> bool:
+        """Whether attention needs the lengths on the host before each forward."""
+        return self.attention_backend != "triton"
 
 
 _UNSUPPORTED_DRAFT_KEYS: dict[str, tuple[Any, ...]] = {

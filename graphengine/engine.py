@@ -10,7 +10,9 @@
               commit                stop tokens, budgets; pages of finished requests return
 
 Draft, verify, acceptance and the next block's inputs stay on the device. The host follows one copy
-behind and steps in only when the set of running requests changes.
+behind and steps in only when the set of running requests changes. Where attention reads its
+lengths on the device there is nothing to plan, and the next step is launched before the last one's
+result is read (`PIPELINE_DEPTH`): the device never waits for the host.
 
 Invariant: `Request.start` on the host equals `start_B` on the device whenever a plan is made;
 pages are reserved at admission for everything that a request can write, so no step can fail for
@@ -38,12 +40,23 @@ from graphengine.prefill import Prefill
 from graphengine.profiles import ranges
 from graphengine.request import Request
 
+# Steps in flight at most, when nothing must be planned on the host.
+PIPELINE_DEPTH = 2
+
 
 class StepOutput(NamedTuple):
     """New tokens of one request; `request.finish_reason` is set with the last of them."""
 
     request: Request
     token_ids: list[int]
+
+
+class _Results(NamedTuple):
+    """Where one step's results land on the host, and when they are there."""
+
+    target_ids_cpu: Tensor  # int64 [B, G], pinned
+    num_accepted_cpu: Tensor  # int32 [B], pinned
+    ready: torch.cuda.Event | None
 
 
 class DecodeLoop:
@@ -70,13 +83,11 @@ class DecodeLoop:
         self._buckets = dict(sorted(buckets.items()))
         self._buffers, self._prefill, self._mask_token_id = buffers, prefill, mask_token_id
         self._bucket: Bucket | None = None  # holds the running requests' rows; None: stale
-        self._in_flight = False
+        self._in_flight: deque[tuple[list[Request], _Results]] = deque()
         self._next_id = 0
         self._on_gpu = buffers.start_B.is_cuda
-        pin = {"pin_memory": self._on_gpu}
-        self._target_ids_cpu = torch.empty(buffers.target_ids_BG.shape, dtype=torch.int64, **pin)
-        self._num_accepted_cpu = torch.empty(buffers.num_accepted_B.shape, dtype=torch.int32, **pin)
-        self._results_ready = torch.cuda.Event() if self._on_gpu else None
+        self._depth = 1 if config.plans_attention else PIPELINE_DEPTH
+        self._free_results = [self._make_results() for _ in range(self._depth)]
 
     # --- requests ---
 
@@ -160,49 +171,63 @@ class DecodeLoop:
     # --- one step ---
 
     def launch(self) -> None:
-        """Queues a step for the running requests; returns while the device works."""
-        assert self.running and not self._in_flight
-        bucket = self._bucket or self._load()
-        lens = [self.block] * len(self.running)
-        layout = Layout.build(
-            lens,
-            [request.start + self.block for request in self.running],
-            [request.pages for request in self.running],
-            self.config.page_size,
-            bucket.size,
-        )
-        self._in_flight = True
+        """Queues steps for the running requests and returns while the device works.
+
+        Queues nothing while the batch has changed and older steps are still to be collected.
+        """
+        while self.running and len(self._in_flight) < self._depth:
+            if self._bucket is None:
+                if self._in_flight:
+                    return
+                self._bucket = self._load()
+            self._queue_step(self._bucket)
+
+    def _queue_step(self, bucket: Bucket) -> None:
+        layout = self._layout(bucket.size) if self.config.plans_attention else None
         if bucket.draft is not None and bucket.draft_attention is not None:
-            with ranges.range_("plan"):
-                bucket.draft_attention.plan(layout)
+            if layout is not None:
+                with ranges.range_("plan"):
+                    bucket.draft_attention.plan(layout)
             with ranges.range_("draft"):
                 bucket.draft.run()
-        with ranges.range_("plan"):
-            bucket.verify_attention.plan(layout)
+        if layout is not None:
+            with ranges.range_("plan"):
+                bucket.verify_attention.plan(layout)
         with ranges.range_("verify" if bucket.draft else "decode"):
             bucket.verify.run()
         with ranges.range_("accept"):
-            self._target_ids_cpu.copy_(self._buffers.target_ids_BG, non_blocking=True)
-            self._num_accepted_cpu.copy_(self._buffers.num_accepted_B, non_blocking=True)
-            if self._results_ready is not None:
-                self._results_ready.record()
+            results = self._free_results.pop()
+            results.target_ids_cpu.copy_(self._buffers.target_ids_BG, non_blocking=True)
+            results.num_accepted_cpu.copy_(self._buffers.num_accepted_B, non_blocking=True)
+            if results.ready is not None:
+                results.ready.record()
+            self._in_flight.append((list(self.running), results))
         if bucket.context is not None and bucket.draft_head is not None:
             with ranges.range_("draft"):
                 bucket.context.run()
                 bucket.draft_head.run()
 
+    def wait(self) -> None:
+        """Waits for the oldest step in flight: the only wait of a step."""
+        if self._in_flight:
+            ready = self._in_flight[0][1].ready
+            if ready is not None:
+                with ranges.range_("accept"):
+                    ready.synchronize()
+
     def collect(self) -> list[StepOutput]:
-        """Waits for the step in flight and commits it."""
-        assert self._in_flight
-        with ranges.range_("accept"):
-            if self._results_ready is not None:
-                self._results_ready.synchronize()
-        self._in_flight = False
+        """Waits for the oldest step in flight and commits it; nothing if there is none."""
+        self.wait()
+        if not self._in_flight:
+            return []
+        rows, results = self._in_flight.popleft()
         with ranges.range_("commit"):
-            target_ids, accepted = self._target_ids_cpu.tolist(), self._num_accepted_cpu.tolist()
+            target_ids = results.target_ids_cpu.tolist()
+            num_accepted = results.num_accepted_cpu.tolist()
+            self._free_results.append(results)
             outputs = [
-                StepOutput(request, request.advance(target_ids[row], accepted[row]))
-                for row, request in enumerate(self.running)
+                StepOutput(request, request.advance(target_ids[row], num_accepted[row]))
+                for row, request in enumerate(rows)
                 if request.finish_reason is None
             ]
             self._retire()
@@ -210,14 +235,16 @@ class DecodeLoop:
 
     @property
     def has_work(self) -> bool:
-        """Whether a request waits or runs."""
-        return bool(self.waiting or self.running)
+        """Whether a request waits or runs, or a step is still to be collected."""
+        return bool(self.waiting or self.running or self._in_flight)
 
     def reset(self) -> None:
         """Drops every request and returns all pages; for use after an error or an interrupt."""
         if self._on_gpu:
             torch.cuda.synchronize()
-        self._in_flight = False
+        self._free_results += [results for _, results in self._in_flight]
+        self._in_flight.clear()
+        self._bucket = None
         for request in [*self.running, *self.waiting]:
             request.finish_reason = request.finish_reason or "cancelled"
         self.waiting.clear()
@@ -237,6 +264,25 @@ class DecodeLoop:
     def _release(self, request: Request) -> None:
         self.allocator.free(request.pages)
         request.pages = []
+
+    def _layout(self, num_requests: int) -> Layout:
+        return Layout.build(
+            [self.block] * len(self.running),
+            [request.start + self.block for request in self.running],
+            [request.pages for request in self.running],
+            self.config.page_size,
+            num_requests,
+        )
+
+    def _make_results(self) -> _Results:
+        def pinned(like: Tensor) -> Tensor:
+            return torch.empty(like.shape, dtype=like.dtype, pin_memory=self._on_gpu)
+
+        return _Results(
+            pinned(self._buffers.target_ids_BG),
+            pinned(self._buffers.num_accepted_B),
+            torch.cuda.Event() if self._on_gpu else None,
+        )
 
     def _load(self) -> Bucket:
         """Writes the running requests into the smallest bucket that holds them."""
@@ -265,7 +311,6 @@ class DecodeLoop:
         views.block_ids_BG.copy_(block_ids)
         views.positions_T.copy_(positions)
         views.slots_T.copy_(slots)
-        self._bucket = bucket
         if bucket.draft_head is not None:
             bucket.draft_head.run()
         return bucket

@@ -28,6 +28,7 @@ from graphengine.models import dflash, qwen3
 from graphengine.models.dflash import DraftWeights
 from graphengine.models.qwen3 import LayerWeights, Weights
 from graphengine.profiles import ranges
+from graphengine.simulate import Simulation, force_acceptance_
 
 
 class Rows(NamedTuple):
@@ -128,9 +129,7 @@ def context_segment(
 ) -> Carry:
     """taps -> fc, hidden_norm, all layers' K/V, k-norm, rope, write. Mutates: kv_pool."""
     kv_TX = dflash.context(weights, taps_TC, eps)
-    context_kv_write_(
-        kv_TX, weights.k_norm_LH, weights.rope_PH, positions_T, slots_T, kv_pool, eps
-    )
+    context_kv_write_(kv_TX, weights.k_norm_LH, weights.rope_PH, positions_T, slots_T, kv_pool, eps)
     return ()
 
 
@@ -284,6 +283,7 @@ def verify_chain(
     attention: AttentionBackend,
     page_size: int,
     segments: Segments,
+    simulation: Simulation | None = None,
 ) -> list[Step]:
     """Target forward over the block, acceptance, the next block's inputs, the drafter's context.
 
@@ -299,6 +299,8 @@ def verify_chain(
     def accept(carry: Carry) -> Carry:
         (logits_TV,) = carry
         buffers.target_ids_BG.copy_(argmax_rows(logits_TV).view_as(buffers.target_ids_BG))
+        if simulation is not None:
+            force_acceptance_(simulation, buffers.draft_ids_BG, buffers.target_ids_BG)
         buffers.context_positions_T.copy_(buffers.positions_T)
         buffers.context_slots_T.copy_(buffers.slots_T)
         accept_and_advance_(

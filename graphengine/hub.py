@@ -12,14 +12,22 @@ ASSETS = Path(__file__).parent / "assets"
 TINY_TARGET = ASSETS / "tiny" / "target"
 TINY_DRAFT = ASSETS / "tiny" / "draft"
 
+PRESETS = Path(__file__).parent / "presets"
+"""Shapes of published models as config files alone, for --load-format dummy."""
+
 _PATTERNS = ["*.json", "*.safetensors", "*.jinja", "*.txt"]
+
+
+def preset_names() -> list[str]:
+    """Names that `resolve` takes beside directories and hub ids."""
+    return sorted(path.parent.name for path in PRESETS.glob("*/config.json"))
 
 
 def resolve(model: str | Path) -> Path:
     """The directory that holds `model`'s config.json.
 
     Args:
-        model: a directory, or a hub id such as `Qwen/Qwen3-8B`.
+        model: a directory, a hub id such as `Qwen/Qwen3-8B`, or a preset's name such as `qwen3-8b`.
 
     Raises:
         ValueError: no such directory, or the hub id cannot be fetched.
@@ -32,11 +40,13 @@ def resolve(model: str | Path) -> Path:
             )
         return path
     name = str(model)
+    if name in preset_names():
+        return PRESETS / name
     looks_like_path = path.is_absolute() or name.startswith((".", "~")) or name.count("/") != 1
     if path.exists() or looks_like_path:
         raise ValueError(
-            f"{name}: no such model directory; pass a directory with config.json or a hub id "
-            "(owner/name)"
+            f"{name}: no such model directory; pass a directory with config.json, a hub id "
+            f"(owner/name), or with --load-format dummy one of {', '.join(preset_names())}"
         )
     from huggingface_hub import snapshot_download
 

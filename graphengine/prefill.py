@@ -12,7 +12,8 @@ from dataclasses import dataclass
 import torch
 
 from graphengine.attention import Attention, Layout
-from graphengine.capture.steps import Carry, Step
+from graphengine.capture.runners import run_chain
+from graphengine.capture.steps import Step
 from graphengine.forward import Drafter, Rows, Segments, Target, context_chain, target_chain
 from graphengine.forward import tap_writer as make_tap_writer
 from graphengine.kernels.argmax import argmax_rows
@@ -107,11 +108,6 @@ class Prefill:
             tap_,
             upload(last_rows),
         )
-        carry: Carry = ()
-        for step in chain:
-            with ranges.range_(step.name):
-                carry = step.run(carry)
-        for step in context:
-            with ranges.range_(ranges.PREFILL_CONTEXT):
-                step.run(())
-        return carry[0]
+        logits_TV = run_chain(chain)[0]
+        run_chain(context)
+        return logits_TV

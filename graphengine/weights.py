@@ -70,9 +70,7 @@ class Checkpoint:
                 if name in self._handles:
                     raise ValueError(f"{file}: tensor {name!r} is in two files")
                 self._handles[name] = handle
-        self._left = {
-            name for name in self._handles if not name.endswith("rotary_emb.inv_freq")
-        }
+        self._left = {name for name in self._handles if not name.endswith("rotary_emb.inv_freq")}
 
     def has(self, name: str) -> bool:
         return name in self._handles

@@ -58,9 +58,8 @@ def qk_norm_rope_write_reference_(
 ) -> torch.Tensor:
     """`qk_norm_rope_write_` in plain torch, for any device and head dim. Mutates: kv_cache."""
     page_size, K, H = kv_cache.shape[2:]
-    T = qkv_TE.shape[0]
-    qkv_TXH = qkv_TE.reshape(T, -1, H)
-    N = qkv_TXH.shape[1] - 2 * K
+    T, N = qkv_TE.shape[0], qkv_TE.shape[1] // H - 2 * K
+    qkv_TXH = qkv_TE.reshape(T, N + 2 * K, H)
     rope_TH = rope_PH[positions_T]
     q = norm_rope_reference(qkv_TXH[:, :N], q_norm_H, rope_TH, eps).to(qkv_TE.dtype)
     k = norm_rope_reference(qkv_TXH[:, N : N + K], k_norm_H, rope_TH, eps).to(qkv_TE.dtype)
@@ -96,7 +95,9 @@ def qk_norm_rope_write_(
         rope_PH: fp32 [P, H], contiguous; cos in [:, :H/2], sin in [:, H/2:].
         positions_T: int64 or int32 [T], 0 <= position < P (not checked on the device).
         slots_T: int64 or int32 [T], distinct except slot 0, which padded rows share.
-        kv_cache: [2, num_pages, S, K, H], dtype of qkv; each plane contiguous.
+        kv_cache: [2, num_pages, S, K, H], dtype of qkv; each plane contiguous. Inside
+            torch.compile it must be an argument of the compiled function: Inductor copies the
+            whole layer twice if `pool[l]` is taken inside (seen in torch 2.13's CPU code).
         eps: added to the mean square.
     Returns: q_TNH [T, N, H], contiguous, dtype of qkv.
     Mutates: kv_cache.

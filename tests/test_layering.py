@@ -115,6 +115,7 @@ ALLOWED = [
     ("capture.graphs", "import torch\ntorch.compile(f)\ntorch.cuda.CUDAGraph()"),
     ("capture.graphs", "from graphengine.profiles.ranges import range_"),
     ("models.qwen3", "from graphengine.models.layers import linear"),
+    ("api", "from graphengine import __version__"),
     ("models.qwen3", "'import flashinfer'  # os.environ"),
     ("forward", "from graphengine.profiles import ranges\nfrom graphengine import models"),
     ("attention", "def f():\n    import flashinfer"),

@@ -222,7 +222,7 @@ graphengine/          the engine
   config.py           frozen dataclasses
   models/layers.py    rms_norm, rope
 kernels/              Triton only
-├── accept.py         the rule
+\u251c\u2500\u2500 accept.py         the rule
 LICENSE  .ci/run
 ```
 """

@@ -21,7 +21,7 @@ import functools
 import hashlib
 import json
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 HELDOUT_SHARE = 24  # one prompt in HELDOUT_SHARE is held out
@@ -187,7 +187,7 @@ def _article(noun: str) -> str:
     return f"an {noun}" if noun[0] in "aeiou" else f"a {noun}"
 
 
-def _join(words: list[str]) -> str:
+def _join(words: Sequence[str]) -> str:
     return words[0] if len(words) == 1 else ", ".join(words[:-1]) + " and " + words[-1]
 
 
@@ -698,10 +698,11 @@ def story_tale(r: Rng) -> Pair:
     thing, mood, color = r.choice(list(TREASURES)), r.choice(list(MOODS)), r.choice(COLORS)
     home, food, known = ANIMALS[animal]
     look, event = TREASURES[thing]
+    find = f"a {color} {thing} in a {place}"
     prompt = r.choice(
         [
-            f"Write a {mood} story about {who} the {animal} who finds a {color} {thing} in a {place}.",
-            f"Tell me a {mood} story: {who} the {animal} finds a {color} {thing} in a {place}.",
+            f"Write a {mood} story about {who} the {animal} who finds {find}.",
+            f"Tell me a {mood} story: {who} the {animal} finds {find}.",
         ]
     )
     answer = (

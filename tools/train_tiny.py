@@ -8,10 +8,14 @@ evaluation by a dense loop that shares no code with the engine.
 Invariant: everything after the target's training uses the bf16-rounded weights that were saved. A
 drafter trained on the taps of fp32 weights would meet slightly different features when bundled.
 
-    python tools/train_tiny.py --out graphengine/assets/tiny              # one GPU, minutes
+    python tools/train_tiny.py --out graphengine/assets/tiny --compile    # one GPU, 7 minutes
     python tools/train_tiny.py --out out/tiny --smoke --device cpu        # a minute, poor weights
 
-The last line of the output is one JSON object: sizes, losses, acceptance.
+The last line of the output is one JSON object: sizes, losses, acceptance. On one H200 (2026-11-20,
+seed 0) the bundled pair gave 256 of 256 exact held-out answers and a mean acceptance length of
+13.98 (with the bonus token, bf16). The corpus is narrow and its answers follow from the prompts, so
+this shows a working pipeline; it says nothing about drafting for a large model on open text. The
+drafter saw chats of at most 1024 tokens (DRAFT_LENGTHS) and accepts far less beyond them.
 Source: DFlash, arXiv 2602.06036 (training recipe, block size 16, gamma 7).
 """
 
@@ -91,6 +95,13 @@ def make_corpus(seed: int, count: int) -> list[Exchange]:
     return corpus
 
 
+def token_id(tokenizer: Tokenizer, token: str) -> int:
+    """The id of a token that must exist."""
+    value = tokenizer.token_to_id(token)
+    assert value is not None, token
+    return value
+
+
 def make_tokenizer(corpus: list[Exchange]) -> Tokenizer:
     """Byte-level BPE of NUM_BPE_TOKENS tokens; the special tokens follow, then unused rows."""
     tokenizer = Tokenizer(models.BPE())
@@ -126,7 +137,7 @@ def make_stream(tokenizer: Tokenizer, corpus: list[Exchange], seed: int) -> Stre
     answers = tokenizer.encode_batch([ex.answer + IM_END for ex in corpus])
     newline = tokenizer.encode("\n").ids
     system = tokenizer.encode(f"{IM_START}system\n{SYSTEM}{IM_END}\n").ids
-    new_chat = [tokenizer.token_to_id(END_OF_TEXT)]
+    new_chat = [token_id(tokenizer, END_OF_TEXT)]
     tokens: list[int] = []
     marks: list[tuple[int, int, int]] = []
     for prompt, answer in zip(prompts, answers, strict=True):
@@ -184,7 +195,7 @@ def train_target(stream: Stream, args: argparse.Namespace) -> tuple[Target, floa
             layer.compile(dynamic=False)
     optimizer, begin = optimizer_for(model, args.lr, args.device), time.monotonic()
     tokens, is_answer, starts = (t.to(args.device) for t in stream[:3])
-    generator, average = torch.Generator(args.device).manual_seed(args.seed), math.nan
+    generator, average = torch.Generator(args.device).manual_seed(args.seed), None
     for step in schedule(args.target_steps, args.target_seconds, args.lr, optimizer):
         width = ROW_LENGTHS[step % 2]
         rows = max(1, args.batch_tokens // width)
@@ -198,11 +209,11 @@ def train_target(stream: Stream, args: argparse.Namespace) -> tuple[Target, floa
             logits = model.head(hidden)
         loss = F.cross_entropy(logits.float().flatten(0, 1), labels.flatten())
         _update(model, optimizer, loss)
+        average = loss.detach() if average is None else average.lerp(loss.detach(), 0.02)
         if step % 100 == 0 or step + 1 == args.target_steps:
-            value = loss.item()
-            average = value if math.isnan(average) else 0.7 * average + 0.3 * value
-            print(f"target step {step} loss {value:.4f} {time.monotonic() - begin:.0f} s")
-    return model, average
+            print(f"target step {step} loss {average.item():.4f} {time.monotonic() - begin:.0f} s")
+    assert average is not None
+    return model, average.item()
 
 
 class Answered(NamedTuple):
@@ -254,6 +265,7 @@ def train_drafter(
     torch.manual_seed(args.seed + 2)
     model = Drafter(DRAFT, len(TAPS), BLOCK_SIZE).to(args.device)
     if args.compile:
+        torch._dynamo.config.recompile_limit = 64  # DRAFT_LENGTHS shapes, with and without grad
         for layer in model.layers:
             layer.compile(dynamic=False)
     optimizer, begin = optimizer_for(model, args.draft_lr, args.device), time.monotonic()
@@ -261,7 +273,7 @@ def train_drafter(
     shares = [group.ids.numel() for group in groups]
     r, generator = random.Random(args.seed), torch.Generator(args.device).manual_seed(args.seed)
     offsets = torch.arange(1, BLOCK_SIZE, device=args.device)
-    weights, average = torch.exp(-(offsets - 1) / GAMMA), math.nan
+    weights, average = torch.exp(-(offsets - 1) / GAMMA), None
     for step in schedule(args.draft_steps, args.draft_seconds, args.draft_lr, optimizer):
         group = r.choices(groups, shares)[0]
         width = group.ids.shape[1]
@@ -285,11 +297,11 @@ def train_drafter(
         weight = weights.expand_as(labels) * (labels >= 0)
         loss = (losses.view_as(weight) * weight).sum() / weight.sum()
         _update(model, optimizer, loss)
+        average = loss.detach() if average is None else average.lerp(loss.detach(), 0.02)
         if step % 100 == 0 or step + 1 == args.draft_steps:
-            value = loss.item()
-            average = value if math.isnan(average) else 0.7 * average + 0.3 * value
-            print(f"drafter step {step} loss {value:.4f} {time.monotonic() - begin:.0f} s")
-    return model, average
+            print(f"drafter step {step} loss {average.item():.4f} {time.monotonic() - begin:.0f} s")
+    assert average is not None
+    return model, average.item()
 
 
 # ---- checkpoints ------------------------------------------------------------------------------
@@ -350,7 +362,7 @@ def save_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
             "chat_template": CHAT_TEMPLATE,
         },
     )
-    ids = [tokenizer.token_to_id(t) for t in (IM_END, END_OF_TEXT)]
+    ids = [token_id(tokenizer, t) for t in (IM_END, END_OF_TEXT)]
     _write_json(
         folder / "generation_config.json",
         {"do_sample": False, "eos_token_id": ids, "pad_token_id": ids[1]},
@@ -386,7 +398,7 @@ def evaluate(out: Path, device: str, count: int, limit: int, show: int) -> dict[
     target, drafter = Target(TARGET), Drafter(DRAFT, len(TAPS), BLOCK_SIZE)
     load(target, out / "target", device)
     load(drafter, out / "draft", device)
-    stop = tokenizer.token_to_id(IM_END)
+    stop = token_id(tokenizer, IM_END)
     accepted, result, chats = torch.zeros(BLOCK_SIZE, dtype=torch.int64), {}, []
     tokens = exact = 0
     heldout = heldout_set()[:count]
@@ -444,16 +456,16 @@ def main() -> None:
     p.add_argument("--smoke", action="store_true", help="tiny sizes, to try the script on a CPU")
     p.add_argument("--eval-only", action="store_true", help="measure an existing pair in --out")
     p.add_argument("--compile", action="store_true", help="torch.compile the layers for training")
-    p.add_argument("--exchanges", type=int, default=320_000, help="training exchanges")
-    p.add_argument("--batch-tokens", type=int, default=65_536, help="target tokens per step")
-    p.add_argument("--target-steps", type=int, default=5000)
+    p.add_argument("--exchanges", type=int, default=240_000, help="training exchanges")
+    p.add_argument("--batch-tokens", type=int, default=32_768, help="target tokens per step")
+    p.add_argument("--target-steps", type=int, default=6500)
     p.add_argument("--target-seconds", type=float, default=1e9, help="end the schedule earlier")
     p.add_argument("--lr", type=float, default=3e-3)
-    p.add_argument("--prompts", type=int, default=65_536, help="prompts the target answers")
+    p.add_argument("--prompts", type=int, default=32_768, help="prompts the target answers")
     p.add_argument("--generation-batch", type=int, default=4096)
     p.add_argument("--max-new-tokens", type=int, default=400)
-    p.add_argument("--draft-tokens", type=int, default=65_536, help="drafter block rows per step")
-    p.add_argument("--draft-steps", type=int, default=5000)
+    p.add_argument("--draft-tokens", type=int, default=32_768, help="drafter block rows per step")
+    p.add_argument("--draft-steps", type=int, default=4000)
     p.add_argument("--draft-seconds", type=float, default=1e9, help="end the schedule earlier")
     p.add_argument("--draft-lr", type=float, default=2e-3)
     p.add_argument("--eval-prompts", type=int, default=256)
@@ -485,7 +497,7 @@ def train(args: argparse.Namespace) -> dict[str, object]:
         f"corpus: {len(corpus)} exchanges, {len(stream.tokens)} tokens, answers mean "
         f"{lengths.mean():.0f} max {lengths.max():.0f}, {time.monotonic() - begin:.0f} s"
     )
-    stop, new_chat = (tokenizer.token_to_id(t) for t in (IM_END, END_OF_TEXT))
+    stop, new_chat = (token_id(tokenizer, t) for t in (IM_END, END_OF_TEXT))
     mask_token = tokenizer.get_vocab_size()  # the first row that no token uses
     assert mask_token < VOCAB_SIZE
     trained, target_loss = train_target(stream, args)

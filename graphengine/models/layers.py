@@ -58,9 +58,7 @@ def rope_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
 
         def dimension(turns: float) -> float:
             return (
-                head_dim
-                * math.log(original / (turns * 2 * math.pi))
-                / (2 * math.log(rope.theta))
+                head_dim * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
             )
 
         low, high = dimension(rope.beta_fast), dimension(rope.beta_slow)

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+
 from graphengine.kernels.accept import accept_and_advance_, count_accepted, next_block
 
 MASK = 99
@@ -30,7 +31,9 @@ def run(device, draft, target, start, table, S):
         "accepted": torch.full((B,), POISON, dtype=torch.int32),
     }
     state = {name: x.to(device) for name, x in state.items()}
-    accept_and_advance_(draft.to(device), target.to(device), *state.values(), MASK, S)
+    accept_and_advance_(
+        draft.to(device), target.to(device), *state.values(), mask_token_id=MASK, page_size=S
+    )
     return {name: x.cpu() for name, x in state.items()}
 
 
@@ -74,7 +77,7 @@ def test_random_rows_with_padding_and_page_edges(device, G, S) -> None:
     draft = torch.randint(0, 2, (B, G), generator=generator)
     target = torch.randint(0, 2, (B, G), generator=generator)
     table = torch.randint(1, 500, (B, W), generator=generator)
-    for first in range(0, 3 * S + 2):
+    for first in range(0, 3 * S + 2, 1 + S // 4):
         start = first + torch.arange(B)
         start[[0, 4, 10]] = 0
         check(device, draft, target, start, table, S)
@@ -119,7 +122,7 @@ def test_next_block_is_where_accept_goes(device) -> None:
 def test_refuses_wrong_types(device) -> None:
     """Bug: int32 ids read as int64."""
     ids = torch.zeros(2, 3, dtype=torch.int64)
-    with pytest.raises(ValueError, match="draft_ids is torch.int32"):
+    with pytest.raises(ValueError, match="draft_ids is"):
         run(device, ids.int(), ids, torch.ones(2), torch.ones(2, 2), 4)
     with pytest.raises(ValueError, match="target_ids"):
         run(device, ids, ids[:, :2], torch.ones(2), torch.ones(2, 2), 4)

@@ -5,10 +5,11 @@ import re
 
 import pytest
 import torch
+from torch._inductor.utils import run_and_get_code
+
 from graphengine.kernels.accept import accept_and_advance_
 from graphengine.kernels.context_kv import context_kv_write_
 from graphengine.kernels.qk_norm_rope import INTERPRET, qk_norm_rope_write_
-from torch._inductor.utils import run_and_get_code
 
 ALLOCATION = re.compile(r"empty_strided_\w+\(\(([\d, ]+)\)")
 
@@ -23,7 +24,7 @@ def test_compiled_step_mutates_the_cache_in_place(device) -> None:
     def segment(qkv, weight, weights, rope, positions, slots, cache, pool, kv, ids, accept_state):
         q = qk_norm_rope_write_(qkv, weight, weight, rope, positions, slots, cache, 1e-6)
         context_kv_write_(kv, weights, rope, positions, slots, pool, 1e-6)
-        accept_and_advance_(ids, ids, *accept_state, 9, S)
+        accept_and_advance_(ids, ids, *accept_state, mask_token_id=9, page_size=S)
         return q * 2
 
     def arguments():

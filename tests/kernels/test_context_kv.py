@@ -1,13 +1,17 @@
 """context_kv_write_ against a loop over layers, rows and heads in float64."""
 
+from typing import Any
+
 import pytest
 import torch
-from graphengine.kernels.context_kv import context_kv_write_
+
+from graphengine.kernels.context_kv import INTERPRET, context_kv_write_
 
 EPS = 1e-6
-TOLERANCE = {
+# Half an ulp: one rounding. The interpreter truncates to bf16 instead: one ulp.
+TOLERANCE: dict[torch.dtype, dict[str, Any]] = {
     torch.float32: {"rtol": 1e-5, "atol": 1e-5},
-    torch.bfloat16: {"rtol": 1.01 * 2**-8, "atol": 1e-5},
+    torch.bfloat16: {"rtol": 2**-7 if INTERPRET else 1.01 * 2**-8, "atol": 1e-5},
 }
 
 

@@ -1,0 +1,214 @@
+"""Latency of decode steps: real shapes, real steps, prefill excluded.
+
+What is timed: the wall time between the moments at which the host holds two consecutive steps'
+tokens, over full buckets only. `host_ms` is the part of it that the host spent working (planning,
+launching, committing); the rest it spent waiting for the device, so `host_ms` close to `step_ms`
+means that the host is the bottleneck. Bytes are counted from the configs: weights once per forward,
+K/V once; the floor is those bytes over the read bandwidth measured in the same process.
+
+Every case draws fresh random prompts from its seed; the same seed in every mode, so that the modes'
+tokens can be compared.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from graphengine.api import Engine
+from graphengine.build import Built
+from graphengine.config import DraftConfig, ModelConfig
+from graphengine.engine import DecodeLoop
+from graphengine.request import Request
+
+READ_BYTES = 4 << 30
+NUM_DIGEST_TOKENS = 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """One line of the table."""
+
+    graph_mode: str
+    bucket: int
+    input_len: int
+    output_len: int
+    num_iters: int
+    warmup: int
+    seed: int
+
+
+@dataclass(slots=True, kw_only=True)
+class CaseResult:
+    """What one case measured. Times in milliseconds per step, one entry a step."""
+
+    case: Case
+    drafting: bool
+    step_ms: list[float] = field(default_factory=list)
+    host_ms: list[float] = field(default_factory=list)
+    num_tokens: int = 0
+    step_bytes: float = 0.0
+    digest: str = ""
+
+    @property
+    def mean_acceptance_length(self) -> float:
+        """Tokens per request and step, bonus included."""
+        return self.num_tokens / (len(self.step_ms) * self.case.bucket)
+
+    def numbers(self, read_gbps: float) -> dict[str, float]:
+        """The row as numbers with units; keys follow vLLM's bench where they mean the same."""
+        ordered = sorted(self.step_ms)
+        median = statistics.median(ordered)
+
+        def percentile(share: float) -> float:
+            return ordered[min(int(share * len(ordered)), len(ordered) - 1)]
+
+        total_s = sum(self.step_ms) / 1e3
+        achieved = self.step_bytes / median / 1e6
+        numbers: dict[str, float] = {
+            "num_steps": len(ordered),
+            "mean_acceptance_length": self.mean_acceptance_length,
+            "step_p50_ms": median,
+            "step_p95_ms": percentile(0.95),
+            "step_p99_ms": percentile(0.99),
+            "step_mean_ms": statistics.fmean(ordered),
+            "host_p50_ms": statistics.median(self.host_ms),
+            "tpot_mean_ms": median / self.mean_acceptance_length,
+            "output_throughput_per_s": self.num_tokens / total_s,
+            "median_tokens_per_s": self.mean_acceptance_length * self.case.bucket / median * 1e3,
+            "step_read_gb": self.step_bytes / 1e9,
+            "achieved_gbps": achieved,
+        }
+        if read_gbps > 0:
+            floor = self.step_bytes / read_gbps / 1e6
+            numbers |= {
+                "floor_ms": floor,
+                "over_floor_ratio": median / floor,
+                "bandwidth_percent": achieved / read_gbps * 100,
+            }
+        return numbers
+
+
+def run_case(engine: Engine, case: Case, progress: Callable[[int], None]) -> CaseResult:
+    """Decodes random prompts until `num_iters` full-bucket steps are timed.
+
+    A round runs `bucket` requests of `output_len` tokens; rounds repeat as needed. The first
+    `warmup` steps of the case are not counted.
+
+    Args:
+        progress: called with the number of steps counted so far.
+    """
+    built = engine.built
+    result = CaseResult(case=case, drafting=built.draft is not None)
+    generator = torch.Generator().manual_seed(case.seed)
+    context_tokens = 0
+    skipped = 0
+    while len(result.step_ms) < case.num_iters:
+        shape = (case.bucket, case.input_len)
+        prompts = torch.randint(0, built.target.vocab_size, shape, generator=generator).tolist()
+        requests = [built.loop.submit(prompt, case.output_len, ()) for prompt in prompts]
+        with torch.no_grad():
+            for step_ms, host_ms, num_tokens in _timed_steps(built.loop, requests):
+                if skipped < case.warmup:
+                    skipped += 1
+                    continue
+                result.step_ms.append(step_ms)
+                result.host_ms.append(host_ms)
+                result.num_tokens += num_tokens
+                context_tokens += sum(request.start for request in requests)
+                progress(len(result.step_ms))
+                if len(result.step_ms) >= case.num_iters and result.digest:
+                    break
+        if not result.digest:
+            result.digest = _digest(requests)
+        built.loop.reset()
+    mean_context = context_tokens / len(result.step_ms)
+    result.step_bytes = weight_bytes(built) + mean_context * token_bytes(built)
+    return result
+
+
+def _timed_steps(loop: DecodeLoop, requests: list[Request]) -> Iterator[tuple[float, float, int]]:
+    """(wall ms, host ms, tokens) of each step in which every request still runs."""
+    loop.admit()
+    before = None
+    while all(request.finish_reason is None for request in requests):
+        began = time.perf_counter()
+        loop.launch()
+        launched = time.perf_counter()
+        loop.wait()
+        waited = time.perf_counter()
+        outputs = loop.collect()
+        now = time.perf_counter()
+        if before is not None and all(request.finish_reason is None for request in requests):
+            host = (launched - began) + (now - waited)
+            num_tokens = sum(len(output.token_ids) for output in outputs)
+            yield (now - before) * 1e3, host * 1e3, num_tokens
+        before = now
+
+
+def _digest(requests: list[Request]) -> str:
+    """Hash of every request's first tokens: equal digests mean equal tokens."""
+    ids = [request.output_ids[:NUM_DIGEST_TOKENS] for request in requests]
+    return hashlib.sha256(repr(ids).encode()).hexdigest()[:16]
+
+
+def weight_bytes(built: Built) -> float:
+    """Bytes of weights that one step reads: each forward reads its matrices once."""
+    size = getattr(torch, built.config.dtype).itemsize
+    target, draft = built.target, built.draft
+    head = target.vocab_size * target.hidden_size
+    count = target.num_hidden_layers * target.num_layer_parameters + head
+    if draft is not None:
+        count += _draft_parameters(draft) + head
+    return float(count * size)
+
+
+def token_bytes(built: Built) -> float:
+    """Bytes of K/V per context token that one step reads, both models."""
+    size = getattr(torch, built.config.dtype).itemsize
+
+    def kv(model: ModelConfig) -> int:
+        return 2 * model.num_hidden_layers * model.kv_size
+
+    return float(size * (kv(built.target) + (kv(built.draft.model) if built.draft else 0)))
+
+
+def _draft_parameters(draft: DraftConfig) -> int:
+    model = draft.model
+    fc = model.hidden_size * draft.num_taps * model.hidden_size
+    context = 2 * model.num_hidden_layers * model.kv_size * model.hidden_size
+    return model.num_hidden_layers * model.num_layer_parameters + fc + context
+
+
+def read_bandwidth_gbps() -> float:
+    """Read-only bandwidth: a float32 sum over 4 GiB, best of 5; 0 without a GPU."""
+    if not torch.cuda.is_available():
+        return 0.0
+    x = torch.ones(READ_BYTES // 4, dtype=torch.float32, device="cuda")
+    x.sum()
+    best = float("inf")
+    for _ in range(5):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        x.sum()
+        end.record()
+        end.synchronize()
+        best = min(best, start.elapsed_time(end))
+    return READ_BYTES / best / 1e6
+
+
+def gpu_memory() -> dict[str, Any]:
+    """Bytes of the GPU in use by this process now and at most; empty without a GPU."""
+    if not torch.cuda.is_available():
+        return {}
+    return {
+        "allocated_bytes": torch.cuda.memory_allocated(),
+        "max_allocated_bytes": torch.cuda.max_memory_allocated(),
+        "reserved_bytes": torch.cuda.memory_reserved(),
+    }

@@ -1,0 +1,267 @@
+"""What `graphengine run` does once its options are read: load, answer, report.
+
+Three ways to answer, one per situation: one conversation streams to stdout, several run in one
+batch and are printed in order, a terminal without prompts chats. Invariant: stdout carries
+generated text alone, or with `as_json` exactly one JSON object; notes, progress and tables go to
+stderr and vanish with `quiet`.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable, Generator
+from contextlib import closing, suppress
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from graphengine import report
+from graphengine.api import Chunk, Engine, GenerationResult, Prompt
+from graphengine.profiles import ranges
+from graphengine.report import Answer
+from graphengine.tokenizer import Message
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """One run of the command. `conversations`: turns of each; None chats on the terminal.
+
+    `options` are keyword arguments of `Engine.from_pretrained`; `args` is what was typed, for JSON.
+    """
+
+    model: str
+    draft: str | None
+    conversations: list[list[str | list[int]]] | None
+    max_new_tokens: int
+    ignore_eos: bool
+    raw: bool
+    as_json: bool
+    quiet: bool
+    nvtx: bool
+    options: dict[str, Any]
+    args: dict[str, Any]
+    note: str | None = None
+
+
+def run(job: Job, import_s: float) -> None:
+    """Loads the pair, answers everything and reports.
+
+    Args:
+        import_s: seconds since the command began.
+
+    Raises:
+        ValueError: something that cannot run, with the remedy.
+        KeyboardInterrupt: Ctrl-C anywhere but in an answer of the chat.
+    """
+    console = report.stderr_console(job.quiet)
+    if job.nvtx and not ranges.enable():
+        raise ValueError("--nvtx: the nvtx package is missing; install nvtx")
+    with _load(job, console) as engine:
+        report.print_heading(console, job.model, job.draft, engine.config)
+        if job.note:
+            report.print_note(console, job.note)
+        began = time.perf_counter()
+        if job.conversations is None:
+            answers = _chat(engine, job, console)
+        elif len(job.conversations) == 1 and not job.as_json:
+            answers = _stream(engine, job, job.conversations)
+        else:
+            answers = _batch(engine, job, job.conversations, console)
+        generate_s = time.perf_counter() - began
+        if job.conversations is None:  # a user's thinking and typing is nobody's throughput
+            generate_s = sum(a.result.metrics.ttft_ms + a.result.metrics.decode_ms for a in answers)
+            generate_s /= 1e3
+        startup = report.startup_seconds(import_s, engine.startup, answers)
+        report.print_tables(console, startup, engine.startup, answers, generate_s)
+        if job.as_json:
+            values = report.json_object(
+                args=job.args,
+                model=job.model,
+                draft=job.draft,
+                config=engine.config,
+                startup_s=startup,
+                startup=engine.startup,
+                answers=answers,
+                generate_s=generate_s,
+            )
+            _write(json.dumps(values) + "\n")
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether the device or the host ran out of memory."""
+    # On the CPU torch raises a bare RuntimeError.
+    texts = ("not enough memory", "can't allocate memory", "out of memory")
+    return isinstance(error, MemoryError | torch.OutOfMemoryError) or (
+        isinstance(error, RuntimeError) and any(text in str(error) for text in texts)
+    )
+
+
+def _load(job: Job, console: Console) -> Engine:
+    def build(progress: Callable[[str, float], None]) -> Engine:
+        return Engine.from_pretrained(job.model, job.draft, progress=progress, **job.options)
+
+    if not console.is_terminal or job.quiet:
+        return build(lambda what, share: None)
+    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True) as bar:
+        task = bar.add_task("loading", total=None)
+
+        def show(what: str, share: float) -> None:
+            bar.update(task, description=what, total=1.0 if share else None, completed=share)
+
+        return build(show)
+
+
+def _write(text: str) -> None:
+    sys.stdout.write(text)
+    sys.stdout.flush()
+
+
+def _chunks(
+    engine: Engine, job: Job, prompts: list[Prompt]
+) -> closing[Generator[Chunk, None, None]]:
+    """The batch's chunks; leaving the `with` cancels what is unfinished, whatever the reason."""
+    chunks = engine.stream_many(
+        prompts, max_new_tokens=job.max_new_tokens, ignore_eos=job.ignore_eos, raw=job.raw
+    )
+    return closing(cast("Generator[Chunk, None, None]", chunks))
+
+
+def _answer(
+    engine: Engine,
+    job: Job,
+    conversations: list[list[str | list[int]]],
+    on_chunk: Callable[[Chunk], None],
+) -> list[Answer]:
+    """Answers all conversations: a turn of each is one batch, answers are fed back in between."""
+    answers: list[Answer] = []
+    histories: list[list[Message]] = [[] for _ in conversations]
+    for turn in range(max(map(len, conversations))):
+        active = [i for i, turns in enumerate(conversations) if turn < len(turns)]
+        prompts: list[Prompt] = []
+        for i in active:
+            prompt = conversations[i][turn]
+            if isinstance(prompt, str) and not job.raw:
+                histories[i].append({"role": "user", "content": prompt})
+                prompts.append(list(histories[i]))
+            else:
+                prompts.append(prompt)
+        with _chunks(engine, job, prompts) as chunks:
+            for chunk in chunks:
+                on_chunk(chunk)
+                if chunk.result is not None:
+                    i = active[chunk.index]
+                    histories[i].append({"role": "assistant", "content": chunk.result.text})
+                    answers.append(Answer(i, turn, conversations[i][turn], chunk.result))
+    return sorted(answers, key=lambda answer: (answer.index, answer.turn))
+
+
+def _stream(engine: Engine, job: Job, conversations: list[list[str | list[int]]]) -> list[Answer]:
+    """One conversation: text is out as soon as it is decoded; each answer ends its line."""
+
+    def on_chunk(chunk: Chunk) -> None:
+        ends = chunk.result is not None and not chunk.result.text.endswith("\n")
+        if chunk.text or ends:
+            _write(chunk.text + ("\n" if ends else ""))
+
+    return _answer(engine, job, conversations, on_chunk)
+
+
+def _batch(
+    engine: Engine, job: Job, conversations: list[list[str | list[int]]], console: Console
+) -> list[Answer]:
+    """Several conversations: a bar while they run, then `[i] text`, numbered from 1."""
+    columns = (
+        TextColumn("answering"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[num_tokens]} tokens"),
+        TimeElapsedColumn(),
+    )
+    num_tokens = 0
+    # A bar in a file is noise.
+    off = not console.is_terminal or job.quiet
+    with Progress(*columns, console=console, transient=True, disable=off) as bar:
+        task = bar.add_task("", total=sum(map(len, conversations)), num_tokens=0)
+
+        def on_chunk(chunk: Chunk) -> None:
+            nonlocal num_tokens
+            num_tokens += len(chunk.token_ids)
+            bar.update(task, advance=chunk.result is not None, num_tokens=num_tokens)
+
+        answers = _answer(engine, job, conversations, on_chunk)
+    if not job.as_json:
+        for answer in answers:
+            several = len(conversations[answer.index]) > 1
+            _write(f"[{answer.label(several)}] {answer.result.text.rstrip()}\n")
+    return answers
+
+
+def _chat(engine: Engine, job: Job, console: Console) -> list[Answer]:
+    """A chat on the terminal. With `raw`, each line is continued by itself."""
+    with suppress(ImportError):
+        import readline  # noqa: F401  (gives `input` line editing and a history)
+    report.print_note(
+        console, "/reset forgets the chat, /quit or Ctrl-D ends, Ctrl-C stops answers"
+    )
+    answers: list[Answer] = []
+    history: list[Message] = []
+    while True:
+        try:
+            line = _ask(job.quiet)
+        except EOFError:
+            break
+        except KeyboardInterrupt:
+            report.print_note(console, "\n/quit or Ctrl-D ends the chat")
+            continue
+        command = line.strip()
+        if command == "/quit":
+            break
+        if command == "/reset":
+            history.clear()
+            report.print_note(console, "the chat is forgotten")
+        elif command.startswith("/") and " " not in command:
+            report.print_note(console, f"{command} is no command; there are /reset and /quit")
+        elif command:
+            asked: Message = {"role": "user", "content": line}
+            text, result = _reply(engine, job, console, line if job.raw else [*history, asked])
+            if result is not None:
+                answers.append(Answer(len(answers), 0, line, result))
+                report.print_answer_line(console, result)
+            if text and not job.raw:
+                history += [asked, {"role": "assistant", "content": text}]
+    return answers
+
+
+def _ask(quiet: bool) -> str:
+    if sys.stdout.isatty():
+        return input("" if quiet else "> ")
+    if not quiet:
+        sys.stderr.write("> ")
+        sys.stderr.flush()
+    return input()
+
+
+def _reply(
+    engine: Engine, job: Job, console: Console, prompt: Prompt
+) -> tuple[str, GenerationResult | None]:
+    """Streams an answer; (text so far, result or None when it was stopped or refused)."""
+    text, result = "", None
+    try:
+        with _chunks(engine, job, [prompt]) as chunks:
+            for chunk in chunks:
+                text, result = text + chunk.text, chunk.result
+                _write(chunk.text)
+    except KeyboardInterrupt:
+        report.print_note(console, "\nstopped")
+    except ValueError as error:  # most likely the chat has outgrown the context
+        report.print_note(console, f"{error} (/reset starts over)")
+        return "", None
+    if result is not None and not text.endswith("\n"):
+        _write("\n")
+    return text, result

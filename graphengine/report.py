@@ -1,0 +1,267 @@
+"""What a run reports: the tables on stderr and the JSON object on stdout.
+
+Why one file: both show the same numbers, and a number must not differ between them. Throughput of
+the totals is all tokens over the wall-clock time of all answers; of a request, its own decoding.
+Speculative counts have vLLM's benchmark names where they mean the same thing.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from graphengine import __version__
+from graphengine.api import GenerationResult
+from graphengine.config import EngineConfig
+from graphengine.metrics import Acceptance, StartupMetrics
+
+SCHEMA_VERSION = 1
+MAX_ROWS = 16
+PIPE_WIDTH = 140  # columns when nobody looks; a table must not wrap in a log
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """One answered turn. `index` is the prompt's place in the run, `turn` the turn's; from 0."""
+
+    index: int
+    turn: int
+    prompt: str | list[int]
+    result: GenerationResult
+
+    def label(self, with_turn: bool) -> str:
+        """Its name for people: counted from 1, `2.3` is the third turn of the second prompt."""
+        return f"{self.index + 1}.{self.turn + 1}" if with_turn else str(self.index + 1)
+
+
+def stderr_console(quiet: bool) -> Console:
+    """Where notes and tables go; no colour codes unless stderr is a terminal."""
+    if sys.stderr.isatty():
+        return Console(stderr=True, quiet=quiet, highlight=False)
+    return Console(
+        stderr=True,
+        quiet=quiet,
+        highlight=False,
+        force_terminal=False,
+        color_system=None,
+        width=PIPE_WIDTH,
+    )
+
+
+def print_note(console: Console, text: str) -> None:
+    """A sentence for the user, in a dim voice."""
+    console.print(text, style="dim", markup=False, soft_wrap=True)
+
+
+def print_heading(console: Console, model: str, draft: str | None, config: EngineConfig) -> None:
+    """What runs, in two lines."""
+    print_note(console, f"graphengine {__version__}: {model}, drafter {draft or 'none'}")
+    print_note(
+        console,
+        f"{config.device} {config.dtype}, graph mode {config.graph_mode}, "
+        f"{'compiled' if config.compile else 'not compiled'}, "
+        f"attention {config.attention_backend}, buckets {','.join(map(str, config.buckets))}, "
+        f"context {config.max_model_len}",
+    )
+
+
+def print_answer_line(console: Console, result: GenerationResult) -> None:
+    """A chat's line after an answer."""
+    metrics = result.metrics
+    text = f"{metrics.num_output_tokens} tokens, {metrics.tokens_per_s:.1f} tokens/s"
+    if metrics.acceptance.num_draft_tokens and metrics.num_steps:
+        text += f", {metrics.acceptance.mean_acceptance_length:.2f} tokens per step"
+    print_note(console, f"[{text}, {result.finish_reason}]")
+
+
+def startup_seconds(
+    import_s: float, startup: StartupMetrics, answers: Sequence[Answer]
+) -> dict[str, float]:
+    """Seconds until the first token, by phase; `first_token_s` only if there was one."""
+    phases = {
+        "import_s": import_s,
+        "load_s": startup.load_s,
+        "compile_s": startup.compile_s,
+        "capture_s": startup.capture_s,
+    }
+    if answers:
+        phases["first_token_s"] = min(a.result.metrics.ttft_ms for a in answers[:1]) / 1e3
+    return phases
+
+
+def print_tables(
+    console: Console,
+    startup_s: dict[str, float],
+    startup: StartupMetrics,
+    answers: Sequence[Answer],
+    generate_s: float,
+) -> None:
+    """The start-up table, and the result table if anything was answered."""
+    console.print()
+    console.print(_startup_table(console, startup_s))
+    print_note(
+        console,
+        f"weights {startup.weight_bytes / 2**20:.1f} MiB, K/V pool "
+        f"{startup.kv_pool_bytes / 2**20:.1f} MiB in {startup.num_pages} pages, "
+        f"{startup.num_graphs} graphs",
+    )
+    if not answers:
+        return
+    console.print()
+    console.print(_result_table(console, answers, generate_s))
+    if len(answers) > MAX_ROWS:
+        print_note(console, f"{len(answers) - MAX_ROWS} more answers are in the total alone")
+    rates = _merged(answers).per_position
+    if rates:
+        row = " ".join(f"{rate:.2f}" for rate in rates)
+        console.print(f"acceptance per position  {row}", soft_wrap=True)
+
+
+def _table(console: Console) -> Table:
+    return Table(box=box.SIMPLE_HEAD if console.is_terminal else None, pad_edge=False)
+
+
+def _startup_table(console: Console, startup_s: dict[str, float]) -> Table:
+    table = _table(console)
+    table.add_column("start-up")
+    table.add_column("s", justify="right")
+    for name, seconds in startup_s.items():
+        table.add_row(name.removesuffix("_s").replace("_", " "), f"{seconds:.2f}")
+    table.add_row("total", f"{sum(startup_s.values()):.2f}")
+    return table
+
+
+def _result_table(console: Console, answers: Sequence[Answer], generate_s: float) -> Table:
+    with_turn = any(answer.turn for answer in answers)
+    drafts = _merged(answers).num_draft_tokens > 0
+    table = _table(console)
+    table.add_column("prompt")
+    names = ["tokens", "TTFT ms", "ms/token", "ms/step", "tokens/s"]
+    for name in names + (["acceptance length", "accepted drafts"] if drafts else []):
+        table.add_column(name, justify="right")
+    table.add_column("ended by")
+
+    def accepted(acceptance: Acceptance) -> list[str]:
+        if not drafts:
+            return []
+        means = acceptance.mean_acceptance_length, acceptance.mean_accepted_draft_tokens
+        return [f"{mean:.2f}" if acceptance.num_steps else "-" for mean in means]
+
+    for answer in answers[:MAX_ROWS]:
+        metrics = answer.result.metrics
+        table.add_row(
+            answer.label(with_turn),
+            str(metrics.num_output_tokens),
+            f"{metrics.ttft_ms:.1f}",
+            f"{metrics.ms_per_token:.2f}",
+            f"{metrics.ms_per_step:.2f}",
+            f"{metrics.tokens_per_s:.1f}",
+            *accepted(metrics.acceptance),
+            answer.result.finish_reason,
+        )
+    if len(answers) > 1:
+        totals = _totals(answers, generate_s)
+        table.add_section()
+        table.add_row(
+            "total",
+            str(totals["num_output_tokens"]),
+            *["", "", ""],
+            f"{totals['tokens_per_s']:.1f}",
+            *accepted(_merged(answers)),
+            "",
+        )
+    return table
+
+
+def json_object(
+    *,
+    args: dict[str, Any],
+    model: str,
+    draft: str | None,
+    config: EngineConfig,
+    startup_s: dict[str, float],
+    startup: StartupMetrics,
+    answers: Sequence[Answer],
+    generate_s: float,
+) -> dict[str, Any]:
+    """The run as one JSON object. Times carry their unit in the key; `results` are in order.
+
+    Without a drafter the acceptance keys are null and the `spec_decode_*` keys absent, so that
+    "not drafted" cannot be read as "nothing accepted".
+    """
+    sizes = {name: value for name, value in asdict(startup).items() if name.startswith("num_")} | {
+        "weight_bytes": startup.weight_bytes,
+        "kv_pool_bytes": startup.kv_pool_bytes,
+    }
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "graphengine_version": __version__,
+        "args": args,
+        "config": asdict(config),
+        "model": model,
+        "draft": draft,
+        "startup": startup_s | {"total_s": sum(startup_s.values())} | sizes,
+        "results": [_json_answer(answer) for answer in answers],
+        "totals": _totals(answers, generate_s),
+    }
+
+
+def _json_answer(answer: Answer) -> dict[str, Any]:
+    metrics = answer.result.metrics
+    names = "num_prompt_tokens num_output_tokens ttft_ms decode_ms num_steps".split()
+    names += ["ms_per_token", "ms_per_step", "tokens_per_s"]
+    return {
+        "index": answer.index,
+        "turn": answer.turn,
+        "prompt": answer.prompt,
+        "text": answer.result.text,
+        "token_ids": answer.result.token_ids,
+        "finish_reason": answer.result.finish_reason,
+        "metrics": {name: getattr(metrics, name) for name in names}
+        | _acceptance_means(metrics.acceptance)
+        | {"steps_by_accepted": metrics.acceptance.steps_by_accepted},
+    }
+
+
+def _totals(answers: Sequence[Answer], generate_s: float) -> dict[str, Any]:
+    acceptance = _merged(answers)
+    num_tokens = sum(a.result.metrics.num_output_tokens for a in answers)
+    totals: dict[str, Any] = {
+        "num_answers": len(answers),
+        "num_prompt_tokens": sum(a.result.metrics.num_prompt_tokens for a in answers),
+        "num_output_tokens": num_tokens,
+        "duration_s": generate_s,
+        "tokens_per_s": num_tokens / generate_s if generate_s > 0 else 0.0,
+    } | _acceptance_means(acceptance)
+    if acceptance.num_draft_tokens:
+        num_drafts = acceptance.num_steps
+        proposed = num_drafts * acceptance.num_draft_tokens
+        accepted = sum(a * n for a, n in enumerate(acceptance.steps_by_accepted))
+        totals |= {
+            "spec_decode_acceptance_rate": 100 * accepted / proposed if proposed else 0.0,
+            "spec_decode_acceptance_length": acceptance.mean_acceptance_length,
+            "spec_decode_num_drafts": num_drafts,
+            "spec_decode_draft_tokens": proposed,
+            "spec_decode_accepted_tokens": accepted,
+            "spec_decode_per_position_acceptance_rates": acceptance.per_position,
+        }
+    return totals
+
+
+def _acceptance_means(acceptance: Acceptance) -> dict[str, Any]:
+    known = acceptance.num_draft_tokens > 0 and acceptance.num_steps > 0
+    return {
+        "mean_acceptance_length": acceptance.mean_acceptance_length if known else None,
+        "mean_accepted_draft_tokens": acceptance.mean_accepted_draft_tokens if known else None,
+        "per_position_acceptance_rates": acceptance.per_position if known else None,
+    }
+
+
+def _merged(answers: Sequence[Answer]) -> Acceptance:
+    return Acceptance.merge(answer.result.metrics.acceptance for answer in answers)

@@ -1,0 +1,251 @@
+"""Small checkpoints with random weights, written as Hugging Face directories for tests.
+
+Why random and not trained: a test of numerics needs every weight to matter, and any shape. Norms
+are drawn around one and biases away from zero, so that a forgotten one changes the result; the
+projections are large enough that argmax margins dwarf float32 noise and outputs vary.
+Invariant: the same arguments give the same bytes; the files are what transformers itself writes,
+so that transformers can load them as the reference.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+SPECIALS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}"
+    "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+# Enough text for a few merges; every byte is in the alphabet anyway.
+_TEXT = [
+    "the quick brown fox jumps over the lazy dog, and then the dog sleeps in the sun",
+    "Tom has 3 apples and buys 4 more; how many apples does Tom have now?",
+    "def add(first, second): return first + second",
+    '{"name": "Ada", "role": "user", "content": "hello"}',
+]
+_EMBEDDING_STD = 0.12
+_PROJECTION_GAIN = 1.2  # standard deviation = gain / sqrt(fan-in)
+_OUTPUT_GAIN = 2.0  # o_proj, down_proj and fc: layers must outweigh the embedding's echo
+
+
+def make_target(
+    directory: Path,
+    *,
+    tie: bool = True,
+    layers: int = 2,
+    hidden: int = 64,
+    heads: int = 4,
+    kv_heads: int = 2,
+    head_dim: int = 16,
+    intermediate: int = 96,
+    vocab: int = 512,
+    seed: int = 0,
+    bias: bool = False,
+    rope: Mapping[str, Any] | None = None,
+    max_positions: int = 512,
+    tokenizer: bool = True,
+    sharded: bool = False,
+    dtype: str = "float32",
+    likely_tokens: int | None = None,
+) -> Path:
+    """Writes a Qwen3 target.
+
+    Args:
+        rope: keys merged into config.json, flat (`rope_theta`, `rope_scaling`) or nested
+            (`rope_parameters`); default a flat rope_theta of 10000.
+        tokenizer: byte-level BPE with a ChatML template, and generation_config.json whose end
+            tokens are <|im_end|> and <|endoftext|>. Needs vocab >= 272.
+        sharded: several files and an index instead of one.
+        likely_tokens: makes all but the first few rows of an untied head small, so that few
+            tokens ever come up and a drafter with random weights is often right by luck.
+
+    Returns:
+        The directory.
+    """
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    config = Qwen3Config(
+        vocab_size=vocab,
+        hidden_size=hidden,
+        intermediate_size=intermediate,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        head_dim=head_dim,
+        max_position_embeddings=max_positions,
+        tie_word_embeddings=tie,
+        attention_bias=bias,
+    )
+    model = Qwen3ForCausalLM(config)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(_random(name, tuple(parameter.shape), generator))
+        if likely_tokens is not None:
+            assert not tie, "a tied head is the embedding"
+            model.lm_head.weight[likely_tokens:] *= 0.02
+    model = model.to(getattr(torch, dtype))
+    directory.mkdir(parents=True, exist_ok=True)
+    model.save_pretrained(directory, max_shard_size="64KB" if sharded else "5GB")
+    edit_config(
+        directory,
+        lambda values: (
+            _set_rope(values, rope) | {"eos_token_id": None, "bos_token_id": None, "dtype": dtype}
+        ),
+    )
+    (directory / "generation_config.json").unlink(missing_ok=True)
+    if tokenizer:
+        _write_tokenizer(directory, vocab)
+    return directory
+
+
+def make_drafter(
+    directory: Path,
+    target_directory: Path,
+    *,
+    layers: int = 2,
+    taps: tuple[int, ...] = (0, 1),
+    block_size: int = 4,
+    mask_token_id: int | None = None,
+    seed: int = 1,
+    heads: int | None = None,
+    kv_heads: int | None = None,
+    head_dim: int | None = None,
+    intermediate: int | None = None,
+    max_positions: int | None = None,
+    bias: bool = False,
+    rope: Mapping[str, Any] | None = None,
+    nested: bool = True,
+    dtype: str = "float32",
+) -> Path:
+    """Writes a DFlash drafter of a target, in the z-lab format.
+
+    Args:
+        taps: target layers, 0-based, tapped at their output.
+        mask_token_id: default the last row of the target's vocabulary.
+        rope: as for `make_target`; default a flat rope_theta of 1000000, unlike the target's.
+        nested: DFlash keys inside `dflash_config` (the newer generation); otherwise
+            `block_size` and `num_target_layers` stand at the top level (the older one).
+
+    Returns:
+        The directory.
+    """
+    target = json.loads((target_directory / "config.json").read_text())
+    hidden, vocab = target["hidden_size"], target["vocab_size"]
+    heads = int(heads or target["num_attention_heads"])
+    kv_heads = int(kv_heads or target["num_key_value_heads"])
+    head_dim = int(head_dim or target["head_dim"])
+    intermediate = int(intermediate or target["intermediate_size"])
+    dflash: dict[str, Any] = {
+        "mask_token_id": vocab - 1 if mask_token_id is None else mask_token_id,
+        "target_layer_ids": list(taps),
+    }
+    outer = {"block_size": block_size, "num_target_layers": target["num_hidden_layers"]}
+    config = {
+        "architectures": ["DFlashDraftModel"],
+        "model_type": "qwen3",
+        "attention_bias": bias,
+        "head_dim": head_dim,
+        "hidden_act": "silu",
+        "hidden_size": hidden,
+        "intermediate_size": intermediate,
+        "layer_types": ["full_attention"] * layers,
+        "max_position_embeddings": max_positions or target["max_position_embeddings"],
+        "num_attention_heads": heads,
+        "num_hidden_layers": layers,
+        "num_key_value_heads": kv_heads,
+        "rms_norm_eps": 1e-6,
+        "sliding_window": None,
+        "use_sliding_window": False,
+        "tie_word_embeddings": False,
+        "vocab_size": vocab,
+        "dtype": dtype,
+        "dflash_config": dflash | outer if nested else dflash,
+    }
+    if not nested:
+        config |= outer
+    config |= {"rope_theta": 1000000.0, "rope_scaling": None} if rope is None else dict(rope)
+
+    shapes: dict[str, tuple[int, ...]] = {
+        "fc.weight": (hidden, len(taps) * hidden),
+        "hidden_norm.weight": (hidden,),
+        "norm.weight": (hidden,),
+    }
+    for layer in range(layers):
+        prefix, attention = f"layers.{layer}.", f"layers.{layer}.self_attn."
+        sizes = {"q": (heads * head_dim, hidden), "o": (hidden, heads * head_dim)}
+        sizes |= dict.fromkeys("kv", (kv_heads * head_dim, hidden))
+        for name, shape in sizes.items():
+            shapes[f"{attention}{name}_proj.weight"] = shape
+            if bias:
+                shapes[f"{attention}{name}_proj.bias"] = shape[:1]
+        shapes |= {f"{attention}{name}_norm.weight": (head_dim,) for name in "qk"}
+        shapes |= {
+            f"{prefix}{name}_layernorm.weight": (hidden,) for name in ("input", "post_attention")
+        }
+        shapes |= {
+            f"{prefix}mlp.{name}_proj.weight": (intermediate, hidden) for name in ("gate", "up")
+        }
+        shapes[f"{prefix}mlp.down_proj.weight"] = (hidden, intermediate)
+    generator = torch.Generator().manual_seed(seed)
+    kind = getattr(torch, dtype)
+    tensors = {name: _random(name, shape, generator).to(kind) for name, shape in shapes.items()}
+    directory.mkdir(parents=True, exist_ok=True)
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    (directory / "config.json").write_text(json.dumps(config, indent=2))
+    return directory
+
+
+def edit_config(directory: Path, change: Any, name: str = "config.json") -> None:
+    """Rewrites a JSON file of a checkpoint: `change` maps the old object to the new one."""
+    path = directory / name
+    path.write_text(json.dumps(change(json.loads(path.read_text())), indent=2))
+
+
+def _random(name: str, shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
+    noise = torch.randn(shape, generator=generator)
+    if name.endswith("norm.weight"):
+        return 1.0 + 0.2 * noise
+    if name.endswith("bias"):
+        return 0.3 * noise
+    if "embed_tokens" in name or "lm_head" in name:
+        return _EMBEDDING_STD * noise
+    gain = _OUTPUT_GAIN if "o_proj" in name or "down_proj" in name else _PROJECTION_GAIN
+    return noise * gain / shape[1] ** 0.5
+
+
+def _set_rope(values: dict[str, Any], rope: Mapping[str, Any] | None) -> dict[str, Any]:
+    kept = {k: v for k, v in values.items() if k not in ("rope_parameters", "rope_scaling")}
+    kept.pop("rope_theta", None)
+    return kept | ({"rope_theta": 10000.0, "rope_scaling": None} if rope is None else dict(rope))
+
+
+def _write_tokenizer(directory: Path, vocab: int) -> None:
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    if vocab < 272:
+        raise ValueError(f"vocab {vocab} is too small for 256 bytes and special tokens")
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # type: ignore[assignment]
+    bpe.decoder = decoders.ByteLevel()  # type: ignore[assignment]
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab - 8,  # rows are left over, as in real tables: one is the mask token's
+        special_tokens=list(SPECIALS),
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    bpe.train_from_iterator(_TEXT, trainer)
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=bpe, eos_token="<|im_end|>", pad_token="<|endoftext|>"
+    )
+    tokenizer.chat_template = CHAT_TEMPLATE
+    tokenizer.save_pretrained(directory)
+    ends = tokenizer.convert_tokens_to_ids(["<|im_end|>", "<|endoftext|>"])
+    (directory / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}))

@@ -1,0 +1,271 @@
+"""An independent dense reference of DFlash decoding, and a way to force acceptance lengths.
+
+Why: greedy speculative output equals plain output whatever the drafter does, so a drafter that is
+wired wrongly only shows as lost acceptance. Here the target is transformers' own Qwen3 and the
+drafter is written from the paper (arXiv 2602.06036) without caches, pages or buffers: every call
+recomputes everything from the token ids. Shares no code with graphengine.
+Invariant: context rows are strictly before the anchor; the block (anchor, MASK..) sees all context
+rows and all of itself; slot j predicts the token at its own position; slot 0 is dropped.
+
+`force_drafts` puts known drafts in front of an engine's verification, so that tests can ask for
+every acceptance length, which a drafter with random weights never gives.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file
+from torch import Tensor
+
+
+class TargetRun(NamedTuple):
+    """A dense target forward: logits [T, V] and every layer's output, [T, D] each."""
+
+    logits: Tensor
+    layers: list[Tensor]
+
+
+def load_target(directory: Path, dtype: torch.dtype = torch.float32) -> Any:
+    """transformers' Qwen3ForCausalLM with eager attention."""
+    from transformers import Qwen3ForCausalLM
+
+    model: Any = Qwen3ForCausalLM.from_pretrained(
+        directory, dtype=dtype, attn_implementation="eager"
+    )
+    return model.eval()
+
+
+@torch.no_grad()
+def run_target(model: Any, ids: Sequence[int]) -> TargetRun:
+    """One forward over all ids, without a cache.
+
+    The last layer's output is taken by a hook: the last entry of `output_hidden_states` is after
+    the final norm.
+    """
+    last: list[Tensor] = []
+
+    def keep(module: Any, inputs: Any, output: Any) -> None:
+        last.append(output[0] if isinstance(output, tuple) else output)
+
+    handle = model.model.layers[-1].register_forward_hook(keep)
+    out = model(torch.tensor([list(ids)]), output_hidden_states=True, use_cache=False)
+    handle.remove()
+    layers = [h[0] for h in out.hidden_states[1:-1]] + [last[0][0]]
+    return TargetRun(out.logits[0], layers)
+
+
+def plain_generate(model: Any, prompt_ids: Sequence[int], num_tokens: int) -> list[int]:
+    """Greedy continuation, every token from a forward over the whole prefix."""
+    ids = list(prompt_ids)
+    for _ in range(num_tokens):
+        ids.append(int(run_target(model, ids).logits[-1].argmax()))
+    return ids[len(prompt_ids) :]
+
+
+@dataclass
+class DraftReference:
+    """A z-lab drafter as raw tensors and raw JSON."""
+
+    tensors: dict[str, Tensor]
+    config: dict[str, Any]
+    target: Any
+
+    @classmethod
+    def load(cls, directory: Path, target: Any) -> DraftReference:
+        tensors = {k: v.float() for k, v in load_file(directory / "model.safetensors").items()}
+        return cls(tensors, json.loads((directory / "config.json").read_text()), target)
+
+    def dflash(self, key: str) -> Any:
+        """A DFlash key: inside dflash_config, else at the top level."""
+        nested = self.config["dflash_config"]
+        return nested[key] if key in nested else self.config[key]
+
+    @property
+    def block_size(self) -> int:
+        return self.dflash("block_size")
+
+    def taps(self, run: TargetRun) -> Tensor:
+        """[T, taps * D]: outputs of the listed layers, in the listed order."""
+        return torch.cat([run.layers[t] for t in self.dflash("target_layer_ids")], dim=-1)
+
+    @torch.no_grad()
+    def draft_logits(
+        self, taps: Tensor, anchor: int, *, shift: int = 0, causal: bool = False
+    ) -> Tensor:
+        """Logits [G-1, V] of the slots behind an anchor that stands at position `len(taps)`.
+
+        Args:
+            taps: [start, C], one row per committed token before the anchor.
+            shift: added to the block's positions; non-zero is a deliberate mistake.
+            causal: mask the block causally; a deliberate mistake.
+        """
+        config, weights = self.config, self.tensors
+        start, block = len(taps), self.block_size
+        eps, head_dim = config["rms_norm_eps"], config["head_dim"]
+        ids = torch.tensor([anchor] + [self.dflash("mask_token_id")] * (block - 1))
+        x = self.target.get_input_embeddings().weight[ids].float()
+        ctx = _norm(taps @ weights["fc.weight"].T, weights["hidden_norm.weight"], eps)
+        cos, sin = self._rope(torch.cat([torch.arange(start), torch.arange(block) + start + shift]))
+        mask = torch.ones(block, start + block, dtype=torch.bool)
+        if causal:
+            mask = mask.tril(start)
+        for layer in range(config["num_hidden_layers"]):
+            p = f"layers.{layer}."
+
+            def project(rows: Tensor, name: str, p: str = p) -> Tensor:
+                name = f"{p}self_attn.{name}_proj"
+                return F.linear(rows, weights[f"{name}.weight"], weights.get(f"{name}.bias"))
+
+            h = _norm(x, weights[f"{p}input_layernorm.weight"], eps)
+            q = project(h, "q").unflatten(-1, (-1, head_dim))
+            k = torch.cat([project(ctx, "k"), project(h, "k")]).unflatten(-1, (-1, head_dim))
+            v = torch.cat([project(ctx, "v"), project(h, "v")]).unflatten(-1, (-1, head_dim))
+            q = _rotate(
+                _norm(q, weights[f"{p}self_attn.q_norm.weight"], eps), cos[start:], sin[start:]
+            )
+            k = _rotate(_norm(k, weights[f"{p}self_attn.k_norm.weight"], eps), cos, sin)
+            group = q.shape[1] // k.shape[1]
+            k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
+            scores = torch.einsum("qnh,knh->nqk", q, k) * head_dim**-0.5
+            scores = scores.masked_fill(~mask, float("-inf"))
+            attended = torch.einsum("nqk,knh->qnh", scores.softmax(-1), v).flatten(1)
+            x = x + project(attended, "o")
+            n = _norm(x, weights[f"{p}post_attention_layernorm.weight"], eps)
+            gate, up = (n @ weights[f"{p}mlp.{name}_proj.weight"].T for name in ("gate", "up"))
+            x = x + (F.silu(gate) * up) @ weights[f"{p}mlp.down_proj.weight"].T
+        y = _norm(x[1:], weights["norm.weight"], eps)
+        return y @ self.target.get_output_embeddings().weight.float().T
+
+    def _rope(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """cos and sin [T, H] from transformers' own rotary class, amplitude included."""
+        from transformers import Qwen3Config
+        from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
+
+        known = {
+            k: v for k, v in self.config.items() if k not in ("architectures", "dflash_config")
+        }
+        rotary: Any = Qwen3RotaryEmbedding(Qwen3Config(**known))
+        cos, sin = rotary(torch.zeros(1, 1), positions[None])
+        return cos[0], sin[0]
+
+
+def speculative_generate(
+    drafter: DraftReference, prompt_ids: Sequence[int], num_tokens: int
+) -> tuple[list[int], list[int]]:
+    """Greedy DFlash decoding: (at least `num_tokens` new tokens, accepted drafts of each step)."""
+    ids, counts = list(prompt_ids), []
+    ids.append(int(run_target(drafter.target, ids).logits[-1].argmax()))
+    while len(ids) - len(prompt_ids) < num_tokens:
+        taps = drafter.taps(run_target(drafter.target, ids[:-1]))
+        drafts = drafter.draft_logits(taps, ids[-1]).argmax(-1).tolist()
+        choices = (
+            run_target(drafter.target, ids + drafts).logits[len(ids) - 1 :].argmax(-1).tolist()
+        )
+        accepted = 0
+        while accepted < len(drafts) and drafts[accepted] == choices[accepted]:
+            accepted += 1
+        ids += choices[: accepted + 1]
+        counts.append(accepted)
+    return ids[len(prompt_ids) :], counts
+
+
+def _norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return x * (x.pow(2).mean(-1, keepdim=True) + eps) ** -0.5 * weight
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    first, second = x.chunk(2, dim=-1)
+    turned = torch.cat([-second, first], dim=-1)
+    return x * cos[:, None] + turned * sin[:, None]
+
+
+# --- forcing acceptance lengths on an engine ---
+
+Lengths = Callable[[Any, int], int]
+"""(request, its step number) -> how many drafts shall be accepted, 0 .. G-1."""
+
+
+class DraftedBlock(NamedTuple):
+    """What the engine's own drafter proposed, before it was overwritten."""
+
+    run: int  # which forward of the drafter, 0-based
+    row: int
+    request_id: int
+    start: int
+    ids: list[int]  # anchor, d_1 .. d_{G-1}
+
+
+@dataclass
+class ForcedRunner:
+    """Stands before `verify`: replaces the drafts by the truth, wrong at a chosen place."""
+
+    inner: Any
+    loop: Any
+    buffers: Any
+    truth: dict[tuple[int, ...], list[int]]
+    lengths: Lengths
+    drafted: list[DraftedBlock]
+    expected: dict[int, list[int]]
+    on_run: Callable[[], None] = lambda: None
+    steps: dict[int, int] = field(default_factory=dict)
+    runs: int = 0
+
+    @property
+    def carry(self) -> Any:
+        return self.inner.carry
+
+    def run(self) -> None:
+        drafts = self.buffers.draft_ids_BG
+        starts, block = self.buffers.start_B.tolist(), drafts.shape[1]
+        for row, request in enumerate(self.loop.running):
+            own = DraftedBlock(
+                self.runs, row, request.request_id, starts[row], drafts[row].tolist()
+            )
+            self.drafted.append(own)
+            step = self.steps.get(request.request_id, 0)
+            self.steps[request.request_id] = step + 1
+            known = starts[row] - len(request.prompt_ids) + 1
+            truth = self.truth[tuple(request.prompt_ids)]
+            ids = (truth[known : known + block - 1] + [0] * block)[: block - 1]
+            accepted = self.lengths(request, step)
+            if accepted < block - 1:
+                ids[accepted] = (ids[accepted] + 1) % 256
+            self.expected.setdefault(request.request_id, []).append(accepted)
+            drafts[row, 1:] = torch.tensor(ids, device=drafts.device)
+        self.runs += 1
+        self.on_run()
+        self.inner.run()
+
+
+@dataclass
+class Forced:
+    """The record of a forced run."""
+
+    drafted: list[DraftedBlock]
+    expected: dict[int, list[int]]  # request id -> acceptance lengths asked for
+
+
+def force_drafts(engine: Any, truth: dict[tuple[int, ...], list[int]], lengths: Lengths) -> Forced:
+    """Makes an engine verify drafts that are right exactly `lengths(request, step)` times.
+
+    Args:
+        truth: each prompt's plain greedy continuation; longer than what will be generated by at
+            least a block, so that no accepted run reads past its end. Several steps in flight may
+            run past it; what they draft there is never committed.
+    """
+    loop = engine._built.loop
+    forced = Forced([], {})
+    for size, bucket in loop._buckets.items():
+        runner = ForcedRunner(
+            bucket.verify, loop, bucket.buffers, truth, lengths, forced.drafted, forced.expected
+        )
+        loop._buckets[size] = replace(bucket, verify=runner)
+    loop._bucket = None
+    return forced

@@ -1,0 +1,327 @@
+"""Time every kernel inside a CUDA graph, beside torch.compile or FlashInfer, and sweep its sizes.
+
+Why inside a graph: that is where the engine runs them; one launch at a time would measure the
+host. Each graph holds at least 20 launches over buffers that together exceed the L2 cache twice,
+and the median of the replays is divided by the number of launches.
+Invariant: a kernel and its baseline see the same tensors, and the kernel's result is checked in the
+same run (accept: in tests/kernels only); a fast wrong kernel would otherwise win.
+
+    python tools/bench_kernels.py                                   # all kernels, about 3 minutes
+    python tools/bench_kernels.py --kernels block_attention --batch 1 --kv 128 1024
+    python tools/bench_kernels.py --sweep block_attention --batch 1 --kv 1024 8192
+    python tools/bench_kernels.py --out profiles/results/kernels.json
+
+Needs a CUDA device. The last line of stdout is one JSON object. Shapes are Qwen3-8B's with a
+block of 16: 32 query heads, 8 kv heads, head_dim 128, vocabulary 151936, page size 16.
+"""
+
+import argparse
+import itertools
+import json
+import statistics
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from graphengine.kernels import accept, argmax, block_attention, context_kv, qk_norm_rope
+from graphengine.profiles import result_schema
+
+N, K, H, V, L, G, S = 32, 8, 128, 151936, 5, 16, 16
+EPS, MASK, POSITIONS = 1e-6, 151669, 40960
+MIN_LAUNCHES, MAX_LAUNCHES, NUM_REPLAYS = 20, 400, 15
+DEVICE, DTYPE = "cuda", torch.bfloat16
+KERNELS = ("qk_norm_rope", "context_kv", "accept", "argmax", "block_attention")
+Numbers = dict[str, float]
+
+
+def num_sets(set_bytes: int) -> int:
+    """How many copies of a kernel's buffers exceed L2 twice (at least 2)."""
+    l2_bytes = torch.cuda.get_device_properties(0).L2_cache_size
+    return max(2, min(MAX_LAUNCHES, 1 + 2 * l2_bytes // set_bytes))
+
+
+def graph_us(launch: Callable[[int], Any], sets: int) -> float:
+    """Median microseconds of one launch; launch(i) runs on buffer set i."""
+    order = list(itertools.islice(itertools.cycle(range(sets)), max(MIN_LAUNCHES, sets)))
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        for i in order[:3]:
+            launch(i)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        kept = [launch(i) for i in order]
+    times = []
+    for _ in range(NUM_REPLAYS + 3):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end) * 1000 / len(order))
+    del kept
+    return statistics.median(times[3:])
+
+
+def compare(
+    kernel: Callable[[int], Any], baseline: Callable[[int], Any], sets: int, num_bytes: int
+) -> Numbers:
+    """Times of a kernel and of its compiled reference, with the kernel's bandwidth."""
+    us = graph_us(kernel, sets)
+    numbers = {"kernel_us": us, "kernel_gbps": num_bytes / us / 1e3}
+    return numbers | {"compiled_us": graph_us(baseline, sets)}
+
+
+def compiled(fn: Callable[..., Any]) -> Callable[..., Any]:
+    return torch.compile(fn, fullgraph=True, dynamic=False)
+
+
+def rope_inputs(T: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    rope = torch.randn(POSITIONS, H, device=DEVICE)
+    return rope, torch.randint(0, POSITIONS, (T,), device=DEVICE), torch.arange(T, device=DEVICE)
+
+
+def bench_qk_norm_rope(T: int, baseline: bool = True) -> Numbers:
+    num_bytes = 2 * T * (N + 2 * K) * H * DTYPE.itemsize
+    sets = num_sets(num_bytes)
+    qkv = torch.randn(sets, T, (N + 2 * K) * H, device=DEVICE).to(DTYPE)
+    weights = torch.randn(2, H, device=DEVICE).to(DTYPE)
+    rope, positions, slots = rope_inputs(T)
+    cache = torch.zeros(sets, 2, T // S + 1, S, K, H, dtype=DTYPE, device=DEVICE)
+
+    def launch(fn: Callable[..., Any]) -> Callable[[int], Any]:
+        return lambda i: fn(qkv[i], *weights, rope, positions, slots, cache[i], EPS)
+
+    kernel = launch(qk_norm_rope.qk_norm_rope_write_)
+    reference = launch(qk_norm_rope.qk_norm_rope_write_reference_)
+    torch.testing.assert_close(kernel(0), reference(0), rtol=2e-2, atol=1e-2)
+    if not baseline:
+        return {"kernel_us": graph_us(kernel, sets)}
+    fast = launch(compiled(qk_norm_rope.qk_norm_rope_write_reference_))
+    return compare(kernel, fast, sets, num_bytes)
+
+
+def bench_context_kv(T: int, baseline: bool = True) -> Numbers:
+    num_bytes = 2 * T * L * 2 * K * H * DTYPE.itemsize
+    sets = num_sets(num_bytes)
+    kv = torch.randn(sets, T, L * 2 * K * H, device=DEVICE).to(DTYPE)
+    weight = torch.randn(L, H, device=DEVICE).to(DTYPE)
+    rope, positions, slots = rope_inputs(T)
+    pool = torch.zeros(sets, L, 2, T // S + 1, S, K, H, dtype=DTYPE, device=DEVICE)
+
+    def launch(fn: Callable[..., Any]) -> Callable[[int], Any]:
+        return lambda i: fn(kv[i], weight, rope, positions, slots, pool[i], EPS)
+
+    kernel = launch(context_kv.context_kv_write_)
+    kernel(0)
+    written = pool[0].clone()
+    launch(context_kv.context_kv_write_reference_)(0)
+    torch.testing.assert_close(pool[0], written, rtol=2e-2, atol=1e-2)
+    if not baseline:
+        return {"kernel_us": graph_us(kernel, sets)}
+    return compare(
+        kernel, launch(compiled(context_kv.context_kv_write_reference_)), sets, num_bytes
+    )
+
+
+def bench_accept(B: int) -> Numbers:
+    W = 512
+    draft, target = (torch.randint(0, 3, (B, G), device=DEVICE) for _ in range(2))
+    table = torch.randint(1, 9999, (B, W), dtype=torch.int32, device=DEVICE)
+    start = torch.ones(B, dtype=torch.int32, device=DEVICE)
+    block, positions, slots = (torch.zeros(B * G, dtype=torch.int64, device=DEVICE) for _ in "123")
+    state = (start, table, block.view(B, G), positions, slots, torch.zeros_like(start))
+
+    def launch(fn: Callable[..., Any]) -> Callable[[int], Any]:
+        return lambda i: fn(draft, target, *state, MASK, S)
+
+    fast = launch(compiled(accept.accept_and_advance_reference_))
+    return compare(launch(accept.accept_and_advance_), fast, MIN_LAUNCHES, 8 * B * 6 * G)
+
+
+def bench_argmax(T: int, baseline: bool = True) -> Numbers:
+    num_bytes = T * V * DTYPE.itemsize
+    sets = num_sets(num_bytes)
+    logits = torch.randn(sets, T, V, device=DEVICE).to(DTYPE)
+    assert torch.equal(argmax.argmax_rows(logits[0]).cpu(), logits[0].cpu().argmax(-1))
+
+    def kernel(i: int) -> torch.Tensor:
+        return argmax.argmax_rows(logits[i])
+
+    if not baseline:
+        return {"kernel_us": graph_us(kernel, sets)}
+    fast = compiled(argmax.argmax_rows_reference)
+    numbers = compare(kernel, lambda i: fast(logits[i]), sets, num_bytes)
+    return numbers | {"eager_us": graph_us(lambda i: logits[i].argmax(-1), sets)}
+
+
+class AttentionCase:
+    """One batch of blocks over `kv` keys each (the block included), with rotating caches."""
+
+    def __init__(self, B: int, kv: int, causal: bool) -> None:
+        self.B, self.kv, self.causal = B, kv, causal
+        self.kv_bytes = B * kv * 2 * K * H * DTYPE.itemsize
+        self.sets = num_sets(self.kv_bytes)
+        W = -(-kv // S)
+        self.caches = torch.randn(self.sets, 2, B * W + 1, S, K, H, dtype=DTYPE, device=DEVICE)
+        table = 1 + torch.randperm(B * W, device=DEVICE).view(B, W)
+        self.table = table.to(torch.int32)
+        self.start = torch.full((B,), kv - G, dtype=torch.int32, device=DEVICE)
+        self.q = torch.randn(B * G, N, H, dtype=DTYPE, device=DEVICE)
+        self.out = torch.empty_like(self.q)
+
+    def ours_us(self, num_splits: int, config: block_attention.LaunchConfig) -> float:
+        buffers = block_attention.workspace(self.B, G, N, H, num_splits, DEVICE)
+
+        def launch(i: int) -> None:
+            block_attention.block_attention(
+                *(self.q, self.caches[i], self.table, self.start, G, self.causal),
+                *(self.out, buffers, config),
+            )
+
+        return graph_us(launch, self.sets)
+
+    def flashinfer_us(self) -> float:
+        """FlashInfer fa2 in graph mode, planned for exactly these lengths."""
+        from flashinfer import BatchPrefillWithPagedKVCacheWrapper
+
+        W = self.table.shape[1]
+        step = torch.arange(self.B + 1, dtype=torch.int32, device=DEVICE)
+        last = torch.full((self.B,), self.kv - (W - 1) * S, dtype=torch.int32, device=DEVICE)
+        layout = (step * G, step * W, self.table.flatten(), last)
+        names = ("qo_indptr", "paged_kv_indptr", "paged_kv_indices", "paged_kv_last_page_len")
+        fixed = {f"{name}_buf": x.clone() for name, x in zip(names, layout, strict=True)}
+        scratch = torch.zeros(256 << 20, dtype=torch.uint8, device=DEVICE)
+        wrapper: Any = BatchPrefillWithPagedKVCacheWrapper(
+            scratch, "NHD", use_cuda_graph=True, backend="fa2", **fixed
+        )
+        kinds = {"q_data_type": DTYPE, "kv_data_type": DTYPE}
+        wrapper.plan(*(x.cpu() for x in layout), N, K, H, S, causal=self.causal, **kinds)
+        out = torch.empty_like(self.out)
+
+        def launch(i: int) -> None:
+            wrapper.run(self.q, (self.caches[i, 0], self.caches[i, 1]), out=out)
+
+        us = graph_us(launch, self.sets)  # both ran the same last set: the results must agree
+        torch.testing.assert_close(self.out, out, rtol=3e-2, atol=2e-2)
+        return us
+
+
+def default_splits(B: int) -> int:
+    num_sms = torch.cuda.get_device_properties(0).multi_processor_count
+    return block_attention.choose_num_splits(B, K, num_sms)
+
+
+def bench_block_attention(B: int, kv: int, causal: bool, flashinfer: bool) -> Numbers:
+    case = AttentionCase(B, kv, causal)
+    us = case.ours_us(default_splits(B), block_attention.DEFAULT_CONFIG)
+    numbers = {"kernel_us": us, "kernel_gbps": case.kv_bytes / us / 1e3}
+    return numbers | ({"flashinfer_us": case.flashinfer_us()} if flashinfer else {})
+
+
+def bench(kernels: list[str], args: argparse.Namespace) -> Iterator[tuple[str, str, Numbers]]:
+    for B in args.batch:
+        T = B * G
+        if "qk_norm_rope" in kernels:
+            yield "qk_norm_rope", f"rows_{T}", bench_qk_norm_rope(T)
+        if "context_kv" in kernels:
+            yield "context_kv", f"rows_{T}", bench_context_kv(T)
+        if "accept" in kernels:
+            yield "accept", f"batch_{B}", bench_accept(B)
+        if "argmax" in kernels:
+            yield "argmax", f"rows_{T}", bench_argmax(T)
+        for kv, causal in itertools.product(args.kv, (True, False)):
+            if "block_attention" in kernels:
+                label = f"batch_{B}_kv_{kv}_{'causal' if causal else 'full'}"
+                numbers = bench_block_attention(B, kv, causal, not args.no_flashinfer)
+                yield "block_attention", label, numbers
+
+
+def sweep_attention(args: argparse.Namespace) -> Iterator[tuple[str, str, Numbers]]:
+    """First tile, warps and stages at the default splits; then splits, merge warps and PDL."""
+    make = block_attention.LaunchConfig
+    for B in args.batch:
+        cases = [AttentionCase(B, kv, causal=True) for kv in args.kv]
+        usual = default_splits(B)
+        tiles = list(
+            itertools.product(
+                [usual],
+                itertools.starmap(make, itertools.product((16, 32, 64, 128), (4, 8), (2, 3, 4))),
+            )
+        )
+        best: tuple[float, block_attention.LaunchConfig] = (float("inf"), make())
+        for stage in range(2):
+            if stage == 1:
+                base = best[1]
+                splits = sorted({max(1, min(64, usual * p // 4)) for p in (1, 2, 3, 4, 6, 8)})
+                tails = itertools.product((1, 2, 4), (False, True))
+                configs = [base._replace(merge_warps=w, pdl=p) for w, p in tails]
+                tiles = list(itertools.product(splits, configs))
+            for num_splits, config in tiles:
+                label = f"batch_{B}_splits_{num_splits}_" + "_".join(
+                    f"{name}_{int(value)}" for name, value in config._asdict().items()
+                )
+                try:
+                    us = [case.ours_us(num_splits, config) for case in cases]
+                except Exception as error:  # too much shared memory: not a candidate
+                    print(f"{label}: {str(error).splitlines()[0][:80]}", flush=True)
+                    torch.cuda.synchronize()
+                    continue
+                best = min(best, (sum(us), config))
+                keys = [f"kv_{kv}_us" for kv in args.kv]
+                yield "block_attention", label, dict(zip(keys, us, strict=True))
+
+
+def sweep_constants(kernel: str, args: argparse.Namespace) -> Iterator[tuple[str, str, Numbers]]:
+    """Every combination of a module's CAPITAL sizes, at each batch."""
+    heads = {"HEADS_PER_PROGRAM": (2, 4, 8, 16)}
+    chunks = {"CHUNK": (2048, 4096, 8192, 16384), "BLOCK": (1024, 2048)}
+    module, run, grid = {
+        "qk_norm_rope": (qk_norm_rope, bench_qk_norm_rope, heads),
+        "context_kv": (context_kv, bench_context_kv, heads),
+        "argmax": (argmax, bench_argmax, chunks),
+    }[kernel]
+    grid |= {"NUM_WARPS": (1, 2, 4, 8)}
+    for values in itertools.product(*grid.values()):
+        for name, value in zip(grid, values, strict=True):
+            setattr(module, name, value)
+        label = "_".join(f"{name.lower()}_{x}" for name, x in zip(grid, values, strict=True))
+        times = {f"rows_{B * G}_us": run(B * G, baseline=False)["kernel_us"] for B in args.batch}
+        yield kernel, label, times
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--kernels", nargs="+", choices=KERNELS, default=list(KERNELS))
+    parser.add_argument("--sweep", choices=[k for k in KERNELS if k != "accept"])
+    parser.add_argument("--batch", nargs="+", type=int, default=[1, 8, 16])
+    parser.add_argument("--kv", nargs="+", type=int, default=[128, 1024, 4096, 8192])
+    parser.add_argument("--no-flashinfer", action="store_true", help="skip the baseline")
+    parser.add_argument("--out", help="also store the result as JSON here")
+    args = parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.error("no CUDA device: these are GPU timings; run tests/kernels on a CPU instead")
+    torch.manual_seed(0)
+    if args.sweep == "block_attention":
+        rows = sweep_attention(args)
+    elif args.sweep:
+        rows = sweep_constants(args.sweep, args)
+    else:
+        rows = bench(args.kernels, args)
+    numbers: dict[str, dict[str, Numbers]] = {}
+    for kernel, label, measured in rows:
+        numbers.setdefault(kernel, {})[label] = {k: round(v, 3) for k, v in measured.items()}
+        shown = "  ".join(f"{key} {value:9.2f}" for key, value in measured.items())
+        print(f"{kernel:16} {label:28} {shown}", flush=True)
+    config = {"sweep": args.sweep, "heads": [N, K, H], "block_length": G, "page_size": S}
+    if args.out:
+        config |= {"batch": args.batch, "kv": args.kv, "dtype": str(DTYPE)}
+        result_schema.write_result(args.out, "kernels", numbers, config=config)
+    print(json.dumps({"config": config, "numbers": numbers}))
+
+
+if __name__ == "__main__":
+    main()

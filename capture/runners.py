@@ -49,10 +49,16 @@ class EagerRunner:
 
 
 class ReplayRunner:
-    """A list of calls without arguments: graph replays and attentions bound to static tensors."""
+    """A list of calls without arguments: graph replays and attentions bound to static tensors.
 
-    def __init__(self, names: list[str], calls: list[Callable[[], Any]], carry: Carry) -> None:
-        self._names, self._calls, self.carry = names, calls, carry
+    It keeps the chain it was captured from: a graph holds addresses, not tensors, so what only a
+    step's closure owns would be freed, and its memory reused, while replays still read it.
+    """
+
+    def __init__(
+        self, chain: Chain, names: list[str], calls: list[Callable[[], Any]], carry: Carry
+    ) -> None:
+        self._chain, self._names, self._calls, self.carry = chain, names, calls, carry
 
     def run(self) -> None:
         if not ranges.is_enabled():
@@ -108,13 +114,13 @@ def capture_piecewise(chain: Chain, carry: Carry, pool: GraphPool) -> ReplayRunn
             graph.replay()
             calls.append(graph.replay)
         names.append(step.name)
-    return ReplayRunner(names, calls, carry)
+    return ReplayRunner(chain, names, calls, carry)
 
 
 def capture_full(name: str, chain: Chain, carry: Carry, pool: GraphPool) -> ReplayRunner:
     """The whole chain, attention included, as one graph."""
     graph, carry = pool.capture(chain, carry)
-    return ReplayRunner([name], [graph.replay], carry)
+    return ReplayRunner(chain, [name], [graph.replay], carry)
 
 
 def _bind(step: Step, static: Carry) -> Callable[[], Any]:

@@ -90,13 +90,9 @@ def build(
         ValueError: anything that does not fit, with the value and the remedy.
     """
     began = time.perf_counter()
+    target_config, draft_config = read_configs(target_name, draft_name)
     target_dir = resolve(target_name)
-    target_config = ModelConfig.from_hf(*_read_json(target_dir / "config.json"))
-    draft_dir = draft_config = None
-    if draft_name is not None:
-        draft_dir = resolve(draft_name)
-        draft_config = DraftConfig.from_hf(*_read_json(draft_dir / "config.json"))
-        draft_config.check_target(target_config, str(draft_dir))
+    draft_dir = resolve(draft_name) if draft_name is not None else None
     config = resolve_options(options, target_config, draft_config)
     device = torch.device(config.device)
     dtype = getattr(torch, config.dtype)
@@ -203,6 +199,23 @@ def build(
         loop=loop,
         startup=startup,
     )
+
+
+def read_configs(
+    target_name: str | Path, draft_name: str | Path | None
+) -> tuple[ModelConfig, DraftConfig | None]:
+    """Parses both configs and checks that they belong together.
+
+    Raises:
+        ValueError: a file is missing or not understood, or the drafter is another target's.
+    """
+    target = ModelConfig.from_hf(*_read_json(resolve(target_name) / "config.json"))
+    if draft_name is None:
+        return target, None
+    directory = resolve(draft_name)
+    draft = DraftConfig.from_hf(*_read_json(directory / "config.json"))
+    draft.check_target(target, str(directory))
+    return target, draft
 
 
 def resolve_options(

@@ -8,7 +8,6 @@ remedy are named), 130 interrupted. Environment variables are read here and nowh
 
 from __future__ import annotations
 
-import json
 import sys
 import time
 from pathlib import Path
@@ -17,17 +16,14 @@ from typing import Any
 import click
 
 from graphengine import __version__
+from graphengine.cli_bench import bench
+from graphengine.prompts import Conversation, read_prompt_file
 
 STARTED_S = time.perf_counter()  # the start-up table counts from here
-
-Turn = str | list[int]
-Conversation = list[Turn]
-"""A user's turns in order; token ids stand alone."""
 
 _NO_PROMPT = (
     'no prompt: pass --prompt "some text", --prompt-file FILE.jsonl, or pipe text into stdin'
 )
-_LINE_FORMAT = 'expected {"prompt": "text"} or {"turns": ["text", ..]}'
 
 
 class BucketList(click.ParamType):
@@ -56,58 +52,14 @@ class Refusal(click.ClickException):
     exit_code = 2
 
 
-def read_prompt_file(path: Path) -> list[Conversation]:
-    """Conversations of a JSON Lines file, one per line; blank lines are skipped.
-
-    Raises:
-        click.BadParameter: unreadable, empty, or a line of another form (its number is named).
-    """
-
-    def refuse(what: str) -> click.BadParameter:
-        return click.BadParameter(what, param_hint="'--prompt-file'")
-
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or "not UTF-8 text"
-        raise refuse(f"{path}: {reason}; pass a JSON Lines file, each line {_LINE_FORMAT[9:]}")
-    found: list[Conversation] = []
-    for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
-        try:
-            entry = json.loads(line)
-        except ValueError as error:
-            raise refuse(f"{path}, line {number}: not JSON ({error}); {_LINE_FORMAT}") from error
-        turns = _turns(entry)
-        if turns is None:
-            shown = line if len(line) <= 60 else line[:57] + "..."
-            raise refuse(f"{path}, line {number}: {shown}; {_LINE_FORMAT}")
-        found.append(turns)
-    if not found:
-        raise refuse(f"{path}: holds no prompt; {_LINE_FORMAT} on each line")
-    return found
-
-
-def _turns(entry: Any) -> Conversation | None:
-    if not isinstance(entry, dict) or ("prompt" in entry) == ("turns" in entry):
-        return None
-    if "turns" in entry:
-        turns = entry["turns"]
-        right = isinstance(turns, list) and turns and all(isinstance(t, str) for t in turns)
-        return turns if right else None
-    prompt = entry["prompt"]
-    if isinstance(prompt, list):  # token ids: for models without a tokenizer
-        right = prompt and all(type(token) is int for token in prompt)
-        return [prompt] if right else None
-    return [prompt] if isinstance(prompt, str) else None
-
-
 def collect_prompts(prompts: tuple[str, ...], file: Path | None) -> list[Conversation] | None:
     """What to answer: the options' prompts, else piped stdin; None asks on the terminal."""
     found: list[Conversation] = [[text] for text in prompts]
     if file is not None:
-        found += read_prompt_file(file)
+        try:
+            found += read_prompt_file(file)
+        except ValueError as error:
+            raise click.BadParameter(str(error), param_hint="'--prompt-file'") from error
     if found:
         return found
     if sys.stdin is None:
@@ -154,7 +106,7 @@ Exit codes: 0 done, 1 failed while running, 2 refused input, 130 interrupted."""
     type=click.Path(path_type=Path),
     metavar="FILE.jsonl",
     help='JSON Lines: {"prompt": "text"} or {"turns": ["text", ..]}; later turns are asked with '
-    "the model's own answers in between.",
+    "the model's own answers in between. A prompt may be a list of token ids.",
 )
 @click.option("--raw", is_flag=True, help="Continue the text as it is, without the chat template.")
 @click.option("--max-new-tokens", type=click.IntRange(min=1), default=256, show_default=True)
@@ -208,7 +160,7 @@ Exit codes: 0 done, 1 failed while running, 2 refused input, 130 interrupted."""
     "--load-format",
     type=click.Choice(["auto", "dummy"]),
     default="auto",
-    help="dummy: random weights from config.json alone, for measuring speed.",
+    help="dummy: random weights from a config.json or a preset's name alone, to measure speed.",
 )
 @click.option(
     "--gpu-memory-utilization",
@@ -272,7 +224,7 @@ def run(ctx: click.Context, model: str | None, draft: str | None, **options: Any
             quiet=options.pop("quiet"),
             nvtx=options.pop("nvtx"),
             options=options,
-            args={name: _plain(value) for name, value in ctx.params.items()},
+            args=_as_typed(ctx.params),
             note=note,
         )
         cli_run.run(job, import_s=time.perf_counter() - STARTED_S)
@@ -282,13 +234,24 @@ def run(ctx: click.Context, model: str | None, draft: str | None, **options: Any
     except ValueError as error:
         raise Refusal(str(error)) from error
     except (MemoryError, RuntimeError) as error:
-        if isinstance(error, click.exceptions.Exit) or not cli_run.is_out_of_memory(error):
+        # torch's own type exists for CUDA alone; on the CPU it raises a bare RuntimeError.
+        texts = ("out of memory", "not enough memory", "can't allocate memory")
+        if not isinstance(error, MemoryError) and not any(text in str(error) for text in texts):
             raise
+        reason = str(error).strip().partition("\n")[0] or "on the host"
         raise click.ClickException(
-            f"out of memory ({str(error).strip().splitlines()[0] if str(error) else 'host'}); lower "
-            "--max-model-len, the largest --bucket or --gpu-memory-utilization"
+            f"out of memory ({reason}); lower --max-model-len, the largest --bucket or "
+            "--gpu-memory-utilization"
         ) from error
 
 
-def _plain(value: Any) -> Any:
-    return str(value) if isinstance(value, Path) else value
+def _as_typed(params: dict[str, Any]) -> dict[str, Any]:
+    """The command's parameters under their options' names, fit for JSON."""
+    names = {"as_json": "json", "compile_": "compile", "prompts": "prompt"}
+    return {
+        names.get(name, name): str(value) if isinstance(value, Path) else value
+        for name, value in params.items()
+    }
+
+
+main.add_command(bench)

@@ -16,13 +16,13 @@ from contextlib import closing, suppress
 from dataclasses import dataclass
 from typing import Any, cast
 
-import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from graphengine import report
 from graphengine.api import Chunk, Engine, GenerationResult, Prompt
 from graphengine.profiles import ranges
+from graphengine.prompts import Conversation
 from graphengine.report import Answer
 from graphengine.tokenizer import Message
 
@@ -36,7 +36,7 @@ class Job:
 
     model: str
     draft: str | None
-    conversations: list[list[str | list[int]]] | None
+    conversations: list[Conversation] | None
     max_new_tokens: int
     ignore_eos: bool
     raw: bool
@@ -92,15 +92,6 @@ def run(job: Job, import_s: float) -> None:
             _write(json.dumps(values) + "\n")
 
 
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether the device or the host ran out of memory."""
-    # On the CPU torch raises a bare RuntimeError.
-    texts = ("not enough memory", "can't allocate memory", "out of memory")
-    return isinstance(error, MemoryError | torch.OutOfMemoryError) or (
-        isinstance(error, RuntimeError) and any(text in str(error) for text in texts)
-    )
-
-
 def _load(job: Job, console: Console) -> Engine:
     def build(progress: Callable[[str, float], None]) -> Engine:
         return Engine.from_pretrained(job.model, job.draft, progress=progress, **job.options)
@@ -135,7 +126,7 @@ def _chunks(
 def _answer(
     engine: Engine,
     job: Job,
-    conversations: list[list[str | list[int]]],
+    conversations: list[Conversation],
     on_chunk: Callable[[Chunk], None],
 ) -> list[Answer]:
     """Answers all conversations: a turn of each is one batch, answers are fed back in between."""
@@ -161,7 +152,7 @@ def _answer(
     return sorted(answers, key=lambda answer: (answer.index, answer.turn))
 
 
-def _stream(engine: Engine, job: Job, conversations: list[list[str | list[int]]]) -> list[Answer]:
+def _stream(engine: Engine, job: Job, conversations: list[Conversation]) -> list[Answer]:
     """One conversation: text is out as soon as it is decoded; each answer ends its line."""
 
     def on_chunk(chunk: Chunk) -> None:
@@ -173,7 +164,7 @@ def _stream(engine: Engine, job: Job, conversations: list[list[str | list[int]]]
 
 
 def _batch(
-    engine: Engine, job: Job, conversations: list[list[str | list[int]]], console: Console
+    engine: Engine, job: Job, conversations: list[Conversation], console: Console
 ) -> list[Answer]:
     """Several conversations: a bar while they run, then `[i] text`, numbered from 1."""
     columns = (
@@ -196,9 +187,8 @@ def _batch(
 
         answers = _answer(engine, job, conversations, on_chunk)
     if not job.as_json:
-        for answer in answers:
-            several = len(conversations[answer.index]) > 1
-            _write(f"[{answer.label(several)}] {answer.result.text.rstrip()}\n")
+        for label, answer in zip(report.labels(answers), answers, strict=True):
+            _write(f"[{label}] {answer.result.text.rstrip()}\n")
     return answers
 
 

@@ -70,7 +70,10 @@ class RopeConfig:
                     "model whose layers are all full_attention is"
                 )
             nested = nested["full_attention"]
-        scaling = dict(nested or config.get("rope_scaling") or {})
+        flat = config.get("rope_scaling") or {}
+        if not isinstance(flat, Mapping):
+            raise ValueError(f"{source}: rope_scaling is {flat!r}, expected an object")
+        scaling = dict(nested or flat)
         theta = scaling.pop("rope_theta", None)
         theta = config.get("rope_theta") if theta is None else theta
         if theta is None:
@@ -90,7 +93,7 @@ class RopeConfig:
         kind = new or old or "default"
         if old and new and old != new:
             raise ValueError(f"{source}: rope type {old!r} and rope_type {new!r} disagree")
-        if kind not in _ROPE_KEYS:
+        if not isinstance(kind, str) or kind not in _ROPE_KEYS:
             raise ValueError(
                 f"{source}: rope type {kind!r} is not supported; supported: {', '.join(_ROPE_KEYS)}"
             )
@@ -140,6 +143,8 @@ class RopeConfig:
         if amplitude is None:
             mscale, mscale_all = scaling.get("mscale"), scaling.get("mscale_all_dim")
             if mscale and mscale_all:
+                mscale = _number(mscale, "mscale", source)
+                mscale_all = _number(mscale_all, "mscale_all_dim", source)
                 amplitude = _yarn_mscale(factor, mscale) / _yarn_mscale(factor, mscale_all)
             else:
                 amplitude = _yarn_mscale(factor, 1.0)
@@ -150,7 +155,7 @@ class RopeConfig:
             original_max_position_embeddings=original,
             beta_fast=_number(scaling.get("beta_fast") or 32, "beta_fast", source),
             beta_slow=_number(scaling.get("beta_slow") or 1, "beta_slow", source),
-            truncate=bool(scaling.get("truncate", True)),
+            truncate=_flag(scaling, "truncate", source, default=True),
             amplitude=_number(amplitude, "attention_factor", source),
         )
 
@@ -214,6 +219,8 @@ class ModelConfig:
                 f"{source}: quantization_config is not supported; use the bf16 weights"
             )
         layer_types = config.get("layer_types") or []
+        if not isinstance(layer_types, list):
+            raise ValueError(f"{source}: layer_types is {layer_types!r}, expected a list")
         other = sorted({str(kind) for kind in layer_types} - {"full_attention"})
         if other or config.get("use_sliding_window"):
             raise ValueError(
@@ -246,8 +253,8 @@ class ModelConfig:
             head_dim=head_dim,
             rms_norm_eps=_number(_required(config, "rms_norm_eps", source), "rms_norm_eps", source),
             max_position_embeddings=_positive(config, "max_position_embeddings", source),
-            tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
-            attention_bias=bool(config.get("attention_bias", False)),
+            tie_word_embeddings=_flag(config, "tie_word_embeddings", source),
+            attention_bias=_flag(config, "attention_bias", source),
             rope=RopeConfig.from_hf(config, source),
             eos_token_ids=token_ids(config.get("eos_token_id"), "eos_token_id", source),
         )
@@ -286,7 +293,7 @@ class DraftConfig:
                 "(architectures ['DFlashDraftModel'])"
             )
         architectures = config.get("architectures") or []
-        if "DFlashDraftModel" not in architectures:
+        if not isinstance(architectures, list) or "DFlashDraftModel" not in architectures:
             raise ValueError(
                 f"{source}: architectures {architectures} is not a DFlash drafter; expected "
                 "['DFlashDraftModel']. A target model cannot be its own drafter"
@@ -469,6 +476,13 @@ def _number(value: Any, key: str, source: str, minimum: float = 0.0) -> float:
     if value < minimum:
         raise ValueError(f"{source}: {key} is {value!r}, expected at least {minimum:g}")
     return float(value)
+
+
+def _flag(config: Mapping[str, Any], key: str, source: str, default: bool = False) -> bool:
+    value = config.get(key)
+    if value is not None and not isinstance(value, bool):
+        raise ValueError(f"{source}: {key} is {value!r}, expected true or false")
+    return default if value is None else value
 
 
 def _integer(value: Any, key: str, source: str, minimum: int) -> int:

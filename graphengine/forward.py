@@ -157,6 +157,7 @@ class Segments(NamedTuple):
     last: Callable[..., Carry] = last_segment
     draft_last: Callable[..., Carry] = draft_last_segment
     context: Callable[..., Carry] = context_segment
+    simulate: Callable[..., None] = force_acceptance_
 
 
 # --- chains ---
@@ -300,7 +301,7 @@ def verify_chain(
         (logits_TV,) = carry
         buffers.target_ids_BG.copy_(argmax_rows(logits_TV).view_as(buffers.target_ids_BG))
         if simulation is not None:
-            force_acceptance_(simulation, buffers.draft_ids_BG, buffers.target_ids_BG)
+            segments.simulate(simulation, buffers.draft_ids_BG, buffers.target_ids_BG)
         buffers.context_positions_T.copy_(buffers.positions_T)
         buffers.context_slots_T.copy_(buffers.slots_T)
         accept_and_advance_(

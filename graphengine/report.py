@@ -20,6 +20,7 @@ from graphengine import __version__
 from graphengine.api import GenerationResult
 from graphengine.config import EngineConfig
 from graphengine.metrics import Acceptance, StartupMetrics
+from graphengine.prompts import Turn
 
 SCHEMA_VERSION = 1
 MAX_ROWS = 16
@@ -32,12 +33,16 @@ class Answer:
 
     index: int
     turn: int
-    prompt: str | list[int]
+    prompt: Turn
     result: GenerationResult
 
-    def label(self, with_turn: bool) -> str:
-        """Its name for people: counted from 1, `2.3` is the third turn of the second prompt."""
-        return f"{self.index + 1}.{self.turn + 1}" if with_turn else str(self.index + 1)
+
+def labels(answers: Sequence[Answer]) -> list[str]:
+    """Names for people, counted from 1: "2", or "2.3" for the third turn of several."""
+    several = {answer.index for answer in answers if answer.turn}
+    return [
+        f"{a.index + 1}.{a.turn + 1}" if a.index in several else str(a.index + 1) for a in answers
+    ]
 
 
 def stderr_console(quiet: bool) -> Console:
@@ -91,7 +96,7 @@ def startup_seconds(
         "capture_s": startup.capture_s,
     }
     if answers:
-        phases["first_token_s"] = min(a.result.metrics.ttft_ms for a in answers[:1]) / 1e3
+        phases["first_token_s"] = answers[0].result.metrics.ttft_ms / 1e3
     return phases
 
 
@@ -138,7 +143,6 @@ def _startup_table(console: Console, startup_s: dict[str, float]) -> Table:
 
 
 def _result_table(console: Console, answers: Sequence[Answer], generate_s: float) -> Table:
-    with_turn = any(answer.turn for answer in answers)
     drafts = _merged(answers).num_draft_tokens > 0
     table = _table(console)
     table.add_column("prompt")
@@ -153,10 +157,10 @@ def _result_table(console: Console, answers: Sequence[Answer], generate_s: float
         means = acceptance.mean_acceptance_length, acceptance.mean_accepted_draft_tokens
         return [f"{mean:.2f}" if acceptance.num_steps else "-" for mean in means]
 
-    for answer in answers[:MAX_ROWS]:
+    for label, answer in zip(labels(answers)[:MAX_ROWS], answers, strict=False):
         metrics = answer.result.metrics
         table.add_row(
-            answer.label(with_turn),
+            label,
             str(metrics.num_output_tokens),
             f"{metrics.ttft_ms:.1f}",
             f"{metrics.ms_per_token:.2f}",

@@ -26,6 +26,9 @@ Progress = Callable[[int, int], None]
 """Called with (bytes loaded, bytes in all) after each tensor."""
 
 
+_FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+
+
 class TensorSource(Protocol):
     """Where tensors come from: a checkpoint, or a random generator."""
 
@@ -89,7 +92,7 @@ class Checkpoint:
                 f"{list(shape)}"
             )
         tensor = handle.get_tensor(name)
-        if not tensor.is_floating_point():
+        if tensor.dtype not in _FLOATS:  # float8 is a float too, but means nothing unscaled
             raise ValueError(
                 f"{self._directory}: tensor {name!r} has dtype {tensor.dtype}; only unquantised "
                 "float checkpoints are supported"
@@ -234,7 +237,10 @@ def _weight_files(directory: Path) -> list[Path]:
             names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
         except (ValueError, KeyError, AttributeError, TypeError) as error:
             raise ValueError(f"{index}: not a safetensors index ({error})") from error
-        files = [directory / str(name) for name in names]
+        outside = [name for name in names if not isinstance(name, str) or Path(name).name != name]
+        if outside:
+            raise ValueError(f"{index}: {outside[:3]} lie outside the directory; not read")
+        files = [directory / name for name in names]
     else:
         files = sorted(directory.glob("*.safetensors"))
     missing = [file.name for file in files if not file.is_file()]

@@ -45,7 +45,12 @@ MAY_IMPORT: dict[str, set[str]] = {
     "engine": _LOOP,
     "build": _LOOP | {"engine", "hub"},
     "api": _LOOP | {"engine", "hub", "build"},
+    "bench": {"*"},
     "cli": {"*"},
+    "cli_run": {"api", "prompts", "report", "tokenizer", "profiles.ranges"},
+    "report": {"api", "config", "metrics", "prompts"},
+    "prompts": set(),
+    "cli_bench": {"*"},
     "__main__": {"cli"},
     "": {"api", "config", "hub"},  # graphengine/__init__.py
 }
@@ -58,7 +63,7 @@ DOORS: dict[str, set[str]] = {
     "huggingface_hub": {"hub", "weights"},
     "triton": {"kernels"},
     "nvtx": {"profiles.ranges"},
-    "click": {"cli"},
+    "click": {"cli", "cli_bench"},
 }
 
 # full dotted name (and all below it) -> the modules that may use it

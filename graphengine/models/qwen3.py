@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch.nn.functional as F
 from torch import Tensor
 
-from graphengine.models.layers import linear, rms_norm, swiglu
+from graphengine.models.layers import add, linear, rms_norm, swiglu
 
 
 class LayerWeights(NamedTuple):
@@ -58,9 +58,9 @@ def pre_attention(layer: LayerWeights, h_TD: Tensor, eps: float) -> Tensor:
 
 def post_attention(layer: LayerWeights, h_TD: Tensor, attn_TNH: Tensor, eps: float) -> Tensor:
     """`h += attn @ Wo^T;  h += down(swiglu(rms_norm(h)))` -> h_TD."""
-    h_TD = h_TD + linear(attn_TNH.flatten(1), layer.o_DF, layer.o_bias_D)
+    h_TD = add(h_TD, linear(attn_TNH.flatten(1), layer.o_DF, layer.o_bias_D))
     x_TD = rms_norm(h_TD, layer.post_norm_D, eps)
-    return h_TD + linear(swiglu(linear(x_TD, layer.gate_up_JD)), layer.down_DI)
+    return add(h_TD, linear(swiglu(linear(x_TD, layer.gate_up_JD)), layer.down_DI))
 
 
 def logits(norm_D: Tensor, lm_head_VD: Tensor, h_TD: Tensor, eps: float) -> Tensor:

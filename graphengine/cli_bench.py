@@ -1,0 +1,290 @@
+"""`graphengine bench`: the options, and the loop over modes, contexts and buckets.
+
+The measuring itself is in bench.py; tables and files are made here. torch is imported inside the
+command, so that help is quick.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+if TYPE_CHECKING:
+    from graphengine.bench import CaseResult
+
+PLAIN = "plain"
+
+
+class IntList(click.ParamType):
+    """`1,8,16` -> (1, 8, 16)."""
+
+    name = "N,N,.."
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> tuple[int, ...]:
+        if isinstance(value, tuple):
+            return value
+        try:
+            found = tuple(int(part) for part in str(value).split(","))
+        except ValueError:
+            self.fail(
+                f"{value!r}: expected numbers separated by commas, such as 1,8,16", param, ctx
+            )
+        if any(number < 1 for number in found):
+            self.fail(f"{value!r}: every number must be at least 1", param, ctx)
+        return found
+
+
+class ModeList(click.ParamType):
+    """`piecewise,full:triton` -> (("piecewise", "auto"), ("full", "triton"))."""
+
+    name = "MODE[:ATTENTION],.."
+    MODES = ("none", "piecewise", "full")
+    BACKENDS = ("auto", "flashinfer", "triton", "torch")
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> tuple[tuple[str, str], ...]:
+        if isinstance(value, tuple):
+            return value
+        found = []
+        for part in str(value).split(","):
+            mode, _, backend = part.partition(":")
+            backend = backend or "auto"
+            if mode not in self.MODES or backend not in self.BACKENDS:
+                self.fail(
+                    f"{part!r}: expected one of {', '.join(self.MODES)}, each optionally with "
+                    f":ATTENTION of {', '.join(self.BACKENDS)}",
+                    param,
+                    ctx,
+                )
+            found.append((mode, backend))
+        return tuple(found)
+
+
+_EPILOG = """\b
+Examples:
+  graphengine bench qwen3-8b --draft qwen3-8b-dflash-b16 --simulate-acceptance 6.35
+  graphengine bench qwen3-4b --draft none --bucket 1
+  graphengine bench --device cpu --num-iters 20 --bucket 1,4
+"""
+
+
+@click.command("bench", epilog=_EPILOG)
+@click.argument("model", required=False)
+@click.option("--draft", metavar="MODEL|none", help="Drafter; the bundled one without MODEL.")
+@click.option("--bucket", type=IntList(), default="1", show_default=True, help="Batch sizes.")
+@click.option(
+    "--input-len",
+    type=IntList(),
+    default="128",
+    show_default=True,
+    help="Prompt tokens; several sweep the context.",
+)
+@click.option(
+    "--output-len",
+    type=click.IntRange(min=8),
+    default=512,
+    show_default=True,
+    help="Tokens per request of a round.",
+)
+@click.option(
+    "--num-iters",
+    type=click.IntRange(min=1),
+    default=200,
+    show_default=True,
+    help="Steps counted per case.",
+)
+@click.option(
+    "--warmup",
+    type=click.IntRange(min=0),
+    default=10,
+    show_default=True,
+    help="Steps left out first.",
+)
+@click.option(
+    "--compare",
+    type=ModeList(),
+    default=None,
+    help="Graph modes, each a run of its own.  [default: the device's]",
+)
+@click.option(
+    "--simulate-acceptance",
+    type=float,
+    metavar="LENGTH",
+    help="Draw this mean acceptance length (random weights accept nothing); the result says so.",
+)
+@click.option(
+    "--load-format",
+    type=click.Choice(["auto", "dummy"]),
+    default=None,
+    help="dummy: random weights.  [default: dummy for a preset]",
+)
+@click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto")
+@click.option("--dtype", type=click.Choice(["auto", "bfloat16", "float32"]), default="auto")
+@click.option("--compile/--no-compile", "compile_", default=None)
+@click.option("--page-size", type=click.IntRange(min=1), default=16, show_default=True)
+@click.option("--seed", type=int, default=0, show_default=True, help="Of the random prompts.")
+@click.option("--output-json", type=click.Path(path_type=Path), help="Write the result file here.")
+@click.option("--commit", metavar="SHA", help="Commit to record where the checkout has no history.")
+@click.option("--json", "as_json", is_flag=True, help="The result as JSON on stdout.")
+def bench(model: str | None, draft: str | None, **options: Any) -> None:
+    """Time decode steps of MODEL: a preset (random weights), hub id or directory.
+
+    Steps of full buckets only, prefill excluded; p50 / p95 / p99 of the time between steps.
+    """
+    try:
+        _bench(model, draft, options)
+    except ValueError as error:
+        raise click.UsageError(str(error)) from error
+
+
+def _bench(model: str | None, draft: str | None, options: dict[str, Any]) -> None:
+    import torch
+    from rich.console import Console
+
+    from graphengine.api import Engine
+    from graphengine.bench import Case, gpu_memory, read_bandwidth_gbps, run_case
+    from graphengine.hub import TINY_DRAFT, TINY_TARGET, preset_names
+    from graphengine.profiles.result_schema import environment, write_result
+
+    console = Console(stderr=True, width=None if sys.stderr.isatty() else 120)
+    if model is None:
+        model, draft = str(TINY_TARGET), draft or str(TINY_DRAFT)
+    load_format = options["load_format"] or ("dummy" if model in preset_names() else "auto")
+    draft = None if draft == "none" else draft
+    simulated = options["simulate_acceptance"] if draft else None
+    input_lens, output_len = options["input_len"], options["output_len"]
+    block_room = 256
+    read_gbps = read_bandwidth_gbps()
+    results: list[tuple[str, CaseResult]] = []
+    numbers: dict[str, Any] = {"read_bandwidth_gbps": read_gbps}
+    configs: dict[str, Any] = {}
+    digests: dict[str, str] = {}
+    for mode, backend in options["compare"] or (("auto", "auto"),):
+        began = time.perf_counter()
+        if torch.cuda.is_available():
+            torch.cuda.reset_peak_memory_stats()
+        engine = Engine.from_pretrained(
+            model,
+            draft,
+            buckets=options["bucket"],
+            graph_mode=mode,  # type: ignore[arg-type]
+            attention_backend=backend,  # type: ignore[arg-type]
+            compile=options["compile_"],
+            device=options["device"],
+            dtype=options["dtype"],
+            page_size=options["page_size"],
+            max_model_len=_longest(model, draft, max(input_lens) + output_len + block_room),
+            load_format=load_format,
+            simulate_acceptance=simulated,
+        )
+        startup_s = time.perf_counter() - began
+        config = engine.config
+        label = f"{config.graph_mode}_{config.attention_backend}"
+        startup = engine.startup
+        numbers[label] = {
+            "startup": {
+                "startup_s": startup_s,
+                "load_s": startup.load_s,
+                "compile_s": startup.compile_s,
+                "capture_s": startup.capture_s,
+                "num_graphs": startup.num_graphs,
+                "weight_bytes": startup.weight_bytes,
+                "kv_pool_bytes": startup.kv_pool_bytes,
+            }
+        }
+        configs[label] = {"compile": config.compile, "buckets": list(config.buckets)}
+        for input_len in input_lens:
+            for bucket in options["bucket"]:
+                case = Case(
+                    graph_mode=label,
+                    bucket=bucket,
+                    input_len=input_len,
+                    output_len=output_len,
+                    num_iters=options["num_iters"],
+                    warmup=options["warmup"],
+                    seed=options["seed"],
+                )
+                result = run_case(engine, case, lambda count: None)
+                results.append((label, result))
+                key = f"bucket_{bucket}_input_{input_len}"
+                numbers[label][key] = result.numbers(read_gbps)
+                digests[f"{label}_{key}"] = result.digest
+                row = numbers[label][key]
+                console.print(
+                    f"{label:22} bucket {bucket:3} input {input_len:6}  "
+                    f"step {row['step_p50_ms']:.3f} ms  host {row['host_p50_ms']:.3f} ms",
+                    highlight=False,
+                )
+        numbers[label]["memory"] = gpu_memory()
+        engine.close()
+        del engine
+    console.print(_table(results, read_gbps, simulated))
+    same = _same_tokens(digests)
+    console.print(f"tokens equal in all modes of one attention: {same}", highlight=False)
+    document = {
+        "model": Path(model).name,
+        "draft": Path(draft).name if draft else None,
+        "load_format": load_format,
+        "simulated_acceptance": simulated,
+        "modes": configs,
+        "token_digests": digests,
+        "tokens_equal_across_modes": same,
+        **{name: options[name] for name in ("output_len", "num_iters", "warmup", "seed")},
+    }
+    if options["output_json"]:
+        env = environment(options["commit"])
+        write_result(options["output_json"], "bench_latency", numbers, config=document, env=env)
+        console.print(f"wrote {options['output_json']}", highlight=False)
+    if options["as_json"]:
+        click.echo(json.dumps({"config": document, "numbers": numbers}))
+
+
+def _longest(model: str, draft: str | None, wanted: int) -> int:
+    """`wanted` tokens of context, or what the models allow."""
+    from graphengine.build import read_configs
+
+    target, drafter = read_configs(model, draft)
+    models = [target] + ([drafter.model] if drafter else [])
+    block = drafter.block_size if drafter else 0
+    return min(wanted, min(m.max_position_embeddings for m in models) - block)
+
+
+def _same_tokens(digests: dict[str, str]) -> bool:
+    """Whether every case has one digest over all modes that share an attention kernel."""
+    by_case: dict[str, set[str]] = {}
+    for key, digest in digests.items():
+        by_case.setdefault(key.partition("_")[2], set()).add(digest)
+    return all(len(found) == 1 for found in by_case.values())
+
+
+def _table(results: list[tuple[str, CaseResult]], read_gbps: float, simulated: float | None) -> Any:
+    from rich import box
+    from rich.table import Table
+
+    title = "decode steps" + (f" (acceptance SIMULATED at {simulated})" if simulated else "")
+    table = Table(title=title, box=box.SIMPLE)
+    columns = "mode bucket input steps p50_ms p95_ms p99_ms host_ms accept tok/s GB/s %read /floor"
+    for name in columns.split():
+        table.add_column(name, justify="left" if name == "mode" else "right")
+    for label, result in results:
+        row = result.numbers(read_gbps)
+        table.add_row(
+            label,
+            str(result.case.bucket),
+            str(result.case.input_len),
+            str(row["num_steps"]),
+            f"{row['step_p50_ms']:.3f}",
+            f"{row['step_p95_ms']:.3f}",
+            f"{row['step_p99_ms']:.3f}",
+            f"{row['host_p50_ms']:.3f}",
+            f"{row['mean_acceptance_length']:.2f}",
+            f"{row['median_tokens_per_s']:.0f}",
+            f"{row['achieved_gbps']:.0f}",
+            f"{row['bandwidth_percent']:.0f}" if "bandwidth_percent" in row else "-",
+            f"{row['over_floor_ratio']:.2f}" if "over_floor_ratio" in row else "-",
+        )
+    return table

@@ -1,0 +1,61 @@
+"""Prompt files: JSON Lines of single prompts or of conversations' user turns.
+
+Invariant: a file is accepted whole or refused with the number of the line that is wrong, before
+any model is loaded. Token ids as a prompt serve models without a tokenizer.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+Turn = str | list[int]
+Conversation = list[Turn]
+"""A user's turns in order; token ids stand alone."""
+
+_FORMAT = 'expected {"prompt": "text"} or {"turns": ["text", ..]}'
+
+
+def read_prompt_file(path: Path) -> list[Conversation]:
+    """Conversations of a JSON Lines file, one per line; blank lines are skipped.
+
+    Raises:
+        ValueError: unreadable, empty, or a line of another form.
+    """
+    try:
+        # Not splitlines: JSON strings may hold U+2028, which it would cut at.
+        lines = path.read_text(encoding="utf-8").split("\n")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or "not UTF-8 text"
+        raise ValueError(f"{path}: {reason}; pass a JSON Lines file, {_FORMAT}") from error
+    found: list[Conversation] = []
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            entry = json.loads(line)
+        except ValueError as error:
+            raise ValueError(f"{path}, line {number}: not JSON ({error}); {_FORMAT}") from error
+        turns = _turns(entry)
+        if turns is None:
+            shown = line if len(line) <= 60 else line[:57] + "..."
+            raise ValueError(f"{path}, line {number}: {shown}; {_FORMAT}")
+        found.append(turns)
+    if not found:
+        raise ValueError(f"{path}: holds no prompt; {_FORMAT} on each line")
+    return found
+
+
+def _turns(entry: Any) -> Conversation | None:
+    if not isinstance(entry, dict) or ("prompt" in entry) == ("turns" in entry):
+        return None
+    if "turns" in entry:
+        turns = entry["turns"]
+        right = isinstance(turns, list) and turns and all(isinstance(t, str) for t in turns)
+        return turns if right else None
+    prompt = entry["prompt"]
+    if isinstance(prompt, list):
+        right = prompt and all(type(token) is int for token in prompt)
+        return [prompt] if right else None
+    return [prompt] if isinstance(prompt, str) else None

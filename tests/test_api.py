@@ -1,0 +1,200 @@
+"""The Python API: what goes in as a prompt, what chunks and results say, who owns the engine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from graphengine.api import Chunk, Engine
+from tests.checkpoints import edit_config, make_drafter, make_target
+
+TEXTS = ["Tom has 3 apples", "how many apples?", "def add"]
+
+
+@pytest.fixture(scope="module")
+def directories(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    target = make_target(tmp_path_factory.mktemp("target"), tie=False, likely_tokens=40)
+    return target, make_drafter(tmp_path_factory.mktemp("drafter"), target)
+
+
+@pytest.fixture(scope="module")
+def engine(directories: tuple[Path, Path]) -> Iterator[Engine]:
+    with Engine.from_pretrained(*directories, buckets=(1, 3), max_model_len=200) as engine:
+        yield engine
+
+
+def test_prompt_kinds_agree(engine: Engine) -> None:
+    """Bug: text, a conversation and token ids of the same prompt are encoded differently, or a list
+    of ids is taken for several prompts."""
+    tokenizer = engine.tokenizer
+    assert tokenizer is not None
+    message = {"role": "user", "content": TEXTS[0]}
+    ids = tokenizer.encode_chat([message])
+    wanted = engine.generate(TEXTS[0], max_new_tokens=9, ignore_eos=True)[0].token_ids
+    for prompt in ([message], ids, tuple(ids), [TEXTS[0]], [[message]], [ids], (TEXTS[0],)):
+        results = engine.generate(prompt, max_new_tokens=9, ignore_eos=True)  # type: ignore[arg-type]
+        assert [r.token_ids for r in results] == [wanted]
+    raw = engine.generate(TEXTS[0], max_new_tokens=9, ignore_eos=True, raw=True)
+    by_ids = engine.generate(tokenizer.encode(TEXTS[0]), max_new_tokens=9, ignore_eos=True)
+    assert raw[0].token_ids == by_ids[0].token_ids
+    assert engine.generate([]) == []
+
+
+def test_results_come_in_the_order_of_prompts(engine: Engine) -> None:
+    """Bug: results are ordered by when requests ended."""
+    many = [*TEXTS, *reversed(TEXTS), TEXTS[0]]
+    results = engine.generate(many, max_new_tokens=30)
+    alone = {text: engine.generate(text, max_new_tokens=30)[0].token_ids for text in TEXTS}
+    assert [r.token_ids for r in results] == [alone[text] for text in many]
+
+
+@pytest.mark.parametrize("ignore_eos", [True, False])
+def test_chunks_add_up(engine: Engine, ignore_eos: bool) -> None:
+    """Bug: streamed tokens or text differ from the result's, or a result comes twice or early."""
+    chunks: dict[int, list[Chunk]] = {0: [], 1: [], 2: []}
+    for chunk in engine.stream_many(TEXTS, max_new_tokens=25, ignore_eos=ignore_eos):
+        chunks[chunk.index].append(chunk)
+    tokenizer = engine.tokenizer
+    assert tokenizer is not None
+    for own in chunks.values():
+        assert [chunk.result is not None for chunk in own] == [False] * (len(own) - 1) + [True]
+        result = own[-1].result
+        assert result is not None
+        assert [t for chunk in own for t in chunk.token_ids] == result.token_ids
+        assert "".join(chunk.text for chunk in own) == result.text
+        assert result.text == tokenizer.decode(result.token_ids)
+        assert all(1 <= len(chunk.token_ids) <= 4 for chunk in own)
+
+
+def test_metrics_add_up(engine: Engine) -> None:
+    """Bug: steps, tokens and times of a request do not describe the same run."""
+    for result in engine.generate(TEXTS, max_new_tokens=25, ignore_eos=True):
+        metrics = result.metrics
+        assert metrics.num_output_tokens == len(result.token_ids) == 25
+        produced = metrics.num_steps * metrics.acceptance.mean_acceptance_length
+        # The first token is the prefill's; the last block may be cut by the budget.
+        assert 24 <= round(produced) <= 24 + 3
+        assert metrics.ttft_ms > 0 and metrics.decode_ms > 0
+        assert metrics.ms_per_token == pytest.approx(metrics.decode_ms / 24)
+        assert metrics.tokens_per_s == pytest.approx(24e3 / metrics.decode_ms)
+
+
+def test_startup_says_what_was_built(engine: Engine, directories: tuple[Path, Path]) -> None:
+    """Bug: bytes or counts are reported for something else than what was loaded."""
+    sizes = [(path / "model.safetensors").stat().st_size for path in directories]
+    # Headers are a few kB; the rope tables and the packed context weights come on top.
+    assert engine.startup.weight_bytes == pytest.approx(sum(sizes), rel=0.35)
+    assert engine.num_draft_tokens == 3
+    assert engine.startup.num_graphs == 0
+    config = engine.config
+    assert (config.device, config.dtype, config.graph_mode) == ("cpu", "float32", "none")
+    assert config.buckets == (1, 3)
+
+
+def test_one_generation_at_a_time(engine: Engine) -> None:
+    """Bug: a second generation in the middle of a stream corrupts the first."""
+    stream = engine.stream(TEXTS[0], max_new_tokens=20, ignore_eos=True)
+    first = next(stream)
+    with pytest.raises(RuntimeError, match="another generation of this engine is active"):
+        engine.generate(TEXTS[1])
+    with pytest.raises(RuntimeError, match="another generation"):
+        engine.stream(TEXTS[1])
+    rest = [token for chunk in stream for token in chunk.token_ids]
+    (again,) = engine.generate(TEXTS[0], max_new_tokens=20, ignore_eos=True)
+    assert first.token_ids + rest == again.token_ids
+
+
+def test_superseded_stream_says_so(engine: Engine) -> None:
+    """Bug: a stream that was never started runs later with requests that are gone, or hangs."""
+    never = engine.stream(TEXTS[0])
+    assert len(engine.generate(TEXTS[1], max_new_tokens=3)) == 1
+    with pytest.raises(RuntimeError, match="superseded"):
+        next(never)
+
+
+def test_exception_in_the_consumer(engine: Engine) -> None:
+    """Bug: Ctrl-C in the loop over a stream leaves the engine busy for ever."""
+
+    def consume() -> None:
+        for _ in engine.stream(TEXTS[0], max_new_tokens=40, ignore_eos=True):
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        consume()
+    assert len(engine.generate(TEXTS[0], max_new_tokens=3, ignore_eos=True)[0].token_ids) == 3
+
+
+def test_end_tokens_come_from_the_generation_config(tmp_path: Path) -> None:
+    """Bug: config.json's single end token hides <|im_end|>, and answers never end."""
+    target = make_target(tmp_path, tie=False)
+    options: dict[str, Any] = {"buckets": (1,), "max_model_len": 100}
+    with Engine.from_pretrained(target, **options) as engine:
+        plain = engine.generate(TEXTS[0], max_new_tokens=20, ignore_eos=True)[0].token_ids
+    place = next(i for i in range(3, 20) if plain[i] not in plain[:i])
+    for ids in ([plain[place], 511], plain[place]):
+        edit_config(target, lambda values, ids=ids: {"eos_token_id": ids}, "generation_config.json")
+        with Engine.from_pretrained(target, **options) as engine:
+            (result,) = engine.generate(TEXTS[0], max_new_tokens=20)
+        assert result.token_ids == plain[: place + 1] and result.finish_reason == "stop"
+    (tmp_path / "generation_config.json").unlink()
+    edit_config(target, lambda values: values | {"eos_token_id": plain[place]})
+    with Engine.from_pretrained(target, **options) as engine:
+        assert len(engine.generate(TEXTS[0], max_new_tokens=20)[0].token_ids) == place + 1
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"buckets": ()}, "batch sizes are integers from 1 up"),
+        ({"buckets": (0, 1)}, "batch sizes are integers from 1 up"),
+        ({"graph_mode": "full"}, "captures CUDA graphs; on the CPU use --graph-mode none"),
+        ({"graph_mode": "piecewise"}, "on the CPU use --graph-mode none"),
+        ({"attention_backend": "flashinfer"}, "--attention-backend flashinfer needs a CUDA device"),
+        ({"page_size": 0}, "--page-size 0"),
+        ({"max_model_len": 509}, "--max-model-len 509: between 2 and 508"),
+        ({"max_model_len": 1}, "--max-model-len 1"),
+        ({"gpu_memory_utilization": 0.0}, "gpu_memory_utilization is 0.0"),
+    ],
+)
+def test_options_that_cannot_work(
+    directories: tuple[Path, Path], options: dict[str, Any], message: str
+) -> None:
+    """Bug: a bad option fails late, with a traceback, instead of naming value and remedy."""
+    with pytest.raises(ValueError, match=message):
+        Engine.from_pretrained(*directories, device="cpu", **options)
+
+
+def test_missing_files_are_named(tmp_path: Path) -> None:
+    """Bug: a wrong path or an incomplete directory is a FileNotFoundError of some library."""
+    with pytest.raises(ValueError, match="no such model directory"):
+        Engine.from_pretrained(tmp_path / "nowhere")
+    with pytest.raises(ValueError, match=r"no config\.json in this directory"):
+        Engine.from_pretrained(tmp_path)
+    target = make_target(tmp_path / "target", tokenizer=False)
+    with pytest.raises(ValueError, match=r"no tokenizer\.json"):
+        Engine.from_pretrained(target)
+    (target / "config.json").write_text("[1]")
+    with pytest.raises(ValueError, match="holds list, expected a JSON object"):
+        Engine.from_pretrained(target)
+    (target / "config.json").write_text("{")
+    with pytest.raises(ValueError, match="not readable JSON"):
+        Engine.from_pretrained(target)
+
+
+def test_dummy_weights_need_a_config_only(tmp_path: Path) -> None:
+    """Bug: load_format dummy still wants weights or a tokenizer."""
+    target = make_target(tmp_path / "target", tokenizer=False)
+    drafter = make_drafter(tmp_path / "drafter", target)
+    for directory in (target, drafter):
+        (directory / "model.safetensors").unlink()
+    with Engine.from_pretrained(target, drafter, load_format="dummy", buckets=(1,)) as engine:
+        assert engine.tokenizer is None
+        with pytest.raises(ValueError, match="no tokenizer; pass token ids"):
+            engine.generate("text")
+        (result,) = engine.generate([1, 2, 3], max_new_tokens=7, ignore_eos=True)
+        assert len(result.token_ids) == 7 and result.text == ""
+    with pytest.raises(ValueError, match="no tokenizer"):
+        Engine.from_pretrained(target, drafter)

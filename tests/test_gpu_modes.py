@@ -1,0 +1,216 @@
+"""Three graph modes run one chain: same tokens, same acceptance, on every bucket and length.
+
+bf16 on a GPU is not batch-invariant, so results are compared between modes at the same bucket, not
+with the CPU; that the chain itself is right is the golden tests' business.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+from graphengine.api import Engine
+from tests.checkpoints import make_drafter, make_target
+from tests.dflash_reference import force_drafts, load_target, plain_generate
+
+pytestmark = pytest.mark.gpu
+
+BLOCK = 8
+DEVICE: Any = "cuda"
+PROMPTS = [list(range(n, 3 * n + 4)) for n in range(1, 9)]
+
+
+class Mode(NamedTuple):
+    """A way to run the chains; those of one family must agree token for token."""
+
+    graph_mode: Any
+    attention_backend: Any
+    compile: bool = True
+
+
+FAMILIES: dict[str, list[Mode]] = {
+    "flashinfer": [Mode(m, "flashinfer") for m in ("none", "piecewise", "full")],
+    "triton": [Mode(m, "triton") for m in ("none", "piecewise", "full")],
+    "torch": [Mode("none", "torch", False), Mode("piecewise", "torch", False)],
+}
+
+
+class Pair(NamedTuple):
+    target: Path
+    drafter: Path
+
+    def engine(self, mode: Mode, *, draft: bool = True, **options: Any) -> Engine:
+        options = {"buckets": (1, 3, 8), "max_model_len": 480, "device": DEVICE} | options
+        return Engine.from_pretrained(
+            self.target, self.drafter if draft else None, **mode._asdict(), **options
+        )
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    directory = tmp_path_factory.mktemp("pair")
+    target = make_target(
+        directory / "target",
+        layers=3,
+        hidden=128,
+        heads=4,
+        kv_heads=2,
+        head_dim=64,
+        intermediate=256,
+        tie=False,
+        likely_tokens=4,
+        dtype="bfloat16",
+    )
+    drafter = make_drafter(
+        directory / "drafter", target, taps=(0, 2), block_size=BLOCK, dtype="bfloat16"
+    )
+    return Pair(target, drafter)
+
+
+def outcome(engine: Engine, prompts: Sequence[list[int]], count: int) -> list[Any]:
+    """Tokens and acceptance of every prompt."""
+    results = engine.generate(prompts, max_new_tokens=count, ignore_eos=True)
+    return [(r.token_ids, r.metrics.acceptance.steps_by_accepted) for r in results]
+
+
+def agree(found: dict[Mode, Any]) -> None:
+    first, *others = found
+    for other in others:
+        assert found[other] == found[first], f"{other} differs from {first}"
+
+
+@pytest.mark.parametrize("draft", [True, False])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_modes_agree(pair: Pair, family: str, draft: bool) -> None:
+    """Bug: a graph holds a stale address, shape or plan; padded rows of a bucket leak; the carry
+    between segments points at memory that a later capture has reused."""
+    found = {}
+    for mode in FAMILIES[family]:
+        with pair.engine(mode, draft=draft) as engine:
+            assert (engine.startup.num_graphs > 0) == (mode.graph_mode != "none")
+            # In turn: buckets full and partly filled, switched up and down.
+            found[mode] = [outcome(engine, PROMPTS[:n], 40) for n in (1, 8, 2, 3, 5, 1, 7)]
+    agree(found)
+    acceptance = [counts for runs in next(iter(found.values())) for _, counts in runs]
+    if draft:
+        assert sum(sum(counts[1:]) for counts in acceptance) > 0, "nothing was ever accepted"
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_ten_times_longer_than_captured(pair: Pair, family: str) -> None:
+    """Bug T12, T13: a graph is frozen at the length of its capture, or at the first request's."""
+    found = {}
+    for mode in FAMILIES[family]:
+        with pair.engine(mode) as engine:
+            found[mode] = [
+                outcome(engine, PROMPTS[:1], 3),
+                outcome(engine, PROMPTS[:3], 450),
+                outcome(engine, PROMPTS[:3], 2),
+                outcome(engine, PROMPTS[:1], 450),
+            ]
+    agree(found)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_acceptance_length(pair: Pair, family: str) -> None:
+    """Bug: replays after a certain number of accepted drafts read other positions or slots."""
+    found = {}
+    truth: dict[tuple[int, ...], list[int]] = {}
+    for mode in FAMILIES[family]:
+        with pair.engine(mode, buckets=(3,)) as engine:
+            if not truth:
+                for prompt in PROMPTS[:3]:
+                    ((ids, _),) = outcome(engine, [prompt], 150)
+                    truth[tuple(prompt)] = ids
+            force_drafts(engine, truth, lambda request, step: (step + request.request_id) % BLOCK)
+            found[mode] = outcome(engine, PROMPTS[:3], 120)
+    agree(found)
+    lengths = {
+        a for _, counts in next(iter(found.values())) for a, steps in enumerate(counts) if steps
+    }
+    assert lengths == set(range(BLOCK))
+
+
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+@pytest.mark.parametrize("graph_mode", ["none", "piecewise", "full"])
+def test_float32_equals_transformers(tmp_path: Path, graph_mode: str, backend: str) -> None:
+    """Bug: a CUDA kernel of ours computes something else than its torch reference does. In float32
+    margins are clear, so the CPU's tokens must come out."""
+    if (graph_mode, backend) == ("full", "torch"):
+        pytest.skip("the torch attention cannot be captured; refused, see test_api")
+    target = make_target(tmp_path / "target", tie=False, likely_tokens=4)
+    drafter = make_drafter(tmp_path / "drafter", target, block_size=4)
+    model = load_target(target)
+    mode = Mode(graph_mode, backend, compile=False)
+    with Pair(target, drafter).engine(mode, dtype="float32", page_size=4) as engine:
+        truth = {tuple(p): plain_generate(model, p, 60) for p in PROMPTS}
+        assert [ids for ids, _ in outcome(engine, PROMPTS, 50)] == [t[:50] for t in truth.values()]
+        force_drafts(engine, truth, lambda request, step: step % 4)
+        assert [ids for ids, _ in outcome(engine, PROMPTS, 50)] == [t[:50] for t in truth.values()]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_poisoned_cache_changes_nothing(pair: Pair, family: str) -> None:
+    """Bug T10: attention on the GPU reads what no row of the request has written."""
+    for mode in FAMILIES[family]:
+        found = {}
+        for poison in (False, True):
+            with pair.engine(mode) as engine:
+                prefill = engine._built.loop._prefill  # type: ignore[union-attr]
+                assert prefill.drafter is not None
+                for pool in (prefill.target.kv_pool, prefill.drafter.kv_pool):
+                    pool.fill_(float("nan") if poison else 0.0)
+                found[poison] = [outcome(engine, PROMPTS[:n], 60) for n in (8, 2, 1)]
+        assert found[True] == found[False], mode
+
+
+@pytest.mark.parametrize(
+    "mode",
+    [*FAMILIES["flashinfer"], *FAMILIES["triton"]],
+    ids=lambda mode: f"{mode.attention_backend}-{mode.graph_mode}",
+)
+@torch.no_grad()
+def test_a_step_never_waits(pair: Pair, mode: Mode) -> None:
+    """Bug: something in a step synchronises (`.item()`, a pageable copy, a blocking allocation)
+    and the GPU idles meanwhile. Loading a changed batch may wait; a step may not."""
+    with pair.engine(mode) as engine:
+        loop: Any = engine._built.loop  # type: ignore[union-attr]
+        for prompt in PROMPTS[:2]:
+            loop.submit(prompt, 200, frozenset())
+        loop.admit()
+        for _ in range(3):
+            loop.launch()
+            loop.collect()
+        for _ in range(5):
+            torch.cuda.set_sync_debug_mode("error")
+            try:
+                loop.launch()
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+            loop.collect()
+        loop.reset()
+
+
+def test_memory_returns(pair: Pair) -> None:
+    """Bug: graphs, pools or weights survive close(), so a second engine finds less memory; or the
+    buckets' graphs do not share one pool."""
+    mode = Mode("full", "triton", False)
+    before = None
+    sizes = []
+    for buckets in ((8,), (1, 3, 8), (1, 3, 8)):
+        engine = pair.engine(mode, buckets=buckets)
+        outcome(engine, PROMPTS[:1], 5)
+        sizes.append(torch.cuda.memory_allocated() - engine.startup.kv_pool_bytes)
+        engine.close()
+        del engine
+        gc.collect()
+        torch.cuda.empty_cache()
+        left = torch.cuda.memory_allocated()
+        before = left if before is None else before
+        assert left <= before + (1 << 20)
+    assert sizes[2] <= sizes[0] + (64 << 20), "the smaller buckets' graphs take their own memory"

@@ -19,7 +19,14 @@ from typing import Literal
 import torch
 
 from graphengine.build import Built, LoadFormat, Options, build
-from graphengine.config import AttentionBackend, DeviceName, DTypeName, EngineConfig, GraphMode
+from graphengine.config import (
+    AttentionBackend,
+    DeviceName,
+    DraftQuantization,
+    DTypeName,
+    EngineConfig,
+    GraphMode,
+)
 from graphengine.engine import DecodeLoop, StepOutput
 from graphengine.metrics import RequestMetrics, StartupMetrics
 from graphengine.profiles import ranges
@@ -84,6 +91,7 @@ class Engine:
         load_format: LoadFormat = "auto",
         gpu_memory_utilization: float = 0.9,
         simulate_acceptance: float | None = None,
+        draft_quantization: DraftQuantization = "none",
         progress: Callable[[str, float], None] = lambda what, share: None,
     ) -> Engine:
         """Loads, compiles and captures.
@@ -105,6 +113,8 @@ class Engine:
             gpu_memory_utilization: share of the GPU's memory that the engine may fill.
             simulate_acceptance: draw this mean acceptance length instead of comparing drafts;
                 for measuring speed without a trained drafter, the output is meaningless.
+            draft_quantization: "fp8" rounds the drafter's weights and its copy of the head; the
+                output stays the target's, acceptance may suffer.
             progress: called with (what, share done) while loading and building.
 
         Raises:
@@ -122,6 +132,7 @@ class Engine:
             load_format=load_format,
             gpu_memory_utilization=gpu_memory_utilization,
             simulate_acceptance=simulate_acceptance,
+            draft_quantization=draft_quantization,
         )
         return cls(build(target, draft, options, progress))
 

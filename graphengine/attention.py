@@ -158,7 +158,7 @@ class FlashInferAttention:
         from flashinfer import BatchPrefillWithPagedKVCacheWrapper
 
         self._config, self._page_size, self._causal = config, page_size, causal
-        self._dtype = dtype
+        self._dtype, self._device = dtype, workspace.device
         fixed: dict[str, Any] = {}
         if num_requests is not None:
 
@@ -178,8 +178,14 @@ class FlashInferAttention:
 
     def plan(self, layout: Layout) -> None:
         config = self._config
+        # The planner reads lengths on the host but copies the indices to the device; from pageable
+        # host memory it would wait for the stream, so they are sent ahead.
+        indices = layout.paged_kv_indices_cpu.to(self._device, non_blocking=True)
         self._wrapper.plan(
-            *layout,
+            layout.qo_indptr_cpu,
+            layout.paged_kv_indptr_cpu,
+            indices,
+            layout.paged_kv_last_page_len_cpu,
             config.num_attention_heads,
             config.num_key_value_heads,
             config.head_dim,

@@ -25,6 +25,7 @@ from graphengine.api import Engine
 from graphengine.build import Built
 from graphengine.config import DraftConfig, ModelConfig
 from graphengine.engine import DecodeLoop
+from graphengine.kernels.skinny_linear import SKINNY_T
 from graphengine.request import Request
 
 READ_BYTES = 4 << 30
@@ -129,7 +130,7 @@ def run_case(engine: Engine, case: Case, progress: Callable[[int], None]) -> Cas
             result.digest = _digest(requests)
         built.loop.reset()
     mean_context = context_tokens / len(result.step_ms)
-    result.step_bytes = weight_bytes(built) + mean_context * token_bytes(built)
+    result.step_bytes = weight_bytes(built, case.bucket) + mean_context * token_bytes(built)
     return result
 
 
@@ -158,15 +159,18 @@ def _digest(requests: list[Request]) -> str:
     return hashlib.sha256(repr(ids).encode()).hexdigest()[:16]
 
 
-def weight_bytes(built: Built) -> float:
+def weight_bytes(built: Built, num_requests: int) -> float:
     """Bytes of weights that one step reads: each forward reads its matrices once."""
     size = getattr(torch, built.config.dtype).itemsize
     target, draft = built.target, built.draft
     head = target.vocab_size * target.hidden_size
-    count = target.num_hidden_layers * target.num_layer_parameters + head
+    total = size * (target.num_hidden_layers * target.num_layer_parameters + head)
     if draft is not None:
-        count += _draft_parameters(draft) + head
-    return float(count * size)
+        is_fp8 = (
+            built.config.draft_quantization == "fp8" and num_requests * draft.block_size <= SKINNY_T
+        )
+        total += (1 if is_fp8 else size) * (_draft_parameters(draft) + head)
+    return float(total)
 
 
 def token_bytes(built: Built) -> float:

@@ -22,6 +22,7 @@ from graphengine.config import (
     AttentionBackend,
     DeviceName,
     DraftConfig,
+    DraftQuantization,
     DTypeName,
     EngineConfig,
     GraphMode,
@@ -33,11 +34,18 @@ from graphengine.forward import Drafter, Target
 from graphengine.hub import resolve
 from graphengine.kvcache import make_pool, page_bytes, pages_for
 from graphengine.metrics import StartupMetrics
+from graphengine.models.layers import quantize_fp8
 from graphengine.prefill import Prefill
 from graphengine.profiles import ranges
 from graphengine.simulate import acceptance_rate, make_simulation
 from graphengine.tokenizer import Tokenizer
-from graphengine.weights import Checkpoint, RandomSource, draft_weights, target_weights
+from graphengine.weights import (
+    Checkpoint,
+    RandomSource,
+    draft_weights,
+    quantized_draft_weights,
+    target_weights,
+)
 
 LoadFormat = Literal["auto", "dummy"]
 Progress = Callable[[str, float], None]
@@ -63,6 +71,7 @@ class Options:
     load_format: LoadFormat = "auto"
     gpu_memory_utilization: float = 0.9
     simulate_acceptance: float | None = None
+    draft_quantization: DraftQuantization = "none"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,6 +132,11 @@ def build(
         if draft_dir is not None and draft_config is not None:
             drafter_weights = draft_weights(source(draft_dir, 1), draft_config, positions, device)
             tensors += list(_tensors(drafter_weights))
+        quantized = quantized_head = None
+        if config.draft_quantization == "fp8" and drafter_weights is not None:
+            quantized = quantized_draft_weights(drafter_weights)
+            quantized_head = quantize_fp8(weights.lm_head_VD)
+            tensors += list(_tensors((quantized, quantized_head)))
         config, num_pages, pool_bytes = _size_pool(
             config, target_config, draft_config, dtype, device, options.max_model_len is not None
         )
@@ -136,6 +150,9 @@ def build(
             drafter = Drafter(
                 config=draft_config,
                 weights=drafter_weights,
+                lm_head_VD=weights.lm_head_VD,
+                quantized=quantized,
+                quantized_lm_head_VD=quantized_head,
                 kv_pool=make_pool(draft_config.model, num_pages, config.page_size, dtype, device),
             )
         buffers = StepBuffers.make(
@@ -265,6 +282,8 @@ def resolve_options(
         if draft is None:
             raise ValueError("--simulate-acceptance needs a drafter; pass --draft")
         acceptance_rate(options.simulate_acceptance, draft.block_size - 1)
+    if options.draft_quantization == "fp8" and draft is None:
+        raise ValueError("--draft-quantization fp8 needs a drafter; pass --draft")
     if options.page_size < 1:
         raise ValueError(f"--page-size {options.page_size}: at least 1 token")
     if not 0 < options.gpu_memory_utilization <= 1:
@@ -291,6 +310,7 @@ def resolve_options(
         max_model_len=length,
         gpu_memory_utilization=options.gpu_memory_utilization,
         simulate_acceptance=options.simulate_acceptance,
+        draft_quantization=options.draft_quantization,
     )
 
 

@@ -17,6 +17,7 @@ import click
 
 from graphengine import __version__
 from graphengine.cli_bench import bench
+from graphengine.cli_profile import profile
 from graphengine.prompts import Conversation, read_prompt_file
 
 STARTED_S = time.perf_counter()  # the start-up table counts from here
@@ -176,6 +177,12 @@ Exit codes: 0 done, 1 failed while running, 2 refused input, 130 interrupted."""
     help="Draw this mean acceptance length instead of comparing drafts; measures speed without a "
     "trained drafter, the text is meaningless.",
 )
+@click.option(
+    "--draft-quantization",
+    type=click.Choice(["none", "fp8"]),
+    default="none",
+    help="fp8: round the drafter's weights; verification keeps the output what the target says.",
+)
 @click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout, at the end.")
 @click.option("-q", "--quiet", is_flag=True, help="The text alone: no notes, progress or tables.")
 @click.option(
@@ -255,3 +262,4 @@ def _as_typed(params: dict[str, Any]) -> dict[str, Any]:
 
 
 main.add_command(bench)
+main.add_command(profile)

@@ -126,6 +126,12 @@ Examples:
 @click.option("--dtype", type=click.Choice(["auto", "bfloat16", "float32"]), default="auto")
 @click.option("--compile/--no-compile", "compile_", default=None)
 @click.option("--page-size", type=click.IntRange(min=1), default=16, show_default=True)
+@click.option(
+    "--draft-quantization",
+    type=click.Choice(["none", "fp8"]),
+    default="none",
+    help="fp8: round the drafter's weights; verification keeps the output what the target says.",
+)
 @click.option("--seed", type=int, default=0, show_default=True, help="Of the random prompts.")
 @click.option("--output-json", type=click.Path(path_type=Path), help="Write the result file here.")
 @click.option("--commit", metavar="SHA", help="Commit to record where the checkout has no history.")
@@ -180,6 +186,7 @@ def _bench(model: str | None, draft: str | None, options: dict[str, Any]) -> Non
             max_model_len=_longest(model, draft, max(input_lens) + output_len + block_room),
             load_format=load_format,
             simulate_acceptance=simulated,
+            draft_quantization=options["draft_quantization"] if draft else "none",
         )
         startup_s = time.perf_counter() - began
         config = engine.config
@@ -233,7 +240,10 @@ def _bench(model: str | None, draft: str | None, options: dict[str, Any]) -> Non
         "modes": configs,
         "token_digests": digests,
         "tokens_equal_across_modes": same,
-        **{name: options[name] for name in ("output_len", "num_iters", "warmup", "seed")},
+        **{
+            name: options[name]
+            for name in ("output_len", "num_iters", "warmup", "seed", "draft_quantization")
+        },
     }
     if options["output_json"]:
         env = environment(options["commit"])

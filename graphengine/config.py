@@ -18,6 +18,7 @@ GraphMode = Literal["none", "piecewise", "full"]
 AttentionBackend = Literal["flashinfer", "triton", "torch"]
 DeviceName = Literal["cpu", "cuda"]
 DTypeName = Literal["bfloat16", "float32"]
+DraftQuantization = Literal["none", "fp8"]
 
 _ROPE_KEYS: dict[str, frozenset[str]] = {
     "default": frozenset(),
@@ -369,6 +370,7 @@ class EngineConfig:
     `buckets`: ascending batch sizes that are captured. `max_model_len`: most tokens (prompt and
     generated) of one request. `prefill_chunk`: rows of one prefill forward. `simulate_acceptance`:
     a mean acceptance length to draw instead of comparing drafts (measuring speed only).
+    `draft_quantization`: "fp8" rounds the drafter's matrices; the output stays the target's.
     """
 
     device: DeviceName
@@ -383,6 +385,7 @@ class EngineConfig:
     prefill_chunk: int = 2048
     gpu_memory_utilization: float = 0.9
     simulate_acceptance: float | None = None
+    draft_quantization: DraftQuantization = "none"
 
     @property
     def plans_attention(self) -> bool:

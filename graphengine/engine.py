@@ -180,7 +180,8 @@ class DecodeLoop:
                 if self._in_flight:
                     return
                 self._bucket = self._load()
-            self._queue_step(self._bucket)
+            with ranges.range_(ranges.STEP):
+                self._queue_step(self._bucket)
 
     def _queue_step(self, bucket: Bucket) -> None:
         layout = self._layout(bucket.size) if self.config.plans_attention else None

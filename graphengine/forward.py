@@ -24,8 +24,10 @@ from graphengine.kernels.accept import accept_and_advance_
 from graphengine.kernels.argmax import argmax_rows
 from graphengine.kernels.context_kv import context_kv_write_
 from graphengine.kernels.qk_norm_rope import qk_norm_rope_write_
+from graphengine.kernels.skinny_linear import SKINNY_T
 from graphengine.models import dflash, qwen3
 from graphengine.models.dflash import DraftWeights
+from graphengine.models.layers import Matrix
 from graphengine.models.qwen3 import LayerWeights, Weights
 from graphengine.profiles import ranges
 from graphengine.simulate import Simulation, force_acceptance_
@@ -54,7 +56,17 @@ class Drafter:
 
     config: DraftConfig
     weights: DraftWeights
+    lm_head_VD: Matrix
     kv_pool: Tensor
+    quantized: DraftWeights | None = None
+    """The same weights in FP8 with `quantized_lm_head_VD`, for as many rows as our GEMM takes."""
+    quantized_lm_head_VD: Matrix | None = None
+
+    def at(self, num_rows: int) -> tuple[DraftWeights, Matrix]:
+        """Weights and head for a forward of `num_rows` rows."""
+        if self.quantized is None or self.quantized_lm_head_VD is None or num_rows > SKINNY_T:
+            return self.weights, self.lm_head_VD
+        return self.quantized, self.quantized_lm_head_VD
 
 
 # --- segments: pure but for the declared cache writes; compiled one by one ---
@@ -91,7 +103,7 @@ def middle_segment(
 def last_segment(
     done: LayerWeights,
     norm_D: Tensor,
-    lm_head_VD: Tensor,
+    lm_head_VD: Matrix,
     h_TD: Tensor,
     attn_TNH: Tensor,
     eps: float,
@@ -104,7 +116,7 @@ def last_segment(
 def draft_last_segment(
     done: LayerWeights,
     norm_D: Tensor,
-    lm_head_VD: Tensor,
+    lm_head_VD: Matrix,
     h_TD: Tensor,
     attn_TNH: Tensor,
     block_length: int,
@@ -331,11 +343,11 @@ def context_chain(
     attends to them, so no shape depends on how many were accepted.
     """
 
+    weights, _ = drafter.at(taps_TC.shape[0])
+
     def context(carry: Carry) -> Carry:
         eps = drafter.config.model.rms_norm_eps
-        return segments.context(
-            drafter.weights, taps_TC, positions_T, slots_T, drafter.kv_pool, eps
-        )
+        return segments.context(weights, taps_TC, positions_T, slots_T, drafter.kv_pool, eps)
 
     return [Dense(ranges.DRAFT_CONTEXT, context)]
 
@@ -348,7 +360,8 @@ def draft_chain(
     segments: Segments,
 ) -> list[Step]:
     """[anchor, MASK..] -> draft ids, one non-causal forward over the block."""
-    config, weights = drafter.config, drafter.weights
+    config = drafter.config
+    weights, lm_head_VD = drafter.at(buffers.positions_T.shape[0])
     eps = config.model.rms_norm_eps
     rows = Rows(buffers.block_ids_BG.view(-1), buffers.positions_T, buffers.slots_T)
     steps = layer_steps(
@@ -369,7 +382,7 @@ def draft_chain(
         (logits_TV,) = segments.draft_last(
             weights.layers[-1],
             weights.norm_D,
-            target.weights.lm_head_VD,
+            lm_head_VD,
             h_TD,
             attn_TNH,
             config.block_size,

@@ -129,7 +129,9 @@ def print_tables(
 
 
 def _table(console: Console) -> Table:
-    return Table(box=box.SIMPLE_HEAD if console.is_terminal else None, pad_edge=False)
+    if console.is_terminal:
+        return Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+    return Table(box=None, pad_edge=False)
 
 
 def _startup_table(console: Console, startup_s: dict[str, float]) -> Table:
@@ -145,11 +147,13 @@ def _startup_table(console: Console, startup_s: dict[str, float]) -> Table:
 def _result_table(console: Console, answers: Sequence[Answer], generate_s: float) -> Table:
     drafts = _merged(answers).num_draft_tokens > 0
     table = _table(console)
-    table.add_column("prompt")
-    names = ["tokens", "TTFT ms", "ms/token", "ms/step", "tokens/s"]
-    for name in names + (["acceptance length", "accepted drafts"] if drafts else []):
-        table.add_column(name, justify="right")
-    table.add_column("ended by")
+    # Two-line headers: the table fits 80 columns.
+    names = ["tokens", "TTFT\nms", "ms per\ntoken", "ms per\nstep", "tokens\nper s"]
+    names += ["accept.\nlength", "accepted\ndrafts"] if drafts else []
+    table.add_column("prompt", no_wrap=True)
+    for name in names:
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("ended\nby", no_wrap=True)
 
     def accepted(acceptance: Acceptance) -> list[str]:
         if not drafts:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from graphengine.config import DraftConfig, ModelConfig
 from graphengine.models.dflash import DraftWeights
-from graphengine.models.layers import rope_table
+from graphengine.models.layers import dense, quantize_fp8, rope_table
 from graphengine.models.qwen3 import LayerWeights, Weights
 
 Progress = Callable[[int, int], None]
@@ -181,7 +181,7 @@ def draft_weights(
     layers = tuple(_layer(source, f"layers.{i}.", model) for i in range(model.num_hidden_layers))
     norm = source.take("norm.weight", hidden)
     source.finish()
-    context_kv = torch.cat([layer.qkv_ED[model.q_size :] for layer in layers])
+    context_kv = torch.cat([dense(layer.qkv_ED, fc.dtype)[model.q_size :] for layer in layers])
     bias = None
     if model.attention_bias:
         biases = [layer.qkv_bias_E for layer in layers if layer.qkv_bias_E is not None]
@@ -189,6 +189,27 @@ def draft_weights(
     k_norms = torch.stack([layer.k_norm_H for layer in layers])
     rope = rope_table(model.rope, model.head_dim, num_positions, device)
     return DraftWeights(fc, hidden_norm, context_kv, bias, k_norms, layers, norm, rope)
+
+
+def quantized_draft_weights(weights: DraftWeights) -> DraftWeights:
+    """The drafter with every matrix in FP8, rounded row by row; norms and biases are shared.
+
+    Lossless for the output: the target verifies every draft. Only acceptance can suffer.
+    """
+    layers = tuple(
+        layer._replace(
+            **{
+                name: quantize_fp8(dense(getattr(layer, name), torch.bfloat16))
+                for name in ("qkv_ED", "o_DF", "gate_up_JD", "down_DI")
+            }
+        )
+        for layer in weights.layers
+    )
+    return weights._replace(
+        fc_DC=quantize_fp8(dense(weights.fc_DC, torch.bfloat16)),
+        context_kv_XD=quantize_fp8(dense(weights.context_kv_XD, torch.bfloat16)),
+        layers=layers,
+    )
 
 
 def _layer(source: TensorSource, prefix: str, config: ModelConfig) -> LayerWeights:

@@ -46,6 +46,11 @@ def norm_rope_reference(
     return torch.cat((lo * cos - hi * sin, hi * cos + lo * sin), dim=-1)
 
 
+def sum_partials(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """[Z, T, E] fp32 partials -> their sum [T, E] in `dtype`; [T, E] as it is."""
+    return x.sum(0).to(dtype) if x.dim() == 3 else x
+
+
 def qk_norm_rope_write_reference_(
     qkv_TE: torch.Tensor,
     q_norm_H: torch.Tensor,
@@ -58,6 +63,7 @@ def qk_norm_rope_write_reference_(
 ) -> torch.Tensor:
     """`qk_norm_rope_write_` in plain torch, for any device and head dim. Mutates: kv_cache."""
     page_size, K, H = kv_cache.shape[2:]
+    qkv_TE = sum_partials(qkv_TE, kv_cache.dtype)
     T, N = qkv_TE.shape[0], qkv_TE.shape[1] // H - 2 * K
     qkv_TXH = qkv_TE.reshape(T, N + 2 * K, H)
     rope_TH = rope_PH[positions_T]
@@ -91,6 +97,7 @@ def qk_norm_rope_write_(
 
     Args:
         qkv_TE: [T, (N+2K)*H], rows q | k | v, bf16/fp16/fp32; last stride 1, row stride free.
+            Or fp32 partials [Z, T, (N+2K)*H] of a split-K GEMM, which are added up here.
         q_norm_H, k_norm_H: [H], contiguous.
         rope_PH: fp32 [P, H], contiguous; cos in [:, :H/2], sin in [:, H/2:].
         positions_T: int64 or int32 [T], 0 <= position < P (not checked on the device).
@@ -105,11 +112,16 @@ def qk_norm_rope_write_(
     Source: Qwen3's attention (per-head q_norm/k_norm before the rotation).
     """
     K, H = kv_cache.shape[3:]
-    check_norm_rope_inputs(qkv_TE, k_norm_H, rope_PH, positions_T, slots_T, kv_cache)
-    N = qkv_TE.shape[1] // H - 2 * K
-    if N <= 0 or qkv_TE.shape[1] % H:
+    num_splits = qkv_TE.shape[0] if qkv_TE.dim() == 3 else 1
+    rows_TE = qkv_TE[0] if qkv_TE.dim() == 3 else qkv_TE
+    check_norm_rope_inputs(
+        rows_TE, k_norm_H, rope_PH, positions_T, slots_T, kv_cache, partial=qkv_TE.dim() == 3
+    )
+    T, E = rows_TE.shape
+    N = E // H - 2 * K
+    if N <= 0 or E % H:
         raise ValueError(
-            f"qkv has {qkv_TE.shape[1]} columns; need (N + 2*{K}) * {H} with N >= 1: "
+            f"qkv has {E} columns; need (N + 2*{K}) * {H} with N >= 1: "
             "pack the projections as q | k | v"
         )
     if q_norm_H.shape != (H,) or k_norm_H.shape != (H,):
@@ -121,8 +133,7 @@ def qk_norm_rope_write_(
             qkv_TE, q_norm_H, k_norm_H, rope_PH, positions_T, slots_T, kv_cache, eps
         )
     check_kernel_head_dim(H)
-    T = qkv_TE.shape[0]
-    q_TNH = torch.empty((T, N, H), dtype=qkv_TE.dtype, device=qkv_TE.device)
+    q_TNH = torch.empty((T, N, H), dtype=kv_cache.dtype, device=qkv_TE.device)
     if T == 0:
         return q_TNH
     num_heads = N + 2 * K
@@ -135,9 +146,11 @@ def qk_norm_rope_write_(
         slots_T,
         kv_cache,
         q_TNH,
+        rows_TE.stride(0),
         qkv_TE.stride(0),
         kv_cache.stride(0),
         eps,
+        Z=num_splits,
         N=N,
         K=K,
         H=H,
@@ -163,6 +176,7 @@ def check_norm_rope_inputs(
     positions_T: torch.Tensor,
     slots_T: torch.Tensor,
     kv: torch.Tensor,
+    partial: bool = False,
 ) -> None:
     """Raises: ValueError for what no path supports (shared with context_kv)."""
     T, H, page_size = x_TX.shape[0], kv.shape[-1], kv.shape[-3]
@@ -170,8 +184,11 @@ def check_norm_rope_inputs(
         raise ValueError(f"head_dim {H} is odd: the half-split rotation needs an even head_dim")
     if x_TX.stride(1) != 1:
         raise ValueError(f"rows have stride {x_TX.stride(1)} inside; make the last dim contiguous")
-    if x_TX.dtype != kv.dtype:
-        raise ValueError(f"rows are {x_TX.dtype} but the cache is {kv.dtype}; use one dtype")
+    wanted = torch.float32 if partial else kv.dtype
+    if x_TX.dtype != wanted:
+        raise ValueError(
+            f"rows are {x_TX.dtype} but the cache is {kv.dtype}; use one dtype, or float32 partials"
+        )
     if rope_PH.dtype != torch.float32 or rope_PH.shape[1] != H:
         raise ValueError(
             f"rope table is {rope_PH.dtype} {tuple(rope_PH.shape)}; need float32 [P, {H}]"
@@ -212,8 +229,10 @@ def _qk_norm_rope_write_kernel(
     kv_cache,
     q_out,
     qkv_row_stride,
+    split_stride,
     cache_plane_stride,
     eps,
+    Z: tl.constexpr,
     N: tl.constexpr,
     K: tl.constexpr,
     H: tl.constexpr,
@@ -229,6 +248,9 @@ def _qk_norm_rope_write_kernel(
     row = qkv + t * qkv_row_stride + head[:, None] * H + dim
     lo_in = tl.load(row, mask=live, other=0.0)
     hi_in = tl.load(row + H // 2, mask=live, other=0.0)
+    for split in tl.static_range(1, Z):
+        lo_in += tl.load(row + split * split_stride, mask=live, other=0.0)
+        hi_in += tl.load(row + split * split_stride + H // 2, mask=live, other=0.0)
     cos_sin = rope + tl.load(positions + t).to(tl.int64) * H + dim
     cos, sin = tl.load(cos_sin), tl.load(cos_sin + H // 2)
     w_lo = tl.where(is_q, tl.load(q_norm + dim), tl.load(k_norm + dim)).to(tl.float32)
@@ -236,8 +258,9 @@ def _qk_norm_rope_write_kernel(
     lo, hi = norm_rope(  # pyright: ignore[reportGeneralTypeIssues]
         lo_in.to(tl.float32), hi_in.to(tl.float32), w_lo, w_hi.to(tl.float32), cos, sin, eps, H
     )
-    lo = tl.where(is_v, lo_in, lo.to(lo_in.dtype))
-    hi = tl.where(is_v, hi_in, hi.to(hi_in.dtype))
+    dtype = kv_cache.dtype.element_ty
+    lo = tl.where(is_v, lo_in.to(dtype), lo.to(dtype))
+    hi = tl.where(is_v, hi_in.to(dtype), hi.to(dtype))
 
     q_row = q_out + (t * N + head[:, None]) * H + dim
     tl.store(q_row, lo, mask=is_q)

@@ -24,6 +24,10 @@ Two kernels: `_tma_kernel` (Gluon, Hopper: TMA into a ring of stages, wgmma) and
 Legend: T rows (decode: requests * block), D inputs, E outputs, I MLP width, J = 2 * I, Z splits.
 """
 
+# A Gluon kernel is not Python to a type checker: its parameters are constexpr only by annotation.
+# pyright: reportArgumentType=false, reportAssignmentType=false, reportCallIssue=false
+# pyright: reportGeneralTypeIssues=false, reportIndexIssue=false, reportOperatorIssue=false
+
 from typing import NamedTuple
 
 import torch
@@ -285,11 +289,13 @@ def _launch(
     cols = num_columns(T)
     items = _cdiv(E, config.rows) * config.num_splits
     width = split_width(D, config.num_splits, config.block_k)
+    capability = torch.cuda.get_device_capability(x_TD.device) if x_TD.is_cuda else (0, 0)
+    pdl = config.pdl if capability >= (9, 0) else PDL_OFF
     sizes = {"ROWS": config.rows, "COLS": cols, "BLOCK_K": config.block_k}
-    flags = {"SWIGLU": swiglu, "SCALED": scale_E is not None, "PDL": config.pdl}
-    options = {"num_warps": config.num_warps} | ({"launch_pdl": True} if config.pdl else {})
+    flags = {"SWIGLU": swiglu, "SCALED": scale_E is not None, "PDL": pdl}
+    options = {"num_warps": config.num_warps} | ({"launch_pdl": True} if pdl else {})
     scale = x_TD if scale_E is None else scale_E  # a pointer that is not read
-    if config.use_tma and _takes_tma(x_TD, weight_ED):
+    if config.use_tma and capability[0] == 9 and _takes_tma(x_TD, weight_ED):
         weight_layout, x_layout = (
             gl.NVMMASharedLayout.get_default_for([height, config.block_k], _gluon_dtype(tensor))
             for height, tensor in ((config.rows, weight_ED), (cols, x_TD))
@@ -325,9 +331,7 @@ def _launch(
 
 
 def _takes_tma(x_TD: torch.Tensor, weight_ED: torch.Tensor) -> bool:
-    """Hopper, 16-bit activations, and rows that begin at multiples of 16 bytes."""
-    if not x_TD.is_cuda or torch.cuda.get_device_capability(x_TD.device)[0] != 9:
-        return False
+    """16-bit activations, and rows that begin at multiples of 16 bytes."""
     aligned = all(
         x.data_ptr() % 16 == 0 and x.stride(0) * x.element_size() % 16 == 0
         for x in (x_TD, weight_ED)

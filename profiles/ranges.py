@@ -14,6 +14,7 @@ Names, for a chain of two attention layers:
 The drafter's chain is preceded by `draft.context`. The accept kernel is `accept`.
 """
 
+import re
 from types import TracebackType
 from typing import Any, Literal, Protocol
 
@@ -24,8 +25,12 @@ StepClass = Literal["dense", "attention", "host"]
 
 CHAINS: tuple[Chain, ...] = ("prefill", "decode", "draft", "verify")
 
+# The host queues one decode step; every phase of it lies inside.
+STEP = "step"
+
 # What the host is doing; never inside a chain's replay.
 HOST_PHASES = (
+    STEP,
     "load",
     "capture",
     "plan",
@@ -80,6 +85,14 @@ def step_class(name: str) -> StepClass:
     if name in HOST_PHASES:
         return "host"
     return "dense"
+
+
+def is_name(text: str) -> bool:
+    """Whether a text follows the rule above; for traces that have lost the domain."""
+    if text in HOST_PHASES or text in (DRAFT_CONTEXT, PREFILL_CONTEXT, ACCEPT):
+        return True
+    chain, _, step = text.partition(".")
+    return chain in CHAINS and re.fullmatch(r"\d{2,}|L\d+\.attn", step) is not None
 
 
 class Domain(Protocol):

@@ -51,6 +51,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "report": {"api", "config", "metrics", "prompts"},
     "prompts": set(),
     "cli_bench": {"*"},
+    "cli_profile": {"*"},
+    "cli_graphs": {"*"},
     "__main__": {"cli"},
     "": {"api", "config", "hub"},  # graphengine/__init__.py
 }
@@ -63,7 +65,7 @@ DOORS: dict[str, set[str]] = {
     "huggingface_hub": {"hub", "weights"},
     "triton": {"kernels"},
     "nvtx": {"profiles.ranges"},
-    "click": {"cli", "cli_bench"},
+    "click": {"cli", "cli_bench", "cli_profile", "cli_graphs"},
 }
 
 # full dotted name (and all below it) -> the modules that may use it

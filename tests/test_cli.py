@@ -4,6 +4,7 @@ in a real one.
 """
 
 import importlib.util
+import io
 import json
 import os
 import pty
@@ -275,6 +276,43 @@ def test_json(cli: Run, draft: Path) -> None:
     assert [r["token_ids"] for r in plain["results"]] == [r["token_ids"] for r in results]
 
 
+def test_tables_fit_a_terminal() -> None:
+    """Bug: on 80 columns rich cuts the headers to "ms/to.." and the table cannot be read."""
+    from rich.console import Console
+
+    from graphengine import report
+    from graphengine.api import GenerationResult
+    from graphengine.metrics import Acceptance, RequestMetrics, StartupMetrics
+
+    acceptance = Acceptance(15, [90000, *[9000] * 15])
+    metrics = RequestMetrics(
+        num_prompt_tokens=10,
+        num_output_tokens=100000,
+        ttft_ms=12345.6,
+        decode_ms=9876543.0,
+        acceptance=acceptance,
+    )
+    result = GenerationResult(text="", token_ids=[], finish_reason="cancelled", metrics=metrics)
+    startup = StartupMetrics(
+        load_s=1,
+        compile_s=1,
+        capture_s=1,
+        weight_bytes=1,
+        kv_pool_bytes=1,
+        num_pages=1,
+        num_graphs=1,
+    )
+    answers = [report.Answer(i, turn, "x", result) for i in range(20) for turn in (0, 1)]
+    screen = io.StringIO()
+    console = Console(width=80, file=screen, force_terminal=True, color_system=None)
+    report.print_tables(console, {"import_s": 1.0}, startup, answers, 9876.5)
+    text = screen.getvalue()
+    for word in ("prompt", "tokens", "TTFT", "ms per", "accept.", "accepted", "cancelled", "5.80"):
+        assert word in text
+    assert "\u2026" not in text
+    assert "24 more answers" in text
+
+
 def test_prompt_file_turns(cli: Run, tmp_path: Path) -> None:
     """Bug: a later turn is asked without the answers in between, or answers change places."""
     path = tmp_path / "turns.jsonl"
@@ -310,8 +348,10 @@ def test_note_on_plain_decoding(cli: Run) -> None:
     assert cli(*args, "--quiet").stderr == ""
 
 
-@pytest.mark.parametrize(("env", "args", "expected"), [("1", [], 1), ("0", [], 0), ("", [], 0)])
-def test_nvtx_variable(
+@pytest.mark.parametrize(
+    ("env", "args", "expected"), [("1", [], 1), ("0", [], 0), ("", [], 0), ("", ["--nvtx"], 1)]
+)
+def test_nvtx_switches(
     cli: Run, monkeypatch: pytest.MonkeyPatch, env: str, args: list[str], expected: int
 ) -> None:
     """Bug: a profile under nsys has no ranges because the variable is not passed down."""

@@ -15,16 +15,16 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from graphengine.models.layers import linear, rms_norm
+from graphengine.models.layers import Matrix, linear, linear_partials, rms_norm
 from graphengine.models.qwen3 import LayerWeights
 
 
 class DraftWeights(NamedTuple):
     """A whole drafter; embedding and head are the target's."""
 
-    fc_DC: Tensor  # columns in the order of target_layer_ids
+    fc_DC: Matrix  # columns in the order of target_layer_ids
     hidden_norm_D: Tensor
-    context_kv_XD: Tensor  # rows [L, 2, K, H]: every layer's k_proj and v_proj
+    context_kv_XD: Matrix  # rows [L, 2, K, H]: every layer's k_proj and v_proj
     context_kv_bias_X: Tensor | None
     k_norm_LH: Tensor
     layers: tuple[LayerWeights, ...]
@@ -41,5 +41,8 @@ def context(weights: DraftWeights, taps_TC: Tensor, eps: float) -> Tensor:
     Returns:
         kv_TX: [T, X], each row laid out [L, 2, K, H].
     """
-    ctx_TD = rms_norm(linear(taps_TC, weights.fc_DC), weights.hidden_norm_D, eps)
+    fused_TD = linear_partials(taps_TC, weights.fc_DC)
+    if fused_TD.dim() == 3:
+        fused_TD = fused_TD.sum(0).to(taps_TC.dtype)
+    ctx_TD = rms_norm(fused_TD, weights.hidden_norm_D, eps)
     return linear(ctx_TD, weights.context_kv_XD, weights.context_kv_bias_X)

@@ -8,12 +8,21 @@ differ by at most the order of a reduction.
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from graphengine.config import RopeConfig
+from graphengine.kernels.skinny_linear import (
+    SkinnyConfig,
+    choose_config,
+    quantize_rows_fp8,
+    skinny_linear,
+    skinny_linear_partials,
+    skinny_swiglu,
+)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -32,18 +41,84 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return (x32 * scale * weight.float()).to(x.dtype)
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """`x @ weight^T + bias`: x [T, in], weight [out, in] -> [T, out]."""
-    return F.linear(x, weight, bias)
+class Fp8Matrix(NamedTuple):
+    """A matrix whose rows are rounded to FP8 with one scale each: `row = weight * scale`."""
+
+    weight_ED: Tensor  # float8_e4m3fn
+    scale_E: Tensor  # float32
+
+    def dense(self, dtype: torch.dtype) -> Tensor:
+        """The rounded matrix [E, D] in `dtype`."""
+        return (self.weight_ED.float() * self.scale_E[:, None]).to(dtype)
+
+
+Matrix = Tensor | Fp8Matrix
+
+
+def linear(x: Tensor, matrix: Matrix, bias: Tensor | None = None) -> Tensor:
+    """`x @ matrix^T + bias`: x [T, in], matrix [out, in] -> [T, out] in x's dtype."""
+    config = skinny_config(x, matrix) if bias is None else None
+    if config is not None and config.num_splits == 1:
+        weight, scale = _weight(matrix)
+        return skinny_linear(x, weight, config=config, scale_E=scale)
+    return F.linear(x, dense(matrix, x.dtype), bias)
+
+
+def linear_partials(x: Tensor, matrix: Matrix, bias: Tensor | None = None) -> Tensor:
+    """`linear` for a consumer that adds partial sums.
+
+    Returns:
+        [T, out] in x's dtype, or float32 [Z, T, out] whose sum over Z is the product. The consumer
+        reads the product anyway; adding there saves the kernel that would only add.
+    """
+    config = skinny_config(x, matrix) if bias is None else None
+    if config is None:
+        return F.linear(x, dense(matrix, x.dtype), bias)
+    weight, scale = _weight(matrix)
+    return skinny_linear_partials(x, weight, config=config, scale_E=scale)
+
+
+def linear_swiglu(x: Tensor, gate_up: Matrix) -> Tensor:
+    """`swiglu(x @ gate_up^T)`: rows packed [gate | up], [T, D] -> [T, I]."""
+    config = skinny_config(x, gate_up, swiglu=True)
+    if config is None:
+        return swiglu(F.linear(x, dense(gate_up, x.dtype)))
+    weight, scale = _weight(gate_up)
+    return skinny_swiglu(x, weight, config=config, scale_J=scale)
+
+
+def skinny_config(x: Tensor, matrix: Matrix, swiglu: bool = False) -> SkinnyConfig | None:
+    """Our GEMM's launch for these shapes; None where cuBLAS streams the weights as well."""
+    weight, _ = _weight(matrix)
+    if not x.is_cuda or x.dtype != torch.bfloat16:
+        return None
+    (rows, inputs), outputs = x.shape, weight.shape[0]
+    return choose_config(rows, outputs, inputs, weight.element_size(), swiglu)
+
+
+def dense(matrix: Matrix, dtype: torch.dtype) -> Tensor:
+    """The matrix as one tensor; FP8 is multiplied out."""
+    return matrix.dense(dtype) if isinstance(matrix, Fp8Matrix) else matrix
+
+
+def quantize_fp8(matrix: Tensor) -> Fp8Matrix:
+    """Rounds a matrix row by row."""
+    return Fp8Matrix(*quantize_rows_fp8(matrix))
+
+
+def _weight(matrix: Matrix) -> tuple[Tensor, Tensor | None]:
+    return (matrix.weight_ED, matrix.scale_E) if isinstance(matrix, Fp8Matrix) else (matrix, None)
 
 
 def add(residual: Tensor, update: Tensor) -> Tensor:
-    """`residual + update`, added in float32, rounded once.
+    """`residual + update`, added in float32, rounded once; `update` may be partial sums [Z, T, D].
 
     In float32 on purpose: Inductor turns a plain `h + x @ W` into an addmm, which first copies h
     into the output (1.4 us a GEMM on an H200, twice a layer). Cast, the sum fuses into the norm
     that follows instead. Delete the casts when Inductor stops preferring addmm.
     """
+    if update.dim() == 3:
+        update = update.sum(0)
     return (residual.float() + update.float()).to(residual.dtype)
 
 

@@ -15,22 +15,22 @@ from typing import NamedTuple
 import torch.nn.functional as F
 from torch import Tensor
 
-from graphengine.models.layers import add, linear, rms_norm, swiglu
+from graphengine.models.layers import Matrix, add, linear, linear_partials, linear_swiglu, rms_norm
 
 
 class LayerWeights(NamedTuple):
     """One decoder layer, fields in the order of use."""
 
     input_norm_D: Tensor
-    qkv_ED: Tensor  # rows [q | k | v]
+    qkv_ED: Matrix  # rows [q | k | v]
     qkv_bias_E: Tensor | None
     q_norm_H: Tensor
     k_norm_H: Tensor
-    o_DF: Tensor
+    o_DF: Matrix
     o_bias_D: Tensor | None
     post_norm_D: Tensor
-    gate_up_JD: Tensor  # rows [gate | up]
-    down_DI: Tensor
+    gate_up_JD: Matrix  # rows [gate | up]
+    down_DI: Matrix
 
 
 class Weights(NamedTuple):
@@ -49,20 +49,22 @@ def embed(embed_VD: Tensor, token_ids_T: Tensor) -> Tensor:
 
 
 def pre_attention(layer: LayerWeights, h_TD: Tensor, eps: float) -> Tensor:
-    """Input norm and the packed projection: `rms_norm(h) @ Wqkv^T` -> qkv_TE, rows [q | k | v].
+    """Input norm and the packed projection: `rms_norm(h) @ Wqkv^T` -> qkv_TE, rows [q | k | v],
+    or its partial sums qkv_ZTE.
 
     Per-head norm, rope and the cache write follow in `kernels.qk_norm_rope`, one kernel on a GPU.
     """
-    return linear(rms_norm(h_TD, layer.input_norm_D, eps), layer.qkv_ED, layer.qkv_bias_E)
+    x_TD = rms_norm(h_TD, layer.input_norm_D, eps)
+    return linear_partials(x_TD, layer.qkv_ED, layer.qkv_bias_E)
 
 
 def post_attention(layer: LayerWeights, h_TD: Tensor, attn_TNH: Tensor, eps: float) -> Tensor:
     """`h += attn @ Wo^T;  h += down(swiglu(rms_norm(h)))` -> h_TD."""
-    h_TD = add(h_TD, linear(attn_TNH.flatten(1), layer.o_DF, layer.o_bias_D))
+    h_TD = add(h_TD, linear_partials(attn_TNH.flatten(1), layer.o_DF, layer.o_bias_D))
     x_TD = rms_norm(h_TD, layer.post_norm_D, eps)
-    return add(h_TD, linear(swiglu(linear(x_TD, layer.gate_up_JD)), layer.down_DI))
+    return add(h_TD, linear_partials(linear_swiglu(x_TD, layer.gate_up_JD), layer.down_DI))
 
 
-def logits(norm_D: Tensor, lm_head_VD: Tensor, h_TD: Tensor, eps: float) -> Tensor:
+def logits(norm_D: Tensor, lm_head_VD: Matrix, h_TD: Tensor, eps: float) -> Tensor:
     """Final norm and head: `rms_norm(h) @ W^T` -> logits_TV in h's dtype."""
     return linear(rms_norm(h_TD, norm_D, eps), lm_head_VD)

@@ -164,3 +164,19 @@ def test_head_dim_that_is_no_power_of_two(device) -> None:
         q = qk_norm_rope_write_(*args)
         expected = normed_and_rotated(qkv[2, H : 2 * H], q_norm, angle[positions[2]])
         torch.testing.assert_close(q[2, 1].double(), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("num_splits", [1, 3])
+def test_adds_partials(device, dtype, num_splits) -> None:
+    """Bug: a split left out, or added after the norm, when the GEMM hands over fp32 partials."""
+    qkv, q_norm, k_norm, rope, _, positions, slots, cache = make(device, dtype, 7, 5, 3, 64, 4)
+    partials = torch.randn(num_splits, *qkv.shape, device=device)
+    expected = cache.clone()
+    arguments = (q_norm, k_norm, rope, positions, slots)
+    q = qk_norm_rope_write_(partials, *arguments, cache, EPS)
+    q_expected = qk_norm_rope_write_(partials.sum(0).to(dtype), *arguments, expected, EPS)
+    tolerance = {"rtol": 2e-2, "atol": 2e-2} if dtype == torch.bfloat16 else TOLERANCE[dtype]
+    torch.testing.assert_close(q, q_expected, **tolerance)
+    torch.testing.assert_close(cache, expected, equal_nan=True, **tolerance)
+    assert q.dtype == dtype

@@ -1,0 +1,228 @@
+"""Nsight Systems: how it is run on ourselves, and its SQLite export read as a `Trace`.
+
+Presets: `graph` traces a CUDA graph as one interval, at almost no cost: use it for wall, busy and
+idle. `node` traces every kernel inside the graphs: use it for composition, not for times; small
+kernels read 30-60 % slower (H200, nsys 2025).
+
+The export has lazily created tables and columns that differ between versions, so a missing table
+or an optional column is no error; a missing obligatory column is. Schema: NVIDIA's "SQLite Schema
+Reference" of Nsight Systems. Times are integer nanoseconds of one clock for host and device.
+"""
+
+import gzip
+import os.path
+import shutil
+import sqlite3
+import subprocess
+from collections.abc import Iterator, Sequence
+from contextlib import closing
+from pathlib import Path
+from typing import Any, Literal
+
+from graphengine.profiles import ranges
+from graphengine.profiles.trace import Activity, HostRange, Launch, Trace
+
+Preset = Literal["graph", "node"]
+PRESETS: tuple[Preset, ...] = ("graph", "node")
+
+PUSH_POP_RANGE, DOMAIN_CREATE = 59, 75  # NVTX_EVENTS.eventType
+_NO_END = 1 << 62
+
+# table -> (obligatory columns, optional ones); what is read, and what a shrunk export keeps.
+TABLES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "StringIds": (("id", "value"), ()),
+    "NVTX_EVENTS": (("start", "eventType", "globalTid"), ("end", "text", "textId", "domainId")),
+    "CUPTI_ACTIVITY_KIND_RUNTIME": (
+        ("start", "end", "correlationId", "globalTid"),
+        ("nameId",),
+    ),
+    "CUPTI_ACTIVITY_KIND_KERNEL": (
+        ("start", "end", "correlationId"),
+        ("globalPid", "demangledName", "shortName", "graphNodeId"),
+    ),
+    "CUPTI_ACTIVITY_KIND_MEMCPY": (
+        ("start", "end", "correlationId"),
+        ("globalPid", "bytes", "copyKind", "graphNodeId"),
+    ),
+    "CUPTI_ACTIVITY_KIND_MEMSET": (
+        ("start", "end", "correlationId"),
+        ("globalPid", "bytes", "graphNodeId"),
+    ),
+    "CUPTI_ACTIVITY_KIND_GRAPH_TRACE": (
+        ("start", "end", "correlationId"),
+        ("globalPid", "graphId"),
+    ),
+}
+_COPY_KINDS = {1: "HtoD", 2: "DtoH", 8: "DtoD"}
+
+
+def find_nsys() -> str | None:
+    """The nsys on the PATH, if any."""
+    return shutil.which("nsys")
+
+
+def profile_command(nsys: str, preset: Preset, report: Path, command: Sequence[str]) -> list[str]:
+    """nsys around a command that marks its own range with cudaProfilerStart / Stop.
+
+    No CPU sampling and no context switches: they make a report of one second 2 GB large.
+    """
+    return [
+        *(nsys, "profile", "--sample=none", "--cpuctxsw=none", "--trace=cuda,nvtx"),
+        *(f"--cuda-graph-trace={preset}", "--capture-range=cudaProfilerApi"),
+        *("--capture-range-end=stop", "--force-overwrite=true", f"--output={report}"),
+        *command,
+    ]
+
+
+def export_command(nsys: str, report: Path, sqlite: Path) -> list[str]:
+    """Turns a .nsys-rep into a .sqlite."""
+    options = ["--type=sqlite", "--force-overwrite=true", f"--output={sqlite}"]
+    return [nsys, "export", *options, str(report)]
+
+
+def run(command: Sequence[str], timeout_s: float = 1800) -> None:
+    """Runs one of the commands above.
+
+    Raises:
+        RuntimeError: it failed; with the last lines of its output.
+    """
+    done = subprocess.run(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=timeout_s
+    )
+    if done.returncode:
+        tail = "\n".join(done.stdout.splitlines()[-20:])
+        name = os.path.basename(command[0])
+        raise RuntimeError(f"{name} {command[1]} exited with {done.returncode}:\n{tail}")
+
+
+def open_export(path: Path) -> sqlite3.Connection:
+    """Opens a .sqlite or .sqlite.gz export read-only.
+
+    Raises:
+        ValueError: it is missing or no SQLite database.
+    """
+    if not path.is_file():
+        raise ValueError(f"{path}: no such file; pass a .nsys-rep or .sqlite that exists")
+    try:
+        if path.suffix == ".gz":
+            connection = sqlite3.connect(":memory:")
+            connection.deserialize(gzip.decompress(path.read_bytes()))
+        else:
+            connection = sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", uri=True)
+        connection.execute("SELECT name FROM sqlite_master").fetchall()
+    except (sqlite3.DatabaseError, gzip.BadGzipFile, EOFError) as error:
+        raise ValueError(
+            f"{path}: no SQLite database ({error}); make one with nsys export --type sqlite"
+        ) from error
+    return connection
+
+
+def read_export(path: Path) -> Trace:
+    """Reads an export: graphengine's ranges, and every device activity with its launch.
+
+    Ranges of other NVTX domains (the CUDA libraries have some) are left out.
+
+    Raises:
+        ValueError: no SQLite database, or none that nsys wrote.
+    """
+    with closing(open_export(path)) as connection:
+        strings: dict[Any, str] = dict(_rows(connection, "StringIds", path))
+        launches = _launches(connection, strings, path)
+        return Trace(
+            activities=list(_activities(connection, strings, launches, path)),
+            ranges=list(_host_ranges(connection, strings, path)),
+        )
+
+
+def _rows(connection: sqlite3.Connection, table: str, path: Path) -> Iterator[tuple[Any, ...]]:
+    """A table's rows with the columns of TABLES; NULL for a missing optional one."""
+    present = {row[1] for row in connection.execute(f"PRAGMA table_info({table})")}
+    if not present:
+        return
+    needed, optional = TABLES[table]
+    missing = [name for name in needed if name not in present]
+    if missing:
+        raise ValueError(
+            f"{path}: table {table} lacks {', '.join(missing)}; export it again with nsys export "
+            "--type sqlite"
+        )
+    columns = [f'"{name}"' for name in needed]
+    columns += [f'"{name}"' if name in present else "NULL" for name in optional]
+    yield from connection.execute(f"SELECT {', '.join(columns)} FROM {table}")
+
+
+def _process(global_id: int | None) -> int:
+    """Process part of a globalTid or globalPid: all but the lowest 24 bits, the thread."""
+    return (global_id or 0) >> 24
+
+
+def _launches(
+    connection: sqlite3.Connection, strings: dict[Any, str], path: Path
+) -> dict[tuple[int, int], Launch]:
+    """(process, correlation) -> the host call. Of nested calls with one id, the outermost."""
+    found: dict[tuple[int, int], Launch] = {}
+    for start, end, correlation, thread, name in _rows(
+        connection, "CUPTI_ACTIVITY_KIND_RUNTIME", path
+    ):
+        key = (_process(thread), correlation)
+        known = found.get(key)
+        if known is None or start < known.start_ns:
+            is_graph = "GraphLaunch" in strings.get(name, "")
+            found[key] = Launch(correlation, start, end, thread, is_graph)
+    return found
+
+
+def _host_ranges(
+    connection: sqlite3.Connection, strings: dict[Any, str], path: Path
+) -> Iterator[HostRange]:
+    events = list(_rows(connection, "NVTX_EVENTS", path))
+
+    def text_of(text: str | None, text_id: int | None) -> str:
+        return text if text is not None else strings.get(text_id, "")
+
+    domains = {
+        (_process(thread), domain)
+        for _, kind, thread, _, text, text_id, domain in events
+        if kind == DOMAIN_CREATE and text_of(text, text_id) == ranges.DOMAIN
+    }
+    for start, kind, thread, end, text, text_id, domain in events:
+        name = text_of(text, text_id)
+        if kind != PUSH_POP_RANGE:
+            continue
+        # A capture range that began late may lack the row that names the domain.
+        is_ours = (_process(thread), domain) in domains if domains else ranges.is_name(name)
+        if is_ours:
+            yield HostRange(name, start, end if end is not None else _NO_END, thread)
+
+
+def _activities(
+    connection: sqlite3.Connection,
+    strings: dict[Any, str],
+    launches: dict[tuple[int, int], Launch],
+    path: Path,
+) -> Iterator[Activity]:
+    only = next(iter(launches), (0, 0))[0]  # versions without globalPid traced one process
+
+    def launch_of(pid: int | None, correlation: int, node: int | None) -> Launch | None:
+        launch = launches.get((_process(pid) if pid is not None else only, correlation))
+        return launch._replace(is_graph=True) if launch and node else launch
+
+    for start, end, correlation, pid, name, short, node in _rows(
+        connection, "CUPTI_ACTIVITY_KIND_KERNEL", path
+    ):
+        kernel = strings.get(name) or strings.get(short) or "kernel"
+        yield Activity(kernel, start, end, launch_of(pid, correlation, node))
+    for start, end, correlation, pid, _, kind, node in _rows(
+        connection, "CUPTI_ACTIVITY_KIND_MEMCPY", path
+    ):
+        name = f"memcpy {_COPY_KINDS.get(kind, '')}".strip()
+        yield Activity(name, start, end, launch_of(pid, correlation, node))
+    for start, end, correlation, pid, _, node in _rows(
+        connection, "CUPTI_ACTIVITY_KIND_MEMSET", path
+    ):
+        yield Activity("memset", start, end, launch_of(pid, correlation, node))
+    for start, end, correlation, pid, _ in _rows(
+        connection, "CUPTI_ACTIVITY_KIND_GRAPH_TRACE", path
+    ):
+        if end > 0:  # 0: CUPTI could not take the time
+            yield Activity("graph", start, end, launch_of(pid, correlation, 1), True)

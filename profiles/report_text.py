@@ -1,0 +1,141 @@
+"""The launch-gap report for people: tables for the terminal and the picture.
+
+Segments that do the same work (all middle layers of a chain) share a line; JSON keeps every name.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from graphengine.profiles import plot
+from graphengine.profiles.launch_gaps import Report
+
+MAX_KERNEL_NAME = 96
+
+
+def group_of(name: str, last: Mapping[str, int]) -> str:
+    """The line that a name is added to: `verify.07` -> `verify.01-35`, `verify.L7.attn` ->
+    `verify.L*.attn`; first and last segments stay alone.
+
+    Args:
+        last: chain -> its last dense index.
+    """
+    attention = re.fullmatch(r"(\w+)\.L\d+\.attn", name)
+    if attention:
+        return f"{attention[1]}.L*.attn"
+    dense = re.fullmatch(r"(\w+)\.(\d+)", name)
+    if dense and 0 < int(dense[2]) < last[dense[1]]:
+        return f"{dense[1]}.01-{last[dense[1]] - 1:02d}"
+    return name
+
+
+def grouped(by_name: Mapping[str, Mapping[str, float]]) -> dict[str, dict[str, float]]:
+    """Adds names up by `group_of`; rates are computed anew."""
+    last: dict[str, int] = {}
+    for name in by_name:
+        dense = re.fullmatch(r"(\w+)\.(\d+)", name)
+        if dense:
+            last[dense[1]] = max(last.get(dense[1], 0), int(dense[2]))
+    groups: dict[str, dict[str, float]] = {}
+    for name, numbers in by_name.items():
+        group = groups.setdefault(group_of(name, last), {"num_names": 0.0})
+        group["num_names"] += 1
+        for key, value in numbers.items():
+            if not key.endswith("gbps"):
+                group[key] = group.get(key, 0.0) + value
+    for group in groups.values():
+        if group.get("read_bytes"):
+            group["achieved_gbps"] = group["read_bytes"] / group["busy_us"] / 1e3
+    return groups
+
+
+def print_report(
+    console: Console, title: str, numbers: Mapping[str, Any], num_kernels: int
+) -> None:
+    """Three tables: classes, chain steps, kernels. `numbers` is `Report.numbers()`."""
+    idle_percent = numbers["idle_percent"]
+    console.print(f"{title}: mean of {numbers['num_steps']} steps", markup=False)
+    console.print(
+        f"wall {numbers['wall_mean_us']:.1f} us (p50 {numbers['wall_p50_us']:.1f})   "
+        f"busy {numbers['busy_mean_us']:.1f} us ({100 - idle_percent:.1f} %)   "
+        f"idle {numbers['idle_mean_us']:.1f} us ({idle_percent:.1f} %)",
+        markup=False,
+    )
+    table = Table(box=box.SIMPLE)
+    for name in ("class", "busy us", "idle us"):
+        table.add_column(name, justify="left" if name == "class" else "right")
+    busy, idle = numbers["busy_by_class"], numbers["idle_by_class"]
+    for kind in dict.fromkeys([*busy, *idle]):
+        if busy.get(kind) or idle.get(kind):
+            cells = [f"{part[kind]:.1f}" if kind in part else "-" for part in (busy, idle)]
+            table.add_row(kind.removesuffix("_us"), *cells)
+    console.print(table)
+    console.print(_step_table(grouped(numbers["by_name"])))
+    console.print(_kernel_table(numbers["kernels"], num_kernels))
+
+
+def _step_table(groups: Mapping[str, Mapping[str, float]]) -> Table:
+    table = Table(box=box.SIMPLE)
+    for name in ("step", "count", "busy us", "idle us", "MB", "GB/s", "floor us", "/floor"):
+        table.add_column(name, justify="left" if name == "step" else "right", no_wrap=True)
+    for name, group in groups.items():
+        floor = group.get("floor_us", 0.0)
+        has_bytes = "read_bytes" in group
+        table.add_row(
+            name,
+            f"{group['num_names']:.0f}",
+            f"{group['busy_us']:.1f}",
+            f"{group['idle_us']:.1f}",
+            f"{group['read_bytes'] / 1e6:.1f}" if has_bytes else "-",
+            f"{group['achieved_gbps']:.0f}" if has_bytes else "-",
+            f"{floor:.1f}" if floor else "-",
+            f"{group['busy_us'] / floor:.2f}" if floor else "-",
+        )
+    return table
+
+
+def _kernel_table(kernels: Mapping[str, Mapping[str, float]], count: int) -> Table:
+    table = Table(box=box.SIMPLE)
+    for name in ("us/step", "calls/step", "mean us", "kernel"):
+        table.add_column(name, justify="left" if name == "kernel" else "right")
+    for name, kernel in list(kernels.items())[:count]:
+        table.add_row(
+            f"{kernel['total_us']:.1f}",
+            f"{kernel['num_calls']:.1f}",
+            f"{kernel['mean_us']:.2f}",
+            escape(shorten(name)),
+        )
+    if len(kernels) > count:
+        rest = list(kernels.values())[count:]
+        total, calls = (sum(k[key] for k in rest) for key in ("total_us", "num_calls"))
+        table.add_row(f"{total:.1f}", f"{calls:.1f}", "", f"{len(rest)} more")
+    return table
+
+
+def shorten(kernel: str) -> str:
+    """A demangled name without its return type and parameters, cut to a line."""
+    name = re.sub(r"^(void|static void) ", "", kernel)
+    name = re.sub(r"\((?!anonymous).*$", "", name) or name
+    return name if len(name) <= MAX_KERNEL_NAME else name[: MAX_KERNEL_NAME - 2] + ".."
+
+
+def picture(reports: Mapping[str, Report]) -> str:
+    """The reports as one SVG: a bar of each mean step, and a median step of each on a line."""
+    bars = {}
+    for name, report in reports.items():
+        parts = {kind: report.per_step_us(ns) for kind, ns in report.busy_ns.items() if ns}
+        parts |= {f"idle {k}": report.per_step_us(ns) for k, ns in report.idle_ns.items() if ns}
+        bars[name] = parts
+    panels = [plot.bars_panel(bars, "mean step: busy and idle by class", "us")]
+    for name, report in reports.items():
+        spans = [(start / 1e3, end / 1e3, kind) for start, end, kind in report.timeline]
+        total = max((end for _, end, _ in spans), default=0.0)
+        panels.append(plot.timeline_panel(spans, total, f"a median step ({name})", "us"))
+    return plot.document(panels)

@@ -1,0 +1,157 @@
+"""What a profiler recorded, in one form for all tools, and which step each piece of it belongs to.
+
+A device activity (kernel, copy, or a whole graph) is placed by the host call that launched it: the
+innermost named range around that call gives its name, the "step" range its step. So names survive
+CUDA graphs, which replay no ranges: the range lies around the replay.
+
+Invariant: placing never looks at device timestamps, only at the launch. Work that runs late, while
+the host already queues the next step, still belongs to the step that asked for it.
+
+A chain captured as one graph has one launch and one range. With node tracing its kernels are told
+apart by their order and by the names of attention kernels; with graph tracing it is one activity.
+"""
+
+import re
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from typing import Literal, NamedTuple
+
+from graphengine.profiles import ranges
+
+BusyClass = Literal["dense", "attention", "chain", "other"]
+"""chain: a whole chain as one graph; other: copies and whatever has no step of a chain."""
+
+BUSY_CLASSES: tuple[BusyClass, ...] = ("dense", "attention", "chain", "other")
+OUTSIDE = "outside"
+
+# FlashInfer's kernels, and the two of kernels/block_attention.py.
+_ATTENTION_KERNEL = re.compile(
+    r"Batch(Prefill|Decode)|MergeState|PagedKV|fmha|flash_fwd|attention|^_partial_kernel|"
+    r"^_merge_kernel",
+    re.IGNORECASE,
+)
+_ACCEPT_KERNEL = re.compile(r"argmax|accept_and_advance")
+
+
+class HostRange(NamedTuple):
+    """A named range of one host thread."""
+
+    name: str
+    start_ns: int
+    end_ns: int
+    thread: int
+
+
+class Launch(NamedTuple):
+    """The host call that queued device work; a graph's activities share one."""
+
+    correlation: int
+    start_ns: int
+    end_ns: int
+    thread: int
+    is_graph: bool
+
+
+class Activity(NamedTuple):
+    """Something the device did. `launch` is None when its call was not recorded."""
+
+    name: str
+    start_ns: int
+    end_ns: int
+    launch: Launch | None
+    is_whole_graph: bool = False
+
+
+class Trace(NamedTuple):
+    """What a tool recorded, in any order; host and device share one clock."""
+
+    activities: list[Activity]
+    ranges: list[HostRange]
+
+
+class Placed(NamedTuple):
+    """An activity with its place; `step` counts "step" ranges from 0, None is outside of all."""
+
+    activity: Activity
+    name: str
+    busy_class: BusyClass
+    step: int | None
+
+
+def place(trace: Trace) -> list[Placed]:
+    """Activities in the order of their start, each with its step, name and class."""
+    return list(_place(trace))
+
+
+def _place(trace: Trace) -> Iterator[Placed]:
+    paths = _paths(trace)
+    chains: dict[Launch, _ChainNames] = {}
+    for activity in sorted(trace.activities, key=lambda a: (a.start_ns, a.end_ns)):
+        launch = activity.launch
+        path, step = paths[launch] if launch is not None else ([], None)
+        kind = busy_class(path)
+        name = path[-1] if path else OUTSIDE
+        if kind == "chain" and launch is not None and not activity.is_whole_graph:
+            name, kind = chains.setdefault(launch, _ChainNames(name)).place(activity.name)
+        elif kind == "other" and path:
+            name = f"host.{name}"  # "accept" is also a step of the chain
+        yield Placed(activity, name, kind, step)
+
+
+def busy_class(path: Sequence[str]) -> BusyClass:
+    """Class of device work launched inside these ranges (outermost first)."""
+    if not path:
+        return "other"
+    name = path[-1]
+    if name == ranges.ACCEPT:  # a step of the target's chain, or the host's phase of that name
+        return "dense" if {"verify", "decode"} & set(path) else "other"
+    if name in ranges.CHAINS:
+        return "chain"
+    kind = ranges.step_class(name)
+    return "other" if kind == "host" else kind
+
+
+def _paths(trace: Trace) -> dict[Launch, tuple[list[str], int | None]]:
+    """Launch -> (names of the ranges around it, outermost first; index of its step)."""
+    in_order = sorted(trace.ranges, key=lambda r: (r.start_ns, -r.end_ns))
+    steps = (entry for entry in in_order if entry.name == ranges.STEP)
+    indices = {entry: index for index, entry in enumerate(steps)}
+    by_thread: dict[int, list[HostRange]] = defaultdict(list)
+    for entry in reversed(in_order):
+        by_thread[entry.thread].append(entry)  # the next one is at the end
+    stacks: dict[int, list[HostRange]] = defaultdict(list)
+    launches = {a.launch for a in trace.activities if a.launch is not None}
+    found: dict[Launch, tuple[list[str], int | None]] = {}
+    for launch in sorted(launches, key=lambda launch: launch.start_ns):
+        following, stack = by_thread[launch.thread], stacks[launch.thread]
+        while following and following[-1].start_ns <= launch.start_ns:
+            entry = following.pop()
+            while stack and stack[-1].end_ns <= entry.start_ns:
+                stack.pop()
+            stack.append(entry)
+        while stack and stack[-1].end_ns < launch.start_ns:
+            stack.pop()
+        step = next((indices[entry] for entry in stack if entry.name == ranges.STEP), None)
+        found[launch] = ([entry.name for entry in stack], step)
+    return found
+
+
+class _ChainNames:
+    """Tells the kernels of a chain that is one graph apart, in the order of execution."""
+
+    def __init__(self, chain: str) -> None:
+        self._chain, self._layer = chain, 0
+        self._after_attention = self._accepting = False
+
+    def place(self, kernel: str) -> tuple[str, BusyClass]:
+        """Name and class of the graph's next kernel."""
+        if _ATTENTION_KERNEL.search(kernel):
+            self._after_attention = True
+            return ranges.attention_name(self._chain, self._layer), "attention"
+        if self._after_attention:
+            self._layer, self._after_attention = self._layer + 1, False
+        if self._chain in ("verify", "decode") and _ACCEPT_KERNEL.search(kernel):
+            self._accepting = True
+        if self._accepting:
+            return ranges.ACCEPT, "dense"
+        return ranges.dense_name(self._chain, self._layer), "dense"

@@ -1,0 +1,288 @@
+"""skinny_linear and its relatives against float64 products, with NaN around every input."""
+
+import math
+import re
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from torch._inductor.utils import run_and_get_code
+
+from graphengine.kernels.skinny_linear import (
+    FP8,
+    INTERPRET,
+    MAX_SPLITS,
+    PDL_EARLY,
+    PDL_LATE,
+    PDL_OFF,
+    SkinnyConfig,
+    choose_config,
+    quantize_rows_fp8,
+    skinny_linear,
+    skinny_linear_partials,
+    skinny_swiglu,
+    split_width,
+)
+
+# Half an ulp of the result plus the fp32 sum; the interpreter truncates to bf16: one ulp.
+ROUNDING = {torch.bfloat16: 2**-7 if INTERPRET else 2**-8, torch.float16: 2**-10}
+SHARED_MEMORY_BYTES = 227 * 1024
+SMALL = SkinnyConfig(rows=64, block_k=64, num_stages=3, ctas_per_sm=1)
+SHAPES = [
+    (1, 64, 256),
+    (7, 200, 136),  # the last tile of rows and the last block of k are partial
+    (16, 129, 512),
+    (17, 77, 100),  # rows of 200 bytes: TMA cannot address them
+    (64, 300, 192),
+]
+
+
+@pytest.fixture(autouse=True)
+def _poisoned_outputs() -> Iterator[None]:
+    """torch.empty returns NaN, so an element that a kernel does not write is seen."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def inside_nan(x: torch.Tensor) -> torch.Tensor:
+    """The same values as a window of a larger NaN matrix: rows and columns past the end are NaN."""
+    wide = torch.full((x.shape[0] + 3, x.shape[1] + 16), torch.nan, device=x.device).to(x.dtype)
+    wide[: x.shape[0], : x.shape[1]] = x
+    return wide[: x.shape[0], : x.shape[1]]
+
+
+def make(device: str, T: int, E: int, D: int, dtype: torch.dtype = torch.bfloat16):
+    x = torch.randn(T, D, device=device).to(dtype)
+    weight = (torch.randn(E, D, device=device) / math.sqrt(D)).to(dtype)
+    return inside_nan(x), inside_nan(weight)
+
+
+def assert_close(got: torch.Tensor, expected: torch.Tensor) -> None:
+    torch.testing.assert_close(
+        got.double(), expected, rtol=ROUNDING.get(got.dtype, 1e-5), atol=2e-5
+    )
+
+
+@pytest.mark.parametrize("use_tma", [0, 1])
+@pytest.mark.parametrize("num_splits", [1, 2, 3])
+@pytest.mark.parametrize(("T", "E", "D"), SHAPES)
+def test_partials(device, T, E, D, num_splits, use_tma) -> None:
+    """Bug: a split that takes its neighbour's columns, a tail of rows or of k read past the end,
+    padded rows written, a split without columns left unwritten."""
+    x, weight = make(device, T, E, D)
+    config = SMALL._replace(use_tma=use_tma)
+    partials = skinny_linear_partials(x, weight, num_splits, config)
+    assert partials.shape == (num_splits, T, E)
+    assert partials.dtype == torch.float32
+    assert partials.is_contiguous()
+    width = split_width(D, num_splits, config.block_k)
+    for z in range(num_splits):
+        columns = slice(z * width, (z + 1) * width)
+        assert_close(partials[z], x[:, columns].double() @ weight[:, columns].double().T)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize(("T", "E", "D"), SHAPES)
+def test_linear(device, T, E, D, dtype) -> None:
+    """Bug: an accumulator rounded on the way, a dtype read as another."""
+    x, weight = make(device, T, E, D, dtype)
+    y = skinny_linear(x, weight, SMALL._replace(num_splits=2))
+    assert y.dtype == dtype
+    assert y.is_contiguous()
+    assert_close(y, x.double() @ weight.double().T)
+
+
+@pytest.mark.parametrize("use_tma", [0, 1])
+@pytest.mark.parametrize(("T", "E", "D"), SHAPES)
+def test_swiglu(device, T, E, D, use_tma) -> None:
+    """Bug: gate and up exchanged, up rows taken at the tile's and not at I's distance."""
+    x, gate_up = make(device, T, 2 * E, D)
+    act = skinny_swiglu(x, gate_up, SMALL._replace(use_tma=use_tma))
+    gate, up = (x.double() @ gate_up.double().T).chunk(2, dim=-1)
+    assert act.shape == (T, E)
+    assert_close(act, torch.nn.functional.silu(gate) * up)
+
+
+def test_swiglu_of_large_gates(device) -> None:
+    """Bug: exp(-gate) overflows to inf / inf, NaN where silu is 0."""
+    x = torch.full((2, 64), 30.0, device=device).bfloat16()
+    gate_up = torch.ones(4, 64, device=device).bfloat16()
+    gate_up[0] = -1
+    act = skinny_swiglu(x, gate_up, SMALL)
+    assert act[:, 0].tolist() == [0, 0]
+    assert (act[:, 1] > 1e6).all()
+
+
+def configs() -> list[SkinnyConfig]:
+    base = SkinnyConfig(rows=64, block_k=64, num_stages=2, ctas_per_sm=1)
+    return [
+        base._replace(num_stages=8),  # more stages than blocks
+        base._replace(block_k=128, num_stages=3),
+        base._replace(block_k=256, num_stages=2, rows=128),
+        base._replace(rows=128, num_warps=8),
+        base._replace(pdl=PDL_OFF),
+        base._replace(pdl=PDL_EARLY),
+    ]
+
+
+@pytest.mark.parametrize("config", configs())
+def test_every_config(device, config) -> None:
+    """Bug: a ring of stages whose phase is wrong after a wrap, or from one item to the next."""
+    E = 128 * 150 * 2 + 24 if device == "cuda" else 328  # more items than multiprocessors
+    x, weight = make(device, 16, E, 576)
+    expected = x.double() @ weight.double().T
+    assert_close(skinny_linear(x, weight, config), expected)
+    assert_close(skinny_linear_partials(x, weight, 4, config).sum(0), expected)
+    gate, up = expected.chunk(2, dim=-1)
+    got = skinny_swiglu(x, weight, config._replace(block_k=64))
+    assert_close(got, torch.nn.functional.silu(gate) * up)
+
+
+def test_same_bits_every_time(device) -> None:
+    """Bug: a sum whose order depends on the schedule: greedy output changes between runs."""
+    x, weight = make(device, 16, 520, 1024)
+    first = skinny_linear_partials(x, weight, 3)
+    for _ in range(3):
+        assert torch.equal(first, skinny_linear_partials(x, weight, 3))
+    alone = skinny_linear_partials(x[:1], weight, 3)
+    torch.testing.assert_close(alone[:, 0], first[:, 0], rtol=1e-5, atol=1e-5)
+
+
+def test_quantize_rows() -> None:
+    """Bug: one scale for the matrix (small rows vanish), overflow to NaN at 448, a zero row."""
+    weight = torch.randn(5, 300).bfloat16() * torch.tensor([[1e-3], [1.0], [900.0], [0.0], [1e-12]])
+    quantized, scale = quantize_rows_fp8(weight)
+    assert quantized.dtype == FP8
+    back = quantized.float() * scale[:, None]
+    assert back.isfinite().all()
+    assert (back[3] == 0).all()
+    error = (back - weight).abs()
+    assert (error <= torch.maximum(weight.abs() * 2**-4, scale[:, None] * 2**-10)).all()
+
+
+@pytest.mark.parametrize("use_tma", [0, 1])
+@pytest.mark.parametrize(("T", "E", "D"), [(7, 200, 144), (16, 129, 512), (64, 300, 256)])
+def test_fp8_weights(device, T, E, D, use_tma) -> None:
+    """Bug: the scale of another row (or of the gate for up), FP8 bits widened wrongly."""
+    x, weight = make(device, T, 2 * E, D)
+    quantized, scale = quantize_rows_fp8(weight)
+    config = SMALL._replace(use_tma=use_tma, block_k=128)
+    exact = x.double() @ (quantized.double() * scale.double()[:, None]).T
+    assert_close(skinny_linear(x, quantized, config, scale), exact)
+    assert_close(skinny_linear_partials(x, quantized, 2, config, scale).sum(0), exact)
+    gate, up = exact.chunk(2, dim=-1)
+    act = skinny_swiglu(x, quantized, config, scale)
+    assert_close(act, torch.nn.functional.silu(gate) * up)
+
+
+def shapes_of(hidden: int, width: int) -> list[tuple[int, int, bool]]:
+    """(E, D, swiglu) of qkv, o, gate_up, down, fc and lm_head with 32 / 8 heads of 128."""
+    return [
+        (6144, hidden, False),
+        (hidden, 4096, False),
+        (2 * width, hidden, True),
+        (hidden, width, False),
+        (hidden, 5 * hidden, False),
+        (151936, hidden, False),
+    ]
+
+
+@pytest.mark.parametrize("weight_bytes", [1, 2])
+@pytest.mark.parametrize(("hidden", "width"), [(4096, 12288), (2560, 9728), (1024, 3072)])
+def test_chosen_configs_fit(hidden, width, weight_bytes) -> None:
+    """Bug: a rule or a table entry that asks for more shared memory than there is, found at the
+    first launch on the GPU; or a split count that Inductor does not unroll."""
+    for E, D, swiglu in shapes_of(hidden, width):
+        for T in (1, 16, 17, 64):
+            config = choose_config(T, E, D, weight_bytes, swiglu)
+            assert config is not None
+            cols = max(16, 1 << (T - 1).bit_length())
+            tile = config.rows * (2 if swiglu else 1) * weight_bytes + cols * 2
+            stages = tile * config.block_k * config.num_stages
+            epilogue = config.rows * cols * 4
+            assert (stages + epilogue + 2048) * config.ctas_per_sm <= SHARED_MEMORY_BYTES
+            assert 1 <= config.num_splits < MAX_SPLITS
+            assert not (swiglu and config.num_splits > 1)
+    assert choose_config(65, 4096, 4096) is None
+    assert choose_config(0, 4096, 4096) is None
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda x, w: skinny_linear(x[:0], w, SMALL), "0 rows"),
+        (lambda x, w: skinny_linear(x.repeat(300, 1), w, SMALL), "F.linear"),
+        (lambda x, w: skinny_linear(x[:, :-1], w, SMALL), "need"),
+        (lambda x, w: skinny_linear(x, w.T.contiguous().T, SMALL), "contiguous"),
+        (lambda x, w: skinny_linear(x, w.float(), SMALL), "cast one"),
+        (lambda x, w: skinny_linear(x, w.to(FP8), SMALL), "scale is missing"),
+        (lambda x, w: skinny_linear(x, w, SMALL, torch.ones(len(w))), "scale is given"),
+        (lambda x, w: skinny_linear(x, w.to(FP8), SMALL, torch.ones(3)), "scale is"),
+        (lambda x, w: skinny_swiglu(x, w[:-1], SMALL), "as many gate rows"),
+        (lambda x, w: skinny_linear_partials(x, w, 0, SMALL), "num_splits 0"),
+    ],
+)
+def test_refuses(device, call: Callable[..., torch.Tensor], message) -> None:
+    """Bug: a wrong stride, dtype or shape read as if it were right."""
+    x = torch.randn(3, 64, device=device).bfloat16()
+    weight = torch.randn(20, 64, device=device).bfloat16()
+    with pytest.raises(ValueError, match=message):
+        call(x, weight)
+
+
+@pytest.mark.skipif(INTERPRET, reason="the interpreter is not traced by dynamo")
+def test_compiled_consumer_adds_the_partials(device) -> None:
+    """Bug: a graph break, an input copied before the op, or a kernel of its own for the sum over
+    the splits, which would cost what split-K saves."""
+    T, D, E, eps = 16, 256, 512, 1e-6
+
+    def segment(h, x, down, gate_up, norm):
+        h = (h.float() + skinny_linear_partials(x, down, 3, SMALL).sum(0)).to(h.dtype)
+        h32 = h.float()
+        normed = h32 * torch.rsqrt(h32.square().mean(-1, keepdim=True) + eps) * norm.float()
+        return h, skinny_swiglu(normed.to(h.dtype), gate_up, SMALL)
+
+    torch.use_deterministic_algorithms(False)
+    h, norm = (torch.randn(*shape, device=device).bfloat16() for shape in ((T, D), (D,)))
+    x = torch.randn(T, E, device=device).bfloat16()
+    down = torch.randn(D, E, device=device).bfloat16() / 20
+    gate_up = torch.randn(2 * E, D, device=device).bfloat16() / 16
+    arguments = (h, x, down, gate_up, norm)
+    compiled = torch.compile(segment, fullgraph=True, dynamic=False)
+    (got_h, got_act), sources = run_and_get_code(compiled, *arguments)
+    expected_h, expected_act = segment(*arguments)
+    torch.testing.assert_close(got_h, expected_h, rtol=2**-7, atol=1e-5)
+    torch.testing.assert_close(got_act, expected_act, rtol=2e-2, atol=2e-2)
+    code = "\n".join(sources)
+    assert code.count("torch.ops.graphengine.skinny_linear_partials.default(") == 1
+    calls = re.findall(r"^ +(?:cpp_fused\w+\(|triton_\w+\.run\()", code, re.MULTILINE)
+    assert len(calls) == 1, f"one kernel between the two ops, not {calls}"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("pdl", [PDL_OFF, PDL_LATE, PDL_EARLY])
+def test_a_captured_chain_reads_this_replay(pdl) -> None:
+    """Bug: an activation read before the wait: a replay computes with the last replay's values."""
+    T, D = 16, 4096
+    config = SkinnyConfig(pdl=pdl)
+    weights = [torch.randn(D, D, device="cuda").bfloat16() / 64 for _ in range(8)]
+    x = torch.randn(T, D, device="cuda").bfloat16()
+
+    def chain(x: torch.Tensor) -> torch.Tensor:
+        for i, weight in enumerate(weights):
+            x = skinny_linear(x, weight, config._replace(rows=128 if i % 2 else 64))
+        return x
+
+    chain(x)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = chain(x)
+    for _ in range(20):
+        x.normal_()
+        expected = x
+        for weight in weights:
+            expected = (expected.double() @ weight.double().T).bfloat16()
+        graph.replay()
+        torch.testing.assert_close(y, expected, rtol=5e-2, atol=5e-2)

@@ -1,0 +1,545 @@
+"""Time kernels/skinny_linear.py against cuBLAS on Qwen3's shapes and print the winners' table.
+
+How: compile and check every variant on a small problem in parallel processes (a variant that is
+wrong, does not fit or hangs is dropped there); time each candidate in a CUDA graph of launches
+over distinct weights, so that every byte comes from HBM; then run whole layers (norm, qkv, o,
+norm, gate_up + SwiGLU, down) with the best candidates, because a GEMM that overlaps with its
+neighbours is not the one that is fastest alone. Attention is left out: `o` reads the q columns.
+Invariant: cuBLAS and the kernels see the same weights in the same harness, and each winner is
+compared with a float64 product, in an output that was NaN.
+
+    python tools/tune_skinny.py --seconds 150 --out profiles/results/skinny.json   # 8B, 4B, 8B FP8
+    python tools/tune_skinny.py --cases 8b --rows 16 --no-layer
+    python tools/tune_skinny.py --dry-run                                  # no GPU: what would run
+
+The last line of stdout is one JSON object; "table" in it is the text of TUNED.
+"""
+
+import argparse
+import itertools
+import json
+import multiprocessing
+import os
+import statistics
+import time
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from graphengine.kernels import skinny_linear as sk
+from graphengine.kernels.skinny_linear import SkinnyConfig
+from graphengine.profiles import result_schema
+
+PEAK_TBPS = 4.46  # read-only bandwidth of an H200, measured
+SMEM_BYTES = 226 * 1024
+EPS = 1e-6
+MODELS = {"8b": (4096, 12288), "4b": (2560, 9728)}  # hidden, MLP width; 32 / 8 heads of 128
+VOCABULARY, QKV_ROWS, ATTENTION_WIDTH, NUM_TAPS = 151936, 6144, 4096, 5
+LAYER = ("qkv", "o", "gate_up", "down")
+MIN_LAUNCHES, NUM_REPLAYS = 24, 5
+Weights = Callable[[int], torch.Tensor]
+
+
+class Case(NamedTuple):
+    """One shape to tune."""
+
+    model: str
+    name: str
+    kind: str  # "partials", "linear" or "swiglu"
+    E: int
+    D: int
+    T: int
+    weight_bytes: int
+
+    @property
+    def us_at_peak(self) -> float:
+        return self.E * self.D * self.weight_bytes / PEAK_TBPS / 1e6
+
+
+class Timed(NamedTuple):
+    us: float
+    config: SkinnyConfig
+
+
+def cases(names: Iterable[str], rows: Iterable[int]) -> list[Case]:
+    """Cases of "8b", "4b" (bf16) or "8b-fp8", "4b-fp8" (a drafter's layers, fc and lm_head)."""
+    found = []
+    for name, T in itertools.product(names, rows):
+        D, width = MODELS[name.removesuffix("-fp8")]
+        weight_bytes = 1 if name.endswith("-fp8") else 2
+        for label, kind, E, K in (
+            ("qkv", "partials", QKV_ROWS, D),
+            ("o", "partials", D, ATTENTION_WIDTH),
+            ("gate_up", "swiglu", 2 * width, D),
+            ("down", "partials", D, width),
+            ("fc", "partials", D, NUM_TAPS * D),
+            ("lm_head", "linear", VOCABULARY, D),
+        ):
+            found.append(Case(name, label, kind, E, K, T, weight_bytes))
+    return found
+
+
+def smem_bytes(case: Case, config: SkinnyConfig) -> int:
+    cols = sk.num_columns(case.T)
+    tiles = config.rows * (2 if case.kind == "swiglu" else 1) * case.weight_bytes
+    return (tiles + 2 * cols) * config.block_k * config.num_stages + config.rows * cols * 4 + 2048
+
+
+def variants(case: Case) -> list[SkinnyConfig]:
+    """What is compiled: tiles and stages; splits and the grid are arguments of the kernel."""
+    swiglu = case.kind == "swiglu"
+    found = {}
+    for rows, block_k, budget in itertools.product(
+        (64, 128), (64, 128, 256), (52, 72, 104, 148, 200)
+    ):
+        if case.weight_bytes == 1 and block_k == 64:
+            continue
+        one = SkinnyConfig(rows=rows, block_k=block_k, num_stages=1)
+        stage = smem_bytes(case, one) - rows * sk.num_columns(case.T) * 4 - 2048
+        num_stages = min(12, budget * 1024 // stage)
+        if num_stages < 2 or (swiglu and rows == 128 and block_k == 256):
+            continue
+        config = one._replace(num_stages=num_stages, num_warps=8 if swiglu and rows == 128 else 4)
+        if smem_bytes(case, config) <= SMEM_BYTES:
+            found[config] = None
+    pointer = SkinnyConfig(rows=64, block_k=64 if swiglu else 128, num_stages=4, use_tma=0)
+    return [*found, pointer]
+
+
+def candidates(case: Case, config: SkinnyConfig, num_sms: int) -> list[SkinnyConfig]:
+    """A variant with every useful number of splits and grid."""
+    outputs = case.E // 2 if case.kind == "swiglu" else case.E
+    tiles = -(-outputs // config.rows)
+    blocks = -(-case.D // config.block_k)
+    found = []
+    for num_splits in (1, 2, 3, 4, 5, 6) if case.kind == "partials" else (1,):
+        items = tiles * num_splits
+        seen = set()
+        for ctas_per_sm in (1, 2, 3, 4) if config.use_tma else (1,):
+            grid = min(items, ctas_per_sm * num_sms)
+            resident = ctas_per_sm * smem_bytes(case, config) <= SMEM_BYTES + 2048 * ctas_per_sm
+            balance = items / (grid * -(-items // grid))
+            enough = grid * smem_bytes(case, config) > 5e6 and grid >= 0.6 * num_sms
+            waste = -(-blocks // num_splits) * num_splits / blocks
+            if config.use_tma and not (resident and balance > 0.85 and enough and waste < 1.1):
+                continue
+            if grid not in seen and items < 6 * num_sms or config.use_tma:
+                found.append(config._replace(num_splits=num_splits, ctas_per_sm=ctas_per_sm))
+            seen.add(grid)
+    return found
+
+
+def run(
+    case: Case,
+    config: SkinnyConfig,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    scale: torch.Tensor | None,
+) -> torch.Tensor:
+    if case.kind == "partials":
+        return sk.skinny_linear_partials(x, weight, None, config, scale)
+    if case.kind == "linear":
+        return sk.skinny_linear(x, weight, config, scale)
+    return sk.skinny_swiglu(x, weight, config, scale)
+
+
+def relative_error(
+    case: Case,
+    config: SkinnyConfig,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    scale: torch.Tensor | None,
+) -> float:
+    """Norm of the error over norm of the float64 result; NaN if an element was not written."""
+    torch.use_deterministic_algorithms(True, warn_only=True)  # torch.empty is NaN
+    got = run(case, config, x, weight, scale).double()
+    torch.use_deterministic_algorithms(False)
+    got = got.sum(0) if case.kind == "partials" else got
+    parts = [x.double() @ rows.double().T for rows in weight.split(16384)]
+    expected = torch.cat(parts, dim=1) * (1.0 if scale is None else scale.double())
+    if case.kind == "swiglu":
+        gate, up = expected.chunk(2, dim=1)
+        expected = F.silu(gate) * up
+    return float((got - expected).norm() / expected.norm())
+
+
+def problem(case: Case, E: int, D: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    x = torch.randn(case.T, D, device="cuda").bfloat16()
+    weight = torch.randn(E, D, device="cuda").mul_(D**-0.5).bfloat16()
+    return (x, *sk.quantize_rows_fp8(weight)) if case.weight_bytes == 1 else (x, weight, None)
+
+
+def compile_and_check(job: tuple[Case, SkinnyConfig]) -> tuple[tuple[Case, SkinnyConfig], str]:
+    """In a process of its own: the kernel on a small problem; "" if it is right."""
+    case, config = job
+    try:
+        D = config.block_k * (2 * config.num_stages + 3)
+        many = 2 * torch.cuda.get_device_properties(0).multi_processor_count + 5
+        E = config.rows * many * (2 if case.kind == "swiglu" else 1)
+        small = config._replace(ctas_per_sm=1, num_splits=3 if case.kind == "partials" else 1)
+        error = relative_error(case, small, *problem(case, E, D))
+        torch.cuda.empty_cache()
+        return job, "" if error < 1e-2 else f"wrong: relative error {error}"
+    except Exception as problem_found:  # does not fit or does not compile: not a candidate
+        return job, str(problem_found).splitlines()[0][:100]
+
+
+def compile_all(jobs: list[tuple[Case, SkinnyConfig]], seconds: float) -> set[Any]:
+    """The jobs that are right, keyed (kind, T, weight_bytes, config); stops at a hang."""
+    good = set()
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch", "triton", "graphengine.kernels.skinny_linear"])
+    deadline = time.monotonic() + seconds
+    with context.Pool(min(os.cpu_count() or 1, 16, len(jobs))) as pool:
+        results = pool.imap_unordered(compile_and_check, jobs)
+        for _ in jobs:
+            try:
+                (case, config), problem_found = results.next(deadline - time.monotonic())
+            except multiprocessing.TimeoutError:
+                print(f"compiling: stopped after {seconds:.0f} s (or a kernel hangs)", flush=True)
+                break
+            if problem_found:
+                print(f"dropped {case.kind} {config}: {problem_found}", flush=True)
+            else:
+                good.add((case.kind, case.T, case.weight_bytes, config))
+        pool.terminate()
+    return good
+
+
+def graph_us(launches: Callable[[], Any], count: int) -> float:
+    """Median microseconds of one of `count` launches captured in one graph."""
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        launches()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        launches()
+    times = []
+    for _ in range(NUM_REPLAYS + 2):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end) * 1000 / count)
+    return statistics.median(times[2:])
+
+
+class Pool:
+    """Distinct weights cut out of one large random buffer; their values do not matter here."""
+
+    def __init__(self, num_bytes: int) -> None:
+        self.buffer = torch.empty(num_bytes // 2, dtype=torch.bfloat16, device="cuda")
+        for part in self.buffer.split(1 << 28):
+            part.normal_(std=0.02)
+
+    def weights(self, case: Case, offset_bytes: int = 0, stride_bytes: int = 0) -> Weights:
+        """weights(i): the i-th [E, D]; stride_bytes 0 packs them densely."""
+        size = case.E * case.D * case.weight_bytes
+        flat = self.buffer.view(torch.uint8)
+        dtype = sk.FP8 if case.weight_bytes == 1 else torch.bfloat16
+
+        def weight(i: int) -> torch.Tensor:
+            first = offset_bytes + i * (stride_bytes or size)
+            return flat[first : first + size].view(dtype).view(case.E, case.D)
+
+        return weight
+
+    def copies(self, num_bytes: int) -> int:
+        return self.buffer.numel() * 2 // num_bytes
+
+
+def time_case(case: Case, pool: Pool, good: set[Any], deadline: float) -> tuple[float, list[Timed]]:
+    """(cuBLAS us, candidates with the fastest first)."""
+    weights = pool.weights(case)
+    copies = min(MIN_LAUNCHES, pool.copies(case.E * case.D * case.weight_bytes))
+    x = torch.randn(case.T, case.D, device="cuda").bfloat16()
+    scale = torch.ones(case.E, device="cuda") if case.weight_bytes == 1 else None
+    fused = torch.empty(case.T, case.E // 2, dtype=torch.bfloat16, device="cuda")
+
+    def cublas() -> None:
+        for i in range(copies):
+            y = F.linear(x, weights(i))
+            if case.kind == "swiglu":
+                swiglu(y, fused)
+
+    bf16 = case.weight_bytes == 2
+    cublas_us = graph_us(cublas, copies) if bf16 else float("nan")
+    num_sms = torch.cuda.get_device_properties(0).multi_processor_count
+    timed = []
+    for variant in variants(case):
+        if (case.kind, case.T, case.weight_bytes, variant) not in good:
+            continue
+        for config in candidates(case, variant, num_sms):
+            if time.monotonic() > deadline:
+                break
+
+            def launches(config: SkinnyConfig = config) -> None:
+                for i in range(copies):
+                    run(case, config, x, weights(i), scale)
+
+            timed.append(Timed(graph_us(launches, copies), config))
+    return cublas_us, sorted(timed)
+
+
+@triton.jit
+def _add_norm_kernel(
+    h, parts, weight, normed, D, plane, eps, Z: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+):
+    """h += sum of Z partials (in place); normed = rmsnorm(h) * weight. One row a program."""
+    d = tl.arange(0, BLOCK)
+    live = d < D
+    at = tl.program_id(0) * D + d
+    w = tl.load(weight + d, mask=live, other=0.0).to(tl.float32)
+    if PDL == 2:
+        gdc_launch_dependents()
+    if PDL > 0:
+        gdc_wait()
+    total = tl.load(h + at, mask=live, other=0.0).to(tl.float32)
+    for z in tl.static_range(Z):  # pyright: ignore[reportGeneralTypeIssues]
+        total += tl.load(parts + z * plane + at, mask=live, other=0.0).to(tl.float32)
+    if PDL == 1:
+        gdc_launch_dependents()
+    total = total.to(h.dtype.element_ty).to(tl.float32)
+    tl.store(h + at, total.to(h.dtype.element_ty), mask=live)
+    y = total * tl.rsqrt(tl.sum(total * total) / D + eps) * w
+    tl.store(normed + at, y.to(normed.dtype.element_ty), mask=live)
+
+
+@triton.jit
+def _first_columns_kernel(
+    parts, out, E, plane, Z: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+):
+    """out = the first columns of the sum of Z partials: stands for the rope kernel and attention."""
+    d = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    if PDL == 2:
+        gdc_launch_dependents()
+    if PDL > 0:
+        gdc_wait()
+    total = tl.zeros([BLOCK], tl.float32)
+    for z in tl.static_range(Z):  # pyright: ignore[reportGeneralTypeIssues]
+        total += tl.load(parts + z * plane + tl.program_id(0) * E + d).to(tl.float32)
+    if PDL == 1:
+        gdc_launch_dependents()
+    width = tl.num_programs(1) * BLOCK
+    tl.store(out + tl.program_id(0) * width + d, total.to(out.dtype.element_ty))
+
+
+@triton.jit
+def _swiglu_kernel(gate_up, out, width, BLOCK: tl.constexpr):
+    d = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    row = gate_up + tl.program_id(0) * 2 * width + d
+    gate = tl.load(row, mask=d < width, other=0.0).to(tl.float32)
+    up = tl.load(row + width, mask=d < width, other=0.0).to(tl.float32)
+    y = gate / (1.0 + tl.exp(-gate)) * up
+    tl.store(out + tl.program_id(0) * width + d, y.to(out.dtype.element_ty), mask=d < width)
+
+
+def swiglu(gate_up_TJ: torch.Tensor, out_TI: torch.Tensor) -> None:
+    T, width = out_TI.shape
+    _swiglu_kernel[(T, triton.cdiv(width, 1024))](gate_up_TJ, out_TI, width, BLOCK=1024)
+
+
+class LayerBench:
+    """Whole layers in one graph: each GEMM by cuBLAS (None) or by a config."""
+
+    def __init__(self, model: str, T: int, pool: Pool) -> None:
+        self.cases = {c.name: c for c in cases([model], [T]) if c.name in LAYER}
+        sizes = {n: c.E * c.D * c.weight_bytes for n, c in self.cases.items()}
+        stride = sum(sizes.values())
+        self.num_layers = min(MIN_LAUNCHES, pool.copies(stride))
+        offsets = itertools.accumulate((sizes[n] for n in LAYER[:-1]), initial=0)
+        self.weights = {
+            n: pool.weights(self.cases[n], at, stride) for n, at in zip(LAYER, offsets, strict=True)
+        }
+        self.scales = {
+            n: torch.ones(c.E, device="cuda") if c.weight_bytes == 1 else None
+            for n, c in self.cases.items()
+        }
+        hidden, width = MODELS[model.removesuffix("-fp8")]
+        empty = {"dtype": torch.bfloat16, "device": "cuda"}
+        self.h_TD = torch.randn(T, hidden, device="cuda").bfloat16()
+        self.norm_D = torch.ones(hidden, **empty)
+        self.normed_TD = torch.empty(T, hidden, **empty)
+        self.attn_TF = torch.empty(T, ATTENTION_WIDTH, **empty)
+        self.act_TI = torch.empty(T, width, **empty)
+
+    def gemm(self, name: str, i: int, x: torch.Tensor, config: SkinnyConfig | None) -> torch.Tensor:
+        weight = self.weights[name](i)
+        if config is not None:
+            return run(self.cases[name], config, x, weight, self.scales[name])
+        y = F.linear(x, weight)
+        if name == "gate_up":
+            swiglu(y, self.act_TI)
+            return self.act_TI
+        return y[None]
+
+    def add_norm(self, parts_ZTD: torch.Tensor, glue: int) -> None:
+        (Z, T, D), pdl = parts_ZTD.shape, {"launch_pdl": True} if glue else {}
+        block = triton.next_power_of_2(D)
+        tensors = (self.h_TD, parts_ZTD, self.norm_D, self.normed_TD)
+        _add_norm_kernel[(T,)](
+            *(*tensors, D, T * D, EPS),
+            **{"Z": Z, "BLOCK": block, "PDL": glue, "num_warps": 8, **pdl},
+        )
+
+    def us(self, configs: dict[str, SkinnyConfig | None], glue: int) -> float:
+        """Microseconds of a layer. glue: the small kernels' PDL mode, as a config's `pdl`."""
+        pdl = {"launch_pdl": True} if glue else {}
+
+        def launches() -> None:
+            parts = self.h_TD[None]
+            for i in range(self.num_layers):
+                self.add_norm(parts, glue)
+                qkv_ZTE = self.gemm("qkv", i, self.normed_TD, configs["qkv"])
+                Z, T, E = qkv_ZTE.shape
+                _first_columns_kernel[(T, ATTENTION_WIDTH // 1024)](
+                    *(qkv_ZTE, self.attn_TF, E, T * E),
+                    **{"Z": Z, "BLOCK": 1024, "PDL": glue, **pdl},
+                )
+                self.add_norm(self.gemm("o", i, self.attn_TF, configs["o"]), glue)
+                act = self.gemm("gate_up", i, self.normed_TD, configs["gate_up"])
+                parts = self.gemm("down", i, act, configs["down"])
+
+        return graph_us(launches, self.num_layers)
+
+
+def tune_layer(
+    bench: LayerBench, best: dict[str, list[Timed]], deadline: float
+) -> tuple[dict[str, float], dict[str, SkinnyConfig]]:
+    """Times of whole layers by label, and the configs that are best together."""
+    cublas: dict[str, SkinnyConfig | None] = dict.fromkeys(LAYER)
+    numbers = {"cublas_us": bench.us(cublas, 0)}
+    chosen: dict[str, SkinnyConfig] = {n: best[n][0].config for n in LAYER}
+    best_us, best_glue = float("inf"), 0
+    for pdl, glue in itertools.product((sk.PDL_OFF, sk.PDL_LATE, sk.PDL_EARLY), repeat=2):
+        if time.monotonic() > deadline:
+            break
+        configs = {n: c._replace(pdl=pdl) for n, c in chosen.items()}
+        us = numbers[f"skinny_pdl_{pdl}_glue_{glue}_us"] = bench.us({**configs}, glue)
+        if us < best_us:
+            best_us, best_glue, best_configs = us, glue, configs
+    chosen = best_configs
+    for name in LAYER:
+        pdl = chosen[name].pdl
+        others = [t.config for t in best[name][1:8]]
+        modes = [chosen[name]._replace(pdl=p) for p in (sk.PDL_LATE, sk.PDL_EARLY) if p != pdl]
+        for config in [*(c._replace(pdl=pdl) for c in others), *modes]:
+            if time.monotonic() > deadline:
+                break
+            us = bench.us({**chosen, name: config}, best_glue)
+            if us < best_us:
+                best_us, chosen = us, {**chosen, name: config}
+    numbers["skinny_best_us"] = best_us
+    for name in LAYER:  # what each GEMM is worth in its place
+        if bench.cases[name].weight_bytes == 2:
+            replaced = bench.us({**chosen, name: None}, best_glue)
+            numbers[f"skinny_best_but_{name}_by_cublas_us"] = replaced
+    return numbers, chosen
+
+
+def dry_run(todo: list[Case]) -> None:
+    compiled = {(c.kind, c.T, c.weight_bytes, v) for c in todo for v in variants(c)}
+    print(f"{len(compiled)} variants to compile")
+    for case in todo:
+        count = sum(len(candidates(case, v, sk.DEFAULT_SMS)) for v in variants(case))
+        print(
+            f"{case.model:7} {case.name:8} T {case.T:3} [{case.E}, {case.D}] {count} candidates,"
+            f" floor {case.us_at_peak:.1f} us, rule: "
+            f"{sk.choose_config(case.T, case.E, case.D, case.weight_bytes, case.kind == 'swiglu')}"
+        )
+
+
+def tune(todo: list[Case], args: argparse.Namespace) -> dict[str, Any]:
+    start = time.monotonic()
+    deadline = start + args.seconds
+    jobs = {(c.kind, c.T, c.weight_bytes, v): (c, v) for c in reversed(todo) for v in variants(c)}
+    good = compile_all(list(jobs.values())[::-1], seconds=0.4 * args.seconds)
+    print(f"{len(good)} of {len(jobs)} variants, {time.monotonic() - start:.0f} s", flush=True)
+    pool = Pool(int(args.gb * 1e9))
+    numbers: dict[str, Any] = {}
+    table: dict[tuple[int, int, int, int], SkinnyConfig] = {}
+    for (model, T), group in itertools.groupby(todo, key=lambda c: (c.model, c.T)):
+        best: dict[str, list[Timed]] = {}
+        label = numbers.setdefault(f"{model}_rows_{T}", {})
+        for case in group:
+            if time.monotonic() > deadline:
+                break
+            cublas_us, timed = time_case(case, pool, good, deadline)
+            if not timed:
+                continue
+            best[case.name] = timed
+            baseline = {} if cublas_us != cublas_us else {"cublas_us": round(cublas_us, 2)}
+            label[case.name] = baseline | {
+                "floor_us": round(case.us_at_peak, 2),
+                "skinny_us": round(timed[0].us, 2),
+                "skinny_tbps": round(case.us_at_peak / timed[0].us * PEAK_TBPS, 3),
+            }
+            pointer = [t.us for t in timed if not t.config.use_tma]
+            shown = f"cuBLAS {cublas_us:7.2f}  pointer {min(pointer, default=float('nan')):7.2f}"
+            print(
+                f"{model:7} T {T:3} {case.name:8} floor {case.us_at_peak:7.2f}  {shown}"
+                f"  ({len(timed)} tried, {time.monotonic() - start:.0f} s)"
+            )
+            for us, config in timed[:3]:
+                tbps = case.us_at_peak / us * PEAK_TBPS
+                print(f"    {us:7.2f} us {tbps:5.2f} TB/s  {tuple(config)}", flush=True)
+            error = relative_error(case, timed[0].config, *problem(case, case.E, case.D))
+            assert error < 1e-2, f"{case}: {timed[0].config} is wrong, relative error {error}"
+            if timed[0].us < cublas_us or case.weight_bytes == 1:
+                key = (case.E, case.D, case.weight_bytes, sk.num_columns(T))
+                table[key] = timed[0].config
+        if args.layer and all(n in best for n in LAYER) and time.monotonic() < deadline:
+            bench = LayerBench(model, T, pool)
+            layer, chosen = tune_layer(bench, best, deadline)
+            label["layer"] = {name: round(us, 2) for name, us in layer.items()}
+            for name, us in layer.items():
+                print(f"{model:7} T {T:3} layer {name:40} {us:7.2f}", flush=True)
+            for name, config in chosen.items():
+                case = bench.cases[name]
+                error = relative_error(case, config, *problem(case, case.E, case.D))
+                assert error < 1e-2, f"{case}: {config} is wrong, relative error {error}"
+                table[case.E, case.D, case.weight_bytes, sk.num_columns(T)] = config
+    lines = [f"    {key}: SkinnyConfig{tuple(config)}," for key, config in table.items()]
+    print("\n".join(lines), flush=True)
+    return {"numbers": numbers, "table": lines, "seconds": round(time.monotonic() - start)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    names = [*MODELS, *(f"{m}-fp8" for m in MODELS)]
+    parser.add_argument("--cases", nargs="+", choices=names, default=["8b", "4b", "8b-fp8"])
+    parser.add_argument("--rows", nargs="+", type=int, default=[16], help="T, 1 to 64")
+    parser.add_argument("--seconds", type=float, default=150, help="stop starting new work then")
+    parser.add_argument("--gb", type=float, default=20, help="size of the weights' buffer")
+    parser.add_argument("--no-layer", dest="layer", action="store_false")
+    parser.add_argument("--dry-run", action="store_true", help="count what would run; no GPU")
+    parser.add_argument("--out", help="also store the result as JSON here")
+    args = parser.parse_args()
+    todo = cases(args.cases, args.rows)
+    if args.dry_run:
+        dry_run(todo)
+        return
+    if not torch.cuda.is_available():
+        parser.error("no CUDA device: these are GPU timings; --dry-run shows what would run")
+    torch.manual_seed(0)
+    result = tune(todo, args)
+    if args.out:
+        config = {"cases": args.cases, "rows": args.rows, "peak_tbps": PEAK_TBPS}
+        config |= {"table": result["table"]}
+        result_schema.write_result(
+            args.out, "skinny_linear_tuning", result["numbers"], config=config
+        )
+    print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()

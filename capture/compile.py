@@ -17,6 +17,9 @@ import torch
 
 # Specialisations of one function: (buckets + plain decode) x (target, drafter), with room.
 RECOMPILE_LIMIT = 64
+# Inductor's own kernels take part in programmatic dependent launch (Hopper and later; no effect
+# elsewhere): our GEMMs then fetch their first weights while the norm before them still runs.
+OPTIONS: dict[str, str | int | bool | Callable[..., Any]] = {"triton.enable_pdl": True}
 
 
 def compile_segment(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -27,4 +30,4 @@ def compile_segment(function: Callable[..., Any]) -> Callable[..., Any]:
     """
     dynamo: Any = torch._dynamo.config
     dynamo.recompile_limit = max(dynamo.recompile_limit, RECOMPILE_LIMIT)
-    return torch.compile(function, fullgraph=True, dynamic=False)
+    return torch.compile(function, fullgraph=True, dynamic=False, options=OPTIONS)

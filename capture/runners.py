@@ -8,7 +8,7 @@ segment of the same chain may read it, anything later must be copied to a step b
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -41,11 +41,30 @@ class EagerRunner:
     """`run_chain` on the carry that another runner left: mode none, and the CPU."""
 
     def __init__(self, chain: Chain, source: Callable[[], Carry]) -> None:
-        self._chain, self._source = chain, source
+        self.chain, self.source = chain, source
         self.carry: Carry = ()
 
     def run(self) -> None:
-        self.carry = run_chain(self._chain, self._source())
+        self.carry = run_chain(self.chain, self.source())
+
+
+class Graph(NamedTuple):
+    """A captured graph and what it took. `pool_bytes` is what it added to the shared pool, 0 where
+    it fitted into memory that earlier graphs had left; `live_bytes` of it stay in use."""
+
+    handle: torch.cuda.CUDAGraph
+    pool_bytes: int
+    live_bytes: int
+
+
+class Call(NamedTuple):
+    """One call of a captured chain: a graph's replay, or an eager attention (`graph` is None)."""
+
+    name: str
+    run: Callable[[], Any]
+    graph: Graph | None
+    input_shapes: list[str]
+    output_shapes: list[str]
 
 
 class ReplayRunner:
@@ -55,19 +74,18 @@ class ReplayRunner:
     step's closure owns would be freed, and its memory reused, while replays still read it.
     """
 
-    def __init__(
-        self, chain: Chain, names: list[str], calls: list[Callable[[], Any]], carry: Carry
-    ) -> None:
-        self._chain, self._names, self._calls, self.carry = chain, names, calls, carry
+    def __init__(self, chain: Chain, calls: list[Call], carry: Carry) -> None:
+        self.chain, self.calls, self.carry = chain, calls, carry
+        self._runs = [call.run for call in calls]
 
     def run(self) -> None:
         if not ranges.is_enabled():
-            for call in self._calls:
-                call()
+            for run in self._runs:
+                run()
             return
-        for name, call in zip(self._names, self._calls, strict=True):
-            with ranges.range_(name):
-                call()
+        for call in self.calls:
+            with ranges.range_(call.name):
+                call.run()
 
 
 class GraphPool:
@@ -82,7 +100,7 @@ class GraphPool:
         self.stream = torch.cuda.Stream()
         self.num_graphs = 0
 
-    def capture(self, steps: Chain, carry: Carry) -> tuple[torch.cuda.CUDAGraph, Carry]:
+    def capture(self, steps: Chain, carry: Carry) -> tuple[Graph, Carry]:
         """Warms the steps up on the side stream, then records them.
 
         Warming runs everything for real (compilation, cuBLAS handles, lazy modules), several
@@ -93,34 +111,51 @@ class GraphPool:
             for _ in range(NUM_WARMUPS):
                 run_chain(steps, carry)
         torch.cuda.current_stream().wait_stream(self.stream)
-        graph = torch.cuda.CUDAGraph()
+        # Kept beside its executable, so that `inventory` can look into it later.
+        graph = torch.cuda.CUDAGraph(keep_graph=True)
         with torch.cuda.graph(graph, pool=self.handle, stream=self.stream):
+            before = torch.cuda.memory_stats()
             carry = run_chain(steps, carry)
+            after = torch.cuda.memory_stats()
+        graph.instantiate()
         self.num_graphs += 1
-        return graph, carry
+        pool_bytes, live_bytes = (
+            after.get(key, 0) - before.get(key, 0)
+            for key in ("reserved_bytes.all.current", "allocated_bytes.all.current")
+        )
+        return Graph(graph, pool_bytes, live_bytes), carry
 
 
 def capture_piecewise(chain: Chain, carry: Carry, pool: GraphPool) -> ReplayRunner:
     """One graph per run of dense steps, attention eager between them."""
-    names: list[str] = []
-    calls: list[Callable[[], Any]] = []
+    calls: list[Call] = []
     for step in chain:
+        static = carry
         if isinstance(step, Attention):
-            static = carry
+            graph, run = None, _bind(step, static)
             carry = step.run(static)
-            calls.append(_bind(step, static))
         else:
-            graph, carry = pool.capture([step], carry)
-            graph.replay()
-            calls.append(graph.replay)
-        names.append(step.name)
-    return ReplayRunner(chain, names, calls, carry)
+            graph, carry = pool.capture([step], static)
+            run = graph.handle.replay
+            run()
+        calls.append(Call(step.name, run, graph, shapes(static), shapes(carry)))
+    return ReplayRunner(chain, calls, carry)
 
 
 def capture_full(name: str, chain: Chain, carry: Carry, pool: GraphPool) -> ReplayRunner:
     """The whole chain, attention included, as one graph."""
+    inputs = shapes(carry)
     graph, carry = pool.capture(chain, carry)
-    return ReplayRunner(chain, [name], [graph.replay], carry)
+    call = Call(name, graph.handle.replay, graph, inputs, shapes(carry))
+    return ReplayRunner(chain, [call], carry)
+
+
+def shapes(carry: Carry) -> list[str]:
+    """Shape and dtype of each tensor, as `16x4096 bfloat16`."""
+    return [
+        f"{'x'.join(map(str, tensor.shape))} {str(tensor.dtype).removeprefix('torch.')}"
+        for tensor in carry
+    ]
 
 
 def _bind(step: Step, static: Carry) -> Callable[[], Any]:

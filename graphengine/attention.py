@@ -214,13 +214,11 @@ class BlockAttention:
         num_sms = 1
         if device.type == "cuda":
             num_sms = torch.cuda.get_device_properties(device).multi_processor_count
+        heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+        packed_rows = self._block * (heads // kv_heads)
+        num_splits = choose_num_splits(num_requests, kv_heads, num_sms, packed_rows)
         self._workspace = block_workspace(
-            num_requests,
-            self._block,
-            config.num_attention_heads,
-            config.head_dim,
-            choose_num_splits(num_requests, config.num_key_value_heads, num_sms),
-            device,
+            num_requests, self._block, heads, config.head_dim, num_splits, device
         )
 
     def plan(self, layout: Layout) -> None:

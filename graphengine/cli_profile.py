@@ -1,15 +1,14 @@
-"""`graphengine profile`: the launch-gap report, with the steps run by ourselves or read from a file.
+"""`graphengine profile`: the launch-gap report, of steps that it runs or of a file that it reads.
 
 Where the times come from, best first: nsys (on a GPU, when it is on the PATH), torch.profiler (on a
 GPU without it), the host's clock around each named range (CPU). The report is the same; the text
-says which it was. Under nsys this command runs itself again as a child: one process, no fork, that
-marks its steps with cudaProfilerStart / Stop.
+says which it was. Recording is in profile_run.py; options, tables and files are here. torch is
+imported inside the command, so that help is quick.
 """
 
 from __future__ import annotations
 
 import json
-import sys
 import tempfile
 from contextlib import nullcontext
 from pathlib import Path
@@ -20,7 +19,6 @@ import click
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from graphengine.api import Engine
     from graphengine.profiles.launch_gaps import Report
 
 _EPILOG = """\b
@@ -34,18 +32,12 @@ Examples:
 By hand, with the same names:
   nsys profile -t cuda,nvtx -s none --cpuctxsw=none graphengine run --nvtx --prompt Hi
 """
-_FACTS = "facts.json"
 _SOURCES = {
     "graph": "nsys, a CUDA graph as one interval (times are close to an unprofiled run's)",
     "node": "nsys, kernels inside CUDA graphs (small kernels read 30-60 % slow; for composition)",
     "torch": "torch.profiler, since nsys was not used (host and small kernels read slow)",
     "cpu": "the host's clock around each step: busy is time inside steps, idle the host between",
 }
-# Options that a child under nsys gets as they are.
-_FORWARDED = (
-    *("bucket", "input_len", "num_steps", "warmup", "graph_mode", "attention_backend", "dtype"),
-    *("page_size", "simulate_acceptance", "load_format", "seed"),
-)
 
 
 @click.command("profile", epilog=_EPILOG)
@@ -109,6 +101,7 @@ _FORWARDED = (
     default=None,
     help="dummy: random weights.  [default: dummy for a preset]",
 )
+@click.option("--draft-quantization", type=click.Choice(["none", "fp8"]), default="none")
 @click.option("--seed", type=int, default=0, show_default=True, help="Of the random prompts.")
 @click.option(
     "--read-gbps",
@@ -129,19 +122,23 @@ _FORWARDED = (
 @click.option("--inside", type=click.Path(path_type=Path), hidden=True)
 def profile(model: str | None, draft: str | None, **options: Any) -> None:
     """Where a decode step of MODEL waits: wall, busy and idle time by step, class and kernel."""
-    from graphengine.report import stderr_console
+    from graphengine import profile_run
+    from graphengine.report import print_note, stderr_console
 
     console = stderr_console(quiet=False)
     try:
         if options["inside"] is not None:
-            _run_inside_nsys(model, draft, options)
+            profile_run.run_inside_nsys(model, draft, options)
         elif options["file"] is not None:
-            reports, facts = _read(model, draft, options)
-            _deliver(console, reports, facts, options)
+            _deliver(console, *profile_run.read_file(model, draft, options), options)
         else:
+
+            def note(text: str) -> None:
+                print_note(console, text)
+
             with _folder(options["keep"]) as folder:
-                reports, facts = _run(model, draft, options, Path(folder), console)
-            _deliver(console, reports, facts, options)
+                found = profile_run.run(model, draft, options, Path(folder), note)
+            _deliver(console, *found, options)
     except ValueError as error:
         raise click.UsageError(str(error)) from error
     except RuntimeError as error:
@@ -156,206 +153,6 @@ def _folder(keep: Path | None) -> Any:
         return tempfile.TemporaryDirectory(prefix="graphengine-")
     keep.mkdir(parents=True, exist_ok=True)
     return nullcontext(keep)
-
-
-# --- a file that exists ---
-
-
-def _read(
-    model: str | None, draft: str | None, options: dict[str, Any]
-) -> tuple[dict[str, Report], dict[str, Any]]:
-    from graphengine.build import read_configs
-    from graphengine.profiles import nsys, torch_trace
-    from graphengine.profiles.launch_gaps import report
-    from graphengine.profiles.segment_bytes import segment_bytes
-
-    file: Path = options["file"]
-    name = file.name.removesuffix(".gz")
-    if name.endswith(".json"):
-        trace = torch_trace.read_chrome_trace(file)
-    elif name.endswith(".nsys-rep"):
-        program = nsys.find_nsys()
-        if program is None:
-            raise ValueError(
-                f"{file}: reading a .nsys-rep needs nsys, which is not on the PATH; run nsys "
-                "export --type sqlite where it is, and pass the .sqlite"
-            )
-        if not file.is_file():
-            raise ValueError(f"{file}: no such file")
-        with tempfile.TemporaryDirectory(prefix="graphengine-") as folder:
-            exported = Path(folder) / "report.sqlite"
-            nsys.run(nsys.export_command(program, file, exported))
-            trace = nsys.read_export(exported)
-    else:
-        trace = nsys.read_export(file)
-    facts: dict[str, Any] = {}
-    beside = file.parent / _FACTS
-    if model is not None:
-        target, drafter = read_configs(model, None if draft in (None, "none") else draft)
-        itemsize = 4 if options["dtype"] == "float32" else 2
-        facts["segment_bytes"] = segment_bytes(target, drafter, itemsize)
-    elif beside.is_file():
-        facts = json.loads(beside.read_text())
-    if options["read_gbps"] is not None:
-        facts["read_gbps"] = options["read_gbps"]
-    label = name.split(".")[0]
-    return {label: report(trace)}, facts
-
-
-# --- a run ---
-
-
-def _resolve(
-    model: str | None, draft: str | None, options: dict[str, Any]
-) -> tuple[str, str | None, str]:
-    """Target, drafter and load format, with the bundled pair and presets as defaults."""
-    from graphengine.hub import TINY_DRAFT, TINY_TARGET, preset_names
-
-    if model is None:
-        model, draft = str(TINY_TARGET), draft or str(TINY_DRAFT)
-    load_format = options["load_format"] or ("dummy" if model in preset_names() else "auto")
-    return model, None if draft == "none" else draft, load_format
-
-
-def _run(
-    model: str | None, draft: str | None, options: dict[str, Any], folder: Path, console: Console
-) -> tuple[dict[str, Report], dict[str, Any]]:
-    import torch
-
-    from graphengine.profiles import host_trace, nsys, torch_trace
-    from graphengine.profiles.launch_gaps import report
-    from graphengine.profiles.profiled_steps import run_steps
-
-    model, draft, load_format = _resolve(model, draft, options)
-    on_gpu = options["device"] != "cpu" and torch.cuda.is_available()
-    program = nsys.find_nsys() if options["tool"] != "torch" else None
-    if options["tool"] != "auto" and not on_gpu:
-        raise ValueError(
-            f"--tool {options['tool']} records a GPU and torch sees none; leave it out to time "
-            "the CPU"
-        )
-    if options["tool"] == "nsys" and program is None:
-        raise ValueError("--tool nsys: nsys is not on the PATH; install it or use --tool torch")
-    if program is not None and on_gpu:
-        presets = nsys.PRESETS if options["preset"] == "both" else (options["preset"],)
-        return _under_nsys(program, presets, model, draft, options, folder, console)
-    if on_gpu:
-        console.print("nsys is not used: falling back to torch.profiler", markup=False)
-        read_gbps = _read_gbps(options)
-        with _engine(model, draft, load_format, options) as engine:
-            file = folder / "torch.json"
-            facts = run_steps(engine, _workload(options), torch_trace.record(file))
-        reports = {"torch": report(torch_trace.read_chrome_trace(file))}
-    else:
-        read_gbps = options["read_gbps"] or 0.0
-        with _engine(model, draft, load_format, options) as engine:
-            recorder = host_trace.HostRecorder()
-            facts = run_steps(engine, _workload(options), host_trace.record(recorder))
-        reports = {"cpu": report(recorder.trace())}
-    facts |= {"model": Path(model).name, "draft": Path(draft).name if draft else None}
-    facts["read_gbps"] = read_gbps
-    (folder / _FACTS).write_text(json.dumps(facts))
-    return reports, facts
-
-
-def _under_nsys(
-    program: str,
-    presets: tuple[str, ...],
-    model: str,
-    draft: str | None,
-    options: dict[str, Any],
-    folder: Path,
-    console: Console,
-) -> tuple[dict[str, Report], dict[str, Any]]:
-    """Runs this command once per preset inside nsys; facts are those of the first run."""
-    from graphengine.profiles import nsys
-    from graphengine.profiles.launch_gaps import report
-
-    reports: dict[str, Report] = {}
-    facts: dict[str, Any] = {}
-    for preset in presets:
-        console.print(f"running under nsys, preset {preset}", markup=False)
-        recorded, exported = folder / f"{preset}.nsys-rep", folder / f"{preset}.sqlite"
-        inside = folder / f"{preset}-{_FACTS}"
-        child = [sys.executable, "-m", "graphengine", "profile", model]
-        child += ["--draft", draft or "none", "--inside", str(inside)]
-        for name in _FORWARDED:
-            if options[name] is not None:
-                child += [f"--{name.replace('_', '-')}", str(options[name])]
-        if options["compile_"] is not None:
-            child.append("--compile" if options["compile_"] else "--no-compile")
-        known_gbps = facts.get("read_gbps", options["read_gbps"])
-        if known_gbps is not None:
-            child += ["--read-gbps", str(known_gbps)]
-        nsys.run(nsys.profile_command(program, preset, recorded, child))  # type: ignore[arg-type]
-        nsys.run(nsys.export_command(program, recorded, exported))
-        reports[preset] = report(nsys.read_export(exported))
-        found = json.loads(inside.read_text())
-        facts = facts or found
-        facts[f"{preset}_profiled_step_ms"] = found["profiled_step_ms"]
-    (folder / _FACTS).write_text(json.dumps(facts))
-    return reports, facts
-
-
-def _run_inside_nsys(model: str | None, draft: str | None, options: dict[str, Any]) -> None:
-    """The child's part: the steps inside a cudaProfiler range, the facts into a file."""
-    from graphengine.profiles.profiled_steps import cuda_profiler_range, run_steps
-
-    model, draft, load_format = _resolve(model, draft, options)
-    read_gbps = _read_gbps(options)
-    with _engine(model, draft, load_format, options) as engine:
-        facts = run_steps(engine, _workload(options), cuda_profiler_range())
-    facts |= {"model": Path(model).name, "draft": Path(draft).name if draft else None}
-    facts["read_gbps"] = read_gbps
-    options["inside"].write_text(json.dumps(facts))
-
-
-def _workload(options: dict[str, Any]) -> Any:
-    from graphengine.profiles.profiled_steps import Workload
-
-    names = ("bucket", "input_len", "num_steps", "warmup", "seed")
-    return Workload(**{name: options[name] for name in names})
-
-
-def _read_gbps(options: dict[str, Any]) -> float:
-    """As asked, else measured; before the engine takes the memory."""
-    import torch
-
-    from graphengine.bench import read_bandwidth_gbps
-
-    if options["read_gbps"] is not None:
-        return options["read_gbps"]
-    found = read_bandwidth_gbps()
-    torch.cuda.empty_cache()
-    return found
-
-
-def _engine(model: str, draft: str | None, load_format: str, options: dict[str, Any]) -> Engine:
-    from graphengine.api import Engine
-    from graphengine.build import read_configs
-
-    target, drafter = read_configs(model, draft)
-    block = drafter.block_size if drafter else 1
-    models = [target] + ([drafter.model] if drafter else [])
-    cap = min(m.max_position_embeddings for m in models) - (block if drafter else 0)
-    wanted = options["input_len"] + _workload(options).output_len(block) + block
-    return Engine.from_pretrained(
-        model,
-        draft,
-        buckets=(options["bucket"],),
-        graph_mode=options["graph_mode"],
-        attention_backend=options["attention_backend"],
-        compile=options["compile_"],
-        device=options["device"],
-        dtype=options["dtype"],
-        page_size=options["page_size"],
-        max_model_len=min(wanted, cap),
-        load_format=load_format,  # type: ignore[arg-type]
-        simulate_acceptance=options["simulate_acceptance"] if draft else None,
-    )
-
-
-# --- what the user gets ---
 
 
 def _deliver(

@@ -235,6 +235,11 @@ class DecodeLoop:
         return outputs
 
     @property
+    def buckets(self) -> dict[int, Bucket]:
+        """Batch size -> what runs it, ascending; for tools that look into them."""
+        return self._buckets
+
+    @property
     def has_work(self) -> bool:
         """Whether a request waits or runs, or a step is still to be collected."""
         return bool(self.waiting or self.running or self._in_flight)

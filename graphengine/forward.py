@@ -3,7 +3,8 @@
 Written once; capture/ runs them eagerly, piecewise or as one graph. A chain alternates dense
 segments and attentions: `verify.00` = embed + pre(0), `verify.L0.attn`, `verify.01` = post(0) +
 pre(1), .. , the last = post + norm + head. Cutting only at attention lets Inductor fuse across
-the layer boundary. Cache writes are in the dense segments, so attention only reads.
+the layer boundary. A dense step is a compiled segment, which is pure, followed by the one kernel
+that writes the cache (`kernels.qk_norm_rope`); attention only reads.
 
 Legend: B requests, G block length, T rows, N / H query heads / head dim, C = taps * hidden.
 """
@@ -69,35 +70,21 @@ class Drafter:
         return self.quantized, self.quantized_lm_head_VD
 
 
-# --- segments: pure but for the declared cache writes; compiled one by one ---
+# --- segments: pure; compiled one by one ---
 
 
-def first_segment(
-    embed_VD: Tensor,
-    layer: LayerWeights,
-    rope_PH: Tensor,
-    rows: Rows,
-    kv_cache: Tensor,
-    eps: float,
-) -> Carry:
-    """embed + pre(0) -> (h_TD, q_TNH). Mutates: kv_cache."""
-    h_TD = qwen3.embed(embed_VD, rows.token_ids_T)
-    return h_TD, _query_(layer, h_TD, rope_PH, rows, kv_cache, eps)
+def first_segment(embed_VD: Tensor, layer: LayerWeights, token_ids_T: Tensor, eps: float) -> Carry:
+    """embed + pre(0) -> (h_TD, qkv_TE)."""
+    h_TD = qwen3.embed(embed_VD, token_ids_T)
+    return h_TD, qwen3.pre_attention(layer, h_TD, eps)
 
 
 def middle_segment(
-    done: LayerWeights,
-    layer: LayerWeights,
-    rope_PH: Tensor,
-    rows: Rows,
-    h_TD: Tensor,
-    attn_TNH: Tensor,
-    kv_cache: Tensor,
-    eps: float,
+    done: LayerWeights, layer: LayerWeights, h_TD: Tensor, attn_TNH: Tensor, eps: float
 ) -> Carry:
-    """post(i) + pre(i + 1) -> (h_TD, q_TNH). Mutates: kv_cache."""
+    """post(i) + pre(i + 1) -> (h_TD, qkv_TE)."""
     h_TD = qwen3.post_attention(done, h_TD, attn_TNH, eps)
-    return h_TD, _query_(layer, h_TD, rope_PH, rows, kv_cache, eps)
+    return h_TD, qwen3.pre_attention(layer, h_TD, eps)
 
 
 def last_segment(
@@ -131,34 +118,9 @@ def draft_last_segment(
     return (qwen3.logits(norm_D, lm_head_VD, h_TD, eps),)
 
 
-def context_segment(
-    weights: DraftWeights,
-    taps_TC: Tensor,
-    positions_T: Tensor,
-    slots_T: Tensor,
-    kv_pool: Tensor,
-    eps: float,
-) -> Carry:
-    """taps -> fc, hidden_norm, all layers' K/V, k-norm, rope, write. Mutates: kv_pool."""
-    kv_TX = dflash.context(weights, taps_TC, eps)
-    context_kv_write_(kv_TX, weights.k_norm_LH, weights.rope_PH, positions_T, slots_T, kv_pool, eps)
-    return ()
-
-
-def _query_(
-    layer: LayerWeights, h_TD: Tensor, rope_PH: Tensor, rows: Rows, kv_cache: Tensor, eps: float
-) -> Tensor:
-    qkv_TE = qwen3.pre_attention(layer, h_TD, eps)
-    return qk_norm_rope_write_(
-        qkv_TE,
-        layer.q_norm_H,
-        layer.k_norm_H,
-        rope_PH,
-        rows.positions_T,
-        rows.slots_T,
-        kv_cache,
-        eps,
-    )
+def context_segment(weights: DraftWeights, taps_TC: Tensor, eps: float) -> Carry:
+    """taps -> fc, hidden_norm, every layer's K/V before k-norm and rope -> (kv_TX,)."""
+    return (dflash.context(weights, taps_TC, eps),)
 
 
 class Segments(NamedTuple):
@@ -197,8 +159,32 @@ def layer_steps(
         tap_: called with (layer, h_TD) for the output of every layer but the last.
     """
 
-    def first(carry: Carry) -> Carry:
-        return segments.first(embed_VD, layers[0], rope_PH, rows, kv_pool[0], eps)
+    def query(layer: int) -> Callable[[Tensor], Tensor]:
+        """Per-head norm, rope and the cache write of a layer's projections; gives the query."""
+        weights, kv_cache = layers[layer], kv_pool[layer]
+
+        def run(qkv_TE: Tensor) -> Tensor:
+            return qk_norm_rope_write_(
+                qkv_TE,
+                weights.q_norm_H,
+                weights.k_norm_H,
+                rope_PH,
+                rows.positions_T,
+                rows.slots_T,
+                kv_cache,
+                eps,
+            )
+
+        return run
+
+    def first() -> Step:
+        query_ = query(0)
+
+        def run(carry: Carry) -> Carry:
+            h_TD, qkv_TE = segments.first(embed_VD, layers[0], rows.token_ids_T, eps)
+            return h_TD, query_(qkv_TE)
+
+        return Dense(ranges.dense_name(chain, 0), run)
 
     def attend(layer: int) -> Step:
         kv_cache = kv_pool[layer]
@@ -211,16 +197,17 @@ def layer_steps(
         return Attention(ranges.attention_name(chain, layer), run)
 
     def middle(layer: int) -> Step:
-        done, following, kv_cache = layers[layer], layers[layer + 1], kv_pool[layer + 1]
+        done, following, query_ = layers[layer], layers[layer + 1], query(layer + 1)
 
         def run(carry: Carry) -> Carry:
-            h_TD, q_TNH = segments.middle(done, following, rope_PH, rows, *carry, kv_cache, eps)
+            h_TD, qkv_TE = segments.middle(done, following, *carry, eps)
+            q_TNH = query_(qkv_TE)
             tap_(layer, h_TD)
             return h_TD, q_TNH
 
         return Dense(ranges.dense_name(chain, layer + 1), run)
 
-    steps: list[Step] = [Dense(ranges.dense_name(chain, 0), first)]
+    steps: list[Step] = [first()]
     for layer in range(len(layers)):
         steps.append(attend(layer))
         if layer + 1 < len(layers):
@@ -347,7 +334,11 @@ def context_chain(
 
     def context(carry: Carry) -> Carry:
         eps = drafter.config.model.rms_norm_eps
-        return segments.context(weights, taps_TC, positions_T, slots_T, drafter.kv_pool, eps)
+        (kv_TX,) = segments.context(weights, taps_TC, eps)
+        context_kv_write_(
+            kv_TX, weights.k_norm_LH, weights.rope_PH, positions_T, slots_T, drafter.kv_pool, eps
+        )
+        return ()
 
     return [Dense(ranges.DRAFT_CONTEXT, context)]
 

@@ -5,15 +5,25 @@ read on the device and the grid depends on shapes alone, so a whole decode step 
 accept) can be one CUDA graph with nothing to plan. At batch 1 a kv head's 16 * 4 packed rows are
 one tile, so the parallelism comes from splitting the keys (flash-decoding).
 
-Invariant: which keys a split reads is a function of the device length, the tile and the number
-of splits; both kernels compute it with the same `_split_range`. A split without keys writes
-nothing and the merge reads nothing of it, so neither stale workspace nor a cache poisoned past
-the length can reach the output. If the two disagreed, the merge would read another step's partial.
+How: keys come in chunks of `config.chunk`; chunk c belongs to split c % live, where `live` is
+computed from the length on the device. A split past `live` exits at once. With one live split
+(a short request, or SPLITS 1) the split writes the output itself. Otherwise the partials are
+merged by a second kernel, or inside the first one: the splits count their arrivals, and each
+then merges its share of the rows.
 
-Cost: 2 * kv_len * K * H elements are read per request: 4.2 MB at 1k for K 8, H 128, bf16, 0.9 us
-at 4.46 TB/s; 33.5 MB and 7.5 us at 8k. Partials (fp32, live splits * T * N * H) stay in L2. Two
-small kernels inside a CUDA graph cost about 6-8 us before any byte: predicted, batch 1, 7-9 us at
-1k, 9-11 us at 4k, 14-17 us at 8k.
+Invariant: which keys a split reads, and which splits exist, is a function of the device length
+alone; the partial and the merge kernel compute it with the same `_live_splits`. A split without
+keys writes nothing and nothing of it is read, so neither stale workspace nor a cache poisoned past
+the length can reach the output. If the two disagreed, the merge would read another step's partial.
+Partials are added in the order of their splits by whoever merges: results do not depend on timing.
+
+No deadlock: a split waits for the others at most `config.polls` times. One that gives up says so
+in the word that counts the arrivals, and the last to arrive, which never waits, merges its rows.
+
+Cost: 2 * kv_len * K * H elements are read per request: 4.2 MB at 1k for K 8, H 128, bf16, 0.95 us
+at 4.4 TB/s; 33.5 MB and 7.6 us at 8k. Partials (fp32, live splits * T * N * H) stay in L2.
+Predicted on an H200, in a graph: batch 1 5 us up to 256 keys, 7 at 1k, 13 at 8k; batch 8 and 16
+at ~400 keys 6 and 9 us.
 
 Legend: B requests, G block length, T = B * G rows, N query heads, K kv heads, H head dim, W pages
 in a row of the page table, S page size, Z splits. kv_cache: [2, num_pages, S, K, H].
@@ -28,8 +38,9 @@ from triton import knobs
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 LOG2_E = 1.4426950408889634
-MAX_SPLITS = 64
-CTAS_PER_SM = 2
+MAX_SPLITS = 32  # a power of two; one bit each in the arrival word
+COUNT_STEP = tl.constexpr(MAX_SPLITS)  # what a call adds to the count of arrivals
+GIVEN_UP = tl.constexpr(0xFFFFFFFF)  # bits of the arrival word; the count is above them
 MAX_ROWS = 64  # packed rows (G * N/K) in one tile; more become more programs
 MIN_ROWS = 16  # the least that a tensor-core dot takes
 INTERPRET = bool(knobs.runtime.interpret)
@@ -39,20 +50,26 @@ class LaunchConfig(NamedTuple):
     """What may be tuned without changing a result beyond rounding."""
 
     kv_tile: int = 64  # keys of one iteration; halved for fp32
+    chunk: int = 128  # keys dealt to a split at a time; a multiple of kv_tile, a power of two
+    one_split: int = 256  # up to this length one split takes all keys and nothing is merged
     num_warps: int = 4
     num_stages: int = 3
-    merge_warps: int = 4
-    pdl: bool = False  # programmatic dependent launch of the merge (Hopper and later)
-
-
-DEFAULT_CONFIG = LaunchConfig()
+    fused_merge: bool = True  # merge inside the kernel; otherwise in a second launch
+    polls: int = 4096  # fused: how long a split waits to share the merge; 0 leaves it to the last
+    merge_warps: int = 4  # of the second launch
+    pdl: bool = True  # programmatic dependent launch; Hopper and later, ignored elsewhere
+    prefetch: bool = True  # send for the first chunk (to L2) before the wait and the load of q
 
 
 class Workspace(NamedTuple):
-    """Partial results of the splits; contents never outlive one call."""
+    """Partial results of the splits; of the contents only the counts outlive a call.
+
+    Calls that may overlap (on several streams) need workspaces of their own.
+    """
 
     out_ZTNH: torch.Tensor  # fp32, normalised within the split
     lse_ZTN: torch.Tensor  # fp32, log2 of the split's sum of exponentials
+    arrived_TN: torch.Tensor  # int64, first zeros; B * K * row tiles of them are arrival words
 
 
 def workspace(
@@ -63,19 +80,40 @@ def workspace(
     num_splits: int,
     device: torch.device | str,
 ) -> Workspace:
-    """Buffers for `block_attention`: out [Z, B*G, N, H] and lse [Z, B*G, N], both fp32."""
+    """Buffers for `block_attention`: fp32 out [Z, B*G, N, H], fp32 lse [Z, B*G, N], counters."""
     if not 1 <= num_splits <= MAX_SPLITS:
         raise ValueError(f"num_splits {num_splits}: choose 1 to {MAX_SPLITS}")
-    shape = (num_splits, num_requests * block_length, num_heads)
+    rows = (num_requests * block_length, num_heads)
     return Workspace(
-        out_ZTNH=torch.empty((*shape, head_dim), dtype=torch.float32, device=device),
-        lse_ZTN=torch.empty(shape, dtype=torch.float32, device=device),
+        out_ZTNH=torch.empty((num_splits, *rows, head_dim), dtype=torch.float32, device=device),
+        lse_ZTN=torch.empty((num_splits, *rows), dtype=torch.float32, device=device),
+        arrived_TN=torch.zeros(rows, dtype=torch.int64, device=device),
     )
 
 
-def choose_num_splits(num_requests: int, num_kv_heads: int, num_sms: int) -> int:
-    """Splits that give each of `num_sms` multiprocessors about CTAS_PER_SM programs."""
-    return max(1, min(MAX_SPLITS, CTAS_PER_SM * num_sms // (num_requests * num_kv_heads)))
+def choose_num_splits(
+    num_requests: int, num_kv_heads: int, num_sms: int, packed_rows: int = MAX_ROWS
+) -> int:
+    """The most splits with which every program has a multiprocessor to itself, at least 1.
+
+    Then all programs run at once, none shares its bandwidth, and the merge reads no more partials
+    than it must. More would pay only beyond ~8k keys at batch 1. Fewer are alive for short
+    requests: that is decided on the device.
+
+    Args: packed_rows: block_length * N/K, which decides the row tiles of a (request, kv head).
+    """
+    _, row_tiles = _row_tiling(packed_rows)
+    return max(1, min(MAX_SPLITS, num_sms // (num_requests * num_kv_heads * row_tiles)))
+
+
+def choose_config(num_splits: int) -> LaunchConfig:
+    """The default sizes for Z splits (`tools/bench_kernels.py --sweep block_attention`).
+
+    one_split: a merge costs about 2.5 us and a multiprocessor alone takes some 8 ns a key (both
+    estimated for an H200, H 128), so one split beats sixteen up to ~300 keys. Few splits gain
+    less: with Z = 2 half of the multiprocessors stream already, and the break-even is near 1000.
+    """
+    return LaunchConfig(one_split=256 if num_splits > 4 else 512 if num_splits > 2 else 1024)
 
 
 def block_attention_reference(
@@ -113,31 +151,38 @@ def block_attention(
     causal: bool,
     out_TNH: torch.Tensor,
     workspace: Workspace,
-    config: LaunchConfig = DEFAULT_CONFIG,
+    config: LaunchConfig | None = None,
 ) -> None:
     """Attend from each request's block to its cached keys, with lengths read on the device.
 
     out[b, i, n] = softmax_j(q[b, i, n] . k[b, j, n // (N/K)] * H^-0.5) v[b, j, n // (N/K)]
     over j < start[b] + i + 1 if causal, j < start[b] + G otherwise
 
+    Programmatic dependent launch: start and page_table are read before the previous kernel has
+    finished, everything else after it. So the kernel launched just before may write q, K/V and
+    out, but not these two, and it must itself have waited for its predecessors before it lets
+    dependents start (an ordinary launch has). Nothing else is assumed: what is sent for before the
+    wait goes to L2, where all writes arrive.
+
     Args:
         q_TNH: [B*G, N, H] bf16, fp16 or fp32; rows may be strided, heads may not.
         kv_cache: [2, num_pages, S, K, H], dtype of q, each plane contiguous; the block's own
             K/V is already in it.
-        page_table_BW: int32 [B, W], last stride 1. Keys past W * S do not exist.
+        page_table_BW: int32 [B, W], last stride 1; pages past the length are not read. Keys past
+            W * S do not exist.
         start_B: int32 [B], position of the block's first row; 0 marks a padded request, whose
             rows become zeros.
         block_length: G; G = 1 is plain decode.
         out_TNH: [B*G, N, H], dtype of q, contiguous.
         workspace: from `workspace(B, G, N, H, num_splits, device)`; unused by the reference.
-        config: tile sizes, warps, stages.
+        config: tile sizes, warps, stages, merge; None takes `choose_config`'s.
     Mutates: out_TNH, workspace.
     Raises: ValueError for shapes, dtypes or strides that the kernel cannot address.
     Source: flash-decoding (split keys, merge by log-sum-exp); exp2 softmax as in FlashAttention.
     """
-    T, N, H = q_TNH.shape
+    _, N, H = q_TNH.shape
     B, W = page_table_BW.shape
-    K = kv_cache.shape[3]
+    S, K = kv_cache.shape[2:4]
     _check_inputs(q_TNH, kv_cache, page_table_BW, start_B, block_length, out_TNH, workspace)
     if not (q_TNH.is_cuda or INTERPRET):
         out_TNH.copy_(
@@ -147,47 +192,61 @@ def block_attention(
     if H < 16 or H > 256 or H & (H - 1):
         raise ValueError(f"head_dim {H}: the Triton kernel needs a power of two from 16 to 256")
     num_splits = workspace.lse_ZTN.shape[0]
+    config = config or choose_config(num_splits)
     kv_tile = config.kv_tile // 2 if q_TNH.dtype == torch.float32 else config.kv_tile
-    packed_rows = block_length * (N // K)
-    rows = min(MAX_ROWS, max(MIN_ROWS, 1 << (packed_rows - 1).bit_length()))
-    row_tiles = (packed_rows + rows - 1) // rows
-    lengths = (start_B, W * kv_cache.shape[2])
-    shape = {"N": N, "H": H, "G": block_length, "TILE": kv_tile, "SPLITS": num_splits}
-    _partial_kernel[(num_splits, K * row_tiles, B)](
+    if config.chunk % kv_tile or config.chunk & (config.chunk - 1):
+        raise ValueError(f"chunk {config.chunk}: a power of two and a multiple of {kv_tile} keys")
+    pdl = config.pdl and q_TNH.is_cuda and _has_pdl(q_TNH.device)
+    rows, row_tiles = _row_tiling(block_length * (N // K))
+    lengths = (start_B, W * S, config.one_split)
+    shape = {"N": N, "H": H, "G": block_length, "K": K, "ROWS": rows, "ROW_TILES": row_tiles}
+    shape |= {"CHUNK": config.chunk, "SPLITS": num_splits, "PDL": pdl}
+    launch = {"launch_pdl": True} if pdl else {}
+    _partial_kernel[(K * row_tiles, B, num_splits)](
         q_TNH,
-        kv_cache,
+        kv_cache[0],  # two pointers: no plane offset enters the address arithmetic
+        kv_cache[1],
         page_table_BW,
         *lengths,
-        workspace.out_ZTNH,
-        workspace.lse_ZTN,
+        out_TNH,
+        *workspace,
         q_TNH.stride(0),
-        kv_cache.stride(0),
         page_table_BW.stride(0),
         H**-0.5 * LOG2_E,
         **shape,
-        K=K,
-        S=kv_cache.shape[2],
+        TILE=kv_tile,
+        S=S,
         CAUSAL=causal,
-        ROWS=rows,
-        ROW_TILES=row_tiles,
         DOT_FP32=INTERPRET,
-        PDL=config.pdl,
+        FUSED=config.fused_merge,
+        POLLS=0 if INTERPRET else config.polls,  # interpreted programs run one after another
+        PREFETCH=q_TNH.is_cuda and config.prefetch,
         num_warps=config.num_warps,  # pyright: ignore[reportCallIssue]
         num_stages=config.num_stages,  # pyright: ignore[reportCallIssue]
+        **launch,
     )
-    merge_launch = {"launch_pdl": True} if config.pdl else {}
-    _merge_kernel[(T, N)](
-        workspace.out_ZTNH,
-        workspace.lse_ZTN,
-        *lengths,
-        out_TNH,
-        T,
-        **shape,
-        SPLITS_POW2=1 << (num_splits - 1).bit_length(),
-        PDL=config.pdl,
-        num_warps=config.merge_warps,  # pyright: ignore[reportCallIssue]
-        **merge_launch,
-    )
+    if num_splits > 1 and not config.fused_merge:
+        share = max(1, rows >> (num_splits - 1).bit_length())
+        _merge_kernel[(K * row_tiles, B, rows // share)](
+            *lengths,
+            out_TNH,
+            workspace.out_ZTNH,
+            workspace.lse_ZTN,
+            **shape,
+            SHARE=share,
+            num_warps=config.merge_warps,  # pyright: ignore[reportCallIssue]
+            **launch,
+        )
+
+
+def _row_tiling(packed_rows: int) -> tuple[int, int]:
+    """(rows of a tile, tiles) for G * N/K packed rows."""
+    rows = min(MAX_ROWS, max(MIN_ROWS, 1 << (packed_rows - 1).bit_length()))
+    return rows, (packed_rows + rows - 1) // rows
+
+
+def _has_pdl(device: torch.device) -> bool:
+    return torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 def _check_inputs(
@@ -224,11 +283,18 @@ def _check_inputs(
 
 
 @triton.jit
-def _split_range(start, split, max_kv, G: tl.constexpr, TILE: tl.constexpr, SPLITS: tl.constexpr):
-    """(kv length, first tile, end tile) of a split; a padded request has length 0."""
+def _live_splits(start, max_kv, one_split, G: tl.constexpr, CHUNK: tl.constexpr, Z: tl.constexpr):
+    """(kv length, splits with work); a padded request has length 0 and one split, for zeros."""
     kv_len = tl.where(start > 0, tl.minimum(start + G, max_kv), 0)
-    num_tiles = (kv_len + TILE - 1) // TILE
-    return kv_len, split * num_tiles // SPLITS, (split + 1) * num_tiles // SPLITS
+    live = tl.minimum(tl.maximum((kv_len + CHUNK - 1) // CHUNK, 1), Z)
+    return kv_len, tl.where(kv_len <= one_split, 1, live)
+
+
+@triton.jit
+def _unpack(row, b, kv_head, G: tl.constexpr, GROUP: tl.constexpr):
+    """Packed rows of a kv head -> (row index of q and out, query head, whether it exists)."""
+    i = row // GROUP
+    return (b * G + i).to(tl.int64), kv_head * GROUP + row % GROUP, i < G
 
 
 @triton.jit
@@ -242,70 +308,147 @@ def _dot(a, b, acc, DOT_FP32: tl.constexpr):
 
 
 @triton.jit
+def _merge_rows(
+    out,
+    partial_out,
+    partial_lse,
+    first_row,
+    b,
+    kv_head,
+    live,
+    T,
+    N: tl.constexpr,
+    H: tl.constexpr,
+    G: tl.constexpr,
+    GROUP: tl.constexpr,
+    ROWS: tl.constexpr,
+    POW2: tl.constexpr,
+):
+    """Rows [first_row, first_row + ROWS) of a packed tile, from POW2/2 < live <= POW2 partials."""
+    t, head, exists = _unpack(  # pyright: ignore[reportGeneralTypeIssues]
+        first_row + tl.arange(0, ROWS), b, kv_head, G, GROUP
+    )
+    dim = tl.arange(0, H)
+    split = tl.arange(0, POW2)
+    # Rows before splits: the compiler deals the first dimension to warps, so that a thread holds
+    # all splits of its elements and adds them without shared memory.
+    index = (split.to(tl.int64)[None, :] * T + t[:, None]) * N + head[:, None]
+    written = (split < live)[None, :] & exists[:, None]
+    # .cg: from L2, because another multiprocessor has just written it.
+    lse = tl.load(partial_lse + index, mask=written, other=float("-inf"), cache_modifier=".cg")
+    tile = tl.load(
+        partial_out + index[:, :, None] * H + dim[None, None, :],
+        mask=written[:, :, None],
+        other=0.0,
+        cache_modifier=".cg",
+    )
+    highest = tl.max(lse, axis=1)
+    weight = tl.exp2(lse - tl.where(highest == float("-inf"), 0.0, highest)[:, None])
+    total = tl.sum(weight, axis=1)
+    weight = weight / tl.where(total == 0.0, 1.0, total)[:, None]
+    merged = tl.sum(tile * weight[:, :, None], axis=1).to(out.dtype.element_ty)
+    tl.store(out + (t * N + head)[:, None] * H + dim[None, :], merged, mask=exists[:, None])
+
+
+@triton.jit
 def _partial_kernel(
     q,
-    kv_cache,
+    k_cache,
+    v_cache,
     page_table,
     starts,
     max_kv,
+    one_split,
     out,
-    lse,
+    partial_out,
+    partial_lse,
+    arrived,
     q_row_stride,
-    plane_stride,
     table_stride,
     scale_log2,
     N: tl.constexpr,
     H: tl.constexpr,
     G: tl.constexpr,
-    TILE: tl.constexpr,
-    SPLITS: tl.constexpr,
     K: tl.constexpr,
-    S: tl.constexpr,
-    CAUSAL: tl.constexpr,
     ROWS: tl.constexpr,
     ROW_TILES: tl.constexpr,
-    DOT_FP32: tl.constexpr,
+    CHUNK: tl.constexpr,
+    SPLITS: tl.constexpr,
     PDL: tl.constexpr,
+    TILE: tl.constexpr,
+    S: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    DOT_FP32: tl.constexpr,
+    FUSED: tl.constexpr,
+    POLLS: tl.constexpr,
+    PREFETCH: tl.constexpr,
 ):
-    if PDL:
-        gdc_launch_dependents()
-    split = tl.program_id(0)
-    kv_head = tl.program_id(1) // ROW_TILES
-    b = tl.program_id(2)
+    kv_head = tl.program_id(0) // ROW_TILES
+    b = tl.program_id(1)
+    split = tl.program_id(2)  # slowest: the splits that are always alive are started first
+    GROUP: tl.constexpr = N // K
+    TILES_PER_CHUNK: tl.constexpr = CHUNK // TILE
+    dim = tl.arange(0, H)
+    offset = tl.arange(0, TILE)
+    pages = page_table + b.to(tl.int64) * table_stride
+    # A split begins with chunk `split` whatever the length, so that its first pages are on their
+    # way together with the length. (Everything is latency at short lengths.)
+    key = split * CHUNK + offset
+    page = tl.load(pages + key // S, mask=key < max_kv, other=0)
     start = tl.load(starts + b)
-    kv_len, first, end = _split_range(  # pyright: ignore[reportGeneralTypeIssues]
-        start, split, max_kv, G, TILE, SPLITS
+    kv_len, live = _live_splits(  # pyright: ignore[reportGeneralTypeIssues]
+        start, max_kv, one_split, G, CHUNK, SPLITS
     )
-    if first >= end:
+    if PREFETCH:
+        LINE: tl.constexpr = 1024 // k_cache.dtype.element_ty.primitive_bitwidth  # 128 bytes
+        LINES: tl.constexpr = (H + LINE - 1) // LINE
+        for first in tl.static_range(0, CHUNK, TILE):
+            ahead = split * CHUNK + first + offset
+            wanted = (split < live) & (ahead < kv_len)
+            slot = tl.load(pages + ahead // S, mask=wanted, other=0).to(tl.int64) * S + ahead % S
+            line = (slot * K + kv_head)[:, None] * H + tl.arange(0, LINES)[None, :] * LINE
+            wanted_lines = tl.broadcast_to(wanted[:, None], [TILE, LINES])
+            _prefetch_l2(k_cache + line, wanted_lines)
+            _prefetch_l2(v_cache + line, wanted_lines)
+    if PDL:
+        # Every program waits, those without work as well: when this grid has finished, so has
+        # the one before it, and a later kernel that waits for this one may rely on both.
+        gdc_wait()
+        gdc_launch_dependents()
+    if split >= live:
         return
 
-    GROUP: tl.constexpr = N // K
-    row = (tl.program_id(1) % ROW_TILES) * ROWS + tl.arange(0, ROWS)
-    i = row // GROUP
-    t = (b * G + i).to(tl.int64)
-    head = kv_head * GROUP + row % GROUP
-    live = i < G
-    dim = tl.arange(0, H)
-    limit = start + i + 1 if CAUSAL else tl.zeros_like(i) + kv_len
+    row = (tl.program_id(0) % ROW_TILES) * ROWS + tl.arange(0, ROWS)
+    t, head, exists = _unpack(  # pyright: ignore[reportGeneralTypeIssues]
+        row, b, kv_head, G, GROUP
+    )
+    limit = start + row // GROUP + 1 if CAUSAL else tl.zeros_like(row) + kv_len
     q_tile = tl.load(
         q + t[:, None] * q_row_stride + head[:, None] * H + dim[None, :],
-        mask=live[:, None],
+        mask=exists[:, None],
         other=0.0,
     )
+    chunks = (kv_len + CHUNK - 1) // CHUNK
+    num_tiles = (chunks - split + live - 1) // live * TILES_PER_CHUNK
+    if (chunks - 1) % live == split:  # the last chunk may be cut short
+        num_tiles -= (chunks * CHUNK - kv_len) // TILE
     highest = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, H], tl.float32)
-    for tile in range(first, end):
-        key = tile * TILE + tl.arange(0, TILE)
+    for n in range(num_tiles):
         cached = key < kv_len
-        page = tl.load(page_table + b * table_stride + key // S, mask=cached, other=0)
-        token = (page.to(tl.int64) * S + key % S) * (K * H) + kv_head * H
-        address = kv_cache + token[:, None] + dim[None, :]
-        k = tl.load(address, mask=cached[:, None], other=0.0)
+        token = (page.to(tl.int64) * S + key % S) * K + kv_head
+        address = token[:, None] * H + dim[None, :]
+        k = tl.load(k_cache + address, mask=cached[:, None], other=0.0)
+        # Masked, because a probability of 0 times a stale NaN is NaN.
+        v = tl.load(v_cache + address, mask=cached[:, None], other=0.0)
+        seen = (key[None, :] < limit[:, None]) & cached[None, :]
+        chunk = split + (n + 1) // TILES_PER_CHUNK * live
+        key = chunk * CHUNK + (n + 1) % TILES_PER_CHUNK * TILE + offset
+        page = tl.load(pages + key // S, mask=key < kv_len, other=0)
         scores = (
             _dot(q_tile, tl.trans(k), tl.zeros([ROWS, TILE], tl.float32), DOT_FP32) * scale_log2
         )
-        seen = (key[None, :] < limit[:, None]) & cached[None, :]
         scores = tl.where(seen, scores, float("-inf"))
         new_highest = tl.maximum(highest, tl.max(scores, axis=1))
         # A causal row may see nothing of this split: subtract 0 there, not -inf (NaN).
@@ -313,52 +456,163 @@ def _partial_kernel(
         p = tl.exp2(scores - shift[:, None])
         alpha = tl.exp2(highest - shift)
         total = total * alpha + tl.sum(p, axis=1)
-        # Masked, because a probability of 0 times a stale NaN is NaN.
-        v = tl.load(address + plane_stride, mask=cached[:, None], other=0.0)
         acc = _dot(p.to(v.dtype), v, acc * alpha[:, None], DOT_FP32)
         highest = new_highest
 
     empty = total == 0.0
-    partial = (split * tl.num_programs(2) * G + t) * N + head
     acc = acc / tl.where(empty, 1.0, total)[:, None]
-    tl.store(out + partial[:, None] * H + dim[None, :], acc, mask=live[:, None])
-    row_lse = tl.where(empty, float("-inf"), highest + tl.log2(tl.where(empty, 1.0, total)))
-    tl.store(lse + partial, row_lse, mask=live)
+    target = (t * N + head)[:, None] * H + dim[None, :]
+    if live == 1:
+        tl.store(out + target, acc.to(out.dtype.element_ty), mask=exists[:, None])
+        return
+    if SPLITS > 1:
+        T = tl.num_programs(1) * G
+        plane = split.to(tl.int64) * T * N
+        row_lse = tl.where(empty, float("-inf"), highest + tl.log2(tl.where(empty, 1.0, total)))
+        tl.store(partial_lse + plane + t * N + head, row_lse, mask=exists)
+        tl.store(partial_out + plane * H + target, acc, mask=exists[:, None])
+        if FUSED:
+            _merge_together(
+                *(out, partial_out, partial_lse, arrived, b, kv_head, split, live, T),
+                *(N, H, G, GROUP, ROWS, ROW_TILES, SPLITS, POLLS),
+            )
 
 
 @triton.jit
-def _merge_kernel(
+def _prefetch_l2(address, wanted):
+    """Sends for the cache lines of a tile of pointers; changes nothing that anyone can see."""
+    tl.inline_asm_elementwise(
+        "{ .reg .pred p; setp.ne.s32 p, $2, 0; @p prefetch.global.L2 [$1]; mov.u32 $0, 0; }",
+        "=r,l,r",
+        [address.to(tl.int64), wanted.to(tl.int32)],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@triton.jit
+def _merge_shares(
+    out,
     partial_out,
     partial_lse,
-    starts,
-    max_kv,
+    row_tile,
+    b,
+    kv_head,
+    live,
+    T,
+    mine,
+    N: tl.constexpr,
+    H: tl.constexpr,
+    G: tl.constexpr,
+    GROUP: tl.constexpr,
+    ROWS: tl.constexpr,
+    SHARE: tl.constexpr,
+    POW2: tl.constexpr,
+):
+    """The shares of SHARE rows that belong to the splits in the bit set `mine`."""
+    for share in range(ROWS // SHARE):
+        if (mine >> (share % live)) & 1:
+            _merge_rows(
+                *(out, partial_out, partial_lse, row_tile + share * SHARE, b, kv_head, live, T),
+                *(N, H, G, GROUP, SHARE, POW2),
+            )
+
+
+@triton.jit
+def _merge_together(
     out,
+    partial_out,
+    partial_lse,
+    arrived,
+    b,
+    kv_head,
+    split,
+    live,
     T,
     N: tl.constexpr,
     H: tl.constexpr,
     G: tl.constexpr,
-    TILE: tl.constexpr,
+    GROUP: tl.constexpr,
+    ROWS: tl.constexpr,
+    ROW_TILES: tl.constexpr,
     SPLITS: tl.constexpr,
-    SPLITS_POW2: tl.constexpr,
-    PDL: tl.constexpr,
+    POLLS: tl.constexpr,
 ):
-    t = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1)
-    dim = tl.arange(0, H)
-    split = tl.arange(0, SPLITS_POW2)
-    start = tl.load(starts + t // G)
-    _, first, end = _split_range(  # pyright: ignore[reportGeneralTypeIssues]
-        start, split, max_kv, G, TILE, SPLITS
+    """Merge a tile's rows inside the splits that made the partials, each a share of the rows.
+
+    The arrival word: bits 32-63 count the splits that have stored their partial; bit z says that
+    split z gave up waiting. Every call adds exactly COUNT_STEP to the count (the last to arrive
+    makes up for the splits without keys), so that nothing needs to be reset and a call begins at
+    a multiple of COUNT_STEP. Whoever is last sees who had given up, clears the bits and merges
+    their rows too; who gives up after that sees it, takes the bit back and merges its own.
+    """
+    word = arrived + b * tl.num_programs(0) + tl.program_id(0)
+    mine = tl.full([], 1, tl.int64) << split
+    tl.debug_barrier()  # every thread's partial is stored before one thread says so
+    old = tl.atomic_add(word, GIVEN_UP + 1, sem="acq_rel", scope="gpu")
+    arrivals = ((old >> 32) & (COUNT_STEP - 1)) + 1
+    base = (old >> 32) - arrivals + 1
+    if arrivals == live:
+        given_up = old & GIVEN_UP
+        missing = (tl.full([], COUNT_STEP, tl.int64) - live) << 32
+        tl.atomic_add(word, missing - given_up, sem="relaxed", scope="gpu")
+        mine |= given_up
+    polls = 0
+    while (arrivals < live) & (polls < POLLS):
+        seen = tl.atomic_add(word, 0, sem="acquire", scope="gpu")
+        arrivals = ((seen >> 32) - base) & GIVEN_UP
+        polls += 1
+    if arrivals < live:
+        seen = tl.atomic_add(word, mine, sem="acq_rel", scope="gpu")
+        arrivals = ((seen >> 32) - base) & GIVEN_UP
+        if arrivals >= live:
+            tl.atomic_add(word, -mine, sem="relaxed", scope="gpu")
+    if arrivals >= live:
+        row_tile = tl.program_id(0) % ROW_TILES * ROWS
+        for log2 in tl.static_range(1, 6):  # pyright: ignore[reportGeneralTypeIssues]
+            if (1 << log2) < 2 * SPLITS:  # noqa: SIM102 (known at compile time)
+                if (live > (1 << log2) // 2) & (live <= 1 << log2):
+                    _merge_shares(
+                        *(out, partial_out, partial_lse, row_tile, b, kv_head, live, T, mine),
+                        *(N, H, G, GROUP, ROWS, ROWS >> log2 if ROWS >> log2 else 1, 1 << log2),
+                    )
+
+
+@triton.jit
+def _merge_kernel(
+    starts,
+    max_kv,
+    one_split,
+    out,
+    partial_out,
+    partial_lse,
+    N: tl.constexpr,
+    H: tl.constexpr,
+    G: tl.constexpr,
+    K: tl.constexpr,
+    ROWS: tl.constexpr,
+    ROW_TILES: tl.constexpr,
+    CHUNK: tl.constexpr,
+    SPLITS: tl.constexpr,
+    PDL: tl.constexpr,
+    SHARE: tl.constexpr,
+):
+    """The merge as a launch of its own: SHARE rows of one packed tile."""
+    b = tl.program_id(1)
+    start = tl.load(starts + b)
+    _, live = _live_splits(  # pyright: ignore[reportGeneralTypeIssues]
+        start, max_kv, one_split, G, CHUNK, SPLITS
     )
-    written = (split < SPLITS) & (first < end)
     if PDL:
         gdc_wait()
-    partial = (split * T + t) * N + head
-    row_lse = tl.load(partial_lse + partial, mask=written, other=float("-inf"))
-    weight = tl.exp2(row_lse - tl.where(start > 0, tl.max(row_lse, axis=0), 0.0))
-    tile = tl.load(
-        partial_out + partial[:, None] * H + dim[None, :], mask=written[:, None], other=0.0
-    )
-    total = tl.where(start > 0, tl.sum(weight, axis=0), 1.0)
-    merged = tl.sum(tile * weight[:, None], axis=0) / total
-    tl.store(out + (t * N + head) * H + dim, merged.to(out.dtype.element_ty))
+        gdc_launch_dependents()
+    row = tl.program_id(0) % ROW_TILES * ROWS + tl.program_id(2) * SHARE
+    T = tl.num_programs(1) * G
+    for log2 in tl.static_range(1, 6):
+        if (1 << log2) < 2 * SPLITS:  # noqa: SIM102 (known at compile time)
+            if (live > (1 << log2) // 2) & (live <= 1 << log2):
+                _merge_rows(
+                    *(out, partial_out, partial_lse, row, b, tl.program_id(0) // ROW_TILES, live),
+                    *(T, N, H, G, N // K, SHARE, 1 << log2),
+                )

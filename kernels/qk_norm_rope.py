@@ -16,10 +16,13 @@ Legend: T rows, N query heads, K kv heads, H head dim, E = (N + 2K) * H, P posit
 S page size. kv_cache: [2, num_pages, S, K, H], [0] = K, [1] = V; slot = page * S + offset.
 """
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
 from triton import knobs
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 HEADS_PER_PROGRAM = 8
 NUM_WARPS = 4
@@ -155,9 +158,17 @@ def qk_norm_rope_write_(
         K=K,
         H=H,
         HEADS=HEADS_PER_PROGRAM,
+        PDL=(pdl := supports_pdl(qkv_TE.device)),
         num_warps=NUM_WARPS,  # pyright: ignore[reportCallIssue]
+        **({"launch_pdl": True} if pdl else {}),
     )
     return q_TNH
+
+
+@functools.cache
+def supports_pdl(device: torch.device) -> bool:
+    """Whether kernels may be launched before their predecessor ends (Hopper and later)."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9
 
 
 def check_kernel_head_dim(H: int) -> None:
@@ -237,7 +248,13 @@ def _qk_norm_rope_write_kernel(
     K: tl.constexpr,
     H: tl.constexpr,
     HEADS: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    if PDL:
+        # The next kernel may start and fetch what does not depend on this one; it waits before
+        # it reads q or the cache. This one waits for the GEMM before it reads anything.
+        gdc_launch_dependents()
+        gdc_wait()
     t = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     dim = tl.arange(0, H // 2)[None, :]
@@ -248,7 +265,7 @@ def _qk_norm_rope_write_kernel(
     row = qkv + t * qkv_row_stride + head[:, None] * H + dim
     lo_in = tl.load(row, mask=live, other=0.0)
     hi_in = tl.load(row + H // 2, mask=live, other=0.0)
-    for split in tl.static_range(1, Z):
+    for split in tl.static_range(1, Z):  # pyright: ignore[reportGeneralTypeIssues]
         lo_in += tl.load(row + split * split_stride, mask=live, other=0.0)
         hi_in += tl.load(row + split * split_stride + H // 2, mask=live, other=0.0)
     cos_sin = rope + tl.load(positions + t).to(tl.int64) * H + dim

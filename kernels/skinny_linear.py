@@ -1,9 +1,10 @@
 """Skinny GEMM: a few activation rows against a large weight matrix, at the speed of memory.
 
-Why: a decode step is ~165 of these and nothing else of size. At 16 rows the arithmetic is free,
-so a GEMM is a stream over the weights, and what cuBLAS loses is its start, its tail and its
-reduction kernel: 107.3 us for the four GEMMs of a Qwen3-8B layer against a floor of 86.5 (H200,
-4.46 TB/s, cold weights, one CUDA graph; a plain Triton kernel without the reduction: 97.3).
+Why: a decode step of Qwen3-8B with its drafter is 167 of these and nothing else of size. At 16
+rows the arithmetic is free, so a GEMM is a stream over the weights, and what cuBLAS loses is its
+start, its tail and its reduction kernel: 107.3 us for the four GEMMs of a layer against a floor of
+86.5 (H200, 4.46 TB/s, cold weights, one CUDA graph; a plain Triton kernel without the reduction:
+97.3).
 Three things here: weights are the 64-row side of wgmma and the activations its 16 columns; K is
 split so that every multiprocessor works, and the consumer adds the partials, since it reads them
 anyway; and with programmatic dependent launch the first `num_stages` weight blocks of a CTA are
@@ -47,7 +48,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 MIN_COLS = 16  # activation rows are padded to this: the least that a tensor-core dot takes
-MAX_T = 256
+MAX_T = 128
 SKINNY_T = 64  # above it cuBLAS streams the weights as well, and x no longer hides in L2
 DEFAULT_SMS = 132  # of the table and the default rule; the grid asks the device
 MAX_SPLITS = 8  # Inductor unrolls a sum over fewer than 8; more partials cost more than they give
@@ -70,7 +71,26 @@ class SkinnyConfig(NamedTuple):
 
 
 # (E, D, bytes of a weight, T rounded up to 16, 32, 64) -> config. Filled by tools/tune_skinny.py.
-TUNED: dict[tuple[int, int, int, int], SkinnyConfig] = {}
+TUNED: dict[tuple[int, int, int, int], SkinnyConfig] = {
+    (6144, 4096, 2, 16): SkinnyConfig(64, 256, 5, 4, 1, 4, 2, 1),
+    (4096, 4096, 2, 16): SkinnyConfig(64, 256, 5, 2, 1, 4, 2, 1),
+    (24576, 4096, 2, 16): SkinnyConfig(128, 128, 2, 1, 1, 8, 2, 1),
+    (4096, 12288, 2, 16): SkinnyConfig(64, 256, 5, 2, 1, 4, 1, 1),
+    (4096, 20480, 2, 16): SkinnyConfig(64, 256, 5, 2, 1, 4, 1, 1),
+    (151936, 4096, 2, 16): SkinnyConfig(64, 128, 3, 1, 3, 4, 1, 1),
+    (6144, 4096, 1, 16): SkinnyConfig(64, 128, 4, 4, 1, 4, 1, 0),
+    (4096, 4096, 1, 16): SkinnyConfig(64, 256, 2, 4, 2, 4, 1, 1),
+    (24576, 4096, 1, 16): SkinnyConfig(64, 256, 2, 1, 2, 4, 1, 1),
+    (4096, 12288, 1, 16): SkinnyConfig(64, 256, 3, 4, 2, 4, 1, 1),
+    (4096, 20480, 1, 16): SkinnyConfig(64, 256, 3, 4, 2, 4, 1, 1),
+    (151936, 4096, 1, 16): SkinnyConfig(64, 256, 2, 1, 4, 4, 1, 1),
+    (6144, 2560, 2, 16): SkinnyConfig(64, 256, 2, 5, 2, 4, 2, 1),
+    (2560, 4096, 2, 16): SkinnyConfig(128, 64, 5, 6, 1, 4, 2, 1),
+    (19456, 2560, 2, 16): SkinnyConfig(64, 128, 2, 1, 2, 4, 2, 1),
+    (2560, 9728, 2, 16): SkinnyConfig(64, 256, 5, 3, 1, 4, 2, 1),
+    (2560, 12800, 2, 16): SkinnyConfig(64, 128, 10, 3, 1, 4, 1, 1),
+    (151936, 2560, 2, 16): SkinnyConfig(128, 128, 5, 1, 1, 4, 1, 1),
+}
 
 
 def num_columns(T: int) -> int:
@@ -81,20 +101,22 @@ def num_columns(T: int) -> int:
 def choose_config(
     T: int, E: int, D: int, weight_bytes: int = 2, swiglu: bool = False
 ) -> SkinnyConfig | None:
-    """The tuned config of a shape, a rule for shapes that were not tuned, None for cuBLAS.
-
-    Rule: tiles of 64 rows; the fewest splits that give about one CTA per multiprocessor; stages so
-    that one kernel fills less than half of the shared memory, because the next kernel's CTAs wait
-    beside it with their first weights loaded.
+    """The tuned config of a shape on a Hopper GPU, the rule's otherwise; None for cuBLAS.
 
     Args: T, E, D: of x [T, D] and weight [E, D] (SwiGLU: E = J). weight_bytes: 2, or 1 for FP8.
     Returns: a config for the functions below, or None where F.linear is faster (T > 64).
     """
     if not 1 <= T <= SKINNY_T:
         return None
+    tuned = TUNED.get((E, D, weight_bytes, num_columns(T)))
+    return tuned or rule_config(T, E, D, weight_bytes, swiglu)
+
+
+def rule_config(T: int, E: int, D: int, weight_bytes: int, swiglu: bool) -> SkinnyConfig:
+    """A config for any shape: tiles of 64 rows; the fewest splits that give about one CTA per
+    multiprocessor; stages so that a kernel fills less than half of the shared memory, because the
+    next kernel's CTAs wait beside it with their first weights loaded."""
     cols = num_columns(T)
-    if tuned := TUNED.get((E, D, weight_bytes, cols)):
-        return tuned
     block_k = 64 if swiglu and weight_bytes == 2 else 128
     rows = 128 if E >= 512 * DEFAULT_SMS and not swiglu else 64
     tiles = _cdiv(E // 2 if swiglu else E, rows)
@@ -103,10 +125,12 @@ def choose_config(
     while not swiglu and tiles * num_splits < 0.9 * DEFAULT_SMS and num_splits < MAX_SPLITS - 1:
         num_splits += 1
     num_splits = max(1, min(num_splits, blocks // 4))
-    ctas_per_sm = 1 if rows == 128 else min(3, _cdiv(tiles * num_splits, DEFAULT_SMS))
+    items = tiles * num_splits
+    ctas_per_sm = 1 if rows == 128 else min(3, _cdiv(items, DEFAULT_SMS))
+    grid = min(items, ctas_per_sm * DEFAULT_SMS)
     stage_bytes = block_k * (rows * (2 if swiglu else 1) * weight_bytes + cols * 2)
-    budget = (190 if rows == 128 else 104) * 1024 // ctas_per_sm
-    num_stages = max(2, min(8, budget // stage_bytes))
+    all_bytes = (190 if rows == 128 else 108) * 1024 * DEFAULT_SMS  # in flight on the GPU
+    num_stages = max(2, min(8, all_bytes // max(grid, DEFAULT_SMS) // stage_bytes))
     return SkinnyConfig(
         rows=rows,
         block_k=block_k,
@@ -149,10 +173,10 @@ def skinny_linear_partials(
     split z = [z * n, (z + 1) * n), n = block_k * ceil(ceil(D / block_k) / Z); the last is shorter
 
     Args:
-        x_TD: [T, D] bf16, fp16 or fp32, 1 <= T <= 256, last stride 1.
+        x_TD: [T, D] bf16, fp16 or fp32, 1 <= T <= 128, last stride 1.
         weight_ED: [E, D] of x's dtype, or float8_e4m3fn with a scale; last stride 1.
         num_splits: Z; None takes the config's.
-        config: None takes `choose_config`'s.
+        config: None takes `choose_config`'s, and the rule's for T > 64.
         scale_E: fp32 [E], contiguous; with FP8 weights only.
     Returns: fp32 [Z, T, E], contiguous.
     Raises: ValueError for shapes, dtypes or strides that the kernels cannot address.
@@ -236,7 +260,8 @@ def _resolve(
     if config is not None:
         return config
     (T, D), E = x_TD.shape, weight_ED.shape[0]
-    return choose_config(min(T, SKINNY_T), E, D, weight_ED.element_size(), swiglu) or SkinnyConfig()
+    shape = (min(T, MAX_T), E, D, weight_ED.element_size(), swiglu)
+    return choose_config(*shape) or rule_config(*shape)
 
 
 def _check_inputs(

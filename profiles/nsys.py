@@ -64,12 +64,19 @@ def find_nsys() -> str | None:
 def profile_command(nsys: str, preset: Preset, report: Path, command: Sequence[str]) -> list[str]:
     """nsys around a command that marks its own range with cudaProfilerStart / Stop.
 
+    Args:
+        report: the .nsys-rep to write.
+
     No CPU sampling and no context switches: they make a report of one second 2 GB large.
     """
     return [
         *(nsys, "profile", "--sample=none", "--cpuctxsw=none", "--trace=cuda,nvtx"),
         *(f"--cuda-graph-trace={preset}", "--capture-range=cudaProfilerApi"),
-        *("--capture-range-end=stop", "--force-overwrite=true", f"--output={report}"),
+        *(
+            "--capture-range-end=stop",
+            "--force-overwrite=true",
+            f"--output={report.with_suffix('')}",
+        ),
         *command,
     ]
 

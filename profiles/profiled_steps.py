@@ -17,6 +17,7 @@ import torch
 
 from graphengine.api import Engine
 from graphengine.bench import _timed_steps
+from graphengine.kernels.skinny_linear import SKINNY_T
 from graphengine.profiles import ranges
 from graphengine.profiles.segment_bytes import segment_bytes
 
@@ -51,6 +52,12 @@ def run_steps(
     """
     built = engine.built
     loop, block = built.loop, built.loop.block
+    full = ValueError(
+        f"the context of {built.config.max_model_len} tokens is full before all steps are done; "
+        "lower --num-steps, --warmup or --input-len"
+    )
+    if workload.input_len + workload.output_len(1) > built.config.max_model_len:
+        raise full
     generator = torch.Generator().manual_seed(workload.seed)
     shape = (workload.bucket, workload.input_len)
     prompts = torch.randint(0, built.target.vocab_size, shape, generator=generator).tolist()
@@ -59,11 +66,8 @@ def run_steps(
 
     def take(count: int) -> list[tuple[float, float, int]]:
         taken = list(islice(steps, count))
-        if len(taken) < count:
-            raise ValueError(
-                f"the context of {built.config.max_model_len} tokens is full before all steps are "
-                "done; lower --num-steps, --warmup or --input-len, or raise --max-model-len"
-            )
+        if len(taken) < count:  # more tokens a step than the one that is certain
+            raise full
         return taken
 
     try:
@@ -79,6 +83,8 @@ def run_steps(
         loop.reset()
     num_tokens = sum(tokens for _, _, tokens in unprofiled)
     itemsize = getattr(torch, built.config.dtype).itemsize
+    # FP8 copies of the drafter's matrices are read by the skinny kernel alone.
+    is_fp8 = built.config.draft_quantization == "fp8" and workload.bucket * block <= SKINNY_T
     has_gpu = built.config.device == "cuda"
     return {
         "workload": asdict(workload),
@@ -89,7 +95,9 @@ def run_steps(
         "unprofiled_step_ms": statistics.median(step for step, _, _ in unprofiled),
         "unprofiled_host_ms": statistics.median(host for _, host, _ in unprofiled),
         "profiled_step_ms": statistics.median(step for step, _, _ in profiled),
-        "segment_bytes": segment_bytes(built.target, built.draft, itemsize),
+        "segment_bytes": segment_bytes(
+            built.target, built.draft, itemsize, 1 if is_fp8 else itemsize
+        ),
     }
 
 

@@ -78,7 +78,8 @@ def print_report(
             table.add_row(kind.removesuffix("_us"), *cells)
     console.print(table)
     console.print(_step_table(grouped(numbers["by_name"])))
-    console.print(_kernel_table(numbers["kernels"], num_kernels))
+    if numbers["kernels"].keys() != numbers["by_name"].keys():  # on the CPU a step is a kernel
+        console.print(_kernel_table(numbers["kernels"], num_kernels))
 
 
 def _step_table(groups: Mapping[str, Mapping[str, float]]) -> Table:

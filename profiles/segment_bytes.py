@@ -10,16 +10,20 @@ from graphengine.config import DraftConfig, ModelConfig
 from graphengine.profiles import ranges
 
 
-def segment_bytes(target: ModelConfig, draft: DraftConfig | None, itemsize: int) -> dict[str, int]:
+def segment_bytes(
+    target: ModelConfig, draft: DraftConfig | None, itemsize: int, draft_itemsize: int
+) -> dict[str, int]:
     """Name of a dense segment -> bytes; a chain's own name stands for the chain as one graph.
 
     Args:
-        itemsize: bytes per weight, 2 for bfloat16.
+        itemsize: bytes per weight of the target, 2 for bfloat16.
+        draft_itemsize: the same for everything that the drafter reads, the head included.
     """
     head = target.vocab_size * target.hidden_size
     chain = "verify" if draft else "decode"
     found = _stack(chain, target, head)
     found[chain] = sum(found.values())
+    found = {name: count * itemsize for name, count in found.items()}
     if draft is not None:
         model = draft.model
         own = _stack("draft", model, head)
@@ -27,8 +31,9 @@ def segment_bytes(target: ModelConfig, draft: DraftConfig | None, itemsize: int)
         own["draft"] = sum(own.values()) - own[ranges.dense_name("draft", 0)]
         fc = model.hidden_size * draft.num_taps * target.hidden_size
         context_kv = 2 * model.num_hidden_layers * model.kv_size * model.hidden_size
-        found |= own | {ranges.DRAFT_CONTEXT: fc + context_kv}
-    return {name: count * itemsize for name, count in found.items()}
+        own[ranges.DRAFT_CONTEXT] = fc + context_kv
+        found |= {name: count * draft_itemsize for name, count in own.items()}
+    return found
 
 
 def _stack(chain: str, model: ModelConfig, head: int) -> dict[str, int]:

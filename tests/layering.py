@@ -52,6 +52,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "prompts": set(),
     "cli_bench": {"*"},
     "cli_profile": {"*"},
+    "profile_run": {"*"},
     "cli_graphs": {"*"},
     "__main__": {"cli"},
     "": {"api", "config", "hub"},  # graphengine/__init__.py

@@ -8,7 +8,7 @@ same run (accept: in tests/kernels only); a fast wrong kernel would otherwise wi
 
     python tools/bench_kernels.py                                   # all kernels, about 3 minutes
     python tools/bench_kernels.py --kernels block_attention --batch 1 --kv 128 1024
-    python tools/bench_kernels.py --sweep block_attention --batch 1 --kv 1024 8192
+    python tools/bench_kernels.py --sweep block_attention --kv 400 1024 8192   # about a minute
     python tools/bench_kernels.py --out profiles/results/kernels.json
 
 Needs a CUDA device. The last line of stdout is one JSON object. Shapes are Qwen3-8B's with a
@@ -18,6 +18,8 @@ block of 16: 32 query heads, 8 kv heads, head_dim 128, vocabulary 151936, page s
 import argparse
 import itertools
 import json
+import multiprocessing
+import os
 import statistics
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -45,6 +47,7 @@ def graph_us(launch: Callable[[int], Any], sets: int) -> float:
     """Median microseconds of one launch; launch(i) runs on buffer set i."""
     order = list(itertools.islice(itertools.cycle(range(sets)), max(MIN_LAUNCHES, sets)))
     side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())  # which may still be filling the buffers
     with torch.cuda.stream(side):
         for i in order[:3]:
             launch(i)
@@ -157,21 +160,42 @@ def bench_argmax(T: int, baseline: bool = True) -> Numbers:
 
 
 class AttentionCase:
-    """One batch of blocks over `kv` keys each (the block included), with rotating caches."""
+    """One batch of blocks over `kv` keys each (the block included), with rotating caches.
+
+    An attention is timed between ordinary kernels (the negation of q), as in a step, and these
+    are timed alone and subtracted. Back to back, programmatic launches would overlap each other
+    as they never can there.
+    """
 
     def __init__(self, B: int, kv: int, causal: bool) -> None:
         self.B, self.kv, self.causal = B, kv, causal
         self.kv_bytes = B * kv * 2 * K * H * DTYPE.itemsize
         self.sets = num_sets(self.kv_bytes)
-        W = -(-kv // S)
-        self.caches = torch.randn(self.sets, 2, B * W + 1, S, K, H, dtype=DTYPE, device=DEVICE)
-        table = 1 + torch.randperm(B * W, device=DEVICE).view(B, W)
-        self.table = table.to(torch.int32)
+        self.num_pages = -(-kv // S)
+        count = B * self.num_pages
+        self.caches = torch.randn(self.sets, 2, count + 1, S, K, H, dtype=DTYPE, device=DEVICE)
+        W = -(-self.num_pages // 16) * 16  # one compiled kernel for all lengths
+        self.table = torch.zeros(B, W, dtype=torch.int32, device=DEVICE)
+        pages = 1 + torch.randperm(count, device=DEVICE).view(B, -1)
+        self.table[:, : self.num_pages] = pages.to(torch.int32)
         self.start = torch.full((B,), kv - G, dtype=torch.int32, device=DEVICE)
         self.q = torch.randn(B * G, N, H, dtype=DTYPE, device=DEVICE)
-        self.out = torch.empty_like(self.q)
+        self.out, self.negated = torch.empty_like(self.q), torch.empty_like(self.q)
+        self.expected: torch.Tensor | None = None
+        self.between_us = graph_us(self.between, self.sets)
 
-    def ours_us(self, num_splits: int, config: block_attention.LaunchConfig) -> float:
+    def between(self, _: int) -> None:
+        torch.neg(self.q, out=self.negated)
+
+    def between_kernels_us(self, launch: Callable[[int], None]) -> float:
+        def both(i: int) -> None:
+            self.between(i)
+            launch(i)
+
+        return graph_us(both, self.sets) - self.between_us
+
+    def ours_us(self, num_splits: int, config: block_attention.LaunchConfig | None) -> float:
+        """Every configuration must agree with the first that was timed."""
         buffers = block_attention.workspace(self.B, G, N, H, num_splits, DEVICE)
 
         def launch(i: int) -> None:
@@ -180,16 +204,20 @@ class AttentionCase:
                 *(self.out, buffers, config),
             )
 
-        return graph_us(launch, self.sets)
+        us = self.between_kernels_us(launch)
+        if self.expected is None:
+            self.expected = self.out.clone()
+        torch.testing.assert_close(self.out, self.expected, rtol=3e-2, atol=2e-2)
+        return us
 
     def flashinfer_us(self) -> float:
         """FlashInfer fa2 in graph mode, planned for exactly these lengths."""
         from flashinfer import BatchPrefillWithPagedKVCacheWrapper
 
-        W = self.table.shape[1]
+        W = self.num_pages
         step = torch.arange(self.B + 1, dtype=torch.int32, device=DEVICE)
         last = torch.full((self.B,), self.kv - (W - 1) * S, dtype=torch.int32, device=DEVICE)
-        layout = (step * G, step * W, self.table.flatten(), last)
+        layout = (step * G, step * W, self.table[:, :W].flatten(), last)
         names = ("qo_indptr", "paged_kv_indptr", "paged_kv_indices", "paged_kv_last_page_len")
         fixed = {f"{name}_buf": x.clone() for name, x in zip(names, layout, strict=True)}
         scratch = torch.zeros(256 << 20, dtype=torch.uint8, device=DEVICE)
@@ -203,19 +231,19 @@ class AttentionCase:
         def launch(i: int) -> None:
             wrapper.run(self.q, (self.caches[i, 0], self.caches[i, 1]), out=out)
 
-        us = graph_us(launch, self.sets)  # both ran the same last set: the results must agree
+        us = self.between_kernels_us(launch)  # both ran the same last set: results must agree
         torch.testing.assert_close(self.out, out, rtol=3e-2, atol=2e-2)
         return us
 
 
 def default_splits(B: int) -> int:
     num_sms = torch.cuda.get_device_properties(0).multi_processor_count
-    return block_attention.choose_num_splits(B, K, num_sms)
+    return block_attention.choose_num_splits(B, K, num_sms, G * N // K)
 
 
 def bench_block_attention(B: int, kv: int, causal: bool, flashinfer: bool) -> Numbers:
     case = AttentionCase(B, kv, causal)
-    us = case.ours_us(default_splits(B), block_attention.DEFAULT_CONFIG)
+    us = case.ours_us(default_splits(B), None)
     numbers = {"kernel_us": us, "kernel_gbps": case.kv_bytes / us / 1e3}
     return numbers | ({"flashinfer_us": case.flashinfer_us()} if flashinfer else {})
 
@@ -238,39 +266,77 @@ def bench(kernels: list[str], args: argparse.Namespace) -> Iterator[tuple[str, s
                 yield "block_attention", label, numbers
 
 
+Candidate = tuple[int, block_attention.LaunchConfig]
+
+
+def compile_candidate(candidate: Candidate) -> str | None:
+    """In a worker: compiles (to triton's cache on disk) by one small launch; the error, if any."""
+    num_splits, config = candidate
+    try:
+        AttentionCase(1, 2 * G, causal=True).ours_us(num_splits, config)
+    except Exception as error:  # too much shared memory: not a candidate
+        return str(error).splitlines()[0][:80]
+    return None
+
+
+def tile_candidates(B: int) -> list[Candidate]:
+    """The default, then every tile that fits, with its chunks, warps and stages."""
+    Z = default_splits(B)
+    base = block_attention.choose_config(Z)
+    sizes = [(64, c, 4, s) for c in (64, 128, 256) for s in (2, 3, 4)]
+    sizes += [(128, c, w, s) for c in (128, 256) for w in (4, 8) for s in (2, 3)]
+    names = ("kv_tile", "chunk", "num_warps", "num_stages")
+    configs = [base._replace(**dict(zip(names, size, strict=True))) for size in sizes]
+    return [(Z, config) for config in dict.fromkeys([base, *configs])]
+
+
+def launch_candidates(Z: int, base: block_attention.LaunchConfig) -> list[Candidate]:
+    """One thing changed at a time: who merges, when the launch starts, how far keys are split."""
+    changes: list[dict[str, Any]] = [{"pdl": False}, {"prefetch": False}]
+    changes += [{"one_split": n} for n in (0, 256, 384, 512, 1024, 2048)]
+    changes += [{"fused_merge": False, "merge_warps": w} for w in (4, 8)]
+    changes += [{"fused_merge": False, "pdl": False}, {"polls": 0}]
+    splits = sorted({max(1, Z // 2), min(32, 2 * Z), min(32, 4 * Z)} - {Z})
+    everything = [(z, base._replace(one_split=n)) for z in splits for n in (0, base.one_split)]
+    return [*everything, *((Z, base._replace(**change)) for change in changes)]
+
+
 def sweep_attention(args: argparse.Namespace) -> Iterator[tuple[str, str, Numbers]]:
-    """First tile, warps and stages at the default splits; then splits, merge warps and PDL."""
-    make = block_attention.LaunchConfig
-    for B in args.batch:
-        cases = [AttentionCase(B, kv, causal=True) for kv in args.kv]
-        usual = default_splits(B)
-        tiles = list(
-            itertools.product(
-                [usual],
-                itertools.starmap(make, itertools.product((16, 32, 64, 128), (4, 8), (2, 3, 4))),
-            )
-        )
-        best: tuple[float, block_attention.LaunchConfig] = (float("inf"), make())
-        for stage in range(2):
-            if stage == 1:
-                base = best[1]
-                splits = sorted({max(1, min(64, usual * p // 4)) for p in (1, 2, 3, 4, 6, 8)})
-                tails = itertools.product((1, 2, 4), (False, True))
-                configs = [base._replace(merge_warps=w, pdl=p) for w, p in tails]
-                tiles = list(itertools.product(splits, configs))
-            for num_splits, config in tiles:
-                label = f"batch_{B}_splits_{num_splits}_" + "_".join(
-                    f"{name}_{int(value)}" for name, value in config._asdict().items()
-                )
-                try:
-                    us = [case.ours_us(num_splits, config) for case in cases]
-                except Exception as error:  # too much shared memory: not a candidate
-                    print(f"{label}: {str(error).splitlines()[0][:80]}", flush=True)
-                    torch.cuda.synchronize()
-                    continue
-                best = min(best, (sum(us), config))
-                keys = [f"kv_{kv}_us" for kv in args.kv]
-                yield "block_attention", label, dict(zip(keys, us, strict=True))
+    """First tiles at the default splits; then, around the best two of them, splits and launch.
+
+    All candidates are compiled by a pool of processes before any is timed.
+    """
+    num_workers = max(1, min(12, (os.cpu_count() or 2) - 2))
+    best: dict[tuple[int, int], list[tuple[float, str]]] = {}
+    with multiprocessing.get_context("spawn").Pool(num_workers) as pool:
+        candidates = {B: tile_candidates(B) for B in args.batch}
+        cases: dict[int, list[AttentionCase]] = {}
+        for phase in range(2):
+            flat = list(dict.fromkeys(itertools.chain(*candidates.values())))
+            errors = dict(zip(flat, pool.map(compile_candidate, flat, chunksize=1), strict=True))
+            for B in args.batch:
+                cases = {B: cases.get(B) or [AttentionCase(B, kv, True) for kv in args.kv]}
+                rows: list[tuple[float, Candidate]] = []
+                for num_splits, config in candidates[B]:
+                    label = f"batch_{B}_splits_{num_splits}_" + "_".join(
+                        f"{name}_{int(value)}" for name, value in config._asdict().items()
+                    )
+                    if error := errors[num_splits, config]:
+                        print(f"{label}: {error}", flush=True)
+                        continue
+                    us = [case.ours_us(num_splits, config) for case in cases[B]]
+                    rows.append((statistics.geometric_mean(us), (num_splits, config)))
+                    for kv, one in zip(args.kv, us, strict=True):
+                        best.setdefault((B, kv), []).append((one, label))
+                    keys = [f"kv_{kv}_us" for kv in args.kv]
+                    yield "block_attention", label, dict(zip(keys, us, strict=True))
+                if phase == 0:
+                    winners = [candidate for _, candidate in sorted(rows)[:2]]
+                    around = itertools.chain(*(launch_candidates(*w) for w in winners))
+                    candidates[B] = list(dict.fromkeys(around))
+    for (B, kv), timed in best.items():
+        for us, label in sorted(timed)[:3]:
+            print(f"best at batch {B}, kv {kv}: {us:7.2f} us  {label}", flush=True)
 
 
 def sweep_constants(kernel: str, args: argparse.Namespace) -> Iterator[tuple[str, str, Numbers]]:

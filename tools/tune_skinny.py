@@ -8,7 +8,7 @@ neighbours is not the one that is fastest alone. Attention is left out: `o` read
 Invariant: cuBLAS and the kernels see the same weights in the same harness, and each winner is
 compared with a float64 product, in an output that was NaN.
 
-    python tools/tune_skinny.py --seconds 150 --out profiles/results/skinny.json   # 8B, 4B, 8B FP8
+    python tools/tune_skinny.py --seconds 150 --out profiles/results/skinny.json  # 8B, 4B, FP8 8B
     python tools/tune_skinny.py --cases 8b --rows 16 --no-layer
     python tools/tune_skinny.py --dry-run                                  # no GPU: what would run
 
@@ -119,18 +119,16 @@ def candidates(case: Case, config: SkinnyConfig, num_sms: int) -> list[SkinnyCon
     found = []
     for num_splits in (1, 2, 3, 4, 5, 6) if case.kind == "partials" else (1,):
         items = tiles * num_splits
-        seen = set()
+        waste = -(-blocks // num_splits) * num_splits / blocks
         for ctas_per_sm in (1, 2, 3, 4) if config.use_tma else (1,):
             grid = min(items, ctas_per_sm * num_sms)
-            resident = ctas_per_sm * smem_bytes(case, config) <= SMEM_BYTES + 2048 * ctas_per_sm
+            resident = ctas_per_sm * (smem_bytes(case, config) + 1024) <= SMEM_BYTES + 2048
             balance = items / (grid * -(-items // grid))
-            enough = grid * smem_bytes(case, config) > 5e6 and grid >= 0.6 * num_sms
-            waste = -(-blocks // num_splits) * num_splits / blocks
-            if config.use_tma and not (resident and balance > 0.85 and enough and waste < 1.1):
-                continue
-            if grid not in seen and items < 6 * num_sms or config.use_tma:
+            enough = grid >= 0.6 * num_sms and grid * smem_bytes(case, config) > 5e6
+            if not config.use_tma or (resident and balance > 0.85 and enough and waste < 1.1):
                 found.append(config._replace(num_splits=num_splits, ctas_per_sm=ctas_per_sm))
-            seen.add(grid)
+            if grid == items:
+                break  # more CTAs than items: the same launch
     return found
 
 
@@ -172,6 +170,13 @@ def problem(case: Case, E: int, D: int) -> tuple[torch.Tensor, torch.Tensor, tor
     x = torch.randn(case.T, D, device="cuda").bfloat16()
     weight = torch.randn(E, D, device="cuda").mul_(D**-0.5).bfloat16()
     return (x, *sk.quantize_rows_fp8(weight)) if case.weight_bytes == 1 else (x, weight, None)
+
+
+def is_right(case: Case, config: SkinnyConfig) -> bool:
+    """A winner on its full shape, with fresh data."""
+    error = relative_error(case, config, *problem(case, case.E, case.D))
+    print(f"    {case.name} {tuple(config)}: relative error {error:.1e}", flush=True)
+    return error < 1e-2
 
 
 def compile_and_check(job: tuple[Case, SkinnyConfig]) -> tuple[tuple[Case, SkinnyConfig], str]:
@@ -316,7 +321,7 @@ def _add_norm_kernel(
 def _first_columns_kernel(
     parts, out, E, plane, Z: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
 ):
-    """out = the first columns of the sum of Z partials: stands for the rope kernel and attention."""
+    """out = the first columns of the sum of Z partials: stands for rope and attention."""
     d = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     if PDL == 2:
         gdc_launch_dependents()
@@ -343,7 +348,8 @@ def _swiglu_kernel(gate_up, out, width, BLOCK: tl.constexpr):
 
 def swiglu(gate_up_TJ: torch.Tensor, out_TI: torch.Tensor) -> None:
     T, width = out_TI.shape
-    _swiglu_kernel[(T, triton.cdiv(width, 1024))](gate_up_TJ, out_TI, width, BLOCK=1024)
+    grid = (T, triton.cdiv(width, 1024))
+    _swiglu_kernel[grid](gate_up_TJ, out_TI, width, BLOCK=1024)  # pyright: ignore[reportArgumentType]
 
 
 class LayerBench:
@@ -365,6 +371,7 @@ class LayerBench:
         hidden, width = MODELS[model.removesuffix("-fp8")]
         empty = {"dtype": torch.bfloat16, "device": "cuda"}
         self.h_TD = torch.randn(T, hidden, device="cuda").bfloat16()
+        self.zero_ZTD = torch.zeros(1, T, hidden, **empty)
         self.norm_D = torch.ones(hidden, **empty)
         self.normed_TD = torch.empty(T, hidden, **empty)
         self.attn_TF = torch.empty(T, ATTENTION_WIDTH, **empty)
@@ -394,7 +401,7 @@ class LayerBench:
         pdl = {"launch_pdl": True} if glue else {}
 
         def launches() -> None:
-            parts = self.h_TD[None]
+            parts = self.zero_ZTD
             for i in range(self.num_layers):
                 self.add_norm(parts, glue)
                 qkv_ZTE = self.gemm("qkv", i, self.normed_TD, configs["qkv"])
@@ -414,10 +421,13 @@ def tune_layer(
     bench: LayerBench, best: dict[str, list[Timed]], deadline: float
 ) -> tuple[dict[str, float], dict[str, SkinnyConfig]]:
     """Times of whole layers by label, and the configs that are best together."""
-    cublas: dict[str, SkinnyConfig | None] = dict.fromkeys(LAYER)
-    numbers = {"cublas_us": bench.us(cublas, 0)}
+    numbers: dict[str, float] = {}
+    bf16 = bench.cases["qkv"].weight_bytes == 2
+    if bf16:
+        times = [bench.us(dict.fromkeys(LAYER), glue) for glue in (sk.PDL_OFF, sk.PDL_LATE)]
+        numbers["cublas_us"] = min(times)
     chosen: dict[str, SkinnyConfig] = {n: best[n][0].config for n in LAYER}
-    best_us, best_glue = float("inf"), 0
+    best_us, best_glue, best_configs = float("inf"), sk.PDL_OFF, chosen
     for pdl, glue in itertools.product((sk.PDL_OFF, sk.PDL_LATE, sk.PDL_EARLY), repeat=2):
         if time.monotonic() > deadline:
             break
@@ -428,7 +438,7 @@ def tune_layer(
     chosen = best_configs
     for name in LAYER:
         pdl = chosen[name].pdl
-        others = [t.config for t in best[name][1:8]]
+        others = [t.config for t in best[name][1:6]]
         modes = [chosen[name]._replace(pdl=p) for p in (sk.PDL_LATE, sk.PDL_EARLY) if p != pdl]
         for config in [*(c._replace(pdl=pdl) for c in others), *modes]:
             if time.monotonic() > deadline:
@@ -438,7 +448,7 @@ def tune_layer(
                 best_us, chosen = us, {**chosen, name: config}
     numbers["skinny_best_us"] = best_us
     for name in LAYER:  # what each GEMM is worth in its place
-        if bench.cases[name].weight_bytes == 2:
+        if bf16:
             replaced = bench.us({**chosen, name: None}, best_glue)
             numbers[f"skinny_best_but_{name}_by_cublas_us"] = replaced
     return numbers, chosen
@@ -490,9 +500,8 @@ def tune(todo: list[Case], args: argparse.Namespace) -> dict[str, Any]:
             for us, config in timed[:3]:
                 tbps = case.us_at_peak / us * PEAK_TBPS
                 print(f"    {us:7.2f} us {tbps:5.2f} TB/s  {tuple(config)}", flush=True)
-            error = relative_error(case, timed[0].config, *problem(case, case.E, case.D))
-            assert error < 1e-2, f"{case}: {timed[0].config} is wrong, relative error {error}"
-            if timed[0].us < cublas_us or case.weight_bytes == 1:
+            faster = timed[0].us < cublas_us or case.weight_bytes == 1
+            if is_right(case, timed[0].config) and faster:
                 key = (case.E, case.D, case.weight_bytes, sk.num_columns(T))
                 table[key] = timed[0].config
         if args.layer and all(n in best for n in LAYER) and time.monotonic() < deadline:
@@ -503,9 +512,8 @@ def tune(todo: list[Case], args: argparse.Namespace) -> dict[str, Any]:
                 print(f"{model:7} T {T:3} layer {name:40} {us:7.2f}", flush=True)
             for name, config in chosen.items():
                 case = bench.cases[name]
-                error = relative_error(case, config, *problem(case, case.E, case.D))
-                assert error < 1e-2, f"{case}: {config} is wrong, relative error {error}"
-                table[case.E, case.D, case.weight_bytes, sk.num_columns(T)] = config
+                if is_right(case, config):
+                    table[case.E, case.D, case.weight_bytes, sk.num_columns(T)] = config
     lines = [f"    {key}: SkinnyConfig{tuple(config)}," for key, config in table.items()]
     print("\n".join(lines), flush=True)
     return {"numbers": numbers, "table": lines, "seconds": round(time.monotonic() - start)}

@@ -1,0 +1,111 @@
+"""What was captured, for people: nodes, memory and shapes of every graph, and graphs as DOT.
+
+Nothing here runs while decoding. Node counts are asked of the driver when they are wanted: torch
+has no call for them, and the runtime library's file name changes with the CUDA version while the
+driver's does not.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections import Counter
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+from graphengine.capture.runners import Call, EagerRunner, ReplayRunner, Runner, shapes
+
+# CUgraphNodeType
+_NODE_KINDS = {0: "kernel", 1: "memcpy", 2: "memset", 3: "host", 4: "graph", 5: "empty"}
+_DOT_PARAMETERS = 1 << 2 | 1 << 3 | 1 << 4  # of kernel, memcpy and memset nodes
+
+
+class Entry(NamedTuple):
+    """One line of the list. Counts and bytes are None where a step is called eagerly."""
+
+    name: str
+    launch: Literal["graph", "eager"]
+    input_shapes: list[str]
+    output_shapes: list[str]
+    num_kernels: int | None = None
+    num_nodes: int | None = None
+    pool_bytes: int | None = None
+    live_bytes: int | None = None
+
+
+def inventory(runner: Runner) -> list[Entry]:
+    """Lists a runner's calls in order.
+
+    An eager runner knows its shapes only while it runs, so it is run once: call this on cleared
+    buffers, where every row is padding.
+    """
+    if isinstance(runner, ReplayRunner):
+        return [_captured(call) for call in runner.calls]
+    assert isinstance(runner, EagerRunner)
+    entries: list[Entry] = []
+    carry = runner.source()
+    for step in runner.chain:
+        inputs = shapes(carry)
+        carry = step.run(carry)
+        entries.append(Entry(step.name, "eager", inputs, shapes(carry)))
+    runner.carry = carry
+    return entries
+
+
+def write_dot(runner: Runner, folder: Path, prefix: str) -> list[Path]:
+    """Writes each of a runner's graphs as `<prefix><name>.dot`; none for an eager runner.
+
+    Raises:
+        RuntimeError: the driver refused.
+    """
+    written: list[Path] = []
+    calls = runner.calls if isinstance(runner, ReplayRunner) else []
+    for call in calls:
+        if call.graph is not None:
+            path = folder / f"{prefix}{call.name}.dot"
+            handle = ctypes.c_void_p(call.graph.handle.raw_cuda_graph())
+            name = str(path).encode()
+            _check(_driver().cuGraphDebugDotPrint(handle, name, ctypes.c_uint(_DOT_PARAMETERS)))
+            written.append(path)
+    return written
+
+
+def _captured(call: Call) -> Entry:
+    if call.graph is None:
+        return Entry(call.name, "eager", call.input_shapes, call.output_shapes)
+    counts = _node_counts(call.graph.handle.raw_cuda_graph())
+    return Entry(
+        call.name,
+        "graph",
+        call.input_shapes,
+        call.output_shapes,
+        num_kernels=counts["kernel"],
+        num_nodes=counts.total(),
+        pool_bytes=call.graph.pool_bytes,
+        live_bytes=call.graph.live_bytes,
+    )
+
+
+def _node_counts(graph: int) -> Counter[str]:
+    """Kind -> number of nodes of a cudaGraph_t, child graphs not opened."""
+    driver, handle = _driver(), ctypes.c_void_p(graph)
+    count = ctypes.c_size_t()
+    _check(driver.cuGraphGetNodes(handle, None, ctypes.byref(count)))
+    nodes = (ctypes.c_void_p * count.value)()
+    if count.value:
+        _check(driver.cuGraphGetNodes(handle, nodes, ctypes.byref(count)))
+    found: Counter[str] = Counter()
+    kind = ctypes.c_int()
+    for node in nodes:
+        _check(driver.cuGraphNodeGetType(ctypes.c_void_p(node), ctypes.byref(kind)))
+        found[_NODE_KINDS.get(kind.value, "other")] += 1
+    return found
+
+
+def _driver() -> Any:
+    """The CUDA driver; torch has loaded it already."""
+    return ctypes.CDLL("libcuda.so.1")
+
+
+def _check(result: int) -> None:
+    if result:
+        raise RuntimeError(f"the CUDA driver refused to describe a graph (CUresult {result})")

@@ -1,0 +1,300 @@
+"""`graphengine profile` and `graphengine graphs`: real runs on the CPU, files, refusals, and nsys
+as a stand-in program that records how it is called. With a GPU also torch.profiler and captures.
+"""
+
+import importlib.util
+import json
+import subprocess
+import sys
+import xml.etree.ElementTree as ET
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+
+from graphengine import cli_profile, profile_run
+from graphengine.cli import main
+from graphengine.hub import TINY_DRAFT, TINY_TARGET
+from graphengine.profiles import ranges, torch_trace
+from graphengine.profiles.result_schema import validate
+
+HERE = Path(__file__).parent
+
+
+def load(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, HERE / f"{name}.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+checkpoints, exports = load("checkpoints"), load("nsys_exports")
+
+
+def invoke(*arguments: Any) -> Result:
+    return CliRunner().invoke(main, [str(argument) for argument in arguments])
+
+
+def document(result: Result) -> dict[str, Any]:
+    assert result.exit_code == 0, result.output
+    return json.loads(result.stdout)
+
+
+@pytest.mark.parametrize("module", ["cli_profile", "cli_graphs"])
+def test_help_does_not_import_torch(module: str) -> None:
+    """Bug: an import at module level makes every command's help take seconds."""
+    code = f"import sys, graphengine.{module}; print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"
+
+
+# --- profile ---
+
+
+def test_profile_on_the_cpu(tmp_path: Path) -> None:
+    """Bug: without a GPU the command fails, loses a step of a chain, or leaves the ranges on."""
+    svg, stored, kept = tmp_path / "a.svg", tmp_path / "a.json", tmp_path / "kept"
+    result = invoke(
+        *("profile", "--device", "cpu", "--num-steps", 4, "--warmup", 2, "--json", "--svg", svg),
+        *("--output-json", stored, "--keep", kept, "--read-gbps", 10),
+    )
+    numbers = document(result)["numbers"]
+    found = numbers["cpu"]
+    assert not ranges.is_enabled()
+    expected = [*ranges.chain_names("verify", 8), *ranges.chain_names("draft", 3)]
+    assert set(found["by_name"]) == {*expected, "accept", "draft.context"}
+    assert found["num_steps"] == 4
+    assert found["busy_mean_us"] + found["idle_mean_us"] == pytest.approx(found["wall_mean_us"])
+    assert found["idle_by_class"]["host_us"] == pytest.approx(found["idle_mean_us"])
+    assert found["by_name"]["verify.01"]["num_activities"] == 1
+    assert found["by_name"]["verify.01"]["floor_us"] > 0
+    assert 0 < numbers["unprofiled"]["host_p50_ms"] <= numbers["unprofiled"]["step_p50_ms"] * 1.5
+    ET.fromstring(svg.read_text())
+    assert validate(json.loads(stored.read_text())) == []
+    assert json.loads((kept / "facts.json").read_text())["workload"]["num_steps"] == 4
+    assert "the host's clock" in result.stderr and "verify.01-07" in result.stderr
+
+
+def test_profile_without_a_drafter(tmp_path: Path) -> None:
+    """Bug: the drafter's steps are expected where there is none."""
+    target = checkpoints.make_target(tmp_path / "target")
+    result = invoke(
+        *("profile", target, "--draft", "none", "--device", "cpu", "--bucket", 2),
+        *("--num-steps", 3, "--warmup", 1, "--input-len", 5, "--json"),
+    )
+    found = document(result)["numbers"]["cpu"]
+    assert set(found["by_name"]) == {*ranges.chain_names("decode", 2), "accept"}
+
+
+@pytest.mark.parametrize("preset", ["graph", "node"])
+def test_profile_reads_an_export(tmp_path: Path, preset: str) -> None:
+    """Bug: a user's own nsys file gives other numbers than the reader, or needs a model."""
+    path = exports.write_export(tmp_path / "mine.sqlite", preset=preset)
+    found = document(invoke("profile", "--read", path, "--json"))["numbers"]["mine"]
+    assert found["wall_mean_us"] == 100.0
+    assert found["idle_by_class"]["host_us"] == 67.5
+
+
+def test_bytes_of_a_file_come_from_facts_or_from_a_model(tmp_path: Path) -> None:
+    """Bug: GB/s are missing for a kept file, or taken from another model than the one named."""
+    path = exports.write_export(tmp_path / "mine.sqlite")
+    facts = {"segment_bytes": {"verify.00": 9e3}, "read_gbps": 2.0}
+    (tmp_path / "facts.json").write_text(json.dumps(facts))
+    row = document(invoke("profile", "--read", path, "--json"))["numbers"]["mine"]["by_name"]
+    assert row["verify.00"]["achieved_gbps"] == pytest.approx(1.0)
+    assert row["verify.00"]["floor_us"] == pytest.approx(4.5)
+    named = invoke("profile", TINY_TARGET, "--draft", TINY_DRAFT, "--read", path, "--json")
+    row = document(named)["numbers"]["mine"]["by_name"]["verify.01"]
+    assert row["read_bytes"] > 1e5 and "floor_us" not in row
+
+
+def test_profile_reads_a_chrome_trace(tmp_path: Path) -> None:
+    """Bug: the fallback's kept file cannot be read again."""
+    path = exports.write_chrome_trace(tmp_path / "torch.json")
+    found = document(invoke("profile", "--read", path, "--json"))["numbers"]["torch"]
+    assert found["busy_mean_us"] == 27.0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--read", "missing.sqlite"], "no such file"),
+        (["--read", "missing.json"], "not a readable Chrome trace"),
+        (["--read", "empty.nsys-rep"], "nsys export --type sqlite"),
+        (["--read", "text.sqlite"], "no SQLite database"),
+        (["--read", "empty.json"], "no device activity"),
+        (["--tool", "nsys", "--device", "cpu"], "records a GPU"),
+        (["--num-steps", "100000", "--device", "cpu"], "lower --num-steps"),
+        (["no-such-model"], "no such model directory"),
+    ],
+)
+def test_refusals(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], message: str
+) -> None:
+    """Bug: a traceback, or a refusal that does not say what to do."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    Path("empty.nsys-rep").touch()
+    Path("text.sqlite").write_text("no database" * 100)
+    Path("empty.json").write_text('{"traceEvents": []}')
+    result = invoke("profile", *arguments)
+    assert result.exit_code == 2
+    assert message in " ".join(result.stderr.split())
+
+
+# A stand-in for nsys: keeps its arguments, and "exports" the scenario of nsys_exports.py.
+FAKE_NSYS = """\
+#!{python}
+import json, pathlib, shutil, sys
+here = pathlib.Path(__file__).parent
+with open(here / "calls.jsonl", "a") as log:
+    log.write(json.dumps(sys.argv[1:]) + "\\n")
+options = dict(a.split("=", 1) for a in sys.argv[2:] if a.startswith("--") and "=" in a)
+if (here / "fail").exists():
+    print("the capture range never began")
+    sys.exit(3)
+if sys.argv[1] == "profile":
+    pathlib.Path(options["--output"]).touch()
+    inside = sys.argv[sys.argv.index("--inside") + 1]
+    pathlib.Path(inside).write_text(json.dumps({facts}))
+else:
+    preset = pathlib.Path(sys.argv[-1]).stem
+    shutil.copy(here / f"{{preset}}-scenario.sqlite", options["--output"])
+"""
+
+
+@pytest.fixture
+def fake_nsys(tmp_path: Path) -> Path:
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    for preset in ("graph", "node"):
+        exports.write_export(folder / f"{preset}-scenario.sqlite", preset=preset)
+    facts = {"profiled_step_ms": 0.1, "read_gbps": 5.0, "segment_bytes": {"verify.00": 9e3}}
+    program = folder / "nsys"
+    program.write_text(FAKE_NSYS.format(python=sys.executable, facts=facts))
+    program.chmod(0o755)
+    return program
+
+
+def options_of(*arguments: str) -> dict[str, Any]:
+    return cli_profile.profile.make_context("profile", list(arguments)).params
+
+
+def test_nsys_runs_this_command_once_per_preset(fake_nsys: Path, tmp_path: Path) -> None:
+    """Bug: the child under nsys gets other options than were typed, or nsys samples the CPU."""
+    typed = ["--bucket", "4", "--num-steps", "7", "--graph-mode", "full", "--no-compile"]
+    typed += ["--attention-backend", "triton", "--simulate-acceptance", "3.5", "--seed", "3"]
+    options = options_of("m", *typed)
+    reports, facts = profile_run._under_nsys(
+        str(fake_nsys), ("graph", "node"), "m", None, options, tmp_path, lambda text: None
+    )
+    assert [found.num_steps for found in reports.values()] == [3, 3]
+    assert facts["segment_bytes"] == {"verify.00": 9e3} and facts["node_profiled_step_ms"] == 0.1
+    calls = [json.loads(line) for line in (fake_nsys.parent / "calls.jsonl").open()]
+    assert [call[0] for call in calls] == ["profile", "export"] * 2
+    for preset, call in zip(("graph", "node"), calls[::2], strict=True):
+        assert {
+            *("--sample=none", "--cpuctxsw=none", "--trace=cuda,nvtx"),
+            *("--capture-range=cudaProfilerApi", f"--cuda-graph-trace={preset}"),
+        } <= set(call)
+        start = call.index(sys.executable)
+        assert call[start : start + 4] == [sys.executable, "-m", "graphengine", "profile"]
+        child = options_of(*call[start + 4 :])
+        assert child["inside"] == tmp_path / f"{preset}-facts.json"
+        assert child["draft"] == "none" and child["model"] == "m"
+        same = [*profile_run._FORWARDED, "compile_"]
+        assert {name: child[name] for name in same} == {name: options[name] for name in same}
+    # Measured once.
+    assert options_of(*calls[2][calls[2].index("m") :])["read_gbps"] == 5.0
+
+
+def test_nsys_that_fails_is_quoted(fake_nsys: Path, tmp_path: Path) -> None:
+    """Bug: nsys fails and the user sees a missing file instead of what nsys said."""
+    (fake_nsys.parent / "fail").touch()
+    with pytest.raises(RuntimeError, match=r"^nsys profile exited with 3:\n.*never began"):
+        profile_run._under_nsys(
+            str(fake_nsys), ("graph",), "m", None, options_of("m"), tmp_path, lambda text: None
+        )
+
+
+def test_names_reach_torch_profiler(tmp_path: Path) -> None:
+    """Bug: under torch.profiler the ranges are missing or not nested, so nothing has a name."""
+    path = tmp_path / "torch.json"
+    with torch_trace.record(path), ranges.range_("step"), ranges.range_("verify.00"):
+        pass
+    assert not ranges.is_enabled()
+    found = {entry.name: entry for entry in torch_trace.read_chrome_trace(path).ranges}
+    assert set(found) == {"step", "verify.00"}
+    outer, inner = found["step"], found["verify.00"]
+    assert outer.start_ns <= inner.start_ns <= inner.end_ns <= outer.end_ns
+    assert outer.thread == inner.thread
+
+
+@pytest.mark.gpu
+def test_torch_profiler_on_a_gpu(tmp_path: Path) -> None:
+    """Bug: kernels inside graphs lose their launch, and with it their step and name."""
+    found = document(
+        invoke("profile", "--tool", "torch", "--num-steps", 4, "--keep", tmp_path, "--json")
+    )["numbers"]["torch"]
+    assert found["num_steps"] == 4
+    names = {name for name in found["by_name"] if not name.startswith("host.")}
+    expected = [*ranges.chain_names("verify", 8), *ranges.chain_names("draft", 3)]
+    assert names == {*expected, "accept", "draft.context"}
+    assert found["idle_by_class"]["seam_us"] > 0
+    assert found["outside_us"] < found["wall_mean_us"]
+
+
+# --- graphs ---
+
+
+def test_graphs_on_the_cpu_lists_the_steps() -> None:
+    """Bug: without CUDA graphs the command shows nothing, or wrong shapes."""
+    result = invoke("graphs", "--device", "cpu", "--bucket", "1,2", "--json")
+    listed = document(result)
+    assert "no CUDA graphs on the CPU" in result.stderr
+    assert listed["graph_mode"] == "none"
+    for bucket, rows in ((1, 16), (2, 32)):
+        steps = [step for step in listed["steps"] if step["bucket"] == bucket]
+        names = [*ranges.chain_names("draft", 3), *ranges.chain_names("verify", 8)]
+        assert [step["name"] for step in steps] == [*names, "accept", "draft.context"]
+        by_name = {step["name"]: step for step in steps}
+        assert by_name["verify.08"]["output_shapes"][-1] == f"{rows}x2048 float32"
+        assert by_name["verify.01"]["input_shapes"][0] == f"{rows}x192 float32"
+        assert {step["launch"] for step in steps} == {"eager"}
+        assert {step["num_kernels"] for step in steps} == {None}
+
+
+def test_graphs_needs_no_weights(tmp_path: Path) -> None:
+    """Bug: a directory with a config alone is refused though only its structure is listed."""
+    target = checkpoints.make_target(tmp_path / "target")
+    for path in target.iterdir():
+        if path.name != "config.json":
+            path.unlink()
+    listed = document(invoke("graphs", target, "--device", "cpu", "--json"))
+    expected = [*ranges.chain_names("decode", 2), "accept"]
+    assert [step["name"] for step in listed["steps"]] == expected
+
+
+def test_dot_without_graphs_is_refused(tmp_path: Path) -> None:
+    """Bug: an empty folder and no word."""
+    result = invoke("graphs", "--device", "cpu", "--dot", tmp_path / "dots")
+    assert result.exit_code == 2 and "--dot" in result.stderr
+    assert not (tmp_path / "dots").exists()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mode", ["piecewise", "full"])
+def test_graphs_on_a_gpu(tmp_path: Path, mode: str) -> None:
+    """Bug: a graph without nodes (captured on the wrong stream), or one that is not listed."""
+    arguments = ["--graph-mode", mode, "--attention-backend", "triton", "--bucket", "1,2"]
+    listed = document(invoke("graphs", *arguments, "--dot", tmp_path, "--json"))
+    graphs = [step for step in listed["steps"] if step["launch"] == "graph"]
+    # Piecewise: 4 + 9 segments, accept, context; full: draft head, draft, verify, context.
+    assert len(graphs) == 2 * (15 if mode == "piecewise" else 4)
+    assert all(0 < step["num_kernels"] <= step["num_nodes"] for step in graphs)
+    assert all(step["pool_bytes"] >= 0 for step in graphs)
+    assert len(list(tmp_path.glob("*.dot"))) == len(graphs)
+    assert all("digraph" in path.read_text() for path in tmp_path.glob("*.dot"))

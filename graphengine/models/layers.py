@@ -90,10 +90,16 @@ def linear_swiglu(x: Tensor, gate_up: Matrix) -> Tensor:
 def skinny_config(x: Tensor, matrix: Matrix, swiglu: bool = False) -> SkinnyConfig | None:
     """Our GEMM's launch for these shapes; None where cuBLAS streams the weights as well."""
     weight, _ = _weight(matrix)
-    if not x.is_cuda or x.dtype != torch.bfloat16:
+    if not x.is_cuda or x.dtype != torch.bfloat16 or not _is_hopper():
         return None
     (rows, inputs), outputs = x.shape, weight.shape[0]
     return choose_config(rows, outputs, inputs, weight.element_size(), swiglu)
+
+
+@torch.compiler.assume_constant_result
+def _is_hopper() -> bool:
+    """Whether the GPU has the tensor-core and copy instructions that our GEMM is written in."""
+    return torch.cuda.get_device_capability()[0] == 9
 
 
 def dense(matrix: Matrix, dtype: torch.dtype) -> Tensor:

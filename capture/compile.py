@@ -10,24 +10,28 @@ guards cost over 100 us a call) is on the hot path.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
-# Specialisations of one function: (buckets + plain decode) x (target, drafter), with room.
-RECOMPILE_LIMIT = 64
+# Specialisations of one function: (buckets + plain decode) x (target, drafter) x engines.
+RECOMPILE_LIMIT = 512
 # Inductor's own kernels take part in programmatic dependent launch (Hopper and later; no effect
 # elsewhere): our GEMMs then fetch their first weights while the norm before them still runs.
 OPTIONS: dict[str, str | int | bool | Callable[..., Any]] = {"triton.enable_pdl": True}
 
 
+@functools.cache
 def compile_segment(function: Callable[..., Any]) -> Callable[..., Any]:
     """Compiles a pure segment with Inductor, whole (fullgraph) and for static shapes.
 
-    Compilation happens at the first call with new shapes. Mutates: torch's recompile limit, raised
-    once for the process: eight, its default, is fewer than the buckets of two models.
+    Compilation happens at the first call with new shapes; a second engine of the same shapes in
+    one process compiles nothing. Mutates: torch's recompile limits, raised once for the process:
+    eight, the default, is fewer than the buckets of two models.
     """
     dynamo: Any = torch._dynamo.config
-    dynamo.recompile_limit = max(dynamo.recompile_limit, RECOMPILE_LIMIT)
+    for limit in ("recompile_limit", "accumulated_recompile_limit"):
+        setattr(dynamo, limit, max(getattr(dynamo, limit), RECOMPILE_LIMIT))
     return torch.compile(function, fullgraph=True, dynamic=False, options=OPTIONS)

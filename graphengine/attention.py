@@ -159,6 +159,7 @@ class FlashInferAttention:
 
         self._config, self._page_size, self._causal = config, page_size, causal
         self._dtype, self._device = dtype, workspace.device
+        self._num_rows = 0
         fixed: dict[str, Any] = {}
         if num_requests is not None:
 
@@ -178,6 +179,7 @@ class FlashInferAttention:
 
     def plan(self, layout: Layout) -> None:
         config = self._config
+        self._num_rows = int(layout.qo_indptr_cpu[-1])
         # The planner reads lengths on the host but copies the indices to the device; from pageable
         # host memory it would wait for the stream, so they are sent ahead.
         indices = layout.paged_kv_indices_cpu.to(self._device, non_blocking=True)
@@ -196,6 +198,8 @@ class FlashInferAttention:
         )
 
     def run(self, q_TNH: Tensor, kv_cache: Tensor, out_TNH: Tensor) -> None:
+        # flashinfer takes planned rows alone, so no padding; a capture is planned for all rows.
+        q_TNH, out_TNH = q_TNH[: self._num_rows], out_TNH[: self._num_rows]
         # Passing out= matters: without it 0.6.12 allocates and zero-fills in every layer.
         self._wrapper.run(q_TNH, (kv_cache[0], kv_cache[1]), out=out_TNH)
 

@@ -14,13 +14,17 @@ Invariant: one output element of one split is summed by one CTA in rising k, wit
 result depends on shapes and config alone. Before `gdc_wait` only weights are read and nothing is
 written; a read of x there would see the previous replay's activations, silently.
 
+FP8 weights are multiplied as they are, by FP8 activations: a bf16 row is split into `hi + lo`, two
+FP8 rows that together hold its 8 bits of mantissa, so that only the weights are rounded (widening
+the weights in registers instead took as long as bf16: 47.5 us for gate_up).
+
 Cost: E * D weight bytes from HBM; x is read once per tile of weight rows, from L2. Predicted on
 an H200 at T = 16, in sequence with PDL (the floors are 11.3, 7.5, 45.1, 22.6): qkv 12.7, o 8.8,
 gate_up + SwiGLU 47, down 24.5 us, 93 together; lm_head [151936, 4096] 292 (floor 279); half of the
 bytes in FP8 should cost 0.55 of the time.
 
 Two kernels: `_tma_kernel` (Gluon, Hopper: TMA into a ring of stages, wgmma) and `_pointer_kernel`
-(plain Triton: other GPUs, odd D, fp32, the interpreter).
+(plain Triton, unquantised: other GPUs, odd D, fp32, the interpreter). FP8 elsewhere runs in torch.
 
 Legend: T rows (decode: requests * block), D inputs, E outputs, I MLP width, J = 2 * I, Z splits.
 """
@@ -57,6 +61,13 @@ PDL_OFF, PDL_LATE, PDL_EARLY = 0, 1, 2
 INTERPRET = bool(knobs.runtime.interpret)
 
 
+class Fp8Scales(NamedTuple):
+    """With FP8 operands: x is `split_rows_fp8`'s [2, T, D], weight `quantize_rows_fp8`'s."""
+
+    x_T: torch.Tensor  # fp32
+    weight_E: torch.Tensor  # fp32, contiguous
+
+
 class SkinnyConfig(NamedTuple):
     """What may be tuned without changing a result beyond rounding; all integers."""
 
@@ -68,6 +79,7 @@ class SkinnyConfig(NamedTuple):
     num_warps: int = 4
     pdl: int = PDL_LATE  # when the next kernel may start: OFF, after the last load, EARLY
     use_tma: int = 1  # 0: the pointer kernel even on Hopper
+    l2_blocks: int = 0  # blocks after the first num_stages that a CTA sends for, to L2, meanwhile
 
 
 # (E, D, bytes of a weight, T rounded up to 16, 32, 64) -> config. Filled by tools/tune_skinny.py.
@@ -78,12 +90,6 @@ TUNED: dict[tuple[int, int, int, int], SkinnyConfig] = {
     (4096, 12288, 2, 16): SkinnyConfig(64, 256, 5, 2, 1, 4, 1, 1),
     (4096, 20480, 2, 16): SkinnyConfig(64, 256, 5, 2, 1, 4, 1, 1),
     (151936, 4096, 2, 16): SkinnyConfig(64, 128, 3, 1, 3, 4, 1, 1),
-    (6144, 4096, 1, 16): SkinnyConfig(64, 128, 4, 4, 1, 4, 1, 0),
-    (4096, 4096, 1, 16): SkinnyConfig(64, 256, 2, 4, 2, 4, 1, 1),
-    (24576, 4096, 1, 16): SkinnyConfig(64, 256, 2, 1, 2, 4, 1, 1),
-    (4096, 12288, 1, 16): SkinnyConfig(64, 256, 3, 4, 2, 4, 1, 1),
-    (4096, 20480, 1, 16): SkinnyConfig(64, 256, 3, 4, 2, 4, 1, 1),
-    (151936, 4096, 1, 16): SkinnyConfig(64, 256, 2, 1, 4, 4, 1, 1),
     (6144, 2560, 2, 16): SkinnyConfig(64, 256, 2, 5, 2, 4, 2, 1),
     (2560, 4096, 2, 16): SkinnyConfig(128, 64, 5, 6, 1, 4, 2, 1),
     (19456, 2560, 2, 16): SkinnyConfig(64, 128, 2, 1, 2, 4, 2, 1),
@@ -160,24 +166,40 @@ def quantize_rows_fp8(weight_ED: torch.Tensor) -> tuple[torch.Tensor, torch.Tens
     return quantized, scale_E
 
 
+def split_rows_fp8(x_TD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Writes each row as the sum of two e4m3 rows with one scale: `x ~ (hi + lo) * scale`.
+
+    scale[t] = max_d |x[t, d]| / 448; hi = fp8(x / scale); lo = fp8(x / scale - hi). The error of an
+    element is at most max(2^-8 |x|, 2^-10 scale), which is bf16's own or 2e-6 of the row's maximum.
+
+    Returns: (float8_e4m3fn [2, T, D], fp32 scale_T [T]).
+    """
+    x32 = x_TD.float()
+    scale_T = x32.abs().amax(dim=-1).clamp(min=1e-12) / torch.finfo(FP8).max
+    scaled = x32 / scale_T[:, None]
+    hi = scaled.to(FP8)
+    lo = (scaled - hi.float()).to(FP8)
+    return torch.stack([hi, lo]), scale_T
+
+
 def skinny_linear_partials(
     x_TD: torch.Tensor,
     weight_ED: torch.Tensor,
     num_splits: int | None = None,
     config: SkinnyConfig | None = None,
-    scale_E: torch.Tensor | None = None,
+    scales: Fp8Scales | None = None,
 ) -> torch.Tensor:
     """x @ weight^T cut over K into Z partial sums, for a consumer that adds them.
 
-    out[z, t, e] = scale[e] * sum_{d in split z} x[t, d] * weight[e, d];  y = out.sum(0)
+    out[z, t, e] = sum_{d in split z} x[t, d] * weight[e, d];  y = out.sum(0)
     split z = [z * n, (z + 1) * n), n = block_k * ceil(ceil(D / block_k) / Z); the last is shorter
 
     Args:
-        x_TD: [T, D] bf16, fp16 or fp32, 1 <= T <= 128, last stride 1.
-        weight_ED: [E, D] of x's dtype, or float8_e4m3fn with a scale; last stride 1.
+        x_TD: [T, D] bf16, fp16 or fp32, 1 <= T <= 128, last stride 1; or FP8 [2, T, D].
+        weight_ED: [E, D] of x's dtype; last stride 1.
         num_splits: Z; None takes the config's.
         config: None takes `choose_config`'s, and the rule's for T > 64.
-        scale_E: fp32 [E], contiguous; with FP8 weights only.
+        scales: with FP8 operands, whose products they multiply.
     Returns: fp32 [Z, T, E], contiguous.
     Raises: ValueError for shapes, dtypes or strides that the kernels cannot address.
     Source: split-K with a deferred reduction.
@@ -185,30 +207,32 @@ def skinny_linear_partials(
     config = _resolve(x_TD, weight_ED, config, swiglu=False)
     if num_splits is not None:
         config = config._replace(num_splits=num_splits)
-    return torch.ops.graphengine.skinny_linear_partials(x_TD, weight_ED, scale_E, list(config))
+    operands = (x_TD, weight_ED, *(scales or (None, None)))
+    return torch.ops.graphengine.skinny_linear_partials(*operands, list(config))
 
 
 def skinny_linear(
     x_TD: torch.Tensor,
     weight_ED: torch.Tensor,
     config: SkinnyConfig | None = None,
-    scale_E: torch.Tensor | None = None,
+    scales: Fp8Scales | None = None,
 ) -> torch.Tensor:
-    """y[t, e] = scale[e] * sum_d x[t, d] * weight[e, d], rounded once: F.linear without a split.
+    """y[t, e] = sum_d x[t, d] * weight[e, d], rounded once: F.linear without a split.
 
     Args: as `skinny_linear_partials`; the config's num_splits is not used.
-    Returns: [T, E], contiguous, dtype of x.
+    Returns: [T, E], contiguous, dtype of x; bf16 for FP8.
     Raises: ValueError for shapes, dtypes or strides that the kernels cannot address.
     """
     config = _resolve(x_TD, weight_ED, config, swiglu=False)._replace(num_splits=1)
-    return torch.ops.graphengine.skinny_linear(x_TD, weight_ED, scale_E, list(config))
+    operands = (x_TD, weight_ED, *(scales or (None, None)))
+    return torch.ops.graphengine.skinny_linear(*operands, list(config))
 
 
 def skinny_swiglu(
     x_TD: torch.Tensor,
     gate_up_JD: torch.Tensor,
     config: SkinnyConfig | None = None,
-    scale_J: torch.Tensor | None = None,
+    scales: Fp8Scales | None = None,
 ) -> torch.Tensor:
     """act[t, i] = silu(g) * u with g = x[t] . gate_up[i], u = x[t] . gate_up[i + I].
 
@@ -216,11 +240,12 @@ def skinny_swiglu(
     by SwiGLU rounds g and u as well.
 
     Args: as `skinny_linear`; gate_up_JD is [2 * I, D], rows packed gate | up.
-    Returns: act_TI [T, I], contiguous, dtype of x.
+    Returns: act_TI [T, I], contiguous, dtype of x; bf16 for FP8.
     Raises: ValueError for shapes, dtypes or strides that the kernels cannot address.
     """
     config = _resolve(x_TD, gate_up_JD, config, swiglu=True)._replace(num_splits=1)
-    return torch.ops.graphengine.skinny_swiglu(x_TD, gate_up_JD, scale_J, list(config))
+    operands = (x_TD, gate_up_JD, *(scales or (None, None)))
+    return torch.ops.graphengine.skinny_swiglu(*operands, list(config))
 
 
 def split_width(D: int, num_splits: int, block_k: int) -> int:
@@ -229,25 +254,27 @@ def split_width(D: int, num_splits: int, block_k: int) -> int:
 
 
 def skinny_linear_partials_reference(
-    x_TD: torch.Tensor,
-    weight_ED: torch.Tensor,
-    config: SkinnyConfig,
-    scale_E: torch.Tensor | None = None,
+    x_TD: torch.Tensor, weight_ED: torch.Tensor, config: SkinnyConfig
 ) -> torch.Tensor:
-    """`skinny_linear_partials` in plain torch: fp32 products of the split's columns."""
-    n = split_width(x_TD.shape[1], config.num_splits, config.block_k)
+    """`skinny_linear_partials` in plain torch, unquantised: fp32 products of a split's columns."""
+    n = split_width(x_TD.shape[-1], config.num_splits, config.block_k)
     splits = [slice(z * n, (z + 1) * n) for z in range(config.num_splits)]
-    out = torch.stack([x_TD[:, s].float() @ weight_ED[:, s].float().T for s in splits])
-    return out if scale_E is None else out * scale_E
+    return torch.stack([x_TD[:, s].float() @ weight_ED[:, s].float().T for s in splits])
 
 
-def skinny_swiglu_reference(
-    x_TD: torch.Tensor, gate_up_JD: torch.Tensor, scale_J: torch.Tensor | None = None
-) -> torch.Tensor:
-    """`skinny_swiglu` in plain torch, fp32 inside."""
-    g_u = x_TD.float() @ gate_up_JD.float().T
-    gate, up = (g_u if scale_J is None else g_u * scale_J).chunk(2, dim=-1)
+def skinny_swiglu_reference(x_TD: torch.Tensor, gate_up_JD: torch.Tensor) -> torch.Tensor:
+    """`skinny_swiglu` in plain torch, unquantised, fp32 inside."""
+    gate, up = (x_TD.float() @ gate_up_JD.float().T).chunk(2, dim=-1)
     return (torch.nn.functional.silu(gate) * up).to(x_TD.dtype)
+
+
+def widened(
+    x: torch.Tensor, weight_ED: torch.Tensor, scales: Fp8Scales | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The operands as the references take them: FP8 multiplied out to fp32."""
+    if scales is None:
+        return x, weight_ED
+    return x.float().sum(0) * scales.x_T[:, None], weight_ED.float() * scales.weight_E[:, None]
 
 
 def _cdiv(a: int, b: int) -> int:
@@ -259,92 +286,98 @@ def _resolve(
 ) -> SkinnyConfig:
     if config is not None:
         return config
-    (T, D), E = x_TD.shape, weight_ED.shape[0]
+    (T, D), E = x_TD.shape[-2:], weight_ED.shape[0]
     shape = (min(T, MAX_T), E, D, weight_ED.element_size(), swiglu)
     return choose_config(*shape) or rule_config(*shape)
 
 
 def _check_inputs(
-    x_TD: torch.Tensor,
+    x: torch.Tensor,
     weight_ED: torch.Tensor,
-    scale_E: torch.Tensor | None,
+    scales: Fp8Scales | None,
     config: SkinnyConfig,
     swiglu: bool,
 ) -> None:
-    if x_TD.dim() != 2 or weight_ED.dim() != 2 or x_TD.shape[1] != weight_ED.shape[1]:
+    expected = "[T, D]" if scales is None else "[2, T, D]"
+    if (
+        x.dim() != (2 if scales is None else 3)
+        or (scales is not None and x.shape[0] != 2)
+        or weight_ED.dim() != 2
+        or x.shape[-1] != weight_ED.shape[1]
+    ):
         raise ValueError(
-            f"x {tuple(x_TD.shape)} and weight {tuple(weight_ED.shape)}: need [T, D] and [E, D]"
+            f"x {tuple(x.shape)} and weight {tuple(weight_ED.shape)}: need {expected} and [E, D]"
         )
-    T, E = x_TD.shape[0], weight_ED.shape[0]
+    T, E = x.shape[-2], weight_ED.shape[0]
     if not 1 <= T <= MAX_T:
         raise ValueError(f"x has {T} rows: use F.linear for none or for more than {MAX_T}")
     if swiglu and E % 2:
         raise ValueError(f"gate_up has {E} rows: pack as many gate rows as up rows")
-    if x_TD.stride(1) != 1 or weight_ED.stride(1) != 1:
+    if x.stride(-1) != 1 or weight_ED.stride(1) != 1 or (scales and not x.is_contiguous()):
         raise ValueError(
-            f"x strides {x_TD.stride()}, weight strides {weight_ED.stride()}: make rows contiguous"
+            f"x strides {x.stride()}, weight strides {weight_ED.stride()}: make rows contiguous"
         )
-    if x_TD.dtype not in (torch.bfloat16, torch.float16, torch.float32):
-        raise ValueError(f"x is {x_TD.dtype}; need bfloat16, float16 or float32")
-    if weight_ED.dtype not in (x_TD.dtype, FP8):
-        raise ValueError(f"weight is {weight_ED.dtype}, x {x_TD.dtype}: cast one, or use {FP8}")
-    if (scale_E is not None) != (weight_ED.dtype == FP8):
+    if scales is None and x.dtype not in (torch.bfloat16, torch.float16, torch.float32):
+        raise ValueError(f"x is {x.dtype}; need bfloat16, float16 or float32, or {FP8} with scales")
+    if weight_ED.dtype != x.dtype or (scales is not None and x.dtype != FP8):
         raise ValueError(
-            f"weight is {weight_ED.dtype} and scale is {'missing' if scale_E is None else 'given'}:"
-            " FP8 weights need the scale of quantize_rows_fp8, others have none"
+            f"weight is {weight_ED.dtype}, x {x.dtype}: cast one; scales belong to {FP8}"
         )
-    if scale_E is not None and (
-        scale_E.shape != (E,) or scale_E.dtype != torch.float32 or not scale_E.is_contiguous()
-    ):
-        raise ValueError(f"scale is {scale_E.dtype} {tuple(scale_E.shape)}; need float32 [{E}]")
+    for name, scale, length in zip(("x", "weight"), scales or (), (T, E), strict=False):
+        if scale.shape != (length,) or scale.dtype != torch.float32 or not scale.is_contiguous():
+            raise ValueError(
+                f"{name}'s scale is {scale.dtype} {tuple(scale.shape)}; need float32 [{length}]"
+            )
     if not 1 <= config.num_splits <= MAX_SPLITS:
         raise ValueError(f"num_splits {config.num_splits}: choose 1 to {MAX_SPLITS}")
 
 
 def _launch(
-    x_TD: torch.Tensor,
+    x: torch.Tensor,
     weight_ED: torch.Tensor,
-    scale_E: torch.Tensor | None,
+    scales: Fp8Scales | None,
     out: torch.Tensor,
     config: SkinnyConfig,
     swiglu: bool,
 ) -> torch.Tensor:
     """Runs the kernel of the config into out [Z, T, E], [T, E] or (SwiGLU) [T, I]."""
-    (T, D), E = x_TD.shape, out.shape[-1]
+    (T, D), E = x.shape[-2:], out.shape[-1]
     cols = num_columns(T)
     items = _cdiv(E, config.rows) * config.num_splits
     width = split_width(D, config.num_splits, config.block_k)
-    capability = torch.cuda.get_device_capability(x_TD.device) if x_TD.is_cuda else (0, 0)
+    capability = torch.cuda.get_device_capability(x.device) if x.is_cuda else (0, 0)
     pdl = config.pdl if capability >= (9, 0) else PDL_OFF
     sizes = {"ROWS": config.rows, "COLS": cols, "BLOCK_K": config.block_k}
-    flags = {"SWIGLU": swiglu, "SCALED": scale_E is not None, "PDL": pdl}
+    flags = {"SWIGLU": swiglu, "PDL": pdl}
     options = {"num_warps": config.num_warps} | ({"launch_pdl": True} if pdl else {})
-    scale = x_TD if scale_E is None else scale_E  # a pointer that is not read
-    if config.use_tma and capability[0] == 9 and _takes_tma(x_TD, weight_ED):
+    if _runs_tma(x, weight_ED, config):
+        x_rows = x.view(-1, D)
         weight_layout, x_layout = (
             gl.NVMMASharedLayout.get_default_for([height, config.block_k], _gluon_dtype(tensor))
-            for height, tensor in ((config.rows, weight_ED), (cols, x_TD))
+            for height, tensor in ((config.rows, weight_ED), (cols, x_rows))
         )
-        num_sms = torch.cuda.get_device_properties(x_TD.device).multi_processor_count
+        num_sms = torch.cuda.get_device_properties(x.device).multi_processor_count
         _tma_kernel[(min(items, config.ctas_per_sm * num_sms),)](
             TensorDescriptor.from_tensor(weight_ED, [config.rows, config.block_k], weight_layout),
-            TensorDescriptor.from_tensor(x_TD, [cols, config.block_k], x_layout),
-            scale,
+            TensorDescriptor.from_tensor(x_rows, [cols, config.block_k], x_layout),
+            weight_ED,
+            *(scales or (out, out)),  # pointers that are not read
             out,
-            *(T, E, items, config.num_splits, width // config.block_k),
+            *(T, E, D, items, config.num_splits, width // config.block_k, weight_ED.stride(0)),
             **sizes,
             **flags,
             STAGES=config.num_stages,
+            L2_BLOCKS=config.l2_blocks,
+            FP8=scales is not None,
             **options,
         )
     else:
         _pointer_kernel[(items,)](
             weight_ED,
-            x_TD,
-            scale,
+            x,
             out,
             *(T, E, D, config.num_splits, width // config.block_k),
-            *(weight_ED.stride(0), x_TD.stride(0)),
+            *(weight_ED.stride(0), x.stride(0)),
             **sizes,
             **flags,
             EVEN_K=width * config.num_splits == D,
@@ -355,66 +388,83 @@ def _launch(
     return out
 
 
-def _takes_tma(x_TD: torch.Tensor, weight_ED: torch.Tensor) -> bool:
-    """16-bit activations, and rows that begin at multiples of 16 bytes."""
+def _runs_tma(x: torch.Tensor, weight_ED: torch.Tensor, config: SkinnyConfig) -> bool:
+    """Hopper, 16- or 8-bit operands, and rows that begin at multiples of 16 bytes."""
+    if not (config.use_tma and x.is_cuda) or torch.cuda.get_device_capability(x.device)[0] != 9:
+        return False
     aligned = all(
-        x.data_ptr() % 16 == 0 and x.stride(0) * x.element_size() % 16 == 0
-        for x in (x_TD, weight_ED)
+        y.data_ptr() % 16 == 0 and y.stride(-2) * y.element_size() % 16 == 0 for y in (x, weight_ED)
     )
-    return aligned and x_TD.element_size() == 2
+    return aligned and x.element_size() <= 2
 
 
 def _gluon_dtype(x: torch.Tensor) -> gl.dtype:
     return {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, FP8: gl.float8e4nv}[x.dtype]
 
 
-_SCHEMA = "(Tensor x, Tensor weight, Tensor? scale, int[] config) -> Tensor"
+_SCHEMA = "(Tensor x, Tensor weight, Tensor? x_scale, Tensor? w_scale, int[] config) -> Tensor"
+
+
+def _prepare(x, weight, x_scale, w_scale, config, swiglu):
+    """(scales, config, whether a kernel runs); refuses what it cannot address."""
+    scales = None if x_scale is None or w_scale is None else Fp8Scales(x_scale, w_scale)
+    config = SkinnyConfig(*config)
+    _check_inputs(x, weight, scales, config, swiglu)
+    if scales is not None:
+        return scales, config, _runs_tma(x, weight, config)
+    return scales, config, x.is_cuda or INTERPRET
+
+
+def _empty_out(x, outputs):
+    """[T, outputs] in the dtype of the result."""
+    dtype = torch.bfloat16 if x.dtype == FP8 else x.dtype
+    return x.new_empty((x.shape[-2], outputs), dtype=dtype)
 
 
 # Custom ops: dynamo does not trace a launch with TMA descriptors or launch_pdl, and Inductor calls
 # an op once, on its inputs as they are. All three return a new contiguous tensor.
 @torch.library.custom_op("graphengine::skinny_linear_partials", mutates_args=(), schema=_SCHEMA)
-def _partials_op(x, weight, scale, config):
-    config = SkinnyConfig(*config)
-    _check_inputs(x, weight, scale, config, swiglu=False)
-    if not (x.is_cuda or INTERPRET):
-        return skinny_linear_partials_reference(x, weight, config, scale)
-    shape = (config.num_splits, x.shape[0], weight.shape[0])
-    return _launch(x, weight, scale, x.new_empty(shape, dtype=torch.float32), config, False)
+def _partials_op(x, weight, x_scale, w_scale, config):
+    scales, config, has_kernel = _prepare(x, weight, x_scale, w_scale, config, False)
+    if not has_kernel:
+        return skinny_linear_partials_reference(*widened(x, weight, scales), config)
+    shape = (config.num_splits, x.shape[-2], weight.shape[0])
+    return _launch(x, weight, scales, x.new_empty(shape, dtype=torch.float32), config, False)
 
 
 @_partials_op.register_fake
-def _(x, weight, scale, config):
-    num_splits = SkinnyConfig(*config).num_splits
-    return x.new_empty((num_splits, x.shape[0], weight.shape[0]), dtype=torch.float32)
+def _(x, weight, x_scale, w_scale, config):
+    shape = (SkinnyConfig(*config).num_splits, x.shape[-2], weight.shape[0])
+    return x.new_empty(shape, dtype=torch.float32)
 
 
 @torch.library.custom_op("graphengine::skinny_linear", mutates_args=(), schema=_SCHEMA)
-def _linear_op(x, weight, scale, config):
-    config = SkinnyConfig(*config)
-    _check_inputs(x, weight, scale, config, swiglu=False)
-    if not (x.is_cuda or INTERPRET):
-        return skinny_linear_partials_reference(x, weight, config, scale)[0].to(x.dtype)
-    return _launch(x, weight, scale, x.new_empty((x.shape[0], weight.shape[0])), config, False)
+def _linear_op(x, weight, x_scale, w_scale, config):
+    scales, config, has_kernel = _prepare(x, weight, x_scale, w_scale, config, False)
+    out = _empty_out(x, weight.shape[0])
+    if not has_kernel:
+        wide = widened(x, weight, scales)
+        return skinny_linear_partials_reference(*wide, config)[0].to(out.dtype)
+    return _launch(x, weight, scales, out, config, False)
 
 
 @_linear_op.register_fake
-def _(x, weight, scale, config):
-    return x.new_empty((x.shape[0], weight.shape[0]))
+def _(x, weight, x_scale, w_scale, config):
+    return _empty_out(x, weight.shape[0])
 
 
 @torch.library.custom_op("graphengine::skinny_swiglu", mutates_args=(), schema=_SCHEMA)
-def _swiglu_op(x, weight, scale, config):
-    config = SkinnyConfig(*config)
-    _check_inputs(x, weight, scale, config, swiglu=True)
-    if not (x.is_cuda or INTERPRET):
-        return skinny_swiglu_reference(x, weight, scale)
-    return _launch(x, weight, scale, x.new_empty((x.shape[0], weight.shape[0] // 2)), config, True)
+def _swiglu_op(x, weight, x_scale, w_scale, config):
+    scales, config, has_kernel = _prepare(x, weight, x_scale, w_scale, config, True)
+    out = _empty_out(x, weight.shape[0] // 2)
+    if not has_kernel:
+        return skinny_swiglu_reference(*widened(x, weight, scales)).to(out.dtype)
+    return _launch(x, weight, scales, out, config, True)
 
 
 @_swiglu_op.register_fake
-def _(x, weight, scale, config):
-    return x.new_empty((x.shape[0], weight.shape[0] // 2))
+def _(x, weight, x_scale, w_scale, config):
+    return _empty_out(x, weight.shape[0] // 2)
 
 
 @gluon.jit
@@ -443,34 +493,97 @@ def _load_weights(desc, row, col, up_row, ready, smem, slot, live, SWIGLU: gl.co
         tma.async_copy_global_to_shared(desc, [row, col], ready, smem.index(slot), pred=live)
 
 
+@gluon.jit
+def _load_x(desc, col, lo_row, ready, smem, slot, live, FP8: gl.constexpr):
+    if FP8:
+        tma.async_copy_global_to_shared(desc, [0, col], ready, smem.index(2 * slot), pred=live)
+        tma.async_copy_global_to_shared(
+            desc, [lo_row, col], ready, smem.index(2 * slot + 1), pred=live
+        )
+    else:
+        tma.async_copy_global_to_shared(desc, [0, col], ready, smem.index(slot), pred=live)
+
+
+@gluon.jit
+def _send_for_rows(address, wanted, BYTES: gl.constexpr):
+    """Bulk prefetch to L2: one instruction a row; changes nothing that anyone can see."""
+    gl.inline_asm_elementwise(
+        "{ .reg .pred p; setp.ne.s32 p, $2, 0;"
+        " @p cp.async.bulk.prefetch.L2.global [$1], $3; mov.u32 $0, 0; }",
+        "=r,l,r,r",
+        [address.to(gl.int64), wanted.to(gl.int32), wanted.to(gl.int32) * BYTES],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@gluon.jit
+def _send_ahead(
+    weight,
+    E,
+    D,
+    num_items,
+    num_splits,
+    num_k,
+    row_stride,
+    item,
+    k,
+    row,
+    col,
+    step,
+    ROWS: gl.constexpr,
+    BLOCK_K: gl.constexpr,
+    BYTES: gl.constexpr,
+    SWIGLU: gl.constexpr,
+    L2_BLOCKS: gl.constexpr,
+):
+    """The weights of the L2_BLOCKS blocks from (item, k) on, to L2."""
+    LANES: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    lane = gl.arange(0, ROWS, LANES)
+    for _ahead in gl.static_range(L2_BLOCKS):
+        wanted = (item < num_items) & (col + BLOCK_K <= D) & (row + lane < E)
+        at = weight + (row + lane).to(gl.int64) * row_stride + col
+        _send_for_rows(at, wanted, BLOCK_K * BYTES)
+        if SWIGLU:
+            _send_for_rows(at + E.to(gl.int64) * row_stride, wanted, BLOCK_K * BYTES)
+        item, k, row, col = _next_block(item, k, row, col, step, num_splits, num_k, ROWS, BLOCK_K)
+
+
 @gluon.jit(do_not_specialize=["T", "num_items", "num_splits", "num_k"])
 def _tma_kernel(
     w_desc,
     x_desc,
-    scale,
+    weight,
+    x_scale,
+    w_scale,
     out,
     T,
     E,
+    D,
     num_items,
     num_splits,
     num_k,
+    row_stride,
     ROWS: gl.constexpr,
     COLS: gl.constexpr,
     BLOCK_K: gl.constexpr,
     STAGES: gl.constexpr,
     SWIGLU: gl.constexpr,
-    SCALED: gl.constexpr,
     PDL: gl.constexpr,
+    L2_BLOCKS: gl.constexpr,
+    FP8: gl.constexpr,
 ):
     """A CTA takes items (weight tile, split) first, first + step, ...; its blocks of all items are
     one sequence through a ring of STAGES buffers, so the next item's weights are in flight during
     an epilogue. A stage's barrier counts the bytes of its weights and of its x."""
     HALVES: gl.constexpr = 2 if SWIGLU else 1
-    DTYPE: gl.constexpr = x_desc.dtype
-    W_BYTES: gl.constexpr = HALVES * ROWS * BLOCK_K * (w_desc.dtype.primitive_bitwidth // 8)
-    STAGE_BYTES: gl.constexpr = W_BYTES + COLS * BLOCK_K * 2
-    ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, COLS, 16])
-    W_OPERAND: gl.constexpr = gl.DotOperandLayout(0, ACC, 2)
+    PARTS: gl.constexpr = 2 if FP8 else 1  # of x: hi and lo
+    BYTES: gl.constexpr = w_desc.dtype.primitive_bitwidth // 8
+    STAGE_BYTES: gl.constexpr = (HALVES * ROWS + PARTS * COLS) * BLOCK_K * BYTES
+    ACC: gl.constexpr = gl.NVMMADistributedLayout(
+        [3, 0], [gl.num_warps(), 1], [16, COLS, 32 // BYTES]
+    )
     VEC: gl.constexpr = 128 // out.dtype.element_ty.primitive_bitwidth
     ALONG: gl.constexpr = min(32, ROWS // VEC)
     OUT: gl.constexpr = gl.BlockedLayout(
@@ -479,7 +592,7 @@ def _tma_kernel(
     w_smem = gl.allocate_shared_memory(
         w_desc.dtype, [STAGES * HALVES, ROWS, BLOCK_K], w_desc.layout
     )
-    x_smem = gl.allocate_shared_memory(DTYPE, [STAGES, COLS, BLOCK_K], x_desc.layout)
+    x_smem = gl.allocate_shared_memory(x_desc.dtype, [STAGES * PARTS, COLS, BLOCK_K], x_desc.layout)
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for s in gl.static_range(STAGES):
         mbarrier.init(ready.index(s), count=1)
@@ -496,13 +609,16 @@ def _tma_kernel(
         mbarrier.expect(bar, STAGE_BYTES, pred=s < total)
         _load_weights(w_desc, row, col, row + E, bar, w_smem, s, s < total, SWIGLU)
         item, k, row, col = _next_block(item, k, row, col, step, num_splits, num_k, ROWS, BLOCK_K)
+    if L2_BLOCKS > 0:
+        _send_ahead(
+            *(weight, E, D, num_items, num_splits, num_k, row_stride, item, k, row, col, step),
+            *(ROWS, BLOCK_K, BYTES, SWIGLU, L2_BLOCKS),
+        )
     if PDL > 0:
         gdc_wait()
     x_item, x_k, x_row, x_col = first, first * 0, first * 0, first_col
     for s in gl.static_range(STAGES):
-        tma.async_copy_global_to_shared(
-            x_desc, [0, x_col], ready.index(s), x_smem.index(s), pred=s < total
-        )
+        _load_x(x_desc, x_col, T, ready.index(s), x_smem, s, s < total, FP8)
         x_item, x_k, x_row, x_col = _next_block(
             x_item, x_k, x_row, x_col, step, num_splits, num_k, ROWS, BLOCK_K
         )
@@ -520,16 +636,18 @@ def _tma_kernel(
         for _ in range(num_k):
             bar = ready.index(slot)
             mbarrier.wait(bar, phase)
-            x_t = x_smem.index(slot).permute((1, 0))
+            x_t = x_smem.index(slot * PARTS).permute((1, 0))
             w = w_smem.index(slot * HALVES)
-            if SCALED:  # FP8: widened in registers
-                w = w.load(W_OPERAND).to(DTYPE)
             acc = warpgroup_mma(w, x_t, acc, is_async=True)
             if SWIGLU:
                 w_up = w_smem.index(slot * HALVES + 1)
-                if SCALED:
-                    w_up = w_up.load(W_OPERAND).to(DTYPE)
                 up = warpgroup_mma(w_up, x_t, up, is_async=True)
+            if FP8:
+                lo_t = x_smem.index(slot * PARTS + 1).permute((1, 0))
+                acc = warpgroup_mma(w, lo_t, acc, is_async=True)
+                if SWIGLU:
+                    up = warpgroup_mma(w_up, lo_t, up, is_async=True)
+            if SWIGLU:
                 acc, up = warpgroup_mma_wait(0, deps=[acc, up])
             else:
                 acc = warpgroup_mma_wait(0, deps=[acc])
@@ -537,7 +655,7 @@ def _tma_kernel(
             live = num_loaded < total
             mbarrier.expect(bar, STAGE_BYTES, pred=live)
             _load_weights(w_desc, row, col, row + E, bar, w_smem, slot, live, SWIGLU)
-            tma.async_copy_global_to_shared(x_desc, [0, col], bar, x_smem.index(slot), pred=live)
+            _load_x(x_desc, col, T, bar, x_smem, slot, live, FP8)
             item, k, row, col = _next_block(
                 item, k, row, col, step, num_splits, num_k, ROWS, BLOCK_K
             )
@@ -553,12 +671,13 @@ def _tma_kernel(
         y = gl.convert_layout(acc, OUT)
         r = done // num_splits * ROWS + r_in_tile
         live_r = r < E
-        if SCALED:
-            y = y * gl.load(scale + r, mask=live_r, other=0.0)[:, None]
+        if FP8:
+            of_x = gl.load(x_scale + t, mask=t < T, other=0.0)[None, :]
+            y = y * gl.load(w_scale + r, mask=live_r, other=0.0)[:, None] * of_x
         if SWIGLU:
             u = gl.convert_layout(up, OUT)
-            if SCALED:
-                u = u * gl.load(scale + E + r, mask=live_r, other=0.0)[:, None]
+            if FP8:
+                u = u * gl.load(w_scale + E + r, mask=live_r, other=0.0)[:, None] * of_x
             y = y / (1.0 + gl.exp(-y)) * u
         at = (done % num_splits * T + t).to(gl.int64) * E
         gl.store(
@@ -572,7 +691,6 @@ def _tma_kernel(
 def _dot(w, x, acc, DOT_FP32: tl.constexpr):
     """w @ x^T + acc. The interpreter multiplies bf16 as raw uint16 (triton 3.6, 3.7: create_dot in
     runtime/interpreter.py), so it is given the same values in fp32; delete when it is fixed."""
-    w = w.to(x.dtype)
     if DOT_FP32:
         w = w.to(tl.float32)
         x = x.to(tl.float32)
@@ -583,7 +701,6 @@ def _dot(w, x, acc, DOT_FP32: tl.constexpr):
 def _pointer_kernel(
     weight,
     x,
-    scale,
     out,
     T,
     E,
@@ -596,7 +713,6 @@ def _pointer_kernel(
     COLS: tl.constexpr,
     BLOCK_K: tl.constexpr,
     SWIGLU: tl.constexpr,
-    SCALED: tl.constexpr,
     PDL: tl.constexpr,
     EVEN_K: tl.constexpr,
     DOT_FP32: tl.constexpr,
@@ -631,11 +747,7 @@ def _pointer_kernel(
         k += BLOCK_K
     if PDL > 0:
         gdc_launch_dependents()
-    if SCALED:
-        acc *= tl.load(scale + r, mask=live_r, other=0.0)[:, None]
     if SWIGLU:
-        if SCALED:
-            up *= tl.load(scale + E + r, mask=live_r, other=0.0)[:, None]
         acc = acc / (1.0 + tl.exp(-acc)) * up
     at = (split * T + t).to(tl.int64) * E
     tl.store(

@@ -127,7 +127,9 @@ def test_every_acceptance_length(pair: Pair, family: str) -> None:
                 for prompt in PROMPTS[:3]:
                     ((ids, _),) = outcome(engine, [prompt], 150)
                     truth[tuple(prompt)] = ids
-            force_drafts(engine, truth, lambda request, step: (step + request.request_id) % BLOCK)
+            force_drafts(
+                engine, truth, lambda request, step: (step + request.prompt_ids[0]) % BLOCK
+            )
             found[mode] = outcome(engine, PROMPTS[:3], 120)
     agree(found)
     lengths = {

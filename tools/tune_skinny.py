@@ -43,6 +43,7 @@ VOCABULARY, QKV_ROWS, ATTENTION_WIDTH, NUM_TAPS = 151936, 6144, 4096, 5
 LAYER = ("qkv", "o", "gate_up", "down")
 MIN_LAUNCHES, NUM_REPLAYS = 24, 5
 Weights = Callable[[int], torch.Tensor]
+Operands = tuple[torch.Tensor, torch.Tensor, sk.Fp8Scales | None]
 
 
 class Case(NamedTuple):
@@ -87,6 +88,7 @@ def cases(names: Iterable[str], rows: Iterable[int]) -> list[Case]:
 def smem_bytes(case: Case, config: SkinnyConfig) -> int:
     cols = sk.num_columns(case.T)
     tiles = config.rows * (2 if case.kind == "swiglu" else 1) * case.weight_bytes
+    # x in FP8 is hi and lo: as many bytes as in bf16
     return (tiles + 2 * cols) * config.block_k * config.num_stages + config.rows * cols * 4 + 2048
 
 
@@ -108,7 +110,7 @@ def variants(case: Case) -> list[SkinnyConfig]:
         if smem_bytes(case, config) <= SMEM_BYTES:
             found[config] = None
     pointer = SkinnyConfig(rows=64, block_k=64 if swiglu else 128, num_stages=4, use_tma=0)
-    return [*found, pointer]
+    return [*found] + ([pointer] if case.weight_bytes == 2 else [])
 
 
 def candidates(case: Case, config: SkinnyConfig, num_sms: int) -> list[SkinnyConfig]:
@@ -132,49 +134,41 @@ def candidates(case: Case, config: SkinnyConfig, num_sms: int) -> list[SkinnyCon
     return found
 
 
-def run(
-    case: Case,
-    config: SkinnyConfig,
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    scale: torch.Tensor | None,
-) -> torch.Tensor:
+def run(case: Case, config: SkinnyConfig, operands: Operands) -> torch.Tensor:
+    x, weight, scales = operands
     if case.kind == "partials":
-        return sk.skinny_linear_partials(x, weight, None, config, scale)
+        return sk.skinny_linear_partials(x, weight, None, config, scales)
     if case.kind == "linear":
-        return sk.skinny_linear(x, weight, config, scale)
-    return sk.skinny_swiglu(x, weight, config, scale)
+        return sk.skinny_linear(x, weight, config, scales)
+    return sk.skinny_swiglu(x, weight, config, scales)
 
 
-def relative_error(
-    case: Case,
-    config: SkinnyConfig,
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    scale: torch.Tensor | None,
-) -> float:
+def relative_error(case: Case, config: SkinnyConfig, operands: Operands) -> float:
     """Norm of the error over norm of the float64 result; NaN if an element was not written."""
     torch.use_deterministic_algorithms(True, warn_only=True)  # torch.empty is NaN
-    got = run(case, config, x, weight, scale).double()
+    got = run(case, config, operands).double()
     torch.use_deterministic_algorithms(False)
     got = got.sum(0) if case.kind == "partials" else got
-    parts = [x.double() @ rows.double().T for rows in weight.split(16384)]
-    expected = torch.cat(parts, dim=1) * (1.0 if scale is None else scale.double())
+    x, weight = sk.widened(*operands)
+    expected = torch.cat([x.double() @ rows.double().T for rows in weight.split(16384)], dim=1)
     if case.kind == "swiglu":
         gate, up = expected.chunk(2, dim=1)
         expected = F.silu(gate) * up
     return float((got - expected).norm() / expected.norm())
 
 
-def problem(case: Case, E: int, D: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+def problem(case: Case, E: int, D: int) -> Operands:
     x = torch.randn(case.T, D, device="cuda").bfloat16()
     weight = torch.randn(E, D, device="cuda").mul_(D**-0.5).bfloat16()
-    return (x, *sk.quantize_rows_fp8(weight)) if case.weight_bytes == 1 else (x, weight, None)
+    if case.weight_bytes == 2:
+        return x, weight, None
+    (split, x_scale), (quantized, scale) = sk.split_rows_fp8(x), sk.quantize_rows_fp8(weight)
+    return split, quantized, sk.Fp8Scales(x_scale, scale)
 
 
 def is_right(case: Case, config: SkinnyConfig) -> bool:
     """A winner on its full shape, with fresh data."""
-    error = relative_error(case, config, *problem(case, case.E, case.D))
+    error = relative_error(case, config, problem(case, case.E, case.D))
     print(f"    {case.name} {tuple(config)}: relative error {error:.1e}", flush=True)
     return error < 1e-2
 
@@ -187,7 +181,7 @@ def compile_and_check(job: tuple[Case, SkinnyConfig]) -> tuple[tuple[Case, Skinn
         many = 2 * torch.cuda.get_device_properties(0).multi_processor_count + 5
         E = config.rows * many * (2 if case.kind == "swiglu" else 1)
         small = config._replace(ctas_per_sm=1, num_splits=3 if case.kind == "partials" else 1)
-        error = relative_error(case, small, *problem(case, E, D))
+        error = relative_error(case, small, problem(case, E, D))
         torch.cuda.empty_cache()
         return job, "" if error < 1e-2 else f"wrong: relative error {error}"
     except Exception as problem_found:  # does not fit or does not compile: not a candidate
@@ -264,8 +258,7 @@ def time_case(case: Case, pool: Pool, good: set[Any], deadline: float) -> tuple[
     """(cuBLAS us, candidates with the fastest first)."""
     weights = pool.weights(case)
     copies = min(MIN_LAUNCHES, pool.copies(case.E * case.D * case.weight_bytes))
-    x = torch.randn(case.T, case.D, device="cuda").bfloat16()
-    scale = torch.ones(case.E, device="cuda") if case.weight_bytes == 1 else None
+    x, _, scales = problem(case, case.E, case.D)
     fused = torch.empty(case.T, case.E // 2, dtype=torch.bfloat16, device="cuda")
 
     def cublas() -> None:
@@ -287,7 +280,7 @@ def time_case(case: Case, pool: Pool, good: set[Any], deadline: float) -> tuple[
 
             def launches(config: SkinnyConfig = config) -> None:
                 for i in range(copies):
-                    run(case, config, x, weights(i), scale)
+                    run(case, config, (x, weights(i), scales))
 
             timed.append(Timed(graph_us(launches, copies), config))
     return cublas_us, sorted(timed)
@@ -364,10 +357,13 @@ class LayerBench:
         self.weights = {
             n: pool.weights(self.cases[n], at, stride) for n, at in zip(LAYER, offsets, strict=True)
         }
-        self.scales = {
-            n: torch.ones(c.E, device="cuda") if c.weight_bytes == 1 else None
-            for n, c in self.cases.items()
-        }
+        # FP8 activations stand ready: what splits them is not timed.
+        self.in_fp8 = {}
+        for name, case in self.cases.items():
+            if case.weight_bytes == 1:
+                x, _, scales = problem(case, 64, case.D)
+                ones = torch.ones(case.E, device="cuda")
+                self.in_fp8[name] = (x, scales._replace(weight_E=ones) if scales else None)
         hidden, width = MODELS[model.removesuffix("-fp8")]
         empty = {"dtype": torch.bfloat16, "device": "cuda"}
         self.h_TD = torch.randn(T, hidden, device="cuda").bfloat16()
@@ -380,7 +376,8 @@ class LayerBench:
     def gemm(self, name: str, i: int, x: torch.Tensor, config: SkinnyConfig | None) -> torch.Tensor:
         weight = self.weights[name](i)
         if config is not None:
-            return run(self.cases[name], config, x, weight, self.scales[name])
+            x, scales = self.in_fp8.get(name, (x, None))
+            return run(self.cases[name], config, (x, weight, scales))
         y = F.linear(x, weight)
         if name == "gate_up":
             swiglu(y, self.act_TI)

@@ -16,12 +16,14 @@ from torch import Tensor
 
 from graphengine.config import RopeConfig
 from graphengine.kernels.skinny_linear import (
+    Fp8Scales,
     SkinnyConfig,
     choose_config,
     quantize_rows_fp8,
     skinny_linear,
     skinny_linear_partials,
     skinny_swiglu,
+    split_rows_fp8,
 )
 
 
@@ -59,8 +61,8 @@ def linear(x: Tensor, matrix: Matrix, bias: Tensor | None = None) -> Tensor:
     """`x @ matrix^T + bias`: x [T, in], matrix [out, in] -> [T, out] in x's dtype."""
     config = skinny_config(x, matrix) if bias is None else None
     if config is not None and config.num_splits == 1:
-        weight, scale = _weight(matrix)
-        return skinny_linear(x, weight, config=config, scale_E=scale)
+        x, weight, scales = operands(x, matrix)
+        return skinny_linear(x, weight, config=config, scales=scales)
     return F.linear(x, dense(matrix, x.dtype), bias)
 
 
@@ -74,8 +76,8 @@ def linear_partials(x: Tensor, matrix: Matrix, bias: Tensor | None = None) -> Te
     config = skinny_config(x, matrix) if bias is None else None
     if config is None:
         return F.linear(x, dense(matrix, x.dtype), bias)
-    weight, scale = _weight(matrix)
-    return skinny_linear_partials(x, weight, config=config, scale_E=scale)
+    x, weight, scales = operands(x, matrix)
+    return skinny_linear_partials(x, weight, config=config, scales=scales)
 
 
 def linear_swiglu(x: Tensor, gate_up: Matrix) -> Tensor:
@@ -83,15 +85,23 @@ def linear_swiglu(x: Tensor, gate_up: Matrix) -> Tensor:
     config = skinny_config(x, gate_up, swiglu=True)
     if config is None:
         return swiglu(F.linear(x, dense(gate_up, x.dtype)))
-    weight, scale = _weight(gate_up)
-    return skinny_swiglu(x, weight, config=config, scale_J=scale)
+    x, weight, scales = operands(x, gate_up)
+    return skinny_swiglu(x, weight, config=config, scales=scales)
+
+
+def operands(x: Tensor, matrix: Matrix) -> tuple[Tensor, Tensor, Fp8Scales | None]:
+    """What our GEMM multiplies: as they are, or both in FP8 (x as two rows, without loss)."""
+    if not isinstance(matrix, Fp8Matrix):
+        return x, matrix, None
+    split, scale_T = split_rows_fp8(x)
+    return split, matrix.weight_ED, Fp8Scales(scale_T, matrix.scale_E)
 
 
 def skinny_config(x: Tensor, matrix: Matrix, swiglu: bool = False) -> SkinnyConfig | None:
     """Our GEMM's launch for these shapes; None where cuBLAS streams the weights as well."""
-    weight, _ = _weight(matrix)
     if not x.is_cuda or x.dtype != torch.bfloat16 or not _is_hopper():
         return None
+    weight = matrix.weight_ED if isinstance(matrix, Fp8Matrix) else matrix
     (rows, inputs), outputs = x.shape, weight.shape[0]
     return choose_config(rows, outputs, inputs, weight.element_size(), swiglu)
 
@@ -110,10 +120,6 @@ def dense(matrix: Matrix, dtype: torch.dtype) -> Tensor:
 def quantize_fp8(matrix: Tensor) -> Fp8Matrix:
     """Rounds a matrix row by row."""
     return Fp8Matrix(*quantize_rows_fp8(matrix))
-
-
-def _weight(matrix: Matrix) -> tuple[Tensor, Tensor | None]:
-    return (matrix.weight_ED, matrix.scale_E) if isinstance(matrix, Fp8Matrix) else (matrix, None)
 
 
 def add(residual: Tensor, update: Tensor) -> Tensor:

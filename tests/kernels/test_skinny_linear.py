@@ -15,6 +15,7 @@ from graphengine.kernels.skinny_linear import (
     PDL_EARLY,
     PDL_LATE,
     PDL_OFF,
+    Fp8Scales,
     SkinnyConfig,
     choose_config,
     num_columns,
@@ -23,6 +24,7 @@ from graphengine.kernels.skinny_linear import (
     skinny_linear,
     skinny_linear_partials,
     skinny_swiglu,
+    split_rows_fp8,
     split_width,
 )
 
@@ -126,6 +128,7 @@ def configs() -> list[SkinnyConfig]:
         base._replace(rows=128, num_warps=8),
         base._replace(pdl=PDL_OFF),
         base._replace(pdl=PDL_EARLY),
+        base._replace(l2_blocks=4),
     ]
 
 
@@ -164,19 +167,40 @@ def test_quantize_rows() -> None:
     assert (error <= torch.maximum(weight.abs() * 2**-4, scale[:, None] * 2**-10)).all()
 
 
-@pytest.mark.parametrize("use_tma", [0, 1])
+def test_split_rows() -> None:
+    """Bug: hi alone (3 bits of mantissa) where hi + lo were meant; overflow to NaN at 448."""
+    x = torch.randn(5, 300).bfloat16() * torch.tensor([[1e-3], [1.0], [900.0], [0.0], [1e-12]])
+    split, scale = split_rows_fp8(x)
+    assert split.shape == (2, 5, 300)
+    assert split.dtype == FP8
+    back = split.float().sum(0) * scale[:, None]
+    assert back.isfinite().all()
+    error = (back - x.float()).abs()
+    assert (error <= torch.maximum(x.float().abs() * 2**-8, scale[:, None] * 2**-10)).all()
+
+
+@pytest.mark.parametrize("config", [SMALL._replace(block_k=128), SMALL._replace(l2_blocks=3)])
 @pytest.mark.parametrize(("T", "E", "D"), [(7, 200, 144), (16, 129, 512), (64, 300, 256)])
-def test_fp8_weights(device, T, E, D, use_tma) -> None:
-    """Bug: the scale of another row (or of the gate for up), FP8 bits widened wrongly."""
+def test_fp8(device, T, E, D, config) -> None:
+    """Bug: the scale of another row (or of the gate for up), lo rows taken from another request,
+    or x of the padded columns."""
     x, weight = make(device, T, 2 * E, D)
-    quantized, scale = quantize_rows_fp8(weight)
-    config = SMALL._replace(use_tma=use_tma, block_k=128)
-    exact = x.double() @ (quantized.double() * scale.double()[:, None]).T
-    assert_close(skinny_linear(x, quantized, config, scale), exact)
-    assert_close(skinny_linear_partials(x, quantized, 2, config, scale).sum(0), exact)
+    quantized, scale_E = quantize_rows_fp8(weight)
+    split, scale_T = split_rows_fp8(x)
+    scales = Fp8Scales(scale_T, scale_E)
+    exact = x.double() @ (quantized.double() * scale_E.double()[:, None]).T
+    # The tensor cores add FP8 products to 14 bits or so; x itself is exact to bf16.
+    y = skinny_linear(split, quantized, config, scales)
+    assert y.dtype == torch.bfloat16
+    torch.testing.assert_close(y.double(), exact, rtol=2**-7, atol=2**-7)
+    partials = skinny_linear_partials(split, quantized, 2, config, scales)
+    assert partials.shape == (2, T, 2 * E)
+    torch.testing.assert_close(partials.sum(0).double(), exact, rtol=2**-7, atol=2**-7)
     gate, up = exact.chunk(2, dim=-1)
-    act = skinny_swiglu(x, quantized, config, scale)
-    assert_close(act, torch.nn.functional.silu(gate) * up)
+    act = skinny_swiglu(split, quantized, config, scales)
+    torch.testing.assert_close(
+        act.double(), torch.nn.functional.silu(gate) * up, rtol=2**-6, atol=2**-6
+    )
 
 
 def shapes_of(hidden: int, width: int) -> list[tuple[int, int, bool]]:
@@ -201,6 +225,7 @@ def test_chosen_configs_fit(hidden, width, weight_bytes) -> None:
             shape = (T, E, D, weight_bytes, swiglu)
             config = choose_config(*shape) or rule_config(*shape)
             cols = num_columns(T)
+            # FP8 activations are two rows of one byte: as many bytes as bf16.
             tile = config.rows * (2 if swiglu else 1) * weight_bytes + cols * 2
             stages = tile * config.block_k * config.num_stages
             epilogue = config.rows * cols * 4
@@ -212,6 +237,10 @@ def test_chosen_configs_fit(hidden, width, weight_bytes) -> None:
     assert choose_config(0, 4096, 4096) is None
 
 
+def in_fp8(x: torch.Tensor, weight: torch.Tensor, x_scale: torch.Tensor, w_scale: torch.Tensor):
+    return torch.stack([x, x]).to(FP8), weight.to(FP8), SMALL, Fp8Scales(x_scale, w_scale)
+
+
 @pytest.mark.parametrize(
     ("call", "message"),
     [
@@ -220,9 +249,10 @@ def test_chosen_configs_fit(hidden, width, weight_bytes) -> None:
         (lambda x, w: skinny_linear(x[:, :-1], w, SMALL), "need"),
         (lambda x, w: skinny_linear(x, w.T.contiguous().T, SMALL), "contiguous"),
         (lambda x, w: skinny_linear(x, w.float(), SMALL), "cast one"),
-        (lambda x, w: skinny_linear(x, w.to(FP8), SMALL), "scale is missing"),
-        (lambda x, w: skinny_linear(x, w, SMALL, torch.ones(len(w))), "scale is given"),
-        (lambda x, w: skinny_linear(x, w.to(FP8), SMALL, torch.ones(3)), "scale is"),
+        (lambda x, w: skinny_linear(x, w.to(FP8), SMALL), "scales belong to"),
+        (lambda x, w: skinny_linear(x.to(FP8), w.to(FP8), SMALL), "with scales"),
+        (lambda x, w: skinny_linear(*in_fp8(x, w, torch.ones(3), torch.ones(19))), "weight's"),
+        (lambda x, w: skinny_linear(*in_fp8(x, w, torch.ones(4), torch.ones(20))), "x's scale"),
         (lambda x, w: skinny_swiglu(x, w[:-1], SMALL), "as many gate rows"),
         (lambda x, w: skinny_linear_partials(x, w, 0, SMALL), "num_splits 0"),
     ],

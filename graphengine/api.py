@@ -103,7 +103,7 @@ class Engine:
             graph_mode: "piecewise" (default on a GPU), "full" or "none" (default on the CPU).
             compile: Inductor for the dense segments; default on a GPU only.
             attention_backend: "flashinfer" (default on a GPU in bfloat16), "triton" (our kernel,
-                which needs no plan) or "torch".
+                which needs no plan; default with graph_mode "full") or "torch".
             device: "cuda" where there is one, else "cpu".
             dtype: "bfloat16" on a GPU, "float32" on the CPU.
             page_size: tokens per K/V page.

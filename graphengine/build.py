@@ -259,16 +259,17 @@ def resolve_options(
     prefill: AttentionBackend = "torch"
     if on_gpu and fits and not flashinfer_missing():
         prefill = "flashinfer"
+    mode = options.graph_mode
+    if mode == "auto":
+        mode = "piecewise" if on_gpu else "none"
     backend = options.attention_backend
     if backend == "auto":
-        backend = prefill
+        # In one graph, attention that needs no plan leaves the host nothing to do in a step.
+        backend = "triton" if mode == "full" else prefill
     elif backend == "flashinfer" and prefill != "flashinfer":
         raise ValueError(f"--attention-backend flashinfer {_why_not(on_gpu, dtype, head_dims)}")
     elif backend == "torch":
         prefill = "torch"
-    mode = options.graph_mode
-    if mode == "auto":
-        mode = "piecewise" if on_gpu else "none"
     if mode != "none" and not on_gpu:
         raise ValueError(
             f"--graph-mode {mode} captures CUDA graphs; on the CPU use --graph-mode none"

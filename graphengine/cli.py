@@ -137,7 +137,7 @@ Exit codes: 0 done, 1 failed while running, 2 refused input, 130 interrupted."""
     "--attention-backend",
     type=click.Choice(["auto", "flashinfer", "triton", "torch"]),
     default="auto",
-    help="auto: flashinfer on a GPU in bfloat16, else torch.",
+    help="auto: triton with --graph-mode full, flashinfer on a GPU in bfloat16, else torch.",
 )
 @click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto")
 @click.option(

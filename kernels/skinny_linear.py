@@ -18,10 +18,9 @@ FP8 weights are multiplied as they are, by FP8 activations: a bf16 row is split 
 FP8 rows that together hold its 8 bits of mantissa, so that only the weights are rounded (widening
 the weights in registers instead took as long as bf16: 47.5 us for gate_up).
 
-Cost: E * D weight bytes from HBM; x is read once per tile of weight rows, from L2. Predicted on
-an H200 at T = 16, in sequence with PDL (the floors are 11.3, 7.5, 45.1, 22.6): qkv 12.7, o 8.8,
-gate_up + SwiGLU 47, down 24.5 us, 93 together; lm_head [151936, 4096] 292 (floor 279); half of the
-bytes in FP8 should cost 0.55 of the time.
+Cost: E * D weight bytes from HBM; x is read once per tile of weight rows, from L2. Measured on an
+H200 at T = 16, as a layer with its norms and PDL (floor 86.5 us): 100.9 us, cuBLAS 117.2; lm_head
+[151936, 4096] 284 us (floor 279). FP8: a layer 62.1 us (floor 43.3), lm_head 147.5 (139.5).
 
 Two kernels: `_tma_kernel` (Gluon, Hopper: TMA into a ring of stages, wgmma) and `_pointer_kernel`
 (plain Triton, unquantised: other GPUs, odd D, fp32, the interpreter). FP8 elsewhere runs in torch.
@@ -79,7 +78,6 @@ class SkinnyConfig(NamedTuple):
     num_warps: int = 4
     pdl: int = PDL_LATE  # when the next kernel may start: OFF, after the last load, EARLY
     use_tma: int = 1  # 0: the pointer kernel even on Hopper
-    l2_blocks: int = 0  # blocks after the first num_stages that a CTA sends for, to L2, meanwhile
 
 
 # (E, D, bytes of a weight, T rounded up to 16, 32, 64) -> config. Filled by tools/tune_skinny.py.
@@ -90,6 +88,12 @@ TUNED: dict[tuple[int, int, int, int], SkinnyConfig] = {
     (4096, 12288, 2, 16): SkinnyConfig(64, 256, 5, 2, 1, 4, 1, 1),
     (4096, 20480, 2, 16): SkinnyConfig(64, 256, 5, 2, 1, 4, 1, 1),
     (151936, 4096, 2, 16): SkinnyConfig(64, 128, 3, 1, 3, 4, 1, 1),
+    (6144, 4096, 1, 16): SkinnyConfig(64, 128, 4, 4, 3, 4, 2, 1),
+    (4096, 4096, 1, 16): SkinnyConfig(64, 256, 2, 4, 2, 4, 2, 1),
+    (24576, 4096, 1, 16): SkinnyConfig(64, 256, 2, 1, 2, 4, 2, 1),
+    (4096, 12288, 1, 16): SkinnyConfig(64, 256, 4, 4, 2, 4, 2, 1),
+    (4096, 20480, 1, 16): SkinnyConfig(64, 256, 8, 4, 1, 4, 1, 1),
+    (151936, 4096, 1, 16): SkinnyConfig(64, 256, 2, 1, 4, 4, 1, 1),
     (6144, 2560, 2, 16): SkinnyConfig(64, 256, 2, 5, 2, 4, 2, 1),
     (2560, 4096, 2, 16): SkinnyConfig(128, 64, 5, 6, 1, 4, 2, 1),
     (19456, 2560, 2, 16): SkinnyConfig(64, 128, 2, 1, 2, 4, 2, 1),
@@ -360,14 +364,12 @@ def _launch(
         _tma_kernel[(min(items, config.ctas_per_sm * num_sms),)](
             TensorDescriptor.from_tensor(weight_ED, [config.rows, config.block_k], weight_layout),
             TensorDescriptor.from_tensor(x_rows, [cols, config.block_k], x_layout),
-            weight_ED,
             *(scales or (out, out)),  # pointers that are not read
             out,
-            *(T, E, D, items, config.num_splits, width // config.block_k, weight_ED.stride(0)),
+            *(T, E, items, config.num_splits, width // config.block_k),
             **sizes,
             **flags,
             STAGES=config.num_stages,
-            L2_BLOCKS=config.l2_blocks,
             FP8=scales is not None,
             **options,
         )
@@ -504,74 +506,24 @@ def _load_x(desc, col, lo_row, ready, smem, slot, live, FP8: gl.constexpr):
         tma.async_copy_global_to_shared(desc, [0, col], ready, smem.index(slot), pred=live)
 
 
-@gluon.jit
-def _send_for_rows(address, wanted, BYTES: gl.constexpr):
-    """Bulk prefetch to L2: one instruction a row; changes nothing that anyone can see."""
-    gl.inline_asm_elementwise(
-        "{ .reg .pred p; setp.ne.s32 p, $2, 0;"
-        " @p cp.async.bulk.prefetch.L2.global [$1], $3; mov.u32 $0, 0; }",
-        "=r,l,r,r",
-        [address.to(gl.int64), wanted.to(gl.int32), wanted.to(gl.int32) * BYTES],
-        dtype=gl.int32,
-        is_pure=False,
-        pack=1,
-    )
-
-
-@gluon.jit
-def _send_ahead(
-    weight,
-    E,
-    D,
-    num_items,
-    num_splits,
-    num_k,
-    row_stride,
-    item,
-    k,
-    row,
-    col,
-    step,
-    ROWS: gl.constexpr,
-    BLOCK_K: gl.constexpr,
-    BYTES: gl.constexpr,
-    SWIGLU: gl.constexpr,
-    L2_BLOCKS: gl.constexpr,
-):
-    """The weights of the L2_BLOCKS blocks from (item, k) on, to L2."""
-    LANES: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
-    lane = gl.arange(0, ROWS, LANES)
-    for _ahead in gl.static_range(L2_BLOCKS):
-        wanted = (item < num_items) & (col + BLOCK_K <= D) & (row + lane < E)
-        at = weight + (row + lane).to(gl.int64) * row_stride + col
-        _send_for_rows(at, wanted, BLOCK_K * BYTES)
-        if SWIGLU:
-            _send_for_rows(at + E.to(gl.int64) * row_stride, wanted, BLOCK_K * BYTES)
-        item, k, row, col = _next_block(item, k, row, col, step, num_splits, num_k, ROWS, BLOCK_K)
-
-
 @gluon.jit(do_not_specialize=["T", "num_items", "num_splits", "num_k"])
 def _tma_kernel(
     w_desc,
     x_desc,
-    weight,
     x_scale,
     w_scale,
     out,
     T,
     E,
-    D,
     num_items,
     num_splits,
     num_k,
-    row_stride,
     ROWS: gl.constexpr,
     COLS: gl.constexpr,
     BLOCK_K: gl.constexpr,
     STAGES: gl.constexpr,
     SWIGLU: gl.constexpr,
     PDL: gl.constexpr,
-    L2_BLOCKS: gl.constexpr,
     FP8: gl.constexpr,
 ):
     """A CTA takes items (weight tile, split) first, first + step, ...; its blocks of all items are
@@ -609,11 +561,6 @@ def _tma_kernel(
         mbarrier.expect(bar, STAGE_BYTES, pred=s < total)
         _load_weights(w_desc, row, col, row + E, bar, w_smem, s, s < total, SWIGLU)
         item, k, row, col = _next_block(item, k, row, col, step, num_splits, num_k, ROWS, BLOCK_K)
-    if L2_BLOCKS > 0:
-        _send_ahead(
-            *(weight, E, D, num_items, num_splits, num_k, row_stride, item, k, row, col, step),
-            *(ROWS, BLOCK_K, BYTES, SWIGLU, L2_BLOCKS),
-        )
     if PDL > 0:
         gdc_wait()
     x_item, x_k, x_row, x_col = first, first * 0, first * 0, first_col

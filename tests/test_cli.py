@@ -372,6 +372,7 @@ def test_bundled_pair_by_default() -> None:
         env=ENV,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
+        preexec_fn=_heed_interrupts,
     ) as process:
         assert process.stdout is not None and process.stderr is not None
         assert process.stdout.read(1)
@@ -403,6 +404,7 @@ def test_interrupt(target: Path) -> None:
         env=ENV,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
+        preexec_fn=_heed_interrupts,
     ) as process:
         assert process.stdout is not None and process.stderr is not None
         assert process.stdout.read(1)
@@ -464,10 +466,17 @@ def on_a_terminal(*args: str) -> Iterator[tuple[Terminal, subprocess.Popen[bytes
         os.close(ours)
 
 
+def _heed_interrupts() -> None:
+    """Undoes what a shell does to background jobs, of which these tests may be part."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 def _take_terminal() -> None:
     """Makes stdin the controlling terminal, so that a typed Ctrl-C becomes a signal."""
     import fcntl
     import termios
+
+    _heed_interrupts()
 
     fcntl.ioctl(0, termios.TIOCSCTTY, 0)
 

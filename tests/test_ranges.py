@@ -136,8 +136,8 @@ def test_enable_without_nvtx_stays_off(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_off_costs_next_to_nothing() -> None:
     """Bug: ranges that are off slow the hot loop; a 36-layer forward pass has 73 steps.
 
-    Measured 0.14 us a range on a 2-core cloud CPU. The limit is 0.2 us, or four empty method calls
-    where the machine is slow.
+    Measured 0.14 us a range on an idle 2-core cloud CPU, a method call 0.04. The limit leaves room
+    for a busy machine; what it must catch, a string or a context manager made anew, takes longer.
     """
     assert ranges.range_("plan") is ranges.range_("verify")
     number = 5000
@@ -150,4 +150,4 @@ def test_off_costs_next_to_nothing() -> None:
     cost = best_us("with range_('plan'): pass", {"range_": ranges.range_})
     call = best_us("enter()", {"enter": off.__enter__})
     print(f"range while off: {cost:.3f} us; empty method call: {call:.3f} us")
-    assert cost < max(0.2, 4 * call)
+    assert cost < max(0.4, 8 * call)

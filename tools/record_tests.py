@@ -28,7 +28,8 @@ def collect(arguments: list[str]) -> list[str]:
     done = subprocess.run(
         [*PYTEST, "--collect-only", *arguments], capture_output=True, text=True, check=False
     )
-    ids = [line for line in done.stdout.splitlines() if "::" in line and " " not in line]
+    lines = done.stdout.splitlines()
+    ids = [line for line in lines if line.partition("::")[0].endswith(".py") and "::" in line]
     if not ids:
         raise SystemExit(f"no test selected by {' '.join(arguments)}\n{done.stdout[-2000:]}")
     return ids

@@ -88,25 +88,28 @@ def cases(names: Iterable[str], rows: Iterable[int]) -> list[Case]:
 def smem_bytes(case: Case, config: SkinnyConfig) -> int:
     cols = sk.num_columns(case.T)
     tiles = config.rows * (2 if case.kind == "swiglu" else 1) * case.weight_bytes
+    epilogue = min(config.rows * cols * 4, 16384)  # what the compiler takes to turn the layout
     # x in FP8 is hi and lo: as many bytes as in bf16
-    return (tiles + 2 * cols) * config.block_k * config.num_stages + config.rows * cols * 4 + 2048
+    return (tiles + 2 * cols) * config.block_k * config.num_stages + epilogue + 2048
 
 
 def variants(case: Case) -> list[SkinnyConfig]:
     """What is compiled: tiles and stages; splits and the grid are arguments of the kernel."""
     swiglu = case.kind == "swiglu"
     found = {}
+    wide = case.T > 64  # x is read once per tile of weight rows, so tiles must be tall
     for rows, block_k, budget in itertools.product(
-        (64, 128), (64, 128, 256), (52, 72, 104, 148, 200)
+        (64, 128, 256) if wide else (64, 128), (64, 128, 256), (52, 72, 104, 148, 200)
     ):
-        if case.weight_bytes == 1 and block_k == 64:
+        if (case.weight_bytes == 1 and block_k == 64) or (swiglu and rows == 256):
             continue
         one = SkinnyConfig(rows=rows, block_k=block_k, num_stages=1)
-        stage = smem_bytes(case, one) - rows * sk.num_columns(case.T) * 4 - 2048
+        stage = smem_bytes(case, one) - smem_bytes(case, one._replace(num_stages=0))
         num_stages = min(12, budget * 1024 // stage)
         if num_stages < 2 or (swiglu and rows == 128 and block_k == 256):
             continue
-        config = one._replace(num_stages=num_stages, num_warps=8 if swiglu and rows == 128 else 4)
+        num_warps = 8 if rows == 256 or (rows == 128 and (swiglu or wide)) else 4
+        config = one._replace(num_stages=num_stages, num_warps=num_warps)
         if smem_bytes(case, config) <= SMEM_BYTES:
             found[config] = None
     pointer = SkinnyConfig(rows=64, block_k=64 if swiglu else 128, num_stages=4, use_tma=0)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 RopeKind = Literal["default", "yarn", "llama3"]
@@ -19,6 +19,8 @@ AttentionBackend = Literal["flashinfer", "triton", "torch"]
 DeviceName = Literal["cpu", "cuda"]
 DTypeName = Literal["bfloat16", "float32"]
 DraftQuantization = Literal["none", "fp8"]
+DraftFormat = Literal["z-lab-old", "z-lab", "speculators", "deepspec"]
+SlotConvention = Literal["anchor-dropped", "anchor-first"]
 
 _ROPE_KEYS: dict[str, frozenset[str]] = {
     "default": frozenset(),
@@ -262,11 +264,33 @@ class ModelConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionRule:
+    """Which keys a row of a layer sees. The row stands at position p, the key at position k:
+
+    `(k <= p or not causal) and (window is None or |p - k| < window)`
+    """
+
+    causal: bool
+    window: int | None = None
+
+
+FULL_NON_CAUSAL = AttentionRule(causal=False)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class DraftConfig:
     """A DFlash drafter: its own Qwen3-style layers plus what ties it to a target.
 
-    `target_layer_ids` are 0-based target layers, tapped at the layer's output (z-lab convention).
-    `block_size` counts the anchor: a drafter of block size 16 proposes 15 tokens a step.
+    `target_layer_ids` are 0-based target layers, tapped at the layer's output, whatever the file
+    counts from. `block_size` is the number of rows of a draft forward, the anchor among them;
+    `slot_convention` says what a row predicts: the token at its own position, the anchor's row
+    being dropped ("anchor-dropped"), or the one behind it ("anchor-first"). Buffers, budgets and
+    verification go by `num_draft_tokens` and `num_verify_rows`.
+    `layer_attention`: one rule a layer; empty, every layer is full and non-causal.
+    `target_hidden_size`, `draft_vocab_size`: None where they are the drafter's own hidden and
+    vocabulary size. `verifier`: the target that the file names.
+    `format`, `block_size_source` and `notes` say what was detected and where; two drafters that
+    differ only there are equal.
     """
 
     model: ModelConfig
@@ -274,6 +298,34 @@ class DraftConfig:
     mask_token_id: int
     target_layer_ids: tuple[int, ...]
     num_target_layers: int | None
+    slot_convention: SlotConvention = "anchor-dropped"
+    layer_attention: tuple[AttentionRule, ...] = ()
+    target_hidden_size: int | None = None
+    draft_vocab_size: int | None = None
+    verifier: str | None = None
+    format: DraftFormat = field(default="z-lab", compare=False)
+    block_size_source: str = field(default="", compare=False)
+    notes: tuple[str, ...] = field(default=(), compare=False)
+
+    @property
+    def num_draft_tokens(self) -> int:
+        """Tokens proposed a step."""
+        return self.block_size - (self.slot_convention == "anchor-dropped")
+
+    @property
+    def num_verify_rows(self) -> int:
+        """Rows that the target runs a step: the anchor and every draft."""
+        return self.num_draft_tokens + 1
+
+    @property
+    def attention_rules(self) -> tuple[AttentionRule, ...]:
+        """The rule of every layer."""
+        return self.layer_attention or (FULL_NON_CAUSAL,) * self.model.num_hidden_layers
+
+    @property
+    def tap_size(self) -> int:
+        """Width of one tap: the target's hidden size."""
+        return self.target_hidden_size or self.model.hidden_size
 
     @property
     def num_taps(self) -> int:
@@ -320,6 +372,7 @@ class DraftConfig:
                 f"{source}: target_layer_ids {list(taps)} reach past num_target_layers {depth}"
             )
         block_size = _either(config, nested, "block_size", source)
+        is_nested = nested.get("block_size") is not None
         mask = _either(config, nested, "mask_token_id", source)
         return cls(
             model=model,
@@ -327,6 +380,8 @@ class DraftConfig:
             mask_token_id=_integer(mask, "mask_token_id", source, minimum=0),
             target_layer_ids=taps,
             num_target_layers=depth,
+            format="z-lab" if is_nested else "z-lab-old",
+            block_size_source="dflash_config.block_size" if is_nested else "block_size",
         )
 
     def check_target(self, target: ModelConfig, source: str = "drafter") -> None:

@@ -84,7 +84,7 @@ class RopeConfig:
                 f"{source}: no rope_theta (neither in rope_parameters nor at the top level); add "
                 "the base that the model was trained with, it is never guessed"
             )
-        theta = _number(theta, "rope_theta", source, minimum=1.0)
+        theta = read_number(theta, "rope_theta", source, minimum=1.0)
         if "partial_rotary_factor" in config or "partial_rotary_factor" in scaling:
             value = scaling.pop("partial_rotary_factor", config.get("partial_rotary_factor"))
             if value != 1.0:
@@ -118,20 +118,20 @@ class RopeConfig:
     ) -> RopeConfig:
         if "factor" not in scaling:
             raise ValueError(f"{source}: rope type {kind!r} without a factor")
-        factor = _number(scaling["factor"], "rope factor", source, minimum=1.0)
+        factor = read_number(scaling["factor"], "rope factor", source, minimum=1.0)
         fallback = config.get("max_position_embeddings") if kind == "yarn" else None
         original = scaling.get("original_max_position_embeddings", fallback)
         if original is None:
             raise ValueError(
                 f"{source}: rope type {kind!r} without original_max_position_embeddings"
             )
-        original = int(_number(original, "original_max_position_embeddings", source, minimum=1))
+        original = int(read_number(original, "original_max_position_embeddings", source, minimum=1))
         if kind == "llama3":
             for key in ("low_freq_factor", "high_freq_factor"):
                 if key not in scaling:
                     raise ValueError(f"{source}: rope type 'llama3' without {key}")
-            low = _number(scaling["low_freq_factor"], "low_freq_factor", source)
-            high = _number(scaling["high_freq_factor"], "high_freq_factor", source)
+            low = read_number(scaling["low_freq_factor"], "low_freq_factor", source)
+            high = read_number(scaling["high_freq_factor"], "high_freq_factor", source)
             if not high > low:
                 raise ValueError(f"{source}: high_freq_factor {high} must exceed {low}")
             return cls(
@@ -146,8 +146,8 @@ class RopeConfig:
         if amplitude is None:
             mscale, mscale_all = scaling.get("mscale"), scaling.get("mscale_all_dim")
             if mscale and mscale_all:
-                mscale = _number(mscale, "mscale", source)
-                mscale_all = _number(mscale_all, "mscale_all_dim", source)
+                mscale = read_number(mscale, "mscale", source)
+                mscale_all = read_number(mscale_all, "mscale_all_dim", source)
                 amplitude = _yarn_mscale(factor, mscale) / _yarn_mscale(factor, mscale_all)
             else:
                 amplitude = _yarn_mscale(factor, 1.0)
@@ -156,10 +156,10 @@ class RopeConfig:
             kind="yarn",
             factor=factor,
             original_max_position_embeddings=original,
-            beta_fast=_number(scaling.get("beta_fast") or 32, "beta_fast", source),
-            beta_slow=_number(scaling.get("beta_slow") or 1, "beta_slow", source),
-            truncate=_flag(scaling, "truncate", source, default=True),
-            amplitude=_number(amplitude, "attention_factor", source),
+            beta_fast=read_number(scaling.get("beta_fast") or 32, "beta_fast", source),
+            beta_slow=read_number(scaling.get("beta_slow") or 1, "beta_slow", source),
+            truncate=read_flag(scaling, "truncate", source, default=True),
+            amplitude=read_number(amplitude, "attention_factor", source),
         )
 
 
@@ -209,10 +209,19 @@ class ModelConfig:
                 f"{source}: model_type {config.get('model_type')!r} is not supported; graphengine "
                 "runs dense Qwen3 models (model_type 'qwen3')"
             )
-        return cls._from_hf(config, source)
+        model = cls.from_layer_keys(config, source)
+        layer_types = read_layer_types(config, model.num_hidden_layers, source)
+        other = sorted(set(layer_types) - {"full_attention"})
+        if other or config.get("use_sliding_window"):
+            raise ValueError(
+                f"{source}: sliding or mixed attention ({other or 'use_sliding_window'}) is not "
+                "supported in a target; only full_attention layers are"
+            )
+        return model
 
     @classmethod
-    def _from_hf(cls, config: Mapping[str, Any], source: str) -> ModelConfig:
+    def from_layer_keys(cls, config: Mapping[str, Any], source: str) -> ModelConfig:
+        """The shape of a Qwen3 stack; does not look at model_type or at the layers' attention."""
         if config.get("hidden_act", "silu") != "silu":
             raise ValueError(
                 f"{source}: hidden_act {config['hidden_act']!r} is not supported (silu is)"
@@ -221,43 +230,30 @@ class ModelConfig:
             raise ValueError(
                 f"{source}: quantization_config is not supported; use the bf16 weights"
             )
-        layer_types = config.get("layer_types") or []
-        if not isinstance(layer_types, list):
-            raise ValueError(f"{source}: layer_types is {layer_types!r}, expected a list")
-        other = sorted({str(kind) for kind in layer_types} - {"full_attention"})
-        if other or config.get("use_sliding_window"):
-            raise ValueError(
-                f"{source}: sliding or mixed attention ({other or 'use_sliding_window'}) is not "
-                "supported yet; only full_attention layers are"
-            )
-        num_heads = _positive(config, "num_attention_heads", source)
-        num_kv_heads = _positive(config, "num_key_value_heads", source)
-        hidden = _positive(config, "hidden_size", source)
+        num_heads = read_positive(config, "num_attention_heads", source)
+        num_kv_heads = read_positive(config, "num_key_value_heads", source)
+        hidden = read_positive(config, "hidden_size", source)
         if num_heads % num_kv_heads:
             raise ValueError(
                 f"{source}: num_attention_heads {num_heads} is not a multiple of "
                 f"num_key_value_heads {num_kv_heads}"
             )
-        head_dim = _positive(config, "head_dim", source)
+        head_dim = read_positive(config, "head_dim", source)
         if head_dim % 2:
             raise ValueError(f"{source}: head_dim {head_dim} is odd; rope needs an even one")
-        num_layers = _positive(config, "num_hidden_layers", source)
-        if layer_types and len(layer_types) != num_layers:
-            raise ValueError(
-                f"{source}: {len(layer_types)} layer_types for num_hidden_layers {num_layers}"
-            )
+        eps = read_number(_required(config, "rms_norm_eps", source), "rms_norm_eps", source)
         return cls(
-            vocab_size=_positive(config, "vocab_size", source),
+            vocab_size=read_positive(config, "vocab_size", source),
             hidden_size=hidden,
-            intermediate_size=_positive(config, "intermediate_size", source),
-            num_hidden_layers=num_layers,
+            intermediate_size=read_positive(config, "intermediate_size", source),
+            num_hidden_layers=read_positive(config, "num_hidden_layers", source),
             num_attention_heads=num_heads,
             num_key_value_heads=num_kv_heads,
             head_dim=head_dim,
-            rms_norm_eps=_number(_required(config, "rms_norm_eps", source), "rms_norm_eps", source),
-            max_position_embeddings=_positive(config, "max_position_embeddings", source),
-            tie_word_embeddings=_flag(config, "tie_word_embeddings", source),
-            attention_bias=_flag(config, "attention_bias", source),
+            rms_norm_eps=eps,
+            max_position_embeddings=read_positive(config, "max_position_embeddings", source),
+            tie_word_embeddings=read_flag(config, "tie_word_embeddings", source),
+            attention_bias=read_flag(config, "attention_bias", source),
             rope=RopeConfig.from_hf(config, source),
             eos_token_ids=token_ids(config.get("eos_token_id"), "eos_token_id", source),
         )
@@ -334,55 +330,14 @@ class DraftConfig:
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any], source: str = "config.json") -> DraftConfig:
-        """Parses a z-lab DFlash `config.json`; DFlash keys: `dflash_config` first, then top level.
+        """Parses a drafter's `config.json` of any known format; see `draft_formats`.
 
         Raises:
-            ValueError: not a z-lab DFlash drafter, a missing key, or a feature of the format that
-                is not supported.
+            ValueError: not a DFlash drafter, a missing key, or a feature that is not supported.
         """
-        if "speculators_model_type" in config:
-            raise ValueError(
-                f"{source}: speculators format is not supported yet; use the z-lab format "
-                "(architectures ['DFlashDraftModel'])"
-            )
-        architectures = config.get("architectures") or []
-        if not isinstance(architectures, list) or "DFlashDraftModel" not in architectures:
-            raise ValueError(
-                f"{source}: architectures {architectures} is not a DFlash drafter; expected "
-                "['DFlashDraftModel']. A target model cannot be its own drafter"
-            )
-        nested = config.get("dflash_config") or {}
-        if not isinstance(nested, Mapping):
-            raise ValueError(f"{source}: dflash_config is {nested!r}, expected an object")
-        _refuse_unsupported(config, nested, source)
-        model = ModelConfig._from_hf(config, source)
-        taps = nested.get("target_layer_ids", config.get("target_layer_ids"))
-        if not isinstance(taps, list) or not taps:
-            raise ValueError(
-                f"{source}: no dflash_config.target_layer_ids; add the list of target layers that "
-                "the drafter was trained on, it is never guessed"
-            )
-        taps = tuple(_integer(tap, "target_layer_ids", source, minimum=0) for tap in taps)
-        if len(set(taps)) != len(taps):
-            raise ValueError(f"{source}: target_layer_ids {list(taps)} has duplicates")
-        depth = nested.get("num_target_layers", config.get("num_target_layers"))
-        depth = None if depth is None else _integer(depth, "num_target_layers", source, minimum=1)
-        if depth is not None and max(taps) >= depth:
-            raise ValueError(
-                f"{source}: target_layer_ids {list(taps)} reach past num_target_layers {depth}"
-            )
-        block_size = _either(config, nested, "block_size", source)
-        is_nested = nested.get("block_size") is not None
-        mask = _either(config, nested, "mask_token_id", source)
-        return cls(
-            model=model,
-            block_size=_integer(block_size, "block_size", source, minimum=2),
-            mask_token_id=_integer(mask, "mask_token_id", source, minimum=0),
-            target_layer_ids=taps,
-            num_target_layers=depth,
-            format="z-lab" if is_nested else "z-lab-old",
-            block_size_source="dflash_config.block_size" if is_nested else "block_size",
-        )
+        from graphengine.draft_formats import parse_draft
+
+        return parse_draft(config, source)
 
     def check_target(self, target: ModelConfig, source: str = "drafter") -> None:
         """Refuses a target that this drafter was not made for.
@@ -401,9 +356,15 @@ class DraftConfig:
                 f"{source}: target_layer_ids {list(self.target_layer_ids)} reach past the target's "
                 f"{depth} layers; pass the drafter of this target"
             )
-        if self.model.hidden_size != target.hidden_size:
+        if self.format == "deepspec" and depth - 1 in self.target_layer_ids:
             raise ValueError(
-                f"{source}: hidden_size {self.model.hidden_size} differs from the target's "
+                f"{source}: target_layer_ids holds the target's last layer, {depth - 1}, which "
+                "DeepSpec taps behind the final norm; only taps before it are supported"
+            )
+        if self.tap_size != target.hidden_size:
+            key = "hidden_size" if self.target_hidden_size is None else "target_hidden_size"
+            raise ValueError(
+                f"{source}: {key} {self.tap_size} differs from the target's "
                 f"{target.hidden_size}; pass the drafter of this target"
             )
         if self.model.vocab_size != target.vocab_size:
@@ -448,56 +409,16 @@ class EngineConfig:
         return self.attention_backend != "triton"
 
 
-_UNSUPPORTED_DRAFT_KEYS: dict[str, tuple[Any, ...]] = {
-    # key -> values that mean "as in the plain z-lab drafter"
-    "is_causal": (None, False),
-    "causal": (None, False),
-    "use_swa": (None, False),
-    "attention_sink_bias": (None, False),
-    "attention_value_scale": (None, 1.0),
-    "backbone_rotary_base": (None,),
-    "attention_mode": (None,),
-    "projector_type": (None,),
-    "conv_kernel_size": (None,),
-    "selector_rank": (None,),
-    "sample_from_anchor": (None, False),
-    "markov_rank": (None, 0),
-    "output_multiplier": (None, 1.0),
-    "input_embedding_scale": (None, 1.0),
-    "final_logit_softcapping": (None, 0.0),
-    "logit_scale": (None, 1.0),
-    "draft_vocab_size": (None,),
-    "is_neox_style": (None, True),
-    "rope_is_neox_style": (None, True),
-    "use_aux_hidden_state": (None, True),
-}
-
-# Read elsewhere, or about training only.
-_PLAIN_DRAFT_KEYS = frozenset(
-    "target_layer_ids block_size mask_token_id mask_token num_target_layers num_anchors "
-    "loss_decay_gamma".split()
-)
-
-
-def _refuse_unsupported(config: Mapping[str, Any], nested: Mapping[str, Any], source: str) -> None:
-    for key, plain in _UNSUPPORTED_DRAFT_KEYS.items():
-        value = nested.get(key, config.get(key))
-        if key == "draft_vocab_size" and value == config.get("vocab_size"):
-            continue
-        if value not in plain:
-            raise ValueError(
-                f"{source}: {key} = {value!r} is not supported yet; supported are full-attention, "
-                "anchor-dropping z-lab DFlash drafters that share the target's embedding and head"
-            )
-    unknown = sorted(set(nested) - _UNSUPPORTED_DRAFT_KEYS.keys() - _PLAIN_DRAFT_KEYS)
-    if unknown:
-        raise ValueError(f"{source}: dflash_config keys {unknown} are not understood")
-    target_hidden = config.get("target_hidden_size")
-    if target_hidden is not None and target_hidden != config.get("hidden_size"):
+def read_layer_types(config: Mapping[str, Any], num_layers: int, source: str) -> list[str]:
+    """`layer_types`, one a layer; empty where the file has none."""
+    layer_types = config.get("layer_types") or []
+    if not isinstance(layer_types, list):
+        raise ValueError(f"{source}: layer_types is {layer_types!r}, expected a list")
+    if layer_types and len(layer_types) != num_layers:
         raise ValueError(
-            f"{source}: target_hidden_size {target_hidden} differs from hidden_size "
-            f"{config.get('hidden_size')}; such drafters are not supported yet"
+            f"{source}: {len(layer_types)} layer_types for num_hidden_layers {num_layers}"
         )
+    return [str(kind) for kind in layer_types]
 
 
 def token_ids(value: Any, key: str, source: str) -> tuple[int, ...]:
@@ -505,7 +426,7 @@ def token_ids(value: Any, key: str, source: str) -> tuple[int, ...]:
     if value is None:
         return ()
     ids = value if isinstance(value, list) else [value]
-    return tuple(_integer(token, key, source, minimum=0) for token in ids)
+    return tuple(read_integer(token, key, source, minimum=0) for token in ids)
 
 
 def _yarn_mscale(factor: float, mscale: float) -> float:
@@ -518,17 +439,8 @@ def _required(config: Mapping[str, Any], key: str, source: str) -> Any:
     return config[key]
 
 
-def _either(config: Mapping[str, Any], nested: Mapping[str, Any], key: str, source: str) -> Any:
-    value = nested.get(key, config.get(key))
-    if value is None:
-        raise ValueError(
-            f"{source}: no {key} (neither in dflash_config nor at the top level); it is never "
-            "guessed"
-        )
-    return value
-
-
-def _number(value: Any, key: str, source: str, minimum: float = 0.0) -> float:
+def read_number(value: Any, key: str, source: str, minimum: float = 0.0) -> float:
+    """A finite number of at least `minimum`."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         raise ValueError(f"{source}: {key} is {value!r}, expected a number")
     if value < minimum:
@@ -536,18 +448,21 @@ def _number(value: Any, key: str, source: str, minimum: float = 0.0) -> float:
     return float(value)
 
 
-def _flag(config: Mapping[str, Any], key: str, source: str, default: bool = False) -> bool:
+def read_flag(config: Mapping[str, Any], key: str, source: str, default: bool = False) -> bool:
+    """`config[key]`, true or false; `default` where the file has none."""
     value = config.get(key)
     if value is not None and not isinstance(value, bool):
         raise ValueError(f"{source}: {key} is {value!r}, expected true or false")
     return default if value is None else value
 
 
-def _integer(value: Any, key: str, source: str, minimum: int) -> int:
+def read_integer(value: Any, key: str, source: str, minimum: int) -> int:
+    """An integer of at least `minimum`; true and 1.0 are none."""
     if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
         raise ValueError(f"{source}: {key} holds {value!r}, expected an integer >= {minimum}")
     return value
 
 
-def _positive(config: Mapping[str, Any], key: str, source: str) -> int:
-    return _integer(_required(config, key, source), key, source, minimum=1)
+def read_positive(config: Mapping[str, Any], key: str, source: str) -> int:
+    """`config[key]`, an integer from 1 up."""
+    return read_integer(_required(config, key, source), key, source, minimum=1)

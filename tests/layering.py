@@ -22,7 +22,9 @@ _CHAIN = _LOW | {
 }
 _LOOP = _CHAIN | {"forward", "buckets", "prefill", "request", "tokenizer"}
 MAY_IMPORT: dict[str, set[str]] = {
-    "config": set(),
+    "config": {"draft_formats"},
+    "draft_formats": {"config", "draft_attention"},
+    "draft_attention": {"config"},
     "kernels": {"kernels"},
     "capture": {"capture", "profiles.ranges"},
     "profiles.ranges": set(),

@@ -4,7 +4,7 @@ The only importer of flashinfer. Backends with one interface: `FlashInferAttenti
 bf16), `BlockAttention` (our Triton kernel; decode only, nothing to plan) and `TorchAttention` (any
 device, any dtype; the reference). Queries are ragged rows grouped by request; a request's last
 query row sits at its last key (causal), or every row sees every key (non-causal, the drafter's
-block).
+block). With a window, a row at position p sees of these the keys k with |p - k| < window.
 
 Invariant: `plan` has run for exactly the current lengths before `run`. Planning from an upper bound
 gives wrong results in flashinfer 0.6.12 (an empty planned chunk corrupts the merge).
@@ -26,7 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from graphengine.buffers import StepBuffers
-from graphengine.config import ModelConfig
+from graphengine.config import AttentionRule, ModelConfig
 from graphengine.kernels.block_attention import block_attention, choose_num_splits
 from graphengine.kernels.block_attention import workspace as block_workspace
 from graphengine.kvcache import pages_for
@@ -97,8 +97,16 @@ class Attention(Protocol):
 class TorchAttention:
     """The reference: gathers each request's keys and calls scaled_dot_product_attention."""
 
-    def __init__(self, config: ModelConfig, page_size: int, causal: bool, device: torch.device):
+    def __init__(
+        self,
+        config: ModelConfig,
+        page_size: int,
+        causal: bool,
+        device: torch.device,
+        window: int | None = None,
+    ):
         self._page_size, self._causal, self._device = page_size, causal, device
+        self._window = window
         self._group = config.num_attention_heads // config.num_key_value_heads
         self._requests: list[tuple[slice, Tensor, Tensor | None]] = []
 
@@ -116,9 +124,14 @@ class TorchAttention:
             pages = layout.paged_kv_indices_cpu[kv[b] : kv[b + 1]].long()
             slots = (pages[:, None] * size + offsets).flatten()[:kv_len].to(self._device)
             mask = None
-            if self._causal and num_rows > 1:
-                row = torch.arange(num_rows)[:, None] + (kv_len - num_rows)
-                mask = (torch.arange(kv_len)[None, :] <= row).to(self._device)
+            if (self._causal and num_rows > 1) or self._window is not None:
+                behind = (
+                    torch.arange(num_rows)[:, None] + (kv_len - num_rows) - torch.arange(kv_len)
+                )
+                mask = behind >= 0 if self._causal else torch.ones_like(behind, dtype=torch.bool)
+                if self._window is not None:
+                    mask &= behind.abs() < self._window
+                mask = mask.to(self._device)
             self._requests.append((slice(qo[b], qo[b + 1]), slots, mask))
 
     def run(self, q_TNH: Tensor, kv_cache: Tensor, out_TNH: Tensor) -> None:
@@ -143,6 +156,10 @@ class FlashInferAttention:
     With `num_requests` the wrapper owns its metadata at fixed addresses, so that a captured launch
     stays valid when `plan` runs before each replay; the same wrapper serves eager calls, so all
     graph modes run the same kernel with the same plan. Without it (prefill) sizes are free.
+
+    A window is fa2's `window_left`, which counts keys before the row's own and is applied whatever
+    the causality (0.6.12, variants.cuh); there is no limit to the right. So a non-causal window is
+    exact only where none is needed: at least as many keys as the block has rows.
     """
 
     def __init__(
@@ -154,12 +171,14 @@ class FlashInferAttention:
         dtype: torch.dtype,
         num_requests: int | None = None,
         max_pages: int = 0,
+        window: int | None = None,
     ):
         from flashinfer import BatchPrefillWithPagedKVCacheWrapper
 
         self._config, self._page_size, self._causal = config, page_size, causal
         self._dtype, self._device = dtype, workspace.device
         self._num_rows = 0
+        self._window_left = -1 if window is None else window - 1
         fixed: dict[str, Any] = {}
         if num_requests is not None:
 
@@ -193,6 +212,7 @@ class FlashInferAttention:
             config.head_dim,
             self._page_size,
             causal=self._causal,
+            window_left=self._window_left,
             q_data_type=self._dtype,
             kv_data_type=self._dtype,
         )
@@ -210,9 +230,16 @@ class BlockAttention:
     Serves decode only: every request has exactly `block` query rows, at positions start ...
     """
 
-    def __init__(self, config: ModelConfig, causal: bool, buffers: StepBuffers) -> None:
-        num_requests, self._block = buffers.block_ids_BG.shape
-        self._causal = causal
+    def __init__(
+        self,
+        config: ModelConfig,
+        causal: bool,
+        buffers: StepBuffers,
+        block: int,
+        window: int | None = None,
+    ) -> None:
+        num_requests, self._block = buffers.start_B.shape[0], block
+        self._causal, self._window = causal, window
         self._page_table_BW, self._start_B = buffers.page_table_BW, buffers.start_B
         device = buffers.start_B.device
         num_sms = 1
@@ -238,7 +265,13 @@ class BlockAttention:
             self._causal,
             out_TNH,
             self._workspace,
+            window=self._window,
         )
+
+
+def flashinfer_can_window(rules: Sequence[AttentionRule], block: int) -> bool:
+    """Whether fa2's windows, open to the right, are these rules for a block of that many rows."""
+    return all(r.window is None or r.causal or r.window >= block for r in rules)
 
 
 def flashinfer_missing() -> bool:

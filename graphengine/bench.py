@@ -169,6 +169,7 @@ def weight_bytes(built: Built, num_requests: int) -> float:
         is_fp8 = (
             built.config.draft_quantization == "fp8" and num_requests * draft.block_size <= SKINNY_T
         )
+        head = draft.num_draft_ids * draft.model.hidden_size
         total += (1 if is_fp8 else size) * (_draft_parameters(draft) + head)
     return float(total)
 
@@ -185,7 +186,7 @@ def token_bytes(built: Built) -> float:
 
 def _draft_parameters(draft: DraftConfig) -> int:
     model = draft.model
-    fc = model.hidden_size * draft.num_taps * model.hidden_size
+    fc = model.hidden_size * draft.num_taps * draft.tap_size
     context = 2 * model.num_hidden_layers * model.kv_size * model.hidden_size
     return model.num_hidden_layers * model.num_layer_parameters + fc + context
 

@@ -34,7 +34,7 @@ from graphengine.capture.runners import (
     capture_piecewise,
 )
 from graphengine.capture.steps import Carry, Step
-from graphengine.config import EngineConfig, ModelConfig
+from graphengine.config import AttentionRule, EngineConfig, ModelConfig
 from graphengine.forward import (
     Drafter,
     Segments,
@@ -56,7 +56,7 @@ class Bucket:
     buffers: StepBuffers
     verify_attention: Attention
     verify: Runner
-    draft_attention: Attention | None = None
+    draft_attentions: tuple[Attention, ...] = ()  # one a kind of layer
     draft_head: Runner | None = None
     draft: Runner | None = None
     context: Runner | None = None
@@ -100,17 +100,25 @@ def build_buckets(
 
         def attention(
             model: ModelConfig,
-            causal: bool,
-            size: int = size,
+            rule: AttentionRule,
+            block: int,
             views: StepBuffers = views,
         ) -> Attention:
-            return _attention(config, model, causal, dtype, workspace, size, views)
+            return _attention(config, model, rule, dtype, workspace, block, views)
 
-        verify_attention = attention(target.config, causal=True)
-        draft_attention = attention(drafter.config.model, causal=False) if drafter else None
+        layout = _dummy_layout(size, block, config.page_size)
+        verify_attention = attention(target.config, AttentionRule(causal=True), block)
+        verify_attention.plan(layout)
+        draft_attentions: dict[AttentionRule, Attention] = {}
         chains: list[tuple[str, list[Step], bool]] = []  # name, steps, continues the last one
-        if drafter and draft_attention:
-            draft = draft_chain(target, drafter, views, draft_attention, segments)
+        if drafter:
+            draft_block, rules = drafter.config.block_size, drafter.config.attention_rules
+            layout = _dummy_layout(size, draft_block, config.page_size)
+            for rule in dict.fromkeys(rules):
+                draft_attentions[rule] = attention(drafter.config.model, rule, draft_block)
+                draft_attentions[rule].plan(layout)
+            by_layer = [draft_attentions[rule] for rule in rules]
+            draft = draft_chain(drafter, views, by_layer, segments)
             chains += [(draft[0].name, draft[:1], False), ("draft", draft[1:], True)]
         verify = verify_chain(
             target, drafter, views, verify_attention, config.page_size, segments, simulation
@@ -126,10 +134,6 @@ def build_buckets(
             )
             chains.append((ranges.DRAFT_CONTEXT, context, False))
 
-        layout = _dummy_layout(size, block, config.page_size)
-        for planned in (verify_attention, draft_attention):
-            if planned is not None:
-                planned.plan(layout)
         eager: list[Runner] = []
         for _, steps, continues in chains:
             eager.append(EagerRunner(steps, _source(eager[-1] if continues else None)))
@@ -155,8 +159,9 @@ def build_buckets(
             times.capture_s += time.perf_counter() - began
         if drafter:
             head, draft, verify, context = runners
+            planned = tuple(draft_attentions.values())
             buckets[size] = Bucket(
-                size, views, verify_attention, verify, draft_attention, head, draft, context
+                size, views, verify_attention, verify, planned, head, draft, context
             )
         else:
             buckets[size] = Bucket(size, views, verify_attention, runners[0])
@@ -175,20 +180,21 @@ def prefill_attention(
 def _attention(
     config: EngineConfig,
     model: ModelConfig,
-    causal: bool,
+    rule: AttentionRule,
     dtype: torch.dtype,
     workspace: Tensor | None,
-    num_requests: int,
+    block: int,
     buffers: StepBuffers,
 ) -> Attention:
-    """A bucket's attention, its metadata at fixed addresses."""
+    """A bucket's attention of `block` rows a request, its metadata at fixed addresses."""
+    causal, window = rule.causal, rule.window
     if config.attention_backend == "triton":
-        return BlockAttention(model, causal, buffers)
+        return BlockAttention(model, causal, buffers, block, window)
     if workspace is None:
-        return TorchAttention(model, config.page_size, causal, buffers.start_B.device)
-    max_pages = buffers.page_table_BW.numel()
+        return TorchAttention(model, config.page_size, causal, buffers.start_B.device, window)
+    num_requests, max_pages = buffers.start_B.shape[0], buffers.page_table_BW.numel()
     return FlashInferAttention(
-        model, config.page_size, causal, workspace, dtype, num_requests, max_pages
+        model, config.page_size, causal, workspace, dtype, num_requests, max_pages, window
     )
 
 

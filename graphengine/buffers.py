@@ -3,8 +3,10 @@
 Everything else on the device is either weights, the K/V pools, or graph-owned and valid only until
 the next replay. A bucket sees the first B requests of each tensor.
 
-Legend: B requests, G block length, T = B * G rows, W pages per request, C = taps * hidden,
-N / H query heads / head dim.
+Legend: B requests, G rows of a request in a verify (anchor and drafts), T = B * G rows, W pages per
+request, C = taps * hidden, N / H query heads / head dim. In draft_block_ids, draft_positions,
+draft_slots and draft_attn, G and T count the rows of a draft forward: as many, or one less when the
+anchor's row predicts too (anchor-first drafters).
 """
 
 from __future__ import annotations
@@ -23,6 +25,8 @@ class StepBuffers(NamedTuple):
     `start_B` counts committed tokens (= position of the anchor); 0 marks a padded row, which
     touches only the null page. `positions_T` / `slots_T` belong to the block in `block_ids_BG`;
     the `context_*` pair keeps those of the block verified last, for the drafter's context K/V.
+    Where a draft has as many rows as a verify, `draft_block_ids_BG`, `draft_positions_T` and
+    `draft_slots_T` are the block's own tensors; else the draft chain copies them.
     """
 
     block_ids_BG: Tensor  # int64: anchor, MASK, ..; plain decode: the anchor
@@ -33,6 +37,9 @@ class StepBuffers(NamedTuple):
     page_table_BW: Tensor  # int32
     positions_T: Tensor  # int64
     slots_T: Tensor  # int64
+    draft_block_ids_BG: Tensor  # int64
+    draft_positions_T: Tensor  # int64
+    draft_slots_T: Tensor  # int64
     context_positions_T: Tensor  # int64
     context_slots_T: Tensor  # int64
     taps_TC: Tensor  # model dtype
@@ -50,8 +57,9 @@ class StepBuffers(NamedTuple):
         device: torch.device,
     ) -> StepBuffers:
         """Zeroed buffers: every row is padding until a request is loaded."""
-        block = draft.block_size if draft else 1
-        rows = max_batch * block
+        block = draft.num_verify_rows if draft else 1
+        draft_block = draft.block_size if draft else 1
+        rows, draft_rows = max_batch * block, max_batch * draft_block
 
         def ids(*shape: int, kind: torch.dtype = torch.int64) -> Tensor:
             return torch.zeros(shape, dtype=kind, device=device)
@@ -59,10 +67,11 @@ class StepBuffers(NamedTuple):
         def values(*shape: int) -> Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
 
-        taps = draft.num_taps * target.hidden_size if draft else 0
+        taps = draft.num_taps * draft.tap_size if draft else 0
         heads = (target.num_attention_heads, target.head_dim)
         draft_heads = (draft.model.num_attention_heads, draft.model.head_dim) if draft else (0, 0)
-        block_ids = ids(max_batch, block)
+        block_ids, positions, slots = ids(max_batch, block), ids(rows), ids(rows)
+        own = draft_block != block
         return cls(
             block_ids_BG=block_ids,
             # Without a drafter the block is its own draft.
@@ -71,25 +80,29 @@ class StepBuffers(NamedTuple):
             start_B=ids(max_batch, kind=torch.int32),
             num_accepted_B=ids(max_batch, kind=torch.int32),
             page_table_BW=ids(max_batch, max_pages, kind=torch.int32),
-            positions_T=ids(rows),
-            slots_T=ids(rows),
+            positions_T=positions,
+            slots_T=slots,
+            draft_block_ids_BG=ids(max_batch, draft_block) if own else block_ids,
+            draft_positions_T=ids(draft_rows) if own else positions,
+            draft_slots_T=ids(draft_rows) if own else slots,
             context_positions_T=ids(rows),
             context_slots_T=ids(rows),
             taps_TC=values(rows, taps),
             attn_TNH=values(rows, *heads),
-            draft_attn_TNH=values(rows, *draft_heads),
+            draft_attn_TNH=values(draft_rows, *draft_heads),
         )
 
     def bucket(self, num_requests: int) -> StepBuffers:
         """The first `num_requests` requests of every tensor, as views."""
-        block = self.block_ids_BG.shape[1]
-        rows = num_requests * block
-        sizes = {"T": rows, "B": num_requests}
-        views = [
-            tensor[: sizes["T" if name.split("_")[-1].startswith("T") else "B"]]
-            for name, tensor in zip(self._fields, self, strict=True)
-        ]
-        return StepBuffers(*views)
+
+        def size(name: str) -> int:
+            if not name.split("_")[-1].startswith("T"):
+                return num_requests
+            block = self.draft_block_ids_BG if name.startswith("draft_") else self.block_ids_BG
+            return num_requests * block.shape[1]
+
+        pairs = zip(self._fields, self, strict=True)
+        return StepBuffers(*(tensor[: size(name)] for name, tensor in pairs))
 
     def clear_(self) -> None:
         """Makes every row padding. Mutates: all tensors."""

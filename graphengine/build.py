@@ -15,7 +15,11 @@ from typing import Any, Literal
 
 import torch
 
-from graphengine.attention import FLASHINFER_HEAD_DIMS, flashinfer_missing
+from graphengine.attention import (
+    FLASHINFER_HEAD_DIMS,
+    flashinfer_can_window,
+    flashinfer_missing,
+)
 from graphengine.buckets import build_buckets, prefill_attention
 from graphengine.buffers import StepBuffers
 from graphengine.config import (
@@ -42,6 +46,7 @@ from graphengine.tokenizer import Tokenizer
 from graphengine.weights import (
     Checkpoint,
     RandomSource,
+    draft_vocabulary,
     draft_weights,
     quantized_draft_weights,
     target_weights,
@@ -99,13 +104,12 @@ def build(
         ValueError: anything that does not fit, with the value and the remedy.
     """
     began = time.perf_counter()
-    target_config, draft_config = read_configs(target_name, draft_name)
-    target_dir = resolve(target_name)
-    draft_dir = resolve(draft_name) if draft_name is not None else None
+    target_dir, draft_dir = resolve_pair(target_name, draft_name)
+    target_config, draft_config = read_configs(target_dir, draft_dir)
     config = resolve_options(options, target_config, draft_config)
     device = torch.device(config.device)
     dtype = getattr(torch, config.dtype)
-    block = draft_config.block_size if draft_config else 1
+    block = draft_config.num_verify_rows if draft_config else 1
     tokenizer = Tokenizer(target_dir) if Tokenizer.exists(target_dir) else None
     if tokenizer is None and options.load_format != "dummy":
         raise ValueError(f"{target_dir}: no tokenizer.json; fetch the whole model directory")
@@ -128,14 +132,16 @@ def build(
     with ranges.range_("load"), torch.no_grad():
         weights = target_weights(source(target_dir, 0), target_config, positions, device)
         tensors = list(_tensors(weights))
-        drafter_weights = None
+        drafter_weights = vocabulary = None
         if draft_dir is not None and draft_config is not None:
-            drafter_weights = draft_weights(source(draft_dir, 1), draft_config, positions, device)
-            tensors += list(_tensors(drafter_weights))
+            drafter_source = source(draft_dir, 1)
+            vocabulary = draft_vocabulary(drafter_source, draft_config, weights)
+            drafter_weights = draft_weights(drafter_source, draft_config, positions, device)
+            tensors = list(_tensors((weights, vocabulary, drafter_weights)))
         quantized = quantized_head = None
-        if config.draft_quantization == "fp8" and drafter_weights is not None:
+        if config.draft_quantization == "fp8" and drafter_weights is not None and vocabulary:
             quantized = quantized_draft_weights(drafter_weights)
-            quantized_head = quantize_fp8(weights.lm_head_VD)
+            quantized_head = quantize_fp8(vocabulary.lm_head_VD)
             tensors += list(_tensors((quantized, quantized_head)))
         config, num_pages, pool_bytes = _size_pool(
             config, target_config, draft_config, dtype, device, options.max_model_len is not None
@@ -146,11 +152,13 @@ def build(
             kv_pool=make_pool(target_config, num_pages, config.page_size, dtype, device),
         )
         drafter = None
-        if draft_config is not None and drafter_weights is not None:
+        if draft_config is not None and drafter_weights is not None and vocabulary is not None:
             drafter = Drafter(
                 config=draft_config,
                 weights=drafter_weights,
-                lm_head_VD=weights.lm_head_VD,
+                embed_VD=vocabulary.embed_VD,
+                lm_head_VD=vocabulary.lm_head_VD,
+                target_ids_V=vocabulary.target_ids_V,
                 quantized=quantized,
                 quantized_lm_head_VD=quantized_head,
                 kv_pool=make_pool(draft_config.model, num_pages, config.page_size, dtype, device),
@@ -226,13 +234,37 @@ def read_configs(
     Raises:
         ValueError: a file is missing or not understood, or the drafter is another target's.
     """
-    target = ModelConfig.from_hf(*_read_json(resolve(target_name) / "config.json"))
-    if draft_name is None:
+    target_dir, directory = resolve_pair(target_name, draft_name)
+    target = ModelConfig.from_hf(*_read_json(target_dir / "config.json"))
+    if directory is None:
         return target, None
-    directory = resolve(draft_name)
     draft = DraftConfig.from_hf(*_read_json(directory / "config.json"))
     draft.check_target(target, str(directory))
     return target, draft
+
+
+def resolve_pair(
+    target_name: str | Path, draft_name: str | Path | None
+) -> tuple[Path, Path | None]:
+    """Both directories. A speculators checkpoint as the target stands for itself as the drafter,
+    unless one is named, and for the verifier that it names as the target.
+
+    Raises:
+        ValueError: a model that is not found, or a drafter that names no verifier.
+    """
+    directory = resolve(target_name)
+    config, source = _read_json(directory / "config.json")
+    draft_dir = resolve(draft_name) if draft_name is not None else None
+    if "speculators_model_type" not in config:
+        return directory, draft_dir
+    verifier = DraftConfig.from_hf(config, source).verifier
+    if verifier is None:
+        raise ValueError(
+            f"{source}: a drafter, and its speculators_config names no verifier; pass the target "
+            f"as MODEL and --draft {directory}"
+        )
+    beside = directory / verifier
+    return resolve(beside if beside.is_dir() else verifier), draft_dir or directory
 
 
 def resolve_options(
@@ -263,9 +295,16 @@ def resolve_options(
     if mode == "auto":
         mode = "piecewise" if on_gpu else "none"
     backend = options.attention_backend
+    windows = draft is None or flashinfer_can_window(draft.attention_rules, draft.block_size)
     if backend == "auto":
         # In one graph, attention that needs no plan leaves the host nothing to do in a step.
-        backend = "triton" if mode == "full" else prefill
+        open_ended = prefill == "flashinfer" and not windows
+        backend = "triton" if mode == "full" or open_ended else prefill
+    elif backend == "flashinfer" and not windows:
+        raise ValueError(
+            "--attention-backend flashinfer has no window that ends to the right, and the "
+            "drafter's non-causal window is shorter than its block; use triton"
+        )
     elif backend == "flashinfer" and prefill != "flashinfer":
         raise ValueError(f"--attention-backend flashinfer {_why_not(on_gpu, dtype, head_dims)}")
     elif backend == "torch":
@@ -282,7 +321,7 @@ def resolve_options(
     if options.simulate_acceptance is not None:
         if draft is None:
             raise ValueError("--simulate-acceptance needs a drafter; pass --draft")
-        acceptance_rate(options.simulate_acceptance, draft.block_size - 1)
+        acceptance_rate(options.simulate_acceptance, draft.num_draft_tokens)
     if options.draft_quantization == "fp8" and draft is None:
         raise ValueError("--draft-quantization fp8 needs a drafter; pass --draft")
     if options.page_size < 1:
@@ -292,12 +331,12 @@ def resolve_options(
             f"gpu_memory_utilization is {options.gpu_memory_utilization}; expected 0 < x <= 1"
         )
     cap = min(model.max_position_embeddings for model in models)
-    cap -= draft.block_size if draft else 0
+    cap -= draft.num_verify_rows if draft else 0
     length = options.max_model_len if options.max_model_len is not None else cap
     if not 2 <= length <= cap:
         raise ValueError(
             f"--max-model-len {length}: between 2 and {cap} for this model"
-            + (f" (its positions less a draft block of {draft.block_size})" if draft else "")
+            + (f" (its positions less a block of {draft.num_verify_rows})" if draft else "")
         )
     return EngineConfig(
         device=device,
@@ -339,7 +378,7 @@ def _size_pool(
     length_is_explicit: bool,
 ) -> tuple[EngineConfig, int, int]:
     """Pages for every row of the largest bucket at full length, or as many as memory allows."""
-    block = draft.block_size if draft else 1
+    block = draft.num_verify_rows if draft else 1
     per_page = page_bytes(target, config.page_size, dtype.itemsize)
     per_page += page_bytes(draft.model, config.page_size, dtype.itemsize) if draft else 0
     budget = CPU_POOL_BYTES

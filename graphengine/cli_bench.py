@@ -259,7 +259,7 @@ def _longest(model: str, draft: str | None, wanted: int) -> int:
 
     target, drafter = read_configs(model, draft)
     models = [target] + ([drafter.model] if drafter else [])
-    block = drafter.block_size if drafter else 0
+    block = drafter.num_verify_rows if drafter else 0
     return min(wanted, min(m.max_position_embeddings for m in models) - block)
 
 

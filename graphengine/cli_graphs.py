@@ -80,7 +80,7 @@ def _graphs(model: str | None, draft: str | None, options: dict[str, Any]) -> No
     draft = None if draft == "none" else draft
     target, drafter = read_configs(model, draft)
     models = [target] + ([drafter.model] if drafter else [])
-    block = drafter.block_size if drafter else 0
+    block = drafter.num_verify_rows if drafter else 0
     cap = min(m.max_position_embeddings for m in models) - block
     with (
         Engine.from_pretrained(

@@ -319,6 +319,11 @@ class DraftConfig:
         return self.layer_attention or (FULL_NON_CAUSAL,) * self.model.num_hidden_layers
 
     @property
+    def num_draft_ids(self) -> int:
+        """Rows of the drafter's head."""
+        return self.draft_vocab_size or self.model.vocab_size
+
+    @property
     def tap_size(self) -> int:
         """Width of one tap: the target's hidden size."""
         return self.target_hidden_size or self.model.hidden_size

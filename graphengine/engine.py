@@ -77,6 +77,7 @@ class DecodeLoop:
     ) -> None:
         self.config = config
         self.block = buffers.block_ids_BG.shape[1]
+        self._draft_block = buffers.draft_block_ids_BG.shape[1]
         self.allocator = PageAllocator(num_pages)
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
@@ -184,11 +185,15 @@ class DecodeLoop:
                 self._queue_step(self._bucket)
 
     def _queue_step(self, bucket: Bucket) -> None:
-        layout = self._layout(bucket.size) if self.config.plans_attention else None
-        if bucket.draft is not None and bucket.draft_attention is not None:
+        layout = self._layout(bucket.size, self.block) if self.config.plans_attention else None
+        if bucket.draft is not None:
             if layout is not None:
                 with ranges.range_("plan"):
-                    bucket.draft_attention.plan(layout)
+                    drafted = layout
+                    if self._draft_block != self.block:
+                        drafted = self._layout(bucket.size, self._draft_block)
+                    for attention in bucket.draft_attentions:
+                        attention.plan(drafted)
             with ranges.range_("draft"):
                 bucket.draft.run()
         if layout is not None:
@@ -271,10 +276,10 @@ class DecodeLoop:
         self.allocator.free(request.pages)
         request.pages = []
 
-    def _layout(self, num_requests: int) -> Layout:
+    def _layout(self, num_requests: int, block: int) -> Layout:
         return Layout.build(
-            [self.block] * len(self.running),
-            [request.start + self.block for request in self.running],
+            [block] * len(self.running),
+            [request.start + block for request in self.running],
             [request.pages for request in self.running],
             self.config.page_size,
             num_requests,

@@ -11,7 +11,7 @@ Legend: B requests, G block length, T rows, N / H query heads / head dim, C = ta
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -53,12 +53,18 @@ class Target:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Drafter:
-    """A loaded drafter and its K/V pool, which shares the target's page table."""
+    """A loaded drafter and its K/V pool, which shares the target's page table.
+
+    Embedding and head are the target's own tensors or the drafter's. With a reduced vocabulary
+    `target_ids_V` maps a row of the head to the target's id.
+    """
 
     config: DraftConfig
     weights: DraftWeights
+    embed_VD: Tensor
     lm_head_VD: Matrix
     kv_pool: Tensor
+    target_ids_V: Tensor | None = None
     quantized: DraftWeights | None = None
     """The same weights in FP8 with `quantized_lm_head_VD`, for as many rows as our GEMM takes."""
     quantized_lm_head_VD: Matrix | None = None
@@ -109,7 +115,7 @@ def draft_last_segment(
     block_length: int,
     eps: float,
 ) -> Carry:
-    """post + norm + the target's head on rows 1 .. G-1 -> logits [B * (G-1), V].
+    """post + norm + head on rows 1 .. G-1 -> logits [B * (G-1), V].
 
     Slot j predicts the token at its own position; slot 0, the anchor's, is dropped.
     """
@@ -144,7 +150,7 @@ def layer_steps(
     rope_PH: Tensor,
     kv_pool: Tensor,
     rows: Rows,
-    attention: AttentionBackend,
+    attentions: Sequence[AttentionBackend],
     attn_TNH: Tensor,
     eps: float,
     segments: Segments,
@@ -155,6 +161,7 @@ def layer_steps(
     The carry after a dense step is (h_TD, q_TNH), after an attention (h_TD, attn_TNH).
 
     Args:
+        attentions: one a layer; layers of one kind share a plan.
         attn_TNH: where attention writes; fixed, so captured segments read it in place.
         tap_: called with (layer, h_TD) for the output of every layer but the last.
     """
@@ -187,7 +194,7 @@ def layer_steps(
         return Dense(ranges.dense_name(chain, 0), run)
 
     def attend(layer: int) -> Step:
-        kv_cache = kv_pool[layer]
+        kv_cache, attention = kv_pool[layer], attentions[layer]
 
         def run(carry: Carry) -> Carry:
             h_TD, q_TNH = carry
@@ -217,7 +224,7 @@ def layer_steps(
 
 def tap_writer(config: DraftConfig, taps_TC: Tensor) -> Callable[[int, Tensor], None]:
     """Copies a tapped layer's output into its columns of the taps buffer."""
-    hidden = config.model.hidden_size
+    hidden = config.tap_size
     columns = {layer: i * hidden for i, layer in enumerate(config.target_layer_ids)}
 
     def tap_(layer: int, h_TD: Tensor) -> None:
@@ -252,7 +259,7 @@ def target_chain(
         weights.rope_PH,
         target.kv_pool,
         rows,
-        attention,
+        [attention] * config.num_hidden_layers,
         attn_TNH,
         eps,
         segments,
@@ -344,45 +351,67 @@ def context_chain(
 
 
 def draft_chain(
-    target: Target,
     drafter: Drafter,
     buffers: StepBuffers,
-    attention: AttentionBackend,
+    attentions: Sequence[AttentionBackend],
     segments: Segments,
 ) -> list[Step]:
-    """[anchor, MASK..] -> draft ids, one non-causal forward over the block."""
+    """[anchor, MASK..] -> draft ids, one forward over the block.
+
+    Args:
+        attentions: one a layer, by `DraftConfig.attention_rules`.
+    """
     config = drafter.config
-    weights, lm_head_VD = drafter.at(buffers.positions_T.shape[0])
+    weights, lm_head_VD = drafter.at(buffers.draft_positions_T.shape[0])
     eps = config.model.rms_norm_eps
-    rows = Rows(buffers.block_ids_BG.view(-1), buffers.positions_T, buffers.slots_T)
+    rows = Rows(
+        buffers.draft_block_ids_BG.view(-1), buffers.draft_positions_T, buffers.draft_slots_T
+    )
     steps = layer_steps(
         "draft",
-        target.weights.embed_VD,
+        drafter.embed_VD,
         weights.layers,
         weights.rope_PH,
         drafter.kv_pool,
         rows,
-        attention,
+        attentions,
         buffers.draft_attn_TNH,
         eps,
         segments,
     )
+    anchor_first = config.slot_convention == "anchor-first"
+    if anchor_first:
+        steps[0] = _after_copying_rows(steps[0], buffers)
 
     def last(carry: Carry) -> Carry:
         h_TD, attn_TNH = carry
-        (logits_TV,) = segments.draft_last(
-            weights.layers[-1],
-            weights.norm_D,
-            lm_head_VD,
-            h_TD,
-            attn_TNH,
-            config.block_size,
-            eps,
-        )
-        drafted = argmax_rows(logits_TV).view(-1, config.block_size - 1)
+        end = (weights.layers[-1], weights.norm_D, lm_head_VD, h_TD, attn_TNH)
+        if anchor_first:
+            _, logits_TV = segments.last(*end, eps)
+        else:
+            (logits_TV,) = segments.draft_last(*end, config.block_size, eps)
+        drafted_T = argmax_rows(logits_TV)
+        if drafter.target_ids_V is not None:
+            drafted_T = drafter.target_ids_V.index_select(0, drafted_T)
         buffers.draft_ids_BG[:, :1].copy_(buffers.block_ids_BG[:, :1])
-        buffers.draft_ids_BG[:, 1:].copy_(drafted)
+        buffers.draft_ids_BG[:, 1:].copy_(drafted_T.view(-1, config.num_draft_tokens))
         return ()
 
     steps.append(Dense(ranges.dense_name("draft", len(weights.layers)), last))
     return steps
+
+
+def _after_copying_rows(step: Step, buffers: StepBuffers) -> Step:
+    """`step` behind a copy of the block's rows but each request's last, which only verify runs."""
+
+    def run(carry: Carry) -> Carry:
+        rows_BG, block_BG = buffers.draft_block_ids_BG, buffers.block_ids_BG
+        for rows, block in (
+            (rows_BG, block_BG),
+            (buffers.draft_positions_T, buffers.positions_T),
+            (buffers.draft_slots_T, buffers.slots_T),
+        ):
+            rows.view_as(rows_BG).copy_(block.view_as(block_BG)[:, : rows_BG.shape[1]])
+        return step.run(carry)
+
+    return Dense(step.name, run)

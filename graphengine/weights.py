@@ -18,7 +18,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from graphengine.config import DraftConfig, ModelConfig
-from graphengine.models.dflash import DraftWeights
+from graphengine.models.dflash import DraftVocabulary, DraftWeights
 from graphengine.models.layers import dense, quantize_fp8, rope_table
 from graphengine.models.qwen3 import LayerWeights, Weights
 
@@ -34,6 +34,10 @@ class TensorSource(Protocol):
 
     def take(self, name: str, *shape: int) -> Tensor:
         """The tensor `name`, on the device and in the dtype of the run."""
+        ...
+
+    def take_integers(self, name: str, *shape: int) -> Tensor:
+        """An integer or boolean tensor, as int64 on the device."""
         ...
 
     def has(self, name: str) -> bool:
@@ -79,6 +83,23 @@ class Checkpoint:
         return name in self._handles
 
     def take(self, name: str, *shape: int) -> Tensor:
+        tensor = self._read(name, shape)
+        if tensor.dtype not in _FLOATS:  # float8 is a float too, but means nothing unscaled
+            raise ValueError(
+                f"{self._directory}: tensor {name!r} has dtype {tensor.dtype}; only unquantised "
+                "float checkpoints are supported"
+            )
+        return tensor.to(self._dtype)
+
+    def take_integers(self, name: str, *shape: int) -> Tensor:
+        tensor = self._read(name, shape)
+        if tensor.is_floating_point() or tensor.is_complex():
+            raise ValueError(
+                f"{self._directory}: tensor {name!r} has dtype {tensor.dtype}; expected integers"
+            )
+        return tensor.long()
+
+    def _read(self, name: str, shape: tuple[int, ...]) -> Tensor:
         handle = self._handles.get(name)
         if handle is None:
             raise ValueError(
@@ -92,16 +113,11 @@ class Checkpoint:
                 f"{list(shape)}"
             )
         tensor = handle.get_tensor(name)
-        if tensor.dtype not in _FLOATS:  # float8 is a float too, but means nothing unscaled
-            raise ValueError(
-                f"{self._directory}: tensor {name!r} has dtype {tensor.dtype}; only unquantised "
-                "float checkpoints are supported"
-            )
         self._left.discard(name)
         if self._progress is not None:
             self._loaded_bytes += tensor.numel() * tensor.element_size()
             self._progress(self._loaded_bytes, self._total_bytes)
-        return tensor.to(self._dtype)
+        return tensor
 
     def finish(self) -> None:
         if self._left:
@@ -129,6 +145,10 @@ class RandomSource:
         if name.endswith("norm.weight"):
             return tensor.fill_(1.0)
         return tensor.normal_(std=0.02, generator=self._generator)
+
+    def take_integers(self, name: str, *shape: int) -> Tensor:
+        """Zeros: a draft vocabulary of the target's first ids."""
+        return torch.zeros(shape, dtype=torch.int64, device=self._device)
 
     def finish(self) -> None:
         pass
@@ -166,20 +186,68 @@ def target_weights(
     return Weights(embed, layers, norm, head, rope)
 
 
+def draft_vocabulary(source: TensorSource, config: DraftConfig, target: Weights) -> DraftVocabulary:
+    """The drafter's embedding, head and id map: its own, or the target's tensors themselves.
+
+    Shared iff the checkpoint has none, or one that equals the target's. What decides is the tensor,
+    never `tie_word_embeddings` (z-lab writes either) nor the mere presence of an id map.
+    `d2t` holds offsets: target id = i + d2t[i]; `t2d` marks the same ids and must agree.
+
+    Raises:
+        ValueError: a tensor is missing or misshaped, the ids leave the vocabulary, or t2d and d2t
+            disagree.
+    """
+    vocab, hidden, num_ids = config.model.vocab_size, config.model.hidden_size, config.num_draft_ids
+    prefix, fits = _draft_prefix(source), target.embed_VD.shape[1] == hidden
+    embed, head = target.embed_VD, target.lm_head_VD
+    name = f"{prefix}embed_tokens.weight"
+    if source.has(name) or not fits:
+        own = source.take(name, vocab, hidden)
+        embed = embed if torch.equal(own, embed) else own
+    if source.has("lm_head.weight") or not fits or num_ids != vocab:
+        own = source.take("lm_head.weight", num_ids, hidden)
+        head = head if torch.equal(own, head) else own
+    if num_ids == vocab and not source.has("d2t") and not source.has("t2d"):
+        return DraftVocabulary(embed, head, None)
+    order = torch.arange(num_ids, device=embed.device)
+    target_ids = order + source.take_integers("d2t", num_ids)
+    if target_ids.min() < 0 or target_ids.max() >= vocab:
+        raise ValueError(
+            f"d2t maps to ids {target_ids.min()} .. {target_ids.max()}, outside the target's "
+            f"vocabulary of {vocab}; it holds offsets (target id = i + d2t[i]), not ids"
+        )
+    if source.has("t2d"):
+        kept = source.take_integers("t2d", vocab).nonzero()[:, 0]
+        if not torch.equal(kept, target_ids.sort().values):
+            raise ValueError(
+                f"t2d marks {len(kept)} ids, which are not the {num_ids} of d2t; the checkpoint's "
+                "vocabulary maps belong to different drafters"
+            )
+    return DraftVocabulary(embed, head, None if torch.equal(target_ids, order) else target_ids)
+
+
+def _draft_prefix(source: TensorSource) -> str:
+    return "model." if source.has("model.fc.weight") else ""
+
+
 def draft_weights(
     source: TensorSource, config: DraftConfig, num_positions: int, device: torch.device
 ) -> DraftWeights:
-    """Builds the drafter's tree from z-lab names (no `model.` prefix, no embedding, no head).
+    """Builds the drafter's tree; names may stand behind `model.`.
+
+    Comes after `draft_vocabulary`, since nothing may be left in the file.
 
     Raises:
         ValueError: a tensor is missing, unexpected or misshaped.
     """
     model = config.model
-    hidden = model.hidden_size
-    fc = source.take("fc.weight", hidden, config.num_taps * hidden)
-    hidden_norm = source.take("hidden_norm.weight", hidden)
-    layers = tuple(_layer(source, f"layers.{i}.", model) for i in range(model.num_hidden_layers))
-    norm = source.take("norm.weight", hidden)
+    hidden, prefix = model.hidden_size, _draft_prefix(source)
+    fc = source.take(f"{prefix}fc.weight", hidden, config.num_taps * config.tap_size)
+    hidden_norm = source.take(f"{prefix}hidden_norm.weight", hidden)
+    layers = tuple(
+        _layer(source, f"{prefix}layers.{i}.", model) for i in range(model.num_hidden_layers)
+    )
+    norm = source.take(f"{prefix}norm.weight", hidden)
     source.finish()
     context_kv = torch.cat([dense(layer.qkv_ED, fc.dtype)[model.q_size :] for layer in layers])
     bias = None

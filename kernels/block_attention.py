@@ -11,6 +11,9 @@ computed from the length on the device. A split past `live` exits at once. With 
 merged by a second kernel, or inside the first one: the splits count their arrivals, and each
 then merges its share of the rows.
 
+With a window (WINDOW, a constexpr; 0 is none) chunks before the first row's window are left out:
+chunk 0 is the one that holds the first key that any row sees.
+
 Invariant: which keys a split reads, and which splits exist, is a function of the device length
 alone; the partial and the merge kernel compute it with the same `_live_splits`. A split without
 keys writes nothing and nothing of it is read, so neither stale workspace nor a cache poisoned past
@@ -123,6 +126,7 @@ def block_attention_reference(
     start_B: torch.Tensor,
     block_length: int,
     causal: bool,
+    window: int | None = None,
 ) -> torch.Tensor:
     """`block_attention` in plain torch, fp32 inside, over the whole page table. Returns out."""
     B, W = page_table_BW.shape
@@ -138,6 +142,9 @@ def block_attention_reference(
     q = q_TNH.float().reshape(B, block_length, K, N // K, H)
     scores = torch.einsum("bgkmh,bskh->bkmgs", q, k) * H**-0.5
     seen = key < length[:, None, None, :, None]
+    if window is not None:
+        position = start_B.long()[:, None] + row  # [B, G]
+        seen = seen & ((position[:, :, None] - key).abs() < window)[:, None, None]
     p = torch.where(seen, scores, -torch.inf).softmax(-1).nan_to_num(0.0)  # padded rows: 0
     return torch.einsum("bkmgs,bskh->bgkmh", p, v).reshape(-1, N, H).to(q_TNH.dtype)
 
@@ -152,11 +159,13 @@ def block_attention(
     out_TNH: torch.Tensor,
     workspace: Workspace,
     config: LaunchConfig | None = None,
+    window: int | None = None,
 ) -> None:
     """Attend from each request's block to its cached keys, with lengths read on the device.
 
     out[b, i, n] = softmax_j(q[b, i, n] . k[b, j, n // (N/K)] * H^-0.5) v[b, j, n // (N/K)]
-    over j < start[b] + i + 1 if causal, j < start[b] + G otherwise
+    over j < start[b] + i + 1 if causal, j < start[b] + G otherwise;
+    with a window over those of them with |start[b] + i - j| < window
 
     Programmatic dependent launch: start and page_table are read before the previous kernel has
     finished, everything else after it. So the kernel launched just before may write q, K/V and
@@ -176,6 +185,7 @@ def block_attention(
         out_TNH: [B*G, N, H], dtype of q, contiguous.
         workspace: from `workspace(B, G, N, H, num_splits, device)`; unused by the reference.
         config: tile sizes, warps, stages, merge; None takes `choose_config`'s.
+        window: at least 1; None is the whole context.
     Mutates: out_TNH, workspace.
     Raises: ValueError for shapes, dtypes or strides that the kernel cannot address.
     Source: flash-decoding (split keys, merge by log-sum-exp); exp2 softmax as in FlashAttention.
@@ -184,9 +194,15 @@ def block_attention(
     B, W = page_table_BW.shape
     S, K = kv_cache.shape[2:4]
     _check_inputs(q_TNH, kv_cache, page_table_BW, start_B, block_length, out_TNH, workspace)
+    if window is not None and window < 1:
+        raise ValueError(
+            f"window {window}: a row sees at least its own key; use 1 or more, or None"
+        )
     if not (q_TNH.is_cuda or INTERPRET):
         out_TNH.copy_(
-            block_attention_reference(q_TNH, kv_cache, page_table_BW, start_B, block_length, causal)
+            block_attention_reference(
+                q_TNH, kv_cache, page_table_BW, start_B, block_length, causal, window
+            )
         )
         return
     if H < 16 or H > 256 or H & (H - 1):
@@ -201,6 +217,7 @@ def block_attention(
     lengths = (start_B, W * S, config.one_split)
     shape = {"N": N, "H": H, "G": block_length, "K": K, "ROWS": rows, "ROW_TILES": row_tiles}
     shape |= {"CHUNK": config.chunk, "SPLITS": num_splits, "PDL": pdl}
+    shape |= {"WINDOW": window or 0}
     launch = {"launch_pdl": True} if pdl else {}
     _partial_kernel[(K * row_tiles, B, num_splits)](
         q_TNH,
@@ -283,11 +300,24 @@ def _check_inputs(
 
 
 @triton.jit
-def _live_splits(start, max_kv, one_split, G: tl.constexpr, CHUNK: tl.constexpr, Z: tl.constexpr):
-    """(kv length, splits with work); a padded request has length 0 and one split, for zeros."""
+def _live_splits(
+    start,
+    max_kv,
+    one_split,
+    G: tl.constexpr,
+    CHUNK: tl.constexpr,
+    Z: tl.constexpr,
+    WINDOW: tl.constexpr,
+):
+    """(kv length, splits with work, chunks before the window); a padded request has length 0 and
+    one split, for zeros."""
     kv_len = tl.where(start > 0, tl.minimum(start + G, max_kv), 0)
-    live = tl.minimum(tl.maximum((kv_len + CHUNK - 1) // CHUNK, 1), Z)
-    return kv_len, tl.where(kv_len <= one_split, 1, live)
+    skipped = 0
+    if WINDOW:
+        skipped = tl.minimum(tl.maximum(start + 1 - WINDOW, 0), kv_len) // CHUNK
+    read = kv_len - skipped * CHUNK
+    live = tl.minimum(tl.maximum((read + CHUNK - 1) // CHUNK, 1), Z)
+    return kv_len, tl.where(read <= one_split, 1, live), skipped
 
 
 @triton.jit
@@ -375,6 +405,7 @@ def _partial_kernel(
     CHUNK: tl.constexpr,
     SPLITS: tl.constexpr,
     PDL: tl.constexpr,
+    WINDOW: tl.constexpr,
     TILE: tl.constexpr,
     S: tl.constexpr,
     CAUSAL: tl.constexpr,
@@ -394,16 +425,20 @@ def _partial_kernel(
     # A split begins with chunk `split` whatever the length, so that its first pages are on their
     # way together with the length. (Everything is latency at short lengths.)
     key = split * CHUNK + offset
-    page = tl.load(pages + key // S, mask=key < max_kv, other=0)
+    if not WINDOW:
+        page = tl.load(pages + key // S, mask=key < max_kv, other=0)
     start = tl.load(starts + b)
-    kv_len, live = _live_splits(  # pyright: ignore[reportGeneralTypeIssues]
-        start, max_kv, one_split, G, CHUNK, SPLITS
+    kv_len, live, skipped = _live_splits(  # pyright: ignore[reportGeneralTypeIssues]
+        start, max_kv, one_split, G, CHUNK, SPLITS, WINDOW
     )
+    if WINDOW:
+        key += skipped * CHUNK
+        page = tl.load(pages + key // S, mask=key < kv_len, other=0)
     if PREFETCH:
         LINE: tl.constexpr = 1024 // k_cache.dtype.element_ty.primitive_bitwidth  # 128 bytes
         LINES: tl.constexpr = (H + LINE - 1) // LINE
         for first in tl.static_range(0, CHUNK, TILE):
-            ahead = split * CHUNK + first + offset
+            ahead = (split + skipped) * CHUNK + first + offset
             wanted = (split < live) & (ahead < kv_len)
             slot = tl.load(pages + ahead // S, mask=wanted, other=0).to(tl.int64) * S + ahead % S
             line = (slot * K + kv_head)[:, None] * H + tl.arange(0, LINES)[None, :] * LINE
@@ -423,15 +458,19 @@ def _partial_kernel(
         row, b, kv_head, G, GROUP
     )
     limit = start + row // GROUP + 1 if CAUSAL else tl.zeros_like(row) + kv_len
+    if WINDOW:
+        limit = tl.minimum(limit, start + row // GROUP + WINDOW)
+        lowest = start + row // GROUP - WINDOW + 1
     q_tile = tl.load(
         q + t[:, None] * q_row_stride + head[:, None] * H + dim[None, :],
         mask=exists[:, None],
         other=0.0,
     )
-    chunks = (kv_len + CHUNK - 1) // CHUNK
+    read = kv_len - skipped * CHUNK
+    chunks = (read + CHUNK - 1) // CHUNK
     num_tiles = (chunks - split + live - 1) // live * TILES_PER_CHUNK
     if (chunks - 1) % live == split:  # the last chunk may be cut short
-        num_tiles -= (chunks * CHUNK - kv_len) // TILE
+        num_tiles -= (chunks * CHUNK - read) // TILE
     highest = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, H], tl.float32)
@@ -443,7 +482,9 @@ def _partial_kernel(
         # Masked, because a probability of 0 times a stale NaN is NaN.
         v = tl.load(v_cache + address, mask=cached[:, None], other=0.0)
         seen = (key[None, :] < limit[:, None]) & cached[None, :]
-        chunk = split + (n + 1) // TILES_PER_CHUNK * live
+        if WINDOW:
+            seen &= key[None, :] >= lowest[:, None]
+        chunk = skipped + split + (n + 1) // TILES_PER_CHUNK * live
         key = chunk * CHUNK + (n + 1) % TILES_PER_CHUNK * TILE + offset
         page = tl.load(pages + key // S, mask=key < kv_len, other=0)
         scores = (
@@ -451,7 +492,7 @@ def _partial_kernel(
         )
         scores = tl.where(seen, scores, float("-inf"))
         new_highest = tl.maximum(highest, tl.max(scores, axis=1))
-        # A causal row may see nothing of this split: subtract 0 there, not -inf (NaN).
+        # A row may see nothing of this split: subtract 0 there, not -inf (NaN).
         shift = tl.where(new_highest == float("-inf"), 0.0, new_highest)
         p = tl.exp2(scores - shift[:, None])
         alpha = tl.exp2(highest - shift)
@@ -596,13 +637,14 @@ def _merge_kernel(
     CHUNK: tl.constexpr,
     SPLITS: tl.constexpr,
     PDL: tl.constexpr,
+    WINDOW: tl.constexpr,
     SHARE: tl.constexpr,
 ):
     """The merge as a launch of its own: SHARE rows of one packed tile."""
     b = tl.program_id(1)
     start = tl.load(starts + b)
-    _, live = _live_splits(  # pyright: ignore[reportGeneralTypeIssues]
-        start, max_kv, one_split, G, CHUNK, SPLITS
+    _, live, _ = _live_splits(  # pyright: ignore[reportGeneralTypeIssues]
+        start, max_kv, one_split, G, CHUNK, SPLITS, WINDOW
     )
     if PDL:
         gdc_wait()

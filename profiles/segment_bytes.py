@@ -3,7 +3,7 @@
 Counted from the configs alone, so that a stored trace can be judged without loading a model.
 Matrices count, norms (under 0.01 %), activations and the embedding's few rows do not.
 Segment i of a stack of L layers is `post(i - 1) + pre(i)`; the first has no post, the last has the
-head instead of a pre. The drafter's last segment reads the target's head.
+head instead of a pre. The drafter's last segment reads a head as well, the target's or its own.
 """
 
 from graphengine.config import DraftConfig, ModelConfig
@@ -26,7 +26,7 @@ def segment_bytes(
     found = {name: count * itemsize for name, count in found.items()}
     if draft is not None:
         model = draft.model
-        own = _stack("draft", model, head)
+        own = _stack("draft", model, draft.num_draft_ids * model.hidden_size)
         # The head segment, draft.00, is queued apart from the rest of the chain.
         own["draft"] = sum(own.values()) - own[ranges.dense_name("draft", 0)]
         fc = model.hidden_size * draft.num_taps * target.hidden_size

@@ -20,7 +20,7 @@ from graphengine.models.qwen3 import LayerWeights
 
 
 class DraftWeights(NamedTuple):
-    """A whole drafter; embedding and head are the target's."""
+    """A whole drafter but for its `DraftVocabulary`."""
 
     fc_DC: Matrix  # columns in the order of target_layer_ids
     hidden_norm_D: Tensor
@@ -30,6 +30,14 @@ class DraftWeights(NamedTuple):
     layers: tuple[LayerWeights, ...]
     norm_D: Tensor
     rope_PH: Tensor  # float32; the drafter's own theta
+
+
+class DraftVocabulary(NamedTuple):
+    """How a drafter reads and names tokens: with the target's own tensors, or with its own."""
+
+    embed_VD: Tensor  # rows by target id
+    lm_head_VD: Tensor  # rows by draft id
+    target_ids_V: Tensor | None  # int64, draft id -> target id; None where they are the same
 
 
 def context(weights: DraftWeights, taps_TC: Tensor, eps: float) -> Tensor:

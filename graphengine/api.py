@@ -97,8 +97,11 @@ class Engine:
         """Loads, compiles and captures.
 
         Args:
-            target: hub id or directory of a dense Qwen3 model.
-            draft: hub id or directory of its DFlash drafter; None decodes plainly.
+            target: hub id or directory of a dense Qwen3 model, or of a speculators checkpoint,
+                which is its own drafter and names its target.
+            draft: hub id or directory of its DFlash drafter, in any format of
+                docs/draft-formats.md. None decodes plainly, unless the target is a speculators
+                checkpoint; "none" always does.
             buckets: batch sizes to build; more prompts than the largest wait in order.
             graph_mode: "piecewise" (default on a GPU), "full" or "none" (default on the CPU).
             compile: Inductor for the dense segments; default on a GPU only.

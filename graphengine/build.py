@@ -6,9 +6,8 @@ Order matters for memory: weights, then the K/V pool from what the budget leaves
 
 from __future__ import annotations
 
-import json
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -39,6 +38,7 @@ from graphengine.hub import resolve
 from graphengine.kvcache import make_pool, page_bytes, pages_for
 from graphengine.metrics import StartupMetrics
 from graphengine.models.layers import quantize_fp8
+from graphengine.pairs import named_pair, read_json
 from graphengine.prefill import Prefill
 from graphengine.profiles import ranges
 from graphengine.simulate import acceptance_rate, make_simulation
@@ -104,8 +104,10 @@ def build(
         ValueError: anything that does not fit, with the value and the remedy.
     """
     began = time.perf_counter()
-    target_dir, draft_dir = resolve_pair(target_name, draft_name)
-    target_config, draft_config = read_configs(target_dir, draft_dir)
+    target_name, draft_name = named_pair(target_name, draft_name)
+    target_config, draft_config = read_configs(target_name, draft_name)
+    target_dir = resolve(target_name)
+    draft_dir = resolve(draft_name) if draft_name is not None else None
     config = resolve_options(options, target_config, draft_config)
     device = torch.device(config.device)
     dtype = getattr(torch, config.dtype)
@@ -234,37 +236,14 @@ def read_configs(
     Raises:
         ValueError: a file is missing or not understood, or the drafter is another target's.
     """
-    target_dir, directory = resolve_pair(target_name, draft_name)
-    target = ModelConfig.from_hf(*_read_json(target_dir / "config.json"))
-    if directory is None:
+    target_name, draft_name = named_pair(target_name, draft_name)
+    target = ModelConfig.from_hf(*read_json(resolve(target_name) / "config.json"))
+    if draft_name is None:
         return target, None
-    draft = DraftConfig.from_hf(*_read_json(directory / "config.json"))
+    directory = resolve(draft_name)
+    draft = DraftConfig.from_hf(*read_json(directory / "config.json"))
     draft.check_target(target, str(directory))
     return target, draft
-
-
-def resolve_pair(
-    target_name: str | Path, draft_name: str | Path | None
-) -> tuple[Path, Path | None]:
-    """Both directories. A speculators checkpoint as the target stands for itself as the drafter,
-    unless one is named, and for the verifier that it names as the target.
-
-    Raises:
-        ValueError: a model that is not found, or a drafter that names no verifier.
-    """
-    directory = resolve(target_name)
-    config, source = _read_json(directory / "config.json")
-    draft_dir = resolve(draft_name) if draft_name is not None else None
-    if "speculators_model_type" not in config:
-        return directory, draft_dir
-    verifier = DraftConfig.from_hf(config, source).verifier
-    if verifier is None:
-        raise ValueError(
-            f"{source}: a drafter, and its speculators_config names no verifier; pass the target "
-            f"as MODEL and --draft {directory}"
-        )
-    beside = directory / verifier
-    return resolve(beside if beside.is_dir() else verifier), draft_dir or directory
 
 
 def resolve_options(
@@ -401,21 +380,11 @@ def _size_pool(
     return config, num_pages, num_pages * per_page
 
 
-def _read_json(path: Path) -> tuple[Mapping[str, Any], str]:
-    try:
-        parsed = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{path}: not readable JSON ({error}); fetch the file again") from error
-    if not isinstance(parsed, dict):
-        raise ValueError(f"{path}: holds {type(parsed).__name__}, expected a JSON object")
-    return parsed, str(path)
-
-
 def _stop_ids(directory: Path, config: ModelConfig) -> frozenset[int]:
     """generation_config.json's end tokens; config.json's where it names none."""
     path = directory / "generation_config.json"
     if path.is_file():
-        values, source = _read_json(path)
+        values, source = read_json(path)
         ids = token_ids(values.get("eos_token_id"), "eos_token_id", source)
         if ids:
             return frozenset(ids)

@@ -210,11 +210,13 @@ def run(ctx: click.Context, model: str | None, draft: str | None, **options: Any
     try:
         from graphengine import cli_run
         from graphengine.hub import TINY_DRAFT, TINY_TARGET
+        from graphengine.pairs import NO_DRAFT, named_pair
 
         note = None
         if model is None and draft is None:
             draft = str(TINY_DRAFT)
-        elif draft is None:
+        target, drafter = named_pair(model or TINY_TARGET, draft)
+        if drafter is None and draft != NO_DRAFT:
             note = (
                 "decoding plainly; pass --draft with this model's DFlash drafter for speculative "
                 "decoding, or --draft none to leave out this note"
@@ -222,8 +224,8 @@ def run(ctx: click.Context, model: str | None, draft: str | None, **options: Any
         options["compile"] = options.pop("compile_")
         options["buckets"] = options.pop("bucket")
         job = cli_run.Job(
-            model=model or str(TINY_TARGET),
-            draft=None if draft == "none" else draft,
+            model=target,
+            draft=drafter,
             conversations=conversations,
             max_new_tokens=options.pop("max_new_tokens"),
             ignore_eos=options.pop("ignore_eos"),

@@ -154,13 +154,14 @@ def _bench(model: str | None, draft: str | None, options: dict[str, Any]) -> Non
     from graphengine.api import Engine
     from graphengine.bench import Case, gpu_memory, read_bandwidth_gbps, run_case
     from graphengine.hub import TINY_DRAFT, TINY_TARGET, preset_names
+    from graphengine.pairs import named_pair
     from graphengine.profiles.result_schema import environment, write_result
 
     console = Console(stderr=True, width=None if sys.stderr.isatty() else 120)
     if model is None:
         model, draft = str(TINY_TARGET), draft or str(TINY_DRAFT)
     load_format = options["load_format"] or ("dummy" if model in preset_names() else "auto")
-    draft = None if draft == "none" else draft
+    model, draft = named_pair(model, draft)
     simulated = options["simulate_acceptance"] if draft else None
     input_lens, output_len = options["input_len"], options["output_len"]
     block_room = 256

@@ -72,12 +72,13 @@ def _graphs(model: str | None, draft: str | None, options: dict[str, Any]) -> No
     from graphengine.build import read_configs
     from graphengine.capture.inventory import inventory, write_dot
     from graphengine.hub import TINY_DRAFT, TINY_TARGET
+    from graphengine.pairs import named_pair
     from graphengine.report import stderr_console
 
     console = stderr_console(quiet=False)
     if model is None:
         model, draft = str(TINY_TARGET), draft or str(TINY_DRAFT)
-    draft = None if draft == "none" else draft
+    model, draft = named_pair(model, draft)
     target, drafter = read_configs(model, draft)
     models = [target] + ([drafter.model] if drafter else [])
     block = drafter.num_verify_rows if drafter else 0

@@ -20,6 +20,7 @@ from graphengine.api import Engine
 from graphengine.bench import read_bandwidth_gbps
 from graphengine.build import read_configs
 from graphengine.hub import TINY_DRAFT, TINY_TARGET, preset_names
+from graphengine.pairs import named_pair
 from graphengine.profiles import host_trace, nsys, torch_trace
 from graphengine.profiles.launch_gaps import Report, report
 from graphengine.profiles.profiled_steps import Workload, cuda_profiler_range, run_steps
@@ -65,7 +66,7 @@ def read_file(model: str | None, draft: str | None, options: dict[str, Any]) -> 
     facts: dict[str, Any] = {}
     beside = file.parent / _FACTS
     if model is not None:
-        target, drafter = read_configs(model, None if draft in (None, "none") else draft)
+        target, drafter = read_configs(model, draft)
         itemsize = 4 if options["dtype"] == "float32" else 2
         draft_itemsize = 1 if options["draft_quantization"] == "fp8" else itemsize
         facts["segment_bytes"] = segment_bytes(target, drafter, itemsize, draft_itemsize)
@@ -84,7 +85,7 @@ def _resolve(
     if model is None:
         model, draft = str(TINY_TARGET), draft or str(TINY_DRAFT)
     load_format = options["load_format"] or ("dummy" if model in preset_names() else "auto")
-    return model, None if draft == "none" else draft, load_format
+    return *named_pair(model, draft), load_format
 
 
 def run(

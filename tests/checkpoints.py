@@ -10,12 +10,12 @@ so that transformers can load them as the reference.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 SPECIALS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 CHAT_TEMPLATE = (
@@ -123,6 +123,13 @@ def make_drafter(
     rope: Mapping[str, Any] | None = None,
     nested: bool = True,
     dtype: str = "float32",
+    hidden: int | None = None,
+    own_embedding: bool = False,
+    own_head: bool = False,
+    sliding: str = "",
+    window: int | None = None,
+    extra: Mapping[str, Any] | None = None,
+    dflash_extra: Mapping[str, Any] | None = None,
 ) -> Path:
     """Writes a DFlash drafter of a target, in the z-lab format.
 
@@ -132,12 +139,17 @@ def make_drafter(
         rope: as for `make_target`; default a flat rope_theta of 1000000, unlike the target's.
         nested: DFlash keys inside `dflash_config` (the newer generation); otherwise
             `block_size` and `num_target_layers` stand at the top level (the older one).
+        hidden: the drafter's own width; where it is not the target's, both tables are its own.
+        own_embedding, own_head: ship tables that differ from the target's.
+        sliding: a letter a layer, s for sliding_attention; anything else is full_attention.
+        extra, dflash_extra: further keys at the top level and inside dflash_config.
 
     Returns:
         The directory.
     """
     target = json.loads((target_directory / "config.json").read_text())
-    hidden, vocab = target["hidden_size"], target["vocab_size"]
+    target_hidden, vocab = target["hidden_size"], target["vocab_size"]
+    hidden = int(hidden or target_hidden)
     heads = int(heads or target["num_attention_heads"])
     kv_heads = int(kv_heads or target["num_key_value_heads"])
     head_dim = int(head_dim or target["head_dim"])
@@ -155,14 +167,17 @@ def make_drafter(
         "hidden_act": "silu",
         "hidden_size": hidden,
         "intermediate_size": intermediate,
-        "layer_types": ["full_attention"] * layers,
+        "layer_types": [
+            "sliding_attention" if kind == "s" else "full_attention"
+            for kind in sliding.ljust(layers, "f")
+        ],
         "max_position_embeddings": max_positions or target["max_position_embeddings"],
         "num_attention_heads": heads,
         "num_hidden_layers": layers,
         "num_key_value_heads": kv_heads,
         "rms_norm_eps": 1e-6,
-        "sliding_window": None,
-        "use_sliding_window": False,
+        "sliding_window": window,
+        "use_sliding_window": "s" in sliding,
         "tie_word_embeddings": False,
         "vocab_size": vocab,
         "dtype": dtype,
@@ -171,9 +186,13 @@ def make_drafter(
     if not nested:
         config |= outer
     config |= {"rope_theta": 1000000.0, "rope_scaling": None} if rope is None else dict(rope)
+    config |= dict(extra or {})
+    config["dflash_config"] |= dict(dflash_extra or {})
+    if hidden != target_hidden:
+        config["target_hidden_size"] = target_hidden
 
     shapes: dict[str, tuple[int, ...]] = {
-        "fc.weight": (hidden, len(taps) * hidden),
+        "fc.weight": (hidden, len(taps) * target_hidden),
         "hidden_norm.weight": (hidden,),
         "norm.weight": (hidden,),
     }
@@ -193,11 +212,105 @@ def make_drafter(
             f"{prefix}mlp.{name}_proj.weight": (intermediate, hidden) for name in ("gate", "up")
         }
         shapes[f"{prefix}mlp.down_proj.weight"] = (hidden, intermediate)
+    if own_embedding or hidden != target_hidden:
+        shapes["embed_tokens.weight"] = (vocab, hidden)
+    if own_head or hidden != target_hidden:
+        shapes["lm_head.weight"] = (vocab, hidden)
     generator = torch.Generator().manual_seed(seed)
     kind = getattr(torch, dtype)
     tensors = {name: _random(name, shape, generator).to(kind) for name, shape in shapes.items()}
+    return write_checkpoint(directory, config, tensors)
+
+
+def as_speculators(
+    directory: Path,
+    z_lab: Path,
+    target_directory: Path,
+    *,
+    kept: Sequence[int] | None = None,
+    verifier: str | None = None,
+    **extra: Any,
+) -> Path:
+    """Saves a z-lab drafter as speculators does: the same drafter, said in its keys.
+
+    Args:
+        kept: target ids of a reduced draft vocabulary, in draft order; default all of them.
+        verifier: `name_or_path` of the verifier block; default the target's directory.
+        extra: further keys at the top level, such as `sample_from_anchor`.
+
+    Returns:
+        The directory.
+    """
+    from transformers import Qwen3Config
+
+    config = json.loads((z_lab / "config.json").read_text())
+    dflash = config["dflash_config"]
+    tensors = load_file(z_lab / "model.safetensors")
+    block_size = dflash.get("block_size", config.get("block_size"))
+    drop = ("architectures", "dflash_config", "block_size", "num_target_layers", "dtype")
+    drop += ("target_hidden_size", "is_causal", "sample_from_anchor")
+    layers = Qwen3Config(**{k: v for k, v in config.items() if k not in drop})
+    vocab = config["vocab_size"]
+    if kept is not None:
+        ids = torch.tensor(kept)
+        head = tensors.get("lm_head.weight", output_table(target_directory))
+        tensors["lm_head.weight"] = head[ids].clone()
+        tensors["d2t"] = ids - torch.arange(len(kept))
+        tensors["t2d"] = torch.zeros(vocab, dtype=torch.bool).scatter_(0, ids, True)
+    written = {
+        "architectures": ["DFlashSpeculator"],
+        "speculators_model_type": "dflash",
+        "speculators_version": "0.5.0",
+        "transformer_layer_config": layers.to_diff_dict(),
+        "draft_vocab_size": vocab if kept is None else len(kept),
+        "block_size": block_size,
+        "target_hidden_size": config.get("target_hidden_size"),
+        "aux_hidden_state_layer_ids": [tap + 1 for tap in dflash["target_layer_ids"]],
+        "mask_token_id": dflash["mask_token_id"],
+        "sliding_window_non_causal": config.get("is_causal") is False,
+        "sample_from_anchor": False,
+        "speculators_config": {
+            "algorithm": "dflash",
+            "default_proposal_method": "greedy",
+            "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": block_size - 1}],
+            "verifier": {
+                "name_or_path": str(target_directory) if verifier is None else verifier,
+                "architectures": ["Qwen3ForCausalLM"],
+            },
+        },
+    }
+    return write_checkpoint(directory, written | extra, tensors)
+
+
+def as_deepspec(directory: Path, z_lab: Path, target_directory: Path) -> Path:
+    """Saves a z-lab drafter's weights as DeepSpec does: flat keys, anchor first, with copies of
+    the target's embedding and head. Returns the directory."""
+    config = json.loads((z_lab / "config.json").read_text())
+    dflash = config.pop("dflash_config")
+    kept = {key: dflash[key] for key in ("mask_token_id", "target_layer_ids")}
+    outer = {key: dflash.get(key, config.get(key)) for key in ("block_size", "num_target_layers")}
+    config |= kept | outer | {"architectures": ["Qwen3DSparkModel"], "num_anchors": 512}
+    config |= {"enable_confidence_head": False, "markov_rank": 0, "tie_word_embeddings": False}
+    target = load_file(target_directory / "model.safetensors")
+    tensors = load_file(z_lab / "model.safetensors") | {
+        "embed_tokens.weight": target["model.embed_tokens.weight"].clone(),
+        "lm_head.weight": output_table(target_directory).clone(),
+    }
+    return write_checkpoint(directory, config, tensors)
+
+
+def output_table(target_directory: Path) -> torch.Tensor:
+    """A target's head, which may be its embedding."""
+    target = load_file(target_directory / "model.safetensors")
+    return target.get("lm_head.weight", target["model.embed_tokens.weight"])
+
+
+def write_checkpoint(
+    directory: Path, config: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]
+) -> Path:
+    """One safetensors file and config.json. Returns the directory."""
     directory.mkdir(parents=True, exist_ok=True)
-    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    save_file(dict(tensors), directory / "model.safetensors", metadata={"format": "pt"})
     (directory / "config.json").write_text(json.dumps(config, indent=2))
     return directory
 

@@ -5,7 +5,8 @@ wired wrongly only shows as lost acceptance. Here the target is transformers' ow
 drafter is written from the paper (arXiv 2602.06036) without caches, pages or buffers: every call
 recomputes everything from the token ids. Shares no code with graphengine.
 Invariant: context rows are strictly before the anchor; the block (anchor, MASK..) sees all context
-rows and all of itself; slot j predicts the token at its own position; slot 0 is dropped.
+rows and all of itself, but for layers with a window or a causal mask; slot j predicts the token at
+its own position and slot 0 is dropped, or, anchor first, slot j predicts the token behind it.
 
 `force_drafts` puts known drafts in front of an engine's verification, so that tests can ask for
 every acceptance length, which a drafter with random weights never gives.
@@ -71,7 +72,7 @@ def plain_generate(model: Any, prompt_ids: Sequence[int], num_tokens: int) -> li
 
 @dataclass
 class DraftReference:
-    """A z-lab drafter as raw tensors and raw JSON."""
+    """A drafter as raw tensors and raw JSON: z-lab, speculators or DeepSpec."""
 
     tensors: dict[str, Tensor]
     config: dict[str, Any]
@@ -84,40 +85,89 @@ class DraftReference:
 
     def dflash(self, key: str) -> Any:
         """A DFlash key: inside dflash_config, else at the top level."""
-        nested = self.config["dflash_config"]
-        return nested[key] if key in nested else self.config[key]
+        nested = self.config.get("dflash_config", {})
+        return nested[key] if key in nested else self.config.get(key)
 
     @property
     def block_size(self) -> int:
         return self.dflash("block_size")
 
+    @property
+    def layer_keys(self) -> dict[str, Any]:
+        """The drafter's own stack as a Qwen3 config."""
+        return self.config.get("transformer_layer_config", self.config)
+
+    @property
+    def anchor_first(self) -> bool:
+        """Whether row j predicts the token behind it instead of its own."""
+        deepspec = self.config["architectures"] == ["Qwen3DSparkModel"]
+        return deepspec or bool(self.dflash("sample_from_anchor"))
+
+    @property
+    def num_drafts(self) -> int:
+        """Tokens proposed a step."""
+        return self.block_size - (0 if self.anchor_first else 1)
+
     def taps(self, run: TargetRun) -> Tensor:
         """[T, taps * D]: outputs of the listed layers, in the listed order."""
-        return torch.cat([run.layers[t] for t in self.dflash("target_layer_ids")], dim=-1)
+        if "speculators_model_type" in self.config:
+            layers = [i - 1 for i in self.config["aux_hidden_state_layer_ids"]]
+        else:
+            layers = self.dflash("target_layer_ids")
+        return torch.cat([run.layers[t] for t in layers], dim=-1)
+
+    def mask(self, layer: int, start: int) -> Tensor:
+        """[B, start + B]: which positions each block row of a layer sees."""
+        keys, config = self.layer_keys, self.config
+        types = keys.get("layer_types")
+        sliding = bool(self.dflash("use_swa")) if types is None else "sliding" in types[layer]
+        if "speculators_model_type" in config:
+            causal = sliding and not config["sliding_window_non_causal"]
+        else:
+            causal = config.get("is_causal", config.get("dflash_config", {}).get("causal"))
+            if causal is None:
+                causal = sliding and types is not None
+        ahead = (
+            torch.arange(start + self.block_size) - (torch.arange(self.block_size) + start)[:, None]
+        )
+        seen = ahead <= 0 if causal else torch.ones_like(ahead, dtype=torch.bool)
+        return seen & (ahead.abs() < keys["sliding_window"]) if sliding else seen
+
+    def target_ids(self) -> Tensor:
+        """Draft id -> target id."""
+        head = self.tensors.get("lm_head.weight")
+        rows = len(self.target.get_output_embeddings().weight if head is None else head)
+        return torch.arange(rows) + self.tensors.get("d2t", torch.zeros(1)).long()
+
+    def drafts(self, logits: Tensor) -> list[int]:
+        """Target ids that the rows of logits propose."""
+        return self.target_ids()[logits.argmax(-1)].tolist()
 
     @torch.no_grad()
     def draft_logits(
         self, taps: Tensor, anchor: int, *, shift: int = 0, causal: bool = False
     ) -> Tensor:
-        """Logits [G-1, V] of the slots behind an anchor that stands at position `len(taps)`.
+        """Logits [drafts, draft ids] of the block whose anchor stands at position `len(taps)`.
 
         Args:
             taps: [start, C], one row per committed token before the anchor.
             shift: added to the block's positions; non-zero is a deliberate mistake.
             causal: mask the block causally; a deliberate mistake.
         """
-        config, weights = self.config, self.tensors
+        config, weights = self.layer_keys, self.tensors
         start, block = len(taps), self.block_size
-        eps, head_dim = config["rms_norm_eps"], config["head_dim"]
+        # transformers leaves out what equals its defaults.
+        eps, head_dim = config.get("rms_norm_eps", 1e-6), config.get("head_dim", 128)
         ids = torch.tensor([anchor] + [self.dflash("mask_token_id")] * (block - 1))
-        x = self.target.get_input_embeddings().weight[ids].float()
+        shared = self.target.get_input_embeddings().weight
+        x = weights.get("embed_tokens.weight", shared)[ids].float()
         ctx = _norm(taps @ weights["fc.weight"].T, weights["hidden_norm.weight"], eps)
         cos, sin = self._rope(torch.cat([torch.arange(start), torch.arange(block) + start + shift]))
-        mask = torch.ones(block, start + block, dtype=torch.bool)
-        if causal:
-            mask = mask.tril(start)
         for layer in range(config["num_hidden_layers"]):
             p = f"layers.{layer}."
+            mask = self.mask(layer, start)
+            if causal:
+                mask = mask.tril(start)
 
             def project(rows: Tensor, name: str, p: str = p) -> Tensor:
                 name = f"{p}self_attn.{name}_proj"
@@ -140,8 +190,9 @@ class DraftReference:
             n = _norm(x, weights[f"{p}post_attention_layernorm.weight"], eps)
             gate, up = (n @ weights[f"{p}mlp.{name}_proj.weight"].T for name in ("gate", "up"))
             x = x + (F.silu(gate) * up) @ weights[f"{p}mlp.down_proj.weight"].T
-        y = _norm(x[1:], weights["norm.weight"], eps)
-        return y @ self.target.get_output_embeddings().weight.float().T
+        y = _norm(x if self.anchor_first else x[1:], weights["norm.weight"], eps)
+        head = weights.get("lm_head.weight", self.target.get_output_embeddings().weight)
+        return y @ head.float().T
 
     def _rope(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """cos and sin [T, H] from transformers' own rotary class, amplitude included."""
@@ -149,7 +200,7 @@ class DraftReference:
         from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 
         known = {
-            k: v for k, v in self.config.items() if k not in ("architectures", "dflash_config")
+            k: v for k, v in self.layer_keys.items() if k not in ("architectures", "dflash_config")
         }
         rotary: Any = Qwen3RotaryEmbedding(Qwen3Config(**known))
         cos, sin = rotary(torch.zeros(1, 1), positions[None])
@@ -164,7 +215,7 @@ def speculative_generate(
     ids.append(int(run_target(drafter.target, ids).logits[-1].argmax()))
     while len(ids) - len(prompt_ids) < num_tokens:
         taps = drafter.taps(run_target(drafter.target, ids[:-1]))
-        drafts = drafter.draft_logits(taps, ids[-1]).argmax(-1).tolist()
+        drafts = drafter.drafts(drafter.draft_logits(taps, ids[-1]))
         choices = (
             run_target(drafter.target, ids + drafts).logits[len(ids) - 1 :].argmax(-1).tolist()
         )

@@ -20,9 +20,10 @@ from graphengine.attention import (
     FlashInferAttention,
     Layout,
     TorchAttention,
+    flashinfer_can_window,
     make_workspace,
 )
-from graphengine.config import ModelConfig, RopeConfig
+from graphengine.config import AttentionRule, ModelConfig, RopeConfig
 from graphengine.kvcache import pages_for
 
 CPU = torch.device("cpu")
@@ -67,6 +68,7 @@ def make_case(
     causal: bool,
     device: torch.device = CPU,
     dtype: torch.dtype = torch.float32,
+    window: int | None = None,
 ) -> Case:
     generator = torch.Generator().manual_seed(len(shape) + page_size)
     heads, kv_heads, head_dim = (
@@ -91,11 +93,16 @@ def make_case(
             cache[1, own[position // page_size], position % page_size] = v[position]
         answer = torch.empty(rows, heads, head_dim)
         for row in range(rows):
-            seen = kv_len - rows + row + 1 if causal else kv_len
+            place = kv_len - rows + row
+            seen = [
+                key
+                for key in range(kv_len)
+                if (key <= place or not causal) and (window is None or abs(key - place) < window)
+            ]
             for head in range(heads):
                 kv_head = head * kv_heads // heads
-                scores = (k[:seen, kv_head] @ q[row, head]) * head_dim**-0.5
-                answer[row, head] = scores.softmax(0) @ v[:seen, kv_head]
+                scores = (k[seen, kv_head] @ q[row, head]) * head_dim**-0.5
+                answer[row, head] = scores.softmax(0) @ v[seen, kv_head]
         queries.append(q)
         expected.append(answer)
         pages.append([*own, free[0]])  # one page more than needed, as reserved ahead
@@ -134,6 +141,30 @@ def test_torch_attention_equals_formula(name: str, page_size: int, causal: bool)
     attend(attention, make_case(MODEL, SHAPES["ragged"], page_size, causal), page_size, 4)
     found = attend(attention, case, page_size, len(case.qo_lens) + 2)
     torch.testing.assert_close(found, case.expected_TNH, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("window", [1, 3, 8, 1000])
+@pytest.mark.parametrize("name", SHAPES)
+def test_torch_windows_equal_formula(name: str, window: int, causal: bool) -> None:
+    """Bug T22, T24: a window one key too wide or too narrow, open to the right where it is not, or
+    dropped for a single row."""
+    case = make_case(MODEL, SHAPES[name], 3, causal, window=window)
+    attention = TorchAttention(MODEL, 3, causal, CPU, window)
+    found = attend(attention, case, 3, len(case.qo_lens) + 1)
+    torch.testing.assert_close(found, case.expected_TNH, atol=1e-5, rtol=1e-5)
+
+
+def test_which_windows_flashinfer_takes() -> None:
+    """Bug: a non-causal window that ends inside the block is left to fa2, which never ends it."""
+
+    def takes(*rules: AttentionRule) -> bool:
+        return flashinfer_can_window(rules, 8)
+
+    full = AttentionRule(causal=False)
+    assert takes(full) and takes(full, AttentionRule(causal=True, window=2))
+    assert takes(AttentionRule(causal=False, window=8))
+    assert not takes(full, AttentionRule(causal=False, window=7))
 
 
 @settings(deadline=None)
@@ -215,3 +246,26 @@ def test_flashinfer_equals_formula(
             torch.testing.assert_close(found, case.expected_TNH, atol=2e-2, rtol=2e-2)
             close = attend(reference, case, page_size, requests)
             assert (found - close).abs().max() <= 2e-2
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("fixed", [True, False])
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("window", [16, 40, 300])
+def test_flashinfer_windows_equal_formula(window: int, causal: bool, fixed: bool) -> None:
+    """Bug T24: window_left off by one, dropped for non-causal rows, or planned for other chunks
+    than the kernel reads."""
+    device, dtype = torch.device("cuda"), torch.bfloat16
+    config = replace(MODEL, num_attention_heads=8, num_key_value_heads=2, head_dim=128)
+    shapes = [[(16, 1037), (16, 16), (16, 300)], [(16, 4000)], [(7, 45), (16, 17), (16, 316)]]
+    for page_size in (1, 16):
+        size = {"num_requests": 4, "max_pages": 8192} if fixed else {}
+        workspace = make_workspace(device)
+        attention = FlashInferAttention(
+            config, page_size, causal, workspace, dtype, **size, window=window
+        )
+        for shape in shapes:
+            case = make_case(config, shape, page_size, causal, device, dtype, window)
+            requests = 4 if fixed else len(case.qo_lens)
+            found = attend(attention, case, page_size, requests)
+            torch.testing.assert_close(found, case.expected_TNH, atol=2e-2, rtol=2e-2)

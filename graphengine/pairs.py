@@ -1,0 +1,54 @@
+"""Which two checkpoints are meant: a target and a drafter, by what a user named and a file says.
+
+A speculators checkpoint names its target (`speculators_config.verifier`), so it can stand alone as
+MODEL. Invariant: what a user names wins over the file, `none` for the drafter included.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from graphengine.config import DraftConfig
+from graphengine.hub import resolve
+
+NO_DRAFT = "none"
+"""As a drafter's name: decode plainly, whatever the model's file says."""
+
+
+def named_pair(model: str | Path, draft: str | Path | None) -> tuple[str, str | None]:
+    """Names of the target and its drafter (None: plain decoding), for `hub.resolve`.
+
+    Raises:
+        ValueError: no such model, or a speculators checkpoint that names no verifier.
+    """
+    directory = resolve(model)
+    config, source = read_json(directory / "config.json")
+    if "speculators_model_type" not in config:
+        return str(model), None if draft in (None, NO_DRAFT) else str(draft)
+    verifier = DraftConfig.from_hf(config, source).verifier
+    if verifier is None:
+        raise ValueError(
+            f"{source}: a drafter whose speculators_config names no verifier; pass its target as "
+            f"MODEL and --draft {model}"
+        )
+    beside = directory / verifier  # a relative path is the file's, not the shell's
+    target = str(beside) if beside.is_dir() else verifier
+    return target, None if draft == NO_DRAFT else str(draft or model)
+
+
+def read_json(path: Path) -> tuple[Mapping[str, Any], str]:
+    """A JSON object and its name for messages.
+
+    Raises:
+        ValueError: not readable, or not an object.
+    """
+    try:
+        parsed = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path}: not readable JSON ({error}); fetch the file again") from error
+    if not isinstance(parsed, dict):
+        raise ValueError(f"{path}: holds {type(parsed).__name__}, expected a JSON object")
+    return parsed, str(path)

@@ -24,20 +24,6 @@ from graphengine.draft_attention import Keys, flat_attention, speculators_attent
 
 ARCHITECTURES = ("DFlashDraftModel", "Qwen3DSparkModel")
 
-# What transformers' Qwen3Config fills in; a speculators file leaves out what equals it. The
-# tensors' shapes confirm all but eps and positions. Theta is not here: it is never guessed.
-_QWEN3_DEFAULTS: dict[str, Any] = {
-    "vocab_size": 151936,
-    "hidden_size": 4096,
-    "intermediate_size": 22016,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 32,
-    "head_dim": 128,
-    "max_position_embeddings": 32768,
-    "rms_norm_eps": 1e-6,
-}
-
 # key -> values that mean "without this feature"
 _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "attention_sink_bias": (None, False),
@@ -169,7 +155,6 @@ def _speculators(config: Mapping[str, Any], source: str) -> DraftConfig:
             f"{inner}: model_type {layers['model_type']!r} is not supported; a drafter's layers "
             "are qwen3"
         )
-    layers = {**_QWEN3_DEFAULTS, **layers}
     model = _layer_config(layers, inner)
     for key in ("aux_hidden_state_layer_ids", "mask_token_id", "block_size", "draft_vocab_size"):
         if config.get(key) is None:

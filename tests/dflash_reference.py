@@ -86,7 +86,8 @@ class DraftReference:
     def dflash(self, key: str) -> Any:
         """A DFlash key: inside dflash_config, else at the top level."""
         nested = self.config.get("dflash_config", {})
-        return nested[key] if key in nested else self.config.get(key)
+        value: Any = nested[key] if key in nested else self.config.get(key)
+        return value
 
     @property
     def block_size(self) -> int:
@@ -156,11 +157,10 @@ class DraftReference:
         """
         config, weights = self.layer_keys, self.tensors
         start, block = len(taps), self.block_size
-        # transformers leaves out what equals its defaults.
-        eps, head_dim = config.get("rms_norm_eps", 1e-6), config.get("head_dim", 128)
+        eps, head_dim = config["rms_norm_eps"], config["head_dim"]
         ids = torch.tensor([anchor] + [self.dflash("mask_token_id")] * (block - 1))
-        shared = self.target.get_input_embeddings().weight
-        x = weights.get("embed_tokens.weight", shared)[ids].float()
+        embed: Tensor = self.target.get_input_embeddings().weight
+        x = weights.get("embed_tokens.weight", embed)[ids].float()
         ctx = _norm(taps @ weights["fc.weight"].T, weights["hidden_norm.weight"], eps)
         cos, sin = self._rope(torch.cat([torch.arange(start), torch.arange(block) + start + shift]))
         for layer in range(config["num_hidden_layers"]):
@@ -191,8 +191,8 @@ class DraftReference:
             gate, up = (n @ weights[f"{p}mlp.{name}_proj.weight"].T for name in ("gate", "up"))
             x = x + (F.silu(gate) * up) @ weights[f"{p}mlp.down_proj.weight"].T
         y = _norm(x if self.anchor_first else x[1:], weights["norm.weight"], eps)
-        head = weights.get("lm_head.weight", self.target.get_output_embeddings().weight)
-        return y @ head.float().T
+        head: Tensor = self.target.get_output_embeddings().weight
+        return y @ weights.get("lm_head.weight", head).float().T
 
     def _rope(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """cos and sin [T, H] from transformers' own rotary class, amplitude included."""

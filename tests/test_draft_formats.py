@@ -19,6 +19,7 @@ from graphengine import forward
 from graphengine.api import Engine
 from graphengine.config import DraftConfig
 from graphengine.hub import TINY_DRAFT, TINY_TARGET
+from graphengine.models.layers import Fp8Matrix
 from graphengine.pairs import read_json
 from tests.checkpoints import as_deepspec, as_speculators, edit_config, make_drafter, make_target
 from tests.dflash_reference import (
@@ -115,8 +116,14 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
     return Pair(directory, model, truth)
 
 
-@pytest.mark.parametrize("backend", ["torch", "triton"])
-@pytest.mark.parametrize("name", FORMATS)
+# The other kernel where it has something of its own to get wrong: rules, and numbers of rows.
+CASES = [(name, "torch") for name in FORMATS] + [
+    (name, "triton")
+    for name in ("causal-window", "mixed", "window-both-ways", "all-causal", "deepspec-bias")
+]
+
+
+@pytest.mark.parametrize(("name", "backend"), CASES)
 def test_drafts_equal_reference(
     tmp_path: Path, pair: Pair, name: str, backend: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -252,6 +259,21 @@ def test_simulated_acceptance_of_anchor_first(tmp_path: Path, pair: Pair) -> Non
         assert result.metrics.acceptance.mean_acceptance_length == reached
     with pytest.raises(ValueError, match="between 1 and 4 tokens"):
         Engine.from_pretrained(pair.directory, drafter, simulate_acceptance=4.5)
+
+
+def test_fp8_rounds_the_drafters_own_head(tmp_path: Path, pair: Pair) -> None:
+    """Bug: the quantised head is made from the target's, whose rows are other tokens."""
+    drafter = FORMATS["speculators-few-ids"](tmp_path, pair.directory)
+    with Engine.from_pretrained(
+        pair.directory, drafter, buckets=(1,), draft_quantization="fp8"
+    ) as engine:
+        loaded = engine.built.loop._prefill.drafter
+        assert loaded is not None
+        _, head = loaded.at(4)
+        assert isinstance(head, Fp8Matrix)
+        torch.testing.assert_close(head.dense(torch.float32), loaded.lm_head_VD, rtol=0.1, atol=0.1)
+        (result,) = engine.generate(PROMPTS[0], max_new_tokens=NUM_TOKENS, ignore_eos=True)
+    assert result.token_ids == pair.truth[tuple(PROMPTS[0])][:NUM_TOKENS]
 
 
 def test_flashinfer_refuses_what_it_cannot_express(tmp_path: Path, pair: Pair) -> None:

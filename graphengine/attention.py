@@ -32,6 +32,7 @@ from graphengine.kernels.block_attention import workspace as block_workspace
 from graphengine.kvcache import pages_for
 
 FLASHINFER_HEAD_DIMS = (64, 128, 256)
+FA2_MIN_ROWS = 16  # of a tile of queries
 FLOAT_WORKSPACE_BYTES = 256 << 20
 
 
@@ -158,8 +159,9 @@ class FlashInferAttention:
     graph modes run the same kernel with the same plan. Without it (prefill) sizes are free.
 
     A window is fa2's `window_left`, which counts keys before the row's own and is applied whatever
-    the causality (0.6.12, variants.cuh); there is no limit to the right. So a non-causal window is
-    exact only where none is needed: at least as many keys as the block has rows.
+    the causality (0.6.12, variants.cuh). For non-causal rows it is exact within two limits: there
+    is no end to the right, so the window must reach over the block; and a split plan holds
+    `window_left` keys and a tile of rows, so the block must fit the smallest tile (scheduler.cuh).
     """
 
     def __init__(
@@ -270,8 +272,8 @@ class BlockAttention:
 
 
 def flashinfer_can_window(rules: Sequence[AttentionRule], block: int) -> bool:
-    """Whether fa2's windows, open to the right, are these rules for a block of that many rows."""
-    return all(r.window is None or r.causal or r.window >= block for r in rules)
+    """Whether fa2's windows are exactly these rules for a block of that many rows."""
+    return all(r.window is None or r.causal or block <= min(r.window, FA2_MIN_ROWS) for r in rules)
 
 
 def flashinfer_missing() -> bool:

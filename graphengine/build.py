@@ -281,8 +281,8 @@ def resolve_options(
         backend = "triton" if mode == "full" or open_ended else prefill
     elif backend == "flashinfer" and not windows:
         raise ValueError(
-            "--attention-backend flashinfer has no window that ends to the right, and the "
-            "drafter's non-causal window is shorter than its block; use triton"
+            "--attention-backend flashinfer has windows for non-causal rows only where the window "
+            "reaches over a block of at most 16 rows; use triton for this drafter"
         )
     elif backend == "flashinfer" and prefill != "flashinfer":
         raise ValueError(f"--attention-backend flashinfer {_why_not(on_gpu, dtype, head_dims)}")

@@ -59,9 +59,9 @@ def flat_attention(keys: Keys, num_layers: int) -> tuple[AttentionRule, ...]:
     """The layers' rules: `is_causal`, else `dflash_config.causal`, else causal if sliding."""
     outer, source = keys.outer, keys.source
     causal: bool | None = None
-    for key in ("causal", "is_causal"):  # the later one wins
-        if keys.get(key) is not None:
-            causal = read_flag({key: keys.get(key)}, key, source)
+    for key, home in (("is_causal", outer), ("is_causal", keys.nested), ("causal", keys)):
+        if causal is None and home.get(key) is not None:
+            causal = read_flag({key: home.get(key)}, key, source)
     window = keys.get("swa_window_size") or keys.get("sliding_window")
     use_swa = read_flag({"use_swa": keys.get("use_swa")}, "use_swa", source)
     full = AttentionRule(causal=bool(causal))

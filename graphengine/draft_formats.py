@@ -94,6 +94,12 @@ def _flat(config: Mapping[str, Any], deepspec: bool, source: str) -> DraftConfig
             "the drafter was trained on, it is never guessed"
         )
     taps = _taps(taps, "target_layer_ids", 0, source)
+    aux = config.get("eagle_aux_hidden_state_layer_ids")
+    if aux not in (None, [tap + 1 for tap in taps]):
+        raise ValueError(
+            f"{source}: eagle_aux_hidden_state_layer_ids {aux} is not target_layer_ids "
+            f"{list(taps)} plus one; remove the one that the drafter was not trained on"
+        )
     depth = keys.get("num_target_layers")
     depth = None if depth is None else read_integer(depth, "num_target_layers", source, minimum=1)
     if depth is not None and max(taps) >= depth:
@@ -212,7 +218,8 @@ def _layer_config(config: Mapping[str, Any], source: str) -> ModelConfig:
     """The drafter's own stack. One rope serves all layers: per-type ropes must agree."""
     rope = config.get("rope_parameters")
     if isinstance(rope, Mapping) and rope and all(isinstance(r, Mapping) for r in rope.values()):
-        types = set(config.get("layer_types") or ["full_attention"])
+        types = config.get("layer_types") or ["full_attention"]
+        types = set(map(str, types)) if isinstance(types, list) else set()
         used = [dict(value) for kind, value in sorted(rope.items()) if kind in types]
         if not used or not used[0] or any(value != used[0] for value in used):
             raise ValueError(

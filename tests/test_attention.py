@@ -165,6 +165,9 @@ def test_which_windows_flashinfer_takes() -> None:
     assert takes(full) and takes(full, AttentionRule(causal=True, window=2))
     assert takes(AttentionRule(causal=False, window=8))
     assert not takes(full, AttentionRule(causal=False, window=7))
+    # A plan of more rows than a tile could leave out the block's last keys.
+    assert not flashinfer_can_window([AttentionRule(causal=False, window=99)], 17)
+    assert flashinfer_can_window([AttentionRule(causal=True, window=99)], 17)
 
 
 @settings(deadline=None)

@@ -283,6 +283,14 @@ REFUSED: dict[str, tuple[Json, str]] = {
         },
         "rope_parameters per layer type",
     ),
+    "two-taps": (
+        {**DRAFTER, "eagle_aux_hidden_state_layer_ids": [1, 9, 17, 25, 33]},
+        "eagle_aux_hidden_state_layer_ids",
+    ),
+    "rope-types-number": (
+        {**DRAFTER, "layer_types": 5, "rope_parameters": {"x": {"rope_theta": 1e6}}},
+        "rope_parameters per layer type",
+    ),
     "laguna": (changed(DRAFTER, architectures=["LagunaDFlashModel"]), "LagunaDFlashModel"),
 }
 

@@ -19,6 +19,7 @@ from typing import Literal
 import torch
 
 from graphengine.build import Built, LoadFormat, Options, build
+from graphengine.bytesize import parse_bytes
 from graphengine.config import (
     AttentionBackend,
     DeviceName,
@@ -28,6 +29,7 @@ from graphengine.config import (
     GraphMode,
 )
 from graphengine.engine import DecodeLoop, StepOutput
+from graphengine.memory import MemoryPlan
 from graphengine.metrics import RequestMetrics, StartupMetrics
 from graphengine.profiles import ranges
 from graphengine.request import Request
@@ -90,6 +92,7 @@ class Engine:
         max_model_len: int | None = None,
         load_format: LoadFormat = "auto",
         gpu_memory_utilization: float = 0.9,
+        kv_cache_memory: int | str | None = None,
         simulate_acceptance: float | None = None,
         draft_quantization: DraftQuantization = "none",
         progress: Callable[[str, float], None] = lambda what, share: None,
@@ -114,6 +117,8 @@ class Engine:
                 positions allow, less one block when drafting.
             load_format: "dummy" makes random weights from config.json alone.
             gpu_memory_utilization: share of the GPU's memory that the engine may fill.
+            kv_cache_memory: most bytes of the K/V pool, as a number or "2GiB"; default what the
+                memory plan leaves, at most what all rows need at full length.
             simulate_acceptance: draw this mean acceptance length instead of comparing drafts;
                 for measuring speed without a trained drafter, the output is meaningless.
             draft_quantization: "fp8" rounds the drafter's weights and its copy of the head; the
@@ -134,6 +139,7 @@ class Engine:
             max_model_len=max_model_len,
             load_format=load_format,
             gpu_memory_utilization=gpu_memory_utilization,
+            kv_cache_memory=None if kv_cache_memory is None else parse_bytes(kv_cache_memory),
             simulate_acceptance=simulate_acceptance,
             draft_quantization=draft_quantization,
         )
@@ -155,6 +161,11 @@ class Engine:
     def startup(self) -> StartupMetrics:
         """Where start-up time and memory went."""
         return self._open.startup
+
+    @property
+    def memory_plan(self) -> MemoryPlan:
+        """What each part of the engine takes, and what that leaves for K/V."""
+        return self._open.memory_plan
 
     @property
     def num_draft_tokens(self) -> int:

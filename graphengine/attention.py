@@ -27,7 +27,7 @@ from torch import Tensor
 
 from graphengine.buffers import StepBuffers
 from graphengine.config import AttentionRule, ModelConfig
-from graphengine.kernels.block_attention import block_attention, choose_num_splits
+from graphengine.kernels.block_attention import Workspace, block_attention, choose_num_splits
 from graphengine.kernels.block_attention import workspace as block_workspace
 from graphengine.kvcache import pages_for
 
@@ -240,19 +240,23 @@ class BlockAttention:
         block: int,
         window: int | None = None,
     ) -> None:
-        num_requests, self._block = buffers.start_B.shape[0], block
-        self._causal, self._window = causal, window
+        self._block, self._causal, self._window = block, causal, window
         self._page_table_BW, self._start_B = buffers.page_table_BW, buffers.start_B
         device = buffers.start_B.device
         num_sms = 1
         if device.type == "cuda":
             num_sms = torch.cuda.get_device_properties(device).multi_processor_count
+        num_requests = buffers.start_B.shape[0]
+        self._workspace = self.make_workspace(config, num_requests, block, num_sms, device)
+
+    @staticmethod
+    def make_workspace(
+        config: ModelConfig, num_requests: int, block: int, num_sms: int, device: torch.device
+    ) -> Workspace:
+        """Partial results for `num_requests` blocks."""
         heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
-        packed_rows = self._block * (heads // kv_heads)
-        num_splits = choose_num_splits(num_requests, kv_heads, num_sms, packed_rows)
-        self._workspace = block_workspace(
-            num_requests, self._block, heads, config.head_dim, num_splits, device
-        )
+        num_splits = choose_num_splits(num_requests, kv_heads, num_sms, block * (heads // kv_heads))
+        return block_workspace(num_requests, block, heads, config.head_dim, num_splits, device)
 
     def plan(self, layout: Layout) -> None:
         """Nothing to do: the lengths are on the device."""

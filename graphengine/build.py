@@ -1,7 +1,7 @@
 """From a model name to a decode loop: resolve, check, load, size the pool, build the buckets.
 
 Everything that "auto" can mean is decided here once. Refusals come before the weights are read.
-Order matters for memory: weights, then the K/V pool from what the budget leaves, then the graphs.
+Memory is planned before anything is loaded (`memory`): the K/V pool takes what the rest leaves.
 """
 
 from __future__ import annotations
@@ -32,10 +32,11 @@ from graphengine.config import (
     ModelConfig,
     token_ids,
 )
-from graphengine.engine import PIPELINE_DEPTH, DecodeLoop
+from graphengine.engine import DecodeLoop
 from graphengine.forward import Drafter, Target
 from graphengine.hub import resolve
-from graphengine.kvcache import make_pool, page_bytes, pages_for
+from graphengine.kvcache import make_pool, pages_for
+from graphengine.memory import MemoryPlan, device_memory, num_positions, plan_memory
 from graphengine.metrics import StartupMetrics
 from graphengine.models.layers import quantize_fp8
 from graphengine.pairs import named_pair, read_json
@@ -46,19 +47,17 @@ from graphengine.tokenizer import Tokenizer
 from graphengine.weights import (
     Checkpoint,
     RandomSource,
+    distinct_tensors,
     draft_vocabulary,
     draft_weights,
     quantized_draft_weights,
+    read_headers,
     target_weights,
 )
 
 LoadFormat = Literal["auto", "dummy"]
 Progress = Callable[[str, float], None]
 """Called with (what is being done, share done in 0 .. 1)."""
-
-CPU_POOL_BYTES = 4 << 30
-# Left free for prefill activations, graph pools and attention workspaces.
-GPU_RESERVE_BYTES = 3 << 30
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,6 +74,7 @@ class Options:
     max_model_len: int | None = None
     load_format: LoadFormat = "auto"
     gpu_memory_utilization: float = 0.9
+    kv_cache_memory: int | None = None
     simulate_acceptance: float | None = None
     draft_quantization: DraftQuantization = "none"
 
@@ -90,6 +90,7 @@ class Built:
     stop_ids: frozenset[int]
     loop: DecodeLoop
     startup: StartupMetrics
+    memory_plan: MemoryPlan
 
 
 def build(
@@ -109,6 +110,16 @@ def build(
     target_dir = resolve(target_name)
     draft_dir = resolve(draft_name) if draft_name is not None else None
     config = resolve_options(options, target_config, draft_config)
+    is_dummy = options.load_format == "dummy"
+    plan = plan_memory(
+        config,
+        target_config,
+        draft_config,
+        device_memory(config.device),
+        length_is_explicit=options.max_model_len is not None,
+        draft_names=read_headers(draft_dir) if draft_dir is not None and not is_dummy else (),
+    )
+    config = replace(config, max_model_len=plan.max_model_len)
     device = torch.device(config.device)
     dtype = getattr(torch, config.dtype)
     block = draft_config.num_verify_rows if draft_config else 1
@@ -129,25 +140,23 @@ def build(
             directory, device, dtype, lambda done, total: progress(what, done / total)
         )
 
-    # Blocks in flight when a request ends, and the next one's head, reach past the limit.
-    positions = config.max_model_len + (PIPELINE_DEPTH + 1) * block
+    positions = num_positions(config.max_model_len, block)
     with ranges.range_("load"), torch.no_grad():
         weights = target_weights(source(target_dir, 0), target_config, positions, device)
-        tensors = list(_tensors(weights))
         drafter_weights = vocabulary = None
         if draft_dir is not None and draft_config is not None:
             drafter_source = source(draft_dir, 1)
             vocabulary = draft_vocabulary(drafter_source, draft_config, weights)
             drafter_weights = draft_weights(drafter_source, draft_config, positions, device)
-            tensors = list(_tensors((weights, vocabulary, drafter_weights)))
         quantized = quantized_head = None
         if config.draft_quantization == "fp8" and drafter_weights is not None and vocabulary:
             quantized = quantized_draft_weights(drafter_weights)
             quantized_head = quantize_fp8(vocabulary.lm_head_VD)
-            tensors += list(_tensors((quantized, quantized_head)))
-        config, num_pages, pool_bytes = _size_pool(
-            config, target_config, draft_config, dtype, device, options.max_model_len is not None
-        )
+        trees = (weights, vocabulary, drafter_weights, quantized, quantized_head)
+        tensors = distinct_tensors(trees)
+        if device.type == "cuda":  # what loading has cached must not fragment the pool
+            torch.cuda.empty_cache()
+        num_pages = plan.num_pages
         target = Target(
             config=target_config,
             weights=weights,
@@ -213,7 +222,7 @@ def build(
         compile_s=times.compile_s,
         capture_s=times.capture_s,
         weight_bytes=sum(t.numel() * t.element_size() for t in tensors),
-        kv_pool_bytes=pool_bytes,
+        kv_pool_bytes=plan.kv_pool_bytes,
         num_pages=num_pages,
         num_graphs=pool.num_graphs if pool else 0,
     )
@@ -225,6 +234,7 @@ def build(
         stop_ids=_stop_ids(target_dir, target_config),
         loop=loop,
         startup=startup,
+        memory_plan=plan,
     )
 
 
@@ -309,6 +319,10 @@ def resolve_options(
         raise ValueError(
             f"gpu_memory_utilization is {options.gpu_memory_utilization}; expected 0 < x <= 1"
         )
+    if options.kv_cache_memory is not None and options.kv_cache_memory < 1:
+        raise ValueError(
+            f"kv_cache_memory is {options.kv_cache_memory}; expected bytes, such as 2GiB"
+        )
     cap = min(model.max_position_embeddings for model in models)
     cap -= draft.num_verify_rows if draft else 0
     length = options.max_model_len if options.max_model_len is not None else cap
@@ -328,6 +342,7 @@ def resolve_options(
         page_size=options.page_size,
         max_model_len=length,
         gpu_memory_utilization=options.gpu_memory_utilization,
+        kv_cache_memory=options.kv_cache_memory,
         simulate_acceptance=options.simulate_acceptance,
         draft_quantization=options.draft_quantization,
     )
@@ -348,36 +363,6 @@ def _default_device() -> DeviceName:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def _size_pool(
-    config: EngineConfig,
-    target: ModelConfig,
-    draft: DraftConfig | None,
-    dtype: torch.dtype,
-    device: torch.device,
-    length_is_explicit: bool,
-) -> tuple[EngineConfig, int, int]:
-    """Pages for every row of the largest bucket at full length, or as many as memory allows."""
-    block = draft.num_verify_rows if draft else 1
-    per_page = page_bytes(target, config.page_size, dtype.itemsize)
-    per_page += page_bytes(draft.model, config.page_size, dtype.itemsize) if draft else 0
-    budget = CPU_POOL_BYTES
-    if device.type == "cuda":
-        free, total = torch.cuda.mem_get_info(device)
-        budget = int(free - (1 - config.gpu_memory_utilization) * total) - GPU_RESERVE_BYTES
-    affordable = budget // per_page
-    one = pages_for(config.max_model_len + block, config.page_size)
-    if affordable < one + 1:
-        length = max(affordable - 1, 0) * config.page_size - block
-        if length_is_explicit or length < 2:
-            raise ValueError(
-                f"--max-model-len {config.max_model_len} needs {one * per_page / 2**30:.2f} GiB of "
-                f"K/V for one request, {max(budget, 0) / 2**30:.2f} GiB are left; the longest that "
-                f"fits is {max(length, 0)} tokens"
-            )
-        config = replace(config, max_model_len=length)
-        one = pages_for(length + block, config.page_size)
-    num_pages = int(min(1 + max(config.buckets) * one, affordable))
-    return config, num_pages, num_pages * per_page
 
 
 def _stop_ids(directory: Path, config: ModelConfig) -> frozenset[int]:
@@ -389,18 +374,3 @@ def _stop_ids(directory: Path, config: ModelConfig) -> frozenset[int]:
         if ids:
             return frozenset(ids)
     return frozenset(config.eos_token_ids)
-
-
-def _tensors(tree: Any) -> list[torch.Tensor]:
-    """Distinct tensors of a weight tree, in order."""
-    found: dict[int, torch.Tensor] = {}
-
-    def walk(node: Any) -> None:
-        if isinstance(node, torch.Tensor):
-            found.setdefault(node.data_ptr(), node)
-        elif isinstance(node, tuple):
-            for child in node:
-                walk(child)
-
-    walk(tree)
-    return list(found.values())

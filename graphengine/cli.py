@@ -16,7 +16,7 @@ from typing import Any
 import click
 
 from graphengine import __version__
-from graphengine.cli_bench import bench
+from graphengine.cli_bench import ByteSize, bench
 from graphengine.cli_graphs import graphs
 from graphengine.cli_profile import profile
 from graphengine.prompts import Conversation, read_prompt_file
@@ -172,6 +172,11 @@ Exit codes: 0 done, 1 failed while running, 2 refused input, 130 interrupted."""
     help="Share of the GPU's memory that may be filled.",
 )
 @click.option(
+    "--kv-cache-memory",
+    type=ByteSize(),
+    help="Most bytes of the K/V pool, such as 2GiB.  [default: what the memory plan leaves]",
+)
+@click.option(
     "--simulate-acceptance",
     type=float,
     metavar="LENGTH",
@@ -250,8 +255,8 @@ def run(ctx: click.Context, model: str | None, draft: str | None, **options: Any
             raise
         reason = str(error).strip().partition("\n")[0] or "on the host"
         raise click.ClickException(
-            f"out of memory ({reason}); lower --max-model-len, the largest --bucket or "
-            "--gpu-memory-utilization"
+            f"out of memory ({reason}); lower --max-model-len, the largest --bucket, "
+            "--gpu-memory-utilization or --kv-cache-memory"
         ) from error
 
 

@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from graphengine.bytesize import parse_bytes
+
 if TYPE_CHECKING:
     from graphengine.bench import CaseResult
 
@@ -37,6 +39,18 @@ class IntList(click.ParamType):
         if any(number < 1 for number in found):
             self.fail(f"{value!r}: every number must be at least 1", param, ctx)
         return found
+
+
+class ByteSize(click.ParamType):
+    """`2GiB` -> 2147483648."""
+
+    name = "SIZE"
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> int:
+        try:
+            return parse_bytes(value)
+        except ValueError as error:
+            self.fail(str(error), param, ctx)
 
 
 class ModeList(click.ParamType):
@@ -127,6 +141,14 @@ Examples:
 @click.option("--compile/--no-compile", "compile_", default=None)
 @click.option("--page-size", type=click.IntRange(min=1), default=16, show_default=True)
 @click.option(
+    "--gpu-memory-utilization",
+    type=click.FloatRange(0, 1, min_open=True),
+    default=0.9,
+    show_default=True,
+    help="Share of the GPU's memory that may be filled.",
+)
+@click.option("--kv-cache-memory", type=ByteSize(), help="Most bytes of the K/V pool, as 2GiB.")
+@click.option(
     "--draft-quantization",
     type=click.Choice(["none", "fp8"]),
     default="none",
@@ -186,6 +208,8 @@ def _bench(model: str | None, draft: str | None, options: dict[str, Any]) -> Non
             page_size=options["page_size"],
             max_model_len=_longest(model, draft, max(input_lens) + output_len + block_room),
             load_format=load_format,
+            gpu_memory_utilization=options["gpu_memory_utilization"],
+            kv_cache_memory=options["kv_cache_memory"],
             simulate_acceptance=simulated,
             draft_quantization=options["draft_quantization"] if draft else "none",
         )

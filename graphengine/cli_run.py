@@ -63,6 +63,7 @@ def run(job: Job, import_s: float) -> None:
         raise ValueError("--nvtx: the nvtx package is missing; install nvtx")
     with _load(job, console) as engine:
         report.print_heading(console, job.model, job.draft, engine.config)
+        report.print_memory_plan(console, engine.memory_plan)
         if job.note:
             report.print_note(console, job.note)
         began = time.perf_counter()
@@ -86,6 +87,7 @@ def run(job: Job, import_s: float) -> None:
                 config=engine.config,
                 startup_s=startup,
                 startup=engine.startup,
+                plan=engine.memory_plan,
                 answers=answers,
                 generate_s=generate_s,
             )

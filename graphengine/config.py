@@ -389,8 +389,9 @@ class EngineConfig:
     """How to run a pair; every value is resolved (no "auto" left).
 
     `buckets`: ascending batch sizes that are captured. `max_model_len`: most tokens (prompt and
-    generated) of one request. `prefill_chunk`: rows of one prefill forward. `simulate_acceptance`:
-    a mean acceptance length to draw instead of comparing drafts (measuring speed only).
+    generated) of one request. `prefill_chunk`: rows of one prefill forward. `kv_cache_memory`: most
+    bytes of the K/V pool; None takes what memory allows. `simulate_acceptance`: a mean acceptance
+    length to draw instead of comparing drafts (measuring speed only).
     `draft_quantization`: "fp8" rounds the drafter's matrices; the output stays the target's.
     """
 
@@ -405,6 +406,7 @@ class EngineConfig:
     max_model_len: int
     prefill_chunk: int = 2048
     gpu_memory_utilization: float = 0.9
+    kv_cache_memory: int | None = None
     simulate_acceptance: float | None = None
     draft_quantization: DraftQuantization = "none"
 

@@ -116,7 +116,7 @@ class DecodeLoop:
             raise ValueError(
                 f"{len(prompt_ids)} prompt and {max_new_tokens} new tokens need {needed} pages of "
                 f"{self.config.page_size} tokens, the pool has {self.allocator.num_usable}; lower "
-                "max_new_tokens or --max-model-len"
+                "max_new_tokens or raise --kv-cache-memory"
             )
         request = Request(
             request_id=self._next_id,

@@ -19,6 +19,7 @@ from rich.table import Table
 from graphengine import __version__
 from graphengine.api import GenerationResult
 from graphengine.config import EngineConfig
+from graphengine.memory import MemoryPlan
 from graphengine.metrics import Acceptance, StartupMetrics
 from graphengine.prompts import Turn
 
@@ -74,6 +75,12 @@ def print_heading(console: Console, model: str, draft: str | None, config: Engin
         f"attention {config.attention_backend}, buckets {','.join(map(str, config.buckets))}, "
         f"context {config.max_model_len}",
     )
+
+
+def print_memory_plan(console: Console, plan: MemoryPlan) -> None:
+    """What each part takes and what that leaves for K/V."""
+    for line in plan.lines():
+        print_note(console, line)
 
 
 def print_answer_line(console: Console, result: GenerationResult) -> None:
@@ -195,6 +202,7 @@ def json_object(
     config: EngineConfig,
     startup_s: dict[str, float],
     startup: StartupMetrics,
+    plan: MemoryPlan,
     answers: Sequence[Answer],
     generate_s: float,
 ) -> dict[str, Any]:
@@ -215,6 +223,7 @@ def json_object(
         "model": model,
         "draft": draft,
         "startup": startup_s | {"total_s": sum(startup_s.values())} | sizes,
+        "memory_plan": plan.to_json(),
         "results": [_json_answer(answer) for answer in answers],
         "totals": _totals(answers, generate_s),
     }

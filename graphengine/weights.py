@@ -9,9 +9,9 @@ is read once through a memory map and copied into its place.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -154,6 +154,80 @@ class RandomSource:
         pass
 
 
+class ShapeSource:
+    """Tensors without bytes (device meta), and a record of what a builder asked for.
+
+    A plan or a check made with it cannot disagree with the loader: it is the loader.
+
+    Args:
+        names: tensors that a checkpoint has beyond what every one must have.
+    """
+
+    def __init__(self, dtype: torch.dtype, names: Collection[str] = ()) -> None:
+        self._dtype, self._names = dtype, names
+        self.asked: dict[str, tuple[int, ...]] = {}
+
+    def has(self, name: str) -> bool:
+        return name in self._names
+
+    def take(self, name: str, *shape: int) -> Tensor:
+        self.asked[name] = shape
+        return torch.empty(shape, dtype=self._dtype, device="meta")
+
+    def take_integers(self, name: str, *shape: int) -> Tensor:
+        self.asked[name] = shape
+        return torch.empty(shape, dtype=torch.int64, device="meta")
+
+    def finish(self) -> None:
+        pass
+
+
+class TensorHeader(NamedTuple):
+    """What a safetensors file says about a tensor before its bytes."""
+
+    shape: tuple[int, ...]
+    dtype: str  # the file's name for it: "BF16", "F32", ..
+
+
+def read_headers(directory: Path) -> dict[str, TensorHeader]:
+    """Names, shapes and dtypes of a checkpoint's tensors; no tensor is read.
+
+    Raises:
+        ValueError: no weight files, or one that is not readable.
+    """
+    headers: dict[str, TensorHeader] = {}
+    for file in _weight_files(directory):
+        try:
+            with safe_open(file, framework="pt") as handle:
+                for name in handle.keys():  # noqa: SIM118 - a handle is no dict
+                    part = handle.get_slice(name)
+                    header = TensorHeader(tuple(part.get_shape()), str(part.get_dtype()))
+                    if name in headers:
+                        raise ValueError(f"{file}: tensor {name!r} is in two files")
+                    headers[name] = header
+        except (SafetensorError, OSError) as error:
+            raise ValueError(
+                f"{file}: not a readable safetensors file ({error}); it is truncated or damaged, "
+                "fetch it again"
+            ) from error
+    return headers
+
+
+def distinct_tensors(tree: Any) -> list[Tensor]:
+    """The tensors of a weight tree, in order; one that is shared (a tied head) counts once."""
+    found: dict[int, Tensor] = {}
+
+    def walk(node: Any) -> None:
+        if isinstance(node, Tensor):
+            found.setdefault(id(node), node)
+        elif isinstance(node, tuple):
+            for child in node:
+                walk(child)
+
+    walk(tree)
+    return list(found.values())
+
+
 def target_weights(
     source: TensorSource, config: ModelConfig, num_positions: int, device: torch.device
 ) -> Weights:
@@ -224,6 +298,26 @@ def draft_vocabulary(source: TensorSource, config: DraftConfig, target: Weights)
                 "vocabulary maps belong to different drafters"
             )
     return DraftVocabulary(embed, head, None if torch.equal(target_ids, order) else target_ids)
+
+
+def draft_vocabulary_shapes(
+    source: TensorSource, config: DraftConfig, target: Weights
+) -> DraftVocabulary:
+    """What `draft_vocabulary` keeps at most: no value is compared, so what is the drafter's own by
+    name counts as its own."""
+    vocab, hidden, num_ids = config.model.vocab_size, config.model.hidden_size, config.num_draft_ids
+    fits = target.embed_VD.shape[1] == hidden
+    embed, head, target_ids = target.embed_VD, target.lm_head_VD, None
+    name = f"{_draft_prefix(source)}embed_tokens.weight"
+    if source.has(name) or not fits:
+        embed = source.take(name, vocab, hidden)
+    if source.has("lm_head.weight") or not fits or num_ids != vocab:
+        head = source.take("lm_head.weight", num_ids, hidden)
+    if num_ids != vocab or source.has("d2t") or source.has("t2d"):
+        target_ids = source.take_integers("d2t", num_ids)
+    if source.has("t2d"):
+        source.take_integers("t2d", vocab)
+    return DraftVocabulary(embed, head, target_ids)
 
 
 def _draft_prefix(source: TensorSource) -> str:

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 
-from graphengine import build, forward
+from graphengine import forward
 from graphengine.api import Engine, GenerationResult
 from tests.checkpoints import make_drafter, make_target
 from tests.dflash_reference import Lengths, force_drafts, load_target, plain_generate
@@ -234,20 +234,18 @@ def test_short_then_long_then_short(engine: Engine, pair: Pair) -> None:
         assert ids_only(engine, [prompt], max_new_tokens=budget) == [pair.plain(prompt, budget)]
 
 
-def test_pool_smaller_than_the_demand(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pool_smaller_than_the_demand(pair: Pair) -> None:
     """Bug: with too few pages for all rows, requests deadlock, fail half-way or share a page."""
     with pair.engine(max_model_len=40) as probe:
         page = probe.startup.kv_pool_bytes // probe.startup.num_pages
-    monkeypatch.setattr(build, "CPU_POOL_BYTES", 14 * page)
-    with pair.engine(max_model_len=40) as engine:
+    with pair.engine(max_model_len=40, kv_cache_memory=14 * page) as engine:
         assert engine.startup.num_pages == 14
         results = engine.generate(PROMPTS, max_new_tokens=20, ignore_eos=True)
         assert tokens(results) == [pair.plain(p, 20) for p in PROMPTS]
         assert_idle(engine)
-    monkeypatch.setattr(build, "CPU_POOL_BYTES", 5 * page)
     with pytest.raises(ValueError, match="the longest that fits is 12 tokens"):
-        pair.engine(max_model_len=40)
-    with pair.engine(max_model_len=None) as engine:
+        pair.engine(max_model_len=40, kv_cache_memory=5 * page)
+    with pair.engine(max_model_len=None, kv_cache_memory=5 * page) as engine:
         assert engine.config.max_model_len == 12
         assert ids_only(engine, PROMPTS[:1], max_new_tokens=99) == [pair.plain(PROMPTS[0], 9)]
 

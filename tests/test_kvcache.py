@@ -208,7 +208,7 @@ class LoopMachine(RuleBasedStateMachine):
 
 
 @pytest.mark.parametrize("backend", ["torch", "triton"])
-def test_loop_in_any_order(tmp_path: Path, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_loop_in_any_order(tmp_path: Path, backend: str) -> None:
     """Bug: see LoopMachine. The pool is too small for all rows, so that requests must wait."""
     target = make_target(tmp_path / "target", layers=1, tie=False, likely_tokens=3)
     drafter = make_drafter(tmp_path / "drafter", target, layers=1, taps=(0,), block_size=3)
@@ -222,7 +222,7 @@ def test_loop_in_any_order(tmp_path: Path, backend: str, monkeypatch: pytest.Mon
                 plain[tuple(prompt)] = result.token_ids
     token_bytes = 2 * (2 * 16) * 4  # K and V, two heads of 16, float32, one layer
     page = 2 * 2 * token_bytes  # two tokens, target and drafter
-    monkeypatch.setattr("graphengine.build.CPU_POOL_BYTES", 29 * page)
+    options["kv_cache_memory"] = 29 * page
     with Engine.from_pretrained(target, drafter, max_model_len=24, **options) as engine:
         assert engine.startup.num_pages == 29
 

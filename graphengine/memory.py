@@ -1,0 +1,360 @@
+"""The memory plan: what every part of a run takes, computed from the configs before anything loads.
+
+    pool = what may be filled - (weights + fp8 copies + rope tables + step buffers + prefill
+                                 + attention workspaces + graph pools + margin)
+
+Why before: a pair that cannot fit is refused in a second instead of after 16 GB of weights, and the
+pool never takes the memory that a prefill or a capture needs later. Weights, rope tables and
+buffers are exact: the loader's own builders run on tensors without bytes. Activations and graph
+pools are estimates from above; `GPU_MARGIN_BYTES` covers what no shape tells.
+Invariant: pages for a whole request are reserved at its admission, so a pool of any size that holds
+one request runs every mix of requests to its end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import asdict, dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from graphengine.attention import FLOAT_WORKSPACE_BYTES, BlockAttention
+from graphengine.buffers import StepBuffers
+from graphengine.bytesize import format_bytes
+from graphengine.config import DraftConfig, EngineConfig, ModelConfig
+from graphengine.engine import PIPELINE_DEPTH
+from graphengine.kvcache import page_bytes, pages_for
+from graphengine.models.layers import quantize_fp8
+from graphengine.weights import (
+    ShapeSource,
+    distinct_tensors,
+    draft_vocabulary_shapes,
+    draft_weights,
+    quantized_draft_weights,
+    target_weights,
+)
+
+CPU_POOL_BYTES = 4 << 30
+# CUDA and Triton modules that load after the measurement, cuBLAS workspaces, fragmentation.
+GPU_MARGIN_BYTES = 1 << 30
+# FlashInfer allocates this on the device for each wrapper, beside the shared workspace.
+FLASHINFER_WRAPPER_BYTES = 8 << 20
+# The driver's own memory for an instantiated graph of a few kernels (estimate).
+GRAPH_BYTES = 1 << 20
+META = torch.device("meta")
+
+
+class DeviceMemory(NamedTuple):
+    """A GPU's memory before anything is loaded, other processes' use included."""
+
+    free_bytes: int
+    total_bytes: int
+    num_sms: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryPlan:
+    """Bytes by purpose, and the pool that they leave room for.
+
+    `budget_bytes`: what all parts together may take; None where nothing limits them (the CPU, whose
+    pool has a fixed limit instead). `num_pages` counts the null page. `max_model_len` is the
+    asked one, or the longest that the pool holds.
+    """
+
+    budget_bytes: int | None
+    target_weight_bytes: int
+    draft_weight_bytes: int
+    quantized_weight_bytes: int
+    rope_table_bytes: int
+    step_buffer_bytes: int
+    prefill_bytes: int
+    attention_workspace_bytes: int
+    graph_pool_bytes: int
+    margin_bytes: int
+    kv_page_bytes: int
+    page_size: int
+    num_pages: int
+    max_model_len: int
+    max_request_pages: int
+    """Pages of a request of `max_model_len` tokens and the blocks that may reach past it."""
+
+    @property
+    def fixed_bytes(self) -> int:
+        """Everything but the pool."""
+        return sum(getattr(self, name) for name in _FIXED)
+
+    @property
+    def kv_pool_bytes(self) -> int:
+        """The pool, both models."""
+        return self.num_pages * self.kv_page_bytes
+
+    @property
+    def num_full_requests(self) -> float:
+        """Requests of full length that the pool holds at once."""
+        return (self.num_pages - 1) / self.max_request_pages
+
+    def to_json(self) -> dict[str, Any]:
+        """All fields and the derived sizes."""
+        derived = ("fixed_bytes", "kv_pool_bytes", "num_full_requests")
+        return asdict(self) | {name: getattr(self, name) for name in derived}
+
+    def lines(self) -> list[str]:
+        """The plan in two lines for people; parts that take nothing are left out."""
+        parts = [
+            f"{name.removesuffix('_bytes').replace('_', ' ')} {format_bytes(getattr(self, name))}"
+            for name in _FIXED
+            if getattr(self, name)
+        ]
+        budget = f" of {format_bytes(self.budget_bytes)}" if self.budget_bytes is not None else ""
+        total = self.fixed_bytes + self.kv_pool_bytes
+        return [
+            f"memory plan: {', '.join(parts)}",
+            f"K/V pool {format_bytes(self.kv_pool_bytes)} in {self.num_pages} pages of "
+            f"{self.page_size} tokens: {self.num_full_requests:.1f} requests of "
+            f"{self.max_model_len} tokens; {format_bytes(total)}{budget} in all",
+        ]
+
+
+_FIXED = (
+    *("target_weight_bytes", "draft_weight_bytes", "quantized_weight_bytes", "rope_table_bytes"),
+    *("step_buffer_bytes", "prefill_bytes", "attention_workspace_bytes", "graph_pool_bytes"),
+    "margin_bytes",
+)
+
+
+def device_memory(device: str) -> DeviceMemory | None:
+    """The current GPU's memory as it is now, less torch's idle cache; None for the CPU."""
+    if device != "cuda":
+        return None
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info()
+    return DeviceMemory(free, total, torch.cuda.get_device_properties(0).multi_processor_count)
+
+
+def num_positions(max_model_len: int, block: int) -> int:
+    """Positions that a step can touch: blocks in flight when a request ends, and the next one's
+    head, reach past the limit."""
+    return max_model_len + (PIPELINE_DEPTH + 1) * block
+
+
+def plan_memory(
+    config: EngineConfig,
+    target: ModelConfig,
+    draft: DraftConfig | None,
+    memory: DeviceMemory | None,
+    *,
+    length_is_explicit: bool,
+    draft_names: Collection[str] = (),
+) -> MemoryPlan:
+    """Pages for every row of the largest bucket at full length, or as many as memory allows.
+
+    Args:
+        memory: of the GPU before loading; None on the CPU.
+        length_is_explicit: whether the user chose `config.max_model_len`; a default is lowered to
+            what the pool holds, a choice is refused.
+        draft_names: the drafter's tensors; an embedding and a head of its own count in full, even
+            if they turn out to equal the target's.
+
+    Raises:
+        ValueError: the parts, or one request of that length, do not fit; with the numbers.
+    """
+    plan = _plan(config, target, draft, memory, draft_names)
+    block = draft.num_verify_rows if draft else 1
+    room = _pool_room(plan, config)
+    affordable = room // plan.kv_page_bytes
+    if affordable < plan.max_request_pages + 1:
+        length = max(max(affordable - 1, 0) * config.page_size - block, 0)
+        if length_is_explicit or length < 2:
+            raise ValueError(_too_small(plan, config, room, length))
+        shorter = replace(config, max_model_len=length)
+        plan = _plan(shorter, target, draft, memory, draft_names)
+        affordable = _pool_room(plan, config) // plan.kv_page_bytes
+    useful = 1 + max(config.buckets) * plan.max_request_pages
+    return replace(plan, num_pages=min(useful, affordable))
+
+
+def _pool_room(plan: MemoryPlan, config: EngineConfig) -> int:
+    """Bytes that the pool may take."""
+    asked = config.kv_cache_memory
+    if plan.budget_bytes is None:
+        return asked if asked is not None else CPU_POOL_BYTES
+    left = plan.budget_bytes - plan.fixed_bytes
+    if asked is not None and asked > left:
+        raise ValueError(
+            f"--kv-cache-memory {format_bytes(asked)}: {format_bytes(max(left, 0))} are left of "
+            f"{format_bytes(plan.budget_bytes)} after {format_bytes(plan.fixed_bytes)} for weights "
+            "and work space; lower it, or raise --gpu-memory-utilization"
+        )
+    return left if asked is None else asked
+
+
+def _too_small(plan: MemoryPlan, config: EngineConfig, room: int, length: int) -> str:
+    needed = plan.max_request_pages * plan.kv_page_bytes
+    if length >= 2:
+        remedy = f"the longest that fits is {length} tokens"
+    elif config.kv_cache_memory is not None:
+        remedy = "the longest that fits is 0 tokens; raise --kv-cache-memory"
+    else:
+        remedy = (
+            "the longest that fits is 0 tokens; free memory of the GPU, raise "
+            "--gpu-memory-utilization, or lower the largest --bucket"
+        )
+    return (
+        f"--max-model-len {plan.max_model_len} needs {needed / 2**30:.2f} GiB of K/V for one "
+        f"request, {max(room, 0) / 2**30:.2f} GiB are left beside "
+        f"{plan.fixed_bytes / 2**30:.2f} GiB for weights and work space; {remedy}"
+    )
+
+
+def _plan(
+    config: EngineConfig,
+    target: ModelConfig,
+    draft: DraftConfig | None,
+    memory: DeviceMemory | None,
+    draft_names: Collection[str],
+) -> MemoryPlan:
+    """Every part for `config.max_model_len`; the pool's pages are still to be filled in."""
+    on_gpu = config.device == "cuda"
+    dtype: torch.dtype = getattr(torch, config.dtype)
+    block = draft.num_verify_rows if draft else 1
+    positions = num_positions(config.max_model_len, block)
+    drafter, fp8 = (), ()
+    try:
+        weights = target_weights(ShapeSource(dtype), target, positions, META)
+        ropes = [weights.rope_PH]
+        if draft is not None:
+            source = ShapeSource(dtype, draft_names)
+            vocabulary = draft_vocabulary_shapes(source, draft, weights)
+            layers = draft_weights(source, draft, positions, META)
+            ropes.append(layers.rope_PH)
+            drafter = _without((vocabulary, layers), (weights,))
+            if config.draft_quantization == "fp8":
+                copies = quantized_draft_weights(layers), quantize_fp8(vocabulary.lm_head_VD)
+                fp8 = _without(copies, drafter)
+        buffers = StepBuffers.make(
+            target,
+            draft,
+            max(config.buckets),
+            pages_for(positions, config.page_size),
+            dtype,
+            META,
+        )
+        num_sms = memory.num_sms if memory else 1
+        workspace = _attention_workspace(config, target, draft, buffers, num_sms)
+    except RuntimeError as error:  # a size past 2^63
+        raise ValueError(f"the configs describe tensors of impossible size ({error})") from error
+    kv_page = page_bytes(target, config.page_size, dtype.itemsize)
+    kv_page += page_bytes(draft.model, config.page_size, dtype.itemsize) if draft else 0
+    budget = None
+    if memory is not None:
+        unusable = (1 - config.gpu_memory_utilization) * memory.total_bytes
+        budget = int(memory.free_bytes - unusable)
+    return MemoryPlan(
+        budget_bytes=budget,
+        target_weight_bytes=_bytes(weights) - _bytes(weights.rope_PH),
+        draft_weight_bytes=_bytes(drafter) - _bytes(tuple(ropes[1:])),
+        quantized_weight_bytes=_bytes(fp8),
+        rope_table_bytes=_bytes(tuple(ropes)),
+        step_buffer_bytes=_bytes(buffers),
+        prefill_bytes=_prefill_bytes(config, target, draft, dtype.itemsize),
+        attention_workspace_bytes=workspace,
+        graph_pool_bytes=_graph_bytes(config, target, draft, dtype.itemsize) if on_gpu else 0,
+        margin_bytes=GPU_MARGIN_BYTES if on_gpu else 0,
+        kv_page_bytes=kv_page,
+        page_size=config.page_size,
+        num_pages=0,
+        max_model_len=config.max_model_len,
+        max_request_pages=pages_for(config.max_model_len + block, config.page_size),
+    )
+
+
+def _bytes(tree: Any) -> int:
+    return sum(t.numel() * t.element_size() for t in distinct_tensors((tree,)))
+
+
+def _without(tree: Any, others: Any) -> tuple[Tensor, ...]:
+    """The tree's tensors that are not among the others'."""
+    known = {id(tensor) for tensor in distinct_tensors(others)}
+    return tuple(tensor for tensor in distinct_tensors(tree) if id(tensor) not in known)
+
+
+def _forward_bytes(model: ModelConfig, num_rows: int, element_bytes: int) -> int:
+    """Most bytes of temporaries alive at once in an eager layer: residual and its norm, attention
+    in and out, and the wider of the projections and the MLP (swiglu holds three fp32 copies)."""
+    hidden, inter, q_size = model.hidden_size, model.intermediate_size, model.q_size
+    attention = (q_size + 2 * model.kv_size + q_size) * element_bytes
+    mlp = 2 * inter * element_bytes + 3 * inter * 4
+    residual = 2 * hidden * element_bytes + q_size * element_bytes
+    return num_rows * (residual + max(attention, mlp, 3 * hidden * 4))
+
+
+def _prefill_bytes(
+    config: EngineConfig, target: ModelConfig, draft: DraftConfig | None, element_bytes: int
+) -> int:
+    """A chunk's activations, its taps and context K/V, and the logits of the last rows."""
+    rows = min(config.prefill_chunk, max(config.buckets) * config.max_model_len)
+    work = _forward_bytes(target, rows, element_bytes)
+    taps = 0
+    if draft is not None:
+        hidden, model = draft.model.hidden_size, draft.model
+        taps = rows * draft.num_taps * draft.tap_size * element_bytes
+        kv_row = 2 * model.num_hidden_layers * model.kv_size * element_bytes
+        work = max(work, rows * (2 * hidden * element_bytes + 2 * hidden * 4 + kv_row))
+    if config.prefill_attention_backend == "torch":  # gathers keys and values, builds a mask
+        per_key = 2 * target.kv_size * element_bytes + rows * (1 + element_bytes)
+        work += config.max_model_len * per_key
+    logits = min(max(config.buckets), rows) * target.vocab_size * element_bytes
+    return work + taps + logits
+
+
+def _graph_bytes(
+    config: EngineConfig, target: ModelConfig, draft: DraftConfig | None, element_bytes: int
+) -> int:
+    """Carries that stay alive between graphs, and one set of temporaries for warming up and one
+    for the graphs' shared pool; the driver's memory for the graphs themselves.
+
+    Piecewise: every layer's residual and query cross from a graph to the next, in each bucket.
+    """
+    block = draft.num_verify_rows if draft else 1
+    models = [target] + ([draft.model] if draft else [])
+    rows = max(config.buckets) * block
+    logits = rows * target.vocab_size * element_bytes
+    work = max(_forward_bytes(model, rows, element_bytes) for model in models)
+    total = (work + 2 * logits) * (1 if config.graph_mode == "none" else 2)
+    if config.graph_mode == "piecewise":
+        row = sum(m.num_hidden_layers * (m.hidden_size + m.q_size) for m in models) * element_bytes
+        total += sum(config.buckets) * block * row
+        num_graphs = sum(m.num_hidden_layers + 3 for m in models)
+        total += len(config.buckets) * num_graphs * GRAPH_BYTES
+    elif config.graph_mode == "full":
+        total += len(config.buckets) * 4 * GRAPH_BYTES
+    return total
+
+
+def _attention_workspace(
+    config: EngineConfig,
+    target: ModelConfig,
+    draft: DraftConfig | None,
+    buffers: StepBuffers,
+    num_sms: int,
+) -> int:
+    """FlashInfer's scratch and metadata, or our kernel's partial results: of every bucket, for the
+    verify and for each kind of draft layer."""
+    kinds = [(target, draft.num_verify_rows if draft else 1)]
+    if draft is not None:
+        kinds += [(draft.model, draft.block_size)] * len(set(draft.attention_rules))
+    total = 0
+    if config.prefill_attention_backend == "flashinfer":
+        total += FLOAT_WORKSPACE_BYTES + FLASHINFER_WRAPPER_BYTES
+    if config.attention_backend == "flashinfer":
+        pages = sum(buffers.bucket(size).page_table_BW.numel() for size in config.buckets)
+        wrappers = len(config.buckets) * FLASHINFER_WRAPPER_BYTES
+        total += FLOAT_WORKSPACE_BYTES + len(kinds) * (wrappers + pages * 4)
+    elif config.attention_backend == "triton":
+        for size in config.buckets:
+            for model, block in kinds:
+                space = BlockAttention.make_workspace(model, size, block, num_sms, META)
+                total += _bytes(space)
+    return total

@@ -1,0 +1,331 @@
+"""The memory plan against what is really allocated, and pools that are used to the last page."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from graphengine.api import Engine
+from graphengine.build import read_configs
+from graphengine.bytesize import format_bytes, parse_bytes
+from graphengine.config import EngineConfig
+from graphengine.kvcache import PageAllocator
+from graphengine.memory import GPU_MARGIN_BYTES, DeviceMemory, MemoryPlan, plan_memory
+from tests.checkpoints import make_drafter, make_target
+from tests.dflash_reference import load_target, plain_generate
+
+GIB = 1 << 30
+BLOCK = 4
+PROMPTS = [[5], [7, 99, 23], [60, 61] * 4, list(range(100, 113)), list(range(9, 30))]
+LENGTH = 24
+H200 = DeviceMemory(140 * GIB, 141 * GIB, 132)
+ON_GPU = EngineConfig(
+    device="cuda",
+    dtype="bfloat16",
+    buckets=(1, 8, 16),
+    graph_mode="piecewise",
+    compile=True,
+    attention_backend="flashinfer",
+    prefill_attention_backend="flashinfer",
+    page_size=16,
+    max_model_len=40944,
+)
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    directory = tmp_path_factory.mktemp("pair")
+    # Few likely tokens: the random drafter is right now and then, by luck.
+    target = make_target(directory / "target", tie=False, likely_tokens=3)
+    return target, make_drafter(directory / "draft", target, block_size=BLOCK)
+
+
+def plan_8b(
+    config: EngineConfig = ON_GPU, memory: DeviceMemory = H200, **options: Any
+) -> MemoryPlan:
+    target, draft = read_configs("qwen3-8b", "qwen3-8b-dflash-b16")
+    options = {"length_is_explicit": False} | options
+    return plan_memory(config, target, draft, memory, **options)
+
+
+def size(*tensors: torch.Tensor) -> int:
+    return sum(t.numel() * t.element_size() for t in tensors)
+
+
+# --- the plan is what is allocated ---
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("tie", [False, True])
+@pytest.mark.parametrize("quantization", ["none", "fp8"])
+def test_plan_equals_what_is_built(
+    tmp_path: Path, tie: bool, bias: bool, quantization: str
+) -> None:
+    """Bug: a new weight, copy or buffer is forgotten in the plan, so the pool takes its memory."""
+    target = make_target(tmp_path / "t", tie=tie, bias=bias, layers=3)
+    draft = make_drafter(tmp_path / "d", target, bias=bias, taps=(0, 2), block_size=BLOCK)
+    options: dict[str, Any] = {"draft_quantization": quantization, "max_model_len": 64}
+    with Engine.from_pretrained(target, draft, buckets=(1, 3), page_size=4, **options) as engine:
+        plan, loop = engine.memory_plan, engine.built.loop
+        weights = plan.target_weight_bytes + plan.draft_weight_bytes + plan.quantized_weight_bytes
+        assert weights + plan.rope_table_bytes == engine.startup.weight_bytes
+        assert (plan.quantized_weight_bytes > 0) == (quantization == "fp8")
+        assert plan.step_buffer_bytes == size(*dict.fromkeys(loop._buffers))
+        drafter = loop._prefill.drafter
+        assert drafter is not None
+        pools = [loop._prefill.target.kv_pool, drafter.kv_pool]
+        assert plan.kv_pool_bytes == size(*pools)
+        assert plan.num_pages == loop.allocator.num_pages == pools[0].shape[2]
+        assert plan.max_model_len == engine.config.max_model_len == 64
+
+
+def test_published_sizes() -> None:
+    """Bug: a factor (bytes, layers, taps) is wrong; sizes are those of the published files."""
+    plan = plan_8b()
+    assert plan.target_weight_bytes == pytest.approx(16.38e9, rel=0.01)
+    # 1.95 GiB as published, and a packed copy of every layer's k_proj and v_proj.
+    assert plan.draft_weight_bytes == pytest.approx(1.95 * GIB + 5 * 2 * 1024 * 4096 * 2, rel=0.01)
+    assert plan.kv_page_bytes == 16 * (36 + 5) * 2 * 8 * 128 * 2
+    assert plan.num_pages == 1 + 16 * (40944 + 16) // 16
+
+
+@pytest.mark.parametrize("field", ["buckets", "draft_quantization", "page_size", "prefill_chunk"])
+def test_larger_needs_more(field: str) -> None:
+    """Bug: an option that costs memory does not show in the plan."""
+    larger: dict[str, Any] = {
+        "buckets": (1, 8, 16, 64),
+        "draft_quantization": "fp8",
+        "page_size": 8,  # a longer page table
+        "prefill_chunk": 4096,
+    }
+    config = replace(ON_GPU, **{field: larger[field]})
+    assert plan_8b(config).fixed_bytes > plan_8b().fixed_bytes
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    free=st.integers(0, 200),
+    used=st.integers(0, 100),
+    utilization=st.floats(0.05, 1.0),
+    buckets=st.sets(st.integers(1, 64), min_size=1, max_size=3),
+    length=st.integers(2, 40944),
+    explicit=st.booleans(),
+    asked=st.none() | st.integers(1, 150 * GIB),
+    mode=st.sampled_from(["none", "piecewise", "full"]),
+    backend=st.sampled_from(["flashinfer", "triton"]),
+)
+def test_plan_never_exceeds_its_budget(
+    free: int,
+    used: int,
+    utilization: float,
+    buckets: set[int],
+    length: int,
+    explicit: bool,
+    asked: int | None,
+    mode: Any,
+    backend: Any,
+) -> None:
+    """Bug: rounding, a shortened context or an explicit pool plans more than there is, or a pool
+    in which the longest request can never start."""
+    config = replace(
+        ON_GPU,
+        buckets=tuple(sorted(buckets)),
+        gpu_memory_utilization=utilization,
+        max_model_len=length,
+        kv_cache_memory=asked,
+        graph_mode=mode,
+        attention_backend=backend,
+    )
+    memory = DeviceMemory(free * GIB, (free + used) * GIB, 132)
+    try:
+        plan = plan_8b(config, memory, length_is_explicit=explicit)
+    except ValueError:
+        return
+    assert plan.budget_bytes is not None
+    assert plan.fixed_bytes + plan.kv_pool_bytes <= plan.budget_bytes
+    assert plan.max_request_pages + 1 <= plan.num_pages
+    assert plan.num_pages <= 1 + max(buckets) * plan.max_request_pages
+    assert plan.max_model_len == length or (not explicit and 2 <= plan.max_model_len < length)
+    if asked is not None:
+        assert plan.kv_pool_bytes <= asked
+    assert plan.margin_bytes == GPU_MARGIN_BYTES
+
+
+def test_refusals_name_the_numbers() -> None:
+    """Bug: a model that cannot fit is refused after it was read, or without saying by how much."""
+    small = DeviceMemory(24 * GIB, 24 * GIB, 128)
+    with pytest.raises(ValueError, match=r"--max-model-len 40944 needs 6.41 GiB .* the longest"):
+        plan_8b(memory=small, length_is_explicit=True)
+    tiny = DeviceMemory(16 * GIB, 16 * GIB, 128)
+    with pytest.raises(ValueError, match=r"weights and work space.*fits is 0 tokens; free memory"):
+        plan_8b(memory=tiny)
+    with pytest.raises(ValueError, match=r"--kv-cache-memory 200 GiB: 10\d GiB are left of 126"):
+        plan_8b(replace(ON_GPU, kv_cache_memory=200 * GIB))
+    with pytest.raises(ValueError, match="fits is 0 tokens; raise --kv-cache-memory"):
+        plan_8b(replace(ON_GPU, kv_cache_memory=1 << 20))
+    target, draft = read_configs("qwen3-8b", "qwen3-8b-dflash-b16")
+    absurd = replace(target, hidden_size=1 << 62)
+    with pytest.raises(ValueError, match="impossible size"):
+        plan_memory(ON_GPU, absurd, draft, H200, length_is_explicit=False)
+
+
+def test_plan_text_adds_up() -> None:
+    """Bug: a part is in the sum and not in the text, so the numbers a user sees do not add up."""
+    plan = plan_8b()
+    text = " ".join(plan.lines())
+    for name, value in asdict(plan).items():
+        if name.endswith("_bytes") and value and name != "kv_page_bytes":
+            assert format_bytes(value) in text, name
+    assert "quantized" not in text
+    values = plan.to_json()
+    parts = ["target_weight", "draft_weight", "quantized_weight", "rope_table", "step_buffer"]
+    parts += ["prefill", "attention_workspace", "graph_pool", "margin"]
+    assert values["fixed_bytes"] == sum(values[f"{part}_bytes"] for part in parts)
+    assert set(parts) | {"budget", "kv_page", "kv_pool", "fixed"} == {
+        name.removesuffix("_bytes") for name in values if name.endswith("_bytes")
+    }
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("2GiB", 2 * GIB),
+        ("2 gib", 2 * GIB),
+        ("1.5G", 3 * GIB // 2),
+        ("2GB", 2 * 10**9),
+        ("512MiB", 512 << 20),
+        ("4096", 4096),
+        (4096, 4096),
+        ("100B", 100),
+        ("1T", 1 << 40),
+    ],
+)
+def test_sizes(text: int | str, expected: int) -> None:
+    """Bug: 2GB and 2GiB are confused, or a plain number is taken for something else."""
+    assert parse_bytes(text) == expected
+
+
+@pytest.mark.parametrize("text", ["", "GiB", "-1", "0", "2 X", "1e9", "inf", "nan", "9" * 40, True])
+def test_bad_sizes(text: Any) -> None:
+    """Bug: nonsense becomes a pool of zero or of infinite size."""
+    with pytest.raises(ValueError, match="2GiB"):
+        parse_bytes(text)
+
+
+# --- pools used to the last page ---
+
+
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+def test_full_pool_runs_a_long_mixed_load(pair: tuple[Path, Path], backend: Any) -> None:
+    """Bug: with every page taken a step fails, a request starves, or two share a page."""
+    model = load_target(pair[0])
+    truth = [plain_generate(model, prompt, LENGTH) for prompt in PROMPTS]
+    options: dict[str, Any] = {"buckets": (1, 2, 6), "page_size": 2, "max_model_len": 48}
+    with Engine.from_pretrained(*pair, buckets=(1,), page_size=2, max_model_len=48) as probe:
+        page, one = probe.memory_plan.kv_page_bytes, probe.memory_plan.max_request_pages
+    pages = 2 * one + 1  # two of the longest and the null page; six rows
+    with Engine.from_pretrained(
+        *pair, attention_backend=backend, kv_cache_memory=pages * page, **options
+    ) as engine:
+        assert engine.memory_plan.num_pages == pages
+        loop, rng = engine.built.loop, random.Random(0)
+        jobs = []
+        for _ in range(70):
+            which, budget = rng.randrange(len(PROMPTS)), rng.randint(1, LENGTH)
+            request = loop.submit(list(PROMPTS[which]), budget, frozenset())
+            jobs.append((request, truth[which][:budget]))
+        fullest = loop.allocator.num_usable
+        num_widths = set()
+        with torch.no_grad():
+            while loop.has_work:
+                loop.admit()
+                fullest = min(fullest, loop.allocator.num_free)
+                num_widths.add(len(loop.running))
+                loop.launch()
+                loop.collect()
+        for request, expected in jobs:
+            assert request.output_ids == expected
+        assert fullest == 0, "the pool was never exhausted exactly; change the seed"
+        assert len(num_widths) > 2
+        assert loop.allocator.num_free == loop.allocator.num_usable
+
+
+def test_waiting_requests_start_in_order(pair: tuple[Path, Path]) -> None:
+    """Bug: a small request overtakes a large one that waits for pages, which then never starts."""
+    options: dict[str, Any] = {"buckets": (1, 4), "page_size": 2, "max_model_len": 48}
+    with Engine.from_pretrained(*pair, buckets=(1,), page_size=2, max_model_len=48) as probe:
+        page, one = probe.memory_plan.kv_page_bytes, probe.memory_plan.max_request_pages
+    with Engine.from_pretrained(*pair, kv_cache_memory=(one + 5) * page, **options) as engine:
+        loop = engine.built.loop
+        budgets = [3, 40, 1, 47, 2, 2, 40, 5, 1]
+        requests = [loop.submit([9], budget, frozenset()) for budget in budgets]
+        started = []
+        with torch.no_grad():
+            while loop.has_work:
+                started += [output.request.request_id for output in loop.admit()]
+                loop.launch()
+                loop.collect()
+        assert started == [request.request_id for request in requests]
+        assert [len(request.output_ids) for request in requests] == budgets
+
+
+def test_too_large_for_the_pool_is_refused(pair: tuple[Path, Path]) -> None:
+    """Bug: a request that no empty pool can hold waits for ever, and all behind it."""
+    with Engine.from_pretrained(*pair, buckets=(1,), page_size=2, max_model_len=48) as engine:
+        loop = engine.built.loop
+        loop.allocator = PageAllocator(9)
+        message = r"1 prompt and 40 new tokens need 23 pages of 2 tokens, the pool has 8; .*memory"
+        with pytest.raises(ValueError, match=message):
+            loop.submit([3], 40, frozenset())
+        assert not loop.has_work
+        assert len(engine.generate([3], max_new_tokens=11, ignore_eos=True)[0].token_ids) == 11
+
+
+def test_context_cap(pair: tuple[Path, Path]) -> None:
+    """Bug: a drafting run plans positions that the models do not have, or a plain one loses some
+    of its window."""
+    for draft, cap in ((pair[1], 512 - BLOCK), (None, 512)):
+        with Engine.from_pretrained(pair[0], draft, buckets=(1,)) as engine:
+            assert engine.memory_plan.max_model_len == engine.config.max_model_len == cap
+
+
+# --- on a GPU ---
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mode", ["none", "piecewise", "full"])
+def test_plan_holds_on_a_gpu(mode: Any) -> None:
+    """Bug: the estimates are far from what torch takes: below it the run can fail later, far above
+    it the pool is wasted. Shapes of Qwen3-4B with random weights, 2 GiB of K/V."""
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_reserved()
+    device: Any = "cuda"
+    backend: Any = "triton" if mode == "full" else "auto"
+    with Engine.from_pretrained(
+        "qwen3-4b",
+        "qwen3-4b-dflash-b16",
+        load_format="dummy",
+        buckets=(1, 8),
+        graph_mode=mode,
+        attention_backend=backend,
+        device=device,
+        max_model_len=4096,
+        kv_cache_memory="2GiB",
+    ) as engine:
+        plan = engine.memory_plan
+        engine.generate([[7] * 3000] * 3, max_new_tokens=40, ignore_eos=True)
+        reserved = torch.cuda.memory_reserved() - before
+        exact = plan.target_weight_bytes + plan.draft_weight_bytes + plan.rope_table_bytes
+        exact += plan.step_buffer_bytes + plan.kv_pool_bytes
+        assert exact <= torch.cuda.memory_allocated() <= plan.fixed_bytes + plan.kv_pool_bytes
+        planned = plan.fixed_bytes + plan.kv_pool_bytes
+        assert reserved <= planned
+        work = plan.fixed_bytes - exact + plan.kv_pool_bytes
+        assert reserved - exact >= (work - plan.margin_bytes) / 4, "the estimates are too large"

@@ -17,6 +17,7 @@ import click
 
 from graphengine import __version__
 from graphengine.cli_bench import ByteSize, bench
+from graphengine.cli_doctor import doctor
 from graphengine.cli_graphs import graphs
 from graphengine.cli_profile import profile
 from graphengine.prompts import Conversation, read_prompt_file
@@ -272,3 +273,4 @@ def _as_typed(params: dict[str, Any]) -> dict[str, Any]:
 main.add_command(bench)
 main.add_command(profile)
 main.add_command(graphs)
+main.add_command(doctor)

@@ -23,11 +23,12 @@ def preset_names() -> list[str]:
     return sorted(path.parent.name for path in PRESETS.glob("*/config.json"))
 
 
-def resolve(model: str | Path) -> Path:
+def resolve(model: str | Path, *, local_only: bool = False) -> Path:
     """The directory that holds `model`'s config.json.
 
     Args:
         model: a directory, a hub id such as `Qwen/Qwen3-8B`, or a preset's name such as `qwen3-8b`.
+        local_only: take a hub model from the local cache or not at all.
 
     Raises:
         ValueError: no such directory, or the hub id cannot be fetched.
@@ -51,8 +52,13 @@ def resolve(model: str | Path) -> Path:
     from huggingface_hub import snapshot_download
 
     try:
-        return Path(snapshot_download(name, allow_patterns=_PATTERNS))
+        return Path(snapshot_download(name, allow_patterns=_PATTERNS, local_files_only=local_only))
     except Exception as error:  # the hub client raises a dozen unrelated types
+        if local_only:
+            raise ValueError(
+                f"{name}: neither a local directory nor in the local Hugging Face cache; fetch it "
+                f"first (hf download {name}), or pass a directory"
+            ) from error
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ValueError(
             f"{name}: neither a local directory nor a hub model that can be fetched ({reason}); "

@@ -39,6 +39,12 @@ class Tokenizer:
     def __len__(self) -> int:
         return len(self._hf)
 
+    @property
+    def chat_template(self) -> str | None:
+        """The template's source; None where the checkpoint has none."""
+        template = self._hf.chat_template
+        return None if not template else template if isinstance(template, str) else str(template)
+
     def encode(self, text: str) -> list[int]:
         """Token ids of plain text, no special tokens added."""
         return self._hf.encode(text, add_special_tokens=False)

@@ -418,7 +418,7 @@ def _weight_files(directory: Path) -> list[Path]:
     if index.is_file():
         try:
             names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-        except (ValueError, KeyError, AttributeError, TypeError) as error:
+        except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
             raise ValueError(f"{index}: not a safetensors index ({error})") from error
         outside = [name for name in names if not isinstance(name, str) or Path(name).name != name]
         if outside:

@@ -50,6 +50,15 @@ MAY_IMPORT: dict[str, set[str]] = {
     "memory": _LOOP | {"engine", "bytesize"},
     "build": _LOOP | {"engine", "hub", "memory", "pairs"},
     "api": _LOOP | {"engine", "hub", "build", "memory", "bytesize"},
+    "findings": set(),
+    "doctor_files": {"findings", "hub", "pairs", "tokenizer", "weights"},
+    "doctor_models": {"bytesize", "config", "doctor_files", "findings", "weights"},
+    "doctor_pair": {"build", "config", "doctor_files", "findings", "memory"},
+    "doctor_host": {"attention", "bytesize", "config", "findings", "memory", "profiles"},
+    "doctor": {
+        *("build", "findings", "memory"),
+        *("doctor_files", "doctor_models", "doctor_pair", "doctor_host"),
+    },
     "bench": {"*"},
     "cli": {"*"},
     "cli_run": {"api", "prompts", "report", "tokenizer", "profiles.ranges"},
@@ -59,6 +68,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "cli_profile": {"*"},
     "profile_run": {"*"},
     "cli_graphs": {"*"},
+    "cli_doctor": {"build", "cli_bench", "doctor", "hub"},
     "__main__": {"cli"},
     "": {"api", "config", "hub"},  # graphengine/__init__.py
 }
@@ -71,7 +81,7 @@ DOORS: dict[str, set[str]] = {
     "huggingface_hub": {"hub", "weights"},
     "triton": {"kernels"},
     "nvtx": {"profiles.ranges"},
-    "click": {"cli", "cli_bench", "cli_profile", "cli_graphs"},
+    "click": {"cli", "cli_bench", "cli_profile", "cli_graphs", "cli_doctor"},
 }
 
 # full dotted name (and all below it) -> the modules that may use it

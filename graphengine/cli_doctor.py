@@ -1,0 +1,107 @@
+"""`graphengine doctor`: the options, the table and the exit code; the checks are in `doctor`."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from graphengine.cli_bench import ByteSize, IntList
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from graphengine.doctor import Examination
+
+_EPILOG = """\b
+Examples:
+  graphengine doctor
+  graphengine doctor Qwen/Qwen3-8B --draft z-lab/Qwen3-8B-DFlash-b16
+  graphengine doctor qwen3-8b --draft qwen3-8b-dflash-b16 --bucket 1,16 --json
+
+\b
+Exit codes: 0 no error (there may be warnings), 1 errors found, 2 wrong usage."""
+_STYLES = {"ok": "green", "info": "cyan", "warning": "yellow", "error": "bold red"}
+
+
+@click.command("doctor", epilog=_EPILOG)
+@click.argument("model", required=False)
+@click.option("--draft", metavar="MODEL|none", help="Drafter; the bundled one without MODEL.")
+@click.option("--bucket", type=IntList(), default="1,8,16", show_default=True, help="Batch sizes.")
+@click.option("--max-model-len", type=click.IntRange(min=2), help="Most tokens of one request.")
+@click.option(
+    "--gpu-memory-utilization",
+    type=click.FloatRange(0, 1, min_open=True),
+    default=0.9,
+    show_default=True,
+    help="Share of the GPU's memory that may be filled.",
+)
+@click.option("--kv-cache-memory", type=ByteSize(), help="Most bytes of the K/V pool, as 2GiB.")
+@click.option(
+    "--graph-mode", type=click.Choice(["auto", "none", "piecewise", "full"]), default="auto"
+)
+@click.option(
+    "--attention-backend",
+    type=click.Choice(["auto", "flashinfer", "triton", "torch"]),
+    default="auto",
+)
+@click.option("--compile/--no-compile", "compile_", default=None)
+@click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto")
+@click.option("--dtype", type=click.Choice(["auto", "bfloat16", "float32"]), default="auto")
+@click.option("--page-size", type=click.IntRange(min=1), default=16, show_default=True)
+@click.option("--draft-quantization", type=click.Choice(["none", "fp8"]), default="none")
+@click.option("--json", "as_json", is_flag=True, help="The findings as JSON on stdout.")
+@click.pass_context
+def doctor(ctx: click.Context, model: str | None, draft: str | None, **options: Any) -> None:
+    """Examine MODEL and its drafter before loading: formats, shapes, rope, memory, machine.
+
+    MODEL: a directory, a hub id in the local cache, or a preset; the bundled tiny pair without it.
+    Reads config files and the headers of the weights. Options as in `graphengine run`.
+    """
+    from graphengine.build import Options
+    from graphengine.doctor import examine
+    from graphengine.hub import TINY_DRAFT, TINY_TARGET
+
+    as_json = options.pop("as_json")
+    if model is None:
+        draft = draft or str(TINY_DRAFT)
+    run = Options(
+        buckets=options.pop("bucket"),
+        compile=options.pop("compile_"),
+        **options,
+    )
+    found = examine(model or str(TINY_TARGET), None if draft == "none" else draft, run)
+    if as_json:
+        click.echo(json.dumps(found.to_json()))
+    else:
+        _print(found)
+    ctx.exit(1 if found.has_errors else 0)
+
+
+def _print(found: Examination) -> None:
+    """A block per part; remedies under their line."""
+    from rich.console import Console
+    from rich.text import Text
+
+    console = Console(highlight=False, soft_wrap=True)
+    console.print(Text(f"{found.target}, drafter {found.draft or 'none'}"))
+    part = None
+    for finding in found.findings:
+        group, _, name = finding.name.partition(".")
+        if group != part:
+            part = group
+            console.print(Text(f"\n{group}", style="bold"))
+        line = Text("  ")
+        line.append(f"{finding.level:8}", style=_STYLES[finding.level])
+        line.append(f"{name or group:18} {finding.value}")
+        console.print(line)
+        if finding.remedy and finding.level != "ok":
+            console.print(Text(f"{'':29}-> {finding.remedy}", style="dim"))
+    counts = found.num_by_level
+    _summary(console, counts)
+
+
+def _summary(console: Console, counts: dict[str, int]) -> None:
+    verdict = "errors: this pair will not run as it is" if counts["error"] else "no errors"
+    console.print(f"\n{verdict} ({', '.join(f'{n} {level}' for level, n in counts.items())})")

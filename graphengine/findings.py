@@ -1,0 +1,64 @@
+"""What a check has to say: a name, a value, how bad it is, and what to do about it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+Level = Literal["ok", "info", "warning", "error"]
+LEVELS: tuple[Level, ...] = ("ok", "info", "warning", "error")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """One line of a report.
+
+    `name`: what was looked at, `part.property` (`draft.block_size`). `value`: what was found.
+    `remedy`: what the user can do; empty where there is nothing to do.
+    """
+
+    name: str
+    value: str
+    level: Level
+    remedy: str = ""
+
+
+def ok(name: str, value: str) -> Finding:
+    """Looked at, and right."""
+    return Finding(name=name, value=value, level="ok")
+
+
+def info(name: str, value: str, remedy: str = "") -> Finding:
+    """Neither right nor wrong, but good to know."""
+    return Finding(name=name, value=value, level="info", remedy=remedy)
+
+
+def warning(name: str, value: str, remedy: str) -> Finding:
+    """Runs, but slower or with less acceptance than it could."""
+    return Finding(name=name, value=value, level="warning", remedy=remedy)
+
+
+def error(name: str, value: str, remedy: str) -> Finding:
+    """Will be refused, or would give wrong drafts."""
+    return Finding(name=name, value=value, level="error", remedy=remedy)
+
+
+def guarded(name: str, findings: Iterator[Finding]) -> Iterator[Finding]:
+    """The findings; a check that cannot cope with a file ends as an error finding, not as one of
+    Python's."""
+    try:
+        yield from findings
+    except Exception as problem:  # whatever a damaged file provokes
+        yield error(
+            name,
+            f"cannot be checked: {type(problem).__name__}: {one_line(problem)}",
+            "a value in the files is not what it should be; compare them with the published ones",
+        )
+
+
+def one_line(text: object, limit: int = 400) -> str:
+    """Text fit for one row of a report: printable, no line breaks, cut at `limit`."""
+    flat = " ".join(str(text).split())
+    flat = "".join(char if char.isprintable() else "\N{REPLACEMENT CHARACTER}" for char in flat)
+    return flat if len(flat) <= limit else flat[: limit - 3] + "..."

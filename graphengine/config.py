@@ -22,6 +22,10 @@ DraftQuantization = Literal["none", "fp8"]
 DraftFormat = Literal["z-lab-old", "z-lab", "speculators", "deepspec"]
 SlotConvention = Literal["anchor-dropped", "anchor-first"]
 
+# Past these a file is damaged, and trying to build what it says would not end.
+MAX_LAYERS, MAX_HEAD_DIM = 1024, 4096
+MAX_NUMBER = 1e300
+
 _ROPE_KEYS: dict[str, frozenset[str]] = {
     "default": frozenset(),
     "yarn": frozenset(
@@ -84,7 +88,7 @@ class RopeConfig:
                 f"{source}: no rope_theta (neither in rope_parameters nor at the top level); add "
                 "the base that the model was trained with, it is never guessed"
             )
-        theta = read_number(theta, "rope_theta", source, minimum=1.0)
+        theta = read_number(theta, "rope_theta", source, minimum=2.0)
         if "partial_rotary_factor" in config or "partial_rotary_factor" in scaling:
             value = scaling.pop("partial_rotary_factor", config.get("partial_rotary_factor"))
             if value != 1.0:
@@ -238,7 +242,7 @@ class ModelConfig:
                 f"{source}: num_attention_heads {num_heads} is not a multiple of "
                 f"num_key_value_heads {num_kv_heads}"
             )
-        head_dim = read_positive(config, "head_dim", source)
+        head_dim = read_positive(config, "head_dim", source, MAX_HEAD_DIM)
         if head_dim % 2:
             raise ValueError(f"{source}: head_dim {head_dim} is odd; rope needs an even one")
         eps = read_number(_required(config, "rms_norm_eps", source), "rms_norm_eps", source)
@@ -246,7 +250,7 @@ class ModelConfig:
             vocab_size=read_positive(config, "vocab_size", source),
             hidden_size=hidden,
             intermediate_size=read_positive(config, "intermediate_size", source),
-            num_hidden_layers=read_positive(config, "num_hidden_layers", source),
+            num_hidden_layers=read_positive(config, "num_hidden_layers", source, MAX_LAYERS),
             num_attention_heads=num_heads,
             num_key_value_heads=num_kv_heads,
             head_dim=head_dim,
@@ -448,7 +452,8 @@ def _required(config: Mapping[str, Any], key: str, source: str) -> Any:
 
 def read_number(value: Any, key: str, source: str, minimum: float = 0.0) -> float:
     """A finite number of at least `minimum`."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not abs(value) <= MAX_NUMBER:  # also NaN, and integers past any float
         raise ValueError(f"{source}: {key} is {value!r}, expected a number")
     if value < minimum:
         raise ValueError(f"{source}: {key} is {value!r}, expected at least {minimum:g}")
@@ -463,13 +468,15 @@ def read_flag(config: Mapping[str, Any], key: str, source: str, default: bool = 
     return default if value is None else value
 
 
-def read_integer(value: Any, key: str, source: str, minimum: int) -> int:
-    """An integer of at least `minimum`; true and 1.0 are none."""
+def read_integer(value: Any, key: str, source: str, minimum: int, maximum: int = 1 << 40) -> int:
+    """An integer from `minimum` to `maximum`; true and 1.0 are none."""
     if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
         raise ValueError(f"{source}: {key} holds {value!r}, expected an integer >= {minimum}")
+    if value > maximum:
+        raise ValueError(f"{source}: {key} holds a number past {maximum}; the file is damaged")
     return value
 
 
-def read_positive(config: Mapping[str, Any], key: str, source: str) -> int:
-    """`config[key]`, an integer from 1 up."""
-    return read_integer(_required(config, key, source), key, source, minimum=1)
+def read_positive(config: Mapping[str, Any], key: str, source: str, maximum: int = 1 << 40) -> int:
+    """`config[key]`, an integer from 1 to `maximum`."""
+    return read_integer(_required(config, key, source), key, source, minimum=1, maximum=maximum)

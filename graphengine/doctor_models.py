@@ -15,6 +15,7 @@ import torch
 from graphengine.bytesize import format_bytes
 from graphengine.config import AttentionRule, DraftConfig, ModelConfig, RopeConfig, token_ids
 from graphengine.doctor_files import ModelFiles
+from graphengine.draft_formats import ARCHITECTURES
 from graphengine.findings import Finding, error, info, ok, one_line, warning
 from graphengine.weights import ShapeSource, TensorHeader, draft_weights, target_weights
 
@@ -43,6 +44,10 @@ def parse_target(files: ModelFiles) -> tuple[ModelConfig | None, list[Finding]]:
         model = ModelConfig.from_hf(files.config, files.source)
     except Exception as problem:  # a ValueError that names the remedy, or a value of another type
         return None, [_refused("target.config", problem)]
+    named = files.config.get("architectures")
+    if isinstance(named, list) and any(name in ARCHITECTURES for name in named):
+        remedy = "pass the target as MODEL and this one as --draft"
+        return None, [error("target.config", f"{named[0]} is a drafter", remedy)]
     return model, [ok("target.config", _shape(model))]
 
 
@@ -120,7 +125,7 @@ def _shape(model: ModelConfig) -> str:
 
 
 def _rope(name: str, rope: RopeConfig, head_dim: int) -> Finding:
-    value = f"theta {rope.theta:g}, {head_dim} rotary dims of {head_dim}, "
+    value = f"theta {rope.theta:.10g}, {head_dim} rotary dims of {head_dim}, "
     value += "not scaled" if rope.kind == "default" else f"{rope.kind} x {rope.factor:g}"
     if rope.kind != "default":
         value += f" from {rope.original_max_position_embeddings} positions"

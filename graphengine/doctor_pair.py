@@ -87,9 +87,9 @@ def _vocabulary(files: ModelFiles, target: ModelConfig, draft: DraftConfig) -> I
 def _rope(target: ModelConfig, draft: DraftConfig) -> Iterator[Finding]:
     ours, theirs = draft.model.rope, target.rope
     if ours.theta == theirs.theta:
-        yield ok("pair.theta", f"{ours.theta:g} in both")
+        yield ok("pair.theta", f"{ours.theta:.10g} in both")
     else:
-        value = f"drafter {ours.theta:g}, target {theirs.theta:g}"
+        value = f"drafter {ours.theta:.10g}, target {theirs.theta:.10g}"
         if ours.theta == _FILLED_IN_THETA:
             remedy = (
                 "10000 is what transformers fills in when a config lost its theta; acceptance "

@@ -52,7 +52,9 @@ MAY_IMPORT: dict[str, set[str]] = {
     "api": _LOOP | {"engine", "hub", "build", "memory", "bytesize"},
     "findings": set(),
     "doctor_files": {"findings", "hub", "pairs", "tokenizer", "weights"},
-    "doctor_models": {"bytesize", "config", "doctor_files", "findings", "weights"},
+    "doctor_models": {
+        *("bytesize", "config", "doctor_files", "draft_formats", "findings", "weights"),
+    },
     "doctor_pair": {"build", "config", "doctor_files", "findings", "memory"},
     "doctor_host": {"attention", "bytesize", "config", "findings", "memory", "profiles"},
     "doctor": {

@@ -1,0 +1,536 @@
+"""`doctor` on good, wrong and damaged pairs: it names what the engine refuses, and never crashes.
+
+The engine is the reference: what loads has no error finding, what is refused has one.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import struct
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+
+from graphengine.api import Engine
+from graphengine.build import Options
+from graphengine.config import DraftConfig, ModelConfig
+from graphengine.doctor import Examination, diagnose, examine
+from graphengine.doctor_files import read_model_files
+from graphengine.doctor_host import Host, host_findings, read_host, speed_findings
+from graphengine.doctor_pair import resolve_run
+from graphengine.findings import Finding, error, guarded, one_line
+from graphengine.hub import TINY_DRAFT, TINY_TARGET
+from graphengine.memory import DeviceMemory
+from tests.checkpoints import edit_config, make_drafter, make_target
+
+GIB = 1 << 30
+OPTIONS = Options(buckets=(1, 2), max_model_len=64)
+HOST = read_host()
+H200 = replace(
+    HOST,
+    versions={**HOST.versions, "torch": "2.11.0+cu130", "flashinfer-python": "0.6.12"},
+    cuda_version="13.0",
+    driver_version="580.95.05",
+    nsys="/usr/bin/nsys",
+    gpu_name="NVIDIA H200",
+    capability=(9, 0),
+    memory=DeviceMemory(139 * GIB, 140 * GIB, 132),
+)
+Edit = Callable[[dict[str, Any]], dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    directory = tmp_path_factory.mktemp("pair")
+    target = make_target(directory / "target", layers=3)
+    draft = make_drafter(
+        directory / "draft", target, taps=(0, 2), rope={"rope_theta": 10000.0}, block_size=4
+    )
+    edit_config(target, lambda values: values | {"max_position_embeddings": 256})
+    return target, draft
+
+
+@pytest.fixture
+def copies(pair: tuple[Path, Path], tmp_path: Path) -> tuple[Path, Path]:
+    """The pair's own copy, to damage."""
+    for path in pair:
+        shutil.copytree(path, tmp_path / path.name)
+    return tmp_path / "target", tmp_path / "draft"
+
+
+def check(target: Path | str, draft: Path | str | None, **options: Any) -> Examination:
+    return examine(target, draft, replace(OPTIONS, **options), HOST)
+
+
+def named(found: Examination | list[Finding], name: str) -> list[Finding]:
+    findings = found.findings if isinstance(found, Examination) else found
+    return [finding for finding in findings if finding.name == name]
+
+
+def errors(found: Examination) -> list[str]:
+    return [finding.name for finding in found.findings if finding.level == "error"]
+
+
+def test_good_pairs_have_no_error(pair: tuple[Path, Path]) -> None:
+    """Bug: a check that is too strict turns a user away from a pair that works."""
+    for models in (pair, (TINY_TARGET, TINY_DRAFT), ("qwen3-8b", "qwen3-8b-dflash-b16")):
+        found = check(*models)
+        assert not found.has_errors, errors(found)
+        assert found.memory_plan is not None
+        # On a machine like this test's: only the CPU is slow.
+        warned = [f.name for f in found.findings if f.level == "warning"]
+        assert set(warned) <= {"host.gpu", "speed.device"}, warned
+    assert not check(pair[0], None).has_errors
+
+
+def test_what_is_reported(pair: tuple[Path, Path]) -> None:
+    """Bug: a property that the engine goes by is missing from the report, or is another one's."""
+    found = check(TINY_TARGET, TINY_DRAFT)
+    expected = {
+        "draft.format": "z-lab-old",
+        "draft.slots": "anchor-dropped",
+        "draft.taps": "1, 3, 5, 6",
+        "draft.block_size": "16 rows, 15 drafts a step, read from block_size",
+        "draft.layers": "3 x full, non-causal",
+        "draft.rope": "theta 1000000, 64 rotary dims of 64, not scaled",
+        "target.rope": "theta 1000000",
+        "target.head": "the embedding",
+        "target.stop_tokens": "2042, 2040 from generation_config.json",
+        "pair.mask_token": "2043 of 2048 rows",
+        "pair.theta": "1000000 in both",
+        "run.context": "64 tokens a request; the models allow 4080 with drafting",
+    }
+    for name, text in expected.items():
+        (finding,) = named(found, name)
+        assert text in finding.value
+        assert finding.level == "ok"
+    assert found.num_by_level["ok"] > 25
+    nested = check(*pair)
+    assert "read from dflash_config.block_size" in named(nested, "draft.block_size")[0].value
+
+
+# --- wrong pairs, damaged files: as the engine says ---
+
+
+def drop_tensor(path: Path, name: str) -> None:
+    file = path / "model.safetensors"
+    tensors = load_file(file)
+    del tensors[name]
+    save_file(tensors, file)
+
+
+def put_tensor(path: Path, name: str, tensor: torch.Tensor) -> None:
+    file = path / "model.safetensors"
+    save_file(load_file(file) | {name: tensor}, file)
+
+
+def truncate(path: Path, name: str = "model.safetensors") -> None:
+    file = path / name
+    file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+
+
+def dflash(**values: Any) -> Edit:
+    return lambda config: config | {"dflash_config": config["dflash_config"] | values}
+
+
+DAMAGES: dict[str, tuple[Callable[[Path, Path], object], str]] = {
+    "missing tensor": (lambda t, d: drop_tensor(d, "fc.weight"), "draft.weights"),
+    "unexpected tensor": (lambda t, d: put_tensor(t, "x", torch.ones(2)), "target.weights"),
+    "misshaped tensor": (
+        lambda t, d: put_tensor(d, "norm.weight", torch.ones(2)),
+        "draft.weights",
+    ),
+    "integer weights": (
+        lambda t, d: put_tensor(d, "norm.weight", torch.ones(64, dtype=torch.int64)),
+        "draft.weights.dtype",
+    ),
+    "truncated weights": (lambda t, d: truncate(t), "target.weights"),
+    "no weights": (lambda t, d: (d / "model.safetensors").unlink(), "draft.weights"),
+    "truncated config": (lambda t, d: truncate(t, "config.json"), "target.config"),
+    "truncated tokenizer": (lambda t, d: truncate(t, "tokenizer.json"), "target.tokenizer"),
+    "config is a list": (lambda t, d: (d / "config.json").write_text("[]"), "draft.config"),
+    "deep config": (lambda t, d: (d / "config.json").write_text("[" * 99999), "draft.config"),
+    "no config": (lambda t, d: (d / "config.json").unlink(), "draft.directory"),
+    "no tokenizer": (lambda t, d: (t / "tokenizer.json").unlink(), "target.tokenizer"),
+    "no theta": (lambda t, d: edit_config(d, lambda c: c | {"rope_theta": None}), "draft.config"),
+    "other hidden": (
+        lambda t, d: edit_config(d, lambda c: c | {"hidden_size": 32}),
+        "pair.hidden_size",
+    ),
+    "other vocabulary": (
+        lambda t, d: edit_config(d, lambda c: c | {"vocab_size": 500}),
+        "pair.vocabulary",
+    ),
+    "other depth": (lambda t, d: edit_config(d, dflash(num_target_layers=9)), "pair.num_layers"),
+    "taps past the target": (
+        lambda t, d: edit_config(d, dflash(num_target_layers=None, target_layer_ids=[0, 7])),
+        "pair.taps",
+    ),
+    "duplicate taps": (
+        lambda t, d: edit_config(d, dflash(target_layer_ids=[1, 1])),
+        "draft.config",
+    ),
+    "mask outside": (lambda t, d: edit_config(d, dflash(mask_token_id=512)), "pair.mask_token"),
+    "no mask": (lambda t, d: edit_config(d, dflash(mask_token_id=None)), "draft.config"),
+    "layers past reason": (
+        lambda t, d: edit_config(t, lambda c: c | {"num_hidden_layers": 10**9}),
+        "target.config",
+    ),
+    "a number past any float": (
+        lambda t, d: edit_config(t, lambda c: c | {"rms_norm_eps": 10**400}),
+        "target.config",
+    ),
+    "small embedding": (
+        lambda t, d: edit_config(t, lambda c: c | {"vocab_size": 100}),
+        "target.tokenizer",
+    ),
+    "bad stop tokens": (
+        lambda t, d: edit_config(t, lambda c: {"eos_token_id": "x"}, "generation_config.json"),
+        "target.stop_tokens",
+    ),
+    "another kind of model": (
+        lambda t, d: edit_config(t, lambda c: c | {"model_type": "llama"}),
+        "target.config",
+    ),
+    "no drafter": (lambda t, d: shutil.rmtree(d), "draft.directory"),
+    "no target": (lambda t, d: shutil.rmtree(t), "target.directory"),
+    "swapped": (
+        lambda t, d: (t.rename(t.with_name("x")), d.rename(t), t.with_name("x").rename(d)),
+        "target.config",
+    ),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_damage_is_found_before_loading(copies: tuple[Path, Path], damage: str) -> None:
+    """Bug: doctor passes a pair that the engine refuses, or names the wrong file for it."""
+    change, name = DAMAGES[damage]
+    change(*copies)
+    found = check(*copies)
+    assert name in errors(found), [str(f) for f in found.findings if f.level != "ok"]
+    for finding in found.findings:
+        if finding.level in ("warning", "error"):
+            assert finding.value
+            assert finding.remedy
+    with pytest.raises(ValueError, match=r"."):
+        Engine.from_pretrained(*copies, buckets=(1,), max_model_len=64)
+
+
+@pytest.mark.parametrize(
+    ("edit", "name"),
+    [
+        (lambda c: c | {"rope_theta": 1000000.0}, "pair.theta"),
+        (
+            lambda c: (
+                c
+                | {
+                    "rope_scaling": {
+                        "rope_type": "yarn",
+                        "factor": 4.0,
+                        "original_max_position_embeddings": 64,
+                    }
+                }
+            ),
+            "pair.rope_scaling",
+        ),
+    ],
+)
+def test_legal_but_suspect(copies: tuple[Path, Path], edit: Edit, name: str) -> None:
+    """Bug: a theta or a scaling that an export has lost costs acceptance without a word."""
+    edit_config(copies[1], edit)
+    found = check(*copies)
+    assert not found.has_errors
+    (finding,) = named(found, name)
+    assert finding.level == "warning"
+    assert "drafter" in finding.value
+    assert "target" in finding.value
+    Engine.from_pretrained(*copies, buckets=(1,), max_model_len=64).close()
+
+
+def test_theta_that_transformers_fills_in(copies: tuple[Path, Path]) -> None:
+    """Bug: the one wrong theta that is common, 10000, is not called by its cause."""
+    edit_config(copies[0], lambda c: c | {"rope_theta": 1000000.0})
+    (finding,) = named(check(*copies), "pair.theta")
+    assert finding.level == "warning"
+    assert "transformers fills in" in finding.remedy
+
+
+def test_wrong_target_of_the_tiny_drafter(pair: tuple[Path, Path]) -> None:
+    """Bug: a drafter is accepted for a target that it was not trained on."""
+    for target in (pair[0], "qwen3-8b"):
+        assert {"pair.hidden_size", "pair.vocabulary", "pair.num_layers"} <= set(
+            errors(check(target, TINY_DRAFT))
+        )
+
+
+def test_float16_weights_are_noted(copies: tuple[Path, Path]) -> None:
+    """Bug: float16 weights are taken without saying that they run as bfloat16."""
+    file = copies[1] / "model.safetensors"
+    save_file({name: tensor.half() for name, tensor in load_file(file).items()}, file)
+    found = check(*copies)
+    (finding,) = named(found, "draft.weights.dtype")
+    assert (finding.value, finding.level) == ("F16", "info")
+    assert not found.has_errors
+
+
+def test_options_that_cannot_work(pair: tuple[Path, Path]) -> None:
+    """Bug: a refusal of the options or of the memory plan ends the report, or is left out."""
+    found = check(*pair, max_model_len=9999)
+    assert errors(found) == ["run.options"]
+    found = check(*pair, kv_cache_memory=100)
+    assert errors(found) == ["run.memory"]
+    assert found.memory_plan is None
+    found = check(*pair, graph_mode="full", device="cpu")
+    assert errors(found) == ["run.options"]
+
+
+def test_speculators_file_alone_finds_its_target(copies: tuple[Path, Path]) -> None:
+    """Bug: a drafter that names its target must be passed with it nevertheless."""
+    target, draft = copies
+    old = json.loads((draft / "config.json").read_text())
+    kept = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
+    layers = {key: old[key] for key in (*kept, "head_dim", "rope_theta", "vocab_size")}
+    layers |= {"num_hidden_layers": old["num_hidden_layers"], "max_position_embeddings": 512}
+    config = {
+        "speculators_model_type": "dflash",
+        "transformer_layer_config": layers,
+        "aux_hidden_state_layer_ids": [1, 3],
+        "mask_token_id": 511,
+        "block_size": 4,
+        "draft_vocab_size": 512,
+        "speculators_config": {"verifier": {"name_or_path": str(target)}},
+    }
+    (draft / "config.json").write_text(json.dumps(config))
+    for found in (check(draft, None), check(target, draft)):
+        assert (found.target, found.draft) == (str(target), str(draft))
+        assert "after target layers 0, 2 " in named(found, "draft.taps")[0].value
+        assert "speculators" in named(found, "draft.format")[0].value
+        assert named(found, "pair.verifier")[0].level == "ok"
+    config["draft_vocab_size"] = 100
+    (draft / "config.json").write_text(json.dumps(config))
+    (finding,) = named(check(target, draft), "pair.draft_vocabulary")
+    assert (finding.level, "d2t, which is missing" in finding.value) == ("error", True)
+
+
+# --- the machine ---
+
+
+def on(host: Host, **options: Any) -> list[Finding]:
+    """The machine's findings for Qwen3-8B shapes in a CUDA run, whatever this machine is."""
+    files = [read_model_files(name, with_tokenizer=False) for name in ("qwen3-8b",) * 2]
+    run = replace(Options(), **{"device": "cpu", **options})
+    found, _ = diagnose(files[0], None, run, host)
+    return found
+
+
+def cuda_config(**values: Any) -> Any:
+    from graphengine.build import read_configs
+
+    target, draft = read_configs("qwen3-8b", "qwen3-8b-dflash-b16")
+    config, _ = resolve_run(Options(device="cpu"), target, draft)
+    assert config is not None
+    values = {
+        "device": "cuda",
+        "dtype": "bfloat16",
+        "compile": True,
+        "graph_mode": "piecewise",
+        "attention_backend": "flashinfer",
+        "prefill_attention_backend": "flashinfer",
+    } | values
+    return replace(config, **values), target, draft
+
+
+def test_a_good_machine_has_no_warning() -> None:
+    """Bug: doctor finds fault with the machine that the engine is made for."""
+    found = list(host_findings(H200)) + list(speed_findings(H200, *cuda_config()))
+    assert [f for f in found if f.level in ("warning", "error")] == []
+    assert any("NVIDIA H200, capability 9.0, 139 GiB free" in f.value for f in found)
+    assert not any(f.level == "error" for f in on(H200))
+
+
+@pytest.mark.parametrize(
+    ("change", "name", "level"),
+    [
+        ({"driver_version": "570.1"}, "host.driver", "warning"),
+        ({"driver_version": None}, "host.driver", "info"),
+        ({"capability": (8, 0)}, "speed.gemm", "warning"),
+        ({"capability": (10, 0)}, "speed.gemm", "warning"),
+        ({"capability": (7, 5)}, "host.gpu", "error"),
+        ({"nsys": None}, "host.nsys", "info"),
+        ({"gpu_name": None, "capability": None, "memory": None}, "host.gpu", "warning"),
+    ],
+)
+def test_lesser_machines(change: dict[str, Any], name: str, level: str) -> None:
+    """Bug: an old driver, a missing package or another GPU is not named."""
+    host = replace(H200, **change)
+    found = list(host_findings(host)) + list(speed_findings(host, *cuda_config()))
+    assert [f.level for f in found if f.name == name] == [level]
+
+
+@pytest.mark.parametrize("package", ["torch", "triton", "flashinfer-python", "transformers"])
+def test_missing_packages(package: str) -> None:
+    """Bug: a package that is not installed crashes the report, or is not missed."""
+    host = replace(H200, versions={**H200.versions, package: None})
+    name = f"host.{package.removesuffix('-python')}"
+    assert [f.level for f in host_findings(host) if f.name == name] == ["warning"]
+
+
+@pytest.mark.parametrize(
+    ("change", "name"),
+    [
+        ({"dtype": "float32"}, "speed.dtype"),
+        ({"compile": False}, "speed.compile"),
+        ({"graph_mode": "none"}, "speed.graphs"),
+        ({"prefill_attention_backend": "torch"}, "speed.attention"),
+        ({"device": "cpu"}, "speed.device"),
+    ],
+)
+def test_slow_options(change: dict[str, Any], name: str) -> None:
+    """Bug: a slow choice is taken silently."""
+    found = list(speed_findings(H200, *cuda_config(**change)))
+    assert [f.level for f in found if f.name == name] == ["warning"]
+
+
+# --- anything at all ---
+
+VALUES = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-3, 9)
+    | st.integers(-(10**20), 10**20)
+    | st.sampled_from([10**400, "", "full_attention", "yarn", "llama3", "\u202e\x00", 1e308])
+    | st.floats(),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(
+            st.sampled_from(["rope_theta", "rope_type", "factor", "full_attention", "verifier"]),
+            inner,
+            max_size=3,
+        )
+    ),
+    max_leaves=5,
+)
+KEYS = st.sampled_from(
+    "architectures model_type vocab_size hidden_size intermediate_size num_hidden_layers head_dim "
+    "num_attention_heads num_key_value_heads rms_norm_eps rope_theta rope_scaling rope_parameters "
+    "max_position_embeddings tie_word_embeddings attention_bias eos_token_id hidden_act block_size "
+    "layer_types sliding_window use_sliding_window num_target_layers dflash_config is_causal "
+    "quantization_config speculators_model_type transformer_layer_config mask_token_id "
+    "aux_hidden_state_layer_ids draft_vocab_size speculators_config target_hidden_size "
+    "dflash_config.mask_token_id dflash_config.target_layer_ids dflash_config.block_size "
+    "dflash_config.num_target_layers dflash_config.use_swa dflash_config.causal".split()
+)
+FUZZ = settings(
+    max_examples=300,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
+
+
+def damaged(path: Path, changes: dict[str, Any], removed: set[str]) -> dict[str, Any]:
+    """A config with other values; a dotted key lies inside dflash_config."""
+    config = json.loads((path / "config.json").read_text())
+    for key, value in changes.items():
+        outer, _, inner = key.partition(".")
+        place = config.get(outer) if inner else config
+        if isinstance(place, dict):
+            place[inner or outer] = value
+    for key in removed:
+        config.pop(key, None)
+    return config
+
+
+@FUZZ
+@given(
+    changes=st.dictionaries(KEYS, VALUES, min_size=1, max_size=3),
+    of_draft=st.booleans(),
+    removed=st.sets(KEYS, max_size=1),
+)
+def test_any_config_is_read_or_refused(
+    pair: tuple[Path, Path], changes: dict[str, Any], of_draft: bool, removed: set[str]
+) -> None:
+    """Bug: a parser meets a value of another type than it thought, and the user a traceback."""
+    config = damaged(pair[of_draft], changes, removed)
+    with suppress(ValueError):
+        (DraftConfig if of_draft else ModelConfig).from_hf(config, "x")
+
+
+@FUZZ
+@given(
+    changes=st.dictionaries(KEYS, VALUES, min_size=1, max_size=4),
+    of_draft=st.booleans(),
+    removed=st.sets(KEYS, max_size=2),
+)
+def test_any_config_ends_in_findings(
+    pair: tuple[Path, Path], changes: dict[str, Any], of_draft: bool, removed: set[str]
+) -> None:
+    """Bug: a value of a type or size that nobody thought of ends doctor in a traceback, an endless
+    loop, or memory for what the file claims."""
+    files = [read_model_files(pair[i], with_tokenizer=False) for i in (0, 1)]
+    config = damaged(pair[of_draft], changes, removed)
+    files[of_draft] = replace(files[of_draft], config=config)
+    found, _ = diagnose(files[0], files[1], OPTIONS, HOST)
+    assert found
+    for finding in found:
+        assert finding.value.isprintable()
+        assert len(finding.value) < 1000
+        assert finding.level in ("ok", "info") or finding.remedy
+        assert "cannot be checked" not in finding.value, "a check of ours crashed"
+
+
+@FUZZ
+@given(
+    header=st.dictionaries(st.text(max_size=5), VALUES, max_size=3), noise=st.binary(max_size=40)
+)
+def test_any_header_ends_in_findings(
+    pair: tuple[Path, Path],
+    tmp_path: Path,
+    header: dict[str, Any],
+    noise: bytes,
+) -> None:
+    """Bug: a damaged safetensors header crashes the reader, or its tensors are taken for real."""
+    directory = tmp_path / "draft"
+    directory.mkdir(exist_ok=True)
+    shutil.copy(pair[1] / "config.json", directory)
+    text = json.dumps(header).encode()
+    file = directory / "model.safetensors"
+    good = (pair[1] / "model.safetensors").read_bytes()
+    length = struct.unpack("<Q", good[:8])[0]
+    for content in (
+        noise,
+        struct.pack("<Q", len(text)) + text + noise,
+        struct.pack("<Q", 1 << 62) + text,
+        good[:8] + noise + good[8 + len(noise) :],
+        good[: 8 + length] + noise,
+    ):
+        file.write_bytes(content)
+        files = read_model_files(directory, with_tokenizer=False)
+        target = read_model_files(pair[0], with_tokenizer=False)
+        found, _ = diagnose(target, files, OPTIONS, HOST)
+        if content[: len(good)] != good:
+            assert any(f.level == "error" and f.name == "draft.weights" for f in found)
+        assert not any("cannot be checked" in f.value for f in found)
+
+
+def test_a_crashing_check_is_a_finding() -> None:
+    """Bug: one check that fails takes the findings of all others with it."""
+
+    def broken() -> Any:
+        yield error("a", "b", "c")
+        raise KeyError("gone\n\x1b[31m")
+
+    first, second = guarded("part", broken())
+    assert first.name == "a"
+    assert second.level == "error"
+    assert "KeyError" in second.value
+    assert second.value.isprintable()
+    assert len(one_line("x" * 5000)) == 400

@@ -39,7 +39,7 @@ class Examination:
     @property
     def num_by_level(self) -> dict[str, int]:
         """How many findings of each level."""
-        counts = dict.fromkeys(LEVELS, 0)
+        counts: dict[str, int] = dict.fromkeys(LEVELS, 0)
         for finding in self.findings:
             counts[finding.level] += 1
         return counts
@@ -77,11 +77,13 @@ def examine(
     target = read_model_files(target_name, with_tokenizer=True)
     draft = read_model_files(draft_name, with_tokenizer=False) if draft_name is not None else None
     found: list[Finding] = []
-    if draft is None:
+    if target.directory is not None and "speculators_model_type" in (target.config or {}):
         alone, _ = parse_draft(target)
         if alone is not None and alone.verifier is not None:
             found.append(info("draft.verifier", f"{target.name} is a drafter of {alone.verifier}"))
-            draft, target = target, read_model_files(alone.verifier, with_tokenizer=True)
+            beside = target.directory / alone.verifier
+            name = beside if beside.is_dir() else alone.verifier
+            draft, target = draft or target, read_model_files(name, with_tokenizer=True)
     findings, plan = diagnose(target, draft, options, host or read_host())
     return Examination(
         target=target.name,
@@ -117,7 +119,8 @@ def diagnose(
             yield from resolved
             if config is not None:
                 memory = host.memory if config.device == "cuda" else None
-                plan, planned = plan_findings(config, options, model, drafter, memory)
+                names = (draft_files.headers if draft_files else None) or ()
+                plan, planned = plan_findings(config, options, model, drafter, memory, names)
                 yield from planned
                 yield from speed_findings(host, config, model, drafter)
 

@@ -17,12 +17,17 @@ from graphengine.config import AttentionRule, DraftConfig, ModelConfig, RopeConf
 from graphengine.doctor_files import ModelFiles
 from graphengine.draft_formats import ARCHITECTURES
 from graphengine.findings import Finding, error, info, ok, one_line, warning
-from graphengine.weights import ShapeSource, TensorHeader, draft_weights, target_weights
+from graphengine.weights import (
+    ShapeSource,
+    TensorHeader,
+    draft_vocabulary_shapes,
+    draft_weights,
+    target_weights,
+)
 
 _BYTES = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2}
 _META = torch.device("meta")
-# Tensors that a drafter's file may hold beside its layers.
-_DRAFT_EXTRAS = ("lm_head.weight", "embed_tokens.weight", "d2t", "t2d")
+_ID_MAPS = ("d2t", "t2d")
 _FORMATS = {
     "z-lab-old": "architectures name DFlashDraftModel, block_size stands at the top level",
     "z-lab": "architectures name DFlashDraftModel, block_size stands in dflash_config",
@@ -40,14 +45,15 @@ def parse_target(files: ModelFiles) -> tuple[ModelConfig | None, list[Finding]]:
     missing = _missing_config(files, "target")
     if missing or files.config is None:
         return None, missing
+    named = files.config.get("architectures")
+    is_flat = isinstance(named, list) and any(name in ARCHITECTURES for name in named)
+    if is_flat or "speculators_model_type" in files.config:
+        remedy = "pass its target as MODEL and this one as --draft"
+        return None, [error("target.config", "this is a drafter, not a target", remedy)]
     try:
         model = ModelConfig.from_hf(files.config, files.source)
     except Exception as problem:  # a ValueError that names the remedy, or a value of another type
         return None, [_refused("target.config", problem)]
-    named = files.config.get("architectures")
-    if isinstance(named, list) and any(name in ARCHITECTURES for name in named):
-        remedy = "pass the target as MODEL and this one as --draft"
-        return None, [error("target.config", f"{named[0]} is a drafter", remedy)]
     return model, [ok("target.config", _shape(model))]
 
 
@@ -89,13 +95,13 @@ def draft_findings(files: ModelFiles, draft: DraftConfig) -> Iterator[Finding]:
         yield error("draft.block_size", size, "a block needs at least one draft")
     yield ok("draft.layers", _layers(draft.attention_rules))
     yield _rope("draft.rope", draft.model.rope, draft.model.head_dim)
-    names = files.headers or {}
-    extras = {name: names[name].shape for name in _DRAFT_EXTRAS if name in names}
-    yield ok("draft.embedding", _own("embed_tokens.weight", extras))
-    yield ok("draft.head", _own("lm_head.weight", extras))
-    expected = ShapeSource(torch.bfloat16)
+    yield from _amplitude(files, draft.model.rope)
+    expected = ShapeSource(torch.bfloat16, files.headers or ())
+    embed, head, _ = draft_vocabulary_shapes(expected, draft)
     draft_weights(expected, draft, 1, _META)
-    yield from _weights("draft.weights", files, expected.asked, extras)
+    yield _own("draft.embedding", embed)
+    yield _own("draft.head", head)
+    yield from _weights("draft.weights", files, expected.asked, {})
     for note in draft.notes:
         yield info("draft.note", note)
 
@@ -134,6 +140,20 @@ def _rope(name: str, rope: RopeConfig, head_dim: int) -> Finding:
     return ok(name, value)
 
 
+def _amplitude(files: ModelFiles, rope: RopeConfig) -> Iterator[Finding]:
+    """Engines read one yarn file in two ways; which one a drafter was trained with is not in it."""
+    config = files.config or {}
+    config = config.get("transformer_layer_config", config)
+    scaling = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    if rope.kind == "yarn" and "mscale" in scaling and "mscale_all_dim" in scaling:
+        yield warning(
+            "draft.rope_amplitude",
+            f"{rope.amplitude:.5f}, from mscale and mscale_all_dim as transformers does",
+            "engines that ignore the two keys use 0.1 ln(factor) + 1: compare the acceptance, and "
+            "set attention_factor if theirs is better",
+        )
+
+
 def _layers(rules: tuple[AttentionRule, ...]) -> str:
     """Runs of equal layers, in order."""
 
@@ -145,10 +165,10 @@ def _layers(rules: tuple[AttentionRule, ...]) -> str:
     return "; ".join(f"{count} x {text(rule)}" for rule, count in runs)
 
 
-def _own(name: str, extras: Mapping[str, tuple[int, ...]]) -> str:
-    if name not in extras:
-        return "the target's"
-    return f"{name} {list(extras[name])} in the file; the target's where both are equal"
+def _own(name: str, tensor: torch.Tensor | None) -> Finding:
+    if tensor is None:
+        return ok(name, "the target's")
+    return ok(name, f"its own {list(tensor.shape)}, unless it equals the target's")
 
 
 def _weights(
@@ -165,7 +185,9 @@ def _weights(
         else:
             yield error(name, files.problems.get("weights", "none"), "fetch the weights again")
         return
-    used = {key: header for key, header in headers.items() if not key.endswith("inv_freq")}
+    used = {
+        key: header for key, header in headers.items() if not key.endswith("rotary_emb.inv_freq")
+    }
     missing = [key for key in expected if key not in used]
     unexpected = [key for key in used if key not in expected and key not in optional]
     shapes = {**optional, **expected}
@@ -189,7 +211,11 @@ def _weights(
 
 
 def _dtypes(name: str, headers: Mapping[str, TensorHeader]) -> Iterator[Finding]:
-    found = {header.dtype for key, header in headers.items() if key not in ("d2t", "t2d")}
+    found = {header.dtype for key, header in headers.items() if key not in _ID_MAPS}
+    for key in _ID_MAPS:
+        if key in headers and headers[key].dtype in _BYTES:
+            remedy = "an id map holds integers; fetch the weights again"
+            yield error(f"{name}.dtype", f"{key} is {headers[key].dtype}", remedy)
     foreign = sorted(found - _BYTES.keys())
     if foreign:
         yield error(

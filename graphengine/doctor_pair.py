@@ -7,7 +7,7 @@ engine refuses, a warning where a difference is legal but is what a broken expor
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -151,6 +151,7 @@ def plan_findings(
     target: ModelConfig,
     draft: DraftConfig | None,
     memory: DeviceMemory | None,
+    draft_names: Collection[str] = (),
 ) -> tuple[MemoryPlan | None, list[Finding]]:
     """Context cap and memory plan."""
     models = [target] + ([draft.model] if draft else [])
@@ -167,6 +168,7 @@ def plan_findings(
             draft,
             memory,
             length_is_explicit=options.max_model_len is not None,
+            draft_names=draft_names,
         )
     except ValueError as problem:
         remedy = "use a smaller --max-model-len or --bucket, or a larger GPU"

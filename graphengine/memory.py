@@ -202,9 +202,9 @@ def _too_small(plan: MemoryPlan, config: EngineConfig, room: int, length: int) -
             "--gpu-memory-utilization, or lower the largest --bucket"
         )
     return (
-        f"--max-model-len {plan.max_model_len} needs {needed / 2**30:.2f} GiB of K/V for one "
-        f"request, {max(room, 0) / 2**30:.2f} GiB are left beside "
-        f"{plan.fixed_bytes / 2**30:.2f} GiB for weights and work space; {remedy}"
+        f"--max-model-len {plan.max_model_len} needs {format_bytes(needed)} of K/V for one request, "
+        f"{format_bytes(max(room, 0))} are left beside {format_bytes(plan.fixed_bytes)} for weights "
+        f"and work space; {remedy}"
     )
 
 
@@ -226,12 +226,14 @@ def _plan(
         ropes = [weights.rope_PH]
         if draft is not None:
             source = ShapeSource(dtype, draft_names)
-            vocabulary = draft_vocabulary_shapes(source, draft, weights)
+            vocabulary = draft_vocabulary_shapes(source, draft)
             layers = draft_weights(source, draft, positions, META)
             ropes.append(layers.rope_PH)
-            drafter = _without((vocabulary, layers), (weights,))
+            drafter = tuple(distinct_tensors((vocabulary, layers)))
             if config.draft_quantization == "fp8":
-                copies = quantized_draft_weights(layers), quantize_fp8(vocabulary.lm_head_VD)
+                _, own_head, _ = vocabulary
+                head = weights.lm_head_VD if own_head is None else own_head
+                copies = quantized_draft_weights(layers), quantize_fp8(head)
                 fp8 = _without(copies, drafter)
         buffers = StepBuffers.make(
             target,

@@ -301,13 +301,15 @@ def draft_vocabulary(source: TensorSource, config: DraftConfig, target: Weights)
 
 
 def draft_vocabulary_shapes(
-    source: TensorSource, config: DraftConfig, target: Weights
-) -> DraftVocabulary:
-    """What `draft_vocabulary` keeps at most: no value is compared, so what is the drafter's own by
-    name counts as its own."""
+    source: TensorSource, config: DraftConfig
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """What `draft_vocabulary` takes for the drafter's own at most: embedding, head, id map.
+
+    No value is compared: what stands in the file counts as the drafter's own.
+    """
     vocab, hidden, num_ids = config.model.vocab_size, config.model.hidden_size, config.num_draft_ids
-    fits = target.embed_VD.shape[1] == hidden
-    embed, head, target_ids = target.embed_VD, target.lm_head_VD, None
+    fits = config.tap_size == hidden
+    embed = head = target_ids = None
     name = f"{_draft_prefix(source)}embed_tokens.weight"
     if source.has(name) or not fits:
         embed = source.take(name, vocab, hidden)
@@ -317,7 +319,7 @@ def draft_vocabulary_shapes(
         target_ids = source.take_integers("d2t", num_ids)
     if source.has("t2d"):
         source.take_integers("t2d", vocab)
-    return DraftVocabulary(embed, head, target_ids)
+    return embed, head, target_ids
 
 
 def _draft_prefix(source: TensorSource) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -9,12 +10,14 @@ from typing import Any
 
 import pytest
 import torch
+from click.testing import CliRunner
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from graphengine.api import Engine
 from graphengine.build import read_configs
 from graphengine.bytesize import format_bytes, parse_bytes
+from graphengine.cli import main
 from graphengine.config import EngineConfig
 from graphengine.kvcache import PageAllocator
 from graphengine.memory import GPU_MARGIN_BYTES, DeviceMemory, MemoryPlan, plan_memory
@@ -294,6 +297,25 @@ def test_context_cap(pair: tuple[Path, Path]) -> None:
     for draft, cap in ((pair[1], 512 - BLOCK), (None, 512)):
         with Engine.from_pretrained(pair[0], draft, buckets=(1,)) as engine:
             assert engine.memory_plan.max_model_len == engine.config.max_model_len == cap
+
+
+def test_run_prints_the_plan(pair: tuple[Path, Path]) -> None:
+    """Bug: the option does not reach the pool, or the plan that is shown is not the one in use."""
+    args = ["run", str(pair[0]), "--draft", str(pair[1]), "--prompt", "hi", "--max-new-tokens", "4"]
+    args += ["--bucket", "2", "--max-model-len", "64"]
+    result = CliRunner().invoke(main, [*args, "--kv-cache-memory", "128KiB", "--json"])
+    assert result.exit_code == 0, result.output
+    values = json.loads(result.stdout)
+    plan = values["memory_plan"]
+    assert values["config"]["kv_cache_memory"] == 128 << 10
+    assert plan["kv_pool_bytes"] == values["startup"]["kv_pool_bytes"] <= 128 << 10
+    assert plan["num_pages"] == values["startup"]["num_pages"]
+    assert "memory plan: target weight" in result.stderr
+    assert f"in {plan['num_pages']} pages of 16 tokens" in result.stderr
+    for value, code, message in (("1KiB", 2, "raise --kv-cache-memory"), ("x", 2, "2GiB")):
+        refused = CliRunner().invoke(main, [*args, "--kv-cache-memory", value])
+        assert refused.exit_code == code
+        assert message in " ".join(refused.stderr.split())
 
 
 # --- on a GPU ---

@@ -1,0 +1,146 @@
+"""`graphengine doctor` as a command: exit codes, table, JSON; one real process."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+
+from graphengine.cli import main
+from graphengine.hub import TINY_DRAFT, TINY_TARGET
+from tests.checkpoints import edit_config
+
+ROOT = Path(__file__).resolve().parent.parent
+PRESETS = ["qwen3-8b", "--draft", "qwen3-8b-dflash-b16"]
+
+
+def run(*args: str) -> Result:
+    result = CliRunner().invoke(main, ["doctor", *args])
+    assert "Traceback" not in result.output
+    assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
+    return result
+
+
+def report(*args: str) -> tuple[dict[str, Any], int]:
+    result = run(*args, "--json")
+    return json.loads(result.stdout), result.exit_code
+
+
+@pytest.fixture
+def broken(tmp_path: Path) -> Path:
+    """The bundled drafter with a tap that its target does not have."""
+    path = tmp_path / "draft"
+    shutil.copytree(TINY_DRAFT, path)
+
+    def edit(values: dict[str, Any]) -> dict[str, Any]:
+        nested = values["dflash_config"] | {"target_layer_ids": [1, 3, 5, 8]}
+        return values | {"dflash_config": nested, "num_target_layers": None}
+
+    edit_config(path, edit)
+    return path
+
+
+def test_bundled_pair() -> None:
+    """Bug: without arguments something else than the bundled pair is examined, or a good pair ends
+    with a failing exit code."""
+    result = run()
+    assert result.exit_code == 0
+    for text in ("target", "draft", "pair", "host", "run", "memory plan:", "no errors"):
+        assert text in result.stdout
+    found, code = report()
+    assert code == 0
+    assert found["target"] == str(TINY_TARGET)
+    assert found["draft"] == str(TINY_DRAFT)
+    assert found["num_by_level"]["error"] == 0
+    assert found["memory_plan"]["kv_pool_bytes"] > 0
+    for finding in found["findings"]:
+        assert set(finding) == {"name", "value", "level", "remedy"}
+        assert finding["level"] in ("ok", "info", "warning", "error")
+        assert all(isinstance(value, str) for value in finding.values())
+
+
+def test_errors_set_the_exit_code(broken: Path) -> None:
+    """Bug: a pipeline that asks doctor first goes on with a pair that cannot run."""
+    result = run(str(TINY_TARGET), "--draft", str(broken))
+    assert result.exit_code == 1
+    assert "error   taps" in result.stdout
+    assert "-> pass the drafter of this target" in result.stdout
+    assert "errors: this pair" in result.stdout
+    found, code = report("--draft", str(broken))
+    assert code == 1
+    assert [f["name"] for f in found["findings"] if f["level"] == "error"] == ["pair.taps"]
+
+
+@pytest.mark.parametrize("args", [["/no/such/model"], ["nobody/no-such-model-x"], ["x" * 5000]])
+def test_a_model_that_is_not_there(args: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: a missing directory, or a hub id that is not in the cache, is fetched or crashes."""
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    found, code = report(*args)
+    assert code == 1
+    assert found["findings"][0]["name"] == "target.directory"
+    assert found["memory_plan"] is None
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        ["--bucket", "0"],
+        ["--kv-cache-memory", "many"],
+        ["--dtype", "float16"],
+        ["--max-model-len", "1"],
+        ["a", "b"],
+        ["--gpu-memory-utilization", "2"],
+    ],
+)
+def test_usage(args: list[str]) -> None:
+    """Bug: wrong usage looks like a bad model (1) or like success (0)."""
+    assert run(*args).exit_code == 2
+
+
+def test_presets_and_options() -> None:
+    """Bug: options do not reach the memory plan, or a preset is refused for having no weights."""
+    args = ["--device", "cpu", "--bucket", "1,4", "--max-model-len", "1000"]
+    found, code = report(*PRESETS, *args, "--kv-cache-memory", "1GiB", "--dtype", "bfloat16")
+    assert code == 0
+    plan = found["memory_plan"]
+    assert plan["max_model_len"] == 1000
+    assert plan["kv_pool_bytes"] <= 1 << 30
+    assert plan["num_pages"] == 1 + 4 * plan["max_request_pages"]
+    assert plan["target_weight_bytes"] == pytest.approx(16.38e9, rel=0.01)
+    half, _ = report(*PRESETS, *args, "--draft-quantization", "fp8", "--dtype", "bfloat16")
+    assert half["memory_plan"]["quantized_weight_bytes"] > 1 << 30
+    none, code = report("qwen3-8b", "--draft", "none", *args)
+    assert (code, none["draft"]) == (0, None)
+    _, code = report(*PRESETS, "--kv-cache-memory", "1MiB")
+    assert code == 1
+
+
+def test_nothing_is_written(tmp_path: Path) -> None:
+    """Bug: looking at a model changes it."""
+    shutil.copytree(TINY_TARGET, tmp_path / "t")
+    shutil.copytree(TINY_DRAFT, tmp_path / "d")
+
+    def state() -> dict[str, tuple[int, bytes]]:
+        files = [path for path in sorted(tmp_path.rglob("*")) if path.is_file()]
+        return {str(path): (path.stat().st_mtime_ns, path.read_bytes()) for path in files}
+
+    before = state()
+    assert run(str(tmp_path / "t"), "--draft", str(tmp_path / "d")).exit_code == 0
+    assert state() == before
+
+
+def test_as_a_process(broken: Path) -> None:
+    """Bug: stdout is not one JSON object, or the exit code is lost on the way out of main."""
+    command = [sys.executable, "-m", "graphengine", "doctor", "--draft", str(broken), "--json"]
+    env = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1, done.stderr
+    assert json.loads(done.stdout)["num_by_level"]["error"] == 1
+    assert "Traceback" not in done.stderr

@@ -363,8 +363,6 @@ def _default_device() -> DeviceName:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-
-
 def _stop_ids(directory: Path, config: ModelConfig) -> frozenset[int]:
     """generation_config.json's end tokens; config.json's where it names none."""
     path = directory / "generation_config.json"

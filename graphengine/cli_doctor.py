@@ -71,7 +71,7 @@ def doctor(ctx: click.Context, model: str | None, draft: str | None, **options: 
         compile=options.pop("compile_"),
         **options,
     )
-    found = examine(model or str(TINY_TARGET), None if draft == "none" else draft, run)
+    found = examine(model or str(TINY_TARGET), draft, run)
     if as_json:
         click.echo(json.dumps(found.to_json()))
     else:

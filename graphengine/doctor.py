@@ -25,6 +25,7 @@ from graphengine.doctor_models import (
 from graphengine.doctor_pair import pair_findings, plan_findings, resolve_run
 from graphengine.findings import LEVELS, Finding, guarded, info
 from graphengine.memory import MemoryPlan
+from graphengine.pairs import NO_DRAFT
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,13 +70,14 @@ def examine(
 ) -> Examination:
     """Reads both models' files and checks them; never raises for what a file holds.
 
-    A drafter that names its target (speculators) may be passed alone, as the target.
-
     Args:
+        target_name: a drafter that names its target (speculators) may stand here for both.
+        draft_name: "none" decodes plainly, whatever the target's files say.
         host: default: the current machine.
     """
     target = read_model_files(target_name, with_tokenizer=True)
-    draft = read_model_files(draft_name, with_tokenizer=False) if draft_name is not None else None
+    plain = draft_name in (None, NO_DRAFT)
+    draft = None if plain else read_model_files(str(draft_name), with_tokenizer=False)
     found: list[Finding] = []
     if target.directory is not None and "speculators_model_type" in (target.config or {}):
         alone, _ = parse_draft(target)
@@ -83,7 +85,8 @@ def examine(
             found.append(info("draft.verifier", f"{target.name} is a drafter of {alone.verifier}"))
             beside = target.directory / alone.verifier
             name = beside if beside.is_dir() else alone.verifier
-            draft, target = draft or target, read_model_files(name, with_tokenizer=True)
+            draft = None if draft_name == NO_DRAFT else draft or target
+            target = read_model_files(name, with_tokenizer=True)
     findings, plan = diagnose(target, draft, options, host or read_host())
     return Examination(
         target=target.name,

@@ -202,9 +202,9 @@ def _too_small(plan: MemoryPlan, config: EngineConfig, room: int, length: int) -
             "--gpu-memory-utilization, or lower the largest --bucket"
         )
     return (
-        f"--max-model-len {plan.max_model_len} needs {format_bytes(needed)} of K/V for one request, "
-        f"{format_bytes(max(room, 0))} are left beside {format_bytes(plan.fixed_bytes)} for weights "
-        f"and work space; {remedy}"
+        f"--max-model-len {plan.max_model_len} needs {format_bytes(needed)} of K/V for one "
+        f"request, {format_bytes(max(room, 0))} are left beside {format_bytes(plan.fixed_bytes)} "
+        f"for weights and work space; {remedy}"
     )
 
 

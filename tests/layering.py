@@ -58,7 +58,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "doctor_pair": {"build", "config", "doctor_files", "findings", "memory"},
     "doctor_host": {"attention", "bytesize", "config", "findings", "memory", "profiles"},
     "doctor": {
-        *("build", "findings", "memory"),
+        *("build", "findings", "memory", "pairs"),
         *("doctor_files", "doctor_models", "doctor_pair", "doctor_host"),
     },
     "bench": {"*"},

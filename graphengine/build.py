@@ -47,12 +47,12 @@ from graphengine.tokenizer import Tokenizer
 from graphengine.weights import (
     Checkpoint,
     RandomSource,
-    distinct_tensors,
     draft_vocabulary,
     draft_weights,
     quantized_draft_weights,
     read_headers,
     target_weights,
+    tree_bytes,
 )
 
 LoadFormat = Literal["auto", "dummy"]
@@ -153,7 +153,6 @@ def build(
             quantized = quantized_draft_weights(drafter_weights)
             quantized_head = quantize_fp8(vocabulary.lm_head_VD)
         trees = (weights, vocabulary, drafter_weights, quantized, quantized_head)
-        tensors = distinct_tensors(trees)
         if device.type == "cuda":  # what loading has cached must not fragment the pool
             torch.cuda.empty_cache()
         num_pages = plan.num_pages
@@ -221,7 +220,7 @@ def build(
         load_s=load_s,
         compile_s=times.compile_s,
         capture_s=times.capture_s,
-        weight_bytes=sum(t.numel() * t.element_size() for t in tensors),
+        weight_bytes=tree_bytes(trees),
         kv_pool_bytes=plan.kv_pool_bytes,
         num_pages=num_pages,
         num_graphs=pool.num_graphs if pool else 0,

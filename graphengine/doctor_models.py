@@ -7,27 +7,24 @@ cannot disagree.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from itertools import groupby
 
 import torch
 
-from graphengine.bytesize import format_bytes
 from graphengine.config import AttentionRule, DraftConfig, ModelConfig, RopeConfig, token_ids
 from graphengine.doctor_files import ModelFiles
+from graphengine.doctor_weights import weight_findings
 from graphengine.draft_formats import ARCHITECTURES
 from graphengine.findings import Finding, error, info, ok, one_line, warning
 from graphengine.weights import (
     ShapeSource,
-    TensorHeader,
     draft_vocabulary_shapes,
     draft_weights,
     target_weights,
 )
 
-_BYTES = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2}
 _META = torch.device("meta")
-_ID_MAPS = ("d2t", "t2d")
 _FORMATS = {
     "z-lab-old": "architectures name DFlashDraftModel, block_size stands at the top level",
     "z-lab": "architectures name DFlashDraftModel, block_size stands in dflash_config",
@@ -76,7 +73,7 @@ def target_findings(files: ModelFiles, target: ModelConfig) -> Iterator[Finding]
     expected = ShapeSource(torch.bfloat16)
     target_weights(expected, target, 1, _META)
     optional = {"lm_head.weight": expected.asked["model.embed_tokens.weight"]}
-    yield from _weights("target.weights", files, expected.asked, optional)
+    yield from weight_findings("target.weights", files, expected.asked, optional)
     yield from _tokenizer(files, target)
     yield from _stop_tokens(files, target)
 
@@ -101,7 +98,7 @@ def draft_findings(files: ModelFiles, draft: DraftConfig) -> Iterator[Finding]:
     draft_weights(expected, draft, 1, _META)
     yield _own("draft.embedding", embed)
     yield _own("draft.head", head)
-    yield from _weights("draft.weights", files, expected.asked, {})
+    yield from weight_findings("draft.weights", files, expected.asked, {})
     for note in draft.notes:
         yield info("draft.note", note)
 
@@ -169,72 +166,6 @@ def _own(name: str, tensor: torch.Tensor | None) -> Finding:
     if tensor is None:
         return ok(name, "the target's")
     return ok(name, f"its own {list(tensor.shape)}, unless it equals the target's")
-
-
-def _weights(
-    name: str,
-    files: ModelFiles,
-    expected: Mapping[str, tuple[int, ...]],
-    optional: Mapping[str, tuple[int, ...]],
-) -> Iterator[Finding]:
-    """Missing, unexpected and misshaped tensors, their dtypes and size."""
-    headers = files.headers
-    if headers is None:
-        if files.is_preset:
-            yield info(name, "none: a preset", "runs with --load-format dummy alone")
-        else:
-            yield error(name, files.problems.get("weights", "none"), "fetch the weights again")
-        return
-    used = {
-        key: header for key, header in headers.items() if not key.endswith("rotary_emb.inv_freq")
-    }
-    missing = [key for key in expected if key not in used]
-    unexpected = [key for key in used if key not in expected and key not in optional]
-    shapes = {**optional, **expected}
-    misshaped = [
-        f"{key} {list(used[key].shape)} instead of {list(shape)}"
-        for key, shape in shapes.items()
-        if key in used and used[key].shape != shape
-    ]
-    remedy = "the files are incomplete or of another model than config.json; fetch both again"
-    for what, names in (
-        ("missing", missing),
-        ("unexpected", unexpected),
-        ("misshaped", misshaped),
-    ):
-        if names:
-            shown = ", ".join(names[:3]) + (", .." if len(names) > 3 else "")
-            yield error(name, one_line(f"{len(names)} {what}: {shown}"), remedy)
-    yield from _dtypes(name, {key: used[key] for key in shapes if key in used})
-    if not (missing or unexpected or misshaped):
-        yield ok(name, f"{len(used)} tensors, {format_bytes(_size(used))}, none missing")
-
-
-def _dtypes(name: str, headers: Mapping[str, TensorHeader]) -> Iterator[Finding]:
-    found = {header.dtype for key, header in headers.items() if key not in _ID_MAPS}
-    for key in _ID_MAPS:
-        if key in headers and headers[key].dtype in _BYTES:
-            remedy = "an id map holds integers; fetch the weights again"
-            yield error(f"{name}.dtype", f"{key} is {headers[key].dtype}", remedy)
-    foreign = sorted(found - _BYTES.keys())
-    if foreign:
-        yield error(
-            f"{name}.dtype", ", ".join(foreign), "only unquantised float weights are supported"
-        )
-    elif found:
-        note = "float16 weights are run in bfloat16" if "F16" in found else ""
-        finding = info if note else ok
-        yield finding(f"{name}.dtype", ", ".join(sorted(found)), *([note] if note else []))
-
-
-def _size(headers: Mapping[str, TensorHeader]) -> int:
-    total = 0
-    for header in headers.values():
-        count = 1
-        for side in header.shape:
-            count *= side
-        total += count * _BYTES.get(header.dtype, 1)
-    return total
 
 
 def _tokenizer(files: ModelFiles, target: ModelConfig) -> Iterator[Finding]:

@@ -6,7 +6,7 @@
 Why before: a pair that cannot fit is refused in a second instead of after 16 GB of weights, and the
 pool never takes the memory that a prefill or a capture needs later. Weights, rope tables and
 buffers are exact: the loader's own builders run on tensors without bytes. Activations and graph
-pools are estimates from above; `GPU_MARGIN_BYTES` covers what no shape tells.
+pools are estimates from above (`workspace`); `GPU_MARGIN_BYTES` covers what no shape tells.
 Invariant: pages for a whole request are reserved at its admission, so a pool of any size that holds
 one request runs every mix of requests to its end.
 """
@@ -20,7 +20,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from graphengine.attention import FLOAT_WORKSPACE_BYTES, BlockAttention
 from graphengine.buffers import StepBuffers
 from graphengine.bytesize import format_bytes
 from graphengine.config import DraftConfig, EngineConfig, ModelConfig
@@ -34,16 +33,18 @@ from graphengine.weights import (
     draft_weights,
     quantized_draft_weights,
     target_weights,
+    tree_bytes,
+)
+from graphengine.workspace import (
+    META,
+    attention_workspace_bytes,
+    graph_bytes,
+    prefill_bytes,
 )
 
 CPU_POOL_BYTES = 4 << 30
 # CUDA and Triton modules that load after the measurement, cuBLAS workspaces, fragmentation.
 GPU_MARGIN_BYTES = 1 << 30
-# FlashInfer allocates this on the device for each wrapper, beside the shared workspace.
-FLASHINFER_WRAPPER_BYTES = 8 << 20
-# The driver's own memory for an instantiated graph of a few kernels (estimate).
-GRAPH_BYTES = 1 << 20
-META = torch.device("meta")
 
 
 class DeviceMemory(NamedTuple):
@@ -244,7 +245,7 @@ def _plan(
             META,
         )
         num_sms = memory.num_sms if memory else 1
-        workspace = _attention_workspace(config, target, draft, buffers, num_sms)
+        workspace = attention_workspace_bytes(config, target, draft, buffers, num_sms)
     except RuntimeError as error:  # a size past 2^63
         raise ValueError(f"the configs describe tensors of impossible size ({error})") from error
     kv_page = page_bytes(target, config.page_size, dtype.itemsize)
@@ -255,14 +256,14 @@ def _plan(
         budget = int(memory.free_bytes - unusable)
     return MemoryPlan(
         budget_bytes=budget,
-        target_weight_bytes=_bytes(weights) - _bytes(weights.rope_PH),
-        draft_weight_bytes=_bytes(drafter) - _bytes(tuple(ropes[1:])),
-        quantized_weight_bytes=_bytes(fp8),
-        rope_table_bytes=_bytes(tuple(ropes)),
-        step_buffer_bytes=_bytes(buffers),
-        prefill_bytes=_prefill_bytes(config, target, draft, dtype.itemsize),
+        target_weight_bytes=tree_bytes(weights) - tree_bytes(weights.rope_PH),
+        draft_weight_bytes=tree_bytes(drafter) - tree_bytes(tuple(ropes[1:])),
+        quantized_weight_bytes=tree_bytes(fp8),
+        rope_table_bytes=tree_bytes(tuple(ropes)),
+        step_buffer_bytes=tree_bytes(buffers),
+        prefill_bytes=prefill_bytes(config, target, draft, dtype.itemsize),
         attention_workspace_bytes=workspace,
-        graph_pool_bytes=_graph_bytes(config, target, draft, dtype.itemsize) if on_gpu else 0,
+        graph_pool_bytes=graph_bytes(config, target, draft, dtype.itemsize) if on_gpu else 0,
         margin_bytes=GPU_MARGIN_BYTES if on_gpu else 0,
         kv_page_bytes=kv_page,
         page_size=config.page_size,
@@ -272,91 +273,7 @@ def _plan(
     )
 
 
-def _bytes(tree: Any) -> int:
-    return sum(t.numel() * t.element_size() for t in distinct_tensors((tree,)))
-
-
 def _without(tree: Any, others: Any) -> tuple[Tensor, ...]:
     """The tree's tensors that are not among the others'."""
     known = {id(tensor) for tensor in distinct_tensors(others)}
     return tuple(tensor for tensor in distinct_tensors(tree) if id(tensor) not in known)
-
-
-def _forward_bytes(model: ModelConfig, num_rows: int, element_bytes: int) -> int:
-    """Most bytes of temporaries alive at once in an eager layer: residual and its norm, attention
-    in and out, and the wider of the projections and the MLP (swiglu holds three fp32 copies)."""
-    hidden, inter, q_size = model.hidden_size, model.intermediate_size, model.q_size
-    attention = (q_size + 2 * model.kv_size + q_size) * element_bytes
-    mlp = 2 * inter * element_bytes + 3 * inter * 4
-    residual = 2 * hidden * element_bytes + q_size * element_bytes
-    return num_rows * (residual + max(attention, mlp, 3 * hidden * 4))
-
-
-def _prefill_bytes(
-    config: EngineConfig, target: ModelConfig, draft: DraftConfig | None, element_bytes: int
-) -> int:
-    """A chunk's activations, its taps and context K/V, and the logits of the last rows."""
-    rows = min(config.prefill_chunk, max(config.buckets) * config.max_model_len)
-    work = _forward_bytes(target, rows, element_bytes)
-    taps = 0
-    if draft is not None:
-        hidden, model = draft.model.hidden_size, draft.model
-        taps = rows * draft.num_taps * draft.tap_size * element_bytes
-        kv_row = 2 * model.num_hidden_layers * model.kv_size * element_bytes
-        work = max(work, rows * (2 * hidden * element_bytes + 2 * hidden * 4 + kv_row))
-    if config.prefill_attention_backend == "torch":  # gathers keys and values, builds a mask
-        per_key = 2 * target.kv_size * element_bytes + rows * (1 + element_bytes)
-        work += config.max_model_len * per_key
-    logits = min(max(config.buckets), rows) * target.vocab_size * element_bytes
-    return work + taps + logits
-
-
-def _graph_bytes(
-    config: EngineConfig, target: ModelConfig, draft: DraftConfig | None, element_bytes: int
-) -> int:
-    """Carries that stay alive between graphs, and one set of temporaries for warming up and one
-    for the graphs' shared pool; the driver's memory for the graphs themselves.
-
-    Piecewise: every layer's residual and query cross from a graph to the next, in each bucket.
-    """
-    block = draft.num_verify_rows if draft else 1
-    models = [target] + ([draft.model] if draft else [])
-    rows = max(config.buckets) * block
-    logits = rows * target.vocab_size * element_bytes
-    work = max(_forward_bytes(model, rows, element_bytes) for model in models)
-    total = (work + 2 * logits) * (1 if config.graph_mode == "none" else 2)
-    if config.graph_mode == "piecewise":
-        row = sum(m.num_hidden_layers * (m.hidden_size + m.q_size) for m in models) * element_bytes
-        total += sum(config.buckets) * block * row
-        num_graphs = sum(m.num_hidden_layers + 3 for m in models)
-        total += len(config.buckets) * num_graphs * GRAPH_BYTES
-    elif config.graph_mode == "full":
-        total += len(config.buckets) * 4 * GRAPH_BYTES
-    return total
-
-
-def _attention_workspace(
-    config: EngineConfig,
-    target: ModelConfig,
-    draft: DraftConfig | None,
-    buffers: StepBuffers,
-    num_sms: int,
-) -> int:
-    """FlashInfer's scratch and metadata, or our kernel's partial results: of every bucket, for the
-    verify and for each kind of draft layer."""
-    kinds = [(target, draft.num_verify_rows if draft else 1)]
-    if draft is not None:
-        kinds += [(draft.model, draft.block_size)] * len(set(draft.attention_rules))
-    total = 0
-    if config.prefill_attention_backend == "flashinfer":
-        total += FLOAT_WORKSPACE_BYTES + FLASHINFER_WRAPPER_BYTES
-    if config.attention_backend == "flashinfer":
-        pages = sum(buffers.bucket(size).page_table_BW.numel() for size in config.buckets)
-        wrappers = len(config.buckets) * FLASHINFER_WRAPPER_BYTES
-        total += FLOAT_WORKSPACE_BYTES + len(kinds) * (wrappers + pages * 4)
-    elif config.attention_backend == "triton":
-        for size in config.buckets:
-            for model, block in kinds:
-                space = BlockAttention.make_workspace(model, size, block, num_sms, META)
-                total += _bytes(space)
-    return total

@@ -228,6 +228,11 @@ def distinct_tensors(tree: Any) -> list[Tensor]:
     return list(found.values())
 
 
+def tree_bytes(tree: Any) -> int:
+    """Bytes of a tree's distinct tensors, those without bytes (device meta) included."""
+    return sum(t.numel() * t.element_size() for t in distinct_tensors((tree,)))
+
+
 def target_weights(
     source: TensorSource, config: ModelConfig, num_positions: int, device: torch.device
 ) -> Weights:

@@ -47,14 +47,16 @@ MAY_IMPORT: dict[str, set[str]] = {
     "prefill": _CHAIN | {"forward", "buckets", "request"},
     "engine": _LOOP,
     "bytesize": set(),
-    "memory": _LOOP | {"engine", "bytesize"},
+    "workspace": {"attention", "buffers", "config", "weights"},
+    "memory": _LOOP | {"engine", "bytesize", "workspace"},
     "build": _LOOP | {"engine", "hub", "memory", "pairs"},
     "api": _LOOP | {"engine", "hub", "build", "memory", "bytesize"},
     "findings": set(),
     "doctor_files": {"findings", "hub", "pairs", "tokenizer", "weights"},
     "doctor_models": {
-        *("bytesize", "config", "doctor_files", "draft_formats", "findings", "weights"),
+        *("config", "doctor_files", "doctor_weights", "draft_formats", "findings", "weights"),
     },
+    "doctor_weights": {"bytesize", "doctor_files", "findings", "weights"},
     "doctor_pair": {"build", "config", "doctor_files", "findings", "memory"},
     "doctor_host": {"attention", "bytesize", "config", "findings", "memory", "profiles"},
     "doctor": {

@@ -1,0 +1,101 @@
+"""Estimates of what a run takes beside weights, buffers and K/V: activations, graphs, scratch.
+
+Why estimates: these tensors come and go inside a forward, so no builder can be asked. Each formula
+counts what is alive at the worst moment, from above; a GPU test compares the sum with what torch
+reports (tests/test_memory.py). An estimate that is too low shows as a failed prefill or capture.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from graphengine.attention import FLOAT_WORKSPACE_BYTES, BlockAttention
+from graphengine.buffers import StepBuffers
+from graphengine.config import DraftConfig, EngineConfig, ModelConfig
+from graphengine.weights import tree_bytes
+
+# FlashInfer allocates this on the device for each wrapper, beside the shared workspace.
+FLASHINFER_WRAPPER_BYTES = 8 << 20
+# The driver's own memory for an instantiated graph of a few kernels (estimate).
+GRAPH_BYTES = 1 << 20
+META = torch.device("meta")
+
+
+def forward_bytes(model: ModelConfig, num_rows: int, element_bytes: int) -> int:
+    """Most bytes of temporaries alive at once in an eager layer: residual and its norm, attention
+    in and out, and the wider of the projections and the MLP (swiglu holds three fp32 copies)."""
+    hidden, inter, q_size = model.hidden_size, model.intermediate_size, model.q_size
+    attention = (q_size + 2 * model.kv_size + q_size) * element_bytes
+    mlp = 2 * inter * element_bytes + 3 * inter * 4
+    residual = 2 * hidden * element_bytes + q_size * element_bytes
+    return num_rows * (residual + max(attention, mlp, 3 * hidden * 4))
+
+
+def prefill_bytes(
+    config: EngineConfig, target: ModelConfig, draft: DraftConfig | None, element_bytes: int
+) -> int:
+    """A chunk's activations, its taps and context K/V, and the logits of the last rows."""
+    rows = min(config.prefill_chunk, max(config.buckets) * config.max_model_len)
+    work = forward_bytes(target, rows, element_bytes)
+    taps = 0
+    if draft is not None:
+        hidden, model = draft.model.hidden_size, draft.model
+        taps = rows * draft.num_taps * draft.tap_size * element_bytes
+        kv_row = 2 * model.num_hidden_layers * model.kv_size * element_bytes
+        work = max(work, rows * (2 * hidden * element_bytes + 2 * hidden * 4 + kv_row))
+    if config.prefill_attention_backend == "torch":  # gathers keys and values, builds a mask
+        per_key = 2 * target.kv_size * element_bytes + rows * (1 + element_bytes)
+        work += config.max_model_len * per_key
+    logits = min(max(config.buckets), rows) * target.vocab_size * element_bytes
+    return work + taps + logits
+
+
+def graph_bytes(
+    config: EngineConfig, target: ModelConfig, draft: DraftConfig | None, element_bytes: int
+) -> int:
+    """Carries that stay alive between graphs, and one set of temporaries for warming up and one
+    for the graphs' shared pool; the driver's memory for the graphs themselves.
+
+    Piecewise: every layer's residual and query cross from a graph to the next, in each bucket.
+    """
+    block = draft.num_verify_rows if draft else 1
+    models = [target] + ([draft.model] if draft else [])
+    rows = max(config.buckets) * block
+    logits = rows * target.vocab_size * element_bytes
+    work = max(forward_bytes(model, rows, element_bytes) for model in models)
+    total = (work + 2 * logits) * (1 if config.graph_mode == "none" else 2)
+    if config.graph_mode == "piecewise":
+        row = sum(m.num_hidden_layers * (m.hidden_size + m.q_size) for m in models) * element_bytes
+        total += sum(config.buckets) * block * row
+        num_graphs = sum(m.num_hidden_layers + 3 for m in models)
+        total += len(config.buckets) * num_graphs * GRAPH_BYTES
+    elif config.graph_mode == "full":
+        total += len(config.buckets) * 4 * GRAPH_BYTES
+    return total
+
+
+def attention_workspace_bytes(
+    config: EngineConfig,
+    target: ModelConfig,
+    draft: DraftConfig | None,
+    buffers: StepBuffers,
+    num_sms: int,
+) -> int:
+    """FlashInfer's scratch and metadata, or our kernel's partial results: of every bucket, for the
+    verify and for each kind of draft layer."""
+    kinds = [(target, draft.num_verify_rows if draft else 1)]
+    if draft is not None:
+        kinds += [(draft.model, draft.block_size)] * len(set(draft.attention_rules))
+    total = 0
+    if config.prefill_attention_backend == "flashinfer":
+        total += FLOAT_WORKSPACE_BYTES + FLASHINFER_WRAPPER_BYTES
+    if config.attention_backend == "flashinfer":
+        pages = sum(buffers.bucket(size).page_table_BW.numel() for size in config.buckets)
+        wrappers = len(config.buckets) * FLASHINFER_WRAPPER_BYTES
+        total += FLOAT_WORKSPACE_BYTES + len(kinds) * (wrappers + pages * 4)
+    elif config.attention_backend == "triton":
+        for size in config.buckets:
+            for model, block in kinds:
+                space = BlockAttention.make_workspace(model, size, block, num_sms, META)
+                total += tree_bytes(space)
+    return total

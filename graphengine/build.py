@@ -110,16 +110,6 @@ def build(
     target_dir = resolve(target_name)
     draft_dir = resolve(draft_name) if draft_name is not None else None
     config = resolve_options(options, target_config, draft_config)
-    is_dummy = options.load_format == "dummy"
-    plan = plan_memory(
-        config,
-        target_config,
-        draft_config,
-        device_memory(config.device),
-        length_is_explicit=options.max_model_len is not None,
-        draft_names=read_headers(draft_dir) if draft_dir is not None and not is_dummy else (),
-    )
-    config = replace(config, max_model_len=plan.max_model_len)
     device = torch.device(config.device)
     dtype = getattr(torch, config.dtype)
     block = draft_config.num_verify_rows if draft_config else 1
@@ -131,6 +121,17 @@ def build(
             f"{target_dir}: the tokenizer has {len(tokenizer)} tokens, the embedding "
             f"{target_config.vocab_size} rows; they belong to different models"
         )
+
+    is_dummy = options.load_format == "dummy"
+    plan = plan_memory(
+        config,
+        target_config,
+        draft_config,
+        device_memory(config.device),
+        length_is_explicit=options.max_model_len is not None,
+        draft_names=read_headers(draft_dir) if draft_dir is not None and not is_dummy else (),
+    )
+    config = replace(config, max_model_len=plan.max_model_len)
 
     def source(directory: Path, seed: int) -> Checkpoint | RandomSource:
         if options.load_format == "dummy":

@@ -27,6 +27,8 @@ from graphengine.findings import LEVELS, Finding, guarded, info
 from graphengine.memory import MemoryPlan
 from graphengine.pairs import NO_DRAFT
 
+SCHEMA_VERSION = 1
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Examination:
@@ -54,6 +56,7 @@ class Examination:
         """Findings with `name`, `value`, `level`, `remedy`; counts; the plan's bytes."""
         keys = ("name", "value", "level", "remedy")
         return {
+            "schema_version": SCHEMA_VERSION,
             "target": self.target,
             "draft": self.draft,
             "findings": [{key: getattr(f, key) for key in keys} for f in self.findings],

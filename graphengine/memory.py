@@ -131,7 +131,8 @@ def device_memory(device: str) -> DeviceMemory | None:
         return None
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info()
-    return DeviceMemory(free, total, torch.cuda.get_device_properties(0).multi_processor_count)
+    properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+    return DeviceMemory(free, total, properties.multi_processor_count)
 
 
 def num_positions(max_model_len: int, block: int) -> int:

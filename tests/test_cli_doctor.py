@@ -136,6 +136,26 @@ def test_nothing_is_written(tmp_path: Path) -> None:
     assert state() == before
 
 
+def test_hub_id_in_the_local_cache(tmp_path: Path) -> None:
+    """Bug: a model that is in the cache is looked for on the network, or one that is only half
+    there passes."""
+    cache = tmp_path / "hub"
+    for name, source in (("models--me--target", TINY_TARGET), ("models--me--draft", TINY_DRAFT)):
+        shutil.copytree(source, cache / name / "snapshots" / "0123")
+        (cache / name / "refs").mkdir()
+        (cache / name / "refs" / "main").write_text("0123")
+    (cache / "models--me--draft" / "snapshots" / "0123" / "model.safetensors").unlink()
+    command = [sys.executable, "-m", "graphengine", "doctor", "me/target", "--draft", "me/draft"]
+    env = os.environ | {"PYTHONPATH": str(ROOT), "HF_HUB_CACHE": str(cache), "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(
+        [*command, "--json"], cwd=ROOT, env=env, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 1, done.stderr
+    found = json.loads(done.stdout)
+    assert (found["target"], found["draft"]) == ("me/target", "me/draft")
+    assert [f["name"] for f in found["findings"] if f["level"] == "error"] == ["draft.weights"]
+
+
 def test_as_a_process(broken: Path) -> None:
     """Bug: stdout is not one JSON object, or the exit code is lost on the way out of main."""
     command = [sys.executable, "-m", "graphengine", "doctor", "--draft", str(broken), "--json"]

@@ -39,7 +39,7 @@ from tests.checkpoints import (
 )
 
 GIB = 1 << 30
-OPTIONS = Options(buckets=(1, 2), max_model_len=64)
+OPTIONS = Options(buckets=(1, 2), max_model_len=64, device="cpu")
 HOST = read_host()
 H200 = replace(
     HOST,
@@ -73,6 +73,10 @@ def copies(pair: tuple[Path, Path], tmp_path: Path) -> tuple[Path, Path]:
     return tmp_path / "target", tmp_path / "draft"
 
 
+def load(target: Path, draft: Path) -> Engine:
+    return Engine.from_pretrained(target, draft, buckets=(1, 2), max_model_len=64, device="cpu")
+
+
 def check(target: Path | str, draft: Path | str | None, **options: Any) -> Examination:
     return examine(target, draft, replace(OPTIONS, **options), HOST)
 
@@ -92,9 +96,9 @@ def test_good_pairs_have_no_error(pair: tuple[Path, Path]) -> None:
         found = check(*models)
         assert not found.has_errors, errors(found)
         assert found.memory_plan is not None
-        # On a machine like this test's: only the CPU is slow.
-        warned = [f.name for f in found.findings if f.level == "warning"]
-        assert set(warned) <= {"host.gpu", "speed.device"}, warned
+        # On the CPU, and on whatever machine this test runs.
+        warned = {f.name for f in found.findings if f.level == "warning"}
+        assert not {name for name in warned if not name.startswith("host.")} - {"speed.device"}
     assert not check(pair[0], None).has_errors
 
 
@@ -228,7 +232,7 @@ def test_damage_is_found_before_loading(copies: tuple[Path, Path], damage: str) 
             assert finding.value
             assert finding.remedy
     with pytest.raises(ValueError, match=r"."):
-        Engine.from_pretrained(*copies, buckets=(1,), max_model_len=64)
+        load(*copies)
 
 
 @pytest.mark.parametrize(
@@ -273,7 +277,7 @@ def test_legal_but_suspect(copies: tuple[Path, Path], edit: Edit, name: str) -> 
     (finding,) = named(found, name)
     assert finding.level == "warning"
     assert finding.remedy
-    Engine.from_pretrained(*copies, buckets=(1,), max_model_len=64).close()
+    load(*copies).close()
 
 
 def test_theta_that_transformers_fills_in(copies: tuple[Path, Path]) -> None:
@@ -338,7 +342,7 @@ def test_every_format_that_loads_passes(pair: tuple[Path, Path], tmp_path: Path,
     assert not found.has_errors, [f for f in found.findings if f.level == "error"]
     plan = found.memory_plan
     assert plan is not None
-    with Engine.from_pretrained(target, draft, buckets=(1, 2), max_model_len=64) as engine:
+    with load(target, draft) as engine:
         assert plan == engine.memory_plan
         config, loop = engine.built.draft, engine.built.loop
         assert config is not None
@@ -377,7 +381,7 @@ def test_speculators_file_alone_finds_its_target(copies: tuple[Path, Path], tmp_
     drop_tensor(draft, "d2t")
     assert "d2t, which is missing" in named(check(draft, None), "pair.draft_vocabulary")[0].value
     with pytest.raises(ValueError, match="d2t"):
-        Engine.from_pretrained(target, draft, buckets=(1,), max_model_len=64)
+        load(target, draft)
 
 
 # --- the machine ---

@@ -74,7 +74,11 @@ def test_plan_equals_what_is_built(
     """Bug: a new weight, copy or buffer is forgotten in the plan, so the pool takes its memory."""
     target = make_target(tmp_path / "t", tie=tie, bias=bias, layers=3)
     draft = make_drafter(tmp_path / "d", target, bias=bias, taps=(0, 2), block_size=BLOCK)
-    options: dict[str, Any] = {"draft_quantization": quantization, "max_model_len": 64}
+    options: dict[str, Any] = {
+        "draft_quantization": quantization,
+        "max_model_len": 64,
+        "device": "cpu",
+    }
     with Engine.from_pretrained(target, draft, buckets=(1, 3), page_size=4, **options) as engine:
         plan, loop = engine.memory_plan, engine.built.loop
         weights = plan.target_weight_bytes + plan.draft_weight_bytes + plan.quantized_weight_bytes
@@ -230,8 +234,15 @@ def test_full_pool_runs_a_long_mixed_load(pair: tuple[Path, Path], backend: Any)
     """Bug: with every page taken a step fails, a request starves, or two share a page."""
     model = load_target(pair[0])
     truth = [plain_generate(model, prompt, LENGTH) for prompt in PROMPTS]
-    options: dict[str, Any] = {"buckets": (1, 2, 6), "page_size": 2, "max_model_len": 48}
-    with Engine.from_pretrained(*pair, buckets=(1,), page_size=2, max_model_len=48) as probe:
+    options: dict[str, Any] = {
+        "buckets": (1, 2, 6),
+        "page_size": 2,
+        "max_model_len": 48,
+        "device": "cpu",
+    }
+    with Engine.from_pretrained(
+        *pair, buckets=(1,), page_size=2, max_model_len=48, device="cpu"
+    ) as probe:
         page, one = probe.memory_plan.kv_page_bytes, probe.memory_plan.max_request_pages
     pages = 2 * one + 1  # two of the longest and the null page; six rows
     with Engine.from_pretrained(
@@ -262,8 +273,15 @@ def test_full_pool_runs_a_long_mixed_load(pair: tuple[Path, Path], backend: Any)
 
 def test_waiting_requests_start_in_order(pair: tuple[Path, Path]) -> None:
     """Bug: a small request overtakes a large one that waits for pages, which then never starts."""
-    options: dict[str, Any] = {"buckets": (1, 4), "page_size": 2, "max_model_len": 48}
-    with Engine.from_pretrained(*pair, buckets=(1,), page_size=2, max_model_len=48) as probe:
+    options: dict[str, Any] = {
+        "buckets": (1, 4),
+        "page_size": 2,
+        "max_model_len": 48,
+        "device": "cpu",
+    }
+    with Engine.from_pretrained(
+        *pair, buckets=(1,), page_size=2, max_model_len=48, device="cpu"
+    ) as probe:
         page, one = probe.memory_plan.kv_page_bytes, probe.memory_plan.max_request_pages
     with Engine.from_pretrained(*pair, kv_cache_memory=(one + 5) * page, **options) as engine:
         loop = engine.built.loop
@@ -281,7 +299,9 @@ def test_waiting_requests_start_in_order(pair: tuple[Path, Path]) -> None:
 
 def test_too_large_for_the_pool_is_refused(pair: tuple[Path, Path]) -> None:
     """Bug: a request that no empty pool can hold waits for ever, and all behind it."""
-    with Engine.from_pretrained(*pair, buckets=(1,), page_size=2, max_model_len=48) as engine:
+    with Engine.from_pretrained(
+        *pair, buckets=(1,), page_size=2, max_model_len=48, device="cpu"
+    ) as engine:
         loop = engine.built.loop
         loop.allocator = PageAllocator(9)
         message = r"1 prompt and 40 new tokens need 23 pages of 2 tokens, the pool has 8; .*memory"
@@ -295,14 +315,14 @@ def test_context_cap(pair: tuple[Path, Path]) -> None:
     """Bug: a drafting run plans positions that the models do not have, or a plain one loses some
     of its window."""
     for draft, cap in ((pair[1], 512 - BLOCK), (None, 512)):
-        with Engine.from_pretrained(pair[0], draft, buckets=(1,)) as engine:
+        with Engine.from_pretrained(pair[0], draft, buckets=(1,), device="cpu") as engine:
             assert engine.memory_plan.max_model_len == engine.config.max_model_len == cap
 
 
 def test_run_prints_the_plan(pair: tuple[Path, Path]) -> None:
     """Bug: the option does not reach the pool, or the plan that is shown is not the one in use."""
     args = ["run", str(pair[0]), "--draft", str(pair[1]), "--prompt", "hi", "--max-new-tokens", "4"]
-    args += ["--bucket", "2", "--max-model-len", "64"]
+    args += ["--bucket", "2", "--max-model-len", "64", "--device", "cpu"]
     result = CliRunner().invoke(main, [*args, "--kv-cache-memory", "128KiB", "--json"])
     assert result.exit_code == 0, result.output
     values = json.loads(result.stdout)
@@ -327,7 +347,7 @@ def test_plan_holds_on_a_gpu(mode: Any) -> None:
     """Bug: the estimates are far from what torch takes: below it the run can fail later, far above
     it the pool is wasted. Shapes of Qwen3-4B with random weights, 2 GiB of K/V."""
     torch.cuda.empty_cache()
-    before = torch.cuda.memory_reserved()
+    before, held = torch.cuda.memory_reserved(), torch.cuda.memory_allocated()
     device: Any = "cuda"
     backend: Any = "triton" if mode == "full" else "auto"
     with Engine.from_pretrained(
@@ -346,8 +366,7 @@ def test_plan_holds_on_a_gpu(mode: Any) -> None:
         reserved = torch.cuda.memory_reserved() - before
         exact = plan.target_weight_bytes + plan.draft_weight_bytes + plan.rope_table_bytes
         exact += plan.step_buffer_bytes + plan.kv_pool_bytes
-        assert exact <= torch.cuda.memory_allocated() <= plan.fixed_bytes + plan.kv_pool_bytes
         planned = plan.fixed_bytes + plan.kv_pool_bytes
-        assert reserved <= planned
+        assert exact <= torch.cuda.memory_allocated() - held <= reserved <= planned
         work = plan.fixed_bytes - exact + plan.kv_pool_bytes
         assert reserved - exact >= (work - plan.margin_bytes) / 4, "the estimates are too large"

@@ -1,7 +1,7 @@
 """The memory plan: what every part of a run takes, computed from the configs before anything loads.
 
     pool = what may be filled - (weights + fp8 copies + rope tables + step buffers + prefill
-                                 + attention workspaces + graph pools + margin)
+                                 + attention workspaces + graph pools + plain decode + margin)
 
 Why before: a pair that cannot fit is refused in a second instead of after 16 GB of weights, and the
 pool never takes the memory that a prefill or a capture needs later. Weights, rope tables and
@@ -37,9 +37,10 @@ from graphengine.weights import (
 )
 from graphengine.workspace import (
     META,
-    attention_workspace_bytes,
+    bucket_scratch_bytes,
     graph_bytes,
     prefill_bytes,
+    shared_scratch_bytes,
 )
 
 CPU_POOL_BYTES = 4 << 30
@@ -73,6 +74,8 @@ class MemoryPlan:
     prefill_bytes: int
     attention_workspace_bytes: int
     graph_pool_bytes: int
+    plain_decode_bytes: int
+    """Buckets without drafts, which a drafting engine may build later to fall back to."""
     margin_bytes: int
     kv_page_bytes: int
     page_size: int
@@ -121,7 +124,7 @@ class MemoryPlan:
 _FIXED = (
     *("target_weight_bytes", "draft_weight_bytes", "quantized_weight_bytes", "rope_table_bytes"),
     *("step_buffer_bytes", "prefill_bytes", "attention_workspace_bytes", "graph_pool_bytes"),
-    "margin_bytes",
+    *("plain_decode_bytes", "margin_bytes"),
 )
 
 
@@ -237,16 +240,15 @@ def _plan(
                 head = weights.lm_head_VD if own_head is None else own_head
                 copies = quantized_draft_weights(layers), quantize_fp8(head)
                 fp8 = _without(copies, drafter)
-        buffers = StepBuffers.make(
-            target,
-            draft,
-            max(config.buckets),
-            pages_for(positions, config.page_size),
-            dtype,
-            META,
-        )
-        num_sms = memory.num_sms if memory else 1
-        workspace = attention_workspace_bytes(config, target, draft, buffers, num_sms)
+        num_sms, width = memory.num_sms if memory else 1, pages_for(positions, config.page_size)
+        buffers = StepBuffers.make(target, draft, max(config.buckets), width, dtype, META)
+        scratch = bucket_scratch_bytes(config, target, draft, buffers, num_sms)
+        plain = 0
+        if draft is not None:
+            one_row = StepBuffers.make(target, None, max(config.buckets), width, dtype, META)
+            plain = bucket_scratch_bytes(config, target, None, one_row, num_sms)
+            plain += tree_bytes(one_row)
+            plain += graph_bytes(config, target, None, dtype.itemsize) if on_gpu else 0
     except RuntimeError as error:  # a size past 2^63
         raise ValueError(f"the configs describe tensors of impossible size ({error})") from error
     kv_page = page_bytes(target, config.page_size, dtype.itemsize)
@@ -263,8 +265,9 @@ def _plan(
         rope_table_bytes=tree_bytes(tuple(ropes)),
         step_buffer_bytes=tree_bytes(buffers),
         prefill_bytes=prefill_bytes(config, target, draft, dtype.itemsize),
-        attention_workspace_bytes=workspace,
+        attention_workspace_bytes=shared_scratch_bytes(config) + scratch,
         graph_pool_bytes=graph_bytes(config, target, draft, dtype.itemsize) if on_gpu else 0,
+        plain_decode_bytes=plain,
         margin_bytes=GPU_MARGIN_BYTES if on_gpu else 0,
         kv_page_bytes=kv_page,
         page_size=config.page_size,

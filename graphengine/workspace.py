@@ -74,25 +74,33 @@ def graph_bytes(
     return total
 
 
-def attention_workspace_bytes(
+def shared_scratch_bytes(config: EngineConfig) -> int:
+    """FlashInfer's scratch: one for all buckets, one and a wrapper's for prefills."""
+    total = 0
+    if config.prefill_attention_backend == "flashinfer":
+        total += FLOAT_WORKSPACE_BYTES + FLASHINFER_WRAPPER_BYTES
+    if config.attention_backend == "flashinfer":
+        total += FLOAT_WORKSPACE_BYTES
+    return total
+
+
+def bucket_scratch_bytes(
     config: EngineConfig,
     target: ModelConfig,
     draft: DraftConfig | None,
     buffers: StepBuffers,
     num_sms: int,
 ) -> int:
-    """FlashInfer's scratch and metadata, or our kernel's partial results: of every bucket, for the
-    verify and for each kind of draft layer."""
+    """FlashInfer's metadata, or our kernel's partial results: of every bucket, for the verify and
+    for each kind of draft layer."""
     kinds = [(target, draft.num_verify_rows if draft else 1)]
     if draft is not None:
         kinds += [(draft.model, draft.block_size)] * len(set(draft.attention_rules))
     total = 0
-    if config.prefill_attention_backend == "flashinfer":
-        total += FLOAT_WORKSPACE_BYTES + FLASHINFER_WRAPPER_BYTES
     if config.attention_backend == "flashinfer":
         pages = sum(buffers.bucket(size).page_table_BW.numel() for size in config.buckets)
         wrappers = len(config.buckets) * FLASHINFER_WRAPPER_BYTES
-        total += FLOAT_WORKSPACE_BYTES + len(kinds) * (wrappers + pages * 4)
+        total += len(kinds) * (wrappers + pages * 4)
     elif config.attention_backend == "triton":
         for size in config.buckets:
             for model, block in kinds:

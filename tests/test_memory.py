@@ -193,7 +193,7 @@ def test_plan_text_adds_up() -> None:
     assert "quantized" not in text
     values = plan.to_json()
     parts = ["target_weight", "draft_weight", "quantized_weight", "rope_table", "step_buffer"]
-    parts += ["prefill", "attention_workspace", "graph_pool", "margin"]
+    parts += ["prefill", "attention_workspace", "graph_pool", "plain_decode", "margin"]
     assert values["fixed_bytes"] == sum(values[f"{part}_bytes"] for part in parts)
     assert set(parts) | {"budget", "kv_page", "kv_pool", "fixed"} == {
         name.removesuffix("_bytes") for name in values if name.endswith("_bytes")

@@ -23,7 +23,7 @@ from graphengine.doctor_models import (
     target_findings,
 )
 from graphengine.doctor_pair import pair_findings, plan_findings, resolve_run
-from graphengine.findings import LEVELS, Finding, guarded, info
+from graphengine.findings import LEVELS, Finding, guarded, info, one_line
 from graphengine.memory import MemoryPlan
 from graphengine.pairs import NO_DRAFT
 
@@ -85,7 +85,8 @@ def examine(
     if target.directory is not None and "speculators_model_type" in (target.config or {}):
         alone, _ = parse_draft(target)
         if alone is not None and alone.verifier is not None:
-            found.append(info("draft.verifier", f"{target.name} is a drafter of {alone.verifier}"))
+            text = one_line(f"{target.name} is a drafter of {alone.verifier}")
+            found.append(info("draft.verifier", text))
             beside = target.directory / alone.verifier
             name = beside if beside.is_dir() else alone.verifier
             draft = None if draft_name == NO_DRAFT else draft or target

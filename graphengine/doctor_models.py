@@ -7,7 +7,7 @@ cannot disagree.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from itertools import groupby
 
 import torch
@@ -100,7 +100,7 @@ def draft_findings(files: ModelFiles, draft: DraftConfig) -> Iterator[Finding]:
     yield _own("draft.head", head)
     yield from weight_findings("draft.weights", files, expected.asked, {})
     for note in draft.notes:
-        yield info("draft.note", note)
+        yield info("draft.note", one_line(note))
 
 
 def _missing_config(files: ModelFiles, part: str) -> list[Finding]:
@@ -139,10 +139,12 @@ def _rope(name: str, rope: RopeConfig, head_dim: int) -> Finding:
 
 def _amplitude(files: ModelFiles, rope: RopeConfig) -> Iterator[Finding]:
     """Engines read one yarn file in two ways; which one a drafter was trained with is not in it."""
-    config = files.config or {}
-    config = config.get("transformer_layer_config", config)
+    if rope.kind != "yarn" or files.config is None:
+        return
+    layers = files.config.get("transformer_layer_config")
+    config = layers if isinstance(layers, Mapping) else files.config
     scaling = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    if rope.kind == "yarn" and "mscale" in scaling and "mscale_all_dim" in scaling:
+    if "mscale" in scaling and "mscale_all_dim" in scaling:
         yield warning(
             "draft.rope_amplitude",
             f"{rope.amplitude:.5f}, from mscale and mscale_all_dim as transformers does",

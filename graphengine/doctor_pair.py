@@ -118,11 +118,11 @@ def _verifier(files: ModelFiles, draft: DraftConfig) -> Iterator[Finding]:
         return
     theirs, ours = Path(draft.verifier).name, Path(files.name).name
     if theirs == ours:
-        yield ok("pair.verifier", draft.verifier)
+        yield ok("pair.verifier", one_line(draft.verifier))
     else:
         yield warning(
             "pair.verifier",
-            f"the drafter names {draft.verifier}, the target is {files.name}",
+            one_line(f"the drafter names {draft.verifier}, the target is {files.name}"),
             "right if it is the same model under another name; the one you pass is used",
         )
 

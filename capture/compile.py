@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -35,3 +35,23 @@ def compile_segment(function: Callable[..., Any]) -> Callable[..., Any]:
     for limit in ("recompile_limit", "accumulated_recompile_limit"):
         setattr(dynamo, limit, max(getattr(dynamo, limit), RECOMPILE_LIMIT))
     return torch.compile(function, fullgraph=True, dynamic=False, options=OPTIONS)
+
+
+class CacheCounts(NamedTuple):
+    """How often Inductor has found a graph in its cache on disk, and how often it compiled one."""
+
+    num_hits: int = 0
+    num_misses: int = 0
+
+    def since(self, before: CacheCounts) -> CacheCounts:
+        """What was added."""
+        return CacheCounts(self.num_hits - before.num_hits, self.num_misses - before.num_misses)
+
+
+def cache_counts() -> CacheCounts:
+    """This process's counts so far."""
+    import torch._dynamo.utils
+
+    found = torch._dynamo.utils.counters["inductor"]
+    misses = found["fxgraph_cache_miss"] + found["fxgraph_cache_bypass"]
+    return CacheCounts(found["fxgraph_cache_hit"], misses)

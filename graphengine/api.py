@@ -95,6 +95,8 @@ class Engine:
         kv_cache_memory: int | str | None = None,
         simulate_acceptance: float | None = None,
         draft_quantization: DraftQuantization = "none",
+        lazy_capture: bool = False,
+        first_batch: int = 1,
         progress: Callable[[str, float], None] = lambda what, share: None,
     ) -> Engine:
         """Loads, compiles and captures.
@@ -123,6 +125,9 @@ class Engine:
                 for measuring speed without a trained drafter, the output is meaningless.
             draft_quantization: "fp8" rounds the drafter's weights and its copy of the head; the
                 output stays the target's, acceptance may suffer.
+            lazy_capture: build only the bucket of the first batch ahead, each other one at its
+                first use, between steps: an earlier start, paid by a later request.
+            first_batch: with lazy_capture, how many requests come first.
             progress: called with (what, share done) while loading and building.
 
         Raises:
@@ -142,6 +147,8 @@ class Engine:
             kv_cache_memory=None if kv_cache_memory is None else parse_bytes(kv_cache_memory),
             simulate_acceptance=simulate_acceptance,
             draft_quantization=draft_quantization,
+            lazy_capture=lazy_capture,
+            first_batch=first_batch,
         )
         return cls(build(target, draft, options, progress))
 

@@ -4,14 +4,16 @@ A decode step of a bucket is `draft_head, draft, verify, context`. The head (emb
 drafter's context need no plan, so the engine queues them before it waits for the previous result:
 they keep the GPU busy while the host reads, commits and plans.
 
-Invariant: everything a graph holds (addresses, shapes) belongs to the bucket that captured it.
+Invariant: everything a graph holds (addresses, shapes) belongs to the bucket that captured it, and
+buffers are sized for the largest bucket from the start: building one later moves nothing.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -70,6 +72,16 @@ class BuildTimes:
     capture_s: float = 0.0
 
 
+class Buckets(NamedTuple):
+    """The buckets built ahead, and what builds one more, between steps."""
+
+    ready: dict[int, Bucket]
+    build: Callable[[int], Bucket]
+    """Size -> its bucket. Mutates: the buffers, cleared before and after."""
+    pool: GraphPool | None
+    times: BuildTimes
+
+
 def build_buckets(
     config: EngineConfig,
     target: Target,
@@ -79,31 +91,32 @@ def build_buckets(
     device: torch.device,
     simulation: Simulation | None = None,
     progress: Callable[[str], None] = lambda what: None,
-) -> tuple[dict[int, Bucket], GraphPool | None, BuildTimes]:
-    """Compiles, warms and captures every bucket, the largest first.
+    ahead: Collection[int] | None = None,
+) -> Buckets:
+    """Compiles, warms and captures buckets, the largest first.
 
-    On a GPU every segment runs once here, so that no request pays for a compilation. On the CPU
-    nothing is run ahead: a compiled segment compiles at its first use.
+    Every segment runs once here, so that no request pays for a compilation; on the CPU without
+    compilation there is nothing to run ahead. A larger bucket captured after smaller ones extends
+    the shared pool; the other order reuses it.
 
     Args:
-        buffers: zeroed, so that warming up touches nothing but the null page.
+        buffers: cleared while building, so that warming up touches nothing but the null page.
         progress: told what is being built.
+        ahead: sizes to build now; default all.
     """
     times = BuildTimes()
     segments = Segments(*map(compile_segment, Segments())) if config.compile else Segments()
     pool = GraphPool() if config.graph_mode != "none" else None
     workspace = make_workspace(device) if config.attention_backend == "flashinfer" else None
-    buckets: dict[int, Bucket] = {}
-    for size in sorted(config.buckets, reverse=True):
+
+    @torch.no_grad()
+    def build(size: int) -> Bucket:
+        buffers.clear_()
+        drawn = simulation.step_1.clone() if simulation is not None else None
         views = buffers.bucket(size)
         block = views.block_ids_BG.shape[1]
 
-        def attention(
-            model: ModelConfig,
-            rule: AttentionRule,
-            block: int,
-            views: StepBuffers = views,
-        ) -> Attention:
+        def attention(model: ModelConfig, rule: AttentionRule, block: int) -> Attention:
             return _attention(config, model, rule, dtype, workspace, block, views)
 
         layout = _dummy_layout(size, block, config.page_size)
@@ -137,12 +150,13 @@ def build_buckets(
         eager: list[Runner] = []
         for _, steps, continues in chains:
             eager.append(EagerRunner(steps, _source(eager[-1] if continues else None)))
-        if device.type == "cuda":
+        if device.type == "cuda" or config.compile:
             progress(f"compiling bucket {size}" if config.compile else f"warming bucket {size}")
             began = time.perf_counter()
             for runner in eager:
                 runner.run()
-            torch.cuda.synchronize()
+            if device.type == "cuda":
+                torch.cuda.synchronize()
             times.compile_s += time.perf_counter() - began
         runners = eager
         if pool is not None:
@@ -157,15 +171,17 @@ def build_buckets(
                     runners.append(capture_piecewise(steps, carry, pool))
             torch.cuda.synchronize()
             times.capture_s += time.perf_counter() - began
+        buffers.clear_()
+        if simulation is not None and drawn is not None:
+            simulation.step_1.copy_(drawn)
         if drafter:
             head, draft, verify, context = runners
             planned = tuple(draft_attentions.values())
-            buckets[size] = Bucket(
-                size, views, verify_attention, verify, planned, head, draft, context
-            )
-        else:
-            buckets[size] = Bucket(size, views, verify_attention, runners[0])
-    return buckets, pool, times
+            return Bucket(size, views, verify_attention, verify, planned, head, draft, context)
+        return Bucket(size, views, verify_attention, runners[0])
+
+    first = config.buckets if ahead is None else ahead
+    return Buckets({size: build(size) for size in sorted(first, reverse=True)}, build, pool, times)
 
 
 def prefill_attention(

@@ -21,6 +21,7 @@ from graphengine.attention import (
 )
 from graphengine.buckets import build_buckets, prefill_attention
 from graphengine.buffers import StepBuffers
+from graphengine.capture.compile import CacheCounts, cache_counts
 from graphengine.config import (
     AttentionBackend,
     DeviceName,
@@ -77,6 +78,9 @@ class Options:
     kv_cache_memory: int | None = None
     simulate_acceptance: float | None = None
     draft_quantization: DraftQuantization = "none"
+    lazy_capture: bool = False
+    first_batch: int = 1
+    """With lazy_capture: how many requests come first; their bucket alone is built ahead."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -188,8 +192,9 @@ def build(
                 config.simulate_acceptance, max(config.buckets), block - 1, device
             )
     load_s = time.perf_counter() - began
+    counts = cache_counts() if config.compile else CacheCounts()
     with ranges.range_("capture"), torch.no_grad():
-        buckets, pool, times = build_buckets(
+        buckets = build_buckets(
             config,
             target,
             drafter,
@@ -198,10 +203,10 @@ def build(
             device,
             simulation,
             lambda what: progress(what, 0.0),
+            _built_ahead(options, config.buckets),
         )
-        buffers.clear_()
-        if simulation is not None:
-            simulation.step_1.zero_()
+    if config.compile:
+        counts = cache_counts().since(counts)
     prefill = Prefill(
         target,
         drafter,
@@ -211,20 +216,24 @@ def build(
     )
     loop = DecodeLoop(
         config,
-        buckets,
+        buckets.ready,
         buffers,
         prefill,
         num_pages,
         draft_config.mask_token_id if draft_config else 0,
+        buckets.build,
     )
     startup = StartupMetrics(
         load_s=load_s,
-        compile_s=times.compile_s,
-        capture_s=times.capture_s,
+        compile_s=buckets.times.compile_s,
+        capture_s=buckets.times.capture_s,
         weight_bytes=tree_bytes(trees),
         kv_pool_bytes=plan.kv_pool_bytes,
         num_pages=num_pages,
-        num_graphs=pool.num_graphs if pool else 0,
+        num_graphs=buckets.pool.num_graphs if buckets.pool else 0,
+        num_compiled=counts.num_misses,
+        num_cache_hits=counts.num_hits,
+        buckets=tuple(sorted(buckets.ready)),
     )
     return Built(
         config=config,
@@ -315,6 +324,8 @@ def resolve_options(
         raise ValueError("--draft-quantization fp8 needs a drafter; pass --draft")
     if options.page_size < 1:
         raise ValueError(f"--page-size {options.page_size}: at least 1 token")
+    if options.first_batch < 1:
+        raise ValueError(f"first_batch is {options.first_batch}; at least 1 request")
     if not 0 < options.gpu_memory_utilization <= 1:
         raise ValueError(
             f"gpu_memory_utilization is {options.gpu_memory_utilization}; expected 0 < x <= 1"
@@ -357,6 +368,13 @@ def _why_not(on_gpu: bool, dtype: str, head_dims: list[int]) -> str:
         f"runs bfloat16 and head_dim {FLASHINFER_HEAD_DIMS}, not {dtype} with head_dim "
         f"{head_dims}; use triton or torch"
     )
+
+
+def _built_ahead(options: Options, buckets: tuple[int, ...]) -> tuple[int, ...]:
+    """Which of the ascending sizes are built before the first request."""
+    if not options.lazy_capture:
+        return buckets
+    return (next((size for size in buckets if size >= options.first_batch), buckets[-1]),)
 
 
 def _default_device() -> DeviceName:

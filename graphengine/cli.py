@@ -8,25 +8,39 @@ remedy are named), 130 interrupted. Environment variables are read here and nowh
 
 from __future__ import annotations
 
+import functools
+import os
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from graphengine import __version__
 from graphengine.cli_bench import ByteSize, bench
+from graphengine.cli_compile import compile_
 from graphengine.cli_doctor import doctor
 from graphengine.cli_graphs import graphs
 from graphengine.cli_profile import profile
 from graphengine.prompts import Conversation, read_prompt_file
+
+if TYPE_CHECKING:
+    from graphengine.artifact import Store
 
 STARTED_S = time.perf_counter()  # the start-up table counts from here
 
 _NO_PROMPT = (
     'no prompt: pass --prompt "some text", --prompt-file FILE.jsonl, or pipe text into stdin'
 )
+# Where each compiler keeps its code -> its folder in an artifact.
+_CACHE_VARIABLES = {
+    "TORCHINDUCTOR_CACHE_DIR": "inductor",
+    "TRITON_CACHE_DIR": "triton",
+    "FLASHINFER_WORKSPACE_BASE": "flashinfer",
+}
 
 
 class BucketList(click.ParamType):
@@ -93,6 +107,65 @@ Examples:
 
 \b
 Exit codes: 0 done, 1 failed while running, 2 refused input, 130 interrupted."""
+
+
+@contextmanager
+def compiled_code(device: str, artifact: Path | None) -> Iterator[Store | None]:
+    """Points every compiler at this platform's folder while a command runs.
+
+    The folder lies below GRAPHENGINE_CACHE, by default ~/.cache/graphengine; an empty value, or a
+    place that cannot be written, leaves the compilers' own defaults (None). What the user has set
+    for one compiler stays.
+    """
+    from graphengine import artifact as artifacts
+
+    base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
+    root = Path(os.environ.get("GRAPHENGINE_CACHE", str(Path(base) / "graphengine"))).expanduser()
+    existing = next(path for path in (root, *root.absolute().parents) if path.exists())
+    if os.environ.get("GRAPHENGINE_CACHE") == "" or not os.access(existing, os.W_OK):
+        if artifact is not None:
+            raise Refusal(
+                f"--artifact needs a folder; {root} cannot be written, set GRAPHENGINE_CACHE"
+            )
+        yield None
+        return
+    store = artifacts.store(root.absolute(), artifacts.platform_parts(device))
+    if artifact is not None:
+        try:
+            found = artifacts.unpack(artifact, store)
+        except ValueError as error:
+            raise Refusal(str(error)) from error
+        if found:
+            store.notes.append(
+                f"{artifact} does not fit and is not used; compiling anew. " + "; ".join(found)
+            )
+    ours = {
+        name: str(store.folder / part)
+        for name, part in _CACHE_VARIABLES.items()
+        if name not in os.environ
+    }
+    os.environ.update(ours)
+    try:
+        yield store
+    finally:
+        for name in ours:
+            os.environ.pop(name, None)
+
+
+def _keeping_compiled_code(command: click.Command) -> click.Command:
+    """The command, run inside `compiled_code`; its context's `obj` is the store."""
+    callback = command.callback
+    assert callback is not None
+
+    @functools.wraps(callback)
+    def outer(*args: Any, **kwargs: Any) -> Any:
+        context = click.get_current_context()
+        params = context.params
+        with compiled_code(params.get("device", "auto"), params.get("artifact")) as context.obj:
+            return callback(*args, **kwargs)
+
+    command.callback = outer
+    return command
 
 
 @main.command("run", epilog=_EPILOG)
@@ -190,6 +263,19 @@ Exit codes: 0 done, 1 failed while running, 2 refused input, 130 interrupted."""
     default="none",
     help="fp8: round the drafter's weights; verification keeps the output what the target says.",
 )
+@click.option(
+    "--lazy-capture/--no-lazy-capture",
+    default=None,
+    help="Build the first batch's bucket alone ahead, each other one at its first use.  [default: "
+    "for one conversation, which needs no other]",
+)
+@click.option(
+    "--artifact",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="Start with what `graphengine compile --output FILE` has compiled. Only your own: it is "
+    "executed.",
+)
 @click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout, at the end.")
 @click.option("-q", "--quiet", is_flag=True, help="The text alone: no notes, progress or tables.")
 @click.option(
@@ -229,6 +315,10 @@ def run(ctx: click.Context, model: str | None, draft: str | None, **options: Any
             )
         options["compile"] = options.pop("compile_")
         options["buckets"] = options.pop("bucket")
+        options.pop("artifact")
+        options["first_batch"] = len(conversations) if conversations else 1
+        if options["lazy_capture"] is None:
+            options["lazy_capture"] = options["first_batch"] == 1
         job = cli_run.Job(
             model=target,
             draft=drafter,
@@ -242,6 +332,7 @@ def run(ctx: click.Context, model: str | None, draft: str | None, **options: Any
             options=options,
             args=_as_typed(ctx.params),
             note=note,
+            store=ctx.obj,
         )
         cli_run.run(job, import_s=time.perf_counter() - STARTED_S)
     except KeyboardInterrupt:
@@ -270,7 +361,6 @@ def _as_typed(params: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-main.add_command(bench)
-main.add_command(profile)
-main.add_command(graphs)
-main.add_command(doctor)
+_keeping_compiled_code(run)
+for _command in (bench, profile, graphs, doctor, compile_):
+    main.add_command(_keeping_compiled_code(_command))

@@ -21,6 +21,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from graphengine import report
 from graphengine.api import Chunk, Engine, GenerationResult, Prompt
+from graphengine.artifact import Store
 from graphengine.profiles import ranges
 from graphengine.prompts import Conversation
 from graphengine.report import Answer
@@ -31,7 +32,8 @@ from graphengine.tokenizer import Message
 class Job:
     """One run of the command. `conversations`: turns of each; None chats on the terminal.
 
-    `options` are keyword arguments of `Engine.from_pretrained`; `args` is what was typed, for JSON.
+    `options` are keyword arguments of `Engine.from_pretrained`; `args` is what was typed, for JSON;
+    `store` is where compiled code is kept.
     """
 
     model: str
@@ -46,6 +48,7 @@ class Job:
     options: dict[str, Any]
     args: dict[str, Any]
     note: str | None = None
+    store: Store | None = None
 
 
 def run(job: Job, import_s: float) -> None:
@@ -64,8 +67,9 @@ def run(job: Job, import_s: float) -> None:
     with _load(job, console) as engine:
         report.print_heading(console, job.model, job.draft, engine.config)
         report.print_memory_plan(console, engine.memory_plan)
-        if job.note:
-            report.print_note(console, job.note)
+        for note in [job.note, *(job.store.notes if job.store else [])]:
+            if note:
+                report.print_note(console, note)
         began = time.perf_counter()
         if job.conversations is None:
             answers = _chat(engine, job, console)
@@ -78,7 +82,15 @@ def run(job: Job, import_s: float) -> None:
             generate_s = sum(a.result.metrics.ttft_ms + a.result.metrics.decode_ms for a in answers)
             generate_s /= 1e3
         startup = report.startup_seconds(import_s, engine.startup, answers)
-        report.print_tables(console, startup, engine.startup, answers, generate_s)
+        report.print_tables(
+            console,
+            startup,
+            engine.startup,
+            answers,
+            generate_s,
+            cache=str(job.store.folder) if job.store else None,
+            built_late_s=engine.built.loop.built_late_s,
+        )
         if job.as_json:
             values = report.json_object(
                 args=job.args,

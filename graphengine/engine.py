@@ -22,8 +22,9 @@ are ordered on the stream before any reuse of them.
 
 from __future__ import annotations
 
+import time
 from collections import deque
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import NamedTuple
 
 import torch
@@ -74,7 +75,13 @@ class DecodeLoop:
         prefill: Prefill,
         num_pages: int,
         mask_token_id: int,
+        build_bucket: Callable[[int], Bucket] | None = None,
     ) -> None:
+        """
+        Args:
+            buckets: those built ahead.
+            build_bucket: builds one of the others at its first use, between steps.
+        """
         self.config = config
         self.block = buffers.block_ids_BG.shape[1]
         self._draft_block = buffers.draft_block_ids_BG.shape[1]
@@ -83,6 +90,8 @@ class DecodeLoop:
         self.running: list[Request] = []
         self._buckets = dict(sorted(buckets.items()))
         self._buffers, self._prefill, self._mask_token_id = buffers, prefill, mask_token_id
+        self._build_bucket = build_bucket
+        self.built_late_s: dict[int, float] = {}  # bucket -> seconds that its first use waited
         self._bucket: Bucket | None = None  # holds the running requests' rows; None: stale
         self._in_flight: deque[tuple[list[Request], _Results]] = deque()
         self._next_id = 0
@@ -132,7 +141,7 @@ class DecodeLoop:
     def admit(self) -> list[StepOutput]:
         """Prefills waiting requests, in order, while rows and pages last. Waits for the device."""
         admitted: list[Request] = []
-        while self.waiting and len(self.running) + len(admitted) < max(self._buckets):
+        while self.waiting and len(self.running) + len(admitted) < max(self.config.buckets):
             request = self.waiting[0]
             needed = pages_for(request.max_total_tokens + self.block, self.config.page_size)
             if needed > self.allocator.num_free:
@@ -241,8 +250,8 @@ class DecodeLoop:
 
     @property
     def buckets(self) -> dict[int, Bucket]:
-        """Batch size -> what runs it, ascending; for tools that look into them."""
-        return self._buckets
+        """Batch size -> what runs it, ascending, as far as built; for tools that look into them."""
+        return dict(sorted(self._buckets.items()))
 
     @property
     def has_work(self) -> bool:
@@ -295,10 +304,20 @@ class DecodeLoop:
             torch.cuda.Event() if self._on_gpu else None,
         )
 
+    def _bucket_of(self, size: int) -> Bucket:
+        """The bucket, built now if it was left for later. No step is in flight here."""
+        if size not in self._buckets:
+            assert self._build_bucket is not None and not self._in_flight
+            began = time.perf_counter()
+            with ranges.range_("capture"):
+                self._buckets[size] = self._build_bucket(size)
+            self.built_late_s[size] = time.perf_counter() - began
+        return self._buckets[size]
+
     def _load(self) -> Bucket:
         """Writes the running requests into the smallest bucket that holds them."""
         count = len(self.running)
-        bucket = next(b for size, b in self._buckets.items() if size >= count)
+        bucket = self._bucket_of(next(size for size in self.config.buckets if size >= count))
         views, device = bucket.buffers, self._buffers.start_B.device
         width = views.page_table_BW.shape[1]
         padding = bucket.size - count

@@ -8,7 +8,7 @@ Speculative counts have vLLM's benchmark names where they mean the same thing.
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -113,10 +113,20 @@ def print_tables(
     startup: StartupMetrics,
     answers: Sequence[Answer],
     generate_s: float,
+    cache: str | None = None,
+    built_late_s: Mapping[int, float] | None = None,
 ) -> None:
-    """The start-up table, and the result table if anything was answered."""
+    """The start-up table, and the result table if anything was answered.
+
+    Args:
+        cache: the folder of compiled code.
+        built_late_s: bucket -> seconds, of buckets that were built at their first use.
+    """
     console.print()
     console.print(_startup_table(console, startup_s))
+    print_note(console, cache_line(startup, cache))
+    for size, seconds in (built_late_s or {}).items():
+        print_note(console, f"bucket {size} was built at its first use, in {seconds:.2f} s")
     print_note(
         console,
         f"weights {startup.weight_bytes / 2**20:.1f} MiB, K/V pool "
@@ -133,6 +143,21 @@ def print_tables(
     if rates:
         row = " ".join(f"{rate:.2f}" for rate in rates)
         console.print(f"acceptance per position  {row}", soft_wrap=True)
+
+
+def cache_line(startup: StartupMetrics, cache: str | None) -> str:
+    """Cold or warm: how much of Inductor's code was found, and where."""
+    total = startup.num_compiled + startup.num_cache_hits
+    where = f" in {cache}" if cache else " in the compilers' own folders"
+    ahead = f"bucket {','.join(map(str, startup.buckets))} built ahead"
+    if not total:
+        return f"{ahead}, nothing compiled by Inductor"
+    state = "warm" if not startup.num_compiled else "cold"
+    if startup.num_compiled and startup.num_cache_hits:
+        state = "partly warm"
+    return (
+        f"{state} start: {startup.num_cache_hits} of {total} compiled graphs found{where}; {ahead}"
+    )
 
 
 def _table(console: Console) -> Table:
@@ -214,6 +239,7 @@ def json_object(
     sizes = {name: value for name, value in asdict(startup).items() if name.startswith("num_")} | {
         "weight_bytes": startup.weight_bytes,
         "kv_pool_bytes": startup.kv_pool_bytes,
+        "buckets_built_ahead": list(startup.buckets),
     }
     return {
         "schema_version": SCHEMA_VERSION,

@@ -63,9 +63,11 @@ MAY_IMPORT: dict[str, set[str]] = {
         *("build", "findings", "memory", "pairs"),
         *("doctor_files", "doctor_models", "doctor_pair", "doctor_host"),
     },
+    "artifact": {"config"},
     "bench": {"*"},
     "cli": {"*"},
-    "cli_run": {"api", "prompts", "report", "tokenizer", "profiles.ranges"},
+    "cli_compile": {"*"},
+    "cli_run": {"api", "artifact", "prompts", "report", "tokenizer", "profiles.ranges"},
     "report": {"api", "config", "memory", "metrics", "prompts"},
     "prompts": set(),
     "cli_bench": {"*"},
@@ -85,7 +87,9 @@ DOORS: dict[str, set[str]] = {
     "huggingface_hub": {"hub", "weights"},
     "triton": {"kernels"},
     "nvtx": {"profiles.ranges"},
-    "click": {"cli", "cli_bench", "cli_profile", "cli_graphs", "cli_doctor"},
+    "click": {
+        *("cli", "cli_bench", "cli_compile", "cli_profile", "cli_graphs", "cli_doctor"),
+    },
 }
 
 # full dotted name (and all below it) -> the modules that may use it

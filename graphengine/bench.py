@@ -3,8 +3,10 @@
 What is timed: the wall time between the moments at which the host holds two consecutive steps'
 tokens, over full buckets only. `host_ms` is the part of it that the host spent working (planning,
 launching, committing); the rest it spent waiting for the device, so `host_ms` close to `step_ms`
-means that the host is the bottleneck. Bytes are counted from the configs: weights once per forward,
-K/V once; the floor is those bytes over the read bandwidth measured in the same process.
+means that the host is the bottleneck. On a GPU a few more steps tell how long the device works on
+one (bench_busy.py); the rest of the wall time it was idle. Bytes are counted from the configs:
+weights once per forward, K/V once; the floor is those bytes over the read bandwidth measured in the
+same process.
 
 Every case draws fresh random prompts from its seed; the same seed in every mode, so that the modes'
 tokens can be compared.
@@ -22,6 +24,7 @@ from typing import Any
 import torch
 
 from graphengine.api import Engine
+from graphengine.bench_busy import busy_ms
 from graphengine.build import Built
 from graphengine.config import DraftConfig, ModelConfig
 from graphengine.engine import DecodeLoop
@@ -55,12 +58,19 @@ class CaseResult:
     host_ms: list[float] = field(default_factory=list)
     num_tokens: int = 0
     step_bytes: float = 0.0
+    context_tokens: int = 0
+    gpu_busy_ms: float | None = None
     digest: str = ""
 
     @property
     def mean_acceptance_length(self) -> float:
         """Tokens per request and step, bonus included."""
         return self.num_tokens / (len(self.step_ms) * self.case.bucket)
+
+    @property
+    def mean_context_tokens(self) -> float:
+        """Tokens of context per request, over the timed steps."""
+        return self.context_tokens / (len(self.step_ms) * self.case.bucket)
 
     def numbers(self, read_gbps: float) -> dict[str, float]:
         """The row as numbers with units; keys follow vLLM's bench where they mean the same."""
@@ -80,9 +90,11 @@ class CaseResult:
             "step_p99_ms": percentile(0.99),
             "step_mean_ms": statistics.fmean(ordered),
             "host_p50_ms": statistics.median(self.host_ms),
-            "tpot_mean_ms": median / self.mean_acceptance_length,
-            "output_throughput_per_s": self.num_tokens / total_s,
+            "mean_tpot_ms": statistics.fmean(ordered) / self.mean_acceptance_length,
+            "median_tpot_ms": median / self.mean_acceptance_length,
+            "output_throughput": self.num_tokens / total_s,
             "median_tokens_per_s": self.mean_acceptance_length * self.case.bucket / median * 1e3,
+            "mean_context_tokens": self.mean_context_tokens,
             "step_read_gb": self.step_bytes / 1e9,
             "achieved_gbps": achieved,
         }
@@ -92,6 +104,13 @@ class CaseResult:
                 "floor_ms": floor,
                 "over_floor_ratio": median / floor,
                 "bandwidth_percent": achieved / read_gbps * 100,
+            }
+        if self.gpu_busy_ms is not None:
+            idle = max(median - self.gpu_busy_ms, 0.0)
+            numbers |= {
+                "gpu_busy_ms": self.gpu_busy_ms,
+                "gpu_idle_ms": idle,
+                "gpu_idle_percent": idle / median * 100,
             }
         return numbers
 
@@ -108,12 +127,15 @@ def run_case(engine: Engine, case: Case, progress: Callable[[int], None]) -> Cas
     built = engine.built
     result = CaseResult(case=case, drafting=built.draft is not None)
     generator = torch.Generator().manual_seed(case.seed)
-    context_tokens = 0
     skipped = 0
-    while len(result.step_ms) < case.num_iters:
+
+    def submit() -> list[Request]:
         shape = (case.bucket, case.input_len)
         prompts = torch.randint(0, built.target.vocab_size, shape, generator=generator).tolist()
-        requests = [built.loop.submit(prompt, case.output_len, ()) for prompt in prompts]
+        return [built.loop.submit(prompt, case.output_len, ()) for prompt in prompts]
+
+    while len(result.step_ms) < case.num_iters:
+        requests = submit()
         with torch.no_grad():
             for step_ms, host_ms, num_tokens in _timed_steps(built.loop, requests):
                 if skipped < case.warmup:
@@ -122,15 +144,19 @@ def run_case(engine: Engine, case: Case, progress: Callable[[int], None]) -> Cas
                 result.step_ms.append(step_ms)
                 result.host_ms.append(host_ms)
                 result.num_tokens += num_tokens
-                context_tokens += sum(request.start for request in requests)
+                result.context_tokens += sum(request.start for request in requests)
                 progress(len(result.step_ms))
                 if len(result.step_ms) >= case.num_iters and result.digest:
                     break
         if not result.digest:
             result.digest = _digest(requests)
         built.loop.reset()
-    mean_context = context_tokens / len(result.step_ms)
-    result.step_bytes = weight_bytes(built, case.bucket) + mean_context * token_bytes(built)
+    with torch.no_grad():
+        requests = submit()
+        result.gpu_busy_ms = busy_ms(built.loop, requests, statistics.median(result.host_ms))
+        built.loop.reset()
+    context_tokens = result.mean_context_tokens * case.bucket
+    result.step_bytes = weight_bytes(built, case.bucket) + context_tokens * token_bytes(built)
     return result
 
 

@@ -1,7 +1,7 @@
 """`graphengine bench`: the options, and the loop over modes, contexts and buckets.
 
-The measuring itself is in bench.py; tables and files are made here. torch is imported inside the
-command, so that help is quick.
+The measuring itself is in bench.py, tables and pictures in bench_report.py. torch is imported
+inside the command, so that help is quick.
 """
 
 from __future__ import annotations
@@ -17,9 +17,10 @@ import click
 from graphengine.bytesize import parse_bytes
 
 if TYPE_CHECKING:
-    from graphengine.bench import CaseResult
+    from rich.console import Console
 
-PLAIN = "plain"
+    from graphengine.bench import CaseResult
+    from graphengine.bench_report import Row
 
 
 class IntList(click.ParamType):
@@ -81,6 +82,8 @@ class ModeList(click.ParamType):
 _EPILOG = """\b
 Examples:
   graphengine bench qwen3-8b --draft qwen3-8b-dflash-b16 --simulate-acceptance 6.35
+  graphengine bench qwen3-8b --draft qwen3-8b-dflash-b16 --simulate-acceptance 6.35 \\
+      --baseline --context 1024,8192 --plot step.svg
   graphengine bench qwen3-4b --draft none --bucket 1
   graphengine bench --device cpu --num-iters 20 --bucket 1,4
 """
@@ -93,9 +96,15 @@ Examples:
 @click.option(
     "--input-len",
     type=IntList(),
-    default="128",
-    show_default=True,
-    help="Prompt tokens; several sweep the context.",
+    default=None,
+    help="Prompt tokens; several are several cases.  [default: 128]",
+)
+@click.option(
+    "--context",
+    type=IntList(),
+    default=None,
+    help="Instead of --input-len: tokens of context half-way through a round, prompt included; the "
+    "prompt then has half of --output-len less.",
 )
 @click.option(
     "--output-len",
@@ -123,6 +132,11 @@ Examples:
     type=ModeList(),
     default=None,
     help="Graph modes, each a run of its own.  [default: the device's]",
+)
+@click.option(
+    "--baseline",
+    is_flag=True,
+    help="Time plain decoding (no drafter) of the same cases too, and print the speedup over it.",
 )
 @click.option(
     "--simulate-acceptance",
@@ -155,6 +169,12 @@ Examples:
     help="fp8: round the drafter's weights; verification keeps the output what the target says.",
 )
 @click.option("--seed", type=int, default=0, show_default=True, help="Of the random prompts.")
+@click.option(
+    "--plot",
+    type=click.Path(path_type=Path, dir_okay=False),
+    metavar="FILE.svg",
+    help="Draw each case's step times and what a step is made of.",
+)
 @click.option("--output-json", type=click.Path(path_type=Path), help="Write the result file here.")
 @click.option("--commit", metavar="SHA", help="Commit to record where the checkout has no history.")
 @click.option("--json", "as_json", is_flag=True, help="The result as JSON on stdout.")
@@ -170,91 +190,42 @@ def bench(model: str | None, draft: str | None, **options: Any) -> None:
 
 
 def _bench(model: str | None, draft: str | None, options: dict[str, Any]) -> None:
-    import torch
     from rich.console import Console
 
-    from graphengine.api import Engine
-    from graphengine.bench import Case, gpu_memory, read_bandwidth_gbps, run_case
+    from graphengine.bench import read_bandwidth_gbps
+    from graphengine.bench_report import picture, speedups_, table
     from graphengine.hub import TINY_DRAFT, TINY_TARGET, preset_names
     from graphengine.pairs import named_pair
     from graphengine.profiles.result_schema import environment, write_result
 
-    console = Console(stderr=True, width=None if sys.stderr.isatty() else 120)
+    console = Console(stderr=True, width=None if sys.stderr.isatty() else 140)
     if model is None:
         model, draft = str(TINY_TARGET), draft or str(TINY_DRAFT)
     load_format = options["load_format"] or ("dummy" if model in preset_names() else "auto")
     model, draft = named_pair(model, draft)
-    simulated = options["simulate_acceptance"] if draft else None
-    input_lens, output_len = options["input_len"], options["output_len"]
-    block_room = 256
+    if options["baseline"] and draft is None:
+        raise ValueError("--baseline compares with plain decoding; pass --draft to have a drafter")
+    input_lens = _input_lens(options)
+    plan = options | {
+        "input_lens": input_lens,
+        "load_format": load_format,
+        "max_model_len": _longest(model, draft, max(input_lens) + options["output_len"] + 256),
+    }
     read_gbps = read_bandwidth_gbps()
-    results: list[tuple[str, CaseResult]] = []
+    rows: list[Row] = []
     numbers: dict[str, Any] = {"read_bandwidth_gbps": read_gbps}
     configs: dict[str, Any] = {}
-    digests: dict[str, str] = {}
     for mode, backend in options["compare"] or (("auto", "auto"),):
-        began = time.perf_counter()
-        if torch.cuda.is_available():
-            torch.cuda.reset_peak_memory_stats()
-        engine = Engine.from_pretrained(
-            model,
-            draft,
-            buckets=options["bucket"],
-            graph_mode=mode,  # type: ignore[arg-type]
-            attention_backend=backend,  # type: ignore[arg-type]
-            compile=options["compile_"],
-            device=options["device"],
-            dtype=options["dtype"],
-            page_size=options["page_size"],
-            max_model_len=_longest(model, draft, max(input_lens) + output_len + block_room),
-            load_format=load_format,
-            gpu_memory_utilization=options["gpu_memory_utilization"],
-            kv_cache_memory=options["kv_cache_memory"],
-            simulate_acceptance=simulated,
-            draft_quantization=options["draft_quantization"] if draft else "none",
-        )
-        startup_s = time.perf_counter() - began
-        config = engine.config
-        label = f"{config.graph_mode}_{config.attention_backend}"
-        startup = engine.startup
-        numbers[label] = {
-            "startup": {
-                "startup_s": startup_s,
-                "load_s": startup.load_s,
-                "compile_s": startup.compile_s,
-                "capture_s": startup.capture_s,
-                "num_graphs": startup.num_graphs,
-                "weight_bytes": startup.weight_bytes,
-                "kv_pool_bytes": startup.kv_pool_bytes,
-            }
-        }
-        configs[label] = {"compile": config.compile, "buckets": list(config.buckets)}
-        for input_len in input_lens:
-            for bucket in options["bucket"]:
-                case = Case(
-                    graph_mode=label,
-                    bucket=bucket,
-                    input_len=input_len,
-                    output_len=output_len,
-                    num_iters=options["num_iters"],
-                    warmup=options["warmup"],
-                    seed=options["seed"],
-                )
-                result = run_case(engine, case, lambda count: None)
-                results.append((label, result))
-                key = f"bucket_{bucket}_input_{input_len}"
-                numbers[label][key] = result.numbers(read_gbps)
-                digests[f"{label}_{key}"] = result.digest
-                row = numbers[label][key]
-                console.print(
-                    f"{label:22} bucket {bucket:3} input {input_len:6}  "
-                    f"step {row['step_p50_ms']:.3f} ms  host {row['host_p50_ms']:.3f} ms",
-                    highlight=False,
-                )
-        numbers[label]["memory"] = gpu_memory()
-        engine.close()
-        del engine
-    console.print(_table(results, read_gbps, simulated))
+        for drafter in [None, draft] if options["baseline"] else [draft]:
+            label, config, found, values = _measure(
+                console, model, drafter, mode, backend, read_gbps, plan
+            )
+            configs[label], numbers[label] = config, values
+            rows += found
+    speedups_(rows)
+    simulated = options["simulate_acceptance"] if draft else None
+    console.print(table(rows, simulated))
+    digests = {f"{row.label}_{row.key}": row.result.digest for row in rows}
     same = _same_tokens(digests)
     console.print(f"tokens equal in all modes of one attention: {same}", highlight=False)
     document = {
@@ -270,12 +241,116 @@ def _bench(model: str | None, draft: str | None, options: dict[str, Any]) -> Non
             for name in ("output_len", "num_iters", "warmup", "seed", "draft_quantization")
         },
     }
+    if options["plot"]:
+        try:
+            options["plot"].write_text(picture(rows, simulated))
+        except OSError as error:
+            raise ValueError(f"--plot {options['plot']}: cannot be written ({error})") from error
+        console.print(f"wrote {options['plot']}", highlight=False)
     if options["output_json"]:
         env = environment(options["commit"])
         write_result(options["output_json"], "bench_latency", numbers, config=document, env=env)
         console.print(f"wrote {options['output_json']}", highlight=False)
     if options["as_json"]:
         click.echo(json.dumps({"config": document, "numbers": numbers}))
+
+
+def _input_lens(options: dict[str, Any]) -> tuple[int, ...]:
+    """Prompt lengths of the cases, from --input-len or from --context."""
+    if options["context"] is None:
+        return options["input_len"] or (128,)
+    if options["input_len"] is not None:
+        raise ValueError("--context and --input-len both set the prompt's length; give one")
+    half = options["output_len"] // 2
+    short = [length for length in options["context"] if length <= half]
+    if short:
+        raise ValueError(
+            f"--context {short[0]}: a round of --output-len {options['output_len']} already has "
+            f"{half} tokens half-way; pass more than {half} or a smaller --output-len"
+        )
+    return tuple(length - half for length in options["context"])
+
+
+def _measure(
+    console: Console,
+    model: str,
+    draft: str | None,
+    mode: str,
+    backend: str,
+    read_gbps: float,
+    plan: dict[str, Any],
+) -> tuple[str, dict[str, Any], list[Row], dict[str, Any]]:
+    """One engine and all of its cases: (label, configuration, rows, numbers)."""
+    import torch
+
+    from graphengine.api import Engine
+    from graphengine.bench import Case, gpu_memory, run_case
+    from graphengine.bench_report import Row
+
+    began = time.perf_counter()
+    if torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats()
+    engine = Engine.from_pretrained(
+        model,
+        draft,
+        buckets=plan["bucket"],
+        graph_mode=mode,  # type: ignore[arg-type]
+        attention_backend=backend,  # type: ignore[arg-type]
+        compile=plan["compile_"],
+        device=plan["device"],
+        dtype=plan["dtype"],
+        page_size=plan["page_size"],
+        max_model_len=plan["max_model_len"],
+        load_format=plan["load_format"],
+        gpu_memory_utilization=plan["gpu_memory_utilization"],
+        kv_cache_memory=plan["kv_cache_memory"],
+        simulate_acceptance=plan["simulate_acceptance"] if draft else None,
+        draft_quantization=plan["draft_quantization"] if draft else "none",
+    )
+    startup_s = time.perf_counter() - began
+    config, startup = engine.config, engine.startup
+    label = f"{config.graph_mode}_{config.attention_backend}"
+    if draft is None and plan["baseline"]:
+        label += "_plain"
+    numbers: dict[str, Any] = {
+        "startup": {
+            "startup_s": startup_s,
+            "load_s": startup.load_s,
+            "compile_s": startup.compile_s,
+            "capture_s": startup.capture_s,
+            "num_graphs": startup.num_graphs,
+            "num_compiled": startup.num_compiled,
+            "num_cache_hits": startup.num_cache_hits,
+            "weight_bytes": startup.weight_bytes,
+            "kv_pool_bytes": startup.kv_pool_bytes,
+        }
+    }
+    rows: list[Row] = []
+    for input_len in plan["input_lens"]:
+        for bucket in plan["bucket"]:
+            case = Case(
+                graph_mode=label,
+                bucket=bucket,
+                input_len=input_len,
+                output_len=plan["output_len"],
+                num_iters=plan["num_iters"],
+                warmup=plan["warmup"],
+                seed=plan["seed"],
+            )
+            result: CaseResult = run_case(engine, case, lambda count: None)
+            row = Row(label, f"bucket_{bucket}_input_{input_len}", result, {})
+            row.numbers.update(result.numbers(read_gbps))
+            numbers[row.key] = row.numbers
+            rows.append(row)
+            console.print(
+                f"{label:22} bucket {bucket:3} input {input_len:6}  "
+                f"step {row.numbers['step_p50_ms']:.3f} ms  "
+                f"host {row.numbers['host_p50_ms']:.3f} ms",
+                highlight=False,
+            )
+    numbers["memory"] = gpu_memory()
+    engine.close()
+    return label, {"compile": config.compile, "buckets": list(config.buckets)}, rows, numbers
 
 
 def _longest(model: str, draft: str | None, wanted: int) -> int:
@@ -294,32 +369,3 @@ def _same_tokens(digests: dict[str, str]) -> bool:
     for key, digest in digests.items():
         by_case.setdefault(key.partition("_")[2], set()).add(digest)
     return all(len(found) == 1 for found in by_case.values())
-
-
-def _table(results: list[tuple[str, CaseResult]], read_gbps: float, simulated: float | None) -> Any:
-    from rich import box
-    from rich.table import Table
-
-    title = "decode steps" + (f" (acceptance SIMULATED at {simulated})" if simulated else "")
-    table = Table(title=title, box=box.SIMPLE)
-    columns = "mode bucket input steps p50_ms p95_ms p99_ms host_ms accept tok/s GB/s %read /floor"
-    for name in columns.split():
-        table.add_column(name, justify="left" if name == "mode" else "right")
-    for label, result in results:
-        row = result.numbers(read_gbps)
-        table.add_row(
-            label,
-            str(result.case.bucket),
-            str(result.case.input_len),
-            str(row["num_steps"]),
-            f"{row['step_p50_ms']:.3f}",
-            f"{row['step_p95_ms']:.3f}",
-            f"{row['step_p99_ms']:.3f}",
-            f"{row['host_p50_ms']:.3f}",
-            f"{row['mean_acceptance_length']:.2f}",
-            f"{row['median_tokens_per_s']:.0f}",
-            f"{row['achieved_gbps']:.0f}",
-            f"{row['bandwidth_percent']:.0f}" if "bandwidth_percent" in row else "-",
-            f"{row['over_floor_ratio']:.2f}" if "over_floor_ratio" in row else "-",
-        )
-    return table

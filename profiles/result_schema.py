@@ -37,12 +37,15 @@ REQUIRED_ENVIRONMENT = (
 )
 PACKAGES = ("torch", "triton", "flashinfer-python", "transformers", "nvtx", "graphengine")
 
-# A key's last word is its unit. Counts begin with num_; the two acceptance lengths are in tokens.
+# A key's last word is its unit. Counts begin with num_; the two acceptance lengths are in tokens;
+# output_throughput is vLLM's name for tokens per second.
 UNITS = (
     *("us", "ms", "s", "bytes", "mb", "gb", "kib", "mib", "gib", "gbps", "tbps", "tflops"),
     *("mhz", "w", "c", "tokens", "rows", "percent", "ratio", "fraction", "nats"),
 )
-UNITLESS = re.compile(r"^(num_\w+|mean_acceptance_length|mean_accepted_draft_tokens|\w+_per_s)$")
+UNITLESS = re.compile(
+    r"^(num_\w+|mean_acceptance_length|mean_accepted_draft_tokens|output_throughput|\w+_per_s)$"
+)
 
 _CLOCKS = {
     "clocks.sm": "sm_mhz",

@@ -65,6 +65,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     },
     "artifact": {"config"},
     "bench": {"*"},
+    "bench_busy": {"engine", "request"},
+    "bench_report": {"bench", "profiles.plot"},
     "cli": {"*"},
     "cli_compile": {"*"},
     "cli_run": {"api", "artifact", "prompts", "report", "tokenizer", "profiles.ranges"},

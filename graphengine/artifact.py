@@ -22,6 +22,7 @@ Trust: an artifact holds machine code and pickles that torch loads. Use only you
 from __future__ import annotations
 
 import ctypes
+import gzip
 import hashlib
 import json
 import os
@@ -32,6 +33,7 @@ import tarfile
 import tempfile
 import zlib
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import asdict
 from importlib import metadata
 from pathlib import Path
@@ -241,7 +243,6 @@ def pack(folder: Path, file: Path) -> int:
 
     part = file.with_name(f".{file.name}.{os.getpid()}")
     try:
-        file.parent.mkdir(parents=True, exist_ok=True)
         with tarfile.open(part, "w:gz", compresslevel=3) as tar:
             tar.add(folder / MANIFEST, MANIFEST)  # first, so that a reader need not seek
             for name in FOLDERS:
@@ -249,7 +250,8 @@ def pack(folder: Path, file: Path) -> int:
                     tar.add(folder / name, name, filter=keep)
         part.replace(file)
     except OSError as error:
-        part.unlink(missing_ok=True)
+        with suppress(OSError):
+            part.unlink()
         raise ValueError(f"{file}: cannot be written ({error}); choose another path") from error
     return file.stat().st_size
 
@@ -269,12 +271,12 @@ def unpack(file: Path, into: Store) -> list[str]:
     into.folder.parent.mkdir(parents=True, exist_ok=True)
     fresh = Path(tempfile.mkdtemp(prefix="unpacking-", dir=into.folder.parent))
     try:
-        with tarfile.open(file, "r:gz") as tar:
+        with gzip.open(file) as stream, tarfile.open(fileobj=stream, mode="r:") as tar:
             first = tar.next()
-            stream = tar.extractfile(first) if first and first.name == MANIFEST else None
-            if stream is None:
+            content = tar.extractfile(first) if first and first.name == MANIFEST else None
+            if content is None:
                 raise ValueError("it does not begin with a manifest")
-            manifest = _parse(stream.read())
+            manifest = _parse(content.read())
             found = differences(manifest["platform"], into.parts)
             if found:
                 return found
@@ -286,6 +288,8 @@ def unpack(file: Path, into: Store) -> list[str]:
                 ):
                     raise ValueError(f"it holds {member.name!r}, which is no compiled code")
                 tar.extract(member, fresh, filter="data")
+            while stream.read(1 << 20):  # to the end: tarfile stops at a damaged header in silence,
+                pass  # the checksum behind the last byte does not
         _adopt(fresh, into.folder)
         for entry in manifest["compiled"]:
             record_(into.folder, into.parts, entry)

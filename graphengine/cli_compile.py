@@ -88,6 +88,9 @@ def _compile(store: Store, model: str | None, draft: str | None, options: dict[s
     from graphengine.report import cache_line, print_note, stderr_console
 
     console = stderr_console(quiet=False)
+    output: Path | None = options["output"]
+    if output is not None and not output.absolute().parent.is_dir():
+        raise ValueError(f"--output {output}: no such folder; make it first")
     if options["fresh"]:
         shutil.rmtree(store.folder, ignore_errors=True)
     if model is None:
@@ -142,9 +145,9 @@ def _compile(store: Store, model: str | None, draft: str | None, options: dict[s
         "total_s": total_s,
         "startup": asdict(startup),
     }
-    if options["output"] is not None:
-        size = artifact.pack(store.folder, options["output"])
-        console.print(f"wrote {options['output']} ({size / 1e6:.1f} MB)", markup=False)
+    if output is not None:
+        size = artifact.pack(store.folder, output)
+        console.print(f"wrote {output} ({size / 1e6:.1f} MB)", markup=False)
         document["output_bytes"] = size
     if options["as_json"]:
         click.echo(json.dumps(document))

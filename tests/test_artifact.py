@@ -1,0 +1,352 @@
+"""Compiled code kept between starts: keys that name what differs, files that travel."""
+
+import io
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tarfile
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from graphengine import artifact, cli
+from graphengine.build import Options, read_configs, resolve_options
+from graphengine.hub import TINY_DRAFT, TINY_TARGET
+from tests.checkpoints import make_drafter, make_target
+
+ROOT = Path(__file__).resolve().parent.parent
+PARTS = {"torch": "2.13.0", "device": "cuda", "gpu": "NVIDIA H200", "machine": "x86_64"}
+ENTRY = {"target": "8B", "buckets": "1,8"}
+
+
+def filled(root: Path, parts: dict[str, str] = PARTS) -> artifact.Store:
+    """A store with one file of each compiler; Triton's group names its files by absolute path."""
+    store = artifact.store(root, parts)
+    triton = store.folder / "triton" / "ABC"
+    ops = "flashinfer/.cache/flashinfer/op.so"
+    for path in (
+        store.folder / "inductor/g6/graph.py",
+        triton / "kernel.cubin",
+        store.folder / ops,
+    ):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(path.name.encode() * 100)
+    group = {"child_paths": {"kernel.cubin": str(triton / "kernel.cubin")}}
+    (triton / "__grp__kernel.json").write_text(json.dumps(group))
+    artifact.record_(store.folder, parts, ENTRY)
+    return store
+
+
+# --- keys ---
+
+
+def test_every_difference_is_named() -> None:
+    """Bug: a part that only one side has, or a second difference, is left out of the message."""
+    there = {"torch": "2.11.0", "gpu": "NVIDIA H200", "old": "x"}
+    here = {"torch": "2.13.0", "gpu": "NVIDIA H200", "new": "y"}
+    assert artifact.differences(there, here) == [
+        "torch: 2.11.0 there, 2.13.0 here",
+        "new: nothing there, y here",
+        "old: x there, nothing here",
+    ]
+    assert artifact.differences(here, here) == []
+
+
+def test_platform_without_torch() -> None:
+    """Bug: asking what the platform is imports torch, and the variables come too late for it."""
+    code = (
+        "import sys, graphengine.artifact as a; p = a.platform_parts('cpu');"
+        "assert not {'torch', 'triton'} & set(sys.modules); assert p == a.platform_parts('cpu');"
+        "assert {'torch', 'triton', 'flashinfer-python', 'python', 'cpu'} <= set(p), p;"
+        "assert p['device'] == 'cpu' and 'gpu' not in p"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.gpu
+def test_the_gpu_is_in_the_key() -> None:
+    """Bug: two GPUs share a folder, or the driver is asked with a wrong attribute."""
+    import torch
+
+    parts = artifact.platform_parts("auto")
+    major, minor = torch.cuda.get_device_capability(0)
+    assert parts["gpu"] == torch.cuda.get_device_name(0)
+    assert parts["capability"] == f"{major}.{minor}"
+    assert parts["driver"]
+
+
+def test_every_part_has_its_folder(tmp_path: Path) -> None:
+    """Bug: code of another torch or GPU lies in the same folder."""
+    folders = {artifact.store(tmp_path, PARTS).folder}
+    for name in PARTS:
+        folders.add(artifact.store(tmp_path, PARTS | {name: "cuda-2"}).folder)
+    assert len(folders) == len(PARTS) + 1
+    assert not any(tmp_path.iterdir()), "asking for the folder must not make it"
+
+
+def test_what_one_start_compiles() -> None:
+    """Bug: an option that changes the compiled code is missing from the manifest."""
+    target, draft = read_configs(TINY_TARGET, TINY_DRAFT)
+    assert draft is not None
+    config = resolve_options(Options(device="cpu", compile=True), target, draft)
+    base = artifact.engine_parts(config, target, draft)
+
+    def changed(key: str, **changes: Any) -> None:
+        found = artifact.engine_parts(replace(config, **changes), target, draft)
+        assert [text.split(":")[0] for text in artifact.differences(base, found)] == [key]
+
+    changed("buckets", buckets=(1,))
+    changed("dtype", dtype="bfloat16")
+    changed("graph_mode", graph_mode="full")
+    changed("attention_backend", attention_backend="triton")
+    changed("draft_quantization", draft_quantization="fp8")
+    changed("compile", compile=False)
+    changed("page_size", page_size=1)
+    wider = replace(target, hidden_size=256)
+    assert artifact.engine_parts(config, wider, draft)["target"] != base["target"]
+    longer = replace(draft, block_size=8)
+    assert artifact.engine_parts(config, target, longer)["draft"] != base["draft"]
+    assert artifact.engine_parts(config, target, None)["draft"] == "none"
+
+
+def test_the_manifest_keeps_one_entry_each(tmp_path: Path) -> None:
+    """Bug: every start adds a line, or the second model replaces the first."""
+    store = filled(tmp_path)
+    other = {"target": "4B", "buckets": "1"}
+    for entry in (other, ENTRY, other):
+        artifact.record_(store.folder, PARTS, entry)
+    assert artifact.nearest(store.folder, other) == []
+    assert artifact.nearest(store.folder, ENTRY) == []
+    wanted = {"target": "8B", "buckets": "1"}
+    assert artifact.nearest(store.folder, wanted) == ["buckets: 1,8 there, 1 here"]
+    found = json.loads((store.folder / artifact.MANIFEST).read_text())
+    assert len(found["compiled"]) == 2
+    assert artifact.nearest(tmp_path / "nowhere", wanted) is None
+
+
+# --- files ---
+
+
+def test_round_trip(tmp_path: Path) -> None:
+    """Bug: a file is lost on the way, or Triton's group points to where it was packed and every
+    kernel is compiled again."""
+    packed = filled(tmp_path / "a")
+    (packed.folder / "inductor" / "link").symlink_to("/etc/passwd")
+    (tmp_path / "sub").mkdir()
+    size = artifact.pack(packed.folder, tmp_path / "sub" / "x.tar.gz")
+    assert size == (tmp_path / "sub" / "x.tar.gz").stat().st_size
+    assert os.listdir(tmp_path / "sub") == ["x.tar.gz"]
+    (packed.folder / "inductor" / "link").unlink()
+    num_files = artifact.num_files(packed.folder)
+    shutil.move(tmp_path / "a", tmp_path / "gone")
+    store = artifact.store(tmp_path / "b", PARTS)
+    assert artifact.unpack(tmp_path / "sub" / "x.tar.gz", store) == []
+    assert artifact.num_files(store.folder) == num_files == 4
+    group = json.loads(next(store.folder.rglob("__grp__*")).read_text())
+    kernel = Path(group["child_paths"]["kernel.cubin"])
+    assert kernel.read_bytes() == b"kernel.cubin" * 100
+    assert artifact.nearest(store.folder, ENTRY) == []
+    assert os.listdir(tmp_path / "b") == [store.folder.name], "a temporary folder was left"
+
+
+def test_what_is_there_stays(tmp_path: Path) -> None:
+    """Bug: unpacking replaces a file that a running engine has open."""
+    artifact.pack(filled(tmp_path / "a").folder, tmp_path / "x.tar.gz")
+    store = filled(tmp_path / "b")
+    mine = store.folder / "inductor/g6/graph.py"
+    mine.write_text("mine")
+    assert artifact.unpack(tmp_path / "x.tar.gz", store) == []
+    assert mine.read_text() == "mine"
+
+
+def test_another_platform_is_named_and_not_used(tmp_path: Path) -> None:
+    """Bug: code of another GPU is unpacked, or the user is not told what differs."""
+    artifact.pack(filled(tmp_path / "a").folder, tmp_path / "x.tar.gz")
+    store = artifact.store(tmp_path / "b", PARTS | {"gpu": "NVIDIA B200"})
+    found = artifact.unpack(tmp_path / "x.tar.gz", store)
+    assert found == ["gpu: NVIDIA H200 there, NVIDIA B200 here"]
+    assert not store.folder.exists()
+    assert os.listdir(tmp_path / "b") == []
+
+
+def tar_of(path: Path, members: list[tuple[tarfile.TarInfo, bytes]]) -> None:
+    with tarfile.open(path, "w:gz") as tar:
+        for info, content in members:
+            info.size = len(content)
+            tar.addfile(info, io.BytesIO(content))
+
+
+def damaged(kind: str, good: bytes, path: Path) -> None:
+    manifest = json.dumps({"version": 1, "platform": PARTS, "compiled": [ENTRY]}).encode()
+    first = (tarfile.TarInfo(artifact.MANIFEST), manifest)
+    if kind == "truncated":
+        path.write_bytes(good[: len(good) // 2])
+    elif kind == "flipped":
+        middle = len(good) // 2
+        path.write_bytes(good[:middle] + bytes(64) + good[middle + 64 :])
+    elif kind == "text":
+        path.write_text("hello")
+    elif kind == "empty":
+        path.write_bytes(b"")
+    elif kind == "no manifest":
+        tar_of(path, [(tarfile.TarInfo("inductor/x"), b"x")])
+    elif kind == "bad manifest":
+        tar_of(path, [(tarfile.TarInfo(artifact.MANIFEST), b'{"version": 1, "platform": [1]}')])
+    elif kind == "other version":
+        tar_of(path, [(tarfile.TarInfo(artifact.MANIFEST), b'{"version": 99}')])
+    elif kind == "escape":
+        tar_of(path, [first, (tarfile.TarInfo("inductor/../../../evil"), b"x")])
+    elif kind == "absolute":
+        tar_of(path, [first, (tarfile.TarInfo("/tmp/evil"), b"x")])
+    elif kind == "foreign":
+        tar_of(path, [first, (tarfile.TarInfo("weights/x"), b"x")])
+    elif kind == "link":
+        link = tarfile.TarInfo("inductor/x")
+        link.type, link.linkname = tarfile.SYMTYPE, "/etc/passwd"
+        tar_of(path, [first, (link, b"")])
+
+
+@pytest.mark.parametrize(
+    "kind",
+    "missing truncated flipped text empty escape absolute foreign link".split()
+    + ["no manifest", "bad manifest", "other version"],
+)
+def test_a_damaged_file_is_refused(tmp_path: Path, kind: str) -> None:
+    """Bug: a traceback, a half-unpacked folder, or a file written outside of it."""
+    artifact.pack(filled(tmp_path / "a").folder, tmp_path / "x.tar.gz")
+    bad = tmp_path / "bad.tar.gz"
+    damaged(kind, (tmp_path / "x.tar.gz").read_bytes(), bad)
+    store = artifact.store(tmp_path / "b", PARTS)
+    with pytest.raises(ValueError, match=r"bad\.tar\.gz: not a usable artifact .*--output"):
+        artifact.unpack(bad, store)
+    assert os.listdir(tmp_path / "b") == []
+    assert not (tmp_path / "evil").exists()
+
+
+def test_nothing_to_pack(tmp_path: Path) -> None:
+    """Bug: an empty artifact is written and later seems to be used."""
+    with pytest.raises(ValueError, match="graphengine compile"):
+        artifact.pack(tmp_path, tmp_path / "x.tar.gz")
+    store = filled(tmp_path / "a")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError, match="cannot be written"):
+        artifact.pack(store.folder, tmp_path / "file" / "x.tar.gz")
+
+
+# --- the command line ---
+
+
+@pytest.fixture
+def variables(monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[str, str | None]]:
+    """What the three variables are inside a command."""
+    for name in cli._CACHE_VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+
+    def inside(**env: str) -> dict[str, str | None]:
+        for name, value in env.items():
+            monkeypatch.setenv(name, value)
+        before = dict(os.environ)
+        with cli.compiled_code("cpu", None):
+            found = {name: os.environ.get(name) for name in cli._CACHE_VARIABLES}
+        assert dict(os.environ) == before
+        return found
+
+    return inside
+
+
+def test_compilers_are_pointed_at_the_folder(tmp_path: Path, variables: Any) -> None:
+    """Bug: a compiler writes to /tmp, is forgotten after a reboot, and every start is cold."""
+    found = variables(GRAPHENGINE_CACHE=str(tmp_path / "c"))
+    folder = artifact.store(tmp_path / "c", artifact.platform_parts("cpu")).folder
+    assert found == {
+        "TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor"),
+        "TRITON_CACHE_DIR": str(folder / "triton"),
+        "FLASHINFER_WORKSPACE_BASE": str(folder / "flashinfer"),
+    }
+    assert not (tmp_path / "c").exists(), "a run that compiles nothing leaves nothing"
+
+
+def test_what_the_user_set_stays(tmp_path: Path, variables: Any) -> None:
+    """Bug: a cache that the user keeps elsewhere is ignored."""
+    found = variables(GRAPHENGINE_CACHE=str(tmp_path / "c"), TRITON_CACHE_DIR="/mine")
+    assert found["TRITON_CACHE_DIR"] == "/mine"
+    assert str(found["TORCHINDUCTOR_CACHE_DIR"]).startswith(str(tmp_path / "c"))
+
+
+def test_no_folder(tmp_path: Path, variables: Any) -> None:
+    """Bug: a read-only home directory ends a run that would work with the compilers' defaults."""
+    assert set(variables(GRAPHENGINE_CACHE="").values()) == {None}
+    done = CliRunner().invoke(cli.main, ["compile"], env={"GRAPHENGINE_CACHE": ""})
+    assert done.exit_code == 2
+    assert "GRAPHENGINE_CACHE" in done.stderr
+
+
+def test_refusals(tmp_path: Path) -> None:
+    """Bug: a bad artifact is found after minutes of loading, or with a traceback."""
+    env = {"GRAPHENGINE_CACHE": str(tmp_path / "c")}
+    missing = str(tmp_path / "no.tar.gz")
+    for command in (["run", "--prompt", "x"], ["compile"]):
+        done = CliRunner().invoke(cli.main, [*command, "--artifact", missing], env=env)
+        assert done.exit_code == 2, done.output
+        assert missing in done.stderr.replace("\n", "")
+    done = CliRunner().invoke(cli.main, ["compile", "--fresh", "--artifact", missing], env=env)
+    assert done.exit_code == 2
+
+
+def test_a_run_tells_what_does_not_fit(tmp_path: Path) -> None:
+    """Bug: an artifact of another platform is dropped silently, and the start is just slow."""
+    store = filled(tmp_path / "a")
+    artifact.pack(store.folder, tmp_path / "x.tar.gz")
+    pair = make_target(tmp_path / "target")
+    done = CliRunner().invoke(
+        cli.main,
+        ["run", str(pair), "--bucket", "1", "--prompt", "x", "--max-new-tokens", "2"]
+        + ["--device", "cpu", "--artifact", str(tmp_path / "x.tar.gz")],
+        env={"GRAPHENGINE_CACHE": str(tmp_path / "c")},
+    )
+    assert done.exit_code == 0, done.output
+    text = done.stderr.replace("\n", " ")
+    assert "does not fit and is not used; compiling anew" in text
+    assert "gpu: NVIDIA H200 there, nothing here" in text
+    assert "torch: 2.13.0 there" in text
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor's C++ backend needs g++")
+def test_a_packed_artifact_starts_warm_elsewhere(tmp_path: Path) -> None:
+    """Bug: the artifact lacks something, or holds paths of where it was made, so that a start with
+    it compiles again; or a start with it gives other tokens."""
+    target = make_target(tmp_path / "target", layers=2)
+    draft = make_drafter(tmp_path / "draft", target)
+    packed = str(tmp_path / "x.tar.gz")
+    pair = [str(target), "--draft", str(draft), "--bucket", "1", "--device", "cpu"]
+
+    def command(root: str, *args: str) -> Any:
+        env = {k: v for k, v in os.environ.items() if k not in cli._CACHE_VARIABLES}
+        env |= {"GRAPHENGINE_CACHE": str(tmp_path / root), "PYTHONPATH": str(ROOT)}
+        line = [sys.executable, "-m", "graphengine", *args, "--json"]
+        done = subprocess.run(line, cwd=ROOT, env=env, capture_output=True, text=True, timeout=300)
+        assert done.returncode == 0, done.stderr
+        return json.loads(done.stdout), done.stderr
+
+    cold, text = command("a", "compile", *pair, "--output", packed)
+    num_graphs = cold["startup"]["num_compiled"]
+    assert num_graphs > 0
+    assert cold["startup"]["num_cache_hits"] == 0
+    assert cold["num_new_files"] > 0
+    assert "cold start" in text
+    shutil.rmtree(tmp_path / "a")
+    again = ["run", *pair, "--prompt", "Tom has", "--max-new-tokens", "8", "--ignore-eos"]
+    warm, text = command("b", *again, "--compile", "--artifact", packed)
+    assert warm["startup"]["num_compiled"] == 0
+    assert warm["startup"]["num_cache_hits"] == num_graphs
+    assert "warm start" in text
+    plain, _ = command("b", *again, "--no-compile")
+    assert warm["results"][0]["token_ids"] == plain["results"][0]["token_ids"]

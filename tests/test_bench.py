@@ -1,0 +1,219 @@
+"""`graphengine bench`: cases, baseline, columns, picture and the stored JSON, on a small pair."""
+
+from __future__ import annotations
+
+import json
+import re
+import statistics
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+from click.testing import CliRunner, Result
+
+from graphengine.api import Engine
+from graphengine.bench import Case, CaseResult, run_case
+from graphengine.bench_busy import busy_ms
+from graphengine.bench_report import Row, picture, speedups_, table
+from graphengine.cli import main
+from graphengine.profiles.result_schema import validate
+from tests.checkpoints import make_drafter, make_target
+
+Bench = Callable[..., Result]
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    directory = tmp_path_factory.mktemp("pair")
+    target = make_target(directory / "target", layers=2)
+    return target, make_drafter(directory / "draft", target, taps=(0, 1), block_size=4)
+
+
+@pytest.fixture
+def bench(pair: tuple[Path, Path]) -> Bench:
+    def call(*args: str) -> Result:
+        where = ["bench", str(pair[0]), "--draft", str(pair[1]), "--device", "cpu"]
+        fast = ["--num-iters", "4", "--warmup", "1", "--output-len", "16"]
+        return CliRunner().invoke(main, [*where, *fast, *args])
+
+    return call
+
+
+def case(**changes: Any) -> Case:
+    values = {"graph_mode": "m", "bucket": 2, "input_len": 8, "output_len": 16}
+    return Case(**({"num_iters": 4, "warmup": 0, "seed": 0} | values | changes))
+
+
+def result(step_ms: list[float], num_tokens: int, **changes: Any) -> CaseResult:
+    return CaseResult(
+        case=case(),
+        drafting=True,
+        step_ms=step_ms,
+        host_ms=[0.5] * len(step_ms),
+        num_tokens=num_tokens,
+        step_bytes=4e9,
+        **changes,
+    )
+
+
+# --- numbers ---
+
+
+def test_numbers() -> None:
+    """Bug: a key means something else than vLLM's of that name, or idle is not wall less busy."""
+    found = result([1.0, 2.0, 3.0, 4.0], 40, gpu_busy_ms=2.0, context_tokens=800).numbers(4000.0)
+    assert found["mean_acceptance_length"] == 5.0
+    assert found["mean_context_tokens"] == 100.0
+    # vLLM: time per output token of one request; tokens of all requests per second.
+    assert found["mean_tpot_ms"] == pytest.approx(2.5 / 5)
+    assert found["median_tpot_ms"] == pytest.approx(2.5 / 5)
+    assert found["output_throughput"] == pytest.approx(40 / 10e-3)
+    assert found["median_tokens_per_s"] == pytest.approx(5 * 2 / 2.5e-3)
+    assert found["gpu_idle_ms"] == pytest.approx(0.5)
+    assert found["gpu_idle_percent"] == pytest.approx(20)
+    assert found["floor_ms"] == pytest.approx(1.0)
+    assert found["over_floor_ratio"] == pytest.approx(2.5)
+
+
+def test_idle_is_unknown_or_not_negative() -> None:
+    """Bug: a machine without events reports 0 % idle, or noise gives a negative share."""
+    assert not [key for key in result([1.0], 2).numbers(0.0) if key.startswith("gpu_")]
+    assert result([1.0], 2, gpu_busy_ms=1.2).numbers(0.0)["gpu_idle_percent"] == 0.0
+
+
+def test_speedup_is_over_the_same_case() -> None:
+    """Bug: the speedup of a bucket is taken over another bucket's plain decoding, or time over
+    time, which leaves out that a step gives several tokens."""
+    rows = [
+        Row("full_triton_plain", "bucket_1", result([1.0], 2), {"median_tokens_per_s": 100.0}),
+        Row("full_triton", "bucket_1", result([1.0], 2), {"median_tokens_per_s": 300.0}),
+        Row("full_triton", "bucket_8", result([1.0], 2), {"median_tokens_per_s": 900.0}),
+        Row("none_torch", "bucket_1", result([1.0], 2), {"median_tokens_per_s": 50.0}),
+    ]
+    speedups_(rows)
+    assert [row.numbers.get("speedup_ratio") for row in rows] == [None, 3.0, None, None]
+
+
+def test_what_is_unknown_is_a_dash() -> None:
+    """Bug: a column without a number raises, or shows 0."""
+    rows = [Row("m", "k", found := result([1.0], 2), found.numbers(0.0))]
+    shown = table(rows, 6.35)
+    cells = {str(column.header): list(column.cells) for column in shown.columns}
+    assert cells["idle%"] == cells["%read"] == cells["/floor"] == ["-"]
+    assert cells["p50_ms"] == ["1.000"]
+    assert "speedup" not in cells
+    assert "SIMULATED at 6.35" in str(shown.title)
+
+
+def test_picture() -> None:
+    """Bug: bars that should be equally long differ, or the file is no SVG."""
+    known = result([1.0, 2.0, 4.0], 6, gpu_busy_ms=1.5)
+    rows = [Row("piecewise_flashinfer", "k", known, known.numbers(4000.0))]
+    text = picture(rows, 6.35)
+    ElementTree.fromstring(text)
+    notes = dict(re.findall(r"<title>([a-zA-Z ]+): ([0-9.]+) us</title>", text))
+    assert {key: float(value) for key, value in notes.items()} == {
+        "host working": 500.0,
+        "host waiting": 1500.0,
+        "GPU busy": 1500.0,
+        "GPU idle": 500.0,
+        "floor": 1000.0,
+    }
+    assert "piecewise_flashinfer, bucket 2, input 8" in text
+    assert "SIMULATED" in text
+    assert "p99" in text
+
+
+# --- the command ---
+
+
+def test_everything_at_once(bench: Bench, tmp_path: Path) -> None:
+    """Bug: a case is left out, the baseline drafts, or the file breaks the schema."""
+    svg, stored = tmp_path / "x.svg", tmp_path / "x.json"
+    done = bench(
+        *["--bucket", "1,2", "--input-len", "3,9", "--baseline", "--simulate-acceptance", "2.5"],
+        *["--plot", str(svg), "--output-json", str(stored), "--json"],
+    )
+    assert done.exit_code == 0, done.output
+    found = json.loads(stored.read_text())
+    assert validate(found) == []
+    assert json.loads(done.stdout)["numbers"] == found["numbers"]
+    plain, drafted = found["numbers"]["none_torch_plain"], found["numbers"]["none_torch"]
+    keys = {f"bucket_{b}_input_{n}" for b in (1, 2) for n in (3, 9)}
+    assert keys == set(plain) - {"startup", "memory"} == set(drafted) - {"startup", "memory"}
+    for key in keys:
+        assert plain[key]["mean_acceptance_length"] == 1.0
+        ratio = drafted[key]["median_tokens_per_s"] / plain[key]["median_tokens_per_s"]
+        assert drafted[key]["speedup_ratio"] == pytest.approx(ratio)
+        assert "gpu_idle_percent" not in drafted[key], "there is no GPU to be idle"
+    assert svg.read_text().count("all steps") == 8
+    assert "speedup" in done.stderr
+    assert "SIMULATED at 2.5" in done.stderr
+    assert found["environment"].keys() >= {"gpu_clocks", "driver_version", "commit", "versions"}
+
+
+def test_context_is_met_half_way(bench: Bench) -> None:
+    """Bug: --context is the prompt's length, so that a long round is timed at other contexts than
+    the label says."""
+    done = bench("--context", "40", "--output-len", "24", "--num-iters", "12", "--json")
+    assert done.exit_code == 0, done.output
+    (numbers,) = [
+        v for k, v in json.loads(done.stdout)["numbers"]["none_torch"].items() if "28" in k
+    ]
+    assert abs(numbers["mean_context_tokens"] - 40) < 6
+
+
+@pytest.mark.parametrize(
+    ("args", "parts"),
+    [
+        (["--context", "8"], ["--context 8", "--output-len 16", "more than 8"]),
+        (["--context", "64", "--input-len", "8"], ["--context", "--input-len"]),
+        (["--baseline", "--draft", "none"], ["--baseline", "--draft"]),
+        (["--plot", "/nonexistent/x.svg"], ["--plot /nonexistent/x.svg", "cannot be written"]),
+    ],
+)
+def test_refusals(bench: Bench, args: list[str], parts: list[str]) -> None:
+    """Bug: an option that cannot work is ignored, or ends in a traceback."""
+    done = bench(*args)
+    assert done.exit_code == 2, done.output
+    text = " ".join(done.stderr.split())
+    assert [part for part in parts if part not in text] == []
+
+
+# --- the device's share ---
+
+
+def test_no_events_without_a_gpu(pair: tuple[Path, Path]) -> None:
+    """Bug: the CPU is timed as if it were a stream."""
+    with Engine.from_pretrained(*pair, buckets=(1,), device="cpu") as engine:
+        assert busy_ms(engine.built.loop, [], 1.0) is None
+        assert run_case(engine, case(bucket=1), lambda count: None).gpu_busy_ms is None
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("graph_mode", ["piecewise", "full"])
+@pytest.mark.parametrize("backend", ["flashinfer", "triton"])
+def test_busy_is_less_than_the_step(tmp_path: Path, graph_mode: Any, backend: Any) -> None:
+    """Bug: the hold ends before the host is done, or spans two steps: busy exceeds the step, or is
+    a small part of it although nothing waits."""
+    sizes: Any = {"hidden": 512, "heads": 8, "kv_heads": 4, "head_dim": 64, "intermediate": 1024}
+    target = make_target(
+        tmp_path / "target", layers=8, tie=False, dtype="bfloat16", max_positions=1024, **sizes
+    )
+    drafter = make_drafter(tmp_path / "draft", target, taps=(0, 2), block_size=8, dtype="bfloat16")
+    with Engine.from_pretrained(
+        target,
+        drafter,
+        buckets=(1,),
+        graph_mode=graph_mode,
+        attention_backend=backend,
+        simulate_acceptance=3.0,
+    ) as engine:
+        timed = case(bucket=1, input_len=64, output_len=256, num_iters=60, warmup=10)
+        found = run_case(engine, timed, lambda count: None)
+    assert found.gpu_busy_ms is not None
+    print(f"step {statistics.median(found.step_ms):.3f} ms, busy {found.gpu_busy_ms:.3f} ms")
+    assert 0.1 * statistics.median(found.step_ms) < found.gpu_busy_ms
+    assert found.gpu_busy_ms < 1.1 * statistics.median(found.step_ms)

@@ -21,7 +21,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from graphengine import report
 from graphengine.api import Chunk, Engine, GenerationResult, Prompt
-from graphengine.artifact import Store
+from graphengine.artifact import Store, engine_parts, nearest
 from graphengine.profiles import ranges
 from graphengine.prompts import Conversation
 from graphengine.report import Answer
@@ -67,7 +67,7 @@ def run(job: Job, import_s: float) -> None:
     with _load(job, console) as engine:
         report.print_heading(console, job.model, job.draft, engine.config)
         report.print_memory_plan(console, engine.memory_plan)
-        for note in [job.note, *(job.store.notes if job.store else [])]:
+        for note in [job.note, *_cache_notes(job, engine)]:
             if note:
                 report.print_note(console, note)
         began = time.perf_counter()
@@ -102,6 +102,7 @@ def run(job: Job, import_s: float) -> None:
                 plan=engine.memory_plan,
                 answers=answers,
                 generate_s=generate_s,
+                built_late_s=engine.built.loop.built_late_s,
             )
             _write(json.dumps(values) + "\n")
 
@@ -120,6 +121,18 @@ def _load(job: Job, console: Console) -> Engine:
             bar.update(task, description=what, total=1.0 if share else None, completed=share)
 
         return build(show)
+
+
+def _cache_notes(job: Job, engine: Engine) -> list[str]:
+    """What the store says, and why code was compiled although some had been ahead."""
+    if job.store is None:
+        return []
+    notes, built = list(job.store.notes), engine.built
+    if built.startup.num_compiled:
+        apart = nearest(job.store.folder, engine_parts(built.config, built.target, built.draft))
+        if apart:
+            notes.append("compiled anew, what was compiled ahead differs: " + "; ".join(apart))
+    return notes
 
 
 def _write(text: str) -> None:

@@ -230,6 +230,7 @@ def json_object(
     plan: MemoryPlan,
     answers: Sequence[Answer],
     generate_s: float,
+    built_late_s: Mapping[int, float] | None = None,
 ) -> dict[str, Any]:
     """The run as one JSON object. Times carry their unit in the key; `results` are in order.
 
@@ -240,6 +241,7 @@ def json_object(
         "weight_bytes": startup.weight_bytes,
         "kv_pool_bytes": startup.kv_pool_bytes,
         "buckets_built_ahead": list(startup.buckets),
+        "buckets_built_late_s": dict(built_late_s or {}),
     }
     return {
         "schema_version": SCHEMA_VERSION,

@@ -42,8 +42,9 @@ def bench(pair: tuple[Path, Path]) -> Bench:
 
 
 def case(**changes: Any) -> Case:
-    values = {"graph_mode": "m", "bucket": 2, "input_len": 8, "output_len": 16}
-    return Case(**({"num_iters": 4, "warmup": 0, "seed": 0} | values | changes))
+    values: dict[str, Any] = {"graph_mode": "m", "bucket": 2, "input_len": 8, "output_len": 16}
+    values |= {"num_iters": 4, "warmup": 0, "seed": 0} | changes
+    return Case(**values)
 
 
 def result(step_ms: list[float], num_tokens: int, **changes: Any) -> CaseResult:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 
 from graphengine.api import Engine
 from graphengine.build import Options, read_configs, resolve_options
+from graphengine.cli import main
 from graphengine.hub import TINY_TARGET
 from tests.checkpoints import make_drafter, make_target
 
@@ -127,6 +130,32 @@ def test_a_build_that_fails_leaves_the_engine_usable(
         assert loop.allocator.num_free == loop.allocator.num_usable
         assert ids(lazy, PROMPTS[:1]) == expected
         assert ids(lazy, PROMPTS[:3])[0] == expected[0]
+
+
+@pytest.mark.parametrize(
+    ("args", "num_prompts", "ahead", "late"),
+    [
+        ([], 1, [1], []),
+        ([], 2, [1, 2, 4], []),
+        (["--no-lazy-capture"], 1, [1, 2, 4], []),
+        (["--lazy-capture"], 3, [4], []),
+        (["--lazy-capture"], 5, [4], ["1"]),
+    ],
+)
+def test_command_line(
+    pair: tuple[Path, Path], args: list[str], num_prompts: int, ahead: list[int], late: list[str]
+) -> None:
+    """Bug: one answer waits for buckets that it never uses, or a batch stops half-way."""
+    prompts = [text for _ in range(num_prompts) for text in ("--prompt", "a b")]
+    done = CliRunner().invoke(
+        main,
+        ["run", str(pair[0]), "--draft", str(pair[1]), "--bucket", "1,2,4", "--device", "cpu"]
+        + ["--max-new-tokens", "9", "--ignore-eos", "--json", *prompts, *args],
+    )
+    assert done.exit_code == 0, done.output
+    startup = json.loads(done.stdout)["startup"]
+    assert startup["buckets_built_ahead"] == ahead
+    assert list(startup["buckets_built_late_s"]) == late
 
 
 def test_first_batch_is_checked() -> None:

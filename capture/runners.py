@@ -92,7 +92,8 @@ class GraphPool:
     """One memory pool and one side stream for every capture of an engine.
 
     Sharing is right because replays follow capture order within a bucket and one bucket is in
-    flight at a time. Capture the largest bucket first: the smaller ones then fit into its memory.
+    flight at a time. Capture the largest bucket first: the smaller ones then fit into its memory. A
+    larger one that is captured later extends the pool and moves nothing.
     """
 
     def __init__(self) -> None:

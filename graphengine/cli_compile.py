@@ -85,6 +85,7 @@ def _compile(store: Store, model: str | None, draft: str | None, options: dict[s
     from graphengine import artifact
     from graphengine.api import Engine
     from graphengine.hub import TINY_DRAFT, TINY_TARGET
+    from graphengine.pairs import named_pair
     from graphengine.report import cache_line, print_note, stderr_console
 
     console = stderr_console(quiet=False)
@@ -95,7 +96,7 @@ def _compile(store: Store, model: str | None, draft: str | None, options: dict[s
         shutil.rmtree(store.folder, ignore_errors=True)
     if model is None:
         model, draft = str(TINY_TARGET), draft or str(TINY_DRAFT)
-    draft = None if draft == "none" else draft
+    model, draft = named_pair(model, draft)
     files_before = artifact.num_files(store.folder)
     began = time.perf_counter()
     with Engine.from_pretrained(

@@ -26,6 +26,7 @@ Progress = Callable[[int, int], None]
 """Called with (bytes loaded, bytes in all) after each tensor."""
 
 
+_PICKLES = {".bin", ".pt", ".pth", ".ckpt", ".pkl"}
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
@@ -433,6 +434,12 @@ def _weight_files(directory: Path) -> list[Path]:
         files = [directory / name for name in names]
     else:
         files = sorted(directory.glob("*.safetensors"))
+    pickles = sorted(f.name for f in directory.iterdir() if f.suffix in _PICKLES)
+    if pickles and not files:
+        raise ValueError(
+            f"{directory}: only {', '.join(pickles[:3])}, no safetensors; a pickle can run any "
+            "code and is never read: convert it to safetensors, or fetch a revision that has them"
+        )
     missing = [file.name for file in files if not file.is_file()]
     if missing or not files:
         what = f"weight files {missing}" if missing else "model.safetensors"

@@ -182,7 +182,7 @@ def test_missing_files_are_refused(tmp_path: Path) -> None:
     """Bug: a shard that was never fetched is noticed only through a missing tensor, or not."""
     sharded = make_target(tmp_path, tokenizer=False, sharded=True)
     shard = sorted(sharded.glob("*.safetensors"))[1]
-    shard.rename(sharded / "elsewhere.bin")
+    shard.rename(sharded / "elsewhere")
     with pytest.raises(ValueError, match=rf"no weight files \['{shard.name}'\]; fetch"):
         load_target(sharded)
     (sharded / "model.safetensors.index.json").write_text("[]")

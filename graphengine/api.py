@@ -10,7 +10,9 @@ Ctrl-C, a stream that is dropped half-way), its pages return and the engine can 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import inspect
+import weakref
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -47,20 +49,23 @@ class GenerationResult:
     """A finished request.
 
     `token_ids` are the generated ones, the stop token included; `text` leaves special tokens out.
-    `finish_reason`: "stop" (a stop token), "length" (max_new_tokens or the context), "cancelled".
+    `finish_reason`: "stop" (a stop token), "length" (max_new_tokens or the context), "cancelled",
+    "error" (this request alone could not go on; `error` says why, the tokens before it are right).
     """
 
     text: str
     token_ids: list[int]
     finish_reason: FinishReason
     metrics: RequestMetrics
+    error: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chunk:
     """What one step added to one request: 1 .. G tokens, and the text that they complete.
 
-    `index` is the prompt's place in the call; `result` comes with the last chunk.
+    `index` is the prompt's place in the call; `result` comes with the last chunk, which holds no
+    token if the request ended in an error.
     """
 
     index: int
@@ -74,7 +79,9 @@ class Engine:
 
     def __init__(self, built: Built) -> None:
         self._built: Built | None = built
-        self._active = False
+        # Asked, not told, whether it has ended: an interrupt may come between any two lines.
+        self._stream: weakref.ref[Generator[Chunk, None, None]] = lambda: None  # type: ignore[assignment]
+        self._failure, self._remedy = "", "make a new one with from_pretrained"
 
     @classmethod
     def from_pretrained(
@@ -97,6 +104,10 @@ class Engine:
         draft_quantization: DraftQuantization = "none",
         lazy_capture: bool = False,
         first_batch: int = 1,
+        acceptance_floor: float = 1.5,
+        fallback: bool = True,
+        finish_in_plain_decode: bool = False,
+        prepare_plain_decode: bool = False,
         progress: Callable[[str, float], None] = lambda what, share: None,
     ) -> Engine:
         """Loads, compiles and captures.
@@ -128,6 +139,14 @@ class Engine:
             lazy_capture: build only the bucket of the first batch ahead, each other one at its
                 first use, between steps: an earlier start, paid by a later request.
             first_batch: with lazy_capture, how many requests come first.
+            acceptance_floor: warn once, with the likely causes (`guards.AcceptanceWarning`), when
+                the mean acceptance length falls below it; 0 never warns.
+            fallback: a request that speculation makes slower, by measured step times, goes on in
+                plain decoding; `RequestMetrics.fallback_reason` says so. The output is the same.
+            finish_in_plain_decode: lets a request use the target's whole context: where a block
+                would reach past the last position, it goes on in plain decoding.
+            prepare_plain_decode: build what decodes plainly at start-up instead of when a request
+                first needs it.
             progress: called with (what, share done) while loading and building.
 
         Raises:
@@ -149,6 +168,10 @@ class Engine:
             draft_quantization=draft_quantization,
             lazy_capture=lazy_capture,
             first_batch=first_batch,
+            acceptance_floor=acceptance_floor,
+            fallback=fallback,
+            finish_in_plain_decode=finish_in_plain_decode,
+            prepare_plain_decode=prepare_plain_decode,
         )
         return cls(build(target, draft, options, progress))
 
@@ -244,7 +267,9 @@ class Engine:
         """Continues several prompts in one batch; chunks of different prompts interleave."""
         built = self._open
         self._check_idle()
-        built.loop.reset()  # drops what a stream that was never started has queued
+        # Drops what a stream that was never started has queued; completes an interrupted reset.
+        self._reset(built.loop)
+        built = self._open
         stop_ids = frozenset() if ignore_eos else built.stop_ids
         encoded = [self._encode(prompt, raw) for prompt in prompts]
         loop = built.loop
@@ -256,24 +281,28 @@ class Engine:
                 except ValueError as error:
                     where = f"prompt {i + 1} of {len(encoded)}: " if len(encoded) > 1 else ""
                     raise ValueError(f"{where}{error}") from error
-        except ValueError:
+        except BaseException:
             loop.reset()
             raise
-        return self._run(loop, requests, built.tokenizer)
+        stream = self._run(loop, requests, built.tokenizer)
+        self._stream = weakref.ref(stream)
+        return stream
 
     def _check_idle(self) -> None:
-        if self._active:
+        stream = self._stream()
+        if stream is not None and inspect.getgeneratorstate(stream) in (
+            "GEN_SUSPENDED",
+            "GEN_RUNNING",
+        ):
             raise RuntimeError(
                 "another generation of this engine is active; finish or close its stream first"
             )
 
     def _run(
         self, loop: DecodeLoop, requests: list[Request], tokenizer: Tokenizer | None
-    ) -> Iterator[Chunk]:
-        self._check_idle()
+    ) -> Generator[Chunk, None, None]:
         if self._built is None or any(r.finish_reason is not None for r in requests):
             raise RuntimeError("this stream was superseded or its engine closed before it began")
-        self._active = True
         indices = {request.request_id: i for i, request in enumerate(requests)}
         writers = [Detokenizer(tokenizer) if tokenizer else None for _ in requests]
         texts = [""] * len(requests)
@@ -292,6 +321,7 @@ class Engine:
                         token_ids=list(request.output_ids),
                         finish_reason=reason,
                         metrics=request.metrics(),
+                        error=request.error,
                     )
                 yield Chunk(index=index, text=text, token_ids=new_ids, result=result)
 
@@ -302,10 +332,11 @@ class Engine:
                     pending += loop.admit()
                     loop.launch()
                 yield from deliver(pending)  # while the device works
+                _ = self._open  # it may have been closed meanwhile
                 pending = loop.collect()
-        finally:
-            loop.reset()
-            self._active = False
+        except BaseException:  # a dropped stream is GeneratorExit
+            self._reset(loop)
+            raise
 
     def _encode(self, prompt: Prompt, raw: bool) -> list[int]:
         built = self._open
@@ -330,18 +361,29 @@ class Engine:
     @property
     def _open(self) -> Built:
         if self._built is None:
-            raise RuntimeError("this engine is closed; make a new one with from_pretrained")
+            raise RuntimeError(f"this engine is closed{self._failure}; {self._remedy}")
         return self._built
 
+    def _reset(self, loop: DecodeLoop) -> None:
+        """Makes the loop idle; where the device itself has failed, closes the engine instead."""
+        try:
+            loop.reset()
+        except RuntimeError as error:  # a CUDA error stays: every later call would fail as well
+            reason = str(error).partition("\n")[0]
+            self._failure = f" because the device failed ({reason})"
+            self._remedy = "start a new process"
+            self._built = None
+
     def close(self) -> None:
-        """Frees weights, K/V pools and graphs. Calling it again does nothing."""
+        """Frees weights, K/V pools and graphs; an active stream ends with an error. Calling it
+        again does nothing."""
         if self._built is None:
             return
-        on_gpu = self._built.config.device == "cuda"
-        self._built.loop.reset()
+        loop, on_gpu = self._built.loop, self._built.config.device == "cuda"
         self._built = None
-        if on_gpu:
-            torch.cuda.synchronize()
+        self._reset(loop)
+        del loop  # the last reference to weights and pools
+        if on_gpu and not self._failure:
             torch.cuda.empty_cache()
 
     def __enter__(self) -> Engine:

@@ -92,6 +92,7 @@ def build_buckets(
     simulation: Simulation | None = None,
     progress: Callable[[str], None] = lambda what: None,
     ahead: Collection[int] | None = None,
+    workspace: Tensor | None = None,
 ) -> Buckets:
     """Compiles, warms and captures buckets, the largest first.
 
@@ -103,11 +104,13 @@ def build_buckets(
         buffers: cleared while building, so that warming up touches nothing but the null page.
         progress: told what is being built.
         ahead: sizes to build now; default all.
+        workspace: FlashInfer's scratch, to share it with other buckets on the same stream.
     """
     times = BuildTimes()
     segments = Segments(*map(compile_segment, Segments())) if config.compile else Segments()
     pool = GraphPool() if config.graph_mode != "none" else None
-    workspace = make_workspace(device) if config.attention_backend == "flashinfer" else None
+    if workspace is None and config.attention_backend == "flashinfer":
+        workspace = make_workspace(device)
 
     @torch.no_grad()
     def build(size: int) -> Bucket:

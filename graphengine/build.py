@@ -6,11 +6,12 @@ Memory is planned before anything is loaded (`memory`): the K/V pool takes what 
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 
@@ -18,8 +19,9 @@ from graphengine.attention import (
     FLASHINFER_HEAD_DIMS,
     flashinfer_can_window,
     flashinfer_missing,
+    make_workspace,
 )
-from graphengine.buckets import build_buckets, prefill_attention
+from graphengine.buckets import Bucket, build_buckets, prefill_attention
 from graphengine.buffers import StepBuffers
 from graphengine.capture.compile import CacheCounts, cache_counts
 from graphengine.config import (
@@ -81,6 +83,20 @@ class Options:
     lazy_capture: bool = False
     first_batch: int = 1
     """With lazy_capture: how many requests come first; their bucket alone is built ahead."""
+    acceptance_floor: float = 1.5
+    fallback: bool = True
+    finish_in_plain_decode: bool = False
+    prepare_plain_decode: bool = False
+
+
+_CHOICES: dict[str, tuple[str, ...]] = {
+    "dtype": ("auto", *get_args(DTypeName)),
+    "device": ("auto", *get_args(DeviceName)),
+    "graph_mode": ("auto", *get_args(GraphMode)),
+    "attention_backend": ("auto", *get_args(AttentionBackend)),
+    "draft_quantization": get_args(DraftQuantization),
+    "load_format": get_args(LoadFormat),
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -193,6 +209,7 @@ def build(
             )
     load_s = time.perf_counter() - began
     counts = cache_counts() if config.compile else CacheCounts()
+    workspace = make_workspace(device) if config.attention_backend == "flashinfer" else None
     with ranges.range_("capture"), torch.no_grad():
         buckets = build_buckets(
             config,
@@ -204,6 +221,7 @@ def build(
             simulation,
             lambda what: progress(what, 0.0),
             _built_ahead(options, config.buckets),
+            workspace,
         )
     if config.compile:
         counts = cache_counts().since(counts)
@@ -214,6 +232,19 @@ def build(
         config.page_size,
         config.prefill_chunk,
     )
+
+    def build_plain() -> tuple[dict[int, Bucket], StepBuffers]:
+        """The same buckets with one row a request: the same weights and K/V, no drafter."""
+        began = time.perf_counter()
+        width = buffers.page_table_BW.shape[1]
+        plain = StepBuffers.make(target_config, None, max(config.buckets), width, dtype, device)
+        with ranges.range_("capture"), torch.no_grad():
+            built = build_buckets(config, target, None, plain, dtype, device, workspace=workspace)
+        logging.getLogger(__name__).info(
+            "plain decode built in %.2f s", time.perf_counter() - began
+        )
+        return built.ready, plain
+
     loop = DecodeLoop(
         config,
         buckets.ready,
@@ -222,7 +253,10 @@ def build(
         num_pages,
         draft_config.mask_token_id if draft_config else 0,
         buckets.build,
+        build_plain if draft_config else None,
     )
+    if options.prepare_plain_decode:
+        loop.prepare_plain_decode()
     startup = StartupMetrics(
         load_s=load_s,
         compile_s=buckets.times.compile_s,
@@ -273,6 +307,11 @@ def resolve_options(
     Raises:
         ValueError: naming the option, its value and the remedy.
     """
+    for name, known in _CHOICES.items():
+        value = getattr(options, name)
+        if value not in known:
+            shown = ", ".join(known)
+            raise ValueError(f"--{name.replace('_', '-')} {value}: one of {shown}")
     buckets = tuple(sorted(set(options.buckets)))
     if not buckets or buckets[0] < 1:
         raise ValueError(f"--bucket {list(options.buckets)}: batch sizes are integers from 1 up")
@@ -334,14 +373,30 @@ def resolve_options(
         raise ValueError(
             f"kv_cache_memory is {options.kv_cache_memory}; expected bytes, such as 2GiB"
         )
-    cap = min(model.max_position_embeddings for model in models)
-    cap -= draft.num_verify_rows if draft else 0
+    speculation_limit = min(model.max_position_embeddings for model in models)
+    speculation_limit -= draft.num_verify_rows if draft else 0
+    cap = speculation_limit
+    if options.finish_in_plain_decode:
+        cap = target.max_position_embeddings
+    largest = draft.num_verify_rows if draft else 1
+    if not 0 <= options.acceptance_floor <= largest and draft:
+        raise ValueError(
+            f"--acceptance-floor {options.acceptance_floor}: a mean acceptance length, at most "
+            f"{largest} tokens a step for this drafter; 0 turns the warning off"
+        )
     length = options.max_model_len if options.max_model_len is not None else cap
     if not 2 <= length <= cap:
         raise ValueError(
             f"--max-model-len {length}: between 2 and {cap} for this model"
-            + (f" (its positions less a block of {draft.num_verify_rows})" if draft else "")
+            + (
+                f" (its positions less a block of {draft.num_verify_rows}; with "
+                "--finish-in-plain-decode all of them)"
+                if draft and cap == speculation_limit
+                else ""
+            )
         )
+    # Drawn acceptance says nothing about the drafter.
+    simulated = options.simulate_acceptance is not None
     return EngineConfig(
         device=device,
         dtype=dtype,
@@ -356,6 +411,9 @@ def resolve_options(
         kv_cache_memory=options.kv_cache_memory,
         simulate_acceptance=options.simulate_acceptance,
         draft_quantization=options.draft_quantization,
+        speculation_limit=speculation_limit if draft else None,
+        acceptance_floor=0.0 if simulated else options.acceptance_floor,
+        fallback=options.fallback and not simulated,
     )
 
 

@@ -276,6 +276,25 @@ def _keeping_compiled_code(command: click.Command) -> click.Command:
     help="Start with what `graphengine compile --output FILE` has compiled. Only your own: it is "
     "executed.",
 )
+@click.option(
+    "--acceptance-floor",
+    type=click.FloatRange(min=0),
+    default=1.5,
+    show_default=True,
+    metavar="LENGTH",
+    help="Warn when fewer tokens a step are accepted (mean acceptance length); 0 never.",
+)
+@click.option(
+    "--fallback/--no-fallback",
+    default=True,
+    show_default=True,
+    help="Decode plainly where speculation is measured to be slower; the text is the same.",
+)
+@click.option(
+    "--finish-in-plain-decode",
+    is_flag=True,
+    help="Use the target's whole context: the last block of it is decoded without the drafter.",
+)
 @click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout, at the end.")
 @click.option("-q", "--quiet", is_flag=True, help="The text alone: no notes, progress or tables.")
 @click.option(
@@ -334,7 +353,8 @@ def run(ctx: click.Context, model: str | None, draft: str | None, **options: Any
             note=note,
             store=ctx.obj,
         )
-        cli_run.run(job, import_s=time.perf_counter() - STARTED_S)
+        if cli_run.run(job, import_s=time.perf_counter() - STARTED_S):
+            ctx.exit(1)
     except KeyboardInterrupt:
         click.echo("interrupted", err=True)
         ctx.exit(130)

@@ -306,6 +306,8 @@ def _measure(
         kv_cache_memory=plan["kv_cache_memory"],
         simulate_acceptance=plan["simulate_acceptance"] if draft else None,
         draft_quantization=plan["draft_quantization"] if draft else "none",
+        acceptance_floor=0.0,
+        fallback=False,
     )
     startup_s = time.perf_counter() - began
     config, startup = engine.config, engine.startup

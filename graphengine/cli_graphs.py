@@ -96,6 +96,8 @@ def _graphs(model: str | None, draft: str | None, options: dict[str, Any]) -> No
             max_model_len=min(_CONTEXT, cap),
             load_format="dummy",
             draft_quantization=options["draft_quantization"] if draft else "none",
+            acceptance_floor=0.0,
+            fallback=False,
         ) as engine,
         torch.no_grad(),
     ):

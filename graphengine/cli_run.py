@@ -11,8 +11,9 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Callable, Generator
-from contextlib import closing, suppress
+import warnings
+from collections.abc import Callable, Generator, Iterator
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -22,6 +23,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from graphengine import report
 from graphengine.api import Chunk, Engine, GenerationResult, Prompt
 from graphengine.artifact import Store, engine_parts, nearest
+from graphengine.guards import EngineWarning
 from graphengine.profiles import ranges
 from graphengine.prompts import Conversation
 from graphengine.report import Answer
@@ -51,11 +53,14 @@ class Job:
     store: Store | None = None
 
 
-def run(job: Job, import_s: float) -> None:
+def run(job: Job, import_s: float) -> int:
     """Loads the pair, answers everything and reports.
 
     Args:
         import_s: seconds since the command began.
+
+    Returns:
+        How many answers ended in an error.
 
     Raises:
         ValueError: something that cannot run, with the remedy.
@@ -64,7 +69,7 @@ def run(job: Job, import_s: float) -> None:
     console = report.stderr_console(job.quiet)
     if job.nvtx and not ranges.enable():
         raise ValueError("--nvtx: the nvtx package is missing; install nvtx")
-    with _load(job, console) as engine:
+    with _shown_warnings(console) as texts, _load(job, console) as engine:
         report.print_heading(console, job.model, job.draft, engine.config)
         report.print_memory_plan(console, engine.memory_plan)
         for note in [job.note, *_cache_notes(job, engine)]:
@@ -103,8 +108,30 @@ def run(job: Job, import_s: float) -> None:
                 answers=answers,
                 generate_s=generate_s,
                 built_late_s=engine.built.loop.built_late_s,
+                warnings=texts,
             )
             _write(json.dumps(values) + "\n")
+    return sum(answer.result.finish_reason == "error" for answer in answers)
+
+
+@contextmanager
+def _shown_warnings(console: Console) -> Iterator[list[str]]:
+    """Our own warnings as lines on stderr, where Python would add a file and a source line; gives
+    their texts."""
+    texts: list[str] = []
+    with warnings.catch_warnings():
+        warnings.simplefilter("always", EngineWarning)
+        others = warnings.showwarning
+
+        def show(message: Warning | str, category: type[Warning], *rest: Any) -> None:
+            if not issubclass(category, EngineWarning):
+                others(message, category, *rest)
+                return
+            texts.append(str(message))
+            report.print_warning(console, str(message))
+
+        warnings.showwarning = show
+        yield texts
 
 
 def _load(job: Job, console: Console) -> Engine:

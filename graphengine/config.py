@@ -397,6 +397,9 @@ class EngineConfig:
     bytes of the K/V pool; None takes what memory allows. `simulate_acceptance`: a mean acceptance
     length to draw instead of comparing drafts (measuring speed only).
     `draft_quantization`: "fp8" rounds the drafter's matrices; the output stays the target's.
+    `speculation_limit`: the last position at which a block may begin; from there a request decodes
+    plainly. `acceptance_floor`: mean acceptance length below which is warned; 0 never.
+    `fallback`: decode plainly where speculation is measured to lose.
     """
 
     device: DeviceName
@@ -413,6 +416,9 @@ class EngineConfig:
     kv_cache_memory: int | None = None
     simulate_acceptance: float | None = None
     draft_quantization: DraftQuantization = "none"
+    speculation_limit: int | None = None
+    acceptance_floor: float = 0.0
+    fallback: bool = False
 
     @property
     def plans_attention(self) -> bool:

@@ -14,6 +14,11 @@ behind and steps in only when the set of running requests changes. Where attenti
 lengths on the device there is nothing to plan, and the next step is launched before the last one's
 result is read (`PIPELINE_DEPTH`): the device never waits for the host.
 
+Where speculation cannot or should not go on (`guards`, the last block of the context), a request is
+handed over to a second loop of the same kind, whose blocks are one row: plain decoding on the same
+weights and pages, built when it is first needed. `launch` and `collect` then queue and commit one
+step of each, the drafted requests' first. There is no way back: the drafter's context is not kept.
+
 Invariant: `Request.start` on the host equals `start_B` on the device whenever a plan is made;
 pages are reserved at admission for everything that a request can write, so no step can fail for
 the lack of memory; a finished request's late writes go to its own pages or the null page, and
@@ -22,7 +27,9 @@ are ordered on the stream before any reuse of them.
 
 from __future__ import annotations
 
+import statistics
 import time
+import warnings
 from collections import deque
 from collections.abc import Callable, Collection
 from typing import NamedTuple
@@ -34,6 +41,7 @@ from graphengine.attention import Layout
 from graphengine.buckets import Bucket
 from graphengine.buffers import StepBuffers
 from graphengine.config import EngineConfig
+from graphengine.guards import WINDOW, AcceptanceWarning, FallbackWarning, SpeculationGuard
 from graphengine.kernels.accept import next_block
 from graphengine.kvcache import NULL_PAGE, PageAllocator, pages_for
 from graphengine.metrics import Acceptance
@@ -43,6 +51,9 @@ from graphengine.request import Request
 
 # Steps in flight at most, when nothing must be planned on the host.
 PIPELINE_DEPTH = 2
+# Plain steps measured to judge speculation, after one that is not counted.
+NUM_PROBES = 5
+LAST_BLOCK = "a block would reach past the models' last position"
 
 
 class StepOutput(NamedTuple):
@@ -76,11 +87,13 @@ class DecodeLoop:
         num_pages: int,
         mask_token_id: int,
         build_bucket: Callable[[int], Bucket] | None = None,
+        build_plain: Callable[[], tuple[dict[int, Bucket], StepBuffers]] | None = None,
     ) -> None:
         """
         Args:
             buckets: those built ahead.
             build_bucket: builds one of the others at its first use, between steps.
+            build_plain: builds what requests that leave speculation run on; None without a drafter.
         """
         self.config = config
         self.block = buffers.block_ids_BG.shape[1]
@@ -97,7 +110,18 @@ class DecodeLoop:
         self._next_id = 0
         self._on_gpu = buffers.start_B.is_cuda
         self._depth = 1 if config.plans_attention else PIPELINE_DEPTH
-        self._free_results = [self._make_results() for _ in range(self._depth)]
+        self._results = [self._make_results() for _ in range(self._depth)]
+        self._free_results = list(self._results)
+        self._build_plain = build_plain  # None: this loop decodes plainly itself
+        self._plain: DecodeLoop | None = None
+        self._guard: SpeculationGuard | None = None
+        if build_plain is not None and (config.acceptance_floor > 0 or config.fallback):
+            self._guard = SpeculationGuard(
+                acceptance_floor=config.acceptance_floor, may_fall_back=config.fallback
+            )
+        self._failed: list[StepOutput] = []  # ended between two steps, still to be given out
+        self._is_judging = False  # a plain step is to be measured before the next step
+        self._launch_s: float | None = None  # of the last step, if nothing but it was launched
 
     # --- requests ---
 
@@ -141,7 +165,9 @@ class DecodeLoop:
     def admit(self) -> list[StepOutput]:
         """Prefills waiting requests, in order, while rows and pages last. Waits for the device."""
         admitted: list[Request] = []
-        while self.waiting and len(self.running) + len(admitted) < max(self.config.buckets):
+        num_plain = len(self._plain.running) if self._plain else 0
+        max_rows = max(self.config.buckets)
+        while self.waiting and num_plain + len(self.running) + len(admitted) < max_rows:
             request = self.waiting[0]
             needed = pages_for(request.max_total_tokens + self.block, self.config.page_size)
             if needed > self.allocator.num_free:
@@ -165,6 +191,7 @@ class DecodeLoop:
         self.running += admitted
         self._retire()
         self._bucket = None
+        self._leave_at_the_limit(admitted)
         return outputs
 
     def cancel(self, request: Request) -> None:
@@ -175,8 +202,10 @@ class DecodeLoop:
         request.finish_reason = "cancelled"
         if request in self.waiting:
             self.waiting.remove(request)
-        elif not self._in_flight:
-            self._retire()
+        else:
+            for loop in filter(None, (self, self._plain)):
+                if not loop._in_flight:
+                    loop._retire()
 
     # --- one step ---
 
@@ -185,13 +214,21 @@ class DecodeLoop:
 
         Queues nothing while the batch has changed and older steps are still to be collected.
         """
+        began = time.perf_counter()
+        num_queued, is_steady = 0, True
         while self.running and len(self._in_flight) < self._depth:
             if self._bucket is None:
-                if self._in_flight:
-                    return
+                is_steady = False
+                if self._in_flight or not self._settle():
+                    break
                 self._bucket = self._load()
             with ranges.range_(ranges.STEP):
                 self._queue_step(self._bucket)
+            num_queued += 1
+        steady = is_steady and num_queued == 1
+        self._launch_s = time.perf_counter() - began if steady else None
+        if self._plain is not None:
+            self._plain.launch()
 
     def _queue_step(self, bucket: Bucket) -> None:
         layout = self._layout(bucket.size, self.block) if self.config.plans_attention else None
@@ -232,7 +269,13 @@ class DecodeLoop:
 
     def collect(self) -> list[StepOutput]:
         """Waits for the oldest step in flight and commits it; nothing if there is none."""
+        outputs, self._failed = self._failed + self._collect_own(), []
+        return outputs + self._plain.collect() if self._plain is not None else outputs
+
+    def _collect_own(self) -> list[StepOutput]:
+        began = time.perf_counter()
         self.wait()
+        wait_s = time.perf_counter() - began
         if not self._in_flight:
             return []
         rows, results = self._in_flight.popleft()
@@ -240,12 +283,19 @@ class DecodeLoop:
             target_ids = results.target_ids_cpu.tolist()
             num_accepted = results.num_accepted_cpu.tolist()
             self._free_results.append(results)
+            live = [row for row, request in enumerate(rows) if request.finish_reason is None]
             outputs = [
-                StepOutput(request, request.advance(target_ids[row], num_accepted[row]))
-                for row, request in enumerate(rows)
-                if request.finish_reason is None
+                StepOutput(rows[row], rows[row].advance(target_ids[row], num_accepted[row]))
+                for row in live
             ]
             self._retire()
+            if self._build_plain is not None:
+                self._leave_at_the_limit(self.running)
+            if self._guard is not None:
+                seconds = None if self._launch_s is None else self._launch_s + wait_s
+                if self._plain is not None and self._plain.running:
+                    seconds = None  # a plain step may have run in between
+                self._judge(self._guard, len(rows), [num_accepted[row] for row in live], seconds)
         return outputs
 
     @property
@@ -256,19 +306,133 @@ class DecodeLoop:
     @property
     def has_work(self) -> bool:
         """Whether a request waits or runs, or a step is still to be collected."""
-        return bool(self.waiting or self.running or self._in_flight)
+        own = bool(self.waiting or self.running or self._in_flight or self._failed)
+        return own or (self._plain is not None and self._plain.has_work)
 
     def reset(self) -> None:
-        """Drops every request and returns all pages; for use after an error or an interrupt."""
-        if self._on_gpu:
-            torch.cuda.synchronize()
-        self._free_results += [results for _, results in self._in_flight]
-        self._in_flight.clear()
-        self._bucket = None
+        """Drops every request and returns all pages; for use after an error or an interrupt.
+
+        An interrupt can come between any two lines, so nothing is undone: everything is made anew,
+        and a reset that was itself interrupted is completed by the next one.
+
+        Raises:
+            RuntimeError: the device has failed; nothing can run any more.
+        """
         for request in [*self.running, *self.waiting]:
             request.finish_reason = request.finish_reason or "cancelled"
+            request.pages = []
+        if self._on_gpu:
+            torch.cuda.synchronize()  # late writes go to pages that nobody owns yet
+        if self._plain is not None:
+            self._plain.reset()
+        self._is_judging, self._failed = False, []
+        self._in_flight.clear()
+        self._free_results = list(self._results)
+        self._bucket = None
+        self.running = []
         self.waiting.clear()
-        self._retire()
+        self.allocator.reset()
+
+    # --- leaving speculation ---
+
+    def prepare_plain_decode(self) -> None:
+        """Builds what decodes plainly, if it is not there yet: compiles and captures on a GPU."""
+        if self._plain is None and self._build_plain is not None:
+            buckets, buffers = self._build_plain()
+            self._plain = DecodeLoop(self.config, buckets, buffers, self._prefill, 2, 0)
+            self._plain.allocator = self.allocator
+
+    def _plain_loop(self) -> DecodeLoop | None:
+        """What decodes plainly, built at its first use; None, with a warning, if memory lacks."""
+        try:
+            self.prepare_plain_decode()
+        except (MemoryError, torch.OutOfMemoryError) as error:
+            if self._guard is not None:
+                self._guard.may_fall_back = False
+            text = f"no memory to build plain decoding ({str(error).partition('.')[0]}); "
+            text += "lower --gpu-memory-utilization, or build it at start-up (prepare_plain_decode)"
+            warnings.warn(text, FallbackWarning, stacklevel=2)
+        return self._plain
+
+    def time_step(self, requests: list[Request]) -> float:
+        """Median seconds of a step of these requests, without effect on them: what it writes lies
+        behind their lengths, and nothing is committed. Waits for the device; the loop is idle."""
+        assert not self.has_work
+        self.running, seconds = list(requests), []
+        for _ in range(1 + NUM_PROBES):
+            bucket = self._load()
+            began = time.perf_counter()
+            self._queue_step(bucket)
+            self.wait()
+            seconds.append(time.perf_counter() - began)
+            self._free_results.append(self._in_flight.popleft()[1])
+        self.running, self._bucket = [], None
+        return statistics.median(seconds[1:])
+
+    def _leave_at_the_limit(self, requests: list[Request]) -> None:
+        """Marks requests whose next block would not fit the models' positions."""
+        limit = self.config.speculation_limit
+        if limit is not None:
+            self.leave_speculation([r for r in requests if r.start > limit], LAST_BLOCK)
+
+    def leave_speculation(self, requests: list[Request], reason: str) -> None:
+        """Lets running requests go on plainly, for good, once no step of theirs is in flight."""
+        for request in requests:
+            if request.fallback_reason is None and request.finish_reason is None:
+                request.fallback_reason = reason
+                self._bucket = None  # handed over when nothing is in flight
+
+    def _judge(
+        self,
+        guard: SpeculationGuard,
+        num_rows: int,
+        num_accepted: list[int],
+        seconds: float | None,
+    ) -> None:
+        size = self._size_for(num_rows)
+        if not guard.observe(num_accepted, size, seconds):
+            return
+        if (text := guard.warning()) is not None:
+            warnings.warn(text, AcceptanceWarning, stacklevel=4)
+        if guard.needs_plain_time(size):
+            if self._plain is None or not self._plain.has_work:
+                self._is_judging, self._bucket = True, None
+        else:
+            self._fall_back(guard, size)
+
+    def _fall_back(self, guard: SpeculationGuard, size: int) -> None:
+        reason = guard.verdict(size)
+        if reason is not None:
+            judged = [r for r in self.running if r.acceptance.num_steps >= WINDOW]
+            self.leave_speculation(judged, reason)
+
+    def _settle(self) -> bool:
+        """Between two batches, with nothing in flight: measures and hands over what is due.
+
+        Returns:
+            Whether requests are left to run here.
+        """
+        assert not self._in_flight
+        if self._is_judging and self._guard is not None:
+            self._is_judging = False
+            size = self._size_for(len(self.running))
+            plain = self._plain_loop() if self._guard.needs_plain_time(size) else None
+            if plain is not None:
+                self._guard.plain_step_s[size] = plain.time_step(self.running)
+            self._fall_back(self._guard, size)
+        leaving = [r for r in self.running if r.fallback_reason is not None]
+        if leaving and self._build_plain is not None:
+            plain = self._plain_loop()
+            if plain is not None:
+                self.running = [r for r in self.running if r.fallback_reason is None]
+                plain.running += leaving
+                plain._bucket = None
+            else:
+                for request in leaving:
+                    request.fail(f"{request.fallback_reason}, and memory lacks to decode plainly")
+                    self._failed.append(StepOutput(request, []))
+                self._retire()
+        return bool(self.running)
 
     # --- rows ---
 
@@ -284,6 +448,10 @@ class DecodeLoop:
     def _release(self, request: Request) -> None:
         self.allocator.free(request.pages)
         request.pages = []
+
+    def _size_for(self, count: int) -> int:
+        """The smallest bucket that holds `count` requests."""
+        return next(size for size in self.config.buckets if size >= count)
 
     def _layout(self, num_requests: int, block: int) -> Layout:
         return Layout.build(
@@ -317,7 +485,7 @@ class DecodeLoop:
     def _load(self) -> Bucket:
         """Writes the running requests into the smallest bucket that holds them."""
         count = len(self.running)
-        bucket = self._bucket_of(next(size for size in self.config.buckets if size >= count))
+        bucket = self._bucket_of(self._size_for(count))
         views, device = bucket.buffers, self._buffers.start_B.device
         width = views.page_table_BW.shape[1]
         padding = bucket.size - count

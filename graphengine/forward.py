@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from graphengine.attention import Attention as AttentionBackend
@@ -392,9 +393,11 @@ def draft_chain(
             (logits_TV,) = segments.draft_last(*end, config.block_size, eps)
         drafted_T = argmax_rows(logits_TV)
         if drafter.target_ids_V is not None:
-            drafted_T = drafter.target_ids_V.index_select(0, drafted_T)
+            drafted_T = drafter.target_ids_V.index_select(0, drafted_T.clamp(min=0))
         buffers.draft_ids_BG[:, :1].copy_(buffers.block_ids_BG[:, :1])
-        buffers.draft_ids_BG[:, 1:].copy_(drafted_T.view(-1, config.num_draft_tokens))
+        # A drafter whose logits are not finite (-1) proposes token 0: it costs acceptance alone.
+        drafted_BG = drafted_T.view(-1, config.num_draft_tokens)
+        torch.clamp(drafted_BG, min=0, out=buffers.draft_ids_BG[:, 1:])
         return ()
 
     steps.append(Dense(ranges.dense_name("draft", len(weights.layers)), last))

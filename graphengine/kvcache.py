@@ -47,8 +47,9 @@ class PageAllocator:
         if num_pages < 2:
             raise ValueError(f"a pool of {num_pages} pages holds no request; at least 2 are needed")
         self.num_pages = num_pages
-        self._free = list(range(num_pages - 1, NULL_PAGE, -1))
+        self._free: list[int] = []
         self._used: set[int] = set()
+        self.reset()
 
     @property
     def num_free(self) -> int:
@@ -59,6 +60,12 @@ class PageAllocator:
     def num_usable(self) -> int:
         """Pages that one request could own in an empty pool."""
         return self.num_pages - 1
+
+    def reset(self) -> None:
+        """Returns every page, whoever held it: after an interrupt in the middle of a call even this
+        object's own lists may be half updated."""
+        self._free = list(range(self.num_pages - 1, NULL_PAGE, -1))
+        self._used = set()
 
     def allocate(self, count: int) -> list[int]:
         """Takes `count` pages.

@@ -65,7 +65,9 @@ class RequestMetrics:
     """Cost of one request. Times are wall-clock milliseconds of the host.
 
     `ttft_ms`: from the request's arrival to its first token, waiting in the queue included.
-    `decode_ms`: from the first token to the last. `num_steps`: verified blocks (or plain steps).
+    `decode_ms`: from the first token to the last. `num_steps`: verified blocks and plain steps.
+    `fallback_reason`: why a drafted request went on plainly, for `num_plain_steps` steps; these do
+    not count in `acceptance`.
     """
 
     num_prompt_tokens: int
@@ -73,11 +75,13 @@ class RequestMetrics:
     ttft_ms: float
     decode_ms: float
     acceptance: Acceptance
+    num_plain_steps: int = 0
+    fallback_reason: str | None = None
 
     @property
     def num_steps(self) -> int:
         """Target forwards after the prefill."""
-        return self.acceptance.num_steps
+        return self.acceptance.num_steps + self.num_plain_steps
 
     @property
     def ms_per_token(self) -> float:

@@ -219,4 +219,6 @@ def _engine(model: str, draft: str | None, load_format: str, options: dict[str, 
         load_format=load_format,  # type: ignore[arg-type]
         simulate_acceptance=options["simulate_acceptance"] if draft else None,
         draft_quantization=options["draft_quantization"] if draft else "none",
+        acceptance_floor=0.0,
+        fallback=False,
     )

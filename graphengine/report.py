@@ -65,6 +65,11 @@ def print_note(console: Console, text: str) -> None:
     console.print(text, style="dim", markup=False, soft_wrap=True)
 
 
+def print_warning(console: Console, text: str) -> None:
+    """What the user must see: loud, and never wrapped, so that it can be searched for in a log."""
+    console.print(f"warning: {text}", style="bold yellow", markup=False, soft_wrap=True)
+
+
 def print_heading(console: Console, model: str, draft: str | None, config: EngineConfig) -> None:
     """What runs, in two lines."""
     print_note(console, f"graphengine {__version__}: {model}, drafter {draft or 'none'}")
@@ -90,6 +95,8 @@ def print_answer_line(console: Console, result: GenerationResult) -> None:
     if metrics.acceptance.num_draft_tokens and metrics.num_steps:
         text += f", {metrics.acceptance.mean_acceptance_length:.2f} tokens per step"
     print_note(console, f"[{text}, {result.finish_reason}]")
+    if result.error is not None:
+        print_warning(console, result.error)
 
 
 def startup_seconds(
@@ -139,6 +146,16 @@ def print_tables(
     console.print(_result_table(console, answers, generate_s))
     if len(answers) > MAX_ROWS:
         print_note(console, f"{len(answers) - MAX_ROWS} more answers are in the total alone")
+    for label, answer in zip(labels(answers), answers, strict=True):
+        metrics = answer.result.metrics
+        if answer.result.error is not None:
+            print_warning(console, f"prompt {label} failed: {answer.result.error}")
+        elif metrics.fallback_reason is not None:
+            print_note(
+                console,
+                f"prompt {label}: {metrics.num_plain_steps} plain steps at the end; "
+                f"{metrics.fallback_reason}",
+            )
     rates = _merged(answers).per_position
     if rates:
         row = " ".join(f"{rate:.2f}" for rate in rates)
@@ -231,6 +248,7 @@ def json_object(
     answers: Sequence[Answer],
     generate_s: float,
     built_late_s: Mapping[int, float] | None = None,
+    warnings: Sequence[str] = (),
 ) -> dict[str, Any]:
     """The run as one JSON object. Times carry their unit in the key; `results` are in order.
 
@@ -254,13 +272,14 @@ def json_object(
         "memory_plan": plan.to_json(),
         "results": [_json_answer(answer) for answer in answers],
         "totals": _totals(answers, generate_s),
+        "warnings": list(warnings),
     }
 
 
 def _json_answer(answer: Answer) -> dict[str, Any]:
     metrics = answer.result.metrics
     names = "num_prompt_tokens num_output_tokens ttft_ms decode_ms num_steps".split()
-    names += ["ms_per_token", "ms_per_step", "tokens_per_s"]
+    names += ["ms_per_token", "ms_per_step", "tokens_per_s", "num_plain_steps", "fallback_reason"]
     return {
         "index": answer.index,
         "turn": answer.turn,
@@ -268,6 +287,7 @@ def _json_answer(answer: Answer) -> dict[str, Any]:
         "text": answer.result.text,
         "token_ids": answer.result.token_ids,
         "finish_reason": answer.result.finish_reason,
+        "error": answer.result.error,
         "metrics": {name: getattr(metrics, name) for name in names}
         | _acceptance_means(metrics.acceptance)
         | {"steps_by_accepted": metrics.acceptance.steps_by_accepted},

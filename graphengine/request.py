@@ -13,6 +13,12 @@ from dataclasses import dataclass, field
 from graphengine.metrics import Acceptance, RequestMetrics
 from graphengine.speculative import Commit, FinishReason, commit
 
+NOT_FINITE_TEXT = (
+    "the target's logits for position {position} hold a NaN or an infinity, so there is no next "
+    "token; check the weights (damaged, or of another model) and that the dtype is bfloat16 or "
+    "float32"
+)
+
 
 @dataclass(slots=True, kw_only=True)
 class Request:
@@ -28,6 +34,11 @@ class Request:
     output_ids: list[int] = field(default_factory=list)
     start: int = 0
     finish_reason: FinishReason | None = None
+    error: str | None = None
+    """What went wrong, where `finish_reason` is "error"."""
+    fallback_reason: str | None = None
+    """Why it left speculation; for good, as the drafter's context is not kept in plain decoding."""
+    num_plain_steps: int = 0
     first_token_s: float = 0.0
     last_token_s: float = 0.0
 
@@ -49,13 +60,23 @@ class Request:
 
     def advance(self, target_ids: list[int], num_accepted: int) -> list[int]:
         """Takes a verified block. Mutates: self. Returns the new tokens."""
-        self.acceptance.add(num_accepted)
+        if len(target_ids) == 1 and self.acceptance.num_draft_tokens:
+            self.num_plain_steps += 1
+        else:
+            self.acceptance.add(num_accepted)
         self.start += num_accepted + 1
         return self._extend(commit(target_ids, num_accepted, self.stop_ids, self.budget))
+
+    def fail(self, error: str) -> None:
+        """Ends it with an error. Mutates: self."""
+        self.finish_reason, self.error = "error", error
 
     def _extend(self, committed: Commit) -> list[int]:
         self.output_ids += committed.token_ids
         self.finish_reason = committed.finish_reason
+        if committed.finish_reason == "error":
+            position = len(self.prompt_ids) + len(self.output_ids)
+            self.fail(NOT_FINITE_TEXT.format(position=position))
         self.last_token_s = time.perf_counter()
         return committed.token_ids
 
@@ -67,4 +88,6 @@ class Request:
             ttft_ms=(self.first_token_s - self.arrival_s) * 1e3,
             decode_ms=(self.last_token_s - self.first_token_s) * 1e3,
             acceptance=self.acceptance,
+            num_plain_steps=self.num_plain_steps,
+            fallback_reason=self.fallback_reason if self.num_plain_steps else None,
         )

@@ -8,6 +8,9 @@ Invariant: after the call the four block buffers describe the same block: `start
 committed tokens, `block_ids_BG[:, 0]` is the last of them, not yet in the cache, at position
 `start`. If one of them advanced without the others, attention would read K/V of rejected rows.
 A row with start 0 is padding: it stays at position 0, slot 0 (the null page) and never advances.
+A negative target id (logits that were not finite, see `argmax`) matches no draft, so it can only be
+the bonus; the next block then begins with token 0, because an embedding is looked up for it, and
+the host ends the request when it reads the id.
 
 Note: the buffers of the verified block are overwritten. Whoever still needs its positions or
 slots (the drafter's context K/V) must read a copy taken before.
@@ -53,7 +56,7 @@ def next_block(
 
     Args:
         start_B: integer [B], committed tokens = position of the anchor; 0 marks a padded row.
-        anchor_B: integer [B], last committed token.
+        anchor_B: integer [B], last committed token; negative counts as 0.
         page_table_BW: int32 [B, W]; a position past the table gets slot 0.
     Returns: (block_ids int64 [B, G], positions int64 [B*G], slots int64 [B*G]); padded rows have
         positions 0 and slots 0.
@@ -61,7 +64,7 @@ def next_block(
     W = page_table_BW.shape[1]
     row = torch.arange(block_length, device=start_B.device)
     active = (start_B > 0)[:, None]
-    block_ids = torch.where(row == 0, anchor_B.long()[:, None], mask_token_id)
+    block_ids = torch.where(row == 0, anchor_B.long().clamp(min=0)[:, None], mask_token_id)
     positions = torch.where(active, start_B.long()[:, None] + row, 0)
     column = positions // page_size
     page = page_table_BW.long().gather(1, column.clamp(max=W - 1))
@@ -115,7 +118,7 @@ def accept_and_advance_(
 
     Args:
         draft_ids_BG: int64 [B, G], anchor and draft tokens (may be block_ids_BG itself).
-        target_ids_BG: int64 [B, G], the target's argmax after each row.
+        target_ids_BG: int64 [B, G], the target's argmax after each row; negative: none.
         start_B: int32 [B], committed tokens; 0 marks a padded row.
         page_table_BW: int32 [B, W].
         block_ids_BG: int64 [B, G]; padded rows are left as they are.
@@ -223,7 +226,7 @@ def _accept_and_advance_kernel(
 
     tl.store(
         block_ids + b * block_stride + i,
-        tl.where(i == 0, bonus, mask_token_id),
+        tl.where(i == 0, tl.maximum(bonus, 0), mask_token_id),
         mask=active & (i < G),
     )
     tl.store(positions + b * G + i, position, mask=i < G)

@@ -10,6 +10,10 @@ order of candidates is total: (value as a sortable integer, then the lower index
 left to the schedule, greedy decoding would not be reproducible and draft and verify could
 disagree about equal logits.
 
+A row whose largest value is not finite (a NaN or +inf anywhere, or -inf everywhere) names no token:
+its answer is NOT_FINITE. Every logit is read here anyway and the largest value is at hand, so a
+broken model is noticed for two comparisons a row.
+
 Cost: T * V elements are read once; [16, 151936] bf16 is 4.9 MB, 1.1 us at 4.46 TB/s (less from
 L2, where the lm_head has just written it), plus two launches.
 
@@ -24,21 +28,24 @@ from triton import knobs
 CHUNK = 4096  # elements of a row in one program
 BLOCK = 1024  # elements in one load: 16 bytes a thread in bf16 with 4 warps
 NUM_WARPS = 4
+NOT_FINITE = -1  # the answer for a row that names no token
 INTERPRET = bool(knobs.runtime.interpret)
 
 
 def argmax_rows_reference(logits_TV: torch.Tensor) -> torch.Tensor:
     """`argmax_rows` in plain torch."""
-    return logits_TV.argmax(dim=-1)
+    best = logits_TV.argmax(dim=-1, keepdim=True)
+    return torch.where(logits_TV.gather(-1, best).isfinite(), best, NOT_FINITE)[:, 0]
 
 
 def argmax_rows(logits_TV: torch.Tensor) -> torch.Tensor:
     """Index of each row's largest element.
 
-    out[t] = min{v : logits[t, v] == max_w logits[t, w]}, NaN counting as the largest value
+    out[t] = min{v : logits[t, v] == max_w logits[t, w]}, NaN counting as the largest value;
+    NOT_FINITE (-1) where that maximum is NaN, +inf or -inf
 
     Args: logits_TV: [T, V] bf16, fp16 or fp32; last stride 1, row stride free; 1 <= V < 2^31.
-    Returns: int64 [T].
+    Returns: int64 [T], -1 or in [0, V). Clamp it before it indexes anything.
     Raises: ValueError for another rank, dtype or stride.
     Source: torch.argmax ("the indices of the first maximal value are returned").
     """
@@ -70,6 +77,7 @@ def argmax_rows(logits_TV: torch.Tensor) -> torch.Tensor:
         best_T,
         C,
         C_POW2=1 << (C - 1).bit_length(),
+        NOT_FINITE=NOT_FINITE,
         num_warps=1,  # pyright: ignore[reportCallIssue]
     )
     return best_T
@@ -103,9 +111,12 @@ def _chunk_argmax_kernel(
 
 
 @triton.jit
-def _combine_argmax_kernel(candidate, best, C, C_POW2: tl.constexpr):
+def _combine_argmax_kernel(candidate, best, C, C_POW2: tl.constexpr, NOT_FINITE: tl.constexpr):
     t = tl.program_id(0).to(tl.int64)
     chunk = tl.arange(0, C_POW2)
     lowest = tl.constexpr(-(1 << 63))
     packed = tl.load(candidate + t * C + chunk, mask=chunk < C, other=lowest)
-    tl.store(best + t, 0x7FFFFFFF - (tl.max(packed, axis=0) & 0x7FFFFFFF))
+    winner = tl.max(packed, axis=0)
+    key = winner >> 32
+    finite = (key < 0x7F800000) & (key > -0x7F800001)  # the keys of +inf and -inf; NaN is above
+    tl.store(best + t, tl.where(finite, 0x7FFFFFFF - (winner & 0x7FFFFFFF), NOT_FINITE))

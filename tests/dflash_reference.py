@@ -314,8 +314,10 @@ def force_drafts(engine: Any, truth: dict[tuple[int, ...], list[int]], lengths: 
     loop = engine._built.loop
     forced = Forced([], {})
     for size, bucket in loop._buckets.items():
+        # Forcing again replaces the lengths; a runner around the old one would have no say.
+        inner = bucket.verify.inner if isinstance(bucket.verify, ForcedRunner) else bucket.verify
         runner = ForcedRunner(
-            bucket.verify, loop, bucket.buffers, truth, lengths, forced.drafted, forced.expected
+            inner, loop, bucket.buffers, truth, lengths, forced.drafted, forced.expected
         )
         loop._buckets[size] = replace(bucket, verify=runner)
     loop._bucket = None

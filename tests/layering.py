@@ -20,7 +20,7 @@ _CHAIN = _LOW | {
     *("models", "attention", "capture", "kvcache", "buffers"),
     *("speculative", "sampling", "weights", "metrics", "simulate"),
 }
-_LOOP = _CHAIN | {"forward", "buckets", "prefill", "request", "tokenizer"}
+_LOOP = _CHAIN | {"forward", "buckets", "guards", "prefill", "request", "tokenizer"}
 MAY_IMPORT: dict[str, set[str]] = {
     "config": {"draft_formats"},
     "draft_formats": {"config", "draft_attention"},
@@ -35,6 +35,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "kvcache": {"config", "kernels"},
     "buffers": {"config", "kernels", "kvcache"},
     "metrics": set(),
+    "guards": set(),
     "request": {"config", "metrics", "speculative"},
     "simulate": set(),
     "attention": {"config", "kernels", "kvcache", "buffers", "profiles.ranges"},
@@ -69,7 +70,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "bench_report": {"bench", "profiles.plot"},
     "cli": {"*"},
     "cli_compile": {"*"},
-    "cli_run": {"api", "artifact", "prompts", "report", "tokenizer", "profiles.ranges"},
+    "cli_run": {"api", "artifact", "guards", "prompts", "report", "tokenizer", "profiles.ranges"},
     "report": {"api", "config", "memory", "metrics", "prompts"},
     "prompts": set(),
     "cli_bench": {"*"},

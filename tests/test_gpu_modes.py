@@ -45,7 +45,9 @@ class Pair(NamedTuple):
     drafter: Path
 
     def engine(self, mode: Mode, *, draft: bool = True, **options: Any) -> Engine:
-        options = {"buckets": (1, 3, 8), "max_model_len": 480, "device": DEVICE} | options
+        # No fallback: whether it comes depends on measured times, and so would the acceptance.
+        defaults = {"buckets": (1, 3, 8), "max_model_len": 480, "device": DEVICE, "fallback": False}
+        options = defaults | options
         return Engine.from_pretrained(
             self.target, self.drafter if draft else None, **mode._asdict(), **options
         )

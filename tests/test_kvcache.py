@@ -125,8 +125,9 @@ def test_bucket_views(draft: DraftConfig | None, size: int) -> None:
 
 
 class LoopMachine(RuleBasedStateMachine):
-    """Bug: in some order of admissions, steps, ends and cancellations a page leaks or is shared, a
-    request never ends, or its tokens depend on its neighbours."""
+    """Bug: in some order of admissions, refusals, steps, hand-overs to plain decoding, ends and
+    cancellations a page leaks or is shared, a request never ends, or its tokens depend on its
+    neighbours."""
 
     engine: Engine
     truth: dict[tuple[int, ...], list[int]]
@@ -149,17 +150,37 @@ class LoopMachine(RuleBasedStateMachine):
         stops = frozenset() if stop is None or not plain else frozenset({plain[stop]})
         self.requests.append(self.loop.submit(prompt, budget, stops))
 
+    @rule(
+        refused=st.sampled_from([([], 5), ([3], 0), ([1] * 24, 1), ([1] * 40, 9)]),
+    )
+    def refuse(self, refused: tuple[list[int], int]) -> None:
+        waiting, free = list(self.loop.waiting), self.loop.allocator.num_free
+        with pytest.raises(ValueError, match=r"prompt has|max_new_tokens"):
+            self.loop.submit(*refused, frozenset())
+        assert list(self.loop.waiting) == waiting and self.loop.allocator.num_free == free
+
     @rule()
     @torch.no_grad()
     def admit(self) -> None:
         self.loop.admit()
 
-    @precondition(lambda self: self.loop.running)
+    @property
+    def running(self) -> list[Any]:
+        """Requests that draft, then those that decode plainly."""
+        plain = self.loop._plain
+        return self.loop.running + (plain.running if plain is not None else [])
+
+    @precondition(lambda self: self.running)
     @rule()
     @torch.no_grad()
     def launch(self) -> None:
-        if not self.loop._in_flight:
-            self.loop.launch()
+        self.loop.launch()
+
+    @precondition(lambda self: self.loop.running)
+    @rule(data=st.data())
+    def leave(self, data: st.DataObject) -> None:
+        request = data.draw(st.sampled_from(self.loop.running))
+        self.loop.leave_speculation([request], "a test says so")
 
     @rule()
     def collect(self) -> None:
@@ -182,8 +203,9 @@ class LoopMachine(RuleBasedStateMachine):
         assert len(held) == len(set(held)) and NULL_PAGE not in held
         assert len(held) == self.loop.allocator.num_usable - self.loop.allocator.num_free
         for request in self.requests:
-            if request.pages and request not in self.loop.running:
+            if request.pages and request not in self.running:
                 raise AssertionError(f"{request.finish_reason} holds {request.pages}")
+        assert len(self.running) <= max(self.loop.buckets)
 
     @invariant()
     def outputs_are_plain(self) -> None:
@@ -211,8 +233,16 @@ class LoopMachine(RuleBasedStateMachine):
 def test_loop_in_any_order(tmp_path: Path, backend: str) -> None:
     """Bug: see LoopMachine. The pool is too small for all rows, so that requests must wait."""
     target = make_target(tmp_path / "target", layers=1, tie=False, likely_tokens=3)
-    drafter = make_drafter(tmp_path / "drafter", target, layers=1, taps=(0,), block_size=3)
-    options: dict[str, Any] = {"buckets": (1, 3), "page_size": 2, "attention_backend": backend}
+    # The drafter's context ends at 15 of 24 tokens: whoever comes that far finishes plainly.
+    drafter = make_drafter(
+        tmp_path / "drafter", target, layers=1, taps=(0,), block_size=3, max_positions=18
+    )
+    options: dict[str, Any] = {
+        "buckets": (1, 3),
+        "page_size": 2,
+        "attention_backend": backend,
+        "finish_in_plain_decode": True,
+    }
     plain: dict[tuple[int, ...], list[int]] = {}
     with Engine.from_pretrained(target, **options) as engine:
         for seed in range(4):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -29,6 +29,15 @@ FLOOR_FIRST, FLOOR_MIDDLE, FLOOR_LAST = 0.96, 0.78, 0.62
 pytestmark = pytest.mark.slow
 
 
+# No fallback: whether it comes depends on measured times, and so would the acceptance.
+OPTIONS: dict[str, Any] = {
+    "device": "cpu",
+    "dtype": "float32",
+    "max_model_len": 512,
+    "fallback": False,
+}
+
+
 class Runs(NamedTuple):
     """The held-out prompts, decoded both ways."""
 
@@ -44,9 +53,7 @@ def prompts() -> list[str]:
 def runs() -> Runs:
     results = []
     for draft in (TINY_DRAFT, None):
-        with Engine.from_pretrained(
-            TINY_TARGET, draft, buckets=(16,), device="cpu", dtype="float32", max_model_len=512
-        ) as engine:
+        with Engine.from_pretrained(TINY_TARGET, draft, buckets=(16,), **OPTIONS) as engine:
             results.append(engine.generate(prompts(), max_new_tokens=MAX_NEW_TOKENS))
     return Runs(*results)
 
@@ -87,9 +94,7 @@ def test_acceptance_floors(runs: Runs) -> None:
 def test_acceptance_does_not_depend_on_the_batch(runs: Runs) -> None:
     """Bug T42: with other requests in the batch drafts become worse (rows or pages mixed up)."""
     some = list(range(0, len(runs.drafted), 16))
-    with Engine.from_pretrained(
-        TINY_TARGET, TINY_DRAFT, buckets=(1,), device="cpu", dtype="float32", max_model_len=512
-    ) as engine:
+    with Engine.from_pretrained(TINY_TARGET, TINY_DRAFT, buckets=(1,), **OPTIONS) as engine:
         alone = engine.generate([prompts()[i] for i in some], max_new_tokens=MAX_NEW_TOKENS)
     assert [r.token_ids for r in alone] == [runs.drafted[i].token_ids for i in some]
     mean = acceptance(alone).mean_acceptance_length

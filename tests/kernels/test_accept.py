@@ -17,7 +17,7 @@ def plain_accept(draft, target, start, table, S):
     start += accepted + 1
     positions = [start + i for i in range(len(draft))]
     slots = [table[p // S] * S + p % S if p // S < len(table) else 0 for p in positions]
-    return start, [target[accepted]] + [MASK] * (len(draft) - 1), positions, slots, accepted
+    return start, [max(target[accepted], 0)] + [MASK] * (len(draft) - 1), positions, slots, accepted
 
 
 def run(device, draft, target, start, table, S):
@@ -117,6 +117,21 @@ def test_next_block_is_where_accept_goes(device) -> None:
     assert torch.equal(positions, got["positions"])
     assert torch.equal(slots, got["slots"])
     assert ids.dtype == positions.dtype == slots.dtype == torch.int64
+
+
+def test_ids_that_are_none(device) -> None:
+    """Bug: -1, the answer to logits that are not finite, counts as a match or becomes the anchor,
+    and the next step looks up row -1 of the embedding."""
+    G = 4
+    target = torch.tensor([[-1, 6, 7, 8], [5, -1, 7, 8], [5, 6, 7, -1], [-1, -1, -1, -1]])
+    draft = torch.tensor([[1, 5, 6, 7]] * 4)
+    start, table = torch.tensor([3, 5, 7, 0]), torch.randint(1, 50, (4, 5))
+    check(device, draft, target, start, table, 4)
+    got = run(device, draft, target, start, table, 4)
+    assert got["accepted"].tolist() == [0, 1, 3, 0]
+    assert got["block"][:, 0].tolist() == [0, 0, 0, POISON]
+    ids, _, _ = next_block(got["start"], torch.tensor([-1, 3, -9, 0]), got["table"], G, MASK, 4)
+    assert ids[:, 0].tolist() == [0, 3, 0, 0]
 
 
 def test_refuses_wrong_types(device) -> None:

@@ -1,15 +1,22 @@
-"""argmax_rows against numpy, whose argmax documents the same rule (first maximum, NaN first)."""
+"""argmax_rows against numpy, whose argmax documents the same rule (first maximum, NaN first).
+
+A row whose maximum is not finite has no answer: -1.
+"""
 
 import pytest
 import torch
 
-from graphengine.kernels.argmax import CHUNK, argmax_rows
+from graphengine.kernels.argmax import CHUNK, NOT_FINITE, argmax_rows
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
 def numpy_argmax(logits: torch.Tensor) -> list[int]:
-    return logits.float().cpu().numpy().argmax(axis=1).tolist()
+    values = logits.float().cpu().numpy()
+    best = values.argmax(axis=1)
+    return [
+        int(v) if abs(row[v]) < float("inf") else -1 for v, row in zip(best, values, strict=True)
+    ]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -37,18 +44,28 @@ def test_ties_go_to_the_lowest_index(device, dtype) -> None:
     logits[4] = -1.0
     logits[4, [9, CHUNK + 9]] = torch.tensor([-0.0, 0.0], device=device).to(dtype)
     assert argmax_rows(logits).tolist() == numpy_argmax(logits)
-    assert argmax_rows(logits)[:5].tolist() == [0, CHUNK - 1, 0, 0, 9]
+    assert argmax_rows(logits)[:5].tolist() == [0, CHUNK - 1, -1, 0, 9]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_nan_wins(device, dtype) -> None:
-    """Bug: a NaN hidden by a comparison that is always false, so a broken model looks healthy."""
-    logits = torch.randn(3, 2 * CHUNK, device=device).to(dtype)
-    logits[0, [CHUNK + 5, 300]] = torch.nan
+@pytest.mark.parametrize("V", [3, CHUNK, 2 * CHUNK + 5])
+def test_what_is_not_finite_has_no_answer(device, dtype, V) -> None:
+    """Bug: a NaN or an overflow hidden by a comparison that is always false, so a broken model
+    looks healthy; or a healthy row next to it is given up as well."""
+    logits = torch.randn(9, V, device=device).to(dtype)
+    healthy = numpy_argmax(logits)
+    logits[0, V - 1] = torch.nan
     logits[1, 2] = torch.inf
-    logits[1, CHUNK + 1] = -torch.nan  # the sign of a NaN must not matter
-    logits[2] = torch.nan
-    assert argmax_rows(logits).tolist() == [300, CHUNK + 1, 0]
+    logits[2, [0, V - 1]] = torch.tensor([torch.inf, -torch.nan], device=device).to(dtype)
+    logits[3] = torch.nan
+    logits[4] = -torch.inf
+    logits[5, 0] = -torch.nan  # the sign of a NaN must not matter
+    logits[6] = -torch.inf
+    logits[6, 1] = torch.finfo(dtype).min  # masked but for one: that one it is
+    logits[7, 1] = torch.finfo(dtype).max
+    expected = [NOT_FINITE] * 6 + [1, 1, healthy[8]]
+    assert NOT_FINITE == -1
+    assert argmax_rows(logits).tolist() == expected == numpy_argmax(logits)
 
 
 def test_refuses(device) -> None:

@@ -25,6 +25,7 @@ from graphengine.cli_compile import compile_
 from graphengine.cli_doctor import doctor
 from graphengine.cli_graphs import graphs
 from graphengine.cli_profile import profile
+from graphengine.cli_verify import verify
 from graphengine.prompts import Conversation, read_prompt_file
 
 if TYPE_CHECKING:
@@ -362,5 +363,5 @@ def _as_typed(params: dict[str, Any]) -> dict[str, Any]:
 
 
 _keeping_compiled_code(run)
-for _command in (bench, profile, graphs, doctor, compile_):
+for _command in (bench, profile, graphs, doctor, compile_, verify):
     main.add_command(_keeping_compiled_code(_command))

@@ -92,6 +92,7 @@ class DecodeLoop:
         self._buffers, self._prefill, self._mask_token_id = buffers, prefill, mask_token_id
         self._build_bucket = build_bucket
         self.built_late_s: dict[int, float] = {}  # bucket -> seconds that its first use waited
+        self.only_bucket: int | None = None  # a built size to run on alone; set while idle
         self._bucket: Bucket | None = None  # holds the running requests' rows; None: stale
         self._in_flight: deque[tuple[list[Request], _Results]] = deque()
         self._next_id = 0
@@ -141,7 +142,8 @@ class DecodeLoop:
     def admit(self) -> list[StepOutput]:
         """Prefills waiting requests, in order, while rows and pages last. Waits for the device."""
         admitted: list[Request] = []
-        while self.waiting and len(self.running) + len(admitted) < max(self.config.buckets):
+        max_rows = self.only_bucket or max(self.config.buckets)
+        while self.waiting and len(self.running) + len(admitted) < max_rows:
             request = self.waiting[0]
             needed = pages_for(request.max_total_tokens + self.block, self.config.page_size)
             if needed > self.allocator.num_free:
@@ -254,6 +256,11 @@ class DecodeLoop:
         return dict(sorted(self._buckets.items()))
 
     @property
+    def prefill(self) -> Prefill:
+        """The models with their caches; for tools that run the plain target themselves."""
+        return self._prefill
+
+    @property
     def has_work(self) -> bool:
         """Whether a request waits or runs, or a step is still to be collected."""
         return bool(self.waiting or self.running or self._in_flight)
@@ -317,7 +324,8 @@ class DecodeLoop:
     def _load(self) -> Bucket:
         """Writes the running requests into the smallest bucket that holds them."""
         count = len(self.running)
-        bucket = self._bucket_of(next(size for size in self.config.buckets if size >= count))
+        fits = self.only_bucket or next(s for s in self.config.buckets if s >= count)
+        bucket = self._bucket_of(fits)
         views, device = bucket.buffers, self._buffers.start_B.device
         width = views.page_table_BW.shape[1]
         padding = bucket.size - count

@@ -64,6 +64,9 @@ MAY_IMPORT: dict[str, set[str]] = {
         *("doctor_files", "doctor_models", "doctor_pair", "doctor_host"),
     },
     "artifact": {"config"},
+    "teacher": _LOOP | {"engine"},
+    "verify": _LOOP | {"engine", "teacher"},
+    "verify_run": _LOOP | {"api", "teacher", "verify"},
     "bench": {"*"},
     "bench_busy": {"engine", "request"},
     "bench_report": {"bench", "profiles.plot"},
@@ -77,6 +80,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "profile_run": {"*"},
     "cli_graphs": {"*"},
     "cli_doctor": {"build", "cli_bench", "doctor", "hub"},
+    "cli_verify": {"*"},
     "__main__": {"cli"},
     "": {"api", "config", "hub"},  # graphengine/__init__.py
 }
@@ -91,6 +95,7 @@ DOORS: dict[str, set[str]] = {
     "nvtx": {"profiles.ranges"},
     "click": {
         *("cli", "cli_bench", "cli_compile", "cli_profile", "cli_graphs", "cli_doctor"),
+        "cli_verify",
     },
 }
 

@@ -277,6 +277,22 @@ def _keeping_compiled_code(command: click.Command) -> click.Command:
     help="Start with what `graphengine compile --output FILE` has compiled. Only your own: it is "
     "executed.",
 )
+@click.option(
+    "--temperature",
+    type=float,
+    default=0.0,
+    show_default=True,
+    help="0 takes the most likely token, above 0 draws one. What the model's "
+    "generation_config.json suggests is not applied; pass it here.",
+)
+@click.option("--top-p", type=float, default=1.0, show_default=True, help="1 keeps all tokens.")
+@click.option("--top-k", type=int, default=0, show_default=True, help="0 keeps all tokens.")
+@click.option(
+    "--seed",
+    type=int,
+    help="Makes draws repeatable, with a drafter or without; prompt i draws with seed + i."
+    "  [default: a new one]",
+)
 @click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout, at the end.")
 @click.option("-q", "--quiet", is_flag=True, help="The text alone: no notes, progress or tables.")
 @click.option(
@@ -314,6 +330,8 @@ def run(ctx: click.Context, model: str | None, draft: str | None, **options: Any
                 "decoding plainly; pass --draft with this model's DFlash drafter for speculative "
                 "decoding, or --draft none to leave out this note"
             )
+        draws = {name: options.pop(name) for name in ("temperature", "top_p", "top_k", "seed")}
+        options["sampling"] = True if draws["temperature"] else None
         options["compile"] = options.pop("compile_")
         options["buckets"] = options.pop("bucket")
         options.pop("artifact")
@@ -334,6 +352,7 @@ def run(ctx: click.Context, model: str | None, draft: str | None, **options: Any
             args=_as_typed(ctx.params),
             note=note,
             store=ctx.obj,
+            **draws,
         )
         cli_run.run(job, import_s=time.perf_counter() - STARTED_S)
     except KeyboardInterrupt:

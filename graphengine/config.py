@@ -397,6 +397,7 @@ class EngineConfig:
     bytes of the K/V pool; None takes what memory allows. `simulate_acceptance`: a mean acceptance
     length to draw instead of comparing drafts (measuring speed only).
     `draft_quantization`: "fp8" rounds the drafter's matrices; the output stays the target's.
+    `sampling`: requests may have a temperature (a second verify chain is built).
     """
 
     device: DeviceName
@@ -413,6 +414,7 @@ class EngineConfig:
     kv_cache_memory: int | None = None
     simulate_acceptance: float | None = None
     draft_quantization: DraftQuantization = "none"
+    sampling: bool = False
 
     @property
     def plans_attention(self) -> bool:

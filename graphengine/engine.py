@@ -40,6 +40,7 @@ from graphengine.metrics import Acceptance
 from graphengine.prefill import Prefill
 from graphengine.profiles import ranges
 from graphengine.request import Request
+from graphengine.sampling import GREEDY, Controls, Sampling
 
 # Steps in flight at most, when nothing must be planned on the host.
 PIPELINE_DEPTH = 2
@@ -93,6 +94,7 @@ class DecodeLoop:
         self._build_bucket = build_bucket
         self.built_late_s: dict[int, float] = {}  # bucket -> seconds that its first use waited
         self.only_bucket: int | None = None  # a built size to run on alone; set while idle
+        self._is_sampling = False  # whether a row of the loaded bucket has a temperature
         self._bucket: Bucket | None = None  # holds the running requests' rows; None: stale
         self._in_flight: deque[tuple[list[Request], _Results]] = deque()
         self._next_id = 0
@@ -103,7 +105,11 @@ class DecodeLoop:
     # --- requests ---
 
     def submit(
-        self, prompt_ids: list[int], max_new_tokens: int, stop_ids: Collection[int]
+        self,
+        prompt_ids: list[int],
+        max_new_tokens: int,
+        stop_ids: Collection[int],
+        sampling: Sampling = GREEDY,
     ) -> Request:
         """Queues a prompt.
 
@@ -120,6 +126,12 @@ class DecodeLoop:
                 f"the prompt has {len(prompt_ids)} tokens, the context holds {limit} and at least "
                 "one must be left to generate; shorten the prompt or raise --max-model-len"
             )
+        if not sampling.is_greedy and not self.config.sampling:
+            why = "draws its acceptance" if self.config.simulate_acceptance else "was built greedy"
+            raise ValueError(
+                f"temperature is {sampling.temperature:g}, but this engine {why}; load it with "
+                "sampling=True and without simulate_acceptance, or use temperature 0"
+            )
         total = min(len(prompt_ids) + max_new_tokens, limit)
         needed = pages_for(total + self.block, self.config.page_size)
         if needed > self.allocator.num_usable:
@@ -134,6 +146,7 @@ class DecodeLoop:
             max_total_tokens=total,
             stop_ids=stop_ids,
             acceptance=Acceptance(self.block - 1),
+            sampling=sampling,
         )
         self._next_id += 1
         self.waiting.append(request)
@@ -210,8 +223,11 @@ class DecodeLoop:
         if layout is not None:
             with ranges.range_("plan"):
                 bucket.verify_attention.plan(layout)
+        verify = bucket.verify
+        if self._is_sampling and bucket.verify_sampled is not None:
+            verify = bucket.verify_sampled
         with ranges.range_("verify" if bucket.draft else "decode"):
-            bucket.verify.run()
+            verify.run()
         with ranges.range_("accept"):
             results = self._free_results.pop()
             results.target_ids_cpu.copy_(self._buffers.target_ids_BG, non_blocking=True)
@@ -349,6 +365,15 @@ class DecodeLoop:
         views.block_ids_BG.copy_(block_ids)
         views.positions_T.copy_(positions)
         views.slots_T.copy_(slots)
+        self._is_sampling = any(not r.sampling.is_greedy for r in self.running)
+        if self._is_sampling:
+            controls = Controls.upload(
+                [r.sampling for r in self.running] + [GREEDY] * padding, device
+            )
+            views.temperature_B.copy_(controls.temperature_B)
+            views.top_p_B.copy_(controls.top_p_B)
+            views.top_k_B.copy_(controls.top_k_B)
+            views.seed_B.copy_(controls.seed_B)
         if bucket.draft_head is not None:
             bucket.draft_head.run()
         return bucket

@@ -30,6 +30,7 @@ import torch
 from graphengine.engine import DecodeLoop
 from graphengine.metrics import Acceptance
 from graphengine.request import Request
+from graphengine.sampling import GREEDY, Sampling
 from graphengine.speculative import FinishReason
 from graphengine.teacher import Scores
 
@@ -112,6 +113,7 @@ def decode(
     *,
     bucket: int | None = None,
     one_by_one: bool = False,
+    samplings: Sequence[Sampling] | None = None,
 ) -> list[Transcript]:
     """Runs prompts to their end.
 
@@ -119,12 +121,14 @@ def decode(
         budgets: most new tokens, per prompt.
         bucket: runs in this built bucket alone, however few rows are taken; None as usual.
         one_by_one: submits a prompt when the one before it has ended.
+        samplings: how each prompt's tokens are picked; default greedily.
 
     Raises:
         ValueError: a prompt that cannot run.
     """
     loop.reset()
     loop.only_bucket = bucket
+    samplings = samplings or [GREEDY] * len(prompts)
     steps: dict[int, list[int]] = {}
     requests: list[Request] = []
 
@@ -138,8 +142,8 @@ def decode(
                 steps.setdefault(request.request_id, []).append(len(token_ids))
 
     try:
-        for prompt, budget in zip(prompts, budgets, strict=True):
-            requests.append(loop.submit(list(prompt), budget, stop_ids))
+        for prompt, budget, sampling in zip(prompts, budgets, samplings, strict=True):
+            requests.append(loop.submit(list(prompt), budget, stop_ids, sampling))
             if one_by_one:
                 run()
         run()
@@ -181,8 +185,13 @@ def judge(
     scores: Sequence[Scores],
     tolerance_nats: float,
     stop_ids: Collection[int],
+    num_counted: int | None = None,
 ) -> Report:
-    """Sums up what the plain model says about every token of every transcript."""
+    """Sums up what the plain model says about every token of every transcript.
+
+    Args:
+        num_counted: acceptance is that of the first so many transcripts; default all.
+    """
     places: list[Place] = []
     regrets: list[float] = []
     num_identical = 0
@@ -213,7 +222,7 @@ def judge(
         first_true=true[0] if true else None,
         num_true=len(true),
         ties=[place for place in places if place.regret_nats <= tolerance_nats],
-        acceptance=Acceptance.merge(t.acceptance for t in transcripts),
+        acceptance=Acceptance.merge(t.acceptance for t in transcripts[:num_counted]),
         acceptance_per_prompt=[t.acceptance.mean_acceptance_length for t in transcripts],
         wrong_ends=[i for i, t in enumerate(transcripts) if not _ends_rightly(t, stop_ids)],
     )

@@ -18,7 +18,9 @@ import torch
 
 from graphengine.attention import flashinfer_missing
 from graphengine.build import Built
+from graphengine.metrics import Acceptance
 from graphengine.prompts import Turn
+from graphengine.sampling import Sampling
 from graphengine.teacher import Scores, teacher_force
 from graphengine.tokenizer import Tokenizer
 from graphengine.verify import (
@@ -108,6 +110,7 @@ def verify_mode(
     *,
     max_new_tokens: int,
     limits: Limits,
+    num_counted: int | None = None,
     first: Sequence[CellResult] = (),
     progress: Callable[[Cell], None] = lambda cell: None,
 ) -> list[CellResult]:
@@ -115,6 +118,7 @@ def verify_mode(
 
     Args:
         ids: the prompts.
+        num_counted: acceptance is that of the first so many prompts; default all.
         first: results of the same attention in another graph mode; tokens must be equal.
 
     Raises:
@@ -148,7 +152,7 @@ def verify_mode(
         # In the order of the prompts, so that cells can be compared.
         back = sorted(range(len(order)), key=lambda i: order[i])
         transcripts, scores = [transcripts[i] for i in back], [scores[i] for i in back]
-        report = judge(transcripts, scores, limits.tolerance_nats, built.stop_ids)
+        report = judge(transcripts, scores, limits.tolerance_nats, built.stop_ids, num_counted)
         failed = decide(report, limits)
         if (bucket, mix) in reference:
             parted = disagreement(reference[bucket, mix], transcripts)
@@ -177,6 +181,31 @@ def compare_with_plain(
         same = sum(a.output_ids == b.output_ids for a, b in pairs)
         compared.append(replace(result, same_as_plain=same))
     return compared
+
+
+def sample_outputs(
+    built: Built,
+    ids: Sequence[Sequence[int]],
+    num_samples: int,
+    max_new_tokens: int,
+    sampling: Sampling,
+) -> tuple[list[list[list[int]]], float]:
+    """Draws every prompt `num_samples` times, with consecutive seeds from `sampling.seed` on.
+
+    Returns:
+        (outputs [prompt][run][position], mean acceptance length)
+    """
+    prompts = [prompt for prompt in ids for _ in range(num_samples)]
+    transcripts = decode(
+        built.loop,
+        prompts,
+        [max_new_tokens] * len(prompts),
+        built.stop_ids,
+        samplings=[sampling.numbered(i) for i in range(len(prompts))],
+    )
+    outputs = [t.output_ids for t in transcripts]
+    mean = Acceptance.merge(t.acceptance for t in transcripts).mean_acceptance_length
+    return [outputs[i : i + num_samples] for i in range(0, len(outputs), num_samples)], mean
 
 
 def numbers(results: Sequence[CellResult]) -> dict[str, Any]:

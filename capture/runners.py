@@ -143,6 +143,19 @@ def capture_piecewise(chain: Chain, carry: Carry, pool: GraphPool) -> ReplayRunn
     return ReplayRunner(chain, calls, carry)
 
 
+def capture_piecewise_ends(
+    chain: Chain, other_end: Step, carry: Carry, pool: GraphPool
+) -> tuple[ReplayRunner, ReplayRunner]:
+    """A chain, and the same chain with another last step; they share all graphs but that one."""
+    *common, end = chain
+    base = capture_piecewise(common, carry, pool)
+    runners = []
+    for last in (end, other_end):
+        tail = capture_piecewise([last], base.carry, pool)
+        runners.append(ReplayRunner([*common, last], base.calls + tail.calls, tail.carry))
+    return runners[0], runners[1]
+
+
 def capture_full(name: str, chain: Chain, carry: Carry, pool: GraphPool) -> ReplayRunner:
     """The whole chain, attention included, as one graph."""
     inputs = shapes(carry)

@@ -35,6 +35,7 @@ from graphengine.memory import MemoryPlan
 from graphengine.metrics import RequestMetrics, StartupMetrics
 from graphengine.profiles import ranges
 from graphengine.request import Request
+from graphengine.sampling import Sampling, random_seed
 from graphengine.speculative import FinishReason
 from graphengine.tokenizer import Detokenizer, Message, Tokenizer
 
@@ -108,6 +109,7 @@ class Engine:
         fallback: bool = True,
         finish_in_plain_decode: bool = False,
         prepare_plain_decode: bool = False,
+        sampling: bool | None = None,
         progress: Callable[[str, float], None] = lambda what, share: None,
     ) -> Engine:
         """Loads, compiles and captures.
@@ -147,6 +149,8 @@ class Engine:
                 would reach past the last position, it goes on in plain decoding.
             prepare_plain_decode: build what decodes plainly at start-up instead of when a request
                 first needs it.
+            sampling: whether requests may have a temperature; captures a second verify chain per
+                bucket. Default: only where nothing is captured (graph mode none).
             progress: called with (what, share done) while loading and building.
 
         Raises:
@@ -172,6 +176,7 @@ class Engine:
             fallback=fallback,
             finish_in_plain_decode=finish_in_plain_decode,
             prepare_plain_decode=prepare_plain_decode,
+            sampling=sampling,
         )
         return cls(build(target, draft, options, progress))
 
@@ -216,14 +221,24 @@ class Engine:
         max_new_tokens: int = DEFAULT_MAX_NEW_TOKENS,
         ignore_eos: bool = False,
         raw: bool = False,
+        temperature: float = 0.0,
+        top_p: float = 1.0,
+        top_k: int = 0,
+        seed: int | None = None,
     ) -> list[GenerationResult]:
-        """Continues every prompt greedily and returns when all are done.
+        """Continues every prompt and returns when all are done.
 
         Args:
             prompts: one prompt or several; see `Prompt`.
             max_new_tokens: most tokens to generate per prompt.
             ignore_eos: do not end at the model's end tokens.
             raw: take text as it is instead of as a user's turn in the chat template.
+            temperature: 0 is greedy, also where the checkpoint's generation_config.json suggests
+                something else; above 0 tokens are drawn from softmax(logits / temperature).
+            top_p: keeps the fewest most likely tokens that hold this share of the probability.
+            top_k: keeps this many most likely tokens; 0 keeps all.
+            seed: makes draws repeatable, with a drafter or without: prompt i of the call draws
+                with seed + i. Default: a new one per call.
 
         Returns:
             One result per prompt, in order.
@@ -234,7 +249,14 @@ class Engine:
         """
         results: dict[int, GenerationResult] = {}
         for chunk in self.stream_many(
-            _as_list(prompts), max_new_tokens=max_new_tokens, ignore_eos=ignore_eos, raw=raw
+            _as_list(prompts),
+            max_new_tokens=max_new_tokens,
+            ignore_eos=ignore_eos,
+            raw=raw,
+            temperature=temperature,
+            top_p=top_p,
+            top_k=top_k,
+            seed=seed,
         ):
             if chunk.result is not None:
                 results[chunk.index] = chunk.result
@@ -247,13 +269,24 @@ class Engine:
         max_new_tokens: int = DEFAULT_MAX_NEW_TOKENS,
         ignore_eos: bool = False,
         raw: bool = False,
+        temperature: float = 0.0,
+        top_p: float = 1.0,
+        top_k: int = 0,
+        seed: int | None = None,
     ) -> Iterator[Chunk]:
         """Continues one prompt, giving out tokens as they are decoded; arguments as `generate`.
 
         The last chunk carries the result. Dropping the iterator cancels the request.
         """
         return self.stream_many(
-            [prompt], max_new_tokens=max_new_tokens, ignore_eos=ignore_eos, raw=raw
+            [prompt],
+            max_new_tokens=max_new_tokens,
+            ignore_eos=ignore_eos,
+            raw=raw,
+            temperature=temperature,
+            top_p=top_p,
+            top_k=top_k,
+            seed=seed,
         )
 
     def stream_many(
@@ -263,8 +296,18 @@ class Engine:
         max_new_tokens: int = DEFAULT_MAX_NEW_TOKENS,
         ignore_eos: bool = False,
         raw: bool = False,
+        temperature: float = 0.0,
+        top_p: float = 1.0,
+        top_k: int = 0,
+        seed: int | None = None,
     ) -> Iterator[Chunk]:
         """Continues several prompts in one batch; chunks of different prompts interleave."""
+        sampling = Sampling(
+            temperature=temperature,
+            top_p=top_p,
+            top_k=top_k,
+            seed=random_seed() if seed is None else seed,
+        )
         built = self._open
         self._check_idle()
         # Drops what a stream that was never started has queued; completes an interrupted reset.
@@ -277,7 +320,9 @@ class Engine:
         try:
             for i, ids in enumerate(encoded):
                 try:
-                    requests.append(loop.submit(ids, max_new_tokens, stop_ids))
+                    requests.append(
+                        loop.submit(ids, max_new_tokens, stop_ids, sampling.numbered(i))
+                    )
                 except ValueError as error:
                     where = f"prompt {i + 1} of {len(encoded)}: " if len(encoded) > 1 else ""
                     raise ValueError(f"{where}{error}") from error

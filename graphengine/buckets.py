@@ -34,6 +34,7 @@ from graphengine.capture.runners import (
     Runner,
     capture_full,
     capture_piecewise,
+    capture_piecewise_ends,
 )
 from graphengine.capture.steps import Carry, Step
 from graphengine.config import AttentionRule, EngineConfig, ModelConfig
@@ -43,6 +44,7 @@ from graphengine.forward import (
     Target,
     context_chain,
     draft_chain,
+    sampled_accept_step,
     verify_chain,
 )
 from graphengine.kvcache import NULL_PAGE, pages_for
@@ -62,6 +64,8 @@ class Bucket:
     draft_head: Runner | None = None
     draft: Runner | None = None
     context: Runner | None = None
+    verify_sampled: Runner | None = None
+    """`verify` with tokens drawn at `StepBuffers.temperature_B`; runs if a request wants it."""
 
 
 @dataclass(slots=True)
@@ -139,6 +143,11 @@ def build_buckets(
         verify = verify_chain(
             target, drafter, views, verify_attention, config.page_size, segments, simulation
         )
+        sampled: Runner | None = None
+        sampled_end = None
+        if config.sampling:
+            sampled_end = sampled_accept_step(drafter, views, config.page_size)
+            sampled = EagerRunner([*verify[:-1], sampled_end], _source(None))
         chains.append(("verify" if drafter else "decode", verify, False))
         if drafter:
             context = context_chain(
@@ -156,7 +165,7 @@ def build_buckets(
         if device.type == "cuda" or config.compile:
             progress(f"compiling bucket {size}" if config.compile else f"warming bucket {size}")
             began = time.perf_counter()
-            for runner in eager:
+            for runner in [*eager, *([sampled] if sampled else [])]:
                 runner.run()
             if device.type == "cuda":
                 torch.cuda.synchronize()
@@ -170,6 +179,11 @@ def build_buckets(
                 carry = runners[-1].carry if continues else ()
                 if config.graph_mode == "full":
                     runners.append(capture_full(name, steps, carry, pool))
+                    if steps is verify and sampled_end is not None:
+                        sampled = capture_full(name, [*verify[:-1], sampled_end], carry, pool)
+                elif steps is verify and sampled_end is not None:
+                    runner, sampled = capture_piecewise_ends(steps, sampled_end, carry, pool)
+                    runners.append(runner)
                 else:
                     runners.append(capture_piecewise(steps, carry, pool))
             torch.cuda.synchronize()
@@ -178,10 +192,20 @@ def build_buckets(
         if simulation is not None and drawn is not None:
             simulation.step_1.copy_(drawn)
         if drafter:
-            head, draft, verify, context = runners
             planned = tuple(draft_attentions.values())
-            return Bucket(size, views, verify_attention, verify, planned, head, draft, context)
-        return Bucket(size, views, verify_attention, runners[0])
+            head, draft_runner, verify_runner, context_runner = runners
+            return Bucket(
+                size,
+                views,
+                verify_attention,
+                verify_runner,
+                planned,
+                head,
+                draft_runner,
+                context_runner,
+                sampled,
+            )
+        return Bucket(size, views, verify_attention, runners[0], verify_sampled=sampled)
 
     first = config.buckets if ahead is None else ahead
     return Buckets({size: build(size) for size in sorted(first, reverse=True)}, build, pool, times)

@@ -35,6 +35,10 @@ class StepBuffers(NamedTuple):
     start_B: Tensor  # int32
     num_accepted_B: Tensor  # int32
     page_table_BW: Tensor  # int32
+    temperature_B: Tensor  # float32; these four are read by the sampled verify chain alone
+    top_p_B: Tensor  # float32
+    top_k_B: Tensor  # int32
+    seed_B: Tensor  # int64
     positions_T: Tensor  # int64
     slots_T: Tensor  # int64
     draft_block_ids_BG: Tensor  # int64
@@ -80,6 +84,10 @@ class StepBuffers(NamedTuple):
             start_B=ids(max_batch, kind=torch.int32),
             num_accepted_B=ids(max_batch, kind=torch.int32),
             page_table_BW=ids(max_batch, max_pages, kind=torch.int32),
+            temperature_B=ids(max_batch, kind=torch.float32),
+            top_p_B=ids(max_batch, kind=torch.float32),
+            top_k_B=ids(max_batch, kind=torch.int32),
+            seed_B=ids(max_batch),
             positions_T=positions,
             slots_T=slots,
             draft_block_ids_BG=ids(max_batch, draft_block) if own else block_ids,

@@ -83,6 +83,7 @@ class Options:
     lazy_capture: bool = False
     first_batch: int = 1
     """With lazy_capture: how many requests come first; their bucket alone is built ahead."""
+    sampling: bool | None = None
     acceptance_floor: float = 1.5
     fallback: bool = True
     finish_in_plain_decode: bool = False
@@ -361,6 +362,10 @@ def resolve_options(
         acceptance_rate(options.simulate_acceptance, draft.num_draft_tokens)
     if options.draft_quantization == "fp8" and draft is None:
         raise ValueError("--draft-quantization fp8 needs a drafter; pass --draft")
+    if options.sampling and options.simulate_acceptance is not None:
+        raise ValueError(
+            "sampling needs real acceptance; leave out --simulate-acceptance or --temperature"
+        )
     if options.page_size < 1:
         raise ValueError(f"--page-size {options.page_size}: at least 1 token")
     if options.first_batch < 1:
@@ -414,6 +419,8 @@ def resolve_options(
         speculation_limit=speculation_limit if draft else None,
         acceptance_floor=0.0 if simulated else options.acceptance_floor,
         fallback=options.fallback and not simulated,
+        # Free where nothing is captured; simulated acceptance has no second verify chain.
+        sampling=options.simulate_acceptance is None and (options.sampling or mode == "none"),
     )
 
 

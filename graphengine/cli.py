@@ -25,6 +25,7 @@ from graphengine.cli_compile import compile_
 from graphengine.cli_doctor import doctor
 from graphengine.cli_graphs import graphs
 from graphengine.cli_profile import profile
+from graphengine.cli_verify import verify
 from graphengine.prompts import Conversation, read_prompt_file
 
 if TYPE_CHECKING:
@@ -295,6 +296,22 @@ def _keeping_compiled_code(command: click.Command) -> click.Command:
     is_flag=True,
     help="Use the target's whole context: the last block of it is decoded without the drafter.",
 )
+@click.option(
+    "--temperature",
+    type=float,
+    default=0.0,
+    show_default=True,
+    help="0 takes the most likely token, above 0 draws one. What the model's "
+    "generation_config.json suggests is not applied; pass it here.",
+)
+@click.option("--top-p", type=float, default=1.0, show_default=True, help="1 keeps all tokens.")
+@click.option("--top-k", type=int, default=0, show_default=True, help="0 keeps all tokens.")
+@click.option(
+    "--seed",
+    type=int,
+    help="Makes draws repeatable, with a drafter or without; prompt i draws with seed + i."
+    "  [default: a new one]",
+)
 @click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout, at the end.")
 @click.option("-q", "--quiet", is_flag=True, help="The text alone: no notes, progress or tables.")
 @click.option(
@@ -332,6 +349,8 @@ def run(ctx: click.Context, model: str | None, draft: str | None, **options: Any
                 "decoding plainly; pass --draft with this model's DFlash drafter for speculative "
                 "decoding, or --draft none to leave out this note"
             )
+        draws = {name: options.pop(name) for name in ("temperature", "top_p", "top_k", "seed")}
+        options["sampling"] = True if draws["temperature"] else None
         options["compile"] = options.pop("compile_")
         options["buckets"] = options.pop("bucket")
         options.pop("artifact")
@@ -352,6 +371,7 @@ def run(ctx: click.Context, model: str | None, draft: str | None, **options: Any
             args=_as_typed(ctx.params),
             note=note,
             store=ctx.obj,
+            **draws,
         )
         if cli_run.run(job, import_s=time.perf_counter() - STARTED_S):
             ctx.exit(1)
@@ -382,5 +402,5 @@ def _as_typed(params: dict[str, Any]) -> dict[str, Any]:
 
 
 _keeping_compiled_code(run)
-for _command in (bench, profile, graphs, doctor, compile_):
+for _command in (bench, profile, graphs, doctor, compile_, verify):
     main.add_command(_keeping_compiled_code(_command))

@@ -27,6 +27,7 @@ from graphengine.guards import EngineWarning
 from graphengine.profiles import ranges
 from graphengine.prompts import Conversation
 from graphengine.report import Answer
+from graphengine.sampling import Sampling
 from graphengine.tokenizer import Message
 
 
@@ -49,6 +50,10 @@ class Job:
     nvtx: bool
     options: dict[str, Any]
     args: dict[str, Any]
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    seed: int | None = None
     note: str | None = None
     store: Store | None = None
 
@@ -66,6 +71,9 @@ def run(job: Job, import_s: float) -> int:
         ValueError: something that cannot run, with the remedy.
         KeyboardInterrupt: Ctrl-C anywhere but in an answer of the chat.
     """
+    Sampling(
+        temperature=job.temperature, top_p=job.top_p, top_k=job.top_k, seed=job.seed or 0
+    )  # refuses before anything is loaded
     console = report.stderr_console(job.quiet)
     if job.nvtx and not ranges.enable():
         raise ValueError("--nvtx: the nvtx package is missing; install nvtx")
@@ -172,7 +180,14 @@ def _chunks(
 ) -> closing[Generator[Chunk, None, None]]:
     """The batch's chunks; leaving the `with` cancels what is unfinished, whatever the reason."""
     chunks = engine.stream_many(
-        prompts, max_new_tokens=job.max_new_tokens, ignore_eos=job.ignore_eos, raw=job.raw
+        prompts,
+        max_new_tokens=job.max_new_tokens,
+        ignore_eos=job.ignore_eos,
+        raw=job.raw,
+        temperature=job.temperature,
+        top_p=job.top_p,
+        top_k=job.top_k,
+        seed=job.seed,
     )
     return closing(cast("Generator[Chunk, None, None]", chunks))
 

@@ -400,6 +400,7 @@ class EngineConfig:
     `speculation_limit`: the last position at which a block may begin; from there a request decodes
     plainly. `acceptance_floor`: mean acceptance length below which is warned; 0 never.
     `fallback`: decode plainly where speculation is measured to lose.
+    `sampling`: requests may have a temperature (a second verify chain is built).
     """
 
     device: DeviceName
@@ -419,6 +420,7 @@ class EngineConfig:
     speculation_limit: int | None = None
     acceptance_floor: float = 0.0
     fallback: bool = False
+    sampling: bool = False
 
     @property
     def plans_attention(self) -> bool:

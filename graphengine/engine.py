@@ -48,6 +48,7 @@ from graphengine.metrics import Acceptance
 from graphengine.prefill import Prefill
 from graphengine.profiles import ranges
 from graphengine.request import Request
+from graphengine.sampling import GREEDY, Controls, Sampling
 
 # Steps in flight at most, when nothing must be planned on the host.
 PIPELINE_DEPTH = 2
@@ -105,6 +106,8 @@ class DecodeLoop:
         self._buffers, self._prefill, self._mask_token_id = buffers, prefill, mask_token_id
         self._build_bucket = build_bucket
         self.built_late_s: dict[int, float] = {}  # bucket -> seconds that its first use waited
+        self.only_bucket: int | None = None  # a built size to run on alone; set while idle
+        self._is_sampling = False  # whether a row of the loaded bucket has a temperature
         self._bucket: Bucket | None = None  # holds the running requests' rows; None: stale
         self._in_flight: deque[tuple[list[Request], _Results]] = deque()
         self._next_id = 0
@@ -126,7 +129,11 @@ class DecodeLoop:
     # --- requests ---
 
     def submit(
-        self, prompt_ids: list[int], max_new_tokens: int, stop_ids: Collection[int]
+        self,
+        prompt_ids: list[int],
+        max_new_tokens: int,
+        stop_ids: Collection[int],
+        sampling: Sampling = GREEDY,
     ) -> Request:
         """Queues a prompt.
 
@@ -143,6 +150,12 @@ class DecodeLoop:
                 f"the prompt has {len(prompt_ids)} tokens, the context holds {limit} and at least "
                 "one must be left to generate; shorten the prompt or raise --max-model-len"
             )
+        if not sampling.is_greedy and not self.config.sampling:
+            why = "draws its acceptance" if self.config.simulate_acceptance else "was built greedy"
+            raise ValueError(
+                f"temperature is {sampling.temperature:g}, but this engine {why}; load it with "
+                "sampling=True and without simulate_acceptance, or use temperature 0"
+            )
         total = min(len(prompt_ids) + max_new_tokens, limit)
         needed = pages_for(total + self.block, self.config.page_size)
         if needed > self.allocator.num_usable:
@@ -157,6 +170,7 @@ class DecodeLoop:
             max_total_tokens=total,
             stop_ids=stop_ids,
             acceptance=Acceptance(self.block - 1),
+            sampling=sampling,
         )
         self._next_id += 1
         self.waiting.append(request)
@@ -166,7 +180,7 @@ class DecodeLoop:
         """Prefills waiting requests, in order, while rows and pages last. Waits for the device."""
         admitted: list[Request] = []
         num_plain = len(self._plain.running) if self._plain else 0
-        max_rows = max(self.config.buckets)
+        max_rows = self.only_bucket or max(self.config.buckets)
         while self.waiting and num_plain + len(self.running) + len(admitted) < max_rows:
             request = self.waiting[0]
             needed = pages_for(request.max_total_tokens + self.block, self.config.page_size)
@@ -245,8 +259,11 @@ class DecodeLoop:
         if layout is not None:
             with ranges.range_("plan"):
                 bucket.verify_attention.plan(layout)
+        verify = bucket.verify
+        if self._is_sampling and bucket.verify_sampled is not None:
+            verify = bucket.verify_sampled
         with ranges.range_("verify" if bucket.draft else "decode"):
-            bucket.verify.run()
+            verify.run()
         with ranges.range_("accept"):
             results = self._free_results.pop()
             results.target_ids_cpu.copy_(self._buffers.target_ids_BG, non_blocking=True)
@@ -302,6 +319,11 @@ class DecodeLoop:
     def buckets(self) -> dict[int, Bucket]:
         """Batch size -> what runs it, ascending, as far as built; for tools that look into them."""
         return dict(sorted(self._buckets.items()))
+
+    @property
+    def prefill(self) -> Prefill:
+        """The models with their caches; for tools that run the plain target themselves."""
+        return self._prefill
 
     @property
     def has_work(self) -> bool:
@@ -451,7 +473,7 @@ class DecodeLoop:
 
     def _size_for(self, count: int) -> int:
         """The smallest bucket that holds `count` requests."""
-        return next(size for size in self.config.buckets if size >= count)
+        return self.only_bucket or next(size for size in self.config.buckets if size >= count)
 
     def _layout(self, num_requests: int, block: int) -> Layout:
         return Layout.build(
@@ -509,6 +531,15 @@ class DecodeLoop:
         views.block_ids_BG.copy_(block_ids)
         views.positions_T.copy_(positions)
         views.slots_T.copy_(slots)
+        self._is_sampling = any(not r.sampling.is_greedy for r in self.running)
+        if self._is_sampling:
+            controls = Controls.upload(
+                [r.sampling for r in self.running] + [GREEDY] * padding, device
+            )
+            views.temperature_B.copy_(controls.temperature_B)
+            views.top_p_B.copy_(controls.top_p_B)
+            views.top_k_B.copy_(controls.top_k_B)
+            views.seed_B.copy_(controls.seed_B)
         if bucket.draft_head is not None:
             bucket.draft_head.run()
         return bucket

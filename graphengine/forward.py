@@ -32,6 +32,7 @@ from graphengine.models.dflash import DraftWeights
 from graphengine.models.layers import Matrix
 from graphengine.models.qwen3 import LayerWeights, Weights
 from graphengine.profiles import ranges
+from graphengine.sampling import Controls, sample_rows
 from graphengine.simulate import Simulation, force_acceptance_
 
 
@@ -301,32 +302,56 @@ def verify_chain(
     tap_ = tap_writer(drafter.config, buffers.taps_TC) if drafter else lambda layer, h_TD: None
     rows = Rows(buffers.draft_ids_BG.view(-1), buffers.positions_T, buffers.slots_T)
     steps = target_chain(chain, target, rows, attention, buffers.attn_TNH, segments, tap_)
-    # Without a drafter the block has no mask rows; any id will do.
-    mask_token_id = drafter.config.mask_token_id if drafter else 0
 
     def accept(carry: Carry) -> Carry:
         (logits_TV,) = carry
         buffers.target_ids_BG.copy_(argmax_rows(logits_TV).view_as(buffers.target_ids_BG))
         if simulation is not None:
             segments.simulate(simulation, buffers.draft_ids_BG, buffers.target_ids_BG)
-        buffers.context_positions_T.copy_(buffers.positions_T)
-        buffers.context_slots_T.copy_(buffers.slots_T)
-        accept_and_advance_(
-            buffers.draft_ids_BG,
-            buffers.target_ids_BG,
-            buffers.start_B,
-            buffers.page_table_BW,
-            buffers.block_ids_BG,
-            buffers.positions_T,
-            buffers.slots_T,
-            buffers.num_accepted_B,
-            mask_token_id,
-            page_size,
-        )
+        _advance_(drafter, buffers, page_size)
         return ()
 
     steps.append(Dense(ranges.ACCEPT, accept))
     return steps
+
+
+def sampled_accept_step(drafter: Drafter | None, buffers: StepBuffers, page_size: int) -> Step:
+    """The other last step of `verify_chain`: the target's tokens are drawn, not its first choices.
+
+    A draft is kept while it equals the draw at its row, so every emitted token is a draw of the
+    target given the tokens before it: the drafter's proposal is a point mass, and this is rejection
+    sampling for that case.
+    """
+    block = buffers.block_ids_BG.shape[1]
+
+    def accept(carry: Carry) -> Carry:
+        (logits_TV,) = carry
+        requests = Controls(buffers.temperature_B, buffers.top_p_B, buffers.top_k_B, buffers.seed_B)
+        drawn = sample_rows(logits_TV, buffers.positions_T, requests.per_row(block))
+        buffers.target_ids_BG.copy_(drawn.view_as(buffers.target_ids_BG))
+        _advance_(drafter, buffers, page_size)
+        return ()
+
+    return Dense(ranges.ACCEPT, accept)
+
+
+def _advance_(drafter: Drafter | None, buffers: StepBuffers, page_size: int) -> None:
+    """Accepts drafts that equal the target's tokens. Mutates: the block's and context's buffers."""
+    buffers.context_positions_T.copy_(buffers.positions_T)
+    buffers.context_slots_T.copy_(buffers.slots_T)
+    accept_and_advance_(
+        buffers.draft_ids_BG,
+        buffers.target_ids_BG,
+        buffers.start_B,
+        buffers.page_table_BW,
+        buffers.block_ids_BG,
+        buffers.positions_T,
+        buffers.slots_T,
+        buffers.num_accepted_B,
+        # Without a drafter the block has no mask rows; any id will do.
+        drafter.config.mask_token_id if drafter else 0,
+        page_size,
+    )
 
 
 def context_chain(

@@ -19,6 +19,7 @@ from graphengine.forward import tap_writer as make_tap_writer
 from graphengine.kernels.argmax import argmax_rows
 from graphengine.profiles import ranges
 from graphengine.request import Request
+from graphengine.sampling import Controls, sample_rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +57,7 @@ class Prefill:
             for row, (i, rows) in enumerate(pieces):
                 done[i] += rows
                 if done[i] == len(requests[i].prompt_ids):
-                    first_tokens[i] = argmax_rows(logits_TV[row : row + 1])
+                    first_tokens[i] = _pick(requests[i], logits_TV[row : row + 1])
         return torch.cat([first_tokens[i] for i in range(len(requests))]).tolist()
 
     def _forward(
@@ -111,3 +112,12 @@ class Prefill:
         logits_TV = run_chain(chain)[0]
         run_chain(context)
         return logits_TV
+
+
+def _pick(request: Request, logits_1V: torch.Tensor) -> torch.Tensor:
+    """The token after a prompt's last row: int64 [1]."""
+    if request.sampling.is_greedy:
+        return argmax_rows(logits_1V)
+    device = logits_1V.device
+    position = torch.tensor([len(request.prompt_ids) - 1]).to(device)
+    return sample_rows(logits_1V, position, Controls.upload([request.sampling], device))

@@ -11,6 +11,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from graphengine.metrics import Acceptance, RequestMetrics
+from graphengine.sampling import GREEDY, Sampling
 from graphengine.speculative import Commit, FinishReason, commit
 
 NOT_FINITE_TEXT = (
@@ -29,6 +30,7 @@ class Request:
     max_total_tokens: int
     stop_ids: Collection[int]
     acceptance: Acceptance
+    sampling: Sampling = GREEDY
     arrival_s: float = field(default_factory=time.perf_counter)
     pages: list[int] = field(default_factory=list)
     output_ids: list[int] = field(default_factory=list)

@@ -36,7 +36,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "buffers": {"config", "kernels", "kvcache"},
     "metrics": set(),
     "guards": set(),
-    "request": {"config", "metrics", "speculative"},
+    "request": {"config", "metrics", "sampling", "speculative"},
     "simulate": set(),
     "attention": {"config", "kernels", "kvcache", "buffers", "profiles.ranges"},
     "hub": {"config"},
@@ -65,12 +65,20 @@ MAY_IMPORT: dict[str, set[str]] = {
         *("doctor_files", "doctor_models", "doctor_pair", "doctor_host"),
     },
     "artifact": {"config"},
+    "teacher": _LOOP | {"engine"},
+    "verify": _LOOP | {"engine", "teacher"},
+    "two_sample": set(),
+    "verify_report": {"profiles", "tokenizer", "verify", "verify_run"},
+    "verify_run": _LOOP | {"build", "prompts", "teacher", "two_sample", "verify"},
     "bench": {"*"},
     "bench_busy": {"engine", "request"},
     "bench_report": {"bench", "profiles.plot"},
     "cli": {"*"},
     "cli_compile": {"*"},
-    "cli_run": {"api", "artifact", "guards", "prompts", "report", "tokenizer", "profiles.ranges"},
+    "cli_run": {
+        *("api", "artifact", "guards", "prompts", "report", "sampling", "tokenizer"),
+        "profiles.ranges",
+    },
     "report": {"api", "config", "memory", "metrics", "prompts"},
     "prompts": set(),
     "cli_bench": {"*"},
@@ -78,6 +86,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "profile_run": {"*"},
     "cli_graphs": {"*"},
     "cli_doctor": {"build", "cli_bench", "doctor", "hub"},
+    "cli_verify": {"*"},
     "__main__": {"cli"},
     "": {"api", "config", "hub"},  # graphengine/__init__.py
 }
@@ -92,6 +101,8 @@ DOORS: dict[str, set[str]] = {
     "nvtx": {"profiles.ranges"},
     "click": {
         *("cli", "cli_bench", "cli_compile", "cli_profile", "cli_graphs", "cli_doctor"),
+        "cli_verify",
+        "verify_report",
     },
 }
 

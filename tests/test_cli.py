@@ -340,6 +340,39 @@ def test_raw(cli: Run) -> None:
     assert lengths[1] < lengths[0]
 
 
+def test_sampling(cli: Run, draft: Path) -> None:
+    """Bug: --seed does not reach the engine, a drafter changes what a seed says, or sampling is on
+    without being asked for."""
+    prompts = ("--prompt", "ab", "--prompt", "the quick", "--max-new-tokens", "9", "--json")
+
+    def texts(*args: str) -> list[str]:
+        result = cli(*prompts, *args)
+        assert result.exit_code == 0, result.output
+        return [entry["text"] for entry in json.loads(result.stdout)["results"]]
+
+    drawn = texts("--temperature", "2", "--seed", "4")
+    assert drawn == texts("--temperature", "2", "--seed", "4", "--draft", str(draft))
+    assert drawn != texts("--temperature", "2", "--seed", "5")
+    assert drawn != texts() == texts("--seed", "4")
+    assert texts("--temperature", "2", "--top-k", "1", "--top-p", "0.5") == texts()
+
+
+@pytest.mark.parametrize(
+    ("args", "parts"),
+    [
+        (["--temperature", "-1"], ["temperature is -1.0", "0 (greedy)"]),
+        (["--temperature", "nan"], ["temperature is nan"]),
+        (["--temperature", "1", "--top-p", "0"], ["top_p is 0.0", "1 keeps all"]),
+        (["--temperature", "1", "--top-k", "-3"], ["top_k is -3", "0 keeps all"]),
+        (["--temperature", "1", "--seed", "-3"], ["seed is -3"]),
+        (["--top-p", "0.9"], ["change nothing at temperature 0"]),
+    ],
+)
+def test_bad_sampling(cli: Run, args: list[str], parts: list[str]) -> None:
+    """Bug: a bad value is found after loading, ignored, or draws something odd."""
+    refused(cli("--prompt", "x", *args), *parts)
+
+
 def test_note_on_plain_decoding(cli: Run) -> None:
     """Bug: a user measures plain decoding and believes that it was speculative."""
     args = ["--prompt", "x", "--max-new-tokens", "2"]

@@ -103,8 +103,8 @@ def environment(commit: str | None = None) -> dict[str, Any]:
     """On what a number is measured: hardware, clocks, versions, commit.
 
     Args:
-        commit: the commit where the checkout has no git history (a copied tree); default: asked
-            of git, None where that fails.
+        commit: the commit where the checkout has no git history (a copied tree; whether that was
+            clean is then not known); default: asked of git, None where that fails.
 
     Returns:
         A dict with REQUIRED_ENVIRONMENT's keys. `gpu_clocks` are those at the moment of the call,
@@ -116,8 +116,8 @@ def environment(commit: str | None = None) -> dict[str, Any]:
     clocks = dict(zip(_CLOCKS.values(), map(_number, _gpu_query(list(_CLOCKS))), strict=True))
     # Resolved, since this folder is reached through a symlink; an installed copy has no history.
     root = Path(__file__).resolve().parent.parent
-    is_checkout = (root / ".git").exists()
-    found = commit or (_output(["git", "rev-parse", "HEAD"], cwd=root) if is_checkout else None)
+    is_checkout = commit is None and (root / ".git").exists()
+    found = _output(["git", "rev-parse", "HEAD"], cwd=root) if is_checkout else commit
     status = _output(["git", "status", "--porcelain"], cwd=root) if is_checkout else None
     return {
         "gpu_name": torch.cuda.get_device_name(0) if has_gpu else None,

@@ -10,23 +10,24 @@ The last line of stdout is one JSON object; the exit code is 1 if a test failed 
 
 import argparse
 import json
+import re
 import subprocess
 import sys
 import tempfile
 import time
-import xml.etree.ElementTree as ElementTree
 from collections import Counter
 from pathlib import Path
 
 from graphengine.profiles import result_schema
 
-PYTEST = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
+PYTEST = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider"]
+OUTCOME = re.compile(r"^(\S+\.py::.+?) (PASSED|FAILED|ERROR|SKIPPED)\b", re.MULTILINE)
 
 
 def collect(arguments: list[str]) -> list[str]:
     """Node ids that pytest selects."""
     done = subprocess.run(
-        [*PYTEST, "--collect-only", *arguments], capture_output=True, text=True, check=False
+        [*PYTEST, "-q", "--collect-only", *arguments], capture_output=True, text=True, check=False
     )
     lines = done.stdout.splitlines()
     ids = [line for line in lines if line.partition("::")[0].endswith(".py") and "::" in line]
@@ -40,41 +41,29 @@ def deal(ids: list[str], num_jobs: int) -> list[list[str]]:
     return [ids[first::num_jobs] for first in range(min(num_jobs, len(ids)))]
 
 
-def outcomes(report: Path) -> dict[str, str]:
-    """Test -> passed, failed or skipped; empty if the job wrote no report."""
-    if not report.is_file():
-        return {}
-    found = {}
-    for case in ElementTree.parse(report).iter("testcase"):
-        kinds = {child.tag for child in case}
-        failed = kinds & {"failure", "error"}
-        outcome = "failed" if failed else "skipped" if "skipped" in kinds else "passed"
-        found[f"{case.get('classname')}::{case.get('name')}"] = outcome
-    return found
-
-
 def run(ids: list[str], num_jobs: int, timeout_s: float) -> tuple[dict[str, str], str]:
-    """(outcome of every test that ended, output of jobs that did not pass)."""
+    """(outcome of every test that ended, the end of what jobs said that did not pass)."""
     found: dict[str, str] = {}
     said = []
     with tempfile.TemporaryDirectory() as directory:
         jobs = []
         for index, share in enumerate(deal(ids, num_jobs)):
-            report, log = Path(directory, f"{index}.xml"), Path(directory, f"{index}.log")
-            command = [*PYTEST, "--tb=short", f"--junitxml={report}", *share]
+            log = Path(directory, f"{index}.log")
             with log.open("w") as output:
+                command = [*PYTEST, "-v", "--tb=short", *share]
                 process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
-            jobs.append((process, report, log))
+            jobs.append((process, log))
         deadline = time.monotonic() + timeout_s
-        for process, report, log in jobs:
+        for process, log in jobs:
             try:
-                process.wait(max(1.0, deadline - time.monotonic()))
+                process.wait(max(0.1, deadline - time.monotonic()))
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
-            found |= outcomes(report)
+            text = log.read_text()
+            found |= dict(OUTCOME.findall(text))
             if process.returncode:
-                said.append(log.read_text()[-3000:])
+                said.append(text[-4000:])
     return found, "\n".join(said)
 
 
@@ -94,20 +83,26 @@ def main() -> None:
     counts = Counter(found.values())
     numbers = {
         "num_selected": len(ids),
-        "num_passed": counts["passed"],
-        "num_failed": counts["failed"],
-        "num_skipped": counts["skipped"],
-        "num_unfinished": len(ids) - len(found),
+        "num_passed": counts["PASSED"],
+        "num_failed": counts["FAILED"] + counts["ERROR"],
+        "num_skipped": counts["SKIPPED"],
+        "num_unfinished": len(set(ids) - set(found)),
         "wall_s": round(time.monotonic() - began, 1),
     }
     print(said)
-    failed = sorted(name for name, outcome in found.items() if outcome == "failed")
-    config = {"pytest": args.pytest, "jobs": args.jobs, "failed": failed}
+    failed = sorted(name for name, outcome in found.items() if outcome in ("FAILED", "ERROR"))
+    unfinished = sorted(set(ids) - set(found))
+    config = {
+        "pytest": args.pytest,
+        "jobs": args.jobs,
+        "failed": failed,
+        "unfinished": unfinished,
+    }
     if args.out:
         env = result_schema.environment(args.commit)
         result_schema.write_result(args.out, "tests", numbers, config=config, env=env)
     print(json.dumps(numbers))
-    raise SystemExit(0 if counts["passed"] + counts["skipped"] == len(ids) else 1)
+    raise SystemExit(0 if counts["PASSED"] + counts["SKIPPED"] == len(ids) else 1)
 
 
 if __name__ == "__main__":

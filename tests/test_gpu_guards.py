@@ -28,7 +28,8 @@ def test_not_finite_ends_one_request(pair: Pair, mode: Mode) -> None:
         table = engine.built.loop._prefill.target.weights.embed_VD
         kept = table[400].clone()
         table[400] = float("nan")
-        bad = [*PROMPTS[:2], [7, 400, 8]]
+        # As long as the prompt it replaces: in bf16 a prefill of fewer rows may round otherwise.
+        bad = [*PROMPTS[:2], [7, 400, *PROMPTS[2][2:]]]
         results = engine.generate(bad, max_new_tokens=30, ignore_eos=True)
         assert [r.finish_reason for r in results] == ["length", "length", "error"]
         assert [r.token_ids for r in results[:2]] == [r.token_ids for r in truth[:2]]

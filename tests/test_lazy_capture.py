@@ -192,6 +192,7 @@ def test_a_later_larger_capture(tmp_path: Path, graph_mode: Any, backend: Any) -
         "graph_mode": graph_mode,
         "attention_backend": backend,
         "device": "cuda",
+        "fallback": False,
     }
     prompts = [list(range(n, 3 * n + 4)) for n in range(1, 9)]
     batches = [prompts[:1], prompts, prompts[:1], prompts[:3], prompts, prompts[:1]]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import random
 from dataclasses import asdict, replace
@@ -346,6 +347,7 @@ def test_run_prints_the_plan(pair: tuple[Path, Path]) -> None:
 def test_plan_holds_on_a_gpu(mode: Any) -> None:
     """Bug: the estimates are far from what torch takes: below it the run can fail later, far above
     it the pool is wasted. Shapes of Qwen3-4B with random weights, 2 GiB of K/V."""
+    gc.collect()  # what earlier tests left must not go during this one
     torch.cuda.empty_cache()
     before, held = torch.cuda.memory_reserved(), torch.cuda.memory_allocated()
     device: Any = "cuda"

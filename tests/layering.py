@@ -48,7 +48,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "prefill": _CHAIN | {"forward", "buckets", "request"},
     "engine": _LOOP,
     "bytesize": set(),
-    "workspace": {"attention", "buffers", "config", "weights"},
+    "workspace": {"attention", "buffers", "config", "sampling", "weights"},
     "memory": _LOOP | {"engine", "bytesize", "workspace"},
     "build": _LOOP | {"engine", "hub", "memory", "pairs"},
     "api": _LOOP | {"engine", "hub", "build", "memory", "bytesize"},

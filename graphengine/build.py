@@ -36,9 +36,10 @@ from graphengine.config import (
     token_ids,
 )
 from graphengine.engine import DecodeLoop
+from graphengine.fallback import FallbackLoop
 from graphengine.forward import Drafter, Target
 from graphengine.hub import resolve
-from graphengine.kvcache import make_pool, pages_for
+from graphengine.kvcache import PageAllocator, make_pool, pages_for
 from graphengine.memory import MemoryPlan, device_memory, num_positions, plan_memory
 from graphengine.metrics import StartupMetrics
 from graphengine.models.layers import quantize_fp8
@@ -246,18 +247,13 @@ def build(
         )
         return built.ready, plain
 
-    loop = DecodeLoop(
-        config,
-        buckets.ready,
-        buffers,
-        prefill,
-        num_pages,
-        draft_config.mask_token_id if draft_config else 0,
-        buckets.build,
-        build_plain if draft_config else None,
-    )
-    if options.prepare_plain_decode:
-        loop.prepare_plain_decode()
+    parts = (config, buckets.ready, buffers, prefill, PageAllocator(num_pages))
+    if draft_config is None:
+        loop = DecodeLoop(*parts, 0, buckets.build)
+    else:
+        loop = FallbackLoop(*parts, draft_config.mask_token_id, buckets.build, build_plain)
+        if options.prepare_plain_decode:
+            loop.prepare_plain_decode()
     startup = StartupMetrics(
         load_s=load_s,
         compile_s=buckets.times.compile_s,

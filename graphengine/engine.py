@@ -14,10 +14,8 @@ behind and steps in only when the set of running requests changes. Where attenti
 lengths on the device there is nothing to plan, and the next step is launched before the last one's
 result is read (`PIPELINE_DEPTH`): the device never waits for the host.
 
-Where speculation cannot or should not go on (`guards`, the last block of the context), a request is
-handed over to a second loop of the same kind, whose blocks are one row: plain decoding on the same
-weights and pages, built when it is first needed. `launch` and `collect` then queue and commit one
-step of each, the drafted requests' first. There is no way back: the drafter's context is not kept.
+Without a drafter a block is one row, and the same loop decodes plainly. Requests for which
+speculation cannot or should not go on are `fallback`'s business: a second loop beside this one.
 
 Invariant: `Request.start` on the host equals `start_B` on the device whenever a plan is made;
 pages are reserved at admission for everything that a request can write, so no step can fail for
@@ -27,34 +25,27 @@ are ordered on the stream before any reuse of them.
 
 from __future__ import annotations
 
-import statistics
 import time
-import warnings
 from collections import deque
 from collections.abc import Callable, Collection
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
 from graphengine.attention import Layout
 from graphengine.buckets import Bucket
 from graphengine.buffers import StepBuffers
 from graphengine.config import EngineConfig
-from graphengine.guards import WINDOW, AcceptanceWarning, FallbackWarning, SpeculationGuard
-from graphengine.kernels.accept import next_block
-from graphengine.kvcache import NULL_PAGE, PageAllocator, pages_for
+from graphengine.kvcache import PageAllocator, pages_for
 from graphengine.metrics import Acceptance
 from graphengine.prefill import Prefill
 from graphengine.profiles import ranges
 from graphengine.request import Request
-from graphengine.sampling import GREEDY, Controls, Sampling
+from graphengine.rows import Results, load_
+from graphengine.sampling import GREEDY, Sampling
 
 # Steps in flight at most, when nothing must be planned on the host.
 PIPELINE_DEPTH = 2
-# Plain steps measured to judge speculation, after one that is not counted.
-NUM_PROBES = 5
-LAST_BLOCK = "a block would reach past the models' last position"
 
 
 class StepOutput(NamedTuple):
@@ -62,14 +53,6 @@ class StepOutput(NamedTuple):
 
     request: Request
     token_ids: list[int]
-
-
-class _Results(NamedTuple):
-    """Where one step's results land on the host, and when they are there."""
-
-    target_ids_cpu: Tensor  # int64 [B, G], pinned
-    num_accepted_cpu: Tensor  # int32 [B], pinned
-    ready: torch.cuda.Event | None
 
 
 class DecodeLoop:
@@ -85,21 +68,19 @@ class DecodeLoop:
         buckets: dict[int, Bucket],
         buffers: StepBuffers,
         prefill: Prefill,
-        num_pages: int,
+        allocator: PageAllocator,
         mask_token_id: int,
         build_bucket: Callable[[int], Bucket] | None = None,
-        build_plain: Callable[[], tuple[dict[int, Bucket], StepBuffers]] | None = None,
     ) -> None:
         """
         Args:
             buckets: those built ahead.
             build_bucket: builds one of the others at its first use, between steps.
-            build_plain: builds what requests that leave speculation run on; None without a drafter.
         """
         self.config = config
         self.block = buffers.block_ids_BG.shape[1]
         self._draft_block = buffers.draft_block_ids_BG.shape[1]
-        self.allocator = PageAllocator(num_pages)
+        self.allocator = allocator
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
         self._buckets = dict(sorted(buckets.items()))
@@ -109,22 +90,12 @@ class DecodeLoop:
         self.only_bucket: int | None = None  # a built size to run on alone; set while idle
         self._is_sampling = False  # whether a row of the loaded bucket has a temperature
         self._bucket: Bucket | None = None  # holds the running requests' rows; None: stale
-        self._in_flight: deque[tuple[list[Request], _Results]] = deque()
+        self._in_flight: deque[tuple[list[Request], Results]] = deque()
         self._next_id = 0
         self._on_gpu = buffers.start_B.is_cuda
         self._depth = 1 if config.plans_attention else PIPELINE_DEPTH
-        self._results = [self._make_results() for _ in range(self._depth)]
+        self._results = [Results.make(buffers) for _ in range(self._depth)]
         self._free_results = list(self._results)
-        self._build_plain = build_plain  # None: this loop decodes plainly itself
-        self._plain: DecodeLoop | None = None
-        self._guard: SpeculationGuard | None = None
-        if build_plain is not None and (config.acceptance_floor > 0 or config.fallback):
-            self._guard = SpeculationGuard(
-                acceptance_floor=config.acceptance_floor, may_fall_back=config.fallback
-            )
-        self._failed: list[StepOutput] = []  # ended between two steps, still to be given out
-        self._is_judging = False  # a plain step is to be measured before the next step
-        self._launch_s: float | None = None  # of the last step, if nothing but it was launched
 
     # --- requests ---
 
@@ -179,9 +150,8 @@ class DecodeLoop:
     def admit(self) -> list[StepOutput]:
         """Prefills waiting requests, in order, while rows and pages last. Waits for the device."""
         admitted: list[Request] = []
-        num_plain = len(self._plain.running) if self._plain else 0
-        max_rows = self.only_bucket or max(self.config.buckets)
-        while self.waiting and num_plain + len(self.running) + len(admitted) < max_rows:
+        num_free_rows = self._num_free_rows
+        while self.waiting and len(admitted) < num_free_rows:
             request = self.waiting[0]
             needed = pages_for(request.max_total_tokens + self.block, self.config.page_size)
             if needed > self.allocator.num_free:
@@ -205,7 +175,6 @@ class DecodeLoop:
         self.running += admitted
         self._retire()
         self._bucket = None
-        self._leave_at_the_limit(admitted)
         return outputs
 
     def cancel(self, request: Request) -> None:
@@ -216,10 +185,8 @@ class DecodeLoop:
         request.finish_reason = "cancelled"
         if request in self.waiting:
             self.waiting.remove(request)
-        else:
-            for loop in filter(None, (self, self._plain)):
-                if not loop._in_flight:
-                    loop._retire()
+        elif not self._in_flight:
+            self._retire()
 
     # --- one step ---
 
@@ -228,21 +195,13 @@ class DecodeLoop:
 
         Queues nothing while the batch has changed and older steps are still to be collected.
         """
-        began = time.perf_counter()
-        num_queued, is_steady = 0, True
         while self.running and len(self._in_flight) < self._depth:
             if self._bucket is None:
-                is_steady = False
-                if self._in_flight or not self._settle():
+                if self._in_flight:
                     break
                 self._bucket = self._load()
             with ranges.range_(ranges.STEP):
                 self._queue_step(self._bucket)
-            num_queued += 1
-        steady = is_steady and num_queued == 1
-        self._launch_s = time.perf_counter() - began if steady else None
-        if self._plain is not None:
-            self._plain.launch()
 
     def _queue_step(self, bucket: Bucket) -> None:
         layout = self._layout(bucket.size, self.block) if self.config.plans_attention else None
@@ -266,10 +225,7 @@ class DecodeLoop:
             verify.run()
         with ranges.range_("accept"):
             results = self._free_results.pop()
-            results.target_ids_cpu.copy_(self._buffers.target_ids_BG, non_blocking=True)
-            results.num_accepted_cpu.copy_(self._buffers.num_accepted_B, non_blocking=True)
-            if results.ready is not None:
-                results.ready.record()
+            results.copy_(self._buffers)
             self._in_flight.append((list(self.running), results))
         if bucket.context is not None and bucket.draft_head is not None:
             with ranges.range_("draft"):
@@ -286,33 +242,32 @@ class DecodeLoop:
 
     def collect(self) -> list[StepOutput]:
         """Waits for the oldest step in flight and commits it; nothing if there is none."""
-        outputs, self._failed = self._failed + self._collect_own(), []
-        return outputs + self._plain.collect() if self._plain is not None else outputs
-
-    def _collect_own(self) -> list[StepOutput]:
-        began = time.perf_counter()
         self.wait()
-        wait_s = time.perf_counter() - began
         if not self._in_flight:
             return []
-        rows, results = self._in_flight.popleft()
+        requests, results = self._in_flight.popleft()
         with ranges.range_("commit"):
             target_ids = results.target_ids_cpu.tolist()
             num_accepted = results.num_accepted_cpu.tolist()
             self._free_results.append(results)
-            live = [row for row, request in enumerate(rows) if request.finish_reason is None]
-            outputs = [
-                StepOutput(rows[row], rows[row].advance(target_ids[row], num_accepted[row]))
-                for row in live
-            ]
-            self._retire()
-            if self._build_plain is not None:
-                self._leave_at_the_limit(self.running)
-            if self._guard is not None:
-                seconds = None if self._launch_s is None else self._launch_s + wait_s
-                if self._plain is not None and self._plain.running:
-                    seconds = None  # a plain step may have run in between
-                self._judge(self._guard, len(rows), [num_accepted[row] for row in live], seconds)
+            return self._commit(requests, target_ids, num_accepted)
+
+    def _commit(
+        self, requests: list[Request], target_ids: list[list[int]], num_accepted: list[int]
+    ) -> list[StepOutput]:
+        """Gives every request its row; one that ended while the step ran gets nothing.
+
+        Args:
+            requests: those that the step ran, in the order of the rows.
+            target_ids: [B][G], the target's choice after every row of a block.
+            num_accepted: [B], drafts accepted.
+        """
+        outputs = [
+            StepOutput(request, request.advance(target_ids[row], num_accepted[row]))
+            for row, request in enumerate(requests)
+            if request.finish_reason is None
+        ]
+        self._retire()
         return outputs
 
     @property
@@ -328,8 +283,7 @@ class DecodeLoop:
     @property
     def has_work(self) -> bool:
         """Whether a request waits or runs, or a step is still to be collected."""
-        own = bool(self.waiting or self.running or self._in_flight or self._failed)
-        return own or (self._plain is not None and self._plain.has_work)
+        return bool(self.waiting or self.running or self._in_flight)
 
     def reset(self) -> None:
         """Drops every request and returns all pages; for use after an error or an interrupt.
@@ -345,116 +299,12 @@ class DecodeLoop:
             request.pages = []
         if self._on_gpu:
             torch.cuda.synchronize()  # late writes go to pages that nobody owns yet
-        if self._plain is not None:
-            self._plain.reset()
-        self._is_judging, self._failed = False, []
         self._in_flight.clear()
         self._free_results = list(self._results)
         self._bucket = None
         self.running = []
         self.waiting.clear()
         self.allocator.reset()
-
-    # --- leaving speculation ---
-
-    def prepare_plain_decode(self) -> None:
-        """Builds what decodes plainly, if it is not there yet: compiles and captures on a GPU."""
-        if self._plain is None and self._build_plain is not None:
-            buckets, buffers = self._build_plain()
-            self._plain = DecodeLoop(self.config, buckets, buffers, self._prefill, 2, 0)
-            self._plain.allocator = self.allocator
-
-    def _plain_loop(self) -> DecodeLoop | None:
-        """What decodes plainly, built at its first use; None, with a warning, if memory lacks."""
-        try:
-            self.prepare_plain_decode()
-        except (MemoryError, torch.OutOfMemoryError) as error:
-            if self._guard is not None:
-                self._guard.may_fall_back = False
-            text = f"no memory to build plain decoding ({str(error).partition('.')[0]}); "
-            text += "lower --gpu-memory-utilization, or build it at start-up (prepare_plain_decode)"
-            warnings.warn(text, FallbackWarning, stacklevel=2)
-        return self._plain
-
-    def time_step(self, requests: list[Request]) -> float:
-        """Median seconds of a step of these requests, without effect on them: what it writes lies
-        behind their lengths, and nothing is committed. Waits for the device; the loop is idle."""
-        assert not self.has_work
-        self.running, seconds = list(requests), []
-        for _ in range(1 + NUM_PROBES):
-            bucket = self._load()
-            began = time.perf_counter()
-            self._queue_step(bucket)
-            self.wait()
-            seconds.append(time.perf_counter() - began)
-            self._free_results.append(self._in_flight.popleft()[1])
-        self.running, self._bucket = [], None
-        return statistics.median(seconds[1:])
-
-    def _leave_at_the_limit(self, requests: list[Request]) -> None:
-        """Marks requests whose next block would not fit the models' positions."""
-        limit = self.config.speculation_limit
-        if limit is not None:
-            self.leave_speculation([r for r in requests if r.start > limit], LAST_BLOCK)
-
-    def leave_speculation(self, requests: list[Request], reason: str) -> None:
-        """Lets running requests go on plainly, for good, once no step of theirs is in flight."""
-        for request in requests:
-            if request.fallback_reason is None and request.finish_reason is None:
-                request.fallback_reason = reason
-                self._bucket = None  # handed over when nothing is in flight
-
-    def _judge(
-        self,
-        guard: SpeculationGuard,
-        num_rows: int,
-        num_accepted: list[int],
-        seconds: float | None,
-    ) -> None:
-        size = self._size_for(num_rows)
-        if not guard.observe(num_accepted, size, seconds):
-            return
-        if (text := guard.warning()) is not None:
-            warnings.warn(text, AcceptanceWarning, stacklevel=4)
-        if guard.needs_plain_time(size):
-            if self._plain is None or not self._plain.has_work:
-                self._is_judging, self._bucket = True, None
-        else:
-            self._fall_back(guard, size)
-
-    def _fall_back(self, guard: SpeculationGuard, size: int) -> None:
-        reason = guard.verdict(size)
-        if reason is not None:
-            judged = [r for r in self.running if r.acceptance.num_steps >= WINDOW]
-            self.leave_speculation(judged, reason)
-
-    def _settle(self) -> bool:
-        """Between two batches, with nothing in flight: measures and hands over what is due.
-
-        Returns:
-            Whether requests are left to run here.
-        """
-        assert not self._in_flight
-        if self._is_judging and self._guard is not None:
-            self._is_judging = False
-            size = self._size_for(len(self.running))
-            plain = self._plain_loop() if self._guard.needs_plain_time(size) else None
-            if plain is not None:
-                self._guard.plain_step_s[size] = plain.time_step(self.running)
-            self._fall_back(self._guard, size)
-        leaving = [r for r in self.running if r.fallback_reason is not None]
-        if leaving and self._build_plain is not None:
-            plain = self._plain_loop()
-            if plain is not None:
-                self.running = [r for r in self.running if r.fallback_reason is None]
-                plain.running += leaving
-                plain._bucket = None
-            else:
-                for request in leaving:
-                    request.fail(f"{request.fallback_reason}, and memory lacks to decode plainly")
-                    self._failed.append(StepOutput(request, []))
-                self._retire()
-        return bool(self.running)
 
     # --- rows ---
 
@@ -471,6 +321,11 @@ class DecodeLoop:
         self.allocator.free(request.pages)
         request.pages = []
 
+    @property
+    def _num_free_rows(self) -> int:
+        """How many more requests may run."""
+        return (self.only_bucket or max(self.config.buckets)) - len(self.running)
+
     def _size_for(self, count: int) -> int:
         """The smallest bucket that holds `count` requests."""
         return self.only_bucket or next(size for size in self.config.buckets if size >= count)
@@ -482,16 +337,6 @@ class DecodeLoop:
             [request.pages for request in self.running],
             self.config.page_size,
             num_requests,
-        )
-
-    def _make_results(self) -> _Results:
-        def pinned(like: Tensor) -> Tensor:
-            return torch.empty(like.shape, dtype=like.dtype, pin_memory=self._on_gpu)
-
-        return _Results(
-            pinned(self._buffers.target_ids_BG),
-            pinned(self._buffers.num_accepted_B),
-            torch.cuda.Event() if self._on_gpu else None,
         )
 
     def _bucket_of(self, size: int) -> Bucket:
@@ -506,40 +351,9 @@ class DecodeLoop:
 
     def _load(self) -> Bucket:
         """Writes the running requests into the smallest bucket that holds them."""
-        count = len(self.running)
-        bucket = self._bucket_of(self._size_for(count))
-        views, device = bucket.buffers, self._buffers.start_B.device
-        width = views.page_table_BW.shape[1]
-        padding = bucket.size - count
-        table = [r.pages + [NULL_PAGE] * (width - len(r.pages)) for r in self.running]
-        table += [[NULL_PAGE] * width] * padding
-
-        def upload(values: list[int]) -> Tensor:
-            return torch.tensor(values, dtype=torch.int32).to(device)
-
-        views.page_table_BW.copy_(torch.tensor(table, dtype=torch.int32))
-        views.start_B.copy_(upload([r.start for r in self.running] + [0] * padding))
-        anchors = upload([r.anchor for r in self.running] + [0] * padding)
-        block_ids, positions, slots = next_block(
-            views.start_B,
-            anchors,
-            views.page_table_BW,
-            self.block,
-            self._mask_token_id,
-            self.config.page_size,
-        )
-        views.block_ids_BG.copy_(block_ids)
-        views.positions_T.copy_(positions)
-        views.slots_T.copy_(slots)
-        self._is_sampling = any(not r.sampling.is_greedy for r in self.running)
-        if self._is_sampling:
-            controls = Controls.upload(
-                [r.sampling for r in self.running] + [GREEDY] * padding, device
-            )
-            views.temperature_B.copy_(controls.temperature_B)
-            views.top_p_B.copy_(controls.top_p_B)
-            views.top_k_B.copy_(controls.top_k_B)
-            views.seed_B.copy_(controls.seed_B)
+        bucket = self._bucket_of(self._size_for(len(self.running)))
+        load_(bucket.buffers, self.running, self._mask_token_id, self.config.page_size)
+        self._is_sampling = any(not request.sampling.is_greedy for request in self.running)
         if bucket.draft_head is not None:
             bucket.draft_head.run()
         return bucket

@@ -20,7 +20,8 @@ _CHAIN = _LOW | {
     *("models", "attention", "capture", "kvcache", "buffers"),
     *("speculative", "sampling", "weights", "metrics", "simulate"),
 }
-_LOOP = _CHAIN | {"forward", "buckets", "guards", "prefill", "request", "tokenizer"}
+_STEP = _CHAIN | {"forward", "buckets", "prefill", "request", "rows"}
+_LOOP = _STEP | {"guards", "tokenizer"}
 MAY_IMPORT: dict[str, set[str]] = {
     "config": {"draft_formats"},
     "draft_formats": {"config", "draft_attention"},
@@ -46,11 +47,13 @@ MAY_IMPORT: dict[str, set[str]] = {
     "forward": _CHAIN,
     "buckets": _CHAIN | {"forward"},
     "prefill": _CHAIN | {"forward", "buckets", "request"},
-    "engine": _LOOP,
+    "rows": {"buffers", "kernels", "kvcache", "request", "sampling"},
+    "engine": _STEP,
+    "fallback": _STEP | {"engine", "guards"},
     "bytesize": set(),
     "workspace": {"attention", "buffers", "config", "sampling", "weights"},
     "memory": _LOOP | {"engine", "bytesize", "workspace"},
-    "build": _LOOP | {"engine", "hub", "memory", "pairs"},
+    "build": _LOOP | {"engine", "fallback", "hub", "memory", "pairs"},
     "api": _LOOP | {"engine", "hub", "build", "memory", "bytesize"},
     "findings": set(),
     "doctor_files": {"findings", "hub", "pairs", "tokenizer", "weights"},

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from graphengine import guards
-from graphengine.engine import LAST_BLOCK, DecodeLoop
+from graphengine.fallback import LAST_BLOCK, PlainLoop
 from tests.test_gpu_modes import FAMILIES, PROMPTS, Mode, Pair
 from tests.test_gpu_modes import pair as pair  # the fixture
 
@@ -70,13 +70,13 @@ def test_fallback_by_real_times(pair: Pair, mode: Mode, monkeypatch: pytest.Monk
     every request that falls back."""
     monkeypatch.setattr(guards.SpeculationGuard, "_may_lose", _suspects)
     times: list[float] = []
-    real = DecodeLoop.time_step
+    real = PlainLoop.time_step
 
-    def time_step(self: DecodeLoop, requests: list[Any]) -> float:
+    def time_step(self: PlainLoop, requests: list[Any]) -> float:
         times.append(real(self, requests))
         return 1e-9
 
-    monkeypatch.setattr(DecodeLoop, "time_step", time_step)
+    monkeypatch.setattr(PlainLoop, "time_step", time_step)
     with pair.engine(mode, fallback=True) as engine:
         used: list[int] = []
         for _ in range(4):

@@ -8,6 +8,7 @@ from __future__ import annotations
 import gc
 import json
 import random
+import re
 import sys
 import warnings
 import weakref
@@ -25,10 +26,10 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from graphengine import engine as engine_module
-from graphengine import guards
+from graphengine import fallback, guards
 from graphengine.api import Engine
 from graphengine.cli import main
-from graphengine.engine import DecodeLoop
+from graphengine.fallback import LAST_BLOCK, FallbackLoop, PlainLoop
 from graphengine.guards import AcceptanceWarning, FallbackWarning, SpeculationGuard
 from tests.checkpoints import edit_config, make_drafter, make_target
 from tests.test_engine import (
@@ -163,21 +164,21 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
         (guards, "FEWEST_TIMES", 3),
         (guards, "JUDGE_EVERY", 4),
         (guards, "FEWEST_TO_WARN", 8),
-        (engine_module, "WINDOW", 8),
+        (fallback, "WINDOW", 8),
     ):
         monkeypatch.setattr(module, name, value)
 
 
 def plain_takes(monkeypatch: pytest.MonkeyPatch, seconds: float) -> list[int]:
     """Plain steps run for real, then are said to have taken `seconds`; one entry a measurement."""
-    real, calls = DecodeLoop.time_step, []
+    real, calls = PlainLoop.time_step, []
 
-    def time_step(self: DecodeLoop, requests: list[Any]) -> float:
+    def time_step(self: PlainLoop, requests: list[Any]) -> float:
         assert real(self, requests) > 0
         calls.append(len(requests))
         return seconds
 
-    monkeypatch.setattr(DecodeLoop, "time_step", time_step)
+    monkeypatch.setattr(PlainLoop, "time_step", time_step)
     return calls
 
 
@@ -201,7 +202,7 @@ def test_last_block_in_plain_decode(small: Pair, backend: str, page_size: int) -
                 assert result.finish_reason == "length"
                 metrics = result.metrics
                 num_plain.append(metrics.num_plain_steps)
-                reason = engine_module.LAST_BLOCK if num_plain[-1] else None
+                reason = LAST_BLOCK if num_plain[-1] else None
                 assert metrics.fallback_reason == reason
                 assert metrics.acceptance.steps_by_accepted[accepted] == (
                     metrics.num_steps - metrics.num_plain_steps
@@ -218,7 +219,7 @@ def test_without_the_option_nothing_changes(small: Pair) -> None:
         force(engine, small, 2)
         (result,) = engine.generate(PROMPTS[0], max_new_tokens=99, ignore_eos=True)
         assert result.token_ids == small.plain(PROMPTS[0], 41)
-        assert result.metrics.fallback_reason is None and loop_of(engine)._plain is None
+        assert result.metrics.fallback_reason is None and loop_of(engine).plain is None
     with pytest.raises(ValueError, match=r"between 2 and 44 .* --finish-in-plain-decode all"):
         small.engine(max_model_len=48)
     with small.engine(draft=False, max_model_len=48, finish_in_plain_decode=True) as engine:
@@ -300,9 +301,9 @@ def test_drafted_and_plain_side_by_side(
         late: list[Any] = []
 
         def join() -> None:
-            if not late and loop._plain is not None and loop._plain.running:
+            if not late and loop.plain is not None and loop.plain.running:
                 late.extend(loop.submit(list(p), 27, frozenset()) for p in PROMPTS[2:5])
-            plain = loop._plain
+            plain = loop.plain
             if late and late[1].output_ids and plain is not None and plain.running:
                 loop.cancel(first[0])
 
@@ -324,22 +325,22 @@ def test_good_drafts_never_measure(pair: Pair, monkeypatch: pytest.MonkeyPatch) 
         force(engine, pair, 1)
         ids_only(engine, PROMPTS, max_new_tokens=27)
     with pair.engine(max_model_len=44, fallback=False, acceptance_floor=0.0) as engine:
-        assert loop_of(engine)._guard is None
+        assert loop_of(engine).guard is None
         force(engine, pair, 0)
         assert ids_only(engine, PROMPTS, max_new_tokens=27) == [pair.plain(p, 27) for p in PROMPTS]
     with pair.engine(max_model_len=44, simulate_acceptance=1.0) as engine:
-        assert loop_of(engine)._guard is None, "drawn acceptance says nothing"
+        assert loop_of(engine).guard is None, "drawn acceptance says nothing"
     assert not calls
 
 
 def test_plain_decode_is_built_when_needed(pair: Pair) -> None:
     """Bug: every start-up pays for a second set of graphs, or asking for it does nothing."""
     with pair.engine() as engine:
-        assert loop_of(engine)._plain is None
+        assert loop_of(engine).plain is None
     with pair.engine(prepare_plain_decode=True) as engine:
-        assert list(loop_of(engine)._plain.buckets) == [1, 2, 4]
+        assert list(loop_of(engine).plain.buckets) == [1, 2, 4]
     with pair.engine(draft=False, prepare_plain_decode=True) as engine:
-        assert loop_of(engine)._plain is None
+        assert not isinstance(loop_of(engine), FallbackLoop), "it decodes plainly itself"
 
 
 @pytest.mark.usefixtures("impatient")
@@ -504,7 +505,7 @@ def test_command_warns(tmp_path: Path) -> None:
     (text,) = json.loads(found.stdout)["warnings"]
     assert text.startswith("drafts are rarely accepted: 1.")
     assert found.stderr.count("warning: drafts are rarely accepted") == 1
-    assert "guards.py" not in found.stderr and "engine.py" not in found.stderr
+    assert not re.search(r"(guards|engine|fallback)\.py", found.stderr)
     silent = run_cli(*options, "--acceptance-floor", 0)
     assert "rarely" not in silent.stderr + silent.stdout
     refused = run_cli(*options, "--acceptance-floor", 4.5)
@@ -559,7 +560,15 @@ def test_exception_anywhere(
 class Interrupt:
     """Raises KeyboardInterrupt at the n-th line run in the engine's own files, as Ctrl-C does."""
 
-    FILES = ("engine.py", "kvcache.py", "request.py", "guards.py", "api.py")
+    FILES = (
+        "engine.py",
+        "fallback.py",
+        "rows.py",
+        "kvcache.py",
+        "request.py",
+        "guards.py",
+        "api.py",
+    )
 
     def __init__(self, line: int) -> None:
         self.left = line
@@ -649,13 +658,13 @@ def test_exception_in_plain_decode(pair: Pair, where: str, monkeypatch: pytest.M
             if where == "build":
                 patch.setattr(loop, "_build_plain", explode)
             elif where == "time_step":
-                patch.setattr(DecodeLoop, "time_step", explode)
+                patch.setattr(PlainLoop, "time_step", explode)
             else:
                 loop.prepare_plain_decode()
-                bucket = loop._plain.buckets[4]
+                bucket = loop.plain.buckets[4]
                 broken = replace(bucket, verify=After(bucket.verify, explode))
-                patch.setitem(loop._plain._buckets, 4, broken)
-                patch.setattr(DecodeLoop, "time_step", lambda self, requests: 1e-9)
+                patch.setitem(loop.plain._buckets, 4, broken)
+                patch.setattr(PlainLoop, "time_step", lambda self, requests: 1e-9)
             with pytest.raises(KeyboardInterrupt):
                 engine.generate(PROMPTS, max_new_tokens=27, ignore_eos=True)
         assert calls

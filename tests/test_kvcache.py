@@ -167,7 +167,7 @@ class LoopMachine(RuleBasedStateMachine):
     @property
     def running(self) -> list[Any]:
         """Requests that draft, then those that decode plainly."""
-        plain = self.loop._plain
+        plain = self.loop.plain
         return self.loop.running + (plain.running if plain is not None else [])
 
     @precondition(lambda self: self.running)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from graphengine import engine as engine_module
+from graphengine import rows
 from graphengine.engine import DecodeLoop
 
 _spec = importlib.util.spec_from_file_location(
@@ -51,13 +51,13 @@ def leaks_a_page(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def swaps_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = engine_module.next_block
+    real = rows.next_block
 
     def next_block(start: Any, *rest: Any) -> Any:
         ids, positions, slots = real(start, *rest)
         return ids, positions + (positions > 40), slots
 
-    monkeypatch.setattr(engine_module, "next_block", next_block)
+    monkeypatch.setattr(rows, "next_block", next_block)
 
 
 def grows(monkeypatch: pytest.MonkeyPatch) -> None:

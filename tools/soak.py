@@ -34,7 +34,8 @@ from typing import Any
 import torch
 
 from graphengine.api import Engine
-from graphengine.engine import DecodeLoop, StepOutput
+from graphengine.engine import StepOutput
+from graphengine.fallback import FallbackLoop
 from graphengine.profiles import result_schema
 from graphengine.request import Request
 
@@ -104,7 +105,7 @@ def open_engine(target: Path, drafter: Path | None, options: Options) -> Engine:
 class Soak:
     """One run: the loop, what is known of its prompts, and what was counted."""
 
-    loop: DecodeLoop
+    loop: FallbackLoop
     truth: dict[tuple[int, ...], list[int]]
     rng: random.Random
     must_match: bool
@@ -180,7 +181,7 @@ class Soak:
         Raises:
             Leak: pages are missing or shared.
         """
-        plain = self.loop._plain
+        plain = self.loop.plain
         running = self.loop.running + (plain.running if plain is not None else [])
         held = [page for request in running for page in request.pages] + self.ballast
         allocator = self.loop.allocator
@@ -238,8 +239,9 @@ def soak(
             results = plain.generate(prompts, max_new_tokens=LONGEST_ANSWER, ignore_eos=True)
         truth = {p: r.token_ids for p, r in zip(prompts, results, strict=True)}
         with open_engine(target, drafter, options) as engine:
-            is_float32 = engine.config.dtype == "float32"
-            run = Soak(loop=engine.built.loop, truth=truth, rng=rng, must_match=is_float32)
+            is_float32, loop = engine.config.dtype == "float32", engine.built.loop
+            assert isinstance(loop, FallbackLoop)
+            run = Soak(loop=loop, truth=truth, rng=rng, must_match=is_float32)
             return _run(run, steps, progress)
 
 

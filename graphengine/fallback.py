@@ -5,17 +5,17 @@ position), or should not (`guards` has found that it loses against plain decodin
 a loop of the same kind whose blocks are one row: plain decoding on the same weights and pages,
 built when it is first needed. There is no way back: the drafter's context is not kept.
 
-Why beside the loop and not in it: a step knows nothing of all this. What `DecodeLoop` does is
-extended where requests come in, where a step is committed and before a changed batch is loaded:
+Why beside the engine and not in it: a step needs to know nothing of this. `FallbackLoop` adds to
+what `DecodeLoop` does, at three places:
 
-    admit     rows are shared by both loops;   mark prompts that are too long to draft for
-    launch    batch changed, none in flight?   measure plain steps, hand marked requests over
-              queue drafted steps, then plain ones
-    collect   commit a drafted step            count it, judge, mark;   commit a plain step
+    admit      + mark prompts that are too long for a block behind them; both loops share the rows
+    launch     + before a changed batch is loaded: measure plain steps, hand marked requests over
+               + behind the drafted steps: queue plain ones
+    collect    + after a drafted step is committed: count, judge, mark; then commit a plain step
 
-Invariant: a marked request changes loops only while no drafted step is in flight, so `start` and
-pages are all that there is to hand over, and its tokens are the same in either loop. Otherwise a
-block in flight would be lost, or be committed twice.
+Invariant: a marked request changes loops only while no drafted step is in flight, so that `start`,
+anchor and pages are all there is to hand over. Otherwise a block in flight would be lost, or be
+committed twice.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
 Why: a bucket's buffers are only what the device needs for its next block, so everything about a
 request that a step reads is written here, in one place, whenever the batch changes. From then on
 the steps keep it current themselves. Invariant: row b holds request b, and every row behind the
-last request is padding: start 0, pages all NULL_PAGE, greedy. A row left over from an older batch
-would write into pages that belong to somebody else by now.
+last request is padding: start 0, pages all NULL_PAGE. A row left over from an older batch would
+write into pages that belong to somebody else by now.
 
 Legend: B requests of the bucket, G rows of a block, W pages per request, T = B * G.
 """

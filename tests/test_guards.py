@@ -379,8 +379,10 @@ def test_acceptance_warning(pair: Pair) -> None:
     """Bug: acceptance is lost silently, or warned about with every request."""
     with pair.engine(max_model_len=44, fallback=False) as engine:
         force(engine, pair, 0)
-        with pytest.warns(AcceptanceWarning, match=r"1\.00 tokens a step .* floor is 1\.5"):
+        said = r"1\.00 tokens a step .* floor is 1\.5"
+        with pytest.warns(AcceptanceWarning, match=said) as caught:
             ids_only(engine, PROMPTS[:1], max_new_tokens=27)
+        assert Path(caught[0].filename).name == "api.py", "not a frame inside the loop"
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             ids_only(engine, PROMPTS, max_new_tokens=27)
@@ -561,13 +563,8 @@ class Interrupt:
     """Raises KeyboardInterrupt at the n-th line run in the engine's own files, as Ctrl-C does."""
 
     FILES = (
-        "engine.py",
-        "fallback.py",
-        "rows.py",
-        "kvcache.py",
-        "request.py",
-        "guards.py",
-        "api.py",
+        *("engine.py", "fallback.py", "rows.py", "kvcache.py"),
+        *("request.py", "guards.py", "api.py"),
     )
 
     def __init__(self, line: int) -> None:

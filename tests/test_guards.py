@@ -620,6 +620,37 @@ def test_ctrl_c_between_any_two_lines(engine: Engine, pair: Pair) -> None:
     assert interrupted > 30
 
 
+@pytest.mark.usefixtures("impatient")
+def test_ctrl_c_at_the_hand_over(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: an interrupt while a request is between two loops, or while one of the two is reset,
+    leaves a request or its pages in the other."""
+    plain_takes(monkeypatch, 1e-9)
+    prompts = PROMPTS[:3]
+    plain = [pair.plain(p, 14) for p in prompts]
+    with pair.engine(max_model_len=44, buckets=(4,), prepare_plain_decode=True) as engine:
+        force(engine, pair, 0)
+
+        def run() -> list[list[int]]:
+            results = engine.generate(prompts, max_new_tokens=14, ignore_eos=True)
+            assert all(result.metrics.num_plain_steps for result in results)
+            return tokens(results)
+
+        run()  # plain steps are measured once
+        total = lines_run(run)
+        interrupted = 0
+        for line in random.Random(5).sample(range(1, total), 20):
+            sys.settrace(Interrupt(line))
+            try:
+                run()
+            except KeyboardInterrupt:
+                interrupted += 1
+            finally:
+                sys.settrace(None)
+            assert run() == plain, f"after an interrupt at line {line} of {total}"
+            assert_idle(engine)
+        assert interrupted > 15
+
+
 def test_close_frees_everything(pair: Pair) -> None:
     """Bug: the pools of a closed engine live on in a frame, a closure or a cycle until some
     collection, and the next engine finds no memory."""

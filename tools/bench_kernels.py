@@ -287,7 +287,15 @@ def tile_candidates(B: int) -> list[Candidate]:
     sizes += [(128, c, w, s) for c in (128, 256) for w in (4, 8) for s in (2, 3)]
     names = ("kv_tile", "chunk", "num_warps", "num_stages")
     configs = [base._replace(**dict(zip(names, size, strict=True))) for size in sizes]
-    return [(Z, config) for config in dict.fromkeys([base, *configs])]
+    # Several programs share a multiprocessor: small stages, and no merge that waits for others.
+    shared = [
+        (z, base._replace(chunk=c, num_stages=s, one_split=0, fused_merge=False))
+        for z in (2 * Z, 4 * Z, 8 * Z)
+        if z <= block_attention.MAX_SPLITS
+        for c in (64, 128)
+        for s in (1, 2)
+    ]
+    return [*((Z, config) for config in dict.fromkeys([base, *configs])), *shared]
 
 
 def launch_candidates(Z: int, base: block_attention.LaunchConfig) -> list[Candidate]:

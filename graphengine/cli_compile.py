@@ -112,6 +112,7 @@ def _compile(store: Store, model: str | None, draft: str | None, options: dict[s
         max_model_len=options["max_model_len"],
         load_format="dummy",
         draft_quantization=options["draft_quantization"] if draft else "none",
+        prepare_plain_decode=draft is not None,  # else the first fallback compiles mid-answer
     ) as engine:
         built_s = time.perf_counter() - began
         for size in engine.config.buckets:

@@ -240,10 +240,19 @@ class FallbackLoop(DecodeLoop):
         """What decodes plainly, built at its first use; None, with a warning, if memory lacks."""
         try:
             self.prepare_plain_decode()
-        except (MemoryError, torch.OutOfMemoryError) as error:
+        except (MemoryError, RuntimeError) as error:
+            if not _lacks_memory(error):
+                raise
             if self.guard is not None:
                 self.guard.may_fall_back = False
             text = f"no memory to build plain decoding ({str(error).partition('.')[0]}); "
             text += "lower --gpu-memory-utilization, or build it at start-up (prepare_plain_decode)"
             warnings.warn(text, FallbackWarning, stacklevel=2)
         return self.plain
+
+
+def _lacks_memory(error: Exception) -> bool:
+    """Graphs and library handles that find no memory raise plain errors of the CUDA runtime."""
+    if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
+        return True
+    return "out of memory" in str(error) or "ALLOC_FAILED" in str(error)

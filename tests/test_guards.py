@@ -344,14 +344,15 @@ def test_plain_decode_is_built_when_needed(pair: Pair) -> None:
 
 
 @pytest.mark.usefixtures("impatient")
+@pytest.mark.parametrize("kind", [torch.OutOfMemoryError, RuntimeError])
 def test_no_memory_for_plain_decode(
-    pair: Pair, small: Pair, monkeypatch: pytest.MonkeyPatch
+    pair: Pair, small: Pair, monkeypatch: pytest.MonkeyPatch, kind: type[Exception]
 ) -> None:
     """Bug: building what only makes a request faster ends it; or a request that cannot go on
     otherwise hangs, or takes its neighbours along."""
 
     def build() -> Any:
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB")
+        raise kind("CUDA out of memory. Tried to allocate 1 GiB")
 
     with pair.engine(max_model_len=44) as engine:
         monkeypatch.setattr(loop_of(engine), "_build_plain", build)

@@ -28,7 +28,10 @@ ROOT = Path(__file__).resolve().parent.parent
 VENV = ROOT / ".venv"
 MARKER = VENV / "bootstrap.json"
 SUPPORTED = ((3, 11), (3, 12))
-DEFAULT_PROMPT = "Tom has 12 apples and buys 7 more. How many apples does Tom have now?"
+DEFAULT_PROMPT = (
+    "Iris travels from Rome to Vienna by bike. First Iris moves 60 km per hour for 5 hours, "
+    "then 30 km per hour for 5 hours. How far is it?"
+)
 HEARTBEAT_S = 20
 # Unpacked size of what is installed plus pip's temporary copies; torch dominates both.
 NEEDED_GIB = {False: 3, True: 12}

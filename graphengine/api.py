@@ -81,6 +81,7 @@ class Engine:
     def __init__(self, built: Built) -> None:
         self._built: Built | None = built
         # Asked, not told, whether it has ended: an interrupt may come between any two lines.
+        # Called like a weak reference whose stream is gone, which cannot be made without one.
         self._stream: weakref.ref[Generator[Chunk, None, None]] = lambda: None  # type: ignore[assignment]
         self._failure, self._remedy = "", "make a new one with from_pretrained"
 

@@ -294,8 +294,8 @@ def _measure(
         model,
         draft,
         buckets=plan["bucket"],
-        graph_mode=mode,  # type: ignore[arg-type]
-        attention_backend=backend,  # type: ignore[arg-type]
+        graph_mode=mode,  # type: ignore[arg-type]  # one of ModeList's choices
+        attention_backend=backend,  # type: ignore[arg-type]  # the same
         compile=plan["compile_"],
         device=plan["device"],
         dtype=plan["dtype"],

@@ -326,8 +326,8 @@ def _engine(model: str, draft: str | None, mode: Mode, options: dict[str, Any]) 
         model,
         draft,
         buckets=options["bucket"],
-        graph_mode=mode.graph_mode,  # type: ignore[arg-type]
-        attention_backend=mode.attention_backend,  # type: ignore[arg-type]
+        graph_mode=mode.graph_mode,  # type: ignore[arg-type]  # resolve_options checks it
+        attention_backend=mode.attention_backend,  # type: ignore[arg-type]  # the same
         compile=options["compile_"],
         draft_quantization=options["draft_quantization"] if draft else "none",
         sampling=True if options["temperature"] else None,

@@ -25,8 +25,8 @@ in the word that counts the arrivals, and the last to arrive, which never waits,
 
 Cost: 2 * kv_len * K * H elements are read per request: 4.2 MB at 1k for K 8, H 128, bf16, 0.95 us
 at 4.4 TB/s; 33.5 MB and 7.6 us at 8k. Partials (fp32, live splits * T * N * H) stay in L2.
-Predicted on an H200, in a graph: batch 1 5 us up to 256 keys, 7 at 1k, 13 at 8k; batch 8 and 16
-at ~400 keys 6 and 9 us.
+Measured on an H200 at ~380 keys, inside a full step: 9.5 us at batch 1, 22.7 at batch 16, where one
+split has all keys of a request (profiles/results/2026-11-21-h200-8b-profile-full*.json).
 
 Legend: B requests, G block length, T = B * G rows, N query heads, K kv heads, H head dim, W pages
 in a row of the page table, S page size, Z splits. kv_cache: [2, num_pages, S, K, H].
@@ -112,9 +112,9 @@ def choose_num_splits(
 def choose_config(num_splits: int) -> LaunchConfig:
     """The default sizes for Z splits (`tools/bench_kernels.py --sweep block_attention`).
 
-    one_split: a merge costs about 2.5 us and a multiprocessor alone takes some 8 ns a key (both
-    estimated for an H200, H 128), so one split beats sixteen up to ~300 keys. Few splits gain
-    less: with Z = 2 half of the multiprocessors stream already, and the break-even is near 1000.
+    one_split: at batch 1 one split up to 512 keys instead of 256 costs 3 us a layer, up to 64 gains
+    nothing (H200). For few splits the values come from an estimate of 8 ns a key that is too low
+    by far: the profile at batch 16 says 60 (profiles/LOG.md, 2026-11-21); to be swept.
     """
     return LaunchConfig(one_split=256 if num_splits > 4 else 512 if num_splits > 2 else 1024)
 

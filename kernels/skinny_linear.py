@@ -20,7 +20,8 @@ the weights in registers instead took as long as bf16: 47.5 us for gate_up).
 
 Cost: E * D weight bytes from HBM; x is read once per tile of weight rows, from L2. Measured on an
 H200 at T = 16, as a layer with its norms and PDL (floor 86.5 us): 100.9 us, cuBLAS 117.2; lm_head
-[151936, 4096] 284 us (floor 279). FP8: a layer 62.1 us (floor 43.3), lm_head 147.5 (139.5).
+[151936, 4096] 284 us (floor 279); no file of those is kept. FP8: a layer 62.1 us (floor 43.3),
+lm_head 147.5 (139.5): profiles/results/2026-11-21-h200-skinny-fp8.json.
 
 Two kernels: `_tma_kernel` (Gluon, Hopper: TMA into a ring of stages, wgmma) and `_pointer_kernel`
 (plain Triton, unquantised: other GPUs, odd D, fp32, the interpreter). FP8 elsewhere runs in torch.

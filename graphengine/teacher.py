@@ -51,9 +51,10 @@ def teacher_force(loop: DecodeLoop, prompt_ids: Sequence[int], output_ids: Seque
 
     Args:
         loop: idle; its target, page pool and prefill attention are used.
-        output_ids: at least one token.
     """
-    assert not loop.has_work and output_ids
+    assert not loop.has_work
+    if not output_ids:
+        return Scores([], [], [])
     ids = [*prompt_ids, *output_ids]
     first = len(prompt_ids) - 1  # the row whose logits judge output 0
     num_rows = len(ids) - 1  # the last token is judged, not fed

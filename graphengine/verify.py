@@ -9,7 +9,7 @@ re-anchors by itself: position i is judged after the tokens that were emitted be
 Which check catches what:
     regret       the output itself: K/V slots, masks, positions, stale plans or graphs of the target
     identical    the same faults while they are still small: too many near ties are no coincidence
-    finite       NaN or Inf logits
+    finite       NaN or Inf logits, in decoding (the request stops) or in the plain model
     ends         lost or surplus tokens: stop tokens and budgets inside an accepted run
     acceptance   the drafter: taps, rope theta, masks, K/V. They never change the output (a wrong
                  draft is rejected), so nothing else here can see them
@@ -57,6 +57,7 @@ class Transcript(NamedTuple):
     budget: int
     finish_reason: FinishReason | None
     acceptance: Acceptance
+    error: str | None = None  # why decoding stopped it, where it did
 
 
 class Place(NamedTuple):
@@ -98,11 +99,12 @@ class Report:
     acceptance: Acceptance
     acceptance_per_prompt: list[float]
     wrong_ends: list[int]
+    errors: dict[int, str]  # requests that decoding stopped
 
     @property
     def identical_fraction(self) -> float:
-        """Share of tokens that are the plain model's first choice."""
-        return self.num_identical / self.num_tokens
+        """Share of tokens that are the plain model's first choice; 0 without tokens."""
+        return self.num_identical / max(self.num_tokens, 1)
 
 
 def decode(
@@ -154,10 +156,11 @@ def decode(
         Transcript(
             request.prompt_ids,
             request.output_ids,
-            steps[request.request_id],
+            steps.get(request.request_id, []),
             request.max_total_tokens - len(request.prompt_ids),
             request.finish_reason,
             request.acceptance,
+            request.error,
         )
         for request in requests
     ]
@@ -224,14 +227,17 @@ def judge(
         ties=[place for place in places if place.regret_nats <= tolerance_nats],
         acceptance=Acceptance.merge(t.acceptance for t in transcripts[:num_counted]),
         acceptance_per_prompt=[t.acceptance.mean_acceptance_length for t in transcripts],
-        wrong_ends=[i for i, t in enumerate(transcripts) if not _ends_rightly(t, stop_ids)],
+        wrong_ends=[
+            i for i, t in enumerate(transcripts) if not (t.error or _ends_rightly(t, stop_ids))
+        ],
+        errors={i: t.error for i, t in enumerate(transcripts) if t.error},
     )
 
 
 def _ends_rightly(transcript: Transcript, stop_ids: Collection[int]) -> bool:
     """Stops at the first stop token or at the budget, for the reason that it gives."""
     ids, reason = transcript.output_ids, transcript.finish_reason
-    if any(token in stop_ids for token in ids[:-1]):
+    if not ids or any(token in stop_ids for token in ids[:-1]):
         return False
     if ids[-1] in stop_ids:
         return reason == "stop"
@@ -243,6 +249,9 @@ def decide(report: Report, limits: Limits) -> dict[CheckName, str]:
     failed: dict[CheckName, str] = {}
     if report.num_nonfinite:
         failed["finite"] = f"{report.num_nonfinite} tokens have NaN or Inf under the plain model"
+    if report.errors:
+        request, error = next(iter(report.errors.items()))
+        failed["finite"] = f"{len(report.errors)} requests were stopped; request {request}: {error}"
     if report.num_true:
         failed["regret"] = (
             f"{report.num_true} of {report.num_tokens} tokens lie more than "

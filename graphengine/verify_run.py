@@ -194,6 +194,9 @@ def sample_outputs(
 
     Returns:
         (outputs [prompt][run][position], mean acceptance length)
+
+    Raises:
+        ValueError: decoding stopped a request; nothing is left to compare.
     """
     prompts = [prompt for prompt in ids for _ in range(num_samples)]
     transcripts = decode(
@@ -203,6 +206,9 @@ def sample_outputs(
         built.stop_ids,
         samplings=[sampling.numbered(i) for i in range(len(prompts))],
     )
+    stopped = next((t.error for t in transcripts if t.error), None)
+    if stopped is not None:
+        raise ValueError(stopped)
     outputs = [t.output_ids for t in transcripts]
     mean = Acceptance.merge(t.acceptance for t in transcripts).mean_acceptance_length
     return [outputs[i : i + num_samples] for i in range(0, len(outputs), num_samples)], mean

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from click.testing import CliRunner, Result
+from safetensors.torch import load_file, save_file
 
 from graphengine import teacher
 from graphengine.api import Engine
 from graphengine.cli import main
+from graphengine.hub import TINY_DRAFT, TINY_TARGET
 from graphengine.metrics import Acceptance
 from graphengine.profiles.result_schema import validate
 from graphengine.teacher import Scores, teacher_force
@@ -213,6 +216,22 @@ def test_fail_exits_1_and_says_why(few: Path) -> None:
     result = verify(*args, "--bucket", "2", "--json")
     assert result.exit_code == 1
     assert json.loads(result.stdout)["config"]["verdict"] == "FAIL"
+
+
+def test_damaged_weights_fail_without_a_traceback(few: Path, tmp_path: Path) -> None:
+    """Bug: a target whose logits are NaN ends every request before its first token, and judging
+    nothing is an assertion, a division by zero or, worse, PASS."""
+    shutil.copytree(TINY_TARGET, tmp_path / "target")
+    (path,) = (tmp_path / "target").glob("*.safetensors")
+    tensors = load_file(path)
+    tensors["model.norm.weight"][3] = float("nan")
+    save_file(tensors, path)
+    args = (str(tmp_path / "target"), "--draft", str(TINY_DRAFT), "--prompt-file", str(few))
+    result = verify(*args, "--bucket", "2", "--max-new-tokens", "8")
+    assert result.exit_code == 1, result.output
+    assert "finite: 2 requests were stopped; request 0: the target's logits" in result.stdout
+    result = verify(*args, "--temperature", "1", "--num-samples", "2")
+    assert result.exit_code == 2 and "the target's logits" in " ".join(result.stderr.split())
 
 
 @pytest.mark.parametrize(

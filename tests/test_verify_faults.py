@@ -2,12 +2,14 @@
 
 On the bundled pair, in float32. A fault of the target's side must fail `regret`; a fault of the
 drafter's side must fail `acceptance` and nothing else, because a wrong draft is only rejected.
-Faults are put in from outside: nothing in the package knows of them.
+Faults are put in from outside: nothing in the package knows of them. What a fault leaves unwritten
+is read as it was before, so the K/V pools start with known contents.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -20,6 +22,7 @@ from graphengine import buckets
 from graphengine.api import Engine
 from graphengine.cli_verify import PROBES, PROMPTS
 from graphengine.hub import TINY_DRAFT, TINY_TARGET
+from graphengine.kvcache import NULL_PAGE
 from graphengine.models.layers import rope_table
 from graphengine.teacher import teacher_force
 from graphengine.verify import Limits, Report, Transcript, decide, decode, judge
@@ -33,9 +36,16 @@ BACKENDS = ["torch", "triton"]
 pytestmark = pytest.mark.slow
 
 
-def load(target: Path = TINY_TARGET, draft: Path | None = TINY_DRAFT, **options: Any) -> Engine:
+def load(
+    target: Path = TINY_TARGET, draft: Path | None = TINY_DRAFT, fill: float = 0.0, **options: Any
+) -> Engine:
     options = {"buckets": (NUM_PROMPTS + NUM_PROBES,), "max_model_len": 256} | options
-    return Engine.from_pretrained(target, draft, device="cpu", **options)
+    engine = Engine.from_pretrained(target, draft, device="cpu", **options)
+    prefill = engine.built.loop.prefill
+    for model in (prefill.target, prefill.drafter):
+        if model is not None:
+            model.kv_pool[:, :, NULL_PAGE + 1 :] = fill
+    return engine
 
 
 def prompt_ids(engine: Engine) -> list[list[int]]:
@@ -126,6 +136,15 @@ def test_target_slot_off_by_one(limits: Limits, backend: str, offset: int) -> No
     with load(attention_backend=backend) as engine:
         put_before(engine, "verify", lambda views: views.slots_T.add_(offset))
         assert failed(engine, limits) & {"regret", "identical"}
+
+
+@pytest.mark.parametrize("offset", [-1, 1])
+def test_target_slot_off_by_one_over_garbage(limits: Limits, offset: int) -> None:
+    """Bug: the same, where the memory held NaN before: the request stops with an error, and that
+    passed as an output without a wrong token."""
+    with load(fill=math.nan) as engine:
+        put_before(engine, "verify", lambda views: views.slots_T.add_(offset))
+        assert "finite" in failed(engine, limits)
 
 
 def test_drafter_slot_off_by_one(limits: Limits) -> None:

@@ -296,6 +296,15 @@ def read_configs(
     return target, draft
 
 
+def speculation_limit(target: ModelConfig, draft: DraftConfig | None) -> int:
+    """Most tokens of a request that is drafted to its end: the fewest positions of the models, less
+    a block."""
+    if draft is None:
+        return target.max_position_embeddings
+    positions = min(target.max_position_embeddings, draft.model.max_position_embeddings)
+    return positions - draft.num_verify_rows
+
+
 def resolve_options(
     options: Options, target: ModelConfig, draft: DraftConfig | None
 ) -> EngineConfig:
@@ -374,9 +383,7 @@ def resolve_options(
         raise ValueError(
             f"kv_cache_memory is {options.kv_cache_memory}; expected bytes, such as 2GiB"
         )
-    speculation_limit = min(model.max_position_embeddings for model in models)
-    speculation_limit -= draft.num_verify_rows if draft else 0
-    cap = speculation_limit
+    cap = drafted_cap = speculation_limit(target, draft)
     if options.finish_in_plain_decode:
         cap = target.max_position_embeddings
     largest = draft.num_verify_rows if draft else 1
@@ -392,7 +399,7 @@ def resolve_options(
             + (
                 f" (its positions less a block of {draft.num_verify_rows}; with "
                 "--finish-in-plain-decode all of them)"
-                if draft and cap == speculation_limit
+                if draft and cap == drafted_cap
                 else ""
             )
         )
@@ -412,7 +419,7 @@ def resolve_options(
         kv_cache_memory=options.kv_cache_memory,
         simulate_acceptance=options.simulate_acceptance,
         draft_quantization=options.draft_quantization,
-        speculation_limit=speculation_limit if draft else None,
+        speculation_limit=drafted_cap if draft else None,
         acceptance_floor=0.0 if simulated else options.acceptance_floor,
         fallback=options.fallback and not simulated,
         # Free where nothing is captured; simulated acceptance has no second verify chain.

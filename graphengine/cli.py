@@ -20,7 +20,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from graphengine import __version__
-from graphengine.cli_bench import ByteSize, bench
+from graphengine import cli_options as shared
+from graphengine.cli_bench import bench
 from graphengine.cli_compile import compile_
 from graphengine.cli_doctor import doctor
 from graphengine.cli_graphs import graphs
@@ -42,26 +43,6 @@ _CACHE_VARIABLES = {
     "TRITON_CACHE_DIR": "triton",
     "FLASHINFER_WORKSPACE_BASE": "flashinfer",
 }
-
-
-class BucketList(click.ParamType):
-    """Batch sizes as `1,8,16`."""
-
-    name = "N,N,.."
-
-    def convert(
-        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
-    ) -> tuple[int, ...]:
-        if isinstance(value, tuple):
-            return value
-        sizes = [part.strip() for part in str(value).split(",")]
-        if not all(part.isdecimal() and int(part) > 0 for part in sizes):
-            self.fail(
-                f"{value!r} is no list of batch sizes; pass integers from 1 up, such as 1,8,16",
-                param,
-                ctx,
-            )
-        return tuple(sorted({int(part) for part in sizes}))
 
 
 class Refusal(click.ClickException):
@@ -170,13 +151,8 @@ def _keeping_compiled_code(command: click.Command) -> click.Command:
 
 
 @main.command("run", epilog=_EPILOG)
-@click.argument("model", required=False)
-@click.option(
-    "--draft",
-    metavar="PATH|none",
-    help="DFlash drafter of MODEL: a hub id or a directory; none decodes plainly.  [default: the "
-    "bundled drafter for the bundled model, else none]",
-)
+@shared.MODEL
+@shared.DRAFT
 @click.option("--prompt", "prompts", multiple=True, metavar="TEXT", help="May be repeated.")
 @click.option(
     "--prompt-file",
@@ -188,82 +164,14 @@ def _keeping_compiled_code(command: click.Command) -> click.Command:
 @click.option("--raw", is_flag=True, help="Continue the text as it is, without the chat template.")
 @click.option("--max-new-tokens", type=click.IntRange(min=1), default=256, show_default=True)
 @click.option("--ignore-eos", is_flag=True, help="Do not stop at the model's end tokens.")
-@click.option(
-    "--bucket",
-    type=BucketList(),
-    default="1,8,16",
-    show_default=True,
-    help="Batch sizes to build; more prompts than the largest wait in order.",
-)
-@click.option(
-    "--graph-mode",
-    type=click.Choice(["auto", "none", "piecewise", "full"]),
-    default="auto",
-    help="How steps are launched: captured between attentions (piecewise, auto on a GPU), captured "
-    "whole (full), or called one by one (none, auto on the CPU).",
-)
-@click.option(
-    "--compile/--no-compile",
-    "compile_",
-    default=None,
-    help="Inductor for the dense segments.  [default: on a GPU only]",
-)
-@click.option(
-    "--attention-backend",
-    type=click.Choice(["auto", "flashinfer", "triton", "torch"]),
-    default="auto",
-    help="auto: triton with --graph-mode full, flashinfer on a GPU in bfloat16, else torch.",
-)
-@click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto")
-@click.option(
-    "--dtype",
-    type=click.Choice(["auto", "bfloat16", "float32"]),
-    default="auto",
-    help="auto: bfloat16 on a GPU, float32 on the CPU.",
-)
-@click.option(
-    "--page-size",
-    type=click.IntRange(min=1),
-    default=16,
-    show_default=True,
-    help="Tokens per K/V page.",
-)
-@click.option(
-    "--max-model-len",
-    type=click.IntRange(min=2),
-    help="Most tokens of one request, prompt included.  [default: what the models allow]",
-)
-@click.option(
-    "--load-format",
-    type=click.Choice(["auto", "dummy"]),
-    default="auto",
-    help="dummy: random weights from a config.json or a preset's name alone, to measure speed.",
-)
-@click.option(
-    "--gpu-memory-utilization",
-    type=click.FloatRange(0, 1, min_open=True),
-    default=0.9,
-    show_default=True,
-    help="Share of the GPU's memory that may be filled.",
-)
-@click.option(
-    "--kv-cache-memory",
-    type=ByteSize(),
-    help="Most bytes of the K/V pool, such as 2GiB.  [default: what the memory plan leaves]",
-)
-@click.option(
-    "--simulate-acceptance",
-    type=float,
-    metavar="LENGTH",
-    help="Draw this mean acceptance length instead of comparing drafts; measures speed without a "
-    "trained drafter, the text is meaningless.",
-)
-@click.option(
-    "--draft-quantization",
-    type=click.Choice(["none", "fp8"]),
-    default="none",
-    help="fp8: round the drafter's weights; verification keeps the output what the target says.",
-)
+@shared.bucket("1,8,16", "Batch sizes to build; more prompts than the largest wait in order.")
+@shared.EXECUTION
+@shared.MAX_MODEL_LEN
+@shared.LOAD_FORMAT
+@shared.GPU_MEMORY_UTILIZATION
+@shared.KV_CACHE_MEMORY
+@shared.SIMULATE_ACCEPTANCE
+@shared.DRAFT_QUANTIZATION
 @click.option(
     "--lazy-capture/--no-lazy-capture",
     default=None,
@@ -312,7 +220,7 @@ def _keeping_compiled_code(command: click.Command) -> click.Command:
     help="Makes draws repeatable, with a drafter or without; prompt i draws with seed + i."
     "  [default: a new one]",
 )
-@click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout, at the end.")
+@shared.as_json("One JSON object on stdout, at the end.")
 @click.option("-q", "--quiet", is_flag=True, help="The text alone: no notes, progress or tables.")
 @click.option(
     "--nvtx",
@@ -337,13 +245,10 @@ def run(ctx: click.Context, model: str | None, draft: str | None, **options: Any
         raise click.UsageError("--json needs the prompts beforehand; " + _NO_PROMPT)
     try:
         from graphengine import cli_run
-        from graphengine.hub import TINY_DRAFT, TINY_TARGET
         from graphengine.pairs import NO_DRAFT, named_pair
 
         note = None
-        if model is None and draft is None:
-            draft = str(TINY_DRAFT)
-        target, drafter = named_pair(model or TINY_TARGET, draft)
+        target, drafter = named_pair(model, draft)
         if drafter is None and draft != NO_DRAFT:
             note = (
                 "decoding plainly; pass --draft with this model's DFlash drafter for speculative "

@@ -14,44 +14,13 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from graphengine.bytesize import parse_bytes
+from graphengine import cli_options as shared
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from graphengine.bench import CaseResult
     from graphengine.bench_report import Row
-
-
-class IntList(click.ParamType):
-    """`1,8,16` -> (1, 8, 16)."""
-
-    name = "N,N,.."
-
-    def convert(self, value: Any, param: Any, ctx: Any) -> tuple[int, ...]:
-        if isinstance(value, tuple):
-            return value
-        try:
-            found = tuple(int(part) for part in str(value).split(","))
-        except ValueError:
-            self.fail(
-                f"{value!r}: expected numbers separated by commas, such as 1,8,16", param, ctx
-            )
-        if any(number < 1 for number in found):
-            self.fail(f"{value!r}: every number must be at least 1", param, ctx)
-        return found
-
-
-class ByteSize(click.ParamType):
-    """`2GiB` -> 2147483648."""
-
-    name = "SIZE"
-
-    def convert(self, value: Any, param: Any, ctx: Any) -> int:
-        try:
-            return parse_bytes(value)
-        except ValueError as error:
-            self.fail(str(error), param, ctx)
 
 
 class ModeList(click.ParamType):
@@ -90,18 +59,18 @@ Examples:
 
 
 @click.command("bench", epilog=_EPILOG)
-@click.argument("model", required=False)
-@click.option("--draft", metavar="MODEL|none", help="Drafter; the bundled one without MODEL.")
-@click.option("--bucket", type=IntList(), default="1", show_default=True, help="Batch sizes.")
+@shared.MODEL
+@shared.DRAFT
+@shared.bucket("1")
 @click.option(
     "--input-len",
-    type=IntList(),
+    type=shared.IntList(),
     default=None,
     help="Prompt tokens; several are several cases.  [default: 128]",
 )
 @click.option(
     "--context",
-    type=IntList(),
+    type=shared.IntList(),
     default=None,
     help="Instead of --input-len: tokens of context half-way through a round, prompt included; the "
     "prompt then has half of --output-len less.",
@@ -138,46 +107,24 @@ Examples:
     is_flag=True,
     help="Time plain decoding (no drafter) of the same cases too, and print the speedup over it.",
 )
-@click.option(
-    "--simulate-acceptance",
-    type=float,
-    metavar="LENGTH",
-    help="Draw this mean acceptance length (random weights accept nothing); the result says so.",
-)
-@click.option(
-    "--load-format",
-    type=click.Choice(["auto", "dummy"]),
-    default=None,
-    help="dummy: random weights.  [default: dummy for a preset]",
-)
-@click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto")
-@click.option("--dtype", type=click.Choice(["auto", "bfloat16", "float32"]), default="auto")
-@click.option("--compile/--no-compile", "compile_", default=None)
-@click.option("--page-size", type=click.IntRange(min=1), default=16, show_default=True)
-@click.option(
-    "--gpu-memory-utilization",
-    type=click.FloatRange(0, 1, min_open=True),
-    default=0.9,
-    show_default=True,
-    help="Share of the GPU's memory that may be filled.",
-)
-@click.option("--kv-cache-memory", type=ByteSize(), help="Most bytes of the K/V pool, as 2GiB.")
-@click.option(
-    "--draft-quantization",
-    type=click.Choice(["none", "fp8"]),
-    default="none",
-    help="fp8: round the drafter's weights; verification keeps the output what the target says.",
-)
-@click.option("--seed", type=int, default=0, show_default=True, help="Of the random prompts.")
+@shared.SIMULATE_ACCEPTANCE
+@shared.LOAD_FORMAT_OR_PRESET
+@shared.DEVICE
+@shared.DTYPE
+@shared.COMPILE
+@shared.PAGE_SIZE
+@shared.GPU_MEMORY_UTILIZATION
+@shared.KV_CACHE_MEMORY
+@shared.DRAFT_QUANTIZATION
+@shared.PROMPT_SEED
 @click.option(
     "--plot",
     type=click.Path(path_type=Path, dir_okay=False),
     metavar="FILE.svg",
     help="Draw each case's step times and what a step is made of.",
 )
-@click.option("--output-json", type=click.Path(path_type=Path), help="Write the result file here.")
-@click.option("--commit", metavar="SHA", help="Commit to record where the checkout has no history.")
-@click.option("--json", "as_json", is_flag=True, help="The result as JSON on stdout.")
+@shared.RESULT_FILE
+@shared.as_json("The result as JSON on stdout.")
 def bench(model: str | None, draft: str | None, **options: Any) -> None:
     """Time decode steps of MODEL: a preset (random weights), hub id or directory.
 
@@ -194,22 +141,21 @@ def _bench(model: str | None, draft: str | None, options: dict[str, Any]) -> Non
 
     from graphengine.bench import read_bandwidth_gbps
     from graphengine.bench_report import picture, speedups_, table
-    from graphengine.hub import TINY_DRAFT, TINY_TARGET, preset_names
+    from graphengine.hub import preset_names
     from graphengine.pairs import named_pair
     from graphengine.profiles.result_schema import environment, write_result
 
     console = Console(stderr=True, width=None if sys.stderr.isatty() else 140)
-    if model is None:
-        model, draft = str(TINY_TARGET), draft or str(TINY_DRAFT)
     load_format = options["load_format"] or ("dummy" if model in preset_names() else "auto")
     model, draft = named_pair(model, draft)
     if options["baseline"] and draft is None:
         raise ValueError("--baseline compares with plain decoding; pass --draft to have a drafter")
     input_lens = _input_lens(options)
+    longest = max(input_lens) + options["output_len"] + 256
     plan = options | {
         "input_lens": input_lens,
         "load_format": load_format,
-        "max_model_len": _longest(model, draft, max(input_lens) + options["output_len"] + 256),
+        "max_model_len": longest_context(model, draft, longest),
     }
     read_gbps = read_bandwidth_gbps()
     rows: list[Row] = []
@@ -355,14 +301,11 @@ def _measure(
     return label, {"compile": config.compile, "buckets": list(config.buckets)}, rows, numbers
 
 
-def _longest(model: str, draft: str | None, wanted: int) -> int:
+def longest_context(model: str, draft: str | None, wanted: int) -> int:
     """`wanted` tokens of context, or what the models allow."""
-    from graphengine.build import read_configs
+    from graphengine.build import read_configs, speculation_limit
 
-    target, drafter = read_configs(model, draft)
-    models = [target] + ([drafter.model] if drafter else [])
-    block = drafter.num_verify_rows if drafter else 0
-    return min(wanted, min(m.max_position_embeddings for m in models) - block)
+    return min(wanted, speculation_limit(*read_configs(model, draft)))
 
 
 def _same_tokens(digests: dict[str, str]) -> bool:

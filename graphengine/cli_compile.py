@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from graphengine.cli_bench import IntList
+from graphengine import cli_options as shared
 
 if TYPE_CHECKING:
     from graphengine.artifact import Store
@@ -33,24 +33,16 @@ _PROMPT_TOKENS = 17  # more than a page, so that every kernel sees a usual layou
 
 
 @click.command("compile", epilog=_EPILOG)
-@click.argument("model", required=False)
-@click.option("--draft", metavar="MODEL|none", help="Drafter; the bundled one without MODEL.")
-@click.option("--bucket", type=IntList(), default="1,8,16", show_default=True, help="Batch sizes.")
-@click.option(
-    "--graph-mode",
-    type=click.Choice(["auto", "none", "piecewise", "full"]),
-    default="auto",
-)
-@click.option(
-    "--attention-backend",
-    type=click.Choice(["auto", "flashinfer", "triton", "torch"]),
-    default="auto",
-)
-@click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto")
-@click.option("--dtype", type=click.Choice(["auto", "bfloat16", "float32"]), default="auto")
-@click.option("--page-size", type=click.IntRange(min=1), default=16, show_default=True)
-@click.option("--max-model-len", type=click.IntRange(min=2), help="As in later runs.")
-@click.option("--draft-quantization", type=click.Choice(["none", "fp8"]), default="none")
+@shared.MODEL
+@shared.DRAFT
+@shared.bucket("1,8,16")
+@shared.GRAPH_MODE
+@shared.ATTENTION_BACKEND
+@shared.DEVICE
+@shared.DTYPE
+@shared.PAGE_SIZE
+@shared.MAX_MODEL_LEN
+@shared.DRAFT_QUANTIZATION
 @click.option(
     "--output",
     type=click.Path(path_type=Path, dir_okay=False),
@@ -65,7 +57,7 @@ _PROMPT_TOKENS = 17  # more than a page, so that every kernel sees a usual layou
     help="Add a packed artifact first; what it lacks is compiled. Only your own: it is executed.",
 )
 @click.option("--fresh", is_flag=True, help="Drop this platform's compiled code first.")
-@click.option("--json", "as_json", is_flag=True, help="The result as JSON on stdout.")
+@shared.as_json("The result as JSON on stdout.")
 @click.pass_obj
 def compile_(store: Store | None, model: str | None, draft: str | None, **options: Any) -> None:
     """Compile the code of MODEL ahead: a preset, hub id or directory; its weights are not read."""
@@ -84,7 +76,6 @@ def compile_(store: Store | None, model: str | None, draft: str | None, **option
 def _compile(store: Store, model: str | None, draft: str | None, options: dict[str, Any]) -> None:
     from graphengine import artifact
     from graphengine.api import Engine
-    from graphengine.hub import TINY_DRAFT, TINY_TARGET
     from graphengine.pairs import named_pair
     from graphengine.report import cache_line, print_note, stderr_console
 
@@ -94,8 +85,6 @@ def _compile(store: Store, model: str | None, draft: str | None, options: dict[s
         raise ValueError(f"--output {output}: no such folder; make it first")
     if options["fresh"]:
         shutil.rmtree(store.folder, ignore_errors=True)
-    if model is None:
-        model, draft = str(TINY_TARGET), draft or str(TINY_DRAFT)
     model, draft = named_pair(model, draft)
     files_before = artifact.num_files(store.folder)
     began = time.perf_counter()

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from graphengine.cli_bench import ByteSize, IntList
+from graphengine import cli_options as shared
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -26,32 +26,15 @@ _STYLES = {"ok": "green", "info": "cyan", "warning": "yellow", "error": "bold re
 
 
 @click.command("doctor", epilog=_EPILOG)
-@click.argument("model", required=False)
-@click.option("--draft", metavar="MODEL|none", help="Drafter; the bundled one without MODEL.")
-@click.option("--bucket", type=IntList(), default="1,8,16", show_default=True, help="Batch sizes.")
-@click.option("--max-model-len", type=click.IntRange(min=2), help="Most tokens of one request.")
-@click.option(
-    "--gpu-memory-utilization",
-    type=click.FloatRange(0, 1, min_open=True),
-    default=0.9,
-    show_default=True,
-    help="Share of the GPU's memory that may be filled.",
-)
-@click.option("--kv-cache-memory", type=ByteSize(), help="Most bytes of the K/V pool, as 2GiB.")
-@click.option(
-    "--graph-mode", type=click.Choice(["auto", "none", "piecewise", "full"]), default="auto"
-)
-@click.option(
-    "--attention-backend",
-    type=click.Choice(["auto", "flashinfer", "triton", "torch"]),
-    default="auto",
-)
-@click.option("--compile/--no-compile", "compile_", default=None)
-@click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto")
-@click.option("--dtype", type=click.Choice(["auto", "bfloat16", "float32"]), default="auto")
-@click.option("--page-size", type=click.IntRange(min=1), default=16, show_default=True)
-@click.option("--draft-quantization", type=click.Choice(["none", "fp8"]), default="none")
-@click.option("--json", "as_json", is_flag=True, help="The findings as JSON on stdout.")
+@shared.MODEL
+@shared.DRAFT
+@shared.bucket("1,8,16")
+@shared.MAX_MODEL_LEN
+@shared.GPU_MEMORY_UTILIZATION
+@shared.KV_CACHE_MEMORY
+@shared.EXECUTION
+@shared.DRAFT_QUANTIZATION
+@shared.as_json("The findings as JSON on stdout.")
 @click.pass_context
 def doctor(ctx: click.Context, model: str | None, draft: str | None, **options: Any) -> None:
     """Examine MODEL and its drafter before loading: formats, shapes, rope, memory, machine.

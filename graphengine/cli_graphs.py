@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from graphengine.cli_bench import IntList
+from graphengine import cli_options as shared
 
 if TYPE_CHECKING:
     from graphengine.buckets import Bucket
@@ -29,23 +29,15 @@ _CONTEXT = 2048  # no graph depends on it
 
 
 @click.command("graphs", epilog=_EPILOG)
-@click.argument("model", required=False)
-@click.option("--draft", metavar="MODEL|none", help="Drafter; the bundled one without MODEL.")
-@click.option("--bucket", type=IntList(), default="1", show_default=True, help="Batch sizes.")
-@click.option(
-    "--graph-mode",
-    type=click.Choice(["auto", "none", "piecewise", "full"]),
-    default="auto",
-)
-@click.option(
-    "--attention-backend",
-    type=click.Choice(["auto", "flashinfer", "triton", "torch"]),
-    default="auto",
-)
-@click.option("--compile/--no-compile", "compile_", default=None)
-@click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto")
-@click.option("--dtype", type=click.Choice(["auto", "bfloat16", "float32"]), default="auto")
-@click.option("--draft-quantization", type=click.Choice(["none", "fp8"]), default="none")
+@shared.MODEL
+@shared.DRAFT
+@shared.bucket("1")
+@shared.GRAPH_MODE
+@shared.ATTENTION_BACKEND
+@shared.COMPILE
+@shared.DEVICE
+@shared.DTYPE
+@shared.DRAFT_QUANTIZATION
 @click.option(
     "--dot",
     type=click.Path(path_type=Path, file_okay=False),
@@ -53,7 +45,7 @@ _CONTEXT = 2048  # no graph depends on it
     help="Write every graph's nodes as DIR/<bucket>-<segment>.dot.",
 )
 @click.option("--all", "show_all", is_flag=True, help="A line per segment, also of equal ones.")
-@click.option("--json", "as_json", is_flag=True, help="The list as JSON on stdout.")
+@shared.as_json("The list as JSON on stdout.")
 def graphs(model: str | None, draft: str | None, **options: Any) -> None:
     """List the CUDA graphs of MODEL: segment, bucket, kernels, pool memory, shapes.
 
@@ -69,20 +61,13 @@ def _graphs(model: str | None, draft: str | None, options: dict[str, Any]) -> No
     import torch
 
     from graphengine.api import Engine
-    from graphengine.build import read_configs
+    from graphengine.build import read_configs, speculation_limit
     from graphengine.capture.inventory import inventory, write_dot
-    from graphengine.hub import TINY_DRAFT, TINY_TARGET
     from graphengine.pairs import named_pair
     from graphengine.report import stderr_console
 
     console = stderr_console(quiet=False)
-    if model is None:
-        model, draft = str(TINY_TARGET), draft or str(TINY_DRAFT)
     model, draft = named_pair(model, draft)
-    target, drafter = read_configs(model, draft)
-    models = [target] + ([drafter.model] if drafter else [])
-    block = drafter.num_verify_rows if drafter else 0
-    cap = min(m.max_position_embeddings for m in models) - block
     with (
         Engine.from_pretrained(
             model,
@@ -93,7 +78,7 @@ def _graphs(model: str | None, draft: str | None, options: dict[str, Any]) -> No
             compile=options["compile_"],
             device=options["device"],
             dtype=options["dtype"],
-            max_model_len=min(_CONTEXT, cap),
+            max_model_len=min(_CONTEXT, speculation_limit(*read_configs(model, draft))),
             load_format="dummy",
             draft_quantization=options["draft_quantization"] if draft else "none",
             acceptance_floor=0.0,

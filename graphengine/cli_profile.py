@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from graphengine import cli_options as shared
+
 if TYPE_CHECKING:
     from rich.console import Console
 
@@ -41,8 +43,8 @@ _SOURCES = {
 
 
 @click.command("profile", epilog=_EPILOG)
-@click.argument("model", required=False)
-@click.option("--draft", metavar="MODEL|none", help="Drafter; the bundled one without MODEL.")
+@shared.MODEL
+@shared.DRAFT
 @click.option(
     "--read",
     "file",
@@ -75,34 +77,11 @@ _SOURCES = {
     help="Steps in the report.",
 )
 @click.option("--warmup", type=click.IntRange(min=1), default=10, show_default=True)
-@click.option(
-    "--graph-mode",
-    type=click.Choice(["auto", "none", "piecewise", "full"]),
-    default="auto",
-)
-@click.option(
-    "--attention-backend",
-    type=click.Choice(["auto", "flashinfer", "triton", "torch"]),
-    default="auto",
-)
-@click.option("--compile/--no-compile", "compile_", default=None)
-@click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto")
-@click.option("--dtype", type=click.Choice(["auto", "bfloat16", "float32"]), default="auto")
-@click.option("--page-size", type=click.IntRange(min=1), default=16, show_default=True)
-@click.option(
-    "--simulate-acceptance",
-    type=float,
-    metavar="LENGTH",
-    help="Draw this mean acceptance length (random weights accept nothing).",
-)
-@click.option(
-    "--load-format",
-    type=click.Choice(["auto", "dummy"]),
-    default=None,
-    help="dummy: random weights.  [default: dummy for a preset]",
-)
-@click.option("--draft-quantization", type=click.Choice(["none", "fp8"]), default="none")
-@click.option("--seed", type=int, default=0, show_default=True, help="Of the random prompts.")
+@shared.EXECUTION
+@shared.SIMULATE_ACCEPTANCE
+@shared.LOAD_FORMAT_OR_PRESET
+@shared.DRAFT_QUANTIZATION
+@shared.PROMPT_SEED
 @click.option(
     "--read-gbps",
     type=click.FloatRange(min=0),
@@ -116,9 +95,8 @@ _SOURCES = {
     help="Keep the recorded files (.nsys-rep, .sqlite, .json) here.",
 )
 @click.option("--svg", type=click.Path(path_type=Path), help="Write the picture here.")
-@click.option("--output-json", type=click.Path(path_type=Path), help="Write the result file here.")
-@click.option("--commit", metavar="SHA", help="Commit to record where the checkout has no history.")
-@click.option("--json", "as_json", is_flag=True, help="The result as JSON on stdout.")
+@shared.RESULT_FILE
+@shared.as_json("The result as JSON on stdout.")
 @click.option("--inside", type=click.Path(path_type=Path), hidden=True)
 def profile(model: str | None, draft: str | None, **options: Any) -> None:
     """Where a decode step of MODEL waits: wall, busy and idle time by step, class and kernel."""

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from graphengine.cli_bench import IntList
-from graphengine.cli_bench import _longest as longest_context
+from graphengine import cli_options as shared
+from graphengine.cli_bench import longest_context
 from graphengine.prompts import read_prompt_file
 
 if TYPE_CHECKING:
@@ -50,8 +50,8 @@ Exit codes: 0 PASS, 1 FAIL, 2 refused input. What each check means: graphengine/
 
 
 @click.command("verify", epilog=_EPILOG)
-@click.argument("model", required=False)
-@click.option("--draft", metavar="PATH|none", help="Drafter; the bundled one without MODEL.")
+@shared.MODEL
+@shared.DRAFT
 @click.option(
     "--prompt-file",
     type=click.Path(path_type=Path),
@@ -64,7 +64,7 @@ Exit codes: 0 PASS, 1 FAIL, 2 refused input. What each check means: graphengine/
     type=click.IntRange(min=1),
     help="Per prompt.  [default: 128, with --temperature 12]",
 )
-@click.option("--bucket", type=IntList(), default="1,8", show_default=True, help="Batch sizes.")
+@shared.bucket("1,8")
 @click.option("--matrix", is_flag=True, help="Every graph mode of the device x bucket x batch mix.")
 @click.option(
     "--tolerance",
@@ -82,21 +82,10 @@ Exit codes: 0 PASS, 1 FAIL, 2 refused input. What each check means: graphengine/
     help="Least mean acceptance length: the only check of the drafter.  [default: 13.5 for the "
     "bundled pair and prompts, else none]",
 )
-@click.option(
-    "--graph-mode", type=click.Choice(["auto", "none", "piecewise", "full"]), default="auto"
-)
-@click.option("--compile/--no-compile", "compile_", default=None)
-@click.option(
-    "--attention-backend",
-    type=click.Choice(["auto", "flashinfer", "triton", "torch"]),
-    default="auto",
-)
-@click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto")
-@click.option("--dtype", type=click.Choice(["auto", "bfloat16", "float32"]), default="auto")
-@click.option("--page-size", type=click.IntRange(min=1), default=16, show_default=True)
-@click.option("--max-model-len", type=click.IntRange(min=2))
-@click.option("--gpu-memory-utilization", type=click.FloatRange(0, 1, min_open=True), default=0.9)
-@click.option("--draft-quantization", type=click.Choice(["none", "fp8"]), default="none")
+@shared.EXECUTION
+@shared.MAX_MODEL_LEN
+@shared.GPU_MEMORY_UTILIZATION
+@shared.DRAFT_QUANTIZATION
 @click.option(
     "--temperature",
     type=float,
@@ -114,9 +103,8 @@ Exit codes: 0 PASS, 1 FAIL, 2 refused input. What each check means: graphengine/
     help="Draws of each prompt with --temperature, speculative and plain each.",
 )
 @click.option("--seed", type=int, default=0, show_default=True, help="Of the first draw.")
-@click.option("--output-json", type=click.Path(path_type=Path), help="Write a result file.")
-@click.option("--commit", metavar="SHA", help="Commit to record where the checkout has no history.")
-@click.option("--json", "as_json", is_flag=True, help="The verdict as one JSON object on stdout.")
+@shared.RESULT_FILE
+@shared.as_json("The verdict as one JSON object on stdout.")
 @click.option("-q", "--quiet", is_flag=True, help="No tables and notes.")
 @click.pass_context
 def verify(ctx: click.Context, model: str | None, draft: str | None, **options: Any) -> None:
@@ -143,15 +131,13 @@ def verify(ctx: click.Context, model: str | None, draft: str | None, **options: 
 
 
 def _verify(model: str | None, draft: str | None, options: dict[str, Any]) -> bool:
-    from graphengine.hub import TINY_DRAFT, TINY_TARGET
+    from graphengine.pairs import named_pair
     from graphengine.report import stderr_console
     from graphengine.verify_report import report_cells
     from graphengine.verify_run import Mode, matrix_modes
 
     bundled = model is None and draft is None
-    model = model or str(TINY_TARGET)
-    draft = str(TINY_DRAFT) if bundled else draft
-    draft = None if draft == "none" else draft
+    model, draft = named_pair(model, draft)
     options["max_new_tokens"] = options["max_new_tokens"] or (
         SAMPLED_NEW_TOKENS if options["temperature"] else 128
     )
@@ -272,7 +258,7 @@ def _run_modes(
 
     tokenizer = _tokenizer(model)
     ids = _encode(model, draft, prompts, options)
-    buckets = sorted(set(options["bucket"]))
+    buckets = list(options["bucket"])
     cells: list[tuple[int, Mix]] = [(b, "alone" if b == 1 else "together") for b in buckets]
     if options["matrix"]:
         cells = [(bucket, mix) for bucket in buckets for mix in mixes_of(bucket)]

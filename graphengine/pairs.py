@@ -12,18 +12,23 @@ from pathlib import Path
 from typing import Any
 
 from graphengine.config import DraftConfig
-from graphengine.hub import resolve
+from graphengine.hub import TINY_DRAFT, TINY_TARGET, resolve
 
 NO_DRAFT = "none"
 """As a drafter's name: decode plainly, whatever the model's file says."""
 
 
-def named_pair(model: str | Path, draft: str | Path | None) -> tuple[str, str | None]:
+def named_pair(model: str | Path | None, draft: str | Path | None) -> tuple[str, str | None]:
     """Names of the target and its drafter (None: plain decoding), for `hub.resolve`.
+
+    Args:
+        model: None for the bundled target, whose own drafter is then the default.
 
     Raises:
         ValueError: no such model, or a speculators checkpoint that names no verifier.
     """
+    if model is None:
+        model, draft = TINY_TARGET, draft or TINY_DRAFT
     directory = resolve(model)
     config, source = read_json(directory / "config.json")
     if "speculators_model_type" not in config:

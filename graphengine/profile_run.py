@@ -19,7 +19,7 @@ import torch
 from graphengine.api import Engine
 from graphengine.bench import read_bandwidth_gbps
 from graphengine.build import read_configs
-from graphengine.hub import TINY_DRAFT, TINY_TARGET, preset_names
+from graphengine.hub import preset_names
 from graphengine.pairs import named_pair
 from graphengine.profiles import host_trace, nsys, torch_trace
 from graphengine.profiles.launch_gaps import Report, report
@@ -82,8 +82,6 @@ def _resolve(
     model: str | None, draft: str | None, options: dict[str, Any]
 ) -> tuple[str, str | None, str]:
     """Target, drafter and load format, with the bundled pair and presets as defaults."""
-    if model is None:
-        model, draft = str(TINY_TARGET), draft or str(TINY_DRAFT)
     load_format = options["load_format"] or ("dummy" if model in preset_names() else "auto")
     return *named_pair(model, draft), load_format
 

@@ -78,6 +78,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "bench_report": {"bench", "profiles.plot"},
     "cli": {"*"},
     "cli_compile": {"*"},
+    "cli_options": {"bytesize"},
     "cli_run": {
         *("api", "artifact", "guards", "prompts", "report", "sampling", "tokenizer"),
         "profiles.ranges",
@@ -88,7 +89,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "cli_profile": {"*"},
     "profile_run": {"*"},
     "cli_graphs": {"*"},
-    "cli_doctor": {"build", "cli_bench", "doctor", "hub"},
+    "cli_doctor": {"build", "cli_options", "doctor", "hub"},
     "cli_verify": {"*"},
     "__main__": {"cli"},
     "": {"api", "config", "hub"},  # graphengine/__init__.py
@@ -104,8 +105,7 @@ DOORS: dict[str, set[str]] = {
     "nvtx": {"profiles.ranges"},
     "click": {
         *("cli", "cli_bench", "cli_compile", "cli_profile", "cli_graphs", "cli_doctor"),
-        "cli_verify",
-        "verify_report",
+        *("cli_options", "cli_verify", "verify_report"),
     },
 }
 

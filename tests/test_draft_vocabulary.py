@@ -23,6 +23,7 @@ from graphengine.cli import main
 from graphengine.config import DraftConfig, ModelConfig
 from graphengine.models.dflash import DraftVocabulary
 from graphengine.models.qwen3 import Weights
+from graphengine.hub import TINY_DRAFT, TINY_TARGET
 from graphengine.pairs import named_pair, read_json
 from graphengine.weights import Checkpoint, RandomSource, draft_vocabulary, draft_weights
 from graphengine.weights import target_weights as read_target
@@ -171,6 +172,8 @@ def test_named_pair(tmp_path: Path, target: Path) -> None:
     plain = make_drafter(tmp_path / "plain", target)
     other = make_drafter(tmp_path / "other", target, seed=9)
     drafter = as_speculators(tmp_path / "s", plain, target)
+    assert named_pair(None, None) == (str(TINY_TARGET), str(TINY_DRAFT))
+    assert named_pair(None, "none") == (str(TINY_TARGET), None)
     assert named_pair(drafter, None) == (str(target), str(drafter))
     assert named_pair(drafter, other) == (str(target), str(other))
     assert named_pair(drafter, "none") == (str(target), None)

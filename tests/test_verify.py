@@ -237,7 +237,7 @@ def test_damaged_weights_fail_without_a_traceback(few: Path, tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (("--bucket", "0"), "at least 1"),
+        (("--bucket", "0"), "integers from 1 up"),
         (("nowhere/at/all",), "nowhere/at/all"),
         (("--matrix", "--graph-mode", "full"), "--matrix runs every graph mode"),
         (("--graph-mode", "full", "--device", "cpu"), "captures CUDA graphs"),

@@ -1,0 +1,180 @@
+"""Options that several commands share, each defined once: a name means the same in all of them.
+
+Each is a decorator, as click's own are; a command stacks those that it takes. Nothing here imports
+torch.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import click
+
+from graphengine.bytesize import parse_bytes
+
+Option = Callable[[Any], Any]
+
+
+def _group(*options: Option) -> Option:
+    """One decorator for several options, in the order in which help shows them."""
+
+    def decorate(command: Any) -> Any:
+        return functools.reduce(lambda inner, option: option(inner), reversed(options), command)
+
+    return decorate
+
+
+class IntList(click.ParamType):
+    """`1,8,16` -> (1, 8, 16)."""
+
+    name = "N,N,.."
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> tuple[int, ...]:
+        if isinstance(value, tuple):
+            return value
+        parts = [part.strip() for part in str(value).split(",")]
+        if not all(part.isdecimal() and int(part) > 0 for part in parts):
+            self.fail(f"{value!r}: pass integers from 1 up, such as 1,8,16", param, ctx)
+        return tuple(int(part) for part in parts)
+
+
+class BucketList(IntList):
+    """Batch sizes: ascending, each once."""
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> tuple[int, ...]:
+        return tuple(sorted(set(super().convert(value, param, ctx))))
+
+
+class ByteSize(click.ParamType):
+    """`2GiB` -> 2147483648."""
+
+    name = "SIZE"
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> int:
+        try:
+            return parse_bytes(value)
+        except ValueError as error:
+            self.fail(str(error), param, ctx)
+
+
+MODEL = click.argument("model", required=False)
+DRAFT = click.option(
+    "--draft",
+    metavar="MODEL|none",
+    help="DFlash drafter of MODEL: a hub id, a directory or a preset; none decodes plainly.  "
+    "[default: the bundled drafter for the bundled model, else none]",
+)
+
+
+def bucket(default: str, text: str = "Batch sizes.") -> Option:
+    """`--bucket 1,8,16`."""
+    return click.option(
+        "--bucket", type=BucketList(), default=default, show_default=True, help=text
+    )
+
+
+# --- how it runs ---
+
+GRAPH_MODE = click.option(
+    "--graph-mode",
+    type=click.Choice(["auto", "none", "piecewise", "full"]),
+    default="auto",
+    help="How steps are launched: captured between attentions (piecewise, auto on a GPU), captured "
+    "whole (full), or called one by one (none, auto on the CPU).",
+)
+COMPILE = click.option(
+    "--compile/--no-compile",
+    "compile_",
+    default=None,
+    help="Inductor for the dense segments.  [default: on a GPU only]",
+)
+ATTENTION_BACKEND = click.option(
+    "--attention-backend",
+    type=click.Choice(["auto", "flashinfer", "triton", "torch"]),
+    default="auto",
+    help="auto: triton with --graph-mode full, flashinfer on a GPU in bfloat16, else torch.",
+)
+DEVICE = click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto")
+DTYPE = click.option(
+    "--dtype",
+    type=click.Choice(["auto", "bfloat16", "float32"]),
+    default="auto",
+    help="auto: bfloat16 on a GPU, float32 on the CPU.",
+)
+PAGE_SIZE = click.option(
+    "--page-size",
+    type=click.IntRange(min=1),
+    default=16,
+    show_default=True,
+    help="Tokens per K/V page.",
+)
+DRAFT_QUANTIZATION = click.option(
+    "--draft-quantization",
+    type=click.Choice(["none", "fp8"]),
+    default="none",
+    help="fp8: round the drafter's weights; verification keeps the output what the target says.",
+)
+EXECUTION = _group(GRAPH_MODE, COMPILE, ATTENTION_BACKEND, DEVICE, DTYPE, PAGE_SIZE)
+
+# --- memory ---
+
+MAX_MODEL_LEN = click.option(
+    "--max-model-len",
+    type=click.IntRange(min=2),
+    help="Most tokens of one request, prompt included.  [default: what the models allow]",
+)
+GPU_MEMORY_UTILIZATION = click.option(
+    "--gpu-memory-utilization",
+    type=click.FloatRange(0, 1, min_open=True),
+    default=0.9,
+    show_default=True,
+    help="Share of the GPU's memory that may be filled.",
+)
+KV_CACHE_MEMORY = click.option(
+    "--kv-cache-memory",
+    type=ByteSize(),
+    help="Most bytes of the K/V pool, such as 2GiB.  [default: what the memory plan leaves]",
+)
+
+# --- measuring ---
+
+SIMULATE_ACCEPTANCE = click.option(
+    "--simulate-acceptance",
+    type=float,
+    metavar="LENGTH",
+    help="Draw this mean acceptance length instead of comparing drafts (random weights accept "
+    "nothing); the text is meaningless, and results say so.",
+)
+
+
+def load_format(default: str | None, suffix: str) -> Option:
+    """`--load-format auto|dummy`."""
+    return click.option(
+        "--load-format",
+        type=click.Choice(["auto", "dummy"]),
+        default=default,
+        help=f"dummy: random weights from a config.json or a preset's name alone.{suffix}",
+    )
+
+
+LOAD_FORMAT = load_format("auto", "")
+LOAD_FORMAT_OR_PRESET = load_format(None, "  [default: dummy for a preset]")
+PROMPT_SEED = click.option(
+    "--seed", type=int, default=0, show_default=True, help="Of the random prompts."
+)
+RESULT_FILE = _group(
+    click.option(
+        "--output-json", type=click.Path(path_type=Path), help="Write the result file here."
+    ),
+    click.option(
+        "--commit", metavar="SHA", help="Commit to record where the checkout has no history."
+    ),
+)
+
+
+def as_json(text: str) -> Option:
+    """`--json`."""
+    return click.option("--json", "as_json", is_flag=True, help=text)

@@ -21,9 +21,9 @@ from graphengine.api import Engine
 from graphengine.build import read_configs
 from graphengine.cli import main
 from graphengine.config import DraftConfig, ModelConfig
+from graphengine.hub import TINY_DRAFT, TINY_TARGET
 from graphengine.models.dflash import DraftVocabulary
 from graphengine.models.qwen3 import Weights
-from graphengine.hub import TINY_DRAFT, TINY_TARGET
 from graphengine.pairs import named_pair, read_json
 from graphengine.weights import Checkpoint, RandomSource, draft_vocabulary, draft_weights
 from graphengine.weights import target_weights as read_target

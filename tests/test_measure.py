@@ -1,0 +1,52 @@
+"""tools/measure.py: its jobs are commands that exist, and one that fails does not stop the rest."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from graphengine.cli import main
+from tools import measure
+
+
+@pytest.mark.parametrize("name", measure.JOBS)
+def test_jobs_are_valid_commands(name: str) -> None:
+    """Bug: an option was renamed, and the job fails on the GPU after the weights are made."""
+    job = measure.JOBS[name]
+    if job.command[: len(measure.GRAPHENGINE)] != measure.GRAPHENGINE:
+        assert Path(job.command[1]).is_file()
+        return
+    command, *args = job.command[len(measure.GRAPHENGINE) :]
+    options = [*args, job.output, "out.json", "--commit", "abc"]
+    options += [job.folder, "folder"] if job.folder else []
+    context = main.commands[command].make_context(command, options)
+    assert context.params["output_json"] == Path("out.json")
+
+
+def test_a_failed_job_does_not_stop_the_rest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Bug: a job that hangs or fails takes the later ones' results with it."""
+    write = "import sys, pathlib; pathlib.Path(sys.argv[2]).write_text('{}'); print('said')"
+    jobs = {
+        "hangs": measure.Job((sys.executable, "-c", "import time; time.sleep(60)"), timeout_s=1),
+        "fails": measure.Job((sys.executable, "-c", "raise SystemExit(3)")),
+        "works": measure.Job((sys.executable, "-c", write), takes_commit=False, tail=("--", "x")),
+    }
+    monkeypatch.setattr(measure, "JOBS", jobs)
+    monkeypatch.setattr(sys, "argv", ["measure.py", "--out", str(tmp_path), "--commit", "abc"])
+    with pytest.raises(SystemExit) as ended:
+        measure.main()
+    assert ended.value.code == 1
+    summary = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert summary["hangs"] == "stopped after 1 s" and summary["fails"] == "exit code 3"
+    assert isinstance(summary["works"], float)
+    assert (tmp_path / "works.json").read_text() == "{}"
+    assert "said" in (tmp_path / "works.log").read_text()
+    monkeypatch.setattr(sys, "argv", ["measure.py", "--out", str(tmp_path), "nothing"])
+    with pytest.raises(SystemExit) as refused:
+        measure.main()
+    assert refused.value.code == 2

@@ -1,0 +1,153 @@
+"""Measures everything that README's table quotes, and the evidence of a GPU, one result file a job.
+
+Why: a figure is worth what it takes to get it again. Each job is one of the project's own commands,
+run as a user would type it; what it prints goes to DIR/<job>.log, what it measured to
+DIR/<job>.json. Jobs run one after another, so that none disturbs another's times, and one that
+fails or runs out of time does not stop the rest.
+
+    python tools/measure.py --list
+    python tools/measure.py --out /tmp/h200 8b-modes 8b-fp8
+    python tools/measure.py --out /tmp/h200 --seconds 600      # every job, as far as time goes
+
+The last line of stdout is one JSON object: job -> seconds, or why there are none. Exit code 1 if
+any job failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+GRAPHENGINE = (sys.executable, "-m", "graphengine")
+PAIR_8B = ("qwen3-8b", "--draft", "qwen3-8b-dflash-b16", "--simulate-acceptance", "6.35")
+PAIR_4B = ("qwen3-4b", "--draft", "qwen3-4b-dflash-b16", "--simulate-acceptance", "6.35")
+FP8 = ("--draft-quantization", "fp8")
+SWEEP = ("--sweep", "block_attention", "--batch", "8", "16", "--kv", "400", "1024", "8192")
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A command without the places of its results.
+
+    Attributes:
+        output: its option for the result file.
+        takes_commit: whether it has the option --commit.
+        folder: its option for a folder of further files.
+        tail: what follows all options.
+    """
+
+    command: tuple[str, ...]
+    timeout_s: int = 300
+    output: str = "--output-json"
+    takes_commit: bool = True
+    folder: str | None = None
+    tail: tuple[str, ...] = ()
+
+
+def _bench(*args: str) -> Job:
+    return Job((*GRAPHENGINE, "bench", *args))
+
+
+def _profile(*args: str) -> Job:
+    return Job((*GRAPHENGINE, "profile", *PAIR_8B, *args), folder="--keep")
+
+
+def _tool(name: str, *args: str) -> Job:
+    command = (sys.executable, str(ROOT / "tools" / name), *args)
+    return Job(command, output="--out", takes_commit=False)
+
+
+# In the order of their worth: whatever time is left goes to the later ones.
+JOBS: dict[str, Job] = {
+    "8b-modes": _bench(*PAIR_8B, "--compare", "piecewise,full", "--bucket", "1,8,16", "--baseline"),
+    "8b-fp8": _bench(*PAIR_8B, *FP8, "--compare", "full", "--bucket", "1,8,16"),
+    "8b-8k": _bench(*PAIR_8B, "--compare", "full", "--input-len", "8192"),
+    "8b-8k-fp8": _bench(*PAIR_8B, *FP8, "--compare", "full", "--input-len", "8192"),
+    "4b": _bench(*PAIR_4B, "--compare", "full", "--bucket", "1,8,16", "--baseline"),
+    "4b-fp8": _bench(*PAIR_4B, *FP8, "--compare", "full", "--bucket", "1"),
+    "8b-1k": _bench(*PAIR_8B, "--compare", "full", "--input-len", "1024", "--bucket", "16"),
+    "tiny-modes": _bench(
+        *("--compare", "none,piecewise,full:flashinfer,full:triton"),
+        *("--bucket", "1,8,16", "--num-iters", "60"),
+    ),
+    "verify-matrix": Job((*GRAPHENGINE, "verify", "--matrix", "--bucket", "1,8,16")),
+    "verify-sampled": Job((*GRAPHENGINE, "verify", "--temperature", "1")),
+    "8b-profile-piecewise": _profile("--graph-mode", "piecewise"),
+    "8b-profile-full": _profile("--graph-mode", "full"),
+    "8b-profile-full-bs16": _profile("--graph-mode", "full", "--bucket", "16"),
+    "soak-piecewise": _tool("soak.py", "--device", "auto", "--graph-mode", "piecewise"),
+    "soak-full": _tool("soak.py", "--device", "auto", "--graph-mode", "full"),
+    "kernels": _tool("bench_kernels.py"),
+    "attention-sweep": _tool("bench_kernels.py", *SWEEP),
+    "tune-16": _tool("tune_skinny.py", "--seconds", "120"),
+    "tune-128": _tool("tune_skinny.py", "--cases", "8b", "--rows", "128", "--seconds", "60"),
+    "tests": Job(
+        (sys.executable, str(ROOT / "tools/record_tests.py"), "--jobs", "15", "--timeout", "400"),
+        timeout_s=420,
+        output="--out",
+        tail=("--", "-m", "gpu"),
+    ),
+}
+
+
+def run(name: str, job: Job, directory: Path, commit: str | None, timeout_s: float) -> str | None:
+    """Runs a job; returns what went wrong."""
+    command = [*job.command, job.output, str(directory / f"{name}.json")]
+    if job.folder:
+        command += [job.folder, str(directory / name)]
+    if commit and job.takes_commit:
+        command += ["--commit", commit]
+    command += job.tail
+    with (directory / f"{name}.log").open("w") as log:
+        print(" ".join(command), file=log, flush=True)
+        try:
+            done = subprocess.run(
+                command, cwd=ROOT, stdout=log, stderr=log, timeout=timeout_s, check=False
+            )
+        except subprocess.TimeoutExpired:
+            return f"stopped after {timeout_s:.0f} s"
+    return f"exit code {done.returncode}" if done.returncode else None
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("jobs", nargs="*", metavar="JOB", help="default: all")
+    parser.add_argument("--list", action="store_true", help="print the jobs and their commands")
+    parser.add_argument("--out", type=Path, help="folder of the result files and logs")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="for all jobs")
+    parser.add_argument("--commit", help="where the checkout has no history")
+    args = parser.parse_args()
+    if args.list:
+        for name, job in JOBS.items():
+            print(f"{name:22}{' '.join(job.command[1:])}")
+        return
+    unknown = sorted(set(args.jobs) - set(JOBS))
+    if unknown or args.out is None:
+        parser.error(f"no such job: {unknown}; see --list" if unknown else "--out DIR is missing")
+    args.out.mkdir(parents=True, exist_ok=True)
+    deadline = time.monotonic() + args.seconds
+    summary: dict[str, float | str] = {}
+    failed = False
+    for name in args.jobs or JOBS:
+        began = time.monotonic()
+        left_s = min(JOBS[name].timeout_s, deadline - began)
+        problem = "no time left" if left_s < 1 else None
+        if problem is None:
+            problem = run(name, JOBS[name], args.out, args.commit, left_s)
+        failed = failed or problem is not None
+        summary[name] = problem or round(time.monotonic() - began, 1)
+        print(f"{name}: {summary[name]}", flush=True)
+    print(json.dumps(summary))
+    raise SystemExit(1 if failed else 0)
+
+
+if __name__ == "__main__":
+    main()

@@ -55,7 +55,7 @@ class LaunchConfig(NamedTuple):
     kv_tile: int = 64  # keys of one iteration; halved for fp32
     chunk: int = 128  # keys dealt to a split at a time; a multiple of kv_tile, a power of two
     one_split: int = 256  # up to this length one split takes all keys and nothing is merged
-    num_warps: int = 4
+    num_warps: int = 4  # doubled for fp32
     num_stages: int = 3
     fused_merge: bool = True  # merge inside the kernel; otherwise in a second launch
     polls: int = 4096  # fused: how long a split waits to share the merge; 0 leaves it to the last
@@ -209,7 +209,11 @@ def block_attention(
         raise ValueError(f"head_dim {H}: the Triton kernel needs a power of two from 16 to 256")
     num_splits = workspace.lse_ZTN.shape[0]
     config = config or choose_config(num_splits)
-    kv_tile = config.kv_tile // 2 if q_TNH.dtype == torch.float32 else config.kv_tile
+    kv_tile, num_warps = config.kv_tile, config.num_warps
+    if q_TNH.dtype == torch.float32:
+        # An fp32 product keeps its operands in registers: with 4 warps a thread of a 64 x 128 tile
+        # spilled 20 kB (ptxas for sm_90a, triton 3.6), for which the driver reserves gigabytes.
+        kv_tile, num_warps = kv_tile // 2, num_warps * 2
     if config.chunk % kv_tile or config.chunk & (config.chunk - 1):
         raise ValueError(f"chunk {config.chunk}: a power of two and a multiple of {kv_tile} keys")
     pdl = config.pdl and q_TNH.is_cuda and _has_pdl(q_TNH.device)
@@ -238,7 +242,7 @@ def block_attention(
         FUSED=config.fused_merge,
         POLLS=0 if INTERPRET else config.polls,  # interpreted programs run one after another
         PREFETCH=q_TNH.is_cuda and config.prefetch,
-        num_warps=config.num_warps,  # pyright: ignore[reportCallIssue]
+        num_warps=num_warps,  # pyright: ignore[reportCallIssue]
         num_stages=config.num_stages,  # pyright: ignore[reportCallIssue]
         **launch,
     )

@@ -1,0 +1,160 @@
+"""Every kernel compiles for Hopper and fits it, on a host without a GPU.
+
+The interpreter runs what the compiler refuses (a type that changes in a loop, a shape that is no
+power of two) and knows neither registers nor shared memory. Here launches of fake CUDA tensors go
+through the launchers as on a GPU, up to machine code made by the ptxas of triton's wheel.
+"""
+
+import re
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from triton import knobs
+from triton.backends.compiler import GPUTarget
+from triton.runtime.driver import driver
+from triton.runtime.jit import JITFunction
+
+from graphengine.kernels import (
+    accept,
+    argmax,
+    block_attention,
+    context_kv,
+    qk_norm_rope,
+    skinny_linear,
+)
+from graphengine.kernels.skinny_linear import FP8, Fp8Scales, SkinnyConfig
+
+SHARED_MEMORY_BYTES = 227 * 1024
+MAX_STACK_BYTES = 1024  # a thread's; more is spilled registers
+BF16, FP32 = torch.bfloat16, torch.float32
+TOOLS = (knobs.nvidia.ptxas, knobs.nvidia.cuobjdump)
+
+pytestmark = [
+    pytest.mark.skipif(qk_norm_rope.INTERPRET, reason="interpreted kernels are not compiled"),
+    pytest.mark.skipif(
+        not all(Path(tool.path).is_file() for tool in TOOLS), reason="triton came without ptxas"
+    ),
+]
+
+
+def empty(*shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, device="cuda")
+
+
+def ints(*shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
+    return empty(*shape, dtype=dtype)
+
+
+def attend(dtype: torch.dtype, H: int, G: int, causal: bool, window: int | None, **config: Any):
+    B, N, K, S, W, Z = 2, 32, 8, 16, 260, 8
+    block_attention.block_attention(
+        empty(B * G, N, H, dtype=dtype),
+        empty(2, 9, S, K, H, dtype=dtype),
+        ints(B, W, dtype=torch.int32),
+        ints(B, dtype=torch.int32),
+        G,
+        causal,
+        empty(B * G, N, H, dtype=dtype),
+        block_attention.workspace(B, G, N, H, Z, "cuda"),
+        block_attention.choose_config(Z)._replace(**config),
+        window,
+    )
+
+
+def multiply(T: int, config: SkinnyConfig, swiglu: bool = False, dtype: torch.dtype = BF16):
+    E, D = 4096, 4096
+    x, weight, scales = empty(T, D, dtype=dtype), empty(E, D, dtype=dtype), None
+    if dtype == FP8:
+        x, scales = empty(2, T, D, dtype=FP8), Fp8Scales(empty(T, dtype=FP32), empty(E, dtype=FP32))
+    out = empty(T, E // 2) if swiglu else empty(config.num_splits, T, E, dtype=FP32)
+    skinny_linear._launch(x, weight, scales, out, config, swiglu)
+
+
+def project(T: int, N: int, K: int, H: int) -> None:
+    rope, at, norm = empty(99, H, dtype=FP32), (ints(T), ints(T)), empty(H)
+    pool = empty(3, 2, 9, 16, K, H)
+    partials = empty(3, T, (N + 2 * K) * H, dtype=FP32)
+    qk_norm_rope.qk_norm_rope_write_(partials, norm, norm, rope, *at, pool.select(0, 1), 1e-6)
+    kv, norms = empty(T, 3 * 2 * K * H), empty(3, H)
+    context_kv.context_kv_write_(kv, norms, rope, *at, pool, 1e-6)
+
+
+def advance(B: int, G: int) -> None:
+    rows, counts = (ints(B * G), ints(B * G)), ints(B, dtype=torch.int32)
+    table = ints(B, 9, dtype=torch.int32)
+    accept.accept_and_advance_(
+        ints(B, G), ints(B, G), counts, table, ints(B, G), *rows, counts, 7, 16
+    )
+
+
+TALL = SkinnyConfig(rows=256, block_k=128, num_stages=2, num_warps=8)
+LAUNCHES: dict[str, Callable[[], Any]] = {
+    "argmax": lambda: (argmax.argmax_rows(empty(16, 151936)), argmax.argmax_rows(empty(1, 512))),
+    "accept": lambda: (advance(3, 16), advance(1, 1)),
+    "norm, rope and writes": lambda: project(16, 32, 8, 128),
+    "attention": lambda: attend(BF16, 128, 16, True, None),
+    "attention, window, merge launched": lambda: attend(
+        BF16, 64, 16, False, 300, fused_merge=False
+    ),
+    "attention, two row tiles, window": lambda: attend(BF16, 128, 32, True, 300),
+    "attention in float32": lambda: attend(FP32, 128, 16, True, None),
+    "GEMM": lambda: multiply(16, SkinnyConfig(64, 256, 5, 4, 1, 4, 2, 1)),
+    "GEMM, 128 rows": lambda: multiply(128, TALL),
+    "GEMM, SwiGLU": lambda: multiply(64, SkinnyConfig(block_k=64), swiglu=True),
+    "GEMM, FP8, SwiGLU": lambda: multiply(16, SkinnyConfig(num_stages=2), True, FP8),
+    "GEMM without TMA": lambda: multiply(7, SkinnyConfig(block_k=64, use_tma=0)),
+}
+
+
+@pytest.fixture
+def compiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
+    """The kernels that launches have compiled; nothing is run."""
+    kernels: list[Any] = []
+    real = JITFunction.run
+
+    def run(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
+        kernels.append(real(self, *args, grid=grid, warmup=True, **options))
+        return kernels[-1]
+
+    # "sm90" keys the kernels' own caches, so none of these is ever launched on a real GPU.
+    hopper = SimpleNamespace(
+        get_current_target=lambda: GPUTarget("cuda", 90, 32),
+        get_current_device=lambda: "sm90",
+        get_current_stream=lambda device: 0,
+    )
+    monkeypatch.setattr(driver, "_active", hopper)
+    monkeypatch.setattr(JITFunction, "run", run)
+    monkeypatch.setattr(FakeTensor, "data_ptr", lambda self: 4096, raising=False)
+    # CPU builds of torch refuse to index what claims to be on a GPU.
+    monkeypatch.setattr(FakeTensor, "__getitem__", lambda self, i: self.select(0, i))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+    properties = SimpleNamespace(multi_processor_count=132)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device=None: properties)
+    qk_norm_rope.supports_pdl.cache_clear()
+    with FakeTensorMode():
+        yield kernels
+    qk_norm_rope.supports_pdl.cache_clear()
+
+
+@pytest.mark.parametrize("name", LAUNCHES)
+def test_compiles_for_sm90(name: str, compiled: list[Any], tmp_path: Path) -> None:
+    """Bug: a kernel that only the interpreter accepts, asks for more shared memory than there is,
+    or spills so many registers that its tiles live in memory."""
+    LAUNCHES[name]()
+    assert compiled
+    for kernel in compiled:
+        cubin = tmp_path / "kernel.cubin"
+        cubin.write_bytes(kernel.asm["cubin"])
+        line = [knobs.nvidia.cuobjdump.path, "-res-usage", str(cubin)]
+        usage = subprocess.run(line, capture_output=True, text=True, check=True).stdout
+        found = re.search(r"REG:(\d+) STACK:(\d+)", usage)
+        assert found, usage
+        print(f"{kernel.metadata.name}: {found[0]} SHARED:{kernel.metadata.shared}")
+        assert int(found[2]) <= MAX_STACK_BYTES
+        assert kernel.metadata.shared <= SHARED_MEMORY_BYTES

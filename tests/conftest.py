@@ -1,8 +1,13 @@
-"""What all tests share: a test marked `gpu` is skipped, with its reason, where there is no GPU.
+"""What all tests share: a test marked `gpu` is skipped, with its reason, where there is no GPU, and
+the others see none where there is one.
 
 Why here: a GPU test that silently passes or disappears on a CPU host would be counted as evidence.
 The summary therefore names how many did not run. torch is imported only if a GPU test was chosen.
+The other way round, "auto" in a test without the mark means the CPU on every host.
 """
+
+import sys
+from collections.abc import Generator
 
 import pytest
 
@@ -14,11 +19,24 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if not gpu_items:
         return
     import torch
+    from torch.utils._triton import has_triton
 
     if torch.cuda.is_available():
+        has_triton()  # Inductor remembers the answer, which a test that sees no GPU must not give
         return
     for item in gpu_items:
         item.add_marker(pytest.mark.skip(reason=NO_GPU))
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    if item.get_closest_marker("gpu") is not None:
+        return (yield)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("CUDA_VISIBLE_DEVICES", "")  # for processes that the test starts
+        if (torch := sys.modules.get("torch")) is not None:
+            patch.setattr(torch.cuda, "is_available", lambda: False)
+        return (yield)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

@@ -86,7 +86,7 @@ def test_fallback_by_real_times(pair: Pair, mode: Mode, monkeypatch: pytest.Monk
             gc.collect()
             used.append(torch.cuda.memory_allocated())
         assert used[1:] == used[1:2] * 3
-    assert len(times) == 1 and 1e-6 < times[0] < 0.1
+    assert len(times) == 1 and 1e-6 < times[0] < 2  # other tests may share the GPU
 
 
 def _suspects(self: guards.SpeculationGuard, size: int) -> bool:

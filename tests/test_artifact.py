@@ -321,7 +321,8 @@ def test_a_run_tells_what_does_not_fit(tmp_path: Path) -> None:
 def command(root: Path, *args: str) -> Any:
     """The command's JSON and stderr, in a process whose compiled code lies below `root`."""
     env = {k: v for k, v in os.environ.items() if k not in cli._CACHE_VARIABLES}
-    env |= {"GRAPHENGINE_CACHE": str(root), "PYTHONPATH": str(ROOT)}
+    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    env |= {"GRAPHENGINE_CACHE": str(root), "PYTHONPATH": path}
     line = [sys.executable, "-m", "graphengine", *args, "--json"]
     done = subprocess.run(line, cwd=ROOT, env=env, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr

@@ -28,14 +28,15 @@ OUTCOME = re.compile(r"^(\S+\.py::.+?) (PASSED|FAILED|ERROR|SKIPPED)\b", re.MULT
 
 
 def collect(arguments: list[str]) -> list[str]:
-    """Node ids that pytest selects."""
+    """Node ids that pytest selects. A module that cannot be imported ends the run: its tests would
+    be missing from the evidence without a word."""
     done = subprocess.run(
         [*PYTEST, "-q", "--collect-only", *arguments], capture_output=True, text=True, check=False
     )
     lines = done.stdout.splitlines()
     ids = [line for line in lines if line.partition("::")[0].endswith(".py") and "::" in line]
-    if not ids:
-        raise SystemExit(f"no test selected by {' '.join(arguments)}\n{done.stdout[-2000:]}")
+    if done.returncode or not ids:
+        raise SystemExit(f"pytest cannot select {' '.join(arguments)}\n{done.stdout[-2000:]}")
     return ids
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -29,10 +30,14 @@ def test_jobs_are_valid_commands(name: str) -> None:
 def test_a_failed_job_does_not_stop_the_rest(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Bug: a job that hangs or fails takes the later ones' results with it."""
+    """Bug: a job that hangs or fails takes the later ones' results with it, or what it has started
+    stays on the GPU and disturbs their times."""
+    alive = tmp_path / "alive"
+    child = "import pathlib, sys, time; time.sleep(3); pathlib.Path(sys.argv[1]).touch()"
+    hang = f"import subprocess as s, sys; s.run([sys.executable, '-c', {child!r}, {str(alive)!r}])"
     write = "import sys, pathlib; pathlib.Path(sys.argv[2]).write_text('{}'); print('said')"
     jobs = {
-        "hangs": measure.Job((sys.executable, "-c", "import time; time.sleep(60)"), timeout_s=1),
+        "hangs": measure.Job((sys.executable, "-c", hang), timeout_s=1),
         "fails": measure.Job((sys.executable, "-c", "raise SystemExit(3)")),
         "works": measure.Job((sys.executable, "-c", write), takes_commit=False, tail=("--", "x")),
     }
@@ -46,6 +51,8 @@ def test_a_failed_job_does_not_stop_the_rest(
     assert isinstance(summary["works"], float)
     assert (tmp_path / "works.json").read_text() == "{}"
     assert "said" in (tmp_path / "works.log").read_text()
+    time.sleep(3)
+    assert not alive.exists()
     monkeypatch.setattr(sys, "argv", ["measure.py", "--out", str(tmp_path), "nothing"])
     with pytest.raises(SystemExit) as refused:
         measure.main()

@@ -17,9 +17,12 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -106,13 +109,20 @@ def run(name: str, job: Job, directory: Path, commit: str | None, timeout_s: flo
     command += job.tail
     with (directory / f"{name}.log").open("w") as log:
         print(" ".join(command), file=log, flush=True)
+        # In a session of its own: whatever it has started ends with it, and later jobs' times are
+        # not disturbed.
+        process = subprocess.Popen(
+            command, cwd=ROOT, stdout=log, stderr=log, start_new_session=True
+        )
         try:
-            done = subprocess.run(
-                command, cwd=ROOT, stdout=log, stderr=log, timeout=timeout_s, check=False
-            )
+            code = process.wait(timeout_s)
         except subprocess.TimeoutExpired:
             return f"stopped after {timeout_s:.0f} s"
-    return f"exit code {done.returncode}" if done.returncode else None
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+    return f"exit code {code}" if code else None
 
 
 def main() -> None:

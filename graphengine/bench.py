@@ -28,7 +28,7 @@ from graphengine.bench_busy import busy_ms
 from graphengine.build import Built
 from graphengine.config import DraftConfig, ModelConfig
 from graphengine.engine import DecodeLoop
-from graphengine.kernels.skinny_linear import SKINNY_T
+from graphengine.kernels.skinny_config import SKINNY_T
 from graphengine.request import Request
 
 READ_BYTES = 4 << 30

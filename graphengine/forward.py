@@ -26,7 +26,7 @@ from graphengine.kernels.accept import accept_and_advance_
 from graphengine.kernels.argmax import argmax_rows
 from graphengine.kernels.context_kv import context_kv_write_
 from graphengine.kernels.qk_norm_rope import qk_norm_rope_write_
-from graphengine.kernels.skinny_linear import SKINNY_T
+from graphengine.kernels.skinny_config import SKINNY_T
 from graphengine.models import dflash, qwen3
 from graphengine.models.dflash import DraftWeights
 from graphengine.models.layers import Matrix

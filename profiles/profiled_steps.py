@@ -17,7 +17,7 @@ import torch
 
 from graphengine.api import Engine
 from graphengine.bench import _timed_steps
-from graphengine.kernels.skinny_linear import SKINNY_T
+from graphengine.kernels.skinny_config import SKINNY_T
 from graphengine.profiles import ranges
 from graphengine.profiles.segment_bytes import segment_bytes
 

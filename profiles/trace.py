@@ -24,11 +24,9 @@ BusyClass = Literal["dense", "attention", "chain", "other"]
 BUSY_CLASSES: tuple[BusyClass, ...] = ("dense", "attention", "chain", "other")
 OUTSIDE = "outside"
 
-# FlashInfer's kernels, and the two of kernels/block_attention.py.
+# FlashInfer's kernels, and those of kernels/block_attention.py.
 _ATTENTION_KERNEL = re.compile(
-    r"Batch(Prefill|Decode)|MergeState|PagedKV|fmha|flash_fwd|attention|^_partial_kernel|"
-    r"^_merge_kernel",
-    re.IGNORECASE,
+    r"Batch(Prefill|Decode)|MergeState|PagedKV|fmha|flash_fwd|attention", re.IGNORECASE
 )
 _ACCEPT_KERNEL = re.compile(r"argmax|accept_and_advance")
 

@@ -162,8 +162,20 @@ def test_a_chain_that_is_one_graph_is_told_apart_by_its_kernels() -> None:
     host = [HostRange("step", 0, 100, 0), HostRange("verify", 1, 50, 0)]
     host.append(HostRange("verify", 2, 40, 0))  # the runner's range has the host phase's name
     launch = Launch(1, 3, 4, 0, True)
-    names = ["gemm", "BatchPrefillWithPagedKVCache", "MergeStates", "gemm", "_partial_kernel"]
-    names += ["_merge_kernel", "gemm", "_chunk_argmax_kernel", "copy", "_accept_and_advance_kernel"]
+    names = [
+        "gemm",
+        "BatchPrefillWithPagedKVCache",
+        "MergeStates",
+        "gemm",
+        "block_attention_kernel",
+    ]
+    names += [
+        "block_attention_merge_kernel",
+        "gemm",
+        "_chunk_argmax_kernel",
+        "copy",
+        "_accept_and_advance_kernel",
+    ]
     work = [Activity(name, i * 10, i * 10 + 8, launch) for i, name in enumerate(names)]
     assert [p.name for p in place(Trace(work, host))] == [
         *("verify.00", "verify.L0.attn", "verify.L0.attn", "verify.01", "verify.L1.attn"),

@@ -27,6 +27,7 @@ from typing import Any
 import torch
 
 from graphengine.kernels import accept, argmax, block_attention, context_kv, qk_norm_rope
+from graphengine.kernels.block_attention_kernels import MAX_SPLITS
 from graphengine.profiles import result_schema
 
 N, K, H, V, L, G, S = 32, 8, 128, 151936, 5, 16, 16
@@ -291,7 +292,7 @@ def tile_candidates(B: int) -> list[Candidate]:
     shared = [
         (z, base._replace(chunk=c, num_stages=s, one_split=0, fused_merge=False))
         for z in (2 * Z, 4 * Z, 8 * Z)
-        if z <= block_attention.MAX_SPLITS
+        if z <= MAX_SPLITS
         for c in (64, 128)
         for s in (1, 2)
     ]

@@ -31,8 +31,17 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from graphengine.kernels import skinny_linear as sk
-from graphengine.kernels.skinny_linear import SkinnyConfig
+from graphengine.kernels.fp8 import FP8, Fp8Scales, quantize_rows_fp8, split_rows_fp8, widened
+from graphengine.kernels.skinny_config import (
+    DEFAULT_SMS,
+    PDL_EARLY,
+    PDL_LATE,
+    PDL_OFF,
+    SkinnyConfig,
+    choose_config,
+    num_columns,
+)
+from graphengine.kernels.skinny_linear import skinny_linear, skinny_linear_partials, skinny_swiglu
 from graphengine.profiles import result_schema
 
 PEAK_TBPS = 4.46  # read-only bandwidth of an H200, measured
@@ -43,7 +52,7 @@ VOCABULARY, QKV_ROWS, ATTENTION_WIDTH, NUM_TAPS = 151936, 6144, 4096, 5
 LAYER = ("qkv", "o", "gate_up", "down")
 MIN_LAUNCHES, NUM_REPLAYS = 24, 5
 Weights = Callable[[int], torch.Tensor]
-Operands = tuple[torch.Tensor, torch.Tensor, sk.Fp8Scales | None]
+Operands = tuple[torch.Tensor, torch.Tensor, Fp8Scales | None]
 
 
 class Case(NamedTuple):
@@ -86,7 +95,7 @@ def cases(names: Iterable[str], rows: Iterable[int]) -> list[Case]:
 
 
 def smem_bytes(case: Case, config: SkinnyConfig) -> int:
-    cols = sk.num_columns(case.T)
+    cols = num_columns(case.T)
     tiles = config.rows * (2 if case.kind == "swiglu" else 1) * case.weight_bytes
     epilogue = min(config.rows * cols * 4, 16384)  # what the compiler takes to turn the layout
     # x in FP8 is hi and lo: as many bytes as in bf16
@@ -140,10 +149,10 @@ def candidates(case: Case, config: SkinnyConfig, num_sms: int) -> list[SkinnyCon
 def run(case: Case, config: SkinnyConfig, operands: Operands) -> torch.Tensor:
     x, weight, scales = operands
     if case.kind == "partials":
-        return sk.skinny_linear_partials(x, weight, None, config, scales)
+        return skinny_linear_partials(x, weight, None, config, scales)
     if case.kind == "linear":
-        return sk.skinny_linear(x, weight, config, scales)
-    return sk.skinny_swiglu(x, weight, config, scales)
+        return skinny_linear(x, weight, config, scales)
+    return skinny_swiglu(x, weight, config, scales)
 
 
 def relative_error(case: Case, config: SkinnyConfig, operands: Operands) -> float:
@@ -152,7 +161,7 @@ def relative_error(case: Case, config: SkinnyConfig, operands: Operands) -> floa
     got = run(case, config, operands).double()
     torch.use_deterministic_algorithms(False)
     got = got.sum(0) if case.kind == "partials" else got
-    x, weight = sk.widened(*operands)
+    x, weight = widened(*operands)
     expected = torch.cat([x.double() @ rows.double().T for rows in weight.split(16384)], dim=1)
     if case.kind == "swiglu":
         gate, up = expected.chunk(2, dim=1)
@@ -165,8 +174,8 @@ def problem(case: Case, E: int, D: int) -> Operands:
     weight = torch.randn(E, D, device="cuda").mul_(D**-0.5).bfloat16()
     if case.weight_bytes == 2:
         return x, weight, None
-    (split, x_scale), (quantized, scale) = sk.split_rows_fp8(x), sk.quantize_rows_fp8(weight)
-    return split, quantized, sk.Fp8Scales(x_scale, scale)
+    (split, x_scale), (quantized, scale) = split_rows_fp8(x), quantize_rows_fp8(weight)
+    return split, quantized, Fp8Scales(x_scale, scale)
 
 
 def is_right(case: Case, config: SkinnyConfig) -> bool:
@@ -245,7 +254,7 @@ class Pool:
         """weights(i): the i-th [E, D]; stride_bytes 0 packs them densely."""
         size = case.E * case.D * case.weight_bytes
         flat = self.buffer.view(torch.uint8)
-        dtype = sk.FP8 if case.weight_bytes == 1 else torch.bfloat16
+        dtype = FP8 if case.weight_bytes == 1 else torch.bfloat16
 
         def weight(i: int) -> torch.Tensor:
             first = offset_bytes + i * (stride_bytes or size)
@@ -424,11 +433,11 @@ def tune_layer(
     numbers: dict[str, float] = {}
     bf16 = bench.cases["qkv"].weight_bytes == 2
     if bf16:
-        times = [bench.us(dict.fromkeys(LAYER), glue) for glue in (sk.PDL_OFF, sk.PDL_LATE)]
+        times = [bench.us(dict.fromkeys(LAYER), glue) for glue in (PDL_OFF, PDL_LATE)]
         numbers["cublas_us"] = min(times)
     chosen: dict[str, SkinnyConfig] = {n: best[n][0].config for n in LAYER}
-    best_us, best_glue, best_configs = float("inf"), sk.PDL_OFF, chosen
-    for pdl, glue in itertools.product((sk.PDL_OFF, sk.PDL_LATE, sk.PDL_EARLY), repeat=2):
+    best_us, best_glue, best_configs = float("inf"), PDL_OFF, chosen
+    for pdl, glue in itertools.product((PDL_OFF, PDL_LATE, PDL_EARLY), repeat=2):
         if time.monotonic() > deadline:
             break
         configs = {n: c._replace(pdl=pdl) for n, c in chosen.items()}
@@ -439,7 +448,7 @@ def tune_layer(
     for name in LAYER:
         pdl = chosen[name].pdl
         others = [t.config for t in best[name][1:6]]
-        modes = [chosen[name]._replace(pdl=p) for p in (sk.PDL_LATE, sk.PDL_EARLY) if p != pdl]
+        modes = [chosen[name]._replace(pdl=p) for p in (PDL_LATE, PDL_EARLY) if p != pdl]
         for config in [*(c._replace(pdl=pdl) for c in others), *modes]:
             if time.monotonic() > deadline:
                 break
@@ -458,11 +467,11 @@ def dry_run(todo: list[Case]) -> None:
     compiled = {(c.kind, c.T, c.weight_bytes, v) for c in todo for v in variants(c)}
     print(f"{len(compiled)} variants to compile")
     for case in todo:
-        count = sum(len(candidates(case, v, sk.DEFAULT_SMS)) for v in variants(case))
+        count = sum(len(candidates(case, v, DEFAULT_SMS)) for v in variants(case))
         print(
             f"{case.model:7} {case.name:8} T {case.T:3} [{case.E}, {case.D}] {count} candidates,"
             f" floor {case.us_at_peak:.1f} us, rule: "
-            f"{sk.choose_config(case.T, case.E, case.D, case.weight_bytes, case.kind == 'swiglu')}"
+            f"{choose_config(case.T, case.E, case.D, case.weight_bytes, case.kind == 'swiglu')}"
         )
 
 
@@ -502,7 +511,7 @@ def tune(todo: list[Case], args: argparse.Namespace) -> dict[str, Any]:
                 print(f"    {us:7.2f} us {tbps:5.2f} TB/s  {tuple(config)}", flush=True)
             faster = timed[0].us < cublas_us or case.weight_bytes == 1
             if is_right(case, timed[0].config) and faster:
-                key = (case.E, case.D, case.weight_bytes, sk.num_columns(T))
+                key = (case.E, case.D, case.weight_bytes, num_columns(T))
                 table[key] = timed[0].config
         if args.layer and all(n in best for n in LAYER) and time.monotonic() < deadline:
             bench = LayerBench(model, T, pool)
@@ -513,7 +522,7 @@ def tune(todo: list[Case], args: argparse.Namespace) -> dict[str, Any]:
             for name, config in chosen.items():
                 case = bench.cases[name]
                 if is_right(case, config):
-                    table[case.E, case.D, case.weight_bytes, sk.num_columns(T)] = config
+                    table[case.E, case.D, case.weight_bytes, num_columns(T)] = config
     lines = [f"    {key}: SkinnyConfig{tuple(config)}," for key, config in table.items()]
     print("\n".join(lines), flush=True)
     return {"numbers": numbers, "table": lines, "seconds": round(time.monotonic() - start)}

@@ -15,16 +15,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from graphengine.config import RopeConfig
-from graphengine.kernels.skinny_linear import (
-    Fp8Scales,
-    SkinnyConfig,
-    choose_config,
-    quantize_rows_fp8,
-    skinny_linear,
-    skinny_linear_partials,
-    skinny_swiglu,
-    split_rows_fp8,
-)
+from graphengine.kernels.fp8 import Fp8Scales, quantize_rows_fp8, split_rows_fp8
+from graphengine.kernels.skinny_config import SkinnyConfig, choose_config
+from graphengine.kernels.skinny_linear import skinny_linear, skinny_linear_partials, skinny_swiglu
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -6,8 +6,6 @@ import pytest
 import torch
 
 from graphengine.kernels.block_attention import (
-    INTERPRET,
-    MAX_SPLITS,
     LaunchConfig,
     Workspace,
     block_attention,
@@ -15,6 +13,8 @@ from graphengine.kernels.block_attention import (
     choose_num_splits,
     workspace,
 )
+from graphengine.kernels.block_attention_kernels import MAX_SPLITS
+from graphengine.kernels.interpreter import INTERPRET
 
 TOLERANCE: dict[torch.dtype, dict[str, Any]] = {
     torch.float32: {"rtol": 1e-4, "atol": 1e-5},

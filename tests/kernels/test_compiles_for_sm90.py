@@ -28,7 +28,8 @@ from graphengine.kernels import (
     qk_norm_rope,
     skinny_linear,
 )
-from graphengine.kernels.skinny_linear import FP8, Fp8Scales, SkinnyConfig
+from graphengine.kernels.fp8 import FP8, Fp8Scales
+from graphengine.kernels.skinny_config import SkinnyConfig
 
 SHARED_MEMORY_BYTES = 227 * 1024
 MAX_STACK_BYTES = 1024  # a thread's; more is spilled registers

@@ -8,25 +8,20 @@ import pytest
 import torch
 from torch._inductor.utils import run_and_get_code
 
-from graphengine.kernels.skinny_linear import (
-    FP8,
-    INTERPRET,
+from graphengine.kernels.fp8 import FP8, Fp8Scales, quantize_rows_fp8, split_rows_fp8
+from graphengine.kernels.interpreter import INTERPRET
+from graphengine.kernels.skinny_config import (
     MAX_SPLITS,
     PDL_EARLY,
     PDL_LATE,
     PDL_OFF,
-    Fp8Scales,
     SkinnyConfig,
     choose_config,
     num_columns,
-    quantize_rows_fp8,
     rule_config,
-    skinny_linear,
-    skinny_linear_partials,
-    skinny_swiglu,
-    split_rows_fp8,
     split_width,
 )
+from graphengine.kernels.skinny_linear import skinny_linear, skinny_linear_partials, skinny_swiglu
 
 # Half an ulp of the result plus the fp32 sum; the interpreter truncates to bf16: one ulp.
 ROUNDING = {torch.bfloat16: 2**-7 if INTERPRET else 2**-8, torch.float16: 2**-10}

@@ -1,0 +1,364 @@
+"""The kernels of block_attention.py, which says what they compute, in what order, and why.
+
+Legend: B requests, G block length, T = B * G rows, N query heads, K kv heads, H head dim, W pages
+in a row of the page table, S page size, Z splits.
+"""
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from graphengine.kernels.interpreter import dot
+
+MAX_SPLITS = 32  # a power of two; one bit each in the arrival word
+COUNT_STEP = tl.constexpr(MAX_SPLITS)  # what a call adds to the count of arrivals
+GIVEN_UP = tl.constexpr(0xFFFFFFFF)  # bits of the arrival word; the count is above them
+
+
+@triton.jit
+def _live_splits(
+    start,
+    max_kv,
+    one_split,
+    G: tl.constexpr,
+    CHUNK: tl.constexpr,
+    Z: tl.constexpr,
+    WINDOW: tl.constexpr,
+):
+    """(kv length, splits with work, chunks before the window); a padded request has length 0 and
+    one split, for zeros."""
+    kv_len = tl.where(start > 0, tl.minimum(start + G, max_kv), 0)
+    skipped = 0
+    if WINDOW:
+        skipped = tl.minimum(tl.maximum(start + 1 - WINDOW, 0), kv_len) // CHUNK
+    read = kv_len - skipped * CHUNK
+    live = tl.minimum(tl.maximum((read + CHUNK - 1) // CHUNK, 1), Z)
+    return kv_len, tl.where(read <= one_split, 1, live), skipped
+
+
+@triton.jit
+def _unpack(row, b, kv_head, G: tl.constexpr, GROUP: tl.constexpr):
+    """Packed rows of a kv head -> (row index of q and out, query head, whether it exists)."""
+    i = row // GROUP
+    return (b * G + i).to(tl.int64), kv_head * GROUP + row % GROUP, i < G
+
+
+@triton.jit
+def _merge_rows(
+    out,
+    partial_out,
+    partial_lse,
+    first_row,
+    b,
+    kv_head,
+    live,
+    T,
+    N: tl.constexpr,
+    H: tl.constexpr,
+    G: tl.constexpr,
+    GROUP: tl.constexpr,
+    ROWS: tl.constexpr,
+    POW2: tl.constexpr,
+):
+    """Rows [first_row, first_row + ROWS) of a packed tile, from POW2/2 < live <= POW2 partials."""
+    t, head, exists = _unpack(  # pyright: ignore[reportGeneralTypeIssues]
+        first_row + tl.arange(0, ROWS), b, kv_head, G, GROUP
+    )
+    dim = tl.arange(0, H)
+    split = tl.arange(0, POW2)
+    # Rows before splits: the compiler deals the first dimension to warps, so that a thread holds
+    # all splits of its elements and adds them without shared memory.
+    index = (split.to(tl.int64)[None, :] * T + t[:, None]) * N + head[:, None]
+    written = (split < live)[None, :] & exists[:, None]
+    # .cg: from L2, because another multiprocessor has just written it.
+    lse = tl.load(partial_lse + index, mask=written, other=float("-inf"), cache_modifier=".cg")
+    tile = tl.load(
+        partial_out + index[:, :, None] * H + dim[None, None, :],
+        mask=written[:, :, None],
+        other=0.0,
+        cache_modifier=".cg",
+    )
+    highest = tl.max(lse, axis=1)
+    weight = tl.exp2(lse - tl.where(highest == float("-inf"), 0.0, highest)[:, None])
+    total = tl.sum(weight, axis=1)
+    weight = weight / tl.where(total == 0.0, 1.0, total)[:, None]
+    merged = tl.sum(tile * weight[:, :, None], axis=1).to(out.dtype.element_ty)
+    tl.store(out + (t * N + head)[:, None] * H + dim[None, :], merged, mask=exists[:, None])
+
+
+@triton.jit
+def block_attention_kernel(
+    q,
+    k_cache,
+    v_cache,
+    page_table,
+    starts,
+    max_kv,
+    one_split,
+    out,
+    partial_out,
+    partial_lse,
+    arrived,
+    q_row_stride,
+    table_stride,
+    scale_log2,
+    N: tl.constexpr,
+    H: tl.constexpr,
+    G: tl.constexpr,
+    K: tl.constexpr,
+    ROWS: tl.constexpr,
+    ROW_TILES: tl.constexpr,
+    CHUNK: tl.constexpr,
+    SPLITS: tl.constexpr,
+    PDL: tl.constexpr,
+    WINDOW: tl.constexpr,
+    TILE: tl.constexpr,
+    S: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    DOT_FP32: tl.constexpr,
+    FUSED: tl.constexpr,
+    POLLS: tl.constexpr,
+    PREFETCH: tl.constexpr,
+):
+    kv_head = tl.program_id(0) // ROW_TILES
+    b = tl.program_id(1)
+    split = tl.program_id(2)  # slowest: the splits that are always alive are started first
+    GROUP: tl.constexpr = N // K
+    TILES_PER_CHUNK: tl.constexpr = CHUNK // TILE
+    dim = tl.arange(0, H)
+    offset = tl.arange(0, TILE)
+    pages = page_table + b.to(tl.int64) * table_stride
+    # A split begins with chunk `split` whatever the length, so that its first pages are on their
+    # way together with the length. (Everything is latency at short lengths.)
+    key = split * CHUNK + offset
+    if not WINDOW:
+        page = tl.load(pages + key // S, mask=key < max_kv, other=0)
+    start = tl.load(starts + b)
+    kv_len, live, skipped = _live_splits(  # pyright: ignore[reportGeneralTypeIssues]
+        start, max_kv, one_split, G, CHUNK, SPLITS, WINDOW
+    )
+    if WINDOW:
+        key += skipped * CHUNK
+        page = tl.load(pages + key // S, mask=key < kv_len, other=0)
+    if PREFETCH:
+        LINE: tl.constexpr = 1024 // k_cache.dtype.element_ty.primitive_bitwidth  # 128 bytes
+        LINES: tl.constexpr = (H + LINE - 1) // LINE
+        for first in tl.static_range(0, CHUNK, TILE):
+            ahead = (split + skipped) * CHUNK + first + offset
+            wanted = (split < live) & (ahead < kv_len)
+            slot = tl.load(pages + ahead // S, mask=wanted, other=0).to(tl.int64) * S + ahead % S
+            line = (slot * K + kv_head)[:, None] * H + tl.arange(0, LINES)[None, :] * LINE
+            wanted_lines = tl.broadcast_to(wanted[:, None], [TILE, LINES])
+            _prefetch_l2(k_cache + line, wanted_lines)
+            _prefetch_l2(v_cache + line, wanted_lines)
+    if PDL:
+        # Every program waits, those without work as well: when this grid has finished, so has
+        # the one before it, and a later kernel that waits for this one may rely on both.
+        gdc_wait()
+        gdc_launch_dependents()
+    if split >= live:
+        return
+
+    row = (tl.program_id(0) % ROW_TILES) * ROWS + tl.arange(0, ROWS)
+    t, head, exists = _unpack(  # pyright: ignore[reportGeneralTypeIssues]
+        row, b, kv_head, G, GROUP
+    )
+    limit = start + row // GROUP + 1 if CAUSAL else tl.zeros_like(row) + kv_len
+    if WINDOW:
+        limit = tl.minimum(limit, start + row // GROUP + WINDOW)
+        lowest = start + row // GROUP - WINDOW + 1
+    q_tile = tl.load(
+        q + t[:, None] * q_row_stride + head[:, None] * H + dim[None, :],
+        mask=exists[:, None],
+        other=0.0,
+    )
+    read = kv_len - skipped * CHUNK
+    chunks = (read + CHUNK - 1) // CHUNK
+    num_tiles = (chunks - split + live - 1) // live * TILES_PER_CHUNK
+    if (chunks - 1) % live == split:  # the last chunk may be cut short
+        num_tiles -= (chunks * CHUNK - read) // TILE
+    highest = tl.full([ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    acc = tl.zeros([ROWS, H], tl.float32)
+    for n in range(num_tiles):
+        cached = key < kv_len
+        token = (page.to(tl.int64) * S + key % S) * K + kv_head
+        address = token[:, None] * H + dim[None, :]
+        k = tl.load(k_cache + address, mask=cached[:, None], other=0.0)
+        # Masked, because a probability of 0 times a stale NaN is NaN.
+        v = tl.load(v_cache + address, mask=cached[:, None], other=0.0)
+        seen = (key[None, :] < limit[:, None]) & cached[None, :]
+        if WINDOW:
+            seen &= key[None, :] >= lowest[:, None]
+        chunk = skipped + split + (n + 1) // TILES_PER_CHUNK * live
+        key = chunk * CHUNK + (n + 1) % TILES_PER_CHUNK * TILE + offset
+        page = tl.load(pages + key // S, mask=key < kv_len, other=0)
+        scores = dot(q_tile, tl.trans(k), tl.zeros([ROWS, TILE], tl.float32), DOT_FP32) * scale_log2
+        scores = tl.where(seen, scores, float("-inf"))
+        new_highest = tl.maximum(highest, tl.max(scores, axis=1))
+        # A row may see nothing of this split: subtract 0 there, not -inf (NaN).
+        shift = tl.where(new_highest == float("-inf"), 0.0, new_highest)
+        p = tl.exp2(scores - shift[:, None])
+        alpha = tl.exp2(highest - shift)
+        total = total * alpha + tl.sum(p, axis=1)
+        acc = dot(p.to(v.dtype), v, acc * alpha[:, None], DOT_FP32)
+        highest = new_highest
+
+    empty = total == 0.0
+    acc = acc / tl.where(empty, 1.0, total)[:, None]
+    target = (t * N + head)[:, None] * H + dim[None, :]
+    if live == 1:
+        tl.store(out + target, acc.to(out.dtype.element_ty), mask=exists[:, None])
+        return
+    if SPLITS > 1:
+        T = tl.num_programs(1) * G
+        plane = split.to(tl.int64) * T * N
+        row_lse = tl.where(empty, float("-inf"), highest + tl.log2(tl.where(empty, 1.0, total)))
+        tl.store(partial_lse + plane + t * N + head, row_lse, mask=exists)
+        tl.store(partial_out + plane * H + target, acc, mask=exists[:, None])
+        if FUSED:
+            _merge_together(
+                *(out, partial_out, partial_lse, arrived, b, kv_head, split, live, T),
+                *(N, H, G, GROUP, ROWS, ROW_TILES, SPLITS, POLLS),
+            )
+
+
+@triton.jit
+def _prefetch_l2(address, wanted):
+    """Sends for the cache lines of a tile of pointers; changes nothing that anyone can see."""
+    tl.inline_asm_elementwise(
+        "{ .reg .pred p; setp.ne.s32 p, $2, 0; @p prefetch.global.L2 [$1]; mov.u32 $0, 0; }",
+        "=r,l,r",
+        [address.to(tl.int64), wanted.to(tl.int32)],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@triton.jit
+def _merge_shares(
+    out,
+    partial_out,
+    partial_lse,
+    row_tile,
+    b,
+    kv_head,
+    live,
+    T,
+    mine,
+    N: tl.constexpr,
+    H: tl.constexpr,
+    G: tl.constexpr,
+    GROUP: tl.constexpr,
+    ROWS: tl.constexpr,
+    SHARE: tl.constexpr,
+    POW2: tl.constexpr,
+):
+    """The shares of SHARE rows that belong to the splits in the bit set `mine`."""
+    for share in range(ROWS // SHARE):
+        if (mine >> (share % live)) & 1:
+            _merge_rows(
+                *(out, partial_out, partial_lse, row_tile + share * SHARE, b, kv_head, live, T),
+                *(N, H, G, GROUP, SHARE, POW2),
+            )
+
+
+@triton.jit
+def _merge_together(
+    out,
+    partial_out,
+    partial_lse,
+    arrived,
+    b,
+    kv_head,
+    split,
+    live,
+    T,
+    N: tl.constexpr,
+    H: tl.constexpr,
+    G: tl.constexpr,
+    GROUP: tl.constexpr,
+    ROWS: tl.constexpr,
+    ROW_TILES: tl.constexpr,
+    SPLITS: tl.constexpr,
+    POLLS: tl.constexpr,
+):
+    """Merge a tile's rows inside the splits that made the partials, each a share of the rows.
+
+    The arrival word: bits 32-63 count the splits that have stored their partial; bit z says that
+    split z gave up waiting. Every call adds exactly COUNT_STEP to the count (the last to arrive
+    makes up for the splits without keys), so that nothing needs to be reset and a call begins at
+    a multiple of COUNT_STEP. Whoever is last sees who had given up, clears the bits and merges
+    their rows too; who gives up after that sees it, takes the bit back and merges its own.
+    """
+    word = arrived + b * tl.num_programs(0) + tl.program_id(0)
+    mine = tl.full([], 1, tl.int64) << split
+    tl.debug_barrier()  # every thread's partial is stored before one thread says so
+    old = tl.atomic_add(word, GIVEN_UP + 1, sem="acq_rel", scope="gpu")
+    arrivals = ((old >> 32) & (COUNT_STEP - 1)) + 1
+    base = (old >> 32) - arrivals + 1
+    if arrivals == live:
+        given_up = old & GIVEN_UP
+        missing = (tl.full([], COUNT_STEP, tl.int64) - live) << 32
+        tl.atomic_add(word, missing - given_up, sem="relaxed", scope="gpu")
+        mine |= given_up
+    polls = 0
+    while (arrivals < live) & (polls < POLLS):
+        seen = tl.atomic_add(word, 0, sem="acquire", scope="gpu")
+        arrivals = ((seen >> 32) - base) & GIVEN_UP
+        polls += 1
+    if arrivals < live:
+        seen = tl.atomic_add(word, mine, sem="acq_rel", scope="gpu")
+        arrivals = ((seen >> 32) - base) & GIVEN_UP
+        if arrivals >= live:
+            tl.atomic_add(word, -mine, sem="relaxed", scope="gpu")
+    if arrivals >= live:
+        row_tile = tl.program_id(0) % ROW_TILES * ROWS
+        for log2 in tl.static_range(1, 6):  # pyright: ignore[reportGeneralTypeIssues]
+            if (1 << log2) < 2 * SPLITS:  # noqa: SIM102 (known at compile time)
+                if (live > (1 << log2) // 2) & (live <= 1 << log2):
+                    _merge_shares(
+                        *(out, partial_out, partial_lse, row_tile, b, kv_head, live, T, mine),
+                        *(N, H, G, GROUP, ROWS, ROWS >> log2 if ROWS >> log2 else 1, 1 << log2),
+                    )
+
+
+@triton.jit
+def block_attention_merge_kernel(
+    starts,
+    max_kv,
+    one_split,
+    out,
+    partial_out,
+    partial_lse,
+    N: tl.constexpr,
+    H: tl.constexpr,
+    G: tl.constexpr,
+    K: tl.constexpr,
+    ROWS: tl.constexpr,
+    ROW_TILES: tl.constexpr,
+    CHUNK: tl.constexpr,
+    SPLITS: tl.constexpr,
+    PDL: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SHARE: tl.constexpr,
+):
+    """The merge as a launch of its own: SHARE rows of one packed tile."""
+    b = tl.program_id(1)
+    start = tl.load(starts + b)
+    _, live, _ = _live_splits(  # pyright: ignore[reportGeneralTypeIssues]
+        start, max_kv, one_split, G, CHUNK, SPLITS, WINDOW
+    )
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    row = tl.program_id(0) % ROW_TILES * ROWS + tl.program_id(2) * SHARE
+    T = tl.num_programs(1) * G
+    for log2 in tl.static_range(1, 6):
+        if (1 << log2) < 2 * SPLITS:  # noqa: SIM102 (known at compile time)
+            if (live > (1 << log2) // 2) & (live <= 1 << log2):
+                _merge_rows(
+                    *(out, partial_out, partial_lse, row, b, tl.program_id(0) // ROW_TILES, live),
+                    *(T, N, H, G, N // K, SHARE, 1 << log2),
+                )

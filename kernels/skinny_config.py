@@ -1,0 +1,108 @@
+"""Launch configs of the skinny GEMM: a measured table, and a rule for every other shape.
+
+Invariant: a config changes the order of a sum (num_splits, block_k) and the time, nothing else.
+
+Legend: T rows, D inputs, E outputs (SwiGLU: J = 2 * I, gate and up), Z splits.
+"""
+
+from typing import NamedTuple
+
+MIN_COLS = 16  # activation rows are padded to this: the least that a tensor-core dot takes
+MAX_T = 128
+SKINNY_T = 64  # above it cuBLAS streams the weights as well, and x no longer hides in L2
+DEFAULT_SMS = 132  # of the table and the default rule; the grid asks the device
+MAX_SPLITS = 8  # Inductor unrolls a sum over fewer than 8; more partials cost more than they give
+PDL_OFF, PDL_LATE, PDL_EARLY = 0, 1, 2
+
+
+class SkinnyConfig(NamedTuple):
+    """What may be tuned without changing a result beyond rounding; all integers."""
+
+    rows: int = 64  # weight rows of a tile (SwiGLU: of the gate tile and of the up tile)
+    block_k: int = 128
+    num_stages: int = 4  # blocks in flight in a CTA
+    num_splits: int = 1  # Z
+    ctas_per_sm: int = 2  # the grid is at most this many CTAs per multiprocessor; each loops
+    num_warps: int = 4
+    pdl: int = PDL_LATE  # when the next kernel may start: OFF, after the last load, EARLY
+    use_tma: int = 1  # 0: the pointer kernel even on Hopper
+
+
+# (E, D, bytes of a weight, T rounded up to 16, 32, 64) -> config. Filled by tools/tune_skinny.py.
+TUNED: dict[tuple[int, int, int, int], SkinnyConfig] = {
+    (6144, 4096, 2, 16): SkinnyConfig(64, 256, 5, 4, 1, 4, 2, 1),
+    (4096, 4096, 2, 16): SkinnyConfig(64, 256, 5, 2, 1, 4, 2, 1),
+    (24576, 4096, 2, 16): SkinnyConfig(128, 128, 2, 1, 1, 8, 2, 1),
+    (4096, 12288, 2, 16): SkinnyConfig(64, 256, 5, 2, 1, 4, 1, 1),
+    (4096, 20480, 2, 16): SkinnyConfig(64, 256, 5, 2, 1, 4, 1, 1),
+    (151936, 4096, 2, 16): SkinnyConfig(64, 128, 3, 1, 3, 4, 1, 1),
+    (6144, 4096, 1, 16): SkinnyConfig(64, 128, 4, 4, 3, 4, 2, 1),
+    (4096, 4096, 1, 16): SkinnyConfig(64, 256, 2, 4, 2, 4, 2, 1),
+    (24576, 4096, 1, 16): SkinnyConfig(64, 256, 2, 1, 2, 4, 2, 1),
+    (4096, 12288, 1, 16): SkinnyConfig(64, 256, 4, 4, 2, 4, 2, 1),
+    (4096, 20480, 1, 16): SkinnyConfig(64, 256, 8, 4, 1, 4, 1, 1),
+    (151936, 4096, 1, 16): SkinnyConfig(64, 256, 2, 1, 4, 4, 1, 1),
+    (6144, 2560, 2, 16): SkinnyConfig(64, 256, 2, 5, 2, 4, 2, 1),
+    (2560, 4096, 2, 16): SkinnyConfig(128, 64, 5, 6, 1, 4, 2, 1),
+    (19456, 2560, 2, 16): SkinnyConfig(64, 128, 2, 1, 2, 4, 2, 1),
+    (2560, 9728, 2, 16): SkinnyConfig(64, 256, 5, 3, 1, 4, 2, 1),
+    (2560, 12800, 2, 16): SkinnyConfig(64, 128, 10, 3, 1, 4, 1, 1),
+    (151936, 2560, 2, 16): SkinnyConfig(128, 128, 5, 1, 1, 4, 1, 1),
+}
+
+
+def num_columns(T: int) -> int:
+    """T rounded up to the tile: a power of two, at least MIN_COLS."""
+    return max(MIN_COLS, 1 << (T - 1).bit_length())
+
+
+def choose_config(
+    T: int, E: int, D: int, weight_bytes: int = 2, swiglu: bool = False
+) -> SkinnyConfig | None:
+    """The tuned config of a shape on a Hopper GPU, the rule's otherwise; None for cuBLAS.
+
+    Args: T, E, D: of x [T, D] and weight [E, D] (SwiGLU: E = J). weight_bytes: 2, or 1 for FP8.
+    Returns: a config for the functions below, or None where F.linear is faster (T > 64).
+    """
+    if not 1 <= T <= SKINNY_T:
+        return None
+    tuned = TUNED.get((E, D, weight_bytes, num_columns(T)))
+    return tuned or rule_config(T, E, D, weight_bytes, swiglu)
+
+
+def rule_config(T: int, E: int, D: int, weight_bytes: int, swiglu: bool) -> SkinnyConfig:
+    """A config for any shape: tiles of 64 rows; the fewest splits that give about one CTA per
+    multiprocessor; stages so that a kernel fills less than half of the shared memory, because the
+    next kernel's CTAs wait beside it with their first weights loaded."""
+    cols = num_columns(T)
+    block_k = 64 if swiglu and weight_bytes == 2 else 128
+    rows = 128 if E >= 512 * DEFAULT_SMS and not swiglu else 64
+    tiles = cdiv(E // 2 if swiglu else E, rows)
+    blocks = cdiv(D, block_k)
+    num_splits = 1
+    while not swiglu and tiles * num_splits < 0.9 * DEFAULT_SMS and num_splits < MAX_SPLITS - 1:
+        num_splits += 1
+    num_splits = max(1, min(num_splits, blocks // 4))
+    items = tiles * num_splits
+    ctas_per_sm = 1 if rows == 128 else min(3, cdiv(items, DEFAULT_SMS))
+    grid = min(items, ctas_per_sm * DEFAULT_SMS)
+    stage_bytes = block_k * (rows * (2 if swiglu else 1) * weight_bytes + cols * 2)
+    all_bytes = (190 if rows == 128 else 108) * 1024 * DEFAULT_SMS  # in flight on the GPU
+    num_stages = max(2, min(8, all_bytes // max(grid, DEFAULT_SMS) // stage_bytes))
+    return SkinnyConfig(
+        rows=rows,
+        block_k=block_k,
+        num_stages=num_stages,
+        num_splits=num_splits,
+        ctas_per_sm=ctas_per_sm,
+    )
+
+
+def split_width(D: int, num_splits: int, block_k: int) -> int:
+    """Columns of one split: whole blocks, the same number in each."""
+    return block_k * cdiv(cdiv(D, block_k), num_splits)
+
+
+def cdiv(a: int, b: int) -> int:
+    """Ceiling of a / b."""
+    return (a + b - 1) // b

@@ -19,7 +19,9 @@ from graphengine.api import Engine
 from graphengine.capture.runners import Graph, capture_piecewise_ends, run_chain
 from graphengine.capture.steps import Dense
 from graphengine.kernels.argmax import argmax_rows
-from graphengine.sampling import Controls, Sampling, gumbel, kept, sample_rows, uniform
+from graphengine.kernels.filter_threshold import filter_threshold
+from graphengine.kernels.gumbel_argmax import gumbel, uniform
+from graphengine.sampling import Controls, Sampling, sample_rows
 from tests.checkpoints import edit_config, make_drafter, make_target
 from tests.dflash_reference import force_drafts, load_target, plain_generate, run_target
 
@@ -100,6 +102,13 @@ def test_draws_follow_the_distribution(temperature: float, top_p: float, top_k: 
 # --- filters ---
 
 
+def kept(logits_TV: Tensor, own: Controls) -> Tensor:
+    threshold_T = filter_threshold(
+        logits_TV, argmax_rows(logits_TV), own.temperature_B, own.top_p_B, own.top_k_B
+    )
+    return logits_TV >= threshold_T[:, None]
+
+
 def reference_warp(logits_TV: Tensor, temperature: float, top_p: float, top_k: int) -> Tensor:
     """transformers' own warpers, in generate's order."""
     from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
@@ -120,9 +129,7 @@ def test_filters_equal_transformers(top_p: float, top_k: int) -> None:
     generator = torch.Generator().manual_seed(top_k)
     logits = torch.randn(9, 300, generator=generator) * torch.logspace(-2, 1.5, 9)[:, None]
     expected = reference_warp(logits, 0.7, top_p, top_k) > -math.inf
-    scaled = (logits - logits.amax(-1, keepdim=True)) / 0.7
-    own = controls(9, temperature=0.7, top_p=top_p, top_k=top_k)
-    found = kept(scaled, own.top_p_B, own.top_k_B)
+    found = kept(logits, controls(9, temperature=0.7, top_p=top_p, top_k=top_k))
     # At a sum that equals top_p up to float noise either answer is right.
     assert (found != expected).sum() <= (2 if 0.1 <= top_p < 1 else 0)
     assert (found & expected).any(-1).all()
@@ -131,8 +138,8 @@ def test_filters_equal_transformers(top_p: float, top_k: int) -> None:
 def test_ties_stay_together() -> None:
     """Bug: of equal tokens an arbitrary one is kept, so that results depend on the order."""
     logits = torch.tensor([[0.0, -0.0, 0.0, -1.0, -2.0]])
-    own = controls(1, temperature=1.0, top_k=1)
-    assert kept(logits + 0.0, own.top_p_B, own.top_k_B).tolist() == [[True] * 3 + [False] * 2]
+    found = kept(logits, controls(1, temperature=1.0, top_k=1))
+    assert found.tolist() == [[True] * 3 + [False] * 2]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

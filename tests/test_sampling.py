@@ -412,6 +412,36 @@ def test_cuda_draws_what_the_cpu_draws() -> None:
     assert torch.equal(uniform(on_gpu.seed_B, rows.cuda(), 1000).cpu(), u)
 
 
+@pytest.mark.gpu
+def test_one_captured_tail_serves_every_mix() -> None:
+    """Bug: a setting, or that no row has a filter, is baked into the graph, or sums of the last
+    replay are left."""
+    device = torch.device("cuda")
+    logits = torch.zeros(32, 151936, dtype=torch.bfloat16, device=device)
+    positions = torch.arange(32, device=device)
+    own = Controls.upload([Sampling()] * 4, device)
+    sample_rows(logits, positions, own)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        drawn = sample_rows(logits, positions, own)
+    kinds = [
+        Sampling(),
+        Sampling(temperature=1.0, seed=1),
+        Sampling(temperature=0.7, top_p=0.9, seed=2),
+        Sampling(temperature=1.3, top_k=40, top_p=0.5, seed=3),
+    ]
+    for turn in range(6):
+        mix = [kinds[(turn + i) % 4] for i in range(4)] if turn < 4 else [kinds[turn - 3]] * 4
+        for old, new in zip(own, Controls.upload(mix, device), strict=True):
+            old.copy_(new)
+        logits.copy_(torch.randn(32, 151936, device=device) * 3)
+        graph.replay()
+        assert torch.equal(drawn, sample_rows(logits, positions, own))
+        on_cpu = Controls(*(x.cpu() for x in own))
+        assert (drawn.cpu() == sample_rows(logits.cpu(), positions.cpu(), on_cpu)).sum() >= 31
+
+
 def test_two_ends_of_one_captured_chain() -> None:
     """Bug: the other end replays the first end too, or reads a carry that is not the chain's."""
     log: list[str] = []

@@ -322,12 +322,11 @@ def sampled_accept_step(drafter: Drafter | None, buffers: StepBuffers, page_size
     target given the tokens before it: the drafter's proposal is a point mass, and this is rejection
     sampling for that case.
     """
-    block = buffers.block_ids_BG.shape[1]
+    controls = Controls(buffers.temperature_B, buffers.top_p_B, buffers.top_k_B, buffers.seed_B)
 
     def accept(carry: Carry) -> Carry:
         (logits_TV,) = carry
-        requests = Controls(buffers.temperature_B, buffers.top_p_B, buffers.top_k_B, buffers.seed_B)
-        drawn = sample_rows(logits_TV, buffers.positions_T, requests.per_row(block))
+        drawn = sample_rows(logits_TV, buffers.positions_T, controls)
         buffers.target_ids_BG.copy_(drawn.view_as(buffers.target_ids_BG))
         _advance_(drafter, buffers, page_size)
         return ()

@@ -8,11 +8,11 @@ the target given an accepted prefix, and the output's distribution is the target
 that the *same* tokens come out with and without speculation, in any batch, up to float noise
 in the logits; a generator with a state would be consumed differently in each case.
 
-Invariant: no host synchronisation and no shape that depends on data, so a graph can hold it. Rows
-with temperature 0 are greedy: the first index of the largest logit, as kernels/argmax.py.
+Invariant: no host synchronisation and no shape that depends on data, so one graph holds it for any
+mix of requests; what a request wants is read on the device. Rows with temperature 0 are greedy: the
+first index of the largest logit, as kernels/argmax.py.
 
-Legend: T rows, V vocabulary. Plain torch ops; about 150 passes over [T, V], most of them small:
-top-k and top-p thresholds are found by bisection, since a sort of the vocabulary costs more memory.
+Legend: B requests, T rows (T / B of each), V vocabulary.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ import torch
 from torch import Tensor
 
 from graphengine.kernels.argmax import argmax_rows
+from graphengine.kernels.filter_threshold import filter_threshold
+from graphengine.kernels.gumbel_argmax import gumbel_argmax
 
-ROWS = 64  # at once: int64 hashes of 64 rows of 152k tokens are 78 MB
 NUM_SEED_BITS = 63
-_UNIFORM_BITS = 40
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,7 +84,7 @@ def random_seed() -> int:
 
 
 class Controls(NamedTuple):
-    """Sampling of B requests (or T rows) on the device."""
+    """Sampling of B requests on the device."""
 
     temperature_B: Tensor  # float32
     top_p_B: Tensor  # float32
@@ -105,126 +105,22 @@ class Controls(NamedTuple):
             column([s.seed for s in samplings], torch.int64),
         )
 
-    def per_row(self, block_length: int) -> Controls:
-        """Every request's entry once for each of its rows."""
-        return Controls(*(x[:, None].expand(-1, block_length).reshape(-1) for x in self))
-
 
 def sample_rows(logits_TV: Tensor, positions_T: Tensor, controls: Controls) -> Tensor:
     """Draws the token after each row.
 
         out[t] = argmax_v(log p[t, v] + g[t, v]),  p = top_p(top_k(softmax(logits / temperature)))
-        g[t, v] = Gumbel noise keyed by (seed[t], positions[t] + 1, v)
+        g[t, v] = Gumbel noise keyed by (seed, positions[t] + 1, v)
 
     Args:
         logits_TV: [T, V] bf16, fp16 or fp32.
         positions_T: int64 [T], of the rows; the token drawn stands one further.
-        controls: one entry a row.
+        controls: of B requests with T / B rows each.
 
     Returns:
-        int64 [T].
+        int64 [T]; -1 where logits were not finite.
     """
-    pieces = [
-        argmax_rows(_scores(logits, positions + 1, Controls(*own)))
-        for logits, positions, *own in zip(
-            logits_TV.split(ROWS),
-            positions_T.split(ROWS),
-            *(x.split(ROWS) for x in controls),
-            strict=True,
-        )
-    ]
-    return torch.cat(pieces)
-
-
-def _scores(logits_TV: Tensor, token_positions_T: Tensor, controls: Controls) -> Tensor:
-    """What the draw maximises: perturbed log-probabilities, or a greedy row's own logits."""
-    z_TV = logits_TV.float()
-    greedy = (controls.temperature_B <= 0)[:, None]
-    temperature = torch.where(greedy, 1.0, controls.temperature_B[:, None])
-    # The largest becomes 0, so a small temperature cannot overflow; + 0.0 makes -0.0 positive.
-    scaled_TV = (z_TV - z_TV.amax(-1, keepdim=True)) / temperature + 0.0
-    kept_TV = torch.ones_like(scaled_TV, dtype=torch.bool)
-    # Looking at the values would be a wait on a GPU; on the CPU it saves half of the work.
-    if z_TV.is_cuda or ((controls.top_p_B < 1) | (controls.top_k_B > 0)).any():
-        kept_TV = kept(scaled_TV, controls.top_p_B, controls.top_k_B)
-    noise_TV = gumbel(controls.seed_B, token_positions_T, z_TV.shape[1])
-    return torch.where(greedy, z_TV, torch.where(kept_TV, scaled_TV + noise_TV, -math.inf))
-
-
-# --- filters ---
-
-
-def kept(scaled_TV: Tensor, top_p_T: Tensor, top_k_T: Tensor) -> Tensor:
-    """Which tokens top-k, then top-p leave: bool [T, V].
-
-    Args:
-        scaled_TV: float32 [T, V], log-probabilities up to a constant, each row's largest 0.
-    """
-    bits = scaled_TV.view(torch.int32)
-    key_TV = bits ^ ((bits >> 31) & 0x7FFFFFFF)  # an integer of the same order
-    by_k = top_k_T > 0
-    goal = torch.where(by_k, top_k_T.clamp(max=scaled_TV.shape[1]), 1).float()
-    lowest = _threshold(key_TV, torch.ones_like(scaled_TV), goal)
-    in_k = ~by_k[:, None] | (key_TV >= lowest[:, None])
-    mass_TV = torch.where(in_k, scaled_TV.exp(), 0.0)
-    lowest = _threshold(key_TV, mass_TV, top_p_T * mass_TV.sum(-1))
-    in_p = (top_p_T >= 1)[:, None] | (key_TV >= lowest[:, None])
-    return in_k & in_p
-
-
-def _threshold(key_TV: Tensor, weight_TV: Tensor, goal_T: Tensor) -> Tensor:
-    """The largest key k for which `sum(weight where key >= k) >= goal`; int64 [T].
-
-    Keys are those of numbers <= 0, so they lie in [-2^31, 0].
-    """
-    low = torch.full_like(goal_T, -(2**31), dtype=torch.int64)
-    high = torch.zeros_like(low)
-    for _ in range(31):
-        middle = (low + high + 1) >> 1
-        reached = torch.where(key_TV >= middle[:, None], weight_TV, 0.0).sum(-1) >= goal_T
-        low = torch.where(reached, middle, low)
-        high = torch.where(reached, high, middle - 1)
-    return low
-
-
-# --- noise ---
-
-
-def _signed(value: int) -> int:
-    return value - 2**64 if value >= 2**63 else value
-
-
-_GOLDEN = _signed(0x9E3779B97F4A7C15)
-_MULTIPLIERS = _signed(0xBF58476D1CE4E5B9), _signed(0x94D049BB133111EB)
-
-
-def _right(x: Tensor, count: int) -> Tensor:
-    """Logical shift; torch's of int64 is arithmetic."""
-    return (x >> count) & ((1 << (64 - count)) - 1)
-
-
-def _mix(x: Tensor) -> Tensor:
-    """The finalizer of splitmix64: a bijection of 64 bits in which every input bit matters.
-
-    Source: Steele, Lea, Flood, "Fast splittable pseudorandom number generators" (2014).
-    """
-    x = (x ^ _right(x, 30)) * _MULTIPLIERS[0]
-    x = (x ^ _right(x, 27)) * _MULTIPLIERS[1]
-    return x ^ _right(x, 31)
-
-
-def uniform(seed_T: Tensor, position_T: Tensor, num_tokens: int) -> Tensor:
-    """Uniform numbers in (0, 1), float32 [T, V]: a hash of (seed, position, token).
-
-    Small values keep their relative precision (40 bits below 1), and they are what the winner of
-    152k candidates is made of.
-    """
-    row = _mix(_mix(seed_T + _GOLDEN) ^ (position_T * _GOLDEN))
-    token = torch.arange(1, num_tokens + 1, device=seed_T.device)
-    bits = _right(_mix(row[:, None] + token * _GOLDEN), 64 - _UNIFORM_BITS)
-    return ((bits.float() + 0.5) * 2.0**-_UNIFORM_BITS).clamp(max=1 - 2.0**-24)
-
-
-def gumbel(seed_T: Tensor, position_T: Tensor, num_tokens: int) -> Tensor:
-    """Standard Gumbel noise `-log(-log(1 - u))`, float32 [T, V]."""
-    return -torch.log(-torch.log1p(-uniform(seed_T, position_T, num_tokens)))
+    temperature_B, top_p_B, top_k_B, seed_B = controls
+    best_T = argmax_rows(logits_TV)
+    threshold_T = filter_threshold(logits_TV, best_T, temperature_B, top_p_B, top_k_B)
+    return gumbel_argmax(logits_TV, best_T, threshold_T, positions_T, temperature_B, seed_B)

@@ -12,15 +12,14 @@ import torch
 from graphengine.attention import FLOAT_WORKSPACE_BYTES, BlockAttention
 from graphengine.buffers import StepBuffers
 from graphengine.config import DraftConfig, EngineConfig, ModelConfig
-from graphengine.sampling import ROWS as SAMPLED_ROWS
 from graphengine.weights import tree_bytes
 
 # FlashInfer allocates this on the device for each wrapper, beside the shared workspace.
 FLASHINFER_WRAPPER_BYTES = 8 << 20
 # The driver's own memory for an instantiated graph of a few kernels (estimate).
 GRAPH_BYTES = 1 << 20
-# Of a logit while its row is sampled: int64 hashes and fp32 scores (35.5 counted).
-SAMPLING_BYTES = 36
+# Of a sampled row: 256 int64 sums of its threshold's passes, a candidate token of each chunk.
+SAMPLED_ROW_BYTES = 4096
 META = torch.device("meta")
 
 
@@ -67,7 +66,7 @@ def graph_bytes(
     logits = rows * target.vocab_size * element_bytes
     work = max(forward_bytes(model, rows, element_bytes) for model in models)
     if config.sampling:
-        work = max(work, min(rows, SAMPLED_ROWS) * target.vocab_size * SAMPLING_BYTES)
+        work += rows * SAMPLED_ROW_BYTES
     total = (work + 2 * logits) * (1 if config.graph_mode == "none" else 2)
     if config.graph_mode == "piecewise":
         row = sum(m.num_hidden_layers * (m.hidden_size + m.q_size) for m in models) * element_bytes

@@ -72,7 +72,7 @@ def argmax_rows(logits_TV: torch.Tensor) -> torch.Tensor:
         BLOCK=BLOCK,
         num_warps=NUM_WARPS,  # pyright: ignore[reportCallIssue]
     )
-    _combine_argmax_kernel[(T,)](
+    combine_argmax_kernel[(T,)](
         candidate_TC,
         best_T,
         C,
@@ -81,6 +81,21 @@ def argmax_rows(logits_TV: torch.Tensor) -> torch.Tensor:
         num_warps=1,  # pyright: ignore[reportCallIssue]
     )
     return best_T
+
+
+@triton.jit
+def ordered_key(x):
+    """float32 to an int32 of the same order: flip the magnitude of negatives. NaN is the largest,
+    -0.0 equals 0.0."""
+    bits = tl.where(x == 0.0, 0.0, x).to(tl.int32, bitcast=True)
+    key = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+    return tl.where(x != x, 0x7FFFFFFF, key)
+
+
+@triton.jit
+def packed_candidate(key, index):
+    """Key above, complement of the index below: the maximum is the lowest index of the best key."""
+    return (key.to(tl.int64) << 32) | (0x7FFFFFFF - index).to(tl.int64)
 
 
 @triton.jit
@@ -97,21 +112,17 @@ def _chunk_argmax_kernel(
         index = chunk * CHUNK + offset + lane
         live = index < V
         x = tl.load(logits + t * row_stride + index, mask=live, other=0.0).to(tl.float32)
-        # Float to an integer of the same order: flip the magnitude of negatives.
-        bits = tl.where(x == 0.0, 0.0, x).to(tl.int32, bitcast=True)
-        key = bits ^ ((bits >> 31) & 0x7FFFFFFF)
-        key = tl.where(x != x, 0x7FFFFFFF, key)
-        key = tl.where(live, key, lowest)
+        key = tl.where(live, ordered_key(x), lowest)
         better = key > best_key  # strict: a lane sees its indices in rising order
         best_key = tl.where(better, key, best_key)
         best_index = tl.where(better, index, best_index)
-    # Key above, complement of the index below: the maximum is the lowest index of the best key.
-    packed = (best_key.to(tl.int64) << 32) | (0x7FFFFFFF - best_index).to(tl.int64)
+    packed = packed_candidate(best_key, best_index)
     tl.store(candidate + t * tl.num_programs(0) + chunk, tl.max(packed, axis=0))
 
 
 @triton.jit
-def _combine_argmax_kernel(candidate, best, C, C_POW2: tl.constexpr, NOT_FINITE: tl.constexpr):
+def combine_argmax_kernel(candidate, best, C, C_POW2: tl.constexpr, NOT_FINITE: tl.constexpr):
+    """The second stage: best[t] of `packed_candidate` [T, C]."""
     t = tl.program_id(0).to(tl.int64)
     chunk = tl.arange(0, C_POW2)
     lowest = tl.constexpr(-(1 << 63))

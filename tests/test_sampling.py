@@ -19,7 +19,9 @@ from graphengine.api import Engine
 from graphengine.capture.runners import Graph, capture_piecewise_ends, run_chain
 from graphengine.capture.steps import Dense
 from graphengine.kernels.argmax import argmax_rows
-from graphengine.sampling import Controls, Sampling, gumbel, kept, sample_rows, uniform
+from graphengine.kernels.filter_threshold import filter_threshold
+from graphengine.kernels.gumbel_argmax import gumbel, uniform
+from graphengine.sampling import Controls, Sampling, sample_rows
 from tests.checkpoints import edit_config, make_drafter, make_target
 from tests.dflash_reference import force_drafts, load_target, plain_generate, run_target
 
@@ -100,6 +102,13 @@ def test_draws_follow_the_distribution(temperature: float, top_p: float, top_k: 
 # --- filters ---
 
 
+def kept(logits_TV: Tensor, own: Controls) -> Tensor:
+    threshold_T = filter_threshold(
+        logits_TV, argmax_rows(logits_TV), own.temperature_B, own.top_p_B, own.top_k_B
+    )
+    return logits_TV >= threshold_T[:, None]
+
+
 def reference_warp(logits_TV: Tensor, temperature: float, top_p: float, top_k: int) -> Tensor:
     """transformers' own warpers, in generate's order."""
     from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
@@ -120,9 +129,7 @@ def test_filters_equal_transformers(top_p: float, top_k: int) -> None:
     generator = torch.Generator().manual_seed(top_k)
     logits = torch.randn(9, 300, generator=generator) * torch.logspace(-2, 1.5, 9)[:, None]
     expected = reference_warp(logits, 0.7, top_p, top_k) > -math.inf
-    scaled = (logits - logits.amax(-1, keepdim=True)) / 0.7
-    own = controls(9, temperature=0.7, top_p=top_p, top_k=top_k)
-    found = kept(scaled, own.top_p_B, own.top_k_B)
+    found = kept(logits, controls(9, temperature=0.7, top_p=top_p, top_k=top_k))
     # At a sum that equals top_p up to float noise either answer is right.
     assert (found != expected).sum() <= (2 if 0.1 <= top_p < 1 else 0)
     assert (found & expected).any(-1).all()
@@ -131,8 +138,8 @@ def test_filters_equal_transformers(top_p: float, top_k: int) -> None:
 def test_ties_stay_together() -> None:
     """Bug: of equal tokens an arbitrary one is kept, so that results depend on the order."""
     logits = torch.tensor([[0.0, -0.0, 0.0, -1.0, -2.0]])
-    own = controls(1, temperature=1.0, top_k=1)
-    assert kept(logits + 0.0, own.top_p_B, own.top_k_B).tolist() == [[True] * 3 + [False] * 2]
+    found = kept(logits, controls(1, temperature=1.0, top_k=1))
+    assert found.tolist() == [[True] * 3 + [False] * 2]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -403,6 +410,36 @@ def test_cuda_draws_what_the_cpu_draws() -> None:
     assert (found == expected).sum() >= 69
     u = uniform(own.seed_B, rows, 1000)
     assert torch.equal(uniform(on_gpu.seed_B, rows.cuda(), 1000).cpu(), u)
+
+
+@pytest.mark.gpu
+def test_one_captured_tail_serves_every_mix() -> None:
+    """Bug: a setting, or that no row has a filter, is baked into the graph, or sums of the last
+    replay are left."""
+    device = torch.device("cuda")
+    logits = torch.zeros(32, 151936, dtype=torch.bfloat16, device=device)
+    positions = torch.arange(32, device=device)
+    own = Controls.upload([Sampling()] * 4, device)
+    sample_rows(logits, positions, own)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        drawn = sample_rows(logits, positions, own)
+    kinds = [
+        Sampling(),
+        Sampling(temperature=1.0, seed=1),
+        Sampling(temperature=0.7, top_p=0.9, seed=2),
+        Sampling(temperature=1.3, top_k=40, top_p=0.5, seed=3),
+    ]
+    for turn in range(6):
+        mix = [kinds[(turn + i) % 4] for i in range(4)] if turn < 4 else [kinds[turn - 3]] * 4
+        for old, new in zip(own, Controls.upload(mix, device), strict=True):
+            old.copy_(new)
+        logits.copy_(torch.randn(32, 151936, device=device) * 3)
+        graph.replay()
+        assert torch.equal(drawn, sample_rows(logits, positions, own))
+        on_cpu = Controls(*(x.cpu() for x in own))
+        assert (drawn.cpu() == sample_rows(logits.cpu(), positions.cpu(), on_cpu)).sum() >= 31
 
 
 def test_two_ends_of_one_captured_chain() -> None:

@@ -26,15 +26,25 @@ from typing import Any
 
 import torch
 
-from graphengine.kernels import accept, argmax, block_attention, context_kv, qk_norm_rope
+from graphengine.kernels import (
+    accept,
+    argmax,
+    block_attention,
+    context_kv,
+    filter_threshold,
+    gumbel_argmax,
+    qk_norm_rope,
+)
 from graphengine.kernels.block_attention_kernels import MAX_SPLITS
 from graphengine.profiles import result_schema
+from graphengine.sampling import Controls, Sampling, sample_rows
 
 N, K, H, V, L, G, S = 32, 8, 128, 151936, 5, 16, 16
 EPS, MASK, POSITIONS = 1e-6, 151669, 40960
 MIN_LAUNCHES, MAX_LAUNCHES, NUM_REPLAYS = 20, 400, 15
 DEVICE, DTYPE = "cuda", torch.bfloat16
-KERNELS = ("qk_norm_rope", "context_kv", "accept", "argmax", "block_attention")
+SAMPLING_KERNELS = ("filter_threshold", "gumbel_argmax", "sampled_tail")
+KERNELS = ("qk_norm_rope", "context_kv", "accept", "argmax", *SAMPLING_KERNELS, "block_attention")
 Numbers = dict[str, float]
 
 
@@ -160,6 +170,80 @@ def bench_argmax(T: int, baseline: bool = True) -> Numbers:
     return numbers | {"eager_us": graph_us(lambda i: logits[i].argmax(-1), sets)}
 
 
+# What every row asks for.
+SAMPLINGS = {
+    "both": Sampling(temperature=0.8, top_p=0.95, top_k=50),
+    "top_p": Sampling(temperature=0.8, top_p=0.95),
+    "top_k": Sampling(temperature=0.8, top_k=50),
+    "plain": Sampling(temperature=0.8),
+}
+
+
+class SampledCase:
+    """T rows of logits in rotating buffers, one request a row."""
+
+    def __init__(self, T: int) -> None:
+        self.num_bytes = T * V * DTYPE.itemsize
+        self.sets = num_sets(self.num_bytes)
+        self.logits = (torch.randn(self.sets, T, V, device=DEVICE) * 3).to(DTYPE)
+        self.best = [argmax.argmax_rows(logits) for logits in self.logits]
+        self.positions = torch.arange(T, device=DEVICE)
+        self.controls = {
+            name: Controls.upload([one.numbered(t) for t in range(T)], torch.device(DEVICE))
+            for name, one in SAMPLINGS.items()
+        }
+
+    def threshold(self, name: str, fn: Callable[..., Any]) -> Callable[[int], torch.Tensor]:
+        settings = self.controls[name][:3]
+        return lambda i: fn(self.logits[i], self.best[i], *settings)
+
+    def draw(self, thresholds: torch.Tensor, fn: Callable[..., Any]) -> Callable[[int], Any]:
+        temperature, _, _, seeds = self.controls["plain"]
+        rest = (thresholds, self.positions, temperature, seeds)
+        return lambda i: fn(self.logits[i], self.best[i], *rest)
+
+    def tail(self, name: str) -> Callable[[int], torch.Tensor]:
+        return lambda i: sample_rows(self.logits[i], self.positions, self.controls[name])
+
+
+def check_rows(found: torch.Tensor, expected: torch.Tensor) -> None:
+    """Equal, but for a row in 16 or so: exp and log of kernel and reference differ in their last
+    bits, and a near tie may fall either way."""
+    assert (found != expected).sum() <= 1 + len(found) // 16
+
+
+def bench_filter_threshold(T: int, baseline: bool = True) -> Numbers:
+    case = SampledCase(T)
+    for name in SAMPLINGS:
+        found = case.threshold(name, filter_threshold.filter_threshold)(0)
+        check_rows(found, case.threshold(name, filter_threshold.filter_threshold_reference)(0))
+    names = list(SAMPLINGS) if baseline else ["both"]
+    times = {
+        f"{name}_us": graph_us(case.threshold(name, filter_threshold.filter_threshold), case.sets)
+        for name in names
+    }
+    return {"kernel_us": times.pop("both_us")} | times
+
+
+def bench_gumbel_argmax(T: int, baseline: bool = True) -> Numbers:
+    case = SampledCase(T)
+    everything = torch.full((T,), -torch.inf, device=DEVICE)
+    kernel = case.draw(everything, gumbel_argmax.gumbel_argmax)
+    check_rows(kernel(0), case.draw(everything, gumbel_argmax.gumbel_argmax_reference)(0))
+    us = graph_us(kernel, case.sets)
+    numbers = {"kernel_us": us, "kernel_gbps": case.num_bytes / us / 1e3}
+    if baseline:
+        eager = case.draw(everything, gumbel_argmax.gumbel_argmax_reference)
+        numbers["eager_us"] = graph_us(eager, case.sets)
+    return numbers
+
+
+def bench_sampled_tail(T: int) -> Numbers:
+    """What a verify that samples runs in place of one argmax."""
+    case = SampledCase(T)
+    return {f"{name}_us": graph_us(case.tail(name), case.sets) for name in SAMPLINGS}
+
+
 class AttentionCase:
     """One batch of blocks over `kv` keys each (the block included), with rotating caches.
 
@@ -260,6 +344,12 @@ def bench(kernels: list[str], args: argparse.Namespace) -> Iterator[tuple[str, s
             yield "accept", f"batch_{B}", bench_accept(B)
         if "argmax" in kernels:
             yield "argmax", f"rows_{T}", bench_argmax(T)
+        if "filter_threshold" in kernels:
+            yield "filter_threshold", f"rows_{T}", bench_filter_threshold(T)
+        if "gumbel_argmax" in kernels:
+            yield "gumbel_argmax", f"rows_{T}", bench_gumbel_argmax(T)
+        if "sampled_tail" in kernels:
+            yield "sampled_tail", f"rows_{T}", bench_sampled_tail(T)
         for kv, causal in itertools.product(args.kv, (True, False)):
             if "block_attention" in kernels:
                 label = f"batch_{B}_kv_{kv}_{'causal' if causal else 'full'}"
@@ -352,10 +442,13 @@ def sweep_constants(kernel: str, args: argparse.Namespace) -> Iterator[tuple[str
     """Every combination of a module's CAPITAL sizes, at each batch."""
     heads = {"HEADS_PER_PROGRAM": (2, 4, 8, 16)}
     chunks = {"CHUNK": (2048, 4096, 8192, 16384), "BLOCK": (1024, 2048)}
+    search = {"PROGRAMS": (396, 660, 1320), "LANES": (128, 256), "UNROLL": (2, 4, 8)}
     module, run, grid = {
         "qk_norm_rope": (qk_norm_rope, bench_qk_norm_rope, heads),
         "context_kv": (context_kv, bench_context_kv, heads),
         "argmax": (argmax, bench_argmax, chunks),
+        "filter_threshold": (filter_threshold, bench_filter_threshold, search),
+        "gumbel_argmax": (gumbel_argmax, bench_gumbel_argmax, chunks | {"BLOCK": (256, 512, 1024)}),
     }[kernel]
     grid |= {"NUM_WARPS": (1, 2, 4, 8)}
     for values in itertools.product(*grid.values()):
@@ -371,7 +464,8 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--kernels", nargs="+", choices=KERNELS, default=list(KERNELS))
-    parser.add_argument("--sweep", choices=[k for k in KERNELS if k != "accept"])
+    swept = [k for k in KERNELS if k not in ("accept", "sampled_tail")]
+    parser.add_argument("--sweep", choices=swept)
     parser.add_argument("--batch", nargs="+", type=int, default=[1, 8, 16])
     parser.add_argument("--kv", nargs="+", type=int, default=[128, 1024, 4096, 8192])
     parser.add_argument("--no-flashinfer", action="store_true", help="skip the baseline")

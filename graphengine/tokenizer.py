@@ -46,7 +46,18 @@ class Tokenizer:
         return None if not template else template if isinstance(template, str) else str(template)
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of plain text, no special tokens added."""
+        """Token ids of plain text, no special tokens added.
+
+        Raises:
+            ValueError: a lone surrogate, which is how Python keeps a byte that is not UTF-8.
+        """
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise ValueError(
+                f"the text is not Unicode: {text[error.start]!r} at character {error.start}; pass "
+                "UTF-8 text without lone surrogates"
+            ) from error
         return self._hf.encode(text, add_special_tokens=False)
 
     def encode_chat(self, messages: Sequence[Message]) -> list[int]:

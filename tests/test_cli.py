@@ -25,6 +25,7 @@ from graphengine import __version__
 from graphengine.cli import main
 from graphengine.hub import TINY_DRAFT, TINY_TARGET
 from graphengine.profiles import ranges
+from graphengine.prompts import read_prompt_file
 
 ROOT = Path(__file__).resolve().parent.parent
 _spec = importlib.util.spec_from_file_location(
@@ -120,6 +121,7 @@ def test_bad_bucket(cli: Run, value: str) -> None:
         ('{"turns": []}\n', ["line 1", "expected"]),
         ('{"turns": ["a", 3]}\n', ["line 1", "expected"]),
         ('{"prompt": 3}\n', ["line 1", "expected"]),
+        ("[" * 100_000, ["line 1", "not JSON"]),
         (b"\xff\xfe\x00", ["not UTF-8"]),
     ],
 )
@@ -131,6 +133,13 @@ def test_bad_prompt_file(
     if content is not None:
         path.write_bytes(content if isinstance(content, bytes) else content.encode())
     refused(cli("--prompt-file", str(path), model=None), "--prompt-file", path, *parts)
+
+
+def test_prompt_file_of_windows(tmp_path: Path) -> None:
+    """Bug: the byte-order mark that Windows' editors write makes the first line no JSON."""
+    path = tmp_path / "prompts.jsonl"
+    path.write_bytes(b'\xef\xbb\xbf{"prompt": "a"}\r\n{"prompt": "b"}\r\n')
+    assert read_prompt_file(path) == [["a"], ["b"]]
 
 
 def test_no_prompt(cli: Run) -> None:

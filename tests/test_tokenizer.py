@@ -102,6 +102,16 @@ def test_chat_template(tokenizer: Tokenizer) -> None:
     assert tokenizer.decode(ids) == "user\nhi\nassistant\n"
 
 
+@pytest.mark.parametrize("text", ["ab\ud800", "ab\udcff"])
+def test_lone_surrogates_are_named(tokenizer: Tokenizer, text: str) -> None:
+    """Bug: a byte that is not UTF-8, or half a pair in JSON, is a TypeError about
+    TextEncodeInput."""
+    with pytest.raises(ValueError, match=r"'\\ud.* at character 2; pass UTF-8"):
+        tokenizer.encode(text)
+    with pytest.raises(ValueError, match=r"'\\ud.*; pass UTF-8"):
+        tokenizer.encode_chat([{"role": "user", "content": text}])
+
+
 def test_missing_template_names_the_remedy(tmp_path: Path) -> None:
     """Bug: a base model without a template fails deep inside jinja."""
     directory = make_target(tmp_path, layers=1)

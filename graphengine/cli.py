@@ -91,6 +91,18 @@ Examples:
 Exit codes: 0 done, 1 failed while running, 2 refused input, 130 interrupted."""
 
 
+def _cache_root() -> Path | None:
+    """Where compiled code of every platform is kept; None: nowhere."""
+    named = os.environ.get("GRAPHENGINE_CACHE")
+    try:
+        base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+        root = Path(f"{base}/graphengine" if named is None else named).expanduser().absolute()
+        existing = next(path for path in (root, *root.parents) if path.exists())
+    except (OSError, RuntimeError):  # not allowed to look, or no home directory
+        return None
+    return root if named != "" and existing.is_dir() and os.access(existing, os.W_OK) else None
+
+
 @contextmanager
 def compiled_code(device: str, artifact: Path | None) -> Iterator[Store | None]:
     """Points every compiler at this platform's folder while a command runs.
@@ -101,17 +113,16 @@ def compiled_code(device: str, artifact: Path | None) -> Iterator[Store | None]:
     """
     from graphengine import artifact as artifacts
 
-    base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
-    root = Path(os.environ.get("GRAPHENGINE_CACHE", str(Path(base) / "graphengine"))).expanduser()
-    existing = next(path for path in (root, *root.absolute().parents) if path.exists())
-    if os.environ.get("GRAPHENGINE_CACHE") == "" or not os.access(existing, os.W_OK):
+    root = _cache_root()
+    if root is None:
         if artifact is not None:
             raise Refusal(
-                f"--artifact needs a folder; {root} cannot be written, set GRAPHENGINE_CACHE"
+                f"--artifact {artifact} needs a folder to be unpacked in; set GRAPHENGINE_CACHE "
+                "to one that can be written"
             )
         yield None
         return
-    store = artifacts.store(root.absolute(), artifacts.platform_parts(device))
+    store = artifacts.store(root, artifacts.platform_parts(device))
     if artifact is not None:
         try:
             found = artifacts.unpack(artifact, store)

@@ -168,6 +168,21 @@ def test_missing_directory(cli: Run, tmp_path: Path) -> None:
     refused(cli("--prompt", "x", model=tmp_path), tmp_path, "config.json")
 
 
+@pytest.mark.parametrize(
+    ("model", "part"),
+    [
+        ("~nobody_of_this_name/model", "home directory"),
+        ("x" * 5000, "too long"),
+        ("", "config.json"),
+    ],
+)
+def test_model_that_is_no_name(cli: Run, model: str, part: str) -> None:
+    """Bug: a path that the system refuses is its traceback, and an unset shell variable runs the
+    bundled model instead of the one that was meant."""
+    refused(CliRunner().invoke(main, ["run", model, "--prompt", "x"]), part)
+    refused(cli("--prompt", "x", "--draft", model), part)
+
+
 def test_drafter_of_another_target(cli: Run, target: Path, tmp_path: Path) -> None:
     """Bug: a drafter of another size fails in a matmul, or drafts rubbish."""
     other = checkpoints.make_target(tmp_path / "other", hidden=32, layers=3)

@@ -102,10 +102,10 @@ def test_chat_template(tokenizer: Tokenizer) -> None:
     assert tokenizer.decode(ids) == "user\nhi\nassistant\n"
 
 
-@pytest.mark.parametrize("text", ["ab\ud800", "ab\udcff"])
-def test_lone_surrogates_are_named(tokenizer: Tokenizer, text: str) -> None:
+def test_lone_surrogates_are_named(tokenizer: Tokenizer) -> None:
     """Bug: a byte that is not UTF-8, or half a pair in JSON, is a TypeError about
     TextEncodeInput."""
+    text = "ab\ud800"
     with pytest.raises(ValueError, match=r"'\\ud.* at character 2; pass UTF-8"):
         tokenizer.encode(text)
     with pytest.raises(ValueError, match=r"'\\ud.*; pass UTF-8"):

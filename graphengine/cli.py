@@ -8,6 +8,7 @@ remedy are named), 130 interrupted. Environment variables are read here and nowh
 
 from __future__ import annotations
 
+import errno
 import functools
 import os
 import sys
@@ -248,6 +249,8 @@ def run(ctx: click.Context, model: str | None, draft: str | None, **options: Any
     and on a terminal a chat begins (/reset forgets it, /quit or Ctrl-D ends it, Ctrl-C stops an
     answer).
     """
+    if sys.stdout is None:
+        raise Refusal("stdout is closed, so no answer could be read; redirect it to a file instead")
     conversations = collect_prompts(options.pop("prompts"), options.pop("prompt_file"))
     raw, as_json = options.pop("raw"), options.pop("as_json")
     if raw and any(len(turns) > 1 for turns in conversations or []):
@@ -296,6 +299,10 @@ def run(ctx: click.Context, model: str | None, draft: str | None, **options: Any
         ctx.exit(130)
     except ValueError as error:
         raise Refusal(str(error)) from error
+    except OSError as error:
+        if error.errno == errno.EPIPE:  # `| head -1`: click ends quietly
+            raise
+        raise click.ClickException(f"the system refuses to go on: {error}") from error
     except (MemoryError, RuntimeError) as error:
         # torch's own type exists for CUDA alone; on the CPU it raises a bare RuntimeError.
         texts = ("out of memory", "not enough memory", "can't allocate memory")

@@ -48,7 +48,7 @@ def labels(answers: Sequence[Answer]) -> list[str]:
 
 def stderr_console(quiet: bool) -> Console:
     """Where notes and tables go; no colour codes unless stderr is a terminal."""
-    if sys.stderr.isatty():
+    if sys.stderr is not None and sys.stderr.isatty():  # None: closed by the shell
         return Console(stderr=True, quiet=quiet, highlight=False)
     return Console(
         stderr=True,

@@ -9,6 +9,7 @@ import json
 import os
 import pty
 import select
+import shlex
 import signal
 import subprocess
 import sys
@@ -74,9 +75,9 @@ def refused(result: Result, *parts: object) -> None:
     assert result.stdout == ""
 
 
-def shell(*args: str, **kwargs: Any) -> subprocess.CompletedProcess[str]:
+def shell(*args: str, env: dict[str, str] = ENV, **kwargs: Any) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [*COMMAND, *args], cwd=ROOT, env=ENV, capture_output=True, text=True, timeout=120, **kwargs
+        [*COMMAND, *args], cwd=ROOT, env=env, capture_output=True, text=True, timeout=120, **kwargs
     )
 
 
@@ -265,6 +266,38 @@ def test_pipes_get_text_alone(target: Path, draft: Path) -> None:
     assert quiet.stderr == ""
     assert quiet.stdout == loud.stdout
     assert quiet.stdout.endswith("\n")
+
+
+def test_text_that_stdout_cannot_hold(target: Path) -> None:
+    """Bug: in a Latin-1 locale the first other character ends the run, and every answer is lost."""
+    args = ["run", str(target), "--quiet", "--bucket", "2", "--max-new-tokens", "20"]
+    args += ["--ignore-eos", "--prompt", "one", "--prompt", "two"]
+    whole, escaped = shell(*args), shell(*args, env=ENV | {"PYTHONIOENCODING": "ascii"})
+    assert escaped.returncode == 0, escaped.stderr
+    assert not whole.stdout.isascii()
+    assert escaped.stdout == whole.stdout.encode("ascii", "backslashreplace").decode()
+
+
+@pytest.mark.parametrize(
+    ("redirection", "code", "part"),
+    [(">&-", 2, "stdout is closed"), (">/dev/full", 1, "No space left"), ("2>&-", 0, "")],
+)
+def test_streams_that_are_gone(target: Path, redirection: str, code: int, part: str) -> None:
+    """Bug: a stream that a service has closed, or a full disk, is a traceback."""
+    args = [*COMMAND, "run", str(target), "--bucket", "1", "--max-new-tokens", "4", "--prompt", "x"]
+    done = subprocess.run(
+        f"{shlex.join(args)} {redirection}",
+        shell=True,
+        cwd=ROOT,
+        env=ENV,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == code, done.stderr
+    assert part in done.stderr
+    assert "Traceback" not in done.stderr
+    assert bool(done.stdout) == (code == 0)
 
 
 def test_json(cli: Run, draft: Path) -> None:

@@ -318,9 +318,13 @@ def resolve_options(
         if value not in known:
             shown = ", ".join(known)
             raise ValueError(f"--{name.replace('_', '-')} {value}: one of {shown}")
-    buckets = tuple(sorted(set(options.buckets)))
-    if not buckets or buckets[0] < 1:
+    for name in ("page_size", "max_model_len", "first_batch"):
+        value = getattr(options, name)
+        if not (isinstance(value, int) or (value is None and name == "max_model_len")):
+            raise ValueError(f"{name} is {value!r}; expected an integer")
+    if any(type(size) is not int or size < 1 for size in options.buckets) or not options.buckets:
         raise ValueError(f"--bucket {list(options.buckets)}: batch sizes are integers from 1 up")
+    buckets = tuple(sorted(set(options.buckets)))
     has_cuda = torch.cuda.is_available()
     device: DeviceName = options.device if options.device != "auto" else _default_device()
     if device == "cuda" and not has_cuda:

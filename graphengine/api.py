@@ -13,6 +13,7 @@ from __future__ import annotations
 import inspect
 import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -333,14 +334,15 @@ class Engine:
         loop = built.loop
         requests: list[Request] = []
         try:
+            encoded: list[list[int]] = []  # first, so that no TTFT counts another's tokenization
             for i, prompt in enumerate(prompts):
-                try:
-                    ids = self._encode(prompt, raw)
+                with _named(i, len(prompts)):
+                    encoded.append(self._encode(prompt, raw))
+            for i, ids in enumerate(encoded):
+                with _named(i, len(prompts)):
                     requests.append(
                         loop.submit(ids, max_new_tokens, stop_ids, sampling.numbered(i))
                     )
-                except ValueError as error:
-                    raise PromptError(i, len(prompts), str(error)) from error
         except BaseException:
             loop.reset()
             raise
@@ -462,6 +464,15 @@ class Engine:
         traceback: TracebackType | None,
     ) -> None:
         self.close()
+
+
+@contextmanager
+def _named(index: int, count: int) -> Iterator[None]:
+    """Says of a ValueError which prompt it is about."""
+    try:
+        yield
+    except ValueError as error:
+        raise PromptError(index, count, str(error)) from error
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

@@ -148,9 +148,7 @@ def print_tables(
         print_note(console, f"{len(answers) - MAX_ROWS} more answers are in the total alone")
     for label, answer in zip(labels(answers), answers, strict=True):
         metrics = answer.result.metrics
-        if answer.result.error is not None:
-            print_warning(console, f"prompt {label} failed: {answer.result.error}")
-        elif metrics.fallback_reason is not None:
+        if answer.result.error is None and metrics.fallback_reason is not None:
             print_note(
                 console,
                 f"prompt {label}: {metrics.num_plain_steps} plain steps at the end; "
@@ -160,6 +158,14 @@ def print_tables(
     if rates:
         row = " ".join(f"{rate:.2f}" for rate in rates)
         console.print(f"acceptance per position  {row}", soft_wrap=True)
+
+
+def print_failures(answers: Sequence[Answer]) -> None:
+    """Which answers failed and why, on stderr: no quiet hides why the exit code is 1."""
+    console = stderr_console(quiet=False)
+    for label, answer in zip(labels(answers), answers, strict=True):
+        if answer.result.error is not None:
+            print_warning(console, f"prompt {label} failed: {answer.result.error}")
 
 
 def cache_line(startup: StartupMetrics, cache: str | None) -> str:

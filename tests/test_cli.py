@@ -388,6 +388,32 @@ def test_prompt_file_turns(cli: Run, tmp_path: Path) -> None:
     assert places == sorted(places)
 
 
+def test_turn_beyond_the_context(cli: Run, tmp_path: Path) -> None:
+    """Bug: one conversation that outgrows the context in its second turn costs every other one its
+    answers, and the message counts the wrong prompts."""
+    path = tmp_path / "turns.jsonl"
+    path.write_text(
+        '{"prompt": "c"}\n{"turns": ["a", "%s", "never asked"]}\n{"turns": ["a", "b"]}\n'
+        % ("d" * 99)
+    )
+    args = ["--prompt-file", str(path), "--max-new-tokens", "4", "--max-model-len", "80"]
+    result = cli(*args, "--json")
+    assert result.exit_code == 1, result.output
+    answers = json.loads(result.stdout)["results"]
+    assert [(r["index"], r["turn"]) for r in answers] == [(0, 0), (1, 0), (1, 1), (2, 0), (2, 1)]
+    failed = answers.pop(2)
+    assert failed["finish_reason"] == "error" and "the context holds 80" in failed["error"]
+    assert "nor those behind it" in failed["error"]
+    assert all(r["error"] is None and r["token_ids"] for r in answers)
+    assert "prompt 2.2 failed: " in result.stderr
+
+    path.write_text('{"turns": ["a", "%s", "never asked"]}\n' % ("d" * 99))
+    alone = cli(*args)
+    assert alone.exit_code == 1
+    assert alone.stdout.strip() == answers[1]["text"].strip()
+    assert "prompt 1.2 failed: " in alone.stderr
+
+
 def test_raw(cli: Run) -> None:
     """Bug: --raw still wraps the text in the chat template."""
     lengths = []

@@ -391,10 +391,11 @@ def resolve_options(
     if options.finish_in_plain_decode:
         cap = target.max_position_embeddings
     largest = draft.num_verify_rows if draft else 1
-    if not 0 <= options.acceptance_floor <= largest and draft:
+    floor = options.acceptance_floor
+    if not (0 <= floor <= largest if draft else floor >= 0):  # NaN is neither
         raise ValueError(
-            f"--acceptance-floor {options.acceptance_floor}: a mean acceptance length, at most "
-            f"{largest} tokens a step for this drafter; 0 turns the warning off"
+            f"--acceptance-floor {floor}: a mean acceptance length, at most {largest} tokens a "
+            "step for this drafter; 0 turns the warning off"
         )
     length = options.max_model_len if options.max_model_len is not None else cap
     if not 2 <= length <= cap:

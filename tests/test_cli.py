@@ -224,6 +224,9 @@ def test_incomplete_config(cli: Run, target: Path, tmp_path: Path, key: str) -> 
         (["--page-size", "0"], ["--page-size"]),
         (["--gpu-memory-utilization", "1.5"], ["--gpu-memory-utilization"]),
         (["--simulate-acceptance", "2"], ["--simulate-acceptance", "--draft"]),
+        (["--acceptance-floor", "nan"], ["--acceptance-floor nan", "0 turns"]),  # is no JSON
+        (["--bucket", "9" * 24], ["--bucket", "impossible size"]),
+        (["--page-size", "99999999"], ["--max-model-len", "--kv-cache-memory", "--page-size"]),
     ],
 )
 def test_options_that_cannot_work(cli: Run, args: list[str], parts: list[str]) -> None:

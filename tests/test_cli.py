@@ -191,6 +191,11 @@ def test_drafter_of_another_target(cli: Run, target: Path, tmp_path: Path) -> No
     refused(cli("--prompt", "x", "--draft", str(foreign)), foreign)
 
 
+def test_drafter_as_the_model(cli: Run, draft: Path) -> None:
+    """Bug: a user who swaps the two, or leaves out the target, is told to fetch a tokenizer."""
+    refused(cli("--prompt", "x", model=draft), draft, "not a target", f"--draft {draft}")
+
+
 @pytest.mark.parametrize("which", ["target", "draft"])
 def test_truncated_weights(cli: Run, tmp_path: Path, which: str) -> None:
     """Bug: half a download loads as zeros, or shows safetensors' traceback."""

@@ -24,7 +24,6 @@ from graphengine import report
 from graphengine.api import Chunk, Engine, GenerationResult, Prompt, PromptError
 from graphengine.artifact import Store, engine_parts, nearest
 from graphengine.guards import EngineWarning
-from graphengine.metrics import Acceptance, RequestMetrics
 from graphengine.profiles import ranges
 from graphengine.prompts import Conversation
 from graphengine.report import Answer
@@ -229,7 +228,8 @@ def _answer(
                     raise
                 i = active.pop(error.index)
                 prompts.pop(error.index)
-                answers.append(Answer(i, turn, conversations[i][turn], _refused(engine, error)))
+                asked = conversations[i][turn]
+                answers.append(report.refused(i, turn, asked, error.reason))
         if started is None:
             break
         with started as chunks:
@@ -240,21 +240,6 @@ def _answer(
                     histories[i].append({"role": "assistant", "content": chunk.result.text})
                     answers.append(Answer(i, turn, conversations[i][turn], chunk.result))
     return sorted(answers, key=lambda answer: (answer.index, answer.turn))
-
-
-def _refused(engine: Engine, error: PromptError) -> GenerationResult:
-    """The result of a turn that was not asked."""
-    metrics = RequestMetrics(
-        num_prompt_tokens=0,
-        num_output_tokens=0,
-        ttft_ms=0.0,
-        decode_ms=0.0,
-        acceptance=Acceptance(engine.num_draft_tokens),
-    )
-    reason = f"{error.reason}; neither this turn nor those behind it were asked"
-    return GenerationResult(
-        text="", token_ids=[], finish_reason="error", metrics=metrics, error=reason
-    )
 
 
 def _stream(engine: Engine, job: Job, conversations: list[Conversation]) -> list[Answer]:

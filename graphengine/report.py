@@ -20,7 +20,7 @@ from graphengine import __version__
 from graphengine.api import GenerationResult
 from graphengine.config import EngineConfig
 from graphengine.memory import MemoryPlan
-from graphengine.metrics import Acceptance, StartupMetrics
+from graphengine.metrics import Acceptance, RequestMetrics, StartupMetrics
 from graphengine.prompts import Turn
 
 SCHEMA_VERSION = 1
@@ -36,6 +36,25 @@ class Answer:
     turn: int
     prompt: Turn
     result: GenerationResult
+
+
+def refused(index: int, turn: int, prompt: Turn, reason: str) -> Answer:
+    """A turn that could not be asked."""
+    nothing = RequestMetrics(
+        num_prompt_tokens=0,
+        num_output_tokens=0,
+        ttft_ms=0.0,
+        decode_ms=0.0,
+        acceptance=Acceptance(0),
+    )
+    result = GenerationResult(
+        text="",
+        token_ids=[],
+        finish_reason="error",
+        metrics=nothing,
+        error=f"{reason}; neither this turn nor those behind it were asked",
+    )
+    return Answer(index, turn, prompt, result)
 
 
 def labels(answers: Sequence[Answer]) -> list[str]:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 REPLACEMENT = "\ufffd"
-CONTEXT = 16  # tokens before a new one that its text may depend on; a character has at most 4
+CONTEXT = 8  # tokens before a new one that its text may depend on; a character has at most 4
 CUT = 3  # bytes, and so characters, that a window may begin with in the middle of a character
 
 Message = Mapping[str, str]

@@ -12,11 +12,12 @@ from __future__ import annotations
 
 import inspect
 import weakref
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
@@ -40,6 +41,11 @@ from graphengine.speculative import FinishReason
 from graphengine.tokenizer import Detokenizer, Message, Tokenizer
 
 DEFAULT_MAX_NEW_TOKENS = 256
+
+_NO_PROMPT = (
+    "{kind} is no prompt; pass text, a list of token ids (int), or a list of messages "
+    '({{"role": "user", "content": ".."}})'
+)
 
 Prompt = str | Sequence[Message] | Sequence[int]
 """A user's text, a conversation, or token ids (used as they are)."""
@@ -73,6 +79,14 @@ class Chunk:
     text: str
     token_ids: list[int]
     result: GenerationResult | None = None
+
+
+class PromptError(ValueError):
+    """A prompt that cannot be run: `index` is its place in the call, `reason` why."""
+
+    def __init__(self, index: int, count: int, reason: str) -> None:
+        super().__init__(f"prompt {index + 1} of {count}: {reason}" if count > 1 else reason)
+        self.index, self.reason = index, reason
 
 
 class Engine:
@@ -245,7 +259,8 @@ class Engine:
             One result per prompt, in order.
 
         Raises:
-            ValueError: a prompt that cannot be run; nothing is run then.
+            PromptError: a prompt that cannot be run, a ValueError; nothing is run then.
+            ValueError: a sampling parameter outside its range.
             RuntimeError: the engine is closed, or another generation is active.
         """
         results: dict[int, GenerationResult] = {}
@@ -314,19 +329,20 @@ class Engine:
         # Drops what a stream that was never started has queued; completes an interrupted reset.
         self._reset(built.loop)
         built = self._open
+        prompts = [prompts] if isinstance(prompts, str) else _items(prompts)
         stop_ids = frozenset() if ignore_eos else built.stop_ids
-        encoded = [self._encode(prompt, raw) for prompt in prompts]
         loop = built.loop
         requests: list[Request] = []
         try:
+            encoded: list[list[int]] = []  # first, so that no TTFT counts another's tokenization
+            for i, prompt in enumerate(prompts):
+                with _named(i, len(prompts)):
+                    encoded.append(self._encode(prompt, raw))
             for i, ids in enumerate(encoded):
-                try:
+                with _named(i, len(prompts)):
                     requests.append(
                         loop.submit(ids, max_new_tokens, stop_ids, sampling.numbered(i))
                     )
-                except ValueError as error:
-                    where = f"prompt {i + 1} of {len(encoded)}: " if len(encoded) > 1 else ""
-                    raise ValueError(f"{where}{error}") from error
         except BaseException:
             loop.reset()
             raise
@@ -387,13 +403,19 @@ class Engine:
     def _encode(self, prompt: Prompt, raw: bool) -> list[int]:
         built = self._open
         if not isinstance(prompt, str):
-            prompt = list(prompt)  # type: ignore[assignment]
+            prompt = _items(prompt)
             if all(isinstance(token, int) for token in prompt):
                 vocab = built.target.vocab_size
-                outside = [t for t in prompt if not 0 <= t < vocab]  # type: ignore[operator]
+                outside = [t for t in prompt if not 0 <= t < vocab]
                 if outside:
-                    raise ValueError(f"token ids {outside[:5]} lie outside the vocabulary {vocab}")
-                return prompt  # type: ignore[return-value]
+                    raise ValueError(
+                        f"token ids {outside[:5]} lie outside the vocabulary of {vocab}; encode "
+                        "the text with this model's tokenizer"
+                    )
+                return prompt
+            if not all(isinstance(message, Mapping) for message in prompt):
+                kinds = sorted({type(entry).__name__ for entry in prompt})
+                raise ValueError(_NO_PROMPT.format(kind=f"a list of {' and '.join(kinds)}"))
         if built.tokenizer is None:
             raise ValueError("this model has no tokenizer; pass token ids instead of text")
         if isinstance(prompt, str):
@@ -444,11 +466,26 @@ class Engine:
         self.close()
 
 
+@contextmanager
+def _named(index: int, count: int) -> Iterator[None]:
+    """Says of a ValueError which prompt it is about."""
+    try:
+        yield
+    except ValueError as error:
+        raise PromptError(index, count, str(error)) from error
+
+
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """One prompt or many -> many: text, a list of messages and a list of ids are one prompt."""
     if isinstance(prompts, str):
         return [prompts]
-    items = list(prompts)
-    if items and isinstance(items[0], int | dict):
-        return [items]  # type: ignore[list-item]
-    return items  # type: ignore[return-value]
+    items = _items(prompts)
+    return [items] if items and isinstance(items[0], int | Mapping) else items
+
+
+def _items(prompt: Any) -> list[Any]:
+    """The entries of a list. What iterates over something else, a message over its keys and bytes
+    over numbers, is none."""
+    if isinstance(prompt, Mapping | bytes | bytearray) or not isinstance(prompt, Iterable):
+        raise ValueError(_NO_PROMPT.format(kind=type(prompt).__name__))
+    return list(prompt)

@@ -318,9 +318,13 @@ def resolve_options(
         if value not in known:
             shown = ", ".join(known)
             raise ValueError(f"--{name.replace('_', '-')} {value}: one of {shown}")
-    buckets = tuple(sorted(set(options.buckets)))
-    if not buckets or buckets[0] < 1:
+    for name in ("page_size", "max_model_len", "first_batch"):
+        value = getattr(options, name)
+        if not (isinstance(value, int) or (value is None and name == "max_model_len")):
+            raise ValueError(f"{name} is {value!r}; expected an integer")
+    if any(type(size) is not int or size < 1 for size in options.buckets) or not options.buckets:
         raise ValueError(f"--bucket {list(options.buckets)}: batch sizes are integers from 1 up")
+    buckets = tuple(sorted(set(options.buckets)))
     has_cuda = torch.cuda.is_available()
     device: DeviceName = options.device if options.device != "auto" else _default_device()
     if device == "cuda" and not has_cuda:
@@ -387,10 +391,11 @@ def resolve_options(
     if options.finish_in_plain_decode:
         cap = target.max_position_embeddings
     largest = draft.num_verify_rows if draft else 1
-    if not 0 <= options.acceptance_floor <= largest and draft:
+    floor = options.acceptance_floor
+    if not (0 <= floor <= largest if draft else floor >= 0):  # NaN is neither
         raise ValueError(
-            f"--acceptance-floor {options.acceptance_floor}: a mean acceptance length, at most "
-            f"{largest} tokens a step for this drafter; 0 turns the warning off"
+            f"--acceptance-floor {floor}: a mean acceptance length, at most {largest} tokens a "
+            "step for this drafter; 0 turns the warning off"
         )
     length = options.max_model_len if options.max_model_len is not None else cap
     if not 2 <= length <= cap:

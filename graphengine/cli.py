@@ -8,6 +8,7 @@ remedy are named), 130 interrupted. Environment variables are read here and nowh
 
 from __future__ import annotations
 
+import errno
 import functools
 import os
 import sys
@@ -91,6 +92,18 @@ Examples:
 Exit codes: 0 done, 1 failed while running, 2 refused input, 130 interrupted."""
 
 
+def _cache_root() -> Path | None:
+    """Where compiled code of every platform is kept; None: nowhere."""
+    named = os.environ.get("GRAPHENGINE_CACHE")
+    try:
+        base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+        root = Path(f"{base}/graphengine" if named is None else named).expanduser().absolute()
+        existing = next(path for path in (root, *root.parents) if path.exists())
+    except (OSError, RuntimeError):  # not allowed to look, or no home directory
+        return None
+    return root if named != "" and existing.is_dir() and os.access(existing, os.W_OK) else None
+
+
 @contextmanager
 def compiled_code(device: str, artifact: Path | None) -> Iterator[Store | None]:
     """Points every compiler at this platform's folder while a command runs.
@@ -101,17 +114,16 @@ def compiled_code(device: str, artifact: Path | None) -> Iterator[Store | None]:
     """
     from graphengine import artifact as artifacts
 
-    base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
-    root = Path(os.environ.get("GRAPHENGINE_CACHE", str(Path(base) / "graphengine"))).expanduser()
-    existing = next(path for path in (root, *root.absolute().parents) if path.exists())
-    if os.environ.get("GRAPHENGINE_CACHE") == "" or not os.access(existing, os.W_OK):
+    root = _cache_root()
+    if root is None:
         if artifact is not None:
             raise Refusal(
-                f"--artifact needs a folder; {root} cannot be written, set GRAPHENGINE_CACHE"
+                f"--artifact {artifact} needs a folder to be unpacked in; set GRAPHENGINE_CACHE "
+                "to one that can be written"
             )
         yield None
         return
-    store = artifacts.store(root.absolute(), artifacts.platform_parts(device))
+    store = artifacts.store(root, artifacts.platform_parts(device))
     if artifact is not None:
         try:
             found = artifacts.unpack(artifact, store)
@@ -237,6 +249,8 @@ def run(ctx: click.Context, model: str | None, draft: str | None, **options: Any
     and on a terminal a chat begins (/reset forgets it, /quit or Ctrl-D ends it, Ctrl-C stops an
     answer).
     """
+    if sys.stdout is None:
+        raise Refusal("stdout is closed, so no answer could be read; redirect it to a file instead")
     conversations = collect_prompts(options.pop("prompts"), options.pop("prompt_file"))
     raw, as_json = options.pop("raw"), options.pop("as_json")
     if raw and any(len(turns) > 1 for turns in conversations or []):
@@ -285,6 +299,10 @@ def run(ctx: click.Context, model: str | None, draft: str | None, **options: Any
         ctx.exit(130)
     except ValueError as error:
         raise Refusal(str(error)) from error
+    except OSError as error:
+        if error.errno == errno.EPIPE:  # `| head -1`: click ends quietly
+            raise
+        raise click.ClickException(f"the system refuses to go on: {error}") from error
     except (MemoryError, RuntimeError) as error:
         # torch's own type exists for CUDA alone; on the CPU it raises a bare RuntimeError.
         texts = ("out of memory", "not enough memory", "can't allocate memory")

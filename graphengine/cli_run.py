@@ -3,7 +3,7 @@
 Three ways to answer, one per situation: one conversation streams to stdout, several run in one
 batch and are printed in order, a terminal without prompts chats. Invariant: stdout carries
 generated text alone, or with `as_json` exactly one JSON object; notes, progress and tables go to
-stderr and vanish with `quiet`.
+stderr and vanish with `quiet`, where only what failed is named.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from graphengine import report
-from graphengine.api import Chunk, Engine, GenerationResult, Prompt
+from graphengine.api import Chunk, Engine, GenerationResult, Prompt, PromptError
 from graphengine.artifact import Store, engine_parts, nearest
 from graphengine.guards import EngineWarning
 from graphengine.profiles import ranges
@@ -104,6 +104,7 @@ def run(job: Job, import_s: float) -> int:
             cache=str(job.store.folder) if job.store else None,
             built_late_s=engine.built.loop.built_late_s,
         )
+        report.print_failures(answers)
         if job.as_json:
             values = report.json_object(
                 args=job.args,
@@ -171,7 +172,9 @@ def _cache_notes(job: Job, engine: Engine) -> list[str]:
 
 
 def _write(text: str) -> None:
-    sys.stdout.write(text)
+    """Text to stdout at once; what its encoding cannot hold (a Latin-1 locale) is escaped."""
+    encoding = sys.stdout.encoding or "utf-8"
+    sys.stdout.write(text.encode(encoding, "backslashreplace").decode(encoding))
     sys.stdout.flush()
 
 
@@ -198,11 +201,16 @@ def _answer(
     conversations: list[Conversation],
     on_chunk: Callable[[Chunk], None],
 ) -> list[Answer]:
-    """Answers all conversations: a turn of each is one batch, answers are fed back in between."""
+    """Answers all conversations: a turn of each is one batch, answers are fed back in between.
+
+    A later turn that cannot be asked, since the conversation has outgrown the context, ends its
+    conversation with an error and costs nobody an answer.
+    """
     answers: list[Answer] = []
     histories: list[list[Message]] = [[] for _ in conversations]
+    active = list(range(len(conversations)))
     for turn in range(max(map(len, conversations))):
-        active = [i for i, turns in enumerate(conversations) if turn < len(turns)]
+        active = [i for i in active if turn < len(conversations[i])]
         prompts: list[Prompt] = []
         for i in active:
             prompt = conversations[i][turn]
@@ -211,7 +219,20 @@ def _answer(
                 prompts.append(list(histories[i]))
             else:
                 prompts.append(prompt)
-        with _chunks(engine, job, prompts) as chunks:
+        started = None
+        while prompts and started is None:
+            try:
+                started = _chunks(engine, job, prompts)
+            except PromptError as error:
+                if turn == 0:  # nothing has been answered
+                    raise
+                i = active.pop(error.index)
+                prompts.pop(error.index)
+                asked = conversations[i][turn]
+                answers.append(report.refused(i, turn, asked, error.reason))
+        if started is None:
+            break
+        with started as chunks:
             for chunk in chunks:
                 on_chunk(chunk)
                 if chunk.result is not None:

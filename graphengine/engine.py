@@ -28,6 +28,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Collection
+from numbers import Integral
 from typing import NamedTuple
 
 import torch
@@ -114,8 +115,8 @@ class DecodeLoop:
         limit = self.config.max_model_len
         if not prompt_ids:
             raise ValueError("the prompt has no tokens; pass some text")
-        if max_new_tokens < 1:
-            raise ValueError(f"max_new_tokens is {max_new_tokens}; ask for at least 1")
+        if not isinstance(max_new_tokens, Integral) or max_new_tokens < 1:
+            raise ValueError(f"max_new_tokens is {max_new_tokens}; ask for an integer from 1 up")
         if len(prompt_ids) >= limit:
             raise ValueError(
                 f"the prompt has {len(prompt_ids)} tokens, the context holds {limit} and at least "

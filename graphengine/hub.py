@@ -33,18 +33,26 @@ def resolve(model: str | Path, *, local_only: bool = False) -> Path:
     Raises:
         ValueError: no such directory, or the hub id cannot be fetched.
     """
-    path = Path(model).expanduser()
-    if path.is_dir():
+    name = str(model)
+    try:
+        path = Path(model).expanduser()
+        is_directory, exists = path.is_dir(), path.exists()
+    except (OSError, RuntimeError) as error:  # not allowed, too long, or ~ of nobody
+        shown = name if len(name) <= 60 else name[:57] + "..."
+        reason = getattr(error, "strerror", None) or error
+        raise ValueError(
+            f"{shown}: {reason}; pass a directory with config.json, or a hub id (owner/name)"
+        ) from error
+    if is_directory:
         if not (path / "config.json").is_file():
             raise ValueError(
                 f"{path}: no config.json in this directory; pass a Hugging Face model directory"
             )
         return path
-    name = str(model)
     if name in preset_names():
         return PRESETS / name
     looks_like_path = path.is_absolute() or name.startswith((".", "~")) or name.count("/") != 1
-    if path.exists() or looks_like_path:
+    if exists or looks_like_path:
         raise ValueError(
             f"{name}: no such model directory; pass a directory with config.json, a hub id "
             f"(owner/name), or with --load-format dummy one of {', '.join(preset_names())}"

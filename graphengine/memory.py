@@ -199,8 +199,8 @@ def _too_small(plan: MemoryPlan, config: EngineConfig, room: int, length: int) -
     needed = plan.max_request_pages * plan.kv_page_bytes
     if length >= 2:
         remedy = f"the longest that fits is {length} tokens"
-    elif config.kv_cache_memory is not None:
-        remedy = "the longest that fits is 0 tokens; raise --kv-cache-memory"
+    elif config.kv_cache_memory is not None or plan.budget_bytes is None:
+        remedy = "the longest that fits is 0 tokens; raise --kv-cache-memory or lower --page-size"
     else:
         remedy = (
             "the longest that fits is 0 tokens; free memory of the GPU, raise "
@@ -249,8 +249,12 @@ def _plan(
             plain = bucket_scratch_bytes(config, target, None, one_row, num_sms)
             plain += tree_bytes(one_row)
             plain += graph_bytes(config, target, None, dtype.itemsize) if on_gpu else 0
-    except RuntimeError as error:  # a size past 2^63
-        raise ValueError(f"the configs describe tensors of impossible size ({error})") from error
+    except (RuntimeError, TypeError) as error:  # a size past 2^63
+        reason = str(error).partition("\n")[0]
+        raise ValueError(
+            "the configs, --bucket and --page-size describe tensors of impossible size "
+            f"({reason}); lower what is huge"
+        ) from error
     kv_page = page_bytes(target, config.page_size, dtype.itemsize)
     kv_page += page_bytes(draft.model, config.page_size, dtype.itemsize) if draft else 0
     budget = None

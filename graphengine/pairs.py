@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from graphengine.config import DraftConfig
+from graphengine.draft_formats import ARCHITECTURES
 from graphengine.hub import TINY_DRAFT, TINY_TARGET, resolve
 
 NO_DRAFT = "none"
@@ -25,13 +26,19 @@ def named_pair(model: str | Path | None, draft: str | Path | None) -> tuple[str,
         model: None for the bundled target, whose own drafter is then the default.
 
     Raises:
-        ValueError: no such model, or a speculators checkpoint that names no verifier.
+        ValueError: no such model, a drafter alone, or a speculators checkpoint that names no
+            verifier.
     """
     if model is None:
         model, draft = TINY_TARGET, draft or TINY_DRAFT
     directory = resolve(model)
     config, source = read_json(directory / "config.json")
     if "speculators_model_type" not in config:
+        architectures = config.get("architectures")
+        if isinstance(architectures, list) and any(name in ARCHITECTURES for name in architectures):
+            raise ValueError(
+                f"{source}: a drafter, not a target; pass its target as MODEL and --draft {model}"
+            )
         return str(model), None if draft in (None, NO_DRAFT) else str(draft)
     verifier = DraftConfig.from_hf(config, source).verifier
     if verifier is None:

@@ -25,7 +25,7 @@ def read_prompt_file(path: Path) -> list[Conversation]:
     """
     try:
         # Not splitlines: JSON strings may hold U+2028, which it would cut at.
-        lines = path.read_text(encoding="utf-8").split("\n")
+        lines = path.read_text(encoding="utf-8-sig").split("\n")  # a BOM is Windows' own
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "not UTF-8 text"
         raise ValueError(f"{path}: {reason}; pass a JSON Lines file, {_FORMAT}") from error
@@ -35,7 +35,7 @@ def read_prompt_file(path: Path) -> list[Conversation]:
             continue
         try:
             entry = json.loads(line)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ValueError(f"{path}, line {number}: not JSON ({error}); {_FORMAT}") from error
         turns = _turns(entry)
         if turns is None:

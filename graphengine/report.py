@@ -20,7 +20,7 @@ from graphengine import __version__
 from graphengine.api import GenerationResult
 from graphengine.config import EngineConfig
 from graphengine.memory import MemoryPlan
-from graphengine.metrics import Acceptance, StartupMetrics
+from graphengine.metrics import Acceptance, RequestMetrics, StartupMetrics
 from graphengine.prompts import Turn
 
 SCHEMA_VERSION = 1
@@ -38,6 +38,25 @@ class Answer:
     result: GenerationResult
 
 
+def refused(index: int, turn: int, prompt: Turn, reason: str) -> Answer:
+    """A turn that could not be asked."""
+    nothing = RequestMetrics(
+        num_prompt_tokens=0,
+        num_output_tokens=0,
+        ttft_ms=0.0,
+        decode_ms=0.0,
+        acceptance=Acceptance(0),
+    )
+    result = GenerationResult(
+        text="",
+        token_ids=[],
+        finish_reason="error",
+        metrics=nothing,
+        error=f"{reason}; neither this turn nor those behind it were asked",
+    )
+    return Answer(index, turn, prompt, result)
+
+
 def labels(answers: Sequence[Answer]) -> list[str]:
     """Names for people, counted from 1: "2", or "2.3" for the third turn of several."""
     several = {answer.index for answer in answers if answer.turn}
@@ -48,7 +67,7 @@ def labels(answers: Sequence[Answer]) -> list[str]:
 
 def stderr_console(quiet: bool) -> Console:
     """Where notes and tables go; no colour codes unless stderr is a terminal."""
-    if sys.stderr.isatty():
+    if sys.stderr is not None and sys.stderr.isatty():  # None: closed by the shell
         return Console(stderr=True, quiet=quiet, highlight=False)
     return Console(
         stderr=True,
@@ -148,9 +167,7 @@ def print_tables(
         print_note(console, f"{len(answers) - MAX_ROWS} more answers are in the total alone")
     for label, answer in zip(labels(answers), answers, strict=True):
         metrics = answer.result.metrics
-        if answer.result.error is not None:
-            print_warning(console, f"prompt {label} failed: {answer.result.error}")
-        elif metrics.fallback_reason is not None:
+        if answer.result.error is None and metrics.fallback_reason is not None:
             print_note(
                 console,
                 f"prompt {label}: {metrics.num_plain_steps} plain steps at the end; "
@@ -160,6 +177,14 @@ def print_tables(
     if rates:
         row = " ".join(f"{rate:.2f}" for rate in rates)
         console.print(f"acceptance per position  {row}", soft_wrap=True)
+
+
+def print_failures(answers: Sequence[Answer]) -> None:
+    """Which answers failed and why, on stderr: no quiet hides why the exit code is 1."""
+    console = stderr_console(quiet=False)
+    for label, answer in zip(labels(answers), answers, strict=True):
+        if answer.result.error is not None:
+            print_warning(console, f"prompt {label} failed: {answer.result.error}")
 
 
 def cache_line(startup: StartupMetrics, cache: str | None) -> str:

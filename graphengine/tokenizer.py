@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 REPLACEMENT = "\ufffd"
+CONTEXT = 8  # tokens before a new one that its text may depend on; a character has at most 4
+CUT = 3  # bytes, and so characters, that a window may begin with in the middle of a character
 
 Message = Mapping[str, str]
 """One chat turn: {"role": "user", "content": ".."}."""
@@ -46,7 +48,18 @@ class Tokenizer:
         return None if not template else template if isinstance(template, str) else str(template)
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of plain text, no special tokens added."""
+        """Token ids of plain text, no special tokens added.
+
+        Raises:
+            ValueError: a lone surrogate, which is how Python keeps a byte that is not UTF-8.
+        """
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise ValueError(
+                f"the text is not Unicode: {text[error.start]!r} at character {error.start}; pass "
+                "UTF-8 text without lone surrogates"
+            ) from error
         return self._hf.encode(text, add_special_tokens=False)
 
     def encode_chat(self, messages: Sequence[Message]) -> list[int]:
@@ -78,20 +91,34 @@ class Tokenizer:
 
 
 class Detokenizer:
-    """Turns a growing list of tokens into a growing text, never taking text back."""
+    """Turns a growing list of tokens into a growing text, never taking text back.
+
+    Held back is the last character alone, and only while it is a replacement: bytes at the very end
+    can still become a character, those before it cannot. What is decoded is a window of the last
+    tokens, so a stream of bytes that never become one costs no more than any other.
+    """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-        self._ids: list[int] = []
-        self._context = 0  # ids before here only give the decoder its left context
-        self._emitted = 0  # ids before here are out as text
+        self._window: list[int] = []
+        self._num_out = 0  # characters of the window's text that are out
 
     def feed(self, token_ids: Sequence[int], last: bool = False) -> str:
         """The new complete text. With `last`, what is incomplete is given out as it is."""
-        self._ids += token_ids
-        before = self._tokenizer.decode(self._ids[self._context : self._emitted])
-        now = self._tokenizer.decode(self._ids[self._context :])
-        if len(now) <= len(before) or (now.endswith(REPLACEMENT) and not last):
-            return ""
-        self._context, self._emitted = self._emitted, len(self._ids)
-        return now[len(before) :]
+        self._window += token_ids
+        text = self._tokenizer.decode(self._window)
+        end = len(text) - (text.endswith(REPLACEMENT) and not last)
+        new = text[self._num_out : end]
+        self._num_out = max(self._num_out, end)
+        if len(self._window) > 2 * CONTEXT:
+            self._shorten(text)
+        return new
+
+    def _shorten(self, text: str) -> None:
+        """Forgets tokens that can change nothing any more, if the others tell where we are."""
+        window = self._window[-CONTEXT:]
+        shorter = self._tokenizer.decode(window)
+        num_held = max(len(text) - self._num_out, 0)
+        is_same = len(shorter) > CUT and text.endswith(shorter[CUT:])
+        if num_held == 0 or is_same:
+            self._window, self._num_out = window, len(shorter) - num_held

@@ -41,7 +41,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "simulate": set(),
     "attention": {"config", "kernels", "kvcache", "buffers", "profiles.ranges"},
     "hub": {"config"},
-    "pairs": {"config", "hub"},
+    "pairs": {"config", "draft_formats", "hub"},
     "weights": {"config", "models", "hub"},
     "tokenizer": {"config", "hub"},
     "forward": _CHAIN,

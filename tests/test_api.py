@@ -43,6 +43,33 @@ def test_prompt_kinds_agree(engine: Engine) -> None:
     assert engine.generate([]) == []
 
 
+@pytest.mark.parametrize(
+    ("prompts", "message"),
+    [
+        ({"role": "user", "content": "hi"}, "dict is no prompt"),  # would be "role" and "content"
+        (b"hi", "bytes is no prompt"),  # would be the token ids 104 and 105
+        (None, "NoneType is no prompt"),
+        (["hi", 5], "prompt 2 of 2: int is no prompt"),
+        ([5, "hi"], "a list of int and str is no prompt"),
+        ([[1], [2.0]], "prompt 2 of 2: a list of float is no prompt"),
+        (["hi", [7, 10**9]], r"prompt 2 of 2: token ids \[1000000000\] lie outside"),
+    ],
+)
+def test_what_is_no_prompt(engine: Engine, prompts: Any, message: str) -> None:
+    """Bug: a single message runs as the prompts "role" and "content", bytes run as token ids, and
+    other types are a TypeError that names no prompt."""
+    with pytest.raises(ValueError, match=message):
+        engine.generate(prompts, max_new_tokens=3)
+    assert len(list(engine.stream_many("hi", max_new_tokens=1))) == 1  # not one a letter
+
+
+@pytest.mark.parametrize("value", [0, 2.5, float("nan"), "3", None])
+def test_max_new_tokens_is_a_number(engine: Engine, value: Any) -> None:
+    """Bug: a fraction is a TypeError of the page allocator."""
+    with pytest.raises(ValueError, match=r"max_new_tokens is .*; ask for an integer from 1 up"):
+        engine.generate("hi", max_new_tokens=value)
+
+
 def test_results_come_in_the_order_of_prompts(engine: Engine) -> None:
     """Bug: results are ordered by when requests ended."""
     many = [*TEXTS, *reversed(TEXTS), TEXTS[0]]
@@ -153,7 +180,11 @@ def test_end_tokens_come_from_the_generation_config(tmp_path: Path) -> None:
         ({"graph_mode": "full"}, "captures CUDA graphs; on the CPU use --graph-mode none"),
         ({"graph_mode": "piecewise"}, "on the CPU use --graph-mode none"),
         ({"attention_backend": "flashinfer"}, "--attention-backend flashinfer needs a CUDA device"),
+        ({"buckets": (1.5,)}, "batch sizes are integers from 1 up"),
+        ({"buckets": "1,8"}, "batch sizes are integers from 1 up"),
         ({"page_size": 0}, "--page-size 0"),
+        ({"page_size": 16.0}, "page_size is 16.0; expected an integer"),
+        ({"max_model_len": 99.5}, "max_model_len is 99.5; expected an integer"),
         ({"max_model_len": 509}, "--max-model-len 509: between 2 and 508"),
         ({"max_model_len": 1}, "--max-model-len 1"),
         ({"gpu_memory_utilization": 0.0}, "gpu_memory_utilization is 0.0"),

@@ -288,6 +288,27 @@ def test_no_folder(tmp_path: Path, variables: Any) -> None:
     assert "GRAPHENGINE_CACHE" in done.stderr
 
 
+@pytest.mark.parametrize("place", ["file", "file/below", "~nobody_of_this_name"])
+def test_no_folder_is_possible(tmp_path: Path, variables: Any, place: str) -> None:
+    """Bug: GRAPHENGINE_CACHE=/dev/null, which turns other caches off, ends every command in a
+    NotADirectoryError."""
+    (tmp_path / "file").touch()
+    root = place if place.startswith("~") else str(tmp_path / place)
+    assert set(variables(GRAPHENGINE_CACHE=root).values()) == {None}
+
+
+def test_no_home(variables: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: in a container whose user has no entry in passwd every command ends in a traceback."""
+
+    def nobody(uid: int) -> None:
+        raise KeyError(uid)
+
+    for name in ("HOME", "XDG_CACHE_HOME", "GRAPHENGINE_CACHE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("pwd.getpwuid", nobody)
+    assert set(variables().values()) == {None}
+
+
 def test_refusals(tmp_path: Path) -> None:
     """Bug: a bad artifact is found after minutes of loading, or with a traceback."""
     env = {"GRAPHENGINE_CACHE": str(tmp_path / "c")}

@@ -9,6 +9,7 @@ import json
 import os
 import pty
 import select
+import shlex
 import signal
 import subprocess
 import sys
@@ -25,6 +26,7 @@ from graphengine import __version__
 from graphengine.cli import main
 from graphengine.hub import TINY_DRAFT, TINY_TARGET
 from graphengine.profiles import ranges
+from graphengine.prompts import read_prompt_file
 
 ROOT = Path(__file__).resolve().parent.parent
 _spec = importlib.util.spec_from_file_location(
@@ -73,9 +75,9 @@ def refused(result: Result, *parts: object) -> None:
     assert result.stdout == ""
 
 
-def shell(*args: str, **kwargs: Any) -> subprocess.CompletedProcess[str]:
+def shell(*args: str, env: dict[str, str] = ENV, **kwargs: Any) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [*COMMAND, *args], cwd=ROOT, env=ENV, capture_output=True, text=True, timeout=120, **kwargs
+        [*COMMAND, *args], cwd=ROOT, env=env, capture_output=True, text=True, timeout=120, **kwargs
     )
 
 
@@ -120,6 +122,7 @@ def test_bad_bucket(cli: Run, value: str) -> None:
         ('{"turns": []}\n', ["line 1", "expected"]),
         ('{"turns": ["a", 3]}\n', ["line 1", "expected"]),
         ('{"prompt": 3}\n', ["line 1", "expected"]),
+        ("[" * 100_000, ["line 1", "not JSON"]),
         (b"\xff\xfe\x00", ["not UTF-8"]),
     ],
 )
@@ -131,6 +134,13 @@ def test_bad_prompt_file(
     if content is not None:
         path.write_bytes(content if isinstance(content, bytes) else content.encode())
     refused(cli("--prompt-file", str(path), model=None), "--prompt-file", path, *parts)
+
+
+def test_prompt_file_of_windows(tmp_path: Path) -> None:
+    """Bug: the byte-order mark that Windows' editors write makes the first line no JSON."""
+    path = tmp_path / "prompts.jsonl"
+    path.write_bytes(b'\xef\xbb\xbf{"prompt": "a"}\r\n{"prompt": "b"}\r\n')
+    assert read_prompt_file(path) == [["a"], ["b"]]
 
 
 def test_no_prompt(cli: Run) -> None:
@@ -159,11 +169,31 @@ def test_missing_directory(cli: Run, tmp_path: Path) -> None:
     refused(cli("--prompt", "x", model=tmp_path), tmp_path, "config.json")
 
 
+@pytest.mark.parametrize(
+    ("model", "part"),
+    [
+        ("~nobody_of_this_name/model", "home directory"),
+        ("x" * 5000, "too long"),
+        ("", "config.json"),
+    ],
+)
+def test_model_that_is_no_name(cli: Run, model: str, part: str) -> None:
+    """Bug: a path that the system refuses is its traceback, and an unset shell variable runs the
+    bundled model instead of the one that was meant."""
+    refused(CliRunner().invoke(main, ["run", model, "--prompt", "x"]), part)
+    refused(cli("--prompt", "x", "--draft", model), part)
+
+
 def test_drafter_of_another_target(cli: Run, target: Path, tmp_path: Path) -> None:
     """Bug: a drafter of another size fails in a matmul, or drafts rubbish."""
     other = checkpoints.make_target(tmp_path / "other", hidden=32, layers=3)
     foreign = checkpoints.make_drafter(tmp_path / "draft", other)
     refused(cli("--prompt", "x", "--draft", str(foreign)), foreign)
+
+
+def test_drafter_as_the_model(cli: Run, draft: Path) -> None:
+    """Bug: a user who swaps the two, or leaves out the target, is told to fetch a tokenizer."""
+    refused(cli("--prompt", "x", model=draft), draft, "not a target", f"--draft {draft}")
 
 
 @pytest.mark.parametrize("which", ["target", "draft"])
@@ -199,6 +229,9 @@ def test_incomplete_config(cli: Run, target: Path, tmp_path: Path, key: str) -> 
         (["--page-size", "0"], ["--page-size"]),
         (["--gpu-memory-utilization", "1.5"], ["--gpu-memory-utilization"]),
         (["--simulate-acceptance", "2"], ["--simulate-acceptance", "--draft"]),
+        (["--acceptance-floor", "nan"], ["--acceptance-floor nan", "0 turns"]),  # is no JSON
+        (["--bucket", "9" * 24], ["--bucket", "impossible size"]),
+        (["--page-size", "99999999"], ["--max-model-len", "--kv-cache-memory", "--page-size"]),
     ],
 )
 def test_options_that_cannot_work(cli: Run, args: list[str], parts: list[str]) -> None:
@@ -241,6 +274,38 @@ def test_pipes_get_text_alone(target: Path, draft: Path) -> None:
     assert quiet.stderr == ""
     assert quiet.stdout == loud.stdout
     assert quiet.stdout.endswith("\n")
+
+
+def test_text_that_stdout_cannot_hold(target: Path) -> None:
+    """Bug: in a Latin-1 locale the first other character ends the run, and every answer is lost."""
+    args = ["run", str(target), "--quiet", "--bucket", "2", "--max-new-tokens", "20"]
+    args += ["--ignore-eos", "--prompt", "one", "--prompt", "two"]
+    whole, escaped = shell(*args), shell(*args, env=ENV | {"PYTHONIOENCODING": "ascii"})
+    assert escaped.returncode == 0, escaped.stderr
+    assert not whole.stdout.isascii()
+    assert escaped.stdout == whole.stdout.encode("ascii", "backslashreplace").decode()
+
+
+@pytest.mark.parametrize(
+    ("redirection", "code", "part"),
+    [(">&-", 2, "stdout is closed"), (">/dev/full", 1, "No space left"), ("2>&-", 0, "")],
+)
+def test_streams_that_are_gone(target: Path, redirection: str, code: int, part: str) -> None:
+    """Bug: a stream that a service has closed, or a full disk, is a traceback."""
+    args = [*COMMAND, "run", str(target), "--bucket", "1", "--max-new-tokens", "4", "--prompt", "x"]
+    done = subprocess.run(
+        f"{shlex.join(args)} {redirection}",
+        shell=True,
+        cwd=ROOT,
+        env=ENV,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == code, done.stderr
+    assert part in done.stderr
+    assert "Traceback" not in done.stderr
+    assert bool(done.stdout) == (code == 0)
 
 
 def test_json(cli: Run, draft: Path) -> None:
@@ -329,6 +394,32 @@ def test_prompt_file_turns(cli: Run, tmp_path: Path) -> None:
     text = cli(*args, "--quiet").stdout
     places = [text.index(f"[{label}] ") for label in ("1.1", "1.2", "2", "3")]
     assert places == sorted(places)
+
+
+def test_turn_beyond_the_context(cli: Run, tmp_path: Path) -> None:
+    """Bug: one conversation that outgrows the context in its second turn costs every other one its
+    answers, and the message counts the wrong prompts."""
+    path = tmp_path / "turns.jsonl"
+    path.write_text(
+        '{"prompt": "c"}\n{"turns": ["a", "%s", "never asked"]}\n{"turns": ["a", "b"]}\n'
+        % ("d" * 99)
+    )
+    args = ["--prompt-file", str(path), "--max-new-tokens", "4", "--max-model-len", "80"]
+    result = cli(*args, "--json")
+    assert result.exit_code == 1, result.output
+    answers = json.loads(result.stdout)["results"]
+    assert [(r["index"], r["turn"]) for r in answers] == [(0, 0), (1, 0), (1, 1), (2, 0), (2, 1)]
+    failed = answers.pop(2)
+    assert failed["finish_reason"] == "error" and "the context holds 80" in failed["error"]
+    assert "nor those behind it" in failed["error"]
+    assert all(r["error"] is None and r["token_ids"] for r in answers)
+    assert "prompt 2.2 failed: " in result.stderr
+
+    path.write_text('{"turns": ["a", "%s", "never asked"]}\n' % ("d" * 99))
+    alone = cli(*args)
+    assert alone.exit_code == 1
+    assert alone.stdout.strip() == answers[1]["text"].strip()
+    assert "prompt 1.2 failed: " in alone.stderr
 
 
 def test_raw(cli: Run) -> None:

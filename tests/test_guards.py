@@ -481,8 +481,8 @@ def run_cli(*arguments: object) -> Result:
 
 
 def test_command_says_what_failed(tmp_path: Path) -> None:
-    """Bug: an answer that broke off looks like a short answer, and the exit code says all went
-    well."""
+    """Bug: an answer that broke off looks like a short answer, the exit code says all went well,
+    or --quiet hides why it does not."""
     target = make_target(tmp_path / "target", max_positions=128)
     path = target / "model.safetensors"
     tensors = load_file(path)
@@ -495,6 +495,7 @@ def test_command_says_what_failed(tmp_path: Path) -> None:
     assert "warning: prompt 1 failed: the target's logits for position" in found.stderr
     quiet = run_cli(target, "--draft", "none", "--prompt", "hello", "--bucket", "1", "--quiet")
     assert quiet.exit_code == 1 and quiet.stdout.strip() == ""
+    assert quiet.stderr.startswith("warning: prompt 1 failed: ") and quiet.stderr.count("\n") == 1
 
 
 def test_command_warns(tmp_path: Path) -> None:

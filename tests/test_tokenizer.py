@@ -8,7 +8,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from graphengine.tokenizer import REPLACEMENT, Detokenizer, Tokenizer
+from graphengine.tokenizer import CONTEXT, REPLACEMENT, Detokenizer, Tokenizer
 from tests.checkpoints import SPECIALS, make_target
 
 
@@ -74,7 +74,7 @@ def test_chunks_add_up_for_text(tokenizer: Tokenizer, text: str, cuts: list[int]
 
 
 @settings(deadline=None)
-@given(raw=st.binary(max_size=24), cuts=st.lists(st.integers(0, 24), max_size=10))
+@given(raw=st.binary(max_size=80), cuts=st.lists(st.integers(0, 80), max_size=20))
 @example(raw=b"\xf0\x9f\x98", cuts=[1, 2])
 @example(raw=b"\xe4\xbd\x41\xff\xc3", cuts=[1, 2, 3, 4])
 @example(raw=b"\xc3\xc3\xa9", cuts=[1, 2])
@@ -86,10 +86,23 @@ def test_chunks_add_up_for_any_bytes(tokenizer: Tokenizer, raw: bytes, cuts: lis
 
 
 @settings(deadline=None)
-@given(ids=st.lists(st.integers(0, 511), max_size=30), cuts=st.lists(st.integers(0, 30)))
+@given(ids=st.lists(st.integers(0, 511), max_size=80), cuts=st.lists(st.integers(0, 80)))
 def test_chunks_add_up_for_any_ids(tokenizer: Tokenizer, ids: list[int], cuts: list[int]) -> None:
     """Bug: special tokens, or ids without a token, in the middle of a stream swallow text."""
     assert "".join(feed_all(tokenizer, ids, cuts)) == tokenizer.decode(ids)
+
+
+def test_bytes_that_become_no_character(tokenizer: Tokenizer) -> None:
+    """Bug: while the text ends in a replacement nothing comes out and all of it is decoded again:
+    random weights stream nothing, and each step is slower than the last."""
+    lone = [i for i in range(len(tokenizer)) if tokenizer.decode([i]) == REPLACEMENT]
+    ids = [lone[i * 7 % len(lone)] for i in range(600)]
+    writer, text = Detokenizer(tokenizer), ""
+    for i, token in enumerate(ids):
+        text += writer.feed([token])
+        assert len(text) >= len(tokenizer.decode(ids[: i + 1])) - 1
+        assert len(writer._window) <= 2 * CONTEXT
+    assert text + writer.feed([], last=True) == tokenizer.decode(ids)
 
 
 def test_chat_template(tokenizer: Tokenizer) -> None:
@@ -100,6 +113,16 @@ def test_chat_template(tokenizer: Tokenizer) -> None:
     assert ids.count(vocabulary["<|im_start|>"]) == 2
     assert ids.count(vocabulary["<|im_end|>"]) == 1
     assert tokenizer.decode(ids) == "user\nhi\nassistant\n"
+
+
+def test_lone_surrogates_are_named(tokenizer: Tokenizer) -> None:
+    """Bug: a byte that is not UTF-8, or half a pair in JSON, is a TypeError about
+    TextEncodeInput."""
+    text = "ab\ud800"
+    with pytest.raises(ValueError, match=r"'\\ud.* at character 2; pass UTF-8"):
+        tokenizer.encode(text)
+    with pytest.raises(ValueError, match=r"'\\ud.*; pass UTF-8"):
+        tokenizer.encode_chat([{"role": "user", "content": text}])
 
 
 def test_missing_template_names_the_remedy(tmp_path: Path) -> None:

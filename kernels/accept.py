@@ -24,10 +24,10 @@ T = B * G rows, W pages in a row of the page table, S page size.
 import torch
 import triton
 import triton.language as tl
-from triton import knobs
+
+from graphengine.kernels.interpreter import INTERPRET
 
 MAX_BLOCK_LENGTH = 1024
-INTERPRET = bool(knobs.runtime.interpret)
 
 
 def count_accepted(draft_ids_BG: torch.Tensor, target_ids_BG: torch.Tensor) -> torch.Tensor:

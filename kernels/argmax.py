@@ -23,13 +23,13 @@ Legend: T rows, V vocabulary, C chunks of a row.
 import torch
 import triton
 import triton.language as tl
-from triton import knobs
+
+from graphengine.kernels.interpreter import INTERPRET
 
 CHUNK = 4096  # elements of a row in one program
 BLOCK = 1024  # elements in one load: 16 bytes a thread in bf16 with 4 warps
 NUM_WARPS = 4
 NOT_FINITE = -1  # the answer for a row that names no token
-INTERPRET = bool(knobs.runtime.interpret)
 
 
 def argmax_rows_reference(logits_TV: torch.Tensor) -> torch.Tensor:

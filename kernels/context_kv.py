@@ -19,8 +19,8 @@ import torch
 import triton
 import triton.language as tl
 
+from graphengine.kernels.interpreter import INTERPRET
 from graphengine.kernels.qk_norm_rope import (
-    INTERPRET,
     check_kernel_head_dim,
     check_norm_rope_inputs,
     norm_rope,

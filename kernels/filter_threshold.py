@@ -29,9 +29,9 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton import knobs
 
 from graphengine.kernels.argmax import ordered_key
+from graphengine.kernels.interpreter import INTERPRET
 
 RADIX = 16  # candidates of a pass; digits are 4 bits
 PROGRAMS = 660  # of a launch at most: as many as 132 multiprocessors hold
@@ -44,7 +44,6 @@ MASS_ONE = 2.0**42  # the largest probability of a row
 TEMPERATURES = 1e-30, 1e30  # nearest of these beyond: then no difference times 1 / t is a NaN
 MAX_VOCAB = 2**20  # so that a sum stays below 2^63
 REFERENCE_ROWS = 64  # at once: int64 hashes or sums of 64 rows of 152k tokens are 78 MB
-INTERPRET = bool(knobs.runtime.interpret)
 
 
 def filter_threshold_reference(

@@ -23,7 +23,6 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton import knobs
 
 from graphengine.kernels.argmax import (
     NOT_FINITE,
@@ -32,11 +31,11 @@ from graphengine.kernels.argmax import (
     packed_candidate,
 )
 from graphengine.kernels.filter_threshold import TEMPERATURES, by_rows, inverse_temperature
+from graphengine.kernels.interpreter import INTERPRET
 
 CHUNK = 2048  # elements of a row in one program
 BLOCK = 512  # elements in one load: 4 a thread with 4 warps
 NUM_WARPS = 4
-INTERPRET = bool(knobs.runtime.interpret)
 
 UNIFORM_BITS = 40
 # splitmix64 (Steele, Lea, Flood, "Fast splittable pseudorandom number generators", 2014): the

@@ -21,13 +21,13 @@ import functools
 import torch
 import triton
 import triton.language as tl
-from triton import knobs
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from graphengine.kernels.interpreter import INTERPRET
 
 HEADS_PER_PROGRAM = 8
 NUM_WARPS = 4
 MAX_HEAD_DIM = 256
-INTERPRET = bool(knobs.runtime.interpret)
 
 
 def norm_rope_reference(

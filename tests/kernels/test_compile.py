@@ -13,7 +13,8 @@ from torch._inductor.utils import run_and_get_code
 
 from graphengine.kernels.accept import accept_and_advance_
 from graphengine.kernels.context_kv import context_kv_write_
-from graphengine.kernels.qk_norm_rope import INTERPRET, qk_norm_rope_write_
+from graphengine.kernels.interpreter import INTERPRET
+from graphengine.kernels.qk_norm_rope import qk_norm_rope_write_
 
 ALLOCATION = re.compile(r"empty_strided_\w+\(\(([\d, ]+)\)")
 

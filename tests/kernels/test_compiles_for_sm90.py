@@ -29,6 +29,7 @@ from graphengine.kernels import (
     skinny_linear,
 )
 from graphengine.kernels.fp8 import FP8, Fp8Scales
+from graphengine.kernels.interpreter import INTERPRET
 from graphengine.kernels.skinny_config import SkinnyConfig
 
 SHARED_MEMORY_BYTES = 227 * 1024
@@ -37,7 +38,7 @@ BF16, FP32 = torch.bfloat16, torch.float32
 TOOLS = (knobs.nvidia.ptxas, knobs.nvidia.cuobjdump)
 
 pytestmark = [
-    pytest.mark.skipif(qk_norm_rope.INTERPRET, reason="interpreted kernels are not compiled"),
+    pytest.mark.skipif(INTERPRET, reason="interpreted kernels are not compiled"),
     pytest.mark.skipif(
         not all(Path(tool.path).is_file() for tool in TOOLS), reason="triton came without ptxas"
     ),

@@ -5,7 +5,8 @@ from typing import Any
 import pytest
 import torch
 
-from graphengine.kernels.context_kv import INTERPRET, context_kv_write_
+from graphengine.kernels.context_kv import context_kv_write_
+from graphengine.kernels.interpreter import INTERPRET
 
 EPS = 1e-6
 # Half an ulp: one rounding. The interpreter truncates to bf16 instead: one ulp.

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 
 from graphengine.kernels import filter_threshold as module
 from graphengine.kernels.argmax import argmax_rows
-from graphengine.kernels.filter_threshold import INTERPRET, filter_threshold
+from graphengine.kernels.filter_threshold import filter_threshold
+from graphengine.kernels.interpreter import INTERPRET
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 ROUNDING = 2e-6

@@ -10,7 +10,8 @@ from scipy import stats
 
 from graphengine.kernels import gumbel_argmax as module
 from graphengine.kernels.argmax import argmax_rows
-from graphengine.kernels.gumbel_argmax import INTERPRET, gumbel_argmax
+from graphengine.kernels.gumbel_argmax import gumbel_argmax
+from graphengine.kernels.interpreter import INTERPRET
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 NOISE_ERROR = 1e-5  # of float32 noise; candidates this close may change places

@@ -5,7 +5,8 @@ from typing import Any
 import pytest
 import torch
 
-from graphengine.kernels.qk_norm_rope import INTERPRET, qk_norm_rope_write_
+from graphengine.kernels.interpreter import INTERPRET
+from graphengine.kernels.qk_norm_rope import qk_norm_rope_write_
 
 EPS = 1e-6
 # Half an ulp: one rounding, no second one anywhere. The interpreter truncates to bf16: one ulp.

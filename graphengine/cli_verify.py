@@ -8,6 +8,7 @@ help is quick.
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -119,6 +120,9 @@ def verify(ctx: click.Context, model: str | None, draft: str | None, **options: 
         raise click.UsageError(
             "--matrix runs every graph mode; leave out --graph-mode and --attention-backend"
         )
+    for name in ("tolerance", "min_identical", "min_acceptance"):
+        if options[name] is not None and not math.isfinite(options[name]):
+            raise click.UsageError(f"--{name.replace('_', '-')} {options[name]}: a finite number")
     try:
         passed = _verify(model, draft, options)
     except ValueError as error:

@@ -21,7 +21,7 @@ from graphengine.metrics import Acceptance
 from graphengine.profiles.result_schema import validate
 from graphengine.teacher import Scores, teacher_force
 from graphengine.verify import Limits, Transcript, decide, decode, disagreement, judge, mixed
-from tests.checkpoints import make_drafter, make_target
+from tests.checkpoints import as_speculators, make_drafter, make_target
 from tests.dflash_reference import load_target, run_target
 
 STOP = 9
@@ -234,6 +234,23 @@ def test_damaged_weights_fail_without_a_traceback(few: Path, tmp_path: Path) -> 
     assert result.exit_code == 2 and "the target's logits" in " ".join(result.stderr.split())
 
 
+def test_speculators_directory_alone(few: Path, tmp_path: Path) -> None:
+    """Bug: a drafter that names its target stands as MODEL: the tokenizer is looked for in its own
+    directory, the checks of the drafter are refused for want of one, and `--draft none` drafts."""
+    drafter = as_speculators(tmp_path / "s", TINY_DRAFT, TINY_TARGET)
+    args = (str(drafter), "--prompt-file", str(few), "--bucket", "1", "--max-new-tokens", "8")
+    result = verify(*args, "--min-acceptance", "1.5", "--json")
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)
+    assert (found["config"]["model"], found["config"]["draft"]) == ("target", "s")
+    assert found["numbers"]["none_torch"]["bucket_1_alone"]["mean_acceptance_length"] > 1.5
+    result = verify(*args, "--draft", "none", "--json")
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)
+    assert (found["config"]["model"], found["config"]["draft"]) == ("target", None)
+    assert "mean_acceptance_length" not in found["numbers"]["none_torch"]["bucket_1_alone"]
+
+
 @pytest.mark.parametrize(
     ("args", "message"),
     [
@@ -243,6 +260,11 @@ def test_damaged_weights_fail_without_a_traceback(few: Path, tmp_path: Path) -> 
         (("--graph-mode", "full", "--device", "cpu"), "captures CUDA graphs"),
         (("--draft", "none", "--min-acceptance", "2"), "--min-acceptance needs a drafter"),
         (("--prompt-file", "missing.jsonl"), "missing.jsonl"),
+        # Past every range check; in the JSON they would be no JSON.
+        (("--tolerance", "nan"), "--tolerance nan: a finite number"),
+        (("--tolerance", "inf"), "--tolerance inf: a finite number"),
+        (("--min-identical", "nan"), "--min-identical nan: a finite number"),
+        (("--min-acceptance", "nan"), "--min-acceptance nan: a finite number"),
     ],
 )
 def test_refusals(args: tuple[str, ...], message: str) -> None:

@@ -189,6 +189,21 @@ def test_named_pair(tmp_path: Path, target: Path) -> None:
         named_pair(hub, None)
 
 
+@pytest.mark.parametrize("name", ["x" * 5000, "~nobody-of-that-name/x", "nul\0", "\ud800/x"])
+def test_verifier_that_is_no_name(
+    tmp_path: Path, target: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bug: a verifier's name that no system takes, or that no terminal shows, is a traceback."""
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    plain = make_drafter(tmp_path / "plain", target)
+    drafter = as_speculators(tmp_path / "s", plain, target, verifier=name)
+    with pytest.raises(ValueError, match="model"):
+        read_configs(drafter, None)
+    for extra in ([], ["--json"]):
+        done = CliRunner().invoke(main, ["doctor", str(drafter), *extra])
+        assert done.exit_code == 1 and isinstance(done.exception, SystemExit), done.exception
+
+
 def test_alone_it_finds_its_target(tmp_path: Path, target: Path) -> None:
     """Bug: the directory alone is refused as a target, or decodes plainly."""
     plain = make_drafter(tmp_path / "plain", target)

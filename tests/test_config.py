@@ -100,6 +100,14 @@ SPELLINGS: dict[str, tuple[Json, RopeConfig]] = {
         {"rope_theta": 1e4, "rope_parameters": {"rope_theta": 1e7, "rope_type": "default"}},
         RopeConfig(theta=1e7),
     ),
+    "both-say-the-same": (
+        {
+            "rope_theta": 1e4,
+            "rope_parameters": {"rope_theta": 1e7, "rope_type": "default"},
+            "rope_scaling": {"type": "default"},
+        },
+        RopeConfig(theta=1e7),
+    ),
     "theta-flat-rest-nested": (
         {"rope_theta": 1e7, "rope_parameters": {"rope_type": "default"}},
         RopeConfig(theta=1e7),
@@ -206,6 +214,22 @@ BAD_MODEL: dict[str, tuple[Json, str]] = {
     "llama3-no-low": (
         {"rope_scaling": {"rope_type": "llama3", **YARN}},
         "without low_freq_factor",
+    ),
+    # transformers takes rope_scaling, other engines rope_parameters.
+    "rope-two-scalings": (
+        {"rope_parameters": {"rope_theta": 1e6}, "rope_scaling": YARN_64},
+        "disagree, and engines differ",
+    ),
+    "rope-two-factors": (
+        {"rope_parameters": {"rope_theta": 1e6, **YARN_64, "factor": 8.0}, "rope_scaling": YARN_64},
+        "disagree, and engines differ",
+    ),
+    # Logarithms of these are past any number.
+    "yarn-tiny-beta": ({"rope_scaling": {**YARN_64, "beta_fast": 1e-310}}, "beta_fast is 1e-310"),
+    "yarn-tiny-slow": ({"rope_scaling": {**YARN_64, "beta_slow": 1e-310}}, "beta_slow is 1e-310"),
+    "yarn-huge-original": (
+        {"rope_scaling": {**YARN_64, "original_max_position_embeddings": 1e299}},
+        "original_max_position_embeddings is past",
     ),
     "rope-list": ({"rope_parameters": [1]}, "rope_parameters is"),
     "rope-sliding": (

@@ -134,6 +134,8 @@ class RopeConfig:
         factor = read_number(scaling["factor"], "rope factor", source, minimum=1.0)
         fallback = config.get("max_position_embeddings") if kind == "yarn" else None
         original = scaling.get("original_max_position_embeddings", fallback)
+        # At the top level it counts before either, as in transformers.
+        original = config.get("original_max_position_embeddings", original)
         if original is None:
             raise ValueError(
                 f"{source}: rope type {kind!r} without original_max_position_embeddings"

@@ -161,6 +161,7 @@ def _speculators(config: Mapping[str, Any], source: str) -> DraftConfig:
             f"{inner}: model_type {layers['model_type']!r} is not supported; a drafter's layers "
             "are qwen3"
         )
+    _refuse_unsupported(layers, inner)
     model = _layer_config(layers, inner)
     for key in ("aux_hidden_state_layer_ids", "mask_token_id", "block_size", "draft_vocab_size"):
         if config.get(key) is None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -161,6 +162,19 @@ def test_yarn_amplitude() -> None:
     assert amplitude(mscale=0.707, mscale_all_dim=1.0) == pytest.approx(1.29404 / 1.41589, rel=1e-4)
     assert amplitude(attention_factor=1.25) == 1.25
     assert amplitude(attention_factor=1.25, mscale=1.0, mscale_all_dim=1.0) == 1.25
+
+
+def test_original_context_at_the_top_level() -> None:
+    """Bug T05: yarn is stretched from the whole context, because the original one stands outside
+    the scaling, where transformers looks first."""
+    scaling = {"rope_type": "yarn", "factor": 64.0}
+    for rope in (scaling, {**scaling, "original_max_position_embeddings": 8192}):
+        keys = {"rope_scaling": rope, "original_max_position_embeddings": 4096}
+        found = ModelConfig.from_hf(changed(TARGET, **keys)).rope
+        assert found.original_max_position_embeddings == 4096
+    assert ModelConfig.from_hf(changed(TARGET, rope_scaling=scaling)).rope == replace(
+        found, original_max_position_embeddings=TARGET["max_position_embeddings"]
+    )
 
 
 def test_resaved_by_transformers(tmp_path: Path) -> None:

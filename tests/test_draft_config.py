@@ -162,7 +162,12 @@ RULES: dict[str, tuple[Json, tuple[AttentionRule, ...]]] = {
         (AttentionRule(causal=False, window=1024),) * 5,
     ),
     "use_swa-own-size": (
-        {"layer_types": MISSING, "dflash__use_swa": True, "dflash__swa_window_size": 64},
+        {
+            "layer_types": MISSING,
+            "dflash__use_swa": True,
+            "dflash__swa_window_size": 64,
+            "sliding_window": 4096,
+        },
         (AttentionRule(causal=False, window=64),) * 5,
     ),
 }
@@ -249,6 +254,14 @@ REFUSED: dict[str, tuple[Json, str]] = {
     "no-draft-vocab": ({**SPECULATORS, "draft_vocab_size": None}, "no draft_vocab_size"),
     "domino": ({**SPECULATORS, "projector_type": "domino"}, "projector_type = 'domino'"),
     "shifted": ({**SPECULATORS, "shift_label": True}, "shift_label = True"),
+    "inner-interleaved": (
+        inside(SPECULATORS, "transformer_layer_config", is_neox_style=False),
+        "transformer_layer_config: is_neox_style = False",
+    ),
+    "inner-soft-cap": (
+        inside(SPECULATORS, "transformer_layer_config", final_logit_softcapping=30.0),
+        "transformer_layer_config: final_logit_softcapping = 30.0",
+    ),
     "spark-markov": (
         {**SPECULATORS, "speculators_model_type": "dspark", "markov_rank": 256},
         "markov_rank = 256",
@@ -271,6 +284,10 @@ REFUSED: dict[str, tuple[Json, str]] = {
     "window-unused": ({**DRAFTER, "use_sliding_window": True}, "no layer of layer_types"),
     "chunked": ({**DRAFTER, "layer_types": ["chunked_attention"] * 5}, "chunked_attention"),
     "swa-no-width": (changed(DRAFTER, layer_types=MISSING, dflash__use_swa=True), "use_swa"),
+    "two-windows": (
+        changed(DRAFTER, **MIX, dflash__swa_window_size=1024),
+        "swa_window_size 1024 and sliding_window 2048 disagree",
+    ),
     "swa-full": (changed(DRAFTER, dflash__use_swa=True, sliding_window=8), "use_swa is true"),
     "two-ropes": (
         {

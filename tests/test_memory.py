@@ -168,6 +168,35 @@ def test_plan_never_exceeds_its_budget(
     assert plan.margin_bytes == GPU_MARGIN_BYTES
 
 
+@pytest.mark.parametrize("page_size", [4, 16])
+def test_pools_of_almost_one_request(page_size: int) -> None:
+    """Bug: the null page, or the block behind the last token, is forgotten where the pool is small:
+    a page too few for the longest request, or a context shorter than what fits."""
+    config = replace(ON_GPU, page_size=page_size)
+    rows = 16
+    full = plan_8b(config)
+    for num_pages in (2, 5, 40, full.max_request_pages, full.max_request_pages + 1):
+        for spare in (0, full.kv_page_bytes - 1):
+            asked = replace(config, kv_cache_memory=num_pages * full.kv_page_bytes + spare)
+            fits = num_pages > full.max_request_pages
+            if not fits:
+                with pytest.raises(ValueError, match="--max-model-len"):
+                    plan_8b(asked, length_is_explicit=True)
+            longest = (num_pages - 1) * page_size - rows
+            if longest < 2:
+                with pytest.raises(ValueError, match="fits is 0 tokens"):
+                    plan_8b(asked)
+                continue
+            plan = plan_8b(asked, length_is_explicit=fits)
+            assert plan.num_pages == num_pages == plan.max_request_pages + 1
+            assert plan.max_model_len == (config.max_model_len if fits else longest)
+    assert full.budget_bytes is not None
+    exactly = full.budget_bytes - full.fixed_bytes
+    assert plan_8b(replace(config, kv_cache_memory=exactly)).num_pages == full.num_pages
+    with pytest.raises(ValueError, match="--kv-cache-memory"):
+        plan_8b(replace(config, kv_cache_memory=exactly + 1))
+
+
 def test_refusals_name_the_numbers() -> None:
     """Bug: a model that cannot fit is refused after it was read, or without saying by how much."""
     small = DeviceMemory(24 * GIB, 24 * GIB, 128)

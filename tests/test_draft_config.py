@@ -220,6 +220,27 @@ def test_other_sizes() -> None:
     assert plain.draft_vocab_size is None
 
 
+def test_one_row_that_drafts() -> None:
+    """Bug: an anchor-first block of one row, which drafts one token, is refused; or an
+    anchor-dropping one, which drafts none, is not."""
+    config = DraftConfig.from_hf({**DEEPSPEC, "block_size": 1})
+    assert (config.num_draft_tokens, config.num_verify_rows) == (1, 2)
+    with pytest.raises(ValueError, match="block_size holds 1"):
+        DraftConfig.from_hf({**SPECULATORS, "block_size": 1})
+
+
+def test_taps_at_the_edge_of_the_target() -> None:
+    """Bug T02: the last layer as a tap is refused, or one past it is not: the first index that the
+    target lacks is what a file with the other index convention holds."""
+    for last, fits in ((36, True), (37, False)):
+        config = DraftConfig.from_hf({**SPECULATORS, "aux_hidden_state_layer_ids": [2, last]})
+        if fits:
+            config.check_target(ModelConfig.from_hf(TARGET))
+            continue
+        with pytest.raises(ValueError, match=r"\[1, 36\] reach past the target's 36 layers"):
+            config.check_target(ModelConfig.from_hf(TARGET))
+
+
 def test_last_layer_of_deepspec() -> None:
     """Bug T02: DeepSpec's tap of the last layer is behind the final norm; ours is before it."""
     config = DraftConfig.from_hf(changed(DEEPSPEC, target_layer_ids=[1, 35]))

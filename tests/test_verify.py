@@ -265,6 +265,7 @@ def test_speculators_directory_alone(few: Path, tmp_path: Path) -> None:
         (("--tolerance", "inf"), "--tolerance inf: a finite number"),
         (("--min-identical", "nan"), "--min-identical nan: a finite number"),
         (("--min-acceptance", "nan"), "--min-acceptance nan: a finite number"),
+        (("--output-json", str(TINY_TARGET)), "is a directory"),
     ],
 )
 def test_refusals(args: tuple[str, ...], message: str) -> None:
@@ -272,6 +273,26 @@ def test_refusals(args: tuple[str, ...], message: str) -> None:
     result = verify(*args)
     assert result.exit_code == 2, result.output
     assert message in " ".join(result.stderr.split())
+
+
+@pytest.mark.parametrize("prompt", ["[5, 2048]", "[-1]"])
+def test_ids_outside_the_vocabulary(tmp_path: Path, prompt: str) -> None:
+    """Bug: a token id past the embedding is an IndexError, and on a GPU the end of the device."""
+    path = tmp_path / "ids.jsonl"
+    path.write_text(f'{{"prompt": {prompt}}}\n')
+    result = verify("--prompt-file", str(path), "--bucket", "1")
+    assert result.exit_code == 2, result.output
+    assert "2048" in result.stderr or "-1" in result.stderr
+
+
+def test_a_result_that_cannot_be_written(few: Path, tmp_path: Path) -> None:
+    """Bug: after minutes of judging, a place that cannot be written is a traceback that exits as a
+    failed verification does."""
+    (tmp_path / "file").write_text("")
+    args = ("--prompt-file", str(few), "--bucket", "1", "--max-new-tokens", "4")
+    result = verify(*args, "--output-json", str(tmp_path / "file" / "verify.json"))
+    assert result.exit_code == 2, result.output
+    assert "--output-json: not written" in result.stderr
 
 
 @pytest.mark.gpu

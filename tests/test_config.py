@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import copy
 import json
+import random
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -191,6 +193,50 @@ def test_resaved_by_transformers(tmp_path: Path) -> None:
         resaved = json.loads((tmp_path / "config.json").read_text())
         assert "rope_theta" not in resaved, "transformers has changed; check this test's point"
         assert ModelConfig.from_hf(resaved).rope == ModelConfig.from_hf(flat).rope
+
+
+ROPES: dict[str, dict[str, list[Any]]] = {
+    "yarn": {
+        "factor": [1.0, 1.5, 4, 64.0],
+        "original_max_position_embeddings": [1, 64, 4096, 32768],
+        "beta_fast": [MISSING, None, 0, 16, 64.0],
+        "beta_slow": [MISSING, 0.1, 2, 64],
+        "attention_factor": [MISSING, None, 0.7],
+        "mscale": [MISSING, 0.707, 0],
+        "mscale_all_dim": [MISSING, 1.0],
+        "truncate": [MISSING, True, False],
+    },
+    "llama3": {
+        "factor": [2.0, 32],
+        "original_max_position_embeddings": [1, 256, 8192],
+        "low_freq_factor": [0.5, 1.0],
+        "high_freq_factor": [2, 4.0],
+    },
+}
+
+
+@pytest.mark.parametrize("kind", ROPES)
+def test_scaled_ropes_equal_transformers(kind: str) -> None:
+    """Bug T05, T06: a band's edge, the amplitude, a default or a clamp is another than the one that
+    the checkpoint was trained with: acceptance falls with the length, without an error."""
+    from transformers import Qwen3Config
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    rng = random.Random(0)
+    for _ in range(150):
+        drawn = {key: rng.choice(values) for key, values in ROPES[kind].items()}
+        scaling = {key: value for key, value in drawn.items() if value is not MISSING}
+        keys = {
+            "head_dim": rng.choice([2, 16, 64, 80, 128, 256]),
+            "rope_theta": rng.choice([2.0, 1e4, 1e6, 1e7]),
+            "rope_scaling": {rng.choice(["type", "rope_type"]): kind, **scaling},
+        }
+        ours = ModelConfig.from_hf(changed(TARGET, **keys)).rope
+        theirs = Qwen3Config(**copy.deepcopy(changed(TARGET, **keys)))
+        frequencies, amplitude = ROPE_INIT_FUNCTIONS[kind](theirs, "cpu")
+        found = rope_frequencies(ours, keys["head_dim"])
+        torch.testing.assert_close(found, frequencies, rtol=1e-5, atol=0, msg=str(keys))
+        assert ours.amplitude == pytest.approx(amplitude), keys
 
 
 # --- refusals ---

@@ -144,7 +144,10 @@ def _amplitude(files: ModelFiles, rope: RopeConfig) -> Iterator[Finding]:
     layers = files.config.get("transformer_layer_config")
     config = layers if isinstance(layers, Mapping) else files.config
     scaling = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    if "mscale" in scaling and "mscale_all_dim" in scaling:
+    per_type = next((value for value in scaling.values() if isinstance(value, Mapping)), None)
+    scaling = scaling if per_type is None else per_type
+    is_said = scaling.get("attention_factor") is not None
+    if "mscale" in scaling and "mscale_all_dim" in scaling and not is_said:
         yield warning(
             "draft.rope_amplitude",
             f"{rope.amplitude:.5f}, from mscale and mscale_all_dim as transformers does",

@@ -294,6 +294,27 @@ def test_legal_but_suspect(copies: tuple[Path, Path], edit: Edit, name: str) -> 
     load(*copies).close()
 
 
+@pytest.mark.parametrize(
+    ("extra", "per_type", "warned"),
+    [({}, False, True), ({}, True, True), ({"attention_factor": 1.4}, False, False)],
+)
+def test_amplitude_that_engines_read_in_two_ways(
+    copies: tuple[Path, Path], extra: dict[str, Any], per_type: bool, warned: bool
+) -> None:
+    """Bug: the warning is lost where ropes are said per layer type, or comes where the file itself
+    says the amplitude."""
+    rope = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 64.0, "mscale": 1.0}
+    rope |= {"original_max_position_embeddings": 64, "mscale_all_dim": 1.0} | extra
+    nested = {"full_attention": rope} if per_type else rope
+    edit_config(
+        copies[1],
+        lambda c: c | {"rope_scaling": None, "rope_theta": None, "rope_parameters": nested},
+    )
+    found = check(*copies)
+    assert not found.has_errors
+    assert bool(named(found, "draft.rope_amplitude")) == warned
+
+
 def test_stop_tokens_outside_the_vocabulary(copies: tuple[Path, Path]) -> None:
     """Bug: a stop token that cannot come up stops doctor, though the pair loads and runs."""
     edit_config(copies[0], lambda c: {"eos_token_id": [9999, 2]}, "generation_config.json")

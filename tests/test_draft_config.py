@@ -305,6 +305,10 @@ REFUSED: dict[str, tuple[Json, str]] = {
     "window-unused": ({**DRAFTER, "use_sliding_window": True}, "no layer of layer_types"),
     "chunked": ({**DRAFTER, "layer_types": ["chunked_attention"] * 5}, "chunked_attention"),
     "swa-no-width": (changed(DRAFTER, layer_types=MISSING, dflash__use_swa=True), "use_swa"),
+    "two-lists-of-taps": (
+        changed(DRAFTER, dflash__layer_ids=[0, 8, 16, 24, 32]),
+        r"layer_ids \[0, 8, 16, 24, 32\] and target_layer_ids",
+    ),
     "two-windows": (
         changed(DRAFTER, **MIX, dflash__swa_window_size=1024),
         "swa_window_size 1024 and sliding_window 2048 disagree",

@@ -13,7 +13,7 @@ import torch
 from click.testing import CliRunner, Result
 from safetensors.torch import load_file, save_file
 
-from graphengine import teacher
+from graphengine import cli_verify, teacher
 from graphengine.api import Engine
 from graphengine.cli import main
 from graphengine.hub import TINY_DRAFT, TINY_TARGET
@@ -230,6 +230,7 @@ def test_damaged_weights_fail_without_a_traceback(few: Path, tmp_path: Path) -> 
     result = verify(*args, "--bucket", "2", "--max-new-tokens", "8")
     assert result.exit_code == 1, result.output
     assert "finite: 2 requests were stopped; request 0: the target's logits" in result.stdout
+    assert "ends: " not in result.stdout, "stopped is not ended wrongly"
     result = verify(*args, "--temperature", "1", "--num-samples", "2")
     assert result.exit_code == 2 and "the target's logits" in " ".join(result.stderr.split())
 
@@ -283,6 +284,22 @@ def test_ids_outside_the_vocabulary(tmp_path: Path, prompt: str) -> None:
     result = verify("--prompt-file", str(path), "--bucket", "1")
     assert result.exit_code == 2, result.output
     assert "2048" in result.stderr or "-1" in result.stderr
+
+
+@pytest.mark.parametrize("error", [MemoryError(), RuntimeError("CUDA out of memory. Tried")])
+def test_out_of_memory_is_no_verdict(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+    """Bug: a pair that does not fit is a traceback, and by its exit code a failed verification."""
+
+    def engine(*args: Any, **kwargs: Any) -> Any:
+        raise error
+
+    monkeypatch.setattr(cli_verify, "_engine", engine)
+    result = verify("--bucket", "1")
+    assert result.exit_code == 2 and "FAIL" not in result.output
+    message = " ".join(result.stderr.split())
+    assert "out of memory (" in message and "lower --max-model-len" in message
+    monkeypatch.setattr(cli_verify, "out_of_memory", lambda error: None)
+    assert verify("--bucket", "1").exception is error
 
 
 def test_a_result_that_cannot_be_written(few: Path, tmp_path: Path) -> None:

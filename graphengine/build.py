@@ -397,10 +397,10 @@ def resolve_options(
             f"--acceptance-floor {floor}: a mean acceptance length, at most {largest} tokens a "
             "step for this drafter; 0 turns the warning off"
         )
-    if cap < 2 and draft:
+    if cap < 2 and draft and not options.finish_in_plain_decode:
         raise ValueError(
             f"the drafter's block of {draft.block_size} verifies {draft.num_verify_rows} rows, and "
-            f"the models have {speculation_limit + draft.num_verify_rows} positions: no request "
+            f"the models have {cap + draft.num_verify_rows} positions: no request "
             "fits; check block_size and max_position_embeddings of the drafter's config.json, or "
             "pass --draft none"
         )

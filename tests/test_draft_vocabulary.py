@@ -122,6 +122,10 @@ BROKEN: dict[str, tuple[Callable[[Tensors], Any], str]] = {
         lambda t: t.update(d2t=torch.tensor([5, 3, 299, 17])),
         "offsets",
     ),
+    "one-past-the-end": (
+        lambda t: t.update(d2t=torch.tensor([5, 2, 248, VOCAB - 3])),
+        f"ids 3 .. {VOCAB}, outside",
+    ),
     "negative": (lambda t: t.update(d2t=torch.tensor([-1, 2, 3, 4])), "ids -1 .. "),
     "t2d-of-another": (
         lambda t: t.update(t2d=torch.zeros(VOCAB, dtype=torch.bool).index_fill_(0, t["d2t"], True)),

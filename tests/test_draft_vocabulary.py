@@ -201,7 +201,7 @@ def test_verifier_that_is_no_name(
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     plain = make_drafter(tmp_path / "plain", target)
     drafter = as_speculators(tmp_path / "s", plain, target, verifier=name)
-    with pytest.raises(ValueError, match="model"):
+    with pytest.raises(ValueError, match="pass a directory"):
         read_configs(drafter, None)
     for extra in ([], ["--json"]):
         done = CliRunner().invoke(main, ["doctor", str(drafter), *extra])

@@ -397,6 +397,13 @@ def resolve_options(
             f"--acceptance-floor {floor}: a mean acceptance length, at most {largest} tokens a "
             "step for this drafter; 0 turns the warning off"
         )
+    if cap < 2 and draft and not options.finish_in_plain_decode:
+        raise ValueError(
+            f"the drafter's block of {draft.block_size} verifies {draft.num_verify_rows} rows, and "
+            f"the models have {cap + draft.num_verify_rows} positions: no request "
+            "fits; check block_size and max_position_embeddings of the drafter's config.json, or "
+            "pass --draft none"
+        )
     length = options.max_model_len if options.max_model_len is not None else cap
     if not 2 <= length <= cap:
         raise ValueError(

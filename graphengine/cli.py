@@ -27,7 +27,7 @@ from graphengine.cli_compile import compile_
 from graphengine.cli_doctor import doctor
 from graphengine.cli_graphs import graphs
 from graphengine.cli_profile import profile
-from graphengine.cli_verify import verify
+from graphengine.cli_verify import out_of_memory, verify
 from graphengine.prompts import Conversation, read_prompt_file
 
 if TYPE_CHECKING:
@@ -304,14 +304,12 @@ def run(ctx: click.Context, model: str | None, draft: str | None, **options: Any
             raise
         raise click.ClickException(f"the system refuses to go on: {error}") from error
     except (MemoryError, RuntimeError) as error:
-        # torch's own type exists for CUDA alone; on the CPU it raises a bare RuntimeError.
-        texts = ("out of memory", "not enough memory", "can't allocate memory")
-        if not isinstance(error, MemoryError) and not any(text in str(error) for text in texts):
+        lacking = out_of_memory(error)
+        if lacking is None:
             raise
-        reason = str(error).strip().partition("\n")[0] or "on the host"
         raise click.ClickException(
-            f"out of memory ({reason}); lower --max-model-len, the largest --bucket, "
-            "--gpu-memory-utilization or --kv-cache-memory"
+            f"{lacking}; lower --max-model-len, the largest --bucket, --gpu-memory-utilization or "
+            "--kv-cache-memory"
         ) from error
 
 

@@ -67,8 +67,10 @@ def _print(found: Examination) -> None:
     from rich.console import Console
     from rich.text import Text
 
+    from graphengine.findings import one_line
+
     console = Console(highlight=False, soft_wrap=True)
-    console.print(Text(f"{found.target}, drafter {found.draft or 'none'}"))
+    console.print(Text(one_line(f"{found.target}, drafter {found.draft or 'none'}")))
     part = None
     for finding in found.findings:
         group, _, name = finding.name.partition(".")

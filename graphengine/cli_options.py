@@ -167,7 +167,9 @@ PROMPT_SEED = click.option(
 )
 RESULT_FILE = _group(
     click.option(
-        "--output-json", type=click.Path(path_type=Path), help="Write the result file here."
+        "--output-json",
+        type=click.Path(path_type=Path, dir_okay=False),
+        help="Write the result file here.",
     ),
     click.option(
         "--commit", metavar="SHA", help="Commit to record where the checkout has no history."

@@ -8,6 +8,7 @@ help is quick.
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -119,15 +120,35 @@ def verify(ctx: click.Context, model: str | None, draft: str | None, **options: 
         raise click.UsageError(
             "--matrix runs every graph mode; leave out --graph-mode and --attention-backend"
         )
+    for name in ("tolerance", "min_identical", "min_acceptance"):
+        if options[name] is not None and not math.isfinite(options[name]):
+            raise click.UsageError(f"--{name.replace('_', '-')} {options[name]}: a finite number")
     try:
         passed = _verify(model, draft, options)
     except ValueError as error:
         raise click.UsageError(str(error)) from error
+    except (MemoryError, RuntimeError) as error:
+        lacking = out_of_memory(error)
+        if lacking is None:
+            raise
+        # Not 1: nothing was found to be wrong.
+        raise click.UsageError(
+            f"{lacking}; lower --max-model-len, the largest --bucket or --gpu-memory-utilization"
+        ) from error
     except KeyboardInterrupt:
         click.echo("interrupted", err=True)
         ctx.exit(130)
     if not passed:
         ctx.exit(1)
+
+
+def out_of_memory(error: Exception) -> str | None:
+    """What was lacking, for a message; None for any other error."""
+    # torch's own type exists for CUDA alone; on the CPU it raises a bare RuntimeError.
+    texts = ("out of memory", "not enough memory", "can't allocate memory")
+    if not isinstance(error, MemoryError) and not any(text in str(error) for text in texts):
+        return None
+    return f"out of memory ({str(error).strip().partition(chr(10))[0] or 'on the host'})"
 
 
 def _verify(model: str | None, draft: str | None, options: dict[str, Any]) -> bool:

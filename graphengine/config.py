@@ -25,6 +25,8 @@ SlotConvention = Literal["anchor-dropped", "anchor-first"]
 # Past these a file is damaged, and trying to build what it says would not end.
 MAX_LAYERS, MAX_HEAD_DIM = 1024, 4096
 MAX_NUMBER = 1e300
+MAX_POSITIONS = 1 << 40
+MIN_ROPE_TURNS = 1e-6  # of yarn's beta_fast and beta_slow, which are around 32 and 1
 
 _ROPE_KEYS: dict[str, frozenset[str]] = {
     "default": frozenset(),
@@ -61,10 +63,12 @@ class RopeConfig:
     def from_hf(cls, config: Mapping[str, Any], source: str) -> RopeConfig:
         """Reads `rope_parameters` (transformers 5) or flat `rope_theta` + `rope_scaling` (4).
 
-        Where both are present, `rope_parameters` wins, as in transformers.
+        Of two thetas the one in `rope_parameters` counts, as in transformers. Of two scalings
+        transformers takes `rope_scaling` and other engines `rope_parameters`: they must agree.
 
         Raises:
-            ValueError: theta is missing, the kind is unknown, or a key is not understood.
+            ValueError: theta is missing, the kind is unknown, a key is not understood, or the two
+                places disagree.
         """
         nested = config.get("rope_parameters")
         if nested is not None and not isinstance(nested, Mapping):
@@ -81,6 +85,11 @@ class RopeConfig:
         if not isinstance(flat, Mapping):
             raise ValueError(f"{source}: rope_scaling is {flat!r}, expected an object")
         scaling = dict(nested or flat)
+        if nested and flat and _scaling(nested) != _scaling(flat):
+            raise ValueError(
+                f"{source}: rope_parameters {dict(nested)} and rope_scaling {dict(flat)} disagree, "
+                "and engines differ in which one counts; remove the one that is not meant"
+            )
         theta = scaling.pop("rope_theta", None)
         theta = config.get("rope_theta") if theta is None else theta
         if theta is None:
@@ -125,11 +134,18 @@ class RopeConfig:
         factor = read_number(scaling["factor"], "rope factor", source, minimum=1.0)
         fallback = config.get("max_position_embeddings") if kind == "yarn" else None
         original = scaling.get("original_max_position_embeddings", fallback)
+        # At the top level it counts before either, as in transformers.
+        original = config.get("original_max_position_embeddings", original)
         if original is None:
             raise ValueError(
                 f"{source}: rope type {kind!r} without original_max_position_embeddings"
             )
         original = int(read_number(original, "original_max_position_embeddings", source, minimum=1))
+        if original > MAX_POSITIONS:
+            raise ValueError(
+                f"{source}: original_max_position_embeddings is past {MAX_POSITIONS}; the file is "
+                "damaged"
+            )
         if kind == "llama3":
             for key in ("low_freq_factor", "high_freq_factor"):
                 if key not in scaling:
@@ -160,8 +176,8 @@ class RopeConfig:
             kind="yarn",
             factor=factor,
             original_max_position_embeddings=original,
-            beta_fast=read_number(scaling.get("beta_fast") or 32, "beta_fast", source),
-            beta_slow=read_number(scaling.get("beta_slow") or 1, "beta_slow", source),
+            beta_fast=_turns(scaling, "beta_fast", 32, source),
+            beta_slow=_turns(scaling, "beta_slow", 1, source),
             truncate=read_flag(scaling, "truncate", source, default=True),
             amplitude=read_number(amplitude, "attention_factor", source),
         )
@@ -446,6 +462,18 @@ def token_ids(value: Any, key: str, source: str) -> tuple[int, ...]:
         return ()
     ids = value if isinstance(value, list) else [value]
     return tuple(read_integer(token, key, source, minimum=0) for token in ids)
+
+
+def _turns(scaling: Mapping[str, Any], key: str, default: float, source: str) -> float:
+    """Turns over the original context; 0 and null are the default, as in transformers."""
+    return read_number(scaling.get(key) or default, key, source, minimum=MIN_ROPE_TURNS)
+
+
+def _scaling(rope: Mapping[str, Any]) -> dict[str, Any]:
+    """A rope's keys but for theta, under one spelling of its type."""
+    rest = {key: value for key, value in rope.items() if key not in ("rope_theta", "type")}
+    rest["rope_type"] = rope.get("rope_type") or rope.get("type") or "default"
+    return rest
 
 
 def _yarn_mscale(factor: float, mscale: float) -> float:

@@ -25,7 +25,7 @@ from graphengine.doctor_models import (
 from graphengine.doctor_pair import pair_findings, plan_findings, resolve_run
 from graphengine.findings import LEVELS, Finding, guarded, info, one_line
 from graphengine.memory import MemoryPlan
-from graphengine.pairs import NO_DRAFT
+from graphengine.pairs import NO_DRAFT, verifier_of
 
 SCHEMA_VERSION = 1
 
@@ -87,9 +87,8 @@ def examine(
         if alone is not None and alone.verifier is not None:
             text = one_line(f"{target.name} is a drafter of {alone.verifier}")
             found.append(info("draft.verifier", text))
-            beside = target.directory / alone.verifier
-            name = beside if beside.is_dir() else alone.verifier
             draft = None if draft_name == NO_DRAFT else draft or target
+            name = verifier_of(target.directory, alone.verifier)
             target = read_model_files(name, with_tokenizer=True)
     findings, plan = diagnose(target, draft, options, host or read_host())
     return Examination(

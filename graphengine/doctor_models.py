@@ -144,7 +144,10 @@ def _amplitude(files: ModelFiles, rope: RopeConfig) -> Iterator[Finding]:
     layers = files.config.get("transformer_layer_config")
     config = layers if isinstance(layers, Mapping) else files.config
     scaling = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    if "mscale" in scaling and "mscale_all_dim" in scaling:
+    per_type = next((value for value in scaling.values() if isinstance(value, Mapping)), None)
+    scaling = scaling if per_type is None else per_type
+    is_said = scaling.get("attention_factor") is not None
+    if "mscale" in scaling and "mscale_all_dim" in scaling and not is_said:
         yield warning(
             "draft.rope_amplitude",
             f"{rope.amplitude:.5f}, from mscale and mscale_all_dim as transformers does",
@@ -214,6 +217,7 @@ def _stop_tokens(files: ModelFiles, target: ModelConfig) -> Iterator[Finding]:
         remedy = "answers end at --max-new-tokens alone; add eos_token_id"
         yield warning(name, "none", remedy)
     elif outside:
-        yield error(name, f"{outside} lie outside {target.vocab_size}", "they never come up")
+        remedy = "they never come up: write the ids of the end tokens"
+        yield warning(name, f"{outside} lie outside {target.vocab_size}", remedy)
     elif ids:
         yield ok(name, f"{', '.join(map(str, ids))} from {source}")

@@ -11,6 +11,7 @@ from graphengine.weights import TensorHeader
 
 _BYTES = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2}
 _ID_MAPS = ("d2t", "t2d")
+_INTEGERS = frozenset("BOOL I8 U8 I16 U16 I32 U32 I64 U64".split())
 
 
 def weight_findings(
@@ -55,7 +56,7 @@ def weight_findings(
 def _dtypes(name: str, headers: Mapping[str, TensorHeader]) -> Iterator[Finding]:
     found = {header.dtype for key, header in headers.items() if key not in _ID_MAPS}
     for key in _ID_MAPS:
-        if key in headers and headers[key].dtype in _BYTES:
+        if key in headers and headers[key].dtype not in _INTEGERS:
             remedy = "an id map holds integers; fetch the weights again"
             yield error(f"{name}.dtype", f"{key} is {headers[key].dtype}", remedy)
     foreign = sorted(found - _BYTES.keys())

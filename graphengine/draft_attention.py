@@ -62,7 +62,8 @@ def flat_attention(keys: Keys, num_layers: int) -> tuple[AttentionRule, ...]:
     for key, home in (("is_causal", outer), ("is_causal", keys.nested), ("causal", keys)):
         if causal is None and home.get(key) is not None:
             causal = read_flag({key: home.get(key)}, key, source)
-    window = keys.get("swa_window_size") or keys.get("sliding_window")
+    own, other = keys.get("swa_window_size"), keys.get("sliding_window")
+    window = other if own is None else own
     use_swa = read_flag({"use_swa": keys.get("use_swa")}, "use_swa", source)
     full = AttentionRule(causal=bool(causal))
     if use_swa and not outer.get("layer_types"):
@@ -74,6 +75,11 @@ def flat_attention(keys: Keys, num_layers: int) -> tuple[AttentionRule, ...]:
         causal=True if causal is None else causal, window=_window(window, outer, source)
     )
     rules = _rules(outer, num_layers, full, sliding, source)
+    if own != other and None not in (own, other) and any(rule.window for rule in rules):
+        raise ValueError(
+            f"{source}: swa_window_size {own!r} and sliding_window {other!r} disagree; remove the "
+            "one that the drafter was not trained with"
+        )
     if use_swa and all(rule.window is None for rule in rules or [full]):
         raise ValueError(f"{source}: use_swa is true, but no layer of layer_types is {SLIDING}")
     return rules

@@ -93,6 +93,12 @@ def _flat(config: Mapping[str, Any], deepspec: bool, source: str) -> DraftConfig
             f"{source}: no dflash_config.target_layer_ids; add the list of target layers that "
             "the drafter was trained on, it is never guessed"
         )
+    alias = keys.get("layer_ids")
+    if alias not in (None, [], taps):
+        raise ValueError(
+            f"{source}: layer_ids {alias} and target_layer_ids {taps} disagree; remove the one "
+            "that the drafter was not trained on"
+        )
     taps = _taps(taps, "target_layer_ids", 0, source)
     aux = config.get("eagle_aux_hidden_state_layer_ids")
     if aux not in (None, [tap + 1 for tap in taps]):
@@ -161,6 +167,7 @@ def _speculators(config: Mapping[str, Any], source: str) -> DraftConfig:
             f"{inner}: model_type {layers['model_type']!r} is not supported; a drafter's layers "
             "are qwen3"
         )
+    _refuse_unsupported(layers, inner)
     model = _layer_config(layers, inner)
     for key in ("aux_hidden_state_layer_ids", "mask_token_id", "block_size", "draft_vocab_size"):
         if config.get(key) is None:

@@ -7,6 +7,7 @@ MODEL. Invariant: what a user names wins over the file, `none` for the drafter i
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -46,9 +47,13 @@ def named_pair(model: str | Path | None, draft: str | Path | None) -> tuple[str,
             f"{source}: a drafter whose speculators_config names no verifier; pass its target as "
             f"MODEL and --draft {model}"
         )
-    beside = directory / verifier  # a relative path is the file's, not the shell's
-    target = str(beside) if beside.is_dir() else verifier
-    return target, None if draft == NO_DRAFT else str(draft or model)
+    return verifier_of(directory, verifier), None if draft == NO_DRAFT else str(draft or model)
+
+
+def verifier_of(directory: Path, name: str) -> str:
+    """A verifier's name for `hub.resolve`: a relative path is the file's, not the shell's."""
+    beside = directory / name
+    return str(beside) if os.path.isdir(beside) else name  # Path.is_dir raises for a long name
 
 
 def read_json(path: Path) -> tuple[Mapping[str, Any], str]:

@@ -128,6 +128,10 @@ def decode(
     Raises:
         ValueError: a prompt that cannot run.
     """
+    vocab = loop.prefill.target.config.vocab_size
+    outside = [token for prompt in prompts for token in prompt if not 0 <= token < vocab]
+    if outside:
+        raise ValueError(f"token ids {outside[:5]} lie outside the vocabulary {vocab}")
     loop.reset()
     loop.only_bucket = bucket
     samplings = samplings or [GREEDY] * len(prompts)

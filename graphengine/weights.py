@@ -9,6 +9,7 @@ is read once through a memory map and copied into its place.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -113,7 +114,13 @@ class Checkpoint:
                 f"{self._directory}: tensor {name!r} has shape {list(found)}, the config implies "
                 f"{list(shape)}"
             )
-        tensor = handle.get_tensor(name)
+        try:
+            tensor = handle.get_tensor(name)
+        except SafetensorError as error:
+            raise ValueError(
+                f"{self._directory}: tensor {name!r} cannot be read ({error}); only unquantised "
+                "float checkpoints are supported"
+            ) from error
         self._left.discard(name)
         if self._progress is not None:
             self._loaded_bytes += tensor.numel() * tensor.element_size()
@@ -440,7 +447,8 @@ def _weight_files(directory: Path) -> list[Path]:
             f"{directory}: only {', '.join(pickles[:3])}, no safetensors; a pickle can run any "
             "code and is never read: convert it to safetensors, or fetch a revision that has them"
         )
-    missing = [file.name for file in files if not file.is_file()]
+    # os.path, not Path, which raises for a name that is too long
+    missing = [file.name for file in files if not os.path.isfile(file)]
     if missing or not files:
         what = f"weight files {missing}" if missing else "model.safetensors"
         raise ValueError(

@@ -89,7 +89,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "cli_profile": {"*"},
     "profile_run": {"*"},
     "cli_graphs": {"*"},
-    "cli_doctor": {"build", "cli_options", "doctor", "hub"},
+    "cli_doctor": {"build", "cli_options", "doctor", "findings", "hub"},
     "cli_verify": {"*"},
     "__main__": {"cli"},
     "": {"api", "config", "hub"},  # graphengine/__init__.py

@@ -224,6 +224,16 @@ def test_flipped_bytes(pair: tuple[Path, Path], tmp_path: Path, data: st.DataObj
     assert message is None or str(target) in message
 
 
+def test_a_dtype_that_torch_does_not_have(copies: tuple[Path, Path]) -> None:
+    """Bug: a dtype that the format knows and torch does not is the reader's own error."""
+    size = 512 * 64 * 6 // 8
+    entry = {"dtype": "F6_E2M3", "shape": [512, 64], "data_offsets": [0, size]}
+    header = json.dumps({"model.embed_tokens.weight": entry}).encode()
+    (copies[0] / "model.safetensors").write_bytes(join(header, bytes(size)))
+    message = load(copies[0]) or ""
+    assert "F6_E2M3" in message and "model.embed_tokens.weight" in message
+
+
 @pytest.mark.parametrize("length", [0, 1, 2**31, 2**63 - 1, 2**64 - 1])
 def test_lengths_of_the_header(copies: tuple[Path, Path], length: int) -> None:
     """Bug: a header that says it is huge allocates before it is refused."""

@@ -55,6 +55,7 @@ TABLE: dict[str, Row] = {
         (
             f"{GOLDEN}::test_drafts_equal_reference",  # its pair "tap-last-layer"
             "test_draft_config.py::test_last_layer_of_deepspec",
+            "test_draft_config.py::test_taps_at_the_edge_of_the_target",
         ),
     ),
     "T03": Row(
@@ -78,7 +79,11 @@ TABLE: dict[str, Row] = {
     ),
     "T06": Row(
         "yarn's amplitude; partial_rotary_factor ignored",
-        ("test_config.py::test_yarn_amplitude", "test_config.py::test_model_refusals"),
+        (
+            "test_config.py::test_yarn_amplitude",
+            "test_config.py::test_scaled_ropes_equal_transformers",
+            "test_config.py::test_model_refusals",
+        ),
     ),
     "T07": Row(
         "slots shifted by one; an anchor-first drafter run with the other convention",
@@ -260,6 +265,8 @@ TABLE: dict[str, Row] = {
     "T38": Row(
         "the budget forgets drafter, taps or logits; a full pool fails in the middle",
         (
+            "test_memory.py::test_plan_equals_what_is_built",
+            "test_memory.py::test_pools_of_almost_one_request",
             "test_engine.py::test_pool_smaller_than_the_demand",
             "test_soak.py::test_500_steps",
             "test_gpu_modes.py::test_memory_returns",

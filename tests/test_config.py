@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import copy
 import json
+import random
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -100,6 +103,14 @@ SPELLINGS: dict[str, tuple[Json, RopeConfig]] = {
         {"rope_theta": 1e4, "rope_parameters": {"rope_theta": 1e7, "rope_type": "default"}},
         RopeConfig(theta=1e7),
     ),
+    "both-say-the-same": (
+        {
+            "rope_theta": 1e4,
+            "rope_parameters": {"rope_theta": 1e7, "rope_type": "default"},
+            "rope_scaling": {"type": "default"},
+        },
+        RopeConfig(theta=1e7),
+    ),
     "theta-flat-rest-nested": (
         {"rope_theta": 1e7, "rope_parameters": {"rope_type": "default"}},
         RopeConfig(theta=1e7),
@@ -155,6 +166,19 @@ def test_yarn_amplitude() -> None:
     assert amplitude(attention_factor=1.25, mscale=1.0, mscale_all_dim=1.0) == 1.25
 
 
+def test_original_context_at_the_top_level() -> None:
+    """Bug T05: yarn is stretched from the whole context, because the original one stands outside
+    the scaling, where transformers looks first."""
+    scaling = {"rope_type": "yarn", "factor": 64.0}
+    for rope in (scaling, {**scaling, "original_max_position_embeddings": 8192}):
+        keys = {"rope_scaling": rope, "original_max_position_embeddings": 4096}
+        found = ModelConfig.from_hf(changed(TARGET, **keys)).rope
+        assert found.original_max_position_embeddings == 4096
+    assert ModelConfig.from_hf(changed(TARGET, rope_scaling=scaling)).rope == replace(
+        found, original_max_position_embeddings=TARGET["max_position_embeddings"]
+    )
+
+
 def test_resaved_by_transformers(tmp_path: Path) -> None:
     """Bug T05: a checkpoint re-saved by transformers 5 has rope_parameters only and loses theta."""
     from transformers import Qwen3Config
@@ -169,6 +193,50 @@ def test_resaved_by_transformers(tmp_path: Path) -> None:
         resaved = json.loads((tmp_path / "config.json").read_text())
         assert "rope_theta" not in resaved, "transformers has changed; check this test's point"
         assert ModelConfig.from_hf(resaved).rope == ModelConfig.from_hf(flat).rope
+
+
+ROPES: dict[str, dict[str, list[Any]]] = {
+    "yarn": {
+        "factor": [1.0, 1.5, 4, 64.0],
+        "original_max_position_embeddings": [1, 64, 4096, 32768],
+        "beta_fast": [MISSING, None, 0, 16, 64.0],
+        "beta_slow": [MISSING, 0.1, 2, 64],
+        "attention_factor": [MISSING, None, 0.7],
+        "mscale": [MISSING, 0.707, 0],
+        "mscale_all_dim": [MISSING, 1.0],
+        "truncate": [MISSING, True, False],
+    },
+    "llama3": {
+        "factor": [2.0, 32],
+        "original_max_position_embeddings": [1, 256, 8192],
+        "low_freq_factor": [0.5, 1.0],
+        "high_freq_factor": [2, 4.0],
+    },
+}
+
+
+@pytest.mark.parametrize("kind", ROPES)
+def test_scaled_ropes_equal_transformers(kind: str) -> None:
+    """Bug T05, T06: a band's edge, the amplitude, a default or a clamp is another than the one that
+    the checkpoint was trained with: acceptance falls with the length, without an error."""
+    from transformers import Qwen3Config
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    rng = random.Random(0)
+    for _ in range(150):
+        drawn = {key: rng.choice(values) for key, values in ROPES[kind].items()}
+        scaling = {key: value for key, value in drawn.items() if value is not MISSING}
+        keys = {
+            "head_dim": rng.choice([2, 16, 64, 80, 128, 256]),
+            "rope_theta": rng.choice([2.0, 1e4, 1e6, 1e7]),
+            "rope_scaling": {rng.choice(["type", "rope_type"]): kind, **scaling},
+        }
+        ours = ModelConfig.from_hf(changed(TARGET, **keys)).rope
+        theirs = Qwen3Config(**copy.deepcopy(changed(TARGET, **keys)))
+        frequencies, amplitude = ROPE_INIT_FUNCTIONS[kind](theirs, "cpu")
+        found = rope_frequencies(ours, keys["head_dim"])
+        torch.testing.assert_close(found, frequencies, rtol=1e-5, atol=0, msg=str(keys))
+        assert ours.amplitude == pytest.approx(amplitude), keys
 
 
 # --- refusals ---
@@ -206,6 +274,22 @@ BAD_MODEL: dict[str, tuple[Json, str]] = {
     "llama3-no-low": (
         {"rope_scaling": {"rope_type": "llama3", **YARN}},
         "without low_freq_factor",
+    ),
+    # transformers takes rope_scaling, other engines rope_parameters.
+    "rope-two-scalings": (
+        {"rope_parameters": {"rope_theta": 1e6}, "rope_scaling": YARN_64},
+        "disagree, and engines differ",
+    ),
+    "rope-two-factors": (
+        {"rope_parameters": {"rope_theta": 1e6, **YARN_64, "factor": 8.0}, "rope_scaling": YARN_64},
+        "disagree, and engines differ",
+    ),
+    # Logarithms of these are past any number.
+    "yarn-tiny-beta": ({"rope_scaling": {**YARN_64, "beta_fast": 1e-310}}, "beta_fast is 1e-310"),
+    "yarn-tiny-slow": ({"rope_scaling": {**YARN_64, "beta_slow": 1e-310}}, "beta_slow is 1e-310"),
+    "yarn-huge-original": (
+        {"rope_scaling": {**YARN_64, "original_max_position_embeddings": 1e299}},
+        "original_max_position_embeddings is past",
     ),
     "rope-list": ({"rope_parameters": [1]}, "rope_parameters is"),
     "rope-sliding": (
@@ -258,6 +342,14 @@ BAD_DRAFTER: dict[str, tuple[Json, str]] = {
     "dflash2": ({"architectures": ["DFlash2DraftModel"]}, "is not a DFlash drafter"),
     "dspark": ({"dflash__markov_rank": 256}, "markov_rank"),
     "domino": ({"dflash__projector_type": "domino"}, "projector_type"),
+    "logit-scale": ({"logit_scale": 0.5}, "logit_scale = 0.5"),
+    "output-multiplier": ({"dflash__output_multiplier": 0.5}, "output_multiplier = 0.5"),
+    "rotary-base": ({"dflash__backbone_rotary_base": 5e6}, "backbone_rotary_base"),
+    "latent-attention": ({"dflash__attention_mode": "mla"}, "attention_mode = 'mla'"),
+    "convolution": ({"dflash__conv_kernel_size": 4}, "conv_kernel_size = 4"),
+    "selector": ({"dflash__selector_rank": 64}, "selector_rank = 64"),
+    "no-taps-used": ({"dflash__use_aux_hidden_state": False}, "use_aux_hidden_state = False"),
+    "other-interleaved": ({"is_neox_style": False}, "is_neox_style = False"),
     "soft-cap": ({"final_logit_softcapping": 30.0}, "final_logit_softcapping"),
     "embedding-scale": ({"dflash__input_embedding_scale": 2.0}, "input_embedding_scale"),
     "interleaved-rope": ({"rope_is_neox_style": False}, "rope_is_neox_style"),

@@ -163,6 +163,20 @@ DAMAGES: dict[str, tuple[Callable[[Path, Path], object], str]] = {
         lambda t, d: put_tensor(d, "norm.weight", torch.ones(64, dtype=torch.int64)),
         "draft.weights.dtype",
     ),
+    "map of complex numbers": (
+        lambda t, d: put_tensor(d, "d2t", torch.zeros(512, dtype=torch.complex64)),
+        "draft.weights.dtype",
+    ),
+    "map in float8": (
+        lambda t, d: put_tensor(d, "d2t", torch.zeros(512).to(torch.float8_e4m3fn)),
+        "draft.weights.dtype",
+    ),
+    "shard with a long name": (
+        lambda t, d: (d / "model.safetensors.index.json").write_text(
+            json.dumps({"weight_map": {"fc.weight": "x" * 5000}})
+        ),
+        "draft.weights",
+    ),
     "truncated weights": (lambda t, d: truncate(t), "target.weights"),
     "no weights": (lambda t, d: (d / "model.safetensors").unlink(), "draft.weights"),
     "truncated config": (lambda t, d: truncate(t, "config.json"), "target.config"),
@@ -278,6 +292,47 @@ def test_legal_but_suspect(copies: tuple[Path, Path], edit: Edit, name: str) -> 
     assert finding.level == "warning"
     assert finding.remedy
     load(*copies).close()
+
+
+@pytest.mark.parametrize(
+    ("extra", "per_type", "warned"),
+    [({}, False, True), ({}, True, True), ({"attention_factor": 1.4}, False, False)],
+)
+def test_amplitude_that_engines_read_in_two_ways(
+    copies: tuple[Path, Path], extra: dict[str, Any], per_type: bool, warned: bool
+) -> None:
+    """Bug: the warning is lost where ropes are said per layer type, or comes where the file itself
+    says the amplitude."""
+    rope = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 64.0, "mscale": 1.0}
+    rope |= {"original_max_position_embeddings": 64, "mscale_all_dim": 1.0} | extra
+    nested = {"full_attention": rope} if per_type else rope
+    edit_config(
+        copies[1],
+        lambda c: c | {"rope_scaling": None, "rope_theta": None, "rope_parameters": nested},
+    )
+    found = check(*copies)
+    assert not found.has_errors
+    assert bool(named(found, "draft.rope_amplitude")) == warned
+
+
+def test_stop_tokens_outside_the_vocabulary(copies: tuple[Path, Path]) -> None:
+    """Bug: a stop token that cannot come up stops doctor, though the pair loads and runs."""
+    edit_config(copies[0], lambda c: {"eos_token_id": [9999, 2]}, "generation_config.json")
+    found = check(*copies)
+    assert not found.has_errors
+    (finding,) = named(found, "target.stop_tokens")
+    assert finding.level == "warning" and "9999" in finding.value
+    load(*copies).close()
+
+
+def test_block_past_the_positions(copies: tuple[Path, Path]) -> None:
+    """Bug: the refusal of a block that no context holds names an option that nobody passed, and
+    lengths below zero."""
+    edit_config(copies[1], dflash(block_size=600))
+    (finding,) = [f for f in check(*copies, max_model_len=None).findings if f.level == "error"]
+    assert finding.name == "run.options"
+    assert "block of 600" in finding.value and "256 positions" in finding.value
+    assert "--max-model-len" not in finding.value
 
 
 def test_theta_that_transformers_fills_in(copies: tuple[Path, Path]) -> None:

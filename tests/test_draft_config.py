@@ -162,7 +162,12 @@ RULES: dict[str, tuple[Json, tuple[AttentionRule, ...]]] = {
         (AttentionRule(causal=False, window=1024),) * 5,
     ),
     "use_swa-own-size": (
-        {"layer_types": MISSING, "dflash__use_swa": True, "dflash__swa_window_size": 64},
+        {
+            "layer_types": MISSING,
+            "dflash__use_swa": True,
+            "dflash__swa_window_size": 64,
+            "sliding_window": 4096,
+        },
         (AttentionRule(causal=False, window=64),) * 5,
     ),
 }
@@ -215,6 +220,27 @@ def test_other_sizes() -> None:
     assert plain.draft_vocab_size is None
 
 
+def test_one_row_that_drafts() -> None:
+    """Bug: an anchor-first block of one row, which drafts one token, is refused; or an
+    anchor-dropping one, which drafts none, is not."""
+    config = DraftConfig.from_hf({**DEEPSPEC, "block_size": 1})
+    assert (config.num_draft_tokens, config.num_verify_rows) == (1, 2)
+    with pytest.raises(ValueError, match="block_size holds 1"):
+        DraftConfig.from_hf({**SPECULATORS, "block_size": 1})
+
+
+def test_taps_at_the_edge_of_the_target() -> None:
+    """Bug T02: the last layer as a tap is refused, or one past it is not: the first index that the
+    target lacks is what a file with the other index convention holds."""
+    for last, fits in ((36, True), (37, False)):
+        config = DraftConfig.from_hf({**SPECULATORS, "aux_hidden_state_layer_ids": [2, last]})
+        if fits:
+            config.check_target(ModelConfig.from_hf(TARGET))
+            continue
+        with pytest.raises(ValueError, match=r"\[1, 36\] reach past the target's 36 layers"):
+            config.check_target(ModelConfig.from_hf(TARGET))
+
+
 def test_last_layer_of_deepspec() -> None:
     """Bug T02: DeepSpec's tap of the last layer is behind the final norm; ours is before it."""
     config = DraftConfig.from_hf(changed(DEEPSPEC, target_layer_ids=[1, 35]))
@@ -249,6 +275,14 @@ REFUSED: dict[str, tuple[Json, str]] = {
     "no-draft-vocab": ({**SPECULATORS, "draft_vocab_size": None}, "no draft_vocab_size"),
     "domino": ({**SPECULATORS, "projector_type": "domino"}, "projector_type = 'domino'"),
     "shifted": ({**SPECULATORS, "shift_label": True}, "shift_label = True"),
+    "inner-interleaved": (
+        inside(SPECULATORS, "transformer_layer_config", is_neox_style=False),
+        "transformer_layer_config: is_neox_style = False",
+    ),
+    "inner-soft-cap": (
+        inside(SPECULATORS, "transformer_layer_config", final_logit_softcapping=30.0),
+        "transformer_layer_config: final_logit_softcapping = 30.0",
+    ),
     "spark-markov": (
         {**SPECULATORS, "speculators_model_type": "dspark", "markov_rank": 256},
         "markov_rank = 256",
@@ -271,6 +305,14 @@ REFUSED: dict[str, tuple[Json, str]] = {
     "window-unused": ({**DRAFTER, "use_sliding_window": True}, "no layer of layer_types"),
     "chunked": ({**DRAFTER, "layer_types": ["chunked_attention"] * 5}, "chunked_attention"),
     "swa-no-width": (changed(DRAFTER, layer_types=MISSING, dflash__use_swa=True), "use_swa"),
+    "two-lists-of-taps": (
+        changed(DRAFTER, dflash__layer_ids=[0, 8, 16, 24, 32]),
+        r"layer_ids \[0, 8, 16, 24, 32\] and target_layer_ids",
+    ),
+    "two-windows": (
+        changed(DRAFTER, **MIX, dflash__swa_window_size=1024),
+        "swa_window_size 1024 and sliding_window 2048 disagree",
+    ),
     "swa-full": (changed(DRAFTER, dflash__use_swa=True, sliding_window=8), "use_swa is true"),
     "two-ropes": (
         {

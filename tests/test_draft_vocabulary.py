@@ -122,6 +122,10 @@ BROKEN: dict[str, tuple[Callable[[Tensors], Any], str]] = {
         lambda t: t.update(d2t=torch.tensor([5, 3, 299, 17])),
         "offsets",
     ),
+    "one-past-the-end": (
+        lambda t: t.update(d2t=torch.tensor([5, 2, 248, VOCAB - 3])),
+        f"ids 3 .. {VOCAB}, outside",
+    ),
     "negative": (lambda t: t.update(d2t=torch.tensor([-1, 2, 3, 4])), "ids -1 .. "),
     "t2d-of-another": (
         lambda t: t.update(t2d=torch.zeros(VOCAB, dtype=torch.bool).index_fill_(0, t["d2t"], True)),
@@ -187,6 +191,21 @@ def test_named_pair(tmp_path: Path, target: Path) -> None:
     edit_config(hub, lambda config: config | {"speculators_config": {}})
     with pytest.raises(ValueError, match="names no verifier; pass its target as MODEL and --draft"):
         named_pair(hub, None)
+
+
+@pytest.mark.parametrize("name", ["x" * 5000, "~nobody-of-that-name/x", "nul\0", "\ud800/x"])
+def test_verifier_that_is_no_name(
+    tmp_path: Path, target: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bug: a verifier's name that no system takes, or that no terminal shows, is a traceback."""
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    plain = make_drafter(tmp_path / "plain", target)
+    drafter = as_speculators(tmp_path / "s", plain, target, verifier=name)
+    with pytest.raises(ValueError, match="pass a directory"):
+        read_configs(drafter, None)
+    for extra in ([], ["--json"]):
+        done = CliRunner().invoke(main, ["doctor", str(drafter), *extra])
+        assert done.exit_code == 1 and isinstance(done.exception, SystemExit), done.exception
 
 
 def test_alone_it_finds_its_target(tmp_path: Path, target: Path) -> None:

@@ -20,11 +20,12 @@ from graphengine.build import read_configs
 from graphengine.bytesize import format_bytes, parse_bytes
 from graphengine.cli import main
 from graphengine.config import EngineConfig
+from graphengine.fallback import FallbackLoop
 from graphengine.kvcache import PageAllocator
 from graphengine.memory import GPU_MARGIN_BYTES, DeviceMemory, MemoryPlan, plan_memory
 from graphengine.sampling import Controls, Sampling, sample_rows
 from graphengine.workspace import SAMPLED_ROW_BYTES
-from tests.checkpoints import make_drafter, make_target
+from tests.checkpoints import as_speculators, make_drafter, make_target
 from tests.dflash_reference import load_target, plain_generate
 
 GIB = 1 << 30
@@ -94,6 +95,38 @@ def test_plan_equals_what_is_built(
         assert plan.kv_pool_bytes == size(*pools)
         assert plan.num_pages == loop.allocator.num_pages == pools[0].shape[2]
         assert plan.max_model_len == engine.config.max_model_len == 64
+
+
+@pytest.mark.parametrize("kept", [None, [3, 7, 300]])
+def test_tables_of_the_drafters_own(
+    tmp_path: Path, pair: tuple[Path, Path], kept: list[int] | None
+) -> None:
+    """Bug: a head of the drafter's own, or its rounded copy, is planned as large as the target's;
+    or the buffers that decode plainly are not planned."""
+    z_lab = make_drafter(tmp_path / "z", pair[0], own_embedding=True, own_head=True)
+    draft = as_speculators(tmp_path / "s", z_lab, pair[0], kept=kept)
+    with Engine.from_pretrained(
+        pair[0],
+        draft,
+        buckets=(1, 3),
+        max_model_len=64,
+        device="cpu",
+        draft_quantization="fp8",
+        prepare_plain_decode=True,
+    ) as engine:
+        plan, loop = engine.memory_plan, engine.built.loop
+        weights = plan.target_weight_bytes + plan.draft_weight_bytes + plan.quantized_weight_bytes
+        assert weights + plan.rope_table_bytes == engine.startup.weight_bytes
+        assert isinstance(loop, FallbackLoop) and loop.plain is not None
+        assert plan.plain_decode_bytes >= size(*dict.fromkeys(loop.plain._buffers)) > 0
+
+
+def test_budget_is_what_may_be_filled_and_is_free() -> None:
+    """Bug: the share that must stay free is taken of the free memory: other processes' use lets
+    more be filled."""
+    config = replace(ON_GPU, gpu_memory_utilization=0.75)
+    plan = plan_8b(config, DeviceMemory(120 * GIB, 160 * GIB, 132))
+    assert plan.budget_bytes == 80 * GIB
 
 
 def test_published_sizes() -> None:
@@ -166,6 +199,35 @@ def test_plan_never_exceeds_its_budget(
     if asked is not None:
         assert plan.kv_pool_bytes <= asked
     assert plan.margin_bytes == GPU_MARGIN_BYTES
+
+
+@pytest.mark.parametrize("page_size", [4, 16])
+def test_pools_of_almost_one_request(page_size: int) -> None:
+    """Bug: the null page, or the block behind the last token, is forgotten where the pool is small:
+    a page too few for the longest request, or a context shorter than what fits."""
+    config = replace(ON_GPU, page_size=page_size)
+    rows = 16
+    full = plan_8b(config)
+    for num_pages in (2, 5, 40, full.max_request_pages, full.max_request_pages + 1):
+        for spare in (0, full.kv_page_bytes - 1):
+            asked = replace(config, kv_cache_memory=num_pages * full.kv_page_bytes + spare)
+            fits = num_pages > full.max_request_pages
+            if not fits:
+                with pytest.raises(ValueError, match="--max-model-len"):
+                    plan_8b(asked, length_is_explicit=True)
+            longest = (num_pages - 1) * page_size - rows
+            if longest < 2:
+                with pytest.raises(ValueError, match="fits is 0 tokens"):
+                    plan_8b(asked)
+                continue
+            plan = plan_8b(asked, length_is_explicit=fits)
+            assert plan.num_pages == num_pages == plan.max_request_pages + 1
+            assert plan.max_model_len == (config.max_model_len if fits else longest)
+    assert full.budget_bytes is not None
+    exactly = full.budget_bytes - full.fixed_bytes
+    assert plan_8b(replace(config, kv_cache_memory=exactly)).num_pages == full.num_pages
+    with pytest.raises(ValueError, match="--kv-cache-memory"):
+        plan_8b(replace(config, kv_cache_memory=exactly + 1))
 
 
 def test_refusals_name_the_numbers() -> None:

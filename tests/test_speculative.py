@@ -11,7 +11,7 @@ from graphengine.request import Request
 from graphengine.speculative import commit
 
 TOKENS = st.integers(0, 5)
-BLOCKS = st.lists(TOKENS, min_size=1, max_size=17)
+BLOCKS = st.lists(st.integers(-1, 5), min_size=1, max_size=17)
 
 
 @settings(deadline=None)
@@ -19,12 +19,16 @@ BLOCKS = st.lists(TOKENS, min_size=1, max_size=17)
 def test_commit_equals_a_loop(
     block: list[int], stop_ids: frozenset[int], data: st.DataObject
 ) -> None:
-    """Bug: a stop token on the last row, at the budget's edge or behind it decides wrongly."""
+    """Bug: a stop token, or a row that is not finite, on the last row, at the budget's edge or
+    behind it decides wrongly."""
     accepted = data.draw(st.integers(0, len(block) - 1))
-    budget = data.draw(st.integers(1, 20))
+    budget = data.draw(st.integers(1, len(block) + 1))
     emitted: list[int] = []
     reason = None
     for token in block[: accepted + 1]:
+        if token < 0:
+            reason = "error"
+            break
         emitted.append(token)
         if token in stop_ids:
             reason = "stop"
@@ -43,8 +47,11 @@ def test_commit_refuses_nonsense(accepted: int, budget: int) -> None:
 
 
 def test_stop_token_wins_over_the_budget() -> None:
-    """Bug: a request whose last allowed token is a stop token is reported as cut off."""
+    """Bug: a request whose last allowed token is a stop token is reported as cut off; or one behind
+    the budget, or a row there that is not finite, still counts."""
     assert commit([7, 8], 1, {8}, 2) == ([7, 8], "stop")
+    assert commit([7, 7, 8], 2, {8}, 2) == ([7, 7], "length")
+    assert commit([7, 7, -1], 2, {8}, 2) == ([7, 7], "length")
 
 
 @settings(deadline=None)

@@ -57,6 +57,8 @@ def test_bonferroni_and_ends() -> None:
     assert result.threshold == pytest.approx(LEVEL / 6) and result.passed
     ended = compare([[[1, 2]] * 50], [[[1]] * 50], [0, 1])
     assert not ended.passed and ended.smallest.position == 1
+    assert ended.smallest.pvalue > 0, "as few shuffles as were made cannot show that it is 0"
+    assert not compare([[[1, 0]] * 50], [[[1]] * 50], [0, 1]).passed, "0 is a token, not an end"
     with pytest.raises(ValueError, match="at least 2"):
         compare([[[1]]], [[[1]]], [0])
 

@@ -13,7 +13,7 @@ import torch
 from click.testing import CliRunner, Result
 from safetensors.torch import load_file, save_file
 
-from graphengine import teacher
+from graphengine import cli_verify, teacher
 from graphengine.api import Engine
 from graphengine.cli import main
 from graphengine.hub import TINY_DRAFT, TINY_TARGET
@@ -21,7 +21,7 @@ from graphengine.metrics import Acceptance
 from graphengine.profiles.result_schema import validate
 from graphengine.teacher import Scores, teacher_force
 from graphengine.verify import Limits, Transcript, decide, decode, disagreement, judge, mixed
-from tests.checkpoints import make_drafter, make_target
+from tests.checkpoints import as_speculators, make_drafter, make_target
 from tests.dflash_reference import load_target, run_target
 
 STOP = 9
@@ -230,8 +230,26 @@ def test_damaged_weights_fail_without_a_traceback(few: Path, tmp_path: Path) -> 
     result = verify(*args, "--bucket", "2", "--max-new-tokens", "8")
     assert result.exit_code == 1, result.output
     assert "finite: 2 requests were stopped; request 0: the target's logits" in result.stdout
+    assert "ends: " not in result.stdout, "stopped is not ended wrongly"
     result = verify(*args, "--temperature", "1", "--num-samples", "2")
     assert result.exit_code == 2 and "the target's logits" in " ".join(result.stderr.split())
+
+
+def test_speculators_directory_alone(few: Path, tmp_path: Path) -> None:
+    """Bug: a drafter that names its target stands as MODEL: the tokenizer is looked for in its own
+    directory, the checks of the drafter are refused for want of one, and `--draft none` drafts."""
+    drafter = as_speculators(tmp_path / "s", TINY_DRAFT, TINY_TARGET)
+    args = (str(drafter), "--prompt-file", str(few), "--bucket", "1", "--max-new-tokens", "8")
+    result = verify(*args, "--min-acceptance", "1.5", "--json")
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)
+    assert (found["config"]["model"], found["config"]["draft"]) == ("target", "s")
+    assert found["numbers"]["none_torch"]["bucket_1_alone"]["mean_acceptance_length"] > 1.5
+    result = verify(*args, "--draft", "none", "--json")
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)
+    assert (found["config"]["model"], found["config"]["draft"]) == ("target", None)
+    assert "mean_acceptance_length" not in found["numbers"]["none_torch"]["bucket_1_alone"]
 
 
 @pytest.mark.parametrize(
@@ -243,6 +261,12 @@ def test_damaged_weights_fail_without_a_traceback(few: Path, tmp_path: Path) -> 
         (("--graph-mode", "full", "--device", "cpu"), "captures CUDA graphs"),
         (("--draft", "none", "--min-acceptance", "2"), "--min-acceptance needs a drafter"),
         (("--prompt-file", "missing.jsonl"), "missing.jsonl"),
+        # Past every range check; in the JSON they would be no JSON.
+        (("--tolerance", "nan"), "--tolerance nan: a finite number"),
+        (("--tolerance", "inf"), "--tolerance inf: a finite number"),
+        (("--min-identical", "nan"), "--min-identical nan: a finite number"),
+        (("--min-acceptance", "nan"), "--min-acceptance nan: a finite number"),
+        (("--output-json", str(TINY_TARGET)), "is a directory"),
     ],
 )
 def test_refusals(args: tuple[str, ...], message: str) -> None:
@@ -250,6 +274,42 @@ def test_refusals(args: tuple[str, ...], message: str) -> None:
     result = verify(*args)
     assert result.exit_code == 2, result.output
     assert message in " ".join(result.stderr.split())
+
+
+@pytest.mark.parametrize("prompt", ["[5, 2048]", "[-1]"])
+def test_ids_outside_the_vocabulary(tmp_path: Path, prompt: str) -> None:
+    """Bug: a token id past the embedding is an IndexError, and on a GPU the end of the device."""
+    path = tmp_path / "ids.jsonl"
+    path.write_text(f'{{"prompt": {prompt}}}\n')
+    result = verify("--prompt-file", str(path), "--bucket", "1")
+    assert result.exit_code == 2, result.output
+    assert "2048" in result.stderr or "-1" in result.stderr
+
+
+@pytest.mark.parametrize("error", [MemoryError(), RuntimeError("CUDA out of memory. Tried")])
+def test_out_of_memory_is_no_verdict(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+    """Bug: a pair that does not fit is a traceback, and by its exit code a failed verification."""
+
+    def engine(*args: Any, **kwargs: Any) -> Any:
+        raise error
+
+    monkeypatch.setattr(cli_verify, "_engine", engine)
+    result = verify("--bucket", "1")
+    assert result.exit_code == 2 and "FAIL" not in result.output
+    message = " ".join(result.stderr.split())
+    assert "out of memory (" in message and "lower --max-model-len" in message
+    monkeypatch.setattr(cli_verify, "out_of_memory", lambda error: None)
+    assert verify("--bucket", "1").exception is error
+
+
+def test_a_result_that_cannot_be_written(few: Path, tmp_path: Path) -> None:
+    """Bug: after minutes of judging, a place that cannot be written is a traceback that exits as a
+    failed verification does."""
+    (tmp_path / "file").write_text("")
+    args = ("--prompt-file", str(few), "--bucket", "1", "--max-new-tokens", "4")
+    result = verify(*args, "--output-json", str(tmp_path / "file" / "verify.json"))
+    assert result.exit_code == 2, result.output
+    assert "--output-json: not written" in result.stderr
 
 
 @pytest.mark.gpu

@@ -16,8 +16,10 @@ Legend: T rows, N / K / H query heads / kv heads / head dim, S page size.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib.util
+import threading
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -26,7 +28,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from graphengine.buffers import StepBuffers
-from graphengine.config import AttentionRule, ModelConfig
+from graphengine.config import AttentionRule, DraftConfig, ModelConfig
 from graphengine.kernels.block_attention import Workspace, block_attention, choose_num_splits
 from graphengine.kernels.block_attention import workspace as block_workspace
 from graphengine.kvcache import pages_for
@@ -220,10 +222,45 @@ class FlashInferAttention:
         )
 
     def run(self, q_TNH: Tensor, kv_cache: Tensor, out_TNH: Tensor) -> None:
+        if not self._num_rows:  # not planned yet: no rows
+            return
         # flashinfer takes planned rows alone, so no padding; a capture is planned for all rows.
         q_TNH, out_TNH = q_TNH[: self._num_rows], out_TNH[: self._num_rows]
         # Passing out= matters: without it 0.6.12 allocates and zero-fills in every layer.
         self._wrapper.run(q_TNH, (kv_cache[0], kv_cache[1]), out=out_TNH)
+
+
+def compile_flashinfer_ahead(
+    dtype: torch.dtype, target: ModelConfig, draft: DraftConfig | None
+) -> threading.Thread:
+    """Starts FlashInfer's compiler beside everything else; a cold one takes half a minute.
+
+    It is a subprocess that makes no CUDA call, so it may run while weights load, segments compile
+    and graphs are captured. Whoever plans first waits for its lock. What fails here is left to fail
+    there, where it has a caller.
+    """
+    from flashinfer.jit import gen_batch_prefill_module
+
+    kinds = {(target.head_dim, False)}
+    if draft is not None:
+        kinds |= {(draft.model.head_dim, r.window is not None) for r in draft.attention_rules}
+    specs = [
+        # fa2; no positional encoding of its own, soft cap or fp16 products, as `plan` asks for.
+        gen_batch_prefill_module(
+            "fa2", *[dtype] * 3, torch.int32, dim, dim, 0, windowed, *[False] * 2
+        )
+        for dim, windowed in sorted(kinds)
+    ]
+
+    def build() -> None:
+        for spec in specs:
+            if not spec.is_aot:
+                with contextlib.suppress(Exception):
+                    spec.build(verbose=False)
+
+    thread = threading.Thread(target=build, name="flashinfer-compiler", daemon=True)
+    thread.start()
+    return thread
 
 
 class BlockAttention:

@@ -128,7 +128,7 @@ def build_buckets(
 
         layout = _dummy_layout(size, block, config.page_size)
         verify_attention = attention(target.config, AttentionRule(causal=True), block)
-        verify_attention.plan(layout)
+        to_plan = [(verify_attention, layout)]
         draft_attentions: dict[AttentionRule, Attention] = {}
         chains: list[tuple[str, list[Step], bool]] = []  # name, steps, continues the last one
         if drafter:
@@ -136,7 +136,7 @@ def build_buckets(
             layout = _dummy_layout(size, draft_block, config.page_size)
             for rule in dict.fromkeys(rules):
                 draft_attentions[rule] = attention(drafter.config.model, rule, draft_block)
-                draft_attentions[rule].plan(layout)
+                to_plan.append((draft_attentions[rule], layout))
             by_layer = [draft_attentions[rule] for rule in rules]
             draft = draft_chain(drafter, views, by_layer, segments)
             chains += [(draft[0].name, draft[:1], False), ("draft", draft[1:], True)]
@@ -162,10 +162,20 @@ def build_buckets(
         eager: list[Runner] = []
         for _, steps, continues in chains:
             eager.append(EagerRunner(steps, _source(eager[-1] if continues else None)))
-        if device.type == "cuda" or config.compile:
+        warmed = [*eager, *([sampled] if sampled else [])]
+        began = time.perf_counter()
+        runs_ahead = device.type == "cuda" or config.compile
+        if runs_ahead:
             progress(f"compiling bucket {size}" if config.compile else f"warming bucket {size}")
-            began = time.perf_counter()
-            for runner in [*eager, *([sampled] if sampled else [])]:
+        if config.compile and workspace is not None:
+            # FlashInfer's own compiler may still be at work, and to plan is to wait for it. So
+            # Inductor comes first, over attentions that do nothing yet.
+            for runner in warmed:
+                runner.run()
+        for unplanned, layout in to_plan:
+            unplanned.plan(layout)
+        if runs_ahead:
+            for runner in warmed:
                 runner.run()
             if device.type == "cuda":
                 torch.cuda.synchronize()

@@ -17,6 +17,7 @@ import torch
 
 from graphengine.attention import (
     FLASHINFER_HEAD_DIMS,
+    compile_flashinfer_ahead,
     flashinfer_can_window,
     flashinfer_missing,
     make_workspace,
@@ -48,6 +49,7 @@ from graphengine.prefill import Prefill
 from graphengine.profiles import ranges
 from graphengine.simulate import acceptance_rate, make_simulation
 from graphengine.tokenizer import Tokenizer
+from graphengine.warmup import warm_up
 from graphengine.weights import (
     Checkpoint,
     RandomSource,
@@ -144,6 +146,8 @@ def build(
             f"{target_config.vocab_size} rows; they belong to different models"
         )
 
+    if "flashinfer" in (config.attention_backend, config.prefill_attention_backend):
+        compile_flashinfer_ahead(dtype, target_config, draft_config)
     is_dummy = options.load_format == "dummy"
     plan = plan_memory(
         config,
@@ -254,10 +258,15 @@ def build(
         loop = FallbackLoop(*parts, draft_config.mask_token_id, buckets.build, build_plain)
         if options.prepare_plain_decode:
             loop.prepare_plain_decode()
+    began = time.perf_counter()
+    if device.type == "cuda":
+        with ranges.range_("warmup"), torch.no_grad():
+            warm_up(loop)
     startup = StartupMetrics(
         load_s=load_s,
         compile_s=buckets.times.compile_s,
         capture_s=buckets.times.capture_s,
+        warmup_s=time.perf_counter() - began,
         weight_bytes=tree_bytes(trees),
         kv_pool_bytes=plan.kv_pool_bytes,
         num_pages=num_pages,

@@ -266,6 +266,7 @@ def _measure(
             "load_s": startup.load_s,
             "compile_s": startup.compile_s,
             "capture_s": startup.capture_s,
+            "warmup_s": startup.warmup_s,
             "num_graphs": startup.num_graphs,
             "num_compiled": startup.num_compiled,
             "num_cache_hits": startup.num_cache_hits,

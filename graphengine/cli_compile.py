@@ -128,7 +128,8 @@ def _compile(store: Store, model: str | None, draft: str | None, options: dict[s
     print_note(console, cache_line(startup, str(store.folder)))
     console.print(
         f"load {startup.load_s:.1f} s, compile {startup.compile_s:.1f} s, capture "
-        f"{startup.capture_s:.1f} s, first steps {total_s - built_s:.1f} s; {num_new} new files",
+        f"{startup.capture_s:.1f} s, warm-up {startup.warmup_s:.1f} s, first steps "
+        f"{total_s - built_s:.1f} s; {num_new} new files",
         markup=False,
     )
     document: dict[str, Any] = {

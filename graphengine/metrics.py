@@ -111,6 +111,7 @@ class StartupMetrics:
     load_s: float
     compile_s: float
     capture_s: float
+    warmup_s: float = 0.0
     weight_bytes: int
     kv_pool_bytes: int
     num_pages: int

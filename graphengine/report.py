@@ -127,6 +127,7 @@ def startup_seconds(
         "load_s": startup.load_s,
         "compile_s": startup.compile_s,
         "capture_s": startup.capture_s,
+        "warmup_s": startup.warmup_s,
     }
     if answers:
         phases["first_token_s"] = answers[0].result.metrics.ttft_ms / 1e3

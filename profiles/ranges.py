@@ -33,6 +33,7 @@ HOST_PHASES = (
     STEP,
     "load",
     "capture",
+    "warmup",
     "plan",
     "prefill",
     "draft",

@@ -69,7 +69,8 @@ def run(job: Job, import_s: float) -> int:
 
     Raises:
         ValueError: something that cannot run, with the remedy.
-        KeyboardInterrupt: Ctrl-C anywhere but in an answer of the chat.
+        KeyboardInterrupt: Ctrl-C anywhere but in an answer of the chat. As after a failure of the
+            device, answers that were finished are reported first.
     """
     Sampling(
         temperature=job.temperature, top_p=job.top_p, top_k=job.top_k, seed=job.seed or 0
@@ -84,12 +85,19 @@ def run(job: Job, import_s: float) -> int:
             if note:
                 report.print_note(console, note)
         began = time.perf_counter()
-        if job.conversations is None:
-            answers = _chat(engine, job, console)
-        elif len(job.conversations) == 1 and not job.as_json:
-            answers = _stream(engine, job, job.conversations)
-        else:
-            answers = _batch(engine, job, job.conversations, console)
+        answers: list[Answer] = []
+        stopped: KeyboardInterrupt | RuntimeError | None = None
+        try:
+            if job.conversations is None:
+                _chat(engine, job, console, answers)
+            elif len(job.conversations) == 1 and not job.as_json:
+                _stream(engine, job, job.conversations, answers)
+            else:
+                _batch(engine, job, job.conversations, console, answers)
+        except (KeyboardInterrupt, RuntimeError) as error:
+            if not answers:
+                raise
+            stopped = error
         generate_s = time.perf_counter() - began
         if job.conversations is None:  # a user's thinking and typing is nobody's throughput
             generate_s = sum(a.result.metrics.ttft_ms + a.result.metrics.decode_ms for a in answers)
@@ -118,8 +126,11 @@ def run(job: Job, import_s: float) -> int:
                 generate_s=generate_s,
                 built_late_s=engine.built.loop.built_late_s,
                 warnings=texts,
+                is_complete=stopped is None,
             )
             _write(json.dumps(values) + "\n")
+        if stopped is not None:
+            raise stopped
     return sum(answer.result.finish_reason == "error" for answer in answers)
 
 
@@ -200,13 +211,15 @@ def _answer(
     job: Job,
     conversations: list[Conversation],
     on_chunk: Callable[[Chunk], None],
-) -> list[Answer]:
+    answers: list[Answer],
+) -> None:
     """Answers all conversations: a turn of each is one batch, answers are fed back in between.
 
     A later turn that cannot be asked, since the conversation has outgrown the context, ends its
     conversation with an error and costs nobody an answer.
+
+    Mutates: answers, in the order in which they end.
     """
-    answers: list[Answer] = []
     histories: list[list[Message]] = [[] for _ in conversations]
     active = list(range(len(conversations)))
     for turn in range(max(map(len, conversations))):
@@ -239,10 +252,11 @@ def _answer(
                     i = active[chunk.index]
                     histories[i].append({"role": "assistant", "content": chunk.result.text})
                     answers.append(Answer(i, turn, conversations[i][turn], chunk.result))
-    return sorted(answers, key=lambda answer: (answer.index, answer.turn))
 
 
-def _stream(engine: Engine, job: Job, conversations: list[Conversation]) -> list[Answer]:
+def _stream(
+    engine: Engine, job: Job, conversations: list[Conversation], answers: list[Answer]
+) -> None:
     """One conversation: text is out as soon as it is decoded; each answer ends its line."""
 
     def on_chunk(chunk: Chunk) -> None:
@@ -250,13 +264,18 @@ def _stream(engine: Engine, job: Job, conversations: list[Conversation]) -> list
         if chunk.text or ends:
             _write(chunk.text + ("\n" if ends else ""))
 
-    return _answer(engine, job, conversations, on_chunk)
+    _answer(engine, job, conversations, on_chunk, answers)
 
 
 def _batch(
-    engine: Engine, job: Job, conversations: list[Conversation], console: Console
-) -> list[Answer]:
-    """Several conversations: a bar while they run, then `[i] text`, numbered from 1."""
+    engine: Engine,
+    job: Job,
+    conversations: list[Conversation],
+    console: Console,
+    answers: list[Answer],
+) -> None:
+    """Several conversations: a bar while they run, then `[i] text`, numbered from 1; what is
+    finished is printed although the rest was stopped."""
     columns = (
         TextColumn("answering"),
         BarColumn(),
@@ -275,21 +294,23 @@ def _batch(
             num_tokens += len(chunk.token_ids)
             bar.update(task, advance=chunk.result is not None, num_tokens=num_tokens)
 
-        answers = _answer(engine, job, conversations, on_chunk)
-    if not job.as_json:
-        for label, answer in zip(report.labels(answers), answers, strict=True):
-            _write(f"[{label}] {answer.result.text.rstrip()}\n")
-    return answers
+        try:
+            _answer(engine, job, conversations, on_chunk, answers)
+        finally:
+            bar.stop()
+            answers.sort(key=lambda answer: (answer.index, answer.turn))
+            if not job.as_json:
+                for label, answer in zip(report.labels(answers), answers, strict=True):
+                    _write(f"[{label}] {answer.result.text.rstrip()}\n")
 
 
-def _chat(engine: Engine, job: Job, console: Console) -> list[Answer]:
+def _chat(engine: Engine, job: Job, console: Console, answers: list[Answer]) -> None:
     """A chat on the terminal. With `raw`, each line is continued by itself."""
     with suppress(ImportError):
         import readline  # noqa: F401  (gives `input` line editing and a history)
     report.print_note(
         console, "/reset forgets the chat, /quit or Ctrl-D ends, Ctrl-C stops answers"
     )
-    answers: list[Answer] = []
     history: list[Message] = []
     while True:
         try:
@@ -315,7 +336,6 @@ def _chat(engine: Engine, job: Job, console: Console) -> list[Answer]:
                 report.print_answer_line(console, result)
             if text and not job.raw:
                 history += [asked, {"role": "assistant", "content": text}]
-    return answers
 
 
 def _ask(quiet: bool) -> str:

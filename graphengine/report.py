@@ -275,8 +275,10 @@ def json_object(
     generate_s: float,
     built_late_s: Mapping[int, float] | None = None,
     warnings: Sequence[str] = (),
+    is_complete: bool = True,
 ) -> dict[str, Any]:
-    """The run as one JSON object. Times carry their unit in the key; `results` are in order.
+    """The run as one JSON object. Times carry their unit in the key; `results` are in order, and
+    only those that were finished if the run was stopped (`is_complete` false).
 
     Without a drafter the acceptance keys are null and the `spec_decode_*` keys absent, so that
     "not drafted" cannot be read as "nothing accepted".
@@ -299,6 +301,7 @@ def json_object(
         "results": [_json_answer(answer) for answer in answers],
         "totals": _totals(answers, generate_s),
         "warnings": list(warnings),
+        "is_complete": is_complete,
     }
 
 

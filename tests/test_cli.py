@@ -23,6 +23,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from graphengine import __version__
+from graphengine.api import Chunk, Engine
 from graphengine.cli import main
 from graphengine.hub import TINY_DRAFT, TINY_TARGET
 from graphengine.profiles import ranges
@@ -588,6 +589,35 @@ def on_a_terminal(*args: str) -> Iterator[tuple[Terminal, subprocess.Popen[bytes
         process.kill()
         process.wait()
         os.close(ours)
+
+
+@pytest.mark.parametrize(
+    ("error", "code"), [(KeyboardInterrupt(), 130), (RuntimeError("the device is gone"), 1)]
+)
+def test_a_stopped_batch_keeps_its_finished_answers(
+    cli: Run, monkeypatch: pytest.MonkeyPatch, error: BaseException, code: int
+) -> None:
+    """Bug: Ctrl-C, or a device that fails, in the last of a hundred prompts throws away the
+    ninety-nine answers before it."""
+    stream_many = Engine.stream_many
+
+    def stopped(*args: Any, **kwargs: Any) -> Iterator[Chunk]:
+        for chunk in stream_many(*args, **kwargs):
+            yield chunk
+            if chunk.result is not None:
+                raise error
+
+    expected = json.loads(cli("--prompt", "one", "--max-new-tokens", "3", "--json").stdout)
+    monkeypatch.setattr(Engine, "stream_many", stopped)
+    args = ("--prompt", "one", "--prompt", "two", "--bucket", "1", "--max-new-tokens", "3")
+    result = cli(*args)
+    assert result.exit_code == code
+    assert result.stdout == f"[1] {expected['results'][0]['text'].rstrip()}\n"
+    result = cli(*args, "--json")
+    assert result.exit_code == code
+    document = json.loads(result.stdout)
+    assert [r["text"] for r in document["results"]] == [expected["results"][0]["text"]]
+    assert not document["is_complete"] and expected["is_complete"]
 
 
 def _heed_interrupts() -> None:

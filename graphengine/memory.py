@@ -13,6 +13,7 @@ one request runs every mix of requests to its end.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Collection
 from dataclasses import asdict, dataclass, replace
 from typing import Any, NamedTuple
@@ -138,6 +139,11 @@ def device_memory(device: str) -> DeviceMemory | None:
     return DeviceMemory(free, total, properties.multi_processor_count)
 
 
+def host_memory_bytes() -> int:
+    """The machine's memory, whoever uses it."""
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
 def num_positions(max_model_len: int, block: int) -> int:
     """Positions that a step can touch: blocks in flight when a request ends, and the next one's
     head, reach past the limit."""
@@ -177,7 +183,15 @@ def plan_memory(
         plan = _plan(shorter, target, draft, memory, draft_names)
         affordable = _pool_room(plan, config) // plan.kv_page_bytes
     useful = 1 + max(config.buckets) * plan.max_request_pages
-    return replace(plan, num_pages=min(useful, affordable))
+    plan = replace(plan, num_pages=min(useful, affordable))
+    # Weights are left out: they may be files that the system pages in.
+    needed = plan.fixed_bytes + plan.kv_pool_bytes - plan.target_weight_bytes
+    if config.device == "cpu" and needed > (total := host_memory_bytes()):
+        raise ValueError(
+            f"--bucket {max(config.buckets)} needs {format_bytes(needed)} beside the target's "
+            f"weights, this machine has {format_bytes(total)}; lower it or --max-model-len"
+        )
+    return plan
 
 
 def _pool_room(plan: MemoryPlan, config: EngineConfig) -> int:

@@ -256,7 +256,7 @@ def test_refusals_leave_nothing_behind(engine: Engine, pair: Pair) -> None:
         ([PROMPTS[0], []], {}, "prompt 2 of 2: the prompt has no tokens"),
         ([[1] * 96], {}, "has 96 tokens, the context holds 96"),
         ([PROMPTS[0]], {"max_new_tokens": 0}, "max_new_tokens is 0"),
-        ([[1, 512]], {}, r"token ids \[512\] lie outside the vocabulary 512"),
+        ([[1, 512]], {}, r"token ids \[512\] lie outside the vocabulary of 512"),
         ([[-1]], {}, "lie outside"),
     ]
     for prompts, options, message in cases:

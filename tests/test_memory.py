@@ -376,6 +376,16 @@ def test_too_large_for_the_pool_is_refused(pair: tuple[Path, Path]) -> None:
         assert len(engine.generate([3], max_new_tokens=11, ignore_eos=True)[0].token_ids) == 11
 
 
+def test_more_than_the_machine_has_is_refused(pair: tuple[Path, Path]) -> None:
+    """Bug: on the CPU nothing limits the buffers, and the system kills the process without a
+    word."""
+    args = ["run", str(pair[0]), "--draft", str(pair[1]), "--prompt", "hi", "--device", "cpu"]
+    refused = CliRunner().invoke(main, [*args, "--bucket", "100000000"])
+    assert refused.exit_code == 2
+    message = " ".join(refused.stderr.split())
+    assert "--bucket 100000000 needs" in message and "lower it or --max-model-len" in message
+
+
 def test_context_cap(pair: tuple[Path, Path]) -> None:
     """Bug: a drafting run plans positions that the models do not have, or a plain one loses some
     of its window."""

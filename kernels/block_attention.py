@@ -241,6 +241,7 @@ def block_attention(
         FUSED=config.fused_merge,
         POLLS=0 if INTERPRET else config.polls,  # interpreted programs run one after another
         PREFETCH=q_TNH.is_cuda and config.prefetch,
+        WIDE=kv_cache[0].numel() >= 2**31,
         num_warps=num_warps,  # pyright: ignore[reportCallIssue]
         num_stages=config.num_stages,  # pyright: ignore[reportCallIssue]
         **launch,

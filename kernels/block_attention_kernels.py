@@ -119,6 +119,7 @@ def block_attention_kernel(
     FUSED: tl.constexpr,
     POLLS: tl.constexpr,
     PREFETCH: tl.constexpr,
+    WIDE: tl.constexpr,
 ):
     kv_head = tl.program_id(0) // ROW_TILES
     b = tl.program_id(1)
@@ -163,7 +164,9 @@ def block_attention_kernel(
     t, head, exists = _unpack(  # pyright: ignore[reportGeneralTypeIssues]
         row, b, kv_head, G, GROUP
     )
-    limit = start + row // GROUP + 1 if CAUSAL else tl.zeros_like(row) + kv_len
+    limit = tl.zeros_like(row) + kv_len
+    if CAUSAL:
+        limit = tl.minimum(limit, start + row // GROUP + 1)
     if WINDOW:
         limit = tl.minimum(limit, start + row // GROUP + WINDOW)
         lowest = start + row // GROUP - WINDOW + 1
@@ -182,23 +185,23 @@ def block_attention_kernel(
     acc = tl.zeros([ROWS, H], tl.float32)
     for n in range(num_tiles):
         cached = key < kv_len
-        token = (page.to(tl.int64) * S + key % S) * K + kv_head
-        address = token[:, None] * H + dim[None, :]
-        k = tl.load(k_cache + address, mask=cached[:, None], other=0.0)
+        in_page = offset % S if TILE % S == 0 else key % S
+        token = (page.to(tl.int64 if WIDE else tl.int32) * S + in_page) * K + kv_head
+        k = tl.load(k_cache + dim[None, :] + (token * H)[:, None], mask=cached[:, None], other=0.0)
         # Masked, because a probability of 0 times a stale NaN is NaN.
-        v = tl.load(v_cache + address, mask=cached[:, None], other=0.0)
-        seen = (key[None, :] < limit[:, None]) & cached[None, :]
+        v = tl.load(v_cache + dim[None, :] + (token * H)[:, None], mask=cached[:, None], other=0.0)
+        seen = key[None, :] < limit[:, None]
         if WINDOW:
             seen &= key[None, :] >= lowest[:, None]
         chunk = skipped + split + (n + 1) // TILES_PER_CHUNK * live
         key = chunk * CHUNK + (n + 1) % TILES_PER_CHUNK * TILE + offset
         page = tl.load(pages + key // S, mask=key < kv_len, other=0)
-        scores = dot(q_tile, tl.trans(k), tl.zeros([ROWS, TILE], tl.float32), DOT_FP32) * scale_log2
+        scores = dot(q_tile, tl.trans(k), tl.zeros([ROWS, TILE], tl.float32), DOT_FP32)
         scores = tl.where(seen, scores, float("-inf"))
-        new_highest = tl.maximum(highest, tl.max(scores, axis=1))
+        new_highest = tl.maximum(highest, tl.max(scores, axis=1) * scale_log2)
         # A row may see nothing of this split: subtract 0 there, not -inf (NaN).
         shift = tl.where(new_highest == float("-inf"), 0.0, new_highest)
-        p = tl.exp2(scores - shift[:, None])
+        p = tl.exp2(scores * scale_log2 - shift[:, None])
         alpha = tl.exp2(highest - shift)
         total = total * alpha + tl.sum(p, axis=1)
         acc = dot(p.to(v.dtype), v, acc * alpha[:, None], DOT_FP32)

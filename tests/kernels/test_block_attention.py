@@ -330,6 +330,32 @@ def test_one_capture_serves_every_length(B, causal, merge, window) -> None:
         check_counts(buffers)
 
 
+@pytest.mark.parametrize("page_size", [3, 24, 64])
+def test_page_sizes(device, page_size) -> None:
+    """Bug: a key's place in its page is taken from its place in the tile, which is right only where
+    pages divide tiles."""
+    G, N, K, H, W = 4, 4, 2, 16, -(-150 // page_size)
+    q, cache, table, start = make(device, torch.float32, [1, 63, 64, 130], G, N, K, H, page_size, W)
+    out = run(q, cache, table, start, G, True, 2, LaunchConfig(one_split=0))
+    expected = sdpa(q, cache, table, start, G, True)
+    torch.testing.assert_close(out.double(), expected, **TOLERANCE[torch.float32])
+
+
+@pytest.mark.gpu
+def test_a_pool_past_32_bits() -> None:
+    """Bug: element offsets wrap in a pool of more than 2^31 elements a plane."""
+    G, N, K, H, S = 16, 32, 8, 128, 16
+    num_pages = 2**31 // (S * K * H) + 2
+    cache = torch.empty(2, num_pages, S, K, H, dtype=torch.bfloat16, device="cuda")
+    table = torch.tensor([[num_pages - 1, 1, num_pages - 2]], dtype=torch.int32, device="cuda")
+    cache[:, table[0].long()] = torch.randn(2, 3, S, K, H, device="cuda").bfloat16()
+    q = torch.randn(G, N, H, device="cuda").bfloat16()
+    start = torch.tensor([30], dtype=torch.int32, device="cuda")
+    out = run(q, cache, table, start, G, True, 2)
+    expected = sdpa(q, cache, table, start, G, True)
+    torch.testing.assert_close(out.double(), expected, **TOLERANCE[torch.bfloat16])
+
+
 @pytest.mark.gpu
 def test_two_streams_at_once() -> None:
     """Bug: splits that wait for splits which cannot start, when other programs hold the

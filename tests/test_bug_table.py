@@ -158,7 +158,7 @@ TABLE: dict[str, Row] = {
         (
             "test_engine.py::test_cancel_in_every_state",
             "test_kvcache.py::test_loop_in_any_order",
-            "test_guards.py::test_ctrl_c_between_any_two_lines",
+            "test_interrupts.py::test_ctrl_c_between_any_two_lines",
         ),
     ),
     "T20": Row(
@@ -173,7 +173,7 @@ TABLE: dict[str, Row] = {
         (
             "test_engine.py::test_context_limit",
             "test_engine.py::test_longest_context_of_the_model",
-            "test_guards.py::test_last_block_in_plain_decode",
+            "test_fallback.py::test_last_block_in_plain_decode",
             "kernels/test_accept.py::test_past_the_end_of_the_table",
         ),
     ),

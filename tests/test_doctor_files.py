@@ -1,0 +1,147 @@
+"""`doctor` on damaged files: what the engine refuses is found before anything loads."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.checkpoints import edit_config
+from tests.doctored import (
+    check,
+    dflash,
+    drop_tensor,
+    errors,
+    load,
+    make_copies,
+    make_pair,
+    named,
+    put_tensor,
+)
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    return make_pair(tmp_path_factory.mktemp("pair"))
+
+
+@pytest.fixture
+def copies(pair: tuple[Path, Path], tmp_path: Path) -> tuple[Path, Path]:
+    return make_copies(pair, tmp_path)
+
+
+def truncate(path: Path, name: str = "model.safetensors") -> None:
+    file = path / name
+    file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+
+
+DAMAGES: dict[str, tuple[Callable[[Path, Path], object], str]] = {
+    "missing tensor": (lambda t, d: drop_tensor(d, "fc.weight"), "draft.weights"),
+    "unexpected tensor": (lambda t, d: put_tensor(t, "x", torch.ones(2)), "target.weights"),
+    "misshaped tensor": (
+        lambda t, d: put_tensor(d, "norm.weight", torch.ones(2)),
+        "draft.weights",
+    ),
+    "integer weights": (
+        lambda t, d: put_tensor(d, "norm.weight", torch.ones(64, dtype=torch.int64)),
+        "draft.weights.dtype",
+    ),
+    "map of complex numbers": (
+        lambda t, d: put_tensor(d, "d2t", torch.zeros(512, dtype=torch.complex64)),
+        "draft.weights.dtype",
+    ),
+    "map in float8": (
+        lambda t, d: put_tensor(d, "d2t", torch.zeros(512).to(torch.float8_e4m3fn)),
+        "draft.weights.dtype",
+    ),
+    "shard with a long name": (
+        lambda t, d: (d / "model.safetensors.index.json").write_text(
+            json.dumps({"weight_map": {"fc.weight": "x" * 5000}})
+        ),
+        "draft.weights",
+    ),
+    "truncated weights": (lambda t, d: truncate(t), "target.weights"),
+    "no weights": (lambda t, d: (d / "model.safetensors").unlink(), "draft.weights"),
+    "truncated config": (lambda t, d: truncate(t, "config.json"), "target.config"),
+    "truncated tokenizer": (lambda t, d: truncate(t, "tokenizer.json"), "target.tokenizer"),
+    "config is a list": (lambda t, d: (d / "config.json").write_text("[]"), "draft.config"),
+    "deep config": (lambda t, d: (d / "config.json").write_text("[" * 99999), "draft.config"),
+    "no config": (lambda t, d: (d / "config.json").unlink(), "draft.directory"),
+    "no tokenizer": (lambda t, d: (t / "tokenizer.json").unlink(), "target.tokenizer"),
+    "no theta": (lambda t, d: edit_config(d, lambda c: c | {"rope_theta": None}), "draft.config"),
+    "other hidden": (
+        lambda t, d: edit_config(d, lambda c: c | {"hidden_size": 32}),
+        "pair.hidden_size",
+    ),
+    "other vocabulary": (
+        lambda t, d: edit_config(d, lambda c: c | {"vocab_size": 500}),
+        "pair.vocabulary",
+    ),
+    "other depth": (lambda t, d: edit_config(d, dflash(num_target_layers=9)), "pair.num_layers"),
+    "taps past the target": (
+        lambda t, d: edit_config(d, dflash(num_target_layers=None, target_layer_ids=[0, 7])),
+        "pair.taps",
+    ),
+    "duplicate taps": (
+        lambda t, d: edit_config(d, dflash(target_layer_ids=[1, 1])),
+        "draft.config",
+    ),
+    "mask outside": (lambda t, d: edit_config(d, dflash(mask_token_id=512)), "pair.mask_token"),
+    "no mask": (lambda t, d: edit_config(d, dflash(mask_token_id=None)), "draft.config"),
+    "layers past reason": (
+        lambda t, d: edit_config(t, lambda c: c | {"num_hidden_layers": 10**9}),
+        "target.config",
+    ),
+    "a number past any float": (
+        lambda t, d: edit_config(t, lambda c: c | {"rms_norm_eps": 10**400}),
+        "target.config",
+    ),
+    "small embedding": (
+        lambda t, d: edit_config(t, lambda c: c | {"vocab_size": 100}),
+        "target.tokenizer",
+    ),
+    "bad stop tokens": (
+        lambda t, d: edit_config(t, lambda c: {"eos_token_id": "x"}, "generation_config.json"),
+        "target.stop_tokens",
+    ),
+    "another kind of model": (
+        lambda t, d: edit_config(t, lambda c: c | {"model_type": "llama"}),
+        "target.config",
+    ),
+    "no drafter": (lambda t, d: shutil.rmtree(d), "draft.directory"),
+    "no target": (lambda t, d: shutil.rmtree(t), "target.directory"),
+    "swapped": (
+        lambda t, d: (t.rename(t.with_name("x")), d.rename(t), t.with_name("x").rename(d)),
+        "target.config",
+    ),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_damage_is_found_before_loading(copies: tuple[Path, Path], damage: str) -> None:
+    """Bug: doctor passes a pair that the engine refuses, or names the wrong file for it."""
+    change, name = DAMAGES[damage]
+    change(*copies)
+    found = check(*copies)
+    assert name in errors(found), [str(f) for f in found.findings if f.level != "ok"]
+    for finding in found.findings:
+        if finding.level in ("warning", "error"):
+            assert finding.value
+            assert finding.remedy
+    with pytest.raises(ValueError, match=r"."):
+        load(*copies)
+
+
+def test_float16_weights_are_noted(copies: tuple[Path, Path]) -> None:
+    """Bug: float16 weights are taken without saying that they run as bfloat16."""
+    file = copies[1] / "model.safetensors"
+    save_file({name: tensor.half() for name, tensor in load_file(file).items()}, file)
+    found = check(*copies)
+    (finding,) = named(found, "draft.weights.dtype")
+    assert (finding.value, finding.level) == ("F16", "info")
+    assert not found.has_errors

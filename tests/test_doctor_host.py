@@ -1,0 +1,120 @@
+"""`doctor` on machines: another GPU, an old driver, missing packages, slow options."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from graphengine.build import Options
+from graphengine.doctor import diagnose, examine
+from graphengine.doctor_files import read_model_files
+from graphengine.doctor_host import Host, host_findings, speed_findings
+from graphengine.doctor_pair import resolve_run
+from graphengine.findings import Finding
+from graphengine.hub import TINY_DRAFT, TINY_TARGET
+from graphengine.memory import DeviceMemory
+from tests.doctored import HOST, OPTIONS, errors, named
+
+GIB = 1 << 30
+H200 = replace(
+    HOST,
+    versions={**HOST.versions, "torch": "2.11.0+cu130", "flashinfer-python": "0.6.12"},
+    cuda_version="13.0",
+    driver_version="580.95.05",
+    nsys="/usr/bin/nsys",
+    gpu_name="NVIDIA H200",
+    capability=(9, 0),
+    memory=DeviceMemory(139 * GIB, 140 * GIB, 132),
+)
+
+
+def on(host: Host, **options: Any) -> list[Finding]:
+    """The machine's findings for Qwen3-8B shapes in a CUDA run, whatever this machine is."""
+    files = [read_model_files(name, with_tokenizer=False) for name in ("qwen3-8b",) * 2]
+    run = replace(Options(), **{"device": "cpu", **options})
+    found, _ = diagnose(files[0], None, run, host)
+    return found
+
+
+def cuda_config(**values: Any) -> Any:
+    from graphengine.build import read_configs
+
+    target, draft = read_configs("qwen3-8b", "qwen3-8b-dflash-b16")
+    config, _ = resolve_run(Options(device="cpu"), target, draft)
+    assert config is not None
+    values = {
+        "device": "cuda",
+        "dtype": "bfloat16",
+        "compile": True,
+        "graph_mode": "piecewise",
+        "attention_backend": "flashinfer",
+        "prefill_attention_backend": "flashinfer",
+    } | values
+    return replace(config, **values), target, draft
+
+
+def test_a_good_machine_has_no_warning() -> None:
+    """Bug: doctor finds fault with the machine that the engine is made for."""
+    found = list(host_findings(H200)) + list(speed_findings(H200, *cuda_config()))
+    assert [f for f in found if f.level in ("warning", "error")] == []
+    assert any("NVIDIA H200, capability 9.0, 139 GiB free" in f.value for f in found)
+    assert not any(f.level == "error" for f in on(H200))
+
+
+@pytest.mark.parametrize(
+    ("change", "name", "level"),
+    [
+        ({"driver_version": "570.1"}, "host.driver", "warning"),
+        ({"driver_version": None}, "host.driver", "info"),
+        ({"capability": (8, 0)}, "speed.gemm", "warning"),
+        ({"capability": (10, 0)}, "speed.gemm", "warning"),
+        ({"capability": (7, 5)}, "host.gpu", "error"),
+        ({"nsys": None}, "host.nsys", "info"),
+        ({"gpu_name": None, "capability": None, "memory": None}, "host.gpu", "warning"),
+    ],
+)
+def test_lesser_machines(change: dict[str, Any], name: str, level: str) -> None:
+    """Bug: an old driver, a missing package or another GPU is not named."""
+    host = replace(H200, **change)
+    found = list(host_findings(host)) + list(speed_findings(host, *cuda_config()))
+    assert [f.level for f in found if f.name == name] == [level]
+
+
+@pytest.mark.parametrize("package", ["torch", "triton", "flashinfer-python", "transformers"])
+def test_missing_packages(package: str) -> None:
+    """Bug: a package that is not installed crashes the report, or is not missed."""
+    host = replace(H200, versions={**H200.versions, package: None})
+    name = f"host.{package.removesuffix('-python')}"
+    assert [f.level for f in host_findings(host) if f.name == name] == ["warning"]
+
+
+@pytest.mark.parametrize(
+    ("change", "name"),
+    [
+        ({"dtype": "float32"}, "speed.dtype"),
+        ({"compile": False}, "speed.compile"),
+        ({"graph_mode": "none"}, "speed.graphs"),
+        ({"prefill_attention_backend": "torch"}, "speed.attention"),
+        ({"device": "cpu"}, "speed.device"),
+    ],
+)
+def test_slow_options(change: dict[str, Any], name: str) -> None:
+    """Bug: a slow choice is taken silently."""
+    found = list(speed_findings(H200, *cuda_config(**change)))
+    assert [f.level for f in found if f.name == name] == ["warning"]
+
+
+@pytest.mark.gpu
+def test_a_real_gpu() -> None:
+    """Bug: the GPU's memory, driver or capability is read wrongly, so the plan is made for none."""
+    options: Any = {"device": "cuda"}
+    found = examine(TINY_TARGET, TINY_DRAFT, replace(OPTIONS, **options))
+    assert not found.has_errors, errors(found)
+    assert torch.cuda.get_device_name(0) in named(found, "host.gpu")[0].value
+    assert named(found, "host.driver")
+    assert found.memory_plan is not None
+    assert found.memory_plan.budget_bytes is not None
+    assert 0 < found.memory_plan.budget_bytes <= torch.cuda.mem_get_info()[1]

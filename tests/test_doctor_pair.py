@@ -1,0 +1,124 @@
+"""`doctor` on models that do not belong together, or that load and are suspect all the same."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from graphengine.hub import TINY_DRAFT
+from tests.checkpoints import edit_config
+from tests.doctored import Edit, check, dflash, errors, load, make_copies, make_pair, named
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    return make_pair(tmp_path_factory.mktemp("pair"))
+
+
+@pytest.fixture
+def copies(pair: tuple[Path, Path], tmp_path: Path) -> tuple[Path, Path]:
+    return make_copies(pair, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("edit", "name"),
+    [
+        (lambda c: c | {"rope_theta": 1000000.0}, "pair.theta"),
+        (
+            lambda c: (
+                c
+                | {
+                    "rope_scaling": {
+                        "rope_type": "yarn",
+                        "factor": 4.0,
+                        "original_max_position_embeddings": 64,
+                    }
+                }
+            ),
+            "pair.rope_scaling",
+        ),
+        (
+            lambda c: (
+                c
+                | {
+                    "rope_scaling": {
+                        "type": "yarn",
+                        "factor": 64.0,
+                        "original_max_position_embeddings": 64,
+                        "mscale": 1.0,
+                        "mscale_all_dim": 1.0,
+                    }
+                }
+            ),
+            "draft.rope_amplitude",
+        ),
+    ],
+)
+def test_legal_but_suspect(copies: tuple[Path, Path], edit: Edit, name: str) -> None:
+    """Bug: a theta or a scaling that an export has lost costs acceptance without a word."""
+    edit_config(copies[1], edit)
+    found = check(*copies)
+    assert not found.has_errors
+    (finding,) = named(found, name)
+    assert finding.level == "warning"
+    assert finding.remedy
+    load(*copies).close()
+
+
+@pytest.mark.parametrize(
+    ("extra", "per_type", "warned"),
+    [({}, False, True), ({}, True, True), ({"attention_factor": 1.4}, False, False)],
+)
+def test_amplitude_that_engines_read_in_two_ways(
+    copies: tuple[Path, Path], extra: dict[str, Any], per_type: bool, warned: bool
+) -> None:
+    """Bug: the warning is lost where ropes are said per layer type, or comes where the file itself
+    says the amplitude."""
+    rope = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 64.0, "mscale": 1.0}
+    rope |= {"original_max_position_embeddings": 64, "mscale_all_dim": 1.0} | extra
+    nested = {"full_attention": rope} if per_type else rope
+    edit_config(
+        copies[1],
+        lambda c: c | {"rope_scaling": None, "rope_theta": None, "rope_parameters": nested},
+    )
+    found = check(*copies)
+    assert not found.has_errors
+    assert bool(named(found, "draft.rope_amplitude")) == warned
+
+
+def test_stop_tokens_outside_the_vocabulary(copies: tuple[Path, Path]) -> None:
+    """Bug: a stop token that cannot come up stops doctor, though the pair loads and runs."""
+    edit_config(copies[0], lambda c: {"eos_token_id": [9999, 2]}, "generation_config.json")
+    found = check(*copies)
+    assert not found.has_errors
+    (finding,) = named(found, "target.stop_tokens")
+    assert finding.level == "warning" and "9999" in finding.value
+    load(*copies).close()
+
+
+def test_block_past_the_positions(copies: tuple[Path, Path]) -> None:
+    """Bug: the refusal of a block that no context holds names an option that nobody passed, and
+    lengths below zero."""
+    edit_config(copies[1], dflash(block_size=600))
+    (finding,) = [f for f in check(*copies, max_model_len=None).findings if f.level == "error"]
+    assert finding.name == "run.options"
+    assert "block of 600" in finding.value and "256 positions" in finding.value
+    assert "--max-model-len" not in finding.value
+
+
+def test_theta_that_transformers_fills_in(copies: tuple[Path, Path]) -> None:
+    """Bug: the one wrong theta that is common, 10000, is not called by its cause."""
+    edit_config(copies[0], lambda c: c | {"rope_theta": 1000000.0})
+    (finding,) = named(check(*copies), "pair.theta")
+    assert finding.level == "warning"
+    assert "transformers fills in" in finding.remedy
+
+
+def test_wrong_target_of_the_tiny_drafter(pair: tuple[Path, Path]) -> None:
+    """Bug: a drafter is accepted for a target that it was not trained on."""
+    for target in (pair[0], "qwen3-8b"):
+        assert {"pair.hidden_size", "pair.vocabulary", "pair.num_layers"} <= set(
+            errors(check(target, TINY_DRAFT))
+        )

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from graphengine import api
 from graphengine.api import Chunk, Engine
 from tests.checkpoints import edit_config, make_drafter, make_target
 
@@ -229,3 +230,40 @@ def test_dummy_weights_need_a_config_only(tmp_path: Path) -> None:
         assert len(result.token_ids) == 7 and result.text == ""
     with pytest.raises(ValueError, match="no tokenizer"):
         Engine.from_pretrained(target, drafter)
+
+
+def test_text_that_is_held_back_comes_with_the_last_chunk(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bug: an answer that ends inside a character loses what the detokenizer still holds."""
+
+    class Holding:
+        def __init__(self, tokenizer: object) -> None:
+            self.held = ""
+
+        def feed(self, token_ids: list[int], last: bool = False) -> str:
+            self.held += "x" * len(token_ids)
+            return self.held if last else ""
+
+    monkeypatch.setattr(api, "Detokenizer", Holding)
+    chunks = list(engine.stream(TEXTS[0], max_new_tokens=9, ignore_eos=True))
+    assert [chunk.text for chunk in chunks] == [""] * (len(chunks) - 1) + ["x" * 9]
+    assert chunks[-1].result is not None and chunks[-1].result.text == "x" * 9
+
+
+def test_a_second_generation_inside_a_step(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: a call from another thread, or from a handler, while a stream is between two of its own
+    lines drops the requests of that stream."""
+    real, refused = engine.built.loop.collect, []
+
+    def collect() -> Any:
+        with pytest.raises(RuntimeError, match="another generation of this engine is active"):
+            engine.generate(TEXTS[1], max_new_tokens=2)
+        refused.append(1)
+        return real()
+
+    expected = engine.generate(TEXTS[0], max_new_tokens=9, ignore_eos=True)[0].token_ids
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.built.loop, "collect", collect)
+        (result,) = engine.generate(TEXTS[0], max_new_tokens=9, ignore_eos=True)
+    assert refused and result.token_ids == expected

@@ -180,6 +180,33 @@ def test_drafted_and_plain_side_by_side(
 
 
 @pytest.mark.usefixtures("impatient")
+def test_no_measuring_while_another_decodes_plainly(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bug: a plain step is to be measured in the loop in which another request runs: that one's
+    rows are lost, or the generation ends in an assertion."""
+    calls = plain_takes(monkeypatch, 1e-9)
+    with pair.engine(max_model_len=60, buckets=(2,)) as engine:
+        force(engine, pair, 0)
+        loop = loop_of(engine)
+        budgets = (20, 30)
+        first, other = (loop.submit(list(p), n, ()) for p, n in zip(PROMPTS, budgets, strict=False))
+        seen: list[tuple[bool, int]] = []
+
+        def each_step() -> None:
+            if len(first.output_ids) == 5:  # enough times to judge, too few blocks
+                loop.leave_speculation([first], "a test says so")
+            seen.append((loop.plain is not None and bool(loop.plain.running), len(calls)))
+
+        run_to_end(engine, each_step)
+        assert [request.output_ids for request in (first, other)] == [
+            pair.plain(p, n) for p, n in zip(PROMPTS, budgets, strict=False)
+        ]
+        assert other.fallback_reason is not None and calls == [1]
+        assert (True, 0) in seen and seen.index((True, 1)) > 15, "measured when the first was done"
+
+
+@pytest.mark.usefixtures("impatient")
 def test_good_drafts_never_measure(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     """Bug: every request pays for plain steps, or an option does not turn the guard off."""
     calls = plain_takes(monkeypatch, 1e-9)
@@ -235,3 +262,21 @@ def test_no_memory_for_plain_decode(
         assert len(long.token_ids) >= 48 - BLOCK - len(PROMPTS[1])
         assert short.token_ids == small.plain(PROMPTS[0], 31) and short.finish_reason == "length"
         assert_idle(engine)
+
+
+@pytest.mark.usefixtures("impatient")
+def test_building_is_tried_once(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: where memory lacks, every judgement builds and warns again, a stall in each answer."""
+    calls: list[int] = []
+
+    def build() -> Any:
+        calls.append(1)
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB")
+
+    with pair.engine(max_model_len=44) as engine:
+        monkeypatch.setattr(loop_of(engine), "_build_plain", build)
+        force(engine, pair, 0)
+        with pytest.warns(FallbackWarning, match="no memory to build"):
+            ids_only(engine, PROMPTS[:1], max_new_tokens=27)
+        ids_only(engine, PROMPTS[:2], max_new_tokens=27)
+    assert calls == [1]

@@ -8,17 +8,30 @@ from __future__ import annotations
 import json
 import re
 import warnings
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from graphengine import guards
+from graphengine import fallback, guards
+from graphengine.engine import DecodeLoop
 from graphengine.guards import AcceptanceWarning, SpeculationGuard
 from tests.checkpoints import make_drafter, make_target
 from tests.guarded import judge_early, run_cli
-from tests.test_engine import PROMPTS, Pair, force, ids_only
+from tests.test_engine import (
+    BACKENDS,
+    PROMPTS,
+    After,
+    Pair,
+    force,
+    ids_only,
+    loop_of,
+    run_to_end,
+)
 
 # --- the judgement ---
 
@@ -162,3 +175,72 @@ def test_command_warns(tmp_path: Path) -> None:
     assert "rarely" not in silent.stderr + silent.stdout
     refused = run_cli(*options, "--acceptance-floor", 4.5)
     assert refused.exit_code == 2 and "--acceptance-floor 4.5: a mean" in refused.stderr
+
+
+# --- what is judged ---
+
+
+class Clock:
+    """Stands in for `fallback.time`: the loop's own work takes no time, what `spend` wraps does."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def perf_counter(self) -> float:
+        return self.now
+
+    def spend(self, seconds: float, then: Callable[..., Any] = lambda *args: None) -> Any:
+        def spent(*args: Any) -> Any:
+            self.now += seconds
+            return then(*args)
+
+        return spent
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_what_a_step_takes(pair: Pair, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: a step's time leaves out its launch or its wait, or takes in the loading of a batch, two
+    launches, or the plain steps of other requests: speculation is judged by another number."""
+    clock = Clock()
+    monkeypatch.setattr(fallback, "time", clock)
+    with pair.engine(max_model_len=44, attention_backend=backend, buckets=(2,)) as engine:
+        force(engine, pair, 0)
+        loop = loop_of(engine)
+        loop.prepare_plain_decode()
+        monkeypatch.setattr(loop, "_load", clock.spend(1000, loop._load))
+        monkeypatch.setattr(DecodeLoop, "wait", clock.spend(10, DecodeLoop.wait))
+        bucket = loop._buckets[2]
+        slow = After(bucket.verify, clock.spend(1))
+        monkeypatch.setitem(loop._buckets, 2, replace(bucket, verify=slow))
+        ids_only(engine, PROMPTS[:2], max_new_tokens=12)
+        times = loop.guard._times_s
+        assert len(times) >= 9 and set(times) == {11.0}
+        first, other = (loop.submit(list(p), n, ()) for p, n in zip(PROMPTS, (5, 20), strict=False))
+        loop.admit()
+        loop.leave_speculation([first], "a test says so")
+        counts: list[tuple[bool, int]] = []
+        run_to_end(engine, lambda: counts.append((bool(loop.plain.running), len(times))))
+        beside = [count for is_beside, count in counts if is_beside]
+        assert len(beside) > 2 and len(set(beside)) == 1
+        assert counts[-1][1] > beside[0] and set(times) == {11.0}
+        assert first.num_plain_steps == 4 and other.num_plain_steps == 0
+
+
+def test_rows_that_are_judged(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: rows of no running request count as blocks that accepted nothing, so that a good drafter
+    is given up; or a step of two, one of whom has ended meanwhile, is taken for a step of one."""
+    real, seen = SpeculationGuard.observe, []
+
+    def observe(self: SpeculationGuard, num_accepted: list[int], size: int, seconds: Any) -> bool:
+        seen.append((num_accepted, size))
+        return real(self, num_accepted, size, seconds)
+
+    monkeypatch.setattr(SpeculationGuard, "observe", observe)
+    with pair.engine(max_model_len=44, buckets=(1, 2, 4), attention_backend="triton") as engine:
+        force(engine, pair, 3)
+        loop = loop_of(engine)
+        for prompt, count in zip(PROMPTS, (21, 10, 10), strict=False):
+            loop.submit(list(prompt), count, ())
+        run_to_end(engine)
+    # A step is launched before the one in which the two end is read.
+    assert [entry for entry in seen if entry[0]] == [([3, 3, 3], 4)] * 3 + [([3], 4), ([3], 1)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -122,6 +123,18 @@ def test_bucket_views(draft: DraftConfig | None, size: int) -> None:
         tensor.fill_(1)
     buffers.clear_()
     assert all(not tensor.any() for tensor in views)
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_bucket_views_where_the_anchor_predicts_too(size: int) -> None:
+    """Bug: a smaller bucket takes a draft's rows to be as many as a verify's, which are one more
+    a request, and drafts in rows of requests that it does not run."""
+    draft = replace(DRAFT, slot_convention="anchor-first")
+    buffers = StepBuffers.make(MODEL, draft, 6, 9, torch.float32, torch.device("cpu"))
+    views = buffers.bucket(size)
+    for name, view in zip(buffers._fields, views, strict=True):
+        block = draft.block_size + (name == "draft_ids_BG" or not name.startswith("draft_"))
+        assert view.shape[0] == size * (block if name.split("_")[-1][0] == "T" else 1), name
 
 
 class LoopMachine(RuleBasedStateMachine):

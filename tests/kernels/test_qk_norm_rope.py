@@ -81,6 +81,20 @@ def test_matches_the_formula(device, dtype, T, N, K, H, S) -> None:
     assert flat[:, untouched].isnan().all()
 
 
+def test_heads_near_zero(device) -> None:
+    """Bug: eps is left out: a head of zeros becomes NaN, and every key beside it in a softmax."""
+    qkv, q_norm, k_norm, rope, angle, positions, slots, cache = make(
+        device, torch.float32, 3, 2, 1, 8, 4
+    )
+    qkv *= torch.tensor([[0.0], [1e-4], [1e-3]], device=device)
+    q = qk_norm_rope_write_(qkv, q_norm, k_norm, rope, positions, slots, cache, EPS)
+    for t, heads in enumerate(qkv.view(3, 4, 8)):
+        found = [*q[t], cache[0].flatten(0, 1)[slots[t], 0]]
+        for x, weight, out in zip(heads, (q_norm, q_norm, k_norm), found, strict=False):
+            expected = normed_and_rotated(x, weight, angle[positions[t]])
+            torch.testing.assert_close(out.double(), expected, **TOLERANCE[torch.float32])
+
+
 def test_padded_rows_touch_only_slot_zero(device) -> None:
     """Bug: padding written into a live page, which corrupts another request's keys."""
     T, N, K, H, S = 5, 4, 2, 32, 4

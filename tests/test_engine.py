@@ -19,6 +19,7 @@ import torch
 
 from graphengine import forward
 from graphengine.api import Engine, GenerationResult
+from graphengine.prefill import Prefill
 from tests.checkpoints import make_drafter, make_target
 from tests.dflash_reference import Lengths, force_drafts, load_target, plain_generate
 
@@ -248,6 +249,24 @@ def test_pool_smaller_than_the_demand(pair: Pair) -> None:
     with pair.engine(max_model_len=None, kv_cache_memory=5 * page) as engine:
         assert engine.config.max_model_len == 12
         assert ids_only(engine, PROMPTS[:1], max_new_tokens=99) == [pair.plain(PROMPTS[0], 9)]
+
+
+def test_prefill_chunk_is_shared(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: a chunk's rows are given to every prompt of a batch, so that a forward has more rows
+    than the memory plan has room for."""
+    real, num_rows = Prefill._forward, []
+
+    def forward_(self: Prefill, requests: Any, done: Any, pieces: list[tuple[int, int]]) -> Any:
+        num_rows.append(sum(rows for _, rows in pieces))
+        return real(self, requests, done, pieces)
+
+    monkeypatch.setattr(Prefill, "_forward", forward_)
+    with pair.engine(buckets=(4,)) as engine:
+        loop = loop_of(engine)
+        monkeypatch.setattr(loop, "_prefill", replace(loop._prefill, chunk=8))
+        found = ids_only(engine, PROMPTS[:4], max_new_tokens=5)  # of 3 + 17 + 1 + 8 tokens
+    assert num_rows == [8, 8, 8, 5]
+    assert found == [pair.plain(p, 5) for p in PROMPTS[:4]]
 
 
 def test_refusals_leave_nothing_behind(engine: Engine, pair: Pair) -> None:

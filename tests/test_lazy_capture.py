@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
+from graphengine import buckets
 from graphengine.api import Engine
 from graphengine.build import Options, read_configs, resolve_options
 from graphengine.cli import main
@@ -108,6 +109,24 @@ def test_draws_of_simulated_acceptance_go_on(pair: tuple[Path, Path]) -> None:
             results += simulated.generate(PROMPTS[:2], max_new_tokens=15, ignore_eos=True)
             outcomes.append([r.metrics.acceptance.steps_by_accepted for r in results])
     assert outcomes[0] == outcomes[1]
+
+
+def test_warming_up_in_the_middle_of_a_run(
+    pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bug: a bucket that is built late runs on the rows of the batch before: it writes into pages
+    that prompts own by now, or walks on in the draws of a simulated acceptance."""
+    monkeypatch.setattr(buckets, "compile_segment", lambda segment: segment)  # runs ahead, at once
+    prompts = [list(range(n, n + 70)) for n in (100, 200)]
+    for options in ({}, {"simulate_acceptance": 2.5}):
+        outcomes = []
+        for lazy_capture in (False, True):
+            with engine(pair, compile=True, lazy_capture=lazy_capture, **options) as found:
+                first = ids(found, PROMPTS[2:3], count=40)
+                results = found.generate(prompts, max_new_tokens=15, ignore_eos=True)
+                histograms = [r.metrics.acceptance.steps_by_accepted for r in results]
+                outcomes.append((first, [r.token_ids for r in results], histograms))
+        assert outcomes[0] == outcomes[1]
 
 
 def test_a_build_that_fails_leaves_the_engine_usable(

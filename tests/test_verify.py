@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from graphengine.metrics import Acceptance
 from graphengine.profiles.result_schema import validate
 from graphengine.teacher import Scores, teacher_force
 from graphengine.verify import Limits, Transcript, decide, decode, disagreement, judge, mixed
+from graphengine.verify_run import verify_mode
 from tests.checkpoints import as_speculators, make_drafter, make_target
 from tests.dflash_reference import load_target, run_target
 
@@ -178,6 +180,25 @@ def test_decode_runs_in_the_bucket_asked_for(tmp_path: Path) -> None:
 
 
 # --- the command ---
+
+
+def test_modes_are_compared_prompt_by_prompt(tmp_path: Path) -> None:
+    """Bug: a graph mode that says other tokens than another one passes; or a mixed cell reports in
+    the order in which it ran, so that prompts are judged by other prompts' numbers."""
+    target = make_target(tmp_path / "target")
+    prompts = [[3] * n for n in (2, 9, 5, 7)]
+    cells: Any = [(2, "mixed")]
+    options: Any = {"max_new_tokens": 8, "limits": Limits()}
+    with Engine.from_pretrained(target, buckets=(2,), max_model_len=64) as engine:
+        (first,) = verify_mode(engine.built, "none torch", prompts, cells, **options)
+        assert [t.prompt_ids for t in first.transcripts] == prompts
+        (same,) = verify_mode(engine.built, "full", prompts, cells, first=[first], **options)
+        assert not same.failed
+        one, *rest = first.transcripts
+        other = one._replace(output_ids=[*one.output_ids[:-1], one.output_ids[-1] ^ 1])
+        changed = replace(first, transcripts=[other, *rest])
+        (found,) = verify_mode(engine.built, "full", prompts, cells, first=[changed], **options)
+        assert list(found.failed) == ["modes"]
 
 
 def verify(*args: str) -> Result:

@@ -22,7 +22,7 @@ from graphengine.metrics import Acceptance
 from graphengine.profiles.result_schema import validate
 from graphengine.teacher import Scores, teacher_force
 from graphengine.verify import Limits, Transcript, decide, decode, disagreement, judge, mixed
-from graphengine.verify_run import verify_mode
+from graphengine.verify_run import compare_with_plain, verify_mode
 from tests.checkpoints import as_speculators, make_drafter, make_target
 from tests.dflash_reference import load_target, run_target
 
@@ -186,7 +186,7 @@ def test_modes_are_compared_prompt_by_prompt(tmp_path: Path) -> None:
     """Bug: a graph mode that says other tokens than another one passes; or a mixed cell reports in
     the order in which it ran, so that prompts are judged by other prompts' numbers."""
     target = make_target(tmp_path / "target")
-    prompts = [[3] * n for n in (2, 9, 5, 7)]
+    prompts = [[3] * n for n in (9, 2, 5, 7)]
     cells: Any = [(2, "mixed")]
     options: Any = {"max_new_tokens": 8, "limits": Limits()}
     with Engine.from_pretrained(target, buckets=(2,), max_model_len=64) as engine:
@@ -199,6 +199,8 @@ def test_modes_are_compared_prompt_by_prompt(tmp_path: Path) -> None:
         changed = replace(first, transcripts=[other, *rest])
         (found,) = verify_mode(engine.built, "full", prompts, cells, first=[changed], **options)
         assert list(found.failed) == ["modes"]
+        (compared,) = compare_with_plain([first], [changed])
+        assert (compared.same_as_plain, compared.num_prompts) == (3, 4)
 
 
 def verify(*args: str) -> Result:

@@ -163,7 +163,11 @@ def load_format(default: str | None, suffix: str) -> Option:
 LOAD_FORMAT = load_format("auto", "")
 LOAD_FORMAT_OR_PRESET = load_format(None, "  [default: dummy for a preset]")
 PROMPT_SEED = click.option(
-    "--seed", type=int, default=0, show_default=True, help="Of the random prompts."
+    "--seed",
+    type=click.IntRange(-(1 << 63), (1 << 64) - 1),  # torch.Generator's
+    default=0,
+    show_default=True,
+    help="Of the random prompts.",
 )
 RESULT_FILE = _group(
     click.option(

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
+import numpy
 import pytest
 from click.testing import CliRunner, Result
 
@@ -76,6 +77,20 @@ def test_numbers() -> None:
     assert found["gpu_idle_percent"] == pytest.approx(20)
     assert found["floor_ms"] == pytest.approx(1.0)
     assert found["over_floor_ratio"] == pytest.approx(2.5)
+
+
+def test_percentiles_agree_everywhere() -> None:
+    """Bug: p95 of 20 steps is their maximum, and the picture's p50 is not the table's."""
+    steps = [float(n) for n in range(20, 0, -1)]
+    known = result(steps, 40)
+    found = known.numbers(0.0)
+    for percent in (50, 95, 99):
+        expected = numpy.percentile(steps, percent)
+        assert found[f"step_p{percent}_ms"] == pytest.approx(expected)
+    text = picture([Row("m", "k", known, found)], None)
+    for percent in (50, 99):
+        assert f">p{percent} {found[f'step_p{percent}_ms']:.3f}<" in text
+    assert result([3.0], 1).numbers(0.0)["step_p99_ms"] == 3.0
 
 
 def test_idle_is_unknown_or_not_negative() -> None:
@@ -167,11 +182,23 @@ def test_context_is_met_half_way(bench: Bench) -> None:
 
 
 @pytest.mark.parametrize(
+    "args", [["--input-len", "8", "--simulate-acceptance", "4"], ["--input-len", "506"]]
+)
+def test_rounds_without_a_step_to_time_are_refused(bench: Bench, args: list[str]) -> None:
+    """Bug: every round is over before a step counts (few tokens, all drafts accepted, or no room
+    behind the prompt), and the command begins new rounds for ever."""
+    done = bench("--output-len", "8", *args)
+    assert done.exit_code == 2, done.output
+    assert "--output-len 8" in done.stderr
+
+
+@pytest.mark.parametrize(
     ("args", "parts"),
     [
         (["--context", "8"], ["--context 8", "--output-len 16", "more than 8"]),
         (["--context", "64", "--input-len", "8"], ["--context", "--input-len"]),
         (["--baseline", "--draft", "none"], ["--baseline", "--draft"]),
+        (["--seed", str(1 << 64)], ["--seed", str(1 << 64)]),
         (["--plot", "/nonexistent/x.svg"], ["--plot /nonexistent/x.svg", "cannot be written"]),
     ],
 )

@@ -143,13 +143,15 @@ def _bench(model: str | None, draft: str | None, options: dict[str, Any]) -> Non
     from graphengine.bench_report import picture, speedups_, table
     from graphengine.hub import preset_names
     from graphengine.pairs import named_pair
-    from graphengine.profiles.result_schema import environment, write_result
+    from graphengine.profiles.result_schema import environment, write_result, write_whole
 
     console = Console(stderr=True, width=None if sys.stderr.isatty() else 140)
     load_format = options["load_format"] or ("dummy" if model in preset_names() else "auto")
     model, draft = named_pair(model, draft)
     if options["baseline"] and draft is None:
         raise ValueError("--baseline compares with plain decoding; pass --draft to have a drafter")
+    shared.check_place("--plot", options["plot"])
+    shared.check_place("--output-json", options["output_json"], makes_folders=True)
     input_lens = _input_lens(options)
     longest = max(input_lens) + options["output_len"] + 256
     plan = options | {
@@ -187,18 +189,15 @@ def _bench(model: str | None, draft: str | None, options: dict[str, Any]) -> Non
             for name in ("output_len", "num_iters", "warmup", "seed", "draft_quantization")
         },
     }
-    if options["plot"]:
-        try:
-            options["plot"].write_text(picture(rows, simulated))
-        except OSError as error:
-            raise ValueError(f"--plot {options['plot']}: cannot be written ({error})") from error
-        console.print(f"wrote {options['plot']}", highlight=False)
     if options["output_json"]:
         env = environment(options["commit"])
         write_result(options["output_json"], "bench_latency", numbers, config=document, env=env)
         console.print(f"wrote {options['output_json']}", highlight=False)
     if options["as_json"]:
         click.echo(json.dumps({"config": document, "numbers": numbers}))
+    if options["plot"]:
+        write_whole(options["plot"], picture(rows, simulated))
+        console.print(f"wrote {options['plot']}", highlight=False)
 
 
 def _input_lens(options: dict[str, Any]) -> tuple[int, ...]:

@@ -15,7 +15,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from graphengine.build import read_configs
@@ -135,6 +135,72 @@ def test_no_database(tmp_path: Path, content: bytes | None) -> None:
     assert path.exists() == (content is not None)
 
 
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "UPDATE CUPTI_ACTIVITY_KIND_KERNEL SET start = 'soon'",
+        "UPDATE CUPTI_ACTIVITY_KIND_KERNEL SET end = NULL",
+        "UPDATE CUPTI_ACTIVITY_KIND_RUNTIME SET globalTid = 'main'",
+        "UPDATE NVTX_EVENTS SET end = 'never' WHERE end IS NOT NULL",
+        "UPDATE StringIds SET value = CAST(x'ff41' AS TEXT)",
+        "UPDATE CUPTI_ACTIVITY_KIND_KERNEL SET start = 7, end = 7",
+    ],
+)
+def test_an_export_with_foreign_values_is_refused(tmp_path: Path, statement: str) -> None:
+    """Bug: a file that another program wrote or changed ends in a traceback from deep inside."""
+    path = exports.write_export(tmp_path / "a.sqlite")
+    with closing(sqlite3.connect(path)) as connection:
+        connection.execute(statement)
+        if "start = 7" in statement:
+            connection.execute("DELETE FROM CUPTI_ACTIVITY_KIND_MEMCPY")
+        connection.commit()
+    with pytest.raises(ValueError, match=r"a\.sqlite: |no time at all"):
+        report(nsys.read_export(path))
+
+
+@pytest.mark.parametrize("kind", ["empty", "flipped", "cut"])
+def test_a_damaged_export_is_refused(tmp_path: Path, kind: str) -> None:
+    """Bug: a download that broke off ends in zlib's traceback, or, unpacked to nothing, in "out of
+    memory"."""
+    content = exports.write_export(tmp_path / "good.sqlite", num_steps=40).read_bytes()
+    packed, path = gzip.compress(content), tmp_path / "a.sqlite.gz"
+    if kind == "empty":
+        path.write_bytes(gzip.compress(b""))
+    elif kind == "flipped":
+        path.write_bytes(packed[:10] + b"\xff" * 64 + packed[74:])
+    else:  # its first page and with it all of the schema is there
+        path = tmp_path / "a.sqlite"
+        path.write_bytes(content[:8192] + b"\xff" * (len(content) - 8192))
+    with pytest.raises(ValueError, match=r"a\.sqlite"):
+        nsys.read_export(path)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[1, 2]",
+        "[" * 100_000,
+        '[{"ph": "X", "cat": "kernel", "ts": 1}]',
+        '[{"ph": "X", "cat": "kernel", "name": "k"}]',
+        '[{"ph": "X", "cat": "kernel", "name": "k", "ts": NaN}]',
+        '[{"ph": "X", "cat": "kernel", "name": "k", "ts": Infinity}]',
+        '[{"ph": "X", "cat": "cuda_runtime", "name": "k", "ts": 1, "args": null}]',
+    ],
+)
+def test_json_that_is_no_trace_is_refused(tmp_path: Path, text: str) -> None:
+    """Bug: some other program's JSON ends in a traceback."""
+    path = tmp_path / "a.json"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=r"a\.json"):
+        torch_trace.read_chrome_trace(path)
+    damaged = bytearray(gzip.compress(b"[" + b"1, 2, " * 1000 + b"3]"))
+    damaged[10:30] = b"\xff" * 20
+    packed = tmp_path / "a.json.gz"
+    packed.write_bytes(damaged)
+    with pytest.raises(ValueError, match=r"a\.json\.gz"):
+        torch_trace.read_chrome_trace(packed)
+
+
 def test_traces_without_work_or_names_are_refused(tmp_path: Path) -> None:
     """Bug: a division by zero, or a report of zeros, for a trace that recorded the wrong thing."""
     with pytest.raises(ValueError, match="no device activity"):
@@ -211,6 +277,7 @@ def test_busy_is_the_union_and_wall_is_the_sum(spans: list[tuple[int, int, bool]
         for i, (start, length, graph) in enumerate(spans)
     ]
     host = [HostRange("step", 0, 10 * len(spans), 0), HostRange("decode.00", 0, 10**6, 0)]
+    assume(min(a.start_ns for a in work) < max(a.end_ns for a in work))
     found = report(Trace(work, host))
     covered = {t for a in work for t in range(a.start_ns, a.end_ns)}
     begin, end = min(a.start_ns for a in work), max(a.end_ns for a in work)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import sys
 import time
+from collections.abc import Container
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -165,11 +166,10 @@ def _bench(model: str | None, draft: str | None, options: dict[str, Any]) -> Non
     configs: dict[str, Any] = {}
     for mode, backend in options["compare"] or (("auto", "auto"),):
         for drafter in [None, draft] if options["baseline"] else [draft]:
-            label, config, found, values = _measure(
-                console, model, drafter, mode, backend, read_gbps, plan
-            )
-            configs[label], numbers[label] = config, values
-            rows += found
+            measured = _measure(console, model, drafter, mode, backend, read_gbps, plan, configs)
+            if measured is not None:
+                label, configs[label], found, numbers[label] = measured
+                rows += found
     speedups_(rows)
     simulated = options["simulate_acceptance"] if draft else None
     console.print(table(rows, simulated))
@@ -224,8 +224,13 @@ def _measure(
     backend: str,
     read_gbps: float,
     plan: dict[str, Any],
-) -> tuple[str, dict[str, Any], list[Row], dict[str, Any]]:
-    """One engine and all of its cases: (label, configuration, rows, numbers)."""
+    known: Container[str],
+) -> tuple[str, dict[str, Any], list[Row], dict[str, Any]] | None:
+    """One engine and all of its cases: (label, configuration, rows, numbers).
+
+    None where the mode is one of `known`: two spellings of one mode (`full`, `full:triton`) would
+    share a place in the result.
+    """
     import torch
 
     from graphengine.api import Engine
@@ -259,6 +264,10 @@ def _measure(
     label = f"{config.graph_mode}_{config.attention_backend}"
     if draft is None and plan["baseline"]:
         label += "_plain"
+    if label in known:
+        console.print(f"{mode}:{backend} is {label} again: left out", highlight=False)
+        engine.close()
+        return None
     numbers: dict[str, Any] = {
         "startup": {
             "startup_s": startup_s,

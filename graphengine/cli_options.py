@@ -30,7 +30,7 @@ def _group(*options: Option) -> Option:
 
 
 class IntList(click.ParamType):
-    """`1,8,16` -> (1, 8, 16)."""
+    """`1,8,16` -> (1, 8, 16), each once."""
 
     name = "N,N,.."
 
@@ -40,14 +40,14 @@ class IntList(click.ParamType):
         parts = [part.strip() for part in str(value).split(",")]
         if not all(part.isdecimal() and int(part) > 0 for part in parts):
             self.fail(f"{value!r}: pass integers from 1 up, such as 1,8,16", param, ctx)
-        return tuple(int(part) for part in parts)
+        return tuple(dict.fromkeys(int(part) for part in parts))
 
 
 class BucketList(IntList):
-    """Batch sizes: ascending, each once."""
+    """Batch sizes: ascending."""
 
     def convert(self, value: Any, param: Any, ctx: Any) -> tuple[int, ...]:
-        return tuple(sorted(set(super().convert(value, param, ctx))))
+        return tuple(sorted(super().convert(value, param, ctx)))
 
 
 class ByteSize(click.ParamType):

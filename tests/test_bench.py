@@ -170,6 +170,19 @@ def test_everything_at_once(bench: Bench, tmp_path: Path) -> None:
     assert found["environment"].keys() >= {"gpu_clocks", "driver_version", "commit", "versions"}
 
 
+def test_a_case_is_measured_once(bench: Bench) -> None:
+    """Bug: a length, or a mode in another spelling, that is named twice is two lines of the table
+    and one entry of the JSON, the later one."""
+    done = bench("--compare", "none,none:torch,none", "--input-len", "8,8", "--json")
+    assert done.exit_code == 0, done.output
+    assert list(json.loads(done.stdout)["config"]["token_digests"]) == [
+        "none_torch_bucket_1_input_8"
+    ]
+    rows = [line for line in done.stderr.splitlines() if re.match(r" *none_torch +1 ", line)]
+    assert len(rows) == 1
+    assert "none:torch is none_torch again" in done.stderr
+
+
 def test_context_is_met_half_way(bench: Bench) -> None:
     """Bug: --context is the prompt's length, so that a long round is timed at other contexts than
     the label says."""

@@ -64,6 +64,9 @@ def check_scenario(found: Report, num_steps: int) -> None:
     }
     assert rows == BY_NAME
     assert numbers["busy_mean_us"] == 27.0 and numbers["idle_mean_us"] == 73.0
+    assert numbers["idle_percent"] == pytest.approx(73.0)
+    gemm = next(row for name, row in numbers["kernels"].items() if "gemm" in name)
+    assert gemm == {"total_us": 14.0, "mean_us": 7.0, "num_calls": 2.0}
 
 
 def test_node_export_has_the_gaps_counted_by_hand(tmp_path: Path) -> None:
@@ -223,6 +226,46 @@ def test_late_work_belongs_to_the_step_that_launched_it() -> None:
     assert report(Trace(work, host)).idle_ns["seam"] == 20
 
 
+def test_uneven_steps() -> None:
+    """Bug: the median is a mean, work outside of all steps is a mean per step, kernels are listed
+    from the cheapest, or the picture's step does not begin with its gap."""
+    host = [HostRange("step", i * 10, i * 10 + 9, 0) for i in range(4)]
+    host += [HostRange("decode.00", i * 10 + 1, i * 10 + 8, 0) for i in range(4)]
+    times = [("first", 100, 140), ("big", 150, 200), ("small", 200, 220), ("mid", 400, 440)]
+    work = [
+        Activity(name, start, end, Launch(i, i * 10 + 2, i * 10 + 3, 0, False))
+        for i, (name, start, end) in enumerate(times)
+    ]
+    found = report(Trace([*work, Activity("alone", 300, 310, None)], host))
+    assert found.walls_ns == [60, 20, 130]
+    assert found.timeline == [(10, 60, "dense")]
+    numbers = found.numbers()
+    assert numbers["wall_p50_us"] == 0.06 and numbers["wall_mean_us"] == pytest.approx(0.07)
+    assert numbers["outside_us"] == 0.09, "80 ns before it and 10 ns of it"
+    assert list(numbers["kernels"]) == ["big", "mid", "small"]
+
+
+def test_rows_that_an_export_may_hold(tmp_path: Path) -> None:
+    """Bug: of nested calls the inner one names the launch, a graph without a time counts from the
+    clock's zero, or work of a range that never ended is outside of all steps."""
+    path = exports.write_export(tmp_path / "a.sqlite", preset="graph")
+    before = nsys.read_export(path)
+    with closing(sqlite3.connect(path)) as connection:
+        connection.execute(
+            "INSERT INTO CUPTI_ACTIVITY_KIND_RUNTIME SELECT start + 1, end - 1, correlationId, "
+            "globalTid, nameId FROM CUPTI_ACTIVITY_KIND_RUNTIME"
+        )
+        connection.execute("INSERT INTO CUPTI_ACTIVITY_KIND_GRAPH_TRACE VALUES (0, 0, 1, 0, 1)")
+        last_step = "start = (SELECT max(start) FROM NVTX_EVENTS) - 31000"
+        changed = connection.execute(f"UPDATE NVTX_EVENTS SET end = NULL WHERE {last_step}")
+        assert changed.rowcount == 1
+        connection.commit()
+    found = nsys.read_export(path)
+    assert found.activities == before.activities
+    check = [[(p.name, p.step) for p in place(trace)] for trace in (before, found)]
+    assert check[0] == check[1]
+
+
 def test_a_chain_that_is_one_graph_is_told_apart_by_its_kernels() -> None:
     """Bug: in graph mode full a node trace has one row for all layers."""
     host = [HostRange("step", 0, 100, 0), HostRange("verify", 1, 50, 0)]
@@ -299,6 +342,12 @@ def test_cutting_an_export_keeps_the_report_and_drops_the_machine(tmp_path: Path
     assert b"cublas" not in gzip.decompress(target.read_bytes())
     with pytest.raises(ValueError, match="9 steps"):
         shrink_nsys.shrink(source, target, 9)
+    before = target.read_bytes()
+    for steps in ("0", "-1", "9"):  # was: a traceback, with an empty export in the place of the old
+        with pytest.raises(SystemExit) as refused:
+            shrink_nsys.main([str(source), str(target), "--steps", steps])
+        assert refused.value.code == 2
+        assert target.read_bytes() == before
 
 
 @pytest.mark.parametrize("path", STORED, ids=lambda path: path.name)

@@ -44,9 +44,13 @@ from graphengine.config import DraftConfig, EngineConfig, ModelConfig
 FOLDERS = ("inductor", "triton", "flashinfer")
 MANIFEST = "manifest.json"
 VERSION = 1
+MAX_MANIFEST_BYTES = 16 << 20  # thousands of entries
 _PACKAGES = ("torch", "triton", "flashinfer-python")
 # What decides which kernels there are, relative to the package.
 _CODE = ("kernels/*.py", "capture/*.py", "models/*.py", "forward.py", "attention.py")
+
+# What reading a damaged or hostile file raises.
+_DAMAGED = (OSError, EOFError, ValueError, RecursionError, tarfile.TarError, zlib.error)
 
 Parts = dict[str, str]
 """Name of a part of a key -> its value, as people read it."""
@@ -202,7 +206,7 @@ def nearest(folder: Path, wanted: Parts) -> list[str] | None:
 def _entries(folder: Path) -> list[Parts]:
     try:
         return _parse((folder / MANIFEST).read_bytes())["compiled"]
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return []
 
 
@@ -233,7 +237,8 @@ def pack(folder: Path, file: Path) -> int:
     """Writes the folder as one .tar.gz. Returns its bytes.
 
     Raises:
-        ValueError: nothing was compiled into the folder, or the file cannot be written.
+        ValueError: nothing was compiled into the folder, or the file cannot be written; then what
+            was there before stays.
     """
     if not (folder / MANIFEST).is_file():
         raise ValueError(f"{folder}: nothing was compiled here; run graphengine compile first")
@@ -241,7 +246,10 @@ def pack(folder: Path, file: Path) -> int:
     def keep(member: tarfile.TarInfo) -> tarfile.TarInfo | None:
         return member if member.isfile() or member.isdir() else None  # no links, no locks
 
-    part = file.with_name(f".{file.name}.{os.getpid()}")
+    file = file.resolve()
+    if file.exists() and not file.is_file():  # a device's node would be replaced by a file
+        raise ValueError(f"{file}: is no regular file; choose another path")
+    part = file.with_name(f".{os.getpid()}.part")
     try:
         with tarfile.open(part, "w:gz", compresslevel=3) as tar:
             tar.add(folder / MANIFEST, MANIFEST)  # first, so that a reader need not seek
@@ -250,9 +258,10 @@ def pack(folder: Path, file: Path) -> int:
                     tar.add(folder / name, name, filter=keep)
         part.replace(file)
     except OSError as error:
-        with suppress(OSError):
-            part.unlink()
         raise ValueError(f"{file}: cannot be written ({error}); choose another path") from error
+    finally:  # also after Ctrl-C
+        with suppress(OSError):
+            part.unlink(missing_ok=True)
     return file.stat().st_size
 
 
@@ -273,19 +282,20 @@ def unpack(file: Path, into: Store) -> list[str]:
     try:
         with gzip.open(file) as stream, tarfile.open(fileobj=stream, mode="r:") as tar:
             first = tar.next()
-            content = tar.extractfile(first) if first and first.name == MANIFEST else None
+            is_manifest = first is not None and first.isfile() and first.name == MANIFEST
+            content = tar.extractfile(first) if first and is_manifest else None
             if content is None:
                 raise ValueError("it does not begin with a manifest")
-            manifest = _parse(content.read())
+            manifest = _parse(content.read(MAX_MANIFEST_BYTES))
             found = differences(manifest["platform"], into.parts)
             if found:
                 return found
             for member in tar:
                 if member is first:
                     continue
-                if member.name.split("/")[0] not in FOLDERS or not (
-                    member.isfile() or member.isdir()
-                ):
+                parts = member.name.split("/")
+                is_code = parts[0] in FOLDERS and ".." not in parts
+                if not is_code or not (member.isfile() or member.isdir()):
                     raise ValueError(f"it holds {member.name!r}, which is no compiled code")
                 tar.extract(member, fresh, filter="data")
             while stream.read(1 << 20):  # to the end: tarfile stops at a damaged header in silence,
@@ -294,7 +304,7 @@ def unpack(file: Path, into: Store) -> list[str]:
         for entry in manifest["compiled"]:
             record_(into.folder, into.parts, entry)
         return []
-    except (OSError, EOFError, ValueError, tarfile.TarError, zlib.error) as error:
+    except _DAMAGED as error:
         raise ValueError(f"{file}: not a usable artifact ({error}); {remedy}") from error
     finally:
         shutil.rmtree(fresh, ignore_errors=True)
@@ -302,16 +312,20 @@ def unpack(file: Path, into: Store) -> list[str]:
 
 def _adopt(fresh: Path, folder: Path) -> None:
     """Moves files into the folder and points Triton's groups at their new place."""
-    for source in sorted(path for path in fresh.rglob("*") if path.is_file()):
-        goal = folder / source.relative_to(fresh)
-        if goal.exists():
-            continue
-        goal.parent.mkdir(parents=True, exist_ok=True)
+    files = sorted(path for path in fresh.rglob("*") if path.is_file())
+    for source in files:  # all of them before one is moved, so that a damaged one changes nothing
         if source.name.startswith("__grp__"):
             group = json.loads(source.read_text())
-            children = group.get("child_paths", {})
+            children = group.get("child_paths", {}) if isinstance(group, dict) else None
+            if not isinstance(children, dict):
+                raise ValueError(f"{source.name} is no group of Triton's")
+            place = (folder / source.relative_to(fresh)).parent
             group["child_paths"] = {
-                name: str(goal.parent / Path(path).name) for name, path in children.items()
+                name: str(place / Path(str(path)).name) for name, path in children.items()
             }
             source.write_text(json.dumps(group))
-        source.replace(goal)
+    for source in files:
+        goal = folder / source.relative_to(fresh)
+        if not goal.exists():
+            goal.parent.mkdir(parents=True, exist_ok=True)
+            source.replace(goal)

@@ -29,10 +29,12 @@ from graphengine.build import Built
 from graphengine.config import DraftConfig, ModelConfig
 from graphengine.engine import DecodeLoop
 from graphengine.kernels.skinny_config import SKINNY_T
+from graphengine.profiles.plot import percentile
 from graphengine.request import Request
 
 READ_BYTES = 4 << 30
 NUM_DIGEST_TOKENS = 64
+MAX_EMPTY_ROUNDS = 20  # a round's steps may all be lost by luck, never this many in a row
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,18 +78,14 @@ class CaseResult:
         """The row as numbers with units; keys follow vLLM's bench where they mean the same."""
         ordered = sorted(self.step_ms)
         median = statistics.median(ordered)
-
-        def percentile(share: float) -> float:
-            return ordered[min(int(share * len(ordered)), len(ordered) - 1)]
-
         total_s = sum(self.step_ms) / 1e3
         achieved = self.step_bytes / median / 1e6
         numbers: dict[str, float] = {
             "num_steps": len(ordered),
             "mean_acceptance_length": self.mean_acceptance_length,
             "step_p50_ms": median,
-            "step_p95_ms": percentile(0.95),
-            "step_p99_ms": percentile(0.99),
+            "step_p95_ms": percentile(ordered, 0.95),
+            "step_p99_ms": percentile(ordered, 0.99),
             "step_mean_ms": statistics.fmean(ordered),
             "host_p50_ms": statistics.median(self.host_ms),
             "mean_tpot_ms": statistics.fmean(ordered) / self.mean_acceptance_length,
@@ -123,11 +121,14 @@ def run_case(engine: Engine, case: Case, progress: Callable[[int], None]) -> Cas
 
     Args:
         progress: called with the number of steps counted so far.
+
+    Raises:
+        ValueError: the prompt leaves no room, or rounds are too short to hold a step that counts.
     """
     built = engine.built
     result = CaseResult(case=case, drafting=built.draft is not None)
     generator = torch.Generator().manual_seed(case.seed)
-    skipped = 0
+    skipped = empty_rounds = 0
 
     def submit() -> list[Request]:
         shape = (case.bucket, case.input_len)
@@ -136,8 +137,10 @@ def run_case(engine: Engine, case: Case, progress: Callable[[int], None]) -> Cas
 
     while len(result.step_ms) < case.num_iters:
         requests = submit()
+        empty_rounds += 1
         with torch.no_grad():
             for step_ms, host_ms, num_tokens in _timed_steps(built.loop, requests):
+                empty_rounds = 0
                 if skipped < case.warmup:
                     skipped += 1
                     continue
@@ -151,6 +154,12 @@ def run_case(engine: Engine, case: Case, progress: Callable[[int], None]) -> Cas
         if not result.digest:
             result.digest = _digest(requests)
         built.loop.reset()
+        if empty_rounds >= MAX_EMPTY_ROUNDS:
+            raise ValueError(
+                f"--output-len {case.output_len} after {case.input_len} tokens of prompt: a round "
+                "ends before a step between two others can be timed; pass a larger --output-len or "
+                "shorter prompts"
+            )
     with torch.no_grad():
         requests = submit()
         result.gpu_busy_ms = busy_ms(built.loop, requests, statistics.median(result.host_ms))

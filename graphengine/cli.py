@@ -146,8 +146,30 @@ def compiled_code(device: str, artifact: Path | None) -> Iterator[Store | None]:
             os.environ.pop(name, None)
 
 
+@contextmanager
+def _ends_are_told() -> Iterator[None]:
+    """Turns Ctrl-C and what the machine refuses into a line on stderr and an exit code."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        click.echo("interrupted", err=True)
+        click.get_current_context().exit(130)
+    except OSError as error:
+        if error.errno == errno.EPIPE:  # `| head -1`: click ends quietly
+            raise
+        raise click.ClickException(f"the system refuses to go on: {error}") from error
+    except (MemoryError, RuntimeError) as error:
+        lacking = out_of_memory(error)
+        if lacking is None:
+            raise
+        raise click.ClickException(
+            f"{lacking}; lower --max-model-len, the largest --bucket, --gpu-memory-utilization or "
+            "--kv-cache-memory"
+        ) from error
+
+
 def _keeping_compiled_code(command: click.Command) -> click.Command:
-    """The command, run inside `compiled_code`; its context's `obj` is the store."""
+    """The command, run inside `compiled_code`, its ends told; its context's `obj` is the store."""
     callback = command.callback
     assert callback is not None
 
@@ -155,7 +177,8 @@ def _keeping_compiled_code(command: click.Command) -> click.Command:
     def outer(*args: Any, **kwargs: Any) -> Any:
         context = click.get_current_context()
         params = context.params
-        with compiled_code(params.get("device", "auto"), params.get("artifact")) as context.obj:
+        device, artifact = params.get("device", "auto"), params.get("artifact")
+        with _ends_are_told(), compiled_code(device, artifact) as context.obj:
             return callback(*args, **kwargs)
 
     command.callback = outer
@@ -294,23 +317,8 @@ def run(ctx: click.Context, model: str | None, draft: str | None, **options: Any
         )
         if cli_run.run(job, import_s=time.perf_counter() - STARTED_S):
             ctx.exit(1)
-    except KeyboardInterrupt:
-        click.echo("interrupted", err=True)
-        ctx.exit(130)
     except ValueError as error:
         raise Refusal(str(error)) from error
-    except OSError as error:
-        if error.errno == errno.EPIPE:  # `| head -1`: click ends quietly
-            raise
-        raise click.ClickException(f"the system refuses to go on: {error}") from error
-    except (MemoryError, RuntimeError) as error:
-        lacking = out_of_memory(error)
-        if lacking is None:
-            raise
-        raise click.ClickException(
-            f"{lacking}; lower --max-model-len, the largest --bucket, --gpu-memory-utilization or "
-            "--kv-cache-memory"
-        ) from error
 
 
 def _as_typed(params: dict[str, Any]) -> dict[str, Any]:

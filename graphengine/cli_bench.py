@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import sys
 import time
+from collections.abc import Container
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -143,13 +144,15 @@ def _bench(model: str | None, draft: str | None, options: dict[str, Any]) -> Non
     from graphengine.bench_report import picture, speedups_, table
     from graphengine.hub import preset_names
     from graphengine.pairs import named_pair
-    from graphengine.profiles.result_schema import environment, write_result
+    from graphengine.profiles.result_schema import environment, write_result, write_whole
 
     console = Console(stderr=True, width=None if sys.stderr.isatty() else 140)
     load_format = options["load_format"] or ("dummy" if model in preset_names() else "auto")
     model, draft = named_pair(model, draft)
     if options["baseline"] and draft is None:
         raise ValueError("--baseline compares with plain decoding; pass --draft to have a drafter")
+    shared.check_place("--plot", options["plot"])
+    shared.check_place("--output-json", options["output_json"], makes_folders=True)
     input_lens = _input_lens(options)
     longest = max(input_lens) + options["output_len"] + 256
     plan = options | {
@@ -163,11 +166,10 @@ def _bench(model: str | None, draft: str | None, options: dict[str, Any]) -> Non
     configs: dict[str, Any] = {}
     for mode, backend in options["compare"] or (("auto", "auto"),):
         for drafter in [None, draft] if options["baseline"] else [draft]:
-            label, config, found, values = _measure(
-                console, model, drafter, mode, backend, read_gbps, plan
-            )
-            configs[label], numbers[label] = config, values
-            rows += found
+            measured = _measure(console, model, drafter, mode, backend, read_gbps, plan, configs)
+            if measured is not None:
+                label, configs[label], found, numbers[label] = measured
+                rows += found
     speedups_(rows)
     simulated = options["simulate_acceptance"] if draft else None
     console.print(table(rows, simulated))
@@ -187,18 +189,15 @@ def _bench(model: str | None, draft: str | None, options: dict[str, Any]) -> Non
             for name in ("output_len", "num_iters", "warmup", "seed", "draft_quantization")
         },
     }
-    if options["plot"]:
-        try:
-            options["plot"].write_text(picture(rows, simulated))
-        except OSError as error:
-            raise ValueError(f"--plot {options['plot']}: cannot be written ({error})") from error
-        console.print(f"wrote {options['plot']}", highlight=False)
     if options["output_json"]:
         env = environment(options["commit"])
         write_result(options["output_json"], "bench_latency", numbers, config=document, env=env)
         console.print(f"wrote {options['output_json']}", highlight=False)
     if options["as_json"]:
         click.echo(json.dumps({"config": document, "numbers": numbers}))
+    if options["plot"]:
+        write_whole(options["plot"], picture(rows, simulated))
+        console.print(f"wrote {options['plot']}", highlight=False)
 
 
 def _input_lens(options: dict[str, Any]) -> tuple[int, ...]:
@@ -225,8 +224,13 @@ def _measure(
     backend: str,
     read_gbps: float,
     plan: dict[str, Any],
-) -> tuple[str, dict[str, Any], list[Row], dict[str, Any]]:
-    """One engine and all of its cases: (label, configuration, rows, numbers)."""
+    known: Container[str],
+) -> tuple[str, dict[str, Any], list[Row], dict[str, Any]] | None:
+    """One engine and all of its cases: (label, configuration, rows, numbers).
+
+    None where the mode is one of `known`: two spellings of one mode (`full`, `full:triton`) would
+    share a place in the result.
+    """
     import torch
 
     from graphengine.api import Engine
@@ -260,6 +264,10 @@ def _measure(
     label = f"{config.graph_mode}_{config.attention_backend}"
     if draft is None and plan["baseline"]:
         label += "_plain"
+    if label in known:
+        console.print(f"{mode}:{backend} is {label} again: left out", highlight=False)
+        engine.close()
+        return None
     numbers: dict[str, Any] = {
         "startup": {
             "startup_s": startup_s,

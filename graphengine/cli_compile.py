@@ -82,8 +82,9 @@ def _compile(store: Store, model: str | None, draft: str | None, options: dict[s
 
     console = stderr_console(quiet=False)
     output: Path | None = options["output"]
-    if output is not None and not output.absolute().parent.is_dir():
-        raise ValueError(f"--output {output}: no such folder; make it first")
+    shared.check_place("--output", output)
+    if output is not None and output.exists() and not output.is_file():
+        raise ValueError(f"--output {output}: is no regular file; choose another path")
     if options["fresh"]:
         shutil.rmtree(store.folder, ignore_errors=True)
     model, draft = named_pair(model, draft)

@@ -7,6 +7,8 @@ torch.
 from __future__ import annotations
 
 import functools
+import math
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -28,7 +30,7 @@ def _group(*options: Option) -> Option:
 
 
 class IntList(click.ParamType):
-    """`1,8,16` -> (1, 8, 16)."""
+    """`1,8,16` -> (1, 8, 16), each once."""
 
     name = "N,N,.."
 
@@ -38,14 +40,14 @@ class IntList(click.ParamType):
         parts = [part.strip() for part in str(value).split(",")]
         if not all(part.isdecimal() and int(part) > 0 for part in parts):
             self.fail(f"{value!r}: pass integers from 1 up, such as 1,8,16", param, ctx)
-        return tuple(int(part) for part in parts)
+        return tuple(dict.fromkeys(int(part) for part in parts))
 
 
 class BucketList(IntList):
-    """Batch sizes: ascending, each once."""
+    """Batch sizes: ascending."""
 
     def convert(self, value: Any, param: Any, ctx: Any) -> tuple[int, ...]:
-        return tuple(sorted(set(super().convert(value, param, ctx))))
+        return tuple(sorted(super().convert(value, param, ctx)))
 
 
 class ByteSize(click.ParamType):
@@ -58,6 +60,19 @@ class ByteSize(click.ParamType):
             return parse_bytes(value)
         except ValueError as error:
             self.fail(str(error), param, ctx)
+
+
+class Rate(click.FloatRange):
+    """A number from 0 up; neither nan, which is in every range, nor inf, which JSON lacks."""
+
+    def __init__(self) -> None:
+        super().__init__(min=0)
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> float:
+        found = super().convert(value, param, ctx)
+        if not math.isfinite(found):
+            self.fail(f"{value}: pass a finite number", param, ctx)
+        return found
 
 
 MODEL = click.argument("model", required=False)
@@ -163,7 +178,11 @@ def load_format(default: str | None, suffix: str) -> Option:
 LOAD_FORMAT = load_format("auto", "")
 LOAD_FORMAT_OR_PRESET = load_format(None, "  [default: dummy for a preset]")
 PROMPT_SEED = click.option(
-    "--seed", type=int, default=0, show_default=True, help="Of the random prompts."
+    "--seed",
+    type=click.IntRange(-(1 << 63), (1 << 64) - 1),  # torch.Generator's
+    default=0,
+    show_default=True,
+    help="Of the random prompts.",
 )
 RESULT_FILE = _group(
     click.option(
@@ -175,6 +194,23 @@ RESULT_FILE = _group(
         "--commit", metavar="SHA", help="Commit to record where the checkout has no history."
     ),
 )
+
+
+def check_place(option: str, file: Path | None, *, makes_folders: bool = False) -> None:
+    """Refuses a file that cannot be written, before minutes are spent on what goes into it.
+
+    Raises:
+        ValueError: with the option's name.
+    """
+    if file is None:
+        return
+    folder = file.absolute().parent
+    if makes_folders:
+        folder = next(path for path in (folder, *folder.parents) if path.exists())
+    if not folder.is_dir():
+        raise ValueError(f"{option} {file}: cannot be written (no such folder); make it first")
+    if not os.access(file if file.exists() else folder, os.W_OK):
+        raise ValueError(f"{option} {file}: cannot be written (no permission); choose another path")
 
 
 def as_json(text: str) -> Option:

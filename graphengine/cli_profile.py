@@ -84,7 +84,7 @@ _SOURCES = {
 @shared.PROMPT_SEED
 @click.option(
     "--read-gbps",
-    type=click.FloatRange(min=0),
+    type=shared.Rate(),
     help="Read bandwidth for the floor; 0 leaves it out.  [default: measured on the GPU]",
 )
 @click.option("--top", type=click.IntRange(min=1), default=12, show_default=True, help="Kernels.")
@@ -94,7 +94,9 @@ _SOURCES = {
     metavar="DIR",
     help="Keep the recorded files (.nsys-rep, .sqlite, .json) here.",
 )
-@click.option("--svg", type=click.Path(path_type=Path), help="Write the picture here.")
+@click.option(
+    "--svg", type=click.Path(path_type=Path, dir_okay=False), help="Write the picture here."
+)
 @shared.RESULT_FILE
 @shared.as_json("The result as JSON on stdout.")
 @click.option("--inside", type=click.Path(path_type=Path), hidden=True)
@@ -105,6 +107,8 @@ def profile(model: str | None, draft: str | None, **options: Any) -> None:
 
     console = stderr_console(quiet=False)
     try:
+        shared.check_place("--svg", options["svg"])
+        shared.check_place("--output-json", options["output_json"], makes_folders=True)
         if options["inside"] is not None:
             profile_run.run_inside_nsys(model, draft, options)
         elif options["file"] is not None:
@@ -129,7 +133,10 @@ def _folder(keep: Path | None) -> Any:
     """Where recorded files go: the user's folder, or one that is removed."""
     if keep is None:
         return tempfile.TemporaryDirectory(prefix="graphengine-")
-    keep.mkdir(parents=True, exist_ok=True)
+    try:
+        keep.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"--keep {keep}: cannot be made ({error}); choose another path") from error
     return nullcontext(keep)
 
 
@@ -137,13 +144,16 @@ def _deliver(
     console: Console, reports: dict[str, Report], facts: dict[str, Any], options: dict[str, Any]
 ) -> None:
     from graphengine.profiles.report_text import picture, print_report
+    from graphengine.profiles.result_schema import environment, write_result, write_whole
 
     numbers: dict[str, Any] = {
         label: found.numbers(facts.get("segment_bytes"), facts.get("read_gbps", 0.0))
         for label, found in reports.items()
     }
+    simulated = facts.get("config", {}).get("simulate_acceptance")
+    mark = f" (acceptance SIMULATED at {simulated})" if simulated else ""
     for label, found in numbers.items():
-        print_report(console, _SOURCES.get(label, label), found, options["top"])
+        print_report(console, _SOURCES.get(label, label) + mark, found, options["top"])
     if "unprofiled_step_ms" in facts:
         console.print(
             f"the same steps without a profiler: {facts['unprofiled_step_ms'] * 1e3:.1f} us each "
@@ -155,16 +165,14 @@ def _deliver(
             "host_p50_ms": facts["unprofiled_host_ms"],
             "mean_acceptance_length": facts["mean_acceptance_length"],
         }
-    if options["svg"] is not None:
-        options["svg"].write_text(picture(reports))
-        console.print(f"wrote {options['svg']}", markup=False)
     document = {name: value for name, value in facts.items() if name != "segment_bytes"}
     document["sources"] = {label: _SOURCES.get(label, "a recorded file") for label in reports}
     if options["output_json"] is not None:
-        from graphengine.profiles.result_schema import environment, write_result
-
         env = environment(options["commit"])
         write_result(options["output_json"], "profile", numbers, config=document, env=env)
         console.print(f"wrote {options['output_json']}", markup=False)
     if options["as_json"]:
         click.echo(json.dumps({"config": document, "numbers": numbers}))
+    if options["svg"] is not None:
+        write_whole(options["svg"], picture(reports, mark))
+        console.print(f"wrote {options['svg']}", markup=False)

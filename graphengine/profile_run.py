@@ -8,6 +8,7 @@ without a profiler) the run writes beside it as facts.json.
 from __future__ import annotations
 
 import json
+import math
 import sys
 import tempfile
 from collections.abc import Callable
@@ -71,11 +72,34 @@ def read_file(model: str | None, draft: str | None, options: dict[str, Any]) -> 
         draft_itemsize = 1 if options["draft_quantization"] == "fp8" else itemsize
         facts["segment_bytes"] = segment_bytes(target, drafter, itemsize, draft_itemsize)
     elif beside.is_file():
-        facts = json.loads(beside.read_text())
+        facts = _read_facts(beside)
     if options["read_gbps"] is not None:
         facts["read_gbps"] = options["read_gbps"]
     label = name.split(".")[0]
     return {label: report(trace)}, facts
+
+
+def _read_facts(file: Path) -> dict[str, Any]:
+    """What a run has written beside its trace, checked as far as it is used.
+
+    Raises:
+        ValueError: it is something else.
+    """
+    unprofiled = ("unprofiled_step_ms", "unprofiled_host_ms", "mean_acceptance_length")
+    try:
+        facts = json.loads(file.read_text())
+        used = list(facts.get("segment_bytes", {}).values())
+        used += [facts[name] for name in ("read_gbps",) if name in facts]
+        if any(name in facts for name in unprofiled):
+            used += [facts[name] for name in unprofiled]
+        if not all(math.isfinite(number) for number in used):
+            raise ValueError("a number is not finite")
+        facts.get("config", {}).get("simulate_acceptance")
+    except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
+        raise ValueError(
+            f"{file}: not the facts of a profile ({error!r}); pass MODEL, or move it away"
+        ) from error
+    return facts
 
 
 def _resolve(

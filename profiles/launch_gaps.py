@@ -121,7 +121,7 @@ def report(trace: Trace) -> Report:
     """Adds a trace up by the rules above.
 
     Raises:
-        ValueError: the trace has no device activity, or none inside a "step" range.
+        ValueError: the trace has no device activity, none inside a "step" range, or no time.
     """
     placed = place(trace)
     if not placed:
@@ -154,6 +154,8 @@ def report(trace: Trace) -> Report:
             result.outside_ns += gap_ns + busy_ns
         covered_ns, before = max(covered_ns, end_ns), p
     result.walls_ns = list(walls.values())
+    if not sum(result.walls_ns):
+        raise ValueError("the trace's steps take no time at all; record it again")
     median = statistics.median_low(result.walls_ns)
     result.timeline = spans[next(step for step, wall in walls.items() if wall == median)]
     result.kernels = dict(sorted(result.kernels.items(), key=lambda item: -item[1].total_ns))

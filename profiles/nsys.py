@@ -14,6 +14,7 @@ import os.path
 import shutil
 import sqlite3
 import subprocess
+import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
@@ -53,6 +54,9 @@ TABLES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         ("globalPid", "graphId"),
     ),
 }
+# Columns whose values are compared or computed with; those that may be NULL in spite of TABLES.
+_INTEGERS = {"id", "start", "end", "eventType", "correlationId", "globalTid", "globalPid"}
+_MAY_BE_NULL = {"correlationId", "globalTid"}
 _COPY_KINDS = {1: "HtoD", 2: "DtoH", 8: "DtoD"}
 
 
@@ -113,11 +117,14 @@ def open_export(path: Path) -> sqlite3.Connection:
     try:
         if path.suffix == ".gz":
             connection = sqlite3.connect(":memory:")
-            connection.deserialize(gzip.decompress(path.read_bytes()))
+            content = gzip.decompress(path.read_bytes())
+            if not content:
+                raise EOFError("it is empty")
+            connection.deserialize(content)
         else:
             connection = sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", uri=True)
         connection.execute("SELECT name FROM sqlite_master").fetchall()
-    except (sqlite3.DatabaseError, gzip.BadGzipFile, EOFError) as error:
+    except (sqlite3.DatabaseError, gzip.BadGzipFile, EOFError, zlib.error) as error:
         raise ValueError(
             f"{path}: no SQLite database ({error}); make one with nsys export --type sqlite"
         ) from error
@@ -133,12 +140,18 @@ def read_export(path: Path) -> Trace:
         ValueError: no SQLite database, or none that nsys wrote.
     """
     with closing(open_export(path)) as connection:
-        strings: dict[Any, str] = dict(_rows(connection, "StringIds", path))
-        launches = _launches(connection, strings, path)
-        return Trace(
-            activities=list(_activities(connection, strings, launches, path)),
-            ranges=list(_host_ranges(connection, strings, path)),
-        )
+        try:
+            texts = _rows(connection, "StringIds", path)
+            strings: dict[Any, str] = {key: text for key, text in texts if isinstance(text, str)}
+            launches = _launches(connection, strings, path)
+            return Trace(
+                activities=list(_activities(connection, strings, launches, path)),
+                ranges=list(_host_ranges(connection, strings, path)),
+            )
+        except sqlite3.DatabaseError as error:  # cut off, or overwritten in the middle
+            raise ValueError(
+                f"{path}: damaged ({error}); export it again with nsys export --type sqlite"
+            ) from error
 
 
 def _rows(connection: sqlite3.Connection, table: str, path: Path) -> Iterator[tuple[Any, ...]]:
@@ -155,7 +168,20 @@ def _rows(connection: sqlite3.Connection, table: str, path: Path) -> Iterator[tu
         )
     columns = [f'"{name}"' for name in needed]
     columns += [f'"{name}"' if name in present else "NULL" for name in optional]
-    yield from connection.execute(f"SELECT {', '.join(columns)} FROM {table}")
+    checked = [
+        (index, name, name in optional or name in _MAY_BE_NULL)
+        for index, name in enumerate([*needed, *optional])
+        if name in _INTEGERS
+    ]
+    for row in connection.execute(f"SELECT {', '.join(columns)} FROM {table}"):
+        for index, name, may_be_null in checked:
+            value = row[index]
+            if not isinstance(value, int) and not (value is None and may_be_null):
+                raise ValueError(
+                    f"{path}: table {table} has {value!r} for {name}; pass an export that nsys "
+                    "wrote, and no other program has changed"
+                )
+        yield row
 
 
 def _process(global_id: int | None) -> int:

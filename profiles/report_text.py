@@ -127,16 +127,20 @@ def shorten(kernel: str) -> str:
     return name if len(name) <= MAX_KERNEL_NAME else name[: MAX_KERNEL_NAME - 2] + ".."
 
 
-def picture(reports: Mapping[str, Report]) -> str:
-    """The reports as one SVG: a bar of each mean step, and a median step of each on a line."""
+def picture(reports: Mapping[str, Report], mark: str = "") -> str:
+    """The reports as one SVG: a bar of each mean step, and a median step of each on a line.
+
+    Args:
+        mark: what a reader of any panel must know, added to every title.
+    """
     bars = {}
     for name, report in reports.items():
         parts = {kind: report.per_step_us(ns) for kind, ns in report.busy_ns.items() if ns}
         parts |= {f"idle {k}": report.per_step_us(ns) for k, ns in report.idle_ns.items() if ns}
         bars[name] = parts
-    panels = [plot.bars_panel(bars, "mean step: busy and idle by class", "us")]
+    panels = [plot.bars_panel(bars, f"mean step: busy and idle by class{mark}", "us")]
     for name, report in reports.items():
         spans = [(start / 1e3, end / 1e3, kind) for start, end, kind in report.timeline]
         total = max((end for _, end, _ in spans), default=0.0)
-        panels.append(plot.timeline_panel(spans, total, f"a median step ({name})", "us"))
+        panels.append(plot.timeline_panel(spans, total, f"a median step ({name}){mark}", "us"))
     return plot.document(panels)

@@ -11,6 +11,7 @@ Only the standard library at import; torch is asked lazily, for the GPU's name.
 
 import json
 import math
+import os
 import platform
 import re
 import subprocess
@@ -215,7 +216,8 @@ def write_result(
         env: default: `environment()`.
 
     Raises:
-        ValueError: the result breaks the schema; nothing is written.
+        ValueError: the result breaks the schema, or the file cannot be written; what was there
+            before stays.
     """
     result: dict[str, Any] = {
         "schema_version": SCHEMA_VERSION,
@@ -231,6 +233,30 @@ def write_result(
     if problems:
         raise ValueError("not a valid result: " + "; ".join(problems))
     text = json.dumps(result, indent=2, allow_nan=False) + "\n"
-    Path(path).parent.mkdir(parents=True, exist_ok=True)
-    Path(path).write_text(text)
+    try:
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"{path}: its folder cannot be made ({error})") from error
+    write_whole(Path(path), text)
     return result
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Writes a text file whole or not at all; a device or pipe is written as it is.
+
+    Raises:
+        ValueError: it cannot be written; what was there before stays.
+    """
+    try:
+        goal = path.resolve()
+        if goal.exists() and not goal.is_file():
+            goal.write_text(text)
+            return
+        part = goal.with_name(f".{os.getpid()}.part")
+        try:
+            part.write_text(text)
+            part.replace(goal)
+        finally:
+            part.unlink(missing_ok=True)
+    except OSError as error:
+        raise ValueError(f"{path}: cannot be written ({error}); choose another path") from error

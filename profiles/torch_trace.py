@@ -10,6 +10,7 @@ host read slower than they are. Quote times from a run without a profiler.
 
 import gzip
 import json
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -68,11 +69,22 @@ def read_chrome_trace(path: Path) -> Trace:
     try:
         raw = path.read_bytes()
         parsed = json.loads(gzip.decompress(raw) if path.suffix == ".gz" else raw)
-    except (OSError, EOFError, ValueError) as error:
+    except (OSError, EOFError, ValueError, RecursionError, zlib.error) as error:
         raise ValueError(f"{path}: not a readable Chrome trace ({error})") from error
     events = parsed.get("traceEvents") if isinstance(parsed, dict) else parsed
     if not isinstance(events, list):
         raise ValueError(f"{path}: no traceEvents; pass a trace that torch.profiler exported")
+    try:
+        return _trace(events)
+    except (AttributeError, KeyError, TypeError, ValueError, OverflowError) as error:
+        raise ValueError(
+            f"{path}: an event is not as torch.profiler writes it ({error!r}); pass a trace that "
+            "it exported"
+        ) from error
+
+
+def _trace(events: list[dict[str, Any]]) -> Trace:
+    """The events that matter, in one form."""
     threads: dict[tuple[Any, Any], int] = {}
     launches: dict[int, Launch] = {}
     host_ranges: list[HostRange] = []

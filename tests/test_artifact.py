@@ -207,6 +207,16 @@ def damaged(kind: str, good: bytes, path: Path) -> None:
         tar_of(path, [first, (tarfile.TarInfo("/tmp/evil"), b"x")])
     elif kind == "foreign":
         tar_of(path, [first, (tarfile.TarInfo("weights/x"), b"x")])
+    elif kind == "manifest link":
+        link = tarfile.TarInfo(artifact.MANIFEST)
+        link.type, link.linkname = tarfile.SYMTYPE, "elsewhere"
+        tar_of(path, [(link, b"")])
+    elif kind == "deep manifest":
+        tar_of(path, [(tarfile.TarInfo(artifact.MANIFEST), b"[" * 100_000)])
+    elif kind == "aside":
+        tar_of(path, [first, (tarfile.TarInfo("inductor/../manifest.json"), b"x")])
+    elif kind == "group":
+        tar_of(path, [first, (tarfile.TarInfo("triton/__grp__x.json"), b"[1]")])
     elif kind == "link":
         link = tarfile.TarInfo("inductor/x")
         link.type, link.linkname = tarfile.SYMTYPE, "/etc/passwd"
@@ -216,7 +226,15 @@ def damaged(kind: str, good: bytes, path: Path) -> None:
 @pytest.mark.parametrize(
     "kind",
     "missing truncated flipped text empty escape absolute foreign link".split()
-    + ["no manifest", "bad manifest", "other version"],
+    + [
+        "no manifest",
+        "bad manifest",
+        "other version",
+        "manifest link",
+        "deep manifest",
+        "group",
+        "aside",
+    ],
 )
 def test_a_damaged_file_is_refused(tmp_path: Path, kind: str) -> None:
     """Bug: a traceback, a half-unpacked folder, or a file written outside of it."""
@@ -238,6 +256,43 @@ def test_nothing_to_pack(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ValueError, match="cannot be written"):
         artifact.pack(store.folder, tmp_path / "file" / "x.tar.gz")
+
+
+@pytest.mark.parametrize("error", [OSError("no space"), KeyboardInterrupt()])
+def test_a_file_is_packed_whole_or_not_at_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException
+) -> None:
+    """Bug: Ctrl-C while packing leaves gigabytes of half an artifact beside the file."""
+    store, file = filled(tmp_path / "a"), tmp_path / "sub" / "x.tar.gz"
+    file.parent.mkdir()
+    file.write_text("before")
+
+    def fail(*args: Any, **kwargs: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(tarfile.TarFile, "add", fail)
+    with pytest.raises((ValueError, KeyboardInterrupt)):
+        artifact.pack(store.folder, file)
+    assert os.listdir(file.parent) == ["x.tar.gz"]
+    assert file.read_text() == "before"
+
+
+def test_only_a_file_is_replaced(tmp_path: Path) -> None:
+    """Bug: root's --output /dev/null puts an artifact in the place of the device."""
+    store, pipe, link = filled(tmp_path / "a"), tmp_path / "pipe", tmp_path / "link"
+    os.mkfifo(pipe)
+    link.symlink_to(tmp_path / "x.tar.gz")
+    with pytest.raises(ValueError, match="no regular file"):
+        artifact.pack(store.folder, pipe)
+    assert pipe.is_fifo()
+    done = CliRunner().invoke(
+        cli.main,
+        ["compile", "--output", str(pipe)],
+        env={"GRAPHENGINE_CACHE": str(tmp_path / "c")},
+    )
+    assert done.exit_code == 2 and "no regular file" in done.stderr.replace("\n", " ")
+    artifact.pack(store.folder, link)
+    assert link.is_symlink() and (tmp_path / "x.tar.gz").is_file()
 
 
 # --- the command line ---

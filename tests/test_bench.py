@@ -7,16 +7,19 @@ import re
 import statistics
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from xml.etree import ElementTree
 
+import numpy
 import pytest
 from click.testing import CliRunner, Result
 
 from graphengine.api import Engine
-from graphengine.bench import Case, CaseResult, run_case
+from graphengine.bench import Case, CaseResult, run_case, token_bytes, weight_bytes
 from graphengine.bench_busy import busy_ms
 from graphengine.bench_report import Row, picture, speedups_, table
+from graphengine.build import read_configs
 from graphengine.cli import main
 from graphengine.profiles.result_schema import validate
 from tests.checkpoints import make_drafter, make_target
@@ -76,6 +79,71 @@ def test_numbers() -> None:
     assert found["gpu_idle_percent"] == pytest.approx(20)
     assert found["floor_ms"] == pytest.approx(1.0)
     assert found["over_floor_ratio"] == pytest.approx(2.5)
+
+
+def test_numbers_of_uneven_steps() -> None:
+    """Bug: mean and median are mixed up, or a rate is off by a thousand."""
+    uneven = result([1.0, 2.0, 6.0], 30)
+    uneven.host_ms = [0.9, 0.1, 0.2]
+    found = uneven.numbers(4000.0)
+    expected = {
+        "step_mean_ms": 3.0,
+        "step_p50_ms": 2.0,
+        "host_p50_ms": 0.2,
+        "mean_tpot_ms": 0.6,
+        "median_tpot_ms": 0.4,
+        "output_throughput": 30 / 9e-3,
+        "step_read_gb": 4.0,
+        "achieved_gbps": 2000.0,
+        "bandwidth_percent": 50.0,
+    }
+    assert {key: found[key] for key in expected} == pytest.approx(expected)
+
+
+def test_bytes_of_the_8b_preset_by_hand() -> None:
+    """Bug: the floor under a step counts a matrix twice, or K and not V."""
+    target, draft = read_configs("qwen3-8b", "qwen3-8b-dflash-b16")
+    hidden, kv, head = 4096, 8 * 128, 151936 * 4096
+    layer = hidden * (32 * 128 + 2 * kv) + 32 * 128 * hidden + 3 * hidden * 12288
+    verify = 36 * layer + head
+    drafter = 5 * layer + 5 * hidden * hidden + 5 * 2 * kv * hidden + head
+
+    def built(quantization: str, drafter: Any) -> Any:
+        config = SimpleNamespace(dtype="bfloat16", draft_quantization=quantization)
+        return SimpleNamespace(target=target, draft=drafter, config=config)
+
+    assert weight_bytes(built("none", draft), 1) == 2 * (verify + drafter) == 18_561_892_352
+    assert weight_bytes(built("fp8", draft), 1) == 2 * verify + drafter
+    assert weight_bytes(built("none", None), 1) == 2 * verify
+    assert token_bytes(built("none", draft)) == 2 * 2 * (36 + 5) * kv
+    assert token_bytes(built("none", None)) == 2 * 2 * 36 * kv
+
+
+def test_what_a_case_counts(pair: tuple[Path, Path]) -> None:
+    """Bug: a step more or less than --warmup is left out, or the K/V of one request alone is
+    read."""
+    with Engine.from_pretrained(*pair, buckets=(2,), device="cpu") as engine:
+        every = run_case(engine, case(num_iters=1), lambda count: None)
+        later = run_case(engine, case(num_iters=1, warmup=3), lambda count: None)
+        assert len(later.step_ms) == len(every.step_ms) - 3
+        kv = 2 * every.mean_context_tokens * token_bytes(engine.built)
+        assert every.step_bytes == pytest.approx(weight_bytes(engine.built, 2) + kv)
+    for step_ms, host_ms in zip(every.step_ms, every.host_ms, strict=True):
+        assert 0 < host_ms < step_ms
+
+
+def test_percentiles_agree_everywhere() -> None:
+    """Bug: p95 of 20 steps is their maximum, and the picture's p50 is not the table's."""
+    steps = [float(n) for n in range(20, 0, -1)]
+    known = result(steps, 40)
+    found = known.numbers(0.0)
+    for percent in (50, 95, 99):
+        expected = numpy.percentile(steps, percent)
+        assert found[f"step_p{percent}_ms"] == pytest.approx(expected)
+    text = picture([Row("m", "k", known, found)], None)
+    for percent in (50, 99):
+        assert f">p{percent} {found[f'step_p{percent}_ms']:.3f}<" in text
+    assert result([3.0], 1).numbers(0.0)["step_p99_ms"] == 3.0
 
 
 def test_idle_is_unknown_or_not_negative() -> None:
@@ -155,6 +223,19 @@ def test_everything_at_once(bench: Bench, tmp_path: Path) -> None:
     assert found["environment"].keys() >= {"gpu_clocks", "driver_version", "commit", "versions"}
 
 
+def test_a_case_is_measured_once(bench: Bench) -> None:
+    """Bug: a length, or a mode in another spelling, that is named twice is two lines of the table
+    and one entry of the JSON, the later one."""
+    done = bench("--compare", "none,none:torch,none", "--input-len", "8,8", "--json")
+    assert done.exit_code == 0, done.output
+    assert list(json.loads(done.stdout)["config"]["token_digests"]) == [
+        "none_torch_bucket_1_input_8"
+    ]
+    rows = [line for line in done.stderr.splitlines() if re.match(r" *none_torch +1 ", line)]
+    assert len(rows) == 1
+    assert "none:torch is none_torch again" in done.stderr
+
+
 def test_context_is_met_half_way(bench: Bench) -> None:
     """Bug: --context is the prompt's length, so that a long round is timed at other contexts than
     the label says."""
@@ -167,11 +248,23 @@ def test_context_is_met_half_way(bench: Bench) -> None:
 
 
 @pytest.mark.parametrize(
+    "args", [["--input-len", "8", "--simulate-acceptance", "4"], ["--input-len", "506"]]
+)
+def test_rounds_without_a_step_to_time_are_refused(bench: Bench, args: list[str]) -> None:
+    """Bug: every round is over before a step counts (few tokens, all drafts accepted, or no room
+    behind the prompt), and the command begins new rounds for ever."""
+    done = bench("--output-len", "8", *args)
+    assert done.exit_code == 2, done.output
+    assert "--output-len 8" in done.stderr
+
+
+@pytest.mark.parametrize(
     ("args", "parts"),
     [
         (["--context", "8"], ["--context 8", "--output-len 16", "more than 8"]),
         (["--context", "64", "--input-len", "8"], ["--context", "--input-len"]),
         (["--baseline", "--draft", "none"], ["--baseline", "--draft"]),
+        (["--seed", str(1 << 64)], ["--seed", str(1 << 64)]),
         (["--plot", "/nonexistent/x.svg"], ["--plot /nonexistent/x.svg", "cannot be written"]),
     ],
 )

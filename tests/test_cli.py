@@ -681,3 +681,29 @@ def test_chat_remembers(target: Path) -> None:
         screen.type("/quit\n")
         screen.wait_for("tokens/s")
         assert process.wait(timeout=30) == 0
+
+
+@pytest.mark.parametrize("command", ["bench", "profile", "graphs", "compile"])
+@pytest.mark.parametrize(
+    ("error", "code", "text"),
+    [
+        (KeyboardInterrupt(), 130, "interrupted"),
+        (OSError(28, "No space left on device"), 1, "No space left on device"),
+        (MemoryError(), 1, "out of memory"),
+    ],
+)
+def test_every_command_tells_its_end(
+    monkeypatch: pytest.MonkeyPatch, command: str, error: BaseException, code: int, text: str
+) -> None:
+    """Bug: Ctrl-C in a benchmark counts as a failure (1, "Aborted!"), and a full disk or a machine
+    that is too small ends in a traceback: only `run` had told them."""
+
+    def fail(*args: Any) -> None:
+        raise error
+
+    monkeypatch.setattr("graphengine.pairs.named_pair", fail)
+    monkeypatch.setattr("graphengine.profile_run.named_pair", fail)
+    done = CliRunner().invoke(main, [command])
+    assert done.exit_code == code, done.output
+    assert text in done.stderr and "Aborted" not in done.stderr
+    assert isinstance(done.exception, SystemExit)

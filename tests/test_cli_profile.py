@@ -126,6 +126,11 @@ def test_profile_reads_a_chrome_trace(tmp_path: Path) -> None:
         (["--read", "empty.nsys-rep"], "nsys export --type sqlite"),
         (["--read", "text.sqlite"], "no SQLite database"),
         (["--read", "empty.json"], "no device activity"),
+        (["--read", "text.sqlite", "--svg", "missing/a.svg"], "--svg missing/a.svg: cannot be"),
+        (["--read", "text.sqlite", "--svg", "."], "is a directory"),
+        (["--keep", "text.sqlite/x"], "--keep text.sqlite/x: cannot be made"),
+        (["--read-gbps", "nan"], "nan: pass a finite number"),
+        (["--read-gbps", "inf"], "inf: pass a finite number"),
         (["--tool", "nsys", "--device", "cpu"], "records a GPU"),
         (["--num-steps", "100000", "--device", "cpu"], "lower --num-steps"),
         (["no-such-model"], "no such model directory"),
@@ -143,6 +148,31 @@ def test_refusals(
     result = invoke("profile", *arguments)
     assert result.exit_code == 2
     assert message in " ".join(result.stderr.split())
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["{", "[]", '{"unprofiled_step_ms": 1}', '{"read_gbps": NaN}', '{"segment_bytes": {"a": "b"}}'],
+)
+def test_facts_that_are_none(tmp_path: Path, text: str) -> None:
+    """Bug: a facts.json of some other program beside the trace ends in a traceback that names
+    neither it nor what to do, or makes --json print NaN."""
+    path = exports.write_export(tmp_path / "a.sqlite")
+    (tmp_path / "facts.json").write_text(text)
+    result = invoke("profile", "--read", path, "--json")
+    assert result.exit_code == 2, result.output
+    assert "facts.json: not the facts of a profile" in result.stderr.replace("\n", " ")
+    assert result.stdout == ""
+
+
+def test_simulated_acceptance_is_marked(tmp_path: Path) -> None:
+    """Bug: tables and picture of a profile whose acceptance was simulated do not say so."""
+    path = exports.write_export(tmp_path / "a.sqlite")
+    (tmp_path / "facts.json").write_text('{"config": {"simulate_acceptance": 6.35}}')
+    result = invoke("profile", "--read", path, "--svg", tmp_path / "a.svg")
+    assert result.exit_code == 0, result.output
+    assert "SIMULATED at 6.35" in result.stderr
+    assert (tmp_path / "a.svg").read_text().count("SIMULATED at 6.35") == 2
 
 
 # A stand-in for nsys: keeps its arguments, and "exports" the scenario of nsys_exports.py.

@@ -15,7 +15,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from graphengine.build import read_configs
@@ -64,6 +64,9 @@ def check_scenario(found: Report, num_steps: int) -> None:
     }
     assert rows == BY_NAME
     assert numbers["busy_mean_us"] == 27.0 and numbers["idle_mean_us"] == 73.0
+    assert numbers["idle_percent"] == pytest.approx(73.0)
+    gemm = next(row for name, row in numbers["kernels"].items() if "gemm" in name)
+    assert gemm == {"total_us": 14.0, "mean_us": 7.0, "num_calls": 2.0}
 
 
 def test_node_export_has_the_gaps_counted_by_hand(tmp_path: Path) -> None:
@@ -135,6 +138,72 @@ def test_no_database(tmp_path: Path, content: bytes | None) -> None:
     assert path.exists() == (content is not None)
 
 
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "UPDATE CUPTI_ACTIVITY_KIND_KERNEL SET start = 'soon'",
+        "UPDATE CUPTI_ACTIVITY_KIND_KERNEL SET end = NULL",
+        "UPDATE CUPTI_ACTIVITY_KIND_RUNTIME SET globalTid = 'main'",
+        "UPDATE NVTX_EVENTS SET end = 'never' WHERE end IS NOT NULL",
+        "UPDATE StringIds SET value = CAST(x'ff41' AS TEXT)",
+        "UPDATE CUPTI_ACTIVITY_KIND_KERNEL SET start = 7, end = 7",
+    ],
+)
+def test_an_export_with_foreign_values_is_refused(tmp_path: Path, statement: str) -> None:
+    """Bug: a file that another program wrote or changed ends in a traceback from deep inside."""
+    path = exports.write_export(tmp_path / "a.sqlite")
+    with closing(sqlite3.connect(path)) as connection:
+        connection.execute(statement)
+        if "start = 7" in statement:
+            connection.execute("DELETE FROM CUPTI_ACTIVITY_KIND_MEMCPY")
+        connection.commit()
+    with pytest.raises(ValueError, match=r"a\.sqlite: |no time at all"):
+        report(nsys.read_export(path))
+
+
+@pytest.mark.parametrize("kind", ["empty", "flipped", "cut"])
+def test_a_damaged_export_is_refused(tmp_path: Path, kind: str) -> None:
+    """Bug: a download that broke off ends in zlib's traceback, or, unpacked to nothing, in "out of
+    memory"."""
+    content = exports.write_export(tmp_path / "good.sqlite", num_steps=40).read_bytes()
+    packed, path = gzip.compress(content), tmp_path / "a.sqlite.gz"
+    if kind == "empty":
+        path.write_bytes(gzip.compress(b""))
+    elif kind == "flipped":
+        path.write_bytes(packed[:10] + b"\xff" * 64 + packed[74:])
+    else:  # its first page and with it all of the schema is there
+        path = tmp_path / "a.sqlite"
+        path.write_bytes(content[:8192] + b"\xff" * (len(content) - 8192))
+    with pytest.raises(ValueError, match=r"a\.sqlite"):
+        nsys.read_export(path)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[1, 2]",
+        "[" * 100_000,
+        '[{"ph": "X", "cat": "kernel", "ts": 1}]',
+        '[{"ph": "X", "cat": "kernel", "name": "k"}]',
+        '[{"ph": "X", "cat": "kernel", "name": "k", "ts": NaN}]',
+        '[{"ph": "X", "cat": "kernel", "name": "k", "ts": Infinity}]',
+        '[{"ph": "X", "cat": "cuda_runtime", "name": "k", "ts": 1, "args": null}]',
+    ],
+)
+def test_json_that_is_no_trace_is_refused(tmp_path: Path, text: str) -> None:
+    """Bug: some other program's JSON ends in a traceback."""
+    path = tmp_path / "a.json"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=r"a\.json"):
+        torch_trace.read_chrome_trace(path)
+    damaged = bytearray(gzip.compress(b"[" + b"1, 2, " * 1000 + b"3]"))
+    damaged[10:30] = b"\xff" * 20
+    packed = tmp_path / "a.json.gz"
+    packed.write_bytes(damaged)
+    with pytest.raises(ValueError, match=r"a\.json\.gz"):
+        torch_trace.read_chrome_trace(packed)
+
+
 def test_traces_without_work_or_names_are_refused(tmp_path: Path) -> None:
     """Bug: a division by zero, or a report of zeros, for a trace that recorded the wrong thing."""
     with pytest.raises(ValueError, match="no device activity"):
@@ -155,6 +224,46 @@ def test_late_work_belongs_to_the_step_that_launched_it() -> None:
     assert [p.step for p in place(Trace(work, host))] == [0, 1, 2]
     assert report(Trace(work, host)).walls_ns == [50, 50]
     assert report(Trace(work, host)).idle_ns["seam"] == 20
+
+
+def test_uneven_steps() -> None:
+    """Bug: the median is a mean, work outside of all steps is a mean per step, kernels are listed
+    from the cheapest, or the picture's step does not begin with its gap."""
+    host = [HostRange("step", i * 10, i * 10 + 9, 0) for i in range(4)]
+    host += [HostRange("decode.00", i * 10 + 1, i * 10 + 8, 0) for i in range(4)]
+    times = [("first", 100, 140), ("big", 150, 200), ("small", 200, 220), ("mid", 400, 440)]
+    work = [
+        Activity(name, start, end, Launch(i, i * 10 + 2, i * 10 + 3, 0, False))
+        for i, (name, start, end) in enumerate(times)
+    ]
+    found = report(Trace([*work, Activity("alone", 300, 310, None)], host))
+    assert found.walls_ns == [60, 20, 130]
+    assert found.timeline == [(10, 60, "dense")]
+    numbers = found.numbers()
+    assert numbers["wall_p50_us"] == 0.06 and numbers["wall_mean_us"] == pytest.approx(0.07)
+    assert numbers["outside_us"] == 0.09, "80 ns before it and 10 ns of it"
+    assert list(numbers["kernels"]) == ["big", "mid", "small"]
+
+
+def test_rows_that_an_export_may_hold(tmp_path: Path) -> None:
+    """Bug: of nested calls the inner one names the launch, a graph without a time counts from the
+    clock's zero, or work of a range that never ended is outside of all steps."""
+    path = exports.write_export(tmp_path / "a.sqlite", preset="graph")
+    before = nsys.read_export(path)
+    with closing(sqlite3.connect(path)) as connection:
+        connection.execute(
+            "INSERT INTO CUPTI_ACTIVITY_KIND_RUNTIME SELECT start + 1, end - 1, correlationId, "
+            "globalTid, nameId FROM CUPTI_ACTIVITY_KIND_RUNTIME"
+        )
+        connection.execute("INSERT INTO CUPTI_ACTIVITY_KIND_GRAPH_TRACE VALUES (0, 0, 1, 0, 1)")
+        last_step = "start = (SELECT max(start) FROM NVTX_EVENTS) - 31000"
+        changed = connection.execute(f"UPDATE NVTX_EVENTS SET end = NULL WHERE {last_step}")
+        assert changed.rowcount == 1
+        connection.commit()
+    found = nsys.read_export(path)
+    assert found.activities == before.activities
+    check = [[(p.name, p.step) for p in place(trace)] for trace in (before, found)]
+    assert check[0] == check[1]
 
 
 def test_a_chain_that_is_one_graph_is_told_apart_by_its_kernels() -> None:
@@ -211,6 +320,7 @@ def test_busy_is_the_union_and_wall_is_the_sum(spans: list[tuple[int, int, bool]
         for i, (start, length, graph) in enumerate(spans)
     ]
     host = [HostRange("step", 0, 10 * len(spans), 0), HostRange("decode.00", 0, 10**6, 0)]
+    assume(min(a.start_ns for a in work) < max(a.end_ns for a in work))
     found = report(Trace(work, host))
     covered = {t for a in work for t in range(a.start_ns, a.end_ns)}
     begin, end = min(a.start_ns for a in work), max(a.end_ns for a in work)
@@ -232,6 +342,12 @@ def test_cutting_an_export_keeps_the_report_and_drops_the_machine(tmp_path: Path
     assert b"cublas" not in gzip.decompress(target.read_bytes())
     with pytest.raises(ValueError, match="9 steps"):
         shrink_nsys.shrink(source, target, 9)
+    before = target.read_bytes()
+    for steps in ("0", "-1", "9"):  # was: a traceback, with an empty export in the place of the old
+        with pytest.raises(SystemExit) as refused:
+            shrink_nsys.main([str(source), str(target), "--steps", steps])
+        assert refused.value.code == 2
+        assert target.read_bytes() == before
 
 
 @pytest.mark.parametrize("path", STORED, ids=lambda path: path.name)

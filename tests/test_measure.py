@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from graphengine.cli import main
-from tools import measure
+from tools import measure, record_tests
 
 
 @pytest.mark.parametrize("name", measure.JOBS)
@@ -57,3 +57,37 @@ def test_a_failed_job_does_not_stop_the_rest(
     with pytest.raises(SystemExit) as refused:
         measure.main()
     assert refused.value.code == 2
+
+
+@pytest.mark.parametrize(
+    ("tool", "arguments", "message"),
+    [
+        ("measure", ["--out", "file", "4b"], "--out file"),
+        ("measure", ["--out", ".", "--seconds", "nan", "4b"], "--seconds nan"),
+        ("record_tests", ["--jobs", "0"], "--jobs 0"),
+        ("record_tests", ["--timeout", "nan"], "--timeout nan"),
+        ("record_tests", ["--alone", "["], "--alone ["),
+    ],
+)
+def test_tools_refuse_what_cannot_work(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tool: str,
+    arguments: list[str],
+    message: str,
+) -> None:
+    """Bug: a traceback after the tests were collected, or nan seconds that never run out."""
+    monkeypatch.chdir(tmp_path)
+    Path("file").touch()
+    monkeypatch.setattr(sys, "argv", [tool, *arguments])
+
+    def started(*args: object, **options: object) -> None:
+        raise AssertionError("something was started")
+
+    monkeypatch.setattr("subprocess.run", started)
+    monkeypatch.setattr("subprocess.Popen", started)
+    with pytest.raises(SystemExit) as refused:
+        {"measure": measure, "record_tests": record_tests}[tool].main()
+    assert refused.value.code == 2
+    assert message in capsys.readouterr().err

@@ -2,6 +2,11 @@
 
 import copy
 import json
+import os
+import resource
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +41,35 @@ def test_written_file_reads_back(tmp_path: Path) -> None:
     result = valid(tmp_path)
     assert json.loads((tmp_path / "r.json").read_text()) == result
     assert result_schema.validate(result) == []
+
+
+def test_a_file_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
+    """Bug: a full disk leaves half of a result, or ends in a traceback after the measurement."""
+    path, link = tmp_path / "a.svg", tmp_path / "link"
+    path.write_text("before")
+    link.symlink_to(path)
+    with pytest.raises(ValueError, match=r"a\.svg: cannot be written"), full_disk():
+        result_schema.write_whole(path, "after" * 1000)
+    assert path.read_text() == "before"
+    result_schema.write_whole(link, "after")
+    assert path.read_text() == "after" and link.is_symlink()
+    assert sorted(os.listdir(tmp_path)) == ["a.svg", "link"]
+    for place in ("/dev/full", "/dev/full/x.json", "/proc/nowhere/x.json"):
+        with pytest.raises(ValueError, match=place):
+            result_schema.write_result(place, "k", NUMBERS, config={}, env=ENVIRONMENT)
+
+
+@contextmanager
+def full_disk() -> Iterator[None]:
+    """Files of this process hold 100 bytes at most."""
+    before, handler = resource.getrlimit(resource.RLIMIT_FSIZE), signal.getsignal(signal.SIGXFSZ)
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, handler)
 
 
 def test_a_missing_key_is_named(tmp_path: Path) -> None:

@@ -142,7 +142,12 @@ def main() -> None:
     unknown = sorted(set(args.jobs) - set(JOBS))
     if unknown or args.out is None:
         parser.error(f"no such job: {unknown}; see --list" if unknown else "--out DIR is missing")
-    args.out.mkdir(parents=True, exist_ok=True)
+    if not args.seconds > 0:  # nan would be no limit at all
+        parser.error(f"--seconds {args.seconds}: pass more than 0")
+    try:
+        args.out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        parser.error(f"--out {args.out}: no folder ({error})")
     deadline = time.monotonic() + args.seconds
     summary: dict[str, float | str] = {}
     failed = False

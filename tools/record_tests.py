@@ -93,6 +93,12 @@ def main() -> None:
     parser.add_argument("--commit", help="where the checkout has no history")
     parser.add_argument("pytest", nargs="*", help="after --: what pytest shall select")
     args = parser.parse_args()
+    if args.jobs < 1 or not args.timeout > 0:
+        parser.error(f"--jobs {args.jobs} --timeout {args.timeout}: pass more than 0")
+    try:
+        re.compile(args.alone)
+    except re.error as error:
+        parser.error(f"--alone {args.alone}: no regular expression ({error})")
     began = time.monotonic()
     ids = collect(args.pytest)
     timed = [name for name in ids if re.search(args.alone, name)]

@@ -119,7 +119,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     if not options.target.name.endswith(".sqlite.gz"):
         parser.error(f"{options.target}: name the output *.sqlite.gz")
-    sums = shrink(options.source, options.target, options.steps)
+    if options.steps < 1:
+        parser.error(f"--steps {options.steps}: keep at least 1")
+    try:
+        sums = shrink(options.source, options.target, options.steps)
+    except ValueError as error:
+        parser.error(str(error))
     print(f"{options.target}: {options.target.stat().st_size} bytes")
     print(json.dumps(sums))
 

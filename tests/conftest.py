@@ -10,6 +10,14 @@ import sys
 from collections.abc import Generator
 
 import pytest
+from hypothesis import HealthCheck, settings
+
+# A busy machine makes inputs slowly; that says nothing about a test. The rest is as it was found:
+# hypothesis draws the same examples every time where the variable CI is set.
+settings.register_profile(
+    "patient", settings(), deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.load_profile("patient")
 
 NO_GPU = "needs a CUDA device: torch.cuda.is_available() is False"
 

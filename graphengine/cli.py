@@ -27,7 +27,7 @@ from graphengine.cli_compile import compile_
 from graphengine.cli_doctor import doctor
 from graphengine.cli_graphs import graphs
 from graphengine.cli_profile import profile
-from graphengine.cli_verify import out_of_memory, verify
+from graphengine.cli_verify import verify
 from graphengine.prompts import Conversation, read_prompt_file
 
 if TYPE_CHECKING:
@@ -159,7 +159,7 @@ def _ends_are_told() -> Iterator[None]:
             raise
         raise click.ClickException(f"the system refuses to go on: {error}") from error
     except (MemoryError, RuntimeError) as error:
-        lacking = out_of_memory(error)
+        lacking = shared.out_of_memory(error)
         if lacking is None:
             raise
         raise click.ClickException(

@@ -1,4 +1,4 @@
-"""Options that several commands share, each defined once: a name means the same in all of them.
+"""What commands share: options, each defined once, so that a name means the same in all of them.
 
 Each is a decorator, as click's own are; a command stacks those that it takes. Nothing here imports
 torch.
@@ -216,3 +216,12 @@ def check_place(option: str, file: Path | None, *, makes_folders: bool = False) 
 def as_json(text: str) -> Option:
     """`--json`."""
     return click.option("--json", "as_json", is_flag=True, help=text)
+
+
+def out_of_memory(error: Exception) -> str | None:
+    """What was lacking, for a message; None for any other error."""
+    # torch's own type exists for CUDA alone; on the CPU it raises a bare RuntimeError.
+    texts = ("out of memory", "not enough memory", "can't allocate memory")
+    if not isinstance(error, MemoryError) and not any(text in str(error) for text in texts):
+        return None
+    return f"out of memory ({str(error).strip().partition(chr(10))[0] or 'on the host'})"

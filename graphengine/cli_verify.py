@@ -128,27 +128,15 @@ def verify(ctx: click.Context, model: str | None, draft: str | None, **options: 
     except ValueError as error:
         raise click.UsageError(str(error)) from error
     except (MemoryError, RuntimeError) as error:
-        lacking = out_of_memory(error)
+        lacking = shared.out_of_memory(error)
         if lacking is None:
             raise
         # Not 1: nothing was found to be wrong.
         raise click.UsageError(
             f"{lacking}; lower --max-model-len, the largest --bucket or --gpu-memory-utilization"
         ) from error
-    except KeyboardInterrupt:
-        click.echo("interrupted", err=True)
-        ctx.exit(130)
     if not passed:
         ctx.exit(1)
-
-
-def out_of_memory(error: Exception) -> str | None:
-    """What was lacking, for a message; None for any other error."""
-    # torch's own type exists for CUDA alone; on the CPU it raises a bare RuntimeError.
-    texts = ("out of memory", "not enough memory", "can't allocate memory")
-    if not isinstance(error, MemoryError) and not any(text in str(error) for text in texts):
-        return None
-    return f"out of memory ({str(error).strip().partition(chr(10))[0] or 'on the host'})"
 
 
 def _verify(model: str | None, draft: str | None, options: dict[str, Any]) -> bool:
@@ -157,6 +145,7 @@ def _verify(model: str | None, draft: str | None, options: dict[str, Any]) -> bo
     from graphengine.verify_report import report_cells
     from graphengine.verify_run import Mode, matrix_modes
 
+    shared.check_place("--output-json", options["output_json"], makes_folders=True)
     bundled = model is None and draft is None
     model, draft = named_pair(model, draft)
     options["max_new_tokens"] = options["max_new_tokens"] or (

@@ -98,10 +98,7 @@ def finish(
     }
     if options["output_json"]:
         env = environment(options["commit"])
-        try:
-            write_result(options["output_json"], "verify", measured, config=document, env=env)
-        except OSError as error:
-            raise ValueError(f"--output-json: not written ({error}); name another file") from error
+        write_result(options["output_json"], "verify", measured, config=document, env=env)
         console.print(f"wrote {options['output_json']}", highlight=False)
     if options["as_json"]:
         click.echo(json.dumps({"config": document, "numbers": measured}))

@@ -238,19 +238,21 @@ def compile_flashinfer_ahead(
     It is a subprocess that makes no CUDA call, so it may run while weights load, segments compile
     and graphs are captured. Whoever plans first waits for its lock. What fails here is left to fail
     there, where it has a caller.
-    """
-    from flashinfer.jit import gen_batch_prefill_module
 
+    Args:
+        draft: None where it does not attend with FlashInfer.
+    """
     kinds = {(target.head_dim, False)}
     if draft is not None:
         kinds |= {(draft.model.head_dim, r.window is not None) for r in draft.attention_rules}
-    specs = [
-        # fa2; no positional encoding of its own, soft cap or fp16 products, as `plan` asks for.
-        gen_batch_prefill_module(
-            "fa2", *[dtype] * 3, torch.int32, dim, dim, 0, windowed, *[False] * 2
-        )
-        for dim, windowed in sorted(kinds)
-    ]
+    specs: list[Any] = []
+    with contextlib.suppress(Exception):  # another version may name and order things differently
+        from flashinfer.jit import gen_batch_prefill_module
+
+        for dim, windowed in sorted(kinds):
+            # fa2; no positional encoding of its own, soft cap or fp16 products, as `plan` asks for.
+            arguments = (*[dtype] * 3, torch.int32, dim, dim, 0, windowed, False, False)
+            specs.append(gen_batch_prefill_module("fa2", *arguments))
 
     def build() -> None:
         for spec in specs:

@@ -147,7 +147,9 @@ def build(
         )
 
     if "flashinfer" in (config.attention_backend, config.prefill_attention_backend):
-        compile_flashinfer_ahead(dtype, target_config, draft_config)
+        # Prefills run the target's attention alone.
+        decodes = config.attention_backend == "flashinfer"
+        compile_flashinfer_ahead(dtype, target_config, draft_config if decodes else None)
     is_dummy = options.load_format == "dummy"
     plan = plan_memory(
         config,

@@ -29,8 +29,7 @@ Examples:
   graphengine compile qwen3-8b --draft qwen3-8b-dflash-b16 --fresh --output qwen3-8b.tar.gz
   graphengine run Qwen/Qwen3-8B --draft z-lab/Qwen3-8B-DFlash-b16 --artifact qwen3-8b.tar.gz
 """
-# Prompts of up to 16, 32 and 64 tokens each have kernels of their own for our GEMM.
-_PROMPT_TOKENS = (9, 17, 33)
+_PROMPT_TOKENS = 17  # more than a page; the lengths with kernels of their own are warmup's business
 
 
 @click.command("compile", epilog=_EPILOG)
@@ -107,10 +106,8 @@ def _compile(store: Store, model: str | None, draft: str | None, options: dict[s
     ) as engine:
         built_s = time.perf_counter() - began
         longest = engine.config.max_model_len - 1
-        for length in _PROMPT_TOKENS:
-            engine.generate([[1] * min(length, longest)], max_new_tokens=2, ignore_eos=True)
         for size in engine.config.buckets:
-            prompts = [[1] * min(_PROMPT_TOKENS[-1], longest)] * size
+            prompts = [[1] * min(_PROMPT_TOKENS, longest)] * size
             engine.generate(prompts, max_new_tokens=2, ignore_eos=True)
         startup, built = engine.startup, engine.built
         compiled = artifact.engine_parts(engine.config, built.target, built.draft)

@@ -34,8 +34,13 @@ def test_compiled_step_mutates_the_cache_in_place() -> None:
 
     def arguments():
         generator = torch.Generator().manual_seed(0)
-        rand = lambda *shape: torch.randn(*shape, generator=generator)  # noqa: E731
-        ints = lambda *x, dtype=torch.int64: torch.tensor(x, dtype=dtype)  # noqa: E731
+
+        def rand(*shape: int) -> torch.Tensor:
+            return torch.randn(*shape, generator=generator)
+
+        def ints(*x: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
+            return torch.tensor(x, dtype=dtype)
+
         state = (
             ints(5, 0, dtype=torch.int32),
             torch.ones(B, 6, dtype=torch.int32),

@@ -25,6 +25,8 @@ from graphengine.kernels import (
     argmax,
     block_attention,
     context_kv,
+    filter_threshold,
+    gumbel_argmax,
     qk_norm_rope,
     skinny_linear,
 )
@@ -95,9 +97,18 @@ def advance(B: int, G: int) -> None:
     )
 
 
+def draw(T: int, B: int, dtype: torch.dtype) -> None:
+    logits, best, row = empty(T, 151936, dtype=dtype), ints(T), empty(B, dtype=FP32)
+    threshold = filter_threshold.filter_threshold(
+        logits, best, row, row, ints(B, dtype=torch.int32)
+    )
+    gumbel_argmax.gumbel_argmax(logits, best, threshold, ints(T), row, ints(B))
+
+
 TALL = SkinnyConfig(rows=256, block_k=128, num_stages=2, num_warps=8)
 LAUNCHES: dict[str, Callable[[], Any]] = {
     "argmax": lambda: (argmax.argmax_rows(empty(16, 151936)), argmax.argmax_rows(empty(1, 512))),
+    "sampled tail": lambda: (draw(16, 1, BF16), draw(256, 16, FP32)),
     "accept": lambda: (advance(3, 16), advance(1, 1)),
     "norm, rope and writes": lambda: project(16, 32, 8, 128),
     "attention": lambda: attend(BF16, 128, 16, True, None),

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from graphengine.api import Engine
-from graphengine.bench_busy import busy_ms
+from graphengine.bench_busy import busy_fraction
 from graphengine.build import Built
 from graphengine.config import DraftConfig, ModelConfig
 from graphengine.engine import DecodeLoop
@@ -61,7 +61,7 @@ class CaseResult:
     num_tokens: int = 0
     step_bytes: float = 0.0
     context_tokens: int = 0
-    gpu_busy_ms: float | None = None
+    busy_fraction: float | None = None
     digest: str = ""
 
     @property
@@ -103,12 +103,12 @@ class CaseResult:
                 "over_floor_ratio": median / floor,
                 "bandwidth_percent": achieved / read_gbps * 100,
             }
-        if self.gpu_busy_ms is not None:
-            idle = max(median - self.gpu_busy_ms, 0.0)
+        if self.busy_fraction is not None:
+            busy = min(self.busy_fraction, 1.0)
             numbers |= {
-                "gpu_busy_ms": self.gpu_busy_ms,
-                "gpu_idle_ms": idle,
-                "gpu_idle_percent": idle / median * 100,
+                "gpu_busy_ms": median * busy,
+                "gpu_idle_ms": median * (1 - busy),
+                "gpu_idle_percent": (1 - busy) * 100,
             }
         return numbers
 
@@ -162,7 +162,8 @@ def run_case(engine: Engine, case: Case, progress: Callable[[int], None]) -> Cas
             )
     with torch.no_grad():
         requests = submit()
-        result.gpu_busy_ms = busy_ms(built.loop, requests, statistics.median(result.host_ms))
+        host_ms = statistics.median(result.host_ms)
+        result.busy_fraction = busy_fraction(built.loop, requests, host_ms)
         built.loop.reset()
     context_tokens = result.mean_context_tokens * case.bucket
     result.step_bytes = weight_bytes(built, case.bucket) + context_tokens * token_bytes(built)

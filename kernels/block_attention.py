@@ -46,6 +46,7 @@ from graphengine.kernels.interpreter import INTERPRET
 LOG2_E = 1.4426950408889634
 MAX_ROWS = 64  # packed rows (G * N/K) in one tile; more become more programs
 MIN_ROWS = 16  # the least that a tensor-core dot takes
+HOPPER_SMEM_BYTES = 227 * 1024
 
 
 class LaunchConfig(NamedTuple):
@@ -108,14 +109,25 @@ def choose_num_splits(
     return max(1, min(MAX_SPLITS, num_sms // (num_requests * num_kv_heads * row_tiles)))
 
 
-def choose_config(num_splits: int) -> LaunchConfig:
+def choose_config(
+    num_splits: int, row_bytes: int = 256, smem_bytes: int = HOPPER_SMEM_BYTES
+) -> LaunchConfig:
     """The default sizes for Z splits (`tools/bench_kernels.py --sweep block_attention`).
 
-    one_split: at batch 1 one split up to 512 keys instead of 256 costs 3 us a layer, up to 64 gains
-    nothing (H200). For few splits the values come from an estimate of 8 ns a key that is too low
-    by far: the profile at batch 16 says 60 (profiles/LOG.md, 2026-11-21); to be swept.
+    Many splits, batch 1: one split up to 512 keys instead of 256 costs 3 us a layer, up to 64 gains
+    nothing. Few, batches 8 and 16: a program has most keys of a request, so tiles are large where
+    they fit. Against tiles of 64 keys and the prefetch, microseconds at 400 / 1k / 8k keys, H200:
+    batch 8 12.8 / 23.4 / 98.4 -> 12.2 / 17.4 / 75.6, batch 16 13.9 / 28.0 / 179.8 ->
+    14.2 / 24.9 / 137.3 (profiles/results/2026-11-22-h200-attention-sweep.json).
+
+    Args: row_bytes: of one key, H * element size. smem_bytes: shared memory that a program may use.
     """
-    return LaunchConfig(one_split=256 if num_splits > 4 else 512 if num_splits > 2 else 1024)
+    if num_splits > 2:
+        return LaunchConfig(one_split=256 if num_splits > 4 else 512)
+    wide = LaunchConfig(kv_tile=128, chunk=256 if num_splits == 1 else 128, one_split=512)
+    if (2 * wide.kv_tile * wide.num_stages + MAX_ROWS) * row_bytes > smem_bytes:
+        return LaunchConfig(one_split=1024)
+    return wide._replace(prefetch=False)
 
 
 def block_attention_reference(
@@ -207,7 +219,9 @@ def block_attention(
     if H < 16 or H > 256 or H & (H - 1):
         raise ValueError(f"head_dim {H}: the Triton kernel needs a power of two from 16 to 256")
     num_splits = workspace.lse_ZTN.shape[0]
-    config = config or choose_config(num_splits)
+    if config is None:
+        row_bytes = H * q_TNH.element_size()
+        config = choose_config(num_splits, row_bytes, _smem_bytes(q_TNH.device))
     kv_tile, num_warps = config.kv_tile, config.num_warps
     if q_TNH.dtype == torch.float32:
         # An fp32 product keeps its operands in registers: with 4 warps a thread of a 64 x 128 tile
@@ -264,6 +278,12 @@ def _row_tiling(packed_rows: int) -> tuple[int, int]:
     """(rows of a tile, tiles) for G * N/K packed rows."""
     rows = min(MAX_ROWS, max(MIN_ROWS, 1 << (packed_rows - 1).bit_length()))
     return rows, (packed_rows + rows - 1) // rows
+
+
+def _smem_bytes(device: torch.device) -> int:
+    if device.type != "cuda":
+        return HOPPER_SMEM_BYTES  # interpreted: as there
+    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
 
 
 def _has_pdl(device: torch.device) -> bool:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 MIN_COLS = 16  # activation rows are padded to this: the least that a tensor-core dot takes
 MAX_T = 128
-SKINNY_T = 64  # above it cuBLAS streams the weights as well, and x no longer hides in L2
+SKINNY_T = 64  # above it cuBLAS streams most weights as well: only what is in the table is ours
 DEFAULT_SMS = 132  # of the table and the default rule; the grid asks the device
 MAX_SPLITS = 8  # Inductor unrolls a sum over fewer than 8; more partials cost more than they give
 PDL_OFF, PDL_LATE, PDL_EARLY = 0, 1, 2
@@ -28,7 +28,7 @@ class SkinnyConfig(NamedTuple):
     use_tma: int = 1  # 0: the pointer kernel even on Hopper
 
 
-# (E, D, bytes of a weight, T rounded up to 16, 32, 64) -> config. Filled by tools/tune_skinny.py.
+# (E, D, bytes of a weight, T rounded up to 16 .. 128) -> config. Filled by tools/tune_skinny.py.
 TUNED: dict[tuple[int, int, int, int], SkinnyConfig] = {
     (6144, 4096, 2, 16): SkinnyConfig(64, 256, 5, 4, 1, 4, 2, 1),
     (4096, 4096, 2, 16): SkinnyConfig(64, 256, 5, 2, 1, 4, 2, 1),
@@ -48,6 +48,11 @@ TUNED: dict[tuple[int, int, int, int], SkinnyConfig] = {
     (2560, 9728, 2, 16): SkinnyConfig(64, 256, 5, 3, 1, 4, 2, 1),
     (2560, 12800, 2, 16): SkinnyConfig(64, 128, 10, 3, 1, 4, 1, 1),
     (151936, 2560, 2, 16): SkinnyConfig(128, 128, 5, 1, 1, 4, 1, 1),
+    (6144, 4096, 2, 128): SkinnyConfig(64, 128, 4, 1, 1, 4, 2, 1),
+    (4096, 4096, 2, 128): SkinnyConfig(64, 128, 4, 2, 1, 4, 1, 1),
+    (24576, 4096, 2, 128): SkinnyConfig(128, 128, 2, 1, 1, 8, 2, 1),
+    (4096, 12288, 2, 128): SkinnyConfig(64, 128, 4, 2, 1, 4, 2, 1),
+    (4096, 20480, 2, 128): SkinnyConfig(128, 128, 3, 4, 1, 8, 1, 1),
 }
 
 
@@ -62,12 +67,15 @@ def choose_config(
     """The tuned config of a shape on a Hopper GPU, the rule's otherwise; None for cuBLAS.
 
     Args: T, E, D: of x [T, D] and weight [E, D] (SwiGLU: E = J). weight_bytes: 2, or 1 for FP8.
-    Returns: a config for the functions below, or None where F.linear is faster (T > 64).
+    Returns: a config for the functions below, or None where F.linear is faster (T > 64, unless the
+    shape is in the table).
     """
-    if not 1 <= T <= SKINNY_T:
+    if not 1 <= T <= MAX_T:
         return None
     tuned = TUNED.get((E, D, weight_bytes, num_columns(T)))
-    return tuned or rule_config(T, E, D, weight_bytes, swiglu)
+    if tuned is None and T <= SKINNY_T:
+        return rule_config(T, E, D, weight_bytes, swiglu)
+    return tuned
 
 
 def rule_config(T: int, E: int, D: int, weight_bytes: int, swiglu: bool) -> SkinnyConfig:

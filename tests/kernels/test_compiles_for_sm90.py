@@ -32,7 +32,7 @@ from graphengine.kernels import (
 )
 from graphengine.kernels.fp8 import FP8, Fp8Scales
 from graphengine.kernels.interpreter import INTERPRET
-from graphengine.kernels.skinny_config import SkinnyConfig
+from graphengine.kernels.skinny_config import TUNED, SkinnyConfig
 
 SHARED_MEMORY_BYTES = 227 * 1024
 MAX_STACK_BYTES = 1024  # a thread's; more is spilled registers
@@ -55,8 +55,8 @@ def ints(*shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
     return empty(*shape, dtype=dtype)
 
 
-def attend(dtype: torch.dtype, H: int, G: int, causal: bool, window: int | None, **config: Any):
-    B, N, K, S, W, Z = 2, 32, 8, 16, 260, 8
+def attend(dtype: torch.dtype, H: int, G: int, causal: bool, window: int | None, **options: Any):
+    B, N, K, S, W, Z = 2, 32, 8, 16, 260, options.pop("splits", 8)
     block_attention.block_attention(
         empty(B * G, N, H, dtype=dtype),
         empty(2, 9, S, K, H, dtype=dtype),
@@ -66,7 +66,7 @@ def attend(dtype: torch.dtype, H: int, G: int, causal: bool, window: int | None,
         causal,
         empty(B * G, N, H, dtype=dtype),
         block_attention.workspace(B, G, N, H, Z, "cuda"),
-        block_attention.choose_config(Z)._replace(**config),
+        block_attention.choose_config(Z, H * dtype.itemsize)._replace(**options),
         window,
     )
 
@@ -112,6 +112,10 @@ LAUNCHES: dict[str, Callable[[], Any]] = {
     "accept": lambda: (advance(3, 16), advance(1, 1)),
     "norm, rope and writes": lambda: project(16, 32, 8, 128),
     "attention": lambda: attend(BF16, 128, 16, True, None),
+    "attention, two splits": lambda: attend(BF16, 128, 16, True, None, splits=2),
+    "attention, one split": lambda: attend(BF16, 128, 16, False, None, splits=1),
+    "attention, one split, float32": lambda: attend(FP32, 64, 16, True, 300, splits=1),
+    "attention, wide heads": lambda: attend(BF16, 256, 16, True, None, splits=1),
     "attention, window, merge launched": lambda: attend(
         BF16, 64, 16, False, 300, fused_merge=False
     ),
@@ -119,6 +123,11 @@ LAUNCHES: dict[str, Callable[[], Any]] = {
     "attention in float32": lambda: attend(FP32, 128, 16, True, None),
     "GEMM": lambda: multiply(16, SkinnyConfig(64, 256, 5, 4, 1, 4, 2, 1)),
     "GEMM, 128 rows": lambda: multiply(128, TALL),
+    "GEMM, 128 rows, of the table": lambda: [
+        multiply(128, config, swiglu=E > 6144)
+        for (E, _, _, T), config in TUNED.items()
+        if T == 128
+    ],
     "GEMM, SwiGLU": lambda: multiply(64, SkinnyConfig(block_k=64), swiglu=True),
     "GEMM, FP8, SwiGLU": lambda: multiply(16, SkinnyConfig(num_stages=2), True, FP8),
     "GEMM without TMA": lambda: multiply(7, SkinnyConfig(block_k=64, use_tma=0)),
@@ -147,7 +156,9 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
     # CPU builds of torch refuse to index what claims to be on a GPU.
     monkeypatch.setattr(FakeTensor, "__getitem__", lambda self, i: self.select(0, i))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
-    properties = SimpleNamespace(multi_processor_count=132)
+    properties = SimpleNamespace(
+        multi_processor_count=132, shared_memory_per_block_optin=SHARED_MEMORY_BYTES
+    )
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device=None: properties)
     qk_norm_rope.supports_pdl.cache_clear()
     with FakeTensorMode():

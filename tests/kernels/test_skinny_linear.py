@@ -15,6 +15,7 @@ from graphengine.kernels.skinny_config import (
     PDL_EARLY,
     PDL_LATE,
     PDL_OFF,
+    TUNED,
     SkinnyConfig,
     choose_config,
     num_columns,
@@ -222,12 +223,14 @@ def test_chosen_configs_fit(hidden, width, weight_bytes) -> None:
             # FP8 activations are two rows of one byte: as many bytes as bf16.
             tile = config.rows * (2 if swiglu else 1) * weight_bytes + cols * 2
             stages = tile * config.block_k * config.num_stages
-            epilogue = config.rows * cols * 4
+            epilogue = min(config.rows * cols * 4, 16384)  # the layout is turned in parts
             resident = config.ctas_per_sm if T <= 64 else 1
             assert (stages + epilogue + 2048) * resident <= SHARED_MEMORY_BYTES
             assert 1 <= config.num_splits < MAX_SPLITS
             assert not (swiglu and config.num_splits > 1)
-    assert choose_config(65, 4096, 4096) is None
+    assert choose_config(65, 4096, 4096) == TUNED[4096, 4096, 2, 128]
+    assert choose_config(65, 4096, 4112) is None
+    assert choose_config(129, 4096, 4096) is None
     assert choose_config(0, 4096, 4096) is None
 
 

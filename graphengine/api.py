@@ -151,8 +151,9 @@ class Engine:
                 memory plan leaves, at most what all rows need at full length.
             simulate_acceptance: draw this mean acceptance length instead of comparing drafts;
                 for measuring speed without a trained drafter, the output is meaningless.
-            draft_quantization: "fp8" rounds the drafter's weights and its copy of the head; the
-                output stays the target's, acceptance may suffer.
+            draft_quantization: "fp8" rounds the drafter's weights and its copy of the head, for
+                forwards of up to 64 rows; "fp8-dynamic" for all, and in larger ones the
+                activations too. The output stays the target's, acceptance may suffer.
             lazy_capture: build only the bucket of the first batch ahead, each other one at its
                 first use, between steps: an earlier start, paid by a later request.
             first_batch: with lazy_capture, how many requests come first.

@@ -24,6 +24,7 @@ from __future__ import annotations
 import ctypes
 import gzip
 import hashlib
+import importlib.util
 import json
 import os
 import platform
@@ -62,6 +63,28 @@ class Store(NamedTuple):
     folder: Path
     parts: Parts
     notes: list[str]
+
+
+# --- compilers ---
+
+
+def compiler_files() -> dict[str, str]:
+    """Environment variable -> Triton's own ptxas and libdevice, for as many as there are.
+
+    Triton's keys contain both. Unless the environment names them, Inductor points Triton at torch's
+    or CUDA's instead, but only once it compiles something itself: a start that found everything
+    compiled looked for our kernels under other keys than the start that had compiled them (22 of
+    30 on an H200, torch 2.11).
+    """
+    spec = importlib.util.find_spec("triton")
+    if spec is None or spec.origin is None:
+        return {}
+    folder = Path(spec.origin).parent / "backends" / "nvidia"
+    found = {
+        "TRITON_PTXAS_PATH": folder / "bin" / "ptxas",
+        "TRITON_LIBDEVICE_PATH": folder / "lib" / "libdevice.10.bc",
+    }
+    return {name: str(path) for name, path in found.items() if path.is_file()}
 
 
 # --- keys ---

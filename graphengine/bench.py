@@ -28,7 +28,7 @@ from graphengine.bench_busy import busy_fraction
 from graphengine.build import Built
 from graphengine.config import DraftConfig, ModelConfig
 from graphengine.engine import DecodeLoop
-from graphengine.kernels.skinny_config import SKINNY_T
+from graphengine.forward import MAX_QUANTIZED_ROWS
 from graphengine.profiles.plot import percentile
 from graphengine.request import Request
 
@@ -202,9 +202,8 @@ def weight_bytes(built: Built, num_requests: int) -> float:
     head = target.vocab_size * target.hidden_size
     total = size * (target.num_hidden_layers * target.num_layer_parameters + head)
     if draft is not None:
-        is_fp8 = (
-            built.config.draft_quantization == "fp8" and num_requests * draft.block_size <= SKINNY_T
-        )
+        max_rows = MAX_QUANTIZED_ROWS[built.config.draft_quantization]
+        is_fp8 = num_requests * draft.block_size <= max_rows
         head = draft.num_draft_ids * draft.model.hidden_size
         total += (1 if is_fp8 else size) * (_draft_parameters(draft) + head)
     return float(total)

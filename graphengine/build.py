@@ -38,7 +38,7 @@ from graphengine.config import (
 )
 from graphengine.engine import DecodeLoop
 from graphengine.fallback import FallbackLoop
-from graphengine.forward import Drafter, Target
+from graphengine.forward import MAX_QUANTIZED_ROWS, Drafter, Target
 from graphengine.hub import resolve
 from graphengine.kvcache import PageAllocator, make_pool, pages_for
 from graphengine.memory import MemoryPlan, device_memory, num_positions, plan_memory
@@ -178,7 +178,8 @@ def build(
             vocabulary = draft_vocabulary(drafter_source, draft_config, weights)
             drafter_weights = draft_weights(drafter_source, draft_config, positions, device)
         quantized = quantized_head = None
-        if config.draft_quantization == "fp8" and drafter_weights is not None and vocabulary:
+        max_quantized_rows = MAX_QUANTIZED_ROWS[config.draft_quantization]
+        if max_quantized_rows and drafter_weights is not None and vocabulary:
             quantized = quantized_draft_weights(drafter_weights)
             quantized_head = quantize_fp8(vocabulary.lm_head_VD)
         trees = (weights, vocabulary, drafter_weights, quantized, quantized_head)
@@ -200,6 +201,7 @@ def build(
                 target_ids_V=vocabulary.target_ids_V,
                 quantized=quantized,
                 quantized_lm_head_VD=quantized_head,
+                max_quantized_rows=max_quantized_rows,
                 kv_pool=make_pool(draft_config.model, num_pages, config.page_size, dtype, device),
             )
         buffers = StepBuffers.make(
@@ -380,8 +382,10 @@ def resolve_options(
         if draft is None:
             raise ValueError("--simulate-acceptance needs a drafter; pass --draft")
         acceptance_rate(options.simulate_acceptance, draft.num_draft_tokens)
-    if options.draft_quantization == "fp8" and draft is None:
-        raise ValueError("--draft-quantization fp8 needs a drafter; pass --draft")
+    if options.draft_quantization != "none" and draft is None:
+        raise ValueError(
+            f"--draft-quantization {options.draft_quantization} needs a drafter; pass --draft"
+        )
     if options.sampling and options.simulate_acceptance is not None:
         raise ValueError(
             "sampling needs real acceptance; leave out --simulate-acceptance or --temperature"

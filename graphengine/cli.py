@@ -133,11 +133,9 @@ def compiled_code(device: str, artifact: Path | None) -> Iterator[Store | None]:
             store.notes.append(
                 f"{artifact} does not fit and is not used; compiling anew. " + "; ".join(found)
             )
-    ours = {
-        name: str(store.folder / part)
-        for name, part in _CACHE_VARIABLES.items()
-        if name not in os.environ
-    }
+    ours = {name: str(store.folder / part) for name, part in _CACHE_VARIABLES.items()}
+    ours |= artifacts.compiler_files()
+    ours = {name: value for name, value in ours.items() if name not in os.environ}
     os.environ.update(ours)
     try:
         yield store

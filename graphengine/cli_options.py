@@ -11,11 +11,12 @@ import math
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import click
 
 from graphengine.bytesize import parse_bytes
+from graphengine.config import DraftQuantization
 
 Option = Callable[[Any], Any]
 
@@ -128,9 +129,10 @@ PAGE_SIZE = click.option(
 )
 DRAFT_QUANTIZATION = click.option(
     "--draft-quantization",
-    type=click.Choice(["none", "fp8"]),
+    type=click.Choice(get_args(DraftQuantization)),
     default="none",
-    help="fp8: round the drafter's weights; verification keeps the output what the target says.",
+    help="fp8: round the drafter's weights, in forwards of up to 64 rows; fp8-dynamic: in all, and "
+    "in larger ones its activations too. Verification keeps the output what the target says.",
 )
 EXECUTION = _group(GRAPH_MODE, COMPILE, ATTENTION_BACKEND, DEVICE, DTYPE, PAGE_SIZE)
 

@@ -18,7 +18,7 @@ GraphMode = Literal["none", "piecewise", "full"]
 AttentionBackend = Literal["flashinfer", "triton", "torch"]
 DeviceName = Literal["cpu", "cuda"]
 DTypeName = Literal["bfloat16", "float32"]
-DraftQuantization = Literal["none", "fp8"]
+DraftQuantization = Literal["none", "fp8", "fp8-dynamic"]
 DraftFormat = Literal["z-lab-old", "z-lab", "speculators", "deepspec"]
 SlotConvention = Literal["anchor-dropped", "anchor-first"]
 
@@ -412,7 +412,8 @@ class EngineConfig:
     generated) of one request. `prefill_chunk`: rows of one prefill forward. `kv_cache_memory`: most
     bytes of the K/V pool; None takes what memory allows. `simulate_acceptance`: a mean acceptance
     length to draw instead of comparing drafts (measuring speed only).
-    `draft_quantization`: "fp8" rounds the drafter's matrices; the output stays the target's.
+    `draft_quantization`: "fp8" rounds the drafter's matrices, "fp8-dynamic" in large batches its
+    activations too; the output stays the target's.
     `speculation_limit`: the last position at which a block may begin; from there a request decodes
     plainly. `acceptance_floor`: mean acceptance length below which is warned; 0 never.
     `fallback`: decode plainly where speculation is measured to lose.

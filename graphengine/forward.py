@@ -11,6 +11,7 @@ Legend: B requests, G block length, T rows, N / H query heads / head dim, C = ta
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -21,7 +22,7 @@ from torch import Tensor
 from graphengine.attention import Attention as AttentionBackend
 from graphengine.buffers import StepBuffers
 from graphengine.capture.steps import Attention, Carry, Dense, Step
-from graphengine.config import DraftConfig, ModelConfig
+from graphengine.config import DraftConfig, DraftQuantization, ModelConfig
 from graphengine.kernels.accept import accept_and_advance_
 from graphengine.kernels.argmax import argmax_rows
 from graphengine.kernels.context_kv import context_kv_write_
@@ -53,6 +54,15 @@ class Target:
     kv_pool: Tensor
 
 
+# Most rows of a drafter's forward in FP8. Our GEMM keeps activations exact; above its rows they
+# would be rounded as well, which only "fp8-dynamic" does.
+MAX_QUANTIZED_ROWS: dict[DraftQuantization, float] = {
+    "none": 0,
+    "fp8": SKINNY_T,
+    "fp8-dynamic": math.inf,
+}
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Drafter:
     """A loaded drafter and its K/V pool, which shares the target's page table.
@@ -68,12 +78,17 @@ class Drafter:
     kv_pool: Tensor
     target_ids_V: Tensor | None = None
     quantized: DraftWeights | None = None
-    """The same weights in FP8 with `quantized_lm_head_VD`, for as many rows as our GEMM takes."""
+    """The same weights in FP8 with `quantized_lm_head_VD`, for forwards of few enough rows."""
     quantized_lm_head_VD: Matrix | None = None
+    max_quantized_rows: float = 0
 
     def at(self, num_rows: int) -> tuple[DraftWeights, Matrix]:
         """Weights and head for a forward of `num_rows` rows."""
-        if self.quantized is None or self.quantized_lm_head_VD is None or num_rows > SKINNY_T:
+        if (
+            self.quantized is None
+            or self.quantized_lm_head_VD is None
+            or num_rows > self.max_quantized_rows
+        ):
             return self.weights, self.lm_head_VD
         return self.quantized, self.quantized_lm_head_VD
 

@@ -249,7 +249,7 @@ def _plan(
             layers = draft_weights(source, draft, positions, META)
             ropes.append(layers.rope_PH)
             drafter = tuple(distinct_tensors((vocabulary, layers)))
-            if config.draft_quantization == "fp8":
+            if config.draft_quantization != "none":
                 _, own_head, _ = vocabulary
                 head = weights.lm_head_VD if own_head is None else own_head
                 copies = quantized_draft_weights(layers), quantize_fp8(head)

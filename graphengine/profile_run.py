@@ -69,7 +69,7 @@ def read_file(model: str | None, draft: str | None, options: dict[str, Any]) -> 
     if model is not None:
         target, drafter = read_configs(model, draft)
         itemsize = 4 if options["dtype"] == "float32" else 2
-        draft_itemsize = 1 if options["draft_quantization"] == "fp8" else itemsize
+        draft_itemsize = itemsize if options["draft_quantization"] == "none" else 1
         facts["segment_bytes"] = segment_bytes(target, drafter, itemsize, draft_itemsize)
     elif beside.is_file():
         facts = _read_facts(beside)

@@ -17,7 +17,7 @@ import torch
 
 from graphengine.api import Engine
 from graphengine.bench import _timed_steps
-from graphengine.kernels.skinny_config import SKINNY_T
+from graphengine.forward import MAX_QUANTIZED_ROWS
 from graphengine.profiles import ranges
 from graphengine.profiles.segment_bytes import segment_bytes
 
@@ -83,8 +83,8 @@ def run_steps(
         loop.reset()
     num_tokens = sum(tokens for _, _, tokens in unprofiled)
     itemsize = getattr(torch, built.config.dtype).itemsize
-    # FP8 copies of the drafter's matrices are read by the skinny kernel alone.
-    is_fp8 = built.config.draft_quantization == "fp8" and workload.bucket * block <= SKINNY_T
+    max_rows = MAX_QUANTIZED_ROWS[built.config.draft_quantization]
+    is_fp8 = workload.bucket * block <= max_rows
     has_gpu = built.config.device == "cuda"
     return {
         "workload": asdict(workload),

@@ -79,7 +79,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "bench_report": {"bench", "profiles.plot"},
     "cli": {"*"},
     "cli_compile": {"*"},
-    "cli_options": {"bytesize"},
+    "cli_options": {"bytesize", "config"},
     "cli_run": {
         *("api", "artifact", "guards", "prompts", "report", "sampling", "tokenizer"),
         "profiles.ranges",

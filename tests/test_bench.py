@@ -114,6 +114,8 @@ def test_bytes_of_the_8b_preset_by_hand() -> None:
 
     assert weight_bytes(built("none", draft), 1) == 2 * (verify + drafter) == 18_561_892_352
     assert weight_bytes(built("fp8", draft), 1) == 2 * verify + drafter
+    assert weight_bytes(built("fp8", draft), 8) == 2 * (verify + drafter)
+    assert weight_bytes(built("fp8-dynamic", draft), 8) == 2 * verify + drafter
     assert weight_bytes(built("none", None), 1) == 2 * verify
     assert token_bytes(built("none", draft)) == 2 * 2 * (36 + 5) * kv
     assert token_bytes(built("none", None)) == 2 * 2 * 36 * kv

@@ -19,6 +19,7 @@ from graphengine import forward
 from graphengine.api import Engine
 from graphengine.config import DraftConfig
 from graphengine.hub import TINY_DRAFT, TINY_TARGET
+from graphengine.kernels.skinny_config import SKINNY_T
 from graphengine.models.layers import Fp8Matrix
 from graphengine.pairs import read_json
 from tests.checkpoints import as_deepspec, as_speculators, edit_config, make_drafter, make_target
@@ -274,6 +275,24 @@ def test_fp8_rounds_the_drafters_own_head(tmp_path: Path, pair: Pair) -> None:
         torch.testing.assert_close(head.dense(torch.float32), loaded.lm_head_VD, rtol=0.1, atol=0.1)
         (result,) = engine.generate(PROMPTS[0], max_new_tokens=NUM_TOKENS, ignore_eos=True)
     assert result.token_ids == pair.truth[tuple(PROMPTS[0])][:NUM_TOKENS]
+
+
+@pytest.mark.parametrize(("quantization", "is_fp8"), [("fp8", False), ("fp8-dynamic", True)])
+def test_fp8_in_large_batches(tmp_path: Path, pair: Pair, quantization: Any, is_fp8: bool) -> None:
+    """Bug: above our GEMM's rows "fp8" rounds activations unasked, "fp8-dynamic" multiplies in full
+    precision, or a wrong draft reaches the output."""
+    drafter = FORMATS["z-lab"](tmp_path, pair.directory)
+    with Engine.from_pretrained(
+        pair.directory, drafter, buckets=(20,), draft_quantization=quantization
+    ) as engine:
+        loaded = engine.built.loop._prefill.drafter
+        assert loaded is not None
+        assert isinstance(loaded.at(SKINNY_T)[1], Fp8Matrix)
+        assert isinstance(loaded.at(SKINNY_T + 1)[1], Fp8Matrix) == is_fp8
+        prompts = [PROMPTS[0]] * 20
+        results = engine.generate(prompts, max_new_tokens=NUM_TOKENS, ignore_eos=True)
+    for result in results:
+        assert result.token_ids == pair.truth[tuple(PROMPTS[0])][:NUM_TOKENS]
 
 
 def test_flashinfer_refuses_what_it_cannot_express(tmp_path: Path, pair: Pair) -> None:

@@ -15,8 +15,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from graphengine.config import RopeConfig
-from graphengine.kernels.fp8 import Fp8Scales, quantize_rows_fp8, split_rows_fp8
-from graphengine.kernels.skinny_config import SkinnyConfig, choose_config
+from graphengine.kernels.fp8 import (
+    Fp8Scales,
+    quantize_rows_fp8,
+    round_rows_fp8,
+    split_rows_fp8,
+)
+from graphengine.kernels.skinny_config import SKINNY_T, SkinnyConfig, choose_config
 from graphengine.kernels.skinny_linear import skinny_linear, skinny_linear_partials, skinny_swiglu
 
 
@@ -56,7 +61,7 @@ def linear(x: Tensor, matrix: Matrix, bias: Tensor | None = None) -> Tensor:
     if config is not None and config.num_splits == 1:
         x, weight, scales = operands(x, matrix)
         return skinny_linear(x, weight, config=config, scales=scales)
-    return F.linear(x, dense(matrix, x.dtype), bias)
+    return library_linear(x, matrix, bias)
 
 
 def linear_partials(x: Tensor, matrix: Matrix, bias: Tensor | None = None) -> Tensor:
@@ -68,7 +73,7 @@ def linear_partials(x: Tensor, matrix: Matrix, bias: Tensor | None = None) -> Te
     """
     config = skinny_config(x, matrix) if bias is None else None
     if config is None:
-        return F.linear(x, dense(matrix, x.dtype), bias)
+        return library_linear(x, matrix, bias)
     x, weight, scales = operands(x, matrix)
     return skinny_linear_partials(x, weight, config=config, scales=scales)
 
@@ -77,9 +82,35 @@ def linear_swiglu(x: Tensor, gate_up: Matrix) -> Tensor:
     """`swiglu(x @ gate_up^T)`: rows packed [gate | up], [T, D] -> [T, I]."""
     config = skinny_config(x, gate_up, swiglu=True)
     if config is None:
-        return swiglu(F.linear(x, dense(gate_up, x.dtype)))
+        return swiglu(library_linear(x, gate_up))
     x, weight, scales = operands(x, gate_up)
     return skinny_swiglu(x, weight, config=config, scales=scales)
+
+
+def library_linear(x: Tensor, matrix: Matrix, bias: Tensor | None = None) -> Tensor:
+    """`linear` without our GEMM.
+
+    An FP8 matrix and more rows than our GEMM takes: x is rounded too, each row with a scale of its
+    own (as vLLM's dynamic per-token scales), because from there on the tensor cores are the limit
+    and two FP8 products cost as much as one in bf16.
+    """
+    if not isinstance(matrix, Fp8Matrix) or x.shape[0] <= SKINNY_T:
+        return F.linear(x, dense(matrix, x.dtype), bias)
+    x_TD, scale_T = round_rows_fp8(x)
+    (outputs, inputs), weight_scale_E = matrix.weight_ED.shape, matrix.scale_E
+    if x.is_cuda and x.dtype == torch.bfloat16 and not (outputs % 16 or inputs % 16):
+        if _is_hopper():
+            y = torch._scaled_mm(
+                x_TD,
+                matrix.weight_ED.t(),
+                scale_a=scale_T[:, None],
+                scale_b=weight_scale_E[None, :],
+                out_dtype=x.dtype,
+                use_fast_accum=True,
+            )
+            return y if bias is None else y + bias
+    rounded = (x_TD.float() * scale_T[:, None]).to(x.dtype)
+    return F.linear(rounded, matrix.dense(x.dtype), bias)
 
 
 def operands(x: Tensor, matrix: Matrix) -> tuple[Tensor, Tensor, Fp8Scales | None]:

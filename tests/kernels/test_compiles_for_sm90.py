@@ -124,9 +124,7 @@ LAUNCHES: dict[str, Callable[[], Any]] = {
     "GEMM": lambda: multiply(16, SkinnyConfig(64, 256, 5, 4, 1, 4, 2, 1)),
     "GEMM, 128 rows": lambda: multiply(128, TALL),
     "GEMM, 128 rows, of the table": lambda: [
-        multiply(128, config, swiglu=E > 6144)
-        for (E, _, _, T), config in TUNED.items()
-        if T == 128
+        multiply(128, config, swiglu=E > 6144) for (E, _, _, T), config in TUNED.items() if T == 128
     ],
     "GEMM, SwiGLU": lambda: multiply(64, SkinnyConfig(block_k=64), swiglu=True),
     "GEMM, FP8, SwiGLU": lambda: multiply(16, SkinnyConfig(num_stages=2), True, FP8),

@@ -145,7 +145,8 @@ class Engine:
             page_size: tokens per K/V page.
             max_model_len: most tokens of one request, prompt included; default what the models'
                 positions allow, less one block when drafting.
-            load_format: "dummy" makes random weights from config.json alone.
+            load_format: "dummy" makes random weights from config.json alone, "dummy-uniform" as
+                vLLM's dummy loader draws them (see `weights.RandomSource`).
             gpu_memory_utilization: share of the GPU's memory that the engine may fill.
             kv_cache_memory: most bytes of the K/V pool, as a number or "2GiB"; default what the
                 memory plan leaves, at most what all rows need at full length.

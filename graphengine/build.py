@@ -61,7 +61,7 @@ from graphengine.weights import (
     tree_bytes,
 )
 
-LoadFormat = Literal["auto", "dummy"]
+LoadFormat = Literal["auto", "dummy", "dummy-uniform"]
 Progress = Callable[[str, float], None]
 """Called with (what is being done, share done in 0 .. 1)."""
 
@@ -138,7 +138,8 @@ def build(
     dtype = getattr(torch, config.dtype)
     block = draft_config.num_verify_rows if draft_config else 1
     tokenizer = Tokenizer(target_dir) if Tokenizer.exists(target_dir) else None
-    if tokenizer is None and options.load_format != "dummy":
+    is_dummy = options.load_format != "auto"
+    if tokenizer is None and not is_dummy:
         raise ValueError(f"{target_dir}: no tokenizer.json; fetch the whole model directory")
     if tokenizer is not None and len(tokenizer) > target_config.vocab_size:
         raise ValueError(
@@ -150,7 +151,6 @@ def build(
         # Prefills run the target's attention alone.
         decodes = config.attention_backend == "flashinfer"
         compile_flashinfer_ahead(dtype, target_config, draft_config if decodes else None)
-    is_dummy = options.load_format == "dummy"
     plan = plan_memory(
         config,
         target_config,
@@ -162,8 +162,8 @@ def build(
     config = replace(config, max_model_len=plan.max_model_len)
 
     def source(directory: Path, seed: int) -> Checkpoint | RandomSource:
-        if options.load_format == "dummy":
-            return RandomSource(device, dtype, seed)
+        if is_dummy:
+            return RandomSource(device, dtype, seed, options.load_format == "dummy-uniform")
         what = f"loading {directory.name}"
         return Checkpoint(
             directory, device, dtype, lambda done, total: progress(what, done / total)

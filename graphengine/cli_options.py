@@ -168,12 +168,13 @@ SIMULATE_ACCEPTANCE = click.option(
 
 
 def load_format(default: str | None, suffix: str) -> Option:
-    """`--load-format auto|dummy`."""
+    """`--load-format auto|dummy|dummy-uniform`."""
     return click.option(
         "--load-format",
-        type=click.Choice(["auto", "dummy"]),
+        type=click.Choice(["auto", "dummy", "dummy-uniform"]),
         default=default,
-        help=f"dummy: random weights from a config.json or a preset's name alone.{suffix}",
+        help="dummy: random weights from a config.json or a preset's name alone; dummy-uniform: "
+        f"drawn as by vLLM's dummy loader, to compare with it.{suffix}",
     )
 
 

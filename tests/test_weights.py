@@ -249,3 +249,12 @@ def test_random_weights_have_the_checkpoints_shapes(target: Path, drafter: Path)
         assert all(t.isfinite().all() for t in flat(random))
     again = target_weights(RandomSource(CPU, torch.float32), config, 16, CPU)
     assert all(torch.equal(a, b) for a, b in zip(flat(dummy), flat(again), strict=True))
+
+
+def test_uniform_weights_are_those_of_the_peers_loader() -> None:
+    """Bug: norms stay at one, and what is compared with a peer is not like it."""
+    source = RandomSource(CPU, torch.bfloat16, is_uniform=True)
+    for name in ("model.norm.weight", "lm_head.weight"):
+        weight = source.take(name, 4096).float()
+        assert weight.abs().max() <= 1e-3
+        assert weight.std() == pytest.approx(2e-3 / 12**0.5, rel=0.1)

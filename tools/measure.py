@@ -31,6 +31,8 @@ GRAPHENGINE = (sys.executable, "-m", "graphengine")
 PAIR_8B = ("qwen3-8b", "--draft", "qwen3-8b-dflash-b16", "--simulate-acceptance", "6.35")
 PAIR_4B = ("qwen3-4b", "--draft", "qwen3-4b-dflash-b16", "--simulate-acceptance", "6.35")
 FP8 = ("--draft-quantization", "fp8")
+DYNAMIC = ("--draft-quantization", "fp8-dynamic")
+UNIFORM = ("--load-format", "dummy-uniform")
 SWEEP = ("--sweep", "block_attention", "--batch", "8", "16", "--kv", "400", "1024", "8192")
 
 
@@ -70,6 +72,15 @@ def _tool(name: str, *args: str) -> Job:
 JOBS: dict[str, Job] = {
     "8b-modes": _bench(*PAIR_8B, "--compare", "piecewise,full", "--bucket", "1,8,16", "--baseline"),
     "8b-fp8": _bench(*PAIR_8B, *FP8, "--compare", "full", "--bucket", "1,8,16"),
+    "8b-fp8-dynamic": _bench(*PAIR_8B, *DYNAMIC, "--compare", "full", "--bucket", "8,16"),
+    "8b-uniform": _bench(*PAIR_8B, *UNIFORM, "--compare", "full", "--bucket", "1,8,16"),
+    "8b-uniform-fp8-dynamic": _bench(
+        *(*PAIR_8B, *DYNAMIC, *UNIFORM, "--compare", "full", "--bucket", "1,8,16")
+    ),
+    # After 8b-modes on the same machine: the warm start.
+    "8b-warm": _bench(
+        *(*PAIR_8B, "--compare", "piecewise,full", "--bucket", "1,8,16", "--num-iters", "20")
+    ),
     "8b-8k": _bench(*PAIR_8B, "--compare", "full", "--input-len", "8192"),
     "8b-8k-fp8": _bench(*PAIR_8B, *FP8, "--compare", "full", "--input-len", "8192"),
     "4b": _bench(*PAIR_4B, "--compare", "full", "--bucket", "1,8,16", "--baseline"),
@@ -90,6 +101,8 @@ JOBS: dict[str, Job] = {
     "attention-sweep": _tool("bench_kernels.py", *SWEEP),
     "tune-16": _tool("tune_skinny.py", "--seconds", "120"),
     "tune-128": _tool("tune_skinny.py", "--cases", "8b", "--rows", "128", "--seconds", "60"),
+    "tune-4b-128": _tool("tune_skinny.py", "--cases", "4b", "--rows", "128", "--seconds", "60"),
+    "tune-4b-fp8": _tool("tune_skinny.py", "--cases", "4b-fp8", "--seconds", "60"),
     "tests": Job(
         (sys.executable, str(ROOT / "tools/record_tests.py"), "--jobs", "15", "--timeout", "400"),
         timeout_s=420,

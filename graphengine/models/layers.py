@@ -97,18 +97,17 @@ def library_linear(x: Tensor, matrix: Matrix, bias: Tensor | None = None) -> Ten
     if not isinstance(matrix, Fp8Matrix) or x.shape[0] <= SKINNY_T:
         return F.linear(x, dense(matrix, x.dtype), bias)
     x_TD, scale_T = round_rows_fp8(x)
-    (outputs, inputs), weight_scale_E = matrix.weight_ED.shape, matrix.scale_E
-    if x.is_cuda and x.dtype == torch.bfloat16 and not (outputs % 16 or inputs % 16):
-        if _is_hopper():
-            y = torch._scaled_mm(
-                x_TD,
-                matrix.weight_ED.t(),
-                scale_a=scale_T[:, None],
-                scale_b=weight_scale_E[None, :],
-                out_dtype=x.dtype,
-                use_fast_accum=True,
-            )
-            return y if bias is None else y + bias
+    takes_shape = not (matrix.weight_ED.shape[0] % 16 or matrix.weight_ED.shape[1] % 16)
+    if x.is_cuda and x.dtype == torch.bfloat16 and takes_shape and _is_hopper():
+        y = torch._scaled_mm(  # pyright: ignore[reportPrivateImportUsage]
+            x_TD,
+            matrix.weight_ED.t(),
+            scale_a=scale_T[:, None],
+            scale_b=matrix.scale_E[None, :],
+            out_dtype=x.dtype,
+            use_fast_accum=True,
+        )
+        return y if bias is None else y + bias
     rounded = (x_TD.float() * scale_T[:, None]).to(x.dtype)
     return F.linear(rounded, matrix.dense(x.dtype), bias)
 

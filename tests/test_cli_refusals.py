@@ -3,9 +3,11 @@
 from pathlib import Path
 from typing import Any
 
+import click
 import pytest
 from click.testing import CliRunner
 
+from graphengine import build
 from graphengine.cli import main
 from graphengine.prompts import read_prompt_file
 from tests.checkpoints import edit_config, make_drafter, make_target
@@ -195,3 +197,16 @@ def test_runtime_failures(cli: Run, monkeypatch: pytest.MonkeyPatch, error: Exce
 def test_bad_sampling(cli: Run, args: list[str], parts: list[str]) -> None:
     """Bug: a bad value is found after loading, ignored, or draws something odd."""
     refused(cli("--prompt", "x", *args), *parts)
+
+
+def test_every_command_offers_what_the_engine_knows() -> None:
+    """Bug: a new value of an option is known to the engine and refused by one of the commands."""
+    offered = [
+        (name, option.name, tuple(option.type.choices))
+        for name, command in main.commands.items()
+        for option in command.params
+        if option.name in build._CHOICES and isinstance(option.type, click.Choice)
+    ]
+    assert {option for _, option, _ in offered} == set(build._CHOICES)
+    wrong = [found for found in offered if found[2] != build._CHOICES[found[1]]]
+    assert wrong == []

@@ -42,7 +42,6 @@ class Job:
 
     Attributes:
         output: its option for the result file.
-        takes_commit: whether it has the option --commit.
         folder: its option for a folder of further files.
         tail: what follows all options.
     """
@@ -50,7 +49,6 @@ class Job:
     command: tuple[str, ...]
     timeout_s: int = 300
     output: str = "--output-json"
-    takes_commit: bool = True
     folder: str | None = None
     tail: tuple[str, ...] = ()
 
@@ -65,7 +63,7 @@ def _profile(*args: str) -> Job:
 
 def _tool(name: str, *args: str) -> Job:
     command = (sys.executable, str(ROOT / "tools" / name), *args)
-    return Job(command, output="--out", takes_commit=False)
+    return Job(command, output="--out")
 
 
 # In the order of their worth: whatever time is left goes to the later ones.
@@ -117,7 +115,7 @@ def run(name: str, job: Job, directory: Path, commit: str | None, timeout_s: flo
     command = [*job.command, job.output, str(directory / f"{name}.json")]
     if job.folder:
         command += [job.folder, str(directory / name)]
-    if commit and job.takes_commit:
+    if commit:
         command += ["--commit", commit]
     command += job.tail
     with (directory / f"{name}.log").open("w") as log:
@@ -146,7 +144,9 @@ def main() -> None:
     parser.add_argument("--list", action="store_true", help="print the jobs and their commands")
     parser.add_argument("--out", type=Path, help="folder of the result files and logs")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="for all jobs")
-    parser.add_argument("--commit", help="where the checkout has no history")
+    parser.add_argument(
+        "--commit", metavar="SHA", help="commit to record where the checkout has no history"
+    )
     args = parser.parse_args()
     if args.list:
         for name, job in JOBS.items():

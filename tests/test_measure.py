@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -99,6 +100,53 @@ def test_a_failed_job_does_not_stop_the_rest(
     with pytest.raises(SystemExit) as refused:
         measure.main()
     assert refused.value.code == 2
+
+
+def test_terminated_it_still_says_what_ended(tmp_path: Path) -> None:
+    """Bug: the `timeout` around it ends it without the summary, and the job that was running goes
+    on as an orphan, on the GPU of whatever comes next."""
+    write = "import sys, pathlib; pathlib.Path(sys.argv[2]).write_text('{}')"
+    wait = f"import os, pathlib, time; pathlib.Path({str(tmp_path / 'pid')!r}).write_text("
+    child = f"{wait}str(os.getpid())); time.sleep(60)"
+    hang = f"import subprocess as s, sys; s.run([sys.executable, '-c', {child!r}])"
+    commands = {"works": write, "hangs": hang, "last": write}
+    script = (
+        "import sys; from tools import measure; measure.JOBS = {name: measure.Job((sys.executable, "
+        f"'-c', code)) for name, code in {commands!r}.items()}}; measure.main()"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", script, "--out", str(tmp_path)],
+        cwd=measure.ROOT,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        deadline = time.monotonic() + 60
+        while not ((tmp_path / "pid").exists() and (tmp_path / "pid").read_text()):
+            assert time.monotonic() < deadline and process.poll() is None
+            time.sleep(0.05)
+        for _ in range(2):  # as `timeout` does: to its child, then to the group
+            process.terminate()
+        said, _ = process.communicate(timeout=30)
+    finally:
+        process.kill()
+    assert process.returncode == 1
+    summary = json.loads(said.splitlines()[-1])
+    assert isinstance(summary.pop("works"), float)
+    assert summary == {"hangs": "stopped by SIGTERM", "last": "not begun: SIGTERM"}
+    pid = int((tmp_path / "pid").read_text())
+    deadline = time.monotonic() + 10
+    while is_running(pid):
+        assert time.monotonic() < deadline, "the job's child lives on"
+        time.sleep(0.05)
+
+
+def is_running(pid: int) -> bool:
+    """Whether a process exists and is more than a corpse that nobody has collected."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
 
 
 @pytest.mark.parametrize(

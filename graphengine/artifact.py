@@ -33,8 +33,8 @@ import shutil
 import tarfile
 import tempfile
 import zlib
-from collections.abc import Iterable, Mapping
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict
 from importlib import metadata
 from pathlib import Path
@@ -44,6 +44,7 @@ from graphengine.config import DraftConfig, EngineConfig, ModelConfig
 
 FOLDERS = ("inductor", "triton", "flashinfer")
 MANIFEST = "manifest.json"
+LOCK = "manifest.lock"
 VERSION = 1
 MAX_MANIFEST_BYTES = 16 << 20  # thousands of entries
 _PACKAGES = ("torch", "triton", "flashinfer-python")
@@ -216,14 +217,32 @@ def record_(folder: Path, parts: Parts, compiled: Parts) -> None:
 
     Mutates: the manifest; one entry per distinct `compiled`.
     """
-    entries = [entry for entry in _entries(folder) if entry != compiled]
-    _write_manifest(folder, parts, [*entries, compiled])
+    with _locked(folder):
+        entries = [entry for entry in _entries(folder) if entry != compiled]
+        _write_manifest(folder, parts, [*entries, compiled])
 
 
 def nearest(folder: Path, wanted: Parts) -> list[str] | None:
     """What separates `wanted` from the entry most like it; None where nothing is recorded."""
     found = [differences(entry, wanted) for entry in _entries(folder)]
     return min(found, key=len) if found else None
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """One process at a time, so that none drops what another records meanwhile. Where locking is
+    impossible, as if alone: compiled code is found without its entry.
+
+    The lock file stays, since two processes could each lock a file that is removed.
+    """
+    with ExitStack() as stack:
+        with suppress(ImportError, OSError):
+            import fcntl  # on POSIX alone
+
+            folder.mkdir(parents=True, exist_ok=True)
+            file = stack.enter_context((folder / LOCK).open("w"))
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 def _entries(folder: Path) -> list[Parts]:

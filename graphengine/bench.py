@@ -71,7 +71,7 @@ class CaseResult:
 
     @property
     def mean_context_tokens(self) -> float:
-        """Tokens of context per request, over the timed steps."""
+        """Tokens of context per request at the start of a step, over the timed steps."""
         return self.context_tokens / (len(self.step_ms) * self.case.bucket)
 
     def numbers(self, read_gbps: float) -> dict[str, float]:
@@ -147,7 +147,8 @@ def run_case(engine: Engine, case: Case, progress: Callable[[int], None]) -> Cas
                 result.step_ms.append(step_ms)
                 result.host_ms.append(host_ms)
                 result.num_tokens += num_tokens
-                result.context_tokens += sum(request.start for request in requests)
+                # Where the step began: since then each has moved on by what it committed.
+                result.context_tokens += sum(request.start for request in requests) - num_tokens
                 progress(len(result.step_ms))
                 if len(result.step_ms) >= case.num_iters and result.digest:
                     break

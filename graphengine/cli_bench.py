@@ -7,7 +7,6 @@ inside the command, so that help is quick.
 from __future__ import annotations
 
 import json
-import sys
 import time
 from collections.abc import Container
 from pathlib import Path
@@ -138,15 +137,14 @@ def bench(model: str | None, draft: str | None, **options: Any) -> None:
 
 
 def _bench(model: str | None, draft: str | None, options: dict[str, Any]) -> None:
-    from rich.console import Console
-
     from graphengine.bench import read_bandwidth_gbps
     from graphengine.bench_report import picture, speedups_, table
     from graphengine.hub import preset_names
     from graphengine.pairs import named_pair
     from graphengine.profiles.result_schema import environment, write_result, write_whole
+    from graphengine.report import print_table, stderr_console
 
-    console = Console(stderr=True, width=None if sys.stderr.isatty() else 140)
+    console = stderr_console(quiet=False)
     load_format = options["load_format"] or ("dummy" if model in preset_names() else "auto")
     model, draft = named_pair(model, draft)
     if options["baseline"] and draft is None:
@@ -172,10 +170,10 @@ def _bench(model: str | None, draft: str | None, options: dict[str, Any]) -> Non
                 rows += found
     speedups_(rows)
     simulated = options["simulate_acceptance"] if draft else None
-    console.print(table(rows, simulated))
+    print_table(console, table(rows, simulated))
     digests = {f"{row.label}_{row.key}": row.result.digest for row in rows}
     same = _same_tokens(digests)
-    console.print(f"tokens equal in all modes of one attention: {same}", highlight=False)
+    console.print(f"tokens equal in all modes of one attention: {same}")
     document = {
         "model": Path(model).name,
         "draft": Path(draft).name if draft else None,
@@ -192,12 +190,12 @@ def _bench(model: str | None, draft: str | None, options: dict[str, Any]) -> Non
     if options["output_json"]:
         env = environment(options["commit"])
         write_result(options["output_json"], "bench_latency", numbers, config=document, env=env)
-        console.print(f"wrote {options['output_json']}", highlight=False)
+        console.print(f"wrote {options['output_json']}")
     if options["as_json"]:
         click.echo(json.dumps({"config": document, "numbers": numbers}))
     if options["plot"]:
         write_whole(options["plot"], picture(rows, simulated))
-        console.print(f"wrote {options['plot']}", highlight=False)
+        console.print(f"wrote {options['plot']}")
 
 
 def _input_lens(options: dict[str, Any]) -> tuple[int, ...]:
@@ -265,7 +263,7 @@ def _measure(
     if draft is None and plan["baseline"]:
         label += "_plain"
     if label in known:
-        console.print(f"{mode}:{backend} is {label} again: left out", highlight=False)
+        console.print(f"{mode}:{backend} is {label} again: left out")
         engine.close()
         return None
     numbers: dict[str, Any] = {
@@ -302,8 +300,7 @@ def _measure(
             console.print(
                 f"{label:22} bucket {bucket:3} input {input_len:6}  "
                 f"step {row.numbers['step_p50_ms']:.3f} ms  "
-                f"host {row.numbers['host_p50_ms']:.3f} ms",
-                highlight=False,
+                f"host {row.numbers['host_p50_ms']:.3f} ms"
             )
     numbers["memory"] = gpu_memory()
     engine.close()

@@ -64,7 +64,7 @@ def _graphs(model: str | None, draft: str | None, options: dict[str, Any]) -> No
     from graphengine.build import read_configs, speculation_limit
     from graphengine.capture.inventory import inventory, write_dot
     from graphengine.pairs import named_pair
-    from graphengine.report import stderr_console
+    from graphengine.report import print_table, stderr_console
 
     console = stderr_console(quiet=False)
     model, draft = named_pair(model, draft)
@@ -103,7 +103,7 @@ def _graphs(model: str | None, draft: str | None, options: dict[str, Any]) -> No
     if config.graph_mode == "none":
         why = "on the CPU" if config.device == "cpu" else "with --graph-mode none"
         console.print(f"no CUDA graphs {why}; these are the steps of the chains", markup=False)
-    console.print(_table(listed, options["show_all"]))
+    print_table(console, _table(listed, options["show_all"]))
     if num_dots:
         console.print(f"wrote {num_dots} files to {options['dot']}", markup=False)
     if options["as_json"]:

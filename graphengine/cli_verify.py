@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from graphengine.prompts import Turn
     from graphengine.tokenizer import Tokenizer
     from graphengine.verify import Limits, Mix
-    from graphengine.verify_run import CellResult, Mode
+    from graphengine.verify_run import CellResult, Draws, Mode
 
 PROMPTS = Path(__file__).parent / "assets" / "verify_prompts.jsonl"
 # On these the bundled target is unsure, so that a small fault changes its choice: with K/V one slot
@@ -183,9 +183,9 @@ def _verify_sampled(
 ) -> bool:
     """Draws with and without the drafter, with different seeds, and compares the distributions."""
     from graphengine.sampling import Sampling
-    from graphengine.two_sample import LEVEL, compare
+    from graphengine.verify import stopped
     from graphengine.verify_report import finish
-    from graphengine.verify_run import Mode, sample_outputs
+    from graphengine.verify_run import Mode, draw
 
     if draft is None:
         raise ValueError("--temperature compares speculative with plain draws; pass --draft")
@@ -195,18 +195,35 @@ def _verify_sampled(
     sampling = Sampling(**{name: options[name] for name in names})
     ids = _encode(model, draft, prompts, options)
     count, mode = options["num_samples"], Mode(options["graph_mode"], options["attention_backend"])
-    outputs, means = [], []
+    draws: list[Draws] = []
     for drafter in (draft, None):
         console.print(f"drawing {count} x {len(ids)} with drafter {drafter}", style="dim")
         with _engine(model, drafter, mode, options) as engine:
-            found, mean = sample_outputs(
-                engine.built, ids, count, options["max_new_tokens"], sampling
-            )
-        outputs.append(found)
-        means.append(mean)
+            draws.append(draw(engine.built, ids, count, options["max_new_tokens"], sampling))
+        if draws[-1].errors:
+            break
         sampling = sampling.numbered(count * len(ids))
+    errors = draws[-1].errors
+    if errors:
+        passed, text = False, f"finite: {stopped(errors)}"
+        numbers: dict[str, Any] = {"num_stopped": len(errors)}
+    else:
+        passed, text, numbers = _compare_draws(draws[0], draws[1], options)
+    numbers = {"num_samples": count} | numbers
+    finish(model, draft, [] if passed else [text], [], {"sampled": numbers}, options, console)
+    if not options["as_json"]:
+        click.echo(f"{'PASS' if passed else 'FAIL'}: {text}")
+    return passed
+
+
+def _compare_draws(
+    speculative: Draws, plain: Draws, options: dict[str, Any]
+) -> tuple[bool, str, dict[str, Any]]:
+    """(whether all checks passed, the verdict's text, its numbers)."""
+    from graphengine.two_sample import LEVEL, compare
+
     positions = [p for p in SAMPLED_POSITIONS if p < options["max_new_tokens"]]
-    compared = compare(outputs[0], outputs[1], positions, options["seed"])
+    compared = compare(speculative.outputs, plain.outputs, positions, options["seed"])
     worst = compared.smallest
     told = sum(test.num_tokens > 1 for test in compared.tests)
     text = (
@@ -214,22 +231,20 @@ def _verify_sampled(
         f"{worst.num_tokens} different tokens); {compared.threshold:.2g} would fail: {LEVEL:g} "
         f"over {len(compared.tests)} tests, {told} of them with more than one token"
     )
-    failed = None if compared.passed else f"speculative and plain draws differ: {text}"
-    minimum = options["min_acceptance"]
-    if failed is None and minimum is not None and not means[0] >= minimum:
-        failed = f"acceptance: {means[0]:.2f} tokens a step, {minimum:g} expected"
+    mean, minimum = speculative.mean_acceptance_length, options["min_acceptance"]
+    passed = compared.passed
+    if not passed:
+        text = f"speculative and plain draws differ: {text}"
+    elif minimum is not None and not mean >= minimum:
+        passed, text = False, f"acceptance: {mean:.2f} tokens a step, {minimum:g} expected"
     numbers = {
-        "num_samples": count,
         "num_tests": len(compared.tests),
         "num_tests_with_choice": told,
         "smallest_pvalue_fraction": worst.pvalue,
         "threshold_pvalue_fraction": compared.threshold,
-        "mean_acceptance_length": means[0],
+        "mean_acceptance_length": mean,
     }
-    finish(model, draft, [failed] if failed else [], [], {"sampled": numbers}, options, console)
-    if not options["as_json"]:
-        click.echo(f"{'FAIL' if failed else 'PASS'}: {failed or text}")
-    return failed is None
+    return passed, text, numbers
 
 
 def _encode(

@@ -14,6 +14,7 @@ from typing import Any
 
 from rich import box
 from rich.console import Console
+from rich.measure import Measurement
 from rich.table import Table
 
 from graphengine import __version__
@@ -25,7 +26,8 @@ from graphengine.prompts import Turn
 
 SCHEMA_VERSION = 1
 MAX_ROWS = 16
-PIPE_WIDTH = 140  # columns when nobody looks; a table must not wrap in a log
+PIPE_WIDTH = 140  # columns when nobody looks
+MAX_TABLE_WIDTH = 10_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +91,14 @@ def print_warning(console: Console, text: str) -> None:
     console.print(f"warning: {text}", style="bold yellow", markup=False, soft_wrap=True)
 
 
+def print_table(console: Console, table: Table) -> None:
+    """A table as wide as it is: on a narrower screen its lines go on in the next one. Left to rich,
+    columns lose their digits."""
+    unlimited = console.options.update(width=MAX_TABLE_WIDTH)
+    table.width = Measurement.get(console, unlimited, table).maximum
+    console.print(table, crop=False)
+
+
 def print_heading(console: Console, model: str, draft: str | None, config: EngineConfig) -> None:
     """What runs, in two lines."""
     print_note(console, f"graphengine {__version__}: {model}, drafter {draft or 'none'}")
@@ -150,7 +160,7 @@ def print_tables(
         built_late_s: bucket -> seconds, of buckets that were built at their first use.
     """
     console.print()
-    console.print(_startup_table(console, startup_s))
+    print_table(console, _startup_table(console, startup_s))
     print_note(console, cache_line(startup, cache))
     for size, seconds in (built_late_s or {}).items():
         print_note(console, f"bucket {size} was built at its first use, in {seconds:.2f} s")
@@ -163,7 +173,7 @@ def print_tables(
     if not answers:
         return
     console.print()
-    console.print(_result_table(console, answers, generate_s))
+    print_table(console, _result_table(console, answers, generate_s))
     if len(answers) > MAX_ROWS:
         print_note(console, f"{len(answers) - MAX_ROWS} more answers are in the total alone")
     for label, answer in zip(labels(answers), answers, strict=True):

@@ -254,8 +254,7 @@ def decide(report: Report, limits: Limits) -> dict[CheckName, str]:
     if report.num_nonfinite:
         failed["finite"] = f"{report.num_nonfinite} tokens have NaN or Inf under the plain model"
     if report.errors:
-        request, error = next(iter(report.errors.items()))
-        failed["finite"] = f"{len(report.errors)} requests were stopped; request {request}: {error}"
+        failed["finite"] = stopped(report.errors)
     if report.num_true:
         failed["regret"] = (
             f"{report.num_true} of {report.num_tokens} tokens lie more than "
@@ -276,6 +275,12 @@ def decide(report: Report, limits: Limits) -> dict[CheckName, str]:
             "the drafter is fed or wired wrongly (taps, rope, mask, K/V) or is another target's"
         )
     return failed
+
+
+def stopped(errors: dict[int, str]) -> str:
+    """What the check `finite` says where decoding stopped requests: number -> why, not empty."""
+    request, error = next(iter(errors.items()))
+    return f"{len(errors)} requests were stopped; request {request}: {error}"
 
 
 def disagreement(first: Sequence[Transcript], other: Sequence[Transcript]) -> str | None:

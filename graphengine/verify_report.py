@@ -17,6 +17,7 @@ from rich.console import Console
 from rich.table import Table
 
 from graphengine.profiles.result_schema import environment, write_result
+from graphengine.report import print_table
 from graphengine.tokenizer import Tokenizer
 from graphengine.verify import Place
 from graphengine.verify_run import CellResult, numbers
@@ -60,7 +61,7 @@ def report_cells(
         for r in results
         for check, text in r.failed.items()
     ]
-    console.print(_table(results))
+    print_table(console, _table(results))
     for text in texts:
         console.print(text, markup=False, highlight=False, soft_wrap=True)
     finish(model, draft, failures, texts, numbers(results), options, console)

@@ -66,6 +66,15 @@ class CellResult:
     same_as_plain: int | None = None
 
 
+class Draws(NamedTuple):
+    """Sampled outputs [prompt][run][position]. `errors` of requests that decoding stopped, by
+    prompt * runs + run; where there are any, nothing can be compared."""
+
+    outputs: list[list[list[int]]]
+    mean_acceptance_length: float
+    errors: dict[int, str]
+
+
 def matrix_modes(device: str, dtype: str) -> list[Mode]:
     """The graph modes and attentions that a device can run."""
     if device == "auto":
@@ -183,21 +192,14 @@ def compare_with_plain(
     return compared
 
 
-def sample_outputs(
+def draw(
     built: Built,
     ids: Sequence[Sequence[int]],
     num_samples: int,
     max_new_tokens: int,
     sampling: Sampling,
-) -> tuple[list[list[list[int]]], float]:
-    """Draws every prompt `num_samples` times, with consecutive seeds from `sampling.seed` on.
-
-    Returns:
-        (outputs [prompt][run][position], mean acceptance length)
-
-    Raises:
-        ValueError: decoding stopped a request; nothing is left to compare.
-    """
+) -> Draws:
+    """Draws every prompt `num_samples` times, with consecutive seeds from `sampling.seed` on."""
     prompts = [prompt for prompt in ids for _ in range(num_samples)]
     transcripts = decode(
         built.loop,
@@ -206,12 +208,12 @@ def sample_outputs(
         built.stop_ids,
         samplings=[sampling.numbered(i) for i in range(len(prompts))],
     )
-    stopped = next((t.error for t in transcripts if t.error), None)
-    if stopped is not None:
-        raise ValueError(stopped)
     outputs = [t.output_ids for t in transcripts]
-    mean = Acceptance.merge(t.acceptance for t in transcripts).mean_acceptance_length
-    return [outputs[i : i + num_samples] for i in range(0, len(outputs), num_samples)], mean
+    return Draws(
+        [outputs[i : i + num_samples] for i in range(0, len(outputs), num_samples)],
+        Acceptance.merge(t.acceptance for t in transcripts).mean_acceptance_length,
+        {i: t.error for i, t in enumerate(transcripts) if t.error},
+    )
 
 
 def numbers(results: Sequence[CellResult]) -> dict[str, Any]:

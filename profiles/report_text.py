@@ -16,6 +16,7 @@ from rich.table import Table
 
 from graphengine.profiles import plot
 from graphengine.profiles.launch_gaps import Report
+from graphengine.report import print_table
 
 MAX_KERNEL_NAME = 96
 
@@ -76,10 +77,10 @@ def print_report(
         if busy.get(kind) or idle.get(kind):
             cells = [f"{part[kind]:.1f}" if kind in part else "-" for part in (busy, idle)]
             table.add_row(kind.removesuffix("_us"), *cells)
-    console.print(table)
-    console.print(_step_table(grouped(numbers["by_name"])))
+    print_table(console, table)
+    print_table(console, _step_table(grouped(numbers["by_name"])))
     if numbers["kernels"].keys() != numbers["by_name"].keys():  # on the CPU a step is a kernel
-        console.print(_kernel_table(numbers["kernels"], num_kernels))
+        print_table(console, _kernel_table(numbers["kernels"], num_kernels))
 
 
 def _step_table(groups: Mapping[str, Mapping[str, float]]) -> Table:

@@ -72,7 +72,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "teacher": _LOOP | {"engine"},
     "verify": _LOOP | {"engine", "teacher"},
     "two_sample": set(),
-    "verify_report": {"profiles", "tokenizer", "verify", "verify_run"},
+    "verify_report": {"profiles", "report", "tokenizer", "verify", "verify_run"},
     "verify_run": _LOOP | {"build", "prompts", "teacher", "two_sample", "verify"},
     "bench": {"*"},
     "bench_busy": {"engine", "request"},

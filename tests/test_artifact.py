@@ -1,5 +1,6 @@
 """Compiled code kept between starts: keys that name what differs, files that travel."""
 
+import errno
 import io
 import json
 import os
@@ -7,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import tarfile
+import threading
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -130,6 +132,51 @@ def test_the_manifest_keeps_one_entry_each(tmp_path: Path) -> None:
     found = json.loads((store.folder / artifact.MANIFEST).read_text())
     assert len(found["compiled"]) == 2
     assert artifact.nearest(tmp_path / "nowhere", wanted) is None
+
+
+def test_starts_at_the_same_time_are_all_recorded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bug: two starts read the manifest, each adds its entry, and the later one to write drops the
+    other's."""
+    entries, has_read, is_written = artifact._entries, threading.Event(), threading.Event()
+
+    def slow(folder: Path) -> list[dict[str, str]]:
+        found = entries(folder)
+        if threading.current_thread() is first:
+            has_read.set()
+            is_written.wait(0.5)  # in vain where the other has to wait for this one
+        return found
+
+    monkeypatch.setattr(artifact, "_entries", slow)
+    other = {"target": "4B", "buckets": "1"}
+    first = threading.Thread(target=artifact.record_, args=(tmp_path, PARTS, ENTRY))
+    first.start()
+    assert has_read.wait(10)
+    artifact.record_(tmp_path, PARTS, other)
+    is_written.set()
+    first.join()
+    assert entries(tmp_path) == [ENTRY, other]
+
+
+@pytest.mark.parametrize("lacking", ["module", "locks", "permission"])
+def test_recorded_where_nothing_can_be_locked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lacking: str
+) -> None:
+    """Bug: a start ends in a traceback on a file system without locks, or in a folder whose lock
+    file belongs to somebody else."""
+
+    def refuse(*args: Any) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    if lacking == "module":
+        monkeypatch.setitem(sys.modules, "fcntl", None)
+    elif lacking == "locks":
+        monkeypatch.setattr("fcntl.flock", refuse)
+    else:
+        (tmp_path / artifact.LOCK).mkdir()  # cannot be opened, not even by root
+    artifact.record_(tmp_path, PARTS, ENTRY)
+    assert artifact.nearest(tmp_path, ENTRY) == []
 
 
 # --- files ---

@@ -134,6 +134,27 @@ def test_what_a_case_counts(pair: tuple[Path, Path]) -> None:
         assert 0 < host_ms < step_ms
 
 
+@pytest.mark.parametrize("drafting", [False, True])
+def test_context_is_what_the_step_attended_over(pair: tuple[Path, Path], drafting: bool) -> None:
+    """Bug: a step's context is read when the step has committed: one acceptance too high, and with
+    it the bytes and the floor."""
+    target, drafter = pair
+    with Engine.from_pretrained(
+        target,
+        drafter if drafting else None,
+        buckets=(2,),
+        device="cpu",
+        simulate_acceptance=4.0 if drafting else None,
+        fallback=False,
+    ) as engine:
+        found = run_case(engine, case(num_iters=1, output_len=40), lambda count: None)
+    length = 4 if drafting else 1
+    assert found.mean_acceptance_length == length
+    # The first step stands at the prompt's 8 tokens; timed are the second one and those behind it.
+    expected = [8 + length * step for step in range(1, 1 + len(found.step_ms))]
+    assert found.mean_context_tokens == statistics.fmean(expected)
+
+
 def test_percentiles_agree_everywhere() -> None:
     """Bug: p95 of 20 steps is their maximum, and the picture's p50 is not the table's."""
     steps = [float(n) for n in range(20, 0, -1)]

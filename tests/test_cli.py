@@ -179,6 +179,30 @@ def test_tables_fit_a_terminal() -> None:
     assert "24 more answers" in text
 
 
+@pytest.mark.parametrize(
+    ("args", "last"),
+    [
+        (("run", "--prompt", "a", "--max-new-tokens", "4"), "length"),
+        (("bench", "--num-iters", "2", "--warmup", "0", "--output-len", "32"), "/floor"),
+        (("verify", "--prompt-file", "one.jsonl", "--max-new-tokens", "4"), "verdict"),
+        (("graphs",), "float32 -> "),
+        (("profile", "--num-steps", "2", "--warmup", "1"), "/floor"),
+    ],
+)
+def test_no_table_is_cut(
+    target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, args: tuple[str, ...], last: str
+) -> None:
+    """Bug: on a screen narrower than a table its columns lose digits, then vanish."""
+    monkeypatch.chdir(tmp_path)
+    Path("one.jsonl").write_text('{"prompt": "a"}\n')
+    monkeypatch.setattr("graphengine.report.PIPE_WIDTH", 30)
+    command, *rest = args
+    where = [str(target), "--draft", "none", "--bucket", "1", "--device", "cpu"]
+    result = CliRunner().invoke(main, [command, *where, *rest])
+    assert result.exit_code == 0, result.output
+    assert "\u2026" not in result.stderr and last in result.stderr
+
+
 def test_prompt_file_turns(cli: Run, tmp_path: Path) -> None:
     """Bug: a later turn is asked without the answers in between, or answers change places."""
     path = tmp_path / "turns.jsonl"

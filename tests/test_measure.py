@@ -2,29 +2,72 @@
 
 from __future__ import annotations
 
+import argparse
 import json
+import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from graphengine.cli import main
-from tools import measure, record_tests
+from graphengine.profiles import result_schema
+from tools import bench_kernels, measure, record_tests, soak, tune_skinny
+
+TOOLS: dict[str, Any] = {
+    "bench_kernels.py": bench_kernels,
+    "record_tests.py": record_tests,
+    "soak.py": soak,
+    "tune_skinny.py": tune_skinny,
+}
 
 
 @pytest.mark.parametrize("name", measure.JOBS)
-def test_jobs_are_valid_commands(name: str) -> None:
+def test_jobs_are_valid_commands(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Bug: an option was renamed, and the job fails on the GPU after the weights are made."""
     job = measure.JOBS[name]
-    if job.command[: len(measure.GRAPHENGINE)] != measure.GRAPHENGINE:
-        assert Path(job.command[1]).is_file()
+    options = [job.output, "out.json", *([job.folder, "folder"] if job.folder else [])]
+    options += ["--commit", "abc", *job.tail]
+    if job.command[: len(measure.GRAPHENGINE)] == measure.GRAPHENGINE:
+        command, *args = job.command[len(measure.GRAPHENGINE) :]
+        found = main.commands[command].make_context(command, [*args, *options]).params
+        assert (found["output_json"], found["commit"]) == (Path("out.json"), "abc")
         return
-    command, *args = job.command[len(measure.GRAPHENGINE) :]
-    options = [*args, job.output, "out.json", "--commit", "abc"]
-    options += [job.folder, "folder"] if job.folder else []
-    context = main.commands[command].make_context(command, options)
-    assert context.params["output_json"] == Path("out.json")
+    parsed: list[argparse.Namespace] = []
+    parse_args = argparse.ArgumentParser.parse_args
+
+    def parse(parser: Any, arguments: Any = None) -> None:
+        parsed.append(parse_args(parser, arguments))
+        raise SystemExit
+
+    monkeypatch.setattr(argparse.ArgumentParser, "parse_args", parse)
+    monkeypatch.setattr(sys, "argv", [*job.command[1:], *options])
+    with pytest.raises(SystemExit):
+        TOOLS[Path(job.command[1]).name].main()
+    assert (str(parsed[0].out), parsed[0].commit) == ("out.json", "abc")
+
+
+@pytest.mark.parametrize(
+    ("tool", "work", "found"),
+    [(soak, "soak", {}), (tune_skinny, "tune", {"numbers": {}, "table": []})]
+    + [(bench_kernels, "bench", [])],
+)
+def test_the_commit_is_stored(
+    monkeypatch: pytest.MonkeyPatch, tool: Any, work: str, found: Any
+) -> None:
+    """Bug: a result measured in a copied tree names no commit, although it was told."""
+    stored: list[Any] = []
+    monkeypatch.setattr(result_schema, "environment", lambda commit=None: {"commit": commit})
+    monkeypatch.setattr(
+        result_schema, "write_result", lambda *args, env=None, **options: stored.append(env)
+    )
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr(tool, work, lambda *args: found)
+    monkeypatch.setattr(sys, "argv", ["tool", "--out", "x.json", "--commit", "abc"])
+    tool.main()
+    assert stored == [{"commit": "abc"}]
 
 
 def test_a_failed_job_does_not_stop_the_rest(
@@ -39,7 +82,7 @@ def test_a_failed_job_does_not_stop_the_rest(
     jobs = {
         "hangs": measure.Job((sys.executable, "-c", hang), timeout_s=1),
         "fails": measure.Job((sys.executable, "-c", "raise SystemExit(3)")),
-        "works": measure.Job((sys.executable, "-c", write), takes_commit=False, tail=("--", "x")),
+        "works": measure.Job((sys.executable, "-c", write), tail=("--", "x")),
     }
     monkeypatch.setattr(measure, "JOBS", jobs)
     monkeypatch.setattr(sys, "argv", ["measure.py", "--out", str(tmp_path), "--commit", "abc"])
@@ -57,6 +100,53 @@ def test_a_failed_job_does_not_stop_the_rest(
     with pytest.raises(SystemExit) as refused:
         measure.main()
     assert refused.value.code == 2
+
+
+def test_terminated_it_still_says_what_ended(tmp_path: Path) -> None:
+    """Bug: the `timeout` around it ends it without the summary, and the job that was running goes
+    on as an orphan, on the GPU of whatever comes next."""
+    write = "import sys, pathlib; pathlib.Path(sys.argv[2]).write_text('{}')"
+    wait = f"import os, pathlib, time; pathlib.Path({str(tmp_path / 'pid')!r}).write_text("
+    child = f"{wait}str(os.getpid())); time.sleep(60)"
+    hang = f"import subprocess as s, sys; s.run([sys.executable, '-c', {child!r}])"
+    commands = {"works": write, "hangs": hang, "last": write}
+    script = (
+        "import sys; from tools import measure; measure.JOBS = {name: measure.Job((sys.executable, "
+        f"'-c', code)) for name, code in {commands!r}.items()}}; measure.main()"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", script, "--out", str(tmp_path)],
+        cwd=measure.ROOT,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        deadline = time.monotonic() + 60
+        while not ((tmp_path / "pid").exists() and (tmp_path / "pid").read_text()):
+            assert time.monotonic() < deadline and process.poll() is None
+            time.sleep(0.05)
+        for _ in range(2):  # as `timeout` does: to its child, then to the group
+            process.terminate()
+        said, _ = process.communicate(timeout=30)
+    finally:
+        process.kill()
+    assert process.returncode == 1
+    summary = json.loads(said.splitlines()[-1])
+    assert isinstance(summary.pop("works"), float)
+    assert summary == {"hangs": "stopped by SIGTERM", "last": "not begun: SIGTERM"}
+    pid = int((tmp_path / "pid").read_text())
+    deadline = time.monotonic() + 10
+    while is_running(pid):
+        assert time.monotonic() < deadline, "the job's child lives on"
+        time.sleep(0.05)
+
+
+def is_running(pid: int) -> bool:
+    """Whether a process exists and is more than a corpse that nobody has collected."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
 
 
 @pytest.mark.parametrize(

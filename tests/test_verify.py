@@ -241,21 +241,38 @@ def test_fail_exits_1_and_says_why(few: Path) -> None:
     assert json.loads(result.stdout)["config"]["verdict"] == "FAIL"
 
 
-def test_damaged_weights_fail_without_a_traceback(few: Path, tmp_path: Path) -> None:
-    """Bug: a target whose logits are NaN ends every request before its first token, and judging
-    nothing is an assertion, a division by zero or, worse, PASS."""
+def damaged_target(tmp_path: Path) -> Path:
+    """The bundled target with a NaN in its last norm."""
     shutil.copytree(TINY_TARGET, tmp_path / "target")
     (path,) = (tmp_path / "target").glob("*.safetensors")
     tensors = load_file(path)
     tensors["model.norm.weight"][3] = float("nan")
     save_file(tensors, path)
-    args = (str(tmp_path / "target"), "--draft", str(TINY_DRAFT), "--prompt-file", str(few))
+    return tmp_path / "target"
+
+
+def test_damaged_weights_fail_without_a_traceback(few: Path, tmp_path: Path) -> None:
+    """Bug: a target whose logits are NaN ends every request before its first token, and judging
+    nothing is an assertion, a division by zero or, worse, PASS."""
+    args = (str(damaged_target(tmp_path)), "--draft", str(TINY_DRAFT), "--prompt-file", str(few))
     result = verify(*args, "--bucket", "2", "--max-new-tokens", "8")
     assert result.exit_code == 1, result.output
     assert "finite: 2 requests were stopped; request 0: the target's logits" in result.stdout
     assert "ends: " not in result.stdout, "stopped is not ended wrongly"
-    result = verify(*args, "--temperature", "1", "--num-samples", "2")
-    assert result.exit_code == 2 and "the target's logits" in " ".join(result.stderr.split())
+
+
+def test_damaged_weights_fail_the_sampled_mode_too(few: Path, tmp_path: Path) -> None:
+    """Bug: with --temperature a target whose logits are NaN is refused input, exit code 2, as if
+    nothing was found to be wrong with it."""
+    args = (str(damaged_target(tmp_path)), "--draft", str(TINY_DRAFT), "--prompt-file", str(few))
+    path = tmp_path / "verify.json"
+    sampled = ("--temperature", "1", "--num-samples", "2", "--output-json", str(path))
+    result = verify(*args, "--bucket", "2", *sampled)
+    assert result.exit_code == 1, result.output
+    assert "FAIL: finite: 4 requests were stopped; request 0: the target's" in result.stdout
+    stored = json.loads(path.read_text())
+    assert validate(stored) == [] and stored["config"]["verdict"] == "FAIL"
+    assert stored["numbers"]["sampled"] == {"num_samples": 2, "num_stopped": 4}
 
 
 def test_speculators_directory_alone(few: Path, tmp_path: Path) -> None:

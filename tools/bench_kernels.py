@@ -470,6 +470,9 @@ def main() -> None:
     parser.add_argument("--kv", nargs="+", type=int, default=[128, 1024, 4096, 8192])
     parser.add_argument("--no-flashinfer", action="store_true", help="skip the baseline")
     parser.add_argument("--out", help="also store the result as JSON here")
+    parser.add_argument(
+        "--commit", metavar="SHA", help="commit to record where the checkout has no history"
+    )
     args = parser.parse_args()
     if not torch.cuda.is_available():
         parser.error("no CUDA device: these are GPU timings; run tests/kernels on a CPU instead")
@@ -488,7 +491,8 @@ def main() -> None:
     config = {"sweep": args.sweep, "heads": [N, K, H], "block_length": G, "page_size": S}
     if args.out:
         config |= {"batch": args.batch, "kv": args.kv, "dtype": str(DTYPE)}
-        result_schema.write_result(args.out, "kernels", numbers, config=config)
+        env = result_schema.environment(args.commit)
+        result_schema.write_result(args.out, "kernels", numbers, config=config, env=env)
     print(json.dumps({"config": config, "numbers": numbers}))
 
 

@@ -9,8 +9,8 @@ fails or runs out of time does not stop the rest.
     python tools/measure.py --out /tmp/h200 8b-modes 8b-fp8
     python tools/measure.py --out /tmp/h200 --seconds 600      # every job, as far as time goes
 
-The last line of stdout is one JSON object: job -> seconds, or why there are none. Exit code 1 if
-any job failed.
+The last line of stdout is one JSON object: job -> seconds, or why there are none; also after
+SIGTERM, which ends the running job and begins no other. Exit code 1 if any job failed.
 """
 
 from __future__ import annotations
@@ -22,10 +22,12 @@ import signal
 import subprocess
 import sys
 import time
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+POLL_S = 0.05
 ROOT = Path(__file__).resolve().parents[1]
 GRAPHENGINE = (sys.executable, "-m", "graphengine")
 PAIR_8B = ("qwen3-8b", "--draft", "qwen3-8b-dflash-b16", "--simulate-acceptance", "6.35")
@@ -42,7 +44,6 @@ class Job:
 
     Attributes:
         output: its option for the result file.
-        takes_commit: whether it has the option --commit.
         folder: its option for a folder of further files.
         tail: what follows all options.
     """
@@ -50,7 +51,6 @@ class Job:
     command: tuple[str, ...]
     timeout_s: int = 300
     output: str = "--output-json"
-    takes_commit: bool = True
     folder: str | None = None
     tail: tuple[str, ...] = ()
 
@@ -65,7 +65,7 @@ def _profile(*args: str) -> Job:
 
 def _tool(name: str, *args: str) -> Job:
     command = (sys.executable, str(ROOT / "tools" / name), *args)
-    return Job(command, output="--out", takes_commit=False)
+    return Job(command, output="--out")
 
 
 # In the order of their worth: whatever time is left goes to the later ones.
@@ -112,12 +112,32 @@ JOBS: dict[str, Job] = {
 }
 
 
-def run(name: str, job: Job, directory: Path, commit: str | None, timeout_s: float) -> str | None:
-    """Runs a job; returns what went wrong."""
+@contextmanager
+def noted_termination() -> Iterator[list[int]]:
+    """Yields a list that grows by every SIGTERM instead of the process ending: `timeout` sends two,
+    and the second must not interrupt what the first has begun."""
+    came: list[int] = []
+    before = signal.signal(signal.SIGTERM, lambda number, frame: came.append(number))
+    try:
+        yield came
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def run(
+    name: str,
+    job: Job,
+    directory: Path,
+    commit: str | None,
+    timeout_s: float,
+    terminated: Sequence[int],
+) -> str | None:
+    """Runs a job until it ends, its time is up or `terminated` is not empty; returns what went
+    wrong."""
     command = [*job.command, job.output, str(directory / f"{name}.json")]
     if job.folder:
         command += [job.folder, str(directory / name)]
-    if commit and job.takes_commit:
+    if commit:
         command += ["--commit", commit]
     command += job.tail
     with (directory / f"{name}.log").open("w") as log:
@@ -127,10 +147,14 @@ def run(name: str, job: Job, directory: Path, commit: str | None, timeout_s: flo
         process = subprocess.Popen(
             command, cwd=ROOT, stdout=log, stderr=log, start_new_session=True
         )
+        deadline = time.monotonic() + timeout_s
         try:
-            code = process.wait(timeout_s)
-        except subprocess.TimeoutExpired:
-            return f"stopped after {timeout_s:.0f} s"
+            while (code := process.poll()) is None:
+                if terminated:
+                    return "stopped by SIGTERM"
+                if time.monotonic() >= deadline:
+                    return f"stopped after {timeout_s:.0f} s"
+                time.sleep(POLL_S)
         finally:
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
@@ -146,7 +170,9 @@ def main() -> None:
     parser.add_argument("--list", action="store_true", help="print the jobs and their commands")
     parser.add_argument("--out", type=Path, help="folder of the result files and logs")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="for all jobs")
-    parser.add_argument("--commit", help="where the checkout has no history")
+    parser.add_argument(
+        "--commit", metavar="SHA", help="commit to record where the checkout has no history"
+    )
     args = parser.parse_args()
     if args.list:
         for name, job in JOBS.items():
@@ -164,16 +190,19 @@ def main() -> None:
     deadline = time.monotonic() + args.seconds
     summary: dict[str, float | str] = {}
     failed = False
-    for name in args.jobs or JOBS:
-        began = time.monotonic()
-        left_s = min(JOBS[name].timeout_s, deadline - began)
-        problem = "no time left" if left_s < 1 else None
-        if problem is None:
-            problem = run(name, JOBS[name], args.out, args.commit, left_s)
-        failed = failed or problem is not None
-        summary[name] = problem or round(time.monotonic() - began, 1)
-        print(f"{name}: {summary[name]}", flush=True)
-    print(json.dumps(summary))
+    with noted_termination() as terminated:
+        for name in args.jobs or JOBS:
+            began = time.monotonic()
+            left_s = min(JOBS[name].timeout_s, deadline - began)
+            problem = "no time left" if left_s < 1 else None
+            if terminated:
+                problem = "not begun: SIGTERM"
+            if problem is None:
+                problem = run(name, JOBS[name], args.out, args.commit, left_s, terminated)
+            failed = failed or problem is not None
+            summary[name] = problem or round(time.monotonic() - began, 1)
+            print(f"{name}: {summary[name]}", flush=True)
+        print(json.dumps(summary), flush=True)
     raise SystemExit(1 if failed else 0)
 
 

@@ -90,7 +90,9 @@ def main() -> None:
     parser.add_argument("--timeout", type=float, default=900, help="seconds for all of it")
     parser.add_argument("--alone", default=TIMED, help="regex of tests to run after the others")
     parser.add_argument("--out", type=Path, help="store the result as JSON here")
-    parser.add_argument("--commit", help="where the checkout has no history")
+    parser.add_argument(
+        "--commit", metavar="SHA", help="commit to record where the checkout has no history"
+    )
     parser.add_argument("pytest", nargs="*", help="after --: what pytest shall select")
     args = parser.parse_args()
     if args.jobs < 1 or not args.timeout > 0:

@@ -298,6 +298,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--graph-mode", choices=["auto", "none", "piecewise", "full"])
     parser.add_argument("--attention-backend", choices=["auto", "flashinfer", "triton", "torch"])
     parser.add_argument("--out", help="also store the result as JSON here")
+    parser.add_argument(
+        "--commit", metavar="SHA", help="commit to record where the checkout has no history"
+    )
     args = parser.parse_args(arguments)
     if args.steps < 100:
         parser.error(f"--steps {args.steps}: at least 100, or nothing is measured")
@@ -320,7 +323,8 @@ def main(arguments: list[str] | None = None) -> int:
             "float32 every token as in plain decoding. num_resets counts the loop dropped with a "
             "step in flight, num_handed_over the requests that left speculation."
         )
-        result_schema.write_result(args.out, "soak", numbers, config=config, notes=notes)
+        env = result_schema.environment(args.commit)
+        result_schema.write_result(args.out, "soak", numbers, config=config, notes=notes, env=env)
     print(json.dumps({"passed": True, "config": config, "numbers": numbers}))
     return 0
 

@@ -315,6 +315,9 @@ def main() -> None:
     parser.add_argument("--no-layer", dest="layer", action="store_false")
     parser.add_argument("--dry-run", action="store_true", help="count what would run; no GPU")
     parser.add_argument("--out", help="also store the result as JSON here")
+    parser.add_argument(
+        "--commit", metavar="SHA", help="commit to record where the checkout has no history"
+    )
     args = parser.parse_args()
     todo = cases(args.cases, args.rows)
     if args.dry_run:
@@ -327,8 +330,9 @@ def main() -> None:
     if args.out:
         config = {"cases": args.cases, "rows": args.rows, "peak_tbps": PEAK_TBPS}
         config |= {"table": result["table"]}
+        env = result_schema.environment(args.commit)
         result_schema.write_result(
-            args.out, "skinny_linear_tuning", result["numbers"], config=config
+            args.out, "skinny_linear_tuning", result["numbers"], config=config, env=env
         )
     print(json.dumps(result))
 

@@ -155,15 +155,19 @@ def speed_findings(
 def _drafter(host: Host, config: EngineConfig, draft: DraftConfig) -> Iterator[Finding]:
     """Whether its weights are rounded, and whether that is of use."""
     quantization = config.draft_quantization
+    is_hopper = host.capability is None or host.capability[0] == HOPPER[0]
+    if not is_hopper or config.dtype != "bfloat16":
+        if quantization != "none":
+            remedy = "leave out --draft-quantization: FP8 is multiplied in bfloat16 runs on Hopper "
+            remedy += "alone, elsewhere it is widened in every forward"
+            yield warning("speed.drafter", quantization, remedy)
+        return
     rows = [size * draft.block_size for size in config.buckets]
     limit = MAX_QUANTIZED_ROWS["fp8"]
     if quantization == "none":
         kind = "fp8" if max(rows) <= limit else "fp8-dynamic"
         remedy = f"--draft-quantization {kind} halves its bytes"
         yield info("speed.drafter", "bfloat16", remedy)
-    elif host.capability is not None and host.capability[0] != HOPPER[0]:
-        remedy = "leave out --draft-quantization: FP8 is multiplied on Hopper alone, elsewhere it "
-        yield warning("speed.drafter", quantization, remedy + "is widened in every forward")
     elif quantization == "fp8" and min(rows) > limit:
         value = f"fp8, and a draft has {min(rows)} rows or more"
         remedy = f"use fp8-dynamic: fp8 is for forwards of up to {limit} rows"

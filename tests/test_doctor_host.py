@@ -116,6 +116,7 @@ def test_slow_options(change: dict[str, Any], name: str) -> None:
         ("fp8", (8, 16), (9, 0), "warning", "use fp8-dynamic"),
         ("fp8-dynamic", (8, 16), (9, 0), None, None),
         ("fp8", (1,), (10, 0), "warning", "leave out"),
+        ("none", (1,), (10, 0), None, None),
     ],
 )
 def test_rounded_drafters(
@@ -131,6 +132,10 @@ def test_rounded_drafters(
     found = [f for f in speed_findings(host, *parts) if f.name == "speed.drafter"]
     assert [f.level for f in found] == ([level] if level else [])
     assert part is None or part in found[0].remedy
+    if quantization == "none":
+        return
+    parts = cuda_config(draft_quantization=quantization, buckets=(1,), dtype="float32")
+    assert "speed.drafter" in {f.name for f in speed_findings(host, *parts)}
 
 
 @pytest.mark.gpu

@@ -15,6 +15,7 @@ from graphengine.attention import FLASHINFER_HEAD_DIMS
 from graphengine.bytesize import format_bytes
 from graphengine.config import DraftConfig, EngineConfig, ModelConfig
 from graphengine.findings import Finding, error, info, ok, warning
+from graphengine.forward import MAX_QUANTIZED_ROWS
 from graphengine.memory import DeviceMemory, device_memory
 from graphengine.profiles.result_schema import environment
 
@@ -147,8 +148,30 @@ def speed_findings(
     if config.graph_mode == "none":
         remedy = "use --graph-mode piecewise or full: launches cost more than the kernels"
         yield warning("speed.graphs", "none", remedy)
-    if draft is not None and config.draft_quantization == "none":
-        yield info("speed.drafter", "bfloat16", "--draft-quantization fp8 halves its bytes")
+    if draft is not None:
+        yield from _drafter(host, config, draft)
+
+
+def _drafter(host: Host, config: EngineConfig, draft: DraftConfig) -> Iterator[Finding]:
+    """Whether its weights are rounded, and whether that is of use."""
+    quantization = config.draft_quantization
+    is_hopper = host.capability is None or host.capability[0] == HOPPER[0]
+    if not is_hopper or config.dtype != "bfloat16":
+        if quantization != "none":
+            remedy = "leave out --draft-quantization: FP8 is multiplied in bfloat16 runs on Hopper "
+            remedy += "alone, elsewhere it is widened in every forward"
+            yield warning("speed.drafter", quantization, remedy)
+        return
+    rows = [size * draft.block_size for size in config.buckets]
+    limit = MAX_QUANTIZED_ROWS["fp8"]
+    if quantization == "none":
+        kind = "fp8" if max(rows) <= limit else "fp8-dynamic"
+        remedy = f"--draft-quantization {kind} halves its bytes"
+        yield info("speed.drafter", "bfloat16", remedy)
+    elif quantization == "fp8" and min(rows) > limit:
+        value = f"fp8, and a draft has {min(rows)} rows or more"
+        remedy = f"use fp8-dynamic: fp8 is for forwards of up to {limit} rows"
+        yield warning("speed.drafter", value, remedy)
 
 
 def _numbers(version: str) -> tuple[int, ...]:

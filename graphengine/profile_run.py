@@ -20,6 +20,7 @@ import torch
 from graphengine.api import Engine
 from graphengine.bench import read_bandwidth_gbps
 from graphengine.build import read_configs
+from graphengine.forward import MAX_QUANTIZED_ROWS
 from graphengine.hub import preset_names
 from graphengine.pairs import named_pair
 from graphengine.profiles import host_trace, nsys, torch_trace
@@ -69,7 +70,11 @@ def read_file(model: str | None, draft: str | None, options: dict[str, Any]) -> 
     if model is not None:
         target, drafter = read_configs(model, draft)
         itemsize = 4 if options["dtype"] == "float32" else 2
-        draft_itemsize = itemsize if options["draft_quantization"] == "none" else 1
+        draft_itemsize = itemsize
+        if drafter is not None:
+            rows = options["bucket"] * drafter.block_size
+            is_fp8 = rows <= MAX_QUANTIZED_ROWS[options["draft_quantization"]]
+            draft_itemsize = 1 if is_fp8 else itemsize
         facts["segment_bytes"] = segment_bytes(target, drafter, itemsize, draft_itemsize)
     elif beside.is_file():
         facts = _read_facts(beside)

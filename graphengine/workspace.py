@@ -33,6 +33,13 @@ def forward_bytes(model: ModelConfig, num_rows: int, element_bytes: int) -> int:
     return num_rows * (residual + max(attention, mlp, 3 * hidden * 4))
 
 
+def rounding_bytes(config: EngineConfig, draft: DraftConfig | None, num_rows: int) -> int:
+    """Rounding activations eagerly holds three fp32 copies; the widest are the taps before fc."""
+    if draft is None or config.draft_quantization != "fp8-dynamic":
+        return 0
+    return num_rows * 3 * draft.num_taps * draft.tap_size * 4
+
+
 def prefill_bytes(
     config: EngineConfig, target: ModelConfig, draft: DraftConfig | None, element_bytes: int
 ) -> int:
@@ -45,6 +52,7 @@ def prefill_bytes(
         taps = rows * draft.num_taps * draft.tap_size * element_bytes
         kv_row = 2 * model.num_hidden_layers * model.kv_size * element_bytes
         work = max(work, rows * (2 * hidden * element_bytes + 2 * hidden * 4 + kv_row))
+        work = max(work, rounding_bytes(config, draft, rows))
     if config.prefill_attention_backend == "torch":  # gathers keys and values, builds a mask
         per_key = 2 * target.kv_size * element_bytes + rows * (1 + element_bytes)
         work += config.max_model_len * per_key
@@ -65,6 +73,7 @@ def graph_bytes(
     rows = max(config.buckets) * block
     logits = rows * target.vocab_size * element_bytes
     work = max(forward_bytes(model, rows, element_bytes) for model in models)
+    work = max(work, rounding_bytes(config, draft, rows))
     if config.sampling:
         work += rows * SAMPLED_ROW_BYTES
     total = (work + 2 * logits) * (1 if config.graph_mode == "none" else 2)

@@ -25,8 +25,9 @@ in the word that counts the arrivals, and the last to arrive, which never waits,
 
 Cost: 2 * kv_len * K * H elements are read per request: 4.2 MB at 1k for K 8, H 128, bf16, 0.95 us
 at 4.4 TB/s; 33.5 MB and 7.6 us at 8k. Partials (fp32, live splits * T * N * H) stay in L2.
-Measured on an H200 at ~380 keys, inside a full step: 9.5 us at batch 1, 22.7 at batch 16, where one
-split has all keys of a request (profiles/results/2026-11-21-h200-8b-profile-full*.json).
+Measured on an H200 at ~380 keys, inside a full step: 9.5 us at batch 1
+(profiles/results/2026-11-21-h200-8b-profile-full.json). At batch 16 one split has all keys of a
+request: alone 14.2 us at 400 keys (`choose_config`).
 
 Legend: B requests, G block length, T = B * G rows, N query heads, K kv heads, H head dim, W pages
 in a row of the page table, S page size, Z splits. kv_cache: [2, num_pages, S, K, H].

@@ -69,7 +69,7 @@ def skinny_linear_partials(
         x_TD: [T, D] bf16, fp16 or fp32, 1 <= T <= 128, last stride 1; or FP8 [2, T, D].
         weight_ED: [E, D] of x's dtype; last stride 1.
         num_splits: Z; None takes the config's.
-        config: None takes `choose_config`'s, and the rule's for T > 64.
+        config: None takes `choose_config`'s, and the rule's where that has none.
         scales: with FP8 operands, whose products they multiply.
     Returns: fp32 [Z, T, E], contiguous.
     Raises: ValueError for shapes, dtypes or strides that the kernels cannot address.

@@ -84,7 +84,8 @@ def run_steps(
     num_tokens = sum(tokens for _, _, tokens in unprofiled)
     itemsize = getattr(torch, built.config.dtype).itemsize
     max_rows = MAX_QUANTIZED_ROWS[built.config.draft_quantization]
-    is_fp8 = workload.bucket * block <= max_rows
+    draft_rows = workload.bucket * (built.draft.block_size if built.draft else 1)
+    is_fp8 = draft_rows <= max_rows
     has_gpu = built.config.device == "cuda"
     return {
         "workload": asdict(workload),

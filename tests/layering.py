@@ -63,7 +63,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     },
     "doctor_weights": {"bytesize", "doctor_files", "findings", "weights"},
     "doctor_pair": {"build", "config", "doctor_files", "findings", "memory"},
-    "doctor_host": {"attention", "bytesize", "config", "findings", "memory", "profiles"},
+    "doctor_host": {"attention", "bytesize", "config", "findings", "forward", "memory", "profiles"},
     "doctor": {
         *("build", "findings", "memory", "pairs"),
         *("doctor_files", "doctor_models", "doctor_pair", "doctor_host"),

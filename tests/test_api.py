@@ -216,13 +216,14 @@ def test_missing_files_are_named(tmp_path: Path) -> None:
         Engine.from_pretrained(target)
 
 
-def test_dummy_weights_need_a_config_only(tmp_path: Path) -> None:
+@pytest.mark.parametrize("load_format", ["dummy", "dummy-uniform"])
+def test_dummy_weights_need_a_config_only(tmp_path: Path, load_format: Any) -> None:
     """Bug: load_format dummy still wants weights or a tokenizer."""
     target = make_target(tmp_path / "target", tokenizer=False)
     drafter = make_drafter(tmp_path / "drafter", target)
     for directory in (target, drafter):
         (directory / "model.safetensors").unlink()
-    with Engine.from_pretrained(target, drafter, load_format="dummy", buckets=(1,)) as engine:
+    with Engine.from_pretrained(target, drafter, load_format=load_format, buckets=(1,)) as engine:
         assert engine.tokenizer is None
         with pytest.raises(ValueError, match="no tokenizer; pass token ids"):
             engine.generate("text")

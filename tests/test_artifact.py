@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -380,6 +381,44 @@ def test_what_the_user_set_stays(tmp_path: Path, variables: Any) -> None:
     found = variables(GRAPHENGINE_CACHE=str(tmp_path / "c"), TRITON_CACHE_DIR="/mine")
     assert found["TRITON_CACHE_DIR"] == "/mine"
     assert str(found["TORCHINDUCTOR_CACHE_DIR"]).startswith(str(tmp_path / "c"))
+
+
+def test_triton_has_the_same_compilers_in_every_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bug: who compiles first decides under which ptxas and libdevice kernels are looked up; or the
+    user's own choice is overruled; or a name stays behind and rules the next command."""
+    pytest.importorskip("triton")
+    names = ("TRITON_PTXAS_PATH", "TRITON_LIBDEVICE_PATH")
+    for name in names:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("GRAPHENGINE_CACHE", str(tmp_path / "c"))
+    from triton import knobs
+    from triton.backends.nvidia.compiler import CUDAOptions
+
+    defaults = [knobs.nvidia.ptxas.path, dict(CUDAOptions(arch="sm90").extern_libs)["libdevice"]]
+    with cli.compiled_code("cpu", None):
+        inside = [os.environ[name] for name in names]
+        assert [os.path.realpath(path) for path in inside] == [*map(os.path.realpath, defaults)]
+        assert knobs.nvidia.ptxas.path == inside[0]
+    assert not set(names) & set(os.environ)
+    monkeypatch.setenv(names[0], "/mine")
+    with cli.compiled_code("cpu", None):
+        assert os.environ[names[0]] == "/mine" and os.environ[names[1]] == inside[1]
+    assert os.environ[names[0]] == "/mine"
+
+
+def test_a_triton_without_compilers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: a path that does not exist is named, and nothing compiles; or no Triton, no command."""
+    made = tmp_path / "backends" / "nvidia" / "bin" / "ptxas"
+    spec = SimpleNamespace(origin=str(tmp_path / "__init__.py"))
+    monkeypatch.setattr(artifact.importlib.util, "find_spec", lambda name: spec)
+    assert artifact.compiler_files() == {}
+    made.parent.mkdir(parents=True)
+    made.touch()
+    assert artifact.compiler_files() == {"TRITON_PTXAS_PATH": str(made)}
+    monkeypatch.setattr(artifact.importlib.util, "find_spec", lambda name: None)
+    assert artifact.compiler_files() == {}
 
 
 def test_no_folder(tmp_path: Path, variables: Any) -> None:

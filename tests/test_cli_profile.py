@@ -111,6 +111,21 @@ def test_bytes_of_a_file_come_from_facts_or_from_a_model(tmp_path: Path) -> None
     assert row["read_bytes"] > 1e5 and "floor_us" not in row
 
 
+def test_bytes_of_a_rounded_drafter(tmp_path: Path) -> None:
+    """Bug: GB/s of a batch whose drafter ran unrounded are counted as if it had been rounded."""
+    path = exports.write_export(tmp_path / "mine.sqlite")
+    found = {}
+    for quantization in ("none", "fp8", "fp8-dynamic"):
+        for bucket in (1, 8):
+            options = {"draft_quantization": quantization, "bucket": bucket}
+            options |= {"file": path, "dtype": "auto", "read_gbps": None}
+            _, facts = profile_run.read_file(str(TINY_TARGET), str(TINY_DRAFT), options)
+            found[quantization, bucket] = facts["segment_bytes"]["draft.context"]
+    full = found["none", 1]
+    assert found["none", 8] == found["fp8", 8] == full
+    assert found["fp8", 1] == found["fp8-dynamic", 1] == found["fp8-dynamic", 8] == full / 2
+
+
 def test_profile_reads_a_chrome_trace(tmp_path: Path) -> None:
     """Bug: the fallback's kept file cannot be read again."""
     path = exports.write_chrome_trace(tmp_path / "torch.json")

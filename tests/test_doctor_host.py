@@ -107,6 +107,37 @@ def test_slow_options(change: dict[str, Any], name: str) -> None:
     assert [f.level for f in found if f.name == name] == ["warning"]
 
 
+@pytest.mark.parametrize(
+    ("quantization", "buckets", "capability", "level", "part"),
+    [
+        ("none", (1, 4), (9, 0), "info", "--draft-quantization fp8 halves"),
+        ("none", (1, 8, 16), (9, 0), "info", "--draft-quantization fp8-dynamic halves"),
+        ("fp8", (1, 8, 16), (9, 0), None, None),
+        ("fp8", (8, 16), (9, 0), "warning", "use fp8-dynamic"),
+        ("fp8-dynamic", (8, 16), (9, 0), None, None),
+        ("fp8", (1,), (10, 0), "warning", "leave out"),
+        ("none", (1,), (10, 0), None, None),
+    ],
+)
+def test_rounded_drafters(
+    quantization: str,
+    buckets: tuple[int, ...],
+    capability: tuple[int, int],
+    level: str | None,
+    part: str | None,
+) -> None:
+    """Bug: what is advised does nothing at the rows of this run, or nothing says that it does."""
+    host = replace(H200, capability=capability)
+    parts = cuda_config(draft_quantization=quantization, buckets=buckets)
+    found = [f for f in speed_findings(host, *parts) if f.name == "speed.drafter"]
+    assert [f.level for f in found] == ([level] if level else [])
+    assert part is None or part in found[0].remedy
+    if quantization == "none":
+        return
+    parts = cuda_config(draft_quantization=quantization, buckets=(1,), dtype="float32")
+    assert "speed.drafter" in {f.name for f in speed_findings(host, *parts)}
+
+
 @pytest.mark.gpu
 def test_a_real_gpu() -> None:
     """Bug: the GPU's memory, driver or capability is read wrongly, so the plan is made for none."""

@@ -71,7 +71,7 @@ def size(*tensors: torch.Tensor) -> int:
 
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("tie", [False, True])
-@pytest.mark.parametrize("quantization", ["none", "fp8"])
+@pytest.mark.parametrize("quantization", ["none", "fp8", "fp8-dynamic"])
 def test_plan_equals_what_is_built(
     tmp_path: Path, tie: bool, bias: bool, quantization: str
 ) -> None:
@@ -87,7 +87,7 @@ def test_plan_equals_what_is_built(
         plan, loop = engine.memory_plan, engine.built.loop
         weights = plan.target_weight_bytes + plan.draft_weight_bytes + plan.quantized_weight_bytes
         assert weights + plan.rope_table_bytes == engine.startup.weight_bytes
-        assert (plan.quantized_weight_bytes > 0) == (quantization == "fp8")
+        assert (plan.quantized_weight_bytes > 0) == (quantization != "none")
         assert plan.step_buffer_bytes == size(*dict.fromkeys(loop._buffers))
         drafter = loop._prefill.drafter
         assert drafter is not None
@@ -150,6 +150,17 @@ def test_larger_needs_more(field: str) -> None:
     }
     config = replace(ON_GPU, **{field: larger[field]})
     assert plan_8b(config).fixed_bytes > plan_8b().fixed_bytes
+
+
+def test_rounded_activations_are_in_the_plan() -> None:
+    """Bug: three fp32 copies of a chunk's taps, more than a layer of the target takes, are not."""
+    plans = [plan_8b(replace(ON_GPU, draft_quantization=q)) for q in ("fp8", "fp8-dynamic")]
+    few, many = (plan.prefill_bytes - plan_8b().prefill_bytes for plan in plans)
+    assert few == 0 < many
+    rows, taps, copies = ON_GPU.prefill_chunk, 5 * 4096, 3
+    assert plans[1].prefill_bytes >= rows * taps * (copies * 4 + 2)
+    assert plans[0].quantized_weight_bytes == plans[1].quantized_weight_bytes > 0
+    assert plans[1].graph_pool_bytes > plans[0].graph_pool_bytes
 
 
 @settings(max_examples=60, deadline=None)
@@ -432,8 +443,11 @@ def test_sampled_rows_are_in_the_plan() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("mode", ["none", "piecewise", "full"])
-def test_plan_holds_on_a_gpu(mode: Any) -> None:
+@pytest.mark.parametrize(
+    ("mode", "quantization"),
+    [("none", "none"), ("piecewise", "none"), ("full", "none"), ("none", "fp8-dynamic")],
+)
+def test_plan_holds_on_a_gpu(mode: Any, quantization: Any) -> None:
     """Bug: the estimates are far from what torch takes: below it the run can fail later, far above
     it the pool is wasted. Shapes of Qwen3-4B with random weights, 2 GiB of K/V."""
     gc.collect()  # what earlier tests left must not go during this one
@@ -451,11 +465,13 @@ def test_plan_holds_on_a_gpu(mode: Any) -> None:
         device=device,
         max_model_len=4096,
         kv_cache_memory="2GiB",
+        draft_quantization=quantization,
     ) as engine:
         plan = engine.memory_plan
         engine.generate([[7] * 3000] * 3, max_new_tokens=40, ignore_eos=True)
         reserved = torch.cuda.memory_reserved() - before
         exact = plan.target_weight_bytes + plan.draft_weight_bytes + plan.rope_table_bytes
+        exact += plan.quantized_weight_bytes
         exact += plan.step_buffer_bytes + plan.kv_pool_bytes
         planned = plan.fixed_bytes + plan.kv_pool_bytes
         assert exact <= torch.cuda.memory_allocated() - held <= reserved <= planned

@@ -15,6 +15,7 @@ from graphengine.api import Engine
 from graphengine.build import read_configs
 from graphengine.config import AttentionRule
 from graphengine.hub import TINY_DRAFT, TINY_TARGET
+from graphengine.kernels.skinny_config import TUNED, choose_config, num_columns
 from graphengine.sampling import GREEDY
 
 
@@ -47,6 +48,20 @@ def test_a_short_context_is_not_exceeded() -> None:
     with Engine.from_pretrained(TINY_TARGET, device="cpu", max_model_len=2) as engine:
         warmup.warm_up(engine.built.loop)
         assert len(engine.generate([[5]], max_new_tokens=4)[0].token_ids) == 1
+
+
+def test_every_kind_of_length_is_warmed() -> None:
+    """Bug: the table grows by a row count, and the first prompt on the far side of it waits for
+    kernels that nobody has compiled."""
+
+    def kind(T: int, E: int, D: int, weight_bytes: int) -> Any:
+        config = choose_config(T, E, D, weight_bytes)
+        return config and (config, num_columns(T))
+
+    for E, D, weight_bytes in {key[:3] for key in TUNED} | {(512, 256, 2)}:
+        kinds = {kind(T, E, D, weight_bytes) for T in range(1, 2049)}
+        warmed = {kind(T, E, D, weight_bytes) for T in warmup.PROMPT_LENGTHS}
+        assert kinds == warmed
 
 
 class Wrapper:

@@ -380,7 +380,7 @@ def tile_candidates(B: int) -> list[Candidate]:
     configs = [base._replace(**dict(zip(names, size, strict=True))) for size in sizes]
     # Several programs share a multiprocessor: small stages, and no merge that waits for others.
     shared = [
-        (z, base._replace(chunk=c, num_stages=s, one_split=0, fused_merge=False))
+        (z, base._replace(kv_tile=64, chunk=c, num_stages=s, one_split=0, fused_merge=False))
         for z in (2 * Z, 4 * Z, 8 * Z)
         if z <= MAX_SPLITS
         for c in (64, 128)
@@ -391,7 +391,7 @@ def tile_candidates(B: int) -> list[Candidate]:
 
 def launch_candidates(Z: int, base: block_attention.LaunchConfig) -> list[Candidate]:
     """One thing changed at a time: who merges, when the launch starts, how far keys are split."""
-    changes: list[dict[str, Any]] = [{"pdl": False}, {"prefetch": False}]
+    changes: list[dict[str, Any]] = [{"pdl": False}, {"prefetch": not base.prefetch}]
     changes += [{"one_split": n} for n in (0, 256, 384, 512, 1024, 2048)]
     changes += [{"fused_merge": False, "merge_warps": w} for w in (4, 8)]
     changes += [{"fused_merge": False, "pdl": False}, {"polls": 0}]

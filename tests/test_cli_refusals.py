@@ -1,0 +1,212 @@
+"""What `graphengine run` refuses, and how: exit code 2, the value, the remedy, no traceback."""
+
+from pathlib import Path
+from typing import Any
+
+import click
+import pytest
+from click.testing import CliRunner
+
+from graphengine import build
+from graphengine.cli import main
+from graphengine.prompts import read_prompt_file
+from tests.checkpoints import edit_config, make_drafter, make_target
+from tests.command_line import Run, refused, runner
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_target(tmp_path_factory.mktemp("pair") / "target", max_positions=8192)
+
+
+@pytest.fixture(scope="module")
+def draft(target: Path) -> Path:
+    return make_drafter(target.with_name("draft"), target)
+
+
+@pytest.fixture
+def cli(target: Path) -> Run:
+    return runner(target)
+
+
+@pytest.mark.parametrize("value", ["0", "abc", "", "1,,8", "-1", "1.5"])
+def test_bad_bucket(cli: Run, value: str) -> None:
+    """Bug: a bucket that cannot exist is found after loading, or raises a traceback."""
+    refused(cli("--prompt", "x", "--bucket", value, model=None), "--bucket", repr(value), "1,8,16")
+
+
+@pytest.mark.parametrize(
+    ("content", "parts"),
+    [
+        (None, ["No such file", '{"prompt": "text"}']),
+        ("", ["holds no prompt"]),
+        ("\n \n", ["holds no prompt"]),
+        ('{"prompt": "a"}\nhello\n', ["line 2", "not JSON"]),
+        ('{"prompt": "a"}\n\n["b"]\n', ["line 3", "expected"]),
+        ('{"text": "a"}\n', ["line 1", "expected"]),
+        ('{"turns": []}\n', ["line 1", "expected"]),
+        ('{"turns": ["a", 3]}\n', ["line 1", "expected"]),
+        ('{"prompt": 3}\n', ["line 1", "expected"]),
+        ("[" * 100_000, ["line 1", "not JSON"]),
+        (b"\xff\xfe\x00", ["not UTF-8"]),
+    ],
+)
+def test_bad_prompt_file(
+    cli: Run, tmp_path: Path, content: str | bytes | None, parts: list[str]
+) -> None:
+    """Bug: one bad line among a thousand is reported without its number, or after loading."""
+    path = tmp_path / "prompts.jsonl"
+    if content is not None:
+        path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    refused(cli("--prompt-file", str(path), model=None), "--prompt-file", path, *parts)
+
+
+def test_prompt_file_of_windows(tmp_path: Path) -> None:
+    """Bug: the byte-order mark that Windows' editors write makes the first line no JSON."""
+    path = tmp_path / "prompts.jsonl"
+    path.write_bytes(b'\xef\xbb\xbf{"prompt": "a"}\r\n{"prompt": "b"}\r\n')
+    assert read_prompt_file(path) == [["a"], ["b"]]
+
+
+def test_no_prompt(cli: Run) -> None:
+    """Bug: an empty pipe makes the model answer nothing."""
+    refused(cli(model=None, input="\n"), "--prompt", "--prompt-file", "stdin")
+
+
+def test_raw_has_no_turns(cli: Run, tmp_path: Path) -> None:
+    """Bug: --raw silently drops the conversation between turns."""
+    path = tmp_path / "turns.jsonl"
+    path.write_text('{"turns": ["a", "b"]}')
+    refused(cli("--raw", "--prompt-file", str(path), model=None), "--raw")
+
+
+def test_long_prompt(cli: Run) -> None:
+    """Bug: a prompt beyond the context is cut, or fails inside the attention."""
+    refused(
+        cli("--max-model-len", "32", "--prompt", "hi", "--prompt", "many words " * 50),
+        *("prompt 2 of 2", "32", "--max-model-len"),
+    )
+
+
+def test_missing_directory(cli: Run, tmp_path: Path) -> None:
+    """Bug: a mistyped path is sent to the hub, or named by half."""
+    refused(cli("--prompt", "x", model=tmp_path / "none"), tmp_path / "none", "no such model")
+    refused(cli("--prompt", "x", model=tmp_path), tmp_path, "config.json")
+
+
+@pytest.mark.parametrize(
+    ("model", "part"),
+    [
+        ("~nobody_of_this_name/model", "home directory"),
+        ("x" * 5000, "too long"),
+        ("", "config.json"),
+    ],
+)
+def test_model_that_is_no_name(cli: Run, model: str, part: str) -> None:
+    """Bug: a path that the system refuses is its traceback, and an unset shell variable runs the
+    bundled model instead of the one that was meant."""
+    refused(CliRunner().invoke(main, ["run", model, "--prompt", "x"]), part)
+    refused(cli("--prompt", "x", "--draft", model), part)
+
+
+def test_drafter_of_another_target(cli: Run, target: Path, tmp_path: Path) -> None:
+    """Bug: a drafter of another size fails in a matmul, or drafts rubbish."""
+    other = make_target(tmp_path / "other", hidden=32, layers=3)
+    foreign = make_drafter(tmp_path / "draft", other)
+    refused(cli("--prompt", "x", "--draft", str(foreign)), foreign)
+
+
+def test_drafter_as_the_model(cli: Run, draft: Path) -> None:
+    """Bug: a user who swaps the two, or leaves out the target, is told to fetch a tokenizer."""
+    refused(cli("--prompt", "x", model=draft), draft, "not a target", f"--draft {draft}")
+
+
+@pytest.mark.parametrize("which", ["target", "draft"])
+def test_truncated_weights(cli: Run, tmp_path: Path, which: str) -> None:
+    """Bug: half a download loads as zeros, or shows safetensors' traceback."""
+    model = make_target(tmp_path / "target")
+    drafter = make_drafter(tmp_path / "draft", model)
+    path = tmp_path / which / "model.safetensors"
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+    refused(cli("--prompt", "x", "--draft", str(drafter), model=model), path, "fetch")
+
+
+@pytest.mark.parametrize("key", ["rope_theta", "target_layer_ids"])
+def test_incomplete_config(cli: Run, target: Path, tmp_path: Path, key: str) -> None:
+    """Bug: a theta or taps that are guessed cost acceptance and nobody learns why."""
+    drafter = make_drafter(tmp_path / "draft", target)
+
+    def drop(config: dict[str, Any]) -> dict[str, Any]:
+        (config["dflash_config"] if key in config["dflash_config"] else config).pop(key)
+        return config
+
+    edit_config(drafter, drop)
+    refused(cli("--prompt", "x", "--draft", str(drafter)), drafter / "config.json", key)
+
+
+@pytest.mark.parametrize(
+    ("args", "parts"),
+    [
+        (["--graph-mode", "full", "--device", "cpu"], ["--graph-mode full", "none"]),
+        (["--attention-backend", "flashinfer", "--device", "cpu"], ["flashinfer", "torch"]),
+        (["--max-model-len", "999999"], ["--max-model-len 999999", "8192"]),
+        (["--max-new-tokens", "0"], ["--max-new-tokens"]),
+        (["--page-size", "0"], ["--page-size"]),
+        (["--gpu-memory-utilization", "1.5"], ["--gpu-memory-utilization"]),
+        (["--simulate-acceptance", "2"], ["--simulate-acceptance", "--draft"]),
+        (["--acceptance-floor", "nan"], ["--acceptance-floor nan", "0 turns"]),  # is no JSON
+        (["--bucket", "9" * 24], ["--bucket", "impossible size"]),
+        (["--page-size", "99999999"], ["--max-model-len", "--kv-cache-memory", "--page-size"]),
+    ],
+)
+def test_options_that_cannot_work(cli: Run, args: list[str], parts: list[str]) -> None:
+    """Bug: a refusal that does not name its option or what to do instead."""
+    refused(cli("--prompt", "x", *args), *parts)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [MemoryError(), RuntimeError("CUDA out of memory. Tried to allocate"), RuntimeError("broken")],
+)
+def test_runtime_failures(cli: Run, monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+    """Bug: running out of memory looks like bad input, or a real fault is hidden as one."""
+
+    def fail(*_: object, **__: object) -> None:
+        raise error
+
+    monkeypatch.setattr("graphengine.cli_run.run", fail)
+    result = cli("--prompt", "x")
+    assert result.exit_code == 1
+    if str(error) == "broken":
+        assert result.exception is error
+    else:
+        assert "--max-model-len" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("args", "parts"),
+    [
+        (["--temperature", "-1"], ["temperature is -1.0", "0 (greedy)"]),
+        (["--temperature", "nan"], ["temperature is nan"]),
+        (["--temperature", "1", "--top-p", "0"], ["top_p is 0.0", "1 keeps all"]),
+        (["--temperature", "1", "--top-k", "-3"], ["top_k is -3", "0 keeps all"]),
+        (["--temperature", "1", "--seed", "-3"], ["seed is -3"]),
+        (["--top-p", "0.9"], ["change nothing at temperature 0"]),
+    ],
+)
+def test_bad_sampling(cli: Run, args: list[str], parts: list[str]) -> None:
+    """Bug: a bad value is found after loading, ignored, or draws something odd."""
+    refused(cli("--prompt", "x", *args), *parts)
+
+
+def test_every_command_offers_what_the_engine_knows() -> None:
+    """Bug: a new value of an option is known to the engine and refused by one of the commands."""
+    offered = [
+        (name, option.name, tuple(option.type.choices))
+        for name, command in main.commands.items()
+        for option in command.params
+        if option.name in build._CHOICES and isinstance(option.type, click.Choice)
+    ]
+    assert {option for _, option, _ in offered} == set(build._CHOICES)
+    wrong = [found for found in offered if found[2] != build._CHOICES[found[1]]]
+    assert wrong == []

@@ -1,0 +1,255 @@
+"""What tune_skinny.py times: GEMMs of Qwen3's shapes over distinct weights, alone or in a layer.
+
+A layer is norm, qkv, o, norm, gate_up + SwiGLU, down, because a GEMM that overlaps with its
+neighbours is not the one that is fastest alone. Attention is left out: `o` reads the q columns.
+Invariant: launches of one graph read weights that together exceed the L2 cache, so that every byte
+comes from HBM, and cuBLAS sees the same weights as our kernels.
+"""
+
+import itertools
+import statistics
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from graphengine.kernels.fp8 import FP8, Fp8Scales, quantize_rows_fp8, split_rows_fp8
+from graphengine.kernels.skinny_config import SkinnyConfig
+from graphengine.kernels.skinny_linear import skinny_linear, skinny_linear_partials, skinny_swiglu
+
+PEAK_TBPS = 4.46  # read-only bandwidth of an H200, measured
+EPS = 1e-6
+MODELS = {"8b": (4096, 12288), "4b": (2560, 9728)}  # hidden, MLP width; 32 / 8 heads of 128
+VOCABULARY, QKV_ROWS, ATTENTION_WIDTH, NUM_TAPS = 151936, 6144, 4096, 5
+LAYER = ("qkv", "o", "gate_up", "down")
+MIN_LAUNCHES, NUM_REPLAYS = 24, 5
+Weights = Callable[[int], torch.Tensor]
+Operands = tuple[torch.Tensor, torch.Tensor, Fp8Scales | None]
+
+
+class Case(NamedTuple):
+    """One shape to tune."""
+
+    model: str
+    name: str
+    kind: str  # "partials", "linear" or "swiglu"
+    E: int
+    D: int
+    T: int
+    weight_bytes: int
+
+    @property
+    def us_at_peak(self) -> float:
+        return self.E * self.D * self.weight_bytes / PEAK_TBPS / 1e6
+
+
+def cases(names: Iterable[str], rows: Iterable[int]) -> list[Case]:
+    """Cases of "8b", "4b" (bf16) or "8b-fp8", "4b-fp8" (a drafter's layers, fc and lm_head)."""
+    found = []
+    for name, T in itertools.product(names, rows):
+        D, width = MODELS[name.removesuffix("-fp8")]
+        weight_bytes = 1 if name.endswith("-fp8") else 2
+        for label, kind, E, K in (
+            ("qkv", "partials", QKV_ROWS, D),
+            ("o", "partials", D, ATTENTION_WIDTH),
+            ("gate_up", "swiglu", 2 * width, D),
+            ("down", "partials", D, width),
+            ("fc", "partials", D, NUM_TAPS * D),
+            ("lm_head", "linear", VOCABULARY, D),
+        ):
+            found.append(Case(name, label, kind, E, K, T, weight_bytes))
+    return found
+
+
+def run(case: Case, config: SkinnyConfig, operands: Operands) -> torch.Tensor:
+    x, weight, scales = operands
+    if case.kind == "partials":
+        return skinny_linear_partials(x, weight, None, config, scales)
+    if case.kind == "linear":
+        return skinny_linear(x, weight, config, scales)
+    return skinny_swiglu(x, weight, config, scales)
+
+
+def problem(case: Case, E: int, D: int) -> Operands:
+    x = torch.randn(case.T, D, device="cuda").bfloat16()
+    weight = torch.randn(E, D, device="cuda").mul_(D**-0.5).bfloat16()
+    if case.weight_bytes == 2:
+        return x, weight, None
+    (split, x_scale), (quantized, scale) = split_rows_fp8(x), quantize_rows_fp8(weight)
+    return split, quantized, Fp8Scales(x_scale, scale)
+
+
+def graph_us(launches: Callable[[], Any], count: int) -> float:
+    """Median microseconds of one of `count` launches captured in one graph."""
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        launches()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        launches()
+    times = []
+    for _ in range(NUM_REPLAYS + 2):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end) * 1000 / count)
+    return statistics.median(times[2:])
+
+
+class Pool:
+    """Distinct weights cut out of one large random buffer; their values do not matter here."""
+
+    def __init__(self, num_bytes: int) -> None:
+        self.buffer = torch.empty(num_bytes // 2, dtype=torch.bfloat16, device="cuda")
+        for part in self.buffer.split(1 << 28):
+            part.normal_(std=0.02)
+
+    def weights(self, case: Case, offset_bytes: int = 0, stride_bytes: int = 0) -> Weights:
+        """weights(i): the i-th [E, D]; stride_bytes 0 packs them densely."""
+        size = case.E * case.D * case.weight_bytes
+        flat = self.buffer.view(torch.uint8)
+        dtype = FP8 if case.weight_bytes == 1 else torch.bfloat16
+
+        def weight(i: int) -> torch.Tensor:
+            first = offset_bytes + i * (stride_bytes or size)
+            return flat[first : first + size].view(dtype).view(case.E, case.D)
+
+        return weight
+
+    def copies(self, num_bytes: int) -> int:
+        return self.buffer.numel() * 2 // num_bytes
+
+
+@triton.jit
+def _add_norm_kernel(
+    h, parts, weight, normed, D, plane, eps, Z: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+):
+    """h += sum of Z partials (in place); normed = rmsnorm(h) * weight. One row a program."""
+    d = tl.arange(0, BLOCK)
+    live = d < D
+    at = tl.program_id(0) * D + d
+    w = tl.load(weight + d, mask=live, other=0.0).to(tl.float32)
+    if PDL == 2:
+        gdc_launch_dependents()
+    if PDL > 0:
+        gdc_wait()
+    total = tl.load(h + at, mask=live, other=0.0).to(tl.float32)
+    for z in tl.static_range(Z):  # pyright: ignore[reportGeneralTypeIssues]
+        total += tl.load(parts + z * plane + at, mask=live, other=0.0).to(tl.float32)
+    if PDL == 1:
+        gdc_launch_dependents()
+    total = total.to(h.dtype.element_ty).to(tl.float32)
+    tl.store(h + at, total.to(h.dtype.element_ty), mask=live)
+    y = total * tl.rsqrt(tl.sum(total * total) / D + eps) * w
+    tl.store(normed + at, y.to(normed.dtype.element_ty), mask=live)
+
+
+@triton.jit
+def _first_columns_kernel(
+    parts, out, E, plane, Z: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+):
+    """out = the first columns of the sum of Z partials: stands for rope and attention."""
+    d = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    if PDL == 2:
+        gdc_launch_dependents()
+    if PDL > 0:
+        gdc_wait()
+    total = tl.zeros([BLOCK], tl.float32)
+    for z in tl.static_range(Z):  # pyright: ignore[reportGeneralTypeIssues]
+        total += tl.load(parts + z * plane + tl.program_id(0) * E + d).to(tl.float32)
+    if PDL == 1:
+        gdc_launch_dependents()
+    width = tl.num_programs(1) * BLOCK
+    tl.store(out + tl.program_id(0) * width + d, total.to(out.dtype.element_ty))
+
+
+@triton.jit
+def _swiglu_kernel(gate_up, out, width, BLOCK: tl.constexpr):
+    d = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    row = gate_up + tl.program_id(0) * 2 * width + d
+    gate = tl.load(row, mask=d < width, other=0.0).to(tl.float32)
+    up = tl.load(row + width, mask=d < width, other=0.0).to(tl.float32)
+    y = gate / (1.0 + tl.exp(-gate)) * up
+    tl.store(out + tl.program_id(0) * width + d, y.to(out.dtype.element_ty), mask=d < width)
+
+
+def swiglu(gate_up_TJ: torch.Tensor, out_TI: torch.Tensor) -> None:
+    T, width = out_TI.shape
+    grid = (T, triton.cdiv(width, 1024))
+    _swiglu_kernel[grid](gate_up_TJ, out_TI, width, BLOCK=1024)  # pyright: ignore[reportArgumentType]
+
+
+class LayerBench:
+    """Whole layers in one graph: each GEMM by cuBLAS (None) or by a config."""
+
+    def __init__(self, model: str, T: int, pool: Pool) -> None:
+        self.cases = {c.name: c for c in cases([model], [T]) if c.name in LAYER}
+        sizes = {n: c.E * c.D * c.weight_bytes for n, c in self.cases.items()}
+        stride = sum(sizes.values())
+        self.num_layers = min(MIN_LAUNCHES, pool.copies(stride))
+        offsets = itertools.accumulate((sizes[n] for n in LAYER[:-1]), initial=0)
+        self.weights = {
+            n: pool.weights(self.cases[n], at, stride) for n, at in zip(LAYER, offsets, strict=True)
+        }
+        # FP8 activations stand ready: what splits them is not timed.
+        self.in_fp8 = {}
+        for name, case in self.cases.items():
+            if case.weight_bytes == 1:
+                x, _, scales = problem(case, 64, case.D)
+                ones = torch.ones(case.E, device="cuda")
+                self.in_fp8[name] = (x, scales._replace(weight_E=ones) if scales else None)
+        hidden, width = MODELS[model.removesuffix("-fp8")]
+        empty = {"dtype": torch.bfloat16, "device": "cuda"}
+        self.h_TD = torch.randn(T, hidden, device="cuda").bfloat16()
+        self.zero_ZTD = torch.zeros(1, T, hidden, **empty)
+        self.norm_D = torch.ones(hidden, **empty)
+        self.normed_TD = torch.empty(T, hidden, **empty)
+        self.attn_TF = torch.empty(T, ATTENTION_WIDTH, **empty)
+        self.act_TI = torch.empty(T, width, **empty)
+
+    def gemm(self, name: str, i: int, x: torch.Tensor, config: SkinnyConfig | None) -> torch.Tensor:
+        weight = self.weights[name](i)
+        if config is not None:
+            x, scales = self.in_fp8.get(name, (x, None))
+            return run(self.cases[name], config, (x, weight, scales))
+        y = F.linear(x, weight)
+        if name == "gate_up":
+            swiglu(y, self.act_TI)
+            return self.act_TI
+        return y[None]
+
+    def add_norm(self, parts_ZTD: torch.Tensor, glue: int) -> None:
+        (Z, T, D), pdl = parts_ZTD.shape, {"launch_pdl": True} if glue else {}
+        block = triton.next_power_of_2(D)
+        tensors = (self.h_TD, parts_ZTD, self.norm_D, self.normed_TD)
+        _add_norm_kernel[(T,)](
+            *(*tensors, D, T * D, EPS),
+            **{"Z": Z, "BLOCK": block, "PDL": glue, "num_warps": 8, **pdl},
+        )
+
+    def us(self, configs: dict[str, SkinnyConfig | None], glue: int) -> float:
+        """Microseconds of a layer. glue: the small kernels' PDL mode, as a config's `pdl`."""
+        pdl = {"launch_pdl": True} if glue else {}
+
+        def launches() -> None:
+            parts = self.zero_ZTD
+            for i in range(self.num_layers):
+                self.add_norm(parts, glue)
+                qkv_ZTE = self.gemm("qkv", i, self.normed_TD, configs["qkv"])
+                Z, T, E = qkv_ZTE.shape
+                _first_columns_kernel[(T, ATTENTION_WIDTH // 1024)](
+                    *(qkv_ZTE, self.attn_TF, E, T * E),
+                    **{"Z": Z, "BLOCK": 1024, "PDL": glue, **pdl},
+                )
+                self.add_norm(self.gemm("o", i, self.attn_TF, configs["o"]), glue)
+                act = self.gemm("gate_up", i, self.normed_TD, configs["gate_up"])
+                parts = self.gemm("down", i, act, configs["down"])
+
+        return graph_us(launches, self.num_layers)

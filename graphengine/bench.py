@@ -109,6 +109,7 @@ class CaseResult:
                 "gpu_busy_ms": median * busy,
                 "gpu_idle_ms": median * (1 - busy),
                 "gpu_idle_percent": (1 - busy) * 100,
+                "gpu_busy_fraction": self.busy_fraction,  # as measured: above 1 is noise
             }
         return numbers
 

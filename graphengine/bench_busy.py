@@ -9,7 +9,8 @@ between kernels that are already queued count as busy; `graphengine profile` spl
 
 Only every fourth step is held, and the wall time that busy is compared with is that of free steps
 between them: a hold cools the GPU, which at its power limit then clocks higher. (Held every step,
-an H200 at batch 16 showed 13 % idle where there was under 1.)
+an H200 at batch 16 showed 13 % idle where there was under 1:
+profiles/results/2026-11-22-h200-8b-full-cold.json, -8b-batches.json.)
 
 Invariant: these steps are never among the timed ones, and a hold that ended before the host was
 done gives no number instead of a wrong one.

@@ -163,7 +163,9 @@ def build(
 
     def source(directory: Path, seed: int) -> Checkpoint | RandomSource:
         if is_dummy:
-            return RandomSource(device, dtype, seed, options.load_format == "dummy-uniform")
+            return RandomSource(
+                device, dtype, seed, is_uniform=options.load_format == "dummy-uniform"
+            )
         what = f"loading {directory.name}"
         return Checkpoint(
             directory, device, dtype, lambda done, total: progress(what, done / total)

@@ -118,8 +118,9 @@ def choose_config(
     Many splits, batch 1: one split up to 512 keys instead of 256 costs 3 us a layer, up to 64 gains
     nothing. Few, batches 8 and 16: a program has most keys of a request, so tiles are large where
     they fit. Against tiles of 64 keys and the prefetch, microseconds at 400 / 1k / 8k keys, H200:
-    batch 8 12.8 / 23.4 / 98.4 -> 12.2 / 17.4 / 75.6, batch 16 13.9 / 28.0 / 179.8 ->
-    14.2 / 24.9 / 137.3 (profiles/results/2026-11-22-h200-attention-sweep.json).
+    batch 16 13.9 / 28.0 / 179.8 -> 14.2 / 24.9 / 137.3, batch 8 12.8 / 23.4 / 98.4 ->
+    12.2 / 17.4 / 76.0, with the prefetch; without it only one split up to 1024 keys was timed:
+    11.8 / 18.8 / 75.6 (profiles/results/2026-11-22-h200-attention-sweep.json).
 
     Args: row_bytes: of one key, H * element size. smem_bytes: shared memory that a program may use.
     """

@@ -27,15 +27,12 @@ def quantize_rows_fp8(weight_ED: torch.Tensor) -> tuple[torch.Tensor, torch.Tens
 
     Returns: (float8_e4m3fn [E, D], fp32 scale_E [E]), on weight's device.
     """
-    limit = torch.finfo(FP8).max
     quantized = torch.empty_like(weight_ED, dtype=FP8, memory_format=torch.contiguous_format)
     scale_E = torch.empty(weight_ED.shape[0], dtype=torch.float32, device=weight_ED.device)
     chunk = 16384  # rows at a time: an lm_head in fp32 is 2.5 GB
     for first in range(0, weight_ED.shape[0], chunk):
-        rows = weight_ED[first : first + chunk].float()
-        scale = rows.abs().amax(dim=1).clamp_(min=1e-12) / limit
-        scale_E[first : first + chunk] = scale
-        quantized[first : first + chunk] = (rows / scale[:, None]).clamp_(-limit, limit).to(FP8)
+        part = slice(first, first + chunk)
+        quantized[part], scale_E[part] = round_rows_fp8(weight_ED[part])
     return quantized, scale_E
 
 

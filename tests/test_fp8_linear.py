@@ -93,9 +93,11 @@ def test_the_library_takes_our_operands(monkeypatch: pytest.MonkeyPatch) -> None
         widths.append(weight.shape[1])
         return real(x, weight, **options)
 
+    def with_axis(x: torch.Tensor, index: tuple[slice | None, ...]) -> torch.Tensor:
+        return x.unsqueeze(index.index(None))
+
     # CPU builds of torch refuse to index what claims to be on a GPU.
-    added = lambda self, index: self.unsqueeze(index.index(None))  # noqa: E731
-    monkeypatch.setattr(FakeTensor, "__getitem__", added)
+    monkeypatch.setattr(FakeTensor, "__getitem__", with_axis)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
     monkeypatch.setattr(torch, "_scaled_mm", record)
     with FakeTensorMode():

@@ -122,6 +122,23 @@ def lines_run(run: Callable[[], object]) -> int:
     return -1 - counter.left
 
 
+def num_survived(run: Callable[[], object], plain: object, engine: Engine, lines: list[int]) -> int:
+    """Interrupts `run` at each of `lines`, after which it must give `plain` again; how many of the
+    interrupts reached the caller."""
+    interrupted = 0
+    for line in lines:
+        sys.settrace(Interrupt(line))
+        try:
+            run()
+        except KeyboardInterrupt:
+            interrupted += 1
+        finally:
+            sys.settrace(None)
+        assert run() == plain, f"after an interrupt at line {line}"
+        assert_idle(engine)
+    return interrupted
+
+
 def test_ctrl_c_between_any_two_lines(engine: Engine, pair: Pair) -> None:
     """Bug: an interrupt between two lines, where no exception was foreseen (a page taken but not
     yet owned, a result buffer popped but not yet in flight), leaves the engine unusable."""
@@ -133,19 +150,8 @@ def test_ctrl_c_between_any_two_lines(engine: Engine, pair: Pair) -> None:
 
     total = lines_run(run)
     assert total > 300
-    rng = random.Random(0)
-    interrupted = 0
-    for line in rng.sample(range(1, total), 36):
-        sys.settrace(Interrupt(line))
-        try:
-            run()
-        except KeyboardInterrupt:
-            interrupted += 1
-        finally:
-            sys.settrace(None)
-        assert run() == plain, f"after an interrupt at line {line} of {total}"
-        assert_idle(engine)
-    assert interrupted > 30
+    lines = random.Random(0).sample(range(1, total), 36)
+    assert num_survived(run, plain, engine, lines) > 30
 
 
 @pytest.mark.usefixtures("impatient")
@@ -164,19 +170,8 @@ def test_ctrl_c_at_the_hand_over(pair: Pair, monkeypatch: pytest.MonkeyPatch) ->
             return tokens(results)
 
         run()  # plain steps are measured once
-        total = lines_run(run)
-        interrupted = 0
-        for line in random.Random(5).sample(range(1, total), 20):
-            sys.settrace(Interrupt(line))
-            try:
-                run()
-            except KeyboardInterrupt:
-                interrupted += 1
-            finally:
-                sys.settrace(None)
-            assert run() == plain, f"after an interrupt at line {line} of {total}"
-            assert_idle(engine)
-        assert interrupted > 15
+        lines = random.Random(5).sample(range(1, lines_run(run)), 20)
+        assert num_survived(run, plain, engine, lines) > 15
 
 
 def test_close_frees_everything(pair: Pair) -> None:

@@ -2,13 +2,11 @@
 as a stand-in program that records how it is called. With a GPU also torch.profiler and captures.
 """
 
-import importlib.util
 import json
 import subprocess
 import sys
 import xml.etree.ElementTree as ET
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -19,19 +17,8 @@ from graphengine.cli import main
 from graphengine.hub import TINY_DRAFT, TINY_TARGET
 from graphengine.profiles import ranges, torch_trace
 from graphengine.profiles.result_schema import validate
-
-HERE = Path(__file__).parent
-
-
-def load(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(name, HERE / f"{name}.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-checkpoints, exports = load("checkpoints"), load("nsys_exports")
+from tests import checkpoints
+from tests import nsys_exports as exports
 
 
 def invoke(*arguments: Any) -> Result:

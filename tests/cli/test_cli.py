@@ -17,26 +17,10 @@ from graphengine import __version__
 from graphengine.cli import main
 from graphengine.hub import TINY_DRAFT, TINY_TARGET
 from graphengine.profiles import ranges
-from tests.checkpoints import make_drafter, make_target
-from tests.command_line import COMMAND, ENV, ROOT, Run, heed_interrupts, runner, shell
+from tests.command_line import COMMAND, ENV, ROOT, Run, heed_interrupts, shell
 
 FIRST_TOKEN_LIMIT_S = 15
 HELP_LIMIT_S = 0.5
-
-
-@pytest.fixture(scope="module")
-def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_target(tmp_path_factory.mktemp("pair") / "target", max_positions=8192)
-
-
-@pytest.fixture(scope="module")
-def draft(target: Path) -> Path:
-    return make_drafter(target.with_name("draft"), target)
-
-
-@pytest.fixture
-def cli(target: Path) -> Run:
-    return runner(target)
 
 
 # --- help ---

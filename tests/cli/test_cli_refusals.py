@@ -11,22 +11,7 @@ from graphengine import build
 from graphengine.cli import main
 from graphengine.prompts import read_prompt_file
 from tests.checkpoints import edit_config, make_drafter, make_target
-from tests.command_line import Run, refused, runner
-
-
-@pytest.fixture(scope="module")
-def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_target(tmp_path_factory.mktemp("pair") / "target", max_positions=8192)
-
-
-@pytest.fixture(scope="module")
-def draft(target: Path) -> Path:
-    return make_drafter(target.with_name("draft"), target)
-
-
-@pytest.fixture
-def cli(target: Path) -> Run:
-    return runner(target)
+from tests.command_line import Run, refused
 
 
 @pytest.mark.parametrize("value", ["0", "abc", "", "1,,8", "-1", "1.5"])

@@ -9,17 +9,7 @@ import pytest
 
 from graphengine.hub import TINY_DRAFT
 from tests.checkpoints import edit_config
-from tests.doctored import Edit, check, dflash, errors, load, make_copies, make_pair, named
-
-
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    return make_pair(tmp_path_factory.mktemp("pair"))
-
-
-@pytest.fixture
-def copies(pair: tuple[Path, Path], tmp_path: Path) -> tuple[Path, Path]:
-    return make_copies(pair, tmp_path)
+from tests.doctored import Edit, check, dflash, errors, load, named
 
 
 @pytest.mark.parametrize(

@@ -18,21 +18,9 @@ from tests.doctored import (
     drop_tensor,
     errors,
     load,
-    make_copies,
-    make_pair,
     named,
     put_tensor,
 )
-
-
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    return make_pair(tmp_path_factory.mktemp("pair"))
-
-
-@pytest.fixture
-def copies(pair: tuple[Path, Path], tmp_path: Path) -> tuple[Path, Path]:
-    return make_copies(pair, tmp_path)
 
 
 def truncate(path: Path, name: str = "model.safetensors") -> None:

@@ -10,20 +10,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from graphengine.config import DraftConfig, ModelConfig
 from graphengine.doctor import diagnose
 from graphengine.doctor_files import read_model_files
-from tests.doctored import HOST, OPTIONS, make_pair
-
-
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    return make_pair(tmp_path_factory.mktemp("pair"))
-
+from tests.doctored import HOST, OPTIONS
 
 VALUES = st.recursive(
     st.none()

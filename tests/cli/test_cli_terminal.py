@@ -17,23 +17,7 @@ from click.testing import CliRunner
 
 from graphengine.api import Chunk, Engine
 from graphengine.cli import main
-from tests.checkpoints import make_drafter, make_target
-from tests.command_line import COMMAND, ENV, ROOT, Run, heed_interrupts, runner
-
-
-@pytest.fixture(scope="module")
-def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_target(tmp_path_factory.mktemp("pair") / "target", max_positions=8192)
-
-
-@pytest.fixture(scope="module")
-def draft(target: Path) -> Path:
-    return make_drafter(target.with_name("draft"), target)
-
-
-@pytest.fixture
-def cli(target: Path) -> Run:
-    return runner(target)
+from tests.command_line import COMMAND, ENV, ROOT, Run, heed_interrupts
 
 
 def test_interrupt(target: Path) -> None:

@@ -16,8 +16,8 @@ from click.testing import CliRunner, Result
 from graphengine.cli import main
 from graphengine.hub import TINY_DRAFT, TINY_TARGET
 from tests.checkpoints import edit_config
+from tests.command_line import ROOT
 
-ROOT = Path(__file__).resolve().parent.parent
 PRESETS = ["qwen3-8b", "--draft", "qwen3-8b-dflash-b16"]
 
 

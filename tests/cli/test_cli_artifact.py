@@ -1,0 +1,221 @@
+"""Compiled code kept between starts, as the command line uses it."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from graphengine import artifact, cli
+from tests.checkpoints import make_drafter, make_target
+from tests.command_line import ROOT
+from tests.test_artifact import filled
+
+
+@pytest.fixture
+def variables(monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[str, str | None]]:
+    """What the three variables are inside a command."""
+    for name in cli._CACHE_VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+
+    def inside(**env: str) -> dict[str, str | None]:
+        for name, value in env.items():
+            monkeypatch.setenv(name, value)
+        before = dict(os.environ)
+        with cli.compiled_code("cpu", None):
+            found = {name: os.environ.get(name) for name in cli._CACHE_VARIABLES}
+        assert dict(os.environ) == before
+        return found
+
+    return inside
+
+
+def test_compilers_are_pointed_at_the_folder(tmp_path: Path, variables: Any) -> None:
+    """Bug: a compiler writes to /tmp, is forgotten after a reboot, and every start is cold."""
+    found = variables(GRAPHENGINE_CACHE=str(tmp_path / "c"))
+    folder = artifact.store(tmp_path / "c", artifact.platform_parts("cpu")).folder
+    assert found == {
+        "TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor"),
+        "TRITON_CACHE_DIR": str(folder / "triton"),
+        "FLASHINFER_WORKSPACE_BASE": str(folder / "flashinfer"),
+    }
+    assert not (tmp_path / "c").exists(), "a run that compiles nothing leaves nothing"
+
+
+def test_what_the_user_set_stays(tmp_path: Path, variables: Any) -> None:
+    """Bug: a cache that the user keeps elsewhere is ignored."""
+    found = variables(GRAPHENGINE_CACHE=str(tmp_path / "c"), TRITON_CACHE_DIR="/mine")
+    assert found["TRITON_CACHE_DIR"] == "/mine"
+    assert str(found["TORCHINDUCTOR_CACHE_DIR"]).startswith(str(tmp_path / "c"))
+
+
+def test_triton_has_the_same_compilers_in_every_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bug: who compiles first decides under which ptxas and libdevice kernels are looked up; or the
+    user's own choice is overruled; or a name stays behind and rules the next command."""
+    pytest.importorskip("triton")
+    names = ("TRITON_PTXAS_PATH", "TRITON_LIBDEVICE_PATH")
+    for name in names:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("GRAPHENGINE_CACHE", str(tmp_path / "c"))
+    from triton import knobs
+    from triton.backends.nvidia.compiler import CUDAOptions
+
+    defaults = [knobs.nvidia.ptxas.path, dict(CUDAOptions(arch="sm90").extern_libs)["libdevice"]]
+    with cli.compiled_code("cpu", None):
+        inside = [os.environ[name] for name in names]
+        assert [os.path.realpath(path) for path in inside] == [*map(os.path.realpath, defaults)]
+        assert knobs.nvidia.ptxas.path == inside[0]
+    assert not set(names) & set(os.environ)
+    monkeypatch.setenv(names[0], "/mine")
+    with cli.compiled_code("cpu", None):
+        assert os.environ[names[0]] == "/mine" and os.environ[names[1]] == inside[1]
+    assert os.environ[names[0]] == "/mine"
+
+
+def test_a_triton_without_compilers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: a path that does not exist is named, and nothing compiles; or no Triton, no command."""
+    made = tmp_path / "backends" / "nvidia" / "bin" / "ptxas"
+    spec = SimpleNamespace(origin=str(tmp_path / "__init__.py"))
+    monkeypatch.setattr(artifact.importlib.util, "find_spec", lambda name: spec)
+    assert artifact.compiler_files() == {}
+    made.parent.mkdir(parents=True)
+    made.touch()
+    assert artifact.compiler_files() == {"TRITON_PTXAS_PATH": str(made)}
+    monkeypatch.setattr(artifact.importlib.util, "find_spec", lambda name: None)
+    assert artifact.compiler_files() == {}
+
+
+def test_no_folder(tmp_path: Path, variables: Any) -> None:
+    """Bug: a read-only home directory ends a run that would work with the compilers' defaults."""
+    assert set(variables(GRAPHENGINE_CACHE="").values()) == {None}
+    done = CliRunner().invoke(cli.main, ["compile"], env={"GRAPHENGINE_CACHE": ""})
+    assert done.exit_code == 2
+    assert "GRAPHENGINE_CACHE" in done.stderr
+
+
+@pytest.mark.parametrize("place", ["file", "file/below", "~nobody_of_this_name"])
+def test_no_folder_is_possible(tmp_path: Path, variables: Any, place: str) -> None:
+    """Bug: GRAPHENGINE_CACHE=/dev/null, which turns other caches off, ends every command in a
+    NotADirectoryError."""
+    (tmp_path / "file").touch()
+    root = place if place.startswith("~") else str(tmp_path / place)
+    assert set(variables(GRAPHENGINE_CACHE=root).values()) == {None}
+
+
+def test_no_home(variables: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: in a container whose user has no entry in passwd every command ends in a traceback."""
+
+    def nobody(uid: int) -> None:
+        raise KeyError(uid)
+
+    for name in ("HOME", "XDG_CACHE_HOME", "GRAPHENGINE_CACHE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("pwd.getpwuid", nobody)
+    assert set(variables().values()) == {None}
+
+
+def test_refusals(tmp_path: Path) -> None:
+    """Bug: a bad artifact is found after minutes of loading, or with a traceback."""
+    env = {"GRAPHENGINE_CACHE": str(tmp_path / "c")}
+    missing = str(tmp_path / "no.tar.gz")
+    for command in (["run", "--prompt", "x"], ["compile"]):
+        done = CliRunner().invoke(cli.main, [*command, "--artifact", missing], env=env)
+        assert done.exit_code == 2, done.output
+        assert missing in done.stderr.replace("\n", "")
+    done = CliRunner().invoke(cli.main, ["compile", "--fresh", "--artifact", missing], env=env)
+    assert done.exit_code == 2
+
+
+def test_a_run_tells_what_does_not_fit(tmp_path: Path) -> None:
+    """Bug: an artifact of another platform is dropped silently, and the start is just slow."""
+    store = filled(tmp_path / "a")
+    artifact.pack(store.folder, tmp_path / "x.tar.gz")
+    pair = make_target(tmp_path / "target")
+    done = CliRunner().invoke(
+        cli.main,
+        ["run", str(pair), "--bucket", "1", "--prompt", "x", "--max-new-tokens", "2"]
+        + ["--device", "cpu", "--artifact", str(tmp_path / "x.tar.gz")],
+        env={"GRAPHENGINE_CACHE": str(tmp_path / "c")},
+    )
+    assert done.exit_code == 0, done.output
+    text = done.stderr.replace("\n", " ")
+    assert "does not fit and is not used; compiling anew" in text
+    assert "gpu: NVIDIA H200 there, nothing here" in text
+    assert "torch: 2.13.0 there" in text
+
+
+def command(root: Path, *args: str) -> Any:
+    """The command's JSON and stderr, in a process whose compiled code lies below `root`."""
+    env = {k: v for k, v in os.environ.items() if k not in cli._CACHE_VARIABLES}
+    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    env |= {"GRAPHENGINE_CACHE": str(root), "PYTHONPATH": path}
+    line = [sys.executable, "-m", "graphengine", *args, "--json"]
+    done = subprocess.run(line, cwd=ROOT, env=env, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout), done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor's C++ backend needs g++")
+def test_a_packed_artifact_starts_warm_elsewhere(tmp_path: Path) -> None:
+    """Bug: the artifact lacks something, or holds paths of where it was made, so that a start with
+    it compiles again; or a start with it gives other tokens."""
+    target = make_target(tmp_path / "target", layers=2)
+    draft = make_drafter(tmp_path / "draft", target)
+    packed = str(tmp_path / "x.tar.gz")
+    pair = [str(target), "--draft", str(draft), "--bucket", "1", "--device", "cpu"]
+    cold, text = command(tmp_path / "a", "compile", *pair, "--output", packed)
+    num_graphs = cold["startup"]["num_compiled"]
+    assert num_graphs > 0
+    assert cold["startup"]["num_cache_hits"] == 0
+    assert cold["num_new_files"] > 0
+    assert "cold start" in text
+    shutil.rmtree(tmp_path / "a")
+    again = ["run", *pair, "--prompt", "Tom has", "--max-new-tokens", "8", "--ignore-eos"]
+    warm, text = command(tmp_path / "b", *again, "--compile", "--artifact", packed)
+    assert warm["startup"]["num_compiled"] == 0
+    assert warm["startup"]["num_cache_hits"] == num_graphs
+    assert "warm start" in text
+    plain, _ = command(tmp_path / "b", *again, "--no-compile")
+    assert warm["results"][0]["token_ids"] == plain["results"][0]["token_ids"]
+    # Plain decoding is compiled ahead too: a request may fall back to it.
+    alone, _ = command(tmp_path / "b", *again, "--compile", "--draft", "none")
+    assert alone["startup"]["num_compiled"] == 0
+    other, text = command(tmp_path / "b", *again, "--compile", "--bucket", "2")
+    assert other["startup"]["num_compiled"] > 0
+    assert "compiled anew, what was compiled ahead differs: buckets: " in text.replace("\n", " ")
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["flashinfer", "triton"])
+def test_our_kernels_are_in_the_artifact(tmp_path: Path, backend: str) -> None:
+    """Bug: Triton does not find what was unpacked (its groups name the old folder), so that every
+    kernel launched outside of Inductor is compiled at each start."""
+    sizes: Any = {"hidden": 128, "heads": 4, "kv_heads": 2, "head_dim": 64, "intermediate": 256}
+    target = make_target(tmp_path / "target", layers=2, tie=False, dtype="bfloat16", **sizes)
+    draft = make_drafter(tmp_path / "draft", target, dtype="bfloat16")
+    packed = str(tmp_path / "x.tar.gz")
+    pair = [str(target), "--draft", str(draft), "--bucket", "1", "--attention-backend", backend]
+
+    def kernels(root: str) -> set[str]:
+        return {path.name for path in (tmp_path / root).glob("*/triton/*")}
+
+    cold, _ = command(tmp_path / "a", "compile", *pair, "--output", packed)
+    compiled = kernels("a")
+    assert compiled
+    shutil.move(tmp_path / "a", tmp_path / "gone")
+    warm, _ = command(tmp_path / "b", "compile", *pair, "--artifact", packed)
+    assert warm["startup"]["num_compiled"] == 0
+    assert warm["startup"]["num_cache_hits"] == cold["startup"]["num_compiled"]
+    assert kernels("b") <= compiled
+    print(f"cold {cold['startup']}, warm {warm['startup']}")

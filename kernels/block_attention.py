@@ -115,21 +115,20 @@ def choose_config(
 ) -> LaunchConfig:
     """The default sizes for Z splits (`tools/bench_kernels.py --sweep block_attention`).
 
-    Many splits, batch 1: one split up to 512 keys instead of 256 costs 3 us a layer, up to 64 gains
-    nothing. Few, batches 8 and 16: a program has most keys of a request, so tiles are large where
-    they fit. Against tiles of 64 keys and the prefetch, microseconds at 400 / 1k / 8k keys, H200:
-    batch 16 13.9 / 28.0 / 179.8 -> 14.2 / 24.9 / 137.3, batch 8 12.8 / 23.4 / 98.4 ->
-    12.2 / 17.4 / 76.0, with the prefetch; without it only one split up to 1024 keys was timed:
-    11.8 / 18.8 / 75.6 (profiles/results/2026-11-22-h200-attention-sweep.json).
+    Tiles are large where they fit. Against tiles of 64 keys, microseconds at 400 / 1k / 8k keys,
+    H200: batch 8 12.8 / 23.4 / 98.4 -> 12.2 / 17.4 / 76.0, batch 16 13.9 / 28.0 / 179.8 ->
+    14.2 / 24.9 / 137.3 (profiles/results/2026-11-22-h200-attention-sweep.json); batch 1, a whole
+    step after 8,192 tokens, 5.76 -> 5.63 ms (-8b-8k.json, -8b-8k-wide.json). With many splits,
+    batch 1, one split up to 512 keys instead of 256 costs 3 us a layer, up to 64 gains nothing;
+    there the prefetch sends for all that a split of a short request reads.
 
     Args: row_bytes: of one key, H * element size. smem_bytes: shared memory that a program may use.
     """
-    if num_splits > 2:
-        return LaunchConfig(one_split=256 if num_splits > 4 else 512)
-    wide = LaunchConfig(kv_tile=128, chunk=256 if num_splits == 1 else 128, one_split=512)
+    one_split = 256 if num_splits > 4 else 512
+    wide = LaunchConfig(kv_tile=128, one_split=one_split, prefetch=num_splits > 2)
     if (2 * wide.kv_tile * wide.num_stages + MAX_ROWS) * row_bytes > smem_bytes:
-        return LaunchConfig(one_split=1024)
-    return wide._replace(prefetch=False)
+        return LaunchConfig(one_split=one_split if num_splits > 2 else 1024)
+    return wide._replace(chunk=256) if num_splits == 1 else wide
 
 
 def block_attention_reference(

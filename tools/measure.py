@@ -85,6 +85,8 @@ JOBS: dict[str, Job] = {
     "8b-8k-fp8": _bench(*PAIR_8B, *FP8, "--compare", "full", "--input-len", "8192"),
     "4b": _bench(*PAIR_4B, "--compare", "full", "--bucket", "1,8,16", "--baseline"),
     "4b-fp8": _bench(*PAIR_4B, *FP8, "--compare", "full", "--bucket", "1"),
+    "4b-fp8-dynamic": _bench(*PAIR_4B, *DYNAMIC, "--compare", "full", "--bucket", "8,16"),
+    "4b-uniform": _bench(*PAIR_4B, *UNIFORM, "--compare", "full", "--bucket", "1,8,16"),
     "8b-1k": _bench(*PAIR_8B, "--compare", "full", "--input-len", "1024", "--bucket", "16"),
     "tiny-modes": _bench(
         *("--compare", "none,piecewise,full:flashinfer,full:triton"),

@@ -28,9 +28,10 @@ from graphengine.kernels.argmax import argmax_rows
 from graphengine.kernels.context_kv import context_kv_write_
 from graphengine.kernels.qk_norm_rope import qk_norm_rope_write_
 from graphengine.kernels.skinny_config import SKINNY_T
+from graphengine.kernels.write_tap import write_tap_
 from graphengine.models import dflash, qwen3
 from graphengine.models.dflash import DraftWeights
-from graphengine.models.layers import Matrix
+from graphengine.models.layers import Matrix, add
 from graphengine.models.qwen3 import LayerWeights, Weights
 from graphengine.profiles import ranges
 from graphengine.sampling import Controls, sample_rows
@@ -98,16 +99,14 @@ class Drafter:
 
 def first_segment(embed_VD: Tensor, layer: LayerWeights, token_ids_T: Tensor, eps: float) -> Carry:
     """embed + pre(0) -> (h_TD, qkv_TE)."""
-    h_TD = qwen3.embed(embed_VD, token_ids_T)
-    return h_TD, qwen3.pre_attention(layer, h_TD, eps)
+    return qwen3.pre_attention(layer, qwen3.embed(embed_VD, token_ids_T), None, eps)
 
 
 def middle_segment(
     done: LayerWeights, layer: LayerWeights, h_TD: Tensor, attn_TNH: Tensor, eps: float
 ) -> Carry:
     """post(i) + pre(i + 1) -> (h_TD, qkv_TE)."""
-    h_TD = qwen3.post_attention(done, h_TD, attn_TNH, eps)
-    return h_TD, qwen3.pre_attention(layer, h_TD, eps)
+    return qwen3.pre_attention(layer, *qwen3.post_attention(done, h_TD, attn_TNH, eps), eps)
 
 
 def last_segment(
@@ -119,8 +118,8 @@ def last_segment(
     eps: float,
 ) -> Carry:
     """post(L - 1) + norm + head -> (h_TD before the norm, logits_TV)."""
-    h_TD = qwen3.post_attention(done, h_TD, attn_TNH, eps)
-    return h_TD, qwen3.logits(norm_D, lm_head_VD, h_TD, eps)
+    h_TD, update = qwen3.post_attention(done, h_TD, attn_TNH, eps)
+    return qwen3.logits(norm_D, lm_head_VD, h_TD, update, eps)
 
 
 def draft_last_segment(
@@ -136,9 +135,9 @@ def draft_last_segment(
 
     Slot j predicts the token at its own position; slot 0, the anchor's, is dropped.
     """
-    h_TD = qwen3.post_attention(done, h_TD, attn_TNH, eps)
+    h_TD = add(*qwen3.post_attention(done, h_TD, attn_TNH, eps))
     h_TD = h_TD.unflatten(0, (-1, block_length))[:, 1:].flatten(0, 1)
-    return (qwen3.logits(norm_D, lm_head_VD, h_TD, eps),)
+    return qwen3.logits(norm_D, lm_head_VD, h_TD, None, eps)[1:]
 
 
 def context_segment(weights: DraftWeights, taps_TC: Tensor, eps: float) -> Carry:
@@ -247,7 +246,7 @@ def tap_writer(config: DraftConfig, taps_TC: Tensor) -> Callable[[int, Tensor], 
     def tap_(layer: int, h_TD: Tensor) -> None:
         column = columns.get(layer)
         if column is not None:
-            taps_TC[:, column : column + hidden].copy_(h_TD)
+            write_tap_(h_TD, taps_TC, column)
 
     return tap_
 
@@ -291,8 +290,9 @@ def target_chain(
                 weights.layers[final], weights.norm_D, weights.lm_head_VD, h_TD, attended_TNH, eps
             )
         else:
-            h_TD = qwen3.post_attention(weights.layers[final], h_TD, attended_TNH, eps)
-            logits_TV = qwen3.logits(weights.norm_D, weights.lm_head_VD, h_TD[logit_rows], eps)
+            h_TD = add(*qwen3.post_attention(weights.layers[final], h_TD, attended_TNH, eps))
+            end = (weights.norm_D, weights.lm_head_VD, h_TD[logit_rows], None)
+            _, logits_TV = qwen3.logits(*end, eps)
         tap_(final, h_TD)
         return (logits_TV,)
 

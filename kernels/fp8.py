@@ -19,6 +19,13 @@ class Fp8Scales(NamedTuple):
     weight_E: torch.Tensor  # fp32, contiguous
 
 
+class Fp8Rows(NamedTuple):
+    """Activations as `split_rows_fp8` writes them."""
+
+    rows_2TD: torch.Tensor  # hi, lo
+    scale_T: torch.Tensor  # fp32
+
+
 def quantize_rows_fp8(weight_ED: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Rounds each row to e4m3 with a scale of its own: `weight[e] ~ fp8[e] * scale[e]`.
 

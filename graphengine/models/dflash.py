@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from graphengine.models.layers import Matrix, linear, linear_partials, rms_norm
+from graphengine.models.layers import Matrix, add_rms_norm, linear, linear_partials
 from graphengine.models.qwen3 import LayerWeights
 
 
@@ -49,8 +49,7 @@ def context(weights: DraftWeights, taps_TC: Tensor, eps: float) -> Tensor:
     Returns:
         kv_TX: [T, X], each row laid out [L, 2, K, H].
     """
-    fused_TD = linear_partials(taps_TC, weights.fc_DC)
-    if fused_TD.dim() == 3:
-        fused_TD = fused_TD.sum(0).to(taps_TC.dtype)
-    ctx_TD = rms_norm(fused_TD, weights.hidden_norm_D, eps)
-    return linear(ctx_TD, weights.context_kv_XD, weights.context_kv_bias_X)
+    fused = linear_partials(taps_TC, weights.fc_DC)
+    kv = (weights.context_kv_XD, weights.context_kv_bias_X)
+    _, ctx = add_rms_norm(None, fused, weights.hidden_norm_D, eps, *kv)
+    return linear(ctx, *kv)

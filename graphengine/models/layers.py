@@ -15,7 +15,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from graphengine.config import RopeConfig
+from graphengine.kernels import add_rms_norm as kernels
 from graphengine.kernels.fp8 import (
+    Fp8Rows,
     Fp8Scales,
     quantize_rows_fp8,
     round_rows_fp8,
@@ -53,18 +55,52 @@ class Fp8Matrix(NamedTuple):
 
 
 Matrix = Tensor | Fp8Matrix
+Rows = Tensor | Fp8Rows  # what a matrix is multiplied by: [T, D], or split for our GEMM already
 
 
-def linear(x: Tensor, matrix: Matrix, bias: Tensor | None = None) -> Tensor:
+def add_rms_norm(
+    h_TD: Tensor | None,
+    update: Tensor,
+    weight_D: Tensor,
+    eps: float,
+    matrix: Matrix,
+    bias: Tensor | None = None,
+) -> tuple[Tensor, Rows]:
+    """`h = h + update; x = rms_norm(h)` -> (h_TD, x), x as the matrix that follows takes it.
+
+    One kernel on a GPU, behind which the product begins to fetch its weights. Where the library
+    multiplies in FP8, Inductor fuses the norm with the rounding of x instead.
+
+    Args:
+        h_TD: None is zero.
+        update: [T, D], or partial sums [Z, T, D] in float32.
+        matrix, bias: what x goes into next.
+    """
+    is_fp8 = isinstance(matrix, Fp8Matrix)
+    splits = is_fp8 and bias is None and _takes_skinny(weight_D)
+    splits = splits and _config(update.shape[-2], matrix) is not None
+    if not weight_D.is_cuda or splits != is_fp8 or update.shape[-1] > kernels.MAX_D:
+        h_TD = summed(update, weight_D.dtype) if h_TD is None else add(h_TD, update)
+        return h_TD, rms_norm(h_TD, weight_D, eps)
+    if is_fp8:
+        h_TD, rows_2TD, scale_T = kernels.add_rms_norm_split(h_TD, update, weight_D, eps)
+        return h_TD, Fp8Rows(rows_2TD, scale_T)
+    return kernels.add_rms_norm(h_TD, update, weight_D, eps)
+
+
+def linear(x: Rows, matrix: Matrix, bias: Tensor | None = None) -> Tensor:
     """`x @ matrix^T + bias`: x [T, in], matrix [out, in] -> [T, out] in x's dtype."""
     config = skinny_config(x, matrix) if bias is None else None
-    if config is not None and config.num_splits == 1:
+    if config is not None and (config.num_splits == 1 or isinstance(x, Fp8Rows)):
         x, weight, scales = operands(x, matrix)
-        return skinny_linear(x, weight, config=config, scales=scales)
+        if config.num_splits == 1:
+            return skinny_linear(x, weight, config=config, scales=scales)
+        partials_ZTE = skinny_linear_partials(x, weight, config=config, scales=scales)
+        return summed(partials_ZTE, torch.bfloat16)
     return library_linear(x, matrix, bias)
 
 
-def linear_partials(x: Tensor, matrix: Matrix, bias: Tensor | None = None) -> Tensor:
+def linear_partials(x: Rows, matrix: Matrix, bias: Tensor | None = None) -> Tensor:
     """`linear` for a consumer that adds partial sums.
 
     Returns:
@@ -78,7 +114,7 @@ def linear_partials(x: Tensor, matrix: Matrix, bias: Tensor | None = None) -> Te
     return skinny_linear_partials(x, weight, config=config, scales=scales)
 
 
-def linear_swiglu(x: Tensor, gate_up: Matrix) -> Tensor:
+def linear_swiglu(x: Rows, gate_up: Matrix) -> Tensor:
     """`swiglu(x @ gate_up^T)`: rows packed [gate | up], [T, D] -> [T, I]."""
     config = skinny_config(x, gate_up, swiglu=True)
     if config is None:
@@ -87,13 +123,14 @@ def linear_swiglu(x: Tensor, gate_up: Matrix) -> Tensor:
     return skinny_swiglu(x, weight, config=config, scales=scales)
 
 
-def library_linear(x: Tensor, matrix: Matrix, bias: Tensor | None = None) -> Tensor:
-    """`linear` without our GEMM.
+def library_linear(x: Rows, matrix: Matrix, bias: Tensor | None = None) -> Tensor:
+    """`linear` without our GEMM; rows split for it do not come here.
 
     An FP8 matrix and more rows than our GEMM takes: x is rounded too, each row with a scale of its
     own (as vLLM's dynamic per-token scales), because from there on the tensor cores are the limit
     and two FP8 products cost as much as one in bf16.
     """
+    assert isinstance(x, Tensor)
     if not isinstance(matrix, Fp8Matrix) or x.shape[0] <= SKINNY_T:
         return F.linear(x, dense(matrix, x.dtype), bias)
     x_TD, scale_T = round_rows_fp8(x)
@@ -112,21 +149,32 @@ def library_linear(x: Tensor, matrix: Matrix, bias: Tensor | None = None) -> Ten
     return F.linear(rounded, matrix.dense(x.dtype), bias)
 
 
-def operands(x: Tensor, matrix: Matrix) -> tuple[Tensor, Tensor, Fp8Scales | None]:
+def operands(x: Rows, matrix: Matrix) -> tuple[Tensor, Tensor, Fp8Scales | None]:
     """What our GEMM multiplies: as they are, or both in FP8 (x as two rows, without loss)."""
     if not isinstance(matrix, Fp8Matrix):
+        assert isinstance(x, Tensor)
         return x, matrix, None
-    split, scale_T = split_rows_fp8(x)
-    return split, matrix.weight_ED, Fp8Scales(scale_T, matrix.scale_E)
+    if isinstance(x, Tensor):
+        split = kernels.split_rows if x.shape[-1] <= kernels.MAX_D else split_rows_fp8
+        x = Fp8Rows(*split(x))
+    return x.rows_2TD, matrix.weight_ED, Fp8Scales(x.scale_T, matrix.scale_E)
 
 
-def skinny_config(x: Tensor, matrix: Matrix, swiglu: bool = False) -> SkinnyConfig | None:
+def skinny_config(x: Rows, matrix: Matrix, swiglu: bool = False) -> SkinnyConfig | None:
     """Our GEMM's launch for these shapes; None where cuBLAS streams the weights as well."""
-    if not x.is_cuda or x.dtype != torch.bfloat16 or not _is_hopper():
-        return None
+    if isinstance(x, Fp8Rows):  # whoever split it asked already
+        return _config(x.rows_2TD.shape[1], matrix, swiglu)
+    return _config(x.shape[0], matrix, swiglu) if _takes_skinny(x) else None
+
+
+def _config(num_rows: int, matrix: Matrix, swiglu: bool = False) -> SkinnyConfig | None:
     weight = matrix.weight_ED if isinstance(matrix, Fp8Matrix) else matrix
-    (rows, inputs), outputs = x.shape, weight.shape[0]
-    return choose_config(rows, outputs, inputs, weight.element_size(), swiglu)
+    outputs, inputs = weight.shape
+    return choose_config(num_rows, outputs, inputs, weight.element_size(), swiglu)
+
+
+def _takes_skinny(x: Tensor) -> bool:
+    return x.is_cuda and x.dtype == torch.bfloat16 and _is_hopper()
 
 
 @torch.compiler.assume_constant_result
@@ -152,9 +200,12 @@ def add(residual: Tensor, update: Tensor) -> Tensor:
     into the output (1.4 us a GEMM on an H200, twice a layer). Cast, the sum fuses into the norm
     that follows instead. Delete the casts when Inductor stops preferring addmm.
     """
-    if update.dim() == 3:
-        update = update.sum(0)
-    return (residual.float() + update.float()).to(residual.dtype)
+    return (residual.float() + summed(update, torch.float32)).to(residual.dtype)
+
+
+def summed(update: Tensor, dtype: torch.dtype) -> Tensor:
+    """Partial sums [Z, T, D] added up, or [T, D] as it is, in `dtype`."""
+    return (update.sum(0) if update.dim() == 3 else update).to(dtype)
 
 
 def swiglu(gate_up_TJ: Tensor) -> Tensor:

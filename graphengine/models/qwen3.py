@@ -15,7 +15,14 @@ from typing import NamedTuple
 import torch.nn.functional as F
 from torch import Tensor
 
-from graphengine.models.layers import Matrix, add, linear, linear_partials, linear_swiglu, rms_norm
+from graphengine.models.layers import (
+    Matrix,
+    add_rms_norm,
+    linear,
+    linear_partials,
+    linear_swiglu,
+    rms_norm,
+)
 
 
 class LayerWeights(NamedTuple):
@@ -48,23 +55,41 @@ def embed(embed_VD: Tensor, token_ids_T: Tensor) -> Tensor:
     return F.embedding(token_ids_T, embed_VD)
 
 
-def pre_attention(layer: LayerWeights, h_TD: Tensor, eps: float) -> Tensor:
-    """Input norm and the packed projection: `rms_norm(h) @ Wqkv^T` -> qkv_TE, rows [q | k | v],
-    or its partial sums qkv_ZTE.
+def pre_attention(
+    layer: LayerWeights, h_TD: Tensor, update: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor]:
+    """Input norm and the packed projection: `h += update; rms_norm(h) @ Wqkv^T` -> (h_TD, qkv_TE),
+    rows [q | k | v], or its partial sums qkv_ZTE.
 
-    Per-head norm, rope and the cache write follow in `kernels.qk_norm_rope`, one kernel on a GPU.
+    `update` is what the layer before left to add; None for the embedding. Per-head norm, rope and
+    the cache write follow in `kernels.qk_norm_rope`, one kernel on a GPU.
     """
-    x_TD = rms_norm(h_TD, layer.input_norm_D, eps)
-    return linear_partials(x_TD, layer.qkv_ED, layer.qkv_bias_E)
+    if update is None:
+        x = rms_norm(h_TD, layer.input_norm_D, eps)
+    else:
+        projection = (layer.qkv_ED, layer.qkv_bias_E)
+        h_TD, x = add_rms_norm(h_TD, update, layer.input_norm_D, eps, *projection)
+    return h_TD, linear_partials(x, layer.qkv_ED, layer.qkv_bias_E)
 
 
-def post_attention(layer: LayerWeights, h_TD: Tensor, attn_TNH: Tensor, eps: float) -> Tensor:
-    """`h += attn @ Wo^T;  h += down(swiglu(rms_norm(h)))` -> h_TD."""
-    h_TD = add(h_TD, linear_partials(attn_TNH.flatten(1), layer.o_DF, layer.o_bias_D))
-    x_TD = rms_norm(h_TD, layer.post_norm_D, eps)
-    return add(h_TD, linear_partials(linear_swiglu(x_TD, layer.gate_up_JD), layer.down_DI))
+def post_attention(
+    layer: LayerWeights, h_TD: Tensor, attn_TNH: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
+    """`h += attn @ Wo^T;  update = down(swiglu(rms_norm(h)))` -> (h_TD, update).
+
+    The update, [T, D] or partial sums [Z, T, D], is added by whatever norm comes next.
+    """
+    update = linear_partials(attn_TNH.flatten(1), layer.o_DF, layer.o_bias_D)
+    h_TD, x = add_rms_norm(h_TD, update, layer.post_norm_D, eps, layer.gate_up_JD)
+    return h_TD, linear_partials(linear_swiglu(x, layer.gate_up_JD), layer.down_DI)
 
 
-def logits(norm_D: Tensor, lm_head_VD: Matrix, h_TD: Tensor, eps: float) -> Tensor:
-    """Final norm and head: `rms_norm(h) @ W^T` -> logits_TV in h's dtype."""
-    return linear(rms_norm(h_TD, norm_D, eps), lm_head_VD)
+def logits(
+    norm_D: Tensor, lm_head_VD: Matrix, h_TD: Tensor, update: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor]:
+    """Final norm and head: `h += update; rms_norm(h) @ W^T` -> (h_TD, logits_TV in h's dtype)."""
+    if update is None:
+        x = rms_norm(h_TD, norm_D, eps)
+    else:
+        h_TD, x = add_rms_norm(h_TD, update, norm_D, eps, lm_head_VD)
+    return h_TD, linear(x, lm_head_VD)

@@ -22,6 +22,7 @@ from triton.runtime.jit import JITFunction
 
 from graphengine.kernels import (
     accept,
+    add_rms_norm,
     argmax,
     block_attention,
     context_kv,
@@ -89,6 +90,14 @@ def project(T: int, N: int, K: int, H: int) -> None:
     context_kv.context_kv_write_(kv, norms, rope, *at, pool, 1e-6)
 
 
+def normalise(T: int, D: int, Z: int) -> None:
+    h, partials, norm = empty(T, D), empty(Z, T, D, dtype=FP32), empty(D)
+    add_rms_norm._launch(h, partials, norm, 1e-6, False)
+    add_rms_norm._launch(h, partials, norm, 1e-6, True)
+    add_rms_norm._launch(None, h, norm, 1e-6, False)
+    add_rms_norm._split_rows(empty(T, 12288))
+
+
 def advance(B: int, G: int) -> None:
     rows, counts = (ints(B * G), ints(B * G)), ints(B, dtype=torch.int32)
     table = ints(B, 9, dtype=torch.int32)
@@ -110,6 +119,7 @@ LAUNCHES: dict[str, Callable[[], Any]] = {
     "argmax": lambda: (argmax.argmax_rows(empty(16, 151936)), argmax.argmax_rows(empty(1, 512))),
     "sampled tail": lambda: (draw(16, 1, BF16), draw(256, 16, FP32)),
     "accept": lambda: (advance(3, 16), advance(1, 1)),
+    "residual and norm": lambda: (normalise(16, 4096, 4), normalise(256, 2560, 2)),
     "norm, rope and writes": lambda: project(16, 32, 8, 128),
     "attention": lambda: attend(BF16, 128, 16, True, None),
     "attention, two splits": lambda: attend(BF16, 128, 16, True, None, splits=2),

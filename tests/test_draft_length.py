@@ -242,6 +242,16 @@ def test_requests_move_between_blocks(
         assert sum(acceptance.steps_by_drafted) == acceptance.num_steps
 
 
+def test_draws_are_plain(mixed: Engine) -> None:
+    """Bug: the sampled end of a verify takes the longest block's rows, so that draws depend on the
+    bucket."""
+    drawn: dict[str, Any] = {"temperature": 1.0, "seed": 3, "max_new_tokens": 24}
+    found = mixed.generate(QUESTIONS, **drawn)
+    with Engine.from_pretrained(TINY_TARGET, "none", buckets=(1,), **OPTIONS) as engine:
+        plain = engine.generate(QUESTIONS, **drawn)
+    assert [r.token_ids for r in found] == [r.token_ids for r in plain]
+
+
 def test_counts_of_a_batch(tmp_path: Path) -> None:
     """Bug: drafts that a bucket does not make count as proposed and lower every rate."""
     target = make_target(tmp_path / "target", tie=False)

@@ -118,6 +118,7 @@ class Engine:
         kv_cache_memory: int | str | None = None,
         simulate_acceptance: float | None = None,
         draft_quantization: DraftQuantization = "none",
+        num_speculative_tokens: int | Sequence[int] | None = None,
         lazy_capture: bool = False,
         first_batch: int = 1,
         acceptance_floor: float = 1.5,
@@ -151,10 +152,13 @@ class Engine:
             kv_cache_memory: most bytes of the K/V pool, as a number or "2GiB"; default what the
                 memory plan leaves, at most what all rows need at full length.
             simulate_acceptance: draw this mean acceptance length instead of comparing drafts;
-                for measuring speed without a trained drafter, the output is meaningless.
+                for measuring speed without a trained drafter, the output is meaningless. The mean
+                is that of the drafter's own block; where fewer are drafted, draws are cut off.
             draft_quantization: "fp8" rounds the drafter's weights and its copy of the head, for
                 forwards of up to 64 rows; "fp8-dynamic" for all, and in larger ones the
                 activations too. The output stays the target's, acceptance may suffer.
+            num_speculative_tokens: drafts a step, at most what the drafter's block has (default):
+                one number, or one for each of `buckets`. In large batches fewer can be faster.
             lazy_capture: build only the bucket of the first batch ahead, each other one at its
                 first use, between steps: an earlier start, paid by a later request.
             first_batch: with lazy_capture, how many requests come first.
@@ -187,6 +191,7 @@ class Engine:
             kv_cache_memory=None if kv_cache_memory is None else parse_bytes(kv_cache_memory),
             simulate_acceptance=simulate_acceptance,
             draft_quantization=draft_quantization,
+            num_speculative_tokens=num_speculative_tokens,
             lazy_capture=lazy_capture,
             first_batch=first_batch,
             acceptance_floor=acceptance_floor,
@@ -221,7 +226,7 @@ class Engine:
 
     @property
     def num_draft_tokens(self) -> int:
-        """Tokens proposed per step; 0 without a drafter."""
+        """Tokens proposed per step, in the bucket that has most; 0 without a drafter."""
         return self._open.loop.block - 1
 
     @property

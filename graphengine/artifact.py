@@ -121,6 +121,9 @@ def engine_parts(config: EngineConfig, target: ModelConfig, draft: DraftConfig |
     drafter = "none"
     if draft is not None:
         drafter = f"{shapes(draft.model)}, block {draft.block_size} [{_hash(asdict(draft))}]"
+    numbers = ",".join(map(str, config.num_speculative_tokens)) or "none"
+    if len(set(config.num_speculative_tokens)) == 1:  # so that more buckets are one difference
+        numbers = str(config.num_speculative_tokens[0])
     return {
         "target": shapes(target),
         "draft": drafter,
@@ -129,6 +132,7 @@ def engine_parts(config: EngineConfig, target: ModelConfig, draft: DraftConfig |
         "graph_mode": config.graph_mode,
         "attention_backend": config.attention_backend,
         "draft_quantization": config.draft_quantization,
+        "num_speculative_tokens": numbers,
         "compile": "yes" if config.compile else "no",
         "page_size": str(config.page_size),
         "code": _code_hash(),

@@ -27,6 +27,7 @@ from graphengine.api import Engine
 from graphengine.bench_busy import busy_fraction
 from graphengine.build import Built
 from graphengine.config import DraftConfig, ModelConfig
+from graphengine.draft_length import draft_at
 from graphengine.engine import DecodeLoop
 from graphengine.forward import MAX_QUANTIZED_ROWS
 from graphengine.profiles.plot import percentile
@@ -198,14 +199,14 @@ def _digest(requests: list[Request]) -> str:
 
 
 def weight_bytes(built: Built, num_requests: int) -> float:
-    """Bytes of weights that one step reads: each forward reads its matrices once."""
+    """Bytes of weights that one step of a bucket reads: each forward reads its matrices once."""
     size = getattr(torch, built.config.dtype).itemsize
     target, draft = built.target, built.draft
     head = target.vocab_size * target.hidden_size
     total = size * (target.num_hidden_layers * target.num_layer_parameters + head)
     if draft is not None:
         max_rows = MAX_QUANTIZED_ROWS[built.config.draft_quantization]
-        is_fp8 = num_requests * draft.block_size <= max_rows
+        is_fp8 = num_requests * draft_at(built.config, draft, num_requests).block_size <= max_rows
         head = draft.num_draft_ids * draft.model.hidden_size
         total += (1 if is_fp8 else size) * (_draft_parameters(draft) + head)
     return float(total)

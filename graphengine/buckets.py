@@ -4,15 +4,16 @@ A decode step of a bucket is `draft_head, draft, verify, context`. The head (emb
 drafter's context need no plan, so the engine queues them before it waits for the previous result:
 they keep the GPU busy while the host reads, commits and plans.
 
-Invariant: everything a graph holds (addresses, shapes) belongs to the bucket that captured it, and
-buffers are sized for the largest bucket from the start: building one later moves nothing.
+Invariant: everything a graph holds (addresses, shapes, the block's length) belongs to the bucket
+that captured it, and buffers are sized for the largest bucket and the longest block from the start:
+building one later moves nothing.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -38,6 +39,7 @@ from graphengine.capture.runners import (
 )
 from graphengine.capture.steps import Carry, Step
 from graphengine.config import AttentionRule, EngineConfig, ModelConfig
+from graphengine.draft_length import draft_at
 from graphengine.forward import (
     Drafter,
     Segments,
@@ -120,38 +122,38 @@ def build_buckets(
     def build(size: int) -> Bucket:
         buffers.clear_()
         drawn = simulation.step_1.clone() if simulation is not None else None
-        views = buffers.bucket(size)
-        block = views.block_ids_BG.shape[1]
+        own = replace(drafter, config=draft_at(config, drafter.config, size)) if drafter else None
+        views = buffers.bucket(size, own.config if own else None)
 
         def attention(model: ModelConfig, rule: AttentionRule, block: int) -> Attention:
             return _attention(config, model, rule, dtype, workspace, block, views)
 
-        layout = _dummy_layout(size, block, config.page_size)
-        verify_attention = attention(target.config, AttentionRule(causal=True), block)
+        layout = _dummy_layout(size, views.block, config.page_size)
+        verify_attention = attention(target.config, AttentionRule(causal=True), views.block)
         to_plan = [(verify_attention, layout)]
         draft_attentions: dict[AttentionRule, Attention] = {}
         chains: list[tuple[str, list[Step], bool]] = []  # name, steps, continues the last one
-        if drafter:
-            draft_block, rules = drafter.config.block_size, drafter.config.attention_rules
-            layout = _dummy_layout(size, draft_block, config.page_size)
+        if own:
+            rules = own.config.attention_rules
+            layout = _dummy_layout(size, views.draft_block, config.page_size)
             for rule in dict.fromkeys(rules):
-                draft_attentions[rule] = attention(drafter.config.model, rule, draft_block)
+                draft_attentions[rule] = attention(own.config.model, rule, views.draft_block)
                 to_plan.append((draft_attentions[rule], layout))
             by_layer = [draft_attentions[rule] for rule in rules]
-            draft = draft_chain(drafter, views, by_layer, segments)
+            draft = draft_chain(own, views, by_layer, segments)
             chains += [(draft[0].name, draft[:1], False), ("draft", draft[1:], True)]
         verify = verify_chain(
-            target, drafter, views, verify_attention, config.page_size, segments, simulation
+            target, own, views, verify_attention, config.page_size, segments, simulation
         )
         sampled: Runner | None = None
         sampled_end = None
         if config.sampling:
-            sampled_end = sampled_accept_step(drafter, views, config.page_size)
+            sampled_end = sampled_accept_step(own, views, config.page_size)
             sampled = EagerRunner([*verify[:-1], sampled_end], _source(None))
-        chains.append(("verify" if drafter else "decode", verify, False))
-        if drafter:
+        chains.append(("verify" if own else "decode", verify, False))
+        if own:
             context = context_chain(
-                drafter,
+                own,
                 views.taps_TC,
                 views.context_positions_T,
                 views.context_slots_T,
@@ -201,7 +203,7 @@ def build_buckets(
         buffers.clear_()
         if simulation is not None and drawn is not None:
             simulation.step_1.copy_(drawn)
-        if drafter:
+        if own:
             planned = tuple(draft_attentions.values())
             head, draft_runner, verify_runner, context_runner = runners
             return Bucket(

@@ -1,7 +1,8 @@
 """The device tensors that outlive a replay, at fixed addresses, sized for the largest bucket.
 
 Everything else on the device is either weights, the K/V pools, or graph-owned and valid only until
-the next replay. A bucket sees the first B requests of each tensor.
+the next replay. A bucket sees the beginning of each tensor's memory: its requests, each with as
+many rows as its own block has, so that what a kernel gets is contiguous whatever the block.
 
 Legend: B requests, G rows of a request in a verify (anchor and drafts), T = B * G rows, W pages per
 request, C = taps * hidden, N / H query heads / head dim. In draft_block_ids, draft_positions,
@@ -100,17 +101,35 @@ class StepBuffers(NamedTuple):
             draft_attn_TNH=values(draft_rows, *draft_heads),
         )
 
-    def bucket(self, num_requests: int) -> StepBuffers:
-        """The first `num_requests` requests of every tensor, as views."""
+    @property
+    def block(self) -> int:
+        """Rows of a request in a verify."""
+        return self.block_ids_BG.shape[1]
 
-        def size(name: str) -> int:
-            if not name.split("_")[-1].startswith("T"):
-                return num_requests
-            block = self.draft_block_ids_BG if name.startswith("draft_") else self.block_ids_BG
-            return num_requests * block.shape[1]
+    @property
+    def draft_block(self) -> int:
+        """Rows of a request in a draft forward."""
+        return self.draft_block_ids_BG.shape[1]
+
+    def bucket(self, num_requests: int, draft: DraftConfig | None = None) -> StepBuffers:
+        """Views for `num_requests` requests; blocks of other buckets lie elsewhere in the memory.
+
+        Args:
+            draft: whose block they run, at most that of the whole; None: the same block.
+        """
+        block = draft.num_verify_rows if draft else self.block
+        draft_block = draft.block_size if draft else self.draft_block
+
+        def view(name: str, tensor: Tensor) -> Tensor:
+            dims = name.split("_")[-1]
+            drafts = name.startswith("draft_") and name != "draft_ids_BG"
+            rows = num_requests * (draft_block if drafts else block)
+            if dims == "BG":
+                return tensor.view(-1)[:rows].view(num_requests, -1)
+            return tensor[: rows if dims.startswith("T") else num_requests]
 
         pairs = zip(self._fields, self, strict=True)
-        return StepBuffers(*(tensor[: size(name)] for name, tensor in pairs))
+        return StepBuffers(*(view(name, tensor) for name, tensor in pairs))
 
     def clear_(self) -> None:
         """Makes every row padding. Mutates: all tensors."""

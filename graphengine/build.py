@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, get_args
@@ -36,6 +36,7 @@ from graphengine.config import (
     ModelConfig,
     token_ids,
 )
+from graphengine.draft_length import longest_draft, resolve_draft_lengths
 from graphengine.engine import DecodeLoop
 from graphengine.fallback import FallbackLoop
 from graphengine.forward import MAX_QUANTIZED_ROWS, Drafter, Target
@@ -83,6 +84,8 @@ class Options:
     kv_cache_memory: int | None = None
     simulate_acceptance: float | None = None
     draft_quantization: DraftQuantization = "none"
+    num_speculative_tokens: int | Sequence[int] | None = None
+    """One number, or one for each of `buckets` in their order; None: all that the drafter has."""
     lazy_capture: bool = False
     first_batch: int = 1
     """With lazy_capture: how many requests come first; their bucket alone is built ahead."""
@@ -105,7 +108,7 @@ _CHOICES: dict[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Built:
-    """A loaded pair, ready to decode."""
+    """A loaded pair, ready to decode; `draft` is as the longest block's bucket runs it."""
 
     config: EngineConfig
     target: ModelConfig
@@ -134,6 +137,8 @@ def build(
     target_dir = resolve(target_name)
     draft_dir = resolve(draft_name) if draft_name is not None else None
     config = resolve_options(options, target_config, draft_config)
+    num_draws = draft_config.num_draft_tokens if draft_config else 0  # of a simulated step
+    draft_config = longest_draft(config, draft_config) if draft_config else None
     device = torch.device(config.device)
     dtype = getattr(torch, config.dtype)
     block = draft_config.num_verify_rows if draft_config else 1
@@ -217,7 +222,7 @@ def build(
         simulation = None
         if config.simulate_acceptance is not None:
             simulation = make_simulation(
-                config.simulate_acceptance, max(config.buckets), block - 1, device
+                config.simulate_acceptance, max(config.buckets), num_draws, device
             )
     load_s = time.perf_counter() - began
     counts = cache_counts() if config.compile else CacheCounts()
@@ -340,6 +345,8 @@ def resolve_options(
     if any(type(size) is not int or size < 1 for size in options.buckets) or not options.buckets:
         raise ValueError(f"--bucket {list(options.buckets)}: batch sizes are integers from 1 up")
     buckets = tuple(sorted(set(options.buckets)))
+    numbers = resolve_draft_lengths(options.num_speculative_tokens, options.buckets, draft)
+    full_draft, draft = draft, draft.shortened(max(numbers)) if draft else None
     has_cuda = torch.cuda.is_available()
     device: DeviceName = options.device if options.device != "auto" else _default_device()
     if device == "cuda" and not has_cuda:
@@ -381,9 +388,9 @@ def resolve_options(
             "--attention-backend triton or flashinfer, or --graph-mode piecewise"
         )
     if options.simulate_acceptance is not None:
-        if draft is None:
+        if full_draft is None:
             raise ValueError("--simulate-acceptance needs a drafter; pass --draft")
-        acceptance_rate(options.simulate_acceptance, draft.num_draft_tokens)
+        acceptance_rate(options.simulate_acceptance, full_draft.num_draft_tokens)
     if options.draft_quantization != "none" and draft is None:
         raise ValueError(
             f"--draft-quantization {options.draft_quantization} needs a drafter; pass --draft"
@@ -407,11 +414,11 @@ def resolve_options(
     cap = drafted_cap = speculation_limit(target, draft)
     if options.finish_in_plain_decode:
         cap = target.max_position_embeddings
-    largest = draft.num_verify_rows if draft else 1
+    reachable = min(numbers, default=0) + 1
     floor = options.acceptance_floor
-    if not (0 <= floor <= largest if draft else floor >= 0):  # NaN is neither
+    if not (0 <= floor <= reachable if draft else floor >= 0):  # NaN is neither
         raise ValueError(
-            f"--acceptance-floor {floor}: a mean acceptance length, at most {largest} tokens a "
+            f"--acceptance-floor {floor}: a mean acceptance length, at most {reachable} tokens a "
             "step for this drafter; 0 turns the warning off"
         )
     if cap < 2 and draft and not options.finish_in_plain_decode:
@@ -448,6 +455,7 @@ def resolve_options(
         kv_cache_memory=options.kv_cache_memory,
         simulate_acceptance=options.simulate_acceptance,
         draft_quantization=options.draft_quantization,
+        num_speculative_tokens=numbers,
         speculation_limit=drafted_cap if draft else None,
         acceptance_floor=0.0 if simulated else options.acceptance_floor,
         fallback=options.fallback and not simulated,

@@ -205,6 +205,7 @@ def _keeping_compiled_code(command: click.Command) -> click.Command:
 @shared.KV_CACHE_MEMORY
 @shared.SIMULATE_ACCEPTANCE
 @shared.DRAFT_QUANTIZATION
+@shared.NUM_SPECULATIVE_TOKENS
 @click.option(
     "--lazy-capture/--no-lazy-capture",
     default=None,

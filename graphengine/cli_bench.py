@@ -64,13 +64,13 @@ Examples:
 @shared.bucket("1")
 @click.option(
     "--input-len",
-    type=shared.IntList(),
+    type=shared.DistinctInts(),
     default=None,
     help="Prompt tokens; several are several cases.  [default: 128]",
 )
 @click.option(
     "--context",
-    type=shared.IntList(),
+    type=shared.DistinctInts(),
     default=None,
     help="Instead of --input-len: tokens of context half-way through a round, prompt included; the "
     "prompt then has half of --output-len less.",
@@ -116,6 +116,7 @@ Examples:
 @shared.GPU_MEMORY_UTILIZATION
 @shared.KV_CACHE_MEMORY
 @shared.DRAFT_QUANTIZATION
+@shared.NUM_SPECULATIVE_TOKENS
 @shared.PROMPT_SEED
 @click.option(
     "--plot",
@@ -235,6 +236,7 @@ def _measure(
     from graphengine.bench import Case, gpu_memory, run_case
     from graphengine.bench_report import Row
 
+    is_baseline = draft is None and plan["baseline"]
     began = time.perf_counter()
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
@@ -254,13 +256,14 @@ def _measure(
         kv_cache_memory=plan["kv_cache_memory"],
         simulate_acceptance=plan["simulate_acceptance"] if draft else None,
         draft_quantization=plan["draft_quantization"] if draft else "none",
+        num_speculative_tokens=plan["num_speculative_tokens"] if not is_baseline else None,
         acceptance_floor=0.0,
         fallback=False,
     )
     startup_s = time.perf_counter() - began
     config, startup = engine.config, engine.startup
     label = f"{config.graph_mode}_{config.attention_backend}"
-    if draft is None and plan["baseline"]:
+    if is_baseline:
         label += "_plain"
     if label in known:
         console.print(f"{mode}:{backend} is {label} again: left out")
@@ -282,7 +285,7 @@ def _measure(
     }
     rows: list[Row] = []
     for input_len in plan["input_lens"]:
-        for bucket in plan["bucket"]:
+        for bucket in config.buckets:
             case = Case(
                 graph_mode=label,
                 bucket=bucket,
@@ -304,7 +307,12 @@ def _measure(
             )
     numbers["memory"] = gpu_memory()
     engine.close()
-    return label, {"compile": config.compile, "buckets": list(config.buckets)}, rows, numbers
+    recorded = {
+        "compile": config.compile,
+        "buckets": list(config.buckets),
+        "num_speculative_tokens": list(config.num_speculative_tokens),
+    }
+    return label, recorded, rows, numbers
 
 
 def longest_context(model: str, draft: str | None, wanted: int) -> int:

@@ -43,6 +43,7 @@ _PROMPT_TOKENS = 17  # more than a page; the lengths with kernels of their own a
 @shared.PAGE_SIZE
 @shared.MAX_MODEL_LEN
 @shared.DRAFT_QUANTIZATION
+@shared.NUM_SPECULATIVE_TOKENS
 @click.option(
     "--output",
     type=click.Path(path_type=Path, dir_okay=False),
@@ -102,6 +103,7 @@ def _compile(store: Store, model: str | None, draft: str | None, options: dict[s
         max_model_len=options["max_model_len"],
         load_format="dummy",
         draft_quantization=options["draft_quantization"] if draft else "none",
+        num_speculative_tokens=options["num_speculative_tokens"],
         prepare_plain_decode=draft is not None,  # else the first fallback compiles mid-answer
     ) as engine:
         built_s = time.perf_counter() - began

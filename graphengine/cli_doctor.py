@@ -34,6 +34,7 @@ _STYLES = {"ok": "green", "info": "cyan", "warning": "yellow", "error": "bold re
 @shared.KV_CACHE_MEMORY
 @shared.EXECUTION
 @shared.DRAFT_QUANTIZATION
+@shared.NUM_SPECULATIVE_TOKENS
 @shared.as_json("The findings as JSON on stdout.")
 @click.pass_context
 def doctor(ctx: click.Context, model: str | None, draft: str | None, **options: Any) -> None:

@@ -38,6 +38,7 @@ _CONTEXT = 2048  # no graph depends on it
 @shared.DEVICE
 @shared.DTYPE
 @shared.DRAFT_QUANTIZATION
+@shared.NUM_SPECULATIVE_TOKENS
 @click.option(
     "--dot",
     type=click.Path(path_type=Path, file_okay=False),
@@ -81,6 +82,7 @@ def _graphs(model: str | None, draft: str | None, options: dict[str, Any]) -> No
             max_model_len=min(_CONTEXT, speculation_limit(*read_configs(model, draft))),
             load_format="dummy",
             draft_quantization=options["draft_quantization"] if draft else "none",
+            num_speculative_tokens=options["num_speculative_tokens"],
             acceptance_floor=0.0,
             fallback=False,
         ) as engine,

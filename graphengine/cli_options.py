@@ -31,7 +31,7 @@ def _group(*options: Option) -> Option:
 
 
 class IntList(click.ParamType):
-    """`1,8,16` -> (1, 8, 16), each once."""
+    """`1,8,16` -> (1, 8, 16), as typed."""
 
     name = "N,N,.."
 
@@ -41,14 +41,14 @@ class IntList(click.ParamType):
         parts = [part.strip() for part in str(value).split(",")]
         if not all(part.isdecimal() and int(part) > 0 for part in parts):
             self.fail(f"{value!r}: pass integers from 1 up, such as 1,8,16", param, ctx)
-        return tuple(dict.fromkeys(int(part) for part in parts))
+        return tuple(int(part) for part in parts)
 
 
-class BucketList(IntList):
-    """Batch sizes: ascending."""
+class DistinctInts(IntList):
+    """The same, each once."""
 
     def convert(self, value: Any, param: Any, ctx: Any) -> tuple[int, ...]:
-        return tuple(sorted(super().convert(value, param, ctx)))
+        return tuple(dict.fromkeys(super().convert(value, param, ctx)))
 
 
 class ByteSize(click.ParamType):
@@ -86,9 +86,9 @@ DRAFT = click.option(
 
 
 def bucket(default: str, text: str = "Batch sizes.") -> Option:
-    """`--bucket 1,8,16`."""
+    """`--bucket 1,8,16`, in the user's order, which is that of --num-speculative-tokens."""
     return click.option(
-        "--bucket", type=BucketList(), default=default, show_default=True, help=text
+        "--bucket", type=DistinctInts(), default=default, show_default=True, help=text
     )
 
 
@@ -134,6 +134,12 @@ DRAFT_QUANTIZATION = click.option(
     help="fp8: round the drafter's weights, in forwards of up to 64 rows; fp8-dynamic: in all, and "
     "in larger ones its activations too. Verification keeps the output what the target says.",
 )
+NUM_SPECULATIVE_TOKENS = click.option(
+    "--num-speculative-tokens",
+    type=IntList(),
+    help="Tokens drafted and verified a step: one number, or one for each --bucket in its order. "
+    "In large batches fewer can be faster.  [default: all of the drafter's block]",
+)
 EXECUTION = _group(GRAPH_MODE, COMPILE, ATTENTION_BACKEND, DEVICE, DTYPE, PAGE_SIZE)
 
 # --- memory ---
@@ -163,7 +169,8 @@ SIMULATE_ACCEPTANCE = click.option(
     type=float,
     metavar="LENGTH",
     help="Draw this mean acceptance length instead of comparing drafts (random weights accept "
-    "nothing); the text is meaningless, and results say so.",
+    "nothing); the text is meaningless, and results say so. It is the mean of the drafter's own "
+    "block: --num-speculative-tokens cuts draws off.",
 )
 
 

@@ -81,6 +81,7 @@ _SOURCES = {
 @shared.SIMULATE_ACCEPTANCE
 @shared.LOAD_FORMAT_OR_PRESET
 @shared.DRAFT_QUANTIZATION
+@shared.NUM_SPECULATIVE_TOKENS
 @shared.PROMPT_SEED
 @click.option(
     "--read-gbps",

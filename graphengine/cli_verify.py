@@ -81,12 +81,13 @@ Exit codes: 0 PASS, 1 FAIL, 2 refused input. What each check means: graphengine/
     "--min-acceptance",
     type=click.FloatRange(min=1),
     help="Least mean acceptance length: the only check of the drafter.  [default: 13.5 for the "
-    "bundled pair and prompts, else none]",
+    "bundled pair and prompts with all drafts, else none]",
 )
 @shared.EXECUTION
 @shared.MAX_MODEL_LEN
 @shared.GPU_MEMORY_UTILIZATION
 @shared.DRAFT_QUANTIZATION
+@shared.NUM_SPECULATIVE_TOKENS
 @click.option(
     "--temperature",
     type=float,
@@ -151,8 +152,9 @@ def _verify(model: str | None, draft: str | None, options: dict[str, Any]) -> bo
     options["max_new_tokens"] = options["max_new_tokens"] or (
         SAMPLED_NEW_TOKENS if options["temperature"] else 128
     )
-    if draft is None and options["min_acceptance"] is not None:
-        raise ValueError("--min-acceptance needs a drafter; pass --draft")
+    for name in ("min_acceptance", "num_speculative_tokens"):
+        if draft is None and options[name] is not None:
+            raise ValueError(f"--{name.replace('_', '-')} needs a drafter; pass --draft")
     if options["prompt_file"] is not None:
         conversations = read_prompt_file(options["prompt_file"])
     else:
@@ -163,7 +165,8 @@ def _verify(model: str | None, draft: str | None, options: dict[str, Any]) -> bo
     at_home = bundled and options["prompt_file"] is None
     if at_home and not options["raw"] and not options["temperature"]:
         num_counted = len(read_prompt_file(PROMPTS))
-        if options["max_new_tokens"] >= BUNDLED_MIN_NEW_TOKENS:
+        in_full = options["num_speculative_tokens"] is None
+        if in_full and options["max_new_tokens"] >= BUNDLED_MIN_NEW_TOKENS:
             options["min_acceptance"] = options["min_acceptance"] or BUNDLED_MIN_ACCEPTANCE
     console = stderr_console(options["quiet"] or options["as_json"])
     if options["temperature"]:
@@ -283,7 +286,7 @@ def _run_modes(
 
     tokenizer = _tokenizer(model)
     ids = _encode(model, draft, prompts, options)
-    buckets = list(options["bucket"])
+    buckets = sorted(options["bucket"])
     cells: list[tuple[int, Mix]] = [(b, "alone" if b == 1 else "together") for b in buckets]
     if options["matrix"]:
         cells = [(bucket, mix) for bucket in buckets for mix in mixes_of(bucket)]
@@ -343,6 +346,7 @@ def _engine(model: str, draft: str | None, mode: Mode, options: dict[str, Any]) 
         attention_backend=mode.attention_backend,  # type: ignore[arg-type]  # the same
         compile=options["compile_"],
         draft_quantization=options["draft_quantization"] if draft else "none",
+        num_speculative_tokens=options["num_speculative_tokens"] if draft else None,
         sampling=True if options["temperature"] else None,
         # Judged is what speculation decodes, however slow or badly drafted.
         acceptance_floor=0.0,

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 RopeKind = Literal["default", "yarn", "llama3"]
@@ -333,6 +333,12 @@ class DraftConfig:
         """Rows that the target runs a step: the anchor and every draft."""
         return self.num_draft_tokens + 1
 
+    def shortened(self, num_draft_tokens: int) -> DraftConfig:
+        """The same drafter with fewer mask rows in its block, so that it proposes fewer tokens."""
+        fewer = self.num_draft_tokens - num_draft_tokens
+        assert 0 <= fewer < self.num_draft_tokens
+        return replace(self, block_size=self.block_size - fewer)
+
     @property
     def attention_rules(self) -> tuple[AttentionRule, ...]:
         """The rule of every layer."""
@@ -408,10 +414,12 @@ class DraftConfig:
 class EngineConfig:
     """How to run a pair; every value is resolved (no "auto" left).
 
-    `buckets`: ascending batch sizes that are captured. `max_model_len`: most tokens (prompt and
-    generated) of one request. `prefill_chunk`: rows of one prefill forward. `kv_cache_memory`: most
-    bytes of the K/V pool; None takes what memory allows. `simulate_acceptance`: a mean acceptance
-    length to draw instead of comparing drafts (measuring speed only).
+    `buckets`: ascending batch sizes that are captured. `num_speculative_tokens`: drafts a step, one
+    number a bucket (see `draft_length`); empty: all that the drafter has, if there is one.
+    `max_model_len`: most tokens (prompt and generated) of one request. `prefill_chunk`: rows of one
+    prefill forward. `kv_cache_memory`: most bytes of the K/V pool; None takes what memory allows.
+    `simulate_acceptance`: a mean acceptance length to draw instead of comparing drafts (measuring
+    speed only).
     `draft_quantization`: "fp8" rounds the drafter's matrices, "fp8-dynamic" in large batches its
     activations too; the output stays the target's.
     `speculation_limit`: the last position at which a block may begin; from there a request decodes
@@ -434,6 +442,7 @@ class EngineConfig:
     kv_cache_memory: int | None = None
     simulate_acceptance: float | None = None
     draft_quantization: DraftQuantization = "none"
+    num_speculative_tokens: tuple[int, ...] = ()
     speculation_limit: int | None = None
     acceptance_floor: float = 0.0
     fallback: bool = False

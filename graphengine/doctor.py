@@ -23,6 +23,7 @@ from graphengine.doctor_models import (
     target_findings,
 )
 from graphengine.doctor_pair import pair_findings, plan_findings, resolve_run
+from graphengine.draft_length import longest_draft
 from graphengine.findings import LEVELS, Finding, guarded, info, one_line
 from graphengine.memory import MemoryPlan
 from graphengine.pairs import NO_DRAFT, verifier_of
@@ -126,7 +127,8 @@ def diagnose(
             if config is not None:
                 memory = host.memory if config.device == "cuda" else None
                 names = (draft_files.headers if draft_files else None) or ()
-                plan, planned = plan_findings(config, options, model, drafter, memory, names)
+                longest = longest_draft(config, drafter) if drafter else None
+                plan, planned = plan_findings(config, options, model, longest, memory, names)
                 yield from planned
                 yield from speed_findings(host, config, model, drafter)
 

@@ -14,6 +14,7 @@ import torch
 from graphengine.attention import FLASHINFER_HEAD_DIMS
 from graphengine.bytesize import format_bytes
 from graphengine.config import DraftConfig, EngineConfig, ModelConfig
+from graphengine.draft_length import draft_at
 from graphengine.findings import Finding, error, info, ok, warning
 from graphengine.forward import MAX_QUANTIZED_ROWS
 from graphengine.memory import DeviceMemory, device_memory
@@ -162,7 +163,7 @@ def _drafter(host: Host, config: EngineConfig, draft: DraftConfig) -> Iterator[F
             remedy += "alone, elsewhere it is widened in every forward"
             yield warning("speed.drafter", quantization, remedy)
         return
-    rows = [size * draft.block_size for size in config.buckets]
+    rows = [size * draft_at(config, draft, size).block_size for size in config.buckets]
     limit = MAX_QUANTIZED_ROWS["fp8"]
     if quantization == "none":
         kind = "fp8" if max(rows) <= limit else "fp8-dynamic"

@@ -56,6 +56,14 @@ class StepOutput(NamedTuple):
     token_ids: list[int]
 
 
+class InFlight(NamedTuple):
+    """A launched step: its requests in the order of the rows, the rows of each, its results."""
+
+    requests: list[Request]
+    block: int
+    results: Results
+
+
 class DecodeLoop:
     """Runs requests to their end: admit, launch, collect, repeat.
 
@@ -79,8 +87,6 @@ class DecodeLoop:
             build_bucket: builds one of the others at its first use, between steps.
         """
         self.config = config
-        self.block = buffers.block_ids_BG.shape[1]
-        self._draft_block = buffers.draft_block_ids_BG.shape[1]
         self.allocator = allocator
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
@@ -91,7 +97,7 @@ class DecodeLoop:
         self.only_bucket: int | None = None  # a built size to run on alone; set while idle
         self._is_sampling = False  # whether a row of the loaded bucket has a temperature
         self._bucket: Bucket | None = None  # holds the running requests' rows; None: stale
-        self._in_flight: deque[tuple[list[Request], Results]] = deque()
+        self._in_flight: deque[InFlight] = deque()
         self._next_id = 0
         self._on_gpu = buffers.start_B.is_cuda
         self._depth = 1 if config.plans_attention else PIPELINE_DEPTH
@@ -205,13 +211,14 @@ class DecodeLoop:
                 self._queue_step(self._bucket)
 
     def _queue_step(self, bucket: Bucket) -> None:
-        layout = self._layout(bucket.size, self.block) if self.config.plans_attention else None
+        buffers = bucket.buffers
+        layout = self._layout(bucket.size, buffers.block) if self.config.plans_attention else None
         if bucket.draft is not None:
             if layout is not None:
                 with ranges.range_("plan"):
                     drafted = layout
-                    if self._draft_block != self.block:
-                        drafted = self._layout(bucket.size, self._draft_block)
+                    if buffers.draft_block != buffers.block:
+                        drafted = self._layout(bucket.size, buffers.draft_block)
                     for attention in bucket.draft_attentions:
                         attention.plan(drafted)
             with ranges.range_("draft"):
@@ -226,8 +233,8 @@ class DecodeLoop:
             verify.run()
         with ranges.range_("accept"):
             results = self._free_results.pop()
-            results.copy_(self._buffers)
-            self._in_flight.append((list(self.running), results))
+            results.copy_(buffers)
+            self._in_flight.append(InFlight(list(self.running), buffers.block, results))
         if bucket.context is not None and bucket.draft_head is not None:
             with ranges.range_("draft"):
                 bucket.context.run()
@@ -236,7 +243,7 @@ class DecodeLoop:
     def wait(self) -> None:
         """Waits for the oldest step in flight: the only wait of a step."""
         if self._in_flight:
-            ready = self._in_flight[0][1].ready
+            ready = self._in_flight[0].results.ready
             if ready is not None:
                 with ranges.range_("accept"):
                     ready.synchronize()
@@ -246,10 +253,9 @@ class DecodeLoop:
         self.wait()
         if not self._in_flight:
             return []
-        requests, results = self._in_flight.popleft()
+        requests, block, results = self._in_flight.popleft()
         with ranges.range_("commit"):
-            target_ids = results.target_ids_cpu.tolist()
-            num_accepted = results.num_accepted_cpu.tolist()
+            target_ids, num_accepted = results.read(len(requests), block)
             self._free_results.append(results)
             return self._commit(requests, target_ids, num_accepted)
 
@@ -275,6 +281,11 @@ class DecodeLoop:
     def buckets(self) -> dict[int, Bucket]:
         """Batch size -> what runs it, ascending, as far as built; for tools that look into them."""
         return dict(sorted(self._buckets.items()))
+
+    @property
+    def block(self) -> int:
+        """Rows of a request in the longest block; a bucket's own may be shorter."""
+        return self._buffers.block
 
     @property
     def prefill(self) -> Prefill:

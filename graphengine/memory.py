@@ -162,6 +162,7 @@ def plan_memory(
     """Pages for every row of the largest bucket at full length, or as many as memory allows.
 
     Args:
+        draft: as the bucket with the longest block runs it.
         memory: of the GPU before loading; None on the CPU.
         length_is_explicit: whether the user chose `config.max_model_len`; a default is lowered to
             what the pool holds, a choice is refused.

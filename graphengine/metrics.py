@@ -13,17 +13,22 @@ from dataclasses import dataclass, field
 
 @dataclass(slots=True)
 class Acceptance:
-    """Histogram of accepted drafts per verified block: `steps_by_accepted[a]` blocks accepted a."""
+    """Histograms of verified blocks: `steps_by_accepted[a]` accepted a drafts, and
+    `steps_by_drafted[n]` held n, at most `num_draft_tokens`; by default all held so many."""
 
     num_draft_tokens: int
     steps_by_accepted: list[int] = field(default_factory=list)
+    steps_by_drafted: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.steps_by_accepted = self.steps_by_accepted or [0] * (self.num_draft_tokens + 1)
+        full = [0] * self.num_draft_tokens + [self.num_steps]
+        self.steps_by_drafted = self.steps_by_drafted or full
 
-    def add(self, num_accepted: int) -> None:
-        """Counts one block. Mutates: self."""
+    def add(self, num_accepted: int, num_drafted: int | None = None) -> None:
+        """Counts one block, by default of `num_draft_tokens` drafts. Mutates: self."""
         self.steps_by_accepted[num_accepted] += 1
+        self.steps_by_drafted[-1 if num_drafted is None else num_drafted] += 1
 
     @property
     def num_steps(self) -> int:
@@ -31,10 +36,19 @@ class Acceptance:
         return sum(self.steps_by_accepted)
 
     @property
+    def num_drafted(self) -> int:
+        """Drafts of all blocks."""
+        return sum(d * n for d, n in enumerate(self.steps_by_drafted))
+
+    @property
+    def num_accepted(self) -> int:
+        """Accepted drafts of all blocks, bonus not counted."""
+        return sum(a * n for a, n in enumerate(self.steps_by_accepted))
+
+    @property
     def mean_accepted_draft_tokens(self) -> float:
         """Accepted drafts per block, bonus not counted: 0 .. G-1."""
-        total = sum(a * n for a, n in enumerate(self.steps_by_accepted))
-        return total / self.num_steps if self.num_steps else 0.0
+        return self.num_accepted / self.num_steps if self.num_steps else 0.0
 
     @property
     def mean_acceptance_length(self) -> float:
@@ -43,20 +57,21 @@ class Acceptance:
 
     @property
     def per_position(self) -> list[float]:
-        """Share of blocks whose draft j (0-based) was accepted, j = 0 .. G-2."""
-        steps = self.num_steps
-        if not steps:
-            return []
-        return [sum(self.steps_by_accepted[j + 1 :]) / steps for j in range(self.num_draft_tokens)]
+        """Share, of the blocks that held a draft j (0-based), of those that accepted it; up to the
+        last draft of the longest block."""
+        held = [sum(self.steps_by_drafted[j + 1 :]) for j in range(self.num_draft_tokens)]
+        return [sum(self.steps_by_accepted[j + 1 :]) / n for j, n in enumerate(held) if n]
 
     @classmethod
     def merge(cls, parts: Iterable[Acceptance]) -> Acceptance:
-        """The histogram of several requests together."""
+        """The histograms of several requests together."""
         parts = list(parts)
         total = cls(max((part.num_draft_tokens for part in parts), default=0))
         for part in parts:
             for accepted, steps in enumerate(part.steps_by_accepted):
                 total.steps_by_accepted[accepted] += steps
+            for drafted, steps in enumerate(part.steps_by_drafted):
+                total.steps_by_drafted[drafted] += steps
         return total
 
 

@@ -20,6 +20,7 @@ import torch
 from graphengine.api import Engine
 from graphengine.bench import read_bandwidth_gbps
 from graphengine.build import read_configs
+from graphengine.draft_length import resolve_draft_lengths
 from graphengine.forward import MAX_QUANTIZED_ROWS
 from graphengine.hub import preset_names
 from graphengine.pairs import named_pair
@@ -36,6 +37,7 @@ _FACTS = "facts.json"
 _FORWARDED = (
     *("bucket", "input_len", "num_steps", "warmup", "graph_mode", "attention_backend", "dtype"),
     *("page_size", "simulate_acceptance", "load_format", "seed", "draft_quantization"),
+    "num_speculative_tokens",
 )
 
 
@@ -71,8 +73,10 @@ def read_file(model: str | None, draft: str | None, options: dict[str, Any]) -> 
         target, drafter = read_configs(model, draft)
         itemsize = 4 if options["dtype"] == "float32" else 2
         draft_itemsize = itemsize
+        asked, bucket = options["num_speculative_tokens"], options["bucket"]
+        numbers = resolve_draft_lengths(asked, (bucket,), drafter)
         if drafter is not None:
-            rows = options["bucket"] * drafter.block_size
+            rows = bucket * drafter.shortened(*numbers).block_size
             is_fp8 = rows <= MAX_QUANTIZED_ROWS[options["draft_quantization"]]
             draft_itemsize = 1 if is_fp8 else itemsize
         facts["segment_bytes"] = segment_bytes(target, drafter, itemsize, draft_itemsize)
@@ -185,7 +189,9 @@ def _under_nsys(
         child += ["--draft", draft or "none", "--inside", str(inside)]
         for name in _FORWARDED:
             if options[name] is not None:
-                child += [f"--{name.replace('_', '-')}", str(options[name])]
+                value = options[name]
+                text = ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
+                child += [f"--{name.replace('_', '-')}", text]
         if options["compile_"] is not None:
             child.append("--compile" if options["compile_"] else "--no-compile")
         known_gbps = facts.get("read_gbps", options["read_gbps"])
@@ -246,6 +252,7 @@ def _engine(model: str, draft: str | None, load_format: str, options: dict[str, 
         load_format=load_format,  # type: ignore[arg-type]
         simulate_acceptance=options["simulate_acceptance"] if draft else None,
         draft_quantization=options["draft_quantization"] if draft else "none",
+        num_speculative_tokens=options["num_speculative_tokens"],
         acceptance_floor=0.0,
         fallback=False,
     )

@@ -345,8 +345,7 @@ def _totals(answers: Sequence[Answer], generate_s: float) -> dict[str, Any]:
     } | _acceptance_means(acceptance)
     if acceptance.num_draft_tokens:
         num_drafts = acceptance.num_steps
-        proposed = num_drafts * acceptance.num_draft_tokens
-        accepted = sum(a * n for a, n in enumerate(acceptance.steps_by_accepted))
+        proposed, accepted = acceptance.num_drafted, acceptance.num_accepted
         totals |= {
             "spec_decode_acceptance_rate": 100 * accepted / proposed if proposed else 0.0,
             "spec_decode_acceptance_length": acceptance.mean_acceptance_length,

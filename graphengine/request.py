@@ -65,7 +65,7 @@ class Request:
         if len(target_ids) == 1 and self.acceptance.num_draft_tokens:
             self.num_plain_steps += 1
         else:
-            self.acceptance.add(num_accepted)
+            self.acceptance.add(num_accepted, len(target_ids) - 1)
         self.start += num_accepted + 1
         return self._extend(commit(target_ids, num_accepted, self.stop_ids, self.budget))
 

@@ -26,7 +26,7 @@ from graphengine.sampling import GREEDY, Controls
 class Results(NamedTuple):
     """Where one step's results land on the host, and when they are there."""
 
-    target_ids_cpu: Tensor  # int64 [B, G], pinned
+    target_ids_cpu: Tensor  # int64 [T], pinned
     num_accepted_cpu: Tensor  # int32 [B], pinned
     ready: torch.cuda.Event | None
 
@@ -39,17 +39,27 @@ class Results(NamedTuple):
             return torch.empty(like.shape, dtype=like.dtype, pin_memory=on_gpu)
 
         return cls(
-            pinned(buffers.target_ids_BG),
+            pinned(buffers.target_ids_BG.view(-1)),
             pinned(buffers.num_accepted_B),
             torch.cuda.Event() if on_gpu else None,
         )
 
     def copy_(self, buffers: StepBuffers) -> None:
-        """Queues the copy of a step's results. Mutates: self."""
-        self.target_ids_cpu.copy_(buffers.target_ids_BG, non_blocking=True)
-        self.num_accepted_cpu.copy_(buffers.num_accepted_B, non_blocking=True)
+        """Queues the copy of what a step left in a bucket's buffers. Mutates: self."""
+        ids_T, accepted_B = buffers.target_ids_BG.view(-1), buffers.num_accepted_B
+        self.target_ids_cpu[: len(ids_T)].copy_(ids_T, non_blocking=True)
+        self.num_accepted_cpu[: len(accepted_B)].copy_(accepted_B, non_blocking=True)
         if self.ready is not None:
             self.ready.record()
+
+    def read(self, num_requests: int, block: int) -> tuple[list[list[int]], list[int]]:
+        """Target ids [B][G] and accepted drafts [B] of the first requests, once it is `ready`.
+
+        Args:
+            block: rows of a request in the bucket that the copy is of.
+        """
+        ids_T = self.target_ids_cpu[: num_requests * block]
+        return ids_T.view(-1, block).tolist(), self.num_accepted_cpu[:num_requests].tolist()
 
 
 def load_(
@@ -65,7 +75,6 @@ def load_(
     """
     device = buffers.start_B.device
     num_rows, width = buffers.page_table_BW.shape
-    block = buffers.block_ids_BG.shape[1]
     padding = num_rows - len(requests)
     table = [r.pages + [NULL_PAGE] * (width - len(r.pages)) for r in requests]
     table += [[NULL_PAGE] * width] * padding
@@ -77,7 +86,7 @@ def load_(
     buffers.start_B.copy_(upload([r.start for r in requests] + [0] * padding))
     anchors = upload([r.anchor for r in requests] + [0] * padding)
     block_ids, positions, slots = next_block(
-        buffers.start_B, anchors, buffers.page_table_BW, block, mask_token_id, page_size
+        buffers.start_B, anchors, buffers.page_table_BW, buffers.block, mask_token_id, page_size
     )
     buffers.block_ids_BG.copy_(block_ids)
     buffers.positions_T.copy_(positions)

@@ -4,6 +4,9 @@ With random weights no draft is ever right, so a step would commit one token. He
 accepted drafts is drawn to a given mean instead of compared; every other part of the step runs for
 real, on the same shapes. Results made this way are marked as simulated wherever they are shown.
 
+The mean is that of the drafter's own block. A bucket that drafts fewer tokens cuts the same draws
+off at its last draft, as it would cut off what a trained drafter gets right, so it commits fewer.
+
 Legend: B requests, G block length, R rows of the table of draws.
 """
 
@@ -52,7 +55,11 @@ def make_simulation(
     device: torch.device,
     seed: int = 0,
 ) -> Simulation:
-    """Draws accepted counts: each draft is right with one rate, up to the first wrong one."""
+    """Draws accepted counts: each draft is right with one rate, up to the first wrong one.
+
+    Args:
+        num_draft_tokens: of the drafter's own block, whatever a bucket drafts.
+    """
     rate = acceptance_rate(mean_acceptance_length, num_draft_tokens)
     generator = torch.Generator().manual_seed(seed)
     shape = (NUM_DRAWS, num_requests, num_draft_tokens)
@@ -62,7 +69,8 @@ def make_simulation(
 
 
 def force_acceptance_(simulation: Simulation, draft_ids_BG: Tensor, target_ids_BG: Tensor) -> None:
-    """Rewrites the target's choices so that comparing them gives the drawn counts.
+    """Rewrites the target's choices so that comparing them gives the drawn counts, or all of the
+    block's drafts where more were drawn.
 
     Mutates: target_ids_BG, simulation.step_1.
     """

@@ -12,6 +12,7 @@ import torch
 from graphengine.attention import FLOAT_WORKSPACE_BYTES, BlockAttention
 from graphengine.buffers import StepBuffers
 from graphengine.config import DraftConfig, EngineConfig, ModelConfig
+from graphengine.draft_length import draft_at
 from graphengine.weights import tree_bytes
 
 # FlashInfer allocates this on the device for each wrapper, beside the shared workspace.
@@ -106,16 +107,16 @@ def bucket_scratch_bytes(
 ) -> int:
     """FlashInfer's metadata, or our kernel's partial results: of every bucket, for the verify and
     for each kind of draft layer."""
-    kinds = [(target, draft.num_verify_rows if draft else 1)]
-    if draft is not None:
-        kinds += [(draft.model, draft.block_size)] * len(set(draft.attention_rules))
     total = 0
-    if config.attention_backend == "flashinfer":
-        pages = sum(buffers.bucket(size).page_table_BW.numel() for size in config.buckets)
-        wrappers = len(config.buckets) * FLASHINFER_WRAPPER_BYTES
-        total += len(kinds) * (wrappers + pages * 4)
-    elif config.attention_backend == "triton":
-        for size in config.buckets:
+    for size in config.buckets:
+        own = draft_at(config, draft, size) if draft else None
+        kinds = [(target, own.num_verify_rows if own else 1)]
+        if own is not None:
+            kinds += [(own.model, own.block_size)] * len(set(own.attention_rules))
+        if config.attention_backend == "flashinfer":
+            pages = buffers.bucket(size).page_table_BW.numel()
+            total += len(kinds) * (FLASHINFER_WRAPPER_BYTES + pages * 4)
+        elif config.attention_backend == "triton":
             for model, block in kinds:
                 space = BlockAttention.make_workspace(model, size, block, num_sms, META)
                 total += tree_bytes(space)

@@ -51,7 +51,7 @@ def run_steps(
         ValueError: the context is full before all steps are done.
     """
     built = engine.built
-    loop, block = built.loop, built.loop.block
+    loop, block = built.loop, built.loop.block  # of the one bucket
     full = ValueError(
         f"the context of {built.config.max_model_len} tokens is full before all steps are done; "
         "lower --num-steps, --warmup or --input-len"

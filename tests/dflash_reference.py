@@ -109,6 +109,11 @@ class DraftReference:
         """Tokens proposed a step."""
         return self.block_size - (0 if self.anchor_first else 1)
 
+    def shorten(self, fewer: int) -> None:
+        """Takes mask rows from the block. Mutates: config."""
+        nested = self.config.get("dflash_config", {})
+        (nested if "block_size" in nested else self.config)["block_size"] -= fewer
+
     def taps(self, run: TargetRun) -> Tensor:
         """[T, taps * D]: outputs of the listed layers, in the listed order."""
         if "speculators_model_type" in self.config:

@@ -15,7 +15,7 @@ from pathlib import Path
 SELF = "graphengine"
 
 # module (or folder of modules) -> what it may import of graphengine; "*" is anything.
-_LOW = {"config", "kernels", "profiles.ranges"}
+_LOW = {"config", "draft_length", "kernels", "profiles.ranges"}
 _CHAIN = _LOW | {
     *("models", "attention", "capture", "kvcache", "buffers"),
     *("speculative", "sampling", "weights", "metrics", "simulate"),
@@ -26,6 +26,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "config": {"draft_formats"},
     "draft_formats": {"config", "draft_attention"},
     "draft_attention": {"config"},
+    "draft_length": {"config"},
     "kernels": {"kernels"},
     "capture": {"capture", "profiles.ranges"},
     "profiles.ranges": set(),
@@ -52,7 +53,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "fallback": _STEP | {"engine", "guards"},
     "warmup": {"engine", "sampling"},
     "bytesize": set(),
-    "workspace": {"attention", "buffers", "config", "sampling", "weights"},
+    "workspace": {"attention", "buffers", "config", "draft_length", "sampling", "weights"},
     "memory": _LOOP | {"engine", "bytesize", "workspace"},
     "build": _LOOP | {"engine", "fallback", "hub", "memory", "pairs", "warmup"},
     "api": _LOOP | {"engine", "hub", "build", "memory", "bytesize"},
@@ -63,9 +64,12 @@ MAY_IMPORT: dict[str, set[str]] = {
     },
     "doctor_weights": {"bytesize", "doctor_files", "findings", "weights"},
     "doctor_pair": {"build", "config", "doctor_files", "findings", "memory"},
-    "doctor_host": {"attention", "bytesize", "config", "findings", "forward", "memory", "profiles"},
+    "doctor_host": {
+        *("attention", "bytesize", "config", "draft_length", "findings", "forward", "memory"),
+        "profiles",
+    },
     "doctor": {
-        *("build", "findings", "memory", "pairs"),
+        *("build", "draft_length", "findings", "memory", "pairs"),
         *("doctor_files", "doctor_models", "doctor_pair", "doctor_host"),
     },
     "artifact": {"config"},

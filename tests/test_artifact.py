@@ -107,6 +107,8 @@ def test_what_one_start_compiles() -> None:
     changed("graph_mode", graph_mode="full")
     changed("attention_backend", attention_backend="triton")
     changed("draft_quantization", draft_quantization="fp8")
+    changed("num_speculative_tokens", num_speculative_tokens=(15, 15, 11))
+    changed("num_speculative_tokens", num_speculative_tokens=(15, 11, 11))
     changed("compile", compile=False)
     changed("page_size", page_size=1)
     wider = replace(target, hidden_size=256)

@@ -109,7 +109,12 @@ def test_bytes_of_the_8b_preset_by_hand() -> None:
     drafter = 5 * layer + 5 * hidden * hidden + 5 * 2 * kv * hidden + head
 
     def built(quantization: str, drafter: Any) -> Any:
-        config = SimpleNamespace(dtype="bfloat16", draft_quantization=quantization)
+        config = SimpleNamespace(
+            dtype="bfloat16",
+            draft_quantization=quantization,
+            buckets=(1, 8),
+            num_speculative_tokens=(),
+        )
         return SimpleNamespace(target=target, draft=drafter, config=config)
 
     assert weight_bytes(built("none", draft), 1) == 2 * (verify + drafter) == 18_561_892_352

@@ -118,21 +118,35 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
 
 
 # The other kernel where it has something of its own to get wrong: rules, and numbers of rows.
-CASES = [(name, "torch") for name in FORMATS] + [
-    (name, "triton")
-    for name in ("causal-window", "mixed", "window-both-ways", "all-causal", "deepspec-bias")
-]
+OTHER_KERNEL = ("causal-window", "mixed", "window-both-ways", "all-causal", "deepspec-bias")
+# And with fewer drafts than the drafter has.
+SHORTER = {
+    "z-lab": 1,
+    "z-lab-old": 3,
+    "mixed": 2,
+    "window-both-ways": 2,
+    "anchor-first": 2,
+    "speculators-few-ids": 1,
+    "deepspec-bias": 3,
+}
+CASES = (
+    [(name, "torch", 0) for name in FORMATS]
+    + [(name, "triton", 0) for name in OTHER_KERNEL]
+    + [(name, backend, n) for name, n in SHORTER.items() for backend in ("torch", "triton")]
+)
 
 
-@pytest.mark.parametrize(("name", "backend"), CASES)
+@pytest.mark.parametrize(("name", "backend", "fewer"), CASES)
 def test_drafts_equal_reference(
-    tmp_path: Path, pair: Pair, name: str, backend: Any, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, pair: Pair, name: str, backend: Any, fewer: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Bug: taps are not converted, a window or a causality is ignored or off by one, ids of the
     reduced vocabulary are taken for the target's, the wrong head or embedding is used, or the
-    anchor's row is dropped (or kept) against the format."""
+    anchor's row is dropped (or kept) against the format; where fewer tokens are drafted, mask rows
+    of the longer block are still seen."""
     drafter = FORMATS[name](tmp_path, pair.directory)
     reference = DraftReference.load(drafter, pair.model)
+    reference.shorten(fewer)
     logits: list[torch.Tensor] = []
     plain_argmax = forward.argmax_rows
 
@@ -148,6 +162,7 @@ def test_drafts_equal_reference(
         page_size=4,
         max_model_len=96,
         attention_backend=backend,
+        num_speculative_tokens=reference.num_drafts if fewer else None,
     ) as engine:
         monkeypatch.setattr(forward, "argmax_rows", spy)
         num_drafts = engine.num_draft_tokens

@@ -296,12 +296,13 @@ def test_longest_prompt_is_taken(engine: Engine) -> None:
 # --- poison ---
 
 
-@pytest.mark.parametrize("draft", [True, False])
+@pytest.mark.parametrize("options", [{}, {"num_speculative_tokens": (3, 2, 1)}, {"draft": False}])
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_poisoned_cache_changes_nothing(pair: Pair, backend: str, draft: bool) -> None:
+def test_poisoned_cache_changes_nothing(pair: Pair, backend: str, options: dict[str, Any]) -> None:
     """Bug: attention reads K/V that no row of the request has written: beyond the length, in the
     null page, in a page of nobody, or in a slot whose row was rejected."""
-    with pair.engine(draft=draft, attention_backend=backend) as engine:
+    draft = options.get("draft", True)
+    with pair.engine(attention_backend=backend, **options) as engine:
         loop = loop_of(engine)
         prefill = loop._prefill
         pools = [prefill.target.kv_pool] + ([prefill.drafter.kv_pool] if draft else [])

@@ -137,6 +137,23 @@ def test_bucket_views_where_the_anchor_predicts_too(size: int) -> None:
         assert view.shape[0] == size * (block if name.split("_")[-1][0] == "T" else 1), name
 
 
+@pytest.mark.parametrize("convention", ["anchor-dropped", "anchor-first"])
+def test_bucket_views_of_a_shorter_block(convention: Any) -> None:
+    """Bug: rows of a shorter block keep the stride of the longest, which kernels that take flat
+    rows do not expect, or block and draft block part where they are one tensor."""
+    draft = replace(DRAFT, slot_convention=convention)
+    buffers = StepBuffers.make(MODEL, draft, 6, 9, torch.float32, torch.device("cpu"))
+    short = draft.shortened(2)
+    views = buffers.bucket(4, short)
+    assert (views.block, views.draft_block) == (3, short.block_size)
+    for name, whole, view in zip(buffers._fields, buffers, views, strict=True):
+        dims, drafts = name.split("_")[-1], name.startswith("draft_") and name != "draft_ids_BG"
+        block = views.draft_block if drafts else views.block
+        shape = (4, block) if dims == "BG" else (4 * block if dims[0] == "T" else 4,)
+        assert view.shape == (*shape, *whole.shape[len(shape) :]), name
+        assert view.is_contiguous() and view.data_ptr() == whole.data_ptr(), name
+
+
 class LoopMachine(RuleBasedStateMachine):
     """Bug: in some order of admissions, refusals, steps, hand-overs to plain decoding, ends and
     cancellations a page leaks or is shared, a request never ends, or its tokens depend on its
@@ -242,9 +259,11 @@ class LoopMachine(RuleBasedStateMachine):
         assert self.loop.allocator.num_free == self.loop.allocator.num_usable
 
 
+@pytest.mark.parametrize("numbers", [None, (2, 1)])
 @pytest.mark.parametrize("backend", ["torch", "triton"])
-def test_loop_in_any_order(tmp_path: Path, backend: str) -> None:
-    """Bug: see LoopMachine. The pool is too small for all rows, so that requests must wait."""
+def test_loop_in_any_order(tmp_path: Path, backend: str, numbers: tuple[int, ...] | None) -> None:
+    """Bug: see LoopMachine. The pool is too small for all rows, so that requests must wait; with
+    numbers of their own the buckets' blocks differ, and requests move between them."""
     target = make_target(tmp_path / "target", layers=1, tie=False, likely_tokens=3)
     # The drafter's context ends at 15 of 24 tokens: whoever comes that far finishes plainly.
     drafter = make_drafter(
@@ -266,7 +285,8 @@ def test_loop_in_any_order(tmp_path: Path, backend: str) -> None:
     token_bytes = 2 * (2 * 16) * 4  # K and V, two heads of 16, float32, one layer
     page = 2 * 2 * token_bytes  # two tokens, target and drafter
     options["kv_cache_memory"] = 29 * page
-    with Engine.from_pretrained(target, drafter, max_model_len=24, **options) as engine:
+    options |= {"max_model_len": 24, "num_speculative_tokens": numbers}
+    with Engine.from_pretrained(target, drafter, **options) as engine:
         assert engine.startup.num_pages == 29
 
         class Machine(LoopMachine):

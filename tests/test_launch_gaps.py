@@ -386,6 +386,7 @@ def test_segment_bytes_add_up_to_the_benchmark(tmp_path: Path) -> None:
     class Config:
         dtype = "bfloat16"
         draft_quantization = "none"
+        num_speculative_tokens = ()
 
     class FakeBuilt:
         config = Config()

@@ -21,7 +21,7 @@ from graphengine.bytesize import format_bytes, parse_bytes
 from graphengine.cli import main
 from graphengine.config import EngineConfig
 from graphengine.fallback import FallbackLoop
-from graphengine.kvcache import PageAllocator
+from graphengine.kvcache import PageAllocator, pages_for
 from graphengine.memory import GPU_MARGIN_BYTES, DeviceMemory, MemoryPlan, plan_memory
 from graphengine.sampling import Controls, Sampling, sample_rows
 from graphengine.workspace import SAMPLED_ROW_BYTES
@@ -95,6 +95,29 @@ def test_plan_equals_what_is_built(
         assert plan.kv_pool_bytes == size(*pools)
         assert plan.num_pages == loop.allocator.num_pages == pools[0].shape[2]
         assert plan.max_model_len == engine.config.max_model_len == 64
+
+
+def test_plan_of_blocks_of_their_own(pair: tuple[Path, Path]) -> None:
+    """Bug: buffers or pages are planned for another block than the longest, or the kernel's partial
+    results for another block than their bucket's."""
+    with Engine.from_pretrained(
+        *pair,
+        buckets=(4, 1),
+        num_speculative_tokens=(1, 2),
+        max_model_len=60,
+        page_size=4,
+        device="cpu",
+        attention_backend="triton",
+    ) as engine:
+        plan, loop = engine.memory_plan, engine.built.loop
+        assert loop.block == 3 and plan.max_request_pages == pages_for(60 + 3, 4)
+        assert plan.step_buffer_bytes == size(*dict.fromkeys(loop._buffers))
+        spaces = [
+            attention._workspace  # type: ignore[attr-defined]
+            for bucket in loop.buckets.values()
+            for attention in (bucket.verify_attention, *bucket.draft_attentions)
+        ]
+        assert plan.attention_workspace_bytes == sum(size(*space) for space in spaces) > 0
 
 
 @pytest.mark.parametrize("kept", [None, [3, 7, 300]])

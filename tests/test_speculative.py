@@ -112,6 +112,23 @@ def test_acceptance_counts(lengths: list[int]) -> None:
     assert sum(acceptance.per_position) == pytest.approx(mean)
 
 
+def test_counts_of_shorter_blocks() -> None:
+    """Bug: a position counts as rejected in blocks that had no draft there, or the mean is taken
+    over the drafts of the longest block."""
+    blocks = [(7, 7), (7, 2), (3, 3), (3, 0), (3, 3), (1, 1)]  # drafted, accepted
+    parts = [Acceptance(7), Acceptance(7)]
+    for i, (drafted, accepted) in enumerate(blocks):
+        parts[i % 2].add(accepted, drafted)
+    found = Acceptance.merge(parts)
+    assert (found.num_steps, found.num_drafted, found.num_accepted) == (6, 24, 16)
+    assert found.mean_acceptance_length == pytest.approx(1 + 16 / 6)
+    first = [5 / 6, 4 / 5, 3 / 5]
+    assert found.per_position == pytest.approx([*first, *[1 / 2] * 4])
+    short = Acceptance(7)
+    short.add(1, 3)
+    assert short.per_position == [1, 0, 0], "nobody drafted a fourth"
+
+
 @settings(deadline=None)
 @given(st.lists(st.lists(st.integers(0, 3)), max_size=4))
 def test_merged_histograms(parts: list[list[int]]) -> None:

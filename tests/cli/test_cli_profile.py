@@ -103,14 +103,20 @@ def test_bytes_of_a_rounded_drafter(tmp_path: Path) -> None:
     path = exports.write_export(tmp_path / "mine.sqlite")
     found = {}
     for quantization in ("none", "fp8", "fp8-dynamic"):
-        for bucket in (1, 8):
+        for bucket, number in ((1, None), (8, None), (8, (7,))):
             options = {"draft_quantization": quantization, "bucket": bucket}
             options |= {"file": path, "dtype": "auto", "read_gbps": None}
+            options["num_speculative_tokens"] = number
             _, facts = profile_run.read_file(str(TINY_TARGET), str(TINY_DRAFT), options)
-            found[quantization, bucket] = facts["segment_bytes"]["draft.context"]
-    full = found["none", 1]
-    assert found["none", 8] == found["fp8", 8] == full
-    assert found["fp8", 1] == found["fp8-dynamic", 1] == found["fp8-dynamic", 8] == full / 2
+            found[quantization, bucket, number] = facts["segment_bytes"]["draft.context"]
+    full = found["none", 1, None]
+    rounded = {key for key, count in found.items() if count == full / 2}
+    assert {count for key, count in found.items() if key not in rounded} == {full}
+    cases = [(1, None), (8, None), (8, (7,))]
+    assert rounded == {("fp8-dynamic", *case) for case in cases} | {
+        ("fp8", 1, None),
+        ("fp8", 8, (7,)),  # 64 rows
+    }
 
 
 def test_profile_reads_a_chrome_trace(tmp_path: Path) -> None:
@@ -219,6 +225,7 @@ def test_nsys_runs_this_command_once_per_preset(fake_nsys: Path, tmp_path: Path)
     """Bug: the child under nsys gets other options than were typed, or nsys samples the CPU."""
     typed = ["--bucket", "4", "--num-steps", "7", "--graph-mode", "full", "--no-compile"]
     typed += ["--attention-backend", "triton", "--simulate-acceptance", "3.5", "--seed", "3"]
+    typed += ["--num-speculative-tokens", "7"]
     options = options_of("m", *typed)
     reports, facts = profile_run._under_nsys(
         str(fake_nsys), ("graph", "node"), "m", None, options, tmp_path, lambda text: None
@@ -298,6 +305,19 @@ def test_graphs_on_the_cpu_lists_the_steps() -> None:
         assert by_name["verify.01"]["input_shapes"][0] == f"{rows}x192 float32"
         assert {step["launch"] for step in steps} == {"eager"}
         assert {step["num_kernels"] for step in steps} == {None}
+
+
+def test_graphs_of_blocks_of_their_own() -> None:
+    """Bug: numbers of drafts follow the sorted buckets instead of the typed ones, or all buckets
+    are listed with the longest block."""
+    typed = ["--bucket", "2,1", "--num-speculative-tokens", "3,15"]
+    listed = document(invoke("graphs", "--device", "cpu", *typed, "--json"))
+    found = {
+        (step["bucket"], step["name"]): step["output_shapes"][-1]
+        for step in listed["steps"]
+        if step["name"] in ("draft.03", "verify.08") and step["output_shapes"]
+    }
+    assert found == {(1, "verify.08"): "16x2048 float32", (2, "verify.08"): "8x2048 float32"}
 
 
 def test_graphs_needs_no_weights(tmp_path: Path) -> None:

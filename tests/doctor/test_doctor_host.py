@@ -138,6 +138,15 @@ def test_rounded_drafters(
     assert "speed.drafter" in {f.name for f in speed_findings(host, *parts)}
 
 
+def test_rounded_drafter_of_a_short_block() -> None:
+    """Bug: a rounded drafter is called useless for the rows of its own block, which no bucket has;
+    8 x 8 rows are few enough."""
+    own = {"draft_quantization": "fp8", "buckets": (8, 16)}
+    for numbers, levels in (((7, 15), []), ((8, 8), ["warning"])):
+        found = speed_findings(H200, *cuda_config(num_speculative_tokens=numbers, **own))
+        assert [f.level for f in found if f.name == "speed.drafter"] == levels
+
+
 @pytest.mark.gpu
 def test_a_real_gpu() -> None:
     """Bug: the GPU's memory, driver or capability is read wrongly, so the plan is made for none."""

@@ -1,11 +1,10 @@
 """Residual add, RMSNorm and the split into FP8 rows: what stands between two GEMMs.
 
-Why: Inductor fuses these as well, but its kernel lets the next one start only after its last load,
-so the GEMM behind it begins to fetch weights when the norm is all but over: in a node trace of a
-step (Qwen3-8B, batch 1, H200) 0.5 us before its end, and every other GEMM 5 us before the end of
-what it waits for. Here the next kernel starts as soon as this one's input is complete, and a row is
-read once, into registers. Started before that, the next kernel's CTAs crowd the multiprocessors
-that are free first: 8B 5.05 against 5.09 ms a step.
+Why: Inductor fuses these as well, but its kernel lets the next one start only after its last load:
+in a node trace of a step (Qwen3-8B, batch 1, H200) the GEMM behind a norm began to fetch weights
+0.4 to 0.6 us before the norm's end. Here the next kernel starts as soon as this one's input is
+complete, and a row is read once, into registers: 5.18 -> 5.05 ms a step, 4B plain 2.57 -> 2.47
+(profiles/results/2026-11-22-h200-norm-ab.json).
 
 Invariant: before `gdc_wait` only the norm's weight is read and nothing is written. The sum over
 partials runs in rising z, in fp32, and rounds once; the norm is taken of the rounded sum, so that
@@ -45,7 +44,11 @@ def add_rms_norm_reference(
 
 
 def add_rms_norm(
-    h_TD: torch.Tensor | None, update: torch.Tensor, weight_D: torch.Tensor, eps: float
+    h_TD: torch.Tensor | None,
+    update: torch.Tensor,
+    weight_D: torch.Tensor,
+    eps: float,
+    early: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Adds an update to the residual stream and normalises the sum.
 
@@ -55,10 +58,13 @@ def add_rms_norm(
         h_TD: contiguous [T, D] in weight's dtype; None is zero.
         update: contiguous [T, D] in weight's dtype, or fp32 partial sums [Z, T, D].
         weight_D: [D], bf16, fp16 or fp32.
+        early: let the next kernel start beside the one before this, not behind it. Measured, not
+            understood: 4B plain, whose GEMMs have two CTAs a multiprocessor, 2.47 -> 2.42 ms a
+            step; 8B, one CTA, 5.05 -> 5.09; FP8 layers, two to four, 63.4 -> 65.6 us.
     Returns: (h_TD, x_TD), new tensors in weight's dtype; computed in fp32, rounded once each.
     Raises: ValueError for shapes and strides that the kernel cannot address.
     """
-    return torch.ops.graphengine.add_rms_norm(h_TD, update, weight_D, eps)
+    return torch.ops.graphengine.add_rms_norm(h_TD, update, weight_D, eps, early)
 
 
 def add_rms_norm_split(
@@ -100,15 +106,19 @@ def _add_rms_norm_kernel(
     BLOCK: tl.constexpr,
     ADDS: tl.constexpr,
     SPLIT: tl.constexpr,
+    EARLY: tl.constexpr,
     PDL: tl.constexpr,
 ):
+    if PDL and EARLY:
+        gdc_launch_dependents()
     t = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCK)
     live = at < D
     w = tl.load(weight + at, mask=live, other=0.0).to(tl.float32)
     if PDL:
         gdc_wait()
-        gdc_launch_dependents()
+        if not EARLY:
+            gdc_launch_dependents()
     y = tl.load(update + t * D + at, mask=live, other=0.0).to(tl.float32)
     for z in tl.static_range(1, Z):  # pyright: ignore[reportGeneralTypeIssues]
         y += tl.load(update + (z * num_rows + t) * D + at, mask=live, other=0.0)
@@ -138,7 +148,7 @@ def _split_rows_kernel(
     _split(row, rows, scales, t, num_rows, at, live, D)
 
 
-def _launch(h, update, weight, eps, split):
+def _launch(h, update, weight, eps, early, split):
     """(h_out, x_out, scales): by the kernel on a GPU, else by the reference."""
     T, D = update.shape[-2:]
     if weight.shape != (D,) or (h is not None and h.shape != (T, D)):
@@ -158,6 +168,7 @@ def _launch(h, update, weight, eps, split):
         return h_out, *(split_rows_fp8(x) if split else (x, x))
     if not (update.is_contiguous() and weight.is_contiguous() and (h is None or h.is_contiguous())):
         raise ValueError("h, update and weight must be contiguous")
+    num_parts = update.shape[0] if update.dim() == 3 else 1
     h_out = torch.empty((T, D), dtype=weight.dtype, device=update.device)
     x_out, scales = _empty_split(h_out) if split else (torch.empty_like(h_out), h_out)
     _add_rms_norm_kernel[(T,)](
@@ -170,9 +181,8 @@ def _launch(h, update, weight, eps, split):
         T,
         eps,
         D=D,
-        **{"Z": update.shape[0] if update.dim() == 3 else 1, "ADDS": h is not None},
-        SPLIT=split,
-        **_options(D, update.device),
+        EARLY=early,
+        **_options(D, update.device) | {"Z": num_parts, "ADDS": h is not None, "SPLIT": split},
     )
     return h_out, x_out, scales
 
@@ -207,18 +217,20 @@ def _split_rows(x):
 
 
 # Custom ops, because dynamo does not trace a launch with launch_pdl. All return new tensors.
-_SCHEMA = "(Tensor? h, Tensor update, Tensor weight, float eps) -> "
+_SCHEMA = "(Tensor? h, Tensor update, Tensor weight, float eps"
 
 
 @torch.library.custom_op(
-    "graphengine::add_rms_norm", mutates_args=(), schema=_SCHEMA + "(Tensor, Tensor)"
+    "graphengine::add_rms_norm",
+    mutates_args=(),
+    schema=_SCHEMA + ", bool early) -> (Tensor, Tensor)",
 )
-def _add_rms_norm_op(h, update, weight, eps):
-    return _launch(h, update, weight, eps, False)[:2]
+def _add_rms_norm_op(h, update, weight, eps, early):
+    return _launch(h, update, weight, eps, early, False)[:2]
 
 
 @_add_rms_norm_op.register_fake
-def _(h, update, weight, eps):
+def _(h, update, weight, eps, early):
     x = weight.new_empty(update.shape[-2:])
     return x, torch.empty_like(x)
 
@@ -226,10 +238,10 @@ def _(h, update, weight, eps):
 @torch.library.custom_op(
     "graphengine::add_rms_norm_split",
     mutates_args=(),
-    schema=_SCHEMA + "(Tensor, Tensor, Tensor)",
+    schema=_SCHEMA + ") -> (Tensor, Tensor, Tensor)",
 )
 def _add_rms_norm_split_op(h, update, weight, eps):
-    return _launch(h, update, weight, eps, True)
+    return _launch(h, update, weight, eps, False, True)
 
 
 @_add_rms_norm_split_op.register_fake

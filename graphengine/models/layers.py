@@ -77,15 +77,17 @@ def add_rms_norm(
         matrix, bias: what x goes into next.
     """
     is_fp8 = isinstance(matrix, Fp8Matrix)
-    splits = is_fp8 and bias is None and _takes_skinny(weight_D)
-    splits = splits and _config(update.shape[-2], matrix) is not None
-    if not weight_D.is_cuda or splits != is_fp8 or update.shape[-1] > kernels.MAX_D:
+    ours = bias is None and _takes_skinny(weight_D)
+    config = _config(update.shape[-2], matrix) if ours else None
+    is_rounded = is_fp8 and config is None
+    if not weight_D.is_cuda or is_rounded or update.shape[-1] > kernels.MAX_D:
         h_TD = summed(update, weight_D.dtype) if h_TD is None else add(h_TD, update)
         return h_TD, rms_norm(h_TD, weight_D, eps)
     if is_fp8:
         h_TD, rows_2TD, scale_T = kernels.add_rms_norm_split(h_TD, update, weight_D, eps)
         return h_TD, Fp8Rows(rows_2TD, scale_T)
-    return kernels.add_rms_norm(h_TD, update, weight_D, eps)
+    early = config is not None and config.ctas_per_sm > 1
+    return kernels.add_rms_norm(h_TD, update, weight_D, eps, early)
 
 
 def linear(x: Rows, matrix: Matrix, bias: Tensor | None = None) -> Tensor:

@@ -7,6 +7,7 @@ from graphengine.kernels import add_rms_norm as kernels
 from graphengine.kernels.add_rms_norm import add_rms_norm, add_rms_norm_split, split_rows
 from graphengine.kernels.fp8 import split_rows_fp8
 from graphengine.kernels.interpreter import INTERPRET
+from graphengine.kernels.skinny_linear import skinny_linear_partials
 
 EPS = 1e-6
 DTYPES = [torch.float32, torch.bfloat16]
@@ -37,13 +38,13 @@ def close(got: torch.Tensor, wanted: torch.Tensor, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("T", "D", "Z"), SHAPES)
-@pytest.mark.parametrize("adds", [True, False])
-def test_matches_the_formula(device, dtype, T, D, Z, adds) -> None:
+@pytest.mark.parametrize(("adds", "early"), [(True, False), (True, True), (False, False)])
+def test_matches_the_formula(device, dtype, T, D, Z, adds, early) -> None:
     """Bug: a partial sum left out or read from another row, the mean taken over the padded width,
     the norm of the update instead of the sum, or the residual overwritten in place."""
     h, update, weight = inputs(device, dtype, T, D, Z)
     before = h.clone()
-    h_out, x = add_rms_norm(h if adds else None, update, weight, EPS)
+    h_out, x = add_rms_norm(h if adds else None, update, weight, EPS, early)
     assert torch.equal(h, before)
     assert (h_out.shape, x.shape, h_out.dtype, x.dtype) == ((T, D), (T, D), dtype, dtype)
     wanted_h, _ = expected(h if adds else None, update, weight)
@@ -101,9 +102,37 @@ def test_writes_every_element(device, monkeypatch: pytest.MonkeyPatch) -> None:
 
     h, update, weight = inputs(device, torch.bfloat16, 5, 1000, 2)
     monkeypatch.setattr(torch, "empty", poisoned)
-    h_out, x, _ = kernels._launch(h, update, weight, EPS, False)
+    h_out, x, _ = kernels._launch(h, update, weight, EPS, False, False)
     assert bool(h_out.isfinite().all())
     assert bool(x.isfinite().all())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("early", [False, True])
+def test_a_captured_chain_reads_this_replay(early) -> None:
+    """Bug: a kernel that starts before the one in front of it has ended reads what an earlier
+    replay left: the GEMM behind a norm, or the norm behind a GEMM."""
+    generator = torch.Generator("cuda").manual_seed(0)
+    weights = [torch.randn(2048, 2048, generator=generator, device="cuda") for _ in range(6)]
+    layers = [(weight / 2048**0.5).bfloat16() for weight in weights]
+    _, _, norm = inputs("cuda", torch.bfloat16, 1, 2048, 0)
+    x = torch.randn(16, 2048, generator=generator, device="cuda").bfloat16()
+
+    def chain() -> torch.Tensor:
+        h, y = x, x
+        for layer in layers:
+            h, y = add_rms_norm(h, skinny_linear_partials(y, layer, 3), norm, EPS, early)
+        return h
+
+    chain()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = chain()
+    for sign in (1, -1) * 20:
+        x.mul_(sign)
+        graph.replay()
+        torch.cuda.synchronize()
+        assert torch.equal(captured, chain())
 
 
 def test_refusals(device) -> None:

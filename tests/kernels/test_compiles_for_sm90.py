@@ -92,9 +92,10 @@ def project(T: int, N: int, K: int, H: int) -> None:
 
 def normalise(T: int, D: int, Z: int) -> None:
     h, partials, norm = empty(T, D), empty(Z, T, D, dtype=FP32), empty(D)
-    add_rms_norm._launch(h, partials, norm, 1e-6, False)
-    add_rms_norm._launch(h, partials, norm, 1e-6, True)
-    add_rms_norm._launch(None, h, norm, 1e-6, False)
+    add_rms_norm._launch(h, partials, norm, 1e-6, False, False)
+    add_rms_norm._launch(h, partials, norm, 1e-6, True, False)
+    add_rms_norm._launch(h, partials, norm, 1e-6, False, True)
+    add_rms_norm._launch(None, h, norm, 1e-6, False, False)
     add_rms_norm._split_rows(empty(T, 12288))
 
 

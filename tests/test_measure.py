@@ -141,6 +141,57 @@ def test_terminated_it_still_says_what_ended(tmp_path: Path) -> None:
         time.sleep(0.05)
 
 
+def test_terminated_the_recorder_stores_what_ended(tmp_path: Path) -> None:
+    """Bug: six minutes of a GPU's tests are lost to a time limit one second before the file is
+    written."""
+    suite = tmp_path / "test_suite.py"
+    suite.write_text(
+        "import pathlib, time\n"
+        "def test_passes(): pass\n"
+        "def test_fails(): raise RuntimeError\n"
+        f"def test_hangs(): pathlib.Path({str(tmp_path / 'on')!r}).touch(); time.sleep(60)\n"
+    )
+    out = tmp_path / "tests.json"
+    process = subprocess.Popen(
+        [
+            *(sys.executable, str(measure.ROOT / "tools" / "record_tests.py"), "--jobs", "1"),
+            *("--out", str(out), "--", suite.name),
+        ],
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        deadline = time.monotonic() + 60
+        while not (tmp_path / "on").exists():
+            assert time.monotonic() < deadline and process.poll() is None
+            time.sleep(0.05)
+        process.terminate()
+        process.communicate(timeout=30)
+    finally:
+        process.kill()
+    assert process.returncode == 1
+    stored = json.loads(out.read_text())
+    for key, name in (("failed", "test_fails"), ("unfinished", "test_hangs")):
+        assert [each.partition("::")[2] for each in stored["config"][key]] == [name]
+    assert stored["numbers"]["num_passed"] == 1
+
+
+def test_the_recorder_stores_whole_reasons(tmp_path: Path) -> None:
+    """Bug: of three tests that failed on a GPU all that is left is "RuntimeErr...", cut where a
+    terminal would end."""
+    reason = "a reason " + "that is longer than a terminal is wide " * 4 + "END"
+    suite = tmp_path / "test_suite.py"
+    suite.write_text(f"def test_fails(): raise RuntimeError({reason!r})\n")
+    out = tmp_path / "tests.json"
+    command = [sys.executable, str(measure.ROOT / "tools" / "record_tests.py"), "--out", str(out)]
+    command += ["--", suite.name]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    (said,) = json.loads(out.read_text())["config"]["reasons"].values()
+    assert said == f"RuntimeError: {reason}"
+
+
 def is_running(pid: int) -> bool:
     """Whether a process exists and is more than a corpse that nobody has collected."""
     try:

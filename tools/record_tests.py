@@ -7,6 +7,7 @@ judge measured times run after the others, alone.
     python tools/record_tests.py --jobs 14 --out profiles/results/gpu-tests.json -- -m gpu tests
 
 The last line of stdout is one JSON object; the exit code is 1 if a test failed or did not end.
+SIGTERM ends the jobs, and what they have said by then is stored.
 """
 
 import argparse
@@ -18,13 +19,28 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
+
+from measure import POLL_S, noted_termination
 
 from graphengine.profiles import result_schema
 
 PYTEST = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider"]
 TIMED = "test_busy_is_less_than_the_step"
 OUTCOME = re.compile(r"^(\S+\.py::.+?) (PASSED|FAILED|ERROR|SKIPPED)\b", re.MULTILINE)
+REASON = re.compile(
+    r"^(?:FAILED|ERROR) (\S+\.py::.+?) - (.*)$", re.MULTILINE
+)  # of pytest's summary
+
+
+class Ran(NamedTuple):
+    """What jobs said."""
+
+    outcomes: dict[str, str]  # of every test that ended
+    reasons: dict[str, str]  # why tests failed, in a line each
+    tails: str  # of the jobs that did not pass
 
 
 def collect(arguments: list[str]) -> list[str]:
@@ -50,36 +66,39 @@ def environment(num_jobs: int) -> dict[str, str]:
     for Inductor's workers and for the ninja that builds FlashInfer."""
     share = str(max(1, (os.cpu_count() or 1) // num_jobs))
     shares = {"OMP_NUM_THREADS": share, "TORCHINDUCTOR_COMPILE_THREADS": share, "MAX_JOBS": "8"}
-    return shares | os.environ
+    return shares | os.environ | {"COLUMNS": "500"}  # pytest cuts reasons at the terminal's width
 
 
-def run(ids: list[str], num_jobs: int, timeout_s: float) -> tuple[dict[str, str], str]:
-    """(outcome of every test that ended, the end of what jobs said that did not pass)."""
-    found: dict[str, str] = {}
-    said = []
+def run(ids: list[str], num_jobs: int, timeout_s: float, terminated: Sequence[int]) -> Ran:
+    """Runs tests until they end, their time is up or `terminated` is not empty."""
+    outcomes: dict[str, str] = {}
+    reasons: dict[str, str] = {}
+    tails = []
     env = environment(num_jobs)
     with tempfile.TemporaryDirectory() as directory:
         jobs = []
         for index, share in enumerate(deal(ids, num_jobs)):
             log = Path(directory, f"{index}.log")
             with log.open("w") as output:
-                command = [*PYTEST, "-v", "--tb=short", *share]
+                command = [*PYTEST, "-v", "--tb=short", "--show-capture=no", *share]
                 process = subprocess.Popen(
                     command, stdout=output, stderr=subprocess.STDOUT, env=env
                 )
             jobs.append((process, log))
         deadline = time.monotonic() + timeout_s
+        while any(process.poll() is None for process, _ in jobs):
+            if terminated or time.monotonic() >= deadline:
+                break
+            time.sleep(POLL_S)
         for process, log in jobs:
-            try:
-                process.wait(max(0.1, deadline - time.monotonic()))
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
+            process.kill()  # no effect on one that has ended
+            process.wait()
             text = log.read_text()
-            found |= dict(OUTCOME.findall(text))
+            outcomes |= dict(OUTCOME.findall(text))
+            reasons |= dict(REASON.findall(text))
             if process.returncode:
-                said.append(text[-4000:])
-    return found, "\n".join(said)
+                tails.append(text[-4000:])
+    return Ran(outcomes, reasons, "\n".join(tails))
 
 
 def main() -> None:
@@ -104,11 +123,17 @@ def main() -> None:
     began = time.monotonic()
     ids = collect(args.pytest)
     timed = [name for name in ids if re.search(args.alone, name)]
-    found, said = run([name for name in ids if name not in timed], args.jobs, args.timeout)
-    if timed:
+    with noted_termination() as terminated:
+        ran = run([name for name in ids if name not in timed], args.jobs, args.timeout, terminated)
         left_s = args.timeout - (time.monotonic() - began)
-        more, more_said = run(timed, 1, left_s)
-        found, said = found | more, said + more_said
+        if timed and left_s > 0 and not terminated:
+            alone = run(timed, 1, left_s, terminated)
+            ran = Ran(
+                ran.outcomes | alone.outcomes,
+                ran.reasons | alone.reasons,
+                ran.tails + alone.tails,
+            )
+    found = ran.outcomes
     counts = Counter(found.values())
     numbers = {
         "num_selected": len(ids),
@@ -118,13 +143,14 @@ def main() -> None:
         "num_unfinished": len(set(ids) - set(found)),
         "wall_s": round(time.monotonic() - began, 1),
     }
-    print(said)
+    print(ran.tails)
     failed = sorted(name for name, outcome in found.items() if outcome in ("FAILED", "ERROR"))
     unfinished = sorted(set(ids) - set(found))
     config = {
         "pytest": args.pytest,
         "jobs": args.jobs,
         "failed": failed,
+        "reasons": ran.reasons,
         "unfinished": unfinished,
     }
     if args.out:

@@ -34,8 +34,8 @@ from graphengine.config import (
     EngineConfig,
     GraphMode,
     ModelConfig,
-    token_ids,
 )
+from graphengine.config_values import token_ids
 from graphengine.draft_length import longest_draft, resolve_draft_lengths
 from graphengine.engine import DecodeLoop
 from graphengine.fallback import FallbackLoop

@@ -12,11 +12,13 @@ from itertools import groupby
 
 import torch
 
-from graphengine.config import AttentionRule, DraftConfig, ModelConfig, RopeConfig, token_ids
+from graphengine.config import AttentionRule, DraftConfig, ModelConfig
+from graphengine.config_values import token_ids
 from graphengine.doctor_files import ModelFiles
 from graphengine.doctor_weights import weight_findings
 from graphengine.draft_formats import ARCHITECTURES
 from graphengine.findings import Finding, error, info, ok, one_line, warning
+from graphengine.rope_config import RopeConfig
 from graphengine.weights import (
     ShapeSource,
     draft_vocabulary_shapes,

@@ -11,13 +11,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from graphengine.config import (
-    FULL_NON_CAUSAL,
-    AttentionRule,
-    read_flag,
-    read_integer,
-    read_layer_types,
-)
+from graphengine.config import FULL_NON_CAUSAL, AttentionRule, read_layer_types
+from graphengine.config_values import read_flag, read_integer
 
 SLIDING = "sliding_attention"
 

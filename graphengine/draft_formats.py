@@ -12,14 +12,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from graphengine.config import (
-    DraftConfig,
-    DraftFormat,
-    ModelConfig,
-    SlotConvention,
-    read_flag,
-    read_integer,
-)
+from graphengine.config import DraftConfig, DraftFormat, ModelConfig, SlotConvention
+from graphengine.config_values import read_flag, read_integer
 from graphengine.draft_attention import Keys, flat_attention, speculators_attention
 
 ARCHITECTURES = ("DFlashDraftModel", "Qwen3DSparkModel")

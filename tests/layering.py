@@ -15,7 +15,7 @@ from pathlib import Path
 SELF = "graphengine"
 
 # module (or folder of modules) -> what it may import of graphengine; "*" is anything.
-_LOW = {"config", "draft_length", "kernels", "profiles.ranges"}
+_LOW = {"config", "config_values", "draft_length", "kernels", "profiles.ranges"}
 _CHAIN = _LOW | {
     *("models", "attention", "capture", "kvcache", "buffers"),
     *("speculative", "sampling", "weights", "metrics", "simulate"),
@@ -23,15 +23,17 @@ _CHAIN = _LOW | {
 _STEP = _CHAIN | {"forward", "buckets", "prefill", "request", "rows"}
 _LOOP = _STEP | {"guards", "tokenizer"}
 MAY_IMPORT: dict[str, set[str]] = {
-    "config": {"draft_formats"},
-    "draft_formats": {"config", "draft_attention"},
-    "draft_attention": {"config"},
+    "config_values": set(),
+    "rope_config": {"config_values"},
+    "config": {"config_values", "rope_config", "draft_formats"},
+    "draft_formats": {"config", "config_values", "draft_attention"},
+    "draft_attention": {"config", "config_values"},
     "draft_length": {"config"},
     "kernels": {"kernels"},
     "capture": {"capture", "profiles.ranges"},
     "profiles.ranges": set(),
     "profiles": {"*"},
-    "models": {"models", "kernels", "config"},
+    "models": {"models", "kernels", "config", "rope_config"},
     "speculative": {"config", "kernels"},
     "sampling": {"config", "kernels"},
     "kvcache": {"config", "kernels"},
@@ -60,7 +62,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "findings": set(),
     "doctor_files": {"findings", "hub", "pairs", "tokenizer", "weights"},
     "doctor_models": {
-        *("config", "doctor_files", "doctor_weights", "draft_formats", "findings", "weights"),
+        *("config", "config_values", "rope_config", "doctor_files", "doctor_weights"),
+        *("draft_formats", "findings", "weights"),
     },
     "doctor_weights": {"bytesize", "doctor_files", "findings", "weights"},
     "doctor_pair": {"build", "config", "doctor_files", "findings", "memory"},

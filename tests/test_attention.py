@@ -23,8 +23,9 @@ from graphengine.attention import (
     flashinfer_can_window,
     make_workspace,
 )
-from graphengine.config import AttentionRule, ModelConfig, RopeConfig
+from graphengine.config import AttentionRule, ModelConfig
 from graphengine.kvcache import pages_for
+from graphengine.rope_config import RopeConfig
 
 CPU = torch.device("cpu")
 MODEL = ModelConfig(

@@ -19,8 +19,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from graphengine.config import DraftConfig, ModelConfig, RopeConfig
+from graphengine.config import DraftConfig, ModelConfig
 from graphengine.models.layers import rope_frequencies
+from graphengine.rope_config import RopeConfig
 from tests.checkpoints import make_drafter, make_target
 
 Json = dict[str, Any]

@@ -22,8 +22,9 @@ from hypothesis.stateful import (
 
 from graphengine.api import Engine
 from graphengine.buffers import StepBuffers
-from graphengine.config import DraftConfig, ModelConfig, RopeConfig
+from graphengine.config import DraftConfig, ModelConfig
 from graphengine.kvcache import NULL_PAGE, PageAllocator, make_pool, page_bytes, pages_for
+from graphengine.rope_config import RopeConfig
 from tests.checkpoints import make_drafter, make_target
 
 MODEL = ModelConfig(

@@ -14,7 +14,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from graphengine.config import RopeConfig
 from graphengine.kernels import add_rms_norm as kernels
 from graphengine.kernels.fp8 import (
     Fp8Rows,
@@ -25,6 +24,7 @@ from graphengine.kernels.fp8 import (
 )
 from graphengine.kernels.skinny_config import SKINNY_T, SkinnyConfig, choose_config
 from graphengine.kernels.skinny_linear import skinny_linear, skinny_linear_partials, skinny_swiglu
+from graphengine.rope_config import RopeConfig
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

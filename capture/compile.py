@@ -19,7 +19,7 @@ import torch
 # Specialisations of one function: (buckets + plain decode) x (target, drafter) x engines.
 RECOMPILE_LIMIT = 512
 # Inductor's own kernels take part in programmatic dependent launch (Hopper and later; no effect
-# elsewhere): our GEMMs then fetch their first weights while the norm before them still runs.
+# elsewhere): our GEMMs then fetch their first weights while what is before them still runs.
 OPTIONS: dict[str, str | int | bool | Callable[..., Any]] = {"triton.enable_pdl": True}
 
 

@@ -25,7 +25,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from graphengine.kernels.fp8 import FP8, split_rows_fp8
 from graphengine.kernels.interpreter import INTERPRET
-from graphengine.kernels.qk_norm_rope import supports_pdl
+from graphengine.kernels.qk_norm_rope import sum_partials, supports_pdl
 
 MAX_D = 16384  # a row is held in registers
 
@@ -34,7 +34,7 @@ def add_rms_norm_reference(
     h_TD: torch.Tensor | None, update: torch.Tensor, weight_D: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`add_rms_norm` in plain torch."""
-    sum_TD = (update.sum(0) if update.dim() == 3 else update).float()
+    sum_TD = sum_partials(update, torch.float32).float()
     if h_TD is not None:
         sum_TD = h_TD.float() + sum_TD
     h_TD = sum_TD.to(weight_D.dtype, copy=True)  # an op's results may not be its arguments

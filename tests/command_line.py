@@ -4,7 +4,8 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -48,3 +49,18 @@ def shell(*args: str, env: dict[str, str] = ENV, **kwargs: Any) -> subprocess.Co
 def heed_interrupts() -> None:
     """Undoes what a shell does to background jobs, of which these tests may be part."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
+@contextmanager
+def streaming(*args: str) -> Iterator[subprocess.Popen[bytes]]:
+    """A command that has written its first byte of output and goes on."""
+    with subprocess.Popen(
+        [*COMMAND, *args],
+        cwd=ROOT,
+        env=ENV,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        preexec_fn=heed_interrupts,
+    ) as process:
+        assert process.stdout is not None and process.stdout.read(1)
+        yield process

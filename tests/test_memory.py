@@ -109,11 +109,12 @@ def test_plan_of_blocks_of_their_own(pair: tuple[Path, Path]) -> None:
         device="cpu",
         attention_backend="triton",
     ) as engine:
-        plan, loop = engine.memory_plan, engine.built.loop
+        plan: Any = engine.memory_plan
+        loop: Any = engine.built.loop
         assert loop.block == 3 and plan.max_request_pages == pages_for(60 + 3, 4)
         assert plan.step_buffer_bytes == size(*dict.fromkeys(loop._buffers))
         spaces = [
-            attention._workspace  # type: ignore[attr-defined]
+            attention._workspace
             for bucket in loop.buckets.values()
             for attention in (bucket.verify_attention, *bucket.draft_attentions)
         ]

@@ -73,6 +73,10 @@ JOBS: dict[str, Job] = {
     "8b-modes": _bench(*PAIR_8B, "--compare", "piecewise,full", "--bucket", "1,8,16", "--baseline"),
     "8b-fp8": _bench(*PAIR_8B, *FP8, "--compare", "full", "--bucket", "1,8,16"),
     "8b-fp8-dynamic": _bench(*PAIR_8B, *DYNAMIC, "--compare", "full", "--bucket", "8,16"),
+    "8b-spec-11": _bench(
+        *(*PAIR_8B, *DYNAMIC, "--compare", "full", "--bucket", "16"),
+        *("--num-speculative-tokens", "11"),
+    ),
     "8b-uniform": _bench(*PAIR_8B, *UNIFORM, "--compare", "full", "--bucket", "1,8,16"),
     "8b-uniform-fp8-dynamic": _bench(
         *(*PAIR_8B, *DYNAMIC, *UNIFORM, "--compare", "full", "--bucket", "1,8,16")

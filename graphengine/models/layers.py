@@ -22,6 +22,7 @@ from graphengine.kernels.fp8 import (
     round_rows_fp8,
     split_rows_fp8,
 )
+from graphengine.kernels.qk_norm_rope import sum_partials
 from graphengine.kernels.skinny_config import SKINNY_T, SkinnyConfig, choose_config
 from graphengine.kernels.skinny_linear import skinny_linear, skinny_linear_partials, skinny_swiglu
 from graphengine.rope_config import RopeConfig
@@ -81,8 +82,7 @@ def add_rms_norm(
     config = _config(update.shape[-2], matrix) if ours else None
     is_rounded = is_fp8 and config is None
     if not weight_D.is_cuda or is_rounded or update.shape[-1] > kernels.MAX_D:
-        h_TD = summed(update, weight_D.dtype) if h_TD is None else add(h_TD, update)
-        return h_TD, rms_norm(h_TD, weight_D, eps)
+        return kernels.add_rms_norm_reference(h_TD, update, weight_D, eps)
     if is_fp8:
         h_TD, rows_2TD, scale_T = kernels.add_rms_norm_split(h_TD, update, weight_D, eps)
         return h_TD, Fp8Rows(rows_2TD, scale_T)
@@ -93,13 +93,13 @@ def add_rms_norm(
 def linear(x: Rows, matrix: Matrix, bias: Tensor | None = None) -> Tensor:
     """`x @ matrix^T + bias`: x [T, in], matrix [out, in] -> [T, out] in x's dtype."""
     config = skinny_config(x, matrix) if bias is None else None
-    if config is not None and (config.num_splits == 1 or isinstance(x, Fp8Rows)):
-        x, weight, scales = operands(x, matrix)
-        if config.num_splits == 1:
-            return skinny_linear(x, weight, config=config, scales=scales)
-        partials_ZTE = skinny_linear_partials(x, weight, config=config, scales=scales)
-        return summed(partials_ZTE, torch.bfloat16)
-    return library_linear(x, matrix, bias)
+    if config is None or (config.num_splits > 1 and not isinstance(x, Fp8Rows)):
+        return library_linear(x, matrix, bias)
+    x, weight, scales = operands(x, matrix)
+    if config.num_splits == 1:
+        return skinny_linear(x, weight, config=config, scales=scales)
+    partials_ZTE = skinny_linear_partials(x, weight, config=config, scales=scales)
+    return sum_partials(partials_ZTE, torch.bfloat16)
 
 
 def linear_partials(x: Rows, matrix: Matrix, bias: Tensor | None = None) -> Tensor:
@@ -202,12 +202,8 @@ def add(residual: Tensor, update: Tensor) -> Tensor:
     into the output (1.4 us a GEMM on an H200, twice a layer). Cast, the sum fuses into the norm
     that follows instead. Delete the casts when Inductor stops preferring addmm.
     """
-    return (residual.float() + summed(update, torch.float32)).to(residual.dtype)
-
-
-def summed(update: Tensor, dtype: torch.dtype) -> Tensor:
-    """Partial sums [Z, T, D] added up, or [T, D] as it is, in `dtype`."""
-    return (update.sum(0) if update.dim() == 3 else update).to(dtype)
+    update = sum_partials(update, torch.float32)
+    return (residual.float() + update.float()).to(residual.dtype)
 
 
 def swiglu(gate_up_TJ: Tensor) -> Tensor:

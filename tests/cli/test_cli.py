@@ -17,7 +17,7 @@ from graphengine import __version__
 from graphengine.cli import main
 from graphengine.hub import TINY_DRAFT, TINY_TARGET
 from graphengine.profiles import ranges
-from tests.command_line import COMMAND, ENV, ROOT, Run, heed_interrupts, shell
+from tests.command_line import COMMAND, ENV, ROOT, Run, shell, streaming
 
 FIRST_TOKEN_LIMIT_S = 15
 HELP_LIMIT_S = 0.5
@@ -283,16 +283,9 @@ def test_bundled_pair_by_default() -> None:
     """Bug: the first command that a new user types fails, is slow, or drafts nothing."""
     assert TINY_TARGET.is_dir() and TINY_DRAFT.is_dir()
     began = time.perf_counter()
-    with subprocess.Popen(
-        [*COMMAND, "run", "--prompt", "Tom has 3 apples and buys 4 more. How many now?"],
-        cwd=ROOT,
-        env=ENV,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        preexec_fn=heed_interrupts,
-    ) as process:
-        assert process.stdout is not None and process.stderr is not None
-        assert process.stdout.read(1)
+    question = "Tom has 3 apples and buys 4 more. How many now?"
+    with streaming("run", "--prompt", question) as process:
+        assert process.stderr is not None
         first_s = time.perf_counter() - began
         table = process.stderr.read().decode()
         assert process.wait() == 0

@@ -17,22 +17,14 @@ from click.testing import CliRunner
 
 from graphengine.api import Chunk, Engine
 from graphengine.cli import main
-from tests.command_line import COMMAND, ENV, ROOT, Run, heed_interrupts
+from tests.command_line import COMMAND, ENV, ROOT, Run, heed_interrupts, streaming
 
 
 def test_interrupt(target: Path) -> None:
     """Bug: Ctrl-C prints a traceback, or exits as if all went well."""
     args = ["run", str(target), "--bucket", "1", "--ignore-eos", "--max-new-tokens", "8000"]
-    with subprocess.Popen(
-        [*COMMAND, *args, "--prompt", "x"],
-        cwd=ROOT,
-        env=ENV,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        preexec_fn=heed_interrupts,
-    ) as process:
+    with streaming(*args, "--prompt", "x") as process:
         assert process.stdout is not None and process.stderr is not None
-        assert process.stdout.read(1)
         process.send_signal(signal.SIGINT)
         process.stdout.read()
         errors = process.stderr.read().decode()

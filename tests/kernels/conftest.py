@@ -7,6 +7,8 @@ this process would turn every other test module's kernels into interpreted ones.
 compiled kernels run.
 """
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 
@@ -17,3 +19,11 @@ CPU_AND_GPU = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 def device(request: pytest.FixtureRequest) -> str:
     torch.manual_seed(0)
     return request.param
+
+
+@pytest.fixture
+def poisoned_outputs() -> Iterator[None]:
+    """torch.empty returns NaN, so an element that a kernel does not write is seen."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)

@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from graphengine.kernels import add_rms_norm as kernels
 from graphengine.kernels.add_rms_norm import add_rms_norm, add_rms_norm_split, split_rows
 from graphengine.kernels.fp8 import split_rows_fp8
 from graphengine.kernels.interpreter import INTERPRET
@@ -53,7 +52,6 @@ def test_matches_the_formula(device, dtype, T, D, Z, adds, early) -> None:
     close(x, wanted_x, dtype)
 
 
-@pytest.mark.skipif(INTERPRET, reason="the interpreter rounds to FP8 by other rules")
 @pytest.mark.parametrize(("T", "D", "Z"), SHAPES)
 def test_split_holds_the_normed_rows(device, T, D, Z) -> None:
     """Bug: hi and lo exchange places, a row gets its neighbour's scale, or the split is of values
@@ -66,16 +64,22 @@ def test_split_holds_the_normed_rows(device, T, D, Z) -> None:
     check_split(rows, scale_T, x)
 
 
-@pytest.mark.skipif(INTERPRET, reason="the interpreter rounds to FP8 by other rules")
 @pytest.mark.parametrize(("T", "D"), [(1, 64), (16, 12288), (3, 100), (130, 2560)])
 def test_split_rows(device, T, D) -> None:
-    """Bug: as above; and a row of zeros is divided by zero, a NaN becomes a number."""
+    """Bug: as above; and a row of zeros is divided by zero."""
     x = (torch.randn(T, D, device=device) * torch.logspace(-3, 3, T, device=device)[:, None]).to(
         torch.bfloat16
     )
     x[0] = 0
     rows, scale_T = split_rows(x)
     check_split(rows, scale_T, x)
+
+
+@pytest.mark.skipif(INTERPRET, reason="the interpreter's rounding to FP8 makes a number of NaN")
+@pytest.mark.parametrize(("T", "D"), [(1, 64), (130, 2560)])
+def test_split_rows_keeps_nan(device, T, D) -> None:
+    """Bug: a NaN becomes a number, or spoils other rows through a scale that they share."""
+    x = torch.randn(T, D, device=device).to(torch.bfloat16)
     x[T // 2, 3] = torch.nan
     rows, scale_T = split_rows(x)
     again = rows.float().sum(0) * scale_T[:, None]
@@ -87,22 +91,13 @@ def check_split(rows: torch.Tensor, scale_T: torch.Tensor, x: torch.Tensor) -> N
     torch.testing.assert_close(scale_T, split_rows_fp8(x)[1], rtol=1e-6, atol=0)
     error = (rows.float().sum(0) * scale_T[:, None] - x.float()).abs()
     bound = torch.maximum(x.float().abs() * 2**-8, scale_T[:, None] * 2**-10)
-    assert bool((error <= bound * 1.01).all())
+    assert bool((error <= bound * (8 if INTERPRET else 1.01)).all())  # interpreted, it truncates
 
 
-def test_writes_every_element(device, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("poisoned_outputs")
+def test_writes_every_element(device) -> None:
     """Bug: columns behind the last full vector keep what the memory held before."""
-    if device == "cpu" and not INTERPRET:
-        pytest.skip("the reference allocates as it goes")
-    real = torch.empty
-
-    def poisoned(*args, **kwargs):
-        made = real(*args, **kwargs)
-        return made.fill_(torch.nan) if made.is_floating_point() else made
-
-    h, update, weight = inputs(device, torch.bfloat16, 5, 1000, 2)
-    monkeypatch.setattr(torch, "empty", poisoned)
-    h_out, x, _ = kernels._launch(h, update, weight, EPS, False, False)
+    h_out, x = add_rms_norm(*inputs(device, torch.bfloat16, 5, 1000, 2), EPS)
     assert bool(h_out.isfinite().all())
     assert bool(x.isfinite().all())
 

@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -24,6 +24,8 @@ from graphengine.kernels.skinny_config import (
 )
 from graphengine.kernels.skinny_linear import skinny_linear, skinny_linear_partials, skinny_swiglu
 
+pytestmark = pytest.mark.usefixtures("poisoned_outputs")
+
 # Half an ulp of the result plus the fp32 sum; the interpreter truncates to bf16: one ulp.
 ROUNDING = {torch.bfloat16: 2**-7 if INTERPRET else 2**-8, torch.float16: 2**-10}
 SHARED_MEMORY_BYTES = 227 * 1024
@@ -36,14 +38,6 @@ SHAPES = [
     (64, 300, 192),
     (100, 136, 128),
 ]
-
-
-@pytest.fixture(autouse=True)
-def _poisoned_outputs() -> Iterator[None]:
-    """torch.empty returns NaN, so an element that a kernel does not write is seen."""
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 def inside_nan(x: torch.Tensor) -> torch.Tensor:

@@ -160,6 +160,11 @@ class FlashInferAttention:
     stays valid when `plan` runs before each replay; the same wrapper serves eager calls, so all
     graph modes run the same kernel with the same plan. Without it (prefill) sizes are free.
 
+    A plan's copies leave from pinned memory that the wrapper uses again (0.6.12, scheduler.cuh), so
+    a plan first waits for those of the one before: a prefill queues chunk after chunk, and a plan
+    that overwrote what the last one's copy has yet to read would let that chunk's kernels run with
+    the next chunk's tiles, silently or into an illegal address.
+
     A window is fa2's `window_left`, which counts keys before the row's own and is applied whatever
     the causality (0.6.12, variants.cuh). For non-causal rows it is exact within two limits: there
     is no end to the right, so the window must reach over the block; and a split plan holds
@@ -182,6 +187,7 @@ class FlashInferAttention:
         self._config, self._page_size, self._causal = config, page_size, causal
         self._dtype, self._device = dtype, workspace.device
         self._num_rows = 0
+        self._copied: torch.cuda.Event | None = None  # after the last plan's copies
         self._window_left = -1 if window is None else window - 1
         fixed: dict[str, Any] = {}
         if num_requests is not None:
@@ -203,6 +209,10 @@ class FlashInferAttention:
     def plan(self, layout: Layout) -> None:
         config = self._config
         self._num_rows = int(layout.qo_indptr_cpu[-1])
+        if self._copied is None:
+            self._copied = torch.cuda.Event()
+        else:
+            self._copied.synchronize()
         # The planner reads lengths on the host but copies the indices to the device; from pageable
         # host memory it would wait for the stream, so they are sent ahead.
         indices = layout.paged_kv_indices_cpu.to(self._device, non_blocking=True)
@@ -220,6 +230,7 @@ class FlashInferAttention:
             q_data_type=self._dtype,
             kv_data_type=self._dtype,
         )
+        self._copied.record()
 
     def run(self, q_TNH: Tensor, kv_cache: Tensor, out_TNH: Tensor) -> None:
         if not self._num_rows:  # not planned yet: no rows

@@ -273,3 +273,28 @@ def test_flashinfer_windows_equal_formula(window: int, causal: bool, fixed: bool
             requests = 4 if fixed else len(case.qo_lens)
             found = attend(attention, case, page_size, requests)
             torch.testing.assert_close(found, case.expected_TNH, atol=2e-2, rtol=2e-2)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("fixed", [True, False])
+def test_flashinfer_plans_ahead_of_a_busy_gpu(fixed: bool) -> None:
+    """Bug: with the GPU a chunk behind, the next chunk's plan overwrites the pinned memory from
+    which this one's is still to be copied; long prompts get wrong K/V or an illegal address."""
+    device, dtype = torch.device("cuda"), torch.bfloat16
+    config = replace(MODEL, num_attention_heads=8, num_key_value_heads=2, head_dim=128)
+    shapes = [[(16, 1037), (16, 16), (16, 300)], [(16, 4000)], [(7, 45), (1, 17), (16, 316)]]
+    cases = [make_case(config, shape, 16, True, device, dtype) for shape in shapes]
+    size = {"num_requests": 4, "max_pages": 8192} if fixed else {}
+    attention = FlashInferAttention(config, 16, True, make_workspace(device), dtype, **size)
+    for is_warm in (False, True):
+        found = [torch.empty_like(case.q_TNH) for case in cases]
+        torch.cuda.synchronize()
+        if is_warm:
+            torch.cuda._sleep(200_000_000)  # clock cycles, about 0.1 s
+        for case, out in zip(cases, found, strict=True):
+            requests = 4 if fixed else len(case.qo_lens)
+            layout = Layout.build(case.qo_lens, case.kv_lens, case.pages, 16, requests)
+            attention.plan(layout)
+            attention.run(case.q_TNH, case.kv_cache, out)
+        for case, out in zip(cases, found, strict=True):
+            torch.testing.assert_close(out.float(), case.expected_TNH, atol=2e-2, rtol=2e-2)

@@ -53,7 +53,7 @@ from graphengine.kernels.skinny_config import (
     split_width,
 )
 from graphengine.kernels.skinny_kernels import skinny_pointer_kernel, skinny_tma_kernel
-from graphengine.kernels.wide_linear import PAIR, launch_wide
+from graphengine.kernels.wide_linear import PAIR, gluon_dtype, launch_wide
 
 
 def skinny_linear_partials(
@@ -69,7 +69,8 @@ def skinny_linear_partials(
     split z = [z * n, (z + 1) * n), n = block_k * ceil(ceil(D / block_k) / Z); the last is shorter
 
     Args:
-        x_TD: [T, D] bf16, fp16 or fp32, 1 <= T <= 256, last stride 1; or FP8 [2, T, D], T <= 128.
+        x_TD: [T, D] bf16, fp16 or fp32, 1 <= T <= 256, last stride 1; or FP8 [2, T, D],
+            T <= 128, or [T, D] for a config with cols.
         weight_ED: [E, D] of x's dtype; last stride 1.
         num_splits: Z; None takes the config's.
         config: None takes `choose_config`'s, and the rule's where that has none.
@@ -154,10 +155,11 @@ def _check_inputs(
     config: SkinnyConfig,
     swiglu: bool,
 ) -> None:
-    expected = "[T, D]" if scales is None else "[2, T, D]"
+    in_two = scales is not None and not config.cols  # x as hi and lo
+    expected = "[2, T, D]" if in_two else "[T, D]"
     if (
-        x.dim() != (2 if scales is None else 3)
-        or (scales is not None and x.shape[0] != 2)
+        x.dim() != (3 if in_two else 2)
+        or (in_two and x.shape[0] != 2)
         or weight_ED.dim() != 2
         or x.shape[-1] != weight_ED.shape[1]
     ):
@@ -200,12 +202,13 @@ def _launch(
 ) -> torch.Tensor:
     """Runs the kernel of the config into out [Z, T, E], [T, E] or (SwiGLU) [T, I]."""
     if config.cols:
-        if scales or not _runs_tma(x, weight_ED, config) or (swiglu and out.shape[-1] % PAIR):
+        if not _runs_tma(x, weight_ED, config) or (swiglu and out.shape[-1] % PAIR):
             raise ValueError(
                 f"x {x.dtype} {tuple(x.shape)}, weight {tuple(weight_ED.shape)}: a config with cols"
-                f" needs Hopper, 16-bit rows that begin at 16 bytes, and I a multiple of {PAIR}"
+                f" needs Hopper, rows of 8 or 16 bits that begin at multiples of 16 bytes, and I a"
+                f" multiple of {PAIR}"
             )
-        return launch_wide(x, weight_ED, out, config)
+        return launch_wide(x, weight_ED, scales, out, config)
     (T, D), E = x.shape[-2:], out.shape[-1]
     cols = num_columns(T)
     items = cdiv(E, config.rows) * config.num_splits
@@ -218,7 +221,7 @@ def _launch(
     if _runs_tma(x, weight_ED, config):
         x_rows = x.view(-1, D)
         weight_layout, x_layout = (
-            gl.NVMMASharedLayout.get_default_for([height, config.block_k], _gluon_dtype(tensor))
+            gl.NVMMASharedLayout.get_default_for([height, config.block_k], gluon_dtype(tensor))
             for height, tensor in ((config.rows, weight_ED), (cols, x_rows))
         )
         num_sms = torch.cuda.get_device_properties(x.device).multi_processor_count
@@ -259,10 +262,6 @@ def _runs_tma(x: torch.Tensor, weight_ED: torch.Tensor, config: SkinnyConfig) ->
         y.data_ptr() % 16 == 0 and y.stride(-2) * y.element_size() % 16 == 0 for y in (x, weight_ED)
     )
     return aligned and x.element_size() <= 2
-
-
-def _gluon_dtype(x: torch.Tensor) -> gl.dtype:
-    return {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, FP8: gl.float8e4nv}[x.dtype]
 
 
 _SCHEMA = "(Tensor x, Tensor weight, Tensor? x_scale, Tensor? w_scale, int[] config) -> Tensor"

@@ -7,6 +7,9 @@ two (78 us, then 9 for SwiGLU). Here a tile is SUB sub-tiles of 64 or 128 weight
 accumulator of its own because a tensor's side is a power of two: 192 rows make it 128 tiles. SwiGLU
 is done in the registers that hold the sums, and partials of a split K are left to the consumer.
 
+FP8 is multiplied as FP8 and scaled at the end; x is one rounded row here, not two that keep bf16's
+mantissa, because tensor cores are the limit and two cost as much as bf16.
+
 The ring of stages is as in skinny_kernels.py, but a block's products stay in flight while the slot
 of the block before is refilled, so that the tensor cores do not wait for a barrier. One tile is one
 CTA; a CTA takes most of the shared memory, and its epilogue reuses the ring.
@@ -37,13 +40,18 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from graphengine.kernels.fp8 import FP8, Fp8Scales
 from graphengine.kernels.skinny_config import SkinnyConfig, cdiv, split_width
 
 PAIR = 8  # SwiGLU: gate and up rows alternate by this many, what one warp's registers pair up
 
 
 def launch_wide(
-    x_TD: torch.Tensor, weight_ED: torch.Tensor, out: torch.Tensor, config: SkinnyConfig
+    x_TD: torch.Tensor,
+    weight_ED: torch.Tensor,
+    scales: Fp8Scales | None,
+    out: torch.Tensor,
+    config: SkinnyConfig,
 ) -> torch.Tensor:
     """Runs the kernel of a config with `cols` into out [Z, T, E], [T, E] or [T, I].
 
@@ -54,10 +62,11 @@ def launch_wide(
     height = sub_tile_rows(config)
     outputs = config.rows // 2 if swiglu else config.rows
     num_k = split_width(D, config.num_splits, config.block_k) // config.block_k
-    dtype = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}[x_TD.dtype]
+    dtype = gluon_dtype(x_TD)
     wide_linear_kernel[(cdiv(T, config.cols) * cdiv(E, outputs) * config.num_splits,)](
         _weight_descriptor(weight_ED, height, config.block_k, swiglu, dtype),
         _descriptor(x_TD, x_TD.shape, x_TD.stride(), [config.cols, config.block_k], dtype),
+        *(scales or (out, out)),  # pointers that are not read
         out,
         *(T, E, config.num_splits, num_k),
         SUB=config.rows // height,
@@ -67,10 +76,16 @@ def launch_wide(
         STAGES=config.num_stages,
         SWIGLU=swiglu,
         PDL=config.pdl,
+        FP8=scales is not None,
         num_warps=config.num_warps,
         **({"launch_pdl": True} if config.pdl else {}),
     )
     return out
+
+
+def gluon_dtype(x: torch.Tensor) -> gl.dtype:
+    """What a descriptor of x holds."""
+    return {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, FP8: gl.float8e4nv}[x.dtype]
 
 
 def sub_tile_rows(config: SkinnyConfig) -> int:
@@ -118,6 +133,21 @@ def _wait(accs, NUM_PENDING: gl.constexpr):
 
 
 @gluon.jit
+def _scaled(acc, x_scale, w_scale, row, t, T, E, ACC: gl.constexpr, SWIGLU: gl.constexpr):
+    """Sums of FP8 products times the scales of their rows; E of up rows stand behind the gates'."""
+    r = row + gl.arange(0, acc.shape[0], gl.SliceLayout(1, ACC))
+    t = t + gl.arange(0, acc.shape[1], gl.SliceLayout(0, ACC))
+    live = r < E
+    if SWIGLU:
+        m = r - row
+        r = row + m // 16 * 8 + m % 8
+        live = r < E
+        r += m // 8 % 2 * E
+    of_w = gl.load(w_scale + r, mask=live, other=0.0)
+    return acc * of_w[:, None] * gl.load(x_scale + t, mask=t < T, other=0.0)[None, :]
+
+
+@gluon.jit
 def _store(acc, out, row, t, split, T, E, SWIGLU: gl.constexpr):
     """A sub-tile's results; each warp writes runs of consecutive outputs of one row of x."""
     ROWS: gl.constexpr = acc.shape[0] // 2 if SWIGLU else acc.shape[0]
@@ -142,6 +172,8 @@ def _store(acc, out, row, t, split, T, E, SWIGLU: gl.constexpr):
 def wide_linear_kernel(
     w_desc,
     x_desc,
+    x_scale,
+    w_scale,
     out,
     T,
     E,
@@ -154,14 +186,16 @@ def wide_linear_kernel(
     STAGES: gl.constexpr,
     SWIGLU: gl.constexpr,
     PDL: gl.constexpr,
+    FP8: gl.constexpr,
 ):
     """One tile of SUB * ROWS weight rows and COLS rows of x, over one split of k. Neighbouring CTAs
     share weights. ROWS are 64 per warpgroup along the rows; the other warpgroups divide COLS."""
     TALL: gl.constexpr = ROWS // 16
+    BYTES: gl.constexpr = w_desc.dtype.primitive_bitwidth // 8
     ACC: gl.constexpr = gl.NVMMADistributedLayout(
-        [3, 0], [TALL, gl.num_warps() // TALL], [16, COLS * TALL // gl.num_warps(), 16]
+        [3, 0], [TALL, gl.num_warps() // TALL], [16, COLS * TALL // gl.num_warps(), 32 // BYTES]
     )
-    STAGE_BYTES: gl.constexpr = (SUB * ROWS + COLS) * BLOCK_K * 2
+    STAGE_BYTES: gl.constexpr = (SUB * ROWS + COLS) * BLOCK_K * BYTES
     W: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, BLOCK_K], w_desc.dtype)
     w_smem = gl.allocate_shared_memory(
         w_desc.dtype, [STAGES * SUB] + w_desc.block_shape, w_desc.layout
@@ -223,4 +257,8 @@ def wide_linear_kernel(
     accs = _wait(accs, 0)
     OUTPUTS: gl.constexpr = ROWS // 2 if SWIGLU else ROWS
     for s in gl.static_range(SUB):
-        _store(accs[s], out, (tile * SUB + s) * OUTPUTS, t, split, T, E, SWIGLU)
+        y = accs[s]
+        out_row = (tile * SUB + s) * OUTPUTS
+        if FP8:
+            y = _scaled(y, x_scale, w_scale, out_row, t, T, E, ACC, SWIGLU)
+        _store(y, out, out_row, t, split, T, E, SWIGLU)

@@ -18,8 +18,8 @@ from graphengine.kernels.skinny_config import (
 )
 
 SMEM_BYTES = 226 * 1024
-# (weight rows, rows of x, warps, KB of stages, block_k): one CTA a multiprocessor, or two or three,
-# of which one multiplies while another begins or stores.
+# (weight rows, rows of x, warps, KB of stages, block_k in bf16): one CTA a multiprocessor, or two
+# or three, of which one multiplies while another begins or stores.
 WIDE_TILES = {
     128: (
         (192, 128, 4, 200, 64),
@@ -60,14 +60,17 @@ def _wide_variants(case: Case) -> list[SkinnyConfig]:
     found = []
     for rows, cols, num_warps, kilobytes, block_k in WIDE_TILES[num_columns(case.T)]:
         num_stages = kilobytes * 1024 // (2 * (rows + cols) * block_k)
-        found.append(SkinnyConfig(rows, block_k, num_stages, 1, 1, num_warps, cols=cols))
+        width = 2 * block_k // case.weight_bytes
+        found.append(SkinnyConfig(rows, width, num_stages, 1, 1, num_warps, cols=cols))
     now = choose_config(case.T, case.E, case.D, case.weight_bytes, case.kind == "swiglu")
     return found if now is None or now.cols else [*found, now._replace(num_splits=1)]
 
 
 def _wide_candidates(case: Case, config: SkinnyConfig, num_sms: int) -> list[SkinnyConfig]:
     """Those that keep most multiprocessors busy, in few waves where they leave partial sums."""
-    smem = 2 * (config.rows + config.cols) * config.block_k * config.num_stages + 1024
+    smem = (
+        case.weight_bytes * (config.rows + config.cols) * config.block_k * config.num_stages + 1024
+    )
     slots = num_sms * (SMEM_BYTES // smem)
     tiles = cdiv(case.T, config.cols) * cdiv(case.E, config.rows)
     blocks = cdiv(case.D, config.block_k)

@@ -41,6 +41,7 @@ from skinny_layer import (
     captured,
     cases,
     graph_us,
+    library,
     problem,
     run,
     swiglu,
@@ -135,7 +136,7 @@ def time_case(case: Case, pool: Pool, good: set[Any], deadline: float) -> tuple[
 
     def cublas() -> None:
         for i in range(copies):
-            y = F.linear(x, weights(i))
+            y = library((x, weights(i), scales))
             if case.kind == "swiglu":
                 swiglu(y, fused)
 
@@ -154,7 +155,7 @@ def time_case(case: Case, pool: Pool, good: set[Any], deadline: float) -> tuple[
         graphs = [captured(cublas), *(captured(partial(ours, config)) for config in configs)]
         cublas_us, *times = bursts_us(graphs, copies)
         return cublas_us, sorted(map(Timed, times, configs))
-    cublas_us = graph_us(cublas, copies) if case.weight_bytes == 2 else float("nan")
+    cublas_us = graph_us(cublas, copies) if case.has_library else float("nan")
     timed = []
     for config in configs:
         if time.monotonic() > deadline:
@@ -167,7 +168,7 @@ def tune_layer(
     bench: LayerBench, best: dict[str, list[Timed]], deadline: float
 ) -> tuple[dict[str, float], dict[str, SkinnyConfig | None]]:
     """Times of whole layers by label, and what is best together: None where cuBLAS is."""
-    bf16 = bench.cases["qkv"].weight_bytes == 2
+    has_library = bench.cases["qkv"].has_library
     modes = list(itertools.product((PDL_OFF, PDL_LATE, PDL_EARLY), repeat=2))
     fastest = {n: best[n][0].config for n in LAYER}
     times = bench.us(*(({n: fastest[n]._replace(pdl=p) for n in LAYER}, g) for p, g in modes))
@@ -179,11 +180,11 @@ def tune_layer(
             break
         options = [t.config._replace(pdl=pdl) for t in best[name][:6]]
         options += [fastest[name]._replace(pdl=p) for p in (PDL_LATE, PDL_EARLY) if p != pdl]
-        options += [None] if bf16 else []
+        options += [None] if has_library else []
         times = bench.us(*(({**chosen, name: option}, glue) for option in options))
         chosen[name] = options[times.index(min(times))]
     paths: dict[str, tuple[Configs, int]] = {"skinny_best_us": (chosen, glue)}
-    if bf16:
+    if has_library:
         paths |= {f"cublas_glue_{g}_us": (dict.fromkeys(LAYER), g) for g in (PDL_OFF, PDL_LATE)}
         for name in LAYER:  # what each GEMM is worth in its place
             paths[f"skinny_best_but_{name}_by_cublas_us"] = ({**chosen, name: None}, glue)
@@ -241,7 +242,7 @@ def tune(todo: list[Case], args: argparse.Namespace) -> dict[str, Any]:
             for us, config in timed[:3]:
                 tbps = case.us_at_peak / us * PEAK_TBPS
                 print(f"    {us:7.2f} us {tbps:5.2f} TB/s  {tuple(config)}", flush=True)
-            faster = timed[0].us < cublas_us or case.weight_bytes == 1
+            faster = timed[0].us < cublas_us or not case.has_library
             if is_right(case, timed[0].config) and faster:
                 key = (case.E, case.D, case.weight_bytes, num_columns(T))
                 table[key] = timed[0].config
@@ -279,8 +280,6 @@ def main() -> None:
     )
     args = parser.parse_args()
     todo = cases(args.cases, args.rows)
-    if any(case.weight_bytes == 1 and case.T > SKINNY_T for case in todo):
-        parser.error(f"FP8 cases have up to {SKINNY_T} rows: above them x has to be rounded too")
     if args.dry_run:
         dry_run(todo)
         return

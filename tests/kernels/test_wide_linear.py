@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from graphengine.kernels.fp8 import FP8, Fp8Scales
+from graphengine.kernels.fp8 import Fp8Scales, quantize_rows_fp8, round_rows_fp8, widened
 from graphengine.kernels.skinny_config import (
     PDL_EARLY,
     PDL_LATE,
@@ -80,6 +80,28 @@ def test_linear_and_swiglu(config, dtype) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("config", CONFIGS)
+def test_fp8(config) -> None:
+    """Bug: the scale of another row, or of the gate for its up."""
+    config = config._replace(block_k=2 * config.block_k)
+    for T, E, D in [(65, 200, 144), (129, 1536, 512), (256, 400, 1024)]:
+        x, weight = make("cuda", T, 2 * E, D)
+        rows, x_scale = round_rows_fp8(x)
+        quantized, w_scale = quantize_rows_fp8(weight)
+        scales = Fp8Scales(x_scale, w_scale)
+        wide_x, wide_weight = (y.double() for y in widened(rows, quantized, scales))
+        exact = wide_x @ wide_weight.T
+        # The tensor cores add FP8 products to 14 bits or so.
+        partials = skinny_linear_partials(rows, quantized, 2, config, scales)
+        torch.testing.assert_close(partials.sum(0).double(), exact, rtol=2**-7, atol=2**-7)
+        y = skinny_linear(rows, quantized, config, scales)
+        torch.testing.assert_close(y.double(), exact, rtol=2**-7, atol=2**-7)
+        gate, up = exact.chunk(2, dim=-1)
+        act = skinny_swiglu(rows, quantized, config, scales)
+        torch.testing.assert_close(act.double(), F.silu(gate) * up, rtol=2**-6, atol=2**-6)
+
+
+@pytest.mark.gpu
 def test_swiglu_of_large_gates() -> None:
     """Bug: exp(-gate) overflows to inf / inf, NaN where silu is 0."""
     x = torch.full((65, 64), 30.0, device="cuda").bfloat16()
@@ -136,17 +158,16 @@ def test_a_captured_chain_reads_this_replay(pdl) -> None:
 
 @pytest.mark.gpu
 def test_refuses_what_it_cannot_address() -> None:
-    """Bug: rows of 200 bytes or FP8 rows read as something else; a gate paired with a gate."""
+    """Bug: rows of 200 bytes or in fp32 read as something else; a gate paired with a gate."""
     x, weight = make("cuda", 70, 64, 100)
     with pytest.raises(ValueError, match="16 bytes"):
+        skinny_linear(x, weight, CONFIGS[0])
+    x, weight = make("cuda", 70, 64, 128, torch.float32)
+    with pytest.raises(ValueError, match="16 bits"):
         skinny_linear(x, weight, CONFIGS[0])
     x, weight = make("cuda", 70, 2 * 12, 128)
     with pytest.raises(ValueError, match="multiple of 8"):
         skinny_swiglu(x, weight, CONFIGS[0])
-    ones = torch.ones(70, device="cuda")
-    split = torch.zeros(2, 70, 128, device="cuda").to(FP8)
-    with pytest.raises(ValueError, match="16-bit"):
-        skinny_linear(split, split[0], CONFIGS[0], Fp8Scales(ones, ones))
 
 
 def test_more_rows_than_a_skinny_tile() -> None:
@@ -160,3 +181,16 @@ def test_more_rows_than_a_skinny_tile() -> None:
     assert_close(skinny_linear(x, weight), x.double() @ weight.double().T)
     expected = skinny_linear_partials_reference(x, weight, config._replace(num_splits=2))
     assert torch.equal(skinny_linear_partials(x, weight, 2), expected)
+
+
+def test_fp8_rows_of_a_wide_config() -> None:
+    """Bug: rows rounded to one FP8 row are taken for half of a split pair, or the other way."""
+    x, weight = make("cpu", 70, 40, 64)
+    (rows, x_scale), (quantized, w_scale) = round_rows_fp8(x), quantize_rows_fp8(weight)
+    scales = Fp8Scales(x_scale, w_scale)
+    y = skinny_linear(rows, quantized, CONFIGS[0], scales)
+    torch.testing.assert_close(y.float(), x.float() @ weight.float().T, rtol=0.1, atol=0.2)
+    with pytest.raises(ValueError, match=r"need \[T, D\]"):
+        skinny_linear(rows[None], quantized, CONFIGS[0], scales)
+    with pytest.raises(ValueError, match=r"need \[2, T, D\]"):
+        skinny_linear(rows, quantized, SkinnyConfig(), scales)

@@ -13,7 +13,8 @@ FP8 = torch.float8_e4m3fn
 
 
 class Fp8Scales(NamedTuple):
-    """With FP8 operands: x is `split_rows_fp8`'s [2, T, D], weight `quantize_rows_fp8`'s."""
+    """With FP8 operands: x is `split_rows_fp8`'s [2, T, D] or `round_rows_fp8`'s [T, D], weight
+    `quantize_rows_fp8`'s."""
 
     x_T: torch.Tensor  # fp32
     weight_E: torch.Tensor  # fp32, contiguous
@@ -73,4 +74,5 @@ def widened(
     """The operands as the references take them: FP8 multiplied out to fp32."""
     if scales is None:
         return x, weight_ED
-    return x.float().sum(0) * scales.x_T[:, None], weight_ED.float() * scales.weight_E[:, None]
+    x32 = x.float().sum(0) if x.dim() == 3 else x.float()
+    return x32 * scales.x_T[:, None], weight_ED.float() * scales.weight_E[:, None]

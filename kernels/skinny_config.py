@@ -1,4 +1,4 @@
-"""Launch configs of the skinny GEMM: a measured table, and a rule for every other shape.
+"""Launch configs of our GEMMs: a measured table, and a rule for every other shape.
 
 Invariant: a config changes the order of a sum (num_splits, block_k) and the time, nothing else.
 
@@ -8,7 +8,8 @@ Legend: T rows, D inputs, E outputs (SwiGLU: J = 2 * I, gate and up), Z splits.
 from typing import NamedTuple
 
 MIN_COLS = 16  # activation rows are padded to this: the least that a tensor-core dot takes
-MAX_T = 128
+MAX_T = 256
+NARROW_T = 128  # above it a tile is one of wide_linear.py, which has `cols`
 SKINNY_T = 64  # above it cuBLAS streams most weights as well: only what is in the table is ours
 DEFAULT_SMS = 132  # of the table and the default rule; the grid asks the device
 MAX_SPLITS = 8  # Inductor unrolls a sum over fewer than 8; more partials cost more than they give
@@ -18,7 +19,7 @@ PDL_OFF, PDL_LATE, PDL_EARLY = 0, 1, 2
 class SkinnyConfig(NamedTuple):
     """What may be tuned without changing a result beyond rounding; all integers."""
 
-    rows: int = 64  # weight rows of a tile (SwiGLU: of the gate tile and of the up tile)
+    rows: int = 64  # weight rows of a tile (SwiGLU: of the gate and of the up tile; cols: of both)
     block_k: int = 128
     num_stages: int = 4  # blocks in flight in a CTA
     num_splits: int = 1  # Z
@@ -26,9 +27,10 @@ class SkinnyConfig(NamedTuple):
     num_warps: int = 4
     pdl: int = PDL_LATE  # when the next kernel may start: OFF, after the last load, EARLY
     use_tma: int = 1  # 0: the pointer kernel even on Hopper
+    cols: int = 0  # rows of x in a tile of wide_linear.py; 0: all, in skinny_kernels.py
 
 
-# (E, D, bytes of a weight, T rounded up to 16 .. 128) -> config. Filled by tools/tune_skinny.py.
+# (E, D, bytes of a weight, T rounded up to 16 .. 256) -> config. Filled by tools/tune_skinny.py.
 TUNED: dict[tuple[int, int, int, int], SkinnyConfig] = {
     (6144, 4096, 2, 16): SkinnyConfig(64, 256, 5, 4, 1, 4, 2, 1),
     (4096, 4096, 2, 16): SkinnyConfig(64, 256, 5, 2, 1, 4, 2, 1),
@@ -91,7 +93,10 @@ def choose_config(
 def rule_config(T: int, E: int, D: int, weight_bytes: int, swiglu: bool) -> SkinnyConfig:
     """A config for any shape: tiles of 64 rows; the fewest splits that give about one CTA per
     multiprocessor; stages so that a kernel fills less than half of the shared memory, because the
-    next kernel's CTAs wait beside it with their first weights loaded."""
+    next kernel's CTAs wait beside it with their first weights loaded. Above 128 rows, where only
+    the table is used, one that suits every shape."""
+    if T > NARROW_T:
+        return SkinnyConfig(rows=128, block_k=64, num_stages=4, num_warps=8, cols=256)
     cols = num_columns(T)
     block_k = 64 if swiglu and weight_bytes == 2 else 128
     rows = 128 if E >= 512 * DEFAULT_SMS and not swiglu else 64

@@ -23,7 +23,8 @@ H200 at T = 16, as a layer with its norms and PDL (floor 86.5 us): 100.9 us, cuB
 [151936, 4096] 284 us (floor 279); no file of those is kept. FP8: a layer 62.1 us (floor 43.3),
 lm_head 147.5 (139.5): profiles/results/2026-11-21-h200-skinny-fp8.json.
 
-Two kernels, in skinny_kernels.py: `skinny_tma_kernel` (Gluon, Hopper: TMA into a ring of stages,
+Where a config has `cols`, the kernel is wide_linear.py's, for 65 to 256 rows. Else there are two,
+in skinny_kernels.py: `skinny_tma_kernel` (Gluon, Hopper: TMA into a ring of stages,
 wgmma) and `skinny_pointer_kernel` (plain Triton, unquantised: other GPUs, odd D, fp32, the
 interpreter). FP8 elsewhere runs in torch. Their sizes are chosen in skinny_config.py.
 
@@ -42,6 +43,7 @@ from graphengine.kernels.interpreter import INTERPRET
 from graphengine.kernels.skinny_config import (
     MAX_SPLITS,
     MAX_T,
+    NARROW_T,
     PDL_OFF,
     SkinnyConfig,
     cdiv,
@@ -51,6 +53,7 @@ from graphengine.kernels.skinny_config import (
     split_width,
 )
 from graphengine.kernels.skinny_kernels import skinny_pointer_kernel, skinny_tma_kernel
+from graphengine.kernels.wide_linear import PAIR, gluon_dtype, launch_wide
 
 
 def skinny_linear_partials(
@@ -66,7 +69,8 @@ def skinny_linear_partials(
     split z = [z * n, (z + 1) * n), n = block_k * ceil(ceil(D / block_k) / Z); the last is shorter
 
     Args:
-        x_TD: [T, D] bf16, fp16 or fp32, 1 <= T <= 128, last stride 1; or FP8 [2, T, D].
+        x_TD: [T, D] bf16, fp16 or fp32, 1 <= T <= 256, last stride 1; or FP8 [2, T, D],
+            T <= 128, or [T, D] for a config with cols.
         weight_ED: [E, D] of x's dtype; last stride 1.
         num_splits: Z; None takes the config's.
         config: None takes `choose_config`'s, and the rule's where that has none.
@@ -151,10 +155,11 @@ def _check_inputs(
     config: SkinnyConfig,
     swiglu: bool,
 ) -> None:
-    expected = "[T, D]" if scales is None else "[2, T, D]"
+    in_two = scales is not None and not config.cols  # x as hi and lo
+    expected = "[2, T, D]" if in_two else "[T, D]"
     if (
-        x.dim() != (2 if scales is None else 3)
-        or (scales is not None and x.shape[0] != 2)
+        x.dim() != (3 if in_two else 2)
+        or (in_two and x.shape[0] != 2)
         or weight_ED.dim() != 2
         or x.shape[-1] != weight_ED.shape[1]
     ):
@@ -164,6 +169,8 @@ def _check_inputs(
     T, E = x.shape[-2], weight_ED.shape[0]
     if not 1 <= T <= MAX_T:
         raise ValueError(f"x has {T} rows: use F.linear for none or for more than {MAX_T}")
+    if T > NARROW_T and not config.cols:
+        raise ValueError(f"x has {T} rows: more than {NARROW_T} need a config with cols")
     if swiglu and E % 2:
         raise ValueError(f"gate_up has {E} rows: pack as many gate rows as up rows")
     if x.stride(-1) != 1 or weight_ED.stride(1) != 1 or (scales and not x.is_contiguous()):
@@ -194,6 +201,14 @@ def _launch(
     swiglu: bool,
 ) -> torch.Tensor:
     """Runs the kernel of the config into out [Z, T, E], [T, E] or (SwiGLU) [T, I]."""
+    if config.cols:
+        if not _runs_tma(x, weight_ED, config) or (swiglu and out.shape[-1] % PAIR):
+            raise ValueError(
+                f"x {x.dtype} {tuple(x.shape)}, weight {tuple(weight_ED.shape)}: a config with cols"
+                f" needs Hopper, rows of 8 or 16 bits that begin at multiples of 16 bytes, and I a"
+                f" multiple of {PAIR}"
+            )
+        return launch_wide(x, weight_ED, scales, out, config)
     (T, D), E = x.shape[-2:], out.shape[-1]
     cols = num_columns(T)
     items = cdiv(E, config.rows) * config.num_splits
@@ -206,7 +221,7 @@ def _launch(
     if _runs_tma(x, weight_ED, config):
         x_rows = x.view(-1, D)
         weight_layout, x_layout = (
-            gl.NVMMASharedLayout.get_default_for([height, config.block_k], _gluon_dtype(tensor))
+            gl.NVMMASharedLayout.get_default_for([height, config.block_k], gluon_dtype(tensor))
             for height, tensor in ((config.rows, weight_ED), (cols, x_rows))
         )
         num_sms = torch.cuda.get_device_properties(x.device).multi_processor_count
@@ -249,10 +264,6 @@ def _runs_tma(x: torch.Tensor, weight_ED: torch.Tensor, config: SkinnyConfig) ->
     return aligned and x.element_size() <= 2
 
 
-def _gluon_dtype(x: torch.Tensor) -> gl.dtype:
-    return {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, FP8: gl.float8e4nv}[x.dtype]
-
-
 _SCHEMA = "(Tensor x, Tensor weight, Tensor? x_scale, Tensor? w_scale, int[] config) -> Tensor"
 
 
@@ -263,7 +274,7 @@ def _prepare(x, weight, x_scale, w_scale, config, swiglu):
     _check_inputs(x, weight, scales, config, swiglu)
     if scales is not None:
         return scales, config, _runs_tma(x, weight, config)
-    return scales, config, x.is_cuda or INTERPRET
+    return scales, config, x.is_cuda or (INTERPRET and not config.cols)
 
 
 def _empty_out(x, outputs):

@@ -106,8 +106,10 @@ JOBS: dict[str, Job] = {
     "kernels": _tool("bench_kernels.py"),
     "attention-sweep": _tool("bench_kernels.py", *SWEEP),
     "tune-16": _tool("tune_skinny.py", "--seconds", "120"),
-    "tune-128": _tool("tune_skinny.py", "--cases", "8b", "--rows", "128", "--seconds", "60"),
-    "tune-4b-128": _tool("tune_skinny.py", "--cases", "4b", "--rows", "128", "--seconds", "60"),
+    "tune-128": _tool("tune_skinny.py", "--cases", "8b", "--rows", "128", "--seconds", "100"),
+    "tune-256": _tool("tune_skinny.py", "--cases", "8b", "--rows", "256", "--seconds", "100"),
+    "tune-4b-128": _tool("tune_skinny.py", "--cases", "4b", "--rows", "128", "--seconds", "80"),
+    "tune-4b-256": _tool("tune_skinny.py", "--cases", "4b", "--rows", "256", "--seconds", "80"),
     "tune-4b-fp8": _tool("tune_skinny.py", "--cases", "4b-fp8", "--seconds", "60"),
     "tests": Job(
         (sys.executable, str(ROOT / "tools/record_tests.py"), "--jobs", "15", "--timeout", "400"),

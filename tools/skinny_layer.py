@@ -8,7 +8,7 @@ comes from HBM, and cuBLAS sees the same weights as our kernels.
 
 import itertools
 import statistics
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -17,8 +17,14 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from graphengine.kernels.fp8 import FP8, Fp8Scales, quantize_rows_fp8, split_rows_fp8
-from graphengine.kernels.skinny_config import SkinnyConfig
+from graphengine.kernels.fp8 import (
+    FP8,
+    Fp8Scales,
+    quantize_rows_fp8,
+    round_rows_fp8,
+    split_rows_fp8,
+)
+from graphengine.kernels.skinny_config import SKINNY_T, SkinnyConfig
 from graphengine.kernels.skinny_linear import skinny_linear, skinny_linear_partials, skinny_swiglu
 
 PEAK_TBPS = 4.46  # read-only bandwidth of an H200, measured
@@ -27,7 +33,9 @@ MODELS = {"8b": (4096, 12288), "4b": (2560, 9728)}  # hidden, MLP width; 32 / 8 
 VOCABULARY, QKV_ROWS, ATTENTION_WIDTH, NUM_TAPS = 151936, 6144, 4096, 5
 LAYER = ("qkv", "o", "gate_up", "down")
 MIN_LAUNCHES, NUM_REPLAYS = 24, 5
+BURST_MS, NUM_ROUNDS = 30, 5  # above 64 rows power sets the clock, which follows within a burst
 Weights = Callable[[int], torch.Tensor]
+Configs = Mapping[str, SkinnyConfig | None]  # None: cuBLAS
 Operands = tuple[torch.Tensor, torch.Tensor, Fp8Scales | None]
 
 
@@ -41,6 +49,11 @@ class Case(NamedTuple):
     D: int
     T: int
     weight_bytes: int
+
+    @property
+    def has_library(self) -> bool:
+        """Whether cuBLAS multiplies the same operands: FP8 rows in two are ours alone."""
+        return self.weight_bytes == 2 or self.T > SKINNY_T
 
     @property
     def us_at_peak(self) -> float:
@@ -79,12 +92,28 @@ def problem(case: Case, E: int, D: int) -> Operands:
     weight = torch.randn(E, D, device="cuda").mul_(D**-0.5).bfloat16()
     if case.weight_bytes == 2:
         return x, weight, None
-    (split, x_scale), (quantized, scale) = split_rows_fp8(x), quantize_rows_fp8(weight)
-    return split, quantized, Fp8Scales(x_scale, scale)
+    rows, x_scale = split_rows_fp8(x) if case.T <= SKINNY_T else round_rows_fp8(x)
+    quantized, scale = quantize_rows_fp8(weight)
+    return rows, quantized, Fp8Scales(x_scale, scale)
 
 
-def graph_us(launches: Callable[[], Any], count: int) -> float:
-    """Median microseconds of one of `count` launches captured in one graph."""
+def library(operands: Operands) -> torch.Tensor:
+    """cuBLAS's product of bf16 operands, or of FP8 ones with x as one row."""
+    x, weight, scales = operands
+    if scales is None:
+        return F.linear(x, weight)
+    return torch._scaled_mm(  # pyright: ignore[reportPrivateImportUsage]
+        x,
+        weight.t(),
+        scale_a=scales.x_T[:, None],
+        scale_b=scales.weight_E[None, :],
+        out_dtype=torch.bfloat16,
+        use_fast_accum=True,
+    )
+
+
+def captured(launches: Callable[[], Any]) -> torch.cuda.CUDAGraph:
+    """One graph of the launches, which have run once before."""
     side = torch.cuda.Stream()
     with torch.cuda.stream(side):
         launches()
@@ -92,15 +121,36 @@ def graph_us(launches: Callable[[], Any], count: int) -> float:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         launches()
-    times = []
-    for _ in range(NUM_REPLAYS + 2):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
+    return graph
+
+
+def replays_us(graph: torch.cuda.CUDAGraph, num_replays: int) -> float:
+    """Microseconds of one replay among as many in a row."""
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record()
+    for _ in range(num_replays):
         graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(begin.elapsed_time(end) * 1000 / count)
+    end.record()
+    end.synchronize()
+    return begin.elapsed_time(end) * 1000 / num_replays
+
+
+def graph_us(launches: Callable[[], Any], count: int) -> float:
+    """Median microseconds of one of `count` launches captured in one graph."""
+    graph = captured(launches)
+    times = [replays_us(graph, 1) / count for _ in range(NUM_REPLAYS + 2)]
     return statistics.median(times[2:])
+
+
+def bursts_us(graphs: list[torch.cuda.CUDAGraph], count: int) -> list[float]:
+    """Median microseconds of one of `count` launches of each graph, under sustained load: bursts
+    of all graphs in turn, so that they see the same clocks; the first round is not counted."""
+    nums = [max(1, int(BURST_MS * 1000 / replays_us(graph, 1))) for graph in graphs]
+    rounds = [
+        [replays_us(graph, num) / count for graph, num in zip(graphs, nums, strict=True)]
+        for _ in range(NUM_ROUNDS + 1)
+    ]
+    return [statistics.median(times) for times in zip(*rounds[1:], strict=True)]
 
 
 class Pool:
@@ -190,6 +240,7 @@ class LayerBench:
     """Whole layers in one graph: each GEMM by cuBLAS (None) or by a config."""
 
     def __init__(self, model: str, T: int, pool: Pool) -> None:
+        self.T = T
         self.cases = {c.name: c for c in cases([model], [T]) if c.name in LAYER}
         sizes = {n: c.E * c.D * c.weight_bytes for n, c in self.cases.items()}
         stride = sum(sizes.values())
@@ -198,7 +249,7 @@ class LayerBench:
         self.weights = {
             n: pool.weights(self.cases[n], at, stride) for n, at in zip(LAYER, offsets, strict=True)
         }
-        # FP8 activations stand ready: what splits them is not timed.
+        # FP8 activations stand ready: what splits or rounds them is not timed.
         self.in_fp8 = {}
         for name, case in self.cases.items():
             if case.weight_bytes == 1:
@@ -215,11 +266,11 @@ class LayerBench:
         self.act_TI = torch.empty(T, width, **empty)
 
     def gemm(self, name: str, i: int, x: torch.Tensor, config: SkinnyConfig | None) -> torch.Tensor:
-        weight = self.weights[name](i)
+        x, scales = self.in_fp8.get(name, (x, None))
+        operands = (x, self.weights[name](i), scales)
         if config is not None:
-            x, scales = self.in_fp8.get(name, (x, None))
-            return run(self.cases[name], config, (x, weight, scales))
-        y = F.linear(x, weight)
+            return run(self.cases[name], config, operands)
+        y = library(operands)
         if name == "gate_up":
             swiglu(y, self.act_TI)
             return self.act_TI
@@ -234,8 +285,17 @@ class LayerBench:
             **{"Z": Z, "BLOCK": block, "PDL": glue, "num_warps": 8, **pdl},
         )
 
-    def us(self, configs: dict[str, SkinnyConfig | None], glue: int) -> float:
-        """Microseconds of a layer. glue: the small kernels' PDL mode, as a config's `pdl`."""
+    def us(self, *paths: tuple[Configs, int]) -> list[float]:
+        """Microseconds of a layer on each path: (configs, the small kernels' PDL mode).
+
+        Above 64 rows under sustained load and in turn.
+        """
+        if self.T <= SKINNY_T:
+            return [graph_us(self.launches(*path), self.num_layers) for path in paths]
+        return bursts_us([captured(self.launches(*path)) for path in paths], self.num_layers)
+
+    def launches(self, configs: Configs, glue: int) -> Callable[[], None]:
+        """All layers, by these configs; glue as a config's `pdl`."""
         pdl = {"launch_pdl": True} if glue else {}
 
         def launches() -> None:
@@ -252,4 +312,4 @@ class LayerBench:
                 act = self.gemm("gate_up", i, self.normed_TD, configs["gate_up"])
                 parts = self.gemm("down", i, act, configs["down"])
 
-        return graph_us(launches, self.num_layers)
+        return launches

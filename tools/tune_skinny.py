@@ -1,13 +1,16 @@
 """Time kernels/skinny_linear.py against cuBLAS on Qwen3's shapes and print the winners' table.
 
-How: compile and check every variant on a small problem in parallel processes (a variant that is
-wrong, does not fit or hangs is dropped there); time each candidate in a CUDA graph of launches
-over distinct weights; then run whole layers with the best candidates (skinny_layer.py).
+How: compile and check every variant (skinny_variants.py) on a small problem in parallel processes
+(a variant that is wrong, does not fit or hangs is dropped there); time each candidate in a CUDA
+graph of launches over distinct weights, above 64 rows in bursts that alternate with cuBLAS's,
+because power sets the clocks there; then run whole layers with the best candidates, or cuBLAS in a
+GEMM's place (skinny_layer.py).
 Invariant: cuBLAS and the kernels see the same weights in the same harness, and each winner is
 compared with a float64 product, in an output that was NaN.
 
     python tools/tune_skinny.py --seconds 150 --out profiles/results/skinny.json  # 8B, 4B, FP8 8B
     python tools/tune_skinny.py --cases 8b --rows 16 --no-layer
+    python tools/tune_skinny.py --cases 8b --rows 256 --seconds 100
     python tools/tune_skinny.py --dry-run                                  # no GPU: what would run
 
 The last line of stdout is one JSON object; "table" in it is the text of TUNED.
@@ -19,6 +22,7 @@ import json
 import multiprocessing
 import os
 import time
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -29,15 +33,20 @@ from skinny_layer import (
     MODELS,
     PEAK_TBPS,
     Case,
+    Configs,
     LayerBench,
     Operands,
     Pool,
+    bursts_us,
+    captured,
     cases,
     graph_us,
+    library,
     problem,
     run,
     swiglu,
 )
+from skinny_variants import candidates, variants
 
 from graphengine.kernels.fp8 import widened
 from graphengine.kernels.skinny_config import (
@@ -45,70 +54,17 @@ from graphengine.kernels.skinny_config import (
     PDL_EARLY,
     PDL_LATE,
     PDL_OFF,
+    SKINNY_T,
     SkinnyConfig,
     choose_config,
     num_columns,
 )
 from graphengine.profiles import result_schema
 
-SMEM_BYTES = 226 * 1024
-
 
 class Timed(NamedTuple):
     us: float
     config: SkinnyConfig
-
-
-def smem_bytes(case: Case, config: SkinnyConfig) -> int:
-    cols = num_columns(case.T)
-    tiles = config.rows * (2 if case.kind == "swiglu" else 1) * case.weight_bytes
-    epilogue = min(config.rows * cols * 4, 16384)  # what the compiler takes to turn the layout
-    # x in FP8 is hi and lo: as many bytes as in bf16
-    return (tiles + 2 * cols) * config.block_k * config.num_stages + epilogue + 2048
-
-
-def variants(case: Case) -> list[SkinnyConfig]:
-    """What is compiled: tiles and stages; splits and the grid are arguments of the kernel."""
-    swiglu = case.kind == "swiglu"
-    found = {}
-    wide = case.T > 64  # x is read once per tile of weight rows, so tiles must be tall
-    for rows, block_k, budget in itertools.product(
-        (64, 128, 256) if wide else (64, 128), (64, 128, 256), (52, 72, 104, 148, 200)
-    ):
-        if (case.weight_bytes == 1 and block_k == 64) or (swiglu and rows == 256):
-            continue
-        one = SkinnyConfig(rows=rows, block_k=block_k, num_stages=1)
-        stage = smem_bytes(case, one) - smem_bytes(case, one._replace(num_stages=0))
-        num_stages = min(12, budget * 1024 // stage)
-        if num_stages < 2 or (swiglu and rows == 128 and block_k == 256):
-            continue
-        num_warps = 8 if rows == 256 or (rows == 128 and (swiglu or wide)) else 4
-        config = one._replace(num_stages=num_stages, num_warps=num_warps)
-        if smem_bytes(case, config) <= SMEM_BYTES:
-            found[config] = None
-    pointer = SkinnyConfig(rows=64, block_k=64 if swiglu else 128, num_stages=4, use_tma=0)
-    return [*found] + ([pointer] if case.weight_bytes == 2 else [])
-
-
-def candidates(case: Case, config: SkinnyConfig, num_sms: int) -> list[SkinnyConfig]:
-    """A variant with every useful number of splits and grid."""
-    outputs = case.E // 2 if case.kind == "swiglu" else case.E
-    tiles = -(-outputs // config.rows)
-    blocks = -(-case.D // config.block_k)
-    found = []
-    for num_splits in (1, 2, 3, 4, 5, 6) if case.kind == "partials" else (1,):
-        items = tiles * num_splits
-        waste = -(-blocks // num_splits) * num_splits / blocks
-        for ctas_per_sm in (1, 2, 3, 4) if config.use_tma else (1,):
-            grid = min(items, ctas_per_sm * num_sms)
-            resident = ctas_per_sm * (smem_bytes(case, config) + 1024) <= SMEM_BYTES + 2048
-            balance = items / (grid * -(-items // grid))
-            enough = grid >= 0.6 * num_sms and grid * smem_bytes(case, config) > 5e6
-            if not config.use_tma or (resident and balance > 0.85 and enough and waste < 1.1):
-                found.append(config._replace(num_splits=num_splits, ctas_per_sm=ctas_per_sm))
-            if grid == items:
-                break  # more CTAs than items: the same launch
-    return found
 
 
 def relative_error(case: Case, config: SkinnyConfig, operands: Operands) -> float:
@@ -139,6 +95,8 @@ def compile_and_check(job: tuple[Case, SkinnyConfig]) -> tuple[tuple[Case, Skinn
         D = config.block_k * (2 * config.num_stages + 3)
         many = 2 * torch.cuda.get_device_properties(0).multi_processor_count + 5
         E = config.rows * many * (2 if case.kind == "swiglu" else 1)
+        if config.cols:  # a CTA has one tile: three of them, and a part of one
+            E = 3 * config.rows + 48
         small = config._replace(ctas_per_sm=1, num_splits=3 if case.kind == "partials" else 1)
         error = relative_error(case, small, problem(case, E, D))
         torch.cuda.empty_cache()
@@ -178,64 +136,65 @@ def time_case(case: Case, pool: Pool, good: set[Any], deadline: float) -> tuple[
 
     def cublas() -> None:
         for i in range(copies):
-            y = F.linear(x, weights(i))
+            y = library((x, weights(i), scales))
             if case.kind == "swiglu":
                 swiglu(y, fused)
 
-    bf16 = case.weight_bytes == 2
-    cublas_us = graph_us(cublas, copies) if bf16 else float("nan")
+    def ours(config: SkinnyConfig) -> None:
+        for i in range(copies):
+            run(case, config, (x, weights(i), scales))
+
     num_sms = torch.cuda.get_device_properties(0).multi_processor_count
+    configs = [
+        config
+        for variant in variants(case)
+        if (case.kind, case.T, case.weight_bytes, variant) in good
+        for config in candidates(case, variant, num_sms)
+    ]
+    if case.T > SKINNY_T:
+        graphs = [captured(cublas), *(captured(partial(ours, config)) for config in configs)]
+        cublas_us, *times = bursts_us(graphs, copies)
+        return cublas_us, sorted(map(Timed, times, configs))
+    cublas_us = graph_us(cublas, copies) if case.has_library else float("nan")
     timed = []
-    for variant in variants(case):
-        if (case.kind, case.T, case.weight_bytes, variant) not in good:
-            continue
-        for config in candidates(case, variant, num_sms):
-            if time.monotonic() > deadline:
-                break
-
-            def launches(config: SkinnyConfig = config) -> None:
-                for i in range(copies):
-                    run(case, config, (x, weights(i), scales))
-
-            timed.append(Timed(graph_us(launches, copies), config))
+    for config in configs:
+        if time.monotonic() > deadline:
+            break
+        timed.append(Timed(graph_us(partial(ours, config), copies), config))
     return cublas_us, sorted(timed)
 
 
 def tune_layer(
     bench: LayerBench, best: dict[str, list[Timed]], deadline: float
-) -> tuple[dict[str, float], dict[str, SkinnyConfig]]:
-    """Times of whole layers by label, and the configs that are best together."""
-    numbers: dict[str, float] = {}
-    bf16 = bench.cases["qkv"].weight_bytes == 2
-    if bf16:
-        times = [bench.us(dict.fromkeys(LAYER), glue) for glue in (PDL_OFF, PDL_LATE)]
-        numbers["cublas_us"] = min(times)
-    chosen: dict[str, SkinnyConfig] = {n: best[n][0].config for n in LAYER}
-    best_us, best_glue, best_configs = float("inf"), PDL_OFF, chosen
-    for pdl, glue in itertools.product((PDL_OFF, PDL_LATE, PDL_EARLY), repeat=2):
+) -> tuple[dict[str, float], dict[str, SkinnyConfig | None]]:
+    """Times of whole layers by label, and what is best together: None where cuBLAS is."""
+    has_library = bench.cases["qkv"].has_library
+    modes = list(itertools.product((PDL_OFF, PDL_LATE, PDL_EARLY), repeat=2))
+    fastest = {n: best[n][0].config for n in LAYER}
+    times = bench.us(*(({n: fastest[n]._replace(pdl=p) for n in LAYER}, g) for p, g in modes))
+    numbers = {f"skinny_pdl_{p}_glue_{g}_us": us for (p, g), us in zip(modes, times, strict=True)}
+    _, (pdl, glue) = min(zip(times, modes, strict=True))
+    chosen: dict[str, SkinnyConfig | None] = {n: fastest[n]._replace(pdl=pdl) for n in LAYER}
+    for name in LAYER:
         if time.monotonic() > deadline:
             break
-        configs = {n: c._replace(pdl=pdl) for n, c in chosen.items()}
-        us = numbers[f"skinny_pdl_{pdl}_glue_{glue}_us"] = bench.us({**configs}, glue)
-        if us < best_us:
-            best_us, best_glue, best_configs = us, glue, configs
-    chosen = best_configs
-    for name in LAYER:
-        pdl = chosen[name].pdl
-        others = [t.config for t in best[name][1:6]]
-        modes = [chosen[name]._replace(pdl=p) for p in (PDL_LATE, PDL_EARLY) if p != pdl]
-        for config in [*(c._replace(pdl=pdl) for c in others), *modes]:
-            if time.monotonic() > deadline:
-                break
-            us = bench.us({**chosen, name: config}, best_glue)
-            if us < best_us:
-                best_us, chosen = us, {**chosen, name: config}
-    numbers["skinny_best_us"] = best_us
-    for name in LAYER:  # what each GEMM is worth in its place
-        if bf16:
-            replaced = bench.us({**chosen, name: None}, best_glue)
-            numbers[f"skinny_best_but_{name}_by_cublas_us"] = replaced
-    return numbers, chosen
+        options = [t.config._replace(pdl=pdl) for t in best[name][:6]]
+        options += [fastest[name]._replace(pdl=p) for p in (PDL_LATE, PDL_EARLY) if p != pdl]
+        options += [None] if has_library else []
+        times = bench.us(*(({**chosen, name: option}, glue) for option in options))
+        chosen[name] = options[times.index(min(times))]
+    paths: dict[str, tuple[Configs, int]] = {"skinny_best_us": (chosen, glue)}
+    if has_library:
+        paths |= {f"cublas_glue_{g}_us": (dict.fromkeys(LAYER), g) for g in (PDL_OFF, PDL_LATE)}
+        for name in LAYER:  # what each GEMM is worth in its place
+            paths[f"skinny_best_but_{name}_by_cublas_us"] = ({**chosen, name: None}, glue)
+    paths["table_now_us"] = ({n: config_now(case) for n, case in bench.cases.items()}, PDL_LATE)
+    return numbers | dict(zip(paths, bench.us(*paths.values()), strict=True)), chosen
+
+
+def config_now(case: Case) -> SkinnyConfig | None:
+    """What the engine runs today."""
+    return choose_config(case.T, case.E, case.D, case.weight_bytes, case.kind == "swiglu")
 
 
 def dry_run(todo: list[Case]) -> None:
@@ -245,8 +204,7 @@ def dry_run(todo: list[Case]) -> None:
         count = sum(len(candidates(case, v, DEFAULT_SMS)) for v in variants(case))
         print(
             f"{case.model:7} {case.name:8} T {case.T:3} [{case.E}, {case.D}] {count} candidates,"
-            f" floor {case.us_at_peak:.1f} us, rule: "
-            f"{choose_config(case.T, case.E, case.D, case.weight_bytes, case.kind == 'swiglu')}"
+            f" floor {case.us_at_peak:.1f} us, now: {config_now(case)}"
         )
 
 
@@ -284,7 +242,7 @@ def tune(todo: list[Case], args: argparse.Namespace) -> dict[str, Any]:
             for us, config in timed[:3]:
                 tbps = case.us_at_peak / us * PEAK_TBPS
                 print(f"    {us:7.2f} us {tbps:5.2f} TB/s  {tuple(config)}", flush=True)
-            faster = timed[0].us < cublas_us or case.weight_bytes == 1
+            faster = timed[0].us < cublas_us or not case.has_library
             if is_right(case, timed[0].config) and faster:
                 key = (case.E, case.D, case.weight_bytes, num_columns(T))
                 table[key] = timed[0].config
@@ -296,8 +254,10 @@ def tune(todo: list[Case], args: argparse.Namespace) -> dict[str, Any]:
                 print(f"{model:7} T {T:3} layer {name:40} {us:7.2f}", flush=True)
             for name, config in chosen.items():
                 case = bench.cases[name]
-                if is_right(case, config):
-                    table[case.E, case.D, case.weight_bytes, num_columns(T)] = config
+                key = (case.E, case.D, case.weight_bytes, num_columns(T))
+                table.pop(key, None)
+                if config is not None and is_right(case, config):
+                    table[key] = config
     lines = [f"    {key}: SkinnyConfig{tuple(config)}," for key, config in table.items()]
     print("\n".join(lines), flush=True)
     return {"numbers": numbers, "table": lines, "seconds": round(time.monotonic() - start)}
@@ -309,7 +269,7 @@ def main() -> None:
     )
     names = [*MODELS, *(f"{m}-fp8" for m in MODELS)]
     parser.add_argument("--cases", nargs="+", choices=names, default=["8b", "4b", "8b-fp8"])
-    parser.add_argument("--rows", nargs="+", type=int, default=[16], help="T, 1 to 128")
+    parser.add_argument("--rows", nargs="+", type=int, default=[16], help="T, 1 to 256")
     parser.add_argument("--seconds", type=float, default=150, help="stop starting new work then")
     parser.add_argument("--gb", type=float, default=20, help="size of the weights' buffer")
     parser.add_argument("--no-layer", dest="layer", action="store_false")

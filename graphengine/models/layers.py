@@ -69,8 +69,8 @@ def add_rms_norm(
 ) -> tuple[Tensor, Rows]:
     """`h = h + update; x = rms_norm(h)` -> (h_TD, x), x as the matrix that follows takes it.
 
-    One kernel on a GPU, behind which the product begins to fetch its weights. Where the library
-    multiplies in FP8, Inductor fuses the norm with the rounding of x instead.
+    One kernel on a GPU, behind which the product begins to fetch its weights. Where x is rounded to
+    one FP8 row, Inductor fuses the norm with that instead.
 
     Args:
         h_TD: None is zero.
@@ -80,7 +80,7 @@ def add_rms_norm(
     is_fp8 = isinstance(matrix, Fp8Matrix)
     ours = bias is None and _takes_skinny(weight_D)
     config = _config(update.shape[-2], matrix) if ours else None
-    is_rounded = is_fp8 and config is None
+    is_rounded = is_fp8 and (config is None or config.cols > 0)
     if not weight_D.is_cuda or is_rounded or update.shape[-1] > kernels.MAX_D:
         return kernels.add_rms_norm_reference(h_TD, update, weight_D, eps)
     if is_fp8:
@@ -95,7 +95,7 @@ def linear(x: Rows, matrix: Matrix, bias: Tensor | None = None) -> Tensor:
     config = skinny_config(x, matrix) if bias is None else None
     if config is None or (config.num_splits > 1 and not isinstance(x, Fp8Rows)):
         return library_linear(x, matrix, bias)
-    x, weight, scales = operands(x, matrix)
+    x, weight, scales = operands(x, matrix, config)
     if config.num_splits == 1:
         return skinny_linear(x, weight, config=config, scales=scales)
     partials_ZTE = skinny_linear_partials(x, weight, config=config, scales=scales)
@@ -112,7 +112,7 @@ def linear_partials(x: Rows, matrix: Matrix, bias: Tensor | None = None) -> Tens
     config = skinny_config(x, matrix) if bias is None else None
     if config is None:
         return library_linear(x, matrix, bias)
-    x, weight, scales = operands(x, matrix)
+    x, weight, scales = operands(x, matrix, config)
     return skinny_linear_partials(x, weight, config=config, scales=scales)
 
 
@@ -121,7 +121,7 @@ def linear_swiglu(x: Rows, gate_up: Matrix) -> Tensor:
     config = skinny_config(x, gate_up, swiglu=True)
     if config is None:
         return swiglu(library_linear(x, gate_up))
-    x, weight, scales = operands(x, gate_up)
+    x, weight, scales = operands(x, gate_up, config)
     return skinny_swiglu(x, weight, config=config, scales=scales)
 
 
@@ -151,11 +151,18 @@ def library_linear(x: Rows, matrix: Matrix, bias: Tensor | None = None) -> Tenso
     return F.linear(rounded, matrix.dense(x.dtype), bias)
 
 
-def operands(x: Rows, matrix: Matrix) -> tuple[Tensor, Tensor, Fp8Scales | None]:
-    """What our GEMM multiplies: as they are, or both in FP8 (x as two rows, without loss)."""
+def operands(
+    x: Rows, matrix: Matrix, config: SkinnyConfig
+) -> tuple[Tensor, Tensor, Fp8Scales | None]:
+    """What our GEMM multiplies: as they are, or both in FP8, x as two rows without loss, and as one
+    rounded row where `library_linear` would round it as well."""
     if not isinstance(matrix, Fp8Matrix):
         assert isinstance(x, Tensor)
         return x, matrix, None
+    if config.cols:
+        assert isinstance(x, Tensor)
+        x_TD, scale_T = round_rows_fp8(x)
+        return x_TD, matrix.weight_ED, Fp8Scales(scale_T, matrix.scale_E)
     if isinstance(x, Tensor):
         split = kernels.split_rows if x.shape[-1] <= kernels.MAX_D else split_rows_fp8
         x = Fp8Rows(*split(x))

@@ -210,9 +210,17 @@ def test_chosen_configs_fit(hidden, width, weight_bytes) -> None:
     """Bug: a rule or a table entry that asks for more shared memory than there is, found at the
     first launch on the GPU; or a split count that Inductor does not unroll."""
     for E, D, swiglu in shapes_of(hidden, width):
-        for T in (1, 16, 17, 64, 128):
+        for T in (1, 16, 17, 64, 128, 256):
             shape = (T, E, D, weight_bytes, swiglu)
             config = choose_config(*shape) or rule_config(*shape)
+            assert 1 <= config.num_splits < MAX_SPLITS
+            assert not (swiglu and config.num_splits > 1)
+            if config.cols:  # the epilogue reuses the stages
+                tile = (config.rows + config.cols) * weight_bytes
+                stages = tile * config.block_k * config.num_stages
+                assert stages + 1024 <= SHARED_MEMORY_BYTES
+                assert config.rows * config.cols <= 192 * config.num_warps * 32  # sums a thread
+                continue
             cols = num_columns(T)
             # FP8 activations are two rows of one byte: as many bytes as bf16.
             tile = config.rows * (2 if swiglu else 1) * weight_bytes + cols * 2
@@ -220,11 +228,11 @@ def test_chosen_configs_fit(hidden, width, weight_bytes) -> None:
             epilogue = min(config.rows * cols * 4, 16384)  # the layout is turned in parts
             resident = config.ctas_per_sm if T <= 64 else 1
             assert (stages + epilogue + 2048) * resident <= SHARED_MEMORY_BYTES
-            assert 1 <= config.num_splits < MAX_SPLITS
-            assert not (swiglu and config.num_splits > 1)
     assert choose_config(65, 4096, 4096) == TUNED[4096, 4096, 2, 128]
     assert choose_config(65, 4096, 4112) is None
-    assert choose_config(129, 4096, 4096) is None
+    assert choose_config(129, 4096, 4096) == TUNED.get((4096, 4096, 2, 256))
+    assert choose_config(129, 4096, 4112) is None
+    assert choose_config(257, 4096, 4096) is None
     assert choose_config(0, 4096, 4096) is None
 
 

@@ -1,0 +1,264 @@
+"""The GEMM of 65 to 256 rows: tiles of up to 192 weight rows in one balanced wave.
+
+Why: at batches 8 and 16 a decode step has 128 and 256 rows, where weights and tensor cores take
+about as long as each other (gate_up of Qwen3-8B at 256 rows: 45 us of reading, 54 of products; one
+H200). cuBLAS's 128 x 256 tiles of it are 192, so 132 multiprocessors work 1.45 waves in the time of
+two (78 us, then 9 for SwiGLU). Here a tile is SUB sub-tiles of 64 or 128 weight rows, each an
+accumulator of its own because a tensor's side is a power of two: 192 rows make it 128 tiles. SwiGLU
+is done in the registers that hold the sums, and partials of a split K are left to the consumer.
+
+FP8 is multiplied as FP8 and scaled at the end; x is one rounded row here, not two that keep bf16's
+mantissa, because tensor cores are the limit and two cost as much as bf16.
+
+The ring of stages is as in skinny_kernels.py, but a block's products stay in flight while the slot
+of the block before is refilled, so that the tensor cores do not wait for a barrier. One tile is one
+CTA; a CTA takes most of the shared memory, and its epilogue reuses the ring.
+
+Invariant: as skinny_linear.py's: one output element of one split is summed by one CTA in rising k,
+and before `gdc_wait` only weights are read and nothing is written.
+
+Cost: weights once from HBM, x once per tile of weight rows and weights once per tile of rows of x
+from L2: (rows + cols) * 2 bytes of L2 per 2 * rows * cols operations and column of k.
+"""
+
+# Gluon is not typed for a type checker.
+# pyright: reportArgumentType=false, reportAssignmentType=false, reportCallIssue=false
+# pyright: reportGeneralTypeIssues=false, reportIndexIssue=false, reportOperatorIssue=false
+
+from typing import Any
+
+import torch
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from graphengine.kernels.fp8 import FP8, Fp8Scales
+from graphengine.kernels.skinny_config import SkinnyConfig, cdiv, split_width
+
+PAIR = 8  # SwiGLU: gate and up rows alternate by this many, what one warp's registers pair up
+
+
+def launch_wide(
+    x_TD: torch.Tensor,
+    weight_ED: torch.Tensor,
+    scales: Fp8Scales | None,
+    out: torch.Tensor,
+    config: SkinnyConfig,
+) -> torch.Tensor:
+    """Runs the kernel of a config with `cols` into out [Z, T, E], [T, E] or [T, I].
+
+    SwiGLU where out has half as many columns as the weight has rows; I is a multiple of 8 then.
+    """
+    (T, D), E = x_TD.shape, out.shape[-1]
+    swiglu = weight_ED.shape[0] == 2 * E
+    height = sub_tile_rows(config)
+    outputs = config.rows // 2 if swiglu else config.rows
+    num_k = split_width(D, config.num_splits, config.block_k) // config.block_k
+    dtype = gluon_dtype(x_TD)
+    wide_linear_kernel[(cdiv(T, config.cols) * cdiv(E, outputs) * config.num_splits,)](
+        _weight_descriptor(weight_ED, height, config.block_k, swiglu, dtype),
+        _descriptor(x_TD, x_TD.shape, x_TD.stride(), [config.cols, config.block_k], dtype),
+        *(scales or (out, out)),  # pointers that are not read
+        out,
+        *(T, E, config.num_splits, num_k),
+        SUB=config.rows // height,
+        ROWS=height,
+        COLS=config.cols,
+        BLOCK_K=config.block_k,
+        STAGES=config.num_stages,
+        SWIGLU=swiglu,
+        PDL=config.pdl,
+        FP8=scales is not None,
+        num_warps=config.num_warps,
+        **({"launch_pdl": True} if config.pdl else {}),
+    )
+    return out
+
+
+def gluon_dtype(x: torch.Tensor) -> gl.dtype:
+    """What a descriptor of x holds."""
+    return {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, FP8: gl.float8e4nv}[x.dtype]
+
+
+def sub_tile_rows(config: SkinnyConfig) -> int:
+    """128 where two warpgroups can take 64 rows each, so that both read x once; else 64."""
+    return 128 if config.num_warps == 8 and config.rows % 128 == 0 else 64
+
+
+def _weight_descriptor(
+    weight_ED: torch.Tensor, height: int, block_k: int, swiglu: bool, dtype: gl.dtype
+) -> TensorDescriptor:
+    """A TMA view of sub-tiles [height, block_k]; SwiGLU: of 8 gate rows, their 8 up rows, ..
+
+    A thread of a warp that has 16 rows of products holds rows r and r + 8: a gate and its up.
+    """
+    (E, D), stride = weight_ED.shape, weight_ED.stride(0)
+    if not swiglu:
+        return _descriptor(weight_ED, (E, D), (stride, 1), [height, block_k], dtype)
+    shape, strides = (E // 2 // PAIR, 2, PAIR, D), (PAIR * stride, E // 2 * stride, stride, 1)
+    box = [height // (2 * PAIR), 2, PAIR, block_k]
+    return _descriptor(weight_ED, shape, strides, box, dtype)
+
+
+def _descriptor(tensor: torch.Tensor, shape: Any, strides: Any, box: list[int], dtype: gl.dtype):
+    layout = gl.NVMMASharedLayout.get_default_for(box, dtype)
+    return TensorDescriptor(tensor, list(shape), list(strides), box, layout)
+
+
+@gluon.jit
+def _load_weights(desc, row, col, ready, smem, slot, live, SUB: gl.constexpr, ROWS: gl.constexpr):
+    for s in gl.static_range(SUB):
+        if len(desc.block_shape) == 4:
+            at = [row // 16 + s * (ROWS // 16), 0, 0, col]
+        else:
+            at = [row + s * ROWS, col]
+        tma.async_copy_global_to_shared(desc, at, ready, smem.index(slot * SUB + s), pred=live)
+
+
+@gluon.jit
+def _wait(accs, NUM_PENDING: gl.constexpr):
+    """Until at most so many products are in flight; a tuple as it was given."""
+    done = warpgroup_mma_wait(NUM_PENDING, deps=accs)
+    if len(accs) == 1:
+        done = (done,)
+    return done
+
+
+@gluon.jit
+def _scaled(acc, x_scale, w_scale, row, t, T, E, ACC: gl.constexpr, SWIGLU: gl.constexpr):
+    """Sums of FP8 products times the scales of their rows; E of up rows stand behind the gates'."""
+    r = row + gl.arange(0, acc.shape[0], gl.SliceLayout(1, ACC))
+    t = t + gl.arange(0, acc.shape[1], gl.SliceLayout(0, ACC))
+    live = r < E
+    if SWIGLU:
+        m = r - row
+        r = row + m // 16 * 8 + m % 8
+        live = r < E
+        r += m // 8 % 2 * E
+    of_w = gl.load(w_scale + r, mask=live, other=0.0)
+    return acc * of_w[:, None] * gl.load(x_scale + t, mask=t < T, other=0.0)[None, :]
+
+
+@gluon.jit
+def _store(acc, out, row, t, split, T, E, SWIGLU: gl.constexpr):
+    """A sub-tile's results; each warp writes runs of consecutive outputs of one row of x."""
+    ROWS: gl.constexpr = acc.shape[0] // 2 if SWIGLU else acc.shape[0]
+    COLS: gl.constexpr = acc.shape[1]
+    VEC: gl.constexpr = 128 // out.dtype.element_ty.primitive_bitwidth
+    ALONG: gl.constexpr = min(32, ROWS // VEC)
+    OUT: gl.constexpr = gl.BlockedLayout(
+        [VEC, 1], [ALONG, 32 // ALONG], [1, gl.num_warps()], [0, 1]
+    )
+    if SWIGLU:
+        pairs = acc.reshape([ROWS // 8, 2, 8, COLS]).permute([0, 2, 3, 1])
+        gate, up = gl.split(pairs)
+        acc = (gate / (1.0 + gl.exp(-gate)) * up).reshape([ROWS, COLS])
+    y = gl.convert_layout(acc.to(out.dtype.element_ty), OUT)
+    r = row + gl.arange(0, ROWS, gl.SliceLayout(1, OUT))
+    t = t + gl.arange(0, COLS, gl.SliceLayout(0, OUT))
+    at = (split * T + t).to(gl.int64) * E
+    gl.store(out + at[None, :] + r[:, None], y, mask=(r < E)[:, None] & (t < T)[None, :])
+
+
+@gluon.jit(do_not_specialize=["T", "num_splits", "num_k"])
+def wide_linear_kernel(
+    w_desc,
+    x_desc,
+    x_scale,
+    w_scale,
+    out,
+    T,
+    E,
+    num_splits,
+    num_k,
+    SUB: gl.constexpr,
+    ROWS: gl.constexpr,
+    COLS: gl.constexpr,
+    BLOCK_K: gl.constexpr,
+    STAGES: gl.constexpr,
+    SWIGLU: gl.constexpr,
+    PDL: gl.constexpr,
+    FP8: gl.constexpr,
+):
+    """One tile of SUB * ROWS weight rows and COLS rows of x, over one split of k. Neighbouring CTAs
+    share weights. ROWS are 64 per warpgroup along the rows; the other warpgroups divide COLS."""
+    TALL: gl.constexpr = ROWS // 16
+    BYTES: gl.constexpr = w_desc.dtype.primitive_bitwidth // 8
+    ACC: gl.constexpr = gl.NVMMADistributedLayout(
+        [3, 0], [TALL, gl.num_warps() // TALL], [16, COLS * TALL // gl.num_warps(), 32 // BYTES]
+    )
+    STAGE_BYTES: gl.constexpr = (SUB * ROWS + COLS) * BLOCK_K * BYTES
+    W: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, BLOCK_K], w_desc.dtype)
+    w_smem = gl.allocate_shared_memory(
+        w_desc.dtype, [STAGES * SUB] + w_desc.block_shape, w_desc.layout
+    )
+    x_smem = gl.allocate_shared_memory(x_desc.dtype, [STAGES, COLS, BLOCK_K], x_desc.layout)
+    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for s in gl.static_range(STAGES):
+        mbarrier.init(ready.index(s), count=1)
+    fence_async_shared()
+
+    x_tiles = (T + COLS - 1) // COLS
+    t = gl.program_id(0) % x_tiles * COLS
+    split = gl.program_id(0) // x_tiles % num_splits
+    tile = gl.program_id(0) // x_tiles // num_splits
+    row = tile * (SUB * ROWS)
+    col = split * num_k * BLOCK_K
+    for s in gl.static_range(STAGES):
+        bar = ready.index(s)
+        mbarrier.expect(bar, STAGE_BYTES, pred=s < num_k)
+        _load_weights(w_desc, row, col + s * BLOCK_K, bar, w_smem, s, s < num_k, SUB, ROWS)
+    if PDL > 0:
+        gdc_wait()
+    for s in gl.static_range(STAGES):
+        at = [t, col + s * BLOCK_K]
+        tma.async_copy_global_to_shared(x_desc, at, ready.index(s), x_smem.index(s), s < num_k)
+    if PDL == 2:
+        gdc_launch_dependents()
+
+    accs = (gl.zeros([ROWS, COLS], gl.float32, ACC),) * SUB
+    slot = row * 0
+    phase = row * 0
+    before = row * 0 + STAGES - 1
+    for k in range(num_k):
+        mbarrier.wait(ready.index(slot), phase)
+        x_t = x_smem.index(slot).permute((1, 0))
+        sums = ()
+        for s in gl.static_range(SUB):
+            w = w_smem.index(slot * SUB + s)._reinterpret(w_desc.dtype, [ROWS, BLOCK_K], W)
+            sums = sums + (warpgroup_mma(w, x_t, accs[s], is_async=True),)
+        accs = _wait(sums, SUB)
+        # The block before is multiplied, so its slot is free: the compiler puts a barrier between
+        # wgmma's reads and these writes.
+        refill = k + STAGES - 1
+        live = (k > 0) & (refill < num_k)
+        bar = ready.index(before)
+        mbarrier.expect(bar, STAGE_BYTES, pred=live)
+        next_col = col + refill * BLOCK_K
+        _load_weights(w_desc, row, next_col, bar, w_smem, before, live, SUB, ROWS)
+        tma.async_copy_global_to_shared(x_desc, [t, next_col], bar, x_smem.index(before), live)
+        if PDL == 1:  # noqa: SIM102 (a compile-time test around one at run time)
+            if refill + 1 >= num_k:
+                gdc_launch_dependents()
+        before = slot
+        slot += 1
+        wrap = slot == STAGES
+        phase = gl.where(wrap, phase ^ 1, phase)
+        slot = gl.where(wrap, 0, slot)
+
+    accs = _wait(accs, 0)
+    OUTPUTS: gl.constexpr = ROWS // 2 if SWIGLU else ROWS
+    for s in gl.static_range(SUB):
+        y = accs[s]
+        out_row = (tile * SUB + s) * OUTPUTS
+        if FP8:
+            y = _scaled(y, x_scale, w_scale, out_row, t, T, E, ACC, SWIGLU)
+        _store(y, out, out_row, t, split, T, E, SWIGLU)

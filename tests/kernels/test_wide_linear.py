@@ -1,0 +1,196 @@
+"""The GEMM of 65 to 256 rows against float64 products, with NaN around every input and output."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from graphengine.kernels.fp8 import Fp8Scales, quantize_rows_fp8, round_rows_fp8, widened
+from graphengine.kernels.skinny_config import (
+    PDL_EARLY,
+    PDL_LATE,
+    PDL_OFF,
+    SkinnyConfig,
+    rule_config,
+    split_width,
+)
+from graphengine.kernels.skinny_linear import (
+    skinny_linear,
+    skinny_linear_partials,
+    skinny_linear_partials_reference,
+    skinny_swiglu,
+)
+from tests.kernels.test_skinny_linear import ROUNDING, make
+
+pytestmark = pytest.mark.usefixtures("poisoned_outputs")
+
+CONFIGS = [
+    SkinnyConfig(192, 64, 4, 1, 1, 8, PDL_LATE, cols=256),
+    SkinnyConfig(192, 64, 3, 1, 1, 4, PDL_OFF, cols=128),
+    SkinnyConfig(128, 64, 4, 1, 1, 8, PDL_EARLY, cols=256),
+    SkinnyConfig(256, 64, 3, 1, 1, 8, cols=128),
+    SkinnyConfig(192, 32, 5, 1, 1, 4, cols=128),
+    SkinnyConfig(64, 64, 3, 1, 1, 4, cols=256),
+]
+SHAPES = [
+    (65, 200, 136),  # tiles of rows, of x and of k with parts past the end
+    (100, 129, 64),  # fewer blocks of k than stages; rows of outputs that no vector store takes
+    (128, 1544, 192),
+    (129, 77, 1000),
+    (200, 392, 264),
+    (240, 576, 640),
+    (256, 1000, 1024),
+]
+
+
+def assert_close(got: torch.Tensor, expected: torch.Tensor) -> None:
+    rtol = ROUNDING.get(got.dtype, 1e-5)
+    torch.testing.assert_close(got.double(), expected, rtol=rtol, atol=1e-4)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("config", CONFIGS)
+@pytest.mark.parametrize(("T", "E", "D"), SHAPES)
+def test_partials(config, T, E, D) -> None:
+    """Bug: a slot refilled while its block is still being multiplied, a tile that takes another
+    one's rows, a split its neighbour's columns, an element left unwritten or written twice."""
+    x, weight = make("cuda", T, E, D)
+    for num_splits in (1, 3):
+        partials = skinny_linear_partials(x, weight, num_splits, config)
+        assert partials.shape == (num_splits, T, E)
+        width = split_width(D, num_splits, config.block_k)
+        for z in range(num_splits):
+            columns = slice(z * width, (z + 1) * width)
+            assert_close(partials[z], x[:, columns].double() @ weight[:, columns].double().T)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("config", CONFIGS)
+def test_linear_and_swiglu(config, dtype) -> None:
+    """Bug: a dtype read as another, gate paired with the up row of another output, the outputs of
+    one sub-tile written over another's."""
+    for T, E, D in SHAPES:
+        x, weight = make("cuda", T, E, D, dtype)
+        y = skinny_linear(x, weight, config)
+        assert y.dtype == dtype
+        assert_close(y, x.double() @ weight.double().T)
+        x, gate_up = make("cuda", T, 2 * (E // 8 * 8), D, dtype)
+        gate, up = (x.double() @ gate_up.double().T).chunk(2, dim=-1)
+        assert_close(skinny_swiglu(x, gate_up, config), F.silu(gate) * up)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("config", CONFIGS)
+def test_fp8(config) -> None:
+    """Bug: the scale of another row, or of the gate for its up."""
+    config = config._replace(block_k=2 * config.block_k)
+    for T, E, D in [(65, 200, 144), (129, 1536, 512), (256, 400, 1024)]:
+        x, weight = make("cuda", T, 2 * E, D)
+        rows, x_scale = round_rows_fp8(x)
+        quantized, w_scale = quantize_rows_fp8(weight)
+        scales = Fp8Scales(x_scale, w_scale)
+        wide_x, wide_weight = (y.double() for y in widened(rows, quantized, scales))
+        exact = wide_x @ wide_weight.T
+        # The tensor cores add FP8 products to 14 bits or so.
+        partials = skinny_linear_partials(rows, quantized, 2, config, scales)
+        torch.testing.assert_close(partials.sum(0).double(), exact, rtol=2**-7, atol=2**-7)
+        y = skinny_linear(rows, quantized, config, scales)
+        torch.testing.assert_close(y.double(), exact, rtol=2**-7, atol=2**-7)
+        gate, up = exact.chunk(2, dim=-1)
+        act = skinny_swiglu(rows, quantized, config, scales)
+        torch.testing.assert_close(act.double(), F.silu(gate) * up, rtol=2**-6, atol=2**-6)
+
+
+@pytest.mark.gpu
+def test_swiglu_of_large_gates() -> None:
+    """Bug: exp(-gate) overflows to inf / inf, NaN where silu is 0."""
+    x = torch.full((65, 64), 30.0, device="cuda").bfloat16()
+    gate_up = torch.ones(16, 64, device="cuda").bfloat16()
+    gate_up[0] = -1
+    act = skinny_swiglu(x, gate_up, CONFIGS[0])
+    assert (act[:, 0] == 0).all()
+    assert (act[:, 1:] > 1e6).all()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("config", CONFIGS)
+def test_same_bits_every_time(config) -> None:
+    """Bug: a block of k that is multiplied before it has arrived, now and then; or rows that come
+    out differently beside other rows."""
+    x, weight = make("cuda", 256, 12288, 2048)
+    first = skinny_linear_partials(x, weight, 2, config)
+    for _ in range(20):
+        assert torch.equal(first, skinny_linear_partials(x, weight, 2, config))
+    assert torch.equal(first[:, 3:80], skinny_linear_partials(x[3:80], weight, 2, config))
+    assert_close(first.sum(0), x.double() @ weight.double().T)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("pdl", [PDL_OFF, PDL_LATE, PDL_EARLY])
+def test_a_captured_chain_reads_this_replay(pdl) -> None:
+    """Bug: an activation read before the wait: a replay computes with the last replay's values."""
+    torch.use_deterministic_algorithms(False)  # its fill kernels would stand between the GEMMs
+    T, D = 256, 4096
+    weights = [torch.randn(D, D, device="cuda").bfloat16() / 64 for _ in range(4)]
+    gate_up = torch.randn(2 * D, D, device="cuda").bfloat16() / 64
+    x = torch.randn(T, D, device="cuda").bfloat16()
+
+    def chain(x: torch.Tensor) -> torch.Tensor:
+        for i, weight in enumerate(weights):
+            x = skinny_linear(x, weight, CONFIGS[2 * (i % 3)]._replace(pdl=pdl))
+        return skinny_swiglu(x, gate_up, CONFIGS[0]._replace(pdl=pdl))
+
+    chain(x)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = chain(x)
+    for _ in range(20):
+        x.normal_()
+        expected = x
+        for weight in weights:
+            expected = (expected.double() @ weight.double().T).bfloat16()
+        gate, up = (expected.double() @ gate_up.double().T).chunk(2, dim=-1)
+        graph.replay()
+        expected = (F.silu(gate) * up).bfloat16()
+        torch.testing.assert_close(y, expected, rtol=5e-2, atol=5e-2)
+
+
+@pytest.mark.gpu
+def test_refuses_what_it_cannot_address() -> None:
+    """Bug: rows of 200 bytes or in fp32 read as something else; a gate paired with a gate."""
+    x, weight = make("cuda", 70, 64, 100)
+    with pytest.raises(ValueError, match="16 bytes"):
+        skinny_linear(x, weight, CONFIGS[0])
+    x, weight = make("cuda", 70, 64, 128, torch.float32)
+    with pytest.raises(ValueError, match="16 bits"):
+        skinny_linear(x, weight, CONFIGS[0])
+    x, weight = make("cuda", 70, 2 * 12, 128)
+    with pytest.raises(ValueError, match="multiple of 8"):
+        skinny_swiglu(x, weight, CONFIGS[0])
+
+
+def test_more_rows_than_a_skinny_tile() -> None:
+    """Bug: 129 rows reach a kernel whose tile holds 128, or a config with cols runs a kernel on a
+    machine that has none for it."""
+    x, weight = make("cpu", 129, 24, 72)
+    with pytest.raises(ValueError, match="cols"):
+        skinny_linear(x, weight, SkinnyConfig())
+    config = rule_config(129, 24, 72, 2, False)
+    assert config.cols >= 129
+    assert_close(skinny_linear(x, weight), x.double() @ weight.double().T)
+    expected = skinny_linear_partials_reference(x, weight, config._replace(num_splits=2))
+    assert torch.equal(skinny_linear_partials(x, weight, 2), expected)
+
+
+def test_fp8_rows_of_a_wide_config() -> None:
+    """Bug: rows rounded to one FP8 row are taken for half of a split pair, or the other way."""
+    x, weight = make("cpu", 70, 40, 64)
+    (rows, x_scale), (quantized, w_scale) = round_rows_fp8(x), quantize_rows_fp8(weight)
+    scales = Fp8Scales(x_scale, w_scale)
+    y = skinny_linear(rows, quantized, CONFIGS[0], scales)
+    torch.testing.assert_close(y.float(), x.float() @ weight.float().T, rtol=0.1, atol=0.2)
+    with pytest.raises(ValueError, match=r"need \[T, D\]"):
+        skinny_linear(rows[None], quantized, CONFIGS[0], scales)
+    with pytest.raises(ValueError, match=r"need \[2, T, D\]"):
+        skinny_linear(rows, quantized, SkinnyConfig(), scales)

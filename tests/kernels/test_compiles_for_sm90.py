@@ -100,10 +100,10 @@ def normalise(T: int, D: int, Z: int) -> None:
 
 
 def advance(B: int, G: int) -> None:
-    rows, counts = (ints(B * G), ints(B * G)), ints(B, dtype=torch.int32)
-    table = ints(B, 9, dtype=torch.int32)
+    rows, start = [ints(B * G) for _ in range(4)], ints(B, dtype=torch.int32)
+    table, results = ints(B, 9, dtype=torch.int32), ints(B, accept.NUM_RESULTS * (G + 1))
     accept.accept_and_advance_(
-        ints(B, G), ints(B, G), counts, table, ints(B, G), *rows, counts, 7, 16
+        ints(B, G), ints(B, G), start, table, ints(B, G), *rows, ints(B), results, 7, 16
     )
 
 

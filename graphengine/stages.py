@@ -29,7 +29,7 @@ from graphengine.capture.runners import (
     capture_piecewise,
     capture_piecewise_pair,
 )
-from graphengine.capture.steps import Step
+from graphengine.capture.steps import Carry, Step
 from graphengine.config import GraphMode
 from graphengine.profiles import ranges
 
@@ -111,9 +111,11 @@ def eager_stages(parts: list[Part], ahead: list[Step]) -> Stages:
     """Every step is called; on the CPU, in mode none, and to warm up before a capture."""
     first = EagerRunner(ahead, lambda: ()) if ahead else None
 
+    def source() -> Carry:
+        """What `ahead` has left: a draft continues it, a verify begins anew."""
+        return first.carry if first is not None else ()
+
     def make(part: Part) -> tuple[Runner, Runner]:
-        # The draft continues what `ahead` has left; a verify begins anew.
-        source = (lambda: first.carry) if first else (lambda: ())
         runner = EagerRunner(part.steps, source)
         is_same = part.sampled is part.steps
         return runner, runner if is_same else EagerRunner(part.sampled, source)

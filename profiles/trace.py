@@ -143,7 +143,7 @@ class _ChainNames:
     execution."""
 
     def __init__(self, graph: str) -> None:
-        self._is_step = graph == ranges.SPECULATE
+        self._is_step = self._is_drafting = graph == ranges.SPECULATE
         self._chain, self._layer = "draft" if self._is_step else graph, 0
         self._after_attention = False
         self._has_chosen = self._has_accepted = False  # argmax has run; accept has
@@ -159,8 +159,9 @@ class _ChainNames:
             return ranges.DRAFT_CONTEXT, "dense"
         if _ARGMAX_KERNEL.search(kernel):
             self._has_chosen = True
-        elif self._is_step and self._has_chosen and _EMBEDDING_KERNEL.search(kernel):
-            self._chain, self._layer, self._has_chosen = "verify", 0, False
+        elif self._is_drafting and self._has_chosen and _EMBEDDING_KERNEL.search(kernel):
+            self._chain, self._layer = "verify", 0
+            self._is_drafting = self._has_chosen = False
         if _ACCEPT_KERNEL.search(kernel):
             self._has_chosen = self._has_accepted = True
         if self._has_chosen and self._chain in ("verify", "decode"):

@@ -438,7 +438,7 @@ def test_one_captured_tail_serves_every_mix() -> None:
 def test_two_ends_of_one_captured_chain() -> None:
     """Bug: the other end replays the first end too, or reads a carry that is not the chain's."""
     log: list[str] = []
-    memory = torch.zeros(3)
+    memory = torch.zeros(4)
 
     class Recorded:
         def __init__(self, steps: Any, carry: Any) -> None:

@@ -117,11 +117,10 @@ def test_the_draft_may_be_the_block_itself(device) -> None:
     block = torch.tensor([[1, 5, 6, 0]], device=device)
     start = torch.tensor([3], dtype=torch.int32, device=device)
     table = torch.tensor([[4, 2]], dtype=torch.int32, device=device)
-    positions, slots, *context = torch.zeros(4, 4, dtype=torch.int64, device=device)
+    rows = positions, slots, *_ = tuple(torch.zeros(4, 4, dtype=torch.int64, device=device))
     step, words = torch.zeros(1, 11, dtype=torch.int64, device=device).split((1, 10), dim=1)
-    accept_and_advance_(
-        block, target, start, table, block, positions, slots, *context, step[0], words, MASK, 8
-    )
+    state: list[torch.Tensor] = [start, table, block, *rows, step[0], words]
+    accept_and_advance_(block, target, *state, mask_token_id=MASK, page_size=8)
     assert words[0].tolist() == [5, 6, 7, 8, 2, *[0] * 5]
     assert block.tolist() == [[7, MASK, MASK, MASK]]
     assert positions.tolist() == [6, 7, 8, 9]
@@ -184,18 +183,10 @@ def test_results_of_a_step(device, step) -> None:
 
 def run_words(device, draft, target, start, table, step):
     G = draft.shape[1]
-    rows = [torch.zeros(G, dtype=torch.int64, device=device) for _ in range(5)]
+    block, *rows = torch.zeros(5, G, dtype=torch.int64, device=device)
     words = torch.full((1, NUM_RESULTS * (G + 1)), POISON, device=device)
+    state = [start.int(), table.int(), block[None], *rows, torch.tensor([step]), words]
     accept_and_advance_(
-        draft.to(device),
-        target.to(device),
-        start.int().to(device),
-        table.int().to(device),
-        rows[0][None],
-        *rows[1:],
-        torch.tensor([step], device=device),
-        words,
-        MASK,
-        4,
+        *(x.to(device) for x in (draft, target, *state)), mask_token_id=MASK, page_size=4
     )
     return words.cpu()

@@ -102,9 +102,8 @@ def normalise(T: int, D: int, Z: int) -> None:
 def advance(B: int, G: int) -> None:
     rows, start = [ints(B * G) for _ in range(4)], ints(B, dtype=torch.int32)
     table, results = ints(B, 9, dtype=torch.int32), ints(B, accept.NUM_RESULTS * (G + 1))
-    accept.accept_and_advance_(
-        ints(B, G), ints(B, G), start, table, ints(B, G), *rows, ints(B), results, 7, 16
-    )
+    state = [start, table, ints(B, G), *rows, ints(B), results]
+    accept.accept_and_advance_(ints(B, G), ints(B, G), *state, mask_token_id=7, page_size=16)
 
 
 def draw(T: int, B: int, dtype: torch.dtype) -> None:

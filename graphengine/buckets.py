@@ -42,7 +42,6 @@ from graphengine.simulate import Simulation
 from graphengine.stages import (
     Chains,
     Stage,
-    ahead_of,
     captured_stages,
     eager_stages,
     planned,
@@ -130,21 +129,18 @@ def build_buckets(
         verify_attention = attention(target.config, AttentionRule(causal=True), views.block)
         draft_attentions: dict[AttentionRule, Attention] = {}
         if own:
-            for rule in own.config.attention_rules:
-                if rule not in draft_attentions:
-                    draft_attentions[rule] = attention(own.config.model, rule, views.draft_block)
+            for rule in dict.fromkeys(own.config.attention_rules):
+                draft_attentions[rule] = attention(own.config.model, rule, views.draft_block)
         attentions = (verify_attention, *draft_attentions.values())
         chains = _chains(
             config, target, own, views, verify_attention, draft_attentions, segments, simulation
         )
+        cut = whole(chains)
         if config.plans_attention:
             blocks = (views.block, views.draft_block)
-            parts = planned(chains, verify_attention, attentions[1:], *blocks)
-            to_run_ahead = ahead_of(chains)
-        else:
-            parts, to_run_ahead = whole(chains), []
+            cut = planned(chains, verify_attention, attentions[1:], *blocks)
 
-        built = eager_stages(parts, to_run_ahead)
+        built = eager_stages(cut)
         began = time.perf_counter()
         runs_ahead = device.type == "cuda" or config.compile
 
@@ -173,7 +169,7 @@ def build_buckets(
         if pool is not None:
             progress(f"capturing bucket {size}")
             began = time.perf_counter()
-            built = captured_stages(parts, to_run_ahead, config.graph_mode, pool)
+            built = captured_stages(cut, config.graph_mode, pool)
             torch.cuda.synchronize()
             times.capture_s += time.perf_counter() - began
         buffers.clear_()

@@ -54,6 +54,13 @@ class Part(NamedTuple):
     block: int = 1  # rows of a request in those attentions
 
 
+class Cut(NamedTuple):
+    """A step as parts, and the steps of its stage `ahead`, if it has one."""
+
+    parts: list[Part]
+    ahead: list[Step]
+
+
 class Stage(NamedTuple):
     """What one call launches, in its NVTX range."""
 
@@ -71,10 +78,10 @@ class Stages(NamedTuple):
     ahead: Runner | None
 
 
-def whole(chains: Chains) -> list[Part]:
+def whole(chains: Chains) -> Cut:
     """A step in one part."""
     name = ranges.SPECULATE if chains.draft else "decode"
-    return [_part(chains, name, [*chains.draft, *chains.verify, *chains.context])]
+    return Cut([_part(chains, name, [*chains.draft, *chains.verify, *chains.context])], [])
 
 
 def planned(
@@ -83,21 +90,15 @@ def planned(
     draft_attentions: Sequence[Attention],
     block: int,
     draft_block: int,
-) -> list[Part]:
-    """A step cut in front of everything that must be planned, without its stage `ahead`."""
-    name = "verify" if chains.draft else "decode"
-    verify = _part(chains, name, chains.verify)._replace(
-        attentions=(verify_attention,), block=block
-    )
+) -> Cut:
+    """A step cut in front of everything that must be planned."""
+    verify = _part(chains, "verify" if chains.draft else "decode", chains.verify)
+    verify = verify._replace(attentions=(verify_attention,), block=block)
     if not chains.draft:
-        return [verify]
-    rest = chains.draft[1:]
-    return [Part("draft", rest, rest, tuple(draft_attentions), draft_block), verify]
-
-
-def ahead_of(chains: Chains) -> list[Step]:
-    """The steps of the stage `ahead`; none without a drafter."""
-    return [*chains.context, *chains.draft[:1]]
+        return Cut([verify], [])
+    head, *rest = chains.draft
+    draft = Part("draft", rest, rest, tuple(draft_attentions), draft_block)
+    return Cut([draft, verify], [*chains.context, head])
 
 
 def _part(chains: Chains, name: str, steps: list[Step]) -> Part:
@@ -107,28 +108,26 @@ def _part(chains: Chains, name: str, steps: list[Step]) -> Part:
     return Part(name, steps, [other if step is accept else step for step in steps])
 
 
-def eager_stages(parts: list[Part], ahead: list[Step]) -> Stages:
+def eager_stages(cut: Cut) -> Stages:
     """Every step is called; on the CPU, in mode none, and to warm up before a capture."""
-    first = EagerRunner(ahead, lambda: ()) if ahead else None
+    ahead = EagerRunner(cut.ahead, lambda: ()) if cut.ahead else None
 
     def source() -> Carry:
         """What `ahead` has left: a draft continues it, a verify begins anew."""
-        return first.carry if first is not None else ()
+        return ahead.carry if ahead is not None else ()
 
     def make(part: Part) -> tuple[Runner, Runner]:
         runner = EagerRunner(part.steps, source)
         is_same = part.sampled is part.steps
         return runner, runner if is_same else EagerRunner(part.sampled, source)
 
-    return _stages(parts, first, make)
+    return _stages(cut, ahead, make)
 
 
-def captured_stages(
-    parts: list[Part], ahead: list[Step], graph_mode: GraphMode, pool: GraphPool
-) -> Stages:
+def captured_stages(cut: Cut, graph_mode: GraphMode, pool: GraphPool) -> Stages:
     """A part is one graph in mode full, else a graph for each of its dense steps."""
-    first = capture_piecewise(ahead, (), pool) if ahead else None
-    carry = first.carry if first else ()
+    ahead = capture_piecewise(cut.ahead, (), pool) if cut.ahead else None
+    carry = ahead.carry if ahead is not None else ()
 
     def make(part: Part) -> tuple[Runner, Runner]:
         if graph_mode == "piecewise":
@@ -137,13 +136,13 @@ def captured_stages(
         is_same = part.sampled is part.steps
         return runner, runner if is_same else capture_full(part.name, part.sampled, carry, pool)
 
-    return _stages(parts, first, make)
+    return _stages(cut, ahead, make)
 
 
 def _stages(
-    parts: list[Part], ahead: Runner | None, make: Callable[[Part], tuple[Runner, Runner]]
+    cut: Cut, ahead: Runner | None, make: Callable[[Part], tuple[Runner, Runner]]
 ) -> Stages:
-    stages = [Stage(part.name, *make(part), part.attentions, part.block) for part in parts]
+    stages = [Stage(part.name, *make(part), part.attentions, part.block) for part in cut.parts]
     if ahead is not None:
         stages.append(Stage("draft", ahead, ahead))
     return Stages(tuple(stages), ahead)

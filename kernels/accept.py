@@ -239,7 +239,7 @@ def _accept_and_advance_kernel(
     bonus = tl.load(target_ids + b * target_stride + accepted)
     new_start = tl.where(active, old_start + accepted + 1, old_start)
 
-    # Written through to the host's memory at once: the host reads while later kernels run.
+    # .wt, on sm_90 a strong store of system scope: the host reads while later kernels run.
     word, number = results + b * results_stride + step % KEPT * (G + 1), step << 32
     value = target.to(tl.uint32).to(tl.int64)
     tl.store(word + i, number | value, mask=in_block, cache_modifier=".wt")

@@ -174,6 +174,14 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
     qk_norm_rope.supports_pdl.cache_clear()
 
 
+def test_results_are_written_through(compiled: list[Any]) -> None:
+    """Bug: the compiler makes ordinary stores of the words that the host looks for, which may then
+    wait on the device for the end of a graph."""
+    advance(3, 16)
+    (kernel,) = compiled
+    assert kernel.asm["ptx"].count("st.global.wt.b64") == 2
+
+
 @pytest.mark.parametrize("name", LAUNCHES)
 def test_compiles_for_sm90(name: str, compiled: list[Any], tmp_path: Path) -> None:
     """Bug: a kernel that only the interpreter accepts, asks for more shared memory than there is,

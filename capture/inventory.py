@@ -20,7 +20,8 @@ _DOT_PARAMETERS = 1 << 2 | 1 << 3 | 1 << 4  # of kernel, memcpy and memset nodes
 
 
 class Entry(NamedTuple):
-    """One line of the list. Counts and bytes are None where a step is called eagerly."""
+    """One line of the list. Counts and bytes are None where a step is called eagerly; `steps` names
+    those of a chain that is one graph."""
 
     name: str
     launch: Literal["graph", "eager"]
@@ -30,6 +31,7 @@ class Entry(NamedTuple):
     num_nodes: int | None = None
     pool_bytes: int | None = None
     live_bytes: int | None = None
+    steps: tuple[str, ...] = ()
 
 
 def inventory(runner: Runner) -> list[Entry]:
@@ -39,9 +41,12 @@ def inventory(runner: Runner) -> list[Entry]:
     buffers, where every row is padding.
     """
     if isinstance(runner, ReplayRunner):
-        return [_captured(call) for call in runner.calls]
+        entries = [_captured(call) for call in runner.calls]
+        if len(entries) < len(runner.chain):
+            entries[0] = entries[0]._replace(steps=tuple(step.name for step in runner.chain))
+        return entries
     assert isinstance(runner, EagerRunner)
-    entries: list[Entry] = []
+    entries = []
     carry = runner.source()
     for step in runner.chain:
         inputs = shapes(carry)

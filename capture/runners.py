@@ -143,16 +143,24 @@ def capture_piecewise(chain: Chain, carry: Carry, pool: GraphPool) -> ReplayRunn
     return ReplayRunner(chain, calls, carry)
 
 
-def capture_piecewise_ends(
-    chain: Chain, other_end: Step, carry: Carry, pool: GraphPool
+def capture_piecewise_pair(
+    chain: Chain, other: Chain, carry: Carry, pool: GraphPool
 ) -> tuple[ReplayRunner, ReplayRunner]:
-    """A chain, and the same chain with another last step; they share all graphs but that one."""
-    *common, end = chain
-    base = capture_piecewise(common, carry, pool)
-    runners = []
-    for last in (end, other_end):
-        tail = capture_piecewise([last], base.carry, pool)
-        runners.append(ReplayRunner([*common, last], base.calls + tail.calls, tail.carry))
+    """A chain, and the same chain with another step in one place that carries nothing on; they
+    share all graphs but that one. Twice the same runner if there is no other step."""
+    differ = [i for i, (step, its) in enumerate(zip(chain, other, strict=True)) if step is not its]
+    if not differ:
+        runner = capture_piecewise(chain, carry, pool)
+        return runner, runner
+    (place,) = differ
+    before = capture_piecewise(chain[:place], carry, pool)
+    middles = [capture_piecewise([steps[place]], before.carry, pool) for steps in (chain, other)]
+    assert not any(middle.carry for middle in middles)
+    after = capture_piecewise(chain[place + 1 :], (), pool)
+    runners = [
+        ReplayRunner(steps, before.calls + middle.calls + after.calls, after.carry)
+        for steps, middle in zip((chain, other), middles, strict=True)
+    ]
     return runners[0], runners[1]
 
 

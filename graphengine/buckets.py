@@ -1,8 +1,4 @@
-"""A bucket: one batch size, its buffers, its attention plans and its four runners.
-
-A decode step of a bucket is `draft_head, draft, verify, context`. The head (embed + pre(0)) and the
-drafter's context need no plan, so the engine queues them before it waits for the previous result:
-they keep the GPU busy while the host reads, commits and plans.
+"""A bucket: one batch size, its buffers, its attentions and what runs a step of it.
 
 Invariant: everything a graph holds (addresses, shapes, the block's length) belongs to the bucket
 that captured it, and buffers are sized for the largest bucket and the longest block from the start:
@@ -29,15 +25,7 @@ from graphengine.attention import (
 )
 from graphengine.buffers import StepBuffers
 from graphengine.capture.compile import compile_segment
-from graphengine.capture.runners import (
-    EagerRunner,
-    GraphPool,
-    Runner,
-    capture_full,
-    capture_piecewise,
-    capture_piecewise_ends,
-)
-from graphengine.capture.steps import Carry, Step
+from graphengine.capture.runners import GraphPool, Runner
 from graphengine.config import AttentionRule, EngineConfig, ModelConfig
 from graphengine.draft_length import draft_at
 from graphengine.forward import (
@@ -50,8 +38,15 @@ from graphengine.forward import (
     verify_chain,
 )
 from graphengine.kvcache import NULL_PAGE, pages_for
-from graphengine.profiles import ranges
 from graphengine.simulate import Simulation
+from graphengine.stages import (
+    Chains,
+    Stage,
+    captured_stages,
+    eager_stages,
+    planned,
+    whole,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,13 +56,16 @@ class Bucket:
     size: int
     buffers: StepBuffers
     verify_attention: Attention
-    verify: Runner
-    draft_attentions: tuple[Attention, ...] = ()  # one a kind of layer
-    draft_head: Runner | None = None
-    draft: Runner | None = None
-    context: Runner | None = None
-    verify_sampled: Runner | None = None
-    """`verify` with tokens drawn at `StepBuffers.temperature_B`; runs if a request wants it."""
+    draft_attentions: tuple[Attention, ...]  # one a kind of layer
+    stages: tuple[Stage, ...]  # in the order in which a step launches them
+    ahead: Runner | None
+    """The last stage, which is of the next block; a freshly loaded batch runs it once."""
+
+    @property
+    def runners(self) -> list[Runner]:
+        """Of the stages, each behind those whose carry it continues; for tools."""
+        ahead = [] if self.ahead is None else [self.ahead]
+        return ahead + [stage.runner for stage in self.stages if stage.runner is not self.ahead]
 
 
 @dataclass(slots=True)
@@ -128,96 +126,56 @@ def build_buckets(
         def attention(model: ModelConfig, rule: AttentionRule, block: int) -> Attention:
             return _attention(config, model, rule, dtype, workspace, block, views)
 
-        layout = _dummy_layout(size, views.block, config.page_size)
         verify_attention = attention(target.config, AttentionRule(causal=True), views.block)
-        to_plan = [(verify_attention, layout)]
         draft_attentions: dict[AttentionRule, Attention] = {}
-        chains: list[tuple[str, list[Step], bool]] = []  # name, steps, continues the last one
         if own:
-            rules = own.config.attention_rules
-            layout = _dummy_layout(size, views.draft_block, config.page_size)
-            for rule in dict.fromkeys(rules):
+            for rule in dict.fromkeys(own.config.attention_rules):
                 draft_attentions[rule] = attention(own.config.model, rule, views.draft_block)
-                to_plan.append((draft_attentions[rule], layout))
-            by_layer = [draft_attentions[rule] for rule in rules]
-            draft = draft_chain(own, views, by_layer, segments)
-            chains += [(draft[0].name, draft[:1], False), ("draft", draft[1:], True)]
-        verify = verify_chain(
-            target, own, views, verify_attention, config.page_size, segments, simulation
+        attentions = (verify_attention, *draft_attentions.values())
+        chains = _chains(
+            config, target, own, views, verify_attention, draft_attentions, segments, simulation
         )
-        sampled: Runner | None = None
-        sampled_end = None
-        if config.sampling:
-            sampled_end = sampled_accept_step(own, views, config.page_size)
-            sampled = EagerRunner([*verify[:-1], sampled_end], _source(None))
-        chains.append(("verify" if own else "decode", verify, False))
-        if own:
-            context = context_chain(
-                own,
-                views.taps_TC,
-                views.context_positions_T,
-                views.context_slots_T,
-                segments,
-            )
-            chains.append((ranges.DRAFT_CONTEXT, context, False))
+        cut = whole(chains)
+        if config.plans_attention:
+            blocks = (views.block, views.draft_block)
+            cut = planned(chains, verify_attention, attentions[1:], *blocks)
 
-        eager: list[Runner] = []
-        for _, steps, continues in chains:
-            eager.append(EagerRunner(steps, _source(eager[-1] if continues else None)))
-        warmed = [*eager, *([sampled] if sampled else [])]
+        built = eager_stages(cut)
         began = time.perf_counter()
         runs_ahead = device.type == "cuda" or config.compile
+
+        def warm() -> None:
+            for stage in built.stages:
+                stage.runner.run()
+                if stage.sampled is not stage.runner:
+                    stage.sampled.run()
+
         if runs_ahead:
             progress(f"compiling bucket {size}" if config.compile else f"warming bucket {size}")
+            if built.ahead is not None:
+                built.ahead.run()
         if config.compile and workspace is not None:
             # FlashInfer's own compiler may still be at work, and to plan is to wait for it. So
             # Inductor comes first, over attentions that do nothing yet.
-            for runner in warmed:
-                runner.run()
-        for unplanned, layout in to_plan:
-            unplanned.plan(layout)
+            warm()
+        for unplanned in attentions:
+            block = views.block if unplanned is verify_attention else views.draft_block
+            unplanned.plan(_dummy_layout(size, block, config.page_size))
         if runs_ahead:
-            for runner in warmed:
-                runner.run()
+            warm()
             if device.type == "cuda":
                 torch.cuda.synchronize()
             times.compile_s += time.perf_counter() - began
-        runners = eager
         if pool is not None:
             progress(f"capturing bucket {size}")
             began = time.perf_counter()
-            runners = []
-            for name, steps, continues in chains:
-                carry = runners[-1].carry if continues else ()
-                if config.graph_mode == "full":
-                    runners.append(capture_full(name, steps, carry, pool))
-                    if steps is verify and sampled_end is not None:
-                        sampled = capture_full(name, [*verify[:-1], sampled_end], carry, pool)
-                elif steps is verify and sampled_end is not None:
-                    runner, sampled = capture_piecewise_ends(steps, sampled_end, carry, pool)
-                    runners.append(runner)
-                else:
-                    runners.append(capture_piecewise(steps, carry, pool))
+            built = captured_stages(cut, config.graph_mode, pool)
             torch.cuda.synchronize()
             times.capture_s += time.perf_counter() - began
         buffers.clear_()
         if simulation is not None and drawn is not None:
             simulation.step_1.copy_(drawn)
-        if own:
-            planned = tuple(draft_attentions.values())
-            head, draft_runner, verify_runner, context_runner = runners
-            return Bucket(
-                size,
-                views,
-                verify_attention,
-                verify_runner,
-                planned,
-                head,
-                draft_runner,
-                context_runner,
-                sampled,
-            )
-        return Bucket(size, views, verify_attention, runners[0], verify_sampled=sampled)
+        return Bucket(size, views, verify_attention, attentions[1:], *built)
 
     first = config.buckets if ahead is None else ahead
     return Buckets({size: build(size) for size in sorted(first, reverse=True)}, build, pool, times)
@@ -253,10 +211,28 @@ def _attention(
     )
 
 
-def _source(before: Runner | None) -> Callable[[], Carry]:
-    if before is None:
-        return lambda: ()
-    return lambda: before.carry
+def _chains(
+    config: EngineConfig,
+    target: Target,
+    drafter: Drafter | None,
+    views: StepBuffers,
+    verify_attention: Attention,
+    draft_attentions: dict[AttentionRule, Attention],
+    segments: Segments,
+    simulation: Simulation | None,
+) -> Chains:
+    """A bucket's chains over its views of the buffers."""
+    page_size = config.page_size
+    draft, context = [], []
+    if drafter is not None:
+        by_layer = [draft_attentions[rule] for rule in drafter.config.attention_rules]
+        draft = draft_chain(drafter, views, by_layer, segments)
+        context = context_chain(
+            drafter, views.taps_TC, views.context_positions_T, views.context_slots_T, segments
+        )
+    verify = verify_chain(target, drafter, views, verify_attention, page_size, segments, simulation)
+    sampled = sampled_accept_step(drafter, views, page_size) if config.sampling else None
+    return Chains(draft, verify, context, sampled)
 
 
 def _dummy_layout(num_requests: int, block: int, page_size: int) -> Layout:

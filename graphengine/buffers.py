@@ -1,13 +1,13 @@
-"""The device tensors that outlive a replay, at fixed addresses, sized for the largest bucket.
+"""The tensors that outlive a replay, at fixed addresses, sized for the largest bucket.
 
 Everything else on the device is either weights, the K/V pools, or graph-owned and valid only until
 the next replay. A bucket sees the beginning of each tensor's memory: its requests, each with as
 many rows as its own block has, so that what a kernel gets is contiguous whatever the block.
 
 Legend: B requests, G rows of a request in a verify (anchor and drafts), T = B * G rows, W pages per
-request, C = taps * hidden, N / H query heads / head dim. In draft_block_ids, draft_positions,
-draft_slots and draft_attn, G and T count the rows of a draft forward: as many, or one less when the
-anchor's row predicts too (anchor-first drafters).
+request, C = taps * hidden, N / H query heads / head dim, X words of results. In draft_block_ids,
+draft_positions, draft_slots and draft_attn, G and T count the rows of a draft forward: as many, or
+one less when the anchor's row predicts too (anchor-first drafters).
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from graphengine.config import DraftConfig, ModelConfig
+from graphengine.kernels.accept import NUM_RESULTS
 
 
 class StepBuffers(NamedTuple):
@@ -28,13 +29,14 @@ class StepBuffers(NamedTuple):
     the `context_*` pair keeps those of the block verified last, for the drafter's context K/V.
     Where a draft has as many rows as a verify, `draft_block_ids_BG`, `draft_positions_T` and
     `draft_slots_T` are the block's own tensors; else the draft chain copies them.
+    `results_BX` is memory of the host, pinned, that the accept kernel writes and `rows` reads.
     """
 
     block_ids_BG: Tensor  # int64: anchor, MASK, ..; plain decode: the anchor
     draft_ids_BG: Tensor  # int64: anchor, d_1 .. d_{G-1}
-    target_ids_BG: Tensor  # int64: the target's choice after each row
     start_B: Tensor  # int32
-    num_accepted_B: Tensor  # int32
+    step_B: Tensor  # int64: number of the step, equal in all rows
+    results_BX: Tensor  # int64 on the host: words of kernels/accept.py
     page_table_BW: Tensor  # int32
     temperature_B: Tensor  # float32; these four are read by the sampled verify chain alone
     top_p_B: Tensor  # float32
@@ -72,6 +74,11 @@ class StepBuffers(NamedTuple):
         def values(*shape: int) -> Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
 
+        def on_host(*shape: int) -> Tensor:
+            is_gpu = device.type == "cuda"
+            where = torch.device("cpu") if is_gpu else device
+            return torch.zeros(shape, dtype=torch.int64, device=where, pin_memory=is_gpu)
+
         taps = draft.num_taps * draft.tap_size if draft else 0
         heads = (target.num_attention_heads, target.head_dim)
         draft_heads = (draft.model.num_attention_heads, draft.model.head_dim) if draft else (0, 0)
@@ -81,9 +88,9 @@ class StepBuffers(NamedTuple):
             block_ids_BG=block_ids,
             # Without a drafter the block is its own draft.
             draft_ids_BG=ids(max_batch, block) if draft else block_ids,
-            target_ids_BG=ids(max_batch, block),
             start_B=ids(max_batch, kind=torch.int32),
-            num_accepted_B=ids(max_batch, kind=torch.int32),
+            step_B=ids(max_batch),
+            results_BX=on_host(max_batch, NUM_RESULTS * (block + 1)),
             page_table_BW=ids(max_batch, max_pages, kind=torch.int32),
             temperature_B=ids(max_batch, kind=torch.float32),
             top_p_B=ids(max_batch, kind=torch.float32),

@@ -15,9 +15,7 @@ import click
 from graphengine import cli_options as shared
 
 if TYPE_CHECKING:
-    from graphengine.buckets import Bucket
     from graphengine.capture.inventory import Entry
-    from graphengine.capture.runners import Runner
 
 _EPILOG = """\b
 Examples:
@@ -97,7 +95,7 @@ def _graphs(model: str | None, draft: str | None, options: dict[str, Any]) -> No
         listed: dict[int, list[Entry]] = {}
         num_dots = 0
         for size, bucket in engine.built.loop.buckets.items():
-            runners = _runners(bucket)
+            runners = bucket.runners
             listed[size] = [entry for runner in runners for entry in inventory(runner)]
             if options["dot"] is not None:
                 options["dot"].mkdir(parents=True, exist_ok=True)
@@ -124,12 +122,6 @@ def _graphs(model: str | None, draft: str | None, options: dict[str, Any]) -> No
         click.echo(json.dumps(document))
 
 
-def _runners(bucket: Bucket) -> list[Runner]:
-    """A bucket's runners in the order of a step; each may continue the one before."""
-    found = (bucket.draft_head, bucket.draft, bucket.verify, bucket.context)
-    return [runner for runner in found if runner is not None]
-
-
 def _table(listed: dict[int, list[Entry]], show_all: bool) -> Any:
     """Rows of equal graphs of one chain are joined, `verify.01 .. verify.35`, unless show_all."""
     from rich import box
@@ -143,6 +135,8 @@ def _table(listed: dict[int, list[Entry]], show_all: bool) -> Any:
         for group in [[entry] for entry in entries] if show_all else _joined(entries):
             first = group[0]
             name = first.name if len(group) == 1 else f"{first.name} .. {group[-1].name}"
+            if first.steps:
+                name += f": {first.steps[0]} .. {first.steps[-1]}"
             is_graph = first.launch == "graph"
             pool = sum(entry.pool_bytes or 0 for entry in group)
             live = sum(entry.live_bytes or 0 for entry in group)

@@ -1,26 +1,25 @@
 """The decode loop: one speculative step, in the order in which the device sees it.
 
-    launch    plan draft            host: exact lengths -> attention metadata
-              draft                 [anchor, MASK..] -> drafts d_1 .. d_{G-1}
-              plan verify
-              verify, accept        one target forward over the block; counts and takes the bonus
-              results -> host       asynchronous copy, one event
-              context, draft head   of the NEXT block: keep the GPU busy while the host works
-    collect   wait for the event    the only wait of a step
+    launch    draft                 [anchor, MASK..] -> drafts d_1 .. d_{G-1}
+              verify, accept        one target forward over the block; counts and takes the bonus,
+                                    and stores tokens and counts into the host's memory
+              context               the drafter's K/V of the block, while the host reads
+    collect   wait for the results  the only wait of a step
               commit                stop tokens, budgets; pages of finished requests return
 
-Draft, verify, acceptance and the next block's inputs stay on the device. The host follows one copy
-behind and steps in only when the set of running requests changes. Where attention reads its
-lengths on the device there is nothing to plan, and the next step is launched before the last one's
-result is read (`PIPELINE_DEPTH`): the device never waits for the host.
+Draft, verify, acceptance and the next block's inputs stay on the device. The host follows one
+result behind and steps in only when the set of running requests changes. Where attention reads its
+lengths on the device, a step is one launch, and the next step is launched before the last one's
+result is read (`PIPELINE_DEPTH`): the device never waits for the host. Where the host must plan, it
+plans between stages of a step, and `stages` says what the device does meanwhile.
 
 Without a drafter a block is one row, and the same loop decodes plainly. Requests for which
 speculation cannot or should not go on are `fallback`'s business: a second loop beside this one.
 
 Invariant: `Request.start` on the host equals `start_B` on the device whenever a plan is made;
 pages are reserved at admission for everything that a request can write, so no step can fail for
-the lack of memory; a finished request's late writes go to its own pages or the null page, and
-are ordered on the stream before any reuse of them.
+the lack of memory; a finished request's late writes (its results come before its last ones) go to
+its own pages or the null page, and are ordered on the stream before any reuse of them.
 """
 
 from __future__ import annotations
@@ -37,6 +36,7 @@ from graphengine.attention import Layout
 from graphengine.buckets import Bucket
 from graphengine.buffers import StepBuffers
 from graphengine.config import EngineConfig
+from graphengine.kernels.accept import NUM_RESULTS
 from graphengine.kvcache import PageAllocator, pages_for
 from graphengine.metrics import Acceptance
 from graphengine.prefill import Prefill
@@ -45,8 +45,8 @@ from graphengine.request import Request
 from graphengine.rows import Results, load_
 from graphengine.sampling import GREEDY, Sampling
 
-# Steps in flight at most, when nothing must be planned on the host.
-PIPELINE_DEPTH = 2
+# Steps in flight at most, when nothing must be planned on the host: their results are kept apart.
+PIPELINE_DEPTH = NUM_RESULTS
 
 
 class StepOutput(NamedTuple):
@@ -57,10 +57,9 @@ class StepOutput(NamedTuple):
 
 
 class InFlight(NamedTuple):
-    """A launched step: its requests in the order of the rows, the rows of each, its results."""
+    """A launched step: its requests in the order of the rows, and their results."""
 
     requests: list[Request]
-    block: int
     results: Results
 
 
@@ -101,8 +100,7 @@ class DecodeLoop:
         self._next_id = 0
         self._on_gpu = buffers.start_B.is_cuda
         self._depth = 1 if config.plans_attention else PIPELINE_DEPTH
-        self._results = [Results.make(buffers) for _ in range(self._depth)]
-        self._free_results = list(self._results)
+        self._next_step = 1  # its number; never given twice, and cleared results have number 0
 
     # --- requests ---
 
@@ -211,53 +209,35 @@ class DecodeLoop:
                 self._queue_step(self._bucket)
 
     def _queue_step(self, bucket: Bucket) -> None:
-        buffers = bucket.buffers
-        layout = self._layout(bucket.size, buffers.block) if self.config.plans_attention else None
-        if bucket.draft is not None:
-            if layout is not None:
+        """Launches the stages of a step, each behind its plan if it needs one."""
+        results = Results.of(bucket.buffers, self._next_step, len(self.running))
+        self._next_step += 1
+        layouts: dict[int, Layout] = {}  # by rows of a request
+        for stage in bucket.stages:
+            if stage.attentions:
                 with ranges.range_("plan"):
-                    drafted = layout
-                    if buffers.draft_block != buffers.block:
-                        drafted = self._layout(bucket.size, buffers.draft_block)
-                    for attention in bucket.draft_attentions:
-                        attention.plan(drafted)
-            with ranges.range_("draft"):
-                bucket.draft.run()
-        if layout is not None:
-            with ranges.range_("plan"):
-                bucket.verify_attention.plan(layout)
-        verify = bucket.verify
-        if self._is_sampling and bucket.verify_sampled is not None:
-            verify = bucket.verify_sampled
-        with ranges.range_("verify" if bucket.draft else "decode"):
-            verify.run()
-        with ranges.range_("accept"):
-            results = self._free_results.pop()
-            results.copy_(buffers)
-            self._in_flight.append(InFlight(list(self.running), buffers.block, results))
-        if bucket.context is not None and bucket.draft_head is not None:
-            with ranges.range_("draft"):
-                bucket.context.run()
-                bucket.draft_head.run()
+                    if stage.block not in layouts:
+                        layouts[stage.block] = self._layout(bucket.size, stage.block)
+                    for attention in stage.attentions:
+                        attention.plan(layouts[stage.block])
+            with ranges.range_(stage.name):
+                (stage.sampled if self._is_sampling else stage.runner).run()
+        self._in_flight.append(InFlight(list(self.running), results))
 
     def wait(self) -> None:
-        """Waits for the oldest step in flight: the only wait of a step."""
+        """Waits for the results of the oldest step in flight: the only wait of a step."""
         if self._in_flight:
-            ready = self._in_flight[0].results.ready
-            if ready is not None:
-                with ranges.range_("accept"):
-                    ready.synchronize()
+            with ranges.range_("wait"):
+                self._in_flight[0].results.wait()
 
     def collect(self) -> list[StepOutput]:
         """Waits for the oldest step in flight and commits it; nothing if there is none."""
         self.wait()
         if not self._in_flight:
             return []
-        requests, block, results = self._in_flight.popleft()
+        requests, results = self._in_flight.popleft()
         with ranges.range_("commit"):
-            target_ids, num_accepted = results.read(len(requests), block)
-            self._free_results.append(results)
-            return self._commit(requests, target_ids, num_accepted)
+            return self._commit(requests, *results.read())
 
     def _commit(
         self, requests: list[Request], target_ids: list[list[int]], num_accepted: list[int]
@@ -312,7 +292,6 @@ class DecodeLoop:
         if self._on_gpu:
             torch.cuda.synchronize()  # late writes go to pages that nobody owns yet
         self._in_flight.clear()
-        self._free_results = list(self._results)
         self._bucket = None
         self.running = []
         self.waiting.clear()
@@ -364,8 +343,9 @@ class DecodeLoop:
     def _load(self) -> Bucket:
         """Writes the running requests into the smallest bucket that holds them."""
         bucket = self._bucket_of(self._size_for(len(self.running)))
-        load_(bucket.buffers, self.running, self._mask_token_id, self.config.page_size)
+        page_size, first_step = self.config.page_size, self._next_step
+        load_(bucket.buffers, self.running, self._mask_token_id, page_size, first_step)
         self._is_sampling = any(not request.sampling.is_greedy for request in self.running)
-        if bucket.draft_head is not None:
-            bucket.draft_head.run()
+        if bucket.ahead is not None:
+            bucket.ahead.run()
         return bucket

@@ -60,7 +60,7 @@ class PlainLoop(DecodeLoop):
             self._queue_step(bucket)
             self.wait()
             seconds.append(time.perf_counter() - began)
-            self._free_results.append(self._in_flight.popleft().results)
+            self._in_flight.popleft()
         self.running, self._bucket = [], None
         return statistics.median(seconds[1:])
 

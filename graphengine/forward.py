@@ -309,7 +309,7 @@ def verify_chain(
     segments: Segments,
     simulation: Simulation | None = None,
 ) -> list[Step]:
-    """Target forward over the block, acceptance, the next block's inputs, the drafter's context.
+    """Target forward over the block, acceptance, the next block's inputs.
 
     Without a drafter the same chain with one row per request is plain decoding.
     """
@@ -320,10 +320,10 @@ def verify_chain(
 
     def accept(carry: Carry) -> Carry:
         (logits_TV,) = carry
-        buffers.target_ids_BG.copy_(argmax_rows(logits_TV).view_as(buffers.target_ids_BG))
+        target_ids_BG = argmax_rows(logits_TV).view_as(buffers.draft_ids_BG)
         if simulation is not None:
-            segments.simulate(simulation, buffers.draft_ids_BG, buffers.target_ids_BG)
-        _advance_(drafter, buffers, page_size)
+            segments.simulate(simulation, buffers.draft_ids_BG, target_ids_BG)
+        _advance_(drafter, buffers, target_ids_BG, page_size)
         return ()
 
     steps.append(Dense(ranges.ACCEPT, accept))
@@ -341,27 +341,32 @@ def sampled_accept_step(drafter: Drafter | None, buffers: StepBuffers, page_size
 
     def accept(carry: Carry) -> Carry:
         (logits_TV,) = carry
-        drawn = sample_rows(logits_TV, buffers.positions_T, controls)
-        buffers.target_ids_BG.copy_(drawn.view_as(buffers.target_ids_BG))
-        _advance_(drafter, buffers, page_size)
+        drawn_T = sample_rows(logits_TV, buffers.positions_T, controls)
+        _advance_(drafter, buffers, drawn_T.view_as(buffers.draft_ids_BG), page_size)
         return ()
 
     return Dense(ranges.ACCEPT, accept)
 
 
-def _advance_(drafter: Drafter | None, buffers: StepBuffers, page_size: int) -> None:
-    """Accepts drafts that equal the target's tokens. Mutates: the block's and context's buffers."""
-    buffers.context_positions_T.copy_(buffers.positions_T)
-    buffers.context_slots_T.copy_(buffers.slots_T)
+def _advance_(
+    drafter: Drafter | None, buffers: StepBuffers, target_ids_BG: Tensor, page_size: int
+) -> None:
+    """Accepts drafts that equal the target's tokens, and tells the host.
+
+    Mutates: the block's and the context's buffers, the results.
+    """
     accept_and_advance_(
         buffers.draft_ids_BG,
-        buffers.target_ids_BG,
+        target_ids_BG,
         buffers.start_B,
         buffers.page_table_BW,
         buffers.block_ids_BG,
         buffers.positions_T,
         buffers.slots_T,
-        buffers.num_accepted_B,
+        buffers.context_positions_T,
+        buffers.context_slots_T,
+        buffers.step_B,
+        buffers.results_BX,
         # Without a drafter the block has no mask rows; any id will do.
         drafter.config.mask_token_id if drafter else 0,
         page_size,

@@ -1,4 +1,4 @@
-"""Between requests on the host and the rows of a bucket: load them, and where results come back.
+"""Between requests on the host and the rows of a bucket: load them, and read what came of a step.
 
 Why: a bucket's buffers are only what the device needs for its next block, so everything about a
 request that a step reads is written here, in one place, whenever the batch changes. From then on
@@ -6,72 +6,83 @@ the steps keep it current themselves. Invariant: row b holds request b, and ever
 last request is padding: start 0, pages all NULL_PAGE. A row left over from an older batch would
 write into pages that belong to somebody else by now.
 
-Legend: B requests of the bucket, G rows of a block, W pages per request, T = B * G.
+Results come without a copy and without an event: the accept kernel stores words into memory of the
+host that bear the number of their step, and the host looks until all of them do, while the device
+works on. Invariant: no number is given to two steps, or words of an interrupted one could pass.
+
+Legend: B requests of the bucket, G rows of a block, W pages per request, X words of a request.
 """
 
 from __future__ import annotations
 
+import os
+import time
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from graphengine.buffers import StepBuffers
-from graphengine.kernels.accept import next_block
+from graphengine.kernels.accept import NUM_RESULTS, next_block
 from graphengine.kvcache import NULL_PAGE
 from graphengine.request import Request
 from graphengine.sampling import GREEDY, Controls
 
+# How often a wait asks whether the device still works; the answer takes about a microsecond.
+_ASK_EVERY_S = 1e-3
+
 
 class Results(NamedTuple):
-    """Where one step's results land on the host, and when they are there."""
+    """What a step tells the host of its requests, as it comes in."""
 
-    target_ids_cpu: Tensor  # int64 [T], pinned
-    num_accepted_cpu: Tensor  # int32 [B], pinned
-    ready: torch.cuda.Event | None
+    words_BX: Tensor  # int64 [B, G + 1], a view: G target ids and the number accepted
+    number: int  # of the step, as the upper halves of its words hold it
 
     @classmethod
-    def make(cls, buffers: StepBuffers) -> Results:
-        """Room for the largest bucket's results."""
-        on_gpu = buffers.start_B.is_cuda
+    def of(cls, buffers: StepBuffers, step: int, num_requests: int) -> Results:
+        """The results of a bucket's step, launched or about to be."""
+        begin = step % NUM_RESULTS * (buffers.block + 1)
+        words_BX = buffers.results_BX[:num_requests, begin : begin + buffers.block + 1]
+        return cls(words_BX, (step + 2**31) % 2**32 - 2**31)
 
-        def pinned(like: Tensor) -> Tensor:
-            return torch.empty(like.shape, dtype=like.dtype, pin_memory=on_gpu)
+    def are_there(self) -> bool:
+        """Whether the step has written them all."""
+        return bool((self.words_BX >> 32 == self.number).all())
 
-        return cls(
-            pinned(buffers.target_ids_BG.view(-1)),
-            pinned(buffers.num_accepted_B),
-            torch.cuda.Event() if on_gpu else None,
-        )
+    def wait(self) -> None:
+        """Returns as soon as they are there; what the step still does then is not waited for.
 
-    def copy_(self, buffers: StepBuffers) -> None:
-        """Queues the copy of what a step left in a bucket's buffers. Mutates: self."""
-        ids_T, accepted_B = buffers.target_ids_BG.view(-1), buffers.num_accepted_B
-        self.target_ids_cpu[: len(ids_T)].copy_(ids_T, non_blocking=True)
-        self.num_accepted_cpu[: len(accepted_B)].copy_(accepted_B, non_blocking=True)
-        if self.ready is not None:
-            self.ready.record()
-
-    def read(self, num_requests: int, block: int) -> tuple[list[list[int]], list[int]]:
-        """Target ids [B][G] and accepted drafts [B] of the first requests, once it is `ready`.
-
-        Args:
-            block: rows of a request in the bucket that the copy is of.
+        Raises:
+            RuntimeError: the device has failed, or is done and has not written them.
         """
-        ids_T = self.target_ids_cpu[: num_requests * block]
-        return ids_T.view(-1, block).tolist(), self.num_accepted_cpu[:num_requests].tolist()
+        ask_at = time.perf_counter() + _ASK_EVERY_S
+        while not self.are_there():
+            if time.perf_counter() < ask_at:
+                os.sched_yield()
+                continue
+            is_done = not self.words_BX.is_pinned() or torch.cuda.current_stream().query()
+            if is_done and not self.are_there():
+                raise RuntimeError(f"step {self.number} is over and gave no results: a defect")
+            ask_at = time.perf_counter() + _ASK_EVERY_S
+
+    def read(self) -> tuple[list[list[int]], list[int]]:
+        """Target ids [B][G] and accepted drafts [B], once they are there."""
+        values = self.words_BX.to(torch.int32).tolist()
+        return [row[:-1] for row in values], [row[-1] for row in values]
 
 
 def load_(
-    buffers: StepBuffers, requests: list[Request], mask_token_id: int, page_size: int
+    buffers: StepBuffers, requests: list[Request], mask_token_id: int, page_size: int, step: int
 ) -> None:
     """Writes requests into the rows of a bucket, padding behind them: pages, lengths, next block,
-    and, where a request samples, its temperature and the like. Mutates: buffers.
+    and, where a request samples, its temperature and the like. No block was verified last, so the
+    drafter's context, run now, touches only the null page. Mutates: buffers.
 
     Args:
         buffers: the bucket's, of at least as many rows as requests.
         requests: prefilled, with their pages; no step of theirs is in flight.
         mask_token_id: what a block holds behind its anchor.
+        step: the number of the next step.
     """
     device = buffers.start_B.device
     num_rows, width = buffers.page_table_BW.shape
@@ -91,6 +102,9 @@ def load_(
     buffers.block_ids_BG.copy_(block_ids)
     buffers.positions_T.copy_(positions)
     buffers.slots_T.copy_(slots)
+    buffers.context_positions_T.zero_()
+    buffers.context_slots_T.zero_()
+    buffers.step_B.fill_(step)
     if any(not r.sampling.is_greedy for r in requests):
         controls = Controls.upload([r.sampling for r in requests] + [GREEDY] * padding, device)
         buffers.temperature_B.copy_(controls.temperature_B)

@@ -17,8 +17,10 @@ from graphengine.weights import tree_bytes
 
 # FlashInfer allocates this on the device for each wrapper, beside the shared workspace.
 FLASHINFER_WRAPPER_BYTES = 8 << 20
-# The driver's own memory for an instantiated graph of a few kernels (estimate).
+# The driver's own memory for an instantiated graph of a few kernels (estimate), and for those of
+# some hundred kernels that are a whole step, greedy or sampled.
 GRAPH_BYTES = 1 << 20
+STEP_GRAPH_BYTES = 4 << 20
 # Of a sampled row: 256 int64 sums of its threshold's passes, a candidate token of each chunk.
 SAMPLED_ROW_BYTES = 4096
 META = torch.device("meta")
@@ -84,7 +86,7 @@ def graph_bytes(
         num_graphs = sum(m.num_hidden_layers + 3 for m in models)
         total += len(config.buckets) * num_graphs * GRAPH_BYTES
     elif config.graph_mode == "full":
-        total += len(config.buckets) * 4 * GRAPH_BYTES
+        total += len(config.buckets) * (1 + config.sampling) * STEP_GRAPH_BYTES
     return total
 
 

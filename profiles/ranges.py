@@ -11,7 +11,8 @@ Names, for a chain of two attention layers:
 
     verify.00 (dense), verify.L0.attn, verify.01, verify.L1.attn, verify.02
 
-The drafter's chain is preceded by `draft.context`. The accept kernel is `accept`.
+`draft.context` writes the drafter's K/V of a verified block, `accept` is the accept kernel. A whole
+step launched at once is `speculate`, or `decode` without a drafter.
 """
 
 import re
@@ -20,10 +21,13 @@ from typing import Any, Literal, Protocol
 
 DOMAIN = "graphengine"
 
-Chain = Literal["prefill", "decode", "draft", "verify"]
+Chain = Literal["prefill", "decode", "draft", "verify", "speculate"]
 StepClass = Literal["dense", "attention", "host"]
 
-CHAINS: tuple[Chain, ...] = ("prefill", "decode", "draft", "verify")
+SPECULATE = "speculate"
+"""Draft, verify, accept and the drafter's context as one; its steps keep their chains' names."""
+
+CHAINS: tuple[Chain, ...] = ("prefill", "decode", "draft", "verify", SPECULATE)
 
 # The host queues one decode step; every phase of it lies inside.
 STEP = "step"
@@ -39,6 +43,8 @@ HOST_PHASES = (
     "draft",
     "verify",
     "decode",
+    SPECULATE,
+    "wait",
     "accept",
     "commit",
     "detokenize",

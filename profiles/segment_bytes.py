@@ -27,12 +27,15 @@ def segment_bytes(
     if draft is not None:
         model = draft.model
         own = _stack("draft", model, draft.num_draft_ids * model.hidden_size)
-        # The head segment, draft.00, is queued apart from the rest of the chain.
-        own["draft"] = sum(own.values()) - own[ranges.dense_name("draft", 0)]
+        whole = sum(own.values())
+        # Where there are stages, draft.00 is queued apart from the rest of the chain.
+        own["draft"] = whole - own[ranges.dense_name("draft", 0)]
         fc = model.hidden_size * draft.num_taps * target.hidden_size
         context_kv = 2 * model.num_hidden_layers * model.kv_size * model.hidden_size
         own[ranges.DRAFT_CONTEXT] = fc + context_kv
         found |= {name: count * draft_itemsize for name, count in own.items()}
+        of_drafter = (whole + own[ranges.DRAFT_CONTEXT]) * draft_itemsize
+        found[ranges.SPECULATE] = found["verify"] + of_drafter
     return found
 
 

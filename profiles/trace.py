@@ -7,8 +7,9 @@ CUDA graphs, which replay no ranges: the range lies around the replay.
 Invariant: placing never looks at device timestamps, only at the launch. Work that runs late, while
 the host already queues the next step, still belongs to the step that asked for it.
 
-A chain captured as one graph has one launch and one range. With node tracing its kernels are told
-apart by their order and by the names of attention kernels; with graph tracing it is one activity.
+A chain captured as one graph has one launch and one range, and so has a whole step. With node
+tracing its kernels are told apart by their order and by the names of attention, argmax, embedding
+and accept kernels; with graph tracing it is one activity.
 """
 
 import re
@@ -28,7 +29,10 @@ OUTSIDE = "outside"
 _ATTENTION_KERNEL = re.compile(
     r"Batch(Prefill|Decode)|MergeState|PagedKV|fmha|flash_fwd|attention", re.IGNORECASE
 )
-_ACCEPT_KERNEL = re.compile(r"argmax|accept_and_advance")
+_ARGMAX_KERNEL = re.compile(r"argmax")
+_ACCEPT_KERNEL = re.compile(r"accept_and_advance")
+# A forward's first kernel: Inductor's, which names what it fuses, or torch's own.
+_EMBEDDING_KERNEL = re.compile(r"embedding|gather|index_?select", re.IGNORECASE)
 
 
 class HostRange(NamedTuple):
@@ -101,8 +105,8 @@ def busy_class(path: Sequence[str]) -> BusyClass:
     if not path:
         return "other"
     name = path[-1]
-    if name == ranges.ACCEPT:  # a step of the target's chain, or the host's phase of that name
-        return "dense" if {"verify", "decode"} & set(path) else "other"
+    if name == ranges.ACCEPT:  # a step of the target's chain, or, in old traces, a host's phase
+        return "dense" if {"verify", "decode", ranges.SPECULATE} & set(path) else "other"
     if name in ranges.CHAINS:
         return "chain"
     kind = ranges.step_class(name)
@@ -135,11 +139,14 @@ def _paths(trace: Trace) -> dict[Launch, tuple[list[str], int | None]]:
 
 
 class _ChainNames:
-    """Tells the kernels of a chain that is one graph apart, in the order of execution."""
+    """Tells the kernels of a chain, or of a whole step, that is one graph apart, in the order of
+    execution."""
 
-    def __init__(self, chain: str) -> None:
-        self._chain, self._layer = chain, 0
-        self._after_attention = self._accepting = False
+    def __init__(self, graph: str) -> None:
+        self._is_step = self._is_drafting = graph == ranges.SPECULATE
+        self._chain, self._layer = "draft" if self._is_step else graph, 0
+        self._after_attention = False
+        self._has_chosen = self._has_accepted = False  # argmax has run; accept has
 
     def place(self, kernel: str) -> tuple[str, BusyClass]:
         """Name and class of the graph's next kernel."""
@@ -148,8 +155,15 @@ class _ChainNames:
             return ranges.attention_name(self._chain, self._layer), "attention"
         if self._after_attention:
             self._layer, self._after_attention = self._layer + 1, False
-        if self._chain in ("verify", "decode") and _ACCEPT_KERNEL.search(kernel):
-            self._accepting = True
-        if self._accepting:
+        if self._is_step and self._has_accepted:
+            return ranges.DRAFT_CONTEXT, "dense"
+        if _ARGMAX_KERNEL.search(kernel):
+            self._has_chosen = True
+        elif self._is_drafting and self._has_chosen and _EMBEDDING_KERNEL.search(kernel):
+            self._chain, self._layer = "verify", 0
+            self._is_drafting = self._has_chosen = False
+        if _ACCEPT_KERNEL.search(kernel):
+            self._has_chosen = self._has_accepted = True
+        if self._has_chosen and self._chain in ("verify", "decode"):
             return ranges.ACCEPT, "dense"
         return ranges.dense_name(self._chain, self._layer), "dense"

@@ -20,7 +20,7 @@ _CHAIN = _LOW | {
     *("models", "attention", "capture", "kvcache", "buffers"),
     *("speculative", "sampling", "weights", "metrics", "simulate"),
 }
-_STEP = _CHAIN | {"forward", "buckets", "prefill", "request", "rows"}
+_STEP = _CHAIN | {"forward", "stages", "buckets", "prefill", "request", "rows"}
 _LOOP = _STEP | {"guards", "tokenizer"}
 MAY_IMPORT: dict[str, set[str]] = {
     "config_values": set(),
@@ -48,7 +48,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "weights": {"config", "models", "hub"},
     "tokenizer": {"config", "hub"},
     "forward": _CHAIN,
-    "buckets": _CHAIN | {"forward"},
+    "stages": {"attention", "capture", "config", "profiles.ranges"},
+    "buckets": _CHAIN | {"forward", "stages"},
     "prefill": _CHAIN | {"forward", "buckets", "request"},
     "rows": {"buffers", "kernels", "kvcache", "request", "sampling"},
     "engine": _STEP,

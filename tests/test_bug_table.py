@@ -11,7 +11,7 @@ import ast
 import functools
 import json
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,6 +25,7 @@ from graphengine.api import Engine
 from graphengine.config import DraftConfig
 from graphengine.models import dflash
 from graphengine.weights import Checkpoint, draft_weights
+from tests.chains import insert_
 from tests.checkpoints import make_drafter, make_target
 from tests.test_engine import BLOCK, PROMPTS, Pair, force, ids_only, loop_of
 
@@ -351,21 +352,6 @@ def engine(pair: Pair) -> Iterator[Engine]:
         yield engine
 
 
-class Before:
-    """A runner with something to do first."""
-
-    def __init__(self, inner: Any, first: Callable[[], None]) -> None:
-        self.inner, self.first = inner, first
-
-    @property
-    def carry(self) -> Any:
-        return self.inner.carry
-
-    def run(self) -> None:
-        self.first()
-        self.inner.run()
-
-
 def test_garbage_in_padded_rows(engine: Engine, pair: Pair) -> None:
     """Bug T11: ids of rows that hold no request decide something for those that do."""
     loop = loop_of(engine)
@@ -377,12 +363,12 @@ def test_garbage_in_padded_rows(engine: Engine, pair: Pair) -> None:
     def fill() -> None:
         for row, start in enumerate(views.start_B.tolist()):
             if start == 0:
-                for ids in (views.block_ids_BG, views.draft_ids_BG, views.target_ids_BG):
+                for ids in (views.block_ids_BG, views.draft_ids_BG):
                     ids[row] = torch.randint(0, 512, (BLOCK,))
                 filled.append(row)
 
-    names = ("draft_head", "verify", "context")
-    loop._buckets[4] = replace(bucket, **{n: Before(getattr(bucket, n), fill) for n in names})
+    for name in ("draft.00", "verify.00", "draft.context"):
+        insert_(bucket, name, fill)
     for count in (1, 3):
         wanted = [pair.plain(p, 25) for p in PROMPTS[:count]]
         assert ids_only(engine, PROMPTS[:count], max_new_tokens=25) == wanted

@@ -17,9 +17,9 @@ from typing import Any
 import pytest
 import torch
 
-from graphengine import forward
 from graphengine.api import Engine, GenerationResult
 from graphengine.prefill import Prefill
+from tests.chains import insert_
 from tests.checkpoints import make_drafter, make_target
 from tests.dflash_reference import Lengths, force_drafts, load_target, plain_generate
 
@@ -326,28 +326,12 @@ def test_poisoned_cache_changes_nothing(pair: Pair, backend: str, options: dict[
         rng = random.Random(3)
         if draft:
             force(engine, pair, lambda request, step: rng.randrange(BLOCK))
-        for size, bucket in loop._buckets.items():
+        for bucket in loop.buckets.values():
             # After the last reader of a step and before the next block's first writer.
-            name = "context" if draft else "verify"
-            wrapped = After(getattr(bucket, name), partial(poison, bucket.buffers))
-            loop._buckets[size] = replace(bucket, **{name: wrapped})
+            name = "draft.context" if draft else "accept"
+            insert_(bucket, name, partial(poison, bucket.buffers), behind=True)
         assert ids_only(engine, PROMPTS, max_new_tokens=30) == [pair.plain(p, 30) for p in PROMPTS]
         assert len(reads) > 20
-
-
-class After:
-    """A runner with something to do behind it."""
-
-    def __init__(self, inner: Any, then: Callable[[], None]) -> None:
-        self.inner, self.then = inner, then
-
-    @property
-    def carry(self) -> Any:
-        return self.inner.carry
-
-    def run(self) -> None:
-        self.inner.run()
-        self.then()
 
 
 def test_padded_rows_touch_only_the_null_page(pair: Pair) -> None:
@@ -400,33 +384,31 @@ def test_cancel_in_every_state(engine: Engine, pair: Pair) -> None:
     assert_idle(engine)
 
 
-@pytest.mark.parametrize("where", ["prefill", "draft", "verify", "context", "argmax"])
+@pytest.mark.parametrize(
+    "where", ["prefill", "draft.00", "draft.L1.attn", "verify.02", "accept", "draft.context"]
+)
 def test_exception_in_a_step(
     engine: Engine, pair: Pair, where: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Bug: after an error in the middle of a step pages leak, or the next generation continues with
     half a step."""
     loop = loop_of(engine)
-    calls = []
+    calls: list[int] = []
 
     def explode(*args: Any) -> Any:
-        calls.append(where)
-        raise KeyboardInterrupt
+        calls.append(1)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
 
-    with monkeypatch.context() as patch:
-        if where == "prefill":
-            patch.setattr(type(loop._prefill), "run", explode)
-        elif where == "argmax":
-            patch.setattr(forward, "argmax_rows", explode)
-        else:
-            broken = {
-                size: replace(bucket, **{where: After(getattr(bucket, where), explode)})
-                for size, bucket in loop._buckets.items()
-            }
-            patch.setattr(loop, "_buckets", broken)
-        with pytest.raises(KeyboardInterrupt):
-            engine.generate(PROMPTS, max_new_tokens=9, ignore_eos=True)
-    assert calls
+    if where == "prefill":
+        monkeypatch.setattr(type(loop._prefill), "run", explode)
+        calls += [1, 1]
+    else:
+        for bucket in loop.buckets.values():
+            insert_(bucket, where, explode, behind=True)
+    with pytest.raises(KeyboardInterrupt):
+        engine.generate(PROMPTS, max_new_tokens=9, ignore_eos=True)
+    monkeypatch.undo()
     assert_idle(engine)
     assert ids_only(engine, PROMPTS, max_new_tokens=9) == [pair.plain(p, 9) for p in PROMPTS]
 

@@ -14,7 +14,11 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
+from graphengine import buckets as buckets_module
 from graphengine.api import Engine
+from graphengine.capture.runners import ReplayRunner
+from graphengine.capture.steps import Carry, Dense, Step
+from graphengine.sampling import Sampling
 from tests.checkpoints import make_drafter, make_target
 from tests.dflash_reference import force_drafts, load_target, plain_generate
 
@@ -121,6 +125,86 @@ def test_modes_agree_with_a_rounded_drafter(pair: Pair, family: str, quantizatio
     agree(found)
     acceptance = [counts for runs in next(iter(found.values())) for _, counts in runs]
     assert sum(sum(counts[1:]) for counts in acceptance) > 0, "nothing was ever accepted"
+
+
+@torch.no_grad()
+def ends_apart(engine: Engine) -> list[Any]:
+    """Requests that come, end and are cancelled at different times, every third one sampled."""
+    loop: Any = engine.built.loop
+    requests = []
+    for n, prompt in enumerate(PROMPTS * 3):
+        sampling = Sampling(temperature=0.7, top_k=50, seed=n) if n % 3 == 2 else Sampling()
+        requests.append(loop.submit(list(prompt), 1 + 37 * n % 90, frozenset(), sampling))
+    sizes = set()
+    num_steps = 0
+    while loop.has_work:
+        loop.admit()
+        loop.launch()
+        sizes |= {loop._bucket.size} if loop._bucket is not None else set()
+        loop.collect()
+        num_steps += 1
+        if num_steps in (4, 9):
+            loop.cancel(requests[num_steps])
+    assert sizes == {1, 3, 8}
+    assert loop.allocator.num_free == loop.allocator.num_usable
+    return [(r.output_ids, r.acceptance.steps_by_accepted, r.finish_reason) for r in requests]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_rows_that_end_apart(pair: Pair, family: str) -> None:
+    """Bug: at a batch's change a graph holds the rows, the step's number or the bucket of before;
+    the drafter's context of the last step is lost, or lands in pages of another request; a sampled
+    step runs the greedy graph."""
+    found = {}
+    for mode in FAMILIES[family]:
+        with pair.engine(mode) as engine:
+            found[mode] = [ends_apart(engine), ends_apart(engine)]
+            assert found[mode][0] == found[mode][1], mode
+    agree(found)
+
+
+def test_a_step_is_one_graph(pair: Pair) -> None:
+    """Bug: something splits the step again, and the GPU idles at each border."""
+    for draft, name in ((True, "speculate"), (False, "decode")):
+        with pair.engine(Mode("full", "triton"), draft=draft) as engine:
+            for bucket in engine.built.loop.buckets.values():
+                (runner,) = bucket.runners
+                assert isinstance(runner, ReplayRunner)
+                assert [call.name for call in runner.calls] == [name]
+                (stage,) = bucket.stages
+                assert (stage.sampled is not runner) == engine.config.sampling
+
+
+@torch.no_grad()
+def test_results_come_before_the_step_ends(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: what the accept kernel stores reaches the host only when the graph is done, or in time
+    but not whole."""
+    real = buckets_module.context_chain
+
+    def slow(*args: Any) -> list[Step]:
+        def sleep(carry: Carry) -> Carry:
+            torch.cuda._sleep(20_000_000)  # about 10 ms
+            return ()
+
+        return [Dense("sleep", sleep), *real(*args)]
+
+    monkeypatch.setattr(buckets_module, "context_chain", slow)
+    with pair.engine(Mode("full", "triton"), buckets=(3,)) as engine:
+        loop: Any = engine.built.loop
+        loop._depth = 1
+        requests = [loop.submit(list(prompt), 60, frozenset()) for prompt in PROMPTS[:3]]
+        early = 0
+        loop.admit()
+        while loop.running:
+            loop.launch()
+            loop.wait()
+            early += not torch.cuda.current_stream().query()
+            loop.collect()
+        assert early > 5
+        slowed = [request.output_ids for request in requests]
+    monkeypatch.undo()
+    with pair.engine(Mode("full", "triton"), buckets=(3,)) as engine:
+        assert [ids for ids, _ in outcome(engine, PROMPTS[:3], 60)] == slowed
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -9,7 +9,6 @@ import json
 import re
 import warnings
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +19,12 @@ from hypothesis import strategies as st
 from graphengine import fallback, guards
 from graphengine.engine import DecodeLoop
 from graphengine.guards import AcceptanceWarning, SpeculationGuard
+from tests.chains import insert_
 from tests.checkpoints import make_drafter, make_target
 from tests.guarded import judge_early, run_cli
 from tests.test_engine import (
     BACKENDS,
     PROMPTS,
-    After,
     Pair,
     force,
     ids_only,
@@ -209,9 +208,7 @@ def test_what_a_step_takes(pair: Pair, backend: str, monkeypatch: pytest.MonkeyP
         loop.prepare_plain_decode()
         monkeypatch.setattr(loop, "_load", clock.spend(1000, loop._load))
         monkeypatch.setattr(DecodeLoop, "wait", clock.spend(10, DecodeLoop.wait))
-        bucket = loop._buckets[2]
-        slow = After(bucket.verify, clock.spend(1))
-        monkeypatch.setitem(loop._buckets, 2, replace(bucket, verify=slow))
+        insert_(loop.buckets[2], "verify.00", clock.spend(1))
         ids_only(engine, PROMPTS[:2], max_new_tokens=12)
         times = loop.guard._times_s
         assert len(times) >= 9 and set(times) == {11.0}

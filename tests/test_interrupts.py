@@ -7,7 +7,6 @@ import random
 import sys
 import weakref
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from types import FrameType
 from typing import Any
 
@@ -15,12 +14,13 @@ import pytest
 
 from graphengine import engine as engine_module
 from graphengine.api import Engine
+from graphengine.capture.steps import Dense
 from graphengine.fallback import PlainLoop
+from tests.chains import runners_of
 from tests.guarded import judge_early, plain_takes
 from tests.test_engine import (
     BACKENDS,
     PROMPTS,
-    After,
     Pair,
     assert_idle,
     force,
@@ -212,9 +212,9 @@ def test_exception_in_plain_decode(pair: Pair, where: str, monkeypatch: pytest.M
                 patch.setattr(PlainLoop, "time_step", explode)
             else:
                 loop.prepare_plain_decode()
-                bucket = loop.plain.buckets[4]
-                broken = replace(bucket, verify=After(bucket.verify, explode))
-                patch.setitem(loop.plain._buckets, 4, broken)
+                runner = runners_of(loop.plain.buckets[4])[0]
+                broken = Dense("broken", explode)
+                patch.setattr(runner, "chain", [*runner.chain, broken])
                 patch.setattr(PlainLoop, "time_step", lambda self, requests: 1e-9)
             with pytest.raises(KeyboardInterrupt):
                 engine.generate(PROMPTS, max_new_tokens=27, ignore_eos=True)

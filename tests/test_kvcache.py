@@ -155,10 +155,14 @@ def test_bucket_views_of_a_shorter_block(convention: Any) -> None:
         assert view.is_contiguous() and view.data_ptr() == whole.data_ptr(), name
 
 
+def loop_depth(loop: Any) -> int:
+    return loop._depth if loop is not None else 0
+
+
 class LoopMachine(RuleBasedStateMachine):
     """Bug: in some order of admissions, refusals, steps, hand-overs to plain decoding, ends and
-    cancellations a page leaks or is shared, a request never ends, or its tokens depend on its
-    neighbours."""
+    cancellations a page leaks or is shared, a request never ends, its tokens depend on its
+    neighbours, or a step's results are those of another."""
 
     engine: Engine
     truth: dict[tuple[int, ...], list[int]]
@@ -237,6 +241,15 @@ class LoopMachine(RuleBasedStateMachine):
             if request.pages and request not in self.running:
                 raise AssertionError(f"{request.finish_reason} holds {request.pages}")
         assert len(self.running) <= max(self.loop.buckets)
+
+    @invariant()
+    def results_are_apart(self) -> None:
+        for loop in (self.loop, self.loop.plain):
+            flying = [step.results for step in loop._in_flight] if loop is not None else []
+            numbers = [results.number for results in flying]
+            assert numbers == sorted(set(numbers)) and len(numbers) <= loop_depth(loop)
+            # On the CPU a step is over when it is launched: nothing may have covered its words.
+            assert all(results.are_there() for results in flying)
 
     @invariant()
     def outputs_are_plain(self) -> None:

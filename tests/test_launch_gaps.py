@@ -294,6 +294,38 @@ def test_a_chain_that_is_one_graph_is_told_apart_by_its_kernels() -> None:
     assert [(p.name, p.busy_class) for p in place(Trace(whole, host))] == [("verify", "chain")]
 
 
+def test_a_step_that_is_one_graph_is_told_apart_by_its_kernels() -> None:
+    """Bug: a node trace of a whole step has one row, books the target's layers as the drafter's, or
+    the context as a part of accept."""
+    host = [HostRange("step", 0, 100, 0), HostRange("speculate", 1, 50, 0)]
+    host.append(HostRange("speculate", 2, 40, 0))
+    launch = Launch(1, 3, 4, 0, True)
+    argmax, advance = (
+        ["_chunk_argmax_kernel", "combine_argmax_kernel"],
+        "_accept_and_advance_kernel",
+    )
+    first = "triton_red_fused__to_copy_add_embedding_mean_mul_pow_rsqrt_skinny_linear_partials_0"
+    names = [
+        *(first, "gemm", "block_attention_kernel", "gemm", *argmax, "memcpy DtoD", "clamp"),
+        *(first, "gemm", "block_attention_kernel", "gemm", "block_attention_kernel", "gemm"),
+        *(
+            *argmax,
+            "triton_poi_fused_cat_index_select_0",
+            advance,
+            "gemm",
+            "_context_kv_write_kernel",
+        ),
+    ]
+    work = [Activity(name, i * 10, i * 10 + 8, launch) for i, name in enumerate(names)]
+    assert [p.name for p in place(Trace(work, host))] == [
+        *("draft.00", "draft.00", "draft.L0.attn", *["draft.01"] * 5),
+        *("verify.00", "verify.00", "verify.L0.attn", "verify.01", "verify.L1.attn", "verify.02"),
+        *(*["accept"] * 4, "draft.context", "draft.context"),
+    ]
+    whole = [Activity("graph", 0, 100, launch, is_whole_graph=True)]
+    assert [(p.name, p.busy_class) for p in place(Trace(whole, host))] == [("speculate", "chain")]
+
+
 @pytest.mark.parametrize(
     ("path", "expected"),
     [
@@ -301,6 +333,9 @@ def test_a_chain_that_is_one_graph_is_told_apart_by_its_kernels() -> None:
         (["step", "verify", "verify.L3.attn"], "attention"),
         (["step", "verify", "accept"], "dense"),
         (["step", "accept"], "other"),
+        (["step", "speculate", "accept"], "dense"),
+        (["step", "speculate", "speculate"], "chain"),
+        (["wait"], "other"),
         (["step", "draft", "draft.context"], "dense"),
         (["step", "plan"], "other"),
         (["step", "draft", "draft"], "chain"),
@@ -308,7 +343,8 @@ def test_a_chain_that_is_one_graph_is_told_apart_by_its_kernels() -> None:
     ],
 )
 def test_classes(path: list[str], expected: str) -> None:
-    """Bug: the host's copy of the results and the accept kernels share a name and are mixed."""
+    """Bug: the host's copy of the results, in old traces, and the accept kernels share a name and
+    are mixed."""
     assert busy_class(path) == expected
 
 
@@ -399,6 +435,7 @@ def test_segment_bytes_add_up_to_the_benchmark(tmp_path: Path) -> None:
         once = sum(count for name, count in found.items() if name not in ranges.CHAINS)
         assert once == weight_bytes(FakeBuilt(drafter), 1)  # type: ignore[arg-type]
     assert draft is not None
+    assert segment_bytes(target, draft, 2, 2)["speculate"] == weight_bytes(FakeBuilt(draft), 1)  # type: ignore[arg-type]
     halved = segment_bytes(target, draft, 2, 1)
     assert halved["draft.context"] * 2 == segment_bytes(target, draft, 2, 2)["draft.context"]
     assert halved["verify.01"] == segment_bytes(target, draft, 2, 2)["verify.01"]

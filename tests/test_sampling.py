@@ -5,7 +5,6 @@ changes neither the distribution nor, for one seed, the tokens.
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ from torch import Tensor
 
 from graphengine import forward
 from graphengine.api import Engine
-from graphengine.capture.runners import Graph, capture_piecewise_ends, run_chain
+from graphengine.capture.runners import Graph, capture_piecewise_pair, run_chain
 from graphengine.capture.steps import Dense
 from graphengine.kernels.argmax import argmax_rows
 from graphengine.kernels.filter_threshold import filter_threshold
@@ -265,12 +264,6 @@ def test_every_acceptance_length(pair: Pair) -> None:
         for accepted in range(4):
             with pair.engine() as forced:
                 force_drafts(forced, {tuple(prompt): truth}, lambda request, step, a=accepted: a)
-                # `verify` is replaced by the forcing runner; sampling runs its own chain.
-                loop: Any = forced.built.loop
-                for size, bucket in loop.buckets.items():
-                    runner: Any = bucket.verify
-                    runner.inner = bucket.verify_sampled
-                    loop._buckets[size] = replace(bucket, verify_sampled=runner)
                 (result,) = forced.generate(
                     [prompt], max_new_tokens=30, ignore_eos=True, temperature=1.0, seed=5
                 )
@@ -445,7 +438,7 @@ def test_one_captured_tail_serves_every_mix() -> None:
 def test_two_ends_of_one_captured_chain() -> None:
     """Bug: the other end replays the first end too, or reads a carry that is not the chain's."""
     log: list[str] = []
-    memory = torch.zeros(3)
+    memory = torch.zeros(4)
 
     class Recorded:
         def __init__(self, steps: Any, carry: Any) -> None:
@@ -455,24 +448,30 @@ def test_two_ends_of_one_captured_chain() -> None:
             run_chain(self.steps, self.carry)
 
     class Pool:
+        num_captures = 0
+
         def capture(self, steps: Any, carry: Any) -> Any:
+            self.num_captures += 1
             graph: Any = Recorded(steps, carry)
             return Graph(graph, 0, 0), run_chain(steps, carry)
 
-    def step(name: str, place: int) -> Dense:
+    def step(name: str, place: int, carries: bool = False) -> Dense:
         def run(carry: Any) -> Any:
             log.append(name)
             memory[place] = 1.0 + (carry[0] if carry else 0.0)
-            return (memory[place : place + 1],)
+            return (memory[place : place + 1],) if carries else ()
 
         return Dense(name, run)
 
-    chain = [step("first", 0), step("end", 1)]
+    first, context = step("first", 0, carries=True), step("context", 3)
+    chain = [first, step("accept", 1), context]
     pool: Any = Pool()
-    runner, other = capture_piecewise_ends(chain, step("other", 2), (), pool)
+    runner, other = capture_piecewise_pair(chain, [first, step("other", 2), context], (), pool)
+    assert pool.num_captures == 4
+    assert capture_piecewise_pair(chain, chain, (), pool)[1].chain is chain
     for chosen, names, expected in (
-        (runner, ["first", "end"], [1.0, 2.0, 0.0]),
-        (other, ["first", "other"], [1.0, 0.0, 2.0]),
+        (runner, ["first", "accept", "context"], [1.0, 2.0, 0.0, 1.0]),
+        (other, ["first", "other", "context"], [1.0, 0.0, 2.0, 1.0]),
     ):
         log.clear()
         memory.zero_()

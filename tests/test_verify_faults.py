@@ -13,6 +13,7 @@ import math
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from graphengine.kvcache import NULL_PAGE
 from graphengine.models.layers import rope_table
 from graphengine.teacher import teacher_force
 from graphengine.verify import Limits, Report, Transcript, decide, decode, judge
+from tests.chains import insert_
 from tests.checkpoints import edit_config
 
 NUM_PROMPTS = 4
@@ -87,27 +89,10 @@ def failed(engine: Engine, limits: Limits) -> set[str]:
     return set(decide(report_of(engine, run(engine)), limits))
 
 
-class Before:
-    """A runner with something to do in front of it."""
-
-    def __init__(self, inner: Any, first: Callable[[], None]) -> None:
-        self.inner, self.first = inner, first
-
-    @property
-    def carry(self) -> Any:
-        return self.inner.carry
-
-    def run(self) -> None:
-        self.first()
-        self.inner.run()
-
-
 def put_before(engine: Engine, name: str, first: Callable[[Any], None]) -> None:
-    """Does `first(step buffers)` before every run of a bucket's runner."""
-    loop: Any = engine.built.loop
-    for size, bucket in loop.buckets.items():
-        runner = Before(getattr(bucket, name), lambda views=bucket.buffers: first(views))
-        loop._buckets[size] = replace(bucket, **{name: runner})
+    """Does `first(step buffers)` in front of every step `name`."""
+    for bucket in engine.built.loop.buckets.values():
+        insert_(bucket, name, partial(first, bucket.buffers))
 
 
 def stale_plans(attention: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -134,7 +119,7 @@ def test_target_slot_off_by_one(limits: Limits, backend: str, offset: int) -> No
     of the output may be the one that sees it.
     """
     with load(attention_backend=backend) as engine:
-        put_before(engine, "verify", lambda views: views.slots_T.add_(offset))
+        put_before(engine, "verify.00", lambda views: views.slots_T.add_(offset))
         assert failed(engine, limits) & {"regret", "identical"}
 
 
@@ -143,14 +128,14 @@ def test_target_slot_off_by_one_over_garbage(limits: Limits, offset: int) -> Non
     """Bug: the same, where the memory held NaN before: the request stops with an error, and that
     passed as an output without a wrong token."""
     with load(fill=math.nan) as engine:
-        put_before(engine, "verify", lambda views: views.slots_T.add_(offset))
+        put_before(engine, "verify.00", lambda views: views.slots_T.add_(offset))
         assert "finite" in failed(engine, limits)
 
 
 def test_drafter_slot_off_by_one(limits: Limits) -> None:
     """Bug: the drafter's context is written one slot too late; the output stays right."""
     with load() as engine:
-        put_before(engine, "context", lambda views: views.context_slots_T.add_(1))
+        put_before(engine, "draft.context", lambda views: views.context_slots_T.add_(1))
         assert failed(engine, limits) == {"acceptance"}
 
 
@@ -185,7 +170,7 @@ def test_stale_graph(limits: Limits, name: str) -> None:
         seen.append(now)
 
     with load(attention_backend="triton") as engine:
-        put_before(engine, "verify", freeze)
+        put_before(engine, "verify.00", freeze)
         assert "regret" in failed(engine, limits)
 
 

@@ -144,14 +144,16 @@ def bench_accept(B: int) -> Numbers:
     draft, target = (torch.randint(0, 3, (B, G), device=DEVICE) for _ in range(2))
     table = torch.randint(1, 9999, (B, W), dtype=torch.int32, device=DEVICE)
     start = torch.ones(B, dtype=torch.int32, device=DEVICE)
-    block, positions, slots = (torch.zeros(B * G, dtype=torch.int64, device=DEVICE) for _ in "123")
-    state = (start, table, block.view(B, G), positions, slots, torch.zeros_like(start))
+    block, *rows = (torch.zeros(B * G, dtype=torch.int64, device=DEVICE) for _ in range(5))
+    step = torch.zeros(B, dtype=torch.int64, device=DEVICE)
+    results = torch.zeros(B, accept.NUM_RESULTS * (G + 1), dtype=torch.int64, device=DEVICE)
+    state = (start, table, block.view(B, G), *rows, step, results)
 
     def launch(fn: Callable[..., Any]) -> Callable[[int], Any]:
         return lambda i: fn(draft, target, *state, MASK, S)
 
     fast = launch(compiled(accept.accept_and_advance_reference_))
-    return compare(launch(accept.accept_and_advance_), fast, MIN_LAUNCHES, 8 * B * 6 * G)
+    return compare(launch(accept.accept_and_advance_), fast, MIN_LAUNCHES, 8 * B * 11 * G)
 
 
 def bench_argmax(T: int, baseline: bool = True) -> Numbers:

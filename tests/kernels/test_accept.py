@@ -3,10 +3,16 @@
 import pytest
 import torch
 
-from graphengine.kernels.accept import accept_and_advance_, count_accepted, next_block
+from graphengine.kernels.accept import (
+    NUM_RESULTS,
+    accept_and_advance_,
+    count_accepted,
+    next_block,
+)
 
 MASK = 99
 POISON = -7
+STEP = (1 << 31) - 6
 
 
 def plain_accept(draft, target, start, table, S):
@@ -20,21 +26,33 @@ def plain_accept(draft, target, start, table, S):
     return start, [max(target[accepted], 0)] + [MASK] * (len(draft) - 1), positions, slots, accepted
 
 
-def run(device, draft, target, start, table, S):
+def run(device, draft, target, start, table, S, step=STEP):
     B, G = draft.shape
     state = {
         "start": start.to(torch.int32),
         "table": table.to(torch.int32),
         "block": torch.full((B, G), POISON),
-        "positions": torch.full((B * G,), POISON),
-        "slots": torch.full((B * G,), POISON),
-        "accepted": torch.full((B,), POISON, dtype=torch.int32),
+        "positions": torch.arange(B * G) + 10_000,
+        "slots": torch.arange(B * G) + 20_000,
+        "context_positions": torch.full((B * G,), POISON),
+        "context_slots": torch.full((B * G,), POISON),
+        "step": torch.full((B,), step),
     }
     state = {name: x.to(device) for name, x in state.items()}
+    # As in the engine: rows of a longer block's length, in memory of the host.
+    words = torch.full((B, NUM_RESULTS * (G + 3)), POISON)
+    state["words"] = words.pin_memory() if device == "cuda" else words
     accept_and_advance_(
         draft.to(device), target.to(device), *state.values(), mask_token_id=MASK, page_size=S
     )
-    return {name: x.cpu() for name, x in state.items()}
+    if device == "cuda":
+        torch.cuda.synchronize()
+    state = {name: x.cpu() for name, x in state.items()}
+    begin = step % NUM_RESULTS * (G + 1)
+    own = state["words"][:, begin : begin + G + 1]
+    assert (own >> 32 == step).all()
+    assert (state["words"] == POISON).sum() == state["words"].numel() - own.numel()
+    return state | {"targets": own.int()[:, :G], "accepted": own.int()[:, G]}
 
 
 def check(device, draft, target, start, table, S) -> None:
@@ -53,6 +71,10 @@ def check(device, draft, target, start, table, S) -> None:
         assert got["positions"][rows].tolist() == expected[2]
         assert got["slots"][rows].tolist() == expected[3]
         assert int(got["accepted"][b]) == expected[4]
+    assert got["targets"].tolist() == target.tolist()
+    assert got["context_positions"].tolist() == list(range(10_000, 10_000 + B * G))
+    assert got["context_slots"].tolist() == list(range(20_000, 20_000 + B * G))
+    assert got["step"].tolist() == [STEP + 1] * B
 
 
 @pytest.mark.parametrize("G", [1, 2, 5, 16, 32])
@@ -95,10 +117,11 @@ def test_the_draft_may_be_the_block_itself(device) -> None:
     block = torch.tensor([[1, 5, 6, 0]], device=device)
     start = torch.tensor([3], dtype=torch.int32, device=device)
     table = torch.tensor([[4, 2]], dtype=torch.int32, device=device)
-    positions, slots = torch.zeros(2, 4, dtype=torch.int64, device=device)
-    accepted = torch.zeros(1, dtype=torch.int32, device=device)
-    accept_and_advance_(block, target, start, table, block, positions, slots, accepted, MASK, 8)
-    assert accepted.tolist() == [2]
+    rows = positions, slots, *_ = tuple(torch.zeros(4, 4, dtype=torch.int64, device=device))
+    step, words = torch.zeros(1, 11, dtype=torch.int64, device=device).split((1, 10), dim=1)
+    state: list[torch.Tensor] = [start, table, block, *rows, step[0], words]
+    accept_and_advance_(block, target, *state, mask_token_id=MASK, page_size=8)
+    assert words[0].tolist() == [5, 6, 7, 8, 2, *[0] * 5]
     assert block.tolist() == [[7, MASK, MASK, MASK]]
     assert positions.tolist() == [6, 7, 8, 9]
     assert slots.tolist() == [38, 39, 16, 17]
@@ -141,3 +164,29 @@ def test_refuses_wrong_types(device) -> None:
         run(device, ids.int(), ids, torch.ones(2), torch.ones(2, 2), 4)
     with pytest.raises(ValueError, match="target_ids"):
         run(device, ids, ids[:, :2], torch.ones(2), torch.ones(2, 2), 4)
+
+
+@pytest.mark.parametrize("step", [1, 2, (1 << 31) - 1, 1 << 31, (1 << 40) + 3])
+def test_results_of_a_step(device, step) -> None:
+    """Bug: a step writes over the results of the one before, which the host still reads, or the
+    number above a negative id is another; or a number past 32 bits spoils the value."""
+    target, draft = torch.tensor([[-1, 6, 150_000]]), torch.tensor([[1, 5, 6]])
+    state = torch.tensor([3]), torch.ones(1, 4, dtype=torch.int64)
+    got = {n: run_words(device, draft, target, *state, n) for n in (step, step + 1)}
+    for n, words in got.items():
+        begin = n % NUM_RESULTS * 4
+        own = words[0, begin : begin + 4]
+        assert own.to(torch.int32).tolist() == [-1, 6, 150_000, 0]
+        assert (own >> 32).tolist() == [(n + 2**31) % 2**32 - 2**31] * 4
+        assert words[0].tolist().count(POISON) == words.numel() - 4
+
+
+def run_words(device, draft, target, start, table, step):
+    G = draft.shape[1]
+    block, *rows = torch.zeros(5, G, dtype=torch.int64, device=device)
+    words = torch.full((1, NUM_RESULTS * (G + 1)), POISON, device=device)
+    state = [start.int(), table.int(), block[None], *rows, torch.tensor([step]), words]
+    accept_and_advance_(
+        *(x.to(device) for x in (draft, target, *state)), mask_token_id=MASK, page_size=4
+    )
+    return words.cpu()

@@ -117,11 +117,10 @@ def normalise(T: int, D: int, Z: int) -> None:
 
 
 def advance(B: int, G: int) -> None:
-    rows, counts = (ints(B * G), ints(B * G)), ints(B, dtype=torch.int32)
-    table = ints(B, 9, dtype=torch.int32)
-    accept.accept_and_advance_(
-        ints(B, G), ints(B, G), counts, table, ints(B, G), *rows, counts, 7, 16
-    )
+    rows, start = [ints(B * G) for _ in range(4)], ints(B, dtype=torch.int32)
+    table, results = ints(B, 9, dtype=torch.int32), ints(B, accept.NUM_RESULTS * (G + 1))
+    state = [start, table, ints(B, G), *rows, ints(B), results]
+    accept.accept_and_advance_(ints(B, G), ints(B, G), *state, mask_token_id=7, page_size=16)
 
 
 def draw(T: int, B: int, dtype: torch.dtype) -> None:
@@ -199,6 +198,14 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
     with FakeTensorMode():
         yield kernels
     qk_norm_rope.supports_pdl.cache_clear()
+
+
+def test_results_are_written_through(compiled: list[Any]) -> None:
+    """Bug: the compiler makes ordinary stores of the words that the host looks for, which may then
+    wait on the device for the end of a graph."""
+    advance(3, 16)
+    (kernel,) = compiled
+    assert kernel.asm["ptx"].count("st.global.wt.b64") == 2
 
 
 @pytest.mark.parametrize("name", LAUNCHES)

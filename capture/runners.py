@@ -7,7 +7,9 @@ segment of the same chain may read it, anything later must be copied to a step b
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -114,7 +116,7 @@ class GraphPool:
         torch.cuda.current_stream().wait_stream(self.stream)
         # Kept beside its executable, so that `inventory` can look into it later.
         graph = torch.cuda.CUDAGraph(keep_graph=True)
-        with torch.cuda.graph(graph, pool=self.handle, stream=self.stream):
+        with _no_collection(), torch.cuda.graph(graph, pool=self.handle, stream=self.stream):
             before = torch.cuda.memory_stats()
             carry = run_chain(steps, carry)
             after = torch.cuda.memory_stats()
@@ -125,6 +127,19 @@ class GraphPool:
             for key in ("reserved_bytes.all.current", "allocated_bytes.all.current")
         )
         return Graph(graph, pool_bytes, live_bytes), carry
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """Keeps Python's collector from destroying what an earlier engine left, its graphs among it: a
+    call that CUDA forbids while a stream is captured ends the capture, whoever makes it."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def capture_piecewise(chain: Chain, carry: Carry, pool: GraphPool) -> ReplayRunner:

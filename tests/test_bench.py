@@ -336,5 +336,7 @@ def test_busy_is_less_than_the_step(tmp_path: Path, graph_mode: Any, backend: An
         timed = case(bucket=1, input_len=64, output_len=256, num_iters=60, warmup=10)
         found = run_case(engine, timed, lambda count: None)
     assert found.busy_fraction is not None
-    print(f"step {statistics.median(found.step_ms):.3f} ms, busy {found.busy_fraction:.1%} of it")
-    assert 0.1 < found.busy_fraction < 1.1
+    step_ms = statistics.median(found.step_ms)
+    print(f"step {step_ms:.3f} ms, busy {found.busy_fraction:.1%} of it")
+    # Behind an event a graph begins some microseconds later than behind another graph.
+    assert 0.1 < found.busy_fraction < 1.1 + 0.02 / step_ms

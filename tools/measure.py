@@ -72,7 +72,7 @@ def _tool(name: str, *args: str) -> Job:
 JOBS: dict[str, Job] = {
     "8b-modes": _bench(*PAIR_8B, "--compare", "piecewise,full", "--bucket", "1,8,16", "--baseline"),
     "8b-fp8": _bench(*PAIR_8B, *FP8, "--compare", "full", "--bucket", "1,8,16"),
-    "8b-fp8-dynamic": _bench(*PAIR_8B, *DYNAMIC, "--compare", "full", "--bucket", "8,16"),
+    "8b-fp8-dynamic": _bench(*PAIR_8B, *DYNAMIC, "--compare", "full", "--bucket", "1,8,16"),
     "8b-spec-11": _bench(
         *(*PAIR_8B, *DYNAMIC, "--compare", "full", "--bucket", "16"),
         *("--num-speculative-tokens", "11"),
@@ -90,6 +90,9 @@ JOBS: dict[str, Job] = {
     "4b": _bench(*PAIR_4B, "--compare", "full", "--bucket", "1,8,16", "--baseline"),
     "4b-fp8": _bench(*PAIR_4B, *FP8, "--compare", "full", "--bucket", "1"),
     "4b-fp8-dynamic": _bench(*PAIR_4B, *DYNAMIC, "--compare", "full", "--bucket", "8,16"),
+    "4b-uniform-fp8-dynamic": _bench(
+        *(*PAIR_4B, *DYNAMIC, *UNIFORM, "--compare", "full", "--bucket", "1,8,16")
+    ),
     "4b-uniform": _bench(*PAIR_4B, *UNIFORM, "--compare", "full", "--bucket", "1,8,16"),
     "8b-1k": _bench(*PAIR_8B, "--compare", "full", "--input-len", "1024", "--bucket", "16"),
     "tiny-modes": _bench(

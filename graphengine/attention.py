@@ -187,7 +187,8 @@ class FlashInferAttention:
         self._config, self._page_size, self._causal = config, page_size, causal
         self._dtype, self._device = dtype, workspace.device
         self._num_rows = 0
-        self._copied: torch.cuda.Event | None = None  # after the last plan's copies
+        # Behind the last plan's copies; a stand-in for the wrapper may be planned on the CPU.
+        self._copied = torch.cuda.Event() if workspace.is_cuda else None
         self._window_left = -1 if window is None else window - 1
         fixed: dict[str, Any] = {}
         if num_requests is not None:
@@ -209,10 +210,8 @@ class FlashInferAttention:
     def plan(self, layout: Layout) -> None:
         config = self._config
         self._num_rows = int(layout.qo_indptr_cpu[-1])
-        if self._copied is None:
-            self._copied = torch.cuda.Event()
-        else:
-            self._copied.synchronize()
+        if self._copied is not None:
+            self._copied.synchronize()  # at once before the first
         # The planner reads lengths on the host but copies the indices to the device; from pageable
         # host memory it would wait for the stream, so they are sent ahead.
         indices = layout.paged_kv_indices_cpu.to(self._device, non_blocking=True)
@@ -230,7 +229,8 @@ class FlashInferAttention:
             q_data_type=self._dtype,
             kv_data_type=self._dtype,
         )
-        self._copied.record()
+        if self._copied is not None:
+            self._copied.record()
 
     def run(self, q_TNH: Tensor, kv_cache: Tensor, out_TNH: Tensor) -> None:
         if not self._num_rows:  # not planned yet: no rows

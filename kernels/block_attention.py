@@ -179,11 +179,10 @@ def block_attention(
     over j < start[b] + i + 1 if causal, j < start[b] + G otherwise;
     with a window over those of them with |start[b] + i - j| < window
 
-    Programmatic dependent launch: start and page_table are read before the previous kernel has
-    finished, everything else after it. So the kernel launched just before may write q, K/V and
-    out, but not these two, and it must itself have waited for its predecessors before it lets
-    dependents start (an ordinary launch has). Nothing else is assumed: what is sent for before the
-    wait goes to L2, where all writes arrive.
+    Programmatic dependent launch: start and page_table are read before the kernels in front have
+    finished, everything else after it. Those that may still run then, back to one that had waited
+    before it let its successor start (a GEMM, an ordinary launch), may write q, K/V and out, but
+    not these two. What is sent for before the wait goes to L2, where all writes arrive.
 
     Args:
         q_TNH: [B*G, N, H] bf16, fp16 or fp32; rows may be strided, heads may not.

@@ -77,15 +77,21 @@ class Wrapper:
         self.calls.append("run")
 
 
-def test_an_unplanned_attention_does_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bug: segments cannot be compiled before FlashInfer's kernels exist, so a cold start is the
-    sum of both compilers."""
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """An attention over the stand-in, for the bundled target."""
     module: Any = ModuleType("flashinfer")
     module.BatchPrefillWithPagedKVCacheWrapper = Wrapper
     monkeypatch.setitem(sys.modules, "flashinfer", module)
     config, _ = read_configs(TINY_TARGET, None)
     workspace = torch.zeros(8, dtype=torch.uint8)
-    made = attention.FlashInferAttention(config, 16, True, workspace, torch.bfloat16)
+    return attention.FlashInferAttention(config, 16, True, workspace, torch.bfloat16)
+
+
+def test_an_unplanned_attention_does_nothing(made: Any) -> None:
+    """Bug: segments cannot be compiled before FlashInfer's kernels exist, so a cold start is the
+    sum of both compilers."""
+    config, _ = read_configs(TINY_TARGET, None)
     heads = (config.num_attention_heads, config.head_dim)
     q, out, cache = torch.zeros(3, *heads), torch.full((3, *heads), 7.0), torch.zeros(2, 1)
     made.run(q, cache, out)
@@ -93,6 +99,17 @@ def test_an_unplanned_attention_does_nothing(monkeypatch: pytest.MonkeyPatch) ->
     made.plan(attention.Layout.build([3], [3], [[1]], 16))
     made.run(q, cache, out)
     assert made._wrapper.calls == ["plan", "run"]
+
+
+def test_a_plan_waits_for_the_copies_of_the_last(made: Any) -> None:
+    """Bug: a plan overwrites the pinned memory from which the one before is still to be copied."""
+    calls = made._wrapper.calls
+    made._copied = SimpleNamespace(
+        synchronize=lambda: calls.append("wait"), record=lambda: calls.append("record")
+    )
+    for _ in range(2):
+        made.plan(attention.Layout.build([3], [3], [[1]], 16))
+    assert calls == ["wait", "plan", "record"] * 2
 
 
 def test_kernels_of_every_kind_are_built_ahead(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -139,6 +139,6 @@ class StepBuffers(NamedTuple):
         return StepBuffers(*(view(name, tensor) for name, tensor in pairs))
 
     def clear_(self) -> None:
-        """Makes every row padding. Mutates: all tensors."""
+        """Makes every row padding; no step may be running. Mutates: all tensors."""
         for tensor in self:
             tensor.zero_()

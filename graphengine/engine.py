@@ -291,6 +291,7 @@ class DecodeLoop:
             request.pages = []
         if self._on_gpu:
             torch.cuda.synchronize()  # late writes go to pages that nobody owns yet
+        self._buffers.results_BX.zero_()  # a bucket's warm-up counts its steps from 0
         self._in_flight.clear()
         self._bucket = None
         self.running = []

@@ -55,8 +55,8 @@ class Target:
     kv_pool: Tensor
 
 
-# Most rows of a drafter's forward in FP8. Our GEMM keeps activations exact; above its rows they
-# would be rounded as well, which only "fp8-dynamic" does.
+# Most rows of a drafter's forward in FP8. Up to these our GEMM keeps activations exact; above them
+# they are rounded as well, which only "fp8-dynamic" does.
 MAX_QUANTIZED_ROWS: dict[DraftQuantization, float] = {
     "none": 0,
     "fp8": SKINNY_T,

@@ -8,7 +8,8 @@ write into pages that belong to somebody else by now.
 
 Results come without a copy and without an event: the accept kernel stores words into memory of the
 host that bear the number of their step, and the host looks until all of them do, while the device
-works on. Invariant: no number is given to two steps, or words of an interrupted one could pass.
+works on. Invariant: no number comes twice in 2**32 steps, and what the warm-up of a bucket has
+written is cleared, or words of another step could pass.
 
 Legend: B requests of the bucket, G rows of a block, W pages per request, X words of a request.
 """
@@ -60,9 +61,12 @@ class Results(NamedTuple):
             if time.perf_counter() < ask_at:
                 os.sched_yield()
                 continue
-            is_done = not self.words_BX.is_pinned() or torch.cuda.current_stream().query()
-            if is_done and not self.are_there():
-                raise RuntimeError(f"step {self.number} is over and gave no results: a defect")
+            is_on_gpu = self.words_BX.is_pinned()
+            if not is_on_gpu or torch.cuda.current_stream().query():
+                if is_on_gpu:
+                    torch.cuda.synchronize()  # the caller may have changed streams
+                if not self.are_there():
+                    raise RuntimeError(f"step {self.number} is over and gave no results: a defect")
             ask_at = time.perf_counter() + _ASK_EVERY_S
 
     def read(self) -> tuple[list[list[int]], list[int]]:

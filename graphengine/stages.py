@@ -112,11 +112,10 @@ def eager_stages(cut: Cut) -> Stages:
     """Every step is called; on the CPU, in mode none, and to warm up before a capture."""
     ahead = EagerRunner(cut.ahead, lambda: ()) if cut.ahead else None
 
-    def source() -> Carry:
-        """What `ahead` has left: a draft continues it, a verify begins anew."""
-        return ahead.carry if ahead is not None else ()
+    def make(part: Part, continues: bool) -> tuple[Runner, Runner]:
+        def source() -> Carry:
+            return ahead.carry if continues and ahead is not None else ()
 
-    def make(part: Part) -> tuple[Runner, Runner]:
         runner = EagerRunner(part.steps, source)
         is_same = part.sampled is part.steps
         return runner, runner if is_same else EagerRunner(part.sampled, source)
@@ -127,9 +126,9 @@ def eager_stages(cut: Cut) -> Stages:
 def captured_stages(cut: Cut, graph_mode: GraphMode, pool: GraphPool) -> Stages:
     """A part is one graph in mode full, else a graph for each of its dense steps."""
     ahead = capture_piecewise(cut.ahead, (), pool) if cut.ahead else None
-    carry = ahead.carry if ahead is not None else ()
 
-    def make(part: Part) -> tuple[Runner, Runner]:
+    def make(part: Part, continues: bool) -> tuple[Runner, Runner]:
+        carry = ahead.carry if continues and ahead is not None else ()
         if graph_mode == "piecewise":
             return capture_piecewise_pair(part.steps, part.sampled, carry, pool)
         runner = capture_full(part.name, part.steps, carry, pool)
@@ -140,9 +139,13 @@ def captured_stages(cut: Cut, graph_mode: GraphMode, pool: GraphPool) -> Stages:
 
 
 def _stages(
-    cut: Cut, ahead: Runner | None, make: Callable[[Part], tuple[Runner, Runner]]
+    cut: Cut, ahead: Runner | None, make: Callable[[Part, bool], tuple[Runner, Runner]]
 ) -> Stages:
-    stages = [Stage(part.name, *make(part), part.attentions, part.block) for part in cut.parts]
+    """`make` is told whether a part continues what `ahead` has left; the others begin anew."""
+    stages = []
+    for place, part in enumerate(cut.parts):
+        runners = make(part, ahead is not None and place == 0)
+        stages.append(Stage(part.name, *runners, part.attentions, part.block))
     if ahead is not None:
         stages.append(Stage("draft", ahead, ahead))
     return Stages(tuple(stages), ahead)

@@ -20,7 +20,7 @@ become of the words around it: no order between stores, no fence and no event is
 protocol). Room is kept for the last NUM_RESULTS steps, so that a step may run while the one before
 is read.
 
-Cost: B * (3G + W) integers, one program a request; bound by the launch (about 2 us).
+Cost: about 11 * B * G integers, one program a request; bound by the launch (about 2 us).
 
 Legend: B requests, G block length (anchor + G-1 draft tokens; G = 1 without a drafter),
 T = B * G rows, W pages in a row of the page table, S page size, X words of results.
@@ -187,7 +187,8 @@ def accept_and_advance_(
         G=G,
         G_POW2=1 << (G - 1).bit_length(),
         KEPT=NUM_RESULTS,
-        # One warp: its loads precede its stores, so draft_ids may be block_ids.
+        # One warp: its loads precede its stores, so draft_ids may be block_ids, and positions,
+        # slots and the step's number are read before they are overwritten.
         num_warps=1,  # pyright: ignore[reportCallIssue]
     )
 

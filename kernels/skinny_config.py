@@ -1,6 +1,7 @@
 """Launch configs of our GEMMs: a measured table, and a rule for every other shape.
 
-Invariant: a config changes the order of a sum (num_splits, block_k) and the time, nothing else.
+Invariant: a config changes the order of a sum (num_splits, block_k) and the time. In FP8 `cols`
+also says how x is rounded: to one row, not to hi and lo; so it may stand above SKINNY_T rows alone.
 
 Legend: T rows, D inputs, E outputs (SwiGLU: J = 2 * I, gate and up), Z splits.
 """

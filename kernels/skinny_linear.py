@@ -76,7 +76,8 @@ def skinny_linear_partials(
         config: None takes `choose_config`'s, and the rule's where that has none.
         scales: with FP8 operands, whose products they multiply.
     Returns: fp32 [Z, T, E], contiguous.
-    Raises: ValueError for shapes, dtypes or strides that the kernels cannot address.
+    Raises: ValueError for shapes, dtypes or strides that the kernels cannot address; a config with
+        cols runs on Hopper alone, in 16 or 8 bits.
     Source: split-K with a deferred reduction.
     """
     config = _resolve(x_TD, weight_ED, config, swiglu=False)

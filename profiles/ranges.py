@@ -45,7 +45,7 @@ HOST_PHASES = (
     "decode",
     SPECULATE,
     "wait",
-    "accept",
+    "accept",  # in older traces: what is "wait" now
     "commit",
     "detokenize",
 )

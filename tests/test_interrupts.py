@@ -16,6 +16,7 @@ from graphengine import engine as engine_module
 from graphengine.api import Engine
 from graphengine.capture.steps import Dense
 from graphengine.fallback import PlainLoop
+from graphengine.rows import Results
 from tests.chains import runners_of
 from tests.guarded import judge_early, plain_takes
 from tests.test_engine import (
@@ -43,6 +44,18 @@ def engine(pair: Pair, request: pytest.FixtureRequest) -> Iterator[Engine]:
     with pair.engine(attention_backend=request.param, max_model_len=44) as engine:
         yield engine
         assert_idle(engine)
+
+
+def test_a_reset_forgets_what_a_warm_up_wrote(engine: Engine) -> None:
+    """Bug: a bucket's build is interrupted; its warm-ups have counted their steps from 0, and the
+    words that they left are taken for the results of the engine's first steps."""
+    loop = loop_of(engine)
+    first = [Results.of(loop._buffers, step, 1) for step in (1, 2)]
+    for results in first:
+        results.words_BX[:] = results.number << 32
+        assert results.are_there()
+    loop.reset()
+    assert not any(results.are_there() for results in first)
 
 
 def step_functions(engine: Engine) -> dict[str, tuple[Any, str]]:

@@ -70,6 +70,7 @@ def on_gpu(monkeypatch: pytest.MonkeyPatch, answers: list[Any]) -> None:
     stream = Stream(answers)
     monkeypatch.setattr(torch.Tensor, "is_pinned", lambda self: True)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
 
 
 def test_wait_returns_when_they_come(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -48,6 +48,16 @@ def test_order_of_a_step() -> None:
     assert names("triton", "none") == names("torch", "none") == [("decode", plain)]
 
 
+def test_what_a_stage_continues() -> None:
+    """Bug: a verify is handed what the draft's head has left; `graphs` shows it as its input."""
+    with engine("torch") as loaded:
+        head = torch.zeros(1)
+        draft, verify, ahead = loaded.built.loop.buckets[2].stages
+        runners: list[Any] = [draft.runner, verify.runner, ahead.runner]
+        runners[2].carry = (head,)
+        assert [runner.source() for runner in runners] == [(head,), (), ()]
+
+
 def decode(loaded: Engine) -> list[Any]:
     """Tokens and acceptance of requests that come, end and are cancelled at different times, some
     of them sampled; more than there are rows."""

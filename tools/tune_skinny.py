@@ -270,7 +270,7 @@ def main() -> None:
     names = [*MODELS, *(f"{m}-fp8" for m in MODELS)]
     parser.add_argument("--cases", nargs="+", choices=names, default=["8b", "4b", "8b-fp8"])
     parser.add_argument("--rows", nargs="+", type=int, default=[16], help="T, 1 to 256")
-    parser.add_argument("--seconds", type=float, default=150, help="stop starting new work then")
+    parser.add_argument("--seconds", type=float, default=150, help="begin no shape after it")
     parser.add_argument("--gb", type=float, default=20, help="size of the weights' buffer")
     parser.add_argument("--no-layer", dest="layer", action="store_false")
     parser.add_argument("--dry-run", action="store_true", help="count what would run; no GPU")

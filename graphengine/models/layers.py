@@ -128,7 +128,7 @@ def linear_swiglu(x: Rows, gate_up: Matrix) -> Tensor:
 def library_linear(x: Rows, matrix: Matrix, bias: Tensor | None = None) -> Tensor:
     """`linear` without our GEMM; rows split for it do not come here.
 
-    An FP8 matrix and more rows than our GEMM takes: x is rounded too, each row with a scale of its
+    An FP8 matrix and more rows than SKINNY_T: x is rounded too, each row with a scale of its
     own (as vLLM's dynamic per-token scales), because from there on the tensor cores are the limit
     and two FP8 products cost as much as one in bf16.
     """

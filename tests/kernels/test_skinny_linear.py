@@ -15,6 +15,7 @@ from graphengine.kernels.skinny_config import (
     PDL_EARLY,
     PDL_LATE,
     PDL_OFF,
+    SKINNY_T,
     TUNED,
     SkinnyConfig,
     choose_config,
@@ -228,6 +229,8 @@ def test_chosen_configs_fit(hidden, width, weight_bytes) -> None:
             epilogue = min(config.rows * cols * 4, 16384)  # the layout is turned in parts
             resident = config.ctas_per_sm if T <= 64 else 1
             assert (stages + epilogue + 2048) * resident <= SHARED_MEMORY_BYTES
+    # With `cols` an FP8 x is rounded, which "fp8" does not allow up to SKINNY_T rows.
+    assert not [key for key, config in TUNED.items() if key[3] <= SKINNY_T and config.cols]
     assert choose_config(65, 4096, 4096) == TUNED[4096, 4096, 2, 128]
     assert choose_config(65, 4096, 4112) is None
     assert choose_config(129, 4096, 4096) == TUNED.get((4096, 4096, 2, 256))

@@ -98,6 +98,9 @@ def qk_norm_rope_write_(
     cache[1, slot // S, slot % S, k] = qkv[t, N+K+k]                   (v: bit for bit)
     The arithmetic is fp32 with one rounding, at the store.
 
+    Programmatic dependent launch: positions, slots, rope and the norms' weights are read before the
+    kernel in front has finished; it may write the projections, but not these.
+
     Args:
         qkv_TE: [T, (N+2K)*H], rows q | k | v, bf16/fp16/fp32; last stride 1, row stride free.
             Or fp32 partials [Z, T, (N+2K)*H] of a split-K GEMM, which are added up here.
@@ -252,15 +255,22 @@ def _qk_norm_rope_write_kernel(
 ):
     if PDL:
         # The next kernel may start and fetch what does not depend on this one; it waits before
-        # it reads q or the cache. This one waits for the GEMM before it reads anything.
+        # it reads q or the cache.
         gdc_launch_dependents()
-        gdc_wait()
     t = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     dim = tl.arange(0, H // 2)[None, :]
     is_q = (head < N)[:, None]
     is_v = (head >= N + K)[:, None]
     live = (head < N + 2 * K)[:, None]
+    # Before the wait, since no kernel in front that may still run writes these.
+    cos_sin = rope + tl.load(positions + t).to(tl.int64) * H + dim
+    cos, sin = tl.load(cos_sin), tl.load(cos_sin + H // 2)
+    w_lo = tl.where(is_q, tl.load(q_norm + dim), tl.load(k_norm + dim)).to(tl.float32)
+    w_hi = tl.where(is_q, tl.load(q_norm + dim + H // 2), tl.load(k_norm + dim + H // 2))
+    slot = tl.load(slots + t).to(tl.int64)
+    if PDL:
+        gdc_wait()
 
     row = qkv + t * qkv_row_stride + head[:, None] * H + dim
     lo_in = tl.load(row, mask=live, other=0.0)
@@ -268,10 +278,6 @@ def _qk_norm_rope_write_kernel(
     for split in tl.static_range(1, Z):  # pyright: ignore[reportGeneralTypeIssues]
         lo_in += tl.load(row + split * split_stride, mask=live, other=0.0)
         hi_in += tl.load(row + split * split_stride + H // 2, mask=live, other=0.0)
-    cos_sin = rope + tl.load(positions + t).to(tl.int64) * H + dim
-    cos, sin = tl.load(cos_sin), tl.load(cos_sin + H // 2)
-    w_lo = tl.where(is_q, tl.load(q_norm + dim), tl.load(k_norm + dim)).to(tl.float32)
-    w_hi = tl.where(is_q, tl.load(q_norm + dim + H // 2), tl.load(k_norm + dim + H // 2))
     lo, hi = norm_rope(  # pyright: ignore[reportGeneralTypeIssues]
         lo_in.to(tl.float32), hi_in.to(tl.float32), w_lo, w_hi.to(tl.float32), cos, sin, eps, H
     )
@@ -284,7 +290,6 @@ def _qk_norm_rope_write_kernel(
     tl.store(q_row + H // 2, hi, mask=is_q)
 
     kv_head = tl.where(is_v, head[:, None] - N - K, head[:, None] - N)
-    slot = tl.load(slots + t).to(tl.int64)
     plane = tl.where(is_v, 1, 0).to(tl.int64) * cache_plane_stride
     kv_row = kv_cache + plane + (slot * K + kv_head) * H + dim
     tl.store(kv_row, lo, mask=live & (head >= N)[:, None])

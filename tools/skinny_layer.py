@@ -72,7 +72,7 @@ def cases(names: Iterable[str], rows: Iterable[int]) -> list[Case]:
             ("gate_up", "swiglu", 2 * width, D),
             ("down", "partials", D, width),
             ("fc", "partials", D, NUM_TAPS * D),
-            ("lm_head", "linear", VOCABULARY, D),
+            ("lm_head", "argmax", VOCABULARY, D),
         ):
             found.append(Case(name, label, kind, E, K, T, weight_bytes))
     return found

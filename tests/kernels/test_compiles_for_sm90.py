@@ -244,5 +244,6 @@ def test_compiles_for_sm90(name: str, compiled: list[Any], tmp_path: Path) -> No
         print(f"{kernel.metadata.name}: {found[0]} SHARED:{kernel.metadata.shared}")
         # Its sums fill the registers; in FP8 it spills some when they are scaled, after the loop.
         is_wide = kernel.metadata.name == "wide_linear_kernel"
-        assert int(found[2]) <= ((256 if "FP8" in name else 0) if is_wide else MAX_STACK_BYTES)
+        limit = (256 if "FP8" in name else 0) if is_wide else MAX_STACK_BYTES
+        assert int(found[2]) <= (0 if name.startswith("head") else limit)
         assert kernel.metadata.shared <= SHARED_MEMORY_BYTES

@@ -161,17 +161,17 @@ def capture_piecewise(chain: Chain, carry: Carry, pool: GraphPool) -> ReplayRunn
 def capture_piecewise_pair(
     chain: Chain, other: Chain, carry: Carry, pool: GraphPool
 ) -> tuple[ReplayRunner, ReplayRunner]:
-    """A chain, and the same chain with another step in one place that carries nothing on; they
-    share all graphs but that one. Twice the same runner if there is no other step."""
+    """A chain, and the same chain with other steps in a row, the last of which carries nothing on;
+    they share the graphs before and behind those. Twice the same runner if there are none."""
     differ = [i for i, (step, its) in enumerate(zip(chain, other, strict=True)) if step is not its]
     if not differ:
         runner = capture_piecewise(chain, carry, pool)
         return runner, runner
-    (place,) = differ
-    before = capture_piecewise(chain[:place], carry, pool)
-    middles = [capture_piecewise([steps[place]], before.carry, pool) for steps in (chain, other)]
+    begin, end = differ[0], differ[-1] + 1
+    before = capture_piecewise(chain[:begin], carry, pool)
+    middles = [capture_piecewise(steps[begin:end], before.carry, pool) for steps in (chain, other)]
     assert not any(middle.carry for middle in middles)
-    after = capture_piecewise(chain[place + 1 :], (), pool)
+    after = capture_piecewise(chain[end:], (), pool)
     runners = [
         ReplayRunner(steps, before.calls + middle.calls + after.calls, after.carry)
         for steps, middle in zip((chain, other), middles, strict=True)

@@ -26,6 +26,7 @@ from graphengine.attention import (
 from graphengine.buffers import StepBuffers
 from graphengine.capture.compile import compile_segment
 from graphengine.capture.runners import GraphPool, Runner
+from graphengine.capture.steps import Step
 from graphengine.config import AttentionRule, EngineConfig, ModelConfig
 from graphengine.draft_length import draft_at
 from graphengine.forward import (
@@ -35,6 +36,7 @@ from graphengine.forward import (
     context_chain,
     draft_chain,
     sampled_accept_step,
+    sampled_last_step,
     verify_chain,
 )
 from graphengine.kvcache import NULL_PAGE, pages_for
@@ -231,8 +233,11 @@ def _chains(
             drafter, views.taps_TC, views.context_positions_T, views.context_slots_T, segments
         )
     verify = verify_chain(target, drafter, views, verify_attention, page_size, segments, simulation)
-    sampled = sampled_accept_step(drafter, views, page_size) if config.sampling else None
-    return Chains(draft, verify, context, sampled)
+    sampled_end: list[Step] = []
+    if config.sampling:
+        sampled_end.append(sampled_last_step(target, drafter, views, segments))
+        sampled_end.append(sampled_accept_step(drafter, views, page_size))
+    return Chains(draft, verify, context, sampled_end)
 
 
 def _dummy_layout(num_requests: int, block: int, page_size: int) -> Layout:

@@ -2,9 +2,10 @@
 
 Written once; capture/ runs them eagerly, piecewise or as one graph. A chain alternates dense
 segments and attentions: `verify.00` = embed + pre(0), `verify.L0.attn`, `verify.01` = post(0) +
-pre(1), .. , the last = post + norm + head. Cutting only at attention lets Inductor fuse across
-the layer boundary. A dense step is a compiled segment, which is pure, followed by the one kernel
-that writes the cache (`kernels.qk_norm_rope`); attention only reads.
+pre(1), .. , the last = post + norm + head + argmax, one op without logits where the GEMM is ours;
+a step that draws its tokens ends in logits instead. Cutting only at attention lets Inductor fuse
+across the layer boundary. A dense step is a compiled segment, which is pure, followed by the one
+kernel that writes the cache (`kernels.qk_norm_rope`); attention only reads.
 
 Legend: B requests, G block length, T rows, N / H query heads / head dim, C = taps * hidden.
 """
@@ -24,7 +25,6 @@ from graphengine.buffers import StepBuffers
 from graphengine.capture.steps import Attention, Carry, Dense, Step
 from graphengine.config import DraftConfig, DraftQuantization, ModelConfig
 from graphengine.kernels.accept import accept_and_advance_
-from graphengine.kernels.argmax import argmax_rows
 from graphengine.kernels.context_kv import context_kv_write_
 from graphengine.kernels.qk_norm_rope import qk_norm_rope_write_
 from graphengine.kernels.skinny_config import SKINNY_T
@@ -117,9 +117,37 @@ def last_segment(
     attn_TNH: Tensor,
     eps: float,
 ) -> Carry:
-    """post(L - 1) + norm + head -> (h_TD before the norm, logits_TV)."""
+    """post(L - 1) + norm + head + argmax -> (h_TD before the norm, ids_T)."""
+    h_TD, update = qwen3.post_attention(done, h_TD, attn_TNH, eps)
+    return qwen3.greedy(norm_D, lm_head_VD, h_TD, update, eps)
+
+
+def logits_segment(
+    done: LayerWeights,
+    norm_D: Tensor,
+    lm_head_VD: Matrix,
+    h_TD: Tensor,
+    attn_TNH: Tensor,
+    eps: float,
+) -> Carry:
+    """`last_segment` without its argmax, for whoever draws: (h_TD before the norm, logits_TV)."""
     h_TD, update = qwen3.post_attention(done, h_TD, attn_TNH, eps)
     return qwen3.logits(norm_D, lm_head_VD, h_TD, update, eps)
+
+
+def row_logits_segment(
+    rows_R: Tensor,
+    done: LayerWeights,
+    norm_D: Tensor,
+    lm_head_VD: Matrix,
+    h_TD: Tensor,
+    attn_TNH: Tensor,
+    eps: float,
+) -> Carry:
+    """`logits_segment` of the rows with these indices alone: (h_TD of all, logits_RV)."""
+    h_TD = add(*qwen3.post_attention(done, h_TD, attn_TNH, eps))
+    _, logits_RV = qwen3.logits(norm_D, lm_head_VD, h_TD[rows_R], None, eps)
+    return h_TD, logits_RV
 
 
 def draft_last_segment(
@@ -131,13 +159,13 @@ def draft_last_segment(
     block_length: int,
     eps: float,
 ) -> Carry:
-    """post + norm + head on rows 1 .. G-1 -> logits [B * (G-1), V].
+    """post + norm + head + argmax on rows 1 .. G-1 -> ids [B * (G-1)].
 
     Slot j predicts the token at its own position; slot 0, the anchor's, is dropped.
     """
     h_TD = add(*qwen3.post_attention(done, h_TD, attn_TNH, eps))
     h_TD = h_TD.unflatten(0, (-1, block_length))[:, 1:].flatten(0, 1)
-    return qwen3.logits(norm_D, lm_head_VD, h_TD, None, eps)[1:]
+    return qwen3.greedy(norm_D, lm_head_VD, h_TD, None, eps)[1:]
 
 
 def context_segment(weights: DraftWeights, taps_TC: Tensor, eps: float) -> Carry:
@@ -151,6 +179,7 @@ class Segments(NamedTuple):
     first: Callable[..., Carry] = first_segment
     middle: Callable[..., Carry] = middle_segment
     last: Callable[..., Carry] = last_segment
+    logits: Callable[..., Carry] = logits_segment
     draft_last: Callable[..., Carry] = draft_last_segment
     context: Callable[..., Carry] = context_segment
     simulate: Callable[..., None] = force_acceptance_
@@ -259,15 +288,10 @@ def target_chain(
     attn_TNH: Tensor,
     segments: Segments,
     tap_: Callable[[int, Tensor], None],
-    logit_rows: Tensor | None = None,
+    end: Callable[..., Carry],
 ) -> list[Step]:
-    """A whole target forward; the last carry is (logits_TV,).
-
-    Args:
-        logit_rows: indices of the rows whose logits are wanted (prefill); default all.
-    """
+    """A whole target forward; the last carry is what `end` gives beside h, see `last_step`."""
     config, weights = target.config, target.weights
-    eps = config.rms_norm_eps
     steps = layer_steps(
         chain,
         weights.embed_VD,
@@ -277,27 +301,40 @@ def target_chain(
         rows,
         [attention] * config.num_hidden_layers,
         attn_TNH,
-        eps,
+        config.rms_norm_eps,
         segments,
         tap_,
     )
+    return [*steps, last_step(chain, target, tap_, end)]
+
+
+def last_step(
+    chain: str, target: Target, tap_: Callable[[int, Tensor], None], end: Callable[..., Carry]
+) -> Step:
+    """The last segment of a target forward, and its tap.
+
+    Args:
+        end: `last_segment` (ids_T), `logits_segment` (logits_TV), or either's like.
+    """
+    config, weights = target.config, target.weights
     final = config.num_hidden_layers - 1
+    matrices = (weights.layers[final], weights.norm_D, weights.lm_head_VD)
 
     def last(carry: Carry) -> Carry:
-        h_TD, attended_TNH = carry
-        if logit_rows is None:
-            h_TD, logits_TV = segments.last(
-                weights.layers[final], weights.norm_D, weights.lm_head_VD, h_TD, attended_TNH, eps
-            )
-        else:
-            h_TD = add(*qwen3.post_attention(weights.layers[final], h_TD, attended_TNH, eps))
-            end = (weights.norm_D, weights.lm_head_VD, h_TD[logit_rows], None)
-            _, logits_TV = qwen3.logits(*end, eps)
+        h_TD, found = end(*matrices, *carry, config.rms_norm_eps)
         tap_(final, h_TD)
-        return (logits_TV,)
+        return (found,)
 
-    steps.append(Dense(ranges.dense_name(chain, final + 1), last))
-    return steps
+    return Dense(ranges.dense_name(chain, final + 1), last)
+
+
+def _verify_taps(
+    drafter: Drafter | None, buffers: StepBuffers
+) -> tuple[str, Callable[[int, Tensor], None]]:
+    """Name of the chain that a step verifies by, and what it does with layers' outputs."""
+    if drafter is None:
+        return "decode", lambda layer, h_TD: None
+    return "verify", tap_writer(drafter.config, buffers.taps_TC)
 
 
 def verify_chain(
@@ -313,21 +350,29 @@ def verify_chain(
 
     Without a drafter the same chain with one row per request is plain decoding.
     """
-    chain = "verify" if drafter else "decode"
-    tap_ = tap_writer(drafter.config, buffers.taps_TC) if drafter else lambda layer, h_TD: None
+    chain, tap_ = _verify_taps(drafter, buffers)
     rows = Rows(buffers.draft_ids_BG.view(-1), buffers.positions_T, buffers.slots_T)
-    steps = target_chain(chain, target, rows, attention, buffers.attn_TNH, segments, tap_)
+    steps = target_chain(
+        chain, target, rows, attention, buffers.attn_TNH, segments, tap_, segments.last
+    )
 
     def accept(carry: Carry) -> Carry:
-        (logits_TV,) = carry
-        target_ids_BG = argmax_rows(logits_TV).view_as(buffers.draft_ids_BG)
+        target_ids_BG = carry[0].view_as(buffers.draft_ids_BG)
         if simulation is not None:
             segments.simulate(simulation, buffers.draft_ids_BG, target_ids_BG)
         _advance_(drafter, buffers, target_ids_BG, page_size)
         return ()
 
-    steps.append(Dense(ranges.ACCEPT, accept))
-    return steps
+    return [*steps, Dense(ranges.ACCEPT, accept)]
+
+
+def sampled_last_step(
+    target: Target, drafter: Drafter | None, buffers: StepBuffers, segments: Segments
+) -> Step:
+    """The other last step but one of `verify_chain`: it leaves logits, from which
+    `sampled_accept_step` takes a greedy request's first choice as well, the same to the bit."""
+    chain, tap_ = _verify_taps(drafter, buffers)
+    return last_step(chain, target, tap_, segments.logits)
 
 
 def sampled_accept_step(drafter: Drafter | None, buffers: StepBuffers, page_size: int) -> Step:
@@ -432,10 +477,9 @@ def draft_chain(
         h_TD, attn_TNH = carry
         end = (weights.layers[-1], weights.norm_D, lm_head_VD, h_TD, attn_TNH)
         if anchor_first:
-            _, logits_TV = segments.last(*end, eps)
+            _, drafted_T = segments.last(*end, eps)
         else:
-            (logits_TV,) = segments.draft_last(*end, config.block_size, eps)
-        drafted_T = argmax_rows(logits_TV)
+            (drafted_T,) = segments.draft_last(*end, config.block_size, eps)
         if drafter.target_ids_V is not None:
             drafted_T = drafter.target_ids_V.index_select(0, drafted_T.clamp(min=0))
         buffers.draft_ids_BG[:, :1].copy_(buffers.block_ids_BG[:, :1])

@@ -8,13 +8,22 @@ all of its rows; no draft forward is needed until the prompt is complete.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
 from graphengine.attention import Attention, Layout
 from graphengine.capture.runners import run_chain
 from graphengine.capture.steps import Step
-from graphengine.forward import Drafter, Rows, Segments, Target, context_chain, target_chain
+from graphengine.forward import (
+    Drafter,
+    Rows,
+    Segments,
+    Target,
+    context_chain,
+    row_logits_segment,
+    target_chain,
+)
 from graphengine.forward import tap_writer as make_tap_writer
 from graphengine.kernels.argmax import argmax_rows
 from graphengine.profiles import ranges
@@ -107,7 +116,7 @@ class Prefill:
             attn_TNH,
             segments,
             tap_,
-            upload(last_rows),
+            partial(row_logits_segment, upload(last_rows)),
         )
         logits_TV = run_chain(chain)[0]
         run_chain(context)

@@ -38,10 +38,10 @@ class Chains(NamedTuple):
     """A step's chains; those of the drafter are empty without one."""
 
     draft: list[Step]
-    verify: list[Step]  # its last step accepts
+    verify: list[Step]  # its last two steps choose and accept
     context: list[Step]
-    sampled_accept: Step | None
-    """Takes the place of `verify`'s last step where a request draws its tokens."""
+    sampled_end: list[Step]
+    """Takes the place of those two where a request draws its tokens; empty if none may."""
 
 
 class Part(NamedTuple):
@@ -102,10 +102,10 @@ def planned(
 
 
 def _part(chains: Chains, name: str, steps: list[Step]) -> Part:
-    other, accept = chains.sampled_accept, chains.verify[-1]
-    if other is None:
+    if not chains.sampled_end:
         return Part(name, steps, steps)
-    return Part(name, steps, [other if step is accept else step for step in steps])
+    others = dict(zip(chains.verify[-2:], chains.sampled_end, strict=True))
+    return Part(name, steps, [others.get(step, step) for step in steps])
 
 
 def eager_stages(cut: Cut) -> Stages:

@@ -17,6 +17,7 @@ Legend: T rows of a chunk, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -24,7 +25,7 @@ import torch
 from graphengine.attention import Layout
 from graphengine.capture.runners import run_chain
 from graphengine.engine import DecodeLoop
-from graphengine.forward import Rows, Segments, target_chain
+from graphengine.forward import Rows, Segments, row_logits_segment, target_chain
 from graphengine.kernels.argmax import argmax_rows
 from graphengine.kvcache import pages_for
 
@@ -110,6 +111,6 @@ def _forward(
         attn_TNH,
         Segments(),
         lambda layer, h_TD: None,
-        upload(logit_rows or [count - 1]),
+        partial(row_logits_segment, upload(logit_rows or [count - 1])),
     )
     return run_chain(chain)[0]

@@ -14,6 +14,10 @@ A row whose largest value is not finite (a NaN or +inf anywhere, or -inf everywh
 its answer is NOT_FINITE. Every logit is read here anyway and the largest value is at hand, so a
 broken model is noticed for two comparisons a row.
 
+The candidates of a row may also come out of the head's GEMM (head_argmax.py): `ranked` is what
+its tiles are reduced by, an order of 16 bits of logit and 16 of index, so that one reduction of
+int32 finds both.
+
 Cost: T * V elements are read once; [16, 151936] bf16 is 4.9 MB, 1.1 us at 4.46 TB/s (less from
 L2, where the lm_head has just written it), plus two launches.
 
@@ -23,8 +27,10 @@ Legend: T rows, V vocabulary, C chunks of a row.
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from graphengine.kernels.interpreter import INTERPRET
+from graphengine.kernels.qk_norm_rope import supports_pdl
 
 CHUNK = 4096  # elements of a row in one program
 BLOCK = 1024  # elements in one load: 16 bytes a thread in bf16 with 4 warps
@@ -55,31 +61,57 @@ def argmax_rows(logits_TV: torch.Tensor) -> torch.Tensor:
         raise ValueError(f"logits are {logits_TV.dtype}; need bfloat16, float16 or float32")
     if logits_TV.stride(1) != 1:
         raise ValueError(f"logits have strides {logits_TV.stride()}; make rows contiguous")
-    if not (logits_TV.is_cuda or INTERPRET):
-        return argmax_rows_reference(logits_TV)
+    return torch.ops.graphengine.argmax_rows(logits_TV)
+
+
+def _launch(logits_TV: torch.Tensor) -> torch.Tensor:
     T, V = logits_TV.shape
     C = (V + CHUNK - 1) // CHUNK
-    best_T = torch.empty(T, dtype=torch.int64, device=logits_TV.device)
-    if T == 0:
-        return best_T
     candidate_TC = torch.empty((T, C), dtype=torch.int64, device=logits_TV.device)
-    _chunk_argmax_kernel[(C, T)](
-        logits_TV,
-        candidate_TC,
-        logits_TV.stride(0),
-        V,
-        CHUNK=CHUNK,
-        BLOCK=BLOCK,
-        num_warps=NUM_WARPS,  # pyright: ignore[reportCallIssue]
-    )
-    combine_argmax_kernel[(T,)](
-        candidate_TC,
-        best_T,
-        C,
-        C_POW2=1 << (C - 1).bit_length(),
-        NOT_FINITE=NOT_FINITE,
-        num_warps=1,  # pyright: ignore[reportCallIssue]
-    )
+    if T:
+        _chunk_argmax_kernel[(C, T)](
+            logits_TV,
+            candidate_TC,
+            logits_TV.stride(0),
+            V,
+            CHUNK=CHUNK,
+            BLOCK=BLOCK,
+            num_warps=NUM_WARPS,  # pyright: ignore[reportCallIssue]
+        )
+    return combine_argmax(candidate_TC)
+
+
+# A custom op: a segment may end in it, and dynamo does not trace a launch with launch_pdl.
+@torch.library.custom_op(
+    "graphengine::argmax_rows", mutates_args=(), schema="(Tensor logits) -> Tensor"
+)
+def _argmax_rows_op(logits):
+    return _launch(logits) if logits.is_cuda or INTERPRET else argmax_rows_reference(logits)
+
+
+@_argmax_rows_op.register_fake
+def _(logits):
+    return logits.new_empty(logits.shape[0], dtype=torch.int64)
+
+
+def combine_argmax(candidate_TC: torch.Tensor) -> torch.Tensor:
+    """The second stage: index of each row's largest `packed_candidate`, int64 [T]; NOT_FINITE where
+    its key is no number's."""
+    T, C = candidate_TC.shape
+    best_T = torch.empty(T, dtype=torch.int64, device=candidate_TC.device)
+    pdl = supports_pdl(candidate_TC.device)
+    if T:
+        C_POW2 = triton.next_power_of_2(C)
+        combine_argmax_kernel[(T,)](
+            candidate_TC,
+            best_T,
+            C,
+            C_POW2=C_POW2,
+            NOT_FINITE=NOT_FINITE,
+            PDL=pdl,
+            num_warps=max(1, min(8, C_POW2 // 256)),  # pyright: ignore[reportCallIssue]
+            **({"launch_pdl": True} if pdl else {}),
+        )
     return best_T
 
 
@@ -96,6 +128,29 @@ def ordered_key(x):
 def packed_candidate(key, index):
     """Key above, complement of the index below: the maximum is the lowest index of the best key."""
     return (key.to(tl.int64) << 32) | (0x7FFFFFFF - index).to(tl.int64)
+
+
+@triton.jit
+def ranked(bits, index):
+    """int32 of the order of (value, the lower index), for the fp32 bits of a bf16 value.
+
+    Its key, which for a negative is minus its magnitude, above, and the complement of index < 2^16
+    below. NaN, which arithmetic leaves without a sign, is the largest."""
+    sign = bits >> 31
+    return ((bits & 0x7FFFFFFF) ^ sign) - sign + (0xFFFF - index)
+
+
+@triton.jit
+def key_of_rank(rank):
+    """`ordered_key` of the bf16 that was ranked."""
+    key = rank & -0x10000
+    return key + (key >> 31)
+
+
+@triton.jit
+def index_of_rank(rank):
+    """The index that was ranked."""
+    return 0xFFFF - (rank & 0xFFFF)
 
 
 @triton.jit
@@ -120,12 +175,16 @@ def _chunk_argmax_kernel(
     tl.store(candidate + t * tl.num_programs(0) + chunk, tl.max(packed, axis=0))
 
 
-@triton.jit
-def combine_argmax_kernel(candidate, best, C, C_POW2: tl.constexpr, NOT_FINITE: tl.constexpr):
-    """The second stage: best[t] of `packed_candidate` [T, C]."""
+@triton.jit(do_not_specialize=["C"])
+def combine_argmax_kernel(
+    candidate, best, C, C_POW2: tl.constexpr, NOT_FINITE: tl.constexpr, PDL: tl.constexpr
+):
     t = tl.program_id(0).to(tl.int64)
     chunk = tl.arange(0, C_POW2)
     lowest = tl.constexpr(-(1 << 63))
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
     packed = tl.load(candidate + t * C + chunk, mask=chunk < C, other=lowest)
     winner = tl.max(packed, axis=0)
     key = winner >> 32

@@ -25,8 +25,7 @@ import triton.language as tl
 from torch import Tensor
 
 from graphengine.kernels.argmax import (
-    NOT_FINITE,
-    combine_argmax_kernel,
+    combine_argmax,
     ordered_key,
     packed_candidate,
 )
@@ -158,7 +157,6 @@ def gumbel_argmax(
             logits_TV, best_T, threshold_T, positions_T, temperature_B, seed_B
         )
     C = (V + CHUNK - 1) // CHUNK
-    drawn_T = torch.empty_like(best_T)
     candidate_TC = torch.empty((T, C), dtype=torch.int64, device=logits_TV.device)
     _chunk_kernel[(C, T)](
         logits_TV,
@@ -175,15 +173,7 @@ def gumbel_argmax(
         BLOCK=BLOCK,
         num_warps=NUM_WARPS,  # pyright: ignore[reportCallIssue]
     )
-    combine_argmax_kernel[(T,)](
-        candidate_TC,
-        drawn_T,
-        C,
-        C_POW2=1 << (C - 1).bit_length(),
-        NOT_FINITE=NOT_FINITE,
-        num_warps=1,  # pyright: ignore[reportCallIssue]
-    )
-    return drawn_T
+    return combine_argmax(candidate_TC)
 
 
 @triton.jit

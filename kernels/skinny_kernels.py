@@ -2,6 +2,8 @@
 
 `skinny_tma_kernel`: Gluon, Hopper: TMA into a ring of stages, wgmma. `skinny_pointer_kernel`: plain
 Triton.
+Where `out` is of int64 the TMA kernel writes no products but a candidate for the argmax of each row
+of x and each CTA (argmax_epilogue.py).
 Invariant: before `gdc_wait` only weights are read and nothing is written.
 """
 
@@ -22,6 +24,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from graphengine.kernels.argmax_epilogue import better_ranks, lowest_ranks, store_candidates
 from graphengine.kernels.interpreter import dot
 
 
@@ -85,6 +88,7 @@ def skinny_tma_kernel(
     """A CTA takes items (weight tile, split) first, first + step, ...; its blocks of all items are
     one sequence through a ring of STAGES buffers, so the next item's weights are in flight during
     an epilogue. A stage's barrier counts the bytes of its weights and of its x."""
+    ARGMAX: gl.constexpr = out.dtype.element_ty == gl.int64
     HALVES: gl.constexpr = 2 if SWIGLU else 1
     PARTS: gl.constexpr = 2 if FP8 else 1  # of x: hi and lo
     BYTES: gl.constexpr = w_desc.dtype.primitive_bitwidth // 8
@@ -94,9 +98,10 @@ def skinny_tma_kernel(
     )
     VEC: gl.constexpr = 128 // out.dtype.element_ty.primitive_bitwidth
     ALONG: gl.constexpr = min(32, ROWS // VEC)
-    OUT: gl.constexpr = gl.BlockedLayout(
+    LINES: gl.constexpr = gl.BlockedLayout(
         [VEC, 1], [ALONG, 32 // ALONG], [1, gl.num_warps()], [0, 1]
     )
+    OUT: gl.constexpr = ACC if ARGMAX else LINES
     w_smem = gl.allocate_shared_memory(
         w_desc.dtype, [STAGES * HALVES, ROWS, BLOCK_K], w_desc.layout
     )
@@ -133,6 +138,9 @@ def skinny_tma_kernel(
     num_loaded = first * 0 + STAGES
     r_in_tile = gl.arange(0, ROWS, gl.SliceLayout(1, OUT))
     t = gl.arange(0, COLS, gl.SliceLayout(0, OUT))
+    if ARGMAX:
+        best = lowest_ranks(ROWS, COLS, ACC)
+        index = r_in_tile
     for done in range(first, num_items, step):
         acc = gl.zeros([ROWS, COLS], gl.float32, ACC)
         up = gl.zeros([ROWS, COLS], gl.float32, ACC)
@@ -182,12 +190,18 @@ def skinny_tma_kernel(
             if FP8:
                 u = u * gl.load(w_scale + E + r, mask=live_r, other=0.0)[:, None] * of_x
             y = y / (1.0 + gl.exp(-y)) * u
-        at = (done % num_splits * T + t).to(gl.int64) * E
-        gl.store(
-            out + at[None, :] + r[:, None],
-            y.to(out.dtype.element_ty),
-            mask=live_r[:, None] & (t < T)[None, :],
-        )
+        if ARGMAX:
+            best = better_ranks(best, y, index, live_r)
+            index += ROWS
+        else:
+            at = (done % num_splits * T + t).to(gl.int64) * E
+            gl.store(
+                out + at[None, :] + r[:, None],
+                y.to(out.dtype.element_ty),
+                mask=live_r[:, None] & (t < T)[None, :],
+            )
+    if ARGMAX:
+        store_candidates(best, out, first, step, 0, T, first * ROWS, step * ROWS, ROWS)
 
 
 @triton.jit(do_not_specialize=["T", "num_splits", "num_k"])

@@ -26,7 +26,8 @@ lm_head 147.5 (139.5): profiles/results/2026-11-21-h200-skinny-fp8.json.
 Where a config has `cols`, the kernel is wide_linear.py's, for 65 to 256 rows. Else there are two,
 in skinny_kernels.py: `skinny_tma_kernel` (Gluon, Hopper: TMA into a ring of stages,
 wgmma) and `skinny_pointer_kernel` (plain Triton, unquantised: other GPUs, odd D, fp32, the
-interpreter). FP8 elsewhere runs in torch. Their sizes are chosen in skinny_config.py.
+interpreter). FP8 elsewhere runs in torch. Their sizes are chosen in skinny_config.py. A head whose
+logits are wanted for their argmax alone ends otherwise: head_argmax.py.
 
 Legend: T rows (decode: requests * block), D inputs, E outputs, I MLP width, J = 2 * I, Z splits.
 """
@@ -80,7 +81,7 @@ def skinny_linear_partials(
         cols runs on Hopper alone, in 16 or 8 bits.
     Source: split-K with a deferred reduction.
     """
-    config = _resolve(x_TD, weight_ED, config, swiglu=False)
+    config = resolve(x_TD, weight_ED, config, swiglu=False)
     if num_splits is not None:
         config = config._replace(num_splits=num_splits)
     operands = (x_TD, weight_ED, *(scales or (None, None)))
@@ -99,7 +100,7 @@ def skinny_linear(
     Returns: [T, E], contiguous, dtype of x; bf16 for FP8.
     Raises: ValueError for shapes, dtypes or strides that the kernels cannot address.
     """
-    config = _resolve(x_TD, weight_ED, config, swiglu=False)._replace(num_splits=1)
+    config = resolve(x_TD, weight_ED, config, swiglu=False)._replace(num_splits=1)
     operands = (x_TD, weight_ED, *(scales or (None, None)))
     return torch.ops.graphengine.skinny_linear(*operands, list(config))
 
@@ -119,7 +120,7 @@ def skinny_swiglu(
     Returns: act_TI [T, I], contiguous, dtype of x; bf16 for FP8.
     Raises: ValueError for shapes, dtypes or strides that the kernels cannot address.
     """
-    config = _resolve(x_TD, gate_up_JD, config, swiglu=True)._replace(num_splits=1)
+    config = resolve(x_TD, gate_up_JD, config, swiglu=True)._replace(num_splits=1)
     operands = (x_TD, gate_up_JD, *(scales or (None, None)))
     return torch.ops.graphengine.skinny_swiglu(*operands, list(config))
 
@@ -139,7 +140,7 @@ def skinny_swiglu_reference(x_TD: torch.Tensor, gate_up_JD: torch.Tensor) -> tor
     return (torch.nn.functional.silu(gate) * up).to(x_TD.dtype)
 
 
-def _resolve(
+def resolve(
     x_TD: torch.Tensor, weight_ED: torch.Tensor, config: SkinnyConfig | None, swiglu: bool
 ) -> SkinnyConfig:
     if config is not None:
@@ -193,7 +194,7 @@ def _check_inputs(
         raise ValueError(f"num_splits {config.num_splits}: choose 1 to {MAX_SPLITS}")
 
 
-def _launch(
+def launch(
     x: torch.Tensor,
     weight_ED: torch.Tensor,
     scales: Fp8Scales | None,
@@ -201,16 +202,17 @@ def _launch(
     config: SkinnyConfig,
     swiglu: bool,
 ) -> torch.Tensor:
-    """Runs the kernel of the config into out [Z, T, E], [T, E] or (SwiGLU) [T, I]."""
+    """Runs the kernel of the config into out [Z, T, E], [T, E], (SwiGLU) [T, I], or, in int64, the
+    candidates of head_argmax.py."""
     if config.cols:
-        if not _runs_tma(x, weight_ED, config) or (swiglu and out.shape[-1] % PAIR):
+        if not runs_tma(x, weight_ED, config) or (swiglu and out.shape[-1] % PAIR):
             raise ValueError(
                 f"x {x.dtype} {tuple(x.shape)}, weight {tuple(weight_ED.shape)}: a config with cols"
                 f" needs Hopper, rows of 8 or 16 bits that begin at multiples of 16 bytes, and I a"
                 f" multiple of {PAIR}"
             )
-        return launch_wide(x, weight_ED, scales, out, config)
-    (T, D), E = x.shape[-2:], out.shape[-1]
+        return launch_wide(x, weight_ED, scales, out, config, swiglu)
+    (T, D), E = x.shape[-2:], weight_ED.shape[0] // (1 + swiglu)
     cols = num_columns(T)
     items = cdiv(E, config.rows) * config.num_splits
     width = split_width(D, config.num_splits, config.block_k)
@@ -219,14 +221,13 @@ def _launch(
     sizes = {"ROWS": config.rows, "COLS": cols, "BLOCK_K": config.block_k}
     flags = {"SWIGLU": swiglu, "PDL": pdl}
     options = {"num_warps": config.num_warps} | ({"launch_pdl": True} if pdl else {})
-    if _runs_tma(x, weight_ED, config):
+    if runs_tma(x, weight_ED, config):
         x_rows = x.view(-1, D)
         weight_layout, x_layout = (
             gl.NVMMASharedLayout.get_default_for([height, config.block_k], gluon_dtype(tensor))
             for height, tensor in ((config.rows, weight_ED), (cols, x_rows))
         )
-        num_sms = torch.cuda.get_device_properties(x.device).multi_processor_count
-        skinny_tma_kernel[(min(items, config.ctas_per_sm * num_sms),)](
+        skinny_tma_kernel[(num_ctas(items, config, x.device),)](
             TensorDescriptor.from_tensor(weight_ED, [config.rows, config.block_k], weight_layout),
             TensorDescriptor.from_tensor(x_rows, [cols, config.block_k], x_layout),
             *(scales or (out, out)),  # pointers that are not read
@@ -255,7 +256,13 @@ def _launch(
     return out
 
 
-def _runs_tma(x: torch.Tensor, weight_ED: torch.Tensor, config: SkinnyConfig) -> bool:
+def num_ctas(items: int, config: SkinnyConfig, device: torch.device) -> int:
+    """The grid of `skinny_tma_kernel`, whose CTAs take `items` in turn."""
+    num_sms = torch.cuda.get_device_properties(device).multi_processor_count
+    return min(items, config.ctas_per_sm * num_sms)
+
+
+def runs_tma(x: torch.Tensor, weight_ED: torch.Tensor, config: SkinnyConfig) -> bool:
     """Hopper, 16- or 8-bit operands, and rows that begin at multiples of 16 bytes."""
     if not (config.use_tma and x.is_cuda) or torch.cuda.get_device_capability(x.device)[0] != 9:
         return False
@@ -265,16 +272,16 @@ def _runs_tma(x: torch.Tensor, weight_ED: torch.Tensor, config: SkinnyConfig) ->
     return aligned and x.element_size() <= 2
 
 
-_SCHEMA = "(Tensor x, Tensor weight, Tensor? x_scale, Tensor? w_scale, int[] config) -> Tensor"
+SCHEMA = "(Tensor x, Tensor weight, Tensor? x_scale, Tensor? w_scale, int[] config) -> Tensor"
 
 
-def _prepare(x, weight, x_scale, w_scale, config, swiglu):
+def prepare(x, weight, x_scale, w_scale, config, swiglu):
     """(scales, config, whether a kernel runs); refuses what it cannot address."""
     scales = None if x_scale is None or w_scale is None else Fp8Scales(x_scale, w_scale)
     config = SkinnyConfig(*config)
     _check_inputs(x, weight, scales, config, swiglu)
     if scales is not None:
-        return scales, config, _runs_tma(x, weight, config)
+        return scales, config, runs_tma(x, weight, config)
     return scales, config, x.is_cuda or (INTERPRET and not config.cols)
 
 
@@ -286,13 +293,13 @@ def _empty_out(x, outputs):
 
 # Custom ops: dynamo does not trace a launch with TMA descriptors or launch_pdl, and Inductor calls
 # an op once, on its inputs as they are. All three return a new contiguous tensor.
-@torch.library.custom_op("graphengine::skinny_linear_partials", mutates_args=(), schema=_SCHEMA)
+@torch.library.custom_op("graphengine::skinny_linear_partials", mutates_args=(), schema=SCHEMA)
 def _partials_op(x, weight, x_scale, w_scale, config):
-    scales, config, has_kernel = _prepare(x, weight, x_scale, w_scale, config, False)
+    scales, config, has_kernel = prepare(x, weight, x_scale, w_scale, config, False)
     if not has_kernel:
         return skinny_linear_partials_reference(*widened(x, weight, scales), config)
     shape = (config.num_splits, x.shape[-2], weight.shape[0])
-    return _launch(x, weight, scales, x.new_empty(shape, dtype=torch.float32), config, False)
+    return launch(x, weight, scales, x.new_empty(shape, dtype=torch.float32), config, False)
 
 
 @_partials_op.register_fake
@@ -301,14 +308,14 @@ def _(x, weight, x_scale, w_scale, config):
     return x.new_empty(shape, dtype=torch.float32)
 
 
-@torch.library.custom_op("graphengine::skinny_linear", mutates_args=(), schema=_SCHEMA)
+@torch.library.custom_op("graphengine::skinny_linear", mutates_args=(), schema=SCHEMA)
 def _linear_op(x, weight, x_scale, w_scale, config):
-    scales, config, has_kernel = _prepare(x, weight, x_scale, w_scale, config, False)
+    scales, config, has_kernel = prepare(x, weight, x_scale, w_scale, config, False)
     out = _empty_out(x, weight.shape[0])
     if not has_kernel:
         wide = widened(x, weight, scales)
         return skinny_linear_partials_reference(*wide, config)[0].to(out.dtype)
-    return _launch(x, weight, scales, out, config, False)
+    return launch(x, weight, scales, out, config, False)
 
 
 @_linear_op.register_fake
@@ -316,13 +323,13 @@ def _(x, weight, x_scale, w_scale, config):
     return _empty_out(x, weight.shape[0])
 
 
-@torch.library.custom_op("graphengine::skinny_swiglu", mutates_args=(), schema=_SCHEMA)
+@torch.library.custom_op("graphengine::skinny_swiglu", mutates_args=(), schema=SCHEMA)
 def _swiglu_op(x, weight, x_scale, w_scale, config):
-    scales, config, has_kernel = _prepare(x, weight, x_scale, w_scale, config, True)
+    scales, config, has_kernel = prepare(x, weight, x_scale, w_scale, config, True)
     out = _empty_out(x, weight.shape[0] // 2)
     if not has_kernel:
         return skinny_swiglu_reference(*widened(x, weight, scales)).to(out.dtype)
-    return _launch(x, weight, scales, out, config, True)
+    return launch(x, weight, scales, out, config, True)
 
 
 @_swiglu_op.register_fake

@@ -14,6 +14,9 @@ The ring of stages is as in skinny_kernels.py, but a block's products stay in fl
 of the block before is refilled, so that the tensor cores do not wait for a barrier. One tile is one
 CTA; a CTA takes most of the shared memory, and its epilogue reuses the ring.
 
+Where `out` is of int64 no products are written but, of each tile, a candidate for the argmax of
+each row of x (argmax_epilogue.py).
+
 Invariant: as skinny_linear.py's: one output element of one split is summed by one CTA in rising k,
 and before `gdc_wait` only weights are read and nothing is written.
 
@@ -43,6 +46,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from graphengine.kernels.argmax_epilogue import better_ranks, lowest_ranks, store_candidates
 from graphengine.kernels.fp8 import FP8, Fp8Scales
 from graphengine.kernels.skinny_config import SkinnyConfig, cdiv, split_width
 
@@ -55,13 +59,11 @@ def launch_wide(
     scales: Fp8Scales | None,
     out: torch.Tensor,
     config: SkinnyConfig,
+    swiglu: bool,
 ) -> torch.Tensor:
-    """Runs the kernel of a config with `cols` into out [Z, T, E], [T, E] or [T, I].
-
-    SwiGLU where out has half as many columns as the weight has rows; I is a multiple of 8 then.
-    """
-    (T, D), E = x_TD.shape, out.shape[-1]
-    swiglu = weight_ED.shape[0] == 2 * E
+    """Runs the kernel of a config with `cols` into out [Z, T, E], [T, E], [T, tiles] in int64 or
+    (SwiGLU) [T, I]; I is a multiple of 8."""
+    (T, D), E = x_TD.shape, weight_ED.shape[0] // (1 + swiglu)
     height = sub_tile_rows(config)
     outputs = config.rows // 2 if swiglu else config.rows
     num_k = split_width(D, config.num_splits, config.block_k) // config.block_k
@@ -259,9 +261,19 @@ def wide_linear_kernel(
 
     accs = _wait(accs, 0)
     OUTPUTS: gl.constexpr = ROWS // 2 if SWIGLU else ROWS
+    ARGMAX: gl.constexpr = out.dtype.element_ty == gl.int64
+    if ARGMAX:
+        best = lowest_ranks(ROWS, COLS, ACC)
     for s in gl.static_range(SUB):
         y = accs[s]
         out_row = (tile * SUB + s) * OUTPUTS
         if FP8:
             y = _scaled(y, x_scale, w_scale, out_row, t, T, E, ACC, SWIGLU)
-        _store(y, out, out_row, t, split, T, E, SWIGLU)
+        if ARGMAX:
+            r = s * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, ACC))
+            best = better_ranks(best, y, r, row + r < E)
+        else:
+            _store(y, out, out_row, t, split, T, E, SWIGLU)
+    if ARGMAX:
+        num_tiles = gl.num_programs(0) // x_tiles
+        store_candidates(best, out, tile, num_tiles, t, T, row, ROWS, ROWS)

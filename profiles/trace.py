@@ -9,7 +9,9 @@ the host already queues the next step, still belongs to the step that asked for 
 
 A chain captured as one graph has one launch and one range, and so has a whole step. With node
 tracing its kernels are told apart by their order and by the names of attention, argmax, embedding
-and accept kernels; with graph tracing it is one activity.
+and accept kernels: behind the target's first argmax, which ends its last segment, begins `accept`.
+(A step that draws its tokens runs that argmax in `accept`; here it is the segment's there too.)
+With graph tracing it is one activity.
 """
 
 import re
@@ -29,7 +31,7 @@ OUTSIDE = "outside"
 _ATTENTION_KERNEL = re.compile(
     r"Batch(Prefill|Decode)|MergeState|PagedKV|fmha|flash_fwd|attention", re.IGNORECASE
 )
-_ARGMAX_KERNEL = re.compile(r"argmax")
+_ARGMAX_KERNEL = re.compile(r"_argmax_kernel")  # an Inductor kernel may be named after the op
 _ACCEPT_KERNEL = re.compile(r"accept_and_advance")
 # A forward's first kernel: Inductor's, which names what it fuses, or torch's own.
 _EMBEDDING_KERNEL = re.compile(r"embedding|gather|index_?select", re.IGNORECASE)
@@ -146,7 +148,8 @@ class _ChainNames:
         self._is_step = self._is_drafting = graph == ranges.SPECULATE
         self._chain, self._layer = "draft" if self._is_step else graph, 0
         self._after_attention = False
-        self._has_chosen = self._has_accepted = False  # argmax has run; accept has
+        # argmax has run; something behind the target's has; accept has
+        self._has_chosen = self._is_accepting = self._has_accepted = False
 
     def place(self, kernel: str) -> tuple[str, BusyClass]:
         """Name and class of the graph's next kernel."""
@@ -165,5 +168,7 @@ class _ChainNames:
         if _ACCEPT_KERNEL.search(kernel):
             self._has_chosen = self._has_accepted = True
         if self._has_chosen and self._chain in ("verify", "decode"):
+            self._is_accepting |= not _ARGMAX_KERNEL.search(kernel)
+        if self._is_accepting:
             return ranges.ACCEPT, "dense"
         return ranges.dense_name(self._chain, self._layer), "dense"

@@ -15,8 +15,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from graphengine import forward
 from graphengine.api import Engine
+from graphengine.models import layers
 from tests.checkpoints import make_drafter, make_target
 from tests.dflash_reference import (
     DraftReference,
@@ -52,13 +52,13 @@ def generate_forced(
     acceptance lengths."""
     truth = {tuple(p): plain_generate(model, p, NUM_TOKENS + 10) for p in PROMPTS}
     logits: list[Tensor] = []
-    plain_argmax = forward.argmax_rows
+    plain_argmax = layers.argmax_rows
 
     def spy(logits_TV: Tensor) -> Tensor:
         logits.append(logits_TV.clone())
         return plain_argmax(logits_TV)
 
-    monkeypatch.setattr(forward, "argmax_rows", spy)
+    monkeypatch.setattr(layers, "argmax_rows", spy)
     rng = random.Random(5)
     with Engine.from_pretrained(
         target, drafter, buckets=(4,), page_size=4, max_model_len=96, **options

@@ -15,11 +15,11 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from graphengine import forward
 from graphengine.api import Engine
 from graphengine.config import DraftConfig
 from graphengine.hub import TINY_DRAFT, TINY_TARGET
 from graphengine.kernels.skinny_config import SKINNY_T
+from graphengine.models import layers
 from graphengine.models.layers import Fp8Matrix
 from graphengine.pairs import read_json
 from tests.checkpoints import as_deepspec, as_speculators, edit_config, make_drafter, make_target
@@ -148,7 +148,7 @@ def test_drafts_equal_reference(
     reference = DraftReference.load(drafter, pair.model)
     reference.shorten(fewer)
     logits: list[torch.Tensor] = []
-    plain_argmax = forward.argmax_rows
+    plain_argmax = layers.argmax_rows
 
     def spy(logits_TV: torch.Tensor) -> torch.Tensor:
         logits.append(logits_TV.clone())
@@ -164,7 +164,7 @@ def test_drafts_equal_reference(
         attention_backend=backend,
         num_speculative_tokens=reference.num_drafts if fewer else None,
     ) as engine:
-        monkeypatch.setattr(forward, "argmax_rows", spy)
+        monkeypatch.setattr(layers, "argmax_rows", spy)
         num_drafts = engine.num_draft_tokens
         assert num_drafts == reference.num_drafts
         prefill = engine.built.loop._prefill

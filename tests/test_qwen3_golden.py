@@ -19,7 +19,7 @@ from torch import Tensor
 from graphengine.api import Engine
 from graphengine.attention import Layout, TorchAttention
 from graphengine.config import ModelConfig
-from graphengine.forward import Rows, Segments, Target, target_chain
+from graphengine.forward import Rows, Segments, Target, logits_segment, target_chain
 from graphengine.kvcache import make_pool, pages_for
 from graphengine.weights import Checkpoint, target_weights
 from tests.checkpoints import edit_config, make_target
@@ -107,9 +107,8 @@ def chain_logits(
         attn = torch.full((count, config.num_attention_heads, config.head_dim), float("nan"))
         attention.plan(Layout.build([count], [done + count], [pages], page_size))
         carry: Any = ()
-        for step in target_chain(
-            "verify", target, rows, attention, attn.to(dtype), Segments(), lambda layer, h: None
-        ):
+        chain = ("verify", target, rows, attention, attn.to(dtype), Segments())
+        for step in target_chain(*chain, lambda layer, h: None, logits_segment):
             carry = step.run(carry)
         logits.append(carry[0])
         done += count

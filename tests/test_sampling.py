@@ -438,7 +438,7 @@ def test_one_captured_tail_serves_every_mix() -> None:
 def test_two_ends_of_one_captured_chain() -> None:
     """Bug: the other end replays the first end too, or reads a carry that is not the chain's."""
     log: list[str] = []
-    memory = torch.zeros(4)
+    memory = torch.zeros(5)
 
     class Recorded:
         def __init__(self, steps: Any, carry: Any) -> None:
@@ -463,15 +463,16 @@ def test_two_ends_of_one_captured_chain() -> None:
 
         return Dense(name, run)
 
-    first, context = step("first", 0, carries=True), step("context", 3)
-    chain = [first, step("accept", 1), context]
+    first, context = step("first", 0, carries=True), step("context", 4)
+    chain = [first, step("ids", 1, carries=True), step("accept", 2), context]
+    other_chain = [first, step("logits", 1, carries=True), step("draw", 3), context]
     pool: Any = Pool()
-    runner, other = capture_piecewise_pair(chain, [first, step("other", 2), context], (), pool)
-    assert pool.num_captures == 4
+    runner, other = capture_piecewise_pair(chain, other_chain, (), pool)
+    assert pool.num_captures == 6
     assert capture_piecewise_pair(chain, chain, (), pool)[1].chain is chain
     for chosen, names, expected in (
-        (runner, ["first", "accept", "context"], [1.0, 2.0, 0.0, 1.0]),
-        (other, ["first", "other", "context"], [1.0, 0.0, 2.0, 1.0]),
+        (runner, ["first", "ids", "accept", "context"], [1.0, 2.0, 3.0, 0.0, 1.0]),
+        (other, ["first", "logits", "draw", "context"], [1.0, 2.0, 0.0, 3.0, 1.0]),
     ):
         log.clear()
         memory.zero_()

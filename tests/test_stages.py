@@ -25,13 +25,24 @@ def engine(backend: Any, draft: Any = TINY_DRAFT, **options: Any) -> Engine:
     return Engine.from_pretrained(TINY_TARGET, draft, attention_backend=backend, **options)
 
 
+def of(runner: Any) -> list[Any]:
+    return runner.chain
+
+
 def names(backend: str, draft: Any = TINY_DRAFT) -> list[tuple[str, list[str]]]:
     with engine(backend, draft) as loaded:
         bucket = loaded.built.loop.buckets[2]
         chains = [[step.name for step in runner.chain] for runner in runners_of(bucket)]
         greedy: list[Any] = [(stage.name, stage.runner) for stage in bucket.stages]
-        # The sampled chains are the same but for what accepts.
+        # The sampled chains have the same names, and other steps where tokens are chosen.
         assert chains.count(chains[-1]) == 2
+        pairs = [
+            (ours.name, theirs is ours)
+            for stage in bucket.stages
+            for ours, theirs in zip(of(stage.runner), of(stage.sampled), strict=True)
+        ]
+        chosen = next(i for i, (name, _) in enumerate(pairs) if name == "accept")
+        assert [i for i, (_, same) in enumerate(pairs) if not same] == [chosen - 1, chosen]
         return [(name, [step.name for step in runner.chain]) for name, runner in greedy]
 
 

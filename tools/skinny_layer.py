@@ -24,14 +24,16 @@ from graphengine.kernels.fp8 import (
     round_rows_fp8,
     split_rows_fp8,
 )
+from graphengine.kernels.head_argmax import skinny_argmax
 from graphengine.kernels.skinny_config import SKINNY_T, SkinnyConfig
-from graphengine.kernels.skinny_linear import skinny_linear, skinny_linear_partials, skinny_swiglu
+from graphengine.kernels.skinny_linear import skinny_linear_partials, skinny_swiglu
 
 PEAK_TBPS = 4.46  # read-only bandwidth of an H200, measured
 EPS = 1e-6
 MODELS = {"8b": (4096, 12288), "4b": (2560, 9728)}  # hidden, MLP width; 32 / 8 heads of 128
 VOCABULARY, QKV_ROWS, ATTENTION_WIDTH, NUM_TAPS = 151936, 6144, 4096, 5
 LAYER = ("qkv", "o", "gate_up", "down")
+LABELS = (*LAYER, "fc", "lm_head")
 MIN_LAUNCHES, NUM_REPLAYS = 24, 5
 BURST_MS, NUM_ROUNDS = 30, 5  # above 64 rows power sets the clock, which follows within a burst
 Weights = Callable[[int], torch.Tensor]
@@ -44,7 +46,7 @@ class Case(NamedTuple):
 
     model: str
     name: str
-    kind: str  # "partials", "linear" or "swiglu"
+    kind: str  # "partials", "swiglu" or "argmax"
     E: int
     D: int
     T: int
@@ -60,7 +62,7 @@ class Case(NamedTuple):
         return self.E * self.D * self.weight_bytes / PEAK_TBPS / 1e6
 
 
-def cases(names: Iterable[str], rows: Iterable[int]) -> list[Case]:
+def cases(names: Iterable[str], rows: Iterable[int], labels: Iterable[str] = LABELS) -> list[Case]:
     """Cases of "8b", "4b" (bf16) or "8b-fp8", "4b-fp8" (a drafter's layers, fc and lm_head)."""
     found = []
     for name, T in itertools.product(names, rows):
@@ -72,9 +74,10 @@ def cases(names: Iterable[str], rows: Iterable[int]) -> list[Case]:
             ("gate_up", "swiglu", 2 * width, D),
             ("down", "partials", D, width),
             ("fc", "partials", D, NUM_TAPS * D),
-            ("lm_head", "linear", VOCABULARY, D),
+            ("lm_head", "argmax", VOCABULARY, D),
         ):
-            found.append(Case(name, label, kind, E, K, T, weight_bytes))
+            if label in labels:
+                found.append(Case(name, label, kind, E, K, T, weight_bytes))
     return found
 
 
@@ -82,8 +85,8 @@ def run(case: Case, config: SkinnyConfig, operands: Operands) -> torch.Tensor:
     x, weight, scales = operands
     if case.kind == "partials":
         return skinny_linear_partials(x, weight, None, config, scales)
-    if case.kind == "linear":
-        return skinny_linear(x, weight, config, scales)
+    if case.kind == "argmax":
+        return skinny_argmax(x, weight, config, scales)
     return skinny_swiglu(x, weight, config, scales)
 
 

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from graphengine.kernels import add_rms_norm as kernels
+from graphengine.kernels.argmax import argmax_rows
 from graphengine.kernels.fp8 import (
     Fp8Rows,
     Fp8Scales,
@@ -22,6 +23,7 @@ from graphengine.kernels.fp8 import (
     round_rows_fp8,
     split_rows_fp8,
 )
+from graphengine.kernels.head_argmax import skinny_argmax
 from graphengine.kernels.qk_norm_rope import sum_partials
 from graphengine.kernels.skinny_config import SKINNY_T, SkinnyConfig, choose_config
 from graphengine.kernels.skinny_linear import skinny_linear, skinny_linear_partials, skinny_swiglu
@@ -100,6 +102,20 @@ def linear(x: Rows, matrix: Matrix, bias: Tensor | None = None) -> Tensor:
         return skinny_linear(x, weight, config=config, scales=scales)
     partials_ZTE = skinny_linear_partials(x, weight, config=config, scales=scales)
     return sum_partials(partials_ZTE, torch.bfloat16)
+
+
+def linear_argmax(x: Rows, matrix: Matrix) -> Tensor:
+    """`argmax_rows(linear(x, matrix))`, int64 [T]: -1 where the largest is not finite.
+
+    Invariant: the GEMM and its config are `linear`'s, so the tokens are equal, not close, to those
+    of the logits: a greedy request keeps its tokens in a batch that is sampled. Where the GEMM is
+    ours the logits are never written.
+    """
+    config = skinny_config(x, matrix)
+    if config is None or config.num_splits > 1:
+        return argmax_rows(linear(x, matrix))
+    x, weight, scales = operands(x, matrix, config)
+    return skinny_argmax(x, weight, config=config, scales=scales)
 
 
 def linear_partials(x: Rows, matrix: Matrix, bias: Tensor | None = None) -> Tensor:

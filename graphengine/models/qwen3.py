@@ -17,8 +17,10 @@ from torch import Tensor
 
 from graphengine.models.layers import (
     Matrix,
+    Rows,
     add_rms_norm,
     linear,
+    linear_argmax,
     linear_partials,
     linear_swiglu,
     rms_norm,
@@ -84,12 +86,27 @@ def post_attention(
     return h_TD, linear_partials(linear_swiglu(x, layer.gate_up_JD), layer.down_DI)
 
 
+def final_norm(
+    norm_D: Tensor, lm_head_VD: Matrix, h_TD: Tensor, update: Tensor | None, eps: float
+) -> tuple[Tensor, Rows]:
+    """`h += update; x = rms_norm(h)` -> (h_TD, x), x as the head takes it."""
+    if update is None:
+        return h_TD, rms_norm(h_TD, norm_D, eps)
+    return add_rms_norm(h_TD, update, norm_D, eps, lm_head_VD)
+
+
 def logits(
     norm_D: Tensor, lm_head_VD: Matrix, h_TD: Tensor, update: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor]:
     """Final norm and head: `h += update; rms_norm(h) @ W^T` -> (h_TD, logits_TV in h's dtype)."""
-    if update is None:
-        x = rms_norm(h_TD, norm_D, eps)
-    else:
-        h_TD, x = add_rms_norm(h_TD, update, norm_D, eps, lm_head_VD)
+    h_TD, x = final_norm(norm_D, lm_head_VD, h_TD, update, eps)
     return h_TD, linear(x, lm_head_VD)
+
+
+def greedy(
+    norm_D: Tensor, lm_head_VD: Matrix, h_TD: Tensor, update: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor]:
+    """`logits`, of which each row's first choice alone is wanted -> (h_TD, ids_T); -1 where logits
+    are not finite."""
+    h_TD, x = final_norm(norm_D, lm_head_VD, h_TD, update, eps)
+    return h_TD, linear_argmax(x, lm_head_VD)

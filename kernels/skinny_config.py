@@ -28,7 +28,8 @@ class SkinnyConfig(NamedTuple):
     num_warps: int = 4
     pdl: int = PDL_LATE  # when the next kernel may start: OFF, after the last load, EARLY
     use_tma: int = 1  # 0: the pointer kernel even on Hopper
-    cols: int = 0  # rows of x in a tile of wide_linear.py; 0: all, in skinny_kernels.py
+    cols: int = 0  # rows of x in a tile of wide_linear.py (tall_linear.py where `rows` are no
+    # multiple of 64); 0: all, in skinny_kernels.py
 
 
 # (E, D, bytes of a weight, T rounded up to 16 .. 256) -> config. Filled by tools/tune_skinny.py.

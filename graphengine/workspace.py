@@ -37,7 +37,8 @@ def forward_bytes(model: ModelConfig, num_rows: int, element_bytes: int) -> int:
 
 
 def rounding_bytes(config: EngineConfig, draft: DraftConfig | None, num_rows: int) -> int:
-    """Rounding activations eagerly holds three fp32 copies; the widest are the taps before fc."""
+    """Rounding activations in plain torch, as where our kernel does not run, holds three fp32
+    copies; the widest are the taps before fc."""
     if draft is None or config.draft_quantization != "fp8-dynamic":
         return 0
     return num_rows * 3 * draft.num_taps * draft.tap_size * 4

@@ -1,4 +1,4 @@
-"""Residual add, RMSNorm and the split into FP8 rows: what stands between two GEMMs.
+"""Residual add, RMSNorm and rounding to one or two FP8 rows: what stands between two GEMMs.
 
 Why: Inductor fuses these as well, but its kernel lets the next one start only after its last load:
 in a node trace of a step (Qwen3-8B, batch 1, H200) the GEMM behind a norm began to fetch weights
@@ -8,26 +8,29 @@ complete, and a row is read once, into registers: 5.18 -> 5.05 ms a step, 4B pla
 
 Invariant: before `gdc_wait` only the norm's weight is read and nothing is written. The sum over
 partials runs in rising z, in fp32, and rounds once; the norm is taken of the rounded sum, so that
-it equals the reference up to the order of one reduction.
+it equals the reference up to the order of one reduction. What is rounded to FP8 is x as it would
+have been stored.
 
 Cost: T * D * (4 Z + 2 + 4) bytes, at T = 16, Z = 2, D = 4096 0.9 MB out of L2: bound by the launch
 and one reduction, about 2 us.
 
-Legend: T rows, D hidden, Z partial sums.
+Legend: T rows, D hidden, Z partial sums, F FP8 rows that hold a row of x (fp8_rows.py), 0: it stays
+as it is.
 """
-
-from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from graphengine.kernels.fp8 import FP8, split_rows_fp8
-from graphengine.kernels.interpreter import INTERPRET
-from graphengine.kernels.qk_norm_rope import sum_partials, supports_pdl
-
-MAX_D = 16384  # a row is held in registers
+from graphengine.kernels.fp8_rows import (
+    empty_fp8,
+    row_options,
+    rows_to_fp8_reference,
+    runs_here,
+    store_fp8,
+)
+from graphengine.kernels.qk_norm_rope import sum_partials
 
 
 def add_rms_norm_reference(
@@ -67,28 +70,18 @@ def add_rms_norm(
     return torch.ops.graphengine.add_rms_norm(h_TD, update, weight_D, eps, early)
 
 
+def add_rms_norm_round(
+    h_TD: torch.Tensor | None, update: torch.Tensor, weight_D: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """`add_rms_norm` with x as `fp8.round_rows_fp8` writes it: (h_TD, fp8 [T, D], scale_T)."""
+    return torch.ops.graphengine.add_rms_norm_fp8(h_TD, update, weight_D, eps, 1)
+
+
 def add_rms_norm_split(
     h_TD: torch.Tensor | None, update: torch.Tensor, weight_D: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """`add_rms_norm` with x as `fp8.split_rows_fp8` writes it: (h_TD, fp8 [2, T, D], scale_T)."""
-    return torch.ops.graphengine.add_rms_norm_split(h_TD, update, weight_D, eps)
-
-
-def split_rows(x_TD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """`fp8.split_rows_fp8` as one kernel; x_TD contiguous. Returns (fp8 [2, T, D], scale_T)."""
-    return torch.ops.graphengine.split_rows(x_TD)
-
-
-@triton.jit
-def _split(x, rows, scales, t, num_rows, at, live, D: tl.constexpr):
-    """Writes row t as hi + lo with one scale; x is 0 where it is not live."""
-    scale = tl.maximum(tl.max(tl.abs(x), axis=0), 1e-12) / 448.0
-    tl.store(scales + t, scale)
-    scaled = tl.div_rn(x, tl.zeros_like(x) + scale)
-    hi = scaled.to(tl.float8e4nv)
-    lo = (scaled - hi.to(tl.float32)).to(tl.float8e4nv)
-    tl.store(rows + t * D + at, hi, mask=live)
-    tl.store(rows + (num_rows + t) * D + at, lo, mask=live)
+    return torch.ops.graphengine.add_rms_norm_fp8(h_TD, update, weight_D, eps, 2)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -105,14 +98,15 @@ def _add_rms_norm_kernel(
     Z: tl.constexpr,
     BLOCK: tl.constexpr,
     ADDS: tl.constexpr,
-    SPLIT: tl.constexpr,
+    F: tl.constexpr,
     EARLY: tl.constexpr,
     PDL: tl.constexpr,
 ):
     if PDL and EARLY:
         gdc_launch_dependents()
     t = tl.program_id(0).to(tl.int64)
-    at = tl.arange(0, BLOCK)
+    # By 8, as bf16 is loaded: an FP8 store would ask for 16 and exchange rows in shared memory.
+    at = tl.max_contiguous(tl.arange(0, BLOCK), 8)
     live = at < D
     w = tl.load(weight + at, mask=live, other=0.0).to(tl.float32)
     if PDL:
@@ -128,27 +122,13 @@ def _add_rms_norm_kernel(
     tl.store(h_out + t * D + at, rounded, mask=live)
     y = rounded.to(tl.float32)
     x = (y * tl.rsqrt(tl.sum(y * y, axis=0) / D + eps) * w).to(h_out.dtype.element_ty)
-    if SPLIT:
-        _split(x.to(tl.float32), x_out, scales, t, num_rows, at, live, D)
+    if F:
+        store_fp8(x.to(tl.float32), x_out, scales, t, num_rows, at, live, D, F)
     else:
         tl.store(x_out + t * D + at, x, mask=live)
 
 
-@triton.jit(do_not_specialize=["num_rows"])
-def _split_rows_kernel(
-    x, rows, scales, num_rows, D: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
-):
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
-    t = tl.program_id(0).to(tl.int64)
-    at = tl.arange(0, BLOCK)
-    live = at < D
-    row = tl.load(x + t * D + at, mask=live, other=0.0).to(tl.float32)
-    _split(row, rows, scales, t, num_rows, at, live, D)
-
-
-def _launch(h, update, weight, eps, early, split):
+def _launch(h, update, weight, eps, early, F):
     """(h_out, x_out, scales): by the kernel on a GPU, else by the reference."""
     T, D = update.shape[-2:]
     if weight.shape != (D,) or (h is not None and h.shape != (T, D)):
@@ -162,15 +142,14 @@ def _launch(h, update, weight, eps, early, split):
             f"h is {None if h is None else h.dtype}, update {update.dtype}: need {weight.dtype}, "
             "and float32 for partial sums"
         )
-    runs = _runs(weight, D) and T > 0
-    if not runs:
+    if not runs_here(weight, D) or not T:
         h_out, x = add_rms_norm_reference(h, update, weight, eps)
-        return h_out, *(split_rows_fp8(x) if split else (x, x))
+        return h_out, *(rows_to_fp8_reference(x, F) if F else (x, x))
     if not (update.is_contiguous() and weight.is_contiguous() and (h is None or h.is_contiguous())):
         raise ValueError("h, update and weight must be contiguous")
     num_parts = update.shape[0] if update.dim() == 3 else 1
     h_out = torch.empty((T, D), dtype=weight.dtype, device=update.device)
-    x_out, scales = _empty_split(h_out) if split else (torch.empty_like(h_out), h_out)
+    x_out, scales = empty_fp8(h_out, F) if F else (torch.empty_like(h_out), h_out)
     _add_rms_norm_kernel[(T,)](
         h if h is not None else h_out,
         update,
@@ -181,39 +160,11 @@ def _launch(h, update, weight, eps, early, split):
         T,
         eps,
         D=D,
+        F=F,
         EARLY=early,
-        **_options(D, update.device) | {"Z": num_parts, "ADDS": h is not None, "SPLIT": split},
+        **row_options(D, update.device) | {"Z": num_parts, "ADDS": h is not None},
     )
     return h_out, x_out, scales
-
-
-def _runs(x: torch.Tensor, D: int) -> bool:
-    """Whether the kernels take rows of D here."""
-    return (x.is_cuda or INTERPRET) and D <= MAX_D
-
-
-def _options(D: int, device: torch.device) -> dict[str, Any]:
-    """Launch options for rows of D: 16 columns a thread, up to 16 warps."""
-    block = triton.next_power_of_2(D)
-    pdl = supports_pdl(device)
-    warps = max(1, min(16, block // 512))
-    return {"BLOCK": block, "num_warps": warps, "PDL": pdl} | ({"launch_pdl": True} if pdl else {})
-
-
-def _empty_split(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    rows = torch.empty((2, *x.shape), dtype=FP8, device=x.device)
-    return rows, torch.empty(x.shape[0], dtype=torch.float32, device=x.device)
-
-
-def _split_rows(x):
-    T, D = x.shape
-    if not _runs(x, D) or not T:
-        return split_rows_fp8(x)
-    if not x.is_contiguous():
-        raise ValueError(f"x has strides {x.stride()}; make it contiguous")
-    rows, scales = _empty_split(x)
-    _split_rows_kernel[(T,)](x, rows, scales, T, D=D, **_options(D, x.device))
-    return rows, scales
 
 
 # Custom ops, because dynamo does not trace a launch with launch_pdl. All return new tensors.
@@ -226,7 +177,7 @@ _SCHEMA = "(Tensor? h, Tensor update, Tensor weight, float eps"
     schema=_SCHEMA + ", bool early) -> (Tensor, Tensor)",
 )
 def _add_rms_norm_op(h, update, weight, eps, early):
-    return _launch(h, update, weight, eps, early, False)[:2]
+    return _launch(h, update, weight, eps, early, 0)[:2]
 
 
 @_add_rms_norm_op.register_fake
@@ -236,27 +187,15 @@ def _(h, update, weight, eps, early):
 
 
 @torch.library.custom_op(
-    "graphengine::add_rms_norm_split",
+    "graphengine::add_rms_norm_fp8",
     mutates_args=(),
-    schema=_SCHEMA + ") -> (Tensor, Tensor, Tensor)",
+    schema=_SCHEMA + ", int num_fp8) -> (Tensor, Tensor, Tensor)",
 )
-def _add_rms_norm_split_op(h, update, weight, eps):
-    return _launch(h, update, weight, eps, False, True)
+def _add_rms_norm_fp8_op(h, update, weight, eps, num_fp8):
+    return _launch(h, update, weight, eps, False, num_fp8)
 
 
-@_add_rms_norm_split_op.register_fake
-def _(h, update, weight, eps):
+@_add_rms_norm_fp8_op.register_fake
+def _(h, update, weight, eps, num_fp8):
     x = weight.new_empty(update.shape[-2:])
-    return x, *_empty_split(x)
-
-
-@torch.library.custom_op(
-    "graphengine::split_rows", mutates_args=(), schema="(Tensor x) -> (Tensor, Tensor)"
-)
-def _split_rows_op(x):
-    return _split_rows(x)
-
-
-@_split_rows_op.register_fake
-def _(x):
-    return _empty_split(x)
+    return x, *empty_fp8(x, num_fp8)

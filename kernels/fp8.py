@@ -2,7 +2,8 @@
 
 Weights are rounded once; an activation row is kept as the sum of two FP8 rows, which hold bf16's
 mantissa, so that a product rounds the weights alone. Where tensor cores are the limit, two rows
-cost twice as much as one: there an activation may be rounded as well (`round_rows_fp8`).
+cost twice as much as one: there an activation may be rounded as well (`round_rows_fp8`). Both
+in plain torch; fp8_rows.py is their kernel.
 """
 
 from typing import NamedTuple
@@ -21,9 +22,9 @@ class Fp8Scales(NamedTuple):
 
 
 class Fp8Rows(NamedTuple):
-    """Activations as `split_rows_fp8` writes them."""
+    """Activations as `split_rows_fp8` or `round_rows_fp8` writes them."""
 
-    rows_2TD: torch.Tensor  # hi, lo
+    rows: torch.Tensor  # [2, T, D]: hi, lo; or [T, D]
     scale_T: torch.Tensor  # fp32
 
 
@@ -45,7 +46,10 @@ def quantize_rows_fp8(weight_ED: torch.Tensor) -> tuple[torch.Tensor, torch.Tens
 
 
 def round_rows_fp8(x_TD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """`quantize_rows_fp8` of activations: no loop, so that it fuses with what made them."""
+    """`quantize_rows_fp8` of activations, without its loop.
+
+    Returns: (float8_e4m3fn [T, D], fp32 scale_T [T]).
+    """
     x32 = x_TD.float()
     limit = torch.finfo(FP8).max
     scale_T = x32.abs().amax(dim=-1).clamp(min=1e-12) / limit

@@ -26,6 +26,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from graphengine.kernels.argmax_epilogue import better_ranks, lowest_ranks, store_candidates
 from graphengine.kernels.interpreter import dot
+from graphengine.kernels.tensormap import prefetch_descriptor
 
 
 @gluon.jit
@@ -110,6 +111,7 @@ def skinny_tma_kernel(
     for s in gl.static_range(STAGES):
         mbarrier.init(ready.index(s), count=1)
     fence_async_shared()
+    prefetch_descriptor("skinny_tma_kernel", 5)
 
     first = gl.program_id(0)
     step = gl.num_programs(0)

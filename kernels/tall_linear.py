@@ -29,6 +29,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from graphengine.kernels.fp8 import Fp8Scales
 from graphengine.kernels.skinny_config import SkinnyConfig, cdiv, split_width
+from graphengine.kernels.tensormap import prefetch_descriptor
 from graphengine.kernels.wide_linear import describe, describe_weights, gluon_dtype
 
 
@@ -156,6 +157,7 @@ def tall_linear_kernel(
     for s in gl.static_range(STAGES):
         mbarrier.init(ready.index(s), count=1)
     fence_async_shared()
+    prefetch_descriptor("tall_linear_kernel", 2 + 4 * len(big_desc.block_shape))
 
     x_tiles = (T + COLS - 1) // COLS
     t = gl.program_id(0) % x_tiles * COLS

@@ -49,6 +49,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from graphengine.kernels.argmax_epilogue import better_ranks, lowest_ranks, store_candidates
 from graphengine.kernels.fp8 import FP8, Fp8Scales
 from graphengine.kernels.skinny_config import SkinnyConfig, cdiv, split_width
+from graphengine.kernels.tensormap import prefetch_descriptor
 
 PAIR = 8  # SwiGLU: gate and up rows alternate by this many, what one warp's registers pair up
 
@@ -210,6 +211,7 @@ def wide_linear_kernel(
     for s in gl.static_range(STAGES):
         mbarrier.init(ready.index(s), count=1)
     fence_async_shared()
+    prefetch_descriptor("wide_linear_kernel", 1 + 2 * len(w_desc.block_shape))
 
     x_tiles = (T + COLS - 1) // COLS
     t = gl.program_id(0) % x_tiles * COLS

@@ -8,11 +8,12 @@ same run (accept: in tests/kernels only); a fast wrong kernel would otherwise wi
 
     python tools/bench_kernels.py                                   # all kernels, about 3 minutes
     python tools/bench_kernels.py --kernels block_attention --batch 1 --kv 128 1024
+    python tools/bench_kernels.py --kernels fp8_rows add_rms_norm_round --batch 8 16
     python tools/bench_kernels.py --sweep block_attention --kv 400 1024 8192   # about a minute
     python tools/bench_kernels.py --out profiles/results/kernels.json
 
 Needs a CUDA device. The last line of stdout is one JSON object. Shapes are Qwen3-8B's with a
-block of 16: 32 query heads, 8 kv heads, head_dim 128, vocabulary 151936, page size 16.
+block of 16: 32 query heads, 8 kv heads, head_dim 128, vocabulary 151936, page size 16, hidden 4096.
 """
 
 import argparse
@@ -28,14 +29,17 @@ import torch
 
 from graphengine.kernels import (
     accept,
+    add_rms_norm,
     argmax,
     block_attention,
     context_kv,
     filter_threshold,
+    fp8_rows,
     gumbel_argmax,
     qk_norm_rope,
 )
 from graphengine.kernels.block_attention_kernels import MAX_SPLITS
+from graphengine.kernels.fp8 import round_rows_fp8
 from graphengine.profiles import result_schema
 from graphengine.sampling import Controls, Sampling, sample_rows
 
@@ -44,7 +48,12 @@ EPS, MASK, POSITIONS = 1e-6, 151669, 40960
 MIN_LAUNCHES, MAX_LAUNCHES, NUM_REPLAYS = 20, 400, 15
 DEVICE, DTYPE = "cuda", torch.bfloat16
 SAMPLING_KERNELS = ("filter_threshold", "gumbel_argmax", "sampled_tail")
-KERNELS = ("qk_norm_rope", "context_kv", "accept", "argmax", *SAMPLING_KERNELS, "block_attention")
+FP8_KERNELS = ("fp8_rows", "add_rms_norm_round")
+KERNELS = (
+    *("qk_norm_rope", "context_kv", "accept", "argmax"),
+    *(*FP8_KERNELS, *SAMPLING_KERNELS, "block_attention"),
+)
+HIDDEN, WIDTHS = 4096, (4096, 12288, 20480)  # what o, down and fc read
 Numbers = dict[str, float]
 
 
@@ -170,6 +179,40 @@ def bench_argmax(T: int, baseline: bool = True) -> Numbers:
     fast = compiled(argmax.argmax_rows_reference)
     numbers = compare(kernel, lambda i: fast(logits[i]), sets, num_bytes)
     return numbers | {"eager_us": graph_us(lambda i: logits[i].argmax(-1), sets)}
+
+
+def bench_fp8_rows(T: int, D: int) -> Numbers:
+    """One FP8 row, as activations are rounded above 64 rows."""
+    num_bytes = 3 * T * D
+    sets = num_sets(num_bytes)
+    x = torch.randn(sets, T, D, device=DEVICE).to(DTYPE)
+    for got, wanted in zip(fp8_rows.round_rows(x[0]), round_rows_fp8(x[0].cpu()), strict=True):
+        assert torch.equal(got.cpu().float(), wanted.float())
+    fast = compiled(round_rows_fp8)
+    return compare(lambda i: fp8_rows.round_rows(x[i]), lambda i: fast(x[i]), sets, num_bytes)
+
+
+def bench_add_rms_norm_round(T: int, Z: int) -> Numbers:
+    """The norm between two FP8 GEMMs; Z partial sums."""
+    num_bytes = T * HIDDEN * (2 + 4 * Z + 2 + 1)
+    sets = num_sets(num_bytes)
+    h = torch.randn(sets, T, HIDDEN, device=DEVICE).to(DTYPE)
+    update = torch.randn(sets, Z, T, HIDDEN, device=DEVICE)
+    weight = torch.ones(HIDDEN, dtype=DTYPE, device=DEVICE)
+
+    def reference(h: torch.Tensor, update: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        h, x = add_rms_norm.add_rms_norm_reference(h, update, weight, EPS)
+        return h, *round_rows_fp8(x)
+
+    def kernel(i: int) -> tuple[torch.Tensor, ...]:
+        return add_rms_norm.add_rms_norm_round(h[i], update[i], weight, EPS)
+
+    (h_out, rows, _), (wanted_h, wanted, _) = kernel(0), reference(h[0], update[0])
+    assert torch.equal(h_out, wanted_h)
+    differ = rows.float() != wanted.float()
+    assert float(differ.float().mean()) < 1e-2  # the last bit of x decides some
+    fast = compiled(reference)
+    return compare(kernel, lambda i: fast(h[i], update[i]), sets, num_bytes)
 
 
 # What every row asks for.
@@ -346,6 +389,13 @@ def bench(kernels: list[str], args: argparse.Namespace) -> Iterator[tuple[str, s
             yield "accept", f"batch_{B}", bench_accept(B)
         if "argmax" in kernels:
             yield "argmax", f"rows_{T}", bench_argmax(T)
+        for D in WIDTHS:
+            if "fp8_rows" in kernels:
+                yield "fp8_rows", f"rows_{T}_columns_{D}", bench_fp8_rows(T, D)
+        for Z in (1, 2):
+            if "add_rms_norm_round" in kernels:
+                label = f"rows_{T}_partials_{Z}"
+                yield "add_rms_norm_round", label, bench_add_rms_norm_round(T, Z)
         if "filter_threshold" in kernels:
             yield "filter_threshold", f"rows_{T}", bench_filter_threshold(T)
         if "gumbel_argmax" in kernels:
@@ -466,7 +516,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--kernels", nargs="+", choices=KERNELS, default=list(KERNELS))
-    swept = [k for k in KERNELS if k not in ("accept", "sampled_tail")]
+    swept = [k for k in KERNELS if k not in ("accept", "sampled_tail", *FP8_KERNELS)]
     parser.add_argument("--sweep", choices=swept)
     parser.add_argument("--batch", nargs="+", type=int, default=[1, 8, 16])
     parser.add_argument("--kv", nargs="+", type=int, default=[128, 1024, 4096, 8192])

@@ -21,8 +21,8 @@ from graphengine.kernels.fp8 import (
     Fp8Scales,
     quantize_rows_fp8,
     round_rows_fp8,
-    split_rows_fp8,
 )
+from graphengine.kernels.fp8_rows import round_rows, split_rows
 from graphengine.kernels.head_argmax import skinny_argmax
 from graphengine.kernels.qk_norm_rope import sum_partials
 from graphengine.kernels.skinny_config import SKINNY_T, SkinnyConfig, choose_config
@@ -58,7 +58,7 @@ class Fp8Matrix(NamedTuple):
 
 
 Matrix = Tensor | Fp8Matrix
-Rows = Tensor | Fp8Rows  # what a matrix is multiplied by: [T, D], or split for our GEMM already
+Rows = Tensor | Fp8Rows  # what a matrix is multiplied by: [T, D], or in FP8 as it takes them
 
 
 def add_rms_norm(
@@ -71,25 +71,27 @@ def add_rms_norm(
 ) -> tuple[Tensor, Rows]:
     """`h = h + update; x = rms_norm(h)` -> (h_TD, x), x as the matrix that follows takes it.
 
-    One kernel on a GPU, behind which the product begins to fetch its weights. Where x is rounded to
-    one FP8 row, Inductor fuses the norm with that instead.
+    One kernel on a GPU, behind which the product begins to fetch its weights.
 
     Args:
         h_TD: None is zero.
         update: [T, D], or partial sums [Z, T, D] in float32.
         matrix, bias: what x goes into next.
     """
-    is_fp8 = isinstance(matrix, Fp8Matrix)
-    ours = bias is None and _takes_skinny(weight_D)
-    config = _config(update.shape[-2], matrix) if ours else None
-    is_rounded = is_fp8 and (config is None or config.cols > 0)
-    if not weight_D.is_cuda or is_rounded or update.shape[-1] > kernels.MAX_D:
-        return kernels.add_rms_norm_reference(h_TD, update, weight_D, eps)
-    if is_fp8:
-        h_TD, rows_2TD, scale_T = kernels.add_rms_norm_split(h_TD, update, weight_D, eps)
-        return h_TD, Fp8Rows(rows_2TD, scale_T)
-    early = config is not None and config.ctas_per_sm > 1
-    return kernels.add_rms_norm(h_TD, update, weight_D, eps, early)
+    num_rows, ours = update.shape[-2], _takes_skinny(weight_D)
+    config = _config(num_rows, matrix) if ours and bias is None else None
+    norm = (h_TD, update, weight_D, eps)
+    if isinstance(matrix, Fp8Matrix):
+        if config is not None and not config.cols:
+            h_TD, rows_2TD, scale_T = kernels.add_rms_norm_split(*norm)
+            return h_TD, Fp8Rows(rows_2TD, scale_T)
+        if ours and num_rows > SKINNY_T:
+            h_TD, rows_TD, scale_T = kernels.add_rms_norm_round(*norm)
+            return h_TD, Fp8Rows(rows_TD, scale_T)
+    elif weight_D.is_cuda:
+        early = config is not None and config.ctas_per_sm > 1
+        return kernels.add_rms_norm(*norm, early)
+    return kernels.add_rms_norm_reference(*norm)
 
 
 def linear(x: Rows, matrix: Matrix, bias: Tensor | None = None) -> Tensor:
@@ -142,29 +144,30 @@ def linear_swiglu(x: Rows, gate_up: Matrix) -> Tensor:
 
 
 def library_linear(x: Rows, matrix: Matrix, bias: Tensor | None = None) -> Tensor:
-    """`linear` without our GEMM; rows split for it do not come here.
+    """`linear` without our GEMM; rows split in two do not come here.
 
     An FP8 matrix and more rows than SKINNY_T: x is rounded too, each row with a scale of its
     own (as vLLM's dynamic per-token scales), because from there on the tensor cores are the limit
     and two FP8 products cost as much as one in bf16.
     """
-    assert isinstance(x, Tensor)
-    if not isinstance(matrix, Fp8Matrix) or x.shape[0] <= SKINNY_T:
+    if not isinstance(matrix, Fp8Matrix) or (isinstance(x, Tensor) and x.shape[0] <= SKINNY_T):
+        assert isinstance(x, Tensor)
         return F.linear(x, dense(matrix, x.dtype), bias)
-    x_TD, scale_T = round_rows_fp8(x)
+    dtype = x.dtype if isinstance(x, Tensor) else torch.bfloat16
+    x_TD, scale_T = rounded(x)
     takes_shape = not (matrix.weight_ED.shape[0] % 16 or matrix.weight_ED.shape[1] % 16)
-    if x.is_cuda and x.dtype == torch.bfloat16 and takes_shape and _is_hopper():
+    if x_TD.is_cuda and dtype == torch.bfloat16 and takes_shape and _is_hopper():
         y = torch._scaled_mm(  # pyright: ignore[reportPrivateImportUsage]
             x_TD,
             matrix.weight_ED.t(),
             scale_a=scale_T[:, None],
             scale_b=matrix.scale_E[None, :],
-            out_dtype=x.dtype,
+            out_dtype=dtype,
             use_fast_accum=True,
         )
         return y if bias is None else y + bias
-    rounded = (x_TD.float() * scale_T[:, None]).to(x.dtype)
-    return F.linear(rounded, matrix.dense(x.dtype), bias)
+    again_TD = (x_TD.float() * scale_T[:, None]).to(dtype)
+    return F.linear(again_TD, matrix.dense(dtype), bias)
 
 
 def operands(
@@ -176,19 +179,24 @@ def operands(
         assert isinstance(x, Tensor)
         return x, matrix, None
     if config.cols:
-        assert isinstance(x, Tensor)
-        x_TD, scale_T = round_rows_fp8(x)
-        return x_TD, matrix.weight_ED, Fp8Scales(scale_T, matrix.scale_E)
-    if isinstance(x, Tensor):
-        split = kernels.split_rows if x.shape[-1] <= kernels.MAX_D else split_rows_fp8
-        x = Fp8Rows(*split(x))
-    return x.rows_2TD, matrix.weight_ED, Fp8Scales(x.scale_T, matrix.scale_E)
+        x = rounded(x)
+    elif isinstance(x, Tensor):
+        x = Fp8Rows(*split_rows(x))
+    return x.rows, matrix.weight_ED, Fp8Scales(x.scale_T, matrix.scale_E)
+
+
+def rounded(x: Rows) -> Fp8Rows:
+    """x as one FP8 row with a scale; the norm in front of it may have rounded it already."""
+    if isinstance(x, Fp8Rows):
+        assert x.rows.dim() == 2, "rows in two are for our GEMM"
+        return x
+    return Fp8Rows(*(round_rows(x) if _takes_skinny(x) else round_rows_fp8(x)))
 
 
 def skinny_config(x: Rows, matrix: Matrix, swiglu: bool = False) -> SkinnyConfig | None:
     """Our GEMM's launch for these shapes; None where cuBLAS streams the weights as well."""
-    if isinstance(x, Fp8Rows):  # whoever split it asked already
-        return _config(x.rows_2TD.shape[1], matrix, swiglu)
+    if isinstance(x, Fp8Rows):  # whoever wrote them asked already
+        return _config(x.rows.shape[-2], matrix, swiglu)
     return _config(x.shape[0], matrix, swiglu) if _takes_skinny(x) else None
 
 

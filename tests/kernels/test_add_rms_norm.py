@@ -1,12 +1,12 @@
-"""The residual add, norm and FP8 split against float64."""
+"""The residual add and norm against float64, and its FP8 rows against fp8.py."""
 
 import pytest
 import torch
 
-from graphengine.kernels.add_rms_norm import add_rms_norm, add_rms_norm_split, split_rows
-from graphengine.kernels.fp8 import split_rows_fp8
+from graphengine.kernels.add_rms_norm import add_rms_norm, add_rms_norm_round, add_rms_norm_split
 from graphengine.kernels.interpreter import INTERPRET
 from graphengine.kernels.skinny_linear import skinny_linear_partials
+from tests.kernels.fp8_checks import check_near, check_split
 
 EPS = 1e-6
 DTYPES = [torch.float32, torch.bfloat16]
@@ -64,42 +64,39 @@ def test_split_holds_the_normed_rows(device, T, D, Z) -> None:
     check_split(rows, scale_T, x)
 
 
-@pytest.mark.parametrize(("T", "D"), [(1, 64), (16, 12288), (3, 100), (130, 2560)])
-def test_split_rows(device, T, D) -> None:
-    """Bug: as above; and a row of zeros is divided by zero."""
-    x = (torch.randn(T, D, device=device) * torch.logspace(-3, 3, T, device=device)[:, None]).to(
-        torch.bfloat16
-    )
-    x[0] = 0
-    rows, scale_T = split_rows(x)
-    check_split(rows, scale_T, x)
+@pytest.mark.parametrize("adds", [True, False])
+@pytest.mark.parametrize(("T", "D", "Z"), [*SHAPES, (130, 4096, 2), (65, 12288, 1)])
+def test_rounds_the_normed_rows(device, T, D, Z, adds) -> None:
+    """Bug: as above with one row; the residual is rounded too; a row of zeros is 0 / 0."""
+    h, update, weight = inputs(device, torch.bfloat16, T, D, Z)
+    h[0], update.view(-1, T, D)[:, 0] = 0, 0
+    residual = h if adds else None
+    h_out, x = add_rms_norm(residual, update, weight, EPS)
+    h_rounded, rows, scale_T = add_rms_norm_round(residual, update, weight, EPS)
+    assert torch.equal(h_rounded, h_out)
+    assert (rows.shape, rows.dtype, scale_T.shape) == ((T, D), torch.float8_e4m3fn, (T,))
+    check_near(rows, scale_T, x)
+    assert not bool(rows[0].float().any())
 
 
-@pytest.mark.skipif(INTERPRET, reason="the interpreter's rounding to FP8 makes a number of NaN")
-@pytest.mark.parametrize(("T", "D"), [(1, 64), (130, 2560)])
-def test_split_rows_keeps_nan(device, T, D) -> None:
-    """Bug: a NaN becomes a number, or spoils other rows through a scale that they share."""
-    x = torch.randn(T, D, device=device).to(torch.bfloat16)
-    x[T // 2, 3] = torch.nan
-    rows, scale_T = split_rows(x)
-    again = rows.float().sum(0) * scale_T[:, None]
-    assert bool(again[T // 2].isnan().any())
-    assert not bool(again[torch.arange(T) != T // 2].isnan().any())
-
-
-def check_split(rows: torch.Tensor, scale_T: torch.Tensor, x: torch.Tensor) -> None:
-    torch.testing.assert_close(scale_T, split_rows_fp8(x)[1], rtol=1e-6, atol=0)
-    error = (rows.float().sum(0) * scale_T[:, None] - x.float()).abs()
-    bound = torch.maximum(x.float().abs() * 2**-8, scale_T[:, None] * 2**-10)
-    assert bool((error <= bound * (8 if INTERPRET else 1.01)).all())  # interpreted, it truncates
+@pytest.mark.parametrize("add_rms_norm_fp8", [add_rms_norm_round, add_rms_norm_split])
+def test_rows_that_are_not_finite(device, add_rms_norm_fp8) -> None:
+    """Bug: NaN or infinity in the residual becomes a number, or spoils other rows."""
+    h, update, weight = inputs(device, torch.bfloat16, 9, 200, 2)
+    h[1, 3], h[4, 199] = torch.nan, torch.inf
+    update[1, 7, 0] = -torch.inf
+    _, rows, scale_T = add_rms_norm_fp8(h, update, weight, EPS)
+    products = rows.float().view(-1, 9, 200).sum((0, 2)) * scale_T
+    assert products.isnan().nonzero()[:, 0].tolist() == [1, 4, 7]
 
 
 @pytest.mark.usefixtures("poisoned_outputs")
 def test_writes_every_element(device) -> None:
     """Bug: columns behind the last full vector keep what the memory held before."""
-    h_out, x = add_rms_norm(*inputs(device, torch.bfloat16, 5, 1000, 2), EPS)
-    assert bool(h_out.isfinite().all())
-    assert bool(x.isfinite().all())
+    given = inputs(device, torch.bfloat16, 5, 1000, 2)
+    for add_norm in (add_rms_norm, add_rms_norm_round, add_rms_norm_split):
+        for out in add_norm(*given, EPS):
+            assert bool(out.float().isfinite().all())
 
 
 @pytest.mark.gpu

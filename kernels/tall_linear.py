@@ -140,7 +140,7 @@ def tall_linear_kernel(
 ):
     """One tile of BIG + REST weight rows and COLS rows of x, over one split of k."""
     DTYPE: gl.constexpr = x_desc.dtype
-    BYTES: gl.constexpr = DTYPE.primitive_bitwidth // 8
+    BYTES: gl.constexpr = x_desc.dtype.primitive_bitwidth // 8
     BIG_ACC: gl.constexpr = gl.NVMMADistributedLayout(
         [3, 0], [gl.num_warps(), 1], [16, BIG, 32 // BYTES]
     )

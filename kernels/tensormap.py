@@ -6,6 +6,9 @@ everybody waits for it; CUTLASS prefetches its descriptors for the same reason. 
 for it, so the parameter is named as the compiler names it in PTX.
 """
 
+# Gluon is not typed for a type checker.
+# pyright: reportArgumentType=false
+
 import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl

@@ -66,7 +66,7 @@ def _launch(
 ) -> torch.Tensor:
     """Both kernels where they run, else the reference."""
     tiles = cdiv(weight_VD.shape[0], config.rows)
-    fits = runs_tma(x, weight_VD, config) and x.dtype != torch.float16 and not config.rows % 64
+    fits = runs_tma(x, weight_VD, config) and x.dtype != torch.float16
     num_candidates = num_ctas(tiles, config, x.device) if fits and not config.cols else tiles
     if not fits or cdiv(tiles, num_candidates) * config.rows > MAX_RANKED:
         return skinny_argmax_reference(x, weight_VD, config, scales)

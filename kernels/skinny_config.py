@@ -28,8 +28,7 @@ class SkinnyConfig(NamedTuple):
     num_warps: int = 4
     pdl: int = PDL_LATE  # when the next kernel may start: OFF, after the last load, EARLY
     use_tma: int = 1  # 0: the pointer kernel even on Hopper
-    cols: int = 0  # rows of x in a tile of wide_linear.py (tall_linear.py where `rows` are no
-    # multiple of 64); 0: all, in skinny_kernels.py
+    cols: int = 0  # rows of x in a tile of wide_linear.py; 0: all, in skinny_kernels.py
 
 
 # (E, D, bytes of a weight, T rounded up to 16 .. 256) -> config. Filled by tools/tune_skinny.py.
@@ -63,22 +62,44 @@ TUNED: dict[tuple[int, int, int, int], SkinnyConfig] = {
     (24576, 4096, 2, 128): SkinnyConfig(192, 64, 5, 1, 1, 4, 1, 1, 128),
     (4096, 12288, 2, 128): SkinnyConfig(64, 128, 4, 2, 1, 4, 2, 1),
     (4096, 20480, 2, 128): SkinnyConfig(128, 64, 6, 4, 1, 8, 1, 1, 128),
+    (151936, 4096, 2, 128): SkinnyConfig(192, 64, 5, 1, 1, 4, 1, 1, 128),
+    (6144, 4096, 1, 128): SkinnyConfig(128, 128, 6, 2, 1, 8, 1, 1, 128),
+    (4096, 4096, 1, 128): SkinnyConfig(64, 128, 4, 2, 1, 4, 1, 1, 128),
+    (24576, 4096, 1, 128): SkinnyConfig(64, 128, 3, 1, 1, 4, 1, 1, 128),
+    (4096, 12288, 1, 128): SkinnyConfig(128, 128, 6, 4, 1, 8, 1, 1, 128),
+    (4096, 20480, 1, 128): SkinnyConfig(128, 128, 6, 4, 1, 8, 1, 1, 128),
+    (151936, 4096, 1, 128): SkinnyConfig(192, 64, 5, 1, 1, 4, 1, 1, 128),
     (6144, 2560, 2, 128): SkinnyConfig(64, 128, 4, 1, 1, 4, 2, 1),
     (2560, 4096, 2, 128): SkinnyConfig(64, 128, 4, 3, 1, 4, 1, 1),
     (19456, 2560, 2, 128): SkinnyConfig(192, 64, 5, 1, 1, 4, 1, 1, 128),
     (2560, 9728, 2, 128): SkinnyConfig(64, 128, 4, 3, 1, 4, 2, 1),
     (2560, 12800, 2, 128): SkinnyConfig(64, 128, 4, 3, 1, 4, 1, 1),
+    (151936, 2560, 2, 128): SkinnyConfig(192, 64, 5, 1, 1, 4, 1, 1, 128),
+    (2560, 12800, 1, 128): SkinnyConfig(128, 128, 6, 6, 1, 8, 1, 1, 128),
+    (151936, 2560, 1, 128): SkinnyConfig(192, 64, 5, 1, 1, 4, 1, 1, 128),
+    (6144, 2560, 1, 128): SkinnyConfig(64, 128, 4, 2, 1, 4, 1, 1, 128),
+    (2560, 4096, 1, 128): SkinnyConfig(64, 128, 4, 3, 1, 4, 2, 1, 128),
+    (19456, 2560, 1, 128): SkinnyConfig(64, 128, 3, 1, 1, 4, 1, 1, 128),
+    (2560, 9728, 1, 128): SkinnyConfig(64, 128, 4, 6, 1, 4, 1, 1, 128),
     (6144, 4096, 2, 256): SkinnyConfig(192, 64, 5, 2, 1, 4, 2, 1, 128),
     (4096, 4096, 2, 256): SkinnyConfig(64, 64, 5, 2, 1, 4, 2, 1, 256),
     (24576, 4096, 2, 256): SkinnyConfig(192, 64, 4, 1, 1, 8, 1, 1, 256),
     (4096, 12288, 2, 256): SkinnyConfig(64, 64, 5, 2, 1, 4, 2, 1, 256),
     (4096, 20480, 2, 256): SkinnyConfig(64, 64, 5, 2, 1, 4, 1, 1, 256),
-    (151936, 4096, 2, 256): SkinnyConfig(128, 64, 4, 1, 1, 8, 1, 1, 256),
+    (151936, 4096, 2, 256): SkinnyConfig(192, 64, 4, 1, 1, 8, 1, 1, 256),
     (6144, 4096, 1, 256): SkinnyConfig(64, 128, 5, 1, 1, 4, 1, 1, 256),
     (4096, 4096, 1, 256): SkinnyConfig(64, 128, 5, 2, 1, 4, 1, 1, 256),
     (24576, 4096, 1, 256): SkinnyConfig(192, 128, 4, 1, 1, 8, 1, 1, 256),
     (4096, 12288, 1, 256): SkinnyConfig(64, 128, 5, 2, 1, 4, 1, 1, 256),
     (4096, 20480, 1, 256): SkinnyConfig(64, 128, 5, 2, 1, 4, 1, 1, 256),
+    (151936, 4096, 1, 256): SkinnyConfig(128, 128, 4, 1, 1, 8, 1, 1, 256),
+    (151936, 2560, 2, 256): SkinnyConfig(128, 64, 4, 1, 1, 8, 1, 1, 256),
+    (2560, 12800, 2, 256): SkinnyConfig(64, 64, 5, 3, 1, 4, 1, 1, 256),
+    (2560, 12800, 1, 256): SkinnyConfig(64, 128, 5, 3, 1, 4, 1, 1, 256),
+    (151936, 2560, 1, 256): SkinnyConfig(192, 64, 5, 1, 1, 4, 1, 1, 128),
+    (2560, 4096, 1, 256): SkinnyConfig(64, 128, 5, 3, 1, 4, 1, 1, 256),
+    (19456, 2560, 1, 256): SkinnyConfig(192, 128, 4, 1, 1, 8, 1, 1, 256),
+    (2560, 9728, 1, 256): SkinnyConfig(64, 128, 5, 3, 1, 4, 1, 1, 256),
 }
 
 

@@ -23,8 +23,7 @@ H200 at T = 16, as a layer with its norms and PDL (floor 86.5 us): 100.9 us, cuB
 [151936, 4096] 284 us (floor 279); no file of those is kept. FP8: a layer 62.1 us (floor 43.3),
 lm_head 147.5 (139.5): profiles/results/2026-11-21-h200-skinny-fp8.json.
 
-Where a config has `cols`, the kernel is wide_linear.py's, for 65 to 256 rows, or tall_linear.py's
-where its `rows` are no multiple of 64. Else there are two,
+Where a config has `cols`, the kernel is wide_linear.py's, for 65 to 256 rows. Else there are two,
 in skinny_kernels.py: `skinny_tma_kernel` (Gluon, Hopper: TMA into a ring of stages,
 wgmma) and `skinny_pointer_kernel` (plain Triton, unquantised: other GPUs, odd D, fp32, the
 interpreter). FP8 elsewhere runs in torch. Their sizes are chosen in skinny_config.py. A head whose
@@ -55,7 +54,6 @@ from graphengine.kernels.skinny_config import (
     split_width,
 )
 from graphengine.kernels.skinny_kernels import skinny_pointer_kernel, skinny_tma_kernel
-from graphengine.kernels.tall_linear import launch_tall
 from graphengine.kernels.wide_linear import PAIR, gluon_dtype, launch_wide
 
 
@@ -213,8 +211,7 @@ def launch(
                 f" needs Hopper, rows of 8 or 16 bits that begin at multiples of 16 bytes, and I a"
                 f" multiple of {PAIR}"
             )
-        run = launch_tall if config.rows % 64 else launch_wide
-        return run(x, weight_ED, scales, out, config, swiglu)
+        return launch_wide(x, weight_ED, scales, out, config, swiglu)
     (T, D), E = x.shape[-2:], weight_ED.shape[0] // (1 + swiglu)
     cols = num_columns(T)
     items = cdiv(E, config.rows) * config.num_splits

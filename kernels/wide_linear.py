@@ -70,8 +70,8 @@ def launch_wide(
     num_k = split_width(D, config.num_splits, config.block_k) // config.block_k
     dtype = gluon_dtype(x_TD)
     wide_linear_kernel[(cdiv(T, config.cols) * cdiv(E, outputs) * config.num_splits,)](
-        describe_weights(weight_ED, height, config.block_k, swiglu, dtype),
-        describe(x_TD, x_TD.shape, x_TD.stride(), [config.cols, config.block_k], dtype),
+        _weight_descriptor(weight_ED, height, config.block_k, swiglu, dtype),
+        _descriptor(x_TD, x_TD.shape, x_TD.stride(), [config.cols, config.block_k], dtype),
         *(scales or (out, out)),  # pointers that are not read
         out,
         *(T, E, config.num_splits, num_k),
@@ -99,7 +99,7 @@ def sub_tile_rows(config: SkinnyConfig) -> int:
     return 128 if config.num_warps == 8 and config.rows % 128 == 0 else 64
 
 
-def describe_weights(
+def _weight_descriptor(
     weight_ED: torch.Tensor, height: int, block_k: int, swiglu: bool, dtype: gl.dtype
 ) -> TensorDescriptor:
     """A TMA view of sub-tiles [height, block_k]; SwiGLU: of 8 gate rows, their 8 up rows, ..
@@ -108,13 +108,13 @@ def describe_weights(
     """
     (E, D), stride = weight_ED.shape, weight_ED.stride(0)
     if not swiglu:
-        return describe(weight_ED, (E, D), (stride, 1), [height, block_k], dtype)
+        return _descriptor(weight_ED, (E, D), (stride, 1), [height, block_k], dtype)
     shape, strides = (E // 2 // PAIR, 2, PAIR, D), (PAIR * stride, E // 2 * stride, stride, 1)
     box = [height // (2 * PAIR), 2, PAIR, block_k]
-    return describe(weight_ED, shape, strides, box, dtype)
+    return _descriptor(weight_ED, shape, strides, box, dtype)
 
 
-def describe(tensor: torch.Tensor, shape: Any, strides: Any, box: list[int], dtype: gl.dtype):
+def _descriptor(tensor: torch.Tensor, shape: Any, strides: Any, box: list[int], dtype: gl.dtype):
     layout = gl.NVMMASharedLayout.get_default_for(box, dtype)
     return TensorDescriptor(tensor, list(shape), list(strides), box, layout)
 

@@ -24,7 +24,6 @@ WIDE_TILES = {
     128: (
         (192, 128, 4, 200, 64),
         (192, 128, 8, 200, 64),
-        (160, 128, 4, 200, 64),
         (128, 128, 8, 200, 64),
         (256, 128, 8, 200, 64),
         (192, 128, 4, 100, 32),
@@ -36,7 +35,6 @@ WIDE_TILES = {
     256: (
         (192, 256, 8, 224, 64),
         (192, 256, 8, 168, 64),
-        (160, 256, 8, 208, 64),
         (128, 256, 8, 200, 64),
         (64, 256, 4, 200, 64),
         (256, 128, 8, 200, 64),
@@ -64,8 +62,6 @@ def candidates(case: Case, config: SkinnyConfig, num_sms: int) -> list[SkinnyCon
 def _wide_variants(case: Case) -> list[SkinnyConfig]:
     found = []
     for rows, cols, num_warps, kilobytes, block_k in WIDE_TILES[num_columns(case.T)]:
-        if case.kind == "argmax" and rows % 64:
-            continue  # tall_linear.py writes products alone
         num_stages = kilobytes * 1024 // (2 * (rows + cols) * block_k)
         width = 2 * block_k // case.weight_bytes
         found.append(SkinnyConfig(rows, width, num_stages, 1, 1, num_warps, cols=cols))

@@ -30,9 +30,6 @@ CONFIGS = [
     SkinnyConfig(256, 64, 3, 1, 1, 8, cols=128),
     SkinnyConfig(192, 32, 5, 1, 1, 4, cols=128),
     SkinnyConfig(64, 64, 3, 1, 1, 4, cols=256),
-    SkinnyConfig(160, 64, 4, 1, 1, 8, PDL_LATE, cols=256),
-    SkinnyConfig(160, 64, 3, 1, 1, 4, PDL_EARLY, cols=128),
-    SkinnyConfig(80, 64, 3, 1, 1, 8, PDL_OFF, cols=256),
 ]
 SHAPES = [
     (65, 200, 136),  # tiles of rows, of x and of k with parts past the end

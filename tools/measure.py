@@ -77,6 +77,10 @@ JOBS: dict[str, Job] = {
         *(*PAIR_8B, *DYNAMIC, "--compare", "full", "--bucket", "16"),
         *("--num-speculative-tokens", "11"),
     ),
+    "8b-uniform-spec-11": _bench(
+        *(*PAIR_8B, *DYNAMIC, *UNIFORM, "--compare", "full", "--bucket", "16"),
+        *("--num-speculative-tokens", "11"),
+    ),
     "8b-uniform": _bench(*PAIR_8B, *UNIFORM, "--compare", "full", "--bucket", "1,8,16"),
     "8b-uniform-fp8-dynamic": _bench(
         *(*PAIR_8B, *DYNAMIC, *UNIFORM, "--compare", "full", "--bucket", "1,8,16")
@@ -89,7 +93,7 @@ JOBS: dict[str, Job] = {
     "8b-8k-fp8": _bench(*PAIR_8B, *FP8, "--compare", "full", "--input-len", "8192"),
     "4b": _bench(*PAIR_4B, "--compare", "full", "--bucket", "1,8,16", "--baseline"),
     "4b-fp8": _bench(*PAIR_4B, *FP8, "--compare", "full", "--bucket", "1"),
-    "4b-fp8-dynamic": _bench(*PAIR_4B, *DYNAMIC, "--compare", "full", "--bucket", "8,16"),
+    "4b-fp8-dynamic": _bench(*PAIR_4B, *DYNAMIC, "--compare", "full", "--bucket", "1,8,16"),
     "4b-uniform-fp8-dynamic": _bench(
         *(*PAIR_4B, *DYNAMIC, *UNIFORM, "--compare", "full", "--bucket", "1,8,16")
     ),

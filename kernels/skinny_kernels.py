@@ -143,7 +143,15 @@ def skinny_tma_kernel(
     if ARGMAX:
         best = lowest_ranks(ROWS, COLS, ACC)
         index = r_in_tile
+    if FP8:
+        of_x = gl.load(x_scale + t, mask=t < T, other=0.0)[None, :]
     for done in range(first, num_items, step):
+        r = done // num_splits * ROWS + r_in_tile
+        live_r = r < E
+        if FP8:  # ahead of the products, because they come from memory
+            of_w = gl.load(w_scale + r, mask=live_r, other=0.0)
+            if SWIGLU:
+                of_up = gl.load(w_scale + E + r, mask=live_r, other=0.0)
         acc = gl.zeros([ROWS, COLS], gl.float32, ACC)
         up = gl.zeros([ROWS, COLS], gl.float32, ACC)
         for _ in range(num_k):
@@ -182,15 +190,12 @@ def skinny_tma_kernel(
             slot = gl.where(wrap, 0, slot)
 
         y = gl.convert_layout(acc, OUT)
-        r = done // num_splits * ROWS + r_in_tile
-        live_r = r < E
         if FP8:
-            of_x = gl.load(x_scale + t, mask=t < T, other=0.0)[None, :]
-            y = y * gl.load(w_scale + r, mask=live_r, other=0.0)[:, None] * of_x
+            y = y * of_w[:, None] * of_x
         if SWIGLU:
             u = gl.convert_layout(up, OUT)
             if FP8:
-                u = u * gl.load(w_scale + E + r, mask=live_r, other=0.0)[:, None] * of_x
+                u = u * of_up[:, None] * of_x
             y = y / (1.0 + gl.exp(-y)) * u
         if ARGMAX:
             best = better_ranks(best, y, index, live_r)

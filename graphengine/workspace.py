@@ -84,7 +84,8 @@ def graph_bytes(
     if config.graph_mode == "piecewise":
         row = sum(m.num_hidden_layers * (m.hidden_size + m.q_size) for m in models) * element_bytes
         total += sum(config.buckets) * block * row
-        num_graphs = sum(m.num_hidden_layers + 3 for m in models)
+        # A step that draws its tokens ends in two graphs of its own.
+        num_graphs = sum(m.num_hidden_layers + 3 for m in models) + 2 * config.sampling
         total += len(config.buckets) * num_graphs * GRAPH_BYTES
     elif config.graph_mode == "full":
         total += len(config.buckets) * (1 + config.sampling) * STEP_GRAPH_BYTES

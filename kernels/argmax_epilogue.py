@@ -6,7 +6,7 @@ needed and one reduction over the weight rows finds value and index.
 
 Invariant: the sums are the ones that would have been written, rounded to bf16 as they would have
 been, so the winner is `argmax_rows`'s of those logits, bit for bit. Weight rows past the end rank
-below every number.
+below every number; a tile has at least one that is not, since the lowest rank has no key.
 """
 
 # Gluon is not typed for a type checker.

@@ -118,10 +118,10 @@ def _rows_to_fp8_kernel(
 
 def _rows_to_fp8(x, F):
     T, D = x.shape
-    if not runs_here(x, D) or not T:
-        return rows_to_fp8_reference(x, F)
     if x.stride(1) != 1:
         raise ValueError(f"x has strides {x.stride()}; make its rows contiguous")
+    if not runs_here(x, D) or not T:
+        return rows_to_fp8_reference(x, F)
     rows, scales = empty_fp8(x, F)
     _rows_to_fp8_kernel[(T,)](x, rows, scales, T, x.stride(0), D=D, F=F, **row_options(D, x.device))
     return rows, scales

@@ -1,9 +1,9 @@
 """The head and its argmax as one: the most likely token of every row, no logits in memory.
 
 Why: greedy decoding wants a token a row, and [256, 151936] bf16 logits are 78 MB that the head
-writes and the argmax reads back, twice a step: 45 us of argmax alone (H200). Here the GEMM of
-skinny_linear.py ends each tile with one candidate a row of x (argmax_epilogue.py), and
-`combine_argmax` reduces those.
+writes and the argmax reads back, twice a step: 39 us of argmax alone (H200, profiles/results/
+2026-11-22-h200-8b-profile-one-graph-bs16.json). Here the GEMM of skinny_linear.py ends each tile
+with one candidate a row of x (argmax_epilogue.py), and `combine_argmax` reduces those.
 
 Invariant: the answer is `argmax_rows(skinny_linear(x, weight, config, scales))`, bit for bit: equal
 sums, rounded to bf16 before they are compared, the lowest index among equals, NOT_FINITE where the

@@ -99,7 +99,9 @@ def qk_norm_rope_write_(
     The arithmetic is fp32 with one rounding, at the store.
 
     Programmatic dependent launch: positions, slots, rope and the norms' weights are read before the
-    kernel in front has finished; it may write the projections, but not these.
+    kernels in front have finished, qkv after the wait. Those that may still run then, back to one
+    that had waited before it let its successor start (a GEMM, an ordinary launch), may write qkv,
+    but not these.
 
     Args:
         qkv_TE: [T, (N+2K)*H], rows q | k | v, bf16/fp16/fp32; last stride 1, row stride free.
@@ -263,7 +265,7 @@ def _qk_norm_rope_write_kernel(
     is_q = (head < N)[:, None]
     is_v = (head >= N + K)[:, None]
     live = (head < N + 2 * K)[:, None]
-    # Before the wait, since no kernel in front that may still run writes these.
+    # Before the wait: no kernel that may still run writes these.
     cos_sin = rope + tl.load(positions + t).to(tl.int64) * H + dim
     cos, sin = tl.load(cos_sin), tl.load(cos_sin + H // 2)
     w_lo = tl.where(is_q, tl.load(q_norm + dim), tl.load(k_norm + dim)).to(tl.float32)

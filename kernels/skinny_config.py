@@ -31,7 +31,8 @@ class SkinnyConfig(NamedTuple):
     cols: int = 0  # rows of x in a tile of wide_linear.py; 0: all, in skinny_kernels.py
 
 
-# (E, D, bytes of a weight, T rounded up to 16 .. 256) -> config. Filled by tools/tune_skinny.py.
+# (E, D, bytes of a weight, T rounded up to 16 .. 256) -> config. Filled by
+# tools/tune_skinny.py; (19456, 2560, 1, 256) is its second, whose first was a tile that is gone.
 TUNED: dict[tuple[int, int, int, int], SkinnyConfig] = {
     (6144, 4096, 2, 16): SkinnyConfig(64, 256, 5, 4, 1, 4, 2, 1),
     (4096, 4096, 2, 16): SkinnyConfig(64, 256, 5, 2, 1, 4, 2, 1),

@@ -143,11 +143,14 @@ def skinny_swiglu_reference(x_TD: torch.Tensor, gate_up_JD: torch.Tensor) -> tor
 def resolve(
     x_TD: torch.Tensor, weight_ED: torch.Tensor, config: SkinnyConfig | None, swiglu: bool
 ) -> SkinnyConfig:
+    """The config, or for None the one of these shapes that takes x as it is: one in FP8 with `cols`
+    does not take two rows."""
     if config is not None:
         return config
     (T, D), E = x_TD.shape[-2:], weight_ED.shape[0]
     shape = (min(T, MAX_T), E, D, weight_ED.element_size(), swiglu)
-    return choose_config(*shape) or rule_config(*shape)
+    chosen = choose_config(*shape)
+    return chosen if chosen and not (chosen.cols and x_TD.dim() == 3) else rule_config(*shape)
 
 
 def _check_inputs(

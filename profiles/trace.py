@@ -10,7 +10,8 @@ the host already queues the next step, still belongs to the step that asked for 
 A chain captured as one graph has one launch and one range, and so has a whole step. With node
 tracing its kernels are told apart by their order and by the names of attention, argmax, embedding
 and accept kernels: behind the target's first argmax, which ends its last segment, begins `accept`.
-(A step that draws its tokens runs that argmax in `accept`; here it is the segment's there too.)
+(A step that draws its tokens runs that argmax in `accept`; here it is the segment's there too. A
+tap of the last layer, which no published drafter has, would be booked to `accept`.)
 With graph tracing it is one activity.
 """
 

@@ -71,7 +71,8 @@ def add_rms_norm(
 ) -> tuple[Tensor, Rows]:
     """`h = h + update; x = rms_norm(h)` -> (h_TD, x), x as the matrix that follows takes it.
 
-    One kernel on a GPU, behind which the product begins to fetch its weights.
+    One kernel on a GPU, behind which the product begins to fetch its weights; plain torch on the
+    CPU, and for an FP8 matrix that our GEMM does not take in up to 64 rows.
 
     Args:
         h_TD: None is zero.

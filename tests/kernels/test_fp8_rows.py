@@ -92,9 +92,8 @@ def test_rows_of_a_wider_tensor(device, kernel: Rounding, reference: Rounding) -
     for part in (wide[:, 100:200], wide[::2], wide[:0], wide[:1].expand(3, -1)):
         for got, wanted in zip(kernel(part), kernel(part.clone()), strict=True):
             assert torch.equal(got.float(), wanted.float())
-    if device != "cpu" or INTERPRET:
-        with pytest.raises(ValueError, match="rows contiguous"):
-            kernel(wide.t())
+    with pytest.raises(ValueError, match="rows contiguous"):
+        kernel(wide.t())
     x = torch.randn(2, MAX_D + 1, device=device).bfloat16()
     assert torch.equal(kernel(x)[0].float(), reference(x)[0].float())
 

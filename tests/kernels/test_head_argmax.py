@@ -1,5 +1,7 @@
 """skinny_argmax is argmax_rows of skinny_linear's logits: equal, not close."""
 
+from typing import Any
+
 import pytest
 import torch
 import triton
@@ -130,7 +132,7 @@ def test_a_captured_head_reads_this_replay(config, pdl) -> None:
         x = skinny_linear(source, front, config)
         return [skinny_argmax(x, weight, config) for _ in range(3)]
 
-    expected = chain()
+    chain()  # compiles
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -193,11 +195,33 @@ def test_elsewhere_it_goes_through_logits(device, T) -> None:
 def test_takes_the_gemm_of_the_logits(fp8, config, monkeypatch: pytest.MonkeyPatch) -> None:
     """Bug: another config or another rounding of x than the logits have, so that a greedy request's
     tokens depend on whether its neighbour is sampled."""
+    calls: dict[str, Any] = {}
+
+    def spied(name: str) -> None:
+        real = getattr(layers, name)
+
+        def call(x: torch.Tensor, weight: torch.Tensor, **options: Any) -> torch.Tensor:
+            calls[name] = (x, weight, options["config"], options["scales"])
+            return real(x, weight, **options)
+
+        monkeypatch.setattr(layers, name, call)
+
     monkeypatch.setattr(layers, "skinny_config", lambda x, matrix: config)
+    for name in ("skinny_argmax", "skinny_linear"):
+        spied(name)
     x, weight = (y.contiguous() for y in make("cpu", 33, 500, 128, torch.bfloat16))
     matrix = layers.quantize_fp8(weight) if fp8 else weight
     found = layers.linear_argmax(x, matrix)
+    fused = calls.pop("skinny_argmax", None)
+    calls.clear()  # on the CPU the fused op goes through logits
     assert torch.equal(found, argmax_rows(layers.linear(x, matrix)))
+    logits = calls.pop("skinny_linear", None)
+    assert (fused is None) == (logits is None) == (config is None or config.num_splits > 1)
+    if fused is not None and logits is not None:
+        assert fused[2] == logits[2]
+        scales = [(call[3] or ()) for call in (fused, logits)]
+        for one, other in zip((*fused[:2], *scales[0]), (*logits[:2], *scales[1]), strict=True):
+            assert one.dtype == other.dtype and torch.equal(one.float(), other.float())
 
 
 @pytest.mark.skipif(INTERPRET, reason="the interpreter is not traced by dynamo")

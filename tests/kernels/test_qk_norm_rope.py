@@ -5,8 +5,11 @@ from typing import Any
 import pytest
 import torch
 
+from graphengine.kernels.add_rms_norm import add_rms_norm
 from graphengine.kernels.interpreter import INTERPRET
 from graphengine.kernels.qk_norm_rope import qk_norm_rope_write_
+from graphengine.kernels.skinny_config import PDL_EARLY, SkinnyConfig
+from graphengine.kernels.skinny_linear import skinny_linear_partials
 
 EPS = 1e-6
 # Half an ulp: one rounding, no second one anywhere. The interpreter truncates to bf16: one ulp.
@@ -195,3 +198,44 @@ def test_adds_partials(device, dtype, num_splits) -> None:
     torch.testing.assert_close(q, q_expected, rtol=tolerance, atol=tolerance)
     torch.testing.assert_close(cache, expected, equal_nan=True, rtol=tolerance, atol=tolerance)
     assert q.dtype == dtype
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_splits", [1, 4])
+def test_a_captured_layer_reads_this_replay(num_splits) -> None:
+    """Bug: positions or slots read before this replay has advanced them, or projections before the
+    wait: the kernels between advance and qk-norm may all be in flight at once."""
+    torch.use_deterministic_algorithms(False)  # its fill kernels would stand between the launches
+    T, N, K, H, S, D = 16, 32, 8, 128, 16, 2560
+    _, q_norm, k_norm, rope, _, _, _, cache = make("cuda", torch.bfloat16, T, N, K, H, S, 40)
+    positions, slots = (torch.arange(T, device="cuda") + n for n in (0, S))
+    h, norm = torch.randn(T, D, device="cuda").bfloat16(), torch.ones(D, device="cuda").bfloat16()
+    weight = torch.randn((N + 2 * K) * H, D, device="cuda").bfloat16() / 50
+    config = SkinnyConfig(64, 256, 2, num_splits, 2, 4, PDL_EARLY)
+
+    def layer() -> torch.Tensor:
+        positions.add_(1)
+        slots.add_(1)
+        _, x = add_rms_norm(None, h, norm, EPS, early=True)
+        qkv = skinny_linear_partials(x, weight, None, config)
+        return qk_norm_rope_write_(qkv, q_norm, k_norm, rope, positions, slots, cache, EPS)
+
+    layer()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        q = layer()
+    for _ in range(20):
+        h.normal_()
+        graph.replay()
+        torch.cuda.synchronize()
+        found = q.clone(), cache.clone()
+        positions.sub_(1)
+        slots.sub_(1)
+        cache.fill_(torch.nan)
+        expected = layer()
+        assert torch.equal(found[0], expected)
+        written = ~cache.isnan()
+        assert written.sum() == 2 * T * K * H
+        assert torch.equal(found[1][written], cache[written])
+        cache.fill_(torch.nan)

@@ -8,7 +8,14 @@ import pytest
 import torch
 from torch._inductor.utils import run_and_get_code
 
-from graphengine.kernels.fp8 import FP8, Fp8Scales, quantize_rows_fp8, split_rows_fp8
+from graphengine.kernels.fp8 import (
+    FP8,
+    Fp8Scales,
+    quantize_rows_fp8,
+    round_rows_fp8,
+    split_rows_fp8,
+    widened,
+)
 from graphengine.kernels.interpreter import INTERPRET
 from graphengine.kernels.skinny_config import (
     MAX_SPLITS,
@@ -323,3 +330,16 @@ def test_a_captured_chain_reads_this_replay(pdl) -> None:
             expected = (expected.double() @ weight.double().T).bfloat16()
         graph.replay()
         torch.testing.assert_close(y, expected, rtol=5e-2, atol=5e-2)
+
+
+def test_no_config_takes_x_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: rows split in two are refused where the table's entry of the shape takes one."""
+    E, D, T = 96, 64, 100
+    monkeypatch.setitem(TUNED, (E, D, 1, 128), SkinnyConfig(64, 64, cols=128))
+    x, weight = make("cpu", T, E, D, torch.float32)
+    quantized, w_scale = quantize_rows_fp8(weight)
+    for rows, x_scale in (split_rows_fp8(x), round_rows_fp8(x)):
+        scales = Fp8Scales(x_scale, w_scale)
+        y = skinny_linear(rows, quantized, scales=scales)
+        wide_x, wide_weight = widened(rows, quantized, scales)
+        torch.testing.assert_close(y.float(), wide_x @ wide_weight.T, rtol=1e-2, atol=1e-2)

@@ -49,7 +49,7 @@ VERSION = 1
 MAX_MANIFEST_BYTES = 16 << 20  # thousands of entries
 _PACKAGES = ("torch", "triton", "flashinfer-python")
 # What decides which kernels there are, relative to the package.
-_CODE = ("kernels/*.py", "capture/*.py", "models/*.py", "forward.py", "attention.py")
+_CODE = ("kernels/*.py", "capture/*.py", "models/*.py", "segments.py", "forward.py", "attention.py")
 
 # What reading a damaged or hostile file raises.
 _DAMAGED = (OSError, EOFError, ValueError, RecursionError, tarfile.TarError, zlib.error)

@@ -31,7 +31,6 @@ from graphengine.config import AttentionRule, EngineConfig, ModelConfig
 from graphengine.draft_length import draft_at
 from graphengine.forward import (
     Drafter,
-    Segments,
     Target,
     context_chain,
     draft_chain,
@@ -40,6 +39,7 @@ from graphengine.forward import (
     verify_chain,
 )
 from graphengine.kvcache import NULL_PAGE, pages_for
+from graphengine.segments import Segments
 from graphengine.simulate import Simulation
 from graphengine.stages import (
     Chains,

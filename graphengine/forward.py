@@ -4,8 +4,8 @@ Written once; capture/ runs them eagerly, piecewise or as one graph. A chain alt
 segments and attentions: `verify.00` = embed + pre(0), `verify.L0.attn`, `verify.01` = post(0) +
 pre(1), .. , the last = post + norm + head + argmax, one op without logits where the GEMM is ours;
 a step that draws its tokens ends in logits instead. Cutting only at attention lets Inductor fuse
-across the layer boundary. A dense step is a compiled segment, which is pure, followed by the one
-kernel that writes the cache (`kernels.qk_norm_rope`); attention only reads.
+across the layer boundary. A dense step is a compiled segment, which is pure (segments.py), followed
+by the one kernel that writes the cache (`kernels.qk_norm_rope`); attention only reads.
 
 Legend: B requests, G block length, T rows, N / H query heads / head dim, C = taps * hidden.
 """
@@ -29,13 +29,13 @@ from graphengine.kernels.context_kv import context_kv_write_
 from graphengine.kernels.qk_norm_rope import qk_norm_rope_write_
 from graphengine.kernels.skinny_config import SKINNY_T
 from graphengine.kernels.write_tap import write_tap_
-from graphengine.models import dflash, qwen3
 from graphengine.models.dflash import DraftWeights
-from graphengine.models.layers import Matrix, add
+from graphengine.models.layers import Matrix
 from graphengine.models.qwen3 import LayerWeights, Weights
 from graphengine.profiles import ranges
 from graphengine.sampling import Controls, sample_rows
-from graphengine.simulate import Simulation, force_acceptance_
+from graphengine.segments import Segments
+from graphengine.simulate import Simulation
 
 
 class Rows(NamedTuple):
@@ -92,100 +92,6 @@ class Drafter:
         ):
             return self.weights, self.lm_head_VD
         return self.quantized, self.quantized_lm_head_VD
-
-
-# --- segments: pure; compiled one by one ---
-
-
-def first_segment(embed_VD: Tensor, layer: LayerWeights, token_ids_T: Tensor, eps: float) -> Carry:
-    """embed + pre(0) -> (h_TD, qkv_TE)."""
-    return qwen3.pre_attention(layer, qwen3.embed(embed_VD, token_ids_T), None, eps)
-
-
-def middle_segment(
-    done: LayerWeights, layer: LayerWeights, h_TD: Tensor, attn_TNH: Tensor, eps: float
-) -> Carry:
-    """post(i) + pre(i + 1) -> (h_TD, qkv_TE)."""
-    return qwen3.pre_attention(layer, *qwen3.post_attention(done, h_TD, attn_TNH, eps), eps)
-
-
-def last_segment(
-    done: LayerWeights,
-    norm_D: Tensor,
-    lm_head_VD: Matrix,
-    h_TD: Tensor,
-    attn_TNH: Tensor,
-    eps: float,
-) -> Carry:
-    """post(L - 1) + norm + head + argmax -> (h_TD before the norm, ids_T)."""
-    h_TD, update = qwen3.post_attention(done, h_TD, attn_TNH, eps)
-    return qwen3.greedy(norm_D, lm_head_VD, h_TD, update, eps)
-
-
-def logits_segment(
-    done: LayerWeights,
-    norm_D: Tensor,
-    lm_head_VD: Matrix,
-    h_TD: Tensor,
-    attn_TNH: Tensor,
-    eps: float,
-) -> Carry:
-    """`last_segment` without its argmax, for whoever draws: (h_TD before the norm, logits_TV)."""
-    h_TD, update = qwen3.post_attention(done, h_TD, attn_TNH, eps)
-    return qwen3.logits(norm_D, lm_head_VD, h_TD, update, eps)
-
-
-def row_logits_segment(
-    rows_R: Tensor,
-    done: LayerWeights,
-    norm_D: Tensor,
-    lm_head_VD: Matrix,
-    h_TD: Tensor,
-    attn_TNH: Tensor,
-    eps: float,
-) -> Carry:
-    """`logits_segment` of the rows with these indices alone: (h_TD of all, logits_RV)."""
-    h_TD = add(*qwen3.post_attention(done, h_TD, attn_TNH, eps))
-    _, logits_RV = qwen3.logits(norm_D, lm_head_VD, h_TD[rows_R], None, eps)
-    return h_TD, logits_RV
-
-
-def draft_last_segment(
-    done: LayerWeights,
-    norm_D: Tensor,
-    lm_head_VD: Matrix,
-    h_TD: Tensor,
-    attn_TNH: Tensor,
-    block_length: int,
-    eps: float,
-) -> Carry:
-    """post + norm + head + argmax on rows 1 .. G-1 -> ids [B * (G-1)].
-
-    Slot j predicts the token at its own position; slot 0, the anchor's, is dropped.
-    """
-    h_TD = add(*qwen3.post_attention(done, h_TD, attn_TNH, eps))
-    h_TD = h_TD.unflatten(0, (-1, block_length))[:, 1:].flatten(0, 1)
-    return qwen3.greedy(norm_D, lm_head_VD, h_TD, None, eps)[1:]
-
-
-def context_segment(weights: DraftWeights, taps_TC: Tensor, eps: float) -> Carry:
-    """taps -> fc, hidden_norm, every layer's K/V before k-norm and rope -> (kv_TX,)."""
-    return (dflash.context(weights, taps_TC, eps),)
-
-
-class Segments(NamedTuple):
-    """The segment functions in use: plain, or each compiled."""
-
-    first: Callable[..., Carry] = first_segment
-    middle: Callable[..., Carry] = middle_segment
-    last: Callable[..., Carry] = last_segment
-    logits: Callable[..., Carry] = logits_segment
-    draft_last: Callable[..., Carry] = draft_last_segment
-    context: Callable[..., Carry] = context_segment
-    simulate: Callable[..., None] = force_acceptance_
-
-
-# --- chains ---
 
 
 def layer_steps(

@@ -15,20 +15,13 @@ import torch
 from graphengine.attention import Attention, Layout
 from graphengine.capture.runners import run_chain
 from graphengine.capture.steps import Step
-from graphengine.forward import (
-    Drafter,
-    Rows,
-    Segments,
-    Target,
-    context_chain,
-    row_logits_segment,
-    target_chain,
-)
+from graphengine.forward import Drafter, Rows, Target, context_chain, target_chain
 from graphengine.forward import tap_writer as make_tap_writer
 from graphengine.kernels.argmax import argmax_rows
 from graphengine.profiles import ranges
 from graphengine.request import Request
 from graphengine.sampling import Controls, sample_rows
+from graphengine.segments import Segments, row_logits_segment
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,9 +25,10 @@ import torch
 from graphengine.attention import Layout
 from graphengine.capture.runners import run_chain
 from graphengine.engine import DecodeLoop
-from graphengine.forward import Rows, Segments, row_logits_segment, target_chain
+from graphengine.forward import Rows, target_chain
 from graphengine.kernels.argmax import argmax_rows
 from graphengine.kvcache import pages_for
+from graphengine.segments import Segments, row_logits_segment
 
 CHUNK = 256  # rows of one forward: their float32 logits at 152k tokens are 156 MB
 

@@ -20,7 +20,7 @@ _CHAIN = _LOW | {
     *("models", "attention", "capture", "kvcache", "buffers"),
     *("speculative", "sampling", "weights", "metrics", "simulate"),
 }
-_STEP = _CHAIN | {"forward", "stages", "buckets", "prefill", "request", "rows"}
+_STEP = _CHAIN | {"segments", "forward", "stages", "buckets", "prefill", "request", "rows"}
 _LOOP = _STEP | {"guards", "tokenizer"}
 MAY_IMPORT: dict[str, set[str]] = {
     "config_values": set(),
@@ -47,10 +47,11 @@ MAY_IMPORT: dict[str, set[str]] = {
     "pairs": {"config", "draft_formats", "hub"},
     "weights": {"config", "models", "hub"},
     "tokenizer": {"config", "hub"},
-    "forward": _CHAIN,
+    "segments": {"capture", "models", "simulate"},
+    "forward": _CHAIN | {"segments"},
     "stages": {"attention", "capture", "config", "profiles.ranges"},
-    "buckets": _CHAIN | {"forward", "stages"},
-    "prefill": _CHAIN | {"forward", "buckets", "request"},
+    "buckets": _CHAIN | {"segments", "forward", "stages"},
+    "prefill": _CHAIN | {"segments", "forward", "buckets", "request"},
     "rows": {"buffers", "kernels", "kvcache", "request", "sampling"},
     "engine": _STEP,
     "fallback": _STEP | {"engine", "guards"},

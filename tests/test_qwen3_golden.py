@@ -19,8 +19,9 @@ from torch import Tensor
 from graphengine.api import Engine
 from graphengine.attention import Layout, TorchAttention
 from graphengine.config import ModelConfig
-from graphengine.forward import Rows, Segments, Target, logits_segment, target_chain
+from graphengine.forward import Rows, Target, target_chain
 from graphengine.kvcache import make_pool, pages_for
+from graphengine.segments import Segments, logits_segment
 from graphengine.weights import Checkpoint, target_weights
 from tests.checkpoints import edit_config, make_target
 from tests.dflash_reference import load_target, plain_generate, run_target

@@ -1,7 +1,8 @@
 """Rows rounded to one or two FP8 rows with a scale each: fp8.py's formulas as one kernel.
 
 Why: Inductor's kernels that round to one FP8 row read it twice and let the next kernel start only
-after their last load: 10 to 20 us each at 256 rows, four a layer (nsys, Qwen3-8B's drafter, H200).
+after their last load: 10 to 20 us each under nsys at 256 rows, four a layer (Qwen3-8B's drafter,
+H200, profiles/results/2026-11-22-h200-8b-profile-one-graph-bs16.json).
 Here a row is read once, into registers, and the next kernel starts as soon as the input of this
 one is complete. add_rms_norm.py ends in the same `store_fp8`.
 

@@ -302,7 +302,7 @@ def test_graphs_on_the_cpu_lists_the_steps() -> None:
         # Attention is planned here, so what needs no plan comes first: it was run one step ahead.
         assert [step["name"] for step in steps] == ["draft.context", *names, "accept"]
         by_name = {step["name"]: step for step in steps}
-        assert by_name["verify.08"]["output_shapes"][-1] == f"{rows}x2048 float32"
+        assert by_name["verify.08"]["output_shapes"][-1] == f"{rows} int64"
         assert by_name["verify.01"]["input_shapes"][0] == f"{rows}x192 float32"
         assert {step["launch"] for step in steps} == {"eager"}
         assert {step["num_kernels"] for step in steps} == {None}
@@ -318,7 +318,7 @@ def test_graphs_of_blocks_of_their_own() -> None:
         for step in listed["steps"]
         if step["name"] in ("draft.03", "verify.08") and step["output_shapes"]
     }
-    assert found == {(1, "verify.08"): "16x2048 float32", (2, "verify.08"): "8x2048 float32"}
+    assert found == {(1, "verify.08"): "16 int64", (2, "verify.08"): "8 int64"}
 
 
 def test_graphs_needs_no_weights(tmp_path: Path) -> None:

@@ -2,8 +2,9 @@
 
 Why: a descriptor is a kernel parameter, 128 bytes that every multiprocessor fetches from memory at
 its first copy. That of the activations is first used behind the wait for the kernel in front, where
-everybody waits for it; CUTLASS prefetches its descriptors for the same reason. Gluon has no name
-for it, so the parameter is named as the compiler names it in PTX.
+everybody waits for it; CUTLASS prefetches its descriptors for the same reason. What it gains was
+not measured by itself. Gluon has no name for it, so the parameter is named as in the compiler's
+PTX.
 """
 
 # Gluon is not typed for a type checker.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import SimpleNamespace
 
 import pytest
@@ -29,3 +30,24 @@ def test_a_sweep_tries_what_a_launch_accepts(batch: int) -> None:
     assert {config.prefetch for _, config in launches} == {True, False}
     for _, config in [*tiles, *launches]:
         assert config.chunk % config.kv_tile == 0, config
+
+
+def test_fp8_cases_measure_what_they_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: a case that nobody has run: a shape that its kernel refuses, a reference with another
+    rounding, a key without its unit. Launched here without a graph, on the references."""
+    monkeypatch.setattr(bench_kernels, "DEVICE", "cpu")
+    monkeypatch.setattr(bench_kernels, "num_sets", lambda set_bytes: 2)
+    monkeypatch.setattr(bench_kernels, "compiled", lambda fn: fn)
+    launched: list[int] = []
+
+    def graph_us(launch: Callable[[int], object], sets: int) -> float:
+        launched.extend(i for i in range(sets) if launch(i) is not None)
+        return 2.0
+
+    monkeypatch.setattr(bench_kernels, "graph_us", graph_us)
+    keys = {"kernel_us", "kernel_gbps", "compiled_us"}
+    for D in bench_kernels.WIDTHS:
+        assert set(bench_kernels.bench_fp8_rows(4, D)) == keys
+    for partials in (1, 2):
+        assert set(bench_kernels.bench_add_rms_norm_round(4, partials)) == keys
+    assert launched == [0, 1] * 2 * 5

@@ -294,33 +294,30 @@ def test_a_chain_that_is_one_graph_is_told_apart_by_its_kernels() -> None:
     assert [(p.name, p.busy_class) for p in place(Trace(whole, host))] == [("verify", "chain")]
 
 
-def test_a_step_that_is_one_graph_is_told_apart_by_its_kernels() -> None:
+@pytest.mark.parametrize(
+    "argmax",
+    [["_chunk_argmax_kernel", "combine_argmax_kernel"], ["combine_argmax_kernel"]],
+    ids=["of_logits", "of_the_head"],
+)
+def test_a_step_that_is_one_graph_is_told_apart_by_its_kernels(argmax: list[str]) -> None:
     """Bug: a node trace of a whole step has one row, books the target's layers as the drafter's, or
-    the context as a part of accept."""
+    the context as a part of accept; or waits for an argmax of logits that the head has taken."""
     host = [HostRange("step", 0, 100, 0), HostRange("speculate", 1, 50, 0)]
     host.append(HostRange("speculate", 2, 40, 0))
     launch = Launch(1, 3, 4, 0, True)
-    argmax, advance = (
-        ["_chunk_argmax_kernel", "combine_argmax_kernel"],
-        "_accept_and_advance_kernel",
-    )
     first = "triton_red_fused__to_copy_add_embedding_mean_mul_pow_rsqrt_skinny_linear_partials_0"
     names = [
         *(first, "gemm", "block_attention_kernel", "gemm", *argmax, "memcpy DtoD", "clamp"),
         *(first, "gemm", "block_attention_kernel", "gemm", "block_attention_kernel", "gemm"),
-        *(
-            *argmax,
-            "triton_poi_fused_cat_index_select_0",
-            advance,
-            "gemm",
-            "_context_kv_write_kernel",
-        ),
+        *(*argmax, "triton_poi_fused_cat_index_select_0", "_accept_and_advance_kernel"),
+        *("gemm", "_context_kv_write_kernel"),
     ]
     work = [Activity(name, i * 10, i * 10 + 8, launch) for i, name in enumerate(names)]
     assert [p.name for p in place(Trace(work, host))] == [
-        *("draft.00", "draft.00", "draft.L0.attn", *["draft.01"] * 5),
+        *("draft.00", "draft.00", "draft.L0.attn", *["draft.01"] * (3 + len(argmax))),
         *("verify.00", "verify.00", "verify.L0.attn", "verify.01", "verify.L1.attn"),
-        *(*["verify.02"] * 3, "accept", "accept", "draft.context", "draft.context"),
+        *["verify.02"] * (1 + len(argmax)),
+        *("accept", "accept", "draft.context", "draft.context"),
     ]
     whole = [Activity("graph", 0, 100, launch, is_whole_graph=True)]
     assert [(p.name, p.busy_class) for p in place(Trace(whole, host))] == [("speculate", "chain")]

@@ -111,7 +111,7 @@ class Engine:
         attention_backend: AttentionBackend | Literal["auto"] = "auto",
         device: DeviceName | Literal["auto"] = "auto",
         dtype: DTypeName | Literal["auto"] = "auto",
-        page_size: int = 16,
+        page_size: int | None = None,
         max_model_len: int | None = None,
         load_format: LoadFormat = "auto",
         gpu_memory_utilization: float = 0.9,
@@ -143,7 +143,7 @@ class Engine:
                 which needs no plan; default with graph_mode "full") or "torch".
             device: "cuda" where there is one, else "cpu".
             dtype: "bfloat16" on a GPU, "float32" on the CPU.
-            page_size: tokens per K/V page.
+            page_size: tokens per K/V page; default 128 with our own attention, else 16.
             max_model_len: most tokens of one request, prompt included; default what the models'
                 positions allow, less one block when drafting.
             load_format: "dummy" makes random weights from config.json alone, "dummy-uniform" as

@@ -8,8 +8,10 @@ building one later moves nothing.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from itertools import chain
 from typing import NamedTuple
 
 import torch
@@ -25,7 +27,8 @@ from graphengine.attention import (
 )
 from graphengine.buffers import StepBuffers
 from graphengine.capture.compile import compile_segment
-from graphengine.capture.runners import GraphPool, Runner
+from graphengine.capture.compile_ahead import CompileAhead
+from graphengine.capture.runners import GraphPool, Runner, run_chain
 from graphengine.capture.steps import Step
 from graphengine.config import AttentionRule, EngineConfig, ModelConfig
 from graphengine.draft_length import draft_at
@@ -99,6 +102,7 @@ def build_buckets(
     progress: Callable[[str], None] = lambda what: None,
     ahead: Collection[int] | None = None,
     workspace: Tensor | None = None,
+    prefills: Sequence[Callable[[], object]] = (),
 ) -> Buckets:
     """Compiles, warms and captures buckets, the largest first.
 
@@ -111,6 +115,7 @@ def build_buckets(
         progress: told what is being built.
         ahead: sizes to build now; default all.
         workspace: FlashInfer's scratch, to share it with other buckets on the same stream.
+        prefills: what else has kernels to compile beside those of the buckets.
     """
     times = BuildTimes()
     segments = Segments(*map(compile_segment, Segments())) if config.compile else Segments()
@@ -118,29 +123,36 @@ def build_buckets(
     if workspace is None and config.attention_backend == "flashinfer":
         workspace = make_workspace(device)
 
+    def drafter_at(size: int) -> Drafter | None:
+        return replace(drafter, config=draft_at(config, drafter.config, size)) if drafter else None
+
+    def runs_of(sizes: Collection[int]) -> Iterator[Callable[[], object]]:
+        """The chains of these buckets, neither compiled nor planned, over buffers of their own."""
+        draft = drafter.config if drafter else None
+        width = buffers.page_table_BW.shape[1]
+        apart = StepBuffers.make(target.config, draft, max(sizes), width, dtype, device)
+        for size in sizes:
+            own = drafter_at(size)
+            views = apart.bucket(size, own.config if own else None)
+            chains = _assemble(config, target, own, views, dtype, None, Segments(), None).chains
+            sampled = [*chains.verify[:-2], *chains.sampled_end] if chains.sampled_end else []
+            for steps in (chains.draft, chains.verify, chains.context, sampled):
+                yield partial(run_chain, steps)
+
     @torch.no_grad()
-    def build(size: int) -> Bucket:
+    def build(size: int, kernels: CompileAhead | None = None) -> Bucket:
         buffers.clear_()
         drawn = simulation.step_1.clone() if simulation is not None else None
-        own = replace(drafter, config=draft_at(config, drafter.config, size)) if drafter else None
+        own = drafter_at(size)
         views = buffers.bucket(size, own.config if own else None)
-
-        def attention(model: ModelConfig, rule: AttentionRule, block: int) -> Attention:
-            return _attention(config, model, rule, dtype, workspace, block, views)
-
-        verify_attention = attention(target.config, AttentionRule(causal=True), views.block)
-        draft_attentions: dict[AttentionRule, Attention] = {}
-        if own:
-            for rule in dict.fromkeys(own.config.attention_rules):
-                draft_attentions[rule] = attention(own.config.model, rule, views.draft_block)
-        attentions = (verify_attention, *draft_attentions.values())
-        chains = _chains(
-            config, target, own, views, verify_attention, draft_attentions, segments, simulation
+        verify_attention, draft_attentions, chains = _assemble(
+            config, target, own, views, dtype, workspace, segments, simulation
         )
+        attentions = (verify_attention, *draft_attentions)
         cut = whole(chains)
         if config.plans_attention:
             blocks = (views.block, views.draft_block)
-            cut = planned(chains, verify_attention, attentions[1:], *blocks)
+            cut = planned(chains, verify_attention, draft_attentions, *blocks)
 
         built = eager_stages(cut)
         began = time.perf_counter()
@@ -165,6 +177,8 @@ def build_buckets(
             unplanned.plan(_dummy_layout(size, block, config.page_size))
         if runs_ahead:
             warm()
+            if kernels is not None:
+                kernels.wait()
             if device.type == "cuda":
                 torch.cuda.synchronize()
             times.compile_s += time.perf_counter() - began
@@ -177,10 +191,13 @@ def build_buckets(
         buffers.clear_()
         if simulation is not None and drawn is not None:
             simulation.step_1.copy_(drawn)
-        return Bucket(size, views, verify_attention, attentions[1:], *built)
+        return Bucket(size, views, verify_attention, draft_attentions, *built)
 
-    first = config.buckets if ahead is None else ahead
-    return Buckets({size: build(size) for size in sorted(first, reverse=True)}, build, pool, times)
+    first = sorted(config.buckets if ahead is None else ahead, reverse=True)
+    runs = chain(runs_of(first), prefills) if device.type == "cuda" else ()
+    with CompileAhead(runs, device) as kernels:
+        ready = {size: build(size, kernels) for size in first}
+    return Buckets(ready, build, pool, times)
 
 
 def prefill_attention(
@@ -213,21 +230,37 @@ def _attention(
     )
 
 
-def _chains(
+class _Assembled(NamedTuple):
+    """A bucket's attentions, one a kind of the drafter's layers, and the chains over them."""
+
+    verify_attention: Attention
+    draft_attentions: tuple[Attention, ...]
+    chains: Chains
+
+
+def _assemble(
     config: EngineConfig,
     target: Target,
     drafter: Drafter | None,
     views: StepBuffers,
-    verify_attention: Attention,
-    draft_attentions: dict[AttentionRule, Attention],
+    dtype: torch.dtype,
+    workspace: Tensor | None,
     segments: Segments,
     simulation: Simulation | None,
-) -> Chains:
-    """A bucket's chains over its views of the buffers."""
+) -> _Assembled:
+    """A bucket's parts over its views of the buffers."""
+
+    def attention(model: ModelConfig, rule: AttentionRule, block: int) -> Attention:
+        return _attention(config, model, rule, dtype, workspace, block, views)
+
     page_size = config.page_size
+    verify_attention = attention(target.config, AttentionRule(causal=True), views.block)
+    of_rule: dict[AttentionRule, Attention] = {}
     draft, context = [], []
     if drafter is not None:
-        by_layer = [draft_attentions[rule] for rule in drafter.config.attention_rules]
+        for rule in dict.fromkeys(drafter.config.attention_rules):
+            of_rule[rule] = attention(drafter.config.model, rule, views.draft_block)
+        by_layer = [of_rule[rule] for rule in drafter.config.attention_rules]
         draft = draft_chain(drafter, views, by_layer, segments)
         context = context_chain(
             drafter, views.taps_TC, views.context_positions_T, views.context_slots_T, segments
@@ -237,7 +270,8 @@ def _chains(
     if config.sampling:
         sampled_end.append(sampled_last_step(target, drafter, views, segments))
         sampled_end.append(sampled_accept_step(drafter, views, page_size))
-    return Chains(draft, verify, context, sampled_end)
+    chains = Chains(draft, verify, context, sampled_end)
+    return _Assembled(verify_attention, tuple(of_rule.values()), chains)
 
 
 def _dummy_layout(num_requests: int, block: int, page_size: int) -> Layout:

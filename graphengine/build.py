@@ -10,11 +10,13 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Literal, get_args
 
 import torch
 
+from graphengine.artifact import name_compilers_
 from graphengine.attention import (
     FLASHINFER_HEAD_DIMS,
     compile_flashinfer_ahead,
@@ -50,7 +52,7 @@ from graphengine.prefill import Prefill
 from graphengine.profiles import ranges
 from graphengine.simulate import acceptance_rate, make_simulation
 from graphengine.tokenizer import Tokenizer
-from graphengine.warmup import warm_up
+from graphengine.warmup import prompt_lengths, warm_up
 from graphengine.weights import (
     Checkpoint,
     RandomSource,
@@ -77,7 +79,7 @@ class Options:
     attention_backend: AttentionBackend | Literal["auto"] = "auto"
     device: DeviceName | Literal["auto"] = "auto"
     dtype: DTypeName | Literal["auto"] = "auto"
-    page_size: int = 16
+    page_size: int | None = None
     max_model_len: int | None = None
     load_format: LoadFormat = "auto"
     gpu_memory_utilization: float = 0.9
@@ -104,6 +106,11 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "draft_quantization": get_args(DraftQuantization),
     "load_format": get_args(LoadFormat),
 }
+
+
+# Tokens of a page where nobody says. Our attention looks up one number where a page holds a tile of
+# keys, and a single stream has few pages to waste.
+_PAGE_SIZES: dict[AttentionBackend, int] = {"flashinfer": 16, "triton": 128, "torch": 16}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -152,6 +159,8 @@ def build(
             f"{target_config.vocab_size} rows; they belong to different models"
         )
 
+    if config.device == "cuda":
+        name_compilers_()
     if "flashinfer" in (config.attention_backend, config.prefill_attention_backend):
         # Prefills run the target's attention alone.
         decodes = config.attention_backend == "flashinfer"
@@ -227,6 +236,13 @@ def build(
     load_s = time.perf_counter() - began
     counts = cache_counts() if config.compile else CacheCounts()
     workspace = make_workspace(device) if config.attention_backend == "flashinfer" else None
+    prefill = Prefill(
+        target,
+        drafter,
+        prefill_attention(config, target_config, dtype, device),
+        config.page_size,
+        config.prefill_chunk,
+    )
     with ranges.range_("capture"), torch.no_grad():
         buckets = build_buckets(
             config,
@@ -239,16 +255,10 @@ def build(
             lambda what: progress(what, 0.0),
             _built_ahead(options, config.buckets),
             workspace,
+            [partial(prefill.run_padding, length) for length in prompt_lengths(config)],
         )
     if config.compile:
         counts = cache_counts().since(counts)
-    prefill = Prefill(
-        target,
-        drafter,
-        prefill_attention(config, target_config, dtype, device),
-        config.page_size,
-        config.prefill_chunk,
-    )
 
     def build_plain() -> tuple[dict[int, Bucket], StepBuffers]:
         """The same buckets with one row a request: the same weights and K/V, no drafter."""
@@ -340,7 +350,7 @@ def resolve_options(
             raise ValueError(f"--{name.replace('_', '-')} {value}: one of {shown}")
     for name in ("page_size", "max_model_len", "first_batch"):
         value = getattr(options, name)
-        if not (isinstance(value, int) or (value is None and name == "max_model_len")):
+        if not (isinstance(value, int) or (value is None and name != "first_batch")):
             raise ValueError(f"{name} is {value!r}; expected an integer")
     if any(type(size) is not int or size < 1 for size in options.buckets) or not options.buckets:
         raise ValueError(f"--bucket {list(options.buckets)}: batch sizes are integers from 1 up")
@@ -399,7 +409,7 @@ def resolve_options(
         raise ValueError(
             "sampling needs real acceptance; leave out --simulate-acceptance or --temperature"
         )
-    if options.page_size < 1:
+    if options.page_size is not None and options.page_size < 1:
         raise ValueError(f"--page-size {options.page_size}: at least 1 token")
     if options.first_batch < 1:
         raise ValueError(f"first_batch is {options.first_batch}; at least 1 request")
@@ -449,7 +459,7 @@ def resolve_options(
         compile=on_gpu if options.compile is None else options.compile,
         attention_backend=backend,
         prefill_attention_backend=prefill,
-        page_size=options.page_size,
+        page_size=options.page_size or _PAGE_SIZES[backend],
         max_model_len=length,
         gpu_memory_utilization=options.gpu_memory_utilization,
         kv_cache_memory=options.kv_cache_memory,

@@ -123,9 +123,7 @@ DTYPE = click.option(
 PAGE_SIZE = click.option(
     "--page-size",
     type=click.IntRange(min=1),
-    default=16,
-    show_default=True,
-    help="Tokens per K/V page.",
+    help="Tokens per K/V page; default 16, with our own attention (triton) 128.",
 )
 DRAFT_QUANTIZATION = click.option(
     "--draft-quantization",

@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
+from torch import Tensor
 
-from graphengine.attention import Attention, Layout
+from graphengine.attention import Attention, Layout, TorchAttention
 from graphengine.capture.runners import run_chain
 from graphengine.capture.steps import Step
 from graphengine.forward import Drafter, Rows, Target, context_chain, target_chain
@@ -43,7 +44,7 @@ class Prefill:
         Returns:
             The first token of each request, in order.
         """
-        first_tokens: dict[int, torch.Tensor] = {}
+        first_tokens: dict[int, Tensor] = {}
         done = [0] * len(requests)
         while True:
             pieces: list[tuple[int, int]] = []  # index, rows
@@ -64,7 +65,7 @@ class Prefill:
 
     def _forward(
         self, requests: list[Request], done: list[int], pieces: list[tuple[int, int]]
-    ) -> torch.Tensor:
+    ) -> Tensor:
         """One chunk; returns the logits of each piece's last row."""
         device = self.target.kv_pool.device
         ids, positions, slots, last_rows = [], [], [], []
@@ -77,14 +78,10 @@ class Prefill:
                 slots.append(page * self.page_size + position % self.page_size)
             last_rows.append(len(ids) - 1)
 
-        def upload(values: list[int]) -> torch.Tensor:
+        def upload(values: list[int]) -> Tensor:
             return torch.tensor(values, dtype=torch.int64).to(device, non_blocking=True)
 
         rows = Rows(upload(ids), upload(positions), upload(slots))
-        config, dtype = self.target.config, self.target.kv_pool.dtype
-        attn_TNH = torch.empty(
-            len(ids), config.num_attention_heads, config.head_dim, dtype=dtype, device=device
-        )
         layout = Layout.build(
             [rows for _, rows in pieces],
             [done[i] + rows for i, rows in pieces],
@@ -93,30 +90,48 @@ class Prefill:
         )
         with ranges.range_("plan"):
             self.attention.plan(layout)
+        return self._run_chains(rows, upload(last_rows), self.attention)
+
+    def run_padding(self, num_rows: int) -> None:
+        """A forward of rows that are no request's, without attention: for its kernels alone.
+
+        Mutates: the null page.
+        """
+        config, device = self.target.config, self.target.kv_pool.device
+        zeros_T = torch.zeros(num_rows, dtype=torch.int64, device=device)
+        unplanned = TorchAttention(config, self.page_size, True, device)
+        self._run_chains(Rows(zeros_T, zeros_T, zeros_T), zeros_T[:1], unplanned)
+
+    def _run_chains(self, rows: Rows, last_rows_R: Tensor, attention: Attention) -> Tensor:
+        """The target over these rows and the drafter's context of them -> logits_RV."""
+        config, pool = self.target.config, self.target.kv_pool
+        num_rows = rows.token_ids_T.shape[0]
+        # Zeros, because an attention without a plan writes nothing.
+        attn_TNH = pool.new_zeros(num_rows, config.num_attention_heads, config.head_dim)
         drafter, segments = self.drafter, Segments()
         tap_ = lambda layer, h_TD: None  # noqa: E731 - the no-op twin of tap_writer
         context: list[Step] = []
         if drafter is not None:
             width = drafter.config.num_taps * config.hidden_size
-            taps_TC = torch.empty(len(ids), width, dtype=dtype, device=device)
+            taps_TC = pool.new_empty(num_rows, width)
             tap_ = make_tap_writer(drafter.config, taps_TC)
             context = context_chain(drafter, taps_TC, rows.positions_T, rows.slots_T, segments)
         chain = target_chain(
             "prefill",
             self.target,
             rows,
-            self.attention,
+            attention,
             attn_TNH,
             segments,
             tap_,
-            partial(row_logits_segment, upload(last_rows)),
+            partial(row_logits_segment, last_rows_R),
         )
-        logits_TV = run_chain(chain)[0]
+        (logits_RV,) = run_chain(chain)
         run_chain(context)
-        return logits_TV
+        return logits_RV
 
 
-def _pick(request: Request, logits_1V: torch.Tensor) -> torch.Tensor:
+def _pick(request: Request, logits_1V: Tensor) -> Tensor:
     """The token after a prompt's last row: int64 [1]."""
     if request.sampling.is_greedy:
         return argmax_rows(logits_1V)

@@ -111,7 +111,10 @@ def choose_num_splits(
 
 
 def choose_config(
-    num_splits: int, row_bytes: int = 256, smem_bytes: int = HOPPER_SMEM_BYTES
+    num_splits: int,
+    row_bytes: int = 256,
+    smem_bytes: int = HOPPER_SMEM_BYTES,
+    packed_rows: int = MAX_ROWS,
 ) -> LaunchConfig:
     """The default sizes for Z splits (`tools/bench_kernels.py --sweep block_attention`).
 
@@ -120,14 +123,19 @@ def choose_config(
     14.2 / 24.9 / 137.3 (profiles/results/2026-11-22-h200-attention-sweep.json); batch 1, a whole
     step after 8,192 tokens, 5.76 -> 5.63 ms (-8b-8k.json, -8b-8k-wide.json). With many splits,
     batch 1, one split up to 512 keys instead of 256 costs 3 us a layer, up to 64 gains nothing;
-    there the prefetch sends for all that a split of a short request reads.
+    there the prefetch sends for all that a split of a short request reads. With the few rows of
+    plain decoding two stages do: a step of Qwen3-4B 2.393 -> 2.380 ms with pages that hold a tile
+    (profiles/results/2026-11-22-h200-attention-pages.json).
 
     Args: row_bytes: of one key, H * element size. smem_bytes: shared memory that a program may use.
+        packed_rows: block_length * N/K.
     """
     one_split = 256 if num_splits > 4 else 512
     wide = LaunchConfig(kv_tile=128, one_split=one_split, prefetch=num_splits > 2)
     if (2 * wide.kv_tile * wide.num_stages + MAX_ROWS) * row_bytes > smem_bytes:
         return LaunchConfig(one_split=one_split if num_splits > 2 else 1024)
+    if num_splits > 4 and packed_rows <= MIN_ROWS:
+        return wide._replace(num_stages=2)
     return wide._replace(chunk=256) if num_splits == 1 else wide
 
 
@@ -221,7 +229,8 @@ def block_attention(
     num_splits = workspace.lse_ZTN.shape[0]
     if config is None:
         row_bytes = H * q_TNH.element_size()
-        config = choose_config(num_splits, row_bytes, _smem_bytes(q_TNH.device))
+        packed_rows = block_length * (N // K)
+        config = choose_config(num_splits, row_bytes, _smem_bytes(q_TNH.device), packed_rows)
     kv_tile, num_warps = config.kv_tile, config.num_warps
     if q_TNH.dtype == torch.float32:
         # An fp32 product keeps its operands in registers: with 4 warps a thread of a 64 x 128 tile

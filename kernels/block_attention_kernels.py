@@ -126,26 +126,29 @@ def block_attention_kernel(
     split = tl.program_id(2)  # slowest: the splits that are always alive are started first
     GROUP: tl.constexpr = N // K
     TILES_PER_CHUNK: tl.constexpr = CHUNK // TILE
+    ONE_PAGE: tl.constexpr = S % TILE == 0  # of a tile: one number to look up
     dim = tl.arange(0, H)
     offset = tl.arange(0, TILE)
     pages = page_table + b.to(tl.int64) * table_stride
     # A split begins with chunk `split` whatever the length, so that its first pages are on their
     # way together with the length. (Everything is latency at short lengths.)
-    key = split * CHUNK + offset
+    first = split * CHUNK
+    lookup = first if ONE_PAGE else first + offset
     if not WINDOW:
-        page = tl.load(pages + key // S, mask=key < max_kv, other=0)
+        page = tl.load(pages + lookup // S, mask=lookup < max_kv, other=0)
     start = tl.load(starts + b)
     kv_len, live, skipped = _live_splits(  # pyright: ignore[reportGeneralTypeIssues]
         start, max_kv, one_split, G, CHUNK, SPLITS, WINDOW
     )
     if WINDOW:
-        key += skipped * CHUNK
-        page = tl.load(pages + key // S, mask=key < kv_len, other=0)
+        first += skipped * CHUNK
+        lookup += skipped * CHUNK
+        page = tl.load(pages + lookup // S, mask=lookup < kv_len, other=0)
     if PREFETCH:
         LINE: tl.constexpr = 1024 // k_cache.dtype.element_ty.primitive_bitwidth  # 128 bytes
         LINES: tl.constexpr = (H + LINE - 1) // LINE
-        for first in tl.static_range(0, CHUNK, TILE):
-            ahead = (split + skipped) * CHUNK + first + offset
+        for tile in tl.static_range(0, CHUNK, TILE):
+            ahead = first + tile + offset
             wanted = (split < live) & (ahead < kv_len)
             slot = tl.load(pages + ahead // S, mask=wanted, other=0).to(tl.int64) * S + ahead % S
             line = (slot * K + kv_head)[:, None] * H + tl.arange(0, LINES)[None, :] * LINE
@@ -184,8 +187,11 @@ def block_attention_kernel(
     total = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, H], tl.float32)
     for n in range(num_tiles):
+        key = first + offset
         cached = key < kv_len
         in_page = offset % S if TILE % S == 0 else key % S
+        if ONE_PAGE:
+            in_page = first % S + offset
         token = (page.to(tl.int64 if WIDE else tl.int32) * S + in_page) * K + kv_head
         k = tl.load(k_cache + dim[None, :] + (token * H)[:, None], mask=cached[:, None], other=0.0)
         # Masked, because a probability of 0 times a stale NaN is NaN.
@@ -194,8 +200,9 @@ def block_attention_kernel(
         if WINDOW:
             seen &= key[None, :] >= lowest[:, None]
         chunk = skipped + split + (n + 1) // TILES_PER_CHUNK * live
-        key = chunk * CHUNK + (n + 1) % TILES_PER_CHUNK * TILE + offset
-        page = tl.load(pages + key // S, mask=key < kv_len, other=0)
+        first = chunk * CHUNK + (n + 1) % TILES_PER_CHUNK * TILE
+        lookup = first if ONE_PAGE else first + offset
+        page = tl.load(pages + lookup // S, mask=lookup < kv_len, other=0)
         scores = dot(q_tile, tl.trans(k), tl.zeros([ROWS, TILE], tl.float32), DOT_FP32)
         scores = tl.where(seen, scores, float("-inf"))
         new_highest = tl.maximum(highest, tl.max(scores, axis=1) * scale_log2)

@@ -330,15 +330,34 @@ def test_one_capture_serves_every_length(B, causal, merge, window) -> None:
         check_counts(buffers)
 
 
-@pytest.mark.parametrize("page_size", [3, 24, 64])
-def test_page_sizes(device, page_size) -> None:
+@pytest.mark.parametrize("window", [None, 40])
+@pytest.mark.parametrize("page_size", [3, 24, 32, 64, 128])
+def test_page_sizes(device, page_size, window) -> None:
     """Bug: a key's place in its page is taken from its place in the tile, which is right only where
-    pages divide tiles."""
+    pages divide tiles; or one page is looked up for a tile that reaches into the next."""
     G, N, K, H, W = 4, 4, 2, 16, -(-150 // page_size)
-    q, cache, table, start = make(device, torch.float32, [1, 63, 64, 130], G, N, K, H, page_size, W)
-    out = run(q, cache, table, start, G, True, 2, LaunchConfig(one_split=0))
-    expected = sdpa(q, cache, table, start, G, True)
+    starts = [1, 31, 32, 63, 64, 127, 128, 130]
+    q, cache, table, start = make(device, torch.float32, starts, G, N, K, H, page_size, W)
+    config = LaunchConfig(one_split=0, chunk=64)
+    out = run(q, cache, table, start, G, True, 2, config, window=window)
+    expected = sdpa(q, cache, table, start, G, True, window)
     torch.testing.assert_close(out.double(), expected, **TOLERANCE[torch.float32])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("G", [1, 16])
+@pytest.mark.parametrize("page_size", [64, 128, 256])
+def test_pages_that_hold_a_tile(page_size, G) -> None:
+    """Bug: with the sizes that a bucket of Qwen3 takes, a tile's page is its neighbour's."""
+    N, K, H, W = 32, 8, 128, 1024 // page_size + 1
+    for num_splits in (1, 2, 16):
+        starts = [1, 127, 128, 129, 400, 1000]
+        q, cache, table, start = make("cuda", torch.bfloat16, starts, G, N, K, H, page_size, W)
+        for causal in (True, False):
+            config = choose_config(num_splits, packed_rows=G * N // K)
+            out = run(q, cache, table, start, G, causal, num_splits, config)
+            expected = sdpa(q, cache, table, start, G, causal)
+            torch.testing.assert_close(out.double(), expected, **TOLERANCE[torch.bfloat16])
 
 
 @pytest.mark.gpu

@@ -61,7 +61,7 @@ def ints(*shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
 
 
 def attend(dtype: torch.dtype, H: int, G: int, causal: bool, window: int | None, **options: Any):
-    B, N, K, S, W, Z = 2, 32, 8, 16, 260, options.pop("splits", 8)
+    B, N, K, S, W, Z = 2, 32, 8, options.pop("page_size", 16), 260, options.pop("splits", 8)
     block_attention.block_attention(
         empty(B * G, N, H, dtype=dtype),
         empty(2, 9, S, K, H, dtype=dtype),
@@ -71,7 +71,9 @@ def attend(dtype: torch.dtype, H: int, G: int, causal: bool, window: int | None,
         causal,
         empty(B * G, N, H, dtype=dtype),
         block_attention.workspace(B, G, N, H, Z, "cuda"),
-        block_attention.choose_config(Z, H * dtype.itemsize)._replace(**options),
+        block_attention.choose_config(Z, H * dtype.itemsize, packed_rows=G * N // K)._replace(
+            **options
+        ),
         window,
     )
 
@@ -166,6 +168,9 @@ LAUNCHES: dict[str, Callable[[], Any]] = {
     },
     "norm, rope and writes": lambda: project(16, 32, 8, 128),
     "attention": lambda: attend(BF16, 128, 16, True, None),
+    "attention, pages of 128": lambda: [
+        attend(BF16, 128, G, True, None, page_size=128) for G in (1, 16)
+    ],
     "attention, two splits": lambda: attend(BF16, 128, 16, True, None, splits=2),
     "attention, one split": lambda: attend(BF16, 128, 16, False, None, splits=1),
     "attention, one split, float32": lambda: attend(FP32, 64, 16, True, 300, splits=1),

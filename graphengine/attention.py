@@ -241,9 +241,18 @@ class FlashInferAttention:
         self._wrapper.run(q_TNH, (kv_cache[0], kv_cache[1]), out=out_TNH)
 
 
+class FlashInferAhead(NamedTuple):
+    """FlashInfer's compiler at work."""
+
+    thread: threading.Thread
+    imported: threading.Event
+    """FlashInfer's modules have been imported, which takes a second; to be waited for by whoever
+    imports them next, since two threads in the middle of one import may see half a module."""
+
+
 def compile_flashinfer_ahead(
     dtype: torch.dtype, target: ModelConfig, draft: DraftConfig | None
-) -> threading.Thread:
+) -> FlashInferAhead:
     """Starts FlashInfer's compiler beside everything else; a cold one takes half a minute.
 
     It is a subprocess that makes no CUDA call, so it may run while weights load, segments compile
@@ -256,16 +265,18 @@ def compile_flashinfer_ahead(
     kinds = {(target.head_dim, False)}
     if draft is not None:
         kinds |= {(draft.model.head_dim, r.window is not None) for r in draft.attention_rules}
-    specs: list[Any] = []
-    with contextlib.suppress(Exception):  # another version may name and order things differently
-        from flashinfer.jit import gen_batch_prefill_module
-
-        for dim, windowed in sorted(kinds):
-            # fa2; no positional encoding of its own, soft cap or fp16 products, as `plan` asks for.
-            arguments = (*[dtype] * 3, torch.int32, dim, dim, 0, windowed, False, False)
-            specs.append(gen_batch_prefill_module("fa2", *arguments))
+    imported = threading.Event()
 
     def build() -> None:
+        specs: list[Any] = []
+        with contextlib.suppress(Exception):  # another version may name and order things otherwise
+            from flashinfer.jit import gen_batch_prefill_module
+
+            for dim, windowed in sorted(kinds):
+                # fa2; no positional encoding of its own, soft cap or fp16 products, as in `plan`.
+                arguments = (*[dtype] * 3, torch.int32, dim, dim, 0, windowed, False, False)
+                specs.append(gen_batch_prefill_module("fa2", *arguments))
+        imported.set()
         for spec in specs:
             if not spec.is_aot:
                 with contextlib.suppress(Exception):
@@ -273,7 +284,7 @@ def compile_flashinfer_ahead(
 
     thread = threading.Thread(target=build, name="flashinfer-compiler", daemon=True)
     thread.start()
-    return thread
+    return FlashInferAhead(thread, imported)
 
 
 class BlockAttention:

@@ -7,6 +7,7 @@ Memory is planned before anything is loaded (`memory`): the K/V pool takes what 
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -43,6 +44,7 @@ from graphengine.engine import DecodeLoop
 from graphengine.fallback import FallbackLoop
 from graphengine.forward import MAX_QUANTIZED_ROWS, Drafter, Target
 from graphengine.hub import resolve
+from graphengine.kernels.cache_keys import settle_cache_keys
 from graphengine.kvcache import PageAllocator, make_pool, pages_for
 from graphengine.memory import MemoryPlan, device_memory, num_positions, plan_memory
 from graphengine.metrics import StartupMetrics
@@ -159,12 +161,17 @@ def build(
             f"{target_config.vocab_size} rows; they belong to different models"
         )
 
+    flashinfer = None
+    keys = threading.Thread(target=settle_cache_keys, name="cache-keys", daemon=True)
     if config.device == "cuda":
         name_compilers_()
+        keys.start()
     if "flashinfer" in (config.attention_backend, config.prefill_attention_backend):
         # Prefills run the target's attention alone.
         decodes = config.attention_backend == "flashinfer"
-        compile_flashinfer_ahead(dtype, target_config, draft_config if decodes else None)
+        flashinfer = compile_flashinfer_ahead(
+            dtype, target_config, draft_config if decodes else None
+        )
     plan = plan_memory(
         config,
         target_config,
@@ -233,6 +240,10 @@ def build(
             simulation = make_simulation(
                 config.simulate_acceptance, max(config.buckets), num_draws, device
             )
+    if flashinfer is not None:
+        flashinfer.imported.wait()
+    if config.device == "cuda":
+        keys.join()
     load_s = time.perf_counter() - began
     counts = cache_counts() if config.compile else CacheCounts()
     workspace = make_workspace(device) if config.attention_backend == "flashinfer" else None

@@ -21,7 +21,7 @@ from typing import Any, Literal
 
 import torch
 
-from graphengine.build import Built, LoadFormat, Options, build
+from graphengine.build import Built, build
 from graphengine.bytesize import parse_bytes
 from graphengine.config import (
     AttentionBackend,
@@ -34,6 +34,7 @@ from graphengine.config import (
 from graphengine.engine import DecodeLoop, StepOutput
 from graphengine.memory import MemoryPlan
 from graphengine.metrics import RequestMetrics, StartupMetrics
+from graphengine.options import LoadFormat, Options
 from graphengine.profiles import ranges
 from graphengine.request import Request
 from graphengine.sampling import Sampling, random_seed

@@ -317,7 +317,8 @@ def _measure(
 
 def longest_context(model: str, draft: str | None, wanted: int) -> int:
     """`wanted` tokens of context, or what the models allow."""
-    from graphengine.build import read_configs, speculation_limit
+    from graphengine.build import read_configs
+    from graphengine.options import speculation_limit
 
     return min(wanted, speculation_limit(*read_configs(model, draft)))
 

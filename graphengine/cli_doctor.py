@@ -43,9 +43,9 @@ def doctor(ctx: click.Context, model: str | None, draft: str | None, **options: 
     MODEL: a directory, a hub id in the local cache, or a preset; the bundled tiny pair without it.
     Reads config files and the headers of the weights. Options as in `graphengine run`.
     """
-    from graphengine.build import Options
     from graphengine.doctor import examine
     from graphengine.hub import TINY_DRAFT, TINY_TARGET
+    from graphengine.options import Options
 
     as_json = options.pop("as_json")
     if model is None:

@@ -60,8 +60,9 @@ def _graphs(model: str | None, draft: str | None, options: dict[str, Any]) -> No
     import torch
 
     from graphengine.api import Engine
-    from graphengine.build import read_configs, speculation_limit
+    from graphengine.build import read_configs
     from graphengine.capture.inventory import inventory, write_dot
+    from graphengine.options import speculation_limit
     from graphengine.pairs import named_pair
     from graphengine.report import print_table, stderr_console
 

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from graphengine.build import Options
 from graphengine.doctor_files import ModelFiles, read_model_files
 from graphengine.doctor_host import Host, host_findings, read_host, speed_findings
 from graphengine.doctor_models import (
@@ -26,6 +25,7 @@ from graphengine.doctor_pair import pair_findings, plan_findings, resolve_run
 from graphengine.draft_length import longest_draft
 from graphengine.findings import LEVELS, Finding, guarded, info, one_line
 from graphengine.memory import MemoryPlan
+from graphengine.options import Options
 from graphengine.pairs import NO_DRAFT, verifier_of
 
 SCHEMA_VERSION = 1

@@ -11,11 +11,11 @@ from collections.abc import Collection, Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from graphengine.build import Options, resolve_options
 from graphengine.config import DraftConfig, EngineConfig, ModelConfig
 from graphengine.doctor_files import ModelFiles
 from graphengine.findings import Finding, error, info, ok, one_line, warning
 from graphengine.memory import DeviceMemory, MemoryPlan, plan_memory
+from graphengine.options import Options, resolve_options
 
 _OTHER = "pass the drafter of this target"
 # What transformers fills in where a config has no theta.

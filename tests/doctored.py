@@ -12,10 +12,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from graphengine.api import Engine
-from graphengine.build import Options
 from graphengine.doctor import Examination, examine
 from graphengine.doctor_host import read_host
 from graphengine.findings import Finding
+from graphengine.options import Options
 from tests.checkpoints import edit_config, make_drafter, make_target
 
 OPTIONS = Options(buckets=(1, 2), max_model_len=64, device="cpu")

@@ -59,8 +59,10 @@ MAY_IMPORT: dict[str, set[str]] = {
     "bytesize": set(),
     "workspace": {"attention", "buffers", "config", "draft_length", "sampling", "weights"},
     "memory": _LOOP | {"engine", "bytesize", "workspace"},
-    "build": _LOOP | {"artifact", "engine", "fallback", "hub", "memory", "pairs", "warmup"},
-    "api": _LOOP | {"engine", "hub", "build", "memory", "bytesize"},
+    "options": {"attention", "config", "draft_length", "simulate"},
+    "build": _LOOP
+    | {"artifact", "engine", "fallback", "hub", "memory", "options", "pairs", "warmup"},
+    "api": _LOOP | {"engine", "hub", "build", "memory", "bytesize", "options"},
     "findings": set(),
     "doctor_files": {"findings", "hub", "pairs", "tokenizer", "weights"},
     "doctor_models": {
@@ -68,13 +70,13 @@ MAY_IMPORT: dict[str, set[str]] = {
         *("draft_formats", "findings", "weights"),
     },
     "doctor_weights": {"bytesize", "doctor_files", "findings", "weights"},
-    "doctor_pair": {"build", "config", "doctor_files", "findings", "memory"},
+    "doctor_pair": {"options", "config", "doctor_files", "findings", "memory"},
     "doctor_host": {
         *("attention", "bytesize", "config", "draft_length", "findings", "forward", "memory"),
         "profiles",
     },
     "doctor": {
-        *("build", "draft_length", "findings", "memory", "pairs"),
+        *("options", "draft_length", "findings", "memory", "pairs"),
         *("doctor_files", "doctor_models", "doctor_pair", "doctor_host"),
     },
     "artifact": {"config"},
@@ -99,7 +101,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "cli_profile": {"*"},
     "profile_run": {"*"},
     "cli_graphs": {"*"},
-    "cli_doctor": {"build", "cli_options", "doctor", "findings", "hub"},
+    "cli_doctor": {"options", "cli_options", "doctor", "findings", "hub"},
     "cli_verify": {"*"},
     "__main__": {"cli"},
     "": {"api", "config", "hub"},  # graphengine/__init__.py

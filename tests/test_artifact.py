@@ -17,8 +17,9 @@ import pytest
 from click.testing import CliRunner
 
 from graphengine import artifact, cli
-from graphengine.build import Options, read_configs, resolve_options
+from graphengine.build import read_configs
 from graphengine.hub import TINY_DRAFT, TINY_TARGET
+from graphengine.options import Options, resolve_options
 
 ROOT = Path(__file__).resolve().parent.parent
 PARTS = {"torch": "2.13.0", "device": "cuda", "gpu": "NVIDIA H200", "machine": "x86_64"}

@@ -10,8 +10,9 @@ import torch
 
 from graphengine import TINY_DRAFT, TINY_TARGET, Engine
 from graphengine.artifact import compiler_files, name_compilers_
-from graphengine.build import Options, build
+from graphengine.build import build
 from graphengine.capture.compile_ahead import MAX_THREADS, CompileAhead
+from graphengine.options import Options
 
 CPU = torch.device("cpu")
 

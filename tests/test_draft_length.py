@@ -17,11 +17,12 @@ import torch
 from click.testing import CliRunner
 
 from graphengine.api import Engine
-from graphengine.build import Options, read_configs, resolve_options
+from graphengine.build import read_configs
 from graphengine.cli import main
 from graphengine.config import DraftConfig
 from graphengine.draft_length import draft_at, longest_draft, resolve_draft_lengths
 from graphengine.hub import TINY_DRAFT, TINY_TARGET
+from graphengine.options import Options, resolve_options
 from graphengine.simulate import acceptance_rate, make_simulation
 from tests.checkpoints import as_deepspec, make_drafter, make_target
 from tests.command_line import refused

@@ -12,9 +12,10 @@ from click.testing import CliRunner
 
 from graphengine import buckets
 from graphengine.api import Engine
-from graphengine.build import Options, read_configs, resolve_options
+from graphengine.build import read_configs
 from graphengine.cli import main
 from graphengine.hub import TINY_TARGET
+from graphengine.options import Options, resolve_options
 from tests.checkpoints import make_drafter, make_target
 
 PROMPTS = [[7, 99, 23], list(range(100, 117)), [5], [250, 1, 2, 3], [60, 61] * 5]

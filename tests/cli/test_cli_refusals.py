@@ -7,7 +7,7 @@ import click
 import pytest
 from click.testing import CliRunner
 
-from graphengine import build
+from graphengine import options as choices
 from graphengine.cli import main
 from graphengine.prompts import read_prompt_file
 from tests.checkpoints import edit_config, make_drafter, make_target
@@ -190,8 +190,8 @@ def test_every_command_offers_what_the_engine_knows() -> None:
         (name, option.name, tuple(option.type.choices))
         for name, command in main.commands.items()
         for option in command.params
-        if option.name in build._CHOICES and isinstance(option.type, click.Choice)
+        if option.name in choices._CHOICES and isinstance(option.type, click.Choice)
     ]
-    assert {option for _, option, _ in offered} == set(build._CHOICES)
-    wrong = [found for found in offered if found[2] != build._CHOICES[found[1]]]
+    assert {option for _, option, _ in offered} == set(choices._CHOICES)
+    wrong = [found for found in offered if found[2] != choices._CHOICES[found[1]]]
     assert wrong == []

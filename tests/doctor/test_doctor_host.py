@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 
-from graphengine.build import Options
 from graphengine.doctor import diagnose, examine
 from graphengine.doctor_files import read_model_files
 from graphengine.doctor_host import Host, host_findings, speed_findings
@@ -16,6 +15,7 @@ from graphengine.doctor_pair import resolve_run
 from graphengine.findings import Finding
 from graphengine.hub import TINY_DRAFT, TINY_TARGET
 from graphengine.memory import DeviceMemory
+from graphengine.options import Options
 from tests.doctored import HOST, OPTIONS, errors, named
 
 GIB = 1 << 30

@@ -27,9 +27,9 @@ from graphengine.attention import (
 )
 from graphengine.buffers import StepBuffers
 from graphengine.capture.compile import compile_segment
-from graphengine.capture.compile_ahead import CompileAhead
 from graphengine.capture.runners import GraphPool, Runner, run_chain
 from graphengine.capture.steps import Step
+from graphengine.compile_ahead import CompileAhead
 from graphengine.config import AttentionRule, EngineConfig, ModelConfig
 from graphengine.draft_length import draft_at
 from graphengine.forward import (
@@ -195,7 +195,7 @@ def build_buckets(
 
     first = sorted(config.buckets if ahead is None else ahead, reverse=True)
     runs = chain(runs_of(first), prefills) if device.type == "cuda" else ()
-    with CompileAhead(runs, device) as kernels:
+    with CompileAhead(runs) as kernels:
         ready = {size: build(size, kernels) for size in first}
     return Buckets(ready, build, pool, times)
 

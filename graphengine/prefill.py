@@ -95,7 +95,7 @@ class Prefill:
     def run_padding(self, num_rows: int) -> None:
         """A forward of rows that are no request's, without attention: for its kernels alone.
 
-        Mutates: the null page.
+        Mutates: the K/V of the null page.
         """
         config, device = self.target.config, self.target.kv_pool.device
         zeros_T = torch.zeros(num_rows, dtype=torch.int64, device=device)

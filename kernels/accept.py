@@ -31,6 +31,7 @@ import triton
 import triton.language as tl
 
 from graphengine.kernels.interpreter import INTERPRET
+from graphengine.kernels.launch import on_grid
 
 MAX_BLOCK_LENGTH = 1024
 NUM_RESULTS = 2
@@ -174,7 +175,7 @@ def accept_and_advance_(
     if not (start_B.is_cuda or INTERPRET):
         accept_and_advance_reference_(*tensors, mask_token_id, page_size)
         return
-    _accept_and_advance_kernel[(B,)](
+    on_grid(_accept_and_advance_kernel, (B,))(
         *tensors,
         mask_token_id,
         draft_ids_BG.stride(0),
@@ -189,7 +190,7 @@ def accept_and_advance_(
         KEPT=NUM_RESULTS,
         # One warp: its loads precede its stores, so draft_ids may be block_ids, and positions,
         # slots and the step's number are read before they are overwritten.
-        num_warps=1,  # pyright: ignore[reportCallIssue]
+        num_warps=1,
     )
 
 

@@ -30,6 +30,7 @@ from graphengine.kernels.fp8_rows import (
     runs_here,
     store_fp8,
 )
+from graphengine.kernels.launch import on_grid
 from graphengine.kernels.qk_norm_rope import sum_partials
 
 
@@ -150,7 +151,7 @@ def _launch(h, update, weight, eps, early, F):
     num_parts = update.shape[0] if update.dim() == 3 else 1
     h_out = torch.empty((T, D), dtype=weight.dtype, device=update.device)
     x_out, scales = empty_fp8(h_out, F) if F else (torch.empty_like(h_out), h_out)
-    _add_rms_norm_kernel[(T,)](
+    on_grid(_add_rms_norm_kernel, (T,))(
         h if h is not None else h_out,
         update,
         weight,

@@ -30,6 +30,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from graphengine.kernels.interpreter import INTERPRET
+from graphengine.kernels.launch import on_grid
 from graphengine.kernels.qk_norm_rope import supports_pdl
 
 CHUNK = 4096  # elements of a row in one program
@@ -69,14 +70,14 @@ def _launch(logits_TV: torch.Tensor) -> torch.Tensor:
     C = (V + CHUNK - 1) // CHUNK
     candidate_TC = torch.empty((T, C), dtype=torch.int64, device=logits_TV.device)
     if T:
-        _chunk_argmax_kernel[(C, T)](
+        on_grid(_chunk_argmax_kernel, (C, T))(
             logits_TV,
             candidate_TC,
             logits_TV.stride(0),
             V,
             CHUNK=CHUNK,
             BLOCK=BLOCK,
-            num_warps=NUM_WARPS,  # pyright: ignore[reportCallIssue]
+            num_warps=NUM_WARPS,
         )
     return combine_argmax(candidate_TC)
 
@@ -102,14 +103,14 @@ def combine_argmax(candidate_TC: torch.Tensor) -> torch.Tensor:
     pdl = supports_pdl(candidate_TC.device)
     if T:
         C_POW2 = triton.next_power_of_2(C)
-        combine_argmax_kernel[(T,)](
+        on_grid(combine_argmax_kernel, (T,))(
             candidate_TC,
             best_T,
             C,
             C_POW2=C_POW2,
             NOT_FINITE=NOT_FINITE,
             PDL=pdl,
-            num_warps=max(1, min(8, C_POW2 // 256)),  # pyright: ignore[reportCallIssue]
+            num_warps=max(1, min(8, C_POW2 // 256)),
             **({"launch_pdl": True} if pdl else {}),
         )
     return best_T

@@ -43,6 +43,7 @@ from graphengine.kernels.block_attention_kernels import (
     block_attention_merge_kernel,
 )
 from graphengine.kernels.interpreter import INTERPRET
+from graphengine.kernels.launch import on_grid
 
 LOG2_E = 1.4426950408889634
 MAX_ROWS = 64  # packed rows (G * N/K) in one tile; more become more programs
@@ -245,7 +246,7 @@ def block_attention(
     shape |= {"CHUNK": config.chunk, "SPLITS": num_splits, "PDL": pdl}
     shape |= {"WINDOW": window or 0}
     launch = {"launch_pdl": True} if pdl else {}
-    block_attention_kernel[(K * row_tiles, B, num_splits)](
+    on_grid(block_attention_kernel, (K * row_tiles, B, num_splits))(
         q_TNH,
         kv_cache[0],  # two pointers: no plane offset enters the address arithmetic
         kv_cache[1],
@@ -265,20 +266,20 @@ def block_attention(
         POLLS=0 if INTERPRET else config.polls,  # interpreted programs run one after another
         PREFETCH=q_TNH.is_cuda and config.prefetch,
         WIDE=kv_cache[0].numel() >= 2**31,
-        num_warps=num_warps,  # pyright: ignore[reportCallIssue]
-        num_stages=config.num_stages,  # pyright: ignore[reportCallIssue]
+        num_warps=num_warps,
+        num_stages=config.num_stages,
         **launch,
     )
     if num_splits > 1 and not config.fused_merge:
         share = max(1, rows >> (num_splits - 1).bit_length())
-        block_attention_merge_kernel[(K * row_tiles, B, rows // share)](
+        on_grid(block_attention_merge_kernel, (K * row_tiles, B, rows // share))(
             *lengths,
             out_TNH,
             workspace.out_ZTNH,
             workspace.lse_ZTN,
             **shape,
             SHARE=share,
-            num_warps=config.merge_warps,  # pyright: ignore[reportCallIssue]
+            num_warps=config.merge_warps,
             **launch,
         )
 

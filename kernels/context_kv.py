@@ -20,6 +20,7 @@ import triton
 import triton.language as tl
 
 from graphengine.kernels.interpreter import INTERPRET
+from graphengine.kernels.launch import on_grid
 from graphengine.kernels.qk_norm_rope import (
     check_kernel_head_dim,
     check_norm_rope_inputs,
@@ -99,7 +100,7 @@ def context_kv_write_(
     if T == 0:
         return
     num_blocks = (L * 2 * K + HEADS_PER_PROGRAM - 1) // HEADS_PER_PROGRAM
-    _context_kv_write_kernel[(T, num_blocks)](
+    on_grid(_context_kv_write_kernel, (T, num_blocks))(
         kv_TX,
         k_norm_LH,
         rope_PH,
@@ -114,7 +115,7 @@ def context_kv_write_(
         K=K,
         H=H,
         HEADS=HEADS_PER_PROGRAM,
-        num_warps=NUM_WARPS,  # pyright: ignore[reportCallIssue]
+        num_warps=NUM_WARPS,
     )
 
 

@@ -32,6 +32,7 @@ from torch import Tensor
 
 from graphengine.kernels.argmax import ordered_key
 from graphengine.kernels.interpreter import INTERPRET
+from graphengine.kernels.launch import on_grid
 
 RADIX = 16  # candidates of a pass; digits are 4 bits
 PROGRAMS = 660  # of a launch at most: as many as 132 multiprocessors hold
@@ -132,7 +133,7 @@ def filter_threshold(
     for by_mass, found_T in ((False, floor_T), (True, threshold_T)):
         row_of_sums = sums[int(by_mass)]
         for step in range(num_passes):
-            _pass_kernel[(row_programs, T)](
+            on_grid(_pass_kernel, (row_programs, T))(
                 logits_TV,
                 best_T,
                 *settings,
@@ -148,9 +149,9 @@ def filter_threshold(
                 RADIX=RADIX,
                 LANES=LANES,
                 UNROLL=UNROLL,
-                num_warps=NUM_WARPS,  # pyright: ignore[reportCallIssue]
+                num_warps=NUM_WARPS,
             )
-        _finish_kernel[(T,)](
+        on_grid(_finish_kernel, (T,))(
             best_T,
             *settings,
             floor_T,
@@ -161,7 +162,7 @@ def filter_threshold(
             num_passes,
             BY_MASS=by_mass,
             RADIX=RADIX,
-            num_warps=1,  # pyright: ignore[reportCallIssue]
+            num_warps=1,
         )
     return threshold_T
 

@@ -24,6 +24,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from graphengine.kernels.fp8 import FP8, round_rows_fp8, split_rows_fp8
 from graphengine.kernels.interpreter import INTERPRET
+from graphengine.kernels.launch import on_grid
 from graphengine.kernels.qk_norm_rope import supports_pdl
 
 MAX_D = 32768  # a row is held in registers; five taps of a target 4,096 wide are 20,480
@@ -124,7 +125,8 @@ def _rows_to_fp8(x, F):
     if not runs_here(x, D) or not T:
         return rows_to_fp8_reference(x, F)
     rows, scales = empty_fp8(x, F)
-    _rows_to_fp8_kernel[(T,)](x, rows, scales, T, x.stride(0), D=D, F=F, **row_options(D, x.device))
+    options = row_options(D, x.device)
+    on_grid(_rows_to_fp8_kernel, (T,))(x, rows, scales, T, x.stride(0), D=D, F=F, **options)
     return rows, scales
 
 

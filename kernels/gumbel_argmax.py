@@ -31,6 +31,7 @@ from graphengine.kernels.argmax import (
 )
 from graphengine.kernels.filter_threshold import TEMPERATURES, by_rows, inverse_temperature
 from graphengine.kernels.interpreter import INTERPRET
+from graphengine.kernels.launch import on_grid
 
 CHUNK = 2048  # elements of a row in one program
 BLOCK = 512  # elements in one load: 4 a thread with 4 warps
@@ -158,7 +159,7 @@ def gumbel_argmax(
         )
     C = (V + CHUNK - 1) // CHUNK
     candidate_TC = torch.empty((T, C), dtype=torch.int64, device=logits_TV.device)
-    _chunk_kernel[(C, T)](
+    on_grid(_chunk_kernel, (C, T))(
         logits_TV,
         best_T,
         threshold_T,
@@ -171,7 +172,7 @@ def gumbel_argmax(
         T // B,
         CHUNK=CHUNK,
         BLOCK=BLOCK,
-        num_warps=NUM_WARPS,  # pyright: ignore[reportCallIssue]
+        num_warps=NUM_WARPS,
     )
     return combine_argmax(candidate_TC)
 

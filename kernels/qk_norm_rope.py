@@ -24,6 +24,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from graphengine.kernels.interpreter import INTERPRET
+from graphengine.kernels.launch import on_grid
 
 HEADS_PER_PROGRAM = 8
 NUM_WARPS = 4
@@ -145,7 +146,8 @@ def qk_norm_rope_write_(
     if T == 0:
         return q_TNH
     num_heads = N + 2 * K
-    _qk_norm_rope_write_kernel[(T, (num_heads + HEADS_PER_PROGRAM - 1) // HEADS_PER_PROGRAM)](
+    grid = (T, (num_heads + HEADS_PER_PROGRAM - 1) // HEADS_PER_PROGRAM)
+    on_grid(_qk_norm_rope_write_kernel, grid)(
         qkv_TE,
         q_norm_H,
         k_norm_H,
@@ -164,7 +166,7 @@ def qk_norm_rope_write_(
         H=H,
         HEADS=HEADS_PER_PROGRAM,
         PDL=(pdl := supports_pdl(qkv_TE.device)),
-        num_warps=NUM_WARPS,  # pyright: ignore[reportCallIssue]
+        num_warps=NUM_WARPS,
         **({"launch_pdl": True} if pdl else {}),
     )
     return q_TNH

@@ -41,6 +41,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from graphengine.kernels.fp8 import FP8, Fp8Scales, widened
 from graphengine.kernels.interpreter import INTERPRET
+from graphengine.kernels.launch import on_grid
 from graphengine.kernels.skinny_config import (
     MAX_SPLITS,
     MAX_T,
@@ -230,7 +231,7 @@ def launch(
             gl.NVMMASharedLayout.get_default_for([height, config.block_k], gluon_dtype(tensor))
             for height, tensor in ((config.rows, weight_ED), (cols, x_rows))
         )
-        skinny_tma_kernel[(num_ctas(items, config, x.device),)](
+        on_grid(skinny_tma_kernel, (num_ctas(items, config, x.device),))(
             TensorDescriptor.from_tensor(weight_ED, [config.rows, config.block_k], weight_layout),
             TensorDescriptor.from_tensor(x_rows, [cols, config.block_k], x_layout),
             *(scales or (out, out)),  # pointers that are not read
@@ -243,7 +244,7 @@ def launch(
             **options,
         )
     else:
-        skinny_pointer_kernel[(items,)](
+        on_grid(skinny_pointer_kernel, (items,))(
             weight_ED,
             x,
             out,

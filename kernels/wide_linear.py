@@ -48,6 +48,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from graphengine.kernels.argmax_epilogue import better_ranks, lowest_ranks, store_candidates
 from graphengine.kernels.fp8 import FP8, Fp8Scales
+from graphengine.kernels.launch import on_grid
 from graphengine.kernels.skinny_config import SkinnyConfig, cdiv, split_width
 from graphengine.kernels.tensormap import prefetch_descriptor
 
@@ -69,7 +70,7 @@ def launch_wide(
     outputs = config.rows // 2 if swiglu else config.rows
     num_k = split_width(D, config.num_splits, config.block_k) // config.block_k
     dtype = gluon_dtype(x_TD)
-    wide_linear_kernel[(cdiv(T, config.cols) * cdiv(E, outputs) * config.num_splits,)](
+    on_grid(wide_linear_kernel, (cdiv(T, config.cols) * cdiv(E, outputs) * config.num_splits,))(
         _weight_descriptor(weight_ED, height, config.block_k, swiglu, dtype),
         _descriptor(x_TD, x_TD.shape, x_TD.stride(), [config.cols, config.block_k], dtype),
         *(scales or (out, out)),  # pointers that are not read

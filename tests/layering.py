@@ -17,6 +17,7 @@ SELF = "graphengine"
 # module (or folder of modules) -> what it may import of graphengine; "*" is anything.
 _LOW = {"config", "config_values", "draft_length", "kernels", "profiles.ranges"}
 _CHAIN = _LOW | {
+    "compile_ahead",
     *("models", "attention", "capture", "kvcache", "buffers"),
     *("speculative", "sampling", "weights", "metrics", "simulate"),
 }
@@ -50,6 +51,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "segments": {"capture", "models", "simulate"},
     "forward": _CHAIN | {"segments"},
     "stages": {"attention", "capture", "config", "profiles.ranges"},
+    "compile_ahead": {"kernels"},
     "buckets": _CHAIN | {"segments", "forward", "stages"},
     "prefill": _CHAIN | {"segments", "forward", "buckets", "request"},
     "rows": {"buffers", "kernels", "kvcache", "request", "sampling"},

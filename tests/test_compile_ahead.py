@@ -1,20 +1,20 @@
-"""Compiling ahead: on threads, harmless to what a step and a request keep."""
+"""Compiling ahead: on threads, and nothing is computed."""
 
 from __future__ import annotations
 
 import os
 import threading
+from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from graphengine import TINY_DRAFT, TINY_TARGET, Engine
 from graphengine.artifact import compiler_files, name_compilers_
 from graphengine.build import build
-from graphengine.capture.compile_ahead import MAX_THREADS, CompileAhead
+from graphengine.compile_ahead import MAX_THREADS, CompileAhead
 from graphengine.options import Options
-
-CPU = torch.device("cpu")
 
 
 def test_runs_are_waited_for_whatever_becomes_of_them() -> None:
@@ -28,7 +28,7 @@ def test_runs_are_waited_for_whatever_becomes_of_them() -> None:
     def failing() -> None:
         raise ValueError("no kernel")
 
-    with CompileAhead([failing, *(lambda n=n: late(n) for n in range(20))], CPU) as ahead:
+    with CompileAhead([failing, *(lambda n=n: late(n) for n in range(20))]) as ahead:
         assert not done
         began.set()
         ahead.wait()
@@ -48,23 +48,45 @@ def test_what_has_not_begun_is_dropped_with_the_start() -> None:
         release.wait(10)
 
     runs = [first] * MAX_THREADS + [lambda: done.append(1)] * 50
-    with CompileAhead(runs, CPU):
+    with CompileAhead(runs):
         assert held.wait(10)
         threading.Timer(0.2, release.set).start()
     assert len(done) < 50
 
 
-def test_padding_runs_touch_the_null_page_alone() -> None:
-    """Bug: a run that only compiles kernels writes K/V of a page that a request gets later."""
+def test_a_run_ahead_computes_nothing() -> None:
+    """Bug: a run that is to compile kernels writes K/V, looks up an embedding by an id that nobody
+    has computed, or multiplies matrices beside the thread that compiles segments."""
     built = build(TINY_TARGET, TINY_DRAFT, Options(buckets=(1,), device="cpu", max_model_len=64))
     prefill = built.loop._prefill
     assert prefill.drafter is not None
-    pools = [prefill.target.kv_pool, prefill.drafter.kv_pool]
-    before = [pool.clone() for pool in pools]
-    prefill.run_padding(17)
-    for pool, kept in zip(pools, before, strict=True):
-        assert torch.equal(pool[:, :, 1:], kept[:, :, 1:])
-        assert pool.isfinite().all()
+    bucket = built.loop._buckets[1]
+    kept = [prefill.target.kv_pool, prefill.drafter.kv_pool, *bucket.buffers]
+    before = [tensor.clone() for tensor in kept]
+    found: list[object] = []
+
+    def decode() -> None:
+        bucket.buffers.block_ids_BG.fill_(1 << 40)
+        assert bucket.ahead is not None
+        bucket.ahead.run()
+        for stage in bucket.stages:
+            stage.runner.run()
+            found.append(stage.name)
+
+    def refused() -> None:
+        torch.dot(torch.zeros(3), torch.zeros(4))
+
+    def shapes() -> None:
+        x = torch.zeros(3, 4, dtype=torch.bfloat16)
+        y = F.embedding(torch.full((2,), 99), x) @ x.t() + 1
+        found.append((y.shape, y.dtype, y.device.type, x.t().data_ptr() == x.data_ptr()))
+
+    with CompileAhead([lambda: prefill.run_padding(17), decode, refused, shapes]) as ahead:
+        ahead.wait()
+    assert ((2, 3), torch.bfloat16, "cpu", True) in found
+    assert [stage.name for stage in bucket.stages] == [x for x in found if isinstance(x, str)]
+    for tensor, old in zip(kept, before, strict=True):
+        assert torch.equal(tensor.view(torch.uint8), old.view(torch.uint8))
 
 
 def test_the_python_api_names_the_compilers(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -80,18 +102,30 @@ def test_the_python_api_names_the_compilers(monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.mark.gpu
 def test_kernels_are_compiled_on_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bug: a start compiles our kernels one after another, on the thread that Inductor needs."""
+    """Bug: a start compiles our kernels one after another, on the thread that Inductor needs; or
+    ahead for arguments that no launch has."""
     from triton import knobs
 
-    threads: list[str] = []
+    compiled: list[tuple[str, str]] = []
+    start = CompileAhead.__init__
 
-    def listen(**event: object) -> None:
-        threads.append(threading.current_thread().name)
+    def listen(src: Any, **event: object) -> None:
+        compiled.append((threading.current_thread().name, src.fn.__name__))
+
+    def start_and_wait(self: CompileAhead, runs: Any) -> None:
+        start(self, runs)
+        self.wait()  # so that whatever is compiled later was not compiled ahead
 
     monkeypatch.setattr(knobs.compilation, "listener", listen)
+    monkeypatch.setattr(CompileAhead, "__init__", start_and_wait)
     with Engine.from_pretrained(
-        TINY_TARGET, TINY_DRAFT, buckets=[3], graph_mode="full", num_speculative_tokens=5
+        *(TINY_TARGET, TINY_DRAFT),
+        buckets=[3],
+        graph_mode="full",
+        num_speculative_tokens=5,
+        sampling=True,
     ) as engine:
         assert engine.generate(["Count from 3 to 9."])[0].token_ids
-    ahead = [name for name in threads if name.startswith("compile-ahead")]
-    assert ahead, threads
+    ours = [(thread, name) for thread, name in compiled if not name.startswith("triton_")]
+    late = [name for thread, name in ours if not thread.startswith("compile-ahead")]
+    assert len(ours) > 10 * len(late), (late, ours)

@@ -35,6 +35,7 @@ from graphengine.kernels import (
 )
 from graphengine.kernels.fp8 import FP8, Fp8Scales
 from graphengine.kernels.interpreter import INTERPRET
+from graphengine.kernels.launch import compile_only
 from graphengine.kernels.skinny_config import TUNED, SkinnyConfig, choose_config
 from tools.skinny_layer import Case
 from tools.skinny_variants import variants
@@ -245,6 +246,23 @@ def test_results_are_written_through(compiled: list[Any]) -> None:
     advance(3, 16)
     (kernel,) = compiled
     assert kernel.asm["ptx"].count("st.global.wt.b64") == 2
+
+
+def test_what_is_compiled_ahead_is_what_is_launched(compiled: list[Any]) -> None:
+    """Bug: ahead, a kernel is compiled under another key than its launch looks for, and again."""
+
+    def launch() -> None:
+        project(16, 32, 8, 128)
+        multiply(16, SkinnyConfig(64, 256, 5, 4, 1, 4, 2, 1))
+        attend(BF16, 128, 16, True, None, page_size=128)
+
+    with compile_only():
+        launch()
+    ahead = list(compiled)
+    compiled.clear()
+    launch()
+    assert len(ahead) == len(compiled) == 4
+    assert all(kernel is one for kernel, one in zip(compiled, ahead, strict=True))
 
 
 @pytest.mark.parametrize("name", LAUNCHES)

@@ -1,0 +1,95 @@
+"""Our own kernels, compiled on threads beside Inductor.
+
+Triton compiles a kernel at its first launch, so a start that runs one segment after another waits
+for each: 73 kernels and 29 s of the 54 s that buckets 1, 8 and 16 of an 8B pair with an FP8 drafter
+took with empty caches (one H200). Here every chain runs once without Inductor, several at a time,
+while the caller's thread compiles segments. Triton holds Python's lock only while it reads a
+kernel's source.
+
+Invariant: such a run computes nothing. No kernel of ours is launched (`kernels.launch`), none of
+torch's either (`_ShapesAlone`), so the device's memory, streams and errors are as without it.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+from graphengine.kernels.launch import compile_only
+
+MAX_THREADS = 8
+
+
+class CompileAhead:
+    """Runs whose kernels are compiled on threads, until `wait`.
+
+    What fails in them is left to fail where the kernel is needed, where it has a caller.
+    """
+
+    def __init__(self, runs: Iterable[Callable[[], object]]) -> None:
+        """Starts them, in their order."""
+        num_threads = max(1, min(MAX_THREADS, (os.cpu_count() or 2) // 2))
+        self._pool = ThreadPoolExecutor(num_threads, "compile-ahead")
+        for run in runs:
+            self._pool.submit(_compile, run)
+
+    def wait(self) -> None:
+        """Until all have run; before a capture, which another thread's allocation would end."""
+        self._pool.shutdown()
+
+    def __enter__(self) -> CompileAhead:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """Drops those that have not begun."""
+        self._pool.shutdown(cancel_futures=True)
+
+
+def _compile(run: Callable[[], object]) -> None:
+    try:
+        with torch.no_grad(), compile_only(), _ShapesAlone():  # all three belong to a thread
+            run()
+    except Exception:
+        logging.getLogger(__name__).debug("a run ahead failed", exc_info=True)
+
+
+class _ShapesAlone(TorchDispatchMode):
+    """torch's operators give tensors of the right kind with any contents, and write nothing.
+
+    Our own operators are called, for their launches. Views are real, so that a matrix keeps the
+    address and strides for which a kernel is compiled; so is what is made from no tensor.
+    """
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        results = [value.alias_info for value in func._schema.returns]
+        is_view = any(alias is not None and not alias.is_write for alias in results)
+        if is_view or func.namespace == "graphengine":
+            return func(*args, **kwargs)
+        written = [
+            args[place] if place < len(args) else kwargs[argument.name]
+            for place, argument in enumerate(func._schema.arguments)
+            if argument.alias_info is not None and argument.alias_info.is_write
+        ]
+        if written:
+            return written[0] if len(written) == 1 else tuple(written)
+        devices = [x.device for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        device = devices[0] if devices else None
+        found = func(*tree_map(_without_memory, args), **tree_map(_without_memory, kwargs))
+        return tree_map(lambda x: _with_memory(x, device), found)
+
+
+def _without_memory(x: Any) -> Any:
+    return torch.empty_like(x, device="meta") if isinstance(x, Tensor) else x
+
+
+def _with_memory(x: Any, device: torch.device | None) -> Any:
+    return torch.empty_like(x, device=device) if isinstance(x, Tensor) and x.is_meta else x

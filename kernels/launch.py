@@ -1,0 +1,34 @@
+"""How kernels are launched here: on a grid, or compiled for their arguments and no more.
+
+Triton's launch is not for several threads: a kernel object that one thread is loading looks loaded
+to another (triton 3.6 and 3.7, `CompiledKernel._init_handles`). Its compiler is, so threads that
+prepare a start compile only, and one thread alone launches.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import partial
+from typing import Any
+
+_COMPILE_ONLY: ContextVar[bool] = ContextVar("compile_only", default=False)
+
+
+@contextmanager
+def compile_only() -> Iterator[None]:
+    """Inside, in this thread, kernels are compiled and not run: their outputs stay as they are."""
+    token = _COMPILE_ONLY.set(True)
+    try:
+        yield
+    finally:
+        _COMPILE_ONLY.reset(token)
+
+
+def on_grid(kernel: Any, grid: tuple[int, ...]) -> Callable[..., object]:
+    """`kernel[grid]`; inside `compile_only` what compiles it for the arguments it is called with.
+
+    Args: kernel: of `triton.jit` or `gluon.jit`. grid: programs along up to three axes.
+    """
+    if _COMPILE_ONLY.get():
+        return partial(kernel.warmup, grid=grid)
+    return kernel[grid]

@@ -29,6 +29,7 @@ from graphengine.fallback import FallbackLoop
 from graphengine.forward import MAX_QUANTIZED_ROWS, Drafter, Target
 from graphengine.hub import resolve
 from graphengine.kernels.cache_keys import settle_cache_keys
+from graphengine.kernels.launch import load_driver
 from graphengine.kvcache import PageAllocator, make_pool, pages_for
 from graphengine.memory import MemoryPlan, device_memory, num_positions, plan_memory
 from graphengine.metrics import StartupMetrics
@@ -102,10 +103,10 @@ def build(
         )
 
     flashinfer = None
-    keys = threading.Thread(target=settle_cache_keys, name="cache-keys", daemon=True)
+    triton = threading.Thread(target=_prepare_triton, name="prepare-triton", daemon=True)
     if config.device == "cuda":
         name_compilers_()
-        keys.start()
+        triton.start()
     if "flashinfer" in (config.attention_backend, config.prefill_attention_backend):
         # Prefills run the target's attention alone.
         decodes = config.attention_backend == "flashinfer"
@@ -183,7 +184,7 @@ def build(
     if flashinfer is not None:
         flashinfer.imported.wait()
     if config.device == "cuda":
-        keys.join()
+        triton.join()
     load_s = time.perf_counter() - began
     counts = cache_counts() if config.compile else CacheCounts()
     workspace = make_workspace(device) if config.attention_backend == "flashinfer" else None
@@ -257,6 +258,11 @@ def build(
         startup=startup,
         memory_plan=plan,
     )
+
+
+def _prepare_triton() -> None:
+    settle_cache_keys()
+    load_driver()
 
 
 def read_configs(

@@ -11,7 +11,14 @@ from contextvars import ContextVar
 from functools import partial
 from typing import Any
 
+from triton.runtime.driver import driver
+
 _COMPILE_ONLY: ContextVar[bool] = ContextVar("compile_only", default=False)
+
+
+def load_driver() -> None:
+    """Loads Triton's driver of the current GPU, which threads that begin together would each do."""
+    driver.active.get_current_target()
 
 
 @contextmanager

@@ -29,7 +29,7 @@ from graphengine.buffers import StepBuffers
 from graphengine.capture.compile import compile_segment
 from graphengine.capture.runners import GraphPool, Runner, run_chain
 from graphengine.capture.steps import Step
-from graphengine.compile_ahead import CompileAhead
+from graphengine.compile_ahead import CompileAhead, shortened
 from graphengine.config import AttentionRule, EngineConfig, ModelConfig
 from graphengine.draft_length import draft_at
 from graphengine.forward import (
@@ -128,13 +128,13 @@ def build_buckets(
 
     def runs_of(sizes: Collection[int]) -> Iterator[Callable[[], object]]:
         """The chains of these buckets, neither compiled nor planned, over buffers of their own."""
-        draft = drafter.config if drafter else None
+        draft, short = drafter.config if drafter else None, shortened(target, drafter)
         width = buffers.page_table_BW.shape[1]
         apart = StepBuffers.make(target.config, draft, max(sizes), width, dtype, device)
         for size in sizes:
             own = drafter_at(size)
             views = apart.bucket(size, own.config if own else None)
-            chains = _assemble(config, target, own, views, dtype, None, Segments(), None).chains
+            chains = _assemble(config, short, own, views, dtype, None, Segments(), None).chains
             sampled = [*chains.verify[:-2], *chains.sampled_end] if chains.sampled_end else []
             for steps in (chains.draft, chains.verify, chains.context, sampled):
                 yield partial(run_chain, steps)

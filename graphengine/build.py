@@ -21,6 +21,7 @@ from graphengine.attention import compile_flashinfer_ahead, make_workspace
 from graphengine.buckets import Bucket, build_buckets, prefill_attention
 from graphengine.buffers import StepBuffers
 from graphengine.capture.compile import CacheCounts, cache_counts
+from graphengine.compile_ahead import shortened
 from graphengine.config import DraftConfig, EngineConfig, ModelConfig
 from graphengine.config_values import token_ids
 from graphengine.draft_length import longest_draft
@@ -195,6 +196,7 @@ def build(
         config.page_size,
         config.prefill_chunk,
     )
+    padding = replace(prefill, target=shortened(target, drafter))
     with ranges.range_("capture"), torch.no_grad():
         buckets = build_buckets(
             config,
@@ -207,7 +209,7 @@ def build(
             lambda what: progress(what, 0.0),
             _built_ahead(options, config.buckets),
             workspace,
-            [partial(prefill.run_padding, length) for length in prompt_lengths(config)],
+            [partial(padding.run_padding, length) for length in prompt_lengths(config)],
         )
     if config.compile:
         counts = cache_counts().since(counts)

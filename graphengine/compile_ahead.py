@@ -16,6 +16,7 @@ import logging
 import os
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
+from graphengine.forward import Drafter, Target
 from graphengine.kernels.launch import compile_only
 
 MAX_THREADS = 8
@@ -51,6 +53,16 @@ class CompileAhead:
     def __exit__(self, *error: object) -> None:
         """Drops those that have not begun."""
         self._pool.shutdown(cancel_futures=True)
+
+
+def shortened(target: Target, drafter: Drafter | None) -> Target:
+    """The first layers alone, one that the drafter taps among them: a forward of these has all
+    kernels of a whole one, and a run ahead takes time from the thread that compiles segments."""
+    taps = drafter.config.target_layer_ids if drafter is not None else ()
+    count = max(2, min(taps, default=0) + 1)
+    layers = target.weights.layers[:count]
+    config = replace(target.config, num_hidden_layers=len(layers))
+    return replace(target, config=config, weights=target.weights._replace(layers=layers))
 
 
 def _compile(run: Callable[[], object]) -> None:

@@ -33,6 +33,7 @@ class SkinnyConfig(NamedTuple):
 
 # (E, D, bytes of a weight, T rounded up to 16 .. 256) -> config. Filled by
 # tools/tune_skinny.py; (19456, 2560, 1, 256) is its second, whose first was a tile that is gone.
+# A layer of 4B in bf16 at 256 rows was judged in the engine (2026-11-22-h200-gemm-in-engine.json).
 TUNED: dict[tuple[int, int, int, int], SkinnyConfig] = {
     (6144, 4096, 2, 16): SkinnyConfig(64, 256, 5, 4, 1, 4, 2, 1),
     (4096, 4096, 2, 16): SkinnyConfig(64, 256, 5, 2, 1, 4, 2, 1),

@@ -17,7 +17,6 @@ SELF = "graphengine"
 # module (or folder of modules) -> what it may import of graphengine; "*" is anything.
 _LOW = {"config", "config_values", "draft_length", "kernels", "profiles.ranges"}
 _CHAIN = _LOW | {
-    "compile_ahead",
     *("models", "attention", "capture", "kvcache", "buffers"),
     *("speculative", "sampling", "weights", "metrics", "simulate"),
 }
@@ -51,8 +50,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "segments": {"capture", "models", "simulate"},
     "forward": _CHAIN | {"segments"},
     "stages": {"attention", "capture", "config", "profiles.ranges"},
-    "compile_ahead": {"kernels"},
-    "buckets": _CHAIN | {"segments", "forward", "stages"},
+    "compile_ahead": {"forward", "kernels"},
+    "buckets": _CHAIN | {"compile_ahead", "segments", "forward", "stages"},
     "prefill": _CHAIN | {"segments", "forward", "buckets", "request"},
     "rows": {"buffers", "kernels", "kvcache", "request", "sampling"},
     "engine": _STEP,
@@ -63,7 +62,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "memory": _LOOP | {"engine", "bytesize", "workspace"},
     "options": {"attention", "config", "draft_length", "simulate"},
     "build": _LOOP
-    | {"artifact", "engine", "fallback", "hub", "memory", "options", "pairs", "warmup"},
+    | {"artifact", "compile_ahead", "engine", "fallback", "hub", "memory", "options", "pairs"}
+    | {"warmup"},
     "api": _LOOP | {"engine", "hub", "build", "memory", "bytesize", "options"},
     "findings": set(),
     "doctor_files": {"findings", "hub", "pairs", "tokenizer", "weights"},

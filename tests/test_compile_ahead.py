@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ import torch.nn.functional as F
 from graphengine import TINY_DRAFT, TINY_TARGET, Engine
 from graphengine.artifact import compiler_files, name_compilers_
 from graphengine.build import build
-from graphengine.compile_ahead import MAX_THREADS, CompileAhead
+from graphengine.compile_ahead import MAX_THREADS, CompileAhead, shortened
 from graphengine.options import Options
 
 
@@ -87,6 +88,19 @@ def test_a_run_ahead_computes_nothing() -> None:
     assert [stage.name for stage in bucket.stages] == [x for x in found if isinstance(x, str)]
     for tensor, old in zip(kept, before, strict=True):
         assert torch.equal(tensor.view(torch.uint8), old.view(torch.uint8))
+
+
+def test_the_first_layers_stand_for_all() -> None:
+    """Bug: a start runs 36 layers for the kernels of two; or no layer that is tapped."""
+    built = build(TINY_TARGET, TINY_DRAFT, Options(buckets=(1,), device="cpu", max_model_len=64))
+    prefill = built.loop._prefill
+    assert prefill.drafter is not None
+    tapped = min(prefill.drafter.config.target_layer_ids)
+    short = shortened(prefill.target, prefill.drafter)
+    assert tapped < len(short.weights.layers) == short.config.num_hidden_layers
+    assert short.config.num_hidden_layers < prefill.target.config.num_hidden_layers
+    assert len(shortened(prefill.target, None).weights.layers) == 2
+    replace(prefill, target=short).run_padding(3)
 
 
 def test_the_python_api_names_the_compilers(monkeypatch: pytest.MonkeyPatch) -> None:

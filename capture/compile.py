@@ -11,6 +11,7 @@ guards cost over 100 us a call) is on the hot path.
 from __future__ import annotations
 
 import functools
+import importlib
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -35,6 +36,11 @@ def compile_segment(function: Callable[..., Any]) -> Callable[..., Any]:
     for limit in ("recompile_limit", "accumulated_recompile_limit"):
         setattr(dynamo, limit, max(getattr(dynamo, limit), RECOMPILE_LIMIT))
     return torch.compile(function, fullgraph=True, dynamic=False, options=OPTIONS)
+
+
+def import_inductor() -> None:
+    """Imports what the first compilation would, two seconds of it; on another thread meanwhile."""
+    importlib.import_module("torch._inductor.compile_fx")
 
 
 class CacheCounts(NamedTuple):

@@ -10,6 +10,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -20,7 +21,7 @@ from graphengine.artifact import name_compilers_
 from graphengine.attention import compile_flashinfer_ahead, make_workspace
 from graphengine.buckets import Bucket, build_buckets, prefill_attention
 from graphengine.buffers import StepBuffers
-from graphengine.capture.compile import CacheCounts, cache_counts
+from graphengine.capture.compile import CacheCounts, cache_counts, import_inductor
 from graphengine.compile_ahead import shortened
 from graphengine.config import DraftConfig, EngineConfig, ModelConfig
 from graphengine.config_values import token_ids
@@ -104,10 +105,10 @@ def build(
         )
 
     flashinfer = None
-    triton = threading.Thread(target=_prepare_triton, name="prepare-triton", daemon=True)
     if config.device == "cuda":
         name_compilers_()
-        triton.start()
+    compilers = threading.Thread(target=_prepare_compilers, args=(config,), daemon=True)
+    compilers.start()
     if "flashinfer" in (config.attention_backend, config.prefill_attention_backend):
         # Prefills run the target's attention alone.
         decodes = config.attention_backend == "flashinfer"
@@ -184,8 +185,7 @@ def build(
             )
     if flashinfer is not None:
         flashinfer.imported.wait()
-    if config.device == "cuda":
-        triton.join()
+    compilers.join()
     load_s = time.perf_counter() - began
     counts = cache_counts() if config.compile else CacheCounts()
     workspace = make_workspace(device) if config.attention_backend == "flashinfer" else None
@@ -262,9 +262,17 @@ def build(
     )
 
 
-def _prepare_triton() -> None:
-    settle_cache_keys()
-    load_driver()
+def _prepare_compilers(config: EngineConfig) -> None:
+    """What compilers do before their first kernel, for another thread while weights are read.
+
+    What fails here fails again where a kernel is compiled, with a caller.
+    """
+    with suppress(Exception):
+        if config.device == "cuda":
+            settle_cache_keys()
+            load_driver()
+        if config.compile:
+            import_inductor()
 
 
 def read_configs(

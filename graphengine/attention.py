@@ -19,6 +19,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib.util
+import logging
 import threading
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
@@ -241,18 +242,9 @@ class FlashInferAttention:
         self._wrapper.run(q_TNH, (kv_cache[0], kv_cache[1]), out=out_TNH)
 
 
-class FlashInferAhead(NamedTuple):
-    """FlashInfer's compiler at work."""
-
-    thread: threading.Thread
-    imported: threading.Event
-    """FlashInfer's modules have been imported, which takes a second; to be waited for by whoever
-    imports them next, since two threads in the middle of one import may see half a module."""
-
-
 def compile_flashinfer_ahead(
     dtype: torch.dtype, target: ModelConfig, draft: DraftConfig | None
-) -> FlashInferAhead:
+) -> threading.Event:
     """Starts FlashInfer's compiler beside everything else; a cold one takes half a minute.
 
     It is a subprocess that makes no CUDA call, so it may run while weights load, segments compile
@@ -261,6 +253,10 @@ def compile_flashinfer_ahead(
 
     Args:
         draft: None where it does not attend with FlashInfer.
+
+    Returns:
+        Set once FlashInfer's modules are imported, which takes a second. Whoever imports them next
+        waits for it: two threads in the middle of one import may see half a module.
     """
     kinds = {(target.head_dim, False)}
     if draft is not None:
@@ -269,22 +265,24 @@ def compile_flashinfer_ahead(
 
     def build() -> None:
         specs: list[Any] = []
-        with contextlib.suppress(Exception):  # another version may name and order things otherwise
+        try:
             from flashinfer.jit import gen_batch_prefill_module
 
             for dim, windowed in sorted(kinds):
                 # fa2; no positional encoding of its own, soft cap or fp16 products, as in `plan`.
                 arguments = (*[dtype] * 3, torch.int32, dim, dim, 0, windowed, False, False)
                 specs.append(gen_batch_prefill_module("fa2", *arguments))
-        imported.set()
+        except Exception:  # another version may name and order things otherwise
+            logging.getLogger(__name__).debug("nothing is compiled ahead", exc_info=True)
+        finally:
+            imported.set()
         for spec in specs:
             if not spec.is_aot:
                 with contextlib.suppress(Exception):
                     spec.build(verbose=False)
 
-    thread = threading.Thread(target=build, name="flashinfer-compiler", daemon=True)
-    thread.start()
-    return FlashInferAhead(thread, imported)
+    threading.Thread(target=build, name="flashinfer-compiler", daemon=True).start()
+    return imported
 
 
 class BlockAttention:

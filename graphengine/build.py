@@ -10,7 +10,6 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -104,7 +103,7 @@ def build(
             f"{target_config.vocab_size} rows; they belong to different models"
         )
 
-    flashinfer = None
+    flashinfer_imported = None
     if config.device == "cuda":
         name_compilers_()
     compilers = threading.Thread(target=_prepare_compilers, args=(config,), daemon=True)
@@ -112,7 +111,7 @@ def build(
     if "flashinfer" in (config.attention_backend, config.prefill_attention_backend):
         # Prefills run the target's attention alone.
         decodes = config.attention_backend == "flashinfer"
-        flashinfer = compile_flashinfer_ahead(
+        flashinfer_imported = compile_flashinfer_ahead(
             dtype, target_config, draft_config if decodes else None
         )
     plan = plan_memory(
@@ -183,8 +182,8 @@ def build(
             simulation = make_simulation(
                 config.simulate_acceptance, max(config.buckets), num_draws, device
             )
-    if flashinfer is not None:
-        flashinfer.imported.wait()
+    if flashinfer_imported is not None:
+        flashinfer_imported.wait()
     compilers.join()
     load_s = time.perf_counter() - began
     counts = cache_counts() if config.compile else CacheCounts()
@@ -267,12 +266,12 @@ def _prepare_compilers(config: EngineConfig) -> None:
 
     What fails here fails again where a kernel is compiled, with a caller.
     """
-    with suppress(Exception):
-        if config.device == "cuda":
-            settle_cache_keys()
-            load_driver()
-        if config.compile:
-            import_inductor()
+    steps = [settle_cache_keys, load_driver] if config.device == "cuda" else []
+    for step in [*steps, import_inductor] if config.compile else steps:
+        try:
+            step()
+        except Exception:
+            logging.getLogger(__name__).warning("%s failed", step.__name__, exc_info=True)
 
 
 def read_configs(

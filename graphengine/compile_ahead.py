@@ -6,14 +6,16 @@ took with empty caches (one H200). Here every chain runs once without Inductor, 
 while the caller's thread compiles segments. Triton holds Python's lock only while it reads a
 kernel's source.
 
-Invariant: such a run computes nothing. No kernel of ours is launched (`kernels.launch`), none of
-torch's either (`_ShapesAlone`), so the device's memory, streams and errors are as without it.
+Invariant: such a run computes nothing. No kernel of ours is launched (`kernels.launch`), and of
+torch's none that reads or writes a tensor (`_ShapesAlone`): results are memory with any contents,
+which only lives as long as the run.
 """
 
 from __future__ import annotations
 
 import logging
 import os
+import threading
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -21,27 +23,48 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode, _push_mode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from graphengine.forward import Drafter, Target
 from graphengine.kernels.launch import compile_only
 
 MAX_THREADS = 8
+_LOG = logging.getLogger(__name__)
 
 
 class CompileAhead:
     """Runs whose kernels are compiled on threads, until `wait`.
 
-    What fails in them is left to fail where the kernel is needed, where it has a caller.
+    What fails in them, or while they are made, is left to fail where the kernel is needed, where it
+    has a caller.
     """
 
     def __init__(self, runs: Iterable[Callable[[], object]]) -> None:
         """Starts them, in their order."""
         num_threads = max(1, min(MAX_THREADS, (os.cpu_count() or 2) // 2))
         self._pool = ThreadPoolExecutor(num_threads, "compile-ahead")
-        for run in runs:
-            self._pool.submit(_compile, run)
+        self._ended = threading.Event()
+        try:
+            for run in runs:
+                self._pool.submit(self._compile, run)
+        except Exception as error:
+            _LOG.warning("kernels are compiled one after another: %s", error)
+
+    def _compile(self, run: Callable[[], object]) -> None:
+        mode = _ShapesAlone(self._ended)
+        try:
+            with torch.no_grad(), compile_only():  # both belong to a thread
+                # `with mode` would also set flags that belong to the process.
+                _push_mode(mode)
+                try:
+                    run()
+                finally:
+                    _pop_mode()
+        except _EndedError:
+            pass
+        except Exception as error:
+            _LOG.warning("some kernels are compiled later: %s in %s", error, mode.last)
 
     def wait(self) -> None:
         """Until all have run; before a capture, which another thread's allocation would end."""
@@ -51,7 +74,8 @@ class CompileAhead:
         return self
 
     def __exit__(self, *error: object) -> None:
-        """Drops those that have not begun."""
+        """Ends them, each after the kernel that it is compiling."""
+        self._ended.set()
         self._pool.shutdown(cancel_futures=True)
 
 
@@ -65,12 +89,8 @@ def shortened(target: Target, drafter: Drafter | None) -> Target:
     return replace(target, config=config, weights=target.weights._replace(layers=layers))
 
 
-def _compile(run: Callable[[], object]) -> None:
-    try:
-        with torch.no_grad(), compile_only(), _ShapesAlone():  # all three belong to a thread
-            run()
-    except Exception:
-        logging.getLogger(__name__).debug("a run ahead failed", exc_info=True)
+class _EndedError(Exception):
+    """The start is over: a run need not go on."""
 
 
 class _ShapesAlone(TorchDispatchMode):
@@ -80,7 +100,14 @@ class _ShapesAlone(TorchDispatchMode):
     address and strides for which a kernel is compiled; so is what is made from no tensor.
     """
 
+    def __init__(self, ended: threading.Event) -> None:
+        super().__init__()
+        self._ended, self.last = ended, "no operator"
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self._ended.is_set():
+            raise _EndedError
+        self.last = str(func)
         kwargs = kwargs or {}
         results = [value.alias_info for value in func._schema.returns]
         is_view = any(alias is not None and not alias.is_write for alias in results)
@@ -94,14 +121,14 @@ class _ShapesAlone(TorchDispatchMode):
         if written:
             return written[0] if len(written) == 1 else tuple(written)
         devices = [x.device for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
-        device = devices[0] if devices else None
+        devices.sort(key=lambda device: device.type == "cpu")  # a scalar may be there
         found = func(*tree_map(_without_memory, args), **tree_map(_without_memory, kwargs))
-        return tree_map(lambda x: _with_memory(x, device), found)
+        return tree_map(lambda x: _with_memory(x, devices[0]), found) if devices else found
 
 
 def _without_memory(x: Any) -> Any:
     return torch.empty_like(x, device="meta") if isinstance(x, Tensor) else x
 
 
-def _with_memory(x: Any, device: torch.device | None) -> Any:
+def _with_memory(x: Any, device: torch.device) -> Any:
     return torch.empty_like(x, device=device) if isinstance(x, Tensor) and x.is_meta else x

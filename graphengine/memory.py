@@ -211,7 +211,7 @@ def _pool_room(plan: MemoryPlan, config: EngineConfig) -> int:
 
 
 def _too_small(plan: MemoryPlan, config: EngineConfig, room: int, length: int) -> str:
-    needed = plan.max_request_pages * plan.kv_page_bytes
+    needed = (plan.max_request_pages + 1) * plan.kv_page_bytes  # and the null page
     if length >= 2:
         remedy = f"the longest that fits is {length} tokens"
     elif config.kv_cache_memory is not None or plan.budget_bytes is None:
@@ -225,6 +225,7 @@ def _too_small(plan: MemoryPlan, config: EngineConfig, room: int, length: int) -
         f"--max-model-len {plan.max_model_len} needs {format_bytes(needed)} of K/V for one "
         f"request, {format_bytes(max(room, 0))} are left beside {format_bytes(plan.fixed_bytes)} "
         f"for weights and work space; {remedy}"
+        + ("; smaller pages waste less: --page-size 16" if config.page_size > 16 else "")
     )
 
 

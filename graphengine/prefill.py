@@ -93,7 +93,8 @@ class Prefill:
         return self._run_chains(rows, upload(last_rows), self.attention)
 
     def run_padding(self, num_rows: int) -> None:
-        """A forward of rows that are no request's, without attention: for its kernels alone.
+        """A forward of rows that are no request's, without attention, for its kernels alone: what
+        it computes, if it is let compute (`compile_ahead`), is nobody's.
 
         Mutates: the K/V of the null page.
         """
@@ -106,8 +107,7 @@ class Prefill:
         """The target over these rows and the drafter's context of them -> logits_RV."""
         config, pool = self.target.config, self.target.kv_pool
         num_rows = rows.token_ids_T.shape[0]
-        # Zeros, because an attention without a plan writes nothing.
-        attn_TNH = pool.new_zeros(num_rows, config.num_attention_heads, config.head_dim)
+        attn_TNH = pool.new_empty(num_rows, config.num_attention_heads, config.head_dim)
         drafter, segments = self.drafter, Segments()
         tap_ = lambda layer, h_TD: None  # noqa: E731 - the no-op twin of tap_writer
         context: list[Step] = []

@@ -22,7 +22,8 @@ def settle_cache_keys() -> None:
     Mutates: Triton's memory of keys.
     """
     triton_key()
-    for module in sorted(name for name in sys.modules if name.startswith(f"{PACKAGE}.")):
+    imported = list(sys.modules)  # a copy, because other threads may be importing
+    for module in sorted(name for name in imported if name.startswith(f"{PACKAGE}.")):
         for _, value in sorted(vars(sys.modules[module]).items()):
             if isinstance(value, JITFunction):
                 value.cache_key  # noqa: B018 (a property that remembers)

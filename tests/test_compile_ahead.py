@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import os
 import threading
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils import _python_dispatch
 
-from graphengine import TINY_DRAFT, TINY_TARGET, Engine
-from graphengine.artifact import compiler_files, name_compilers_
+from graphengine import TINY_DRAFT, TINY_TARGET, Engine, artifact
 from graphengine.build import build
 from graphengine.compile_ahead import MAX_THREADS, CompileAhead, shortened
 from graphengine.options import Options
@@ -40,22 +41,39 @@ def test_runs_are_waited_for_whatever_becomes_of_them() -> None:
     assert len(names) <= MAX_THREADS
 
 
-def test_what_has_not_begun_is_dropped_with_the_start() -> None:
-    """Bug: Ctrl-C during a start waits for every kernel of every bucket."""
-    held, release, done = threading.Event(), threading.Event(), []
+def test_a_start_that_ends_takes_its_runs_with_it() -> None:
+    """Bug: Ctrl-C during a start waits for every kernel of every chain that has begun."""
+    held, done = threading.Event(), []
 
-    def first() -> None:
-        held.set()
-        release.wait(10)
+    def chain() -> None:
+        for number in range(200):
+            torch.zeros(1)
+            held.set()
+            time.sleep(0.02)
+            done.append(number)
 
-    runs = [first] * MAX_THREADS + [lambda: done.append(1)] * 50
-    with CompileAhead(runs):
+    began = time.perf_counter()
+    with CompileAhead([chain] * 50):
         assert held.wait(10)
-        threading.Timer(0.2, release.set).start()
-    assert len(done) < 50
+    assert time.perf_counter() - began < 2
+    assert 199 not in done
 
 
-def test_a_run_ahead_computes_nothing() -> None:
+def test_what_cannot_be_prepared_ends_no_start(caplog: pytest.LogCaptureFixture) -> None:
+    """Bug: memory that a run ahead cannot have, or a bug in it, ends a start that would do."""
+    done = []
+
+    def runs() -> Iterator[Callable[[], object]]:
+        yield lambda: done.append(1)
+        raise MemoryError("no room for buffers")
+
+    with CompileAhead(runs()) as ahead:
+        ahead.wait()
+    assert done == [1]
+    assert "no room for buffers" in caplog.text
+
+
+def test_a_run_ahead_computes_nothing(caplog: pytest.LogCaptureFixture) -> None:
     """Bug: a run that is to compile kernels writes K/V, looks up an embedding by an id that nobody
     has computed, or multiplies matrices beside the thread that compiles segments."""
     built = build(TINY_TARGET, TINY_DRAFT, Options(buckets=(1,), device="cpu", max_model_len=64))
@@ -65,6 +83,7 @@ def test_a_run_ahead_computes_nothing() -> None:
     kept = [prefill.target.kv_pool, prefill.drafter.kv_pool, *bucket.buffers]
     before = [tensor.clone() for tensor in kept]
     found: list[object] = []
+    flags: list[bool] = []
 
     def decode() -> None:
         bucket.buffers.block_ids_BG.fill_(1 << 40)
@@ -82,8 +101,15 @@ def test_a_run_ahead_computes_nothing() -> None:
         y = F.embedding(torch.full((2,), 99), x) @ x.t() + 1
         found.append((y.shape, y.dtype, y.device.type, x.t().data_ptr() == x.data_ptr()))
 
-    with CompileAhead([lambda: prefill.run_padding(17), decode, refused, shapes]) as ahead:
+    def flag() -> None:
+        torch.zeros(3).clone()
+        flags.append(_python_dispatch.is_in_torch_dispatch_mode())
+
+    runs = [lambda: prefill.run_padding(17), decode, refused, shapes, flag]
+    with CompileAhead(runs) as ahead:
         ahead.wait()
+    assert "aten.dot" in caplog.text  # whose run was cut short
+    assert flags == [False]  # it is the whole process's, and would stay set
     assert ((2, 3), torch.bfloat16, "cpu", True) in found
     assert [stage.name for stage in bucket.stages] == [x for x in found if isinstance(x, str)]
     for tensor, old in zip(kept, before, strict=True):
@@ -106,12 +132,11 @@ def test_the_first_layers_stand_for_all() -> None:
 def test_the_python_api_names_the_compilers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Bug: a second start through the API finds none of our kernels, because Inductor had named
     another ptxas to Triton when they were compiled (73 of 73 on an H200)."""
-    for name in compiler_files():
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("TRITON_PTXAS_PATH", "/mine")
-    name_compilers_()
-    assert os.environ["TRITON_PTXAS_PATH"] == "/mine"
-    assert os.environ.get("TRITON_LIBDEVICE_PATH") == compiler_files().get("TRITON_LIBDEVICE_PATH")
+    found = {"TRITON_PTXAS_PATH": "/theirs/ptxas", "TRITON_LIBDEVICE_PATH": "/theirs/libdevice"}
+    monkeypatch.setattr(artifact, "compiler_files", lambda: found)
+    monkeypatch.setattr(artifact.os, "environ", {"TRITON_PTXAS_PATH": "/mine"})
+    artifact.name_compilers_()
+    assert artifact.os.environ == found | {"TRITON_PTXAS_PATH": "/mine"}
 
 
 @pytest.mark.gpu

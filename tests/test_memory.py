@@ -23,6 +23,7 @@ from graphengine.config import EngineConfig
 from graphengine.fallback import FallbackLoop
 from graphengine.kvcache import PageAllocator, pages_for
 from graphengine.memory import GPU_MARGIN_BYTES, DeviceMemory, MemoryPlan, plan_memory
+from graphengine.options import Options, resolve_options
 from graphengine.sampling import Controls, Sampling, sample_rows
 from graphengine.workspace import SAMPLED_ROW_BYTES
 from tests.checkpoints import as_speculators, make_drafter, make_target
@@ -236,7 +237,21 @@ def test_plan_never_exceeds_its_budget(
     assert plan.margin_bytes == GPU_MARGIN_BYTES
 
 
-@pytest.mark.parametrize("page_size", [4, 16])
+@pytest.mark.parametrize(
+    ("options", "page_size"),
+    [
+        ({"attention_backend": "triton"}, 128),
+        ({"attention_backend": "torch"}, 16),
+        ({"attention_backend": "triton", "page_size": 16}, 16),
+    ],
+)
+def test_page_size_follows_the_attention(options: Any, page_size: int) -> None:
+    """Bug: our attention runs with pages that do not hold a tile, or a user's size is ignored."""
+    pair = read_configs("qwen3-8b", "qwen3-8b-dflash-b16")
+    assert resolve_options(Options(device="cpu", **options), *pair).page_size == page_size
+
+
+@pytest.mark.parametrize("page_size", [4, 16, 128])
 def test_pools_of_almost_one_request(page_size: int) -> None:
     """Bug: the null page, or the block behind the last token, is forgotten where the pool is small:
     a page too few for the longest request, or a context shorter than what fits."""
@@ -277,6 +292,11 @@ def test_refusals_name_the_numbers() -> None:
         plan_8b(replace(ON_GPU, kv_cache_memory=200 * GIB))
     with pytest.raises(ValueError, match="fits is 0 tokens; raise --kv-cache-memory"):
         plan_8b(replace(ON_GPU, kv_cache_memory=1 << 20))
+    wasteful = replace(ON_GPU, page_size=128, max_model_len=300, kv_cache_memory=64 << 20)
+    needs = r"needs 82.0 MiB .* 64.0 MiB are left .* fits is 240 tokens; .* --page-size 16"
+    with pytest.raises(ValueError, match=needs):
+        plan_8b(wasteful, length_is_explicit=True)
+    assert plan_8b(replace(wasteful, page_size=16), length_is_explicit=True).max_model_len == 300
     target, draft = read_configs("qwen3-8b", "qwen3-8b-dflash-b16")
     absurd = replace(target, hidden_size=1 << 62)
     with pytest.raises(ValueError, match="impossible size"):

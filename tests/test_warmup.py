@@ -136,7 +136,7 @@ def test_kernels_of_every_kind_are_built_ahead(monkeypatch: pytest.MonkeyPatch) 
     assert draft is not None
     rules = (AttentionRule(causal=False, window=None), AttentionRule(causal=False, window=9))
     windowed: Any = SimpleNamespace(model=draft.model, attention_rules=rules)
-    attention.compile_flashinfer_ahead(torch.bfloat16, target, windowed).thread.join(10)
+    assert attention.compile_flashinfer_ahead(torch.bfloat16, target, windowed).wait(10)
     assert {(args[5], args[8]) for args in asked} == {
         (draft.model.head_dim, True),
         (draft.model.head_dim, False),
@@ -146,10 +146,14 @@ def test_kernels_of_every_kind_are_built_ahead(monkeypatch: pytest.MonkeyPatch) 
         assert built.acquire(timeout=1)
     assert not failed
     del jit.gen_batch_prefill_module  # of a version that has renamed it
-    ahead = attention.compile_flashinfer_ahead(torch.bfloat16, target, None)
-    ahead.thread.join(10)
-    assert ahead.imported.is_set()
+    assert attention.compile_flashinfer_ahead(torch.bfloat16, target, None).wait(10)
     assert not failed
+
+    def leave(*args: Any) -> None:
+        raise SystemExit("no licence")
+
+    jit.gen_batch_prefill_module = leave
+    assert attention.compile_flashinfer_ahead(torch.bfloat16, target, None).wait(10)
 
 
 @pytest.mark.gpu

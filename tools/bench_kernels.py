@@ -43,7 +43,7 @@ from graphengine.kernels.fp8 import round_rows_fp8
 from graphengine.profiles import result_schema
 from graphengine.sampling import Controls, Sampling, sample_rows
 
-N, K, H, V, L, G, S = 32, 8, 128, 151936, 5, 16, 16
+N, K, H, V, L, G, S = 32, 8, 128, 151936, 5, 16, 128  # S as the engine's for our attention
 EPS, MASK, POSITIONS = 1e-6, 151669, 40960
 MIN_LAUNCHES, MAX_LAUNCHES, NUM_REPLAYS = 20, 400, 15
 DEVICE, DTYPE = "cuda", torch.bfloat16

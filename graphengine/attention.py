@@ -255,8 +255,8 @@ def compile_flashinfer_ahead(
         draft: None where it does not attend with FlashInfer.
 
     Returns:
-        Set once FlashInfer's modules are imported, which takes a second. Whoever imports them next
-        waits for it: two threads in the middle of one import may see half a module.
+        Set once FlashInfer's modules are imported, or cannot be, which takes a second. Whoever
+        imports them, or much else of torch, waits for it.
     """
     kinds = {(target.head_dim, False)}
     if draft is not None:

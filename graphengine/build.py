@@ -106,14 +106,16 @@ def build(
     flashinfer_imported = None
     if config.device == "cuda":
         name_compilers_()
-    compilers = threading.Thread(target=_prepare_compilers, args=(config,), daemon=True)
-    compilers.start()
     if "flashinfer" in (config.attention_backend, config.prefill_attention_backend):
         # Prefills run the target's attention alone.
         decodes = config.attention_backend == "flashinfer"
         flashinfer_imported = compile_flashinfer_ahead(
             dtype, target_config, draft_config if decodes else None
         )
+    compilers = threading.Thread(
+        target=_prepare_compilers, args=(config, flashinfer_imported), daemon=True
+    )
+    compilers.start()
     plan = plan_memory(
         config,
         target_config,
@@ -182,10 +184,9 @@ def build(
             simulation = make_simulation(
                 config.simulate_acceptance, max(config.buckets), num_draws, device
             )
-    if flashinfer_imported is not None:
-        flashinfer_imported.wait()
-    compilers.join()
     load_s = time.perf_counter() - began
+    compilers.join()
+    prepare_s = time.perf_counter() - began - load_s
     counts = cache_counts() if config.compile else CacheCounts()
     workspace = make_workspace(device) if config.attention_backend == "flashinfer" else None
     prefill = Prefill(
@@ -238,7 +239,7 @@ def build(
             warm_up(loop)
     startup = StartupMetrics(
         load_s=load_s,
-        compile_s=buckets.times.compile_s,
+        compile_s=prepare_s + buckets.times.compile_s,
         capture_s=buckets.times.capture_s,
         warmup_s=time.perf_counter() - began,
         weight_bytes=tree_bytes(trees),
@@ -261,17 +262,24 @@ def build(
     )
 
 
-def _prepare_compilers(config: EngineConfig) -> None:
+def _prepare_compilers(config: EngineConfig, flashinfer_imported: threading.Event | None) -> None:
     """What compilers do before their first kernel, for another thread while weights are read.
 
+    One import after another: of two threads in the middle of one import each may see half a module.
     What fails here fails again where a kernel is compiled, with a caller.
     """
-    steps = [settle_cache_keys, load_driver] if config.device == "cuda" else []
-    for step in [*steps, import_inductor] if config.compile else steps:
+    steps: list[Callable[[], object]] = []
+    if config.device == "cuda":
+        steps += [settle_cache_keys, load_driver]
+    if flashinfer_imported is not None:
+        steps.append(flashinfer_imported.wait)
+    if config.compile:
+        steps.append(import_inductor)
+    for step in steps:
         try:
             step()
         except Exception:
-            logging.getLogger(__name__).warning("%s failed", step.__name__, exc_info=True)
+            logging.getLogger(__name__).warning("%s failed", step, exc_info=True)
 
 
 def read_configs(

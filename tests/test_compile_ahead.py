@@ -185,4 +185,5 @@ def test_kernels_are_compiled_on_threads(monkeypatch: pytest.MonkeyPatch) -> Non
         assert engine.generate(["Count from 3 to 9."])[0].token_ids
     ours = [(thread, name) for thread, name in compiled if not name.startswith("triton_")]
     late = [name for thread, name in ours if not thread.startswith("compile-ahead")]
-    assert len(ours) > 10 * len(late), (late, ours)
+    assert ours
+    assert not late, (late, ours)

@@ -203,8 +203,8 @@ def is_running(pid: int) -> bool:
 @pytest.mark.parametrize(
     ("tool", "arguments", "message"),
     [
-        ("measure", ["--out", "file", "4b"], "--out file"),
-        ("measure", ["--out", ".", "--seconds", "nan", "4b"], "--seconds nan"),
+        ("measure", ["--out", "file", "4b-modes"], "--out file"),
+        ("measure", ["--out", ".", "--seconds", "nan", "4b-modes"], "--seconds nan"),
         ("record_tests", ["--jobs", "0"], "--jobs 0"),
         ("record_tests", ["--timeout", "nan"], "--timeout nan"),
         ("record_tests", ["--alone", "["], "--alone ["),

@@ -91,7 +91,7 @@ JOBS: dict[str, Job] = {
     ),
     "8b-8k": _bench(*PAIR_8B, "--compare", "full", "--input-len", "8192"),
     "8b-8k-fp8": _bench(*PAIR_8B, *FP8, "--compare", "full", "--input-len", "8192"),
-    "4b": _bench(*PAIR_4B, "--compare", "full", "--bucket", "1,8,16", "--baseline"),
+    "4b-modes": _bench(*PAIR_4B, "--compare", "piecewise,full", "--bucket", "1,8,16", "--baseline"),
     "4b-fp8": _bench(*PAIR_4B, *FP8, "--compare", "full", "--bucket", "1"),
     "4b-fp8-dynamic": _bench(*PAIR_4B, *DYNAMIC, "--compare", "full", "--bucket", "1,8,16"),
     "4b-uniform-fp8-dynamic": _bench(

@@ -68,6 +68,20 @@ def store_candidates(best, candidate, place, num_places, t, T, first, step, ROWS
     half = gl.max(best.reshape([HALF // 8, 2, 8, COLS]), axis=1).reshape([HALF, COLS])
     rank = gl.max(gl.convert_layout(half, COLUMNS), axis=0)
     i = _index_of_rank(rank)
-    packed = _packed_candidate(_key_of_rank(rank), first + i // ROWS * step + i % ROWS)
-    t = t + gl.arange(0, COLS, gl.SliceLayout(0, COLUMNS))
-    gl.store(candidate + t.to(gl.int64) * num_places + place, packed, mask=t < T)
+    _store_best(rank, first + i // ROWS * step + i % ROWS, candidate, place, num_places, t, T)
+
+
+@gluon.jit
+def store_best(best, candidate, place, num_places, t, T, first):
+    """As `store_candidates` for ranks of weight rows first + i, where there is no shared memory to
+    turn them in; all of them may be past the end."""
+    rank = gl.max(best, axis=0)
+    _store_best(rank, first + _index_of_rank(rank), candidate, place, num_places, t, T)
+
+
+@gluon.jit
+def _store_best(rank, index, candidate, place, num_places, t, T):
+    key = gl.where(rank == -(1 << 31), rank, _key_of_rank(rank))  # below every number's
+    t = t + gl.arange(0, rank.shape[0], rank.type.layout)
+    at = candidate + t.to(gl.int64) * num_places + place
+    gl.store(at, _packed_candidate(key, index), mask=t < T)

@@ -67,9 +67,10 @@ def _launch(
     """Both kernels where they run, else the reference."""
     tiles = cdiv(weight_VD.shape[0], config.rows)
     fits = runs_tma(x, weight_VD, config) and x.dtype != torch.float16
-    num_candidates = num_ctas(tiles, config, x.device) if fits and not config.cols else tiles
-    if not fits or cdiv(tiles, num_candidates) * config.rows > MAX_RANKED:
+    num_ranking = num_ctas(tiles, config, x.device) if fits and not config.cols else tiles
+    if not fits or cdiv(tiles, num_ranking) * config.rows > MAX_RANKED:
         return skinny_argmax_reference(x, weight_VD, config, scales)
+    num_candidates = num_ranking * max(1, config.consumers)
     candidate_TC = x.new_empty((x.shape[-2], num_candidates), dtype=torch.int64)
     return combine_argmax(launch(x, weight_VD, scales, candidate_TC, config, swiglu=False))
 

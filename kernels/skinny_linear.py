@@ -23,8 +23,8 @@ H200 at T = 16, as a layer with its norms and PDL (floor 86.5 us): 100.9 us, cuB
 [151936, 4096] 284 us (floor 279); no file of those is kept. FP8: a layer 62.1 us (floor 43.3),
 lm_head 147.5 (139.5): profiles/results/2026-11-21-h200-skinny-fp8.json.
 
-Where a config has `cols`, the kernel is wide_linear.py's, for 65 to 256 rows. Else there are two,
-in skinny_kernels.py: `skinny_tma_kernel` (Gluon, Hopper: TMA into a ring of stages,
+Where a config has `cols`, the kernel is wide_linear.py's, for 65 to 256 rows, or, with `consumers`,
+specialized_linear.py's, for up to 192. Else there are two, in skinny_kernels.py: `skinny_tma_kernel` (Gluon, Hopper: TMA into a ring of stages,
 wgmma) and `skinny_pointer_kernel` (plain Triton, unquantised: other GPUs, odd D, fp32, the
 interpreter). FP8 elsewhere runs in torch. Their sizes are chosen in skinny_config.py. A head whose
 logits are wanted for their argmax alone ends otherwise: head_argmax.py.
@@ -55,6 +55,7 @@ from graphengine.kernels.skinny_config import (
     split_width,
 )
 from graphengine.kernels.skinny_kernels import skinny_pointer_kernel, skinny_tma_kernel
+from graphengine.kernels.specialized_linear import launch_specialized
 from graphengine.kernels.wide_linear import PAIR, gluon_dtype, launch_wide
 
 
@@ -144,14 +145,18 @@ def skinny_swiglu_reference(x_TD: torch.Tensor, gate_up_JD: torch.Tensor) -> tor
 def resolve(
     x_TD: torch.Tensor, weight_ED: torch.Tensor, config: SkinnyConfig | None, swiglu: bool
 ) -> SkinnyConfig:
-    """The config, or for None the one of these shapes that takes x as it is: one in FP8 with `cols`
-    does not take two rows."""
+    """The config, or for None the one of these shapes that takes x as it is: one with `cols` takes
+    neither FP8 in two rows nor, where another kernel can, what TMA cannot address."""
     if config is not None:
         return config
     (T, D), E = x_TD.shape[-2:], weight_ED.shape[0]
     shape = (min(T, MAX_T), E, D, weight_ED.element_size(), swiglu)
     chosen = choose_config(*shape)
-    return chosen if chosen and not (chosen.cols and x_TD.dim() == 3) else rule_config(*shape)
+    if chosen and chosen.cols:
+        in_fp8 = x_TD.dtype == FP8
+        takes = x_TD.dim() == 2 if in_fp8 else runs_tma(x_TD, weight_ED, chosen)
+        chosen = chosen if takes else None
+    return chosen or rule_config(*shape)
 
 
 def _check_inputs(
@@ -215,7 +220,8 @@ def launch(
                 f" needs Hopper, rows of 8 or 16 bits that begin at multiples of 16 bytes, and I a"
                 f" multiple of {PAIR}"
             )
-        return launch_wide(x, weight_ED, scales, out, config, swiglu)
+        run = launch_specialized if config.consumers else launch_wide
+        return run(x, weight_ED, scales, out, config, swiglu)
     (T, D), E = x.shape[-2:], weight_ED.shape[0] // (1 + swiglu)
     cols = num_columns(T)
     items = cdiv(E, config.rows) * config.num_splits

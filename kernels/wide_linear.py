@@ -71,8 +71,8 @@ def launch_wide(
     num_k = split_width(D, config.num_splits, config.block_k) // config.block_k
     dtype = gluon_dtype(x_TD)
     on_grid(wide_linear_kernel, (cdiv(T, config.cols) * cdiv(E, outputs) * config.num_splits,))(
-        _weight_descriptor(weight_ED, height, config.block_k, swiglu, dtype),
-        _descriptor(x_TD, x_TD.shape, x_TD.stride(), [config.cols, config.block_k], dtype),
+        weight_descriptor(weight_ED, height, config.block_k, swiglu, dtype),
+        descriptor(x_TD, x_TD.shape, x_TD.stride(), [config.cols, config.block_k], dtype),
         *(scales or (out, out)),  # pointers that are not read
         out,
         *(T, E, config.num_splits, num_k),
@@ -100,7 +100,7 @@ def sub_tile_rows(config: SkinnyConfig) -> int:
     return 128 if config.num_warps == 8 and config.rows % 128 == 0 else 64
 
 
-def _weight_descriptor(
+def weight_descriptor(
     weight_ED: torch.Tensor, height: int, block_k: int, swiglu: bool, dtype: gl.dtype
 ) -> TensorDescriptor:
     """A TMA view of sub-tiles [height, block_k]; SwiGLU: of 8 gate rows, their 8 up rows, ..
@@ -109,19 +109,19 @@ def _weight_descriptor(
     """
     (E, D), stride = weight_ED.shape, weight_ED.stride(0)
     if not swiglu:
-        return _descriptor(weight_ED, (E, D), (stride, 1), [height, block_k], dtype)
+        return descriptor(weight_ED, (E, D), (stride, 1), [height, block_k], dtype)
     shape, strides = (E // 2 // PAIR, 2, PAIR, D), (PAIR * stride, E // 2 * stride, stride, 1)
     box = [height // (2 * PAIR), 2, PAIR, block_k]
-    return _descriptor(weight_ED, shape, strides, box, dtype)
+    return descriptor(weight_ED, shape, strides, box, dtype)
 
 
-def _descriptor(tensor: torch.Tensor, shape: Any, strides: Any, box: list[int], dtype: gl.dtype):
+def descriptor(tensor: torch.Tensor, shape: Any, strides: Any, box: list[int], dtype: gl.dtype):
     layout = gl.NVMMASharedLayout.get_default_for(box, dtype)
     return TensorDescriptor(tensor, list(shape), list(strides), box, layout)
 
 
 @gluon.jit
-def _load_weights(desc, row, col, ready, smem, slot, live, SUB: gl.constexpr, ROWS: gl.constexpr):
+def load_weights(desc, row, col, ready, smem, slot, live, SUB: gl.constexpr, ROWS: gl.constexpr):
     for s in gl.static_range(SUB):
         if len(desc.block_shape) == 4:
             at = [row // 16 + s * (ROWS // 16), 0, 0, col]
@@ -131,7 +131,7 @@ def _load_weights(desc, row, col, ready, smem, slot, live, SUB: gl.constexpr, RO
 
 
 @gluon.jit
-def _wait(accs, NUM_PENDING: gl.constexpr):
+def wait_products(accs, NUM_PENDING: gl.constexpr):
     """Until at most so many products are in flight; a tuple as it was given."""
     done = warpgroup_mma_wait(NUM_PENDING, deps=accs)
     if len(accs) == 1:
@@ -140,7 +140,7 @@ def _wait(accs, NUM_PENDING: gl.constexpr):
 
 
 @gluon.jit
-def _scaled(acc, x_scale, w_scale, row, t, T, E, ACC: gl.constexpr, SWIGLU: gl.constexpr):
+def scaled(acc, x_scale, w_scale, row, t, T, E, ACC: gl.constexpr, SWIGLU: gl.constexpr):
     """Sums of FP8 products times the scales of their rows; E of up rows stand behind the gates'."""
     r = row + gl.arange(0, acc.shape[0], gl.SliceLayout(1, ACC))
     t = t + gl.arange(0, acc.shape[1], gl.SliceLayout(0, ACC))
@@ -155,6 +155,16 @@ def _scaled(acc, x_scale, w_scale, row, t, T, E, ACC: gl.constexpr, SWIGLU: gl.c
 
 
 @gluon.jit
+def swiglu_of(acc):
+    """silu(gate) * up [ROWS / 2, COLS] of sums [ROWS, COLS] in `weight_descriptor`'s order."""
+    ROWS: gl.constexpr = acc.shape[0] // 2
+    COLS: gl.constexpr = acc.shape[1]
+    pairs = acc.reshape([ROWS // 8, 2, 8, COLS]).permute([0, 2, 3, 1])
+    gate, up = gl.split(pairs)
+    return (gate / (1.0 + gl.exp(-gate)) * up).reshape([ROWS, COLS])
+
+
+@gluon.jit
 def _store(acc, out, row, t, split, T, E, SWIGLU: gl.constexpr):
     """A sub-tile's results; each warp writes runs of consecutive outputs of one row of x."""
     ROWS: gl.constexpr = acc.shape[0] // 2 if SWIGLU else acc.shape[0]
@@ -165,9 +175,7 @@ def _store(acc, out, row, t, split, T, E, SWIGLU: gl.constexpr):
         [VEC, 1], [ALONG, 32 // ALONG], [1, gl.num_warps()], [0, 1]
     )
     if SWIGLU:
-        pairs = acc.reshape([ROWS // 8, 2, 8, COLS]).permute([0, 2, 3, 1])
-        gate, up = gl.split(pairs)
-        acc = (gate / (1.0 + gl.exp(-gate)) * up).reshape([ROWS, COLS])
+        acc = swiglu_of(acc)
     y = gl.convert_layout(acc.to(out.dtype.element_ty), OUT)
     r = row + gl.arange(0, ROWS, gl.SliceLayout(1, OUT))
     t = t + gl.arange(0, COLS, gl.SliceLayout(0, OUT))
@@ -223,7 +231,7 @@ def wide_linear_kernel(
     for s in gl.static_range(STAGES):
         bar = ready.index(s)
         mbarrier.expect(bar, STAGE_BYTES, pred=s < num_k)
-        _load_weights(w_desc, row, col + s * BLOCK_K, bar, w_smem, s, s < num_k, SUB, ROWS)
+        load_weights(w_desc, row, col + s * BLOCK_K, bar, w_smem, s, s < num_k, SUB, ROWS)
     if PDL > 0:
         gdc_wait()
     for s in gl.static_range(STAGES):
@@ -243,7 +251,7 @@ def wide_linear_kernel(
         for s in gl.static_range(SUB):
             w = w_smem.index(slot * SUB + s)._reinterpret(w_desc.dtype, [ROWS, BLOCK_K], W)
             sums = sums + (warpgroup_mma(w, x_t, accs[s], is_async=True),)
-        accs = _wait(sums, SUB)
+        accs = wait_products(sums, SUB)
         # The block before is multiplied, so its slot is free: the compiler puts a barrier between
         # wgmma's reads and these writes.
         refill = k + STAGES - 1
@@ -251,7 +259,7 @@ def wide_linear_kernel(
         bar = ready.index(before)
         mbarrier.expect(bar, STAGE_BYTES, pred=live)
         next_col = col + refill * BLOCK_K
-        _load_weights(w_desc, row, next_col, bar, w_smem, before, live, SUB, ROWS)
+        load_weights(w_desc, row, next_col, bar, w_smem, before, live, SUB, ROWS)
         tma.async_copy_global_to_shared(x_desc, [t, next_col], bar, x_smem.index(before), live)
         if PDL == 1:  # noqa: SIM102 (a compile-time test around one at run time)
             if refill + 1 >= num_k:
@@ -262,7 +270,7 @@ def wide_linear_kernel(
         phase = gl.where(wrap, phase ^ 1, phase)
         slot = gl.where(wrap, 0, slot)
 
-    accs = _wait(accs, 0)
+    accs = wait_products(accs, 0)
     OUTPUTS: gl.constexpr = ROWS // 2 if SWIGLU else ROWS
     ARGMAX: gl.constexpr = out.dtype.element_ty == gl.int64
     if ARGMAX:
@@ -271,7 +279,7 @@ def wide_linear_kernel(
         y = accs[s]
         out_row = (tile * SUB + s) * OUTPUTS
         if FP8:
-            y = _scaled(y, x_scale, w_scale, out_row, t, T, E, ACC, SWIGLU)
+            y = scaled(y, x_scale, w_scale, out_row, t, T, E, ACC, SWIGLU)
         if ARGMAX:
             r = s * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, ACC))
             best = better_ranks(best, y, r, row + r < E)

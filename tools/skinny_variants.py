@@ -2,7 +2,7 @@
 
 A variant is a tile and its stages; the split of K and the grid are arguments of its kernel, so that
 many candidates share one. Up to 64 rows the tiles are skinny_kernels.py's, above that they are
-wide_linear.py's, and the one that the table has now.
+wide_linear.py's, and the one that the table has now; up to 192 rows specialized_linear.py's as well.
 """
 
 import itertools
@@ -10,6 +10,8 @@ import itertools
 from skinny_layer import Case
 
 from graphengine.kernels.skinny_config import (
+    MIDDLE_T,
+    NARROW_T,
     SKINNY_T,
     SkinnyConfig,
     cdiv,
@@ -49,7 +51,8 @@ WIDE_TILES = {
 
 def variants(case: Case) -> list[SkinnyConfig]:
     """Tiles and stages to compile."""
-    return _wide_variants(case) if case.T > SKINNY_T else _skinny_variants(case)
+    others = _wide_variants(case) if case.T > SKINNY_T else _skinny_variants(case)
+    return [*dict.fromkeys([*others, *_specialized_variants(case)])]
 
 
 def candidates(case: Case, config: SkinnyConfig, num_sms: int) -> list[SkinnyConfig]:
@@ -69,12 +72,25 @@ def _wide_variants(case: Case) -> list[SkinnyConfig]:
     return found if now is None or now.cols else [*found, now._replace(num_splits=1)]
 
 
+def _specialized_variants(case: Case) -> list[SkinnyConfig]:
+    """One to three consumers, as many stages as there is room for; FP8 rows in two are not theirs."""
+    if case.T > MIDDLE_T or (case.weight_bytes == 1 and case.T <= SKINNY_T):
+        return []
+    cols = MIDDLE_T if case.T > NARROW_T else num_columns(case.T)
+    found = []
+    for consumers, block_k in itertools.product((1, 2, 3), (64, 128) if cols < 64 else (64,)):
+        width, rows = 2 * block_k // case.weight_bytes, 64 * consumers
+        num_stages = min(20, 204 * 1024 // (2 * (rows + cols) * block_k))
+        found.append(SkinnyConfig(rows, width, num_stages, cols=cols, consumers=consumers))
+    return found
+
+
 def _wide_candidates(case: Case, config: SkinnyConfig, num_sms: int) -> list[SkinnyConfig]:
     """Those that keep most multiprocessors busy, in few waves where they leave partial sums."""
     smem = (
         case.weight_bytes * (config.rows + config.cols) * config.block_k * config.num_stages + 1024
     )
-    slots = num_sms * (SMEM_BYTES // smem)
+    slots = num_sms * (1 if config.consumers else SMEM_BYTES // smem)
     tiles = cdiv(case.T, config.cols) * cdiv(case.E, config.rows)
     blocks = cdiv(case.D, config.block_k)
     found = []

@@ -150,6 +150,8 @@ def draw(T: int, B: int, dtype: torch.dtype) -> None:
 
 def max_stack_bytes(kernel: str, launch: str) -> int:
     """None where spilling would cost what the kernel is for."""
+    if kernel == "specialized_linear_kernel":  # after the loop
+        return 128
     if launch.startswith("head"):
         return 0
     if kernel == "wide_linear_kernel":  # in FP8 it spills when sums are scaled, after the loop
@@ -183,10 +185,10 @@ LAUNCHES: dict[str, Callable[[], Any]] = {
     "attention in float32": lambda: attend(FP32, 128, 16, True, None),
     "GEMM": lambda: multiply(16, SkinnyConfig(64, 256, 5, 4, 1, 4, 2, 1)),
     "GEMM, 128 rows": lambda: multiply(128, TALL),
-    "GEMM, 128 rows, of the table": lambda: [
-        multiply(128, config, swiglu=E > 6144)
-        for (E, _, _, T), config in TUNED.items()
-        if T == 128 and not config.cols
+    "GEMM, wide, 16 rows": lambda: [multiply_wide(16, kind) for kind in ("swiglu", "partials")],
+    "GEMM, wide, 192 rows": lambda: [multiply_wide(192, kind) for kind in ("swiglu", "partials")],
+    "GEMM, wide, 192 rows, FP8": lambda: [
+        multiply_wide(192, kind, FP8) for kind in ("swiglu", "partials")
     ],
     "GEMM, wide, 128 rows, SwiGLU": lambda: multiply_wide(128, "swiglu"),
     "GEMM, wide, 256 rows, SwiGLU": lambda: multiply_wide(256, "swiglu"),
@@ -198,6 +200,7 @@ LAUNCHES: dict[str, Callable[[], Any]] = {
     "head, 16 rows": lambda: choose(16),
     "head, 64 rows": lambda: choose(64),
     "head, 128 rows": lambda: choose(128),
+    "head, 192 rows": lambda: choose(192),
     "head, 256 rows": lambda: choose(256),
     "head, 16 rows, FP8": lambda: choose(16, FP8),
     "head, 128 rows, FP8": lambda: choose(128, FP8),

@@ -218,7 +218,7 @@ def test_chosen_configs_fit(hidden, width, weight_bytes) -> None:
     """Bug: a rule or a table entry that asks for more shared memory than there is, found at the
     first launch on the GPU; or a split count that Inductor does not unroll."""
     for E, D, swiglu in shapes_of(hidden, width):
-        for T in (1, 16, 17, 64, 128, 256):
+        for T in (1, 16, 17, 64, 128, 192, 256):
             shape = (T, E, D, weight_bytes, swiglu)
             config = choose_config(*shape) or rule_config(*shape)
             assert 1 <= config.num_splits < MAX_SPLITS
@@ -227,7 +227,9 @@ def test_chosen_configs_fit(hidden, width, weight_bytes) -> None:
                 tile = (config.rows + config.cols) * weight_bytes
                 stages = tile * config.block_k * config.num_stages
                 assert stages + 1024 <= SHARED_MEMORY_BYTES
-                assert config.rows * config.cols <= 192 * config.num_warps * 32  # sums a thread
+                num_threads = 128 * config.consumers or config.num_warps * 32
+                limit = 96 if config.consumers == 3 else 192  # of sums a thread
+                assert config.rows * config.cols <= limit * num_threads
                 continue
             cols = num_columns(T)
             # FP8 activations are two rows of one byte: as many bytes as bf16.
@@ -237,10 +239,12 @@ def test_chosen_configs_fit(hidden, width, weight_bytes) -> None:
             resident = config.ctas_per_sm if T <= 64 else 1
             assert (stages + epilogue + 2048) * resident <= SHARED_MEMORY_BYTES
     # With `cols` an FP8 x is rounded, which "fp8" does not allow up to SKINNY_T rows.
-    assert not [key for key, config in TUNED.items() if key[3] <= SKINNY_T and config.cols]
+    assert not [k for k, c in TUNED.items() if k[3] <= SKINNY_T and k[2] == 1 and c.cols]
     assert choose_config(65, 4096, 4096) == TUNED[4096, 4096, 2, 128]
     assert choose_config(65, 4096, 4112) is None
-    assert choose_config(129, 4096, 4096) == TUNED.get((4096, 4096, 2, 256))
+    assert choose_config(129, 4096, 4096) == TUNED[4096, 4096, 2, 192]
+    assert choose_config(192, 4096, 4096) == TUNED[4096, 4096, 2, 192]
+    assert choose_config(193, 4096, 4096) == TUNED[4096, 4096, 2, 256]
     assert choose_config(129, 4096, 4112) is None
     assert choose_config(257, 4096, 4096) is None
     assert choose_config(0, 4096, 4096) is None

@@ -10,10 +10,12 @@ from graphengine.kernels.skinny_config import (
     PDL_LATE,
     PDL_OFF,
     SkinnyConfig,
+    choose_config,
     rule_config,
     split_width,
 )
 from graphengine.kernels.skinny_linear import (
+    resolve,
     skinny_linear,
     skinny_linear_partials,
     skinny_linear_partials_reference,
@@ -23,6 +25,13 @@ from tests.kernels.test_skinny_linear import ROUNDING, make
 
 pytestmark = pytest.mark.usefixtures("poisoned_outputs")
 
+SPECIALIZED = [
+    SkinnyConfig(192, 64, 4, 1, 1, 4, PDL_LATE, cols=192, consumers=3),
+    SkinnyConfig(64, 64, 6, 1, 1, 4, PDL_EARLY, cols=192, consumers=1),
+    SkinnyConfig(128, 64, 6, 1, 1, 4, PDL_OFF, cols=128, consumers=2),
+    SkinnyConfig(192, 128, 4, 1, 1, 4, PDL_EARLY, cols=16, consumers=3),
+    SkinnyConfig(64, 64, 12, 1, 1, 4, PDL_LATE, cols=48, consumers=1),
+]
 CONFIGS = [
     SkinnyConfig(192, 64, 4, 1, 1, 8, PDL_LATE, cols=256),
     SkinnyConfig(192, 64, 3, 1, 1, 4, PDL_OFF, cols=128),
@@ -31,6 +40,7 @@ CONFIGS = [
     SkinnyConfig(192, 32, 5, 1, 1, 4, cols=128),
     SkinnyConfig(64, 64, 3, 1, 1, 4, cols=256),
 ]
+CONFIGS += SPECIALIZED
 SHAPES = [
     (65, 200, 136),  # tiles of rows, of x and of k with parts past the end
     (100, 129, 64),  # fewer blocks of k than stages; rows of outputs that no vector store takes
@@ -39,6 +49,8 @@ SHAPES = [
     (200, 392, 264),
     (240, 576, 640),
     (256, 1000, 1024),
+    (16, 1000, 1000),
+    (192, 20000, 200),  # several tiles a CTA, whose blocks are fewer than its stages
 ]
 
 
@@ -126,8 +138,9 @@ def test_same_bits_every_time(config) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("configs", [CONFIGS[:5:2], SPECIALIZED[:3], SPECIALIZED[2:]])
 @pytest.mark.parametrize("pdl", [PDL_OFF, PDL_LATE, PDL_EARLY])
-def test_a_captured_chain_reads_this_replay(pdl) -> None:
+def test_a_captured_chain_reads_this_replay(pdl, configs) -> None:
     """Bug: an activation read before the wait: a replay computes with the last replay's values."""
     torch.use_deterministic_algorithms(False)  # its fill kernels would stand between the GEMMs
     T, D = 256, 4096
@@ -137,8 +150,8 @@ def test_a_captured_chain_reads_this_replay(pdl) -> None:
 
     def chain(x: torch.Tensor) -> torch.Tensor:
         for i, weight in enumerate(weights):
-            x = skinny_linear(x, weight, CONFIGS[2 * (i % 3)]._replace(pdl=pdl))
-        return skinny_swiglu(x, gate_up, CONFIGS[0]._replace(pdl=pdl))
+            x = skinny_linear(x, weight, configs[i % 3]._replace(pdl=pdl))
+        return skinny_swiglu(x, gate_up, configs[0]._replace(pdl=pdl))
 
     chain(x)
     torch.cuda.synchronize()
@@ -168,6 +181,35 @@ def test_refuses_what_it_cannot_address() -> None:
     x, weight = make("cuda", 70, 2 * 12, 128)
     with pytest.raises(ValueError, match="multiple of 8"):
         skinny_swiglu(x, weight, CONFIGS[0])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("config", "problem"),
+    [
+        (SPECIALIZED[0]._replace(rows=128), "of 64 weight rows each"),
+        (SPECIALIZED[0]._replace(rows=256, consumers=4), "1 to 3"),
+        (SPECIALIZED[0]._replace(cols=224), "two powers of two"),
+        (SPECIALIZED[0]._replace(cols=8), "two powers of two"),
+        (SPECIALIZED[0]._replace(block_k=32), "128 bytes"),
+        (SPECIALIZED[0]._replace(num_stages=1), "two stages"),
+    ],
+)
+def test_refuses_tiles_that_it_cannot_make(config, problem) -> None:
+    """Bug: results of SwiGLU written over another consumer's, or a part of x left out."""
+    x, weight = make("cuda", 70, 64, 128)
+    with pytest.raises(ValueError, match=problem):
+        skinny_swiglu(x, weight, config)
+
+
+def test_a_tile_of_the_table_is_for_hopper() -> None:
+    """Bug: a shape of the table is refused in fp32 or on another GPU, where a kernel without TMA
+    would do."""
+    E, D = 24576, 4096
+    x, weight = (torch.empty(n, D, device="meta") for n in (16, E))
+    found = choose_config(16, E, D, swiglu=True)
+    assert found and found.cols
+    assert resolve(x, weight, None, swiglu=True) == rule_config(16, E, D, 4, swiglu=True)
 
 
 def test_more_rows_than_a_skinny_tile() -> None:

@@ -1,0 +1,361 @@
+"""The GEMM of 65 to 192 rows with warps that load and warps that multiply.
+
+Why: in wide_linear.py every warp waits for a block, multiplies it and asks for the next, so loads
+and products pause together. Here one warp loads, and waits for slots alone; `consumers` warpgroups
+multiply 64 weight rows each, and each frees a slot when it is done with it. And a tile may have 192
+rows of x, as 128 and 64: 12 rows of each of 16 requests (11 drafted tokens) are a quarter fewer
+products than 256, and rows past the end of x, which TMA fills with zeros, cost more than products
+do: down of Qwen3-8B at 192 rows takes 59.5 us in a tile of 256, 42.7 if x goes on to row 256, 36.8
+here (one H200, profiles/results/2026-11-22-h200-specialized.json).
+
+At 256 rows power is the limit and wide_linear.py as fast; its tiles are not offered here.
+
+Invariant: as wide_linear.py's. A slot is refilled when all consumers have arrived at its `empty`;
+it is theirs when the bytes of both operands have arrived at its `ready`.
+
+Cost: as wide_linear.py's.
+"""
+
+# Gluon is not typed for a type checker.
+# pyright: reportArgumentType=false, reportAssignmentType=false, reportCallIssue=false
+# pyright: reportGeneralTypeIssues=false, reportIndexIssue=false, reportOperatorIssue=false
+
+import torch
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+)
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from graphengine.kernels.argmax_epilogue import better_ranks, lowest_ranks, store_best
+from graphengine.kernels.fp8 import Fp8Scales
+from graphengine.kernels.launch import on_grid
+from graphengine.kernels.skinny_config import SkinnyConfig, cdiv, split_width
+from graphengine.kernels.tensormap import prefetch_descriptor
+from graphengine.kernels.wide_linear import (
+    descriptor,
+    gluon_dtype,
+    load_weights,
+    scaled,
+    swiglu_of,
+    wait_products,
+    weight_descriptor,
+)
+
+ROWS = gl.constexpr(64)  # weight rows of a consumer: what one warpgroup multiplies at least
+MAX_CONSUMERS = 3  # with the loading warp 16 warps, of which a thread has 160 registers
+MAX_PART = 128  # rows of x of one product
+
+
+def parts_of(cols: int) -> tuple[int, int]:
+    """Rows of x as two powers of two, (high, low); low may be 0.
+
+    Raises: ValueError: they are none, or more than 128 each.
+    """
+    high = min(MAX_PART, 1 << (cols.bit_length() - 1)) if cols else 0
+    low = cols - high
+    if high < 16 or low > high or low & (low - 1) or 0 < low < 16:
+        raise ValueError(f"cols {cols}: choose 16 to 256 as a sum of two powers of two, up to 128")
+    return high, low
+
+
+def launch_specialized(
+    x_TD: torch.Tensor,
+    weight_ED: torch.Tensor,
+    scales: Fp8Scales | None,
+    out: torch.Tensor,
+    config: SkinnyConfig,
+    swiglu: bool,
+) -> torch.Tensor:
+    """Runs the kernel of a config with `consumers` into out, as wide_linear.py's launch_wide; in
+    int64 [T, tiles * consumers]."""
+    (T, D), E = x_TD.shape, weight_ED.shape[0] // (1 + swiglu)
+    if config.rows != config.consumers * ROWS.value or config.consumers > MAX_CONSUMERS:
+        raise ValueError(
+            f"rows {config.rows}, consumers {config.consumers}: choose 1 to {MAX_CONSUMERS}, of "
+            f"{ROWS.value} weight rows each"
+        )
+    outputs = config.rows // 2 if swiglu else config.rows
+    num_k = split_width(D, config.num_splits, config.block_k) // config.block_k
+    dtype = gluon_dtype(x_TD)
+    high, low = parts_of(config.cols)
+    if swiglu and (config.block_k * x_TD.element_size() < high or config.num_stages < 2):
+        raise ValueError(
+            f"block_k {config.block_k}, num_stages {config.num_stages}, cols {config.cols}: SwiGLU "
+            f"needs two stages, and {high} bytes in a row of one for its results"
+        )
+    x_high, x_low = (
+        descriptor(x_TD, x_TD.shape, x_TD.stride(), [part, config.block_k], dtype)
+        for part in (high, low or high)
+    )
+    # SwiGLU's results leave through TMA; nothing else uses these.
+    out_high, out_low = (
+        descriptor(out, out.shape, out.stride(), [part, ROWS.value // 2], gluon_dtype(out))
+        if swiglu
+        else x_high
+        for part in (high, low or high)
+    )
+    num_items = cdiv(T, config.cols) * cdiv(E, outputs) * config.num_splits
+    num_sms = torch.cuda.get_device_properties(x_TD.device).multi_processor_count
+    num_ctas = num_items if swiglu else min(num_items, num_sms)
+    on_grid(specialized_linear_kernel, (num_ctas,))(
+        weight_descriptor(weight_ED, ROWS.value, config.block_k, swiglu, dtype),
+        x_high,
+        x_low,
+        out_high,
+        out_low,
+        *(scales or (out, out)),  # pointers that are not read
+        out,
+        *(T, E, num_items, config.num_splits, num_k),
+        CONSUMERS=config.consumers,
+        HIGH=high,
+        LOW=low,
+        BLOCK_K=config.block_k,
+        STAGES=config.num_stages,
+        SWIGLU=swiglu,
+        PDL=config.pdl,
+        FP8=scales is not None,
+        num_warps=4,
+        **({"launch_pdl": True} if config.pdl else {}),
+    )
+    return out
+
+
+@gluon.jit
+def _place(item, x_tiles, num_splits, COLS: gl.constexpr):
+    """(first row of x, split, tile of weight rows) of an item; neighbours share weights."""
+    return item % x_tiles * COLS, item // x_tiles % num_splits, item // x_tiles // num_splits
+
+
+@gluon.jit
+def _load_x(x_high, x_low, ring, bar, slot, t, col, live, HIGH: gl.constexpr, LOW: gl.constexpr):
+    tma.async_copy_global_to_shared(x_high, [t, col], bar, ring[1].index(slot), live)
+    if LOW > 0:
+        tma.async_copy_global_to_shared(x_low, [t + HIGH, col], bar, ring[2].index(slot), live)
+
+
+@gluon.jit
+def _load(
+    w_desc,
+    x_high,
+    x_low,
+    ring,
+    work,
+    CONSUMERS: gl.constexpr,
+    HIGH: gl.constexpr,
+    LOW: gl.constexpr,
+    BLOCK_K: gl.constexpr,
+    STAGES: gl.constexpr,
+    STAGE_BYTES: gl.constexpr,
+    PDL: gl.constexpr,
+):
+    """The loading warp: x of the blocks whose weights are on their way, then block after block."""
+    w_smem, _, _, ready, empty = ring
+    num_items, x_tiles, num_splits, num_k, T, E = work
+    step = gl.num_programs(0)
+    num_blocks = (num_items - gl.program_id(0) + step - 1) // step * num_k
+    item = gl.program_id(0)
+    t, split, tile = _place(item, x_tiles, num_splits, HIGH + LOW)
+    if PDL > 0:
+        gdc_wait()
+    for s in gl.static_range(STAGES):
+        at = (split * num_k + s) * BLOCK_K
+        _load_x(x_high, x_low, ring, ready.index(s), s, t, at, s < num_k, HIGH, LOW)
+    if PDL == 2:
+        gdc_launch_dependents()
+    k = gl.minimum(num_k, STAGES)
+    slot = k % STAGES
+    phase = gl.where(k < STAGES, 1, 0)  # a slot that was never full is free
+    for _ in range(k, num_blocks):
+        if k == num_k:
+            k = num_k * 0
+            item += step
+            t, split, tile = _place(item, x_tiles, num_splits, HIGH + LOW)
+        mbarrier.wait(empty.index(slot), phase)
+        bar = ready.index(slot)
+        mbarrier.expect(bar, STAGE_BYTES)
+        at = (split * num_k + k) * BLOCK_K
+        row = tile * (CONSUMERS * ROWS)
+        load_weights(w_desc, row, at, bar, w_smem, slot, True, CONSUMERS, ROWS)
+        _load_x(x_high, x_low, ring, bar, slot, t, at, True, HIGH, LOW)
+        k += 1
+        slot += 1
+        wrap = slot == STAGES
+        phase = gl.where(wrap, phase ^ 1, phase)
+        slot = gl.where(wrap, 0, slot)
+    if PDL == 1:
+        gdc_launch_dependents()
+
+
+@gluon.jit
+def _finish(
+    acc,
+    out,
+    out_desc,
+    free,
+    x_scale,
+    w_scale,
+    t,
+    split,
+    tile,
+    num_tiles,
+    T,
+    E,
+    SWIGLU: gl.constexpr,
+    FP8: gl.constexpr,
+):
+    """What becomes of a consumer's sums [64, rows of a part of x]; `tile` is of 64 weight rows."""
+    ARGMAX: gl.constexpr = out.dtype.element_ty == gl.int64
+    OUTPUTS: gl.constexpr = ROWS // 2 if SWIGLU else ROWS
+    SUMS: gl.constexpr = acc.type.layout
+    first = tile * OUTPUTS
+    if FP8:
+        acc = scaled(acc, x_scale, w_scale, first, t, T, E, SUMS, SWIGLU)
+    if ARGMAX:
+        r = gl.arange(0, ROWS, gl.SliceLayout(1, SUMS))
+        best = better_ranks(lowest_ranks(ROWS, acc.shape[1], SUMS), acc, r, first + r < E)
+        store_best(best, out, tile, num_tiles, t, T, first)
+    elif SWIGLU:
+        view = free._reinterpret(out.dtype.element_ty, [acc.shape[1], OUTPUTS], out_desc.layout)
+        view.permute((1, 0)).store(swiglu_of(acc).to(out.dtype.element_ty))
+        fence_async_shared()
+        tma.async_copy_shared_to_global(out_desc, [t, first], view)
+    else:
+        r = first + gl.arange(0, ROWS, gl.SliceLayout(1, SUMS))
+        c = t + gl.arange(0, acc.shape[1], gl.SliceLayout(0, SUMS))
+        at = out + (split * T + c).to(gl.int64)[None, :] * E + r[:, None]
+        gl.store(at, acc.to(out.dtype.element_ty), mask=(r < E)[:, None] & (c < T)[None, :])
+
+
+@gluon.jit
+def _multiply(
+    w_desc,
+    out_high,
+    out_low,
+    ring,
+    work,
+    out,
+    x_scale,
+    w_scale,
+    CONSUMER: gl.constexpr,
+    CONSUMERS: gl.constexpr,
+    HIGH: gl.constexpr,
+    LOW: gl.constexpr,
+    BLOCK_K: gl.constexpr,
+    STAGES: gl.constexpr,
+    SWIGLU: gl.constexpr,
+    FP8: gl.constexpr,
+):
+    """A consumer: weight rows 64 * CONSUMER .. of every tile, against all its rows of x."""
+    w_smem, high_smem, low_smem, ready, empty = ring
+    num_items, x_tiles, num_splits, num_k, T, E = work
+    DEPTH: gl.constexpr = 256 // w_desc.dtype.primitive_bitwidth  # of one instruction, in k
+    OF_HIGH: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HIGH, DEPTH])
+    OF_LOW: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, max(16, LOW), DEPTH])
+    W: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, BLOCK_K], w_desc.dtype)
+    num_tiles = num_items // x_tiles // num_splits * CONSUMERS
+    slot = num_k * 0
+    phase = num_k * 0
+    for item in range(gl.program_id(0), num_items, gl.num_programs(0)):
+        accs = (gl.zeros([ROWS, HIGH], gl.float32, OF_HIGH),)
+        if LOW > 0:
+            accs = accs + (gl.zeros([ROWS, LOW], gl.float32, OF_LOW),)
+        before = num_k * 0  # not `slot`: the compiler would take it for one that does not change
+        for k in range(num_k):
+            mbarrier.wait(ready.index(slot), phase)
+            w = w_smem.index(slot * CONSUMERS + CONSUMER)
+            w = w._reinterpret(w_desc.dtype, [ROWS, BLOCK_K], W)
+            x = high_smem.index(slot).permute((1, 0))
+            sums = (warpgroup_mma(w, x, accs[0], is_async=True),)
+            if LOW > 0:
+                x = low_smem.index(slot).permute((1, 0))
+                sums = sums + (warpgroup_mma(w, x, accs[1], is_async=True),)
+            accs = wait_products(sums, len(sums))
+            # The block before is multiplied: the compiler has all warps meet before one says so.
+            mbarrier.arrive(empty.index(before), count=1, pred=k > 0)
+            before = slot
+            slot += 1
+            wrap = slot == STAGES
+            phase = gl.where(wrap, phase ^ 1, phase)
+            slot = gl.where(wrap, 0, slot)
+        accs = wait_products(accs, 0)
+        mbarrier.arrive(empty.index(before), count=1)
+        t, split, tile = _place(item, x_tiles, num_splits, HIGH + LOW)
+        tile = tile * CONSUMERS + CONSUMER
+        # SwiGLU has one item a CTA: nothing more arrives here, and nobody else reads these rows.
+        free = w_smem.index(CONSUMER)
+        _finish(accs[0], out, out_high, free, x_scale, w_scale, t, split, tile, num_tiles, T, E, SWIGLU, FP8)
+        if LOW > 0:
+            free = w_smem.index(CONSUMERS + CONSUMER)
+            _finish(accs[1], out, out_low, free, x_scale, w_scale, t + HIGH, split, tile, num_tiles, T, E, SWIGLU, FP8)
+    if SWIGLU:
+        tma.store_wait(0)
+
+
+@gluon.jit(do_not_specialize=["T", "num_items", "num_splits", "num_k"])
+def specialized_linear_kernel(
+    w_desc,
+    x_high,
+    x_low,
+    out_high,
+    out_low,
+    x_scale,
+    w_scale,
+    out,
+    T,
+    E,
+    num_items,
+    num_splits,
+    num_k,
+    CONSUMERS: gl.constexpr,
+    HIGH: gl.constexpr,
+    LOW: gl.constexpr,
+    BLOCK_K: gl.constexpr,
+    STAGES: gl.constexpr,
+    SWIGLU: gl.constexpr,
+    PDL: gl.constexpr,
+    FP8: gl.constexpr,
+):
+    """An item is a tile of 64 * CONSUMERS weight rows and HIGH + LOW rows of x over one split of k;
+    a CTA takes every num_programs-th."""
+    COLS: gl.constexpr = HIGH + LOW
+    STAGE_BYTES: gl.constexpr = (
+        (CONSUMERS * ROWS + COLS) * BLOCK_K * w_desc.dtype.primitive_bitwidth // 8
+    )
+    w_smem = gl.allocate_shared_memory(
+        w_desc.dtype, [STAGES * CONSUMERS] + w_desc.block_shape, w_desc.layout
+    )
+    high_smem = gl.allocate_shared_memory(x_high.dtype, [STAGES, HIGH, BLOCK_K], x_high.layout)
+    low_smem = high_smem
+    if LOW > 0:
+        low_smem = gl.allocate_shared_memory(x_low.dtype, [STAGES, LOW, BLOCK_K], x_low.layout)
+    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for s in gl.static_range(STAGES):
+        mbarrier.init(ready.index(s), count=1)
+        mbarrier.init(empty.index(s), count=CONSUMERS)
+    fence_async_shared()
+    prefetch_descriptor("specialized_linear_kernel", 1 + 2 * len(w_desc.block_shape))
+
+    # Of the first item, as many blocks as there are slots, before the warps part.
+    x_tiles = (T + COLS - 1) // COLS
+    _, split, tile = _place(gl.program_id(0), x_tiles, num_splits, COLS)
+    for s in gl.static_range(STAGES):
+        mbarrier.expect(ready.index(s), STAGE_BYTES, pred=s < num_k)
+    for s in gl.static_range(STAGES):
+        row = tile * (CONSUMERS * ROWS)
+        col = (split * num_k + s) * BLOCK_K
+        bar = ready.index(s)
+        load_weights(w_desc, row, col, bar, w_smem, s, s < num_k, CONSUMERS, ROWS)
+    ring = (w_smem, high_smem, low_smem, ready, empty)
+    work = (num_items, x_tiles, num_splits, num_k, T, E)
+    if CONSUMERS == 1:
+        gl.warp_specialize([(_multiply, (w_desc, out_high, out_low, ring, work, out, x_scale, w_scale, 0, CONSUMERS, HIGH, LOW, BLOCK_K, STAGES, SWIGLU, FP8)), (_load, (w_desc, x_high, x_low, ring, work, CONSUMERS, HIGH, LOW, BLOCK_K, STAGES, STAGE_BYTES, PDL))], [1], [24])
+    elif CONSUMERS == 2:
+        gl.warp_specialize([(_multiply, (w_desc, out_high, out_low, ring, work, out, x_scale, w_scale, 0, CONSUMERS, HIGH, LOW, BLOCK_K, STAGES, SWIGLU, FP8)), (_multiply, (w_desc, out_high, out_low, ring, work, out, x_scale, w_scale, 1, CONSUMERS, HIGH, LOW, BLOCK_K, STAGES, SWIGLU, FP8)), (_load, (w_desc, x_high, x_low, ring, work, CONSUMERS, HIGH, LOW, BLOCK_K, STAGES, STAGE_BYTES, PDL))], [4, 1], [232, 24])
+    else:
+        gl.warp_specialize([(_multiply, (w_desc, out_high, out_low, ring, work, out, x_scale, w_scale, 0, CONSUMERS, HIGH, LOW, BLOCK_K, STAGES, SWIGLU, FP8)), (_multiply, (w_desc, out_high, out_low, ring, work, out, x_scale, w_scale, 1, CONSUMERS, HIGH, LOW, BLOCK_K, STAGES, SWIGLU, FP8)), (_multiply, (w_desc, out_high, out_low, ring, work, out, x_scale, w_scale, 2, CONSUMERS, HIGH, LOW, BLOCK_K, STAGES, SWIGLU, FP8)), (_load, (w_desc, x_high, x_low, ring, work, CONSUMERS, HIGH, LOW, BLOCK_K, STAGES, STAGE_BYTES, PDL))], [4, 4, 1], [160, 160, 24])

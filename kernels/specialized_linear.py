@@ -46,6 +46,7 @@ from graphengine.kernels.wide_linear import (
     weight_descriptor,
 )
 
+LOADER_REGISTERS = gl.constexpr(24)
 ROWS = gl.constexpr(64)  # weight rows of a consumer: what one warpgroup multiplies at least
 MAX_CONSUMERS = 3  # with the loading warp 16 warps, of which a thread has 160 registers
 MAX_PART = 128  # rows of x of one product
@@ -61,6 +62,25 @@ def parts_of(cols: int) -> tuple[int, int]:
     if high < 16 or low > high or low & (low - 1) or 0 < low < 16:
         raise ValueError(f"cols {cols}: choose 16 to 256 as a sum of two powers of two, up to 128")
     return high, low
+
+
+def registers_of(config: SkinnyConfig, out: torch.Tensor, is_fp8: bool) -> tuple[int, int]:
+    """(registers of a thread at the launch, of a consumer's later).
+
+    As few as the sums leave: the compiler would take all that a multiprocessor has, and the kernels
+    in front and behind, which overlap with this one, would wait until it has gone.
+    """
+    if config.cols <= 64:
+        registers = 64
+    elif config.consumers < MAX_CONSUMERS or (config.cols <= MAX_PART and not is_fp8):
+        registers = 96
+    else:
+        registers = 112
+    if out.dtype == torch.int64:  # a head is long, and ranks its sums
+        registers = 128
+    num_warps = 4 * (config.consumers + 1)  # the compiler makes four of the one that loads
+    in_all = registers * num_warps - 4 * LOADER_REGISTERS.value
+    return registers, in_all // (4 * config.consumers) // 8 * 8
 
 
 def launch_specialized(
@@ -100,6 +120,7 @@ def launch_specialized(
         for part in (high, low or high)
     )
     num_items = cdiv(T, config.cols) * cdiv(E, outputs) * config.num_splits
+    maxnreg, registers = registers_of(config, out, scales is not None)
     num_sms = torch.cuda.get_device_properties(x_TD.device).multi_processor_count
     num_ctas = num_items if swiglu else min(num_items, num_sms)
     on_grid(specialized_linear_kernel, (num_ctas,))(
@@ -112,17 +133,22 @@ def launch_specialized(
         out,
         *(T, E, num_items, config.num_splits, num_k),
         CONSUMERS=config.consumers,
-        HIGH=high,
-        LOW=low,
-        BLOCK_K=config.block_k,
+        PARTS=2 if low else 1,
         STAGES=config.num_stages,
         SWIGLU=swiglu,
         PDL=config.pdl,
         FP8=scales is not None,
+        REGISTERS=registers,
+        maxnreg=maxnreg,
         num_warps=4,
         **({"launch_pdl": True} if config.pdl else {}),
     )
     return out
+
+
+@gluon.constexpr_function
+def _stage_bytes(w_desc, block_k, consumers, cols):
+    return (consumers * ROWS.value + cols) * block_k * w_desc.dtype.primitive_bitwidth // 8
 
 
 @gluon.jit
@@ -132,39 +158,32 @@ def _place(item, x_tiles, num_splits, COLS: gl.constexpr):
 
 
 @gluon.jit
-def _load_x(x_high, x_low, ring, bar, slot, t, col, live, HIGH: gl.constexpr, LOW: gl.constexpr):
+def _load_x(x_high, x_low, ring, bar, slot, t, col, live, PARTS: gl.constexpr):
     tma.async_copy_global_to_shared(x_high, [t, col], bar, ring[1].index(slot), live)
-    if LOW > 0:
-        tma.async_copy_global_to_shared(x_low, [t + HIGH, col], bar, ring[2].index(slot), live)
+    if PARTS == 2:
+        t += x_high.block_shape[0]
+        tma.async_copy_global_to_shared(x_low, [t, col], bar, ring[2].index(slot), live)
 
 
 @gluon.jit
 def _load(
-    w_desc,
-    x_high,
-    x_low,
-    ring,
-    work,
-    CONSUMERS: gl.constexpr,
-    HIGH: gl.constexpr,
-    LOW: gl.constexpr,
-    BLOCK_K: gl.constexpr,
-    STAGES: gl.constexpr,
-    STAGE_BYTES: gl.constexpr,
-    PDL: gl.constexpr,
+    w_desc, x_high, x_low, ring, work, CONSUMERS: gl.constexpr, PARTS: gl.constexpr, PDL: gl.constexpr
 ):
     """The loading warp: x of the blocks whose weights are on their way, then block after block."""
     w_smem, _, _, ready, empty = ring
+    STAGES: gl.constexpr = ready.shape[0]
+    COLS: gl.constexpr = ring[1].shape[1] + (ring[2].shape[1] if PARTS == 2 else 0)
+    BLOCK_K: gl.constexpr = x_high.block_shape[1]
     num_items, x_tiles, num_splits, num_k, T, E = work
     step = gl.num_programs(0)
     num_blocks = (num_items - gl.program_id(0) + step - 1) // step * num_k
     item = gl.program_id(0)
-    t, split, tile = _place(item, x_tiles, num_splits, HIGH + LOW)
+    t, split, tile = _place(item, x_tiles, num_splits, COLS)
     if PDL > 0:
         gdc_wait()
     for s in gl.static_range(STAGES):
         at = (split * num_k + s) * BLOCK_K
-        _load_x(x_high, x_low, ring, ready.index(s), s, t, at, s < num_k, HIGH, LOW)
+        _load_x(x_high, x_low, ring, ready.index(s), s, t, at, s < num_k, PARTS)
     if PDL == 2:
         gdc_launch_dependents()
     k = gl.minimum(num_k, STAGES)
@@ -174,14 +193,14 @@ def _load(
         if k == num_k:
             k = num_k * 0
             item += step
-            t, split, tile = _place(item, x_tiles, num_splits, HIGH + LOW)
+            t, split, tile = _place(item, x_tiles, num_splits, COLS)
         mbarrier.wait(empty.index(slot), phase)
         bar = ready.index(slot)
-        mbarrier.expect(bar, STAGE_BYTES)
+        mbarrier.expect(bar, _stage_bytes(w_desc, BLOCK_K, CONSUMERS, COLS))
         at = (split * num_k + k) * BLOCK_K
         row = tile * (CONSUMERS * ROWS)
         load_weights(w_desc, row, at, bar, w_smem, slot, True, CONSUMERS, ROWS)
-        _load_x(x_high, x_low, ring, bar, slot, t, at, True, HIGH, LOW)
+        _load_x(x_high, x_low, ring, bar, slot, t, at, True, PARTS)
         k += 1
         slot += 1
         wrap = slot == STAGES
@@ -199,16 +218,12 @@ def _finish(
     free,
     x_scale,
     w_scale,
-    t,
-    split,
-    tile,
-    num_tiles,
-    T,
-    E,
+    place,
     SWIGLU: gl.constexpr,
     FP8: gl.constexpr,
 ):
     """What becomes of a consumer's sums [64, rows of a part of x]; `tile` is of 64 weight rows."""
+    t, split, tile, num_tiles, T, E = place
     ARGMAX: gl.constexpr = out.dtype.element_ty == gl.int64
     OUTPUTS: gl.constexpr = ROWS // 2 if SWIGLU else ROWS
     SUMS: gl.constexpr = acc.type.layout
@@ -233,7 +248,6 @@ def _finish(
 
 @gluon.jit
 def _multiply(
-    w_desc,
     out_high,
     out_low,
     ring,
@@ -243,35 +257,37 @@ def _multiply(
     w_scale,
     CONSUMER: gl.constexpr,
     CONSUMERS: gl.constexpr,
-    HIGH: gl.constexpr,
-    LOW: gl.constexpr,
-    BLOCK_K: gl.constexpr,
-    STAGES: gl.constexpr,
+    PARTS: gl.constexpr,
     SWIGLU: gl.constexpr,
     FP8: gl.constexpr,
 ):
     """A consumer: weight rows 64 * CONSUMER .. of every tile, against all its rows of x."""
     w_smem, high_smem, low_smem, ready, empty = ring
     num_items, x_tiles, num_splits, num_k, T, E = work
-    DEPTH: gl.constexpr = 256 // w_desc.dtype.primitive_bitwidth  # of one instruction, in k
+    STAGES: gl.constexpr = ready.shape[0]
+    HIGH: gl.constexpr = high_smem.shape[1]
+    LOW: gl.constexpr = low_smem.shape[1]
+    COLS: gl.constexpr = HIGH + LOW if PARTS == 2 else HIGH
+    DEPTH: gl.constexpr = 256 // w_smem.dtype.primitive_bitwidth  # of one instruction, in k
     OF_HIGH: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HIGH, DEPTH])
-    OF_LOW: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, max(16, LOW), DEPTH])
-    W: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, BLOCK_K], w_desc.dtype)
+    OF_LOW: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, LOW, DEPTH])
+    BLOCK: gl.constexpr = [ROWS, high_smem.shape[2]]
+    W: gl.constexpr = gl.NVMMASharedLayout.get_default_for(BLOCK, w_smem.dtype)
     num_tiles = num_items // x_tiles // num_splits * CONSUMERS
     slot = num_k * 0
     phase = num_k * 0
     for item in range(gl.program_id(0), num_items, gl.num_programs(0)):
         accs = (gl.zeros([ROWS, HIGH], gl.float32, OF_HIGH),)
-        if LOW > 0:
+        if PARTS == 2:
             accs = accs + (gl.zeros([ROWS, LOW], gl.float32, OF_LOW),)
         before = num_k * 0  # not `slot`: the compiler would take it for one that does not change
         for k in range(num_k):
             mbarrier.wait(ready.index(slot), phase)
             w = w_smem.index(slot * CONSUMERS + CONSUMER)
-            w = w._reinterpret(w_desc.dtype, [ROWS, BLOCK_K], W)
+            w = w._reinterpret(w_smem.dtype, BLOCK, W)
             x = high_smem.index(slot).permute((1, 0))
             sums = (warpgroup_mma(w, x, accs[0], is_async=True),)
-            if LOW > 0:
+            if PARTS == 2:
                 x = low_smem.index(slot).permute((1, 0))
                 sums = sums + (warpgroup_mma(w, x, accs[1], is_async=True),)
             accs = wait_products(sums, len(sums))
@@ -284,14 +300,15 @@ def _multiply(
             slot = gl.where(wrap, 0, slot)
         accs = wait_products(accs, 0)
         mbarrier.arrive(empty.index(before), count=1)
-        t, split, tile = _place(item, x_tiles, num_splits, HIGH + LOW)
-        tile = tile * CONSUMERS + CONSUMER
+        t, split, tile = _place(item, x_tiles, num_splits, COLS)
+        place = (t, split, tile * CONSUMERS + CONSUMER, num_tiles, T, E)
         # SwiGLU has one item a CTA: nothing more arrives here, and nobody else reads these rows.
         free = w_smem.index(CONSUMER)
-        _finish(accs[0], out, out_high, free, x_scale, w_scale, t, split, tile, num_tiles, T, E, SWIGLU, FP8)
-        if LOW > 0:
+        _finish(accs[0], out, out_high, free, x_scale, w_scale, place, SWIGLU, FP8)
+        if PARTS == 2:
+            place = (t + HIGH, split, tile * CONSUMERS + CONSUMER, num_tiles, T, E)
             free = w_smem.index(CONSUMERS + CONSUMER)
-            _finish(accs[1], out, out_low, free, x_scale, w_scale, t + HIGH, split, tile, num_tiles, T, E, SWIGLU, FP8)
+            _finish(accs[1], out, out_low, free, x_scale, w_scale, place, SWIGLU, FP8)
     if SWIGLU:
         tma.store_wait(0)
 
@@ -312,27 +329,29 @@ def specialized_linear_kernel(
     num_splits,
     num_k,
     CONSUMERS: gl.constexpr,
-    HIGH: gl.constexpr,
-    LOW: gl.constexpr,
-    BLOCK_K: gl.constexpr,
+    PARTS: gl.constexpr,
     STAGES: gl.constexpr,
     SWIGLU: gl.constexpr,
     PDL: gl.constexpr,
     FP8: gl.constexpr,
+    REGISTERS: gl.constexpr,
 ):
     """An item is a tile of 64 * CONSUMERS weight rows and HIGH + LOW rows of x over one split of k;
     a CTA takes every num_programs-th."""
-    COLS: gl.constexpr = HIGH + LOW
-    STAGE_BYTES: gl.constexpr = (
-        (CONSUMERS * ROWS + COLS) * BLOCK_K * w_desc.dtype.primitive_bitwidth // 8
-    )
+    BLOCK_K: gl.constexpr = x_high.block_shape[1]
+    COLS: gl.constexpr = x_high.block_shape[0] + (x_low.block_shape[0] if PARTS == 2 else 0)
+    STAGE_BYTES: gl.constexpr = _stage_bytes(w_desc, BLOCK_K, CONSUMERS, COLS)
     w_smem = gl.allocate_shared_memory(
         w_desc.dtype, [STAGES * CONSUMERS] + w_desc.block_shape, w_desc.layout
     )
-    high_smem = gl.allocate_shared_memory(x_high.dtype, [STAGES, HIGH, BLOCK_K], x_high.layout)
+    high_smem = gl.allocate_shared_memory(
+        x_high.dtype, [STAGES] + x_high.block_shape, x_high.layout
+    )
     low_smem = high_smem
-    if LOW > 0:
-        low_smem = gl.allocate_shared_memory(x_low.dtype, [STAGES, LOW, BLOCK_K], x_low.layout)
+    if PARTS == 2:
+        low_smem = gl.allocate_shared_memory(
+            x_low.dtype, [STAGES] + x_low.block_shape, x_low.layout
+        )
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for s in gl.static_range(STAGES):
@@ -353,9 +372,10 @@ def specialized_linear_kernel(
         load_weights(w_desc, row, col, bar, w_smem, s, s < num_k, CONSUMERS, ROWS)
     ring = (w_smem, high_smem, low_smem, ready, empty)
     work = (num_items, x_tiles, num_splits, num_k, T, E)
+    # A tuple that has a name loses what is constexpr in it.
     if CONSUMERS == 1:
-        gl.warp_specialize([(_multiply, (w_desc, out_high, out_low, ring, work, out, x_scale, w_scale, 0, CONSUMERS, HIGH, LOW, BLOCK_K, STAGES, SWIGLU, FP8)), (_load, (w_desc, x_high, x_low, ring, work, CONSUMERS, HIGH, LOW, BLOCK_K, STAGES, STAGE_BYTES, PDL))], [1], [24])
+        gl.warp_specialize([(_multiply, (out_high, out_low, ring, work, out, x_scale, w_scale, 0, CONSUMERS, PARTS, SWIGLU, FP8)), (_load, (w_desc, x_high, x_low, ring, work, CONSUMERS, PARTS, PDL))], [1], [LOADER_REGISTERS])
     elif CONSUMERS == 2:
-        gl.warp_specialize([(_multiply, (w_desc, out_high, out_low, ring, work, out, x_scale, w_scale, 0, CONSUMERS, HIGH, LOW, BLOCK_K, STAGES, SWIGLU, FP8)), (_multiply, (w_desc, out_high, out_low, ring, work, out, x_scale, w_scale, 1, CONSUMERS, HIGH, LOW, BLOCK_K, STAGES, SWIGLU, FP8)), (_load, (w_desc, x_high, x_low, ring, work, CONSUMERS, HIGH, LOW, BLOCK_K, STAGES, STAGE_BYTES, PDL))], [4, 1], [232, 24])
+        gl.warp_specialize([(_multiply, (out_high, out_low, ring, work, out, x_scale, w_scale, 0, CONSUMERS, PARTS, SWIGLU, FP8)), (_multiply, (out_high, out_low, ring, work, out, x_scale, w_scale, 1, CONSUMERS, PARTS, SWIGLU, FP8)), (_load, (w_desc, x_high, x_low, ring, work, CONSUMERS, PARTS, PDL))], [4, 1], [REGISTERS, LOADER_REGISTERS])
     else:
-        gl.warp_specialize([(_multiply, (w_desc, out_high, out_low, ring, work, out, x_scale, w_scale, 0, CONSUMERS, HIGH, LOW, BLOCK_K, STAGES, SWIGLU, FP8)), (_multiply, (w_desc, out_high, out_low, ring, work, out, x_scale, w_scale, 1, CONSUMERS, HIGH, LOW, BLOCK_K, STAGES, SWIGLU, FP8)), (_multiply, (w_desc, out_high, out_low, ring, work, out, x_scale, w_scale, 2, CONSUMERS, HIGH, LOW, BLOCK_K, STAGES, SWIGLU, FP8)), (_load, (w_desc, x_high, x_low, ring, work, CONSUMERS, HIGH, LOW, BLOCK_K, STAGES, STAGE_BYTES, PDL))], [4, 4, 1], [160, 160, 24])
+        gl.warp_specialize([(_multiply, (out_high, out_low, ring, work, out, x_scale, w_scale, 0, CONSUMERS, PARTS, SWIGLU, FP8)), (_multiply, (out_high, out_low, ring, work, out, x_scale, w_scale, 1, CONSUMERS, PARTS, SWIGLU, FP8)), (_multiply, (out_high, out_low, ring, work, out, x_scale, w_scale, 2, CONSUMERS, PARTS, SWIGLU, FP8)), (_load, (w_desc, x_high, x_low, ring, work, CONSUMERS, PARTS, PDL))], [4, 4, 1], [REGISTERS, REGISTERS, LOADER_REGISTERS])

@@ -15,8 +15,8 @@ from graphengine.config import EngineConfig
 from graphengine.engine import DecodeLoop
 from graphengine.sampling import GREEDY, Sampling
 
-# Our GEMMs for up to 16, 32, 64 and, of some shapes, 128, 192 and 256 rows are kernels of their own;
-# what reads their partial sums is another kernel than what reads cuBLAS's output above that.
+# Our GEMMs for up to 16, 32, 64 and, of some shapes, 128, 192 and 256 rows are kernels of their
+# own; what reads their partial sums is another kernel than what reads cuBLAS's output above that.
 PROMPT_LENGTHS = (1, 17, 33, 65, 129, 193, 257)
 _DRAWN = Sampling(temperature=1.0, top_p=0.9, top_k=10, seed=0)
 

@@ -11,7 +11,7 @@ from typing import NamedTuple
 MIN_COLS = 16  # activation rows are padded to this: the least that a tensor-core dot takes
 MAX_T = 256
 NARROW_T = 128  # above it a tile is one of wide_linear.py, which has `cols`
-MIDDLE_T = 192  # up to it a tile may be one of specialized_linear.py
+MIDDLE_T = 192  # above it no tile is one of specialized_linear.py
 SKINNY_T = 64  # above it cuBLAS streams most weights as well: only what is in the table is ours
 DEFAULT_SMS = 132  # of the table and the default rule; the grid asks the device
 MAX_SPLITS = 8  # Inductor unrolls a sum over fewer than 8; more partials cost more than they give
@@ -35,24 +35,25 @@ class SkinnyConfig(NamedTuple):
 
 # (E, D, bytes of a weight, T rounded up to 16 .. 256 or 192) -> config. Filled by
 # tools/tune_skinny.py; (19456, 2560, 1, 256) is its second, whose first was a tile that is gone.
-# A layer of 4B in bf16 at 256 rows was judged in the engine (2026-11-22-h200-gemm-in-engine.json).
+# Judged in the engine: 4B in bf16 at 256 rows (2026-11-22-h200-gemm-in-engine.json), and what has
+# consumers (-specialized.json), which alone is faster in most shapes of 16 and 128 rows too.
 TUNED: dict[tuple[int, int, int, int], SkinnyConfig] = {
-    (6144, 4096, 2, 16): SkinnyConfig(192, 64, 8, 4, 1, 4, 2, 1, 16, 3),
-    (4096, 4096, 2, 16): SkinnyConfig(64, 128, 11, 2, 1, 4, 2, 1, 16, 1),
+    (6144, 4096, 2, 16): SkinnyConfig(64, 256, 5, 4, 1, 4, 2, 1),
+    (4096, 4096, 2, 16): SkinnyConfig(64, 256, 5, 2, 1, 4, 2, 1),
     (24576, 4096, 2, 16): SkinnyConfig(192, 128, 4, 1, 1, 4, 2, 1, 16, 3),
-    (4096, 12288, 2, 16): SkinnyConfig(64, 128, 11, 2, 1, 4, 2, 1, 16, 1),
+    (4096, 12288, 2, 16): SkinnyConfig(64, 256, 5, 2, 1, 4, 1, 1),
     (4096, 20480, 2, 16): SkinnyConfig(64, 256, 5, 2, 1, 4, 1, 1),
-    (151936, 4096, 2, 16): SkinnyConfig(64, 128, 11, 1, 1, 4, 1, 1, 16, 1),
+    (151936, 4096, 2, 16): SkinnyConfig(64, 128, 3, 1, 3, 4, 1, 1),
     (6144, 4096, 1, 16): SkinnyConfig(64, 128, 4, 4, 3, 4, 2, 1),
     (4096, 4096, 1, 16): SkinnyConfig(64, 256, 2, 4, 2, 4, 2, 1),
     (24576, 4096, 1, 16): SkinnyConfig(64, 256, 2, 1, 2, 4, 2, 1),
     (4096, 12288, 1, 16): SkinnyConfig(64, 256, 4, 4, 2, 4, 2, 1),
     (4096, 20480, 1, 16): SkinnyConfig(64, 256, 8, 4, 1, 4, 1, 1),
     (151936, 4096, 1, 16): SkinnyConfig(64, 256, 2, 1, 4, 4, 1, 1),
-    (6144, 2560, 2, 16): SkinnyConfig(192, 64, 8, 4, 1, 4, 2, 1, 16, 3),
+    (6144, 2560, 2, 16): SkinnyConfig(64, 256, 2, 5, 2, 4, 2, 1),
     (2560, 4096, 2, 16): SkinnyConfig(192, 64, 8, 7, 1, 4, 2, 1, 16, 3),
     (19456, 2560, 2, 16): SkinnyConfig(192, 128, 4, 1, 1, 4, 2, 1, 16, 3),
-    (2560, 9728, 2, 16): SkinnyConfig(128, 64, 12, 6, 1, 4, 2, 1, 16, 2),
+    (2560, 9728, 2, 16): SkinnyConfig(64, 256, 5, 3, 1, 4, 2, 1),
     (2560, 12800, 2, 16): SkinnyConfig(64, 128, 10, 3, 1, 4, 1, 1),
     (151936, 2560, 2, 16): SkinnyConfig(64, 128, 11, 1, 1, 4, 1, 1, 16, 1),
     (6144, 2560, 1, 16): SkinnyConfig(64, 256, 3, 2, 2, 4, 1, 1),
@@ -61,11 +62,11 @@ TUNED: dict[tuple[int, int, int, int], SkinnyConfig] = {
     (2560, 9728, 1, 16): SkinnyConfig(64, 256, 4, 5, 2, 4, 1, 1),
     (2560, 12800, 1, 16): SkinnyConfig(64, 128, 6, 6, 2, 4, 1, 1),
     (151936, 2560, 1, 16): SkinnyConfig(64, 256, 2, 1, 4, 4, 1, 1),
-    (6144, 4096, 2, 128): SkinnyConfig(64, 64, 8, 1, 1, 4, 2, 1, 128, 1),
-    (4096, 4096, 2, 128): SkinnyConfig(64, 64, 8, 2, 1, 4, 2, 1, 128, 1),
+    (6144, 4096, 2, 128): SkinnyConfig(128, 64, 6, 2, 1, 8, 1, 1, 128),
+    (4096, 4096, 2, 128): SkinnyConfig(64, 128, 4, 2, 1, 4, 2, 1),
     (24576, 4096, 2, 128): SkinnyConfig(192, 64, 5, 1, 1, 4, 1, 1, 128),
-    (4096, 12288, 2, 128): SkinnyConfig(64, 64, 8, 2, 1, 4, 2, 1, 128, 1),
-    (4096, 20480, 2, 128): SkinnyConfig(64, 64, 8, 2, 1, 4, 1, 1, 128, 1),
+    (4096, 12288, 2, 128): SkinnyConfig(64, 128, 4, 2, 1, 4, 2, 1),
+    (4096, 20480, 2, 128): SkinnyConfig(128, 64, 6, 4, 1, 8, 1, 1, 128),
     (151936, 4096, 2, 128): SkinnyConfig(192, 64, 5, 1, 1, 4, 1, 1, 128),
     (6144, 4096, 1, 128): SkinnyConfig(64, 128, 8, 1, 1, 4, 1, 1, 128, 1),
     (4096, 4096, 1, 128): SkinnyConfig(64, 128, 8, 2, 1, 4, 1, 1, 128, 1),
@@ -73,11 +74,11 @@ TUNED: dict[tuple[int, int, int, int], SkinnyConfig] = {
     (4096, 12288, 1, 128): SkinnyConfig(64, 128, 8, 2, 1, 4, 1, 1, 128, 1),
     (4096, 20480, 1, 128): SkinnyConfig(64, 128, 8, 2, 1, 4, 1, 1, 128, 1),
     (151936, 4096, 1, 128): SkinnyConfig(192, 64, 5, 1, 1, 4, 1, 1, 128),
-    (6144, 2560, 2, 128): SkinnyConfig(64, 64, 8, 1, 1, 4, 2, 1, 128, 1),
-    (2560, 4096, 2, 128): SkinnyConfig(64, 64, 8, 3, 1, 4, 2, 1, 128, 1),
+    (6144, 2560, 2, 128): SkinnyConfig(64, 128, 4, 1, 1, 4, 2, 1),
+    (2560, 4096, 2, 128): SkinnyConfig(64, 128, 4, 3, 1, 4, 1, 1),
     (19456, 2560, 2, 128): SkinnyConfig(192, 64, 5, 1, 1, 4, 1, 1, 128),
-    (2560, 9728, 2, 128): SkinnyConfig(64, 64, 8, 3, 1, 4, 2, 1, 128, 1),
-    (2560, 12800, 2, 128): SkinnyConfig(64, 64, 8, 3, 1, 4, 1, 1, 128, 1),
+    (2560, 9728, 2, 128): SkinnyConfig(64, 128, 4, 3, 1, 4, 2, 1),
+    (2560, 12800, 2, 128): SkinnyConfig(64, 128, 4, 3, 1, 4, 1, 1),
     (151936, 2560, 2, 128): SkinnyConfig(192, 64, 5, 1, 1, 4, 1, 1, 128),
     (2560, 12800, 1, 128): SkinnyConfig(64, 128, 8, 3, 1, 4, 1, 1, 128, 1),
     (151936, 2560, 1, 128): SkinnyConfig(192, 64, 5, 1, 1, 4, 1, 1, 128),
@@ -85,28 +86,6 @@ TUNED: dict[tuple[int, int, int, int], SkinnyConfig] = {
     (2560, 4096, 1, 128): SkinnyConfig(64, 128, 8, 3, 1, 4, 1, 1, 128, 1),
     (19456, 2560, 1, 128): SkinnyConfig(64, 128, 3, 1, 1, 4, 1, 1, 128),
     (2560, 9728, 1, 128): SkinnyConfig(64, 128, 8, 3, 1, 4, 1, 1, 128, 1),
-    (6144, 4096, 2, 256): SkinnyConfig(192, 64, 5, 2, 1, 4, 2, 1, 128),
-    (4096, 4096, 2, 256): SkinnyConfig(64, 64, 5, 2, 1, 4, 2, 1, 256),
-    (24576, 4096, 2, 256): SkinnyConfig(192, 64, 4, 1, 1, 8, 1, 1, 256),
-    (4096, 12288, 2, 256): SkinnyConfig(64, 64, 5, 2, 1, 4, 2, 1, 256),
-    (4096, 20480, 2, 256): SkinnyConfig(64, 64, 5, 2, 1, 4, 1, 1, 256),
-    (151936, 4096, 2, 256): SkinnyConfig(192, 64, 4, 1, 1, 8, 1, 1, 256),
-    (6144, 4096, 1, 256): SkinnyConfig(64, 128, 5, 1, 1, 4, 1, 1, 256),
-    (4096, 4096, 1, 256): SkinnyConfig(64, 128, 5, 2, 1, 4, 1, 1, 256),
-    (24576, 4096, 1, 256): SkinnyConfig(192, 128, 4, 1, 1, 8, 1, 1, 256),
-    (4096, 12288, 1, 256): SkinnyConfig(64, 128, 5, 2, 1, 4, 1, 1, 256),
-    (4096, 20480, 1, 256): SkinnyConfig(64, 128, 5, 2, 1, 4, 1, 1, 256),
-    (151936, 4096, 1, 256): SkinnyConfig(128, 128, 4, 1, 1, 8, 1, 1, 256),
-    (151936, 2560, 2, 256): SkinnyConfig(128, 64, 4, 1, 1, 8, 1, 1, 256),
-    (2560, 4096, 2, 256): SkinnyConfig(64, 64, 5, 3, 1, 4, 2, 1, 256),
-    (19456, 2560, 2, 256): SkinnyConfig(192, 64, 4, 1, 1, 8, 1, 1, 256),
-    (2560, 9728, 2, 256): SkinnyConfig(64, 64, 5, 3, 1, 4, 2, 1, 256),
-    (2560, 12800, 2, 256): SkinnyConfig(64, 64, 5, 3, 1, 4, 1, 1, 256),
-    (2560, 12800, 1, 256): SkinnyConfig(64, 128, 5, 3, 1, 4, 1, 1, 256),
-    (151936, 2560, 1, 256): SkinnyConfig(192, 64, 5, 1, 1, 4, 1, 1, 128),
-    (2560, 4096, 1, 256): SkinnyConfig(64, 128, 5, 3, 1, 4, 1, 1, 256),
-    (19456, 2560, 1, 256): SkinnyConfig(192, 128, 4, 1, 1, 8, 1, 1, 256),
-    (2560, 9728, 1, 256): SkinnyConfig(64, 128, 5, 3, 1, 4, 1, 1, 256),
     (6144, 4096, 2, 192): SkinnyConfig(64, 64, 6, 1, 1, 4, 1, 1, 192, 1),
     (4096, 4096, 2, 192): SkinnyConfig(64, 64, 6, 2, 1, 4, 1, 1, 192, 1),
     (4096, 12288, 2, 192): SkinnyConfig(64, 64, 6, 2, 1, 4, 1, 1, 192, 1),
@@ -131,12 +110,39 @@ TUNED: dict[tuple[int, int, int, int], SkinnyConfig] = {
     (2560, 12800, 1, 192): SkinnyConfig(64, 128, 6, 3, 1, 4, 1, 1, 192, 1),
     (19456, 2560, 1, 192): SkinnyConfig(192, 128, 4, 1, 1, 4, 1, 1, 192, 3),
     (151936, 2560, 1, 192): SkinnyConfig(128, 128, 5, 1, 1, 4, 1, 1, 192, 2),
+    (6144, 4096, 2, 256): SkinnyConfig(192, 64, 5, 2, 1, 4, 2, 1, 128),
+    (4096, 4096, 2, 256): SkinnyConfig(64, 64, 5, 2, 1, 4, 2, 1, 256),
+    (24576, 4096, 2, 256): SkinnyConfig(192, 64, 4, 1, 1, 8, 1, 1, 256),
+    (4096, 12288, 2, 256): SkinnyConfig(64, 64, 5, 2, 1, 4, 2, 1, 256),
+    (4096, 20480, 2, 256): SkinnyConfig(64, 64, 5, 2, 1, 4, 1, 1, 256),
+    (151936, 4096, 2, 256): SkinnyConfig(192, 64, 4, 1, 1, 8, 1, 1, 256),
+    (6144, 4096, 1, 256): SkinnyConfig(64, 128, 5, 1, 1, 4, 1, 1, 256),
+    (4096, 4096, 1, 256): SkinnyConfig(64, 128, 5, 2, 1, 4, 1, 1, 256),
+    (24576, 4096, 1, 256): SkinnyConfig(192, 128, 4, 1, 1, 8, 1, 1, 256),
+    (4096, 12288, 1, 256): SkinnyConfig(64, 128, 5, 2, 1, 4, 1, 1, 256),
+    (4096, 20480, 1, 256): SkinnyConfig(64, 128, 5, 2, 1, 4, 1, 1, 256),
+    (151936, 4096, 1, 256): SkinnyConfig(128, 128, 4, 1, 1, 8, 1, 1, 256),
+    (151936, 2560, 2, 256): SkinnyConfig(128, 64, 4, 1, 1, 8, 1, 1, 256),
+    (2560, 4096, 2, 256): SkinnyConfig(64, 64, 5, 3, 1, 4, 2, 1, 256),
+    (19456, 2560, 2, 256): SkinnyConfig(192, 64, 4, 1, 1, 8, 1, 1, 256),
+    (2560, 9728, 2, 256): SkinnyConfig(64, 64, 5, 3, 1, 4, 2, 1, 256),
+    (2560, 12800, 2, 256): SkinnyConfig(64, 64, 5, 3, 1, 4, 1, 1, 256),
+    (2560, 12800, 1, 256): SkinnyConfig(64, 128, 5, 3, 1, 4, 1, 1, 256),
+    (151936, 2560, 1, 256): SkinnyConfig(192, 64, 5, 1, 1, 4, 1, 1, 128),
+    (2560, 4096, 1, 256): SkinnyConfig(64, 128, 5, 3, 1, 4, 1, 1, 256),
+    (19456, 2560, 1, 256): SkinnyConfig(192, 128, 4, 1, 1, 8, 1, 1, 256),
+    (2560, 9728, 1, 256): SkinnyConfig(64, 128, 5, 3, 1, 4, 1, 1, 256),
 }
 
 
 def num_columns(T: int) -> int:
     """T rounded up to the tile: a power of two, at least MIN_COLS."""
     return max(MIN_COLS, 1 << (T - 1).bit_length())
+
+
+def table_rows(T: int) -> int:
+    """T rounded up as in TUNED: a tile of x may have 192 rows."""
+    return MIDDLE_T if NARROW_T < T <= MIDDLE_T else num_columns(T)
 
 
 def choose_config(
@@ -150,9 +156,8 @@ def choose_config(
     """
     if not 1 <= T <= MAX_T:
         return None
-    tuned = TUNED.get((E, D, weight_bytes, num_columns(T)))
-    if NARROW_T < T <= MIDDLE_T:
-        tuned = TUNED.get((E, D, weight_bytes, MIDDLE_T), tuned)
+    shape = (E, D, weight_bytes)
+    tuned = TUNED.get((*shape, table_rows(T))) or TUNED.get((*shape, num_columns(T)))
     if tuned is None and T <= SKINNY_T:
         return rule_config(T, E, D, weight_bytes, swiglu)
     return tuned

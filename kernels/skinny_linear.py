@@ -24,10 +24,11 @@ H200 at T = 16, as a layer with its norms and PDL (floor 86.5 us): 100.9 us, cuB
 lm_head 147.5 (139.5): profiles/results/2026-11-21-h200-skinny-fp8.json.
 
 Where a config has `cols`, the kernel is wide_linear.py's, for 65 to 256 rows, or, with `consumers`,
-specialized_linear.py's, for up to 192. Else there are two, in skinny_kernels.py: `skinny_tma_kernel` (Gluon, Hopper: TMA into a ring of stages,
-wgmma) and `skinny_pointer_kernel` (plain Triton, unquantised: other GPUs, odd D, fp32, the
-interpreter). FP8 elsewhere runs in torch. Their sizes are chosen in skinny_config.py. A head whose
-logits are wanted for their argmax alone ends otherwise: head_argmax.py.
+specialized_linear.py's, for up to 192. Else there are two, in skinny_kernels.py:
+`skinny_tma_kernel` (Gluon, Hopper: TMA into a ring of stages, wgmma) and `skinny_pointer_kernel`
+(plain Triton, unquantised: other GPUs, odd D, fp32, the interpreter). FP8 elsewhere runs in torch.
+Their sizes are chosen in skinny_config.py. A head whose logits are wanted for their argmax alone
+ends otherwise: head_argmax.py.
 
 Legend: T rows (decode: requests * block), D inputs, E outputs, I MLP width, J = 2 * I, Z splits.
 """

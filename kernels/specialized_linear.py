@@ -19,6 +19,7 @@ Cost: as wide_linear.py's.
 # Gluon is not typed for a type checker.
 # pyright: reportArgumentType=false, reportAssignmentType=false, reportCallIssue=false
 # pyright: reportGeneralTypeIssues=false, reportIndexIssue=false, reportOperatorIssue=false
+# pyright: reportAttributeAccessIssue=false
 
 import torch
 from triton.experimental import gluon
@@ -46,10 +47,10 @@ from graphengine.kernels.wide_linear import (
     weight_descriptor,
 )
 
-LOADER_REGISTERS = gl.constexpr(24)
 ROWS = gl.constexpr(64)  # weight rows of a consumer: what one warpgroup multiplies at least
-MAX_CONSUMERS = 3  # with the loading warp 16 warps, of which a thread has 160 registers
+MAX_CONSUMERS = 3
 MAX_PART = 128  # rows of x of one product
+LOADER_REGISTERS = gl.constexpr(24)
 
 
 def parts_of(cols: int) -> tuple[int, int]:
@@ -135,20 +136,13 @@ def launch_specialized(
         CONSUMERS=config.consumers,
         PARTS=2 if low else 1,
         STAGES=config.num_stages,
-        SWIGLU=swiglu,
         PDL=config.pdl,
-        FP8=scales is not None,
         REGISTERS=registers,
         maxnreg=maxnreg,
         num_warps=4,
         **({"launch_pdl": True} if config.pdl else {}),
     )
     return out
-
-
-@gluon.constexpr_function
-def _stage_bytes(w_desc, block_k, consumers, cols):
-    return (consumers * ROWS.value + cols) * block_k * w_desc.dtype.primitive_bitwidth // 8
 
 
 @gluon.jit
@@ -158,23 +152,26 @@ def _place(item, x_tiles, num_splits, COLS: gl.constexpr):
 
 
 @gluon.jit
-def _load_x(x_high, x_low, ring, bar, slot, t, col, live, PARTS: gl.constexpr):
-    tma.async_copy_global_to_shared(x_high, [t, col], bar, ring[1].index(slot), live)
-    if PARTS == 2:
-        t += x_high.block_shape[0]
-        tma.async_copy_global_to_shared(x_low, [t, col], bar, ring[2].index(slot), live)
+def _load_x(descs, ring, slot, t, col, live):
+    bar = ring[0].index(slot)
+    tma.async_copy_global_to_shared(descs[1], [t, col], bar, ring[3].index(slot), live)
+    if len(ring) == 5:
+        t += descs[1].block_shape[0]
+        tma.async_copy_global_to_shared(descs[2], [t, col], bar, ring[4].index(slot), live)
 
 
 @gluon.jit
-def _load(
-    w_desc, x_high, x_low, ring, work, CONSUMERS: gl.constexpr, PARTS: gl.constexpr, PDL: gl.constexpr
-):
-    """The loading warp: x of the blocks whose weights are on their way, then block after block."""
-    w_smem, _, _, ready, empty = ring
+def _load(descs, ring, work, STAGE_BYTES: gl.constexpr, COLS: gl.constexpr, PDL: gl.constexpr):
+    """The loading warp: x of the blocks whose weights are on their way, then block after block.
+
+    A ring is (ready, empty, weights, x's high part) and, where there is one, x's low part.
+    """
+    ready = ring[0]
+    empty = ring[1]
+    num_items, x_tiles, num_splits, num_k, _, _ = work
     STAGES: gl.constexpr = ready.shape[0]
-    COLS: gl.constexpr = ring[1].shape[1] + (ring[2].shape[1] if PARTS == 2 else 0)
-    BLOCK_K: gl.constexpr = x_high.block_shape[1]
-    num_items, x_tiles, num_splits, num_k, T, E = work
+    CONSUMERS: gl.constexpr = ring[2].shape[0] // STAGES
+    BLOCK_K: gl.constexpr = descs[1].block_shape[1]
     step = gl.num_programs(0)
     num_blocks = (num_items - gl.program_id(0) + step - 1) // step * num_k
     item = gl.program_id(0)
@@ -183,7 +180,7 @@ def _load(
         gdc_wait()
     for s in gl.static_range(STAGES):
         at = (split * num_k + s) * BLOCK_K
-        _load_x(x_high, x_low, ring, ready.index(s), s, t, at, s < num_k, PARTS)
+        _load_x(descs, ring, s, t, at, s < num_k)
     if PDL == 2:
         gdc_launch_dependents()
     k = gl.minimum(num_k, STAGES)
@@ -196,11 +193,11 @@ def _load(
             t, split, tile = _place(item, x_tiles, num_splits, COLS)
         mbarrier.wait(empty.index(slot), phase)
         bar = ready.index(slot)
-        mbarrier.expect(bar, _stage_bytes(w_desc, BLOCK_K, CONSUMERS, COLS))
+        mbarrier.expect(bar, STAGE_BYTES)
         at = (split * num_k + k) * BLOCK_K
         row = tile * (CONSUMERS * ROWS)
-        load_weights(w_desc, row, at, bar, w_smem, slot, True, CONSUMERS, ROWS)
-        _load_x(x_high, x_low, ring, bar, slot, t, at, True, PARTS)
+        load_weights(descs[0], row, at, bar, ring[2], slot, True, CONSUMERS, ROWS)
+        _load_x(descs, ring, slot, t, at, True)
         k += 1
         slot += 1
         wrap = slot == STAGES
@@ -211,18 +208,9 @@ def _load(
 
 
 @gluon.jit
-def _finish(
-    acc,
-    out,
-    out_desc,
-    free,
-    x_scale,
-    w_scale,
-    place,
-    SWIGLU: gl.constexpr,
-    FP8: gl.constexpr,
-):
+def _finish(acc, io, out_desc, free, place, SWIGLU: gl.constexpr, FP8: gl.constexpr):
     """What becomes of a consumer's sums [64, rows of a part of x]; `tile` is of 64 weight rows."""
+    _, _, out, x_scale, w_scale = io
     t, split, tile, num_tiles, T, E = place
     ARGMAX: gl.constexpr = out.dtype.element_ty == gl.int64
     OUTPUTS: gl.constexpr = ROWS // 2 if SWIGLU else ROWS
@@ -247,31 +235,24 @@ def _finish(
 
 
 @gluon.jit
-def _multiply(
-    out_high,
-    out_low,
-    ring,
-    work,
-    out,
-    x_scale,
-    w_scale,
-    CONSUMER: gl.constexpr,
-    CONSUMERS: gl.constexpr,
-    PARTS: gl.constexpr,
-    SWIGLU: gl.constexpr,
-    FP8: gl.constexpr,
-):
+def _multiply(io, ring, work, CONSUMER: gl.constexpr):
     """A consumer: weight rows 64 * CONSUMER .. of every tile, against all its rows of x."""
-    w_smem, high_smem, low_smem, ready, empty = ring
+    ready = ring[0]
+    empty = ring[1]
+    w_smem = ring[2]
     num_items, x_tiles, num_splits, num_k, T, E = work
+    SWIGLU: gl.constexpr = len(w_smem.shape) == 5  # gates beside their ups
+    FP8: gl.constexpr = w_smem.dtype == gl.float8e4nv
     STAGES: gl.constexpr = ready.shape[0]
-    HIGH: gl.constexpr = high_smem.shape[1]
-    LOW: gl.constexpr = low_smem.shape[1]
+    CONSUMERS: gl.constexpr = w_smem.shape[0] // STAGES
+    PARTS: gl.constexpr = len(ring) - 3
+    HIGH: gl.constexpr = ring[3].shape[1]
+    LOW: gl.constexpr = ring[2 + PARTS].shape[1]
     COLS: gl.constexpr = HIGH + LOW if PARTS == 2 else HIGH
     DEPTH: gl.constexpr = 256 // w_smem.dtype.primitive_bitwidth  # of one instruction, in k
     OF_HIGH: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HIGH, DEPTH])
     OF_LOW: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, LOW, DEPTH])
-    BLOCK: gl.constexpr = [ROWS, high_smem.shape[2]]
+    BLOCK: gl.constexpr = [ROWS, ring[3].shape[2]]
     W: gl.constexpr = gl.NVMMASharedLayout.get_default_for(BLOCK, w_smem.dtype)
     num_tiles = num_items // x_tiles // num_splits * CONSUMERS
     slot = num_k * 0
@@ -285,10 +266,10 @@ def _multiply(
             mbarrier.wait(ready.index(slot), phase)
             w = w_smem.index(slot * CONSUMERS + CONSUMER)
             w = w._reinterpret(w_smem.dtype, BLOCK, W)
-            x = high_smem.index(slot).permute((1, 0))
+            x = ring[3].index(slot).permute((1, 0))
             sums = (warpgroup_mma(w, x, accs[0], is_async=True),)
             if PARTS == 2:
-                x = low_smem.index(slot).permute((1, 0))
+                x = ring[4].index(slot).permute((1, 0))
                 sums = sums + (warpgroup_mma(w, x, accs[1], is_async=True),)
             accs = wait_products(sums, len(sums))
             # The block before is multiplied: the compiler has all warps meet before one says so.
@@ -304,11 +285,11 @@ def _multiply(
         place = (t, split, tile * CONSUMERS + CONSUMER, num_tiles, T, E)
         # SwiGLU has one item a CTA: nothing more arrives here, and nobody else reads these rows.
         free = w_smem.index(CONSUMER)
-        _finish(accs[0], out, out_high, free, x_scale, w_scale, place, SWIGLU, FP8)
+        _finish(accs[0], io, io[0], free, place, SWIGLU, FP8)
         if PARTS == 2:
             place = (t + HIGH, split, tile * CONSUMERS + CONSUMER, num_tiles, T, E)
             free = w_smem.index(CONSUMERS + CONSUMER)
-            _finish(accs[1], out, out_low, free, x_scale, w_scale, place, SWIGLU, FP8)
+            _finish(accs[1], io, io[1], free, place, SWIGLU, FP8)
     if SWIGLU:
         tma.store_wait(0)
 
@@ -331,29 +312,25 @@ def specialized_linear_kernel(
     CONSUMERS: gl.constexpr,
     PARTS: gl.constexpr,
     STAGES: gl.constexpr,
-    SWIGLU: gl.constexpr,
     PDL: gl.constexpr,
-    FP8: gl.constexpr,
     REGISTERS: gl.constexpr,
 ):
     """An item is a tile of 64 * CONSUMERS weight rows and HIGH + LOW rows of x over one split of k;
     a CTA takes every num_programs-th."""
     BLOCK_K: gl.constexpr = x_high.block_shape[1]
     COLS: gl.constexpr = x_high.block_shape[0] + (x_low.block_shape[0] if PARTS == 2 else 0)
-    STAGE_BYTES: gl.constexpr = _stage_bytes(w_desc, BLOCK_K, CONSUMERS, COLS)
-    w_smem = gl.allocate_shared_memory(
-        w_desc.dtype, [STAGES * CONSUMERS] + w_desc.block_shape, w_desc.layout
-    )
-    high_smem = gl.allocate_shared_memory(
-        x_high.dtype, [STAGES] + x_high.block_shape, x_high.layout
-    )
-    low_smem = high_smem
+    BYTES: gl.constexpr = w_desc.dtype.primitive_bitwidth // 8
+    STAGE_BYTES: gl.constexpr = (CONSUMERS * ROWS + COLS) * BLOCK_K * BYTES
+    WEIGHTS: gl.constexpr = [STAGES * CONSUMERS] + w_desc.block_shape
+    w_smem = gl.allocate_shared_memory(w_desc.dtype, WEIGHTS, w_desc.layout)
+    OF_HIGH: gl.constexpr = [STAGES] + x_high.block_shape
+    x_smem = (gl.allocate_shared_memory(x_high.dtype, OF_HIGH, x_high.layout),)
     if PARTS == 2:
-        low_smem = gl.allocate_shared_memory(
-            x_low.dtype, [STAGES] + x_low.block_shape, x_low.layout
-        )
+        OF_LOW: gl.constexpr = [STAGES] + x_low.block_shape
+        x_smem = x_smem + (gl.allocate_shared_memory(x_low.dtype, OF_LOW, x_low.layout),)
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    ring = (ready, empty, w_smem) + x_smem
     for s in gl.static_range(STAGES):
         mbarrier.init(ready.index(s), count=1)
         mbarrier.init(empty.index(s), count=CONSUMERS)
@@ -370,12 +347,38 @@ def specialized_linear_kernel(
         col = (split * num_k + s) * BLOCK_K
         bar = ready.index(s)
         load_weights(w_desc, row, col, bar, w_smem, s, s < num_k, CONSUMERS, ROWS)
-    ring = (w_smem, high_smem, low_smem, ready, empty)
+
+    descs = (w_desc, x_high, x_low)
+    io = (out_high, out_low, out, x_scale, w_scale)
     work = (num_items, x_tiles, num_splits, num_k, T, E)
-    # A tuple that has a name loses what is constexpr in it.
+    # Without names: a tuple that has one loses what is constexpr in it.
     if CONSUMERS == 1:
-        gl.warp_specialize([(_multiply, (out_high, out_low, ring, work, out, x_scale, w_scale, 0, CONSUMERS, PARTS, SWIGLU, FP8)), (_load, (w_desc, x_high, x_low, ring, work, CONSUMERS, PARTS, PDL))], [1], [LOADER_REGISTERS])
+        gl.warp_specialize(
+            [
+                (_multiply, (io, ring, work, 0)),
+                (_load, (descs, ring, work, STAGE_BYTES, COLS, PDL)),
+            ],
+            [1],
+            [LOADER_REGISTERS],
+        )
     elif CONSUMERS == 2:
-        gl.warp_specialize([(_multiply, (out_high, out_low, ring, work, out, x_scale, w_scale, 0, CONSUMERS, PARTS, SWIGLU, FP8)), (_multiply, (out_high, out_low, ring, work, out, x_scale, w_scale, 1, CONSUMERS, PARTS, SWIGLU, FP8)), (_load, (w_desc, x_high, x_low, ring, work, CONSUMERS, PARTS, PDL))], [4, 1], [REGISTERS, LOADER_REGISTERS])
+        gl.warp_specialize(
+            [
+                (_multiply, (io, ring, work, 0)),
+                (_multiply, (io, ring, work, 1)),
+                (_load, (descs, ring, work, STAGE_BYTES, COLS, PDL)),
+            ],
+            [4, 1],
+            [REGISTERS, LOADER_REGISTERS],
+        )
     else:
-        gl.warp_specialize([(_multiply, (out_high, out_low, ring, work, out, x_scale, w_scale, 0, CONSUMERS, PARTS, SWIGLU, FP8)), (_multiply, (out_high, out_low, ring, work, out, x_scale, w_scale, 1, CONSUMERS, PARTS, SWIGLU, FP8)), (_multiply, (out_high, out_low, ring, work, out, x_scale, w_scale, 2, CONSUMERS, PARTS, SWIGLU, FP8)), (_load, (w_desc, x_high, x_low, ring, work, CONSUMERS, PARTS, PDL))], [4, 4, 1], [REGISTERS, REGISTERS, LOADER_REGISTERS])
+        gl.warp_specialize(
+            [
+                (_multiply, (io, ring, work, 0)),
+                (_multiply, (io, ring, work, 1)),
+                (_multiply, (io, ring, work, 2)),
+                (_load, (descs, ring, work, STAGE_BYTES, COLS, PDL)),
+            ],
+            [4, 4, 1],
+            [REGISTERS, REGISTERS, LOADER_REGISTERS],
+        )

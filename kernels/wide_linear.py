@@ -30,6 +30,7 @@ at 256 rows 175.6, 185.7 (profiles/results/2026-11-22-h200-skinny-8b-256.json); 
 # Gluon is not typed for a type checker.
 # pyright: reportArgumentType=false, reportAssignmentType=false, reportCallIssue=false
 # pyright: reportGeneralTypeIssues=false, reportIndexIssue=false, reportOperatorIssue=false
+# pyright: reportAttributeAccessIssue=false
 
 from typing import Any
 

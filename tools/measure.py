@@ -97,6 +97,10 @@ JOBS: dict[str, Job] = {
     "4b-uniform-fp8-dynamic": _bench(
         *(*PAIR_4B, *DYNAMIC, *UNIFORM, "--compare", "full", "--bucket", "1,8,16")
     ),
+    "4b-uniform-spec-11": _bench(
+        *(*PAIR_4B, *DYNAMIC, *UNIFORM, "--compare", "full", "--bucket", "16"),
+        *("--num-speculative-tokens", "11"),
+    ),
     "4b-uniform": _bench(*PAIR_4B, *UNIFORM, "--compare", "full", "--bucket", "1,8,16"),
     "8b-1k": _bench(*PAIR_8B, "--compare", "full", "--input-len", "1024", "--bucket", "16"),
     "tiny-modes": _bench(
@@ -114,6 +118,7 @@ JOBS: dict[str, Job] = {
     "attention-sweep": _tool("bench_kernels.py", *SWEEP),
     "tune-16": _tool("tune_skinny.py", "--seconds", "120"),
     "tune-128": _tool("tune_skinny.py", "--cases", "8b", "--rows", "128", "--seconds", "100"),
+    "tune-192": _tool("tune_skinny.py", "--cases", "8b", "--rows", "192", "--seconds", "100"),
     "tune-256": _tool("tune_skinny.py", "--cases", "8b", "--rows", "256", "--seconds", "100"),
     "tune-4b-128": _tool("tune_skinny.py", "--cases", "4b", "--rows", "128", "--seconds", "80"),
     "tune-4b-256": _tool("tune_skinny.py", "--cases", "4b", "--rows", "256", "--seconds", "80"),

@@ -2,7 +2,8 @@
 
 A variant is a tile and its stages; the split of K and the grid are arguments of its kernel, so that
 many candidates share one. Up to 64 rows the tiles are skinny_kernels.py's, above that they are
-wide_linear.py's, and the one that the table has now; up to 192 rows specialized_linear.py's as well.
+wide_linear.py's, and the one that the table has now; specialized_linear.py's up to 192 rows as
+well.
 """
 
 import itertools
@@ -11,12 +12,12 @@ from skinny_layer import Case
 
 from graphengine.kernels.skinny_config import (
     MIDDLE_T,
-    NARROW_T,
     SKINNY_T,
     SkinnyConfig,
     cdiv,
     choose_config,
     num_columns,
+    table_rows,
 )
 
 SMEM_BYTES = 226 * 1024
@@ -73,10 +74,10 @@ def _wide_variants(case: Case) -> list[SkinnyConfig]:
 
 
 def _specialized_variants(case: Case) -> list[SkinnyConfig]:
-    """One to three consumers, as many stages as there is room for; FP8 rows in two are not theirs."""
+    """One to three consumers, as many stages as there is room for; not for FP8 rows in two."""
     if case.T > MIDDLE_T or (case.weight_bytes == 1 and case.T <= SKINNY_T):
         return []
-    cols = MIDDLE_T if case.T > NARROW_T else num_columns(case.T)
+    cols = table_rows(case.T)
     found = []
     for consumers, block_k in itertools.product((1, 2, 3), (64, 128) if cols < 64 else (64,)):
         width, rows = 2 * block_k // case.weight_bytes, 64 * consumers

@@ -61,7 +61,7 @@ from graphengine.kernels.skinny_config import (
     SKINNY_T,
     SkinnyConfig,
     choose_config,
-    num_columns,
+    table_rows,
 )
 from graphengine.profiles import result_schema
 
@@ -111,7 +111,8 @@ def compile_and_check(job: tuple[Case, SkinnyConfig]) -> tuple[tuple[Case, Skinn
         D = config.block_k * (2 * config.num_stages + 3)
         many = 2 * torch.cuda.get_device_properties(0).multi_processor_count + 5
         E = config.rows * many * (2 if case.kind == "swiglu" else 1)
-        if config.cols:  # a CTA has one tile: three of them, and a part of one
+        # Where a CTA has one tile: three of them, and a part of one.
+        if config.cols and (not config.consumers or case.kind == "swiglu"):
             E = 3 * config.rows + 48
         small = config._replace(ctas_per_sm=1, num_splits=3 if case.kind == "partials" else 1)
         error = relative_error(case, small, problem(case, E, D))
@@ -278,7 +279,7 @@ def tune(todo: list[Case], args: argparse.Namespace) -> dict[str, Any]:
                 print(f"    {us:7.2f} us {tbps:5.2f} TB/s  {tuple(config)}", flush=True)
             faster = timed[0].us < beside.get("cublas_us", float("inf"))
             if is_right(case, timed[0].config) and faster:
-                key = (case.E, case.D, case.weight_bytes, num_columns(T))
+                key = (case.E, case.D, case.weight_bytes, table_rows(T))
                 table[key] = timed[0].config
         if args.layer and all(n in best for n in LAYER) and time.monotonic() < deadline:
             bench = LayerBench(model, T, pool)
@@ -288,7 +289,7 @@ def tune(todo: list[Case], args: argparse.Namespace) -> dict[str, Any]:
                 print(f"{model:7} T {T:3} layer {name:40} {us:7.2f}", flush=True)
             for name, config in chosen.items():
                 case = bench.cases[name]
-                key = (case.E, case.D, case.weight_bytes, num_columns(T))
+                key = (case.E, case.D, case.weight_bytes, table_rows(T))
                 table.pop(key, None)
                 if config is not None and is_right(case, config):
                     table[key] = config

@@ -185,6 +185,11 @@ LAUNCHES: dict[str, Callable[[], Any]] = {
     "attention in float32": lambda: attend(FP32, 128, 16, True, None),
     "GEMM": lambda: multiply(16, SkinnyConfig(64, 256, 5, 4, 1, 4, 2, 1)),
     "GEMM, 128 rows": lambda: multiply(128, TALL),
+    "GEMM, 128 rows, of the table": lambda: [
+        multiply(128, config, swiglu=E > 6144)
+        for (E, _, _, T), config in TUNED.items()
+        if T == 128 and not config.cols
+    ],
     "GEMM, wide, 16 rows": lambda: [multiply_wide(16, kind) for kind in ("swiglu", "partials")],
     "GEMM, wide, 192 rows": lambda: [multiply_wide(192, kind) for kind in ("swiglu", "partials")],
     "GEMM, wide, 192 rows, FP8": lambda: [

@@ -28,7 +28,8 @@ SKINNY = [
 ]
 CASES = [(config, T) for config in SKINNY for T in (1, 15, 16, 33, 120, 128)]
 CASES += [(config, T) for config in CONFIGS for T in (16, 120, 128, 192, 240, 256)]
-# Less than a tile; tiles with rows past the end, of some consumers all; several tiles a CTA, the last of them partial.
+# Less than a tile; tiles with rows past the end, of some consumers all; several tiles a CTA, the
+# last of them partial.
 VOCABULARIES = (40, 1000, 64 * 132 * 5 + 24)
 
 

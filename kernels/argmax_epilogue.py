@@ -6,7 +6,8 @@ needed and one reduction over the weight rows finds value and index.
 
 Invariant: the sums are the ones that would have been written, rounded to bf16 as they would have
 been, so the winner is `argmax_rows`'s of those logits, bit for bit. Weight rows past the end rank
-below every number; a tile has at least one that is not, since the lowest rank has no key.
+below every number. The lowest rank has no key of a number, and where a tile has no other the key is
+below all.
 """
 
 # Gluon is not typed for a type checker.

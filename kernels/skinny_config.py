@@ -25,18 +25,19 @@ class SkinnyConfig(NamedTuple):
     block_k: int = 128
     num_stages: int = 4  # blocks in flight in a CTA
     num_splits: int = 1  # Z
-    ctas_per_sm: int = 2  # the grid is at most this many CTAs per multiprocessor; each loops
-    num_warps: int = 4
+    ctas_per_sm: int = 2  # without cols: at most so many CTAs per multiprocessor; each loops
+    num_warps: int = 4  # without consumers
     pdl: int = PDL_LATE  # when the next kernel may start: OFF, after the last load, EARLY
     use_tma: int = 1  # 0: the pointer kernel even on Hopper
-    cols: int = 0  # rows of x in a tile of wide_linear.py; 0: all, in skinny_kernels.py
-    consumers: int = 0  # with cols: warpgroups of specialized_linear.py; 0: wide_linear.py
+    cols: int = 0  # rows of x in a tile of the two kernels below; 0: all, in skinny_kernels.py
+    consumers: int = 0  # with cols: warpgroups in specialized_linear.py; 0: wide_linear.py
 
 
 # (E, D, bytes of a weight, T rounded up to 16 .. 256 or 192) -> config. Filled by
 # tools/tune_skinny.py; (19456, 2560, 1, 256) is its second, whose first was a tile that is gone.
-# Judged in the engine: 4B in bf16 at 256 rows (2026-11-22-h200-gemm-in-engine.json), and what has
-# consumers (-specialized.json), which alone is faster in most shapes of 16 and 128 rows too.
+# What has consumers was chosen by scripts that are not kept, at up to 128 rows by what a step of
+# the engine takes (2026-11-22-h200-specialized.json): alone more shapes are faster. A layer of 4B
+# in bf16 at 256 rows was judged in the engine too (-gemm-in-engine.json).
 TUNED: dict[tuple[int, int, int, int], SkinnyConfig] = {
     (6144, 4096, 2, 16): SkinnyConfig(64, 256, 5, 4, 1, 4, 2, 1),
     (4096, 4096, 2, 16): SkinnyConfig(64, 256, 5, 2, 1, 4, 2, 1),

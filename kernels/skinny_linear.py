@@ -56,7 +56,7 @@ from graphengine.kernels.skinny_config import (
     split_width,
 )
 from graphengine.kernels.skinny_kernels import skinny_pointer_kernel, skinny_tma_kernel
-from graphengine.kernels.specialized_linear import launch_specialized
+from graphengine.kernels.specialized_linear import check_tile, launch_specialized
 from graphengine.kernels.wide_linear import PAIR, gluon_dtype, launch_wide
 
 
@@ -147,15 +147,15 @@ def resolve(
     x_TD: torch.Tensor, weight_ED: torch.Tensor, config: SkinnyConfig | None, swiglu: bool
 ) -> SkinnyConfig:
     """The config, or for None the one of these shapes that takes x as it is: one with `cols` takes
-    neither FP8 in two rows nor, where another kernel can, what TMA cannot address."""
+    neither FP8 in two rows nor, where another kernel does, other dtypes and GPUs than Hopper's."""
     if config is not None:
         return config
     (T, D), E = x_TD.shape[-2:], weight_ED.shape[0]
     shape = (min(T, MAX_T), E, D, weight_ED.element_size(), swiglu)
     chosen = choose_config(*shape)
     if chosen and chosen.cols:
-        in_fp8 = x_TD.dtype == FP8
-        takes = x_TD.dim() == 2 if in_fp8 else runs_tma(x_TD, weight_ED, chosen)
+        in_fp8, in_16_bits = x_TD.dtype == FP8, x_TD.element_size() == 2
+        takes = x_TD.dim() == 2 if in_fp8 else x_TD.is_cuda and in_16_bits and is_hopper()
         chosen = chosen if takes else None
     return chosen or rule_config(*shape)
 
@@ -183,6 +183,10 @@ def _check_inputs(
         raise ValueError(f"x has {T} rows: use F.linear for none or for more than {MAX_T}")
     if T > NARROW_T and not config.cols:
         raise ValueError(f"x has {T} rows: more than {NARROW_T} need a config with cols")
+    if config.cols and config.num_stages < 2:  # a slot is free when the next one has come
+        raise ValueError(f"num_stages {config.num_stages}: a config with cols needs two or more")
+    if config.consumers:
+        check_tile(config, swiglu, weight_ED.element_size())
     if swiglu and E % 2:
         raise ValueError(f"gate_up has {E} rows: pack as many gate rows as up rows")
     if x.stride(-1) != 1 or weight_ED.stride(1) != 1 or (scales and not x.is_contiguous()):
@@ -265,6 +269,13 @@ def launch(
             **options,
         )
     return out
+
+
+@torch.compiler.assume_constant_result
+def is_hopper() -> bool:
+    """Whether the GPU has the tensor-core and copy instructions that the TMA kernels are written
+    in."""
+    return torch.cuda.get_device_capability()[0] == 9
 
 
 def num_ctas(items: int, config: SkinnyConfig, device: torch.device) -> int:

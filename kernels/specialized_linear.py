@@ -1,4 +1,4 @@
-"""The GEMM of 65 to 192 rows with warps that load and warps that multiply.
+"""The GEMM of up to 192 rows with warps that load and warps that multiply.
 
 Why: in wide_linear.py every warp waits for a block, multiplies it and asks for the next, so loads
 and products pause together. Here one warp loads, and waits for slots alone; `consumers` warpgroups
@@ -8,7 +8,7 @@ products than 256, and rows past the end of x, which TMA fills with zeros, cost 
 do: down of Qwen3-8B at 192 rows takes 59.5 us in a tile of 256, 42.7 if x goes on to row 256, 36.8
 here (one H200, profiles/results/2026-11-22-h200-specialized.json).
 
-At 256 rows power is the limit and wide_linear.py as fast; its tiles are not offered here.
+Not above 192 rows: at 256, where power is the limit, down gained 2 % and the heads lost 7.
 
 Invariant: as wide_linear.py's. A slot is refilled when all consumers have arrived at its `empty`;
 it is theirs when the bytes of both operands have arrived at its `ready`.
@@ -35,7 +35,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from graphengine.kernels.argmax_epilogue import better_ranks, lowest_ranks, store_best
 from graphengine.kernels.fp8 import Fp8Scales
 from graphengine.kernels.launch import on_grid
-from graphengine.kernels.skinny_config import SkinnyConfig, cdiv, split_width
+from graphengine.kernels.skinny_config import MIDDLE_T, SkinnyConfig, cdiv, split_width
 from graphengine.kernels.tensormap import prefetch_descriptor
 from graphengine.kernels.wide_linear import (
     descriptor,
@@ -54,15 +54,37 @@ LOADER_REGISTERS = gl.constexpr(24)
 
 
 def parts_of(cols: int) -> tuple[int, int]:
-    """Rows of x as two powers of two, (high, low); low may be 0.
+    """Rows of x of a tile as two powers of two, (high, low); low may be 0.
 
-    Raises: ValueError: they are none, or more than 128 each.
+    Raises:
+        ValueError: they are none, or out of what the sums leave registers for.
     """
-    high = min(MAX_PART, 1 << (cols.bit_length() - 1)) if cols else 0
+    high = min(MAX_PART, 1 << (cols.bit_length() - 1)) if cols > 0 else 0
     low = cols - high
-    if high < 16 or low > high or low & (low - 1) or 0 < low < 16:
-        raise ValueError(f"cols {cols}: choose 16 to 256 as a sum of two powers of two, up to 128")
+    if high < 16 or cols > MIDDLE_T or low & (low - 1) or 0 < low < 16:
+        raise ValueError(
+            f"cols {cols}: choose 16 to {MIDDLE_T}, a power of two or the sum of two from 16 on"
+        )
     return high, low
+
+
+def check_tile(config: SkinnyConfig, swiglu: bool, element_size: int) -> None:
+    """Refuses a config that no tile can be made of; element_size: bytes of a weight.
+
+    Raises:
+        ValueError: with the value and what to choose.
+    """
+    if config.rows != config.consumers * ROWS.value or config.consumers > MAX_CONSUMERS:
+        raise ValueError(
+            f"rows {config.rows}, consumers {config.consumers}: choose 1 to {MAX_CONSUMERS}, of "
+            f"{ROWS.value} weight rows each"
+        )
+    high, _ = parts_of(config.cols)
+    if swiglu and config.block_k * element_size < high:
+        raise ValueError(
+            f"block_k {config.block_k}, cols {config.cols}: SwiGLU needs {high} bytes in a row of "
+            "a block for its results"
+        )
 
 
 def registers_of(config: SkinnyConfig, out: torch.Tensor, is_fp8: bool) -> tuple[int, int]:
@@ -92,23 +114,13 @@ def launch_specialized(
     config: SkinnyConfig,
     swiglu: bool,
 ) -> torch.Tensor:
-    """Runs the kernel of a config with `consumers` into out, as wide_linear.py's launch_wide; in
-    int64 [T, tiles * consumers]."""
+    """Runs the kernel of a config with `consumers`, which `check_tile` has passed, into out as
+    wide_linear.py's launch_wide; in int64 [T, tiles * consumers]."""
     (T, D), E = x_TD.shape, weight_ED.shape[0] // (1 + swiglu)
-    if config.rows != config.consumers * ROWS.value or config.consumers > MAX_CONSUMERS:
-        raise ValueError(
-            f"rows {config.rows}, consumers {config.consumers}: choose 1 to {MAX_CONSUMERS}, of "
-            f"{ROWS.value} weight rows each"
-        )
     outputs = config.rows // 2 if swiglu else config.rows
     num_k = split_width(D, config.num_splits, config.block_k) // config.block_k
     dtype = gluon_dtype(x_TD)
     high, low = parts_of(config.cols)
-    if swiglu and (config.block_k * x_TD.element_size() < high or config.num_stages < 2):
-        raise ValueError(
-            f"block_k {config.block_k}, num_stages {config.num_stages}, cols {config.cols}: SwiGLU "
-            f"needs two stages, and {high} bytes in a row of one for its results"
-        )
     x_high, x_low = (
         descriptor(x_TD, x_TD.shape, x_TD.stride(), [part, config.block_k], dtype)
         for part in (high, low or high)

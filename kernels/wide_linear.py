@@ -117,12 +117,14 @@ def weight_descriptor(
 
 
 def descriptor(tensor: torch.Tensor, shape: Any, strides: Any, box: list[int], dtype: gl.dtype):
+    """A TMA view of a tensor in boxes, swizzled as wgmma reads them."""
     layout = gl.NVMMASharedLayout.get_default_for(box, dtype)
     return TensorDescriptor(tensor, list(shape), list(strides), box, layout)
 
 
 @gluon.jit
 def load_weights(desc, row, col, ready, smem, slot, live, SUB: gl.constexpr, ROWS: gl.constexpr):
+    """Asks for a block of SUB sub-tiles of ROWS weight rows."""
     for s in gl.static_range(SUB):
         if len(desc.block_shape) == 4:
             at = [row // 16 + s * (ROWS // 16), 0, 0, col]

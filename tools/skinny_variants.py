@@ -2,8 +2,7 @@
 
 A variant is a tile and its stages; the split of K and the grid are arguments of its kernel, so that
 many candidates share one. Up to 64 rows the tiles are skinny_kernels.py's, above that they are
-wide_linear.py's, and the one that the table has now; specialized_linear.py's up to 192 rows as
-well.
+wide_linear.py's, up to 192 rows specialized_linear.py's too; and the one that the table has now.
 """
 
 import itertools
@@ -52,8 +51,12 @@ WIDE_TILES = {
 
 def variants(case: Case) -> list[SkinnyConfig]:
     """Tiles and stages to compile."""
-    others = _wide_variants(case) if case.T > SKINNY_T else _skinny_variants(case)
-    return [*dict.fromkeys([*others, *_specialized_variants(case)])]
+    found = _wide_variants(case) if case.T > SKINNY_T else _skinny_variants(case)
+    found += _specialized_variants(case)
+    now = choose_config(case.T, case.E, case.D, case.weight_bytes, case.kind == "swiglu")
+    if now is not None and (now.cols or case.T > SKINNY_T):
+        found.append(now._replace(num_splits=1))
+    return [*dict.fromkeys(found)]
 
 
 def candidates(case: Case, config: SkinnyConfig, num_sms: int) -> list[SkinnyConfig]:
@@ -69,8 +72,7 @@ def _wide_variants(case: Case) -> list[SkinnyConfig]:
         num_stages = kilobytes * 1024 // (2 * (rows + cols) * block_k)
         width = 2 * block_k // case.weight_bytes
         found.append(SkinnyConfig(rows, width, num_stages, 1, 1, num_warps, cols=cols))
-    now = choose_config(case.T, case.E, case.D, case.weight_bytes, case.kind == "swiglu")
-    return found if now is None or now.cols else [*found, now._replace(num_splits=1)]
+    return found
 
 
 def _specialized_variants(case: Case) -> list[SkinnyConfig]:
@@ -81,8 +83,9 @@ def _specialized_variants(case: Case) -> list[SkinnyConfig]:
     found = []
     for consumers, block_k in itertools.product((1, 2, 3), (64, 128) if cols < 64 else (64,)):
         width, rows = 2 * block_k // case.weight_bytes, 64 * consumers
-        num_stages = min(20, 204 * 1024 // (2 * (rows + cols) * block_k))
-        found.append(SkinnyConfig(rows, width, num_stages, cols=cols, consumers=consumers))
+        num_stages = min(20, 220 * 1024 // (2 * (rows + cols) * block_k))
+        config = SkinnyConfig(rows, width, num_stages, 1, 1, 4, cols=cols, consumers=consumers)
+        found.append(config)
     return found
 
 
@@ -95,7 +98,7 @@ def _wide_candidates(case: Case, config: SkinnyConfig, num_sms: int) -> list[Ski
     tiles = cdiv(case.T, config.cols) * cdiv(case.E, config.rows)
     blocks = cdiv(case.D, config.block_k)
     found = []
-    for num_splits in (1, 2, 3, 4, 5, 6) if case.kind == "partials" else (1,):
+    for num_splits in (1, 2, 3, 4, 5, 6, 7) if case.kind == "partials" else (1,):
         items = tiles * num_splits
         busy = items / (min(slots, max(items, num_sms)) * cdiv(items, slots))
         waste = cdiv(blocks, num_splits) * num_splits / blocks

@@ -110,7 +110,7 @@ def compile_and_check(job: tuple[Case, SkinnyConfig]) -> tuple[tuple[Case, Skinn
     try:
         D = config.block_k * (2 * config.num_stages + 3)
         many = 2 * torch.cuda.get_device_properties(0).multi_processor_count + 5
-        E = config.rows * many * (2 if case.kind == "swiglu" else 1)
+        E = config.rows * many * (2 if case.kind == "swiglu" else 1) + 8 * bool(config.consumers)
         # Where a CTA has one tile: three of them, and a part of one.
         if config.cols and (not config.consumers or case.kind == "swiglu"):
             E = 3 * config.rows + 48

@@ -26,7 +26,12 @@ from graphengine.kernels.fp8_rows import round_rows, split_rows
 from graphengine.kernels.head_argmax import skinny_argmax
 from graphengine.kernels.qk_norm_rope import sum_partials
 from graphengine.kernels.skinny_config import SKINNY_T, SkinnyConfig, choose_config
-from graphengine.kernels.skinny_linear import skinny_linear, skinny_linear_partials, skinny_swiglu
+from graphengine.kernels.skinny_linear import (
+    is_hopper,
+    skinny_linear,
+    skinny_linear_partials,
+    skinny_swiglu,
+)
 from graphengine.rope_config import RopeConfig
 
 
@@ -157,7 +162,7 @@ def library_linear(x: Rows, matrix: Matrix, bias: Tensor | None = None) -> Tenso
     dtype = x.dtype if isinstance(x, Tensor) else torch.bfloat16
     x_TD, scale_T = rounded(x)
     takes_shape = not (matrix.weight_ED.shape[0] % 16 or matrix.weight_ED.shape[1] % 16)
-    if x_TD.is_cuda and dtype == torch.bfloat16 and takes_shape and _is_hopper():
+    if x_TD.is_cuda and dtype == torch.bfloat16 and takes_shape and is_hopper():
         y = torch._scaled_mm(  # pyright: ignore[reportPrivateImportUsage]
             x_TD,
             matrix.weight_ED.t(),
@@ -208,13 +213,7 @@ def _config(num_rows: int, matrix: Matrix, swiglu: bool = False) -> SkinnyConfig
 
 
 def _takes_skinny(x: Tensor) -> bool:
-    return x.is_cuda and x.dtype == torch.bfloat16 and _is_hopper()
-
-
-@torch.compiler.assume_constant_result
-def _is_hopper() -> bool:
-    """Whether the GPU has the tensor-core and copy instructions that our GEMM is written in."""
-    return torch.cuda.get_device_capability()[0] == 9
+    return x.is_cuda and x.dtype == torch.bfloat16 and is_hopper()
 
 
 def dense(matrix: Matrix, dtype: torch.dtype) -> Tensor:

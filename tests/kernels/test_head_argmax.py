@@ -12,11 +12,17 @@ from graphengine.kernels.argmax import NOT_FINITE, argmax_rows
 from graphengine.kernels.fp8 import Fp8Scales, quantize_rows_fp8, round_rows_fp8, split_rows_fp8
 from graphengine.kernels.head_argmax import skinny_argmax
 from graphengine.kernels.interpreter import INTERPRET
-from graphengine.kernels.skinny_config import PDL_EARLY, PDL_LATE, PDL_OFF, SkinnyConfig
+from graphengine.kernels.skinny_config import (
+    PDL_EARLY,
+    PDL_LATE,
+    PDL_OFF,
+    SkinnyConfig,
+    choose_config,
+)
 from graphengine.kernels.skinny_linear import skinny_linear
 from graphengine.models import layers
 from tests.kernels.test_skinny_linear import make
-from tests.kernels.test_wide_linear import CONFIGS
+from tests.kernels.test_wide_linear import CONFIGS, SPECIALIZED
 
 pytestmark = pytest.mark.usefixtures("poisoned_outputs")
 
@@ -28,6 +34,8 @@ SKINNY = [
 ]
 CASES = [(config, T) for config in SKINNY for T in (1, 15, 16, 33, 120, 128)]
 CASES += [(config, T) for config in CONFIGS for T in (16, 120, 128, 192, 240, 256)]
+WHOLE = [(config, 16) for config in SKINNY] + [(config, 192) for config in SPECIALIZED]
+WHOLE += [(config, 256) for config in CONFIGS if not config.consumers]
 # Less than a tile; tiles with rows past the end, of some consumers all; several tiles a CTA, the
 # last of them partial.
 VOCABULARIES = (40, 1000, 64 * 132 * 5 + 24)
@@ -108,17 +116,30 @@ def test_what_is_not_finite_has_no_answer(config, fp8) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("T", "fp8"), [(16, False), (16, True), (256, False), (256, True)])
-def test_a_whole_vocabulary(T, fp8) -> None:
+@pytest.mark.parametrize("fp8", [False, True])
+@pytest.mark.parametrize(("config", "T"), WHOLE)
+def test_a_whole_vocabulary(config, T, fp8) -> None:
     """Bug: an index or a count of candidates that overflows only at the real size."""
     torch.use_deterministic_algorithms(False)
     x, weight = make("cuda", T, 151936, 1024)
-    for config in CONFIGS if T > 128 else SKINNY:
-        check(x, weight, config, fp8)
+    check(x, weight, config, fp8)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("config", [SKINNY[0], CONFIGS[0]])
+@pytest.mark.parametrize("fp8", [False, True])
+@pytest.mark.parametrize("D", [2560, 4096])
+@pytest.mark.parametrize("T", [1, 15, 16, 120, 128, 176, 192, 240, 256])
+def test_heads_of_the_table(T, D, fp8) -> None:
+    """Bug: the head that the engine runs is the one that nobody has tried."""
+    torch.use_deterministic_algorithms(False)
+    x, weight = make("cuda", T, 151936, D)
+    config = choose_config(T, 151936, D, 1 if fp8 else 2)
+    assert config is not None
+    check(x, weight, config, fp8)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("config", [SKINNY[0], CONFIGS[0], SPECIALIZED[1], SPECIALIZED[3]])
 @pytest.mark.parametrize("pdl", [PDL_OFF, PDL_LATE, PDL_EARLY])
 def test_a_captured_head_reads_this_replay(config, pdl) -> None:
     """Bug: candidates combined before the GEMM of this replay has written them, or x read before

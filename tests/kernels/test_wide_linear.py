@@ -1,5 +1,7 @@
 """The GEMM of 65 to 256 rows against float64 products, with NaN around every input and output."""
 
+import itertools
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -21,6 +23,7 @@ from graphengine.kernels.skinny_linear import (
     skinny_linear_partials_reference,
     skinny_swiglu,
 )
+from graphengine.kernels.specialized_linear import parts_of, registers_of
 from tests.kernels.test_skinny_linear import ROUNDING, make
 
 pytestmark = pytest.mark.usefixtures("poisoned_outputs")
@@ -183,23 +186,41 @@ def test_refuses_what_it_cannot_address() -> None:
         skinny_swiglu(x, weight, CONFIGS[0])
 
 
-@pytest.mark.gpu
 @pytest.mark.parametrize(
     ("config", "problem"),
     [
         (SPECIALIZED[0]._replace(rows=128), "of 64 weight rows each"),
         (SPECIALIZED[0]._replace(rows=256, consumers=4), "1 to 3"),
-        (SPECIALIZED[0]._replace(cols=224), "two powers of two"),
-        (SPECIALIZED[0]._replace(cols=8), "two powers of two"),
+        (SPECIALIZED[0]._replace(cols=112), "sum of two"),
+        (SPECIALIZED[0]._replace(cols=256), "16 to 192"),
+        (SPECIALIZED[0]._replace(cols=8), "16 to 192"),
+        (SPECIALIZED[0]._replace(cols=0), "16 to 192"),
         (SPECIALIZED[0]._replace(block_k=32), "128 bytes"),
-        (SPECIALIZED[0]._replace(num_stages=1), "two stages"),
+        (SPECIALIZED[0]._replace(num_stages=1), "two or more"),
+        (CONFIGS[0]._replace(num_stages=1), "two or more"),
     ],
 )
 def test_refuses_tiles_that_it_cannot_make(config, problem) -> None:
-    """Bug: results of SwiGLU written over another consumer's, or a part of x left out."""
-    x, weight = make("cuda", 70, 64, 128)
+    """Bug: results of SwiGLU written over another consumer's, a part of x left out, or a kernel
+    that waits for itself."""
+    x, weight = make("cpu", 70, 64, 128)
     with pytest.raises(ValueError, match=problem):
         skinny_swiglu(x, weight, config)
+
+
+def test_parts_and_registers() -> None:
+    """Bug: rows of x that no part has, or more registers than a multiprocessor has."""
+    assert [parts_of(cols) for cols in (16, 48, 128, 160, 192)] == [
+        *((16, 0), (32, 16), (128, 0), (128, 32), (128, 64))
+    ]
+    for consumers, cols, is_fp8 in itertools.product((1, 2, 3), (16, 64, 128, 192), (False, True)):
+        config = SkinnyConfig(64 * consumers, 64, 4, cols=cols, consumers=consumers)
+        for dtype in (torch.float32, torch.int64):
+            registers, later = registers_of(config, torch.empty(0, dtype=dtype), is_fp8)
+            threads = 128 * (consumers + 1)
+            assert registers * threads <= 65536
+            assert 128 * (consumers * later + 24) <= registers * threads
+            assert later > 64 * cols // 128  # a thread's sums
 
 
 def test_a_tile_of_the_table_is_for_hopper() -> None:

@@ -186,7 +186,7 @@ def build(
             )
     load_s = time.perf_counter() - began
     compilers.join()
-    prepare_s = time.perf_counter() - began - load_s
+    compiler_wait_s = time.perf_counter() - began - load_s
     counts = cache_counts() if config.compile else CacheCounts()
     workspace = make_workspace(device) if config.attention_backend == "flashinfer" else None
     prefill = Prefill(
@@ -239,7 +239,8 @@ def build(
             warm_up(loop)
     startup = StartupMetrics(
         load_s=load_s,
-        compile_s=prepare_s + buckets.times.compile_s,
+        compile_s=compiler_wait_s + buckets.times.compile_s,
+        compiler_wait_s=compiler_wait_s,
         capture_s=buckets.times.capture_s,
         warmup_s=time.perf_counter() - began,
         weight_bytes=tree_bytes(trees),

@@ -274,6 +274,7 @@ def _measure(
             "startup_s": startup_s,
             "load_s": startup.load_s,
             "compile_s": startup.compile_s,
+            "compiler_wait_s": startup.compiler_wait_s,
             "capture_s": startup.capture_s,
             "warmup_s": startup.warmup_s,
             "num_graphs": startup.num_graphs,

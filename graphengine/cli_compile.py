@@ -127,7 +127,8 @@ def _compile(store: Store, model: str | None, draft: str | None, options: dict[s
         print_note(console, note)
     print_note(console, cache_line(startup, str(store.folder)))
     console.print(
-        f"load {startup.load_s:.1f} s, compile {startup.compile_s:.1f} s, capture "
+        f"load {startup.load_s:.1f} s, compile {startup.compile_s:.1f} s "
+        f"({startup.compiler_wait_s:.1f} s of it for imports), capture "
         f"{startup.capture_s:.1f} s, warm-up {startup.warmup_s:.1f} s, first steps "
         f"{total_s - built_s:.1f} s; {num_new} new files",
         markup=False,

@@ -120,13 +120,15 @@ class StartupMetrics:
     """Where the time before the first request went, in seconds.
 
     `num_compiled` graphs of dense segments were compiled, `num_cache_hits` came from Inductor's
-    cache; 0 and 0 without compilation. `buckets`: the batch sizes built ahead.
+    cache; 0 and 0 without compilation. `compiler_wait_s` is the part of `compile_s` in which the
+    weights were there and the compilers' imports not. `buckets`: the batch sizes built ahead.
     """
 
     load_s: float
     compile_s: float
     capture_s: float
     warmup_s: float = 0.0
+    compiler_wait_s: float = 0.0
     weight_bytes: int
     kv_pool_bytes: int
     num_pages: int

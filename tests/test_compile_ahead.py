@@ -153,7 +153,7 @@ def test_waiting_for_compilers_is_no_loading(monkeypatch: pytest.MonkeyPatch) ->
     began = time.perf_counter()
     monkeypatch.setattr(building, "threading", SimpleNamespace(Thread=Slow))
     built = build(TINY_TARGET, None, Options(buckets=(1,), device="cpu", max_model_len=64))
-    assert built.startup.compile_s >= 0.5
+    assert built.startup.compile_s >= built.startup.compiler_wait_s >= 0.5
     assert built.startup.load_s <= time.perf_counter() - began - 0.5
 
 

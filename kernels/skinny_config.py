@@ -35,9 +35,9 @@ class SkinnyConfig(NamedTuple):
 
 # (E, D, bytes of a weight, T rounded up to 16 .. 256 or 192) -> config. Filled by
 # tools/tune_skinny.py; (19456, 2560, 1, 256) is its second, whose first was a tile that is gone.
-# What has consumers was chosen by scripts that are not kept, at up to 128 rows by what a step of
-# the engine takes (2026-11-22-h200-specialized.json): alone more shapes are faster. A layer of 4B
-# in bf16 at 256 rows was judged in the engine too (-gemm-in-engine.json).
+# What has consumers was chosen by scripts of which tools/judge_skinny.py is what is left, at up to
+# 128 rows by what a step of the engine takes (2026-11-22-h200-specialized.json): alone more shapes
+# are faster. A layer of 4B in bf16 at 256 rows was judged so too (-gemm-in-engine.json).
 TUNED: dict[tuple[int, int, int, int], SkinnyConfig] = {
     (6144, 4096, 2, 16): SkinnyConfig(64, 256, 5, 4, 1, 4, 2, 1),
     (4096, 4096, 2, 16): SkinnyConfig(64, 256, 5, 2, 1, 4, 2, 1),

@@ -1,0 +1,109 @@
+"""tools/judge_skinny.py: which entries are kept, and what becomes of the table meanwhile."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from graphengine.kernels.skinny_config import TUNED, SkinnyConfig
+from tools import judge_skinny
+
+KEY, OTHER = (4096, 4096, 2, 16), (24, 24, 2, 16)
+CONFIG = SkinnyConfig(64, 64, 4, cols=16, consumers=1)
+
+
+def judged(gains: dict[str, float], gain: float = 0.001) -> tuple[list[str], Any, list[str]]:
+    """What is kept of changes that make a step of 10 ms faster by so much each."""
+    labels: list[str] = []
+
+    def step_ms(label: str, names: list[str]) -> float | None:
+        labels.append(label)
+        return None if "broken" in names else 10 - sum(gains[name] for name in names)
+
+    kept, best_ms = judge_skinny.judge([*gains, "broken"], step_ms, gain)
+    return kept, best_ms, labels
+
+
+def test_what_makes_the_step_faster_is_kept() -> None:
+    """Bug: changes are judged beside a table without those that were kept before, one that gains
+    nothing is kept, or one that does not compile ends the rest."""
+    kept, best_ms, labels = judged({"a": 0.1, "b": -0.2, "c": 0.3, "d": 0.0})
+    assert kept == ["c", "a"]
+    assert best_ms == pytest.approx(9.6)
+    alone = ["table", "a", "b", "c", "d", "broken"]
+    assert labels == [*alone, "c+a", "c+a+d", "c+a+b", "c+a+broken", "table again"]
+    assert judged({"a": 0.1}, gain=0.02)[:2] == ([], 10)
+
+
+def test_a_table_that_was_not_timed_beats_nothing() -> None:
+    """Bug: no time for the table itself, and the first change is called faster."""
+    assert judge_skinny.judge(["a"], lambda label, names: 1.0 if names else None, 0.0) == ([], None)
+
+
+def test_the_table_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: a change stays in the table for the next variant, a bucket keeps its old kernels, or a
+    failure leaves requests in the loop."""
+    table = dict(TUNED)
+    seen: list[Any] = []
+    buckets = {16: "built"}
+    loop = SimpleNamespace(_buckets=buckets, reset=lambda: seen.append("reset"))
+    engine: Any = SimpleNamespace(built=SimpleNamespace(loop=loop))
+
+    def run_case(engine: Any, case: Any, progress: Any) -> Any:
+        seen.append((TUNED.get(KEY), TUNED.get(OTHER), 16 in buckets, case.bucket))
+        if TUNED.get(OTHER) is CONFIG:
+            raise RuntimeError("out of shared memory")
+        return SimpleNamespace(numbers=lambda gbps: {"step_p50_ms": 5.0, "step_mean_ms": 5.1})
+
+    monkeypatch.setattr(judge_skinny, "run_case", run_case)
+    changes: judge_skinny.Changes = {
+        "o": {KEY: CONFIG},
+        "none": {KEY: None},
+        "new": {OTHER: CONFIG},
+    }
+    args = argparse.Namespace(bucket=16, num_iters=5, seconds=100.0)
+    steps = judge_skinny.Steps(engine, changes, args)
+    assert [steps.ms(name, [name]) for name in changes] == [5.0, 5.0, None]
+    assert seen == [
+        (CONFIG, None, False, 16),
+        (None, None, False, 16),
+        (table[KEY], CONFIG, False, 16),
+        "reset",
+    ]
+    assert table == TUNED
+    assert steps.numbers == {
+        name: {"step_p50_ms": 5.0, "step_mean_ms": 5.1} for name in ("o", "none")
+    }
+    args.seconds = -1.0
+    assert judge_skinny.Steps(engine, changes, args).ms("table", []) is None
+
+
+def test_changes_are_read(tmp_path: Path) -> None:
+    """Bug: a null that does not take an entry out, or a typing mistake that is told by a trace."""
+    path = tmp_path / "changes.json"
+    path.write_text(json.dumps({"o": {str(KEY): list(CONFIG), str(OTHER): None}}))
+    assert judge_skinny.read_changes(path) == {"o": {KEY: CONFIG, OTHER: None}}
+    for text in (
+        "{",
+        "[]",
+        '{"o": {"4096": null}}',
+        '{"o": {"(1, 2, 3": null}}',
+        '{"o": {"(1, 2, 3, 4)": 7}}',
+    ):
+        path.write_text(text)
+        with pytest.raises(ValueError, match=r"changes\.json: no changes of the table"):
+            judge_skinny.read_changes(path)
+
+
+def test_refusals(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Bug: minutes of building an engine before a file that is not there is told."""
+    for arguments in (["none.json"], ["none.json", "--seconds", "nan"]):
+        with pytest.raises(SystemExit) as end:
+            judge_skinny.main([str(tmp_path / arguments[0]), *arguments[1:]])
+        assert end.value.code == 2
+    assert "no changes of the table" in capsys.readouterr().err

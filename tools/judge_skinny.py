@@ -1,0 +1,201 @@
+"""Judge entries of the GEMMs' table by what they are for: the step of an engine.
+
+Why: a GEMM that is faster alone, or in tune_skinny.py's layers, may be slower in a step, where
+power, attention and the kernels that overlap with it decide (profiles/LOG.md has both cases).
+How: one engine; its bucket is built again with other entries, and graphengine bench's own case is
+timed. First the table as it is, then each change alone, then one change after another beside the
+best so far, each kept if the step is faster by more than --gain; at last the table again, which
+shows how far the machine drifted.
+
+    python tools/judge_skinny.py changes.json --model qwen3-8b --draft qwen3-8b-dflash-b16 \\
+        --bucket 16 --num-speculative-tokens 11 --seconds 100 --out judged.json
+
+changes.json: {"o": {"(4096, 4096, 2, 16)": [64, 256, 5, 2, 1, 4, 2, 1, 16, 1]}, ..}, a name, and
+what it changes: (E, D, bytes of a weight, T) -> a SkinnyConfig's fields, or null for no entry.
+
+The last line of stdout is one JSON object with the names that were kept.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import json
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from graphengine.api import Engine
+from graphengine.bench import Case, run_case
+from graphengine.kernels.skinny_config import TUNED, SkinnyConfig
+from graphengine.profiles import result_schema
+
+Key = tuple[int, int, int, int]
+Changes = dict[str, dict[Key, SkinnyConfig | None]]
+
+
+def read_changes(path: Path) -> Changes:
+    """The file's changes.
+
+    Raises:
+        ValueError: the file, a key or a config is not what it should be.
+    """
+    try:
+        found = json.loads(path.read_text())
+        return {
+            name: {_key(key): None if c is None else SkinnyConfig(*c) for key, c in change.items()}
+            for name, change in found.items()
+        }
+    except (OSError, SyntaxError, TypeError, AttributeError, ValueError) as error:
+        raise ValueError(f"{path}: no changes of the table ({error}); see --help") from error
+
+
+def _key(text: str) -> Key:
+    key = ast.literal_eval(text)
+    if not (isinstance(key, tuple) and len(key) == 4 and all(isinstance(n, int) for n in key)):
+        raise ValueError(f"{text!r} is not (E, D, bytes of a weight, T)")
+    return key
+
+
+def judge(
+    names: list[str], step_ms: Callable[[str, list[str]], float | None], gain: float
+) -> tuple[list[str], float | None]:
+    """The changes that are best together, and their step in milliseconds.
+
+    Args:
+        step_ms: called with a label and the names of the changes made; None where it failed or
+            there was no time, which never wins.
+        gain: share of the step by which a change must be faster to be kept.
+    """
+    best: list[str] = []
+    best_ms = step_ms("table", [])
+    alone = {name: step_ms(name, [name]) for name in names}
+    for name in sorted(names, key=lambda name: alone[name] or float("inf")):
+        together = [*best, name]
+        ms = alone[name] if not best else step_ms("+".join(together), together)
+        if ms is not None and best_ms is not None and ms < best_ms * (1 - gain):
+            best, best_ms = together, ms
+    step_ms("table again", [])
+    return best, best_ms
+
+
+class Steps:
+    """Times steps of one engine with other entries in the table."""
+
+    def __init__(self, engine: Engine, changes: Changes, args: argparse.Namespace) -> None:
+        self.numbers: dict[str, dict[str, float]] = {}
+        self._engine, self._changes, self._args = engine, changes, args
+        self._table = dict(TUNED)
+        self._deadline = time.monotonic() + args.seconds
+
+    def ms(self, label: str, names: list[str]) -> float | None:
+        """The median step with these changes."""
+        if time.monotonic() > self._deadline:
+            print(f"{label}: no time left", flush=True)
+            return None
+        changed: dict[Key, SkinnyConfig | None] = dict(self._table)
+        for name in names:
+            changed |= self._changes[name]
+        loop, bucket = self._engine.built.loop, self._args.bucket
+        TUNED.clear()
+        TUNED.update({key: config for key, config in changed.items() if config is not None})
+        try:
+            torch._dynamo.reset()  # pyright: ignore[reportPrivateImportUsage]
+            loop._buckets.pop(bucket, None)  # built again for the first request
+            case = Case(
+                graph_mode="full",
+                bucket=bucket,
+                input_len=128,
+                output_len=512,
+                num_iters=self._args.num_iters,
+                warmup=10,
+                seed=1,
+            )
+            result = run_case(self._engine, case, lambda count: None)
+        except Exception as error:  # does not compile or fit: no candidate
+            print(f"{label}: {str(error).splitlines()[0][:150]}", flush=True)
+            loop.reset()
+            return None
+        finally:
+            TUNED.clear()
+            TUNED.update(self._table)
+        numbers = result.numbers(1.0)
+        kept = ("step_p50_ms", "step_p95_ms", "step_mean_ms", "mean_acceptance_length")
+        self.numbers[label] = {key: numbers[key] for key in kept if key in numbers}
+        print(f"{label:40} {numbers['step_p50_ms']:.4f} ms", flush=True)
+        return numbers["step_p50_ms"]
+
+
+def options(args: argparse.Namespace) -> dict[str, Any]:
+    """What `Engine.from_pretrained` is called with besides the models."""
+    drafts = {
+        "simulate_acceptance": args.simulate_acceptance,
+        "draft_quantization": args.draft_quantization,
+        "num_speculative_tokens": args.num_speculative_tokens,
+    }
+    return {
+        "buckets": [args.bucket],
+        "graph_mode": "full",
+        "load_format": args.load_format,
+        "max_model_len": 896,
+        "lazy_capture": True,
+    } | (drafts if args.draft != "none" else {})
+
+
+def positive(text: str) -> float:
+    """An argument above 0."""
+    value = float(text)
+    if not value > 0:
+        raise argparse.ArgumentTypeError(f"{text}: pass more than 0")
+    return value
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("changes", type=Path)
+    parser.add_argument("--model", default="qwen3-8b")
+    parser.add_argument("--draft", default="qwen3-8b-dflash-b16", help="or none: plain decode")
+    parser.add_argument("--bucket", type=int, default=1)
+    parser.add_argument("--load-format", default="dummy", choices=["dummy", "dummy-uniform"])
+    parser.add_argument("--simulate-acceptance", type=float, default=6.35)
+    parser.add_argument("--draft-quantization", default="fp8-dynamic")
+    parser.add_argument("--num-speculative-tokens", type=int)
+    parser.add_argument("--num-iters", type=int, default=200, help="steps of a variant")
+    parser.add_argument("--gain", type=float, default=0.001, help="share of the step; 0.001")
+    parser.add_argument("--seconds", type=positive, default=120.0, help="begin no variant after it")
+    parser.add_argument("--out", help="also store the result as JSON here")
+    parser.add_argument(
+        "--commit", metavar="SHA", help="commit to record where the checkout has no history"
+    )
+    args = parser.parse_args(arguments)
+    try:
+        changes = read_changes(args.changes)
+    except ValueError as error:
+        parser.error(str(error))
+    if not torch.cuda.is_available():
+        parser.error("no CUDA device: the table is for GPUs")
+    with Engine.from_pretrained(args.model, draft=args.draft, **options(args)) as engine:
+        steps = Steps(engine, changes, args)
+        kept, best_ms = judge(list(changes), steps.ms, args.gain)
+    if args.out:
+        numbers: Mapping[str, Any] = steps.numbers | ({"best_step_ms": best_ms} if best_ms else {})
+        config = {
+            "model": args.model,
+            "changes": {n: {str(k): c for k, c in x.items()} for n, x in changes.items()},
+            "kept": kept,
+            **options(args),
+        }
+        env = result_schema.environment(args.commit)
+        result_schema.write_result(
+            args.out, "skinny_linear_judged", numbers, config=config, env=env
+        )
+    print(json.dumps({"kept": kept, "best_step_ms": best_ms}), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -10,12 +10,15 @@ guards cost over 100 us a call) is on the hot path.
 
 from __future__ import annotations
 
-import functools
 import importlib
-from collections.abc import Callable
+import logging
+from collections import Counter
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
+
+from graphengine.capture import precompiled
 
 # Specialisations of one function: (buckets + plain decode) x (target, drafter) x engines.
 RECOMPILE_LIMIT = 512
@@ -23,19 +26,58 @@ RECOMPILE_LIMIT = 512
 # elsewhere): our GEMMs then fetch their first weights while what is before them still runs.
 OPTIONS: dict[str, str | int | bool | Callable[..., Any]] = {"triton.enable_pdl": True}
 
+_MADE: dict[str, Callable[..., Any]] = {}  # key -> what this process has found or compiled
+_COUNTS: Counter[str] = Counter()
+_LOG = logging.getLogger(__name__)
 
-@functools.cache
-def compile_segment(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Compiles a pure segment with Inductor, whole (fullgraph) and for static shapes.
+
+class Segment:
+    """A pure function that is found on disk or compiled at its first call with new shapes."""
+
+    def __init__(self, function: Callable[..., Any], code: str) -> None:
+        """Args: code: hash of what the function's code depends on (`precompiled.loaded_code`)."""
+        self._function = function
+        self._key = f"{function.__qualname__} {code} {precompiled.compilers(OPTIONS)}"
+
+    def __call__(self, *arguments: Any) -> Any:
+        grad = torch.is_grad_enabled()
+        key = f"{self._key} {precompiled.layout(arguments)} grad {grad}"
+        if key not in _MADE:
+            _MADE[key] = self._make(key, arguments)
+        return _MADE[key](*arguments)
+
+    def _make(self, key: str, arguments: tuple[Any, ...]) -> Callable[..., Any]:
+        found = precompiled.find(key, self._function.__globals__)
+        _COUNTS["misses" if found is None else "hits"] += 1
+        if found is not None:
+            return found
+        # The key holds all that guards would look at.
+        options = dict(OPTIONS)  # torch takes the next one out of what it is given
+        options["guard_filter_fn"] = torch.compiler.skip_all_guards_unsafe
+        ahead: Any = torch.compile(self._function, fullgraph=True, dynamic=False, options=options)
+        try:
+            compiled = ahead.aot_compile((arguments, {}))
+        except Exception as error:  # torch cannot, or a fault that it tells better when called
+            _LOG.info("%s is compiled but not kept: %s", self._function.__qualname__, error)
+            return torch.compile(self._function, fullgraph=True, dynamic=False, options=OPTIONS)
+        precompiled.keep(key, compiled)
+        return compiled.fn
+
+
+def compile_segments(functions: Iterable[Callable[..., Any]]) -> list[Callable[..., Any]]:
+    """Compiles pure segments with Inductor, whole (fullgraph) and for static shapes.
 
     Compilation happens at the first call with new shapes; a second engine of the same shapes in
-    one process compiles nothing. Mutates: torch's recompile limits, raised once for the process:
-    eight, the default, is fewer than the buckets of two models.
+    one process compiles nothing, and a later process finds what an earlier one has compiled.
+    Mutates: torch's recompile limits, raised once for the process: eight, the default, is fewer
+    than the buckets of two models.
     """
     dynamo: Any = torch._dynamo.config
     for limit in ("recompile_limit", "accumulated_recompile_limit"):
         setattr(dynamo, limit, max(getattr(dynamo, limit), RECOMPILE_LIMIT))
-    return torch.compile(function, fullgraph=True, dynamic=False, options=OPTIONS)
+    functions = list(functions)
+    code = {name: precompiled.loaded_code(name) for name in {f.__module__ for f in functions}}
+    return [Segment(function, code[function.__module__]) for function in functions]
 
 
 def import_inductor() -> None:
@@ -44,7 +86,7 @@ def import_inductor() -> None:
 
 
 class CacheCounts(NamedTuple):
-    """How often Inductor has found a graph in its cache on disk, and how often it compiled one."""
+    """How many segments this process has found on disk, and how many it has compiled."""
 
     num_hits: int = 0
     num_misses: int = 0
@@ -56,8 +98,4 @@ class CacheCounts(NamedTuple):
 
 def cache_counts() -> CacheCounts:
     """This process's counts so far."""
-    import torch._dynamo.utils
-
-    found = torch._dynamo.utils.counters["inductor"]
-    misses = found["fxgraph_cache_miss"] + found["fxgraph_cache_bypass"]
-    return CacheCounts(found["fxgraph_cache_hit"], misses)
+    return CacheCounts(_COUNTS["hits"], _COUNTS["misses"])

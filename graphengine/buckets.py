@@ -26,7 +26,7 @@ from graphengine.attention import (
     make_workspace,
 )
 from graphengine.buffers import StepBuffers
-from graphengine.capture.compile import compile_segment
+from graphengine.capture.compile import compile_segments
 from graphengine.capture.runners import GraphPool, Runner, run_chain
 from graphengine.capture.steps import Step
 from graphengine.compile_ahead import CompileAhead, shortened
@@ -118,7 +118,7 @@ def build_buckets(
         prefills: what else has kernels to compile beside those of the buckets.
     """
     times = BuildTimes()
-    segments = Segments(*map(compile_segment, Segments())) if config.compile else Segments()
+    segments = Segments(*compile_segments(Segments())) if config.compile else Segments()
     pool = GraphPool() if config.graph_mode != "none" else None
     if workspace is None and config.attention_backend == "flashinfer":
         workspace = make_workspace(device)

@@ -112,10 +112,7 @@ def build(
         flashinfer_imported = compile_flashinfer_ahead(
             dtype, target_config, draft_config if decodes else None
         )
-    compilers = threading.Thread(
-        target=_prepare_compilers, args=(config, flashinfer_imported), daemon=True
-    )
-    compilers.start()
+    compilers = _prepare_compilers(config, flashinfer_imported)
     plan = plan_memory(
         config,
         target_config,
@@ -185,7 +182,8 @@ def build(
                 config.simulate_acceptance, max(config.buckets), num_draws, device
             )
     load_s = time.perf_counter() - began
-    compilers.join()
+    for thread in compilers:
+        thread.join()
     compiler_wait_s = time.perf_counter() - began - load_s
     counts = cache_counts() if config.compile else CacheCounts()
     workspace = make_workspace(device) if config.attention_backend == "flashinfer" else None
@@ -263,24 +261,35 @@ def build(
     )
 
 
-def _prepare_compilers(config: EngineConfig, flashinfer_imported: threading.Event | None) -> None:
-    """What compilers do before their first kernel, for another thread while weights are read.
+def _prepare_compilers(
+    config: EngineConfig, flashinfer_imported: threading.Event | None
+) -> list[threading.Thread]:
+    """Starts what compilers do before their first kernel, on threads while weights are read.
 
     One import after another: of two threads in the middle of one import each may see half a module.
-    What fails here fails again where a kernel is compiled, with a caller.
+    Cache keys need files alone. What fails here fails again where a kernel is compiled, with a
+    caller.
     """
-    steps: list[Callable[[], object]] = []
-    if config.device == "cuda":
-        steps += [settle_cache_keys, load_driver]
+    imports: list[Callable[[], object]] = []
     if flashinfer_imported is not None:
-        steps.append(flashinfer_imported.wait)
+        imports.append(flashinfer_imported.wait)
     if config.compile:
-        steps.append(import_inductor)
-    for step in steps:
-        try:
-            step()
-        except Exception:
-            logging.getLogger(__name__).warning("%s failed", step, exc_info=True)
+        imports.append(import_inductor)
+
+    def run(steps: list[Callable[[], object]]) -> None:
+        for step in steps:
+            try:
+                step()
+            except Exception:
+                logging.getLogger(__name__).warning("%s failed", step, exc_info=True)
+
+    keys = [settle_cache_keys, load_driver] if config.device == "cuda" else []
+    threads = [
+        threading.Thread(target=run, args=(steps,), daemon=True) for steps in (imports, keys)
+    ]
+    for thread in threads:
+        thread.start()
+    return threads
 
 
 def read_configs(

@@ -117,7 +117,7 @@ def test_warming_up_in_the_middle_of_a_run(
 ) -> None:
     """Bug: a bucket that is built late runs on the rows of the batch before: it writes into pages
     that prompts own by now, or walks on in the draws of a simulated acceptance."""
-    monkeypatch.setattr(buckets, "compile_segment", lambda segment: segment)  # runs ahead, at once
+    monkeypatch.setattr(buckets, "compile_segments", tuple)  # runs ahead, at once
     prompts = [list(range(n, n + 70)) for n in (100, 200)]
     for options in ({}, {"simulate_acceptance": 2.5}):
         outcomes = []

@@ -213,9 +213,15 @@ def test_our_kernels_are_in_the_artifact(tmp_path: Path, backend: str) -> None:
     cold, _ = command(tmp_path / "a", "compile", *pair, "--output", packed)
     compiled = kernels("a")
     assert compiled
+    again = ["run", *pair, "--prompt", "Tom has", "--max-new-tokens", "32", "--ignore-eos"]
+    expected, _ = command(tmp_path / "c", *again)
+    assert expected["startup"]["num_compiled"] > 0
     shutil.move(tmp_path / "a", tmp_path / "gone")
     warm, _ = command(tmp_path / "b", "compile", *pair, "--artifact", packed)
     assert warm["startup"]["num_compiled"] == 0
     assert warm["startup"]["num_cache_hits"] == cold["startup"]["num_compiled"]
     assert kernels("b") <= compiled
+    found, _ = command(tmp_path / "b", *again)
+    assert found["startup"]["num_compiled"] == 0
+    assert found["results"][0]["token_ids"] == expected["results"][0]["token_ids"]
     print(f"cold {cold['startup']}, warm {warm['startup']}")

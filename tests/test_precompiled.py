@@ -1,0 +1,207 @@
+"""Compiled segments on disk: found for what they were compiled for, and for nothing else."""
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch._inductor.config as inductor
+from torch import Tensor
+
+from graphengine import segments, simulate
+from graphengine.capture import compile as compiling
+from graphengine.capture import precompiled
+from graphengine.capture.precompiled import layout, loaded_code
+from graphengine.kernels import skinny_config
+from graphengine.models import layers
+from graphengine.simulate import Simulation, force_acceptance_
+
+needs_compiler = pytest.mark.skipif(
+    shutil.which("g++") is None, reason="Inductor's C++ backend needs g++"
+)
+
+
+class Pair(NamedTuple):
+    first: Tensor
+    second: Tensor
+
+
+def scaled(pair: Pair, factor: float) -> tuple[Tensor, Tensor]:
+    return pair.first * factor + pair.second, pair.second.sum(-1)
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """An empty folder of compiled code, and a process that remembers none."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(compiling, "_MADE", {})
+    with torch.no_grad():
+        yield tmp_path / precompiled.FOLDER
+
+
+def as_a_new_process(monkeypatch: pytest.MonkeyPatch, *, may_compile: bool = False) -> None:
+    """Forgets what this one has compiled; a compilation fails unless it is expected."""
+    monkeypatch.setattr(compiling, "_MADE", {})
+    if not may_compile:
+        monkeypatch.setattr(torch, "compile", lambda *_, **__: pytest.fail("it is compiled again"))
+
+
+def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    return compiling.compile_segments([function])[0]
+
+
+def files(folder: Path) -> list[Path]:
+    return sorted(folder.iterdir()) if folder.exists() else []
+
+
+# --- finding ---
+
+
+@needs_compiler
+def test_found_without_tracing(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: a later start traces again, which is most of what a warm start took; or what it finds
+    computes something else."""
+    pair = Pair(torch.randn(4, 32), torch.randn(4, 32))
+    other = Pair(torch.randn(4, 32), torch.randn(4, 32))
+    before = compiling.cache_counts()
+    compiled(scaled)(pair, 2.0)
+    assert compiling.cache_counts().since(before) == (0, 1)
+    assert len(files(folder)) == 1
+    as_a_new_process(monkeypatch)
+    again = compiled(scaled)
+    for inputs in (pair, other):
+        torch.testing.assert_close(again(inputs, 2.0), scaled(inputs, 2.0))
+    assert compiling.cache_counts().since(before) == (1, 1)
+
+
+@needs_compiler
+def test_writes_to_arguments_are_kept(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: a function that is found writes into a copy of its argument."""
+    simulation = Simulation(torch.tensor([[3, 1]] * 5), torch.zeros(1, dtype=torch.int64))
+    draft = torch.arange(1, 9).view(2, 4)
+    target = torch.full((2, 4), 7)
+    expected = target.clone()
+    force_acceptance_(Simulation(simulation.accepted_RB, torch.zeros(1).long()), draft, expected)
+    compiled(force_acceptance_)(simulation, draft, target.clone())
+    as_a_new_process(monkeypatch)
+    simulation.step_1.zero_()
+    compiled(force_acceptance_)(simulation, draft, target)
+    assert torch.equal(target, expected)
+    assert simulation.step_1.item() == 1
+    assert len(files(folder)) == 1
+
+
+@needs_compiler
+@pytest.mark.parametrize("content", [b"", b"no pickle", None])
+def test_a_file_that_cannot_be_used_is_replaced(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, content: bytes | None
+) -> None:
+    """Bug: a start dies of a file that a crash has cut short, or compiles at every start."""
+    pair = Pair(torch.randn(4, 32), torch.randn(4, 32))
+    compiled(scaled)(pair, 3.0)
+    (file,) = files(folder)
+    good = file.read_bytes()
+    file.write_bytes(good[: len(good) // 2] if content is None else content)
+    as_a_new_process(monkeypatch, may_compile=True)
+    torch.testing.assert_close(compiled(scaled)(pair, 3.0), scaled(pair, 3.0))
+    assert files(folder) == [file]
+    as_a_new_process(monkeypatch)
+    torch.testing.assert_close(compiled(scaled)(pair, 3.0), scaled(pair, 3.0))
+
+
+@needs_compiler
+def test_without_a_place_to_keep_it(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: a folder that cannot be written, or caches that are switched off, end a start."""
+    pair = Pair(torch.randn(4, 32), torch.randn(4, 32))
+    folder.parent.mkdir(exist_ok=True)
+    folder.write_text("a file where the folder should be")
+    torch.testing.assert_close(compiled(scaled)(pair, 4.0), scaled(pair, 4.0))
+    folder.unlink()
+    as_a_new_process(monkeypatch, may_compile=True)
+    with inductor.patch(force_disable_caches=True):
+        torch.testing.assert_close(compiled(scaled)(pair, 4.0), scaled(pair, 4.0))
+    assert not files(folder)
+
+
+# --- keys ---
+
+
+def test_all_that_a_specialisation_depends_on() -> None:
+    """Bug: two calls that need different code share it, e.g. a matrix that is also the other
+    argument: torch traces that as one input."""
+    x, y = torch.randn(4, 8), torch.randn(4, 8)
+    memory = torch.randn(65)
+    calls: dict[str, Any] = {
+        "base": (Pair(x, y), 1.0),
+        "shape": (Pair(x, torch.randn(4, 9)), 1.0),
+        "strides": (Pair(x, torch.randn(8, 4).T), 1.0),
+        "dtype": (Pair(x, y.double()), 1.0),
+        "value": (Pair(x, y), 2.0),
+        "kind of number": (Pair(x, y), 1),
+        "same tensor": (Pair(x, x), 1.0),
+        "same memory": (Pair(memory[:32].view(4, 8), memory[32:64].view(4, 8)), 1.0),
+        "overlap": (Pair(memory[:32].view(4, 8), memory[16:48].view(4, 8)), 1.0),
+        "alignment": (Pair(x, memory[33:].view(4, 8)), 1.0),
+        "tuple": ((x, y), 1.0),
+        "none": (Pair(x, y), None),
+    }
+    assert len({layout(call) for call in calls.values()}) == len(calls)
+    assert layout((Pair(y.clone(), x.clone()), 1.0)) == layout(calls["base"])
+    with pytest.raises(TypeError, match="list"):
+        layout(([x],))
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "value"),
+    [
+        (layers, "rms_norm", lambda x, weight, eps: x * weight),
+        (layers, "SKINNY_T", 32),
+        (skinny_config, "TUNED", {}),
+        (layers.Fp8Matrix, "dense", lambda self, dtype: self.weight_ED.to(dtype)),
+        (simulate, "force_acceptance_", lambda *_: None),
+    ],
+)
+def test_what_is_loaded_decides(
+    monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, value: Any
+) -> None:
+    """Bug: a tool judges another table, or a test replaces a function, and both get the code of
+    what was there before."""
+    before = loaded_code(segments.__name__)
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, name, value)
+        assert loaded_code(segments.__name__) != before
+    assert loaded_code(segments.__name__) == before
+
+
+def test_closures_and_constants_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: two functions of one source that hold different values are taken for one."""
+
+    def adding(number: float) -> Callable[[Tensor], Tensor]:
+        return lambda x: x + number
+
+    found = set()
+    for value in (adding(1.0), adding(2.0), lambda x: x + 1.0, lambda x: x + 2.0):
+        monkeypatch.setattr(layers, "rms_norm", value)
+        found.add(loaded_code(segments.__name__))
+    assert len(found) == 4
+
+
+def test_every_process_finds_the_same_key() -> None:
+    """Bug: the key depends on what else a command imports, or on how Python orders its sets."""
+    code = (
+        "from graphengine.capture.precompiled import loaded_code; import graphengine.segments as s"
+    )
+    found = {loaded_code(segments.__name__)}
+    for seed, imports in (("1", ""), ("2", "import graphengine.bench, graphengine.cli;")):
+        script = f"{imports}{code}; print(loaded_code(s.__name__))"
+        env = os.environ | {"PYTHONHASHSEED": seed}
+        done = subprocess.run(
+            [sys.executable, "-c", script], env=env, capture_output=True, text=True, check=True
+        )
+        found.add(done.stdout.strip())
+    assert len(found) == 1

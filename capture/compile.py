@@ -58,7 +58,8 @@ class Segment:
         try:
             compiled = ahead.aot_compile((arguments, {}))
         except Exception as error:  # torch cannot, or a fault that it tells better when called
-            _LOG.info("%s is compiled but not kept: %s", self._function.__qualname__, error)
+            name = self._function.__qualname__
+            _LOG.warning("%s is compiled, but not for later starts: %s", name, error)
             return torch.compile(self._function, fullgraph=True, dynamic=False, options=OPTIONS)
         precompiled.keep(key, compiled)
         return compiled.fn
@@ -69,10 +70,12 @@ def compile_segments(functions: Iterable[Callable[..., Any]]) -> list[Callable[.
 
     Compilation happens at the first call with new shapes; a second engine of the same shapes in
     one process compiles nothing, and a later process finds what an earlier one has compiled.
-    Mutates: torch's recompile limits, raised once for the process: eight, the default, is fewer
-    than the buckets of two models.
+    Mutates: torch's settings for the process. The recompile limits are raised: eight, the default,
+    is fewer than the buckets of two models. Compilation ahead of time is switched on where it is
+    not (torch 2.11).
     """
     dynamo: Any = torch._dynamo.config
+    dynamo.enable_aot_compile = True
     for limit in ("recompile_limit", "accumulated_recompile_limit"):
         setattr(dynamo, limit, max(getattr(dynamo, limit), RECOMPILE_LIMIT))
     functions = list(functions)

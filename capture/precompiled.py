@@ -71,26 +71,33 @@ def _path(key: str) -> Path:
 
 def layout(arguments: Any) -> str:
     """What a specialisation for static shapes depends on: of tensors everything but their contents,
-    and which of them share memory; the values of the rest.
+    and how they share memory; the values of the rest.
 
     Raises:
         TypeError: an argument is neither tensor, tuple, number, string nor None.
     """
-    places: dict[int, int] = {}
-    return ",".join(_layout(arguments, places))
+    tensors: list[Tensor] = []
+    text = ",".join(_layout(arguments, tensors))
+    # Two that share memory may be traced as one input.
+    memories = [x.untyped_storage().data_ptr() for x in tensors]
+    shared = {memory: place for place, memory in enumerate(memories) if memories.count(memory) > 1}
+    places = [
+        f"{place} in {shared[memory]} at {tensors[place].storage_offset()}"
+        for place, memory in enumerate(memories)
+        if memory in shared
+    ]
+    return f"{text} {places}"
 
 
-def _layout(x: Any, places: dict[int, int]) -> Iterator[str]:
+def _layout(x: Any, tensors: list[Tensor]) -> Iterator[str]:
     if isinstance(x, Tensor):
-        memory = x.untyped_storage().data_ptr()
-        place = places.setdefault(memory, len(places))
+        tensors.append(x)
         is_aligned = x.data_ptr() % 16 == 0
-        shape = (tuple(x.shape), x.stride(), x.storage_offset(), is_aligned, x.requires_grad)
-        yield f"{x.dtype} {x.device} {shape} in {place}"
+        yield f"{x.dtype} {x.device} {(tuple(x.shape), x.stride(), is_aligned, x.requires_grad)}"
     elif isinstance(x, tuple):
         yield f"{type(x).__qualname__}("
         for part in x:
-            yield from _layout(part, places)
+            yield from _layout(part, tensors)
         yield ")"
     elif x is None or isinstance(x, bool | int | float | str):
         yield repr(x)

@@ -7,9 +7,11 @@ Memory is planned before anything is loaded (`memory`): the K/V pool takes what 
 from __future__ import annotations
 
 import logging
+import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -53,6 +55,8 @@ from graphengine.weights import (
     tree_bytes,
 )
 
+SWITCH_INTERVAL_S = 0.0002
+
 Progress = Callable[[str, float], None]
 """Called with (what is being done, share done in 0 .. 1)."""
 
@@ -71,6 +75,23 @@ class Built:
     memory_plan: MemoryPlan
 
 
+@contextmanager
+def _threads_take_turns() -> Iterator[None]:
+    """Inside, a thread waits 0.2 ms for Python's lock instead of 5.
+
+    Weights are read and drawn by many short calls without the lock, and behind each the caller
+    waits for it while another thread imports: 2.1 s instead of 0.15 (8B, random weights, one H200).
+    Mutates: the process's switch interval, until the end.
+    """
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(min(SWITCH_INTERVAL_S, before))
+    try:
+        yield
+    finally:
+        sys.setswitchinterval(before)
+
+
+@_threads_take_turns()
 def build(
     target_name: str | Path,
     draft_name: str | Path | None,

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -155,6 +157,30 @@ def test_waiting_for_compilers_is_no_loading(monkeypatch: pytest.MonkeyPatch) ->
     built = build(TINY_TARGET, None, Options(buckets=(1,), device="cpu", max_model_len=64))
     assert built.startup.compile_s >= built.startup.compiler_wait_s >= 0.5
     assert built.startup.load_s <= time.perf_counter() - began - 0.5
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_threads_take_turns_while_a_start_lasts(
+    monkeypatch: pytest.MonkeyPatch, fails: bool
+) -> None:
+    """Bug: loading waits 5 ms behind every short call while another thread imports; or a start,
+    perhaps one that is refused, leaves the process switching threads all the time."""
+    seen = []
+    before = sys.getswitchinterval()
+    plan = building.plan_memory
+
+    def planned(*args: Any, **options: Any) -> Any:
+        seen.append(sys.getswitchinterval())
+        if fails:
+            raise ValueError("no memory")
+        return plan(*args, **options)
+
+    monkeypatch.setattr(building, "plan_memory", planned)
+    refused = pytest.raises(ValueError, match="no memory") if fails else nullcontext()
+    with refused:
+        build(TINY_TARGET, None, Options(buckets=(1,), device="cpu", max_model_len=64))
+    assert seen[0] < before / 10
+    assert sys.getswitchinterval() == before
 
 
 @pytest.mark.gpu

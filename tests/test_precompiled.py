@@ -152,6 +152,8 @@ def test_all_that_a_specialisation_depends_on() -> None:
     }
     assert len({layout(call) for call in calls.values()}) == len(calls)
     assert layout((Pair(y.clone(), x.clone()), 1.0)) == layout(calls["base"])
+    elsewhere = Pair(memory[32:64].view(4, 8), y)  # of a packed matrix: the next layer is the same
+    assert layout((elsewhere, 1.0)) == layout(calls["base"])
     with pytest.raises(TypeError, match="list"):
         layout(([x],))
 

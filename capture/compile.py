@@ -27,6 +27,7 @@ RECOMPILE_LIMIT = 512
 OPTIONS: dict[str, str | int | bool | Callable[..., Any]] = {"triton.enable_pdl": True}
 
 _MADE: dict[str, Callable[..., Any]] = {}  # key -> what this process has found or compiled
+_CODE: dict[str, str] = {}  # module -> `precompiled.loaded_code`
 _COUNTS: Counter[str] = Counter()
 _LOG = logging.getLogger(__name__)
 
@@ -34,14 +35,16 @@ _LOG = logging.getLogger(__name__)
 class Segment:
     """A pure function that is found on disk or compiled at its first call with new shapes."""
 
-    def __init__(self, function: Callable[..., Any], code: str) -> None:
-        """Args: code: hash of what the function's code depends on (`precompiled.loaded_code`)."""
+    def __init__(self, function: Callable[..., Any], compilers: str) -> None:
+        """Args: compilers: `precompiled.compilers`."""
         self._function = function
-        self._key = f"{function.__qualname__} {code} {precompiled.compilers(OPTIONS)}"
+        self._key = f"{function.__qualname__} {compilers}"
 
     def __call__(self, *arguments: Any) -> Any:
-        grad = torch.is_grad_enabled()
-        key = f"{self._key} {precompiled.layout(arguments)} grad {grad}"
+        module, grad = self._function.__module__, torch.is_grad_enabled()
+        if module not in _CODE:
+            _CODE[module] = precompiled.loaded_code(module)
+        key = f"{self._key} {_CODE[module]} {precompiled.layout(arguments)} grad {grad}"
         if key not in _MADE:
             _MADE[key] = self._make(key, arguments)
         return _MADE[key](*arguments)
@@ -78,9 +81,17 @@ def compile_segments(functions: Iterable[Callable[..., Any]]) -> list[Callable[.
     dynamo.enable_aot_compile = True
     for limit in ("recompile_limit", "accumulated_recompile_limit"):
         setattr(dynamo, limit, max(getattr(dynamo, limit), RECOMPILE_LIMIT))
-    functions = list(functions)
-    code = {name: precompiled.loaded_code(name) for name in {f.__module__ for f in functions}}
-    return [Segment(function, code[function.__module__]) for function in functions]
+    _CODE.clear()
+    compilers = precompiled.compilers(OPTIONS)
+    return [Segment(function, compilers) for function in functions]
+
+
+def forget() -> None:
+    """For tools that replace functions or tables while an engine lives: what is compiled next is
+    compiled of what is loaded then. Mutates: this process's memory of what it has compiled."""
+    _CODE.clear()
+    _MADE.clear()
+    torch._dynamo.reset()
 
 
 def import_inductor() -> None:

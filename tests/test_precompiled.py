@@ -128,6 +128,24 @@ def test_without_a_place_to_keep_it(folder: Path, monkeypatch: pytest.MonkeyPatc
     assert not files(folder)
 
 
+FACTOR = 2.0
+
+
+def scaled_by_a_table(x: Tensor) -> Tensor:
+    return x * FACTOR
+
+
+@needs_compiler
+def test_a_tool_replaces_a_table(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: a tool that judges tables in one engine times the first of them every time."""
+    function, x = compiled(scaled_by_a_table), torch.randn(64)
+    for factor in (2.0, 3.0, 2.0):
+        monkeypatch.setattr(sys.modules[__name__], "FACTOR", factor)
+        compiling.forget()
+        torch.testing.assert_close(function(x), x * factor)
+    assert len(files(folder)) == 2
+
+
 # --- keys ---
 
 

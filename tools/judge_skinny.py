@@ -30,6 +30,7 @@ import torch
 
 from graphengine.api import Engine
 from graphengine.bench import Case, run_case
+from graphengine.capture.compile import forget
 from graphengine.kernels.skinny_config import TUNED, SkinnyConfig
 from graphengine.profiles import result_schema
 
@@ -103,7 +104,7 @@ class Steps:
         TUNED.clear()
         TUNED.update({key: config for key, config in changed.items() if config is not None})
         try:
-            torch._dynamo.reset()  # pyright: ignore[reportPrivateImportUsage]
+            forget()
             loop._buckets.pop(bucket, None)  # built again for the first request
             case = Case(
                 graph_mode="full",

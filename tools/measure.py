@@ -89,6 +89,11 @@ JOBS: dict[str, Job] = {
     "8b-warm": _bench(
         *(*PAIR_8B, "--compare", "piecewise,full", "--bucket", "1,8,16", "--num-iters", "20")
     ),
+    # After 8b-uniform-fp8-dynamic, likewise.
+    "8b-uniform-fp8-dynamic-warm": _bench(
+        *(*PAIR_8B, *DYNAMIC, *UNIFORM, "--compare", "full", "--bucket", "1,8,16"),
+        *("--num-iters", "20"),
+    ),
     "8b-8k": _bench(*PAIR_8B, "--compare", "full", "--input-len", "8192"),
     "8b-8k-fp8": _bench(*PAIR_8B, *FP8, "--compare", "full", "--input-len", "8192"),
     "4b-modes": _bench(*PAIR_4B, "--compare", "piecewise,full", "--bucket", "1,8,16", "--baseline"),

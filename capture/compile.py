@@ -15,6 +15,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
+from weakref import WeakSet
 
 import torch
 
@@ -27,7 +28,7 @@ RECOMPILE_LIMIT = 512
 OPTIONS: dict[str, str | int | bool | Callable[..., Any]] = {"triton.enable_pdl": True}
 
 _MADE: dict[str, Callable[..., Any]] = {}  # key -> what this process has found or compiled
-_CODE: dict[str, str] = {}  # module -> `precompiled.loaded_code`
+_ALIVE: WeakSet[Segment] = WeakSet()
 _COUNTS: Counter[str] = Counter()
 _LOG = logging.getLogger(__name__)
 
@@ -37,25 +38,31 @@ class Segment:
 
     def __init__(self, function: Callable[..., Any], compilers: str) -> None:
         """Args: compilers: `precompiled.compilers`."""
-        self._function = function
-        self._key = f"{function.__qualname__} {compilers}"
+        self._function, self._compilers = function, compilers
+        self.read_code_()
+        _ALIVE.add(self)
+
+    def read_code_(self) -> None:
+        """From now on, what is compiled is compiled of what is loaded now."""
+        code = precompiled.loaded_code(self._function)
+        self._key = f"{self._function.__qualname__} {code} {self._compilers}"
 
     def __call__(self, *arguments: Any) -> Any:
-        module, grad = self._function.__module__, torch.is_grad_enabled()
-        if module not in _CODE:
-            _CODE[module] = precompiled.loaded_code(module)
-        key = f"{self._key} {_CODE[module]} {precompiled.layout(arguments)} grad {grad}"
-        if key not in _MADE:
-            _MADE[key] = self._make(key, arguments)
-        return _MADE[key](*arguments)
+        if torch._dynamo.config.disable:
+            return self._function(*arguments)
+        key = f"{self._key} {precompiled.layout(arguments)} {precompiled.torch_state()}"
+        compiled = _MADE.get(key)
+        if compiled is None:
+            compiled = _MADE[key] = self._make(key, arguments)
+        return compiled(*arguments)
 
     def _make(self, key: str, arguments: tuple[Any, ...]) -> Callable[..., Any]:
         found = precompiled.find(key, self._function.__globals__)
         _COUNTS["misses" if found is None else "hits"] += 1
         if found is not None:
             return found
-        # The key holds all that guards would look at.
         options = dict(OPTIONS)  # torch takes the next one out of what it is given
+        # Of what guards would look at, the key has what can differ between calls of a segment.
         options["guard_filter_fn"] = torch.compiler.skip_all_guards_unsafe
         ahead: Any = torch.compile(self._function, fullgraph=True, dynamic=False, options=options)
         try:
@@ -81,17 +88,17 @@ def compile_segments(functions: Iterable[Callable[..., Any]]) -> list[Callable[.
     dynamo.enable_aot_compile = True
     for limit in ("recompile_limit", "accumulated_recompile_limit"):
         setattr(dynamo, limit, max(getattr(dynamo, limit), RECOMPILE_LIMIT))
-    _CODE.clear()
     compilers = precompiled.compilers(OPTIONS)
     return [Segment(function, compilers) for function in functions]
 
 
 def forget() -> None:
-    """For tools that replace functions or tables while an engine lives: what is compiled next is
-    compiled of what is loaded then. Mutates: this process's memory of what it has compiled."""
-    _CODE.clear()
+    """For tools that replace functions or tables while an engine lives: what is called next is
+    compiled of what is loaded now. Mutates: what this process remembers of its compilations."""
     _MADE.clear()
     torch._dynamo.reset()
+    for segment in list(_ALIVE):
+        segment.read_code_()
 
 
 def import_inductor() -> None:

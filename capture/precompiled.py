@@ -3,22 +3,23 @@
 Why: torch finds a compiled graph by tracing the function again. With everything in its caches, 24
 segments took 4.3 s of a start of 8.7 that way (8B pair with FP8 drafter, buckets 1,8,16; H200).
 Here a file's name is a hash of what tracing would have read: the functions and tables that are
-loaded, the arguments' layout, and what compiles them.
+loaded, the arguments' layout, torch's state, and what compiles them.
 
 Trust: the files hold machine code and pickles, as Inductor's own cache beside them does.
 """
 
 from __future__ import annotations
 
+import enum
 import hashlib
+import json
 import logging
-import os
 import platform
 import sys
+import tempfile
 import types
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import fields, is_dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -36,42 +37,67 @@ def find(key: str, namespace: dict[str, Any]) -> Callable[..., Any] | None:
     Args: namespace: the function's globals.
     """
     path = _path(key)
+    if not _caches():
+        return None
     try:
         with path.open("rb") as file:
             found: Any = torch.compiler.load_compiled_function(file, f_globals=namespace)
     except FileNotFoundError:
         return None
     except Exception as error:  # damaged, or not to be loaded here
-        _LOG.info("%s is compiled again: %s", path, error)
+        _LOG.warning("%s cannot be used, so it is compiled again: %s", path, error)
         return None
     return found.fn
 
 
 def keep(key: str, compiled: Any) -> None:
-    """Writes what `aot_compile` has returned; a place that cannot be written costs later starts
-    time, no more. Mutates: the folder."""
+    """Writes what `aot_compile` has returned; where that fails, later starts compile again.
+
+    Mutates: the folder; a file is there whole or not at all.
+    """
     path = _path(key)
-    part = path.with_suffix(f".{os.getpid()}")
+    if not _caches():
+        return
+    part = None
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        compiled.save_compiled_function(str(part))
+        content = type(compiled).serialize(compiled).serialized_data
+        with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
+            part = Path(file.name)
+            file.write(content)
         part.replace(path)
     except Exception as error:
-        _LOG.info("%s is not kept: %s", path, error)
-    finally:
-        with suppress(OSError):
-            part.unlink(missing_ok=True)
+        _LOG.warning("%s is not kept, so later starts compile it again: %s", path, error)
+    finally:  # also after Ctrl-C
+        if part is not None:
+            with suppress(OSError):
+                part.unlink(missing_ok=True)
 
 
 def _path(key: str) -> Path:
     from torch._inductor.runtime.cache_dir_utils import cache_dir
 
-    return Path(cache_dir()) / FOLDER / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.bin"
+    return Path(cache_dir()) / FOLDER / f"{_hash(key)}.bin"
+
+
+def _caches() -> bool:
+    """Whether the user lets torch keep what it compiles."""
+    import torch._inductor.config as inductor
+
+    return inductor.fx_graph_cache and not inductor.force_disable_caches
+
+
+def _hash(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+# --- what a key is made of ---
 
 
 def layout(arguments: Any) -> str:
     """What a specialisation for static shapes depends on: of tensors everything but their contents,
-    and how they share memory; the values of the rest.
+    and how they share memory; the values of the rest; for the CPU also the threads that its code is
+    made for.
 
     Raises:
         TypeError: an argument is neither tensor, tuple, number, string nor None.
@@ -86,14 +112,15 @@ def layout(arguments: Any) -> str:
         for place, memory in enumerate(memories)
         if memory in shared
     ]
-    return f"{text} {places}"
+    threads = torch.get_num_threads() if any(x.is_cpu for x in tensors) else "any"
+    return f"{text} {places} {threads} threads"
 
 
 def _layout(x: Any, tensors: list[Tensor]) -> Iterator[str]:
-    if isinstance(x, Tensor):
+    if type(x) in (Tensor, torch.nn.Parameter):
         tensors.append(x)
-        is_aligned = x.data_ptr() % 16 == 0
-        yield f"{x.dtype} {x.device} {(tuple(x.shape), x.stride(), is_aligned, x.requires_grad)}"
+        flags = (x.data_ptr() % 16 == 0, x.requires_grad, x.is_conj(), x.is_neg())
+        yield f"{x.dtype} {x.device} {(tuple(x.shape), x.stride(), flags)}"
     elif isinstance(x, tuple):
         yield f"{type(x).__qualname__}("
         for part in x:
@@ -105,8 +132,18 @@ def _layout(x: Any, tensors: list[Tensor]) -> Iterator[str]:
         raise TypeError(f"{type(x).__qualname__} has no layout")
 
 
+def torch_state() -> str:
+    """What torch guards every compiled function with: autocast, default dtype, gradients,
+    deterministic algorithms, precision of products."""
+    guards: Any = torch._C._dynamo.guards  # pyright: ignore[reportAttributeAccessIssue]
+    state = json.loads(guards.GlobalStateGuard().__getstate__())
+    del state["num_threads"]  # in `layout`, where it matters
+    return repr(sorted(state.items()))
+
+
 def compilers(options: Mapping[str, Any]) -> str:
-    """Versions, settings and processor that compiled code is made by and for."""
+    """A hash of versions, settings and processor that compiled code is made by and for."""
+    import torch._functorch.config as functorch
     import torch._inductor.config as inductor
 
     parts: list[Any] = [platform.python_version(), torch.__version__, torch.version.git_version]
@@ -115,36 +152,49 @@ def compilers(options: Mapping[str, Any]) -> str:
         parts += [torch.version.cuda, device.name, device.multi_processor_count]
         with suppress(metadata.PackageNotFoundError):
             parts.append(metadata.version("triton"))
-    parts += [torch.backends.cpu.get_cpu_capability(), torch.get_num_threads()]
-    parts += [torch.get_float32_matmul_precision(), torch.are_deterministic_algorithms_enabled()]
-    parts += [sorted(options.items())]
-    return repr((parts, sorted(inductor.save_config_portable().items(), key=str)))
+    else:
+        parts.append(torch.backends.cpu.get_cpu_capability())
+    for config in (inductor, functorch):
+        settings = config.save_config_portable(ignore_private_configs=False)
+        parts.append(sorted(settings.items(), key=str))
+    return _hash(repr((parts, sorted(options.items()))))
 
 
-def loaded_code(module_name: str) -> str:
-    """A hash of everything that can be reached from a module in its package: code, constants and
-    tables, as they are in memory, so that what a test or a tool has replaced counts.
+def loaded_code(function: Callable[..., Any]) -> str:
+    """A hash of the package's modules that a function's module reaches: their files, and what they
+    hold in memory, so that a function or table that a test or a tool has replaced counts.
 
-    Two processes get the same hash for the same sources, whatever else they have imported.
+    A module is reached through what another holds: itself, a function or a class. Two processes get
+    the same hash for the same sources, whatever else they have imported.
     """
-    package = module_name.partition(".")[0]
+    package = function.__module__.partition(".")[0]
     found: dict[str, types.ModuleType] = {}
-    waiting = [module_name]
+    waiting = [function.__module__]
     while waiting:
         name = waiting.pop()
         if name in found or name.partition(".")[0] != package:
             continue
         found[name] = sys.modules[name]
-        for value in list(vars(found[name]).values()):
+        for value in _names(found[name]).values():
             home = value if isinstance(value, types.ModuleType) else sys.modules.get(_home(value))
             if home is not None:
                 waiting.append(home.__name__)
     digest = hashlib.sha256()
     for name, module in sorted(found.items()):
         digest.update(name.encode())
-        for text in _content(vars(module), package, ()):
+        if module.__file__ is not None:
+            with suppress(OSError):  # no file, as in an archive
+                digest.update(Path(module.__file__).read_bytes())
+        for text in _content(_names(module), package, ()):
             digest.update(text.encode())
+    for text in _content(function, package, ()):  # a closure differs from its like in its cells
+        digest.update(text.encode())
     return digest.hexdigest()
+
+
+def _names(module: types.ModuleType) -> dict[str, Any]:
+    """What a module holds, without what Python says of it and what Dynamo puts there."""
+    return {k: v for k, v in list(vars(module).items()) if not k.startswith("__")}
 
 
 def _home(x: Any) -> str:
@@ -152,18 +202,25 @@ def _home(x: Any) -> str:
     return name if isinstance(name, str) else ""
 
 
+# Of a class: what does not decide what it does.
+_UNREAD = {"__dict__", "__doc__", "__module__", "__qualname__", "__weakref__"}
+_PLAIN = (bool, int, float, complex, str, bytes, range, type(...), torch.dtype, torch.device)
+
+
 def _content(x: Any, package: str, inside: tuple[int, ...]) -> Iterator[str]:
-    """What decides how `x` behaves when traced, as text that is the same in every process."""
+    """What a value says to whoever traces it, as text that is the same in every process."""
     if id(x) in inside:
         return
     inside = (*inside, id(x))
 
     def parts(*values: Any) -> Iterator[str]:
+        yield "("
         for value in values:
             yield from _content(value, package, inside)
+        yield ")"
 
     yield type(x).__qualname__
-    if x is None or isinstance(x, bool | int | float | str | bytes | torch.dtype):
+    if x is None or isinstance(x, _PLAIN):
         yield repr(x)
     elif isinstance(x, types.CodeType):
         yield x.co_code.hex()
@@ -176,18 +233,26 @@ def _content(x: Any, package: str, inside: tuple[int, ...]) -> Iterator[str]:
     elif isinstance(x, set | frozenset):
         yield from sorted("".join(parts(value)) for value in x)
     elif isinstance(x, Mapping):
-        for name, value in x.items():
-            if not (isinstance(name, str) and name.startswith("__")):
-                yield from parts(name, value)
+        yield from parts(*(pair for pair in list(x.items()) if pair[0] not in _UNREAD))
     elif isinstance(x, type):
-        yield x.__qualname__
-        if x.__module__.partition(".")[0] == package:
+        yield f"{x.__module__}.{x.__qualname__}"
+        if _is_of(x, package):
             yield from parts(*x.__bases__, dict(vars(x)))
     elif isinstance(x, types.ModuleType):
         yield x.__name__
-    elif is_dataclass(x):
-        yield from parts(*(getattr(x, field.name) for field in fields(x)))
-    else:  # what wraps functions: a property, a custom operator, functools.partial
-        wrapped = [getattr(x, name, None) for name in ("__wrapped__", "__func__", "fget", "func")]
-        held = getattr(x, "__dict__", {}).values()
-        yield from parts(wrapped, [v for v in held if isinstance(v, types.FunctionType)])
+    elif isinstance(x, enum.Enum):
+        yield x.name
+    elif _is_of(type(x), package):
+        names = [name for kind in type(x).__mro__ for name in getattr(kind, "__slots__", ())]
+        slots = [getattr(x, name, None) for name in names if name not in _UNREAD]
+        yield from parts(type(x), getattr(x, "__dict__", None), slots)
+    else:  # what wraps functions: a method, a property, functools.partial, a custom operator
+        wrapped = ("__wrapped__", "__func__", "fget", "func", "args", "keywords")
+        static = [getattr(x, name, None) for name in wrapped if hasattr(type(x), name)]
+        held = getattr(x, "__dict__", {})
+        functions = [v for v in list(held.values()) if isinstance(v, types.FunctionType)]
+        yield from parts(static, functions)
+
+
+def _is_of(kind: type, package: str) -> bool:
+    return kind.__module__.partition(".")[0] == package

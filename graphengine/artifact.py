@@ -10,9 +10,10 @@ backend, 2-core CPU, torch 2.13): first run of the segments 24.3 s cold and 3.6 
 but 16.0 s from saved artifacts in an empty folder, since they hold graphs and no C++ objects; and
 kernels that Triton compiles outside of Inductor, or FlashInfer builds, are not in them at all.
 
-Invariant: the three look their code up by a hash of source, shapes, target and versions. So what
-does not fit is missed and compiled anew, never run; the platform in the folder's name and the
-manifest exist to tell people which part differs.
+Invariant: the three, and our segments in Inductor's folder (capture/precompiled.py), look their
+code up by a hash of source, shapes, target and versions. So what does not fit is missed and
+compiled anew, never run; the platform in the folder's name and the manifest exist to tell people
+which part differs.
 Moved folders: Triton's groups hold absolute paths and are rewritten when unpacked. FlashInfer's
 ninja files hold them too, so its modules are found only where the root and the packages lie at the
 same paths as before; elsewhere FlashInfer builds them again.

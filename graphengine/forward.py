@@ -29,7 +29,7 @@ from graphengine.kernels.context_kv import context_kv_write_
 from graphengine.kernels.qk_norm_rope import qk_norm_rope_write_
 from graphengine.kernels.skinny_config import SKINNY_T
 from graphengine.kernels.write_tap import write_tap_
-from graphengine.models.dflash import DraftWeights
+from graphengine.models.dflash import ContextWeights, DraftWeights
 from graphengine.models.layers import Matrix
 from graphengine.models.qwen3 import LayerWeights, Weights
 from graphengine.profiles import ranges
@@ -337,7 +337,7 @@ def context_chain(
 
     def context(carry: Carry) -> Carry:
         eps = drafter.config.model.rms_norm_eps
-        (kv_TX,) = segments.context(weights, taps_TC, eps)
+        (kv_TX,) = segments.context(ContextWeights.of(weights), taps_TC, eps)
         context_kv_write_(
             kv_TX, weights.k_norm_LH, weights.rope_PH, positions_T, slots_T, drafter.kv_pool, eps
         )

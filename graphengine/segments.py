@@ -16,7 +16,7 @@ from torch import Tensor
 
 from graphengine.capture.steps import Carry
 from graphengine.models import dflash, qwen3
-from graphengine.models.dflash import DraftWeights
+from graphengine.models.dflash import ContextWeights
 from graphengine.models.layers import Matrix, add
 from graphengine.models.qwen3 import LayerWeights
 from graphengine.simulate import force_acceptance_
@@ -93,7 +93,7 @@ def draft_last_segment(
     return qwen3.greedy(norm_D, lm_head_VD, h_TD, None, eps)[1:]
 
 
-def context_segment(weights: DraftWeights, taps_TC: Tensor, eps: float) -> Carry:
+def context_segment(weights: ContextWeights, taps_TC: Tensor, eps: float) -> Carry:
     """taps -> fc, hidden_norm, every layer's K/V before k-norm and rope -> (kv_TX,)."""
     return (dflash.context(weights, taps_TC, eps),)
 

@@ -414,7 +414,8 @@ def test_fused_context_equals_every_layers_own(tmp_path: Path, rows: int, bias: 
     weights = draft_weights(Checkpoint(path, device, torch.float32), config, 8, device)
     files = load_file(path / "model.safetensors")
     taps = torch.randn(rows, 2 * 64, generator=torch.Generator().manual_seed(0))
-    fused = dflash.context(weights, taps, 1e-6).unflatten(1, (3, 2, -1))
+    needed = dflash.ContextWeights.of(weights)
+    fused = dflash.context(needed, taps, 1e-6).unflatten(1, (3, 2, -1))
     ctx = taps @ files["fc.weight"].T
     ctx = ctx * (ctx.pow(2).mean(-1, keepdim=True) + 1e-6).rsqrt() * files["hidden_norm.weight"]
     for layer in range(3):

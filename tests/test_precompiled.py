@@ -1,10 +1,14 @@
 """Compiled segments on disk: found for what they were compiled for, and for nothing else."""
 
+import errno
 import os
 import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from enum import Enum
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,6 +25,7 @@ from graphengine.kernels import skinny_config
 from graphengine.models import layers
 from graphengine.simulate import Simulation, force_acceptance_
 
+ROOT = Path(__file__).resolve().parent.parent
 needs_compiler = pytest.mark.skipif(
     shutil.which("g++") is None, reason="Inductor's C++ backend needs g++"
 )
@@ -115,16 +120,50 @@ def test_a_file_that_cannot_be_used_is_replaced(
 
 
 @needs_compiler
-def test_without_a_place_to_keep_it(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bug: a folder that cannot be written, or caches that are switched off, end a start."""
+def test_without_a_place_to_keep_it(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Bug: a folder that cannot be written ends a start, or is not told; a full disk leaves part of
+    a file."""
     pair = Pair(torch.randn(4, 32), torch.randn(4, 32))
     folder.parent.mkdir(exist_ok=True)
     folder.write_text("a file where the folder should be")
     torch.testing.assert_close(compiled(scaled)(pair, 4.0), scaled(pair, 4.0))
+    assert "later starts compile it again" in caplog.text
     folder.unlink()
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "no space")
+
     as_a_new_process(monkeypatch, may_compile=True)
-    with inductor.patch(force_disable_caches=True):
-        torch.testing.assert_close(compiled(scaled)(pair, 4.0), scaled(pair, 4.0))
+    monkeypatch.setattr(Path, "replace", full)
+    torch.testing.assert_close(compiled(scaled)(pair, 4.0), scaled(pair, 4.0))
+    assert not files(folder)
+
+
+@needs_compiler
+@pytest.mark.parametrize("switch", ["force_disable_caches", "fx_graph_cache"])
+def test_caches_can_be_switched_off(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, switch: str
+) -> None:
+    """Bug: who looks for a fault in compiled code switches caches off and still gets the old."""
+    pair = Pair(torch.randn(4, 32), torch.randn(4, 32))
+    compiled(scaled)(pair, 5.0)
+    (file,) = files(folder)
+    as_a_new_process(monkeypatch, may_compile=True)
+    before = compiling.cache_counts()
+    with inductor.patch({switch: switch == "force_disable_caches"}):
+        torch.testing.assert_close(compiled(scaled)(pair, 5.0), scaled(pair, 5.0))
+    assert compiling.cache_counts().since(before) == (0, 1)
+    assert files(folder) == [file]
+
+
+def test_without_dynamo(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: TORCHDYNAMO_DISABLE=1 does not disable anything."""
+    as_a_new_process(monkeypatch)
+    pair = Pair(torch.randn(4, 32), torch.randn(4, 32))
+    with torch._dynamo.config.patch(disable=True):
+        torch.testing.assert_close(compiled(scaled)(pair, 6.0), scaled(pair, 6.0))
     assert not files(folder)
 
 
@@ -172,8 +211,71 @@ def test_all_that_a_specialisation_depends_on() -> None:
     assert layout((Pair(y.clone(), x.clone()), 1.0)) == layout(calls["base"])
     elsewhere = Pair(memory[32:64].view(4, 8), y)  # of a packed matrix: the next layer is the same
     assert layout((elsewhere, 1.0)) == layout(calls["base"])
-    with pytest.raises(TypeError, match="list"):
-        layout(([x],))
+    assert layout((torch.conj(x.to(torch.complex64)),)) != layout((x.to(torch.complex64),))
+    for unknown in ([x], x.as_subclass(type("Other", (Tensor,), {}))):
+        with pytest.raises(TypeError, match=type(unknown).__name__):
+            layout((unknown,))
+
+
+def test_torch_s_own_state() -> None:
+    """Bug: a start under autocast, or with another default dtype, breaks every later one: they find
+    what it compiled. A state in which torch refuses to name its precision ends the start."""
+    states = [precompiled.torch_state()]
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        states.append(precompiled.torch_state())
+    with torch.no_grad():
+        states.append(precompiled.torch_state())
+    products, before = torch.backends.cuda.matmul, torch.backends.cuda.matmul.fp32_precision
+    try:
+        torch.set_default_dtype(torch.float64)
+        states.append(precompiled.torch_state())
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert len(set(states)) == len(states)
+    assert precompiled.torch_state() == states[0]
+    try:
+        products.fp32_precision = "tf32"
+        assert precompiled.torch_state() != states[0]
+        precompiled.compilers({})
+    finally:
+        products.fp32_precision = before
+
+
+def test_threads_count_on_the_cpu_alone() -> None:
+    """Bug: another number of cores beside the same GPU makes an artifact useless; or code for four
+    threads is found for two."""
+    x, before = torch.randn(4, 8), torch.get_num_threads()
+    there = torch.empty(4, 8, device="meta")
+    found = []
+    try:
+        for number in (1, 2):
+            torch.set_num_threads(number)
+            found.append((layout((x,)), layout((there,)), precompiled.compilers({})))
+    finally:
+        torch.set_num_threads(before)
+    assert found[0][0] != found[1][0]
+    assert found[0][1:] == found[1][1:]
+
+
+def segments_code() -> str:
+    return loaded_code(segments.first_segment)
+
+
+@dataclass(frozen=True, slots=True)
+class Scale:
+    factor: float
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return x * self.factor
+
+
+class Kind(Enum):
+    ONE = 1
+    TWO = 2
+
+
+def adding(number: float) -> Callable[[Tensor], Tensor]:
+    return lambda x: x + number
 
 
 @pytest.mark.parametrize(
@@ -191,24 +293,76 @@ def test_what_is_loaded_decides(
 ) -> None:
     """Bug: a tool judges another table, or a test replaces a function, and both get the code of
     what was there before."""
-    before = loaded_code(segments.__name__)
+    before = segments_code()
     with monkeypatch.context() as patch:
         patch.setattr(owner, name, value)
-        assert loaded_code(segments.__name__) != before
-    assert loaded_code(segments.__name__) == before
+        assert segments_code() != before
+    assert segments_code() == before
 
 
-def test_closures_and_constants_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bug: two functions of one source that hold different values are taken for one."""
-
-    def adding(number: float) -> Callable[[Tensor], Tensor]:
-        return lambda x: x + number
-
-    found = set()
-    for value in (adding(1.0), adding(2.0), lambda x: x + 1.0, lambda x: x + 2.0):
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (adding(1.0), adding(2.0)),
+        (lambda x: x + 1.0, lambda x: x + 2.0),
+        (lambda x, y=1: x + y, lambda x, y=2: x + y),
+        (partial(scaled, factor=1.0), partial(scaled, factor=2.0)),
+        (lru_cache(lambda: 1), lru_cache(lambda: 2)),
+        (range(2), range(3)),
+        (1j, 2j),
+        (((1,), 2), ((1, 2),)),
+        ({"a": {1, 2}}, {"a": {1, 3}}),
+    ],
+)
+def test_values_that_are_not_alike(monkeypatch: pytest.MonkeyPatch, one: Any, other: Any) -> None:
+    """Bug: two values of one kind are taken for one."""
+    found = []
+    for value in (one, other, one):
         monkeypatch.setattr(layers, "rms_norm", value)
-        found.add(loaded_code(segments.__name__))
-    assert len(found) == 4
+        found.append(segments_code())
+    assert found[0] != found[1]
+    assert found[0] == found[2]
+
+
+def test_objects_of_the_package() -> None:
+    """Bug: what a dataclass, an enum or a call operator says is not read."""
+
+    package = __name__.partition(".")[0]
+
+    def content(x: Any) -> str:
+        return "".join(precompiled._content(x, package, ()))
+
+    assert content(Scale(1.0)) != content(Scale(2.0))
+    assert content(Scale(1.0)) == content(Scale(1.0))
+    assert content(Kind.ONE) != content(Kind.TWO)
+    before = content(Scale)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Scale, "__call__", lambda self, x: x)
+        assert content(Scale) != before
+
+
+def test_two_closures_of_one_module() -> None:
+    """Bug: functions of one name share a key."""
+    assert loaded_code(adding(1.0)) != loaded_code(adding(2.0))
+
+
+def test_a_decorator_s_arguments_are_in_the_file(tmp_path: Path) -> None:
+    """Bug: what memory does not show, as what an operator writes to, is not in the key."""
+    source = "def wrap(**names): return lambda f: f\n@wrap(mutates={!r})\ndef f(x): return x\n"
+    found = set()
+    for number, name in enumerate(("x", "y")):
+        (tmp_path / str(number)).mkdir()
+        (tmp_path / f"{number}/decorated_module.py").write_text(source.format(name))
+        env = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path / str(number)), str(ROOT)])}
+        script = (
+            "import decorated_module as m; from graphengine.capture import precompiled;"
+            "print(precompiled.loaded_code(m.f))"
+        )
+        done = subprocess.run(
+            [sys.executable, "-c", script], env=env, capture_output=True, text=True, check=True
+        )
+        found.add(done.stdout)
+    assert len(found) == 2
 
 
 def test_every_process_finds_the_same_key() -> None:
@@ -216,12 +370,16 @@ def test_every_process_finds_the_same_key() -> None:
     code = (
         "from graphengine.capture.precompiled import loaded_code; import graphengine.segments as s"
     )
-    found = {loaded_code(segments.__name__)}
+    found = {segments_code()}
     for seed, imports in (("1", ""), ("2", "import graphengine.bench, graphengine.cli;")):
-        script = f"{imports}{code}; print(loaded_code(s.__name__))"
+        script = f"{imports}{code}; print(loaded_code(s.first_segment))"
         env = os.environ | {"PYTHONHASHSEED": seed}
         done = subprocess.run(
-            [sys.executable, "-c", script], env=env, capture_output=True, text=True, check=True
+            [sys.executable, "-c", imports + script],
+            env=env,
+            capture_output=True,
+            text=True,
+            check=True,
         )
         found.add(done.stdout.strip())
     assert len(found) == 1

@@ -40,7 +40,21 @@ class DraftVocabulary(NamedTuple):
     target_ids_V: Tensor | None  # int64, draft id -> target id; None where they are the same
 
 
-def context(weights: DraftWeights, taps_TC: Tensor, eps: float) -> Tensor:
+class ContextWeights(NamedTuple):
+    """What a context row is computed from; no rope, so of no length."""
+
+    fc_DC: Matrix
+    hidden_norm_D: Tensor
+    context_kv_XD: Matrix
+    context_kv_bias_X: Tensor | None
+
+    @classmethod
+    def of(cls, weights: DraftWeights) -> ContextWeights:
+        """Those of a drafter."""
+        return cls(*(getattr(weights, name) for name in cls._fields))
+
+
+def context(weights: ContextWeights, taps_TC: Tensor, eps: float) -> Tensor:
     """K/V of context rows, before k-norm and rope: `rms_norm(taps @ fc^T) @ Wkv^T`.
 
     Args:

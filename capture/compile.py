@@ -104,6 +104,9 @@ def forget() -> None:
 def import_inductor() -> None:
     """Imports what the first compilation would, two seconds of it; on another thread meanwhile."""
     importlib.import_module("torch._inductor.compile_fx")
+    # Read once per process, with warnings off for the whole process: by two threads at a time it
+    # prints eight of torch's own deprecations.
+    torch.overrides.get_overridable_functions()
 
 
 class CacheCounts(NamedTuple):

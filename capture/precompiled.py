@@ -249,10 +249,11 @@ def _content(x: Any, package: str, inside: tuple[int, ...]) -> Iterator[str]:
     else:  # what wraps functions: a method, a property, functools.partial, a custom operator
         wrapped = ("__wrapped__", "__func__", "fget", "func", "args", "keywords")
         static = [getattr(x, name, None) for name in wrapped if hasattr(type(x), name)]
-        held = getattr(x, "__dict__", {})
-        functions = [v for v in list(held.values()) if isinstance(v, types.FunctionType)]
-        yield from parts(static, functions)
+        held = list(getattr(x, "__dict__", {}).values())
+        functions = [v for v in held if isinstance(v, types.FunctionType)]
+        # Without what Triton puts into a kernel at its first launch.
+        yield from parts(static, [v for v in functions if not _is_of(v, "triton")])
 
 
-def _is_of(kind: type, package: str) -> bool:
-    return kind.__module__.partition(".")[0] == package
+def _is_of(x: type | types.FunctionType, package: str) -> bool:
+    return _home(x).partition(".")[0] == package

@@ -11,6 +11,7 @@ from types import FrameType
 from typing import Any
 
 import pytest
+import torch
 
 from graphengine import engine as engine_module
 from graphengine.api import Engine
@@ -139,6 +140,7 @@ def num_survived(run: Callable[[], object], plain: object, engine: Engine, lines
     """Interrupts `run` at each of `lines`, after which it must give `plain` again; how many of the
     interrupts reached the caller."""
     interrupted = 0
+    gradients = torch.is_grad_enabled()
     for line in lines:
         sys.settrace(Interrupt(line))
         try:
@@ -147,6 +149,8 @@ def num_survived(run: Callable[[], object], plain: object, engine: Engine, lines
             interrupted += 1
         finally:
             sys.settrace(None)
+            # Between `with torch.no_grad()` and its end Python can miss to call the latter.
+            torch.set_grad_enabled(gradients)
         assert run() == plain, f"after an interrupt at line {line}"
         assert_idle(engine)
     return interrupted

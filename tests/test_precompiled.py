@@ -223,7 +223,7 @@ def test_torch_s_own_state() -> None:
     states = [precompiled.torch_state()]
     with torch.autocast("cpu", dtype=torch.bfloat16):
         states.append(precompiled.torch_state())
-    with torch.no_grad():
+    with torch.set_grad_enabled(not torch.is_grad_enabled()):
         states.append(precompiled.torch_state())
     products, before = torch.backends.cuda.matmul, torch.backends.cuda.matmul.fp32_precision
     try:
@@ -322,6 +322,20 @@ def test_values_that_are_not_alike(monkeypatch: pytest.MonkeyPatch, one: Any, ot
         found.append(segments_code())
     assert found[0] != found[1]
     assert found[0] == found[2]
+
+
+def test_what_triton_notes_in_a_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: the key depends on which kernels this process has compiled; what is compiled beside them
+    is lost to the next start."""
+    triton = pytest.importorskip("triton")
+    from graphengine.kernels.argmax import combine_argmax_kernel
+
+    before = segments_code()
+    with monkeypatch.context() as patch:  # as at its first launch
+        patch.setattr(combine_argmax_kernel, "compile", triton.compile, raising=False)
+        assert segments_code() == before
+    monkeypatch.setattr(combine_argmax_kernel, "fn", lambda x: x)
+    assert segments_code() != before
 
 
 def test_objects_of_the_package() -> None:

@@ -96,8 +96,8 @@ def _hash(text: str) -> str:
 
 def layout(arguments: Any) -> str:
     """What a specialisation for static shapes depends on: of tensors everything but their contents,
-    and how they share memory; the values of the rest; for the CPU also the threads that its code is
-    made for.
+    and how they share memory; the values of the rest; for the CPU also the threads and instructions
+    that its code is made for.
 
     Raises:
         TypeError: an argument is neither tensor, tuple, number, string nor None.
@@ -112,8 +112,10 @@ def layout(arguments: Any) -> str:
         for place, memory in enumerate(memories)
         if memory in shared
     ]
-    threads = torch.get_num_threads() if any(x.is_cpu for x in tensors) else "any"
-    return f"{text} {places} {threads} threads"
+    processor: tuple[object, ...] = ()
+    if any(x.is_cpu for x in tensors):
+        processor = (torch.get_num_threads(), torch.backends.cpu.get_cpu_capability())
+    return f"{text} {places} {processor}"
 
 
 def _layout(x: Any, tensors: list[Tensor]) -> Iterator[str]:
@@ -142,7 +144,7 @@ def torch_state() -> str:
 
 
 def compilers(options: Mapping[str, Any]) -> str:
-    """A hash of versions, settings and processor that compiled code is made by and for."""
+    """A hash of versions, settings and GPU that compiled code is made by and for."""
     import torch._functorch.config as functorch
     import torch._inductor.config as inductor
 
@@ -152,8 +154,6 @@ def compilers(options: Mapping[str, Any]) -> str:
         parts += [torch.version.cuda, device.name, device.multi_processor_count]
         with suppress(metadata.PackageNotFoundError):
             parts.append(metadata.version("triton"))
-    else:
-        parts.append(torch.backends.cpu.get_cpu_capability())
     for config in (inductor, functorch):
         settings = config.save_config_portable(ignore_private_configs=False)
         parts.append(sorted(settings.items(), key=str))

@@ -300,7 +300,7 @@ def pack(folder: Path, file: Path) -> int:
         raise ValueError(f"{folder}: nothing was compiled here; run graphengine compile first")
 
     def keep(member: tarfile.TarInfo) -> tarfile.TarInfo | None:
-        return member if member.isfile() or member.isdir() else None  # no links, no locks
+        return member if member.isfile() or member.isdir() else None  # no links, pipes or devices
 
     file = file.resolve()
     if file.exists() and not file.is_file():  # a device's node would be replaced by a file

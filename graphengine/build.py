@@ -240,8 +240,7 @@ def build(
             workspace,
             [partial(padding.run_padding, length) for length in prompt_lengths(config)],
         )
-    if config.compile:
-        counts = cache_counts().since(counts)
+    built = [buckets]
 
     def build_plain() -> tuple[dict[int, Bucket], StepBuffers]:
         """The same buckets with one row a request: the same weights and K/V, no drafter."""
@@ -249,11 +248,12 @@ def build(
         width = buffers.page_table_BW.shape[1]
         plain = StepBuffers.make(target_config, None, max(config.buckets), width, dtype, device)
         with ranges.range_("capture"), torch.no_grad():
-            built = build_buckets(config, target, None, plain, dtype, device, workspace=workspace)
+            found = build_buckets(config, target, None, plain, dtype, device, workspace=workspace)
+        built.append(found)
         logging.getLogger(__name__).info(
             "plain decode built in %.2f s", time.perf_counter() - began
         )
-        return built.ready, plain
+        return found.ready, plain
 
     parts = (config, buckets.ready, buffers, prefill, PageAllocator(num_pages))
     if draft_config is None:
@@ -262,20 +262,22 @@ def build(
         loop = FallbackLoop(*parts, draft_config.mask_token_id, buckets.build, build_plain)
         if options.prepare_plain_decode:
             loop.prepare_plain_decode()
+    if config.compile:
+        counts = cache_counts().since(counts)
     began = time.perf_counter()
     if device.type == "cuda":
         with ranges.range_("warmup"), torch.no_grad():
             warm_up(loop)
     startup = StartupMetrics(
         load_s=load_s,
-        compile_s=compiler_wait_s + buckets.times.compile_s,
+        compile_s=compiler_wait_s + sum(part.times.compile_s for part in built),
         compiler_wait_s=compiler_wait_s,
-        capture_s=buckets.times.capture_s,
+        capture_s=sum(part.times.capture_s for part in built),
         warmup_s=time.perf_counter() - began,
         weight_bytes=tree_bytes(trees),
         kv_pool_bytes=plan.kv_pool_bytes,
         num_pages=num_pages,
-        num_graphs=buckets.pool.num_graphs if buckets.pool else 0,
+        num_graphs=sum(part.pool.num_graphs for part in built if part.pool),
         num_compiled=counts.num_misses,
         num_cache_hits=counts.num_hits,
         buckets=tuple(sorted(buckets.ready)),

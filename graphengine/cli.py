@@ -3,7 +3,8 @@
 Why apart: `graphengine --help` answers at once because nothing here imports torch at module level.
 Streams: generated text (or one JSON object) goes to stdout, everything else to stderr, so that a
 pipe gets text alone. Exit codes: 0 done, 1 failed while running, 2 refused (option, value and
-remedy are named), 130 interrupted. Environment variables are read here and nowhere else.
+remedy are named), 130 interrupted. Environment variables are read here (those of the compilers'
+files also by artifact.py).
 """
 
 from __future__ import annotations
@@ -176,6 +177,8 @@ def _keeping_compiled_code(command: click.Command) -> click.Command:
         context = click.get_current_context()
         params = context.params
         device, artifact = params.get("device", "auto"), params.get("artifact")
+        if artifact is not None and params.get("fresh"):
+            raise click.UsageError("--fresh would drop what --artifact adds; give one of them")
         with _ends_are_told(), compiled_code(device, artifact) as context.obj:
             return callback(*args, **kwargs)
 

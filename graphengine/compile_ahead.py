@@ -50,6 +50,9 @@ class CompileAhead:
                 self._pool.submit(self._compile, run)
         except Exception as error:
             _LOG.warning("kernels are compiled one after another: %s", error)
+        except BaseException:  # Ctrl-C, which no `with` has seen yet
+            self.__exit__()
+            raise
 
     def _compile(self, run: Callable[[], object]) -> None:
         mode = _ShapesAlone(self._ended)

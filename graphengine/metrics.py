@@ -119,9 +119,10 @@ class RequestMetrics:
 class StartupMetrics:
     """Where the time before the first request went, in seconds.
 
-    `num_compiled` graphs of dense segments were compiled, `num_cache_hits` came from Inductor's
-    cache; 0 and 0 without compilation. `compiler_wait_s` is the part of `compile_s` in which the
-    weights were there and the compilers' imports not. `buckets`: the batch sizes built ahead.
+    `num_compiled` dense segments were compiled, `num_cache_hits` found on disk
+    (capture/precompiled.py); 0 and 0 without compilation. `compiler_wait_s` is the part of
+    `compile_s` in which the weights were there and the compilers' imports not. `buckets`: the batch
+    sizes built ahead.
     """
 
     load_s: float

@@ -36,7 +36,6 @@ from graphengine.teacher import Scores
 
 CheckName = Literal["regret", "identical", "finite", "ends", "acceptance", "modes"]
 Mix = Literal["alone", "together", "mixed"]
-MIXES: tuple[Mix, ...] = ("alone", "together", "mixed")
 
 DEFAULT_TOLERANCE_NATS = 0.20
 # Share of tokens that must be the plain model's first choice. In float32 margins dwarf the noise;

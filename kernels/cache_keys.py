@@ -18,7 +18,7 @@ def settle_cache_keys() -> None:
     """Asks for the key of every kernel and helper imported so far, in the order of their names.
 
     Before the first is compiled. Also reads Triton's own files for the part of the key that is
-    theirs, half a second, which threads that begin together would each do.
+    theirs, half a second to one and a half, which threads that begin together would each do.
     Mutates: Triton's memory of keys.
     """
     triton_key()

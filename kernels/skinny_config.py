@@ -29,7 +29,7 @@ class SkinnyConfig(NamedTuple):
     num_warps: int = 4  # without consumers
     pdl: int = PDL_LATE  # when the next kernel may start: OFF, after the last load, EARLY
     use_tma: int = 1  # 0: the pointer kernel even on Hopper
-    cols: int = 0  # rows of x in a tile of the two kernels below; 0: all, in skinny_kernels.py
+    cols: int = 0  # rows of x in a tile of wide_linear.py; 0: all, in skinny_kernels.py
     consumers: int = 0  # with cols: warpgroups in specialized_linear.py; 0: wide_linear.py
 
 
@@ -152,7 +152,7 @@ def choose_config(
     """The tuned config of a shape on a Hopper GPU, the rule's otherwise; None for cuBLAS.
 
     Args: T, E, D: of x [T, D] and weight [E, D] (SwiGLU: E = J). weight_bytes: 2, or 1 for FP8.
-    Returns: a config for the functions below, or None where F.linear is faster (T > 64, unless the
+    Returns: a config for skinny_linear.py, or None where F.linear is faster (T > 64, unless the
     shape is in the table).
     """
     if not 1 <= T <= MAX_T:

@@ -8,8 +8,8 @@ products than 256, and rows past the end of x, which TMA fills with zeros, cost 
 do: down of Qwen3-8B at 192 rows takes 59.5 us in a tile of 256, 42.7 if x goes on to row 256, 36.8
 here (one H200, profiles/results/2026-11-22-h200-specialized.json).
 
-Not above 192 rows: at 256, where power is the limit, down took 2 % less on one machine and 4 % more
-on another, and the heads 7 % more.
+Not above 192 rows: at 256, where power is the limit, down took 2 % less with one consumer and 4 %
+more with two, and the heads 7 % more.
 
 Invariant: as wide_linear.py's. A slot is refilled when all consumers have arrived at its `empty`;
 it is theirs when the bytes of both operands have arrived at its `ready`.

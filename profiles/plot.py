@@ -173,13 +173,3 @@ def document(panels: Sequence[Panel]) -> str:
     style = 'font-family="sans-serif" fill="#222222"'
     body = "\n".join(parts)
     return f'<svg xmlns="http://www.w3.org/2000/svg" {size} {style}>{background}\n{body}\n</svg>\n'
-
-
-def bars_svg(bars: Mapping[str, Mapping[str, float]], title: str, unit: str) -> str:
-    """`bars_panel` as a file."""
-    return document([bars_panel(bars, title, unit)])
-
-
-def histogram_svg(values: Sequence[float], title: str, unit: str) -> str:
-    """`histogram_panel` as a file."""
-    return document([histogram_panel(values, title, unit)])

@@ -63,6 +63,22 @@ def test_a_start_that_ends_takes_its_runs_with_it() -> None:
     assert 199 not in done
 
 
+def test_ctrl_c_while_runs_are_made() -> None:
+    """Bug: it comes before `with` is entered, and the process ends when every run has."""
+    done = []
+
+    def runs() -> Iterator[Callable[[], object]]:
+        for number in range(50):
+            yield lambda number=number: time.sleep(0.2) or done.append(number)
+        raise KeyboardInterrupt
+
+    began = time.perf_counter()
+    with pytest.raises(KeyboardInterrupt):
+        CompileAhead(runs())
+    assert time.perf_counter() - began < 2
+    assert len(done) <= MAX_THREADS
+
+
 def test_what_cannot_be_prepared_ends_no_start(caplog: pytest.LogCaptureFixture) -> None:
     """Bug: memory that a run ahead cannot have, or a bug in it, ends a start that would do."""
     done = []

@@ -376,7 +376,7 @@ def test_matrix_of_blocks_of_their_own(tmp_path: Path) -> None:
         assert {cell["num_same_as_plain"] for cell in numbers[mode].values()} == {2}
 
 
-def test_bench_records_the_numbers(tmp_path: Path) -> None:
+def test_bench_records_the_numbers() -> None:
     """Bug: a stored result does not say how many tokens were drafted; the baseline without a
     drafter is refused; steps are counted at the drafter's own block."""
     typed = ["bench", "--device", "cpu", "--bucket", "2,1", "--num-speculative-tokens", "3,7"]

@@ -466,8 +466,9 @@ def test_pictures_are_well_formed_and_repeatable(tmp_path: Path) -> None:
     ET.fromstring(text)
     assert "idle host: 67.5 us" in text and "100.0 us" in text
     for values in ([], [3.0], [1.0, 2.0, 2.5, 9.0] * 50):
-        ET.fromstring(plot.histogram_svg(values, "step time <ms>", "ms"))
-    ET.fromstring(plot.bars_svg({"none": {"busy": 2.0, "idle": 0.0}, "full": {}}, "t", "ms"))
+        ET.fromstring(plot.document([plot.histogram_panel(values, "step time <ms>", "ms")]))
+    bars = {"none": {"busy": 2.0, "idle": 0.0}, "full": {}}
+    ET.fromstring(plot.document([plot.bars_panel(bars, "t", "ms")]))
 
 
 def test_names_of_the_rule_are_recognised() -> None:

@@ -389,7 +389,7 @@ def test_every_process_finds_the_same_key() -> None:
         script = f"{imports}{code}; print(loaded_code(s.first_segment))"
         env = os.environ | {"PYTHONHASHSEED": seed}
         done = subprocess.run(
-            [sys.executable, "-c", imports + script],
+            [sys.executable, "-c", script],
             env=env,
             capture_output=True,
             text=True,

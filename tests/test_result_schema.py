@@ -3,6 +3,7 @@
 import copy
 import json
 import os
+import re
 import resource
 import signal
 from collections.abc import Iterator
@@ -34,6 +35,18 @@ def test_stored_results_are_valid() -> None:
         if problems:
             broken[path.name] = problems
     assert broken == {}
+
+
+def test_files_that_are_cited_exist() -> None:
+    """Bug: the log cites a file that was never committed."""
+    stored = [path.name for path in RESULTS.glob("*.json")]
+    log = (RESULTS.parent / "LOG.md").read_text()
+    cited = set(re.findall(r"`(?:results/)?([\w.-]+\.json)`", log))  # `-x.json`: after a whole name
+    assert len(cited) > 100
+    ends = {name for name in cited if name.startswith("-")}
+    missing = {name for name in cited - ends if name.startswith("20") and name not in stored}
+    missing |= {end for end in ends if not any(name.endswith(end) for name in stored)}
+    assert missing == set()
 
 
 def test_written_file_reads_back(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Time every kernel inside a CUDA graph, beside torch.compile or FlashInfer, and sweep its sizes.
+"""Time kernels inside a CUDA graph, beside torch.compile or FlashInfer, and sweep its sizes.
 
 Why inside a graph: that is where the engine runs them; one launch at a time would measure the
 host. Each graph holds at least 20 launches over buffers that together exceed the L2 cache twice,
@@ -13,7 +13,7 @@ same run (accept: in tests/kernels only); a fast wrong kernel would otherwise wi
     python tools/bench_kernels.py --out profiles/results/kernels.json
 
 Needs a CUDA device. The last line of stdout is one JSON object. Shapes are Qwen3-8B's with a
-block of 16: 32 query heads, 8 kv heads, head_dim 128, vocabulary 151936, page size 16, hidden 4096.
+block of 16: 32 query heads, 8 kv heads, head_dim 128, vocabulary 151936, hidden 4096; pages of 128.
 """
 
 import argparse

@@ -8,7 +8,7 @@ best so far, each kept if the step is faster by more than --gain; at last the ta
 shows how far the machine drifted.
 
     python tools/judge_skinny.py changes.json --model qwen3-8b --draft qwen3-8b-dflash-b16 \\
-        --bucket 16 --num-speculative-tokens 11 --seconds 100 --out judged.json
+        --bucket 1 --seconds 100 --out judged.json
 
 changes.json: {"o": {"(4096, 4096, 2, 16)": [64, 256, 5, 2, 1, 4, 2, 1, 16, 1]}, ..}, a name, and
 what it changes: (E, D, bytes of a weight, T) -> a SkinnyConfig's fields, or null for no entry.
@@ -117,7 +117,7 @@ class Steps:
             )
             result = run_case(self._engine, case, lambda count: None)
         except Exception as error:  # does not compile or fit: no candidate
-            print(f"{label}: {str(error).splitlines()[0][:150]}", flush=True)
+            print(f"{label}: {(str(error).splitlines() or [repr(error)])[0][:150]}", flush=True)
             loop.reset()
             return None
         finally:

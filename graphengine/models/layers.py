@@ -77,7 +77,8 @@ def add_rms_norm(
     """`h = h + update; x = rms_norm(h)` -> (h_TD, x), x as the matrix that follows takes it.
 
     One kernel on a GPU, behind which the product begins to fetch its weights; plain torch on the
-    CPU, and for an FP8 matrix that our GEMM does not take in up to 64 rows.
+    CPU, and for an FP8 matrix on another GPU than Hopper, or of a shape that our GEMM does not take
+    in up to 64 rows.
 
     Args:
         h_TD: None is zero.
@@ -292,18 +293,3 @@ def rope_table(
     positions = torch.arange(num_positions, dtype=torch.float32, device=device)
     angles = positions[:, None] * frequencies
     return torch.cat([angles.cos(), angles.sin()], dim=-1) * rope.amplitude
-
-
-def apply_rope(x_TNH: Tensor, rope_TH: Tensor) -> Tensor:
-    """Rotates head pairs (i, i + H/2): `[x1 cos - x2 sin | x2 cos + x1 sin]`.
-
-    Args:
-        x_TNH: [T, N, H], any float dtype.
-        rope_TH: [T, H] float32, rows of `rope_table` at the rows' positions.
-
-    Returns:
-        [T, N, H] in x's dtype; computed in float32.
-    """
-    cos, sin = rope_TH[:, None, :].chunk(2, dim=-1)
-    x1, x2 = x_TNH.float().chunk(2, dim=-1)
-    return torch.cat([x1 * cos - x2 * sin, x2 * cos + x1 * sin], dim=-1).to(x_TNH.dtype)

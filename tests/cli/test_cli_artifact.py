@@ -94,7 +94,7 @@ def test_a_triton_without_compilers(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert artifact.compiler_files() == {}
 
 
-def test_no_folder(tmp_path: Path, variables: Any) -> None:
+def test_no_folder(variables: Any) -> None:
     """Bug: a read-only home directory ends a run that would work with the compilers' defaults."""
     assert set(variables(GRAPHENGINE_CACHE="").values()) == {None}
     done = CliRunner().invoke(cli.main, ["compile"], env={"GRAPHENGINE_CACHE": ""})
@@ -131,8 +131,13 @@ def test_refusals(tmp_path: Path) -> None:
         done = CliRunner().invoke(cli.main, [*command, "--artifact", missing], env=env)
         assert done.exit_code == 2, done.output
         assert missing in done.stderr.replace("\n", "")
-    done = CliRunner().invoke(cli.main, ["compile", "--fresh", "--artifact", missing], env=env)
+    packed = tmp_path / "x.tar.gz"
+    artifact.pack(filled(tmp_path / "a").folder, packed)
+    command = ["compile", "--fresh", "--artifact", str(packed)]
+    done = CliRunner().invoke(cli.main, command, env={"GRAPHENGINE_CACHE": str(tmp_path / "d")})
     assert done.exit_code == 2
+    assert "--fresh would drop" in done.stderr
+    assert not (tmp_path / "d").exists()
 
 
 def test_a_run_tells_what_does_not_fit(tmp_path: Path) -> None:
@@ -174,8 +179,7 @@ def test_a_packed_artifact_starts_warm_elsewhere(tmp_path: Path) -> None:
     packed = str(tmp_path / "x.tar.gz")
     pair = [str(target), "--draft", str(draft), "--bucket", "1", "--device", "cpu"]
     cold, text = command(tmp_path / "a", "compile", *pair, "--output", packed)
-    num_graphs = cold["startup"]["num_compiled"]
-    assert num_graphs > 0
+    num_compiled = cold["startup"]["num_compiled"]
     assert cold["startup"]["num_cache_hits"] == 0
     assert cold["num_new_files"] > 0
     assert "cold start" in text
@@ -183,11 +187,11 @@ def test_a_packed_artifact_starts_warm_elsewhere(tmp_path: Path) -> None:
     again = ["run", *pair, "--prompt", "Tom has", "--max-new-tokens", "8", "--ignore-eos"]
     warm, text = command(tmp_path / "b", *again, "--compile", "--artifact", packed)
     assert warm["startup"]["num_compiled"] == 0
-    assert warm["startup"]["num_cache_hits"] == num_graphs
+    # Plain decoding is compiled ahead too: a request may fall back to it.
+    assert 0 < warm["startup"]["num_cache_hits"] < num_compiled
     assert "warm start" in text
     plain, _ = command(tmp_path / "b", *again, "--no-compile")
     assert warm["results"][0]["token_ids"] == plain["results"][0]["token_ids"]
-    # Plain decoding is compiled ahead too: a request may fall back to it.
     alone, _ = command(tmp_path / "b", *again, "--compile", "--draft", "none")
     assert alone["startup"]["num_compiled"] == 0
     other, text = command(tmp_path / "b", *again, "--compile", "--bucket", "2")

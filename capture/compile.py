@@ -69,7 +69,8 @@ class Segment:
             compiled = ahead.aot_compile((arguments, {}))
         except Exception as error:  # torch cannot, or a fault that it tells better when called
             name = self._function.__qualname__
-            _LOG.warning("%s is compiled, but not for later starts: %s", name, error)
+            reason = str(error).partition("\n")[0]
+            _LOG.warning("%s cannot be compiled for later starts as well: %s", name, reason)
             return torch.compile(self._function, fullgraph=True, dynamic=False, options=OPTIONS)
         precompiled.keep(key, compiled)
         return compiled.fn

@@ -12,12 +12,13 @@ from __future__ import annotations
 
 import enum
 import hashlib
+import io
 import json
 import logging
 import platform
 import sys
-import tempfile
 import types
+import uuid
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from importlib import metadata
@@ -28,6 +29,7 @@ import torch
 from torch import Tensor
 
 FOLDER = "segments"  # below Inductor's
+_DIGEST_BYTES = hashlib.sha256().digest_size  # in front of a file's content
 _LOG = logging.getLogger(__name__)
 
 
@@ -36,16 +38,21 @@ def find(key: str, namespace: dict[str, Any]) -> Callable[..., Any] | None:
 
     Args: namespace: the function's globals.
     """
-    path = _path(key)
     if not _caches():
         return None
+    path = None
     try:
-        with path.open("rb") as file:
-            found: Any = torch.compiler.load_compiled_function(file, f_globals=namespace)
+        path = _path(key)
+        kept = path.read_bytes()
+        digest, content = kept[:_DIGEST_BYTES], kept[_DIGEST_BYTES:]
+        if hashlib.sha256(content).digest() != digest:  # torch aborts on some damage
+            raise ValueError("it is damaged")
+        file = io.BytesIO(content)
+        found: Any = torch.compiler.load_compiled_function(file, f_globals=namespace)
     except FileNotFoundError:
         return None
     except Exception as error:  # damaged, or not to be loaded here
-        _LOG.warning("%s cannot be used, so it is compiled again: %s", path, error)
+        _LOG.warning("%s cannot be used, so it is compiled again: %s", path or FOLDER, error)
         return None
     return found.fn
 
@@ -55,19 +62,20 @@ def keep(key: str, compiled: Any) -> None:
 
     Mutates: the folder; a file is there whole or not at all.
     """
-    path = _path(key)
     if not _caches():
         return
-    part = None
+    path = part = None
     try:
+        path = _path(key)
         path.parent.mkdir(parents=True, exist_ok=True)
         content = type(compiled).serialize(compiled).serialized_data
-        with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
-            part = Path(file.name)
-            file.write(content)
+        part = path.with_name(f"{path.name}.{uuid.uuid4().hex}")
+        with part.open("xb") as file:  # for whom the umask says, as Inductor's own files
+            file.write(hashlib.sha256(content).digest() + content)
         part.replace(path)
     except Exception as error:
-        _LOG.warning("%s is not kept, so later starts compile it again: %s", path, error)
+        where = path or FOLDER
+        _LOG.warning("%s is not kept, so later starts compile it again: %s", where, error)
     finally:  # also after Ctrl-C
         if part is not None:
             with suppress(OSError):

@@ -10,9 +10,7 @@ Ctrl-C, a stream that is dropped half-way), its pages return and the engine can 
 
 from __future__ import annotations
 
-import inspect
-import weakref
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,6 +33,7 @@ from graphengine.engine import DecodeLoop, StepOutput
 from graphengine.memory import MemoryPlan
 from graphengine.metrics import RequestMetrics, StartupMetrics
 from graphengine.options import LoadFormat, Options
+from graphengine.ownership import Ownership
 from graphengine.profiles import ranges
 from graphengine.request import Request
 from graphengine.sampling import Sampling, random_seed
@@ -95,9 +94,7 @@ class Engine:
 
     def __init__(self, built: Built) -> None:
         self._built: Built | None = built
-        # Asked, not told, whether it has ended: an interrupt may come between any two lines.
-        # Called like a weak reference whose stream is gone, which cannot be made without one.
-        self._stream: weakref.ref[Generator[Chunk, None, None]] = lambda: None  # type: ignore[assignment]
+        self._ownership = Ownership()
         self._failure, self._remedy = "", "make a new one with from_pretrained"
 
     @classmethod
@@ -179,7 +176,7 @@ class Engine:
             ValueError: a file, value or combination that cannot work, with the remedy.
         """
         options = Options(
-            buckets=tuple(buckets),
+            buckets=tuple(buckets) if isinstance(buckets, Iterable) else buckets,
             graph_mode=graph_mode,
             compile=compile,
             attention_backend=attention_backend,
@@ -333,44 +330,38 @@ class Engine:
             seed=random_seed() if seed is None else seed,
         )
         built = self._open
-        self._check_idle()
-        # Drops what a stream that was never started has queued; completes an interrupted reset.
-        self._reset(built.loop)
-        built = self._open
-        prompts = [prompts] if isinstance(prompts, str) else _items(prompts)
-        stop_ids = frozenset() if ignore_eos else built.stop_ids
-        loop = built.loop
-        requests: list[Request] = []
-        try:
-            encoded: list[list[int]] = []  # first, so that no TTFT counts another's tokenization
-            for i, prompt in enumerate(prompts):
-                with _named(i, len(prompts)):
-                    encoded.append(self._encode(prompt, raw))
-            for i, ids in enumerate(encoded):
-                with _named(i, len(prompts)):
-                    requests.append(
-                        loop.submit(ids, max_new_tokens, stop_ids, sampling.numbered(i))
-                    )
-        except BaseException:
-            loop.reset()
-            raise
-        stream = self._run(loop, requests, built.tokenizer)
-        self._stream = weakref.ref(stream)
-        return stream
-
-    def _check_idle(self) -> None:
-        stream = self._stream()
-        if stream is not None and inspect.getgeneratorstate(stream) in (
-            "GEN_SUSPENDED",
-            "GEN_RUNNING",
-        ):
-            raise RuntimeError(
-                "another generation of this engine is active; finish or close its stream first"
-            )
+        with self._ownership.claim():
+            # Drops what a stream that was never started has queued; completes an interrupted reset.
+            self._reset(built.loop)
+            built = self._open
+            prompts = [prompts] if isinstance(prompts, str) else _items(prompts)
+            stop_ids = frozenset() if ignore_eos else built.stop_ids
+            loop = built.loop
+            requests: list[Request] = []
+            try:
+                encoded = []  # first, so that no TTFT counts another's tokenization
+                for i, prompt in enumerate(prompts):
+                    with _named(i, len(prompts)):
+                        encoded.append(self._encode(prompt, raw))
+                for i, ids in enumerate(encoded):
+                    with _named(i, len(prompts)):
+                        requests.append(
+                            loop.submit(ids, max_new_tokens, stop_ids, sampling.numbered(i))
+                        )
+            except BaseException:
+                loop.reset()
+                raise
+            return self._run(loop, requests, built.tokenizer)
 
     def _run(
         self, loop: DecodeLoop, requests: list[Request], tokenizer: Tokenizer | None
-    ) -> Generator[Chunk, None, None]:
+    ) -> Iterator[Chunk]:
+        with self._ownership.claim():
+            yield from self._decode(loop, requests, tokenizer)
+
+    def _decode(
+        self, loop: DecodeLoop, requests: list[Request], tokenizer: Tokenizer | None
+    ) -> Iterator[Chunk]:
         if self._built is None or any(r.finish_reason is not None for r in requests):
             raise RuntimeError("this stream was superseded or its engine closed before it began")
         indices = {request.request_id: i for i, request in enumerate(requests)}

@@ -60,11 +60,15 @@ Parts = dict[str, str]
 
 
 class Store(NamedTuple):
-    """Where this platform's compiled code lies, what the platform is, and what to tell the user."""
+    """Where this platform's compiled code lies, what the platform is, and what to tell the user.
+
+    `segments`: where compiled segments are; the user's own TORCHINDUCTOR_CACHE_DIR, or `folder`.
+    """
 
     folder: Path
     parts: Parts
     notes: list[str]
+    segments: str
 
 
 # --- compilers ---
@@ -87,6 +91,11 @@ def compiler_files() -> dict[str, str]:
         "TRITON_LIBDEVICE_PATH": folder / "lib" / "libdevice.10.bc",
     }
     return {name: str(path) for name, path in found.items() if path.is_file()}
+
+
+def cpp_compiler() -> str | None:
+    """Where Inductor finds its C++ compiler, which it needs for the CPU."""
+    return shutil.which(os.environ.get("CXX", "g++"))
 
 
 def name_compilers_() -> None:
@@ -163,7 +172,8 @@ def store(root: Path, parts: Parts) -> Store:
     """This platform's folder below `root`; nothing is created."""
     what = parts["gpu" if parts["device"] == "cuda" else "machine"]
     name = re.sub(r"[^A-Za-z0-9.]+", "-", f"{what}-torch{parts['torch']}").strip("-")
-    return Store(root / f"{name}-{_hash(parts)}", parts, [])
+    folder = root / f"{name}-{_hash(parts)}"
+    return Store(folder, parts, [], str(folder))
 
 
 def _hash(parts: Any) -> str:

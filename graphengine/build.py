@@ -30,7 +30,7 @@ from graphengine.draft_length import longest_draft
 from graphengine.engine import DecodeLoop
 from graphengine.fallback import FallbackLoop
 from graphengine.forward import MAX_QUANTIZED_ROWS, Drafter, Target
-from graphengine.hub import resolve
+from graphengine.hub import PRESETS, resolve
 from graphengine.kernels.cache_keys import settle_cache_keys
 from graphengine.kernels.launch import load_driver
 from graphengine.kvcache import PageAllocator, make_pool, pages_for
@@ -127,7 +127,10 @@ def build(
     tokenizer = Tokenizer(target_dir) if Tokenizer.exists(target_dir) else None
     is_dummy = options.load_format != "auto"
     if tokenizer is None and not is_dummy:
-        raise ValueError(f"{target_dir}: no tokenizer.json; fetch the whole model directory")
+        remedy = "fetch the whole model directory"
+        if target_dir.parent == PRESETS:
+            remedy = "a preset has shapes alone; pass a hub id (owner/name), or --load-format dummy"
+        raise ValueError(f"{target_dir}: no tokenizer.json; {remedy}")
     if tokenizer is not None and len(tokenizer) > target_config.vocab_size:
         raise ValueError(
             f"{target_dir}: the tokenizer has {len(tokenizer)} tokens, the embedding "
@@ -301,7 +304,7 @@ def _prepare_compilers(
 
     One import after another: of two threads in the middle of one import each may see half a module.
     Cache keys and the driver import nothing that `import graphengine.build` has not. What fails
-    here fails again where a kernel is compiled, with a caller.
+    here fails again where a kernel is compiled, with a caller, if the start goes on.
     """
     imports: list[Callable[[], object]] = []
     if flashinfer_imported is not None:
@@ -314,7 +317,7 @@ def _prepare_compilers(
             try:
                 step()
             except Exception:
-                logging.getLogger(__name__).warning("%s failed", step, exc_info=True)
+                logging.getLogger(__name__).info("%s failed", step, exc_info=True)
 
     keys = [settle_cache_keys, load_driver] if config.device == "cuda" else []
     threads = [

@@ -3,8 +3,8 @@
 Why apart: `graphengine --help` answers at once because nothing here imports torch at module level.
 Streams: generated text (or one JSON object) goes to stdout, everything else to stderr, so that a
 pipe gets text alone. Exit codes: 0 done, 1 failed while running, 2 refused (option, value and
-remedy are named), 130 interrupted. Environment variables are read here (those of the compilers'
-files also by artifact.py).
+remedy are named), 130 interrupted. Environment variables are read here, those of the
+compilers also by artifact.py.
 """
 
 from __future__ import annotations
@@ -39,9 +39,11 @@ STARTED_S = time.perf_counter()  # the start-up table counts from here
 _NO_PROMPT = (
     'no prompt: pass --prompt "some text", --prompt-file FILE.jsonl, or pipe text into stdin'
 )
+_COMPILERS = ("torch._dynamo", "torch._inductor")
+_INDUCTOR_FOLDER = "TORCHINDUCTOR_CACHE_DIR"
 # Where each compiler keeps its code -> its folder in an artifact.
 _CACHE_VARIABLES = {
-    "TORCHINDUCTOR_CACHE_DIR": "inductor",
+    _INDUCTOR_FOLDER: "inductor",
     "TRITON_CACHE_DIR": "triton",
     "FLASHINFER_WORKSPACE_BASE": "flashinfer",
 }
@@ -99,10 +101,23 @@ def _cache_root() -> Path | None:
     try:
         base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
         root = Path(f"{base}/graphengine" if named is None else named).expanduser().absolute()
-        existing = next(path for path in (root, *root.parents) if path.exists())
+        return root if named != "" and _can_write(root) else None
     except (OSError, RuntimeError):  # not allowed to look, or no home directory
         return None
-    return root if named != "" and existing.is_dir() and os.access(existing, os.W_OK) else None
+
+
+def _can_write(folder: Path) -> bool:
+    """Whether it is, or can become, a folder to write in. Raises: OSError: not allowed to look."""
+    existing = next(path for path in (folder, *folder.parents) if path.exists())
+    return existing.is_dir() and os.access(existing, os.W_OK)
+
+
+def _all_can_be_written(folder: Path) -> bool:
+    """Another user may have made a part of it."""
+    try:
+        return all(_can_write(folder / part) for part in ("", *_CACHE_VARIABLES.values()))
+    except OSError:
+        return False
 
 
 @contextmanager
@@ -116,7 +131,11 @@ def compiled_code(device: str, artifact: Path | None) -> Iterator[Store | None]:
     from graphengine import artifact as artifacts
 
     root = _cache_root()
-    if root is None:
+    store = root and artifacts.store(root, artifacts.platform_parts(device))
+    if store is not None and not _all_can_be_written(store.folder):
+        click.echo(f"note: {store.folder} cannot be written and is not used", err=True)
+        store = None
+    if store is None:
         if artifact is not None:
             raise Refusal(
                 f"--artifact {artifact} needs a folder to be unpacked in; set GRAPHENGINE_CACHE "
@@ -124,7 +143,6 @@ def compiled_code(device: str, artifact: Path | None) -> Iterator[Store | None]:
             )
         yield None
         return
-    store = artifacts.store(root, artifacts.platform_parts(device))
     if artifact is not None:
         try:
             found = artifacts.unpack(artifact, store)
@@ -136,6 +154,8 @@ def compiled_code(device: str, artifact: Path | None) -> Iterator[Store | None]:
             )
     ours = {name: str(store.folder / part) for name, part in _CACHE_VARIABLES.items()}
     ours |= artifacts.compiler_files()
+    if (elsewhere := os.environ.get(_INDUCTOR_FOLDER)) is not None:
+        store = store._replace(segments=elsewhere)
     ours = {name: value for name, value in ours.items() if name not in os.environ}
     os.environ.update(ours)
     try:
@@ -159,12 +179,24 @@ def _ends_are_told() -> Iterator[None]:
         raise click.ClickException(f"the system refuses to go on: {error}") from error
     except (MemoryError, RuntimeError) as error:
         lacking = shared.out_of_memory(error)
+        if lacking is None and type(error).__module__.startswith(_COMPILERS):
+            raise click.ClickException(_compiler_failed(error)) from error
         if lacking is None:
             raise
         raise click.ClickException(
             f"{lacking}; lower --max-model-len, the largest --bucket, --gpu-memory-utilization or "
             "--kv-cache-memory"
         ) from error
+
+
+def _compiler_failed(error: Exception) -> str:
+    reason = str(error).strip().partition("\n")[0]
+    remedy = "see `graphengine doctor`"
+    if "CxxCompiler" in reason:
+        remedy = "install g++"
+    elif "[Errno" in reason:
+        remedy = f"set {_INDUCTOR_FOLDER} or GRAPHENGINE_CACHE to a folder that can be written"
+    return f"compilation failed: {reason}; {remedy}, or run with --no-compile"
 
 
 def _keeping_compiled_code(command: click.Command) -> click.Command:

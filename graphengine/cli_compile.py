@@ -113,6 +113,11 @@ def _compile(store: Store, model: str | None, draft: str | None, options: dict[s
         compiled = artifact.engine_parts(engine.config, built.target, built.draft)
     total_s = time.perf_counter() - began
     notes = list(store.notes)
+    if store.segments != str(store.folder):
+        notes.append(
+            f"TORCHINDUCTOR_CACHE_DIR is {store.segments}: what is compiled lies there, and is "
+            "neither packed nor dropped"
+        )
     apart = artifact.nearest(store.folder, compiled)
     if options["artifact"] is not None and not notes and apart:
         notes.append(
@@ -123,7 +128,7 @@ def _compile(store: Store, model: str | None, draft: str | None, options: dict[s
     num_new = artifact.num_files(store.folder) - files_before
     for note in notes:
         print_note(console, note)
-    print_note(console, cache_line(startup, str(store.folder)))
+    print_note(console, cache_line(startup, store.segments))
     console.print(
         f"load {startup.load_s:.1f} s, compile {startup.compile_s:.1f} s "
         f"({startup.compiler_wait_s:.1f} s of it for imports), capture "

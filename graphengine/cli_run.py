@@ -109,7 +109,7 @@ def run(job: Job, import_s: float) -> int:
             engine.startup,
             answers,
             generate_s,
-            cache=str(job.store.folder) if job.store else None,
+            cache=job.store.segments if job.store else None,
             built_late_s=engine.built.loop.built_late_s,
         )
         report.print_failures(answers)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
+from graphengine.artifact import cpp_compiler
 from graphengine.attention import FLASHINFER_HEAD_DIMS
 from graphengine.bytesize import format_bytes
 from graphengine.config import DraftConfig, EngineConfig, ModelConfig
@@ -29,12 +30,14 @@ HOPPER = (9, 0)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Host:
-    """What a run would find. `versions`: package -> version, None where it is missing."""
+    """What a run would find. `versions`: package -> version, None where it is missing.
+    `cpp_compiler`: Inductor's, for the CPU."""
 
     versions: Mapping[str, str | None]
     cuda_version: str | None
     driver_version: str | None
     nsys: str | None
+    cpp_compiler: str | None
     gpu_name: str | None
     capability: tuple[int, int] | None
     memory: DeviceMemory | None
@@ -49,6 +52,7 @@ def read_host() -> Host:
         cuda_version=env["cuda_version"],
         driver_version=env["driver_version"],
         nsys=shutil.which("nsys"),
+        cpp_compiler=cpp_compiler(),
         gpu_name=env["gpu_name"],
         capability=torch.cuda.get_device_capability(0) if has_gpu else None,
         memory=device_memory("cuda") if has_gpu else None,
@@ -128,6 +132,8 @@ def speed_findings(
         yield warning("speed.device", "CPU", "use a CUDA GPU; the CPU path is for correctness")
     if draft is None:
         yield info("speed.draft", "no drafter: plain decoding", "pass --draft")
+    if config.compile and not on_gpu and host.cpp_compiler is None:
+        yield error("run.compiler", "no C++ compiler", "install g++, or use --no-compile")
     if not on_gpu:
         return
     if host.capability is not None and host.capability[0] != HOPPER[0]:

@@ -34,6 +34,8 @@ def resolve(model: str | Path, *, local_only: bool = False) -> Path:
         ValueError: no such directory, or the hub id cannot be fetched.
     """
     name = str(model)
+    if not name:
+        raise ValueError("the model's name is empty; pass a directory or a hub id (owner/name)")
     try:
         path = Path(model).expanduser()
         is_directory, exists = path.is_dir(), path.exists()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from numbers import Real
 from typing import Literal, get_args
 
 import torch
@@ -65,6 +66,10 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "draft_quantization": get_args(DraftQuantization),
     "load_format": get_args(LoadFormat),
 }
+_SWITCHES = (
+    *("compile", "sampling", "lazy_capture", "fallback"),
+    *("finish_in_plain_decode", "prepare_plain_decode"),
+)
 
 
 # Tokens of a page where nobody says. Our attention looks up one number where a page holds a tile of
@@ -98,8 +103,18 @@ def resolve_options(
         value = getattr(options, name)
         if not (isinstance(value, int) or (value is None and name != "first_batch")):
             raise ValueError(f"{name} is {value!r}; expected an integer")
-    if any(type(size) is not int or size < 1 for size in options.buckets) or not options.buckets:
-        raise ValueError(f"--bucket {list(options.buckets)}: batch sizes are integers from 1 up")
+    for name in ("gpu_memory_utilization", "acceptance_floor", "simulate_acceptance"):
+        value = getattr(options, name)
+        if not (isinstance(value, Real) or (value is None and name == "simulate_acceptance")):
+            raise ValueError(f"{name} is {value!r}; expected a number")
+    for name in _SWITCHES:
+        value = getattr(options, name)
+        if not (isinstance(value, bool) or (value is None and name in ("compile", "sampling"))):
+            raise ValueError(f"{name} is {value!r}; expected True or False")
+    sizes = options.buckets if isinstance(options.buckets, tuple) else ()
+    if not sizes or any(type(size) is not int or size < 1 for size in sizes):
+        shown = list(sizes) or options.buckets
+        raise ValueError(f"--bucket {shown}: batch sizes are integers from 1 up")
     buckets = tuple(sorted(set(options.buckets)))
     numbers = resolve_draft_lengths(options.num_speculative_tokens, options.buckets, draft)
     full_draft, draft = draft, draft.shortened(max(numbers)) if draft else None

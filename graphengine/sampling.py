@@ -17,9 +17,9 @@ Legend: B requests, T rows (T / B of each), V vocabulary.
 
 from __future__ import annotations
 
-import math
 import random
 from dataclasses import dataclass, replace
+from numbers import Real
 from typing import NamedTuple
 
 import torch
@@ -49,12 +49,13 @@ class Sampling:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if not (math.isfinite(self.temperature) and self.temperature >= 0):
+        most = torch.finfo(torch.float32).max
+        if not (isinstance(self.temperature, Real) and 0 <= self.temperature <= most):
             raise ValueError(
-                f"temperature is {self.temperature}; expected 0 (greedy) or a positive number"
+                f"temperature is {self.temperature!r}; expected 0 (greedy) or a positive number"
             )
-        if not 0 < self.top_p <= 1:
-            raise ValueError(f"top_p is {self.top_p}; expected 0 < top_p <= 1 (1 keeps all)")
+        if not (isinstance(self.top_p, Real) and 0 < self.top_p <= 1):
+            raise ValueError(f"top_p is {self.top_p!r}; expected 0 < top_p <= 1 (1 keeps all)")
         if isinstance(self.top_k, bool) or not isinstance(self.top_k, int) or self.top_k < 0:
             raise ValueError(f"top_k is {self.top_k!r}; expected an integer >= 0 (0 keeps all)")
         if not (isinstance(self.seed, int) and 0 <= self.seed < 2**NUM_SEED_BITS):

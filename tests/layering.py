@@ -64,7 +64,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "build": _LOOP
     | {"artifact", "compile_ahead", "engine", "fallback", "hub", "memory", "options", "pairs"}
     | {"warmup"},
-    "api": _LOOP | {"engine", "hub", "build", "memory", "bytesize", "options"},
+    "ownership": set(),
+    "api": _LOOP | {"engine", "hub", "build", "memory", "bytesize", "options", "ownership"},
     "findings": set(),
     "doctor_files": {"findings", "hub", "pairs", "tokenizer", "weights"},
     "doctor_models": {
@@ -74,7 +75,16 @@ MAY_IMPORT: dict[str, set[str]] = {
     "doctor_weights": {"bytesize", "doctor_files", "findings", "weights"},
     "doctor_pair": {"options", "config", "doctor_files", "findings", "memory"},
     "doctor_host": {
-        *("attention", "bytesize", "config", "draft_length", "findings", "forward", "memory"),
+        *(
+            "artifact",
+            "attention",
+            "bytesize",
+            "config",
+            "draft_length",
+            "findings",
+            "forward",
+            "memory",
+        ),
         "profiles",
     },
     "doctor": {

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -135,6 +137,38 @@ def test_one_generation_at_a_time(engine: Engine) -> None:
     assert first.token_ids + rest == again.token_ids
 
 
+def test_threads_take_turns_or_are_refused(engine: Engine) -> None:
+    """Bug: two threads pass the check before either begins, and each decodes the other's rows: text
+    that is wrong without a word, or a page that is freed twice."""
+    expected = {text: engine.generate(text, max_new_tokens=6)[0].token_ids for text in TEXTS}
+    found: list[bool | BaseException] = []
+
+    def run(text: str) -> None:
+        for _ in range(20):
+            try:
+                found.append(engine.generate(text, max_new_tokens=6)[0].token_ids == expected[text])
+            except BaseException as error:
+                found.append(error)
+
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        threads = [threading.Thread(target=run, args=(text,)) for text in [*TEXTS, *TEXTS][:4]]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(before)
+    assert len(found) == 80
+    assert True in found and False not in found
+    for error in found:
+        if isinstance(error, BaseException):
+            assert isinstance(error, RuntimeError)
+            assert "another generation" in str(error) or "superseded" in str(error), error
+    assert engine.generate(TEXTS[0], max_new_tokens=6)[0].token_ids == expected[TEXTS[0]]
+
+
 def test_superseded_stream_says_so(engine: Engine) -> None:
     """Bug: a stream that was never started runs later with requests that are gone, or hangs."""
     never = engine.stream(TEXTS[0])
@@ -189,6 +223,13 @@ def test_end_tokens_come_from_the_generation_config(tmp_path: Path) -> None:
         ({"max_model_len": 509}, "--max-model-len 509: between 2 and 508"),
         ({"max_model_len": 1}, "--max-model-len 1"),
         ({"gpu_memory_utilization": 0.0}, "gpu_memory_utilization is 0.0"),
+        ({"buckets": 5}, "--bucket 5: batch sizes are integers from 1 up"),
+        ({"buckets": None}, "--bucket None: batch sizes"),
+        ({"gpu_memory_utilization": "a"}, "gpu_memory_utilization is 'a'; expected a number"),
+        ({"acceptance_floor": None}, "acceptance_floor is None; expected a number"),
+        ({"simulate_acceptance": "6"}, "simulate_acceptance is '6'; expected a number"),
+        ({"compile": "no"}, "compile is 'no'; expected True or False"),
+        ({"fallback": None}, "fallback is None; expected True or False"),
     ],
 )
 def test_options_that_cannot_work(

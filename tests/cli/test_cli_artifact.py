@@ -199,6 +199,53 @@ def test_a_packed_artifact_starts_warm_elsewhere(tmp_path: Path) -> None:
     assert "compiled anew, what was compiled ahead differs: buckets: " in text.replace("\n", " ")
 
 
+def ends(*args: str, **variables: str) -> str:
+    """What a command that fails says on stderr."""
+    line = [sys.executable, "-m", "graphengine", *args]
+    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    env = os.environ | {"PYTHONPATH": path} | variables
+    done = subprocess.run(line, cwd=ROOT, env=env, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 1, done.stderr
+    assert "Traceback" not in done.stderr
+    return done.stderr.replace("\n", " ")
+
+
+@pytest.mark.slow
+def test_no_compiler(tmp_path: Path) -> None:
+    """Bug: an image without g++ answers `--compile` with 140 lines of traceback."""
+    run = ["run", "--compile", "--bucket", "1", "--prompt", "x", "--device", "cpu"]
+    said = ends(*run, GRAPHENGINE_CACHE=str(tmp_path), CXX="/nowhere/g++")
+    assert "compilation failed" in said and "install g++" in said and "--no-compile" in said
+
+
+def test_a_folder_of_somebody_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Bug: a shared cache can be written but not this platform's part of it, which another user has
+    made, and every command that compiles ends in a traceback."""
+    monkeypatch.setenv("GRAPHENGINE_CACHE", str(tmp_path))
+    with cli.compiled_code("cpu", None) as store:
+        assert store is not None
+    inductor = store.folder / "inductor"
+    inductor.mkdir(parents=True)
+    may = os.access
+    monkeypatch.setattr(os, "access", lambda path, mode: path != inductor and may(path, mode))
+    with cli.compiled_code("cpu", None) as found:
+        assert found is None
+    assert f"{store.folder} cannot be written" in capsys.readouterr().err.replace("\n", "")
+
+
+def test_segments_of_the_user_s_own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: the start line names a folder in which nothing was looked for."""
+    monkeypatch.setenv("GRAPHENGINE_CACHE", str(tmp_path))
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
+    with cli.compiled_code("cpu", None) as store:
+        assert store is not None and store.segments == str(store.folder)
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "mine"))
+    with cli.compiled_code("cpu", None) as store:
+        assert store is not None and store.segments == str(tmp_path / "mine")
+
+
 @pytest.mark.gpu
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", ["flashinfer", "triton"])

@@ -158,3 +158,12 @@ def test_a_real_gpu() -> None:
     assert found.memory_plan is not None
     assert found.memory_plan.budget_bytes is not None
     assert 0 < found.memory_plan.budget_bytes <= torch.cuda.mem_get_info()[1]
+
+
+def test_a_compiler_is_needed_where_something_is_compiled() -> None:
+    """Bug: no errors are found, and the run dies in Inductor for want of g++."""
+    host = replace(HOST, cpp_compiler=None)
+    assert [f.level for f in on(host, compile=True) if f.name == "run.compiler"] == ["error"]
+    assert "run.compiler" not in {f.name for f in on(host, compile=False)}
+    host = replace(HOST, cpp_compiler="/usr/bin/g++")
+    assert "run.compiler" not in {f.name for f in on(host, compile=True)}

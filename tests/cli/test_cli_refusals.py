@@ -84,7 +84,7 @@ def test_missing_directory(cli: Run, tmp_path: Path) -> None:
     [
         ("~nobody_of_this_name/model", "home directory"),
         ("x" * 5000, "too long"),
-        ("", "config.json"),
+        ("", "name is empty"),
     ],
 )
 def test_model_that_is_no_name(cli: Run, model: str, part: str) -> None:

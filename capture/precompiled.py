@@ -24,6 +24,7 @@ from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -200,9 +201,16 @@ def loaded_code(function: Callable[..., Any]) -> str:
     return digest.hexdigest()
 
 
+# Module -> its names when it was first read.
+_NAMES: WeakKeyDictionary[types.ModuleType, frozenset[str]] = WeakKeyDictionary()
+
+
 def _names(module: types.ModuleType) -> dict[str, Any]:
-    """What a module holds, without what Python says of it and what Dynamo puts there."""
-    return {k: v for k, v in list(vars(module).items()) if not k.startswith("__")}
+    """What a module holds, without what Python says of it and what tracing leaves there: compiled
+    functions, and constant results under the names of their functions."""
+    names = _NAMES.setdefault(module, frozenset(vars(module)))
+    held = list(vars(module).items())
+    return {k: v for k, v in held if k in names and not k.startswith("__")}
 
 
 def _home(x: Any) -> str:

@@ -61,6 +61,8 @@ class Segment:
         _COUNTS["misses" if found is None else "hits"] += 1
         if found is not None:
             return found
+        if not precompiled.are_kept():
+            return torch.compile(self._function, fullgraph=True, dynamic=False, options=OPTIONS)
         options = dict(OPTIONS)  # torch takes the next one out of what it is given
         # Of what guards would look at, the key has what can differ between calls of a segment.
         options["guard_filter_fn"] = torch.compiler.skip_all_guards_unsafe
@@ -102,12 +104,21 @@ def forget() -> None:
         segment.read_code_()
 
 
-def import_inductor() -> None:
-    """Imports what the first compilation would, two seconds of it; on another thread meanwhile."""
+def prepare_inductor() -> None:
+    """Imports and reads what the first compilation would; on another thread meanwhile.
+
+    Two seconds and a half of it are imports. The rest are thousands of short reads of files, 0.2 to
+    0.4 s alone; beside eight threads that compile kernels each read waits for Python's lock, and a
+    cold start was 13 s longer (8B pair with FP8 drafter, buckets 1,8,16; H200).
+    """
     importlib.import_module("torch._inductor.compile_fx")
     # Read once per process, with warnings off for the whole process: by two threads at a time it
     # prints eight of torch's own deprecations.
     torch.overrides.get_overridable_functions()
+    if torch.distributed.is_available():  # Dynamo compares functions with one that lies there
+        importlib.import_module("torch.distributed.tensor.experimental._func_map")
+    codecache = importlib.import_module("torch._inductor.codecache")
+    codecache.torch_key()  # a hash of torch's own sources
 
 
 class CacheCounts(NamedTuple):

@@ -39,7 +39,7 @@ def find(key: str, namespace: dict[str, Any]) -> Callable[..., Any] | None:
 
     Args: namespace: the function's globals.
     """
-    if not _caches():
+    if not are_kept():
         return None
     path = None
     try:
@@ -63,7 +63,7 @@ def keep(key: str, compiled: Any) -> None:
 
     Mutates: the folder; a file is there whole or not at all.
     """
-    if not _caches():
+    if not are_kept():
         return
     path = part = None
     try:
@@ -89,8 +89,8 @@ def _path(key: str) -> Path:
     return Path(cache_dir()) / FOLDER / f"{_hash(key)}.bin"
 
 
-def _caches() -> bool:
-    """Whether the user lets torch keep what it compiles."""
+def are_kept() -> bool:
+    """Whether the user lets torch keep what it compiles, and us with it."""
     import torch._inductor.config as inductor
 
     return inductor.fx_graph_cache and not inductor.force_disable_caches
@@ -191,9 +191,10 @@ def loaded_code(function: Callable[..., Any]) -> str:
     digest = hashlib.sha256()
     for name, module in sorted(found.items()):
         digest.update(name.encode())
-        if module.__file__ is not None:
+        file = getattr(module, "__file__", None)  # of `python -c` there is none
+        if file is not None:
             with suppress(OSError):  # no file, as in an archive
-                digest.update(Path(module.__file__).read_bytes())
+                digest.update(Path(file).read_bytes())
         for text in _content(_names(module), package, ()):
             digest.update(text.encode())
     for text in _content(function, package, ()):  # a closure differs from its like in its cells

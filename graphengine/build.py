@@ -22,7 +22,7 @@ from graphengine.artifact import name_compilers_
 from graphengine.attention import compile_flashinfer_ahead, make_workspace
 from graphengine.buckets import Bucket, build_buckets, prefill_attention
 from graphengine.buffers import StepBuffers
-from graphengine.capture.compile import CacheCounts, cache_counts, import_inductor
+from graphengine.capture.compile import CacheCounts, cache_counts, prepare_inductor
 from graphengine.compile_ahead import shortened
 from graphengine.config import DraftConfig, EngineConfig, ModelConfig
 from graphengine.config_values import token_ids
@@ -310,7 +310,7 @@ def _prepare_compilers(
     if flashinfer_imported is not None:
         imports.append(flashinfer_imported.wait)
     if config.compile:
-        imports.append(import_inductor)
+        imports.append(prepare_inductor)
 
     def run(steps: list[Callable[[], object]]) -> None:
         for step in steps:

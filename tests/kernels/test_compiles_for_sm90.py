@@ -231,6 +231,7 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
         get_current_target=lambda: GPUTarget("cuda", 90, 32),
         get_current_device=lambda: "sm90",
         get_current_stream=lambda device: 0,
+        launcher_cls=lambda src, metadata: None,
     )
     monkeypatch.setattr(driver, "_active", hopper)
     monkeypatch.setattr(JITFunction, "run", run)
@@ -256,8 +257,15 @@ def test_results_are_written_through(compiled: list[Any]) -> None:
     assert kernel.asm["ptx"].count("st.global.wt.b64") == 2
 
 
-def test_what_is_compiled_ahead_is_what_is_launched(compiled: list[Any]) -> None:
-    """Bug: ahead, a kernel is compiled under another key than its launch looks for, and again."""
+def test_what_is_compiled_ahead_is_what_is_launched(
+    compiled: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bug: ahead, a kernel is compiled under another key than its launch looks for, and again; or
+    its first launch waits for the C compiler."""
+    launchers: list[str] = []
+    monkeypatch.setattr(
+        driver.active, "launcher_cls", lambda src, metadata: launchers.append(src.fn.__name__)
+    )
 
     def launch() -> None:
         project(16, 32, 8, 128)
@@ -266,7 +274,9 @@ def test_what_is_compiled_ahead_is_what_is_launched(compiled: list[Any]) -> None
 
     with compile_only():
         launch()
-    ahead = list(compiled)
+        ahead = list(compiled)
+        launch()
+    assert launchers == [kernel.metadata.name for kernel in ahead]
     compiled.clear()
     launch()
     assert len(ahead) == len(compiled) == 4

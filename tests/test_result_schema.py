@@ -37,16 +37,18 @@ def test_stored_results_are_valid() -> None:
     assert broken == {}
 
 
-def test_files_that_are_cited_exist() -> None:
-    """Bug: the log cites a file that was never committed."""
-    stored = [path.name for path in RESULTS.glob("*.json")]
-    log = (RESULTS.parent / "LOG.md").read_text()
-    cited = set(re.findall(r"`(?:results/)?([\w.-]+\.json)`", log))  # `-x.json`: after a whole name
+def test_citations_and_files_agree() -> None:
+    """Bug: the log cites a file that was never committed; or a file is kept that nobody can make
+    sense of, since nothing says what came of it."""
+    stored = {path.name for path in RESULTS.glob("*.json")}
+    text = (RESULTS.parent / "LOG.md").read_text() + (RESULTS / "README.md").read_text()
+    cited = set(re.findall(r"`(?:results/)?([\w.-]+\.json)`", text))
     assert len(cited) > 100
-    ends = {name for name in cited if name.startswith("-")}
-    missing = {name for name in cited - ends if name.startswith("20") and name not in stored}
-    missing |= {end for end in ends if not any(name.endswith(end) for name in stored)}
-    assert missing == set()
+    ends = {name for name in cited if name.startswith("-")}  # as `-x.json` after a whole name
+    whole = {name for name in cited if name.startswith("20")}
+    assert whole - stored == set()
+    assert {end for end in ends if not any(name.endswith(end) for name in stored)} == set()
+    assert {name for name in stored - whole if not name.endswith(tuple(ends))} == set()
 
 
 def test_written_file_reads_back(tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
 """The memory plan: what every part of a run takes, computed from the configs before anything loads.
 
     pool = what may be filled - (weights + fp8 copies + rope tables + step buffers + prefill
-                                 + attention workspaces + graph pools + plain decode + margin)
+                                 + attention workspaces + activations + plain decode + margin)
 
 Why before: a pair that cannot fit is refused in a second instead of after 16 GB of weights, and the
 pool never takes the memory that a prefill or a capture needs later. Weights, rope tables and
@@ -38,8 +38,8 @@ from graphengine.weights import (
 )
 from graphengine.workspace import (
     META,
+    activation_bytes,
     bucket_scratch_bytes,
-    graph_bytes,
     prefill_bytes,
     shared_scratch_bytes,
 )
@@ -74,7 +74,8 @@ class MemoryPlan:
     step_buffer_bytes: int
     prefill_bytes: int
     attention_workspace_bytes: int
-    graph_pool_bytes: int
+    activation_bytes: int
+    """What lives only as long as a step, or in the pool of the graphs that hold it."""
     plain_decode_bytes: int
     """Buckets without drafts, which a drafting engine may build later to fall back to."""
     margin_bytes: int
@@ -124,7 +125,7 @@ class MemoryPlan:
 
 _FIXED = (
     *("target_weight_bytes", "draft_weight_bytes", "quantized_weight_bytes", "rope_table_bytes"),
-    *("step_buffer_bytes", "prefill_bytes", "attention_workspace_bytes", "graph_pool_bytes"),
+    *("step_buffer_bytes", "prefill_bytes", "attention_workspace_bytes", "activation_bytes"),
     *("plain_decode_bytes", "margin_bytes"),
 )
 
@@ -264,7 +265,7 @@ def _plan(
             one_row = StepBuffers.make(target, None, max(config.buckets), width, dtype, META)
             plain = bucket_scratch_bytes(config, target, None, one_row, num_sms)
             plain += tree_bytes(one_row)
-            plain += graph_bytes(config, target, None, dtype.itemsize) if on_gpu else 0
+            plain += activation_bytes(config, target, None, dtype.itemsize)
     except (RuntimeError, TypeError) as error:  # a size past 2^63
         reason = str(error).partition("\n")[0]
         raise ValueError(
@@ -286,7 +287,7 @@ def _plan(
         step_buffer_bytes=tree_bytes(buffers),
         prefill_bytes=prefill_bytes(config, target, draft, dtype.itemsize),
         attention_workspace_bytes=shared_scratch_bytes(config) + scratch,
-        graph_pool_bytes=graph_bytes(config, target, draft, dtype.itemsize) if on_gpu else 0,
+        activation_bytes=activation_bytes(config, target, draft, dtype.itemsize),
         plain_decode_bytes=plain,
         margin_bytes=GPU_MARGIN_BYTES if on_gpu else 0,
         kv_page_bytes=kv_page,

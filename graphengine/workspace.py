@@ -64,11 +64,11 @@ def prefill_bytes(
     return work + taps + logits
 
 
-def graph_bytes(
+def activation_bytes(
     config: EngineConfig, target: ModelConfig, draft: DraftConfig | None, element_bytes: int
 ) -> int:
-    """Carries that stay alive between graphs, and one set of temporaries for warming up and one
-    for the graphs' shared pool; the driver's memory for the graphs themselves.
+    """A step's temporaries and logits. With graphs: one set for warming up and one for their
+    shared pool, carries that stay alive between them, the driver's memory for the graphs.
 
     Piecewise: every layer's residual and query cross from a graph to the next, in each bucket.
     """

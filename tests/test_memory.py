@@ -15,6 +15,7 @@ from click.testing import CliRunner
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from graphengine import memory
 from graphengine.api import Engine
 from graphengine.build import read_configs
 from graphengine.bytesize import format_bytes, parse_bytes
@@ -185,7 +186,7 @@ def test_rounded_activations_are_in_the_plan() -> None:
     rows, taps, copies = ON_GPU.prefill_chunk, 5 * 4096, 3
     assert plans[1].prefill_bytes >= rows * taps * (copies * 4 + 2)
     assert plans[0].quantized_weight_bytes == plans[1].quantized_weight_bytes > 0
-    assert plans[1].graph_pool_bytes > plans[0].graph_pool_bytes
+    assert plans[1].activation_bytes > plans[0].activation_bytes
 
 
 @settings(max_examples=60, deadline=None)
@@ -313,7 +314,7 @@ def test_plan_text_adds_up() -> None:
     assert "quantized" not in text
     values = plan.to_json()
     parts = ["target_weight", "draft_weight", "quantized_weight", "rope_table", "step_buffer"]
-    parts += ["prefill", "attention_workspace", "graph_pool", "plain_decode", "margin"]
+    parts += ["prefill", "attention_workspace", "activation", "plain_decode", "margin"]
     assert values["fixed_bytes"] == sum(values[f"{part}_bytes"] for part in parts)
     assert set(parts) | {"budget", "kv_page", "kv_pool", "fixed"} == {
         name.removesuffix("_bytes") for name in values if name.endswith("_bytes")
@@ -439,6 +440,24 @@ def test_more_than_the_machine_has_is_refused(pair: tuple[Path, Path]) -> None:
     assert refused.exit_code == 2
     message = " ".join(refused.stderr.split())
     assert "--bucket 100000000 needs" in message and "lower it or --max-model-len" in message
+
+
+def test_logits_of_a_step_count_on_the_cpu_too(
+    pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bug: buffers and pool fit, a step's logits do not: the system kills the process after it has
+    printed its plan."""
+    options: dict[str, Any] = {"buckets": (64,), "device": "cpu", "max_model_len": 64}
+    with Engine.from_pretrained(*pair, **options) as engine:
+        plan, config = engine.memory_plan, engine.built.target
+    rows = 64 * BLOCK
+    assert plan.activation_bytes > rows * config.vocab_size * 4
+    total = plan.fixed_bytes - plan.target_weight_bytes + plan.kv_pool_bytes
+    monkeypatch.setattr(memory, "host_memory_bytes", lambda: total - plan.activation_bytes)
+    with pytest.raises(ValueError, match=r"--bucket 64 needs .* lower it"):
+        Engine.from_pretrained(*pair, **options)
+    monkeypatch.setattr(memory, "host_memory_bytes", lambda: total)
+    Engine.from_pretrained(*pair, **options).close()
 
 
 def test_context_cap(pair: tuple[Path, Path]) -> None:

@@ -39,16 +39,16 @@ class Segment:
     def __init__(self, function: Callable[..., Any], compilers: str) -> None:
         """Args: compilers: `precompiled.compilers`."""
         self._function, self._compilers = function, compilers
-        self.read_code_()
         _ALIVE.add(self)
 
-    def read_code_(self) -> None:
+    def read_code_(self, read: precompiled.Read) -> None:
         """From now on, what is compiled is compiled of what is loaded now."""
-        code = precompiled.loaded_code(self._function)
+        code = precompiled.loaded_code(self._function, read)
         self._key = f"{self._function.__qualname__} {code} {self._compilers}"
 
     def __call__(self, *arguments: Any) -> Any:
-        if torch._dynamo.config.disable:
+        is_eager = torch._dynamo.eval_frame._stance.stance == "force_eager"
+        if torch._dynamo.config.disable or is_eager:
             return self._function(*arguments)
         key = f"{self._key} {precompiled.layout(arguments)} {precompiled.torch_state()}"
         compiled = _MADE.get(key)
@@ -57,6 +57,8 @@ class Segment:
         return compiled(*arguments)
 
     def _make(self, key: str, arguments: tuple[Any, ...]) -> Callable[..., Any]:
+        # A bucket that is built late is compiled with the settings of then.
+        key = f"{key} {precompiled.compilers(OPTIONS)}"
         found = precompiled.find(key, self._function.__globals__)
         _COUNTS["misses" if found is None else "hits"] += 1
         if found is not None:
@@ -92,7 +94,7 @@ def compile_segments(functions: Iterable[Callable[..., Any]]) -> list[Callable[.
     for limit in ("recompile_limit", "accumulated_recompile_limit"):
         setattr(dynamo, limit, max(getattr(dynamo, limit), RECOMPILE_LIMIT))
     compilers = precompiled.compilers(OPTIONS)
-    return [Segment(function, compilers) for function in functions]
+    return _read([Segment(function, compilers) for function in functions])
 
 
 def forget() -> None:
@@ -100,8 +102,14 @@ def forget() -> None:
     compiled of what is loaded now. Mutates: what this process remembers of its compilations."""
     _MADE.clear()
     torch._dynamo.reset()
-    for segment in list(_ALIVE):
-        segment.read_code_()
+    _read(list(_ALIVE))
+
+
+def _read(segments: list[Segment]) -> list[Segment]:
+    read: precompiled.Read = {}  # of a module that several reach, once
+    for segment in segments:
+        segment.read_code_(read)
+    return segments
 
 
 def prepare_inductor() -> None:

@@ -89,11 +89,23 @@ def _path(key: str) -> Path:
     return Path(cache_dir()) / FOLDER / f"{_hash(key)}.bin"
 
 
+# The user's own passes, which are in none of `compilers`' settings.
+_PASSES = (
+    *("pre_grad_custom_pass", "joint_custom_pre_pass", "joint_custom_post_pass"),
+    *("post_grad_custom_pre_pass", "post_grad_custom_post_pass", "_pre_fusion_custom_pass"),
+    "joint_custom_pass",
+)
+
+
 def are_kept() -> bool:
-    """Whether the user lets torch keep what it compiles, and us with it."""
+    """Whether the user lets torch keep what it compiles, and changes nothing on the way of which no
+    key would tell."""
+    import torch._functorch.config as functorch
     import torch._inductor.config as inductor
 
-    return inductor.fx_graph_cache and not inductor.force_disable_caches
+    switches = inductor.fx_graph_cache, functorch.enable_autograd_cache
+    passes = (getattr(config, name, None) for config in (inductor, functorch) for name in _PASSES)
+    return all(switches) and not inductor.force_disable_caches and not any(passes)
 
 
 def _hash(text: str) -> str:
@@ -169,37 +181,53 @@ def compilers(options: Mapping[str, Any]) -> str:
     return _hash(repr((parts, sorted(options.items()))))
 
 
-def loaded_code(function: Callable[..., Any]) -> str:
+Read = dict[str, tuple[bytes, list[str]]]
+"""Module -> a hash of it, and the modules that it holds something of."""
+
+
+def loaded_code(function: Callable[..., Any], read: Read | None = None) -> str:
     """A hash of the package's modules that a function's module reaches: their files, and what they
     hold in memory, so that a function or table that a test or a tool has replaced counts.
 
     A module is reached through what another holds: itself, a function or a class. Two processes get
     the same hash for the same sources, whatever else they have imported.
+
+    Args: read: modules read for other functions at the same moment. Mutates: `read`.
     """
     package = function.__module__.partition(".")[0]
-    found: dict[str, types.ModuleType] = {}
+    read = {} if read is None else read
+    found: Read = {}
     waiting = [function.__module__]
     while waiting:
         name = waiting.pop()
         if name in found or name.partition(".")[0] != package:
             continue
-        found[name] = sys.modules[name]
-        for value in _names(found[name]).values():
-            home = value if isinstance(value, types.ModuleType) else sys.modules.get(_home(value))
-            if home is not None:
-                waiting.append(home.__name__)
+        if name not in read:
+            read[name] = _read_module(sys.modules[name], package)
+        found[name] = read[name]
+        waiting += read[name][1]
     digest = hashlib.sha256()
-    for name, module in sorted(found.items()):
-        digest.update(name.encode())
-        file = getattr(module, "__file__", None)  # of `python -c` there is none
-        if file is not None:
-            with suppress(OSError):  # no file, as in an archive
-                digest.update(Path(file).read_bytes())
-        for text in _content(_names(module), package, ()):
-            digest.update(text.encode())
+    for _, (of_module, _) in sorted(found.items()):
+        digest.update(of_module)
     for text in _content(function, package, ()):  # a closure differs from its like in its cells
         digest.update(text.encode())
     return digest.hexdigest()
+
+
+def _read_module(module: types.ModuleType, package: str) -> tuple[bytes, list[str]]:
+    digest = hashlib.sha256(module.__name__.encode())
+    file = getattr(module, "__file__", None)  # of `python -c` there is none
+    if file is not None:
+        with suppress(OSError):  # no file, as in an archive
+            digest.update(Path(file).read_bytes())
+    names, reached = _names(module), []
+    for value in names.values():
+        home = value if isinstance(value, types.ModuleType) else sys.modules.get(_home(value))
+        if home is not None:
+            reached.append(home.__name__)
+    for text in _content(names, package, ()):
+        digest.update(text.encode())
+    return digest.digest(), reached
 
 
 # Module -> its names when it was first read.

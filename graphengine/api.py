@@ -1,4 +1,5 @@
-"""The Python API: load a pair once, then generate or stream. One process, no server, no threads.
+"""The Python API: load a pair once, then generate or stream. One process, no server; threads help
+while an engine is built, and none after that.
 
     with Engine.from_pretrained(TINY_TARGET, draft=TINY_DRAFT) as engine:
         for chunk in engine.stream("Tom has 3 apples and buys 4 more. How many now?"):
@@ -436,6 +437,8 @@ class Engine:
         try:
             loop.reset()
         except RuntimeError as error:  # a CUDA error stays: every later call would fail as well
+            if self._open.config.device != "cuda":
+                raise
             reason = str(error).partition("\n")[0]
             self._failure = f" because the device failed ({reason})"
             self._remedy = "start a new process"

@@ -139,6 +139,7 @@ def build_buckets(
             for steps in (chains.draft, chains.verify, chains.context, sampled):
                 yield partial(run_chain, steps)
 
+    @torch.inference_mode(False)
     @torch.no_grad()
     def build(size: int, kernels: CompileAhead | None = None) -> Bucket:
         buffers.clear_()

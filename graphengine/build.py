@@ -102,6 +102,7 @@ class _TakingTurns(ContextDecorator):
 
 
 @_TakingTurns()
+@torch.inference_mode(False)  # what a caller's made would be of no use outside of it
 def build(
     target_name: str | Path,
     draft_name: str | Path | None,
@@ -249,8 +250,8 @@ def build(
         """The same buckets with one row a request: the same weights and K/V, no drafter."""
         began = time.perf_counter()
         width = buffers.page_table_BW.shape[1]
-        plain = StepBuffers.make(target_config, None, max(config.buckets), width, dtype, device)
-        with ranges.range_("capture"), torch.no_grad():
+        with ranges.range_("capture"), torch.inference_mode(False), torch.no_grad():
+            plain = StepBuffers.make(target_config, None, max(config.buckets), width, dtype, device)
             found = build_buckets(config, target, None, plain, dtype, device, workspace=workspace)
         built.append(found)
         logging.getLogger(__name__).info(

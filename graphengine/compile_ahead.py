@@ -45,6 +45,7 @@ class CompileAhead:
         num_threads = max(1, min(MAX_THREADS, (os.cpu_count() or 2) // 2))
         self._pool = ThreadPoolExecutor(num_threads, "compile-ahead")
         self._ended = threading.Event()
+        self._device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
         try:
             for run in runs:
                 self._pool.submit(self._compile, run)
@@ -57,6 +58,8 @@ class CompileAhead:
     def _compile(self, run: Callable[[], object]) -> None:
         mode = _ShapesAlone(self._ended)
         try:
+            if self._device is not None:  # a thread begins with device 0
+                torch.cuda.set_device(self._device)
             with torch.no_grad(), compile_only():  # both belong to a thread
                 # `with mode` would also set flags that belong to the process.
                 _push_mode(mode)

@@ -325,7 +325,12 @@ def _advance_(
 
 
 def context_chain(
-    drafter: Drafter, taps_TC: Tensor, positions_T: Tensor, slots_T: Tensor, segments: Segments
+    drafter: Drafter,
+    taps_TC: Tensor,
+    positions_T: Tensor,
+    slots_T: Tensor,
+    segments: Segments,
+    name: str = ranges.DRAFT_CONTEXT,
 ) -> list[Step]:
     """One step: the drafter's context K/V of rows that the target has just run.
 
@@ -343,7 +348,7 @@ def context_chain(
         )
         return ()
 
-    return [Dense(ranges.DRAFT_CONTEXT, context)]
+    return [Dense(name, context)]
 
 
 def draft_chain(

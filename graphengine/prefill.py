@@ -115,7 +115,8 @@ class Prefill:
             width = drafter.config.num_taps * config.hidden_size
             taps_TC = pool.new_empty(num_rows, width)
             tap_ = make_tap_writer(drafter.config, taps_TC)
-            context = context_chain(drafter, taps_TC, rows.positions_T, rows.slots_T, segments)
+            where = rows.positions_T, rows.slots_T
+            context = context_chain(drafter, taps_TC, *where, segments, ranges.PREFILL_CONTEXT)
         chain = target_chain(
             "prefill",
             self.target,

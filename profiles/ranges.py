@@ -74,17 +74,6 @@ def attention_name(chain: str, layer: int) -> str:
     return f"{chain}.L{layer}.attn"
 
 
-def chain_names(chain: str, num_layers: int) -> list[str]:
-    """All step names of a chain in the order of execution.
-
-    dense 00, attention L0, dense 01, .., attention L(n-1), dense n: 2 * num_layers + 1 names.
-    """
-    names: list[str] = []
-    for layer in range(num_layers):
-        names += [dense_name(chain, layer), attention_name(chain, layer)]
-    return names + [dense_name(chain, num_layers)]
-
-
 def step_class(name: str) -> StepClass:
     """Class of a name: attention (`*.L<i>.attn`), host (a phase alone), else dense."""
     if name.endswith(".attn"):

@@ -1,6 +1,5 @@
-"""Something to do between two steps of an engine's chains, for tests that break or watch them.
-
-Eager runners alone: what a captured graph holds cannot be cut open.
+"""An engine's chains: the names of their steps, and something to do between two of them, for tests
+that break or watch them. Eager runners alone: what a captured graph holds cannot be cut open.
 """
 
 from __future__ import annotations
@@ -11,6 +10,16 @@ from typing import Any
 from graphengine.buckets import Bucket
 from graphengine.capture.runners import EagerRunner
 from graphengine.capture.steps import Carry, Dense, Step
+from graphengine.profiles.ranges import attention_name, dense_name
+
+
+def chain_names(chain: str, num_layers: int) -> list[str]:
+    """The steps of a chain in the order of execution: dense 00, attention L0, dense 01, ..., dense
+    n."""
+    names: list[str] = []
+    for layer in range(num_layers):
+        names += [dense_name(chain, layer), attention_name(chain, layer)]
+    return [*names, dense_name(chain, num_layers)]
 
 
 def insert_(bucket: Bucket, name: str, action: Callable[[], Any], *, behind: bool = False) -> None:

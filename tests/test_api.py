@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from graphengine import api
 from graphengine.api import Chunk, Engine
@@ -167,6 +168,24 @@ def test_threads_take_turns_or_are_refused(engine: Engine) -> None:
             assert isinstance(error, RuntimeError)
             assert "another generation" in str(error) or "superseded" in str(error), error
     assert engine.generate(TEXTS[0], max_new_tokens=6)[0].token_ids == expected[TEXTS[0]]
+
+
+def test_inference_mode_of_the_caller(directories: tuple[Path, Path]) -> None:
+    """Bug: an engine that was built inside `torch.inference_mode`, or whose late buckets and plain
+    decoding were, cannot be used outside of it, and says that the device has failed."""
+    prompts = [[5, 6, 7], [8, 9]]
+    options: dict[str, Any] = {"buckets": (1, 2), "device": "cpu", "lazy_capture": True}
+    arguments: dict[str, Any] = {"max_new_tokens": 6, "ignore_eos": True}
+    with torch.inference_mode():
+        engine = Engine.from_pretrained(*directories, **options)
+        inside = [engine.generate(prompts[:1], **arguments), engine.generate(prompts, **arguments)]
+        loop: Any = engine.built.loop
+        loop.prepare_plain_decode()
+    with engine:
+        outside = [engine.generate(prompts[:1], **arguments), engine.generate(prompts, **arguments)]
+        for one, other in zip(inside, outside, strict=True):
+            assert [r.token_ids for r in one] == [r.token_ids for r in other]
+        assert not loop.plain._buffers.block_ids_BG.is_inference()
 
 
 def test_superseded_stream_says_so(engine: Engine) -> None:

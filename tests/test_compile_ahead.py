@@ -45,6 +45,17 @@ def test_runs_are_waited_for_whatever_becomes_of_them() -> None:
     assert len(names) <= MAX_THREADS
 
 
+def test_kernels_are_compiled_for_the_caller_s_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: a thread begins with device 0, and compiles for that one."""
+    seen: list[int] = []
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "set_device", seen.append)
+    with CompileAhead([lambda: None] * 2) as ahead:
+        ahead.wait()
+    assert seen == [3, 3]
+
+
 def test_a_start_that_ends_takes_its_runs_with_it() -> None:
     """Bug: Ctrl-C during a start waits for every kernel of every chain that has begun."""
     held, done = threading.Event(), []

@@ -24,6 +24,7 @@ from graphengine.profiles import nsys, plot, ranges, report_text, torch_trace
 from graphengine.profiles.launch_gaps import Report, report
 from graphengine.profiles.segment_bytes import segment_bytes
 from graphengine.profiles.trace import Activity, HostRange, Launch, Trace, busy_class, place
+from tests.chains import chain_names
 
 HERE = Path(__file__).parent
 STORED = sorted((HERE / "data").glob("nsys-*.sqlite.gz"))
@@ -437,8 +438,8 @@ def test_segment_bytes_add_up_to_the_benchmark(tmp_path: Path) -> None:
     assert halved["draft.context"] * 2 == segment_bytes(target, draft, 2, 2)["draft.context"]
     assert halved["verify.01"] == segment_bytes(target, draft, 2, 2)["verify.01"]
     named = set(halved) - set(ranges.CHAINS)
-    dense = [*ranges.chain_names("verify", target.num_hidden_layers)]
-    dense += ranges.chain_names("draft", draft.model.num_hidden_layers)
+    dense = [*chain_names("verify", target.num_hidden_layers)]
+    dense += chain_names("draft", draft.model.num_hidden_layers)
     dense = [name for name in dense if not name.endswith(".attn")]
     assert named == {*dense, ranges.DRAFT_CONTEXT}
 
@@ -473,7 +474,7 @@ def test_pictures_are_well_formed_and_repeatable(tmp_path: Path) -> None:
 
 def test_names_of_the_rule_are_recognised() -> None:
     """Bug: a name is added to the rule and traces without a domain lose its work."""
-    names = [name for chain in ranges.CHAINS for name in ranges.chain_names(chain, 120)]
+    names = [name for chain in ranges.CHAINS for name in chain_names(chain, 120)]
     names += [*ranges.HOST_PHASES, ranges.DRAFT_CONTEXT, ranges.PREFILL_CONTEXT, ranges.ACCEPT]
     assert all(ranges.is_name(name) for name in names)
     for other in ("verify.", "verify.1", "verify.L.attn", "aten::mm", "foo.00", ""):

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+import torch._functorch.config as functorch
 import torch._inductor.config as inductor
 from torch import Tensor
 
@@ -185,9 +186,22 @@ def test_without_a_place_to_keep_it(
 
 
 @needs_compiler
-@pytest.mark.parametrize("switch", ["force_disable_caches", "fx_graph_cache"])
+@pytest.mark.parametrize(
+    ("config", "switch", "off"),
+    [
+        (inductor, "force_disable_caches", True),
+        (inductor, "fx_graph_cache", False),
+        (functorch, "enable_autograd_cache", False),
+        (inductor, "post_grad_custom_post_pass", lambda graph: None),  # in no key of ours
+    ],
+)
 def test_caches_can_be_switched_off(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, switch: str
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    config: Any,
+    switch: str,
+    off: Any,
 ) -> None:
     """Bug: who looks for a fault in compiled code switches caches off and still gets the old; or is
     warned at each segment that it is not kept."""
@@ -196,7 +210,7 @@ def test_caches_can_be_switched_off(
     (file,) = files(folder)
     as_a_new_process(monkeypatch, may_compile=True)
     before = compiling.cache_counts()
-    with inductor.patch({switch: switch == "force_disable_caches"}):
+    with config.patch({switch: off}):
         torch.testing.assert_close(compiled(scaled)(pair, 5.0), scaled(pair, 5.0))
     assert compiling.cache_counts().since(before) == (0, 1)
     assert files(folder) == [file]
@@ -204,12 +218,31 @@ def test_caches_can_be_switched_off(
 
 
 def test_without_dynamo(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bug: TORCHDYNAMO_DISABLE=1 does not disable anything."""
+    """Bug: TORCHDYNAMO_DISABLE=1 does not disable anything, or torch's stance to run eagerly."""
     as_a_new_process(monkeypatch)
     pair = Pair(torch.randn(4, 32), torch.randn(4, 32))
     with torch._dynamo.config.patch(disable=True):
         torch.testing.assert_close(compiled(scaled)(pair, 6.0), scaled(pair, 6.0))
+    with torch.compiler.set_stance("force_eager"):
+        torch.testing.assert_close(compiled(scaled)(pair, 6.0), scaled(pair, 6.0))
     assert not files(folder)
+
+
+@needs_compiler
+def test_settings_of_the_moment_of_compilation(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bug: a bucket built late, after a setting of Inductor's was changed, is kept as compiled with
+    the old one, and every later start gets it."""
+    pair = Pair(torch.randn(4, 32), torch.randn(4, 32))
+    late = compiled(scaled)
+    with inductor.patch(emulate_precision_casts=True):
+        late(pair, 7.0)
+    as_a_new_process(monkeypatch, may_compile=True)
+    before = compiling.cache_counts()
+    compiled(scaled)(pair, 7.0)
+    assert compiling.cache_counts().since(before) == (0, 1)
+    assert len(files(folder)) == 2
 
 
 FACTOR = 2.0
@@ -421,6 +454,25 @@ def test_objects_of_the_package() -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Scale, "__call__", lambda self, x: x)
         assert content(Scale) != before
+
+
+def test_a_module_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: a start hashes the same 22 modules for each of seven segments, half a second of it; or
+    gets another hash for it."""
+    read: list[str] = []
+    real = precompiled._read_module
+
+    def reading(module: Any, package: str) -> Any:
+        read.append(module.__name__)
+        return real(module, package)
+
+    alone = [loaded_code(function) for function in segments.Segments()]
+    monkeypatch.setattr(precompiled, "_read_module", reading)
+    together = compiling.compile_segments(segments.Segments())
+    assert "graphengine.segments" in read
+    assert len(set(read)) == len(read)
+    for segment, code in zip(together, alone, strict=True):
+        assert isinstance(segment, compiling.Segment) and code in segment._key
 
 
 def test_two_closures_of_one_module() -> None:

@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 
+from graphengine import TINY_DRAFT, TINY_TARGET, Engine
 from graphengine.profiles import ranges
+from tests.chains import chain_names
 
 
 class Recorder:
@@ -36,21 +38,9 @@ def recorder() -> Iterator[Recorder]:
     ranges.disable()
 
 
-def test_chain_names_alternate_in_order_of_execution() -> None:
-    """Bug: an off-by-one between dense segments and layers, so that profile rows shift by one."""
-    assert ranges.chain_names("verify", 2) == [
-        "verify.00",
-        "verify.L0.attn",
-        "verify.01",
-        "verify.L1.attn",
-        "verify.02",
-    ]
-    assert ranges.chain_names("draft", 0) == ["draft.00"]
-
-
 def test_names_of_all_chains_are_distinct() -> None:
     """Bug: two steps share a name, and a profile adds their times up."""
-    names = [name for chain in ranges.CHAINS for name in ranges.chain_names(chain, 40)]
+    names = [name for chain in ranges.CHAINS for name in chain_names(chain, 40)]
     names += [ranges.DRAFT_CONTEXT, ranges.PREFILL_CONTEXT, ranges.ACCEPT]
     assert len(set(names)) == len(names)
 
@@ -86,6 +76,19 @@ def test_pairs_and_nesting(recorder: Recorder) -> None:
         "verify": ranges.COLORS["host"],
         "verify.00": ranges.COLORS["dense"],
     }
+
+
+def test_a_run_has_these_names(recorder: Recorder) -> None:
+    """Bug: a step goes by another's name, as the context of a prompt by that of a block, and a
+    profile adds their times up; or by one that no reader knows."""
+    with Engine.from_pretrained(TINY_TARGET, TINY_DRAFT, device="cpu") as engine:
+        recorder.events.clear()
+        engine.generate([[1, 2, 3]], max_new_tokens=20, ignore_eos=True)
+    names = [event.removeprefix("push ") for event in recorder.events if event != "pop"]
+    assert names.count(ranges.PREFILL_CONTEXT) == 1
+    assert names.count(ranges.DRAFT_CONTEXT) > 1
+    steps = {name for name in names if "." in name or name == ranges.ACCEPT}
+    assert all(ranges.is_name(name) for name in steps), steps
 
 
 def test_pops_when_the_body_raises(recorder: Recorder) -> None:

@@ -11,13 +11,12 @@ import torch
 from graphengine.api import Engine
 from graphengine.config import EngineConfig
 from graphengine.hub import TINY_DRAFT, TINY_TARGET
-from graphengine.profiles import ranges
 from graphengine.sampling import Sampling
-from tests.chains import runners_of
+from tests.chains import chain_names, runners_of
 
 QUESTIONS = [f"Count from {n} to {7 * n + 40} in steps of {n}." for n in range(2, 9)]
-DRAFT = ranges.chain_names("draft", 3)
-VERIFY = [*ranges.chain_names("verify", 8), "accept"]
+DRAFT = chain_names("draft", 3)
+VERIFY = [*chain_names("verify", 8), "accept"]
 
 
 def engine(backend: Any, draft: Any = TINY_DRAFT, **options: Any) -> Engine:
@@ -55,7 +54,7 @@ def test_order_of_a_step() -> None:
         ("verify", VERIFY),
         ("draft", ["draft.context", DRAFT[0]]),
     ]
-    plain = [*ranges.chain_names("decode", 8), "accept"]
+    plain = [*chain_names("decode", 8), "accept"]
     assert names("triton", "none") == names("torch", "none") == [("decode", plain)]
 
 

@@ -19,6 +19,7 @@ from graphengine.profiles import ranges, torch_trace
 from graphengine.profiles.result_schema import validate
 from tests import checkpoints
 from tests import nsys_exports as exports
+from tests.chains import chain_names
 
 
 def invoke(*arguments: Any) -> Result:
@@ -51,7 +52,7 @@ def test_profile_on_the_cpu(tmp_path: Path) -> None:
     numbers = document(result)["numbers"]
     found = numbers["cpu"]
     assert not ranges.is_enabled()
-    expected = [*ranges.chain_names("verify", 8), *ranges.chain_names("draft", 3)]
+    expected = [*chain_names("verify", 8), *chain_names("draft", 3)]
     assert set(found["by_name"]) == {*expected, "accept", "draft.context"}
     assert found["num_steps"] == 4
     assert found["busy_mean_us"] + found["idle_mean_us"] == pytest.approx(found["wall_mean_us"])
@@ -73,7 +74,7 @@ def test_profile_without_a_drafter(tmp_path: Path) -> None:
         *("--num-steps", 3, "--warmup", 1, "--input-len", 5, "--json"),
     )
     found = document(result)["numbers"]["cpu"]
-    assert set(found["by_name"]) == {*ranges.chain_names("decode", 2), "accept"}
+    assert set(found["by_name"]) == {*chain_names("decode", 2), "accept"}
 
 
 @pytest.mark.parametrize("preset", ["graph", "node"])
@@ -280,7 +281,7 @@ def test_torch_profiler_on_a_gpu(tmp_path: Path) -> None:
     )["numbers"]["torch"]
     assert found["num_steps"] == 4
     names = {name for name in found["by_name"] if not name.startswith("host.")}
-    expected = [*ranges.chain_names("verify", 8), *ranges.chain_names("draft", 3)]
+    expected = [*chain_names("verify", 8), *chain_names("draft", 3)]
     assert names == {*expected, "accept", "draft.context"}
     # On this small pair the profiled host is behind at every border, else it is a seam.
     assert found["idle_by_class"]["seam_us"] + found["idle_by_class"]["host_us"] > 0
@@ -298,7 +299,7 @@ def test_graphs_on_the_cpu_lists_the_steps() -> None:
     assert listed["graph_mode"] == "none"
     for bucket, rows in ((1, 16), (2, 32)):
         steps = [step for step in listed["steps"] if step["bucket"] == bucket]
-        names = [*ranges.chain_names("draft", 3), *ranges.chain_names("verify", 8)]
+        names = [*chain_names("draft", 3), *chain_names("verify", 8)]
         # Attention is planned here, so what needs no plan comes first: it was run one step ahead.
         assert [step["name"] for step in steps] == ["draft.context", *names, "accept"]
         by_name = {step["name"]: step for step in steps}
@@ -328,7 +329,7 @@ def test_graphs_needs_no_weights(tmp_path: Path) -> None:
         if path.name != "config.json":
             path.unlink()
     listed = document(invoke("graphs", target, "--device", "cpu", "--json"))
-    expected = [*ranges.chain_names("decode", 2), "accept"]
+    expected = [*chain_names("decode", 2), "accept"]
     assert [step["name"] for step in listed["steps"]] == expected
 
 
@@ -350,7 +351,7 @@ def test_graphs_on_a_gpu(tmp_path: Path, mode: str) -> None:
     assert len(graphs) == 2 * (15 if mode == "piecewise" else 1)
     if mode == "full":
         assert {step["name"] for step in graphs} == {"speculate"}
-        names = [*ranges.chain_names("draft", 3), *ranges.chain_names("verify", 8)]
+        names = [*chain_names("draft", 3), *chain_names("verify", 8)]
         assert graphs[0]["steps"] == [*names, "accept", "draft.context"]
     assert all(0 < step["num_kernels"] <= step["num_nodes"] for step in graphs)
     assert all(step["pool_bytes"] >= 0 for step in graphs)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import importlib
 import logging
+import os
 from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
@@ -47,8 +48,7 @@ class Segment:
         self._key = f"{self._function.__qualname__} {code} {self._compilers}"
 
     def __call__(self, *arguments: Any) -> Any:
-        is_eager = torch._dynamo.eval_frame._stance.stance == "force_eager"
-        if torch._dynamo.config.disable or is_eager:
+        if _is_off():
             return self._function(*arguments)
         key = f"{self._key} {precompiled.layout(arguments)} {precompiled.torch_state()}"
         compiled = _MADE.get(key)
@@ -95,6 +95,13 @@ def compile_segments(functions: Iterable[Callable[..., Any]]) -> list[Callable[.
         setattr(dynamo, limit, max(getattr(dynamo, limit), RECOMPILE_LIMIT))
     compilers = precompiled.compilers(OPTIONS)
     return _read([Segment(function, compilers) for function in functions])
+
+
+def _is_off() -> bool:
+    """Whether the user has told torch to compile nothing, by whichever of its ways."""
+    is_eager = torch._dynamo.eval_frame._stance.stance == "force_eager"
+    by_variable = os.environ.get("TORCHDYNAMO_DISABLE", "") == "1"
+    return torch._dynamo.config.disable or is_eager or by_variable
 
 
 def forget() -> None:

@@ -53,7 +53,7 @@ def find(key: str, namespace: dict[str, Any]) -> Callable[..., Any] | None:
     except FileNotFoundError:
         return None
     except Exception as error:  # damaged, or not to be loaded here
-        _LOG.warning("%s cannot be used, so it is compiled again: %s", path or FOLDER, error)
+        _LOG.warning("%s cannot be used, so it is compiled again: %s", path or FOLDER, _line(error))
         return None
     return found.fn
 
@@ -76,11 +76,16 @@ def keep(key: str, compiled: Any) -> None:
         part.replace(path)
     except Exception as error:
         where = path or FOLDER
-        _LOG.warning("%s is not kept, so later starts compile it again: %s", where, error)
+        _LOG.warning("%s is not kept, so later starts compile it again: %s", where, _line(error))
     finally:  # also after Ctrl-C
         if part is not None:
             with suppress(OSError):
                 part.unlink(missing_ok=True)
+
+
+def _line(error: Exception) -> str:
+    """Without what a compiler has printed."""
+    return str(error).partition("\n")[0]
 
 
 def _path(key: str) -> Path:

@@ -174,8 +174,19 @@ def run_case(engine: Engine, case: Case, progress: Callable[[int], None]) -> Cas
 
 
 def _timed_steps(loop: DecodeLoop, requests: list[Request]) -> Iterator[tuple[float, float, int]]:
-    """(wall ms, host ms, tokens) of each step in which every request still runs."""
+    """(wall ms, host ms, tokens) of each step in which every request still runs.
+
+    Raises:
+        ValueError: the K/V pool does not hold them all, so that no step would be a full bucket's.
+    """
     loop.admit()
+    if loop.waiting:
+        num_running = len(requests) - len(loop.waiting)
+        loop.reset()
+        raise ValueError(
+            f"K/V for {num_running} of {len(requests)} requests of this length: the bucket is not "
+            "full; raise --kv-cache-memory or lower --bucket, --input-len or --output-len"
+        )
     before = None
     while all(request.finish_reason is None for request in requests):
         began = time.perf_counter()

@@ -236,7 +236,13 @@ def _compare_draws(
     )
     mean, minimum = speculative.mean_acceptance_length, options["min_acceptance"]
     passed = compared.passed
-    if not passed:
+    # The p-value of draws that have no token in common, the least that there is.
+    count = options["num_samples"]
+    if 2 / math.comb(2 * count, count) > compared.threshold:
+        passed, text = False, f"--num-samples {count}: no difference could fail, pass more ({text})"
+    elif told == 0:
+        passed, text = False, f"only one token was ever drawn, raise --temperature ({text})"
+    elif not passed:
         text = f"speculative and plain draws differ: {text}"
     elif minimum is not None and not mean >= minimum:
         passed, text = False, f"acceptance: {mean:.2f} tokens a step, {minimum:g} expected"

@@ -160,6 +160,19 @@ def test_context_is_what_the_step_attended_over(pair: tuple[Path, Path], draftin
     assert found.mean_context_tokens == statistics.fmean(expected)
 
 
+def test_a_bucket_that_is_not_full_is_refused(pair: tuple[Path, Path]) -> None:
+    """Bug: requests wait for K/V, and steps of the others are timed as those of a full bucket: 0.65
+    tokens a step and less context than the prompt."""
+    options: dict[str, Any] = {"device": "cpu", "page_size": 4, "max_model_len": 64}
+    with Engine.from_pretrained(
+        *pair, buckets=(8,), kv_cache_memory="250KiB", load_format="dummy", **options
+    ) as engine:
+        held = int(engine.memory_plan.num_full_requests)
+        assert 0 < held < 8
+        with pytest.raises(ValueError, match=r"K/V for \d of 8 requests of .* lower --bucket"):
+            run_case(engine, case(bucket=8, input_len=20, output_len=30), lambda steps: None)
+
+
 def test_percentiles_agree_everywhere() -> None:
     """Bug: p95 of 20 steps is their maximum, and the picture's p50 is not the table's."""
     steps = [float(n) for n in range(20, 0, -1)]

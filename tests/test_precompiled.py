@@ -225,6 +225,8 @@ def test_without_dynamo(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         torch.testing.assert_close(compiled(scaled)(pair, 6.0), scaled(pair, 6.0))
     with torch.compiler.set_stance("force_eager"):
         torch.testing.assert_close(compiled(scaled)(pair, 6.0), scaled(pair, 6.0))
+    monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")
+    torch.testing.assert_close(compiled(scaled)(pair, 6.0), scaled(pair, 6.0))
     assert not files(folder)
 
 

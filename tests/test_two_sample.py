@@ -98,6 +98,19 @@ def test_right_engine_passes(pair: tuple[Path, Path, Path], tmp_path: Path) -> N
     assert 1e-3 < numbers["smallest_pvalue_fraction"] < 1
 
 
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [(("--num-samples", "5"), "no difference could fail"), (("--top-k", "1"), "only one token")],
+)
+def test_a_test_that_cannot_fail_is_no_proof(
+    pair: tuple[Path, Path, Path], args: tuple[str, ...], message: str
+) -> None:
+    """Bug: PASS where even draws without a token in common would have passed."""
+    result = verify(pair, *args)
+    assert result.exit_code == 1, result.output
+    assert result.stdout.startswith("FAIL: ") and message in result.stdout
+
+
 def test_biased_acceptance_fails(
     pair: tuple[Path, Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:

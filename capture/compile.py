@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import importlib
 import logging
-import os
 from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
@@ -98,10 +97,9 @@ def compile_segments(functions: Iterable[Callable[..., Any]]) -> list[Callable[.
 
 
 def _is_off() -> bool:
-    """Whether the user has told torch to compile nothing, by whichever of its ways."""
+    """Whether torch was told to compile nothing, by its setting or its stance."""
     is_eager = torch._dynamo.eval_frame._stance.stance == "force_eager"
-    by_variable = os.environ.get("TORCHDYNAMO_DISABLE", "") == "1"
-    return torch._dynamo.config.disable or is_eager or by_variable
+    return torch._dynamo.config.disable or is_eager
 
 
 def forget() -> None:

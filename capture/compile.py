@@ -62,8 +62,9 @@ class Segment:
         _COUNTS["misses" if found is None else "hits"] += 1
         if found is not None:
             return found
+        jit = torch.compile(self._function, fullgraph=True, dynamic=False, options=OPTIONS)
         if not precompiled.are_kept():
-            return torch.compile(self._function, fullgraph=True, dynamic=False, options=OPTIONS)
+            return jit
         options = dict(OPTIONS)  # torch takes the next one out of what it is given
         # Of what guards would look at, the key has what can differ between calls of a segment.
         options["guard_filter_fn"] = torch.compiler.skip_all_guards_unsafe
@@ -74,7 +75,7 @@ class Segment:
             name = self._function.__qualname__
             reason = str(error).partition("\n")[0]
             _LOG.warning("%s cannot be compiled for later starts as well: %s", name, reason)
-            return torch.compile(self._function, fullgraph=True, dynamic=False, options=OPTIONS)
+            return jit
         precompiled.keep(key, compiled)
         return compiled.fn
 
@@ -121,8 +122,8 @@ def prepare_inductor() -> None:
     """Imports and reads what the first compilation would; on another thread meanwhile.
 
     Two seconds and a half of it are imports. The rest are thousands of short reads of files, 0.2 to
-    0.4 s alone; beside eight threads that compile kernels each read waits for Python's lock, and a
-    cold start was 13 s longer (8B pair with FP8 drafter, buckets 1,8,16; H200).
+    0.4 s alone; beside eight threads that compile kernels each read waits for Python's lock, 13 s
+    of the 42 of a cold start (8B pair with FP8 drafter, buckets 1,8,16; H200).
     """
     importlib.import_module("torch._inductor.compile_fx")
     # Read once per process, with warnings off for the whole process: by two threads at a time it

@@ -125,7 +125,8 @@ def run_case(engine: Engine, case: Case, progress: Callable[[int], None]) -> Cas
         progress: called with the number of steps counted so far.
 
     Raises:
-        ValueError: the prompt leaves no room, or rounds are too short to hold a step that counts.
+        ValueError: the prompt leaves no room, the K/V pool does not hold a full bucket, or rounds
+            are too short to hold a step that counts.
     """
     built = engine.built
     result = CaseResult(case=case, drafting=built.draft is not None)

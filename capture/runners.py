@@ -14,8 +14,8 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from graphengine import names
 from graphengine.capture.steps import Attention, Carry, Chain, Step
-from graphengine.profiles import ranges
 
 NUM_WARMUPS = 3
 
@@ -34,7 +34,7 @@ class Runner(Protocol):
 def run_chain(chain: Chain, carry: Carry = ()) -> Carry:
     """Calls every step, compiled or not, each in its NVTX range."""
     for step in chain:
-        with ranges.range_(step.name):
+        with names.range_(step.name):
             carry = step.run(carry)
     return carry
 
@@ -81,12 +81,12 @@ class ReplayRunner:
         self._runs = [call.run for call in calls]
 
     def run(self) -> None:
-        if not ranges.is_enabled():
+        if not names.is_enabled():
             for run in self._runs:
                 run()
             return
         for call in self.calls:
-            with ranges.range_(call.name):
+            with names.range_(call.name):
                 call.run()
 
 

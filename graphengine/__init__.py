@@ -12,14 +12,14 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from graphengine.api import Chunk, Engine, GenerationResult
-    from graphengine.hub import TINY_DRAFT, TINY_TARGET
+    from graphengine.checkpoints.hub import TINY_DRAFT, TINY_TARGET
 
 __all__ = ["TINY_DRAFT", "TINY_TARGET", "Chunk", "Engine", "GenerationResult", "__version__"]
 
 
 def __getattr__(name: str) -> Any:
     if name in ("TINY_DRAFT", "TINY_TARGET"):
-        from graphengine import hub
+        from graphengine.checkpoints import hub
 
         return getattr(hub, name)
     if name in ("Chunk", "Engine", "GenerationResult"):

@@ -20,9 +20,10 @@ from typing import Any, Literal
 
 import torch
 
-from graphengine.build import Built, build
-from graphengine.bytesize import parse_bytes
-from graphengine.config import (
+from graphengine import names
+from graphengine.checkpoints.tokenizer import Detokenizer, Message, Tokenizer
+from graphengine.config.bytesize import parse_bytes
+from graphengine.config.model import (
     AttentionBackend,
     DeviceName,
     DraftQuantization,
@@ -30,16 +31,15 @@ from graphengine.config import (
     EngineConfig,
     GraphMode,
 )
-from graphengine.engine import DecodeLoop, StepOutput
-from graphengine.memory import MemoryPlan
-from graphengine.metrics import RequestMetrics, StartupMetrics
-from graphengine.options import LoadFormat, Options
-from graphengine.ownership import Ownership
-from graphengine.profiles import ranges
-from graphengine.request import Request
-from graphengine.sampling import Sampling, random_seed
-from graphengine.speculative import FinishReason
-from graphengine.tokenizer import Detokenizer, Message, Tokenizer
+from graphengine.decode.acceptance import FinishReason
+from graphengine.decode.loop import DecodeLoop, StepOutput
+from graphengine.decode.metrics import RequestMetrics, StartupMetrics
+from graphengine.decode.ownership import Ownership
+from graphengine.decode.request import Request
+from graphengine.decode.sampling import Sampling, random_seed
+from graphengine.startup.build import Built, build
+from graphengine.startup.memory import MemoryPlan
+from graphengine.startup.options import LoadFormat, Options
 
 DEFAULT_MAX_NEW_TOKENS = 256
 
@@ -372,7 +372,7 @@ class Engine:
         def deliver(outputs: list[StepOutput]) -> Iterator[Chunk]:
             for request, new_ids in outputs:
                 index = indices[request.request_id]
-                with ranges.range_("detokenize"):
+                with names.range_("detokenize"):
                     writer, reason = writers[index], request.finish_reason
                     text = writer.feed(new_ids, last=reason is not None) if writer else ""
                     texts[index] += text

@@ -19,10 +19,10 @@ from rich.table import Table
 
 from graphengine import __version__
 from graphengine.api import GenerationResult
-from graphengine.config import EngineConfig
-from graphengine.memory import MemoryPlan
-from graphengine.metrics import Acceptance, RequestMetrics, StartupMetrics
+from graphengine.config.model import EngineConfig
+from graphengine.decode.metrics import Acceptance, RequestMetrics, StartupMetrics
 from graphengine.prompts import Turn
+from graphengine.startup.memory import MemoryPlan
 
 SCHEMA_VERSION = 1
 MAX_ROWS = 16

@@ -8,12 +8,12 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from graphengine.profiles import ranges
+from graphengine import names
 from graphengine.profiles.trace import Activity, HostRange, Launch, Trace, busy_class
 
 
 class HostRecorder:
-    """Takes the time of every range of the calling thread; pass it to `ranges.enable`."""
+    """Takes the time of every range of the calling thread; pass it to `names.enable`."""
 
     def __init__(self) -> None:
         self._open: list[tuple[str, int]] = []
@@ -45,8 +45,8 @@ class HostRecorder:
 @contextmanager
 def record(recorder: HostRecorder) -> Iterator[None]:
     """Records the ranges of what runs inside. Mutates: recorder."""
-    ranges.enable(recorder)
+    names.enable(recorder)
     try:
         yield
     finally:
-        ranges.disable()
+        names.disable()

@@ -21,7 +21,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from graphengine.profiles import ranges
+from graphengine import names
 from graphengine.profiles.trace import BUSY_CLASSES, BusyClass, Placed, Trace, place
 
 GapClass = Literal["dense", "attention", "seam", "host"]
@@ -131,7 +131,7 @@ def report(trace: Trace) -> Report:
     steps = sorted({p.step for p in placed if p.step is not None})
     if not steps:
         raise ValueError(
-            f'the trace has no device activity inside a "{ranges.STEP}" range; turn the ranges on '
+            f'the trace has no device activity inside a "{names.STEP}" range; turn the ranges on '
             "(--nvtx) and record them (nsys: -t cuda,nvtx)"
         )
     # Nothing is known about when the first one began to wait; alone it counts from its first work.

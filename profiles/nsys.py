@@ -20,7 +20,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any, Literal
 
-from graphengine.profiles import ranges
+from graphengine import names
 from graphengine.profiles.trace import Activity, HostRange, Launch, Trace
 
 Preset = Literal["graph", "node"]
@@ -216,14 +216,14 @@ def _host_ranges(
     domains = {
         (_process(thread), domain)
         for _, kind, thread, _, text, text_id, domain in events
-        if kind == DOMAIN_CREATE and text_of(text, text_id) == ranges.DOMAIN
+        if kind == DOMAIN_CREATE and text_of(text, text_id) == names.DOMAIN
     }
     for start, kind, thread, end, text, text_id, domain in events:
         name = text_of(text, text_id)
         if kind != PUSH_POP_RANGE:
             continue
         # A capture range that began late may lack the row that names the domain.
-        is_ours = (_process(thread), domain) in domains if domains else ranges.is_name(name)
+        is_ours = (_process(thread), domain) in domains if domains else names.is_name(name)
         if is_ours:
             yield HostRange(name, start, end if end is not None else _NO_END, thread)
 

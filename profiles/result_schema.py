@@ -4,7 +4,7 @@ What: `environment()` says on what a number was measured, `write_result` stores 
 `validate` is the schema. Why: a speed without its GPU, versions, commit and command cannot be
 compared with the next one, so a performance change could not be judged later.
 Invariant: every number's key ends in its unit (`step_us`, `kv_read_gbps`), so no reader has to
-guess; tests/test_result_schema.py holds every file in profiles/results/ to it.
+guess; tests/profiles/test_result_schema.py holds every file in profiles/results/ to it.
 
 Only the standard library at import; torch is asked lazily, for the GPU's name.
 """

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from graphengine.profiles import ranges
+from graphengine import names
 from graphengine.profiles.trace import Activity, HostRange, Launch, Trace
 
 _DEVICE_WORK = ("kernel", "gpu_memcpy", "gpu_memset")
@@ -24,7 +24,7 @@ _HOST_CALLS = ("cuda_runtime", "cuda_driver")
 
 
 class RecordFunctionDomain:
-    """Emits the named ranges as torch.profiler annotations; pass it to `ranges.enable`."""
+    """Emits the named ranges as torch.profiler annotations; pass it to `names.enable`."""
 
     def __init__(self) -> None:
         self._open: list[Any] = []
@@ -51,12 +51,12 @@ def record(path: Path) -> Iterator[None]:
     """Profiles what runs inside, ranges on, and writes a Chrome trace to `path`."""
     from torch.profiler import ProfilerActivity, profile
 
-    ranges.enable(RecordFunctionDomain())
+    names.enable(RecordFunctionDomain())
     try:
         with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
             yield
     finally:
-        ranges.disable()
+        names.disable()
     profiler.export_chrome_trace(str(path))
 
 
@@ -98,7 +98,7 @@ def _trace(events: list[dict[str, Any]]) -> Trace:
             continue
         start, end = _interval(event)
         thread = threads.setdefault((event.get("pid"), event.get("tid")), len(threads))
-        if kind == "user_annotation" and ranges.is_name(event["name"]):
+        if kind == "user_annotation" and names.is_name(event["name"]):
             host_ranges.append(HostRange(event["name"], start, end, thread))
         elif kind in _HOST_CALLS and "correlation" in arguments:
             known = launches.get(arguments["correlation"])

@@ -20,7 +20,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from typing import Literal, NamedTuple
 
-from graphengine.profiles import ranges
+from graphengine import names
 
 BusyClass = Literal["dense", "attention", "chain", "other"]
 """chain: a whole chain as one graph; other: copies and whatever has no step of a chain."""
@@ -108,18 +108,18 @@ def busy_class(path: Sequence[str]) -> BusyClass:
     if not path:
         return "other"
     name = path[-1]
-    if name == ranges.ACCEPT:  # a step of the target's chain, or, in old traces, a host's phase
-        return "dense" if {"verify", "decode", ranges.SPECULATE} & set(path) else "other"
-    if name in ranges.CHAINS:
+    if name == names.ACCEPT:  # a step of the target's chain, or, in old traces, a host's phase
+        return "dense" if {"verify", "decode", names.SPECULATE} & set(path) else "other"
+    if name in names.CHAINS:
         return "chain"
-    kind = ranges.step_class(name)
+    kind = names.step_class(name)
     return "other" if kind == "host" else kind
 
 
 def _paths(trace: Trace) -> dict[Launch, tuple[list[str], int | None]]:
     """Launch -> (names of the ranges around it, outermost first; index of its step)."""
     in_order = sorted(trace.ranges, key=lambda r: (r.start_ns, -r.end_ns))
-    steps = (entry for entry in in_order if entry.name == ranges.STEP)
+    steps = (entry for entry in in_order if entry.name == names.STEP)
     indices = {entry: index for index, entry in enumerate(steps)}
     by_thread: dict[int, list[HostRange]] = defaultdict(list)
     for entry in reversed(in_order):
@@ -136,7 +136,7 @@ def _paths(trace: Trace) -> dict[Launch, tuple[list[str], int | None]]:
             stack.append(entry)
         while stack and stack[-1].end_ns < launch.start_ns:
             stack.pop()
-        step = next((indices[entry] for entry in stack if entry.name == ranges.STEP), None)
+        step = next((indices[entry] for entry in stack if entry.name == names.STEP), None)
         found[launch] = ([entry.name for entry in stack], step)
     return found
 
@@ -146,7 +146,7 @@ class _ChainNames:
     execution."""
 
     def __init__(self, graph: str) -> None:
-        self._is_step = self._is_drafting = graph == ranges.SPECULATE
+        self._is_step = self._is_drafting = graph == names.SPECULATE
         self._chain, self._layer = "draft" if self._is_step else graph, 0
         self._after_attention = False
         # argmax has run; something behind the target's has; accept has
@@ -156,11 +156,11 @@ class _ChainNames:
         """Name and class of the graph's next kernel."""
         if _ATTENTION_KERNEL.search(kernel):
             self._after_attention = True
-            return ranges.attention_name(self._chain, self._layer), "attention"
+            return names.attention_name(self._chain, self._layer), "attention"
         if self._after_attention:
             self._layer, self._after_attention = self._layer + 1, False
         if self._is_step and self._has_accepted:
-            return ranges.DRAFT_CONTEXT, "dense"
+            return names.DRAFT_CONTEXT, "dense"
         if _ARGMAX_KERNEL.search(kernel):
             self._has_chosen = True
         elif self._is_drafting and self._has_chosen and _EMBEDDING_KERNEL.search(kernel):
@@ -171,5 +171,5 @@ class _ChainNames:
         if self._has_chosen and self._chain in ("verify", "decode"):
             self._is_accepting |= not _ARGMAX_KERNEL.search(kernel)
         if self._is_accepting:
-            return ranges.ACCEPT, "dense"
-        return ranges.dense_name(self._chain, self._layer), "dense"
+            return names.ACCEPT, "dense"
+        return names.dense_name(self._chain, self._layer), "dense"

@@ -13,7 +13,7 @@ import torch
 
 from graphengine import api
 from graphengine.api import Chunk, Engine
-from tests.checkpoints import edit_config, make_drafter, make_target
+from tests.support.checkpoints import edit_config, make_drafter, make_target
 
 TEXTS = ["Tom has 3 apples", "how many apples?", "def add"]
 

@@ -27,6 +27,7 @@ from typing import Any
 
 import torch
 
+from graphengine.decode.sampling import Controls, Sampling, sample_rows
 from graphengine.kernels import (
     accept,
     add_rms_norm,
@@ -41,7 +42,6 @@ from graphengine.kernels import (
 from graphengine.kernels.block_attention_kernels import MAX_SPLITS
 from graphengine.kernels.fp8 import round_rows_fp8
 from graphengine.profiles import result_schema
-from graphengine.sampling import Controls, Sampling, sample_rows
 
 N, K, H, V, L, G, S = 32, 8, 128, 151936, 5, 16, 128  # S as the engine's for our attention
 EPS, MASK, POSITIONS = 1e-6, 151669, 40960

@@ -29,9 +29,9 @@ from typing import Any
 import torch
 
 from graphengine.api import Engine
-from graphengine.bench import Case, run_case
 from graphengine.capture.compile import forget
 from graphengine.kernels.skinny_config import TUNED, SkinnyConfig
+from graphengine.measure.bench import Case, run_case
 from graphengine.profiles import result_schema
 
 Key = tuple[int, int, int, int]

@@ -5,8 +5,8 @@
 
 Only the tables and columns that `graphengine profile` reads are kept, only graphengine's ranges,
 and only what steps of the middle of the trace launched: nothing about the machine or its files.
-Next to the output lies a .json with the report's sums, which tests/test_launch_gaps.py holds the
-reader to. The last line of stdout is that object.
+Next to the output lies a .json with the report's sums, which profiles/test_launch_gaps.py among the
+tests holds the reader to. The last line of stdout is that object.
 """
 
 import argparse
@@ -18,7 +18,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-from graphengine.profiles import ranges
+from graphengine import names
 from graphengine.profiles.launch_gaps import report
 from graphengine.profiles.nsys import DOMAIN_CREATE, TABLES, open_export, read_export
 
@@ -44,7 +44,7 @@ def shrink(source: Path, target: Path, num_steps: int) -> dict[str, float]:
         ValueError: the export has fewer than num_steps + 1 steps.
     """
     trace = read_export(source)
-    steps = sorted((r.start_ns, r.end_ns) for r in trace.ranges if r.name == ranges.STEP)
+    steps = sorted((r.start_ns, r.end_ns) for r in trace.ranges if r.name == names.STEP)
     if len(steps) <= num_steps:
         raise ValueError(f"{source}: {len(steps)} steps; ask for fewer than that")
     first = (len(steps) - num_steps) // 2
@@ -59,7 +59,7 @@ def shrink(source: Path, target: Path, num_steps: int) -> dict[str, float]:
             text = row.get("text")
             name = text if text is not None else strings.get(row.get("textId"), "")
             if row["eventType"] == DOMAIN_CREATE:
-                return name == ranges.DOMAIN
+                return name == names.DOMAIN
             return (row["start"], name) in ours and begin_ns <= row["start"] < end_ns
         if table == "CUPTI_ACTIVITY_KIND_RUNTIME":
             return begin_ns <= row["start"] < end_ns
@@ -86,8 +86,8 @@ def shrink(source: Path, target: Path, num_steps: int) -> dict[str, float]:
     kept["StringIds"] = (columns, [row for row in rows if row["id"] in used])
     write(target, kept)
     numbers = report(read_export(target)).numbers()
-    names = ("num_steps", "wall_mean_us", "busy_mean_us", "idle_mean_us")
-    sums = {name: round(numbers[name], 4) for name in names}
+    kept = ("num_steps", "wall_mean_us", "busy_mean_us", "idle_mean_us")
+    sums = {name: round(numbers[name], 4) for name in kept}
     target.with_name(target.name.removesuffix(".sqlite.gz") + ".json").write_text(
         json.dumps(sums) + "\n"
     )

@@ -34,10 +34,10 @@ from typing import Any
 import torch
 
 from graphengine.api import Engine
-from graphengine.engine import StepOutput
-from graphengine.fallback import FallbackLoop
+from graphengine.decode.fallback import FallbackLoop
+from graphengine.decode.loop import StepOutput
+from graphengine.decode.request import Request
 from graphengine.profiles import result_schema
-from graphengine.request import Request
 
 BUCKETS = (1, 2, 4, 8)
 BLOCK, VOCAB, LIKELY_TOKENS = 8, 256, 3

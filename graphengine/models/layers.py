@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from graphengine.config.rope import RopeConfig
 from graphengine.kernels import add_rms_norm as kernels
 from graphengine.kernels.argmax import argmax_rows
 from graphengine.kernels.fp8 import (
@@ -32,7 +33,6 @@ from graphengine.kernels.skinny_linear import (
     skinny_linear_partials,
     skinny_swiglu,
 )
-from graphengine.rope_config import RopeConfig
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

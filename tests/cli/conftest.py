@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.checkpoints import make_drafter, make_target
-from tests.command_line import Run, runner
+from tests.support.checkpoints import make_drafter, make_target
+from tests.support.command_line import Run, runner
 
 
 @pytest.fixture(scope="module")

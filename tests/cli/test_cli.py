@@ -13,11 +13,10 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from graphengine import __version__
-from graphengine.cli import main
-from graphengine.hub import TINY_DRAFT, TINY_TARGET
-from graphengine.profiles import ranges
-from tests.command_line import COMMAND, ENV, ROOT, Run, shell, streaming
+from graphengine import __version__, names
+from graphengine.checkpoints.hub import TINY_DRAFT, TINY_TARGET
+from graphengine.cli.main import main
+from tests.support.command_line import COMMAND, ENV, ROOT, Run, shell, streaming
 
 FIRST_TOKEN_LIMIT_S = 15
 HELP_LIMIT_S = 0.5
@@ -29,7 +28,7 @@ HELP_LIMIT_S = 0.5
 @pytest.mark.parametrize("args", [["--version"], ["--help"], ["run", "--help"]])
 def test_help_is_quick(args: list[str]) -> None:
     """Bug: an import at the top of cli.py makes --help wait for torch."""
-    code = "import sys, graphengine.cli as c; assert 'torch' not in sys.modules, 'torch'"
+    code = "import sys, graphengine.cli.main as c; assert 'torch' not in sys.modules, 'torch'"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=ENV).returncode == 0
     seconds = []
     for _ in range(3):  # the machine may be busy; the code is not slow by chance three times
@@ -132,7 +131,7 @@ def test_tables_fit_a_terminal() -> None:
 
     from graphengine import report
     from graphengine.api import GenerationResult
-    from graphengine.metrics import Acceptance, RequestMetrics, StartupMetrics
+    from graphengine.decode.metrics import Acceptance, RequestMetrics, StartupMetrics
 
     acceptance = Acceptance(15, [90000, *[9000] * 15])
     metrics = RequestMetrics(
@@ -273,7 +272,7 @@ def test_nvtx_switches(
 ) -> None:
     """Bug: a profile under nsys has no ranges because the variable is not passed down."""
     calls: list[int] = []
-    monkeypatch.setattr(ranges, "enable", lambda: not calls.append(1))
+    monkeypatch.setattr(names, "enable", lambda: not calls.append(1))
     result = cli("--prompt", "x", "--max-new-tokens", "1", *args, env={"GRAPHENGINE_NVTX": env})
     assert result.exit_code == 0, result.output
     assert len(calls) == expected

@@ -13,10 +13,11 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from graphengine import artifact, cli
-from tests.checkpoints import make_drafter, make_target
-from tests.command_line import ROOT
-from tests.test_artifact import filled
+from graphengine.cli import main as cli
+from graphengine.startup import artifact
+from tests.startup.test_artifact import filled
+from tests.support.checkpoints import make_drafter, make_target
+from tests.support.command_line import ROOT
 
 
 @pytest.fixture

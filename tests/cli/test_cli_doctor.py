@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
-from graphengine.cli import main
-from graphengine.hub import TINY_DRAFT, TINY_TARGET
-from tests.checkpoints import edit_config
-from tests.command_line import ROOT
+from graphengine.checkpoints.hub import TINY_DRAFT, TINY_TARGET
+from graphengine.cli.main import main
+from tests.support.checkpoints import edit_config
+from tests.support.command_line import ROOT
 
 PRESETS = ["qwen3-8b", "--draft", "qwen3-8b-dflash-b16"]
 

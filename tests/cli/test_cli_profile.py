@@ -12,14 +12,16 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
-from graphengine import cli_profile, profile_run
-from graphengine.cli import main
-from graphengine.hub import TINY_DRAFT, TINY_TARGET
-from graphengine.profiles import ranges, torch_trace
+from graphengine import names
+from graphengine.checkpoints.hub import TINY_DRAFT, TINY_TARGET
+from graphengine.cli import profile as cli_profile
+from graphengine.cli.main import main
+from graphengine.measure import profile_run
+from graphengine.profiles import torch_trace
 from graphengine.profiles.result_schema import validate
-from tests import checkpoints
-from tests import nsys_exports as exports
-from tests.chains import chain_names
+from tests.support import checkpoints
+from tests.support import nsys_exports as exports
+from tests.support.chains import chain_names
 
 
 def invoke(*arguments: Any) -> Result:
@@ -31,10 +33,10 @@ def document(result: Result) -> dict[str, Any]:
     return json.loads(result.stdout)
 
 
-@pytest.mark.parametrize("module", ["cli_profile", "cli_graphs"])
+@pytest.mark.parametrize("module", ["profile", "graphs"])
 def test_help_does_not_import_torch(module: str) -> None:
     """Bug: an import at module level makes every command's help take seconds."""
-    code = f"import sys, graphengine.{module}; print('torch' in sys.modules)"
+    code = f"import sys, graphengine.cli.{module}; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"
 
@@ -51,7 +53,7 @@ def test_profile_on_the_cpu(tmp_path: Path) -> None:
     )
     numbers = document(result)["numbers"]
     found = numbers["cpu"]
-    assert not ranges.is_enabled()
+    assert not names.is_enabled()
     expected = [*chain_names("verify", 8), *chain_names("draft", 3)]
     assert set(found["by_name"]) == {*expected, "accept", "draft.context"}
     assert found["num_steps"] == 4
@@ -263,9 +265,9 @@ def test_nsys_that_fails_is_quoted(fake_nsys: Path, tmp_path: Path) -> None:
 def test_names_reach_torch_profiler(tmp_path: Path) -> None:
     """Bug: under torch.profiler the ranges are missing or not nested, so nothing has a name."""
     path = tmp_path / "torch.json"
-    with torch_trace.record(path), ranges.range_("step"), ranges.range_("verify.00"):
+    with torch_trace.record(path), names.range_("step"), names.range_("verify.00"):
         pass
-    assert not ranges.is_enabled()
+    assert not names.is_enabled()
     found = {entry.name: entry for entry in torch_trace.read_chrome_trace(path).ranges}
     assert set(found) == {"step", "verify.00"}
     outer, inner = found["step"], found["verify.00"]

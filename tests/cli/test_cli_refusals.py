@@ -7,11 +7,11 @@ import click
 import pytest
 from click.testing import CliRunner
 
-from graphengine import options as choices
-from graphengine.cli import main
+from graphengine.cli.main import main
 from graphengine.prompts import read_prompt_file
-from tests.checkpoints import edit_config, make_drafter, make_target
-from tests.command_line import Run, refused
+from graphengine.startup import options as choices
+from tests.support.checkpoints import edit_config, make_drafter, make_target
+from tests.support.command_line import Run, refused
 
 
 @pytest.mark.parametrize("value", ["0", "abc", "", "1,,8", "-1", "1.5"])
@@ -159,7 +159,7 @@ def test_runtime_failures(cli: Run, monkeypatch: pytest.MonkeyPatch, error: Exce
     def fail(*_: object, **__: object) -> None:
         raise error
 
-    monkeypatch.setattr("graphengine.cli_run.run", fail)
+    monkeypatch.setattr("graphengine.cli.run.run", fail)
     result = cli("--prompt", "x")
     assert result.exit_code == 1
     if str(error) == "broken":

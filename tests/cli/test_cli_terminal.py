@@ -16,8 +16,8 @@ import pytest
 from click.testing import CliRunner
 
 from graphengine.api import Chunk, Engine
-from graphengine.cli import main
-from tests.command_line import COMMAND, ENV, ROOT, Run, heed_interrupts, streaming
+from graphengine.cli.main import main
+from tests.support.command_line import COMMAND, ENV, ROOT, Run, heed_interrupts, streaming
 
 
 def test_interrupt(target: Path) -> None:
@@ -188,8 +188,8 @@ def test_every_command_tells_its_end(
     def fail(*args: Any) -> None:
         raise error
 
-    monkeypatch.setattr("graphengine.pairs.named_pair", fail)
-    monkeypatch.setattr("graphengine.profile_run.named_pair", fail)
+    monkeypatch.setattr("graphengine.checkpoints.pairs.named_pair", fail)
+    monkeypatch.setattr("graphengine.measure.profile_run.named_pair", fail)
     done = CliRunner().invoke(main, [command])
     assert done.exit_code == code, done.output
     assert text in done.stderr and "Aborted" not in done.stderr

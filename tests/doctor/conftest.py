@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.doctored import make_copies, make_pair
+from tests.support.doctored import make_copies, make_pair
 
 
 @pytest.fixture(scope="module")

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 import torch
 
-from graphengine.findings import error, guarded, one_line
-from graphengine.hub import TINY_DRAFT, TINY_TARGET
-from tests.checkpoints import as_deepspec, as_speculators, make_drafter
-from tests.doctored import (
+from graphengine.checkpoints.hub import TINY_DRAFT, TINY_TARGET
+from graphengine.doctor.findings import error, guarded, one_line
+from tests.support.checkpoints import as_deepspec, as_speculators, make_drafter
+from tests.support.doctored import (
     check,
     drop_tensor,
     errors,

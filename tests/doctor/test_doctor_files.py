@@ -11,8 +11,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.checkpoints import edit_config
-from tests.doctored import (
+from tests.support.checkpoints import edit_config
+from tests.support.doctored import (
     check,
     dflash,
     drop_tensor,

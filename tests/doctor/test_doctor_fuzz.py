@@ -13,10 +13,10 @@ from typing import Any
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from graphengine.config import DraftConfig, ModelConfig
-from graphengine.doctor import diagnose
-from graphengine.doctor_files import read_model_files
-from tests.doctored import HOST, OPTIONS
+from graphengine.config.model import DraftConfig, ModelConfig
+from graphengine.doctor.doctor import diagnose
+from graphengine.doctor.files import read_model_files
+from tests.support.doctored import HOST, OPTIONS
 
 VALUES = st.recursive(
     st.none()

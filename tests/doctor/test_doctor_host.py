@@ -8,15 +8,15 @@ from typing import Any
 import pytest
 import torch
 
-from graphengine.doctor import diagnose, examine
-from graphengine.doctor_files import read_model_files
-from graphengine.doctor_host import Host, host_findings, speed_findings
-from graphengine.doctor_pair import resolve_run
-from graphengine.findings import Finding
-from graphengine.hub import TINY_DRAFT, TINY_TARGET
-from graphengine.memory import DeviceMemory
-from graphengine.options import Options
-from tests.doctored import HOST, OPTIONS, errors, named
+from graphengine.checkpoints.hub import TINY_DRAFT, TINY_TARGET
+from graphengine.doctor.doctor import diagnose, examine
+from graphengine.doctor.files import read_model_files
+from graphengine.doctor.findings import Finding
+from graphengine.doctor.host import Host, host_findings, speed_findings
+from graphengine.doctor.pair import resolve_run
+from graphengine.startup.memory import DeviceMemory
+from graphengine.startup.options import Options
+from tests.support.doctored import HOST, OPTIONS, errors, named
 
 GIB = 1 << 30
 H200 = replace(
@@ -40,7 +40,7 @@ def on(host: Host, **options: Any) -> list[Finding]:
 
 
 def cuda_config(**values: Any) -> Any:
-    from graphengine.build import read_configs
+    from graphengine.startup.build import read_configs
 
     target, draft = read_configs("qwen3-8b", "qwen3-8b-dflash-b16")
     config, _ = resolve_run(Options(device="cpu"), target, draft)

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from graphengine.hub import TINY_DRAFT
-from tests.checkpoints import edit_config
-from tests.doctored import Edit, check, dflash, errors, load, named
+from graphengine.checkpoints.hub import TINY_DRAFT
+from tests.support.checkpoints import edit_config
+from tests.support.doctored import Edit, check, dflash, errors, load, named
 
 
 @pytest.mark.parametrize(

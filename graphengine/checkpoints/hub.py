@@ -1,0 +1,76 @@
+"""Turns a model name into a local directory: a path as it is, a hub id through the hub's cache.
+
+Invariant: only files that an engine reads are fetched (JSON, tokenizer text, safetensors); no code
+and no pickles.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+ASSETS = Path(__file__).parents[1] / "assets"
+TINY_TARGET = ASSETS / "tiny" / "target"
+TINY_DRAFT = ASSETS / "tiny" / "draft"
+
+PRESETS = Path(__file__).parents[1] / "presets"
+"""Shapes of published models as config files alone, for --load-format dummy."""
+
+_PATTERNS = ["*.json", "*.safetensors", "*.jinja", "*.txt"]
+
+
+def preset_names() -> list[str]:
+    """Names that `resolve` takes beside directories and hub ids."""
+    return sorted(path.parent.name for path in PRESETS.glob("*/config.json"))
+
+
+def resolve(model: str | Path, *, local_only: bool = False) -> Path:
+    """The directory that holds `model`'s config.json.
+
+    Args:
+        model: a directory, a hub id such as `Qwen/Qwen3-8B`, or a preset's name such as `qwen3-8b`.
+        local_only: take a hub model from the local cache or not at all.
+
+    Raises:
+        ValueError: no such directory, or the hub id cannot be fetched.
+    """
+    name = str(model)
+    if not name:
+        raise ValueError("the model's name is empty; pass a directory or a hub id (owner/name)")
+    try:
+        path = Path(model).expanduser()
+        is_directory, exists = path.is_dir(), path.exists()
+    except (OSError, RuntimeError) as error:  # not allowed, too long, or ~ of nobody
+        shown = name if len(name) <= 60 else name[:57] + "..."
+        reason = getattr(error, "strerror", None) or error
+        raise ValueError(
+            f"{shown}: {reason}; pass a directory with config.json, or a hub id (owner/name)"
+        ) from error
+    if is_directory:
+        if not (path / "config.json").is_file():
+            raise ValueError(
+                f"{path}: no config.json in this directory; pass a Hugging Face model directory"
+            )
+        return path
+    if name in preset_names():
+        return PRESETS / name
+    looks_like_path = path.is_absolute() or name.startswith((".", "~")) or name.count("/") != 1
+    if exists or looks_like_path:
+        raise ValueError(
+            f"{name}: no such model directory; pass a directory with config.json, a hub id "
+            f"(owner/name), or with --load-format dummy one of {', '.join(preset_names())}"
+        )
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(name, allow_patterns=_PATTERNS, local_files_only=local_only))
+    except Exception as error:  # the hub client raises a dozen unrelated types
+        if local_only:
+            raise ValueError(
+                f"{name}: neither a local directory nor in the local Hugging Face cache; fetch it "
+                f"first (hf download {name}), or pass a directory"
+            ) from error
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise ValueError(
+            f"{name}: neither a local directory nor a hub model that can be fetched ({reason}); "
+            "check the name, the network and HF_HUB_OFFLINE, or pass a directory"
+        ) from error

@@ -1,0 +1,71 @@
+"""Which two checkpoints are meant: a target and a drafter, by what a user named and a file says.
+
+A speculators checkpoint names its target (`speculators_config.verifier`), so it can stand alone as
+MODEL. Invariant: what a user names wins over the file, `none` for the drafter included.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from graphengine.checkpoints.hub import TINY_DRAFT, TINY_TARGET, resolve
+from graphengine.config.draft_formats import ARCHITECTURES
+from graphengine.config.model import DraftConfig
+
+NO_DRAFT = "none"
+"""As a drafter's name: decode plainly, whatever the model's file says."""
+
+
+def named_pair(model: str | Path | None, draft: str | Path | None) -> tuple[str, str | None]:
+    """Names of the target and its drafter (None: plain decoding), for `hub.resolve`.
+
+    Args:
+        model: None for the bundled target, whose own drafter is then the default.
+
+    Raises:
+        ValueError: no such model, a drafter alone, or a speculators checkpoint that names no
+            verifier.
+    """
+    if model is None:
+        model, draft = TINY_TARGET, draft or TINY_DRAFT
+    directory = resolve(model)
+    config, source = read_json(directory / "config.json")
+    if "speculators_model_type" not in config:
+        architectures = config.get("architectures")
+        if isinstance(architectures, list) and any(name in ARCHITECTURES for name in architectures):
+            raise ValueError(
+                f"{source}: a drafter, not a target; pass its target as MODEL and --draft {model}"
+            )
+        return str(model), None if draft in (None, NO_DRAFT) else str(draft)
+    verifier = DraftConfig.from_hf(config, source).verifier
+    if verifier is None:
+        raise ValueError(
+            f"{source}: a drafter whose speculators_config names no verifier; pass its target as "
+            f"MODEL and --draft {model}"
+        )
+    return verifier_of(directory, verifier), None if draft == NO_DRAFT else str(draft or model)
+
+
+def verifier_of(directory: Path, name: str) -> str:
+    """A verifier's name for `hub.resolve`: a relative path is the file's, not the shell's."""
+    beside = directory / name
+    return str(beside) if os.path.isdir(beside) else name  # Path.is_dir raises for a long name
+
+
+def read_json(path: Path) -> tuple[Mapping[str, Any], str]:
+    """A JSON object and its name for messages.
+
+    Raises:
+        ValueError: not readable, or not an object.
+    """
+    try:
+        parsed = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ValueError(f"{path}: not readable JSON ({error}); fetch the file again") from error
+    if not isinstance(parsed, dict):
+        raise ValueError(f"{path}: holds {type(parsed).__name__}, expected a JSON object")
+    return parsed, str(path)

@@ -1,0 +1,332 @@
+"""`graphengine bench`: the options, and the loop over modes, contexts and buckets.
+
+The measuring itself is in bench.py, tables and pictures in bench_report.py. torch is imported
+inside the command, so that help is quick.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Container
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from graphengine.cli import options as shared
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from graphengine.measure.bench import CaseResult
+    from graphengine.measure.report import Row
+
+
+class ModeList(click.ParamType):
+    """`piecewise,full:triton` -> (("piecewise", "auto"), ("full", "triton"))."""
+
+    name = "MODE[:ATTENTION],.."
+    MODES = ("none", "piecewise", "full")
+    BACKENDS = ("auto", "flashinfer", "triton", "torch")
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> tuple[tuple[str, str], ...]:
+        if isinstance(value, tuple):
+            return value
+        found = []
+        for part in str(value).split(","):
+            mode, _, backend = part.partition(":")
+            backend = backend or "auto"
+            if mode not in self.MODES or backend not in self.BACKENDS:
+                self.fail(
+                    f"{part!r}: expected one of {', '.join(self.MODES)}, each optionally with "
+                    f":ATTENTION of {', '.join(self.BACKENDS)}",
+                    param,
+                    ctx,
+                )
+            found.append((mode, backend))
+        return tuple(found)
+
+
+_EPILOG = """\b
+Examples:
+  graphengine bench qwen3-8b --draft qwen3-8b-dflash-b16 --simulate-acceptance 6.35
+  graphengine bench qwen3-8b --draft qwen3-8b-dflash-b16 --simulate-acceptance 6.35 \\
+      --baseline --context 1024,8192 --plot step.svg
+  graphengine bench qwen3-4b --draft none --bucket 1
+  graphengine bench --device cpu --num-iters 20 --bucket 1,4
+"""
+
+
+@click.command("bench", epilog=_EPILOG)
+@shared.MODEL
+@shared.DRAFT
+@shared.bucket("1")
+@click.option(
+    "--input-len",
+    type=shared.DistinctInts(),
+    default=None,
+    help="Prompt tokens; several are several cases.  [default: 128]",
+)
+@click.option(
+    "--context",
+    type=shared.DistinctInts(),
+    default=None,
+    help="Instead of --input-len: tokens of context half-way through a round, prompt included; the "
+    "prompt then has half of --output-len less.",
+)
+@click.option(
+    "--output-len",
+    type=click.IntRange(min=8),
+    default=512,
+    show_default=True,
+    help="Tokens per request of a round.",
+)
+@click.option(
+    "--num-iters",
+    type=click.IntRange(min=1),
+    default=200,
+    show_default=True,
+    help="Steps counted per case.",
+)
+@click.option(
+    "--warmup",
+    type=click.IntRange(min=0),
+    default=10,
+    show_default=True,
+    help="Steps left out first.",
+)
+@click.option(
+    "--compare",
+    type=ModeList(),
+    default=None,
+    help="Graph modes, each a run of its own.  [default: the device's]",
+)
+@click.option(
+    "--baseline",
+    is_flag=True,
+    help="Time plain decoding (no drafter) of the same cases too, and print the speedup over it.",
+)
+@shared.SIMULATE_ACCEPTANCE
+@shared.LOAD_FORMAT_OR_PRESET
+@shared.DEVICE
+@shared.DTYPE
+@shared.COMPILE
+@shared.PAGE_SIZE
+@shared.GPU_MEMORY_UTILIZATION
+@shared.KV_CACHE_MEMORY
+@shared.DRAFT_QUANTIZATION
+@shared.NUM_SPECULATIVE_TOKENS
+@shared.PROMPT_SEED
+@click.option(
+    "--plot",
+    type=click.Path(path_type=Path, dir_okay=False),
+    metavar="FILE.svg",
+    help="Draw each case's step times and what a step is made of.",
+)
+@shared.RESULT_FILE
+@shared.as_json("The result as JSON on stdout.")
+def bench(model: str | None, draft: str | None, **options: Any) -> None:
+    """Time decode steps of MODEL: a preset (random weights), hub id or directory.
+
+    Steps of full buckets only, prefill excluded; p50 / p95 / p99 of the time between steps.
+    """
+    try:
+        _bench(model, draft, options)
+    except ValueError as error:
+        raise click.UsageError(str(error)) from error
+
+
+def _bench(model: str | None, draft: str | None, options: dict[str, Any]) -> None:
+    from graphengine.checkpoints.hub import preset_names
+    from graphengine.checkpoints.pairs import named_pair
+    from graphengine.measure.bench import read_bandwidth_gbps
+    from graphengine.measure.report import picture, speedups_, table
+    from graphengine.profiles.result_schema import environment, write_result, write_whole
+    from graphengine.report import print_table, stderr_console
+
+    console = stderr_console(quiet=False)
+    load_format = options["load_format"] or ("dummy" if model in preset_names() else "auto")
+    model, draft = named_pair(model, draft)
+    if options["baseline"] and draft is None:
+        raise ValueError("--baseline compares with plain decoding; pass --draft to have a drafter")
+    shared.check_place("--plot", options["plot"])
+    shared.check_place("--output-json", options["output_json"], makes_folders=True)
+    input_lens = _input_lens(options)
+    longest = max(input_lens) + options["output_len"] + 256
+    plan = options | {
+        "input_lens": input_lens,
+        "load_format": load_format,
+        "max_model_len": longest_context(model, draft, longest),
+    }
+    read_gbps = read_bandwidth_gbps()
+    rows: list[Row] = []
+    numbers: dict[str, Any] = {"read_bandwidth_gbps": read_gbps}
+    configs: dict[str, Any] = {}
+    for mode, backend in options["compare"] or (("auto", "auto"),):
+        for drafter in [None, draft] if options["baseline"] else [draft]:
+            measured = _measure(console, model, drafter, mode, backend, read_gbps, plan, configs)
+            if measured is not None:
+                label, configs[label], found, numbers[label] = measured
+                rows += found
+    speedups_(rows)
+    simulated = options["simulate_acceptance"] if draft else None
+    print_table(console, table(rows, simulated))
+    digests = {f"{row.label}_{row.key}": row.result.digest for row in rows}
+    same = _same_tokens(digests)
+    console.print(f"tokens equal in all modes of one attention: {same}")
+    document = {
+        "model": Path(model).name,
+        "draft": Path(draft).name if draft else None,
+        "load_format": load_format,
+        "simulated_acceptance": simulated,
+        "modes": configs,
+        "token_digests": digests,
+        "tokens_equal_across_modes": same,
+        **{
+            name: options[name]
+            for name in ("output_len", "num_iters", "warmup", "seed", "draft_quantization")
+        },
+    }
+    if options["output_json"]:
+        env = environment(options["commit"])
+        write_result(options["output_json"], "bench_latency", numbers, config=document, env=env)
+        console.print(f"wrote {options['output_json']}")
+    if options["as_json"]:
+        click.echo(json.dumps({"config": document, "numbers": numbers}))
+    if options["plot"]:
+        write_whole(options["plot"], picture(rows, simulated))
+        console.print(f"wrote {options['plot']}")
+
+
+def _input_lens(options: dict[str, Any]) -> tuple[int, ...]:
+    """Prompt lengths of the cases, from --input-len or from --context."""
+    if options["context"] is None:
+        return options["input_len"] or (128,)
+    if options["input_len"] is not None:
+        raise ValueError("--context and --input-len both set the prompt's length; give one")
+    half = options["output_len"] // 2
+    short = [length for length in options["context"] if length <= half]
+    if short:
+        raise ValueError(
+            f"--context {short[0]}: a round of --output-len {options['output_len']} already has "
+            f"{half} tokens half-way; pass more than {half} or a smaller --output-len"
+        )
+    return tuple(length - half for length in options["context"])
+
+
+def _measure(
+    console: Console,
+    model: str,
+    draft: str | None,
+    mode: str,
+    backend: str,
+    read_gbps: float,
+    plan: dict[str, Any],
+    known: Container[str],
+) -> tuple[str, dict[str, Any], list[Row], dict[str, Any]] | None:
+    """One engine and all of its cases: (label, configuration, rows, numbers).
+
+    None where the mode is one of `known`: two spellings of one mode (`full`, `full:triton`) would
+    share a place in the result.
+    """
+    import torch
+
+    from graphengine.api import Engine
+    from graphengine.measure.bench import Case, gpu_memory, run_case
+    from graphengine.measure.report import Row
+
+    is_baseline = draft is None and plan["baseline"]
+    began = time.perf_counter()
+    if torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats()
+    engine = Engine.from_pretrained(
+        model,
+        draft,
+        buckets=plan["bucket"],
+        graph_mode=mode,  # type: ignore[arg-type]  # one of ModeList's choices
+        attention_backend=backend,  # type: ignore[arg-type]  # the same
+        compile=plan["compile_"],
+        device=plan["device"],
+        dtype=plan["dtype"],
+        page_size=plan["page_size"],
+        max_model_len=plan["max_model_len"],
+        load_format=plan["load_format"],
+        gpu_memory_utilization=plan["gpu_memory_utilization"],
+        kv_cache_memory=plan["kv_cache_memory"],
+        simulate_acceptance=plan["simulate_acceptance"] if draft else None,
+        draft_quantization=plan["draft_quantization"] if draft else "none",
+        num_speculative_tokens=plan["num_speculative_tokens"] if not is_baseline else None,
+        acceptance_floor=0.0,
+        fallback=False,
+    )
+    startup_s = time.perf_counter() - began
+    config, startup = engine.config, engine.startup
+    label = f"{config.graph_mode}_{config.attention_backend}"
+    if is_baseline:
+        label += "_plain"
+    if label in known:
+        console.print(f"{mode}:{backend} is {label} again: left out")
+        engine.close()
+        return None
+    numbers: dict[str, Any] = {
+        "startup": {
+            "startup_s": startup_s,
+            "load_s": startup.load_s,
+            "compile_s": startup.compile_s,
+            "compiler_wait_s": startup.compiler_wait_s,
+            "capture_s": startup.capture_s,
+            "warmup_s": startup.warmup_s,
+            "num_graphs": startup.num_graphs,
+            "num_compiled": startup.num_compiled,
+            "num_cache_hits": startup.num_cache_hits,
+            "weight_bytes": startup.weight_bytes,
+            "kv_pool_bytes": startup.kv_pool_bytes,
+        }
+    }
+    rows: list[Row] = []
+    for input_len in plan["input_lens"]:
+        for bucket in config.buckets:
+            case = Case(
+                graph_mode=label,
+                bucket=bucket,
+                input_len=input_len,
+                output_len=plan["output_len"],
+                num_iters=plan["num_iters"],
+                warmup=plan["warmup"],
+                seed=plan["seed"],
+            )
+            result: CaseResult = run_case(engine, case, lambda count: None)
+            row = Row(label, f"bucket_{bucket}_input_{input_len}", result, {})
+            row.numbers.update(result.numbers(read_gbps))
+            numbers[row.key] = row.numbers
+            rows.append(row)
+            console.print(
+                f"{label:22} bucket {bucket:3} input {input_len:6}  "
+                f"step {row.numbers['step_p50_ms']:.3f} ms  "
+                f"host {row.numbers['host_p50_ms']:.3f} ms"
+            )
+    numbers["memory"] = gpu_memory()
+    engine.close()
+    recorded = {
+        "compile": config.compile,
+        "buckets": list(config.buckets),
+        "num_speculative_tokens": list(config.num_speculative_tokens),
+    }
+    return label, recorded, rows, numbers
+
+
+def longest_context(model: str, draft: str | None, wanted: int) -> int:
+    """`wanted` tokens of context, or what the models allow."""
+    from graphengine.startup.build import read_configs
+    from graphengine.startup.options import speculation_limit
+
+    return min(wanted, speculation_limit(*read_configs(model, draft)))
+
+
+def _same_tokens(digests: dict[str, str]) -> bool:
+    """Whether every case has one digest over all modes that share an attention kernel."""
+    by_case: dict[str, set[str]] = {}
+    for key, digest in digests.items():
+        by_case.setdefault(key.partition("_")[2], set()).add(digest)
+    return all(len(found) == 1 for found in by_case.values())

@@ -1,0 +1,153 @@
+"""`graphengine compile`: compile a model's code once, so that later starts find it.
+
+Shapes decide what is compiled, not weights, so random ones do and only config.json is read. Every
+bucket is built and takes one step, so that kernels of the prefill are compiled too. What is
+compiled goes to this platform's folder (artifact.py), where every later command of this machine
+looks; `--output` packs that folder for others, `--artifact` adds a packed one first. torch is
+imported inside the command, so that help is quick.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from graphengine.cli import options as shared
+
+if TYPE_CHECKING:
+    from graphengine.startup.artifact import Store
+
+_EPILOG = """\b
+Examples:
+  graphengine compile qwen3-8b --draft qwen3-8b-dflash-b16 --bucket 1,8,16
+  graphengine compile qwen3-8b --draft qwen3-8b-dflash-b16 --fresh --output qwen3-8b.tar.gz
+  graphengine run Qwen/Qwen3-8B --draft z-lab/Qwen3-8B-DFlash-b16 --artifact qwen3-8b.tar.gz
+"""
+_PROMPT_TOKENS = 17  # the lengths with kernels of their own are warmup's business
+
+
+@click.command("compile", epilog=_EPILOG)
+@shared.MODEL
+@shared.DRAFT
+@shared.bucket("1,8,16")
+@shared.GRAPH_MODE
+@shared.ATTENTION_BACKEND
+@shared.DEVICE
+@shared.DTYPE
+@shared.PAGE_SIZE
+@shared.MAX_MODEL_LEN
+@shared.DRAFT_QUANTIZATION
+@shared.NUM_SPECULATIVE_TOKENS
+@click.option(
+    "--output",
+    type=click.Path(path_type=Path, dir_okay=False),
+    metavar="FILE",
+    help="Pack everything that is compiled for this platform, to be used elsewhere.",
+)
+@click.option(
+    "--artifact",
+    "--load",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="Add a packed artifact first; what it lacks is compiled. Only your own: it is executed.",
+)
+@click.option("--fresh", is_flag=True, help="Drop this platform's compiled code first.")
+@shared.as_json("The result as JSON on stdout.")
+@click.pass_obj
+def compile_(store: Store | None, model: str | None, draft: str | None, **options: Any) -> None:
+    """Compile the code of MODEL ahead: a preset, hub id or directory; its weights are not read."""
+    if store is None:
+        raise click.UsageError(
+            "there is no folder for compiled code; set GRAPHENGINE_CACHE to one that can be written"
+        )
+    try:
+        _compile(store, model, draft, options)
+    except ValueError as error:
+        raise click.UsageError(str(error)) from error
+
+
+def _compile(store: Store, model: str | None, draft: str | None, options: dict[str, Any]) -> None:
+    from graphengine.api import Engine
+    from graphengine.checkpoints.pairs import named_pair
+    from graphengine.report import cache_line, print_note, stderr_console
+    from graphengine.startup import artifact
+
+    console = stderr_console(quiet=False)
+    output: Path | None = options["output"]
+    shared.check_place("--output", output)
+    if output is not None and output.exists() and not output.is_file():
+        raise ValueError(f"--output {output}: is no regular file; choose another path")
+    if options["fresh"]:
+        shutil.rmtree(store.folder, ignore_errors=True)
+    model, draft = named_pair(model, draft)
+    files_before = artifact.num_files(store.folder)
+    began = time.perf_counter()
+    with Engine.from_pretrained(
+        model,
+        draft,
+        buckets=options["bucket"],
+        graph_mode=options["graph_mode"],
+        attention_backend=options["attention_backend"],
+        compile=True,
+        device=options["device"],
+        dtype=options["dtype"],
+        page_size=options["page_size"],
+        max_model_len=options["max_model_len"],
+        load_format="dummy",
+        draft_quantization=options["draft_quantization"] if draft else "none",
+        num_speculative_tokens=options["num_speculative_tokens"],
+        prepare_plain_decode=draft is not None,  # else the first fallback compiles mid-answer
+    ) as engine:
+        built_s = time.perf_counter() - began
+        longest = engine.config.max_model_len - 1
+        for size in engine.config.buckets:
+            prompts = [[1] * min(_PROMPT_TOKENS, longest)] * size
+            engine.generate(prompts, max_new_tokens=2, ignore_eos=True)
+        startup, built = engine.startup, engine.built
+        compiled = artifact.engine_parts(engine.config, built.target, built.draft)
+    total_s = time.perf_counter() - began
+    notes = list(store.notes)
+    if store.segments != str(store.folder):
+        notes.append(
+            f"TORCHINDUCTOR_CACHE_DIR is {store.segments}: what is compiled lies there, and is "
+            "neither packed nor dropped"
+        )
+    apart = artifact.nearest(store.folder, compiled)
+    if options["artifact"] is not None and not notes and apart:
+        notes.append(
+            f"{options['artifact']} was compiled for something else, what is missing was compiled: "
+            + "; ".join(apart)
+        )
+    artifact.record_(store.folder, store.parts, compiled)
+    num_new = artifact.num_files(store.folder) - files_before
+    for note in notes:
+        print_note(console, note)
+    print_note(console, cache_line(startup, store.segments))
+    console.print(
+        f"load {startup.load_s:.1f} s, compile {startup.compile_s:.1f} s "
+        f"({startup.compiler_wait_s:.1f} s of it for imports), capture "
+        f"{startup.capture_s:.1f} s, warm-up {startup.warmup_s:.1f} s, first steps "
+        f"{total_s - built_s:.1f} s; {num_new} new files",
+        markup=False,
+    )
+    document: dict[str, Any] = {
+        "folder": str(store.folder),
+        "platform": store.parts,
+        "compiled": compiled,
+        "notes": notes,
+        "num_new_files": num_new,
+        "total_s": total_s,
+        "startup": asdict(startup),
+    }
+    if output is not None:
+        size = artifact.pack(store.folder, output)
+        console.print(f"wrote {output} ({size / 1e6:.1f} MB)", markup=False)
+        document["output_bytes"] = size
+    if options["as_json"]:
+        click.echo(json.dumps(document))

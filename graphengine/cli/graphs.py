@@ -1,0 +1,167 @@
+"""`graphengine graphs`: what was captured for a model, graph by graph.
+
+Structure does not depend on the weights' values, so they are random: a config.json is enough.
+Without CUDA graphs (CPU, --graph-mode none) the same list shows the chain's steps and shapes.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from graphengine.cli import options as shared
+
+if TYPE_CHECKING:
+    from graphengine.capture.inventory import Entry
+
+_EPILOG = """\b
+Examples:
+  graphengine graphs
+  graphengine graphs qwen3-8b --draft qwen3-8b-dflash-b16 --bucket 1,8 --dot dots
+  graphengine graphs Qwen/Qwen3-4B --graph-mode full --attention-backend triton --json
+"""
+_CONTEXT = 2048  # no graph depends on it
+
+
+@click.command("graphs", epilog=_EPILOG)
+@shared.MODEL
+@shared.DRAFT
+@shared.bucket("1")
+@shared.GRAPH_MODE
+@shared.ATTENTION_BACKEND
+@shared.COMPILE
+@shared.DEVICE
+@shared.DTYPE
+@shared.DRAFT_QUANTIZATION
+@shared.NUM_SPECULATIVE_TOKENS
+@click.option(
+    "--dot",
+    type=click.Path(path_type=Path, file_okay=False),
+    metavar="DIR",
+    help="Write every graph's nodes as DIR/<bucket>-<segment>.dot.",
+)
+@click.option("--all", "show_all", is_flag=True, help="A line per segment, also of equal ones.")
+@shared.as_json("The list as JSON on stdout.")
+def graphs(model: str | None, draft: str | None, **options: Any) -> None:
+    """List the CUDA graphs of MODEL: segment, bucket, kernels, pool memory, shapes.
+
+    MODEL: a preset, hub id or directory; its weights are not read.
+    """
+    try:
+        _graphs(model, draft, options)
+    except ValueError as error:
+        raise click.UsageError(str(error)) from error
+
+
+def _graphs(model: str | None, draft: str | None, options: dict[str, Any]) -> None:
+    import torch
+
+    from graphengine.api import Engine
+    from graphengine.capture.inventory import inventory, write_dot
+    from graphengine.checkpoints.pairs import named_pair
+    from graphengine.report import print_table, stderr_console
+    from graphengine.startup.build import read_configs
+    from graphengine.startup.options import speculation_limit
+
+    console = stderr_console(quiet=False)
+    model, draft = named_pair(model, draft)
+    with (
+        Engine.from_pretrained(
+            model,
+            draft,
+            buckets=options["bucket"],
+            graph_mode=options["graph_mode"],
+            attention_backend=options["attention_backend"],
+            compile=options["compile_"],
+            device=options["device"],
+            dtype=options["dtype"],
+            max_model_len=min(_CONTEXT, speculation_limit(*read_configs(model, draft))),
+            load_format="dummy",
+            draft_quantization=options["draft_quantization"] if draft else "none",
+            num_speculative_tokens=options["num_speculative_tokens"],
+            acceptance_floor=0.0,
+            fallback=False,
+        ) as engine,
+        torch.no_grad(),
+    ):
+        config = engine.config
+        if options["dot"] is not None and config.graph_mode == "none":
+            raise ValueError(
+                "--dot: there are no CUDA graphs with graph mode none; use a GPU and --graph-mode "
+                "piecewise or full"
+            )
+        listed: dict[int, list[Entry]] = {}
+        num_dots = 0
+        for size, bucket in engine.built.loop.buckets.items():
+            runners = bucket.runners
+            listed[size] = [entry for runner in runners for entry in inventory(runner)]
+            if options["dot"] is not None:
+                options["dot"].mkdir(parents=True, exist_ok=True)
+                num_dots += sum(len(write_dot(r, options["dot"], f"{size}-")) for r in runners)
+    if config.graph_mode == "none":
+        why = "on the CPU" if config.device == "cpu" else "with --graph-mode none"
+        console.print(f"no CUDA graphs {why}; these are the steps of the chains", markup=False)
+    print_table(console, _table(listed, options["show_all"]))
+    if num_dots:
+        console.print(f"wrote {num_dots} files to {options['dot']}", markup=False)
+    if options["as_json"]:
+        document = {
+            "model": Path(model).name,
+            "draft": Path(draft).name if draft else None,
+            "graph_mode": config.graph_mode,
+            "attention_backend": config.attention_backend,
+            "compile": config.compile,
+            "steps": [
+                {"bucket": size} | entry._asdict()
+                for size, entries in listed.items()
+                for entry in entries
+            ],
+        }
+        click.echo(json.dumps(document))
+
+
+def _table(listed: dict[int, list[Entry]], show_all: bool) -> Any:
+    """Rows of equal graphs of one chain are joined, `verify.01 .. verify.35`, unless show_all."""
+    from rich import box
+    from rich.table import Table
+
+    table = Table(box=box.SIMPLE)
+    for name in ("bucket", "segment", "count", "launch", "kernels", "nodes", "pool MB", "live MB"):
+        table.add_column(name, justify="left" if name in ("segment", "launch") else "right")
+    table.add_column("inputs -> outputs")
+    for size, entries in listed.items():
+        for group in [[entry] for entry in entries] if show_all else _joined(entries):
+            first = group[0]
+            name = first.name if len(group) == 1 else f"{first.name} .. {group[-1].name}"
+            if first.steps:
+                name += f": {first.steps[0]} .. {first.steps[-1]}"
+            is_graph = first.launch == "graph"
+            pool = sum(entry.pool_bytes or 0 for entry in group)
+            live = sum(entry.live_bytes or 0 for entry in group)
+            table.add_row(
+                str(size),
+                name,
+                str(len(group)),
+                first.launch,
+                str(first.num_kernels) if is_graph else "-",
+                str(first.num_nodes) if is_graph else "-",
+                f"{pool / 1e6:.2f}" if is_graph else "-",
+                f"{live / 1e6:.2f}" if is_graph else "-",
+                f"{', '.join(first.input_shapes) or '-'} -> "
+                f"{', '.join(first.output_shapes) or '-'}",
+            )
+        table.add_section()
+    return table
+
+
+def _joined(entries: list[Entry]) -> list[list[Entry]]:
+    """Entries of one chain and class that differ only in their layer and in memory."""
+    groups: dict[Any, list[Entry]] = {}
+    for entry in entries:
+        kind = (entry.name.endswith(".attn"), entry.launch, entry.num_kernels, entry.num_nodes)
+        shapes = (tuple(entry.input_shapes), tuple(entry.output_shapes))
+        groups.setdefault((entry.name.split(".")[0], kind, shapes), []).append(entry)
+    return list(groups.values())

@@ -1,0 +1,179 @@
+"""`graphengine profile`: the launch-gap report, of steps that it runs or of a file that it reads.
+
+Where the times come from, best first: nsys (on a GPU, when it is on the PATH), torch.profiler (on a
+GPU without it), the host's clock around each named range (CPU). The report is the same; the text
+says which it was. Recording is in profile_run.py; options, tables and files are here. torch is
+imported inside the command, so that help is quick.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from contextlib import nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from graphengine.cli import options as shared
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from graphengine.profiles.launch_gaps import Report
+
+_EPILOG = """\b
+Examples:
+  graphengine profile
+  graphengine profile qwen3-8b --draft qwen3-8b-dflash-b16 --simulate-acceptance 6.35
+  graphengine profile --tool nsys --preset node --keep out --svg step.svg
+  graphengine profile --read out/graph.sqlite
+
+\b
+By hand, with the same names:
+  nsys profile -t cuda,nvtx -s none --cpuctxsw=none graphengine run --nvtx --prompt Hi
+"""
+_SOURCES = {
+    "graph": "nsys, a CUDA graph as one interval (times are close to an unprofiled run's)",
+    "node": "nsys, kernels inside CUDA graphs (small kernels read 30-60 % slow; for composition)",
+    "torch": "torch.profiler, since nsys was not used (host and small kernels read slow)",
+    "cpu": "the host's clock around each step: busy is time inside steps, idle the host between",
+}
+
+
+@click.command("profile", epilog=_EPILOG)
+@shared.MODEL
+@shared.DRAFT
+@click.option(
+    "--read",
+    "file",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="Report on a .nsys-rep, a .sqlite[.gz] of it, or a torch.profiler .json[.gz] instead of "
+    "running. Bytes come from facts.json beside it, else from MODEL and --draft.",
+)
+@click.option(
+    "--tool",
+    type=click.Choice(["auto", "nsys", "torch"]),
+    default="auto",
+    help="auto: nsys where it is on the PATH, else torch.profiler.",
+)
+@click.option(
+    "--preset",
+    type=click.Choice(["graph", "node", "both"]),
+    default="both",
+    show_default=True,
+    help="nsys: CUDA graphs as one interval (for times), their kernels (for composition), or one "
+    "run of each.",
+)
+@click.option("--bucket", type=click.IntRange(min=1), default=1, show_default=True)
+@click.option("--input-len", type=click.IntRange(min=1), default=128, show_default=True)
+@click.option(
+    "--num-steps",
+    type=click.IntRange(min=1),
+    default=30,
+    show_default=True,
+    help="Steps in the report.",
+)
+@click.option("--warmup", type=click.IntRange(min=1), default=10, show_default=True)
+@shared.EXECUTION
+@shared.SIMULATE_ACCEPTANCE
+@shared.LOAD_FORMAT_OR_PRESET
+@shared.DRAFT_QUANTIZATION
+@shared.NUM_SPECULATIVE_TOKENS
+@shared.PROMPT_SEED
+@click.option(
+    "--read-gbps",
+    type=shared.Rate(),
+    help="Read bandwidth for the floor; 0 leaves it out.  [default: measured on the GPU]",
+)
+@click.option("--top", type=click.IntRange(min=1), default=12, show_default=True, help="Kernels.")
+@click.option(
+    "--keep",
+    type=click.Path(path_type=Path, file_okay=False),
+    metavar="DIR",
+    help="Keep the recorded files (.nsys-rep, .sqlite, .json) here.",
+)
+@click.option(
+    "--svg", type=click.Path(path_type=Path, dir_okay=False), help="Write the picture here."
+)
+@shared.RESULT_FILE
+@shared.as_json("The result as JSON on stdout.")
+@click.option("--inside", type=click.Path(path_type=Path), hidden=True)
+def profile(model: str | None, draft: str | None, **options: Any) -> None:
+    """Where a decode step of MODEL waits: wall, busy and idle time by step, class and kernel."""
+    from graphengine.measure import profile_run
+    from graphengine.report import print_note, stderr_console
+
+    console = stderr_console(quiet=False)
+    try:
+        shared.check_place("--svg", options["svg"])
+        shared.check_place("--output-json", options["output_json"], makes_folders=True)
+        if options["inside"] is not None:
+            profile_run.run_inside_nsys(model, draft, options)
+        elif options["file"] is not None:
+            _deliver(console, *profile_run.read_file(model, draft, options), options)
+        else:
+
+            def note(text: str) -> None:
+                print_note(console, text)
+
+            with _folder(options["keep"]) as folder:
+                found = profile_run.run(model, draft, options, Path(folder), note)
+            _deliver(console, *found, options)
+    except ValueError as error:
+        raise click.UsageError(str(error)) from error
+    except RuntimeError as error:
+        if not str(error).startswith("nsys "):
+            raise
+        raise click.ClickException(str(error)) from error
+
+
+def _folder(keep: Path | None) -> Any:
+    """Where recorded files go: the user's folder, or one that is removed."""
+    if keep is None:
+        return tempfile.TemporaryDirectory(prefix="graphengine-")
+    try:
+        keep.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"--keep {keep}: cannot be made ({error}); choose another path") from error
+    return nullcontext(keep)
+
+
+def _deliver(
+    console: Console, reports: dict[str, Report], facts: dict[str, Any], options: dict[str, Any]
+) -> None:
+    from graphengine.measure.report_text import picture, print_report
+    from graphengine.profiles.result_schema import environment, write_result, write_whole
+
+    numbers: dict[str, Any] = {
+        label: found.numbers(facts.get("segment_bytes"), facts.get("read_gbps", 0.0))
+        for label, found in reports.items()
+    }
+    simulated = facts.get("config", {}).get("simulate_acceptance")
+    mark = f" (acceptance SIMULATED at {simulated})" if simulated else ""
+    for label, found in numbers.items():
+        print_report(console, _SOURCES.get(label, label) + mark, found, options["top"])
+    if "unprofiled_step_ms" in facts:
+        console.print(
+            f"the same steps without a profiler: {facts['unprofiled_step_ms'] * 1e3:.1f} us each "
+            f"(host busy {facts['unprofiled_host_ms'] * 1e3:.1f} us)",
+            markup=False,
+        )
+        numbers["unprofiled"] = {
+            "step_p50_ms": facts["unprofiled_step_ms"],
+            "host_p50_ms": facts["unprofiled_host_ms"],
+            "mean_acceptance_length": facts["mean_acceptance_length"],
+        }
+    document = {name: value for name, value in facts.items() if name != "segment_bytes"}
+    document["sources"] = {label: _SOURCES.get(label, "a recorded file") for label in reports}
+    if options["output_json"] is not None:
+        env = environment(options["commit"])
+        write_result(options["output_json"], "profile", numbers, config=document, env=env)
+        console.print(f"wrote {options['output_json']}", markup=False)
+    if options["as_json"]:
+        click.echo(json.dumps({"config": document, "numbers": numbers}))
+    if options["svg"] is not None:
+        write_whole(options["svg"], picture(reports, mark))
+        console.print(f"wrote {options['svg']}", markup=False)

@@ -1,0 +1,373 @@
+"""`graphengine verify`: the options, the table and the verdict.
+
+The judging is in verify.py, the runs in verify_run.py, the sampled comparison in two_sample.py and
+what is shown in verify_report.py. stdout carries the verdict (or one JSON object), tables go to
+stderr. Exit codes: 0 PASS, 1 FAIL, 2 refused input. torch is imported inside the command, so that
+help is quick.
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from graphengine.cli import options as shared
+from graphengine.cli.bench import longest_context
+from graphengine.prompts import read_prompt_file
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from graphengine.api import Engine
+    from graphengine.checkpoints.tokenizer import Tokenizer
+    from graphengine.prompts import Turn
+    from graphengine.verify.check import Limits, Mix
+    from graphengine.verify.run import CellResult, Draws, Mode
+
+PROMPTS = Path(__file__).parents[1] / "assets" / "verify_prompts.jsonl"
+# On these the bundled target is unsure, so that a small fault changes its choice: with K/V one slot
+# too late it still said every token of the others. They do not count for the bundled floor.
+PROBES = PROMPTS.with_name("verify_probes.jsonl")
+# Mean acceptance length of the bundled pair on PROMPTS; measured 14.4 in float32 and in bfloat16,
+# 128 new tokens.
+BUNDLED_MIN_ACCEPTANCE = 13.5
+BUNDLED_MIN_NEW_TOKENS = 64
+MAX_SAMPLED_PROMPTS = 4
+SAMPLED_NEW_TOKENS = 12
+SAMPLED_POSITIONS = (0, 1, 2, 3, 5, 8, 11, 15, 20, 30)
+
+_EPILOG = """\b
+Examples:
+  graphengine verify
+  graphengine verify --matrix --output-json verify.json
+  graphengine verify Qwen/Qwen3-8B --draft z-lab/Qwen3-8B-DFlash-b16 --min-acceptance 4
+  graphengine verify --temperature 1 --num-samples 400
+
+\b
+Exit codes: 0 PASS, 1 FAIL, 2 refused input. What each check means: graphengine/docs/lossless.md."""
+
+
+@click.command("verify", epilog=_EPILOG)
+@shared.MODEL
+@shared.DRAFT
+@click.option(
+    "--prompt-file",
+    type=click.Path(path_type=Path),
+    metavar="FILE.jsonl",
+    help="Single prompts as for `graphengine run`.  [default: 28 bundled ones]",
+)
+@click.option("--raw", is_flag=True, help="Take text as it is, without the chat template.")
+@click.option(
+    "--max-new-tokens",
+    type=click.IntRange(min=1),
+    help="Per prompt.  [default: 128, with --temperature 12]",
+)
+@shared.bucket("1,8")
+@click.option("--matrix", is_flag=True, help="Every graph mode of the device x bucket x batch mix.")
+@click.option(
+    "--tolerance",
+    type=click.FloatRange(min=0),
+    help="Nats that a token may lie below the plain model's first choice.  [default: 0.20]",
+)
+@click.option(
+    "--min-identical",
+    type=click.FloatRange(0, 1),
+    help="Share of tokens that must be its first choice.  [default: 0.999 float32, 0.95 bfloat16]",
+)
+@click.option(
+    "--min-acceptance",
+    type=click.FloatRange(min=1),
+    help="Least mean acceptance length: the only check of the drafter.  [default: 13.5 for the "
+    "bundled pair and prompts with all drafts, else none]",
+)
+@shared.EXECUTION
+@shared.MAX_MODEL_LEN
+@shared.GPU_MEMORY_UTILIZATION
+@shared.DRAFT_QUANTIZATION
+@shared.NUM_SPECULATIVE_TOKENS
+@click.option(
+    "--temperature",
+    type=float,
+    default=0.0,
+    show_default=True,
+    help="Above 0: compare the distributions of speculative and plain draws instead.",
+)
+@click.option("--top-p", type=float, default=1.0, show_default=True)
+@click.option("--top-k", type=int, default=0, show_default=True)
+@click.option(
+    "--num-samples",
+    type=click.IntRange(min=2),
+    default=100,
+    show_default=True,
+    help="Draws of each prompt with --temperature, speculative and plain each.",
+)
+@click.option("--seed", type=int, default=0, show_default=True, help="Of the first draw.")
+@shared.RESULT_FILE
+@shared.as_json("The verdict as one JSON object on stdout.")
+@click.option("-q", "--quiet", is_flag=True, help="No tables and notes.")
+@click.pass_context
+def verify(ctx: click.Context, model: str | None, draft: str | None, **options: Any) -> None:
+    """Check that MODEL with its drafter says what MODEL alone would say.
+
+    Decodes prompts speculatively, then feeds the output to the plain model and compares every
+    token with its first choice. Without MODEL the bundled pair.
+    """
+    if options["matrix"] and (
+        options["graph_mode"] != "auto" or options["attention_backend"] != "auto"
+    ):
+        raise click.UsageError(
+            "--matrix runs every graph mode; leave out --graph-mode and --attention-backend"
+        )
+    for name in ("tolerance", "min_identical", "min_acceptance"):
+        if options[name] is not None and not math.isfinite(options[name]):
+            raise click.UsageError(f"--{name.replace('_', '-')} {options[name]}: a finite number")
+    try:
+        passed = _verify(model, draft, options)
+    except ValueError as error:
+        raise click.UsageError(str(error)) from error
+    except (MemoryError, RuntimeError) as error:
+        lacking = shared.out_of_memory(error)
+        if lacking is None:
+            raise
+        # Not 1: nothing was found to be wrong.
+        raise click.UsageError(
+            f"{lacking}; lower --max-model-len, the largest --bucket or --gpu-memory-utilization"
+        ) from error
+    if not passed:
+        ctx.exit(1)
+
+
+def _verify(model: str | None, draft: str | None, options: dict[str, Any]) -> bool:
+    from graphengine.checkpoints.pairs import named_pair
+    from graphengine.report import stderr_console
+    from graphengine.verify.report import report_cells
+    from graphengine.verify.run import Mode, matrix_modes
+
+    shared.check_place("--output-json", options["output_json"], makes_folders=True)
+    bundled = model is None and draft is None
+    model, draft = named_pair(model, draft)
+    options["max_new_tokens"] = options["max_new_tokens"] or (
+        SAMPLED_NEW_TOKENS if options["temperature"] else 128
+    )
+    for name in ("min_acceptance", "num_speculative_tokens"):
+        if draft is None and options[name] is not None:
+            raise ValueError(f"--{name.replace('_', '-')} needs a drafter; pass --draft")
+    if options["prompt_file"] is not None:
+        conversations = read_prompt_file(options["prompt_file"])
+    else:
+        conversations = read_prompt_file(PROMPTS) + read_prompt_file(PROBES)
+    if any(len(turns) != 1 for turns in conversations):
+        raise ValueError("--prompt-file: verify takes single prompts, not conversations")
+    num_counted = None
+    at_home = bundled and options["prompt_file"] is None
+    if at_home and not options["raw"] and not options["temperature"]:
+        num_counted = len(read_prompt_file(PROMPTS))
+        in_full = options["num_speculative_tokens"] is None
+        if in_full and options["max_new_tokens"] >= BUNDLED_MIN_NEW_TOKENS:
+            options["min_acceptance"] = options["min_acceptance"] or BUNDLED_MIN_ACCEPTANCE
+    console = stderr_console(options["quiet"] or options["as_json"])
+    if options["temperature"]:
+        # The last ones first: the bundled probes, on which draws differ most.
+        prompts = [turns[0] for turns in conversations[-MAX_SAMPLED_PROMPTS:]]
+        return _verify_sampled(model, draft, prompts, options, console)
+    modes = [Mode(options["graph_mode"], options["attention_backend"])]
+    if options["matrix"]:
+        modes = matrix_modes(options["device"], options["dtype"])
+    prompts = [turns[0] for turns in conversations]
+    results, texts = _run_modes(model, draft, prompts, num_counted, modes, options, console)
+    return report_cells(model, draft, results, texts, options, console)
+
+
+def _verify_sampled(
+    model: str, draft: str | None, prompts: list[Turn], options: dict[str, Any], console: Console
+) -> bool:
+    """Draws with and without the drafter, with different seeds, and compares the distributions."""
+    from graphengine.decode.sampling import Sampling
+    from graphengine.verify.check import stopped
+    from graphengine.verify.report import finish
+    from graphengine.verify.run import Mode, draw
+
+    if draft is None:
+        raise ValueError("--temperature compares speculative with plain draws; pass --draft")
+    if options["matrix"]:
+        raise ValueError("--matrix is greedy; leave out --temperature, or pass --graph-mode")
+    names = ("temperature", "top_p", "top_k", "seed")
+    sampling = Sampling(**{name: options[name] for name in names})
+    ids = _encode(model, draft, prompts, options)
+    count, mode = options["num_samples"], Mode(options["graph_mode"], options["attention_backend"])
+    draws: list[Draws] = []
+    for drafter in (draft, None):
+        console.print(f"drawing {count} x {len(ids)} with drafter {drafter}", style="dim")
+        with _engine(model, drafter, mode, options) as engine:
+            draws.append(draw(engine.built, ids, count, options["max_new_tokens"], sampling))
+        if draws[-1].errors:
+            break
+        sampling = sampling.numbered(count * len(ids))
+    errors = draws[-1].errors
+    if errors:
+        passed, text = False, f"finite: {stopped(errors)}"
+        numbers: dict[str, Any] = {"num_stopped": len(errors)}
+    else:
+        passed, text, numbers = _compare_draws(draws[0], draws[1], options)
+    numbers = {"num_samples": count} | numbers
+    finish(model, draft, [] if passed else [text], [], {"sampled": numbers}, options, console)
+    if not options["as_json"]:
+        click.echo(f"{'PASS' if passed else 'FAIL'}: {text}")
+    return passed
+
+
+def _compare_draws(
+    speculative: Draws, plain: Draws, options: dict[str, Any]
+) -> tuple[bool, str, dict[str, Any]]:
+    """(whether all checks passed, the verdict's text, its numbers)."""
+    from graphengine.verify.two_sample import LEVEL, compare
+
+    positions = [p for p in SAMPLED_POSITIONS if p < options["max_new_tokens"]]
+    compared = compare(speculative.outputs, plain.outputs, positions, options["seed"])
+    worst = compared.smallest
+    told = sum(test.num_tokens > 1 for test in compared.tests)
+    text = (
+        f"smallest p-value {worst.pvalue:.2g} (prompt {worst.prompt}, token {worst.position}, "
+        f"{worst.num_tokens} different tokens); {compared.threshold:.2g} would fail: {LEVEL:g} "
+        f"over {len(compared.tests)} tests, {told} of them with more than one token"
+    )
+    mean, minimum = speculative.mean_acceptance_length, options["min_acceptance"]
+    passed = compared.passed
+    # The p-value of draws that have no token in common, the least that there is.
+    count = options["num_samples"]
+    if 2 / math.comb(2 * count, count) > compared.threshold:
+        passed, text = False, f"--num-samples {count}: no difference could fail, pass more ({text})"
+    elif told == 0:
+        passed, text = False, f"only one token was ever drawn, raise --temperature ({text})"
+    elif not passed:
+        text = f"speculative and plain draws differ: {text}"
+    elif minimum is not None and not mean >= minimum:
+        passed, text = False, f"acceptance: {mean:.2f} tokens a step, {minimum:g} expected"
+    numbers = {
+        "num_tests": len(compared.tests),
+        "num_tests_with_choice": told,
+        "smallest_pvalue_fraction": worst.pvalue,
+        "threshold_pvalue_fraction": compared.threshold,
+        "mean_acceptance_length": mean,
+    }
+    return passed, text, numbers
+
+
+def _encode(
+    model: str, draft: str | None, prompts: list[Turn], options: dict[str, Any]
+) -> list[list[int]]:
+    """Token ids of the prompts; settles `max_model_len`, so that no pool is larger than needed."""
+    from graphengine.verify.run import encode
+
+    ids = encode(_tokenizer(model), prompts, options["raw"])
+    if options["max_model_len"] is None:
+        wanted = max(map(len, ids)) + options["max_new_tokens"]
+        options["max_model_len"] = longest_context(model, draft, wanted)
+    return ids
+
+
+def _tokenizer(model: str) -> Tokenizer | None:
+    from graphengine.checkpoints.hub import resolve
+    from graphengine.checkpoints.tokenizer import Tokenizer
+
+    directory = resolve(model)
+    return Tokenizer(directory) if Tokenizer.exists(directory) else None
+
+
+def _run_modes(
+    model: str,
+    draft: str | None,
+    prompts: list[Turn],
+    num_counted: int | None,
+    modes: list[Mode],
+    options: dict[str, Any],
+    console: Console,
+) -> tuple[list[CellResult], list[str]]:
+    """All cells, and what to say about places where the output is not the first choice."""
+    from graphengine.verify.report import describe
+    from graphengine.verify.run import PLAIN, compare_with_plain, mixes_of, verify_mode
+
+    tokenizer = _tokenizer(model)
+    ids = _encode(model, draft, prompts, options)
+    buckets = sorted(options["bucket"])
+    cells: list[tuple[int, Mix]] = [(b, "alone" if b == 1 else "together") for b in buckets]
+    if options["matrix"]:
+        cells = [(bucket, mix) for bucket in buckets for mix in mixes_of(bucket)]
+    texts: list[str] = []
+
+    def run(mode: Mode, drafter: str | None, before: list[CellResult]) -> list[CellResult]:
+        with _engine(model, drafter, mode, options) as engine:
+            config = engine.config
+            name = f"{config.graph_mode} {config.attention_backend}"
+            found = verify_mode(
+                engine.built,
+                name if drafter or draft is None else PLAIN,
+                ids,
+                cells,
+                max_new_tokens=options["max_new_tokens"],
+                limits=_limits(options, config.dtype, drafter),
+                num_counted=num_counted,
+                first=[r for r in before if r.cell.mode.split()[1:] == name.split()[1:]],
+                progress=lambda cell: console.print(
+                    f"{cell.mode}: bucket {cell.bucket}, {cell.mix}", style="dim"
+                ),
+            )
+        for result in found:
+            place = result.report.first_true or next(iter(result.report.ties), None)
+            if place is not None:
+                texts.append(describe(result, place, tokenizer))
+        return found
+
+    results: list[CellResult] = []
+    for mode in modes:
+        # The first of each attention is what the other graph modes must equal.
+        results += run(mode, draft, _firsts(results))
+    if options["matrix"] and draft is not None:
+        # In graphs where there are any: a token a step, called one by one, is most of the matrix.
+        captured = [mode for mode in modes if mode.graph_mode != "none"]
+        plain = run((captured or modes)[0], None, [])
+        results = plain + compare_with_plain(results, plain)
+    return results, texts
+
+
+def _firsts(results: list[CellResult]) -> list[CellResult]:
+    kept: dict[tuple[str, int, str], CellResult] = {}
+    for result in results:
+        cell = result.cell
+        kept.setdefault((cell.mode.split()[1], cell.bucket, cell.mix), result)
+    return list(kept.values())
+
+
+def _engine(model: str, draft: str | None, mode: Mode, options: dict[str, Any]) -> Engine:
+    from graphengine.api import Engine
+
+    return Engine.from_pretrained(
+        model,
+        draft,
+        buckets=options["bucket"],
+        graph_mode=mode.graph_mode,  # type: ignore[arg-type]  # resolve_options checks it
+        attention_backend=mode.attention_backend,  # type: ignore[arg-type]  # the same
+        compile=options["compile_"],
+        draft_quantization=options["draft_quantization"] if draft else "none",
+        num_speculative_tokens=options["num_speculative_tokens"] if draft else None,
+        sampling=True if options["temperature"] else None,
+        # Judged is what speculation decodes, however slow or badly drafted.
+        acceptance_floor=0.0,
+        fallback=False,
+        **{name: options[name] for name in ("device", "dtype", "page_size", "max_model_len")},
+        gpu_memory_utilization=options["gpu_memory_utilization"],
+    )
+
+
+def _limits(options: dict[str, Any], dtype: str, draft: str | None) -> Limits:
+    from graphengine.verify.check import DEFAULT_TOLERANCE_NATS, MIN_IDENTICAL, Limits
+
+    tolerance, identical = options["tolerance"], options["min_identical"]
+    return Limits(
+        tolerance_nats=DEFAULT_TOLERANCE_NATS if tolerance is None else tolerance,
+        min_identical=MIN_IDENTICAL[dtype] if identical is None else identical,
+        min_acceptance=options["min_acceptance"] if draft else None,
+    )

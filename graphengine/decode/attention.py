@@ -1,0 +1,349 @@
+"""Attention over the paged cache: plan once per forward, run once per layer.
+
+The only importer of flashinfer. Backends with one interface: `FlashInferAttention` (fa2, GPU,
+bf16), `BlockAttention` (our Triton kernel; decode only, nothing to plan) and `TorchAttention` (any
+device, any dtype; the reference). Queries are ragged rows grouped by request; a request's last
+query row sits at its last key (causal), or every row sees every key (non-causal, the drafter's
+block). With a window, a row at position p sees of these the keys k with |p - k| < window.
+
+Invariant: `plan` has run for exactly the current lengths before `run`. Planning from an upper bound
+gives wrong results in flashinfer 0.6.12 (an empty planned chunk corrupts the merge).
+Backend fa2 is passed by name: "auto" picks fa3 on Hopper, which packs no GQA heads and splits no
+KV; at 4k tokens it took 57.7 us against 14.3 us on an H200.
+
+Legend: T rows, N / K / H query heads / kv heads / head dim, S page size.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib.util
+import logging
+import threading
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from graphengine.config.model import AttentionRule, DraftConfig, ModelConfig
+from graphengine.decode.buffers import StepBuffers
+from graphengine.decode.kvcache import pages_for
+from graphengine.kernels.block_attention import Workspace, block_attention, choose_num_splits
+from graphengine.kernels.block_attention import workspace as block_workspace
+
+FLASHINFER_HEAD_DIMS = (64, 128, 256)
+FA2_MIN_ROWS = 16  # of a tile of queries
+FLOAT_WORKSPACE_BYTES = 256 << 20
+
+
+class Layout(NamedTuple):
+    """Which rows and pages belong to which request, on the host (int32, one entry a request).
+
+    A padded request has no query rows and no pages: attention touches nothing for it.
+    """
+
+    qo_indptr_cpu: Tensor
+    paged_kv_indptr_cpu: Tensor
+    paged_kv_indices_cpu: Tensor
+    paged_kv_last_page_len_cpu: Tensor
+
+    @classmethod
+    def build(
+        cls,
+        qo_lens: Sequence[int],
+        kv_lens: Sequence[int],
+        pages: Sequence[Sequence[int]],
+        page_size: int,
+        num_requests: int | None = None,
+    ) -> Layout:
+        """Packs lengths and pages.
+
+        Args:
+            qo_lens: query rows per request.
+            kv_lens: keys per request, the block included.
+            pages: each request's pages; those past kv_lens are left out.
+            num_requests: pads with empty requests up to this number.
+        """
+        padding = (num_requests or len(qo_lens)) - len(qo_lens)
+        used = [pages_for(n, page_size) for n in kv_lens]
+        qo, kv, indices, last = [0], [0], [], []
+        for length, kv_len, count, owned in zip(qo_lens, kv_lens, used, pages, strict=True):
+            assert 0 < length <= kv_len and len(owned) >= count
+            qo.append(qo[-1] + length)
+            kv.append(kv[-1] + count)
+            indices += owned[:count]
+            last.append(kv_len - (count - 1) * page_size)
+        qo += [qo[-1]] * padding
+        kv += [kv[-1]] * padding
+        last += [0] * padding
+        as_int32 = functools.partial(torch.tensor, dtype=torch.int32)
+        return cls(as_int32(qo), as_int32(kv), as_int32(indices), as_int32(last))
+
+
+class Attention(Protocol):
+    """Plans for a layout, then attends layer by layer."""
+
+    def plan(self, layout: Layout) -> None:
+        """Prepares for `layout`; host work only, plus small asynchronous copies."""
+        ...
+
+    def run(self, q_TNH: Tensor, kv_cache: Tensor, out_TNH: Tensor) -> None:
+        """`out = softmax(q k^T / sqrt(H)) v`. Mutates: out_TNH, the planned rows only.
+
+        kv_cache: [2, num_pages, S, K, H] of one layer.
+        """
+        ...
+
+
+class TorchAttention:
+    """The reference: gathers each request's keys and calls scaled_dot_product_attention."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        page_size: int,
+        causal: bool,
+        device: torch.device,
+        window: int | None = None,
+    ):
+        self._page_size, self._causal, self._device = page_size, causal, device
+        self._window = window
+        self._group = config.num_attention_heads // config.num_key_value_heads
+        self._requests: list[tuple[slice, Tensor, Tensor | None]] = []
+
+    def plan(self, layout: Layout) -> None:
+        size = self._page_size
+        qo, kv = layout.qo_indptr_cpu.tolist(), layout.paged_kv_indptr_cpu.tolist()
+        last = layout.paged_kv_last_page_len_cpu.tolist()
+        offsets = torch.arange(size)
+        self._requests = []
+        for b, kv_tail in enumerate(last):
+            num_rows, num_pages = qo[b + 1] - qo[b], kv[b + 1] - kv[b]
+            if num_rows == 0:
+                continue
+            kv_len = (num_pages - 1) * size + kv_tail
+            pages = layout.paged_kv_indices_cpu[kv[b] : kv[b + 1]].long()
+            slots = (pages[:, None] * size + offsets).flatten()[:kv_len].to(self._device)
+            mask = None
+            if (self._causal and num_rows > 1) or self._window is not None:
+                behind = (
+                    torch.arange(num_rows)[:, None] + (kv_len - num_rows) - torch.arange(kv_len)
+                )
+                mask = behind >= 0 if self._causal else torch.ones_like(behind, dtype=torch.bool)
+                if self._window is not None:
+                    mask &= behind.abs() < self._window
+                mask = mask.to(self._device)
+            self._requests.append((slice(qo[b], qo[b + 1]), slots, mask))
+
+    def run(self, q_TNH: Tensor, kv_cache: Tensor, out_TNH: Tensor) -> None:
+        k_all, v_all = kv_cache.flatten(1, 2).unbind(0)
+        for rows, slots, mask in self._requests:
+            q = q_TNH[rows].transpose(0, 1)
+            k = k_all[slots].transpose(0, 1)
+            v = v_all[slots].transpose(0, 1)
+            # [K, group, rows, H] against [K, 1, kv, H]: grouped heads without copies of the keys.
+            attended = F.scaled_dot_product_attention(
+                q.unflatten(0, (-1, self._group)),
+                k[:, None].expand(-1, self._group, -1, -1),
+                v[:, None].expand(-1, self._group, -1, -1),
+                attn_mask=mask,
+            )
+            out_TNH[rows] = attended.flatten(0, 1).transpose(0, 1)
+
+
+class FlashInferAttention:
+    """FlashInfer's paged prefill kernel, fa2.
+
+    With `num_requests` the wrapper owns its metadata at fixed addresses, so that a captured launch
+    stays valid when `plan` runs before each replay; the same wrapper serves eager calls, so all
+    graph modes run the same kernel with the same plan. Without it (prefill) sizes are free.
+
+    A plan's copies leave from pinned memory that the wrapper uses again (0.6.12, scheduler.cuh), so
+    a plan first waits for those of the one before: a prefill queues chunk after chunk, and a plan
+    that overwrote what the last one's copy has yet to read would let that chunk's kernels run with
+    the next chunk's tiles, silently or into an illegal address.
+
+    A window is fa2's `window_left`, which counts keys before the row's own and is applied whatever
+    the causality (0.6.12, variants.cuh). For non-causal rows it is exact within two limits: there
+    is no end to the right, so the window must reach over the block; and a split plan holds
+    `window_left` keys and a tile of rows, so the block must fit the smallest tile (scheduler.cuh).
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        page_size: int,
+        causal: bool,
+        workspace: Tensor,
+        dtype: torch.dtype,
+        num_requests: int | None = None,
+        max_pages: int = 0,
+        window: int | None = None,
+    ):
+        from flashinfer import BatchPrefillWithPagedKVCacheWrapper
+
+        self._config, self._page_size, self._causal = config, page_size, causal
+        self._dtype, self._device = dtype, workspace.device
+        self._num_rows = 0
+        # Behind the last plan's copies; a stand-in for the wrapper may be planned on the CPU.
+        self._copied = torch.cuda.Event() if workspace.is_cuda else None
+        self._window_left = -1 if window is None else window - 1
+        fixed: dict[str, Any] = {}
+        if num_requests is not None:
+
+            def buffer(count: int) -> Tensor:
+                return torch.zeros(count, dtype=torch.int32, device=workspace.device)
+
+            fixed = {
+                "use_cuda_graph": True,
+                "qo_indptr_buf": buffer(num_requests + 1),
+                "paged_kv_indptr_buf": buffer(num_requests + 1),
+                "paged_kv_indices_buf": buffer(max_pages),
+                "paged_kv_last_page_len_buf": buffer(num_requests),
+            }
+        self._wrapper: Any = BatchPrefillWithPagedKVCacheWrapper(
+            workspace, "NHD", backend="fa2", **fixed
+        )
+
+    def plan(self, layout: Layout) -> None:
+        config = self._config
+        self._num_rows = int(layout.qo_indptr_cpu[-1])
+        if self._copied is not None:
+            self._copied.synchronize()  # at once before the first
+        # The planner reads lengths on the host but copies the indices to the device; from pageable
+        # host memory it would wait for the stream, so they are sent ahead.
+        indices = layout.paged_kv_indices_cpu.to(self._device, non_blocking=True)
+        self._wrapper.plan(
+            layout.qo_indptr_cpu,
+            layout.paged_kv_indptr_cpu,
+            indices,
+            layout.paged_kv_last_page_len_cpu,
+            config.num_attention_heads,
+            config.num_key_value_heads,
+            config.head_dim,
+            self._page_size,
+            causal=self._causal,
+            window_left=self._window_left,
+            q_data_type=self._dtype,
+            kv_data_type=self._dtype,
+        )
+        if self._copied is not None:
+            self._copied.record()
+
+    def run(self, q_TNH: Tensor, kv_cache: Tensor, out_TNH: Tensor) -> None:
+        if not self._num_rows:  # not planned yet: no rows
+            return
+        # flashinfer takes planned rows alone, so no padding; a capture is planned for all rows.
+        q_TNH, out_TNH = q_TNH[: self._num_rows], out_TNH[: self._num_rows]
+        # Passing out= matters: without it 0.6.12 allocates and zero-fills in every layer.
+        self._wrapper.run(q_TNH, (kv_cache[0], kv_cache[1]), out=out_TNH)
+
+
+def compile_flashinfer_ahead(
+    dtype: torch.dtype, target: ModelConfig, draft: DraftConfig | None
+) -> threading.Event:
+    """Starts FlashInfer's compiler beside everything else; a cold one takes half a minute.
+
+    It is a subprocess that makes no CUDA call, so it may run while weights load, segments compile
+    and graphs are captured. Whoever plans first waits for its lock. What fails here is left to fail
+    there, where it has a caller.
+
+    Args:
+        draft: None where it does not attend with FlashInfer.
+
+    Returns:
+        Set once FlashInfer's modules are imported, or cannot be, which takes a second. Whoever
+        imports them, or much else of torch, waits for it.
+    """
+    kinds = {(target.head_dim, False)}
+    if draft is not None:
+        kinds |= {(draft.model.head_dim, r.window is not None) for r in draft.attention_rules}
+    imported = threading.Event()
+
+    def build() -> None:
+        specs: list[Any] = []
+        try:
+            from flashinfer.jit import gen_batch_prefill_module
+
+            for dim, windowed in sorted(kinds):
+                # fa2; no positional encoding of its own, soft cap or fp16 products, as in `plan`.
+                arguments = (*[dtype] * 3, torch.int32, dim, dim, 0, windowed, False, False)
+                specs.append(gen_batch_prefill_module("fa2", *arguments))
+        except Exception:  # another version may name and order things otherwise
+            logging.getLogger(__name__).debug("nothing is compiled ahead", exc_info=True)
+        finally:
+            imported.set()
+        for spec in specs:
+            if not spec.is_aot:
+                with contextlib.suppress(Exception):
+                    spec.build(verbose=False)
+
+    threading.Thread(target=build, name="flashinfer-compiler", daemon=True).start()
+    return imported
+
+
+class BlockAttention:
+    """Our split-KV kernel over one block per request; lengths are read on the device, no plan.
+
+    Serves decode only: every request has exactly `block` query rows, at positions start ...
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        causal: bool,
+        buffers: StepBuffers,
+        block: int,
+        window: int | None = None,
+    ) -> None:
+        self._block, self._causal, self._window = block, causal, window
+        self._page_table_BW, self._start_B = buffers.page_table_BW, buffers.start_B
+        device = buffers.start_B.device
+        num_sms = 1
+        if device.type == "cuda":
+            num_sms = torch.cuda.get_device_properties(device).multi_processor_count
+        num_requests = buffers.start_B.shape[0]
+        self._workspace = self.make_workspace(config, num_requests, block, num_sms, device)
+
+    @staticmethod
+    def make_workspace(
+        config: ModelConfig, num_requests: int, block: int, num_sms: int, device: torch.device
+    ) -> Workspace:
+        """Partial results for `num_requests` blocks."""
+        heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+        num_splits = choose_num_splits(num_requests, kv_heads, num_sms, block * (heads // kv_heads))
+        return block_workspace(num_requests, block, heads, config.head_dim, num_splits, device)
+
+    def plan(self, layout: Layout) -> None:
+        """Nothing to do: the lengths are on the device."""
+
+    def run(self, q_TNH: Tensor, kv_cache: Tensor, out_TNH: Tensor) -> None:
+        block_attention(
+            q_TNH,
+            kv_cache,
+            self._page_table_BW,
+            self._start_B,
+            self._block,
+            self._causal,
+            out_TNH,
+            self._workspace,
+            window=self._window,
+        )
+
+
+def flashinfer_can_window(rules: Sequence[AttentionRule], block: int) -> bool:
+    """Whether fa2's windows are exactly these rules for a block of that many rows."""
+    return all(r.window is None or r.causal or block <= min(r.window, FA2_MIN_ROWS) for r in rules)
+
+
+def flashinfer_missing() -> bool:
+    """Whether the `cuda` extra is not installed."""
+    return importlib.util.find_spec("flashinfer") is None
+
+
+def make_workspace(device: torch.device) -> Tensor:
+    """FlashInfer's scratch for split-KV partials; wrappers on one stream share it."""
+    return torch.zeros(FLOAT_WORKSPACE_BYTES, dtype=torch.uint8, device=device)

@@ -1,0 +1,140 @@
+"""Our own kernels, compiled on threads beside Inductor.
+
+Triton compiles a kernel at its first launch, so a start that runs one segment after another waits
+for each: 73 kernels and 29 s of the 54 s that buckets 1, 8 and 16 of an 8B pair with an FP8 drafter
+took with empty caches (one H200). Here every chain runs once without Inductor, several at a time,
+while the caller's thread compiles segments. Triton holds Python's lock only while it reads a
+kernel's source.
+
+Invariant: such a run computes nothing. No kernel of ours is launched (`kernels.launch`), and of
+torch's none that reads or writes a tensor (`_ShapesAlone`): results are memory with any contents,
+which only lives as long as the run.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode, _push_mode
+from torch.utils._pytree import tree_leaves, tree_map
+
+from graphengine.decode.chains import Drafter, Target
+from graphengine.kernels.launch import compile_only
+
+MAX_THREADS = 8
+_LOG = logging.getLogger(__name__)
+
+
+class CompileAhead:
+    """Runs whose kernels are compiled on threads, until `wait`.
+
+    What fails in them, or while they are made, is left to fail where the kernel is needed, where it
+    has a caller.
+    """
+
+    def __init__(self, runs: Iterable[Callable[[], object]]) -> None:
+        """Starts them, in their order."""
+        num_threads = max(1, min(MAX_THREADS, (os.cpu_count() or 2) // 2))
+        self._pool = ThreadPoolExecutor(num_threads, "compile-ahead")
+        self._ended = threading.Event()
+        self._device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
+        try:
+            for run in runs:
+                self._pool.submit(self._compile, run)
+        except Exception as error:
+            _LOG.warning("kernels are compiled one after another: %s", error)
+        except BaseException:  # Ctrl-C, which no `with` has seen yet
+            self.__exit__()
+            raise
+
+    def _compile(self, run: Callable[[], object]) -> None:
+        mode = _ShapesAlone(self._ended)
+        try:
+            if self._device is not None:  # a thread begins with device 0
+                torch.cuda.set_device(self._device)
+            with torch.no_grad(), compile_only():  # both belong to a thread
+                # `with mode` would also set flags that belong to the process.
+                _push_mode(mode)
+                try:
+                    run()
+                finally:
+                    _pop_mode()
+        except _EndedError:
+            pass
+        except Exception as error:
+            _LOG.warning("some kernels are compiled later: %s in %s", error, mode.last)
+
+    def wait(self) -> None:
+        """Until all have run; before a capture, which another thread's allocation would end."""
+        self._pool.shutdown()
+
+    def __enter__(self) -> CompileAhead:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """Ends them, each after the kernel that it is compiling."""
+        self._ended.set()
+        self._pool.shutdown(cancel_futures=True)
+
+
+def shortened(target: Target, drafter: Drafter | None) -> Target:
+    """The first layers alone, one that the drafter taps among them: a forward of these has all
+    kernels of a whole one, and a run ahead takes time from the thread that compiles segments."""
+    taps = drafter.config.target_layer_ids if drafter is not None else ()
+    count = max(2, min(taps, default=0) + 1)
+    layers = target.weights.layers[:count]
+    config = replace(target.config, num_hidden_layers=len(layers))
+    return replace(target, config=config, weights=target.weights._replace(layers=layers))
+
+
+class _EndedError(Exception):
+    """The start is over: a run need not go on."""
+
+
+class _ShapesAlone(TorchDispatchMode):
+    """torch's operators give tensors of the right kind with any contents, and write nothing.
+
+    Our own operators are called, for their launches. Views are real, so that a matrix keeps the
+    address and strides for which a kernel is compiled; so is what is made from no tensor.
+    """
+
+    def __init__(self, ended: threading.Event) -> None:
+        super().__init__()
+        self._ended, self.last = ended, "no operator"
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self._ended.is_set():
+            raise _EndedError
+        self.last = str(func)
+        kwargs = kwargs or {}
+        results = [value.alias_info for value in func._schema.returns]
+        is_view = any(alias is not None and not alias.is_write for alias in results)
+        if is_view or func.namespace == "graphengine":
+            return func(*args, **kwargs)
+        written = [
+            args[place] if place < len(args) else kwargs[argument.name]
+            for place, argument in enumerate(func._schema.arguments)
+            if argument.alias_info is not None and argument.alias_info.is_write
+        ]
+        if written:
+            return written[0] if len(written) == 1 else tuple(written)
+        devices = [x.device for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        devices.sort(key=lambda device: device.type == "cpu")  # a scalar may be there
+        found = func(*tree_map(_without_memory, args), **tree_map(_without_memory, kwargs))
+        return tree_map(lambda x: _with_memory(x, devices[0]), found) if devices else found
+
+
+def _without_memory(x: Any) -> Any:
+    return torch.empty_like(x, device="meta") if isinstance(x, Tensor) else x
+
+
+def _with_memory(x: Any, device: torch.device) -> Any:
+    return torch.empty_like(x, device=device) if isinstance(x, Tensor) and x.is_meta else x

@@ -1,0 +1,87 @@
+"""Paged K/V: one pool per model, one page table for both; the length is the truth.
+
+Page 0 is the null page: no request owns it and no attention reads it. Padded rows, and positions
+past a request's reservation, write there. Everything a request can ever write is reserved at
+admission, so a running request never waits for memory and never fails for the lack of it.
+Invariant: a page belongs to at most one request; freed exactly once.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from graphengine.config.model import ModelConfig
+
+NULL_PAGE = 0
+
+
+def pages_for(num_tokens: int, page_size: int) -> int:
+    """Pages that hold `num_tokens` tokens."""
+    return -(-num_tokens // page_size)
+
+
+def page_bytes(config: ModelConfig, page_size: int, element_bytes: int) -> int:
+    """Bytes of one page over all layers: `2 * L * K * H * page_size * element_bytes`."""
+    return 2 * config.num_hidden_layers * config.kv_size * page_size * element_bytes
+
+
+def make_pool(
+    config: ModelConfig, num_pages: int, page_size: int, dtype: torch.dtype, device: torch.device
+) -> Tensor:
+    """Uninitialised K/V of all layers: [L, 2, num_pages, page_size, K, H], [:, 0] = K, [:, 1] = V.
+
+    The null page is zeroed: padded rows must not meet NaN.
+    """
+    heads, head_dim = config.num_key_value_heads, config.head_dim
+    shape = (config.num_hidden_layers, 2, num_pages, page_size, heads, head_dim)
+    pool = torch.empty(shape, dtype=dtype, device=device)
+    pool[:, :, NULL_PAGE] = 0
+    return pool
+
+
+class PageAllocator:
+    """Hands out pages 1 .. num_pages - 1. Host only; O(pages) per call."""
+
+    def __init__(self, num_pages: int) -> None:
+        if num_pages < 2:
+            raise ValueError(f"a pool of {num_pages} pages holds no request; at least 2 are needed")
+        self.num_pages = num_pages
+        self._free: list[int] = []
+        self._used: set[int] = set()
+        self.reset()
+
+    @property
+    def num_free(self) -> int:
+        """Pages that can be reserved now."""
+        return len(self._free)
+
+    @property
+    def num_usable(self) -> int:
+        """Pages that one request could own in an empty pool."""
+        return self.num_pages - 1
+
+    def reset(self) -> None:
+        """Returns every page, whoever held it: after an interrupt in the middle of a call even this
+        object's own lists may be half updated."""
+        self._free = list(range(self.num_pages - 1, NULL_PAGE, -1))
+        self._used = set()
+
+    def allocate(self, count: int) -> list[int]:
+        """Takes `count` pages.
+
+        Raises:
+            MemoryError: fewer are free; nothing is taken.
+        """
+        if count > len(self._free):
+            raise MemoryError(f"{count} pages asked, {len(self._free)} of {self.num_usable} free")
+        pages = [self._free.pop() for _ in range(count)]
+        self._used.update(pages)
+        return pages
+
+    def free(self, pages: list[int]) -> None:
+        """Returns pages; each must be in use."""
+        for page in pages:
+            assert page in self._used, f"page {page} freed twice or never allocated"
+            self._used.remove(page)
+            self._free.append(page)

@@ -1,0 +1,95 @@
+"""One request's life on the host: waiting, running, finished.
+
+Invariant: `start` is the number of tokens whose K/V is committed and equals the position of the
+anchor, the newest known token; so `start == num_prompt_tokens + len(output_ids) - 1` while it runs.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection
+from dataclasses import dataclass, field
+
+from graphengine.decode.acceptance import Commit, FinishReason, commit
+from graphengine.decode.metrics import Acceptance, RequestMetrics
+from graphengine.decode.sampling import GREEDY, Sampling
+
+NOT_FINITE_TEXT = (
+    "the target's logits for position {position} hold a NaN or an infinity, so there is no next "
+    "token; check the weights (damaged, or of another model) and that the dtype is bfloat16 or "
+    "float32"
+)
+
+
+@dataclass(slots=True, kw_only=True)
+class Request:
+    """A prompt being continued. Created by the engine; times are `time.perf_counter` seconds."""
+
+    request_id: int
+    prompt_ids: list[int]
+    max_total_tokens: int
+    stop_ids: Collection[int]
+    acceptance: Acceptance
+    sampling: Sampling = GREEDY
+    arrival_s: float = field(default_factory=time.perf_counter)
+    pages: list[int] = field(default_factory=list)
+    output_ids: list[int] = field(default_factory=list)
+    start: int = 0
+    finish_reason: FinishReason | None = None
+    error: str | None = None
+    """What went wrong, where `finish_reason` is "error"."""
+    fallback_reason: str | None = None
+    """Why it left speculation; for good, as the drafter's context is not kept in plain decoding."""
+    num_plain_steps: int = 0
+    first_token_s: float = 0.0
+    last_token_s: float = 0.0
+
+    @property
+    def budget(self) -> int:
+        """Tokens that may still be emitted."""
+        return self.max_total_tokens - len(self.prompt_ids) - len(self.output_ids)
+
+    @property
+    def anchor(self) -> int:
+        """The newest known token; its K/V is not written yet."""
+        return self.output_ids[-1]
+
+    def begin(self, first_token: int) -> list[int]:
+        """Takes the prefill's token. Mutates: self. Returns the new tokens."""
+        self.start = len(self.prompt_ids)
+        self.first_token_s = time.perf_counter()
+        return self._extend(commit([first_token], 0, self.stop_ids, self.budget))
+
+    def advance(self, target_ids: list[int], num_accepted: int) -> list[int]:
+        """Takes a verified block. Mutates: self. Returns the new tokens."""
+        if len(target_ids) == 1 and self.acceptance.num_draft_tokens:
+            self.num_plain_steps += 1
+        else:
+            self.acceptance.add(num_accepted, len(target_ids) - 1)
+        self.start += num_accepted + 1
+        return self._extend(commit(target_ids, num_accepted, self.stop_ids, self.budget))
+
+    def fail(self, error: str) -> None:
+        """Ends it with an error. Mutates: self."""
+        self.finish_reason, self.error = "error", error
+
+    def _extend(self, committed: Commit) -> list[int]:
+        self.output_ids += committed.token_ids
+        self.finish_reason = committed.finish_reason
+        if committed.finish_reason == "error":
+            position = len(self.prompt_ids) + len(self.output_ids)
+            self.fail(NOT_FINITE_TEXT.format(position=position))
+        self.last_token_s = time.perf_counter()
+        return committed.token_ids
+
+    def metrics(self) -> RequestMetrics:
+        """Cost so far."""
+        return RequestMetrics(
+            num_prompt_tokens=len(self.prompt_ids),
+            num_output_tokens=len(self.output_ids),
+            ttft_ms=(self.first_token_s - self.arrival_s) * 1e3,
+            decode_ms=(self.last_token_s - self.first_token_s) * 1e3,
+            acceptance=self.acceptance,
+            num_plain_steps=self.num_plain_steps,
+            fallback_reason=self.fallback_reason if self.num_plain_steps else None,
+        )

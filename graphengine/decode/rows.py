@@ -1,0 +1,117 @@
+"""Between requests on the host and the rows of a bucket: load them, and read what came of a step.
+
+Why: a bucket's buffers are only what the device needs for its next block, so everything about a
+request that a step reads is written here, in one place, whenever the batch changes. From then on
+the steps keep it current themselves. Invariant: row b holds request b, and every row behind the
+last request is padding: start 0, pages all NULL_PAGE. A row left over from an older batch would
+write into pages that belong to somebody else by now.
+
+Results come without a copy and without an event: the accept kernel stores words into memory of the
+host that bear the number of their step, and the host looks until all of them do, while the device
+works on. Invariant: no number comes twice in 2**32 steps, and what the warm-up of a bucket has
+written is cleared, or words of another step could pass.
+
+Legend: B requests of the bucket, G rows of a block, W pages per request, X words of a request.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from graphengine.decode.buffers import StepBuffers
+from graphengine.decode.kvcache import NULL_PAGE
+from graphengine.decode.request import Request
+from graphengine.decode.sampling import GREEDY, Controls
+from graphengine.kernels.accept import NUM_RESULTS, next_block
+
+# How often a wait asks whether the device still works; the answer takes about a microsecond.
+_ASK_EVERY_S = 1e-3
+
+
+class Results(NamedTuple):
+    """What a step tells the host of its requests, as it comes in."""
+
+    words_BX: Tensor  # int64 [B, G + 1], a view: G target ids and the number accepted
+    number: int  # of the step, as the upper halves of its words hold it
+
+    @classmethod
+    def of(cls, buffers: StepBuffers, step: int, num_requests: int) -> Results:
+        """The results of a bucket's step, launched or about to be."""
+        begin = step % NUM_RESULTS * (buffers.block + 1)
+        words_BX = buffers.results_BX[:num_requests, begin : begin + buffers.block + 1]
+        return cls(words_BX, (step + 2**31) % 2**32 - 2**31)
+
+    def are_there(self) -> bool:
+        """Whether the step has written them all."""
+        return bool((self.words_BX >> 32 == self.number).all())
+
+    def wait(self) -> None:
+        """Returns as soon as they are there; what the step still does then is not waited for.
+
+        Raises:
+            RuntimeError: the device has failed, or is done and has not written them.
+        """
+        ask_at = time.perf_counter() + _ASK_EVERY_S
+        while not self.are_there():
+            if time.perf_counter() < ask_at:
+                os.sched_yield()
+                continue
+            is_on_gpu = self.words_BX.is_pinned()
+            if not is_on_gpu or torch.cuda.current_stream().query():
+                if is_on_gpu:
+                    torch.cuda.synchronize()  # the caller may have changed streams
+                if not self.are_there():
+                    raise RuntimeError(f"step {self.number} is over and gave no results: a defect")
+            ask_at = time.perf_counter() + _ASK_EVERY_S
+
+    def read(self) -> tuple[list[list[int]], list[int]]:
+        """Target ids [B][G] and accepted drafts [B], once they are there."""
+        values = self.words_BX.to(torch.int32).tolist()
+        return [row[:-1] for row in values], [row[-1] for row in values]
+
+
+def load_(
+    buffers: StepBuffers, requests: list[Request], mask_token_id: int, page_size: int, step: int
+) -> None:
+    """Writes requests into the rows of a bucket, padding behind them: pages, lengths, next block,
+    and, where a request samples, its temperature and the like. No block was verified last, so the
+    drafter's context, run now, touches only the null page. Mutates: buffers.
+
+    Args:
+        buffers: the bucket's, of at least as many rows as requests.
+        requests: prefilled, with their pages; no step of theirs is in flight.
+        mask_token_id: what a block holds behind its anchor.
+        step: the number of the next step.
+    """
+    device = buffers.start_B.device
+    num_rows, width = buffers.page_table_BW.shape
+    padding = num_rows - len(requests)
+    table = [r.pages + [NULL_PAGE] * (width - len(r.pages)) for r in requests]
+    table += [[NULL_PAGE] * width] * padding
+
+    def upload(values: list[int]) -> Tensor:
+        return torch.tensor(values, dtype=torch.int32).to(device)
+
+    buffers.page_table_BW.copy_(torch.tensor(table, dtype=torch.int32))
+    buffers.start_B.copy_(upload([r.start for r in requests] + [0] * padding))
+    anchors = upload([r.anchor for r in requests] + [0] * padding)
+    block_ids, positions, slots = next_block(
+        buffers.start_B, anchors, buffers.page_table_BW, buffers.block, mask_token_id, page_size
+    )
+    buffers.block_ids_BG.copy_(block_ids)
+    buffers.positions_T.copy_(positions)
+    buffers.slots_T.copy_(slots)
+    buffers.context_positions_T.zero_()
+    buffers.context_slots_T.zero_()
+    buffers.step_B.fill_(step)
+    if any(not r.sampling.is_greedy for r in requests):
+        controls = Controls.upload([r.sampling for r in requests] + [GREEDY] * padding, device)
+        buffers.temperature_B.copy_(controls.temperature_B)
+        buffers.top_p_B.copy_(controls.top_p_B)
+        buffers.top_k_B.copy_(controls.top_k_B)
+        buffers.seed_B.copy_(controls.seed_B)

@@ -1,0 +1,110 @@
+"""The segments: what stands between two attentions of a chain, as pure functions.
+
+Each is compiled by itself, so that equal shapes share one compilation; forward.py builds the chains
+from them. They end in the queries' projection, in token ids or in logits: the head takes its own
+argmax where no logits are wanted.
+
+Legend: B requests, G block length, T rows, N / H query heads / head dim, C = taps * hidden.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from torch import Tensor
+
+from graphengine.capture.steps import Carry
+from graphengine.decode.simulate import force_acceptance_
+from graphengine.models import dflash, qwen3
+from graphengine.models.dflash import ContextWeights
+from graphengine.models.layers import Matrix, add
+from graphengine.models.qwen3 import LayerWeights
+
+
+def first_segment(embed_VD: Tensor, layer: LayerWeights, token_ids_T: Tensor, eps: float) -> Carry:
+    """embed + pre(0) -> (h_TD, qkv_TE)."""
+    return qwen3.pre_attention(layer, qwen3.embed(embed_VD, token_ids_T), None, eps)
+
+
+def middle_segment(
+    done: LayerWeights, layer: LayerWeights, h_TD: Tensor, attn_TNH: Tensor, eps: float
+) -> Carry:
+    """post(i) + pre(i + 1) -> (h_TD, qkv_TE)."""
+    return qwen3.pre_attention(layer, *qwen3.post_attention(done, h_TD, attn_TNH, eps), eps)
+
+
+def last_segment(
+    done: LayerWeights,
+    norm_D: Tensor,
+    lm_head_VD: Matrix,
+    h_TD: Tensor,
+    attn_TNH: Tensor,
+    eps: float,
+) -> Carry:
+    """post(L - 1) + norm + head + argmax -> (h_TD before the norm, ids_T)."""
+    h_TD, update = qwen3.post_attention(done, h_TD, attn_TNH, eps)
+    return qwen3.greedy(norm_D, lm_head_VD, h_TD, update, eps)
+
+
+def logits_segment(
+    done: LayerWeights,
+    norm_D: Tensor,
+    lm_head_VD: Matrix,
+    h_TD: Tensor,
+    attn_TNH: Tensor,
+    eps: float,
+) -> Carry:
+    """`last_segment` without its argmax, for whoever draws: (h_TD before the norm, logits_TV)."""
+    h_TD, update = qwen3.post_attention(done, h_TD, attn_TNH, eps)
+    return qwen3.logits(norm_D, lm_head_VD, h_TD, update, eps)
+
+
+def row_logits_segment(
+    rows_R: Tensor,
+    done: LayerWeights,
+    norm_D: Tensor,
+    lm_head_VD: Matrix,
+    h_TD: Tensor,
+    attn_TNH: Tensor,
+    eps: float,
+) -> Carry:
+    """`logits_segment` of the rows with these indices alone: (h_TD of all, logits_RV)."""
+    h_TD = add(*qwen3.post_attention(done, h_TD, attn_TNH, eps))
+    _, logits_RV = qwen3.logits(norm_D, lm_head_VD, h_TD[rows_R], None, eps)
+    return h_TD, logits_RV
+
+
+def draft_last_segment(
+    done: LayerWeights,
+    norm_D: Tensor,
+    lm_head_VD: Matrix,
+    h_TD: Tensor,
+    attn_TNH: Tensor,
+    block_length: int,
+    eps: float,
+) -> Carry:
+    """post + norm + head + argmax on rows 1 .. G-1 -> ids [B * (G-1)].
+
+    Slot j predicts the token at its own position; slot 0, the anchor's, is dropped.
+    """
+    h_TD = add(*qwen3.post_attention(done, h_TD, attn_TNH, eps))
+    h_TD = h_TD.unflatten(0, (-1, block_length))[:, 1:].flatten(0, 1)
+    return qwen3.greedy(norm_D, lm_head_VD, h_TD, None, eps)[1:]
+
+
+def context_segment(weights: ContextWeights, taps_TC: Tensor, eps: float) -> Carry:
+    """taps -> fc, hidden_norm, every layer's K/V before k-norm and rope -> (kv_TX,)."""
+    return (dflash.context(weights, taps_TC, eps),)
+
+
+class Segments(NamedTuple):
+    """The segment functions in use: plain, or each compiled."""
+
+    first: Callable[..., Carry] = first_segment
+    middle: Callable[..., Carry] = middle_segment
+    last: Callable[..., Carry] = last_segment
+    logits: Callable[..., Carry] = logits_segment
+    draft_last: Callable[..., Carry] = draft_last_segment
+    context: Callable[..., Carry] = context_segment
+    simulate: Callable[..., None] = force_acceptance_

@@ -1,0 +1,136 @@
+"""The examination of a pair before anything is loaded: every check, in the order of a start-up.
+
+Why: the complaints about speculative decoding are about acceptance that is lost silently (a theta,
+a tap, a slot convention) and about memory that runs out later. Both show in the config files and
+the headers of the weights, which take a second to read.
+Pure but for `examine`'s reading; whatever a file holds ends as a finding (`findings.guarded`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from graphengine.checkpoints.pairs import NO_DRAFT, verifier_of
+from graphengine.config.draft_length import longest_draft
+from graphengine.doctor.files import ModelFiles, read_model_files
+from graphengine.doctor.findings import LEVELS, Finding, guarded, info, one_line
+from graphengine.doctor.host import Host, host_findings, read_host, speed_findings
+from graphengine.doctor.models import (
+    draft_findings,
+    parse_draft,
+    parse_target,
+    target_findings,
+)
+from graphengine.doctor.pair import pair_findings, plan_findings, resolve_run
+from graphengine.startup.memory import MemoryPlan
+from graphengine.startup.options import Options
+
+SCHEMA_VERSION = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Examination:
+    """All findings, in order, and the memory plan if one could be made."""
+
+    target: str
+    draft: str | None
+    findings: tuple[Finding, ...]
+    memory_plan: MemoryPlan | None
+
+    @property
+    def num_by_level(self) -> dict[str, int]:
+        """How many findings of each level."""
+        counts: dict[str, int] = dict.fromkeys(LEVELS, 0)
+        for finding in self.findings:
+            counts[finding.level] += 1
+        return counts
+
+    @property
+    def has_errors(self) -> bool:
+        """Whether a run would be refused, or the drafter is not this target's."""
+        return self.num_by_level["error"] > 0
+
+    def to_json(self) -> dict[str, Any]:
+        """Findings with `name`, `value`, `level`, `remedy`; counts; the plan's bytes."""
+        keys = ("name", "value", "level", "remedy")
+        return {
+            "schema_version": SCHEMA_VERSION,
+            "target": self.target,
+            "draft": self.draft,
+            "findings": [{key: getattr(f, key) for key in keys} for f in self.findings],
+            "num_by_level": self.num_by_level,
+            "memory_plan": self.memory_plan.to_json() if self.memory_plan else None,
+        }
+
+
+def examine(
+    target_name: str | Path,
+    draft_name: str | Path | None,
+    options: Options,
+    host: Host | None = None,
+) -> Examination:
+    """Reads both models' files and checks them; never raises for what a file holds.
+
+    Args:
+        target_name: a drafter that names its target (speculators) may stand here for both.
+        draft_name: "none" decodes plainly, whatever the target's files say.
+        host: default: the current machine.
+    """
+    target = read_model_files(target_name, with_tokenizer=True)
+    plain = draft_name in (None, NO_DRAFT)
+    draft = None if plain else read_model_files(str(draft_name), with_tokenizer=False)
+    found: list[Finding] = []
+    if target.directory is not None and "speculators_model_type" in (target.config or {}):
+        alone, _ = parse_draft(target)
+        if alone is not None and alone.verifier is not None:
+            text = one_line(f"{target.name} is a drafter of {alone.verifier}")
+            found.append(info("draft.verifier", text))
+            draft = None if draft_name == NO_DRAFT else draft or target
+            name = verifier_of(target.directory, alone.verifier)
+            target = read_model_files(name, with_tokenizer=True)
+    findings, plan = diagnose(target, draft, options, host or read_host())
+    return Examination(
+        target=target.name,
+        draft=draft.name if draft else None,
+        findings=(*found, *findings),
+        memory_plan=plan,
+    )
+
+
+def diagnose(
+    target_files: ModelFiles, draft_files: ModelFiles | None, options: Options, host: Host
+) -> tuple[list[Finding], MemoryPlan | None]:
+    """Every finding about these files on this machine. Pure."""
+    target, found = parse_target(target_files)
+    if target is not None:
+        found += guarded("target", target_findings(target_files, target))
+    draft = None
+    if draft_files is not None:
+        draft, parsed = parse_draft(draft_files)
+        found += parsed
+        if draft is not None:
+            found += guarded("draft", draft_findings(draft_files, draft))
+    plan: MemoryPlan | None = None
+    if target is not None and draft is not None and draft_files is not None:
+        found += guarded("pair", pair_findings(target_files, target, draft_files, draft))
+    found += host_findings(host)
+    if target is not None and (draft is not None) == (draft_files is not None):
+        model, drafter = target, draft
+
+        def run() -> Iterator[Finding]:
+            nonlocal plan
+            config, resolved = resolve_run(options, model, drafter)
+            yield from resolved
+            if config is not None:
+                memory = host.memory if config.device == "cuda" else None
+                names = (draft_files.headers if draft_files else None) or ()
+                longest = longest_draft(config, drafter) if drafter else None
+                plan, planned = plan_findings(config, options, model, longest, memory, names)
+                yield from planned
+                yield from speed_findings(host, config, model, drafter)
+
+        found += guarded("run", run())
+    return found, plan

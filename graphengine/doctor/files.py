@@ -1,0 +1,99 @@
+"""What doctor reads: JSON files, safetensors headers, the tokenizer; never a tensor, never a hub.
+
+Invariant: reading never raises. A part that cannot be read is None, and the reason stands in
+`problems` under the part's name, so that one broken file does not hide what the others say.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+from graphengine.checkpoints.hub import PRESETS, resolve
+from graphengine.checkpoints.pairs import read_json
+from graphengine.checkpoints.tokenizer import Tokenizer
+from graphengine.checkpoints.weights import TensorHeader, read_headers
+from graphengine.doctor.findings import one_line
+
+T = TypeVar("T")
+
+
+class TokenizerFacts(NamedTuple):
+    """Size of a tokenizer, special tokens included, and its chat template (None: it has none)."""
+
+    num_tokens: int
+    chat_template: str | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelFiles:
+    """A model's files as far as they could be read.
+
+    `generation_config` and `tokenizer` are None also where there is no such file (then without an
+    entry in `problems`).
+    """
+
+    name: str
+    directory: Path | None = None
+    config: Mapping[str, Any] | None = None
+    generation_config: Mapping[str, Any] | None = None
+    headers: Mapping[str, TensorHeader] | None = None
+    tokenizer: TokenizerFacts | None = None
+    problems: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def is_preset(self) -> bool:
+        """Whether this is a shape without weights, meant for --load-format dummy."""
+        return self.directory is not None and self.directory.parent == PRESETS
+
+    @property
+    def source(self) -> str:
+        """How messages call its config."""
+        return str(self.directory / "config.json") if self.directory else self.name
+
+
+def read_model_files(name: str | Path, *, with_tokenizer: bool) -> ModelFiles:
+    """Reads what is there.
+
+    Args:
+        name: a directory, a preset, or a hub id whose files are in the local cache.
+        with_tokenizer: False for a drafter, which uses the target's.
+    """
+    problems: dict[str, str] = {}
+
+    def attempt(part: str, read: Callable[[], T]) -> T | None:
+        try:
+            return read()
+        except Exception as problem:  # whatever a damaged file provokes
+            kind = "" if isinstance(problem, ValueError) else f"{type(problem).__name__}: "
+            problems[part] = kind + one_line(problem)
+            return None
+
+    directory = attempt("directory", lambda: resolve(name, local_only=True))
+    if directory is None:
+        return ModelFiles(name=str(name), problems=problems)
+    generation = directory / "generation_config.json"
+    return ModelFiles(
+        name=str(name),
+        directory=directory,
+        config=attempt("config", lambda: read_json(directory / "config.json")[0]),
+        generation_config=(
+            attempt("generation_config", lambda: read_json(generation)[0])
+            if generation.is_file()
+            else None
+        ),
+        headers=attempt("weights", lambda: read_headers(directory)),
+        tokenizer=(
+            attempt("tokenizer", lambda: _tokenizer(directory))
+            if with_tokenizer and Tokenizer.exists(directory)
+            else None
+        ),
+        problems=problems,
+    )
+
+
+def _tokenizer(directory: Path) -> TokenizerFacts:
+    tokenizer = Tokenizer(directory)
+    return TokenizerFacts(len(tokenizer), tokenizer.chat_template)

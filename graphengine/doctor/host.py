@@ -1,0 +1,191 @@
+"""The machine: versions, GPU, driver, and what of it makes a run slow or impossible.
+
+`Host` is read once (`read_host`); the findings are pure.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+
+from graphengine.config.bytesize import format_bytes
+from graphengine.config.draft_length import draft_at
+from graphengine.config.model import DraftConfig, EngineConfig, ModelConfig
+from graphengine.decode.attention import FLASHINFER_HEAD_DIMS
+from graphengine.decode.chains import MAX_QUANTIZED_ROWS
+from graphengine.doctor.findings import Finding, error, info, ok, warning
+from graphengine.profiles.result_schema import environment
+from graphengine.startup.artifact import cpp_compiler
+from graphengine.startup.memory import DeviceMemory, device_memory
+
+TORCH_MINIMUM, TORCH_LIMIT = (2, 11), (2, 14)
+PYTHON_MINIMUM, PYTHON_LIMIT = (3, 11), (3, 13)
+# The oldest driver that runs a CUDA version's programs.
+DRIVER_FOR_CUDA = {12: 525, 13: 580}
+HOPPER = (9, 0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Host:
+    """What a run would find. `versions`: package -> version, None where it is missing.
+    `cpp_compiler`: Inductor's, for the CPU."""
+
+    versions: Mapping[str, str | None]
+    cuda_version: str | None
+    driver_version: str | None
+    nsys: str | None
+    cpp_compiler: str | None
+    gpu_name: str | None
+    capability: tuple[int, int] | None
+    memory: DeviceMemory | None
+
+
+def read_host() -> Host:
+    """The current machine."""
+    env = environment()
+    has_gpu = torch.cuda.is_available()
+    return Host(
+        versions=env["versions"],
+        cuda_version=env["cuda_version"],
+        driver_version=env["driver_version"],
+        nsys=shutil.which("nsys"),
+        cpp_compiler=cpp_compiler(),
+        gpu_name=env["gpu_name"],
+        capability=torch.cuda.get_device_capability(0) if has_gpu else None,
+        memory=device_memory("cuda") if has_gpu else None,
+    )
+
+
+def host_findings(host: Host) -> Iterator[Finding]:
+    """Versions, GPU and driver."""
+    for name, low, limit in (
+        ("python", PYTHON_MINIMUM, PYTHON_LIMIT),
+        ("torch", TORCH_MINIMUM, TORCH_LIMIT),
+    ):
+        found = host.versions.get(name)
+        wanted = f"{'.'.join(map(str, low))} up to but not {'.'.join(map(str, limit))} is tested"
+        if found is not None and low <= _numbers(found)[:2] < limit:
+            yield ok(f"host.{name}", found)
+        else:
+            yield warning(f"host.{name}", found or "missing", wanted)
+    has_gpu = host.gpu_name is not None
+    for package, remedy in (
+        ("triton", "install triton; on a GPU kernels and compilation need it"),
+        ("flashinfer-python", "install the extra graphengine[cuda]; attention falls back to torch"),
+        ("transformers", "install transformers; text needs its tokenizers"),
+    ):
+        found = host.versions.get(package)
+        matters = has_gpu or package == "transformers"
+        missing = warning if matters else info
+        name = f"host.{package.removesuffix('-python')}"
+        yield ok(name, found) if found else missing(name, "missing", remedy)
+    if host.nsys:
+        yield ok("host.nsys", host.nsys)
+    else:
+        remedy = "graphengine profile falls back to torch.profiler; install Nsight Systems"
+        yield info("host.nsys", "not on the PATH", remedy)
+    yield from _gpu(host)
+
+
+def _gpu(host: Host) -> Iterator[Finding]:
+    if host.gpu_name is None or host.capability is None or host.memory is None:
+        if host.driver_version is not None:
+            yield warning(
+                "host.gpu",
+                f"driver {host.driver_version}, but torch sees no device "
+                f"(built for CUDA {host.cuda_version or 'none'})",
+                "install torch built for CUDA, or check CUDA_VISIBLE_DEVICES and the driver",
+            )
+        else:
+            yield warning("host.gpu", "none", "runs on the CPU: correct, and slow")
+        return
+    capability = ".".join(map(str, host.capability))
+    value = (
+        f"{host.gpu_name}, capability {capability}, {format_bytes(host.memory.free_bytes)} free of "
+        f"{format_bytes(host.memory.total_bytes)}"
+    )
+    if host.capability < (8, 0):
+        yield error("host.gpu", value, "bfloat16 tensor cores need capability 8.0 or newer")
+    else:
+        yield ok("host.gpu", value)
+    cuda = _numbers(host.cuda_version or "")
+    needed = DRIVER_FOR_CUDA.get(cuda[0]) if cuda else None
+    driver = _numbers(host.driver_version or "")
+    if not driver or needed is None:
+        yield info("host.driver", host.driver_version or "unknown")
+    elif driver[0] < needed:
+        remedy = f"torch is built for CUDA {host.cuda_version}, which needs driver {needed}"
+        yield warning("host.driver", host.driver_version or "", remedy)
+    else:
+        yield ok("host.driver", f"{host.driver_version} for CUDA {host.cuda_version}")
+
+
+def speed_findings(
+    host: Host, config: EngineConfig, target: ModelConfig, draft: DraftConfig | None
+) -> Iterator[Finding]:
+    """What this run would leave on the table."""
+    on_gpu = config.device == "cuda"
+    if not on_gpu:
+        yield warning("speed.device", "CPU", "use a CUDA GPU; the CPU path is for correctness")
+    if draft is None:
+        yield info("speed.draft", "no drafter: plain decoding", "pass --draft")
+    if config.compile and not on_gpu and host.cpp_compiler is None:
+        yield error("run.compiler", "no C++ compiler", "install g++, or use --no-compile")
+    if not on_gpu:
+        return
+    if host.capability is not None and host.capability[0] != HOPPER[0]:
+        yield warning(
+            "speed.gemm",
+            f"capability {'.'.join(map(str, host.capability))}",
+            "the skinny GEMM and programmatic launches are for Hopper (9.0); cuBLAS is used",
+        )
+    if config.dtype != "bfloat16":
+        yield warning("speed.dtype", config.dtype, "use --dtype bfloat16: half the bytes")
+    if config.prefill_attention_backend == "torch":
+        dims = sorted({m.head_dim for m in [target] + ([draft.model] if draft else [])})
+        value = f"torch, with head_dim {dims}"
+        supported = ", ".join(map(str, FLASHINFER_HEAD_DIMS))
+        remedy = f"flashinfer needs the extra cuda, bfloat16 and head_dim {supported}"
+        yield warning("speed.attention", value, remedy)
+    if not config.compile:
+        yield warning("speed.compile", "off", "use --compile: fused norms and activations")
+    if config.graph_mode == "none":
+        remedy = "use --graph-mode piecewise or full: launches cost more than the kernels"
+        yield warning("speed.graphs", "none", remedy)
+    if draft is not None:
+        yield from _drafter(host, config, draft)
+
+
+def _drafter(host: Host, config: EngineConfig, draft: DraftConfig) -> Iterator[Finding]:
+    """Whether its weights are rounded, and whether that is of use."""
+    quantization = config.draft_quantization
+    is_hopper = host.capability is None or host.capability[0] == HOPPER[0]
+    if not is_hopper or config.dtype != "bfloat16":
+        if quantization != "none":
+            remedy = "leave out --draft-quantization: FP8 is multiplied in bfloat16 runs on Hopper "
+            remedy += "alone, elsewhere it is widened in every forward"
+            yield warning("speed.drafter", quantization, remedy)
+        return
+    rows = [size * draft_at(config, draft, size).block_size for size in config.buckets]
+    limit = MAX_QUANTIZED_ROWS["fp8"]
+    if quantization == "none":
+        kind = "fp8" if max(rows) <= limit else "fp8-dynamic"
+        remedy = f"--draft-quantization {kind} halves its bytes"
+        yield info("speed.drafter", "bfloat16", remedy)
+    elif quantization == "fp8" and min(rows) > limit:
+        value = f"fp8, and a draft has {min(rows)} rows or more"
+        remedy = f"use fp8-dynamic: fp8 is for forwards of up to {limit} rows"
+        yield warning("speed.drafter", value, remedy)
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    """The leading numbers of a version: `2.13.0+cpu` -> (2, 13, 0)."""
+    numbers = []
+    for part in version.split("+")[0].split("."):
+        if not part.isdecimal():
+            break
+        numbers.append(int(part))
+    return tuple(numbers)

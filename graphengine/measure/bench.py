@@ -1,0 +1,269 @@
+"""Latency of decode steps: real shapes, real steps, prefill excluded.
+
+What is timed: the wall time between the moments at which the host holds two consecutive steps'
+tokens, over full buckets only. `host_ms` is the part of it that the host spent working (planning,
+launching, committing); the rest it spent waiting for the device, so `host_ms` close to `step_ms`
+means that the host is the bottleneck. On a GPU a few more steps tell how long the device works on
+one (bench_busy.py); the rest of the wall time it was idle. Bytes are counted from the configs:
+weights once per forward, K/V once; the floor is those bytes over the read bandwidth measured in the
+same process.
+
+Every case draws fresh random prompts from its seed; the same seed in every mode, so that the modes'
+tokens can be compared.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from graphengine.api import Engine
+from graphengine.config.draft_length import draft_at
+from graphengine.config.model import DraftConfig, ModelConfig
+from graphengine.decode.chains import MAX_QUANTIZED_ROWS
+from graphengine.decode.loop import DecodeLoop
+from graphengine.decode.request import Request
+from graphengine.measure.busy import busy_fraction
+from graphengine.profiles.plot import percentile
+from graphengine.startup.build import Built
+
+READ_BYTES = 4 << 30
+NUM_DIGEST_TOKENS = 64
+MAX_EMPTY_ROUNDS = 20  # a round's steps may all be lost by luck, never this many in a row
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """One line of the table."""
+
+    graph_mode: str
+    bucket: int
+    input_len: int
+    output_len: int
+    num_iters: int
+    warmup: int
+    seed: int
+
+
+@dataclass(slots=True, kw_only=True)
+class CaseResult:
+    """What one case measured. Times in milliseconds per step, one entry a step."""
+
+    case: Case
+    drafting: bool
+    step_ms: list[float] = field(default_factory=list)
+    host_ms: list[float] = field(default_factory=list)
+    num_tokens: int = 0
+    step_bytes: float = 0.0
+    context_tokens: int = 0
+    busy_fraction: float | None = None
+    digest: str = ""
+
+    @property
+    def mean_acceptance_length(self) -> float:
+        """Tokens per request and step, bonus included."""
+        return self.num_tokens / (len(self.step_ms) * self.case.bucket)
+
+    @property
+    def mean_context_tokens(self) -> float:
+        """Tokens of context per request at the start of a step, over the timed steps."""
+        return self.context_tokens / (len(self.step_ms) * self.case.bucket)
+
+    def numbers(self, read_gbps: float) -> dict[str, float]:
+        """The row as numbers with units; keys follow vLLM's bench where they mean the same."""
+        ordered = sorted(self.step_ms)
+        median = statistics.median(ordered)
+        total_s = sum(self.step_ms) / 1e3
+        achieved = self.step_bytes / median / 1e6
+        numbers: dict[str, float] = {
+            "num_steps": len(ordered),
+            "mean_acceptance_length": self.mean_acceptance_length,
+            "step_p50_ms": median,
+            "step_p95_ms": percentile(ordered, 0.95),
+            "step_p99_ms": percentile(ordered, 0.99),
+            "step_mean_ms": statistics.fmean(ordered),
+            "host_p50_ms": statistics.median(self.host_ms),
+            "mean_tpot_ms": statistics.fmean(ordered) / self.mean_acceptance_length,
+            "median_tpot_ms": median / self.mean_acceptance_length,
+            "output_throughput": self.num_tokens / total_s,
+            "median_tokens_per_s": self.mean_acceptance_length * self.case.bucket / median * 1e3,
+            "mean_context_tokens": self.mean_context_tokens,
+            "step_read_gb": self.step_bytes / 1e9,
+            "achieved_gbps": achieved,
+        }
+        if read_gbps > 0:
+            floor = self.step_bytes / read_gbps / 1e6
+            numbers |= {
+                "floor_ms": floor,
+                "over_floor_ratio": median / floor,
+                "bandwidth_percent": achieved / read_gbps * 100,
+            }
+        if self.busy_fraction is not None:
+            busy = min(self.busy_fraction, 1.0)
+            numbers |= {
+                "gpu_busy_ms": median * busy,
+                "gpu_idle_ms": median * (1 - busy),
+                "gpu_idle_percent": (1 - busy) * 100,
+                "gpu_busy_fraction": self.busy_fraction,  # as measured: above 1 is noise
+            }
+        return numbers
+
+
+def run_case(engine: Engine, case: Case, progress: Callable[[int], None]) -> CaseResult:
+    """Decodes random prompts until `num_iters` full-bucket steps are timed.
+
+    A round runs `bucket` requests of `output_len` tokens; rounds repeat as needed. The first
+    `warmup` steps of the case are not counted.
+
+    Args:
+        progress: called with the number of steps counted so far.
+
+    Raises:
+        ValueError: the prompt leaves no room, the K/V pool does not hold a full bucket, or rounds
+            are too short to hold a step that counts.
+    """
+    built = engine.built
+    result = CaseResult(case=case, drafting=built.draft is not None)
+    generator = torch.Generator().manual_seed(case.seed)
+    skipped = empty_rounds = 0
+
+    def submit() -> list[Request]:
+        shape = (case.bucket, case.input_len)
+        prompts = torch.randint(0, built.target.vocab_size, shape, generator=generator).tolist()
+        return [built.loop.submit(prompt, case.output_len, ()) for prompt in prompts]
+
+    while len(result.step_ms) < case.num_iters:
+        requests = submit()
+        empty_rounds += 1
+        with torch.no_grad():
+            for step_ms, host_ms, num_tokens in _timed_steps(built.loop, requests):
+                empty_rounds = 0
+                if skipped < case.warmup:
+                    skipped += 1
+                    continue
+                result.step_ms.append(step_ms)
+                result.host_ms.append(host_ms)
+                result.num_tokens += num_tokens
+                # Where the step began: since then each has moved on by what it committed.
+                result.context_tokens += sum(request.start for request in requests) - num_tokens
+                progress(len(result.step_ms))
+                if len(result.step_ms) >= case.num_iters and result.digest:
+                    break
+        if not result.digest:
+            result.digest = _digest(requests)
+        built.loop.reset()
+        if empty_rounds >= MAX_EMPTY_ROUNDS:
+            raise ValueError(
+                f"--output-len {case.output_len} after {case.input_len} tokens of prompt: a round "
+                "ends before a step between two others can be timed; pass a larger --output-len or "
+                "shorter prompts"
+            )
+    with torch.no_grad():
+        requests = submit()
+        host_ms = statistics.median(result.host_ms)
+        result.busy_fraction = busy_fraction(built.loop, requests, host_ms)
+        built.loop.reset()
+    context_tokens = result.mean_context_tokens * case.bucket
+    result.step_bytes = weight_bytes(built, case.bucket) + context_tokens * token_bytes(built)
+    return result
+
+
+def _timed_steps(loop: DecodeLoop, requests: list[Request]) -> Iterator[tuple[float, float, int]]:
+    """(wall ms, host ms, tokens) of each step in which every request still runs.
+
+    Raises:
+        ValueError: the K/V pool does not hold them all, so that no step would be a full bucket's.
+    """
+    loop.admit()
+    if loop.waiting:
+        num_running = len(requests) - len(loop.waiting)
+        loop.reset()
+        raise ValueError(
+            f"K/V for {num_running} of {len(requests)} requests of this length: the bucket is not "
+            "full; raise --kv-cache-memory or lower --bucket, --input-len or --output-len"
+        )
+    before = None
+    while all(request.finish_reason is None for request in requests):
+        began = time.perf_counter()
+        loop.launch()
+        launched = time.perf_counter()
+        loop.wait()
+        waited = time.perf_counter()
+        outputs = loop.collect()
+        now = time.perf_counter()
+        if before is not None and all(request.finish_reason is None for request in requests):
+            host = (launched - began) + (now - waited)
+            num_tokens = sum(len(output.token_ids) for output in outputs)
+            yield (now - before) * 1e3, host * 1e3, num_tokens
+        before = now
+
+
+def _digest(requests: list[Request]) -> str:
+    """Hash of every request's first tokens: equal digests mean equal tokens."""
+    ids = [request.output_ids[:NUM_DIGEST_TOKENS] for request in requests]
+    return hashlib.sha256(repr(ids).encode()).hexdigest()[:16]
+
+
+def weight_bytes(built: Built, num_requests: int) -> float:
+    """Bytes of weights that one step of a bucket reads: each forward reads its matrices once."""
+    size = getattr(torch, built.config.dtype).itemsize
+    target, draft = built.target, built.draft
+    head = target.vocab_size * target.hidden_size
+    total = size * (target.num_hidden_layers * target.num_layer_parameters + head)
+    if draft is not None:
+        max_rows = MAX_QUANTIZED_ROWS[built.config.draft_quantization]
+        is_fp8 = num_requests * draft_at(built.config, draft, num_requests).block_size <= max_rows
+        head = draft.num_draft_ids * draft.model.hidden_size
+        total += (1 if is_fp8 else size) * (_draft_parameters(draft) + head)
+    return float(total)
+
+
+def token_bytes(built: Built) -> float:
+    """Bytes of K/V per context token that one step reads, both models."""
+    size = getattr(torch, built.config.dtype).itemsize
+
+    def kv(model: ModelConfig) -> int:
+        return 2 * model.num_hidden_layers * model.kv_size
+
+    return float(size * (kv(built.target) + (kv(built.draft.model) if built.draft else 0)))
+
+
+def _draft_parameters(draft: DraftConfig) -> int:
+    model = draft.model
+    fc = model.hidden_size * draft.num_taps * draft.tap_size
+    context = 2 * model.num_hidden_layers * model.kv_size * model.hidden_size
+    return model.num_hidden_layers * model.num_layer_parameters + fc + context
+
+
+def read_bandwidth_gbps() -> float:
+    """Read-only bandwidth: a float32 sum over 4 GiB, best of 5; 0 without a GPU."""
+    if not torch.cuda.is_available():
+        return 0.0
+    x = torch.ones(READ_BYTES // 4, dtype=torch.float32, device="cuda")
+    x.sum()
+    best = float("inf")
+    for _ in range(5):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        x.sum()
+        end.record()
+        end.synchronize()
+        best = min(best, start.elapsed_time(end))
+    return READ_BYTES / best / 1e6
+
+
+def gpu_memory() -> dict[str, Any]:
+    """Bytes of the GPU in use by this process now and at most; empty without a GPU."""
+    if not torch.cuda.is_available():
+        return {}
+    return {
+        "allocated_bytes": torch.cuda.memory_allocated(),
+        "max_allocated_bytes": torch.cuda.max_memory_allocated(),
+        "reserved_bytes": torch.cuda.memory_reserved(),
+    }

@@ -1,0 +1,77 @@
+"""How long the device works on one step, measured with events, without its waiting for the host.
+
+Events see when the stream reaches them, so a gap between two launches is only visible where an
+event lies in it, and hundreds of events would slow down what they measure. Here the host is taken
+out instead: a kernel that spins holds the stream until the host has queued a whole step, then
+`start .. end` spans the step's device work and nothing else. Idle is the wall time of an ordinary
+step less this: the time in which the device had nothing queued and waited for the host. Gaps
+between kernels that are already queued count as busy; `graphengine profile` splits those.
+
+Only every fourth step is held, and the wall time that busy is compared with is that of free steps
+between them: a hold cools the GPU, which at its power limit then clocks higher. (Held every step,
+an H200 at batch 16 showed 13 % idle where there was under 1:
+profiles/results/2026-11-22-h200-8b-full-cold.json, -8b-batches.json.)
+
+Invariant: these steps are never among the timed ones, and a hold that ended before the host was
+done gives no number instead of a wrong one.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+
+import torch
+
+from graphengine.decode.loop import DecodeLoop
+from graphengine.decode.request import Request
+
+NUM_STEPS = 48
+NUM_SKIPPED = 4  # the first steps upload the rows and fill the pipeline
+PERIOD = 4  # a hold delays its own step's results, or the next one's; the two after it are free
+# Cycles of the spinning kernel per millisecond: above the highest clock, so holds are never short.
+_CYCLES_PER_MS = 2_100_000
+
+
+def busy_fraction(loop: DecodeLoop, requests: list[Request], host_ms: float) -> float | None:
+    """Device time of a step, queued whole before it starts, over the wall time of a step.
+
+    Runs some steps of `requests`, which are submitted and not yet admitted.
+
+    Args:
+        host_ms: host time of a step, about; the hold is several times that.
+
+    Returns:
+        Ratio of the medians; None on the CPU, where the host was never done before the hold
+        ended, or where the requests end too soon.
+    """
+    if not torch.cuda.is_available() or loop.config.device != "cuda":
+        return None
+    busy_ms: list[float] = []
+    wall_ms: list[float] = []
+    loop.admit()
+    before = time.perf_counter()
+    for index in range(NUM_SKIPPED + NUM_STEPS):
+        if any(request.finish_reason is not None for request in requests):
+            break
+        start = torch.cuda.Event(enable_timing=True)
+        end = torch.cuda.Event(enable_timing=True)
+        is_held = index % PERIOD == 0
+        if is_held:
+            torch.cuda._sleep(int((4 * host_ms + 2) * _CYCLES_PER_MS))
+        start.record()
+        loop.launch()
+        end.record()
+        was_held = is_held and not start.query()
+        loop.collect()
+        now = time.perf_counter()
+        if index >= NUM_SKIPPED:
+            if was_held:
+                end.synchronize()
+                busy_ms.append(start.elapsed_time(end))
+            elif index % PERIOD >= 2:
+                wall_ms.append((now - before) * 1e3)
+        before = now
+    if not busy_ms or not wall_ms:
+        return None
+    return statistics.median(busy_ms) / statistics.median(wall_ms)

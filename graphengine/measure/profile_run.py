@@ -1,0 +1,258 @@
+"""Where `graphengine profile` gets its trace: nsys, torch.profiler, the host's clock, or a file.
+
+Under nsys the command runs itself again as a child: one process that does not fork and marks its
+steps with cudaProfilerStart / Stop. What a trace cannot say (bytes per segment, bandwidth, times
+without a profiler) the run writes beside it as facts.json.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from graphengine.api import Engine
+from graphengine.checkpoints.hub import preset_names
+from graphengine.checkpoints.pairs import named_pair
+from graphengine.config.draft_length import resolve_draft_lengths
+from graphengine.decode.chains import MAX_QUANTIZED_ROWS
+from graphengine.measure.bench import read_bandwidth_gbps
+from graphengine.measure.profiled_steps import Workload, cuda_profiler_range, run_steps
+from graphengine.measure.segment_bytes import segment_bytes
+from graphengine.profiles import host_trace, nsys, torch_trace
+from graphengine.profiles.launch_gaps import Report, report
+from graphengine.startup.build import read_configs
+
+Found = tuple[dict[str, Report], dict[str, Any]]
+"""Reports by label, and the facts of the run."""
+
+_FACTS = "facts.json"
+# Options that a child under nsys gets as they are.
+_FORWARDED = (
+    *("bucket", "input_len", "num_steps", "warmup", "graph_mode", "attention_backend", "dtype"),
+    *("page_size", "simulate_acceptance", "load_format", "seed", "draft_quantization"),
+    "num_speculative_tokens",
+)
+
+
+def read_file(model: str | None, draft: str | None, options: dict[str, Any]) -> Found:
+    """Reports on a trace that exists; facts from MODEL, else from facts.json beside the file.
+
+    Raises:
+        ValueError: the file cannot be read, or recorded no steps.
+        RuntimeError: nsys failed; the text begins with "nsys ".
+    """
+    file: Path = options["file"]
+    name = file.name.removesuffix(".gz")
+    if name.endswith(".json"):
+        trace = torch_trace.read_chrome_trace(file)
+    elif name.endswith(".nsys-rep"):
+        program = nsys.find_nsys()
+        if program is None:
+            raise ValueError(
+                f"{file}: reading a .nsys-rep needs nsys, which is not on the PATH; run nsys "
+                "export --type sqlite where it is, and pass the .sqlite"
+            )
+        if not file.is_file():
+            raise ValueError(f"{file}: no such file")
+        with tempfile.TemporaryDirectory(prefix="graphengine-") as folder:
+            exported = Path(folder) / "report.sqlite"
+            nsys.run(nsys.export_command(program, file, exported))
+            trace = nsys.read_export(exported)
+    else:
+        trace = nsys.read_export(file)
+    facts: dict[str, Any] = {}
+    beside = file.parent / _FACTS
+    if model is not None:
+        target, drafter = read_configs(model, draft)
+        itemsize = 4 if options["dtype"] == "float32" else 2
+        draft_itemsize = itemsize
+        asked, bucket = options["num_speculative_tokens"], options["bucket"]
+        numbers = resolve_draft_lengths(asked, (bucket,), drafter)
+        if drafter is not None:
+            rows = bucket * drafter.shortened(*numbers).block_size
+            is_fp8 = rows <= MAX_QUANTIZED_ROWS[options["draft_quantization"]]
+            draft_itemsize = 1 if is_fp8 else itemsize
+        facts["segment_bytes"] = segment_bytes(target, drafter, itemsize, draft_itemsize)
+    elif beside.is_file():
+        facts = _read_facts(beside)
+    if options["read_gbps"] is not None:
+        facts["read_gbps"] = options["read_gbps"]
+    label = name.split(".")[0]
+    return {label: report(trace)}, facts
+
+
+def _read_facts(file: Path) -> dict[str, Any]:
+    """What a run has written beside its trace, checked as far as it is used.
+
+    Raises:
+        ValueError: it is something else.
+    """
+    unprofiled = ("unprofiled_step_ms", "unprofiled_host_ms", "mean_acceptance_length")
+    try:
+        facts = json.loads(file.read_text())
+        used = list(facts.get("segment_bytes", {}).values())
+        used += [facts[name] for name in ("read_gbps",) if name in facts]
+        if any(name in facts for name in unprofiled):
+            used += [facts[name] for name in unprofiled]
+        if not all(math.isfinite(number) for number in used):
+            raise ValueError("a number is not finite")
+        facts.get("config", {}).get("simulate_acceptance")
+    except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
+        raise ValueError(
+            f"{file}: not the facts of a profile ({error!r}); pass MODEL, or move it away"
+        ) from error
+    return facts
+
+
+def _resolve(
+    model: str | None, draft: str | None, options: dict[str, Any]
+) -> tuple[str, str | None, str]:
+    """Target, drafter and load format, with the bundled pair and presets as defaults."""
+    load_format = options["load_format"] or ("dummy" if model in preset_names() else "auto")
+    return *named_pair(model, draft), load_format
+
+
+def run(
+    model: str | None,
+    draft: str | None,
+    options: dict[str, Any],
+    folder: Path,
+    note: Callable[[str], None],
+) -> Found:
+    """Records decode steps with the best source there is.
+
+    Args:
+        options: the command's.
+        folder: where recorded files and facts.json go.
+        note: told what is being done.
+
+    Raises:
+        ValueError: an option that cannot work here.
+        RuntimeError: nsys failed; the text begins with "nsys ".
+    """
+    model, draft, load_format = _resolve(model, draft, options)
+    on_gpu = options["device"] != "cpu" and torch.cuda.is_available()
+    program = nsys.find_nsys() if options["tool"] != "torch" else None
+    if options["tool"] != "auto" and not on_gpu:
+        raise ValueError(
+            f"--tool {options['tool']} records a GPU and torch sees none; leave it out to time "
+            "the CPU"
+        )
+    if options["tool"] == "nsys" and program is None:
+        raise ValueError("--tool nsys: nsys is not on the PATH; install it or use --tool torch")
+    if program is not None and on_gpu:
+        presets = nsys.PRESETS if options["preset"] == "both" else (options["preset"],)
+        return _under_nsys(program, presets, model, draft, options, folder, note)
+    if on_gpu:
+        note("nsys is not used: falling back to torch.profiler")
+        read_gbps = _read_gbps(options)
+        with _engine(model, draft, load_format, options) as engine:
+            file = folder / "torch.json"
+            facts = run_steps(engine, _workload(options), torch_trace.record(file))
+        reports = {"torch": report(torch_trace.read_chrome_trace(file))}
+    else:
+        read_gbps = options["read_gbps"] or 0.0
+        with _engine(model, draft, load_format, options) as engine:
+            recorder = host_trace.HostRecorder()
+            facts = run_steps(engine, _workload(options), host_trace.record(recorder))
+        reports = {"cpu": report(recorder.trace())}
+    facts |= {"model": Path(model).name, "draft": Path(draft).name if draft else None}
+    facts["read_gbps"] = read_gbps
+    (folder / _FACTS).write_text(json.dumps(facts))
+    return reports, facts
+
+
+def _under_nsys(
+    program: str,
+    presets: tuple[str, ...],
+    model: str,
+    draft: str | None,
+    options: dict[str, Any],
+    folder: Path,
+    note: Callable[[str], None],
+) -> Found:
+    """Runs this command once per preset inside nsys; facts are those of the first run."""
+    reports: dict[str, Report] = {}
+    facts: dict[str, Any] = {}
+    for preset in presets:
+        note(f"running under nsys, preset {preset}")
+        recorded, exported = folder / f"{preset}.nsys-rep", folder / f"{preset}.sqlite"
+        inside = folder / f"{preset}-{_FACTS}"
+        child = [sys.executable, "-m", "graphengine", "profile", model]
+        child += ["--draft", draft or "none", "--inside", str(inside)]
+        for name in _FORWARDED:
+            if options[name] is not None:
+                value = options[name]
+                text = ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
+                child += [f"--{name.replace('_', '-')}", text]
+        if options["compile_"] is not None:
+            child.append("--compile" if options["compile_"] else "--no-compile")
+        known_gbps = facts.get("read_gbps", options["read_gbps"])
+        if known_gbps is not None:
+            child += ["--read-gbps", str(known_gbps)]
+        nsys.run(nsys.profile_command(program, preset, recorded, child))  # type: ignore[arg-type]
+        nsys.run(nsys.export_command(program, recorded, exported))
+        reports[preset] = report(nsys.read_export(exported))
+        found = json.loads(inside.read_text())
+        facts = facts or found
+        facts[f"{preset}_profiled_step_ms"] = found["profiled_step_ms"]
+    (folder / _FACTS).write_text(json.dumps(facts))
+    return reports, facts
+
+
+def run_inside_nsys(model: str | None, draft: str | None, options: dict[str, Any]) -> None:
+    """The child's part: the steps inside a cudaProfiler range, the facts into a file."""
+    model, draft, load_format = _resolve(model, draft, options)
+    read_gbps = _read_gbps(options)
+    with _engine(model, draft, load_format, options) as engine:
+        facts = run_steps(engine, _workload(options), cuda_profiler_range())
+    facts |= {"model": Path(model).name, "draft": Path(draft).name if draft else None}
+    facts["read_gbps"] = read_gbps
+    options["inside"].write_text(json.dumps(facts))
+
+
+def _workload(options: dict[str, Any]) -> Workload:
+    names = ("bucket", "input_len", "num_steps", "warmup", "seed")
+    return Workload(**{name: options[name] for name in names})
+
+
+def _read_gbps(options: dict[str, Any]) -> float:
+    """As asked, else measured; before the engine takes the memory."""
+    if options["read_gbps"] is not None:
+        return options["read_gbps"]
+    found = read_bandwidth_gbps()
+    torch.cuda.empty_cache()
+    return found
+
+
+def _engine(model: str, draft: str | None, load_format: str, options: dict[str, Any]) -> Engine:
+    target, drafter = read_configs(model, draft)
+    block = drafter.num_verify_rows if drafter else 1
+    models = [target] + ([drafter.model] if drafter else [])
+    cap = min(m.max_position_embeddings for m in models) - (block if drafter else 0)
+    wanted = options["input_len"] + _workload(options).output_len(block) + block
+    return Engine.from_pretrained(
+        model,
+        draft,
+        buckets=(options["bucket"],),
+        graph_mode=options["graph_mode"],
+        attention_backend=options["attention_backend"],
+        compile=options["compile_"],
+        device=options["device"],
+        dtype=options["dtype"],
+        page_size=options["page_size"],
+        max_model_len=min(wanted, cap),
+        load_format=load_format,  # type: ignore[arg-type]
+        simulate_acceptance=options["simulate_acceptance"] if draft else None,
+        draft_quantization=options["draft_quantization"] if draft else "none",
+        num_speculative_tokens=options["num_speculative_tokens"],
+        acceptance_floor=0.0,
+        fallback=False,
+    )

@@ -1,0 +1,124 @@
+"""The steps that a profile looks at: the same as `graphengine bench`, once without the profiler.
+
+Why twice: every profiler slows what it looks at; the unprofiled time beside the report says by how
+much. Both runs are full-bucket decode steps of one batch of random prompts, prefill excluded.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import asdict, dataclass
+from itertools import islice
+from typing import Any
+
+import torch
+
+from graphengine import names
+from graphengine.api import Engine
+from graphengine.decode.chains import MAX_QUANTIZED_ROWS
+from graphengine.measure.bench import _timed_steps
+from graphengine.measure.segment_bytes import segment_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Workload:
+    """What is decoded: `bucket` random prompts of `input_len` tokens."""
+
+    bucket: int
+    input_len: int
+    num_steps: int
+    warmup: int
+    seed: int
+
+    def output_len(self, block: int) -> int:
+        """Tokens per request that all steps can write, when every draft is accepted."""
+        return (self.warmup + 2 * self.num_steps + 4) * block
+
+
+def run_steps(
+    engine: Engine, workload: Workload, profiler: AbstractContextManager[Any]
+) -> dict[str, Any]:
+    """Warms up, times `num_steps` steps, and runs `num_steps + 1` more inside `profiler`.
+
+    One more, since a trace says nothing about how long its first step has waited.
+
+    Returns:
+        Facts about the run, fit for JSON: times, context, segment bytes, configuration.
+
+    Raises:
+        ValueError: the context is full before all steps are done.
+    """
+    built = engine.built
+    loop, block = built.loop, built.loop.block  # of the one bucket
+    full = ValueError(
+        f"the context of {built.config.max_model_len} tokens is full before all steps are done; "
+        "lower --num-steps, --warmup or --input-len"
+    )
+    if workload.input_len + workload.output_len(1) > built.config.max_model_len:
+        raise full
+    generator = torch.Generator().manual_seed(workload.seed)
+    shape = (workload.bucket, workload.input_len)
+    prompts = torch.randint(0, built.target.vocab_size, shape, generator=generator).tolist()
+    requests = [loop.submit(prompt, workload.output_len(block), ()) for prompt in prompts]
+    steps = _timed_steps(loop, requests)
+
+    def take(count: int) -> list[tuple[float, float, int]]:
+        taken = list(islice(steps, count))
+        if len(taken) < count:  # more tokens a step than the one that is certain
+            raise full
+        return taken
+
+    try:
+        with torch.no_grad():
+            take(workload.warmup)
+            unprofiled = take(workload.num_steps)
+            context_len = requests[0].start
+            _synchronize()
+            with profiler:
+                profiled = take(workload.num_steps + 1)
+                _synchronize()
+    finally:
+        loop.reset()
+    num_tokens = sum(tokens for _, _, tokens in unprofiled)
+    itemsize = getattr(torch, built.config.dtype).itemsize
+    max_rows = MAX_QUANTIZED_ROWS[built.config.draft_quantization]
+    draft_rows = workload.bucket * (built.draft.block_size if built.draft else 1)
+    is_fp8 = draft_rows <= max_rows
+    has_gpu = built.config.device == "cuda"
+    return {
+        "workload": asdict(workload),
+        "config": asdict(built.config),
+        "gpu_name": torch.cuda.get_device_name() if has_gpu else None,
+        "context_len": context_len,
+        "mean_acceptance_length": num_tokens / len(unprofiled) / workload.bucket,
+        "unprofiled_step_ms": statistics.median(step for step, _, _ in unprofiled),
+        "unprofiled_host_ms": statistics.median(host for _, host, _ in unprofiled),
+        "profiled_step_ms": statistics.median(step for step, _, _ in profiled),
+        "segment_bytes": segment_bytes(
+            built.target, built.draft, itemsize, 1 if is_fp8 else itemsize
+        ),
+    }
+
+
+@contextmanager
+def cuda_profiler_range() -> Iterator[None]:
+    """Ranges on, between cudaProfilerStart and cudaProfilerStop: what nsys waits for.
+
+    Raises:
+        ValueError: the nvtx package is missing.
+    """
+    if not names.enable():
+        raise ValueError("the nvtx package is missing, so steps have no names; install nvtx")
+    torch.cuda.profiler.start()
+    try:
+        yield
+    finally:
+        torch.cuda.profiler.stop()
+        names.disable()
+
+
+def _synchronize() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()

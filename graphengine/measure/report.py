@@ -1,0 +1,104 @@
+"""What `graphengine bench` shows: the table and the picture of its cases.
+
+Both take the numbers that are stored, so that a table, a picture and a JSON of one run agree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from rich import box
+from rich.table import Table
+
+from graphengine.measure.bench import CaseResult
+from graphengine.profiles.plot import Panel, bars_panel, document, histogram_panel
+
+
+class Row(NamedTuple):
+    """One case: the engine's label, the case's key in the JSON, and what it measured."""
+
+    label: str
+    key: str
+    result: CaseResult
+    numbers: dict[str, float]
+
+
+def speedups_(rows: Sequence[Row]) -> None:
+    """Adds `speedup_ratio`, tokens/s over plain decoding's, where the same case ran plainly too.
+
+    Mutates: the rows' numbers.
+    """
+    plain = {
+        (row.label.removesuffix("_plain"), row.key): row.numbers["median_tokens_per_s"]
+        for row in rows
+        if row.label.endswith("_plain")
+    }
+    for row in rows:
+        base = plain.get((row.label, row.key))
+        if base is not None:
+            row.numbers["speedup_ratio"] = row.numbers["median_tokens_per_s"] / base
+
+
+# column -> (key, format); "-" where a case has no such number
+_COLUMNS = {
+    "context": ("mean_context_tokens", ".0f"),
+    "steps": ("num_steps", ".0f"),
+    "p50_ms": ("step_p50_ms", ".3f"),
+    "p95_ms": ("step_p95_ms", ".3f"),
+    "p99_ms": ("step_p99_ms", ".3f"),
+    "host_ms": ("host_p50_ms", ".3f"),
+    "idle%": ("gpu_idle_percent", ".1f"),
+    "accept": ("mean_acceptance_length", ".2f"),
+    "ms/tok": ("median_tpot_ms", ".3f"),
+    "tok/s": ("median_tokens_per_s", ".0f"),
+    "speedup": ("speedup_ratio", ".2f"),
+    "GB/s": ("achieved_gbps", ".0f"),
+    "%read": ("bandwidth_percent", ".0f"),
+    "/floor": ("over_floor_ratio", ".2f"),
+}
+
+
+def table(rows: Sequence[Row], simulated: float | None) -> Any:
+    """One line per case; the speedup only where there is a baseline."""
+    table = Table(title=_title(simulated), box=box.SIMPLE, padding=(0, 1, 0, 0))
+    columns = dict(_COLUMNS)
+    if not any("speedup_ratio" in row.numbers for row in rows):
+        del columns["speedup"]
+    table.add_column("mode", no_wrap=True)
+    for name in ("bucket", "input", *columns):
+        table.add_column(name, justify="right", no_wrap=True)
+    for row in rows:
+        case = row.result.case
+        cells = [
+            format(row.numbers[key], form) if key in row.numbers else "-"
+            for key, form in columns.values()
+        ]
+        table.add_row(row.label, str(case.bucket), str(case.input_len), *cells)
+    return table
+
+
+def picture(rows: Sequence[Row], simulated: float | None) -> str:
+    """SVG: of each case what its median step is made of, and all of its step times.
+
+    The host's bar (working, waiting) and the GPU's (busy, idle) have one length, the step; the
+    floor has a bar of its own. What is not known has none.
+    """
+    panels: list[Panel] = []
+    for row in rows:
+        case, step = row.result.case, row.numbers["step_p50_ms"] * 1e3
+        name = f"{row.label}, bucket {case.bucket}, input {case.input_len}"
+        host = min(row.numbers["host_p50_ms"] * 1e3, step)
+        bars = {"host": {"host working": host, "host waiting": step - host}}
+        if "gpu_busy_ms" in row.numbers:
+            busy = min(row.numbers["gpu_busy_ms"] * 1e3, step)
+            bars["GPU"] = {"GPU busy": busy, "GPU idle": step - busy}
+        if "floor_ms" in row.numbers:
+            bars["floor"] = {"floor": row.numbers["floor_ms"] * 1e3}
+        panels.append(bars_panel(bars, f"{_title(simulated)}: {name}: median step", "us"))
+        panels.append(histogram_panel(row.result.step_ms, f"{name}: all steps", "ms"))
+    return document(panels)
+
+
+def _title(simulated: float | None) -> str:
+    return "decode steps" + (f" (acceptance SIMULATED at {simulated})" if simulated else "")

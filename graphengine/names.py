@@ -1,0 +1,198 @@
+"""The one naming rule: names of chain steps and host phases, and the NVTX ranges that carry them.
+
+Why one file: a step's name is its NVTX range, its row in a profile, its place in an error message
+and its test id. If two files spelled names, a profile could not be joined to the step it measures.
+
+Invariant: this file imports nothing of graphengine (a leaf), and a range costs next to nothing
+while NVTX is off: `range_` then returns one shared no-op object. Every push has its pop, also when
+the body raises; otherwise nsys would nest all later ranges under the failed one.
+
+Names, for a chain of two attention layers:
+
+    verify.00 (dense), verify.L0.attn, verify.01, verify.L1.attn, verify.02
+
+`draft.context` writes the drafter's K/V of a verified block, `accept` is the accept kernel. A whole
+step launched at once is `speculate`, or `decode` without a drafter.
+"""
+
+import re
+from types import TracebackType
+from typing import Any, Literal, Protocol
+
+DOMAIN = "graphengine"
+
+Chain = Literal["prefill", "decode", "draft", "verify", "speculate"]
+StepClass = Literal["dense", "attention", "host"]
+
+SPECULATE = "speculate"
+"""Draft, verify, accept and the drafter's context as one; its steps keep their chains' names."""
+
+CHAINS: tuple[Chain, ...] = ("prefill", "decode", "draft", "verify", SPECULATE)
+
+# The host queues one decode step; every phase of it lies inside.
+STEP = "step"
+
+# What the host is doing; never inside a chain's replay.
+HOST_PHASES = (
+    STEP,
+    "load",
+    "capture",
+    "warmup",
+    "plan",
+    "prefill",
+    "draft",
+    "verify",
+    "decode",
+    SPECULATE,
+    "wait",
+    "accept",  # in older traces: what is "wait" now
+    "commit",
+    "detokenize",
+)
+
+# Device steps outside the dense/attention alternation.
+DRAFT_CONTEXT = "draft.context"
+PREFILL_CONTEXT = "prefill.context"
+ACCEPT = "accept"
+
+COLORS: dict[StepClass, str] = {"dense": "green", "attention": "orange", "host": "gray"}
+
+
+def dense_name(chain: str, index: int, width: int = 2) -> str:
+    """Name of a chain's dense segment: `dense_name("verify", 3) == "verify.03"`.
+
+    Args:
+        chain: the chain, one of CHAINS.
+        index: number of attention steps before it, so 0..num_layers.
+        width: digits; names sort in the order of execution up to 10**width - 1.
+    """
+    return f"{chain}.{index:0{width}d}"
+
+
+def attention_name(chain: str, layer: int) -> str:
+    """Name of a chain's attention step: `attention_name("verify", 3) == "verify.L3.attn"`."""
+    return f"{chain}.L{layer}.attn"
+
+
+def step_class(name: str) -> StepClass:
+    """Class of a name: attention (`*.L<i>.attn`), host (a phase alone), else dense."""
+    if name.endswith(".attn"):
+        return "attention"
+    if name in HOST_PHASES:
+        return "host"
+    return "dense"
+
+
+def is_name(text: str) -> bool:
+    """Whether a text follows the rule above; for traces that have lost the domain."""
+    if text in HOST_PHASES or text in (DRAFT_CONTEXT, PREFILL_CONTEXT, ACCEPT):
+        return True
+    chain, _, step = text.partition(".")
+    return chain in CHAINS and re.fullmatch(r"\d{2,}|L\d+\.attn", step) is not None
+
+
+class Domain(Protocol):
+    """What a range needs of an NVTX domain; `nvtx.Domain` has it, and so does a test's recorder."""
+
+    def push_range(self, attributes: Any) -> None: ...
+
+    def pop_range(self) -> None: ...
+
+
+class _Off:
+    """The range while NVTX is off: one shared object, nothing kept, nothing called."""
+
+    __slots__ = ()
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        return None
+
+
+class _On:
+    """A range while NVTX is on: made once per name, entered as often as needed, also nested."""
+
+    __slots__ = ("attributes", "domain")
+
+    def __init__(self, domain: Domain, attributes: Any) -> None:
+        self.domain = domain
+        self.attributes = attributes
+
+    def __enter__(self) -> None:
+        self.domain.push_range(self.attributes)
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.domain.pop_range()
+
+
+_OFF = _Off()
+_domain: Any = None
+_ranges: dict[str, _On] = {}
+
+
+def enable(domain: Any = None) -> bool:
+    """Turns the ranges on for this process.
+
+    Args:
+        domain: an object like `nvtx.Domain` (get_event_attributes, push_range, pop_range);
+            default: the nvtx package's domain "graphengine".
+
+    Returns:
+        True when ranges are on; False when the nvtx package is missing, and ranges stay off.
+
+    Mutates: the module's switch. It is a switch because a profile is of a whole process.
+    """
+    global _domain
+    if domain is None:
+        try:
+            import nvtx
+        except ImportError:
+            return False
+        domain = nvtx.get_domain(DOMAIN)
+    _ranges.clear()
+    _domain = domain
+    return True
+
+
+def disable() -> None:
+    """Turns the ranges off; ranges that are open still pop. Mutates: the module's switch."""
+    global _domain
+    _domain = None
+    _ranges.clear()
+
+
+def is_enabled() -> bool:
+    """True between `enable()` and `disable()`."""
+    return _domain is not None
+
+
+def range_(name: str) -> _Off | _On:
+    """The NVTX range of a name, as a context manager: `with range_("verify.L3.attn"): ...`.
+
+    Args:
+        name: from `dense_name`, `attention_name`, the constants or HOST_PHASES. Build it outside
+            the hot loop: the name is the cost, not the range.
+
+    Returns:
+        While off, one shared no-op (tests/house/test_names.py keeps it below 0.2 us); while on, one
+        object per name, coloured by `step_class`.
+    """
+    if _domain is None:
+        return _OFF
+    found = _ranges.get(name)
+    if found is None:
+        attributes = _domain.get_event_attributes(message=name, color=COLORS[step_class(name)])
+        found = _ranges[name] = _On(_domain, attributes)
+    return found

@@ -1,0 +1,397 @@
+"""Compiled code that outlives the process: where it lies, what it was made for, how it travels.
+
+Inductor, Triton and FlashInfer each keep what they compile in a folder of their own. The command
+line points the three at one folder per platform, `<root>/<platform>/{inductor,triton,flashinfer}`,
+before they are imported: whatever was compiled once is found by every later start. That folder is
+the artifact, and `graphengine compile --output FILE` packs it.
+
+Why a folder and not `torch.compiler.save_cache_artifacts()` (bundled pair, bucket 1, Inductor's C++
+backend, 2-core CPU, torch 2.13): first run of the segments 24.3 s cold and 3.6 s from the folder,
+but 16.0 s from saved artifacts in an empty folder, since they hold graphs and no C++ objects; and
+kernels that Triton compiles outside of Inductor, or FlashInfer builds, are not in them at all.
+
+Invariant: the three, and our segments in Inductor's folder (capture/precompiled.py), look their
+code up by a hash of source, shapes, target and versions. So what does not fit is missed and
+compiled anew, never run; the platform in the folder's name and the manifest exist to tell people
+which part differs.
+Moved folders: Triton's groups hold absolute paths and are rewritten when unpacked. FlashInfer's
+ninja files hold them too, so its modules are found only where the root and the packages lie at the
+same paths as before; elsewhere FlashInfer builds them again.
+Trust: an artifact holds machine code and pickles that torch loads. Use only your own.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gzip
+import hashlib
+import importlib.util
+import json
+import os
+import platform
+import re
+import shutil
+import tarfile
+import tempfile
+import zlib
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import asdict
+from importlib import metadata
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from graphengine.config.model import DraftConfig, EngineConfig, ModelConfig
+
+FOLDERS = ("inductor", "triton", "flashinfer")
+MANIFEST = "manifest.json"
+LOCK = "manifest.lock"
+VERSION = 1
+MAX_MANIFEST_BYTES = 16 << 20  # thousands of entries
+_PACKAGES = ("torch", "triton", "flashinfer-python")
+# What decides which kernels there are, relative to the package.
+_CODE = ("kernels/*.py", "capture/*.py", "models/*.py", "segments.py", "forward.py", "attention.py")
+
+# What reading a damaged or hostile file raises.
+_DAMAGED = (OSError, EOFError, ValueError, RecursionError, tarfile.TarError, zlib.error)
+
+Parts = dict[str, str]
+"""Name of a part of a key -> its value, as people read it."""
+
+
+class Store(NamedTuple):
+    """Where this platform's compiled code lies, what the platform is, and what to tell the user.
+
+    `segments`: where compiled segments are; the user's own TORCHINDUCTOR_CACHE_DIR, or `folder`.
+    """
+
+    folder: Path
+    parts: Parts
+    notes: list[str]
+    segments: str
+
+
+# --- compilers ---
+
+
+def compiler_files() -> dict[str, str]:
+    """Environment variable -> Triton's own ptxas and libdevice, for as many as there are.
+
+    Triton's keys contain both. Unless the environment names them, Inductor points Triton at torch's
+    or CUDA's instead, but only once it compiles something itself: a start that found everything
+    compiled looked for our kernels under other keys than the start that had compiled them (22 of
+    30, and 73 of 73 through the Python API, on an H200, torch 2.11).
+    """
+    spec = importlib.util.find_spec("triton")
+    if spec is None or spec.origin is None:
+        return {}
+    folder = Path(spec.origin).parent / "backends" / "nvidia"
+    found = {
+        "TRITON_PTXAS_PATH": folder / "bin" / "ptxas",
+        "TRITON_LIBDEVICE_PATH": folder / "lib" / "libdevice.10.bc",
+    }
+    return {name: str(path) for name, path in found.items() if path.is_file()}
+
+
+def cpp_compiler() -> str | None:
+    """Where Inductor finds its C++ compiler, which it needs for the CPU."""
+    return shutil.which(os.environ.get("CXX", "g++"))
+
+
+def name_compilers_() -> None:
+    """Sets `compiler_files` where the user has named nothing; before anything is compiled.
+
+    Mutates: os.environ.
+    """
+    for name, path in compiler_files().items():
+        os.environ.setdefault(name, path)
+
+
+# --- keys ---
+
+
+def platform_parts(device: str) -> Parts:
+    """What compiled code depends on beside its source: versions and processor.
+
+    Args:
+        device: "auto", "cuda" or "cpu", as typed.
+    """
+    parts = {"python": ".".join(platform.python_version_tuple()[:2]), "machine": platform.machine()}
+    for package in _PACKAGES:
+        try:
+            parts[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            parts[package] = "none"
+    gpu = None if device == "cpu" else _gpu()
+    if gpu is None:
+        return parts | {"device": "cpu", "cpu": _cpu()}
+    name, capability, driver = gpu
+    return parts | {"device": "cuda", "gpu": name, "capability": capability, "driver": driver}
+
+
+def engine_parts(config: EngineConfig, target: ModelConfig, draft: DraftConfig | None) -> Parts:
+    """What one start compiled: shapes of the models, buckets, modes, our own code."""
+
+    def shapes(model: ModelConfig) -> str:
+        heads = f"{model.num_attention_heads}/{model.num_key_value_heads}x{model.head_dim}"
+        sizes = f"{model.hidden_size}x{model.intermediate_size}, vocabulary {model.vocab_size}"
+        return f"{model.num_hidden_layers} layers {sizes}, heads {heads} [{_hash(asdict(model))}]"
+
+    drafter = "none"
+    if draft is not None:
+        drafter = f"{shapes(draft.model)}, block {draft.block_size} [{_hash(asdict(draft))}]"
+    numbers = ",".join(map(str, config.num_speculative_tokens)) or "none"
+    if len(set(config.num_speculative_tokens)) == 1:  # so that more buckets are one difference
+        numbers = str(config.num_speculative_tokens[0])
+    return {
+        "target": shapes(target),
+        "draft": drafter,
+        "buckets": ",".join(map(str, config.buckets)),
+        "dtype": config.dtype,
+        "graph_mode": config.graph_mode,
+        "attention_backend": config.attention_backend,
+        "draft_quantization": config.draft_quantization,
+        "num_speculative_tokens": numbers,
+        "compile": "yes" if config.compile else "no",
+        "page_size": str(config.page_size),
+        "code": _code_hash(),
+    }
+
+
+def differences(there: Mapping[str, str], here: Mapping[str, str]) -> list[str]:
+    """`name: x there, y here` of every part that differs."""
+    names = [*here, *(name for name in there if name not in here)]
+    return [
+        f"{name}: {there.get(name, 'nothing')} there, {here.get(name, 'nothing')} here"
+        for name in names
+        if there.get(name) != here.get(name)
+    ]
+
+
+def store(root: Path, parts: Parts) -> Store:
+    """This platform's folder below `root`; nothing is created."""
+    what = parts["gpu" if parts["device"] == "cuda" else "machine"]
+    name = re.sub(r"[^A-Za-z0-9.]+", "-", f"{what}-torch{parts['torch']}").strip("-")
+    folder = root / f"{name}-{_hash(parts)}"
+    return Store(folder, parts, [], str(folder))
+
+
+def _hash(parts: Any) -> str:
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:10]
+
+
+def _code_hash() -> str:
+    package = Path(__file__).parents[1]
+    files = sorted(path for pattern in _CODE for path in package.glob(pattern))
+    return hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()[:10]
+
+
+def _gpu() -> tuple[str, str, str] | None:
+    """(name, compute capability, driver) of the first visible GPU, without importing torch."""
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return None
+    device, name = ctypes.c_int(), ctypes.create_string_buffer(256)
+    numbers = [ctypes.c_int() for _ in range(3)]
+    major, minor, version = map(ctypes.byref, numbers)
+    calls = (
+        lambda: driver.cuInit(0),
+        lambda: driver.cuDeviceGet(ctypes.byref(device), 0),
+        lambda: driver.cuDeviceGetName(name, 256, device),
+        lambda: driver.cuDeviceGetAttribute(major, 75, device),  # COMPUTE_CAPABILITY_MAJOR
+        lambda: driver.cuDeviceGetAttribute(minor, 76, device),
+        lambda: driver.cuDriverGetVersion(version),
+    )
+    if any(call() for call in calls):
+        return None
+    found = [number.value for number in numbers]
+    try:
+        installed = Path("/sys/module/nvidia/version").read_text().strip()
+    except OSError:
+        installed = f"CUDA {found[2] // 1000}.{found[2] % 1000 // 10}"
+    return name.value.decode(), f"{found[0]}.{found[1]}", installed
+
+
+def _cpu() -> str:
+    """The CPU's name and a hash of its instruction sets: Inductor's C++ is built for both."""
+    try:
+        text = Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return platform.processor() or platform.machine()
+
+    def value(keys: str) -> str:
+        found = re.search(rf"^(?:{keys})\s*:\s*(.+)$", text, re.MULTILINE)
+        return found[1].strip() if found else "unknown"
+
+    flags = sorted(value("flags|Features").split())
+    return f"{value('model name')} [{_hash(flags)}]"
+
+
+# --- the folder ---
+
+
+def num_files(folder: Path) -> int:
+    """Files of compiled code; counted before and after a start they tell what was compiled."""
+    return sum(len(names) for part in FOLDERS for _, _, names in os.walk(folder / part))
+
+
+def record_(folder: Path, parts: Parts, compiled: Parts) -> None:
+    """Notes in the folder's manifest that a start with `compiled` has filled it.
+
+    Mutates: the manifest; one entry per distinct `compiled`.
+    """
+    with _locked(folder):
+        entries = [entry for entry in _entries(folder) if entry != compiled]
+        _write_manifest(folder, parts, [*entries, compiled])
+
+
+def nearest(folder: Path, wanted: Parts) -> list[str] | None:
+    """What separates `wanted` from the entry most like it; None where nothing is recorded."""
+    found = [differences(entry, wanted) for entry in _entries(folder)]
+    return min(found, key=len) if found else None
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """One process at a time, so that none drops what another records meanwhile. Where locking is
+    impossible, as if alone: compiled code is found without its entry.
+
+    The lock file stays, since two processes could each lock a file that is removed.
+    """
+    with ExitStack() as stack:
+        with suppress(ImportError, OSError):
+            import fcntl  # on POSIX alone
+
+            folder.mkdir(parents=True, exist_ok=True)
+            file = stack.enter_context((folder / LOCK).open("w"))
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _entries(folder: Path) -> list[Parts]:
+    try:
+        return _parse((folder / MANIFEST).read_bytes())["compiled"]
+    except (OSError, ValueError, RecursionError):
+        return []
+
+
+def _write_manifest(folder: Path, parts: Parts, entries: Iterable[Parts]) -> None:
+    manifest = {"version": VERSION, "platform": parts, "compiled": list(entries)}
+    folder.mkdir(parents=True, exist_ok=True)
+    part = folder / f"{MANIFEST}.{os.getpid()}"
+    part.write_text(json.dumps(manifest, indent=2) + "\n")
+    part.replace(folder / MANIFEST)
+
+
+def _parse(text: bytes) -> dict[str, Any]:
+    """A manifest, checked as far as it is used."""
+    found = json.loads(text)
+    if not isinstance(found, dict) or found.get("version") != VERSION:
+        raise ValueError(f"the manifest is not of version {VERSION}")
+    entries = found.get("compiled")
+    for parts in [found.get("platform"), *(entries if isinstance(entries, list) else [None])]:
+        if not isinstance(parts, dict) or not all(isinstance(v, str) for v in parts.values()):
+            raise ValueError("the manifest is incomplete")
+    return found
+
+
+# --- one file ---
+
+
+def pack(folder: Path, file: Path) -> int:
+    """Writes the folder as one .tar.gz. Returns its bytes.
+
+    Raises:
+        ValueError: nothing was compiled into the folder, or the file cannot be written; then what
+            was there before stays.
+    """
+    if not (folder / MANIFEST).is_file():
+        raise ValueError(f"{folder}: nothing was compiled here; run graphengine compile first")
+
+    def keep(member: tarfile.TarInfo) -> tarfile.TarInfo | None:
+        return member if member.isfile() or member.isdir() else None  # no links, pipes or devices
+
+    file = file.resolve()
+    if file.exists() and not file.is_file():  # a device's node would be replaced by a file
+        raise ValueError(f"{file}: is no regular file; choose another path")
+    part = file.with_name(f".{os.getpid()}.part")
+    try:
+        with tarfile.open(part, "w:gz", compresslevel=3) as tar:
+            tar.add(folder / MANIFEST, MANIFEST)  # first, so that a reader need not seek
+            for name in FOLDERS:
+                if (folder / name).is_dir():
+                    tar.add(folder / name, name, filter=keep)
+        part.replace(file)
+    except OSError as error:
+        raise ValueError(f"{file}: cannot be written ({error}); choose another path") from error
+    finally:  # also after Ctrl-C
+        with suppress(OSError):
+            part.unlink(missing_ok=True)
+    return file.stat().st_size
+
+
+def unpack(file: Path, into: Store) -> list[str]:
+    """Adds an artifact's compiled code to this platform's folder.
+
+    Files that are there already stay. Mutates: `into.folder`.
+
+    Returns:
+        The parts of the platform that differ; then nothing was unpacked.
+
+    Raises:
+        ValueError: the file is missing, damaged or no artifact.
+    """
+    remedy = "make one with graphengine compile --output FILE"
+    into.folder.parent.mkdir(parents=True, exist_ok=True)
+    fresh = Path(tempfile.mkdtemp(prefix="unpacking-", dir=into.folder.parent))
+    try:
+        with gzip.open(file) as stream, tarfile.open(fileobj=stream, mode="r:") as tar:
+            first = tar.next()
+            is_manifest = first is not None and first.isfile() and first.name == MANIFEST
+            content = tar.extractfile(first) if first and is_manifest else None
+            if content is None:
+                raise ValueError("it does not begin with a manifest")
+            manifest = _parse(content.read(MAX_MANIFEST_BYTES))
+            found = differences(manifest["platform"], into.parts)
+            if found:
+                return found
+            for member in tar:
+                if member is first:
+                    continue
+                parts = member.name.split("/")
+                is_code = parts[0] in FOLDERS and ".." not in parts
+                if not is_code or not (member.isfile() or member.isdir()):
+                    raise ValueError(f"it holds {member.name!r}, which is no compiled code")
+                tar.extract(member, fresh, filter="data")
+            while stream.read(1 << 20):  # to the end: tarfile stops at a damaged header in silence,
+                pass  # the checksum behind the last byte does not
+        _adopt(fresh, into.folder)
+        for entry in manifest["compiled"]:
+            record_(into.folder, into.parts, entry)
+        return []
+    except _DAMAGED as error:
+        raise ValueError(f"{file}: not a usable artifact ({error}); {remedy}") from error
+    finally:
+        shutil.rmtree(fresh, ignore_errors=True)
+
+
+def _adopt(fresh: Path, folder: Path) -> None:
+    """Moves files into the folder and points Triton's groups at their new place."""
+    files = sorted(path for path in fresh.rglob("*") if path.is_file())
+    for source in files:  # all of them before one is moved, so that a damaged one changes nothing
+        if source.name.startswith("__grp__"):
+            group = json.loads(source.read_text())
+            children = group.get("child_paths", {}) if isinstance(group, dict) else None
+            if not isinstance(children, dict):
+                raise ValueError(f"{source.name} is no group of Triton's")
+            place = (folder / source.relative_to(fresh)).parent
+            group["child_paths"] = {
+                name: str(place / Path(str(path)).name) for name, path in children.items()
+            }
+            source.write_text(json.dumps(group))
+    for source in files:
+        goal = folder / source.relative_to(fresh)
+        if not goal.exists():
+            goal.parent.mkdir(parents=True, exist_ok=True)
+            source.replace(goal)

@@ -1,0 +1,365 @@
+"""From a model name to a decode loop: resolve, check, load, size the pool, build the buckets.
+
+What "auto" means is decided first (`options`). Refusals come before the weights are read.
+Memory is planned before anything is loaded (`memory`): the K/V pool takes what the rest leaves.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import threading
+import time
+from collections.abc import Callable
+from contextlib import ContextDecorator
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from graphengine import names
+from graphengine.capture.compile import CacheCounts, cache_counts, prepare_inductor
+from graphengine.checkpoints.hub import PRESETS, resolve
+from graphengine.checkpoints.pairs import named_pair, read_json
+from graphengine.checkpoints.tokenizer import Tokenizer
+from graphengine.checkpoints.weights import (
+    Checkpoint,
+    RandomSource,
+    draft_vocabulary,
+    draft_weights,
+    quantized_draft_weights,
+    read_headers,
+    target_weights,
+    tree_bytes,
+)
+from graphengine.config.draft_length import longest_draft
+from graphengine.config.model import DraftConfig, EngineConfig, ModelConfig
+from graphengine.config.values import token_ids
+from graphengine.decode.attention import compile_flashinfer_ahead, make_workspace
+from graphengine.decode.buckets import Bucket, build_buckets, prefill_attention
+from graphengine.decode.buffers import StepBuffers
+from graphengine.decode.chains import MAX_QUANTIZED_ROWS, Drafter, Target
+from graphengine.decode.compile_ahead import shortened
+from graphengine.decode.fallback import FallbackLoop
+from graphengine.decode.kvcache import PageAllocator, make_pool, pages_for
+from graphengine.decode.loop import DecodeLoop
+from graphengine.decode.metrics import StartupMetrics
+from graphengine.decode.prefill import Prefill
+from graphengine.decode.simulate import make_simulation
+from graphengine.kernels.cache_keys import settle_cache_keys
+from graphengine.kernels.launch import load_driver
+from graphengine.models.layers import quantize_fp8
+from graphengine.startup.artifact import name_compilers_
+from graphengine.startup.memory import MemoryPlan, device_memory, num_positions, plan_memory
+from graphengine.startup.options import Options, resolve_options
+from graphengine.startup.warmup import prompt_lengths, warm_up
+
+SWITCH_INTERVAL_S = 0.0002
+
+Progress = Callable[[str, float], None]
+"""Called with (what is being done, share done in 0 .. 1)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Built:
+    """A loaded pair, ready to decode; `draft` is as the longest block's bucket runs it."""
+
+    config: EngineConfig
+    target: ModelConfig
+    draft: DraftConfig | None
+    tokenizer: Tokenizer | None
+    stop_ids: frozenset[int]
+    loop: DecodeLoop
+    startup: StartupMetrics
+    memory_plan: MemoryPlan
+
+
+class _TakingTurns(ContextDecorator):
+    """Inside, a thread waits 0.2 ms for Python's lock instead of 5.
+
+    Weights are read and drawn by many short calls without the lock, and behind each the caller
+    waits for it while another thread imports: 2.1 s instead of 0.15 (8B, random weights, one H200).
+    Mutates: the process's switch interval, until the last of the starts inside has ended.
+    """
+
+    _lock, _depth, _before = threading.Lock(), 0, 0.0
+
+    def __enter__(self) -> None:
+        cls = type(self)
+        with cls._lock:
+            if cls._depth == 0:
+                cls._before = sys.getswitchinterval()
+                sys.setswitchinterval(min(SWITCH_INTERVAL_S, cls._before))
+            cls._depth += 1
+
+    def __exit__(self, *error: object) -> None:
+        cls = type(self)
+        with cls._lock:
+            cls._depth -= 1
+            if cls._depth == 0:
+                sys.setswitchinterval(cls._before)
+
+
+@_TakingTurns()
+@torch.inference_mode(False)  # what a caller's made would be of no use outside of it
+def build(
+    target_name: str | Path,
+    draft_name: str | Path | None,
+    options: Options,
+    progress: Progress = lambda what, share: None,
+) -> Built:
+    """Loads a target and, if named, its drafter.
+
+    Raises:
+        ValueError: anything that does not fit, with the value and the remedy.
+    """
+    began = time.perf_counter()
+    target_name, draft_name = named_pair(target_name, draft_name)
+    target_config, draft_config = read_configs(target_name, draft_name)
+    target_dir = resolve(target_name)
+    draft_dir = resolve(draft_name) if draft_name is not None else None
+    config = resolve_options(options, target_config, draft_config)
+    num_draws = draft_config.num_draft_tokens if draft_config else 0  # of a simulated step
+    draft_config = longest_draft(config, draft_config) if draft_config else None
+    device = torch.device(config.device)
+    dtype = getattr(torch, config.dtype)
+    block = draft_config.num_verify_rows if draft_config else 1
+    tokenizer = Tokenizer(target_dir) if Tokenizer.exists(target_dir) else None
+    is_dummy = options.load_format != "auto"
+    if tokenizer is None and not is_dummy:
+        remedy = "fetch the whole model directory"
+        if target_dir.parent == PRESETS:
+            remedy = "a preset has shapes alone; pass a hub id (owner/name), or --load-format dummy"
+        raise ValueError(f"{target_dir}: no tokenizer.json; {remedy}")
+    if tokenizer is not None and len(tokenizer) > target_config.vocab_size:
+        raise ValueError(
+            f"{target_dir}: the tokenizer has {len(tokenizer)} tokens, the embedding "
+            f"{target_config.vocab_size} rows; they belong to different models"
+        )
+
+    flashinfer_imported = None
+    if config.device == "cuda":
+        name_compilers_()
+    if "flashinfer" in (config.attention_backend, config.prefill_attention_backend):
+        # Prefills run the target's attention alone.
+        decodes = config.attention_backend == "flashinfer"
+        flashinfer_imported = compile_flashinfer_ahead(
+            dtype, target_config, draft_config if decodes else None
+        )
+    compilers = _prepare_compilers(config, flashinfer_imported)
+    plan = plan_memory(
+        config,
+        target_config,
+        draft_config,
+        device_memory(config.device),
+        length_is_explicit=options.max_model_len is not None,
+        draft_names=read_headers(draft_dir) if draft_dir is not None and not is_dummy else (),
+    )
+    config = replace(config, max_model_len=plan.max_model_len)
+
+    def source(directory: Path, seed: int) -> Checkpoint | RandomSource:
+        if is_dummy:
+            return RandomSource(
+                device, dtype, seed, is_uniform=options.load_format == "dummy-uniform"
+            )
+        what = f"loading {directory.name}"
+        return Checkpoint(
+            directory, device, dtype, lambda done, total: progress(what, done / total)
+        )
+
+    positions = num_positions(config.max_model_len, block)
+    with names.range_("load"), torch.no_grad():
+        weights = target_weights(source(target_dir, 0), target_config, positions, device)
+        drafter_weights = vocabulary = None
+        if draft_dir is not None and draft_config is not None:
+            drafter_source = source(draft_dir, 1)
+            vocabulary = draft_vocabulary(drafter_source, draft_config, weights)
+            drafter_weights = draft_weights(drafter_source, draft_config, positions, device)
+        quantized = quantized_head = None
+        max_quantized_rows = MAX_QUANTIZED_ROWS[config.draft_quantization]
+        if max_quantized_rows and drafter_weights is not None and vocabulary:
+            quantized = quantized_draft_weights(drafter_weights)
+            quantized_head = quantize_fp8(vocabulary.lm_head_VD)
+        trees = (weights, vocabulary, drafter_weights, quantized, quantized_head)
+        if device.type == "cuda":  # what loading has cached must not fragment the pool
+            torch.cuda.empty_cache()
+        num_pages = plan.num_pages
+        target = Target(
+            config=target_config,
+            weights=weights,
+            kv_pool=make_pool(target_config, num_pages, config.page_size, dtype, device),
+        )
+        drafter = None
+        if draft_config is not None and drafter_weights is not None and vocabulary is not None:
+            drafter = Drafter(
+                config=draft_config,
+                weights=drafter_weights,
+                embed_VD=vocabulary.embed_VD,
+                lm_head_VD=vocabulary.lm_head_VD,
+                target_ids_V=vocabulary.target_ids_V,
+                quantized=quantized,
+                quantized_lm_head_VD=quantized_head,
+                max_quantized_rows=max_quantized_rows,
+                kv_pool=make_pool(draft_config.model, num_pages, config.page_size, dtype, device),
+            )
+        buffers = StepBuffers.make(
+            target_config,
+            draft_config,
+            max(config.buckets),
+            pages_for(positions, config.page_size),
+            dtype,
+            device,
+        )
+        simulation = None
+        if config.simulate_acceptance is not None:
+            simulation = make_simulation(
+                config.simulate_acceptance, max(config.buckets), num_draws, device
+            )
+    load_s = time.perf_counter() - began
+    for thread in compilers:
+        thread.join()
+    compiler_wait_s = time.perf_counter() - began - load_s
+    counts = cache_counts() if config.compile else CacheCounts()
+    workspace = make_workspace(device) if config.attention_backend == "flashinfer" else None
+    prefill = Prefill(
+        target,
+        drafter,
+        prefill_attention(config, target_config, dtype, device),
+        config.page_size,
+        config.prefill_chunk,
+    )
+    padding = replace(prefill, target=shortened(target, drafter))
+    with names.range_("capture"), torch.no_grad():
+        buckets = build_buckets(
+            config,
+            target,
+            drafter,
+            buffers,
+            dtype,
+            device,
+            simulation,
+            lambda what: progress(what, 0.0),
+            _built_ahead(options, config.buckets),
+            workspace,
+            [partial(padding.run_padding, length) for length in prompt_lengths(config)],
+        )
+    built = [buckets]
+
+    def build_plain() -> tuple[dict[int, Bucket], StepBuffers]:
+        """The same buckets with one row a request: the same weights and K/V, no drafter."""
+        began = time.perf_counter()
+        width = buffers.page_table_BW.shape[1]
+        with names.range_("capture"), torch.inference_mode(False), torch.no_grad():
+            plain = StepBuffers.make(target_config, None, max(config.buckets), width, dtype, device)
+            found = build_buckets(config, target, None, plain, dtype, device, workspace=workspace)
+        built.append(found)
+        logging.getLogger(__name__).info(
+            "plain decode built in %.2f s", time.perf_counter() - began
+        )
+        return found.ready, plain
+
+    parts = (config, buckets.ready, buffers, prefill, PageAllocator(num_pages))
+    if draft_config is None:
+        loop = DecodeLoop(*parts, 0, buckets.build)
+    else:
+        loop = FallbackLoop(*parts, draft_config.mask_token_id, buckets.build, build_plain)
+        if options.prepare_plain_decode:
+            loop.prepare_plain_decode()
+    if config.compile:
+        counts = cache_counts().since(counts)
+    began = time.perf_counter()
+    if device.type == "cuda":
+        with names.range_("warmup"), torch.no_grad():
+            warm_up(loop)
+    startup = StartupMetrics(
+        load_s=load_s,
+        compile_s=compiler_wait_s + sum(part.times.compile_s for part in built),
+        compiler_wait_s=compiler_wait_s,
+        capture_s=sum(part.times.capture_s for part in built),
+        warmup_s=time.perf_counter() - began,
+        weight_bytes=tree_bytes(trees),
+        kv_pool_bytes=plan.kv_pool_bytes,
+        num_pages=num_pages,
+        num_graphs=sum(part.pool.num_graphs for part in built if part.pool),
+        num_compiled=counts.num_misses,
+        num_cache_hits=counts.num_hits,
+        buckets=tuple(sorted(buckets.ready)),
+    )
+    return Built(
+        config=config,
+        target=target_config,
+        draft=draft_config,
+        tokenizer=tokenizer,
+        stop_ids=_stop_ids(target_dir, target_config),
+        loop=loop,
+        startup=startup,
+        memory_plan=plan,
+    )
+
+
+def _prepare_compilers(
+    config: EngineConfig, flashinfer_imported: threading.Event | None
+) -> list[threading.Thread]:
+    """Starts what compilers do before their first kernel, on threads while weights are read.
+
+    One import after another: of two threads in the middle of one import each may see half a module.
+    Cache keys and the driver import nothing that importing this module has not. What fails here
+    fails again where a kernel is compiled, with a caller, if the start goes on.
+    """
+    imports: list[Callable[[], object]] = []
+    if flashinfer_imported is not None:
+        imports.append(flashinfer_imported.wait)
+    if config.compile:
+        imports.append(prepare_inductor)
+
+    def run(steps: list[Callable[[], object]]) -> None:
+        for step in steps:
+            try:
+                step()
+            except Exception:
+                logging.getLogger(__name__).info("%s failed", step, exc_info=True)
+
+    keys = [settle_cache_keys, load_driver] if config.device == "cuda" else []
+    threads = [
+        threading.Thread(target=run, args=(steps,), daemon=True) for steps in (imports, keys)
+    ]
+    for thread in threads:
+        thread.start()
+    return threads
+
+
+def read_configs(
+    target_name: str | Path, draft_name: str | Path | None
+) -> tuple[ModelConfig, DraftConfig | None]:
+    """Parses both configs and checks that they belong together.
+
+    Raises:
+        ValueError: a file is missing or not understood, or the drafter is another target's.
+    """
+    target_name, draft_name = named_pair(target_name, draft_name)
+    target = ModelConfig.from_hf(*read_json(resolve(target_name) / "config.json"))
+    if draft_name is None:
+        return target, None
+    directory = resolve(draft_name)
+    draft = DraftConfig.from_hf(*read_json(directory / "config.json"))
+    draft.check_target(target, str(directory))
+    return target, draft
+
+
+def _built_ahead(options: Options, buckets: tuple[int, ...]) -> tuple[int, ...]:
+    """Which of the ascending sizes are built before the first request."""
+    if not options.lazy_capture:
+        return buckets
+    return (next((size for size in buckets if size >= options.first_batch), buckets[-1]),)
+
+
+def _stop_ids(directory: Path, config: ModelConfig) -> frozenset[int]:
+    """generation_config.json's end tokens; config.json's where it names none."""
+    path = directory / "generation_config.json"
+    if path.is_file():
+        values, source = read_json(path)
+        ids = token_ids(values.get("eos_token_id"), "eos_token_id", source)
+        if ids:
+            return frozenset(ids)
+    return frozenset(config.eos_token_ids)

@@ -1,0 +1,304 @@
+"""The memory plan: what every part of a run takes, computed from the configs before anything loads.
+
+    pool = what may be filled - (weights + fp8 copies + rope tables + step buffers + prefill
+                                 + attention workspaces + activations + plain decode + margin)
+
+Why before: a pair that cannot fit is refused in a second instead of after 16 GB of weights, and the
+pool never takes the memory that a prefill or a capture needs later. Weights, rope tables and
+buffers are exact: the loader's own builders run on tensors without bytes. Activations and graph
+pools are estimates from above (`workspace`); `GPU_MARGIN_BYTES` covers what no shape tells.
+Invariant: pages for a whole request are reserved at its admission, so a pool of any size that holds
+one request runs every mix of requests to its end.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection
+from dataclasses import asdict, dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from graphengine.checkpoints.weights import (
+    ShapeSource,
+    distinct_tensors,
+    draft_vocabulary_shapes,
+    draft_weights,
+    quantized_draft_weights,
+    target_weights,
+    tree_bytes,
+)
+from graphengine.config.bytesize import format_bytes
+from graphengine.config.model import DraftConfig, EngineConfig, ModelConfig
+from graphengine.decode.buffers import StepBuffers
+from graphengine.decode.kvcache import page_bytes, pages_for
+from graphengine.decode.loop import PIPELINE_DEPTH
+from graphengine.models.layers import quantize_fp8
+from graphengine.startup.workspace import (
+    META,
+    activation_bytes,
+    bucket_scratch_bytes,
+    prefill_bytes,
+    shared_scratch_bytes,
+)
+
+CPU_POOL_BYTES = 4 << 30
+# CUDA and Triton modules that load after the measurement, cuBLAS workspaces, fragmentation.
+GPU_MARGIN_BYTES = 1 << 30
+
+
+class DeviceMemory(NamedTuple):
+    """A GPU's memory before anything is loaded, other processes' use included."""
+
+    free_bytes: int
+    total_bytes: int
+    num_sms: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryPlan:
+    """Bytes by purpose, and the pool that they leave room for.
+
+    `budget_bytes`: what all parts together may take; None where nothing limits them (the CPU, whose
+    pool has a fixed limit instead). `num_pages` counts the null page. `max_model_len` is the
+    asked one, or the longest that the pool holds.
+    """
+
+    budget_bytes: int | None
+    target_weight_bytes: int
+    draft_weight_bytes: int
+    quantized_weight_bytes: int
+    rope_table_bytes: int
+    step_buffer_bytes: int
+    prefill_bytes: int
+    attention_workspace_bytes: int
+    activation_bytes: int
+    """What lives only as long as a step, or in the pool of the graphs that hold it."""
+    plain_decode_bytes: int
+    """Buckets without drafts, which a drafting engine may build later to fall back to."""
+    margin_bytes: int
+    kv_page_bytes: int
+    page_size: int
+    num_pages: int
+    max_model_len: int
+    max_request_pages: int
+    """Pages of a request of `max_model_len` tokens and the blocks that may reach past it."""
+
+    @property
+    def fixed_bytes(self) -> int:
+        """Everything but the pool."""
+        return sum(getattr(self, name) for name in _FIXED)
+
+    @property
+    def kv_pool_bytes(self) -> int:
+        """The pool, both models."""
+        return self.num_pages * self.kv_page_bytes
+
+    @property
+    def num_full_requests(self) -> float:
+        """Requests of full length that the pool holds at once."""
+        return (self.num_pages - 1) / self.max_request_pages
+
+    def to_json(self) -> dict[str, Any]:
+        """All fields and the derived sizes."""
+        derived = ("fixed_bytes", "kv_pool_bytes", "num_full_requests")
+        return asdict(self) | {name: getattr(self, name) for name in derived}
+
+    def lines(self) -> list[str]:
+        """The plan in two lines for people; parts that take nothing are left out."""
+        parts = [
+            f"{name.removesuffix('_bytes').replace('_', ' ')} {format_bytes(getattr(self, name))}"
+            for name in _FIXED
+            if getattr(self, name)
+        ]
+        budget = f" of {format_bytes(self.budget_bytes)}" if self.budget_bytes is not None else ""
+        total = self.fixed_bytes + self.kv_pool_bytes
+        return [
+            f"memory plan: {', '.join(parts)}",
+            f"K/V pool {format_bytes(self.kv_pool_bytes)} in {self.num_pages} pages of "
+            f"{self.page_size} tokens: {self.num_full_requests:.1f} requests of "
+            f"{self.max_model_len} tokens; {format_bytes(total)}{budget} in all",
+        ]
+
+
+_FIXED = (
+    *("target_weight_bytes", "draft_weight_bytes", "quantized_weight_bytes", "rope_table_bytes"),
+    *("step_buffer_bytes", "prefill_bytes", "attention_workspace_bytes", "activation_bytes"),
+    *("plain_decode_bytes", "margin_bytes"),
+)
+
+
+def device_memory(device: str) -> DeviceMemory | None:
+    """The current GPU's memory as it is now, less torch's idle cache; None for the CPU."""
+    if device != "cuda":
+        return None
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info()
+    properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+    return DeviceMemory(free, total, properties.multi_processor_count)
+
+
+def host_memory_bytes() -> int:
+    """The machine's memory, whoever uses it."""
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def num_positions(max_model_len: int, block: int) -> int:
+    """Positions that a step can touch: blocks in flight when a request ends, and the next one's
+    head, reach past the limit."""
+    return max_model_len + (PIPELINE_DEPTH + 1) * block
+
+
+def plan_memory(
+    config: EngineConfig,
+    target: ModelConfig,
+    draft: DraftConfig | None,
+    memory: DeviceMemory | None,
+    *,
+    length_is_explicit: bool,
+    draft_names: Collection[str] = (),
+) -> MemoryPlan:
+    """Pages for every row of the largest bucket at full length, or as many as memory allows.
+
+    Args:
+        draft: as the bucket with the longest block runs it.
+        memory: of the GPU before loading; None on the CPU.
+        length_is_explicit: whether the user chose `config.max_model_len`; a default is lowered to
+            what the pool holds, a choice is refused.
+        draft_names: the drafter's tensors; an embedding and a head of its own count in full, even
+            if they turn out to equal the target's.
+
+    Raises:
+        ValueError: the parts, or one request of that length, do not fit; with the numbers.
+    """
+    plan = _plan(config, target, draft, memory, draft_names)
+    block = draft.num_verify_rows if draft else 1
+    room = _pool_room(plan, config)
+    affordable = room // plan.kv_page_bytes
+    if affordable < plan.max_request_pages + 1:
+        length = max(max(affordable - 1, 0) * config.page_size - block, 0)
+        if length_is_explicit or length < 2:
+            raise ValueError(_too_small(plan, config, room, length))
+        shorter = replace(config, max_model_len=length)
+        plan = _plan(shorter, target, draft, memory, draft_names)
+        affordable = _pool_room(plan, config) // plan.kv_page_bytes
+    useful = 1 + max(config.buckets) * plan.max_request_pages
+    plan = replace(plan, num_pages=min(useful, affordable))
+    # Weights are left out: they may be files that the system pages in.
+    needed = plan.fixed_bytes + plan.kv_pool_bytes - plan.target_weight_bytes
+    if config.device == "cpu" and needed > (total := host_memory_bytes()):
+        raise ValueError(
+            f"--bucket {max(config.buckets)} needs {format_bytes(needed)} beside the target's "
+            f"weights, this machine has {format_bytes(total)}; lower it or --max-model-len"
+        )
+    return plan
+
+
+def _pool_room(plan: MemoryPlan, config: EngineConfig) -> int:
+    """Bytes that the pool may take."""
+    asked = config.kv_cache_memory
+    if plan.budget_bytes is None:
+        return asked if asked is not None else CPU_POOL_BYTES
+    left = plan.budget_bytes - plan.fixed_bytes
+    if asked is not None and asked > left:
+        raise ValueError(
+            f"--kv-cache-memory {format_bytes(asked)}: {format_bytes(max(left, 0))} are left of "
+            f"{format_bytes(plan.budget_bytes)} after {format_bytes(plan.fixed_bytes)} for weights "
+            "and work space; lower it, or raise --gpu-memory-utilization"
+        )
+    return left if asked is None else asked
+
+
+def _too_small(plan: MemoryPlan, config: EngineConfig, room: int, length: int) -> str:
+    needed = (plan.max_request_pages + 1) * plan.kv_page_bytes  # and the null page
+    if length >= 2:
+        remedy = f"the longest that fits is {length} tokens"
+    elif config.kv_cache_memory is not None or plan.budget_bytes is None:
+        remedy = "the longest that fits is 0 tokens; raise --kv-cache-memory or lower --page-size"
+    else:
+        remedy = (
+            "the longest that fits is 0 tokens; free memory of the GPU, raise "
+            "--gpu-memory-utilization, or lower the largest --bucket"
+        )
+    return (
+        f"--max-model-len {plan.max_model_len} needs {format_bytes(needed)} of K/V for one "
+        f"request, {format_bytes(max(room, 0))} are left beside {format_bytes(plan.fixed_bytes)} "
+        f"for weights and work space; {remedy}"
+        + ("; smaller pages waste less: --page-size 16" if config.page_size > 16 else "")
+    )
+
+
+def _plan(
+    config: EngineConfig,
+    target: ModelConfig,
+    draft: DraftConfig | None,
+    memory: DeviceMemory | None,
+    draft_names: Collection[str],
+) -> MemoryPlan:
+    """Every part for `config.max_model_len`; the pool's pages are still to be filled in."""
+    on_gpu = config.device == "cuda"
+    dtype: torch.dtype = getattr(torch, config.dtype)
+    block = draft.num_verify_rows if draft else 1
+    positions = num_positions(config.max_model_len, block)
+    drafter, fp8 = (), ()
+    try:
+        weights = target_weights(ShapeSource(dtype), target, positions, META)
+        ropes = [weights.rope_PH]
+        if draft is not None:
+            source = ShapeSource(dtype, draft_names)
+            vocabulary = draft_vocabulary_shapes(source, draft)
+            layers = draft_weights(source, draft, positions, META)
+            ropes.append(layers.rope_PH)
+            drafter = tuple(distinct_tensors((vocabulary, layers)))
+            if config.draft_quantization != "none":
+                _, own_head, _ = vocabulary
+                head = weights.lm_head_VD if own_head is None else own_head
+                copies = quantized_draft_weights(layers), quantize_fp8(head)
+                fp8 = _without(copies, drafter)
+        num_sms, width = memory.num_sms if memory else 1, pages_for(positions, config.page_size)
+        buffers = StepBuffers.make(target, draft, max(config.buckets), width, dtype, META)
+        scratch = bucket_scratch_bytes(config, target, draft, buffers, num_sms)
+        plain = 0
+        if draft is not None:
+            one_row = StepBuffers.make(target, None, max(config.buckets), width, dtype, META)
+            plain = bucket_scratch_bytes(config, target, None, one_row, num_sms)
+            plain += tree_bytes(one_row)
+            plain += activation_bytes(config, target, None, dtype.itemsize)
+    except (RuntimeError, TypeError) as error:  # a size past 2^63
+        reason = str(error).partition("\n")[0]
+        raise ValueError(
+            "the configs, --bucket and --page-size describe tensors of impossible size "
+            f"({reason}); lower what is huge"
+        ) from error
+    kv_page = page_bytes(target, config.page_size, dtype.itemsize)
+    kv_page += page_bytes(draft.model, config.page_size, dtype.itemsize) if draft else 0
+    budget = None
+    if memory is not None:
+        unusable = (1 - config.gpu_memory_utilization) * memory.total_bytes
+        budget = int(memory.free_bytes - unusable)
+    return MemoryPlan(
+        budget_bytes=budget,
+        target_weight_bytes=tree_bytes(weights) - tree_bytes(weights.rope_PH),
+        draft_weight_bytes=tree_bytes(drafter) - tree_bytes(tuple(ropes[1:])),
+        quantized_weight_bytes=tree_bytes(fp8),
+        rope_table_bytes=tree_bytes(tuple(ropes)),
+        step_buffer_bytes=tree_bytes(buffers),
+        prefill_bytes=prefill_bytes(config, target, draft, dtype.itemsize),
+        attention_workspace_bytes=shared_scratch_bytes(config) + scratch,
+        activation_bytes=activation_bytes(config, target, draft, dtype.itemsize),
+        plain_decode_bytes=plain,
+        margin_bytes=GPU_MARGIN_BYTES if on_gpu else 0,
+        kv_page_bytes=kv_page,
+        page_size=config.page_size,
+        num_pages=0,
+        max_model_len=config.max_model_len,
+        max_request_pages=pages_for(config.max_model_len + block, config.page_size),
+    )
+
+
+def _without(tree: Any, others: Any) -> tuple[Tensor, ...]:
+    """The tree's tensors that are not among the others'."""
+    known = {id(tensor) for tensor in distinct_tensors(others)}
+    return tuple(tensor for tensor in distinct_tensors(tree) if id(tensor) not in known)

@@ -1,0 +1,127 @@
+"""Estimates of what a run takes beside weights, buffers and K/V: activations, graphs, scratch.
+
+Why estimates: these tensors come and go inside a forward, so no builder can be asked. Each formula
+counts what is alive at the worst moment, from above; a GPU test compares the sum with what torch
+reports (tests/startup/test_memory.py). One that is too low shows as a failed prefill or capture.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from graphengine.checkpoints.weights import tree_bytes
+from graphengine.config.draft_length import draft_at
+from graphengine.config.model import DraftConfig, EngineConfig, ModelConfig
+from graphengine.decode.attention import FLOAT_WORKSPACE_BYTES, BlockAttention
+from graphengine.decode.buffers import StepBuffers
+
+# FlashInfer allocates this on the device for each wrapper, beside the shared workspace.
+FLASHINFER_WRAPPER_BYTES = 8 << 20
+# The driver's own memory for an instantiated graph of a few kernels (estimate), and for those of
+# some hundred kernels that are a whole step, greedy or sampled.
+GRAPH_BYTES = 1 << 20
+STEP_GRAPH_BYTES = 4 << 20
+# Of a sampled row: 256 int64 sums of its threshold's passes, a candidate token of each chunk.
+SAMPLED_ROW_BYTES = 4096
+META = torch.device("meta")
+
+
+def forward_bytes(model: ModelConfig, num_rows: int, element_bytes: int) -> int:
+    """Most bytes of temporaries alive at once in an eager layer: residual and its norm, attention
+    in and out, and the wider of the projections and the MLP (swiglu holds three fp32 copies)."""
+    hidden, inter, q_size = model.hidden_size, model.intermediate_size, model.q_size
+    attention = (q_size + 2 * model.kv_size + q_size) * element_bytes
+    mlp = 2 * inter * element_bytes + 3 * inter * 4
+    residual = 2 * hidden * element_bytes + q_size * element_bytes
+    return num_rows * (residual + max(attention, mlp, 3 * hidden * 4))
+
+
+def rounding_bytes(config: EngineConfig, draft: DraftConfig | None, num_rows: int) -> int:
+    """Rounding activations in plain torch, as where our kernel does not run, holds three fp32
+    copies; the widest are the taps before fc."""
+    if draft is None or config.draft_quantization != "fp8-dynamic":
+        return 0
+    return num_rows * 3 * draft.num_taps * draft.tap_size * 4
+
+
+def prefill_bytes(
+    config: EngineConfig, target: ModelConfig, draft: DraftConfig | None, element_bytes: int
+) -> int:
+    """A chunk's activations, its taps and context K/V, and the logits of the last rows."""
+    rows = min(config.prefill_chunk, max(config.buckets) * config.max_model_len)
+    work = forward_bytes(target, rows, element_bytes)
+    taps = 0
+    if draft is not None:
+        hidden, model = draft.model.hidden_size, draft.model
+        taps = rows * draft.num_taps * draft.tap_size * element_bytes
+        kv_row = 2 * model.num_hidden_layers * model.kv_size * element_bytes
+        work = max(work, rows * (2 * hidden * element_bytes + 2 * hidden * 4 + kv_row))
+        work = max(work, rounding_bytes(config, draft, rows))
+    if config.prefill_attention_backend == "torch":  # gathers keys and values, builds a mask
+        per_key = 2 * target.kv_size * element_bytes + rows * (1 + element_bytes)
+        work += config.max_model_len * per_key
+    logits = min(max(config.buckets), rows) * target.vocab_size * element_bytes
+    return work + taps + logits
+
+
+def activation_bytes(
+    config: EngineConfig, target: ModelConfig, draft: DraftConfig | None, element_bytes: int
+) -> int:
+    """A step's temporaries and logits. With graphs: one set for warming up and one for their
+    shared pool, carries that stay alive between them, the driver's memory for the graphs.
+
+    Piecewise: every layer's residual and query cross from a graph to the next, in each bucket.
+    """
+    block = draft.num_verify_rows if draft else 1
+    models = [target] + ([draft.model] if draft else [])
+    rows = max(config.buckets) * block
+    logits = rows * target.vocab_size * element_bytes
+    work = max(forward_bytes(model, rows, element_bytes) for model in models)
+    work = max(work, rounding_bytes(config, draft, rows))
+    if config.sampling:
+        work += rows * SAMPLED_ROW_BYTES
+    total = (work + 2 * logits) * (1 if config.graph_mode == "none" else 2)
+    if config.graph_mode == "piecewise":
+        row = sum(m.num_hidden_layers * (m.hidden_size + m.q_size) for m in models) * element_bytes
+        total += sum(config.buckets) * block * row
+        # A step that draws its tokens ends in two graphs of its own.
+        num_graphs = sum(m.num_hidden_layers + 3 for m in models) + 2 * config.sampling
+        total += len(config.buckets) * num_graphs * GRAPH_BYTES
+    elif config.graph_mode == "full":
+        total += len(config.buckets) * (1 + config.sampling) * STEP_GRAPH_BYTES
+    return total
+
+
+def shared_scratch_bytes(config: EngineConfig) -> int:
+    """FlashInfer's scratch: one for all buckets, one and a wrapper's for prefills."""
+    total = 0
+    if config.prefill_attention_backend == "flashinfer":
+        total += FLOAT_WORKSPACE_BYTES + FLASHINFER_WRAPPER_BYTES
+    if config.attention_backend == "flashinfer":
+        total += FLOAT_WORKSPACE_BYTES
+    return total
+
+
+def bucket_scratch_bytes(
+    config: EngineConfig,
+    target: ModelConfig,
+    draft: DraftConfig | None,
+    buffers: StepBuffers,
+    num_sms: int,
+) -> int:
+    """FlashInfer's metadata, or our kernel's partial results: of every bucket, for the verify and
+    for each kind of draft layer."""
+    total = 0
+    for size in config.buckets:
+        own = draft_at(config, draft, size) if draft else None
+        kinds = [(target, own.num_verify_rows if own else 1)]
+        if own is not None:
+            kinds += [(own.model, own.block_size)] * len(set(own.attention_rules))
+        if config.attention_backend == "flashinfer":
+            pages = buffers.bucket(size).page_table_BW.numel()
+            total += len(kinds) * (FLASHINFER_WRAPPER_BYTES + pages * 4)
+        elif config.attention_backend == "triton":
+            for model, block in kinds:
+                space = BlockAttention.make_workspace(model, size, block, num_sms, META)
+                total += tree_bytes(space)
+    return total

@@ -1,0 +1,135 @@
+"""What `graphengine verify` reports: the table, the places that differ, the verdict and the JSON.
+
+Why one file: the table, the JSON object and the stored result show the same numbers. stdout carries
+the verdict, or the JSON object alone; the rest goes to the console, which is stderr.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import click
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from graphengine.checkpoints.tokenizer import Tokenizer
+from graphengine.profiles.result_schema import environment, write_result
+from graphengine.report import print_table
+from graphengine.verify.check import Place
+from graphengine.verify.run import CellResult, numbers
+
+NUM_CONTEXT_TOKENS = 12
+
+
+def describe(result: CellResult, place: Place, tokenizer: Tokenizer | None) -> str:
+    """A token that is not the plain model's first choice, with the text around it."""
+    transcript = result.transcripts[place.request]
+
+    def text(ids: list[int]) -> str:
+        return repr(tokenizer.decode(ids)) if tokenizer else str(ids)
+
+    low = max(place.index - NUM_CONTEXT_TOKENS, 0)
+    kind = "first divergence" if place is result.report.first_true else "first benign tie"
+    role = "accepted draft" if place.row + 1 < place.num_committed else "the target's own token"
+    where = f"step {place.step}, row {place.row} of {place.num_committed} committed, {role}"
+    if place.step == 0:
+        where = "the prefill's token"
+    return (
+        f"{result.cell.mode} bucket {result.cell.bucket} {result.cell.mix}: {kind} at request "
+        f"{place.request}, token {place.index} ({where}): {text([place.emitted_id])} "
+        f"(p {math.exp(place.logprob):.4f}) instead of {text([place.best_id])}, regret "
+        f"{place.regret_nats:.4g} nats; after {text(transcript.output_ids[low : place.index])}, "
+        f"then {text(transcript.output_ids[place.index + 1 :][:NUM_CONTEXT_TOKENS])}"
+    )
+
+
+def report_cells(
+    model: str,
+    draft: str | None,
+    results: list[CellResult],
+    texts: list[str],
+    options: dict[str, Any],
+    console: Console,
+) -> bool:
+    """The verdict over all cells; True: PASS."""
+    failures = [
+        f"{r.cell.mode} bucket {r.cell.bucket} {r.cell.mix}: {check}: {text}"
+        for r in results
+        for check, text in r.failed.items()
+    ]
+    print_table(console, _table(results))
+    for text in texts:
+        console.print(text, markup=False, highlight=False, soft_wrap=True)
+    finish(model, draft, failures, texts, numbers(results), options, console)
+    if not options["as_json"]:
+        for failure in failures:
+            click.echo(f"FAIL {failure}")
+        num_tokens = sum(r.report.num_tokens for r in results)
+        verdict = "FAIL" if failures else "PASS"
+        click.echo(f"{verdict}: {len(results)} runs, {num_tokens} tokens judged")
+    return not failures
+
+
+def finish(
+    model: str,
+    draft: str | None,
+    failures: list[str],
+    texts: list[str],
+    measured: dict[str, Any],
+    options: dict[str, Any],
+    console: Console,
+) -> None:
+    """Writes the result file and prints the JSON object, where asked for."""
+    document = {
+        "verdict": "FAIL" if failures else "PASS",
+        "failures": failures,
+        "divergences": texts,
+        "model": Path(model).name,
+        "draft": Path(draft).name if draft else None,
+        **{
+            name: list(value) if isinstance(value, tuple) else value
+            for name, value in options.items()
+            if name not in ("prompt_file", "output_json", "commit", "as_json", "quiet")
+        },
+        "prompt_file": options["prompt_file"].name if options["prompt_file"] else "bundled",
+    }
+    if options["output_json"]:
+        env = environment(options["commit"])
+        write_result(options["output_json"], "verify", measured, config=document, env=env)
+        console.print(f"wrote {options['output_json']}", highlight=False)
+    if options["as_json"]:
+        click.echo(json.dumps({"config": document, "numbers": measured}))
+
+
+def _table(results: list[CellResult]) -> Table:
+    table = Table(title="every token against the plain model", box=box.SIMPLE)
+    for name in ("mode", "bucket", "mix"):
+        table.add_column(name)
+    for name in ("tokens", "identical", "ties", "over", "max regret", "mean", "accept", "least"):
+        table.add_column(name, justify="right")
+    table.add_column("= plain", justify="right")
+    table.add_column("verdict")
+    for result in results:
+        report, cell = result.report, result.cell
+        drafting = report.acceptance.num_draft_tokens > 0
+        steps = [mean for mean in report.acceptance_per_prompt if mean]
+        table.add_row(
+            cell.mode,
+            str(cell.bucket),
+            cell.mix,
+            str(report.num_tokens),
+            f"{report.identical_fraction:.2%}",
+            str(len(report.ties)),
+            str(report.num_true),
+            f"{report.max_regret_nats:.2g}",
+            f"{report.mean_regret_nats:.2g}",
+            f"{report.acceptance.mean_acceptance_length:.2f}" if drafting else "-",
+            f"{min(steps, default=0):.2f}" if drafting else "-",
+            "-" if result.same_as_plain is None else f"{result.same_as_plain}/{result.num_prompts}",
+            "[red]FAIL[/] " + " ".join(result.failed) if result.failed else "pass",
+        )
+    return table

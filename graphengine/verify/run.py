@@ -1,0 +1,241 @@
+"""The runs of `graphengine verify`: which graph modes, buckets and batch mixes, in which order.
+
+Why apart from verify.py: that file judges, this one loads engines and feeds them. Every way to run
+is a `Cell`; one engine serves all cells of a graph mode. Outputs of the same tokens are judged once
+per engine.
+
+Invariant: two graph modes of one attention backend run the same kernels on the same batches, so
+their tokens must be equal, not only within the tolerance.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+
+from graphengine.checkpoints.tokenizer import Tokenizer
+from graphengine.decode.attention import flashinfer_missing
+from graphengine.decode.metrics import Acceptance
+from graphengine.decode.sampling import Sampling
+from graphengine.prompts import Turn
+from graphengine.startup.build import Built
+from graphengine.verify.check import (
+    CheckName,
+    Limits,
+    Mix,
+    Report,
+    Transcript,
+    decide,
+    decode,
+    disagreement,
+    judge,
+    mixed,
+)
+from graphengine.verify.teacher import Scores, teacher_force
+
+PLAIN = "plain"
+
+
+class Mode(NamedTuple):
+    """How steps are launched, as `Engine.from_pretrained` takes it."""
+
+    graph_mode: str
+    attention_backend: str
+
+
+class Cell(NamedTuple):
+    """One row of the table: `mode` is resolved, e.g. "full triton", or "plain" with no drafter."""
+
+    mode: str
+    bucket: int
+    mix: Mix
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CellResult:
+    """What a cell measured and which of its checks failed; `same_as_plain` of `num_prompts`."""
+
+    cell: Cell
+    report: Report
+    failed: dict[CheckName, str]
+    transcripts: list[Transcript]
+    num_prompts: int
+    same_as_plain: int | None = None
+
+
+class Draws(NamedTuple):
+    """Sampled outputs [prompt][run][position]. `errors` of requests that decoding stopped, by
+    prompt * runs + run; where there are any, nothing can be compared."""
+
+    outputs: list[list[list[int]]]
+    mean_acceptance_length: float
+    errors: dict[int, str]
+
+
+def matrix_modes(device: str, dtype: str) -> list[Mode]:
+    """The graph modes and attentions that a device can run."""
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cpu":
+        return [Mode("none", "torch"), Mode("none", "triton")]
+    backends = ["triton"]
+    if dtype != "float32" and not flashinfer_missing():
+        backends.insert(0, "flashinfer")
+    return [Mode(mode, name) for name in backends for mode in ("none", "piecewise", "full")]
+
+
+def mixes_of(bucket: int) -> tuple[Mix, ...]:
+    """alone: one row, the rest padding; together: full; mixed: short beside long, ragged ends."""
+    return ("alone", "mixed") if bucket == 1 else ("alone", "together", "mixed")
+
+
+def encode(tokenizer: Tokenizer | None, prompts: Sequence[Turn], raw: bool) -> list[list[int]]:
+    """Token ids of single prompts; ids are taken as they are.
+
+    Raises:
+        ValueError: text for a model without a tokenizer.
+    """
+    found: list[list[int]] = []
+    for prompt in prompts:
+        if not isinstance(prompt, str):
+            found.append(prompt)
+        elif tokenizer is None:
+            raise ValueError("this model has no tokenizer; pass token ids with --prompt-file")
+        elif raw:
+            found.append(tokenizer.encode(prompt))
+        else:
+            found.append(tokenizer.encode_chat([{"role": "user", "content": prompt}]))
+    return found
+
+
+def verify_mode(
+    built: Built,
+    label: str,
+    ids: Sequence[Sequence[int]],
+    cells: Sequence[tuple[int, Mix]],
+    *,
+    max_new_tokens: int,
+    limits: Limits,
+    num_counted: int | None = None,
+    first: Sequence[CellResult] = (),
+    progress: Callable[[Cell], None] = lambda cell: None,
+) -> list[CellResult]:
+    """Runs and judges every cell of one loaded engine.
+
+    Args:
+        ids: the prompts.
+        num_counted: acceptance is that of the first so many prompts; default all.
+        first: results of the same attention in another graph mode; tokens must be equal.
+
+    Raises:
+        ValueError: a prompt that cannot run.
+    """
+    judged: dict[tuple[int, ...], Scores] = {}
+    reference = {(r.cell.bucket, r.cell.mix): r.transcripts for r in first}
+    results: list[CellResult] = []
+    for bucket, mix in cells:
+        cell = Cell(label, bucket, mix)
+        progress(cell)
+        order, budgets = list(range(len(ids))), [max_new_tokens] * len(ids)
+        if mix == "mixed":
+            order, budgets = mixed([len(prompt) for prompt in ids], max_new_tokens)
+        transcripts = decode(
+            built.loop,
+            [ids[i] for i in order],
+            budgets,
+            built.stop_ids,
+            bucket=bucket,
+            one_by_one=mix == "alone",
+        )
+        scores = []
+        for transcript in transcripts:
+            key = (len(transcript.prompt_ids), *transcript.prompt_ids, *transcript.output_ids)
+            if key not in judged:
+                judged[key] = teacher_force(
+                    built.loop, transcript.prompt_ids, transcript.output_ids
+                )
+            scores.append(judged[key])
+        # In the order of the prompts, so that cells can be compared.
+        back = sorted(range(len(order)), key=lambda i: order[i])
+        transcripts, scores = [transcripts[i] for i in back], [scores[i] for i in back]
+        report = judge(transcripts, scores, limits.tolerance_nats, built.stop_ids, num_counted)
+        failed = decide(report, limits)
+        if (bucket, mix) in reference:
+            parted = disagreement(reference[bucket, mix], transcripts)
+            if parted is not None:
+                failed["modes"] = parted
+        results.append(
+            CellResult(
+                cell=cell,
+                report=report,
+                failed=failed,
+                transcripts=transcripts,
+                num_prompts=len(ids),
+            )
+        )
+    return results
+
+
+def compare_with_plain(
+    results: Sequence[CellResult], plain: Sequence[CellResult]
+) -> list[CellResult]:
+    """Counts the requests that say exactly what plain decoding said in the same cell."""
+    baseline = {(r.cell.bucket, r.cell.mix): r.transcripts for r in plain}
+    compared = []
+    for result in results:
+        pairs = zip(baseline[result.cell.bucket, result.cell.mix], result.transcripts, strict=True)
+        same = sum(a.output_ids == b.output_ids for a, b in pairs)
+        compared.append(replace(result, same_as_plain=same))
+    return compared
+
+
+def draw(
+    built: Built,
+    ids: Sequence[Sequence[int]],
+    num_samples: int,
+    max_new_tokens: int,
+    sampling: Sampling,
+) -> Draws:
+    """Draws every prompt `num_samples` times, with consecutive seeds from `sampling.seed` on."""
+    prompts = [prompt for prompt in ids for _ in range(num_samples)]
+    transcripts = decode(
+        built.loop,
+        prompts,
+        [max_new_tokens] * len(prompts),
+        built.stop_ids,
+        samplings=[sampling.numbered(i) for i in range(len(prompts))],
+    )
+    outputs = [t.output_ids for t in transcripts]
+    return Draws(
+        [outputs[i : i + num_samples] for i in range(0, len(outputs), num_samples)],
+        Acceptance.merge(t.acceptance for t in transcripts).mean_acceptance_length,
+        {i: t.error for i, t in enumerate(transcripts) if t.error},
+    )
+
+
+def numbers(results: Sequence[CellResult]) -> dict[str, Any]:
+    """Mode -> cell -> measurements, keys with their units (profiles/result_schema.py)."""
+    found: dict[str, Any] = {}
+    for result in results:
+        report, cell = result.report, result.cell
+        values: dict[str, Any] = {
+            "num_tokens": report.num_tokens,
+            "identical_fraction": report.identical_fraction,
+            "max_regret_nats": report.max_regret_nats,
+            "mean_regret_nats": report.mean_regret_nats,
+            "num_over_tolerance": report.num_true,
+            "num_ties": len(report.ties),
+            "num_nonfinite": report.num_nonfinite,
+        }
+        if report.acceptance.num_draft_tokens:
+            values["mean_acceptance_length"] = report.acceptance.mean_acceptance_length
+            values["mean_acceptance_per_prompt_tokens"] = report.acceptance_per_prompt
+        if result.same_as_plain is not None:
+            values["num_same_as_plain"] = result.same_as_plain
+            values["num_prompts"] = result.num_prompts
+        name = cell.mode.replace(" ", "_")
+        found.setdefault(name, {})[f"bucket_{cell.bucket}_{cell.mix}"] = values
+    return found

@@ -1,0 +1,117 @@
+"""Teacher forcing: what the plain model says about every token of a finished output.
+
+What: one causal forward of the target over prompt + output, in chunks, through the eager prefill
+path; the logits of row p judge the token at p + 1. Why this path: it shares weights with decoding
+but neither its graphs, its block rows, its plans, its page table nor its attention over a block, so
+a fault in any of those cannot hide by being in both. What it cannot see is what both share: wrong
+weights, a wrong rope theta of the target, a prefill that is itself wrong (golden tests against
+transformers see that).
+
+Invariant: the pages it writes come from the idle pool and return to it; no request is running.
+Feeding the emitted tokens anchors every position to the text as it was emitted: after a benign tie
+the rest is judged given that choice, and never counted as one long divergence.
+
+Legend: T rows of a chunk, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import NamedTuple
+
+import torch
+
+from graphengine.capture.runners import run_chain
+from graphengine.decode.attention import Layout
+from graphengine.decode.chains import Rows, target_chain
+from graphengine.decode.kvcache import pages_for
+from graphengine.decode.loop import DecodeLoop
+from graphengine.decode.segments import Segments, row_logits_segment
+from graphengine.kernels.argmax import argmax_rows
+
+CHUNK = 256  # rows of one forward: their float32 logits at 152k tokens are 156 MB
+
+
+class Scores(NamedTuple):
+    """One entry per output token.
+
+    `regret_nats[i] = log p(best_ids[i]) - log p(output[i])` under the plain model, NaN where its
+    logits are not finite; `logprob[i] = log p(output[i])`.
+    """
+
+    regret_nats: list[float]
+    best_ids: list[int]
+    logprob: list[float]
+
+
+@torch.no_grad()
+def teacher_force(loop: DecodeLoop, prompt_ids: Sequence[int], output_ids: Sequence[int]) -> Scores:
+    """Judges every token of an output by the target alone.
+
+        regret[i] = max_v z[v] - z[output[i]],   z = logits after prompt + output[:i]
+
+    Args:
+        loop: idle; its target, page pool and prefill attention are used.
+    """
+    assert not loop.has_work
+    if not output_ids:
+        return Scores([], [], [])
+    ids = [*prompt_ids, *output_ids]
+    first = len(prompt_ids) - 1  # the row whose logits judge output 0
+    num_rows = len(ids) - 1  # the last token is judged, not fed
+    size = loop.config.page_size
+    pages = loop.allocator.allocate(pages_for(num_rows, size))
+    scores = Scores([], [], [])
+    try:
+        for begin in range(0, num_rows, CHUNK):
+            end = min(begin + CHUNK, num_rows)
+            judged = range(max(begin, first), end)
+            logits_TV = _forward(loop, ids, begin, end, pages, [p - begin for p in judged])
+            if not judged:
+                continue
+            emitted = torch.tensor([ids[p + 1] for p in judged], device=logits_TV.device)
+            best = argmax_rows(logits_TV)
+            z_TV = logits_TV.float()
+            z_emitted = z_TV.gather(1, emitted[:, None])[:, 0]
+            scores.regret_nats.extend((z_TV.amax(-1) - z_emitted).tolist())
+            scores.best_ids.extend(best.tolist())
+            scores.logprob.extend((z_emitted - z_TV.logsumexp(-1)).tolist())
+    finally:
+        loop.allocator.free(pages)
+    return scores
+
+
+def _forward(
+    loop: DecodeLoop,
+    ids: Sequence[int],
+    begin: int,
+    end: int,
+    pages: list[int],
+    logit_rows: list[int],
+) -> torch.Tensor:
+    """Rows begin .. end-1 of one sequence; logits of `logit_rows`, or of the last if none."""
+    prefill, size = loop.prefill, loop.config.page_size
+    target, attention = prefill.target, prefill.attention
+    device, dtype = target.kv_pool.device, target.kv_pool.dtype
+    count = end - begin
+
+    def upload(values: Sequence[int]) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.int64).to(device)
+
+    slots = [pages[p // size] * size + p % size for p in range(begin, end)]
+    rows = Rows(upload(ids[begin:end]), upload(range(begin, end)), upload(slots))
+    heads = (target.config.num_attention_heads, target.config.head_dim)
+    attn_TNH = torch.empty(count, *heads, dtype=dtype, device=device)
+    attention.plan(Layout.build([count], [end], [pages], size))
+    chain = target_chain(
+        "prefill",
+        target,
+        rows,
+        attention,
+        attn_TNH,
+        Segments(),
+        lambda layer, h_TD: None,
+        partial(row_logits_segment, upload(logit_rows or [count - 1])),
+    )
+    return run_chain(chain)[0]

@@ -1,0 +1,521 @@
+"""Compiled segments on disk: found for what they were compiled for, and for nothing else."""
+
+import errno
+import importlib
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from enum import Enum
+from functools import lru_cache, partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch._functorch.config as functorch
+import torch._inductor.config as inductor
+from torch import Tensor
+
+from graphengine.capture import compile as compiling
+from graphengine.capture import precompiled
+from graphengine.capture.precompiled import layout, loaded_code
+from graphengine.decode import segments, simulate
+from graphengine.decode.simulate import Simulation, force_acceptance_
+from graphengine.kernels import skinny_config
+from graphengine.models import layers
+
+ROOT = Path(__file__).resolve().parents[2]
+needs_compiler = pytest.mark.skipif(
+    shutil.which("g++") is None, reason="Inductor's C++ backend needs g++"
+)
+
+
+class Pair(NamedTuple):
+    first: Tensor
+    second: Tensor
+
+
+def scaled(pair: Pair, factor: float) -> tuple[Tensor, Tensor]:
+    return pair.first * factor + pair.second, pair.second.sum(-1)
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """An empty folder of compiled code, and a process that remembers none."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(compiling, "_MADE", {})
+    with torch.no_grad():
+        yield tmp_path / precompiled.FOLDER
+
+
+def as_a_new_process(monkeypatch: pytest.MonkeyPatch, *, may_compile: bool = False) -> None:
+    """Forgets what this one has compiled; a compilation fails unless it is expected."""
+    monkeypatch.setattr(compiling, "_MADE", {})
+    if not may_compile:
+        monkeypatch.setattr(torch, "compile", lambda *_, **__: pytest.fail("it is compiled again"))
+
+
+def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    return compiling.compile_segments([function])[0]
+
+
+def files(folder: Path) -> list[Path]:
+    return sorted(folder.iterdir()) if folder.exists() else []
+
+
+# --- finding ---
+
+
+@needs_compiler
+def test_found_without_tracing(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: a later start traces again, which is most of what a warm start took; or what it finds
+    computes something else."""
+    pair = Pair(torch.randn(4, 32), torch.randn(4, 32))
+    other = Pair(torch.randn(4, 32), torch.randn(4, 32))
+    before = compiling.cache_counts()
+    compiled(scaled)(pair, 2.0)
+    assert compiling.cache_counts().since(before) == (0, 1)
+    assert len(files(folder)) == 1
+    as_a_new_process(monkeypatch)
+    again = compiled(scaled)
+    for inputs in (pair, other):
+        torch.testing.assert_close(again(inputs, 2.0), scaled(inputs, 2.0))
+    assert compiling.cache_counts().since(before) == (1, 1)
+
+
+@needs_compiler
+def test_what_a_first_compilation_reads_is_read_before_it(tmp_path: Path) -> None:
+    """Bug: the first compilation reads thousands of torch's files, behind each of which it waits
+    for Python's lock while other threads compile kernels (13 s of a start on an H200)."""
+    script = """
+import sys, torch
+from torch._inductor import codecache
+from graphengine.capture import compile as compiling
+compiling.prepare_inductor()
+late, before = [], set(sys.modules)
+codecache.build_code_hash = lambda roots, *_: late.append(roots)
+def double(x): return x * 2
+with torch.no_grad():
+    compiling.compile_segments([lambda x: double(x) + 1])[0](torch.ones(2, 3))
+assert compiling.cache_counts() == (0, 1)
+late += [name for name in set(sys.modules) - before if name.startswith("torch.distributed")]
+print(late)
+"""
+    env = os.environ | {"PYTHONPATH": str(ROOT), "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
+    line = [sys.executable, "-c", script]
+    done = subprocess.run(line, env=env, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "[]\n"
+    assert "cannot be compiled" not in done.stderr
+
+
+@needs_compiler
+def test_writes_to_arguments_are_kept(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: a function that is found writes into a copy of its argument."""
+    simulation = Simulation(torch.tensor([[3, 1]] * 5), torch.zeros(1, dtype=torch.int64))
+    draft = torch.arange(1, 9).view(2, 4)
+    target = torch.full((2, 4), 7)
+    expected = target.clone()
+    force_acceptance_(Simulation(simulation.accepted_RB, torch.zeros(1).long()), draft, expected)
+    compiled(force_acceptance_)(simulation, draft, target.clone())
+    as_a_new_process(monkeypatch)
+    simulation.step_1.zero_()
+    compiled(force_acceptance_)(simulation, draft, target)
+    assert torch.equal(target, expected)
+    assert simulation.step_1.item() == 1
+    assert len(files(folder)) == 1
+
+
+@needs_compiler
+@pytest.mark.parametrize("content", [b"", b"no pickle", None, "a bit"])
+def test_a_file_that_cannot_be_used_is_replaced(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, content: bytes | str | None
+) -> None:
+    """Bug: a start dies of a file that a crash has cut short, or compiles at every start; of one
+    wrong bit in torch's guards it dies by SIGABRT."""
+    pair = Pair(torch.randn(4, 32), torch.randn(4, 32))
+    compiled(scaled)(pair, 3.0)
+    (file,) = files(folder)
+    good = file.read_bytes()
+    bad = content if isinstance(content, bytes) else good[: len(good) // 2]
+    if content == "a bit":
+        bad = bytearray(good)
+        bad[good.index(b'"autocast_state"')] ^= 1
+    file.write_bytes(bad)
+    as_a_new_process(monkeypatch, may_compile=True)
+    torch.testing.assert_close(compiled(scaled)(pair, 3.0), scaled(pair, 3.0))
+    assert files(folder) == [file]
+    as_a_new_process(monkeypatch)
+    torch.testing.assert_close(compiled(scaled)(pair, 3.0), scaled(pair, 3.0))
+
+
+@needs_compiler
+def test_others_may_read_it(folder: Path) -> None:
+    """Bug: an image is filled by one user and run by another, who compiles everything again."""
+    before = os.umask(0o022)
+    try:
+        compiled(scaled)(Pair(torch.randn(4, 8), torch.randn(4, 8)), 2.0)
+    finally:
+        os.umask(before)
+    assert [file.stat().st_mode & 0o777 for file in files(folder)] == [0o644]
+
+
+@needs_compiler
+def test_without_a_place_to_keep_it(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Bug: a folder that cannot be written ends a start, or is not told; a full disk leaves part of
+    a file."""
+    pair = Pair(torch.randn(4, 32), torch.randn(4, 32))
+    folder.parent.mkdir(exist_ok=True)
+    folder.write_text("a file where the folder should be")
+    torch.testing.assert_close(compiled(scaled)(pair, 4.0), scaled(pair, 4.0))
+    assert "later starts compile it again" in caplog.text
+    folder.unlink()
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "no space")
+
+    as_a_new_process(monkeypatch, may_compile=True)
+    monkeypatch.setattr(Path, "replace", full)
+    torch.testing.assert_close(compiled(scaled)(pair, 4.0), scaled(pair, 4.0))
+    assert not files(folder)
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    ("config", "switch", "off"),
+    [
+        (inductor, "force_disable_caches", True),
+        (inductor, "fx_graph_cache", False),
+        (functorch, "enable_autograd_cache", False),
+        (inductor, "post_grad_custom_post_pass", lambda graph: None),  # in no key of ours
+    ],
+)
+def test_caches_can_be_switched_off(
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    config: Any,
+    switch: str,
+    off: Any,
+) -> None:
+    """Bug: who looks for a fault in compiled code switches caches off and still gets the old; or is
+    warned at each segment that it is not kept."""
+    pair = Pair(torch.randn(4, 32), torch.randn(4, 32))
+    compiled(scaled)(pair, 5.0)
+    (file,) = files(folder)
+    as_a_new_process(monkeypatch, may_compile=True)
+    before = compiling.cache_counts()
+    with config.patch({switch: off}):
+        torch.testing.assert_close(compiled(scaled)(pair, 5.0), scaled(pair, 5.0))
+    assert compiling.cache_counts().since(before) == (0, 1)
+    assert files(folder) == [file]
+    assert "later starts" not in caplog.text
+
+
+def test_without_dynamo(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: TORCH_COMPILE_DISABLE=1 does not disable anything, or torch's stance to run eagerly."""
+    as_a_new_process(monkeypatch)
+    pair = Pair(torch.randn(4, 32), torch.randn(4, 32))
+    with torch._dynamo.config.patch(disable=True):
+        torch.testing.assert_close(compiled(scaled)(pair, 6.0), scaled(pair, 6.0))
+    with torch.compiler.set_stance("force_eager"):
+        torch.testing.assert_close(compiled(scaled)(pair, 6.0), scaled(pair, 6.0))
+    assert not files(folder)
+
+
+@needs_compiler
+def test_settings_of_the_moment_of_compilation(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bug: a bucket built late, after a setting of Inductor's was changed, is kept as compiled with
+    the old one, and every later start gets it."""
+    pair = Pair(torch.randn(4, 32), torch.randn(4, 32))
+    late = compiled(scaled)
+    with inductor.patch(emulate_precision_casts=True):
+        late(pair, 7.0)
+    as_a_new_process(monkeypatch, may_compile=True)
+    before = compiling.cache_counts()
+    compiled(scaled)(pair, 7.0)
+    assert compiling.cache_counts().since(before) == (0, 1)
+    assert len(files(folder)) == 2
+
+
+FACTOR = 2.0
+
+
+def scaled_by_a_table(x: Tensor) -> Tensor:
+    return x * FACTOR
+
+
+@needs_compiler
+def test_a_tool_replaces_a_table(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: a tool that judges tables in one engine times the first of them every time."""
+    function, x = compiled(scaled_by_a_table), torch.randn(64)
+    for factor in (2.0, 3.0, 2.0):
+        monkeypatch.setattr(sys.modules[__name__], "FACTOR", factor)
+        compiling.forget()
+        torch.testing.assert_close(function(x), x * factor)
+    assert len(files(folder)) == 2
+
+
+# --- keys ---
+
+
+def test_all_that_a_specialisation_depends_on() -> None:
+    """Bug: two calls that need different code share it, e.g. a matrix that is also the other
+    argument: torch traces that as one input."""
+    x, y = torch.randn(4, 8), torch.randn(4, 8)
+    memory = torch.randn(65)
+    calls: dict[str, Any] = {
+        "base": (Pair(x, y), 1.0),
+        "shape": (Pair(x, torch.randn(4, 9)), 1.0),
+        "strides": (Pair(x, torch.randn(8, 4).T), 1.0),
+        "dtype": (Pair(x, y.double()), 1.0),
+        "value": (Pair(x, y), 2.0),
+        "kind of number": (Pair(x, y), 1),
+        "same tensor": (Pair(x, x), 1.0),
+        "same memory": (Pair(memory[:32].view(4, 8), memory[32:64].view(4, 8)), 1.0),
+        "overlap": (Pair(memory[:32].view(4, 8), memory[16:48].view(4, 8)), 1.0),
+        "alignment": (Pair(x, memory[33:].view(4, 8)), 1.0),
+        "tuple": ((x, y), 1.0),
+        "none": (Pair(x, y), None),
+    }
+    assert len({layout(call) for call in calls.values()}) == len(calls)
+    assert layout((Pair(y.clone(), x.clone()), 1.0)) == layout(calls["base"])
+    elsewhere = Pair(memory[32:64].view(4, 8), y)  # of a packed matrix: the next layer is the same
+    assert layout((elsewhere, 1.0)) == layout(calls["base"])
+    assert layout((torch.conj(x.to(torch.complex64)),)) != layout((x.to(torch.complex64),))
+    for unknown in ([x], x.as_subclass(type("Other", (Tensor,), {}))):
+        with pytest.raises(TypeError, match=type(unknown).__name__):
+            layout((unknown,))
+
+
+def test_torch_s_own_state() -> None:
+    """Bug: a start under autocast, or with another default dtype, breaks every later one: they find
+    what it compiled. A state in which torch refuses to name its precision ends the start."""
+    states = [precompiled.torch_state()]
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        states.append(precompiled.torch_state())
+    with torch.set_grad_enabled(not torch.is_grad_enabled()):
+        states.append(precompiled.torch_state())
+    products, before = torch.backends.cuda.matmul, torch.backends.cuda.matmul.fp32_precision
+    try:
+        torch.set_default_dtype(torch.float64)
+        states.append(precompiled.torch_state())
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert len(set(states)) == len(states)
+    assert precompiled.torch_state() == states[0]
+    try:
+        products.fp32_precision = "tf32"
+        assert precompiled.torch_state() != states[0]
+        precompiled.compilers({})
+    finally:
+        products.fp32_precision = before
+
+
+def test_threads_count_on_the_cpu_alone() -> None:
+    """Bug: another number of cores beside the same GPU makes an artifact useless; or code for four
+    threads is found for two."""
+    x, before = torch.randn(4, 8), torch.get_num_threads()
+    there = torch.empty(4, 8, device="meta")
+    found = []
+    try:
+        for number in (1, 2):
+            torch.set_num_threads(number)
+            found.append((layout((x,)), layout((there,)), precompiled.compilers({})))
+    finally:
+        torch.set_num_threads(before)
+    assert found[0][0] != found[1][0]
+    assert found[0][1:] == found[1][1:]
+
+
+def segments_code() -> str:
+    return loaded_code(segments.first_segment)
+
+
+@dataclass(frozen=True, slots=True)
+class Scale:
+    factor: float
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return x * self.factor
+
+
+class Kind(Enum):
+    ONE = 1
+    TWO = 2
+
+
+def adding(number: float) -> Callable[[Tensor], Tensor]:
+    return lambda x: x + number
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "value"),
+    [
+        (layers, "rms_norm", lambda x, weight, eps: x * weight),
+        (layers, "SKINNY_T", 32),
+        (skinny_config, "TUNED", {}),
+        (layers.Fp8Matrix, "dense", lambda self, dtype: self.weight_ED.to(dtype)),
+        (simulate, "force_acceptance_", lambda *_: None),
+    ],
+)
+def test_what_is_loaded_decides(
+    monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, value: Any
+) -> None:
+    """Bug: a tool judges another table, or a test replaces a function, and both get the code of
+    what was there before."""
+    before = segments_code()
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, name, value)
+        assert segments_code() != before
+    assert segments_code() == before
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (adding(1.0), adding(2.0)),
+        (lambda x: x + 1.0, lambda x: x + 2.0),
+        (lambda x, y=1: x + y, lambda x, y=2: x + y),
+        (partial(scaled, factor=1.0), partial(scaled, factor=2.0)),
+        (lru_cache(lambda: 1), lru_cache(lambda: 2)),
+        (range(2), range(3)),
+        (1j, 2j),
+        (((1,), 2), ((1, 2),)),
+        ({"a": {1, 2}}, {"a": {1, 3}}),
+    ],
+)
+def test_values_that_are_not_alike(monkeypatch: pytest.MonkeyPatch, one: Any, other: Any) -> None:
+    """Bug: two values of one kind are taken for one."""
+    found = []
+    for value in (one, other, one):
+        monkeypatch.setattr(layers, "rms_norm", value)
+        found.append(segments_code())
+    assert found[0] != found[1]
+    assert found[0] == found[2]
+
+
+def test_what_triton_notes_in_a_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: the key depends on which kernels this process has compiled; what is compiled beside them
+    is lost to the next start."""
+    triton = pytest.importorskip("triton")
+    from graphengine.kernels.argmax import combine_argmax_kernel
+
+    before = segments_code()
+    with monkeypatch.context() as patch:  # as at its first launch
+        patch.setattr(combine_argmax_kernel, "compile", triton.compile, raising=False)
+        assert segments_code() == before
+    monkeypatch.setattr(combine_argmax_kernel, "fn", lambda x: x)
+    assert segments_code() != before
+
+
+@needs_compiler
+def test_what_tracing_leaves_in_a_module(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bug: a process's second engine has other keys than its first, since tracing has put the
+    results of constant functions into the module; what it compiles no later start finds (plain
+    decoding, 3 of 8 segments on an H200)."""
+    (tmp_path / "asks_once.py").write_text(
+        "import torch\n@torch.compiler.assume_constant_result\ndef is_large(): return True\n"
+    )
+    (tmp_path / "traced_module.py").write_text(
+        "import asks_once\ndef f(x): return x + 1 if asks_once.is_large() else x\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    module = importlib.import_module("traced_module")
+    before = set(vars(module))
+    compiled(module.f)(torch.ones(2))
+    left = {name for name in vars(module) if not name.startswith("__")} - before
+    assert left, "tracing leaves nothing now: this test shows nothing"
+    as_a_new_process(monkeypatch)
+    assert torch.equal(compiled(module.f)(torch.ones(2)), torch.full((2,), 2.0))
+
+
+def test_objects_of_the_package() -> None:
+    """Bug: what a dataclass, an enum or a call operator says is not read."""
+
+    package = __name__.partition(".")[0]
+
+    def content(x: Any) -> str:
+        return "".join(precompiled._content(x, package, ()))
+
+    assert content(Scale(1.0)) != content(Scale(2.0))
+    assert content(Scale(1.0)) == content(Scale(1.0))
+    assert content(Kind.ONE) != content(Kind.TWO)
+    before = content(Scale)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Scale, "__call__", lambda self, x: x)
+        assert content(Scale) != before
+
+
+def test_a_module_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: a start hashes the same 22 modules for each of seven segments, half a second of it; or
+    gets another hash for it."""
+    read: list[str] = []
+    real = precompiled._read_module
+
+    def reading(module: Any, package: str) -> Any:
+        read.append(module.__name__)
+        return real(module, package)
+
+    alone = [loaded_code(function) for function in segments.Segments()]
+    monkeypatch.setattr(precompiled, "_read_module", reading)
+    together = compiling.compile_segments(segments.Segments())
+    assert "graphengine.decode.segments" in read
+    assert len(set(read)) == len(read)
+    for segment, code in zip(together, alone, strict=True):
+        assert isinstance(segment, compiling.Segment) and code in segment._key
+
+
+def test_two_closures_of_one_module() -> None:
+    """Bug: functions of one name share a key."""
+    assert loaded_code(adding(1.0)) != loaded_code(adding(2.0))
+
+
+def test_a_decorator_s_arguments_are_in_the_file(tmp_path: Path) -> None:
+    """Bug: what memory does not show, as what an operator writes to, is not in the key."""
+    source = "def wrap(**names): return lambda f: f\n@wrap(mutates={!r})\ndef f(x): return x\n"
+    found = set()
+    for number, name in enumerate(("x", "y")):
+        (tmp_path / str(number)).mkdir()
+        (tmp_path / f"{number}/decorated_module.py").write_text(source.format(name))
+        env = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path / str(number)), str(ROOT)])}
+        script = (
+            "import decorated_module as m; from graphengine.capture import precompiled;"
+            "print(precompiled.loaded_code(m.f))"
+        )
+        done = subprocess.run(
+            [sys.executable, "-c", script], env=env, capture_output=True, text=True, check=True
+        )
+        found.add(done.stdout)
+    assert len(found) == 2
+
+
+def test_every_process_finds_the_same_key() -> None:
+    """Bug: the key depends on what else a command imports, or on how Python orders its sets."""
+    code = "from graphengine.capture.precompiled import loaded_code;"
+    code += "import graphengine.decode.segments as s"
+    found = {segments_code()}
+    for seed, imports in (
+        ("1", ""),
+        ("2", "import graphengine.measure.bench, graphengine.cli.main;"),
+    ):
+        script = f"{imports}{code}; print(loaded_code(s.first_segment))"
+        env = os.environ | {"PYTHONHASHSEED": seed}
+        done = subprocess.run(
+            [sys.executable, "-c", script],
+            env=env,
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        found.add(done.stdout.strip())
+    assert len(found) == 1

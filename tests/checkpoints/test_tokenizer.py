@@ -1,0 +1,152 @@
+"""Text in and out: encoding, the chat template, and text that grows and is never taken back."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from graphengine.checkpoints.tokenizer import CONTEXT, REPLACEMENT, Detokenizer, Tokenizer
+from tests.support.checkpoints import SPECIALS, make_target
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_target(tmp_path_factory.mktemp("tokenizer"), layers=1)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(directory: Path) -> Tokenizer:
+    return Tokenizer(directory)
+
+
+@settings(deadline=None)
+@given(text=st.text(max_size=40))
+def test_text_survives_a_round_trip(tokenizer: Tokenizer, text: str) -> None:
+    """Bug: clean-up of spaces, added special tokens or a lossy normaliser change plain text."""
+    if not any(special in text for special in SPECIALS):
+        assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+def byte_tokens(tokenizer: Tokenizer) -> list[int]:
+    """Token ids of the 256 single bytes, by their value."""
+    from tokenizers.pre_tokenizers import ByteLevel
+
+    # ByteLevel maps each byte to a printable character; recover the map from encodings.
+    vocabulary = tokenizer._hf.get_vocab()
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    mapping, extra = {}, 0
+    for byte in range(256):
+        if byte in printable:
+            mapping[byte] = chr(byte)
+        else:
+            mapping[byte] = chr(256 + extra)
+            extra += 1
+    assert set(mapping.values()) == set(ByteLevel.alphabet())
+    return [vocabulary[mapping[byte]] for byte in range(256)]
+
+
+def feed_all(tokenizer: Tokenizer, ids: list[int], cuts: list[int]) -> list[str]:
+    """Feeds ids in pieces that end at the cuts."""
+    writer, chunks = Detokenizer(tokenizer), []
+    edges = sorted({min(cut, len(ids)) for cut in cuts} | {len(ids)})
+    done = 0
+    for edge in edges:
+        chunks.append(writer.feed(ids[done:edge], last=edge == edges[-1]))
+        done = edge
+    return chunks
+
+
+@settings(deadline=None)
+@given(text=st.text(max_size=20), cuts=st.lists(st.integers(0, 80), max_size=12))
+@example(text="\U0001f469\u200d\U0001f4bb \u00e9\u4f60", cuts=list(range(30)))
+@example(text="a\ufffd", cuts=[1, 2, 3, 4])
+def test_chunks_add_up_for_text(tokenizer: Tokenizer, text: str, cuts: list[int]) -> None:
+    """Bug: a character cut by a chunk's end comes out as replacement characters or twice."""
+    of_byte = byte_tokens(tokenizer)
+    ids = [of_byte[byte] for byte in text.encode("utf-8")]
+    chunks = feed_all(tokenizer, ids, cuts)
+    assert "".join(chunks) == text
+    if REPLACEMENT not in text:
+        assert not any(REPLACEMENT in chunk for chunk in chunks)
+
+
+@settings(deadline=None)
+@given(raw=st.binary(max_size=80), cuts=st.lists(st.integers(0, 80), max_size=20))
+@example(raw=b"\xf0\x9f\x98", cuts=[1, 2])
+@example(raw=b"\xe4\xbd\x41\xff\xc3", cuts=[1, 2, 3, 4])
+@example(raw=b"\xc3\xc3\xa9", cuts=[1, 2])
+def test_chunks_add_up_for_any_bytes(tokenizer: Tokenizer, raw: bytes, cuts: list[int]) -> None:
+    """Bug: invalid UTF-8 from a model makes the streamed text differ from the decoded whole."""
+    of_byte = byte_tokens(tokenizer)
+    ids = [of_byte[byte] for byte in raw]
+    assert "".join(feed_all(tokenizer, ids, cuts)) == tokenizer.decode(ids)
+
+
+@settings(deadline=None)
+@given(ids=st.lists(st.integers(0, 511), max_size=80), cuts=st.lists(st.integers(0, 80)))
+def test_chunks_add_up_for_any_ids(tokenizer: Tokenizer, ids: list[int], cuts: list[int]) -> None:
+    """Bug: special tokens, or ids without a token, in the middle of a stream swallow text."""
+    assert "".join(feed_all(tokenizer, ids, cuts)) == tokenizer.decode(ids)
+
+
+def test_bytes_that_become_no_character(tokenizer: Tokenizer) -> None:
+    """Bug: while the text ends in a replacement nothing comes out and all of it is decoded again:
+    random weights stream nothing, and each step is slower than the last."""
+    lone = [i for i in range(len(tokenizer)) if tokenizer.decode([i]) == REPLACEMENT]
+    ids = [lone[i * 7 % len(lone)] for i in range(600)]
+    writer, text = Detokenizer(tokenizer), ""
+    for i, token in enumerate(ids):
+        text += writer.feed([token])
+        assert len(text) >= len(tokenizer.decode(ids[: i + 1])) - 1
+        assert len(writer._window) <= 2 * CONTEXT
+    assert text + writer.feed([], last=True) == tokenizer.decode(ids)
+
+
+def test_chat_template(tokenizer: Tokenizer) -> None:
+    """Bug: the prompt does not end where the assistant's answer begins, or specials are text."""
+    ids = tokenizer.encode_chat([{"role": "user", "content": "hi"}])
+    vocabulary = tokenizer._hf.get_vocab()
+    assert ids[0] == vocabulary["<|im_start|>"]
+    assert ids.count(vocabulary["<|im_start|>"]) == 2
+    assert ids.count(vocabulary["<|im_end|>"]) == 1
+    assert tokenizer.decode(ids) == "user\nhi\nassistant\n"
+
+
+def test_lone_surrogates_are_named(tokenizer: Tokenizer) -> None:
+    """Bug: a byte that is not UTF-8, or half a pair in JSON, is a TypeError about
+    TextEncodeInput."""
+    text = "ab\ud800"
+    with pytest.raises(ValueError, match=r"'\\ud.* at character 2; pass UTF-8"):
+        tokenizer.encode(text)
+    with pytest.raises(ValueError, match=r"'\\ud.*; pass UTF-8"):
+        tokenizer.encode_chat([{"role": "user", "content": text}])
+
+
+def test_missing_template_names_the_remedy(tmp_path: Path) -> None:
+    """Bug: a base model without a template fails deep inside jinja."""
+    directory = make_target(tmp_path, layers=1)
+    (directory / "chat_template.jinja").unlink()
+    with pytest.raises(ValueError, match=r"no chat template in the checkpoint; pass raw text"):
+        Tokenizer(directory).encode_chat([{"role": "user", "content": "hi"}])
+
+
+def test_template_errors_are_value_errors(tmp_path: Path) -> None:
+    """Bug: a template that rejects a role ends in a traceback of jinja's."""
+    directory = make_target(tmp_path, layers=1)
+    (directory / "chat_template.jinja").write_text("{{ raise_exception('no system turns') }}")
+    with pytest.raises(ValueError, match="the chat template rejects these messages: no system"):
+        Tokenizer(directory).encode_chat([{"role": "system", "content": "hi"}])
+
+
+def test_broken_tokenizer_names_the_directory(tmp_path: Path) -> None:
+    """Bug: a damaged tokenizer.json is an exception of the tokenizers library."""
+    directory = make_target(tmp_path, layers=1)
+    assert Tokenizer.exists(directory)
+    (directory / "tokenizer.json").write_text("{")
+    with pytest.raises(ValueError, match="the tokenizer cannot be loaded"):
+        Tokenizer(directory)
+    (directory / "tokenizer.json").unlink()
+    assert not Tokenizer.exists(directory)

@@ -1,0 +1,260 @@
+"""Loading is strict both ways: what is missing, unexpected, misshaped or damaged is refused.
+
+A checkpoint that is loaded anyway gives wrong tokens or lost acceptance without any error.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from graphengine.checkpoints.weights import Checkpoint, RandomSource, draft_weights, target_weights
+from graphengine.config.model import DraftConfig, ModelConfig
+from graphengine.models.dflash import DraftWeights
+from graphengine.models.qwen3 import Weights
+from tests.support.checkpoints import edit_config, make_drafter, make_target
+
+CPU = torch.device("cpu")
+Tensors = dict[str, Tensor]
+
+
+def load_target(directory: Path, dtype: torch.dtype = torch.float32, **options: Any) -> Weights:
+    config = ModelConfig.from_hf(json.loads((directory / "config.json").read_text()))
+    return target_weights(Checkpoint(directory, CPU, dtype, **options), config, 16, CPU)
+
+
+def load_drafter(directory: Path) -> DraftWeights:
+    config = DraftConfig.from_hf(json.loads((directory / "config.json").read_text()))
+    return draft_weights(Checkpoint(directory, CPU, torch.float32), config, 16, CPU)
+
+
+def flat(tree: Any) -> list[Tensor]:
+    """Tensors of a tree in order."""
+    if isinstance(tree, Tensor):
+        return [tree]
+    return [t for node in tree for t in flat(node)] if isinstance(tree, tuple) else []
+
+
+def same(found: Any, expected: Tensor) -> bool:
+    return isinstance(found, Tensor) and torch.equal(found, expected)
+
+
+def edit_tensors(directory: Path, change: Callable[[Tensors], Any]) -> None:
+    path = directory / "model.safetensors"
+    tensors = load_file(path)
+    change(tensors)
+    save_file(tensors, path, metadata={"format": "pt"})
+
+
+@pytest.fixture
+def target(tmp_path: Path) -> Path:
+    return make_target(tmp_path / "target", tokenizer=False, bias=True)
+
+
+@pytest.fixture
+def drafter(target: Path, tmp_path: Path) -> Path:
+    return make_drafter(tmp_path / "drafter", target, bias=True)
+
+
+def test_every_tensor_arrives(target: Path, drafter: Path) -> None:
+    """Bug: a tensor is packed at the wrong rows, or the context projection takes the wrong ones."""
+    files, weights = load_file(target / "model.safetensors"), load_target(target)
+    for i, layer in enumerate(weights.layers):
+        attention = f"model.layers.{i}.self_attn."
+        for kind, packed in (("weight", layer.qkv_ED), ("bias", layer.qkv_bias_E)):
+            parts = [files[f"{attention}{name}_proj.{kind}"] for name in "qkv"]
+            assert packed is not None
+            torch.testing.assert_close(packed, torch.cat(parts), atol=0, rtol=0)
+        assert same(layer.o_DF, files[f"{attention}o_proj.weight"])
+        assert layer.o_bias_D is not None
+        assert torch.equal(layer.o_bias_D, files[f"{attention}o_proj.bias"])
+        mlp = [files[f"model.layers.{i}.mlp.{name}_proj.weight"] for name in ("gate", "up")]
+        assert same(layer.gate_up_JD, torch.cat(mlp))
+    drafts, own = load_drafter(drafter), load_file(drafter / "model.safetensors")
+    for kind, packed in (("weight", drafts.context_kv_XD), ("bias", drafts.context_kv_bias_X)):
+        parts = [own[f"layers.{i}.self_attn.{name}_proj.{kind}"] for i in (0, 1) for name in "kv"]
+        assert packed is not None
+        assert same(packed, torch.cat(parts))
+    norms = torch.stack([own[f"layers.{i}.self_attn.k_norm.weight"] for i in (0, 1)])
+    assert torch.equal(drafts.k_norm_LH, norms)
+    total = sum(t.numel() for t in own.values())
+    assert isinstance(drafts.context_kv_XD, Tensor)
+    context = drafts.context_kv_XD.numel() + norms.numel()
+    assert drafts.context_kv_bias_X is not None
+    context += drafts.context_kv_bias_X.numel() + drafts.rope_PH.numel()
+    assert sum(t.numel() for t in flat(drafts)) == total + context
+
+
+def test_sharded_equals_single(tmp_path: Path) -> None:
+    """Bug: a shard is skipped, or read under another's name."""
+    single = make_target(tmp_path / "single", tokenizer=False, tie=False)
+    sharded = make_target(tmp_path / "sharded", tokenizer=False, tie=False, sharded=True)
+    assert len(list(sharded.glob("*.safetensors"))) > 2
+    for a, b in zip(flat(load_target(single)), flat(load_target(sharded)), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_dtype_and_progress(target: Path) -> None:
+    """Bug: weights stay in the file's dtype, the rope table is rounded, progress passes the end."""
+    seen: list[tuple[int, int]] = []
+    weights = load_target(target, torch.bfloat16, progress=lambda *state: seen.append(state))
+    assert {t.dtype for t in flat(weights[:-1])} == {torch.bfloat16}
+    assert weights.rope_PH.dtype == torch.float32
+    assert [done for done, _ in seen] == sorted({done for done, _ in seen})
+    done, total = seen[-1]
+    assert 0.9 * total < done <= total
+
+
+def drop(name: str) -> Callable[[Tensors], Any]:
+    return lambda tensors: tensors.pop(name)
+
+
+def put(name: str, value: Tensor) -> Callable[[Tensors], Any]:
+    return lambda tensors: tensors.update({name: value})
+
+
+Q = "model.layers.1.self_attn.q_proj.weight"
+TARGET_DAMAGE: dict[str, tuple[Callable[[Tensors], Any], str]] = {
+    "missing": (drop(Q), rf"tensor '{Q}' is missing"),
+    "missing-norm": (drop("model.norm.weight"), "tensor 'model.norm.weight' is missing"),
+    "missing-bias": (drop("model.layers.0.self_attn.k_proj.bias"), "k_proj.bias' is missing"),
+    "unexpected": (put("model.layers.2.mlp.up_proj.weight", torch.zeros(3)), "1 unexpected tens"),
+    "misshaped": (
+        put(Q, torch.zeros(64, 63)),
+        r"has shape \[64, 63\], the config implies \[64, 64\]",
+    ),
+    "transposed": (put("model.layers.0.mlp.up_proj.weight", torch.zeros(64, 96)), r"\[96, 64\]"),
+    "quantised": (put(Q, torch.zeros(64, 64, dtype=torch.int8)), "dtype torch.int8; only unquant"),
+    "scales": (put(Q + "_scale", torch.zeros(64)), "unexpected"),
+}
+
+
+@pytest.mark.parametrize("name", TARGET_DAMAGE)
+def test_damaged_target_is_refused(target: Path, name: str) -> None:
+    """Bug T33: tensors are skipped or left at zero because names or shapes do not match."""
+    damage, message = TARGET_DAMAGE[name]
+    edit_tensors(target, damage)
+    with pytest.raises(ValueError, match=message):
+        load_target(target)
+
+
+DRAFTER_DAMAGE: dict[str, tuple[Callable[[Tensors], Any], str]] = {
+    "missing": (drop("hidden_norm.weight"), "'hidden_norm.weight' is missing"),
+    "own-head": (put("lm_head.weight", torch.zeros(512, 64)), r"unexpected tensors \(lm_head"),
+    "mask-embedding": (put("mask_hidden", torch.zeros(64)), "unexpected"),
+    "taps": (put("fc.weight", torch.zeros(64, 64)), r"\[64, 64\], the config implies \[64, 128\]"),
+}
+
+
+@pytest.mark.parametrize("name", DRAFTER_DAMAGE)
+def test_damaged_drafter_is_refused(drafter: Path, name: str) -> None:
+    """Bug T33: a drafter of another variant (own head, mask row, other taps) loads in part."""
+    damage, message = DRAFTER_DAMAGE[name]
+    edit_tensors(drafter, damage)
+    with pytest.raises(ValueError, match=message):
+        load_drafter(drafter)
+
+
+def test_float8_is_refused(target: Path) -> None:
+    """Bug: float8 counts as floating point, so a scaled checkpoint loads without its scales."""
+    edit_tensors(target, put(Q, torch.zeros(64, 64).to(torch.float8_e4m3fn)))
+    with pytest.raises(ValueError, match=r"only unquantised"):
+        load_target(target)
+
+
+@pytest.mark.parametrize("keep", [0, 4, 100, -1])
+def test_truncated_file_is_refused(target: Path, keep: int) -> None:
+    """Bug: an interrupted download is a traceback of the format's library, or loads as zeros."""
+    path = target / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:keep])
+    with pytest.raises(ValueError, match="truncated or damaged, fetch it again"):
+        load_target(target)
+
+
+def test_missing_files_are_refused(tmp_path: Path) -> None:
+    """Bug: a shard that was never fetched is noticed only through a missing tensor, or not."""
+    sharded = make_target(tmp_path, tokenizer=False, sharded=True)
+    shard = sorted(sharded.glob("*.safetensors"))[1]
+    shard.rename(sharded / "elsewhere")
+    with pytest.raises(ValueError, match=rf"no weight files \['{shard.name}'\]; fetch"):
+        load_target(sharded)
+    (sharded / "model.safetensors.index.json").write_text("[]")
+    with pytest.raises(ValueError, match="not a safetensors index"):
+        load_target(sharded)
+    for path in [*sharded.glob("*.safetensors"), sharded / "model.safetensors.index.json"]:
+        path.unlink()
+    with pytest.raises(ValueError, match=r"no model\.safetensors; fetch"):
+        load_target(sharded)
+
+
+def test_tensor_in_two_files_is_refused(target: Path) -> None:
+    """Bug: of two files with the same tensor one wins by the order of their names."""
+    tensors = load_file(target / "model.safetensors")
+    save_file({Q: tensors[Q]}, target / "model-old.safetensors")
+    with pytest.raises(ValueError, match="is in two files"):
+        load_target(target)
+
+
+@pytest.mark.parametrize("name", ["../outside.safetensors", "/absolute/outside.safetensors"])
+def test_index_cannot_leave_the_directory(target: Path, tmp_path: Path, name: str) -> None:
+    """Bug: an index that names a path outside makes the loader read any file of the machine."""
+    outside = tmp_path / "outside.safetensors"
+    (target / "model.safetensors").rename(outside)
+    name = name.replace("/absolute", str(tmp_path))
+    index = {"metadata": {}, "weight_map": dict.fromkeys(load_file(outside), name)}
+    (target / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(ValueError, match="outside"):
+        load_target(target)
+
+
+def test_tied_checkpoints_with_a_stored_head(tmp_path: Path) -> None:
+    """Bug T31: a stored copy of a tied head is an unexpected tensor; or a head of its own is
+    replaced by the embedding without a word."""
+    target = make_target(tmp_path, tokenizer=False)
+    table = load_file(target / "model.safetensors")["model.embed_tokens.weight"]
+    weights = load_target(target)
+    assert weights.lm_head_VD.data_ptr() == weights.embed_VD.data_ptr()
+    edit_tensors(target, put("lm_head.weight", table.clone()))
+    weights = load_target(target)
+    assert weights.lm_head_VD.data_ptr() == weights.embed_VD.data_ptr()
+    edit_tensors(target, put("lm_head.weight", table + 1))
+    with pytest.raises(ValueError, match=r"lm_head\.weight differs from the embedding"):
+        load_target(target)
+    edit_config(target, lambda values: values | {"tie_word_embeddings": False})
+    assert torch.equal(load_target(target).lm_head_VD, table + 1)
+
+
+def test_buffers_of_old_checkpoints_are_ignored(target: Path) -> None:
+    """Bug: rotary_emb.inv_freq, which old versions stored, counts as unexpected."""
+    edit_tensors(target, put("model.layers.0.self_attn.rotary_emb.inv_freq", torch.zeros(8)))
+    load_target(target)
+
+
+def test_random_weights_have_the_checkpoints_shapes(target: Path, drafter: Path) -> None:
+    """Bug: load_format dummy measures other shapes than the real checkpoint has."""
+    config = ModelConfig.from_hf(json.loads((target / "config.json").read_text()))
+    draft = DraftConfig.from_hf(json.loads((drafter / "config.json").read_text()))
+    dummy = target_weights(RandomSource(CPU, torch.float32), config, 16, CPU)
+    dummy_draft = draft_weights(RandomSource(CPU, torch.float32, 1), draft, 16, CPU)
+    pairs = [(dummy, load_target(target)), (dummy_draft, load_drafter(drafter))]
+    for random, real in pairs:
+        assert [t.shape for t in flat(random)] == [t.shape for t in flat(real)]
+        assert all(t.isfinite().all() for t in flat(random))
+    again = target_weights(RandomSource(CPU, torch.float32), config, 16, CPU)
+    assert all(torch.equal(a, b) for a, b in zip(flat(dummy), flat(again), strict=True))
+
+
+def test_uniform_weights_are_those_of_the_peers_loader() -> None:
+    """Bug: norms stay at one, and what is compared with a peer is not like it."""
+    source = RandomSource(CPU, torch.bfloat16, is_uniform=True)
+    for name in ("model.norm.weight", "lm_head.weight"):
+        weight = source.take(name, 4096).float()
+        assert weight.abs().max() <= 1e-3
+        assert weight.std() == pytest.approx(2e-3 / 12**0.5, rel=0.1)

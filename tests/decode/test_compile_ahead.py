@@ -1,0 +1,255 @@
+"""Compiling ahead: on threads, and nothing is computed."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.utils import _python_dispatch
+
+from graphengine import TINY_DRAFT, TINY_TARGET, Engine
+from graphengine.decode.compile_ahead import MAX_THREADS, CompileAhead, shortened
+from graphengine.startup import artifact
+from graphengine.startup import build as building
+from graphengine.startup.build import build
+from graphengine.startup.options import Options
+
+
+def test_runs_are_waited_for_whatever_becomes_of_them() -> None:
+    """Bug: a run that fails ends the start, or a capture begins while a thread still allocates."""
+    began, done = threading.Event(), []
+
+    def late(number: int) -> None:
+        began.wait(10)
+        done.append((number, threading.current_thread().name))
+
+    def failing() -> None:
+        raise ValueError("no kernel")
+
+    with CompileAhead([failing, *(lambda n=n: late(n) for n in range(20))]) as ahead:
+        assert not done
+        began.set()
+        ahead.wait()
+        assert sorted(number for number, _ in done) == list(range(20))
+        ahead.wait()
+    names = {name for _, name in done}
+    assert threading.current_thread().name not in names
+    assert len(names) <= MAX_THREADS
+
+
+def test_kernels_are_compiled_for_the_caller_s_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: a thread begins with device 0, and compiles for that one."""
+    seen: list[int] = []
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "set_device", seen.append)
+    with CompileAhead([lambda: None] * 2) as ahead:
+        ahead.wait()
+    assert seen == [3, 3]
+
+
+def test_a_start_that_ends_takes_its_runs_with_it() -> None:
+    """Bug: Ctrl-C during a start waits for every kernel of every chain that has begun."""
+    held, done = threading.Event(), []
+
+    def chain() -> None:
+        for number in range(200):
+            torch.zeros(1)
+            held.set()
+            time.sleep(0.02)
+            done.append(number)
+
+    began = time.perf_counter()
+    with CompileAhead([chain] * 50):
+        assert held.wait(10)
+    assert time.perf_counter() - began < 2
+    assert 199 not in done
+
+
+def test_ctrl_c_while_runs_are_made() -> None:
+    """Bug: it comes before `with` is entered, and the process ends when every run has."""
+    done = []
+
+    def runs() -> Iterator[Callable[[], object]]:
+        for number in range(50):
+            yield lambda number=number: time.sleep(0.2) or done.append(number)
+        raise KeyboardInterrupt
+
+    began = time.perf_counter()
+    with pytest.raises(KeyboardInterrupt):
+        CompileAhead(runs())
+    assert time.perf_counter() - began < 2
+    assert len(done) <= MAX_THREADS
+
+
+def test_what_cannot_be_prepared_ends_no_start(caplog: pytest.LogCaptureFixture) -> None:
+    """Bug: memory that a run ahead cannot have, or a bug in it, ends a start that would do."""
+    done = []
+
+    def runs() -> Iterator[Callable[[], object]]:
+        yield lambda: done.append(1)
+        raise MemoryError("no room for buffers")
+
+    with CompileAhead(runs()) as ahead:
+        ahead.wait()
+    assert done == [1]
+    assert "no room for buffers" in caplog.text
+
+
+def test_a_run_ahead_computes_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    """Bug: a run that is to compile kernels writes K/V, looks up an embedding by an id that nobody
+    has computed, or multiplies matrices beside the thread that compiles segments."""
+    built = build(TINY_TARGET, TINY_DRAFT, Options(buckets=(1,), device="cpu", max_model_len=64))
+    prefill = built.loop._prefill
+    assert prefill.drafter is not None
+    bucket = built.loop._buckets[1]
+    kept = [prefill.target.kv_pool, prefill.drafter.kv_pool, *bucket.buffers]
+    before = [tensor.clone() for tensor in kept]
+    found: list[object] = []
+    flags: list[bool] = []
+
+    def decode() -> None:
+        bucket.buffers.block_ids_BG.fill_(1 << 40)
+        assert bucket.ahead is not None
+        bucket.ahead.run()
+        for stage in bucket.stages:
+            stage.runner.run()
+            found.append(stage.name)
+
+    def refused() -> None:
+        torch.dot(torch.zeros(3), torch.zeros(4))
+
+    def shapes() -> None:
+        x = torch.zeros(3, 4, dtype=torch.bfloat16)
+        y = F.embedding(torch.full((2,), 99), x) @ x.t() + 1
+        found.append((y.shape, y.dtype, y.device.type, x.t().data_ptr() == x.data_ptr()))
+
+    def flag() -> None:
+        torch.zeros(3).clone()
+        flags.append(_python_dispatch.is_in_torch_dispatch_mode())
+
+    runs = [lambda: prefill.run_padding(17), decode, refused, shapes, flag]
+    with CompileAhead(runs) as ahead:
+        ahead.wait()
+    assert "aten.dot" in caplog.text  # whose run was cut short
+    assert flags == [False]  # it is the whole process's, and would stay set
+    assert ((2, 3), torch.bfloat16, "cpu", True) in found
+    assert [stage.name for stage in bucket.stages] == [x for x in found if isinstance(x, str)]
+    for tensor, old in zip(kept, before, strict=True):
+        assert torch.equal(tensor.view(torch.uint8), old.view(torch.uint8))
+
+
+def test_the_first_layers_stand_for_all() -> None:
+    """Bug: a start runs 36 layers for the kernels of two; or no layer that is tapped."""
+    built = build(TINY_TARGET, TINY_DRAFT, Options(buckets=(1,), device="cpu", max_model_len=64))
+    prefill = built.loop._prefill
+    assert prefill.drafter is not None
+    tapped = min(prefill.drafter.config.target_layer_ids)
+    short = shortened(prefill.target, prefill.drafter)
+    assert tapped < len(short.weights.layers) == short.config.num_hidden_layers
+    assert short.config.num_hidden_layers < prefill.target.config.num_hidden_layers
+    assert len(shortened(prefill.target, None).weights.layers) == 2
+    replace(prefill, target=short).run_padding(3)
+
+
+def test_the_python_api_names_the_compilers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: a second start through the API finds none of our kernels, because Inductor had named
+    another ptxas to Triton when they were compiled (73 of 73 on an H200)."""
+    found = {"TRITON_PTXAS_PATH": "/theirs/ptxas", "TRITON_LIBDEVICE_PATH": "/theirs/libdevice"}
+    monkeypatch.setattr(artifact, "compiler_files", lambda: found)
+    monkeypatch.setattr(artifact.os, "environ", {"TRITON_PTXAS_PATH": "/mine"})
+    artifact.name_compilers_()
+    assert artifact.os.environ == found | {"TRITON_PTXAS_PATH": "/mine"}
+
+
+def test_waiting_for_compilers_is_no_loading(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: what is left of Inductor's import when the weights are there counts as loading them, and
+    a start after weights looks shorter than it is."""
+
+    class Slow(threading.Thread):
+        def join(self, timeout: float | None = None) -> None:
+            time.sleep(0.5)
+            super().join(timeout)
+
+    began = time.perf_counter()
+    monkeypatch.setattr(building, "threading", SimpleNamespace(Thread=Slow))
+    built = build(TINY_TARGET, None, Options(buckets=(1,), device="cpu", max_model_len=64))
+    assert built.startup.compile_s >= built.startup.compiler_wait_s >= 0.5
+    assert built.startup.load_s <= time.perf_counter() - began - 0.5
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_threads_take_turns_while_a_start_lasts(
+    monkeypatch: pytest.MonkeyPatch, fails: bool
+) -> None:
+    """Bug: loading waits 5 ms behind every short call while another thread imports; or a start,
+    perhaps one that is refused, leaves the process switching threads all the time."""
+    seen = []
+    before = sys.getswitchinterval()
+    plan = building.plan_memory
+
+    def planned(*args: Any, **options: Any) -> Any:
+        seen.append(sys.getswitchinterval())
+        if fails:
+            raise ValueError("no memory")
+        return plan(*args, **options)
+
+    monkeypatch.setattr(building, "plan_memory", planned)
+    refused = pytest.raises(ValueError, match="no memory") if fails else nullcontext()
+    with refused:
+        build(TINY_TARGET, None, Options(buckets=(1,), device="cpu", max_model_len=64))
+    assert seen[0] < before / 10
+    assert sys.getswitchinterval() == before
+
+
+def test_starts_that_overlap_take_turns() -> None:
+    """Bug: of two starts at a time, the one that ends last restores what the other had set."""
+    before = sys.getswitchinterval()
+    one, other = building._TakingTurns(), building._TakingTurns()
+    one.__enter__()
+    other.__enter__()
+    one.__exit__()
+    assert sys.getswitchinterval() < before
+    other.__exit__()
+    assert sys.getswitchinterval() == before
+
+
+@pytest.mark.gpu
+def test_kernels_are_compiled_on_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: a start compiles our kernels one after another, on the thread that Inductor needs; or
+    ahead for arguments that no launch has."""
+    from triton import knobs
+
+    compiled: list[tuple[str, str]] = []
+    start = CompileAhead.__init__
+
+    def listen(src: Any, **event: object) -> None:
+        compiled.append((threading.current_thread().name, src.fn.__name__))
+
+    def start_and_wait(self: CompileAhead, runs: Any) -> None:
+        start(self, runs)
+        self.wait()  # so that whatever is compiled later was not compiled ahead
+
+    monkeypatch.setattr(knobs.compilation, "listener", listen)
+    monkeypatch.setattr(CompileAhead, "__init__", start_and_wait)
+    with Engine.from_pretrained(
+        *(TINY_TARGET, TINY_DRAFT),
+        buckets=[3],
+        graph_mode="full",
+        num_speculative_tokens=5,
+        sampling=True,
+    ) as engine:
+        assert engine.generate(["Count from 3 to 9."])[0].token_ids
+    ours = [(thread, name) for thread, name in compiled if not name.startswith("triton_")]
+    late = [name for thread, name in ours if not thread.startswith("compile-ahead")]
+    assert ours
+    assert not late, (late, ours)

@@ -1,0 +1,437 @@
+"""The engine on random pairs: output equals plain decoding, whatever is accepted, cut or dropped.
+
+Acceptance lengths are forced (support/dflash_reference.py), since a random drafter is never right.
+The plain continuation comes from transformers. `triton` on the CPU is the kernel's torch reference,
+with the decode loop two steps ahead of the host as on a GPU.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from graphengine.api import Engine, GenerationResult
+from graphengine.decode.prefill import Prefill
+from tests.support.chains import insert_
+from tests.support.checkpoints import make_drafter, make_target
+from tests.support.dflash_reference import Lengths, force_drafts, load_target, plain_generate
+
+BLOCK = 4
+LENGTH = 48  # tokens of plain continuation known per prompt
+PROMPTS = [[7, 99, 23], list(range(100, 117)), [5], [250, 1, 2, 3, 4, 5, 6, 7], [60, 61] * 5]
+BACKENDS = ["torch", "triton"]
+
+
+class Pair:
+    """A target, its drafter and the plain continuations of PROMPTS."""
+
+    def __init__(self, directory: Path, **options: Any) -> None:
+        self.target = make_target(directory / "target", tie=False, **options)
+        self.drafter = make_drafter(directory / "drafter", self.target, block_size=BLOCK)
+        model = load_target(self.target)
+        self.truth = {tuple(p): plain_generate(model, p, LENGTH) for p in PROMPTS}
+
+    def plain(self, prompt: list[int], count: int = LENGTH) -> list[int]:
+        return self.truth[tuple(prompt)][:count]
+
+    def engine(self, *, draft: bool = True, **options: Any) -> Engine:
+        options = {"buckets": (1, 2, 4), "page_size": 4, "max_model_len": 96} | options
+        return Engine.from_pretrained(self.target, self.drafter if draft else None, **options)
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    return Pair(tmp_path_factory.mktemp("pair"))
+
+
+@pytest.fixture(params=BACKENDS)
+def engine(pair: Pair, request: pytest.FixtureRequest) -> Iterator[Engine]:
+    with pair.engine(attention_backend=request.param) as engine:
+        yield engine
+        assert_idle(engine)
+
+
+def loop_of(engine: Engine) -> Any:
+    return engine._built.loop  # type: ignore[union-attr]
+
+
+def assert_idle(engine: Engine) -> None:
+    """No page is held and no request is left."""
+    loop = loop_of(engine)
+    assert loop.allocator.num_free == loop.allocator.num_usable
+    assert not loop.has_work
+
+
+def force(engine: Engine, pair: Pair, lengths: int | Lengths) -> Any:
+    fixed: Lengths = (lambda request, step: lengths) if isinstance(lengths, int) else lengths
+    return force_drafts(engine, pair.truth, fixed)
+
+
+def tokens(results: list[GenerationResult]) -> list[list[int]]:
+    return [result.token_ids for result in results]
+
+
+def ids_only(engine: Engine, prompts: list[list[int]], **options: Any) -> list[list[int]]:
+    return tokens(engine.generate(prompts, **({"ignore_eos": True} | options)))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("page_size", [1, 3, 16])
+@pytest.mark.parametrize("seed", [0, 1])
+def test_speculative_equals_plain(tmp_path: Path, seed: int, page_size: int, backend: str) -> None:
+    """Bug: a draft that the target would not say is kept, or state after a step is off by one."""
+    # Few likely tokens: the random drafter is right now and then, by luck.
+    pair = Pair(tmp_path, seed=seed, likely_tokens=3)
+    options = {"page_size": page_size, "attention_backend": backend}
+    with pair.engine(**options) as engine, pair.engine(draft=False, **options) as plain:
+        results = engine.generate(PROMPTS, max_new_tokens=30, ignore_eos=True)
+        assert tokens(results) == ids_only(plain, PROMPTS, max_new_tokens=30)
+        assert tokens(results) == [pair.plain(p, 30) for p in PROMPTS]
+        assert any(sum(r.metrics.acceptance.steps_by_accepted[1:]) for r in results)
+
+
+@pytest.mark.parametrize("accepted", range(BLOCK))
+def test_every_acceptance_length(engine: Engine, pair: Pair, accepted: int) -> None:
+    """Bug: positions, slots, context rows or the bonus token are wrong after one certain length;
+    0 (nothing accepted) and G-1 (everything) are the classic ones."""
+    force(engine, pair, accepted)
+    for prompt in PROMPTS[:3]:
+        (result,) = engine.generate(prompt, max_new_tokens=25, ignore_eos=True)
+        assert result.token_ids == pair.plain(prompt, 25)
+        histogram = result.metrics.acceptance.steps_by_accepted
+        assert histogram[accepted] == sum(histogram) == -(-24 // (accepted + 1))
+
+
+def test_random_acceptance_in_a_batch(engine: Engine, pair: Pair) -> None:
+    """Bug: rows that advance by different lengths disturb each other."""
+    rng = random.Random(0)
+    forced = force(engine, pair, lambda request, step: rng.randrange(BLOCK))
+    results = engine.generate(PROMPTS, max_new_tokens=40, ignore_eos=True)
+    assert tokens(results) == [pair.plain(p, 40) for p in PROMPTS]
+    for i, result in enumerate(results):
+        counts = forced.expected[i]
+        seen = result.metrics.acceptance
+        # Steps that were in flight when the request ended are asked for but not counted.
+        assert seen.steps_by_accepted == [counts[: seen.num_steps].count(a) for a in range(BLOCK)]
+
+
+def test_stop_token_at_every_place(
+    engine: Engine, pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bug: a stop token inside an accepted run is overlooked, or tokens behind it come out."""
+    force(engine, pair, BLOCK - 1)
+    prompt = PROMPTS[1]
+    plain = pair.plain(prompt)
+    built: Any = engine._built
+    for place in range(2 * BLOCK + 2):
+        stop = plain[place]
+        monkeypatch.setattr(engine, "_built", replace(built, stop_ids=frozenset({stop, 511})))
+        (result,) = engine.generate(prompt, max_new_tokens=30)
+        assert result.token_ids == plain[: plain.index(stop) + 1]
+        assert result.finish_reason == "stop"
+    assert len(set(plain[: 2 * BLOCK + 2])) > BLOCK, "too few distinct places were tried"
+
+
+@pytest.mark.parametrize("accepted", [0, BLOCK - 1])
+def test_budget_at_every_place(engine: Engine, pair: Pair, accepted: int) -> None:
+    """Bug: max_new_tokens inside an accepted run lets tokens through, or loses some."""
+    force(engine, pair, accepted)
+    for budget in range(1, 2 * BLOCK + 3):
+        (result,) = engine.generate(PROMPTS[0], max_new_tokens=budget, ignore_eos=True)
+        assert result.token_ids == pair.plain(PROMPTS[0], budget)
+        assert result.finish_reason == "length"
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("page_size", [1, 4, 16])
+def test_context_limit(pair: Pair, page_size: int, backend: str) -> None:
+    """Bug: blocks that reach past the context write into another request's page, read past the
+    rope table, or the limit cuts too early."""
+    prompts = PROMPTS[:2]
+    with pair.engine(
+        max_model_len=30, page_size=page_size, buckets=(2,), attention_backend=backend
+    ) as engine:
+        for accepted in range(BLOCK):
+            force(engine, pair, accepted)
+            results = engine.generate(prompts, max_new_tokens=1000, ignore_eos=True)
+            for prompt, result in zip(prompts, results, strict=True):
+                assert result.token_ids == pair.plain(prompt, 30 - len(prompt))
+                assert result.finish_reason == "length"
+        assert_idle(engine)
+
+
+def test_longest_context_of_the_model(tmp_path: Path) -> None:
+    """Bug: at the models' last positions the rope table or the page table is one block short."""
+    pair = Pair(tmp_path, max_positions=40)
+    with pair.engine(max_model_len=None, buckets=(1,), attention_backend="triton") as engine:
+        assert engine.config.max_model_len == 40 - BLOCK
+        force(engine, pair, BLOCK - 1)
+        (result,) = engine.generate(PROMPTS[2], max_new_tokens=99, ignore_eos=True)
+        assert result.token_ids == pair.plain(PROMPTS[2], 35)
+    with pytest.raises(ValueError, match=r"--max-model-len 37: between 2 and 36"):
+        pair.engine(max_model_len=37)
+
+
+def test_ignore_eos(engine: Engine, pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: ignore_eos is not passed on, or stop tokens are ignored always."""
+    plain = pair.plain(PROMPTS[0], 20)
+    built: Any = engine._built
+    monkeypatch.setattr(engine, "_built", replace(built, stop_ids=frozenset({plain[4]})))
+    cut = engine.generate(PROMPTS[0], max_new_tokens=20)[0]
+    assert cut.token_ids == plain[: plain.index(plain[4]) + 1]
+    assert ids_only(engine, [PROMPTS[0]], max_new_tokens=20) == [plain]
+
+
+def test_rows_end_at_different_times(engine: Engine, pair: Pair) -> None:
+    """Bug: when a row ends, the others continue with its pages, position or anchor (stale rows)."""
+    loop = loop_of(engine)
+    rng = random.Random(1)
+    force(engine, pair, lambda request, step: rng.randrange(BLOCK))
+    budgets = [3, 40, 1, 17, 29]
+    requests = [loop.submit(list(p), n, frozenset()) for p, n in zip(PROMPTS, budgets, strict=True)]
+    run_to_end(engine)
+    for request, prompt, budget in zip(requests, PROMPTS, budgets, strict=True):
+        assert request.output_ids == pair.plain(prompt, budget)
+
+
+@torch.no_grad()
+def run_to_end(engine: Engine, each_step: Callable[[], None] = lambda: None) -> None:
+    loop = loop_of(engine)
+    while loop.has_work:
+        loop.admit()
+        loop.launch()
+        each_step()
+        loop.collect()
+
+
+def test_more_prompts_than_rows(pair: Pair) -> None:
+    """Bug: waiting prompts are lost, reordered, or start with the state of the row before them."""
+    many = [PROMPTS[i % len(PROMPTS)] for i in range(13)]
+    for backend in BACKENDS:
+        with pair.engine(buckets=(1, 3), attention_backend=backend) as engine:
+            rng = random.Random(2)
+            force(engine, pair, lambda request, step, rng=rng: rng.randrange(BLOCK))
+            assert ids_only(engine, many, max_new_tokens=11) == [pair.plain(p, 11) for p in many]
+            assert_idle(engine)
+
+
+@pytest.mark.parametrize("bucket", [1, 2, 3, 8])
+def test_bucket_size_changes_nothing(pair: Pair, bucket: int) -> None:
+    """Bug: padded rows or the bucket's size leak into the result."""
+    with pair.engine(buckets=(bucket,)) as engine:
+        assert ids_only(engine, PROMPTS, max_new_tokens=12) == [pair.plain(p, 12) for p in PROMPTS]
+
+
+def test_short_then_long_then_short(engine: Engine, pair: Pair) -> None:
+    """Bug: what an earlier, longer or shorter request left in rows, pages or plans is used."""
+    for prompt, budget in ((PROMPTS[2], 2), (PROMPTS[1], 45), (PROMPTS[2], 30), (PROMPTS[1], 3)):
+        assert ids_only(engine, [prompt], max_new_tokens=budget) == [pair.plain(prompt, budget)]
+
+
+def test_pool_smaller_than_the_demand(pair: Pair) -> None:
+    """Bug: with too few pages for all rows, requests deadlock, fail half-way or share a page."""
+    with pair.engine(max_model_len=40) as probe:
+        page = probe.startup.kv_pool_bytes // probe.startup.num_pages
+    with pair.engine(max_model_len=40, kv_cache_memory=14 * page) as engine:
+        assert engine.startup.num_pages == 14
+        results = engine.generate(PROMPTS, max_new_tokens=20, ignore_eos=True)
+        assert tokens(results) == [pair.plain(p, 20) for p in PROMPTS]
+        assert_idle(engine)
+    with pytest.raises(ValueError, match="the longest that fits is 12 tokens"):
+        pair.engine(max_model_len=40, kv_cache_memory=5 * page)
+    with pair.engine(max_model_len=None, kv_cache_memory=5 * page) as engine:
+        assert engine.config.max_model_len == 12
+        assert ids_only(engine, PROMPTS[:1], max_new_tokens=99) == [pair.plain(PROMPTS[0], 9)]
+
+
+def test_prefill_chunk_is_shared(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: a chunk's rows are given to every prompt of a batch, so that a forward has more rows
+    than the memory plan has room for."""
+    real, num_rows = Prefill._forward, []
+
+    def forward_(self: Prefill, requests: Any, done: Any, pieces: list[tuple[int, int]]) -> Any:
+        num_rows.append(sum(rows for _, rows in pieces))
+        return real(self, requests, done, pieces)
+
+    monkeypatch.setattr(Prefill, "_forward", forward_)
+    with pair.engine(buckets=(4,)) as engine:
+        loop = loop_of(engine)
+        monkeypatch.setattr(loop, "_prefill", replace(loop._prefill, chunk=8))
+        found = ids_only(engine, PROMPTS[:4], max_new_tokens=5)  # of 3 + 17 + 1 + 8 tokens
+    assert num_rows == [8, 8, 8, 5]
+    assert found == [pair.plain(p, 5) for p in PROMPTS[:4]]
+
+
+def test_refusals_leave_nothing_behind(engine: Engine, pair: Pair) -> None:
+    """Bug: a prompt that cannot run fails in the middle of a batch, or blocks the queue."""
+    cases: list[tuple[list[list[int]], dict[str, Any], str]] = [
+        ([PROMPTS[0], []], {}, "prompt 2 of 2: the prompt has no tokens"),
+        ([[1] * 96], {}, "has 96 tokens, the context holds 96"),
+        ([PROMPTS[0]], {"max_new_tokens": 0}, "max_new_tokens is 0"),
+        ([[1, 512]], {}, r"token ids \[512\] lie outside the vocabulary of 512"),
+        ([[-1]], {}, "lie outside"),
+    ]
+    for prompts, options, message in cases:
+        with pytest.raises(ValueError, match=message):
+            engine.generate(prompts, **options)
+        assert_idle(engine)
+    assert ids_only(engine, PROMPTS[:2], max_new_tokens=5) == [
+        pair.plain(p, 5) for p in PROMPTS[:2]
+    ]
+
+
+def test_longest_prompt_is_taken(engine: Engine) -> None:
+    """Bug: the limit is off by one: a prompt that leaves room for one token is refused."""
+    (result,) = engine.generate([[3] * 95], max_new_tokens=10, ignore_eos=True)
+    assert len(result.token_ids) == 1 and result.finish_reason == "length"
+
+
+# --- poison ---
+
+
+@pytest.mark.parametrize("options", [{}, {"num_speculative_tokens": (3, 2, 1)}, {"draft": False}])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_poisoned_cache_changes_nothing(pair: Pair, backend: str, options: dict[str, Any]) -> None:
+    """Bug: attention reads K/V that no row of the request has written: beyond the length, in the
+    null page, in a page of nobody, or in a slot whose row was rejected."""
+    draft = options.get("draft", True)
+    with pair.engine(attention_backend=backend, **options) as engine:
+        loop = loop_of(engine)
+        prefill = loop._prefill
+        pools = [prefill.target.kv_pool] + ([prefill.drafter.kv_pool] if draft else [])
+        for pool in pools:
+            pool.fill_(float("nan"))
+        page_size, reads = engine.config.page_size, []
+
+        def poison(buffers: Any) -> None:
+            """All slots from the next block on: rejected rows, and the rest of the pages."""
+            for start, pages in zip(
+                buffers.start_B.tolist(), buffers.page_table_BW.tolist(), strict=True
+            ):
+                if start == 0:
+                    continue
+                slots = [p * page_size + i for p in pages for i in range(page_size)][start:]
+                for pool in pools:
+                    pool.flatten(2, 3)[:, :, slots] = float("nan")
+                    pool[:, :, 0] = float("nan")
+                reads.append(start)
+
+        rng = random.Random(3)
+        if draft:
+            force(engine, pair, lambda request, step: rng.randrange(BLOCK))
+        for bucket in loop.buckets.values():
+            # After the last reader of a step and before the next block's first writer.
+            name = "draft.context" if draft else "accept"
+            insert_(bucket, name, partial(poison, bucket.buffers), behind=True)
+        assert ids_only(engine, PROMPTS, max_new_tokens=30) == [pair.plain(p, 30) for p in PROMPTS]
+        assert len(reads) > 20
+
+
+def test_padded_rows_touch_only_the_null_page(pair: Pair) -> None:
+    """Bug: a padded row writes its K/V into a page of somebody else."""
+    with pair.engine(buckets=(4,)) as engine:
+        loop = loop_of(engine)
+        pools = [loop._prefill.target.kv_pool, loop._prefill.drafter.kv_pool]
+        for pool in pools:
+            pool.fill_(123.0)
+        assert ids_only(engine, [PROMPTS[0]], max_new_tokens=9) == [pair.plain(PROMPTS[0], 9)]
+        # One request of 3 + 9 + 4 tokens owns pages 1 .. 4 of a fresh pool.
+        for pool in pools:
+            assert (pool[:, :, 5:] == 123.0).all()
+            assert not (pool[:, :, 1] == 123.0).any()
+
+
+# --- ends that are not completions ---
+
+
+def test_dropped_stream_returns_its_pages(engine: Engine, pair: Pair) -> None:
+    """Bug: a stream closed half-way keeps its pages or leaves the engine busy."""
+    for chunks in (0, 1, 2, 5):
+        stream = engine.stream(PROMPTS[1], max_new_tokens=40, ignore_eos=True)
+        for _ in range(chunks):
+            next(stream)
+        stream.close()  # type: ignore[attr-defined]
+        if chunks:
+            assert_idle(engine)
+    assert ids_only(engine, PROMPTS, max_new_tokens=9) == [pair.plain(p, 9) for p in PROMPTS]
+
+
+def test_cancel_in_every_state(engine: Engine, pair: Pair) -> None:
+    """Bug: cancelling a waiting, running, in-flight or ended request leaks, or ends another."""
+    loop = loop_of(engine)
+    requests = [loop.submit(list(p), 20, frozenset()) for p in PROMPTS]
+    waiting, running, flying, ended, kept = requests[4], *requests[:4]
+    with torch.no_grad():
+        loop.admit()
+        assert waiting in loop.waiting
+        loop.cancel(waiting)
+        loop.cancel(running)
+        loop.launch()
+        loop.cancel(flying)
+        loop.collect()
+    run_to_end(engine)
+    loop.cancel(ended)
+    assert [r.finish_reason for r in requests] == [*["cancelled"] * 2, *["length"] * 2, "cancelled"]
+    for request, prompt in ((ended, PROMPTS[2]), (kept, PROMPTS[3])):
+        assert request.output_ids == pair.plain(prompt, 20)
+    assert_idle(engine)
+
+
+@pytest.mark.parametrize(
+    "where", ["prefill", "draft.00", "draft.L1.attn", "verify.02", "accept", "draft.context"]
+)
+def test_exception_in_a_step(
+    engine: Engine, pair: Pair, where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bug: after an error in the middle of a step pages leak, or the next generation continues with
+    half a step."""
+    loop = loop_of(engine)
+    calls: list[int] = []
+
+    def explode(*args: Any) -> Any:
+        calls.append(1)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+
+    if where == "prefill":
+        monkeypatch.setattr(type(loop._prefill), "run", explode)
+        calls += [1, 1]
+    else:
+        for bucket in loop.buckets.values():
+            insert_(bucket, where, explode, behind=True)
+    with pytest.raises(KeyboardInterrupt):
+        engine.generate(PROMPTS, max_new_tokens=9, ignore_eos=True)
+    monkeypatch.undo()
+    assert_idle(engine)
+    assert ids_only(engine, PROMPTS, max_new_tokens=9) == [pair.plain(p, 9) for p in PROMPTS]
+
+
+def test_close_twice(pair: Pair) -> None:
+    """Bug: closing again, or using a closed engine, fails with an attribute error."""
+    engine = pair.engine()
+    stream = engine.stream(PROMPTS[0])
+    next(stream)
+    engine.close()
+    engine.close()
+    with pytest.raises(RuntimeError, match="closed"):
+        engine.generate(PROMPTS[0])
+    with pytest.raises(RuntimeError, match="closed"):
+        _ = engine.config
+
+
+@pytest.mark.slow
+def test_compiled_equals_eager(pair: Pair) -> None:
+    """Bug: Inductor fuses across a cache write, specialises on a stale shape, or a compiled segment
+    bakes in one layer's weights."""
+    with pair.engine(buckets=(1,), compile=True) as engine:
+        assert engine.config.compile
+        force(engine, pair, lambda request, step: step % BLOCK)
+        for prompt in PROMPTS[:2]:
+            assert ids_only(engine, [prompt], max_new_tokens=12) == [pair.plain(prompt, 12)]

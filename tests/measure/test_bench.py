@@ -1,0 +1,355 @@
+"""`graphengine bench`: cases, baseline, columns, picture and the stored JSON, on a small pair."""
+
+from __future__ import annotations
+
+import json
+import re
+import statistics
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from xml.etree import ElementTree
+
+import numpy
+import pytest
+from click.testing import CliRunner, Result
+
+from graphengine.api import Engine
+from graphengine.cli.main import main
+from graphengine.measure.bench import Case, CaseResult, run_case, token_bytes, weight_bytes
+from graphengine.measure.busy import busy_fraction
+from graphengine.measure.report import Row, picture, speedups_, table
+from graphengine.profiles.result_schema import validate
+from graphengine.startup.build import read_configs
+from tests.support.checkpoints import make_drafter, make_target
+
+Bench = Callable[..., Result]
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    directory = tmp_path_factory.mktemp("pair")
+    target = make_target(directory / "target", layers=2)
+    return target, make_drafter(directory / "draft", target, taps=(0, 1), block_size=4)
+
+
+@pytest.fixture
+def bench(pair: tuple[Path, Path]) -> Bench:
+    def call(*args: str) -> Result:
+        where = ["bench", str(pair[0]), "--draft", str(pair[1]), "--device", "cpu"]
+        fast = ["--num-iters", "4", "--warmup", "1", "--output-len", "16"]
+        return CliRunner().invoke(main, [*where, *fast, *args])
+
+    return call
+
+
+def case(**changes: Any) -> Case:
+    values: dict[str, Any] = {"graph_mode": "m", "bucket": 2, "input_len": 8, "output_len": 16}
+    values |= {"num_iters": 4, "warmup": 0, "seed": 0} | changes
+    return Case(**values)
+
+
+def result(step_ms: list[float], num_tokens: int, **changes: Any) -> CaseResult:
+    return CaseResult(
+        case=case(),
+        drafting=True,
+        step_ms=step_ms,
+        host_ms=[0.5] * len(step_ms),
+        num_tokens=num_tokens,
+        step_bytes=4e9,
+        **changes,
+    )
+
+
+# --- numbers ---
+
+
+def test_numbers() -> None:
+    """Bug: a key means something else than vLLM's of that name, or idle is not wall less busy."""
+    found = result([1.0, 2.0, 3.0, 4.0], 40, busy_fraction=0.8, context_tokens=800).numbers(4000.0)
+    assert found["mean_acceptance_length"] == 5.0
+    assert found["mean_context_tokens"] == 100.0
+    # vLLM: time per output token of one request; tokens of all requests per second.
+    assert found["mean_tpot_ms"] == pytest.approx(2.5 / 5)
+    assert found["median_tpot_ms"] == pytest.approx(2.5 / 5)
+    assert found["output_throughput"] == pytest.approx(40 / 10e-3)
+    assert found["median_tokens_per_s"] == pytest.approx(5 * 2 / 2.5e-3)
+    assert found["gpu_idle_ms"] == pytest.approx(0.5)
+    assert found["gpu_idle_percent"] == pytest.approx(20)
+    assert found["floor_ms"] == pytest.approx(1.0)
+    assert found["over_floor_ratio"] == pytest.approx(2.5)
+
+
+def test_numbers_of_uneven_steps() -> None:
+    """Bug: mean and median are mixed up, or a rate is off by a thousand."""
+    uneven = result([1.0, 2.0, 6.0], 30)
+    uneven.host_ms = [0.9, 0.1, 0.2]
+    found = uneven.numbers(4000.0)
+    expected = {
+        "step_mean_ms": 3.0,
+        "step_p50_ms": 2.0,
+        "host_p50_ms": 0.2,
+        "mean_tpot_ms": 0.6,
+        "median_tpot_ms": 0.4,
+        "output_throughput": 30 / 9e-3,
+        "step_read_gb": 4.0,
+        "achieved_gbps": 2000.0,
+        "bandwidth_percent": 50.0,
+    }
+    assert {key: found[key] for key in expected} == pytest.approx(expected)
+
+
+def test_bytes_of_the_8b_preset_by_hand() -> None:
+    """Bug: the floor under a step counts a matrix twice, or K and not V."""
+    target, draft = read_configs("qwen3-8b", "qwen3-8b-dflash-b16")
+    hidden, kv, head = 4096, 8 * 128, 151936 * 4096
+    layer = hidden * (32 * 128 + 2 * kv) + 32 * 128 * hidden + 3 * hidden * 12288
+    verify = 36 * layer + head
+    drafter = 5 * layer + 5 * hidden * hidden + 5 * 2 * kv * hidden + head
+
+    def built(quantization: str, drafter: Any) -> Any:
+        config = SimpleNamespace(
+            dtype="bfloat16",
+            draft_quantization=quantization,
+            buckets=(1, 8),
+            num_speculative_tokens=(),
+        )
+        return SimpleNamespace(target=target, draft=drafter, config=config)
+
+    assert weight_bytes(built("none", draft), 1) == 2 * (verify + drafter) == 18_561_892_352
+    assert weight_bytes(built("fp8", draft), 1) == 2 * verify + drafter
+    assert weight_bytes(built("fp8", draft), 8) == 2 * (verify + drafter)
+    assert weight_bytes(built("fp8-dynamic", draft), 8) == 2 * verify + drafter
+    assert weight_bytes(built("none", None), 1) == 2 * verify
+    assert token_bytes(built("none", draft)) == 2 * 2 * (36 + 5) * kv
+    assert token_bytes(built("none", None)) == 2 * 2 * 36 * kv
+
+
+def test_what_a_case_counts(pair: tuple[Path, Path]) -> None:
+    """Bug: a step more or less than --warmup is left out, or the K/V of one request alone is
+    read."""
+    with Engine.from_pretrained(*pair, buckets=(2,), device="cpu") as engine:
+        every = run_case(engine, case(num_iters=1), lambda count: None)
+        later = run_case(engine, case(num_iters=1, warmup=3), lambda count: None)
+        assert len(later.step_ms) == len(every.step_ms) - 3
+        kv = 2 * every.mean_context_tokens * token_bytes(engine.built)
+        assert every.step_bytes == pytest.approx(weight_bytes(engine.built, 2) + kv)
+    for step_ms, host_ms in zip(every.step_ms, every.host_ms, strict=True):
+        assert 0 < host_ms < step_ms
+
+
+@pytest.mark.parametrize("drafting", [False, True])
+def test_context_is_what_the_step_attended_over(pair: tuple[Path, Path], drafting: bool) -> None:
+    """Bug: a step's context is read when the step has committed: one acceptance too high, and with
+    it the bytes and the floor."""
+    target, drafter = pair
+    with Engine.from_pretrained(
+        target,
+        drafter if drafting else None,
+        buckets=(2,),
+        device="cpu",
+        simulate_acceptance=4.0 if drafting else None,
+        fallback=False,
+    ) as engine:
+        found = run_case(engine, case(num_iters=1, output_len=40), lambda count: None)
+    length = 4 if drafting else 1
+    assert found.mean_acceptance_length == length
+    # The first step stands at the prompt's 8 tokens; timed are the second one and those behind it.
+    expected = [8 + length * step for step in range(1, 1 + len(found.step_ms))]
+    assert found.mean_context_tokens == statistics.fmean(expected)
+
+
+def test_a_bucket_that_is_not_full_is_refused(pair: tuple[Path, Path]) -> None:
+    """Bug: requests wait for K/V, and steps of the others are timed as those of a full bucket: 0.65
+    tokens a step and less context than the prompt."""
+    options: dict[str, Any] = {"device": "cpu", "page_size": 4, "max_model_len": 64}
+    with Engine.from_pretrained(
+        *pair, buckets=(8,), kv_cache_memory="250KiB", load_format="dummy", **options
+    ) as engine:
+        held = int(engine.memory_plan.num_full_requests)
+        assert 0 < held < 8
+        with pytest.raises(ValueError, match=r"K/V for \d of 8 requests of .* lower --bucket"):
+            run_case(engine, case(bucket=8, input_len=20, output_len=30), lambda steps: None)
+
+
+def test_percentiles_agree_everywhere() -> None:
+    """Bug: p95 of 20 steps is their maximum, and the picture's p50 is not the table's."""
+    steps = [float(n) for n in range(20, 0, -1)]
+    known = result(steps, 40)
+    found = known.numbers(0.0)
+    for percent in (50, 95, 99):
+        expected = numpy.percentile(steps, percent)
+        assert found[f"step_p{percent}_ms"] == pytest.approx(expected)
+    text = picture([Row("m", "k", known, found)], None)
+    for percent in (50, 99):
+        assert f">p{percent} {found[f'step_p{percent}_ms']:.3f}<" in text
+    assert result([3.0], 1).numbers(0.0)["step_p99_ms"] == 3.0
+
+
+def test_idle_is_unknown_or_not_negative() -> None:
+    """Bug: a machine without events reports 0 % idle, or noise gives a negative share."""
+    assert not [key for key in result([1.0], 2).numbers(0.0) if key.startswith("gpu_")]
+    assert result([1.0], 2, busy_fraction=1.2).numbers(0.0)["gpu_idle_percent"] == 0.0
+
+
+def test_speedup_is_over_the_same_case() -> None:
+    """Bug: the speedup of a bucket is taken over another bucket's plain decoding, or time over
+    time, which leaves out that a step gives several tokens."""
+    rows = [
+        Row("full_triton_plain", "bucket_1", result([1.0], 2), {"median_tokens_per_s": 100.0}),
+        Row("full_triton", "bucket_1", result([1.0], 2), {"median_tokens_per_s": 300.0}),
+        Row("full_triton", "bucket_8", result([1.0], 2), {"median_tokens_per_s": 900.0}),
+        Row("none_torch", "bucket_1", result([1.0], 2), {"median_tokens_per_s": 50.0}),
+    ]
+    speedups_(rows)
+    assert [row.numbers.get("speedup_ratio") for row in rows] == [None, 3.0, None, None]
+
+
+def test_what_is_unknown_is_a_dash() -> None:
+    """Bug: a column without a number raises, or shows 0."""
+    rows = [Row("m", "k", found := result([1.0], 2), found.numbers(0.0))]
+    shown = table(rows, 6.35)
+    cells = {str(column.header): list(column.cells) for column in shown.columns}
+    assert cells["idle%"] == cells["%read"] == cells["/floor"] == ["-"]
+    assert cells["p50_ms"] == ["1.000"]
+    assert "speedup" not in cells
+    assert "SIMULATED at 6.35" in str(shown.title)
+
+
+def test_picture() -> None:
+    """Bug: bars that should be equally long differ, or the file is no SVG."""
+    known = result([1.0, 2.0, 4.0], 6, busy_fraction=0.75)
+    rows = [Row("piecewise_flashinfer", "k", known, known.numbers(4000.0))]
+    text = picture(rows, 6.35)
+    ElementTree.fromstring(text)
+    notes = dict(re.findall(r"<title>([a-zA-Z ]+): ([0-9.]+) us</title>", text))
+    assert {key: float(value) for key, value in notes.items()} == {
+        "host working": 500.0,
+        "host waiting": 1500.0,
+        "GPU busy": 1500.0,
+        "GPU idle": 500.0,
+        "floor": 1000.0,
+    }
+    assert "piecewise_flashinfer, bucket 2, input 8" in text
+    assert "SIMULATED" in text
+    assert "p99" in text
+
+
+# --- the command ---
+
+
+def test_everything_at_once(bench: Bench, tmp_path: Path) -> None:
+    """Bug: a case is left out, the baseline drafts, or the file breaks the schema."""
+    svg, stored = tmp_path / "x.svg", tmp_path / "x.json"
+    done = bench(
+        *["--bucket", "1,2", "--input-len", "3,9", "--baseline", "--simulate-acceptance", "2.5"],
+        *["--plot", str(svg), "--output-json", str(stored), "--json"],
+    )
+    assert done.exit_code == 0, done.output
+    found = json.loads(stored.read_text())
+    assert validate(found) == []
+    assert json.loads(done.stdout)["numbers"] == found["numbers"]
+    plain, drafted = found["numbers"]["none_torch_plain"], found["numbers"]["none_torch"]
+    keys = {f"bucket_{b}_input_{n}" for b in (1, 2) for n in (3, 9)}
+    assert keys == set(plain) - {"startup", "memory"} == set(drafted) - {"startup", "memory"}
+    for key in keys:
+        assert plain[key]["mean_acceptance_length"] == 1.0
+        ratio = drafted[key]["median_tokens_per_s"] / plain[key]["median_tokens_per_s"]
+        assert drafted[key]["speedup_ratio"] == pytest.approx(ratio)
+        assert "gpu_idle_percent" not in drafted[key], "there is no GPU to be idle"
+    assert svg.read_text().count("all steps") == 8
+    assert "speedup" in done.stderr
+    assert "SIMULATED at 2.5" in done.stderr
+    assert found["environment"].keys() >= {"gpu_clocks", "driver_version", "commit", "versions"}
+
+
+def test_a_case_is_measured_once(bench: Bench) -> None:
+    """Bug: a length, or a mode in another spelling, that is named twice is two lines of the table
+    and one entry of the JSON, the later one."""
+    done = bench("--compare", "none,none:torch,none", "--input-len", "8,8", "--json")
+    assert done.exit_code == 0, done.output
+    assert list(json.loads(done.stdout)["config"]["token_digests"]) == [
+        "none_torch_bucket_1_input_8"
+    ]
+    rows = [line for line in done.stderr.splitlines() if re.match(r" *none_torch +1 ", line)]
+    assert len(rows) == 1
+    assert "none:torch is none_torch again" in done.stderr
+
+
+def test_context_is_met_half_way(bench: Bench) -> None:
+    """Bug: --context is the prompt's length, so that a long round is timed at other contexts than
+    the label says."""
+    done = bench("--context", "40", "--output-len", "24", "--num-iters", "12", "--json")
+    assert done.exit_code == 0, done.output
+    (numbers,) = [
+        v for k, v in json.loads(done.stdout)["numbers"]["none_torch"].items() if "28" in k
+    ]
+    assert abs(numbers["mean_context_tokens"] - 40) < 6
+
+
+@pytest.mark.parametrize(
+    "args", [["--input-len", "8", "--simulate-acceptance", "4"], ["--input-len", "506"]]
+)
+def test_rounds_without_a_step_to_time_are_refused(bench: Bench, args: list[str]) -> None:
+    """Bug: every round is over before a step counts (few tokens, all drafts accepted, or no room
+    behind the prompt), and the command begins new rounds for ever."""
+    done = bench("--output-len", "8", *args)
+    assert done.exit_code == 2, done.output
+    assert "--output-len 8" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("args", "parts"),
+    [
+        (["--context", "8"], ["--context 8", "--output-len 16", "more than 8"]),
+        (["--context", "64", "--input-len", "8"], ["--context", "--input-len"]),
+        (["--baseline", "--draft", "none"], ["--baseline", "--draft"]),
+        (["--seed", str(1 << 64)], ["--seed", str(1 << 64)]),
+        (["--plot", "/nonexistent/x.svg"], ["--plot /nonexistent/x.svg", "cannot be written"]),
+    ],
+)
+def test_refusals(bench: Bench, args: list[str], parts: list[str]) -> None:
+    """Bug: an option that cannot work is ignored, or ends in a traceback."""
+    done = bench(*args)
+    assert done.exit_code == 2, done.output
+    text = " ".join(done.stderr.split())
+    assert [part for part in parts if part not in text] == []
+
+
+# --- the device's share ---
+
+
+def test_no_events_without_a_gpu(pair: tuple[Path, Path]) -> None:
+    """Bug: the CPU is timed as if it were a stream."""
+    with Engine.from_pretrained(*pair, buckets=(1,), device="cpu") as engine:
+        assert busy_fraction(engine.built.loop, [], 1.0) is None
+        assert run_case(engine, case(bucket=1), lambda count: None).busy_fraction is None
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("graph_mode", ["piecewise", "full"])
+@pytest.mark.parametrize("backend", ["flashinfer", "triton"])
+def test_busy_is_less_than_the_step(tmp_path: Path, graph_mode: Any, backend: Any) -> None:
+    """Bug: the hold ends before the host is done, or spans two steps: busy exceeds the step, or is
+    a small part of it although nothing waits."""
+    sizes: Any = {"hidden": 512, "heads": 8, "kv_heads": 4, "head_dim": 64, "intermediate": 1024}
+    target = make_target(
+        tmp_path / "target", layers=8, tie=False, dtype="bfloat16", max_positions=1024, **sizes
+    )
+    drafter = make_drafter(tmp_path / "draft", target, taps=(0, 2), block_size=8, dtype="bfloat16")
+    with Engine.from_pretrained(
+        target,
+        drafter,
+        buckets=(1,),
+        graph_mode=graph_mode,
+        attention_backend=backend,
+        simulate_acceptance=3.0,
+    ) as engine:
+        timed = case(bucket=1, input_len=64, output_len=256, num_iters=60, warmup=10)
+        found = run_case(engine, timed, lambda count: None)
+    assert found.busy_fraction is not None
+    step_ms = statistics.median(found.step_ms)
+    print(f"step {step_ms:.3f} ms, busy {found.busy_fraction:.1%} of it")
+    # Behind an event a graph begins some microseconds later than behind another graph.
+    assert 0.1 < found.busy_fraction < 1.1 + 0.02 / step_ms

@@ -1,0 +1,483 @@
+"""profiles/{trace,launch_gaps,nsys,torch_trace,plot,segment_bytes}.py: the launch-gap report.
+
+The traces of nsys_exports.py have gaps counted by hand; stored exports of real runs, in tests/data,
+are held to sums written when they were cut.
+"""
+
+import gzip
+import importlib.util
+import json
+import sqlite3
+import xml.etree.ElementTree as ET
+from contextlib import closing
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from graphengine import names
+from graphengine.checkpoints.hub import TINY_DRAFT, TINY_TARGET
+from graphengine.measure import report_text
+from graphengine.measure.segment_bytes import segment_bytes
+from graphengine.profiles import nsys, plot, torch_trace
+from graphengine.profiles.launch_gaps import Report, report
+from graphengine.profiles.trace import Activity, HostRange, Launch, Trace, busy_class, place
+from graphengine.startup.build import read_configs
+from tests.support.chains import chain_names
+
+HERE = Path(__file__).parents[1]
+STORED = sorted((HERE / "data").glob("nsys-*.sqlite.gz"))
+MAX_STORED_BYTES = 300_000
+
+
+def load(path: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+exports = load(HERE / "support" / "nsys_exports.py")
+shrink_nsys = load(HERE.parent / "tools" / "shrink_nsys.py")
+
+# Per step of the scenario, microseconds.
+BUSY = {"dense": 21.0, "attention": 5.0, "chain": 0.0, "other": 1.0}
+IDLE = {"dense": 1.0, "attention": 0.5, "seam": 4.0, "host": 67.5}
+BY_NAME = {
+    "verify.00": (9.0, 67.0, 2),
+    "verify.L0.attn": (5.0, 2.5, 2),
+    "verify.01": (12.0, 1.5, 2),
+    "host.accept": (1.0, 2.0, 1),
+}
+
+
+def check_scenario(found: Report, num_steps: int) -> None:
+    numbers = found.numbers()
+    assert numbers["num_steps"] == num_steps - 1
+    assert numbers["step_walls_us"] == [100.0] * (num_steps - 1)
+    assert numbers["busy_by_class"] == {f"{kind}_us": us for kind, us in BUSY.items()}
+    assert numbers["idle_by_class"] == {f"{kind}_us": us for kind, us in IDLE.items()}
+    rows = {
+        name: (row["busy_us"], row["idle_us"], row["num_activities"])
+        for name, row in numbers["by_name"].items()
+    }
+    assert rows == BY_NAME
+    assert numbers["busy_mean_us"] == 27.0 and numbers["idle_mean_us"] == 73.0
+    assert numbers["idle_percent"] == pytest.approx(73.0)
+    gemm = next(row for name, row in numbers["kernels"].items() if "gemm" in name)
+    assert gemm == {"total_us": 14.0, "mean_us": 7.0, "num_calls": 2.0}
+
+
+def test_node_export_has_the_gaps_counted_by_hand(tmp_path: Path) -> None:
+    """Bug: a gap booked to the wrong step, name or class, or overlap counted twice; or another
+    library's or thread's range taken for the name of a launch."""
+    check_scenario(report(nsys.read_export(exports.write_export(tmp_path / "a.sqlite"))), 4)
+
+
+def test_graph_export_takes_a_graph_as_one_interval(tmp_path: Path) -> None:
+    """Bug: graphs' rows are not read, and the device seems idle while they run."""
+    path = exports.write_export(tmp_path / "a.sqlite", preset="graph")
+    numbers = report(nsys.read_export(path)).numbers()
+    assert numbers["busy_by_class"]["dense_us"] == 22.0  # the gap inside the graph is not seen
+    assert numbers["idle_by_class"] == {
+        "dense_us": 0.0,
+        "attention_us": 0.5,
+        "seam_us": 4.0,
+        "host_us": 67.5,
+    }
+    assert numbers["step_walls_us"] == [100.0] * 3
+
+
+def test_export_without_the_domain_row_falls_back_to_our_names(tmp_path: Path) -> None:
+    """Bug: a capture range that begins after the domain was made yields no names at all."""
+    path = exports.write_export(tmp_path / "a.sqlite", domain=False)
+    check_scenario(report(nsys.read_export(path)), 4)
+
+
+def test_torch_profiler_gives_the_same_report(tmp_path: Path) -> None:
+    """Bug: the fallback's numbers mean something else than nsys's."""
+    path = exports.write_chrome_trace(tmp_path / "a.json")
+    check_scenario(report(torch_trace.read_chrome_trace(path)), 4)
+    packed = tmp_path / "a.json.gz"
+    packed.write_bytes(gzip.compress(path.read_bytes()))
+    check_scenario(report(torch_trace.read_chrome_trace(packed)), 4)
+
+
+def test_an_export_lacks_tables_and_columns(tmp_path: Path) -> None:
+    """Bug: a version of nsys without copies, node ids or globalPid stops the reader."""
+    path = exports.write_export(tmp_path / "a.sqlite")
+    with closing(sqlite3.connect(path)) as connection:
+        connection.execute("DROP TABLE CUPTI_ACTIVITY_KIND_MEMCPY")
+        for column in ("graphNodeId", "globalPid", "demangledName"):
+            connection.execute(f'ALTER TABLE CUPTI_ACTIVITY_KIND_KERNEL DROP COLUMN "{column}"')
+        connection.commit()
+    numbers = report(nsys.read_export(path)).numbers()
+    assert numbers["busy_mean_us"] == 26.0
+    assert set(numbers["kernels"]) == {"gemm", "norm", "BatchPrefill", "MergeStates"}
+
+
+def test_an_obligatory_column_is_missing(tmp_path: Path) -> None:
+    """Bug: an unknown layout is read as a trace without launches, and all time is "outside"."""
+    path = exports.write_export(tmp_path / "a.sqlite")
+    with closing(sqlite3.connect(path)) as connection:
+        connection.execute('ALTER TABLE CUPTI_ACTIVITY_KIND_KERNEL DROP COLUMN "correlationId"')
+        connection.commit()
+    with pytest.raises(ValueError, match=r"CUPTI_ACTIVITY_KIND_KERNEL lacks correlationId"):
+        nsys.read_export(path)
+
+
+@pytest.mark.parametrize("content", [None, b"not a database, only some text" * 10])
+def test_no_database(tmp_path: Path, content: bytes | None) -> None:
+    """Bug: sqlite makes an empty file of a mistyped name, or a traceback of a wrong one."""
+    path = tmp_path / "a.sqlite"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(ValueError, match=r"a\.sqlite"):
+        nsys.read_export(path)
+    assert path.exists() == (content is not None)
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "UPDATE CUPTI_ACTIVITY_KIND_KERNEL SET start = 'soon'",
+        "UPDATE CUPTI_ACTIVITY_KIND_KERNEL SET end = NULL",
+        "UPDATE CUPTI_ACTIVITY_KIND_RUNTIME SET globalTid = 'main'",
+        "UPDATE NVTX_EVENTS SET end = 'never' WHERE end IS NOT NULL",
+        "UPDATE StringIds SET value = CAST(x'ff41' AS TEXT)",
+        "UPDATE CUPTI_ACTIVITY_KIND_KERNEL SET start = 7, end = 7",
+    ],
+)
+def test_an_export_with_foreign_values_is_refused(tmp_path: Path, statement: str) -> None:
+    """Bug: a file that another program wrote or changed ends in a traceback from deep inside."""
+    path = exports.write_export(tmp_path / "a.sqlite")
+    with closing(sqlite3.connect(path)) as connection:
+        connection.execute(statement)
+        if "start = 7" in statement:
+            connection.execute("DELETE FROM CUPTI_ACTIVITY_KIND_MEMCPY")
+        connection.commit()
+    with pytest.raises(ValueError, match=r"a\.sqlite: |no time at all"):
+        report(nsys.read_export(path))
+
+
+@pytest.mark.parametrize("kind", ["empty", "flipped", "cut"])
+def test_a_damaged_export_is_refused(tmp_path: Path, kind: str) -> None:
+    """Bug: a download that broke off ends in zlib's traceback, or, unpacked to nothing, in "out of
+    memory"."""
+    content = exports.write_export(tmp_path / "good.sqlite", num_steps=40).read_bytes()
+    packed, path = gzip.compress(content), tmp_path / "a.sqlite.gz"
+    if kind == "empty":
+        path.write_bytes(gzip.compress(b""))
+    elif kind == "flipped":
+        path.write_bytes(packed[:10] + b"\xff" * 64 + packed[74:])
+    else:  # its first page and with it all of the schema is there
+        path = tmp_path / "a.sqlite"
+        path.write_bytes(content[:8192] + b"\xff" * (len(content) - 8192))
+    with pytest.raises(ValueError, match=r"a\.sqlite"):
+        nsys.read_export(path)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[1, 2]",
+        "[" * 100_000,
+        '[{"ph": "X", "cat": "kernel", "ts": 1}]',
+        '[{"ph": "X", "cat": "kernel", "name": "k"}]',
+        '[{"ph": "X", "cat": "kernel", "name": "k", "ts": NaN}]',
+        '[{"ph": "X", "cat": "kernel", "name": "k", "ts": Infinity}]',
+        '[{"ph": "X", "cat": "cuda_runtime", "name": "k", "ts": 1, "args": null}]',
+    ],
+)
+def test_json_that_is_no_trace_is_refused(tmp_path: Path, text: str) -> None:
+    """Bug: some other program's JSON ends in a traceback."""
+    path = tmp_path / "a.json"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=r"a\.json"):
+        torch_trace.read_chrome_trace(path)
+    damaged = bytearray(gzip.compress(b"[" + b"1, 2, " * 1000 + b"3]"))
+    damaged[10:30] = b"\xff" * 20
+    packed = tmp_path / "a.json.gz"
+    packed.write_bytes(damaged)
+    with pytest.raises(ValueError, match=r"a\.json\.gz"):
+        torch_trace.read_chrome_trace(packed)
+
+
+def test_traces_without_work_or_names_are_refused(tmp_path: Path) -> None:
+    """Bug: a division by zero, or a report of zeros, for a trace that recorded the wrong thing."""
+    with pytest.raises(ValueError, match="no device activity"):
+        report(Trace([], [HostRange("step", 0, 1, 0)]))
+    launch = Launch(1, 0, 1, 0, False)
+    with pytest.raises(ValueError, match="--nvtx"):
+        report(Trace([Activity("gemm", 5, 9, launch)], []))
+
+
+def test_late_work_belongs_to_the_step_that_launched_it() -> None:
+    """Bug: with a step in flight, device work is booked to the step the host is in meanwhile."""
+    host = [HostRange("step", i * 10, i * 10 + 9, 0) for i in range(3)]
+    host += [HostRange("decode.00", i * 10 + 1, i * 10 + 8, 0) for i in range(3)]
+    work = [
+        Activity("gemm", 100 + i * 50, 140 + i * 50, Launch(i, i * 10 + 2, i * 10 + 3, 0, True))
+        for i in range(3)
+    ]
+    assert [p.step for p in place(Trace(work, host))] == [0, 1, 2]
+    assert report(Trace(work, host)).walls_ns == [50, 50]
+    assert report(Trace(work, host)).idle_ns["seam"] == 20
+
+
+def test_uneven_steps() -> None:
+    """Bug: the median is a mean, work outside of all steps is a mean per step, kernels are listed
+    from the cheapest, or the picture's step does not begin with its gap."""
+    host = [HostRange("step", i * 10, i * 10 + 9, 0) for i in range(4)]
+    host += [HostRange("decode.00", i * 10 + 1, i * 10 + 8, 0) for i in range(4)]
+    times = [("first", 100, 140), ("big", 150, 200), ("small", 200, 220), ("mid", 400, 440)]
+    work = [
+        Activity(name, start, end, Launch(i, i * 10 + 2, i * 10 + 3, 0, False))
+        for i, (name, start, end) in enumerate(times)
+    ]
+    found = report(Trace([*work, Activity("alone", 300, 310, None)], host))
+    assert found.walls_ns == [60, 20, 130]
+    assert found.timeline == [(10, 60, "dense")]
+    numbers = found.numbers()
+    assert numbers["wall_p50_us"] == 0.06 and numbers["wall_mean_us"] == pytest.approx(0.07)
+    assert numbers["outside_us"] == 0.09, "80 ns before it and 10 ns of it"
+    assert list(numbers["kernels"]) == ["big", "mid", "small"]
+
+
+def test_rows_that_an_export_may_hold(tmp_path: Path) -> None:
+    """Bug: of nested calls the inner one names the launch, a graph without a time counts from the
+    clock's zero, or work of a range that never ended is outside of all steps."""
+    path = exports.write_export(tmp_path / "a.sqlite", preset="graph")
+    before = nsys.read_export(path)
+    with closing(sqlite3.connect(path)) as connection:
+        connection.execute(
+            "INSERT INTO CUPTI_ACTIVITY_KIND_RUNTIME SELECT start + 1, end - 1, correlationId, "
+            "globalTid, nameId FROM CUPTI_ACTIVITY_KIND_RUNTIME"
+        )
+        connection.execute("INSERT INTO CUPTI_ACTIVITY_KIND_GRAPH_TRACE VALUES (0, 0, 1, 0, 1)")
+        last_step = "start = (SELECT max(start) FROM NVTX_EVENTS) - 31000"
+        changed = connection.execute(f"UPDATE NVTX_EVENTS SET end = NULL WHERE {last_step}")
+        assert changed.rowcount == 1
+        connection.commit()
+    found = nsys.read_export(path)
+    assert found.activities == before.activities
+    check = [[(p.name, p.step) for p in place(trace)] for trace in (before, found)]
+    assert check[0] == check[1]
+
+
+def test_a_chain_that_is_one_graph_is_told_apart_by_its_kernels() -> None:
+    """Bug: in graph mode full a node trace has one row for all layers."""
+    host = [HostRange("step", 0, 100, 0), HostRange("verify", 1, 50, 0)]
+    host.append(HostRange("verify", 2, 40, 0))  # the runner's range has the host phase's name
+    launch = Launch(1, 3, 4, 0, True)
+    names = [
+        "gemm",
+        "BatchPrefillWithPagedKVCache",
+        "MergeStates",
+        "gemm",
+        "block_attention_kernel",
+    ]
+    names += [
+        "block_attention_merge_kernel",
+        "gemm",
+        "_chunk_argmax_kernel",
+        "copy",
+        "_accept_and_advance_kernel",
+    ]
+    work = [Activity(name, i * 10, i * 10 + 8, launch) for i, name in enumerate(names)]
+    assert [p.name for p in place(Trace(work, host))] == [
+        *("verify.00", "verify.L0.attn", "verify.L0.attn", "verify.01", "verify.L1.attn"),
+        *("verify.L1.attn", "verify.02", "verify.02", "accept", "accept"),
+    ]
+    whole = [Activity("graph", 0, 100, launch, is_whole_graph=True)]
+    assert [(p.name, p.busy_class) for p in place(Trace(whole, host))] == [("verify", "chain")]
+
+
+@pytest.mark.parametrize(
+    "argmax",
+    [["_chunk_argmax_kernel", "combine_argmax_kernel"], ["combine_argmax_kernel"]],
+    ids=["of_logits", "of_the_head"],
+)
+def test_a_step_that_is_one_graph_is_told_apart_by_its_kernels(argmax: list[str]) -> None:
+    """Bug: a node trace of a whole step has one row, books the target's layers as the drafter's, or
+    the context as a part of accept; or waits for an argmax of logits that the head has taken."""
+    host = [HostRange("step", 0, 100, 0), HostRange("speculate", 1, 50, 0)]
+    host.append(HostRange("speculate", 2, 40, 0))
+    launch = Launch(1, 3, 4, 0, True)
+    first = "triton_red_fused__to_copy_add_embedding_mean_mul_pow_rsqrt_skinny_linear_partials_0"
+    names = [
+        *(first, "gemm", "block_attention_kernel", "gemm", *argmax, "memcpy DtoD", "clamp"),
+        *(first, "gemm", "block_attention_kernel", "gemm", "block_attention_kernel", "gemm"),
+        *(*argmax, "triton_poi_fused_cat_index_select_0", "_accept_and_advance_kernel"),
+        *("gemm", "_context_kv_write_kernel"),
+    ]
+    work = [Activity(name, i * 10, i * 10 + 8, launch) for i, name in enumerate(names)]
+    assert [p.name for p in place(Trace(work, host))] == [
+        *("draft.00", "draft.00", "draft.L0.attn", *["draft.01"] * (3 + len(argmax))),
+        *("verify.00", "verify.00", "verify.L0.attn", "verify.01", "verify.L1.attn"),
+        *["verify.02"] * (1 + len(argmax)),
+        *("accept", "accept", "draft.context", "draft.context"),
+    ]
+    whole = [Activity("graph", 0, 100, launch, is_whole_graph=True)]
+    assert [(p.name, p.busy_class) for p in place(Trace(whole, host))] == [("speculate", "chain")]
+
+
+@pytest.mark.parametrize(
+    ("path", "expected"),
+    [
+        (["step", "verify", "verify.03"], "dense"),
+        (["step", "verify", "verify.L3.attn"], "attention"),
+        (["step", "verify", "accept"], "dense"),
+        (["step", "accept"], "other"),
+        (["step", "speculate", "accept"], "dense"),
+        (["step", "speculate", "speculate"], "chain"),
+        (["wait"], "other"),
+        (["step", "draft", "draft.context"], "dense"),
+        (["step", "plan"], "other"),
+        (["step", "draft", "draft"], "chain"),
+        ([], "other"),
+    ],
+)
+def test_classes(path: list[str], expected: str) -> None:
+    """Bug: the host's copy of the results, in old traces, and the accept kernels share a name and
+    are mixed."""
+    assert busy_class(path) == expected
+
+
+@given(st.lists(st.tuples(st.integers(0, 200), st.integers(0, 40), st.booleans()), min_size=2))
+def test_busy_is_the_union_and_wall_is_the_sum(spans: list[tuple[int, int, bool]]) -> None:
+    """Bug: time is lost or counted twice where activities overlap, touch or nest."""
+    work = [
+        Activity("k", start, start + length, Launch(i, 10 * i + 1, 10 * i + 2, 0, graph))
+        for i, (start, length, graph) in enumerate(spans)
+    ]
+    host = [HostRange("step", 0, 10 * len(spans), 0), HostRange("decode.00", 0, 10**6, 0)]
+    assume(min(a.start_ns for a in work) < max(a.end_ns for a in work))
+    found = report(Trace(work, host))
+    covered = {t for a in work for t in range(a.start_ns, a.end_ns)}
+    begin, end = min(a.start_ns for a in work), max(a.end_ns for a in work)
+    assert sum(found.busy_ns.values()) == len(covered)
+    assert sum(found.walls_ns) == end - begin
+    assert sum(found.busy_ns.values()) + sum(found.idle_ns.values()) == sum(found.walls_ns)
+    assert sum(row.idle_ns + row.busy_ns for row in found.rows.values()) == sum(found.walls_ns)
+
+
+def test_cutting_an_export_keeps_the_report_and_drops_the_machine(tmp_path: Path) -> None:
+    """Bug: a stored export names the machine it was made on, or its steps differ from the run's."""
+    source = exports.write_export(tmp_path / "a.sqlite", num_steps=9)
+    target = tmp_path / "nsys-cut.sqlite.gz"
+    sums = shrink_nsys.shrink(source, target, 4)
+    check_scenario(report(nsys.read_export(target)), 4)
+    assert json.loads((tmp_path / "nsys-cut.json").read_text()) == sums
+    assert sums["wall_mean_us"] == 100.0
+    assert b"secret-host" not in gzip.decompress(target.read_bytes())
+    assert b"cublas" not in gzip.decompress(target.read_bytes())
+    with pytest.raises(ValueError, match="9 steps"):
+        shrink_nsys.shrink(source, target, 9)
+    before = target.read_bytes()
+    for steps in ("0", "-1", "9"):  # was: a traceback, with an empty export in the place of the old
+        with pytest.raises(SystemExit) as refused:
+            shrink_nsys.main([str(source), str(target), "--steps", steps])
+        assert refused.value.code == 2
+        assert target.read_bytes() == before
+
+
+@pytest.mark.parametrize("path", STORED, ids=lambda path: path.name)
+def test_stored_exports_of_real_runs(path: Path) -> None:
+    """Bug: the reader fits our hand-made exports but not what nsys writes."""
+    assert path.stat().st_size < MAX_STORED_BYTES
+    trace = nsys.read_export(path)
+    found = report(trace)
+    numbers = found.numbers()
+    stored = json.loads(path.with_name(path.name.replace(".sqlite.gz", ".json")).read_text())
+    assert {name: round(numbers[name], 4) for name in stored} == stored
+    for wall in found.walls_ns:
+        assert 0 < wall < 10**9
+    placed = {p.name for p in place(trace)}
+    chain = "verify" if any(name.startswith("verify") for name in placed) else "decode"
+    assert any(name.split(".")[0] == chain for name in placed)
+    assert all(name.startswith("host.") or names.is_name(name) for name in placed - {"outside"})
+    # Every piece of work has a launch, and nearly all of the time a name.
+    assert all(activity.launch is not None for activity in trace.activities)
+    outside = found.rows.get("outside")
+    assert outside is None or outside.busy_ns < 0.01 * sum(found.walls_ns)
+    covered_ns, end_ns = 0, 0
+    for activity in sorted(trace.activities, key=lambda a: a.start_ns):
+        covered_ns += max(activity.end_ns - max(activity.start_ns, end_ns), 0)
+        end_ns = max(end_ns, activity.end_ns)
+    first = sum(p.activity.end_ns - p.activity.start_ns for p in place(trace) if p.step == 0)
+    assert covered_ns - first <= sum(found.busy_ns.values()) <= covered_ns
+
+
+def test_segment_bytes_add_up_to_the_benchmark(tmp_path: Path) -> None:
+    """Bug: the floor per segment and the floor per step count different weights."""
+    from graphengine.measure.bench import weight_bytes
+
+    target, draft = read_configs(TINY_TARGET, TINY_DRAFT)
+
+    class Config:
+        dtype = "bfloat16"
+        draft_quantization = "none"
+        num_speculative_tokens = ()
+
+    class FakeBuilt:
+        config = Config()
+
+        def __init__(self, drafter: Any) -> None:
+            self.target, self.draft = target, drafter
+
+    for drafter in (draft, None):
+        found = segment_bytes(target, drafter, 2, 2)
+        once = sum(count for name, count in found.items() if name not in names.CHAINS)
+        assert once == weight_bytes(FakeBuilt(drafter), 1)  # type: ignore[arg-type]
+    assert draft is not None
+    assert segment_bytes(target, draft, 2, 2)["speculate"] == weight_bytes(FakeBuilt(draft), 1)  # type: ignore[arg-type]
+    halved = segment_bytes(target, draft, 2, 1)
+    assert halved["draft.context"] * 2 == segment_bytes(target, draft, 2, 2)["draft.context"]
+    assert halved["verify.01"] == segment_bytes(target, draft, 2, 2)["verify.01"]
+    named = set(halved) - set(names.CHAINS)
+    dense = [*chain_names("verify", target.num_hidden_layers)]
+    dense += chain_names("draft", draft.model.num_hidden_layers)
+    dense = [name for name in dense if not name.endswith(".attn")]
+    assert named == {*dense, names.DRAFT_CONTEXT}
+
+
+def test_bandwidth_and_floor(tmp_path: Path) -> None:
+    """Bug: GB/s off by a thousand, or by the number of steps."""
+    found = report(nsys.read_export(exports.write_export(tmp_path / "a.sqlite")))
+    row = found.numbers({"verify.00": 36e3}, read_gbps=8.0)["by_name"]["verify.00"]
+    assert row["read_bytes"] == 36e3
+    assert row["achieved_gbps"] == pytest.approx(4.0)  # 36 kB in 9 us
+    assert row["floor_us"] == pytest.approx(4.5)
+    groups = report_text.grouped(
+        {f"verify.{i:02d}": {"busy_us": 9.0, "idle_us": 1.0, "read_bytes": 36e3} for i in range(4)}
+    )
+    assert list(groups) == ["verify.00", "verify.01-02", "verify.03"]
+    assert groups["verify.01-02"]["busy_us"] == 18.0
+    assert groups["verify.01-02"]["achieved_gbps"] == pytest.approx(4.0)
+
+
+def test_pictures_are_well_formed_and_repeatable(tmp_path: Path) -> None:
+    """Bug: a kernel's `<` breaks the file; a picture changes though its numbers have not."""
+    found = report(nsys.read_export(exports.write_export(tmp_path / "a.sqlite")))
+    text = report_text.picture({"node <&>": found})
+    assert text == report_text.picture({"node <&>": found})
+    ET.fromstring(text)
+    assert "idle host: 67.5 us" in text and "100.0 us" in text
+    for values in ([], [3.0], [1.0, 2.0, 2.5, 9.0] * 50):
+        ET.fromstring(plot.document([plot.histogram_panel(values, "step time <ms>", "ms")]))
+    bars = {"none": {"busy": 2.0, "idle": 0.0}, "full": {}}
+    ET.fromstring(plot.document([plot.bars_panel(bars, "t", "ms")]))
+
+
+def test_names_of_the_rule_are_recognised() -> None:
+    """Bug: a name is added to the rule and traces without a domain lose its work."""
+    found = [name for chain in names.CHAINS for name in chain_names(chain, 120)]
+    found += [*names.HOST_PHASES, names.DRAFT_CONTEXT, names.PREFILL_CONTEXT, names.ACCEPT]
+    assert all(names.is_name(name) for name in found)
+    for other in ("verify.", "verify.1", "verify.L.attn", "aten::mm", "foo.00", ""):
+        assert not names.is_name(other)

@@ -1,0 +1,139 @@
+"""profiles/result_schema.py, and every stored measurement held to it."""
+
+import copy
+import json
+import os
+import re
+import resource
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from graphengine.profiles import result_schema
+
+RESULTS = Path(__file__).resolve().parents[2] / "profiles" / "results"
+
+ENVIRONMENT: dict[str, Any] = dict.fromkeys(result_schema.REQUIRED_ENVIRONMENT, None)
+NUMBERS = {"batch_1": {"step_us": 812.5, "tokens_per_s": 1510.0, "num_steps": 64}}
+
+
+def valid(tmp_path: Path) -> dict[str, Any]:
+    return result_schema.write_result(
+        tmp_path / "r.json", "decode", NUMBERS, config={"batch": 1}, env=ENVIRONMENT
+    )
+
+
+def test_stored_results_are_valid() -> None:
+    """Bug: a number is committed without the GPU, commit or unit that makes it comparable."""
+    broken = {}
+    for path in sorted(RESULTS.glob("*.json")):
+        problems = result_schema.validate(json.loads(path.read_text()))
+        if problems:
+            broken[path.name] = problems
+    assert broken == {}
+
+
+def test_citations_and_files_agree() -> None:
+    """Bug: the log cites a file that was never committed; or a file is kept that nobody can make
+    sense of, since nothing says what came of it."""
+    stored = {path.name for path in RESULTS.glob("*.json")}
+    text = (RESULTS.parent / "LOG.md").read_text() + (RESULTS / "README.md").read_text()
+    cited = set(re.findall(r"`(?:results/)?([\w.-]+\.json)`", text))
+    assert len(cited) > 100
+    ends = {name for name in cited if name.startswith("-")}  # as `-x.json` after a whole name
+    whole = {name for name in cited if name.startswith("20")}
+    assert whole - stored == set()
+    assert {end for end in ends if not any(name.endswith(end) for name in stored)} == set()
+    assert {name for name in stored - whole if not name.endswith(tuple(ends))} == set()
+
+
+def test_written_file_reads_back(tmp_path: Path) -> None:
+    """Bug: the file differs from what was validated."""
+    result = valid(tmp_path)
+    assert json.loads((tmp_path / "r.json").read_text()) == result
+    assert result_schema.validate(result) == []
+
+
+def test_a_file_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
+    """Bug: a full disk leaves half of a result, or ends in a traceback after the measurement."""
+    path, link = tmp_path / "a.svg", tmp_path / "link"
+    path.write_text("before")
+    link.symlink_to(path)
+    with pytest.raises(ValueError, match=r"a\.svg: cannot be written"), full_disk():
+        result_schema.write_whole(path, "after" * 1000)
+    assert path.read_text() == "before"
+    result_schema.write_whole(link, "after")
+    assert path.read_text() == "after" and link.is_symlink()
+    assert sorted(os.listdir(tmp_path)) == ["a.svg", "link"]
+    for place in ("/dev/full", "/dev/full/x.json", "/proc/nowhere/x.json"):
+        with pytest.raises(ValueError, match=place):
+            result_schema.write_result(place, "k", NUMBERS, config={}, env=ENVIRONMENT)
+
+
+@contextmanager
+def full_disk() -> Iterator[None]:
+    """Files of this process hold 100 bytes at most."""
+    before, handler = resource.getrlimit(resource.RLIMIT_FSIZE), signal.getsignal(signal.SIGXFSZ)
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, handler)
+
+
+def test_a_missing_key_is_named(tmp_path: Path) -> None:
+    """Bug: a required key can be left out."""
+    result = valid(tmp_path)
+    for key in result_schema.REQUIRED:
+        part = {name: value for name, value in result.items() if name != key}
+        assert result_schema.validate(part) == [f"missing key {key}"]
+    for key in result_schema.REQUIRED_ENVIRONMENT:
+        part = copy.deepcopy(result)
+        del part["environment"][key]
+        assert result_schema.validate(part) == [f"missing key environment.{key}"]
+
+
+@pytest.mark.parametrize(
+    "numbers",
+    [
+        {"step": 1.0},
+        {"latency": {"p50": 1.0}},
+        {"step_us": "fast"},
+        {"step_us": True},
+        {"step_us": float("nan")},
+        {"steps_us": [1.0, float("inf")]},
+        {},
+    ],
+)
+def test_bad_numbers_are_refused(tmp_path: Path, numbers: dict[str, Any]) -> None:
+    """Bug: a number without a unit, or no number at all, is stored; or a broken file stays."""
+    path = tmp_path / "bad.json"
+    with pytest.raises(ValueError, match="not a valid result"):
+        result_schema.write_result(path, "decode", numbers, config={}, env=ENVIRONMENT)
+    assert not path.exists()
+
+
+def test_environment_has_all_keys_on_this_machine() -> None:
+    """Bug: a machine without a GPU, git or nvidia-smi makes the measurement fail at its end."""
+    env = result_schema.environment()
+    assert set(result_schema.REQUIRED_ENVIRONMENT) <= set(env)
+    assert env["versions"]["torch"]
+    json.dumps(env)
+    assert result_schema.environment(commit="abc")["commit"] == "abc"
+
+
+def test_command_line_names_no_machine() -> None:
+    """Bug: stored commands carry home folders, and differ between machines for the same run."""
+    shown = result_schema.command_line(
+        ["/home/u/x/graphengine/__main__.py", "bench", "--model", "/data/m/Qwen3-8B", "a b"]
+    )
+    assert shown == "graphengine bench --model Qwen3-8B 'a b'"
+    assert result_schema.command_line(["/v/bin/graphengine", "--out=/a/b/c.json"]) == (
+        "graphengine --out=c.json"
+    )

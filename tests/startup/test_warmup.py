@@ -1,0 +1,188 @@
+"""What is made ready before the first request: prefills, FlashInfer's kernels beside Inductor's."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from graphengine.api import Engine
+from graphengine.checkpoints.hub import TINY_DRAFT, TINY_TARGET
+from graphengine.config.model import AttentionRule
+from graphengine.decode import attention
+from graphengine.decode.sampling import GREEDY
+from graphengine.kernels.skinny_config import TUNED, choose_config, num_columns
+from graphengine.startup import warmup
+from graphengine.startup.build import read_configs
+
+
+@pytest.mark.parametrize("draft", [TINY_DRAFT, None])
+def test_it_leaves_nothing_behind(draft: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: pages, statistics or a half-run request of the warm-up meet the first user."""
+    prompts = ["Count from 3 to 9.", "x"]
+    with Engine.from_pretrained(TINY_TARGET, draft, device="cpu", buckets=(2,)) as engine:
+        expected = [r.token_ids for r in engine.generate(prompts, max_new_tokens=20)]
+    with Engine.from_pretrained(TINY_TARGET, draft, device="cpu", buckets=(2,)) as engine:
+        loop = engine.built.loop
+        seen: list[tuple[int, bool]] = []
+        run = type(loop.prefill).run
+
+        def record(prefill: Any, requests: list[Any]) -> list[int]:
+            seen.extend((len(r.prompt_ids), r.sampling is GREEDY) for r in requests)
+            return run(prefill, requests)
+
+        monkeypatch.setattr(type(loop.prefill), "run", record)
+        free = loop.allocator.num_free
+        warmup.warm_up(loop)
+        assert seen == [(n, greedy) for n in warmup.PROMPT_LENGTHS for greedy in (True, False)]
+        assert loop.allocator.num_free == free and not loop.has_work
+        monkeypatch.undo()
+        assert [r.token_ids for r in engine.generate(prompts, max_new_tokens=20)] == expected
+
+
+def test_a_short_context_is_not_exceeded() -> None:
+    """Bug: a small --max-model-len refuses the warm-up's own prompt, and nothing starts."""
+    with Engine.from_pretrained(TINY_TARGET, device="cpu", max_model_len=2) as engine:
+        warmup.warm_up(engine.built.loop)
+        assert len(engine.generate([[5]], max_new_tokens=4)[0].token_ids) == 1
+
+
+def test_every_kind_of_length_is_warmed() -> None:
+    """Bug: the table grows by a row count, and the first prompt on the far side of it waits for
+    kernels that nobody has compiled."""
+
+    def kind(T: int, E: int, D: int, weight_bytes: int) -> Any:
+        config = choose_config(T, E, D, weight_bytes)
+        return config and (config, num_columns(T))
+
+    for E, D, weight_bytes in {key[:3] for key in TUNED} | {(512, 256, 2)}:
+        kinds = {kind(T, E, D, weight_bytes) for T in range(1, 2049)}
+        warmed = {kind(T, E, D, weight_bytes) for T in warmup.PROMPT_LENGTHS}
+        assert kinds == warmed
+
+
+class Wrapper:
+    """Stands for FlashInfer's; counts."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self.calls: list[str] = []
+
+    def plan(self, *args: Any, **kwargs: Any) -> None:
+        self.calls.append("plan")
+
+    def run(self, *args: Any, **kwargs: Any) -> None:
+        self.calls.append("run")
+
+
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """An attention over the stand-in, for the bundled target."""
+    module: Any = ModuleType("flashinfer")
+    module.BatchPrefillWithPagedKVCacheWrapper = Wrapper
+    monkeypatch.setitem(sys.modules, "flashinfer", module)
+    config, _ = read_configs(TINY_TARGET, None)
+    workspace = torch.zeros(8, dtype=torch.uint8)
+    return attention.FlashInferAttention(config, 16, True, workspace, torch.bfloat16)
+
+
+def test_an_unplanned_attention_does_nothing(made: Any) -> None:
+    """Bug: segments cannot be compiled before FlashInfer's kernels exist, so a cold start is the
+    sum of both compilers."""
+    config, _ = read_configs(TINY_TARGET, None)
+    heads = (config.num_attention_heads, config.head_dim)
+    q, out, cache = torch.zeros(3, *heads), torch.full((3, *heads), 7.0), torch.zeros(2, 1)
+    made.run(q, cache, out)
+    assert made._wrapper.calls == [] and (out == 7).all()
+    made.plan(attention.Layout.build([3], [3], [[1]], 16))
+    made.run(q, cache, out)
+    assert made._wrapper.calls == ["plan", "run"]
+
+
+def test_a_plan_waits_for_the_copies_of_the_last(made: Any) -> None:
+    """Bug: a plan overwrites the pinned memory from which the one before is still to be copied."""
+    calls = made._wrapper.calls
+    made._copied = SimpleNamespace(
+        synchronize=lambda: calls.append("wait"), record=lambda: calls.append("record")
+    )
+    for _ in range(2):
+        made.plan(attention.Layout.build([3], [3], [[1]], 16))
+    assert calls == ["wait", "plan", "record"] * 2
+
+
+def test_kernels_of_every_kind_are_built_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: the drafter's windows are left to the first plan; or a compiler that fails beside the
+    main thread takes the start down, or prints a traceback, before anyone needs the kernel."""
+    asked: list[tuple[Any, ...]] = []
+    built = threading.Semaphore(0)
+
+    def build(verbose: bool) -> None:
+        built.release()
+        raise RuntimeError("no nvcc")
+
+    def generate(*args: Any) -> SimpleNamespace:
+        asked.append(args)
+        return SimpleNamespace(is_aot=False, build=build)
+
+    jit: Any = ModuleType("flashinfer.jit")
+    jit.gen_batch_prefill_module = generate
+    monkeypatch.setitem(sys.modules, "flashinfer.jit", jit)
+    monkeypatch.setitem(sys.modules, "flashinfer", ModuleType("flashinfer"))
+    failed: list[Any] = []
+    monkeypatch.setattr(threading, "excepthook", failed.append)
+    target, draft = read_configs(TINY_TARGET, TINY_DRAFT)
+    assert draft is not None
+    rules = (AttentionRule(causal=False, window=None), AttentionRule(causal=False, window=9))
+    windowed: Any = SimpleNamespace(model=draft.model, attention_rules=rules)
+    assert attention.compile_flashinfer_ahead(torch.bfloat16, target, windowed).wait(10)
+    assert {(args[5], args[8]) for args in asked} == {
+        (draft.model.head_dim, True),
+        (draft.model.head_dim, False),
+        (target.head_dim, False),
+    }
+    for _ in asked:
+        assert built.acquire(timeout=1)
+    assert not failed
+    del jit.gen_batch_prefill_module  # of a version that has renamed it
+    assert attention.compile_flashinfer_ahead(torch.bfloat16, target, None).wait(10)
+    assert not failed
+
+    def leave(*args: Any) -> None:
+        raise SystemExit("no licence")
+
+    jit.gen_batch_prefill_module = leave
+    assert attention.compile_flashinfer_ahead(torch.bfloat16, target, None).wait(10)
+
+
+@pytest.mark.gpu
+def test_what_is_built_ahead_is_what_a_plan_loads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: the arguments differ in one place, so a kernel is built that nobody asks for."""
+    prefill = pytest.importorskip("flashinfer.prefill")
+    jit = pytest.importorskip("flashinfer.jit")
+    generate, get = jit.gen_batch_prefill_module, prefill.get_batch_prefill_module
+    ahead: list[tuple[Any, ...]] = []
+    loaded: list[tuple[Any, ...]] = []
+
+    def record_ahead(*args: Any) -> Any:
+        ahead.append(args)
+        return generate(*args)
+
+    def record_loaded(*args: Any) -> Any:
+        loaded.append(args)
+        return get(*args)
+
+    monkeypatch.setattr(jit, "gen_batch_prefill_module", record_ahead)
+    monkeypatch.setattr(prefill, "get_batch_prefill_module", record_loaded)
+    with Engine.from_pretrained(
+        *(TINY_TARGET, TINY_DRAFT),
+        device="cuda",
+        buckets=(1,),
+        compile=False,
+        max_model_len=256,
+        kv_cache_memory=32 << 20,
+    ) as engine:
+        assert engine.startup.warmup_s > 0
+    assert loaded and set(loaded) == set(ahead)

@@ -1,0 +1,349 @@
+"""An independent dense reference of DFlash decoding, and a way to force acceptance lengths.
+
+Why: greedy speculative output equals plain output whatever the drafter does, so a drafter that is
+wired wrongly only shows as lost acceptance. Here the target is transformers' own Qwen3 and the
+drafter is written from the paper (arXiv 2602.06036) without caches, pages or buffers: every call
+recomputes everything from the token ids. Shares no code with graphengine.
+Invariant: context rows are strictly before the anchor; the block (anchor, MASK..) sees all context
+rows and all of itself, but for layers with a window or a causal mask; slot j predicts the token at
+its own position and slot 0 is dropped, or, anchor first, slot j predicts the token behind it.
+
+`force_drafts` puts known drafts in front of an engine's verification, so that tests can ask for
+every acceptance length, which a drafter with random weights never gives.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest.mock import patch
+
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file
+from torch import Tensor
+
+from graphengine.capture.steps import Carry, Dense, Step
+from graphengine.decode import buckets as buckets_module
+
+
+class TargetRun(NamedTuple):
+    """A dense target forward: logits [T, V] and every layer's output, [T, D] each."""
+
+    logits: Tensor
+    layers: list[Tensor]
+
+
+def load_target(directory: Path, dtype: torch.dtype = torch.float32) -> Any:
+    """transformers' Qwen3ForCausalLM with eager attention."""
+    from transformers import Qwen3ForCausalLM
+
+    model: Any = Qwen3ForCausalLM.from_pretrained(
+        directory, dtype=dtype, attn_implementation="eager"
+    )
+    return model.eval()
+
+
+@torch.no_grad()
+def run_target(model: Any, ids: Sequence[int]) -> TargetRun:
+    """One forward over all ids, without a cache.
+
+    The last layer's output is taken by a hook: the last entry of `output_hidden_states` is after
+    the final norm.
+    """
+    last: list[Tensor] = []
+
+    def keep(module: Any, inputs: Any, output: Any) -> None:
+        last.append(output[0] if isinstance(output, tuple) else output)
+
+    handle = model.model.layers[-1].register_forward_hook(keep)
+    out = model(torch.tensor([list(ids)]), output_hidden_states=True, use_cache=False)
+    handle.remove()
+    layers = [h[0] for h in out.hidden_states[1:-1]] + [last[0][0]]
+    return TargetRun(out.logits[0], layers)
+
+
+def plain_generate(model: Any, prompt_ids: Sequence[int], num_tokens: int) -> list[int]:
+    """Greedy continuation, every token from a forward over the whole prefix."""
+    ids = list(prompt_ids)
+    for _ in range(num_tokens):
+        ids.append(int(run_target(model, ids).logits[-1].argmax()))
+    return ids[len(prompt_ids) :]
+
+
+@dataclass
+class DraftReference:
+    """A drafter as raw tensors and raw JSON: z-lab, speculators or DeepSpec."""
+
+    tensors: dict[str, Tensor]
+    config: dict[str, Any]
+    target: Any
+
+    @classmethod
+    def load(cls, directory: Path, target: Any) -> DraftReference:
+        tensors = {k: v.float() for k, v in load_file(directory / "model.safetensors").items()}
+        return cls(tensors, json.loads((directory / "config.json").read_text()), target)
+
+    def dflash(self, key: str) -> Any:
+        """A DFlash key: inside dflash_config, else at the top level."""
+        nested = self.config.get("dflash_config", {})
+        value: Any = nested[key] if key in nested else self.config.get(key)
+        return value
+
+    @property
+    def block_size(self) -> int:
+        return self.dflash("block_size")
+
+    @property
+    def layer_keys(self) -> dict[str, Any]:
+        """The drafter's own stack as a Qwen3 config."""
+        return self.config.get("transformer_layer_config", self.config)
+
+    @property
+    def anchor_first(self) -> bool:
+        """Whether row j predicts the token behind it instead of its own."""
+        deepspec = self.config["architectures"] == ["Qwen3DSparkModel"]
+        return deepspec or bool(self.dflash("sample_from_anchor"))
+
+    @property
+    def num_drafts(self) -> int:
+        """Tokens proposed a step."""
+        return self.block_size - (0 if self.anchor_first else 1)
+
+    def shorten(self, fewer: int) -> None:
+        """Takes mask rows from the block. Mutates: config."""
+        nested = self.config.get("dflash_config", {})
+        (nested if "block_size" in nested else self.config)["block_size"] -= fewer
+
+    def taps(self, run: TargetRun) -> Tensor:
+        """[T, taps * D]: outputs of the listed layers, in the listed order."""
+        if "speculators_model_type" in self.config:
+            layers = [i - 1 for i in self.config["aux_hidden_state_layer_ids"]]
+        else:
+            layers = self.dflash("target_layer_ids")
+        return torch.cat([run.layers[t] for t in layers], dim=-1)
+
+    def mask(self, layer: int, start: int) -> Tensor:
+        """[B, start + B]: which positions each block row of a layer sees."""
+        keys, config = self.layer_keys, self.config
+        types = keys.get("layer_types")
+        sliding = bool(self.dflash("use_swa")) if types is None else "sliding" in types[layer]
+        if "speculators_model_type" in config:
+            causal = sliding and not config["sliding_window_non_causal"]
+        else:
+            causal = config.get("is_causal", config.get("dflash_config", {}).get("causal"))
+            if causal is None:
+                causal = sliding and types is not None
+        ahead = (
+            torch.arange(start + self.block_size) - (torch.arange(self.block_size) + start)[:, None]
+        )
+        seen = ahead <= 0 if causal else torch.ones_like(ahead, dtype=torch.bool)
+        return seen & (ahead.abs() < keys["sliding_window"]) if sliding else seen
+
+    def target_ids(self) -> Tensor:
+        """Draft id -> target id."""
+        head = self.tensors.get("lm_head.weight")
+        rows = len(self.target.get_output_embeddings().weight if head is None else head)
+        return torch.arange(rows) + self.tensors.get("d2t", torch.zeros(1)).long()
+
+    def drafts(self, logits: Tensor) -> list[int]:
+        """Target ids that the rows of logits propose."""
+        return self.target_ids()[logits.argmax(-1)].tolist()
+
+    @torch.no_grad()
+    def draft_logits(
+        self, taps: Tensor, anchor: int, *, shift: int = 0, causal: bool = False
+    ) -> Tensor:
+        """Logits [drafts, draft ids] of the block whose anchor stands at position `len(taps)`.
+
+        Args:
+            taps: [start, C], one row per committed token before the anchor.
+            shift: added to the block's positions; non-zero is a deliberate mistake.
+            causal: mask the block causally; a deliberate mistake.
+        """
+        config, weights = self.layer_keys, self.tensors
+        start, block = len(taps), self.block_size
+        eps, head_dim = config["rms_norm_eps"], config["head_dim"]
+        ids = torch.tensor([anchor] + [self.dflash("mask_token_id")] * (block - 1))
+        embed: Tensor = self.target.get_input_embeddings().weight
+        x = weights.get("embed_tokens.weight", embed)[ids].float()
+        ctx = _norm(taps @ weights["fc.weight"].T, weights["hidden_norm.weight"], eps)
+        cos, sin = self._rope(torch.cat([torch.arange(start), torch.arange(block) + start + shift]))
+        for layer in range(config["num_hidden_layers"]):
+            p = f"layers.{layer}."
+            mask = self.mask(layer, start)
+            if causal:
+                mask = mask.tril(start)
+
+            def project(rows: Tensor, name: str, p: str = p) -> Tensor:
+                name = f"{p}self_attn.{name}_proj"
+                return F.linear(rows, weights[f"{name}.weight"], weights.get(f"{name}.bias"))
+
+            h = _norm(x, weights[f"{p}input_layernorm.weight"], eps)
+            q = project(h, "q").unflatten(-1, (-1, head_dim))
+            k = torch.cat([project(ctx, "k"), project(h, "k")]).unflatten(-1, (-1, head_dim))
+            v = torch.cat([project(ctx, "v"), project(h, "v")]).unflatten(-1, (-1, head_dim))
+            q = _rotate(
+                _norm(q, weights[f"{p}self_attn.q_norm.weight"], eps), cos[start:], sin[start:]
+            )
+            k = _rotate(_norm(k, weights[f"{p}self_attn.k_norm.weight"], eps), cos, sin)
+            group = q.shape[1] // k.shape[1]
+            k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
+            scores = torch.einsum("qnh,knh->nqk", q, k) * head_dim**-0.5
+            scores = scores.masked_fill(~mask, float("-inf"))
+            attended = torch.einsum("nqk,knh->qnh", scores.softmax(-1), v).flatten(1)
+            x = x + project(attended, "o")
+            n = _norm(x, weights[f"{p}post_attention_layernorm.weight"], eps)
+            gate, up = (n @ weights[f"{p}mlp.{name}_proj.weight"].T for name in ("gate", "up"))
+            x = x + (F.silu(gate) * up) @ weights[f"{p}mlp.down_proj.weight"].T
+        y = _norm(x if self.anchor_first else x[1:], weights["norm.weight"], eps)
+        head: Tensor = self.target.get_output_embeddings().weight
+        return y @ weights.get("lm_head.weight", head).float().T
+
+    def _rope(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """cos and sin [T, H] from transformers' own rotary class, amplitude included."""
+        from transformers import Qwen3Config
+        from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
+
+        known = {
+            k: v for k, v in self.layer_keys.items() if k not in ("architectures", "dflash_config")
+        }
+        rotary: Any = Qwen3RotaryEmbedding(Qwen3Config(**known))
+        cos, sin = rotary(torch.zeros(1, 1), positions[None])
+        return cos[0], sin[0]
+
+
+def speculative_generate(
+    drafter: DraftReference, prompt_ids: Sequence[int], num_tokens: int
+) -> tuple[list[int], list[int]]:
+    """Greedy DFlash decoding: (at least `num_tokens` new tokens, accepted drafts of each step)."""
+    ids, counts = list(prompt_ids), []
+    ids.append(int(run_target(drafter.target, ids).logits[-1].argmax()))
+    while len(ids) - len(prompt_ids) < num_tokens:
+        taps = drafter.taps(run_target(drafter.target, ids[:-1]))
+        drafts = drafter.drafts(drafter.draft_logits(taps, ids[-1]))
+        choices = (
+            run_target(drafter.target, ids + drafts).logits[len(ids) - 1 :].argmax(-1).tolist()
+        )
+        accepted = 0
+        while accepted < len(drafts) and drafts[accepted] == choices[accepted]:
+            accepted += 1
+        ids += choices[: accepted + 1]
+        counts.append(accepted)
+    return ids[len(prompt_ids) :], counts
+
+
+def _norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return x * (x.pow(2).mean(-1, keepdim=True) + eps) ** -0.5 * weight
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    first, second = x.chunk(2, dim=-1)
+    turned = torch.cat([-second, first], dim=-1)
+    return x * cos[:, None] + turned * sin[:, None]
+
+
+# --- forcing acceptance lengths on an engine ---
+
+Lengths = Callable[[Any, int], int]
+"""(request, its step number) -> how many drafts shall be accepted, 0 .. G-1."""
+
+
+class DraftedBlock(NamedTuple):
+    """What the engine's own drafter proposed, before it was overwritten."""
+
+    run: int  # which forward of the drafter, 0-based
+    row: int
+    request_id: int
+    start: int
+    ids: list[int]  # anchor, d_1 .. d_{G-1}
+
+
+@dataclass
+class Forced:
+    """The record of a forced run."""
+
+    drafted: list[DraftedBlock] = field(default_factory=list)  # on the CPU alone
+    expected: dict[int, list[int]] = field(default_factory=dict)
+    """Request id -> acceptance lengths asked for, of all steps that it might have run."""
+    num_runs: int = 0
+
+
+def force_drafts(engine: Any, truth: dict[tuple[int, ...], list[int]], lengths: Lengths) -> Forced:
+    """Makes an engine verify drafts that are right exactly `lengths(request, step)` times.
+
+    The buckets are built anew with one more step at the end of the draft, which takes the drafts
+    from a table: row b holds the token that the request of row b shall find at each position. It is
+    filled whenever a batch is loaded, so the step reads no host and a graph can hold it.
+
+    Args:
+        truth: each prompt's plain greedy continuation; longer than what will be generated by at
+            least a block, so that no accepted run reads past its end. Several steps in flight may
+            run past it; what they draft there is never committed.
+    """
+    loop = engine._built.loop
+    forced, real_chain = Forced(), buckets_module.draft_chain
+    batch, width = max(loop.config.buckets), loop.config.max_model_len + 4 * loop.block
+    device = loop._buffers.start_B.device
+    table_BP = torch.zeros(batch, width, dtype=torch.int64, device=device)
+
+    def draft_chain(drafter: Any, buffers: Any, *others: Any) -> list[Step]:
+        def run(carry: Carry) -> Carry:
+            drafts = buffers.draft_ids_BG
+            if not drafts.is_cuda:
+                _note_drafts(forced, loop, buffers)
+            rows = torch.arange(1, drafts.shape[1], device=device)
+            at = (buffers.start_B.long()[:, None] + rows).clamp(max=width - 1)
+            drafts[:, 1:] = table_BP[: len(drafts)].gather(1, at)
+            return ()
+
+        return [*real_chain(drafter, buffers, *others), Dense("draft.forced", run)]
+
+    def load() -> Any:
+        bucket = type(loop)._load(loop)
+        table = torch.zeros(batch, width, dtype=torch.int64)
+        for row, request in enumerate(loop.running):
+            tokens, asked = _forced_tokens(
+                request, truth[tuple(request.prompt_ids)], lengths, bucket.buffers.block, width
+            )
+            table[row] = torch.tensor(tokens)
+            known = forced.expected.get(request.request_id, [])
+            forced.expected[request.request_id] = known[: request.acceptance.num_steps] + asked
+        table_BP.copy_(table)
+        return bucket
+
+    with patch.object(buckets_module, "draft_chain", draft_chain):
+        loop._buckets = {size: loop._build_bucket(size) for size in sorted(loop._buckets)[::-1]}
+    loop._load, loop._bucket = load, None
+    return forced
+
+
+def _forced_tokens(
+    request: Any, truth: list[int], lengths: Lengths, block: int, width: int
+) -> tuple[list[int], list[int]]:
+    """What to draft at each position from the request's start on, and the acceptance lengths.
+
+    A step that begins at position s and shall accept a < G-1 drafts ends at the draft of position
+    s + a + 1, which is where the next step begins: no draft that is to be right stands there.
+    """
+    tokens = (request.prompt_ids + truth + [0] * width)[:width]
+    step, start, asked = request.acceptance.num_steps, request.start, []
+    while start < len(request.prompt_ids) + len(truth):
+        accepted = lengths(request, step)
+        asked.append(accepted)
+        step, start = step + 1, start + min(accepted, block - 1) + 1
+        if accepted < block - 1 and start < width:
+            tokens[start] = (tokens[start] + 1) % 256
+    return tokens, asked
+
+
+def _note_drafts(forced: Forced, loop: Any, buffers: Any) -> None:
+    starts, drafts = buffers.start_B.tolist(), buffers.draft_ids_BG.tolist()
+    for row, request in enumerate(loop.running):
+        forced.drafted.append(
+            DraftedBlock(forced.num_runs, row, request.request_id, starts[row], drafts[row])
+        )
+    forced.num_runs += 1

@@ -1,0 +1,146 @@
+"""tools/bootstrap.py: its decisions, and one real pass with nothing to install."""
+
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPT = ROOT / "tools" / "bootstrap.py"
+
+_spec = importlib.util.spec_from_file_location("bootstrap", SCRIPT)
+assert _spec is not None and _spec.loader is not None
+bootstrap = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(bootstrap)
+
+PYPROJECT = (ROOT / "pyproject.toml").read_text()
+
+
+def test_only_the_standard_library() -> None:
+    """Bug: the script that installs everything needs something installed."""
+    code = f"import runpy; runpy.run_path({str(SCRIPT)!r})"
+    done = subprocess.run([sys.executable, "-I", "-S", "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_hash_follows_what_decides_an_installation() -> None:
+    """Bug: a new dependency is not installed, or a linter's setting reinstalls everything."""
+    before = bootstrap.requirements_hash(PYPROJECT)
+    assert bootstrap.requirements_hash(PYPROJECT + "\n[tool.other]\nx = 1\n") == before
+    assert bootstrap.requirements_hash(PYPROJECT.replace('"click>=', '"click>1,>=')) != before
+
+
+@pytest.mark.parametrize(
+    ("output", "word"),
+    [
+        ("OSError: [Errno 28] No space left on device", "TMPDIR"),
+        (
+            "NewConnectionError: Temporary failure in name resolution\n"
+            "ERROR: No matching distribution found for torch<2.14,>=2.11",
+            "PIP_FIND_LINKS",
+        ),
+        ("ERROR: No matching distribution found for flashinfer-python>=0.6.12", "--no-cuda"),
+        ("ERROR: No matching distribution found for torch<2.14,>=2.11", "PIP_INDEX_URL"),
+        ("The virtual environment was not created: ensurepip is not available", "python3-venv"),
+        ("something else", "delete it"),
+    ],
+)
+def test_failures_come_with_a_remedy(output: str, word: str) -> None:
+    """Bug: a full disk or a missing network is reported as something else."""
+    assert word in bootstrap.diagnose(output)
+
+
+def test_arguments_after_the_dashes_are_passed_on() -> None:
+    """Bug: graphengine's or pytest's options are taken for the bootstrap's own."""
+    options, rest = bootstrap.parse(["test", "--no-cuda", "--", "-k", "accept", "--", "x"])
+    assert options.action == "test"
+    assert options.no_cuda
+    assert rest == ["-k", "accept", "--", "x"]
+    command = bootstrap.command_for("run", [])
+    assert command[1:] == ["run", "--prompt", bootstrap.DEFAULT_PROMPT]
+    assert bootstrap.command_for("run", ["--help"])[1:] == ["run", "--help"]
+
+
+def test_arguments_without_the_dashes_say_so(capsys: pytest.CaptureFixture[str]) -> None:
+    """Bug: `bootstrap.py run --prompt x` fails without a word about `--`."""
+    with pytest.raises(SystemExit):
+        bootstrap.parse(["run", "--prompt", "x"])
+    assert "come after --" in capsys.readouterr().err
+
+
+@pytest.fixture
+def environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+    """A checkout whose .venv is up to date; returns the commands that set-up then runs."""
+    commands: list[list[str]] = []
+
+    def record(command: list[str], what: str) -> None:
+        commands.append(command)
+        (tmp_path / ".venv" / "bin").mkdir(parents=True, exist_ok=True)
+        (tmp_path / ".venv" / "bin" / "python").touch()
+
+    (tmp_path / "pyproject.toml").write_text(PYPROJECT)
+    monkeypatch.setattr(bootstrap, "ROOT", tmp_path)
+    monkeypatch.setattr(bootstrap, "VENV", tmp_path / ".venv")
+    monkeypatch.setattr(bootstrap, "MARKER", tmp_path / ".venv" / "bootstrap.json")
+    monkeypatch.setattr(bootstrap, "command_output", record)
+    monkeypatch.setattr(bootstrap, "check_disk", lambda cuda: None)
+    assert bootstrap.ensure_environment({"test"}, cuda=False) is False
+    assert [command[1:3] for command in commands] == [["-m", "venv"], ["-m", "pip"]]
+    commands.clear()
+    return commands
+
+
+def test_second_time_installs_nothing(environment: list[list[str]]) -> None:
+    """Bug: every start costs a pip call, and a start without a network fails."""
+    assert bootstrap.ensure_environment({"test"}, cuda=False) is True
+    assert bootstrap.ensure_environment(set(), cuda=False) is True
+    assert environment == []
+
+
+def test_extras_add_up(environment: list[list[str]]) -> None:
+    """Bug: `test` after `install --dev` drops the linters, or reinstalls each time in turn."""
+    assert bootstrap.ensure_environment({"dev"}, cuda=False) is False
+    assert environment[-1][-1] == ".[dev,test]"
+    assert bootstrap.ensure_environment({"test"}, cuda=False) is True
+
+
+def test_changed_requirements_update_in_place(environment: list[list[str]]) -> None:
+    """Bug: a changed pyproject.toml goes unnoticed, or downloads everything again."""
+    text = PYPROJECT.replace('"click>=', '"click>1,>=')
+    (bootstrap.ROOT / "pyproject.toml").write_text(text)
+    assert bootstrap.ensure_environment(set(), cuda=False) is False
+    assert [command[1:3] for command in environment] == [["-m", "pip"]]
+    assert environment[-1][-1] == ".[test]"
+
+
+def test_another_place_starts_over(environment: list[list[str]]) -> None:
+    """Bug: a copied checkout runs the code of the original through its editable install."""
+    marker = json.loads(bootstrap.MARKER.read_text())
+    bootstrap.MARKER.write_text(json.dumps({**marker, "root": "/elsewhere"}))
+    assert bootstrap.ensure_environment({"test"}, cuda=False) is False
+    assert environment[0][1:3] == ["-m", "venv"]
+
+
+def test_a_failed_install_leaves_no_marker(
+    environment: list[list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bug: after an interrupted installation the broken environment counts as up to date."""
+
+    def fail(command: list[str], what: str) -> None:
+        raise bootstrap.SetupError("no network")
+
+    monkeypatch.setattr(bootstrap, "command_output", fail)
+    with pytest.raises(bootstrap.SetupError):
+        bootstrap.ensure_environment({"dev"}, cuda=False)
+    assert not bootstrap.MARKER.exists()
+
+
+def test_help_shows_examples() -> None:
+    """Bug: `--help` fails, or does not show the two commands of the README."""
+    done = subprocess.run([sys.executable, str(SCRIPT), "--help"], capture_output=True, text=True)
+    assert done.returncode == 0
+    assert "python3 tools/bootstrap.py run" in done.stdout
+    assert "python3 tools/bootstrap.py test" in done.stdout

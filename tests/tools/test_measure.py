@@ -1,0 +1,234 @@
+"""tools/measure.py: its jobs are commands that exist, and one that fails does not stop the rest."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from graphengine.cli.main import main
+from graphengine.profiles import result_schema
+from tools import bench_kernels, measure, record_tests, soak, tune_skinny
+
+TOOLS: dict[str, Any] = {
+    "bench_kernels.py": bench_kernels,
+    "record_tests.py": record_tests,
+    "soak.py": soak,
+    "tune_skinny.py": tune_skinny,
+}
+
+
+@pytest.mark.parametrize("name", measure.JOBS)
+def test_jobs_are_valid_commands(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: an option was renamed, and the job fails on the GPU after the weights are made."""
+    job = measure.JOBS[name]
+    options = [job.output, "out.json", *([job.folder, "folder"] if job.folder else [])]
+    options += ["--commit", "abc", *job.tail]
+    if job.command[: len(measure.GRAPHENGINE)] == measure.GRAPHENGINE:
+        command, *args = job.command[len(measure.GRAPHENGINE) :]
+        found = main.commands[command].make_context(command, [*args, *options]).params
+        assert (found["output_json"], found["commit"]) == (Path("out.json"), "abc")
+        return
+    parsed: list[argparse.Namespace] = []
+    parse_args = argparse.ArgumentParser.parse_args
+
+    def parse(parser: Any, arguments: Any = None) -> None:
+        parsed.append(parse_args(parser, arguments))
+        raise SystemExit
+
+    monkeypatch.setattr(argparse.ArgumentParser, "parse_args", parse)
+    monkeypatch.setattr(sys, "argv", [*job.command[1:], *options])
+    with pytest.raises(SystemExit):
+        TOOLS[Path(job.command[1]).name].main()
+    assert (str(parsed[0].out), parsed[0].commit) == ("out.json", "abc")
+
+
+@pytest.mark.parametrize(
+    ("tool", "work", "found"),
+    [(soak, "soak", {}), (tune_skinny, "tune", {"numbers": {}, "table": []})]
+    + [(bench_kernels, "bench", [])],
+)
+def test_the_commit_is_stored(
+    monkeypatch: pytest.MonkeyPatch, tool: Any, work: str, found: Any
+) -> None:
+    """Bug: a result measured in a copied tree names no commit, although it was told."""
+    stored: list[Any] = []
+    monkeypatch.setattr(result_schema, "environment", lambda commit=None: {"commit": commit})
+    monkeypatch.setattr(
+        result_schema, "write_result", lambda *args, env=None, **options: stored.append(env)
+    )
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr(tool, work, lambda *args: found)
+    monkeypatch.setattr(sys, "argv", ["tool", "--out", "x.json", "--commit", "abc"])
+    tool.main()
+    assert stored == [{"commit": "abc"}]
+
+
+def test_a_failed_job_does_not_stop_the_rest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Bug: a job that hangs or fails takes the later ones' results with it, or what it has started
+    stays on the GPU and disturbs their times."""
+    alive = tmp_path / "alive"
+    child = "import pathlib, sys, time; time.sleep(3); pathlib.Path(sys.argv[1]).touch()"
+    hang = f"import subprocess as s, sys; s.run([sys.executable, '-c', {child!r}, {str(alive)!r}])"
+    write = "import sys, pathlib; pathlib.Path(sys.argv[2]).write_text('{}'); print('said')"
+    jobs = {
+        "hangs": measure.Job((sys.executable, "-c", hang), timeout_s=1),
+        "fails": measure.Job((sys.executable, "-c", "raise SystemExit(3)")),
+        "works": measure.Job((sys.executable, "-c", write), tail=("--", "x")),
+    }
+    monkeypatch.setattr(measure, "JOBS", jobs)
+    monkeypatch.setattr(sys, "argv", ["measure.py", "--out", str(tmp_path), "--commit", "abc"])
+    with pytest.raises(SystemExit) as ended:
+        measure.main()
+    assert ended.value.code == 1
+    summary = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert summary["hangs"] == "stopped after 1 s" and summary["fails"] == "exit code 3"
+    assert isinstance(summary["works"], float)
+    assert (tmp_path / "works.json").read_text() == "{}"
+    assert "said" in (tmp_path / "works.log").read_text()
+    time.sleep(3)
+    assert not alive.exists()
+    monkeypatch.setattr(sys, "argv", ["measure.py", "--out", str(tmp_path), "nothing"])
+    with pytest.raises(SystemExit) as refused:
+        measure.main()
+    assert refused.value.code == 2
+
+
+def test_terminated_it_still_says_what_ended(tmp_path: Path) -> None:
+    """Bug: the `timeout` around it ends it without the summary, and the job that was running goes
+    on as an orphan, on the GPU of whatever comes next."""
+    write = "import sys, pathlib; pathlib.Path(sys.argv[2]).write_text('{}')"
+    wait = f"import os, pathlib, time; pathlib.Path({str(tmp_path / 'pid')!r}).write_text("
+    child = f"{wait}str(os.getpid())); time.sleep(60)"
+    hang = f"import subprocess as s, sys; s.run([sys.executable, '-c', {child!r}])"
+    commands = {"works": write, "hangs": hang, "last": write}
+    script = (
+        "import sys; from tools import measure; measure.JOBS = {name: measure.Job((sys.executable, "
+        f"'-c', code)) for name, code in {commands!r}.items()}}; measure.main()"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", script, "--out", str(tmp_path)],
+        cwd=measure.ROOT,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        deadline = time.monotonic() + 60
+        while not ((tmp_path / "pid").exists() and (tmp_path / "pid").read_text()):
+            assert time.monotonic() < deadline and process.poll() is None
+            time.sleep(0.05)
+        for _ in range(2):  # as `timeout` does: to its child, then to the group
+            process.terminate()
+        said, _ = process.communicate(timeout=30)
+    finally:
+        process.kill()
+    assert process.returncode == 1
+    summary = json.loads(said.splitlines()[-1])
+    assert isinstance(summary.pop("works"), float)
+    assert summary == {"hangs": "stopped by SIGTERM", "last": "not begun: SIGTERM"}
+    pid = int((tmp_path / "pid").read_text())
+    deadline = time.monotonic() + 10
+    while is_running(pid):
+        assert time.monotonic() < deadline, "the job's child lives on"
+        time.sleep(0.05)
+
+
+def test_terminated_the_recorder_stores_what_ended(tmp_path: Path) -> None:
+    """Bug: six minutes of a GPU's tests are lost to a time limit one second before the file is
+    written."""
+    suite = tmp_path / "test_suite.py"
+    suite.write_text(
+        "import pathlib, time\n"
+        "def test_passes(): pass\n"
+        "def test_fails(): raise RuntimeError\n"
+        f"def test_hangs(): pathlib.Path({str(tmp_path / 'on')!r}).touch(); time.sleep(60)\n"
+    )
+    out = tmp_path / "tests.json"
+    process = subprocess.Popen(
+        [
+            *(sys.executable, str(measure.ROOT / "tools" / "record_tests.py"), "--jobs", "1"),
+            *("--out", str(out), "--", suite.name),
+        ],
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        deadline = time.monotonic() + 60
+        while not (tmp_path / "on").exists():
+            assert time.monotonic() < deadline and process.poll() is None
+            time.sleep(0.05)
+        process.terminate()
+        process.communicate(timeout=30)
+    finally:
+        process.kill()
+    assert process.returncode == 1
+    stored = json.loads(out.read_text())
+    for key, name in (("failed", "test_fails"), ("unfinished", "test_hangs")):
+        assert [each.partition("::")[2] for each in stored["config"][key]] == [name]
+    assert stored["numbers"]["num_passed"] == 1
+
+
+def test_the_recorder_stores_whole_reasons(tmp_path: Path) -> None:
+    """Bug: of three tests that failed on a GPU all that is left is "RuntimeErr...", cut where a
+    terminal would end."""
+    reason = "a reason " + "that is longer than a terminal is wide " * 4 + "END"
+    suite = tmp_path / "test_suite.py"
+    suite.write_text(f"def test_fails(): raise RuntimeError({reason!r})\n")
+    out = tmp_path / "tests.json"
+    command = [sys.executable, str(measure.ROOT / "tools" / "record_tests.py"), "--out", str(out)]
+    command += ["--", suite.name]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    (said,) = json.loads(out.read_text())["config"]["reasons"].values()
+    assert said == f"RuntimeError: {reason}"
+
+
+def is_running(pid: int) -> bool:
+    """Whether a process exists and is more than a corpse that nobody has collected."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+@pytest.mark.parametrize(
+    ("tool", "arguments", "message"),
+    [
+        ("measure", ["--out", "file", "4b-modes"], "--out file"),
+        ("measure", ["--out", ".", "--seconds", "nan", "4b-modes"], "--seconds nan"),
+        ("record_tests", ["--jobs", "0"], "--jobs 0"),
+        ("record_tests", ["--timeout", "nan"], "--timeout nan"),
+        ("record_tests", ["--alone", "["], "--alone ["),
+    ],
+)
+def test_tools_refuse_what_cannot_work(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tool: str,
+    arguments: list[str],
+    message: str,
+) -> None:
+    """Bug: a traceback after the tests were collected, or nan seconds that never run out."""
+    monkeypatch.chdir(tmp_path)
+    Path("file").touch()
+    monkeypatch.setattr(sys, "argv", [tool, *arguments])
+
+    def started(*args: object, **options: object) -> None:
+        raise AssertionError("something was started")
+
+    monkeypatch.setattr("subprocess.run", started)
+    monkeypatch.setattr("subprocess.Popen", started)
+    with pytest.raises(SystemExit) as refused:
+        {"measure": measure, "record_tests": record_tests}[tool].main()
+    assert refused.value.code == 2
+    assert message in capsys.readouterr().err

@@ -1,0 +1,68 @@
+"""tools/tune_skinny.py: what would run, without a GPU."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from graphengine.kernels.skinny_config import PDL_EARLY, SKINNY_T, SkinnyConfig
+from tools import tune_skinny
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_dry_run(tmp_path: Path) -> None:
+    """Bug: the tool does not find its own module from another folder, or a case has nothing to try:
+    told on the GPU, minutes before its time is over."""
+    line = [sys.executable, str(ROOT / "tools/tune_skinny.py"), "--dry-run"]
+    line += ["--cases", "8b", "4b-fp8", "--rows", "16", "64"]
+    env = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(line, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    rows = [line.split() for line in done.stdout.splitlines()[1:]]
+    assert len(rows) == 2 * 2 * 6
+    counts = [int(row[row.index("candidates,") - 1]) for row in rows]
+    assert min(counts) > 0
+
+
+def test_wide_candidates() -> None:
+    """Bug: a shape of batches 8 and 16 with nothing to try, or so much that the time is over."""
+    for case in tune_skinny.cases(["8b", "4b", "8b-fp8"], [16, 120, 192, 256]):
+        found = [
+            c for v in tune_skinny.variants(case) for c in tune_skinny.candidates(case, v, 132)
+        ]
+        in_two = case.weight_bytes == 1 and case.T <= SKINNY_T
+        assert (1 < sum(c.cols > 0 for c in found) <= 45) or in_two
+        assert len({*found}) == len(found)
+        now = tune_skinny.config_now(case)
+        assert now in found or now is None or not now.cols
+
+
+def test_the_layer_decides() -> None:
+    """Bug: the GEMM that is fastest alone stays in the table where cuBLAS is better in its place,
+    or a number is stored under another path's name."""
+    slow, fast, early = (SkinnyConfig(rows=r, cols=256) for r in (64, 128, 192))
+    early = early._replace(pdl=PDL_EARLY)
+
+    def gemm_us(name: str, config: SkinnyConfig | None) -> int:
+        if config is None:
+            return {"qkv": 1, "gate_up": 80}.get(name, 40)
+        return {128: 20, 64: 30, 192: 10}[config.rows] + (config.pdl != PDL_EARLY)
+
+    def us(*paths: Any) -> list[float]:
+        return [sum(gemm_us(n, c) for n, c in configs.items()) for configs, _ in paths]
+
+    cases = {c.name: c for c in tune_skinny.cases(["8b"], [256]) if c.name in tune_skinny.LAYER}
+    best = {n: [tune_skinny.Timed(1, fast), tune_skinny.Timed(2, slow)] for n in cases}
+    best["down"].append(tune_skinny.Timed(3, early))
+    bench: Any = SimpleNamespace(cases=cases, us=us)
+    numbers, chosen = tune_skinny.tune_layer(bench, best, float("inf"))
+    fast = fast._replace(pdl=PDL_EARLY)
+    assert chosen == {"qkv": None, "o": fast, "gate_up": fast, "down": early}
+    assert numbers["skinny_best_us"] == 1 + 20 + 20 + 10
+    assert numbers["cublas_glue_0_us"] == 1 + 40 + 80 + 40
+    assert numbers["skinny_best_but_gate_up_by_cublas_us"] == 1 + 20 + 80 + 10

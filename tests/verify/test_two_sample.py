@@ -1,0 +1,162 @@
+"""The sampled mode of `verify`: its test keeps its level, and a biased acceptance fails it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from click.testing import CliRunner, Result
+from scipy import stats
+
+from graphengine.cli.main import main
+from graphengine.decode import chains as forward
+from graphengine.verify.two_sample import LEVEL, compare
+from tests.support.checkpoints import make_drafter, make_target
+
+
+def runs(tokens: Any) -> list[list[int]]:
+    return [[int(token)] for token in tokens]
+
+
+def test_pvalues_are_uniform_under_the_null() -> None:
+    """Bug: the p-value is anti-conservative, so a right engine fails more often than stated."""
+    rng = np.random.default_rng(0)
+    shares = np.array([0.55, 0.2, 0.1, 0.05, 0.05, 0.03, 0.02])
+    pvalues = []
+    for _ in range(300):
+        a, b = rng.choice(7, size=80, p=shares), rng.choice(7, size=50, p=shares)
+        pvalues.append(compare([runs(a)], [runs(b)], [0]).tests[0].pvalue)
+    assert stats.kstest(pvalues, "uniform").pvalue > 1e-3
+    assert sum(p < 0.05 for p in pvalues) < 30
+
+
+def test_pvalues_equal_scipys() -> None:
+    """Bug: the statistic is not chi-square, or runs of unequal number are weighted wrongly."""
+    rng = np.random.default_rng(1)
+    for shift in (0.0, 0.05, 0.1, 0.15):
+        a = rng.choice(3, size=400, p=[0.5, 0.3, 0.2])
+        b = rng.choice(3, size=600, p=[0.5 - shift, 0.3, 0.2 + shift])
+        table = np.array([np.bincount(x, minlength=3) for x in (a, b)])
+        expected: Any = stats.chi2_contingency(table)
+        found = compare([runs(a)], [runs(b)], [0]).tests[0]
+        assert found.num_tokens == 3
+        if expected.pvalue > 0.02:
+            assert found.pvalue == pytest.approx(expected.pvalue, rel=0.4)
+        else:
+            assert found.pvalue < 0.03
+
+
+def test_bonferroni_and_ends() -> None:
+    """Bug: with many places the total level grows; a run that ended early is left out."""
+    same = [[1, 2, 3]] * 50
+    result = compare([same, same], [same, same], [0, 1, 5])
+    assert result.threshold == pytest.approx(LEVEL / 6) and result.passed
+    ended = compare([[[1, 2]] * 50], [[[1]] * 50], [0, 1])
+    assert not ended.passed and ended.smallest.position == 1
+    assert ended.smallest.pvalue > 0, "as few shuffles as were made cannot show that it is 0"
+    assert not compare([[[1, 0]] * 50], [[[1]] * 50], [0, 1]).passed, "0 is a token, not an end"
+    with pytest.raises(ValueError, match="at least 2"):
+        compare([[[1]]], [[[1]]], [0])
+
+
+# --- the command ---
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Path]:
+    """A pair with wide distributions, whose drafter is now and then right, and two prompts."""
+    directory = tmp_path_factory.mktemp("pair")
+    target = make_target(directory / "target", tie=False, likely_tokens=6)
+    drafter = make_drafter(directory / "drafter", target)
+    prompts = directory / "prompts.jsonl"
+    prompts.write_text('{"prompt": [7, 99, 23]}\n{"prompt": [250, 1, 2, 3]}\n')
+    return target, drafter, prompts
+
+
+def verify(pair: tuple[Path, Path, Path], *args: str) -> Result:
+    target, drafter, prompts = pair
+    common = ("--prompt-file", str(prompts), "--bucket", "16", "--max-new-tokens", "6")
+    sampled = ("--temperature", "1", "--top-k", "6", "--num-samples", "250")
+    where = ["verify", str(target), "--draft", str(drafter)]
+    return CliRunner().invoke(main, [*where, *common, *sampled, *args])
+
+
+def test_right_engine_passes(pair: tuple[Path, Path, Path], tmp_path: Path) -> None:
+    """Bug: speculative draws differ from plain ones, or both use the same seeds and prove
+    nothing."""
+    path = tmp_path / "verify.json"
+    result = verify(pair, "--output-json", str(path))
+    assert result.exit_code == 0, result.output
+    assert result.stdout.startswith("PASS: smallest p-value")
+    numbers = json.loads(path.read_text())["numbers"]["sampled"]
+    assert numbers["num_tests"] == 10 and numbers["num_tests_with_choice"] == 10
+    assert numbers["mean_acceptance_length"] > 1.02, "no draft was ever accepted"
+    assert 1e-3 < numbers["smallest_pvalue_fraction"] < 1
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [(("--num-samples", "5"), "no difference could fail"), (("--top-k", "1"), "only one token")],
+)
+def test_a_test_that_cannot_fail_is_no_proof(
+    pair: tuple[Path, Path, Path], args: tuple[str, ...], message: str
+) -> None:
+    """Bug: PASS where even draws without a token in common would have passed."""
+    result = verify(pair, *args)
+    assert result.exit_code == 1, result.output
+    assert result.stdout.startswith("FAIL: ") and message in result.stdout
+
+
+def test_biased_acceptance_fails(
+    pair: tuple[Path, Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bug: a draft is accepted because it is among the target's three most likely tokens: text that
+    reads well, from another distribution."""
+    step = forward.sampled_accept_step
+
+    def biased(drafter: Any, buffers: Any, page_size: int) -> Any:
+        if drafter is None:
+            return step(drafter, buffers, page_size)
+        real = forward.sample_rows
+
+        def sample(logits_TV: Any, positions_T: Any, controls: Any) -> Any:
+            drawn = real(logits_TV, positions_T, controls).view_as(buffers.draft_ids_BG)
+            likely = logits_TV.topk(3).indices.view(*drawn.shape, 3)
+            drafts = torch.cat([buffers.draft_ids_BG[:, 1:], drawn[:, -1:]], dim=1)
+            near = (likely == drafts[..., None]).any(-1)
+            return torch.where(near, drafts, drawn).flatten()
+
+        inner = step(drafter, buffers, page_size)
+
+        def run(carry: Any) -> Any:
+            with monkeypatch.context() as patch:
+                patch.setattr(forward, "sample_rows", sample)
+                return inner.run(carry)
+
+        return type(inner)(inner.name, run)
+
+    monkeypatch.setattr("graphengine.decode.buckets.sampled_accept_step", biased)
+    result = verify(pair)
+    assert result.exit_code == 1, result.output
+    assert "FAIL: speculative and plain draws differ" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (("--temperature", "-1"), "temperature is -1"),
+        (("--top-p", "2", "--temperature", "1"), "top_p is 2"),
+        (("--draft", "none", "--temperature", "1"), "pass --draft"),
+        (("--matrix", "--temperature", "1"), "--matrix is greedy"),
+        (("--num-samples", "1", "--temperature", "1"), "--num-samples"),
+    ],
+)
+def test_refusals(args: tuple[str, ...], message: str) -> None:
+    """Bug: a combination without a meaning runs, or is a traceback."""
+    result = CliRunner().invoke(main, ["verify", *args])
+    assert result.exit_code == 2, result.output
+    assert message in " ".join(result.stderr.split())

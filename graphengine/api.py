@@ -23,7 +23,7 @@ import torch
 from graphengine import names
 from graphengine.checkpoints.tokenizer import Detokenizer, Message, Tokenizer
 from graphengine.config.bytesize import parse_bytes
-from graphengine.config.model import (
+from graphengine.config.engine import (
     AttentionBackend,
     DeviceName,
     DraftQuantization,

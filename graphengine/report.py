@@ -19,7 +19,7 @@ from rich.table import Table
 
 from graphengine import __version__
 from graphengine.api import GenerationResult
-from graphengine.config.model import EngineConfig
+from graphengine.config.engine import EngineConfig
 from graphengine.decode.metrics import Acceptance, RequestMetrics, StartupMetrics
 from graphengine.prompts import Turn
 from graphengine.startup.memory import MemoryPlan

@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from graphengine.checkpoints.hub import TINY_DRAFT, TINY_TARGET, resolve
-from graphengine.config.draft_formats import ARCHITECTURES
-from graphengine.config.model import DraftConfig
+from graphengine.config.draft_formats import ARCHITECTURES, parse_draft
 
 NO_DRAFT = "none"
 """As a drafter's name: decode plainly, whatever the model's file says."""
@@ -41,7 +40,7 @@ def named_pair(model: str | Path | None, draft: str | Path | None) -> tuple[str,
                 f"{source}: a drafter, not a target; pass its target as MODEL and --draft {model}"
             )
         return str(model), None if draft in (None, NO_DRAFT) else str(draft)
-    verifier = DraftConfig.from_hf(config, source).verifier
+    verifier = parse_draft(config, source).verifier
     if verifier is None:
         raise ValueError(
             f"{source}: a drafter whose speculators_config names no verifier; pass its target as "

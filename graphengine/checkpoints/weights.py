@@ -18,7 +18,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from graphengine.config.model import DraftConfig, ModelConfig
+from graphengine.config.draft import DraftConfig
+from graphengine.config.model import ModelConfig
 from graphengine.models.dflash import DraftVocabulary, DraftWeights
 from graphengine.models.layers import dense, quantize_fp8, rope_table
 from graphengine.models.qwen3 import LayerWeights, Weights

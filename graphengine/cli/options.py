@@ -16,7 +16,7 @@ from typing import Any, get_args
 import click
 
 from graphengine.config.bytesize import parse_bytes
-from graphengine.config.model import DraftQuantization
+from graphengine.config.engine import DraftQuantization
 
 Option = Callable[[Any], Any]
 

@@ -11,7 +11,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from graphengine.config.model import FULL_NON_CAUSAL, AttentionRule, read_layer_types
+from graphengine.config.draft import FULL_NON_CAUSAL, AttentionRule
+from graphengine.config.model import read_layer_types
 from graphengine.config.values import read_flag, read_integer
 
 SLIDING = "sliding_attention"

@@ -12,8 +12,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from graphengine.config.draft import DraftConfig, DraftFormat, SlotConvention
 from graphengine.config.draft_attention import Keys, flat_attention, speculators_attention
-from graphengine.config.model import DraftConfig, DraftFormat, ModelConfig, SlotConvention
+from graphengine.config.model import ModelConfig
 from graphengine.config.values import read_flag, read_integer
 
 ARCHITECTURES = ("DFlashDraftModel", "Qwen3DSparkModel")
@@ -47,7 +48,7 @@ _KNOWN = frozenset(
 )
 
 
-def parse_draft(config: Mapping[str, Any], source: str) -> DraftConfig:
+def parse_draft(config: Mapping[str, Any], source: str = "config.json") -> DraftConfig:
     """Detects the format and reads it: `speculators_model_type`, else the architecture's name.
 
     Raises:

@@ -18,7 +18,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from graphengine.config.model import DraftConfig, EngineConfig
+from graphengine.config.draft import DraftConfig
+from graphengine.config.engine import EngineConfig
 
 
 def resolve_draft_lengths(

@@ -28,7 +28,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from graphengine.config.model import AttentionRule, DraftConfig, ModelConfig
+from graphengine.config.draft import AttentionRule, DraftConfig
+from graphengine.config.model import ModelConfig
 from graphengine.decode.buffers import StepBuffers
 from graphengine.decode.kvcache import pages_for
 from graphengine.kernels.block_attention import Workspace, block_attention, choose_num_splits

@@ -20,8 +20,10 @@ from torch import Tensor
 from graphengine.capture.compile import compile_segments
 from graphengine.capture.runners import GraphPool, Runner, run_chain
 from graphengine.capture.steps import Step
+from graphengine.config.draft import AttentionRule
 from graphengine.config.draft_length import draft_at
-from graphengine.config.model import AttentionRule, EngineConfig, ModelConfig
+from graphengine.config.engine import EngineConfig
+from graphengine.config.model import ModelConfig
 from graphengine.decode.attention import (
     Attention,
     BlockAttention,
@@ -33,7 +35,6 @@ from graphengine.decode.attention import (
 from graphengine.decode.buffers import StepBuffers
 from graphengine.decode.chains import (
     Drafter,
-    Target,
     context_chain,
     draft_chain,
     sampled_accept_step,
@@ -44,6 +45,7 @@ from graphengine.decode.compile_ahead import CompileAhead, shortened
 from graphengine.decode.kvcache import NULL_PAGE, pages_for
 from graphengine.decode.segments import Segments
 from graphengine.decode.simulate import Simulation
+from graphengine.decode.stack import Target
 from graphengine.decode.stages import (
     Chains,
     Stage,

@@ -17,7 +17,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from graphengine.config.model import DraftConfig, ModelConfig
+from graphengine.config.draft import DraftConfig
+from graphengine.config.model import ModelConfig
 from graphengine.kernels.accept import NUM_RESULTS
 
 

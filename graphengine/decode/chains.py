@@ -1,11 +1,4 @@
-"""The chains: which segments and attentions make a forward pass, for the target and the drafter.
-
-Written once; capture/ runs them eagerly, piecewise or as one graph. A chain alternates dense
-segments and attentions: `verify.00` = embed + pre(0), `verify.L0.attn`, `verify.01` = post(0) +
-pre(1), .. , the last = post + norm + head + argmax, one op without logits where the GEMM is ours;
-a step that draws its tokens ends in logits instead. Cutting only at attention lets Inductor fuse
-across the layer boundary. A dense step is a compiled segment, which is pure (segments.py), followed
-by the one kernel that writes the cache (`kernels.qk_norm_rope`); attention only reads.
+"""The chains of a step: verify and accept for the target; draft and context for the drafter.
 
 Legend: B requests, G block length, T rows, N / H query heads / head dim, C = taps * hidden.
 """
@@ -15,45 +8,26 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from graphengine import names
-from graphengine.capture.steps import Attention, Carry, Dense, Step
-from graphengine.config.model import DraftConfig, DraftQuantization, ModelConfig
+from graphengine.capture.steps import Carry, Dense, Step
+from graphengine.config.draft import DraftConfig
+from graphengine.config.engine import DraftQuantization
 from graphengine.decode.attention import Attention as AttentionBackend
 from graphengine.decode.buffers import StepBuffers
 from graphengine.decode.sampling import Controls, sample_rows
 from graphengine.decode.segments import Segments
 from graphengine.decode.simulate import Simulation
+from graphengine.decode.stack import Rows, Target, last_step, layer_steps, target_chain
 from graphengine.kernels.accept import accept_and_advance_
 from graphengine.kernels.context_kv import context_kv_write_
-from graphengine.kernels.qk_norm_rope import qk_norm_rope_write_
 from graphengine.kernels.skinny_config import SKINNY_T
 from graphengine.kernels.write_tap import write_tap_
 from graphengine.models.dflash import ContextWeights, DraftWeights
 from graphengine.models.layers import Matrix
-from graphengine.models.qwen3 import LayerWeights, Weights
-
-
-class Rows(NamedTuple):
-    """Where a forward's rows come from and where their K/V goes."""
-
-    token_ids_T: Tensor
-    positions_T: Tensor
-    slots_T: Tensor
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Target:
-    """A loaded target: config, weights, and its K/V pool [L, 2, num_pages, S, K, H]."""
-
-    config: ModelConfig
-    weights: Weights
-    kv_pool: Tensor
-
 
 # Most rows of a drafter's forward in FP8. Up to these our GEMM keeps activations exact; above them
 # they are rounded as well, which only "fp8-dynamic" does.
@@ -94,85 +68,6 @@ class Drafter:
         return self.quantized, self.quantized_lm_head_VD
 
 
-def layer_steps(
-    chain: str,
-    embed_VD: Tensor,
-    layers: tuple[LayerWeights, ...],
-    rope_PH: Tensor,
-    kv_pool: Tensor,
-    rows: Rows,
-    attentions: Sequence[AttentionBackend],
-    attn_TNH: Tensor,
-    eps: float,
-    segments: Segments,
-    tap_: Callable[[int, Tensor], None] = lambda layer, h_TD: None,
-) -> list[Step]:
-    """Steps 00, L0.attn, 01, .. , L(n-1).attn of a stack; the caller appends its own last segment.
-
-    The carry after a dense step is (h_TD, q_TNH), after an attention (h_TD, attn_TNH).
-
-    Args:
-        attentions: one a layer; layers of one kind share a plan.
-        attn_TNH: where attention writes; fixed, so captured segments read it in place.
-        tap_: called with (layer, h_TD) for the output of every layer but the last.
-    """
-
-    def query(layer: int) -> Callable[[Tensor], Tensor]:
-        """Per-head norm, rope and the cache write of a layer's projections; gives the query."""
-        weights, kv_cache = layers[layer], kv_pool[layer]
-
-        def run(qkv_TE: Tensor) -> Tensor:
-            return qk_norm_rope_write_(
-                qkv_TE,
-                weights.q_norm_H,
-                weights.k_norm_H,
-                rope_PH,
-                rows.positions_T,
-                rows.slots_T,
-                kv_cache,
-                eps,
-            )
-
-        return run
-
-    def first() -> Step:
-        query_ = query(0)
-
-        def run(carry: Carry) -> Carry:
-            h_TD, qkv_TE = segments.first(embed_VD, layers[0], rows.token_ids_T, eps)
-            return h_TD, query_(qkv_TE)
-
-        return Dense(names.dense_name(chain, 0), run)
-
-    def attend(layer: int) -> Step:
-        kv_cache, attention = kv_pool[layer], attentions[layer]
-
-        def run(carry: Carry) -> Carry:
-            h_TD, q_TNH = carry
-            attention.run(q_TNH, kv_cache, attn_TNH)
-            return h_TD, attn_TNH
-
-        return Attention(names.attention_name(chain, layer), run)
-
-    def middle(layer: int) -> Step:
-        done, following, query_ = layers[layer], layers[layer + 1], query(layer + 1)
-
-        def run(carry: Carry) -> Carry:
-            h_TD, qkv_TE = segments.middle(done, following, *carry, eps)
-            q_TNH = query_(qkv_TE)
-            tap_(layer, h_TD)
-            return h_TD, q_TNH
-
-        return Dense(names.dense_name(chain, layer + 1), run)
-
-    steps: list[Step] = [first()]
-    for layer in range(len(layers)):
-        steps.append(attend(layer))
-        if layer + 1 < len(layers):
-            steps.append(middle(layer))
-    return steps
-
-
 def tap_writer(config: DraftConfig, taps_TC: Tensor) -> Callable[[int, Tensor], None]:
     """Copies a tapped layer's output into its columns of the taps buffer."""
     hidden = config.tap_size
@@ -184,54 +79,6 @@ def tap_writer(config: DraftConfig, taps_TC: Tensor) -> Callable[[int, Tensor], 
             write_tap_(h_TD, taps_TC, column)
 
     return tap_
-
-
-def target_chain(
-    chain: str,
-    target: Target,
-    rows: Rows,
-    attention: AttentionBackend,
-    attn_TNH: Tensor,
-    segments: Segments,
-    tap_: Callable[[int, Tensor], None],
-    end: Callable[..., Carry],
-) -> list[Step]:
-    """A whole target forward; the last carry is what `end` gives beside h, see `last_step`."""
-    config, weights = target.config, target.weights
-    steps = layer_steps(
-        chain,
-        weights.embed_VD,
-        weights.layers,
-        weights.rope_PH,
-        target.kv_pool,
-        rows,
-        [attention] * config.num_hidden_layers,
-        attn_TNH,
-        config.rms_norm_eps,
-        segments,
-        tap_,
-    )
-    return [*steps, last_step(chain, target, tap_, end)]
-
-
-def last_step(
-    chain: str, target: Target, tap_: Callable[[int, Tensor], None], end: Callable[..., Carry]
-) -> Step:
-    """The last segment of a target forward, and its tap.
-
-    Args:
-        end: `last_segment` (ids_T), `logits_segment` (logits_TV), or either's like.
-    """
-    config, weights = target.config, target.weights
-    final = config.num_hidden_layers - 1
-    matrices = (weights.layers[final], weights.norm_D, weights.lm_head_VD)
-
-    def last(carry: Carry) -> Carry:
-        h_TD, found = end(*matrices, *carry, config.rms_norm_eps)
-        tap_(final, h_TD)
-        return (found,)
-
-    return Dense(names.dense_name(chain, final + 1), last)
 
 
 def _verify_taps(

@@ -26,7 +26,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode, _push_mode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from graphengine.decode.chains import Drafter, Target
+from graphengine.decode.chains import Drafter
+from graphengine.decode.stack import Target
 from graphengine.kernels.launch import compile_only
 
 MAX_THREADS = 8

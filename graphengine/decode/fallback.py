@@ -27,7 +27,7 @@ from collections.abc import Callable
 
 import torch
 
-from graphengine.config.model import EngineConfig
+from graphengine.config.engine import EngineConfig
 from graphengine.decode.buckets import Bucket
 from graphengine.decode.buffers import StepBuffers
 from graphengine.decode.guards import WINDOW, AcceptanceWarning, FallbackWarning, SpeculationGuard

@@ -33,7 +33,7 @@ from typing import NamedTuple
 import torch
 
 from graphengine import names
-from graphengine.config.model import EngineConfig
+from graphengine.config.engine import EngineConfig
 from graphengine.decode.attention import Layout
 from graphengine.decode.buckets import Bucket
 from graphengine.decode.buffers import StepBuffers

@@ -17,11 +17,12 @@ from graphengine import names
 from graphengine.capture.runners import run_chain
 from graphengine.capture.steps import Step
 from graphengine.decode.attention import Attention, Layout, TorchAttention
-from graphengine.decode.chains import Drafter, Rows, Target, context_chain, target_chain
+from graphengine.decode.chains import Drafter, context_chain
 from graphengine.decode.chains import tap_writer as make_tap_writer
 from graphengine.decode.request import Request
 from graphengine.decode.sampling import Controls, sample_rows
 from graphengine.decode.segments import Segments, row_logits_segment
+from graphengine.decode.stack import Rows, Target, target_chain
 from graphengine.kernels.argmax import argmax_rows
 
 

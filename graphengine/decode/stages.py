@@ -30,7 +30,7 @@ from graphengine.capture.runners import (
     capture_piecewise_pair,
 )
 from graphengine.capture.steps import Carry, Step
-from graphengine.config.model import GraphMode
+from graphengine.config.engine import GraphMode
 from graphengine.decode.attention import Attention
 
 

@@ -12,8 +12,10 @@ from dataclasses import dataclass
 import torch
 
 from graphengine.config.bytesize import format_bytes
+from graphengine.config.draft import DraftConfig
 from graphengine.config.draft_length import draft_at
-from graphengine.config.model import DraftConfig, EngineConfig, ModelConfig
+from graphengine.config.engine import EngineConfig
+from graphengine.config.model import ModelConfig
 from graphengine.decode.attention import FLASHINFER_HEAD_DIMS
 from graphengine.decode.chains import MAX_QUANTIZED_ROWS
 from graphengine.doctor.findings import Finding, error, info, ok, warning

@@ -18,8 +18,10 @@ from graphengine.checkpoints.weights import (
     draft_weights,
     target_weights,
 )
+from graphengine.config import draft_formats
+from graphengine.config.draft import AttentionRule, DraftConfig
 from graphengine.config.draft_formats import ARCHITECTURES
-from graphengine.config.model import AttentionRule, DraftConfig, ModelConfig
+from graphengine.config.model import ModelConfig
 from graphengine.config.rope import RopeConfig
 from graphengine.config.values import token_ids
 from graphengine.doctor.files import ModelFiles
@@ -62,7 +64,7 @@ def parse_draft(files: ModelFiles) -> tuple[DraftConfig | None, list[Finding]]:
     if missing or files.config is None:
         return None, missing
     try:
-        draft = DraftConfig.from_hf(files.config, files.source)
+        draft = draft_formats.parse_draft(files.config, files.source)
     except Exception as problem:
         return None, [_refused("draft.config", problem)]
     return draft, [ok("draft.config", _shape(draft.model))]

@@ -11,7 +11,9 @@ from collections.abc import Collection, Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from graphengine.config.model import DraftConfig, EngineConfig, ModelConfig
+from graphengine.config.draft import DraftConfig
+from graphengine.config.engine import EngineConfig
+from graphengine.config.model import ModelConfig
 from graphengine.doctor.files import ModelFiles
 from graphengine.doctor.findings import Finding, error, info, ok, one_line, warning
 from graphengine.startup.memory import DeviceMemory, MemoryPlan, plan_memory

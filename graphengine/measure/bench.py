@@ -24,8 +24,9 @@ from typing import Any
 import torch
 
 from graphengine.api import Engine
+from graphengine.config.draft import DraftConfig
 from graphengine.config.draft_length import draft_at
-from graphengine.config.model import DraftConfig, ModelConfig
+from graphengine.config.model import ModelConfig
 from graphengine.decode.chains import MAX_QUANTIZED_ROWS
 from graphengine.decode.loop import DecodeLoop
 from graphengine.decode.request import Request

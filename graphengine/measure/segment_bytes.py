@@ -7,7 +7,8 @@ head instead of a pre. The drafter's last segment reads a head as well, the targ
 """
 
 from graphengine import names
-from graphengine.config.model import DraftConfig, ModelConfig
+from graphengine.config.draft import DraftConfig
+from graphengine.config.model import ModelConfig
 
 
 def segment_bytes(

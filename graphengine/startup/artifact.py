@@ -41,7 +41,9 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from graphengine.config.model import DraftConfig, EngineConfig, ModelConfig
+from graphengine.config.draft import DraftConfig
+from graphengine.config.engine import EngineConfig
+from graphengine.config.model import ModelConfig
 
 FOLDERS = ("inductor", "triton", "flashinfer")
 MANIFEST = "manifest.json"

@@ -33,13 +33,16 @@ from graphengine.checkpoints.weights import (
     target_weights,
     tree_bytes,
 )
+from graphengine.config.draft import DraftConfig
+from graphengine.config.draft_formats import parse_draft
 from graphengine.config.draft_length import longest_draft
-from graphengine.config.model import DraftConfig, EngineConfig, ModelConfig
+from graphengine.config.engine import EngineConfig
+from graphengine.config.model import ModelConfig
 from graphengine.config.values import token_ids
 from graphengine.decode.attention import compile_flashinfer_ahead, make_workspace
 from graphengine.decode.buckets import Bucket, build_buckets, prefill_attention
 from graphengine.decode.buffers import StepBuffers
-from graphengine.decode.chains import MAX_QUANTIZED_ROWS, Drafter, Target
+from graphengine.decode.chains import MAX_QUANTIZED_ROWS, Drafter
 from graphengine.decode.compile_ahead import shortened
 from graphengine.decode.fallback import FallbackLoop
 from graphengine.decode.kvcache import PageAllocator, make_pool, pages_for
@@ -47,6 +50,7 @@ from graphengine.decode.loop import DecodeLoop
 from graphengine.decode.metrics import StartupMetrics
 from graphengine.decode.prefill import Prefill
 from graphengine.decode.simulate import make_simulation
+from graphengine.decode.stack import Target
 from graphengine.kernels.cache_keys import settle_cache_keys
 from graphengine.kernels.launch import load_driver
 from graphengine.models.layers import quantize_fp8
@@ -342,7 +346,7 @@ def read_configs(
     if draft_name is None:
         return target, None
     directory = resolve(draft_name)
-    draft = DraftConfig.from_hf(*read_json(directory / "config.json"))
+    draft = parse_draft(*read_json(directory / "config.json"))
     draft.check_target(target, str(directory))
     return target, draft
 

@@ -31,7 +31,9 @@ from graphengine.checkpoints.weights import (
     tree_bytes,
 )
 from graphengine.config.bytesize import format_bytes
-from graphengine.config.model import DraftConfig, EngineConfig, ModelConfig
+from graphengine.config.draft import DraftConfig
+from graphengine.config.engine import EngineConfig
+from graphengine.config.model import ModelConfig
 from graphengine.decode.buffers import StepBuffers
 from graphengine.decode.kvcache import page_bytes, pages_for
 from graphengine.decode.loop import PIPELINE_DEPTH

@@ -12,17 +12,17 @@ from typing import Literal, get_args
 
 import torch
 
+from graphengine.config.draft import DraftConfig
 from graphengine.config.draft_length import resolve_draft_lengths
-from graphengine.config.model import (
+from graphengine.config.engine import (
     AttentionBackend,
     DeviceName,
-    DraftConfig,
     DraftQuantization,
     DTypeName,
     EngineConfig,
     GraphMode,
-    ModelConfig,
 )
+from graphengine.config.model import ModelConfig
 from graphengine.decode.attention import (
     FLASHINFER_HEAD_DIMS,
     flashinfer_can_window,

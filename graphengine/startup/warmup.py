@@ -11,7 +11,7 @@ nothing.
 
 from __future__ import annotations
 
-from graphengine.config.model import EngineConfig
+from graphengine.config.engine import EngineConfig
 from graphengine.decode.loop import DecodeLoop
 from graphengine.decode.sampling import GREEDY, Sampling
 

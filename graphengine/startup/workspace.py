@@ -10,8 +10,10 @@ from __future__ import annotations
 import torch
 
 from graphengine.checkpoints.weights import tree_bytes
+from graphengine.config.draft import DraftConfig
 from graphengine.config.draft_length import draft_at
-from graphengine.config.model import DraftConfig, EngineConfig, ModelConfig
+from graphengine.config.engine import EngineConfig
+from graphengine.config.model import ModelConfig
 from graphengine.decode.attention import FLOAT_WORKSPACE_BYTES, BlockAttention
 from graphengine.decode.buffers import StepBuffers
 

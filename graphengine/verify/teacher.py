@@ -24,10 +24,10 @@ import torch
 
 from graphengine.capture.runners import run_chain
 from graphengine.decode.attention import Layout
-from graphengine.decode.chains import Rows, target_chain
 from graphengine.decode.kvcache import pages_for
 from graphengine.decode.loop import DecodeLoop
 from graphengine.decode.segments import Segments, row_logits_segment
+from graphengine.decode.stack import Rows, target_chain
 from graphengine.kernels.argmax import argmax_rows
 
 CHUNK = 256  # rows of one forward: their float32 logits at 152k tokens are 156 MB

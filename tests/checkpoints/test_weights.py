@@ -16,7 +16,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from graphengine.checkpoints.weights import Checkpoint, RandomSource, draft_weights, target_weights
-from graphengine.config.model import DraftConfig, ModelConfig
+from graphengine.config.draft_formats import parse_draft
+from graphengine.config.model import ModelConfig
 from graphengine.models.dflash import DraftWeights
 from graphengine.models.qwen3 import Weights
 from tests.support.checkpoints import edit_config, make_drafter, make_target
@@ -31,7 +32,7 @@ def load_target(directory: Path, dtype: torch.dtype = torch.float32, **options: 
 
 
 def load_drafter(directory: Path) -> DraftWeights:
-    config = DraftConfig.from_hf(json.loads((directory / "config.json").read_text()))
+    config = parse_draft(json.loads((directory / "config.json").read_text()))
     return draft_weights(Checkpoint(directory, CPU, torch.float32), config, 16, CPU)
 
 
@@ -240,7 +241,7 @@ def test_buffers_of_old_checkpoints_are_ignored(target: Path) -> None:
 def test_random_weights_have_the_checkpoints_shapes(target: Path, drafter: Path) -> None:
     """Bug: load_format dummy measures other shapes than the real checkpoint has."""
     config = ModelConfig.from_hf(json.loads((target / "config.json").read_text()))
-    draft = DraftConfig.from_hf(json.loads((drafter / "config.json").read_text()))
+    draft = parse_draft(json.loads((drafter / "config.json").read_text()))
     dummy = target_weights(RandomSource(CPU, torch.float32), config, 16, CPU)
     dummy_draft = draft_weights(RandomSource(CPU, torch.float32, 1), draft, 16, CPU)
     pairs = [(dummy, load_target(target)), (dummy_draft, load_drafter(drafter))]

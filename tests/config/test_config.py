@@ -19,7 +19,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from graphengine.config.model import DraftConfig, ModelConfig
+from graphengine.config.draft import DraftConfig
+from graphengine.config.draft_formats import parse_draft
+from graphengine.config.model import ModelConfig
 from graphengine.config.rope import RopeConfig
 from graphengine.models.layers import rope_frequencies
 from tests.support.checkpoints import make_drafter, make_target
@@ -76,7 +78,7 @@ def changed(config: Json, **changes: Any) -> Json:
 def test_published_shapes() -> None:
     """Bug: a field is read from the wrong key."""
     target = ModelConfig.from_hf(TARGET)
-    draft = DraftConfig.from_hf(DRAFTER)
+    draft = parse_draft(DRAFTER)
     assert (target.q_size, target.kv_size, target.rope.theta) == (4096, 1024, 1e6)
     assert target.eos_token_ids == (151645,)
     # 8B-b16: 5 layers of attention and MLP, and fc, are its published 1.05 billion parameters.
@@ -137,7 +139,7 @@ YARN_SPELLINGS: dict[str, Json] = {
 def test_theta_in_every_spelling(config: Json, name: str) -> None:
     """Bug T05: under one spelling a default theta is used instead of the file's."""
     keys, wanted = SPELLINGS[name]
-    parse = DraftConfig.from_hf if config is DRAFTER else ModelConfig.from_hf
+    parse = parse_draft if config is DRAFTER else ModelConfig.from_hf
     parsed = parse(changed(config, **keys))
     rope = parsed.model.rope if isinstance(parsed, DraftConfig) else parsed.rope
     assert rope == wanted
@@ -370,7 +372,7 @@ def test_model_refusals(config: Json, name: str) -> None:
     if name == "sliding-layers" and config is DRAFTER:
         keys = {"layer_types": ["sliding_attention"] * 5}  # without a sliding_window
     parse: Callable[[Mapping[str, Any], str], Any] = (
-        DraftConfig.from_hf if config is DRAFTER else ModelConfig.from_hf
+        parse_draft if config is DRAFTER else ModelConfig.from_hf
     )
     with pytest.raises(ValueError, match=message) as caught:
         parse(changed(config, **keys), "here/config.json")
@@ -382,7 +384,7 @@ def test_drafter_refusals(name: str) -> None:
     """Bug T03 and kin: a feature of the drafter is ignored, or a missing key is guessed."""
     keys, message = BAD_DRAFTER[name]
     with pytest.raises(ValueError, match=message):
-        DraftConfig.from_hf(changed(DRAFTER, **keys))
+        parse_draft(changed(DRAFTER, **keys))
 
 
 @pytest.mark.parametrize("kind", [None, "llama", "qwen3_moe", "qwen2"])
@@ -422,7 +424,7 @@ HARMLESS: dict[str, Json] = {
 @pytest.mark.parametrize("name", HARMLESS)
 def test_generations_of_the_format_agree(name: str) -> None:
     """Bug T34: keys are looked for at one of their two places, or the outer one wins."""
-    assert DraftConfig.from_hf(changed(DRAFTER, **HARMLESS[name])) == DraftConfig.from_hf(DRAFTER)
+    assert parse_draft(changed(DRAFTER, **HARMLESS[name])) == parse_draft(DRAFTER)
 
 
 MISFITS: dict[str, tuple[Json, Json, str]] = {
@@ -444,7 +446,7 @@ def test_drafter_of_another_target(name: str) -> None:
     of_target, of_drafter, message = MISFITS[name]
     target = ModelConfig.from_hf(changed(TARGET, **of_target))
     with pytest.raises(ValueError, match=message):
-        DraftConfig.from_hf(changed(DRAFTER, **of_drafter)).check_target(target, "x")
+        parse_draft(changed(DRAFTER, **of_drafter)).check_target(target, "x")
 
 
 def test_written_checkpoints_parse(tmp_path: Path) -> None:
@@ -454,7 +456,7 @@ def test_written_checkpoints_parse(tmp_path: Path) -> None:
     assert target.rope == RopeConfig(theta=1e4) and target.num_hidden_layers == 3
     for nested in (True, False):
         path = make_drafter(tmp_path / "drafter", target_dir, nested=nested, taps=(2, 0))
-        draft = DraftConfig.from_hf(json.loads((path / "config.json").read_text()))
+        draft = parse_draft(json.loads((path / "config.json").read_text()))
         draft.check_target(target)
         assert draft.target_layer_ids == (2, 0) and draft.block_size == 4
 
@@ -511,7 +513,7 @@ def test_any_json_parses_or_is_refused(
         base["rope_parameters"] = rope
     for key in dropped:
         base.pop(key, None)
-    for parse in (DraftConfig.from_hf, ModelConfig.from_hf):
+    for parse in (parse_draft, ModelConfig.from_hf):
         message = ""
         parsed: Any = None
         try:

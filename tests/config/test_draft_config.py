@@ -16,7 +16,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from graphengine.checkpoints.pairs import read_json
-from graphengine.config.model import AttentionRule, DraftConfig, ModelConfig
+from graphengine.config.draft import AttentionRule
+from graphengine.config.draft_formats import parse_draft
+from graphengine.config.model import ModelConfig
 from tests.config.test_config import DRAFTER, JSON_VALUES, MISSING, TARGET, Json, changed
 from tests.support.checkpoints import as_deepspec, as_speculators, make_drafter, make_target
 
@@ -70,7 +72,7 @@ def test_what_is_detected() -> None:
     first = {**SPECULATORS, "sample_from_anchor": True}
     spark = {**SPECULATORS, "speculators_model_type": "dspark", "sample_from_anchor": None}
     found = {
-        name: DraftConfig.from_hf(config)
+        name: parse_draft(config)
         for name, config in {
             "old": DRAFTER,
             "new": new,
@@ -101,10 +103,10 @@ def test_what_is_detected() -> None:
 
 def test_formats_say_the_same() -> None:
     """Bug: one drafter becomes two configs, depending on the format that it was saved in."""
-    wanted = DraftConfig.from_hf(DRAFTER)
-    found = replace(DraftConfig.from_hf(SPECULATORS), verifier=None, num_target_layers=36)
+    wanted = parse_draft(DRAFTER)
+    found = replace(parse_draft(SPECULATORS), verifier=None, num_target_layers=36)
     assert replace(found, model=replace(found.model, eos_token_ids=(151645,))) == wanted
-    deep = replace(DraftConfig.from_hf(DEEPSPEC), block_size=16, slot_convention="anchor-dropped")
+    deep = replace(parse_draft(DEEPSPEC), block_size=16, slot_convention="anchor-dropped")
     assert deep == wanted
 
 
@@ -117,14 +119,12 @@ def test_written_formats_parse(tmp_path: Path) -> None:
     )
     written = as_speculators(tmp_path / "s", z_lab, target)
     config, source = read_json(written / "config.json")
-    wanted = DraftConfig.from_hf(*read_json(z_lab / "config.json"))
-    found = DraftConfig.from_hf(config, source)
+    wanted = parse_draft(*read_json(z_lab / "config.json"))
+    found = parse_draft(config, source)
     assert found.model == wanted.model
     assert found.attention_rules == wanted.attention_rules != ()
     assert found.target_layer_ids == (2, 0)
-    deep = DraftConfig.from_hf(
-        *read_json(as_deepspec(tmp_path / "d", z_lab, target) / "config.json")
-    )
+    deep = parse_draft(*read_json(as_deepspec(tmp_path / "d", z_lab, target) / "config.json"))
     assert deep.target_layer_ids == (2, 0) and deep.block_size == wanted.block_size
 
 
@@ -177,7 +177,7 @@ RULES: dict[str, tuple[Json, tuple[AttentionRule, ...]]] = {
 def test_attention_rules(name: str) -> None:
     """Bug T22, T23: sliding layers are taken for full ones, or for non-causal ones."""
     keys, wanted = RULES[name]
-    assert DraftConfig.from_hf(changed(DRAFTER, **keys)).attention_rules == wanted
+    assert parse_draft(changed(DRAFTER, **keys)).attention_rules == wanted
 
 
 @pytest.mark.parametrize("non_causal", [True, False])
@@ -185,12 +185,12 @@ def test_speculators_attention_rules(non_causal: bool) -> None:
     """Bug T22: sliding_window_non_causal is ignored, or makes full layers causal."""
     config = inside(SPECULATORS, "transformer_layer_config", **MIX)
     config["sliding_window_non_causal"] = non_causal
-    assert DraftConfig.from_hf(config).attention_rules == four_and_one(not non_causal, False)
+    assert parse_draft(config).attention_rules == four_and_one(not non_causal, False)
 
 
 def test_nested_keys_win_and_are_named() -> None:
     """Bug T34: block sizes at both places differ and nobody hears of it."""
-    config = DraftConfig.from_hf(changed(DRAFTER, block_size=7, dflash__block_size=16))
+    config = parse_draft(changed(DRAFTER, block_size=7, dflash__block_size=16))
     assert config.block_size == 16 and config.block_size_source == "dflash_config.block_size"
     (note,) = config.notes
     assert "block_size is 7" in note and "16 in dflash_config" in note
@@ -201,21 +201,19 @@ def test_wrong_speculative_tokens_are_named() -> None:
     a token more than its block has."""
     block = copy.deepcopy(SPECULATORS["speculators_config"])
     block["proposal_methods"][0]["speculative_tokens"] = 16
-    config = DraftConfig.from_hf({**SPECULATORS, "speculators_config": block})
+    config = parse_draft({**SPECULATORS, "speculators_config": block})
     assert config.num_draft_tokens == 15 and "speculative_tokens 16" in " ".join(config.notes)
 
 
 def test_other_sizes() -> None:
     """Bug: fc, tables or taps are sized by the drafter where the target counts, or vice versa."""
-    config = DraftConfig.from_hf(
-        {**SPECULATORS, "target_hidden_size": 5120, "draft_vocab_size": 32000}
-    )
+    config = parse_draft({**SPECULATORS, "target_hidden_size": 5120, "draft_vocab_size": 32000})
     assert (config.tap_size, config.num_draft_ids) == (5120, 32000)
     target = ModelConfig.from_hf(changed(TARGET, hidden_size=5120))
     config.check_target(target)
     with pytest.raises(ValueError, match="target_hidden_size 5120 differs from the target's 4096"):
         config.check_target(ModelConfig.from_hf(TARGET))
-    plain = DraftConfig.from_hf(SPECULATORS)
+    plain = parse_draft(SPECULATORS)
     assert (plain.tap_size, plain.num_draft_ids) == (4096, 151936)
     assert plain.draft_vocab_size is None
 
@@ -223,17 +221,17 @@ def test_other_sizes() -> None:
 def test_one_row_that_drafts() -> None:
     """Bug: an anchor-first block of one row, which drafts one token, is refused; or an
     anchor-dropping one, which drafts none, is not."""
-    config = DraftConfig.from_hf({**DEEPSPEC, "block_size": 1})
+    config = parse_draft({**DEEPSPEC, "block_size": 1})
     assert (config.num_draft_tokens, config.num_verify_rows) == (1, 2)
     with pytest.raises(ValueError, match="block_size holds 1"):
-        DraftConfig.from_hf({**SPECULATORS, "block_size": 1})
+        parse_draft({**SPECULATORS, "block_size": 1})
 
 
 def test_taps_at_the_edge_of_the_target() -> None:
     """Bug T02: the last layer as a tap is refused, or one past it is not: the first index that the
     target lacks is what a file with the other index convention holds."""
     for last, fits in ((36, True), (37, False)):
-        config = DraftConfig.from_hf({**SPECULATORS, "aux_hidden_state_layer_ids": [2, last]})
+        config = parse_draft({**SPECULATORS, "aux_hidden_state_layer_ids": [2, last]})
         if fits:
             config.check_target(ModelConfig.from_hf(TARGET))
             continue
@@ -243,7 +241,7 @@ def test_taps_at_the_edge_of_the_target() -> None:
 
 def test_last_layer_of_deepspec() -> None:
     """Bug T02: DeepSpec's tap of the last layer is behind the final norm; ours is before it."""
-    config = DraftConfig.from_hf(changed(DEEPSPEC, target_layer_ids=[1, 35]))
+    config = parse_draft(changed(DEEPSPEC, target_layer_ids=[1, 35]))
     with pytest.raises(ValueError, match=r"last layer, 35, .*behind the final norm"):
         config.check_target(ModelConfig.from_hf(TARGET))
 
@@ -342,7 +340,7 @@ def test_refusals(name: str) -> None:
     """Bug: what is not supported is ignored, so that the drafter drafts noise."""
     config, message = REFUSED[name]
     with pytest.raises(ValueError, match=message) as caught:
-        DraftConfig.from_hf(config, "here/config.json")
+        parse_draft(config, "here/config.json")
     assert str(caught.value).startswith("here/config.json: ")
 
 
@@ -350,7 +348,7 @@ def test_one_rope_for_two_layer_types() -> None:
     """Bug: equal ropes under two names are refused, or the top level's theta wins."""
     rope = {"rope_theta": 1e7, "rope_type": "default"}
     nested = {"full_attention": rope, "sliding_attention": rope}
-    config = DraftConfig.from_hf({**DRAFTER, **MIX, "rope_parameters": nested})
+    config = parse_draft({**DRAFTER, **MIX, "rope_parameters": nested})
     assert config.model.rope.theta == 1e7
 
 
@@ -367,7 +365,7 @@ def test_any_json_parses_or_is_refused(base: Json, keys: Json) -> None:
     """Bug: a damaged file ends in a TypeError, or without the file's name."""
     message, config = "", None
     try:
-        config = DraftConfig.from_hf({**base, **keys}, "some/config.json")
+        config = parse_draft({**base, **keys}, "some/config.json")
     except ValueError as error:
         message = str(error)
     if config is None:

@@ -18,7 +18,7 @@ import torch
 from graphengine.api import Engine
 from graphengine.checkpoints.hub import TINY_DRAFT, TINY_TARGET
 from graphengine.checkpoints.pairs import read_json
-from graphengine.config.model import DraftConfig
+from graphengine.config.draft_formats import parse_draft
 from graphengine.kernels.skinny_config import SKINNY_T
 from graphengine.models import layers
 from graphengine.models.layers import Fp8Matrix
@@ -351,7 +351,7 @@ def test_tiny_pair_in_every_format(tmp_path: Path) -> None:
         ) as engine:
             results = engine.generate(QUESTIONS, max_new_tokens=64)
         found[drafter] = [(r.token_ids, r.metrics.acceptance.steps_by_accepted) for r in results]
-    formats = {d: DraftConfig.from_hf(*read_json(d / "config.json")).format for d in found}
+    formats = {d: parse_draft(*read_json(d / "config.json")).format for d in found}
     assert list(formats.values()) == ["z-lab-old", "z-lab", "speculators", "speculators"]
     for outcome in found.values():
         assert outcome == found[old]

@@ -19,8 +19,8 @@ from click.testing import CliRunner
 from graphengine.api import Engine
 from graphengine.checkpoints.hub import TINY_DRAFT, TINY_TARGET
 from graphengine.cli.main import main
+from graphengine.config.draft import DraftConfig
 from graphengine.config.draft_length import draft_at, longest_draft, resolve_draft_lengths
-from graphengine.config.model import DraftConfig
 from graphengine.decode.simulate import acceptance_rate, make_simulation
 from graphengine.startup.build import read_configs
 from graphengine.startup.options import Options, resolve_options

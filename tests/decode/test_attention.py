@@ -15,7 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from graphengine.config.model import AttentionRule, ModelConfig
+from graphengine.config.draft import AttentionRule
+from graphengine.config.model import ModelConfig
 from graphengine.config.rope import RopeConfig
 from graphengine.decode.attention import (
     Attention,

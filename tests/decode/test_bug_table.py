@@ -23,7 +23,7 @@ from safetensors.torch import load_file
 
 from graphengine.api import Engine
 from graphengine.checkpoints.weights import Checkpoint, draft_weights
-from graphengine.config.model import DraftConfig
+from graphengine.config.draft_formats import parse_draft
 from graphengine.models import dflash
 from tests.decode.test_engine import BLOCK, PROMPTS, Pair, force, ids_only, loop_of
 from tests.support.chains import insert_
@@ -424,7 +424,7 @@ def test_fused_context_equals_every_layers_own(tmp_path: Path, rows: int, bias: 
     target = make_target(tmp_path / "target", layers=3, tokenizer=False)
     path = make_drafter(tmp_path / "drafter", target, layers=3, taps=(0, 2), bias=bias)
     raw = json.loads((path / "config.json").read_text())
-    config, device = DraftConfig.from_hf(raw), torch.device("cpu")
+    config, device = parse_draft(raw), torch.device("cpu")
     weights = draft_weights(Checkpoint(path, device, torch.float32), config, 8, device)
     files = load_file(path / "model.safetensors")
     taps = torch.randn(rows, 2 * 64, generator=torch.Generator().manual_seed(0))

@@ -21,7 +21,8 @@ from hypothesis.stateful import (
 )
 
 from graphengine.api import Engine
-from graphengine.config.model import DraftConfig, ModelConfig
+from graphengine.config.draft import DraftConfig
+from graphengine.config.model import ModelConfig
 from graphengine.config.rope import RopeConfig
 from graphengine.decode.buffers import StepBuffers
 from graphengine.decode.kvcache import NULL_PAGE, PageAllocator, make_pool, page_bytes, pages_for

@@ -10,7 +10,7 @@ import torch
 
 from graphengine.api import Engine
 from graphengine.checkpoints.hub import TINY_DRAFT, TINY_TARGET
-from graphengine.config.model import EngineConfig
+from graphengine.config.engine import EngineConfig
 from graphengine.decode.sampling import Sampling
 from tests.support.chains import chain_names, runners_of
 

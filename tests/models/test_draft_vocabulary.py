@@ -28,7 +28,8 @@ from graphengine.checkpoints.weights import (
 )
 from graphengine.checkpoints.weights import target_weights as read_target
 from graphengine.cli.main import main
-from graphengine.config.model import DraftConfig, ModelConfig
+from graphengine.config.draft_formats import parse_draft
+from graphengine.config.model import ModelConfig
 from graphengine.models.dflash import DraftVocabulary
 from graphengine.models.qwen3 import Weights
 from graphengine.startup.build import read_configs
@@ -57,7 +58,7 @@ def load(target: Path, drafter: Path) -> tuple[Weights, DraftVocabulary]:
     """Both checkpoints, read to the end, so that a tensor nobody asked for is refused."""
     config = ModelConfig.from_hf(*read_json(target / "config.json"))
     weights = read_target(Checkpoint(target, CPU, torch.float32), config, 8, CPU)
-    draft = DraftConfig.from_hf(*read_json(drafter / "config.json"))
+    draft = parse_draft(*read_json(drafter / "config.json"))
     draft.check_target(config)
     source = Checkpoint(drafter, CPU, torch.float32)
     vocabulary = draft_vocabulary(source, draft, weights)
@@ -165,7 +166,7 @@ def test_dummy_weights_of_a_reduced_vocabulary(tmp_path: Path, target: Path) -> 
     """Bug: --load-format dummy asks for a map that is in no file."""
     plain = make_drafter(tmp_path / "plain", target)
     drafter = as_speculators(tmp_path / "s", plain, target, kept=KEPT)
-    config = DraftConfig.from_hf(*read_json(drafter / "config.json"))
+    config = parse_draft(*read_json(drafter / "config.json"))
     weights, _ = load(target, plain)
     vocabulary = draft_vocabulary(RandomSource(CPU, torch.float32), config, weights)
     assert vocabulary.lm_head_VD.shape == (4, 64) and vocabulary.target_ids_V is None

@@ -20,9 +20,9 @@ from graphengine.api import Engine
 from graphengine.checkpoints.weights import Checkpoint, target_weights
 from graphengine.config.model import ModelConfig
 from graphengine.decode.attention import Layout, TorchAttention
-from graphengine.decode.chains import Rows, Target, target_chain
 from graphengine.decode.kvcache import make_pool, pages_for
 from graphengine.decode.segments import Segments, logits_segment
+from graphengine.decode.stack import Rows, Target, target_chain
 from tests.support.checkpoints import edit_config, make_target
 from tests.support.dflash_reference import load_target, plain_generate, run_target
 

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from graphengine.api import Engine
 from graphengine.cli.main import main
 from graphengine.config.bytesize import format_bytes, parse_bytes
-from graphengine.config.model import EngineConfig
+from graphengine.config.engine import EngineConfig
 from graphengine.decode.fallback import FallbackLoop
 from graphengine.decode.kvcache import PageAllocator, pages_for
 from graphengine.decode.sampling import Controls, Sampling, sample_rows

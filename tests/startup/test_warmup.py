@@ -12,7 +12,7 @@ import torch
 
 from graphengine.api import Engine
 from graphengine.checkpoints.hub import TINY_DRAFT, TINY_TARGET
-from graphengine.config.model import AttentionRule
+from graphengine.config.draft import AttentionRule
 from graphengine.decode import attention
 from graphengine.decode.sampling import GREEDY
 from graphengine.kernels.skinny_config import TUNED, choose_config, num_columns

@@ -8,7 +8,7 @@ segment of the same chain may read it, anything later must be copied to a step b
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple, Protocol
 
@@ -158,25 +158,40 @@ def capture_piecewise(chain: Chain, carry: Carry, pool: GraphPool) -> ReplayRunn
     return ReplayRunner(chain, calls, carry)
 
 
-def capture_piecewise_pair(
-    chain: Chain, other: Chain, carry: Carry, pool: GraphPool
-) -> tuple[ReplayRunner, ReplayRunner]:
-    """A chain, and the same chain with other steps in a row, the last of which carries nothing on;
-    they share the graphs before and behind those. Twice the same runner if there are none."""
-    differ = [i for i, (step, its) in enumerate(zip(chain, other, strict=True)) if step is not its]
-    if not differ:
-        runner = capture_piecewise(chain, carry, pool)
-        return runner, runner
-    begin, end = differ[0], differ[-1] + 1
-    before = capture_piecewise(chain[:begin], carry, pool)
-    middles = [capture_piecewise(steps[begin:end], before.carry, pool) for steps in (chain, other)]
-    assert not any(middle.carry for middle in middles)
-    after = capture_piecewise(chain[end:], (), pool)
-    runners = [
-        ReplayRunner(steps, before.calls + middle.calls + after.calls, after.carry)
-        for steps, middle in zip((chain, other), middles, strict=True)
-    ]
-    return runners[0], runners[1]
+def capture_ends(
+    name: str,
+    head: Chain,
+    ends: Mapping[str, Chain],
+    tail: Chain,
+    carry: Carry,
+    pool: GraphPool,
+    *,
+    whole: bool,
+) -> dict[str, ReplayRunner]:
+    """A runner for each end of a chain `head, end, tail`; under "" where there are no ends.
+
+    An end hands nothing on to the tail.
+
+    Args:
+        whole: one graph for each end, attention included; else one for each dense step, of which
+            those of head and tail are shared.
+    """
+    known = ends or {"": ()}
+    if whole:
+        chains = {end: [*head, *steps, *tail] for end, steps in known.items()}
+        return {end: capture_full(name, chain, carry, pool) for end, chain in chains.items()}
+    before = capture_piecewise(head, carry, pool)
+    middles = {end: capture_piecewise(steps, before.carry, pool) for end, steps in known.items()}
+    assert not tail or not any(middle.carry for middle in middles.values())
+    after = capture_piecewise(tail, (), pool)
+    return {
+        end: ReplayRunner(
+            [*head, *known[end], *tail],
+            before.calls + middle.calls + after.calls,
+            after.carry if tail else middle.carry,
+        )
+        for end, middle in middles.items()
+    }
 
 
 def capture_full(name: str, chain: Chain, carry: Carry, pool: GraphPool) -> ReplayRunner:

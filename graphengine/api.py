@@ -388,14 +388,9 @@ class Engine:
                 yield Chunk(index=index, text=text, token_ids=new_ids, result=result)
 
         try:
-            pending: list[StepOutput] = []
-            while loop.has_work or pending:
-                with torch.no_grad():
-                    pending += loop.admit()
-                    loop.launch()
-                yield from deliver(pending)  # while the device works
+            for outputs in loop.run():
+                yield from deliver(outputs)  # while the device works
                 _ = self._open  # it may have been closed meanwhile
-                pending = loop.collect()
         except BaseException:  # a dropped stream is GeneratorExit
             self._reset(loop)
             raise

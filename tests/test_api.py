@@ -180,12 +180,14 @@ def test_inference_mode_of_the_caller(directories: tuple[Path, Path]) -> None:
         engine = Engine.from_pretrained(*directories, **options)
         inside = [engine.generate(prompts[:1], **arguments), engine.generate(prompts, **arguments)]
         loop: Any = engine.built.loop
-        loop.prepare_plain_decode()
+        loop.fallback.prepare()
     with engine:
         outside = [engine.generate(prompts[:1], **arguments), engine.generate(prompts, **arguments)]
         for one, other in zip(inside, outside, strict=True):
             assert [r.token_ids for r in one] == [r.token_ids for r in other]
-        assert not loop.plain._buffers.block_ids_BG.is_inference()
+        assert not next(
+            iter(loop.fallback.plain.buckets.values())
+        ).buffers.block_ids_BG.is_inference()
 
 
 def test_superseded_stream_says_so(engine: Engine) -> None:

@@ -100,12 +100,12 @@ class Steps:
         changed: dict[Key, SkinnyConfig | None] = dict(self._table)
         for name in names:
             changed |= self._changes[name]
-        loop, bucket = self._engine.built.loop, self._args.bucket
+        lane, bucket = self._engine.built.loop.first, self._args.bucket
         TUNED.clear()
         TUNED.update({key: config for key, config in changed.items() if config is not None})
         try:
             forget()
-            loop._buckets.pop(bucket, None)  # built again for the first request
+            lane.rebuild()
             case = Case(
                 graph_mode="full",
                 bucket=bucket,
@@ -118,7 +118,7 @@ class Steps:
             result = run_case(self._engine, case, lambda count: None)
         except Exception as error:  # does not compile or fit: no candidate
             print(f"{label}: {(str(error).splitlines() or [repr(error)])[0][:150]}", flush=True)
-            loop.reset()
+            self._engine.built.loop.reset()
             return None
         finally:
             TUNED.clear()

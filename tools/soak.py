@@ -34,8 +34,7 @@ from typing import Any
 import torch
 
 from graphengine.api import Engine
-from graphengine.decode.fallback import FallbackLoop
-from graphengine.decode.loop import StepOutput
+from graphengine.decode.loop import DecodeLoop, StepOutput
 from graphengine.decode.request import Request
 from graphengine.profiles import result_schema
 
@@ -96,7 +95,7 @@ def open_engine(target: Path, drafter: Path | None, options: Options) -> Engine:
         acceptance_floor=0.0,
         **options,
     )
-    head: Any = engine.built.loop._prefill.target.weights.lm_head_VD
+    head: Any = engine.built.loop.prefill.target.weights.lm_head_VD
     head[LIKELY_TOKENS:] *= 0.02
     return engine
 
@@ -105,7 +104,7 @@ def open_engine(target: Path, drafter: Path | None, options: Options) -> Engine:
 class Soak:
     """One run: the loop, what is known of its prompts, and what was counted."""
 
-    loop: FallbackLoop
+    loop: DecodeLoop
     truth: dict[tuple[int, ...], list[int]]
     rng: random.Random
     must_match: bool
@@ -132,8 +131,9 @@ class Soak:
             counts["requests"] += 1
         if rng.random() < 0.02:
             self._cancel()
-        if rng.random() < 0.02 and loop.running:
-            loop.leave_speculation([rng.choice(loop.running)], "the soak says so")
+        assert loop.fallback is not None
+        if rng.random() < 0.02 and loop.first.running:
+            loop.fallback.leave([rng.choice(loop.first.running)], "the soak says so")
         outputs = loop.admit()
         loop.launch()
         if rng.random() < 0.02:
@@ -181,8 +181,7 @@ class Soak:
         Raises:
             Leak: pages are missing or shared.
         """
-        plain = self.loop.plain
-        running = self.loop.running + (plain.running if plain is not None else [])
+        running = self.loop.running
         held = [page for request in running for page in request.pages] + self.ballast
         allocator = self.loop.allocator
         if len(set(held)) != len(held) or len(held) + allocator.num_free != allocator.num_usable:
@@ -240,7 +239,6 @@ def soak(
         truth = {p: r.token_ids for p, r in zip(prompts, results, strict=True)}
         with open_engine(target, drafter, options) as engine:
             is_float32, loop = engine.config.dtype == "float32", engine.built.loop
-            assert isinstance(loop, FallbackLoop)
             run = Soak(loop=loop, truth=truth, rng=rng, must_match=is_float32)
             return _run(run, steps, progress)
 

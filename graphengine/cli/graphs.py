@@ -95,7 +95,7 @@ def _graphs(model: str | None, draft: str | None, options: dict[str, Any]) -> No
             )
         listed: dict[int, list[Entry]] = {}
         num_dots = 0
-        for size, bucket in engine.built.loop.buckets.items():
+        for size, bucket in engine.built.loop.first.buckets.items():
             runners = bucket.runners
             listed[size] = [entry for runner in runners for entry in inventory(runner)]
             if options["dot"] is not None:

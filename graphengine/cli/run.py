@@ -109,7 +109,7 @@ def run(job: Job, import_s: float) -> int:
             answers,
             generate_s,
             cache=job.store.segments if job.store else None,
-            built_late_s=engine.built.loop.built_late_s,
+            built_late_s=engine.built.loop.first.built_late_s,
         )
         report.print_failures(answers)
         if job.as_json:
@@ -123,7 +123,7 @@ def run(job: Job, import_s: float) -> int:
                 plan=engine.memory_plan,
                 answers=answers,
                 generate_s=generate_s,
-                built_late_s=engine.built.loop.built_late_s,
+                built_late_s=engine.built.loop.first.built_late_s,
                 warnings=texts,
                 is_complete=stopped is None,
             )

@@ -7,7 +7,7 @@ refused (`draft_formats`), never guessed.
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Literal, Self
 
 from graphengine.config.model import ModelConfig
 
@@ -69,7 +69,7 @@ class DraftConfig:
         """Rows that the target runs a step: the anchor and every draft."""
         return self.num_draft_tokens + 1
 
-    def shortened(self, num_draft_tokens: int) -> DraftConfig:
+    def shortened(self, num_draft_tokens: int) -> Self:
         """The same drafter with fewer mask rows in its block, so that it proposes fewer tokens."""
         fewer = self.num_draft_tokens - num_draft_tokens
         assert 0 <= fewer < self.num_draft_tokens
@@ -133,3 +133,22 @@ class DraftConfig:
                 f"{source}: mask_token_id {self.mask_token_id} lies outside the target's embedding "
                 f"of {target.vocab_size} rows"
             )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NgramConfig:
+    """Prompt look-up (`drafters.ngram`): no file, no weights, any target."""
+
+    num_draft_tokens: int = 15
+    shortest: int = 2
+    longest: int = 4
+
+    @property
+    def num_verify_rows(self) -> int:
+        """Rows that the target runs a step: the anchor and every draft."""
+        return self.num_draft_tokens + 1
+
+    def shortened(self, num_draft_tokens: int) -> Self:
+        """The same with fewer drafts."""
+        assert 1 <= num_draft_tokens <= self.num_draft_tokens
+        return replace(self, num_draft_tokens=num_draft_tokens)

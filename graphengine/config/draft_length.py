@@ -16,7 +16,7 @@ pages, positions) goes by the largest.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol, Self, TypeVar
 
 from graphengine.config.draft import DraftConfig
 from graphengine.config.engine import EngineConfig
@@ -63,12 +63,24 @@ def resolve_draft_lengths(
     return tuple(by_size[size] for size in sizes)
 
 
-def draft_at(config: EngineConfig, draft: DraftConfig, size: int) -> DraftConfig:
+class Shortens(Protocol):
+    """A drafter, or what describes one."""
+
+    @property
+    def num_draft_tokens(self) -> int: ...
+
+    def shortened(self, num_draft_tokens: int) -> Self: ...
+
+
+Draft = TypeVar("Draft", bound=Shortens)
+
+
+def draft_at(config: EngineConfig, draft: Draft, size: int) -> Draft:
     """The drafter as the bucket of `size` runs it."""
     numbers = config.num_speculative_tokens
     return draft.shortened(numbers[config.buckets.index(size)]) if numbers else draft
 
 
-def longest_draft(config: EngineConfig, draft: DraftConfig) -> DraftConfig:
+def longest_draft(config: EngineConfig, draft: Draft) -> Draft:
     """The drafter as the bucket with the longest block runs it."""
     return draft.shortened(max(config.num_speculative_tokens, default=draft.num_draft_tokens))

@@ -9,17 +9,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from itertools import chain
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from graphengine.capture.compile import compile_segments
 from graphengine.capture.runners import GraphPool, Runner, run_chain
-from graphengine.capture.steps import Step
 from graphengine.config.draft import AttentionRule
 from graphengine.config.draft_length import draft_at
 from graphengine.config.engine import EngineConfig
@@ -32,28 +30,15 @@ from graphengine.decode.attention import (
     TorchAttention,
     make_workspace,
 )
-from graphengine.decode.buffers import StepBuffers
-from graphengine.decode.chains import (
-    Drafter,
-    context_chain,
-    draft_chain,
-    sampled_accept_step,
-    sampled_last_step,
-    verify_chain,
-)
+from graphengine.decode.buffers import Arena, StepBuffers
+from graphengine.decode.chains import step_chains
 from graphengine.decode.compile_ahead import CompileAhead, shortened
 from graphengine.decode.kvcache import NULL_PAGE, pages_for
+from graphengine.decode.proposer import Proposer, step_buffers
 from graphengine.decode.segments import Segments
 from graphengine.decode.simulate import Simulation
 from graphengine.decode.stack import Target
-from graphengine.decode.stages import (
-    Chains,
-    Stage,
-    captured_stages,
-    eager_stages,
-    planned,
-    whole,
-)
+from graphengine.decode.stages import Planned, Stage, captured_stages, cut, eager_stages
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,17 +47,17 @@ class Bucket:
 
     size: int
     buffers: StepBuffers
-    verify_attention: Attention
-    draft_attentions: tuple[Attention, ...]  # one a kind of layer
+    attentions: tuple[Attention, ...]  # the verify's, then one a kind of the drafter's layers
     stages: tuple[Stage, ...]  # in the order in which a step launches them
     ahead: Runner | None
-    """The last stage, which is of the next block; a freshly loaded batch runs it once."""
+    """The last stage, which is of the next block; rows that begin run it once."""
 
     @property
     def runners(self) -> list[Runner]:
-        """Of the stages, each behind those whose carry it continues; for tools."""
-        ahead = [] if self.ahead is None else [self.ahead]
-        return ahead + [stage.runner for stage in self.stages if stage.runner is not self.ahead]
+        """Of the stages with their first end, each behind those whose carry it continues; for
+        tools."""
+        runners = [next(iter(stage.runners.values())) for stage in self.stages]
+        return runners[-1:] + runners[:-1] if self.ahead is not None else runners
 
 
 @dataclass(slots=True)
@@ -83,124 +68,174 @@ class BuildTimes:
     capture_s: float = 0.0
 
 
-class Buckets(NamedTuple):
-    """The buckets built ahead, and what builds one more, between steps."""
-
-    ready: dict[int, Bucket]
-    build: Callable[[int], Bucket]
-    """Size -> its bucket. Mutates: the buffers, cleared before and after."""
-    pool: GraphPool | None
-    times: BuildTimes
-
-
-def build_buckets(
-    config: EngineConfig,
-    target: Target,
-    drafter: Drafter | None,
-    buffers: StepBuffers,
-    dtype: torch.dtype,
-    device: torch.device,
-    simulation: Simulation | None = None,
-    progress: Callable[[str], None] = lambda what: None,
-    ahead: Collection[int] | None = None,
-    workspace: Tensor | None = None,
-    prefills: Sequence[Callable[[], object]] = (),
-) -> Buckets:
-    """Compiles, warms and captures buckets, the largest first.
+class BucketBuilder:
+    """Compiles, warms and captures buckets of one proposer, over memory that they share.
 
     Every segment runs once here, so that no request pays for a compilation; on the CPU without
     compilation there is nothing to run ahead. A larger bucket captured after smaller ones extends
     the shared pool; the other order reuses it.
-
-    Args:
-        buffers: cleared while building, so that warming up touches nothing but the null page.
-        progress: told what is being built.
-        ahead: sizes to build now; default all.
-        workspace: FlashInfer's scratch, to share it with other buckets on the same stream.
-        prefills: what else has kernels to compile beside those of the buckets.
     """
-    times = BuildTimes()
-    segments = Segments(*compile_segments(Segments())) if config.compile else Segments()
-    pool = GraphPool() if config.graph_mode != "none" else None
-    if workspace is None and config.attention_backend == "flashinfer":
-        workspace = make_workspace(device)
 
-    def drafter_at(size: int) -> Drafter | None:
-        return replace(drafter, config=draft_at(config, drafter.config, size)) if drafter else None
+    def __init__(
+        self,
+        config: EngineConfig,
+        target: Target,
+        proposer: Proposer,
+        num_positions: int,
+        simulation: Simulation | None = None,
+        workspace: Tensor | None = None,
+        progress: Callable[[str], None] = lambda what: None,
+    ) -> None:
+        """
+        Args:
+            proposer: with the longest block of any bucket.
+            num_positions: that a request's pages hold.
+            workspace: FlashInfer's scratch, to share it with other buckets on the same stream.
+            progress: told what is being built.
+        """
+        self.config, self.target, self.proposer = config, target, proposer
+        self.simulation, self.progress = simulation, progress
+        self.device, self.dtype = target.kv_pool.device, target.kv_pool.dtype
+        self.width = pages_for(num_positions, config.page_size)
+        self.times = BuildTimes()
+        self.pool = GraphPool() if config.graph_mode != "none" else None
+        self.segments = Segments(*compile_segments(Segments())) if config.compile else Segments()
+        self.workspace = workspace
+        if workspace is None and config.attention_backend == "flashinfer":
+            self.workspace = make_workspace(self.device)
+        self.arena = Arena(self.device, self.dtype)
+        step_buffers(self.arena, target.config, proposer, max(config.buckets), self.width)
 
-    def runs_of(sizes: Collection[int]) -> Iterator[Callable[[], object]]:
-        """The chains of these buckets, neither compiled nor planned, over buffers of their own."""
-        draft, short = drafter.config if drafter else None, shortened(target, drafter)
-        width = buffers.page_table_BW.shape[1]
-        apart = StepBuffers.make(target.config, draft, max(sizes), width, dtype, device)
-        for size in sizes:
-            own = drafter_at(size)
-            views = apart.bucket(size, own.config if own else None)
-            chains = _assemble(config, short, own, views, dtype, None, Segments(), None).chains
-            sampled = [*chains.verify[:-2], *chains.sampled_end] if chains.sampled_end else []
-            for steps in (chains.draft, chains.verify, chains.context, sampled):
-                yield partial(run_chain, steps)
+    def proposing(self, proposer: Proposer) -> BucketBuilder:
+        """The same with another proposer, over memory of its own."""
+        num_positions = self.width * self.config.page_size
+        return BucketBuilder(
+            *(self.config, self.target, proposer, num_positions, self.simulation, self.workspace)
+        )
+
+    def clear_results_(self) -> None:
+        """Forgets results that were not read. Mutates: the buffers."""
+        self.arena.clear_("results")
+
+    def build_ahead(
+        self, sizes: Collection[int], prefills: Sequence[Callable[[], object]] = ()
+    ) -> dict[int, Bucket]:
+        """These buckets, the largest first, their kernels compiled beside them.
+
+        Args:
+            prefills: what else has kernels to compile.
+        """
+        first = sorted(sizes, reverse=True)
+        runs = chain(self._runs_of(first), prefills) if self.device.type == "cuda" else ()
+        with CompileAhead(runs) as kernels:
+            return {size: self.build(size, kernels) for size in first}
 
     @torch.inference_mode(False)
     @torch.no_grad()
-    def build(size: int, kernels: CompileAhead | None = None) -> Bucket:
-        buffers.clear_()
+    def build(self, size: int, kernels: CompileAhead | None = None) -> Bucket:
+        """The bucket of a size, between steps. Mutates: the buffers, cleared before and after."""
+        config, simulation = self.config, self.simulation
+        self.arena.clear_()
         drawn = simulation.step_1.clone() if simulation is not None else None
-        own = drafter_at(size)
-        views = buffers.bucket(size, own.config if own else None)
-        verify_attention, draft_attentions, chains = _assemble(
-            config, target, own, views, dtype, workspace, segments, simulation
+        proposer = draft_at(config, self.proposer, size)
+        views = step_buffers(self.arena, self.target.config, proposer, size, self.width)
+        verify = self._attention(views, self.target.config, AttentionRule(causal=True), views.block)
+        drafts = self._draft_attentions(views, proposer)
+        chains = step_chains(
+            *(config, self.target, proposer, views, verify, drafts, self.segments, simulation)
         )
-        attentions = (verify_attention, *draft_attentions)
-        cut = whole(chains)
-        if config.plans_attention:
-            blocks = (views.block, views.draft_block)
-            cut = planned(chains, verify_attention, draft_attentions, *blocks)
+        rows = {attends.rows for attends in proposer.attends}
+        assert len(rows) <= 1  # a plan is for one number of rows
+        before_draft = Planned(tuple(drafts.values()), *rows)
+        plans = (Planned((verify,), views.block), before_draft)
+        parts = cut(chains, plans[0], before_draft if config.plans_attention else None)
 
-        built = eager_stages(cut)
+        stages, ahead = eager_stages(*parts)
         began = time.perf_counter()
-        runs_ahead = device.type == "cuda" or config.compile
+        runs_ahead = self.device.type == "cuda" or config.compile
 
         def warm() -> None:
-            for stage in built.stages:
-                stage.runner.run()
-                if stage.sampled is not stage.runner:
-                    stage.sampled.run()
+            for stage in stages:
+                for runner in dict.fromkeys(stage.runners.values()):
+                    runner.run()
 
         if runs_ahead:
-            progress(f"compiling bucket {size}" if config.compile else f"warming bucket {size}")
-            if built.ahead is not None:
-                built.ahead.run()
-        if config.compile and workspace is not None:
+            what = "compiling" if config.compile else "warming"
+            self.progress(f"{what} bucket {size}")
+            if ahead is not None:
+                ahead.run()
+        if config.compile and self.workspace is not None:
             # FlashInfer's own compiler may still be at work, and to plan is to wait for it. So
             # Inductor comes first, over attentions that do nothing yet.
             warm()
-        for unplanned in attentions:
-            block = views.block if unplanned is verify_attention else views.draft_block
-            unplanned.plan(_dummy_layout(size, block, config.page_size))
+        for attentions, block in plans:
+            for attention in attentions:
+                attention.plan(_dummy_layout(size, block, config.page_size))
         if runs_ahead:
             warm()
             if kernels is not None:
                 kernels.wait()
-            if device.type == "cuda":
+            if self.device.type == "cuda":
                 torch.cuda.synchronize()
-            times.compile_s += time.perf_counter() - began
-        if pool is not None:
-            progress(f"capturing bucket {size}")
+            self.times.compile_s += time.perf_counter() - began
+        if self.pool is not None:
+            self.progress(f"capturing bucket {size}")
             began = time.perf_counter()
-            built = captured_stages(cut, config.graph_mode, pool)
+            stages, ahead = captured_stages(*parts, config.graph_mode, self.pool)
             torch.cuda.synchronize()
-            times.capture_s += time.perf_counter() - began
-        buffers.clear_()
+            self.times.capture_s += time.perf_counter() - began
+        self.arena.clear_()
         if simulation is not None and drawn is not None:
             simulation.step_1.copy_(drawn)
-        return Bucket(size, views, verify_attention, draft_attentions, *built)
+        return Bucket(size, views, (verify, *drafts.values()), tuple(stages), ahead)
 
-    first = sorted(config.buckets if ahead is None else ahead, reverse=True)
-    runs = chain(runs_of(first), prefills) if device.type == "cuda" else ()
-    with CompileAhead(runs) as kernels:
-        ready = {size: build(size, kernels) for size in first}
-    return Buckets(ready, build, pool, times)
+    def _runs_of(self, sizes: Collection[int]) -> Iterator[Callable[[], object]]:
+        """The chains of these buckets, neither compiled nor planned, over buffers of their own."""
+        config, short = self.config, shortened(self.target, self.proposer)
+        apart = Arena(self.device, self.dtype)
+        step_buffers(apart, self.target.config, self.proposer, max(sizes), self.width)
+        for size in sizes:
+            own = draft_at(config, self.proposer, size)
+            views = step_buffers(apart, self.target.config, own, size, self.width)
+            verify = self._attention(
+                views, self.target.config, AttentionRule(causal=True), views.block, planned=False
+            )
+            drafts = self._draft_attentions(views, own, planned=False)
+            segments = Segments()
+            chains = step_chains(
+                *(config, short, own, views, verify, drafts, segments, self.simulation)
+            )
+            for steps in (chains.propose, chains.context):
+                yield partial(run_chain, steps)
+            for end in chains.ends.values():
+                yield partial(run_chain, [*chains.verify, *end])
+
+    def _draft_attentions(
+        self, views: StepBuffers, proposer: Proposer, planned: bool = True
+    ) -> dict[AttentionRule, Attention]:
+        return {
+            kind.rule: self._attention(views, kind.model, kind.rule, kind.rows, planned)
+            for kind in proposer.attends
+        }
+
+    def _attention(
+        self,
+        views: StepBuffers,
+        model: ModelConfig,
+        rule: AttentionRule,
+        block: int,
+        planned: bool = True,
+    ) -> Attention:
+        """A bucket's attention of `block` rows a request, its metadata at fixed addresses."""
+        causal, window, size = rule.causal, rule.window, self.config.page_size
+        if self.config.attention_backend == "triton":
+            return BlockAttention(model, causal, views, block, window)
+        if self.workspace is None or not planned:
+            return TorchAttention(model, size, causal, self.device, window)
+        num_requests, num_pages = views.start_B.shape[0], views.page_table_BW.numel()
+        return FlashInferAttention(
+            *(model, size, causal, self.workspace, self.dtype, num_requests, num_pages, window)
+        )
 
 
 def prefill_attention(
@@ -210,71 +245,6 @@ def prefill_attention(
     if config.prefill_attention_backend == "flashinfer":
         return FlashInferAttention(model, config.page_size, True, make_workspace(device), dtype)
     return TorchAttention(model, config.page_size, True, device)
-
-
-def _attention(
-    config: EngineConfig,
-    model: ModelConfig,
-    rule: AttentionRule,
-    dtype: torch.dtype,
-    workspace: Tensor | None,
-    block: int,
-    buffers: StepBuffers,
-) -> Attention:
-    """A bucket's attention of `block` rows a request, its metadata at fixed addresses."""
-    causal, window = rule.causal, rule.window
-    if config.attention_backend == "triton":
-        return BlockAttention(model, causal, buffers, block, window)
-    if workspace is None:
-        return TorchAttention(model, config.page_size, causal, buffers.start_B.device, window)
-    num_requests, max_pages = buffers.start_B.shape[0], buffers.page_table_BW.numel()
-    return FlashInferAttention(
-        model, config.page_size, causal, workspace, dtype, num_requests, max_pages, window
-    )
-
-
-class _Assembled(NamedTuple):
-    """A bucket's attentions, one a kind of the drafter's layers, and the chains over them."""
-
-    verify_attention: Attention
-    draft_attentions: tuple[Attention, ...]
-    chains: Chains
-
-
-def _assemble(
-    config: EngineConfig,
-    target: Target,
-    drafter: Drafter | None,
-    views: StepBuffers,
-    dtype: torch.dtype,
-    workspace: Tensor | None,
-    segments: Segments,
-    simulation: Simulation | None,
-) -> _Assembled:
-    """A bucket's parts over its views of the buffers."""
-
-    def attention(model: ModelConfig, rule: AttentionRule, block: int) -> Attention:
-        return _attention(config, model, rule, dtype, workspace, block, views)
-
-    page_size = config.page_size
-    verify_attention = attention(target.config, AttentionRule(causal=True), views.block)
-    of_rule: dict[AttentionRule, Attention] = {}
-    draft, context = [], []
-    if drafter is not None:
-        for rule in dict.fromkeys(drafter.config.attention_rules):
-            of_rule[rule] = attention(drafter.config.model, rule, views.draft_block)
-        by_layer = [of_rule[rule] for rule in drafter.config.attention_rules]
-        draft = draft_chain(drafter, views, by_layer, segments)
-        context = context_chain(
-            drafter, views.taps_TC, views.context_positions_T, views.context_slots_T, segments
-        )
-    verify = verify_chain(target, drafter, views, verify_attention, page_size, segments, simulation)
-    sampled_end: list[Step] = []
-    if config.sampling:
-        sampled_end.append(sampled_last_step(target, drafter, views, segments))
-        sampled_end.append(sampled_accept_step(drafter, views, page_size))
-    chains = Chains(draft, verify, context, sampled_end)
-    return _Assembled(verify_attention, tuple(of_rule.values()), chains)
 
 
 def _dummy_layout(num_requests: int, block: int, page_size: int) -> Layout:

@@ -5,21 +5,60 @@ the next replay. A bucket sees the beginning of each tensor's memory: its reques
 many rows as its own block has, so that what a kernel gets is contiguous whatever the block.
 
 Legend: B requests, G rows of a request in a verify (anchor and drafts), T = B * G rows, W pages per
-request, C = taps * hidden, N / H query heads / head dim, X words of results. In draft_block_ids,
-draft_positions, draft_slots and draft_attn, G and T count the rows of a draft forward: as many, or
-one less when the anchor's row predicts too (anchor-first drafters).
+request, N / H query heads / head dim, X words of results.
 """
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from graphengine.config.draft import DraftConfig
 from graphengine.config.model import ModelConfig
 from graphengine.kernels.accept import NUM_RESULTS
+
+
+class Arena:
+    """Memory by name. Whoever takes a name first decides its size, later takers see its beginning:
+    so the largest bucket comes first, and a smaller one moves nothing."""
+
+    def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
+        """Args: dtype: of hidden states."""
+        self._device, self.dtype = device, dtype
+        self._flat: dict[str, Tensor] = {}
+
+    def take(self, name: str, *shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
+        """A contiguous tensor at the beginning of the memory of that name; zeros when new."""
+        return self._view(name, shape, dtype, self._device, False)
+
+    def take_on_host(self, name: str, *shape: int) -> Tensor:
+        """The same as int64 of the host, pinned where the device is a GPU."""
+        on_gpu = self._device.type == "cuda"
+        where = torch.device("cpu") if on_gpu else self._device
+        return self._view(name, shape, torch.int64, where, on_gpu)
+
+    def _view(
+        self, name: str, shape: tuple[int, ...], dtype: torch.dtype, where: torch.device, pin: bool
+    ) -> Tensor:
+        count = math.prod(shape)
+        flat = self._flat.get(name)
+        if flat is None:
+            flat = self._flat[name] = torch.zeros(count, dtype=dtype, device=where, pin_memory=pin)
+        assert count <= flat.numel() and dtype == flat.dtype, name
+        return flat[:count].view(shape)
+
+    def clear_(self, *only: str) -> None:
+        """Zeroes the memory of these names, or all: then every row is padding. No step may be
+        running. Mutates: the memory."""
+        for name in only or self._flat:
+            self._flat[name].zero_()
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all names, those without bytes (device meta) included."""
+        return sum(flat.numel() * flat.element_size() for flat in self._flat.values())
 
 
 class StepBuffers(NamedTuple):
@@ -27,119 +66,58 @@ class StepBuffers(NamedTuple):
 
     `start_B` counts committed tokens (= position of the anchor); 0 marks a padded row, which
     touches only the null page. `positions_T` / `slots_T` belong to the block in `block_ids_BG`;
-    the `context_*` pair keeps those of the block verified last, for the drafter's context K/V.
-    Where a draft has as many rows as a verify, `draft_block_ids_BG`, `draft_positions_T` and
-    `draft_slots_T` are the block's own tensors; else the draft chain copies them.
+    the `context_*` pair keeps those of the block verified last, for what the drafter makes of it.
     `results_BX` is memory of the host, pinned, that the accept kernel writes and `rows` reads.
+    `own`: what the proposer keeps beside these (`Proposer.buffers`).
     """
 
     block_ids_BG: Tensor  # int64: anchor, MASK, ..; plain decode: the anchor
-    draft_ids_BG: Tensor  # int64: anchor, d_1 .. d_{G-1}
+    draft_ids_BG: Tensor  # int64: anchor, d_1 .. d_{G-1}; plain decode: block_ids_BG itself
     start_B: Tensor  # int32
     step_B: Tensor  # int64: number of the step, equal in all rows
     results_BX: Tensor  # int64 on the host: words of kernels/accept.py
     page_table_BW: Tensor  # int32
-    temperature_B: Tensor  # float32; these four are read by the sampled verify chain alone
+    temperature_B: Tensor  # float32; these four are read by the end that samples alone
     top_p_B: Tensor  # float32
     top_k_B: Tensor  # int32
     seed_B: Tensor  # int64
     positions_T: Tensor  # int64
     slots_T: Tensor  # int64
-    draft_block_ids_BG: Tensor  # int64
-    draft_positions_T: Tensor  # int64
-    draft_slots_T: Tensor  # int64
     context_positions_T: Tensor  # int64
     context_slots_T: Tensor  # int64
-    taps_TC: Tensor  # model dtype
     attn_TNH: Tensor  # model dtype; the target's attention output
-    draft_attn_TNH: Tensor  # model dtype; the drafter's
+    own: tuple[Tensor, ...]
 
     @classmethod
-    def make(
-        cls,
-        target: ModelConfig,
-        draft: DraftConfig | None,
-        max_batch: int,
-        max_pages: int,
-        dtype: torch.dtype,
-        device: torch.device,
+    def take(
+        cls, arena: Arena, target: ModelConfig, num_requests: int, block: int, width: int
     ) -> StepBuffers:
-        """Zeroed buffers: every row is padding until a request is loaded."""
-        block = draft.num_verify_rows if draft else 1
-        draft_block = draft.block_size if draft else 1
-        rows, draft_rows = max_batch * block, max_batch * draft_block
-
-        def ids(*shape: int, kind: torch.dtype = torch.int64) -> Tensor:
-            return torch.zeros(shape, dtype=kind, device=device)
-
-        def values(*shape: int) -> Tensor:
-            return torch.zeros(shape, dtype=dtype, device=device)
-
-        def on_host(*shape: int) -> Tensor:
-            is_gpu = device.type == "cuda"
-            where = torch.device("cpu") if is_gpu else device
-            return torch.zeros(shape, dtype=torch.int64, device=where, pin_memory=is_gpu)
-
-        taps = draft.num_taps * draft.tap_size if draft else 0
-        heads = (target.num_attention_heads, target.head_dim)
-        draft_heads = (draft.model.num_attention_heads, draft.model.head_dim) if draft else (0, 0)
-        block_ids, positions, slots = ids(max_batch, block), ids(rows), ids(rows)
-        own = draft_block != block
+        """Of requests with `block` rows and `width` pages each; padding until one is written."""
+        rows = num_requests * block
+        take, f32, i32 = arena.take, torch.float32, torch.int32
+        block_ids_BG = take("block_ids", num_requests, block)
         return cls(
-            block_ids_BG=block_ids,
-            # Without a drafter the block is its own draft.
-            draft_ids_BG=ids(max_batch, block) if draft else block_ids,
-            start_B=ids(max_batch, kind=torch.int32),
-            step_B=ids(max_batch),
-            results_BX=on_host(max_batch, NUM_RESULTS * (block + 1)),
-            page_table_BW=ids(max_batch, max_pages, kind=torch.int32),
-            temperature_B=ids(max_batch, kind=torch.float32),
-            top_p_B=ids(max_batch, kind=torch.float32),
-            top_k_B=ids(max_batch, kind=torch.int32),
-            seed_B=ids(max_batch),
-            positions_T=positions,
-            slots_T=slots,
-            draft_block_ids_BG=ids(max_batch, draft_block) if own else block_ids,
-            draft_positions_T=ids(draft_rows) if own else positions,
-            draft_slots_T=ids(draft_rows) if own else slots,
-            context_positions_T=ids(rows),
-            context_slots_T=ids(rows),
-            taps_TC=values(rows, taps),
-            attn_TNH=values(rows, *heads),
-            draft_attn_TNH=values(draft_rows, *draft_heads),
+            block_ids_BG=block_ids_BG,
+            draft_ids_BG=take("draft_ids", num_requests, block) if block > 1 else block_ids_BG,
+            start_B=take("start", num_requests, dtype=i32),
+            step_B=take("step", num_requests),
+            results_BX=arena.take_on_host("results", num_requests, NUM_RESULTS * (block + 1)),
+            page_table_BW=take("page_table", num_requests, width, dtype=i32),
+            temperature_B=take("temperature", num_requests, dtype=f32),
+            top_p_B=take("top_p", num_requests, dtype=f32),
+            top_k_B=take("top_k", num_requests, dtype=i32),
+            seed_B=take("seed", num_requests),
+            positions_T=take("positions", rows),
+            slots_T=take("slots", rows),
+            context_positions_T=take("context_positions", rows),
+            context_slots_T=take("context_slots", rows),
+            attn_TNH=take(
+                "attn", rows, target.num_attention_heads, target.head_dim, dtype=arena.dtype
+            ),
+            own=(),
         )
 
     @property
     def block(self) -> int:
         """Rows of a request in a verify."""
         return self.block_ids_BG.shape[1]
-
-    @property
-    def draft_block(self) -> int:
-        """Rows of a request in a draft forward."""
-        return self.draft_block_ids_BG.shape[1]
-
-    def bucket(self, num_requests: int, draft: DraftConfig | None = None) -> StepBuffers:
-        """Views for `num_requests` requests; blocks of other buckets lie elsewhere in the memory.
-
-        Args:
-            draft: whose block they run, at most that of the whole; None: the same block.
-        """
-        block = draft.num_verify_rows if draft else self.block
-        draft_block = draft.block_size if draft else self.draft_block
-
-        def view(name: str, tensor: Tensor) -> Tensor:
-            dims = name.split("_")[-1]
-            drafts = name.startswith("draft_") and name != "draft_ids_BG"
-            rows = num_requests * (draft_block if drafts else block)
-            if dims == "BG":
-                return tensor.view(-1)[:rows].view(num_requests, -1)
-            return tensor[: rows if dims.startswith("T") else num_requests]
-
-        pairs = zip(self._fields, self, strict=True)
-        return StepBuffers(*(view(name, tensor) for name, tensor in pairs))
-
-    def clear_(self) -> None:
-        """Makes every row padding; no step may be running. Mutates: all tensors."""
-        for tensor in self:
-            tensor.zero_()

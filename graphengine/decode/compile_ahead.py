@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode, _push_mode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from graphengine.decode.chains import Drafter
+from graphengine.decode.proposer import Proposer
 from graphengine.decode.stack import Target
 from graphengine.kernels.launch import compile_only
 
@@ -86,11 +86,10 @@ class CompileAhead:
         self._pool.shutdown(cancel_futures=True)
 
 
-def shortened(target: Target, drafter: Drafter | None) -> Target:
+def shortened(target: Target, proposer: Proposer) -> Target:
     """The first layers alone, one that the drafter taps among them: a forward of these has all
     kernels of a whole one, and a run ahead takes time from the thread that compiles segments."""
-    taps = drafter.config.target_layer_ids if drafter is not None else ()
-    count = max(2, min(taps, default=0) + 1)
+    count = max(2, min(proposer.taps, default=0) + 1)
     layers = target.weights.layers[:count]
     config = replace(target.config, num_hidden_layers=len(layers))
     return replace(target, config=config, weights=target.weights._replace(layers=layers))

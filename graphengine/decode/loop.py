@@ -1,32 +1,28 @@
-"""The decode loop: one speculative step, in the order in which the device sees it.
+"""The decode loop: requests come in, steps go out, in the order in which the device sees them.
 
-    launch    draft                 [anchor, MASK..] -> drafts d_1 .. d_{G-1}
-              verify, accept        one target forward over the block; counts and takes the bonus,
-                                    and stores tokens and counts into the host's memory
-              context               the drafter's K/V of the block, while the host reads
-    collect   wait for the results  the only wait of a step
-              commit                stop tokens, budgets; pages of finished requests return
+    admit     prefill            waiting requests get pages, K/V and their first token
+    launch    draft              [anchor, MASK..] -> drafts d_1 .. d_{G-1}
+              verify, accept     one target forward over the block; counts and takes the bonus,
+                                 and stores tokens and counts into the host's memory
+              context            the drafter's K/V of the block, while the host reads
+    collect   wait               for the results: the only wait of a step
+              commit             stop tokens, budgets; pages of finished requests return
 
-Draft, verify, acceptance and the next block's inputs stay on the device. The host follows one
-result behind and steps in only when the set of running requests changes. Where attention reads its
-lengths on the device, a step is one launch, and the next step is launched before the last one's
-result is read (`PIPELINE_DEPTH`): the device never waits for the host. Where the host must plan, it
-plans between stages of a step, and `stages` says what the device does meanwhile.
+`decode.reference` is the same step on one page, without lanes, batches and a device.
 
-Without a drafter a block is one row, and the same loop decodes plainly. Requests for which
-speculation cannot or should not go on are `fallback`'s business: a second loop beside this one.
+One loop, one or two lanes: requests draft in the first, or decode plainly where there is no
+drafter; those for which speculation cannot or should not go on change to a plain lane between two
+steps (`fallback`). Draft, verify, acceptance and the next block's inputs stay on the device.
 
-Invariant: `Request.start` on the host equals `start_B` on the device whenever a plan is made;
-pages are reserved at admission for everything that a request can write, so no step can fail for
-the lack of memory; a finished request's late writes (its results come before its last ones) go to
-its own pages or the null page, and are ordered on the stream before any reuse of them.
+Invariant: pages are reserved at admission for everything that a request can write, so no step can
+fail for the lack of memory; a finished request's late writes (its results come before its last
+ones) go to its own pages or the null page, and are ordered on the stream before any reuse of them.
 """
 
 from __future__ import annotations
 
-import time
 from collections import deque
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from numbers import Integral
 from typing import NamedTuple
 
@@ -34,19 +30,13 @@ import torch
 
 from graphengine import names
 from graphengine.config.engine import EngineConfig
-from graphengine.decode.attention import Layout
-from graphengine.decode.buckets import Bucket
-from graphengine.decode.buffers import StepBuffers
+from graphengine.decode.fallback import Fallback
 from graphengine.decode.kvcache import PageAllocator, pages_for
+from graphengine.decode.lane import Lane
 from graphengine.decode.metrics import Acceptance
 from graphengine.decode.prefill import Prefill
 from graphengine.decode.request import Request
-from graphengine.decode.rows import Results, load_
 from graphengine.decode.sampling import GREEDY, Sampling
-from graphengine.kernels.accept import NUM_RESULTS
-
-# Steps in flight at most, when nothing must be planned on the host: their results are kept apart.
-PIPELINE_DEPTH = NUM_RESULTS
 
 
 class StepOutput(NamedTuple):
@@ -56,51 +46,66 @@ class StepOutput(NamedTuple):
     token_ids: list[int]
 
 
-class InFlight(NamedTuple):
-    """A launched step: its requests in the order of the rows, and their results."""
+class Watch:
+    """Told where a step is: what tools hang into the loop. Nothing is done here."""
 
-    requests: list[Request]
-    results: Results
+    def launching(self) -> None:
+        """The host begins to queue steps."""
+
+    def launched(self) -> None:
+        """They are queued."""
+
+    def waited(self) -> None:
+        """The oldest step's results are there."""
+
+    def collected(self, outputs: list[StepOutput]) -> None:
+        """They are committed."""
 
 
 class DecodeLoop:
-    """Runs requests to their end: admit, launch, collect, repeat.
-
-    Guards two invariants: a bucket row belongs to one running request or is padding, and a page
-    to one request at most. Not thread-safe; one loop owns its buffers and pools.
-    """
+    """Runs requests to their end. Guards: a page belongs to one request at most. Not thread-safe;
+    one loop owns its lanes and pools."""
 
     def __init__(
         self,
         config: EngineConfig,
-        buckets: dict[int, Bucket],
-        buffers: StepBuffers,
+        lane: Lane,
         prefill: Prefill,
         allocator: PageAllocator,
-        mask_token_id: int,
-        build_bucket: Callable[[int], Bucket] | None = None,
+        build_plain: Callable[[], Lane] | None = None,
     ) -> None:
         """
         Args:
-            buckets: those built ahead.
-            build_bucket: builds one of the others at its first use, between steps.
+            lane: where requests begin.
+            build_plain: builds a plain lane beside a drafting one.
         """
-        self.config = config
-        self.allocator = allocator
+        self.config, self.allocator, self.prefill = config, allocator, prefill
         self.waiting: deque[Request] = deque()
-        self.running: list[Request] = []
-        self._buckets = dict(sorted(buckets.items()))
-        self._buffers, self._prefill, self._mask_token_id = buffers, prefill, mask_token_id
-        self._build_bucket = build_bucket
-        self.built_late_s: dict[int, float] = {}  # bucket -> seconds that its first use waited
-        self.only_bucket: int | None = None  # a built size to run on alone; set while idle
-        self._is_sampling = False  # whether a row of the loaded bucket has a temperature
-        self._bucket: Bucket | None = None  # holds the running requests' rows; None: stale
-        self._in_flight: deque[InFlight] = deque()
+        self.first = lane
+        self.fallback = Fallback(config, lane, build_plain) if build_plain is not None else None
+        self._failed: list[StepOutput] = []  # ended between two steps, still to be given out
         self._next_id = 0
-        self._on_gpu = buffers.start_B.is_cuda
-        self._depth = 1 if config.plans_attention else PIPELINE_DEPTH
-        self._next_step = 1  # its number; never given twice, and cleared results have number 0
+
+    @property
+    def lanes(self) -> list[Lane]:
+        """The drafting lane, and the plain one where it was built."""
+        plain = self.fallback.plain if self.fallback is not None else None
+        return [self.first] if plain is None else [self.first, plain]
+
+    @property
+    def running(self) -> list[Request]:
+        """Requests with a row, of all lanes."""
+        return [request for lane in self.lanes for request in lane.running]
+
+    @property
+    def block(self) -> int:
+        """Rows of a request in the longest block; a bucket's own may be shorter."""
+        return self.first.builder.proposer.num_draft_tokens + 1
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a request waits or runs, or anything is still to be collected."""
+        return bool(self.waiting or self._failed) or any(lane.has_work for lane in self.lanes)
 
     # --- requests ---
 
@@ -133,7 +138,7 @@ class DecodeLoop:
                 "sampling=True and without simulate_acceptance, or use temperature 0"
             )
         total = min(len(prompt_ids) + max_new_tokens, limit)
-        needed = pages_for(total + self.block, self.config.page_size)
+        needed = self._pages_of(total)
         if needed > self.allocator.num_usable:
             raise ValueError(
                 f"{len(prompt_ids)} prompt and {max_new_tokens} new tokens need {needed} pages of "
@@ -155,19 +160,19 @@ class DecodeLoop:
     def admit(self) -> list[StepOutput]:
         """Prefills waiting requests, in order, while rows and pages last. Waits for the device."""
         admitted: list[Request] = []
-        num_free_rows = self._num_free_rows
+        most = self.first.only_bucket or max(self.config.buckets)
+        num_free_rows = most - len(self.running)
         while self.waiting and len(admitted) < num_free_rows:
-            request = self.waiting[0]
-            needed = pages_for(request.max_total_tokens + self.block, self.config.page_size)
+            needed = self._pages_of(self.waiting[0].max_total_tokens)
             if needed > self.allocator.num_free:
                 break
-            request.pages = self.allocator.allocate(needed)
+            self.waiting[0].pages = self.allocator.allocate(needed)
             admitted.append(self.waiting.popleft())
         if not admitted:
             return []
         try:
             with names.range_("prefill"):
-                first_tokens = self._prefill.run(admitted)
+                first_tokens = self.prefill.run(admitted)
         except BaseException:
             for request in admitted:
                 request.finish_reason = "cancelled"
@@ -177,105 +182,86 @@ class DecodeLoop:
             StepOutput(request, request.begin(token))
             for request, token in zip(admitted, first_tokens, strict=True)
         ]
-        self.running += admitted
+        self.first.join(admitted)
         self._retire()
-        self._bucket = None
+        if self.fallback is not None:
+            self.fallback.leave_at_the_limit()
         return outputs
 
     def cancel(self, request: Request) -> None:
-        """Ends a request early; harmless if it has ended. Its pages return when no step is in
-        flight, at the latest with the next `collect`."""
+        """Ends a request early; harmless if it has ended."""
         if request.finish_reason is not None:
             return
         request.finish_reason = "cancelled"
         if request in self.waiting:
             self.waiting.remove(request)
-        elif not self._in_flight:
-            self._retire()
+        self._retire()
 
-    # --- one step ---
+    def _pages_of(self, num_tokens: int) -> int:
+        """For all that a request of so many tokens can write."""
+        return pages_for(num_tokens + self.block, self.config.page_size)
+
+    def _retire(self) -> None:
+        """Takes finished requests out of their rows. Steps in flight may still write to their
+        pages: whoever gets these is behind them on the stream."""
+        for lane in self.lanes:
+            finished = [r for r in lane.running if r.finish_reason is not None]
+            if finished:
+                lane.leave(finished)
+            for request in finished:
+                self._release(request)
+
+    def _release(self, request: Request) -> None:
+        self.allocator.free(request.pages)
+        request.pages = []
+
+    # --- steps ---
+
+    def run(self, watch: Watch | None = None) -> Iterator[list[StepOutput]]:
+        """Runs everything to its end; gives out each step's tokens while the device works on the
+        next one."""
+        watch, outputs = watch or Watch(), []
+        while self.has_work or outputs:
+            with torch.no_grad():
+                outputs += self.admit()
+                watch.launching()
+                self.launch()
+                watch.launched()
+            yield outputs
+            self.wait()
+            watch.waited()
+            outputs = self.collect()
+            watch.collected(outputs)
 
     def launch(self) -> None:
-        """Queues steps for the running requests and returns while the device works.
-
-        Queues nothing while the batch has changed and older steps are still to be collected.
-        """
-        while self.running and len(self._in_flight) < self._depth:
-            if self._bucket is None:
-                if self._in_flight:
-                    break
-                self._bucket = self._load()
-            with names.range_(names.STEP):
-                self._queue_step(self._bucket)
-
-    def _queue_step(self, bucket: Bucket) -> None:
-        """Launches the stages of a step, each behind its plan if it needs one."""
-        results = Results.of(bucket.buffers, self._next_step, len(self.running))
-        self._next_step += 1
-        layouts: dict[int, Layout] = {}  # by rows of a request
-        for stage in bucket.stages:
-            if stage.attentions:
-                with names.range_("plan"):
-                    if stage.block not in layouts:
-                        layouts[stage.block] = self._layout(bucket.size, stage.block)
-                    for attention in stage.attentions:
-                        attention.plan(layouts[stage.block])
-            with names.range_(stage.name):
-                (stage.sampled if self._is_sampling else stage.runner).run()
-        self._in_flight.append(InFlight(list(self.running), results))
+        """Queues steps of every lane and returns while the device works; hands requests over
+        first, where that is due and no step stands against it."""
+        if self.first.must_drain and not self.first.in_flight and self.fallback is not None:
+            self._failed += [StepOutput(request, []) for request in self.fallback.hand_over()]
+            for output in self._failed:
+                self._release(output.request)
+        for lane in self.lanes:
+            lane.launch()
 
     def wait(self) -> None:
-        """Waits for the results of the oldest step in flight: the only wait of a step."""
-        if self._in_flight:
-            with names.range_("wait"):
-                self._in_flight[0].results.wait()
+        """Waits for the oldest step in flight of the first lane."""
+        self.first.wait()
 
     def collect(self) -> list[StepOutput]:
-        """Waits for the oldest step in flight and commits it; nothing if there is none."""
-        self.wait()
-        if not self._in_flight:
-            return []
-        requests, results = self._in_flight.popleft()
-        with names.range_("commit"):
-            return self._commit(requests, *results.read())
-
-    def _commit(
-        self, requests: list[Request], target_ids: list[list[int]], num_accepted: list[int]
-    ) -> list[StepOutput]:
-        """Gives every request its row; one that ended while the step ran gets nothing.
-
-        Args:
-            requests: those that the step ran, in the order of the rows.
-            target_ids: [B][G], the target's choice after every row of a block.
-            num_accepted: [B], drafts accepted.
-        """
-        outputs = [
-            StepOutput(request, request.advance(target_ids[row], num_accepted[row]))
-            for row, request in enumerate(requests)
-            if request.finish_reason is None
-        ]
-        self._retire()
+        """Waits for the oldest step in flight of each lane and commits it."""
+        outputs, self._failed = self._failed, []
+        for lane in self.lanes:
+            rows = lane.in_flight[0].rows if lane.in_flight else []
+            verified = lane.collect()
+            with names.range_("commit"):
+                outputs += [
+                    StepOutput(request, request.advance(target_ids, num_accepted))
+                    for request, target_ids, num_accepted in verified
+                ]
+                self._retire()
+                if rows and lane is self.first and self.fallback is not None:
+                    self.fallback.judge(verified, sum(r is not None for r in rows))
         return outputs
-
-    @property
-    def buckets(self) -> dict[int, Bucket]:
-        """Batch size -> what runs it, ascending, as far as built; for tools that look into them."""
-        return dict(sorted(self._buckets.items()))
-
-    @property
-    def block(self) -> int:
-        """Rows of a request in the longest block; a bucket's own may be shorter."""
-        return self._buffers.block
-
-    @property
-    def prefill(self) -> Prefill:
-        """The models with their caches; for tools that run the plain target themselves."""
-        return self._prefill
-
-    @property
-    def has_work(self) -> bool:
-        """Whether a request waits or runs, or a step is still to be collected."""
-        return bool(self.waiting or self.running or self._in_flight)
 
     def reset(self) -> None:
         """Drops every request and returns all pages; for use after an error or an interrupt.
@@ -289,64 +275,13 @@ class DecodeLoop:
         for request in [*self.running, *self.waiting]:
             request.finish_reason = request.finish_reason or "cancelled"
             request.pages = []
-        if self._on_gpu:
+        if self.config.device == "cuda":
             torch.cuda.synchronize()  # late writes go to pages that nobody owns yet
-        self._buffers.results_BX.zero_()  # a bucket's warm-up counts its steps from 0
-        self._in_flight.clear()
-        self._bucket = None
-        self.running = []
+        for lane in self.lanes:
+            lane.builder.clear_results_()  # a bucket's warm-up counts its steps from 0
+            lane.reset()
+        if self.fallback is not None:
+            self.fallback.reset()
+        self._failed = []
         self.waiting.clear()
         self.allocator.reset()
-
-    # --- rows ---
-
-    def _retire(self) -> None:
-        """Takes finished requests out of the batch; the rows are reloaded before the next step."""
-        finished = [request for request in self.running if request.finish_reason is not None]
-        if finished:
-            self.running = [r for r in self.running if r.finish_reason is None]
-            self._bucket = None
-        for request in finished:
-            self._release(request)
-
-    def _release(self, request: Request) -> None:
-        self.allocator.free(request.pages)
-        request.pages = []
-
-    @property
-    def _num_free_rows(self) -> int:
-        """How many more requests may run."""
-        return (self.only_bucket or max(self.config.buckets)) - len(self.running)
-
-    def _size_for(self, count: int) -> int:
-        """The smallest bucket that holds `count` requests."""
-        return self.only_bucket or next(size for size in self.config.buckets if size >= count)
-
-    def _layout(self, num_requests: int, block: int) -> Layout:
-        return Layout.build(
-            [block] * len(self.running),
-            [request.start + block for request in self.running],
-            [request.pages for request in self.running],
-            self.config.page_size,
-            num_requests,
-        )
-
-    def _bucket_of(self, size: int) -> Bucket:
-        """The bucket, built now if it was left for later. No step is in flight here."""
-        if size not in self._buckets:
-            assert self._build_bucket is not None and not self._in_flight
-            began = time.perf_counter()
-            with names.range_("capture"):
-                self._buckets[size] = self._build_bucket(size)
-            self.built_late_s[size] = time.perf_counter() - began
-        return self._buckets[size]
-
-    def _load(self) -> Bucket:
-        """Writes the running requests into the smallest bucket that holds them."""
-        bucket = self._bucket_of(self._size_for(len(self.running)))
-        page_size, first_step = self.config.page_size, self._next_step
-        load_(bucket.buffers, self.running, self._mask_token_id, page_size, first_step)
-        self._is_sampling = any(not request.sampling.is_greedy for request in self.running)
-        if bucket.ahead is not None:
-            bucket.ahead.run()
-        return bucket

@@ -1,24 +1,24 @@
 """Prefill: runs prompts through the target in chunks, keeping the drafter's context in step.
 
 Eager and uncompiled on every device: a prompt's length is data, and a graph mode must not change
-what the prompt's K/V is. The drafter's context K/V of a chunk is written right after the chunk, for
-all of its rows; no draft forward is needed until the prompt is complete.
+what the prompt's K/V is. The drafter's context of a chunk is written right after the chunk, for all
+of its rows; no draft forward is needed until the prompt is complete.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from graphengine import names
 from graphengine.capture.runners import run_chain
-from graphengine.capture.steps import Step
 from graphengine.decode.attention import Attention, Layout, TorchAttention
-from graphengine.decode.chains import Drafter, context_chain
-from graphengine.decode.chains import tap_writer as make_tap_writer
+from graphengine.decode.proposer import Proposer
 from graphengine.decode.request import Request
 from graphengine.decode.sampling import Controls, sample_rows
 from graphengine.decode.segments import Segments, row_logits_segment
@@ -26,12 +26,21 @@ from graphengine.decode.stack import Rows, Target, target_chain
 from graphengine.kernels.argmax import argmax_rows
 
 
+class Piece(NamedTuple):
+    """Rows begin .. end - 1 of a sequence, whose earlier rows have been run."""
+
+    ids: Sequence[int]
+    begin: int
+    end: int
+    pages: list[int]
+
+
 @dataclass(frozen=True, slots=True)
 class Prefill:
     """What a prefill needs; holds no state of requests."""
 
     target: Target
-    drafter: Drafter | None
+    proposer: Proposer
     attention: Attention
     page_size: int
     chunk: int
@@ -48,50 +57,49 @@ class Prefill:
         first_tokens: dict[int, Tensor] = {}
         done = [0] * len(requests)
         while True:
-            pieces: list[tuple[int, int]] = []  # index, rows
+            pieces: dict[int, Piece] = {}  # by index of the request
             room = self.chunk
             for i, request in enumerate(requests):
-                rows = min(len(request.prompt_ids) - done[i], room)
-                if rows > 0:
-                    pieces.append((i, rows))
-                    room -= rows
+                begin, ids = done[i], request.prompt_ids
+                done[i] = min(len(ids), begin + room)
+                room -= done[i] - begin
+                if done[i] > begin:
+                    pieces[i] = Piece(ids, begin, done[i], request.pages)
             if not pieces:
                 break
-            logits_TV = self._forward(requests, done, pieces)
-            for row, (i, rows) in enumerate(pieces):
-                done[i] += rows
+            logits_RV = self.logits(list(pieces.values()))
+            for row, i in enumerate(pieces):
                 if done[i] == len(requests[i].prompt_ids):
-                    first_tokens[i] = _pick(requests[i], logits_TV[row : row + 1])
+                    first_tokens[i] = _pick(requests[i], logits_RV[row : row + 1])
         return torch.cat([first_tokens[i] for i in range(len(requests))]).tolist()
 
-    def _forward(
-        self, requests: list[Request], done: list[int], pieces: list[tuple[int, int]]
-    ) -> Tensor:
-        """One chunk; returns the logits of each piece's last row."""
-        device = self.target.kv_pool.device
+    def logits(self, pieces: list[Piece], rows: Sequence[int] | None = None) -> Tensor:
+        """One forward of these pieces -> logits [R, V] of `rows`, by default each piece's last.
+
+        Mutates: the K/V of the rows, and what the proposer keeps of them.
+        """
+        size, device = self.page_size, self.target.kv_pool.device
         ids, positions, slots, last_rows = [], [], [], []
-        for i, rows in pieces:
-            request, begin = requests[i], done[i]
-            ids += request.prompt_ids[begin : begin + rows]
-            for position in range(begin, begin + rows):
-                page = request.pages[position // self.page_size]
+        for piece in pieces:
+            ids += piece.ids[piece.begin : piece.end]
+            for position in range(piece.begin, piece.end):
                 positions.append(position)
-                slots.append(page * self.page_size + position % self.page_size)
+                slots.append(piece.pages[position // size] * size + position % size)
             last_rows.append(len(ids) - 1)
 
-        def upload(values: list[int]) -> Tensor:
+        def upload(values: Sequence[int]) -> Tensor:
             return torch.tensor(values, dtype=torch.int64).to(device, non_blocking=True)
 
-        rows = Rows(upload(ids), upload(positions), upload(slots))
         layout = Layout.build(
-            [rows for _, rows in pieces],
-            [done[i] + rows for i, rows in pieces],
-            [requests[i].pages for i, _ in pieces],
-            self.page_size,
+            [piece.end - piece.begin for piece in pieces],
+            [piece.end for piece in pieces],
+            [piece.pages for piece in pieces],
+            size,
         )
         with names.range_("plan"):
             self.attention.plan(layout)
-        return self._run_chains(rows, upload(last_rows), self.attention)
+        where = Rows(upload(ids), upload(positions), upload(slots))
+        return self._run_chains(where, upload(rows or last_rows), self.attention)
 
     def run_padding(self, num_rows: int) -> None:
         """A forward of rows that are no request's, without attention, for its kernels alone: what
@@ -99,35 +107,19 @@ class Prefill:
 
         Mutates: the K/V of the null page.
         """
-        config, device = self.target.config, self.target.kv_pool.device
+        device = self.target.kv_pool.device
         zeros_T = torch.zeros(num_rows, dtype=torch.int64, device=device)
-        unplanned = TorchAttention(config, self.page_size, True, device)
+        unplanned = TorchAttention(self.target.config, self.page_size, True, device)
         self._run_chains(Rows(zeros_T, zeros_T, zeros_T), zeros_T[:1], unplanned)
 
-    def _run_chains(self, rows: Rows, last_rows_R: Tensor, attention: Attention) -> Tensor:
+    def _run_chains(self, rows: Rows, logit_rows_R: Tensor, attention: Attention) -> Tensor:
         """The target over these rows and the drafter's context of them -> logits_RV."""
-        config, pool = self.target.config, self.target.kv_pool
-        num_rows = rows.token_ids_T.shape[0]
-        attn_TNH = pool.new_empty(num_rows, config.num_attention_heads, config.head_dim)
-        drafter, segments = self.drafter, Segments()
-        tap_ = lambda layer, h_TD: None  # noqa: E731 - the no-op twin of tap_writer
-        context: list[Step] = []
-        if drafter is not None:
-            width = drafter.config.num_taps * config.hidden_size
-            taps_TC = pool.new_empty(num_rows, width)
-            tap_ = make_tap_writer(drafter.config, taps_TC)
-            where = rows.positions_T, rows.slots_T
-            context = context_chain(drafter, taps_TC, *where, segments, names.PREFILL_CONTEXT)
-        chain = target_chain(
-            "prefill",
-            self.target,
-            rows,
-            attention,
-            attn_TNH,
-            segments,
-            tap_,
-            partial(row_logits_segment, last_rows_R),
-        )
+        config, segments = self.target.config, Segments()
+        heads = config.num_attention_heads, config.head_dim
+        attn_TNH = self.target.kv_pool.new_empty(rows.token_ids_T.shape[0], *heads)
+        tap_, context = self.proposer.prefill(rows, segments)
+        end = partial(row_logits_segment, logit_rows_R)
+        chain = target_chain("prefill", self.target, rows, attention, attn_TNH, segments, tap_, end)
         (logits_RV,) = run_chain(chain)
         run_chain(context)
         return logits_RV

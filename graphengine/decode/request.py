@@ -21,7 +21,7 @@ NOT_FINITE_TEXT = (
 )
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True, eq=False)
 class Request:
     """A prompt being continued. Created by the engine; times are `time.perf_counter` seconds."""
 

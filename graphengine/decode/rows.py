@@ -1,10 +1,10 @@
-"""Between requests on the host and the rows of a bucket: load them, and read what came of a step.
+"""Between requests on the host and the rows of a bucket: write them, and read what came of a step.
 
 Why: a bucket's buffers are only what the device needs for its next block, so everything about a
-request that a step reads is written here, in one place, whenever the batch changes. From then on
-the steps keep it current themselves. Invariant: row b holds request b, and every row behind the
-last request is padding: start 0, pages all NULL_PAGE. A row left over from an older batch would
-write into pages that belong to somebody else by now.
+request that a step reads is written here, in one place, when the request joins. From then on the
+steps keep it current themselves, and nobody touches its row when others come or go. Invariant: a
+row without a request is padding: start 0, pages all NULL_PAGE. A row left over from an older
+request would write into pages that belong to somebody else by now.
 
 Results come without a copy and without an event: the accept kernel stores words into memory of the
 host that bear the number of their step, and the host looks until all of them do, while the device
@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
@@ -75,43 +76,48 @@ class Results(NamedTuple):
         return [row[:-1] for row in values], [row[-1] for row in values]
 
 
-def load_(
-    buffers: StepBuffers, requests: list[Request], mask_token_id: int, page_size: int, step: int
+def write_rows_(
+    buffers: StepBuffers,
+    rows: Mapping[int, Request | None],
+    mask_token_id: int,
+    page_size: int,
+    step: int,
 ) -> None:
-    """Writes requests into the rows of a bucket, padding behind them: pages, lengths, next block,
-    and, where a request samples, its temperature and the like. No block was verified last, so the
-    drafter's context, run now, touches only the null page. Mutates: buffers.
+    """Begins these rows anew, the others go on: pages, lengths, next block, sampling. Padding for
+    None. No block was verified last, so the drafter's context, run now, touches only the null page.
+    Mutates: buffers.
 
     Args:
-        buffers: the bucket's, of at least as many rows as requests.
-        requests: prefilled, with their pages; no step of theirs is in flight.
+        rows: row -> the prefilled request with its pages, of which no step is in flight.
         mask_token_id: what a block holds behind its anchor.
         step: the number of the next step.
     """
-    device = buffers.start_B.device
-    num_rows, width = buffers.page_table_BW.shape
-    padding = num_rows - len(requests)
-    table = [r.pages + [NULL_PAGE] * (width - len(r.pages)) for r in requests]
-    table += [[NULL_PAGE] * width] * padding
-
-    def upload(values: list[int]) -> Tensor:
-        return torch.tensor(values, dtype=torch.int32).to(device)
-
-    buffers.page_table_BW.copy_(torch.tensor(table, dtype=torch.int32))
-    buffers.start_B.copy_(upload([r.start for r in requests] + [0] * padding))
-    anchors = upload([r.anchor for r in requests] + [0] * padding)
+    width, block = buffers.page_table_BW.shape[1], buffers.block
+    requests = list(rows.values())
+    pages = [request.pages if request is not None else [] for request in requests]
+    table = torch.tensor([p + [NULL_PAGE] * (width - len(p)) for p in pages], dtype=torch.int32)
+    known = [(r.start, r.anchor) if r is not None else (0, 0) for r in requests]
+    start_B, anchor_B = torch.tensor(known, dtype=torch.int32).unbind(1)
     block_ids, positions, slots = next_block(
-        buffers.start_B, anchors, buffers.page_table_BW, buffers.block, mask_token_id, page_size
+        start_B, anchor_B, table, block, mask_token_id, page_size
     )
-    buffers.block_ids_BG.copy_(block_ids)
-    buffers.positions_T.copy_(positions)
-    buffers.slots_T.copy_(slots)
-    buffers.context_positions_T.zero_()
-    buffers.context_slots_T.zero_()
-    buffers.step_B.fill_(step)
-    if any(not r.sampling.is_greedy for r in requests):
-        controls = Controls.upload([r.sampling for r in requests] + [GREEDY] * padding, device)
-        buffers.temperature_B.copy_(controls.temperature_B)
-        buffers.top_p_B.copy_(controls.top_p_B)
-        buffers.top_k_B.copy_(controls.top_k_B)
-        buffers.seed_B.copy_(controls.seed_B)
+    device = buffers.start_B.device
+    samplings = [r.sampling if r is not None else GREEDY for r in requests]
+    controls = Controls.upload(samplings, device)
+    at_R = torch.tensor(list(rows)).to(device)
+    for tensor, values in (
+        (buffers.page_table_BW, table),
+        (buffers.start_B, start_B),
+        (buffers.block_ids_BG, block_ids),
+        (buffers.positions_T, positions),
+        (buffers.slots_T, slots),
+        (buffers.temperature_B, controls.temperature_B),
+        (buffers.top_p_B, controls.top_p_B),
+        (buffers.top_k_B, controls.top_k_B),
+        (buffers.seed_B, controls.seed_B),
+    ):
+        by_row = tensor.view(buffers.start_B.shape[0], -1)
+        by_row.index_copy_(0, at_R, values.view(len(rows), -1).to(device))
+    for tensor in (buffers.context_positions_T, buffers.context_slots_T):
+        tensor.view(-1, block).index_fill_(0, at_R, 0)
+    buffers.step_B.index_fill_(0, at_R, step)

@@ -17,8 +17,8 @@ from graphengine.config.draft_length import draft_at
 from graphengine.config.engine import EngineConfig
 from graphengine.config.model import ModelConfig
 from graphengine.decode.attention import FLASHINFER_HEAD_DIMS
-from graphengine.decode.chains import MAX_QUANTIZED_ROWS
 from graphengine.doctor.findings import Finding, error, info, ok, warning
+from graphengine.drafters.dflash import MAX_QUANTIZED_ROWS
 from graphengine.profiles.result_schema import environment
 from graphengine.startup.artifact import cpp_compiler
 from graphengine.startup.memory import DeviceMemory, device_memory

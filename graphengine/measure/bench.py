@@ -27,9 +27,9 @@ from graphengine.api import Engine
 from graphengine.config.draft import DraftConfig
 from graphengine.config.draft_length import draft_at
 from graphengine.config.model import ModelConfig
-from graphengine.decode.chains import MAX_QUANTIZED_ROWS
-from graphengine.decode.loop import DecodeLoop
+from graphengine.decode.loop import DecodeLoop, StepOutput, Watch
 from graphengine.decode.request import Request
+from graphengine.drafters.dflash import MAX_QUANTIZED_ROWS
 from graphengine.measure.busy import busy_fraction
 from graphengine.profiles.plot import percentile
 from graphengine.startup.build import Built
@@ -189,20 +189,38 @@ def _timed_steps(loop: DecodeLoop, requests: list[Request]) -> Iterator[tuple[fl
             f"K/V for {num_running} of {len(requests)} requests of this length: the bucket is not "
             "full; raise --kv-cache-memory or lower --bucket, --input-len or --output-len"
         )
-    before = None
-    while all(request.finish_reason is None for request in requests):
-        began = time.perf_counter()
-        loop.launch()
-        launched = time.perf_counter()
-        loop.wait()
-        waited = time.perf_counter()
-        outputs = loop.collect()
+    clock = _Clock()
+    for _ in loop.run(clock):
+        if any(request.finish_reason is not None for request in requests):
+            return
+        if clock.step is not None:
+            yield clock.step
+
+
+class _Clock(Watch):
+    """Times the last step; its first has none before it."""
+
+    def __init__(self) -> None:
+        self.step: tuple[float, float, int] | None = None  # wall ms, host ms, tokens
+        self._began = self._launched = self._waited = 0.0
+        self._before: float | None = None
+
+    def launching(self) -> None:
+        self._began = time.perf_counter()
+
+    def launched(self) -> None:
+        self._launched = time.perf_counter()
+
+    def waited(self) -> None:
+        self._waited = time.perf_counter()
+
+    def collected(self, outputs: list[StepOutput]) -> None:
         now = time.perf_counter()
-        if before is not None and all(request.finish_reason is None for request in requests):
-            host = (launched - began) + (now - waited)
-            num_tokens = sum(len(output.token_ids) for output in outputs)
-            yield (now - before) * 1e3, host * 1e3, num_tokens
-        before = now
+        host_s = (self._launched - self._began) + (now - self._waited)
+        num_tokens = sum(len(output.token_ids) for output in outputs)
+        if self._before is not None:
+            self.step = (now - self._before) * 1e3, host_s * 1e3, num_tokens
+        self._before = now
 
 
 def _digest(requests: list[Request]) -> str:

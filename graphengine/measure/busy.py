@@ -23,7 +23,7 @@ import time
 
 import torch
 
-from graphengine.decode.loop import DecodeLoop
+from graphengine.decode.loop import DecodeLoop, StepOutput, Watch
 from graphengine.decode.request import Request
 
 NUM_STEPS = 48
@@ -47,31 +47,44 @@ def busy_fraction(loop: DecodeLoop, requests: list[Request], host_ms: float) -> 
     """
     if not torch.cuda.is_available() or loop.config.device != "cuda":
         return None
-    busy_ms: list[float] = []
-    wall_ms: list[float] = []
-    loop.admit()
-    before = time.perf_counter()
-    for index in range(NUM_SKIPPED + NUM_STEPS):
-        if any(request.finish_reason is not None for request in requests):
+    held = _Held(host_ms)
+    for _ in loop.run(held):
+        is_over = any(request.finish_reason is not None for request in requests)
+        if is_over or held.index >= NUM_SKIPPED + NUM_STEPS:
             break
-        start = torch.cuda.Event(enable_timing=True)
-        end = torch.cuda.Event(enable_timing=True)
-        is_held = index % PERIOD == 0
-        if is_held:
-            torch.cuda._sleep(int((4 * host_ms + 2) * _CYCLES_PER_MS))
-        start.record()
-        loop.launch()
-        end.record()
-        was_held = is_held and not start.query()
-        loop.collect()
-        now = time.perf_counter()
-        if index >= NUM_SKIPPED:
-            if was_held:
-                end.synchronize()
-                busy_ms.append(start.elapsed_time(end))
-            elif index % PERIOD >= 2:
-                wall_ms.append((now - before) * 1e3)
-        before = now
-    if not busy_ms or not wall_ms:
+    if not held.busy_ms or not held.wall_ms:
         return None
-    return statistics.median(busy_ms) / statistics.median(wall_ms)
+    return statistics.median(held.busy_ms) / statistics.median(held.wall_ms)
+
+
+class _Held(Watch):
+    """Holds every PERIOD-th step and times its device work; times the free ones between."""
+
+    def __init__(self, host_ms: float) -> None:
+        self.busy_ms: list[float] = []
+        self.wall_ms: list[float] = []
+        self.index = 0
+        self._hold_cycles = int((4 * host_ms + 2) * _CYCLES_PER_MS)
+        self._start = torch.cuda.Event(enable_timing=True)
+        self._end = torch.cuda.Event(enable_timing=True)
+        self._was_held = False
+        self._before = time.perf_counter()
+
+    def launching(self) -> None:
+        if self.index % PERIOD == 0:
+            torch.cuda._sleep(self._hold_cycles)
+        self._start.record()
+
+    def launched(self) -> None:
+        self._end.record()
+        self._was_held = self.index % PERIOD == 0 and not self._start.query()
+
+    def collected(self, outputs: list[StepOutput]) -> None:
+        now = time.perf_counter()
+        if self.index >= NUM_SKIPPED:
+            if self._was_held:
+                self._end.synchronize()
+                self.busy_ms.append(self._start.elapsed_time(self._end))
+            elif self.index % PERIOD >= 2:
+                self.wall_ms.append((now - self._before) * 1e3)
+        self._before, self.index = now, self.index + 1

@@ -21,7 +21,7 @@ from graphengine.api import Engine
 from graphengine.checkpoints.hub import preset_names
 from graphengine.checkpoints.pairs import named_pair
 from graphengine.config.draft_length import resolve_draft_lengths
-from graphengine.decode.chains import MAX_QUANTIZED_ROWS
+from graphengine.drafters.dflash import MAX_QUANTIZED_ROWS
 from graphengine.measure.bench import read_bandwidth_gbps
 from graphengine.measure.profiled_steps import Workload, cuda_profiler_range, run_steps
 from graphengine.measure.segment_bytes import segment_bytes

@@ -17,7 +17,7 @@ import torch
 
 from graphengine import names
 from graphengine.api import Engine
-from graphengine.decode.chains import MAX_QUANTIZED_ROWS
+from graphengine.drafters.dflash import MAX_QUANTIZED_ROWS
 from graphengine.measure.bench import _timed_steps
 from graphengine.measure.segment_bytes import segment_bytes
 

@@ -33,24 +33,26 @@ from graphengine.checkpoints.weights import (
     target_weights,
     tree_bytes,
 )
-from graphengine.config.draft import DraftConfig
+from graphengine.config.draft import DraftConfig, NgramConfig
 from graphengine.config.draft_formats import parse_draft
 from graphengine.config.draft_length import longest_draft
 from graphengine.config.engine import EngineConfig
 from graphengine.config.model import ModelConfig
 from graphengine.config.values import token_ids
-from graphengine.decode.attention import compile_flashinfer_ahead, make_workspace
-from graphengine.decode.buckets import Bucket, build_buckets, prefill_attention
-from graphengine.decode.buffers import StepBuffers
-from graphengine.decode.chains import MAX_QUANTIZED_ROWS, Drafter
+from graphengine.decode.attention import compile_flashinfer_ahead
+from graphengine.decode.buckets import BucketBuilder, prefill_attention
 from graphengine.decode.compile_ahead import shortened
-from graphengine.decode.fallback import FallbackLoop
-from graphengine.decode.kvcache import PageAllocator, make_pool, pages_for
+from graphengine.decode.kvcache import PageAllocator, make_pool
+from graphengine.decode.lane import Lane
 from graphengine.decode.loop import DecodeLoop
 from graphengine.decode.metrics import StartupMetrics
 from graphengine.decode.prefill import Prefill
+from graphengine.decode.proposer import Proposer
 from graphengine.decode.simulate import make_simulation
 from graphengine.decode.stack import Target
+from graphengine.drafters.dflash import MAX_QUANTIZED_ROWS, DFlash
+from graphengine.drafters.ngram import Ngram
+from graphengine.drafters.none import NoDraft
 from graphengine.kernels.cache_keys import settle_cache_keys
 from graphengine.kernels.launch import load_driver
 from graphengine.models.layers import quantize_fp8
@@ -194,9 +196,11 @@ def build(
             weights=weights,
             kv_pool=make_pool(target_config, num_pages, config.page_size, dtype, device),
         )
-        drafter = None
-        if draft_config is not None and drafter_weights is not None and vocabulary is not None:
-            drafter = Drafter(
+        proposer: Proposer = NoDraft()
+        if isinstance(draft_config, NgramConfig):
+            proposer = Ngram(config=draft_config, num_positions=positions)
+        elif draft_config is not None and drafter_weights is not None and vocabulary is not None:
+            proposer = DFlash(
                 config=draft_config,
                 weights=drafter_weights,
                 embed_VD=vocabulary.embed_VD,
@@ -207,14 +211,6 @@ def build(
                 max_quantized_rows=max_quantized_rows,
                 kv_pool=make_pool(draft_config.model, num_pages, config.page_size, dtype, device),
             )
-        buffers = StepBuffers.make(
-            target_config,
-            draft_config,
-            max(config.buckets),
-            pages_for(positions, config.page_size),
-            dtype,
-            device,
-        )
         simulation = None
         if config.simulate_acceptance is not None:
             simulation = make_simulation(
@@ -225,51 +221,45 @@ def build(
         thread.join()
     compiler_wait_s = time.perf_counter() - began - load_s
     counts = cache_counts() if config.compile else CacheCounts()
-    workspace = make_workspace(device) if config.attention_backend == "flashinfer" else None
     prefill = Prefill(
         target,
-        drafter,
+        proposer,
         prefill_attention(config, target_config, dtype, device),
         config.page_size,
         config.prefill_chunk,
     )
-    padding = replace(prefill, target=shortened(target, drafter))
+    padding = replace(prefill, target=shortened(target, proposer))
     with names.range_("capture"), torch.no_grad():
-        buckets = build_buckets(
-            config,
-            target,
-            drafter,
-            buffers,
-            dtype,
-            device,
-            simulation,
-            lambda what: progress(what, 0.0),
+        builder = BucketBuilder(
+            *(config, target, proposer, positions, simulation),
+            progress=lambda what: progress(what, 0.0),
+        )
+        ahead = builder.build_ahead(
             _built_ahead(options, config.buckets),
-            workspace,
             [partial(padding.run_padding, length) for length in prompt_lengths(config)],
         )
-    built = [buckets]
+    builders = [builder]
 
-    def build_plain() -> tuple[dict[int, Bucket], StepBuffers]:
+    def build_plain() -> Lane:
         """The same buckets with one row a request: the same weights and K/V, no drafter."""
         began = time.perf_counter()
-        width = buffers.page_table_BW.shape[1]
+        plain = replace(config, num_speculative_tokens=(), simulate_acceptance=None)
         with names.range_("capture"), torch.inference_mode(False), torch.no_grad():
-            plain = StepBuffers.make(target_config, None, max(config.buckets), width, dtype, device)
-            found = build_buckets(config, target, None, plain, dtype, device, workspace=workspace)
-        built.append(found)
+            builders.append(
+                BucketBuilder(plain, target, NoDraft(), positions, workspace=builder.workspace)
+            )
+            lane = Lane(plain, builders[-1], builders[-1].build_ahead(config.buckets))
         logging.getLogger(__name__).info(
             "plain decode built in %.2f s", time.perf_counter() - began
         )
-        return found.ready, plain
+        return lane
 
-    parts = (config, buckets.ready, buffers, prefill, PageAllocator(num_pages))
-    if draft_config is None:
-        loop = DecodeLoop(*parts, 0, buckets.build)
-    else:
-        loop = FallbackLoop(*parts, draft_config.mask_token_id, buckets.build, build_plain)
-        if options.prepare_plain_decode:
-            loop.prepare_plain_decode()
+    loop = DecodeLoop(
+        *(config, Lane(config, builder, ahead), prefill, PageAllocator(num_pages)),
+        build_plain if draft_config is not None else None,
+    )
+    if options.prepare_plain_decode and loop.fallback is not None:
+        loop.fallback.prepare()
     if config.compile:
         counts = cache_counts().since(counts)
     began = time.perf_counter()
@@ -278,17 +268,17 @@ def build(
             warm_up(loop)
     startup = StartupMetrics(
         load_s=load_s,
-        compile_s=compiler_wait_s + sum(part.times.compile_s for part in built),
+        compile_s=compiler_wait_s + sum(part.times.compile_s for part in builders),
         compiler_wait_s=compiler_wait_s,
-        capture_s=sum(part.times.capture_s for part in built),
+        capture_s=sum(part.times.capture_s for part in builders),
         warmup_s=time.perf_counter() - began,
         weight_bytes=tree_bytes(trees),
         kv_pool_bytes=plan.kv_pool_bytes,
         num_pages=num_pages,
-        num_graphs=sum(part.pool.num_graphs for part in built if part.pool),
+        num_graphs=sum(part.pool.num_graphs for part in builders if part.pool),
         num_compiled=counts.num_misses,
         num_cache_hits=counts.num_hits,
-        buckets=tuple(sorted(buckets.ready)),
+        buckets=tuple(sorted(ahead)),
     )
     return Built(
         config=config,

@@ -16,7 +16,7 @@ from __future__ import annotations
 import os
 from collections.abc import Collection
 from dataclasses import asdict, dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -34,9 +34,12 @@ from graphengine.config.bytesize import format_bytes
 from graphengine.config.draft import DraftConfig
 from graphengine.config.engine import EngineConfig
 from graphengine.config.model import ModelConfig
-from graphengine.decode.buffers import StepBuffers
+from graphengine.decode.buffers import Arena
 from graphengine.decode.kvcache import page_bytes, pages_for
-from graphengine.decode.loop import PIPELINE_DEPTH
+from graphengine.decode.lane import PIPELINE_DEPTH
+from graphengine.decode.proposer import Proposer, step_buffers
+from graphengine.drafters.dflash import DFlash
+from graphengine.drafters.none import NoDraft
 from graphengine.models.layers import quantize_fp8
 from graphengine.startup.workspace import (
     META,
@@ -244,7 +247,7 @@ def _plan(
     dtype: torch.dtype = getattr(torch, config.dtype)
     block = draft.num_verify_rows if draft else 1
     positions = num_positions(config.max_model_len, block)
-    drafter, fp8 = (), ()
+    drafter, fp8, proposer = (), (), cast(Proposer, NoDraft())
     try:
         weights = target_weights(ShapeSource(dtype), target, positions, META)
         ropes = [weights.rope_PH]
@@ -254,19 +257,25 @@ def _plan(
             layers = draft_weights(source, draft, positions, META)
             ropes.append(layers.rope_PH)
             drafter = tuple(distinct_tensors((vocabulary, layers)))
+            nothing = torch.empty(0, device=META)
+            proposer = DFlash(
+                config=draft,
+                weights=layers,
+                embed_VD=nothing,
+                lm_head_VD=nothing,
+                kv_pool=nothing,
+            )
             if config.draft_quantization != "none":
                 _, own_head, _ = vocabulary
                 head = weights.lm_head_VD if own_head is None else own_head
                 copies = quantized_draft_weights(layers), quantize_fp8(head)
                 fp8 = _without(copies, drafter)
         num_sms, width = memory.num_sms if memory else 1, pages_for(positions, config.page_size)
-        buffers = StepBuffers.make(target, draft, max(config.buckets), width, dtype, META)
-        scratch = bucket_scratch_bytes(config, target, draft, buffers, num_sms)
+        scratch = bucket_scratch_bytes(config, target, draft, width, num_sms)
         plain = 0
         if draft is not None:
-            one_row = StepBuffers.make(target, None, max(config.buckets), width, dtype, META)
-            plain = bucket_scratch_bytes(config, target, None, one_row, num_sms)
-            plain += tree_bytes(one_row)
+            plain = bucket_scratch_bytes(config, target, None, width, num_sms)
+            plain += _buffer_bytes(config, target, NoDraft(), width)
             plain += activation_bytes(config, target, None, dtype.itemsize)
     except (RuntimeError, TypeError) as error:  # a size past 2^63
         reason = str(error).partition("\n")[0]
@@ -286,7 +295,7 @@ def _plan(
         draft_weight_bytes=tree_bytes(drafter) - tree_bytes(tuple(ropes[1:])),
         quantized_weight_bytes=tree_bytes(fp8),
         rope_table_bytes=tree_bytes(tuple(ropes)),
-        step_buffer_bytes=tree_bytes(buffers),
+        step_buffer_bytes=_buffer_bytes(config, target, proposer, width),
         prefill_bytes=prefill_bytes(config, target, draft, dtype.itemsize),
         attention_workspace_bytes=shared_scratch_bytes(config) + scratch,
         activation_bytes=activation_bytes(config, target, draft, dtype.itemsize),
@@ -298,6 +307,13 @@ def _plan(
         max_model_len=config.max_model_len,
         max_request_pages=pages_for(config.max_model_len + block, config.page_size),
     )
+
+
+def _buffer_bytes(config: EngineConfig, target: ModelConfig, proposer: Proposer, width: int) -> int:
+    """What `BucketBuilder` allocates, by allocating it without bytes."""
+    arena = Arena(META, getattr(torch, config.dtype))
+    step_buffers(arena, target, proposer, max(config.buckets), width)
+    return arena.num_bytes
 
 
 def _without(tree: Any, others: Any) -> tuple[Tensor, ...]:

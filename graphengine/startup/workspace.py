@@ -15,7 +15,6 @@ from graphengine.config.draft_length import draft_at
 from graphengine.config.engine import EngineConfig
 from graphengine.config.model import ModelConfig
 from graphengine.decode.attention import FLOAT_WORKSPACE_BYTES, BlockAttention
-from graphengine.decode.buffers import StepBuffers
 
 # FlashInfer allocates this on the device for each wrapper, beside the shared workspace.
 FLASHINFER_WRAPPER_BYTES = 8 << 20
@@ -108,7 +107,7 @@ def bucket_scratch_bytes(
     config: EngineConfig,
     target: ModelConfig,
     draft: DraftConfig | None,
-    buffers: StepBuffers,
+    width: int,
     num_sms: int,
 ) -> int:
     """FlashInfer's metadata, or our kernel's partial results: of every bucket, for the verify and
@@ -120,8 +119,7 @@ def bucket_scratch_bytes(
         if own is not None:
             kinds += [(own.model, own.block_size)] * len(set(own.attention_rules))
         if config.attention_backend == "flashinfer":
-            pages = buffers.bucket(size).page_table_BW.numel()
-            total += len(kinds) * (FLASHINFER_WRAPPER_BYTES + pages * 4)
+            total += len(kinds) * (FLASHINFER_WRAPPER_BYTES + size * width * 4)
         elif config.attention_backend == "triton":
             for model, block in kinds:
                 space = BlockAttention.make_workspace(model, size, block, num_sms, META)

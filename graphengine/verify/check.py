@@ -25,8 +25,6 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-import torch
-
 from graphengine.decode.acceptance import FinishReason
 from graphengine.decode.loop import DecodeLoop
 from graphengine.decode.metrics import Acceptance
@@ -132,17 +130,13 @@ def decode(
     if outside:
         raise ValueError(f"token ids {outside[:5]} lie outside the vocabulary {vocab}")
     loop.reset()
-    loop.only_bucket = bucket
+    loop.first.only_bucket = bucket
     samplings = samplings or [GREEDY] * len(prompts)
     steps: dict[int, list[int]] = {}
     requests: list[Request] = []
 
-    @torch.no_grad()
     def run() -> None:
-        while loop.has_work:
-            outputs = loop.admit()
-            loop.launch()
-            outputs += loop.collect()
+        for outputs in loop.run():
             for request, token_ids in outputs:
                 steps.setdefault(request.request_id, []).append(len(token_ids))
 
@@ -154,7 +148,7 @@ def decode(
         run()
     finally:
         loop.reset()
-        loop.only_bucket = None
+        loop.first.only_bucket = None
     return [
         Transcript(
             request.prompt_ids,

@@ -17,17 +17,15 @@ Legend: T rows of a chunk, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
 
-from graphengine.capture.runners import run_chain
-from graphengine.decode.attention import Layout
 from graphengine.decode.kvcache import pages_for
 from graphengine.decode.loop import DecodeLoop
-from graphengine.decode.segments import Segments, row_logits_segment
-from graphengine.decode.stack import Rows, target_chain
+from graphengine.decode.prefill import Piece
+from graphengine.drafters.none import NoDraft
 from graphengine.kernels.argmax import argmax_rows
 
 CHUNK = 256  # rows of one forward: their float32 logits at 152k tokens are 156 MB
@@ -63,11 +61,13 @@ def teacher_force(loop: DecodeLoop, prompt_ids: Sequence[int], output_ids: Seque
     size = loop.config.page_size
     pages = loop.allocator.allocate(pages_for(num_rows, size))
     scores = Scores([], [], [])
+    prefill = replace(loop.prefill, proposer=NoDraft())
     try:
         for begin in range(0, num_rows, CHUNK):
             end = min(begin + CHUNK, num_rows)
             judged = range(max(begin, first), end)
-            logits_TV = _forward(loop, ids, begin, end, pages, [p - begin for p in judged])
+            piece = Piece(ids, begin, end, pages)
+            logits_TV = prefill.logits([piece], [p - begin for p in judged])
             if not judged:
                 continue
             emitted = torch.tensor([ids[p + 1] for p in judged], device=logits_TV.device)
@@ -80,38 +80,3 @@ def teacher_force(loop: DecodeLoop, prompt_ids: Sequence[int], output_ids: Seque
     finally:
         loop.allocator.free(pages)
     return scores
-
-
-def _forward(
-    loop: DecodeLoop,
-    ids: Sequence[int],
-    begin: int,
-    end: int,
-    pages: list[int],
-    logit_rows: list[int],
-) -> torch.Tensor:
-    """Rows begin .. end-1 of one sequence; logits of `logit_rows`, or of the last if none."""
-    prefill, size = loop.prefill, loop.config.page_size
-    target, attention = prefill.target, prefill.attention
-    device, dtype = target.kv_pool.device, target.kv_pool.dtype
-    count = end - begin
-
-    def upload(values: Sequence[int]) -> torch.Tensor:
-        return torch.tensor(values, dtype=torch.int64).to(device)
-
-    slots = [pages[p // size] * size + p % size for p in range(begin, end)]
-    rows = Rows(upload(ids[begin:end]), upload(range(begin, end)), upload(slots))
-    heads = (target.config.num_attention_heads, target.config.head_dim)
-    attn_TNH = torch.empty(count, *heads, dtype=dtype, device=device)
-    attention.plan(Layout.build([count], [end], [pages], size))
-    chain = target_chain(
-        "prefill",
-        target,
-        rows,
-        attention,
-        attn_TNH,
-        Segments(),
-        lambda layer, h_TD: None,
-        partial(row_logits_segment, upload(logit_rows or [count - 1])),
-    )
-    return run_chain(chain)[0]

@@ -19,6 +19,7 @@ from graphengine.api import Engine
 from graphengine.checkpoints.hub import TINY_DRAFT, TINY_TARGET
 from graphengine.checkpoints.pairs import read_json
 from graphengine.config.draft_formats import parse_draft
+from graphengine.drafters.dflash import DFlash
 from graphengine.kernels.skinny_config import SKINNY_T
 from graphengine.models import layers
 from graphengine.models.layers import Fp8Matrix
@@ -173,9 +174,9 @@ def test_drafts_equal_reference(
         monkeypatch.setattr(layers, "argmax_rows", spy)
         num_drafts = engine.num_draft_tokens
         assert num_drafts == reference.num_drafts
-        prefill = engine.built.loop._prefill
-        assert prefill.drafter is not None
-        for pool in (prefill.target.kv_pool, prefill.drafter.kv_pool):
+        prefill = engine.built.loop.prefill
+        assert isinstance(prefill.proposer, DFlash)
+        for pool in (prefill.target.kv_pool, prefill.proposer.kv_pool):
             pool[:, :, 1:].fill_(float("nan"))
         forced = force_drafts(engine, pair.truth, lambda request, step: rng.randint(0, num_drafts))
         results = engine.generate(PROMPTS, max_new_tokens=NUM_TOKENS, ignore_eos=True)
@@ -289,8 +290,8 @@ def test_fp8_rounds_the_drafters_own_head(tmp_path: Path, pair: Pair) -> None:
     with Engine.from_pretrained(
         pair.directory, drafter, buckets=(1,), draft_quantization="fp8"
     ) as engine:
-        loaded = engine.built.loop._prefill.drafter
-        assert loaded is not None
+        loaded = engine.built.loop.prefill.proposer
+        assert isinstance(loaded, DFlash)
         _, head = loaded.at(4)
         assert isinstance(head, Fp8Matrix)
         torch.testing.assert_close(head.dense(torch.float32), loaded.lm_head_VD, rtol=0.1, atol=0.1)
@@ -306,8 +307,8 @@ def test_fp8_in_large_batches(tmp_path: Path, pair: Pair, quantization: Any, is_
     with Engine.from_pretrained(
         pair.directory, drafter, buckets=(20,), draft_quantization=quantization
     ) as engine:
-        loaded = engine.built.loop._prefill.drafter
-        assert loaded is not None
+        loaded = engine.built.loop.prefill.proposer
+        assert isinstance(loaded, DFlash)
         assert isinstance(loaded.at(SKINNY_T)[1], Fp8Matrix)
         assert isinstance(loaded.at(SKINNY_T + 1)[1], Fp8Matrix) == is_fp8
         prompts = [PROMPTS[0]] * 20

@@ -226,7 +226,7 @@ def test_requests_move_between_blocks(
                 requests.append((text, budget, loop.submit(ids, budget, ())))
             loop.admit()
             loop.launch()
-            blocks |= {step.results.words_BX.shape[1] - 1 for step in loop._in_flight}
+            blocks |= {step.results.words_BX.shape[1] - 1 for step in loop.first.in_flight}
             if rng.random() < 0.05:
                 loop.cancel(rng.choice(requests)[2])
             loop.collect()

@@ -24,6 +24,7 @@ from safetensors.torch import load_file
 from graphengine.api import Engine
 from graphengine.checkpoints.weights import Checkpoint, draft_weights
 from graphengine.config.draft_formats import parse_draft
+from graphengine.decode.attention import Layout
 from graphengine.models import dflash
 from tests.decode.test_engine import BLOCK, PROMPTS, Pair, force, ids_only, loop_of
 from tests.support.chains import insert_
@@ -371,7 +372,7 @@ def test_garbage_in_padded_rows(engine: Engine, pair: Pair) -> None:
     loop = loop_of(engine)
     rng = random.Random(0)
     force(engine, pair, lambda request, step: rng.randrange(BLOCK))
-    bucket = loop._buckets[4]
+    bucket = loop.first._buckets[4]
     views, filled = bucket.buffers, []
 
     def fill() -> None:
@@ -396,11 +397,11 @@ def test_chunks_give_the_same_context(pair: Pair) -> None:
     for chunk in (1000, 1, 5, 16, 17):
         with pair.engine(buckets=(2,)) as engine:
             loop = loop_of(engine)
-            loop._prefill = replace(loop._prefill, chunk=chunk)
+            loop.prefill = replace(loop.prefill, chunk=chunk)
             requests = [loop.submit(list(p), 9, frozenset()) for p in (PROMPTS[1], PROMPTS[4])]
             with torch.no_grad():
                 loop.admit()
-            pools = [loop._prefill.target.kv_pool, loop._prefill.drafter.kv_pool]
+            pools = [loop.prefill.target.kv_pool, loop.prefill.proposer.kv_pool]
             found[chunk] = [
                 pool[:, :, request.pages].flatten(2, 3)[:, :, : len(request.prompt_ids)].clone()
                 for pool in pools
@@ -447,12 +448,14 @@ def test_lengths_are_the_devices_when_planned(
     loop = loop_of(engine)
     rng = random.Random(1)
     force(engine, pair, lambda request, step: rng.randrange(BLOCK))
-    real, seen = loop._layout, []
+    lane, real, seen = loop.first, Layout.build, []
 
-    def layout(num_requests: int, block: int) -> Any:
-        host = [request.start for request in loop.running]
-        assert host == loop._bucket.buffers.start_B.tolist()[: len(host)]
-        found = real(num_requests, block)
+    def build(qo_lens: list[int], *others: Any) -> Any:
+        found, block = real(qo_lens, *others), qo_lens[0]
+        if lane.bucket is None or found.qo_indptr_cpu[-1] != block * len(lane.rows):
+            return found  # a prompt's
+        host = [request.start if request is not None else 0 for request in lane.rows]
+        assert host == lane.bucket.buffers.start_B.tolist()[: len(host)]
         pages = found.paged_kv_indptr_cpu.diff()[: len(host)]
         last = found.paged_kv_last_page_len_cpu[: len(host)]
         lengths = ((pages - 1) * engine.config.page_size + last).tolist()
@@ -460,7 +463,7 @@ def test_lengths_are_the_devices_when_planned(
         seen.append(host)
         return found
 
-    monkeypatch.setattr(loop, "_layout", layout)
+    monkeypatch.setattr(Layout, "build", build)
     ids_only(engine, PROMPTS, max_new_tokens=30)
     assert len(seen) > 15
 
@@ -472,9 +475,9 @@ def test_float16_is_refused_and_converted(tmp_path: Path) -> None:
     drafter = make_drafter(tmp_path / "drafter", target, dtype="float16")
     for dtype in ("bfloat16", "float32"):
         with Engine.from_pretrained(target, drafter, dtype=dtype, buckets=(1,)) as engine:  # type: ignore[arg-type]
-            prefill = loop_of(engine)._prefill
+            prefill = loop_of(engine).prefill
             kind = getattr(torch, dtype)
-            assert prefill.drafter.weights.fc_DC.dtype == prefill.drafter.kv_pool.dtype == kind
+            assert prefill.proposer.weights.fc_DC.dtype == prefill.proposer.kv_pool.dtype == kind
             assert prefill.target.weights.embed_VD.dtype == kind
     with pytest.raises(ValueError, match=r"--dtype float16: .*bfloat16, float32"):
         Engine.from_pretrained(target, drafter, dtype="float16")  # type: ignore[arg-type]

@@ -18,6 +18,8 @@ from torch.utils import _python_dispatch
 
 from graphengine import TINY_DRAFT, TINY_TARGET, Engine
 from graphengine.decode.compile_ahead import MAX_THREADS, CompileAhead, shortened
+from graphengine.drafters.dflash import DFlash
+from graphengine.drafters.none import NoDraft
 from graphengine.startup import artifact
 from graphengine.startup import build as building
 from graphengine.startup.build import build
@@ -109,10 +111,10 @@ def test_a_run_ahead_computes_nothing(caplog: pytest.LogCaptureFixture) -> None:
     """Bug: a run that is to compile kernels writes K/V, looks up an embedding by an id that nobody
     has computed, or multiplies matrices beside the thread that compiles segments."""
     built = build(TINY_TARGET, TINY_DRAFT, Options(buckets=(1,), device="cpu", max_model_len=64))
-    prefill = built.loop._prefill
-    assert prefill.drafter is not None
-    bucket = built.loop._buckets[1]
-    kept = [prefill.target.kv_pool, prefill.drafter.kv_pool, *bucket.buffers]
+    prefill = built.loop.prefill
+    assert isinstance(prefill.proposer, DFlash)
+    bucket = built.loop.first._buckets[1]
+    kept = [prefill.target.kv_pool, prefill.proposer.kv_pool, *bucket.buffers[:-1]]
     before = [tensor.clone() for tensor in kept]
     found: list[object] = []
     flags: list[bool] = []
@@ -122,7 +124,7 @@ def test_a_run_ahead_computes_nothing(caplog: pytest.LogCaptureFixture) -> None:
         assert bucket.ahead is not None
         bucket.ahead.run()
         for stage in bucket.stages:
-            stage.runner.run()
+            stage.runners["greedy"].run()
             found.append(stage.name)
 
     def refused() -> None:
@@ -151,13 +153,13 @@ def test_a_run_ahead_computes_nothing(caplog: pytest.LogCaptureFixture) -> None:
 def test_the_first_layers_stand_for_all() -> None:
     """Bug: a start runs 36 layers for the kernels of two; or no layer that is tapped."""
     built = build(TINY_TARGET, TINY_DRAFT, Options(buckets=(1,), device="cpu", max_model_len=64))
-    prefill = built.loop._prefill
-    assert prefill.drafter is not None
-    tapped = min(prefill.drafter.config.target_layer_ids)
-    short = shortened(prefill.target, prefill.drafter)
+    prefill = built.loop.prefill
+    assert isinstance(prefill.proposer, DFlash)
+    tapped = min(prefill.proposer.config.target_layer_ids)
+    short = shortened(prefill.target, prefill.proposer)
     assert tapped < len(short.weights.layers) == short.config.num_hidden_layers
     assert short.config.num_hidden_layers < prefill.target.config.num_hidden_layers
-    assert len(shortened(prefill.target, None).weights.layers) == 2
+    assert len(shortened(prefill.target, NoDraft()).weights.layers) == 2
     replace(prefill, target=short).run_padding(3)
 
 

@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from graphengine.api import Engine, GenerationResult
-from graphengine.decode.prefill import Prefill
+from graphengine.decode.prefill import Piece, Prefill
 from tests.support.chains import insert_
 from tests.support.checkpoints import make_drafter, make_target
 from tests.support.dflash_reference import Lengths, force_drafts, load_target, plain_generate
@@ -254,16 +254,16 @@ def test_pool_smaller_than_the_demand(pair: Pair) -> None:
 def test_prefill_chunk_is_shared(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     """Bug: a chunk's rows are given to every prompt of a batch, so that a forward has more rows
     than the memory plan has room for."""
-    real, num_rows = Prefill._forward, []
+    real, num_rows = Prefill.logits, []
 
-    def forward_(self: Prefill, requests: Any, done: Any, pieces: list[tuple[int, int]]) -> Any:
-        num_rows.append(sum(rows for _, rows in pieces))
-        return real(self, requests, done, pieces)
+    def logits(self: Prefill, pieces: list[Piece]) -> Any:
+        num_rows.append(sum(piece.end - piece.begin for piece in pieces))
+        return real(self, pieces)
 
-    monkeypatch.setattr(Prefill, "_forward", forward_)
+    monkeypatch.setattr(Prefill, "logits", logits)
     with pair.engine(buckets=(4,)) as engine:
         loop = loop_of(engine)
-        monkeypatch.setattr(loop, "_prefill", replace(loop._prefill, chunk=8))
+        monkeypatch.setattr(loop, "prefill", replace(loop.prefill, chunk=8))
         found = ids_only(engine, PROMPTS[:4], max_new_tokens=5)  # of 3 + 17 + 1 + 8 tokens
     assert num_rows == [8, 8, 8, 5]
     assert found == [pair.plain(p, 5) for p in PROMPTS[:4]]
@@ -304,8 +304,8 @@ def test_poisoned_cache_changes_nothing(pair: Pair, backend: str, options: dict[
     draft = options.get("draft", True)
     with pair.engine(attention_backend=backend, **options) as engine:
         loop = loop_of(engine)
-        prefill = loop._prefill
-        pools = [prefill.target.kv_pool] + ([prefill.drafter.kv_pool] if draft else [])
+        prefill = loop.prefill
+        pools = [prefill.target.kv_pool] + ([prefill.proposer.kv_pool] if draft else [])
         for pool in pools:
             pool.fill_(float("nan"))
         page_size, reads = engine.config.page_size, []
@@ -326,7 +326,7 @@ def test_poisoned_cache_changes_nothing(pair: Pair, backend: str, options: dict[
         rng = random.Random(3)
         if draft:
             force(engine, pair, lambda request, step: rng.randrange(BLOCK))
-        for bucket in loop.buckets.values():
+        for bucket in loop.first.buckets.values():
             # After the last reader of a step and before the next block's first writer.
             name = "draft.context" if draft else "accept"
             insert_(bucket, name, partial(poison, bucket.buffers), behind=True)
@@ -338,7 +338,7 @@ def test_padded_rows_touch_only_the_null_page(pair: Pair) -> None:
     """Bug: a padded row writes its K/V into a page of somebody else."""
     with pair.engine(buckets=(4,)) as engine:
         loop = loop_of(engine)
-        pools = [loop._prefill.target.kv_pool, loop._prefill.drafter.kv_pool]
+        pools = [loop.prefill.target.kv_pool, loop.prefill.proposer.kv_pool]
         for pool in pools:
             pool.fill_(123.0)
         assert ids_only(engine, [PROMPTS[0]], max_new_tokens=9) == [pair.plain(PROMPTS[0], 9)]
@@ -401,10 +401,10 @@ def test_exception_in_a_step(
             raise KeyboardInterrupt
 
     if where == "prefill":
-        monkeypatch.setattr(type(loop._prefill), "run", explode)
+        monkeypatch.setattr(type(loop.prefill), "run", explode)
         calls += [1, 1]
     else:
-        for bucket in loop.buckets.values():
+        for bucket in loop.first.buckets.values():
             insert_(bucket, where, explode, behind=True)
     with pytest.raises(KeyboardInterrupt):
         engine.generate(PROMPTS, max_new_tokens=9, ignore_eos=True)

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from graphengine.decode.fallback import LAST_BLOCK, FallbackLoop
+from graphengine.decode.fallback import LAST_BLOCK
 from graphengine.decode.guards import FallbackWarning
 from tests.decode.test_engine import (
     BACKENDS,
@@ -81,7 +81,7 @@ def test_without_the_option_nothing_changes(small: Pair) -> None:
         force(engine, small, 2)
         (result,) = engine.generate(PROMPTS[0], max_new_tokens=99, ignore_eos=True)
         assert result.token_ids == small.plain(PROMPTS[0], 41)
-        assert result.metrics.fallback_reason is None and loop_of(engine).plain is None
+        assert result.metrics.fallback_reason is None and loop_of(engine).fallback.plain is None
     with pytest.raises(ValueError, match=r"between 2 and 44 .* --finish-in-plain-decode all"):
         small.engine(max_model_len=48)
     with small.engine(draft=False, max_model_len=48, finish_in_plain_decode=True) as engine:
@@ -163,9 +163,9 @@ def test_drafted_and_plain_side_by_side(
         late: list[Any] = []
 
         def join() -> None:
-            if not late and loop.plain is not None and loop.plain.running:
+            if not late and loop.fallback.plain is not None and loop.fallback.plain.running:
                 late.extend(loop.submit(list(p), 27, frozenset()) for p in PROMPTS[2:5])
-            plain = loop.plain
+            plain = loop.fallback.plain
             if late and late[1].output_ids and plain is not None and plain.running:
                 loop.cancel(first[0])
 
@@ -195,8 +195,10 @@ def test_no_measuring_while_another_decodes_plainly(
 
         def each_step() -> None:
             if len(first.output_ids) == 5:  # enough times to judge, too few blocks
-                loop.leave_speculation([first], "a test says so")
-            seen.append((loop.plain is not None and bool(loop.plain.running), len(calls)))
+                loop.fallback.leave([first], "a test says so")
+            seen.append(
+                (loop.fallback.plain is not None and bool(loop.fallback.plain.running), len(calls))
+            )
 
         run_to_end(engine, each_step)
         assert [request.output_ids for request in (first, other)] == [
@@ -214,22 +216,22 @@ def test_good_drafts_never_measure(pair: Pair, monkeypatch: pytest.MonkeyPatch) 
         force(engine, pair, 1)
         ids_only(engine, PROMPTS, max_new_tokens=27)
     with pair.engine(max_model_len=44, fallback=False, acceptance_floor=0.0) as engine:
-        assert loop_of(engine).guard is None
+        assert loop_of(engine).fallback.guard is None
         force(engine, pair, 0)
         assert ids_only(engine, PROMPTS, max_new_tokens=27) == [pair.plain(p, 27) for p in PROMPTS]
     with pair.engine(max_model_len=44, simulate_acceptance=1.0) as engine:
-        assert loop_of(engine).guard is None, "drawn acceptance says nothing"
+        assert loop_of(engine).fallback.guard is None, "drawn acceptance says nothing"
     assert not calls
 
 
 def test_plain_decode_is_built_when_needed(pair: Pair) -> None:
     """Bug: every start-up pays for a second set of graphs, or asking for it does nothing."""
     with pair.engine() as engine:
-        assert loop_of(engine).plain is None
+        assert loop_of(engine).fallback.plain is None
     with pair.engine(prepare_plain_decode=True) as engine:
-        assert list(loop_of(engine).plain.buckets) == [1, 2, 4]
+        assert list(loop_of(engine).fallback.plain.buckets) == [1, 2, 4]
     with pair.engine(draft=False, prepare_plain_decode=True) as engine:
-        assert not isinstance(loop_of(engine), FallbackLoop), "it decodes plainly itself"
+        assert loop_of(engine).fallback is None, "it decodes plainly itself"
 
 
 @pytest.mark.usefixtures("impatient")
@@ -244,13 +246,13 @@ def test_no_memory_for_plain_decode(
         raise kind("CUDA out of memory. Tried to allocate 1 GiB")
 
     with pair.engine(max_model_len=44) as engine:
-        monkeypatch.setattr(loop_of(engine), "_build_plain", build)
+        monkeypatch.setattr(loop_of(engine).fallback, "_build_plain", build)
         force(engine, pair, 0)
         with pytest.warns(FallbackWarning, match=r"no memory to build .*CUDA out of memory\)"):
             found = ids_only(engine, PROMPTS[:2], max_new_tokens=27)
         assert found == [pair.plain(p, 27) for p in PROMPTS[:2]]
     with small.engine(max_model_len=48, finish_in_plain_decode=True) as engine:
-        monkeypatch.setattr(loop_of(engine), "_build_plain", build)
+        monkeypatch.setattr(loop_of(engine).fallback, "_build_plain", build)
         force(engine, small, 1)
         prompts = [PROMPTS[1], PROMPTS[0]]
         with pytest.warns(FallbackWarning):
@@ -274,7 +276,7 @@ def test_building_is_tried_once(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> 
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB")
 
     with pair.engine(max_model_len=44) as engine:
-        monkeypatch.setattr(loop_of(engine), "_build_plain", build)
+        monkeypatch.setattr(loop_of(engine).fallback, "_build_plain", build)
         force(engine, pair, 0)
         with pytest.warns(FallbackWarning, match="no memory to build"):
             ids_only(engine, PROMPTS[:1], max_new_tokens=27)

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from graphengine.decode import guards
-from graphengine.decode.fallback import LAST_BLOCK, PlainLoop
+from graphengine.decode.fallback import LAST_BLOCK
+from graphengine.decode.lane import Lane
 from tests.decode.test_gpu_modes import FAMILIES, PROMPTS, Mode, Pair
 from tests.decode.test_gpu_modes import pair as pair  # the fixture
 
@@ -25,7 +26,7 @@ def test_not_finite_ends_one_request(pair: Pair, mode: Mode) -> None:
     """Bug: -1 reaches an embedding inside a graph and the device asserts, for all and for good."""
     with pair.engine(mode) as engine:
         truth = engine.generate(PROMPTS[:3], max_new_tokens=30, ignore_eos=True)
-        table = engine.built.loop._prefill.target.weights.embed_VD
+        table = engine.built.loop.prefill.target.weights.embed_VD
         kept = table[400].clone()
         table[400] = float("nan")
         # As long as the prompt it replaces: in bf16 a prefill of fewer rows may round otherwise.
@@ -70,13 +71,13 @@ def test_fallback_by_real_times(pair: Pair, mode: Mode, monkeypatch: pytest.Monk
     every request that falls back."""
     monkeypatch.setattr(guards.SpeculationGuard, "_may_lose", _suspects)
     times: list[float] = []
-    real = PlainLoop.time_step
+    real = Lane.time_step
 
-    def time_step(self: PlainLoop, requests: list[Any]) -> float:
+    def time_step(self: Lane, requests: list[Any]) -> float:
         times.append(real(self, requests))
         return 1e-9
 
-    monkeypatch.setattr(PlainLoop, "time_step", time_step)
+    monkeypatch.setattr(Lane, "time_step", time_step)
     with pair.engine(mode, fallback=True) as engine:
         used: list[int] = []
         for _ in range(4):

@@ -17,8 +17,8 @@ import torch
 from graphengine.api import Engine
 from graphengine.capture.runners import ReplayRunner
 from graphengine.capture.steps import Carry, Dense, Step
-from graphengine.decode import buckets as buckets_module
 from graphengine.decode.sampling import Sampling
+from graphengine.drafters.dflash import DFlash
 from tests.support.checkpoints import make_drafter, make_target
 from tests.support.dflash_reference import force_drafts, load_target, plain_generate
 
@@ -116,8 +116,8 @@ def test_modes_agree_with_a_rounded_drafter(pair: Pair, family: str, quantizatio
     for mode in FAMILIES[family]:
         options = {"buckets": (3, 12), "draft_quantization": quantization}
         with pair.engine(mode, **options) as engine:
-            drafter = engine.built.loop.prefill.drafter
-            assert drafter is not None
+            drafter = engine.built.loop.prefill.proposer
+            assert isinstance(drafter, DFlash)
             weights = [drafter.at(size * BLOCK)[0] for size in (3, 12)]
             is_large_rounded = quantization == "fp8-dynamic"
             assert [w is drafter.quantized for w in weights] == [True, is_large_rounded]
@@ -140,7 +140,7 @@ def ends_apart(engine: Engine) -> list[Any]:
     while loop.has_work:
         loop.admit()
         loop.launch()
-        sizes |= {loop._bucket.size} if loop._bucket is not None else set()
+        sizes |= {loop.first.bucket.size} if loop.first.bucket is not None else set()
         loop.collect()
         num_steps += 1
         if num_steps in (4, 9):
@@ -167,19 +167,19 @@ def test_a_step_is_one_graph(pair: Pair) -> None:
     """Bug: something splits the step again, and the GPU idles at each border."""
     for draft, name in ((True, "speculate"), (False, "decode")):
         with pair.engine(Mode("full", "triton"), draft=draft) as engine:
-            for bucket in engine.built.loop.buckets.values():
+            for bucket in engine.built.loop.first.buckets.values():
                 (runner,) = bucket.runners
                 assert isinstance(runner, ReplayRunner)
                 assert [call.name for call in runner.calls] == [name]
                 (stage,) = bucket.stages
-                assert (stage.sampled is not runner) == engine.config.sampling
+                assert len(set(stage.runners.values())) == 1 + engine.config.sampling
 
 
 @torch.no_grad()
 def test_results_come_before_the_step_ends(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     """Bug: what the accept kernel stores reaches the host only when the graph is done, or in time
     but not whole."""
-    real = buckets_module.context_chain
+    real = DFlash.context
 
     def slow(*args: Any) -> list[Step]:
         def sleep(carry: Carry) -> Carry:
@@ -188,10 +188,10 @@ def test_results_come_before_the_step_ends(pair: Pair, monkeypatch: pytest.Monke
 
         return [Dense("sleep", sleep), *real(*args)]
 
-    monkeypatch.setattr(buckets_module, "context_chain", slow)
+    monkeypatch.setattr(DFlash, "context", slow)
     with pair.engine(Mode("full", "triton"), buckets=(3,)) as engine:
         loop: Any = engine.built.loop
-        loop._depth = 1
+        loop.first.depth = 1
         requests = [loop.submit(list(prompt), 60, frozenset()) for prompt in PROMPTS[:3]]
         early = 0
         loop.admit()
@@ -269,9 +269,9 @@ def test_poisoned_cache_changes_nothing(pair: Pair, family: str) -> None:
         found = {}
         for poison in (False, True):
             with pair.engine(mode) as engine:
-                prefill = engine._built.loop._prefill  # type: ignore[union-attr]
-                assert prefill.drafter is not None
-                for pool in (prefill.target.kv_pool, prefill.drafter.kv_pool):
+                prefill = engine._built.loop.prefill  # type: ignore[union-attr]
+                assert isinstance(prefill.proposer, DFlash)
+                for pool in (prefill.target.kv_pool, prefill.proposer.kv_pool):
                     pool.fill_(float("nan") if poison else 0.0)
                 found[poison] = [outcome(engine, PROMPTS[:n], 60) for n in (8, 2, 1)]
         assert found[True] == found[False], mode

@@ -16,9 +16,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from graphengine.decode import fallback, guards
+from graphengine.decode import guards, lane
 from graphengine.decode.guards import AcceptanceWarning, SpeculationGuard
-from graphengine.decode.loop import DecodeLoop
 from tests.decode.test_engine import (
     BACKENDS,
     PROMPTS,
@@ -201,22 +200,22 @@ def test_what_a_step_takes(pair: Pair, backend: str, monkeypatch: pytest.MonkeyP
     """Bug: a step's time leaves out its launch or its wait, or takes in the loading of a batch, two
     launches, or the plain steps of other requests: speculation is judged by another number."""
     clock = Clock()
-    monkeypatch.setattr(fallback, "time", clock)
+    monkeypatch.setattr(lane, "time", clock)
     with pair.engine(max_model_len=44, attention_backend=backend, buckets=(2,)) as engine:
         force(engine, pair, 0)
         loop = loop_of(engine)
-        loop.prepare_plain_decode()
-        monkeypatch.setattr(loop, "_load", clock.spend(1000, loop._load))
-        monkeypatch.setattr(DecodeLoop, "wait", clock.spend(10, DecodeLoop.wait))
-        insert_(loop.buckets[2], "verify.00", clock.spend(1))
+        loop.fallback.prepare()
+        monkeypatch.setattr(loop.first, "_write", clock.spend(1000, loop.first._write))
+        monkeypatch.setattr(lane.Results, "wait", clock.spend(10, lane.Results.wait))
+        insert_(loop.first.buckets[2], "verify.00", clock.spend(1))
         ids_only(engine, PROMPTS[:2], max_new_tokens=12)
-        times = loop.guard._times_s
+        times = loop.fallback.guard._times_s
         assert len(times) >= 9 and set(times) == {11.0}
         first, other = (loop.submit(list(p), n, ()) for p, n in zip(PROMPTS, (5, 20), strict=False))
         loop.admit()
-        loop.leave_speculation([first], "a test says so")
+        loop.fallback.leave([first], "a test says so")
         counts: list[tuple[bool, int]] = []
-        run_to_end(engine, lambda: counts.append((bool(loop.plain.running), len(times))))
+        run_to_end(engine, lambda: counts.append((bool(loop.fallback.plain.running), len(times))))
         beside = [count for is_beside, count in counts if is_beside]
         assert len(beside) > 2 and len(set(beside)) == 1
         assert counts[-1][1] > beside[0] and set(times) == {11.0}

@@ -16,7 +16,7 @@ import torch
 from graphengine.api import Engine
 from graphengine.capture.steps import Dense
 from graphengine.decode import loop as engine_module
-from graphengine.decode.fallback import PlainLoop
+from graphengine.decode.lane import Lane
 from graphengine.decode.rows import Results
 from tests.decode.test_engine import (
     BACKENDS,
@@ -51,7 +51,7 @@ def test_a_reset_forgets_what_a_warm_up_wrote(engine: Engine) -> None:
     """Bug: a bucket's build is interrupted; its warm-ups have counted their steps from 0, and the
     words that they left are taken for the results of the engine's first steps."""
     loop = loop_of(engine)
-    first = [Results.of(loop._buffers, step, 1) for step in (1, 2)]
+    first = [Results.of(loop.first.buckets[4].buffers, step, 1) for step in (1, 2)]
     for results in first:
         results.words_BX[:] = results.number << 32
         assert results.are_there()
@@ -65,18 +65,18 @@ def step_functions(engine: Engine) -> dict[str, tuple[Any, str]]:
     return {
         "submit": (loop, "submit"),
         "allocate": (loop.allocator, "allocate"),
-        "load": (loop, "_load"),
+        "write": (loop.first, "_write"),
         "wait": (loop, "wait"),
-        "judge": (loop, "_judge"),
+        "judge": (loop.fallback, "judge"),
         "retire": (loop, "_retire"),
         "free": (loop.allocator, "free"),
         "advance": (engine_module.Request, "advance"),
-        "accept": (sys.modules["graphengine.decode.chains"], "accept_and_advance_"),
+        "accept": (sys.modules["graphengine.decode.ends"], "accept_and_advance_"),
     }
 
 
 @pytest.mark.parametrize(
-    "where", ["submit", "allocate", "load", "wait", "judge", "retire", "free", "advance", "accept"]
+    "where", ["submit", "allocate", "write", "wait", "judge", "retire", "free", "advance", "accept"]
 )
 @pytest.mark.parametrize("after", [0, 1])
 def test_exception_anywhere(
@@ -105,7 +105,7 @@ class Interrupt:
     """Raises KeyboardInterrupt at the n-th line run in the engine's own files, as Ctrl-C does."""
 
     FILES = (
-        *("loop.py", "fallback.py", "rows.py", "kvcache.py"),
+        *("loop.py", "lane.py", "fallback.py", "rows.py", "kvcache.py"),
         *("request.py", "guards.py", "api.py"),
     )
 
@@ -196,8 +196,8 @@ def test_close_frees_everything(pair: Pair) -> None:
     collection, and the next engine finds no memory."""
     engine = pair.engine(prepare_plain_decode=True)
     ids_only(engine, PROMPTS[:1], max_new_tokens=5)
-    prefill = loop_of(engine)._prefill
-    pools = [weakref.ref(prefill.target.kv_pool), weakref.ref(prefill.drafter.kv_pool)]
+    prefill = loop_of(engine).prefill
+    pools = [weakref.ref(prefill.target.kv_pool), weakref.ref(prefill.proposer.kv_pool)]
     del prefill
     gc.collect()
     gc.disable()
@@ -224,15 +224,15 @@ def test_exception_in_plain_decode(pair: Pair, where: str, monkeypatch: pytest.M
 
         with monkeypatch.context() as patch:
             if where == "build":
-                patch.setattr(loop, "_build_plain", explode)
+                patch.setattr(loop.fallback, "_build_plain", explode)
             elif where == "time_step":
-                patch.setattr(PlainLoop, "time_step", explode)
+                patch.setattr(Lane, "time_step", explode)
             else:
-                loop.prepare_plain_decode()
-                runner = runners_of(loop.plain.buckets[4])[0]
+                loop.fallback.prepare()
+                runner = runners_of(loop.fallback.plain.buckets[4])[0]
                 broken = Dense("broken", explode)
                 patch.setattr(runner, "chain", [*runner.chain, broken])
-                patch.setattr(PlainLoop, "time_step", lambda self, requests: 1e-9)
+                patch.setattr(Lane, "time_step", lambda self, requests: 1e-9)
             with pytest.raises(KeyboardInterrupt):
                 engine.generate(PROMPTS, max_new_tokens=27, ignore_eos=True)
         assert calls

@@ -24,8 +24,11 @@ from graphengine.api import Engine
 from graphengine.config.draft import DraftConfig
 from graphengine.config.model import ModelConfig
 from graphengine.config.rope import RopeConfig
-from graphengine.decode.buffers import StepBuffers
+from graphengine.decode.buffers import Arena, StepBuffers
 from graphengine.decode.kvcache import NULL_PAGE, PageAllocator, make_pool, page_bytes, pages_for
+from graphengine.decode.proposer import step_buffers
+from graphengine.drafters.dflash import DFlash
+from graphengine.drafters.none import NoDraft
 from tests.support.checkpoints import make_drafter, make_target
 
 MODEL = ModelConfig(
@@ -105,59 +108,56 @@ def test_empty_pool_is_refused(num_pages: int) -> None:
         PageAllocator(num_pages)
 
 
-@pytest.mark.parametrize("draft", [DRAFT, None])
+def drafter(config: DraftConfig | None) -> Any:
+    """A proposer as far as buffers need it."""
+    nothing: Any = None
+    names = ("weights", "embed_VD", "lm_head_VD", "kv_pool")
+    weights: dict[str, Any] = dict.fromkeys(names, nothing)
+    return NoDraft() if config is None else DFlash(config=config, **weights)
+
+
+def flat(buffers: StepBuffers) -> dict[str, torch.Tensor]:
+    own: Any = buffers.own
+    fields = buffers._asdict() | ({f"own.{k}": v for k, v in own._asdict().items()} if own else {})
+    return {name: tensor for name, tensor in fields.items() if name != "own"}
+
+
+ANCHOR_FIRST = replace(DRAFT, slot_convention="anchor-first")
+
+
+@pytest.mark.parametrize("num_drafts", [None, 2])
+@pytest.mark.parametrize("draft", [DRAFT, ANCHOR_FIRST, None])
 @pytest.mark.parametrize("size", [1, 3, 6])
-def test_bucket_views(draft: DraftConfig | None, size: int) -> None:
-    """Bug: a bucket's view is a copy, misses a field, or cuts rows where requests are meant."""
-    buffers = StepBuffers.make(MODEL, draft, 6, 9, torch.float32, torch.device("cpu"))
-    block = draft.block_size if draft else 1
-    views = buffers.bucket(size)
-    for name, whole, view in zip(buffers._fields, buffers, views, strict=True):
-        rows = size * (block if name.split("_")[-1][0] == "T" else 1)
-        assert view.shape == (rows, *whole.shape[1:]), name
-        assert whole.shape[0] == 6 * rows // size, name
-        assert view.data_ptr() == whole.data_ptr(), name
-        assert view.stride() == whole.stride(), name
-    shared = views.draft_ids_BG.data_ptr() == views.block_ids_BG.data_ptr()
-    assert shared == (draft is None)
-    assert views.taps_TC.shape[1] == (2 * MODEL.hidden_size if draft else 0)
-    for tensor in buffers:
+def test_bucket_views(draft: DraftConfig | None, size: int, num_drafts: int | None) -> None:
+    """Bug: a bucket's view is a copy or moves when another is made, cuts rows where requests are
+    meant, keeps the stride of the longest block, takes a draft's rows to be as many as a verify's
+    where the anchor predicts too, or parts block and draft block where they are one tensor."""
+    arena = Arena(torch.device("cpu"), torch.float32)
+    whole = flat(step_buffers(arena, MODEL, drafter(draft), 6, 9))
+    num_bytes = arena.num_bytes
+    own = drafter(draft.shortened(num_drafts) if draft and num_drafts else draft)
+    buffers = step_buffers(arena, MODEL, own, size, 9)
+    assert buffers.block == own.num_draft_tokens + 1 and arena.num_bytes == num_bytes
+    draft_block = own.config.block_size if draft else 1
+    for name, view in flat(buffers).items():
+        dims = name.split("_")[-1]
+        is_drafts = name.startswith("own.") and name != "own.taps_TC"
+        block = draft_block if is_drafts else buffers.block
+        shape = (size, block) if dims == "BG" else (size * block if dims[0] == "T" else size,)
+        assert view.shape[: len(shape)] == shape, name
+        assert view.is_contiguous() and view.data_ptr() == whole[name].data_ptr(), name
+    assert (buffers.draft_ids_BG is buffers.block_ids_BG) == (draft is None)
+    if draft is not None:
+        taps, block_ids = buffers.own.taps_TC, buffers.own.block_ids_BG  # type: ignore[attr-defined]
+        assert taps.shape[1] == 2 * MODEL.hidden_size
+        is_shared = block_ids.data_ptr() == buffers.block_ids_BG.data_ptr()
+        assert is_shared == (draft is DRAFT)
+    for tensor in whole.values():
         tensor.fill_(1)
-    buffers.clear_()
-    assert all(not tensor.any() for tensor in views)
-
-
-@pytest.mark.parametrize("size", [1, 3])
-def test_bucket_views_where_the_anchor_predicts_too(size: int) -> None:
-    """Bug: a smaller bucket takes a draft's rows to be as many as a verify's, which are one more
-    a request, and drafts in rows of requests that it does not run."""
-    draft = replace(DRAFT, slot_convention="anchor-first")
-    buffers = StepBuffers.make(MODEL, draft, 6, 9, torch.float32, torch.device("cpu"))
-    views = buffers.bucket(size)
-    for name, view in zip(buffers._fields, views, strict=True):
-        block = draft.block_size + (name == "draft_ids_BG" or not name.startswith("draft_"))
-        assert view.shape[0] == size * (block if name.split("_")[-1][0] == "T" else 1), name
-
-
-@pytest.mark.parametrize("convention", ["anchor-dropped", "anchor-first"])
-def test_bucket_views_of_a_shorter_block(convention: Any) -> None:
-    """Bug: rows of a shorter block keep the stride of the longest, which kernels that take flat
-    rows do not expect, or block and draft block part where they are one tensor."""
-    draft = replace(DRAFT, slot_convention=convention)
-    buffers = StepBuffers.make(MODEL, draft, 6, 9, torch.float32, torch.device("cpu"))
-    short = draft.shortened(2)
-    views = buffers.bucket(4, short)
-    assert (views.block, views.draft_block) == (3, short.block_size)
-    for name, whole, view in zip(buffers._fields, buffers, views, strict=True):
-        dims, drafts = name.split("_")[-1], name.startswith("draft_") and name != "draft_ids_BG"
-        block = views.draft_block if drafts else views.block
-        shape = (4, block) if dims == "BG" else (4 * block if dims[0] == "T" else 4,)
-        assert view.shape == (*shape, *whole.shape[len(shape) :]), name
-        assert view.is_contiguous() and view.data_ptr() == whole.data_ptr(), name
-
-
-def loop_depth(loop: Any) -> int:
-    return loop._depth if loop is not None else 0
+    arena.clear_("results")
+    assert not buffers.results_BX.any() and buffers.start_B.all()
+    arena.clear_()
+    assert not any(tensor.any() for tensor in whole.values())
 
 
 class LoopMachine(RuleBasedStateMachine):
@@ -203,8 +203,7 @@ class LoopMachine(RuleBasedStateMachine):
     @property
     def running(self) -> list[Any]:
         """Requests that draft, then those that decode plainly."""
-        plain = self.loop.plain
-        return self.loop.running + (plain.running if plain is not None else [])
+        return self.loop.running
 
     @precondition(lambda self: self.running)
     @rule()
@@ -212,11 +211,11 @@ class LoopMachine(RuleBasedStateMachine):
     def launch(self) -> None:
         self.loop.launch()
 
-    @precondition(lambda self: self.loop.running)
+    @precondition(lambda self: self.loop.first.running)
     @rule(data=st.data())
     def leave(self, data: st.DataObject) -> None:
-        request = data.draw(st.sampled_from(self.loop.running))
-        self.loop.leave_speculation([request], "a test says so")
+        request = data.draw(st.sampled_from(self.loop.first.running))
+        self.loop.fallback.leave([request], "a test says so")
 
     @rule()
     def collect(self) -> None:
@@ -241,14 +240,14 @@ class LoopMachine(RuleBasedStateMachine):
         for request in self.requests:
             if request.pages and request not in self.running:
                 raise AssertionError(f"{request.finish_reason} holds {request.pages}")
-        assert len(self.running) <= max(self.loop.buckets)
+        assert len(self.running) <= max(self.loop.config.buckets)
 
     @invariant()
     def results_are_apart(self) -> None:
-        for loop in (self.loop, self.loop.plain):
-            flying = [step.results for step in loop._in_flight] if loop is not None else []
+        for lane in self.loop.lanes:
+            flying = [step.results for step in lane.in_flight]
             numbers = [results.number for results in flying]
-            assert numbers == sorted(set(numbers)) and len(numbers) <= loop_depth(loop)
+            assert numbers == sorted(set(numbers)) and len(numbers) <= lane.depth
             # On the CPU a step is over when it is launched: nothing may have covered its words.
             assert all(results.are_there() for results in flying)
 

@@ -41,7 +41,7 @@ def ids(found: Engine, prompts: list[list[int]], count: int = 20) -> list[list[i
 
 
 def built(found: Engine) -> list[int]:
-    return list(found.built.loop.buckets)
+    return list(found.built.loop.first.buckets)
 
 
 @pytest.fixture(scope="module", params=BACKENDS)
@@ -63,7 +63,7 @@ def test_only_the_first_batch_is_built_ahead(
         assert lazy.startup.buckets == (first,)
         loop = lazy.built.loop
         ids(lazy, PROMPTS[: min(first_batch, first)], count=1)
-        assert not loop.built_late_s
+        assert not loop.first.built_late_s
 
 
 def test_larger_and_smaller_later(pair: tuple[Path, Path], truth: tuple[str, Any]) -> None:
@@ -87,7 +87,7 @@ def test_larger_and_smaller_later(pair: tuple[Path, Path], truth: tuple[str, Any
             assert request.output_ids == expected[tuple(prompt)][: len(request.output_ids)]
         assert [len(r.output_ids) for r in requests] == [20, 9, 5, 20, 13]
         assert built(lazy) == [1, 2, 4]
-        assert sorted(loop.built_late_s) == [2, 4]
+        assert sorted(loop.first.built_late_s) == [2, 4]
         assert loop.allocator.num_free == loop.allocator.num_usable
         assert ids(lazy, PROMPTS) == [expected[tuple(p)] for p in PROMPTS]
 
@@ -142,7 +142,7 @@ def test_a_build_that_fails_leaves_the_engine_usable(
             raise KeyboardInterrupt
 
         with monkeypatch.context() as patch:
-            patch.setattr(loop, "_build_bucket", interrupted)
+            patch.setattr(loop.first.builder, "build", interrupted)
             with pytest.raises(KeyboardInterrupt):
                 ids(lazy, PROMPTS[:3])
         assert built(lazy) == [1]
@@ -221,5 +221,5 @@ def test_a_later_larger_capture(tmp_path: Path, graph_mode: Any, backend: Any) -
         with Engine.from_pretrained(target, drafter, lazy_capture=lazy_capture, **options) as found:
             outcomes.append([ids(found, batch, count=40) for batch in batches])
             if lazy_capture:
-                assert list(found.built.loop.buckets) == [1, 3, 8]
+                assert list(found.built.loop.first.buckets) == [1, 3, 8]
     assert outcomes[0] == outcomes[1]

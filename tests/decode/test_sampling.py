@@ -14,9 +14,9 @@ from scipy import stats
 from torch import Tensor
 
 from graphengine.api import Engine
-from graphengine.capture.runners import Graph, capture_piecewise_pair, run_chain
+from graphengine.capture.runners import Graph, capture_ends, run_chain
 from graphengine.capture.steps import Dense
-from graphengine.decode import chains as forward
+from graphengine.decode import ends
 from graphengine.decode.sampling import Controls, Sampling, sample_rows
 from graphengine.kernels.argmax import argmax_rows
 from graphengine.kernels.filter_threshold import filter_threshold
@@ -298,13 +298,13 @@ def test_greedy_and_sampling_requests_in_one_batch(pair: Pair) -> None:
 def test_greedy_batches_run_nothing_extra(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     """Bug: greedy decoding, the default, pays for sampling; also after a sampling batch."""
     calls: list[int] = []
-    real = forward.sample_rows
+    real = ends.sample_rows
 
     def spy(*args: Any) -> Tensor:
         calls.append(1)
         return real(*args)
 
-    monkeypatch.setattr(forward, "sample_rows", spy)
+    monkeypatch.setattr(ends, "sample_rows", spy)
     with pair.engine() as engine:
         before = draw(engine)
         assert not calls
@@ -468,12 +468,14 @@ def test_two_ends_of_one_captured_chain() -> None:
         return Dense(name, run)
 
     first, context = step("first", 0, carries=True), step("context", 4)
-    chain = [first, step("ids", 1, carries=True), step("accept", 2), context]
-    other_chain = [first, step("logits", 1, carries=True), step("draw", 3), context]
+    ends = {
+        "greedy": [step("ids", 1, carries=True), step("accept", 2)],
+        "sampled": [step("logits", 1, carries=True), step("draw", 3)],
+    }
     pool: Any = Pool()
-    runner, other = capture_piecewise_pair(chain, other_chain, (), pool)
+    runner, other = capture_ends("step", [first], ends, [context], (), pool, whole=False).values()
     assert pool.num_captures == 6
-    assert capture_piecewise_pair(chain, chain, (), pool)[1].chain is chain
+    assert list(capture_ends("step", [context], {}, [], (), pool, whole=False)) == [""]
     for chosen, names, expected in (
         (runner, ["first", "ids", "accept", "context"], [1.0, 2.0, 3.0, 0.0, 1.0]),
         (other, ["first", "logits", "draw", "context"], [1.0, 2.0, 0.0, 3.0, 1.0]),

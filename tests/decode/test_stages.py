@@ -12,7 +12,7 @@ from graphengine.api import Engine
 from graphengine.checkpoints.hub import TINY_DRAFT, TINY_TARGET
 from graphengine.config.engine import EngineConfig
 from graphengine.decode.sampling import Sampling
-from tests.support.chains import chain_names, runners_of
+from tests.support.chains import chain_names
 
 QUESTIONS = [f"Count from {n} to {7 * n + 40} in steps of {n}." for n in range(2, 9)]
 DRAFT = chain_names("draft", 3)
@@ -24,25 +24,22 @@ def engine(backend: Any, draft: Any = TINY_DRAFT, **options: Any) -> Engine:
     return Engine.from_pretrained(TINY_TARGET, draft, attention_backend=backend, **options)
 
 
-def of(runner: Any) -> list[Any]:
-    return runner.chain
-
-
 def names(backend: str, draft: Any = TINY_DRAFT) -> list[tuple[str, list[str]]]:
     with engine(backend, draft) as loaded:
-        bucket = loaded.built.loop.buckets[2]
-        chains = [[step.name for step in runner.chain] for runner in runners_of(bucket)]
-        greedy: list[Any] = [(stage.name, stage.runner) for stage in bucket.stages]
+        stages: list[Any] = list(loaded.built.loop.first.buckets[2].stages)
         # The sampled chains have the same names, and other steps where tokens are chosen.
-        assert chains.count(chains[-1]) == 2
         pairs = [
             (ours.name, theirs is ours)
-            for stage in bucket.stages
-            for ours, theirs in zip(of(stage.runner), of(stage.sampled), strict=True)
+            for stage in stages
+            for ours, theirs in zip(
+                stage.runners["greedy"].chain, stage.runners["sampled"].chain, strict=True
+            )
         ]
         chosen = next(i for i, (name, _) in enumerate(pairs) if name == "accept")
         assert [i for i, (_, same) in enumerate(pairs) if not same] == [chosen - 1, chosen]
-        return [(name, [step.name for step in runner.chain]) for name, runner in greedy]
+        return [
+            (stage.name, [step.name for step in stage.runners["greedy"].chain]) for stage in stages
+        ]
 
 
 def test_order_of_a_step() -> None:
@@ -62,8 +59,8 @@ def test_what_a_stage_continues() -> None:
     """Bug: a verify is handed what the draft's head has left; `graphs` shows it as its input."""
     with engine("torch") as loaded:
         head = torch.zeros(1)
-        draft, verify, ahead = loaded.built.loop.buckets[2].stages
-        runners: list[Any] = [draft.runner, verify.runner, ahead.runner]
+        draft, verify, ahead = loaded.built.loop.first.buckets[2].stages
+        runners: list[Any] = [stage.runners["greedy"] for stage in (draft, verify, ahead)]
         runners[2].carry = (head,)
         assert [runner.source() for runner in runners] == [(head,), (), ()]
 
@@ -103,7 +100,7 @@ def test_one_launch_accepts_as_stages_do(monkeypatch: pytest.MonkeyPatch) -> Non
     with monkeypatch.context() as patch:
         patch.setattr(EngineConfig, "plans_attention", True)
         with engine("triton") as loaded:
-            assert len(loaded.built.loop.buckets[4].stages) == 3
+            assert len(loaded.built.loop.first.buckets[4].stages) == 3
             in_stages = decode(loaded)
     assert at_once == in_stages
     counts = [sum(n * steps for n, steps in enumerate(found)) for _, found in at_once]

@@ -17,7 +17,8 @@ SELF = "graphengine"
 # room (a folder, or a file directly in graphengine/) -> the rooms below it that it may import.
 _MODELS = "config kernels"
 _DECODE = f"{_MODELS} models capture names"
-_STARTUP = f"{_DECODE} decode checkpoints"
+_DRAFTERS = f"{_DECODE} decode checkpoints"
+_STARTUP = f"{_DRAFTERS} drafters"
 _API = f"{_STARTUP} startup"
 _TOOLS = f"{_API} api prompts report profiles"
 ROOMS: dict[str, str] = {
@@ -25,7 +26,8 @@ ROOMS: dict[str, str] = {
     **dict.fromkeys(("capture", "profiles"), "names"),
     "models": _MODELS,
     "checkpoints": f"{_MODELS} models",
-    "decode": _DECODE,
+    "decode": _DECODE,  # of drafters, the protocol alone
+    "drafters": _DRAFTERS,
     "startup": _STARTUP,
     "api": _API,
     "": "api checkpoints",  # graphengine/__init__.py

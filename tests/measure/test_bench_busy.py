@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from graphengine.decode.loop import Watch
 from graphengine.measure import busy as bench_busy
 
 COMMIT_MS = 0.2
@@ -38,8 +40,14 @@ class Loop:
         self.in_flight: list[float] = []
         self.num_steps = 0
 
-    def admit(self) -> None:
-        pass
+    def run(self, watch: Watch) -> Iterator[list[Any]]:
+        while True:
+            watch.launching()
+            self.launch()
+            watch.launched()
+            yield []
+            self.collect()
+            watch.collected([])
 
     def launch(self) -> None:
         while len(self.in_flight) < self.depth:

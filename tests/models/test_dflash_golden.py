@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from graphengine.api import Engine
+from graphengine.drafters.dflash import DFlash
 from graphengine.models import layers
 from tests.support.checkpoints import make_drafter, make_target
 from tests.support.dflash_reference import (
@@ -161,10 +162,10 @@ def test_rejected_context_rows_are_never_seen(
     model = load_target(target)
     plain = plain_generate(model, PROMPTS[2], 30)
     with Engine.from_pretrained(target, drafter, buckets=(2,), page_size=4) as engine:
-        prefill = engine._built.loop._prefill  # type: ignore[union-attr]
-        assert prefill.drafter is not None
+        prefill = engine._built.loop.prefill  # type: ignore[union-attr]
+        assert isinstance(prefill.proposer, DFlash)
         prefill.target.kv_pool.fill_(float("nan"))
-        prefill.drafter.kv_pool.fill_(float("nan"))
+        prefill.proposer.kv_pool.fill_(float("nan"))
         forced = force_drafts(
             engine, {tuple(PROMPTS[2]): plain + [0] * 9}, lambda request, step: step % 4
         )

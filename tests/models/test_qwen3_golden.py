@@ -170,7 +170,7 @@ def test_engine_continues_as_transformers(tmp_path: Path, name: str, chunk: int)
     model = load_target(directory)
     with Engine.from_pretrained(directory, buckets=(4,), page_size=4, max_model_len=96) as engine:
         loop = engine._built.loop  # type: ignore[union-attr]
-        loop._prefill = dataclasses.replace(loop._prefill, chunk=chunk)
+        loop.prefill = dataclasses.replace(loop.prefill, chunk=chunk)
         results = engine.generate(prompts, max_new_tokens=12, ignore_eos=True)
     for prompt, result in zip(prompts, results, strict=True):
         assert result.token_ids == plain_generate(model, prompt, 12)

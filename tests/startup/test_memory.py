@@ -19,9 +19,9 @@ from graphengine.api import Engine
 from graphengine.cli.main import main
 from graphengine.config.bytesize import format_bytes, parse_bytes
 from graphengine.config.engine import EngineConfig
-from graphengine.decode.fallback import FallbackLoop
 from graphengine.decode.kvcache import PageAllocator, pages_for
 from graphengine.decode.sampling import Controls, Sampling, sample_rows
+from graphengine.drafters.dflash import DFlash
 from graphengine.startup import memory
 from graphengine.startup.build import read_configs
 from graphengine.startup.memory import GPU_MARGIN_BYTES, DeviceMemory, MemoryPlan, plan_memory
@@ -90,10 +90,10 @@ def test_plan_equals_what_is_built(
         weights = plan.target_weight_bytes + plan.draft_weight_bytes + plan.quantized_weight_bytes
         assert weights + plan.rope_table_bytes == engine.startup.weight_bytes
         assert (plan.quantized_weight_bytes > 0) == (quantization != "none")
-        assert plan.step_buffer_bytes == size(*dict.fromkeys(loop._buffers))
-        drafter = loop._prefill.drafter
-        assert drafter is not None
-        pools = [loop._prefill.target.kv_pool, drafter.kv_pool]
+        assert plan.step_buffer_bytes == loop.first.builder.arena.num_bytes
+        drafter = loop.prefill.proposer
+        assert isinstance(drafter, DFlash)
+        pools = [loop.prefill.target.kv_pool, drafter.kv_pool]
         assert plan.kv_pool_bytes == size(*pools)
         assert plan.num_pages == loop.allocator.num_pages == pools[0].shape[2]
         assert plan.max_model_len == engine.config.max_model_len == 64
@@ -114,11 +114,11 @@ def test_plan_of_blocks_of_their_own(pair: tuple[Path, Path]) -> None:
         plan: Any = engine.memory_plan
         loop: Any = engine.built.loop
         assert loop.block == 3 and plan.max_request_pages == pages_for(60 + 3, 4)
-        assert plan.step_buffer_bytes == size(*dict.fromkeys(loop._buffers))
+        assert plan.step_buffer_bytes == loop.first.builder.arena.num_bytes
         spaces = [
             attention._workspace
-            for bucket in loop.buckets.values()
-            for attention in (bucket.verify_attention, *bucket.draft_attentions)
+            for bucket in loop.first.buckets.values()
+            for attention in bucket.attentions
         ]
         assert plan.attention_workspace_bytes == sum(size(*space) for space in spaces) > 0
 
@@ -143,8 +143,8 @@ def test_tables_of_the_drafters_own(
         plan, loop = engine.memory_plan, engine.built.loop
         weights = plan.target_weight_bytes + plan.draft_weight_bytes + plan.quantized_weight_bytes
         assert weights + plan.rope_table_bytes == engine.startup.weight_bytes
-        assert isinstance(loop, FallbackLoop) and loop.plain is not None
-        assert plan.plain_decode_bytes >= size(*dict.fromkeys(loop.plain._buffers)) > 0
+        assert loop.fallback is not None and loop.fallback.plain is not None
+        assert plan.plain_decode_bytes >= loop.fallback.plain.builder.arena.num_bytes > 0
 
 
 def test_budget_is_what_may_be_filled_and_is_free() -> None:

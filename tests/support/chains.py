@@ -45,6 +45,6 @@ def insert_(bucket: Bucket, name: str, action: Callable[[], Any], *, behind: boo
 
 def runners_of(bucket: Bucket) -> list[EagerRunner]:
     """All runners of a bucket, each once."""
-    runners = [*bucket.runners, *(stage.sampled for stage in bucket.stages)]
+    runners = bucket.runners + [r for stage in bucket.stages for r in stage.runners.values()]
     assert all(isinstance(runner, EagerRunner) for runner in runners)
     return list({id(runner): runner for runner in runners}.values())  # type: ignore[misc]

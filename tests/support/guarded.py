@@ -9,7 +9,7 @@ from click.testing import CliRunner, Result
 
 from graphengine.cli.main import main
 from graphengine.decode import fallback, guards
-from graphengine.decode.fallback import PlainLoop
+from graphengine.decode.lane import Lane
 
 
 def judge_early(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -26,14 +26,14 @@ def judge_early(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def plain_takes(monkeypatch: pytest.MonkeyPatch, seconds: float) -> list[int]:
     """Plain steps run for real, then are said to have taken `seconds`; one entry a measurement."""
-    real, calls = PlainLoop.time_step, []
+    real, calls = Lane.time_step, []
 
-    def time_step(self: PlainLoop, requests: list[Any]) -> float:
+    def time_step(self: Lane, requests: list[Any]) -> float:
         assert real(self, requests) > 0
         calls.append(len(requests))
         return seconds
 
-    monkeypatch.setattr(PlainLoop, "time_step", time_step)
+    monkeypatch.setattr(Lane, "time_step", time_step)
     return calls
 
 

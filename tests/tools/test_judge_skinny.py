@@ -50,12 +50,13 @@ def test_the_table_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
     failure leaves requests in the loop."""
     table = dict(TUNED)
     seen: list[Any] = []
-    buckets = {16: "built"}
-    loop = SimpleNamespace(_buckets=buckets, reset=lambda: seen.append("reset"))
+    lane = SimpleNamespace(num_built=0)
+    lane.rebuild = lambda: setattr(lane, "num_built", lane.num_built + 1)
+    loop = SimpleNamespace(first=lane, reset=lambda: seen.append("reset"))
     engine: Any = SimpleNamespace(built=SimpleNamespace(loop=loop))
 
     def run_case(engine: Any, case: Any, progress: Any) -> Any:
-        seen.append((TUNED.get(KEY), TUNED.get(OTHER), 16 in buckets, case.bucket))
+        seen.append((TUNED.get(KEY), TUNED.get(OTHER), lane.num_built, case.bucket))
         if TUNED.get(OTHER) is CONFIG:
             raise RuntimeError("out of shared memory")
         return SimpleNamespace(numbers=lambda gbps: {"step_p50_ms": 5.0, "step_mean_ms": 5.1})
@@ -70,9 +71,9 @@ def test_the_table_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
     steps = judge_skinny.Steps(engine, changes, args)
     assert [steps.ms(name, [name]) for name in changes] == [5.0, 5.0, None]
     assert seen == [
-        (CONFIG, None, False, 16),
-        (None, None, False, 16),
-        (table[KEY], CONFIG, False, 16),
+        (CONFIG, None, 1, 16),
+        (None, None, 2, 16),
+        (table[KEY], CONFIG, 3, 16),
         "reset",
     ]
     assert table == TUNED

@@ -13,7 +13,7 @@ from click.testing import CliRunner, Result
 from scipy import stats
 
 from graphengine.cli.main import main
-from graphengine.decode import chains as forward
+from graphengine.decode import ends
 from graphengine.verify.two_sample import LEVEL, compare
 from tests.support.checkpoints import make_drafter, make_target
 
@@ -116,12 +116,13 @@ def test_biased_acceptance_fails(
 ) -> None:
     """Bug: a draft is accepted because it is among the target's three most likely tokens: text that
     reads well, from another distribution."""
-    step = forward.sampled_accept_step
+    make = ends.make_end
 
-    def biased(drafter: Any, buffers: Any, page_size: int) -> Any:
-        if drafter is None:
-            return step(drafter, buffers, page_size)
-        real = forward.sample_rows
+    def biased(name: str, chain: str, target: Any, buffers: Any, *others: Any) -> Any:
+        steps = make(name, chain, target, buffers, *others)
+        if name != ends.SAMPLED or chain == "decode":
+            return steps
+        real, inner = ends.sample_rows, steps[-1]
 
         def sample(logits_TV: Any, positions_T: Any, controls: Any) -> Any:
             drawn = real(logits_TV, positions_T, controls).view_as(buffers.draft_ids_BG)
@@ -130,16 +131,14 @@ def test_biased_acceptance_fails(
             near = (likely == drafts[..., None]).any(-1)
             return torch.where(near, drafts, drawn).flatten()
 
-        inner = step(drafter, buffers, page_size)
-
         def run(carry: Any) -> Any:
             with monkeypatch.context() as patch:
-                patch.setattr(forward, "sample_rows", sample)
+                patch.setattr(ends, "sample_rows", sample)
                 return inner.run(carry)
 
-        return type(inner)(inner.name, run)
+        return [*steps[:-1], type(inner)(inner.name, run)]
 
-    monkeypatch.setattr("graphengine.decode.buckets.sampled_accept_step", biased)
+    monkeypatch.setattr("graphengine.decode.chains.make_end", biased)
     result = verify(pair)
     assert result.exit_code == 1, result.output
     assert "FAIL: speculative and plain draws differ" in result.stdout

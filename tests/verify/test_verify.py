@@ -167,14 +167,13 @@ def test_decode_runs_in_the_bucket_asked_for(tmp_path: Path) -> None:
     with Engine.from_pretrained(target, drafter, buckets=(1, 2, 4), max_model_len=64) as engine:
         loop: Any = engine.built.loop
         used: list[tuple[int, int]] = []
-        load = loop._load
+        queue_step = loop.first._queue_step
 
-        def spy() -> Any:
-            bucket = load()
-            used.append((bucket.size, len(loop.running)))
-            return bucket
+        def spy() -> None:
+            used.append((loop.first.bucket.size, len(loop.running)))
+            queue_step()
 
-        loop._load = spy
+        loop.first._queue_step = spy
         outputs = set()
         for bucket, alone in ((4, True), (1, False), (2, False), (None, False)):
             used.clear()
@@ -186,7 +185,7 @@ def test_decode_runs_in_the_bucket_asked_for(tmp_path: Path) -> None:
                 assert max(rows for _, rows in used) == (1 if alone else bucket)
             else:
                 assert {size for size, _ in used} >= {4, 1}
-        assert len(outputs) == 1 and loop.only_bucket is None
+        assert len(outputs) == 1 and loop.first.only_bucket is None
 
 
 # --- the command ---

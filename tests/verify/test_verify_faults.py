@@ -24,6 +24,7 @@ from graphengine.checkpoints.hub import TINY_DRAFT, TINY_TARGET
 from graphengine.cli.verify import PROBES, PROMPTS
 from graphengine.decode import buckets
 from graphengine.decode.kvcache import NULL_PAGE
+from graphengine.drafters.none import NoDraft
 from graphengine.models.layers import rope_table
 from graphengine.verify.check import Limits, Report, Transcript, decide, decode, judge
 from graphengine.verify.teacher import teacher_force
@@ -44,9 +45,9 @@ def load(
     options = {"buckets": (NUM_PROMPTS + NUM_PROBES,), "max_model_len": 256} | options
     engine = Engine.from_pretrained(target, draft, device="cpu", **options)
     prefill = engine.built.loop.prefill
-    for model in (prefill.target, prefill.drafter):
-        if model is not None:
-            model.kv_pool[:, :, NULL_PAGE + 1 :] = fill
+    for model in (prefill.target, prefill.proposer):
+        if not isinstance(model, NoDraft):
+            model.kv_pool[:, :, NULL_PAGE + 1 :] = fill  # type: ignore[attr-defined]
     return engine
 
 
@@ -91,7 +92,7 @@ def failed(engine: Engine, limits: Limits) -> set[str]:
 
 def put_before(engine: Engine, name: str, first: Callable[[Any], None]) -> None:
     """Does `first(step buffers)` in front of every step `name`."""
-    for bucket in engine.built.loop.buckets.values():
+    for bucket in engine.built.loop.first.buckets.values():
         insert_(bucket, name, partial(first, bucket.buffers))
 
 
@@ -142,16 +143,16 @@ def test_drafter_slot_off_by_one(limits: Limits) -> None:
 def test_stale_plan_of_the_target(limits: Limits, monkeypatch: pytest.MonkeyPatch) -> None:
     """Bug: verify runs with the lengths of an earlier step (its plan was not renewed)."""
     with load() as engine:
-        for bucket in engine.built.loop.buckets.values():
-            stale_plans(bucket.verify_attention, monkeypatch)
+        for bucket in engine.built.loop.first.buckets.values():
+            stale_plans(bucket.attentions[0], monkeypatch)
         assert "regret" in failed(engine, limits)
 
 
 def test_stale_plan_of_the_drafter(limits: Limits, monkeypatch: pytest.MonkeyPatch) -> None:
     """Bug: the drafter sees the lengths of an earlier step."""
     with load() as engine:
-        for bucket in engine.built.loop.buckets.values():
-            for attention in bucket.draft_attentions:
+        for bucket in engine.built.loop.first.buckets.values():
+            for attention in bucket.attentions[1:]:
                 stale_plans(attention, monkeypatch)
         assert failed(engine, limits) == {"acceptance"}
 
@@ -178,8 +179,8 @@ def test_stale_graph(limits: Limits, name: str) -> None:
 def test_mask_leak(limits: Limits, backend: str) -> None:
     """Bug: verify's causal mask is missing, so rows see the drafts that they are to judge."""
     with load(attention_backend=backend) as engine:
-        for bucket in engine.built.loop.buckets.values():
-            attention: Any = bucket.verify_attention
+        for bucket in engine.built.loop.first.buckets.values():
+            attention: Any = bucket.attentions[0]
             attention._causal = False
         assert "regret" in failed(engine, limits)
 
@@ -187,8 +188,8 @@ def test_mask_leak(limits: Limits, backend: str) -> None:
 def test_causal_drafter(limits: Limits) -> None:
     """Bug: the drafter's block is masked causally."""
     with load() as engine:
-        for bucket in engine.built.loop.buckets.values():
-            for attention in bucket.draft_attentions:
+        for bucket in engine.built.loop.first.buckets.values():
+            for attention in bucket.attentions[1:]:
                 attention._causal = True  # type: ignore[attr-defined]
         assert failed(engine, limits) == {"acceptance"}
 
@@ -225,16 +226,16 @@ def test_rope_theta_of_the_drafter(tmp_path: Path, limits: Limits) -> None:
 
 def test_rope_theta_of_the_decoding_target(limits: Limits, monkeypatch: pytest.MonkeyPatch) -> None:
     """Bug: decode rotates with another theta than prefill does."""
-    chain = buckets.verify_chain
+    chains = buckets.step_chains
 
-    def rotated(target: Any, *args: Any, **kwargs: Any) -> Any:
+    def rotated(config: Any, target: Any, *args: Any, **kwargs: Any) -> Any:
         rope = replace(target.config.rope, theta=10000.0)
         old = target.weights.rope_PH
         table = rope_table(rope, target.config.head_dim, old.shape[0], old.device)
         weights = target.weights._replace(rope_PH=table)
-        return chain(replace(target, weights=weights), *args, **kwargs)
+        return chains(config, replace(target, weights=weights), *args, **kwargs)
 
-    monkeypatch.setattr(buckets, "verify_chain", rotated)
+    monkeypatch.setattr(buckets, "step_chains", rotated)
     with load() as engine:
         assert "regret" in failed(engine, limits)
 

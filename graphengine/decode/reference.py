@@ -1,0 +1,68 @@
+"""One speculative step on one page: propose, verify, accept, commit.
+
+No cache, no graph, no batch: whole forwards over one list of tokens. This is what every part of the
+engine comes down to, and what tests hold it against, for every drafter and every kind of layer.
+
+    committed    t_1 .. t_n                  t_n, the anchor, has been said but not yet read
+    propose      d_1 .. d_{G-1}              the drafter's guesses of what follows
+    verify       t_1 .. t_n d_1 .. d_{G-1}   one forward of the target; row i says what follows i
+    accept       the longest run of drafts that are what the target says in their places
+    commit       that run, and the target's next token behind it: the bonus, never a guess
+
+Whatever is proposed, what is committed is the target's own choice row by row; a bad drafter costs
+time alone. `choose` is argmax, or a draw whose noise is a function of (seed, position): then the
+drawn tokens too are those of plain decoding.
+
+Legend: n tokens so far, G rows of a block (anchor and drafts), V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+
+import torch
+from torch import Tensor
+
+Logits = Callable[[Tensor], Tensor]
+"""The target: ids int64 [n] -> logits [n, V], row i given ids 0 .. i."""
+Propose = Callable[[Tensor], Tensor]
+"""The drafter: ids int64 [n], the anchor last -> drafts int64 [G - 1]."""
+Choose = Callable[[Tensor, Tensor], Tensor]
+"""(logits [G, V], positions int64 [G] of their rows) -> the tokens behind them, int64 [G]."""
+
+
+def greedy(logits_GV: Tensor, positions_G: Tensor) -> Tensor:
+    """The first of the most likely tokens."""
+    return logits_GV.argmax(-1)
+
+
+def step(ids: Tensor, target: Logits, propose: Propose, choose: Choose = greedy) -> Tensor:
+    """What one step commits: int64 [1 .. G], the accepted drafts and the bonus token."""
+    drafts = propose(ids)
+    block = torch.cat([ids, drafts])
+    rows = torch.arange(len(ids) - 1, len(block))  # the anchor's and the drafts'
+    choices = choose(target(block)[rows], rows)
+    num_accepted = int((drafts == choices[:-1]).long().cumprod(0).sum())
+    return choices[: num_accepted + 1]
+
+
+def generate(
+    prompt: Sequence[int],
+    target: Logits,
+    propose: Propose,
+    max_new_tokens: int,
+    choose: Choose = greedy,
+    stop_ids: Collection[int] = (),
+) -> tuple[list[int], list[int]]:
+    """Steps until a stop token (kept) or the budget: (new tokens, accepted drafts of each step).
+
+    The first token is the prefill's: a step without drafts.
+    """
+    ids = torch.tensor(prompt)
+    new, accepted = step(ids, target, lambda _: ids.new_empty(0), choose).tolist(), []
+    while len(new) < max_new_tokens and not set(stop_ids) & set(new):
+        committed = step(torch.cat([ids, torch.tensor(new)]), target, propose, choose).tolist()
+        new += committed
+        accepted.append(len(committed) - 1)
+    end = next((i + 1 for i, token in enumerate(new) if token in stop_ids), len(new))
+    return new[: min(end, max_new_tokens)], accepted

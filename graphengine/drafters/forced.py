@@ -1,0 +1,113 @@
+"""Drafts that somebody else chose: another proposer runs for real, then its drafts are replaced.
+
+For tests and tools that ask for every acceptance length. What is drafted at a position of a row is
+read from a table on the device, filled when a request begins in its row, so a graph can hold it.
+
+Legend: B requests, G rows of a block, P positions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, Self, cast
+
+import torch
+from torch import Tensor
+
+from graphengine.capture.steps import Carry, Dense, Step
+from graphengine.config.draft import AttentionRule
+from graphengine.decode.attention import Attention
+from graphengine.decode.buffers import Arena, StepBuffers
+from graphengine.decode.proposer import Attends, Proposer, RowContent, Tap
+from graphengine.decode.segments import Segments
+from graphengine.decode.stack import Rows
+
+
+class ForcedBuffers(NamedTuple):
+    """The table, and what the proposer inside keeps."""
+
+    table_BP: Tensor  # int64: what is drafted at each position
+    inner: Any
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Forced:
+    """`decode.proposer.Proposer` around another one.
+
+    Args:
+        tokens: (a row's content, rows of a block, P) -> P tokens, by position.
+        seen: called with the buffers between the inner's drafts and ours; not captured.
+    """
+
+    inner: Proposer
+    num_positions: int
+    tokens: Callable[[RowContent, int, int], list[int]]
+    seen: Callable[[StepBuffers], None] = lambda buffers: None
+
+    @property
+    def num_draft_tokens(self) -> int:
+        return self.inner.num_draft_tokens
+
+    @property
+    def mask_token_id(self) -> int:
+        return self.inner.mask_token_id
+
+    @property
+    def taps(self) -> tuple[int, ...]:
+        return self.inner.taps
+
+    @property
+    def attends(self) -> tuple[Attends, ...]:
+        return self.inner.attends
+
+    @property
+    def tensors(self) -> Any:
+        return self.inner.tensors
+
+    def shortened(self, num_draft_tokens: int) -> Self:
+        return replace(self, inner=self.inner.shortened(num_draft_tokens))
+
+    def buffers(self, arena: Arena, num_requests: int) -> ForcedBuffers:
+        table_BP = arena.take("forced", num_requests, self.num_positions)
+        return ForcedBuffers(table_BP, self.inner.buffers(arena, num_requests))
+
+    def propose(
+        self, buffers: StepBuffers, attention: Mapping[AttentionRule, Attention], segments: Segments
+    ) -> list[Step]:
+        table_BP = cast(ForcedBuffers, buffers.own).table_BP
+        drafts_BG = buffers.draft_ids_BG
+        row = torch.arange(1, drafts_BG.shape[1], device=drafts_BG.device)
+
+        def replaced(carry: Carry) -> Carry:
+            self.seen(buffers)
+            at = (buffers.start_B.long()[:, None] + row).clamp(max=self.num_positions - 1)
+            drafts_BG[:, :1].copy_(buffers.block_ids_BG[:, :1])
+            drafts_BG[:, 1:] = table_BP.gather(1, at)
+            return ()
+
+        steps = self.inner.propose(_inside(buffers), attention, segments)
+        return [*steps, Dense("draft.forced", replaced)]
+
+    def tap(self, buffers: StepBuffers) -> Tap:
+        return self.inner.tap(_inside(buffers))
+
+    def context(self, buffers: StepBuffers, segments: Segments) -> list[Step]:
+        return self.inner.context(_inside(buffers), segments)
+
+    def prefill(self, rows: Rows, segments: Segments) -> tuple[Tap, list[Step]]:
+        return self.inner.prefill(rows, segments)
+
+    def write_rows_(
+        self, buffers: StepBuffers, rows: Sequence[int], contents: Sequence[RowContent | None]
+    ) -> None:
+        table_BP = cast(ForcedBuffers, buffers.own).table_BP
+        for row, content in zip(rows, contents, strict=True):
+            if content is not None:
+                tokens = self.tokens(content, buffers.block, self.num_positions)
+                table_BP[row] = torch.tensor(tokens, dtype=torch.int64)
+        self.inner.write_rows_(_inside(buffers), rows, contents)
+
+
+def _inside(buffers: StepBuffers) -> StepBuffers:
+    return buffers._replace(own=cast(ForcedBuffers, buffers.own).inner)

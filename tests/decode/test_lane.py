@@ -1,0 +1,119 @@
+"""lane.Lane: rows that stay where they are, whoever else comes and goes."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from graphengine.api import Engine
+from graphengine.decode import lane as lanes
+from tests.decode.test_engine import BACKENDS, PROMPTS, Pair, assert_idle, force
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    return Pair(tmp_path_factory.mktemp("pair"))
+
+
+@pytest.fixture(params=BACKENDS)
+def engine(pair: Pair, request: pytest.FixtureRequest) -> Iterator[Engine]:
+    with pair.engine(attention_backend=request.param, buckets=(1, 4)) as engine:
+        yield engine
+        assert_idle(engine)
+
+
+@torch.no_grad()
+def test_only_the_row_that_changes_is_written(
+    engine: Engine, pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bug: when one request joins or leaves, rows of running ones are written anew: a row is
+    written from a host that is a step behind the device, or the pipeline is drained for nothing."""
+    force(engine, pair, 1)
+    loop = engine.built.loop
+    lane, written, real = loop.first, [], lanes.write_rows_
+
+    def spy(buffers: Any, rows: Any, *others: Any) -> None:
+        written.append((sorted(rows), len(lane.in_flight)))
+        real(buffers, rows, *others)
+
+    monkeypatch.setattr(lanes, "write_rows_", spy)
+    budgets = (6, 30, 30, 30)
+    first = [loop.submit(list(p), n, ()) for p, n in zip(PROMPTS, budgets, strict=False)]
+    late = None
+    while loop.has_work:
+        loop.admit()
+        loop.launch()
+        loop.collect()
+        if late is None and first[0].finish_reason is not None:
+            late = loop.submit(list(PROMPTS[4]), 20, ())
+            assert lane.rows[1:] == first[1:] and lane.rows[0] is None
+            loop.admit()
+            assert lane.rows == [late, *first[1:]]
+    assert late is not None
+    for request in (*first, late):
+        count = len(request.output_ids)
+        assert request.output_ids == pair.plain(request.prompt_ids, count) and count >= 6
+    alone = [rows for rows, _ in written[1:] if len(rows) == 1]
+    assert written[0][0] == [0, 1, 2, 3] and [0] in alone
+    # Nobody waits for the pipeline to be empty, unless another bucket is due.
+    assert any(num_in_flight for _, num_in_flight in written) == (lane.depth > 1)
+
+
+@torch.no_grad()
+def test_rows_behind_a_smaller_bucket_move(engine: Engine, pair: Pair) -> None:
+    """Bug: a request whose row lies behind the end of a smaller bucket is lost, or runs on with
+    another's pages; one that has joined and never run among them."""
+    loop = engine.built.loop
+    requests = [loop.submit(list(p), 30, ()) for p in PROMPTS[:3]]
+    loop.admit()
+    for cancelled, runs in ((0, False), (1, True)):
+        if runs:
+            loop.launch()
+            loop.collect()
+        loop.cancel(requests[cancelled])
+    while loop.has_work:
+        loop.admit()
+        loop.launch()
+        loop.collect()
+    assert loop.first.bucket is not None and loop.first.bucket.size == 1
+    assert requests[2].output_ids == pair.plain(PROMPTS[2], 30)
+
+
+@torch.no_grad()
+def test_hops_and_types_of_a_launch(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: between `launch` and what runs a chain, layers grow back that a reader has to cross and
+    a step to pay for: at most five calls into other modules, of which the last runs the chain."""
+    loop = engine.built.loop
+    loop.submit(list(PROMPTS[0]), 20, ())
+    loop.admit()
+    loop.launch()
+    loop.collect()
+
+    depth: list[list[str]] = []
+    stack: list[str] = []
+
+    def trace(frame: Any, event: str, arg: Any) -> None:
+        module = frame.f_globals.get("__name__", "")
+        if event == "call":
+            stack.append(module)
+            if frame.f_code.co_name == "run_chain":
+                depth.append([m for m in stack if m.startswith("graphengine.")])
+        elif event == "return" and stack:
+            stack.pop()
+
+    sys.setprofile(trace)
+    try:
+        loop.launch()
+    finally:
+        sys.setprofile(None)
+    loop.collect()
+    loop.reset()
+    for modules in depth:
+        hops = sum(a != b for a, b in itertools.pairwise(modules))
+        assert hops <= 5, modules
+    assert depth

@@ -1,0 +1,89 @@
+"""decode.reference: the step on one page, and every proposer held against it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from graphengine.config.draft import NgramConfig
+from graphengine.decode import reference
+from graphengine.drafters.ngram import look_up
+from tests.decode.test_engine import PROMPTS, Pair
+from tests.support.dflash_reference import DraftReference, load_target, run_target
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    return Pair(tmp_path_factory.mktemp("pair"), likely_tokens=3)
+
+
+def target_of(model: Any) -> reference.Logits:
+    return lambda ids: run_target(model, ids.tolist()).logits
+
+
+@pytest.mark.parametrize("stop", [None, 4])
+def test_whatever_is_proposed_is_corrected(pair: Pair, stop: int | None) -> None:
+    """Bug: the oracle commits a draft that the target would not say, loses the bonus token, or goes
+    on behind a stop token or the budget."""
+    plain = pair.plain(PROMPTS[1], 24)
+    stops = () if stop is None else (plain[stop],)
+    wanted = plain[: plain.index(plain[stop]) + 1] if stop is not None else plain[:20]
+    target, rng = target_of(load_target(pair.target)), torch.Generator().manual_seed(0)
+
+    def often_right(ids: Tensor) -> Tensor:
+        begin = len(ids) - len(PROMPTS[1])
+        drafts = torch.tensor(plain[begin : begin + 3] + [0] * 3)[:3]
+        return torch.where(torch.rand(3, generator=rng) < 0.7, drafts, drafts + 1)
+
+    new, accepted = reference.generate(PROMPTS[1], target, often_right, 20, stop_ids=stops)
+    assert new == wanted
+    assert len(set(accepted)) > 1 or stop is not None
+
+
+def test_dflash_equals_the_reference(pair: Pair) -> None:
+    """Bug: the engine's steps commit other tokens, or accept other drafts, than the page says."""
+    model = load_target(pair.target)
+    drafter = DraftReference.load(pair.drafter, model)
+
+    def propose(ids: Tensor) -> Tensor:
+        taps = drafter.taps(run_target(model, ids[:-1].tolist()))
+        return torch.tensor(drafter.drafts(drafter.draft_logits(taps, int(ids[-1]))))
+
+    with pair.engine(buckets=(1,)) as engine:
+        for prompt in PROMPTS[:3]:
+            (result,) = engine.generate(prompt, max_new_tokens=24, ignore_eos=True)
+            new, accepted = reference.generate(prompt, target_of(model), propose, 24)
+            assert result.token_ids == new
+            histogram = result.metrics.acceptance.steps_by_accepted
+            assert histogram == [accepted.count(a) for a in range(len(histogram))]
+
+
+def looked_up(ids: list[int], config: NgramConfig) -> list[int]:
+    """Prompt look-up, written from its definition."""
+    for count in range(config.longest, config.shortest - 1, -1):
+        for end in range(len(ids) - 1, count - 1, -1):
+            if ids[end - count : end] == ids[len(ids) - count :]:
+                period = len(ids) - end
+                return [ids[end + i % period] for i in range(config.num_draft_tokens)]
+    return [0] * config.num_draft_tokens
+
+
+def test_look_up_by_its_definition() -> None:
+    """Bug: a place that overlaps the end is missed, an earlier or shorter match wins, tokens behind
+    the end of the text count, or the beginning wraps round."""
+    config = NgramConfig(num_draft_tokens=6)
+    rng = torch.Generator().manual_seed(1)
+    found = 0
+    for kinds in (2, 3, 5):
+        for _ in range(60):
+            lengths = torch.randint(1, 40, (3,), generator=rng)
+            text = torch.randint(1, kinds + 1, (3, 41), generator=rng).int()
+            drafts = look_up(text, lengths[:, None] - 1, 6, config.shortest, config.longest)
+            pairs = zip(text.tolist(), lengths.tolist(), strict=True)
+            wanted = [looked_up(row[:n], config) for row, n in pairs]
+            assert drafts.tolist() == wanted
+            found += sum(any(row) for row in wanted)
+    assert found > 100

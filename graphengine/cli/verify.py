@@ -47,7 +47,8 @@ Examples:
   graphengine verify --temperature 1 --num-samples 400
 
 \b
-Exit codes: 0 PASS, 1 FAIL, 2 refused input. What each check means: graphengine/docs/lossless.md."""
+Exit codes: 0 PASS, 1 FAIL, 2 refused input.
+What each check means: graphengine/verify/lossless.md."""
 
 
 @click.command("verify", epilog=_EPILOG)

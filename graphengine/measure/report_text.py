@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from graphengine.profiles import plot
+from graphengine.measure.pictures import bars_panel, render, timeline_panel
 from graphengine.profiles.launch_gaps import Report
 from graphengine.report import print_table
 
@@ -128,8 +128,8 @@ def shorten(kernel: str) -> str:
     return name if len(name) <= MAX_KERNEL_NAME else name[: MAX_KERNEL_NAME - 2] + ".."
 
 
-def picture(reports: Mapping[str, Report], mark: str = "") -> str:
-    """The reports as one SVG: a bar of each mean step, and a median step of each on a line.
+def picture(reports: Mapping[str, Report], mark: str, suffix: str) -> bytes:
+    """The reports in one picture: a bar of each mean step, and a median step of each on a line.
 
     Args:
         mark: what a reader of any panel must know, added to every title.
@@ -139,9 +139,8 @@ def picture(reports: Mapping[str, Report], mark: str = "") -> str:
         parts = {kind: report.per_step_us(ns) for kind, ns in report.busy_ns.items() if ns}
         parts |= {f"idle {k}": report.per_step_us(ns) for k, ns in report.idle_ns.items() if ns}
         bars[name] = parts
-    panels = [plot.bars_panel(bars, f"mean step: busy and idle by class{mark}", "us")]
+    panels = [bars_panel(bars, f"mean step: busy and idle by class{mark}", "us")]
     for name, report in reports.items():
         spans = [(start / 1e3, end / 1e3, kind) for start, end, kind in report.timeline]
-        total = max((end for _, end, _ in spans), default=0.0)
-        panels.append(plot.timeline_panel(spans, total, f"a median step ({name}){mark}", "us"))
-    return plot.document(panels)
+        panels.append(timeline_panel(spans, f"a median step ({name}){mark}", "us"))
+    return render(panels, suffix)

@@ -42,6 +42,7 @@ DOORS: dict[str, set[str]] = {
     "huggingface_hub": {"checkpoints"},
     "triton": {"kernels"},
     "nvtx": {"names"},
+    "matplotlib": {"measure.pictures"},
     "click": {"cli", "verify.report"},
 }
 

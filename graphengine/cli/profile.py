@@ -181,4 +181,4 @@ def _deliver(
         click.echo(json.dumps({"config": document, "numbers": numbers}))
     if options["plot"] is not None:
         write_whole(options["plot"], picture(reports, mark, options["plot"].suffix))
-        console.print(f"wrote {options['svg']}", markup=False)
+        console.print(f"wrote {options['plot']}", markup=False)

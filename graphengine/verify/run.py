@@ -1,6 +1,6 @@
 """The runs of `graphengine verify`: which graph modes, buckets and batch mixes, in which order.
 
-Why apart from verify.py: that file judges, this one loads engines and feeds them. Every way to run
+Why apart from check.py: that file judges, this one loads engines and feeds them. Every way to run
 is a `Cell`; one engine serves all cells of a graph mode. Outputs of the same tokens are judged once
 per engine.
 

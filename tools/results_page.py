@@ -133,6 +133,7 @@ def readme_block() -> str:
 def bench_rows() -> Iterator[list[str]]:
     for name in BENCHES:
         config, numbers = (newest(name)[1][key] for key in ("config", "numbers"))
+        config |= config.get("options", {})  # where later files have what the engine was asked for
         model = config["model"].removeprefix("qwen3-").upper()
         weights = "as vLLM's" if config["load_format"] == "dummy-uniform" else "ordinary"
         for mode, found in numbers.items():

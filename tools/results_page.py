@@ -19,7 +19,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from graphengine.measure.pictures import Panel, render
+from graphengine.profiles.pictures import Panel, render
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "profiles" / "results"

@@ -141,8 +141,8 @@ def _bench(model: str | None, draft: str | None, options: dict[str, Any]) -> Non
     from graphengine.checkpoints.hub import preset_names
     from graphengine.checkpoints.pairs import named_pair
     from graphengine.measure.bench import read_bandwidth_gbps
-    from graphengine.measure.pictures import check_picture
     from graphengine.measure.report import picture, speedups_, table
+    from graphengine.profiles.pictures import check_picture
     from graphengine.profiles.result_schema import environment, write_result, write_whole
     from graphengine.report import print_table, stderr_console
 

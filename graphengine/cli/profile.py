@@ -107,7 +107,7 @@ _SOURCES = {
 def profile(model: str | None, draft: str | None, **options: Any) -> None:
     """Where a decode step of MODEL waits: wall, busy and idle time by step, class and kernel."""
     from graphengine.measure import profile_run
-    from graphengine.measure.pictures import check_picture
+    from graphengine.profiles.pictures import check_picture
     from graphengine.report import print_note, stderr_console
 
     console = stderr_console(quiet=False)

@@ -12,7 +12,7 @@ from rich import box
 from rich.table import Table
 
 from graphengine.measure.bench import CaseResult
-from graphengine.measure.pictures import Panel, bars_panel, histogram_panel, render
+from graphengine.profiles.pictures import Panel, bars_panel, histogram_panel, render
 
 
 class Row(NamedTuple):

@@ -14,8 +14,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from graphengine.measure.pictures import bars_panel, render, timeline_panel
 from graphengine.profiles.launch_gaps import Report
+from graphengine.profiles.pictures import bars_panel, render, timeline_panel
 from graphengine.report import print_table
 
 MAX_KERNEL_NAME = 96

@@ -42,7 +42,7 @@ DOORS: dict[str, set[str]] = {
     "huggingface_hub": {"checkpoints"},
     "triton": {"kernels"},
     "nvtx": {"names"},
-    "matplotlib": {"measure.pictures"},
+    "matplotlib": {"profiles.pictures"},
     "click": {"cli", "verify.report"},
 }
 

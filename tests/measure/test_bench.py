@@ -303,7 +303,7 @@ def test_rounds_without_a_step_to_time_are_refused(bench: Bench, args: list[str]
         (["--context", "64", "--input-len", "8"], ["--context", "--input-len"]),
         (["--baseline", "--draft", "none"], ["--baseline", "--draft"]),
         (["--seed", str(1 << 64)], ["--seed", str(1 << 64)]),
-        (["--plot", "/nonexistent/x.svg"], ["--plot /nonexistent/x.svg", "cannot be written"]),
+        (["--plot", "/dev/null/x.svg"], ["--plot /dev/null/x.svg", "cannot be written"]),
         (["--plot", "step.gif"], ["--plot step.gif", ".svg, .png"]),
     ],
 )

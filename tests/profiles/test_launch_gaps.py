@@ -1,4 +1,4 @@
-"""profiles/{trace,launch_gaps,nsys,torch_trace}.py: the launch-gap report.
+"""profiles/{trace,launch_gaps,nsys,torch_trace,pictures}.py: the launch-gap report.
 
 The traces of nsys_exports.py have gaps counted by hand; stored exports of real runs, in tests/data,
 are held to sums written when they were cut.
@@ -21,9 +21,9 @@ from hypothesis import strategies as st
 
 from graphengine import names
 from graphengine.checkpoints.hub import TINY_DRAFT, TINY_TARGET
-from graphengine.measure import pictures, report_text
+from graphengine.measure import report_text
 from graphengine.measure.segment_bytes import segment_bytes
-from graphengine.profiles import nsys, torch_trace
+from graphengine.profiles import nsys, pictures, torch_trace
 from graphengine.profiles.launch_gaps import Report, report
 from graphengine.profiles.trace import Activity, HostRange, Launch, Trace, busy_class, place
 from graphengine.startup.build import read_configs

@@ -133,7 +133,7 @@ class Engine:
             target: hub id or directory of a dense Qwen3 model, or of a speculators checkpoint,
                 which is its own drafter and names its target.
             draft: hub id or directory of its DFlash drafter, in any format of
-                docs/draft-formats.md. None decodes plainly, unless the target is a speculators
+                config/draft-formats.md. None decodes plainly, unless the target is a speculators
                 checkpoint; "none" always does.
             buckets: batch sizes to build; more prompts than the largest wait in order.
             graph_mode: "piecewise" (default on a GPU), "full" or "none" (default on the CPU).

@@ -122,7 +122,7 @@ def choose_config(
     Tiles are large where they fit. Against tiles of 64 keys, microseconds at 400 / 1k / 8k keys,
     H200, pages of 16: batch 8 12.8 / 23.4 / 98.4 -> 12.2 / 17.4 / 76.0, batch 16 13.9 / 28.0 /
     179.8 -> 14.2 / 24.9 / 137.3 (profiles/results/2026-11-22-h200-attention-sweep.json); batch 1, a
-    whole step after 8,192 tokens, 5.76 -> 5.63 ms (-8b-8k.json, -8b-8k-wide.json). With many
+    whole step after 8,192 tokens, 5.76 -> 5.63 ms (profiles/LOG.md). With many
     splits, batch 1, one split up to 512 keys instead of 256 costs 3 us a layer, up to 64 gains
     nothing; there the prefetch sends for all that a split of a short request reads. With the few
     rows of plain decoding two stages do: a step of Qwen3-4B 2.393 -> 2.380 ms with pages that hold

@@ -241,20 +241,21 @@ def write_result(
     return result
 
 
-def write_whole(path: Path, text: str) -> None:
-    """Writes a text file whole or not at all; a device or pipe is written as it is.
+def write_whole(path: Path, content: str | bytes) -> None:
+    """Writes a file whole or not at all; a device or pipe is written as it is.
 
     Raises:
         ValueError: it cannot be written; what was there before stays.
     """
+    content = content.encode() if isinstance(content, str) else content
     try:
         goal = path.resolve()
         if goal.exists() and not goal.is_file():
-            goal.write_text(text)
+            goal.write_bytes(content)
             return
         part = goal.with_name(f".{os.getpid()}.part")
         try:
-            part.write_text(text)
+            part.write_bytes(content)
             part.replace(goal)
         finally:
             part.unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""Measures everything that README's table quotes, and the evidence of a GPU, one result file a job.
+"""Measures what profiles/RESULTS.md quotes of ours, and the evidence of a GPU, one file a job.
 
 Why: a figure is worth what it takes to get it again. Each job is one of the project's own commands,
 run as a user would type it; what it prints goes to DIR/<job>.log, what it measured to
@@ -68,8 +68,13 @@ def _tool(name: str, *args: str) -> Job:
     return Job(command, output="--out")
 
 
+START = _bench(
+    *(*PAIR_8B, *DYNAMIC, *UNIFORM, "--compare", "full", "--bucket", "1,8,16", "--num-iters", "20")
+)
 # In the order of their worth: whatever time is left goes to the later ones.
 JOBS: dict[str, Job] = {
+    "8b-start-cold": START,  # where caches are empty: first on a fresh machine
+    "8b-start-warm": START,
     "8b-modes": _bench(*PAIR_8B, "--compare", "piecewise,full", "--bucket", "1,8,16", "--baseline"),
     "8b-fp8": _bench(*PAIR_8B, *FP8, "--compare", "full", "--bucket", "1,8,16"),
     "8b-fp8-dynamic": _bench(*PAIR_8B, *DYNAMIC, "--compare", "full", "--bucket", "1,8,16"),
@@ -88,11 +93,6 @@ JOBS: dict[str, Job] = {
     # After 8b-modes on the same machine: the warm start.
     "8b-warm": _bench(
         *(*PAIR_8B, "--compare", "piecewise,full", "--bucket", "1,8,16", "--num-iters", "20")
-    ),
-    # After 8b-uniform-fp8-dynamic, likewise.
-    "8b-uniform-fp8-dynamic-warm": _bench(
-        *(*PAIR_8B, *DYNAMIC, *UNIFORM, "--compare", "full", "--bucket", "1,8,16"),
-        *("--num-iters", "20"),
     ),
     "8b-8k": _bench(*PAIR_8B, "--compare", "full", "--input-len", "8192"),
     "8b-8k-fp8": _bench(*PAIR_8B, *FP8, "--compare", "full", "--input-len", "8192"),

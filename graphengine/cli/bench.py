@@ -1,7 +1,7 @@
 """`graphengine bench`: the options, and the loop over modes, contexts and buckets.
 
-The measuring itself is in bench.py, tables and pictures in bench_report.py. torch is imported
-inside the command, so that help is quick.
+The measuring itself is in measure/bench.py, tables and pictures in measure/report.py. torch is
+imported inside the command, so that help is quick.
 """
 
 from __future__ import annotations
@@ -121,8 +121,8 @@ Examples:
 @click.option(
     "--plot",
     type=click.Path(path_type=Path, dir_okay=False),
-    metavar="FILE.svg",
-    help="Draw each case's step times and what a step is made of.",
+    metavar="FILE.svg|png",
+    help="Draw each case's step times and what a step is made of (extra `plot`).",
 )
 @shared.RESULT_FILE
 @shared.as_json("The result as JSON on stdout.")
@@ -142,6 +142,7 @@ def _bench(model: str | None, draft: str | None, options: dict[str, Any]) -> Non
     from graphengine.checkpoints.pairs import named_pair
     from graphengine.measure.bench import read_bandwidth_gbps
     from graphengine.measure.report import picture, speedups_, table
+    from graphengine.profiles.pictures import check_picture
     from graphengine.profiles.result_schema import environment, write_result, write_whole
     from graphengine.report import print_table, stderr_console
 
@@ -151,6 +152,7 @@ def _bench(model: str | None, draft: str | None, options: dict[str, Any]) -> Non
     if options["baseline"] and draft is None:
         raise ValueError("--baseline compares with plain decoding; pass --draft to have a drafter")
     shared.check_place("--plot", options["plot"])
+    check_picture("--plot", options["plot"])
     shared.check_place("--output-json", options["output_json"], makes_folders=True)
     input_lens = _input_lens(options)
     longest = max(input_lens) + options["output_len"] + 256
@@ -195,7 +197,7 @@ def _bench(model: str | None, draft: str | None, options: dict[str, Any]) -> Non
     if options["as_json"]:
         click.echo(json.dumps({"config": document, "numbers": numbers}))
     if options["plot"]:
-        write_whole(options["plot"], picture(rows, simulated))
+        write_whole(options["plot"], picture(rows, simulated, options["plot"].suffix))
         console.print(f"wrote {options['plot']}")
 
 

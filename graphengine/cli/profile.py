@@ -3,7 +3,7 @@
 Where the times come from, best first: nsys (on a GPU, when it is on the PATH), torch.profiler (on a
 GPU without it), the host's clock around each named range (CPU). The report is the same; the text
 says which it was. Recording is in profile_run.py; options, tables and files are here. torch is
-imported inside the command, so that help is quick.
+inside the command, so that help is quick.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _EPILOG = """\b
 Examples:
   graphengine profile
   graphengine profile qwen3-8b --draft qwen3-8b-dflash-b16 --simulate-acceptance 6.35
-  graphengine profile --tool nsys --preset node --keep out --svg step.svg
+  graphengine profile --tool nsys --preset node --keep out --plot step.svg
   graphengine profile --read out/graph.sqlite
 
 \b
@@ -96,7 +96,10 @@ _SOURCES = {
     help="Keep the recorded files (.nsys-rep, .sqlite, .json) here.",
 )
 @click.option(
-    "--svg", type=click.Path(path_type=Path, dir_okay=False), help="Write the picture here."
+    "--plot",
+    type=click.Path(path_type=Path, dir_okay=False),
+    metavar="FILE.svg|png",
+    help="Draw the mean step and a median one (extra `plot`).",
 )
 @shared.RESULT_FILE
 @shared.as_json("The result as JSON on stdout.")
@@ -104,11 +107,13 @@ _SOURCES = {
 def profile(model: str | None, draft: str | None, **options: Any) -> None:
     """Where a decode step of MODEL waits: wall, busy and idle time by step, class and kernel."""
     from graphengine.measure import profile_run
+    from graphengine.profiles.pictures import check_picture
     from graphengine.report import print_note, stderr_console
 
     console = stderr_console(quiet=False)
     try:
-        shared.check_place("--svg", options["svg"])
+        shared.check_place("--plot", options["plot"])
+        check_picture("--plot", options["plot"])
         shared.check_place("--output-json", options["output_json"], makes_folders=True)
         if options["inside"] is not None:
             profile_run.run_inside_nsys(model, draft, options)
@@ -174,6 +179,6 @@ def _deliver(
         console.print(f"wrote {options['output_json']}", markup=False)
     if options["as_json"]:
         click.echo(json.dumps({"config": document, "numbers": numbers}))
-    if options["svg"] is not None:
-        write_whole(options["svg"], picture(reports, mark))
-        console.print(f"wrote {options['svg']}", markup=False)
+    if options["plot"] is not None:
+        write_whole(options["plot"], picture(reports, mark, options["plot"].suffix))
+        console.print(f"wrote {options['plot']}", markup=False)

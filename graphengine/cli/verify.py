@@ -1,9 +1,8 @@
 """`graphengine verify`: the options, the table and the verdict.
 
-The judging is in verify.py, the runs in verify_run.py, the sampled comparison in two_sample.py and
-what is shown in verify_report.py. stdout carries the verdict (or one JSON object), tables go to
-stderr. Exit codes: 0 PASS, 1 FAIL, 2 refused input. torch is imported inside the command, so that
-help is quick.
+What it does is in the room verify: check.py judges, run.py runs, two_sample.py compares draws,
+report.py shows. stdout carries the verdict (or one JSON object), tables go to stderr. Exit codes:
+0 PASS, 1 FAIL, 2 refused input. torch is imported inside the command, so that help is quick.
 """
 
 from __future__ import annotations
@@ -47,7 +46,8 @@ Examples:
   graphengine verify --temperature 1 --num-samples 400
 
 \b
-Exit codes: 0 PASS, 1 FAIL, 2 refused input. What each check means: graphengine/docs/lossless.md."""
+Exit codes: 0 PASS, 1 FAIL, 2 refused input.
+What each check means: graphengine/verify/lossless.md."""
 
 
 @click.command("verify", epilog=_EPILOG)

@@ -4,7 +4,7 @@ Why one file: four formats say the same things under other names, at other place
 other numbers (taps), and a reader who knows only one of them loses acceptance without any error.
 All differences end here; nothing behind `DraftConfig` asks which format a drafter had, but for
 messages. Invariant: what decides the numerics is read or refused by key, value and remedy, never
-guessed. docs/draft-formats.md is this file as a table.
+guessed. draft-formats.md beside it is this file as a table.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
 Why a choice: the last positions of a block are accepted least often, and what they cost depends on
 the batch. Alone a request's rows are nearly free, since a step is bound by reading weights; at 16
 requests a block of 16 makes a verify of 256 rows, which is bound by arithmetic. 8B on an H200, FP8
-drafter: 7.61 ms a step with 15 drafts, 6.58 with 11, for 7 % more tokens a second
-(profiles/results/2026-11-22-h200-8b-uniform-fp8-dynamic-e3f14ac.json, -8b-uniform-spec-11-e3f14ac).
+drafter: 7.57 ms a step with 15 drafts, 6.55 with 11, for 6 % more tokens a second
+(profiles/results/2026-11-23-h200-8b-uniform-fp8-dynamic-de71c30.json, -8b-uniform-spec-11-de71c30).
 
 A DFlash drafter drafts fewer tokens by running fewer mask rows: one trained on blocks of 16 accepts
 5.09 tokens a step with blocks of 8, one trained on those 5.21 (arXiv 2602.06036, table 8).

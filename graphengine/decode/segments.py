@@ -1,6 +1,6 @@
 """The segments: what stands between two attentions of a chain, as pure functions.
 
-Each is compiled by itself, so that equal shapes share one compilation; forward.py builds the chains
+Each is compiled by itself, so that equal shapes share one compilation; stack.py builds the chains
 from them. They end in the queries' projection, in token ids or in logits: the head takes its own
 argmax where no logits are wanted.
 

@@ -4,7 +4,7 @@ What is timed: the wall time between the moments at which the host holds two con
 tokens, over full buckets only. `host_ms` is the part of it that the host spent working (planning,
 launching, committing); the rest it spent waiting for the device, so `host_ms` close to `step_ms`
 means that the host is the bottleneck. On a GPU a few more steps tell how long the device works on
-one (bench_busy.py); the rest of the wall time it was idle. Bytes are counted from the configs:
+one (busy.py); the rest of the wall time it was idle. Bytes are counted from the configs:
 weights once per forward, K/V once; the floor is those bytes over the read bandwidth measured in the
 same process.
 
@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 
 from graphengine.api import Engine
@@ -31,7 +32,6 @@ from graphengine.decode.loop import DecodeLoop, StepOutput, Watch
 from graphengine.decode.request import Request
 from graphengine.drafters.dflash import MAX_QUANTIZED_ROWS
 from graphengine.measure.busy import busy_fraction
-from graphengine.profiles.plot import percentile
 from graphengine.startup.build import Built
 
 READ_BYTES = 4 << 30
@@ -78,19 +78,18 @@ class CaseResult:
 
     def numbers(self, read_gbps: float) -> dict[str, float]:
         """The row as numbers with units; keys follow vLLM's bench where they mean the same."""
-        ordered = sorted(self.step_ms)
-        median = statistics.median(ordered)
+        median, p95, p99 = np.percentile(self.step_ms, (50, 95, 99)).tolist()
         total_s = sum(self.step_ms) / 1e3
         achieved = self.step_bytes / median / 1e6
         numbers: dict[str, float] = {
-            "num_steps": len(ordered),
+            "num_steps": len(self.step_ms),
             "mean_acceptance_length": self.mean_acceptance_length,
             "step_p50_ms": median,
-            "step_p95_ms": percentile(ordered, 0.95),
-            "step_p99_ms": percentile(ordered, 0.99),
-            "step_mean_ms": statistics.fmean(ordered),
+            "step_p95_ms": p95,
+            "step_p99_ms": p99,
+            "step_mean_ms": statistics.fmean(self.step_ms),
             "host_p50_ms": statistics.median(self.host_ms),
-            "mean_tpot_ms": statistics.fmean(ordered) / self.mean_acceptance_length,
+            "mean_tpot_ms": statistics.fmean(self.step_ms) / self.mean_acceptance_length,
             "median_tpot_ms": median / self.mean_acceptance_length,
             "output_throughput": self.num_tokens / total_s,
             "median_tokens_per_s": self.mean_acceptance_length * self.case.bucket / median * 1e3,

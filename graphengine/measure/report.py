@@ -12,7 +12,7 @@ from rich import box
 from rich.table import Table
 
 from graphengine.measure.bench import CaseResult
-from graphengine.profiles.plot import Panel, bars_panel, document, histogram_panel
+from graphengine.profiles.pictures import Panel, bars_panel, histogram_panel, render
 
 
 class Row(NamedTuple):
@@ -78,26 +78,29 @@ def table(rows: Sequence[Row], simulated: float | None) -> Any:
     return table
 
 
-def picture(rows: Sequence[Row], simulated: float | None) -> str:
-    """SVG: of each case what its median step is made of, and all of its step times.
-
-    The host's bar (working, waiting) and the GPU's (busy, idle) have one length, the step; the
-    floor has a bar of its own. What is not known has none.
-    """
+def picture(rows: Sequence[Row], simulated: float | None, suffix: str) -> bytes:
+    """Of each case what its median step is made of, and all of its step times."""
     panels: list[Panel] = []
     for row in rows:
-        case, step = row.result.case, row.numbers["step_p50_ms"] * 1e3
+        case = row.result.case
         name = f"{row.label}, bucket {case.bucket}, input {case.input_len}"
-        host = min(row.numbers["host_p50_ms"] * 1e3, step)
-        bars = {"host": {"host working": host, "host waiting": step - host}}
-        if "gpu_busy_ms" in row.numbers:
-            busy = min(row.numbers["gpu_busy_ms"] * 1e3, step)
-            bars["GPU"] = {"GPU busy": busy, "GPU idle": step - busy}
-        if "floor_ms" in row.numbers:
-            bars["floor"] = {"floor": row.numbers["floor_ms"] * 1e3}
-        panels.append(bars_panel(bars, f"{_title(simulated)}: {name}: median step", "us"))
+        panels.append(bars_panel(step_bars(row), f"{_title(simulated)}: {name}: median step", "us"))
         panels.append(histogram_panel(row.result.step_ms, f"{name}: all steps", "ms"))
-    return document(panels)
+    return render(panels, suffix)
+
+
+def step_bars(row: Row) -> dict[str, dict[str, float]]:
+    """Microseconds of a case's median step: the host's bar (working, waiting) and the GPU's (busy,
+    idle) have one length, the step; the floor has its own. What is not known has none."""
+    step = row.numbers["step_p50_ms"] * 1e3
+    host = min(row.numbers["host_p50_ms"] * 1e3, step)
+    bars = {"host": {"host working": host, "host waiting": step - host}}
+    if "gpu_busy_ms" in row.numbers:
+        busy = min(row.numbers["gpu_busy_ms"] * 1e3, step)
+        bars["GPU"] = {"GPU busy": busy, "GPU idle": step - busy}
+    if "floor_ms" in row.numbers:
+        bars["floor"] = {"floor": row.numbers["floor_ms"] * 1e3}
+    return bars
 
 
 def _title(simulated: float | None) -> str:

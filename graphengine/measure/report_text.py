@@ -6,7 +6,7 @@ Segments that do the same work (all middle layers of a chain) share a line; JSON
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from rich import box
@@ -14,8 +14,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from graphengine.profiles import plot
 from graphengine.profiles.launch_gaps import Report
+from graphengine.profiles.pictures import bars_panel, render, timeline_panel
 from graphengine.report import print_table
 
 MAX_KERNEL_NAME = 96
@@ -69,56 +69,49 @@ def print_report(
         f"idle {numbers['idle_mean_us']:.1f} us ({idle_percent:.1f} %)",
         markup=False,
     )
-    table = Table(box=box.SIMPLE)
-    for name in ("class", "busy us", "idle us"):
-        table.add_column(name, justify="left" if name == "class" else "right")
     busy, idle = numbers["busy_by_class"], numbers["idle_by_class"]
-    for kind in dict.fromkeys([*busy, *idle]):
-        if busy.get(kind) or idle.get(kind):
-            cells = [f"{part[kind]:.1f}" if kind in part else "-" for part in (busy, idle)]
-            table.add_row(kind.removesuffix("_us"), *cells)
-    print_table(console, table)
-    print_table(console, _step_table(grouped(numbers["by_name"])))
+    shown = [kind for kind in dict.fromkeys([*busy, *idle]) if busy.get(kind) or idle.get(kind)]
+    classes = [
+        [k.removesuffix("_us"), *(f"{part[k]:.1f}" if k in part else "-" for part in (busy, idle))]
+        for k in shown
+    ]
+    print_table(console, _table("class|busy us|idle us", classes))
+    steps = "step|count|busy us|idle us|MB|GB/s|floor us|/floor"
+    print_table(console, _table(steps, _step_rows(grouped(numbers["by_name"]))))
     if numbers["kernels"].keys() != numbers["by_name"].keys():  # on the CPU a step is a kernel
-        print_table(console, _kernel_table(numbers["kernels"], num_kernels))
+        rows = _kernel_rows(numbers["kernels"], num_kernels)
+        print_table(console, _table("us/step|calls/step|mean us|kernel", rows))
 
 
-def _step_table(groups: Mapping[str, Mapping[str, float]]) -> Table:
+def _table(header: str, rows: Iterable[Sequence[str]]) -> Table:
+    """Names to the left, numbers to the right."""
     table = Table(box=box.SIMPLE)
-    for name in ("step", "count", "busy us", "idle us", "MB", "GB/s", "floor us", "/floor"):
-        table.add_column(name, justify="left" if name == "step" else "right", no_wrap=True)
+    for name in header.split("|"):
+        is_name = name in ("class", "step", "kernel")
+        table.add_column(name, justify="left" if is_name else "right", no_wrap=name != "kernel")
+    for row in rows:
+        table.add_row(*row)
+    return table
+
+
+def _step_rows(groups: Mapping[str, Mapping[str, float]]) -> Iterator[list[str]]:
     for name, group in groups.items():
         floor = group.get("floor_us", 0.0)
+        cells = [f"{group['num_names']:.0f}", f"{group['busy_us']:.1f}", f"{group['idle_us']:.1f}"]
         has_bytes = "read_bytes" in group
-        table.add_row(
-            name,
-            f"{group['num_names']:.0f}",
-            f"{group['busy_us']:.1f}",
-            f"{group['idle_us']:.1f}",
-            f"{group['read_bytes'] / 1e6:.1f}" if has_bytes else "-",
-            f"{group['achieved_gbps']:.0f}" if has_bytes else "-",
-            f"{floor:.1f}" if floor else "-",
-            f"{group['busy_us'] / floor:.2f}" if floor else "-",
-        )
-    return table
+        cells += [f"{group['read_bytes'] / 1e6:.1f}" if has_bytes else "-"]
+        cells += [f"{group['achieved_gbps']:.0f}" if has_bytes else "-"]
+        cells += [f"{floor:.1f}", f"{group['busy_us'] / floor:.2f}"] if floor else ["-", "-"]
+        yield [name, *cells]
 
 
-def _kernel_table(kernels: Mapping[str, Mapping[str, float]], count: int) -> Table:
-    table = Table(box=box.SIMPLE)
-    for name in ("us/step", "calls/step", "mean us", "kernel"):
-        table.add_column(name, justify="left" if name == "kernel" else "right")
+def _kernel_rows(kernels: Mapping[str, Mapping[str, float]], count: int) -> Iterator[list[str]]:
     for name, kernel in list(kernels.items())[:count]:
-        table.add_row(
-            f"{kernel['total_us']:.1f}",
-            f"{kernel['num_calls']:.1f}",
-            f"{kernel['mean_us']:.2f}",
-            escape(shorten(name)),
-        )
-    if len(kernels) > count:
-        rest = list(kernels.values())[count:]
-        total, calls = (sum(k[key] for k in rest) for key in ("total_us", "num_calls"))
-        table.add_row(f"{total:.1f}", f"{calls:.1f}", "", f"{len(rest)} more")
-    return table
+        cells = [f"{kernel['total_us']:.1f}", f"{kernel['num_calls']:.1f}"]
+        yield [*cells, f"{kernel['mean_us']:.2f}", escape(shorten(name))]
+    if rest := list(kernels.values())[count:]:
+        total, calls = (sum(kernel[key] for kernel in rest) for key in ("total_us", "num_calls"))
+        yield [f"{total:.1f}", f"{calls:.1f}", "", f"{len(rest)} more"]
 
 
 def shorten(kernel: str) -> str:
@@ -128,8 +121,8 @@ def shorten(kernel: str) -> str:
     return name if len(name) <= MAX_KERNEL_NAME else name[: MAX_KERNEL_NAME - 2] + ".."
 
 
-def picture(reports: Mapping[str, Report], mark: str = "") -> str:
-    """The reports as one SVG: a bar of each mean step, and a median step of each on a line.
+def picture(reports: Mapping[str, Report], mark: str, suffix: str) -> bytes:
+    """The reports in one picture: a bar of each mean step, and a median step of each on a line.
 
     Args:
         mark: what a reader of any panel must know, added to every title.
@@ -139,9 +132,8 @@ def picture(reports: Mapping[str, Report], mark: str = "") -> str:
         parts = {kind: report.per_step_us(ns) for kind, ns in report.busy_ns.items() if ns}
         parts |= {f"idle {k}": report.per_step_us(ns) for k, ns in report.idle_ns.items() if ns}
         bars[name] = parts
-    panels = [plot.bars_panel(bars, f"mean step: busy and idle by class{mark}", "us")]
+    panels = [bars_panel(bars, f"mean step: busy and idle by class{mark}", "us")]
     for name, report in reports.items():
         spans = [(start / 1e3, end / 1e3, kind) for start, end, kind in report.timeline]
-        total = max((end for _, end, _ in spans), default=0.0)
-        panels.append(plot.timeline_panel(spans, total, f"a median step ({name}){mark}", "us"))
-    return plot.document(panels)
+        panels.append(timeline_panel(spans, f"a median step ({name}){mark}", "us"))
+    return render(panels, suffix)

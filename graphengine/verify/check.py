@@ -196,21 +196,14 @@ def judge(
     regrets: list[float] = []
     num_identical = 0
     for number, (transcript, score) in enumerate(zip(transcripts, scores, strict=True)):
-        index = 0
-        for step, count in enumerate(transcript.committed):
-            for row in range(count):
-                emitted, best = transcript.output_ids[index], score.best_ids[index]
-                regret = score.regret_nats[index]
-                regrets.append(regret)
-                if emitted == best and math.isfinite(regret):
-                    num_identical += 1
-                else:
-                    logprob = score.logprob[index]
-                    places.append(
-                        Place(number, index, step, row, count, emitted, best, regret, logprob)
-                    )
-                index += 1
-        assert index == len(transcript.output_ids)
+        rows = [(step, row, n) for step, n in enumerate(transcript.committed) for row in range(n)]
+        judged = zip(rows, transcript.output_ids, *score, strict=True)
+        for index, (where, emitted, regret, best, logprob) in enumerate(judged):
+            regrets.append(regret)
+            if emitted == best and math.isfinite(regret):
+                num_identical += 1
+            else:
+                places.append(Place(number, index, *where, emitted, best, regret, logprob))
     true = [place for place in places if not place.regret_nats <= tolerance_nats]
     finite = [regret for regret in regrets if math.isfinite(regret)]
     return Report(

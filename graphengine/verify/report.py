@@ -129,7 +129,7 @@ def _table(results: list[CellResult]) -> Table:
             f"{report.mean_regret_nats:.2g}",
             f"{report.acceptance.mean_acceptance_length:.2f}" if drafting else "-",
             f"{min(steps, default=0):.2f}" if drafting else "-",
-            "-" if result.same_as_plain is None else f"{result.same_as_plain}/{result.num_prompts}",
+            "-" if (same := result.same_as_plain) is None else f"{same}/{len(result.transcripts)}",
             "[red]FAIL[/] " + " ".join(result.failed) if result.failed else "pass",
         )
     return table

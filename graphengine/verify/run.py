@@ -1,6 +1,6 @@
 """The runs of `graphengine verify`: which graph modes, buckets and batch mixes, in which order.
 
-Why apart from verify.py: that file judges, this one loads engines and feeds them. Every way to run
+Why apart from check.py: that file judges, this one loads engines and feeds them. Every way to run
 is a `Cell`; one engine serves all cells of a graph mode. Outputs of the same tokens are judged once
 per engine.
 
@@ -56,13 +56,12 @@ class Cell(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CellResult:
-    """What a cell measured and which of its checks failed; `same_as_plain` of `num_prompts`."""
+    """What a cell measured and which of its checks failed; `same_as_plain`: of all transcripts."""
 
     cell: Cell
     report: Report
     failed: dict[CheckName, str]
     transcripts: list[Transcript]
-    num_prompts: int
     same_as_plain: int | None = None
 
 
@@ -142,7 +141,7 @@ def verify_mode(
         order, budgets = list(range(len(ids))), [max_new_tokens] * len(ids)
         if mix == "mixed":
             order, budgets = mixed([len(prompt) for prompt in ids], max_new_tokens)
-        transcripts = decode(
+        ran = decode(
             built.loop,
             [ids[i] for i in order],
             budgets,
@@ -150,32 +149,20 @@ def verify_mode(
             bucket=bucket,
             one_by_one=mix == "alone",
         )
-        scores = []
-        for transcript in transcripts:
-            key = (len(transcript.prompt_ids), *transcript.prompt_ids, *transcript.output_ids)
-            if key not in judged:
-                judged[key] = teacher_force(
-                    built.loop, transcript.prompt_ids, transcript.output_ids
-                )
-            scores.append(judged[key])
         # In the order of the prompts, so that cells can be compared.
-        back = sorted(range(len(order)), key=lambda i: order[i])
-        transcripts, scores = [transcripts[i] for i in back], [scores[i] for i in back]
+        transcripts = [transcript for _, transcript in sorted(zip(order, ran, strict=True))]
+        scores = []
+        for prompt, output in ((t.prompt_ids, t.output_ids) for t in transcripts):
+            key = (len(prompt), *prompt, *output)
+            if key not in judged:
+                judged[key] = teacher_force(built.loop, prompt, output)
+            scores.append(judged[key])
         report = judge(transcripts, scores, limits.tolerance_nats, built.stop_ids, num_counted)
         failed = decide(report, limits)
-        if (bucket, mix) in reference:
-            parted = disagreement(reference[bucket, mix], transcripts)
-            if parted is not None:
-                failed["modes"] = parted
-        results.append(
-            CellResult(
-                cell=cell,
-                report=report,
-                failed=failed,
-                transcripts=transcripts,
-                num_prompts=len(ids),
-            )
-        )
+        parted = disagreement(reference.get((bucket, mix), transcripts), transcripts)
+        if parted is not None:
+            failed["modes"] = parted
+        results.append(CellResult(cell=cell, report=report, failed=failed, transcripts=transcripts))
     return results
 
 
@@ -235,7 +222,7 @@ def numbers(results: Sequence[CellResult]) -> dict[str, Any]:
             values["mean_acceptance_per_prompt_tokens"] = report.acceptance_per_prompt
         if result.same_as_plain is not None:
             values["num_same_as_plain"] = result.same_as_plain
-            values["num_prompts"] = result.num_prompts
+            values["num_prompts"] = len(result.transcripts)
         name = cell.mode.replace(" ", "_")
         found.setdefault(name, {})[f"bucket_{cell.bucket}_{cell.mix}"] = values
     return found

@@ -27,7 +27,7 @@ HELP_LIMIT_S = 0.5
 
 @pytest.mark.parametrize("args", [["--version"], ["--help"], ["run", "--help"]])
 def test_help_is_quick(args: list[str]) -> None:
-    """Bug: an import at the top of cli.py makes --help wait for torch."""
+    """Bug: an import at the top of cli/main.py makes --help wait for torch."""
     code = "import sys, graphengine.cli.main as c; assert 'torch' not in sys.modules, 'torch'"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=ENV).returncode == 0
     seconds = []

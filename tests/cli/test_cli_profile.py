@@ -48,7 +48,7 @@ def test_profile_on_the_cpu(tmp_path: Path) -> None:
     """Bug: without a GPU the command fails, loses a step of a chain, or leaves the ranges on."""
     svg, stored, kept = tmp_path / "a.svg", tmp_path / "a.json", tmp_path / "kept"
     result = invoke(
-        *("profile", "--device", "cpu", "--num-steps", 4, "--warmup", 2, "--json", "--svg", svg),
+        *("profile", "--device", "cpu", "--num-steps", 4, "--warmup", 2, "--json", "--plot", svg),
         *("--output-json", stored, "--keep", kept, "--read-gbps", 10),
     )
     numbers = document(result)["numbers"]
@@ -137,8 +137,8 @@ def test_profile_reads_a_chrome_trace(tmp_path: Path) -> None:
         (["--read", "empty.nsys-rep"], "nsys export --type sqlite"),
         (["--read", "text.sqlite"], "no SQLite database"),
         (["--read", "empty.json"], "no device activity"),
-        (["--read", "text.sqlite", "--svg", "missing/a.svg"], "--svg missing/a.svg: cannot be"),
-        (["--read", "text.sqlite", "--svg", "."], "is a directory"),
+        (["--read", "text.sqlite", "--plot", "missing/a.svg"], "--plot missing/a.svg: cannot be"),
+        (["--read", "text.sqlite", "--plot", "."], "is a directory"),
         (["--keep", "text.sqlite/x"], "--keep text.sqlite/x: cannot be made"),
         (["--read-gbps", "nan"], "nan: pass a finite number"),
         (["--read-gbps", "inf"], "inf: pass a finite number"),
@@ -180,7 +180,7 @@ def test_simulated_acceptance_is_marked(tmp_path: Path) -> None:
     """Bug: tables and picture of a profile whose acceptance was simulated do not say so."""
     path = exports.write_export(tmp_path / "a.sqlite")
     (tmp_path / "facts.json").write_text('{"config": {"simulate_acceptance": 6.35}}')
-    result = invoke("profile", "--read", path, "--svg", tmp_path / "a.svg")
+    result = invoke("profile", "--read", path, "--plot", tmp_path / "a.svg")
     assert result.exit_code == 0, result.output
     assert "SIMULATED at 6.35" in result.stderr
     assert (tmp_path / "a.svg").read_text().count("SIMULATED at 6.35") == 2

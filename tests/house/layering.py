@@ -44,6 +44,7 @@ DOORS: dict[str, set[str]] = {
     "huggingface_hub": {"checkpoints"},
     "triton": {"kernels"},
     "nvtx": {"names"},
+    "matplotlib": {"profiles.pictures"},
     "click": {"cli", "verify.report"},
 }
 

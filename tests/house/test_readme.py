@@ -189,6 +189,16 @@ def test_named_files_exist(readme: str) -> None:
     assert [link for link in links if not (ROOT / link).exists()] == []
 
 
+def test_rooms_say_what_they_hold(readme: str) -> None:
+    """Bug: a new room is not in the tree, or a reader who opens it finds no word on what it is."""
+    rooms = [path.parent for path in sorted(ROOT.glob("graphengine/*/__init__.py"))]
+    assert [room.name for room in rooms if f"{room.name}/" not in readme] == []
+    silent = [room.name for room in rooms if not (room / "__init__.py").read_text().startswith('"')]
+    tops = ("kernels", "capture", "profiles", "tests", "tools")
+    silent += [name for name in tops if not (ROOT / name / "README.md").is_file()]
+    assert silent == []
+
+
 def test_python_example_runs(readme: str, tmp_path: Path) -> None:
     """Bug: the first lines that a user copies raise, or print nothing."""
     examples = [content for language, content in blocks(readme) if language == "python"]

@@ -19,7 +19,7 @@ from graphengine.api import Engine
 from graphengine.cli.main import main
 from graphengine.measure.bench import Case, CaseResult, run_case, token_bytes, weight_bytes
 from graphengine.measure.busy import busy_fraction
-from graphengine.measure.report import Row, picture, speedups_, table
+from graphengine.measure.report import Row, picture, speedups_, step_bars, table
 from graphengine.profiles.result_schema import validate
 from graphengine.startup.build import read_configs
 from tests.support.checkpoints import make_drafter, make_target
@@ -181,9 +181,9 @@ def test_percentiles_agree_everywhere() -> None:
     for percent in (50, 95, 99):
         expected = numpy.percentile(steps, percent)
         assert found[f"step_p{percent}_ms"] == pytest.approx(expected)
-    text = picture([Row("m", "k", known, found)], None)
+    text = picture([Row("m", "k", known, found)], None, ".svg").decode()
     for percent in (50, 99):
-        assert f">p{percent} {found[f'step_p{percent}_ms']:.3f}<" in text
+        assert f"p{percent} {found[f'step_p{percent}_ms']:.3f}<" in text
     assert result([3.0], 1).numbers(0.0)["step_p99_ms"] == 3.0
 
 
@@ -221,19 +221,16 @@ def test_picture() -> None:
     """Bug: bars that should be equally long differ, or the file is no SVG."""
     known = result([1.0, 2.0, 4.0], 6, busy_fraction=0.75)
     rows = [Row("piecewise_flashinfer", "k", known, known.numbers(4000.0))]
-    text = picture(rows, 6.35)
-    ElementTree.fromstring(text)
-    notes = dict(re.findall(r"<title>([a-zA-Z ]+): ([0-9.]+) us</title>", text))
-    assert {key: float(value) for key, value in notes.items()} == {
-        "host working": 500.0,
-        "host waiting": 1500.0,
-        "GPU busy": 1500.0,
-        "GPU idle": 500.0,
-        "floor": 1000.0,
+    assert step_bars(rows[0]) == {
+        "host": {"host working": 500.0, "host waiting": 1500.0},
+        "GPU": {"GPU busy": 1500.0, "GPU idle": 500.0},
+        "floor": {"floor": 1000.0},
     }
-    assert "piecewise_flashinfer, bucket 2, input 8" in text
-    assert "SIMULATED" in text
-    assert "p99" in text
+    text = picture(rows, 6.35, ".svg").decode()
+    ElementTree.fromstring(text)
+    for shown in ("piecewise_flashinfer, bucket 2, input 8", "SIMULATED", "p99 3.960", "1500.0"):
+        assert shown in text
+    assert picture(rows, 6.35, ".png").startswith(b"\x89PNG")
 
 
 # --- the command ---
@@ -306,7 +303,8 @@ def test_rounds_without_a_step_to_time_are_refused(bench: Bench, args: list[str]
         (["--context", "64", "--input-len", "8"], ["--context", "--input-len"]),
         (["--baseline", "--draft", "none"], ["--baseline", "--draft"]),
         (["--seed", str(1 << 64)], ["--seed", str(1 << 64)]),
-        (["--plot", "/nonexistent/x.svg"], ["--plot /nonexistent/x.svg", "cannot be written"]),
+        (["--plot", "/dev/null/x.svg"], ["--plot /dev/null/x.svg", "cannot be written"]),
+        (["--plot", "step.gif"], ["--plot step.gif", ".svg, .png"]),
     ],
 )
 def test_refusals(bench: Bench, args: list[str], parts: list[str]) -> None:

@@ -1,4 +1,4 @@
-"""profiles/{trace,launch_gaps,nsys,torch_trace,plot,segment_bytes}.py: the launch-gap report.
+"""profiles/{trace,launch_gaps,nsys,torch_trace,pictures}.py: the launch-gap report.
 
 The traces of nsys_exports.py have gaps counted by hand; stored exports of real runs, in tests/data,
 are held to sums written when they were cut.
@@ -8,6 +8,7 @@ import gzip
 import importlib.util
 import json
 import sqlite3
+import sys
 import xml.etree.ElementTree as ET
 from contextlib import closing
 from pathlib import Path
@@ -22,7 +23,7 @@ from graphengine import names
 from graphengine.checkpoints.hub import TINY_DRAFT, TINY_TARGET
 from graphengine.measure import report_text
 from graphengine.measure.segment_bytes import segment_bytes
-from graphengine.profiles import nsys, plot, torch_trace
+from graphengine.profiles import nsys, pictures, torch_trace
 from graphengine.profiles.launch_gaps import Report, report
 from graphengine.profiles.trace import Activity, HostRange, Launch, Trace, busy_class, place
 from graphengine.startup.build import read_configs
@@ -462,16 +463,28 @@ def test_bandwidth_and_floor(tmp_path: Path) -> None:
 
 
 def test_pictures_are_well_formed_and_repeatable(tmp_path: Path) -> None:
-    """Bug: a kernel's `<` breaks the file; a picture changes though its numbers have not."""
+    """Bug: a kernel's `<` or `$` breaks the file; a picture changes though its numbers have not."""
     found = report(nsys.read_export(exports.write_export(tmp_path / "a.sqlite")))
-    text = report_text.picture({"node <&>": found})
-    assert text == report_text.picture({"node <&>": found})
+    text = report_text.picture({"node <&$>": found}, " $x$", ".svg")
+    assert text == report_text.picture({"node <&$>": found}, " $x$", ".svg")
     ET.fromstring(text)
-    assert "idle host: 67.5 us" in text and "100.0 us" in text
-    for values in ([], [3.0], [1.0, 2.0, 2.5, 9.0] * 50):
-        ET.fromstring(plot.document([plot.histogram_panel(values, "step time <ms>", "ms")]))
-    bars = {"none": {"busy": 2.0, "idle": 0.0}, "full": {}}
-    ET.fromstring(plot.document([plot.bars_panel(bars, "t", "ms")]))
+    assert b"67.5" in text and b"100.0 us" in text and b"idle host" in text
+    panels = [
+        pictures.histogram_panel(values, "step time <ms>", "ms")
+        for values in ([], [3.0], [1.0, 2.0, 2.5, 9.0] * 50)
+    ]
+    panels.append(pictures.bars_panel({"none": {"busy": 2.0, "idle": 0.0}, "full": {}}, "t", "ms"))
+    ET.fromstring(pictures.render(panels, ".svg"))
+
+
+def test_a_missing_matplotlib_is_named_before_anything_runs(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Bug: minutes of measuring end in an ImportError that names no remedy."""
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(ValueError, match=r"pip install graphengine\[plot\]"):
+        pictures.check_picture("--plot", tmp_path / "a.png")
+    pictures.check_picture("--plot", None)
 
 
 def test_names_of_the_rule_are_recognised() -> None:

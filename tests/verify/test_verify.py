@@ -209,7 +209,7 @@ def test_modes_are_compared_prompt_by_prompt(tmp_path: Path) -> None:
         (found,) = verify_mode(engine.built, "full", prompts, cells, first=[changed], **options)
         assert list(found.failed) == ["modes"]
         (compared,) = compare_with_plain([first], [changed])
-        assert (compared.same_as_plain, compared.num_prompts) == (3, 4)
+        assert (compared.same_as_plain, len(compared.transcripts)) == (3, 4)
 
 
 def verify(*args: str) -> Result:

@@ -1,4 +1,4 @@
-"""bench_busy.py on a made-up GPU: a clock, a queue, and a loop that fills it."""
+"""measure/busy.py on a made-up GPU: a clock, a queue, and a loop that fills it."""
 
 from __future__ import annotations
 

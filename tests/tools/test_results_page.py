@@ -1,0 +1,44 @@
+"""tools/results_page.py: what documents say of speed is what the stored results say."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+
+from tools import results_page
+
+
+def test_documents_are_what_the_command_writes() -> None:
+    """Bug: a new result, or a number typed by hand, leaves a document that no file backs."""
+    assert results_page.PAGE.read_text() == results_page.page(), "run tools/results_page.py"
+    found = results_page.BLOCK.findall(results_page.README.read_text())
+    assert found == [results_page.readme_block()], "run tools/results_page.py"
+
+
+def test_the_picture_shows_the_same_numbers() -> None:
+    """Bug: README's table is regenerated and the picture above it is not. (Its text is compared:
+    another matplotlib draws other bytes.)"""
+
+    def texts(svg: str) -> list[str]:
+        return sorted(re.findall(r"<text [^>]*>([^<]+)</text>", svg))
+
+    stored = texts(results_page.PICTURE.read_text())
+    assert stored == texts(results_page.picture().decode())
+    assert sum("." in text for text in stored) >= 15
+
+
+def test_the_newest_file_counts(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+    """Bug: after a new run the tables go on quoting the old one, or that of another measurement."""
+    monkeypatch.setattr(results_page, "RESULTS", tmp_path)
+    names = (
+        "2026-01-01-h200-a-1234567",
+        "2026-01-02-h200-a-7654321",
+        "2026-01-03-h200-a-b-7654321",
+    )
+    for name in names:
+        (tmp_path / f"{name}.json").write_text(f'{{"date_utc": "{name[:10]}T00:00:00Z"}}')
+    assert results_page.newest("a")[0] == f"{names[1]}.json"
+    with pytest.raises(ValueError, match="no result called c"):
+        results_page.newest("c")

@@ -1,5 +1,5 @@
 """Fused q/k RMSNorm, rotary embedding and paged K/V write: everything between the qkv GEMM and
-attention.
+attention. Models without q/k norms (Llama) pass None for their weights.
 
 Why: as separate ops this is 6 launches a layer (two norms, two rotations, two scatters) over
 tensors of a few hundred kB; fused it is one launch, and q is the only tensor that it returns.
@@ -32,9 +32,10 @@ MAX_HEAD_DIM = 256
 
 
 def norm_rope_reference(
-    x_TXH: torch.Tensor, weight_H: torch.Tensor, rope_TH: torch.Tensor, eps: float
+    x_TXH: torch.Tensor, weight_H: torch.Tensor | None, rope_TH: torch.Tensor, eps: float
 ) -> torch.Tensor:
-    """RMSNorm over H, then the NeoX rotation, all in fp32; rounding is the caller's.
+    """RMSNorm over H unless its weight is None, then the NeoX rotation, all in fp32; rounding is
+    the caller's.
 
     x <- x * rsqrt(mean(x^2) + eps) * weight
     out[:H/2] = x[:H/2] * cos - x[H/2:] * sin;  out[H/2:] = x[H/2:] * cos + x[:H/2] * sin
@@ -44,7 +45,8 @@ def norm_rope_reference(
     """
     half = x_TXH.shape[-1] // 2
     x = x_TXH.float()
-    x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight_H.float()
+    if weight_H is not None:
+        x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight_H.float()
     cos, sin = rope_TH[:, None, :half], rope_TH[:, None, half:]
     lo, hi = x[..., :half], x[..., half:]
     return torch.cat((lo * cos - hi * sin, hi * cos + lo * sin), dim=-1)
@@ -57,8 +59,8 @@ def sum_partials(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 def qk_norm_rope_write_reference_(
     qkv_TE: torch.Tensor,
-    q_norm_H: torch.Tensor,
-    k_norm_H: torch.Tensor,
+    q_norm_H: torch.Tensor | None,
+    k_norm_H: torch.Tensor | None,
     rope_PH: torch.Tensor,
     positions_T: torch.Tensor,
     slots_T: torch.Tensor,
@@ -84,8 +86,8 @@ def qk_norm_rope_write_reference_(
 
 def qk_norm_rope_write_(
     qkv_TE: torch.Tensor,
-    q_norm_H: torch.Tensor,
-    k_norm_H: torch.Tensor,
+    q_norm_H: torch.Tensor | None,
+    k_norm_H: torch.Tensor | None,
     rope_PH: torch.Tensor,
     positions_T: torch.Tensor,
     slots_T: torch.Tensor,
@@ -107,7 +109,7 @@ def qk_norm_rope_write_(
     Args:
         qkv_TE: [T, (N+2K)*H], rows q | k | v, bf16/fp16/fp32; last stride 1, row stride free.
             Or fp32 partials [Z, T, (N+2K)*H] of a split-K GEMM, which are added up here.
-        q_norm_H, k_norm_H: [H], contiguous.
+        q_norm_H, k_norm_H: [H], contiguous; None, both: no norm, eps is not used.
         rope_PH: fp32 [P, H], contiguous; cos in [:, :H/2], sin in [:, H/2:].
         positions_T: int64 or int32 [T], 0 <= position < P (not checked on the device).
         slots_T: int64 or int32 [T], distinct except slot 0, which padded rows share.
@@ -133,10 +135,9 @@ def qk_norm_rope_write_(
             f"qkv has {E} columns; need (N + 2*{K}) * {H} with N >= 1: "
             "pack the projections as q | k | v"
         )
-    if q_norm_H.shape != (H,) or k_norm_H.shape != (H,):
-        raise ValueError(
-            f"q_norm {tuple(q_norm_H.shape)} and k_norm {tuple(k_norm_H.shape)} must be [{H}]"
-        )
+    shapes = [None if norm is None else tuple(norm.shape) for norm in (q_norm_H, k_norm_H)]
+    if shapes not in ([(H,)] * 2, [None] * 2):
+        raise ValueError(f"q_norm {shapes[0]} and k_norm {shapes[1]} must be [{H}], or both None")
     if not (qkv_TE.is_cuda or INTERPRET):
         return qk_norm_rope_write_reference_(
             qkv_TE, q_norm_H, k_norm_H, rope_PH, positions_T, slots_T, kv_cache, eps
@@ -189,7 +190,7 @@ def check_kernel_head_dim(H: int) -> None:
 
 def check_norm_rope_inputs(
     x_TX: torch.Tensor,
-    k_norm: torch.Tensor,
+    k_norm: torch.Tensor | None,
     rope_PH: torch.Tensor,
     positions_T: torch.Tensor,
     slots_T: torch.Tensor,
@@ -220,7 +221,7 @@ def check_norm_rope_inputs(
     if kv.stride()[-4:] != (page_size * token, token, H, 1):
         raise ValueError(f"cache strides {kv.stride()}: a plane [num_pages, S, K, H] is contiguous")
     for name, tensor in (("k_norm", k_norm), ("rope", rope_PH)):
-        if not tensor.is_contiguous():
+        if tensor is not None and not tensor.is_contiguous():
             raise ValueError(f"{name} has strides {tensor.stride()}; make it contiguous")
     for name, tensor in (("positions", positions_T), ("slots", slots_T)):
         if tensor.stride(0) != 1:
@@ -270,8 +271,9 @@ def _qk_norm_rope_write_kernel(
     # Before the wait: no kernel that may still run writes these.
     cos_sin = rope + tl.load(positions + t).to(tl.int64) * H + dim
     cos, sin = tl.load(cos_sin), tl.load(cos_sin + H // 2)
-    w_lo = tl.where(is_q, tl.load(q_norm + dim), tl.load(k_norm + dim)).to(tl.float32)
-    w_hi = tl.where(is_q, tl.load(q_norm + dim + H // 2), tl.load(k_norm + dim + H // 2))
+    if q_norm is not None:
+        w_lo = tl.where(is_q, tl.load(q_norm + dim), tl.load(k_norm + dim)).to(tl.float32)
+        w_hi = tl.where(is_q, tl.load(q_norm + dim + H // 2), tl.load(k_norm + dim + H // 2))
     slot = tl.load(slots + t).to(tl.int64)
     if PDL:
         gdc_wait()
@@ -282,9 +284,13 @@ def _qk_norm_rope_write_kernel(
     for split in tl.static_range(1, Z):  # pyright: ignore[reportGeneralTypeIssues]
         lo_in += tl.load(row + split * split_stride, mask=live, other=0.0)
         hi_in += tl.load(row + split * split_stride + H // 2, mask=live, other=0.0)
-    lo, hi = norm_rope(  # pyright: ignore[reportGeneralTypeIssues]
-        lo_in.to(tl.float32), hi_in.to(tl.float32), w_lo, w_hi.to(tl.float32), cos, sin, eps, H
-    )
+    lo, hi = lo_in.to(tl.float32), hi_in.to(tl.float32)
+    if q_norm is not None:
+        lo, hi = norm_rope(  # pyright: ignore[reportGeneralTypeIssues]
+            lo, hi, w_lo, w_hi.to(tl.float32), cos, sin, eps, H
+        )
+    else:
+        lo, hi = lo * cos - hi * sin, hi * cos + lo * sin
     dtype = kv_cache.dtype.element_ty
     lo = tl.where(is_v, lo_in.to(dtype), lo.to(dtype))
     hi = tl.where(is_v, hi_in.to(dtype), hi.to(dtype))

@@ -1,9 +1,10 @@
-"""Checkpoints -> weight trees. The only file that knows tensor names and the safetensors format.
+"""Checkpoints -> weight trees. The only file that knows the safetensors format.
 
 Why strict both ways: a tensor that is missing, unexpected or misshaped means that the file is not
 the model that the config describes; loading it anyway costs acceptance or correctness silently.
 Packing (qkv, gate_up, every layer's context K/V) happens here, straight on the device: each tensor
-is read once through a memory map and copied into its place.
+is read once through a memory map and copied into its place. Names and shapes are not known here:
+models/ declares them.
 """
 
 from __future__ import annotations
@@ -20,9 +21,11 @@ from torch import Tensor
 
 from graphengine.config.draft import DraftConfig
 from graphengine.config.model import ModelConfig
+from graphengine.models import decoder, dflash
+from graphengine.models.decoder import LayerFields, LayerWeights, Weights
 from graphengine.models.dflash import DraftVocabulary, DraftWeights
 from graphengine.models.layers import dense, quantize_fp8, rope_table
-from graphengine.models.qwen3 import LayerWeights, Weights
+from graphengine.models.weight import Fields, Weight, behind
 
 Progress = Callable[[int, int], None]
 """Called with (bytes loaded, bytes in all) after each tensor."""
@@ -35,12 +38,8 @@ _FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 class TensorSource(Protocol):
     """Where tensors come from: a checkpoint, or a random generator."""
 
-    def take(self, name: str, *shape: int) -> Tensor:
-        """The tensor `name`, on the device and in the dtype of the run."""
-        ...
-
-    def take_integers(self, name: str, *shape: int) -> Tensor:
-        """An integer or boolean tensor, as int64 on the device."""
+    def take(self, weight: Weight) -> Tensor:
+        """The tensor, on the device and in its dtype or the run's."""
         ...
 
     def has(self, name: str) -> bool:
@@ -85,22 +84,19 @@ class Checkpoint:
     def has(self, name: str) -> bool:
         return name in self._handles
 
-    def take(self, name: str, *shape: int) -> Tensor:
-        tensor = self._read(name, shape)
-        if tensor.dtype not in _FLOATS:  # float8 is a float too, but means nothing unscaled
+    def take(self, weight: Weight) -> Tensor:
+        tensor = self._read(weight.name, weight.shape)
+        if weight.dtype is None and tensor.dtype not in _FLOATS:  # float8 means nothing unscaled
             raise ValueError(
-                f"{self._directory}: tensor {name!r} has dtype {tensor.dtype}; only unquantised "
-                "float checkpoints are supported"
+                f"{self._directory}: tensor {weight.name!r} has dtype {tensor.dtype}; only "
+                "unquantised float checkpoints are supported"
             )
-        return tensor.to(self._dtype)
-
-    def take_integers(self, name: str, *shape: int) -> Tensor:
-        tensor = self._read(name, shape)
-        if tensor.is_floating_point() or tensor.is_complex():
+        if weight.dtype is not None and (tensor.is_floating_point() or tensor.is_complex()):
             raise ValueError(
-                f"{self._directory}: tensor {name!r} has dtype {tensor.dtype}; expected integers"
+                f"{self._directory}: tensor {weight.name!r} has dtype {tensor.dtype}; expected "
+                "integers"
             )
-        return tensor.long()
+        return tensor.to(weight.dtype or self._dtype)
 
     def _read(self, name: str, shape: tuple[int, ...]) -> Tensor:
         handle = self._handles.get(name)
@@ -157,17 +153,16 @@ class RandomSource:
     def has(self, name: str) -> bool:
         return False
 
-    def take(self, name: str, *shape: int) -> Tensor:
-        tensor = torch.empty(shape, dtype=self._dtype, device=self._device)
+    def take(self, weight: Weight) -> Tensor:
+        dtype = weight.dtype or self._dtype
+        tensor = torch.empty(weight.shape, dtype=dtype, device=self._device)
+        if not dtype.is_floating_point:  # a draft vocabulary of the target's first ids
+            return tensor.zero_()
         if self._is_uniform:
             return tensor.uniform_(-1e-3, 1e-3, generator=self._generator)
-        if name.endswith("norm.weight"):
+        if weight.initialiser == "ones":
             return tensor.fill_(1.0)
         return tensor.normal_(std=0.02, generator=self._generator)
-
-    def take_integers(self, name: str, *shape: int) -> Tensor:
-        """Zeros: a draft vocabulary of the target's first ids."""
-        return torch.zeros(shape, dtype=torch.int64, device=self._device)
 
     def finish(self) -> None:
         pass
@@ -189,13 +184,9 @@ class ShapeSource:
     def has(self, name: str) -> bool:
         return name in self._names
 
-    def take(self, name: str, *shape: int) -> Tensor:
-        self.asked[name] = shape
-        return torch.empty(shape, dtype=self._dtype, device="meta")
-
-    def take_integers(self, name: str, *shape: int) -> Tensor:
-        self.asked[name] = shape
-        return torch.empty(shape, dtype=torch.int64, device="meta")
+    def take(self, weight: Weight) -> Tensor:
+        self.asked[weight.name] = weight.shape
+        return torch.empty(weight.shape, dtype=weight.dtype or self._dtype, device="meta")
 
     def finish(self) -> None:
         pass
@@ -255,7 +246,7 @@ def tree_bytes(tree: Any) -> int:
 def target_weights(
     source: TensorSource, config: ModelConfig, num_positions: int, device: torch.device
 ) -> Weights:
-    """Builds the target's tree from Hugging Face Qwen3 names.
+    """Builds the target's tree.
 
     Args:
         num_positions: rows of the rope table.
@@ -263,25 +254,21 @@ def target_weights(
     Raises:
         ValueError: a tensor is missing, unexpected or misshaped.
     """
-    vocab, hidden = config.vocab_size, config.hidden_size
-    embed = source.take("model.embed_tokens.weight", vocab, hidden)
-    layers = tuple(
-        _layer(source, f"model.layers.{i}.", config) for i in range(config.num_hidden_layers)
-    )
-    norm = source.take("model.norm.weight", hidden)
-    head = embed
+    (embed,), (norm,), (head,) = decoder.outer_weights(config).values()
+    embed_VD = source.take(embed)
+    layers = _layers(source, decoder.layer_weights(config, "model.layers."), config)
+    norm_D, lm_head_VD = source.take(norm), embed_VD
     if not config.tie_word_embeddings:
-        head = source.take("lm_head.weight", vocab, hidden)
-    elif source.has("lm_head.weight"):  # some tied checkpoints store the table twice
-        duplicate = source.take("lm_head.weight", vocab, hidden)
-        if not torch.equal(duplicate, embed):
-            raise ValueError(
-                "lm_head.weight differs from the embedding although config.json says "
-                "tie_word_embeddings; set it to false if the head is its own"
-            )
+        lm_head_VD = source.take(head)
+    # Some tied checkpoints store the table twice.
+    elif source.has(head.name) and not torch.equal(source.take(head), embed_VD):
+        raise ValueError(
+            "lm_head.weight differs from the embedding although config.json says "
+            "tie_word_embeddings; set it to false if the head is its own"
+        )
     source.finish()
     rope = rope_table(config.rope, config.head_dim, num_positions, device)
-    return Weights(embed, layers, norm, head, rope)
+    return Weights(embed_VD, layers, norm_D, lm_head_VD, rope)
 
 
 def draft_vocabulary(source: TensorSource, config: DraftConfig, target: Weights) -> DraftVocabulary:
@@ -289,33 +276,29 @@ def draft_vocabulary(source: TensorSource, config: DraftConfig, target: Weights)
 
     Shared iff the checkpoint has none, or one that equals the target's. What decides is the tensor,
     never `tie_word_embeddings` (z-lab writes either) nor the mere presence of an id map.
-    `d2t` holds offsets: target id = i + d2t[i]; `t2d` marks the same ids and must agree.
 
     Raises:
         ValueError: a tensor is missing or misshaped, the ids leave the vocabulary, or t2d and d2t
             disagree.
     """
-    vocab, hidden, num_ids = config.model.vocab_size, config.model.hidden_size, config.num_draft_ids
-    prefix, fits = _draft_prefix(source), target.embed_VD.shape[1] == hidden
+    vocab, num_ids = config.model.vocab_size, config.num_draft_ids
+    own = _own_tables(source, config)
     embed, head = target.embed_VD, target.lm_head_VD
-    name = f"{prefix}embed_tokens.weight"
-    if source.has(name) or not fits:
-        own = source.take(name, vocab, hidden)
-        embed = embed if torch.equal(own, embed) else own
-    if source.has("lm_head.weight") or not fits or num_ids != vocab:
-        own = source.take("lm_head.weight", num_ids, hidden)
-        head = head if torch.equal(own, head) else own
-    if num_ids == vocab and not source.has("d2t") and not source.has("t2d"):
+    if (table := own["embed_VD"]) is not None and not torch.equal(table, embed):
+        embed = table
+    if (table := own["lm_head_VD"]) is not None and not torch.equal(table, head):
+        head = table
+    if own["offsets_V"] is None:
         return DraftVocabulary(embed, head, None)
     order = torch.arange(num_ids, device=embed.device)
-    target_ids = order + source.take_integers("d2t", num_ids)
+    target_ids = order + own["offsets_V"]
     if target_ids.min() < 0 or target_ids.max() >= vocab:
         raise ValueError(
             f"d2t maps to ids {target_ids.min()} .. {target_ids.max()}, outside the target's "
             f"vocabulary of {vocab}; it holds offsets (target id = i + d2t[i]), not ids"
         )
-    if source.has("t2d"):
-        kept = source.take_integers("t2d", vocab).nonzero()[:, 0]
+    if (marks := own["marks_V"]) is not None:
+        kept = marks.nonzero()[:, 0]
         if not torch.equal(kept, target_ids.sort().values):
             raise ValueError(
                 f"t2d marks {len(kept)} ids, which are not the {num_ids} of d2t; the checkpoint's "
@@ -331,19 +314,12 @@ def draft_vocabulary_shapes(
 
     No value is compared: what stands in the file counts as the drafter's own.
     """
-    vocab, hidden, num_ids = config.model.vocab_size, config.model.hidden_size, config.num_draft_ids
-    fits = config.tap_size == hidden
-    embed = head = target_ids = None
-    name = f"{_draft_prefix(source)}embed_tokens.weight"
-    if source.has(name) or not fits:
-        embed = source.take(name, vocab, hidden)
-    if source.has("lm_head.weight") or not fits or num_ids != vocab:
-        head = source.take("lm_head.weight", num_ids, hidden)
-    if num_ids != vocab or source.has("d2t") or source.has("t2d"):
-        target_ids = source.take_integers("d2t", num_ids)
-    if source.has("t2d"):
-        source.take_integers("t2d", vocab)
-    return embed, head, target_ids
+    own = _own_tables(source, config)
+    return own["embed_VD"], own["lm_head_VD"], own["offsets_V"]
+
+
+def _own_tables(source: TensorSource, config: DraftConfig) -> dict[str, Tensor | None]:
+    return _take(source, dflash.vocabulary_weights(config, source.has, _draft_prefix(source)))
 
 
 def _draft_prefix(source: TensorSource) -> str:
@@ -360,23 +336,19 @@ def draft_weights(
     Raises:
         ValueError: a tensor is missing, unexpected or misshaped.
     """
-    model = config.model
-    hidden, prefix = model.hidden_size, _draft_prefix(source)
-    fc = source.take(f"{prefix}fc.weight", hidden, config.num_taps * config.tap_size)
-    hidden_norm = source.take(f"{prefix}hidden_norm.weight", hidden)
-    layers = tuple(
-        _layer(source, f"{prefix}layers.{i}.", model) for i in range(model.num_hidden_layers)
-    )
-    norm = source.take(f"{prefix}norm.weight", hidden)
+    model, prefix = config.model, _draft_prefix(source)
+    (fc,), (hidden_norm,), (norm,) = behind(prefix, dflash.outer_weights(config)).values()
+    fc_DC, hidden_norm_D = source.take(fc), source.take(hidden_norm)
+    layers = _layers(source, decoder.layer_weights(model, f"{prefix}layers."), model)
+    norm_D = source.take(norm)
     source.finish()
-    context_kv = torch.cat([dense(layer.qkv_ED, fc.dtype)[model.q_size :] for layer in layers])
-    bias = None
-    if model.attention_bias:
-        biases = [layer.qkv_bias_E for layer in layers if layer.qkv_bias_E is not None]
-        bias = torch.cat([b[model.q_size :] for b in biases])
-    k_norms = torch.stack([layer.k_norm_H for layer in layers])
+    mixers = [layer.mixer for layer in layers]
+    context_kv = torch.cat([dense(mixer.qkv_ED, fc_DC.dtype)[model.q_size :] for mixer in mixers])
+    biases = [mixer.qkv_bias_E for mixer in mixers if mixer.qkv_bias_E is not None]
+    bias = torch.cat([b[model.q_size :] for b in biases]) if biases else None
+    k_norms = torch.stack([mixer.k_norm_H for mixer in mixers if mixer.k_norm_H is not None])
     rope = rope_table(model.rope, model.head_dim, num_positions, device)
-    return DraftWeights(fc, hidden_norm, context_kv, bias, k_norms, layers, norm, rope)
+    return DraftWeights(fc_DC, hidden_norm_D, context_kv, bias, k_norms, layers, norm_D, rope)
 
 
 def quantized_draft_weights(weights: DraftWeights) -> DraftWeights:
@@ -384,59 +356,47 @@ def quantized_draft_weights(weights: DraftWeights) -> DraftWeights:
 
     Lossless for the output: the target verifies every draft. Only acceptance can suffer.
     """
-    layers = tuple(
-        layer._replace(
-            **{
-                name: quantize_fp8(dense(getattr(layer, name), torch.bfloat16))
-                for name in ("qkv_ED", "o_DF", "gate_up_JD", "down_DI")
-            }
-        )
-        for layer in weights.layers
-    )
+
+    def rounded(tree: Any) -> Any:
+        if isinstance(tree, tuple):
+            return type(tree)(*map(rounded, tree))
+        return quantize_fp8(tree) if tree is not None and tree.dim() == 2 else tree
+
     return weights._replace(
-        fc_DC=quantize_fp8(dense(weights.fc_DC, torch.bfloat16)),
-        context_kv_XD=quantize_fp8(dense(weights.context_kv_XD, torch.bfloat16)),
-        layers=layers,
+        fc_DC=rounded(weights.fc_DC),
+        context_kv_XD=rounded(weights.context_kv_XD),
+        layers=tuple(map(rounded, weights.layers)),
     )
 
 
-def _layer(source: TensorSource, prefix: str, config: ModelConfig) -> LayerWeights:
-    hidden, inter, head_dim = config.hidden_size, config.intermediate_size, config.head_dim
-    q_size, kv_size = config.q_size, config.kv_size
-    attention = prefix + "self_attn."
+def _layers(
+    source: TensorSource, declared: list[LayerFields], config: ModelConfig
+) -> tuple[LayerWeights, ...]:
+    layers = []
+    for kind, fields in zip(decoder.layer_kinds(config), declared, strict=True):
+        mixer = kind.mixer.tree(**_take(source, fields.mixer))
+        layers.append(LayerWeights(mixer, kind.ffn.tree(**_take(source, fields.ffn))))
+    return tuple(layers)
 
-    def packed(shapes: dict[str, tuple[int, ...]]) -> Tensor:
-        rows = sum(shape[0] for shape in shapes.values())
-        out: Tensor | None = None
-        row = 0
-        for name, shape in shapes.items():
-            part = source.take(name, *shape)
-            if out is None:
-                out = torch.empty(rows, *shape[1:], dtype=part.dtype, device=part.device)
-            out[row : row + shape[0]] = part
-            row += shape[0]
-        assert out is not None
-        return out
 
-    def projections(suffix: str, *columns: int) -> dict[str, tuple[int, ...]]:
-        sizes = {"q_proj": q_size, "k_proj": kv_size, "v_proj": kv_size}
-        return {f"{attention}{name}.{suffix}": (n, *columns) for name, n in sizes.items()}
+def _take(source: TensorSource, fields: Fields) -> dict[str, Any]:
+    """Field -> its tensor, packed from all of its parts; None where it has none."""
+    return {field: _packed(source, parts) for field, parts in fields.items()}
 
-    bias = config.attention_bias
-    return LayerWeights(
-        input_norm_D=source.take(prefix + "input_layernorm.weight", hidden),
-        qkv_ED=packed(projections("weight", hidden)),
-        qkv_bias_E=packed(projections("bias")) if bias else None,
-        q_norm_H=source.take(attention + "q_norm.weight", head_dim),
-        k_norm_H=source.take(attention + "k_norm.weight", head_dim),
-        o_DF=source.take(attention + "o_proj.weight", hidden, q_size),
-        o_bias_D=source.take(attention + "o_proj.bias", hidden) if bias else None,
-        post_norm_D=source.take(prefix + "post_attention_layernorm.weight", hidden),
-        gate_up_JD=packed(
-            {f"{prefix}mlp.{name}_proj.weight": (inter, hidden) for name in ("gate", "up")}
-        ),
-        down_DI=source.take(prefix + "mlp.down_proj.weight", hidden, inter),
-    )
+
+def _packed(source: TensorSource, parts: tuple[Weight, ...]) -> Tensor | None:
+    if len(parts) < 2:
+        return source.take(*parts) if parts else None
+    out: Tensor | None = None
+    row = 0
+    for part in parts:
+        taken, end = source.take(part), row + part.shape[0]
+        if out is None:
+            rows = sum(part.shape[0] for part in parts)
+            out = taken.new_empty(rows, *part.shape[1:])
+        out[row:end] = taken
+        row = end
+    return out
 
 
 def _weight_files(directory: Path) -> list[Path]:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from graphengine.config.model import ModelConfig
+from graphengine.models.decoder import layer_kinds
 
 NULL_PAGE = 0
 
@@ -22,8 +23,9 @@ def pages_for(num_tokens: int, page_size: int) -> int:
 
 
 def page_bytes(config: ModelConfig, page_size: int, element_bytes: int) -> int:
-    """Bytes of one page over all layers: `2 * L * K * H * page_size * element_bytes`."""
-    return 2 * config.num_hidden_layers * config.kv_size * page_size * element_bytes
+    """Bytes of one page over all layers, as their mixers' state entries say."""
+    states = [kind.mixer.state(config) for kind in layer_kinds(config)]
+    return sum(state.num_token_elements for state in states) * page_size * element_bytes
 
 
 def make_pool(
@@ -33,8 +35,9 @@ def make_pool(
 
     The null page is zeroed: padded rows must not meet NaN.
     """
-    heads, head_dim = config.num_key_value_heads, config.head_dim
-    shape = (config.num_hidden_layers, 2, num_pages, page_size, heads, head_dim)
+    states = [kind.mixer.state(config) for kind in layer_kinds(config)]
+    assert len(set(states)) == 1, "one pool holds layers of one shape"
+    shape = (len(states), 2, num_pages, page_size, *states[0])
     pool = torch.empty(shape, dtype=dtype, device=device)
     pool[:, :, NULL_PAGE] = 0
     return pool

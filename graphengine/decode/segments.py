@@ -16,22 +16,22 @@ from torch import Tensor
 
 from graphengine.capture.steps import Carry
 from graphengine.decode.simulate import force_acceptance_
-from graphengine.models import dflash, qwen3
+from graphengine.models import decoder, dflash
+from graphengine.models.decoder import LayerWeights
 from graphengine.models.dflash import ContextWeights
 from graphengine.models.layers import Matrix, add
-from graphengine.models.qwen3 import LayerWeights
 
 
 def first_segment(embed_VD: Tensor, layer: LayerWeights, token_ids_T: Tensor, eps: float) -> Carry:
     """embed + pre(0) -> (h_TD, qkv_TE)."""
-    return qwen3.pre_attention(layer, qwen3.embed(embed_VD, token_ids_T), None, eps)
+    return decoder.before_mixing(layer, decoder.embed(embed_VD, token_ids_T), None, eps)
 
 
 def middle_segment(
     done: LayerWeights, layer: LayerWeights, h_TD: Tensor, attn_TNH: Tensor, eps: float
 ) -> Carry:
     """post(i) + pre(i + 1) -> (h_TD, qkv_TE)."""
-    return qwen3.pre_attention(layer, *qwen3.post_attention(done, h_TD, attn_TNH, eps), eps)
+    return decoder.before_mixing(layer, *decoder.after_mixing(done, h_TD, attn_TNH, eps), eps)
 
 
 def last_segment(
@@ -43,8 +43,8 @@ def last_segment(
     eps: float,
 ) -> Carry:
     """post(L - 1) + norm + head + argmax -> (h_TD before the norm, ids_T)."""
-    h_TD, update = qwen3.post_attention(done, h_TD, attn_TNH, eps)
-    return qwen3.greedy(norm_D, lm_head_VD, h_TD, update, eps)
+    h_TD, update = decoder.after_mixing(done, h_TD, attn_TNH, eps)
+    return decoder.greedy(norm_D, lm_head_VD, h_TD, update, eps)
 
 
 def logits_segment(
@@ -56,8 +56,8 @@ def logits_segment(
     eps: float,
 ) -> Carry:
     """`last_segment` without its argmax, for whoever draws: (h_TD before the norm, logits_TV)."""
-    h_TD, update = qwen3.post_attention(done, h_TD, attn_TNH, eps)
-    return qwen3.logits(norm_D, lm_head_VD, h_TD, update, eps)
+    h_TD, update = decoder.after_mixing(done, h_TD, attn_TNH, eps)
+    return decoder.logits(norm_D, lm_head_VD, h_TD, update, eps)
 
 
 def row_logits_segment(
@@ -70,8 +70,8 @@ def row_logits_segment(
     eps: float,
 ) -> Carry:
     """`logits_segment` of the rows with these indices alone: (h_TD of all, logits_RV)."""
-    h_TD = add(*qwen3.post_attention(done, h_TD, attn_TNH, eps))
-    _, logits_RV = qwen3.logits(norm_D, lm_head_VD, h_TD[rows_R], None, eps)
+    h_TD = add(*decoder.after_mixing(done, h_TD, attn_TNH, eps))
+    _, logits_RV = decoder.logits(norm_D, lm_head_VD, h_TD[rows_R], None, eps)
     return h_TD, logits_RV
 
 
@@ -88,9 +88,9 @@ def draft_last_segment(
 
     Slot j predicts the token at its own position; slot 0, the anchor's, is dropped.
     """
-    h_TD = add(*qwen3.post_attention(done, h_TD, attn_TNH, eps))
+    h_TD = add(*decoder.after_mixing(done, h_TD, attn_TNH, eps))
     h_TD = h_TD.unflatten(0, (-1, block_length))[:, 1:].flatten(0, 1)
-    return qwen3.greedy(norm_D, lm_head_VD, h_TD, None, eps)[1:]
+    return decoder.greedy(norm_D, lm_head_VD, h_TD, None, eps)[1:]
 
 
 def context_segment(weights: ContextWeights, taps_TC: Tensor, eps: float) -> Carry:

@@ -4,7 +4,7 @@ Written once; capture/ runs a chain eagerly, piecewise or as one graph. It alter
 and attentions: `verify.00` = embed + pre(0), `verify.L0.attn`, `verify.01` = post(0) + pre(1), .. ,
 the last = post + norm + head and what an end makes of it. Cutting only at attention lets Inductor
 fuse across the layer boundary. A dense step is a compiled segment, which is pure (segments.py),
-followed by the one kernel that writes the cache (`kernels.qk_norm_rope`); attention only reads.
+followed by the mixer's kernel that writes its state (`models.decoder.Mixer`); attention only reads.
 
 Legend: T rows, N / H query heads / head dim.
 """
@@ -22,8 +22,7 @@ from graphengine.capture.steps import Attention, Carry, Dense, Step
 from graphengine.config.model import ModelConfig
 from graphengine.decode.attention import Attention as AttentionBackend
 from graphengine.decode.segments import Segments
-from graphengine.kernels.qk_norm_rope import qk_norm_rope_write_
-from graphengine.models.qwen3 import LayerWeights, Weights
+from graphengine.models.decoder import LayerWeights, Weights, mixer_of
 
 
 class Rows(NamedTuple):
@@ -66,30 +65,24 @@ def layer_steps(
         tap_: called with (layer, h_TD) for the output of every layer but the last.
     """
 
-    def query(layer: int) -> Callable[[Tensor], Tensor]:
-        """Per-head norm, rope and the cache write of a layer's projections; gives the query."""
-        weights, kv_cache = layers[layer], kv_pool[layer]
+    def write_state(layer: int) -> Callable[[Tensor], Tensor]:
+        """What a layer's mixer writes of its projections; gives what its own step takes."""
+        weights, state = layers[layer].mixer, kv_pool[layer]
+        write_state_ = mixer_of(layers[layer]).write_state_
 
-        def run(qkv_TE: Tensor) -> Tensor:
-            return qk_norm_rope_write_(
-                qkv_TE,
-                weights.q_norm_H,
-                weights.k_norm_H,
-                rope_PH,
-                rows.positions_T,
-                rows.slots_T,
-                kv_cache,
-                eps,
+        def run(projected: Tensor) -> Tensor:
+            return write_state_(
+                weights, projected, rope_PH, rows.positions_T, rows.slots_T, state, eps
             )
 
         return run
 
     def first() -> Step:
-        query_ = query(0)
+        write_state_ = write_state(0)
 
         def run(carry: Carry) -> Carry:
-            h_TD, qkv_TE = segments.first(embed_VD, layers[0], rows.token_ids_T, eps)
-            return h_TD, query_(qkv_TE)
+            h_TD, projected = segments.first(embed_VD, layers[0], rows.token_ids_T, eps)
+            return h_TD, write_state_(projected)
 
         return Dense(names.dense_name(chain, 0), run)
 
@@ -104,11 +97,12 @@ def layer_steps(
         return Attention(names.attention_name(chain, layer), run)
 
     def middle(layer: int) -> Step:
-        done, following, query_ = layers[layer], layers[layer + 1], query(layer + 1)
+        done, following = layers[layer], layers[layer + 1]
+        write_state_ = write_state(layer + 1)
 
         def run(carry: Carry) -> Carry:
-            h_TD, qkv_TE = segments.middle(done, following, *carry, eps)
-            q_TNH = query_(qkv_TE)
+            h_TD, projected = segments.middle(done, following, *carry, eps)
+            q_TNH = write_state_(projected)
             tap_(layer, h_TD)
             return h_TD, q_TNH
 

@@ -24,14 +24,15 @@ from typing import Any
 import numpy as np
 import torch
 
+from graphengine import names
 from graphengine.api import Engine
-from graphengine.config.draft import DraftConfig
 from graphengine.config.draft_length import draft_at
-from graphengine.config.model import ModelConfig
+from graphengine.decode.kvcache import page_bytes
 from graphengine.decode.loop import DecodeLoop, StepOutput, Watch
 from graphengine.decode.request import Request
 from graphengine.drafters.dflash import MAX_QUANTIZED_ROWS
 from graphengine.measure.busy import busy_fraction
+from graphengine.measure.segment_bytes import segment_bytes
 from graphengine.startup.build import Built
 
 READ_BYTES = 4 << 30
@@ -230,33 +231,21 @@ def _digest(requests: list[Request]) -> str:
 
 def weight_bytes(built: Built, num_requests: int) -> float:
     """Bytes of weights that one step of a bucket reads: each forward reads its matrices once."""
-    size = getattr(torch, built.config.dtype).itemsize
-    target, draft = built.target, built.draft
-    head = target.vocab_size * target.hidden_size
-    total = size * (target.num_hidden_layers * target.num_layer_parameters + head)
+    size, draft = getattr(torch, built.config.dtype).itemsize, built.draft
+    draft_size = size
     if draft is not None:
-        max_rows = MAX_QUANTIZED_ROWS[built.config.draft_quantization]
-        is_fp8 = num_requests * draft_at(built.config, draft, num_requests).block_size <= max_rows
-        head = draft.num_draft_ids * draft.model.hidden_size
-        total += (1 if is_fp8 else size) * (_draft_parameters(draft) + head)
-    return float(total)
+        num_rows = num_requests * draft_at(built.config, draft, num_requests).block_size
+        if num_rows <= MAX_QUANTIZED_ROWS[built.config.draft_quantization]:
+            draft_size = 1
+    found = segment_bytes(built.target, draft, size, draft_size)
+    return float(found[names.SPECULATE if draft else "decode"])
 
 
 def token_bytes(built: Built) -> float:
     """Bytes of K/V per context token that one step reads, both models."""
     size = getattr(torch, built.config.dtype).itemsize
-
-    def kv(model: ModelConfig) -> int:
-        return 2 * model.num_hidden_layers * model.kv_size
-
-    return float(size * (kv(built.target) + (kv(built.draft.model) if built.draft else 0)))
-
-
-def _draft_parameters(draft: DraftConfig) -> int:
-    model = draft.model
-    fc = model.hidden_size * draft.num_taps * draft.tap_size
-    context = 2 * model.num_hidden_layers * model.kv_size * model.hidden_size
-    return model.num_hidden_layers * model.num_layer_parameters + fc + context
+    models = [built.target] + ([built.draft.model] if built.draft else [])
+    return float(sum(page_bytes(model, 1, size) for model in models))
 
 
 def read_bandwidth_gbps() -> float:

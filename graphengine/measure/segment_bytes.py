@@ -1,6 +1,6 @@
 """Bytes of weights that each dense segment reads: the floor under its time.
 
-Counted from the configs alone, so that a stored trace can be judged without loading a model.
+Counted from what the layers declare, so that a stored trace can be judged without loading a model.
 Matrices count, norms (under 0.01 %), activations and the embedding's few rows do not.
 Segment i of a stack of L layers is `post(i - 1) + pre(i)`; the first has no post, the last has the
 head instead of a pre. The drafter's last segment reads a head as well, the target's or its own.
@@ -9,6 +9,8 @@ head instead of a pre. The drafter's last segment reads a head as well, the targ
 from graphengine import names
 from graphengine.config.draft import DraftConfig
 from graphengine.config.model import ModelConfig
+from graphengine.models import decoder, dflash
+from graphengine.models.weight import Weight, num_matrix_elements
 
 
 def segment_bytes(
@@ -20,31 +22,36 @@ def segment_bytes(
         itemsize: bytes per weight of the target, 2 for bfloat16.
         draft_itemsize: the same for everything that the drafter reads, the head included.
     """
-    head = target.vocab_size * target.hidden_size
     chain = "verify" if draft else "decode"
-    found = _stack(chain, target, head)
+    found = _stack(chain, target, decoder.outer_weights(target)["lm_head_VD"])
     found[chain] = sum(found.values())
     found = {name: count * itemsize for name, count in found.items()}
     if draft is not None:
-        model = draft.model
-        own = _stack("draft", model, draft.num_draft_ids * model.hidden_size)
+        # A head that is the target's is as large as one of its own.
+        head = dflash.vocabulary_weights(draft, lambda name: True)["lm_head_VD"]
+        own = _stack("draft", draft.model, head)
         whole = sum(own.values())
         # Where there are stages, draft.00 is queued apart from the rest of the chain.
         own["draft"] = whole - own[names.dense_name("draft", 0)]
-        fc = model.hidden_size * draft.num_taps * target.hidden_size
-        context_kv = 2 * model.num_hidden_layers * model.kv_size * model.hidden_size
-        own[names.DRAFT_CONTEXT] = fc + context_kv
+        layers = decoder.layer_weights(draft.model)
+        context = [dflash.outer_weights(draft)["fc_DC"], *map(dflash.context_parts, layers)]
+        own[names.DRAFT_CONTEXT] = sum(map(num_matrix_elements, context))
         found |= {name: count * draft_itemsize for name, count in own.items()}
         of_drafter = (whole + own[names.DRAFT_CONTEXT]) * draft_itemsize
         found[names.SPECULATE] = found["verify"] + of_drafter
     return found
 
 
-def _stack(chain: str, model: ModelConfig, head: int) -> dict[str, int]:
-    """Parameters of a stack's dense segments."""
-    hidden, last = model.hidden_size, model.num_hidden_layers
-    pre = hidden * (model.q_size + 2 * model.kv_size)
-    post = model.num_layer_parameters - pre
-    found = {names.dense_name(chain, 0): pre}
-    found |= {names.dense_name(chain, layer): post + pre for layer in range(1, last)}
-    return found | {names.dense_name(chain, last): post + head}
+def _stack(chain: str, model: ModelConfig, head: tuple[Weight, ...]) -> dict[str, int]:
+    """Weights of a stack's dense segments: `post(i - 1) + pre(i)`, the head in place of the last
+    pre."""
+    pre, post = [], [0]
+    pairs = zip(decoder.layer_kinds(model), decoder.layer_weights(model), strict=True)
+    for (mixer, _), (of_mixer, of_ffn) in pairs:
+        after = [parts for field, parts in of_mixer.items() if field in mixer.output_fields]
+        total = sum(map(num_matrix_elements, of_mixer.values()))
+        post.append(sum(map(num_matrix_elements, [*after, *of_ffn.values()])))
+        pre.append(total - sum(map(num_matrix_elements, after)))
+    pre.append(num_matrix_elements(head))
+    sizes = zip(pre, post, strict=True)
+    return {names.dense_name(chain, i): sum(size) for i, size in enumerate(sizes)}

@@ -1,4 +1,4 @@
-"""The DFlash drafter (arXiv 2602.06036, z-lab checkpoints): what it has beyond Qwen3 layers.
+"""The DFlash drafter (arXiv 2602.06036, z-lab checkpoints): what it has beyond decoder layers.
 
 A drafter layer is a Qwen3 layer over the block's rows; its attention also sees one context row per
 committed token. A context row is a pure function of the target's tapped hidden states and its
@@ -11,12 +11,16 @@ X = L * 2 * K * H.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
+from graphengine.config.draft import DraftConfig
+from graphengine.models.decoder import LayerFields, LayerWeights
 from graphengine.models.layers import Matrix, add_rms_norm, linear, linear_partials
-from graphengine.models.qwen3 import LayerWeights
+from graphengine.models.weight import Fields, Weight, norm
 
 
 class DraftWeights(NamedTuple):
@@ -52,6 +56,46 @@ class ContextWeights(NamedTuple):
     def of(cls, weights: DraftWeights) -> ContextWeights:
         """Those of a drafter."""
         return cls(*(getattr(weights, name) for name in cls._fields))
+
+
+def outer_weights(config: DraftConfig) -> Fields:
+    """Declares what a drafter has around its layers, but for its vocabulary."""
+    hidden = config.model.hidden_size
+    return {
+        "fc_DC": (Weight("fc.weight", (hidden, config.num_taps * config.tap_size), 1),),
+        "hidden_norm_D": norm("hidden_norm.weight", hidden),
+        "norm_D": norm("norm.weight", hidden),
+    }
+
+
+def context_parts(layer: LayerFields) -> tuple[Weight, ...]:
+    """Those tensors of a layer whose rows are packed again for the context: k and v."""
+    return layer.mixer["qkv_ED"][1:]
+
+
+def vocabulary_weights(config: DraftConfig, has: Callable[[str], bool], prefix: str = "") -> Fields:
+    """Declares the tables that are the drafter's own; those that it lacks are the target's.
+
+    A table that stands in the file is declared, even if its values turn out to be the target's.
+    `d2t` holds offsets: target id = i + d2t[i]; `t2d` marks the same ids.
+
+    Args:
+        has: whether the file has a tensor of that name.
+    """
+    vocab, hidden, num_ids = config.model.vocab_size, config.model.hidden_size, config.num_draft_ids
+    has_width, reduced = config.tap_size == hidden, num_ids != vocab
+    embed = Weight(f"{prefix}embed_tokens.weight", (vocab, hidden), 0)
+    head = Weight("lm_head.weight", (num_ids, hidden), 0)
+    offsets = Weight("d2t", (num_ids,), dtype=torch.int64)
+    marks = Weight("t2d", (vocab,), dtype=torch.int64)
+    has_marks = has(marks.name)
+    declared = {
+        "embed_VD": (embed, has(embed.name) or not has_width),
+        "lm_head_VD": (head, has(head.name) or not has_width or reduced),
+        "offsets_V": (offsets, has(offsets.name) or has_marks or reduced),
+        "marks_V": (marks, has_marks),
+    }
+    return {field: (weight,) if is_own else () for field, (weight, is_own) in declared.items()}
 
 
 def context(weights: ContextWeights, taps_TC: Tensor, eps: float) -> Tensor:

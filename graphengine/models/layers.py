@@ -141,11 +141,11 @@ def linear_partials(x: Rows, matrix: Matrix, bias: Tensor | None = None) -> Tens
     return skinny_linear_partials(x, weight, config=config, scales=scales)
 
 
-def linear_swiglu(x: Rows, gate_up: Matrix) -> Tensor:
-    """`swiglu(x @ gate_up^T)`: rows packed [gate | up], [T, D] -> [T, I]."""
-    config = skinny_config(x, gate_up, swiglu=True)
+def linear_swiglu(x: Rows, gate_up: Matrix, bias: Tensor | None = None) -> Tensor:
+    """`swiglu(x @ gate_up^T + bias)`: rows packed [gate | up], [T, D] -> [T, I]."""
+    config = skinny_config(x, gate_up, swiglu=True) if bias is None else None
     if config is None:
-        return swiglu(library_linear(x, gate_up))
+        return swiglu(library_linear(x, gate_up, bias))
     x, weight, scales = operands(x, gate_up, config)
     return skinny_swiglu(x, weight, config=config, scales=scales)
 

@@ -191,12 +191,13 @@ def plan_memory(
         affordable = _pool_room(plan, config) // plan.kv_page_bytes
     useful = 1 + max(config.buckets) * plan.max_request_pages
     plan = replace(plan, num_pages=min(useful, affordable))
-    # Weights are left out: they may be files that the system pages in.
-    needed = plan.fixed_bytes + plan.kv_pool_bytes - plan.target_weight_bytes
+    needed = plan.fixed_bytes + plan.kv_pool_bytes
     if config.device == "cpu" and needed > (total := host_memory_bytes()):
+        weights = plan.target_weight_bytes + plan.draft_weight_bytes
         raise ValueError(
-            f"--bucket {max(config.buckets)} needs {format_bytes(needed)} beside the target's "
-            f"weights, this machine has {format_bytes(total)}; lower it or --max-model-len"
+            f"--bucket {max(config.buckets)} needs {format_bytes(needed)}, "
+            f"{format_bytes(weights)} of them for weights in {config.dtype}, this machine has "
+            f"{format_bytes(total)}; lower it or --max-model-len, or take a smaller model or dtype"
         )
     return plan
 

@@ -15,6 +15,8 @@ from graphengine.config.draft_length import draft_at
 from graphengine.config.engine import EngineConfig
 from graphengine.config.model import ModelConfig
 from graphengine.decode.attention import FLOAT_WORKSPACE_BYTES, BlockAttention
+from graphengine.decode.kvcache import page_bytes
+from graphengine.models.decoder import layer_kinds
 
 # FlashInfer allocates this on the device for each wrapper, beside the shared workspace.
 FLASHINFER_WRAPPER_BYTES = 8 << 20
@@ -28,13 +30,13 @@ META = torch.device("meta")
 
 
 def forward_bytes(model: ModelConfig, num_rows: int, element_bytes: int) -> int:
-    """Most bytes of temporaries alive at once in an eager layer: residual and its norm, attention
-    in and out, and the wider of the projections and the MLP (swiglu holds three fp32 copies)."""
-    hidden, inter, q_size = model.hidden_size, model.intermediate_size, model.q_size
-    attention = (q_size + 2 * model.kv_size + q_size) * element_bytes
-    mlp = 2 * inter * element_bytes + 3 * inter * 4
+    """Most bytes of temporaries alive at once in an eager layer: residual and its norm, what the
+    mixer's step gives, and the wider of mixer, ffn and a norm in float32."""
+    hidden, q_size = model.hidden_size, model.q_size
+    kinds = set(layer_kinds(model))
+    parts = max(part.row_bytes(model, element_bytes) for kind in kinds for part in kind)
     residual = 2 * hidden * element_bytes + q_size * element_bytes
-    return num_rows * (residual + max(attention, mlp, 3 * hidden * 4))
+    return num_rows * (residual + max(parts, 3 * hidden * 4))
 
 
 def rounding_bytes(config: EngineConfig, draft: DraftConfig | None, num_rows: int) -> int:
@@ -53,9 +55,9 @@ def prefill_bytes(
     work = forward_bytes(target, rows, element_bytes)
     taps = 0
     if draft is not None:
-        hidden, model = draft.model.hidden_size, draft.model
+        hidden = draft.model.hidden_size
         taps = rows * draft.num_taps * draft.tap_size * element_bytes
-        kv_row = 2 * model.num_hidden_layers * model.kv_size * element_bytes
+        kv_row = page_bytes(draft.model, 1, element_bytes)
         work = max(work, rows * (2 * hidden * element_bytes + 2 * hidden * 4 + kv_row))
         work = max(work, rounding_bytes(config, draft, rows))
     if config.prefill_attention_backend == "torch":  # gathers keys and values, builds a mask

@@ -18,8 +18,9 @@ from torch import Tensor
 from graphengine.checkpoints.weights import Checkpoint, RandomSource, draft_weights, target_weights
 from graphengine.config.draft_formats import parse_draft
 from graphengine.config.model import ModelConfig
+from graphengine.models.decoder import Weights
 from graphengine.models.dflash import DraftWeights
-from graphengine.models.qwen3 import Weights
+from graphengine.models.weight import Weight, norm
 from tests.support.checkpoints import edit_config, make_drafter, make_target
 
 CPU = torch.device("cpu")
@@ -69,15 +70,15 @@ def test_every_tensor_arrives(target: Path, drafter: Path) -> None:
     files, weights = load_file(target / "model.safetensors"), load_target(target)
     for i, layer in enumerate(weights.layers):
         attention = f"model.layers.{i}.self_attn."
-        for kind, packed in (("weight", layer.qkv_ED), ("bias", layer.qkv_bias_E)):
+        for kind, packed in (("weight", layer.mixer.qkv_ED), ("bias", layer.mixer.qkv_bias_E)):
             parts = [files[f"{attention}{name}_proj.{kind}"] for name in "qkv"]
             assert packed is not None
             torch.testing.assert_close(packed, torch.cat(parts), atol=0, rtol=0)
-        assert same(layer.o_DF, files[f"{attention}o_proj.weight"])
-        assert layer.o_bias_D is not None
-        assert torch.equal(layer.o_bias_D, files[f"{attention}o_proj.bias"])
+        assert same(layer.mixer.o_DF, files[f"{attention}o_proj.weight"])
+        assert layer.mixer.o_bias_D is not None
+        assert torch.equal(layer.mixer.o_bias_D, files[f"{attention}o_proj.bias"])
         mlp = [files[f"model.layers.{i}.mlp.{name}_proj.weight"] for name in ("gate", "up")]
-        assert same(layer.gate_up_JD, torch.cat(mlp))
+        assert same(layer.ffn.gate_up_JD, torch.cat(mlp))
     drafts, own = load_drafter(drafter), load_file(drafter / "model.safetensors")
     for kind, packed in (("weight", drafts.context_kv_XD), ("bias", drafts.context_kv_bias_X)):
         parts = [own[f"layers.{i}.self_attn.{name}_proj.{kind}"] for i in (0, 1) for name in "kv"]
@@ -255,7 +256,7 @@ def test_random_weights_have_the_checkpoints_shapes(target: Path, drafter: Path)
 def test_uniform_weights_are_those_of_the_peers_loader() -> None:
     """Bug: norms stay at one, and what is compared with a peer is not like it."""
     source = RandomSource(CPU, torch.bfloat16, is_uniform=True)
-    for name in ("model.norm.weight", "lm_head.weight"):
-        weight = source.take(name, 4096).float()
+    for declared in (*norm("model.norm.weight", 4096), Weight("lm_head.weight", (4096,))):
+        weight = source.take(declared).float()
         assert weight.abs().max() <= 1e-3
         assert weight.std() == pytest.approx(2e-3 / 12**0.5, rel=0.1)

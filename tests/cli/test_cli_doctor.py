@@ -15,6 +15,7 @@ from click.testing import CliRunner, Result
 
 from graphengine.checkpoints.hub import TINY_DRAFT, TINY_TARGET
 from graphengine.cli.main import main
+from graphengine.startup import memory
 from tests.support.checkpoints import edit_config
 from tests.support.command_line import ROOT
 
@@ -104,8 +105,9 @@ def test_usage(args: list[str]) -> None:
     assert run(*args).exit_code == 2
 
 
-def test_presets_and_options() -> None:
+def test_presets_and_options(monkeypatch: pytest.MonkeyPatch) -> None:
     """Bug: options do not reach the memory plan, or a preset is refused for having no weights."""
+    monkeypatch.setattr(memory, "host_memory_bytes", lambda: 64 << 30)
     args = ["--device", "cpu", "--bucket", "1,4", "--max-model-len", "1000"]
     found, code = report(*PRESETS, *args, "--kv-cache-memory", "1GiB", "--dtype", "bfloat16")
     assert code == 0

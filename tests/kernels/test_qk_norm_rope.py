@@ -34,10 +34,11 @@ def rope_table(num_positions: int, head_dim: int, device: str) -> tuple[torch.Te
     return torch.cat((angle.cos(), angle.sin()), dim=1).float(), angle
 
 
-def normed_and_rotated(x_H: torch.Tensor, weight_H: torch.Tensor, angle_F: torch.Tensor):
-    """One head: RMSNorm, then lo + i*hi turned by the angle, in float64."""
+def normed_and_rotated(x_H: torch.Tensor, weight_H: torch.Tensor | None, angle_F: torch.Tensor):
+    """One head: RMSNorm if there is a weight, then lo + i*hi turned by the angle, in float64."""
     x = x_H.double()
-    x = x / (x.pow(2).sum() / x.numel() + EPS).sqrt() * weight_H.double()
+    if weight_H is not None:
+        x = x / (x.pow(2).sum() / x.numel() + EPS).sqrt() * weight_H.double()
     half = x.numel() // 2
     turned = torch.complex(x[:half], x[half:]) * torch.polar(torch.ones_like(angle_F), angle_F)
     return torch.cat((turned.real, turned.imag))
@@ -56,13 +57,17 @@ def make(device: str, dtype: torch.dtype, T: int, N: int, K: int, H: int, S: int
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("T", "N", "K", "H", "S"), SHAPES)
-def test_matches_the_formula(device, dtype, T, N, K, H, S) -> None:
-    """Bug: wrong norm weight (q's for k), interleaved instead of half-split rotation, a swapped
-    plane, a slot computed with the wrong page size, or any write outside the slots."""
+@pytest.mark.parametrize("has_norms", [True, False])
+def test_matches_the_formula(device, dtype, T, N, K, H, S, has_norms) -> None:
+    """Bug: wrong norm weight (q's for k), a norm where the model has none, interleaved instead of
+    half-split rotation, a swapped plane, a slot computed with the wrong page size, or any write
+    outside the slots."""
     num_pages = max(9, T // S + 3)
     qkv, q_norm, k_norm, rope, angle, positions, slots, cache = make(
         device, dtype, T, N, K, H, S, num_pages
     )
+    if not has_norms:
+        q_norm = k_norm = None
     q = qk_norm_rope_write_(qkv, q_norm, k_norm, rope, positions, slots, cache, EPS)
     assert q.shape == (T, N, H)
     assert q.dtype == dtype
@@ -154,6 +159,7 @@ def test_no_rows(device) -> None:
         ({"positions": lambda x: x[:-1]}, "positions"),
         ({"cache": lambda x: x[:, ::2]}, "plane"),
         ({"k_norm": lambda x: x[:-2]}, "k_norm"),
+        ({"q_norm": lambda x: None}, "both None"),
     ],
 )
 def test_refuses_what_it_cannot_address(device, change, message) -> None:

@@ -30,8 +30,8 @@ from graphengine.checkpoints.weights import target_weights as read_target
 from graphengine.cli.main import main
 from graphengine.config.draft_formats import parse_draft
 from graphengine.config.model import ModelConfig
+from graphengine.models.decoder import Weights
 from graphengine.models.dflash import DraftVocabulary
-from graphengine.models.qwen3 import Weights
 from graphengine.startup.build import read_configs
 from tests.support.checkpoints import (
     as_deepspec,

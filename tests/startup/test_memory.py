@@ -452,12 +452,28 @@ def test_logits_of_a_step_count_on_the_cpu_too(
         plan, config = engine.memory_plan, engine.built.target
     rows = 64 * BLOCK
     assert plan.activation_bytes > rows * config.vocab_size * 4
-    total = plan.fixed_bytes - plan.target_weight_bytes + plan.kv_pool_bytes
+    total = plan.fixed_bytes + plan.kv_pool_bytes
     monkeypatch.setattr(memory, "host_memory_bytes", lambda: total - plan.activation_bytes)
     with pytest.raises(ValueError, match=r"--bucket 64 needs .* lower it"):
         Engine.from_pretrained(*pair, **options)
     monkeypatch.setattr(memory, "host_memory_bytes", lambda: total)
     Engine.from_pretrained(*pair, **options).close()
+
+
+def test_weights_count_on_the_cpu_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: weights alone are more than the machine has, or are once bf16 is widened to float32, and
+    loading ends in the system's killer instead of one line."""
+    monkeypatch.setattr(memory, "host_memory_bytes", lambda: 24 << 30)
+    target, draft = read_configs("qwen3-8b", "qwen3-8b-dflash-b16")
+
+    def plan(dtype: Any) -> MemoryPlan:
+        asked = Options(device="cpu", dtype=dtype, max_model_len=512, buckets=(1,))
+        config = resolve_options(asked, target, draft)
+        return plan_memory(config, target, draft, None, length_is_explicit=True)
+
+    plan("bfloat16")
+    with pytest.raises(ValueError, match=r"for weights in float32.* smaller model"):
+        plan("float32")
 
 
 def test_context_cap(pair: tuple[Path, Path]) -> None:

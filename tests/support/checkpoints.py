@@ -37,6 +37,7 @@ _OUTPUT_GAIN = 2.0  # o_proj, down_proj and fc: layers must outweigh the embeddi
 def make_target(
     directory: Path,
     *,
+    model_type: str = "qwen3",
     tie: bool = True,
     layers: int = 2,
     hidden: int = 64,
@@ -47,6 +48,7 @@ def make_target(
     vocab: int = 512,
     seed: int = 0,
     bias: bool = False,
+    mlp_bias: bool = False,
     rope: Mapping[str, Any] | None = None,
     max_positions: int = 512,
     tokenizer: bool = True,
@@ -54,7 +56,7 @@ def make_target(
     dtype: str = "float32",
     likely_tokens: int | None = None,
 ) -> Path:
-    """Writes a Qwen3 target.
+    """Writes a target of a `model_type` that transformers knows.
 
     Args:
         rope: keys merged into config.json, flat (`rope_theta`, `rope_scaling`) or nested
@@ -68,9 +70,10 @@ def make_target(
     Returns:
         The directory.
     """
-    from transformers import Qwen3Config, Qwen3ForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM
 
-    config = Qwen3Config(
+    config = AutoConfig.for_model(
+        model_type,
         vocab_size=vocab,
         hidden_size=hidden,
         intermediate_size=intermediate,
@@ -81,8 +84,9 @@ def make_target(
         max_position_embeddings=max_positions,
         tie_word_embeddings=tie,
         attention_bias=bias,
+        **({"mlp_bias": mlp_bias} if model_type == "llama" else {}),
     )
-    model = Qwen3ForCausalLM(config)
+    model: Any = AutoModelForCausalLM.from_config(config)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():

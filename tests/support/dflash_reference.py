@@ -1,7 +1,7 @@
 """An independent dense reference of DFlash decoding, and a way to force acceptance lengths.
 
 Why: greedy speculative output equals plain output whatever the drafter does, so a drafter that is
-wired wrongly only shows as lost acceptance. Here the target is transformers' own Qwen3 and the
+wired wrongly only shows as lost acceptance. Here the target is transformers' own model and the
 drafter is written from the paper (arXiv 2602.06036) without caches, pages or buffers: every call
 recomputes everything from the token ids. Shares no code with graphengine.
 Invariant: context rows are strictly before the anchor; the block (anchor, MASK..) sees all context
@@ -38,10 +38,10 @@ class TargetRun(NamedTuple):
 
 
 def load_target(directory: Path, dtype: torch.dtype = torch.float32) -> Any:
-    """transformers' Qwen3ForCausalLM with eager attention."""
-    from transformers import Qwen3ForCausalLM
+    """transformers' own model with eager attention."""
+    from transformers import AutoModelForCausalLM
 
-    model: Any = Qwen3ForCausalLM.from_pretrained(
+    model: Any = AutoModelForCausalLM.from_pretrained(
         directory, dtype=dtype, attn_implementation="eager"
     )
     return model.eval()

@@ -1,0 +1,109 @@
+"""The mixer of attention over paged K/V: norm and packed projection, then per-head norm, rope and
+the cache write in one kernel, a planned attention, and the projection back.
+
+Qwen3 normalises each head of q and k, Llama does not; either may have biases.
+
+Legend: T rows, D hidden, N / K / H query heads / kv heads / head dim, F = N * H, E = (N + 2K) * H.
+Source: Qwen3 technical report (arXiv 2505.09388), Llama 3 (arXiv 2407.21783); golden-tested against
+transformers.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+from graphengine.config.model import ModelConfig
+from graphengine.kernels.qk_norm_rope import qk_norm_rope_write_
+from graphengine.models.layers import Matrix, add_rms_norm, linear_partials, rms_norm
+from graphengine.models.weight import Fields, Weight, norm
+
+
+class AttentionWeights(NamedTuple):
+    """Fields in the order of use."""
+
+    input_norm_D: Tensor
+    qkv_ED: Matrix  # rows [q | k | v]
+    qkv_bias_E: Tensor | None
+    q_norm_H: Tensor | None
+    k_norm_H: Tensor | None
+    o_DF: Matrix
+    o_bias_D: Tensor | None
+
+
+class PagedKV(NamedTuple):
+    """State by token: keys and values of a layer in a paged pool."""
+
+    num_heads: int
+    head_dim: int
+
+    @property
+    def num_token_elements(self) -> int:
+        """Of one token, keys and values."""
+        return 2 * self.num_heads * self.head_dim
+
+
+def weights(config: ModelConfig) -> Fields:
+    """Names, shapes and shards of `AttentionWeights`."""
+    hidden, q_size, name = config.hidden_size, config.q_size, "self_attn."
+    heads = {"q": q_size, "k": config.kv_size, "v": config.kv_size}
+    bias = config.attention_bias
+    norms = [f"{name}{head}_norm.weight" for head in "qk"] if config.has_qk_norm else []
+    q_norm, k_norm = [norm(head, config.head_dim) for head in norms] or ((), ())
+    return {
+        "input_norm_D": norm("input_layernorm.weight", hidden),
+        "qkv_ED": tuple(Weight(f"{name}{n}_proj.weight", (e, hidden), 0) for n, e in heads.items()),
+        "qkv_bias_E": tuple(
+            Weight(f"{name}{n}_proj.bias", (e,), 0) for n, e in heads.items() if bias
+        ),
+        "q_norm_H": q_norm,
+        "k_norm_H": k_norm,
+        "o_DF": (Weight(f"{name}o_proj.weight", (hidden, q_size), 1),),
+        "o_bias_D": (Weight(f"{name}o_proj.bias", (hidden,)),) if bias else (),
+    }
+
+
+def state(config: ModelConfig) -> PagedKV:
+    """What a layer keeps of each token."""
+    return PagedKV(config.num_key_value_heads, config.head_dim)
+
+
+def row_bytes(config: ModelConfig, element_bytes: int) -> int:
+    """Temporaries of a row: projections, and what attention writes."""
+    return (2 * config.q_size + 2 * config.kv_size) * element_bytes
+
+
+def project(
+    layer: AttentionWeights, h_TD: Tensor, update: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor]:
+    """Input norm and the packed projection: `h += update; rms_norm(h) @ Wqkv^T` -> (h_TD, qkv_TE),
+    rows [q | k | v], or its partial sums qkv_ZTE.
+
+    `update` is what the layer before left to add; None for the embedding.
+    """
+    if update is None:
+        x = rms_norm(h_TD, layer.input_norm_D, eps)
+    else:
+        projection = (layer.qkv_ED, layer.qkv_bias_E)
+        h_TD, x = add_rms_norm(h_TD, update, layer.input_norm_D, eps, *projection)
+    return h_TD, linear_partials(x, layer.qkv_ED, layer.qkv_bias_E)
+
+
+def write_state_(
+    layer: AttentionWeights,
+    qkv_TE: Tensor,
+    rope_PH: Tensor,
+    positions_T: Tensor,
+    slots_T: Tensor,
+    kv_cache: Tensor,
+    eps: float,
+) -> Tensor:
+    """Per-head norm, rope and the cache write -> q_TNH. Mutates: kv_cache."""
+    norms = (layer.q_norm_H, layer.k_norm_H)
+    return qk_norm_rope_write_(qkv_TE, *norms, rope_PH, positions_T, slots_T, kv_cache, eps)
+
+
+def output(layer: AttentionWeights, attn_TNH: Tensor) -> Tensor:
+    """`attn @ Wo^T`: what the residual stream is to add, [T, D] or partial sums [Z, T, D]."""
+    return linear_partials(attn_TNH.flatten(1), layer.o_DF, layer.o_bias_D)

@@ -1,0 +1,198 @@
+"""A decoder-only transformer as layers (mixer, ffn), cut where a mixer touches its state.
+
+Between two cuts sits everything that Inductor compiles and a CUDA graph captures. A kind of layer
+is a value that points to pure functions; a layer's weights tell its kind, so that a compiled
+segment is a function of tensors alone and equal shapes share one compilation.
+
+To add a kind: a file with its weights and functions, and a row in `MIXERS` or `FFNS`. To add an
+architecture of known kinds: a row in `config.model.ARCHITECTURES`.
+
+Legend: T rows, V vocabulary, D hidden, P positions, H head dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from graphengine.config.model import ModelConfig
+from graphengine.models import attention, swiglu
+from graphengine.models.attention import AttentionWeights, PagedKV
+from graphengine.models.layers import (
+    Matrix,
+    Rows,
+    add_rms_norm,
+    linear,
+    linear_argmax,
+    rms_norm,
+)
+from graphengine.models.swiglu import SwigluWeights
+from graphengine.models.weight import Fields, Weight, behind, norm
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mixer:
+    """What mixes rows of a request: its weights, its steps and its state.
+
+    A dense segment ends in `project`; `write_state_` follows it outside of the compiled code, then
+    the step of its own that reads the state, and the next segment begins with `output`, which reads
+    the weights named in `output_fields`.
+    """
+
+    tree: type[Any]
+    weights: Callable[[ModelConfig], Fields]
+    output_fields: tuple[str, ...]
+    state: Callable[[ModelConfig], PagedKV]
+    row_bytes: Callable[[ModelConfig, int], int]
+    project: Callable[..., tuple[Tensor, Tensor]]
+    write_state_: Callable[..., Tensor]
+    output: Callable[..., Tensor]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ffn:
+    """What acts on each row alone, all within a dense segment."""
+
+    tree: type[Any]
+    weights: Callable[[ModelConfig], Fields]
+    row_bytes: Callable[[ModelConfig, int], int]
+    run: Callable[..., tuple[Tensor, Tensor]]
+
+
+class LayerKind(NamedTuple):
+    """A layer: `h += ffn(h += mixer(h))`."""
+
+    mixer: Mixer
+    ffn: Ffn
+
+
+MIXERS = {
+    "attention": Mixer(
+        tree=AttentionWeights,
+        weights=attention.weights,
+        output_fields=("o_DF", "o_bias_D"),
+        state=attention.state,
+        row_bytes=attention.row_bytes,
+        project=attention.project,
+        write_state_=attention.write_state_,
+        output=attention.output,
+    )
+}
+FFNS = {
+    "swiglu": Ffn(
+        tree=SwigluWeights,
+        weights=swiglu.weights,
+        row_bytes=swiglu.row_bytes,
+        run=swiglu.run,
+    )
+}
+_MIXER_OF = {mixer.tree: mixer for mixer in MIXERS.values()}
+_FFN_OF = {ffn.tree: ffn for ffn in FFNS.values()}
+
+
+class LayerWeights(NamedTuple):
+    """One layer; the types of its parts are its kind."""
+
+    mixer: AttentionWeights
+    ffn: SwigluWeights
+
+
+class Weights(NamedTuple):
+    """A whole target. `lm_head_VD` is `embed_VD` itself when the checkpoint ties them."""
+
+    embed_VD: Tensor
+    layers: tuple[LayerWeights, ...]
+    norm_D: Tensor
+    lm_head_VD: Tensor
+    rope_PH: Tensor  # float32, see layers.rope_table
+
+
+def layer_kinds(config: ModelConfig) -> tuple[LayerKind, ...]:
+    """The kind of every layer."""
+    return tuple(LayerKind(MIXERS[mixer], FFNS[ffn]) for mixer, ffn in config.layer_kinds)
+
+
+class LayerFields(NamedTuple):
+    """The declarations of one layer's weights."""
+
+    mixer: Fields
+    ffn: Fields
+
+
+def layer_weights(config: ModelConfig, prefix: str = "layers.") -> list[LayerFields]:
+    """Of every layer, under the names that it has in the file."""
+    return [
+        LayerFields(*(behind(f"{prefix}{i}.", part.weights(config)) for part in kind))
+        for i, kind in enumerate(layer_kinds(config))
+    ]
+
+
+def outer_weights(config: ModelConfig) -> Fields:
+    """Of a target around its layers; the head of one that is tied is the embedding."""
+    vocab, hidden = config.vocab_size, config.hidden_size
+    return {
+        "embed_VD": (Weight("model.embed_tokens.weight", (vocab, hidden), 0),),
+        "norm_D": norm("model.norm.weight", hidden),
+        "lm_head_VD": (Weight("lm_head.weight", (vocab, hidden), 0),),
+    }
+
+
+def mixer_of(layer: LayerWeights) -> Mixer:
+    """The kind of a layer's mixer."""
+    return _MIXER_OF[type(layer.mixer)]
+
+
+def embed(embed_VD: Tensor, token_ids_T: Tensor) -> Tensor:
+    """Rows of the embedding table: ids [T] -> h_TD."""
+    return F.embedding(token_ids_T, embed_VD)
+
+
+def before_mixing(
+    layer: LayerWeights, h_TD: Tensor, update: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor]:
+    """The end of a dense segment: `h += update`, and what the mixer takes -> (h_TD, x).
+
+    `update` is what the layer before left to add; None for the embedding.
+    """
+    return mixer_of(layer).project(layer.mixer, h_TD, update, eps)
+
+
+def after_mixing(
+    layer: LayerWeights, h_TD: Tensor, mixed: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
+    """The begin of a dense segment, from what the mixer gave: -> (h_TD, update).
+
+    The update, [T, D] or partial sums [Z, T, D], is added by whatever norm comes next.
+    """
+    update = mixer_of(layer).output(layer.mixer, mixed)
+    return _FFN_OF[type(layer.ffn)].run(layer.ffn, h_TD, update, eps)
+
+
+def final_norm(
+    norm_D: Tensor, lm_head_VD: Matrix, h_TD: Tensor, update: Tensor | None, eps: float
+) -> tuple[Tensor, Rows]:
+    """`h += update; x = rms_norm(h)` -> (h_TD, x), x as the head takes it."""
+    if update is None:
+        return h_TD, rms_norm(h_TD, norm_D, eps)
+    return add_rms_norm(h_TD, update, norm_D, eps, lm_head_VD)
+
+
+def logits(
+    norm_D: Tensor, lm_head_VD: Matrix, h_TD: Tensor, update: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor]:
+    """Final norm and head: `h += update; rms_norm(h) @ W^T` -> (h_TD, logits_TV in h's dtype)."""
+    h_TD, x = final_norm(norm_D, lm_head_VD, h_TD, update, eps)
+    return h_TD, linear(x, lm_head_VD)
+
+
+def greedy(
+    norm_D: Tensor, lm_head_VD: Matrix, h_TD: Tensor, update: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor]:
+    """`logits`, of which each row's first choice alone is wanted -> (h_TD, ids_T); -1 where logits
+    are not finite."""
+    h_TD, x = final_norm(norm_D, lm_head_VD, h_TD, update, eps)
+    return h_TD, linear_argmax(x, lm_head_VD)

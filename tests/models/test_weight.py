@@ -1,0 +1,100 @@
+"""What layers declare of their weights equals what transformers has, and feeds all who count."""
+
+from __future__ import annotations
+
+import json
+from fnmatch import fnmatch
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from graphengine.checkpoints.hub import TINY_DRAFT, TINY_TARGET
+from graphengine.checkpoints.weights import RandomSource, draft_weights, target_weights, tree_bytes
+from graphengine.config.model import ARCHITECTURES, ModelConfig
+from graphengine.measure.segment_bytes import segment_bytes
+from graphengine.models import decoder, dflash
+from graphengine.models.weight import Weight, num_matrix_elements
+from graphengine.startup.build import read_configs
+from tests.support.checkpoints import make_target
+
+CPU = torch.device("cpu")
+
+
+def declared(config: ModelConfig) -> dict[str, Weight]:
+    """Every weight of a target, by the name in its file."""
+    layers = decoder.layer_weights(config, "model.layers.")
+    groups = [decoder.outer_weights(config), *(part for layer in layers for part in layer)]
+    return {w.name: w for fields in groups for parts in fields.values() for w in parts}
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("model_type", ARCHITECTURES)
+def test_names_shapes_and_shards_are_transformers(
+    tmp_path: Path, model_type: str, bias: bool
+) -> None:
+    """Bug: a weight has another name, shape or number in the file than its declaration says, or
+    is cut among GPUs along the dimension that would have to be whole."""
+    from transformers import AutoConfig
+
+    directory = make_target(
+        tmp_path, model_type=model_type, tie=False, bias=bias, mlp_bias=bias, tokenizer=False
+    )
+    found = declared(ModelConfig.from_hf(json.loads((directory / "config.json").read_text())))
+    tensors = load_file(directory / "model.safetensors")
+    assert {name: w.shape for name, w in found.items()} == {
+        name: tuple(tensor.shape) for name, tensor in tensors.items()
+    }
+    plan = AutoConfig.for_model(model_type).base_model_tp_plan
+    assert plan is not None
+    axes = {"colwise": 0, "rowwise": 1}  # theirs name the dimension of the transposed matrix
+    for name, weight in found.items():
+        if "layers" not in name or len(weight.shape) != 2:
+            continue
+        module = name.removeprefix("model.").removesuffix(".weight")
+        (kind,) = {kind for pattern, kind in plan.items() if fnmatch(module, pattern)}
+        assert weight.axis == axes[kind], name
+    norms = {name for name, weight in found.items() if weight.initialiser == "ones"}
+    assert norms == {name for name in found if name.endswith("norm.weight")}
+
+
+def test_published_sizes() -> None:
+    """Bug: a declaration counts a matrix twice or not at all."""
+    sizes = {"qwen3-8b": 8.19e9, "qwen3-4b": 4.02e9, "llama-3.1-8b": 8.03e9}
+    for preset, size in sizes.items():
+        config, _ = read_configs(preset, None)
+        weights = declared(config)
+        if config.tie_word_embeddings:
+            del weights["lm_head.weight"]
+        assert sum(w.num_elements for w in weights.values()) == pytest.approx(size, rel=0.001)
+    # 8B-b16: 5 layers of attention and MLP, and fc, are its published 1.05 billion parameters.
+    _, draft = read_configs("qwen3-8b", "qwen3-8b-dflash-b16")
+    assert draft is not None
+    groups = [dflash.outer_weights(draft)]
+    groups += [part for layer in decoder.layer_weights(draft.model) for part in layer]
+    total = sum(num_matrix_elements(parts) for fields in groups for parts in fields.values())
+    assert total == pytest.approx(1.05e9, rel=0.01)
+
+
+def test_bytes_of_a_built_tree() -> None:
+    """Bug: the floor of a segment counts other matrices than a built tree holds."""
+    config, draft = read_configs(TINY_TARGET, TINY_DRAFT)
+    assert draft is not None
+    target = target_weights(RandomSource(CPU, torch.float32), config, 4, CPU)
+    drafter = draft_weights(RandomSource(CPU, torch.float32), draft, 4, CPU)
+
+    def matrices(tree: object) -> int:
+        nodes = tree if isinstance(tree, tuple) else ()
+        own = tree.numel() if isinstance(tree, torch.Tensor) and tree.dim() == 2 else 0
+        return own + sum(map(matrices, nodes))
+
+    found = segment_bytes(config, draft, 1, 1)
+    head = target.lm_head_VD.numel()
+    assert found["verify"] == matrices(target.layers) + head
+    tables = [drafter.fc_DC, drafter.context_kv_XD]
+    assert found["draft.context"] == sum(map(matrices, tables))
+    in_draft = found["draft"] + found["draft.00"]
+    assert in_draft == matrices(drafter.layers) + head
+    assert found["speculate"] == found["verify"] + in_draft + found["draft.context"]
+    assert tree_bytes(target.layers) > 4 * matrices(target.layers)

@@ -101,12 +101,14 @@ def cpp_compiler() -> str | None:
 
 
 def name_compilers_() -> None:
-    """Sets `compiler_files` where the user has named nothing; before anything is compiled.
+    """Sets what the user has not: `compiler_files`, and what Triton is to assume; before anything is
+    compiled.
 
     Mutates: os.environ.
     """
     for name, path in compiler_files().items():
         os.environ.setdefault(name, path)
+    os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # the default up to 3.9, which warns
 
 
 # --- keys ---

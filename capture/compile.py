@@ -10,7 +10,6 @@ Inductor's own CUDA graphs stay off: segments are captured by hand, so looking u
 
 from __future__ import annotations
 
-import importlib
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -19,7 +18,7 @@ from weakref import WeakSet
 
 import torch
 
-from graphengine.capture import precompiled
+from graphengine.capture import precompiled, torch_internals
 
 # Specialisations of one function: (buckets + plain decode) x (target, drafter) x engines.
 RECOMPILE_LIMIT = 512
@@ -47,9 +46,9 @@ class Segment:
         self._key = f"{self._function.__qualname__} {code} {self._compilers}"
 
     def __call__(self, *arguments: Any) -> Any:
-        if _is_off():
+        if torch_internals.is_off():
             return self._function(*arguments)
-        key = f"{self._key} {precompiled.layout(arguments)} {precompiled.torch_state()}"
+        key = f"{self._key} {precompiled.layout(arguments)} {torch_internals.global_state()}"
         compiled = _MADE.get(key)
         if compiled is None:
             compiled = _MADE[key] = self._make(key, arguments)
@@ -63,21 +62,21 @@ class Segment:
         if found is not None:
             return found
         jit = torch.compile(self._function, fullgraph=True, dynamic=False, options=OPTIONS)
-        if not precompiled.are_kept():
+        if not torch_internals.caches_are_on():
             return jit
         options = dict(OPTIONS)  # torch takes the next one out of what it is given
         # Of what guards would look at, the key has what can differ between calls of a segment.
         options["guard_filter_fn"] = torch.compiler.skip_all_guards_unsafe
         ahead: Any = torch.compile(self._function, fullgraph=True, dynamic=False, options=options)
         try:
-            compiled = ahead.aot_compile((arguments, {}))
+            compiled = torch_internals.compile_ahead_of_time(ahead, arguments)
         except Exception as error:  # torch cannot, or a fault that it tells better when called
             name = self._function.__qualname__
             reason = str(error).partition("\n")[0]
             _LOG.warning("%s cannot be compiled for later starts as well: %s", name, reason)
             return jit
         precompiled.keep(key, compiled)
-        return compiled.fn
+        return torch_internals.callable_of(compiled)
 
 
 def compile_segments(functions: Iterable[Callable[..., Any]]) -> list[Callable[..., Any]]:
@@ -89,25 +88,16 @@ def compile_segments(functions: Iterable[Callable[..., Any]]) -> list[Callable[.
     is fewer than the buckets of two models. Compilation ahead of time is switched on where it is
     not (torch 2.11).
     """
-    dynamo: Any = torch._dynamo.config
-    dynamo.enable_aot_compile = True
-    for limit in ("recompile_limit", "accumulated_recompile_limit"):
-        setattr(dynamo, limit, max(getattr(dynamo, limit), RECOMPILE_LIMIT))
+    torch_internals.set_up_dynamo(RECOMPILE_LIMIT)
     compilers = precompiled.compilers(OPTIONS)
     return _read([Segment(function, compilers) for function in functions])
-
-
-def _is_off() -> bool:
-    """Whether torch was told to compile nothing, by its setting or its stance."""
-    is_eager = torch._dynamo.eval_frame._stance.stance == "force_eager"
-    return torch._dynamo.config.disable or is_eager
 
 
 def forget() -> None:
     """For tools that replace functions or tables while an engine lives: what is called next is
     compiled of what is loaded now. Mutates: what this process remembers of its compilations."""
     _MADE.clear()
-    torch._dynamo.reset()
+    torch.compiler.reset()
     _read(list(_ALIVE))
 
 
@@ -116,23 +106,6 @@ def _read(segments: list[Segment]) -> list[Segment]:
     for segment in segments:
         segment.read_code_(read)
     return segments
-
-
-def prepare_inductor() -> None:
-    """Imports and reads what the first compilation would; on another thread meanwhile.
-
-    Two seconds and a half of it are imports. The rest are thousands of short reads of files, 0.2 to
-    0.4 s alone; beside eight threads that compile kernels each read waits for Python's lock, 13 s
-    of the 42 of a cold start (8B pair with FP8 drafter, buckets 1,8,16; H200).
-    """
-    importlib.import_module("torch._inductor.compile_fx")
-    # Read once per process, with warnings off for the whole process: by two threads at a time it
-    # prints eight of torch's own deprecations.
-    torch.overrides.get_overridable_functions()
-    if torch.distributed.is_available():  # Dynamo compares functions with one that lies there
-        importlib.import_module("torch.distributed.tensor.experimental._func_map")
-    codecache = importlib.import_module("torch._inductor.codecache")
-    codecache.torch_key()  # a hash of torch's own sources
 
 
 class CacheCounts(NamedTuple):

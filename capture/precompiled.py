@@ -13,7 +13,6 @@ from __future__ import annotations
 import enum
 import hashlib
 import io
-import json
 import logging
 import platform
 import sys
@@ -29,6 +28,8 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
+from graphengine.capture import torch_internals
+
 FOLDER = "segments"  # below Inductor's
 _DIGEST_BYTES = hashlib.sha256().digest_size  # in front of a file's content
 _LOG = logging.getLogger(__name__)
@@ -39,7 +40,7 @@ def find(key: str, namespace: dict[str, Any]) -> Callable[..., Any] | None:
 
     Args: namespace: the function's globals.
     """
-    if not are_kept():
+    if not torch_internals.caches_are_on():
         return None
     path = None
     try:
@@ -55,7 +56,7 @@ def find(key: str, namespace: dict[str, Any]) -> Callable[..., Any] | None:
     except Exception as error:  # damaged, or not to be loaded here
         _LOG.warning("%s cannot be used, so it is compiled again: %s", path or FOLDER, _line(error))
         return None
-    return found.fn
+    return torch_internals.callable_of(found)
 
 
 def keep(key: str, compiled: Any) -> None:
@@ -63,13 +64,13 @@ def keep(key: str, compiled: Any) -> None:
 
     Mutates: the folder; a file is there whole or not at all.
     """
-    if not are_kept():
+    if not torch_internals.caches_are_on():
         return
     path = part = None
     try:
         path = _path(key)
         path.parent.mkdir(parents=True, exist_ok=True)
-        content = type(compiled).serialize(compiled).serialized_data
+        content = torch_internals.serialized(compiled)
         part = path.with_name(f"{path.name}.{uuid.uuid4().hex}")
         with part.open("xb") as file:  # for whom the umask says, as Inductor's own files
             file.write(hashlib.sha256(content).digest() + content)
@@ -89,28 +90,7 @@ def _line(error: Exception) -> str:
 
 
 def _path(key: str) -> Path:
-    from torch._inductor.runtime.cache_dir_utils import cache_dir
-
-    return Path(cache_dir()) / FOLDER / f"{_hash(key)}.bin"
-
-
-# The user's own passes, which are in none of `compilers`' settings.
-_PASSES = (
-    *("pre_grad_custom_pass", "joint_custom_pre_pass", "joint_custom_post_pass"),
-    *("post_grad_custom_pre_pass", "post_grad_custom_post_pass", "_pre_fusion_custom_pass"),
-    "joint_custom_pass",
-)
-
-
-def are_kept() -> bool:
-    """Whether the user lets torch keep what it compiles, and changes nothing on the way of which no
-    key would tell."""
-    import torch._functorch.config as functorch
-    import torch._inductor.config as inductor
-
-    switches = inductor.fx_graph_cache, functorch.enable_autograd_cache
-    passes = (getattr(config, name, None) for config in (inductor, functorch) for name in _PASSES)
-    return all(switches) and not inductor.force_disable_caches and not any(passes)
+    return torch_internals.cache_folder() / FOLDER / f"{_hash(key)}.bin"
 
 
 def _hash(text: str) -> str:
@@ -160,29 +140,15 @@ def _layout(x: Any, tensors: list[Tensor]) -> Iterator[str]:
         raise TypeError(f"{type(x).__qualname__} has no layout")
 
 
-def torch_state() -> str:
-    """What torch guards every compiled function with: autocast, default dtype, gradients,
-    deterministic algorithms, precision of products."""
-    guards: Any = torch._C._dynamo.guards  # pyright: ignore[reportAttributeAccessIssue]
-    state = json.loads(guards.GlobalStateGuard().__getstate__())
-    del state["num_threads"]  # in `layout`, where it matters
-    return repr(sorted(state.items()))
-
-
 def compilers(options: Mapping[str, Any]) -> str:
     """A hash of versions, settings and GPU that compiled code is made by and for."""
-    import torch._functorch.config as functorch
-    import torch._inductor.config as inductor
-
     parts: list[Any] = [platform.python_version(), torch.__version__, torch.version.git_version]
     if torch.cuda.is_available():
         device = torch.cuda.get_device_properties()
         parts += [torch.version.cuda, device.name, device.multi_processor_count]
         with suppress(metadata.PackageNotFoundError):
             parts.append(metadata.version("triton"))
-    for config in (inductor, functorch):
-        settings = config.save_config_portable(ignore_private_configs=False)
-        parts.append(sorted(settings.items(), key=str))
+    parts += torch_internals.compiler_settings()
     return _hash(repr((parts, sorted(options.items()))))
 
 

@@ -250,7 +250,9 @@ def _accept_and_advance_kernel(
 
     position = tl.where(active, new_start.to(tl.int64) + i, 0)
     column = position // S
-    mapped = active & (column < table_width) & in_block
+    # Not `active & in_block`: triton 3.9's interpreter makes integers of a bool that it repeats.
+    live = i < tl.where(active, G, 0)
+    mapped = live & (column < table_width)
     page = tl.load(page_table + b * table_stride + column, mask=mapped, other=0)
     slot = tl.where(mapped, page.to(tl.int64) * S + position % S, 0)
 
@@ -261,7 +263,7 @@ def _accept_and_advance_kernel(
     tl.store(
         block_ids + b * block_stride + i,
         tl.where(i == 0, tl.maximum(bonus, 0), mask_token_id),
-        mask=active & in_block,
+        mask=live,
     )
     tl.store(positions + row, position, mask=in_block)
     tl.store(slots + row, slot, mask=in_block)

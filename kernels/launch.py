@@ -2,9 +2,7 @@
 
 Triton's launch is not for several threads: a kernel object that one thread is loading looks loaded
 to another (triton 3.6 and 3.7, `CompiledKernel._init_handles`). Its compiler is, so threads that
-prepare a start compile only, and one thread alone launches. What they can do as well is to have the
-launcher of a kernel's signature built, for which Triton 3.6 asks the C compiler, a quarter of a
-second each; the thread that launches finds it on disk.
+prepare a start compile only, and one thread alone launches. They have its launcher built as well.
 """
 
 from collections.abc import Callable, Iterator
@@ -14,15 +12,10 @@ from functools import partial
 from typing import Any
 from weakref import WeakSet
 
-from triton.runtime.driver import driver
+from graphengine.kernels.triton_internals import build_launcher
 
 _COMPILE_ONLY: ContextVar[bool] = ContextVar("compile_only", default=False)
 _WITH_LAUNCHER: WeakSet[Any] = WeakSet()  # compiled kernels
-
-
-def load_driver() -> None:
-    """Loads Triton's driver of the current GPU, which threads that begin together would each do."""
-    driver.active.get_current_target()
 
 
 @contextmanager
@@ -45,9 +38,15 @@ def on_grid(kernel: Any, grid: tuple[int, ...]) -> Callable[..., object]:
     return kernel[grid]
 
 
+class KernelError(RuntimeError):
+    """A kernel of ours that this Triton does not compile; the message has its name."""
+
+
 def _compile(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) -> None:
-    compiled = kernel.warmup(*arguments, grid=grid, **options)
+    try:
+        compiled = kernel.warmup(*arguments, grid=grid, **options)
+    except Exception as error:
+        raise KernelError(f"{kernel.__name__} cannot be compiled: {error}") from error
     if compiled not in _WITH_LAUNCHER:
         _WITH_LAUNCHER.add(compiled)
-        gpu: Any = driver.active
-        gpu.launcher_cls(compiled.src, compiled.metadata)
+        build_launcher(compiled)

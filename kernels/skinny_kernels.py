@@ -18,7 +18,6 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
@@ -26,7 +25,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from graphengine.kernels.argmax_epilogue import better_ranks, lowest_ranks, store_candidates
 from graphengine.kernels.interpreter import dot
-from graphengine.kernels.tensormap import prefetch_descriptor
+from graphengine.kernels.triton_internals import async_load, prefetch_descriptor
 
 
 @gluon.jit
@@ -47,23 +46,19 @@ def _next_block(
 @gluon.jit
 def _load_weights(desc, row, col, up_row, ready, smem, slot, live, SWIGLU: gl.constexpr):
     if SWIGLU:
-        tma.async_copy_global_to_shared(desc, [row, col], ready, smem.index(2 * slot), pred=live)
-        tma.async_copy_global_to_shared(
-            desc, [up_row, col], ready, smem.index(2 * slot + 1), pred=live
-        )
+        async_load(desc, [row, col], ready, smem.index(2 * slot), pred=live)
+        async_load(desc, [up_row, col], ready, smem.index(2 * slot + 1), pred=live)
     else:
-        tma.async_copy_global_to_shared(desc, [row, col], ready, smem.index(slot), pred=live)
+        async_load(desc, [row, col], ready, smem.index(slot), pred=live)
 
 
 @gluon.jit
 def _load_x(desc, col, lo_row, ready, smem, slot, live, FP8: gl.constexpr):
     if FP8:
-        tma.async_copy_global_to_shared(desc, [0, col], ready, smem.index(2 * slot), pred=live)
-        tma.async_copy_global_to_shared(
-            desc, [lo_row, col], ready, smem.index(2 * slot + 1), pred=live
-        )
+        async_load(desc, [0, col], ready, smem.index(2 * slot), pred=live)
+        async_load(desc, [lo_row, col], ready, smem.index(2 * slot + 1), pred=live)
     else:
-        tma.async_copy_global_to_shared(desc, [0, col], ready, smem.index(slot), pred=live)
+        async_load(desc, [0, col], ready, smem.index(slot), pred=live)
 
 
 @gluon.jit(do_not_specialize=["T", "num_items", "num_splits", "num_k"])

@@ -37,7 +37,12 @@ from graphengine.kernels.argmax_epilogue import better_ranks, lowest_ranks, stor
 from graphengine.kernels.fp8 import Fp8Scales
 from graphengine.kernels.launch import on_grid
 from graphengine.kernels.skinny_config import MIDDLE_T, SkinnyConfig, cdiv, split_width
-from graphengine.kernels.tensormap import prefetch_descriptor
+from graphengine.kernels.triton_internals import (
+    async_load,
+    async_store,
+    prefetch_descriptor,
+    reinterpret,
+)
 from graphengine.kernels.wide_linear import (
     descriptor,
     gluon_dtype,
@@ -167,10 +172,10 @@ def _place(item, x_tiles, num_splits, COLS: gl.constexpr):
 @gluon.jit
 def _load_x(descs, ring, slot, t, col, live):
     bar = ring[0].index(slot)
-    tma.async_copy_global_to_shared(descs[1], [t, col], bar, ring[3].index(slot), live)
+    async_load(descs[1], [t, col], bar, ring[3].index(slot), live)
     if len(ring) == 5:
         t += descs[1].block_shape[0]
-        tma.async_copy_global_to_shared(descs[2], [t, col], bar, ring[4].index(slot), live)
+        async_load(descs[2], [t, col], bar, ring[4].index(slot), live)
 
 
 @gluon.jit
@@ -236,10 +241,14 @@ def _finish(acc, io, out_desc, free, place, SWIGLU: gl.constexpr, FP8: gl.conste
         best = better_ranks(lowest_ranks(ROWS, acc.shape[1], SUMS), acc, r, first + r < E)
         store_best(best, out, tile, num_tiles, t, T, first)
     elif SWIGLU:
-        view = free._reinterpret(out.dtype.element_ty, [acc.shape[1], OUTPUTS], out_desc.layout)
+        # All of the slot, so that both are of one size, then as many rows as there are.
+        BITS: gl.constexpr = OUTPUTS * out.dtype.element_ty.primitive_bitwidth
+        LINES: gl.constexpr = ROWS * free.shape[3] * free.dtype.primitive_bitwidth // BITS
+        view = reinterpret(free, out.dtype.element_ty, [LINES, OUTPUTS], out_desc.layout)
+        view = view.slice(0, acc.shape[1])
         view.permute((1, 0)).store(swiglu_of(acc).to(out.dtype.element_ty))
         fence_async_shared()
-        tma.async_copy_shared_to_global(out_desc, [t, first], view)
+        async_store(out_desc, [t, first], view)
     else:
         r = first + gl.arange(0, ROWS, gl.SliceLayout(1, SUMS))
         c = t + gl.arange(0, acc.shape[1], gl.SliceLayout(0, SUMS))
@@ -278,7 +287,7 @@ def _multiply(io, ring, work, CONSUMER: gl.constexpr):
         for k in range(num_k):
             mbarrier.wait(ready.index(slot), phase)
             w = w_smem.index(slot * CONSUMERS + CONSUMER)
-            w = w._reinterpret(w_smem.dtype, BLOCK, W)
+            w = reinterpret(w, w_smem.dtype, BLOCK, W)
             x = ring[3].index(slot).permute((1, 0))
             sums = (warpgroup_mma(w, x, accs[0], is_async=True),)
             if PARTS == 2:

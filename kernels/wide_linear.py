@@ -40,7 +40,6 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
@@ -51,7 +50,7 @@ from graphengine.kernels.argmax_epilogue import better_ranks, lowest_ranks, stor
 from graphengine.kernels.fp8 import FP8, Fp8Scales
 from graphengine.kernels.launch import on_grid
 from graphengine.kernels.skinny_config import SkinnyConfig, cdiv, split_width
-from graphengine.kernels.tensormap import prefetch_descriptor
+from graphengine.kernels.triton_internals import async_load, prefetch_descriptor, reinterpret
 
 PAIR = 8  # SwiGLU: gate and up rows alternate by this many, what one warp's registers pair up
 
@@ -130,7 +129,7 @@ def load_weights(desc, row, col, ready, smem, slot, live, SUB: gl.constexpr, ROW
             at = [row // 16 + s * (ROWS // 16), 0, 0, col]
         else:
             at = [row + s * ROWS, col]
-        tma.async_copy_global_to_shared(desc, at, ready, smem.index(slot * SUB + s), pred=live)
+        async_load(desc, at, ready, smem.index(slot * SUB + s), pred=live)
 
 
 @gluon.jit
@@ -239,7 +238,7 @@ def wide_linear_kernel(
         gdc_wait()
     for s in gl.static_range(STAGES):
         at = [t, col + s * BLOCK_K]
-        tma.async_copy_global_to_shared(x_desc, at, ready.index(s), x_smem.index(s), s < num_k)
+        async_load(x_desc, at, ready.index(s), x_smem.index(s), s < num_k)
     if PDL == 2:
         gdc_launch_dependents()
 
@@ -252,7 +251,7 @@ def wide_linear_kernel(
         x_t = x_smem.index(slot).permute((1, 0))
         sums = ()
         for s in gl.static_range(SUB):
-            w = w_smem.index(slot * SUB + s)._reinterpret(w_desc.dtype, [ROWS, BLOCK_K], W)
+            w = reinterpret(w_smem.index(slot * SUB + s), w_desc.dtype, [ROWS, BLOCK_K], W)
             sums = sums + (warpgroup_mma(w, x_t, accs[s], is_async=True),)
         accs = wait_products(sums, SUB)
         # The block before is multiplied, so its slot is free: the compiler puts a barrier between
@@ -263,7 +262,7 @@ def wide_linear_kernel(
         mbarrier.expect(bar, STAGE_BYTES, pred=live)
         next_col = col + refill * BLOCK_K
         load_weights(w_desc, row, next_col, bar, w_smem, before, live, SUB, ROWS)
-        tma.async_copy_global_to_shared(x_desc, [t, next_col], bar, x_smem.index(before), live)
+        async_load(x_desc, [t, next_col], bar, x_smem.index(before), live)
         if PDL == 1:  # noqa: SIM102 (a compile-time test around one at run time)
             if refill + 1 >= num_k:
                 gdc_launch_dependents()

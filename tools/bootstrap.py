@@ -27,7 +27,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 VENV = ROOT / ".venv"
 MARKER = VENV / "bootstrap.json"
-SUPPORTED = ((3, 11), (3, 12))
+SUPPORTED = ((3, 11), (3, 12), (3, 13), (3, 14))  # pyproject.toml's requires-python
 DEFAULT_PROMPT = (
     "Iris travels from Rome to Vienna by bike. First Iris moves 60 km per hour for 5 hours, "
     "then 30 km per hour for 5 hours. How far is it?"
@@ -107,8 +107,8 @@ def suitable_python() -> None:
             say(f"Python {here[0]}.{here[1]} is not supported; going on with {found}")
             os.execv(found, [found, *sys.argv])
     raise SetupError(
-        f"Python {here[0]}.{here[1]} is not supported and neither python3.12 nor python3.11 is on "
-        "the PATH: install one of them, then run: python3.12 tools/bootstrap.py ..."
+        f"Python {here[0]}.{here[1]} is not supported and none of python3.11 to python3.14 is on "
+        "the PATH: install one of them, then run: python3.13 tools/bootstrap.py ..."
     )
 
 

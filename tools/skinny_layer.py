@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from graphengine.capture.torch_internals import scaled_mm
 from graphengine.kernels.fp8 import (
     FP8,
     Fp8Scales,
@@ -105,14 +106,7 @@ def library(operands: Operands) -> torch.Tensor:
     x, weight, scales = operands
     if scales is None:
         return F.linear(x, weight)
-    return torch._scaled_mm(  # pyright: ignore[reportPrivateImportUsage]
-        x,
-        weight.t(),
-        scale_a=scales.x_T[:, None],
-        scale_b=scales.weight_E[None, :],
-        out_dtype=torch.bfloat16,
-        use_fast_accum=True,
-    )
+    return scaled_mm(x, weight, scales.x_T, scales.weight_E, torch.bfloat16)
 
 
 def captured(launches: Callable[[], Any]) -> torch.cuda.CUDAGraph:

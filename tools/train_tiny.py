@@ -265,7 +265,7 @@ def train_drafter(
     torch.manual_seed(args.seed + 2)
     model = Drafter(DRAFT, len(TAPS), BLOCK_SIZE).to(args.device)
     if args.compile:
-        torch._dynamo.config.recompile_limit = 64  # DRAFT_LENGTHS shapes, with and without grad
+        torch.compiler.config.recompile_limit = 64  # DRAFT_LENGTHS shapes, with and without grad
         for layer in model.layers:
             layer.compile(dynamic=False)
     optimizer, begin = optimizer_for(model, args.draft_lr, args.device), time.monotonic()

@@ -30,6 +30,7 @@ from torch import Tensor
 
 from graphengine.config.draft import AttentionRule, DraftConfig
 from graphengine.config.model import ModelConfig
+from graphengine.decode import flashinfer_internals
 from graphengine.decode.buffers import StepBuffers
 from graphengine.decode.kvcache import pages_for
 from graphengine.kernels.block_attention import Workspace, block_attention, choose_num_splits
@@ -265,22 +266,16 @@ def compile_flashinfer_ahead(
     imported = threading.Event()
 
     def build() -> None:
-        specs: list[Any] = []
+        modules: list[Any] = []
         try:
-            from flashinfer.jit import gen_batch_prefill_module
-
-            for dim, windowed in sorted(kinds):
-                # fa2; no positional encoding of its own, soft cap or fp16 products, as in `plan`.
-                arguments = (*[dtype] * 3, torch.int32, dim, dim, 0, windowed, False, False)
-                specs.append(gen_batch_prefill_module("fa2", *arguments))
-        except Exception:  # another version may name and order things otherwise
-            logging.getLogger(__name__).debug("nothing is compiled ahead", exc_info=True)
+            modules = [flashinfer_internals.planned_module(dtype, *kind) for kind in sorted(kinds)]
+        except Exception as error:
+            logging.getLogger(__name__).warning("FlashInfer compiles nothing ahead: %s", error)
         finally:
             imported.set()
-        for spec in specs:
-            if not spec.is_aot:
-                with contextlib.suppress(Exception):
-                    spec.build(verbose=False)
+        for module in modules:
+            with contextlib.suppress(Exception):
+                flashinfer_internals.build(module)
 
     threading.Thread(target=build, name="flashinfer-compiler", daemon=True).start()
     return imported

@@ -23,12 +23,17 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode, _push_mode
-from torch.utils._pytree import tree_leaves, tree_map
 
+from graphengine.capture.torch_internals import (
+    TorchDispatchMode,
+    dispatched_to,
+    schema_of,
+    tree_leaves,
+    tree_map,
+)
 from graphengine.decode.proposer import Proposer
 from graphengine.decode.stack import Target
-from graphengine.kernels.launch import compile_only
+from graphengine.kernels.launch import KernelError, compile_only
 
 MAX_THREADS = 8
 _LOG = logging.getLogger(__name__)
@@ -37,8 +42,9 @@ _LOG = logging.getLogger(__name__)
 class CompileAhead:
     """Runs whose kernels are compiled on threads, until `wait`.
 
-    What fails in them, or while they are made, is left to fail where the kernel is needed, where it
-    has a caller.
+    A kernel of ours that cannot be compiled ends the start (`wait`). What else fails in a run, as
+    an operator of torch that cannot do without contents, or while runs are made, is left to fail
+    where the kernel is needed, where it has a caller.
     """
 
     def __init__(self, runs: Iterable[Callable[[], object]]) -> None:
@@ -46,6 +52,7 @@ class CompileAhead:
         num_threads = max(1, min(MAX_THREADS, (os.cpu_count() or 2) // 2))
         self._pool = ThreadPoolExecutor(num_threads, "compile-ahead")
         self._ended = threading.Event()
+        self._failed: list[KernelError] = []
         self._device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
         try:
             for run in runs:
@@ -61,21 +68,24 @@ class CompileAhead:
         try:
             if self._device is not None:  # a thread begins with device 0
                 torch.cuda.set_device(self._device)
-            with torch.no_grad(), compile_only():  # both belong to a thread
-                # `with mode` would also set flags that belong to the process.
-                _push_mode(mode)
-                try:
-                    run()
-                finally:
-                    _pop_mode()
+            with torch.no_grad(), compile_only(), dispatched_to(mode):  # all belong to a thread
+                run()
         except _EndedError:
             pass
+        except KernelError as error:
+            self._failed.append(error)
         except Exception as error:
             _LOG.warning("some kernels are compiled later: %s in %s", error, mode.last)
 
     def wait(self) -> None:
-        """Until all have run; before a capture, which another thread's allocation would end."""
+        """Until all have run; before a capture, which another thread's allocation would end.
+
+        Raises:
+            KernelError: of the first kernel that cannot be compiled.
+        """
         self._pool.shutdown()
+        if self._failed:
+            raise self._failed[0]
 
     def __enter__(self) -> CompileAhead:
         return self
@@ -115,13 +125,13 @@ class _ShapesAlone(TorchDispatchMode):
             raise _EndedError
         self.last = str(func)
         kwargs = kwargs or {}
-        results = [value.alias_info for value in func._schema.returns]
+        results = [value.alias_info for value in schema_of(func).returns]
         is_view = any(alias is not None and not alias.is_write for alias in results)
         if is_view or func.namespace == "graphengine":
             return func(*args, **kwargs)
         written = [
             args[place] if place < len(args) else kwargs[argument.name]
-            for place, argument in enumerate(func._schema.arguments)
+            for place, argument in enumerate(schema_of(func).arguments)
             if argument.alias_info is not None and argument.alias_info.is_write
         ]
         if written:

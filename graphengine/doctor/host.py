@@ -23,8 +23,15 @@ from graphengine.profiles.result_schema import environment
 from graphengine.startup.artifact import cpp_compiler
 from graphengine.startup.memory import DeviceMemory, device_memory
 
-TORCH_MINIMUM, TORCH_LIMIT = (2, 11), (2, 14)
-PYTHON_MINIMUM, PYTHON_LIMIT = (3, 11), (3, 13)
+# What the suite has run with, up to but not the last; pyproject.toml's bounds are the same
+# (tests/house/test_packaging.py), tools/check_versions.py runs it at both ends.
+TESTED: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {
+    "python": ((3, 11), (3, 14)),
+    "torch": ((2, 11), (2, 16)),
+    "triton": ((3, 6), (3, 10)),
+    "flashinfer-python": ((0, 6, 12), (0, 7, 3)),
+    "transformers": ((5,), (6,)),
+}
 # The oldest driver that runs a CUDA version's programs.
 DRIVER_FOR_CUDA = {12: 525, 13: 580}
 HOPPER = (9, 0)
@@ -63,27 +70,22 @@ def read_host() -> Host:
 
 def host_findings(host: Host) -> Iterator[Finding]:
     """Versions, GPU and driver."""
-    for name, low, limit in (
-        ("python", PYTHON_MINIMUM, PYTHON_LIMIT),
-        ("torch", TORCH_MINIMUM, TORCH_LIMIT),
-    ):
-        found = host.versions.get(name)
-        wanted = f"{'.'.join(map(str, low))} up to but not {'.'.join(map(str, limit))} is tested"
-        if found is not None and low <= _numbers(found)[:2] < limit:
-            yield ok(f"host.{name}", found)
-        else:
-            yield warning(f"host.{name}", found or "missing", wanted)
     has_gpu = host.gpu_name is not None
-    for package, remedy in (
-        ("triton", "install triton; on a GPU kernels and compilation need it"),
-        ("flashinfer-python", "install the extra graphengine[cuda]; attention falls back to torch"),
-        ("transformers", "install transformers; text needs its tokenizers"),
-    ):
+    remedies = {
+        "triton": "install triton; on a GPU kernels and compilation need it",
+        "flashinfer-python": ("install the extra graphengine[cuda]; attention falls back to torch"),
+        "transformers": "install transformers; text needs its tokenizers",
+    }
+    for package, (low, limit) in TESTED.items():
         found = host.versions.get(package)
-        matters = has_gpu or package == "transformers"
-        missing = warning if matters else info
         name = f"host.{package.removesuffix('-python')}"
-        yield ok(name, found) if found else missing(name, "missing", remedy)
+        wanted = f"{'.'.join(map(str, low))} up to but not {'.'.join(map(str, limit))} is tested"
+        if found is not None and low <= _numbers(found) < limit:
+            yield ok(name, found)
+        else:
+            is_needed = has_gpu or package not in ("triton", "flashinfer-python")
+            remedy = remedies.get(package, wanted) if found is None else wanted
+            yield (warning if is_needed else info)(name, found or "missing", remedy)
     if host.nsys:
         yield ok("host.nsys", host.nsys)
     else:

@@ -23,6 +23,7 @@ import time
 
 import torch
 
+from graphengine.capture.torch_internals import keep_gpu_busy
 from graphengine.decode.loop import DecodeLoop, StepOutput, Watch
 from graphengine.decode.request import Request
 
@@ -72,7 +73,7 @@ class _Held(Watch):
 
     def launching(self) -> None:
         if self.index % PERIOD == 0:
-            torch.cuda._sleep(self._hold_cycles)
+            keep_gpu_busy(self._hold_cycles)
         self._start.record()
 
     def launched(self) -> None:

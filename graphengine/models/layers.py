@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from graphengine.capture.torch_internals import scaled_mm
 from graphengine.config.rope import RopeConfig
 from graphengine.kernels import add_rms_norm as kernels
 from graphengine.kernels.argmax import argmax_rows
@@ -164,14 +165,7 @@ def library_linear(x: Rows, matrix: Matrix, bias: Tensor | None = None) -> Tenso
     x_TD, scale_T = rounded(x)
     takes_shape = not (matrix.weight_ED.shape[0] % 16 or matrix.weight_ED.shape[1] % 16)
     if x_TD.is_cuda and dtype == torch.bfloat16 and takes_shape and is_hopper():
-        y = torch._scaled_mm(  # pyright: ignore[reportPrivateImportUsage]
-            x_TD,
-            matrix.weight_ED.t(),
-            scale_a=scale_T[:, None],
-            scale_b=matrix.scale_E[None, :],
-            out_dtype=dtype,
-            use_fast_accum=True,
-        )
+        y = scaled_mm(x_TD, matrix.weight_ED, scale_T, matrix.scale_E, dtype)
         return y if bias is None else y + bias
     again_TD = (x_TD.float() * scale_T[:, None]).to(dtype)
     return F.linear(again_TD, matrix.dense(dtype), bias)

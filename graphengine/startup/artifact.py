@@ -51,8 +51,6 @@ LOCK = "manifest.lock"
 VERSION = 1
 MAX_MANIFEST_BYTES = 16 << 20  # thousands of entries
 _PACKAGES = ("torch", "triton", "flashinfer-python")
-# What decides which kernels there are, relative to the package.
-_CODE = ("kernels/*.py", "capture/*.py", "models/*.py", "segments.py", "forward.py", "attention.py")
 
 # What reading a damaged or hostile file raises.
 _DAMAGED = (OSError, EOFError, ValueError, RecursionError, tarfile.TarError, zlib.error)
@@ -101,12 +99,13 @@ def cpp_compiler() -> str | None:
 
 
 def name_compilers_() -> None:
-    """Sets `compiler_files` where the user has named nothing; before anything is compiled.
+    """Sets `compiler_files` and what Triton is to assume, where the user has named nothing.
 
     Mutates: os.environ.
     """
     for name, path in compiler_files().items():
         os.environ.setdefault(name, path)
+    os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # the default up to 3.9, which warns
 
 
 # --- keys ---
@@ -134,6 +133,14 @@ def platform_parts(device: str) -> Parts:
 def engine_parts(config: EngineConfig, target: ModelConfig, draft: DraftConfig | None) -> Parts:
     """What one start compiled: shapes of the models, buckets, modes, our own code."""
 
+    from graphengine.capture.precompiled import loaded_code  # here: it imports torch
+    from graphengine.decode.segments import first_segment
+    from graphengine.kernels.accept import accept_and_advance_
+    from graphengine.kernels.block_attention import block_attention
+
+    # Functions whose modules reach all of ours that is compiled.
+    reached = [loaded_code(f) for f in (first_segment, accept_and_advance_, block_attention)]
+
     def shapes(model: ModelConfig) -> str:
         heads = f"{model.num_attention_heads}/{model.num_key_value_heads}x{model.head_dim}"
         sizes = f"{model.hidden_size}x{model.intermediate_size}, vocabulary {model.vocab_size}"
@@ -156,7 +163,7 @@ def engine_parts(config: EngineConfig, target: ModelConfig, draft: DraftConfig |
         "num_speculative_tokens": numbers,
         "compile": "yes" if config.compile else "no",
         "page_size": str(config.page_size),
-        "code": _code_hash(),
+        "code": _hash(reached),
     }
 
 
@@ -180,12 +187,6 @@ def store(root: Path, parts: Parts) -> Store:
 
 def _hash(parts: Any) -> str:
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:10]
-
-
-def _code_hash() -> str:
-    package = Path(__file__).parents[1]
-    files = sorted(path for pattern in _CODE for path in package.glob(pattern))
-    return hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()[:10]
 
 
 def _gpu() -> tuple[str, str, str] | None:

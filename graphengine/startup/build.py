@@ -19,7 +19,8 @@ from pathlib import Path
 import torch
 
 from graphengine import names
-from graphengine.capture.compile import CacheCounts, cache_counts, prepare_inductor
+from graphengine.capture.compile import CacheCounts, cache_counts
+from graphengine.capture.torch_internals import import_inductor
 from graphengine.checkpoints.hub import PRESETS, resolve
 from graphengine.checkpoints.pairs import named_pair, read_json
 from graphengine.checkpoints.tokenizer import Tokenizer
@@ -53,8 +54,7 @@ from graphengine.decode.stack import Target
 from graphengine.drafters.dflash import MAX_QUANTIZED_ROWS, DFlash
 from graphengine.drafters.ngram import Ngram
 from graphengine.drafters.none import NoDraft
-from graphengine.kernels.cache_keys import settle_cache_keys
-from graphengine.kernels.launch import load_driver
+from graphengine.kernels.triton_internals import load_driver, settle_cache_keys
 from graphengine.models.layers import quantize_fp8
 from graphengine.startup.artifact import name_compilers_
 from graphengine.startup.memory import MemoryPlan, device_memory, num_positions, plan_memory
@@ -305,7 +305,7 @@ def _prepare_compilers(
     if flashinfer_imported is not None:
         imports.append(flashinfer_imported.wait)
     if config.compile:
-        imports.append(prepare_inductor)
+        imports.append(import_inductor)
 
     def run(steps: list[Callable[[], object]]) -> None:
         for step in steps:

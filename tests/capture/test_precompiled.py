@@ -20,7 +20,7 @@ import torch._inductor.config as inductor
 from torch import Tensor
 
 from graphengine.capture import compile as compiling
-from graphengine.capture import precompiled
+from graphengine.capture import precompiled, torch_internals
 from graphengine.capture.precompiled import layout, loaded_code
 from graphengine.decode import segments, simulate
 from graphengine.decode.simulate import Simulation, force_acceptance_
@@ -93,8 +93,8 @@ def test_what_a_first_compilation_reads_is_read_before_it(tmp_path: Path) -> Non
     script = """
 import sys, torch
 from torch._inductor import codecache
-from graphengine.capture import compile as compiling
-compiling.prepare_inductor()
+from graphengine.capture import compile as compiling, torch_internals
+torch_internals.import_inductor()
 late, before = [], set(sys.modules)
 codecache.build_code_hash = lambda roots, *_: late.append(roots)
 def double(x): return x * 2
@@ -298,22 +298,22 @@ def test_all_that_a_specialisation_depends_on() -> None:
 def test_torch_s_own_state() -> None:
     """Bug: a start under autocast, or with another default dtype, breaks every later one: they find
     what it compiled. A state in which torch refuses to name its precision ends the start."""
-    states = [precompiled.torch_state()]
+    states = [torch_internals.global_state()]
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        states.append(precompiled.torch_state())
+        states.append(torch_internals.global_state())
     with torch.set_grad_enabled(not torch.is_grad_enabled()):
-        states.append(precompiled.torch_state())
+        states.append(torch_internals.global_state())
     products, before = torch.backends.cuda.matmul, torch.backends.cuda.matmul.fp32_precision
     try:
         torch.set_default_dtype(torch.float64)
-        states.append(precompiled.torch_state())
+        states.append(torch_internals.global_state())
     finally:
         torch.set_default_dtype(torch.float32)
     assert len(set(states)) == len(states)
-    assert precompiled.torch_state() == states[0]
+    assert torch_internals.global_state() == states[0]
     try:
         products.fp32_precision = "tf32"
-        assert precompiled.torch_state() != states[0]
+        assert torch_internals.global_state() != states[0]
         precompiled.compilers({})
     finally:
         products.fp32_precision = before

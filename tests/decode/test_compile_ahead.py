@@ -20,6 +20,7 @@ from graphengine import TINY_DRAFT, TINY_TARGET, Engine
 from graphengine.decode.compile_ahead import MAX_THREADS, CompileAhead, shortened
 from graphengine.drafters.dflash import DFlash
 from graphengine.drafters.none import NoDraft
+from graphengine.kernels.launch import KernelError, compile_only, on_grid
 from graphengine.startup import artifact
 from graphengine.startup import build as building
 from graphengine.startup.build import build
@@ -107,6 +108,25 @@ def test_what_cannot_be_prepared_ends_no_start(caplog: pytest.LogCaptureFixture)
     assert "no room for buffers" in caplog.text
 
 
+def test_a_kernel_that_cannot_be_compiled_ends_a_start() -> None:
+    """Bug: an error in a kernel of ours is a note among others, and the start fails much later in a
+    capture, or not at all."""
+
+    class Kernel:
+        __name__ = "specialized_linear_kernel"
+
+        def warmup(self, *arguments: object, **options: object) -> None:
+            raise ValueError("source and result must have the same logical storage size")
+
+    done = []
+    with compile_only():
+        launch = on_grid(Kernel(), (1,))
+    runs = [launch, lambda: done.append(1)]
+    with CompileAhead(runs) as ahead, pytest.raises(KernelError, match=r"specialized.*storage"):
+        ahead.wait()
+    assert done == [1]
+
+
 def test_a_run_ahead_computes_nothing(caplog: pytest.LogCaptureFixture) -> None:
     """Bug: a run that is to compile kernels writes K/V, looks up an embedding by an id that nobody
     has computed, or multiplies matrices beside the thread that compiles segments."""
@@ -170,7 +190,8 @@ def test_the_python_api_names_the_compilers(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(artifact, "compiler_files", lambda: found)
     monkeypatch.setattr(artifact.os, "environ", {"TRITON_PTXAS_PATH": "/mine"})
     artifact.name_compilers_()
-    assert artifact.os.environ == found | {"TRITON_PTXAS_PATH": "/mine"}
+    named = found | {"TRITON_PTXAS_PATH": "/mine", "TRITON_DEFAULT_FP_FUSION": "1"}
+    assert artifact.os.environ == named
 
 
 def test_waiting_for_compilers_is_no_loading(monkeypatch: pytest.MonkeyPatch) -> None:

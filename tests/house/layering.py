@@ -15,7 +15,8 @@ from pathlib import Path
 SELF = "graphengine"
 
 # room (a folder, or a file directly in graphengine/) -> the rooms below it that it may import.
-_MODELS = "config kernels"
+# torch_internals imports nothing of ours: torch's private names, which every room may need.
+_MODELS = "config kernels capture.torch_internals"
 _DECODE = f"{_MODELS} models capture names"
 _DRAFTERS = f"{_DECODE} decode checkpoints"
 _STARTUP = f"{_DRAFTERS} drafters"
@@ -38,7 +39,7 @@ ROOMS: dict[str, str] = {
 
 # dependency -> the modules (or folders) that may import it
 DOORS: dict[str, set[str]] = {
-    "flashinfer": {"decode.attention"},
+    "flashinfer": {"decode.attention", "decode.flashinfer_internals"},
     "safetensors": {"checkpoints.weights"},
     "transformers": {"checkpoints.tokenizer"},
     "huggingface_hub": {"checkpoints"},
@@ -51,8 +52,8 @@ DOORS: dict[str, set[str]] = {
 # full dotted name (and all below it) -> the modules that may use it
 NAMES: dict[str, set[str]] = {
     "torch.compile": {"capture"},
-    "torch._dynamo": {"capture"},
-    "torch._inductor": {"capture"},
+    "torch._dynamo": {"capture.torch_internals"},
+    "torch._inductor": {"capture.torch_internals"},
     "torch.cuda.CUDAGraph": {"capture"},
     "torch.cuda.graph": {"capture"},
     "torch.cuda.graphs": {"capture"},

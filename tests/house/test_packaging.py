@@ -6,13 +6,17 @@ but the wheel itself shows whether a user gets them.
 
 import email
 import importlib.metadata
+import re
 import shutil
 import subprocess
 import sys
+import tomllib
 import zipfile
 from pathlib import Path
 
 import pytest
+
+from graphengine.doctor.host import TESTED
 
 ROOT = Path(__file__).resolve().parents[2]
 COPIED = (
@@ -95,13 +99,29 @@ def test_metadata(wheel: Path) -> None:
     """Bug: plain `torch` (any version) is required, a triton without bound, or no licence given."""
     found = email.message_from_string(metadata_file(wheel, "METADATA"))
     assert found["License-Expression"] == "Apache-2.0"
-    assert found["Requires-Python"] == "<3.13,>=3.11"
+    assert found["Requires-Python"] == "<3.15,>=3.11"
     requires = found.get_all("Requires-Dist") or []
-    assert "torch<2.14,>=2.11" in requires
+    assert "torch<2.16,>=2.11" in requires
     assert {"cuda", "dev", "test"} <= set(found.get_all("Provides-Extra") or [])
     scripts = metadata_file(wheel, "entry_points.txt")
     assert "graphengine = graphengine.cli.main:main" in scripts
     assert metadata_file(wheel, "licenses/LICENSE") == (ROOT / "LICENSE").read_text()
+
+
+def test_what_is_installed_is_what_is_tested() -> None:
+    """Bug: pip installs a version that nobody has run, or doctor calls a tested one untested."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    listed = [*project["dependencies"], *project["optional-dependencies"]["cuda"]]
+    for package, ends in TESTED.items():
+        if package == "python":
+            bounds = project["requires-python"]
+        else:
+            (bounds,) = (line for line in listed if re.match(rf"{package}[<>=]", line))
+        low, limit = (f"{'.'.join(map(str, end))}" for end in ends)
+        assert f">={low}" in bounds
+        # 3.14 may be tried; the last FlashInfer is a post-release.
+        last = {"python": "<3.15", "flashinfer-python": "<=0.7.2.post1"}
+        assert last.get(package, f"<{limit}") in bounds.partition(";")[0].split(",")[1]
 
 
 def test_installed_wheel_imports(wheel: Path, tmp_path: Path) -> None:

@@ -158,6 +158,8 @@ def max_stack_bytes(kernel: str, launch: str) -> int:
         return 0
     if kernel == "wide_linear_kernel":  # in FP8 it spills when sums are scaled, after the loop
         return 256 if "FP8" in launch else 0
+    if kernel == "_add_rms_norm_kernel" and "20480" in launch:  # triton 3.9 spills two registers
+        return 8
     return 0 if kernel in ("_add_rms_norm_kernel", "_rows_to_fp8_kernel") else MAX_STACK_BYTES
 
 
@@ -257,6 +259,21 @@ def test_results_are_written_through(compiled: list[Any]) -> None:
     advance(3, 16)
     (kernel,) = compiled
     assert kernel.asm["ptx"].count("st.global.wt.b64") == 2
+
+
+@pytest.mark.parametrize(
+    "launch",
+    ["GEMM", "GEMM, wide, 16 rows"],
+)
+def test_descriptors_are_prefetched(launch: str, compiled: list[Any]) -> None:
+    """Bug: the compiler numbers a kernel's parameters otherwise, so what is fetched ahead is no
+    descriptor (`prefetch_descriptor`): then find the new name in the PTX, or drop the call."""
+    LAUNCHES[launch]()
+    assert compiled
+    for kernel in compiled:
+        ptx = kernel.asm["ptx"]
+        (place,) = re.findall(r"mov.b64 at, (\w+);", ptx)
+        assert re.search(rf"\.param \.align 64 \.b8 {place}\[128\]", ptx)
 
 
 def test_what_is_compiled_ahead_is_what_is_launched(

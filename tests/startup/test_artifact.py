@@ -18,6 +18,9 @@ from click.testing import CliRunner
 
 from graphengine.checkpoints.hub import TINY_DRAFT, TINY_TARGET
 from graphengine.cli import main as cli
+from graphengine.decode import segments
+from graphengine.kernels import accept
+from graphengine.models import layers
 from graphengine.startup import artifact
 from graphengine.startup.build import read_configs
 from graphengine.startup.options import Options, resolve_options
@@ -93,7 +96,7 @@ def test_every_part_has_its_folder(tmp_path: Path) -> None:
     assert not any(tmp_path.iterdir()), "asking for the folder must not make it"
 
 
-def test_what_one_start_compiles() -> None:
+def test_what_one_start_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """Bug: an option that changes the compiled code is missing from the manifest."""
     target, draft = read_configs(TINY_TARGET, TINY_DRAFT)
     assert draft is not None
@@ -118,6 +121,11 @@ def test_what_one_start_compiles() -> None:
     longer = replace(draft, block_size=8)
     assert artifact.engine_parts(config, target, longer)["draft"] != base["draft"]
     assert artifact.engine_parts(config, target, None)["draft"] == "none"
+    for owner, name in ((layers, "rms_norm"), (accept, "NUM_RESULTS"), (segments, "add")):
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, name, None)
+            assert artifact.engine_parts(config, target, draft)["code"] != base["code"]
+    assert artifact.engine_parts(config, target, draft) == base
 
 
 def test_the_manifest_keeps_one_entry_each(tmp_path: Path) -> None:

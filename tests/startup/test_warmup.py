@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import threading
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -12,7 +11,6 @@ import torch
 
 from graphengine.api import Engine
 from graphengine.checkpoints.hub import TINY_DRAFT, TINY_TARGET
-from graphengine.config.draft import AttentionRule
 from graphengine.decode import attention
 from graphengine.decode.sampling import GREEDY
 from graphengine.kernels.skinny_config import TUNED, choose_config, num_columns
@@ -111,78 +109,3 @@ def test_a_plan_waits_for_the_copies_of_the_last(made: Any) -> None:
     for _ in range(2):
         made.plan(attention.Layout.build([3], [3], [[1]], 16))
     assert calls == ["wait", "plan", "record"] * 2
-
-
-def test_kernels_of_every_kind_are_built_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bug: the drafter's windows are left to the first plan; or a compiler that fails beside the
-    main thread takes the start down, or prints a traceback, before anyone needs the kernel."""
-    asked: list[tuple[Any, ...]] = []
-    built = threading.Semaphore(0)
-
-    def build(verbose: bool) -> None:
-        built.release()
-        raise RuntimeError("no nvcc")
-
-    def generate(*args: Any) -> SimpleNamespace:
-        asked.append(args)
-        return SimpleNamespace(is_aot=False, build=build)
-
-    jit: Any = ModuleType("flashinfer.jit")
-    jit.gen_batch_prefill_module = generate
-    monkeypatch.setitem(sys.modules, "flashinfer.jit", jit)
-    monkeypatch.setitem(sys.modules, "flashinfer", ModuleType("flashinfer"))
-    failed: list[Any] = []
-    monkeypatch.setattr(threading, "excepthook", failed.append)
-    target, draft = read_configs(TINY_TARGET, TINY_DRAFT)
-    assert draft is not None
-    rules = (AttentionRule(causal=False, window=None), AttentionRule(causal=False, window=9))
-    windowed: Any = SimpleNamespace(model=draft.model, attention_rules=rules)
-    assert attention.compile_flashinfer_ahead(torch.bfloat16, target, windowed).wait(10)
-    assert {(args[5], args[8]) for args in asked} == {
-        (draft.model.head_dim, True),
-        (draft.model.head_dim, False),
-        (target.head_dim, False),
-    }
-    for _ in asked:
-        assert built.acquire(timeout=1)
-    assert not failed
-    del jit.gen_batch_prefill_module  # of a version that has renamed it
-    assert attention.compile_flashinfer_ahead(torch.bfloat16, target, None).wait(10)
-    assert not failed
-
-    def leave(*args: Any) -> None:
-        raise SystemExit("no licence")
-
-    jit.gen_batch_prefill_module = leave
-    assert attention.compile_flashinfer_ahead(torch.bfloat16, target, None).wait(10)
-
-
-@pytest.mark.gpu
-def test_what_is_built_ahead_is_what_a_plan_loads(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bug: the arguments differ in one place, so a kernel is built that nobody asks for."""
-    prefill = pytest.importorskip("flashinfer.prefill")
-    jit = pytest.importorskip("flashinfer.jit")
-    generate, get = jit.gen_batch_prefill_module, prefill.get_batch_prefill_module
-    ahead: list[tuple[Any, ...]] = []
-    loaded: list[tuple[Any, ...]] = []
-
-    def record_ahead(*args: Any) -> Any:
-        ahead.append(args)
-        return generate(*args)
-
-    def record_loaded(*args: Any) -> Any:
-        loaded.append(args)
-        return get(*args)
-
-    monkeypatch.setattr(jit, "gen_batch_prefill_module", record_ahead)
-    monkeypatch.setattr(prefill, "get_batch_prefill_module", record_loaded)
-    with Engine.from_pretrained(
-        *(TINY_TARGET, TINY_DRAFT),
-        device="cuda",
-        buckets=(1,),
-        compile=False,
-        max_model_len=256,
-        kv_cache_memory=32 << 20,
-    ) as engine:
-        assert engine.startup.warmup_s > 0
-    assert loaded and set(loaded) == set(ahead)

@@ -26,6 +26,13 @@ def test_only_the_standard_library() -> None:
     assert done.returncode == 0, done.stderr
 
 
+def test_the_pythons_are_pyproject_s() -> None:
+    """Bug: the set-up refuses a Python that pip accepts, or makes an environment pip refuses."""
+    low, last = bootstrap.SUPPORTED[0], bootstrap.SUPPORTED[-1]
+    bounds = f'requires-python = ">={low[0]}.{low[1]},<{last[0]}.{last[1] + 1}"'
+    assert bounds in PYPROJECT
+
+
 def test_hash_follows_what_decides_an_installation() -> None:
     """Bug: a new dependency is not installed, or a linter's setting reinstalls everything."""
     before = bootstrap.requirements_hash(PYPROJECT)
@@ -39,7 +46,7 @@ def test_hash_follows_what_decides_an_installation() -> None:
         ("OSError: [Errno 28] No space left on device", "TMPDIR"),
         (
             "NewConnectionError: Temporary failure in name resolution\n"
-            "ERROR: No matching distribution found for torch<2.14,>=2.11",
+            "ERROR: No matching distribution found for torch<2.16,>=2.11",
             "PIP_FIND_LINKS",
         ),
         ("ERROR: No matching distribution found for flashinfer-python>=0.6.12", "--no-cuda"),

@@ -1,0 +1,162 @@
+"""Every private name of torch, Dynamo and Inductor that we use, one small function each.
+
+Why one file: these names carry no promise, so a new torch breaks them without notice; here the
+break is one line, and tests/house/test_private_names.py says what to do about it. All were seen in
+torch 2.11 to 2.15; each says what is public instead, if anything is. It imports nothing of ours, so
+that every room may use it.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode, _push_mode
+from torch.utils._pytree import tree_leaves, tree_map
+
+__all__ = ["TorchDispatchMode", "tree_leaves", "tree_map"]  # torch names no public ones
+
+# --- Dynamo ---
+
+
+def set_up_dynamo(recompile_limit: int) -> None:
+    """Allows so many specialisations of a function, and compilation ahead of time (off in 2.11).
+    Public: none, `torch._dynamo.config`. Mutates: torch's settings for the process."""
+    dynamo: Any = torch._dynamo.config
+    dynamo.enable_aot_compile = True
+    for limit in ("recompile_limit", "accumulated_recompile_limit"):
+        setattr(dynamo, limit, max(getattr(dynamo, limit), recompile_limit))
+
+
+def is_off() -> bool:
+    """Whether torch was told to compile nothing, by its setting or its stance. Public: none;
+    `torch.compiler.set_stance` only sets."""
+    is_eager = torch._dynamo.eval_frame._stance.stance == "force_eager"
+    return torch._dynamo.config.disable or is_eager
+
+
+def global_state() -> str:
+    """What torch guards every compiled function with: autocast, default dtype, gradients,
+    deterministic algorithms, precision of products; not the number of threads. Public: none."""
+    guards: Any = torch._C._dynamo.guards  # pyright: ignore[reportAttributeAccessIssue]
+    state = json.loads(guards.GlobalStateGuard().__getstate__())
+    del state["num_threads"]
+    return repr(sorted(state.items()))
+
+
+def compile_ahead_of_time(compiled: Any, arguments: tuple[Any, ...]) -> Any:
+    """What `torch.compile` has returned, compiled for these arguments. Public: none yet;
+    `torch.compiler.precompile` of 2.15 takes another way (profiles/LOG.md, 2026-11-23)."""
+    return compiled.aot_compile((arguments, {}))
+
+
+def callable_of(ahead: Any) -> Callable[..., Any]:
+    """The function to call of what was compiled ahead of time: without torch's guards."""
+    return ahead.fn
+
+
+def serialized(ahead: Any) -> bytes:
+    """Of what was compiled ahead of time, what `torch.compiler.load_compiled_function` reads.
+    Public: its method `save_compiled_function`, which writes to a path alone."""
+    return type(ahead).serialize(ahead).serialized_data
+
+
+# --- Inductor ---
+
+# The user's own passes, which are in no key that Inductor makes of its settings.
+_PASSES = (
+    *("pre_grad_custom_pass", "joint_custom_pre_pass", "joint_custom_post_pass"),
+    *("post_grad_custom_pre_pass", "post_grad_custom_post_pass", "_pre_fusion_custom_pass"),
+    "joint_custom_pass",
+)
+
+
+def _configs() -> tuple[Any, Any]:
+    import torch._functorch.config as functorch
+    import torch._inductor.config as inductor
+
+    return inductor, functorch
+
+
+def caches_are_on() -> bool:
+    """Whether the user lets torch keep what it compiles, and changes nothing on the way of which no
+    key would tell. Public: none; the settings' names are in their documentation."""
+    inductor, functorch = _configs()
+    switches = inductor.fx_graph_cache, functorch.enable_autograd_cache
+    passes = (getattr(config, name, None) for config in (inductor, functorch) for name in _PASSES)
+    return all(switches) and not inductor.force_disable_caches and not any(passes)
+
+
+def compiler_settings() -> list[Any]:
+    """All settings of Inductor and AOTAutograd. Public: none."""
+    portable = [c.save_config_portable(ignore_private_configs=False) for c in _configs()]
+    return [sorted(settings.items(), key=str) for settings in portable]
+
+
+def cache_folder() -> Path:
+    """Where Inductor keeps what it compiles. Public: none; TORCHINDUCTOR_CACHE_DIR sets it."""
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+    return Path(cache_dir())
+
+
+def import_inductor() -> None:
+    """Imports and reads what the first compilation would. Public: none.
+
+    Two seconds and a half of it are imports. The rest are thousands of short reads of files, 0.2 to
+    0.4 s alone; beside eight threads that compile kernels each read waits for Python's lock, 13 s
+    of the 42 of a cold start (8B pair with FP8 drafter, buckets 1,8,16; H200).
+    """
+    importlib.import_module("torch._inductor.compile_fx")
+    # Read once per process, with warnings off for the whole process: by two threads at a time it
+    # prints eight of torch's own deprecations.
+    torch.overrides.get_overridable_functions()
+    if torch.distributed.is_available():  # Dynamo compares functions with one that lies there
+        importlib.import_module("torch.distributed.tensor.experimental._func_map")
+    codecache = importlib.import_module("torch._inductor.codecache")
+    codecache.torch_key()  # a hash of torch's own sources
+
+
+# --- operators ---
+
+
+@contextmanager
+def dispatched_to(mode: TorchDispatchMode) -> Iterator[None]:
+    """Inside, in this thread alone, the mode is asked about every operator. Public: `with mode`,
+    which also sets flags that belong to the process."""
+    _push_mode(mode)
+    try:
+        yield
+    finally:
+        _pop_mode()
+
+
+def schema_of(operator: Any) -> Any:
+    """An operator's arguments and returns, and which of them share memory. Public: none."""
+    return operator._schema
+
+
+def scaled_mm(
+    x_TD: Tensor, weight_ED: Tensor, scale_T: Tensor, scale_E: Tensor, dtype: torch.dtype
+) -> Tensor:
+    """`x @ weight^T` of FP8 rows, each row with its scale, in cuBLAS. Public:
+    `torch.nn.functional.scaled_mm` (2.11 on), another operator: measure it on a GPU first."""
+    return torch._scaled_mm(  # pyright: ignore[reportPrivateImportUsage]
+        x_TD,
+        weight_ED.t(),
+        scale_a=scale_T[:, None],
+        scale_b=scale_E[None, :],
+        out_dtype=dtype,
+        use_fast_accum=True,
+    )
+
+
+def keep_gpu_busy(cycles: int) -> None:
+    """A kernel on the current stream that does nothing for so many cycles. Public: none."""
+    torch.cuda._sleep(cycles)

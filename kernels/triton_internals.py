@@ -1,0 +1,92 @@
+"""Every private or renamed name of Triton and Gluon that we use, one function each.
+
+Why one file: these names carry no promise, so a new Triton breaks them without notice; here the
+break is one line, and tests/kernels/test_triton_internals.py says what to do about it. Each says in
+which of the versions 3.6 to 3.9 it was seen, and what is public instead.
+"""
+
+# Gluon is not typed for a type checker.
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false
+
+import sys
+from typing import Any
+
+import triton
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language._core import builtin
+from triton.experimental.gluon.language.nvidia.hopper import tma
+from triton.runtime.cache import triton_key
+from triton.runtime.driver import driver
+from triton.runtime.jit import JITFunction
+
+PACKAGE = __name__.rpartition(".")[0]
+
+# TMA's copies. Public: async_load and async_store, from 3.8 on; 3.6 and 3.7 have the other names.
+async_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
+async_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
+
+
+@builtin
+def reinterpret(memory, dtype, shape, layout, _semantic=None):
+    """Shared memory as another type, shape and layout of the same size (3.8 refuses another size).
+
+    Public: its method `reinterpret`, from 3.9 on; `_reinterpret` in 3.6 to 3.8.
+    """
+    method = getattr(memory, "reinterpret", None) or memory._reinterpret
+    return method(dtype, shape, layout, _semantic=_semantic)
+
+
+@triton.constexpr_function
+def _prefetch_asm(kernel: str, place: int) -> str:
+    return (
+        "{ .reg .b64 at; "
+        f"mov.b64 at, {kernel}_param_{place}; "
+        "cvta.param.u64 at, at; prefetch.tensormap [at]; mov.b32 $0, 0; }"
+    )
+
+
+@gluon.jit
+def prefetch_descriptor(KERNEL: gl.constexpr, PLACE: gl.constexpr):
+    """Sends for the TMA descriptor that is parameter PLACE of KERNEL; one of rank r is 1 + 2 r.
+
+    A descriptor is 128 bytes that every multiprocessor fetches from memory at its first copy; that
+    of the activations is first used behind the wait for the kernel in front, where everybody waits
+    for it. What it gains was not measured by itself. No public name, so the parameter is named as
+    in the compiler's PTX (3.6 to 3.9).
+    """
+    asm: gl.constexpr = _prefetch_asm(KERNEL, PLACE)
+    gl.inline_asm_elementwise(asm, "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+
+
+def load_driver() -> None:
+    """Loads Triton's driver of the current GPU, which threads that begin together would each do.
+
+    Public: none (3.6 to 3.9).
+    """
+    driver.active.get_current_target()
+
+
+def build_launcher(compiled: Any) -> None:
+    """Has the launcher of a compiled kernel's signature built, for which 3.6 asks the C compiler, a
+    quarter of a second each; who launches finds it on disk. Public: none (3.6 to 3.9)."""
+    gpu: Any = driver.active
+    gpu.launcher_cls(compiled.src, compiled.metadata)
+
+
+def settle_cache_keys() -> None:
+    """Makes Triton's cache keys of our kernels the same in every process.
+
+    A key covers the constants of the functions that a kernel calls, but in 3.6 and 3.7 only of
+    those whose own key was asked for before (`DependenciesFinder._update_hash`): a start with
+    kernels on threads missed 35 of 76 that the one before had compiled (one H200). So all are asked
+    for, in the order of their names, before the first is compiled. Delete the loop with 3.7.
+    Also reads Triton's own files for the part of the key that is theirs, half a second to one and a
+    half, which threads that begin together would each do. Mutates: Triton's memory of keys.
+    """
+    triton_key()
+    imported = list(sys.modules)  # a copy, because other threads may be importing
+    for module in sorted(name for name in imported if name.startswith(f"{PACKAGE}.")):
+        for _, value in sorted(vars(sys.modules[module]).items()):
+            if isinstance(value, JITFunction):
+                value.cache_key  # noqa: B018 (a property that remembers)

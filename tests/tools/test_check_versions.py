@@ -1,0 +1,84 @@
+"""tools/check_versions.py, with a runner that stands for pytest."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import check_versions
+import pytest
+
+from graphengine.profiles import result_schema
+
+
+@pytest.fixture
+def ran(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, list[str]]]:
+    """(environment, arguments) of each run; the newest has a test that fails."""
+    runs: list[tuple[str, list[str]]] = []
+
+    def run(python: Path, jobs: int, timeout_s: float, arguments: list[str]) -> dict[str, Any]:
+        is_new = "new" in str(python)
+        runs.append((str(python), arguments))
+        versions = {"python": "3.11.7", "torch": "2.15.0", "triton": "3.9.0", "transformers": "5"}
+        numbers = dict.fromkeys(check_versions.COLUMNS, 0) | {"num_passed": 7, "num_failed": is_new}
+        failed = ["tests/test_a.py::test_b"] * is_new
+        config = {"pytest": arguments, "failed": failed, "unfinished": []}
+        numbers = {name: int(value) for name, value in numbers.items()}
+        return {"environment": {"versions": versions}, "numbers": numbers, "config": config}
+
+    monkeypatch.setattr(check_versions, "run_tests", run)
+    return runs
+
+
+def test_both_ends_run_and_are_stored(
+    ran: list[tuple[str, list[str]]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Bug: one end is not run, a failure ends with 0, or the stored file does not say with what."""
+    line = ["check_versions.py", "--out", str(tmp_path / "out.json")]
+    for label in check_versions.LABELS:
+        (tmp_path / label / "bin").mkdir(parents=True)
+        (tmp_path / label / "bin" / "python").touch()  # so that none is made
+        line += ["--env", f"{label}={tmp_path / label}"]
+    monkeypatch.setattr(sys, "argv", [*line, "--", "tests/kernels", "-k", "accept"])
+    with pytest.raises(SystemExit) as ended:
+        check_versions.main()
+    assert ended.value.code == 1
+    assert [Path(python).parts[-3] for python, _ in ran] == ["oldest", "newest"]
+    assert all(arguments == ["tests/kernels", "-k", "accept"] for _, arguments in ran)
+    *shown, last = capsys.readouterr().out.splitlines()
+    assert json.loads(last)["newest"]["num_failed"] == 1
+    assert any(text.startswith("oldest") and "torch 2.15.0" in text for text in shown)
+    stored = json.loads((tmp_path / "out.json").read_text())
+    assert result_schema.validate(stored) == []
+    assert stored["config"]["newest"]["failed"] == ["tests/test_a.py::test_b"]
+
+
+def test_a_missing_environment_is_made(
+    ran: list[tuple[str, list[str]]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bug: the oldest environment has the newest versions, or the newest is held back."""
+    asked: list[tuple[list[str], str]] = []
+
+    def call(command: list[str], **_: Any) -> None:
+        held = "".join(Path(c).read_text() for c in command if c.endswith(".txt"))
+        asked.append((command, held))
+
+    monkeypatch.setattr(check_versions.subprocess, "run", call)
+    for label in check_versions.LABELS:
+        check_versions.make(label, tmp_path / label)
+    assert [command[1:3] for command, _ in asked] == [["-m", "venv"], ["-m", "pip"]] * 2
+    assert asked[1][1].split() == ["torch~=2.11.0", "triton~=3.6.0", "transformers==5.0.0"]
+    assert asked[3][1] == ""
+    assert asked[3][0][-1].endswith("[test]")
+
+
+@pytest.mark.parametrize("env", ["older=/x", "oldest=", "oldest"])
+def test_environments_that_are_not_understood(env: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: a misspelt environment is left out, and another is installed for half an hour."""
+    monkeypatch.setattr(sys, "argv", ["check_versions.py", "--env", env])
+    with pytest.raises(SystemExit) as ended:
+        check_versions.main()
+    assert ended.value.code == 2

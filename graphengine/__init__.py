@@ -13,8 +13,9 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from graphengine.api import Chunk, Engine, GenerationResult
     from graphengine.checkpoints.hub import TINY_DRAFT, TINY_TARGET
+    from graphengine.config.options import SamplingParams
 
-__all__ = ["TINY_DRAFT", "TINY_TARGET", "Chunk", "Engine", "GenerationResult", "__version__"]
+__all__ = ["TINY_DRAFT", "TINY_TARGET", "Chunk", "Engine", "GenerationResult", "SamplingParams"]
 
 
 def __getattr__(name: str) -> Any:
@@ -22,6 +23,10 @@ def __getattr__(name: str) -> Any:
         from graphengine.checkpoints import hub
 
         return getattr(hub, name)
+    if name == "SamplingParams":
+        from graphengine.config import options
+
+        return options.SamplingParams
     if name in ("Chunk", "Engine", "GenerationResult"):
         from graphengine import api
 

@@ -2,7 +2,7 @@
 while an engine is built, and none after that.
 
     with Engine.from_pretrained(TINY_TARGET, draft=TINY_DRAFT) as engine:
-        for chunk in engine.stream("Tom has 3 apples and buys 4 more. How many now?"):
+        for chunk in engine.stream("Count from 20 to 146 in steps of 6."):
             print(chunk.text, end="", flush=True)
 
 Invariant: one generation at a time owns the engine; whatever ends it (completion, an exception,
@@ -11,37 +11,31 @@ Ctrl-C, a stream that is dropped half-way), its pages return and the engine can 
 
 from __future__ import annotations
 
+import os
+import threading
+import weakref
+from asyncio import get_running_loop
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from numbers import Integral
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
 from graphengine import names
 from graphengine.checkpoints.tokenizer import Detokenizer, Message, Tokenizer
-from graphengine.config.bytesize import parse_bytes
-from graphengine.config.engine import (
-    AttentionBackend,
-    DeviceName,
-    DraftQuantization,
-    DTypeName,
-    EngineConfig,
-    GraphMode,
-)
+from graphengine.config.engine import EngineConfig
+from graphengine.config.options import Options, SamplingParams, made, spelled_out
 from graphengine.decode.acceptance import FinishReason
 from graphengine.decode.loop import DecodeLoop, StepOutput
 from graphengine.decode.metrics import RequestMetrics, StartupMetrics
-from graphengine.decode.ownership import Ownership
 from graphengine.decode.request import Request
 from graphengine.decode.sampling import Sampling, random_seed
 from graphengine.startup.build import Built, build
 from graphengine.startup.memory import MemoryPlan
-from graphengine.startup.options import LoadFormat, Options
-
-DEFAULT_MAX_NEW_TOKENS = 256
 
 _NO_PROMPT = (
     "{kind} is no prompt; pass text, a list of token ids (int), or a list of messages "
@@ -94,112 +88,42 @@ class Engine:
     """A loaded target, optionally with its DFlash drafter. Build it with `from_pretrained`."""
 
     def __init__(self, built: Built) -> None:
+        if not isinstance(built, Built):
+            raise TypeError(f"Engine({built!r}): use Engine.from_pretrained to load a model")
         self._built: Built | None = built
-        self._ownership = Ownership()
+        self._lock = threading.Lock()  # for the moment of taking alone
+        self._last: weakref.ref[_Claim] | None = None
+        self._pid = os.getpid()
         self._failure, self._remedy = "", "make a new one with from_pretrained"
 
     @classmethod
+    @spelled_out(Options)
     def from_pretrained(
         cls,
         target: str | Path,
         draft: str | Path | None = None,
         *,
-        buckets: Sequence[int] = (1, 8, 16),
-        graph_mode: GraphMode | Literal["auto"] = "auto",
-        compile: bool | None = None,
-        attention_backend: AttentionBackend | Literal["auto"] = "auto",
-        device: DeviceName | Literal["auto"] = "auto",
-        dtype: DTypeName | Literal["auto"] = "auto",
-        page_size: int | None = None,
-        max_model_len: int | None = None,
-        load_format: LoadFormat = "auto",
-        gpu_memory_utilization: float = 0.9,
-        kv_cache_memory: int | str | None = None,
-        simulate_acceptance: float | None = None,
-        draft_quantization: DraftQuantization = "none",
-        num_speculative_tokens: int | Sequence[int] | None = None,
-        lazy_capture: bool = False,
-        first_batch: int = 1,
-        acceptance_floor: float = 1.5,
-        fallback: bool = True,
-        finish_in_plain_decode: bool = False,
-        prepare_plain_decode: bool = False,
-        sampling: bool | None = None,
         progress: Callable[[str, float], None] = lambda what, share: None,
+        **options: Any,
     ) -> Engine:
         """Loads, compiles and captures.
 
         Args:
-            target: hub id or directory of a dense Qwen3 model, or of a speculators checkpoint,
-                which is its own drafter and names its target.
-            draft: hub id or directory of its DFlash drafter, in any format of
+            target: hub id or directory of the target, or of a speculators checkpoint, which is its
+                own drafter and names its target.
+            draft: hub id or directory of its drafter, in any format of
                 config/draft-formats.md. None decodes plainly, unless the target is a speculators
                 checkpoint; "none" always does.
-            buckets: batch sizes to build; more prompts than the largest wait in order.
-            graph_mode: "piecewise" (default on a GPU), "full" or "none" (default on the CPU).
-            compile: Inductor for the dense segments; default on a GPU only.
-            attention_backend: "flashinfer" (default on a GPU in bfloat16), "triton" (our kernel,
-                which needs no plan; default with graph_mode "full") or "torch".
-            device: "cuda" where there is one, else "cpu".
-            dtype: "bfloat16" on a GPU, "float32" on the CPU.
-            page_size: tokens per K/V page; default 128 with our own attention, else 16.
-            max_model_len: most tokens of one request, prompt included; default what the models'
-                positions allow, less one block when drafting.
-            load_format: "dummy" makes random weights from config.json alone, "dummy-uniform" as
-                vLLM's dummy loader draws them (see `weights.RandomSource`).
-            gpu_memory_utilization: share of the GPU's memory that the engine may fill.
-            kv_cache_memory: most bytes of the K/V pool, as a number or "2GiB"; default what the
-                memory plan leaves, at most what all rows need at full length.
-            simulate_acceptance: draw this mean acceptance length instead of comparing drafts;
-                for measuring speed without a trained drafter, the output is meaningless. The mean
-                is that of the drafter's own block; where fewer are drafted, draws are cut off.
-            draft_quantization: "fp8" rounds the drafter's weights and its copy of the head, for
-                forwards of up to 64 rows; "fp8-dynamic" for all, and in larger ones the
-                activations too. The output stays the target's, acceptance may suffer.
-            num_speculative_tokens: drafts a step, at most what the drafter's block has (default):
-                one number, or one for each of `buckets`. In large batches fewer can be faster.
-            lazy_capture: build only the bucket of the first batch ahead, each other one at its
-                first use, between steps: an earlier start, paid by a later request.
-            first_batch: with lazy_capture, how many requests come first.
-            acceptance_floor: warn once, with the likely causes (`guards.AcceptanceWarning`), when
-                the mean acceptance length falls below it; 0 never warns.
-            fallback: a request that speculation makes slower, by measured step times, goes on in
-                plain decoding; `RequestMetrics.fallback_reason` says so. The output is the same.
-            finish_in_plain_decode: lets a request use the target's whole context: where a block
-                would reach past the last position, it goes on in plain decoding.
-            prepare_plain_decode: build what decodes plainly at start-up instead of when a request
-                first needs it.
-            sampling: whether requests may have a temperature; captures a second verify chain per
-                bucket. Default: only where nothing is captured (graph mode none).
             progress: called with (what, share done) while loading and building.
+            {options}
 
         Raises:
+            TypeError: an unknown option.
             ValueError: a file, value or combination that cannot work, with the remedy.
         """
-        options = Options(
-            buckets=tuple(buckets) if isinstance(buckets, Iterable) else buckets,
-            graph_mode=graph_mode,
-            compile=compile,
-            attention_backend=attention_backend,
-            device=device,
-            dtype=dtype,
-            page_size=page_size,
-            max_model_len=max_model_len,
-            load_format=load_format,
-            gpu_memory_utilization=gpu_memory_utilization,
-            kv_cache_memory=None if kv_cache_memory is None else parse_bytes(kv_cache_memory),
-            simulate_acceptance=simulate_acceptance,
-            draft_quantization=draft_quantization,
-            num_speculative_tokens=num_speculative_tokens,
-            lazy_capture=lazy_capture,
-            first_batch=first_batch,
-            acceptance_floor=acceptance_floor,
-            fallback=fallback,
-            finish_in_plain_decode=finish_in_plain_decode,
-            prepare_plain_decode=prepare_plain_decode,
-            sampling=sampling,
-        )
-        return cls(build(target, draft, options, progress))
+        if target is None:
+            raise ValueError("the target is None; pass a directory or a hub id (owner/name)")
+        return cls(build(target, draft, made(Options, options), progress))
 
     # --- what was built ---
 
@@ -235,31 +159,19 @@ class Engine:
 
     # --- generation ---
 
+    @spelled_out(SamplingParams)
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
-        *,
-        max_new_tokens: int = DEFAULT_MAX_NEW_TOKENS,
-        ignore_eos: bool = False,
-        raw: bool = False,
-        temperature: float = 0.0,
-        top_p: float = 1.0,
-        top_k: int = 0,
-        seed: int | None = None,
+        sampling: SamplingParams | None = None,
+        **params: Any,
     ) -> list[GenerationResult]:
         """Continues every prompt and returns when all are done.
 
         Args:
             prompts: one prompt or several; see `Prompt`.
-            max_new_tokens: most tokens to generate per prompt.
-            ignore_eos: do not end at the model's end tokens.
-            raw: take text as it is instead of as a user's turn in the chat template.
-            temperature: 0 is greedy, also where the checkpoint's generation_config.json suggests
-                something else; above 0 tokens are drawn from softmax(logits / temperature).
-            top_p: keeps the fewest most likely tokens that hold this share of the probability.
-            top_k: keeps this many most likely tokens; 0 keeps all.
-            seed: makes draws repeatable, with a drafter or without: prompt i of the call draws
-                with seed + i. Default: a new one per call.
+            sampling: the values below as one; what is named beside it wins.
+            {options}
 
         Returns:
             One result per prompt, in order.
@@ -269,85 +181,58 @@ class Engine:
             ValueError: a sampling parameter outside its range.
             RuntimeError: the engine is closed, or another generation is active.
         """
-        results: dict[int, GenerationResult] = {}
-        for chunk in self.stream_many(
-            _as_list(prompts),
-            max_new_tokens=max_new_tokens,
-            ignore_eos=ignore_eos,
-            raw=raw,
-            temperature=temperature,
-            top_p=top_p,
-            top_k=top_k,
-            seed=seed,
-        ):
-            if chunk.result is not None:
-                results[chunk.index] = chunk.result
+        chunks = self.stream_many(_as_list(prompts), sampling, **params)
+        results = {chunk.index: chunk.result for chunk in chunks if chunk.result is not None}
         return [results[i] for i in range(len(results))]
 
+    @spelled_out(SamplingParams)
     def stream(
-        self,
-        prompt: Prompt,
-        *,
-        max_new_tokens: int = DEFAULT_MAX_NEW_TOKENS,
-        ignore_eos: bool = False,
-        raw: bool = False,
-        temperature: float = 0.0,
-        top_p: float = 1.0,
-        top_k: int = 0,
-        seed: int | None = None,
+        self, prompt: Prompt, sampling: SamplingParams | None = None, **params: Any
     ) -> Iterator[Chunk]:
         """Continues one prompt, giving out tokens as they are decoded; arguments as `generate`.
 
         The last chunk carries the result. Dropping the iterator cancels the request.
         """
-        return self.stream_many(
-            [prompt],
-            max_new_tokens=max_new_tokens,
-            ignore_eos=ignore_eos,
-            raw=raw,
-            temperature=temperature,
-            top_p=top_p,
-            top_k=top_k,
-            seed=seed,
-        )
+        return self.stream_many([prompt], sampling, **params)
 
+    @spelled_out(SamplingParams)
     def stream_many(
-        self,
-        prompts: Sequence[Prompt],
-        *,
-        max_new_tokens: int = DEFAULT_MAX_NEW_TOKENS,
-        ignore_eos: bool = False,
-        raw: bool = False,
-        temperature: float = 0.0,
-        top_p: float = 1.0,
-        top_k: int = 0,
-        seed: int | None = None,
+        self, prompts: Sequence[Prompt], sampling: SamplingParams | None = None, **params: Any
     ) -> Iterator[Chunk]:
-        """Continues several prompts in one batch; chunks of different prompts interleave."""
-        sampling = Sampling(
-            temperature=temperature,
-            top_p=top_p,
-            top_k=top_k,
-            seed=random_seed() if seed is None else seed,
+        """Continues several prompts in one batch; chunks of different prompts interleave.
+
+        A stream that stands still when its thread begins another generation is over, and says so
+        if it is asked to go on.
+        """
+        if sampling is not None:
+            made(SamplingParams, params)  # names an unknown one
+            asked = replace(sampling, **params)
+        else:
+            asked = made(SamplingParams, params)
+        sampled = Sampling(
+            temperature=asked.temperature,
+            top_p=asked.top_p,
+            top_k=asked.top_k,
+            seed=random_seed() if asked.seed is None else asked.seed,
         )
         built = self._open
-        with self._ownership.claim():
+        with self._claim():
             # Drops what a stream that was never started has queued; completes an interrupted reset.
             self._reset(built.loop)
             built = self._open
             prompts = [prompts] if isinstance(prompts, str) else _items(prompts)
-            stop_ids = frozenset() if ignore_eos else built.stop_ids
+            stop_ids = frozenset() if asked.ignore_eos else built.stop_ids
             loop = built.loop
             requests: list[Request] = []
             try:
                 encoded = []  # first, so that no TTFT counts another's tokenization
                 for i, prompt in enumerate(prompts):
                     with _named(i, len(prompts)):
-                        encoded.append(self._encode(prompt, raw))
+                        encoded.append(self._encode(prompt, asked.raw))
                 for i, ids in enumerate(encoded):
                     with _named(i, len(prompts)):
                         requests.append(
-                            loop.submit(ids, max_new_tokens, stop_ids, sampling.numbered(i))
+                            loop.submit(ids, asked.max_new_tokens, stop_ids, sampled.numbered(i))
                         )
             except BaseException:
                 loop.reset()
@@ -357,11 +242,15 @@ class Engine:
     def _run(
         self, loop: DecodeLoop, requests: list[Request], tokenizer: Tokenizer | None
     ) -> Iterator[Chunk]:
-        with self._ownership.claim():
-            yield from self._decode(loop, requests, tokenizer)
+        with self._claim() as claim:
+            yield from self._decode(loop, requests, tokenizer, claim)
 
     def _decode(
-        self, loop: DecodeLoop, requests: list[Request], tokenizer: Tokenizer | None
+        self,
+        loop: DecodeLoop,
+        requests: list[Request],
+        tokenizer: Tokenizer | None,
+        claim: _Claim,
     ) -> Iterator[Chunk]:
         if self._built is None or any(r.finish_reason is not None for r in requests):
             raise RuntimeError("this stream was superseded or its engine closed before it began")
@@ -385,21 +274,27 @@ class Engine:
                         metrics=request.metrics(),
                         error=request.error,
                     )
+                claim.stands_still = True
                 yield Chunk(index=index, text=text, token_ids=new_ids, result=result)
+                claim.stands_still = False
 
         try:
             for outputs in loop.run():
                 yield from deliver(outputs)  # while the device works
                 _ = self._open  # it may have been closed meanwhile
+                if not claim.is_held:
+                    raise RuntimeError("this stream was superseded by a later generation")
         except BaseException:  # a dropped stream is GeneratorExit
-            self._reset(loop)
+            if claim.is_held:
+                self._reset(loop)
             raise
 
     def _encode(self, prompt: Prompt, raw: bool) -> list[int]:
         built = self._open
         if not isinstance(prompt, str):
             prompt = _items(prompt)
-            if all(isinstance(token, int) for token in prompt):
+            if all(isinstance(token, Integral) for token in prompt):
+                prompt = [int(token) for token in prompt]  # numpy's are integers too
                 vocab = built.target.vocab_size
                 outside = [t for t in prompt if not 0 <= t < vocab]
                 if outside:
@@ -421,8 +316,34 @@ class Engine:
 
     # --- lifetime ---
 
+    def _claim(self) -> _Claim:
+        """The right to use the engine, for a `with` block.
+
+        Raises:
+            RuntimeError: another generation has it. A stream of this thread that stands still gives
+                way: Ctrl-C may have ended the loop over it while its variable lives. In an event
+                loop, where another task may own that stream, it does not.
+        """
+        new = _Claim()
+        with self._lock:
+            last = self._last() if self._last is not None else None
+            if last is not None and last.is_held:
+                if not last.stands_still or last.thread != new.thread or _in_event_loop():
+                    raise RuntimeError(
+                        "another generation of this engine is active; finish or close its stream "
+                        "first"
+                    )
+                last.is_held = False
+            self._last = weakref.ref(new)
+        return new
+
     @property
     def _open(self) -> Built:
+        if os.getpid() != self._pid:
+            raise RuntimeError(
+                "this engine was made in another process, and its threads are not in a fork of "
+                "that; make one with from_pretrained here"
+            )
         if self._built is None:
             raise RuntimeError(f"this engine is closed{self._failure}; {self._remedy}")
         return self._built
@@ -463,6 +384,31 @@ class Engine:
         self.close()
 
 
+class _Claim:
+    """The right to use an engine. No lock is held for a generation's length: Ctrl-C between taking
+    it and the block that gives it back would leave the engine taken for ever. A claim lasts until
+    it is given back or its holder's frame is gone."""
+
+    __slots__ = ("__weakref__", "is_held", "stands_still", "thread")
+
+    def __init__(self) -> None:
+        self.is_held, self.stands_still, self.thread = True, False, threading.get_ident()
+
+    def __enter__(self) -> _Claim:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.is_held = False
+
+
+def _in_event_loop() -> bool:
+    try:
+        get_running_loop()
+    except RuntimeError:
+        return False
+    return True
+
+
 @contextmanager
 def _named(index: int, count: int) -> Iterator[None]:
     """Says of a ValueError which prompt it is about."""
@@ -477,12 +423,14 @@ def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     if isinstance(prompts, str):
         return [prompts]
     items = _items(prompts)
-    return [items] if items and isinstance(items[0], int | Mapping) else items
+    return [items] if items and isinstance(items[0], Integral | Mapping) else items
 
 
 def _items(prompt: Any) -> list[Any]:
     """The entries of a list. What iterates over something else, a message over its keys and bytes
-    over numbers, is none."""
+    over numbers, is none; arrays and tensors are the numbers that they hold."""
+    if not isinstance(prompt, Mapping) and callable(getattr(prompt, "tolist", None)):
+        prompt = prompt.tolist()
     if isinstance(prompt, Mapping | bytes | bytearray) or not isinstance(prompt, Iterable):
         raise ValueError(_NO_PROMPT.format(kind=type(prompt).__name__))
     return list(prompt)

@@ -14,7 +14,7 @@ Turn = str | list[int]
 Conversation = list[Turn]
 """A user's turns in order; token ids stand alone."""
 
-_FORMAT = 'expected {"prompt": "text"} or {"turns": ["text", ..]}'
+_FORMAT = 'expected {"prompt": "text"} or {"turns": ["text", ..]}, and no other key'
 
 
 def read_prompt_file(path: Path) -> list[Conversation]:
@@ -48,13 +48,13 @@ def read_prompt_file(path: Path) -> list[Conversation]:
 
 
 def _turns(entry: Any) -> Conversation | None:
-    if not isinstance(entry, dict) or ("prompt" in entry) == ("turns" in entry):
+    if not isinstance(entry, dict) or len(entry) != 1:  # an option there would go unread
         return None
     if "turns" in entry:
         turns = entry["turns"]
         right = isinstance(turns, list) and turns and all(isinstance(t, str) for t in turns)
         return turns if right else None
-    prompt = entry["prompt"]
+    prompt = entry.get("prompt")
     if isinstance(prompt, list):
         right = prompt and all(type(token) is int for token in prompt)
         return [prompt] if right else None

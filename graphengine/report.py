@@ -114,7 +114,8 @@ def print_heading(console: Console, model: str, draft: str | None, config: Engin
 def print_memory_plan(console: Console, plan: MemoryPlan) -> None:
     """What each part takes and what that leaves for K/V."""
     for line in plan.lines():
-        print_note(console, line)
+        # A terminal would cut in the middle of a word.
+        console.print(line, style="dim", markup=False, soft_wrap=not console.is_terminal)
 
 
 def print_answer_line(console: Console, result: GenerationResult) -> None:
@@ -129,9 +130,10 @@ def print_answer_line(console: Console, result: GenerationResult) -> None:
 
 
 def startup_seconds(
-    import_s: float, startup: StartupMetrics, answers: Sequence[Answer]
+    import_s: float, ready_s: float, startup: StartupMetrics, answers: Sequence[Answer]
 ) -> dict[str, float]:
-    """Seconds until the first token, by phase; `first_token_s` only if there was one."""
+    """Seconds until the first token, by phase, `other_s` what is in none of them until the engine
+    was ready; `first_token_s` only if there was one."""
     phases = {
         "import_s": import_s,
         "load_s": startup.load_s,
@@ -139,6 +141,7 @@ def startup_seconds(
         "capture_s": startup.capture_s,
         "warmup_s": startup.warmup_s,
     }
+    phases["other_s"] = max(ready_s - sum(phases.values()), 0.0)
     if answers:
         phases["first_token_s"] = answers[0].result.metrics.ttft_ms / 1e3
     return phases

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
+import os
 import sys
 import threading
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +16,7 @@ import torch
 
 from graphengine import api
 from graphengine.api import Chunk, Engine
+from graphengine.config.options import SamplingParams
 from tests.support.checkpoints import edit_config, make_drafter, make_target
 
 TEXTS = ["Tom has 3 apples", "how many apples?", "def add"]
@@ -70,7 +74,7 @@ def test_what_is_no_prompt(engine: Engine, prompts: Any, message: str) -> None:
 @pytest.mark.parametrize("value", [0, 2.5, float("nan"), "3", None])
 def test_max_new_tokens_is_a_number(engine: Engine, value: Any) -> None:
     """Bug: a fraction is a TypeError of the page allocator."""
-    with pytest.raises(ValueError, match=r"max_new_tokens is .*; ask for an integer from 1 up"):
+    with pytest.raises(ValueError, match=r"max_new_tokens is .*; expected an integer from 1 up"):
         engine.generate("hi", max_new_tokens=value)
 
 
@@ -126,16 +130,93 @@ def test_startup_says_what_was_built(engine: Engine, directories: tuple[Path, Pa
 
 
 def test_one_generation_at_a_time(engine: Engine) -> None:
-    """Bug: a second generation in the middle of a stream corrupts the first."""
-    stream = engine.stream(TEXTS[0], max_new_tokens=20, ignore_eos=True)
+    """Bug: a second generation in the middle of a stream corrupts the first, or both."""
+    arguments: dict[str, Any] = {"max_new_tokens": 20, "ignore_eos": True}
+    expected = [engine.generate(text, **arguments)[0].token_ids for text in TEXTS[:2]]
+    stream = engine.stream(TEXTS[0], **arguments)
     first = next(stream)
-    with pytest.raises(RuntimeError, match="another generation of this engine is active"):
-        engine.generate(TEXTS[1])
-    with pytest.raises(RuntimeError, match="another generation"):
-        engine.stream(TEXTS[1])
-    rest = [token for chunk in stream for token in chunk.token_ids]
-    (again,) = engine.generate(TEXTS[0], max_new_tokens=20, ignore_eos=True)
-    assert first.token_ids + rest == again.token_ids
+    found: list[BaseException] = []
+
+    def elsewhere() -> None:
+        try:
+            engine.generate(TEXTS[1])
+        except RuntimeError as error:
+            found.append(error)
+
+    async def task() -> None:
+        elsewhere()
+
+    thread = threading.Thread(target=elsewhere)
+    thread.start()
+    thread.join()
+    asyncio.run(task())
+    assert len(found) == 2 and all("another generation" in str(error) for error in found)
+    assert first.token_ids + [t for chunk in stream for t in chunk.token_ids] == expected[0]
+
+
+def test_a_stream_that_stands_still_gives_way(engine: Engine) -> None:
+    """Bug: after Ctrl-C in the loop over a stream the engine stays taken while the stream's
+    variable lives; or the old stream, asked to go on, ends as if all had been said, or takes the
+    new one's requests with it."""
+    arguments: dict[str, Any] = {"max_new_tokens": 20, "ignore_eos": True}
+    expected = [engine.generate(text, **arguments)[0].token_ids for text in TEXTS[:2]]
+    old = engine.stream(TEXTS[0], **arguments)
+    next(old)
+    new = engine.stream(TEXTS[1], **arguments)
+    found = list(next(new).token_ids)
+    with pytest.raises(RuntimeError, match="superseded by a later"):
+        list(old)
+    assert found + [t for chunk in new for t in chunk.token_ids] == expected[1]
+    assert engine.generate(TEXTS[0], **arguments)[0].token_ids == expected[0]
+
+
+def test_a_fork_is_refused(engine: Engine) -> None:
+    """Bug: a generation in a forked child waits for ever for threads that only its parent has."""
+    engine.generate(TEXTS[0], max_new_tokens=2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # this process has threads
+        child = os.fork()
+    if child == 0:
+        try:
+            engine.generate(TEXTS[0], max_new_tokens=2)
+        except RuntimeError as error:
+            os._exit(7 if "from_pretrained here" in str(error) else 1)
+        os._exit(2)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+
+
+def test_ids_in_arrays(engine: Engine) -> None:
+    """Bug: token ids as a tokenizer returns them, in a tensor or an array, are a TypeError."""
+    ids = [5, 6, 7, 8]
+    arguments: dict[str, Any] = {"max_new_tokens": 4, "ignore_eos": True}
+    expected = engine.generate(ids, **arguments)[0].token_ids
+    tensor = torch.tensor(ids)
+    for prompt in (tensor, tensor.numpy(), list(tensor.numpy()), tensor[None], [tensor]):
+        results = engine.generate(prompt, **arguments)  # type: ignore[arg-type]
+        assert [result.token_ids for result in results] == [expected]
+    with pytest.raises(ValueError, match="is no prompt"):
+        engine.generate(torch.tensor([0.5]), **arguments)  # type: ignore[arg-type]
+
+
+def test_an_engine_needs_a_model(directories: tuple[Path, Path]) -> None:
+    """Bug: `Engine(path)` is made and fails later with an AttributeError; a name that is None loads
+    the bundled pair."""
+    with pytest.raises(TypeError, match=r"use Engine\.from_pretrained"):
+        Engine(directories[0])  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="the target is None"):
+        Engine.from_pretrained(None)  # type: ignore[arg-type]
+
+
+def test_sampling_as_one_value(engine: Engine) -> None:
+    """Bug: a keyword beside `sampling=` is dropped, or the value's own are."""
+    sampling = SamplingParams(max_new_tokens=6, ignore_eos=True, temperature=2.0, seed=3)
+    one = engine.generate(TEXTS[0], sampling)[0].token_ids
+    apart = {"max_new_tokens": 6, "ignore_eos": True, "temperature": 2.0}
+    assert one == engine.generate(TEXTS[0], **apart, seed=3)[0].token_ids
+    assert one != engine.generate(TEXTS[0], sampling, seed=4)[0].token_ids
+    assert len(engine.generate(TEXTS[0], sampling, max_new_tokens=2)[0].token_ids) == 2
+    with pytest.raises(TypeError, match="did you mean max_new_tokens"):
+        engine.generate(TEXTS[0], sampling, max_tokens=2)
 
 
 def test_threads_take_turns_or_are_refused(engine: Engine) -> None:
@@ -231,21 +312,21 @@ def test_end_tokens_come_from_the_generation_config(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"buckets": ()}, "batch sizes are integers from 1 up"),
-        ({"buckets": (0, 1)}, "batch sizes are integers from 1 up"),
+        ({"buckets": ()}, "expected batch sizes, integers from 1 up"),
+        ({"buckets": (0, 1)}, "expected batch sizes, integers from 1 up"),
         ({"graph_mode": "full"}, "captures CUDA graphs; on the CPU use --graph-mode none"),
         ({"graph_mode": "piecewise"}, "on the CPU use --graph-mode none"),
         ({"attention_backend": "flashinfer"}, "--attention-backend flashinfer needs a CUDA device"),
-        ({"buckets": (1.5,)}, "batch sizes are integers from 1 up"),
-        ({"buckets": "1,8"}, "batch sizes are integers from 1 up"),
-        ({"page_size": 0}, "--page-size 0"),
+        ({"buckets": (1.5,)}, "expected batch sizes, integers from 1 up"),
+        ({"buckets": "1,8"}, "expected batch sizes, integers from 1 up"),
+        ({"page_size": 0}, "page_size is 0"),
         ({"page_size": 16.0}, "page_size is 16.0; expected an integer"),
         ({"max_model_len": 99.5}, "max_model_len is 99.5; expected an integer"),
         ({"max_model_len": 509}, "--max-model-len 509: between 2 and 508"),
-        ({"max_model_len": 1}, "--max-model-len 1"),
+        ({"max_model_len": 1}, "max_model_len is 1; expected an integer from 2 up"),
         ({"gpu_memory_utilization": 0.0}, "gpu_memory_utilization is 0.0"),
-        ({"buckets": 5}, "--bucket 5: batch sizes are integers from 1 up"),
-        ({"buckets": None}, "--bucket None: batch sizes"),
+        ({"buckets": 5}, "buckets is 5; expected batch sizes"),
+        ({"buckets": None}, "buckets is None"),
         ({"gpu_memory_utilization": "a"}, "gpu_memory_utilization is 'a'; expected a number"),
         ({"acceptance_floor": None}, "acceptance_floor is None; expected a number"),
         ({"simulate_acceptance": "6"}, "simulate_acceptance is '6'; expected a number"),

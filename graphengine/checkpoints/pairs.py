@@ -63,7 +63,9 @@ def read_json(path: Path) -> tuple[Mapping[str, Any], str]:
     """
     try:
         parsed = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
+    except OSError as error:
+        raise ValueError(f"{path}: cannot be read ({error.strerror}); make it readable") from error
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path}: not readable JSON ({error}); fetch the file again") from error
     if not isinstance(parsed, dict):
         raise ValueError(f"{path}: holds {type(parsed).__name__}, expected a JSON object")

@@ -71,10 +71,7 @@ class Checkpoint:
                 handle = safe_open(file, framework="pt", device=str(device))
                 names = handle.keys()
             except (SafetensorError, OSError) as error:
-                raise ValueError(
-                    f"{file}: not a readable safetensors file ({error}); it is truncated or "
-                    "damaged, fetch it again"
-                ) from error
+                raise _unreadable(file, error) from error
             for name in names:
                 if name in self._handles:
                     raise ValueError(f"{file}: tensor {name!r} is in two files")
@@ -216,10 +213,7 @@ def read_headers(directory: Path) -> dict[str, TensorHeader]:
                         raise ValueError(f"{file}: tensor {name!r} is in two files")
                     headers[name] = header
         except (SafetensorError, OSError) as error:
-            raise ValueError(
-                f"{file}: not a readable safetensors file ({error}); it is truncated or damaged, "
-                "fetch it again"
-            ) from error
+            raise _unreadable(file, error) from error
     return headers
 
 
@@ -397,6 +391,15 @@ def _packed(source: TensorSource, parts: tuple[Weight, ...]) -> Tensor | None:
         out[row:end] = taken
         row = end
     return out
+
+
+def _unreadable(file: Path, error: Exception) -> ValueError:
+    if not os.access(file, os.R_OK):  # which safetensors calls missing
+        return ValueError(f"{file}: cannot be read (no permission); make it readable")
+    return ValueError(
+        f"{file}: not a readable safetensors file ({error}); it is truncated or damaged, fetch it "
+        "again"
+    )
 
 
 def _weight_files(directory: Path) -> list[Path]:

@@ -6,15 +6,16 @@ imported inside the command, so that help is quick.
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Container
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from graphengine.cli import options as shared
+from graphengine.config.options import Options, declarations, without_drafter
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -27,8 +28,8 @@ class ModeList(click.ParamType):
     """`piecewise,full:triton` -> (("piecewise", "auto"), ("full", "triton"))."""
 
     name = "MODE[:ATTENTION],.."
-    MODES = ("none", "piecewise", "full")
-    BACKENDS = ("auto", "flashinfer", "triton", "torch")
+    MODES = declarations(Options)["graph_mode"].choices[1:]  # an own run each, so no "auto"
+    BACKENDS = declarations(Options)["attention_backend"].choices
 
     def convert(self, value: Any, param: Any, ctx: Any) -> tuple[tuple[str, str], ...]:
         if isinstance(value, tuple):
@@ -61,7 +62,6 @@ Examples:
 @click.command("bench", epilog=_EPILOG)
 @shared.MODEL
 @shared.DRAFT
-@shared.bucket("1")
 @click.option(
     "--input-len",
     type=shared.DistinctInts(),
@@ -107,16 +107,7 @@ Examples:
     is_flag=True,
     help="Time plain decoding (no drafter) of the same cases too, and print the speedup over it.",
 )
-@shared.SIMULATE_ACCEPTANCE
-@shared.LOAD_FORMAT_OR_PRESET
-@shared.DEVICE
-@shared.DTYPE
-@shared.COMPILE
-@shared.PAGE_SIZE
-@shared.GPU_MEMORY_UTILIZATION
-@shared.KV_CACHE_MEMORY
-@shared.DRAFT_QUANTIZATION
-@shared.NUM_SPECULATIVE_TOKENS
+@shared.declared("bench", buckets=(1,), load_format=shared.PRESET)
 @shared.PROMPT_SEED
 @click.option(
     "--plot",
@@ -126,18 +117,12 @@ Examples:
 )
 @shared.RESULT_FILE
 @shared.as_json("The result as JSON on stdout.")
+@shared.refuses
 def bench(model: str | None, draft: str | None, **options: Any) -> None:
     """Time decode steps of MODEL: a preset (random weights), hub id or directory.
 
     Steps of full buckets only, prefill excluded; p50 / p95 / p99 of the time between steps.
     """
-    try:
-        _bench(model, draft, options)
-    except ValueError as error:
-        raise click.UsageError(str(error)) from error
-
-
-def _bench(model: str | None, draft: str | None, options: dict[str, Any]) -> None:
     from graphengine.checkpoints.hub import preset_names
     from graphengine.checkpoints.pairs import named_pair
     from graphengine.measure.bench import read_bandwidth_gbps
@@ -147,7 +132,8 @@ def _bench(model: str | None, draft: str | None, options: dict[str, Any]) -> Non
     from graphengine.report import print_table, stderr_console
 
     console = stderr_console(quiet=False)
-    load_format = options["load_format"] or ("dummy" if model in preset_names() else "auto")
+    asked = shared.taken(options)
+    asked["load_format"] = asked["load_format"] or ("dummy" if model in preset_names() else "auto")
     model, draft = named_pair(model, draft)
     if options["baseline"] and draft is None:
         raise ValueError("--baseline compares with plain decoding; pass --draft to have a drafter")
@@ -156,23 +142,27 @@ def _bench(model: str | None, draft: str | None, options: dict[str, Any]) -> Non
     shared.check_place("--output-json", options["output_json"], makes_folders=True)
     input_lens = _input_lens(options)
     longest = max(input_lens) + options["output_len"] + 256
-    plan = options | {
-        "input_lens": input_lens,
-        "load_format": load_format,
+    asked |= {
         "max_model_len": longest_context(model, draft, longest),
+        "acceptance_floor": 0.0,
+        "fallback": False,
     }
+    options["input_lens"] = input_lens
     read_gbps = read_bandwidth_gbps()
     rows: list[Row] = []
     numbers: dict[str, Any] = {"read_bandwidth_gbps": read_gbps}
     configs: dict[str, Any] = {}
     for mode, backend in options["compare"] or (("auto", "auto"),):
         for drafter in [None, draft] if options["baseline"] else [draft]:
-            measured = _measure(console, model, drafter, mode, backend, read_gbps, plan, configs)
+            run = asked | {"graph_mode": mode, "attention_backend": backend}
+            if drafter is None and draft is not None:  # the baseline
+                run = without_drafter(run)
+            measured = _measure(console, model, drafter, run, options, read_gbps, configs)
             if measured is not None:
                 label, configs[label], found, numbers[label] = measured
                 rows += found
     speedups_(rows)
-    simulated = options["simulate_acceptance"] if draft else None
+    simulated = asked["simulate_acceptance"]
     print_table(console, table(rows, simulated))
     digests = {f"{row.label}_{row.key}": row.result.digest for row in rows}
     same = _same_tokens(digests)
@@ -180,25 +170,23 @@ def _bench(model: str | None, draft: str | None, options: dict[str, Any]) -> Non
     document = {
         "model": Path(model).name,
         "draft": Path(draft).name if draft else None,
-        "load_format": load_format,
         "simulated_acceptance": simulated,
+        "options": asked,
         "modes": configs,
         "token_digests": digests,
         "tokens_equal_across_modes": same,
-        **{
-            name: options[name]
-            for name in ("output_len", "num_iters", "warmup", "seed", "draft_quantization")
-        },
+        **{name: options[name] for name in ("output_len", "num_iters", "warmup", "seed")},
     }
-    if options["output_json"]:
+
+    def write(path: Path) -> None:
         env = environment(options["commit"])
-        write_result(options["output_json"], "bench_latency", numbers, config=document, env=env)
-        console.print(f"wrote {options['output_json']}")
-    if options["as_json"]:
-        click.echo(json.dumps({"config": document, "numbers": numbers}))
-    if options["plot"]:
-        write_whole(options["plot"], picture(rows, simulated, options["plot"].suffix))
-        console.print(f"wrote {options['plot']}")
+        write_result(path, "bench_latency", numbers, config=document, env=env)
+
+    def draw(path: Path) -> None:
+        write_whole(path, picture(rows, simulated, path.suffix))
+
+    files = {options["output_json"]: write, options["plot"]: draw}
+    shared.deliver(options, {"config": document, "numbers": numbers}, files)
 
 
 def _input_lens(options: dict[str, Any]) -> tuple[int, ...]:
@@ -221,10 +209,9 @@ def _measure(
     console: Console,
     model: str,
     draft: str | None,
-    mode: str,
-    backend: str,
+    asked: dict[str, Any],
+    options: dict[str, Any],
     read_gbps: float,
-    plan: dict[str, Any],
     known: Container[str],
 ) -> tuple[str, dict[str, Any], list[Row], dict[str, Any]] | None:
     """One engine and all of its cases: (label, configuration, rows, numbers).
@@ -238,37 +225,19 @@ def _measure(
     from graphengine.measure.bench import Case, gpu_memory, run_case
     from graphengine.measure.report import Row
 
-    is_baseline = draft is None and plan["baseline"]
+    is_baseline = draft is None and options["baseline"]
     began = time.perf_counter()
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
-    engine = Engine.from_pretrained(
-        model,
-        draft,
-        buckets=plan["bucket"],
-        graph_mode=mode,  # type: ignore[arg-type]  # one of ModeList's choices
-        attention_backend=backend,  # type: ignore[arg-type]  # the same
-        compile=plan["compile_"],
-        device=plan["device"],
-        dtype=plan["dtype"],
-        page_size=plan["page_size"],
-        max_model_len=plan["max_model_len"],
-        load_format=plan["load_format"],
-        gpu_memory_utilization=plan["gpu_memory_utilization"],
-        kv_cache_memory=plan["kv_cache_memory"],
-        simulate_acceptance=plan["simulate_acceptance"] if draft else None,
-        draft_quantization=plan["draft_quantization"] if draft else "none",
-        num_speculative_tokens=plan["num_speculative_tokens"] if not is_baseline else None,
-        acceptance_floor=0.0,
-        fallback=False,
-    )
+    engine = Engine.from_pretrained(model, draft, **asked)
     startup_s = time.perf_counter() - began
     config, startup = engine.config, engine.startup
     label = f"{config.graph_mode}_{config.attention_backend}"
     if is_baseline:
         label += "_plain"
     if label in known:
-        console.print(f"{mode}:{backend} is {label} again: left out")
+        spelt = f"{asked['graph_mode']}:{asked['attention_backend']}"
+        console.print(f"{spelt} is {label} again: left out")
         engine.close()
         return None
     numbers: dict[str, Any] = {
@@ -287,16 +256,13 @@ def _measure(
         }
     }
     rows: list[Row] = []
-    for input_len in plan["input_lens"]:
+    for input_len in options["input_lens"]:
         for bucket in config.buckets:
             case = Case(
                 graph_mode=label,
                 bucket=bucket,
                 input_len=input_len,
-                output_len=plan["output_len"],
-                num_iters=plan["num_iters"],
-                warmup=plan["warmup"],
-                seed=plan["seed"],
+                **{name: options[name] for name in ("output_len", "num_iters", "warmup", "seed")},
             )
             result: CaseResult = run_case(engine, case, lambda count: None)
             row = Row(label, f"bucket_{bucket}_input_{input_len}", result, {})
@@ -310,12 +276,7 @@ def _measure(
             )
     numbers["memory"] = gpu_memory()
     engine.close()
-    recorded = {
-        "compile": config.compile,
-        "buckets": list(config.buckets),
-        "num_speculative_tokens": list(config.num_speculative_tokens),
-    }
-    return label, recorded, rows, numbers
+    return label, asdict(config), rows, numbers
 
 
 def longest_context(model: str, draft: str | None, wanted: int) -> int:

@@ -9,7 +9,6 @@ imported inside the command, so that help is quick.
 
 from __future__ import annotations
 
-import json
 import shutil
 import time
 from dataclasses import asdict
@@ -35,15 +34,7 @@ _PROMPT_TOKENS = 17  # the lengths with kernels of their own are warmup's busine
 @click.command("compile", epilog=_EPILOG)
 @shared.MODEL
 @shared.DRAFT
-@shared.bucket("1,8,16")
-@shared.GRAPH_MODE
-@shared.ATTENTION_BACKEND
-@shared.DEVICE
-@shared.DTYPE
-@shared.PAGE_SIZE
-@shared.MAX_MODEL_LEN
-@shared.DRAFT_QUANTIZATION
-@shared.NUM_SPECULATIVE_TOKENS
+@shared.declared("compile")
 @click.option(
     "--output",
     type=click.Path(path_type=Path, dir_okay=False),
@@ -60,29 +51,30 @@ _PROMPT_TOKENS = 17  # the lengths with kernels of their own are warmup's busine
 @click.option("--fresh", is_flag=True, help="Drop this platform's compiled code first.")
 @shared.as_json("The result as JSON on stdout.")
 @click.pass_obj
+@shared.refuses
 def compile_(store: Store | None, model: str | None, draft: str | None, **options: Any) -> None:
     """Compile the code of MODEL ahead: a preset, hub id or directory; its weights are not read."""
     if store is None:
         raise click.UsageError(
             "there is no folder for compiled code; set GRAPHENGINE_CACHE to one that can be written"
         )
-    try:
-        _compile(store, model, draft, options)
-    except ValueError as error:
-        raise click.UsageError(str(error)) from error
-
-
-def _compile(store: Store, model: str | None, draft: str | None, options: dict[str, Any]) -> None:
     from graphengine.api import Engine
+    from graphengine.capture.precompiled import are_kept
     from graphengine.checkpoints.pairs import named_pair
     from graphengine.report import cache_line, print_note, stderr_console
     from graphengine.startup import artifact
 
+    asked = shared.taken(options)
     console = stderr_console(quiet=False)
     output: Path | None = options["output"]
     shared.check_place("--output", output)
     if output is not None and output.exists() and not output.is_file():
         raise ValueError(f"--output {output}: is no regular file; choose another path")
+    if output is not None and not are_kept():
+        raise ValueError(
+            f"--output {output}: torch's settings keep compiled code from being stored, so there "
+            "would be none to pack; unset TORCHINDUCTOR_FORCE_DISABLE_CACHES and its like"
+        )
     if options["fresh"]:
         shutil.rmtree(store.folder, ignore_errors=True)
     model, draft = named_pair(model, draft)
@@ -91,18 +83,10 @@ def _compile(store: Store, model: str | None, draft: str | None, options: dict[s
     with Engine.from_pretrained(
         model,
         draft,
-        buckets=options["bucket"],
-        graph_mode=options["graph_mode"],
-        attention_backend=options["attention_backend"],
         compile=True,
-        device=options["device"],
-        dtype=options["dtype"],
-        page_size=options["page_size"],
-        max_model_len=options["max_model_len"],
         load_format="dummy",
-        draft_quantization=options["draft_quantization"] if draft else "none",
-        num_speculative_tokens=options["num_speculative_tokens"],
         prepare_plain_decode=draft is not None,  # else the first fallback compiles mid-answer
+        **asked,
     ) as engine:
         built_s = time.perf_counter() - began
         longest = engine.config.max_model_len - 1
@@ -145,9 +129,10 @@ def _compile(store: Store, model: str | None, draft: str | None, options: dict[s
         "total_s": total_s,
         "startup": asdict(startup),
     }
-    if output is not None:
-        size = artifact.pack(store.folder, output)
-        console.print(f"wrote {output} ({size / 1e6:.1f} MB)", markup=False)
-        document["output_bytes"] = size
-    if options["as_json"]:
-        click.echo(json.dumps(document))
+    try:
+        if output is not None:
+            document["output_bytes"] = artifact.pack(store.folder, output)
+            size = document["output_bytes"] / 1e6
+            console.print(f"wrote {output} ({size:.1f} MB)", markup=False)
+    finally:
+        shared.deliver(options, document, {})

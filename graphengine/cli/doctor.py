@@ -8,10 +8,9 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from graphengine.cli import options as shared
+from graphengine.config.options import Options
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from graphengine.doctor.doctor import Examination
 
 _EPILOG = """\b
@@ -28,13 +27,7 @@ _STYLES = {"ok": "green", "info": "cyan", "warning": "yellow", "error": "bold re
 @click.command("doctor", epilog=_EPILOG)
 @shared.MODEL
 @shared.DRAFT
-@shared.bucket("1,8,16")
-@shared.MAX_MODEL_LEN
-@shared.GPU_MEMORY_UTILIZATION
-@shared.KV_CACHE_MEMORY
-@shared.EXECUTION
-@shared.DRAFT_QUANTIZATION
-@shared.NUM_SPECULATIVE_TOKENS
+@shared.declared("doctor")
 @shared.as_json("The findings as JSON on stdout.")
 @click.pass_context
 def doctor(ctx: click.Context, model: str | None, draft: str | None, **options: Any) -> None:
@@ -45,17 +38,11 @@ def doctor(ctx: click.Context, model: str | None, draft: str | None, **options: 
     """
     from graphengine.checkpoints.hub import TINY_DRAFT, TINY_TARGET
     from graphengine.doctor.doctor import examine
-    from graphengine.startup.options import Options
 
     as_json = options.pop("as_json")
     if model is None:
         draft = draft or str(TINY_DRAFT)
-    run = Options(
-        buckets=options.pop("bucket"),
-        compile=options.pop("compile_"),
-        **options,
-    )
-    found = examine(model or str(TINY_TARGET), draft, run)
+    found = examine(model or str(TINY_TARGET), draft, Options(**options))
     if as_json:
         click.echo(json.dumps(found.to_json()))
     else:
@@ -85,9 +72,5 @@ def _print(found: Examination) -> None:
         if finding.remedy and finding.level != "ok":
             console.print(Text(f"{'':29}-> {finding.remedy}", style="dim"))
     counts = found.num_by_level
-    _summary(console, counts)
-
-
-def _summary(console: Console, counts: dict[str, int]) -> None:
     verdict = "errors: this pair will not run as it is" if counts["error"] else "no errors"
     console.print(f"\n{verdict} ({', '.join(f'{n} {level}' for level, n in counts.items())})")

@@ -29,14 +29,7 @@ _CONTEXT = 2048  # no graph depends on it
 @click.command("graphs", epilog=_EPILOG)
 @shared.MODEL
 @shared.DRAFT
-@shared.bucket("1")
-@shared.GRAPH_MODE
-@shared.ATTENTION_BACKEND
-@shared.COMPILE
-@shared.DEVICE
-@shared.DTYPE
-@shared.DRAFT_QUANTIZATION
-@shared.NUM_SPECULATIVE_TOKENS
+@shared.declared("graphs", buckets=(1,))
 @click.option(
     "--dot",
     type=click.Path(path_type=Path, file_okay=False),
@@ -45,18 +38,12 @@ _CONTEXT = 2048  # no graph depends on it
 )
 @click.option("--all", "show_all", is_flag=True, help="A line per segment, also of equal ones.")
 @shared.as_json("The list as JSON on stdout.")
+@shared.refuses
 def graphs(model: str | None, draft: str | None, **options: Any) -> None:
     """List the CUDA graphs of MODEL: segment, bucket, kernels, pool memory, shapes.
 
     MODEL: a preset, hub id or directory; its weights are not read.
     """
-    try:
-        _graphs(model, draft, options)
-    except ValueError as error:
-        raise click.UsageError(str(error)) from error
-
-
-def _graphs(model: str | None, draft: str | None, options: dict[str, Any]) -> None:
     import torch
 
     from graphengine.api import Engine
@@ -72,18 +59,11 @@ def _graphs(model: str | None, draft: str | None, options: dict[str, Any]) -> No
         Engine.from_pretrained(
             model,
             draft,
-            buckets=options["bucket"],
-            graph_mode=options["graph_mode"],
-            attention_backend=options["attention_backend"],
-            compile=options["compile_"],
-            device=options["device"],
-            dtype=options["dtype"],
             max_model_len=min(_CONTEXT, speculation_limit(*read_configs(model, draft))),
             load_format="dummy",
-            draft_quantization=options["draft_quantization"] if draft else "none",
-            num_speculative_tokens=options["num_speculative_tokens"],
             acceptance_floor=0.0,
             fallback=False,
+            **shared.taken(options),
         ) as engine,
         torch.no_grad(),
     ):

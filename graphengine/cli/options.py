@@ -1,24 +1,30 @@
-"""What commands share: options, each defined once, so that a name means the same in all of them.
+"""What commands share: options made from their declarations, places to write to, deliveries.
 
-Each is a decorator, as click's own are; a command stacks those that it takes. Nothing here imports
-torch.
+Each option is a decorator, as click's own are; a command stacks those that it takes. Nothing here
+imports torch.
 """
 
 from __future__ import annotations
 
 import functools
+import json
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, NamedTuple
 
 import click
 
-from graphengine.config.bytesize import parse_bytes
-from graphengine.config.engine import DraftQuantization
+from graphengine.config.options import Declaration, Options, declarations
 
 Option = Callable[[Any], Any]
+
+
+class Refusal(click.ClickException):
+    """An input that cannot work; the message carries the value and the remedy."""
+
+    exit_code = 2
 
 
 def _group(*options: Option) -> Option:
@@ -51,14 +57,19 @@ class DistinctInts(IntList):
         return tuple(dict.fromkeys(super().convert(value, param, ctx)))
 
 
-class ByteSize(click.ParamType):
-    """`2GiB` -> 2147483648."""
+class Declared(click.ParamType):
+    """A number, in the range of its declaration."""
 
-    name = "SIZE"
+    def __init__(self, declared: Declaration) -> None:
+        self._declared = declared
+        self._number = click.INT if int in declared.kinds else click.FLOAT
+        self.name = declared.metavar or self._number.name
 
-    def convert(self, value: Any, param: Any, ctx: Any) -> int:
+    def convert(self, value: Any, param: Any, ctx: Any) -> Any:
+        if self._declared.parse is None:
+            value = self._number.convert(value, param, ctx)
         try:
-            return parse_bytes(value)
+            return self._declared.checked(value)
         except ValueError as error:
             self.fail(str(error), param, ctx)
 
@@ -76,115 +87,68 @@ class Rate(click.FloatRange):
         return found
 
 
+class Default(NamedTuple):
+    """A command's own default of an option, and what that amounts to."""
+
+    value: Any
+    auto: str
+
+
+def _option(declared: Declaration, at: Default) -> Option:
+    """A declared option of a command with its own default there."""
+    default = at.value
+    names, kind = declared.flag, None
+    extra: dict[str, Any] = {}
+    shown = ",".join(map(str, default)) if isinstance(default, tuple) else default
+    if bool in declared.kinds:
+        names += "" if default is False else f"/--no-{declared.flag[2:]}"
+        shown = "" if default is False else "on"
+        extra = {"is_flag": True}
+    elif declared.choices:
+        kind = click.Choice(declared.choices)
+    elif tuple in declared.kinds:
+        kind = DistinctInts()  # in the user's order, which is that of --num-speculative-tokens
+    else:
+        is_list = any(issubclass(k, Sequence) for k in declared.kinds if isinstance(k, type))
+        kind = IntList() if is_list else Declared(declared)
+    shown = at.auto or shown
+    text = f"{declared.text}  [default: {shown}]" if shown != "" else declared.text
+    return click.option(names, declared.name, type=kind, default=default, help=text, **extra)
+
+
+def declared(command: str, kind: type = Options, **defaults: Any) -> Option:
+    """The options of a kind that a command offers.
+
+    Args:
+        defaults: what is another default there, a value or a `Default`.
+    """
+    options = []
+    for name, found in declarations(kind).items():
+        if command in found.commands:
+            default = defaults.pop(name, Default(found.default, found.auto))
+            default = default if isinstance(default, Default) else Default(default, "")
+            options.append(_option(found, default))
+    assert not defaults, defaults
+    return _group(*options)
+
+
+def taken(options: dict[str, Any], kind: type = Options) -> dict[str, Any]:
+    """Those of a kind, by name. Mutates: options, which lose them."""
+    return {name: options.pop(name) for name in declarations(kind) if name in options}
+
+
 MODEL = click.argument("model", required=False)
 DRAFT = click.option(
     "--draft",
     metavar="MODEL|none",
-    help="DFlash drafter of MODEL: a hub id, a directory or a preset; none decodes plainly.  "
+    help="Drafter of MODEL: a hub id, a directory or a preset; none decodes plainly.  "
     "[default: the bundled drafter for the bundled model, else none]",
 )
-
-
-def bucket(default: str, text: str = "Batch sizes.") -> Option:
-    """`--bucket 1,8,16`, in the user's order, which is that of --num-speculative-tokens."""
-    return click.option(
-        "--bucket", type=DistinctInts(), default=default, show_default=True, help=text
-    )
-
-
-# --- how it runs ---
-
-GRAPH_MODE = click.option(
-    "--graph-mode",
-    type=click.Choice(["auto", "none", "piecewise", "full"]),
-    default="auto",
-    help="How steps are launched: captured between attentions (piecewise, auto on a GPU), captured "
-    "whole (full), or called one by one (none, auto on the CPU).",
+PRESET = Default(None, "dummy for a preset, else the checkpoint's weights")
+"""Of load_format, where random weights are as good."""
+PROMPT_FILE = functools.partial(
+    click.option, "--prompt-file", type=click.Path(path_type=Path), metavar="FILE.jsonl"
 )
-COMPILE = click.option(
-    "--compile/--no-compile",
-    "compile_",
-    default=None,
-    help="Inductor for the dense segments.  [default: on a GPU only]",
-)
-ATTENTION_BACKEND = click.option(
-    "--attention-backend",
-    type=click.Choice(["auto", "flashinfer", "triton", "torch"]),
-    default="auto",
-    help="auto: triton with --graph-mode full, flashinfer on a GPU in bfloat16, else torch.",
-)
-DEVICE = click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto")
-DTYPE = click.option(
-    "--dtype",
-    type=click.Choice(["auto", "bfloat16", "float32"]),
-    default="auto",
-    help="auto: bfloat16 on a GPU, float32 on the CPU.",
-)
-PAGE_SIZE = click.option(
-    "--page-size",
-    type=click.IntRange(min=1),
-    help="Tokens per K/V page; default 16, with our own attention (triton) 128.",
-)
-DRAFT_QUANTIZATION = click.option(
-    "--draft-quantization",
-    type=click.Choice(get_args(DraftQuantization)),
-    default="none",
-    help="fp8: round the drafter's weights, in forwards of up to 64 rows; fp8-dynamic: in all, and "
-    "in larger ones its activations too. Verification keeps the output what the target says.",
-)
-NUM_SPECULATIVE_TOKENS = click.option(
-    "--num-speculative-tokens",
-    type=IntList(),
-    help="Tokens drafted and verified a step: one number, or one for each --bucket in its order. "
-    "In large batches fewer can be faster.  [default: all of the drafter's block]",
-)
-EXECUTION = _group(GRAPH_MODE, COMPILE, ATTENTION_BACKEND, DEVICE, DTYPE, PAGE_SIZE)
-
-# --- memory ---
-
-MAX_MODEL_LEN = click.option(
-    "--max-model-len",
-    type=click.IntRange(min=2),
-    help="Most tokens of one request, prompt included.  [default: what the models allow]",
-)
-GPU_MEMORY_UTILIZATION = click.option(
-    "--gpu-memory-utilization",
-    type=click.FloatRange(0, 1, min_open=True),
-    default=0.9,
-    show_default=True,
-    help="Share of the GPU's memory that may be filled.",
-)
-KV_CACHE_MEMORY = click.option(
-    "--kv-cache-memory",
-    type=ByteSize(),
-    help="Most bytes of the K/V pool, such as 2GiB.  [default: what the memory plan leaves]",
-)
-
-# --- measuring ---
-
-SIMULATE_ACCEPTANCE = click.option(
-    "--simulate-acceptance",
-    type=float,
-    metavar="LENGTH",
-    help="Draw this mean acceptance length instead of comparing drafts (random weights accept "
-    "nothing); the text is meaningless, and results say so. It is the mean of the drafter's own "
-    "block: --num-speculative-tokens cuts draws off.",
-)
-
-
-def load_format(default: str | None, suffix: str) -> Option:
-    """`--load-format auto|dummy|dummy-uniform`."""
-    return click.option(
-        "--load-format",
-        type=click.Choice(["auto", "dummy", "dummy-uniform"]),
-        default=default,
-        help="dummy: random weights from a config.json or a preset's name alone; dummy-uniform: "
-        f"drawn as by vLLM's dummy loader, to compare with it.{suffix}",
-    )
-
-
-LOAD_FORMAT = load_format("auto", "")
-LOAD_FORMAT_OR_PRESET = load_format(None, "  [default: dummy for a preset]")
 PROMPT_SEED = click.option(
     "--seed",
     type=click.IntRange(-(1 << 63), (1 << 64) - 1),  # torch.Generator's
@@ -204,6 +168,11 @@ RESULT_FILE = _group(
 )
 
 
+def as_json(text: str) -> Option:
+    """`--json`."""
+    return click.option("--json", "as_json", is_flag=True, help=text)
+
+
 def check_place(option: str, file: Path | None, *, makes_folders: bool = False) -> None:
     """Refuses a file that cannot be written, before minutes are spent on what goes into it.
 
@@ -221,9 +190,30 @@ def check_place(option: str, file: Path | None, *, makes_folders: bool = False) 
         raise ValueError(f"{option} {file}: cannot be written (no permission); choose another path")
 
 
-def as_json(text: str) -> Option:
-    """`--json`."""
-    return click.option("--json", "as_json", is_flag=True, help=text)
+def deliver(
+    options: Mapping[str, Any],
+    document: Mapping[str, Any],
+    files: Mapping[Path | None, Callable[[Path], object]],
+) -> None:
+    """Prints the JSON where it was asked for, then writes each file, whatever became of the others.
+
+    Raises:
+        ClickException: naming the files that could not be written.
+    """
+    if options["as_json"]:
+        click.echo(json.dumps(document))
+    failed = []
+    for path, write in files.items():
+        if path is None:
+            continue
+        try:
+            write(path)
+            click.echo(f"wrote {path}", err=True)
+        except (OSError, ValueError) as error:
+            text = str(error)
+            failed.append(text if str(path) in text else f"{path}: {text}")
+    if failed:
+        raise click.ClickException("; ".join(failed))
 
 
 def out_of_memory(error: Exception) -> str | None:
@@ -233,3 +223,16 @@ def out_of_memory(error: Exception) -> str | None:
     if not isinstance(error, MemoryError) and not any(text in str(error) for text in texts):
         return None
     return f"out of memory ({str(error).strip().partition(chr(10))[0] or 'on the host'})"
+
+
+def refuses(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorates a command: a ValueError is a usage error."""
+
+    @functools.wraps(command)
+    def outer(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return command(*args, **kwargs)
+        except ValueError as error:
+            raise click.UsageError(str(error)) from error
+
+    return outer

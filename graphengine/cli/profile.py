@@ -3,12 +3,11 @@
 Where the times come from, best first: nsys (on a GPU, when it is on the PATH), torch.profiler (on a
 GPU without it), the host's clock around each named range (CPU). The report is the same; the text
 says which it was. Recording is in profile_run.py; options, tables and files are here. torch is
-inside the command, so that help is quick.
+imported inside the command, so that help is quick.
 """
 
 from __future__ import annotations
 
-import json
 import tempfile
 from contextlib import nullcontext
 from pathlib import Path
@@ -32,7 +31,8 @@ Examples:
 
 \b
 By hand, with the same names:
-  nsys profile -t cuda,nvtx -s none --cpuctxsw=none graphengine run --nvtx --prompt Hi
+  nsys profile -t cuda,nvtx -s none --cpuctxsw=none \\
+      graphengine run --nvtx --prompt "Count from 5 to 50 in steps of 5."
 """
 _SOURCES = {
     "graph": "nsys, a CUDA graph as one interval (times are close to an unprofiled run's)",
@@ -77,11 +77,7 @@ _SOURCES = {
     help="Steps in the report.",
 )
 @click.option("--warmup", type=click.IntRange(min=1), default=10, show_default=True)
-@shared.EXECUTION
-@shared.SIMULATE_ACCEPTANCE
-@shared.LOAD_FORMAT_OR_PRESET
-@shared.DRAFT_QUANTIZATION
-@shared.NUM_SPECULATIVE_TOKENS
+@shared.declared("profile", load_format=shared.PRESET)
 @shared.PROMPT_SEED
 @click.option(
     "--read-gbps",
@@ -173,12 +169,13 @@ def _deliver(
         }
     document = {name: value for name, value in facts.items() if name != "segment_bytes"}
     document["sources"] = {label: _SOURCES.get(label, "a recorded file") for label in reports}
-    if options["output_json"] is not None:
+
+    def write(path: Path) -> None:
         env = environment(options["commit"])
-        write_result(options["output_json"], "profile", numbers, config=document, env=env)
-        console.print(f"wrote {options['output_json']}", markup=False)
-    if options["as_json"]:
-        click.echo(json.dumps({"config": document, "numbers": numbers}))
-    if options["plot"] is not None:
-        write_whole(options["plot"], picture(reports, mark, options["plot"].suffix))
-        console.print(f"wrote {options['plot']}", markup=False)
+        write_result(path, "profile", numbers, config=document, env=env)
+
+    def draw(path: Path) -> None:
+        write_whole(path, picture(reports, mark, path.suffix))
+
+    files = {options["output_json"]: write, options["plot"]: draw}
+    shared.deliver(options, {"config": document, "numbers": numbers}, files)

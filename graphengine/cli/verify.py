@@ -15,6 +15,7 @@ import click
 
 from graphengine.cli import options as shared
 from graphengine.cli.bench import longest_context
+from graphengine.config.options import Options, SamplingParams, declarations, without_drafter
 from graphengine.prompts import read_prompt_file
 
 if TYPE_CHECKING:
@@ -53,19 +54,7 @@ What each check means: graphengine/verify/lossless.md."""
 @click.command("verify", epilog=_EPILOG)
 @shared.MODEL
 @shared.DRAFT
-@click.option(
-    "--prompt-file",
-    type=click.Path(path_type=Path),
-    metavar="FILE.jsonl",
-    help="Single prompts as for `graphengine run`.  [default: 28 bundled ones]",
-)
-@click.option("--raw", is_flag=True, help="Take text as it is, without the chat template.")
-@click.option(
-    "--max-new-tokens",
-    type=click.IntRange(min=1),
-    help="Per prompt.  [default: 128, with --temperature 12]",
-)
-@shared.bucket("1,8")
+@shared.PROMPT_FILE(help="Single prompts as for `graphengine run`.  [default: 28 bundled ones]")
 @click.option("--matrix", is_flag=True, help="Every graph mode of the device x bucket x batch mix.")
 @click.option(
     "--tolerance",
@@ -83,20 +72,13 @@ What each check means: graphengine/verify/lossless.md."""
     help="Least mean acceptance length: the only check of the drafter.  [default: 13.5 for the "
     "bundled pair and prompts with all drafts, else none]",
 )
-@shared.EXECUTION
-@shared.MAX_MODEL_LEN
-@shared.GPU_MEMORY_UTILIZATION
-@shared.DRAFT_QUANTIZATION
-@shared.NUM_SPECULATIVE_TOKENS
-@click.option(
-    "--temperature",
-    type=float,
-    default=0.0,
-    show_default=True,
-    help="Above 0: compare the distributions of speculative and plain draws instead.",
+@shared.declared("verify", buckets=(1, 8))
+@shared.declared(
+    "verify",
+    SamplingParams,
+    max_new_tokens=shared.Default(None, "128, with --temperature 12"),
+    seed=0,
 )
-@click.option("--top-p", type=float, default=1.0, show_default=True)
-@click.option("--top-k", type=int, default=0, show_default=True)
 @click.option(
     "--num-samples",
     type=click.IntRange(min=2),
@@ -104,11 +86,11 @@ What each check means: graphengine/verify/lossless.md."""
     show_default=True,
     help="Draws of each prompt with --temperature, speculative and plain each.",
 )
-@click.option("--seed", type=int, default=0, show_default=True, help="Of the first draw.")
 @shared.RESULT_FILE
 @shared.as_json("The verdict as one JSON object on stdout.")
 @click.option("-q", "--quiet", is_flag=True, help="No tables and notes.")
 @click.pass_context
+@shared.refuses
 def verify(ctx: click.Context, model: str | None, draft: str | None, **options: Any) -> None:
     """Check that MODEL with its drafter says what MODEL alone would say.
 
@@ -126,8 +108,6 @@ def verify(ctx: click.Context, model: str | None, draft: str | None, **options: 
             raise click.UsageError(f"--{name.replace('_', '-')} {options[name]}: a finite number")
     try:
         passed = _verify(model, draft, options)
-    except ValueError as error:
-        raise click.UsageError(str(error)) from error
     except (MemoryError, RuntimeError) as error:
         lacking = shared.out_of_memory(error)
         if lacking is None:
@@ -152,9 +132,10 @@ def _verify(model: str | None, draft: str | None, options: dict[str, Any]) -> bo
     options["max_new_tokens"] = options["max_new_tokens"] or (
         SAMPLED_NEW_TOKENS if options["temperature"] else 128
     )
-    for name in ("min_acceptance", "num_speculative_tokens"):
-        if draft is None and options[name] is not None:
-            raise ValueError(f"--{name.replace('_', '-')} needs a drafter; pass --draft")
+    names = declarations(SamplingParams)
+    SamplingParams(**{name: options[name] for name in names if name in options})  # refuses
+    if draft is None and options["min_acceptance"] is not None:
+        raise ValueError("--min-acceptance needs a drafter; pass --draft")
     if options["prompt_file"] is not None:
         conversations = read_prompt_file(options["prompt_file"])
     else:
@@ -201,7 +182,7 @@ def _verify_sampled(
     draws: list[Draws] = []
     for drafter in (draft, None):
         console.print(f"drawing {count} x {len(ids)} with drafter {drafter}", style="dim")
-        with _engine(model, drafter, mode, options) as engine:
+        with _engine(model, drafter, mode, options, drafter != draft) as engine:
             draws.append(draw(engine.built, ids, count, options["max_new_tokens"], sampling))
         if draws[-1].errors:
             break
@@ -292,14 +273,14 @@ def _run_modes(
 
     tokenizer = _tokenizer(model)
     ids = _encode(model, draft, prompts, options)
-    buckets = sorted(options["bucket"])
+    buckets = sorted(options["buckets"])
     cells: list[tuple[int, Mix]] = [(b, "alone" if b == 1 else "together") for b in buckets]
     if options["matrix"]:
         cells = [(bucket, mix) for bucket in buckets for mix in mixes_of(bucket)]
     texts: list[str] = []
 
     def run(mode: Mode, drafter: str | None, before: list[CellResult]) -> list[CellResult]:
-        with _engine(model, drafter, mode, options) as engine:
+        with _engine(model, drafter, mode, options, drafter != draft) as engine:
             config = engine.config
             name = f"{config.graph_mode} {config.attention_backend}"
             found = verify_mode(
@@ -341,25 +322,23 @@ def _firsts(results: list[CellResult]) -> list[CellResult]:
     return list(kept.values())
 
 
-def _engine(model: str, draft: str | None, mode: Mode, options: dict[str, Any]) -> Engine:
+def _engine(
+    model: str, draft: str | None, mode: Mode, options: dict[str, Any], is_baseline: bool
+) -> Engine:
     from graphengine.api import Engine
 
-    return Engine.from_pretrained(
-        model,
-        draft,
-        buckets=options["bucket"],
-        graph_mode=mode.graph_mode,  # type: ignore[arg-type]  # resolve_options checks it
-        attention_backend=mode.attention_backend,  # type: ignore[arg-type]  # the same
-        compile=options["compile_"],
-        draft_quantization=options["draft_quantization"] if draft else "none",
-        num_speculative_tokens=options["num_speculative_tokens"] if draft else None,
-        sampling=True if options["temperature"] else None,
+    asked = {name: options[name] for name in declarations(Options) if name in options}
+    if is_baseline:
+        asked = without_drafter(asked)
+    asked |= {
+        "graph_mode": mode.graph_mode,
+        "attention_backend": mode.attention_backend,
+        "sampling": True if options["temperature"] else None,
         # Judged is what speculation decodes, however slow or badly drafted.
-        acceptance_floor=0.0,
-        fallback=False,
-        **{name: options[name] for name in ("device", "dtype", "page_size", "max_model_len")},
-        gpu_memory_utilization=options["gpu_memory_utilization"],
-    )
+        "acceptance_floor": 0.0,
+        "fallback": False,
+    }
+    return Engine.from_pretrained(model, draft, **asked)
 
 
 def _limits(options: dict[str, Any], dtype: str, draft: str | None) -> Limits:

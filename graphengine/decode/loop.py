@@ -127,9 +127,11 @@ class DecodeLoop:
         if not isinstance(max_new_tokens, Integral) or max_new_tokens < 1:
             raise ValueError(f"max_new_tokens is {max_new_tokens}; ask for an integer from 1 up")
         if len(prompt_ids) >= limit:
+            is_drafters = limit == self.config.speculation_limit
+            remedy = "pass --finish-in-plain-decode" if is_drafters else "raise --max-model-len"
             raise ValueError(
                 f"the prompt has {len(prompt_ids)} tokens, the context holds {limit} and at least "
-                "one must be left to generate; shorten the prompt or raise --max-model-len"
+                f"one must be left to generate; shorten the prompt or {remedy}"
             )
         if not sampling.is_greedy and not self.config.sampling:
             why = "draws its acceptance" if self.config.simulate_acceptance else "was built greedy"

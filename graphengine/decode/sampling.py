@@ -19,12 +19,12 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass, replace
-from numbers import Real
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from graphengine.config.options import SamplingParams
 from graphengine.kernels.argmax import argmax_rows
 from graphengine.kernels.filter_threshold import filter_threshold
 from graphengine.kernels.gumbel_argmax import gumbel_argmax
@@ -49,22 +49,8 @@ class Sampling:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        most = torch.finfo(torch.float32).max
-        if not (isinstance(self.temperature, Real) and 0 <= self.temperature <= most):
-            raise ValueError(
-                f"temperature is {self.temperature!r}; expected 0 (greedy) or a positive number"
-            )
-        if not (isinstance(self.top_p, Real) and 0 < self.top_p <= 1):
-            raise ValueError(f"top_p is {self.top_p!r}; expected 0 < top_p <= 1 (1 keeps all)")
-        if isinstance(self.top_k, bool) or not isinstance(self.top_k, int) or self.top_k < 0:
-            raise ValueError(f"top_k is {self.top_k!r}; expected an integer >= 0 (0 keeps all)")
-        if not (isinstance(self.seed, int) and 0 <= self.seed < 2**NUM_SEED_BITS):
-            raise ValueError(f"seed is {self.seed!r}; expected an integer 0 <= seed < 2^63")
-        if self.is_greedy and (self.top_p < 1 or self.top_k > 0):
-            raise ValueError(
-                f"top_p {self.top_p} and top_k {self.top_k} change nothing at temperature 0; "
-                "pass a temperature above 0"
-            )
+        names = ("temperature", "top_p", "top_k", "seed")
+        SamplingParams(**{name: getattr(self, name) for name in names})
 
     @property
     def is_greedy(self) -> bool:

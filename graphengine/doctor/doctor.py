@@ -15,6 +15,7 @@ from typing import Any
 
 from graphengine.checkpoints.pairs import NO_DRAFT, verifier_of
 from graphengine.config.draft_length import longest_draft
+from graphengine.config.options import Options
 from graphengine.doctor.files import ModelFiles, read_model_files
 from graphengine.doctor.findings import LEVELS, Finding, guarded, info, one_line
 from graphengine.doctor.host import Host, host_findings, read_host, speed_findings
@@ -26,7 +27,6 @@ from graphengine.doctor.models import (
 )
 from graphengine.doctor.pair import pair_findings, plan_findings, resolve_run
 from graphengine.startup.memory import MemoryPlan
-from graphengine.startup.options import Options
 
 SCHEMA_VERSION = 1
 

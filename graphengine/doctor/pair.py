@@ -14,10 +14,11 @@ from pathlib import Path
 from graphengine.config.draft import DraftConfig
 from graphengine.config.engine import EngineConfig
 from graphengine.config.model import ModelConfig
+from graphengine.config.options import Options
 from graphengine.doctor.files import ModelFiles
 from graphengine.doctor.findings import Finding, error, info, ok, one_line, warning
 from graphengine.startup.memory import DeviceMemory, MemoryPlan, plan_memory
-from graphengine.startup.options import Options, resolve_options
+from graphengine.startup.options import resolve_options
 
 _OTHER = "pass the drafter of this target"
 # What transformers fills in where a config has no theta.

@@ -22,7 +22,7 @@ from torch import Tensor
 from graphengine import names
 from graphengine.capture.steps import Carry, Dense, Step
 from graphengine.config.draft import AttentionRule, DraftConfig
-from graphengine.config.engine import DraftQuantization
+from graphengine.config.options import DraftQuantization
 from graphengine.decode.attention import Attention
 from graphengine.decode.buffers import Arena, StepBuffers
 from graphengine.decode.proposer import Attends, RowContent, Tap

@@ -154,10 +154,10 @@ def run_case(engine: Engine, case: Case, progress: Callable[[int], None]) -> Cas
                 # Where the step began: since then each has moved on by what it committed.
                 result.context_tokens += sum(request.start for request in requests) - num_tokens
                 progress(len(result.step_ms))
-                if len(result.step_ms) >= case.num_iters and result.digest:
+                if len(result.step_ms) >= case.num_iters:
                     break
-        if not result.digest:
-            result.digest = _digest(requests)
+            if not result.digest:
+                result.digest = _digest(built.loop, requests)
         built.loop.reset()
         if empty_rounds >= MAX_EMPTY_ROUNDS:
             raise ValueError(
@@ -223,8 +223,12 @@ class _Clock(Watch):
         self._before = now
 
 
-def _digest(requests: list[Request]) -> str:
-    """Hash of every request's first tokens: equal digests mean equal tokens."""
+def _digest(loop: DecodeLoop, requests: list[Request]) -> str:
+    """Hash of every request's first tokens: equal digests mean equal tokens. Decodes on until each
+    has said so many."""
+    for _ in loop.run():
+        if all(r.finish_reason or len(r.output_ids) >= NUM_DIGEST_TOKENS for r in requests):
+            break
     ids = [request.output_ids[:NUM_DIGEST_TOKENS] for request in requests]
     return hashlib.sha256(repr(ids).encode()).hexdigest()[:16]
 

@@ -21,6 +21,7 @@ from graphengine.api import Engine
 from graphengine.checkpoints.hub import preset_names
 from graphengine.checkpoints.pairs import named_pair
 from graphengine.config.draft_length import resolve_draft_lengths
+from graphengine.config.options import Options, declarations
 from graphengine.drafters.dflash import MAX_QUANTIZED_ROWS
 from graphengine.measure.bench import read_bandwidth_gbps
 from graphengine.measure.profiled_steps import Workload, cuda_profiler_range, run_steps
@@ -33,12 +34,8 @@ Found = tuple[dict[str, Report], dict[str, Any]]
 """Reports by label, and the facts of the run."""
 
 _FACTS = "facts.json"
-# Options that a child under nsys gets as they are.
-_FORWARDED = (
-    *("bucket", "input_len", "num_steps", "warmup", "graph_mode", "attention_backend", "dtype"),
-    *("page_size", "simulate_acceptance", "load_format", "seed", "draft_quantization"),
-    "num_speculative_tokens",
-)
+# Options that a child under nsys gets as they are, beside the engine's.
+_FORWARDED = ("bucket", "input_len", "num_steps", "warmup", "seed")
 
 
 def read_file(model: str | None, draft: str | None, options: dict[str, Any]) -> Found:
@@ -188,12 +185,10 @@ def _under_nsys(
         child = [sys.executable, "-m", "graphengine", "profile", model]
         child += ["--draft", draft or "none", "--inside", str(inside)]
         for name in _FORWARDED:
-            if options[name] is not None:
-                value = options[name]
-                text = ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
-                child += [f"--{name.replace('_', '-')}", text]
-        if options["compile_"] is not None:
-            child.append("--compile" if options["compile_"] else "--no-compile")
+            child += [f"--{name.replace('_', '-')}", str(options[name])]
+        for name, declared in declarations(Options).items():
+            if options.get(name) != declared.default:
+                child += declared.arguments(options.get(name))
         known_gbps = facts.get("read_gbps", options["read_gbps"])
         if known_gbps is not None:
             child += ["--read-gbps", str(known_gbps)]
@@ -238,21 +233,7 @@ def _engine(model: str, draft: str | None, load_format: str, options: dict[str, 
     models = [target] + ([drafter.model] if drafter else [])
     cap = min(m.max_position_embeddings for m in models) - (block if drafter else 0)
     wanted = options["input_len"] + _workload(options).output_len(block) + block
-    return Engine.from_pretrained(
-        model,
-        draft,
-        buckets=(options["bucket"],),
-        graph_mode=options["graph_mode"],
-        attention_backend=options["attention_backend"],
-        compile=options["compile_"],
-        device=options["device"],
-        dtype=options["dtype"],
-        page_size=options["page_size"],
-        max_model_len=min(wanted, cap),
-        load_format=load_format,  # type: ignore[arg-type]
-        simulate_acceptance=options["simulate_acceptance"] if draft else None,
-        draft_quantization=options["draft_quantization"] if draft else "none",
-        num_speculative_tokens=options["num_speculative_tokens"],
-        acceptance_floor=0.0,
-        fallback=False,
-    )
+    asked = {name: value for name, value in options.items() if name in declarations(Options)}
+    asked |= {"buckets": (options["bucket"],), "max_model_len": min(wanted, cap)}
+    asked |= {"load_format": load_format, "acceptance_floor": 0.0, "fallback": False}
+    return Engine.from_pretrained(model, draft, **asked)

@@ -39,6 +39,7 @@ from graphengine.config.draft_formats import parse_draft
 from graphengine.config.draft_length import longest_draft
 from graphengine.config.engine import EngineConfig
 from graphengine.config.model import ModelConfig
+from graphengine.config.options import Options
 from graphengine.config.values import token_ids
 from graphengine.decode.attention import compile_flashinfer_ahead
 from graphengine.decode.buckets import BucketBuilder, prefill_attention
@@ -58,7 +59,7 @@ from graphengine.kernels.triton_internals import load_driver, settle_cache_keys
 from graphengine.models.layers import quantize_fp8
 from graphengine.startup.artifact import name_compilers_
 from graphengine.startup.memory import MemoryPlan, device_memory, num_positions, plan_memory
-from graphengine.startup.options import Options, resolve_options
+from graphengine.startup.options import resolve_options
 from graphengine.startup.warmup import prompt_lengths, warm_up
 
 SWITCH_INTERVAL_S = 0.0002

@@ -97,12 +97,12 @@ def finish(
         },
         "prompt_file": options["prompt_file"].name if options["prompt_file"] else "bundled",
     }
+    if options["as_json"]:
+        click.echo(json.dumps({"config": document, "numbers": measured}))
     if options["output_json"]:
         env = environment(options["commit"])
         write_result(options["output_json"], "verify", measured, config=document, env=env)
         console.print(f"wrote {options['output_json']}", highlight=False)
-    if options["as_json"]:
-        click.echo(json.dumps({"config": document, "numbers": measured}))
 
 
 def _table(results: list[CellResult]) -> Table:

@@ -9,6 +9,8 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from click.testing import CliRunner
@@ -160,6 +162,21 @@ def test_tables_fit_a_terminal() -> None:
         assert word in text
     assert "\u2026" not in text
     assert "24 more answers" in text
+
+
+def test_memory_plans_fit_a_terminal() -> None:
+    """Bug: a long line of the plan goes over the screen's edge in the middle of a number."""
+    from rich.console import Console
+
+    from graphengine import report
+
+    line = "memory plan: target weight 15.0 MiB, draft weight 6.20 MiB, prefill 75.0 MiB"
+    plan: Any = SimpleNamespace(lines=lambda: [line])
+    screen = io.StringIO()
+    console = Console(width=30, file=screen, force_terminal=True, color_system=None)
+    report.print_memory_plan(console, plan)
+    shown = screen.getvalue().splitlines()
+    assert max(map(len, shown)) <= 30 and " ".join(map(str.strip, shown)) == line
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
+from graphengine.cli import cache
 from graphengine.cli import main as cli
 from graphengine.startup import artifact
 from tests.startup.test_artifact import filled
@@ -23,7 +24,7 @@ from tests.support.command_line import ROOT
 @pytest.fixture
 def variables(monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[str, str | None]]:
     """What the three variables are inside a command."""
-    for name in cli._CACHE_VARIABLES:
+    for name in cache._CACHE_VARIABLES:
         monkeypatch.delenv(name, raising=False)
 
     def inside(**env: str) -> dict[str, str | None]:
@@ -31,7 +32,7 @@ def variables(monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[str, str | 
             monkeypatch.setenv(name, value)
         before = dict(os.environ)
         with cli.compiled_code("cpu", None):
-            found = {name: os.environ.get(name) for name in cli._CACHE_VARIABLES}
+            found = {name: os.environ.get(name) for name in cache._CACHE_VARIABLES}
         assert dict(os.environ) == before
         return found
 
@@ -161,7 +162,7 @@ def test_a_run_tells_what_does_not_fit(tmp_path: Path) -> None:
 
 def command(root: Path, *args: str) -> Any:
     """The command's JSON and stderr, in a process whose compiled code lies below `root`."""
-    env = {k: v for k, v in os.environ.items() if k not in cli._CACHE_VARIABLES}
+    env = {k: v for k, v in os.environ.items() if k not in cache._CACHE_VARIABLES}
     path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     env |= {"GRAPHENGINE_CACHE": str(root), "PYTHONPATH": path}
     line = [sys.executable, "-m", "graphengine", *args, "--json"]

@@ -16,6 +16,7 @@ from graphengine import names
 from graphengine.checkpoints.hub import TINY_DRAFT, TINY_TARGET
 from graphengine.cli import profile as cli_profile
 from graphengine.cli.main import main
+from graphengine.config.options import Options, declarations
 from graphengine.measure import profile_run
 from graphengine.profiles import torch_trace
 from graphengine.profiles.result_schema import validate
@@ -247,7 +248,7 @@ def test_nsys_runs_this_command_once_per_preset(fake_nsys: Path, tmp_path: Path)
         child = options_of(*call[start + 4 :])
         assert child["inside"] == tmp_path / f"{preset}-facts.json"
         assert child["draft"] == "none" and child["model"] == "m"
-        same = [*profile_run._FORWARDED, "compile_"]
+        same = [*profile_run._FORWARDED, *(name for name in declarations(Options) if name in child)]
         assert {name: child[name] for name in same} == {name: options[name] for name in same}
     # Measured once.
     assert options_of(*calls[2][calls[2].index("m") :])["read_gbps"] == 5.0

@@ -84,7 +84,8 @@ def on_a_terminal(*args: str) -> Iterator[tuple[Terminal, subprocess.Popen[bytes
 
 
 @pytest.mark.parametrize(
-    ("error", "code"), [(KeyboardInterrupt(), 130), (RuntimeError("the device is gone"), 1)]
+    ("error", "code"),
+    [(KeyboardInterrupt(), 130), (SystemExit(143), 143), (RuntimeError("the device is gone"), 1)],
 )
 def test_a_stopped_batch_keeps_its_finished_answers(
     cli: Run, monkeypatch: pytest.MonkeyPatch, error: BaseException, code: int

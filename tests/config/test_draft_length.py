@@ -21,9 +21,10 @@ from graphengine.checkpoints.hub import TINY_DRAFT, TINY_TARGET
 from graphengine.cli.main import main
 from graphengine.config.draft import DraftConfig
 from graphengine.config.draft_length import draft_at, longest_draft, resolve_draft_lengths
+from graphengine.config.options import Options
 from graphengine.decode.simulate import acceptance_rate, make_simulation
 from graphengine.startup.build import read_configs
-from graphengine.startup.options import Options, resolve_options
+from graphengine.startup.options import resolve_options
 from tests.support.checkpoints import as_deepspec, make_drafter, make_target
 from tests.support.command_line import refused
 from tests.support.dflash_reference import force_drafts, load_target, plain_generate

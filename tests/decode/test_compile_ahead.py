@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch.utils import _python_dispatch
 
 from graphengine import TINY_DRAFT, TINY_TARGET, Engine
+from graphengine.config.options import Options
 from graphengine.decode.compile_ahead import MAX_THREADS, CompileAhead, shortened
 from graphengine.drafters.dflash import DFlash
 from graphengine.drafters.none import NoDraft
@@ -24,7 +25,6 @@ from graphengine.kernels.launch import KernelError, compile_only, on_grid
 from graphengine.startup import artifact
 from graphengine.startup import build as building
 from graphengine.startup.build import build
-from graphengine.startup.options import Options
 
 
 def test_runs_are_waited_for_whatever_becomes_of_them() -> None:

@@ -13,9 +13,10 @@ from click.testing import CliRunner
 from graphengine.api import Engine
 from graphengine.checkpoints.hub import TINY_TARGET
 from graphengine.cli.main import main
+from graphengine.config.options import Options
 from graphengine.decode import buckets
 from graphengine.startup.build import read_configs
-from graphengine.startup.options import Options, resolve_options
+from graphengine.startup.options import resolve_options
 from tests.support.checkpoints import make_drafter, make_target
 
 PROMPTS = [[7, 99, 23], list(range(100, 117)), [5], [250, 1, 2, 3], [60, 61] * 5]

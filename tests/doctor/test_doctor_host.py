@@ -9,13 +9,13 @@ import pytest
 import torch
 
 from graphengine.checkpoints.hub import TINY_DRAFT, TINY_TARGET
+from graphengine.config.options import Options
 from graphengine.doctor.doctor import diagnose, examine
 from graphengine.doctor.files import read_model_files
 from graphengine.doctor.findings import Finding
 from graphengine.doctor.host import Host, host_findings, speed_findings
 from graphengine.doctor.pair import resolve_run
 from graphengine.startup.memory import DeviceMemory
-from graphengine.startup.options import Options
 from tests.support.doctored import HOST, OPTIONS, errors, named
 
 GIB = 1 << 30

@@ -31,7 +31,7 @@ ROOMS: dict[str, str] = {
     "drafters": _DRAFTERS,
     "startup": _STARTUP,
     "api": _API,
-    "": "api checkpoints",  # graphengine/__init__.py
+    "": "api checkpoints config",  # graphengine/__init__.py
     "report": f"{_API} api prompts",
     **dict.fromkeys(("verify", "measure", "doctor"), _TOOLS),
     **dict.fromkeys(("cli", "__main__"), f"{_TOOLS} verify measure doctor cli"),

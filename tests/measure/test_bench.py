@@ -127,12 +127,14 @@ def test_bytes_of_the_8b_preset_by_hand() -> None:
 
 
 def test_what_a_case_counts(pair: tuple[Path, Path]) -> None:
-    """Bug: a step more or less than --warmup is left out, or the K/V of one request alone is
-    read."""
+    """Bug: a step more or less than --warmup is left out, or than --num-iters timed, or the K/V of
+    one request alone is read."""
     with Engine.from_pretrained(*pair, buckets=(2,), device="cpu") as engine:
-        every = run_case(engine, case(num_iters=1), lambda count: None)
+        every = run_case(engine, case(num_iters=4), lambda count: None)
+        three = run_case(engine, case(num_iters=3), lambda count: None)
         later = run_case(engine, case(num_iters=1, warmup=3), lambda count: None)
-        assert len(later.step_ms) == len(every.step_ms) - 3
+        assert [len(each.step_ms) for each in (every, three, later)] == [4, 3, 1]
+        assert every.context_tokens == three.context_tokens + later.context_tokens
         kv = 2 * every.mean_context_tokens * token_bytes(engine.built)
         assert every.step_bytes == pytest.approx(weight_bytes(engine.built, 2) + kv)
     for step_ms, host_ms in zip(every.step_ms, every.host_ms, strict=True):
@@ -152,7 +154,7 @@ def test_context_is_what_the_step_attended_over(pair: tuple[Path, Path], draftin
         simulate_acceptance=4.0 if drafting else None,
         fallback=False,
     ) as engine:
-        found = run_case(engine, case(num_iters=1, output_len=40), lambda count: None)
+        found = run_case(engine, case(num_iters=6, output_len=40), lambda count: None)
     length = 4 if drafting else 1
     assert found.mean_acceptance_length == length
     # The first step stands at the prompt's 8 tokens; timed are the second one and those behind it.

@@ -18,12 +18,13 @@ from click.testing import CliRunner
 
 from graphengine.checkpoints.hub import TINY_DRAFT, TINY_TARGET
 from graphengine.cli import main as cli
+from graphengine.config.options import Options
 from graphengine.decode import segments
 from graphengine.kernels import accept
 from graphengine.models import layers
 from graphengine.startup import artifact
 from graphengine.startup.build import read_configs
-from graphengine.startup.options import Options, resolve_options
+from graphengine.startup.options import resolve_options
 
 ROOT = Path(__file__).resolve().parents[2]
 PARTS = {"torch": "2.13.0", "device": "cuda", "gpu": "NVIDIA H200", "machine": "x86_64"}

@@ -19,13 +19,14 @@ from graphengine.api import Engine
 from graphengine.cli.main import main
 from graphengine.config.bytesize import format_bytes, parse_bytes
 from graphengine.config.engine import EngineConfig
+from graphengine.config.options import Options
 from graphengine.decode.kvcache import PageAllocator, pages_for
 from graphengine.decode.sampling import Controls, Sampling, sample_rows
 from graphengine.drafters.dflash import DFlash
 from graphengine.startup import memory
 from graphengine.startup.build import read_configs
 from graphengine.startup.memory import GPU_MARGIN_BYTES, DeviceMemory, MemoryPlan, plan_memory
-from graphengine.startup.options import Options, resolve_options
+from graphengine.startup.options import resolve_options
 from graphengine.startup.workspace import SAMPLED_ROW_BYTES
 from tests.support.checkpoints import as_speculators, make_drafter, make_target
 from tests.support.dflash_reference import load_target, plain_generate

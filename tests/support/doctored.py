@@ -12,10 +12,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from graphengine.api import Engine
+from graphengine.config.options import Options
 from graphengine.doctor.doctor import Examination, examine
 from graphengine.doctor.findings import Finding
 from graphengine.doctor.host import read_host
-from graphengine.startup.options import Options
 from tests.support.checkpoints import edit_config, make_drafter, make_target
 
 OPTIONS = Options(buckets=(1, 2), max_model_len=64, device="cpu")

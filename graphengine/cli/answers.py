@@ -1,0 +1,352 @@
+"""What `graphengine run` does once its options are read: load, answer, report.
+
+Three ways to answer, one per situation: one conversation streams to stdout, several run in one
+batch and are printed in order, a terminal without prompts chats. Invariant: stdout carries
+generated text alone, or with `as_json` exactly one JSON object; notes, progress and tables go to
+stderr and vanish with `quiet`, where only what failed is named.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+import warnings
+from collections.abc import Callable, Generator, Iterator
+from contextlib import closing, contextmanager, suppress
+from dataclasses import dataclass
+from typing import Any, cast
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from graphengine import names, report
+from graphengine.api import Chunk, Engine, GenerationResult, Prompt, PromptError
+from graphengine.checkpoints.tokenizer import Message
+from graphengine.config.options import SamplingParams
+from graphengine.decode.guards import EngineWarning
+from graphengine.prompts import Conversation
+from graphengine.report import Answer
+from graphengine.startup.artifact import Store, engine_parts, nearest
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """One run of the command. `conversations`: turns of each; None chats on the terminal.
+
+    `options` are keyword arguments of `Engine.from_pretrained`; `args` is what was typed, for JSON;
+    `store` is where compiled code is kept.
+    """
+
+    model: str
+    draft: str | None
+    conversations: list[Conversation] | None
+    sampling: SamplingParams
+    as_json: bool
+    quiet: bool
+    nvtx: bool
+    options: dict[str, Any]
+    args: dict[str, Any]
+    note: str | None = None
+    store: Store | None = None
+
+
+def run(job: Job, started_s: float) -> int:
+    """Loads the pair, answers everything and reports.
+
+    Args:
+        started_s: when the command began, by `time.perf_counter`.
+
+    Returns:
+        How many answers ended in an error.
+
+    Raises:
+        ValueError: something that cannot run, with the remedy.
+        KeyboardInterrupt: Ctrl-C anywhere but in an answer of the chat; SystemExit: a signal to
+            end. As after a failure of the device, answers that were finished are reported first.
+    """
+    import_s = time.perf_counter() - started_s
+    console = report.stderr_console(job.quiet)
+    if job.nvtx and not names.enable():
+        raise ValueError("--nvtx: the nvtx package is missing; install nvtx")
+    with _shown_warnings(console) as texts, _load(job, console) as engine:
+        ready_s = time.perf_counter() - started_s
+        report.print_heading(console, job.model, job.draft, engine.config)
+        report.print_memory_plan(console, engine.memory_plan)
+        for note in [job.note, *_cache_notes(job, engine)]:
+            if note:
+                report.print_note(console, note)
+        began = time.perf_counter()
+        answers: list[Answer] = []
+        stopped: KeyboardInterrupt | RuntimeError | SystemExit | None = None
+        try:
+            if job.conversations is None:
+                _chat(engine, job, console, answers)
+            elif len(job.conversations) == 1 and not job.as_json:
+                _stream(engine, job, job.conversations, answers)
+            else:
+                _batch(engine, job, job.conversations, console, answers)
+        except (KeyboardInterrupt, RuntimeError, SystemExit) as error:
+            if not answers:
+                raise
+            stopped = error
+        generate_s = time.perf_counter() - began
+        if job.conversations is None:  # a user's thinking and typing is nobody's throughput
+            generate_s = sum(a.result.metrics.ttft_ms + a.result.metrics.decode_ms for a in answers)
+            generate_s /= 1e3
+        startup = report.startup_seconds(import_s, ready_s, engine.startup, answers)
+        report.print_tables(
+            console,
+            startup,
+            engine.startup,
+            answers,
+            generate_s,
+            cache=job.store.segments if job.store else None,
+            built_late_s=engine.built.loop.first.built_late_s,
+        )
+        report.print_failures(answers)
+        if job.as_json:
+            values = report.json_object(
+                args=job.args,
+                model=job.model,
+                draft=job.draft,
+                config=engine.config,
+                startup_s=startup,
+                startup=engine.startup,
+                plan=engine.memory_plan,
+                answers=answers,
+                generate_s=generate_s,
+                built_late_s=engine.built.loop.first.built_late_s,
+                warnings=texts,
+                is_complete=stopped is None,
+            )
+            _write(json.dumps(values) + "\n")
+        if stopped is not None:
+            raise stopped
+    return sum(answer.result.finish_reason == "error" for answer in answers)
+
+
+@contextmanager
+def _shown_warnings(console: Console) -> Iterator[list[str]]:
+    """Our own warnings as lines on stderr, where Python would add a file and a source line; gives
+    their texts."""
+    texts: list[str] = []
+    with warnings.catch_warnings():
+        warnings.simplefilter("always", EngineWarning)
+        others = warnings.showwarning
+
+        def show(message: Warning | str, category: type[Warning], *rest: Any) -> None:
+            if not issubclass(category, EngineWarning):
+                others(message, category, *rest)
+                return
+            texts.append(str(message))
+            report.print_warning(console, str(message))
+
+        warnings.showwarning = show
+        yield texts
+
+
+def _load(job: Job, console: Console) -> Engine:
+    def build(progress: Callable[[str, float], None]) -> Engine:
+        return Engine.from_pretrained(job.model, job.draft, progress=progress, **job.options)
+
+    if not console.is_terminal or job.quiet:
+        return build(lambda what, share: None)
+    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True) as bar:
+        task = bar.add_task("loading", total=None)
+
+        def show(what: str, share: float) -> None:
+            bar.update(task, description=what, total=1.0 if share else None, completed=share)
+
+        return build(show)
+
+
+def _cache_notes(job: Job, engine: Engine) -> list[str]:
+    """What the store says, and why code was compiled although some had been ahead."""
+    if job.store is None:
+        return []
+    notes, built = list(job.store.notes), engine.built
+    if built.startup.num_compiled:
+        apart = nearest(job.store.folder, engine_parts(built.config, built.target, built.draft))
+        if apart:
+            notes.append("compiled anew, what was compiled ahead differs: " + "; ".join(apart))
+    return notes
+
+
+def _write(text: str) -> None:
+    """Text to stdout at once; what its encoding cannot hold (a Latin-1 locale) is escaped."""
+    encoding = sys.stdout.encoding or "utf-8"
+    sys.stdout.write(text.encode(encoding, "backslashreplace").decode(encoding))
+    sys.stdout.flush()
+
+
+def _chunks(
+    engine: Engine, job: Job, prompts: list[Prompt]
+) -> closing[Generator[Chunk, None, None]]:
+    """The batch's chunks; leaving the `with` cancels what is unfinished, whatever the reason."""
+    chunks = engine.stream_many(prompts, job.sampling)
+    return closing(cast("Generator[Chunk, None, None]", chunks))
+
+
+def _answer(
+    engine: Engine,
+    job: Job,
+    conversations: list[Conversation],
+    on_chunk: Callable[[Chunk], None],
+    answers: list[Answer],
+) -> None:
+    """Answers all conversations: a turn of each is one batch, answers are fed back in between.
+
+    A later turn that cannot be asked, since the conversation has outgrown the context, ends its
+    conversation with an error and costs nobody an answer.
+
+    Mutates: answers, in the order in which they end.
+    """
+    histories: list[list[Message]] = [[] for _ in conversations]
+    active = list(range(len(conversations)))
+    for turn in range(max(map(len, conversations))):
+        active = [i for i in active if turn < len(conversations[i])]
+        prompts: list[Prompt] = []
+        for i in active:
+            prompt = conversations[i][turn]
+            if isinstance(prompt, str) and not job.sampling.raw:
+                histories[i].append({"role": "user", "content": prompt})
+                prompts.append(list(histories[i]))
+            else:
+                prompts.append(prompt)
+        started = None
+        while prompts and started is None:
+            try:
+                started = _chunks(engine, job, prompts)
+            except PromptError as error:
+                if turn == 0:  # nothing has been answered
+                    raise
+                i = active.pop(error.index)
+                prompts.pop(error.index)
+                asked = conversations[i][turn]
+                answers.append(report.refused(i, turn, asked, error.reason))
+        if started is None:
+            break
+        with started as chunks:
+            for chunk in chunks:
+                on_chunk(chunk)
+                if chunk.result is not None:
+                    i = active[chunk.index]
+                    histories[i].append({"role": "assistant", "content": chunk.result.text})
+                    answers.append(Answer(i, turn, conversations[i][turn], chunk.result))
+
+
+def _stream(
+    engine: Engine, job: Job, conversations: list[Conversation], answers: list[Answer]
+) -> None:
+    """One conversation: text is out as soon as it is decoded; each answer ends its line."""
+
+    def on_chunk(chunk: Chunk) -> None:
+        ends = chunk.result is not None and not chunk.result.text.endswith("\n")
+        if chunk.text or ends:
+            _write(chunk.text + ("\n" if ends else ""))
+
+    _answer(engine, job, conversations, on_chunk, answers)
+
+
+def _batch(
+    engine: Engine,
+    job: Job,
+    conversations: list[Conversation],
+    console: Console,
+    answers: list[Answer],
+) -> None:
+    """Several conversations: a bar while they run, then `[i] text`, numbered from 1; what is
+    finished is printed although the rest was stopped."""
+    columns = (
+        TextColumn("answering"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[num_tokens]} tokens"),
+        TimeElapsedColumn(),
+    )
+    num_tokens = 0
+    # A bar in a file is noise.
+    off = not console.is_terminal or job.quiet
+    with Progress(*columns, console=console, transient=True, disable=off) as bar:
+        task = bar.add_task("", total=sum(map(len, conversations)), num_tokens=0)
+
+        def on_chunk(chunk: Chunk) -> None:
+            nonlocal num_tokens
+            num_tokens += len(chunk.token_ids)
+            bar.update(task, advance=chunk.result is not None, num_tokens=num_tokens)
+
+        try:
+            _answer(engine, job, conversations, on_chunk, answers)
+        finally:
+            bar.stop()
+            answers.sort(key=lambda answer: (answer.index, answer.turn))
+            if not job.as_json:
+                for label, answer in zip(report.labels(answers), answers, strict=True):
+                    _write(f"[{label}] {answer.result.text.rstrip()}\n")
+
+
+def _chat(engine: Engine, job: Job, console: Console, answers: list[Answer]) -> None:
+    """A chat on the terminal. With `raw`, each line is continued by itself."""
+    with suppress(ImportError):
+        import readline  # noqa: F401  (gives `input` line editing and a history)
+    report.print_note(
+        console, "/reset forgets the chat, /quit or Ctrl-D ends, Ctrl-C stops answers"
+    )
+    history: list[Message] = []
+    while True:
+        try:
+            line = _ask(job.quiet)
+        except EOFError:
+            break
+        except KeyboardInterrupt:
+            report.print_note(console, "\n/quit or Ctrl-D ends the chat")
+            continue
+        command = line.strip()
+        if command == "/quit":
+            break
+        if command == "/reset":
+            history.clear()
+            report.print_note(console, "the chat is forgotten")
+        elif command.startswith("/") and " " not in command:
+            report.print_note(console, f"{command} is no command; there are /reset and /quit")
+        elif command:
+            asked: Message = {"role": "user", "content": line}
+            text, result = _reply(
+                engine, job, console, line if job.sampling.raw else [*history, asked]
+            )
+            if result is not None:
+                answers.append(Answer(len(answers), 0, line, result))
+                report.print_answer_line(console, result)
+            if text and not job.sampling.raw:
+                history += [asked, {"role": "assistant", "content": text}]
+
+
+def _ask(quiet: bool) -> str:
+    if sys.stdout.isatty():
+        return input("" if quiet else "> ")
+    if not quiet:
+        sys.stderr.write("> ")
+        sys.stderr.flush()
+    return input()
+
+
+def _reply(
+    engine: Engine, job: Job, console: Console, prompt: Prompt
+) -> tuple[str, GenerationResult | None]:
+    """Streams an answer; (text so far, result or None when it was stopped or refused)."""
+    text, result = "", None
+    try:
+        with _chunks(engine, job, [prompt]) as chunks:
+            for chunk in chunks:
+                text, result = text + chunk.text, chunk.result
+                _write(chunk.text)
+    except KeyboardInterrupt:
+        report.print_note(console, "\nstopped")
+    except ValueError as error:  # most likely the chat has outgrown the context
+        report.print_note(console, f"{error} (/reset starts over)")
+        return "", None
+    if result is not None and not text.endswith("\n"):
+        _write("\n")
+    return text, result

@@ -1,0 +1,97 @@
+"""Where a command's compiled code lies: every compiler is pointed at this platform's folder.
+
+Environment variables are read here and nowhere else; those of the compilers also by artifact.py.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from graphengine.cli.options import Refusal
+
+if TYPE_CHECKING:
+    from graphengine.startup.artifact import Store
+
+INDUCTOR_FOLDER = "TORCHINDUCTOR_CACHE_DIR"
+# Where each compiler keeps its code -> its folder in an artifact.
+_CACHE_VARIABLES = {
+    INDUCTOR_FOLDER: "inductor",
+    "TRITON_CACHE_DIR": "triton",
+    "FLASHINFER_WORKSPACE_BASE": "flashinfer",
+}
+
+
+def _cache_root() -> Path | None:
+    """Where compiled code of every platform is kept; None: nowhere."""
+    named = os.environ.get("GRAPHENGINE_CACHE")
+    try:
+        base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+        root = Path(f"{base}/graphengine" if named is None else named).expanduser().absolute()
+        return root if named != "" and _can_write(root) else None
+    except (OSError, RuntimeError):  # not allowed to look, or no home directory
+        return None
+
+
+def _can_write(folder: Path) -> bool:
+    """Whether it is, or can become, a folder to write in. Raises: OSError: not allowed to look."""
+    existing = next(path for path in (folder, *folder.parents) if path.exists())
+    return existing.is_dir() and os.access(existing, os.W_OK)
+
+
+def _all_can_be_written(folder: Path) -> bool:
+    """Another user may have made a part of it."""
+    try:
+        return all(_can_write(folder / part) for part in ("", *_CACHE_VARIABLES.values()))
+    except OSError:
+        return False
+
+
+@contextmanager
+def compiled_code(device: str, artifact: Path | None) -> Iterator[Store | None]:
+    """Points every compiler at this platform's folder while a command runs.
+
+    The folder lies below GRAPHENGINE_CACHE, by default ~/.cache/graphengine; an empty value, or a
+    place that cannot be written, leaves the compilers' own defaults (None). What the user has set
+    for one compiler stays.
+    """
+    from graphengine.startup import artifact as artifacts
+
+    root = _cache_root()
+    store = root and artifacts.store(root, artifacts.platform_parts(device))
+    if store is not None and not _all_can_be_written(store.folder):
+        click.echo(f"note: {store.folder} cannot be written and is not used", err=True)
+        store = None
+    if store is None:
+        if artifact is not None:
+            raise Refusal(
+                f"--artifact {artifact} needs a folder to be unpacked in; set GRAPHENGINE_CACHE "
+                "to one that can be written"
+            )
+        yield None
+        return
+    if artifact is not None:
+        try:
+            found = artifacts.unpack(artifact, store)
+        except ValueError as error:
+            raise Refusal(str(error)) from error
+        if found:
+            store.notes.append(
+                f"{artifact} does not fit and is not used; compiling anew. " + "; ".join(found)
+            )
+    ours = {name: str(store.folder / part) for name, part in _CACHE_VARIABLES.items()}
+    ours |= artifacts.compiler_files()
+    if (elsewhere := os.environ.get(INDUCTOR_FOLDER)) is not None:
+        store = store._replace(segments=elsewhere)
+    ours = {name: value for name, value in ours.items() if name not in os.environ}
+    os.environ.update(ours)
+    try:
+        yield store
+    finally:
+        for name in ours:
+            os.environ.pop(name, None)

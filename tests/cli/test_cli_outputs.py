@@ -1,0 +1,139 @@
+"""What commands leave behind, and what they refuse before they begin."""
+
+import json
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from graphengine.checkpoints import weights
+from graphengine.checkpoints.pairs import read_json
+from graphengine.cli.main import main
+from graphengine.prompts import read_prompt_file
+from tests.support.command_line import ENV, Run, refused, shell, streaming
+
+SMALL = ["--bucket", "1", "--device", "cpu"]
+BENCH = [*SMALL, "--num-iters", "2", "--warmup", "0", "--output-len", "16", "--input-len", "4"]
+
+
+@pytest.mark.parametrize(
+    ("command", "args"),
+    [
+        ("bench", [*BENCH, "--plot", "step.svg"]),
+        ("verify", [*SMALL, "--max-new-tokens", "4", "--prompt-file", "one.jsonl"]),
+        ("profile", ["--device", "cpu", "--num-steps", "2", "--warmup", "1", "--plot", "step.svg"]),
+    ],
+)
+def test_one_place_that_fails_costs_no_other(
+    target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str, args: list[str]
+) -> None:
+    """Bug: minutes of measuring are lost, JSON and picture too, since one file cannot be written:
+    the disk was full."""
+    monkeypatch.chdir(tmp_path)
+    Path("one.jsonl").write_text('{"prompt": "a"}\n')
+    where = [command, str(target), "--draft", "none", *args, "--output-json", "/dev/full"]
+    done = CliRunner().invoke(main, [*where, "--json"])
+    assert done.exit_code != 0
+    assert "/dev/full" in done.stderr and "No space left" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert json.loads(done.stdout)["numbers"]
+    assert Path("step.svg").exists() == ("step.svg" in args)
+
+
+def test_steps_are_as_many_as_asked_for(target: Path) -> None:
+    """Bug: `bench --num-iters 5` times the whole first round, 499 steps."""
+    args = ["bench", str(target), "--draft", "none", *SMALL, "--input-len", "4", "--json"]
+    done = CliRunner().invoke(main, [*args, "--num-iters", "5", "--output-len", "200"])
+    assert done.exit_code == 0, done.output
+    (mode,) = [v for k, v in json.loads(done.stdout)["numbers"].items() if k.startswith("none")]
+    assert mode["bucket_1_input_4"]["num_steps"] == 5
+
+
+def test_results_say_every_option(target: Path, draft: Path) -> None:
+    """Bug: what a number was measured with is not in its result: the page size, the fallback."""
+    args = ["bench", str(target), "--draft", str(draft), *BENCH, "--page-size", "8", "--json"]
+    config = json.loads(CliRunner().invoke(main, args).stdout)["config"]
+    (mode,) = config["modes"].values()
+    assert mode["page_size"] == config["options"]["page_size"] == 8
+    assert mode["dtype"] == "float32" and mode["fallback"] is False
+
+
+@pytest.mark.parametrize(
+    ("args", "parts"),
+    [
+        (["verify", "--top-k", "5"], ["top_k 5", "temperature above 0"]),
+        (["verify", "--top-p", "0.5"], ["top_p 0.5", "temperature above 0"]),
+        (["bench", "--draft", "none", "--simulate-acceptance", "3"], ["needs a drafter"]),
+        (["profile", "--draft", "none", "--simulate-acceptance", "3"], ["needs a drafter"]),
+        (["graphs", "--draft", "none", "--draft-quantization", "fp8"], ["needs a drafter"]),
+    ],
+)
+def test_what_would_change_nothing(args: list[str], parts: list[str]) -> None:
+    """Bug: an option that means nothing here is taken in silence and read as if it did."""
+    refused(CliRunner().invoke(main, [*args, "--device", "cpu"]), *parts)
+
+
+@pytest.mark.parametrize("key", ["max_new_tokens", "system"])
+def test_unknown_keys_of_a_prompt_file(tmp_path: Path, key: str) -> None:
+    """Bug: a line asks for 5 tokens, and gets 256, since nobody reads that key."""
+    path = tmp_path / "prompts.jsonl"
+    path.write_text(json.dumps({"prompt": "a", key: 5}))
+    with pytest.raises(ValueError, match=r"line 1.*no other key"):
+        read_prompt_file(path)
+
+
+def test_an_artifact_without_code(tmp_path: Path, target: Path) -> None:
+    """Bug: with torch's caches off `compile --output` packs an artifact without code, and says that
+    it was written."""
+    env = ENV | {"GRAPHENGINE_CACHE": str(tmp_path), "TORCHINDUCTOR_FORCE_DISABLE_CACHES": "1"}
+    packed = tmp_path / "a.tar.gz"
+    done = shell("compile", str(target), "--draft", "none", "--output", str(packed), env=env)
+    assert done.returncode == 2, done.stderr
+    assert "TORCHINDUCTOR_FORCE_DISABLE_CACHES" in done.stderr and not packed.exists()
+
+
+def test_unreadable_is_not_damaged(
+    target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bug: a file of another user is called damaged, and 16 GB are fetched again."""
+
+    def fail(*args: Any, **kwargs: Any) -> Any:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(weights, "safe_open", fail)
+    monkeypatch.setattr("os.access", lambda *args: False)
+    with pytest.raises(ValueError, match="no permission"):
+        weights.read_headers(target)
+    monkeypatch.setattr(Path, "read_text", fail)
+    with pytest.raises(ValueError, match=r"Permission denied.*make it readable"):
+        read_json(tmp_path / "config.json")
+
+
+def test_no_place_for_a_cache(cli: Run) -> None:
+    """Bug: HOME or a cache at a place that cannot be made ends `run` without a remedy."""
+    done = cli("--prompt", "x", "--compile", env={"GRAPHENGINE_CACHE": "/proc/graphengine"})
+    assert done.exit_code == 0 or "GRAPHENGINE_CACHE" in done.stderr, done.output
+    assert "Traceback" not in done.output
+
+
+def test_terminated(target: Path) -> None:
+    """Bug: SIGTERM, which a job's time limit sends, throws away what had been answered; only Ctrl-C
+    was heeded."""
+    args = ["run", str(target), "--bucket", "1", "--ignore-eos", "--max-new-tokens", "8000"]
+    with streaming(*args, "--prompt", "x") as process:
+        assert process.stdout is not None and process.stderr is not None
+        process.send_signal(signal.SIGTERM)
+        process.stdout.read()
+        errors = process.stderr.read().decode()
+        assert process.wait() == 143
+    assert "Traceback" not in errors
+
+
+def test_the_start_is_explained(cli: Run) -> None:
+    """Bug: on a slow host the rows of the start-up table leave seconds out."""
+    startup = json.loads(cli("--prompt", "x", "--max-new-tokens", "1", "--json").stdout)["startup"]
+    assert startup["other_s"] >= 0
+    rows = [v for k, v in startup.items() if k.endswith("_s") and k != "total_s"]
+    assert startup["total_s"] == pytest.approx(sum(v for v in rows if isinstance(v, float)))

@@ -1,0 +1,121 @@
+"""One declaration of an option: what the command line, the API and a run's record say is one."""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass, fields
+from typing import Any
+
+import click
+import pytest
+from click.testing import CliRunner
+
+from graphengine.api import Engine
+from graphengine.cli import options as shared
+from graphengine.cli.main import main
+from graphengine.config import options as module
+from graphengine.config.engine import EngineConfig
+from graphengine.config.options import (
+    COMMANDS,
+    Options,
+    SamplingParams,
+    declarations,
+    made,
+    option,
+    spelled_out,
+)
+
+
+def test_help_and_signature_show_every_option() -> None:
+    """Bug: `help(Engine.from_pretrained)` ends in **options, or a default there is not the real."""
+    for function, kind in (
+        (Engine.from_pretrained, Options),
+        *((f, SamplingParams) for f in (Engine.generate, Engine.stream, Engine.stream_many)),
+    ):
+        shown = inspect.signature(function).parameters
+        assert not any(p.kind is p.VAR_KEYWORD for p in shown.values())
+        for name, declared in declarations(kind).items():
+            assert shown[name].default == declared.default == getattr(kind(), name)
+    for name, declared in declarations(Options).items():
+        assert declared.text.split()[0] in (Engine.from_pretrained.__doc__ or "")
+        assert f"{name}: " in (Engine.from_pretrained.__doc__ or "")
+    assert "{options}" not in f"{Engine.from_pretrained.__doc__}{Engine.generate.__doc__}"
+
+
+def test_every_option_is_in_a_result() -> None:
+    """Bug: an option is asked for and the JSON of a run does not say what it was."""
+    assert {f.name for f in fields(Options)} <= {f.name for f in fields(EngineConfig)}
+
+
+def test_unknown_names() -> None:
+    """Bug: a misspelt option is ignored, or refused without the right name."""
+    with pytest.raises(TypeError, match="bucket is no option; did you mean buckets"):
+        made(Options, {"bucket": (1,)})
+    with pytest.raises(TypeError, match="there are buckets, graph_mode"):
+        made(Options, {"zzz": 1})
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"page_size": True}, "page_size is True; expected an integer from 1 up"),
+        ({"gpu_memory_utilization": float("nan")}, "is nan; expected a number 0 < x <= 1"),
+        ({"device": "tpu"}, "device is 'tpu'; expected one of auto, cpu, cuda"),
+        ({"kv_cache_memory": "lots"}, "is no size in bytes"),
+    ],
+)
+def test_ranges(given: dict[str, Any], message: str) -> None:
+    """Bug: a value out of its range passes, since NaN is in every range and True an integer."""
+    with pytest.raises(ValueError, match=message):
+        Options(**given)
+    assert Options(kv_cache_memory="2GiB").kv_cache_memory == 2 << 30  # type: ignore[arg-type]
+    assert Options(buckets=[4, 2]).buckets == (4, 2)  # type: ignore[arg-type]
+
+
+def test_the_next_option_is_declared_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: an option needs its name, range, help and default written down in a second place."""
+
+    @dataclass(frozen=True, slots=True, kw_only=True)
+    class More(Options):
+        depth: int = option(3, "How deep.", low=1, high=9, auto="three", commands=COMMANDS)
+
+    @click.command()
+    @shared.declared("verify", More)
+    def command(**asked: Any) -> None:
+        click.echo(made(More, shared.taken(asked, More)).depth)
+
+    @spelled_out(More)
+    def load(**asked: Any) -> int:
+        """Loads.
+
+        {options}
+        """
+        return made(More, asked).depth
+
+    run = CliRunner().invoke
+    assert run(command, ["--depth", "5"]).output == "5\n"
+    assert run(command, []).output == "3\n"
+    assert "depth is 12; expected a number" not in run(command, ["--depth", "12"]).output
+    assert "depth is 12; expected an integer 1 <= x <= 9" in run(command, ["--depth", "12"]).output
+    assert "How deep.  [default: three]" in run(command, ["--help"]).output
+    assert inspect.signature(load).parameters["depth"].default == load() == 3
+    assert declarations(More)["depth"].arguments(4) == ["--depth", "4"]
+
+
+def test_arguments_are_read_back() -> None:
+    """Bug: what a command hands to its child is not what it was given."""
+    command = main.commands["doctor"]
+    given = {"buckets": (1, 2), "compile": False, "page_size": 4, "graph_mode": "none"}
+    typed = [
+        part
+        for name, value in given.items()
+        for part in declarations(Options)[name].arguments(value)
+    ]
+    values, rest, _ = command.make_parser(click.Context(command)).parse_args(typed)
+    context = click.Context(command)
+    for name, value in given.items():
+        (param,) = [p for p in command.params if p.name == name]
+        assert param.type_cast_value(context, values[name]) == value
+    assert rest == [] and module.without_drafter({"simulate_acceptance": 3, "dtype": "auto"}) == {
+        "dtype": "auto"
+    }

@@ -21,8 +21,8 @@ import torch
 from graphengine import names
 from graphengine.capture.compile import CacheCounts, cache_counts, prepare_inductor
 from graphengine.checkpoints.hub import PRESETS, resolve
-from graphengine.checkpoints.pairs import named_pair, read_json
-from graphengine.checkpoints.tokenizer import Tokenizer
+from graphengine.checkpoints.pairs import named_pair, read_json, read_stop_ids
+from graphengine.checkpoints.tokenizer import Tokenizer, load_tokenizer
 from graphengine.checkpoints.weights import (
     Checkpoint,
     RandomSource,
@@ -38,7 +38,6 @@ from graphengine.config.draft_formats import parse_draft
 from graphengine.config.draft_length import longest_draft
 from graphengine.config.engine import EngineConfig
 from graphengine.config.model import ModelConfig
-from graphengine.config.values import token_ids
 from graphengine.decode.attention import compile_flashinfer_ahead
 from graphengine.decode.buckets import BucketBuilder, prefill_attention
 from graphengine.decode.compile_ahead import shortened
@@ -131,18 +130,14 @@ def build(
     device = torch.device(config.device)
     dtype = getattr(torch, config.dtype)
     block = draft_config.num_verify_rows if draft_config else 1
-    tokenizer = Tokenizer(target_dir) if Tokenizer.exists(target_dir) else None
+    stop_ids, _ = read_stop_ids(target_dir, target_config)
+    tokenizer = load_tokenizer(target_dir, target_config, stop_ids)
     is_dummy = options.load_format != "auto"
     if tokenizer is None and not is_dummy:
         remedy = "fetch the whole model directory"
         if target_dir.parent == PRESETS:
             remedy = "a preset has shapes alone; pass a hub id (owner/name), or --load-format dummy"
         raise ValueError(f"{target_dir}: no tokenizer.json; {remedy}")
-    if tokenizer is not None and len(tokenizer) > target_config.vocab_size:
-        raise ValueError(
-            f"{target_dir}: the tokenizer has {len(tokenizer)} tokens, the embedding "
-            f"{target_config.vocab_size} rows; they belong to different models"
-        )
 
     flashinfer_imported = None
     if config.device == "cuda":
@@ -285,7 +280,7 @@ def build(
         target=target_config,
         draft=draft_config,
         tokenizer=tokenizer,
-        stop_ids=_stop_ids(target_dir, target_config),
+        stop_ids=frozenset(stop_ids),
         loop=loop,
         startup=startup,
         memory_plan=plan,
@@ -346,14 +341,3 @@ def _built_ahead(options: Options, buckets: tuple[int, ...]) -> tuple[int, ...]:
     if not options.lazy_capture:
         return buckets
     return (next((size for size in buckets if size >= options.first_batch), buckets[-1]),)
-
-
-def _stop_ids(directory: Path, config: ModelConfig) -> frozenset[int]:
-    """generation_config.json's end tokens; config.json's where it names none."""
-    path = directory / "generation_config.json"
-    if path.is_file():
-        values, source = read_json(path)
-        ids = token_ids(values.get("eos_token_id"), "eos_token_id", source)
-        if ids:
-            return frozenset(ids)
-    return frozenset(config.eos_token_ids)

@@ -14,12 +14,14 @@ import importlib
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from typing import Any, NamedTuple
 from weakref import WeakSet
 
 import torch
 
 from graphengine.capture import precompiled
+from graphengine.capture.cache_folder import drop_damaged
 
 # Specialisations of one function: (buckets + plain decode) x (target, drafter) x engines.
 RECOMPILE_LIMIT = 512
@@ -70,7 +72,12 @@ class Segment:
         options["guard_filter_fn"] = torch.compiler.skip_all_guards_unsafe
         ahead: Any = torch.compile(self._function, fullgraph=True, dynamic=False, options=options)
         try:
-            compiled = ahead.aot_compile((arguments, {}))
+            try:
+                compiled = ahead.aot_compile((arguments, {}))
+            except Exception:
+                if not drop_damaged(precompiled.folder(), headers=True):
+                    raise
+                compiled = ahead.aot_compile((arguments, {}))
         except Exception as error:  # torch cannot, or a fault that it tells better when called
             name = self._function.__qualname__
             reason = str(error).partition("\n")[0]
@@ -94,6 +101,8 @@ def compile_segments(functions: Iterable[Callable[..., Any]]) -> list[Callable[.
     for limit in ("recompile_limit", "accumulated_recompile_limit"):
         setattr(dynamo, limit, max(getattr(dynamo, limit), RECOMPILE_LIMIT))
     compilers = precompiled.compilers(OPTIONS)
+    with suppress(OSError):  # before one is loaded: of some damage a process dies
+        drop_damaged(precompiled.folder())
     return _read([Segment(function, compilers) for function in functions])
 
 

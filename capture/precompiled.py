@@ -5,7 +5,8 @@ segments took 4.3 s of a start of 8.7 that way (8B pair with FP8 drafter, bucket
 Here a file's name is a hash of what tracing would have read: the functions and tables that are
 loaded, the arguments' layout, torch's state, and what compiles them.
 
-Trust: the files hold machine code and pickles, as Inductor's own cache beside them does.
+Trust: the files hold machine code and pickles, as Inductor's own cache beside them does. None is
+read that another user may have written.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import io
 import json
 import logging
 import platform
+import stat
 import sys
 import types
 import uuid
@@ -28,6 +30,8 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
+
+from graphengine.capture.cache_folder import others_can_write
 
 FOLDER = "segments"  # below Inductor's
 _DIGEST_BYTES = hashlib.sha256().digest_size  # in front of a file's content
@@ -44,6 +48,10 @@ def find(key: str, namespace: dict[str, Any]) -> Callable[..., Any] | None:
     path = None
     try:
         path = _path(key)
+        if not stat.S_ISREG(path.stat().st_mode):  # reading a pipe would never end
+            raise ValueError("it is no file")
+        if why := others_can_write(path):
+            raise ValueError(f"it {why}")
         kept = path.read_bytes()
         digest, content = kept[:_DIGEST_BYTES], kept[_DIGEST_BYTES:]
         if hashlib.sha256(content).digest() != digest:  # torch aborts on some damage
@@ -89,9 +97,14 @@ def _line(error: Exception) -> str:
 
 
 def _path(key: str) -> Path:
+    return folder() / FOLDER / f"{_hash(key)}.bin"
+
+
+def folder() -> Path:
+    """Inductor's."""
     from torch._inductor.runtime.cache_dir_utils import cache_dir
 
-    return Path(cache_dir()) / FOLDER / f"{_hash(key)}.bin"
+    return Path(cache_dir())
 
 
 # The user's own passes, which are in none of `compilers`' settings.
@@ -110,7 +123,9 @@ def are_kept() -> bool:
 
     switches = inductor.fx_graph_cache, functorch.enable_autograd_cache
     passes = (getattr(config, name, None) for config in (inductor, functorch) for name in _PASSES)
-    return all(switches) and not inductor.force_disable_caches and not any(passes)
+    if not all(switches) or inductor.force_disable_caches or any(passes):
+        return False
+    return others_can_write(folder()) is None and others_can_write(folder() / FOLDER) is None
 
 
 def _hash(text: str) -> str:

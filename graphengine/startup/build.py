@@ -55,7 +55,7 @@ from graphengine.drafters.none import NoDraft
 from graphengine.kernels.cache_keys import settle_cache_keys
 from graphengine.kernels.launch import load_driver
 from graphengine.models.layers import quantize_fp8
-from graphengine.startup.artifact import name_compilers_
+from graphengine.startup.artifact import name_compilers_, use_own_folder_
 from graphengine.startup.memory import MemoryPlan, device_memory, num_positions, plan_memory
 from graphengine.startup.options import Options, resolve_options
 from graphengine.startup.warmup import prompt_lengths, warm_up
@@ -148,6 +148,8 @@ def build(
         flashinfer_imported = compile_flashinfer_ahead(
             dtype, target_config, draft_config if decodes else None
         )
+    if config.compile:
+        use_own_folder_()
     compilers = _prepare_compilers(config, flashinfer_imported)
     plan = plan_memory(
         config,

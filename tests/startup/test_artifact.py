@@ -266,6 +266,10 @@ def damaged(kind: str, good: bytes, path: Path) -> None:
         tar_of(path, [first, (tarfile.TarInfo("inductor/../manifest.json"), b"x")])
     elif kind == "group":
         tar_of(path, [first, (tarfile.TarInfo("triton/__grp__x.json"), b"[1]")])
+    elif kind == "file for a folder":
+        tar_of(path, [first, (tarfile.TarInfo("inductor"), b"x")])
+    elif kind == "bomb":
+        tar_of(path, [first, (tarfile.TarInfo("inductor/x"), bytes(80 << 20))])
     elif kind == "link":
         link = tarfile.TarInfo("inductor/x")
         link.type, link.linkname = tarfile.SYMTYPE, "/etc/passwd"
@@ -283,6 +287,8 @@ def damaged(kind: str, good: bytes, path: Path) -> None:
         "deep manifest",
         "group",
         "aside",
+        "file for a folder",
+        "bomb",
     ],
 )
 def test_a_damaged_file_is_refused(tmp_path: Path, kind: str) -> None:

@@ -133,7 +133,7 @@ def _shape(model: ModelConfig) -> str:
 def _rope(name: str, rope: RopeConfig, head_dim: int) -> Finding:
     value = f"theta {rope.theta:.10g}, {head_dim} rotary dims of {head_dim}, "
     value += "not scaled" if rope.kind == "default" else f"{rope.kind} x {rope.factor:g}"
-    if rope.kind != "default":
+    if rope.original_max_position_embeddings:
         value += f" from {rope.original_max_position_embeddings} positions"
     if rope.amplitude != 1.0:
         value += f", amplitude {rope.amplitude:.5f}"

@@ -199,6 +199,7 @@ def build(
         elif draft_config is not None and drafter_weights is not None and vocabulary is not None:
             proposer = DFlash(
                 config=draft_config,
+                target=target,
                 weights=drafter_weights,
                 embed_VD=vocabulary.embed_VD,
                 lm_head_VD=vocabulary.lm_head_VD,

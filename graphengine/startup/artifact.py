@@ -56,7 +56,7 @@ MAX_MANIFEST_BYTES = 16 << 20  # thousands of entries
 MAX_SMALL_BYTES, MAX_RATIO = 64 << 20, 40  # unpacked; code shrinks to a third or a tenth
 _PACKAGES = ("torch", "triton", "flashinfer-python")
 # What decides which kernels there are, relative to the package.
-_CODE = ("kernels/*.py", "capture/*.py", "models/*.py", "segments.py", "forward.py", "attention.py")
+_CODE = ("kernels/*.py", "capture/*.py", "models/*.py", "decode/*.py")
 
 # What reading a damaged or hostile file raises.
 _DAMAGED = (OSError, EOFError, ValueError, RecursionError, tarfile.TarError, zlib.error)

@@ -216,3 +216,13 @@ def test_a_reason_is_never_empty(tmp_path: Path) -> None:
     (directory / "chat_template.jinja").write_text("{{ 'x' * 99999999999999 }}")
     with pytest.raises(ValueError, match=r"messages: \w+"):
         Tokenizer(directory).encode_chat([{"role": "user", "content": "hi"}])
+
+
+def test_a_lone_byte_before_end_tokens(tokenizer: Tokenizer) -> None:
+    """Bug: tokens without a text push a held byte out of what is decoded, and it is lost."""
+    end = tokenizer._hf.get_vocab()["<|im_end|>"]
+    for count in range(2 * CONTEXT):
+        ids = [*tokenizer.encode("a" * count), byte_tokens(tokenizer)[0xE4], *[end] * 3 * CONTEXT]
+        writer = Detokenizer(tokenizer)
+        text = "".join(writer.feed([token]) for token in ids)
+        assert text + writer.feed([], last=True) == tokenizer.decode(ids)

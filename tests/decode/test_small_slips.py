@@ -52,7 +52,9 @@ def test_the_head_sees_a_norm_with_its_own_eps(tmp_path: Path) -> None:
         for seed in range(8):
             sampling = Sampling(temperature=1.0, seed=seed)
             controls = Controls.upload([sampling], torch.device("cpu"))
-            (result,) = engine.generate(PROMPT, max_new_tokens=6, ignore_eos=True, temperature=1.0, seed=seed)
+            (result,) = engine.generate(
+                PROMPT, max_new_tokens=6, ignore_eos=True, temperature=1.0, seed=seed
+            )
             ids = [*PROMPT, *result.token_ids]
             logits = run_target(model, ids).logits
             for place in range(len(PROMPT) - 1, len(ids) - 1):

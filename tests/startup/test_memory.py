@@ -20,7 +20,6 @@ from graphengine.cli.main import main
 from graphengine.config.bytesize import format_bytes, parse_bytes
 from graphengine.config.draft import AttentionRule
 from graphengine.config.engine import EngineConfig
-from graphengine.decode.buffers import StepBuffers
 from graphengine.decode.kvcache import PageAllocator, pages_for
 from graphengine.decode.sampling import Controls, Sampling, sample_rows
 from graphengine.drafters.dflash import DFlash
@@ -590,8 +589,9 @@ def test_what_each_part_counts() -> None:
     more = plan(wide_draft, wide).activation_bytes - base.activation_bytes
     logits = 16 * 16 * 1024 * 2
     assert more == 2 * 2 * logits, "of draft and verify, warming up and captured"
-    for mode, graph in (("piecewise", GRAPH_BYTES), ("full", STEP_GRAPH_BYTES)):
-        one, two = (plan(graph_mode=mode, buckets=b).activation_bytes for b in ((16,), (15, 16)))
-        assert two - one >= graph
-    more = base.plain_decode_bytes - plan(max_model_len=1024).plain_decode_bytes
-    assert more >= 16 * (40944 - 1024) // ON_GPU.page_size * 4, "page tables of 16 rows"
+    for mode, graphs in (("piecewise", 41 * GRAPH_BYTES), ("full", STEP_GRAPH_BYTES)):
+        one, two = (plan(graph_mode=mode, buckets=b).activation_bytes for b in ((16,), (1, 16)))
+        assert two - one >= graphs
+    ours = {"attention_backend": "triton", "prefill_attention_backend": "triton"}
+    long, short = (plan(max_model_len=n, **ours).plain_decode_bytes for n in (40944, 1024))
+    assert long - short >= 16 * (40944 - 1024) // 16 * 4, "page tables of 16 rows"

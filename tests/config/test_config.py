@@ -373,7 +373,7 @@ def test_model_refusals(config: Json, name: str) -> None:
     keys, message = BAD_MODEL[name]
     if name == "layer-types-count" and config is DRAFTER:
         keys = {"layer_types": ["full_attention"] * 3}
-    if name == "sliding-window" and config is DRAFTER:
+    if name in ("sliding-window", "sliding-some") and config is DRAFTER:
         keys = {**keys, "layer_types": None}
     if name == "sliding-layers" and config is DRAFTER:
         keys = {"layer_types": ["sliding_attention"] * 5}  # without a sliding_window

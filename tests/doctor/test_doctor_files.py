@@ -119,7 +119,7 @@ DAMAGES: dict[str, tuple[Callable[[Path, Path], object], str]] = {
         "target.tokenizer",
     ),
     "another kind of model": (
-        lambda t, d: edit_config(t, lambda c: c | {"model_type": "llama"}),
+        lambda t, d: edit_config(t, lambda c: c | {"model_type": "mamba"}),
         "target.config",
     ),
     "no drafter": (lambda t, d: shutil.rmtree(d), "draft.directory"),

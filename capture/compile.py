@@ -13,12 +13,14 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from typing import Any, NamedTuple
 from weakref import WeakSet
 
 import torch
 
 from graphengine.capture import precompiled, torch_internals
+from graphengine.capture.cache_folder import drop_damaged
 
 # Specialisations of one function: (buckets + plain decode) x (target, drafter) x engines.
 RECOMPILE_LIMIT = 512
@@ -62,14 +64,19 @@ class Segment:
         if found is not None:
             return found
         jit = torch.compile(self._function, fullgraph=True, dynamic=False, options=OPTIONS)
-        if not torch_internals.caches_are_on():
+        if not precompiled.are_kept():
             return jit
         options = dict(OPTIONS)  # torch takes the next one out of what it is given
         # Of what guards would look at, the key has what can differ between calls of a segment.
         options["guard_filter_fn"] = torch.compiler.skip_all_guards_unsafe
         ahead: Any = torch.compile(self._function, fullgraph=True, dynamic=False, options=options)
         try:
-            compiled = torch_internals.compile_ahead_of_time(ahead, arguments)
+            try:
+                compiled = torch_internals.compile_ahead_of_time(ahead, arguments)
+            except Exception:
+                if not drop_damaged(torch_internals.cache_folder(), headers=True):
+                    raise
+                compiled = torch_internals.compile_ahead_of_time(ahead, arguments)
         except Exception as error:  # torch cannot, or a fault that it tells better when called
             name = self._function.__qualname__
             reason = str(error).partition("\n")[0]
@@ -90,6 +97,8 @@ def compile_segments(functions: Iterable[Callable[..., Any]]) -> list[Callable[.
     """
     torch_internals.set_up_dynamo(RECOMPILE_LIMIT)
     compilers = precompiled.compilers(OPTIONS)
+    with suppress(OSError):  # before one is loaded: of some damage a process dies
+        drop_damaged(torch_internals.cache_folder())
     return _read([Segment(function, compilers) for function in functions])
 
 

@@ -5,7 +5,8 @@ segments took 4.3 s of a start of 8.7 that way (8B pair with FP8 drafter, bucket
 Here a file's name is a hash of what tracing would have read: the functions and tables that are
 loaded, the arguments' layout, torch's state, and what compiles them.
 
-Trust: the files hold machine code and pickles, as Inductor's own cache beside them does.
+Trust: the files hold machine code and pickles, as Inductor's own cache beside them does. None is
+read that another user may have written.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import hashlib
 import io
 import logging
 import platform
+import stat
 import sys
 import types
 import uuid
@@ -29,6 +31,7 @@ import torch
 from torch import Tensor
 
 from graphengine.capture import torch_internals
+from graphengine.capture.cache_folder import others_can_write
 
 FOLDER = "segments"  # below Inductor's
 _DIGEST_BYTES = hashlib.sha256().digest_size  # in front of a file's content
@@ -40,11 +43,15 @@ def find(key: str, namespace: dict[str, Any]) -> Callable[..., Any] | None:
 
     Args: namespace: the function's globals.
     """
-    if not torch_internals.caches_are_on():
+    if not are_kept():
         return None
     path = None
     try:
         path = _path(key)
+        if not stat.S_ISREG(path.stat().st_mode):  # reading a pipe would never end
+            raise ValueError("it is no file")
+        if why := others_can_write(path):
+            raise ValueError(f"it {why}")
         kept = path.read_bytes()
         digest, content = kept[:_DIGEST_BYTES], kept[_DIGEST_BYTES:]
         if hashlib.sha256(content).digest() != digest:  # torch aborts on some damage
@@ -64,7 +71,7 @@ def keep(key: str, compiled: Any) -> None:
 
     Mutates: the folder; a file is there whole or not at all.
     """
-    if not torch_internals.caches_are_on():
+    if not are_kept():
         return
     path = part = None
     try:
@@ -82,6 +89,14 @@ def keep(key: str, compiled: Any) -> None:
         if part is not None:
             with suppress(OSError):
                 part.unlink(missing_ok=True)
+
+
+def are_kept() -> bool:
+    """Whether the user lets torch keep what it compiles, changes nothing on the way of which no key
+    would tell, and nobody else can write what would be read."""
+    folder = torch_internals.cache_folder()
+    places = (folder, folder / FOLDER)
+    return torch_internals.caches_are_on() and not any(map(others_can_write, places))
 
 
 def _line(error: Exception) -> str:

@@ -14,6 +14,7 @@ Turn = str | list[int]
 Conversation = list[Turn]
 """A user's turns in order; token ids stand alone."""
 
+MAX_CHARS = 1 << 26  # a device has no end
 _FORMAT = 'expected {"prompt": "text"} or {"turns": ["text", ..]}, and no other key'
 
 
@@ -24,8 +25,11 @@ def read_prompt_file(path: Path) -> list[Conversation]:
         ValueError: unreadable, empty, or a line of another form.
     """
     try:
-        # Not splitlines: JSON strings may hold U+2028, which it would cut at.
-        lines = path.read_text(encoding="utf-8-sig").split("\n")  # a BOM is Windows' own
+        with path.open(encoding="utf-8-sig") as file:  # a BOM is Windows' own
+            text = file.read(MAX_CHARS + 1)
+        if len(text) > MAX_CHARS:
+            raise ValueError(f"{path}: more than {MAX_CHARS} characters; pass several files")
+        lines = text.split("\n")  # not splitlines: JSON strings may hold U+2028
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "not UTF-8 text"
         raise ValueError(f"{path}: {reason}; pass a JSON Lines file, {_FORMAT}") from error

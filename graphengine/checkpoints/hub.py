@@ -50,7 +50,7 @@ def resolve(model: str | Path, *, local_only: bool = False) -> Path:
             raise ValueError(
                 f"{path}: no config.json in this directory; pass a Hugging Face model directory"
             )
-        return path
+        return _whole(path)
     if name in preset_names():
         return PRESETS / name
     looks_like_path = path.is_absolute() or name.startswith((".", "~")) or name.count("/") != 1
@@ -62,7 +62,7 @@ def resolve(model: str | Path, *, local_only: bool = False) -> Path:
     from huggingface_hub import snapshot_download
 
     try:
-        return Path(snapshot_download(name, allow_patterns=_PATTERNS, local_files_only=local_only))
+        path = snapshot_download(name, allow_patterns=_PATTERNS, local_files_only=local_only)
     except Exception as error:  # the hub client raises a dozen unrelated types
         if local_only:
             raise ValueError(
@@ -74,3 +74,13 @@ def resolve(model: str | Path, *, local_only: bool = False) -> Path:
             f"{name}: neither a local directory nor a hub model that can be fetched ({reason}); "
             "check the name, the network and HF_HUB_OFFLINE, or pass a directory"
         ) from error
+    return _whole(Path(path))
+
+
+def _whole(directory: Path) -> Path:
+    """The directory, if no file is a link to nowhere: what is optional would silently be missed."""
+    for pattern in _PATTERNS:
+        for path in directory.glob(pattern):
+            if not path.exists():
+                raise ValueError(f"{path}: is a link to a file that is gone; fetch the model again")
+    return directory

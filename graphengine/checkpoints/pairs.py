@@ -14,6 +14,8 @@ from typing import Any
 
 from graphengine.checkpoints.hub import TINY_DRAFT, TINY_TARGET, resolve
 from graphengine.config.draft_formats import ARCHITECTURES, parse_draft
+from graphengine.config.model import ModelConfig
+from graphengine.config.values import token_ids
 
 NO_DRAFT = "none"
 """As a drafter's name: decode plainly, whatever the model's file says."""
@@ -53,6 +55,22 @@ def verifier_of(directory: Path, name: str) -> str:
     """A verifier's name for `hub.resolve`: a relative path is the file's, not the shell's."""
     beside = directory / name
     return str(beside) if os.path.isdir(beside) else name  # Path.is_dir raises for a long name
+
+
+def read_stop_ids(directory: Path, model: ModelConfig) -> tuple[tuple[int, ...], str]:
+    """The tokens that end an answer, and the file that names them: generation_config.json, or
+    config.json where that names none.
+
+    Raises:
+        ValueError: the file is damaged.
+    """
+    path = directory / "generation_config.json"
+    if path.is_file():
+        values, source = read_json(path)
+        ids = token_ids(values.get("eos_token_id"), "eos_token_id", source)
+        if ids:
+            return ids, path.name
+    return model.eos_token_ids, "config.json"
 
 
 def read_json(path: Path) -> tuple[Mapping[str, Any], str]:

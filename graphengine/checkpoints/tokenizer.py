@@ -2,17 +2,27 @@
 
 The only importer of transformers. Detokenization is incremental: a token can end in the middle of
 a UTF-8 character, so text is held back until its bytes are complete.
+Invariant: what a message says never becomes a control token, and no template runs for long.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import json
+import re
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+from graphengine.checkpoints.pairs import read_json
+from graphengine.config.model import ModelConfig
 
 REPLACEMENT = "\ufffd"
 CONTEXT = 8  # tokens before a new one that its text may depend on; a character has at most 4
 CUT = 3  # bytes, and so characters, that a window may begin with in the middle of a character
+MAX_TEMPLATE_CHARS, MAX_TEMPLATE_S = 1 << 20, 5.0  # published ones: 20 thousand, milliseconds
 
 Message = Mapping[str, str]
 """One chat turn: {"role": "user", "content": ".."}."""
@@ -22,16 +32,32 @@ class Tokenizer:
     """A Hugging Face tokenizer from a local directory; runs no code from it."""
 
     def __init__(self, directory: Path) -> None:
-        from transformers import AutoTokenizer
+        from transformers import AutoConfig, AutoTokenizer
 
         try:
-            self._hf: Any = AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
+            # Of config.json the kind alone: transformers would build a model's whole config of it.
+            kind = read_json(directory / "config.json")[0].get("model_type") or ""
+            self._hf: Any = AutoTokenizer.from_pretrained(
+                directory,
+                config=AutoConfig.for_model(kind),
+                trust_remote_code=False,
+                model_max_length=sys.maxsize,  # ours to refuse, with the remedy
+            )
         except Exception as error:  # transformers raises whatever a broken file provokes
             raise ValueError(
-                f"{directory}: the tokenizer cannot be loaded ({error}); the directory needs "
-                "tokenizer.json and tokenizer_config.json"
+                f"{directory}: the tokenizer cannot be loaded ({_reason(error)}); the directory "
+                "needs tokenizer.json and tokenizer_config.json"
             ) from error
         self.directory = directory
+        if len(self.chat_template or "") > MAX_TEMPLATE_CHARS:
+            raise ValueError(
+                f"{directory}: the chat template has {len(self.chat_template or '')} characters, "
+                f"more than {MAX_TEMPLATE_CHARS}; fetch the file again"
+            )
+        control = [t.content for t in self._hf.added_tokens_decoder.values() if t.special]
+        # Its first character, also where one begins within another.
+        names = "|".join(map(re.escape, control)) or "(?!)"
+        self._control = re.compile(f"(?=(?:{names}))(?s:.)")
 
     @staticmethod
     def exists(directory: Path) -> bool:
@@ -41,6 +67,11 @@ class Tokenizer:
     def __len__(self) -> int:
         return len(self._hf)
 
+    def spells(self, token_id: int) -> bool:
+        """Whether the id has a token, and its text is that token again."""
+        text = self._hf.decode([token_id], skip_special_tokens=False)
+        return self._hf.encode(text, add_special_tokens=False) == [token_id]
+
     @property
     def chat_template(self) -> str | None:
         """The template's source; None where the checkpoint has none."""
@@ -48,7 +79,7 @@ class Tokenizer:
         return None if not template else template if isinstance(template, str) else str(template)
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of plain text, no special tokens added.
+        """Token ids of text, no special tokens added; one that the text spells is one.
 
         Raises:
             ValueError: a lone surrogate, which is how Python keeps a byte that is not UTF-8.
@@ -65,8 +96,9 @@ class Tokenizer:
     def encode_chat(self, messages: Sequence[Message]) -> list[int]:
         """Token ids of a conversation, up to where the assistant's answer begins.
 
-        Thinking is switched off where the template knows the switch: the published Qwen3 drafters
-        are trained without it.
+        Control tokens are the template's alone: one that a message spells stays text, or a user's
+        turn could forge another's. Thinking is switched off where the template knows the switch:
+        the published Qwen3 drafters are trained without it.
 
         Raises:
             ValueError: the checkpoint has no chat template, or it rejects the messages.
@@ -75,19 +107,83 @@ class Tokenizer:
             raise ValueError(
                 f"{self.directory}: no chat template in the checkpoint; pass raw text (--raw)"
             )
+        # A private character cuts a spelled token in two, which are then encoded apart.
+        said = json.dumps(list(messages), ensure_ascii=False, default=str)
+        cut = next(char for char in map(chr, range(0xE000, 0xF8FF)) if char not in said)
+
+        def apart(value: Any) -> Any:
+            if isinstance(value, str):
+                return self._control.sub(rf"\g<0>{cut}", value)
+            if isinstance(value, Mapping):
+                return {key: apart(inner) for key, inner in value.items()}
+            return list(map(apart, value)) if isinstance(value, list | tuple) else value
+
         try:
-            text = self._hf.apply_chat_template(
-                list(messages), tokenize=False, add_generation_prompt=True, enable_thinking=False
-            )
+            with _ended_after(MAX_TEMPLATE_S):
+                text = self._hf.apply_chat_template(
+                    [apart(message) for message in messages],
+                    tokenize=False,
+                    add_generation_prompt=True,
+                    enable_thinking=False,
+                )
         except Exception as error:  # jinja raises whatever the template provokes
-            raise ValueError(f"the chat template rejects these messages: {error}") from error
-        return self.encode(str(text))
+            raise ValueError(
+                f"the chat template rejects these messages: {_reason(error)}"
+            ) from error
+        return [token for piece in str(text).split(cut) for token in self.encode(piece)]
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Text of token ids, special tokens left out."""
         return self._hf.decode(
             list(token_ids), skip_special_tokens=True, clean_up_tokenization_spaces=False
         )
+
+
+def load_tokenizer(
+    directory: Path, model: ModelConfig, stop_ids: Iterable[int]
+) -> Tokenizer | None:
+    """The tokenizer of these weights; None where the directory has none.
+
+    Raises:
+        ValueError: it is damaged, or another model's.
+    """
+    if not Tokenizer.exists(directory):
+        return None
+    tokenizer = Tokenizer(directory)
+    if len(tokenizer) > model.vocab_size:
+        raise ValueError(
+            f"{directory}: the tokenizer has {len(tokenizer)} tokens, the embedding "
+            f"{model.vocab_size} rows; they belong to different models"
+        )
+    lost = [i for i in stop_ids if i < model.vocab_size and not tokenizer.spells(i)]
+    if lost:
+        raise ValueError(
+            f"{directory}: no text becomes the tokens {lost}, which end an answer: the tokenizer "
+            "has lost them; fetch tokenizer.json and tokenizer_config.json again"
+        )
+    return tokenizer
+
+
+@contextmanager
+def _ended_after(seconds: float) -> Iterator[None]:
+    """Inside, a template that takes longer ends in a TimeoutError: its loops may be nested without
+    end. Mutates: the thread's trace function, until then."""
+    before, ends = sys.gettrace(), time.monotonic() + seconds
+
+    def trace(frame: Any, event: str, argument: Any) -> Callable[..., Any] | None:
+        if time.monotonic() > ends:
+            raise TimeoutError(f"it takes longer than {seconds:g} s")
+        return trace if frame.f_code.co_filename == "<template>" else None
+
+    sys.settrace(trace)
+    try:
+        yield
+    finally:
+        sys.settrace(before)
+
+
+def _reason(error: Exception) -> str:
+    return str(error) or type(error).__name__
 
 
 class Detokenizer:

@@ -64,6 +64,9 @@ def compiled_code(device: str, artifact: Path | None) -> Iterator[Store | None]:
 
     root = _cache_root()
     store = root and artifacts.store(root, artifacts.platform_parts(device))
+    if store is not None and (why := artifacts.others_can_write(store.folder)):
+        click.echo(f"note: {store.folder} {why} {artifacts.NOT_USED}", err=True)
+        store = None
     if store is not None and not _all_can_be_written(store.folder):
         click.echo(f"note: {store.folder} cannot be written and is not used", err=True)
         store = None

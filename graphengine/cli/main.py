@@ -72,7 +72,7 @@ def _ends_are_told() -> Iterator[None]:
 
 def _compiler_failed(error: Exception) -> str:
     reason = str(error).strip().partition("\n")[0]
-    remedy = "see `graphengine doctor`"
+    remedy = "drop what is kept with `graphengine compile --fresh`, see `graphengine doctor`"
     if "CxxCompiler" in reason:
         remedy = "install g++"
     elif "[Errno" in reason:

@@ -33,11 +33,12 @@ FULL_NON_CAUSAL = AttentionRule(causal=False)
 class DraftConfig:
     """A DFlash drafter: its own Qwen3-style layers plus what ties it to a target.
 
-    `target_layer_ids` are 0-based target layers, tapped at the layer's output, whatever the file
-    counts from. `block_size` is the number of rows of a draft forward, the anchor among them;
-    `slot_convention` says what a row predicts: the token at its own position, the anchor's row
-    being dropped ("anchor-dropped"), or the one behind it ("anchor-first"). Buffers, budgets and
-    verification go by `num_draft_tokens` and `num_verify_rows`.
+    `target_layer_ids` are 0-based target layers, tapped at the layer's output (the last layer's
+    behind the final norm), whatever the file counts from. `block_size` is the number of rows of a
+    draft forward, the anchor among them; `slot_convention` says what a row predicts: the token at
+    its own position, the anchor's row being dropped ("anchor-dropped"), or the one behind it
+    ("anchor-first"). Buffers, budgets and verification go by `num_draft_tokens` and
+    `num_verify_rows`.
     `layer_attention`: one rule a layer; empty, every layer is full and non-causal.
     `target_hidden_size`, `draft_vocab_size`: None where they are the drafter's own hidden and
     vocabulary size. `verifier`: the target that the file names.
@@ -111,11 +112,6 @@ class DraftConfig:
             raise ValueError(
                 f"{source}: target_layer_ids {list(self.target_layer_ids)} reach past the target's "
                 f"{depth} layers; pass the drafter of this target"
-            )
-        if self.format == "deepspec" and depth - 1 in self.target_layer_ids:
-            raise ValueError(
-                f"{source}: target_layer_ids holds the target's last layer, {depth - 1}, which "
-                "DeepSpec taps behind the final norm; only taps before it are supported"
             )
         if self.tap_size != target.hidden_size:
             key = "hidden_size" if self.target_hidden_size is None else "target_hidden_size"

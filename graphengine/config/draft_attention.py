@@ -104,10 +104,10 @@ def _rules(
         raise ValueError(
             f"{source}: layer_types {other} are not supported; full_attention and {SLIDING} are"
         )
-    if SLIDING not in types and layers.get("use_sliding_window"):
+    if not layers.get("layer_types") and layers.get("use_sliding_window"):
         raise ValueError(
-            f"{source}: use_sliding_window is true, but no layer of layer_types is {SLIDING}; name "
-            "the sliding layers in layer_types, or set it to false"
+            f"{source}: use_sliding_window is true, but there are no layer_types; name the sliding "
+            "layers there, or set it to false"
         )
     if SLIDING in types and sliding.window is None:
         raise ValueError(

@@ -9,13 +9,16 @@ from typing import Any, Literal
 
 from graphengine.config.values import read_flag, read_number
 
-RopeKind = Literal["default", "yarn", "llama3"]
+RopeKind = Literal["default", "linear", "yarn", "llama3"]
 
 MAX_POSITIONS = 1 << 40  # past it a file is damaged
 MIN_ROPE_TURNS = 1e-6  # of yarn's beta_fast and beta_slow, which are around 32 and 1
 
 _ROPE_KEYS: dict[str, frozenset[str]] = {
     "default": frozenset(),
+    "linear": frozenset(["factor"]),
+    # A base that grows with what is past max_position_embeddings, where no request gets.
+    "dynamic": frozenset(["factor"]),
     "yarn": frozenset(
         "factor original_max_position_embeddings beta_fast beta_slow attention_factor mscale "
         "mscale_all_dim truncate".split()
@@ -118,6 +121,10 @@ class RopeConfig:
         if "factor" not in scaling:
             raise ValueError(f"{source}: rope type {kind!r} without a factor")
         factor = read_number(scaling["factor"], "rope factor", source, minimum=1.0)
+        if kind == "dynamic":
+            return cls(theta=theta)
+        if kind == "linear":
+            return cls(theta=theta, kind="linear", factor=factor)
         fallback = config.get("max_position_embeddings") if kind == "yarn" else None
         original = scaling.get("original_max_position_embeddings", fallback)
         # At the top level it counts before either, as in transformers.

@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from graphengine.checkpoints.hub import PRESETS, resolve
-from graphengine.checkpoints.pairs import read_json
-from graphengine.checkpoints.tokenizer import Tokenizer
+from graphengine.checkpoints.pairs import read_json, read_stop_ids
+from graphengine.checkpoints.tokenizer import load_tokenizer
 from graphengine.checkpoints.weights import TensorHeader, read_headers
+from graphengine.config.model import ModelConfig
 from graphengine.doctor.findings import one_line
 
 T = TypeVar("T")
@@ -31,15 +32,15 @@ class TokenizerFacts(NamedTuple):
 class ModelFiles:
     """A model's files as far as they could be read.
 
-    `generation_config` and `tokenizer` are None also where there is no such file (then without an
-    entry in `problems`).
+    `tokenizer` is None also where there is no such file (then without an entry in `problems`).
+    `stop_ids`: what ends an answer, and the file that says so; like the tokenizer, a target's.
     """
 
     name: str
     directory: Path | None = None
     config: Mapping[str, Any] | None = None
-    generation_config: Mapping[str, Any] | None = None
     headers: Mapping[str, TensorHeader] | None = None
+    stop_ids: tuple[tuple[int, ...], str] | None = None
     tokenizer: TokenizerFacts | None = None
     problems: Mapping[str, str] = field(default_factory=dict)
 
@@ -55,11 +56,12 @@ class ModelFiles:
 
 
 def read_model_files(name: str | Path, *, with_tokenizer: bool) -> ModelFiles:
-    """Reads what is there.
+    """Reads what is there, by the functions that a start reads it with.
 
     Args:
         name: a directory, a preset, or a hub id whose files are in the local cache.
-        with_tokenizer: False for a drafter, which uses the target's.
+        with_tokenizer: False for a drafter, which uses the target's; nor is a tokenizer loaded
+            whose config.json is refused.
     """
     problems: dict[str, str] = {}
 
@@ -74,26 +76,28 @@ def read_model_files(name: str | Path, *, with_tokenizer: bool) -> ModelFiles:
     directory = attempt("directory", lambda: resolve(name, local_only=True))
     if directory is None:
         return ModelFiles(name=str(name), problems=problems)
-    generation = directory / "generation_config.json"
+    config = attempt("config", lambda: read_json(directory / "config.json")[0])
+    stop_ids = tokenizer = None
+    if with_tokenizer:
+        try:
+            model = ModelConfig.from_hf(config or {})
+        except Exception:  # `parse_target` says why
+            model = None
+        if model is not None:
+            stop_ids = attempt("stop_tokens", lambda: read_stop_ids(directory, model))
+            ends = stop_ids[0] if stop_ids else ()
+            found = attempt("tokenizer", lambda: load_tokenizer(directory, model, ends))
+            if found is not None:
+                tokenizer = TokenizerFacts(len(found), found.chat_template)
+            if found is not None and found.chat_template:
+                turn = {"role": "user", "content": "hello"}
+                attempt("chat_template", lambda: found.encode_chat([turn]))
     return ModelFiles(
         name=str(name),
         directory=directory,
-        config=attempt("config", lambda: read_json(directory / "config.json")[0]),
-        generation_config=(
-            attempt("generation_config", lambda: read_json(generation)[0])
-            if generation.is_file()
-            else None
-        ),
+        config=config,
         headers=attempt("weights", lambda: read_headers(directory)),
-        tokenizer=(
-            attempt("tokenizer", lambda: _tokenizer(directory))
-            if with_tokenizer and Tokenizer.exists(directory)
-            else None
-        ),
+        stop_ids=stop_ids,
+        tokenizer=tokenizer,
         problems=problems,
     )
-
-
-def _tokenizer(directory: Path) -> TokenizerFacts:
-    tokenizer = Tokenizer(directory)
-    return TokenizerFacts(len(tokenizer), tokenizer.chat_template)

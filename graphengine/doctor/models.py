@@ -23,7 +23,6 @@ from graphengine.config.draft import AttentionRule, DraftConfig
 from graphengine.config.draft_formats import ARCHITECTURES
 from graphengine.config.model import ModelConfig
 from graphengine.config.rope import RopeConfig
-from graphengine.config.values import token_ids
 from graphengine.doctor.files import ModelFiles
 from graphengine.doctor.findings import Finding, error, info, ok, one_line, warning
 from graphengine.doctor.weights import weight_findings
@@ -134,7 +133,7 @@ def _shape(model: ModelConfig) -> str:
 def _rope(name: str, rope: RopeConfig, head_dim: int) -> Finding:
     value = f"theta {rope.theta:.10g}, {head_dim} rotary dims of {head_dim}, "
     value += "not scaled" if rope.kind == "default" else f"{rope.kind} x {rope.factor:g}"
-    if rope.kind != "default":
+    if rope.original_max_position_embeddings:
         value += f" from {rope.original_max_position_embeddings} positions"
     if rope.amplitude != 1.0:
         value += f", amplitude {rope.amplitude:.5f}"
@@ -185,37 +184,29 @@ def _tokenizer(files: ModelFiles, target: ModelConfig) -> Iterator[Finding]:
         yield (info if files.is_preset else error)(name, reason, remedy)
         return
     num_tokens, template = files.tokenizer
-    value = f"{num_tokens} tokens for {target.vocab_size} rows of the embedding"
-    if num_tokens > target.vocab_size:
-        yield error(name, value, "tokenizer and weights belong to different models")
-    else:
-        yield ok(name, value)
-    if template is None:
-        yield warning("target.chat_template", "none", "pass --raw text, or add the template")
+    yield ok(name, f"{num_tokens} tokens for {target.vocab_size} rows of the embedding")
+    name, problem = "target.chat_template", files.problems.get("chat_template")
+    if problem is not None:
+        yield error(name, problem, "fetch the file again, or pass --raw text")
+    elif template is None:
+        yield warning(name, "none", "pass --raw text, or add the template")
     elif "enable_thinking" in template:
         yield info(
-            "target.chat_template",
+            name,
             "knows enable_thinking; it is switched off",
             "the published Qwen3 drafters are trained without thinking",
         )
     else:
-        yield ok("target.chat_template", "present")
+        yield ok(name, "present")
 
 
 def _stop_tokens(files: ModelFiles, target: ModelConfig) -> Iterator[Finding]:
-    name, source = "target.stop_tokens", "config.json"
-    if "generation_config" in files.problems:
-        yield error(name, files.problems["generation_config"], "repair or remove the file")
+    name = "target.stop_tokens"
+    if files.stop_ids is None:
+        if problem := files.problems.get("stop_tokens"):
+            yield error(name, problem, "write the ids of the end tokens, or fetch the file again")
         return
-    ids = target.eos_token_ids
-    values = files.generation_config or {}
-    try:
-        generation = token_ids(values.get("eos_token_id"), "eos_token_id", "generation_config.json")
-    except ValueError as problem:
-        yield error(name, one_line(problem), "write the ids of the end tokens")
-        return
-    if generation:
-        ids, source = generation, "generation_config.json"
+    ids, source = files.stop_ids
     outside = [token for token in ids if token >= target.vocab_size]
     if not ids and not files.is_preset:
         remedy = "answers end at --max-new-tokens alone; add eos_token_id"

@@ -27,12 +27,12 @@ from graphengine.decode.attention import Attention
 from graphengine.decode.buffers import Arena, StepBuffers
 from graphengine.decode.proposer import Attends, RowContent, Tap
 from graphengine.decode.segments import Segments
-from graphengine.decode.stack import Rows, layer_steps
+from graphengine.decode.stack import Rows, Target, layer_steps
 from graphengine.kernels.context_kv import context_kv_write_
 from graphengine.kernels.skinny_config import SKINNY_T
 from graphengine.kernels.write_tap import write_tap_
 from graphengine.models.dflash import ContextWeights, DraftWeights
-from graphengine.models.layers import Matrix
+from graphengine.models.layers import Matrix, rms_norm
 
 # Most rows of a drafter's forward in FP8. Up to these our GEMM keeps activations exact; above them
 # they are rounded as well, which only "fp8-dynamic" does.
@@ -73,6 +73,8 @@ class DFlash:
     """The same weights in FP8 with `quantized_lm_head_VD`, for forwards of few enough rows."""
     quantized_lm_head_VD: Matrix | None = None
     max_quantized_rows: float = 0
+    target: Target | None = None
+    """Whose final norm stands in front of a tap of the last layer."""
 
     @property
     def num_draft_tokens(self) -> int:
@@ -185,12 +187,16 @@ class DFlash:
         return self.quantized, self.quantized_lm_head_VD
 
     def _writer(self, taps_TC: Tensor) -> Tap:
-        """Copies a tapped layer's output into its columns."""
+        """Copies a tapped layer's output into its columns; the last layer's behind the final norm,
+        which is where z-lab's code and transformers' `output_hidden_states` have it."""
+        target = self.target
         columns = {layer: i * self.config.tap_size for i, layer in enumerate(self.taps)}
 
         def tap_(layer: int, h_TD: Tensor) -> None:
             column = columns.get(layer)
             if column is not None:
+                if target is not None and layer + 1 == target.config.num_hidden_layers:
+                    h_TD = rms_norm(h_TD, target.weights.norm_D, target.config.rms_norm_eps)
                 write_tap_(h_TD, taps_TC, column)
 
         return tap_

@@ -241,7 +241,7 @@ def swiglu(gate_up_TJ: Tensor) -> Tensor:
 def rope_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
     """Angular frequencies after scaling: [H / 2], float32, radians per position.
 
-    default: `f_i = theta^(-2i / H)`.
+    default: `f_i = theta^(-2i / H)`; linear: `f_i / factor`.
     yarn: a linear blend of `f_i / factor` and `f_i` between the dimensions that turn `beta_slow`
         and `beta_fast` times over the original context (arXiv 2309.00071).
     llama3: low frequencies divided by factor, high ones kept, smooth between.
@@ -272,7 +272,7 @@ def rope_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
         )
         smooth = smooth.clamp(0, 1)
         return inverse / rope.factor * (1 - smooth) + inverse * smooth
-    return inverse
+    return inverse / rope.factor
 
 
 def rope_table(

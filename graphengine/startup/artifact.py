@@ -22,11 +22,13 @@ Trust: an artifact holds machine code and pickles that torch loads. Use only you
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import gzip
 import hashlib
 import importlib.util
 import json
+import logging
 import os
 import platform
 import re
@@ -41,6 +43,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from graphengine.capture.cache_folder import others_can_write
 from graphengine.config.draft import DraftConfig
 from graphengine.config.engine import EngineConfig
 from graphengine.config.model import ModelConfig
@@ -50,10 +53,16 @@ MANIFEST = "manifest.json"
 LOCK = "manifest.lock"
 VERSION = 1
 MAX_MANIFEST_BYTES = 16 << 20  # thousands of entries
+MAX_SMALL_BYTES, MAX_RATIO = 64 << 20, 40  # unpacked; code shrinks to a third or a tenth
 _PACKAGES = ("torch", "triton", "flashinfer-python")
 
 # What reading a damaged or hostile file raises.
 _DAMAGED = (OSError, EOFError, ValueError, RecursionError, tarfile.TarError, zlib.error)
+
+NOT_USED = (
+    "and is not used, for what lies there is executed: chmod 700 it if all in it is yours, or name "
+    "another folder (GRAPHENGINE_CACHE, TORCHINDUCTOR_CACHE_DIR)"
+)
 
 Parts = dict[str, str]
 """Name of a part of a key -> its value, as people read it."""
@@ -106,6 +115,19 @@ def name_compilers_() -> None:
     for name, path in compiler_files().items():
         os.environ.setdefault(name, path)
     os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # the default up to 3.9, which warns
+
+
+def use_own_folder_() -> None:
+    """Where others may write into Inductor's folder, which is a temporary one by default, a new one
+    of this process takes its place; before anything is compiled. Mutates: os.environ."""
+    from graphengine.capture.torch_internals import cache_folder  # imports torch
+
+    folder = cache_folder()
+    why = others_can_write(folder)
+    if why is not None:
+        fresh = os.environ["TORCHINDUCTOR_CACHE_DIR"] = tempfile.mkdtemp(prefix="graphengine-")
+        atexit.register(shutil.rmtree, fresh, ignore_errors=True)
+        logging.getLogger(__name__).warning("%s %s %s", folder, why, NOT_USED)
 
 
 # --- keys ---
@@ -350,6 +372,7 @@ def unpack(file: Path, into: Store) -> list[str]:
     fresh = Path(tempfile.mkdtemp(prefix="unpacking-", dir=into.folder.parent))
     try:
         with gzip.open(file) as stream, tarfile.open(fileobj=stream, mode="r:") as tar:
+            room = MAX_SMALL_BYTES + MAX_RATIO * os.path.getsize(file)
             first = tar.next()
             is_manifest = first is not None and first.isfile() and first.name == MANIFEST
             content = tar.extractfile(first) if first and is_manifest else None
@@ -364,8 +387,11 @@ def unpack(file: Path, into: Store) -> list[str]:
                     continue
                 parts = member.name.split("/")
                 is_code = parts[0] in FOLDERS and ".." not in parts
-                if not is_code or not (member.isfile() or member.isdir()):
+                if not is_code or not (member.isdir() or (member.isfile() and len(parts) > 1)):
                     raise ValueError(f"it holds {member.name!r}, which is no compiled code")
+                room -= member.size
+                if room < 0:
+                    raise ValueError("it unpacks to more than compiled code would")
                 tar.extract(member, fresh, filter="data")
             while stream.read(1 << 20):  # to the end: tarfile stops at a damaged header in silence,
                 pass  # the checksum behind the last byte does not

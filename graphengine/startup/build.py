@@ -22,8 +22,8 @@ from graphengine import names
 from graphengine.capture.compile import CacheCounts, cache_counts
 from graphengine.capture.torch_internals import import_inductor
 from graphengine.checkpoints.hub import PRESETS, resolve
-from graphengine.checkpoints.pairs import named_pair, read_json
-from graphengine.checkpoints.tokenizer import Tokenizer
+from graphengine.checkpoints.pairs import named_pair, read_json, read_stop_ids
+from graphengine.checkpoints.tokenizer import Tokenizer, load_tokenizer
 from graphengine.checkpoints.weights import (
     Checkpoint,
     RandomSource,
@@ -40,7 +40,6 @@ from graphengine.config.draft_length import longest_draft
 from graphengine.config.engine import EngineConfig
 from graphengine.config.model import ModelConfig
 from graphengine.config.options import Options
-from graphengine.config.values import token_ids
 from graphengine.decode.attention import compile_flashinfer_ahead
 from graphengine.decode.buckets import BucketBuilder, prefill_attention
 from graphengine.decode.compile_ahead import shortened
@@ -57,7 +56,7 @@ from graphengine.drafters.ngram import Ngram
 from graphengine.drafters.none import NoDraft
 from graphengine.kernels.triton_internals import load_driver, settle_cache_keys
 from graphengine.models.layers import quantize_fp8
-from graphengine.startup.artifact import name_compilers_
+from graphengine.startup.artifact import name_compilers_, use_own_folder_
 from graphengine.startup.memory import MemoryPlan, device_memory, num_positions, plan_memory
 from graphengine.startup.options import resolve_options
 from graphengine.startup.warmup import prompt_lengths, warm_up
@@ -132,18 +131,14 @@ def build(
     device = torch.device(config.device)
     dtype = getattr(torch, config.dtype)
     block = draft_config.num_verify_rows if draft_config else 1
-    tokenizer = Tokenizer(target_dir) if Tokenizer.exists(target_dir) else None
+    stop_ids, _ = read_stop_ids(target_dir, target_config)
+    tokenizer = load_tokenizer(target_dir, target_config, stop_ids)
     is_dummy = options.load_format != "auto"
     if tokenizer is None and not is_dummy:
         remedy = "fetch the whole model directory"
         if target_dir.parent == PRESETS:
             remedy = "a preset has shapes alone; pass a hub id (owner/name), or --load-format dummy"
         raise ValueError(f"{target_dir}: no tokenizer.json; {remedy}")
-    if tokenizer is not None and len(tokenizer) > target_config.vocab_size:
-        raise ValueError(
-            f"{target_dir}: the tokenizer has {len(tokenizer)} tokens, the embedding "
-            f"{target_config.vocab_size} rows; they belong to different models"
-        )
 
     flashinfer_imported = None
     if config.device == "cuda":
@@ -154,6 +149,8 @@ def build(
         flashinfer_imported = compile_flashinfer_ahead(
             dtype, target_config, draft_config if decodes else None
         )
+    if config.compile:
+        use_own_folder_()
     compilers = _prepare_compilers(config, flashinfer_imported)
     plan = plan_memory(
         config,
@@ -203,6 +200,7 @@ def build(
         elif draft_config is not None and drafter_weights is not None and vocabulary is not None:
             proposer = DFlash(
                 config=draft_config,
+                target=target,
                 weights=drafter_weights,
                 embed_VD=vocabulary.embed_VD,
                 lm_head_VD=vocabulary.lm_head_VD,
@@ -286,7 +284,7 @@ def build(
         target=target_config,
         draft=draft_config,
         tokenizer=tokenizer,
-        stop_ids=_stop_ids(target_dir, target_config),
+        stop_ids=frozenset(stop_ids),
         loop=loop,
         startup=startup,
         memory_plan=plan,
@@ -347,14 +345,3 @@ def _built_ahead(options: Options, buckets: tuple[int, ...]) -> tuple[int, ...]:
     if not options.lazy_capture:
         return buckets
     return (next((size for size in buckets if size >= options.first_batch), buckets[-1]),)
-
-
-def _stop_ids(directory: Path, config: ModelConfig) -> frozenset[int]:
-    """generation_config.json's end tokens; config.json's where it names none."""
-    path = directory / "generation_config.json"
-    if path.is_file():
-        values, source = read_json(path)
-        ids = token_ids(values.get("eos_token_id"), "eos_token_id", source)
-        if ids:
-            return frozenset(ids)
-    return frozenset(config.eos_token_ids)

@@ -319,6 +319,28 @@ def test_torch_s_own_state() -> None:
         products.fp32_precision = before
 
 
+@needs_compiler
+@pytest.mark.usefixtures("folder")
+def test_code_of_another_state_is_not_called() -> None:
+    """Bug: what was compiled under autocast is called without it, in the same process: a product in
+    bfloat16."""
+    (product,) = compiling.compile_segments([lambda x: x @ x])
+    x = torch.full((8, 8), 1.001)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert product(x).dtype == torch.bfloat16
+    torch.testing.assert_close(product(x), x @ x)
+
+
+@pytest.mark.parametrize(
+    ("owner", "name"), [(torch, "__version__"), (torch.version, "git_version")]
+)
+def test_another_torch(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str) -> None:
+    """Bug: after an upgrade, a nightly's too, what the torch before has compiled is loaded."""
+    before = precompiled.compilers({})
+    monkeypatch.setattr(owner, name, "2.99.0")
+    assert precompiled.compilers({}) != before
+
+
 def test_threads_count_on_the_cpu_alone() -> None:
     """Bug: another number of cores beside the same GPU makes an artifact useless; or code for four
     threads is found for two."""
@@ -383,6 +405,8 @@ def test_what_is_loaded_decides(
     [
         (adding(1.0), adding(2.0)),
         (lambda x: x + 1.0, lambda x: x + 2.0),
+        (lambda x: x.sin(), lambda x: x.cos()),
+        (lambda x, *, y=1: x + y, lambda x, *, y=2: x + y),
         (lambda x, y=1: x + y, lambda x, y=2: x + y),
         (partial(scaled, factor=1.0), partial(scaled, factor=2.0)),
         (lru_cache(lambda: 1), lru_cache(lambda: 2)),

@@ -195,3 +195,10 @@ def test_every_command_offers_what_the_engine_knows() -> None:
                 if declared.choices:
                     assert isinstance(param.type, click.Choice)
                     assert param.type.choices == declared.choices
+
+
+def test_a_file_without_end_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: --prompt-file /dev/zero is read until memory ends."""
+    monkeypatch.setattr("graphengine.prompts.MAX_CHARS", 1 << 16)
+    with pytest.raises(ValueError, match="more than 65536 characters"):
+        read_prompt_file(Path("/dev/zero"))

@@ -196,6 +196,8 @@ def test_resaved_by_transformers(tmp_path: Path) -> None:
 
 
 ROPES: dict[str, dict[str, list[Any]]] = {
+    "linear": {"factor": [1.0, 2, 4.5]},
+    "dynamic": {"factor": [1.0, 2, 8.0]},
     "yarn": {
         "factor": [1.0, 1.5, 4, 64.0],
         "original_max_position_embeddings": [1, 64, 4096, 32768],
@@ -227,7 +229,8 @@ def test_scaled_ropes_equal_transformers(kind: str) -> None:
         drawn = {key: rng.choice(values) for key, values in ROPES[kind].items()}
         scaling = {key: value for key, value in drawn.items() if value is not MISSING}
         keys = {
-            "head_dim": rng.choice([2, 16, 64, 80, 128, 256]),
+            # transformers' dynamic divides by head_dim - 2.
+            "head_dim": rng.choice([4 if kind == "dynamic" else 2, 16, 64, 80, 128, 256]),
             "rope_theta": rng.choice([2.0, 1e4, 1e6, 1e7]),
             "rope_scaling": {rng.choice(["type", "rope_type"]): kind, **scaling},
         }
@@ -370,6 +373,8 @@ def test_model_refusals(config: Json, name: str) -> None:
     keys, message = BAD_MODEL[name]
     if name == "layer-types-count" and config is DRAFTER:
         keys = {"layer_types": ["full_attention"] * 3}
+    if name in ("sliding-window", "sliding-some") and config is DRAFTER:
+        keys = {**keys, "layer_types": None}
     if name == "sliding-layers" and config is DRAFTER:
         keys = {"layer_types": ["sliding_attention"] * 5}  # without a sliding_window
     parse: Callable[[Mapping[str, Any], str], Any] = (

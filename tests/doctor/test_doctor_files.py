@@ -28,6 +28,7 @@ def truncate(path: Path, name: str = "model.safetensors") -> None:
     file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
 
 
+KIND = "PreTrainedTokenizerFast"
 DAMAGES: dict[str, tuple[Callable[[Path, Path], object], str]] = {
     "missing tensor": (lambda t, d: drop_tensor(d, "fc.weight"), "draft.weights"),
     "unexpected tensor": (lambda t, d: put_tensor(t, "x", torch.ones(2)), "target.weights"),
@@ -97,8 +98,28 @@ DAMAGES: dict[str, tuple[Callable[[Path, Path], object], str]] = {
         lambda t, d: edit_config(t, lambda c: {"eos_token_id": "x"}, "generation_config.json"),
         "target.stop_tokens",
     ),
+    "stop tokens that link to nowhere": (
+        lambda t, d: (
+            (t / "generation_config.json").unlink(),
+            (t / "generation_config.json").symlink_to("gone"),
+        ),
+        "target.directory",
+    ),
+    "no control tokens": (
+        lambda t, d: (
+            edit_config(t, lambda c: c | {"added_tokens": []}, "tokenizer.json"),
+            edit_config(
+                t,
+                lambda c: (
+                    {k: v for k, v in c.items() if "token" not in k} | {"tokenizer_class": KIND}
+                ),
+                "tokenizer_config.json",
+            ),
+        ),
+        "target.tokenizer",
+    ),
     "another kind of model": (
-        lambda t, d: edit_config(t, lambda c: c | {"model_type": "llama"}),
+        lambda t, d: edit_config(t, lambda c: c | {"model_type": "mamba"}),
         "target.config",
     ),
     "no drafter": (lambda t, d: shutil.rmtree(d), "draft.directory"),
@@ -123,6 +144,26 @@ def test_damage_is_found_before_loading(copies: tuple[Path, Path], damage: str) 
             assert finding.remedy
     with pytest.raises(ValueError, match=r"."):
         load(*copies)
+
+
+@pytest.mark.parametrize("template", ["{% for a in messages", "{{ messages[0].content.x() }}"])
+def test_a_template_that_no_prompt_survives(copies: tuple[Path, Path], template: str) -> None:
+    """Bug: no errors are found, and every prompt is refused."""
+    (copies[0] / "chat_template.jinja").write_text(template)
+    found = check(*copies)
+    assert errors(found) == ["target.chat_template"]
+    with load(*copies) as engine, pytest.raises(ValueError, match="chat template"):
+        engine.generate("hello")
+
+
+def test_a_key_of_the_config_is_no_fault_of_the_tokenizer(copies: tuple[Path, Path]) -> None:
+    """Bug: the tokenizer is loaded, for minutes, by a config.json that was refused, and blamed."""
+    edit_config(copies[0], lambda c: c | {"initializer_range": 0})
+    assert not check(*copies).has_errors
+    edit_config(copies[0], lambda c: c | {"num_hidden_layers": 10**12})
+    found = check(*copies)
+    assert [name for name in errors(found) if name.startswith("target")] == ["target.config"]
+    assert "num_hidden_layers" in named(found, "target.config")[0].value
 
 
 def test_float16_weights_are_noted(copies: tuple[Path, Path]) -> None:

@@ -10,6 +10,7 @@ import torch
 
 from graphengine.checkpoints.hub import TINY_DRAFT, TINY_TARGET
 from graphengine.config.options import Options
+from graphengine.doctor import host
 from graphengine.doctor.doctor import diagnose, examine
 from graphengine.doctor.files import read_model_files
 from graphengine.doctor.findings import Finding
@@ -167,3 +168,14 @@ def test_a_compiler_is_needed_where_something_is_compiled() -> None:
     assert "run.compiler" not in {f.name for f in on(host, compile=False)}
     host = replace(HOST, cpp_compiler="/usr/bin/g++")
     assert "run.compiler" not in {f.name for f in on(host, compile=True)}
+
+
+@pytest.mark.parametrize("package", ["torch", "python"])
+def test_the_first_version_that_nobody_has_run(package: str) -> None:
+    """Bug: the bound itself is called tested."""
+    low, limit = host.TESTED[package]
+    for version, level in ((low, "ok"), (limit, "warning")):
+        text = ".".join(map(str, version)) + ".0"
+        machine = replace(H200, versions={**H200.versions, package: text})
+        found = [f.level for f in host_findings(machine) if f.name == f"host.{package}"]
+        assert found == [level]

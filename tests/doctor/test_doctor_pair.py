@@ -112,3 +112,26 @@ def test_wrong_target_of_the_tiny_drafter(pair: tuple[Path, Path]) -> None:
         assert {"pair.hidden_size", "pair.vocabulary", "pair.num_layers"} <= set(
             errors(check(target, TINY_DRAFT))
         )
+
+
+def test_values_at_the_edge(copies: tuple[Path, Path]) -> None:
+    """Bug: a good pair with one draft a step is refused; the first id or layer past the last is
+    taken for one; two scalings that differ in their factor alone are called the same."""
+    edit_config(copies[1], dflash(block_size=2))
+    assert not check(*copies).has_errors
+    edit_config(copies[0], lambda c: {"eos_token_id": [512, 2]}, "generation_config.json")
+    (finding,) = named(check(*copies), "target.stop_tokens")
+    assert finding.level == "warning" and "512" in finding.value
+    edit_config(copies[1], dflash(mask_token_id=512))
+    assert errors(check(*copies)) == ["pair.mask_token"]
+    edit_config(
+        copies[1], dflash(mask_token_id=511, target_layer_ids=[0, 3], num_target_layers=None)
+    )
+    assert "pair.taps" in errors(check(*copies))
+    edit_config(copies[1], dflash(target_layer_ids=[0, 1]))
+    for directory, factor in ((copies[0], 4.0), (copies[1], 4.5)):
+        rope = {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": 64}
+        rope["attention_factor"] = 1.0
+        edit_config(directory, lambda c, rope=rope: c | {"rope_scaling": rope})
+    (finding,) = named(check(*copies), "pair.rope_scaling")
+    assert finding.level == "warning" and "4.5" in finding.value

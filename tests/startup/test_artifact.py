@@ -275,6 +275,10 @@ def damaged(kind: str, good: bytes, path: Path) -> None:
         tar_of(path, [first, (tarfile.TarInfo("inductor/../manifest.json"), b"x")])
     elif kind == "group":
         tar_of(path, [first, (tarfile.TarInfo("triton/__grp__x.json"), b"[1]")])
+    elif kind == "file for a folder":
+        tar_of(path, [first, (tarfile.TarInfo("inductor"), b"x")])
+    elif kind == "bomb":
+        tar_of(path, [first, (tarfile.TarInfo("inductor/x"), bytes(80 << 20))])
     elif kind == "link":
         link = tarfile.TarInfo("inductor/x")
         link.type, link.linkname = tarfile.SYMTYPE, "/etc/passwd"
@@ -292,6 +296,8 @@ def damaged(kind: str, good: bytes, path: Path) -> None:
         "deep manifest",
         "group",
         "aside",
+        "file for a folder",
+        "bomb",
     ],
 )
 def test_a_damaged_file_is_refused(tmp_path: Path, kind: str) -> None:
@@ -351,3 +357,32 @@ def test_only_a_file_is_replaced(tmp_path: Path) -> None:
     assert done.exit_code == 2 and "no regular file" in done.stderr.replace("\n", " ")
     artifact.pack(store.folder, link)
     assert link.is_symlink() and (tmp_path / "x.tar.gz").is_file()
+
+
+@pytest.mark.parametrize(
+    "file", ["kernels/argmax.py", "capture/compile.py", "models/layers.py", "decode/segments.py"]
+)
+def test_our_own_code_is_in_the_key(monkeypatch: pytest.MonkeyPatch, file: str) -> None:
+    """Bug: a folder is left out, and what an older version compiled is said to fit."""
+    target, _ = read_configs(TINY_TARGET, None)
+    config = resolve_options(Options(device="cpu", compile=True), target, None)
+    before = artifact.engine_parts(config, target, None)["code"]
+    read, seen = Path.read_bytes, []
+
+    def changed(path: Path) -> bytes:
+        is_it = path.as_posix().endswith(file)
+        seen.extend([path] * is_it)
+        return read(path) + b"#" * is_it
+
+    monkeypatch.setattr(Path, "read_bytes", changed)
+    assert artifact.engine_parts(config, target, None)["code"] != before
+    assert len(seen) == 1
+
+
+def test_the_gpu_decides_by_all_its_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: code of another driver is taken for this one's."""
+    found = []
+    for gpu in (("H200", "9.0", "580"), ("H200", "9.0", "590"), ("H200", "9.1", "580")):
+        monkeypatch.setattr(artifact, "_gpu", lambda gpu=gpu: gpu)
+        found.append(artifact.store(Path("/x"), artifact.platform_parts("auto")).folder)
+    assert len(set(found)) == 3

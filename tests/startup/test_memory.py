@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from graphengine.api import Engine
 from graphengine.cli.main import main
 from graphengine.config.bytesize import format_bytes, parse_bytes
+from graphengine.config.draft import AttentionRule
 from graphengine.config.engine import EngineConfig
 from graphengine.config.options import Options
 from graphengine.decode.kvcache import PageAllocator, pages_for
@@ -27,7 +28,12 @@ from graphengine.startup import memory
 from graphengine.startup.build import read_configs
 from graphengine.startup.memory import GPU_MARGIN_BYTES, DeviceMemory, MemoryPlan, plan_memory
 from graphengine.startup.options import resolve_options
-from graphengine.startup.workspace import SAMPLED_ROW_BYTES
+from graphengine.startup.workspace import (
+    FLASHINFER_WRAPPER_BYTES,
+    GRAPH_BYTES,
+    SAMPLED_ROW_BYTES,
+    STEP_GRAPH_BYTES,
+)
 from tests.support.checkpoints import as_speculators, make_drafter, make_target
 from tests.support.dflash_reference import load_target, plain_generate
 
@@ -557,3 +563,31 @@ def test_plan_holds_on_a_gpu(mode: Any, quantization: Any) -> None:
         assert exact <= torch.cuda.memory_allocated() - held <= reserved <= planned
         work = plan.fixed_bytes - exact + plan.kv_pool_bytes
         assert reserved - exact >= (work - plan.margin_bytes) / 4, "the estimates are too large"
+
+
+def test_what_each_part_counts() -> None:
+    """Bug: one kind of draft layers, one set of logits, one bucket's graphs or none of the buffers
+    that decode plainly are planned, where more are made."""
+    target, draft = read_configs("qwen3-8b", "qwen3-8b-dflash-b16")
+    assert draft is not None
+
+    def plan(draft: Any = draft, target: Any = target, **changes: Any) -> MemoryPlan:
+        config = replace(ON_GPU, **changes)
+        return plan_memory(config, target, draft, H200, length_is_explicit=False)
+
+    base = plan()
+    rules = (AttentionRule(causal=True, window=64), *draft.attention_rules[1:])
+    mixed = plan(replace(draft, layer_attention=rules))
+    more = mixed.attention_workspace_bytes - base.attention_workspace_bytes
+    assert more >= len(ON_GPU.buckets) * FLASHINFER_WRAPPER_BYTES
+    wide = replace(target, vocab_size=target.vocab_size + 1024)
+    wide_draft = replace(draft, model=replace(draft.model, vocab_size=wide.vocab_size))
+    more = plan(wide_draft, wide).activation_bytes - base.activation_bytes
+    logits = 16 * 16 * 1024 * 2
+    assert more == 2 * 2 * logits, "of draft and verify, warming up and captured"
+    for mode, graphs in (("piecewise", 41 * GRAPH_BYTES), ("full", STEP_GRAPH_BYTES)):
+        one, two = (plan(graph_mode=mode, buckets=b).activation_bytes for b in ((16,), (1, 16)))
+        assert two - one >= graphs
+    ours = {"attention_backend": "triton", "prefill_attention_backend": "triton"}
+    long, short = (plan(max_model_len=n, **ours).plain_decode_bytes for n in (40944, 1024))
+    assert long - short >= 16 * (40944 - 1024) // 16 * 4, "page tables of 16 rows"

@@ -49,21 +49,10 @@ def load_target(directory: Path, dtype: torch.dtype = torch.float32) -> Any:
 
 @torch.no_grad()
 def run_target(model: Any, ids: Sequence[int]) -> TargetRun:
-    """One forward over all ids, without a cache.
-
-    The last layer's output is taken by a hook: the last entry of `output_hidden_states` is after
-    the final norm.
-    """
-    last: list[Tensor] = []
-
-    def keep(module: Any, inputs: Any, output: Any) -> None:
-        last.append(output[0] if isinstance(output, tuple) else output)
-
-    handle = model.model.layers[-1].register_forward_hook(keep)
+    """One forward over all ids, without a cache; the last layer's output is after the final norm,
+    as z-lab's code takes it."""
     out = model(torch.tensor([list(ids)]), output_hidden_states=True, use_cache=False)
-    handle.remove()
-    layers = [h[0] for h in out.hidden_states[1:-1]] + [last[0][0]]
-    return TargetRun(out.logits[0], layers)
+    return TargetRun(out.logits[0], [h[0] for h in out.hidden_states[1:]])
 
 
 def plain_generate(model: Any, prompt_ids: Sequence[int], num_tokens: int) -> list[int]:

@@ -23,6 +23,7 @@ from graphengine.decode.metrics import Acceptance
 from graphengine.profiles.result_schema import validate
 from graphengine.verify import teacher
 from graphengine.verify.check import (
+    MIN_IDENTICAL,
     Limits,
     Transcript,
     decide,
@@ -374,3 +375,16 @@ def test_matrix_on_a_gpu(dtype: str, tmp_path: Path) -> None:
     assert result.exit_code == 0, result.output
     modes = {name.split("_")[0] for name in json.loads(path.read_text())["numbers"]}
     assert modes == {"plain", "none", "piecewise", "full"}
+
+
+def test_what_passes_unless_told_otherwise() -> None:
+    """Bug: a default is so wide that faults pass: a token 0.3 nats below the best, one of ten in
+    bfloat16, one of a hundred in float32."""
+    report = judge([transcript([5], [1])], [scores([2], [0.3])], Limits().tolerance_nats, [])
+    assert "regret" in decide(report, Limits(min_identical=0.0))
+    for dtype, share in (("bfloat16", 10), ("float32", 100)):
+        output = [5] * share
+        judged = scores([2, *output[1:]], [0.1, *[0.0] * (share - 1)])
+        report = judge([transcript(output, [1] * share)], [judged], 0.2, [])
+        limits = Limits(min_identical=MIN_IDENTICAL[dtype])
+        assert set(decide(report, limits)) == {"identical"}

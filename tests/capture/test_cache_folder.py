@@ -1,0 +1,160 @@
+"""The folder of compiled code: what an interrupted compiler left is healed, what others may have
+written is not read."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from graphengine.capture import compile as compiling
+from graphengine.capture import precompiled
+from graphengine.capture.cache_folder import drop_damaged, others_can_write
+from graphengine.cli.main import compiled_code
+from graphengine.startup import artifact
+
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPT = """
+import torch
+from graphengine.capture import compile as compiling
+with torch.no_grad():
+    x = torch.arange(6.0).view(2, 3)
+    assert compiling.compile_segments([lambda x: (x * 2 + 1).sum(-1)])[0](x).tolist() == [9, 27]
+print(compiling.cache_counts().num_misses)
+"""
+needs_compiler = pytest.mark.skipif(
+    shutil.which("g++") is None, reason="Inductor's C++ backend needs g++"
+)
+
+
+def start(folder: Path) -> subprocess.CompletedProcess[str]:
+    env = os.environ | {"PYTHONPATH": str(ROOT), "TORCHINDUCTOR_CACHE_DIR": str(folder)}
+    line = [sys.executable, "-c", SCRIPT]
+    return subprocess.run(line, env=env, capture_output=True, text=True, timeout=300)
+
+
+@needs_compiler
+@pytest.mark.parametrize("share", [0.0, 0.5])
+def test_what_an_interrupted_compilation_left_is_compiled_again(
+    tmp_path: Path, share: float
+) -> None:
+    """Bug: Ctrl-C in a linker leaves an empty library, and every later start fails to load it; of a
+    half precompiled header every later compilation fails."""
+    assert start(tmp_path).stdout == "1\n"
+    shutil.rmtree(tmp_path / precompiled.FOLDER)
+    damaged = [p for p in tmp_path.rglob("*") if p.suffix in (".so", ".o", ".gch")]
+    assert any(path.suffix == ".so" for path in damaged)
+    for path in damaged:
+        os.truncate(path, int(path.stat().st_size * share))
+    done = start(tmp_path)
+    assert (done.returncode, done.stdout) == (0, "1\n"), done.stderr
+
+
+@needs_compiler
+def test_only_what_is_damaged_goes(tmp_path: Path) -> None:
+    """Bug: every start compiles anew, or takes the file that another one is just writing."""
+    folder = tmp_path / "ab"
+    folder.mkdir()
+    (tmp_path / "x.c").write_text("int one(void) { return 1; }")
+    for flags, name in ((["-shared", "-fPIC"], "a.main.so"), (["-c"], "a.main.o")):
+        line = ["g++", *flags, str(tmp_path / "x.c"), "-o", str(folder / name)]
+        subprocess.run(line, check=True)
+    kept = sorted(folder.iterdir())
+    (folder / "notes.txt").write_text("")
+    assert drop_damaged(tmp_path, headers=True) == 0
+    bad = folder / "b.main.so"
+    bad.write_bytes((folder / "a.main.so").read_bytes()[:-1])
+    (tmp_path / "locks").mkdir()
+    with (tmp_path / "locks" / "b.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert drop_damaged(tmp_path) == 0
+    assert drop_damaged(tmp_path) == 1
+    assert sorted(folder.glob("a.*")) == kept and not bad.exists()
+
+
+def give_away(path: Path) -> None:
+    os.chown(path, 12345, -1)
+
+
+OPENINGS: dict[str, Callable[[Path], None]] = {
+    "world": lambda path: path.chmod(path.stat().st_mode | 0o002),
+    "another's": give_away,
+    "another group": lambda path: (os.chown(path, -1, 12345), path.chmod(0o770))[1],
+}
+needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files away")
+
+
+@needs_root
+@pytest.mark.parametrize("opening", OPENINGS)
+def test_what_others_can_write(tmp_path: Path, opening: str) -> None:
+    """Bug: a pickle of another user's is loaded, and does as us what it likes."""
+    assert others_can_write(tmp_path) is None
+    assert others_can_write(tmp_path / "not there yet") is None
+    tmp_path.chmod(0o775)  # a umask of 002, and our own group
+    assert others_can_write(tmp_path) is None
+    OPENINGS[opening](tmp_path)
+    assert others_can_write(tmp_path)
+
+
+@needs_compiler
+@needs_root
+@pytest.mark.parametrize("place", ["folder", "segments", "file", "pipe"])
+def test_a_foreign_segment_is_not_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    """Bug: a segment that another user has put there is executed; a pipe in its place is read for
+    ever."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(compiling, "_MADE", {})
+    folder = tmp_path / precompiled.FOLDER
+
+    def double(x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    keys: list[str] = []
+    find = precompiled.find
+    monkeypatch.setattr(precompiled, "find", lambda key, _: keys.append(key))
+    with torch.no_grad():
+        compiling.compile_segments([double])[0](torch.ones(2, 3))
+    (key,) = keys
+    (file,) = folder.iterdir()
+    assert find(key, globals()) is not None
+    if place == "pipe":
+        file.unlink()
+        os.mkfifo(file)
+    else:
+        give_away({"folder": tmp_path, "segments": folder, "file": file}[place])
+    monkeypatch.setattr(
+        torch.compiler, "load_compiled_function", lambda *_, **__: pytest.fail("loaded")
+    )
+    assert find(key, globals()) is None
+
+
+@needs_root
+def test_a_foreign_folder_is_not_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Bug: the command line, or the Python API with its default in the temporary folder, compiles
+    into and loads from what another user has made ready."""
+    tmp_path.chmod(0o777)
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    artifact.use_own_folder_()
+    own = Path(os.environ["TORCHINDUCTOR_CACHE_DIR"])
+    assert own != tmp_path and own.stat().st_mode & 0o777 == 0o700
+    artifact.use_own_folder_()
+    assert Path(os.environ["TORCHINDUCTOR_CACHE_DIR"]) == own
+    monkeypatch.setenv("GRAPHENGINE_CACHE", str(tmp_path / "root"))
+    with compiled_code("cpu", None) as store:
+        assert store is not None
+    store.folder.mkdir(parents=True)
+    store.folder.chmod(0o777)
+    with compiled_code("cpu", None) as store:
+        assert store is None
+    assert "chmod 700" in capsys.readouterr().err

@@ -9,6 +9,7 @@ which of the versions 3.6 to 3.9 it was seen, and what is public instead.
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false
 
 import sys
+from threading import Lock
 from typing import Any
 
 import triton
@@ -67,11 +68,19 @@ def load_driver() -> None:
     driver.active.get_current_target()
 
 
+_SIGNATURES: dict[str, Lock] = {}
+
+
 def build_launcher(compiled: Any) -> None:
     """Has the launcher of a compiled kernel's signature built, for which 3.6 asks the C compiler, a
-    quarter of a second each; who launches finds it on disk. Public: none (3.6 to 3.9)."""
+    quarter of a second each; who launches finds it on disk. Public: none (3.6 to 3.9).
+
+    One thread a signature: two that build the same one replace each other's file, and Python takes
+    a library whose inode it has seen for the one that it has loaded then (dynload_shlib.c).
+    """
     gpu: Any = driver.active
-    gpu.launcher_cls(compiled.src, compiled.metadata)
+    with _SIGNATURES.setdefault(repr(compiled.src.signature), Lock()):
+        gpu.launcher_cls(compiled.src, compiled.metadata)
 
 
 def settle_cache_keys() -> None:

@@ -17,8 +17,9 @@ from graphengine.config.draft_formats import ARCHITECTURES, parse_draft
 from graphengine.config.model import ModelConfig
 from graphengine.config.values import token_ids
 
-NO_DRAFT = "none"
-"""As a drafter's name: decode plainly, whatever the model's file says."""
+NO_DRAFT, NGRAM = "none", "ngram"
+"""As a drafter's name: decode plainly, whatever the model's file says; look drafts up in the text
+so far (`drafters.ngram`)."""
 
 
 def named_pair(model: str | Path | None, draft: str | Path | None) -> tuple[str, str | None]:

@@ -61,6 +61,11 @@ class DraftConfig:
     notes: tuple[str, ...] = field(default=(), compare=False)
 
     @property
+    def models(self) -> tuple[ModelConfig, ...]:
+        """The stacks that run a step's drafts."""
+        return (self.model,)
+
+    @property
     def num_draft_tokens(self) -> int:
         """Tokens proposed a step."""
         return self.block_size - (self.slot_convention == "anchor-dropped")
@@ -138,6 +143,13 @@ class NgramConfig:
     num_draft_tokens: int = 15
     shortest: int = 2
     longest: int = 4
+    models: tuple[ModelConfig, ...] = ()
+    attention_rules: tuple[AttentionRule, ...] = ()
+
+    @property
+    def block_size(self) -> int:
+        """Rows of a request that a draft is as large as."""
+        return self.num_verify_rows
 
     @property
     def num_verify_rows(self) -> int:
@@ -148,3 +160,7 @@ class NgramConfig:
         """The same with fewer drafts."""
         assert 1 <= num_draft_tokens <= self.num_draft_tokens
         return replace(self, num_draft_tokens=num_draft_tokens)
+
+
+DraftSpec = DraftConfig | NgramConfig
+"""A drafter before anything is loaded."""

@@ -18,12 +18,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Protocol, Self, TypeVar
 
-from graphengine.config.draft import DraftConfig
+from graphengine.config.draft import DraftSpec
 from graphengine.config.engine import EngineConfig
 
 
 def resolve_draft_lengths(
-    asked: int | Sequence[int] | None, buckets: Sequence[int], draft: DraftConfig | None
+    asked: int | Sequence[int] | None, buckets: Sequence[int], draft: DraftSpec | None
 ) -> tuple[int, ...]:
     """The number of each bucket, ascending by bucket; empty without a drafter.
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from graphengine.checkpoints.pairs import NO_DRAFT, verifier_of
+from graphengine.checkpoints.pairs import NGRAM, NO_DRAFT, verifier_of
 from graphengine.config.draft_length import longest_draft
 from graphengine.config.options import Options
 from graphengine.doctor.files import ModelFiles, read_model_files
@@ -80,7 +80,7 @@ def examine(
         host: default: the current machine.
     """
     target = read_model_files(target_name, with_tokenizer=True)
-    plain = draft_name in (None, NO_DRAFT)
+    plain = draft_name in (None, NO_DRAFT, NGRAM)
     draft = None if plain else read_model_files(str(draft_name), with_tokenizer=False)
     found: list[Finding] = []
     if target.directory is not None and "speculators_model_type" in (target.config or {}):

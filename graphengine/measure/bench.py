@@ -248,7 +248,7 @@ def weight_bytes(built: Built, num_requests: int) -> float:
 def token_bytes(built: Built) -> float:
     """Bytes of K/V per context token that one step reads, both models."""
     size = getattr(torch, built.config.dtype).itemsize
-    models = [built.target] + ([built.draft.model] if built.draft else [])
+    models = [built.target, *(built.draft.models if built.draft else ())]
     return float(sum(page_bytes(model, 1, size) for model in models))
 
 

@@ -230,7 +230,7 @@ def _read_gbps(options: dict[str, Any]) -> float:
 def _engine(model: str, draft: str | None, load_format: str, options: dict[str, Any]) -> Engine:
     target, drafter = read_configs(model, draft)
     block = drafter.num_verify_rows if drafter else 1
-    models = [target] + ([drafter.model] if drafter else [])
+    models = [target, *(drafter.models if drafter else ())]
     cap = min(m.max_position_embeddings for m in models) - (block if drafter else 0)
     wanted = options["input_len"] + _workload(options).output_len(block) + block
     asked = {name: value for name, value in options.items() if name in declarations(Options)}

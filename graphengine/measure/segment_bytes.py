@@ -7,14 +7,14 @@ head instead of a pre. The drafter's last segment reads a head as well, the targ
 """
 
 from graphengine import names
-from graphengine.config.draft import DraftConfig
+from graphengine.config.draft import DraftConfig, DraftSpec
 from graphengine.config.model import ModelConfig
 from graphengine.models import decoder, dflash
 from graphengine.models.weight import Weight, num_matrix_elements
 
 
 def segment_bytes(
-    target: ModelConfig, draft: DraftConfig | None, itemsize: int, draft_itemsize: int
+    target: ModelConfig, draft: DraftSpec | None, itemsize: int, draft_itemsize: int
 ) -> dict[str, int]:
     """Name of a dense segment -> bytes; a chain's own name stands for the chain as one graph.
 
@@ -26,7 +26,9 @@ def segment_bytes(
     found = _stack(chain, target, decoder.outer_weights(target)["lm_head_VD"])
     found[chain] = sum(found.values())
     found = {name: count * itemsize for name, count in found.items()}
-    if draft is not None:
+    if draft is not None and not isinstance(draft, DraftConfig):
+        found[names.SPECULATE] = found[chain]
+    elif draft is not None:
         # A head that is the target's is as large as one of its own.
         head = dflash.vocabulary_weights(draft, lambda name: True)["lm_head_VD"]
         own = _stack("draft", draft.model, head)

@@ -44,7 +44,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from graphengine.capture.cache_folder import others_can_write
-from graphengine.config.draft import DraftConfig
+from graphengine.config.draft import DraftSpec
 from graphengine.config.engine import EngineConfig
 from graphengine.config.model import ModelConfig
 
@@ -152,7 +152,7 @@ def platform_parts(device: str) -> Parts:
     return parts | {"device": "cuda", "gpu": name, "capability": capability, "driver": driver}
 
 
-def engine_parts(config: EngineConfig, target: ModelConfig, draft: DraftConfig | None) -> Parts:
+def engine_parts(config: EngineConfig, target: ModelConfig, draft: DraftSpec | None) -> Parts:
     """What one start compiled: shapes of the models, buckets, modes, our own code."""
 
     from graphengine.capture.precompiled import loaded_code  # here: it imports torch
@@ -170,7 +170,8 @@ def engine_parts(config: EngineConfig, target: ModelConfig, draft: DraftConfig |
 
     drafter = "none"
     if draft is not None:
-        drafter = f"{shapes(draft.model)}, block {draft.block_size} [{_hash(asdict(draft))}]"
+        layers = "; ".join(map(shapes, draft.models)) or "n-gram"
+        drafter = f"{layers}, block {draft.block_size} [{_hash(asdict(draft))}]"
     numbers = ",".join(map(str, config.num_speculative_tokens)) or "none"
     if len(set(config.num_speculative_tokens)) == 1:  # so that more buckets are one difference
         numbers = str(config.num_speculative_tokens[0])

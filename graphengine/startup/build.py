@@ -15,6 +15,7 @@ from contextlib import ContextDecorator
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -22,7 +23,7 @@ from graphengine import names
 from graphengine.capture.compile import CacheCounts, cache_counts
 from graphengine.capture.torch_internals import import_inductor
 from graphengine.checkpoints.hub import PRESETS, resolve
-from graphengine.checkpoints.pairs import named_pair, read_json, read_stop_ids
+from graphengine.checkpoints.pairs import NGRAM, named_pair, read_json, read_stop_ids
 from graphengine.checkpoints.tokenizer import Tokenizer, load_tokenizer
 from graphengine.checkpoints.weights import (
     Checkpoint,
@@ -34,7 +35,7 @@ from graphengine.checkpoints.weights import (
     target_weights,
     tree_bytes,
 )
-from graphengine.config.draft import DraftConfig, NgramConfig
+from graphengine.config.draft import DraftConfig, DraftSpec, NgramConfig
 from graphengine.config.draft_formats import parse_draft
 from graphengine.config.draft_length import longest_draft
 from graphengine.config.engine import EngineConfig
@@ -73,7 +74,7 @@ class Built:
 
     config: EngineConfig
     target: ModelConfig
-    draft: DraftConfig | None
+    draft: DraftSpec | None
     tokenizer: Tokenizer | None
     stop_ids: frozenset[int]
     loop: DecodeLoop
@@ -124,7 +125,7 @@ def build(
     target_name, draft_name = named_pair(target_name, draft_name)
     target_config, draft_config = read_configs(target_name, draft_name)
     target_dir = resolve(target_name)
-    draft_dir = resolve(draft_name) if draft_name is not None else None
+    draft_dir = resolve(draft_name) if draft_name and draft_name != NGRAM else None
     config = resolve_options(options, target_config, draft_config)
     num_draws = draft_config.num_draft_tokens if draft_config else 0  # of a simulated step
     draft_config = longest_draft(config, draft_config) if draft_config else None
@@ -176,7 +177,7 @@ def build(
     with names.range_("load"), torch.no_grad():
         weights = target_weights(source(target_dir, 0), target_config, positions, device)
         drafter_weights = vocabulary = None
-        if draft_dir is not None and draft_config is not None:
+        if draft_dir is not None and isinstance(draft_config, DraftConfig):
             drafter_source = source(draft_dir, 1)
             vocabulary = draft_vocabulary(drafter_source, draft_config, weights)
             drafter_weights = draft_weights(drafter_source, draft_config, positions, device)
@@ -322,9 +323,7 @@ def _prepare_compilers(
     return threads
 
 
-def read_configs(
-    target_name: str | Path, draft_name: str | Path | None
-) -> tuple[ModelConfig, DraftConfig | None]:
+def read_configs(target_name: str | Path, draft_name: str | Path | None) -> tuple[ModelConfig, Any]:
     """Parses both configs and checks that they belong together.
 
     Raises:
@@ -332,6 +331,8 @@ def read_configs(
     """
     target_name, draft_name = named_pair(target_name, draft_name)
     target = ModelConfig.from_hf(*read_json(resolve(target_name) / "config.json"))
+    if draft_name == NGRAM:
+        return target, NgramConfig()
     if draft_name is None:
         return target, None
     directory = resolve(draft_name)

@@ -31,7 +31,7 @@ from graphengine.checkpoints.weights import (
     tree_bytes,
 )
 from graphengine.config.bytesize import format_bytes
-from graphengine.config.draft import DraftConfig
+from graphengine.config.draft import DraftSpec, NgramConfig
 from graphengine.config.engine import EngineConfig
 from graphengine.config.model import ModelConfig
 from graphengine.decode.buffers import Arena
@@ -39,6 +39,7 @@ from graphengine.decode.kvcache import page_bytes, pages_for
 from graphengine.decode.lane import PIPELINE_DEPTH
 from graphengine.decode.proposer import Proposer, step_buffers
 from graphengine.drafters.dflash import DFlash
+from graphengine.drafters.ngram import Ngram
 from graphengine.drafters.none import NoDraft
 from graphengine.models.layers import quantize_fp8
 from graphengine.startup.workspace import (
@@ -159,7 +160,7 @@ def num_positions(max_model_len: int, block: int) -> int:
 def plan_memory(
     config: EngineConfig,
     target: ModelConfig,
-    draft: DraftConfig | None,
+    draft: DraftSpec | None,
     memory: DeviceMemory | None,
     *,
     length_is_explicit: bool,
@@ -239,7 +240,7 @@ def _too_small(plan: MemoryPlan, config: EngineConfig, room: int, length: int) -
 def _plan(
     config: EngineConfig,
     target: ModelConfig,
-    draft: DraftConfig | None,
+    draft: DraftSpec | None,
     memory: DeviceMemory | None,
     draft_names: Collection[str],
 ) -> MemoryPlan:
@@ -252,7 +253,9 @@ def _plan(
     try:
         weights = target_weights(ShapeSource(dtype), target, positions, META)
         ropes = [weights.rope_PH]
-        if draft is not None:
+        if isinstance(draft, NgramConfig):
+            proposer = Ngram(config=draft, num_positions=positions)
+        elif draft is not None:
             source = ShapeSource(dtype, draft_names)
             vocabulary = draft_vocabulary_shapes(source, draft)
             layers = draft_weights(source, draft, positions, META)
@@ -284,8 +287,8 @@ def _plan(
             "the configs, --bucket and --page-size describe tensors of impossible size "
             f"({reason}); lower what is huge"
         ) from error
-    kv_page = page_bytes(target, config.page_size, dtype.itemsize)
-    kv_page += page_bytes(draft.model, config.page_size, dtype.itemsize) if draft else 0
+    models = [target, *(draft.models if draft else ())]
+    kv_page = sum(page_bytes(model, config.page_size, dtype.itemsize) for model in models)
     budget = None
     if memory is not None:
         unusable = (1 - config.gpu_memory_utilization) * memory.total_bytes

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from graphengine.config.draft import DraftConfig
+from graphengine.config.draft import DraftSpec
 from graphengine.config.draft_length import resolve_draft_lengths
 from graphengine.config.engine import EngineConfig
 from graphengine.config.model import ModelConfig
@@ -27,18 +27,16 @@ from graphengine.decode.simulate import acceptance_rate
 _PAGE_SIZES: dict[AttentionBackend, int] = {"flashinfer": 16, "triton": 128, "torch": 16}
 
 
-def speculation_limit(target: ModelConfig, draft: DraftConfig | None) -> int:
+def speculation_limit(target: ModelConfig, draft: DraftSpec | None) -> int:
     """Most tokens of a request that is drafted to its end: the fewest positions of the models, less
     a block."""
     if draft is None:
         return target.max_position_embeddings
-    positions = min(target.max_position_embeddings, draft.model.max_position_embeddings)
+    positions = min(m.max_position_embeddings for m in (target, *draft.models))
     return positions - draft.num_verify_rows
 
 
-def resolve_options(
-    options: Options, target: ModelConfig, draft: DraftConfig | None
-) -> EngineConfig:
+def resolve_options(options: Options, target: ModelConfig, draft: DraftSpec | None) -> EngineConfig:
     """Decides every "auto" and refuses what cannot work.
 
     Raises:
@@ -54,7 +52,7 @@ def resolve_options(
     on_gpu = device == "cuda"
     natural: DTypeName = "bfloat16" if on_gpu else "float32"
     dtype: DTypeName = natural if options.dtype == "auto" else options.dtype
-    models = [target] + ([draft.model] if draft else [])
+    models = [target, *(draft.models if draft else ())]
     head_dims = [model.head_dim for model in models]
     fits = all(dim in FLASHINFER_HEAD_DIMS for dim in head_dims) and dtype == "bfloat16"
     prefill: AttentionBackend = "torch"

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 
 from graphengine.checkpoints.weights import tree_bytes
-from graphengine.config.draft import DraftConfig
+from graphengine.config.draft import DraftConfig, DraftSpec
 from graphengine.config.draft_length import draft_at
 from graphengine.config.engine import EngineConfig
 from graphengine.config.model import ModelConfig
@@ -39,22 +39,22 @@ def forward_bytes(model: ModelConfig, num_rows: int, element_bytes: int) -> int:
     return num_rows * (residual + max(parts, 3 * hidden * 4))
 
 
-def rounding_bytes(config: EngineConfig, draft: DraftConfig | None, num_rows: int) -> int:
+def rounding_bytes(config: EngineConfig, draft: DraftSpec | None, num_rows: int) -> int:
     """Rounding activations in plain torch, as where our kernel does not run, holds three fp32
     copies; the widest are the taps before fc."""
-    if draft is None or config.draft_quantization != "fp8-dynamic":
+    if not isinstance(draft, DraftConfig) or config.draft_quantization != "fp8-dynamic":
         return 0
     return num_rows * 3 * draft.num_taps * draft.tap_size * 4
 
 
 def prefill_bytes(
-    config: EngineConfig, target: ModelConfig, draft: DraftConfig | None, element_bytes: int
+    config: EngineConfig, target: ModelConfig, draft: DraftSpec | None, element_bytes: int
 ) -> int:
     """A chunk's activations, its taps and context K/V, and the logits of the last rows."""
     rows = min(config.prefill_chunk, max(config.buckets) * config.max_model_len)
     work = forward_bytes(target, rows, element_bytes)
     taps = 0
-    if draft is not None:
+    if isinstance(draft, DraftConfig):
         hidden = draft.model.hidden_size
         taps = rows * draft.num_taps * draft.tap_size * element_bytes
         kv_row = page_bytes(draft.model, 1, element_bytes)
@@ -68,7 +68,7 @@ def prefill_bytes(
 
 
 def activation_bytes(
-    config: EngineConfig, target: ModelConfig, draft: DraftConfig | None, element_bytes: int
+    config: EngineConfig, target: ModelConfig, draft: DraftSpec | None, element_bytes: int
 ) -> int:
     """A step's temporaries and logits. With graphs: one set for warming up and one for their
     shared pool, carries that stay alive between them, the driver's memory for the graphs.
@@ -76,7 +76,7 @@ def activation_bytes(
     Piecewise: every layer's residual and query cross from a graph to the next, in each bucket.
     """
     block = draft.num_verify_rows if draft else 1
-    models = [target] + ([draft.model] if draft else [])
+    models = [target, *(draft.models if draft else ())]
     rows = max(config.buckets) * block
     logits = rows * target.vocab_size * element_bytes
     work = max(forward_bytes(model, rows, element_bytes) for model in models)
@@ -108,7 +108,7 @@ def shared_scratch_bytes(config: EngineConfig) -> int:
 def bucket_scratch_bytes(
     config: EngineConfig,
     target: ModelConfig,
-    draft: DraftConfig | None,
+    draft: DraftSpec | None,
     width: int,
     num_sms: int,
 ) -> int:
@@ -119,7 +119,8 @@ def bucket_scratch_bytes(
         own = draft_at(config, draft, size) if draft else None
         kinds = [(target, own.num_verify_rows if own else 1)]
         if own is not None:
-            kinds += [(own.model, own.block_size)] * len(set(own.attention_rules))
+            rules = set(own.attention_rules)
+            kinds += [(model, own.block_size) for model in own.models for _ in rules]
         if config.attention_backend == "flashinfer":
             total += len(kinds) * (FLASHINFER_WRAPPER_BYTES + size * width * 4)
         elif config.attention_backend == "triton":

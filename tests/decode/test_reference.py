@@ -8,6 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from graphengine.api import Engine
+from graphengine.checkpoints.hub import TINY_TARGET
 from graphengine.config.draft import NgramConfig
 from graphengine.decode import reference
 from graphengine.drafters.ngram import look_up
@@ -87,3 +89,31 @@ def test_look_up_by_its_definition() -> None:
             assert drafts.tolist() == wanted
             found += sum(any(row) for row in wanted)
     assert found > 100
+
+
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+def test_ngram_equals_the_reference(backend: Any) -> None:
+    """Bug: the text on the device lacks the prompt, the anchor or what was accepted last, keeps
+    rejected tokens or another request's, or is one place off: only acceptance shows it."""
+    model = load_target(TINY_TARGET)
+    config = NgramConfig(num_draft_tokens=4)
+    texts = ["Count from 3 to 60 in steps of 3.", "Repeat: red blue red blue red blue", "Hello"]
+    options: Any = {"buckets": (1, 2, 4), "device": "cpu", "attention_backend": backend}
+    with Engine.from_pretrained(
+        TINY_TARGET, "ngram", num_speculative_tokens=4, fallback=False, **options
+    ) as engine:
+        assert engine.tokenizer is not None
+        prompts = [engine.tokenizer.encode_chat([{"role": "user", "content": t}]) for t in texts]
+        together = engine.generate(prompts, max_new_tokens=40, ignore_eos=True)
+        alone = [engine.generate(p, max_new_tokens=40, ignore_eos=True)[0] for p in prompts]
+    for prompt, one, other in zip(prompts, together, alone, strict=True):
+
+        def propose(ids: Tensor) -> Tensor:
+            return torch.tensor(looked_up(ids.tolist(), config))
+
+        new, accepted = reference.generate(prompt, target_of(model), propose, 40)
+        assert one.token_ids == other.token_ids == new
+        for result in (one, other):
+            histogram = result.metrics.acceptance.steps_by_accepted
+            assert histogram == [accepted.count(a) for a in range(len(histogram))]
+    assert sum(r.metrics.acceptance.num_accepted for r in together) > 10

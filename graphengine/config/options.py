@@ -104,7 +104,10 @@ class Declaration:
             return value
         what = "an integer" if int in kinds else "a number"
         if isinstance(value, Integral if int in kinds else Real) and not isinstance(value, bool):
-            number = int(value) if int in kinds else float(value)  # type: ignore[arg-type]
+            try:
+                number = int(value) if int in kinds else float(value)  # type: ignore[arg-type]
+            except OverflowError:  # an integer past any float
+                number = float("nan")
             low = self.low is None or number >= self.low
             above = self.above is None or number > self.above
             if low and above and (self.high is None or number <= self.high):  # NaN is in no range

@@ -98,7 +98,7 @@ def test_more_requests_than_the_built_bucket(pair: tuple[Path, Path]) -> None:
     runs one by one."""
     with engine(pair, lazy_capture=True) as lazy:
         ids(lazy, PROMPTS[:4], count=4)
-        assert built(lazy) == [1, 4]
+        assert {1, 4} <= set(built(lazy))
 
 
 def test_draws_of_simulated_acceptance_go_on(pair: tuple[Path, Path]) -> None:

@@ -94,7 +94,7 @@ def test_rope_of_the_preset() -> None:
     expected, amplitude = ROPE_INIT_FUNCTIONS["llama3"](theirs, torch.device("cpu"))
     assert amplitude == config.rope.amplitude == 1.0
     torch.testing.assert_close(rope_frequencies(config.rope, config.head_dim), expected)
-    unscaled = dataclasses.replace(config.rope, kind="default")
+    unscaled = dataclasses.replace(config.rope, kind="default", factor=1.0)
     ratio = rope_frequencies(unscaled, config.head_dim) / expected
     assert ratio[0] == 1 and ratio[-1] == pytest.approx(8)
     assert ((ratio > 1.01) & (ratio < 7.99)).any()

@@ -277,8 +277,11 @@ BAD_MODEL: dict[str, tuple[Json, str]] = {
     "llama3-no-band": (
         {
             "rope_scaling": {
-                **{"rope_type": "llama3", "factor": 8, "original_max_position_embeddings": 64},
-                **{"low_freq_factor": 2.0, "high_freq_factor": 2.0},
+                "rope_type": "llama3",
+                "factor": 8,
+                "original_max_position_embeddings": 64,
+                "low_freq_factor": 2.0,
+                "high_freq_factor": 2.0,
             }
         },
         "high_freq_factor 2.0 must exceed 2.0",

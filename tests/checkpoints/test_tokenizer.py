@@ -10,6 +10,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from graphengine.checkpoints.hub import resolve
 from graphengine.checkpoints.pairs import named_pair, read_json
 from graphengine.checkpoints.tokenizer import (
     CONTEXT,
@@ -288,3 +289,11 @@ def test_thinking_is_switched_off(tmp_path: Path) -> None:
     (directory / "chat_template.jinja").write_text(template)
     tokenizer = Tokenizer(directory)
     assert tokenizer.decode(tokenizer.encode_chat([{"role": "user", "content": "hi"}])) == "no"
+
+
+def test_a_name_that_is_no_hub_id(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: a mistyped directory is looked for on the hub."""
+    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda *_, **__: pytest.fail("asked"))
+    for name in ("qwen3-8", "a/b/c", "./a/b"):
+        with pytest.raises(ValueError, match="no such model directory"):
+            resolve(name)

@@ -276,7 +276,7 @@ def _plan(
                 fp8 = _without(copies, drafter)
         num_sms, width = memory.num_sms if memory else 1, pages_for(positions, config.page_size)
         scratch = bucket_scratch_bytes(config, target, draft, width, num_sms)
-        own_buffers = _buffer_bytes(config, target, proposer, width)
+        buffers = _buffer_bytes(config, target, proposer, width)
         plain = 0
         if draft is not None:
             plain = bucket_scratch_bytes(config, target, None, width, num_sms)
@@ -300,7 +300,7 @@ def _plan(
         draft_weight_bytes=tree_bytes(drafter) - tree_bytes(tuple(ropes[1:])),
         quantized_weight_bytes=tree_bytes(fp8),
         rope_table_bytes=tree_bytes(tuple(ropes)),
-        step_buffer_bytes=own_buffers,
+        step_buffer_bytes=buffers,
         prefill_bytes=prefill_bytes(config, target, draft, dtype.itemsize),
         attention_workspace_bytes=shared_scratch_bytes(config) + scratch,
         activation_bytes=activation_bytes(config, target, draft, dtype.itemsize),

@@ -284,6 +284,7 @@ def test_all_that_a_specialisation_depends_on() -> None:
         "alignment": (Pair(x, memory[33:].view(4, 8)), 1.0),
         "tuple": ((x, y), 1.0),
         "none": (Pair(x, y), None),
+        "gradients": (Pair(x, y.clone().requires_grad_()), 1.0),
     }
     assert len({layout(call) for call in calls.values()}) == len(calls)
     assert layout((Pair(y.clone(), x.clone()), 1.0)) == layout(calls["base"])

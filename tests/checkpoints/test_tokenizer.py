@@ -2,14 +2,31 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from graphengine.checkpoints.tokenizer import CONTEXT, REPLACEMENT, Detokenizer, Tokenizer
-from tests.support.checkpoints import SPECIALS, edit_config, make_target
+from graphengine.checkpoints.hub import resolve
+from graphengine.checkpoints.pairs import named_pair, read_json
+from graphengine.checkpoints.tokenizer import (
+    CONTEXT,
+    REPLACEMENT,
+    Detokenizer,
+    Tokenizer,
+    load_tokenizer,
+)
+from graphengine.config.model import ModelConfig
+from tests.support.checkpoints import (
+    SPECIALS,
+    as_speculators,
+    edit_config,
+    make_drafter,
+    make_target,
+)
 
 
 @pytest.fixture(scope="module")
@@ -226,3 +243,57 @@ def test_a_lone_byte_before_end_tokens(tokenizer: Tokenizer) -> None:
         writer = Detokenizer(tokenizer)
         text = "".join(writer.feed([token]) for token in ids)
         assert text + writer.feed([], last=True) == tokenizer.decode(ids)
+
+
+def test_a_message_in_parts(tmp_path: Path) -> None:
+    """Bug: what a part of a message spells becomes a control token, though whole ones are read."""
+    directory = make_target(tmp_path, layers=1)
+    (directory / "chat_template.jinja").write_text(
+        "{% for part in messages[0].content %}{{ part.text }}{% endfor %}<|im_end|>"
+    )
+    parts = [{"type": "text", "text": "a<|im_end|>"}, {"type": "text", "text": "<|im_end|>"}]
+    message: Any = {"role": "user", "content": parts}
+    tokenizer = Tokenizer(directory)
+    ids = tokenizer.encode_chat([message])
+    assert ids.count(tokenizer._hf.get_vocab()["<|im_end|>"]) == 1
+    assert tokenizer._hf.decode(ids) == "a" + "<|im_end|>" * 3
+
+
+def test_an_embedding_without_rows_to_spare(directory: Path) -> None:
+    """Bug: a tokenizer with a token for every row is called another model's, or one with a token
+    more is taken."""
+    model = ModelConfig.from_hf(*read_json(directory / "config.json"))
+    tokenizer = Tokenizer(directory)
+    exact = replace(model, vocab_size=len(tokenizer))
+    assert load_tokenizer(directory, exact, ()) is not None
+    with pytest.raises(ValueError, match="different models"):
+        load_tokenizer(directory, replace(model, vocab_size=len(tokenizer) - 1), ())
+
+
+def test_a_verifier_beside_the_drafter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: a relative path in a drafter's file is looked for where the command was typed."""
+    target = make_target(tmp_path / "target", layers=1)
+    draft = make_drafter(tmp_path / "draft", target, layers=1, taps=(0,))
+    both = as_speculators(tmp_path / "both", draft, target)
+    verifier = {"verifier": {"name_or_path": "../target"}}
+    edit_config(both, lambda values: values | {"speculators_config": verifier})
+    monkeypatch.chdir("/")
+    found, drafter = named_pair(both, None)
+    assert Path(found).resolve() == target and drafter == str(both)
+
+
+def test_thinking_is_switched_off(tmp_path: Path) -> None:
+    """Bug: a template that knows the switch begins to think, as no published drafter was taught."""
+    directory = make_target(tmp_path, layers=1)
+    template = "{{ 'no' if enable_thinking is defined and enable_thinking is false else 'yes' }}"
+    (directory / "chat_template.jinja").write_text(template)
+    tokenizer = Tokenizer(directory)
+    assert tokenizer.decode(tokenizer.encode_chat([{"role": "user", "content": "hi"}])) == "no"
+
+
+def test_a_name_that_is_no_hub_id(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: a mistyped directory is looked for on the hub."""
+    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda *_, **__: pytest.fail("asked"))
+    for name in ("qwen3-8", "a/b/c", "./a/b"):
+        with pytest.raises(ValueError, match="no such model directory"):
+            resolve(name)

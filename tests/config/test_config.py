@@ -274,6 +274,18 @@ BAD_MODEL: dict[str, tuple[Json, str]] = {
         {"rope_scaling": {"rope_type": "llama3", "factor": 8}},
         "without original_max_position_embeddings",
     ),
+    "llama3-no-band": (
+        {
+            "rope_scaling": {
+                "rope_type": "llama3",
+                "factor": 8,
+                "original_max_position_embeddings": 64,
+                "low_freq_factor": 2.0,
+                "high_freq_factor": 2.0,
+            }
+        },
+        "high_freq_factor 2.0 must exceed 2.0",
+    ),
     "llama3-no-low": (
         {"rope_scaling": {"rope_type": "llama3", **YARN}},
         "without low_freq_factor",

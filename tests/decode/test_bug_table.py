@@ -60,7 +60,6 @@ TABLE: dict[str, Row] = {
         "the last layer is tapped after the norm, or out of range; layer 0 is skipped",
         (
             f"{GOLDEN}::test_drafts_equal_reference",  # its pair "tap-last-layer"
-            "test_draft_config.py::test_last_layer_of_deepspec",
             "test_draft_config.py::test_taps_at_the_edge_of_the_target",
         ),
     ),

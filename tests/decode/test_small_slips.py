@@ -109,6 +109,8 @@ def test_plain_steps_of_a_plain_engine(tmp_path: Path) -> None:
     acceptance length is 0."""
     with Engine.from_pretrained(make_target(tmp_path), buckets=(1,)) as engine:
         (result,) = engine.generate(PROMPT, max_new_tokens=9, ignore_eos=True)
+        with pytest.raises(ValueError, match="outside the vocabulary of 512"):
+            engine.generate([0, 512])
     metrics = result.metrics
     assert (metrics.num_plain_steps, metrics.acceptance.num_steps) == (0, 8)
     assert metrics.acceptance.mean_acceptance_length == 1.0

@@ -73,6 +73,7 @@ def test_a_good_machine_has_no_warning() -> None:
         ({"capability": (8, 0)}, "speed.gemm", "warning"),
         ({"capability": (10, 0)}, "speed.gemm", "warning"),
         ({"capability": (7, 5)}, "host.gpu", "error"),
+        ({"capability": (8, 0)}, "host.gpu", "ok"),
         ({"nsys": None}, "host.nsys", "info"),
         ({"gpu_name": None, "capability": None, "memory": None}, "host.gpu", "warning"),
     ],

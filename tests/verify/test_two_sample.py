@@ -14,7 +14,7 @@ from scipy import stats
 
 from graphengine.cli.main import main
 from graphengine.decode import ends
-from graphengine.verify.two_sample import LEVEL, compare
+from graphengine.verify.two_sample import LEVEL, Comparison, PlaceTest, compare
 from tests.support.checkpoints import make_drafter, make_target
 
 
@@ -159,3 +159,10 @@ def test_refusals(args: tuple[str, ...], message: str) -> None:
     result = CliRunner().invoke(main, ["verify", *args])
     assert result.exit_code == 2, result.output
     assert message in " ".join(result.stderr.split())
+
+
+def test_the_level_itself() -> None:
+    """Bug: a p-value at the level, or ten times above it, is a difference; or one below it none."""
+    for pvalue, passes in ((0.002, True), (0.001, True), (0.00099, False)):
+        tests = [PlaceTest(0, 0, 0.5, 2), PlaceTest(0, 1, pvalue, 2)]
+        assert Comparison(tests, 0.001).passed == passes

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from graphengine.checkpoints.hub import TINY_DRAFT, TINY_TARGET
+from graphengine.config.draft import DraftConfig
 from graphengine.doctor.findings import error, guarded, one_line
 from graphengine.startup import memory
 from tests.support.checkpoints import as_deepspec, as_speculators, make_drafter
@@ -104,7 +105,7 @@ def test_every_format_that_loads_passes(pair: tuple[Path, Path], tmp_path: Path,
     with load(target, draft) as engine:
         assert plan == engine.memory_plan
         config, loop = engine.built.draft, engine.built.loop
-        assert config is not None
+        assert isinstance(config, DraftConfig)
         assert f"{config.format}: " in named(found, "draft.format")[0].value
         assert (
             f"{config.num_draft_tokens} drafts a step" in named(found, "draft.block_size")[0].value

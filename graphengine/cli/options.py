@@ -140,8 +140,9 @@ def taken(options: dict[str, Any], kind: type = Options) -> dict[str, Any]:
 MODEL = click.argument("model", required=False)
 DRAFT = click.option(
     "--draft",
-    metavar="MODEL|none",
-    help="Drafter of MODEL: a hub id, a directory or a preset; none decodes plainly.  "
+    metavar="MODEL|ngram|none",
+    help="Drafter of MODEL: a hub id, a directory or a preset; ngram looks drafts up in the text so "
+    "far, for any target; none decodes plainly.  "
     "[default: the bundled drafter for the bundled model, else none]",
 )
 PRESET = Default(None, "dummy for a preset, else the checkpoint's weights")

@@ -140,7 +140,8 @@ def resolve_options(options: Options, target: ModelConfig, draft: DraftSpec | No
         "max_model_len": length,
         "num_speculative_tokens": numbers,
         "speculation_limit": drafted_cap if draft else None,
-        "acceptance_floor": 0.0 if simulated else options.acceptance_floor,
+        # Look-up is often wrong by nature: nothing is amiss then.
+        "acceptance_floor": 0.0 if simulated or (draft and not draft.models) else floor,
         "fallback": options.fallback and not simulated,
         # Free where nothing is captured; simulated acceptance has no second verify chain.
         "sampling": not simulated and (options.sampling or mode == "none"),

@@ -141,8 +141,8 @@ MODEL = click.argument("model", required=False)
 DRAFT = click.option(
     "--draft",
     metavar="MODEL|ngram|none",
-    help="Drafter of MODEL: a hub id, a directory or a preset; ngram looks drafts up in the text so "
-    "far, for any target; none decodes plainly.  "
+    help="Drafter of MODEL: a hub id, a directory or a preset; ngram looks drafts up in the text "
+    "so far, for any target; none decodes plainly.  "
     "[default: the bundled drafter for the bundled model, else none]",
 )
 PRESET = Default(None, "dummy for a preset, else the checkpoint's weights")

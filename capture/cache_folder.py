@@ -34,21 +34,22 @@ def others_can_write(path: Path) -> str | None:
     return f"can be written by others (mode {stat.S_IMODE(found.st_mode):o})" if is_open else None
 
 
-def drop_damaged(folder: Path, *, headers: bool = False) -> int:
+def drop_damaged(folder: Path, headers: Path | None = None) -> int:
     """Removes what a linker or compiler did not finish, unless another process compiles just now.
 
     Mutates: Inductor's folder.
 
     Args:
-        headers: precompiled headers too, whole or not: nothing tells, and gcc does without.
+        headers: a folder of precompiled headers, which go too, whole or not: nothing tells, and gcc
+            does without.
 
     Returns:
         How many files were removed.
     """
     names = [*folder.glob("*/*.so"), *folder.glob("*/*.o")]
     found = [path for path in names if not _is_whole(path)]
-    found += folder.rglob("*.gch") if headers else ()
-    if not found or _is_compiling(folder):
+    found += headers.glob("*.gch") if headers is not None else ()
+    if not found or _is_compiling(folder) or (headers is not None and _is_compiling(headers)):
         return 0
     for path in found:
         path.unlink(missing_ok=True)

@@ -20,7 +20,7 @@ from weakref import WeakSet
 import torch
 
 from graphengine.capture import precompiled, torch_internals
-from graphengine.capture.cache_folder import drop_damaged
+from graphengine.capture.cache_folder import drop_damaged, others_can_write
 
 # Specialisations of one function: (buckets + plain decode) x (target, drafter) x engines.
 RECOMPILE_LIMIT = 512
@@ -74,8 +74,10 @@ class Segment:
             try:
                 compiled = torch_internals.compile_ahead_of_time(ahead, arguments)
             except Exception:
-                if not drop_damaged(torch_internals.cache_folder(), headers=True):
+                headers = torch_internals.header_folder()
+                if not drop_damaged(torch_internals.cache_folder(), headers):
                     raise
+                torch_internals.forget_failures()
                 compiled = torch_internals.compile_ahead_of_time(ahead, arguments)
         except Exception as error:  # torch cannot, or a fault that it tells better when called
             name = self._function.__qualname__
@@ -96,6 +98,9 @@ def compile_segments(functions: Iterable[Callable[..., Any]]) -> list[Callable[.
     not (torch 2.11).
     """
     torch_internals.set_up_dynamo(RECOMPILE_LIMIT)
+    headers = torch_internals.header_folder()
+    if others_can_write(headers) or others_can_write(headers.parent):
+        torch_internals.precompile_no_headers()
     compilers = precompiled.compilers(OPTIONS)
     with suppress(OSError):  # before one is loaded: of some damage a process dies
         drop_damaged(torch_internals.cache_folder())

@@ -106,6 +106,29 @@ def cache_folder() -> Path:
     return Path(cache_dir())
 
 
+def header_folder() -> Path:
+    """Where Inductor precompiles C++ headers, for every cache folder alike: in the temporary one.
+    Public: none."""
+    from torch._inductor.runtime.cache_dir_utils import default_cache_dir
+
+    return Path(default_cache_dir()) / "precompiled_headers"
+
+
+def forget_failures() -> None:
+    """What failed to compile in this process may be tried again. Public: none."""
+    from torch._inductor.utils import clear_caches
+
+    clear_caches()
+
+
+def precompile_no_headers() -> None:
+    """Public: TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS=0, before torch is imported. Mutates:
+    torch's settings for the process."""
+    import torch._inductor.config as inductor
+
+    inductor.cpp_cache_precompile_headers = False
+
+
 def import_inductor() -> None:
     """Imports and reads what the first compilation would. Public: none.
 

@@ -155,14 +155,14 @@ def platform_parts(device: str) -> Parts:
 def engine_parts(config: EngineConfig, target: ModelConfig, draft: DraftSpec | None) -> Parts:
     """What one start compiled: shapes of the models, buckets, modes, our own code."""
 
-    from graphengine.capture.compile import compile_segments
     from graphengine.capture.precompiled import loaded_code  # here: it imports torch
     from graphengine.decode.segments import first_segment
     from graphengine.kernels.accept import accept_and_advance_
     from graphengine.kernels.block_attention import block_attention
 
-    # Functions whose modules reach all of ours that is compiled.
-    functions = (compile_segments, first_segment, accept_and_advance_, block_attention)
+    # Functions whose modules reach all of ours that is compiled. Not those of capture, which hold
+    # what they have compiled so far; its settings are in a segment's own key.
+    functions = (first_segment, accept_and_advance_, block_attention)
     reached = [loaded_code(function) for function in functions]
 
     def shapes(model: ModelConfig) -> str:

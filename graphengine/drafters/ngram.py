@@ -7,8 +7,9 @@ it runs into the end of the text it is repeated from there, so a loop of any len
 No place: token 0 is drafted, which costs acceptance alone.
 
 On the device, because steps are launched before the host has read the last one's tokens: the text
-of each row is kept there, and a block is written into it behind its verification, rejected rows
-too, which the next block overwrites. Reads B * P int32, 0.3 MB at 16 requests of 4,096 tokens.
+of each row is kept there, and a block is written into it when it is drafted, which may be done
+twice. Drafts that are rejected lie behind the text's end, where the next block overwrites them.
+Reads B * P int32, 0.3 MB at 16 requests of 4,096 tokens.
 
 Legend: B requests, G rows of a block, P positions.
 """
@@ -67,14 +68,18 @@ class Ngram:
         text_BP = cast(NgramBuffers, buffers.own).text_BP
         config = self.config
 
+        row_G = torch.arange(config.num_verify_rows, device=text_BP.device)
+
         def look_up_(carry: Carry) -> Carry:
             anchor_B1 = buffers.block_ids_BG[:, :1]
             last_B1 = buffers.start_B.long()[:, None]
             text_BP.scatter_(1, last_B1, anchor_B1.int())
-            drafts_BG = look_up(
+            drafts_BD = look_up(
                 text_BP, last_B1, config.num_draft_tokens, config.shortest, config.longest
             )
-            buffers.draft_ids_BG.copy_(torch.cat([anchor_B1, drafts_BG], dim=1))
+            block_BG = torch.cat([anchor_B1, drafts_BD], dim=1)
+            text_BP.scatter_(1, (last_B1 + row_G).clamp(max=self.num_positions), block_BG.int())
+            buffers.draft_ids_BG.copy_(block_BG)
             return ()
 
         return [Dense(names.dense_name("draft", 0), look_up_)]
@@ -83,16 +88,8 @@ class Ngram:
         return no_tap
 
     def context(self, buffers: StepBuffers, segments: Segments) -> list[Step]:
-        text_BP = cast(NgramBuffers, buffers.own).text_BP
-        at_BG = buffers.context_positions_T.view_as(buffers.draft_ids_BG)
-
-        def remember_(carry: Carry) -> Carry:
-            # No block begins at position 0: there stand padding, and rows that have just begun.
-            where_BG = torch.where(at_BG > 0, at_BG, self.num_positions)
-            text_BP.scatter_(1, where_BG, buffers.draft_ids_BG.int())
-            return ()
-
-        return [Dense(names.DRAFT_CONTEXT, remember_)]
+        """No step: what is accepted of a block stands in the text already."""
+        return []
 
     def prefill(self, rows: Rows, segments: Segments) -> tuple[Tap, list[Step]]:
         """Nothing: a prompt is written when its row begins."""

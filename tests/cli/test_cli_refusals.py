@@ -202,3 +202,14 @@ def test_a_file_without_end_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("graphengine.prompts.MAX_CHARS", 1 << 16)
     with pytest.raises(ValueError, match="more than 65536 characters"):
         read_prompt_file(Path("/dev/zero"))
+
+
+@pytest.mark.parametrize(
+    "line", ['{"prompt": [1, true]}', '{"prompt": "a", "turns": ["b"]}', '{"prompt": []}', "{}"]
+)
+def test_lines_that_are_almost_right(tmp_path: Path, line: str) -> None:
+    """Bug: true is taken for token 1, or of two prompts in a line one is dropped."""
+    path = tmp_path / "prompts.jsonl"
+    path.write_text('{"prompt": "a"}\n' + line)
+    with pytest.raises(ValueError, match="line 2"):
+        read_prompt_file(path)

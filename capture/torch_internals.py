@@ -52,7 +52,7 @@ def global_state() -> str:
 
 def compile_ahead_of_time(compiled: Any, arguments: tuple[Any, ...]) -> Any:
     """What `torch.compile` has returned, compiled for these arguments. Public: none yet;
-    `torch.compiler.precompile` of 2.15 takes another way (profiles/LOG.md, 2026-11-23)."""
+    `torch.compiler.precompile` of 2.15, not tried yet."""
     return compiled.aot_compile((arguments, {}))
 
 

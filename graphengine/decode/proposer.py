@@ -8,6 +8,8 @@ implements this: dflash, ngram, none, and forced, which tests use.
 
 Invariant: no shape depends on data and no step waits for the host. `context` is given all rows of
 the block, rejected ones too: what it writes for those is overwritten before anything reads it.
+Where attention is planned, `context` and the first step of `propose` are run again when a row
+begins: on the same state they must leave the same.
 """
 
 from __future__ import annotations

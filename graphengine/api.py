@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 import weakref
 from asyncio import get_running_loop
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -204,6 +205,7 @@ class Engine:
         A stream that stands still when its thread begins another generation is over, and says so
         if it is asked to go on.
         """
+        arrival_s = time.perf_counter()
         if sampling is not None:
             made(SamplingParams, params)  # names an unknown one
             asked = replace(sampling, **params)
@@ -225,14 +227,15 @@ class Engine:
             loop = built.loop
             requests: list[Request] = []
             try:
-                encoded = []  # first, so that no TTFT counts another's tokenization
+                encoded = []
                 for i, prompt in enumerate(prompts):
                     with _named(i, len(prompts)):
                         encoded.append(self._encode(prompt, asked.raw))
                 for i, ids in enumerate(encoded):
                     with _named(i, len(prompts)):
+                        own = sampled.numbered(i)
                         requests.append(
-                            loop.submit(ids, asked.max_new_tokens, stop_ids, sampled.numbered(i))
+                            loop.submit(ids, asked.max_new_tokens, stop_ids, own, arrival_s)
                         )
             except BaseException:
                 loop.reset()

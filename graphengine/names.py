@@ -74,6 +74,11 @@ def attention_name(chain: str, layer: int) -> str:
     return f"{chain}.L{layer}.attn"
 
 
+def chunk_name(num_rows: int) -> str:
+    """Name of a whole prefill chunk: `chunk_name(128) == "prefill.T128"`."""
+    return f"prefill.T{num_rows}"
+
+
 def step_class(name: str) -> StepClass:
     """Class of a name: attention (`*.L<i>.attn`), host (a phase alone), else dense."""
     if name.endswith(".attn"):
@@ -88,7 +93,7 @@ def is_name(text: str) -> bool:
     if text in HOST_PHASES or text in (DRAFT_CONTEXT, PREFILL_CONTEXT, ACCEPT):
         return True
     chain, _, step = text.partition(".")
-    return chain in CHAINS and re.fullmatch(r"\d{2,}|L\d+\.attn", step) is not None
+    return chain in CHAINS and re.fullmatch(r"\d{2,}|L\d+\.attn|T\d+", step) is not None
 
 
 class Domain(Protocol):

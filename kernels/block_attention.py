@@ -47,6 +47,7 @@ from graphengine.kernels.launch import on_grid
 
 LOG2_E = 1.4426950408889634
 MAX_ROWS = 64  # packed rows (G * N/K) in one tile; more become more programs
+HEAD_DIMS = (16, 32, 64, 128, 256)
 MIN_ROWS = 16  # the least that a tensor-core dot takes
 HOPPER_SMEM_BYTES = 227 * 1024
 
@@ -148,6 +149,7 @@ def block_attention_reference(
     block_length: int,
     causal: bool,
     window: int | None = None,
+    padded: int = 0,
 ) -> torch.Tensor:
     """`block_attention` in plain torch, fp32 inside, over the whole page table. Returns out."""
     B, W = page_table_BW.shape
@@ -157,7 +159,7 @@ def block_attention_reference(
     key = torch.arange(W * S, device=q_TNH.device)
     row = torch.arange(block_length, device=q_TNH.device)
     length = start_B.long()[:, None] + (row + 1 if causal else torch.full_like(row, block_length))
-    length = torch.where(start_B[:, None] > 0, length, 0)  # [B, G]
+    length = torch.where(start_B[:, None] > padded, length, 0)  # [B, G]
     live = key < length.amax(1)[:, None]  # [B, W*S]; where() because NaN * 0 is NaN
     k, v = torch.where(live[None, :, :, None, None], kv.float(), 0.0).unbind(0)
     q = q_TNH.float().reshape(B, block_length, K, N // K, H)
@@ -181,6 +183,7 @@ def block_attention(
     workspace: Workspace,
     config: LaunchConfig | None = None,
     window: int | None = None,
+    padded: int = 0,
 ) -> None:
     """Attend from each request's block to its cached keys, with lengths read on the device.
 
@@ -199,13 +202,14 @@ def block_attention(
             K/V is already in it.
         page_table_BW: int32 [B, W], last stride 1; pages past the length are not read. Keys past
             W * S do not exist.
-        start_B: int32 [B], position of the block's first row; 0 marks a padded request, whose
-            rows become zeros.
+        start_B: int32 [B], position of the block's first row; `padded` marks a padded request,
+            whose rows become zeros.
         block_length: G; G = 1 is plain decode.
         out_TNH: [B*G, N, H], dtype of q, contiguous.
         workspace: from `workspace(B, G, N, H, num_splits, device)`; unused by the reference.
         config: tile sizes, warps, stages, merge; None takes `choose_config`'s.
         window: at least 1; None is the whole context.
+        padded: 0 in a step, where every request has a token behind it; -1 in a prompt.
     Mutates: out_TNH, workspace.
     Raises: ValueError for shapes, dtypes or strides that the kernel cannot address.
     Source: flash-decoding (split keys, merge by log-sum-exp); exp2 softmax as in FlashAttention.
@@ -221,12 +225,12 @@ def block_attention(
     if not (q_TNH.is_cuda or INTERPRET):
         out_TNH.copy_(
             block_attention_reference(
-                q_TNH, kv_cache, page_table_BW, start_B, block_length, causal, window
+                q_TNH, kv_cache, page_table_BW, start_B, block_length, causal, window, padded
             )
         )
         return
-    if H < 16 or H > 256 or H & (H - 1):
-        raise ValueError(f"head_dim {H}: the Triton kernel needs a power of two from 16 to 256")
+    if H not in HEAD_DIMS:
+        raise ValueError(f"head_dim {H}: the Triton kernel takes {HEAD_DIMS}")
     num_splits = workspace.lse_ZTN.shape[0]
     if config is None:
         row_bytes = H * q_TNH.element_size()
@@ -244,7 +248,7 @@ def block_attention(
     lengths = (start_B, W * S, config.one_split)
     shape = {"N": N, "H": H, "G": block_length, "K": K, "ROWS": rows, "ROW_TILES": row_tiles}
     shape |= {"CHUNK": config.chunk, "SPLITS": num_splits, "PDL": pdl}
-    shape |= {"WINDOW": window or 0}
+    shape |= {"WINDOW": window or 0, "PADDED": padded}
     launch = {"launch_pdl": True} if pdl else {}
     on_grid(block_attention_kernel, (K * row_tiles, B, num_splits))(
         q_TNH,

@@ -24,10 +24,11 @@ def _live_splits(
     CHUNK: tl.constexpr,
     Z: tl.constexpr,
     WINDOW: tl.constexpr,
+    PADDED: tl.constexpr,
 ):
-    """(kv length, splits with work, chunks before the window); a padded request has length 0 and
-    one split, for zeros."""
-    kv_len = tl.where(start > 0, tl.minimum(start + G, max_kv), 0)
+    """(kv length, splits with work, chunks before the window); a padded request, whose start is
+    PADDED, has length 0 and one split, for zeros."""
+    kv_len = tl.where(start > PADDED, tl.minimum(start + G, max_kv), 0)
     skipped = 0
     if WINDOW:
         skipped = tl.minimum(tl.maximum(start + 1 - WINDOW, 0), kv_len) // CHUNK
@@ -112,6 +113,7 @@ def block_attention_kernel(
     SPLITS: tl.constexpr,
     PDL: tl.constexpr,
     WINDOW: tl.constexpr,
+    PADDED: tl.constexpr,
     TILE: tl.constexpr,
     S: tl.constexpr,
     CAUSAL: tl.constexpr,
@@ -138,7 +140,7 @@ def block_attention_kernel(
         page = tl.load(pages + lookup // S, mask=lookup < max_kv, other=0)
     start = tl.load(starts + b)
     kv_len, live, skipped = _live_splits(  # pyright: ignore[reportGeneralTypeIssues]
-        start, max_kv, one_split, G, CHUNK, SPLITS, WINDOW
+        start, max_kv, one_split, G, CHUNK, SPLITS, WINDOW, PADDED
     )
     if WINDOW:
         first += skipped * CHUNK
@@ -352,13 +354,14 @@ def block_attention_merge_kernel(
     SPLITS: tl.constexpr,
     PDL: tl.constexpr,
     WINDOW: tl.constexpr,
+    PADDED: tl.constexpr,
     SHARE: tl.constexpr,
 ):
     """The merge as a launch of its own: SHARE rows of one packed tile."""
     b = tl.program_id(1)
     start = tl.load(starts + b)
     _, live, _ = _live_splits(  # pyright: ignore[reportGeneralTypeIssues]
-        start, max_kv, one_split, G, CHUNK, SPLITS, WINDOW
+        start, max_kv, one_split, G, CHUNK, SPLITS, WINDOW, PADDED
     )
     if PDL:
         gdc_wait()

@@ -20,9 +20,10 @@ class EngineConfig(Options):
     """The options of a run, no "auto" left; those that are not named here stay as asked.
 
     `buckets` ascend. `num_speculative_tokens`: drafts a step, one number a bucket (see
-    `draft_length`); empty: all that the drafter has, if there is one. `prefill_chunk`: rows of one
-    prefill forward. `speculation_limit`: the last position at which a block may begin; from there a
-    request decodes plainly.
+    `draft_length`); empty: all that the drafter has, if there is one. `prefill_chunk`: rows of an
+    eager prefill forward; `prefill_sizes`: of those of a fixed size, if there are any.
+    `speculation_limit`: the last position at which a block may begin; from there a request decodes
+    plainly.
     """
 
     device: DeviceName
@@ -36,6 +37,7 @@ class EngineConfig(Options):
     num_speculative_tokens: tuple[int, ...] = ()
     sampling: bool = False
     prefill_chunk: int = 2048
+    prefill_sizes: tuple[int, ...] = ()
     speculation_limit: int | None = None
 
     @property

@@ -31,7 +31,6 @@ from torch import Tensor
 from graphengine.config.draft import AttentionRule, DraftConfig
 from graphengine.config.model import ModelConfig
 from graphengine.decode import flashinfer_internals
-from graphengine.decode.buffers import StepBuffers
 from graphengine.decode.kvcache import pages_for
 from graphengine.kernels.block_attention import Workspace, block_attention, choose_num_splits
 from graphengine.kernels.block_attention import workspace as block_workspace
@@ -282,36 +281,39 @@ def compile_flashinfer_ahead(
 
 
 class BlockAttention:
-    """Our split-KV kernel over one block per request; lengths are read on the device, no plan.
+    """Our split-KV kernel over blocks of equal length; lengths are read on the device, no plan.
 
-    Serves decode only: every request has exactly `block` query rows, at positions start ...
+    Block b's rows stand at positions start_B[b] .. and see their own keys through row b of the page
+    table: a request's block in a step, a piece of a prompt in a chunk (`fixed_chunk`).
     """
 
     def __init__(
         self,
         config: ModelConfig,
         causal: bool,
-        buffers: StepBuffers,
+        page_table_BW: Tensor,
+        start_B: Tensor,
         block: int,
         window: int | None = None,
+        padded: int = 0,
     ) -> None:
-        self._block, self._causal, self._window = block, causal, window
-        self._page_table_BW, self._start_B = buffers.page_table_BW, buffers.start_B
-        device = buffers.start_B.device
+        """Args: padded: the start of a block that is none."""
+        self._block, self._causal, self._window, self._padded = block, causal, window, padded
+        self._page_table_BW, self._start_B = page_table_BW, start_B
+        device = start_B.device
         num_sms = 1
         if device.type == "cuda":
             num_sms = torch.cuda.get_device_properties(device).multi_processor_count
-        num_requests = buffers.start_B.shape[0]
-        self._workspace = self.make_workspace(config, num_requests, block, num_sms, device)
+        self._workspace = self.make_workspace(config, start_B.shape[0], block, num_sms, device)
 
     @staticmethod
     def make_workspace(
-        config: ModelConfig, num_requests: int, block: int, num_sms: int, device: torch.device
+        config: ModelConfig, num_blocks: int, block: int, num_sms: int, device: torch.device
     ) -> Workspace:
-        """Partial results for `num_requests` blocks."""
+        """Partial results of the blocks."""
         heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
-        num_splits = choose_num_splits(num_requests, kv_heads, num_sms, block * (heads // kv_heads))
-        return block_workspace(num_requests, block, heads, config.head_dim, num_splits, device)
+        num_splits = choose_num_splits(num_blocks, kv_heads, num_sms, block * (heads // kv_heads))
+        return block_workspace(num_blocks, block, heads, config.head_dim, num_splits, device)
 
     def plan(self, layout: Layout) -> None:
         """Nothing to do: the lengths are on the device."""
@@ -327,6 +329,7 @@ class BlockAttention:
             out_TNH,
             self._workspace,
             window=self._window,
+            padded=self._padded,
         )
 
 

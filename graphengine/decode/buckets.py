@@ -8,7 +8,7 @@ building one later moves nothing.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -33,6 +33,7 @@ from graphengine.decode.attention import (
 from graphengine.decode.buffers import Arena, StepBuffers
 from graphengine.decode.chains import step_chains
 from graphengine.decode.compile_ahead import CompileAhead, shortened
+from graphengine.decode.fixed_chunk import FixedChunk
 from graphengine.decode.kvcache import NULL_PAGE, pages_for
 from graphengine.decode.proposer import Proposer, step_buffers
 from graphengine.decode.segments import Segments
@@ -118,7 +119,7 @@ class BucketBuilder:
         self.arena.clear_("results")
 
     def build_ahead(
-        self, sizes: Collection[int], prefills: Sequence[Callable[[], object]] = ()
+        self, sizes: Collection[int], prefills: Iterable[Callable[[], object]] = ()
     ) -> dict[int, Bucket]:
         """These buckets, the largest first, their kernels compiled beside them.
 
@@ -129,6 +130,19 @@ class BucketBuilder:
         runs = chain(self._runs_of(first), prefills) if self.device.type == "cuda" else ()
         with CompileAhead(runs) as kernels:
             return {size: self.build(size, kernels) for size in first}
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def capture_chunks(self, chunks: Sequence[FixedChunk]) -> None:
+        """Captures prefills like the buckets' steps, the largest first. Mutates: the chunks."""
+        if self.pool is None:
+            return
+        began = time.perf_counter()
+        for chunk in sorted(chunks, key=lambda chunk: -chunk.size):
+            self.progress(f"capturing prefill {chunk.size}")
+            chunk.capture_(self.pool, self.config.graph_mode == "full")
+        torch.cuda.synchronize()
+        self.times.capture_s += time.perf_counter() - began
 
     @torch.inference_mode(False)
     @torch.no_grad()
@@ -229,7 +243,9 @@ class BucketBuilder:
         """A bucket's attention of `block` rows a request, its metadata at fixed addresses."""
         causal, window, size = rule.causal, rule.window, self.config.page_size
         if self.config.attention_backend == "triton":
-            return BlockAttention(model, causal, views, block, window)
+            return BlockAttention(
+                *(model, causal, views.page_table_BW, views.start_B, block, window)
+            )
         if self.workspace is None or not planned:
             return TorchAttention(model, size, causal, self.device, window)
         num_requests, num_pages = views.start_B.shape[0], views.page_table_BW.numel()

@@ -83,6 +83,8 @@ class DecodeLoop:
         self.waiting: deque[Request] = deque()
         self.first = lane
         self.fallback = Fallback(config, lane, build_plain) if build_plain is not None else None
+        self.prefilling: list[Request] = []  # with pages, their prompts queued
+        self._first_tokens: Iterator[list[tuple[Request, int]]] = iter(())
         self._failed: list[StepOutput] = []  # ended between two steps, still to be given out
         self._next_id = 0
 
@@ -105,7 +107,9 @@ class DecodeLoop:
     @property
     def has_work(self) -> bool:
         """Whether a request waits or runs, or anything is still to be collected."""
-        return bool(self.waiting or self._failed) or any(lane.has_work for lane in self.lanes)
+        return bool(self.waiting or self.prefilling or self._failed) or any(
+            lane.has_work for lane in self.lanes
+        )
 
     # --- requests ---
 
@@ -115,8 +119,11 @@ class DecodeLoop:
         max_new_tokens: int,
         stop_ids: Collection[int],
         sampling: Sampling = GREEDY,
+        arrival_s: float | None = None,
     ) -> Request:
         """Queues a prompt.
+
+        Args: arrival_s: when it was asked for (`time.perf_counter`), if that was before now.
 
         Raises:
             ValueError: the prompt is empty, leaves no room for a token, or can never fit the pool.
@@ -155,12 +162,50 @@ class DecodeLoop:
             acceptance=Acceptance(self.block - 1),
             sampling=sampling,
         )
+        request.arrival_s = request.submitted_s if arrival_s is None else arrival_s
         self._next_id += 1
         self.waiting.append(request)
         return request
 
     def admit(self) -> list[StepOutput]:
         """Prefills waiting requests, in order, while rows and pages last. Waits for the device."""
+        outputs = self.admit_next()
+        while self.prefilling:
+            outputs += self.admit_next()
+        return outputs
+
+    def admit_next(self) -> list[StepOutput]:
+        """Begins the requests whose prompts are done next. Where no prompt is under way, first
+        queues those of waiting requests, in order, while rows and pages last."""
+        if not self.prefilling:
+            self.prefilling = self._reserve()
+            self._first_tokens = self.prefill.run(self.prefilling)
+        if not self.prefilling:
+            return []
+        try:
+            with names.range_("prefill"):
+                tokens = next(self._first_tokens)
+        except BaseException:
+            for request in self.prefilling:
+                request.finish_reason = request.finish_reason or "cancelled"
+                self._release(request)
+            self.prefilling = []
+            raise
+        outputs = []
+        for request, token in tokens:
+            self.prefilling.remove(request)
+            if request.finish_reason is None:
+                outputs.append(StepOutput(request, request.begin(token)))
+            else:
+                self._release(request)  # cancelled meanwhile
+        self.first.join([output.request for output in outputs])
+        self._retire()
+        if self.fallback is not None:
+            self.fallback.leave_at_the_limit()
+        return outputs
+
+    def _reserve(self) -> list[Request]:
+        """Takes requests out of the queue, and pages for all that they can write."""
         admitted: list[Request] = []
         most = self.first.only_bucket or max(self.config.buckets)
         num_free_rows = most - len(self.running)
@@ -170,25 +215,7 @@ class DecodeLoop:
                 break
             self.waiting[0].pages = self.allocator.allocate(needed)
             admitted.append(self.waiting.popleft())
-        if not admitted:
-            return []
-        try:
-            with names.range_("prefill"):
-                first_tokens = self.prefill.run(admitted)
-        except BaseException:
-            for request in admitted:
-                request.finish_reason = "cancelled"
-                self._release(request)
-            raise
-        outputs = [
-            StepOutput(request, request.begin(token))
-            for request, token in zip(admitted, first_tokens, strict=True)
-        ]
-        self.first.join(admitted)
-        self._retire()
-        if self.fallback is not None:
-            self.fallback.leave_at_the_limit()
-        return outputs
+        return admitted
 
     def cancel(self, request: Request) -> None:
         """Ends a request early; harmless if it has ended."""
@@ -221,11 +248,16 @@ class DecodeLoop:
 
     def run(self, watch: Watch | None = None) -> Iterator[list[StepOutput]]:
         """Runs everything to its end; gives out each step's tokens while the device works on the
-        next one."""
+        next one, and each first token while it works on other prompts."""
         watch, outputs = watch or Watch(), []
         while self.has_work or outputs:
             with torch.no_grad():
-                outputs += self.admit()
+                outputs += self.admit_next()
+            if self.prefilling:
+                yield outputs
+                outputs = []
+                continue
+            with torch.no_grad():
                 watch.launching()
                 self.launch()
                 watch.launched()
@@ -274,7 +306,7 @@ class DecodeLoop:
         Raises:
             RuntimeError: the device has failed; nothing can run any more.
         """
-        for request in [*self.running, *self.waiting]:
+        for request in [*self.running, *self.prefilling, *self.waiting]:
             request.finish_reason = request.finish_reason or "cancelled"
             request.pages = []
         if self.config.device == "cuda":
@@ -284,6 +316,6 @@ class DecodeLoop:
             lane.reset()
         if self.fallback is not None:
             self.fallback.reset()
-        self._failed = []
+        self._failed, self.prefilling = [], []
         self.waiting.clear()
         self.allocator.reset()

@@ -79,7 +79,9 @@ class Acceptance:
 class RequestMetrics:
     """Cost of one request. Times are wall-clock milliseconds of the host.
 
-    `ttft_ms`: from the request's arrival to its first token, waiting in the queue included.
+    `ttft_ms`: from the call to the first token, which is the sum of `tokenize_ms` (of all prompts
+    of the call), `queue_ms` (until its first row is queued), `prefill_ms` (until the first token is
+    on the host; of a shared chunk it is everyone's) and `first_token_ms` (until it is taken).
     `decode_ms`: from the first token to the last. `num_steps`: verified blocks and plain steps.
     `fallback_reason`: why a drafted request went on plainly, for `num_plain_steps` steps; these do
     not count in `acceptance`.
@@ -88,6 +90,10 @@ class RequestMetrics:
     num_prompt_tokens: int
     num_output_tokens: int
     ttft_ms: float
+    tokenize_ms: float = 0.0
+    queue_ms: float = 0.0
+    prefill_ms: float = 0.0
+    first_token_ms: float = 0.0
     decode_ms: float
     acceptance: Acceptance
     num_plain_steps: int = 0

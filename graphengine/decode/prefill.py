@@ -1,13 +1,18 @@
 """Prefill: runs prompts through the target in chunks, keeping the drafter's context in step.
 
-Eager and uncompiled on every device: a prompt's length is data, and a graph mode must not change
-what the prompt's K/V is. The drafter's context of a chunk is written right after the chunk, for all
-of its rows; no draft forward is needed until the prompt is complete.
+Short prompts, several together, fill a chunk of a fixed size (`fixed_chunk`); the rows of a long
+one, and all on the CPU, run eagerly, as many as there are up to `chunk` in a forward. A graph mode
+changes who launches a kernel, and never what the K/V of a prompt is. The drafter's context of rows
+is written right behind them; no draft forward is needed until the prompt is complete.
+
+Everything is queued before the first token is waited for, so that the device never waits for the
+host between two chunks, and each prompt's token is given out when its own last chunk is done.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
@@ -18,6 +23,8 @@ from torch import Tensor
 from graphengine import names
 from graphengine.capture.runners import run_chain
 from graphengine.decode.attention import Attention, Layout, TorchAttention
+from graphengine.decode.fixed_chunk import BLOCK, FixedChunk, Piece
+from graphengine.decode.kvcache import pages_for
 from graphengine.decode.proposer import Proposer
 from graphengine.decode.request import Request
 from graphengine.decode.sampling import Controls, sample_rows
@@ -25,71 +32,126 @@ from graphengine.decode.segments import Segments, row_logits_segment
 from graphengine.decode.stack import Rows, Target, target_chain
 from graphengine.kernels.argmax import argmax_rows
 
+Work = list[tuple[Request, Piece]]
+"""What one forward runs."""
 
-class Piece(NamedTuple):
-    """Rows begin .. end - 1 of a sequence, whose earlier rows have been run."""
 
-    ids: Sequence[int]
-    begin: int
-    end: int
-    pages: list[int]
+class FirstTokens(NamedTuple):
+    """Of a forward's prompts, on their way to the host; of those that go on they are nobody's."""
+
+    work: Work
+    ids_R: Tensor
+    are_there: torch.cuda.Event | None
+
+    @classmethod
+    def fetch(cls, work: Work, ids_R: Tensor) -> FirstTokens:
+        """Queues the copy behind what computes them."""
+        if not ids_R.is_cuda:
+            return cls(work, ids_R, None)
+        host_R = torch.empty(ids_R.shape, dtype=ids_R.dtype, pin_memory=True)
+        host_R.copy_(ids_R, non_blocking=True)
+        event = torch.cuda.Event()
+        event.record()
+        return cls(work, host_R, event)
+
+    def wait(self) -> list[tuple[Request, int]]:
+        """Waits for them, and notes when they came."""
+        if self.are_there is not None:
+            self.are_there.synchronize()
+        found = zip(self.work, self.ids_R.tolist(), strict=False)
+        done = [(request, token) for (request, piece), token in found if _completes(request, piece)]
+        for request, _ in done:
+            request.prefilled_s = time.perf_counter()
+        return done
 
 
 @dataclass(frozen=True, slots=True)
 class Prefill:
-    """What a prefill needs; holds no state of requests."""
+    """What a prefill needs; holds no state of requests.
+
+    `chunk`: rows of an eager forward at most. `fixed`: ascending sizes; empty: all is eager.
+    """
 
     target: Target
     proposer: Proposer
     attention: Attention
     page_size: int
     chunk: int
+    fixed: tuple[FixedChunk, ...] = ()
 
-    def run(self, requests: list[Request]) -> list[int]:
-        """Writes the K/V of every prompt and picks each first token. Waits for the device.
+    def run(self, requests: Sequence[Request]) -> Iterator[list[tuple[Request, int]]]:
+        """Writes the K/V of every prompt and picks each first token.
 
         Args:
-            requests: with pages reserved; all are run together, at most `chunk` rows a forward.
+            requests: with pages reserved.
 
-        Returns:
-            The first token of each request, in order.
+        Yields:
+            Requests whose prompts are complete with their first tokens, in order. Everything is
+            queued before the first of them; each waits for the device.
         """
-        first_tokens: dict[int, Tensor] = {}
-        done = [0] * len(requests)
-        while True:
-            pieces: dict[int, Piece] = {}  # by index of the request
-            room = self.chunk
-            for i, request in enumerate(requests):
-                begin, ids = done[i], request.prompt_ids
-                done[i] = min(len(ids), begin + room)
-                room -= done[i] - begin
-                if done[i] > begin:
-                    pieces[i] = Piece(ids, begin, done[i], request.pages)
-            if not pieces:
-                break
-            logits_RV = self.logits(list(pieces.values()))
-            for row, i in enumerate(pieces):
-                if done[i] == len(requests[i].prompt_ids):
-                    first_tokens[i] = _pick(requests[i], logits_RV[row : row + 1])
-        return torch.cat([first_tokens[i] for i in range(len(requests))]).tolist()
+        for tokens in [self._queue(work) for work in self.split(requests)]:
+            if tokens is not None:
+                yield tokens.wait()
 
-    def logits(self, pieces: list[Piece], rows: Sequence[int] | None = None) -> Tensor:
-        """One forward of these pieces -> logits [R, V] of `rows`, by default each piece's last.
+    def split(self, requests: Sequence[Request]) -> Iterator[Work]:
+        """The forwards, in order. A fixed chunk is shared by as many prompts as it holds; a longer
+        piece runs alone, since company would save it nothing and cost it time."""
+        room = most = self.fixed[-1].size if self.fixed else self.chunk
+        limit = self.fixed[-1].num_prompts if self.fixed else len(requests)
+        work: Work = []
+        for request in requests:
+            begin, ids = 0, request.prompt_ids
+            while begin < len(ids):
+                end = min(len(ids), begin + (self.chunk if self.fixed else room))
+                piece = Piece(ids, begin, end, request.pages)
+                if work and (self._room_for(piece) > room or len(work) == limit):
+                    yield work
+                    work, room = [], most
+                work.append((request, piece))
+                begin, room = end, room - self._room_for(piece)
+                if room <= 0:
+                    yield work
+                    work, room = [], most
+        if work:
+            yield work
+
+    def _room_for(self, piece: Piece) -> int:
+        block = BLOCK if self.fixed else 1
+        return pages_for(piece.end - piece.begin, block) * block
+
+    def _queue(self, work: Work) -> FirstTokens | None:
+        """One forward, and the first tokens of the prompts that it completes."""
+        began = time.perf_counter()
+        for request, piece in work:
+            request.prefill_s = request.prefill_s if piece.begin else began
+        pieces = [piece for _, piece in work]
+        num_rows = sum(self._room_for(piece) for piece in pieces)
+        chunk = next((chunk for chunk in self.fixed if chunk.size >= num_rows), None)
+        if chunk is not None:
+            logits_RV, ids_R = chunk.run(pieces)
+        else:
+            logits_RV, ids_R = self.logits(pieces), None
+        if not any(_completes(*part) for part in work):
+            return None
+        if any(not request.sampling.is_greedy for request, _ in work):
+            ids_R = _draw(work, logits_RV)
+        return FirstTokens.fetch(work, argmax_rows(logits_RV) if ids_R is None else ids_R)
+
+    def logits(self, pieces: list[Piece], at: Sequence[int] | None = None) -> Tensor:
+        """One forward of these pieces -> logits [R, V] of rows `at`, by default each piece's last.
 
         Mutates: the K/V of the rows, and what the proposer keeps of them.
         """
-        size, device = self.page_size, self.target.kv_pool.device
-        ids, positions, slots, last_rows = [], [], [], []
-        for piece in pieces:
-            ids += piece.ids[piece.begin : piece.end]
-            for position in range(piece.begin, piece.end):
-                positions.append(position)
-                slots.append(piece.pages[position // size] * size + position % size)
-            last_rows.append(len(ids) - 1)
-
-        def upload(values: Sequence[int]) -> Tensor:
-            return torch.tensor(values, dtype=torch.int64).to(device, non_blocking=True)
-
+        size = self.page_size
+        positions = [torch.arange(piece.begin, piece.end) for piece in pieces]
+        slots = [
+            torch.tensor(piece.pages)[at // size] * size + at % size
+            for piece, at in zip(pieces, positions, strict=True)
+        ]
+        ids = [torch.tensor(piece.ids[piece.begin : piece.end]) for piece in pieces]
+        last_rows = torch.tensor([len(at) for at in positions]).cumsum(0) - 1
+        rows = Rows(*self._upload(*map(torch.cat, (ids, positions, slots))))
+        (logit_rows_R,) = self._upload(last_rows if at is None else torch.tensor(at))
         layout = Layout.build(
             [piece.end - piece.begin for piece in pieces],
             [piece.end for piece in pieces],
@@ -98,8 +160,15 @@ class Prefill:
         )
         with names.range_("plan"):
             self.attention.plan(layout)
-        where = Rows(upload(ids), upload(positions), upload(slots))
-        return self._run_chains(where, upload(rows or last_rows), self.attention)
+        return self._run_chains(rows, logit_rows_R, self.attention)
+
+    def _upload(self, *columns: Tensor) -> Iterable[Tensor]:
+        """Tensors of one length in one copy that nobody waits for."""
+        device = self.target.kv_pool.device
+        together = torch.stack(columns)
+        if device.type == "cuda":
+            together = together.pin_memory()
+        return together.to(device, non_blocking=True)
 
     def run_padding(self, num_rows: int) -> None:
         """A forward of rows that are no request's, without attention, for its kernels alone: what
@@ -125,10 +194,13 @@ class Prefill:
         return logits_RV
 
 
-def _pick(request: Request, logits_1V: Tensor) -> Tensor:
-    """The token after a prompt's last row: int64 [1]."""
-    if request.sampling.is_greedy:
-        return argmax_rows(logits_1V)
-    device = logits_1V.device
-    position = torch.tensor([len(request.prompt_ids) - 1]).to(device)
-    return sample_rows(logits_1V, position, Controls.upload([request.sampling], device))
+def _completes(request: Request, piece: Piece) -> bool:
+    return piece.end == len(request.prompt_ids)
+
+
+def _draw(work: Work, logits_RV: Tensor) -> Tensor:
+    """The token after each piece, drawn or, at temperature 0, its first choice."""
+    device = logits_RV.device
+    position_R = torch.tensor([piece.end - 1 for _, piece in work]).to(device)
+    controls = Controls.upload([request.sampling for request, _ in work], device)
+    return sample_rows(logits_RV[: len(work)], position_R, controls)

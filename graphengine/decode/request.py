@@ -41,6 +41,11 @@ class Request:
     fallback_reason: str | None = None
     """Why it left speculation; for good, as the drafter's context is not kept in plain decoding."""
     num_plain_steps: int = 0
+    submitted_s: float = field(default_factory=time.perf_counter)
+    prefill_s: float = 0.0
+    """When its first row was queued."""
+    prefilled_s: float = 0.0
+    """When its first token was there."""
     first_token_s: float = 0.0
     last_token_s: float = 0.0
 
@@ -88,6 +93,10 @@ class Request:
             num_prompt_tokens=len(self.prompt_ids),
             num_output_tokens=len(self.output_ids),
             ttft_ms=(self.first_token_s - self.arrival_s) * 1e3,
+            tokenize_ms=(self.submitted_s - self.arrival_s) * 1e3,
+            queue_ms=(self.prefill_s - self.submitted_s) * 1e3,
+            prefill_ms=(self.prefilled_s - self.prefill_s) * 1e3,
+            first_token_ms=(self.first_token_s - self.prefilled_s) * 1e3,
             decode_ms=(self.last_token_s - self.first_token_s) * 1e3,
             acceptance=self.acceptance,
             num_plain_steps=self.num_plain_steps,

@@ -34,6 +34,8 @@ from graphengine.kernels.skinny_linear import (
     skinny_linear_partials,
     skinny_swiglu,
 )
+from graphengine.kernels.swiglu import swiglu as kernel_swiglu
+from graphengine.kernels.swiglu import swiglu_reference
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -234,8 +236,7 @@ def add(residual: Tensor, update: Tensor) -> Tensor:
 
 def swiglu(gate_up_TJ: Tensor) -> Tensor:
     """`silu(gate) * up` for rows laid out [gate | up]: [T, J] -> [T, J / 2]."""
-    gate, up = gate_up_TJ.chunk(2, dim=-1)
-    return (F.silu(gate.float()) * up.float()).to(gate_up_TJ.dtype)
+    return (kernel_swiglu if gate_up_TJ.is_cuda else swiglu_reference)(gate_up_TJ)
 
 
 def rope_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:

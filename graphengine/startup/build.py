@@ -10,7 +10,7 @@ import logging
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import ContextDecorator
 from dataclasses import dataclass, replace
 from functools import partial
@@ -21,6 +21,7 @@ import torch
 
 from graphengine import names
 from graphengine.capture.compile import CacheCounts, cache_counts
+from graphengine.capture.runners import run_chain
 from graphengine.capture.torch_internals import import_inductor
 from graphengine.checkpoints.hub import PRESETS, resolve
 from graphengine.checkpoints.pairs import NGRAM, named_pair, read_json, read_stop_ids
@@ -44,7 +45,8 @@ from graphengine.config.options import Options
 from graphengine.decode.attention import compile_flashinfer_ahead
 from graphengine.decode.buckets import BucketBuilder, prefill_attention
 from graphengine.decode.compile_ahead import shortened
-from graphengine.decode.kvcache import PageAllocator, make_pool
+from graphengine.decode.fixed_chunk import FixedChunk
+from graphengine.decode.kvcache import PageAllocator, make_pool, pages_for
 from graphengine.decode.lane import Lane
 from graphengine.decode.loop import DecodeLoop
 from graphengine.decode.metrics import StartupMetrics
@@ -60,7 +62,7 @@ from graphengine.models.layers import quantize_fp8
 from graphengine.startup.artifact import name_compilers_, use_own_folder_
 from graphengine.startup.memory import MemoryPlan, device_memory, num_positions, plan_memory
 from graphengine.startup.options import resolve_options
-from graphengine.startup.warmup import prompt_lengths, warm_up
+from graphengine.startup.warmup import EAGER_ROWS, warm_up
 
 SWITCH_INTERVAL_S = 0.0002
 
@@ -228,7 +230,21 @@ def build(
         config.page_size,
         config.prefill_chunk,
     )
-    padding = replace(prefill, target=shortened(target, proposer))
+
+    def fixed_chunk(size: int, target: Target = target) -> FixedChunk:
+        width = pages_for(positions, config.page_size)
+        return FixedChunk(
+            *(size, target, proposer, config.page_size, width), num_prompts=max(config.buckets)
+        )
+
+    def prefill_kernels() -> Iterator[Callable[[], object]]:
+        """Forwards of few layers for the sake of their kernels."""
+        short = shortened(target, proposer)
+        for size in config.prefill_sizes:
+            yield partial(run_chain, fixed_chunk(size, short).chain)
+        if config.max_model_len > EAGER_ROWS:
+            yield partial(replace(prefill, target=short).run_padding, EAGER_ROWS)
+
     with names.range_("capture"), torch.no_grad():
         builder = BucketBuilder(
             *(config, target, proposer, positions, simulation),
@@ -236,8 +252,10 @@ def build(
         )
         ahead = builder.build_ahead(
             _built_ahead(options, config.buckets),
-            [partial(padding.run_padding, length) for length in prompt_lengths(config)],
+            prefill_kernels(),
         )
+        prefill = replace(prefill, fixed=tuple(map(fixed_chunk, config.prefill_sizes)))
+        builder.capture_chunks(prefill.fixed)
     builders = [builder]
 
     def build_plain() -> Lane:

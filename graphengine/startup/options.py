@@ -20,7 +20,9 @@ from graphengine.decode.attention import (
     flashinfer_can_window,
     flashinfer_missing,
 )
+from graphengine.decode.fixed_chunk import sizes_for
 from graphengine.decode.simulate import acceptance_rate
+from graphengine.kernels.block_attention import HEAD_DIMS
 
 # Tokens of a page where nobody says. Our attention looks up one number where a page holds a tile of
 # keys, and a single stream has few pages to waste.
@@ -125,6 +127,7 @@ def resolve_options(options: Options, target: ModelConfig, draft: DraftSpec | No
                 else ""
             )
         )
+    is_fixed = on_gpu and backend != "torch" and target.head_dim in HEAD_DIMS
     # Drawn acceptance says nothing about the drafter.
     simulated = options.simulate_acceptance is not None
     asked = {field.name: getattr(options, field.name) for field in fields(Options)}
@@ -136,6 +139,7 @@ def resolve_options(options: Options, target: ModelConfig, draft: DraftSpec | No
         "compile": on_gpu if options.compile is None else options.compile,
         "attention_backend": backend,
         "prefill_attention_backend": prefill,
+        "prefill_sizes": sizes_for(length) if is_fixed else (),
         "page_size": options.page_size or _PAGE_SIZES[backend],
         "max_model_len": length,
         "num_speculative_tokens": numbers,

@@ -1,41 +1,42 @@
-"""Prefills nobody asked for, so that the first request meets kernels that are there.
+"""Requests nobody made, so that the first one meets kernels and graphs that have run.
 
-Decode steps are compiled and captured while an engine is built; a prefill runs eagerly, and its
-kernels come into being at their first launch: FlashInfer's by its own compiler (half a minute where
-that has not run before), Triton's, unless `compile_ahead` has been there, in a second or two each.
-Without this the first user waits.
+What a start has captured has run; but a process's first steps pay for what comes at a first use:
+the upload of a graph, torch's kernels that write rows, FlashInfer's, and Triton's of an eager
+prefill, unless `compile_ahead` has been there. Without this the first user waits.
 
-Invariant: the loop is idle before and after, and no step has run: guards and statistics saw
-nothing.
+Invariant: the loop is idle before and after, and guards and statistics have seen nothing.
 """
 
 from __future__ import annotations
 
-from graphengine.config.engine import EngineConfig
 from graphengine.decode.loop import DecodeLoop
 from graphengine.decode.sampling import GREEDY, Sampling
 
-# Our GEMMs for up to 16, 32, 64 and, of some shapes, 128, 192 and 256 rows are kernels of their
-# own; what reads their partial sums is another kernel than what reads cuBLAS's output above that.
-PROMPT_LENGTHS = (1, 17, 33, 65, 129, 193, 257)
+# More rows than any chunk of a fixed size: an eager prefill.
+EAGER_ROWS = 513
+NUM_TOKENS = 3  # of a request: its prefill's, and a step or two
 _DRAWN = Sampling(temperature=1.0, top_p=0.9, top_k=10, seed=0)
 
 
-def prompt_lengths(config: EngineConfig) -> list[int]:
-    """Those of PROMPT_LENGTHS that a request may have."""
-    return [length for length in PROMPT_LENGTHS if length < config.max_model_len]
-
-
 def warm_up(loop: DecodeLoop) -> None:
-    """Runs a prompt of every length that has kernels of its own, greedy and, if built, drawn.
+    """Runs every bucket and every chunk, greedy and, if built, drawn.
 
     Args:
         loop: idle.
     """
     assert not loop.has_work
+    lane, fallback, loop.fallback = loop.first, loop.fallback, None
     samplings = [GREEDY, _DRAWN] if loop.config.sampling else [GREEDY]
-    for length in prompt_lengths(loop.config):
-        for sampling in samplings:
+    most = loop.config.max_model_len - 1
+    chunks = [min(chunk.size, most) for chunk in loop.prefill.fixed]
+    for sampling in samplings:
+        for length in {*chunks, min(EAGER_ROWS, most)}:
             loop.submit([0] * length, 1, (), sampling)
-            loop.admit()  # the prefill's token is the only one, so no step follows
+            loop.admit()
+        for size in lane.buckets:
+            lane.only_bucket = size
+            loop.submit([0], NUM_TOKENS, (), sampling)
+            for _ in loop.run():
+                pass
+    lane.only_bucket, loop.fallback = None, fallback
     assert not loop.has_work

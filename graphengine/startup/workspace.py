@@ -15,6 +15,7 @@ from graphengine.config.draft_length import draft_at
 from graphengine.config.engine import EngineConfig
 from graphengine.config.model import ModelConfig
 from graphengine.decode.attention import FLOAT_WORKSPACE_BYTES, BlockAttention
+from graphengine.decode.fixed_chunk import MOST_PROMPTS
 from graphengine.decode.kvcache import page_bytes
 from graphengine.models.decoder import layer_kinds
 
@@ -64,7 +65,28 @@ def prefill_bytes(
         per_key = 2 * target.kv_size * element_bytes + rows * (1 + element_bytes)
         work += config.max_model_len * per_key
     logits = min(max(config.buckets), rows) * target.vocab_size * element_bytes
-    return work + taps + logits
+    return work + taps + logits + _fixed_chunk_bytes(config, target, draft, element_bytes)
+
+
+def _fixed_chunk_bytes(
+    config: EngineConfig, target: ModelConfig, draft: DraftSpec | None, element_bytes: int
+) -> int:
+    """What chunks of a fixed size keep: taps, attention's output and logits of each, the longest
+    one's activations in the graphs' pool, and the driver's memory for graphs."""
+    if not config.prefill_sizes:
+        return 0
+    taps, layers = 0, target.num_hidden_layers
+    if isinstance(draft, DraftConfig):
+        taps = draft.num_taps * draft.tap_size
+    kept = taps + target.q_size
+    if config.graph_mode == "piecewise":  # every layer's carry crosses to the next graph
+        kept += layers * (target.hidden_size + target.q_size)
+    num_graphs = {"none": 0, "piecewise": layers + 2, "full": STEP_GRAPH_BYTES // GRAPH_BYTES}
+    logits = min(MOST_PROMPTS, max(config.buckets)) * target.vocab_size
+    each = num_graphs[config.graph_mode] * GRAPH_BYTES + 2 * logits * element_bytes
+    total = sum(config.prefill_sizes) * kept * element_bytes + len(config.prefill_sizes) * each
+    work = forward_bytes(target, max(config.prefill_sizes), element_bytes)
+    return total + (work if config.graph_mode != "none" else 0)
 
 
 def activation_bytes(

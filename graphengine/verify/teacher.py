@@ -22,9 +22,9 @@ from typing import NamedTuple
 
 import torch
 
+from graphengine.decode.fixed_chunk import Piece
 from graphengine.decode.kvcache import pages_for
 from graphengine.decode.loop import DecodeLoop
-from graphengine.decode.prefill import Piece
 from graphengine.drafters.none import NoDraft
 from graphengine.kernels.argmax import argmax_rows
 

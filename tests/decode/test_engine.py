@@ -18,7 +18,8 @@ import pytest
 import torch
 
 from graphengine.api import Engine, GenerationResult
-from graphengine.decode.prefill import Piece, Prefill
+from graphengine.decode.fixed_chunk import Piece
+from graphengine.decode.prefill import Prefill
 from tests.support.chains import insert_
 from tests.support.checkpoints import make_drafter, make_target
 from tests.support.dflash_reference import Lengths, force_drafts, load_target, plain_generate

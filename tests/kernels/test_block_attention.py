@@ -22,14 +22,14 @@ TOLERANCE: dict[torch.dtype, dict[str, Any]] = {
 }
 
 
-def make(device, dtype, starts, G, N, K, H, S, W):
+def make(device, dtype, starts, G, N, K, H, S, W, padded=0):
     """q, cache, page table and lengths; NaN in every slot that no query may read."""
     B = len(starts)
     num_pages = 1 + B * W
     cache = torch.full((2, num_pages, S, K, H), torch.nan, dtype=dtype, device=device)
     table = (torch.randperm(num_pages - 1) + 1).view(B, W).to(device, torch.int32)
     for b, start in enumerate(starts):
-        length = min(start + G, W * S) if start else 0
+        length = min(start + G, W * S) if start > padded else 0
         for page in range((length + S - 1) // S):
             rows = min(S, length - page * S)
             cache[:, table[b, page], :rows] = torch.randn(2, rows, K, H, device=device).to(dtype)
@@ -38,13 +38,13 @@ def make(device, dtype, starts, G, N, K, H, S, W):
     return q, cache, table, torch.tensor(starts, dtype=torch.int32, device=device)
 
 
-def sdpa(q, cache, table, starts, G, causal, window=None):
+def sdpa(q, cache, table, starts, G, causal, window=None, padded=0):
     """Each request alone: its keys gathered, a boolean mask, torch's own attention in float64."""
     _, N, H = q.shape
     S, K = cache.shape[2:4]
     out = torch.zeros_like(q, dtype=torch.float64)
     for b, start in enumerate(starts.tolist()):
-        if start == 0:
+        if start == padded:
             continue
         length = min(start + G, table.shape[1] * S)
         kv = cache[:, table[b].long()].reshape(2, -1, K, H)[:, :length].double()
@@ -63,14 +63,16 @@ def sdpa(q, cache, table, starts, G, causal, window=None):
     return out
 
 
-def run(q, cache, table, starts, G, causal, num_splits, config=None, buffers=None, window=None):
+def run(
+    q, cache, table, starts, G, causal, num_splits, config=None, buffers=None, window=None, padded=0
+):
     B, (_, N, H) = table.shape[0], q.shape
     if buffers is None:
         buffers = workspace(B, G, N, H, num_splits, q.device)
         poison(buffers)
     out = torch.full_like(q, torch.nan)
     config = config or small(q.device.type)
-    block_attention(q, cache, table, starts, G, causal, out, buffers, config, window)
+    block_attention(q, cache, table, starts, G, causal, out, buffers, config, window, padded)
     check_counts(buffers)
     return out
 
@@ -100,6 +102,20 @@ MERGES = {
 }
 # Nothing waits and nothing overlaps in the interpreter: the other two would be the same again.
 INTERPRETED_MERGES = ("last", "launched")
+
+
+@pytest.mark.parametrize("num_splits", [1, 3])
+@pytest.mark.parametrize("merge", INTERPRETED_MERGES)
+def test_the_first_block_of_a_prompt(device, num_splits, merge) -> None:
+    """Bug: a prompt's first block, which begins at 0, is taken for a padded request, and its rows
+    get zeros; or one without a prompt reads the null page."""
+    G, sizes = 16, (4, 2, 32, 4, 20)
+    made = make(device, torch.float32, [0, -1, 16, 33], G, *sizes, padded=-1)
+    config = small(device, **MERGES[merge])
+    found = run(*made, G, True, num_splits, config, padded=-1)
+    expected = sdpa(*made, G, True, padded=-1)
+    torch.testing.assert_close(found.double(), expected, **TOLERANCE[torch.float32])
+    assert not found[G : 2 * G].any()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

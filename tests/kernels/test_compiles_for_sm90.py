@@ -32,6 +32,7 @@ from graphengine.kernels import (
     head_argmax,
     qk_norm_rope,
     skinny_linear,
+    swiglu,
 )
 from graphengine.kernels.fp8 import FP8, Fp8Scales
 from graphengine.kernels.interpreter import INTERPRET
@@ -63,6 +64,7 @@ def ints(*shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
 
 def attend(dtype: torch.dtype, H: int, G: int, causal: bool, window: int | None, **options: Any):
     B, N, K, S, W, Z = 2, 32, 8, options.pop("page_size", 16), 260, options.pop("splits", 8)
+    padded = options.pop("padded", 0)
     block_attention.block_attention(
         empty(B * G, N, H, dtype=dtype),
         empty(2, 9, S, K, H, dtype=dtype),
@@ -76,6 +78,7 @@ def attend(dtype: torch.dtype, H: int, G: int, causal: bool, window: int | None,
             **options
         ),
         window,
+        padded,
     )
 
 
@@ -178,6 +181,10 @@ LAUNCHES: dict[str, Callable[[], Any]] = {
     "attention, pages of 128": lambda: [
         attend(BF16, 128, G, True, None, page_size=128) for G in (1, 16)
     ],
+    "attention of a prompt": lambda: attend(
+        BF16, 128, 16, True, None, page_size=128, splits=1, padded=-1
+    ),
+    "SwiGLU": lambda: swiglu._launch(empty(512, 24576)),
     "attention, two splits": lambda: attend(BF16, 128, 16, True, None, splits=2),
     "attention, one split": lambda: attend(BF16, 128, 16, False, None, splits=1),
     "attention, one split, float32": lambda: attend(FP32, 64, 16, True, 300, splits=1),

@@ -12,6 +12,7 @@ import torch
 from graphengine.api import Engine
 from graphengine.checkpoints.hub import TINY_DRAFT, TINY_TARGET
 from graphengine.decode import attention
+from graphengine.decode.fixed_chunk import SIZES
 from graphengine.decode.sampling import GREEDY
 from graphengine.kernels.skinny_config import TUNED, choose_config, num_columns
 from graphengine.startup import warmup
@@ -27,16 +28,19 @@ def test_it_leaves_nothing_behind(draft: Any, monkeypatch: pytest.MonkeyPatch) -
     with Engine.from_pretrained(TINY_TARGET, draft, device="cpu", buckets=(2,)) as engine:
         loop = engine.built.loop
         seen: list[tuple[int, bool]] = []
-        run = type(loop.prefill).run
+        submit = loop.submit
 
-        def record(prefill: Any, requests: list[Any]) -> list[int]:
-            seen.extend((len(r.prompt_ids), r.sampling is GREEDY) for r in requests)
-            return run(prefill, requests)
+        def record(ids: list[int], *arguments: Any) -> Any:
+            seen.append((len(ids), arguments[-1] is GREEDY))
+            return submit(ids, *arguments)
 
-        monkeypatch.setattr(type(loop.prefill), "run", record)
+        monkeypatch.setattr(loop, "submit", record)
         free = loop.allocator.num_free
         warmup.warm_up(loop)
-        assert seen == [(n, greedy) for n in warmup.PROMPT_LENGTHS for greedy in (True, False)]
+        lengths = (warmup.EAGER_ROWS, 1)  # then a step of the one bucket
+        assert seen == [(n, greedy) for greedy in (True, False) for n in lengths]
+        if loop.fallback is not None and loop.fallback.guard is not None:
+            assert loop.fallback.guard.mean_acceptance_length == 0
         assert loop.allocator.num_free == free and not loop.has_work
         monkeypatch.undo()
         assert [r.token_ids for r in engine.generate(prompts, max_new_tokens=20)] == expected
@@ -58,8 +62,9 @@ def test_every_kind_of_length_is_warmed() -> None:
         return config and (config, num_columns(T))
 
     for E, D, weight_bytes in {key[:3] for key in TUNED} | {(512, 256, 2)}:
-        kinds = {kind(T, E, D, weight_bytes) for T in range(1, 2049)}
-        warmed = {kind(T, E, D, weight_bytes) for T in warmup.PROMPT_LENGTHS}
+        lengths = {*SIZES, *range(SIZES[-1] + 1, 2049)}
+        kinds = {kind(T, E, D, weight_bytes) for T in lengths}
+        warmed = {kind(T, E, D, weight_bytes) for T in (*SIZES, warmup.EAGER_ROWS)}
         assert kinds == warmed
 
 

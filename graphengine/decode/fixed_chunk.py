@@ -1,0 +1,182 @@
+"""A forward over a fixed number of prompt rows, at fixed addresses, so that a graph can hold it.
+
+A chunk is a verify with another end: blocks of 16 rows, each with its own start and pages, of one
+prompt or of several. The K/V of all rows of a layer is written before its attention reads, so a
+later block of a prompt sees the earlier ones; lengths are read on the device, so nothing is planned
+and the host launches one graph (mode full), or one a segment. The same kernels run in every mode.
+
+Segments run uncompiled: what Inductor would fuse in them is one kernel already, in our own.
+
+Invariant: what no prompt needs changes nothing that anyone reads. A block without a prompt has
+start -1: its attention gives zeros and its K/V goes to the null page. Rows of a block behind its
+prompt's end hold token 0 and write to the slots behind the prompt, which the first step writes
+again before it reads them: a row in front of them reads finite numbers there, and a masked number
+that is not finite is not nothing.
+
+Legend: n rows, B blocks, R prompts, W pages a prompt, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from graphengine import names
+from graphengine.capture.runners import EagerRunner, GraphPool, Runner, capture_ends
+from graphengine.capture.steps import Carry, Dense, Step
+from graphengine.decode.attention import BlockAttention
+from graphengine.decode.kvcache import pages_for
+from graphengine.decode.proposer import Proposer
+from graphengine.decode.segments import Segments, row_logits_segment
+from graphengine.decode.stack import Rows, Target, target_chain
+from graphengine.kernels.argmax import argmax_rows
+
+BLOCK = 16
+SIZES = (16, 128, 256, 512)  # rows; up to 256 ours are the verifies of full buckets
+MOST_PROMPTS = 16  # of a chunk: for as many rows the head streams its weights once
+NO_PROMPT = -1  # start of a block
+
+
+class Piece(NamedTuple):
+    """Rows begin .. end - 1 of a sequence, whose earlier rows have been run."""
+
+    ids: Sequence[int]
+    begin: int
+    end: int
+    pages: list[int]
+
+    @property
+    def num_blocks(self) -> int:
+        """Of a chunk."""
+        return pages_for(self.end - self.begin, BLOCK)
+
+
+class Sent(NamedTuple):
+    """What the host tells a chunk: views of one int32 tensor, so that one copy sends it."""
+
+    ids_n: Tensor
+    start_B: Tensor  # position of a block's first row
+    end_B: Tensor  # and behind its piece's last
+    owner_B: Tensor  # row of `pages_RW`
+    last_R: Tensor  # the row of each piece whose logits are wanted
+    pages_RW: Tensor
+
+    @classmethod
+    def of(cls, flat_X: Tensor, size: int, num_prompts: int) -> Sent:
+        """The views. Pages come last: those of prompts that there are not are not sent."""
+        blocks = size // BLOCK
+        lengths = [size, blocks, blocks, blocks, num_prompts]
+        ids, start, end, owner, last, pages = flat_X.split([*lengths, len(flat_X) - sum(lengths)])
+        return cls(ids, start, end, owner, last, pages.view(num_prompts, -1))
+
+
+class FixedChunk:
+    """One size: its inputs, its chain, and what the last run gave."""
+
+    def __init__(
+        self,
+        size: int,
+        target: Target,
+        proposer: Proposer,
+        page_size: int,
+        width: int,
+        num_prompts: int,
+    ) -> None:
+        """Args: width: pages of a prompt at most. num_prompts: of a run at most."""
+        config, device = target.config, target.kv_pool.device
+        blocks, prompts = size // BLOCK, min(size // BLOCK, MOST_PROMPTS, num_prompts)
+        self.size, self.num_prompts = size, prompts
+        self._flat_X = torch.zeros(
+            size + 3 * blocks + prompts + prompts * width, dtype=torch.int32, device=device
+        )
+        self._sent = Sent.of(self._flat_X, size, prompts)
+        self._sent.start_B.fill_(NO_PROMPT)
+        self._rows = Rows(*torch.zeros(3, size, dtype=torch.int64, device=device))
+        self._table_BW = self._flat_X.new_zeros(blocks, width)
+        self._last_R = torch.zeros(prompts, dtype=torch.int64, device=device)
+        self._logits_RV = target.kv_pool.new_zeros(prompts, config.vocab_size)
+        self._ids_R = torch.zeros(prompts, dtype=torch.int64, device=device)
+        start_B, heads = self._sent.start_B, (config.num_attention_heads, config.head_dim)
+        attention = BlockAttention(
+            *(config, True, self._table_BW, start_B, BLOCK), padded=NO_PROMPT
+        )
+        tap_, context = proposer.prefill(self._rows, Segments())
+        first, *rest, last = target_chain(
+            *("prefill", target, self._rows, attention, target.kv_pool.new_zeros(size, *heads)),
+            *(Segments(), tap_, partial(row_logits_segment, self._last_R)),
+        )
+        self.chain: list[Step] = [
+            Dense(first.name, lambda carry: self._begin_(carry, first, page_size)),
+            *rest,
+            Dense(last.name, lambda carry: self._end_(last.run(carry))),
+            *context,
+        ]
+        self._runner: Runner = EagerRunner(self.chain, lambda: ())
+
+    def capture_(self, pool: GraphPool, whole: bool) -> None:
+        """From now on replays graphs. Mutates: the null page.
+
+        Args: whole: one graph, attention included.
+        """
+        name = names.chunk_name(self.size)
+        self._runner = capture_ends(name, self.chain, {}, [], (), pool, whole=whole)[""]
+
+    def run(self, pieces: Sequence[Piece]) -> tuple[Tensor, Tensor]:
+        """Queues a forward of these, at most `num_prompts` and `size` rows in blocks.
+
+        Returns:
+            (logits_RV, int64 ids_R): behind the last row of each piece, and the first choice, -1
+            where they are not finite; until the next run. Rows past the last piece are nobody's.
+
+        Mutates: the K/V of the rows, what the proposer keeps of them.
+        """
+        host_X = torch.zeros(self._flat_X.shape, dtype=torch.int32, pin_memory=self._flat_X.is_cuda)
+        sent, block = Sent.of(host_X, self.size, self.num_prompts), 0
+        sent.start_B.fill_(NO_PROMPT)
+        as_int32 = partial(torch.tensor, dtype=torch.int32)
+        for k, (ids, begin, end, pages) in enumerate(pieces):
+            first, behind = block * BLOCK, block + pieces[k].num_blocks
+            sent.ids_n[first : first + end - begin] = as_int32(ids[begin:end])
+            sent.start_B[block:behind] = torch.arange(begin, end, BLOCK)
+            sent.end_B[block:behind] = end
+            sent.owner_B[block:behind] = k
+            sent.last_R[k] = first + end - begin - 1
+            sent.pages_RW[k, : len(pages)] = as_int32(pages)
+            block = behind
+        used = host_X.numel() - (self.num_prompts - len(pieces)) * sent.pages_RW.shape[1]
+        self._flat_X[:used].copy_(host_X[:used], non_blocking=True)
+        self._runner.run()
+        return self._logits_RV, self._ids_R
+
+    def _begin_(self, carry: Carry, first: Step, page_size: int) -> Carry:
+        """Ids, positions, slots and pages of all rows, and the first segment."""
+        ids_n, start_B, end_B, owner_B, last_R, pages_RW = self._sent
+        torch.index_select(pages_RW, 0, owner_B, out=self._table_BW)
+        self._last_R.copy_(last_R)
+        self._rows.token_ids_T.copy_(ids_n)
+        row = torch.arange(BLOCK, device=start_B.device)
+        at_BG = start_B.long()[:, None] + row
+        column_BG = (at_BG // page_size).clamp(0, self._table_BW.shape[1] - 1)
+        slots_BG = self._table_BW.gather(1, column_BG).long() * page_size + at_BG % page_size
+        is_there = (start_B[:, None] >= 0) & (at_BG // page_size == column_BG)
+        positions_BG = torch.where(at_BG < end_B[:, None], at_BG, 0)
+        self._rows.positions_T.view_as(at_BG).copy_(positions_BG.clamp(min=0))
+        self._rows.slots_T.view_as(at_BG).copy_(torch.where(is_there, slots_BG, 0))
+        return first.run(carry)
+
+    def _end_(self, carry: Carry) -> Carry:
+        """What outlives the forward."""
+        self._logits_RV.copy_(carry[0])
+        self._ids_R.copy_(argmax_rows(self._logits_RV))
+        return ()
+
+
+def sizes_for(max_model_len: int) -> tuple[int, ...]:
+    """Those of SIZES that some prompt fills more than the size before."""
+    return tuple(
+        size for before, size in zip((0, *SIZES), SIZES, strict=False) if before < max_model_len
+    )

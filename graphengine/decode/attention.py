@@ -34,6 +34,7 @@ from graphengine.decode import flashinfer_internals
 from graphengine.decode.kvcache import pages_for
 from graphengine.kernels.block_attention import Workspace, block_attention, choose_num_splits
 from graphengine.kernels.block_attention import workspace as block_workspace
+from graphengine.kernels.chunk_attention import chunk_attention
 
 FLASHINFER_HEAD_DIMS = (64, 128, 256)
 FA2_MIN_ROWS = 16  # of a tile of queries
@@ -331,6 +332,20 @@ class BlockAttention:
             window=self._window,
             padded=self._padded,
         )
+
+
+class ChunkAttention:
+    """Our kernel for blocks of many rows of a prompt, where it `takes` them; nothing to plan."""
+
+    def __init__(self, page_table_BW: Tensor, start_B: Tensor) -> None:
+        """Args: start_B: -1 for a block without a prompt."""
+        self._page_table_BW, self._start_B = page_table_BW, start_B
+
+    def plan(self, layout: Layout) -> None:
+        """Nothing to do: the lengths are on the device."""
+
+    def run(self, q_TNH: Tensor, kv_cache: Tensor, out_TNH: Tensor) -> None:
+        chunk_attention(q_TNH, kv_cache, self._page_table_BW, self._start_B, out_TNH)
 
 
 def flashinfer_can_window(rules: Sequence[AttentionRule], block: int) -> bool:

@@ -1,7 +1,7 @@
 """A forward over a fixed number of prompt rows, at fixed addresses, so that a graph can hold it.
 
-A chunk is a verify with another end: blocks of 16 rows, each with its own start and pages, of one
-prompt or of several. The K/V of all rows of a layer is written before its attention reads, so a
+A chunk is a verify with another end: blocks of 16 rows (of 128 where it has many), each with its
+own start and pages, of one prompt or of several. The K/V of all rows of a layer is written before its attention reads, so a
 later block of a prompt sees the earlier ones; lengths are read on the device, so nothing is planned
 and the host launches one graph (mode full), or one a segment. The same kernels run in every mode.
 
@@ -28,15 +28,17 @@ from torch import Tensor
 from graphengine import names
 from graphengine.capture.runners import EagerRunner, GraphPool, Runner, capture_ends
 from graphengine.capture.steps import Carry, Dense, Step
-from graphengine.decode.attention import BlockAttention
+from graphengine.decode.attention import Attention, BlockAttention, ChunkAttention
 from graphengine.decode.kvcache import pages_for
 from graphengine.decode.proposer import Proposer
 from graphengine.decode.segments import Segments, row_logits_segment
 from graphengine.decode.stack import Rows, Target, target_chain
+from graphengine.kernels import chunk_attention
 from graphengine.kernels.argmax import argmax_rows
 
 BLOCK = 16
-SIZES = (16, 128, 256, 512)  # rows; up to 256 ours are the verifies of full buckets
+SIZES = (16, 128, 256, 512)  # rows; up to 256 they are the verifies of full buckets
+LONG_SIZES = (1024, 2048)  # in blocks of `chunk_attention`, each of one prompt
 MOST_PROMPTS = 16  # of a chunk: for as many rows the head streams its weights once
 NO_PROMPT = -1  # start of a block
 
@@ -50,9 +52,9 @@ class Piece(NamedTuple):
     pages: list[int]
 
     @property
-    def num_blocks(self) -> int:
-        """Of a chunk."""
-        return pages_for(self.end - self.begin, BLOCK)
+    def num_rows(self) -> int:
+        """That are run."""
+        return self.end - self.begin
 
 
 class Sent(NamedTuple):
@@ -66,9 +68,8 @@ class Sent(NamedTuple):
     pages_RW: Tensor
 
     @classmethod
-    def of(cls, flat_X: Tensor, size: int, num_prompts: int) -> Sent:
+    def of(cls, flat_X: Tensor, size: int, blocks: int, num_prompts: int) -> Sent:
         """The views. Pages come last: those of prompts that there are not are not sent."""
-        blocks = size // BLOCK
         lengths = [size, blocks, blocks, blocks, num_prompts]
         ids, start, end, owner, last, pages = flat_X.split([*lengths, len(flat_X) - sum(lengths)])
         return cls(ids, start, end, owner, last, pages.view(num_prompts, -1))
@@ -85,25 +86,29 @@ class FixedChunk:
         page_size: int,
         width: int,
         num_prompts: int,
+        is_long: bool = False,
     ) -> None:
         """Args: width: pages of a prompt at most. num_prompts: of a run at most."""
         config, device = target.config, target.kv_pool.device
-        blocks, prompts = size // BLOCK, min(size // BLOCK, MOST_PROMPTS, num_prompts)
-        self.size, self.num_prompts = size, prompts
+        self.size, self.is_long = size, is_long
+        self.block = chunk_attention.BLOCK if is_long else BLOCK
+        blocks = size // self.block
+        prompts = self.num_prompts = 1 if is_long else min(blocks, MOST_PROMPTS, num_prompts)
         self._flat_X = torch.zeros(
             size + 3 * blocks + prompts + prompts * width, dtype=torch.int32, device=device
         )
-        self._sent = Sent.of(self._flat_X, size, prompts)
+        self._sent = self._parts(self._flat_X)
         self._sent.start_B.fill_(NO_PROMPT)
         self._rows = Rows(*torch.zeros(3, size, dtype=torch.int64, device=device))
         self._table_BW = self._flat_X.new_zeros(blocks, width)
         self._last_R = torch.zeros(prompts, dtype=torch.int64, device=device)
         self._logits_RV = target.kv_pool.new_zeros(prompts, config.vocab_size)
         self._ids_R = torch.zeros(prompts, dtype=torch.int64, device=device)
-        start_B, heads = self._sent.start_B, (config.num_attention_heads, config.head_dim)
-        attention = BlockAttention(
-            *(config, True, self._table_BW, start_B, BLOCK), padded=NO_PROMPT
-        )
+        where = self._table_BW, self._sent.start_B
+        attention: Attention = BlockAttention(config, True, *where, BLOCK, padded=NO_PROMPT)
+        if is_long:
+            attention = ChunkAttention(*where)
+        heads = config.num_attention_heads, config.head_dim
         tap_, context = proposer.prefill(self._rows, Segments())
         first, *rest, last = target_chain(
             *("prefill", target, self._rows, attention, target.kv_pool.new_zeros(size, *heads)),
@@ -125,6 +130,9 @@ class FixedChunk:
         name = names.chunk_name(self.size)
         self._runner = capture_ends(name, self.chain, {}, [], (), pool, whole=whole)[""]
 
+    def _parts(self, flat_X: Tensor) -> Sent:
+        return Sent.of(flat_X, self.size, self.size // self.block, self.num_prompts)
+
     def run(self, pieces: Sequence[Piece]) -> tuple[Tensor, Tensor]:
         """Queues a forward of these, at most `num_prompts` and `size` rows in blocks.
 
@@ -135,13 +143,13 @@ class FixedChunk:
         Mutates: the K/V of the rows, what the proposer keeps of them.
         """
         host_X = torch.zeros(self._flat_X.shape, dtype=torch.int32, pin_memory=self._flat_X.is_cuda)
-        sent, block = Sent.of(host_X, self.size, self.num_prompts), 0
+        sent, block = self._parts(host_X), 0
         sent.start_B.fill_(NO_PROMPT)
         as_int32 = partial(torch.tensor, dtype=torch.int32)
         for k, (ids, begin, end, pages) in enumerate(pieces):
-            first, behind = block * BLOCK, block + pieces[k].num_blocks
+            first, behind = block * self.block, block + pages_for(end - begin, self.block)
             sent.ids_n[first : first + end - begin] = as_int32(ids[begin:end])
-            sent.start_B[block:behind] = torch.arange(begin, end, BLOCK)
+            sent.start_B[block:behind] = torch.arange(begin, end, self.block)
             sent.end_B[block:behind] = end
             sent.owner_B[block:behind] = k
             sent.last_R[k] = first + end - begin - 1
@@ -158,7 +166,7 @@ class FixedChunk:
         torch.index_select(pages_RW, 0, owner_B, out=self._table_BW)
         self._last_R.copy_(last_R)
         self._rows.token_ids_T.copy_(ids_n)
-        row = torch.arange(BLOCK, device=start_B.device)
+        row = torch.arange(self.block, device=start_B.device)
         at_BG = start_B.long()[:, None] + row
         column_BG = (at_BG // page_size).clamp(0, self._table_BW.shape[1] - 1)
         slots_BG = self._table_BW.gather(1, column_BG).long() * page_size + at_BG % page_size
@@ -175,8 +183,12 @@ class FixedChunk:
         return ()
 
 
-def sizes_for(max_model_len: int) -> tuple[int, ...]:
-    """Those of SIZES that some prompt fills more than the size before."""
+def sizes_for(max_model_len: int, *, are_long: bool) -> tuple[int, ...]:
+    """Sizes that some prompt fills more than the size before.
+
+    Args: are_long: whether `chunk_attention` runs here.
+    """
+    sizes = SIZES + LONG_SIZES * are_long
     return tuple(
-        size for before, size in zip((0, *SIZES), SIZES, strict=False) if before < max_model_len
+        size for before, size in zip((0, *sizes), sizes, strict=False) if before < max_model_len
     )

@@ -23,7 +23,11 @@ from torch import Tensor
 from graphengine import names
 from graphengine.capture.runners import run_chain
 from graphengine.decode.attention import Attention, Layout, TorchAttention
-from graphengine.decode.fixed_chunk import BLOCK, FixedChunk, Piece
+from graphengine.decode.fixed_chunk import (
+    BLOCK,
+    FixedChunk,
+    Piece,
+)
 from graphengine.decode.kvcache import pages_for
 from graphengine.decode.proposer import Proposer
 from graphengine.decode.request import Request
@@ -96,13 +100,14 @@ class Prefill:
     def split(self, requests: Sequence[Request]) -> Iterator[Work]:
         """The forwards, in order. A fixed chunk is shared by as many prompts as it holds; a longer
         piece runs alone, since company would save it nothing and cost it time."""
-        room = most = self.fixed[-1].size if self.fixed else self.chunk
-        limit = self.fixed[-1].num_prompts if self.fixed else len(requests)
+        shared = self._shared
+        room = most = shared.size if shared is not None else self.chunk
+        limit = shared.num_prompts if shared is not None else len(requests)
         work: Work = []
         for request in requests:
             begin, ids = 0, request.prompt_ids
             while begin < len(ids):
-                end = min(len(ids), begin + (self.chunk if self.fixed else room))
+                end = begin + self._rows_of_next(len(ids) - begin, room)
                 piece = Piece(ids, begin, end, request.pages)
                 if work and (self._room_for(piece) > room or len(work) == limit):
                     yield work
@@ -115,9 +120,28 @@ class Prefill:
         if work:
             yield work
 
+    @property
+    def _shared(self) -> FixedChunk | None:
+        """The largest chunk that prompts share."""
+        return next((chunk for chunk in reversed(self.fixed) if not chunk.is_long), None)
+
+    def _rows_of_next(self, left: int, room: int) -> int:
+        """Rows of a prompt that its next forward takes of those that are left.
+
+        What fits a chunk that prompts share is not cut. A chunk's time goes by its size, so a long
+        one is left empty by a quarter at most: smaller ones do the same in less.
+        """
+        shared, sizes = self._shared, [chunk.size for chunk in self.fixed]
+        if shared is None or left <= shared.size:
+            return min(left, room if shared is None else left)
+        if shared is self.fixed[-1]:
+            return min(left, self.chunk)  # eager
+        holds = next((size for size in sizes if size >= left), sizes[-1])
+        return left if 3 / 4 * holds < left <= holds else max(n for n in sizes if n <= left)
+
     def _room_for(self, piece: Piece) -> int:
         block = BLOCK if self.fixed else 1
-        return pages_for(piece.end - piece.begin, block) * block
+        return pages_for(piece.num_rows, block) * block
 
     def _queue(self, work: Work) -> FirstTokens | None:
         """One forward, and the first tokens of the prompts that it completes."""

@@ -45,7 +45,7 @@ from graphengine.config.options import Options
 from graphengine.decode.attention import compile_flashinfer_ahead
 from graphengine.decode.buckets import BucketBuilder, prefill_attention
 from graphengine.decode.compile_ahead import shortened
-from graphengine.decode.fixed_chunk import FixedChunk
+from graphengine.decode.fixed_chunk import LONG_SIZES, FixedChunk
 from graphengine.decode.kvcache import PageAllocator, make_pool, pages_for
 from graphengine.decode.lane import Lane
 from graphengine.decode.loop import DecodeLoop
@@ -234,7 +234,9 @@ def build(
     def fixed_chunk(size: int, target: Target = target) -> FixedChunk:
         width = pages_for(positions, config.page_size)
         return FixedChunk(
-            *(size, target, proposer, config.page_size, width), num_prompts=max(config.buckets)
+            *(size, target, proposer, config.page_size, width),
+            num_prompts=max(config.buckets),
+            is_long=size in LONG_SIZES,
         )
 
     def prefill_kernels() -> Iterator[Callable[[], object]]:
@@ -242,7 +244,7 @@ def build(
         short = shortened(target, proposer)
         for size in config.prefill_sizes:
             yield partial(run_chain, fixed_chunk(size, short).chain)
-        if config.max_model_len > EAGER_ROWS:
+        if config.prefill_attention_backend != "triton" and config.max_model_len > EAGER_ROWS:
             yield partial(replace(prefill, target=short).run_padding, EAGER_ROWS)
 
     with names.range_("capture"), torch.no_grad():

@@ -22,6 +22,7 @@ from graphengine.decode.attention import (
 )
 from graphengine.decode.fixed_chunk import sizes_for
 from graphengine.decode.simulate import acceptance_rate
+from graphengine.kernels import chunk_attention
 from graphengine.kernels.block_attention import HEAD_DIMS
 
 # Tokens of a page where nobody says. Our attention looks up one number where a page holds a tile of
@@ -78,6 +79,10 @@ def resolve_options(options: Options, target: ModelConfig, draft: DraftSpec | No
         raise ValueError(f"--attention-backend flashinfer {_why_not(on_gpu, dtype, head_dims)}")
     elif backend == "torch":
         prefill = "torch"
+    page_size = options.page_size or _PAGE_SIZES[backend]
+    is_fixed = on_gpu and backend != "torch" and target.head_dim in HEAD_DIMS
+    if is_fixed and _takes_long_chunks(dtype, target.head_dim, page_size):
+        prefill = "triton"
     if mode != "none" and not on_gpu:
         raise ValueError(
             f"--graph-mode {mode} captures CUDA graphs; on the CPU use --graph-mode none"
@@ -127,7 +132,6 @@ def resolve_options(options: Options, target: ModelConfig, draft: DraftSpec | No
                 else ""
             )
         )
-    is_fixed = on_gpu and backend != "torch" and target.head_dim in HEAD_DIMS
     # Drawn acceptance says nothing about the drafter.
     simulated = options.simulate_acceptance is not None
     asked = {field.name: getattr(options, field.name) for field in fields(Options)}
@@ -139,8 +143,8 @@ def resolve_options(options: Options, target: ModelConfig, draft: DraftSpec | No
         "compile": on_gpu if options.compile is None else options.compile,
         "attention_backend": backend,
         "prefill_attention_backend": prefill,
-        "prefill_sizes": sizes_for(length) if is_fixed else (),
-        "page_size": options.page_size or _PAGE_SIZES[backend],
+        "prefill_sizes": sizes_for(length, are_long=prefill == "triton") if is_fixed else (),
+        "page_size": page_size,
         "max_model_len": length,
         "num_speculative_tokens": numbers,
         "speculation_limit": drafted_cap if draft else None,
@@ -151,6 +155,13 @@ def resolve_options(options: Options, target: ModelConfig, draft: DraftSpec | No
         "sampling": not simulated and (options.sampling or mode == "none"),
     }
     return EngineConfig(**asked | decided)
+
+
+def _takes_long_chunks(dtype: str, head_dim: int, page_size: int) -> bool:
+    """Whether `chunk_attention` runs on this GPU."""
+    is_hopper = torch.cuda.get_device_capability()[0] == 9
+    fits = head_dim == chunk_attention.HEAD_DIM and page_size in chunk_attention.PAGE_SIZES
+    return is_hopper and fits and dtype == "bfloat16"
 
 
 def _why_not(on_gpu: bool, dtype: str, head_dims: list[int]) -> str:

@@ -173,6 +173,7 @@ def test_a_request_cancelled_in_its_prefill(loop: DecodeLoop) -> None:
 
 def test_a_small_context_needs_no_large_chunk() -> None:
     """Bug: chunks are captured that no prompt can fill."""
-    assert sizes_for(2) == sizes_for(16) == (16,)
-    assert sizes_for(17) == (16, 128)
-    assert sizes_for(4096) == (16, 128, 256, 512)
+    assert sizes_for(2, are_long=True) == sizes_for(16, are_long=True) == (16,)
+    assert sizes_for(17, are_long=True) == (16, 128)
+    assert sizes_for(4096, are_long=False) == (16, 128, 256, 512)
+    assert sizes_for(1024, are_long=True) == (16, 128, 256, 512, 1024)

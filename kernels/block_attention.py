@@ -217,7 +217,11 @@ def block_attention(
     _, N, H = q_TNH.shape
     B, W = page_table_BW.shape
     S, K = kv_cache.shape[2:4]
-    _check_inputs(q_TNH, kv_cache, page_table_BW, start_B, block_length, out_TNH, workspace)
+    check_inputs(q_TNH, kv_cache, page_table_BW, start_B, block_length, out_TNH)
+    if workspace.out_ZTNH.shape[1:] != q_TNH.shape:
+        raise ValueError(
+            f"workspace is for {tuple(workspace.out_ZTNH.shape[1:])}, not {tuple(q_TNH.shape)}"
+        )
     if window is not None and window < 1:
         raise ValueError(
             f"window {window}: a row sees at least its own key; use 1 or more, or None"
@@ -304,15 +308,15 @@ def _has_pdl(device: torch.device) -> bool:
     return torch.cuda.get_device_capability(device) >= (9, 0)
 
 
-def _check_inputs(
+def check_inputs(
     q_TNH: torch.Tensor,
     kv_cache: torch.Tensor,
     page_table_BW: torch.Tensor,
     start_B: torch.Tensor,
     block_length: int,
     out_TNH: torch.Tensor,
-    workspace: Workspace,
 ) -> None:
+    """Raises: ValueError for what no attention of blocks over pages addresses."""
     T, N, H = q_TNH.shape
     B = page_table_BW.shape[0]
     S, K = kv_cache.shape[2:4]
@@ -333,5 +337,3 @@ def _check_inputs(
     for name, x, shape in (("page_table", page_table_BW, None), ("start", start_B, (B,))):
         if x.dtype != torch.int32 or x.stride(-1) != 1 or (shape and x.shape != shape):
             raise ValueError(f"{name} is {x.dtype} {tuple(x.shape)}; need int32, last stride 1")
-    if workspace.out_ZTNH.shape[1:] != (T, N, H):
-        raise ValueError(f"workspace is for {tuple(workspace.out_ZTNH.shape[1:])}, not {(T, N, H)}")

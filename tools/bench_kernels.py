@@ -10,6 +10,8 @@ same run (accept: in tests/kernels only); a fast wrong kernel would otherwise wi
     python tools/bench_kernels.py --kernels block_attention --batch 1 --kv 128 1024
     python tools/bench_kernels.py --kernels fp8_rows add_rms_norm_round --batch 8 16
     python tools/bench_kernels.py --sweep block_attention --kv 400 1024 8192   # about a minute
+    python tools/bench_kernels.py --kernels chunk_attention --kv 1024 8192 32768
+    python tools/bench_kernels.py --sweep chunk_attention --kv 1024 8192 32768
     python tools/bench_kernels.py --out profiles/results/kernels.json
 
 Needs a CUDA device. The last line of stdout is one JSON object. Shapes are Qwen3-8B's with a
@@ -33,6 +35,7 @@ from graphengine.kernels import (
     add_rms_norm,
     argmax,
     block_attention,
+    chunk_attention,
     context_kv,
     filter_threshold,
     fp8_rows,
@@ -51,7 +54,7 @@ SAMPLING_KERNELS = ("filter_threshold", "gumbel_argmax", "sampled_tail")
 FP8_KERNELS = ("fp8_rows", "add_rms_norm_round")
 KERNELS = (
     *("qk_norm_rope", "context_kv", "accept", "argmax"),
-    *(*FP8_KERNELS, *SAMPLING_KERNELS, "block_attention"),
+    *(*FP8_KERNELS, *SAMPLING_KERNELS, "block_attention", "chunk_attention"),
 )
 HIDDEN, WIDTHS = 4096, (4096, 12288, 20480)  # what o, down and fc read
 Numbers = dict[str, float]
@@ -378,7 +381,80 @@ def bench_block_attention(B: int, kv: int, causal: bool, flashinfer: bool) -> Nu
     return numbers | ({"flashinfer_us": case.flashinfer_us()} if flashinfer else {})
 
 
+class ChunkCase:
+    """A prompt of `kv` tokens, all its blocks in one launch."""
+
+    def __init__(self, kv: int) -> None:
+        B, self.kv = kv // chunk_attention.BLOCK, kv
+        self.start = torch.arange(0, kv, chunk_attention.BLOCK, dtype=torch.int32, device=DEVICE)
+        self.table = 1 + torch.randperm(kv // S, device=DEVICE).to(torch.int32).view(1, -1)
+        self.cache = torch.randn(2, 1 + kv // S, S, K, H, dtype=DTYPE, device=DEVICE)
+        self.q = torch.randn(kv, N, H, dtype=DTYPE, device=DEVICE)
+        self.out = torch.empty_like(self.q)
+        pages = self.table.expand(B, -1)
+        self.inputs = (self.q, self.cache, pages, self.start)
+        last = (self.q[-chunk_attention.BLOCK :], self.cache, pages[-1:], self.start[-1:])
+        self.expected = chunk_attention.chunk_attention_reference(*last)
+
+    def check(self, out: torch.Tensor) -> None:
+        end = out[-chunk_attention.BLOCK :]
+        torch.testing.assert_close(end, self.expected, rtol=3e-2, atol=2e-2)
+
+    def tflops(self, us: float) -> float:
+        return 4 * H * N * self.kv * (self.kv + 1) / 2 / us / 1e6
+
+    def ours_us(self, config: chunk_attention.LaunchConfig) -> float:
+        us = graph_us(
+            lambda _: chunk_attention.chunk_attention(*self.inputs, self.out, config), sets=1
+        )
+        self.check(self.out)
+        return us
+
+    def flashinfer_us(self, backend: str) -> float:
+        from flashinfer import BatchPrefillWithPagedKVCacheWrapper
+
+        ends = torch.tensor([0, self.kv], dtype=torch.int32)
+        layout = (ends, ends // S, self.table[0].cpu(), torch.tensor([S], dtype=torch.int32))
+        scratch = torch.zeros(512 << 20, dtype=torch.uint8, device=DEVICE)
+        wrapper: Any = BatchPrefillWithPagedKVCacheWrapper(scratch, "NHD", backend=backend)
+        kinds = {"q_data_type": DTYPE, "kv_data_type": DTYPE}
+        wrapper.plan(*layout, N, K, H, S, causal=True, **kinds)
+        planes = (self.cache[0], self.cache[1])
+        us = graph_us(lambda _: wrapper.run(self.q, planes, out=self.out), sets=1)
+        self.check(self.out)
+        return us
+
+
+def bench_chunk_attention(kv: int, flashinfer: bool) -> Numbers:
+    case = ChunkCase(kv)
+    us = case.ours_us(chunk_attention.LaunchConfig())
+    numbers = {"kernel_us": us, "kernel_tflops": case.tflops(us)}
+    for backend in ("fa2", "fa3") if flashinfer else ():
+        try:
+            us = case.flashinfer_us(backend)
+        except (ImportError, RuntimeError, ValueError) as error:  # fa3 is not built everywhere
+            print(f"flashinfer {backend}: {str(error).splitlines()[0][:80]}", flush=True)
+        else:
+            numbers |= {f"{backend}_us": us, f"{backend}_tflops": case.tflops(us)}
+    return numbers
+
+
+def sweep_chunks(args: argparse.Namespace) -> Iterator[tuple[str, str, Numbers]]:
+    cases = [ChunkCase(kv) for kv in args.kv]
+    tiles = ((128, 2), (128, 3), (64, 4), (64, 6))
+    for (tile, stages), turns, pdl in itertools.product(tiles, (True, False), (True, False)):
+        config = chunk_attention.LaunchConfig(tile, stages, turns, pdl)
+        label = "_".join(f"{name}_{int(value)}" for name, value in config._asdict().items())
+        times = {f"kv_{case.kv}_tflops": case.tflops(case.ours_us(config)) for case in cases}
+        yield "chunk_attention", label, times
+
+
 def bench(kernels: list[str], args: argparse.Namespace) -> Iterator[tuple[str, str, Numbers]]:
+    for kv in args.kv if "chunk_attention" in kernels else ():
+        if kv % chunk_attention.BLOCK:
+            continue
+        numbers = bench_chunk_attention(kv, not args.no_flashinfer)
+        yield "chunk_attention", f"prompt_{kv}", numbers
     for B in args.batch:
         T = B * G
         if "qk_norm_rope" in kernels:
@@ -531,6 +607,8 @@ def main() -> None:
     torch.manual_seed(0)
     if args.sweep == "block_attention":
         rows = sweep_attention(args)
+    elif args.sweep == "chunk_attention":
+        rows = sweep_chunks(args)
     elif args.sweep:
         rows = sweep_constants(args.sweep, args)
     else:

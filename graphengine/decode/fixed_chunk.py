@@ -1,9 +1,10 @@
 """A forward over a fixed number of prompt rows, at fixed addresses, so that a graph can hold it.
 
 A chunk is a verify with another end: blocks of 16 rows (of 128 where it has many), each with its
-own start and pages, of one prompt or of several. The K/V of all rows of a layer is written before its attention reads, so a
-later block of a prompt sees the earlier ones; lengths are read on the device, so nothing is planned
-and the host launches one graph (mode full), or one a segment. The same kernels run in every mode.
+own start and pages, of one prompt or of several. The K/V of all rows of a layer is written before
+its attention reads, so a later block of a prompt sees the earlier ones; lengths are read on the
+device, so nothing is planned and the host launches one graph (mode full), or one a segment. The
+same kernels run in every mode.
 
 Segments run uncompiled: what Inductor would fuse in them is one kernel already, in our own.
 

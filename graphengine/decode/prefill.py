@@ -175,7 +175,7 @@ class Prefill:
         ids = [torch.tensor(piece.ids[piece.begin : piece.end]) for piece in pieces]
         last_rows = torch.tensor([len(at) for at in positions]).cumsum(0) - 1
         rows = Rows(*self._upload(*map(torch.cat, (ids, positions, slots))))
-        (logit_rows_R,) = self._upload(last_rows if at is None else torch.tensor(at))
+        (logit_rows_R,) = self._upload(torch.tensor(at) if at else last_rows)
         layout = Layout.build(
             [piece.end - piece.begin for piece in pieces],
             [piece.end for piece in pieces],

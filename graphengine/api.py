@@ -296,11 +296,12 @@ class Engine:
         built = self._open
         if not isinstance(prompt, str):
             prompt = _items(prompt)
-            if all(isinstance(token, Integral) for token in prompt):
-                prompt = [int(token) for token in prompt]  # numpy's are integers too
+            kinds = set(map(type, prompt))
+            if all(issubclass(kind, Integral) for kind in kinds):
+                prompt = prompt if kinds <= {int} else [int(token) for token in prompt]  # numpy's
                 vocab = built.target.vocab_size
-                outside = [t for t in prompt if not 0 <= t < vocab]
-                if outside:
+                if prompt and not 0 <= min(prompt) <= max(prompt) < vocab:
+                    outside = [t for t in prompt if not 0 <= t < vocab]
                     raise ValueError(
                         f"token ids {outside[:5]} lie outside the vocabulary of {vocab}; encode "
                         "the text with this model's tokenizer"

@@ -111,9 +111,10 @@ class FixedChunk:
             attention = ChunkAttention(*where)
         heads = config.num_attention_heads, config.head_dim
         tap_, context = proposer.prefill(self._rows, Segments())
+        is_tapped = config.num_hidden_layers - 1 in proposer.taps
         first, *rest, last = target_chain(
             *("prefill", target, self._rows, attention, target.kv_pool.new_zeros(size, *heads)),
-            *(Segments(), tap_, partial(row_logits_segment, self._last_R)),
+            *(Segments(), tap_, partial(row_logits_segment, self._last_R, is_tapped)),
         )
         self.chain: list[Step] = [
             Dense(first.name, lambda carry: self._begin_(carry, first, page_size)),

@@ -211,7 +211,8 @@ class Prefill:
         heads = config.num_attention_heads, config.head_dim
         attn_TNH = self.target.kv_pool.new_empty(rows.token_ids_T.shape[0], *heads)
         tap_, context = self.proposer.prefill(rows, segments)
-        end = partial(row_logits_segment, logit_rows_R)
+        is_tapped = config.num_hidden_layers - 1 in self.proposer.taps
+        end = partial(row_logits_segment, logit_rows_R, is_tapped)
         chain = target_chain("prefill", self.target, rows, attention, attn_TNH, segments, tap_, end)
         (logits_RV,) = run_chain(chain)
         run_chain(context)

@@ -62,6 +62,7 @@ def logits_segment(
 
 def row_logits_segment(
     rows_R: Tensor,
+    is_tapped: bool,
     done: LayerWeights,
     norm_D: Tensor,
     lm_head_VD: Matrix,
@@ -69,7 +70,13 @@ def row_logits_segment(
     attn_TNH: Tensor,
     eps: float,
 ) -> Carry:
-    """`logits_segment` of the rows with these indices alone: (h_TD of all, logits_RV)."""
+    """`logits_segment` of the rows with these indices alone: (h_RD, logits_RV).
+
+    Args: is_tapped: somebody reads what the last layer gives for every row: then h_TD of all.
+    """
+    if not is_tapped:
+        of_rows = (h_TD[rows_R], attn_TNH[rows_R])
+        return logits_segment(done, norm_D, lm_head_VD, *of_rows, eps)
     h_TD = add(*decoder.after_mixing(done, h_TD, attn_TNH, eps))
     _, logits_RV = decoder.logits(norm_D, lm_head_VD, h_TD[rows_R], None, eps)
     return h_TD, logits_RV

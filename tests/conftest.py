@@ -6,16 +6,27 @@ The summary therefore names how many did not run. torch is imported only if a GP
 The other way round, "auto" in a test without the mark means the CPU on every host.
 """
 
+import os
 import sys
 from collections.abc import Generator
 
 import pytest
 from hypothesis import HealthCheck, settings
 
+from tests.support.examples import examples
+
+# Inductor would compile six programs to see which of the CPU's vector instructions the compiler
+# knows, 20 s in every new folder.
+os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
+
 # A busy machine makes inputs slowly; that says nothing about a test. The rest is as it was found:
 # hypothesis draws the same examples every time where the variable CI is set.
 settings.register_profile(
-    "patient", settings(), deadline=None, suppress_health_check=[HealthCheck.too_slow]
+    "patient",
+    settings(),
+    deadline=None,
+    max_examples=examples(100),
+    suppress_health_check=[HealthCheck.too_slow],
 )
 settings.load_profile("patient")
 

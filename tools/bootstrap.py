@@ -17,6 +17,7 @@ import hashlib
 import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -39,8 +40,9 @@ NEEDED_GIB = {False: 3, True: 12}
 EXAMPLES = """examples:
   python3 tools/bootstrap.py run                           the bundled pair answers a prompt
   python3 tools/bootstrap.py run -- --help                 the options of `graphengine run`
-  python3 tools/bootstrap.py test                          the whole test suite
-  python3 tools/bootstrap.py test -- -k kernels            some of it
+  python3 tools/bootstrap.py test                          the tests, without the long ones
+  python3 tools/bootstrap.py test --all                    all of them
+  python3 tools/bootstrap.py test -- -k kernels            some of them
   python3 tools/bootstrap.py install --dev                 only the environment, with linters
 
 pip's own settings apply (PIP_INDEX_URL, PIP_EXTRA_INDEX_URL, PIP_FIND_LINKS, PIP_NO_INDEX, ...).
@@ -239,12 +241,19 @@ def ensure_environment(wanted: set[str], cuda: bool) -> bool:
     return False
 
 
-def command_for(action: str, rest: list[str]) -> list[str]:
-    """The command that an action runs inside the environment."""
+def command_for(
+    action: str, rest: list[str], *, cuda: bool = False, everything: bool = False
+) -> list[str]:
+    """The command that an action runs inside the environment.
+
+    Tests run in a process a core, up to four; with CUDA in one, since a GPU's memory is one.
+    """
     if action == "run":
         rest = rest or ["--prompt", DEFAULT_PROMPT]
         return [str(VENV / "bin" / "graphengine"), "run", *rest]
-    return [str(VENV / "bin" / "python"), "-m", "pytest", *rest]
+    jobs = [] if cuda else ["-n", "auto", "--maxprocesses", "4", "--dist", "worksteal"]
+    chosen = [] if everything else ["-m", "not slow"]
+    return [str(VENV / "bin" / "python"), "-m", "pytest", *jobs, *chosen, *rest]
 
 
 def parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
@@ -258,6 +267,7 @@ def parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
     )
     parser.add_argument("action", choices=("run", "test", "install"))
     parser.add_argument("--dev", action="store_true", help="also install ruff, pyright and build")
+    parser.add_argument("--all", action="store_true", help="test: the long ones (slow) too")
     parser.add_argument("--no-cuda", action="store_true", help="leave the extra `cuda` out")
     options, unknown = parser.parse_known_args(arguments[:split])
     if unknown:
@@ -265,6 +275,8 @@ def parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
     rest = arguments[split + 1 :]
     if options.action == "install" and rest:
         parser.error("install takes no arguments after --")
+    if options.action != "test" and options.all:
+        parser.error(f"{options.action} takes no --all")
     return options, rest
 
 
@@ -288,9 +300,12 @@ def main(arguments: list[str]) -> int:
         if options.action == "install":
             say(f"OK: .venv is ready ({setup_s:.1f} s)")
             return 0
-        command = command_for(options.action, rest)
-        say("+ " + " ".join([Path(command[0]).name, *command[1:]]))
-        code = subprocess.run(command, cwd=ROOT).returncode
+        everything = options.all or "-m" in rest
+        command = command_for(options.action, rest, cuda=cuda, everything=everything)
+        say("+ " + shlex.join([Path(command[0]).name, *command[1:]]))
+        # Test processes share the cores; each with torch's threads for all of them, they wait.
+        threads = {"OMP_NUM_THREADS": "1"} if options.action == "test" and not cuda else {}
+        code = subprocess.run(command, cwd=ROOT, env=threads | os.environ).returncode
     except SetupError as error:
         say(f"FAILED: {error}")
         return 1
@@ -302,7 +317,9 @@ def main(arguments: list[str]) -> int:
         return 130
     total_s = time.monotonic() - start
     verdict = "OK" if code == 0 else "FAILED"
-    say(f"{verdict}: {options.action} ended with exit code {code} after {total_s:.1f} s")
+    is_part = options.action == "test" and not everything
+    left_out = "; the long tests did not run: --all runs them" if is_part else ""
+    say(f"{verdict}: {options.action} ended with exit code {code} after {total_s:.1f} s{left_out}")
     return code if code >= 0 else 128 - code
 
 

@@ -25,11 +25,12 @@ from graphengine.checkpoints.weights import Checkpoint, target_weights
 from graphengine.cli.main import main
 from graphengine.config.model import ModelConfig
 from tests.support.checkpoints import edit_config, make_drafter, make_target
+from tests.support.examples import examples
 
 CPU = torch.device("cpu")
 FUZZ = settings(
     deadline=None,
-    max_examples=120,
+    max_examples=examples(120),
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 

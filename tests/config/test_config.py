@@ -25,6 +25,7 @@ from graphengine.config.model import ModelConfig
 from graphengine.config.rope import RopeConfig
 from graphengine.models.layers import rope_frequencies
 from tests.support.checkpoints import make_drafter, make_target
+from tests.support.examples import examples
 
 Json = dict[str, Any]
 
@@ -539,7 +540,7 @@ ROPE_KEYS = (
 ).split()
 
 
-@settings(deadline=None, max_examples=400)
+@settings(deadline=None, max_examples=examples(400))
 @given(
     top=st.dictionaries(st.sampled_from(TOP_KEYS), JSON_VALUES, max_size=3),
     nested=st.dictionaries(st.sampled_from(NESTED_KEYS), JSON_VALUES, max_size=2),

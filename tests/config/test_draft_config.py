@@ -21,6 +21,7 @@ from graphengine.config.draft_formats import parse_draft
 from graphengine.config.model import ModelConfig
 from tests.config.test_config import DRAFTER, JSON_VALUES, MISSING, TARGET, Json, changed
 from tests.support.checkpoints import as_deepspec, as_speculators, make_drafter, make_target
+from tests.support.examples import examples
 
 LAYERS: Json = {
     key: DRAFTER[key]
@@ -352,7 +353,7 @@ def test_one_rope_for_two_layer_types() -> None:
     assert config.model.rope.theta == 1e7
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=examples(300))
 @given(
     base=st.sampled_from([SPECULATORS, DEEPSPEC, {**DRAFTER, **MIX}]),
     keys=st.dictionaries(

@@ -30,6 +30,7 @@ from graphengine.decode.proposer import step_buffers
 from graphengine.drafters.dflash import DFlash
 from graphengine.drafters.none import NoDraft
 from tests.support.checkpoints import make_drafter, make_target
+from tests.support.examples import examples
 
 MODEL = ModelConfig(
     vocab_size=32,
@@ -310,7 +311,7 @@ def test_loop_in_any_order(tmp_path: Path, backend: str, numbers: tuple[int, ...
         run_state_machine_as_test(
             Machine,
             settings=settings(
-                max_examples=60,
+                max_examples=examples(60),
                 stateful_step_count=30,
                 deadline=None,
                 suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],

@@ -18,6 +18,7 @@ from graphengine.config.model import ModelConfig
 from graphengine.doctor.doctor import diagnose
 from graphengine.doctor.files import read_model_files
 from tests.support.doctored import HOST, OPTIONS
+from tests.support.examples import examples
 
 VALUES = st.recursive(
     st.none()
@@ -47,7 +48,7 @@ KEYS = st.sampled_from(
     "dflash_config.num_target_layers dflash_config.use_swa dflash_config.causal".split()
 )
 FUZZ = settings(
-    max_examples=200,
+    max_examples=examples(200),
     deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
@@ -104,7 +105,7 @@ def test_any_config_ends_in_findings(
         assert "cannot be checked" not in finding.value, "a check of ours crashed"
 
 
-@settings(FUZZ, max_examples=30)
+@settings(FUZZ, max_examples=examples(30))
 @given(
     header=st.dictionaries(st.text(max_size=5), VALUES, max_size=3), noise=st.binary(max_size=40)
 )

@@ -16,11 +16,12 @@ from graphengine.kernels import filter_threshold as module
 from graphengine.kernels.argmax import argmax_rows
 from graphengine.kernels.filter_threshold import filter_threshold
 from graphengine.kernels.interpreter import INTERPRET
+from tests.support.examples import examples
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 ROUNDING = 2e-6
 # The interpreter takes about 0.1 s an example.
-MAX_EXAMPLES = 12 if INTERPRET else 150
+MAX_EXAMPLES = examples(12 if INTERPRET else 150)
 
 
 @pytest.fixture(autouse=True)

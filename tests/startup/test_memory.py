@@ -36,6 +36,7 @@ from graphengine.startup.workspace import (
 )
 from tests.support.checkpoints import as_speculators, make_drafter, make_target
 from tests.support.dflash_reference import load_target, plain_generate
+from tests.support.examples import examples
 
 GIB = 1 << 30
 BLOCK = 4
@@ -196,7 +197,7 @@ def test_rounded_activations_are_in_the_plan() -> None:
     assert plans[1].activation_bytes > plans[0].activation_bytes
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(
     free=st.integers(0, 200),
     used=st.integers(0, 100),

@@ -71,6 +71,20 @@ def test_arguments_after_the_dashes_are_passed_on() -> None:
     assert bootstrap.command_for("run", ["--help"])[1:] == ["run", "--help"]
 
 
+def test_the_long_tests_run_when_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
+    """Bug: the README's command takes an hour, CI leaves the long tests out, or two processes meet
+    on one GPU."""
+    command = bootstrap.command_for("test", ["-k", "accept"])
+    assert command[command.index("-m", 3) + 1] == "not slow" and command[-2:] == ["-k", "accept"]
+    assert "-n" in command and "-n" not in bootstrap.command_for("test", [], cuda=True)
+    assert "not slow" not in bootstrap.command_for("test", [], everything=True)
+    assert bootstrap.parse(["test", "--all"])[0].all
+    assert "bootstrap.py test --all" in (ROOT / ".ci" / "run").read_text()
+    with pytest.raises(SystemExit):
+        bootstrap.parse(["run", "--all"])
+    assert "run takes no --all" in capsys.readouterr().err
+
+
 def test_arguments_without_the_dashes_say_so(capsys: pytest.CaptureFixture[str]) -> None:
     """Bug: `bootstrap.py run --prompt x` fails without a word about `--`."""
     with pytest.raises(SystemExit):

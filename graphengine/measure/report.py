@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from rich import box
-from rich.table import Table
+from rich.table import Column, Table
 
 from graphengine.measure.bench import CaseResult
 from graphengine.profiles.pictures import Panel, bars_panel, histogram_panel, render
@@ -35,8 +35,7 @@ def speedups_(rows: Sequence[Row]) -> None:
         if row.label.endswith("_plain")
     }
     for row in rows:
-        base = plain.get((row.label, row.key))
-        if base is not None:
+        if base := plain.get((row.label, row.key)):
             row.numbers["speedup_ratio"] = row.numbers["median_tokens_per_s"] / base
 
 
@@ -61,18 +60,17 @@ _COLUMNS = {
 
 def table(rows: Sequence[Row], simulated: float | None) -> Any:
     """One line per case; the speedup only where there is a baseline."""
-    table = Table(title=_title(simulated), box=box.SIMPLE, padding=(0, 1, 0, 0))
     columns = dict(_COLUMNS)
     if not any("speedup_ratio" in row.numbers for row in rows):
         del columns["speedup"]
-    table.add_column("mode", no_wrap=True)
-    for name in ("bucket", "input", *columns):
-        table.add_column(name, justify="right", no_wrap=True)
+    names = ("bucket", "input", *columns)
+    numeric = [Column(name, justify="right", no_wrap=True) for name in names]
+    table = Table(Column("mode", no_wrap=True), *numeric, title=_title(simulated), box=box.SIMPLE)
+    table.padding = (0, 1, 0, 0)
     for row in rows:
-        case = row.result.case
+        case, found = row.result.case, row.numbers
         cells = [
-            format(row.numbers[key], form) if key in row.numbers else "-"
-            for key, form in columns.values()
+            format(found[key], form) if key in found else "-" for key, form in columns.values()
         ]
         table.add_row(row.label, str(case.bucket), str(case.input_len), *cells)
     return table

@@ -99,9 +99,8 @@ def _test(
     def statistic(counts: np.ndarray) -> np.ndarray:
         return ((counts - mean) ** 2 / mean).sum(-1)
 
-    at_least = 0
     limit = statistic(observed) * (1 - 1e-9)
-    done = 0
+    at_least = done = 0
     while done < num_shuffles and at_least < ENOUGH:
         batch = min(2_000, num_shuffles - done)
         shuffled = rng.multivariate_hypergeometric(total, len(first), size=batch)

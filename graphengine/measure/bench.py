@@ -1,15 +1,14 @@
 """Latency of decode steps: real shapes, real steps, prefill excluded.
 
 What is timed: the wall time between the moments at which the host holds two consecutive steps'
-tokens, over full buckets only. `host_ms` is the part of it that the host spent working (planning,
-launching, committing); the rest it spent waiting for the device, so `host_ms` close to `step_ms`
-means that the host is the bottleneck. On a GPU a few more steps tell how long the device works on
-one (busy.py); the rest of the wall time it was idle. Bytes are counted from the configs:
-weights once per forward, K/V once; the floor is those bytes over the read bandwidth measured in the
-same process.
+tokens, over full buckets only. `host_ms` of it the host worked (planning, launching, committing),
+else it waited for the device; close to `step_ms`, the host is the bottleneck. On a GPU a few more
+steps tell how long the device works on one (busy.py); the rest of the wall time it was idle. The
+floor is the bytes of weights (once per forward) and of K/V (once), counted from the configs, over
+the read bandwidth measured in the same process.
 
-Every case draws fresh random prompts from its seed; the same seed in every mode, so that the modes'
-tokens can be compared.
+Every case draws random prompts from its seed, the same in every mode, so that the modes' tokens can
+be compared.
 """
 
 from __future__ import annotations

@@ -21,32 +21,19 @@ from graphengine.report import print_table
 MAX_KERNEL_NAME = 96
 
 
-def group_of(name: str, last: Mapping[str, int]) -> str:
-    """The line that a name is added to: `verify.07` -> `verify.01-35`, `verify.L7.attn` ->
-    `verify.L*.attn`; first and last segments stay alone.
-
-    Args:
-        last: chain -> its last dense index.
-    """
-    attention = re.fullmatch(r"(\w+)\.L\d+\.attn", name)
-    if attention:
-        return f"{attention[1]}.L*.attn"
-    dense = re.fullmatch(r"(\w+)\.(\d+)", name)
-    if dense and 0 < int(dense[2]) < last[dense[1]]:
-        return f"{dense[1]}.01-{last[dense[1]] - 1:02d}"
-    return name
-
-
 def grouped(by_name: Mapping[str, Mapping[str, float]]) -> dict[str, dict[str, float]]:
-    """Adds names up by `group_of`; rates are computed anew."""
+    """Adds up what does the same work: `verify.07` -> `verify.01-35`, `verify.L7.attn` ->
+    `verify.L*.attn`; a chain's first and last segments stay alone. Rates are computed anew."""
     last: dict[str, int] = {}
-    for name in by_name:
-        dense = re.fullmatch(r"(\w+)\.(\d+)", name)
-        if dense:
-            last[dense[1]] = max(last.get(dense[1], 0), int(dense[2]))
+    for chain, number in re.findall(r"^(\w+)\.(\d+)$", "\n".join(by_name), re.MULTILINE):
+        last[chain] = max(last.get(chain, 0), int(number))
     groups: dict[str, dict[str, float]] = {}
     for name, numbers in by_name.items():
-        group = groups.setdefault(group_of(name, last), {"num_names": 0.0})
+        line = re.sub(r"^(\w+)\.L\d+\.attn$", r"\1.L*.attn", name)
+        chain, _, number = name.partition(".")
+        if number.isdecimal() and 0 < int(number) < last[chain]:
+            line = f"{chain}.01-{last[chain] - 1:02d}"
+        group = groups.setdefault(line, {"num_names": 0.0})
         group["num_names"] += 1
         for key, value in numbers.items():
             if not key.endswith("gbps"):
@@ -62,8 +49,8 @@ def print_report(
 ) -> None:
     """Three tables: classes, chain steps, kernels. `numbers` is `Report.numbers()`."""
     idle_percent = numbers["idle_percent"]
-    console.print(f"{title}: mean of {numbers['num_steps']} steps", markup=False)
     console.print(
+        f"{title}: mean of {numbers['num_steps']} steps\n"
         f"wall {numbers['wall_mean_us']:.1f} us (p50 {numbers['wall_p50_us']:.1f})   "
         f"busy {numbers['busy_mean_us']:.1f} us ({100 - idle_percent:.1f} %)   "
         f"idle {numbers['idle_mean_us']:.1f} us ({idle_percent:.1f} %)",

@@ -33,8 +33,8 @@ import shutil
 import tarfile
 import tempfile
 import zlib
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Mapping
+from contextlib import ExitStack, suppress
 from dataclasses import asdict
 from importlib import metadata
 from pathlib import Path
@@ -249,12 +249,22 @@ def num_files(folder: Path) -> int:
 
 
 def record_(folder: Path, parts: Parts, compiled: Parts) -> None:
-    """Notes in the folder's manifest that a start with `compiled` has filled it. Mutates: the
-    manifest; one entry per distinct `compiled`."""
-    with _locked(folder):
+    """Notes in the folder's manifest that a start with `compiled` has filled it.
+
+    One process at a time, so that none drops what another records meanwhile. Where locking is
+    impossible, as if alone: compiled code is found without its entry.
+    Mutates: the manifest; one entry per distinct `compiled`.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    with ExitStack() as stack:
+        with suppress(ImportError, OSError):
+            import fcntl  # on POSIX alone
+
+            # It stays: two processes could each lock a file that is removed.
+            file = stack.enter_context((folder / LOCK).open("w"))
+            fcntl.flock(file, fcntl.LOCK_EX)
         entries = [entry for entry in _entries(folder) if entry != compiled]
         manifest = {"version": VERSION, "platform": parts, "compiled": [*entries, compiled]}
-        folder.mkdir(parents=True, exist_ok=True)
         part = folder / f"{MANIFEST}.{os.getpid()}"
         part.write_text(json.dumps(manifest, indent=2) + "\n")
         part.replace(folder / MANIFEST)
@@ -264,21 +274,6 @@ def nearest(folder: Path, wanted: Parts) -> list[str] | None:
     """What separates `wanted` from the entry most like it; None where nothing is recorded."""
     found = [differences(entry, wanted) for entry in _entries(folder)]
     return min(found, key=len) if found else None
-
-
-@contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    """One process at a time, so that none drops what another records meanwhile. Where locking is
-    impossible, as if alone: compiled code is found without its entry."""
-    with ExitStack() as stack:
-        with suppress(ImportError, OSError):
-            import fcntl  # on POSIX alone
-
-            folder.mkdir(parents=True, exist_ok=True)
-            # It stays: two processes could each lock a file that is removed.
-            file = stack.enter_context((folder / LOCK).open("w"))
-            fcntl.flock(file, fcntl.LOCK_EX)
-        yield
 
 
 def _entries(folder: Path) -> list[Parts]:

@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ContextDecorator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -57,6 +57,8 @@ from graphengine.startup.warmup import EAGER_ROWS, warm_up
 
 SWITCH_INTERVAL_S = 0.0002
 _LOG = logging.getLogger(__name__)
+_TURNS = threading.Lock()
+_INTERVALS: list[float] = []  # before each start that is under way; the first is the process's
 
 Progress = Callable[[str, float], None]
 """Called with (what is being done, share done in 0 .. 1)."""
@@ -76,33 +78,27 @@ class Built:
     memory_plan: MemoryPlan
 
 
-class _TakingTurns(ContextDecorator):
+@contextmanager
+def _taking_turns() -> Iterator[None]:
     """Inside, a thread waits 0.2 ms for Python's lock instead of 5.
 
     Weights are read and drawn by many short calls without the lock, and behind each the caller
     waits for it while another thread imports: 2.1 s instead of 0.15 (8B, random weights, one H200).
     Mutates: the process's switch interval, until the last of the starts inside has ended.
     """
-
-    _lock, _depth, _before = threading.Lock(), 0, 0.0
-
-    def __enter__(self) -> None:
-        cls = type(self)
-        with cls._lock:
-            if cls._depth == 0:
-                cls._before = sys.getswitchinterval()
-                sys.setswitchinterval(min(SWITCH_INTERVAL_S, cls._before))
-            cls._depth += 1
-
-    def __exit__(self, *error: object) -> None:
-        cls = type(self)
-        with cls._lock:
-            cls._depth -= 1
-            if cls._depth == 0:
-                sys.setswitchinterval(cls._before)
+    with _TURNS:
+        _INTERVALS.append(sys.getswitchinterval())
+        sys.setswitchinterval(min(SWITCH_INTERVAL_S, _INTERVALS[0]))
+    try:
+        yield
+    finally:
+        with _TURNS:
+            before = _INTERVALS.pop()
+            if not _INTERVALS:
+                sys.setswitchinterval(before)
 
 
-@_TakingTurns()
+@_taking_turns()
 @torch.inference_mode(False)  # what a caller's made would be of no use outside of it
 def build(
     target_name: str | Path,
@@ -140,10 +136,8 @@ def build(
         name_compilers_()
     if "flashinfer" in (config.attention_backend, config.prefill_attention_backend):
         # Prefills run the target's attention alone.
-        decodes = config.attention_backend == "flashinfer"
-        flashinfer_imported = compile_flashinfer_ahead(
-            dtype, target_config, draft_config if decodes else None
-        )
+        drafter = draft_config if config.attention_backend == "flashinfer" else None
+        flashinfer_imported = compile_flashinfer_ahead(dtype, target_config, drafter)
     if config.compile:
         use_own_folder_()
     compilers = _prepare_compilers(config, flashinfer_imported)
@@ -237,10 +231,10 @@ def build(
             *(config, target, proposer, positions, simulation),
             progress=lambda what: progress(what, 0.0),
         )
-        ahead = builder.build_ahead(
-            _built_ahead(options, config.buckets),
-            prefill_kernels(),
-        )
+        sizes = config.buckets
+        if options.lazy_capture:  # before the first request, its own alone
+            sizes = (next((x for x in sizes if x >= options.first_batch), sizes[-1]),)
+        ahead = builder.build_ahead(sizes, prefill_kernels())
         prefill = replace(prefill, fixed=tuple(map(fixed_chunk, config.prefill_sizes)))
         builder.capture_chunks(prefill.fixed)
     builders = [builder]
@@ -250,10 +244,9 @@ def build(
         began = time.perf_counter()
         plain = replace(config, num_speculative_tokens=(), simulate_acceptance=None)
         with names.range_("capture"), torch.inference_mode(False), torch.no_grad():
-            builders.append(
-                BucketBuilder(plain, target, NoDraft(), positions, workspace=builder.workspace)
-            )
-            lane = Lane(plain, builders[-1], builders[-1].build_ahead(config.buckets))
+            own = BucketBuilder(plain, target, NoDraft(), positions, workspace=builder.workspace)
+            builders.append(own)
+            lane = Lane(plain, own, own.build_ahead(config.buckets))
         _LOG.info("plain decode built in %.2f s", time.perf_counter() - began)
         return lane
 
@@ -338,10 +331,3 @@ def read_configs(target_name: str | Path, draft_name: str | Path | None) -> tupl
     draft = parse_draft(*read_json(directory / "config.json"))
     draft.check_target(target, str(directory))
     return target, draft
-
-
-def _built_ahead(options: Options, buckets: tuple[int, ...]) -> tuple[int, ...]:
-    """Which of the ascending sizes are built before the first request."""
-    if not options.lazy_capture:
-        return buckets
-    return (next((size for size in buckets if size >= options.first_batch), buckets[-1]),)

@@ -154,8 +154,8 @@ def plan_memory(
     Args:
         draft: as the bucket with the longest block runs it.
         memory: of the GPU before loading; None on the CPU.
-        length_is_explicit: whether the user chose `config.max_model_len`; a default is lowered to
-            what the pool holds, a choice is refused.
+        length_is_explicit: the user chose `config.max_model_len`; a default is lowered to what the
+            pool holds, a choice is refused.
         draft_names: the drafter's tensors; an embedding and a head of its own count in full, even
             if they turn out to equal the target's.
 

@@ -1,10 +1,10 @@
 """Is the output what the plain model would say? Decode, judge every token, decide.
 
-What: `decode` runs prompts through a decode loop and keeps which step committed which token;
-`judge` compares every token with the plain model's own scores (teacher.py) and `decide` turns the
-numbers into named checks. Why positions and not texts: in bfloat16 two equally right forwards
-disagree on near ties, and one such tie makes the rest of two texts incomparable. Teacher forcing
-re-anchors by itself: position i is judged after the tokens that were emitted before it.
+`decode` runs prompts through a decode loop and keeps which step committed which token; `judge`
+compares every token with the plain model's own scores (teacher.py); `decide` turns the numbers into
+named checks. Why positions and not texts: in bfloat16 two equally right forwards disagree on near
+ties, and one makes the rest of two texts incomparable; position i is judged after the tokens that
+were emitted before it.
 
 Which check catches what:
     regret       the output itself: K/V slots, masks, positions, stale plans or graphs of the target
@@ -43,11 +43,9 @@ MIN_IDENTICAL = {"float32": 0.999, "bfloat16": 0.95}
 
 
 class Transcript(NamedTuple):
-    """What one request decoded.
-
-    `committed[k]` tokens came with step k; step 0 is the prefill. Within a step all tokens but the
-    last are accepted drafts, the last is the target's own (unless a stop or the budget cut it).
-    """
+    """What one request decoded. `committed[k]` tokens came with step k; step 0 is the prefill.
+    A step's last token is the target's own (unless a stop or the budget cut it), the others are
+    accepted drafts."""
 
     prompt_ids: list[int]
     output_ids: list[int]

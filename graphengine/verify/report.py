@@ -1,7 +1,7 @@
 """What `graphengine verify` reports: the table, the places that differ, the verdict and the JSON.
 
-Why one file: the table, the JSON object and the stored result show the same numbers. stdout carries
-the verdict, or the JSON object alone; the rest goes to the console, which is stderr.
+The table, the JSON object and the stored result show the same numbers. stdout carries the verdict,
+or the JSON object alone; the rest goes to the console, which is stderr.
 """
 
 from __future__ import annotations

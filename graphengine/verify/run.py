@@ -1,8 +1,7 @@
 """The runs of `graphengine verify`: which graph modes, buckets and batch mixes, in which order.
 
-Why apart from check.py: that file judges, this one loads engines and feeds them. Every way to run
-is a `Cell`; one engine serves all cells of a graph mode. Outputs of the same tokens are judged once
-per engine.
+Every way to run is a `Cell`; one engine serves all cells of a graph mode. Outputs of the same
+tokens are judged once per engine.
 
 Invariant: two graph modes of one attention backend run the same kernels on the same batches, so
 their tokens must be equal, not only within the tolerance.

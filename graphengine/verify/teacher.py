@@ -1,15 +1,13 @@
 """Teacher forcing: what the plain model says about every token of a finished output.
 
 What: one causal forward of the target over prompt + output, in chunks, through the eager prefill
-path; the logits of row p judge the token at p + 1. Why this path: it shares weights with decoding
-but neither its graphs, its block rows, its plans, its page table nor its attention over a block, so
-a fault in any of those cannot hide by being in both. What it cannot see is what both share: wrong
-weights, a wrong rope theta of the target, a prefill that is itself wrong (golden tests against
-transformers see that).
+path; the logits of row p judge the token at p + 1. Why this path: it shares weights with decoding,
+but no graph, block row, plan, page table or attention over a block, so a fault in those cannot hide
+by being in both. It cannot see what both share: wrong weights, a wrong rope theta of the target, a
+prefill that is itself wrong (golden tests against transformers see that).
 
 Invariant: the pages it writes come from the idle pool and return to it; no request is running.
-Feeding the emitted tokens anchors every position to the text as it was emitted: after a benign tie
-the rest is judged given that choice, and never counted as one long divergence.
+After a benign tie the rest is judged given that choice, and never counted as one long divergence.
 
 Legend: T rows of a chunk, V vocabulary.
 """

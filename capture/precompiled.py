@@ -67,11 +67,7 @@ def find(key: str, namespace: dict[str, Any]) -> Callable[..., Any] | None:
 
 def keep(key: str, compiled: Any) -> None:
     """Writes what `aot_compile` has returned; where that fails, later starts compile again.
-
-    Mutates: the folder; a file is there whole or not at all.
-    """
-    if not are_kept():
-        return
+    Mutates: the folder; a file is there whole or not at all."""
     path = part = None
     try:
         path = _path(key)
@@ -131,10 +127,8 @@ def layout(arguments: Any) -> str:
         for place, memory in enumerate(memories)
         if memories.count(memory) > 1
     ]
-    processor: tuple[object, ...] = ()
-    if any(x.is_cpu for x in tensors):
-        processor = (torch.get_num_threads(), torch.backends.cpu.get_cpu_capability())
-    return f"{text} {places} {processor}"
+    processor = torch.get_num_threads(), torch.backends.cpu.get_cpu_capability()
+    return f"{text} {places} {processor if any(x.is_cpu for x in tensors) else ()}"
 
 
 def _layout(x: Any, tensors: list[Tensor]) -> Iterator[str]:
@@ -194,30 +188,26 @@ def loaded_code(function: Callable[..., Any], read: Read | None = None) -> str:
     return digest.hexdigest()
 
 
+# Module -> its names when it was first read: later ones are what tracing leaves there, compiled
+# functions and constant results under the names of their functions.
+_NAMES: WeakKeyDictionary[types.ModuleType, frozenset[str]] = WeakKeyDictionary()
+
+
 def _read_module(module: types.ModuleType, package: str) -> tuple[bytes, list[str]]:
     digest = hashlib.sha256(module.__name__.encode())
     file = getattr(module, "__file__", None)  # of `python -c` there is none
     if file is not None:
         with suppress(OSError):  # no file, as in an archive
             digest.update(Path(file).read_bytes())
-    names = _names(module)
+    known = _NAMES.setdefault(module, frozenset(vars(module)))
+    held = list(vars(module).items())
+    names = {k: v for k, v in held if k in known and not k.startswith("__")}
     homes = [
         value if isinstance(value, types.ModuleType) else sys.modules.get(_home(value))
         for value in names.values()
     ]
     digest.update("".join(_content(names, package, ())).encode())
     return digest.digest(), [home.__name__ for home in homes if home is not None]
-
-
-# Module -> its names when it was first read.
-_NAMES: WeakKeyDictionary[types.ModuleType, frozenset[str]] = WeakKeyDictionary()
-
-
-def _names(module: types.ModuleType) -> dict[str, Any]:
-    """What a module holds, without what Python says of it and what tracing leaves there: compiled
-    functions, and constant results under the names of their functions."""
-    names = _NAMES.setdefault(module, frozenset(vars(module)))
-    return {k: v for k, v in [*vars(module).items()] if k in names and not k.startswith("__")}
 
 
 def _home(x: Any) -> str:

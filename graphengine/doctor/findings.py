@@ -48,12 +48,9 @@ def guarded(name: str, findings: Iterator[Finding]) -> Iterator[Finding]:
     try:
         yield from findings
     except Exception as problem:  # whatever a damaged file provokes
-        remedy = (
-            "a value in the files is not what it should be; compare them with the published ones"
-        )
-        yield error(
-            name, f"cannot be checked: {type(problem).__name__}: {one_line(problem)}", remedy
-        )
+        value = f"cannot be checked: {type(problem).__name__}: {one_line(problem)}"
+        remedy = "a value in the files is not what it should be; compare them with the published "
+        yield error(name, value, remedy + "ones")
 
 
 def reason(problem: Exception) -> str:

@@ -149,12 +149,10 @@ def _amplitude(files: ModelFiles, rope: RopeConfig) -> Iterator[Finding]:
     scaling = scaling if per_type is None else per_type
     is_said = scaling.get("attention_factor") is not None
     if "mscale" in scaling and "mscale_all_dim" in scaling and not is_said:
-        yield warning(
-            "draft.rope_amplitude",
-            f"{rope.amplitude:.5f}, from mscale and mscale_all_dim as transformers does",
-            "engines that ignore the two keys use 0.1 ln(factor) + 1: compare the acceptance, and "
-            "set attention_factor if theirs is better",
-        )
+        value = f"{rope.amplitude:.5f}, from mscale and mscale_all_dim as transformers does"
+        remedy = "engines that ignore the two keys use 0.1 ln(factor) + 1: compare the acceptance, "
+        remedy += "and set attention_factor if theirs is better"
+        yield warning("draft.rope_amplitude", value, remedy)
 
 
 def _layer(rule: AttentionRule) -> str:
@@ -182,12 +180,10 @@ def _weights(name: str, files: ModelFiles, expected: Shapes, optional: Shapes) -
             if header.shape != shapes[key]
         ],
     }
+    remedy = "the files are incomplete or of another model than config.json; fetch both again"
     for what, names in faults.items():
         if names:
             shown = ", ".join(names[:3]) + (", .." if len(names) > 3 else "")
-            remedy = (
-                "the files are incomplete or of another model than config.json; fetch both again"
-            )
             yield error(name, one_line(f"{len(names)} {what}: {shown}"), remedy)
     yield from _dtypes(f"{name}.dtype", known)
     if not any(faults.values()):
@@ -212,9 +208,9 @@ def _dtypes(name: str, headers: Mapping[str, weights.TensorHeader]) -> Iterator[
 def _tokenizer(files: ModelFiles, target: ModelConfig) -> Iterator[Finding]:
     name = "target.tokenizer"
     if files.tokenizer is None:
-        reason = files.problems.get("tokenizer", "no tokenizer.json")
+        why = files.problems.get("tokenizer", "no tokenizer.json")
         remedy = "fetch the whole model directory; without it only token ids can be passed"
-        yield (info if files.is_preset else error)(name, reason, remedy)
+        yield (info if files.is_preset else error)(name, why, remedy)
         return
     num_tokens, template = len(files.tokenizer), files.tokenizer.chat_template
     yield ok(name, f"{num_tokens} tokens for {target.vocab_size} rows of the embedding")

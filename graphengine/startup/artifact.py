@@ -184,10 +184,9 @@ def engine_parts(config: EngineConfig, target: ModelConfig, draft: DraftSpec | N
 
 def differences(there: Mapping[str, str], here: Mapping[str, str]) -> list[str]:
     """`name: x there, y here` of every part that differs."""
-    names = [*here, *(name for name in there if name not in here)]
     return [
         f"{name}: {there.get(name, 'nothing')} there, {here.get(name, 'nothing')} here"
-        for name in names
+        for name in {**here, **there}
         if there.get(name) != here.get(name)
     ]
 

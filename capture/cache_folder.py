@@ -48,8 +48,11 @@ def drop_damaged(folder: Path, headers: Path | None = None) -> int:
     """
     names = [*folder.glob("*/*.so"), *folder.glob("*/*.o")]
     found = [path for path in names if not _is_whole(path)]
-    found += headers.glob("*.gch") if headers is not None else ()
-    if not found or _is_compiling(folder) or (headers is not None and _is_compiling(headers)):
+    folders = [folder]
+    if headers is not None:
+        found += headers.glob("*.gch")
+        folders.append(headers)
+    if not found or any(map(_is_compiling, folders)):
         return 0
     for path in found:
         path.unlink(missing_ok=True)
@@ -65,10 +68,7 @@ def _is_whole(path: Path) -> bool:
         return True  # not ours to judge
     if len(head) < 64 or not head.startswith(_ELF):
         return bool(head.strip(b"\0"))
-    (start,), (width, count) = (
-        struct.unpack_from("<Q", head, 40),
-        struct.unpack_from("<HH", head, 58),
-    )
+    start, width, count = struct.unpack_from("<Q10xHH", head, 40)
     return size >= start + width * count
 
 

@@ -1,11 +1,10 @@
 """torch.compile for segments, and nothing else from torch.compile.
 
 Weights are inputs, so one compiled artifact serves every layer of the same shape. Shapes are
-static: a bucket is its own specialisation, because automatic dynamic shapes would make the second
-bucket's kernels slower. Mode "default", not max-autotune: in a graph of 36 dense layers at 16 rows
-on an H200 it took 4.55 ms against 4.59 (autotuning times with a warm L2 and picks worse GEMMs).
-Inductor's own CUDA graphs stay off: segments are captured by hand, so looking up the code of a call
-(over 100 us) is not on the path of a step.
+static: automatic dynamic ones would make the second bucket's kernels slower. Mode "default", not
+max-autotune: a graph of 36 dense layers at 16 rows on an H200 took 4.55 ms against 4.59 (autotuning
+times with a warm L2 and picks worse GEMMs). Inductor's own CUDA graphs stay off: segments are
+captured by hand, so looking up the code of a call (over 100 us) is not on the path of a step.
 """
 
 from __future__ import annotations
@@ -74,8 +73,8 @@ class Segment:
             try:
                 compiled = torch_internals.compile_ahead_of_time(ahead, arguments)
             except Exception:
-                headers = torch_internals.header_folder()
-                if not drop_damaged(torch_internals.cache_folder(), headers):
+                folders = torch_internals.cache_folder(), torch_internals.header_folder()
+                if not drop_damaged(*folders):
                     raise
                 torch_internals.forget_failures()
                 compiled = torch_internals.compile_ahead_of_time(ahead, arguments)
@@ -91,11 +90,10 @@ class Segment:
 def compile_segments(functions: Iterable[Callable[..., Any]]) -> list[Callable[..., Any]]:
     """Compiles pure segments with Inductor, whole (fullgraph) and for static shapes.
 
-    Compilation happens at the first call with new shapes; a second engine of the same shapes in
-    one process compiles nothing, and a later process finds what an earlier one has compiled.
-    Mutates: torch's settings for the process. The recompile limits are raised: eight, the default,
-    is fewer than the buckets of two models. Compilation ahead of time is switched on where it is
-    not (torch 2.11).
+    Compilation happens at the first call with new shapes; a second engine of the same shapes, and
+    a later process, finds what was compiled.
+    Mutates: torch's settings for the process: eight recompilations, the default, are fewer than the
+    buckets of two models; compilation ahead of time is switched on where it is not (torch 2.11).
     """
     torch_internals.set_up_dynamo(RECOMPILE_LIMIT)
     headers = torch_internals.header_folder()

@@ -46,8 +46,7 @@ def inventory(runner: Runner) -> list[Entry]:
             entries[0] = entries[0]._replace(steps=tuple(step.name for step in runner.chain))
         return entries
     assert isinstance(runner, EagerRunner)
-    entries = []
-    carry = runner.source()
+    entries, carry = [], runner.source()
     for step in runner.chain:
         inputs = shapes(carry)
         carry = step.run(carry)
@@ -63,43 +62,32 @@ def write_dot(runner: Runner, folder: Path, prefix: str) -> list[Path]:
         RuntimeError: the driver refused.
     """
     written: list[Path] = []
-    calls = runner.calls if isinstance(runner, ReplayRunner) else []
-    for call in calls:
+    for call in runner.calls if isinstance(runner, ReplayRunner) else []:
         if call.graph is not None:
-            path = folder / f"{prefix}{call.name}.dot"
+            written.append(folder / f"{prefix}{call.name}.dot")
             handle = ctypes.c_void_p(call.graph.handle.raw_cuda_graph())
-            name = str(path).encode()
-            _check(_driver().cuGraphDebugDotPrint(handle, name, ctypes.c_uint(_DOT_PARAMETERS)))
-            written.append(path)
+            place, parameters = str(written[-1]).encode(), ctypes.c_uint(_DOT_PARAMETERS)
+            _check(_driver().cuGraphDebugDotPrint(handle, place, parameters))
     return written
 
 
 def _captured(call: Call) -> Entry:
     if call.graph is None:
         return Entry(call.name, "eager", call.input_shapes, call.output_shapes)
-    counts = _node_counts(call.graph.handle.raw_cuda_graph())
-    return Entry(
-        call.name,
-        "graph",
-        call.input_shapes,
-        call.output_shapes,
-        num_kernels=counts["kernel"],
-        num_nodes=counts.total(),
-        pool_bytes=call.graph.pool_bytes,
-        live_bytes=call.graph.live_bytes,
-    )
+    graph, counts = call.graph, _node_counts(call.graph.handle.raw_cuda_graph())
+    found = counts["kernel"], counts.total(), graph.pool_bytes, graph.live_bytes
+    return Entry(call.name, "graph", call.input_shapes, call.output_shapes, *found)
 
 
 def _node_counts(graph: int) -> Counter[str]:
     """Kind -> number of nodes of a cudaGraph_t, child graphs not opened."""
     driver, handle = _driver(), ctypes.c_void_p(graph)
-    count = ctypes.c_size_t()
+    count, kind = ctypes.c_size_t(), ctypes.c_int()
     _check(driver.cuGraphGetNodes(handle, None, ctypes.byref(count)))
     nodes = (ctypes.c_void_p * count.value)()
     if count.value:
         _check(driver.cuGraphGetNodes(handle, nodes, ctypes.byref(count)))
     found: Counter[str] = Counter()
-    kind = ctypes.c_int()
     for node in nodes:
         _check(driver.cuGraphNodeGetType(ctypes.c_void_p(node), ctypes.byref(kind)))
         found[_NODE_KINDS.get(kind.value, "other")] += 1

@@ -56,23 +56,18 @@ def find(key: str, namespace: dict[str, Any]) -> Callable[..., Any] | None:
         digest, content = kept[:_DIGEST_BYTES], kept[_DIGEST_BYTES:]
         if hashlib.sha256(content).digest() != digest:  # torch aborts on some damage
             raise ValueError("it is damaged")
-        file = io.BytesIO(content)
-        found: Any = torch.compiler.load_compiled_function(file, f_globals=namespace)
+        load: Any = torch.compiler.load_compiled_function
+        return torch_internals.callable_of(load(io.BytesIO(content), f_globals=namespace))
     except FileNotFoundError:
         return None
     except Exception as error:  # damaged, or not to be loaded here
         _LOG.warning("%s cannot be used, so it is compiled again: %s", path or FOLDER, _line(error))
         return None
-    return torch_internals.callable_of(found)
 
 
 def keep(key: str, compiled: Any) -> None:
     """Writes what `aot_compile` has returned; where that fails, later starts compile again.
-
-    Mutates: the folder; a file is there whole or not at all.
-    """
-    if not are_kept():
-        return
+    Mutates: the folder; a file is there whole or not at all."""
     path = part = None
     try:
         path = _path(key)
@@ -127,16 +122,13 @@ def layout(arguments: Any) -> str:
     text = ",".join(_layout(arguments, tensors))
     # Two that share memory may be traced as one input.
     memories = [x.untyped_storage().data_ptr() for x in tensors]
-    shared = {memory: place for place, memory in enumerate(memories) if memories.count(memory) > 1}
     places = [
-        f"{place} in {shared[memory]} at {tensors[place].storage_offset()}"
+        f"{place} in {memories.index(memory)} at {tensors[place].storage_offset()}"
         for place, memory in enumerate(memories)
-        if memory in shared
+        if memories.count(memory) > 1
     ]
-    processor: tuple[object, ...] = ()
-    if any(x.is_cpu for x in tensors):
-        processor = (torch.get_num_threads(), torch.backends.cpu.get_cpu_capability())
-    return f"{text} {places} {processor}"
+    processor = torch.get_num_threads(), torch.backends.cpu.get_cpu_capability()
+    return f"{text} {places} {processor if any(x.is_cpu for x in tensors) else ()}"
 
 
 def _layout(x: Any, tensors: list[Tensor]) -> Iterator[str]:
@@ -172,11 +164,9 @@ Read = dict[str, tuple[bytes, list[str]]]
 
 
 def loaded_code(function: Callable[..., Any], read: Read | None = None) -> str:
-    """A hash of the package's modules that a function's module reaches: their files, and what they
-    hold in memory, so that a function or table that a test or a tool has replaced counts.
-
-    A module is reached through what another holds: itself, a function or a class. Two processes get
-    the same hash for the same sources, whatever else they have imported.
+    """A hash of the package's modules that a function's module reaches through what it holds (a
+    module, function or class): their files, and what they hold in memory, so that what a test or a
+    tool has replaced counts. The same in every process, whatever else it has imported.
 
     Args: read: modules read for other functions at the same moment. Mutates: `read`.
     """
@@ -192,12 +182,15 @@ def loaded_code(function: Callable[..., Any], read: Read | None = None) -> str:
             read[name] = _read_module(sys.modules[name], package)
         found[name] = read[name]
         waiting += read[name][1]
-    digest = hashlib.sha256()
-    for _, (of_module, _) in sorted(found.items()):
-        digest.update(of_module)
-    for text in _content(function, package, ()):  # a closure differs from its like in its cells
-        digest.update(text.encode())
+    digest = hashlib.sha256(b"".join(of_module for _, (of_module, _) in sorted(found.items())))
+    # A closure differs from its like in its cells.
+    digest.update("".join(_content(function, package, ())).encode())
     return digest.hexdigest()
+
+
+# Module -> its names when it was first read: later ones are what tracing leaves there, compiled
+# functions and constant results under the names of their functions.
+_NAMES: WeakKeyDictionary[types.ModuleType, frozenset[str]] = WeakKeyDictionary()
 
 
 def _read_module(module: types.ModuleType, package: str) -> tuple[bytes, list[str]]:
@@ -206,26 +199,15 @@ def _read_module(module: types.ModuleType, package: str) -> tuple[bytes, list[st
     if file is not None:
         with suppress(OSError):  # no file, as in an archive
             digest.update(Path(file).read_bytes())
-    names, reached = _names(module), []
-    for value in names.values():
-        home = value if isinstance(value, types.ModuleType) else sys.modules.get(_home(value))
-        if home is not None:
-            reached.append(home.__name__)
-    for text in _content(names, package, ()):
-        digest.update(text.encode())
-    return digest.digest(), reached
-
-
-# Module -> its names when it was first read.
-_NAMES: WeakKeyDictionary[types.ModuleType, frozenset[str]] = WeakKeyDictionary()
-
-
-def _names(module: types.ModuleType) -> dict[str, Any]:
-    """What a module holds, without what Python says of it and what tracing leaves there: compiled
-    functions, and constant results under the names of their functions."""
-    names = _NAMES.setdefault(module, frozenset(vars(module)))
+    known = _NAMES.setdefault(module, frozenset(vars(module)))
     held = list(vars(module).items())
-    return {k: v for k, v in held if k in names and not k.startswith("__")}
+    names = {k: v for k, v in held if k in known and not k.startswith("__")}
+    homes = [
+        value if isinstance(value, types.ModuleType) else sys.modules.get(_home(value))
+        for value in names.values()
+    ]
+    digest.update("".join(_content(names, package, ())).encode())
+    return digest.digest(), [home.__name__ for home in homes if home is not None]
 
 
 def _home(x: Any) -> str:

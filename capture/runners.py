@@ -10,12 +10,13 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from graphengine import names
-from graphengine.capture.steps import Attention, Carry, Chain, Step
+from graphengine.capture.steps import Attention, Carry, Chain
 
 NUM_WARMUPS = 3
 
@@ -148,7 +149,7 @@ def capture_piecewise(chain: Chain, carry: Carry, pool: GraphPool) -> ReplayRunn
     for step in chain:
         static = carry
         if isinstance(step, Attention):
-            graph, run = None, _bind(step, static)
+            graph, run = None, partial(step.run, static)
             carry = step.run(static)
         else:
             graph, carry = pool.capture([step], static)
@@ -208,8 +209,3 @@ def shapes(carry: Carry) -> list[str]:
         f"{'x'.join(map(str, tensor.shape))} {str(tensor.dtype).removeprefix('torch.')}"
         for tensor in carry
     ]
-
-
-def _bind(step: Step, static: Carry) -> Callable[[], Any]:
-    run = step.run
-    return lambda: run(static)

@@ -1,9 +1,9 @@
 """Every private name of torch, Dynamo and Inductor that we use, one small function each.
 
-Why one file: these names carry no promise, so a new torch breaks them without notice; here the
-break is one line, and tests/house/test_private_names.py says what to do about it. All were seen in
-torch 2.11 to 2.15; each says what is public instead, if anything is. It imports nothing of ours, so
-that every room may use it.
+These names carry no promise: a new torch breaks them without notice. Here the break is one line,
+and tests/house/test_private_names.py says what to do about it. All were seen in torch 2.11 to 2.15;
+each says what is public instead, if anything is. It imports nothing of ours, so that every room may
+use it.
 """
 
 from __future__ import annotations
@@ -71,10 +71,9 @@ def serialized(ahead: Any) -> bytes:
 
 # The user's own passes, which are in no key that Inductor makes of its settings.
 _PASSES = (
-    *("pre_grad_custom_pass", "joint_custom_pre_pass", "joint_custom_post_pass"),
-    *("post_grad_custom_pre_pass", "post_grad_custom_post_pass", "_pre_fusion_custom_pass"),
-    "joint_custom_pass",
-)
+    "pre_grad_custom_pass joint_custom_pre_pass joint_custom_post_pass joint_custom_pass "
+    "post_grad_custom_pre_pass post_grad_custom_post_pass _pre_fusion_custom_pass"
+).split()
 
 
 def _configs() -> tuple[Any, Any]:
@@ -142,8 +141,8 @@ def import_inductor() -> None:
     torch.overrides.get_overridable_functions()
     if torch.distributed.is_available():  # Dynamo compares functions with one that lies there
         importlib.import_module("torch.distributed.tensor.experimental._func_map")
-    codecache = importlib.import_module("torch._inductor.codecache")
-    codecache.torch_key()  # a hash of torch's own sources
+    # A hash of torch's own sources.
+    importlib.import_module("torch._inductor.codecache").torch_key()
 
 
 # --- operators ---

@@ -107,7 +107,6 @@ class Steps:
             forget()
             lane.rebuild()
             case = Case(
-                graph_mode="full",
                 bucket=bucket,
                 input_len=128,
                 output_len=512,
@@ -115,7 +114,7 @@ class Steps:
                 warmup=10,
                 seed=1,
             )
-            result = run_case(self._engine, case, lambda count: None)
+            result = run_case(self._engine, case)
         except Exception as error:  # does not compile or fit: no candidate
             print(f"{label}: {(str(error).splitlines() or [repr(error)])[0][:150]}", flush=True)
             self._engine.built.loop.reset()

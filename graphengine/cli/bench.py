@@ -259,12 +259,11 @@ def _measure(
     for input_len in options["input_lens"]:
         for bucket in config.buckets:
             case = Case(
-                graph_mode=label,
                 bucket=bucket,
                 input_len=input_len,
                 **{name: options[name] for name in ("output_len", "num_iters", "warmup", "seed")},
             )
-            result: CaseResult = run_case(engine, case, lambda count: None)
+            result: CaseResult = run_case(engine, case)
             row = Row(label, f"bucket_{bucket}_input_{input_len}", result, {})
             row.numbers.update(result.numbers(read_gbps))
             numbers[row.key] = row.numbers

@@ -145,7 +145,7 @@ def _folder(keep: Path | None) -> Any:
 def _deliver(
     console: Console, reports: dict[str, Report], facts: dict[str, Any], options: dict[str, Any]
 ) -> None:
-    from graphengine.measure.report_text import picture, print_report
+    from graphengine.measure.report import print_report, profile_picture
     from graphengine.profiles.result_schema import environment, write_result, write_whole
 
     numbers: dict[str, Any] = {
@@ -175,7 +175,7 @@ def _deliver(
         write_result(path, "profile", numbers, config=document, env=env)
 
     def draw(path: Path) -> None:
-        write_whole(path, picture(reports, mark, path.suffix))
+        write_whole(path, profile_picture(reports, mark, path.suffix))
 
     files = {options["output_json"]: write, options["plot"]: draw}
     shared.deliver(options, {"config": document, "numbers": numbers}, files)

@@ -8,10 +8,10 @@ Pure but for `examine`'s reading; whatever a file holds ends as a finding (`find
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from graphengine.checkpoints.pairs import NGRAM, NO_DRAFT, verifier_of
 from graphengine.config.draft_length import longest_draft
@@ -19,20 +19,14 @@ from graphengine.config.options import Options
 from graphengine.doctor.files import ModelFiles, read_model_files
 from graphengine.doctor.findings import LEVELS, Finding, guarded, info, one_line
 from graphengine.doctor.host import Host, host_findings, read_host, speed_findings
-from graphengine.doctor.models import (
-    draft_findings,
-    parse_draft,
-    parse_target,
-    target_findings,
-)
+from graphengine.doctor.models import draft_findings, parse_draft, parse_target, target_findings
 from graphengine.doctor.pair import pair_findings, plan_findings, resolve_run
 from graphengine.startup.memory import MemoryPlan
 
 SCHEMA_VERSION = 1
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Examination:
+class Examination(NamedTuple):
     """All findings, in order, and the memory plan if one could be made."""
 
     target: str
@@ -43,10 +37,8 @@ class Examination:
     @property
     def num_by_level(self) -> dict[str, int]:
         """How many findings of each level."""
-        counts: dict[str, int] = dict.fromkeys(LEVELS, 0)
-        for finding in self.findings:
-            counts[finding.level] += 1
-        return counts
+        counts = Counter(finding.level for finding in self.findings)
+        return {level: counts[level] for level in LEVELS}
 
     @property
     def has_errors(self) -> bool:
@@ -55,12 +47,11 @@ class Examination:
 
     def to_json(self) -> dict[str, Any]:
         """Findings with `name`, `value`, `level`, `remedy`; counts; the plan's bytes."""
-        keys = ("name", "value", "level", "remedy")
         return {
             "schema_version": SCHEMA_VERSION,
             "target": self.target,
             "draft": self.draft,
-            "findings": [{key: getattr(f, key) for key in keys} for f in self.findings],
+            "findings": [finding._asdict() for finding in self.findings],
             "num_by_level": self.num_by_level,
             "memory_plan": self.memory_plan.to_json() if self.memory_plan else None,
         }
@@ -92,12 +83,7 @@ def examine(
             name = verifier_of(target.directory, alone.verifier)
             target = read_model_files(name, with_tokenizer=True)
     findings, plan = diagnose(target, draft, options, host or read_host())
-    return Examination(
-        target=target.name,
-        draft=draft.name if draft else None,
-        findings=(*found, *findings),
-        memory_plan=plan,
-    )
+    return Examination(target.name, draft.name if draft else None, (*found, *findings), plan)
 
 
 def diagnose(
@@ -107,30 +93,30 @@ def diagnose(
     target, found = parse_target(target_files)
     if target is not None:
         found += guarded("target", target_findings(target_files, target))
-    draft = None
+    draft, plan = None, None
     if draft_files is not None:
         draft, parsed = parse_draft(draft_files)
         found += parsed
         if draft is not None:
             found += guarded("draft", draft_findings(draft_files, draft))
-    plan: MemoryPlan | None = None
-    if target is not None and draft is not None and draft_files is not None:
-        found += guarded("pair", pair_findings(target_files, target, draft_files, draft))
+            if target is not None:
+                pair = pair_findings(target_files, target, draft_files, draft)
+                found += guarded("pair", pair)
     found += host_findings(host)
-    if target is not None and (draft is not None) == (draft_files is not None):
-        model, drafter = target, draft
+    if target is None or (draft_files is not None and draft is None):
+        return found, None
 
-        def run() -> Iterator[Finding]:
-            nonlocal plan
-            config, resolved = resolve_run(options, model, drafter)
-            yield from resolved
-            if config is not None:
-                memory = host.memory if config.device == "cuda" else None
-                names = (draft_files.headers if draft_files else None) or ()
-                longest = longest_draft(config, drafter) if drafter else None
-                plan, planned = plan_findings(config, options, model, longest, memory, names)
-                yield from planned
-                yield from speed_findings(host, config, model, drafter)
+    def run() -> Iterator[Finding]:
+        nonlocal plan
+        config, resolved = resolve_run(options, target, draft)
+        yield from resolved
+        if config is not None:
+            memory = host.memory if config.device == "cuda" else None
+            names = (draft_files.headers if draft_files else None) or ()
+            longest = longest_draft(config, draft) if draft else None
+            plan, planned = plan_findings(config, options, target, longest, memory, names)
+            yield from planned
+            yield from speed_findings(host, config, target, draft)
 
-        found += guarded("run", run())
+    found += guarded("run", run())
     return found, plan

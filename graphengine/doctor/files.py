@@ -7,25 +7,19 @@ Invariant: reading never raises. A part that cannot be read is None, and the rea
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 from graphengine.checkpoints.hub import PRESETS, resolve
 from graphengine.checkpoints.pairs import read_json, read_stop_ids
-from graphengine.checkpoints.tokenizer import load_tokenizer
+from graphengine.checkpoints.tokenizer import Tokenizer, load_tokenizer
 from graphengine.checkpoints.weights import TensorHeader, read_headers
 from graphengine.config.model import ModelConfig
-from graphengine.doctor.findings import one_line
+from graphengine.doctor.findings import reason
 
 T = TypeVar("T")
-
-
-class TokenizerFacts(NamedTuple):
-    """Size of a tokenizer, special tokens included, and its chat template (None: it has none)."""
-
-    num_tokens: int
-    chat_template: str | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,7 +35,7 @@ class ModelFiles:
     config: Mapping[str, Any] | None = None
     headers: Mapping[str, TensorHeader] | None = None
     stop_ids: tuple[tuple[int, ...], str] | None = None
-    tokenizer: TokenizerFacts | None = None
+    tokenizer: Tokenizer | None = None
     problems: Mapping[str, str] = field(default_factory=dict)
 
     @property
@@ -69,29 +63,23 @@ def read_model_files(name: str | Path, *, with_tokenizer: bool) -> ModelFiles:
         try:
             return read()
         except Exception as problem:  # whatever a damaged file provokes
-            kind = "" if isinstance(problem, ValueError) else f"{type(problem).__name__}: "
-            problems[part] = kind + one_line(problem)
+            problems[part] = reason(problem)
             return None
 
     directory = attempt("directory", lambda: resolve(name, local_only=True))
     if directory is None:
         return ModelFiles(name=str(name), problems=problems)
     config = attempt("config", lambda: read_json(directory / "config.json")[0])
-    stop_ids = tokenizer = None
-    if with_tokenizer:
-        try:
-            model = ModelConfig.from_hf(config or {})
-        except Exception:  # `parse_target` says why
-            model = None
-        if model is not None:
-            stop_ids = attempt("stop_tokens", lambda: read_stop_ids(directory, model))
-            ends = stop_ids[0] if stop_ids else ()
-            found = attempt("tokenizer", lambda: load_tokenizer(directory, model, ends))
-            if found is not None:
-                tokenizer = TokenizerFacts(len(found), found.chat_template)
-            if found is not None and found.chat_template:
-                turn = {"role": "user", "content": "hello"}
-                attempt("chat_template", lambda: found.encode_chat([turn]))
+    stop_ids = tokenizer = model = None
+    with suppress(Exception):  # `parse_target` says why
+        model = ModelConfig.from_hf(config or {})
+    if with_tokenizer and model is not None:
+        stop_ids = attempt("stop_tokens", lambda: read_stop_ids(directory, model))
+        ends = stop_ids[0] if stop_ids else ()
+        tokenizer = attempt("tokenizer", lambda: load_tokenizer(directory, model, ends))
+        if tokenizer is not None and tokenizer.chat_template:
+            turn = {"role": "user", "content": "hello"}
+            attempt("chat_template", lambda: tokenizer.encode_chat([turn]))
     return ModelFiles(
         name=str(name),
         directory=directory,

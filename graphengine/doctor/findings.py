@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple, get_args
 
 Level = Literal["ok", "info", "warning", "error"]
-LEVELS: tuple[Level, ...] = ("ok", "info", "warning", "error")
+LEVELS: tuple[Level, ...] = get_args(Level)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Finding:
+class Finding(NamedTuple):
     """One line of a report.
 
     `name`: what was looked at, `part.property` (`draft.block_size`). `value`: what was found.
@@ -26,22 +24,22 @@ class Finding:
 
 def ok(name: str, value: str) -> Finding:
     """Looked at, and right."""
-    return Finding(name=name, value=value, level="ok")
+    return Finding(name, value, "ok")
 
 
 def info(name: str, value: str, remedy: str = "") -> Finding:
     """Neither right nor wrong, but good to know."""
-    return Finding(name=name, value=value, level="info", remedy=remedy)
+    return Finding(name, value, "info", remedy)
 
 
 def warning(name: str, value: str, remedy: str) -> Finding:
     """Runs, but slower or with less acceptance than it could."""
-    return Finding(name=name, value=value, level="warning", remedy=remedy)
+    return Finding(name, value, "warning", remedy)
 
 
 def error(name: str, value: str, remedy: str) -> Finding:
     """Will be refused, or would give wrong drafts."""
-    return Finding(name=name, value=value, level="error", remedy=remedy)
+    return Finding(name, value, "error", remedy)
 
 
 def guarded(name: str, findings: Iterator[Finding]) -> Iterator[Finding]:
@@ -50,11 +48,15 @@ def guarded(name: str, findings: Iterator[Finding]) -> Iterator[Finding]:
     try:
         yield from findings
     except Exception as problem:  # whatever a damaged file provokes
-        yield error(
-            name,
-            f"cannot be checked: {type(problem).__name__}: {one_line(problem)}",
-            "a value in the files is not what it should be; compare them with the published ones",
-        )
+        value = f"cannot be checked: {type(problem).__name__}: {one_line(problem)}"
+        remedy = "a value in the files is not what it should be; compare them with the published "
+        yield error(name, value, remedy + "ones")
+
+
+def reason(problem: Exception) -> str:
+    """Why a file is refused: our messages name key, value and remedy, others need their type."""
+    kind = "" if isinstance(problem, ValueError) else f"{type(problem).__name__}: "
+    return kind + one_line(problem)
 
 
 def one_line(text: object, limit: int = 400) -> str:

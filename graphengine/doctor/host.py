@@ -8,6 +8,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import takewhile
 
 import torch
 
@@ -35,7 +36,7 @@ TESTED: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {
 }
 # The oldest driver that runs a CUDA version's programs.
 DRIVER_FOR_CUDA = {12: 525, 13: 580}
-HOPPER = (9, 0)
+HOPPER = 9  # compute capability, the first part of it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,15 +56,11 @@ class Host:
 
 def read_host() -> Host:
     """The current machine."""
-    env = environment()
-    has_gpu = torch.cuda.is_available()
+    env, has_gpu = environment(), torch.cuda.is_available()
     return Host(
-        versions=env["versions"],
-        cuda_version=env["cuda_version"],
-        driver_version=env["driver_version"],
+        **{name: env[name] for name in ("versions", "cuda_version", "driver_version", "gpu_name")},
         nsys=shutil.which("nsys"),
         cpp_compiler=cpp_compiler(),
-        gpu_name=env["gpu_name"],
         capability=torch.cuda.get_device_capability(0) if has_gpu else None,
         memory=device_memory("cuda") if has_gpu else None,
     )
@@ -71,22 +68,21 @@ def read_host() -> Host:
 
 def host_findings(host: Host) -> Iterator[Finding]:
     """Versions, GPU and driver."""
-    has_gpu = host.gpu_name is not None
     remedies = {
         "triton": "install triton; on a GPU kernels and compilation need it",
-        "flashinfer-python": ("install the extra graphengine[cuda]; attention falls back to torch"),
+        "flashinfer-python": "install the extra graphengine[cuda]; attention falls back to torch",
         "transformers": "install transformers; text needs its tokenizers",
     }
     for package, (low, limit) in TESTED.items():
-        found = host.versions.get(package)
-        name = f"host.{package.removesuffix('-python')}"
-        wanted = f"{'.'.join(map(str, low))} up to but not {'.'.join(map(str, limit))} is tested"
+        found, name = host.versions.get(package), f"host.{package.removesuffix('-python')}"
         if found is not None and low <= _numbers(found) < limit:
             yield ok(name, found)
-        else:
-            is_needed = has_gpu or package not in ("triton", "flashinfer-python")
-            remedy = remedies.get(package, wanted) if found is None else wanted
-            yield (warning if is_needed else info)(name, found or "missing", remedy)
+            continue
+        remedy = f"{'.'.join(map(str, low))} up to but not {'.'.join(map(str, limit))} is tested"
+        if found is None:
+            remedy = remedies.get(package, remedy)
+        is_needed = host.gpu_name is not None or package not in ("triton", "flashinfer-python")
+        yield (warning if is_needed else info)(name, found or "missing", remedy)
     if host.nsys:
         yield ok("host.nsys", host.nsys)
     else:
@@ -96,36 +92,32 @@ def host_findings(host: Host) -> Iterator[Finding]:
 
 
 def _gpu(host: Host) -> Iterator[Finding]:
+    version, cuda_version = host.driver_version, host.cuda_version
     if host.gpu_name is None or host.capability is None or host.memory is None:
-        if host.driver_version is not None:
-            yield warning(
-                "host.gpu",
-                f"driver {host.driver_version}, but torch sees no device "
-                f"(built for CUDA {host.cuda_version or 'none'})",
-                "install torch built for CUDA, or check CUDA_VISIBLE_DEVICES and the driver",
-            )
-        else:
-            yield warning("host.gpu", "none", "runs on the CPU: correct, and slow")
+        value, remedy = "none", "runs on the CPU: correct, and slow"
+        if version is not None:
+            value = f"driver {version}, but torch sees no device (built for CUDA "
+            value += f"{cuda_version or 'none'})"
+            remedy = "install torch built for CUDA, or check CUDA_VISIBLE_DEVICES and the driver"
+        yield warning("host.gpu", value, remedy)
         return
-    capability = ".".join(map(str, host.capability))
     value = (
-        f"{host.gpu_name}, capability {capability}, {format_bytes(host.memory.free_bytes)} free of "
-        f"{format_bytes(host.memory.total_bytes)}"
+        f"{host.gpu_name}, capability {'.'.join(map(str, host.capability))}, "
+        f"{format_bytes(host.memory.free_bytes)} free of {format_bytes(host.memory.total_bytes)}"
     )
     if host.capability < (8, 0):
         yield error("host.gpu", value, "bfloat16 tensor cores need capability 8.0 or newer")
     else:
         yield ok("host.gpu", value)
-    cuda = _numbers(host.cuda_version or "")
+    driver, cuda = _numbers(version or ""), _numbers(cuda_version or "")
     needed = DRIVER_FOR_CUDA.get(cuda[0]) if cuda else None
-    driver = _numbers(host.driver_version or "")
     if not driver or needed is None:
-        yield info("host.driver", host.driver_version or "unknown")
+        yield info("host.driver", version or "unknown")
     elif driver[0] < needed:
-        remedy = f"torch is built for CUDA {host.cuda_version}, which needs driver {needed}"
-        yield warning("host.driver", host.driver_version or "", remedy)
+        remedy = f"torch is built for CUDA {cuda_version}, which needs driver {needed}"
+        yield warning("host.driver", version or "", remedy)
     else:
-        yield ok("host.driver", f"{host.driver_version} for CUDA {host.cuda_version}")
+        yield ok("host.driver", f"{version} for CUDA {cuda_version}")
 
 
 def speed_findings(
@@ -141,56 +133,47 @@ def speed_findings(
         yield error("run.compiler", "no C++ compiler", "install g++, or use --no-compile")
     if not on_gpu:
         return
-    if host.capability is not None and host.capability[0] != HOPPER[0]:
-        yield warning(
-            "speed.gemm",
-            f"capability {'.'.join(map(str, host.capability))}",
-            "the skinny GEMM and programmatic launches are for Hopper (9.0); cuBLAS is used",
-        )
+    is_hopper = host.capability is None or host.capability[0] == HOPPER
+    if host.capability is not None and not is_hopper:
+        value = f"capability {'.'.join(map(str, host.capability))}"
+        remedy = "the skinny GEMM and programmatic launches are for Hopper (9.0); cuBLAS is used"
+        yield warning("speed.gemm", value, remedy)
     if config.dtype != "bfloat16":
         yield warning("speed.dtype", config.dtype, "use --dtype bfloat16: half the bytes")
     if config.prefill_attention_backend == "torch":
-        dims = sorted({m.head_dim for m in [target] + ([draft.model] if draft else [])})
-        value = f"torch, with head_dim {dims}"
+        dims = sorted({model.head_dim for model in (target, *(draft.models if draft else ()))})
         supported = ", ".join(map(str, FLASHINFER_HEAD_DIMS))
         remedy = f"flashinfer needs the extra cuda, bfloat16 and head_dim {supported}"
-        yield warning("speed.attention", value, remedy)
+        yield warning("speed.attention", f"torch, with head_dim {dims}", remedy)
     if not config.compile:
         yield warning("speed.compile", "off", "use --compile: fused norms and activations")
     if config.graph_mode == "none":
         remedy = "use --graph-mode piecewise or full: launches cost more than the kernels"
         yield warning("speed.graphs", "none", remedy)
     if draft is not None:
-        yield from _drafter(host, config, draft)
+        yield from _drafter(config, draft, is_hopper)
 
 
-def _drafter(host: Host, config: EngineConfig, draft: DraftConfig) -> Iterator[Finding]:
+def _drafter(config: EngineConfig, draft: DraftConfig, is_hopper: bool) -> Iterator[Finding]:
     """Whether its weights are rounded, and whether that is of use."""
-    quantization = config.draft_quantization
-    is_hopper = host.capability is None or host.capability[0] == HOPPER[0]
+    name, quantization = "speed.drafter", config.draft_quantization
     if not is_hopper or config.dtype != "bfloat16":
         if quantization != "none":
             remedy = "leave out --draft-quantization: FP8 is multiplied in bfloat16 runs on Hopper "
-            remedy += "alone, elsewhere it is widened in every forward"
-            yield warning("speed.drafter", quantization, remedy)
+            yield warning(
+                name, quantization, remedy + "alone, elsewhere it is widened in every forward"
+            )
         return
     rows = [size * draft_at(config, draft, size).block_size for size in config.buckets]
     limit = MAX_QUANTIZED_ROWS["fp8"]
     if quantization == "none":
         kind = "fp8" if max(rows) <= limit else "fp8-dynamic"
-        remedy = f"--draft-quantization {kind} halves its bytes"
-        yield info("speed.drafter", "bfloat16", remedy)
+        yield info(name, "bfloat16", f"--draft-quantization {kind} halves its bytes")
     elif quantization == "fp8" and min(rows) > limit:
-        value = f"fp8, and a draft has {min(rows)} rows or more"
         remedy = f"use fp8-dynamic: fp8 is for forwards of up to {limit} rows"
-        yield warning("speed.drafter", value, remedy)
+        yield warning(name, f"fp8, and a draft has {min(rows)} rows or more", remedy)
 
 
 def _numbers(version: str) -> tuple[int, ...]:
     """The leading numbers of a version: `2.13.0+cpu` -> (2, 13, 0)."""
-    numbers = []
-    for part in version.split("+")[0].split("."):
-        if not part.isdecimal():
-            break
-        numbers.append(int(part))
-    return tuple(numbers)
+    return tuple(map(int, takewhile(str.isdecimal, version.partition("+")[0].split("."))))

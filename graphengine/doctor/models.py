@@ -1,33 +1,28 @@
 """What each model's files say by themselves: config, rope, weights, tokenizer, draft format.
 
-Pure: from `ModelFiles` to findings. Nothing is compared with the other model here (`doctor_pair`).
+Pure: from `ModelFiles` to findings. Nothing is compared with the other model here (`doctor.pair`).
 Expected tensors come from the loader's own builders, run without bytes, so this list and the loader
 cannot disagree.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from itertools import groupby
 
 import torch
 
-from graphengine.checkpoints.weights import (
-    ShapeSource,
-    draft_vocabulary_shapes,
-    draft_weights,
-    target_weights,
-)
+from graphengine.checkpoints import weights
 from graphengine.config import draft_formats
+from graphengine.config.bytesize import format_bytes
 from graphengine.config.draft import AttentionRule, DraftConfig
-from graphengine.config.draft_formats import ARCHITECTURES
 from graphengine.config.model import ModelConfig
 from graphengine.config.rope import RopeConfig
 from graphengine.doctor.files import ModelFiles
-from graphengine.doctor.findings import Finding, error, info, ok, one_line, warning
-from graphengine.doctor.weights import weight_findings
+from graphengine.doctor.findings import Finding, error, info, ok, one_line, reason, warning
+from graphengine.startup.workspace import META
 
-_META = torch.device("meta")
 _FORMATS = {
     "z-lab-old": "architectures name DFlashDraftModel, block_size stands at the top level",
     "z-lab": "architectures name DFlashDraftModel, block_size stands in dflash_config",
@@ -38,6 +33,13 @@ _SLOTS = {
     "anchor-dropped": "a row predicts the token at its own position; the anchor's row is dropped",
     "anchor-first": "a row predicts the token behind it; the anchor's row drafts too",
 }
+_BYTES = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2}
+_ID_MAPS = ("d2t", "t2d")
+_INTEGERS = frozenset("BOOL I8 U8 I16 U16 I32 U32 I64 U64".split())
+_REFUSED = "see the message; compare the published file"
+
+Shapes = Mapping[str, tuple[int, ...]]
+"""Name of a tensor -> its shape."""
 
 
 def parse_target(files: ModelFiles) -> tuple[ModelConfig | None, list[Finding]]:
@@ -46,14 +48,15 @@ def parse_target(files: ModelFiles) -> tuple[ModelConfig | None, list[Finding]]:
     if missing or files.config is None:
         return None, missing
     named = files.config.get("architectures")
-    is_flat = isinstance(named, list) and any(name in ARCHITECTURES for name in named)
+    known = draft_formats.ARCHITECTURES
+    is_flat = isinstance(named, list) and any(name in known for name in named)
     if is_flat or "speculators_model_type" in files.config:
         remedy = "pass its target as MODEL and this one as --draft"
         return None, [error("target.config", "this is a drafter, not a target", remedy)]
     try:
         model = ModelConfig.from_hf(files.config, files.source)
     except Exception as problem:  # a ValueError that names the remedy, or a value of another type
-        return None, [_refused("target.config", problem)]
+        return None, [error("target.config", reason(problem), _REFUSED)]
     return model, [ok("target.config", _shape(model))]
 
 
@@ -65,7 +68,7 @@ def parse_draft(files: ModelFiles) -> tuple[DraftConfig | None, list[Finding]]:
     try:
         draft = draft_formats.parse_draft(files.config, files.source)
     except Exception as problem:
-        return None, [_refused("draft.config", problem)]
+        return None, [error("draft.config", reason(problem), _REFUSED)]
     return draft, [ok("draft.config", _shape(draft.model))]
 
 
@@ -73,10 +76,10 @@ def target_findings(files: ModelFiles, target: ModelConfig) -> Iterator[Finding]
     """Rope, head, weights, tokenizer, chat template and stop tokens of a target."""
     yield _rope("target.rope", target.rope, target.head_dim)
     yield ok("target.head", "the embedding" if target.tie_word_embeddings else "its own")
-    expected = ShapeSource(torch.bfloat16)
-    target_weights(expected, target, 1, _META)
+    expected = weights.ShapeSource(torch.bfloat16)
+    weights.target_weights(expected, target, 1, META)
     optional = {"lm_head.weight": expected.asked["model.embed_tokens.weight"]}
-    yield from weight_findings("target.weights", files, expected.asked, optional)
+    yield from _weights("target.weights", files, expected.asked, optional)
     yield from _tokenizer(files, target)
     yield from _stop_tokens(files, target)
 
@@ -93,32 +96,27 @@ def draft_findings(files: ModelFiles, draft: DraftConfig) -> Iterator[Finding]:
         yield ok("draft.block_size", size)
     else:
         yield error("draft.block_size", size, "a block needs at least one draft")
-    yield ok("draft.layers", _layers(draft.attention_rules))
+    runs = [(_layer(rule), len(list(same))) for rule, same in groupby(draft.attention_rules)]
+    yield ok("draft.layers", "; ".join(f"{count} x {layer}" for layer, count in runs))
     yield _rope("draft.rope", draft.model.rope, draft.model.head_dim)
     yield from _amplitude(files, draft.model.rope)
-    expected = ShapeSource(torch.bfloat16, files.headers or ())
-    embed, head, _ = draft_vocabulary_shapes(expected, draft)
-    draft_weights(expected, draft, 1, _META)
-    yield _own("draft.embedding", embed)
-    yield _own("draft.head", head)
-    yield from weight_findings("draft.weights", files, expected.asked, {})
+    expected = weights.ShapeSource(torch.bfloat16, files.headers or ())
+    embed, head, _ = weights.draft_vocabulary_shapes(expected, draft)
+    weights.draft_weights(expected, draft, 1, META)
+    for name, tensor in (("draft.embedding", embed), ("draft.head", head)):
+        text = "the target's"
+        if tensor is not None:
+            text = f"its own {list(tensor.shape)}, unless it equals the target's"
+        yield ok(name, text)
+    yield from _weights("draft.weights", files, expected.asked, {})
     for note in draft.notes:
         yield info("draft.note", one_line(note))
 
 
 def _missing_config(files: ModelFiles, part: str) -> list[Finding]:
-    found = []
     remedy = "pass a directory, a hub id in the local cache, or a preset"
-    for key in ("directory", "config"):
-        if key in files.problems:
-            found.append(error(f"{part}.{key}", files.problems[key], remedy))
-    return found
-
-
-def _refused(name: str, problem: Exception) -> Finding:
-    """A parser's message already names key, value and remedy."""
-    kind = "" if isinstance(problem, ValueError) else f"{type(problem).__name__}: "
-    return error(name, kind + one_line(problem), "see the message; compare the published file")
+    missing = [key for key in ("directory", "config") if key in files.problems]
+    return [error(f"{part}.{key}", files.problems[key], remedy) for key in missing]
 
 
 def _shape(model: ModelConfig) -> str:
@@ -151,39 +149,70 @@ def _amplitude(files: ModelFiles, rope: RopeConfig) -> Iterator[Finding]:
     scaling = scaling if per_type is None else per_type
     is_said = scaling.get("attention_factor") is not None
     if "mscale" in scaling and "mscale_all_dim" in scaling and not is_said:
-        yield warning(
-            "draft.rope_amplitude",
-            f"{rope.amplitude:.5f}, from mscale and mscale_all_dim as transformers does",
-            "engines that ignore the two keys use 0.1 ln(factor) + 1: compare the acceptance, and "
-            "set attention_factor if theirs is better",
-        )
+        value = f"{rope.amplitude:.5f}, from mscale and mscale_all_dim as transformers does"
+        remedy = "engines that ignore the two keys use 0.1 ln(factor) + 1: compare the acceptance, "
+        remedy += "and set attention_factor if theirs is better"
+        yield warning("draft.rope_amplitude", value, remedy)
 
 
-def _layers(rules: tuple[AttentionRule, ...]) -> str:
-    """Runs of equal layers, in order."""
-
-    def text(rule: AttentionRule) -> str:
-        kind = "full" if rule.window is None else f"window {rule.window}"
-        return f"{kind}, {'causal' if rule.causal else 'non-causal'}"
-
-    runs = [(rule, len(list(same))) for rule, same in groupby(rules)]
-    return "; ".join(f"{count} x {text(rule)}" for rule, count in runs)
+def _layer(rule: AttentionRule) -> str:
+    kind = "full" if rule.window is None else f"window {rule.window}"
+    return f"{kind}, {'causal' if rule.causal else 'non-causal'}"
 
 
-def _own(name: str, tensor: torch.Tensor | None) -> Finding:
-    if tensor is None:
-        return ok(name, "the target's")
-    return ok(name, f"its own {list(tensor.shape)}, unless it equals the target's")
+def _weights(name: str, files: ModelFiles, expected: Shapes, optional: Shapes) -> Iterator[Finding]:
+    """Missing, unexpected and misshaped tensors, their dtypes and size."""
+    if files.headers is None:
+        if files.is_preset:
+            yield info(name, "none: a preset", "runs with --load-format dummy alone")
+        else:
+            yield error(name, files.problems.get("weights", "none"), "fetch the weights again")
+        return
+    shapes = {**optional, **expected}
+    used = {k: h for k, h in files.headers.items() if not k.endswith("rotary_emb.inv_freq")}
+    known = {key: used[key] for key in shapes if key in used}
+    faults = {
+        "missing": [key for key in expected if key not in used],
+        "unexpected": [key for key in used if key not in shapes],
+        "misshaped": [
+            f"{key} {list(header.shape)} instead of {list(shapes[key])}"
+            for key, header in known.items()
+            if header.shape != shapes[key]
+        ],
+    }
+    remedy = "the files are incomplete or of another model than config.json; fetch both again"
+    for what, names in faults.items():
+        if names:
+            shown = ", ".join(names[:3]) + (", .." if len(names) > 3 else "")
+            yield error(name, one_line(f"{len(names)} {what}: {shown}"), remedy)
+    yield from _dtypes(f"{name}.dtype", known)
+    if not any(faults.values()):
+        size = sum(math.prod(h.shape) * _BYTES.get(h.dtype, 1) for h in used.values())
+        yield ok(name, f"{len(used)} tensors, {format_bytes(size)}, none missing")
+
+
+def _dtypes(name: str, headers: Mapping[str, weights.TensorHeader]) -> Iterator[Finding]:
+    for key in _ID_MAPS:
+        if key in headers and headers[key].dtype not in _INTEGERS:
+            remedy = "an id map holds integers; fetch the weights again"
+            yield error(name, f"{key} is {headers[key].dtype}", remedy)
+    found = sorted({header.dtype for key, header in headers.items() if key not in _ID_MAPS})
+    if foreign := [dtype for dtype in found if dtype not in _BYTES]:
+        yield error(name, ", ".join(foreign), "only unquantised float weights are supported")
+    elif "F16" in found:
+        yield info(name, ", ".join(found), "float16 weights are run in bfloat16")
+    elif found:
+        yield ok(name, ", ".join(found))
 
 
 def _tokenizer(files: ModelFiles, target: ModelConfig) -> Iterator[Finding]:
     name = "target.tokenizer"
     if files.tokenizer is None:
-        reason = files.problems.get("tokenizer", "no tokenizer.json")
+        why = files.problems.get("tokenizer", "no tokenizer.json")
         remedy = "fetch the whole model directory; without it only token ids can be passed"
-        yield (info if files.is_preset else error)(name, reason, remedy)
+        yield (info if files.is_preset else error)(name, why, remedy)
         return
-    num_tokens, template = files.tokenizer
+    num_tokens, template = len(files.tokenizer), files.tokenizer.chat_template
     yield ok(name, f"{num_tokens} tokens for {target.vocab_size} rows of the embedding")
     name, problem = "target.chat_template", files.problems.get("chat_template")
     if problem is not None:
@@ -191,11 +220,8 @@ def _tokenizer(files: ModelFiles, target: ModelConfig) -> Iterator[Finding]:
     elif template is None:
         yield warning(name, "none", "pass --raw text, or add the template")
     elif "enable_thinking" in template:
-        yield info(
-            name,
-            "knows enable_thinking; it is switched off",
-            "the published Qwen3 drafters are trained without thinking",
-        )
+        remedy = "the published Qwen3 drafters are trained without thinking"
+        yield info(name, "knows enable_thinking; it is switched off", remedy)
     else:
         yield ok(name, "present")
 
@@ -209,8 +235,7 @@ def _stop_tokens(files: ModelFiles, target: ModelConfig) -> Iterator[Finding]:
     ids, source = files.stop_ids
     outside = [token for token in ids if token >= target.vocab_size]
     if not ids and not files.is_preset:
-        remedy = "answers end at --max-new-tokens alone; add eos_token_id"
-        yield warning(name, "none", remedy)
+        yield warning(name, "none", "answers end at --max-new-tokens alone; add eos_token_id")
     elif outside:
         remedy = "they never come up: write the ids of the end tokens"
         yield warning(name, f"{outside} lie outside {target.vocab_size}", remedy)

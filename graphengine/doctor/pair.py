@@ -26,14 +26,11 @@ _FILLED_IN_THETA = 10000.0
 
 
 def pair_findings(
-    target_files: ModelFiles,
-    target: ModelConfig,
-    draft_files: ModelFiles,
-    draft: DraftConfig,
+    target_files: ModelFiles, target: ModelConfig, draft_files: ModelFiles, draft: DraftConfig
 ) -> Iterator[Finding]:
     """Everything in which a drafter depends on its target."""
     depth, taps = target.num_hidden_layers, draft.target_layer_ids
-    errors = 0
+    has_errors = False
     for name, own, theirs in (
         ("pair.num_layers", draft.num_target_layers, depth),
         ("pair.hidden_size", draft.tap_size, target.hidden_size),
@@ -42,49 +39,44 @@ def pair_findings(
         if own is None:
             yield info(name, f"the drafter does not say; the target has {theirs}")
         elif own != theirs:
-            errors += 1
+            has_errors = True
             yield error(name, f"the drafter expects {own}, the target has {theirs}", _OTHER)
         else:
             yield ok(name, f"{own} in both")
     if max(taps) >= depth:
-        errors += 1
+        has_errors = True
         yield error("pair.taps", f"layer {max(taps)} of a target with {depth} layers", _OTHER)
-    if not errors:
+    mask, num_rows = draft.mask_token_id, target.vocab_size
+    if not has_errors and mask < num_rows:
         try:
             draft.check_target(target, draft_files.source)
         except ValueError as problem:
-            if draft.mask_token_id < target.vocab_size:
-                yield error("pair", one_line(problem), _OTHER)
-    yield _mask_token(target_files, target, draft)
-    yield from _vocabulary(draft_files, target, draft)
+            yield error("pair", one_line(problem), _OTHER)
+    if mask >= num_rows:
+        yield error("pair.mask_token", f"{mask} lies outside {num_rows} rows", _OTHER)
+    else:
+        used, tokenizer = "", target_files.tokenizer
+        if tokenizer is not None:
+            is_token = mask < len(tokenizer)
+            used = ", a token of the tokenizer" if is_token else ", behind the tokenizer"
+        yield ok("pair.mask_token", f"{mask} of {num_rows} rows{used}")
+    yield _vocabulary(draft_files, target, draft)
     yield from _rope(target, draft)
-    yield from _verifier(target_files, draft)
+    if draft.verifier is not None:  # files of the speculators format name their target
+        yield _verifier(target_files, draft.verifier)
 
 
-def _mask_token(files: ModelFiles, target: ModelConfig, draft: DraftConfig) -> Finding:
-    name, mask = "pair.mask_token", draft.mask_token_id
-    if mask >= target.vocab_size:
-        return error(name, f"{mask} lies outside {target.vocab_size} rows", _OTHER)
-    tokenizer = files.tokenizer
-    if tokenizer is None:
-        return ok(name, f"{mask} of {target.vocab_size} rows")
-    used = "a token of the tokenizer" if mask < tokenizer.num_tokens else "behind the tokenizer"
-    return ok(name, f"{mask} of {target.vocab_size} rows, {used}")
-
-
-def _vocabulary(files: ModelFiles, target: ModelConfig, draft: DraftConfig) -> Iterator[Finding]:
+def _vocabulary(files: ModelFiles, target: ModelConfig, draft: DraftConfig) -> Finding:
     """A reduced draft vocabulary needs the map back to the target's ids."""
     name, size = "pair.draft_vocabulary", draft.draft_vocab_size
     if size is None:
-        yield ok(name, "the target's; nothing to map")
-        return
+        return ok(name, "the target's; nothing to map")
     value = f"{size} of {target.vocab_size} tokens, mapped by d2t"
     if size > target.vocab_size:
-        yield error(name, value, _OTHER)
-    elif files.headers is not None and "d2t" not in files.headers:
-        yield error(name, f"{value}, which is missing", "fetch the drafter's weights again")
-    else:
-        yield ok(name, value)
+        return error(name, value, _OTHER)
+    if files.headers is not None and "d2t" not in files.headers:
+        return error(name, f"{value}, which is missing", "fetch the drafter's weights again")
+    return ok(name, value)
 
 
 def _rope(target: ModelConfig, draft: DraftConfig) -> Iterator[Finding]:
@@ -92,42 +84,31 @@ def _rope(target: ModelConfig, draft: DraftConfig) -> Iterator[Finding]:
     if ours.theta == theirs.theta:
         yield ok("pair.theta", f"{ours.theta:.10g} in both")
     else:
-        value = f"drafter {ours.theta:.10g}, target {theirs.theta:.10g}"
+        remedy = "right only if the drafter was trained so: compare with the published file"
         if ours.theta == _FILLED_IN_THETA:
             remedy = (
                 "10000 is what transformers fills in when a config lost its theta; acceptance "
                 "collapses silently if so: compare with the published drafter"
             )
-        else:
-            remedy = "right only if the drafter was trained so: compare with the published file"
+        value = f"drafter {ours.theta:.10g}, target {theirs.theta:.10g}"
         yield warning("pair.theta", value, remedy)
     if replace(ours, theta=theirs.theta) == theirs:
         yield ok("pair.rope_scaling", "the same in both")
     else:
-        yield warning(
-            "pair.rope_scaling",
-            f"drafter {ours.kind} x {ours.factor:g} (amplitude {ours.amplitude:g}), target "
-            f"{theirs.kind} x {theirs.factor:g} (amplitude {theirs.amplitude:g})",
-            "each model uses its own; right only if the drafter was trained so",
-        )
+        told = [f"{r.kind} x {r.factor:g} (amplitude {r.amplitude:g})" for r in (ours, theirs)]
+        remedy = "each model uses its own; right only if the drafter was trained so"
+        yield warning("pair.rope_scaling", f"drafter {told[0]}, target {told[1]}", remedy)
     dims = draft.model.head_dim, target.head_dim
     text = f"{dims[0]} in both" if dims[0] == dims[1] else f"drafter {dims[0]}, target {dims[1]}"
     yield ok("pair.rotary_dims", text)
 
 
-def _verifier(files: ModelFiles, draft: DraftConfig) -> Iterator[Finding]:
-    """Files of the speculators format name their target."""
-    if draft.verifier is None:
-        return
-    theirs, ours = Path(draft.verifier).name, Path(files.name).name
-    if theirs == ours:
-        yield ok("pair.verifier", one_line(draft.verifier))
-    else:
-        yield warning(
-            "pair.verifier",
-            one_line(f"the drafter names {draft.verifier}, the target is {files.name}"),
-            "right if it is the same model under another name; the one you pass is used",
-        )
+def _verifier(files: ModelFiles, verifier: str) -> Finding:
+    if Path(verifier).name == Path(files.name).name:
+        return ok("pair.verifier", one_line(verifier))
+    value = one_line(f"the drafter names {verifier}, the target is {files.name}")
+    remedy = "right if it is the same model under another name; the one you pass is used"
+    return warning("pair.verifier", value, remedy)
 
 
 def resolve_run(
@@ -138,14 +119,12 @@ def resolve_run(
         config = resolve_options(options, target, draft)
     except ValueError as problem:
         return None, [error("run.options", one_line(problem), "see the message")]
-    return config, [
-        ok(
-            "run.options",
-            f"{config.device} {config.dtype}, graph mode {config.graph_mode}, attention "
-            f"{config.attention_backend}, {'compiled' if config.compile else 'not compiled'}, "
-            f"buckets {','.join(map(str, config.buckets))}",
-        )
-    ]
+    value = (
+        f"{config.device} {config.dtype}, graph mode {config.graph_mode}, attention "
+        f"{config.attention_backend}, {'compiled' if config.compile else 'not compiled'}, "
+        f"buckets {','.join(map(str, config.buckets))}"
+    )
+    return config, [ok("run.options", value)]
 
 
 def plan_findings(
@@ -157,42 +136,27 @@ def plan_findings(
     draft_names: Collection[str] = (),
 ) -> tuple[MemoryPlan | None, list[Finding]]:
     """Context cap and memory plan."""
-    models = [target] + ([draft.model] if draft else [])
+    models = (target, *(draft.models if draft else ()))
     window = min(model.max_position_embeddings for model in models)
     rows = draft.num_verify_rows if draft else 0
     value = f"{config.max_model_len} tokens a request; the models allow {window - rows}"
     if draft is not None:
         value += f" with drafting ({window} positions less a block of {rows}), {window} without"
     found = [ok("run.context", value)]
+    name, chosen = "run.memory", options.max_model_len is not None
+    run = config, target, draft, memory
     try:
-        plan = plan_memory(
-            config,
-            target,
-            draft,
-            memory,
-            length_is_explicit=options.max_model_len is not None,
-            draft_names=draft_names,
-        )
+        plan = plan_memory(*run, length_is_explicit=chosen, draft_names=draft_names)
     except ValueError as problem:
         remedy = "use a smaller --max-model-len or --bucket, or a larger GPU"
-        return None, [*found, error("run.memory", one_line(problem), remedy)]
-    for line in plan.lines():
-        found.append(ok("run.memory", line))
+        return None, [*found, error(name, one_line(problem), remedy)]
+    found += [ok(name, line) for line in plan.lines()]
     if plan.max_model_len < config.max_model_len:
-        found.append(
-            warning(
-                "run.memory",
-                f"K/V for {plan.max_model_len} of {config.max_model_len} tokens a request is left",
-                "raise --gpu-memory-utilization or --kv-cache-memory, or accept the limit",
-            )
-        )
-    largest = max(config.buckets)
-    if plan.num_full_requests < largest:
-        found.append(
-            info(
-                "run.memory",
-                f"{plan.num_full_requests:.1f} requests of full length for a bucket of {largest}",
-                "long requests wait for pages, in order",
-            )
-        )
+        value = f"K/V for {plan.max_model_len} of {config.max_model_len} tokens a request is left"
+        remedy = "raise --gpu-memory-utilization or --kv-cache-memory, or accept the limit"
+        found.append(warning(name, value, remedy))
+    largest, fitting = max(config.buckets), plan.num_full_requests
+    if fitting < largest:
+        value = f"{fitting:.1f} requests of full length for a bucket of {largest}"
+        found.append(info(name, value, "long requests wait for pages, in order"))
     return plan, found

@@ -1,15 +1,14 @@
 """Latency of decode steps: real shapes, real steps, prefill excluded.
 
 What is timed: the wall time between the moments at which the host holds two consecutive steps'
-tokens, over full buckets only. `host_ms` is the part of it that the host spent working (planning,
-launching, committing); the rest it spent waiting for the device, so `host_ms` close to `step_ms`
-means that the host is the bottleneck. On a GPU a few more steps tell how long the device works on
-one (busy.py); the rest of the wall time it was idle. Bytes are counted from the configs:
-weights once per forward, K/V once; the floor is those bytes over the read bandwidth measured in the
-same process.
+tokens, over full buckets only. `host_ms` of it the host worked (planning, launching, committing),
+else it waited for the device; close to `step_ms`, the host is the bottleneck. On a GPU a few more
+steps tell how long the device works on one (busy.py); the rest of the wall time it was idle. The
+floor is the bytes of weights (once per forward) and of K/V (once), counted from the configs, over
+the read bandwidth measured in the same process.
 
-Every case draws fresh random prompts from its seed; the same seed in every mode, so that the modes'
-tokens can be compared.
+Every case draws random prompts from its seed, the same in every mode, so that the modes' tokens can
+be compared.
 """
 
 from __future__ import annotations
@@ -17,9 +16,9 @@ from __future__ import annotations
 import hashlib
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -30,9 +29,8 @@ from graphengine.config.draft_length import draft_at
 from graphengine.decode.kvcache import page_bytes
 from graphengine.decode.loop import DecodeLoop, StepOutput, Watch
 from graphengine.decode.request import Request
-from graphengine.drafters.dflash import MAX_QUANTIZED_ROWS
 from graphengine.measure.busy import busy_fraction
-from graphengine.measure.segment_bytes import segment_bytes
+from graphengine.measure.segment_bytes import draft_itemsize, segment_bytes
 from graphengine.startup.build import Built
 
 READ_BYTES = 4 << 30
@@ -40,11 +38,9 @@ NUM_DIGEST_TOKENS = 64
 MAX_EMPTY_ROUNDS = 20  # a round's steps may all be lost by luck, never this many in a row
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Case:
+class Case(NamedTuple):
     """One line of the table."""
 
-    graph_mode: str
     bucket: int
     input_len: int
     output_len: int
@@ -53,12 +49,19 @@ class Case:
     seed: int
 
 
+class Step(NamedTuple):
+    """What is known of one timed step: wall time, host time, tokens of all requests."""
+
+    wall_ms: float
+    host_ms: float
+    num_tokens: int
+
+
 @dataclass(slots=True, kw_only=True)
 class CaseResult:
     """What one case measured. Times in milliseconds per step, one entry a step."""
 
     case: Case
-    drafting: bool
     step_ms: list[float] = field(default_factory=list)
     host_ms: list[float] = field(default_factory=list)
     num_tokens: int = 0
@@ -80,20 +83,20 @@ class CaseResult:
     def numbers(self, read_gbps: float) -> dict[str, float]:
         """The row as numbers with units; keys follow vLLM's bench where they mean the same."""
         median, p95, p99 = np.percentile(self.step_ms, (50, 95, 99)).tolist()
-        total_s = sum(self.step_ms) / 1e3
+        mean, length = statistics.fmean(self.step_ms), self.mean_acceptance_length
         achieved = self.step_bytes / median / 1e6
         numbers: dict[str, float] = {
             "num_steps": len(self.step_ms),
-            "mean_acceptance_length": self.mean_acceptance_length,
+            "mean_acceptance_length": length,
             "step_p50_ms": median,
             "step_p95_ms": p95,
             "step_p99_ms": p99,
-            "step_mean_ms": statistics.fmean(self.step_ms),
+            "step_mean_ms": mean,
             "host_p50_ms": statistics.median(self.host_ms),
-            "mean_tpot_ms": statistics.fmean(self.step_ms) / self.mean_acceptance_length,
-            "median_tpot_ms": median / self.mean_acceptance_length,
-            "output_throughput": self.num_tokens / total_s,
-            "median_tokens_per_s": self.mean_acceptance_length * self.case.bucket / median * 1e3,
+            "mean_tpot_ms": mean / length,
+            "median_tpot_ms": median / length,
+            "output_throughput": self.num_tokens / sum(self.step_ms) * 1e3,
+            "median_tokens_per_s": length * self.case.bucket / median * 1e3,
             "mean_context_tokens": self.mean_context_tokens,
             "step_read_gb": self.step_bytes / 1e9,
             "achieved_gbps": achieved,
@@ -116,67 +119,65 @@ class CaseResult:
         return numbers
 
 
-def run_case(engine: Engine, case: Case, progress: Callable[[int], None]) -> CaseResult:
+def run_case(engine: Engine, case: Case) -> CaseResult:
     """Decodes random prompts until `num_iters` full-bucket steps are timed.
 
     A round runs `bucket` requests of `output_len` tokens; rounds repeat as needed. The first
     `warmup` steps of the case are not counted.
 
-    Args:
-        progress: called with the number of steps counted so far.
-
     Raises:
         ValueError: the prompt leaves no room, the K/V pool does not hold a full bucket, or rounds
             are too short to hold a step that counts.
     """
-    built = engine.built
-    result = CaseResult(case=case, drafting=built.draft is not None)
+    built, loop = engine.built, engine.built.loop
+    result = CaseResult(case=case)
     generator = torch.Generator().manual_seed(case.seed)
+    shape = case.bucket, case.input_len
     skipped = empty_rounds = 0
-
-    def submit() -> list[Request]:
-        shape = (case.bucket, case.input_len)
-        prompts = torch.randint(0, built.target.vocab_size, shape, generator=generator).tolist()
-        return [built.loop.submit(prompt, case.output_len, ()) for prompt in prompts]
-
     while len(result.step_ms) < case.num_iters:
-        requests = submit()
+        requests = submit_random(built, shape, case.output_len, generator)
         empty_rounds += 1
         with torch.no_grad():
-            for step_ms, host_ms, num_tokens in _timed_steps(built.loop, requests):
+            for step in timed_steps(loop, requests):
                 empty_rounds = 0
                 if skipped < case.warmup:
                     skipped += 1
                     continue
-                result.step_ms.append(step_ms)
-                result.host_ms.append(host_ms)
-                result.num_tokens += num_tokens
+                result.step_ms.append(step.wall_ms)
+                result.host_ms.append(step.host_ms)
+                result.num_tokens += step.num_tokens
                 # Where the step began: since then each has moved on by what it committed.
-                result.context_tokens += sum(request.start for request in requests) - num_tokens
-                progress(len(result.step_ms))
+                result.context_tokens += sum(r.start for r in requests) - step.num_tokens
                 if len(result.step_ms) >= case.num_iters:
                     break
             if not result.digest:
-                result.digest = _digest(built.loop, requests)
-        built.loop.reset()
+                result.digest = _digest(loop, requests)
+        loop.reset()
         if empty_rounds >= MAX_EMPTY_ROUNDS:
             raise ValueError(
                 f"--output-len {case.output_len} after {case.input_len} tokens of prompt: a round "
                 "ends before a step between two others can be timed; pass a larger --output-len or "
                 "shorter prompts"
             )
+    requests = submit_random(built, shape, case.output_len, generator)
     with torch.no_grad():
-        requests = submit()
-        host_ms = statistics.median(result.host_ms)
-        result.busy_fraction = busy_fraction(built.loop, requests, host_ms)
-        built.loop.reset()
+        result.busy_fraction = busy_fraction(loop, requests, statistics.median(result.host_ms))
+    loop.reset()
     context_tokens = result.mean_context_tokens * case.bucket
     result.step_bytes = weight_bytes(built, case.bucket) + context_tokens * token_bytes(built)
     return result
 
 
-def _timed_steps(loop: DecodeLoop, requests: list[Request]) -> Iterator[tuple[float, float, int]]:
-    """(wall ms, host ms, tokens) of each step in which every request still runs.
+def submit_random(
+    built: Built, shape: tuple[int, int], output_len: int, generator: torch.Generator
+) -> list[Request]:
+    """Requests of random prompts. `shape`: how many, and the tokens of each."""
+    prompts = torch.randint(0, built.target.vocab_size, shape, generator=generator).tolist()
+    return [built.loop.submit(prompt, output_len, ()) for prompt in prompts]
+
+
+def timed_steps(loop: DecodeLoop, requests: list[Request]) -> Iterator[Step]:
+    """Each step in which every request still runs.
 
     Raises:
         ValueError: the K/V pool does not hold them all, so that no step would be a full bucket's.
@@ -200,10 +201,9 @@ def _timed_steps(loop: DecodeLoop, requests: list[Request]) -> Iterator[tuple[fl
 class _Clock(Watch):
     """Times the last step; its first has none before it."""
 
-    def __init__(self) -> None:
-        self.step: tuple[float, float, int] | None = None  # wall ms, host ms, tokens
-        self._began = self._launched = self._waited = 0.0
-        self._before: float | None = None
+    step: Step | None = None
+    _began = _launched = _waited = 0.0
+    _before: float | None = None
 
     def launching(self) -> None:
         self._began = time.perf_counter()
@@ -217,9 +217,9 @@ class _Clock(Watch):
     def collected(self, outputs: list[StepOutput]) -> None:
         now = time.perf_counter()
         host_s = (self._launched - self._began) + (now - self._waited)
-        num_tokens = sum(len(output.token_ids) for output in outputs)
         if self._before is not None:
-            self.step = (now - self._before) * 1e3, host_s * 1e3, num_tokens
+            num_tokens = sum(len(output.token_ids) for output in outputs)
+            self.step = Step((now - self._before) * 1e3, host_s * 1e3, num_tokens)
         self._before = now
 
 
@@ -233,16 +233,19 @@ def _digest(loop: DecodeLoop, requests: list[Request]) -> str:
     return hashlib.sha256(repr(ids).encode()).hexdigest()[:16]
 
 
+def dense_bytes(built: Built, num_requests: int) -> dict[str, int]:
+    """`segment_bytes` of a step of a bucket."""
+    config, draft = built.config, built.draft
+    size = drafter_size = getattr(torch, config.dtype).itemsize
+    if draft is not None:
+        own = draft_at(config, draft, num_requests)
+        drafter_size = draft_itemsize(own, size, config.draft_quantization, num_requests)
+    return segment_bytes(built.target, draft, size, drafter_size)
+
+
 def weight_bytes(built: Built, num_requests: int) -> float:
     """Bytes of weights that one step of a bucket reads: each forward reads its matrices once."""
-    size, draft = getattr(torch, built.config.dtype).itemsize, built.draft
-    draft_size = size
-    if draft is not None:
-        num_rows = num_requests * draft_at(built.config, draft, num_requests).block_size
-        if num_rows <= MAX_QUANTIZED_ROWS[built.config.draft_quantization]:
-            draft_size = 1
-    found = segment_bytes(built.target, draft, size, draft_size)
-    return float(found[names.SPECULATE if draft else "decode"])
+    return float(dense_bytes(built, num_requests)[names.SPECULATE if built.draft else "decode"])
 
 
 def token_bytes(built: Built) -> float:

@@ -1,11 +1,10 @@
 """How long the device works on one step, measured with events, without its waiting for the host.
 
-Events see when the stream reaches them, so a gap between two launches is only visible where an
-event lies in it, and hundreds of events would slow down what they measure. Here the host is taken
-out instead: a kernel that spins holds the stream until the host has queued a whole step, then
-`start .. end` spans the step's device work and nothing else. Idle is the wall time of an ordinary
-step less this: the time in which the device had nothing queued and waited for the host. Gaps
-between kernels that are already queued count as busy; `graphengine profile` splits those.
+Hundreds of events, one for each gap between launches, would slow down what they measure. Here the
+host is taken out instead: a kernel that spins holds the stream until the host has queued a whole
+step, then `start .. end` spans the step's device work and nothing else. Idle is the wall time of an
+ordinary step less this: the device had nothing queued and waited for the host. Gaps between kernels
+that are already queued count as busy; `graphengine profile` splits those.
 
 Only every fourth step is held, and the wall time that busy is compared with is that of free steps
 between them: a hold cools the GPU, which at its power limit then clocks higher. (Held every step,
@@ -37,9 +36,8 @@ _CYCLES_PER_MS = 2_100_000
 def busy_fraction(loop: DecodeLoop, requests: list[Request], host_ms: float) -> float | None:
     """Device time of a step, queued whole before it starts, over the wall time of a step.
 
-    Runs some steps of `requests`, which are submitted and not yet admitted.
-
     Args:
+        requests: submitted and not yet admitted; some steps of them are run.
         host_ms: host time of a step, about; the hold is several times that.
 
     Returns:
@@ -62,9 +60,7 @@ class _Held(Watch):
     """Holds every PERIOD-th step and times its device work; times the free ones between."""
 
     def __init__(self, host_ms: float) -> None:
-        self.busy_ms: list[float] = []
-        self.wall_ms: list[float] = []
-        self.index = 0
+        self.busy_ms, self.wall_ms, self.index = list[float](), list[float](), 0
         self._hold_cycles = int((4 * host_ms + 2) * _CYCLES_PER_MS)
         self._start = torch.cuda.Event(enable_timing=True)
         self._end = torch.cuda.Event(enable_timing=True)

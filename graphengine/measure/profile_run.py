@@ -12,6 +12,7 @@ import math
 import sys
 import tempfile
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -22,20 +23,18 @@ from graphengine.checkpoints.hub import preset_names
 from graphengine.checkpoints.pairs import named_pair
 from graphengine.config.draft_length import resolve_draft_lengths
 from graphengine.config.options import Options, declarations
-from graphengine.drafters.dflash import MAX_QUANTIZED_ROWS
 from graphengine.measure.bench import read_bandwidth_gbps
 from graphengine.measure.profiled_steps import Workload, cuda_profiler_range, run_steps
-from graphengine.measure.segment_bytes import segment_bytes
+from graphengine.measure.segment_bytes import draft_itemsize, segment_bytes
 from graphengine.profiles import host_trace, nsys, torch_trace
 from graphengine.profiles.launch_gaps import Report, report
 from graphengine.startup.build import read_configs
+from graphengine.startup.options import speculation_limit
 
 Found = tuple[dict[str, Report], dict[str, Any]]
 """Reports by label, and the facts of the run."""
 
 _FACTS = "facts.json"
-# Options that a child under nsys gets as they are, beside the engine's.
-_FORWARDED = ("bucket", "input_len", "num_steps", "warmup", "seed")
 
 
 def read_file(model: str | None, draft: str | None, options: dict[str, Any]) -> Found:
@@ -68,21 +67,18 @@ def read_file(model: str | None, draft: str | None, options: dict[str, Any]) -> 
     beside = file.parent / _FACTS
     if model is not None:
         target, drafter = read_configs(model, draft)
-        itemsize = 4 if options["dtype"] == "float32" else 2
-        draft_itemsize = itemsize
-        asked, bucket = options["num_speculative_tokens"], options["bucket"]
-        numbers = resolve_draft_lengths(asked, (bucket,), drafter)
+        size = drafter_size = 4 if options["dtype"] == "float32" else 2
+        bucket = options["bucket"]
+        numbers = resolve_draft_lengths(options["num_speculative_tokens"], (bucket,), drafter)
         if drafter is not None:
-            rows = bucket * drafter.shortened(*numbers).block_size
-            is_fp8 = rows <= MAX_QUANTIZED_ROWS[options["draft_quantization"]]
-            draft_itemsize = 1 if is_fp8 else itemsize
-        facts["segment_bytes"] = segment_bytes(target, drafter, itemsize, draft_itemsize)
+            own, quantization = drafter.shortened(*numbers), options["draft_quantization"]
+            drafter_size = draft_itemsize(own, size, quantization, bucket)
+        facts["segment_bytes"] = segment_bytes(target, drafter, size, drafter_size)
     elif beside.is_file():
         facts = _read_facts(beside)
     if options["read_gbps"] is not None:
         facts["read_gbps"] = options["read_gbps"]
-    label = name.split(".")[0]
-    return {label: report(trace)}, facts
+    return {name.split(".")[0]: report(trace)}, facts
 
 
 def _read_facts(file: Path) -> dict[str, Any]:
@@ -94,8 +90,7 @@ def _read_facts(file: Path) -> dict[str, Any]:
     unprofiled = ("unprofiled_step_ms", "unprofiled_host_ms", "mean_acceptance_length")
     try:
         facts = json.loads(file.read_text())
-        used = list(facts.get("segment_bytes", {}).values())
-        used += [facts[name] for name in ("read_gbps",) if name in facts]
+        used = [*facts.get("segment_bytes", {}).values(), facts.get("read_gbps", 0.0)]
         if any(name in facts for name in unprofiled):
             used += [facts[name] for name in unprofiled]
         if not all(math.isfinite(number) for number in used):
@@ -106,14 +101,6 @@ def _read_facts(file: Path) -> dict[str, Any]:
             f"{file}: not the facts of a profile ({error!r}); pass MODEL, or move it away"
         ) from error
     return facts
-
-
-def _resolve(
-    model: str | None, draft: str | None, options: dict[str, Any]
-) -> tuple[str, str | None, str]:
-    """Target, drafter and load format, with the bundled pair and presets as defaults."""
-    load_format = options["load_format"] or ("dummy" if model in preset_names() else "auto")
-    return *named_pair(model, draft), load_format
 
 
 def run(
@@ -134,7 +121,7 @@ def run(
         ValueError: an option that cannot work here.
         RuntimeError: nsys failed; the text begins with "nsys ".
     """
-    model, draft, load_format = _resolve(model, draft, options)
+    model, draft = named_pair(model, draft)
     on_gpu = options["device"] != "cpu" and torch.cuda.is_available()
     program = nsys.find_nsys() if options["tool"] != "torch" else None
     if options["tool"] != "auto" and not on_gpu:
@@ -146,29 +133,24 @@ def run(
         raise ValueError("--tool nsys: nsys is not on the PATH; install it or use --tool torch")
     if program is not None and on_gpu:
         presets = nsys.PRESETS if options["preset"] == "both" else (options["preset"],)
-        return _under_nsys(program, presets, model, draft, options, folder, note)
-    if on_gpu:
+        reports, facts = _under_nsys(program, presets, model, draft, options, folder, note)
+    elif on_gpu:
         note("nsys is not used: falling back to torch.profiler")
-        read_gbps = _read_gbps(options)
-        with _engine(model, draft, load_format, options) as engine:
-            file = folder / "torch.json"
-            facts = run_steps(engine, _workload(options), torch_trace.record(file))
+        file = folder / "torch.json"
+        facts = _record(model, draft, options, torch_trace.record(file))
         reports = {"torch": report(torch_trace.read_chrome_trace(file))}
     else:
-        read_gbps = options["read_gbps"] or 0.0
-        with _engine(model, draft, load_format, options) as engine:
-            recorder = host_trace.HostRecorder()
-            facts = run_steps(engine, _workload(options), host_trace.record(recorder))
+        recorder = host_trace.HostRecorder()
+        asked = options | {"read_gbps": options["read_gbps"] or 0.0}
+        facts = _record(model, draft, asked, host_trace.record(recorder))
         reports = {"cpu": report(recorder.trace())}
-    facts |= {"model": Path(model).name, "draft": Path(draft).name if draft else None}
-    facts["read_gbps"] = read_gbps
     (folder / _FACTS).write_text(json.dumps(facts))
     return reports, facts
 
 
 def _under_nsys(
     program: str,
-    presets: tuple[str, ...],
+    presets: tuple[nsys.Preset, ...],
     model: str,
     draft: str | None,
     options: dict[str, Any],
@@ -184,7 +166,7 @@ def _under_nsys(
         inside = folder / f"{preset}-{_FACTS}"
         child = [sys.executable, "-m", "graphengine", "profile", model]
         child += ["--draft", draft or "none", "--inside", str(inside)]
-        for name in _FORWARDED:
+        for name in Workload._fields:
             child += [f"--{name.replace('_', '-')}", str(options[name])]
         for name, declared in declarations(Options).items():
             if options.get(name) != declared.default:
@@ -192,48 +174,42 @@ def _under_nsys(
         known_gbps = facts.get("read_gbps", options["read_gbps"])
         if known_gbps is not None:
             child += ["--read-gbps", str(known_gbps)]
-        nsys.run(nsys.profile_command(program, preset, recorded, child))  # type: ignore[arg-type]
+        nsys.run(nsys.profile_command(program, preset, recorded, child))
         nsys.run(nsys.export_command(program, recorded, exported))
         reports[preset] = report(nsys.read_export(exported))
         found = json.loads(inside.read_text())
         facts = facts or found
         facts[f"{preset}_profiled_step_ms"] = found["profiled_step_ms"]
-    (folder / _FACTS).write_text(json.dumps(facts))
     return reports, facts
 
 
 def run_inside_nsys(model: str | None, draft: str | None, options: dict[str, Any]) -> None:
     """The child's part: the steps inside a cudaProfiler range, the facts into a file."""
-    model, draft, load_format = _resolve(model, draft, options)
-    read_gbps = _read_gbps(options)
-    with _engine(model, draft, load_format, options) as engine:
-        facts = run_steps(engine, _workload(options), cuda_profiler_range())
-    facts |= {"model": Path(model).name, "draft": Path(draft).name if draft else None}
-    facts["read_gbps"] = read_gbps
+    facts = _record(*named_pair(model, draft), options, cuda_profiler_range())
     options["inside"].write_text(json.dumps(facts))
 
 
-def _workload(options: dict[str, Any]) -> Workload:
-    names = ("bucket", "input_len", "num_steps", "warmup", "seed")
-    return Workload(**{name: options[name] for name in names})
-
-
-def _read_gbps(options: dict[str, Any]) -> float:
-    """As asked, else measured; before the engine takes the memory."""
-    if options["read_gbps"] is not None:
-        return options["read_gbps"]
-    found = read_bandwidth_gbps()
-    torch.cuda.empty_cache()
-    return found
-
-
-def _engine(model: str, draft: str | None, load_format: str, options: dict[str, Any]) -> Engine:
+def _record(
+    model: str, draft: str | None, options: dict[str, Any], profiler: AbstractContextManager[Any]
+) -> dict[str, Any]:
+    """Runs the steps inside `profiler`; the facts, of random weights where MODEL is a preset."""
+    read_gbps = options["read_gbps"]
+    if read_gbps is None:  # before the engine takes the memory
+        read_gbps = read_bandwidth_gbps()
+        torch.cuda.empty_cache()
+    workload = Workload(**{name: options[name] for name in Workload._fields})
     target, drafter = read_configs(model, draft)
     block = drafter.num_verify_rows if drafter else 1
-    models = [target, *(drafter.models if drafter else ())]
-    cap = min(m.max_position_embeddings for m in models) - (block if drafter else 0)
-    wanted = options["input_len"] + _workload(options).output_len(block) + block
+    wanted = workload.input_len + workload.output_len(block) + block
     asked = {name: value for name, value in options.items() if name in declarations(Options)}
-    asked |= {"buckets": (options["bucket"],), "max_model_len": min(wanted, cap)}
-    asked |= {"load_format": load_format, "acceptance_floor": 0.0, "fallback": False}
-    return Engine.from_pretrained(model, draft, **asked)
+    asked |= {
+        "buckets": (workload.bucket,),
+        "max_model_len": min(wanted, speculation_limit(target, drafter)),
+        "load_format": asked["load_format"] or ("dummy" if model in preset_names() else "auto"),
+        "acceptance_floor": 0.0,
+        "fallback": False,
+    }
+    with Engine.from_pretrained(model, draft, **asked) as engine:
+        facts = run_steps(engine, workload, profiler)
+    names = {"model": Path(model).name, "draft": Path(draft).name if draft else None}
+    return facts | names | {"read_gbps": read_gbps}

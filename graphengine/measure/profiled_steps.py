@@ -9,21 +9,18 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from itertools import islice
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from graphengine import names
 from graphengine.api import Engine
-from graphengine.drafters.dflash import MAX_QUANTIZED_ROWS
-from graphengine.measure.bench import _timed_steps
-from graphengine.measure.segment_bytes import segment_bytes
+from graphengine.measure.bench import Step, dense_bytes, submit_random, timed_steps
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Workload:
+class Workload(NamedTuple):
     """What is decoded: `bucket` random prompts of `input_len` tokens."""
 
     bucket: int
@@ -50,8 +47,7 @@ def run_steps(
     Raises:
         ValueError: the context is full before all steps are done.
     """
-    built = engine.built
-    loop, block = built.loop, built.loop.block  # of the one bucket
+    built, loop = engine.built, engine.built.loop
     full = ValueError(
         f"the context of {built.config.max_model_len} tokens is full before all steps are done; "
         "lower --num-steps, --warmup or --input-len"
@@ -59,46 +55,40 @@ def run_steps(
     if workload.input_len + workload.output_len(1) > built.config.max_model_len:
         raise full
     generator = torch.Generator().manual_seed(workload.seed)
-    shape = (workload.bucket, workload.input_len)
-    prompts = torch.randint(0, built.target.vocab_size, shape, generator=generator).tolist()
-    requests = [loop.submit(prompt, workload.output_len(block), ()) for prompt in prompts]
-    steps = _timed_steps(loop, requests)
+    shape = workload.bucket, workload.input_len
+    requests = submit_random(built, shape, workload.output_len(loop.block), generator)
+    steps = timed_steps(loop, requests)
 
-    def take(count: int) -> list[tuple[float, float, int]]:
+    def take(count: int) -> list[Step]:
         taken = list(islice(steps, count))
         if len(taken) < count:  # more tokens a step than the one that is certain
             raise full
         return taken
 
+    has_gpu = built.config.device == "cuda"
+    wait = torch.cuda.synchronize if has_gpu else lambda: None
     try:
         with torch.no_grad():
             take(workload.warmup)
             unprofiled = take(workload.num_steps)
             context_len = requests[0].start
-            _synchronize()
+            wait()
             with profiler:
                 profiled = take(workload.num_steps + 1)
-                _synchronize()
+                wait()
     finally:
         loop.reset()
-    num_tokens = sum(tokens for _, _, tokens in unprofiled)
-    itemsize = getattr(torch, built.config.dtype).itemsize
-    max_rows = MAX_QUANTIZED_ROWS[built.config.draft_quantization]
-    draft_rows = workload.bucket * (built.draft.block_size if built.draft else 1)
-    is_fp8 = draft_rows <= max_rows
-    has_gpu = built.config.device == "cuda"
+    num_tokens = sum(step.num_tokens for step in unprofiled)
     return {
-        "workload": asdict(workload),
+        "workload": workload._asdict(),
         "config": asdict(built.config),
         "gpu_name": torch.cuda.get_device_name() if has_gpu else None,
         "context_len": context_len,
         "mean_acceptance_length": num_tokens / len(unprofiled) / workload.bucket,
-        "unprofiled_step_ms": statistics.median(step for step, _, _ in unprofiled),
-        "unprofiled_host_ms": statistics.median(host for _, host, _ in unprofiled),
-        "profiled_step_ms": statistics.median(step for step, _, _ in profiled),
-        "segment_bytes": segment_bytes(
-            built.target, built.draft, itemsize, 1 if is_fp8 else itemsize
-        ),
+        "unprofiled_step_ms": statistics.median(step.wall_ms for step in unprofiled),
+        "unprofiled_host_ms": statistics.median(step.host_ms for step in unprofiled),
+        "profiled_step_ms": statistics.median(step.wall_ms for step in profiled),
+        "segment_bytes": dense_bytes(built, workload.bucket),
     }
 
 
@@ -117,8 +107,3 @@ def cuda_profiler_range() -> Iterator[None]:
     finally:
         torch.cuda.profiler.stop()
         names.disable()
-
-
-def _synchronize() -> None:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()

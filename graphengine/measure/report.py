@@ -1,18 +1,28 @@
-"""What `graphengine bench` shows: the table and the picture of its cases.
+"""What `graphengine bench` and `graphengine profile` show: their tables and pictures.
 
-Both take the numbers that are stored, so that a table, a picture and a JSON of one run agree.
+All take the numbers that are stored, so that a table, a picture and a JSON of one run agree.
+Segments that do the same work (all middle layers of a chain) share a line; JSON keeps every name.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from rich import box
-from rich.table import Table
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Column, Table
 
 from graphengine.measure.bench import CaseResult
-from graphengine.profiles.pictures import Panel, bars_panel, histogram_panel, render
+from graphengine.profiles.launch_gaps import Report
+from graphengine.profiles.pictures import Panel, bars_panel, histogram_panel, render, timeline_panel
+from graphengine.report import print_table
+
+MAX_KERNEL_NAME = 96
+
+# --- bench ---
 
 
 class Row(NamedTuple):
@@ -35,8 +45,7 @@ def speedups_(rows: Sequence[Row]) -> None:
         if row.label.endswith("_plain")
     }
     for row in rows:
-        base = plain.get((row.label, row.key))
-        if base is not None:
+        if base := plain.get((row.label, row.key)):
             row.numbers["speedup_ratio"] = row.numbers["median_tokens_per_s"] / base
 
 
@@ -61,18 +70,17 @@ _COLUMNS = {
 
 def table(rows: Sequence[Row], simulated: float | None) -> Any:
     """One line per case; the speedup only where there is a baseline."""
-    table = Table(title=_title(simulated), box=box.SIMPLE, padding=(0, 1, 0, 0))
     columns = dict(_COLUMNS)
     if not any("speedup_ratio" in row.numbers for row in rows):
         del columns["speedup"]
-    table.add_column("mode", no_wrap=True)
-    for name in ("bucket", "input", *columns):
-        table.add_column(name, justify="right", no_wrap=True)
+    names = ("bucket", "input", *columns)
+    numeric = [Column(name, justify="right", no_wrap=True) for name in names]
+    table = Table(Column("mode", no_wrap=True), *numeric, title=_title(simulated), box=box.SIMPLE)
+    table.padding = (0, 1, 0, 0)
     for row in rows:
-        case = row.result.case
+        case, found = row.result.case, row.numbers
         cells = [
-            format(row.numbers[key], form) if key in row.numbers else "-"
-            for key, form in columns.values()
+            format(found[key], form) if key in found else "-" for key, form in columns.values()
         ]
         table.add_row(row.label, str(case.bucket), str(case.input_len), *cells)
     return table
@@ -105,3 +113,111 @@ def step_bars(row: Row) -> dict[str, dict[str, float]]:
 
 def _title(simulated: float | None) -> str:
     return "decode steps" + (f" (acceptance SIMULATED at {simulated})" if simulated else "")
+
+
+# --- profile ---
+
+
+def grouped(by_name: Mapping[str, Mapping[str, float]]) -> dict[str, dict[str, float]]:
+    """Adds up what does the same work: `verify.07` -> `verify.01-35`, `verify.L7.attn` ->
+    `verify.L*.attn`; a chain's first and last segments stay alone. Rates are computed anew."""
+    last: dict[str, int] = {}
+    for chain, number in re.findall(r"^(\w+)\.(\d+)$", "\n".join(by_name), re.MULTILINE):
+        last[chain] = max(last.get(chain, 0), int(number))
+    groups: dict[str, dict[str, float]] = {}
+    for name, numbers in by_name.items():
+        line = re.sub(r"^(\w+)\.L\d+\.attn$", r"\1.L*.attn", name)
+        chain, _, number = name.partition(".")
+        if number.isdecimal() and 0 < int(number) < last[chain]:
+            line = f"{chain}.01-{last[chain] - 1:02d}"
+        group = groups.setdefault(line, {"num_names": 0.0})
+        group["num_names"] += 1
+        for key, value in numbers.items():
+            if not key.endswith("gbps"):
+                group[key] = group.get(key, 0.0) + value
+    for group in groups.values():
+        if group.get("read_bytes"):
+            group["achieved_gbps"] = group["read_bytes"] / group["busy_us"] / 1e3
+    return groups
+
+
+def print_report(
+    console: Console, title: str, numbers: Mapping[str, Any], num_kernels: int
+) -> None:
+    """Three tables: classes, chain steps, kernels. `numbers` is `Report.numbers()`."""
+    idle_percent = numbers["idle_percent"]
+    console.print(
+        f"{title}: mean of {numbers['num_steps']} steps\n"
+        f"wall {numbers['wall_mean_us']:.1f} us (p50 {numbers['wall_p50_us']:.1f})   "
+        f"busy {numbers['busy_mean_us']:.1f} us ({100 - idle_percent:.1f} %)   "
+        f"idle {numbers['idle_mean_us']:.1f} us ({idle_percent:.1f} %)",
+        markup=False,
+    )
+    busy, idle = numbers["busy_by_class"], numbers["idle_by_class"]
+    shown = [kind for kind in dict.fromkeys([*busy, *idle]) if busy.get(kind) or idle.get(kind)]
+    classes = [
+        [k.removesuffix("_us"), *(f"{part[k]:.1f}" if k in part else "-" for part in (busy, idle))]
+        for k in shown
+    ]
+    print_table(console, _table("class|busy us|idle us", classes))
+    steps = "step|count|busy us|idle us|MB|GB/s|floor us|/floor"
+    print_table(console, _table(steps, _step_rows(grouped(numbers["by_name"]))))
+    if numbers["kernels"].keys() != numbers["by_name"].keys():  # on the CPU a step is a kernel
+        rows = _kernel_rows(numbers["kernels"], num_kernels)
+        print_table(console, _table("us/step|calls/step|mean us|kernel", rows))
+
+
+def _table(header: str, rows: Iterable[Sequence[str]]) -> Table:
+    """Names to the left, numbers to the right."""
+    table = Table(box=box.SIMPLE)
+    for name in header.split("|"):
+        is_name = name in ("class", "step", "kernel")
+        table.add_column(name, justify="left" if is_name else "right", no_wrap=name != "kernel")
+    for row in rows:
+        table.add_row(*row)
+    return table
+
+
+def _step_rows(groups: Mapping[str, Mapping[str, float]]) -> Iterator[list[str]]:
+    for name, group in groups.items():
+        cells = [f"{group['num_names']:.0f}", f"{group['busy_us']:.1f}", f"{group['idle_us']:.1f}"]
+        rate, floor = ["-", "-"], ["-", "-"]
+        if "read_bytes" in group:
+            rate = [f"{group['read_bytes'] / 1e6:.1f}", f"{group['achieved_gbps']:.0f}"]
+        if us := group.get("floor_us"):
+            floor = [f"{us:.1f}", f"{group['busy_us'] / us:.2f}"]
+        yield [name, *cells, *rate, *floor]
+
+
+def _kernel_rows(kernels: Mapping[str, Mapping[str, float]], count: int) -> Iterator[list[str]]:
+    for name, kernel in list(kernels.items())[:count]:
+        cells = [f"{kernel['total_us']:.1f}", f"{kernel['num_calls']:.1f}"]
+        yield [*cells, f"{kernel['mean_us']:.2f}", escape(shorten(name))]
+    if rest := list(kernels.values())[count:]:
+        total, calls = (sum(kernel[key] for kernel in rest) for key in ("total_us", "num_calls"))
+        yield [f"{total:.1f}", f"{calls:.1f}", "", f"{len(rest)} more"]
+
+
+def shorten(kernel: str) -> str:
+    """A demangled name without its return type and parameters, cut to a line."""
+    name = re.sub(r"^(void|static void) ", "", kernel)
+    name = re.sub(r"\((?!anonymous).*$", "", name) or name
+    return name if len(name) <= MAX_KERNEL_NAME else name[: MAX_KERNEL_NAME - 2] + ".."
+
+
+def profile_picture(reports: Mapping[str, Report], mark: str, suffix: str) -> bytes:
+    """The reports in one picture: a bar of each mean step, and a median step of each on a line.
+
+    Args:
+        mark: what a reader of any panel must know, added to every title.
+    """
+    bars: dict[str, dict[str, float]] = {}
+    for name, report in reports.items():
+        bars[name] = {kind: report.per_step_us(ns) for kind, ns in report.busy_ns.items() if ns}
+        idle = {f"idle {k}": report.per_step_us(ns) for k, ns in report.idle_ns.items() if ns}
+        bars[name] |= idle
+    panels = [bars_panel(bars, f"mean step: busy and idle by class{mark}", "us")]
+    for name, report in reports.items():
+        spans = [(start / 1e3, end / 1e3, kind) for start, end, kind in report.timeline]
+        panels.append(timeline_panel(spans, f"a median step ({name}){mark}", "us"))
+    return render(panels, suffix)

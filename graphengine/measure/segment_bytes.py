@@ -9,6 +9,8 @@ head instead of a pre. The drafter's last segment reads a head as well, the targ
 from graphengine import names
 from graphengine.config.draft import DraftConfig, DraftSpec
 from graphengine.config.model import ModelConfig
+from graphengine.config.options import DraftQuantization
+from graphengine.drafters.dflash import MAX_QUANTIZED_ROWS
 from graphengine.models import decoder, dflash
 from graphengine.models.weight import Weight, num_matrix_elements
 
@@ -44,9 +46,16 @@ def segment_bytes(
     return found
 
 
+def draft_itemsize(
+    draft: DraftSpec, itemsize: int, quantization: DraftQuantization, num_requests: int
+) -> int:
+    """Bytes per weight that a bucket's drafter reads: 1 where it runs its rounded weights."""
+    num_rows = num_requests * draft.block_size
+    return 1 if num_rows <= MAX_QUANTIZED_ROWS[quantization] else itemsize
+
+
 def _stack(chain: str, model: ModelConfig, head: tuple[Weight, ...]) -> dict[str, int]:
-    """Weights of a stack's dense segments: `post(i - 1) + pre(i)`, the head in place of the last
-    pre."""
+    """Weights of a stack's dense segments."""
     pre, post = [], [0]
     pairs = zip(decoder.layer_kinds(model), decoder.layer_weights(model), strict=True)
     for (mixer, _), (of_mixer, of_ffn) in pairs:

@@ -2,21 +2,18 @@
 
 Inductor, Triton and FlashInfer each keep what they compile in a folder of their own. The command
 line points the three at one folder per platform, `<root>/<platform>/{inductor,triton,flashinfer}`,
-before they are imported: whatever was compiled once is found by every later start. That folder is
-the artifact, and `graphengine compile --output FILE` packs it.
+before they are imported, so that every later start finds what was compiled once. That folder is the
+artifact; `graphengine compile --output FILE` packs it.
 
-Why a folder and not `torch.compiler.save_cache_artifacts()` (bundled pair, bucket 1, Inductor's C++
-backend, 2-core CPU, torch 2.13): first run of the segments 24.3 s cold and 3.6 s from the folder,
-but 16.0 s from saved artifacts in an empty folder, since they hold graphs and no C++ objects; and
-kernels that Triton compiles outside of Inductor, or FlashInfer builds, are not in them at all.
+Why not `torch.compiler.save_cache_artifacts()`: it holds graphs, but no C++ objects, nor what
+Triton compiles outside of Inductor or FlashInfer builds. First run of the segments (bundled pair,
+bucket 1, 2-core CPU, torch 2.13): 24.3 s cold, 3.6 s from the folder, 16.0 s from such artifacts.
 
-Invariant: the three, and our segments in Inductor's folder (capture/precompiled.py), look their
-code up by a hash of source, shapes, target and versions. So what does not fit is missed and
-compiled anew, never run; the platform in the folder's name and the manifest exist to tell people
-which part differs.
-Moved folders: Triton's groups hold absolute paths and are rewritten when unpacked. FlashInfer's
-ninja files hold them too, so its modules are found only where the root and the packages lie at the
-same paths as before; elsewhere FlashInfer builds them again.
+Invariant: the three, and our segments in Inductor's folder (capture/precompiled.py), look code up
+by a hash of source, shapes, target and versions: what does not fit is missed and compiled anew,
+never run. The platform in the folder's name and the manifest tell people which part differs.
+Moved folders: absolute paths in Triton's groups are rewritten when unpacked. FlashInfer's ninja
+files hold them too: it builds its modules again unless root and packages lie where they did.
 Trust: an artifact holds machine code and pickles that torch loads. Use only your own.
 """
 
@@ -36,8 +33,8 @@ import shutil
 import tarfile
 import tempfile
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Mapping
+from contextlib import ExitStack, suppress
 from dataclasses import asdict
 from importlib import metadata
 from pathlib import Path
@@ -86,10 +83,9 @@ class Store(NamedTuple):
 def compiler_files() -> dict[str, str]:
     """Environment variable -> Triton's own ptxas and libdevice, for as many as there are.
 
-    Triton's keys contain both. Unless the environment names them, Inductor points Triton at torch's
-    or CUDA's instead, but only once it compiles something itself: a start that found everything
-    compiled looked for our kernels under other keys than the start that had compiled them (22 of
-    30, and 73 of 73 through the Python API, on an H200, torch 2.11).
+    Triton's keys contain both. Inductor, once it compiles something, points Triton at torch's or
+    CUDA's unless the environment names them: a start that found everything compiled looked for our
+    kernels under other keys (22 of 30; 73 of 73 through the Python API; H200, torch 2.11).
     """
     spec = importlib.util.find_spec("triton")
     if spec is None or spec.origin is None:
@@ -109,9 +105,7 @@ def cpp_compiler() -> str | None:
 
 def name_compilers_() -> None:
     """Sets `compiler_files` and what Triton is to assume, where the user has named nothing.
-
-    Mutates: os.environ.
-    """
+    Mutates: os.environ."""
     for name, path in compiler_files().items():
         os.environ.setdefault(name, path)
     os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # the default up to 3.9, which warns
@@ -154,16 +148,14 @@ def platform_parts(device: str) -> Parts:
 
 def engine_parts(config: EngineConfig, target: ModelConfig, draft: DraftSpec | None) -> Parts:
     """What one start compiled: shapes of the models, buckets, modes, our own code."""
-
     from graphengine.capture.precompiled import loaded_code  # here: it imports torch
     from graphengine.decode.segments import first_segment
     from graphengine.kernels.accept import accept_and_advance_
     from graphengine.kernels.block_attention import block_attention
 
-    # Functions whose modules reach all of ours that is compiled. Not those of capture, which hold
-    # what they have compiled so far; its settings are in a segment's own key.
-    functions = (first_segment, accept_and_advance_, block_attention)
-    reached = [loaded_code(function) for function in functions]
+    # Their modules reach all of ours that is compiled. Not those of capture, which hold what they
+    # have compiled so far; its settings are in a segment's own key.
+    reached = [loaded_code(f) for f in (first_segment, accept_and_advance_, block_attention)]
 
     def shapes(model: ModelConfig) -> str:
         heads = f"{model.num_attention_heads}/{model.num_key_value_heads}x{model.head_dim}"
@@ -174,18 +166,16 @@ def engine_parts(config: EngineConfig, target: ModelConfig, draft: DraftSpec | N
     if draft is not None:
         layers = "; ".join(map(shapes, draft.models)) or "n-gram"
         drafter = f"{layers}, block {draft.block_size} [{_hash(asdict(draft))}]"
-    numbers = ",".join(map(str, config.num_speculative_tokens)) or "none"
-    if len(set(config.num_speculative_tokens)) == 1:  # so that more buckets are one difference
-        numbers = str(config.num_speculative_tokens[0])
+    numbers = config.num_speculative_tokens
+    if len(set(numbers)) == 1:  # so that more buckets are one difference
+        numbers = numbers[:1]
+    names = ("dtype", "graph_mode", "attention_backend", "draft_quantization")
     return {
         "target": shapes(target),
         "draft": drafter,
         "buckets": ",".join(map(str, config.buckets)),
-        "dtype": config.dtype,
-        "graph_mode": config.graph_mode,
-        "attention_backend": config.attention_backend,
-        "draft_quantization": config.draft_quantization,
-        "num_speculative_tokens": numbers,
+        **{name: getattr(config, name) for name in names},
+        "num_speculative_tokens": ",".join(map(str, numbers)) or "none",
         "compile": "yes" if config.compile else "no",
         "page_size": str(config.page_size),
         "code": _hash(reached),
@@ -194,10 +184,9 @@ def engine_parts(config: EngineConfig, target: ModelConfig, draft: DraftSpec | N
 
 def differences(there: Mapping[str, str], here: Mapping[str, str]) -> list[str]:
     """`name: x there, y here` of every part that differs."""
-    names = [*here, *(name for name in there if name not in here)]
     return [
         f"{name}: {there.get(name, 'nothing')} there, {here.get(name, 'nothing')} here"
-        for name in names
+        for name in {**here, **there}
         if there.get(name) != here.get(name)
     ]
 
@@ -221,24 +210,21 @@ def _gpu() -> tuple[str, str, str] | None:
     except OSError:
         return None
     device, name = ctypes.c_int(), ctypes.create_string_buffer(256)
-    numbers = [ctypes.c_int() for _ in range(3)]
-    major, minor, version = map(ctypes.byref, numbers)
-    calls = (
-        lambda: driver.cuInit(0),
-        lambda: driver.cuDeviceGet(ctypes.byref(device), 0),
-        lambda: driver.cuDeviceGetName(name, 256, device),
-        lambda: driver.cuDeviceGetAttribute(major, 75, device),  # COMPUTE_CAPABILITY_MAJOR
-        lambda: driver.cuDeviceGetAttribute(minor, 76, device),
-        lambda: driver.cuDriverGetVersion(version),
-    )
-    if any(call() for call in calls):
+    major, minor, version = [ctypes.c_int() for _ in range(3)]
+    if (
+        driver.cuInit(0)
+        or driver.cuDeviceGet(ctypes.byref(device), 0)
+        or driver.cuDeviceGetName(name, 256, device)
+        or driver.cuDeviceGetAttribute(ctypes.byref(major), 75, device)  # COMPUTE_CAPABILITY_MAJOR
+        or driver.cuDeviceGetAttribute(ctypes.byref(minor), 76, device)
+        or driver.cuDriverGetVersion(ctypes.byref(version))
+    ):
         return None
-    found = [number.value for number in numbers]
     try:
         installed = Path("/sys/module/nvidia/version").read_text().strip()
     except OSError:
-        installed = f"CUDA {found[2] // 1000}.{found[2] % 1000 // 10}"
-    return name.value.decode(), f"{found[0]}.{found[1]}", installed
+        installed = f"CUDA {version.value // 1000}.{version.value % 1000 // 10}"
+    return name.value.decode(), f"{major.value}.{minor.value}", installed
 
 
 def _cpu() -> str:
@@ -247,13 +233,10 @@ def _cpu() -> str:
         text = Path("/proc/cpuinfo").read_text()
     except OSError:
         return platform.processor() or platform.machine()
-
-    def value(keys: str) -> str:
-        found = re.search(rf"^(?:{keys})\s*:\s*(.+)$", text, re.MULTILINE)
-        return found[1].strip() if found else "unknown"
-
-    flags = sorted(value("flags|Features").split())
-    return f"{value('model name')} [{_hash(flags)}]"
+    lines = re.findall(r"^(model name|flags|Features)\s*:\s*(.+)$", text, re.MULTILINE)
+    found = dict(reversed(lines))  # of the first one
+    flags = found.get("flags", found.get("Features", "unknown")).split()
+    return f"{found.get('model name', 'unknown').strip()} [{_hash(sorted(flags))}]"
 
 
 # --- the folder ---
@@ -267,11 +250,23 @@ def num_files(folder: Path) -> int:
 def record_(folder: Path, parts: Parts, compiled: Parts) -> None:
     """Notes in the folder's manifest that a start with `compiled` has filled it.
 
+    One process at a time, so that none drops what another records meanwhile. Where locking is
+    impossible, as if alone: compiled code is found without its entry.
     Mutates: the manifest; one entry per distinct `compiled`.
     """
-    with _locked(folder):
+    folder.mkdir(parents=True, exist_ok=True)
+    with ExitStack() as stack:
+        with suppress(ImportError, OSError):
+            import fcntl  # on POSIX alone
+
+            # It stays: two processes could each lock a file that is removed.
+            file = stack.enter_context((folder / LOCK).open("w"))
+            fcntl.flock(file, fcntl.LOCK_EX)
         entries = [entry for entry in _entries(folder) if entry != compiled]
-        _write_manifest(folder, parts, [*entries, compiled])
+        manifest = {"version": VERSION, "platform": parts, "compiled": [*entries, compiled]}
+        part = folder / f"{MANIFEST}.{os.getpid()}"
+        part.write_text(json.dumps(manifest, indent=2) + "\n")
+        part.replace(folder / MANIFEST)
 
 
 def nearest(folder: Path, wanted: Parts) -> list[str] | None:
@@ -280,36 +275,11 @@ def nearest(folder: Path, wanted: Parts) -> list[str] | None:
     return min(found, key=len) if found else None
 
 
-@contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    """One process at a time, so that none drops what another records meanwhile. Where locking is
-    impossible, as if alone: compiled code is found without its entry.
-
-    The lock file stays, since two processes could each lock a file that is removed.
-    """
-    with ExitStack() as stack:
-        with suppress(ImportError, OSError):
-            import fcntl  # on POSIX alone
-
-            folder.mkdir(parents=True, exist_ok=True)
-            file = stack.enter_context((folder / LOCK).open("w"))
-            fcntl.flock(file, fcntl.LOCK_EX)
-        yield
-
-
 def _entries(folder: Path) -> list[Parts]:
     try:
         return _parse((folder / MANIFEST).read_bytes())["compiled"]
     except (OSError, ValueError, RecursionError):
         return []
-
-
-def _write_manifest(folder: Path, parts: Parts, entries: Iterable[Parts]) -> None:
-    manifest = {"version": VERSION, "platform": parts, "compiled": list(entries)}
-    folder.mkdir(parents=True, exist_ok=True)
-    part = folder / f"{MANIFEST}.{os.getpid()}"
-    part.write_text(json.dumps(manifest, indent=2) + "\n")
-    part.replace(folder / MANIFEST)
 
 
 def _parse(text: bytes) -> dict[str, Any]:
@@ -360,9 +330,8 @@ def pack(folder: Path, file: Path) -> int:
 
 
 def unpack(file: Path, into: Store) -> list[str]:
-    """Adds an artifact's compiled code to this platform's folder.
-
-    Files that are there already stay. Mutates: `into.folder`.
+    """Adds an artifact's compiled code to this platform's folder, where files that are there stay.
+    Mutates: `into.folder`.
 
     Returns:
         The parts of the platform that differ; then nothing was unpacked.
@@ -377,13 +346,13 @@ def unpack(file: Path, into: Store) -> list[str]:
         with gzip.open(file) as stream, tarfile.open(fileobj=stream, mode="r:") as tar:
             room = MAX_SMALL_BYTES + MAX_RATIO * os.path.getsize(file)
             first = tar.next()
-            is_manifest = first is not None and first.isfile() and first.name == MANIFEST
-            content = tar.extractfile(first) if first and is_manifest else None
+            content = None
+            if first is not None and first.isfile() and first.name == MANIFEST:
+                content = tar.extractfile(first)
             if content is None:
                 raise ValueError("it does not begin with a manifest")
             manifest = _parse(content.read(MAX_MANIFEST_BYTES))
-            found = differences(manifest["platform"], into.parts)
-            if found:
+            if found := differences(manifest["platform"], into.parts):
                 return found
             for member in tar:
                 if member is first:
@@ -418,9 +387,9 @@ def _adopt(fresh: Path, folder: Path) -> None:
             if not isinstance(children, dict):
                 raise ValueError(f"{source.name} is no group of Triton's")
             place = (folder / source.relative_to(fresh)).parent
-            group["child_paths"] = {
-                name: str(place / Path(str(path)).name) for name, path in children.items()
-            }
+            for name, path in children.items():
+                children[name] = str(place / Path(str(path)).name)
+            group["child_paths"] = children
             source.write_text(json.dumps(group))
     for source in files:
         goal = folder / source.relative_to(fresh)

@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ContextDecorator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -23,19 +23,10 @@ from graphengine import names
 from graphengine.capture.compile import CacheCounts, cache_counts
 from graphengine.capture.runners import run_chain
 from graphengine.capture.torch_internals import import_inductor
+from graphengine.checkpoints import weights as loading
 from graphengine.checkpoints.hub import PRESETS, resolve
 from graphengine.checkpoints.pairs import NGRAM, named_pair, read_json, read_stop_ids
 from graphengine.checkpoints.tokenizer import Tokenizer, load_tokenizer
-from graphengine.checkpoints.weights import (
-    Checkpoint,
-    RandomSource,
-    draft_vocabulary,
-    draft_weights,
-    quantized_draft_weights,
-    read_headers,
-    target_weights,
-    tree_bytes,
-)
 from graphengine.config.draft import DraftConfig, DraftSpec, NgramConfig
 from graphengine.config.draft_formats import parse_draft
 from graphengine.config.draft_length import longest_draft
@@ -65,6 +56,9 @@ from graphengine.startup.options import resolve_options
 from graphengine.startup.warmup import EAGER_ROWS, warm_up
 
 SWITCH_INTERVAL_S = 0.0002
+_LOG = logging.getLogger(__name__)
+_TURNS = threading.Lock()
+_INTERVALS: list[float] = []  # before each start that is under way; the first is the process's
 
 Progress = Callable[[str, float], None]
 """Called with (what is being done, share done in 0 .. 1)."""
@@ -84,33 +78,27 @@ class Built:
     memory_plan: MemoryPlan
 
 
-class _TakingTurns(ContextDecorator):
+@contextmanager
+def _taking_turns() -> Iterator[None]:
     """Inside, a thread waits 0.2 ms for Python's lock instead of 5.
 
     Weights are read and drawn by many short calls without the lock, and behind each the caller
     waits for it while another thread imports: 2.1 s instead of 0.15 (8B, random weights, one H200).
     Mutates: the process's switch interval, until the last of the starts inside has ended.
     """
-
-    _lock, _depth, _before = threading.Lock(), 0, 0.0
-
-    def __enter__(self) -> None:
-        cls = type(self)
-        with cls._lock:
-            if cls._depth == 0:
-                cls._before = sys.getswitchinterval()
-                sys.setswitchinterval(min(SWITCH_INTERVAL_S, cls._before))
-            cls._depth += 1
-
-    def __exit__(self, *error: object) -> None:
-        cls = type(self)
-        with cls._lock:
-            cls._depth -= 1
-            if cls._depth == 0:
-                sys.setswitchinterval(cls._before)
+    with _TURNS:
+        _INTERVALS.append(sys.getswitchinterval())
+        sys.setswitchinterval(min(SWITCH_INTERVAL_S, _INTERVALS[0]))
+    try:
+        yield
+    finally:
+        with _TURNS:
+            before = _INTERVALS.pop()
+            if not _INTERVALS:
+                sys.setswitchinterval(before)
 
 
-@_TakingTurns()
+@_taking_turns()
 @torch.inference_mode(False)  # what a caller's made would be of no use outside of it
 def build(
     target_name: str | Path,
@@ -148,10 +136,8 @@ def build(
         name_compilers_()
     if "flashinfer" in (config.attention_backend, config.prefill_attention_backend):
         # Prefills run the target's attention alone.
-        decodes = config.attention_backend == "flashinfer"
-        flashinfer_imported = compile_flashinfer_ahead(
-            dtype, target_config, draft_config if decodes else None
-        )
+        drafter = draft_config if config.attention_backend == "flashinfer" else None
+        flashinfer_imported = compile_flashinfer_ahead(dtype, target_config, drafter)
     if config.compile:
         use_own_folder_()
     compilers = _prepare_compilers(config, flashinfer_imported)
@@ -161,63 +147,56 @@ def build(
         draft_config,
         device_memory(config.device),
         length_is_explicit=options.max_model_len is not None,
-        draft_names=read_headers(draft_dir) if draft_dir is not None and not is_dummy else (),
+        draft_names=() if draft_dir is None or is_dummy else loading.read_headers(draft_dir),
     )
     config = replace(config, max_model_len=plan.max_model_len)
 
-    def source(directory: Path, seed: int) -> Checkpoint | RandomSource:
+    def source(directory: Path, seed: int) -> loading.TensorSource:
         if is_dummy:
-            return RandomSource(
-                device, dtype, seed, is_uniform=options.load_format == "dummy-uniform"
-            )
-        what = f"loading {directory.name}"
-        return Checkpoint(
-            directory, device, dtype, lambda done, total: progress(what, done / total)
-        )
+            is_uniform = options.load_format == "dummy-uniform"
+            return loading.RandomSource(device, dtype, seed, is_uniform=is_uniform)
+
+        def loaded(done: int, total: int) -> None:
+            progress(f"loading {directory.name}", done / total)
+
+        return loading.Checkpoint(directory, device, dtype, loaded)
 
     positions = num_positions(config.max_model_len, block)
     with names.range_("load"), torch.no_grad():
-        weights = target_weights(source(target_dir, 0), target_config, positions, device)
-        drafter_weights = vocabulary = None
+        weights = loading.target_weights(source(target_dir, 0), target_config, positions, device)
+        dflash: Callable[..., DFlash] | None = None
         if draft_dir is not None and isinstance(draft_config, DraftConfig):
-            drafter_source = source(draft_dir, 1)
-            vocabulary = draft_vocabulary(drafter_source, draft_config, weights)
-            drafter_weights = draft_weights(drafter_source, draft_config, positions, device)
-        quantized = quantized_head = None
-        max_quantized_rows = MAX_QUANTIZED_ROWS[config.draft_quantization]
-        if max_quantized_rows and drafter_weights is not None and vocabulary:
-            quantized = quantized_draft_weights(drafter_weights)
-            quantized_head = quantize_fp8(vocabulary.lm_head_VD)
-        trees = (weights, vocabulary, drafter_weights, quantized, quantized_head)
-        if device.type == "cuda":  # what loading has cached must not fragment the pool
-            torch.cuda.empty_cache()
-        num_pages = plan.num_pages
-        target = Target(
-            config=target_config,
-            weights=weights,
-            kv_pool=make_pool(target_config, num_pages, config.page_size, dtype, device),
-        )
-        proposer: Proposer = NoDraft()
-        if isinstance(draft_config, NgramConfig):
-            proposer = Ngram(config=draft_config, num_positions=positions)
-        elif draft_config is not None and drafter_weights is not None and vocabulary is not None:
-            proposer = DFlash(
+            of_draft = source(draft_dir, 1)
+            vocabulary = loading.draft_vocabulary(of_draft, draft_config, weights)
+            layers = loading.draft_weights(of_draft, draft_config, positions, device)
+            max_rows = MAX_QUANTIZED_ROWS[config.draft_quantization]
+            dflash = partial(
+                DFlash,
                 config=draft_config,
-                target=target,
-                weights=drafter_weights,
+                weights=layers,
                 embed_VD=vocabulary.embed_VD,
                 lm_head_VD=vocabulary.lm_head_VD,
                 target_ids_V=vocabulary.target_ids_V,
-                quantized=quantized,
-                quantized_lm_head_VD=quantized_head,
-                max_quantized_rows=max_quantized_rows,
-                kv_pool=make_pool(draft_config.model, num_pages, config.page_size, dtype, device),
+                quantized=loading.quantized_draft_weights(layers) if max_rows else None,
+                quantized_lm_head_VD=quantize_fp8(vocabulary.lm_head_VD) if max_rows else None,
+                max_quantized_rows=max_rows,
             )
+        if device.type == "cuda":  # what loading has cached must not fragment the pool
+            torch.cuda.empty_cache()
+
+        def pool(model: ModelConfig) -> torch.Tensor:
+            return make_pool(model, plan.num_pages, config.page_size, dtype, device)
+
+        target = Target(config=target_config, weights=weights, kv_pool=pool(target_config))
+        proposer: Proposer = NoDraft()
+        if isinstance(draft_config, NgramConfig):
+            proposer = Ngram(config=draft_config, num_positions=positions)
+        elif dflash is not None and draft_config is not None:
+            proposer = dflash(target=target, kv_pool=pool(draft_config.model))
         simulation = None
         if config.simulate_acceptance is not None:
-            simulation = make_simulation(
-                config.simulate_acceptance, max(config.buckets), num_draws, device
-            )
+            drawn = config.simulate_acceptance, max(config.buckets), num_draws
+            simulation = make_simulation(*drawn, device)
     load_s = time.perf_counter() - began
     for thread in compilers:
         thread.join()
@@ -252,10 +231,10 @@ def build(
             *(config, target, proposer, positions, simulation),
             progress=lambda what: progress(what, 0.0),
         )
-        ahead = builder.build_ahead(
-            _built_ahead(options, config.buckets),
-            prefill_kernels(),
-        )
+        sizes = config.buckets
+        if options.lazy_capture:  # before the first request, its own alone
+            sizes = (next((x for x in sizes if x >= options.first_batch), sizes[-1]),)
+        ahead = builder.build_ahead(sizes, prefill_kernels())
         prefill = replace(prefill, fixed=tuple(map(fixed_chunk, config.prefill_sizes)))
         builder.capture_chunks(prefill.fixed)
     builders = [builder]
@@ -265,17 +244,14 @@ def build(
         began = time.perf_counter()
         plain = replace(config, num_speculative_tokens=(), simulate_acceptance=None)
         with names.range_("capture"), torch.inference_mode(False), torch.no_grad():
-            builders.append(
-                BucketBuilder(plain, target, NoDraft(), positions, workspace=builder.workspace)
-            )
-            lane = Lane(plain, builders[-1], builders[-1].build_ahead(config.buckets))
-        logging.getLogger(__name__).info(
-            "plain decode built in %.2f s", time.perf_counter() - began
-        )
+            own = BucketBuilder(plain, target, NoDraft(), positions, workspace=builder.workspace)
+            builders.append(own)
+            lane = Lane(plain, own, own.build_ahead(config.buckets))
+        _LOG.info("plain decode built in %.2f s", time.perf_counter() - began)
         return lane
 
     loop = DecodeLoop(
-        *(config, Lane(config, builder, ahead), prefill, PageAllocator(num_pages)),
+        *(config, Lane(config, builder, ahead), prefill, PageAllocator(plan.num_pages)),
         build_plain if draft_config is not None else None,
     )
     if options.prepare_plain_decode and loop.fallback is not None:
@@ -292,9 +268,9 @@ def build(
         compiler_wait_s=compiler_wait_s,
         capture_s=sum(part.times.capture_s for part in builders),
         warmup_s=time.perf_counter() - began,
-        weight_bytes=tree_bytes(trees),
+        weight_bytes=loading.tree_bytes((weights, proposer.tensors)),
         kv_pool_bytes=plan.kv_pool_bytes,
-        num_pages=num_pages,
+        num_pages=plan.num_pages,
         num_graphs=sum(part.pool.num_graphs for part in builders if part.pool),
         num_compiled=counts.num_misses,
         num_cache_hits=counts.num_hits,
@@ -321,23 +297,19 @@ def _prepare_compilers(
     Cache keys and the driver import nothing that importing this module has not. What fails here
     fails again where a kernel is compiled, with a caller, if the start goes on.
     """
-    imports: list[Callable[[], object]] = []
+    imports: list[Callable[[], object]] = [import_inductor] if config.compile else []
     if flashinfer_imported is not None:
-        imports.append(flashinfer_imported.wait)
-    if config.compile:
-        imports.append(import_inductor)
+        imports.insert(0, flashinfer_imported.wait)
 
     def run(steps: list[Callable[[], object]]) -> None:
         for step in steps:
             try:
                 step()
             except Exception:
-                logging.getLogger(__name__).info("%s failed", step, exc_info=True)
+                _LOG.info("%s failed", step, exc_info=True)
 
     keys = [settle_cache_keys, load_driver] if config.device == "cuda" else []
-    threads = [
-        threading.Thread(target=run, args=(steps,), daemon=True) for steps in (imports, keys)
-    ]
+    threads = [threading.Thread(target=run, args=(work,), daemon=True) for work in (imports, keys)]
     for thread in threads:
         thread.start()
     return threads
@@ -359,10 +331,3 @@ def read_configs(target_name: str | Path, draft_name: str | Path | None) -> tupl
     draft = parse_draft(*read_json(directory / "config.json"))
     draft.check_target(target, str(directory))
     return target, draft
-
-
-def _built_ahead(options: Options, buckets: tuple[int, ...]) -> tuple[int, ...]:
-    """Which of the ascending sizes are built before the first request."""
-    if not options.lazy_capture:
-        return buckets
-    return (next((size for size in buckets if size >= options.first_batch), buckets[-1]),)

@@ -3,10 +3,10 @@
     pool = what may be filled - (weights + fp8 copies + rope tables + step buffers + prefill
                                  + attention workspaces + activations + plain decode + margin)
 
-Why before: a pair that cannot fit is refused in a second instead of after 16 GB of weights, and the
-pool never takes the memory that a prefill or a capture needs later. Weights, rope tables and
-buffers are exact: the loader's own builders run on tensors without bytes. Activations and graph
-pools are estimates from above (`workspace`); `GPU_MARGIN_BYTES` covers what no shape tells.
+Why before: a pair that cannot fit is refused in a second, not after 16 GB of weights, and the pool
+never takes what a prefill or a capture needs later. Weights, rope tables and buffers are exact: the
+loader's own builders run on tensors without bytes. Activations and graph pools are estimates from
+above (`workspace`); `GPU_MARGIN_BYTES` covers what no shape tells.
 Invariant: pages for a whole request are reserved at its admission, so a pool of any size that holds
 one request runs every mix of requests to its end.
 """
@@ -15,21 +15,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, NamedTuple, cast
 
 import torch
-from torch import Tensor
 
-from graphengine.checkpoints.weights import (
-    ShapeSource,
-    distinct_tensors,
-    draft_vocabulary_shapes,
-    draft_weights,
-    quantized_draft_weights,
-    target_weights,
-    tree_bytes,
-)
+from graphengine.checkpoints import weights as loading
 from graphengine.config.bytesize import format_bytes
 from graphengine.config.draft import DraftSpec, NgramConfig
 from graphengine.config.engine import EngineConfig
@@ -42,13 +33,8 @@ from graphengine.drafters.dflash import DFlash
 from graphengine.drafters.ngram import Ngram
 from graphengine.drafters.none import NoDraft
 from graphengine.models.layers import quantize_fp8
-from graphengine.startup.workspace import (
-    META,
-    activation_bytes,
-    bucket_scratch_bytes,
-    prefill_bytes,
-    shared_scratch_bytes,
-)
+from graphengine.startup import workspace
+from graphengine.startup.workspace import META
 
 CPU_POOL_BYTES = 4 << 30
 # CUDA and Triton modules that load after the measurement, cuBLAS workspaces, fragmentation.
@@ -129,11 +115,8 @@ class MemoryPlan:
         ]
 
 
-_FIXED = (
-    *("target_weight_bytes", "draft_weight_bytes", "quantized_weight_bytes", "rope_table_bytes"),
-    *("step_buffer_bytes", "prefill_bytes", "attention_workspace_bytes", "activation_bytes"),
-    *("plain_decode_bytes", "margin_bytes"),
-)
+_NAMES = [field.name for field in fields(MemoryPlan)]
+_FIXED = _NAMES[_NAMES.index("target_weight_bytes") : _NAMES.index("kv_page_bytes")]
 
 
 def device_memory(device: str) -> DeviceMemory | None:
@@ -171,8 +154,8 @@ def plan_memory(
     Args:
         draft: as the bucket with the longest block runs it.
         memory: of the GPU before loading; None on the CPU.
-        length_is_explicit: whether the user chose `config.max_model_len`; a default is lowered to
-            what the pool holds, a choice is refused.
+        length_is_explicit: the user chose `config.max_model_len`; a default is lowered to what the
+            pool holds, a choice is refused.
         draft_names: the drafter's tensors; an embedding and a head of its own count in full, even
             if they turn out to equal the target's.
 
@@ -220,20 +203,18 @@ def _pool_room(plan: MemoryPlan, config: EngineConfig) -> int:
 
 def _too_small(plan: MemoryPlan, config: EngineConfig, room: int, length: int) -> str:
     needed = (plan.max_request_pages + 1) * plan.kv_page_bytes  # and the null page
-    if length >= 2:
-        remedy = f"the longest that fits is {length} tokens"
-    elif config.kv_cache_memory is not None or plan.budget_bytes is None:
-        remedy = "the longest that fits is 0 tokens; raise --kv-cache-memory or lower --page-size"
-    else:
-        remedy = (
-            "the longest that fits is 0 tokens; free memory of the GPU, raise "
-            "--gpu-memory-utilization, or lower the largest --bucket"
-        )
+    remedy = f"the longest that fits is {length if length >= 2 else 0} tokens"
+    if length < 2 and (config.kv_cache_memory is not None or plan.budget_bytes is None):
+        remedy += "; raise --kv-cache-memory or lower --page-size"
+    elif length < 2:
+        remedy += "; free memory of the GPU, raise --gpu-memory-utilization, or lower the largest "
+        remedy += "--bucket"
+    if config.page_size > 16:
+        remedy += "; smaller pages waste less: --page-size 16"
     return (
         f"--max-model-len {plan.max_model_len} needs {format_bytes(needed)} of K/V for one "
         f"request, {format_bytes(max(room, 0))} are left beside {format_bytes(plan.fixed_bytes)} "
         f"for weights and work space; {remedy}"
-        + ("; smaller pages waste less: --page-size 16" if config.page_size > 16 else "")
     )
 
 
@@ -245,68 +226,60 @@ def _plan(
     draft_names: Collection[str],
 ) -> MemoryPlan:
     """Every part for `config.max_model_len`; the pool's pages are still to be filled in."""
-    on_gpu = config.device == "cuda"
     dtype: torch.dtype = getattr(torch, config.dtype)
     block = draft.num_verify_rows if draft else 1
     positions = num_positions(config.max_model_len, block)
-    drafter, fp8, proposer = (), (), cast(Proposer, NoDraft())
+    num_sms, width = memory.num_sms if memory else 1, pages_for(positions, config.page_size)
+    models = [target, *(draft.models if draft else ())]
+    drafter, copies, proposer = (), (), cast(Proposer, NoDraft())
+    plain = 0
     try:
-        weights = target_weights(ShapeSource(dtype), target, positions, META)
+        weights = loading.target_weights(loading.ShapeSource(dtype), target, positions, META)
         ropes = [weights.rope_PH]
         if isinstance(draft, NgramConfig):
             proposer = Ngram(config=draft, num_positions=positions)
         elif draft is not None:
-            source = ShapeSource(dtype, draft_names)
-            vocabulary = draft_vocabulary_shapes(source, draft)
-            layers = draft_weights(source, draft, positions, META)
+            source = loading.ShapeSource(dtype, draft_names)
+            vocabulary = loading.draft_vocabulary_shapes(source, draft)
+            layers = loading.draft_weights(source, draft, positions, META)
+            drafter = vocabulary, layers
             ropes.append(layers.rope_PH)
-            drafter = tuple(distinct_tensors((vocabulary, layers)))
-            nothing = torch.empty(0, device=META)
-            proposer = DFlash(
-                config=draft,
-                weights=layers,
-                embed_VD=nothing,
-                lm_head_VD=nothing,
-                kv_pool=nothing,
-            )
+            no = torch.empty(0, device=META)
+            proposer = DFlash(config=draft, weights=layers, embed_VD=no, lm_head_VD=no, kv_pool=no)
             if config.draft_quantization != "none":
-                _, own_head, _ = vocabulary
-                head = weights.lm_head_VD if own_head is None else own_head
-                copies = quantized_draft_weights(layers), quantize_fp8(head)
-                fp8 = _without(copies, drafter)
-        num_sms, width = memory.num_sms if memory else 1, pages_for(positions, config.page_size)
-        scratch = bucket_scratch_bytes(config, target, draft, width, num_sms)
+                head = weights.lm_head_VD if vocabulary[1] is None else vocabulary[1]
+                copies = loading.quantized_draft_weights(layers), quantize_fp8(head)
+        scratch = workspace.bucket_scratch_bytes(config, target, draft, width, num_sms)
         buffers = _buffer_bytes(config, target, proposer, width)
-        plain = 0
         if draft is not None:
-            plain = bucket_scratch_bytes(config, target, None, width, num_sms)
+            plain = workspace.bucket_scratch_bytes(config, target, None, width, num_sms)
             plain += _buffer_bytes(config, target, NoDraft(), width)
-            plain += activation_bytes(config, target, None, dtype.itemsize)
+            plain += workspace.activation_bytes(config, target, None, dtype.itemsize)
     except (RuntimeError, TypeError) as error:  # a size past 2^63
         reason = str(error).partition("\n")[0]
         raise ValueError(
             "the configs, --bucket and --page-size describe tensors of impossible size "
             f"({reason}); lower what is huge"
         ) from error
-    models = [target, *(draft.models if draft else ())]
-    kv_page = sum(page_bytes(model, config.page_size, dtype.itemsize) for model in models)
     budget = None
     if memory is not None:
         unusable = (1 - config.gpu_memory_utilization) * memory.total_bytes
         budget = int(memory.free_bytes - unusable)
+    sizes = config, target, draft, dtype.itemsize
+    draft_bytes = loading.tree_bytes(drafter)
     return MemoryPlan(
         budget_bytes=budget,
-        target_weight_bytes=tree_bytes(weights) - tree_bytes(weights.rope_PH),
-        draft_weight_bytes=tree_bytes(drafter) - tree_bytes(tuple(ropes[1:])),
-        quantized_weight_bytes=tree_bytes(fp8),
-        rope_table_bytes=tree_bytes(tuple(ropes)),
+        target_weight_bytes=loading.tree_bytes(weights) - loading.tree_bytes(weights.rope_PH),
+        draft_weight_bytes=draft_bytes - loading.tree_bytes(tuple(ropes[1:])),
+        quantized_weight_bytes=loading.tree_bytes((drafter, copies)) - draft_bytes,
+        rope_table_bytes=loading.tree_bytes(tuple(ropes)),
         step_buffer_bytes=buffers,
-        prefill_bytes=prefill_bytes(config, target, draft, dtype.itemsize),
-        attention_workspace_bytes=shared_scratch_bytes(config) + scratch,
-        activation_bytes=activation_bytes(config, target, draft, dtype.itemsize),
+        prefill_bytes=workspace.prefill_bytes(*sizes),
+        attention_workspace_bytes=workspace.shared_scratch_bytes(config) + scratch,
+        activation_bytes=workspace.activation_bytes(*sizes),
         plain_decode_bytes=plain,
-        margin_bytes=GPU_MARGIN_BYTES if on_gpu else 0,
-        kv_page_bytes=kv_page,
+        margin_bytes=GPU_MARGIN_BYTES if config.device == "cuda" else 0,
+        kv_page_bytes=sum(page_bytes(m, config.page_size, dtype.itemsize) for m in models),
         page_size=config.page_size,
         num_pages=0,
         max_model_len=config.max_model_len,
@@ -319,9 +292,3 @@ def _buffer_bytes(config: EngineConfig, target: ModelConfig, proposer: Proposer,
     arena = Arena(META, getattr(torch, config.dtype))
     step_buffers(arena, target, proposer, max(config.buckets), width)
     return arena.num_bytes
-
-
-def _without(tree: Any, others: Any) -> tuple[Tensor, ...]:
-    """The tree's tensors that are not among the others'."""
-    known = {id(tensor) for tensor in distinct_tensors(others)}
-    return tuple(tensor for tensor in distinct_tensors(tree) if id(tensor) not in known)

@@ -49,18 +49,24 @@ def resolve_options(options: Options, target: ModelConfig, draft: DraftSpec | No
     numbers = resolve_draft_lengths(options.num_speculative_tokens, options.buckets, draft)
     full_draft, draft = draft, draft.shortened(max(numbers)) if draft else None
     has_cuda = torch.cuda.is_available()
-    device: DeviceName = options.device if options.device != "auto" else _default_device()
-    if device == "cuda" and not has_cuda:
+    if options.device == "cuda" and not has_cuda:
         raise ValueError("--device cuda: torch sees no CUDA device; use --device cpu")
-    on_gpu = device == "cuda"
+    on_gpu = has_cuda and options.device != "cpu"
+    device: DeviceName = "cuda" if on_gpu else "cpu"
     natural: DTypeName = "bfloat16" if on_gpu else "float32"
     dtype: DTypeName = natural if options.dtype == "auto" else options.dtype
-    models = [target, *(draft.models if draft else ())]
-    head_dims = [model.head_dim for model in models]
-    fits = all(dim in FLASHINFER_HEAD_DIMS for dim in head_dims) and dtype == "bfloat16"
-    prefill: AttentionBackend = "torch"
-    if on_gpu and fits and not flashinfer_missing():
-        prefill = "flashinfer"
+    head_dims = [model.head_dim for model in (target, *(draft.models if draft else ()))]
+    why_not = None  # FlashInfer
+    if not on_gpu:
+        why_not = "needs a CUDA device; use torch on the CPU"
+    elif flashinfer_missing():
+        why_not = "is not installed; install the extra graphengine[cuda]"
+    elif dtype != "bfloat16" or any(dim not in FLASHINFER_HEAD_DIMS for dim in head_dims):
+        why_not = (
+            f"runs bfloat16 and head_dim {FLASHINFER_HEAD_DIMS}, not {dtype} with head_dim "
+            f"{head_dims}; use triton or torch"
+        )
+    prefill: AttentionBackend = "torch" if why_not else "flashinfer"
     mode = options.graph_mode
     if mode == "auto":
         mode = "piecewise" if on_gpu else "none"
@@ -75,8 +81,8 @@ def resolve_options(options: Options, target: ModelConfig, draft: DraftSpec | No
             "--attention-backend flashinfer has windows for non-causal rows only where the window "
             "reaches over a block of at most 16 rows; use triton for this drafter"
         )
-    elif backend == "flashinfer" and prefill != "flashinfer":
-        raise ValueError(f"--attention-backend flashinfer {_why_not(on_gpu, dtype, head_dims)}")
+    elif backend == "flashinfer" and why_not:
+        raise ValueError(f"--attention-backend flashinfer {why_not}")
     elif backend == "torch":
         prefill = "torch"
     page_size = options.page_size or _PAGE_SIZES[backend]
@@ -92,6 +98,7 @@ def resolve_options(options: Options, target: ModelConfig, draft: DraftSpec | No
             "--graph-mode full needs an attention that can be captured; use "
             "--attention-backend triton or flashinfer, or --graph-mode piecewise"
         )
+    simulated = options.simulate_acceptance is not None
     if options.simulate_acceptance is not None:
         if full_draft is None:
             raise ValueError("--simulate-acceptance needs a drafter; pass --draft")
@@ -100,7 +107,7 @@ def resolve_options(options: Options, target: ModelConfig, draft: DraftSpec | No
         raise ValueError(
             f"--draft-quantization {options.draft_quantization} needs a drafter; pass --draft"
         )
-    if options.sampling and options.simulate_acceptance is not None:
+    if options.sampling and simulated:
         raise ValueError(
             "sampling needs real acceptance; leave out --simulate-acceptance or --temperature"
         )
@@ -123,17 +130,11 @@ def resolve_options(options: Options, target: ModelConfig, draft: DraftSpec | No
         )
     length = options.max_model_len if options.max_model_len is not None else cap
     if not 2 <= length <= cap:
-        raise ValueError(
-            f"--max-model-len {length}: between 2 and {cap} for this model"
-            + (
-                f" (its positions less a block of {draft.num_verify_rows}; with "
-                "--finish-in-plain-decode all of them)"
-                if draft and cap == drafted_cap
-                else ""
-            )
-        )
-    # Drawn acceptance says nothing about the drafter.
-    simulated = options.simulate_acceptance is not None
+        text = f"--max-model-len {length}: between 2 and {cap} for this model"
+        if draft and cap == drafted_cap:
+            text += f" (its positions less a block of {draft.num_verify_rows}; with "
+            text += "--finish-in-plain-decode all of them)"
+        raise ValueError(text)
     asked = {field.name: getattr(options, field.name) for field in fields(Options)}
     decided: dict[str, Any] = {
         "device": device,
@@ -148,7 +149,7 @@ def resolve_options(options: Options, target: ModelConfig, draft: DraftSpec | No
         "max_model_len": length,
         "num_speculative_tokens": numbers,
         "speculation_limit": drafted_cap if draft else None,
-        # Look-up is often wrong by nature: nothing is amiss then.
+        # Drawn acceptance says nothing about the drafter; look-up is often wrong by nature.
         "acceptance_floor": 0.0 if simulated or (draft and not draft.models) else floor,
         "fallback": options.fallback and not simulated,
         # Free where nothing is captured; simulated acceptance has no second verify chain.
@@ -162,18 +163,3 @@ def _takes_long_chunks(dtype: str, head_dim: int, page_size: int) -> bool:
     is_hopper = torch.cuda.get_device_capability()[0] == 9
     fits = head_dim == chunk_attention.HEAD_DIM and page_size in chunk_attention.PAGE_SIZES
     return is_hopper and fits and dtype == "bfloat16"
-
-
-def _why_not(on_gpu: bool, dtype: str, head_dims: list[int]) -> str:
-    if not on_gpu:
-        return "needs a CUDA device; use torch on the CPU"
-    if flashinfer_missing():
-        return "is not installed; install the extra graphengine[cuda]"
-    return (
-        f"runs bfloat16 and head_dim {FLASHINFER_HEAD_DIMS}, not {dtype} with head_dim "
-        f"{head_dims}; use triton or torch"
-    )
-
-
-def _default_device() -> DeviceName:
-    return "cuda" if torch.cuda.is_available() else "cpu"

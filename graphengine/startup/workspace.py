@@ -33,11 +33,10 @@ META = torch.device("meta")
 def forward_bytes(model: ModelConfig, num_rows: int, element_bytes: int) -> int:
     """Most bytes of temporaries alive at once in an eager layer: residual and its norm, what the
     mixer's step gives, and the wider of mixer, ffn and a norm in float32."""
-    hidden, q_size = model.hidden_size, model.q_size
     kinds = set(layer_kinds(model))
     parts = max(part.row_bytes(model, element_bytes) for kind in kinds for part in kind)
-    residual = 2 * hidden * element_bytes + q_size * element_bytes
-    return num_rows * (residual + max(parts, 3 * hidden * 4))
+    residual = (2 * model.hidden_size + model.q_size) * element_bytes
+    return num_rows * (residual + max(parts, 3 * model.hidden_size * 4))
 
 
 def rounding_bytes(config: EngineConfig, draft: DraftSpec | None, num_rows: int) -> int:
@@ -119,20 +118,13 @@ def activation_bytes(
 
 def shared_scratch_bytes(config: EngineConfig) -> int:
     """FlashInfer's scratch: one for all buckets, one and a wrapper's for prefills."""
-    total = 0
-    if config.prefill_attention_backend == "flashinfer":
-        total += FLOAT_WORKSPACE_BYTES + FLASHINFER_WRAPPER_BYTES
-    if config.attention_backend == "flashinfer":
-        total += FLOAT_WORKSPACE_BYTES
-    return total
+    prefills, decodes = config.prefill_attention_backend, config.attention_backend
+    total = FLOAT_WORKSPACE_BYTES + FLASHINFER_WRAPPER_BYTES if prefills == "flashinfer" else 0
+    return total + (FLOAT_WORKSPACE_BYTES if decodes == "flashinfer" else 0)
 
 
 def bucket_scratch_bytes(
-    config: EngineConfig,
-    target: ModelConfig,
-    draft: DraftSpec | None,
-    width: int,
-    num_sms: int,
+    config: EngineConfig, target: ModelConfig, draft: DraftSpec | None, width: int, num_sms: int
 ) -> int:
     """FlashInfer's metadata, or our kernel's partial results: of every bucket, for the verify and
     for each kind of draft layer."""
@@ -147,6 +139,6 @@ def bucket_scratch_bytes(
             total += len(kinds) * (FLASHINFER_WRAPPER_BYTES + size * width * 4)
         elif config.attention_backend == "triton":
             for model, block in kinds:
-                space = BlockAttention.make_workspace(model, size, block, num_sms, META)
-                total += tree_bytes(space)
+                made = BlockAttention.make_workspace(model, size, block, num_sms, META)
+                total += tree_bytes(made)
     return total

@@ -1,10 +1,10 @@
 """Is the output what the plain model would say? Decode, judge every token, decide.
 
-What: `decode` runs prompts through a decode loop and keeps which step committed which token;
-`judge` compares every token with the plain model's own scores (teacher.py) and `decide` turns the
-numbers into named checks. Why positions and not texts: in bfloat16 two equally right forwards
-disagree on near ties, and one such tie makes the rest of two texts incomparable. Teacher forcing
-re-anchors by itself: position i is judged after the tokens that were emitted before it.
+`decode` runs prompts through a decode loop and keeps which step committed which token; `judge`
+compares every token with the plain model's own scores (teacher.py); `decide` turns the numbers into
+named checks. Why positions and not texts: in bfloat16 two equally right forwards disagree on near
+ties, and one makes the rest of two texts incomparable; position i is judged after the tokens that
+were emitted before it.
 
 Which check catches what:
     regret       the output itself: K/V slots, masks, positions, stale plans or graphs of the target
@@ -21,6 +21,7 @@ Invariant: a token passes only by a comparison that is true, so NaN fails.
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
@@ -42,11 +43,9 @@ MIN_IDENTICAL = {"float32": 0.999, "bfloat16": 0.95}
 
 
 class Transcript(NamedTuple):
-    """What one request decoded.
-
-    `committed[k]` tokens came with step k; step 0 is the prefill. Within a step all tokens but the
-    last are accepted drafts, the last is the target's own (unless a stop or the budget cut it).
-    """
+    """What one request decoded. `committed[k]` tokens came with step k; step 0 is the prefill.
+    A step's last token is the target's own (unless a stop or the budget cut it), the others are
+    accepted drafts."""
 
     prompt_ids: list[int]
     output_ids: list[int]
@@ -132,13 +131,13 @@ def decode(
     loop.reset()
     loop.first.only_bucket = bucket
     samplings = samplings or [GREEDY] * len(prompts)
-    steps: dict[int, list[int]] = {}
+    steps: dict[int, list[int]] = defaultdict(list)
     requests: list[Request] = []
 
     def run() -> None:
         for outputs in loop.run():
             for request, token_ids in outputs:
-                steps.setdefault(request.request_id, []).append(len(token_ids))
+                steps[request.request_id].append(len(token_ids))
 
     try:
         for prompt, budget, sampling in zip(prompts, budgets, samplings, strict=True):
@@ -153,7 +152,7 @@ def decode(
         Transcript(
             request.prompt_ids,
             request.output_ids,
-            steps.get(request.request_id, []),
+            steps[request.request_id],
             request.max_total_tokens - len(request.prompt_ids),
             request.finish_reason,
             request.acceptance,
@@ -173,11 +172,10 @@ def mixed(lengths: Sequence[int], max_new_tokens: int) -> tuple[list[int], list[
     Returns:
         (indices of the prompts in the new order, budgets in that order)
     """
-    order = sorted(range(len(lengths)), key=lambda i: lengths[i])
-    zigzag = [order[i // 2] if i % 2 == 0 else order[-1 - i // 2] for i in range(len(order))]
+    order = sorted(range(len(lengths)), key=lengths.__getitem__)
+    zigzag = [order[-1 - i // 2 if i % 2 else i // 2] for i in range(len(order))]
     shares = (1.0, 0.25, 0.75, 0.1, 0.5)
-    budgets = [max(1, int(max_new_tokens * shares[i % 5])) for i in range(len(order))]
-    return zigzag, budgets
+    return zigzag, [max(1, int(max_new_tokens * shares[i % 5])) for i in range(len(order))]
 
 
 def judge(
@@ -204,8 +202,11 @@ def judge(
                 num_identical += 1
             else:
                 places.append(Place(number, index, *where, emitted, best, regret, logprob))
-    true = [place for place in places if not place.regret_nats <= tolerance_nats]
+    ties = [place for place in places if place.regret_nats <= tolerance_nats]
+    true = [place for place in places if not place.regret_nats <= tolerance_nats]  # NaN too
     finite = [regret for regret in regrets if math.isfinite(regret)]
+    errors = {i: t.error for i, t in enumerate(transcripts) if t.error}
+    wrong = [i for i, t in enumerate(transcripts) if not _ends_rightly(t, stop_ids)]
     return Report(
         num_tokens=len(regrets),
         num_identical=num_identical,
@@ -214,13 +215,11 @@ def judge(
         mean_regret_nats=math.fsum(finite) / max(len(finite), 1),
         first_true=true[0] if true else None,
         num_true=len(true),
-        ties=[place for place in places if place.regret_nats <= tolerance_nats],
+        ties=ties,
         acceptance=Acceptance.merge(t.acceptance for t in transcripts[:num_counted]),
         acceptance_per_prompt=[t.acceptance.mean_acceptance_length for t in transcripts],
-        wrong_ends=[
-            i for i, t in enumerate(transcripts) if not (t.error or _ends_rightly(t, stop_ids))
-        ],
-        errors={i: t.error for i, t in enumerate(transcripts) if t.error},
+        wrong_ends=[i for i in wrong if i not in errors],
+        errors=errors,
     )
 
 
@@ -273,8 +272,7 @@ def disagreement(first: Sequence[Transcript], other: Sequence[Transcript]) -> st
     """Where two runs of the same kernels part, which they must not; None where they agree."""
     for number, (a, b) in enumerate(zip(first, other, strict=True)):
         if a.output_ids != b.output_ids:
-            pairs = zip(a.output_ids, b.output_ids, strict=False)
-            place = next((i for i, (x, y) in enumerate(pairs) if x != y), None)
-            where = "its length" if place is None else f"token {place}"
+            pairs = enumerate(zip(a.output_ids, b.output_ids, strict=False))
+            where = next((f"token {i}" for i, (x, y) in pairs if x != y), "its length")
             return f"request {number} differs from the first graph mode in {where}"
     return None

@@ -1,7 +1,7 @@
 """What `graphengine verify` reports: the table, the places that differ, the verdict and the JSON.
 
-Why one file: the table, the JSON object and the stored result show the same numbers. stdout carries
-the verdict, or the JSON object alone; the rest goes to the console, which is stderr.
+The table, the JSON object and the stored result show the same numbers. stdout carries the verdict,
+or the JSON object alone; the rest goes to the console, which is stderr.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 import click
 from rich import box
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from graphengine.checkpoints.tokenizer import Tokenizer
 from graphengine.profiles.result_schema import environment, write_result
@@ -39,10 +39,10 @@ def describe(result: CellResult, place: Place, tokenizer: Tokenizer | None) -> s
     if place.step == 0:
         where = "the prefill's token"
     return (
-        f"{result.cell.mode} bucket {result.cell.bucket} {result.cell.mix}: {kind} at request "
-        f"{place.request}, token {place.index} ({where}): {text([place.emitted_id])} "
-        f"(p {math.exp(place.logprob):.4f}) instead of {text([place.best_id])}, regret "
-        f"{place.regret_nats:.4g} nats; after {text(transcript.output_ids[low : place.index])}, "
+        f"{result.cell}: {kind} at request {place.request}, token {place.index} ({where}): "
+        f"{text([place.emitted_id])} (p {math.exp(place.logprob):.4f}) instead of "
+        f"{text([place.best_id])}, regret {place.regret_nats:.4g} nats; "
+        f"after {text(transcript.output_ids[low : place.index])}, "
         f"then {text(transcript.output_ids[place.index + 1 :][:NUM_CONTEXT_TOKENS])}"
     )
 
@@ -56,11 +56,7 @@ def report_cells(
     console: Console,
 ) -> bool:
     """The verdict over all cells; True: PASS."""
-    failures = [
-        f"{r.cell.mode} bucket {r.cell.bucket} {r.cell.mix}: {check}: {text}"
-        for r in results
-        for check, text in r.failed.items()
-    ]
+    failures = [f"{r.cell}: {name}: {text}" for r in results for name, text in r.failed.items()]
     print_table(console, _table(results))
     for text in texts:
         console.print(text, markup=False, highlight=False, soft_wrap=True)
@@ -106,29 +102,22 @@ def finish(
 
 
 def _table(results: list[CellResult]) -> Table:
-    table = Table(title="every token against the plain model", box=box.SIMPLE)
-    for name in ("mode", "bucket", "mix"):
-        table.add_column(name)
-    for name in ("tokens", "identical", "ties", "over", "max regret", "mean", "accept", "least"):
-        table.add_column(name, justify="right")
-    table.add_column("= plain", justify="right")
-    table.add_column("verdict")
+    counts = ("tokens", "identical", "ties", "over", "max regret", "mean", "accept", "least")
+    numeric = [Column(name, justify="right") for name in (*counts, "= plain")]
+    title = "every token against the plain model"
+    table = Table("mode", "bucket", "mix", *numeric, "verdict", title=title, box=box.SIMPLE)
     for result in results:
-        report, cell = result.report, result.cell
-        drafting = report.acceptance.num_draft_tokens > 0
-        steps = [mean for mean in report.acceptance_per_prompt if mean]
+        report, cell, accept = result.report, result.cell, ("-", "-")
+        if report.acceptance.num_draft_tokens > 0:
+            means = [mean for mean in report.acceptance_per_prompt if mean]
+            accept = (
+                f"{report.acceptance.mean_acceptance_length:.2f}",
+                f"{min(means, default=0):.2f}",
+            )
         table.add_row(
-            cell.mode,
-            str(cell.bucket),
-            cell.mix,
-            str(report.num_tokens),
-            f"{report.identical_fraction:.2%}",
-            str(len(report.ties)),
-            str(report.num_true),
-            f"{report.max_regret_nats:.2g}",
-            f"{report.mean_regret_nats:.2g}",
-            f"{report.acceptance.mean_acceptance_length:.2f}" if drafting else "-",
-            f"{min(steps, default=0):.2f}" if drafting else "-",
+            *(cell.mode, str(cell.bucket), cell.mix, str(report.num_tokens)),
+            *(f"{report.identical_fraction:.2%}", str(len(report.ties)), str(report.num_true)),
+            *(f"{report.max_regret_nats:.2g}", f"{report.mean_regret_nats:.2g}", *accept),
             "-" if (same := result.same_as_plain) is None else f"{same}/{len(result.transcripts)}",
             "[red]FAIL[/] " + " ".join(result.failed) if result.failed else "pass",
         )

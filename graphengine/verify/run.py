@@ -1,8 +1,7 @@
 """The runs of `graphengine verify`: which graph modes, buckets and batch mixes, in which order.
 
-Why apart from check.py: that file judges, this one loads engines and feeds them. Every way to run
-is a `Cell`; one engine serves all cells of a graph mode. Outputs of the same tokens are judged once
-per engine.
+Every way to run is a `Cell`; one engine serves all cells of a graph mode. Outputs of the same
+tokens are judged once per engine.
 
 Invariant: two graph modes of one attention backend run the same kernels on the same batches, so
 their tokens must be equal, not only within the tolerance.
@@ -22,18 +21,8 @@ from graphengine.decode.metrics import Acceptance
 from graphengine.decode.sampling import Sampling
 from graphengine.prompts import Turn
 from graphengine.startup.build import Built
-from graphengine.verify.check import (
-    CheckName,
-    Limits,
-    Mix,
-    Report,
-    Transcript,
-    decide,
-    decode,
-    disagreement,
-    judge,
-    mixed,
-)
+from graphengine.verify import check
+from graphengine.verify.check import CheckName, Limits, Mix, Report, Transcript
 from graphengine.verify.teacher import Scores, teacher_force
 
 PLAIN = "plain"
@@ -52,6 +41,9 @@ class Cell(NamedTuple):
     mode: str
     bucket: int
     mix: Mix
+
+    def __str__(self) -> str:
+        return f"{self.mode} bucket {self.bucket} {self.mix}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,27 +132,22 @@ def verify_mode(
         progress(cell)
         order, budgets = list(range(len(ids))), [max_new_tokens] * len(ids)
         if mix == "mixed":
-            order, budgets = mixed([len(prompt) for prompt in ids], max_new_tokens)
-        ran = decode(
-            built.loop,
-            [ids[i] for i in order],
-            budgets,
-            built.stop_ids,
-            bucket=bucket,
-            one_by_one=mix == "alone",
-        )
+            order, budgets = check.mixed([len(prompt) for prompt in ids], max_new_tokens)
+        run = built.loop, [ids[i] for i in order], budgets, built.stop_ids
+        ran = check.decode(*run, bucket=bucket, one_by_one=mix == "alone")
         # In the order of the prompts, so that cells can be compared.
         transcripts = [transcript for _, transcript in sorted(zip(order, ran, strict=True))]
         scores = []
-        for prompt, output in ((t.prompt_ids, t.output_ids) for t in transcripts):
-            key = (len(prompt), *prompt, *output)
+        for t in transcripts:
+            key = (len(t.prompt_ids), *t.prompt_ids, *t.output_ids)
             if key not in judged:
-                judged[key] = teacher_force(built.loop, prompt, output)
+                judged[key] = teacher_force(built.loop, t.prompt_ids, t.output_ids)
             scores.append(judged[key])
-        report = judge(transcripts, scores, limits.tolerance_nats, built.stop_ids, num_counted)
-        failed = decide(report, limits)
-        parted = disagreement(reference.get((bucket, mix), transcripts), transcripts)
-        if parted is not None:
+        limit, stop_ids = limits.tolerance_nats, built.stop_ids
+        report = check.judge(transcripts, scores, limit, stop_ids, num_counted)
+        failed = check.decide(report, limits)
+        before = reference.get((bucket, mix), transcripts)
+        if parted := check.disagreement(before, transcripts):
             failed["modes"] = parted
         results.append(CellResult(cell=cell, report=report, failed=failed, transcripts=transcripts))
     return results
@@ -171,12 +158,12 @@ def compare_with_plain(
 ) -> list[CellResult]:
     """Counts the requests that say exactly what plain decoding said in the same cell."""
     baseline = {(r.cell.bucket, r.cell.mix): r.transcripts for r in plain}
-    compared = []
-    for result in results:
-        pairs = zip(baseline[result.cell.bucket, result.cell.mix], result.transcripts, strict=True)
-        same = sum(a.output_ids == b.output_ids for a, b in pairs)
-        compared.append(replace(result, same_as_plain=same))
-    return compared
+
+    def same(r: CellResult) -> int:
+        pairs = zip(baseline[r.cell.bucket, r.cell.mix], r.transcripts, strict=True)
+        return sum(a.output_ids == b.output_ids for a, b in pairs)
+
+    return [replace(result, same_as_plain=same(result)) for result in results]
 
 
 def draw(
@@ -188,13 +175,9 @@ def draw(
 ) -> Draws:
     """Draws every prompt `num_samples` times, with consecutive seeds from `sampling.seed` on."""
     prompts = [prompt for prompt in ids for _ in range(num_samples)]
-    transcripts = decode(
-        built.loop,
-        prompts,
-        [max_new_tokens] * len(prompts),
-        built.stop_ids,
-        samplings=[sampling.numbered(i) for i in range(len(prompts))],
-    )
+    samplings = [sampling.numbered(i) for i in range(len(prompts))]
+    run = built.loop, prompts, [max_new_tokens] * len(prompts), built.stop_ids
+    transcripts = check.decode(*run, samplings=samplings)
     outputs = [t.output_ids for t in transcripts]
     return Draws(
         [outputs[i : i + num_samples] for i in range(0, len(outputs), num_samples)],
@@ -206,23 +189,18 @@ def draw(
 def numbers(results: Sequence[CellResult]) -> dict[str, Any]:
     """Mode -> cell -> measurements, keys with their units (profiles/result_schema.py)."""
     found: dict[str, Any] = {}
+    same = ("num_tokens", "identical_fraction", "max_regret_nats", "mean_regret_nats")
     for result in results:
         report, cell = result.report, result.cell
-        values: dict[str, Any] = {
-            "num_tokens": report.num_tokens,
-            "identical_fraction": report.identical_fraction,
-            "max_regret_nats": report.max_regret_nats,
-            "mean_regret_nats": report.mean_regret_nats,
-            "num_over_tolerance": report.num_true,
-            "num_ties": len(report.ties),
-            "num_nonfinite": report.num_nonfinite,
-        }
+        values: dict[str, Any] = {name: getattr(report, name) for name in same}
+        values |= {"num_over_tolerance": report.num_true, "num_ties": len(report.ties)}
+        values["num_nonfinite"] = report.num_nonfinite
         if report.acceptance.num_draft_tokens:
             values["mean_acceptance_length"] = report.acceptance.mean_acceptance_length
             values["mean_acceptance_per_prompt_tokens"] = report.acceptance_per_prompt
         if result.same_as_plain is not None:
             values["num_same_as_plain"] = result.same_as_plain
             values["num_prompts"] = len(result.transcripts)
-        name = cell.mode.replace(" ", "_")
-        found.setdefault(name, {})[f"bucket_{cell.bucket}_{cell.mix}"] = values
+        name = f"bucket_{cell.bucket}_{cell.mix}"
+        found.setdefault(cell.mode.replace(" ", "_"), {})[name] = values
     return found

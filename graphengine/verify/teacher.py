@@ -1,15 +1,13 @@
 """Teacher forcing: what the plain model says about every token of a finished output.
 
 What: one causal forward of the target over prompt + output, in chunks, through the eager prefill
-path; the logits of row p judge the token at p + 1. Why this path: it shares weights with decoding
-but neither its graphs, its block rows, its plans, its page table nor its attention over a block, so
-a fault in any of those cannot hide by being in both. What it cannot see is what both share: wrong
-weights, a wrong rope theta of the target, a prefill that is itself wrong (golden tests against
-transformers see that).
+path; the logits of row p judge the token at p + 1. Why this path: it shares weights with decoding,
+but no graph, block row, plan, page table or attention over a block, so a fault in those cannot hide
+by being in both. It cannot see what both share: wrong weights, a wrong rope theta of the target, a
+prefill that is itself wrong (golden tests against transformers see that).
 
 Invariant: the pages it writes come from the idle pool and return to it; no request is running.
-Feeding the emitted tokens anchors every position to the text as it was emitted: after a benign tie
-the rest is judged given that choice, and never counted as one long divergence.
+After a benign tie the rest is judged given that choice, and never counted as one long divergence.
 
 Legend: T rows of a chunk, V vocabulary.
 """
@@ -58,24 +56,22 @@ def teacher_force(loop: DecodeLoop, prompt_ids: Sequence[int], output_ids: Seque
     ids = [*prompt_ids, *output_ids]
     first = len(prompt_ids) - 1  # the row whose logits judge output 0
     num_rows = len(ids) - 1  # the last token is judged, not fed
-    size = loop.config.page_size
-    pages = loop.allocator.allocate(pages_for(num_rows, size))
+    pages = loop.allocator.allocate(pages_for(num_rows, loop.config.page_size))
     scores = Scores([], [], [])
     prefill = replace(loop.prefill, proposer=NoDraft())
     try:
         for begin in range(0, num_rows, CHUNK):
             end = min(begin + CHUNK, num_rows)
             judged = range(max(begin, first), end)
-            piece = Piece(ids, begin, end, pages)
-            logits_TV = prefill.logits([piece], [p - begin for p in judged])
+            rows = [p - begin for p in judged]
+            logits_TV = prefill.logits([Piece(ids, begin, end, pages)], rows)
             if not judged:
                 continue
             emitted = torch.tensor([ids[p + 1] for p in judged], device=logits_TV.device)
-            best = argmax_rows(logits_TV)
             z_TV = logits_TV.float()
             z_emitted = z_TV.gather(1, emitted[:, None])[:, 0]
             scores.regret_nats.extend((z_TV.amax(-1) - z_emitted).tolist())
-            scores.best_ids.extend(best.tolist())
+            scores.best_ids.extend(argmax_rows(logits_TV).tolist())
             scores.logprob.extend((z_emitted - z_TV.logsumexp(-1)).tolist())
     finally:
         loop.allocator.free(pages)

@@ -1,9 +1,9 @@
 """Do two sets of sampled outputs come from one distribution? An exact test, place by place.
 
-What: at output position i the tokens of the speculative runs and of the plain runs form two samples
-of one unknown distribution; Pearson's chi-square of their 2 x K table is compared with tables whose
-runs were shuffled. Why shuffling: most tokens of a vocabulary come up rarely, where the chi-square
-approximation is wrong; a permutation test has the stated level whatever the counts.
+At output position i the tokens of the speculative and of the plain runs are two samples of one
+unknown distribution; Pearson's chi-square of their 2 x K table is compared with tables whose runs
+were shuffled. Why shuffling: most tokens come up rarely, where the chi-square approximation is
+wrong; a permutation test has the stated level whatever the counts.
 
 Invariant: a run contributes one token to each position's table, so its entries are independent.
 Positions of one prompt are not independent of each other; Bonferroni holds regardless.
@@ -99,9 +99,8 @@ def _test(
     def statistic(counts: np.ndarray) -> np.ndarray:
         return ((counts - mean) ** 2 / mean).sum(-1)
 
-    at_least = 0
     limit = statistic(observed) * (1 - 1e-9)
-    done = 0
+    at_least = done = 0
     while done < num_shuffles and at_least < ENOUGH:
         batch = min(2_000, num_shuffles - done)
         shuffled = rng.multivariate_hypergeometric(total, len(first), size=batch)

@@ -248,7 +248,10 @@ def test_nsys_runs_this_command_once_per_preset(fake_nsys: Path, tmp_path: Path)
         child = options_of(*call[start + 4 :])
         assert child["inside"] == tmp_path / f"{preset}-facts.json"
         assert child["draft"] == "none" and child["model"] == "m"
-        same = [*profile_run._FORWARDED, *(name for name in declarations(Options) if name in child)]
+        same = [
+            *profile_run.Workload._fields,
+            *(name for name in declarations(Options) if name in child),
+        ]
         assert {name: child[name] for name in same} == {name: options[name] for name in same}
     # Measured once.
     assert options_of(*calls[2][calls[2].index("m") :])["read_gbps"] == 5.0

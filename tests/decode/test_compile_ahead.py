@@ -237,12 +237,12 @@ def test_threads_take_turns_while_a_start_lasts(
 def test_starts_that_overlap_take_turns() -> None:
     """Bug: of two starts at a time, the one that ends last restores what the other had set."""
     before = sys.getswitchinterval()
-    one, other = building._TakingTurns(), building._TakingTurns()
+    one, other = building._taking_turns(), building._taking_turns()
     one.__enter__()
     other.__enter__()
-    one.__exit__()
+    one.__exit__(None, None, None)
     assert sys.getswitchinterval() < before
-    other.__exit__()
+    other.__exit__(None, None, None)
     assert sys.getswitchinterval() == before
 
 

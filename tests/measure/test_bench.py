@@ -45,7 +45,7 @@ def bench(pair: tuple[Path, Path]) -> Bench:
 
 
 def case(**changes: Any) -> Case:
-    values: dict[str, Any] = {"graph_mode": "m", "bucket": 2, "input_len": 8, "output_len": 16}
+    values: dict[str, Any] = {"bucket": 2, "input_len": 8, "output_len": 16}
     values |= {"num_iters": 4, "warmup": 0, "seed": 0} | changes
     return Case(**values)
 
@@ -53,7 +53,6 @@ def case(**changes: Any) -> Case:
 def result(step_ms: list[float], num_tokens: int, **changes: Any) -> CaseResult:
     return CaseResult(
         case=case(),
-        drafting=True,
         step_ms=step_ms,
         host_ms=[0.5] * len(step_ms),
         num_tokens=num_tokens,
@@ -130,9 +129,9 @@ def test_what_a_case_counts(pair: tuple[Path, Path]) -> None:
     """Bug: a step more or less than --warmup is left out, or than --num-iters timed, or the K/V of
     one request alone is read."""
     with Engine.from_pretrained(*pair, buckets=(2,), device="cpu") as engine:
-        every = run_case(engine, case(num_iters=4), lambda count: None)
-        three = run_case(engine, case(num_iters=3), lambda count: None)
-        later = run_case(engine, case(num_iters=1, warmup=3), lambda count: None)
+        every = run_case(engine, case(num_iters=4))
+        three = run_case(engine, case(num_iters=3))
+        later = run_case(engine, case(num_iters=1, warmup=3))
         assert [len(each.step_ms) for each in (every, three, later)] == [4, 3, 1]
         assert every.context_tokens == three.context_tokens + later.context_tokens
         kv = 2 * every.mean_context_tokens * token_bytes(engine.built)
@@ -154,7 +153,7 @@ def test_context_is_what_the_step_attended_over(pair: tuple[Path, Path], draftin
         simulate_acceptance=4.0 if drafting else None,
         fallback=False,
     ) as engine:
-        found = run_case(engine, case(num_iters=6, output_len=40), lambda count: None)
+        found = run_case(engine, case(num_iters=6, output_len=40))
     length = 4 if drafting else 1
     assert found.mean_acceptance_length == length
     # The first step stands at the prompt's 8 tokens; timed are the second one and those behind it.
@@ -172,7 +171,7 @@ def test_a_bucket_that_is_not_full_is_refused(pair: tuple[Path, Path]) -> None:
         held = int(engine.memory_plan.num_full_requests)
         assert 0 < held < 8
         with pytest.raises(ValueError, match=r"K/V for \d of 8 requests of .* lower --bucket"):
-            run_case(engine, case(bucket=8, input_len=20, output_len=30), lambda steps: None)
+            run_case(engine, case(bucket=8, input_len=20, output_len=30))
 
 
 def test_percentiles_agree_everywhere() -> None:
@@ -324,7 +323,7 @@ def test_no_events_without_a_gpu(pair: tuple[Path, Path]) -> None:
     """Bug: the CPU is timed as if it were a stream."""
     with Engine.from_pretrained(*pair, buckets=(1,), device="cpu") as engine:
         assert busy_fraction(engine.built.loop, [], 1.0) is None
-        assert run_case(engine, case(bucket=1), lambda count: None).busy_fraction is None
+        assert run_case(engine, case(bucket=1)).busy_fraction is None
 
 
 @pytest.mark.gpu
@@ -347,7 +346,7 @@ def test_busy_is_less_than_the_step(tmp_path: Path, graph_mode: Any, backend: An
         simulate_acceptance=3.0,
     ) as engine:
         timed = case(bucket=1, input_len=64, output_len=256, num_iters=60, warmup=10)
-        found = run_case(engine, timed, lambda count: None)
+        found = run_case(engine, timed)
     assert found.busy_fraction is not None
     step_ms = statistics.median(found.step_ms)
     print(f"step {step_ms:.3f} ms, busy {found.busy_fraction:.1%} of it")

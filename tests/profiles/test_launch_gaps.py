@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 
 from graphengine import names
 from graphengine.checkpoints.hub import TINY_DRAFT, TINY_TARGET
-from graphengine.measure import report_text
+from graphengine.measure import report as measure_report
 from graphengine.measure.segment_bytes import segment_bytes
 from graphengine.profiles import nsys, pictures, torch_trace
 from graphengine.profiles.launch_gaps import Report, report
@@ -454,7 +454,7 @@ def test_bandwidth_and_floor(tmp_path: Path) -> None:
     assert row["read_bytes"] == 36e3
     assert row["achieved_gbps"] == pytest.approx(4.0)  # 36 kB in 9 us
     assert row["floor_us"] == pytest.approx(4.5)
-    groups = report_text.grouped(
+    groups = measure_report.grouped(
         {f"verify.{i:02d}": {"busy_us": 9.0, "idle_us": 1.0, "read_bytes": 36e3} for i in range(4)}
     )
     assert list(groups) == ["verify.00", "verify.01-02", "verify.03"]
@@ -465,8 +465,8 @@ def test_bandwidth_and_floor(tmp_path: Path) -> None:
 def test_pictures_are_well_formed_and_repeatable(tmp_path: Path) -> None:
     """Bug: a kernel's `<` or `$` breaks the file; a picture changes though its numbers have not."""
     found = report(nsys.read_export(exports.write_export(tmp_path / "a.sqlite")))
-    text = report_text.picture({"node <&$>": found}, " $x$", ".svg")
-    assert text == report_text.picture({"node <&$>": found}, " $x$", ".svg")
+    text = measure_report.profile_picture({"node <&$>": found}, " $x$", ".svg")
+    assert text == measure_report.profile_picture({"node <&$>": found}, " $x$", ".svg")
     ET.fromstring(text)
     assert b"67.5" in text and b"100.0 us" in text and b"idle host" in text
     panels = [

@@ -55,7 +55,7 @@ def test_the_table_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
     loop = SimpleNamespace(first=lane, reset=lambda: seen.append("reset"))
     engine: Any = SimpleNamespace(built=SimpleNamespace(loop=loop))
 
-    def run_case(engine: Any, case: Any, progress: Any) -> Any:
+    def run_case(engine: Any, case: Any) -> Any:
         seen.append((TUNED.get(KEY), TUNED.get(OTHER), lane.num_built, case.bucket))
         if TUNED.get(OTHER) is CONFIG:
             raise RuntimeError("out of shared memory")

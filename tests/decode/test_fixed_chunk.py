@@ -15,13 +15,15 @@ from graphengine.decode.kvcache import NULL_PAGE
 from graphengine.decode.loop import DecodeLoop
 
 BORDERS = (1, 2, 15, 16, 17, 31, 33, 47, 48, 49, 63, 64, 65, 100, 129)
+LONG_BORDERS = (65, 81, 192, 193, 255, 256, 257, 321, 390)
 SIZES = (16, 48, 64)
+LONG = 256
 
 
 @pytest.fixture(scope="module", params=[TINY_DRAFT, None], ids=["dflash", "plain"])
 def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
     # A page size that no block begins with, and in bf16 a near tie may fall either way.
-    options: dict[str, Any] = {"page_size": 5, "dtype": "float32", "max_model_len": 256}
+    options: dict[str, Any] = {"page_size": 5, "dtype": "float32", "max_model_len": 400}
     with Engine.from_pretrained(
         TINY_TARGET, request.param, device="cpu", buckets=(4,), **options
     ) as engine:
@@ -40,6 +42,15 @@ def loop(engine: Engine) -> Iterator[DecodeLoop]:
         yield loop
     loop.prefill = eager
     loop.reset()
+
+
+@pytest.fixture
+def long_loop(loop: DecodeLoop) -> DecodeLoop:
+    """With a long chunk too, so that nothing is eager."""
+    eager, width = loop.prefill, loop.first.builder.width
+    long = FixedChunk(LONG, eager.target, eager.proposer, 5, width, 4, is_long=True)
+    loop.prefill = replace(eager, fixed=(*eager.fixed, long))
+    return loop
 
 
 def prompt(length: int, seed: int = 0) -> list[int]:
@@ -72,6 +83,17 @@ def admitted(loop: DecodeLoop, prompts: list[list[int]]) -> tuple[list[int], lis
 def test_a_prompt_of_any_length(loop: DecodeLoop, length: int) -> None:
     """Bug: at a border a row is left out, run twice, or sees a key too few or too many: the first
     block, whose start is that of a padded request in a step; the rows behind the prompt's end."""
+    compare_with_eager(loop, length)
+
+
+@pytest.mark.parametrize("length", LONG_BORDERS)
+def test_a_long_prompt_of_any_length(long_loop: DecodeLoop, length: int) -> None:
+    """Bug: the same between a prompt's chunks, where a later one begins behind keys that an earlier
+    one wrote, and in blocks of 128 rows, most of which may lie behind the prompt's end."""
+    compare_with_eager(long_loop, length)
+
+
+def compare_with_eager(loop: DecodeLoop, length: int) -> None:
     for pool in pools(loop):
         pool[:, :, NULL_PAGE + 1 :] = torch.nan  # what others left there
     tokens, (found,) = admitted(loop, [prompt(length)])
@@ -122,6 +144,21 @@ def test_how_prompts_are_split(loop: DecodeLoop) -> None:
     assert lengths(1, 1, 1, 1) == [[1, 1, 1, 1]]
     loop.prefill = replace(loop.prefill, fixed=(), chunk=8)
     assert lengths(3, 17, 1) == [[3, 5], [8], [4, 1]]
+
+
+def test_how_a_long_prompt_is_cut(long_loop: DecodeLoop) -> None:
+    """Bug: a chunk runs mostly empty where a shorter one would do, or the last rows are lost."""
+
+    def lengths(*prompts: int) -> list[list[int]]:
+        works = split(long_loop, [prompt(n) for n in prompts])
+        return [[piece.num_rows for _, piece in work] for work in works]
+
+    assert lengths(65) == [[64], [1]]
+    assert lengths(192) == [[64], [64], [64]]
+    assert lengths(193) == [[193]]
+    assert lengths(256) == [[256]]
+    assert lengths(260, 3) == [[256], [4, 3]]
+    assert lengths(3, 200) == [[3], [200]]
 
 
 def test_padding_writes_to_the_null_page(loop: DecodeLoop) -> None:

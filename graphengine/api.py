@@ -220,7 +220,8 @@ class Engine:
         built = self._open
         with self._claim():
             # Drops what a stream that was never started has queued; completes an interrupted reset.
-            self._reset(built.loop)
+            if not built.loop.is_clean:  # to reset is to wait for the device
+                self._reset(built.loop)
             built = self._open
             prompts = [prompts] if isinstance(prompts, str) else _items(prompts)
             stop_ids = frozenset() if asked.ignore_eos else built.stop_ids

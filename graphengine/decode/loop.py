@@ -87,6 +87,8 @@ class DecodeLoop:
         self._first_tokens: Iterator[list[tuple[Request, int]]] = iter(())
         self._failed: list[StepOutput] = []  # ended between two steps, still to be given out
         self._next_id = 0
+        self.is_clean = True
+        """Whether a reset would find nothing: all that was submitted has been run to its end."""
 
     @property
     def lanes(self) -> list[Lane]:
@@ -128,7 +130,7 @@ class DecodeLoop:
         Raises:
             ValueError: the prompt is empty, leaves no room for a token, or can never fit the pool.
         """
-        limit = self.config.max_model_len
+        self.is_clean, limit = False, self.config.max_model_len
         if not prompt_ids:
             raise ValueError("the prompt has no tokens; pass some text")
         if not isinstance(max_new_tokens, Integral) or max_new_tokens < 1:
@@ -266,6 +268,7 @@ class DecodeLoop:
             watch.waited()
             outputs = self.collect()
             watch.collected(outputs)
+        self.is_clean = not self.first.must_drain
 
     def launch(self) -> None:
         """Queues steps of every lane and returns while the device works; hands requests over
@@ -319,3 +322,4 @@ class DecodeLoop:
         self._failed, self.prefilling = [], []
         self.waiting.clear()
         self.allocator.reset()
+        self.is_clean = True

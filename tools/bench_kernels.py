@@ -442,8 +442,8 @@ def bench_chunk_attention(kv: int, flashinfer: bool) -> Numbers:
 def sweep_chunks(args: argparse.Namespace) -> Iterator[tuple[str, str, Numbers]]:
     cases = [ChunkCase(kv) for kv in args.kv]
     tiles = ((128, 2), (128, 3), (64, 4), (64, 6))
-    for (tile, stages), turns, pdl in itertools.product(tiles, (True, False), (True, False)):
-        config = chunk_attention.LaunchConfig(tile, stages, turns, pdl)
+    for (tile, stages), pdl in itertools.product(tiles, (True, False)):
+        config = chunk_attention.LaunchConfig(tile, stages, pdl)
         label = "_".join(f"{name}_{int(value)}" for name, value in config._asdict().items())
         times = {f"kv_{case.kv}_tflops": case.tflops(case.ours_us(config)) for case in cases}
         yield "chunk_attention", label, times

@@ -11,7 +11,7 @@ BF16, NAN = torch.bfloat16, torch.nan
 TOLERANCE: dict[str, Any] = {"rtol": 2e-2, "atol": 1e-2}
 CONFIGS = {
     "default": LaunchConfig(),
-    "no turns": LaunchConfig(ping_pong=False, pdl=False),
+    "no overlap": LaunchConfig(pdl=False),
     "three stages": LaunchConfig(num_stages=3),
     "small tiles": LaunchConfig(kv_tile=64, num_stages=4),
 }

@@ -207,7 +207,7 @@ LAUNCHES: dict[str, Callable[[], Any]] = {
     ),
     "attention, two row tiles, window": lambda: attend(BF16, 128, 32, True, 300),
     "attention in float32": lambda: attend(FP32, 128, 16, True, None),
-    "attention of chunks": lambda: (attend_chunk(128), attend_chunk(16, ping_pong=False)),
+    "attention of chunks": lambda: (attend_chunk(128), attend_chunk(16, pdl=False)),
     "attention of chunks, other tiles": lambda: (
         attend_chunk(128, num_stages=3, pdl=False),
         attend_chunk(128, kv_tile=64, num_stages=4),

@@ -8,9 +8,8 @@ can be a CUDA graph.
 How: a CTA has 128 rows of one query head. One warp loads tiles of K, one those of V; two consumers
 have 64 rows each. A consumer sends off S = Q K^T of a tile, then O += P V of the tile before, and
 computes the softmax of S while P V is multiplied (FlashAttention-3's overlap within a warpgroup;
-that the two take turns in sending products off, its ping-pong, gains nothing here: 564 TFLOP/s
-without and 561 with it at 8k keys, 588 and 581 at 32k). Tiles that every row sees are not masked. Neighbouring CTAs share a kv head, and
-the last blocks, which are the longest, come first.
+its turns between the two gained nothing here, profiles/LOG.md). Tiles that every row sees are not
+masked. Neighbouring CTAs share a kv head, and the last blocks, which are the longest, come first.
 
 Invariant: tiles stand at multiples of `kv_tile` keys, so each lies in one page or is made of whole
 pages. A row's results depend on the keys that it sees, in rising order, and on nothing else. What

@@ -18,7 +18,7 @@ import torch
 from graphengine import names
 from graphengine.capture.steps import Attention, Carry, Chain
 
-NUM_WARMUPS = 3
+NUM_WARMUPS = 1  # on the side stream, whose library handles are its own
 
 
 class Runner(Protocol):
@@ -107,8 +107,8 @@ class GraphPool:
     def capture(self, steps: Chain, carry: Carry) -> tuple[Graph, Carry]:
         """Warms the steps up on the side stream, then records them.
 
-        Warming runs everything for real (compilation, cuBLAS handles, lazy modules), several
-        times, so the buffers must be in a state where running is harmless.
+        Warming runs everything for real (compilation, cuBLAS handles, lazy modules), so the buffers
+        must be in a state where running is harmless.
         """
         self.stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self.stream):

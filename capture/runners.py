@@ -171,7 +171,7 @@ def capture_ends(
 ) -> dict[str, ReplayRunner]:
     """A runner for each end of a chain `head, end, tail`; under "" where there are no ends.
 
-    An end hands nothing on to the tail.
+    An end hands nothing on to the tail; one without steps drops what the head has left.
 
     Args:
         whole: one graph for each end, attention included; else one for each dense step, of which
@@ -182,7 +182,10 @@ def capture_ends(
         chains = {end: [*head, *steps, *tail] for end, steps in known.items()}
         return {end: capture_full(name, chain, carry, pool) for end, chain in chains.items()}
     before = capture_piecewise(head, carry, pool)
-    middles = {end: capture_piecewise(steps, before.carry, pool) for end, steps in known.items()}
+    middles = {
+        end: capture_piecewise(steps, before.carry if steps or not ends else (), pool)
+        for end, steps in known.items()
+    }
     assert not tail or not any(middle.carry for middle in middles.values())
     after = capture_piecewise(tail, (), pool)
     return {

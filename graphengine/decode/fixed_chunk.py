@@ -19,7 +19,7 @@ Legend: n rows, B blocks, R prompts, W pages a prompt, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -42,6 +42,7 @@ SIZES = (16, 128, 256, 512)  # rows; up to 256 they are the verifies of full buc
 LONG_SIZES = (1024, 2048)  # in blocks of `chunk_attention`, each of one prompt
 MOST_PROMPTS = 16  # of a chunk: for as many rows the head streams its weights once
 NO_PROMPT = -1  # start of a block
+FIRST_TOKEN, GOES_ON = "first_token", "goes_on"  # how a chunk ends
 
 
 class Piece(NamedTuple):
@@ -116,13 +117,22 @@ class FixedChunk:
             *("prefill", target, self._rows, attention, target.kv_pool.new_zeros(size, *heads)),
             *(Segments(), tap_, partial(row_logits_segment, self._last_R, is_tapped)),
         )
-        self.chain: list[Step] = [
+        self._head: list[Step] = [
             Dense(first.name, lambda carry: self._begin_(carry, first, page_size)),
-            *rest,
-            Dense(last.name, lambda carry: self._end_(last.run(carry))),
-            *context,
+            *rest[:-1],
         ]
-        self._runner: Runner = EagerRunner(self.chain, lambda: ())
+        # Of the last layer of a prompt that goes on, K/V alone is wanted.
+        self._ends: dict[str, list[Step]] = {
+            FIRST_TOKEN: [rest[-1], Dense(last.name, lambda carry: self._end_(last.run(carry)))]
+        }
+        if is_long and not is_tapped:
+            self._ends[GOES_ON] = []
+        self._tail = context
+        self.chain = [*self._head, *self._ends[FIRST_TOKEN], *self._tail]
+        self._runners: Mapping[str, Runner] = {
+            end: EagerRunner([*self._head, *steps, *self._tail], lambda: ())
+            for end, steps in self._ends.items()
+        }
 
     def capture_(self, pool: GraphPool, whole: bool) -> None:
         """From now on replays graphs. Mutates: the null page.
@@ -130,13 +140,16 @@ class FixedChunk:
         Args: whole: one graph, attention included.
         """
         name = names.chunk_name(self.size)
-        self._runner = capture_ends(name, self.chain, {}, [], (), pool, whole=whole)[""]
+        parts = (self._head, self._ends, self._tail)
+        self._runners = capture_ends(name, *parts, (), pool, whole=whole)
 
     def _parts(self, flat_X: Tensor) -> Sent:
         return Sent.of(flat_X, self.size, self.size // self.block, self.num_prompts)
 
-    def run(self, pieces: Sequence[Piece]) -> tuple[Tensor, Tensor]:
+    def run(self, pieces: Sequence[Piece], goes_on: bool = False) -> tuple[Tensor, Tensor]:
         """Queues a forward of these, at most `num_prompts` and `size` rows in blocks.
+
+        Args: goes_on: none of the prompts ends here; then what is returned is nobody's.
 
         Returns:
             (logits_RV, int64 ids_R): behind the last row of each piece, and the first choice, -1
@@ -159,7 +172,8 @@ class FixedChunk:
             block = behind
         used = host_X.numel() - (self.num_prompts - len(pieces)) * sent.pages_RW.shape[1]
         self._flat_X[:used].copy_(host_X[:used], non_blocking=True)
-        self._runner.run()
+        end = GOES_ON if goes_on and GOES_ON in self._runners else FIRST_TOKEN
+        self._runners[end].run()
         return self._logits_RV, self._ids_R
 
     def _begin_(self, carry: Carry, first: Step, page_size: int) -> Carry:

@@ -151,11 +151,12 @@ class Prefill:
         pieces = [piece for _, piece in work]
         num_rows = sum(self._room_for(piece) for piece in pieces)
         chunk = next((chunk for chunk in self.fixed if chunk.size >= num_rows), None)
+        goes_on = not any(_completes(*part) for part in work)
         if chunk is not None:
-            logits_RV, ids_R = chunk.run(pieces)
+            logits_RV, ids_R = chunk.run(pieces, goes_on)
         else:
             logits_RV, ids_R = self.logits(pieces), None
-        if not any(_completes(*part) for part in work):
+        if goes_on:
             return None
         if any(not request.sampling.is_greedy for request, _ in work):
             ids_R = _draw(work, logits_RV)

@@ -20,7 +20,7 @@ import torch._inductor.config as inductor
 from torch import Tensor
 
 from graphengine.capture import compile as compiling
-from graphengine.capture import precompiled, torch_internals
+from graphengine.capture import precompiled
 from graphengine.capture.precompiled import layout, loaded_code
 from graphengine.decode import segments, simulate
 from graphengine.decode.simulate import Simulation, force_acceptance_
@@ -217,52 +217,6 @@ def test_caches_can_be_switched_off(
     assert "later starts" not in caplog.text
 
 
-def test_without_dynamo(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bug: TORCH_COMPILE_DISABLE=1 does not disable anything, or torch's stance to run eagerly."""
-    as_a_new_process(monkeypatch)
-    pair = Pair(torch.randn(4, 32), torch.randn(4, 32))
-    with torch._dynamo.config.patch(disable=True):
-        torch.testing.assert_close(compiled(scaled)(pair, 6.0), scaled(pair, 6.0))
-    with torch.compiler.set_stance("force_eager"):
-        torch.testing.assert_close(compiled(scaled)(pair, 6.0), scaled(pair, 6.0))
-    assert not files(folder)
-
-
-@needs_compiler
-def test_settings_of_the_moment_of_compilation(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Bug: a bucket built late, after a setting of Inductor's was changed, is kept as compiled with
-    the old one, and every later start gets it."""
-    pair = Pair(torch.randn(4, 32), torch.randn(4, 32))
-    late = compiled(scaled)
-    with inductor.patch(emulate_precision_casts=True):
-        late(pair, 7.0)
-    as_a_new_process(monkeypatch, may_compile=True)
-    before = compiling.cache_counts()
-    compiled(scaled)(pair, 7.0)
-    assert compiling.cache_counts().since(before) == (0, 1)
-    assert len(files(folder)) == 2
-
-
-FACTOR = 2.0
-
-
-def scaled_by_a_table(x: Tensor) -> Tensor:
-    return x * FACTOR
-
-
-@needs_compiler
-def test_a_tool_replaces_a_table(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bug: a tool that judges tables in one engine times the first of them every time."""
-    function, x = compiled(scaled_by_a_table), torch.randn(64)
-    for factor in (2.0, 3.0, 2.0):
-        monkeypatch.setattr(sys.modules[__name__], "FACTOR", factor)
-        compiling.forget()
-        torch.testing.assert_close(function(x), x * factor)
-    assert len(files(folder)) == 2
-
-
 # --- keys ---
 
 
@@ -294,42 +248,6 @@ def test_all_that_a_specialisation_depends_on() -> None:
     for unknown in ([x], x.as_subclass(type("Other", (Tensor,), {}))):
         with pytest.raises(TypeError, match=type(unknown).__name__):
             layout((unknown,))
-
-
-def test_torch_s_own_state() -> None:
-    """Bug: a start under autocast, or with another default dtype, breaks every later one: they find
-    what it compiled. A state in which torch refuses to name its precision ends the start."""
-    states = [torch_internals.global_state()]
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        states.append(torch_internals.global_state())
-    with torch.set_grad_enabled(not torch.is_grad_enabled()):
-        states.append(torch_internals.global_state())
-    products, before = torch.backends.cuda.matmul, torch.backends.cuda.matmul.fp32_precision
-    try:
-        torch.set_default_dtype(torch.float64)
-        states.append(torch_internals.global_state())
-    finally:
-        torch.set_default_dtype(torch.float32)
-    assert len(set(states)) == len(states)
-    assert torch_internals.global_state() == states[0]
-    try:
-        products.fp32_precision = "tf32"
-        assert torch_internals.global_state() != states[0]
-        precompiled.compilers({})
-    finally:
-        products.fp32_precision = before
-
-
-@needs_compiler
-@pytest.mark.usefixtures("folder")
-def test_code_of_another_state_is_not_called() -> None:
-    """Bug: what was compiled under autocast is called without it, in the same process: a product in
-    bfloat16."""
-    (product,) = compiling.compile_segments([lambda x: x @ x])
-    x = torch.full((8, 8), 1.001)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert product(x).dtype == torch.bfloat16
-    torch.testing.assert_close(product(x), x @ x)
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +23,7 @@ from graphengine.api import Engine
 from graphengine.config.draft import DraftConfig
 from graphengine.config.model import ModelConfig
 from graphengine.config.rope import RopeConfig
-from graphengine.decode.buffers import Arena, StepBuffers
 from graphengine.decode.kvcache import NULL_PAGE, PageAllocator, make_pool, page_bytes, pages_for
-from graphengine.decode.proposer import step_buffers
-from graphengine.drafters.dflash import DFlash
-from graphengine.drafters.none import NoDraft
 from tests.support.checkpoints import make_drafter, make_target
 from tests.support.examples import examples
 
@@ -107,58 +102,6 @@ def test_empty_pool_is_refused(num_pages: int) -> None:
     """Bug: a pool of the null page alone waits for ever for its first page."""
     with pytest.raises(ValueError, match="at least 2 are needed"):
         PageAllocator(num_pages)
-
-
-def drafter(config: DraftConfig | None) -> Any:
-    """A proposer as far as buffers need it."""
-    nothing: Any = None
-    names = ("weights", "embed_VD", "lm_head_VD", "kv_pool")
-    weights: dict[str, Any] = dict.fromkeys(names, nothing)
-    return NoDraft() if config is None else DFlash(config=config, **weights)
-
-
-def flat(buffers: StepBuffers) -> dict[str, torch.Tensor]:
-    own: Any = buffers.own
-    fields = buffers._asdict() | ({f"own.{k}": v for k, v in own._asdict().items()} if own else {})
-    return {name: tensor for name, tensor in fields.items() if name != "own"}
-
-
-ANCHOR_FIRST = replace(DRAFT, slot_convention="anchor-first")
-
-
-@pytest.mark.parametrize("num_drafts", [None, 2])
-@pytest.mark.parametrize("draft", [DRAFT, ANCHOR_FIRST, None])
-@pytest.mark.parametrize("size", [1, 3, 6])
-def test_bucket_views(draft: DraftConfig | None, size: int, num_drafts: int | None) -> None:
-    """Bug: a bucket's view is a copy or moves when another is made, cuts rows where requests are
-    meant, keeps the stride of the longest block, takes a draft's rows to be as many as a verify's
-    where the anchor predicts too, or parts block and draft block where they are one tensor."""
-    arena = Arena(torch.device("cpu"), torch.float32)
-    whole = flat(step_buffers(arena, MODEL, drafter(draft), 6, 9))
-    num_bytes = arena.num_bytes
-    own = drafter(draft.shortened(num_drafts) if draft and num_drafts else draft)
-    buffers = step_buffers(arena, MODEL, own, size, 9)
-    assert buffers.block == own.num_draft_tokens + 1 and arena.num_bytes == num_bytes
-    draft_block = own.config.block_size if draft else 1
-    for name, view in flat(buffers).items():
-        dims = name.split("_")[-1]
-        is_drafts = name.startswith("own.") and name != "own.taps_TC"
-        block = draft_block if is_drafts else buffers.block
-        shape = (size, block) if dims == "BG" else (size * block if dims[0] == "T" else size,)
-        assert view.shape[: len(shape)] == shape, name
-        assert view.is_contiguous() and view.data_ptr() == whole[name].data_ptr(), name
-    assert (buffers.draft_ids_BG is buffers.block_ids_BG) == (draft is None)
-    if draft is not None:
-        taps, block_ids = buffers.own.taps_TC, buffers.own.block_ids_BG  # type: ignore[attr-defined]
-        assert taps.shape[1] == 2 * MODEL.hidden_size
-        is_shared = block_ids.data_ptr() == buffers.block_ids_BG.data_ptr()
-        assert is_shared == (draft is DRAFT)
-    for tensor in whole.values():
-        tensor.fill_(1)
-    arena.clear_("results")
-    assert not buffers.results_BX.any() and buffers.start_B.all()
-    arena.clear_()
-    assert not any(tensor.any() for tensor in whole.values())
 
 
 class LoopMachine(RuleBasedStateMachine):

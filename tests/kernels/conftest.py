@@ -7,12 +7,37 @@ this process would turn every other test module's kernels into interpreted ones.
 compiled kernels run.
 """
 
+import re
 from collections.abc import Iterator
 
 import pytest
 import torch
 
+from graphengine.kernels.interpreter import INTERPRET
+
 CPU_AND_GPU = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+# Interpreted they take most of the time. Of each combination the others have every part: every way
+# to merge, page size, window and dtype.
+LONG_IF_INTERPRETED = re.compile(
+    r"test_every_number_of_live_splits\[cpu-6-launched"
+    r"|test_(many_splits_of_few_rows|windows_merge)\[cpu-launched"
+    r"|test_matches_sdpa\[cpu-\d+-.*-(True-dtype1|False-dtype0)"
+    r"|test_page_sizes\[cpu-(3-40|24-None|32-40|64-None|128-40)"
+    r"|test_windows_match_sdpa\[cpu-(1-False|4-True|40-False)"
+    r"|test_elsewhere_it_goes_through_logits\[cpu-100"
+    r"|test_rounds_the_normed_rows\[cpu-(65-12288|130-4096)"
+    r"|test_requests_side_by_side\[cpu-dtype1"
+    r"|test_follows_the_distribution\[cpu"
+)
+
+
+@pytest.hookimpl(tryfirst=True)  # before those with a mark are left out
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items if INTERPRET else []:
+        if LONG_IF_INTERPRETED.match(item.name):
+            item.add_marker(pytest.mark.slow)
 
 
 @pytest.fixture(params=CPU_AND_GPU)

@@ -243,6 +243,18 @@ LAUNCHES: dict[str, Callable[[], Any]] = {
     "GEMM, FP8, SwiGLU": lambda: multiply(16, SkinnyConfig(num_stages=2), True, FP8),
     "GEMM without TMA": lambda: multiply(7, SkinnyConfig(block_k=64, use_tma=0)),
 }
+# Many tiles, or the same kernel at another width. Each kind of kernel and of number has a launch
+# among the others.
+LONG = {
+    *(f"residual and norm, {D} columns" for D in (2560, 9728, 12288, 12800)),
+    "GEMM, 128 rows, of the table",
+    *("GEMM, wide, 192 rows", "GEMM, wide, 192 rows, FP8", "GEMM, wide, 256 rows"),
+    *("GEMM, wide, 128 rows, SwiGLU", "GEMM, wide, 128 rows, FP8"),
+    *(f"head, {T} rows" for T in (16, 64, 128, 192)),
+    *("head, 16 rows, FP8", "head, 128 rows, FP8"),
+    "attention of chunks, other tiles",
+}
+assert set(LAUNCHES) >= LONG
 
 
 @pytest.fixture
@@ -350,7 +362,10 @@ def test_what_is_compiled_ahead_is_what_is_launched(
     assert all(kernel is one for kernel, one in zip(compiled, ahead, strict=True))
 
 
-@pytest.mark.parametrize("name", LAUNCHES)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[pytest.mark.slow] * (name in LONG)) for name in LAUNCHES],
+)
 def test_compiles_for_sm90(name: str, compiled: list[Any], tmp_path: Path) -> None:
     """Bug: a kernel that only the interpreter accepts, asks for more shared memory than there is,
     or spills so many registers that its tiles live in memory."""

@@ -24,15 +24,17 @@ BROKEN = version("triton") < (3, 7) and version("numpy") >= (2, 4)
 
 @pytest.mark.skipif(INTERPRETED, reason="this is the interpreted run")
 @pytest.mark.skipif(BROKEN, reason="triton < 3.7 interprets only with numpy < 2.4")
-def test_kernels_under_the_interpreter() -> None:
+@pytest.mark.parametrize("which", ["not slow", pytest.param("slow", marks=pytest.mark.slow)])
+def test_kernels_under_the_interpreter(which: str) -> None:
     """Bug: a kernel that is wrong where its torch reference is right, found only on a GPU."""
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist"]
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not gpu", HERE],
+        [*command, "-m", f"not gpu and {which}", HERE],
         cwd=HERE.parents[1],
         env=os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""},
         capture_output=True,
         text=True,
-        timeout=600,
+        timeout=1200,
         check=False,
     )
     print(done.stdout[-600:])

@@ -1,0 +1,99 @@
+"""compile: a segment is compiled once for each layout, state and moment, if it may be."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch._inductor.config as inductor
+from torch import Tensor
+
+from graphengine.capture import compile as compiling
+from tests.capture import test_precompiled
+from tests.capture.test_precompiled import (
+    Pair,
+    as_a_new_process,
+    compiled,
+    files,
+    needs_compiler,
+    scaled,
+)
+
+folder = test_precompiled.folder
+FACTOR = 2.0
+
+
+@needs_compiler
+def test_settings_of_the_moment_of_compilation(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bug: a bucket built late, after a setting of Inductor's was changed, is kept as compiled with
+    the old one, and every later start gets it."""
+    pair = Pair(torch.randn(4, 32), torch.randn(4, 32))
+    late = compiled(scaled)
+    with inductor.patch(emulate_precision_casts=True):
+        late(pair, 7.0)
+    as_a_new_process(monkeypatch, may_compile=True)
+    before = compiling.cache_counts()
+    compiled(scaled)(pair, 7.0)
+    assert compiling.cache_counts().since(before) == (0, 1)
+    assert len(files(folder)) == 2
+
+
+def scaled_by_a_table(x: Tensor) -> Tensor:
+    return x * FACTOR
+
+
+@needs_compiler
+def test_a_tool_replaces_a_table(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: a tool that judges tables in one engine times the first of them every time."""
+    function, x = compiled(scaled_by_a_table), torch.randn(64)
+    for factor in (2.0, 3.0, 2.0):
+        monkeypatch.setattr(sys.modules[__name__], "FACTOR", factor)
+        compiling.forget()
+        torch.testing.assert_close(function(x), x * factor)
+    assert len(files(folder)) == 2
+
+
+@needs_compiler
+@pytest.mark.usefixtures("folder")
+def test_code_of_another_state_is_not_called() -> None:
+    """Bug: what was compiled under autocast is called without it, in the same process: a product in
+    bfloat16."""
+    (product,) = compiling.compile_segments([lambda x: x @ x])
+    x = torch.full((8, 8), 1.001)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert product(x).dtype == torch.bfloat16
+    torch.testing.assert_close(product(x), x @ x)
+
+
+def test_without_dynamo(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: TORCH_COMPILE_DISABLE=1 does not disable anything, or torch's stance to run eagerly."""
+    as_a_new_process(monkeypatch)
+    pair = Pair(torch.randn(4, 32), torch.randn(4, 32))
+    with torch._dynamo.config.patch(disable=True):
+        torch.testing.assert_close(compiled(scaled)(pair, 6.0), scaled(pair, 6.0))
+    with torch.compiler.set_stance("force_eager"):
+        torch.testing.assert_close(compiled(scaled)(pair, 6.0), scaled(pair, 6.0))
+    assert not files(folder)
+
+
+def test_counts() -> None:
+    """Bug: a start is said to be warm since an earlier engine of the process was."""
+    before, after = compiling.CacheCounts(3, 5), compiling.CacheCounts(4, 5)
+    assert after.since(before) == (1, 0)
+
+
+@needs_compiler
+@pytest.mark.usefixtures("folder")
+def test_one_compilation_for_each_layout(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: a second engine of the same shapes compiles again; or another shape gets its code."""
+    before = compiling.cache_counts()
+    first, second = compiled(scaled), compiled(scaled)
+    pair = Pair(torch.randn(2, 8), torch.randn(2, 8))
+    for function in (first, first, second):
+        torch.testing.assert_close(function(pair, 2.0), scaled(pair, 2.0))
+    assert compiling.cache_counts().since(before) == (0, 1)
+    longer = Pair(torch.randn(3, 8), torch.randn(3, 8))
+    torch.testing.assert_close(first(longer, 2.0), scaled(longer, 2.0))
+    assert compiling.cache_counts().since(before) == (0, 2)

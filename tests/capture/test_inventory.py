@@ -1,0 +1,65 @@
+"""inventory: what an eager runner's steps take and give, and what has no graph."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from graphengine.capture import inventory as inventories
+from graphengine.capture.inventory import Entry, inventory, write_dot
+from graphengine.capture.runners import Call, EagerRunner, Graph, ReplayRunner
+from graphengine.capture.steps import Attention, Dense
+
+
+def test_an_eager_runner_is_run_once() -> None:
+    """Bug: shapes are those of the step before, a step is missing, or what the run has left is not
+    what a following runner continues."""
+    dense = Dense("d", lambda carry: (carry[0][:1], torch.ones(2, 2)))
+    runner = EagerRunner([dense, Attention("a", lambda carry: carry[1:])], lambda: (torch.ones(3),))
+    assert inventory(runner) == [
+        Entry("d", "eager", ["3 float32"], ["1 float32", "2x2 float32"]),
+        Entry("a", "eager", ["1 float32", "2x2 float32"], ["2x2 float32"]),
+    ]
+    assert runner.carry[0].shape == (2, 2)
+
+
+class Handle:
+    """As far as an inventory asks a graph."""
+
+    def raw_cuda_graph(self) -> int:
+        return 7
+
+
+def test_one_graph_names_its_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: a chain that is one graph is shown without its steps; kernels are counted as nodes or
+    the other way round; bytes change places; an eager attention gets a picture."""
+    handle: Any = Handle()
+    graph = Graph(handle, 100, 60)
+    counts = inventories.Counter({"kernel": 5, "memcpy": 2})
+    monkeypatch.setattr(inventories, "_node_counts", lambda raw: counts if raw == 7 else None)
+    steps = [Dense("d", lambda carry: carry), Attention("a", lambda carry: carry)]
+    whole = ReplayRunner(steps, [Call("verify", print, graph, ["1 int64"], [])], ())
+    (entry,) = inventory(whole)
+    assert entry == Entry("verify", "graph", ["1 int64"], [], 5, 7, 100, 60, ("d", "a"))
+    parts = ReplayRunner(
+        steps, [Call("d", print, graph, [], []), Call("a", print, None, [], [])], ()
+    )
+    assert [(e.name, e.launch, e.num_nodes, e.steps) for e in inventory(parts)] == [
+        ("d", "graph", 7, ()),
+        ("a", "eager", None, ()),
+    ]
+    drawn: list[bytes] = []
+
+    class Driver:
+        def cuGraphDebugDotPrint(self, raw: object, place: bytes, parameters: object) -> int:
+            drawn.append(place)
+            return 0 if len(drawn) == 1 else 1
+
+    monkeypatch.setattr(inventories, "_driver", Driver)
+    assert write_dot(parts, tmp_path, "b1-") == [tmp_path / "b1-d.dot"]
+    assert drawn == [str(tmp_path / "b1-d.dot").encode()]
+    with pytest.raises(RuntimeError, match="CUresult 1"):
+        write_dot(parts, tmp_path, "")

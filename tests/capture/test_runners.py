@@ -1,0 +1,118 @@
+"""runners and steps: one chain called step by step, replayed, and captured."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+
+from graphengine import names
+from graphengine.capture.runners import (
+    NUM_WARMUPS,
+    Call,
+    EagerRunner,
+    GraphPool,
+    ReplayRunner,
+    run_chain,
+    shapes,
+)
+from graphengine.capture.steps import Attention, Carry, Dense, Step
+
+
+def counting(log: list[str]) -> list[Step]:
+    """Two steps that note their names and add one."""
+
+    def step(name: str) -> Callable[[Carry], Carry]:
+        def run(carry: Carry) -> Carry:
+            log.append(name)
+            return tuple(x + 1 for x in carry)
+
+        return run
+
+    return [Dense("d", step("d")), Attention("a", step("a"))]
+
+
+def test_a_chain_hands_on_what_its_steps_leave() -> None:
+    """Bug: a step is skipped, called twice, or given what the first one was given."""
+    log: list[str] = []
+    (x,) = run_chain(counting(log), (torch.zeros(2),))
+    assert log == ["d", "a"] and x.tolist() == [2, 2]
+
+
+def test_an_eager_runner_asks_for_its_carry_each_time() -> None:
+    """Bug: the drafter's first attention runs on what its head left steps ago."""
+    left = EagerRunner(counting([]), lambda: (torch.zeros(1),))
+    following = EagerRunner(counting([]), lambda: left.carry)
+    assert left.carry == ()
+    for _ in range(2):
+        left.run()
+        following.run()
+        assert following.carry[0].item() == 4
+        left.source = lambda: (torch.zeros(1),)
+
+
+def test_a_replay_calls_in_order_and_names_its_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: ranges are opened while nobody looks, which costs a step microseconds; or calls are
+    replayed in another order where somebody does."""
+    log: list[str] = []
+    calls = [Call(n, lambda n=n: log.append(n), None, [], []) for n in ("x", "y")]
+    runner = ReplayRunner([], calls, ())
+    ranges: list[str] = []
+
+    @contextmanager
+    def range_(name: str) -> Iterator[None]:
+        ranges.append(name)
+        yield
+
+    monkeypatch.setattr(names, "range_", range_)
+    monkeypatch.setattr(names, "is_enabled", lambda: False)
+    runner.run()
+    assert (log, ranges) == (["x", "y"], [])
+    monkeypatch.setattr(names, "is_enabled", lambda: True)
+    runner.run()
+    assert (log, ranges) == (["x", "y"] * 2, ["x", "y"])
+
+
+def test_shapes_are_said_as_people_read_them() -> None:
+    """Bug: `graphs` prints torch.Size([16, 4096]) torch.bfloat16."""
+    carry = torch.zeros(16, 4096, dtype=torch.bfloat16), torch.zeros(3, dtype=torch.int64)
+    assert shapes(carry) == ["16x4096 bfloat16", "3 int64"]
+
+
+@pytest.mark.gpu
+def test_garbage_is_not_collected_in_a_capture() -> None:
+    """Bug: while a graph is captured the collector destroys the graphs of an earlier engine, which
+    CUDA answers by ending the capture."""
+    x = torch.zeros(8, device="cuda")
+
+    def leave_behind() -> None:
+        graph = torch.cuda.CUDAGraph(keep_graph=True)
+        with torch.cuda.graph(graph):
+            left = x + 1
+        graph.instantiate()
+        graph.replay()
+        pinned = torch.zeros(1 << 20, pin_memory=True)
+        cycle = [graph, left, pinned, pinned.to("cuda", non_blocking=True)]
+        cycle.append(cycle)  # pyright: ignore[reportArgumentType]
+
+    calls: list[object] = []
+
+    def step(carry: Carry) -> Carry:
+        calls.append(x)
+        if len(calls) > NUM_WARMUPS:
+            gc.set_threshold(1, 1, 1)
+            calls.append([[] for _ in range(1000)])
+        return (x + len(calls),)
+
+    threshold = gc.get_threshold()
+    try:
+        gc.set_threshold(10**9)
+        leave_behind()
+        graph, (y,) = GraphPool().capture([Dense("step", step)], ())
+    finally:
+        gc.set_threshold(*threshold)
+    graph.handle.replay()
+    assert (y == NUM_WARMUPS + 2).all()

@@ -1,0 +1,88 @@
+"""torch_internals: private names of torch still say what we take them to say."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch._functorch.config as functorch
+import torch._inductor.config as inductor
+
+from graphengine.capture import precompiled, torch_internals
+
+
+def test_torch_s_own_state() -> None:
+    """Bug: a start under autocast, or with another default dtype, breaks every later one: they find
+    what it compiled. A state in which torch refuses to name its precision ends the start."""
+    states = [torch_internals.global_state()]
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        states.append(torch_internals.global_state())
+    with torch.set_grad_enabled(not torch.is_grad_enabled()):
+        states.append(torch_internals.global_state())
+    products, before = torch.backends.cuda.matmul, torch.backends.cuda.matmul.fp32_precision
+    try:
+        torch.set_default_dtype(torch.float64)
+        states.append(torch_internals.global_state())
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert len(set(states)) == len(states)
+    assert torch_internals.global_state() == states[0]
+    try:
+        products.fp32_precision = "tf32"
+        assert torch_internals.global_state() != states[0]
+        precompiled.compilers({})
+    finally:
+        products.fp32_precision = before
+
+
+def test_whether_compilation_is_off() -> None:
+    """Bug: torch is told to compile nothing, by its setting or its stance, and we do."""
+    assert not torch_internals.is_off()
+    with torch._dynamo.config.patch(disable=True):
+        assert torch_internals.is_off()
+    with torch.compiler.set_stance("force_eager"):
+        assert torch_internals.is_off()
+
+
+@pytest.mark.parametrize(
+    ("config", "switch", "value"),
+    [
+        (inductor, "force_disable_caches", True),
+        (inductor, "fx_graph_cache", False),
+        (functorch, "enable_autograd_cache", False),
+        *((inductor, name, lambda graph: None) for name in ("pre_grad_custom_pass",)),
+        *((inductor, name, lambda graph: None) for name in ("post_grad_custom_pre_pass",)),
+    ],
+)
+def test_whether_caches_are_on(config: Any, switch: str, value: Any) -> None:
+    """Bug: what a user's own pass has changed is kept, and found by who has none."""
+    assert torch_internals.caches_are_on()
+    with config.patch({switch: value}):
+        assert not torch_internals.caches_are_on()
+
+
+def test_places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: damaged code is looked for where none is kept: headers lie in the temporary folder,
+    whatever folder the rest has."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    assert torch_internals.cache_folder() == tmp_path
+    assert torch_internals.header_folder().is_relative_to(tempfile.gettempdir())
+
+
+def test_operators_are_shown_to_one_thread_s_mode() -> None:
+    """Bug: the mode stays behind and sees what comes later, or sees nothing."""
+    seen: list[str] = []
+
+    class Mode(torch_internals.TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None):
+            seen.append(torch_internals.schema_of(func).name)
+            return func(*args, **(kwargs or {}))
+
+    x = torch.ones(2)
+    with torch_internals.dispatched_to(Mode()):
+        x + x
+    x * x
+    assert seen == ["aten::add"]

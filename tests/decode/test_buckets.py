@@ -1,0 +1,68 @@
+"""buckets: built in any order over one memory, they leave no trace of their warm-ups."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from graphengine.decode import buckets
+from tests.decode.test_engine import BACKENDS, BLOCK, PROMPTS, Pair, ids_only, loop_of
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    return Pair(tmp_path_factory.mktemp("pair"))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_bucket_moves_nothing(pair: Pair, backend: str) -> None:
+    """Bug: a bucket built late has memory of its own, or more of it: what a graph reads is not what
+    the host writes."""
+    with pair.engine(buckets=(1, 4), attention_backend=backend, lazy_capture=True) as engine:
+        builder = loop_of(engine).first.builder
+        before = builder.arena.num_bytes
+        large, small = (builder.build(size) for size in (4, 1))
+        assert builder.arena.num_bytes == before
+        assert (large.buffers.block, small.buffers.block) == (BLOCK, BLOCK)
+        assert small.buffers.block_ids_BG.data_ptr() == large.buffers.block_ids_BG.data_ptr()
+        assert small.buffers.start_B.shape == (1,)
+        assert not large.buffers.start_B.any(), "a row of a warm-up would run"
+
+
+def test_draws_are_not_used_up(pair: Pair) -> None:
+    """Bug: a bucket's warm-up walks the table of draws, so simulated acceptance depends on when it
+    was built."""
+    with pair.engine(buckets=(2,), simulate_acceptance=2.5) as engine:
+        builder = loop_of(engine).first.builder
+        builder.simulation.step_1.fill_(7)
+        builder.build(2)
+        assert builder.simulation.step_1.item() == 7
+
+
+def test_runners_follow_what_they_continue(pair: Pair) -> None:
+    """Bug: a tool that runs the stages in the order of a step runs the drafter's first attention on
+    nothing: what it continues is the last stage of the step before."""
+    with pair.engine(buckets=(2,), attention_backend="torch") as engine:
+        bucket = loop_of(engine).first.buckets[2]
+        assert bucket.ahead is bucket.runners[0] and len(bucket.runners) == 3
+    with pair.engine(buckets=(2,), attention_backend="triton") as engine:
+        bucket = loop_of(engine).first.buckets[2]
+        assert bucket.ahead is None and len(bucket.runners) == 1
+
+
+def test_largest_first(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: graphs of the smaller buckets are captured first, and each larger one extends the
+    pool."""
+    order: list[int] = []
+    real: Any = buckets.BucketBuilder.build
+
+    def build(self: Any, size: int, *others: Any) -> Any:
+        order.append(size)
+        return real(self, size, *others)
+
+    monkeypatch.setattr(buckets.BucketBuilder, "build", build)
+    with pair.engine(buckets=(2, 1, 4)) as engine, torch.no_grad():
+        assert order == [4, 2, 1]
+        assert ids_only(engine, PROMPTS[:1], max_new_tokens=4) == [pair.plain(PROMPTS[0], 4)]

@@ -1,0 +1,82 @@
+"""loop: who is admitted, in which order a step is watched, and what a reset leaves."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from graphengine.api import Engine
+from graphengine.decode.loop import Watch
+from tests.decode.test_engine import BLOCK, PROMPTS, Pair, assert_idle, loop_of
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    return Pair(tmp_path_factory.mktemp("pair"))
+
+
+@pytest.fixture
+def engine(pair: Pair) -> Iterator[Engine]:
+    with pair.engine(buckets=(2,)) as engine:
+        yield engine
+        assert_idle(engine)
+
+
+class Notes(Watch):
+    """The order of what it was told; a letter each."""
+
+    def __init__(self) -> None:
+        self.text = ""
+
+    def launching(self) -> None:
+        self.text += "l"
+
+    def launched(self) -> None:
+        self.text += "L"
+
+    def waited(self) -> None:
+        self.text += "w"
+
+    def collected(self, outputs: list[Any]) -> None:
+        self.text += "c"
+
+
+def test_a_step_is_watched_in_order(engine: Engine, pair: Pair) -> None:
+    """Bug: a tool times the commit as the device's work, since it is told of a step's parts late or
+    not at all; or tokens come out twice."""
+    loop, notes = loop_of(engine), Notes()
+    request = loop.submit(list(PROMPTS[0]), 9, ())
+    outputs = [output for step in loop.run(notes) for output in step]
+    assert notes.text == "lLwc" * (len(notes.text) // 4)
+    assert [t for output in outputs for t in output.token_ids] == request.output_ids
+    assert request.output_ids == pair.plain(PROMPTS[0], 9)
+
+
+@torch.no_grad()
+def test_nobody_overtakes(engine: Engine) -> None:
+    """Bug: a short prompt takes the pages that a long one in front of it waits for, for ever."""
+    loop = loop_of(engine)
+    held = loop.allocator.allocate(loop.allocator.num_free - 4)  # 16 tokens are left
+    long, short = loop.submit(list(PROMPTS[1]), 20, ()), loop.submit([5], 2, ())
+    assert loop.admit() == [] and list(loop.waiting) == [long, short]
+    loop.allocator.free(held)
+    assert [output.request for output in loop.admit()] == [long, short]
+    loop.reset()
+    assert [r.finish_reason for r in (long, short)] == ["cancelled"] * 2
+    assert long.pages == short.pages == []
+
+
+@torch.no_grad()
+def test_pages_for_a_block_behind_the_last_token(engine: Engine) -> None:
+    """Bug: the last block of a request is written into another one's page."""
+    loop = loop_of(engine)
+    for count in range(1, 9):
+        request = loop.submit([5], count, ())
+        loop.admit()
+        assert len(request.pages) * engine.config.page_size >= 1 + count + BLOCK or (
+            request.finish_reason is not None and request.pages == []
+        )
+        loop.reset()

@@ -1,0 +1,97 @@
+"""request.Request: its counters stay together, whatever a block commits."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from graphengine.decode.metrics import Acceptance
+from graphengine.decode.request import Request
+
+TOKENS = st.integers(0, 5)
+
+
+def a_request(drafts: int = 3) -> Request:
+    return Request(
+        request_id=0,
+        prompt_ids=[1] * 3,
+        max_total_tokens=12,
+        stop_ids=frozenset(),
+        acceptance=Acceptance(drafts),
+    )
+
+
+@settings(deadline=None)
+@given(
+    prompt=st.integers(1, 9),
+    limit=st.integers(1, 30),
+    steps=st.lists(st.tuples(st.lists(TOKENS, min_size=4, max_size=4), st.integers(0, 3))),
+    stop_ids=st.frozensets(st.just(5)),
+)
+def test_request_keeps_its_invariant(
+    prompt: int,
+    limit: int,
+    steps: list[tuple[list[int], int]],
+    stop_ids: frozenset[int],
+) -> None:
+    """Bug: start, outputs and budget of a request drift apart, or it runs on after its end."""
+    request = Request(
+        request_id=0,
+        prompt_ids=[1] * prompt,
+        max_total_tokens=prompt + limit,
+        stop_ids=stop_ids,
+        acceptance=Acceptance(3),
+    )
+    new = request.begin(0)
+    for block, accepted in steps:
+        if request.finish_reason is not None:
+            break
+        assert request.start == prompt + len(request.output_ids) - 1
+        assert request.anchor == request.output_ids[-1]
+        assert request.budget == limit - len(request.output_ids) > 0
+        before = list(request.output_ids)
+        new = request.advance(block, accepted)
+        assert request.output_ids == before + new
+    assert len(request.output_ids) <= limit
+    ended_by_length = len(request.output_ids) == limit and 5 not in stop_ids & {new[-1]}
+    assert (request.finish_reason == "length") == ended_by_length
+    metrics = request.metrics()
+    assert metrics.num_steps == sum(metrics.acceptance.steps_by_accepted)
+
+
+def test_plain_steps_are_counted_apart() -> None:
+    """Bug: a step without drafts lowers the acceptance of a request that has left speculation, or
+    a plain engine's steps are said to be a fallback."""
+    request = a_request()
+    request.begin(0)
+    request.fallback_reason = "slow"
+    assert request.metrics().fallback_reason is None, "nothing was decoded plainly yet"
+    request.advance([2, 3, 4, 5], 1)
+    request.advance([7], 0)
+    metrics = request.metrics()
+    assert (metrics.num_plain_steps, metrics.fallback_reason) == (1, "slow")
+    assert metrics.acceptance.steps_by_accepted == [0, 1, 0, 0]
+    plain = a_request(drafts=0)
+    plain.begin(0)
+    plain.advance([7], 0)
+    assert plain.metrics().num_plain_steps == 0 and plain.metrics().acceptance.num_steps == 1
+
+
+def test_a_block_shorter_than_the_longest() -> None:
+    """Bug: a bucket of fewer drafts counts as one that had all, with the rest rejected."""
+    request = a_request()
+    request.begin(0)
+    request.advance([2, 3], 1)
+    assert request.metrics().acceptance.per_position == [1.0]
+
+
+@pytest.mark.parametrize(("rows", "position"), [([-1, 5, 5, 5], 4), ([5, 6, -1, 5], 6)])
+def test_an_error_names_its_position(rows: list[int], position: int) -> None:
+    """Bug: a NaN in the logits is reported for another position, or a token behind it comes out."""
+    request = a_request()
+    request.begin(0)
+    request.advance(rows, 2)
+    assert request.finish_reason == "error"
+    assert f"position {position} " in str(request.error)
+    assert len(request.output_ids) == position - 3

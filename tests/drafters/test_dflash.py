@@ -1,0 +1,66 @@
+"""dflash: which weights a forward takes, where taps go, and drafts that are no tokens."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from graphengine.decode.buffers import Arena
+from graphengine.decode.proposer import step_buffers
+from graphengine.decode.stack import Target
+from graphengine.drafters.dflash import MAX_QUANTIZED_ROWS
+from graphengine.kernels.skinny_config import SKINNY_T
+from graphengine.models.layers import rms_norm
+from tests.decode.test_buffers import ANCHOR_FIRST, drafter
+from tests.decode.test_kvcache import DRAFT, MODEL
+
+CPU = torch.device("cpu")
+
+
+def test_fp8_up_to_its_rows() -> None:
+    """Bug: a forward of one row more than the kernel takes exactly runs in FP8 all the same, or one
+    of just as many does not."""
+    both = replace(
+        drafter(DRAFT), weights="w", lm_head_VD="head", quantized="w8", quantized_lm_head_VD="head8"
+    )
+    exact, rounded = ("w", "head"), ("w8", "head8")
+    limits: Any = MAX_QUANTIZED_ROWS
+    for name, at_limit, behind in (
+        ("none", exact, exact),
+        ("fp8", rounded, exact),
+        ("fp8-dynamic", rounded, rounded),
+    ):
+        own = replace(both, max_quantized_rows=limits[name])
+        assert own.at(SKINNY_T) == at_limit and own.at(SKINNY_T + 1) == behind
+    assert replace(drafter(DRAFT), max_quantized_rows=math.inf).at(1) == (None, None)
+
+
+def test_taps_stand_in_the_drafter_s_order() -> None:
+    """Bug: taps are written in the order of the layers, not in that of the config; the last layer's
+    lacks the final norm, or the others have it."""
+    weights: Any = type("Weights", (), {"norm_D": torch.linspace(0.5, 2, MODEL.hidden_size)})
+    pool: Any = None
+    target = Target(config=MODEL, weights=weights, kv_pool=pool)
+    own = replace(drafter(replace(DRAFT, target_layer_ids=(2, 0))), target=target)
+    buffers = step_buffers(Arena(CPU, torch.float32), MODEL, own, 1, 4)
+    tap_ = own.tap(buffers)
+    outputs = torch.randn(3, 5, MODEL.hidden_size)
+    for layer, h_TD in enumerate(outputs):
+        tap_(layer, h_TD)
+    kept: Any = buffers.own
+    normed = rms_norm(outputs[2], weights.norm_D, MODEL.rms_norm_eps)
+    torch.testing.assert_close(kept.taps_TC, torch.cat([normed, outputs[0]], dim=1))
+
+
+@pytest.mark.parametrize(("config", "rows"), [(DRAFT, 5), (ANCHOR_FIRST, 5)])
+def test_attention_s_rows_are_the_draft_s(config: Any, rows: int) -> None:
+    """Bug: an anchor-first drafter's attention is planned for as many rows as a verify has."""
+    own = drafter(config)
+    assert [kind.rows for kind in own.attends] == [rows]
+    assert own.num_draft_tokens == (5 if config is ANCHOR_FIRST else 4)
+    (kind,) = own.shortened(2).attends
+    assert kind.rows == own.shortened(2).config.block_size

@@ -1,0 +1,54 @@
+"""forced: what is drafted at a position is read from the row's table; the real drafts are lost."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from graphengine.capture.runners import run_chain
+from graphengine.config.draft import NgramConfig
+from graphengine.decode.buffers import Arena, StepBuffers
+from graphengine.decode.proposer import RowContent, step_buffers
+from graphengine.decode.segments import Segments
+from graphengine.drafters.forced import Forced
+from graphengine.drafters.ngram import Ngram
+from tests.decode.test_kvcache import MODEL
+
+
+def test_positions_and_rows() -> None:
+    """Bug: a table is read one position off or for another row, so a test that forces an acceptance
+    length forces another; or the drafter inside does not run, and is not tested."""
+    inner: list[list[list[int]]] = []
+
+    def seen(buffers: StepBuffers) -> None:
+        inner.append(buffers.draft_ids_BG.tolist())
+
+    forced = Forced(
+        inner=Ngram(config=NgramConfig(num_draft_tokens=3), num_positions=12),
+        num_positions=12,
+        tokens=lambda content, block, count: [content.token_ids[0] + i for i in range(count)],
+        seen=seen,
+    )
+    buffers = step_buffers(Arena(torch.device("cpu"), torch.float32), MODEL, forced, 3, 5)
+    contents = [RowContent([100, 5, 100]), None, RowContent([200])]
+    forced.write_rows_(buffers, [2, 1, 0], contents)
+    buffers.start_B.copy_(torch.tensor([4, 0, 10]))
+    buffers.block_ids_BG[:, 0] = torch.tensor([21, 0, 23])
+    run_chain(forced.propose(buffers, {}, Segments()))
+    (drafted,) = inner
+    assert [row[0] for row in drafted] == [21, 0, 23]
+    found = buffers.draft_ids_BG.tolist()
+    assert found[0] == [21, 205, 206, 207]
+    assert found[2] == [23, 111, 111, 111], "past the table's end its last position counts"
+    own: Any = buffers.own
+    assert not own.table_BP[1].any(), "padding has no table"
+
+
+def test_shortened_with_what_is_inside() -> None:
+    """Bug: in a bucket of fewer drafts the table is forced on blocks of another length."""
+    inner = Ngram(config=NgramConfig(num_draft_tokens=5), num_positions=9)
+    forced = Forced(inner=inner, num_positions=9, tokens=lambda content, block, count: [0] * count)
+    short = forced.shortened(2)
+    assert (short.num_draft_tokens, short.inner.num_draft_tokens) == (2, 2)
+    assert forced.num_draft_tokens == 5

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from graphengine.cli import options as shared
+from graphengine.cli.bench import longest_context
 
 if TYPE_CHECKING:
     from graphengine.capture.inventory import Entry
@@ -30,15 +31,14 @@ _CONTEXT = 2048  # no graph depends on it
 @shared.MODEL
 @shared.DRAFT
 @shared.declared("graphs", buckets=(1,))
-@click.option(
+@shared.path(
     "--dot",
-    type=click.Path(path_type=Path, file_okay=False),
     metavar="DIR",
-    help="Write every graph's nodes as DIR/<bucket>-<segment>.dot.",
+    file_okay=False,
+    text="Write every graph's nodes as DIR/<bucket>-<segment>.dot.",
 )
 @click.option("--all", "show_all", is_flag=True, help="A line per segment, also of equal ones.")
 @shared.as_json("The list as JSON on stdout.")
-@shared.refuses
 def graphs(model: str | None, draft: str | None, **options: Any) -> None:
     """List the CUDA graphs of MODEL: segment, bucket, kernels, pool memory, shapes.
 
@@ -50,8 +50,6 @@ def graphs(model: str | None, draft: str | None, **options: Any) -> None:
     from graphengine.capture.inventory import inventory, write_dot
     from graphengine.checkpoints.pairs import named_pair
     from graphengine.report import print_table, stderr_console
-    from graphengine.startup.build import read_configs
-    from graphengine.startup.options import speculation_limit
 
     console = stderr_console(quiet=False)
     model, draft = named_pair(model, draft)
@@ -59,7 +57,7 @@ def graphs(model: str | None, draft: str | None, **options: Any) -> None:
         Engine.from_pretrained(
             model,
             draft,
-            max_model_len=min(_CONTEXT, speculation_limit(*read_configs(model, draft))),
+            max_model_len=longest_context(model, draft, _CONTEXT),
             load_format="dummy",
             acceptance_floor=0.0,
             fallback=False,

@@ -58,18 +58,16 @@ def collect_prompts(prompts: tuple[str, ...], file: Path | None) -> list[Convers
 @shared.DRAFT
 @click.option("--prompt", "prompts", multiple=True, metavar="TEXT", help="May be repeated.")
 @shared.PROMPT_FILE(
-    help='JSON Lines: {"prompt": "text"} or {"turns": ["text", ..]}; later turns are asked with '
+    text='JSON Lines: {"prompt": "text"} or {"turns": ["text", ..]}; later turns are asked with '
     "the model's own answers in between. A prompt may be a list of token ids."
 )
 @shared.declared("run", SamplingParams)
 @shared.declared(
     "run", lazy_capture=shared.Default(None, "for one conversation, which needs no other")
 )
-@click.option(
+@shared.path(
     "--artifact",
-    type=click.Path(path_type=Path),
-    metavar="FILE",
-    help="Start with what `graphengine compile --output FILE` has compiled. Only your own: it is "
+    text="Start with what `graphengine compile --output FILE` has compiled. Only your own: it is "
     "executed.",
 )
 @shared.as_json("One JSON object on stdout, at the end.")

@@ -1,8 +1,7 @@
 """`graphengine verify`: the options, the table and the verdict.
 
 What it does is in the room verify: check.py judges, run.py runs, two_sample.py compares draws,
-report.py shows. stdout carries the verdict (or one JSON object), tables go to stderr. Exit codes:
-0 PASS, 1 FAIL, 2 refused input. torch is imported inside the command, so that help is quick.
+report.py shows. stdout carries the verdict (or one JSON object), tables go to stderr.
 """
 
 from __future__ import annotations
@@ -54,21 +53,21 @@ What each check means: graphengine/verify/lossless.md."""
 @click.command("verify", epilog=_EPILOG)
 @shared.MODEL
 @shared.DRAFT
-@shared.PROMPT_FILE(help="Single prompts as for `graphengine run`.  [default: 28 bundled ones]")
+@shared.PROMPT_FILE(text="Single prompts as for `graphengine run`.  [default: 28 bundled ones]")
 @click.option("--matrix", is_flag=True, help="Every graph mode of the device x bucket x batch mix.")
 @click.option(
     "--tolerance",
-    type=click.FloatRange(min=0),
+    type=shared.Finite(min=0),
     help="Nats that a token may lie below the plain model's first choice.  [default: 0.20]",
 )
 @click.option(
     "--min-identical",
-    type=click.FloatRange(0, 1),
+    type=shared.Finite(0, 1),
     help="Share of tokens that must be its first choice.  [default: 0.999 float32, 0.95 bfloat16]",
 )
 @click.option(
     "--min-acceptance",
-    type=click.FloatRange(min=1),
+    type=shared.Finite(min=1),
     help="Least mean acceptance length: the only check of the drafter.  [default: 13.5 for the "
     "bundled pair and prompts with all drafts, else none]",
 )
@@ -79,18 +78,16 @@ What each check means: graphengine/verify/lossless.md."""
     max_new_tokens=shared.Default(None, "128, with --temperature 12"),
     seed=0,
 )
-@click.option(
+@shared.count(
     "--num-samples",
-    type=click.IntRange(min=2),
-    default=100,
-    show_default=True,
-    help="Draws of each prompt with --temperature, speculative and plain each.",
+    100,
+    "Draws of each prompt with --temperature, speculative and plain each.",
+    low=2,
 )
 @shared.RESULT_FILE
 @shared.as_json("The verdict as one JSON object on stdout.")
 @click.option("-q", "--quiet", is_flag=True, help="No tables and notes.")
 @click.pass_context
-@shared.refuses
 def verify(ctx: click.Context, model: str | None, draft: str | None, **options: Any) -> None:
     """Check that MODEL with its drafter says what MODEL alone would say.
 
@@ -103,20 +100,7 @@ def verify(ctx: click.Context, model: str | None, draft: str | None, **options: 
         raise click.UsageError(
             "--matrix runs every graph mode; leave out --graph-mode and --attention-backend"
         )
-    for name in ("tolerance", "min_identical", "min_acceptance"):
-        if options[name] is not None and not math.isfinite(options[name]):
-            raise click.UsageError(f"--{name.replace('_', '-')} {options[name]}: a finite number")
-    try:
-        passed = _verify(model, draft, options)
-    except (MemoryError, RuntimeError) as error:
-        lacking = shared.out_of_memory(error)
-        if lacking is None:
-            raise
-        # Not 1: nothing was found to be wrong.
-        raise click.UsageError(
-            f"{lacking}; lower --max-model-len, the largest --bucket or --gpu-memory-utilization"
-        ) from error
-    if not passed:
+    if not _verify(model, draft, options):
         ctx.exit(1)
 
 

@@ -312,10 +312,10 @@ def test_speculators_directory_alone(few: Path, tmp_path: Path) -> None:
         (("--draft", "none", "--min-acceptance", "2"), "--min-acceptance needs a drafter"),
         (("--prompt-file", "missing.jsonl"), "missing.jsonl"),
         # Past every range check; in the JSON they would be no JSON.
-        (("--tolerance", "nan"), "--tolerance nan: a finite number"),
-        (("--tolerance", "inf"), "--tolerance inf: a finite number"),
-        (("--min-identical", "nan"), "--min-identical nan: a finite number"),
-        (("--min-acceptance", "nan"), "--min-acceptance nan: a finite number"),
+        (("--tolerance", "nan"), "'--tolerance': nan: pass a finite number"),
+        (("--tolerance", "inf"), "'--tolerance': inf: pass a finite number"),
+        (("--min-identical", "nan"), "'--min-identical': nan: pass a finite number"),
+        (("--min-acceptance", "nan"), "'--min-acceptance': nan: pass a finite number"),
         (("--output-json", str(TINY_TARGET)), "is a directory"),
     ],
 )

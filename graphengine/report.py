@@ -28,6 +28,14 @@ SCHEMA_VERSION = 1
 MAX_ROWS = 16
 PIPE_WIDTH = 140  # columns when nobody looks
 MAX_TABLE_WIDTH = 10_000
+# Column of an answer -> (its metric, format); headers of two lines, so that 80 columns hold them.
+_COLUMNS = {
+    "tokens": ("num_output_tokens", "d"),
+    "TTFT\nms": ("ttft_ms", ".1f"),
+    "ms per\ntoken": ("ms_per_token", ".2f"),
+    "ms per\nstep": ("ms_per_step", ".2f"),
+    "tokens\nper s": ("tokens_per_s", ".1f"),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,13 +147,8 @@ def startup_seconds(
 ) -> dict[str, float]:
     """Seconds until the first token, by phase, `other_s` what is in none of them until the engine
     was ready; `first_token_s` only if there was one."""
-    phases = {
-        "import_s": import_s,
-        "load_s": startup.load_s,
-        "compile_s": startup.compile_s,
-        "capture_s": startup.capture_s,
-        "warmup_s": startup.warmup_s,
-    }
+    names = ("load_s", "compile_s", "capture_s", "warmup_s")
+    phases = {"import_s": import_s} | {name: getattr(startup, name) for name in names}
     phases["other_s"] = max(ready_s - sum(phases.values()), 0.0)
     if answers:
         phases["first_token_s"] = answers[0].result.metrics.ttft_ms / 1e3
@@ -232,43 +235,25 @@ def _startup_table(console: Console, startup_s: dict[str, float]) -> Table:
 def _result_table(console: Console, answers: Sequence[Answer], generate_s: float) -> Table:
     drafts = _merged(answers).num_draft_tokens > 0
     table = _table(console)
-    # Two-line headers: the table fits 80 columns.
-    names = ["tokens", "TTFT\nms", "ms per\ntoken", "ms per\nstep", "tokens\nper s"]
-    names += ["accept.\nlength", "accepted\ndrafts"] if drafts else []
     table.add_column("prompt", no_wrap=True)
-    for name in names:
+    for name in (*_COLUMNS, *(["accept.\nlength", "accepted\ndrafts"] if drafts else [])):
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("ended\nby", no_wrap=True)
 
-    def accepted(acceptance: Acceptance) -> list[str]:
-        if not drafts:
-            return []
+    def add_row(label: str, numbers: dict[str, Any], acceptance: Acceptance, ended: str) -> None:
+        cells = [format(numbers[k], form) if k in numbers else "" for k, form in _COLUMNS.values()]
         means = acceptance.mean_acceptance_length, acceptance.mean_accepted_draft_tokens
-        return [f"{mean:.2f}" if acceptance.num_steps else "-" for mean in means]
+        if drafts:
+            cells += [f"{mean:.2f}" if acceptance.num_steps else "-" for mean in means]
+        table.add_row(label, *cells, ended)
 
     for label, answer in labelled(answers)[:MAX_ROWS]:
-        metrics = answer.result.metrics
-        table.add_row(
-            label,
-            str(metrics.num_output_tokens),
-            f"{metrics.ttft_ms:.1f}",
-            f"{metrics.ms_per_token:.2f}",
-            f"{metrics.ms_per_step:.2f}",
-            f"{metrics.tokens_per_s:.1f}",
-            *accepted(metrics.acceptance),
-            answer.result.finish_reason,
-        )
+        result = answer.result
+        numbers = _json_answer(answer)["metrics"]
+        add_row(label, numbers, result.metrics.acceptance, result.finish_reason)
     if len(answers) > 1:
-        totals = _totals(answers, generate_s)
         table.add_section()
-        table.add_row(
-            "total",
-            str(totals["num_output_tokens"]),
-            *["", "", ""],
-            f"{totals['tokens_per_s']:.1f}",
-            *accepted(_merged(answers)),
-            "",
-        )
+        add_row("total", _totals(answers, generate_s), _merged(answers), "")
     return table
 
 

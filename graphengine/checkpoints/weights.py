@@ -360,7 +360,7 @@ def _open(directory: Path, device: torch.device | str = "cpu") -> dict[str, Any]
             handle = safe_open(file, framework="pt", device=str(device))
             names = handle.keys()
         except (SafetensorError, OSError) as error:
-            why = f"not a readable safetensors file ({error}), truncated or damaged; fetch it again"
+            why = f"not a readable safetensors file ({error}); truncated or damaged, fetch it again"
             if not os.access(file, os.R_OK):  # which safetensors calls missing
                 why = "cannot be read (no permission); make it readable"
             raise ValueError(f"{file}: {why}") from error

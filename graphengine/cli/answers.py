@@ -20,7 +20,7 @@ from importlib import import_module
 from typing import Any, NamedTuple, cast
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn
 
 from graphengine import names, report
 from graphengine.api import Chunk, Engine, GenerationResult, Prompt, PromptError
@@ -134,20 +134,19 @@ def _shown_warnings(console: Console) -> Iterator[list[str]]:
         yield texts
 
 
-def _load(job: Job, console: Console) -> Engine:
-    def build(progress: Callable[[str, float], None]) -> Engine:
-        return Engine.from_pretrained(job.model, job.draft, progress=progress, **job.options)
+def _progress(job: Job, console: Console, *columns: Any) -> Progress:
+    off = not console.is_terminal or job.quiet  # a bar in a file is noise
+    return Progress(*columns, TimeElapsedColumn(), console=console, transient=True, disable=off)
 
-    if not console.is_terminal or job.quiet:
-        return build(lambda what, share: None)
-    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True) as bar:
+
+def _load(job: Job, console: Console) -> Engine:
+    with _progress(job, console, "{task.description}", BarColumn()) as bar:
         task = bar.add_task("loading", total=None)
 
         def show(what: str, share: float) -> None:
             bar.update(task, description=what, total=1.0 if share else None, completed=share)
 
-        return build(show)
+        return Engine.from_pretrained(job.model, job.draft, progress=show, **job.options)
 
 
 def _cache_notes(job: Job, engine: Engine) -> list[str]:
@@ -233,17 +232,14 @@ class _Session(NamedTuple):
     def _batch(self, conversations: list[Conversation]) -> None:
         """Several conversations: a bar while they run, then `[i] text`, numbered from 1; what is
         finished is printed although the rest was stopped."""
+        num_tokens = 0
         columns = (
-            TextColumn("answering"),
+            "answering",
             BarColumn(),
             MofNCompleteColumn(),
-            TextColumn("{task.fields[num_tokens]} tokens"),
-            TimeElapsedColumn(),
+            "{task.fields[num_tokens]} tokens",
         )
-        num_tokens = 0
-        # A bar in a file is noise.
-        off = not self.console.is_terminal or self.job.quiet
-        with Progress(*columns, console=self.console, transient=True, disable=off) as bar:
+        with _progress(self.job, self.console, *columns) as bar:
             task = bar.add_task("", total=sum(map(len, conversations)), num_tokens=0)
 
             def on_chunk(chunk: Chunk) -> None:

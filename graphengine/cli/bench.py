@@ -27,24 +27,17 @@ class ModeList(click.ParamType):
     """`piecewise,full:triton` -> (("piecewise", "auto"), ("full", "triton"))."""
 
     name = "MODE[:ATTENTION],.."
-    MODES = declarations(Options)["graph_mode"].choices[1:]  # an own run each, so no "auto"
-    BACKENDS = declarations(Options)["attention_backend"].choices
+    MODES = click.Choice(
+        declarations(Options)["graph_mode"].choices[1:]
+    )  # each a run, so no "auto"
+    BACKENDS = click.Choice(declarations(Options)["attention_backend"].choices)
 
     def convert(self, value: Any, param: Any, ctx: Any) -> tuple[tuple[str, str], ...]:
-        if isinstance(value, tuple):
-            return value
         found = []
-        for part in str(value).split(","):
+        for part in value.split(","):
             mode, _, backend = part.partition(":")
-            backend = backend or "auto"
-            if mode not in self.MODES or backend not in self.BACKENDS:
-                self.fail(
-                    f"{part!r}: expected one of {', '.join(self.MODES)}, each optionally with "
-                    f":ATTENTION of {', '.join(self.BACKENDS)}",
-                    param,
-                    ctx,
-                )
-            found.append((mode, backend))
+            backend = self.BACKENDS.convert(backend or "auto", param, ctx)
+            found.append((self.MODES.convert(mode, param, ctx), backend))
         return tuple(found)
 
 
@@ -143,7 +136,10 @@ def bench(model: str | None, draft: str | None, **options: Any) -> None:
     simulated = asked["simulate_acceptance"]
     print_table(console, table(rows, simulated))
     digests = {f"{row.label}_{row.key}": row.result.digest for row in rows}
-    same = _same_tokens(digests)
+    by_case: dict[str, set[str]] = {}  # of all modes that share an attention kernel
+    for key, digest in digests.items():
+        by_case.setdefault(key.partition("_")[2], set()).add(digest)
+    same = all(len(found) == 1 for found in by_case.values())
     console.print(f"tokens equal in all modes of one attention: {same}")
     document = {
         "model": Path(model).name,
@@ -206,11 +202,3 @@ def longest_context(model: str, draft: str | None, wanted: int) -> int:
     from graphengine.startup.options import speculation_limit
 
     return min(wanted, speculation_limit(*read_configs(model, draft)))
-
-
-def _same_tokens(digests: dict[str, str]) -> bool:
-    """Whether every case has one digest over all modes that share an attention kernel."""
-    by_case: dict[str, set[str]] = {}
-    for key, digest in digests.items():
-        by_case.setdefault(key.partition("_")[2], set()).add(digest)
-    return all(len(found) == 1 for found in by_case.values())

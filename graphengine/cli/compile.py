@@ -63,7 +63,7 @@ def compile_(store: Store | None, model: str | None, draft: str | None, **option
     asked = shared.taken(options)
     console = stderr_console(quiet=False)
     output: Path | None = options["output"]
-    shared.check_place("--output", output)
+    shared.check_places(options)
     if output is not None and output.exists() and not output.is_file():
         raise ValueError(f"--output {output}: is no regular file; choose another path")
     if output is not None and not are_kept():

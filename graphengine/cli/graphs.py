@@ -116,21 +116,14 @@ def _table(listed: dict[int, list[Entry]], show_all: bool) -> Any:
             name = first.name if len(group) == 1 else f"{first.name} .. {group[-1].name}"
             if first.steps:
                 name += f": {first.steps[0]} .. {first.steps[-1]}"
-            is_graph = first.launch == "graph"
-            pool = sum(entry.pool_bytes or 0 for entry in group)
-            live = sum(entry.live_bytes or 0 for entry in group)
-            table.add_row(
-                str(size),
-                name,
-                str(len(group)),
-                first.launch,
-                str(first.num_kernels) if is_graph else "-",
-                str(first.num_nodes) if is_graph else "-",
-                f"{pool / 1e6:.2f}" if is_graph else "-",
-                f"{live / 1e6:.2f}" if is_graph else "-",
-                f"{', '.join(first.input_shapes) or '-'} -> "
-                f"{', '.join(first.output_shapes) or '-'}",
-            )
+            of_graph = ["-"] * 4
+            if first.launch == "graph":
+                of_graph = [str(first.num_kernels), str(first.num_nodes)]
+                for sizes in ([e.pool_bytes for e in group], [e.live_bytes for e in group]):
+                    of_graph.append(f"{sum(size or 0 for size in sizes) / 1e6:.2f}")
+            shapes = (", ".join(s) or "-" for s in (first.input_shapes, first.output_shapes))
+            row = [str(size), name, str(len(group)), first.launch, *of_graph, " -> ".join(shapes)]
+            table.add_row(*row)
         table.add_section()
     return table
 

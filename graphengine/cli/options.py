@@ -21,12 +21,6 @@ from graphengine.config.options import Declaration, Options, declarations
 Option = Callable[[Any], Any]
 
 
-class Refusal(click.ClickException):
-    """An input that cannot work; the message carries the value and the remedy."""
-
-    exit_code = 2
-
-
 def _group(*options: Option) -> Option:
     """One decorator for several options, in the order in which help shows them."""
 
@@ -100,13 +94,10 @@ def _option(declared: Declaration, at: Default) -> Option:
         extra = {"is_flag": True}
     elif declared.choices:
         kind = click.Choice(declared.choices)
-    elif tuple in declared.kinds:
-        kind = IntList(
-            distinct=True
-        )  # in the user's order, which is that of --num-speculative-tokens
     else:
-        is_list = any(issubclass(k, Sequence) for k in declared.kinds if isinstance(k, type))
-        kind = IntList() if is_list else Declared(declared)
+        is_list = any(isinstance(k, type) and issubclass(k, Sequence) for k in declared.kinds)
+        # Buckets stay in the user's order, which is that of --num-speculative-tokens.
+        kind = IntList(distinct=tuple in declared.kinds) if is_list else Declared(declared)
     shown = at.auto or shown
     text = f"{declared.text}  [default: {shown}]" if shown != "" else declared.text
     return click.option(names, declared.name, type=kind, default=default, help=text, **extra)
@@ -179,33 +170,26 @@ RESULT_FILE = _group(
 
 
 def check_places(options: Mapping[str, Any]) -> None:
-    """Refuses a picture and a result file that cannot be written.
+    """Refuses files that cannot be written, before minutes are spent on what goes into them.
 
     Raises:
         ValueError: with the option's name.
     """
     from graphengine.profiles.pictures import check_picture
 
-    check_place("--plot", options.get("plot"))
+    for name in ("output", "plot", "output_json"):
+        option, file = f"--{name.replace('_', '-')}", options.get(name)
+        if file is None:
+            continue
+        folder = file.absolute().parent
+        if name == "output_json":  # its folders are made
+            folder = next(path for path in (folder, *folder.parents) if path.exists())
+        text = f"{option} {file}: cannot be written"
+        if not folder.is_dir():
+            raise ValueError(f"{text} (no such folder); make it first")
+        if not os.access(file if file.exists() else folder, os.W_OK):
+            raise ValueError(f"{text} (no permission); choose another path")
     check_picture("--plot", options.get("plot"))
-    check_place("--output-json", options["output_json"], makes_folders=True)
-
-
-def check_place(option: str, file: Path | None, *, makes_folders: bool = False) -> None:
-    """Refuses a file that cannot be written, before minutes are spent on what goes into it.
-
-    Raises:
-        ValueError: with the option's name.
-    """
-    if file is None:
-        return
-    folder = file.absolute().parent
-    if makes_folders:
-        folder = next(path for path in (folder, *folder.parents) if path.exists())
-    if not folder.is_dir():
-        raise ValueError(f"{option} {file}: cannot be written (no such folder); make it first")
-    if not os.access(file if file.exists() else folder, os.W_OK):
-        raise ValueError(f"{option} {file}: cannot be written (no permission); choose another path")
 
 
 def deliver(

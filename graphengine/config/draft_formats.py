@@ -20,25 +20,16 @@ from graphengine.config.values import RawConfig
 
 ARCHITECTURES = ("DFlashDraftModel", "Qwen3DSparkModel")
 
-# key -> values that mean "without this feature"
-_UNSUPPORTED: dict[str, tuple[Any, ...]] = {
-    "attention_sink_bias": (None, False),
-    "attention_value_scale": (None, 1.0),
-    "backbone_rotary_base": (None,),
-    "attention_mode": (None,),
-    "projector_type": (None, "dflash"),
-    "shift_label": (None, False),
-    "conv_kernel_size": (None,),
-    "selector_rank": (None,),
-    "markov_rank": (None, 0),
-    "enable_confidence_head": (None, False),
-    "output_multiplier": (None, 1.0),
-    "input_embedding_scale": (None, 1.0),
-    "final_logit_softcapping": (None, 0.0),
-    "logit_scale": (None, 1.0),
-    "is_neox_style": (None, True),
-    "rope_is_neox_style": (None, True),
-    "use_aux_hidden_state": (None, True),
+# key -> what means "without this feature", beside null
+_UNSUPPORTED: dict[str, Any] = {
+    **dict.fromkeys("backbone_rotary_base attention_mode conv_kernel_size selector_rank".split()),
+    **dict.fromkeys("attention_sink_bias shift_label enable_confidence_head".split(), False),
+    **dict.fromkeys("is_neox_style rope_is_neox_style use_aux_hidden_state".split(), True),
+    **dict.fromkeys("attention_value_scale output_multiplier logit_scale".split(), 1.0),
+    "input_embedding_scale": 1.0,
+    "final_logit_softcapping": 0.0,
+    "projector_type": "dflash",
+    "markov_rank": 0,
 }
 
 # Keys of dflash_config that are read here, or are about training only.
@@ -71,9 +62,7 @@ def parse_draft(config: Mapping[str, Any], source: str = "config.json") -> Draft
 
 def _flat(outer: RawConfig, deepspec: bool) -> DraftConfig:
     """z-lab and DeepSpec files: a Qwen3 config with the DFlash keys beside or inside it."""
-    nested = outer.get("dflash_config") or {}
-    if not isinstance(nested, Mapping):
-        raise outer.refusal(f"dflash_config is {nested!r}, expected an object")
+    nested = outer.section("dflash_config")
     unknown = sorted(map(str, set(nested) - _UNSUPPORTED.keys() - _KNOWN))
     if unknown:
         raise outer.refusal(
@@ -142,12 +131,8 @@ def _speculators(raw: RawConfig) -> DraftConfig:
             "Markov and confidence heads) is"
         )
     _refuse_unsupported(raw)
-    values = raw.get("transformer_layer_config")
-    if not isinstance(values, Mapping):
-        raise raw.refusal(
-            f"transformer_layer_config is {values!r}, expected the drafter's own Qwen3 config as "
-            "an object"
-        )
+    raw.required("transformer_layer_config")
+    values = raw.section("transformer_layer_config")
     layers = RawConfig(values, f"{raw.source}: transformer_layer_config")
     model_type = values.get("model_type", "qwen3")
     if model_type != "qwen3":
@@ -156,9 +141,8 @@ def _speculators(raw: RawConfig) -> DraftConfig:
         )
     _refuse_unsupported(layers)
     model = _layer_config(layers)
-    for key in ("aux_hidden_state_layer_ids", "mask_token_id", "block_size", "draft_vocab_size"):
-        raw.required(key)
-    ids = raw.get("aux_hidden_state_layer_ids")
+    ids = raw.required("aux_hidden_state_layer_ids")
+    raw.required("draft_vocab_size")
     if not isinstance(ids, list) or not ids:
         raise raw.refusal(f"aux_hidden_state_layer_ids is {ids!r}, expected a list")
     verifier, proposed = _speculators_block(raw)
@@ -245,7 +229,7 @@ def _unless(raw: RawConfig, key: str, own: int) -> int | None:
 
 def _refuse_unsupported(raw: RawConfig) -> None:
     for key, plain in _UNSUPPORTED.items():
-        if raw.get(key) not in plain:
+        if raw.get(key) not in (None, plain):
             raise raw.refusal(
                 f"{key} = {raw.get(key)!r} is not supported; use a drafter without it, such as the "
                 "plain DFlash drafter of this target"

@@ -60,9 +60,7 @@ class RopeConfig:
                 places disagree.
         """
         raw = RawConfig(config, source)
-        nested = raw.get("rope_parameters")
-        if nested is not None and not isinstance(nested, Mapping):
-            raise raw.refusal(f"rope_parameters is {nested!r}, expected an object")
+        nested, flat = raw.section("rope_parameters"), raw.section("rope_scaling")
         if nested and all(isinstance(value, Mapping) for value in nested.values()):
             kinds = sorted(nested)
             if kinds != ["full_attention"]:
@@ -70,16 +68,13 @@ class RopeConfig:
                     f"rope_parameters per layer type {kinds} is not supported; only a model whose "
                     "layers are all full_attention is"
                 )
-            nested = nested["full_attention"]
-        flat = raw.get("rope_scaling") or {}
-        if not isinstance(flat, Mapping):
-            raise raw.refusal(f"rope_scaling is {flat!r}, expected an object")
+            nested = dict(nested["full_attention"])
         if nested and flat and _scaling(nested) != _scaling(flat):
             raise raw.refusal(
-                f"rope_parameters {dict(nested)} and rope_scaling {dict(flat)} disagree, and "
-                "engines differ in which one counts; remove the one that is not meant"
+                f"rope_parameters {nested} and rope_scaling {flat} disagree, and engines differ in "
+                "which one counts; remove the one that is not meant"
             )
-        scaling = dict(nested or flat)
+        scaling = nested or flat
         theta = scaling.pop("rope_theta", None)
         theta = raw.get("rope_theta") if theta is None else theta
         theta = RawConfig({"rope_theta": theta}, source).number("rope_theta", minimum=2.0)

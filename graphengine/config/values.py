@@ -27,6 +27,13 @@ class RawConfig(NamedTuple):
             raise self.refusal(f"no {key}, which is never guessed; add it, or fetch the file again")
         return self.get(key)
 
+    def section(self, key: str) -> dict[str, Any]:
+        """The object at a key; empty where there is none."""
+        value = {} if self.get(key) is None else self.get(key)
+        if not isinstance(value, Mapping):
+            raise self.refusal(f"{key} is {value!r}, expected an object")
+        return dict(value)
+
     def number(self, key: str, minimum: float = 0.0) -> float:
         """A finite number of at least `minimum`."""
         value = self.required(key)

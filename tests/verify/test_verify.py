@@ -17,7 +17,6 @@ from safetensors.torch import load_file, save_file
 from graphengine.api import Engine
 from graphengine.checkpoints.hub import TINY_DRAFT, TINY_TARGET
 from graphengine.cli import options as cli_options
-from graphengine.cli import verify as cli_verify
 from graphengine.cli.main import main
 from graphengine.decode.metrics import Acceptance
 from graphengine.profiles.result_schema import validate
@@ -343,7 +342,7 @@ def test_out_of_memory_is_no_verdict(monkeypatch: pytest.MonkeyPatch, error: Exc
     def engine(*args: Any, **kwargs: Any) -> Any:
         raise error
 
-    monkeypatch.setattr(cli_verify, "_engine", engine)
+    monkeypatch.setattr(Engine, "from_pretrained", engine)
     result = verify("--bucket", "1")
     assert result.exit_code == 2 and "FAIL" not in result.output
     message = " ".join(result.stderr.split())

@@ -221,13 +221,9 @@ class Engine:
             loop = built.loop
             requests: list[Request] = []
             try:
-                encoded = []
                 for i, prompt in enumerate(prompts):
                     with _named(i, len(prompts)):
-                        encoded.append(self._encode(prompt, asked.raw))
-                for i, ids in enumerate(encoded):
-                    with _named(i, len(prompts)):
-                        own = sampled.numbered(i)
+                        ids, own = self._encode(prompt, asked.raw), sampled.numbered(i)
                         requests.append(
                             loop.submit(ids, asked.max_new_tokens, stop_ids, own, arrival_s)
                         )

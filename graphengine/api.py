@@ -18,10 +18,9 @@ import weakref
 from asyncio import get_running_loop
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass
 from numbers import Integral
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -31,7 +30,7 @@ from graphengine.checkpoints.tokenizer import Detokenizer, Message, Tokenizer
 from graphengine.config.engine import EngineConfig
 from graphengine.config.options import Options, SamplingParams, made, spelled_out
 from graphengine.decode.acceptance import FinishReason
-from graphengine.decode.loop import DecodeLoop, StepOutput
+from graphengine.decode.loop import DecodeLoop
 from graphengine.decode.metrics import RequestMetrics, StartupMetrics
 from graphengine.decode.request import Request
 from graphengine.decode.sampling import Sampling, random_seed
@@ -206,17 +205,11 @@ class Engine:
         if it is asked to go on.
         """
         arrival_s = time.perf_counter()
-        if sampling is not None:
-            made(SamplingParams, params)  # names an unknown one
-            asked = replace(sampling, **params)
-        else:
-            asked = made(SamplingParams, params)
-        sampled = Sampling(
-            temperature=asked.temperature,
-            top_p=asked.top_p,
-            top_k=asked.top_k,
-            seed=random_seed() if asked.seed is None else asked.seed,
-        )
+        given = asdict(sampling) if sampling is not None else {}
+        asked = made(SamplingParams, given | params)
+        seed = random_seed() if asked.seed is None else asked.seed
+        drawn = {"temperature": asked.temperature, "top_p": asked.top_p, "top_k": asked.top_k}
+        sampled = Sampling(**drawn, seed=seed)
         built = self._open
         with self._claim():
             # Drops what a stream that was never started has queued; completes an interrupted reset.
@@ -228,13 +221,9 @@ class Engine:
             loop = built.loop
             requests: list[Request] = []
             try:
-                encoded = []
                 for i, prompt in enumerate(prompts):
                     with _named(i, len(prompts)):
-                        encoded.append(self._encode(prompt, asked.raw))
-                for i, ids in enumerate(encoded):
-                    with _named(i, len(prompts)):
-                        own = sampled.numbered(i)
+                        ids, own = self._encode(prompt, asked.raw), sampled.numbered(i)
                         requests.append(
                             loop.submit(ids, asked.max_new_tokens, stop_ids, own, arrival_s)
                         )
@@ -247,26 +236,18 @@ class Engine:
         self, loop: DecodeLoop, requests: list[Request], tokenizer: Tokenizer | None
     ) -> Iterator[Chunk]:
         with self._claim() as claim:
-            yield from self._decode(loop, requests, tokenizer, claim)
+            if self._built is None or any(r.finish_reason is not None for r in requests):
+                raise RuntimeError(
+                    "this stream was superseded or its engine closed before it began"
+                )
+            indices = {request.request_id: i for i, request in enumerate(requests)}
+            writers = [Detokenizer(tokenizer) if tokenizer else None for _ in requests]
+            texts = [""] * len(requests)
 
-    def _decode(
-        self,
-        loop: DecodeLoop,
-        requests: list[Request],
-        tokenizer: Tokenizer | None,
-        claim: _Claim,
-    ) -> Iterator[Chunk]:
-        if self._built is None or any(r.finish_reason is not None for r in requests):
-            raise RuntimeError("this stream was superseded or its engine closed before it began")
-        indices = {request.request_id: i for i, request in enumerate(requests)}
-        writers = [Detokenizer(tokenizer) if tokenizer else None for _ in requests]
-        texts = [""] * len(requests)
-
-        def deliver(outputs: list[StepOutput]) -> Iterator[Chunk]:
-            for request, new_ids in outputs:
-                index = indices[request.request_id]
+            def chunk_of(request: Request, new_ids: list[int]) -> Chunk:
+                index, reason = indices[request.request_id], request.finish_reason
                 with names.range_("detokenize"):
-                    writer, reason = writers[index], request.finish_reason
+                    writer = writers[index]
                     text = writer.feed(new_ids, last=reason is not None) if writer else ""
                     texts[index] += text
                 result = None
@@ -278,22 +259,24 @@ class Engine:
                         metrics=request.metrics(),
                         error=request.error,
                     )
-                claim.stands_still = True
-                yield Chunk(index=index, text=text, token_ids=new_ids, result=result)
-                claim.stands_still = False
+                return Chunk(index=index, text=text, token_ids=new_ids, result=result)
 
-        try:
-            for outputs in loop.run():
-                yield from deliver(outputs)  # while the device works
-                _ = self._open  # it may have been closed meanwhile
-                if not claim.is_held:
-                    raise RuntimeError("this stream was superseded by a later generation")
-        except BaseException:  # a dropped stream is GeneratorExit
-            if claim.is_held:
-                self._reset(loop)
-            raise
+            try:
+                for outputs in loop.run():
+                    for request, new_ids in outputs:
+                        chunk = chunk_of(request, new_ids)
+                        claim.stands_still = True
+                        yield chunk  # while the device works
+                        claim.stands_still = False
+                    _ = self._open  # it may have been closed meanwhile
+                    if not claim.is_held:
+                        raise RuntimeError("this stream was superseded by a later generation")
+            except BaseException:  # a dropped stream is GeneratorExit
+                if claim.is_held:
+                    self._reset(loop)
+                raise
 
-    def _encode(self, prompt: Prompt, raw: bool) -> list[int]:
+    def _encode(self, prompt: Any, raw: bool) -> list[int]:
         built = self._open
         if not isinstance(prompt, str):
             prompt = _items(prompt)
@@ -317,7 +300,7 @@ class Engine:
             if raw:
                 return built.tokenizer.encode(prompt)
             prompt = [{"role": "user", "content": prompt}]
-        return built.tokenizer.encode_chat(prompt)  # type: ignore[arg-type]
+        return built.tokenizer.encode_chat(prompt)
 
     # --- lifetime ---
 
@@ -380,12 +363,7 @@ class Engine:
     def __enter__(self) -> Engine:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
 

@@ -15,9 +15,11 @@ Names, for a chain of two attention layers:
 step launched at once is `speculate`, or `decode` without a drafter.
 """
 
+from __future__ import annotations
+
 import re
-from types import TracebackType
-from typing import Any, Literal, Protocol
+from contextlib import nullcontext
+from typing import Any, Literal
 
 DOMAIN = "graphengine"
 
@@ -32,23 +34,9 @@ CHAINS: tuple[Chain, ...] = ("prefill", "decode", "draft", "verify", SPECULATE)
 # The host queues one decode step; every phase of it lies inside.
 STEP = "step"
 
-# What the host is doing; never inside a chain's replay.
-HOST_PHASES = (
-    STEP,
-    "load",
-    "capture",
-    "warmup",
-    "plan",
-    "prefill",
-    "draft",
-    "verify",
-    "decode",
-    SPECULATE,
-    "wait",
-    "accept",  # in older traces: what is "wait" now
-    "commit",
-    "detokenize",
-)
+# What the host is doing; never inside a chain's replay. "accept": what is "wait" now, in older
+# traces.
+HOST_PHASES = (STEP, *CHAINS, *"load capture warmup plan wait accept commit detokenize".split())
 
 # Device steps outside the dense/attention alternation.
 DRAFT_CONTEXT = "draft.context"
@@ -96,53 +84,22 @@ def is_name(text: str) -> bool:
     return chain in CHAINS and re.fullmatch(r"\d{2,}|L\d+\.attn|T\d+", step) is not None
 
 
-class Domain(Protocol):
-    """What a range needs of an NVTX domain; `nvtx.Domain` has it, and so does a test's recorder."""
-
-    def push_range(self, attributes: Any) -> None: ...
-
-    def pop_range(self) -> None: ...
-
-
-class _Off:
-    """The range while NVTX is off: one shared object, nothing kept, nothing called."""
-
-    __slots__ = ()
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        return None
-
-
 class _On:
     """A range while NVTX is on: made once per name, entered as often as needed, also nested."""
 
     __slots__ = ("attributes", "domain")
 
-    def __init__(self, domain: Domain, attributes: Any) -> None:
-        self.domain = domain
-        self.attributes = attributes
+    def __init__(self, domain: Any, attributes: Any) -> None:
+        self.domain, self.attributes = domain, attributes
 
     def __enter__(self) -> None:
         self.domain.push_range(self.attributes)
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.domain.pop_range()
 
 
-_OFF = _Off()
+_OFF = nullcontext()
 _domain: Any = None
 _ranges: dict[str, _On] = {}
 
@@ -151,8 +108,7 @@ def enable(domain: Any = None) -> bool:
     """Turns the ranges on for this process.
 
     Args:
-        domain: an object like `nvtx.Domain` (get_event_attributes, push_range, pop_range);
-            default: the nvtx package's domain "graphengine".
+        domain: an object like `nvtx.Domain`; default: the nvtx package's domain "graphengine".
 
     Returns:
         True when ranges are on; False when the nvtx package is missing, and ranges stay off.
@@ -183,7 +139,7 @@ def is_enabled() -> bool:
     return _domain is not None
 
 
-def range_(name: str) -> _Off | _On:
+def range_(name: str) -> nullcontext[None] | _On:
     """The NVTX range of a name, as a context manager: `with range_("verify.L3.attn"): ...`.
 
     Args:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from rich import box
@@ -28,6 +28,14 @@ SCHEMA_VERSION = 1
 MAX_ROWS = 16
 PIPE_WIDTH = 140  # columns when nobody looks
 MAX_TABLE_WIDTH = 10_000
+# Column of an answer -> (its metric, format); headers of two lines, so that 80 columns hold them.
+_COLUMNS = {
+    "tokens": ("num_output_tokens", "d"),
+    "TTFT\nms": ("ttft_ms", ".1f"),
+    "ms per\ntoken": ("ms_per_token", ".2f"),
+    "ms per\nstep": ("ms_per_step", ".2f"),
+    "tokens\nper s": ("tokens_per_s", ".1f"),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +46,18 @@ class Answer:
     turn: int
     prompt: Turn
     result: GenerationResult
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """A run. `startup_s`: see `startup_seconds`; `generate_s`: of all answers; `built_late_s`:
+    bucket -> seconds, of buckets that were built at their first use."""
+
+    startup_s: dict[str, float]
+    startup: StartupMetrics
+    answers: Sequence[Answer]
+    generate_s: float
+    built_late_s: Mapping[int, float] = field(default_factory=dict)
 
 
 def refused(index: int, turn: int, prompt: Turn, reason: str) -> Answer:
@@ -59,26 +79,19 @@ def refused(index: int, turn: int, prompt: Turn, reason: str) -> Answer:
     return Answer(index, turn, prompt, result)
 
 
-def labels(answers: Sequence[Answer]) -> list[str]:
-    """Names for people, counted from 1: "2", or "2.3" for the third turn of several."""
+def labelled(answers: Sequence[Answer]) -> list[tuple[str, Answer]]:
+    """Answers under names for people, from 1: "2", or "2.3" for the third turn of several."""
     several = {answer.index for answer in answers if answer.turn}
-    return [
-        f"{a.index + 1}.{a.turn + 1}" if a.index in several else str(a.index + 1) for a in answers
-    ]
+    turns = [f".{a.turn + 1}" if a.index in several else "" for a in answers]
+    return [(f"{a.index + 1}{turn}", a) for a, turn in zip(answers, turns, strict=True)]
 
 
 def stderr_console(quiet: bool) -> Console:
     """Where notes and tables go; no colour codes unless stderr is a terminal."""
-    if sys.stderr is not None and sys.stderr.isatty():  # None: closed by the shell
-        return Console(stderr=True, quiet=quiet, highlight=False)
-    return Console(
-        stderr=True,
-        quiet=quiet,
-        highlight=False,
-        force_terminal=False,
-        color_system=None,
-        width=PIPE_WIDTH,
-    )
+    plain: dict[str, Any] = {}
+    if sys.stderr is None or not sys.stderr.isatty():  # None: closed by the shell
+        plain = {"force_terminal": False, "color_system": None, "width": PIPE_WIDTH}
+    return Console(stderr=True, quiet=quiet, highlight=False, **plain)
 
 
 def print_note(console: Console, text: str) -> None:
@@ -134,38 +147,25 @@ def startup_seconds(
 ) -> dict[str, float]:
     """Seconds until the first token, by phase, `other_s` what is in none of them until the engine
     was ready; `first_token_s` only if there was one."""
-    phases = {
-        "import_s": import_s,
-        "load_s": startup.load_s,
-        "compile_s": startup.compile_s,
-        "capture_s": startup.capture_s,
-        "warmup_s": startup.warmup_s,
-    }
+    names = ("load_s", "compile_s", "capture_s", "warmup_s")
+    phases = {"import_s": import_s} | {name: getattr(startup, name) for name in names}
     phases["other_s"] = max(ready_s - sum(phases.values()), 0.0)
     if answers:
         phases["first_token_s"] = answers[0].result.metrics.ttft_ms / 1e3
     return phases
 
 
-def print_tables(
-    console: Console,
-    startup_s: dict[str, float],
-    startup: StartupMetrics,
-    answers: Sequence[Answer],
-    generate_s: float,
-    cache: str | None = None,
-    built_late_s: Mapping[int, float] | None = None,
-) -> None:
+def print_tables(console: Console, outcome: Outcome, cache: str | None = None) -> None:
     """The start-up table, and the result table if anything was answered.
 
     Args:
         cache: the folder of compiled code.
-        built_late_s: bucket -> seconds, of buckets that were built at their first use.
     """
+    startup, answers = outcome.startup, outcome.answers
     console.print()
-    print_table(console, _startup_table(console, startup_s))
+    print_table(console, _startup_table(console, outcome.startup_s))
     print_note(console, cache_line(startup, cache))
-    for size, seconds in (built_late_s or {}).items():
+    for size, seconds in outcome.built_late_s.items():
         print_note(console, f"bucket {size} was built at its first use, in {seconds:.2f} s")
     print_note(
         console,
@@ -176,10 +176,10 @@ def print_tables(
     if not answers:
         return
     console.print()
-    print_table(console, _result_table(console, answers, generate_s))
+    print_table(console, _result_table(console, answers, outcome.generate_s))
     if len(answers) > MAX_ROWS:
         print_note(console, f"{len(answers) - MAX_ROWS} more answers are in the total alone")
-    for label, answer in zip(labels(answers), answers, strict=True):
+    for label, answer in labelled(answers):
         metrics = answer.result.metrics
         if answer.result.error is None and metrics.fallback_reason is not None:
             print_note(
@@ -196,7 +196,7 @@ def print_tables(
 def print_failures(answers: Sequence[Answer]) -> None:
     """Which answers failed and why, on stderr: no quiet hides why the exit code is 1."""
     console = stderr_console(quiet=False)
-    for label, answer in zip(labels(answers), answers, strict=True):
+    for label, answer in labelled(answers):
         if answer.result.error is not None:
             print_warning(console, f"prompt {label} failed: {answer.result.error}")
 
@@ -235,101 +235,64 @@ def _startup_table(console: Console, startup_s: dict[str, float]) -> Table:
 def _result_table(console: Console, answers: Sequence[Answer], generate_s: float) -> Table:
     drafts = _merged(answers).num_draft_tokens > 0
     table = _table(console)
-    # Two-line headers: the table fits 80 columns.
-    names = ["tokens", "TTFT\nms", "ms per\ntoken", "ms per\nstep", "tokens\nper s"]
-    names += ["accept.\nlength", "accepted\ndrafts"] if drafts else []
     table.add_column("prompt", no_wrap=True)
-    for name in names:
+    for name in (*_COLUMNS, *(["accept.\nlength", "accepted\ndrafts"] if drafts else [])):
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("ended\nby", no_wrap=True)
 
-    def accepted(acceptance: Acceptance) -> list[str]:
-        if not drafts:
-            return []
+    def add_row(label: str, numbers: dict[str, Any], acceptance: Acceptance, ended: str) -> None:
+        cells = [format(numbers[k], form) if k in numbers else "" for k, form in _COLUMNS.values()]
         means = acceptance.mean_acceptance_length, acceptance.mean_accepted_draft_tokens
-        return [f"{mean:.2f}" if acceptance.num_steps else "-" for mean in means]
+        if drafts:
+            cells += [f"{mean:.2f}" if acceptance.num_steps else "-" for mean in means]
+        table.add_row(label, *cells, ended)
 
-    for label, answer in zip(labels(answers)[:MAX_ROWS], answers, strict=False):
-        metrics = answer.result.metrics
-        table.add_row(
-            label,
-            str(metrics.num_output_tokens),
-            f"{metrics.ttft_ms:.1f}",
-            f"{metrics.ms_per_token:.2f}",
-            f"{metrics.ms_per_step:.2f}",
-            f"{metrics.tokens_per_s:.1f}",
-            *accepted(metrics.acceptance),
-            answer.result.finish_reason,
-        )
+    for label, answer in labelled(answers)[:MAX_ROWS]:
+        result = answer.result
+        numbers = _json_answer(answer)["metrics"]
+        add_row(label, numbers, result.metrics.acceptance, result.finish_reason)
     if len(answers) > 1:
-        totals = _totals(answers, generate_s)
         table.add_section()
-        table.add_row(
-            "total",
-            str(totals["num_output_tokens"]),
-            *["", "", ""],
-            f"{totals['tokens_per_s']:.1f}",
-            *accepted(_merged(answers)),
-            "",
-        )
+        add_row("total", _totals(answers, generate_s), _merged(answers), "")
     return table
 
 
 def json_object(
-    *,
-    args: dict[str, Any],
-    model: str,
-    draft: str | None,
-    config: EngineConfig,
-    startup_s: dict[str, float],
-    startup: StartupMetrics,
-    plan: MemoryPlan,
-    answers: Sequence[Answer],
-    generate_s: float,
-    built_late_s: Mapping[int, float] | None = None,
-    warnings: Sequence[str] = (),
-    is_complete: bool = True,
+    outcome: Outcome, config: EngineConfig, plan: MemoryPlan, **said: Any
 ) -> dict[str, Any]:
     """The run as one JSON object. Times carry their unit in the key; `results` are in order, and
-    only those that were finished if the run was stopped (`is_complete` false).
+    only those that were finished if the run was stopped (`is_complete` false, one of `said`).
 
     Without a drafter the acceptance keys are null and the `spec_decode_*` keys absent, so that
     "not drafted" cannot be read as "nothing accepted".
     """
-    sizes = {name: value for name, value in asdict(startup).items() if name.startswith("num_")} | {
+    startup, startup_s = outcome.startup, outcome.startup_s
+    counts = {name: value for name, value in asdict(startup).items() if name.startswith("num_")}
+    sizes = {
         "weight_bytes": startup.weight_bytes,
         "kv_pool_bytes": startup.kv_pool_bytes,
         "buckets_built_ahead": list(startup.buckets),
-        "buckets_built_late_s": dict(built_late_s or {}),
+        "buckets_built_late_s": dict(outcome.built_late_s),
     }
     return {
         "schema_version": SCHEMA_VERSION,
         "graphengine_version": __version__,
-        "args": args,
+        **said,
         "config": asdict(config),
-        "model": model,
-        "draft": draft,
-        "startup": startup_s | {"total_s": sum(startup_s.values())} | sizes,
+        "startup": startup_s | {"total_s": sum(startup_s.values())} | counts | sizes,
         "memory_plan": plan.to_json(),
-        "results": [_json_answer(answer) for answer in answers],
-        "totals": _totals(answers, generate_s),
-        "warnings": list(warnings),
-        "is_complete": is_complete,
+        "results": [_json_answer(answer) for answer in outcome.answers],
+        "totals": _totals(outcome.answers, outcome.generate_s),
     }
 
 
 def _json_answer(answer: Answer) -> dict[str, Any]:
-    metrics = answer.result.metrics
+    result, metrics = answer.result, answer.result.metrics
     names = "num_prompt_tokens num_output_tokens ttft_ms decode_ms num_steps".split()
     names += ["ms_per_token", "ms_per_step", "tokens_per_s", "num_plain_steps", "fallback_reason"]
     return {
-        "index": answer.index,
-        "turn": answer.turn,
-        "prompt": answer.prompt,
-        "text": answer.result.text,
-        "token_ids": answer.result.token_ids,
-        "finish_reason": answer.result.finish_reason,
-        "error": answer.result.error,
+        **{name: getattr(answer, name) for name in ("index", "turn", "prompt")},
+        **{name: getattr(result, name) for name in ("text", "token_ids", "finish_reason", "error")},
         "metrics": {name: getattr(metrics, name) for name in names}
         | _acceptance_means(metrics.acceptance)
         | {"steps_by_accepted": metrics.acceptance.steps_by_accepted},
@@ -347,12 +310,11 @@ def _totals(answers: Sequence[Answer], generate_s: float) -> dict[str, Any]:
         "tokens_per_s": num_tokens / generate_s if generate_s > 0 else 0.0,
     } | _acceptance_means(acceptance)
     if acceptance.num_draft_tokens:
-        num_drafts = acceptance.num_steps
         proposed, accepted = acceptance.num_drafted, acceptance.num_accepted
         totals |= {
             "spec_decode_acceptance_rate": 100 * accepted / proposed if proposed else 0.0,
             "spec_decode_acceptance_length": acceptance.mean_acceptance_length,
-            "spec_decode_num_drafts": num_drafts,
+            "spec_decode_num_drafts": acceptance.num_steps,
             "spec_decode_draft_tokens": proposed,
             "spec_decode_accepted_tokens": accepted,
             "spec_decode_per_position_acceptance_rates": acceptance.per_position,

@@ -208,13 +208,16 @@ def test_an_engine_needs_a_model(directories: tuple[Path, Path]) -> None:
 
 
 def test_sampling_as_one_value(engine: Engine) -> None:
-    """Bug: a keyword beside `sampling=` is dropped, or the value's own are."""
+    """Bug: a keyword beside `sampling=` is dropped, or the value's own are; or it is judged
+    without them, so that a filter beside a temperature is refused."""
     sampling = SamplingParams(max_new_tokens=6, ignore_eos=True, temperature=2.0, seed=3)
     one = engine.generate(TEXTS[0], sampling)[0].token_ids
     apart = {"max_new_tokens": 6, "ignore_eos": True, "temperature": 2.0}
     assert one == engine.generate(TEXTS[0], **apart, seed=3)[0].token_ids
     assert one != engine.generate(TEXTS[0], sampling, seed=4)[0].token_ids
     assert len(engine.generate(TEXTS[0], sampling, max_new_tokens=2)[0].token_ids) == 2
+    greedy = engine.generate(TEXTS[0], max_new_tokens=6, ignore_eos=True)[0].token_ids
+    assert greedy == engine.generate(TEXTS[0], sampling, top_k=1)[0].token_ids
     with pytest.raises(TypeError, match="did you mean max_new_tokens"):
         engine.generate(TEXTS[0], sampling, max_tokens=2)
 

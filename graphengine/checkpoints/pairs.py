@@ -8,14 +8,12 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from graphengine.checkpoints.hub import TINY_DRAFT, TINY_TARGET, resolve
 from graphengine.config.draft_formats import ARCHITECTURES, parse_draft
 from graphengine.config.model import ModelConfig
-from graphengine.config.values import token_ids
+from graphengine.config.values import RawConfig
 
 NO_DRAFT, NGRAM = "none", "ngram"
 """As a drafter's name: decode plainly, whatever the model's file says; look drafts up in the text
@@ -66,16 +64,13 @@ def read_stop_ids(directory: Path, model: ModelConfig) -> tuple[tuple[int, ...],
         ValueError: the file is damaged.
     """
     path = directory / "generation_config.json"
-    if path.is_file():
-        values, source = read_json(path)
-        ids = token_ids(values.get("eos_token_id"), "eos_token_id", source)
-        if ids:
-            return ids, path.name
+    if path.is_file() and (ids := read_json(path).integers("eos_token_id")):
+        return ids, path.name
     return model.eos_token_ids, "config.json"
 
 
-def read_json(path: Path) -> tuple[Mapping[str, Any], str]:
-    """A JSON object and its name for messages.
+def read_json(path: Path) -> RawConfig:
+    """A JSON object, named for messages by its path.
 
     Raises:
         ValueError: not readable, or not an object.
@@ -88,4 +83,4 @@ def read_json(path: Path) -> tuple[Mapping[str, Any], str]:
         raise ValueError(f"{path}: not readable JSON ({error}); fetch the file again") from error
     if not isinstance(parsed, dict):
         raise ValueError(f"{path}: holds {type(parsed).__name__}, expected a JSON object")
-    return parsed, str(path)
+    return RawConfig(parsed, str(path))

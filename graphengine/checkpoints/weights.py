@@ -33,6 +33,7 @@ Progress = Callable[[int, int], None]
 
 _PICKLES = {".bin", ".pt", ".pth", ".ckpt", ".pkl"}
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+_ONLY_FLOATS = "only unquantised float checkpoints are supported"
 
 
 class TensorSource(Protocol):
@@ -44,14 +45,13 @@ class TensorSource(Protocol):
 
     def has(self, name: str) -> bool:
         """Whether `name` exists."""
-        ...
+        return False
 
     def finish(self) -> None:
         """Called once everything was taken; refuses left-overs."""
-        ...
 
 
-class Checkpoint:
+class Checkpoint(TensorSource):
     """A directory of safetensors files, single or sharded, read strictly."""
 
     def __init__(
@@ -63,19 +63,8 @@ class Checkpoint:
     ) -> None:
         self._directory, self._device, self._dtype = directory, device, dtype
         self._progress, self._loaded_bytes = progress, 0
-        files = _weight_files(directory)
-        self._total_bytes = sum(file.stat().st_size for file in files)
-        self._handles: dict[str, Any] = {}
-        for file in files:
-            try:
-                handle = safe_open(file, framework="pt", device=str(device))
-                names = handle.keys()
-            except (SafetensorError, OSError) as error:
-                raise _unreadable(file, error) from error
-            for name in names:
-                if name in self._handles:
-                    raise ValueError(f"{file}: tensor {name!r} is in two files")
-                self._handles[name] = handle
+        self._total_bytes = sum(file.stat().st_size for file in _weight_files(directory))
+        self._handles = _open(directory, device)
         self._left = {name for name in self._handles if not name.endswith("rotary_emb.inv_freq")}
 
     def has(self, name: str) -> bool:
@@ -84,42 +73,34 @@ class Checkpoint:
     def take(self, weight: Weight) -> Tensor:
         tensor = self._read(weight.name, weight.shape)
         if weight.dtype is None and tensor.dtype not in _FLOATS:  # float8 means nothing unscaled
-            raise ValueError(
-                f"{self._directory}: tensor {weight.name!r} has dtype {tensor.dtype}; only "
-                "unquantised float checkpoints are supported"
-            )
+            raise self._refusal(weight.name, f"has dtype {tensor.dtype}; {_ONLY_FLOATS}")
         if weight.dtype is not None and (tensor.is_floating_point() or tensor.is_complex()):
-            raise ValueError(
-                f"{self._directory}: tensor {weight.name!r} has dtype {tensor.dtype}; expected "
-                "integers"
-            )
+            raise self._refusal(weight.name, f"has dtype {tensor.dtype}; expected integers")
         return tensor.to(weight.dtype or self._dtype)
 
     def _read(self, name: str, shape: tuple[int, ...]) -> Tensor:
         handle = self._handles.get(name)
         if handle is None:
-            raise ValueError(
-                f"{self._directory}: tensor {name!r} is missing; the checkpoint is incomplete or "
-                "not the model that its config.json describes"
+            raise self._refusal(
+                name,
+                "is missing; the checkpoint is incomplete or not the model that its config.json "
+                "describes",
             )
         found = tuple(handle.get_slice(name).get_shape())
         if found != shape:
-            raise ValueError(
-                f"{self._directory}: tensor {name!r} has shape {list(found)}, the config implies "
-                f"{list(shape)}"
-            )
+            raise self._refusal(name, f"has shape {list(found)}, the config implies {list(shape)}")
         try:
             tensor = handle.get_tensor(name)
         except SafetensorError as error:
-            raise ValueError(
-                f"{self._directory}: tensor {name!r} cannot be read ({error}); only unquantised "
-                "float checkpoints are supported"
-            ) from error
+            raise self._refusal(name, f"cannot be read ({error}); {_ONLY_FLOATS}") from error
         self._left.discard(name)
         if self._progress is not None:
             self._loaded_bytes += tensor.numel() * tensor.element_size()
             self._progress(self._loaded_bytes, self._total_bytes)
         return tensor
+
+    def _refusal(self, name: str, text: str) -> ValueError:
+        return ValueError(f"{self._directory}: tensor {name!r} {text}")
 
     def finish(self) -> None:
         if self._left:
@@ -132,7 +113,7 @@ class Checkpoint:
         self._handles.clear()
 
 
-class RandomSource:
+class RandomSource(TensorSource):
     """Normal weights of standard deviation 0.02, norms of one: speed without a checkpoint.
 
     Args:
@@ -147,9 +128,6 @@ class RandomSource:
         self._device, self._dtype, self._is_uniform = device, dtype, is_uniform
         self._generator = torch.Generator(device).manual_seed(seed)
 
-    def has(self, name: str) -> bool:
-        return False
-
     def take(self, weight: Weight) -> Tensor:
         dtype = weight.dtype or self._dtype
         tensor = torch.empty(weight.shape, dtype=dtype, device=self._device)
@@ -161,11 +139,8 @@ class RandomSource:
             return tensor.fill_(1.0)
         return tensor.normal_(std=0.02, generator=self._generator)
 
-    def finish(self) -> None:
-        pass
 
-
-class ShapeSource:
+class ShapeSource(TensorSource):
     """Tensors without bytes (device meta), and a record of what a builder asked for.
 
     A plan or a check made with it cannot disagree with the loader: it is the loader.
@@ -185,9 +160,6 @@ class ShapeSource:
         self.asked[weight.name] = weight.shape
         return torch.empty(weight.shape, dtype=weight.dtype or self._dtype, device="meta")
 
-    def finish(self) -> None:
-        pass
-
 
 class TensorHeader(NamedTuple):
     """What a safetensors file says about a tensor before its bytes."""
@@ -202,19 +174,8 @@ def read_headers(directory: Path) -> dict[str, TensorHeader]:
     Raises:
         ValueError: no weight files, or one that is not readable.
     """
-    headers: dict[str, TensorHeader] = {}
-    for file in _weight_files(directory):
-        try:
-            with safe_open(file, framework="pt") as handle:
-                for name in handle.keys():  # noqa: SIM118 - a handle is no dict
-                    part = handle.get_slice(name)
-                    header = TensorHeader(tuple(part.get_shape()), str(part.get_dtype()))
-                    if name in headers:
-                        raise ValueError(f"{file}: tensor {name!r} is in two files")
-                    headers[name] = header
-        except (SafetensorError, OSError) as error:
-            raise _unreadable(file, error) from error
-    return headers
+    parts = {name: handle.get_slice(name) for name, handle in _open(directory).items()}
+    return {n: TensorHeader(tuple(p.get_shape()), str(p.get_dtype())) for n, p in parts.items()}
 
 
 def distinct_tensors(tree: Any) -> list[Tensor]:
@@ -382,24 +343,32 @@ def _packed(source: TensorSource, parts: tuple[Weight, ...]) -> Tensor | None:
     if len(parts) < 2:
         return source.take(*parts) if parts else None
     out: Tensor | None = None
-    row = 0
+    row, rows = 0, sum(part.shape[0] for part in parts)
     for part in parts:
         taken, end = source.take(part), row + part.shape[0]
-        if out is None:
-            rows = sum(part.shape[0] for part in parts)
-            out = taken.new_empty(rows, *part.shape[1:])
+        out = taken.new_empty(rows, *part.shape[1:]) if out is None else out
         out[row:end] = taken
         row = end
     return out
 
 
-def _unreadable(file: Path, error: Exception) -> ValueError:
-    if not os.access(file, os.R_OK):  # which safetensors calls missing
-        return ValueError(f"{file}: cannot be read (no permission); make it readable")
-    return ValueError(
-        f"{file}: not a readable safetensors file ({error}); it is truncated or damaged, fetch it "
-        "again"
-    )
+def _open(directory: Path, device: torch.device | str = "cpu") -> dict[str, Any]:
+    """Each tensor's open file, by the tensor's name."""
+    handles: dict[str, Any] = {}
+    for file in _weight_files(directory):
+        try:
+            handle = safe_open(file, framework="pt", device=str(device))
+            names = handle.keys()
+        except (SafetensorError, OSError) as error:
+            why = f"not a readable safetensors file ({error}); truncated or damaged, fetch it again"
+            if not os.access(file, os.R_OK):  # which safetensors calls missing
+                why = "cannot be read (no permission); make it readable"
+            raise ValueError(f"{file}: {why}") from error
+        for name in names:
+            if name in handles:
+                raise ValueError(f"{file}: tensor {name!r} is in two files")
+            handles[name] = handle
+    return handles
 
 
 def _weight_files(directory: Path) -> list[Path]:

@@ -15,10 +15,12 @@ import warnings
 from collections.abc import Callable, Generator, Iterator
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
-from typing import Any, cast
+from functools import partial
+from importlib import import_module
+from typing import Any, NamedTuple, cast
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn
 
 from graphengine import names, report
 from graphengine.api import Chunk, Engine, GenerationResult, Prompt, PromptError
@@ -77,46 +79,32 @@ def run(job: Job, started_s: float) -> int:
             if note:
                 report.print_note(console, note)
         began = time.perf_counter()
-        answers: list[Answer] = []
+        session = _Session(job, engine, console, [])
+        answers = session.answers
         stopped: KeyboardInterrupt | RuntimeError | SystemExit | None = None
         try:
-            if job.conversations is None:
-                _chat(engine, job, console, answers)
-            elif len(job.conversations) == 1 and not job.as_json:
-                _stream(engine, job, job.conversations, answers)
-            else:
-                _batch(engine, job, job.conversations, console, answers)
+            session.run()
         except (KeyboardInterrupt, RuntimeError, SystemExit) as error:
             if not answers:
                 raise
             stopped = error
         generate_s = time.perf_counter() - began
         if job.conversations is None:  # a user's thinking and typing is nobody's throughput
-            generate_s = sum(a.result.metrics.ttft_ms + a.result.metrics.decode_ms for a in answers)
-            generate_s /= 1e3
-        startup = report.startup_seconds(import_s, ready_s, engine.startup, answers)
-        report.print_tables(
-            console,
-            startup,
-            engine.startup,
-            answers,
-            generate_s,
-            cache=job.store.segments if job.store else None,
-            built_late_s=engine.built.loop.first.built_late_s,
-        )
+            spent = [answer.result.metrics for answer in answers]
+            generate_s = sum(m.ttft_ms + m.decode_ms for m in spent) / 1e3
+        startup_s = report.startup_seconds(import_s, ready_s, engine.startup, answers)
+        built_late_s = engine.built.loop.first.built_late_s
+        outcome = report.Outcome(startup_s, engine.startup, answers, generate_s, built_late_s)
+        report.print_tables(console, outcome, cache=job.store.segments if job.store else None)
         report.print_failures(answers)
         if job.as_json:
             values = report.json_object(
+                outcome,
+                engine.config,
+                engine.memory_plan,
                 args=job.args,
                 model=job.model,
                 draft=job.draft,
-                config=engine.config,
-                startup_s=startup,
-                startup=engine.startup,
-                plan=engine.memory_plan,
-                answers=answers,
-                generate_s=generate_s,
-                built_late_s=engine.built.loop.first.built_late_s,
                 warnings=texts,
                 is_complete=stopped is None,
             )
@@ -146,20 +134,19 @@ def _shown_warnings(console: Console) -> Iterator[list[str]]:
         yield texts
 
 
-def _load(job: Job, console: Console) -> Engine:
-    def build(progress: Callable[[str, float], None]) -> Engine:
-        return Engine.from_pretrained(job.model, job.draft, progress=progress, **job.options)
+def _progress(job: Job, console: Console, *columns: Any) -> Progress:
+    off = not console.is_terminal or job.quiet  # a bar in a file is noise
+    return Progress(*columns, TimeElapsedColumn(), console=console, transient=True, disable=off)
 
-    if not console.is_terminal or job.quiet:
-        return build(lambda what, share: None)
-    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True) as bar:
+
+def _load(job: Job, console: Console) -> Engine:
+    with _progress(job, console, "{task.description}", BarColumn()) as bar:
         task = bar.add_task("loading", total=None)
 
         def show(what: str, share: float) -> None:
             bar.update(task, description=what, total=1.0 if share else None, completed=share)
 
-        return build(show)
+        return Engine.from_pretrained(job.model, job.draft, progress=show, **job.options)
 
 
 def _cache_notes(job: Job, engine: Engine) -> list[str]:
@@ -181,146 +168,150 @@ def _write(text: str) -> None:
     sys.stdout.flush()
 
 
-def _chunks(
-    engine: Engine, job: Job, prompts: list[Prompt]
-) -> closing[Generator[Chunk, None, None]]:
-    """The batch's chunks; leaving the `with` cancels what is unfinished, whatever the reason."""
-    chunks = engine.stream_many(prompts, job.sampling)
-    return closing(cast("Generator[Chunk, None, None]", chunks))
+class _Session(NamedTuple):
+    """A loaded pair and what it has answered."""
 
+    job: Job
+    engine: Engine
+    console: Console
+    answers: list[Answer]
 
-def _answer(
-    engine: Engine,
-    job: Job,
-    conversations: list[Conversation],
-    on_chunk: Callable[[Chunk], None],
-    answers: list[Answer],
-) -> None:
-    """Answers all conversations: a turn of each is one batch, answers are fed back in between.
+    def run(self) -> None:
+        """Answers everything. Mutates: answers, in the order in which they end."""
+        conversations = self.job.conversations
+        if conversations is None:
+            self._chat()
+        elif len(conversations) == 1 and not self.job.as_json:
+            self._answer(conversations, _print_chunk)
+        else:
+            self._batch(conversations)
 
-    A later turn that cannot be asked, since the conversation has outgrown the context, ends its
-    conversation with an error and costs nobody an answer.
+    def _chunks(self, prompts: list[Prompt]) -> closing[Generator[Chunk, None, None]]:
+        """The batch's chunks; leaving the `with` cancels what is unfinished."""
+        chunks = self.engine.stream_many(prompts, self.job.sampling)
+        return closing(cast("Generator[Chunk, None, None]", chunks))
 
-    Mutates: answers, in the order in which they end.
-    """
-    histories: list[list[Message]] = [[] for _ in conversations]
-    active = list(range(len(conversations)))
-    for turn in range(max(map(len, conversations))):
-        active = [i for i in active if turn < len(conversations[i])]
-        prompts: list[Prompt] = []
-        for i in active:
-            prompt = conversations[i][turn]
-            if isinstance(prompt, str) and not job.sampling.raw:
-                histories[i].append({"role": "user", "content": prompt})
-                prompts.append(list(histories[i]))
-            else:
+    def _answer(self, conversations: list[Conversation], on_chunk: Callable[[Chunk], None]) -> None:
+        """Answers all conversations: a turn of each is one batch, answers are fed back in between.
+
+        A later turn that cannot be asked, since the conversation has outgrown the context, ends its
+        conversation with an error and costs nobody an answer.
+        """
+        histories: list[list[Message]] = [[] for _ in conversations]
+        active = list(range(len(conversations)))
+        for turn in range(max(map(len, conversations))):
+            active = [i for i in active if turn < len(conversations[i])]
+            prompts: list[Prompt] = []
+            for i in active:
+                prompt = conversations[i][turn]
+                if isinstance(prompt, str) and not self.job.sampling.raw:
+                    histories[i].append({"role": "user", "content": prompt})
+                    prompt = list(histories[i])
                 prompts.append(prompt)
-        started = None
-        while prompts and started is None:
+            started = None
+            while prompts and started is None:
+                try:
+                    started = self._chunks(prompts)
+                except PromptError as error:
+                    if turn == 0:  # nothing has been answered
+                        raise
+                    i = active.pop(error.index)
+                    prompts.pop(error.index)
+                    asked = conversations[i][turn]
+                    self.answers.append(report.refused(i, turn, asked, error.reason))
+            if started is None:
+                break
+            with started as chunks:
+                for chunk in chunks:
+                    on_chunk(chunk)
+                    if chunk.result is not None:
+                        i = active[chunk.index]
+                        histories[i].append({"role": "assistant", "content": chunk.result.text})
+                        self.answers.append(Answer(i, turn, conversations[i][turn], chunk.result))
+
+    def _batch(self, conversations: list[Conversation]) -> None:
+        """Several conversations: a bar while they run, then `[i] text`, numbered from 1; what is
+        finished is printed although the rest was stopped."""
+        num_tokens = 0
+        columns = (
+            "answering",
+            BarColumn(),
+            MofNCompleteColumn(),
+            "{task.fields[num_tokens]} tokens",
+        )
+        with _progress(self.job, self.console, *columns) as bar:
+            task = bar.add_task("", total=sum(map(len, conversations)), num_tokens=0)
+
+            def on_chunk(chunk: Chunk) -> None:
+                nonlocal num_tokens
+                num_tokens += len(chunk.token_ids)
+                bar.update(task, advance=chunk.result is not None, num_tokens=num_tokens)
+
             try:
-                started = _chunks(engine, job, prompts)
-            except PromptError as error:
-                if turn == 0:  # nothing has been answered
-                    raise
-                i = active.pop(error.index)
-                prompts.pop(error.index)
-                asked = conversations[i][turn]
-                answers.append(report.refused(i, turn, asked, error.reason))
-        if started is None:
-            break
-        with started as chunks:
-            for chunk in chunks:
-                on_chunk(chunk)
-                if chunk.result is not None:
-                    i = active[chunk.index]
-                    histories[i].append({"role": "assistant", "content": chunk.result.text})
-                    answers.append(Answer(i, turn, conversations[i][turn], chunk.result))
+                self._answer(conversations, on_chunk)
+            finally:
+                bar.stop()
+                self.answers.sort(key=lambda answer: (answer.index, answer.turn))
+                if not self.job.as_json:
+                    for label, answer in report.labelled(self.answers):
+                        _write(f"[{label}] {answer.result.text.rstrip()}\n")
 
+    def _chat(self) -> None:
+        """A chat on the terminal. With `raw`, each line is continued by itself."""
+        with suppress(ImportError):  # gives `input` line editing and a history
+            import_module("readline")
+        note = partial(report.print_note, self.console)
+        note("/reset forgets the chat, /quit or Ctrl-D ends, Ctrl-C stops answers")
+        history: list[Message] = []
+        while True:
+            try:
+                line = _ask(self.job.quiet)
+            except EOFError:
+                break
+            except KeyboardInterrupt:
+                note("\n/quit or Ctrl-D ends the chat")
+                continue
+            command = line.strip()
+            if command == "/quit":
+                break
+            if command == "/reset":
+                history.clear()
+                note("the chat is forgotten")
+            elif command.startswith("/") and " " not in command:
+                note(f"{command} is no command; there are /reset and /quit")
+            elif command:
+                asked: Message = {"role": "user", "content": line}
+                raw = self.job.sampling.raw
+                text, result = self._reply(line if raw else [*history, asked])
+                if result is not None:
+                    self.answers.append(Answer(len(self.answers), 0, line, result))
+                    report.print_answer_line(self.console, result)
+                if text and not raw:
+                    history += [asked, {"role": "assistant", "content": text}]
 
-def _stream(
-    engine: Engine, job: Job, conversations: list[Conversation], answers: list[Answer]
-) -> None:
-    """One conversation: text is out as soon as it is decoded; each answer ends its line."""
-
-    def on_chunk(chunk: Chunk) -> None:
-        ends = chunk.result is not None and not chunk.result.text.endswith("\n")
-        if chunk.text or ends:
-            _write(chunk.text + ("\n" if ends else ""))
-
-    _answer(engine, job, conversations, on_chunk, answers)
-
-
-def _batch(
-    engine: Engine,
-    job: Job,
-    conversations: list[Conversation],
-    console: Console,
-    answers: list[Answer],
-) -> None:
-    """Several conversations: a bar while they run, then `[i] text`, numbered from 1; what is
-    finished is printed although the rest was stopped."""
-    columns = (
-        TextColumn("answering"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("{task.fields[num_tokens]} tokens"),
-        TimeElapsedColumn(),
-    )
-    num_tokens = 0
-    # A bar in a file is noise.
-    off = not console.is_terminal or job.quiet
-    with Progress(*columns, console=console, transient=True, disable=off) as bar:
-        task = bar.add_task("", total=sum(map(len, conversations)), num_tokens=0)
-
-        def on_chunk(chunk: Chunk) -> None:
-            nonlocal num_tokens
-            num_tokens += len(chunk.token_ids)
-            bar.update(task, advance=chunk.result is not None, num_tokens=num_tokens)
-
+    def _reply(self, prompt: Prompt) -> tuple[str, GenerationResult | None]:
+        """Streams an answer; (text so far, result or None when it was stopped or refused)."""
+        text, result = "", None
         try:
-            _answer(engine, job, conversations, on_chunk, answers)
-        finally:
-            bar.stop()
-            answers.sort(key=lambda answer: (answer.index, answer.turn))
-            if not job.as_json:
-                for label, answer in zip(report.labels(answers), answers, strict=True):
-                    _write(f"[{label}] {answer.result.text.rstrip()}\n")
-
-
-def _chat(engine: Engine, job: Job, console: Console, answers: list[Answer]) -> None:
-    """A chat on the terminal. With `raw`, each line is continued by itself."""
-    with suppress(ImportError):
-        import readline  # noqa: F401  (gives `input` line editing and a history)
-    report.print_note(
-        console, "/reset forgets the chat, /quit or Ctrl-D ends, Ctrl-C stops answers"
-    )
-    history: list[Message] = []
-    while True:
-        try:
-            line = _ask(job.quiet)
-        except EOFError:
-            break
+            with self._chunks([prompt]) as chunks:
+                for chunk in chunks:
+                    text, result = text + chunk.text, chunk.result
+                    _write(chunk.text)
         except KeyboardInterrupt:
-            report.print_note(console, "\n/quit or Ctrl-D ends the chat")
-            continue
-        command = line.strip()
-        if command == "/quit":
-            break
-        if command == "/reset":
-            history.clear()
-            report.print_note(console, "the chat is forgotten")
-        elif command.startswith("/") and " " not in command:
-            report.print_note(console, f"{command} is no command; there are /reset and /quit")
-        elif command:
-            asked: Message = {"role": "user", "content": line}
-            text, result = _reply(
-                engine, job, console, line if job.sampling.raw else [*history, asked]
-            )
-            if result is not None:
-                answers.append(Answer(len(answers), 0, line, result))
-                report.print_answer_line(console, result)
-            if text and not job.sampling.raw:
-                history += [asked, {"role": "assistant", "content": text}]
+            report.print_note(self.console, "\nstopped")
+        except ValueError as error:  # most likely the chat has outgrown the context
+            report.print_note(self.console, f"{error} (/reset starts over)")
+            return "", None
+        if result is not None and not text.endswith("\n"):
+            _write("\n")
+        return text, result
+
+
+def _print_chunk(chunk: Chunk) -> None:
+    """Text is out as soon as it is decoded; each answer ends its line."""
+    ends = chunk.result is not None and not chunk.result.text.endswith("\n")
+    if chunk.text or ends:
+        _write(chunk.text + ("\n" if ends else ""))
 
 
 def _ask(quiet: bool) -> str:
@@ -330,23 +321,3 @@ def _ask(quiet: bool) -> str:
         sys.stderr.write("> ")
         sys.stderr.flush()
     return input()
-
-
-def _reply(
-    engine: Engine, job: Job, console: Console, prompt: Prompt
-) -> tuple[str, GenerationResult | None]:
-    """Streams an answer; (text so far, result or None when it was stopped or refused)."""
-    text, result = "", None
-    try:
-        with _chunks(engine, job, [prompt]) as chunks:
-            for chunk in chunks:
-                text, result = text + chunk.text, chunk.result
-                _write(chunk.text)
-    except KeyboardInterrupt:
-        report.print_note(console, "\nstopped")
-    except ValueError as error:  # most likely the chat has outgrown the context
-        report.print_note(console, f"{error} (/reset starts over)")
-        return "", None
-    if result is not None and not text.endswith("\n"):
-        _write("\n")
-    return text, result

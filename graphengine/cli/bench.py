@@ -1,14 +1,13 @@
 """`graphengine bench`: the options, and the loop over modes, contexts and buckets.
 
-The measuring itself is in measure/bench.py, tables and pictures in measure/report.py. torch is
-imported inside the command, so that help is quick.
+The measuring itself is in measure/bench.py, tables and pictures in measure/report.py.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Container
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +19,7 @@ from graphengine.config.options import Options, declarations, without_drafter
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from graphengine.measure.bench import CaseResult
+    from graphengine.api import Engine
     from graphengine.measure.report import Row
 
 
@@ -28,24 +27,17 @@ class ModeList(click.ParamType):
     """`piecewise,full:triton` -> (("piecewise", "auto"), ("full", "triton"))."""
 
     name = "MODE[:ATTENTION],.."
-    MODES = declarations(Options)["graph_mode"].choices[1:]  # an own run each, so no "auto"
-    BACKENDS = declarations(Options)["attention_backend"].choices
+    MODES = click.Choice(
+        declarations(Options)["graph_mode"].choices[1:]
+    )  # each a run, so no "auto"
+    BACKENDS = click.Choice(declarations(Options)["attention_backend"].choices)
 
     def convert(self, value: Any, param: Any, ctx: Any) -> tuple[tuple[str, str], ...]:
-        if isinstance(value, tuple):
-            return value
         found = []
-        for part in str(value).split(","):
+        for part in value.split(","):
             mode, _, backend = part.partition(":")
-            backend = backend or "auto"
-            if mode not in self.MODES or backend not in self.BACKENDS:
-                self.fail(
-                    f"{part!r}: expected one of {', '.join(self.MODES)}, each optionally with "
-                    f":ATTENTION of {', '.join(self.BACKENDS)}",
-                    param,
-                    ctx,
-                )
-            found.append((mode, backend))
+            backend = self.BACKENDS.convert(backend or "auto", param, ctx)
+            found.append((self.MODES.convert(mode, param, ctx), backend))
         return tuple(found)
 
 
@@ -64,42 +56,21 @@ Examples:
 @shared.DRAFT
 @click.option(
     "--input-len",
-    type=shared.DistinctInts(),
-    default=None,
+    type=shared.IntList(distinct=True),
     help="Prompt tokens; several are several cases.  [default: 128]",
 )
 @click.option(
     "--context",
-    type=shared.DistinctInts(),
-    default=None,
+    type=shared.IntList(distinct=True),
     help="Instead of --input-len: tokens of context half-way through a round, prompt included; the "
     "prompt then has half of --output-len less.",
 )
-@click.option(
-    "--output-len",
-    type=click.IntRange(min=8),
-    default=512,
-    show_default=True,
-    help="Tokens per request of a round.",
-)
-@click.option(
-    "--num-iters",
-    type=click.IntRange(min=1),
-    default=200,
-    show_default=True,
-    help="Steps counted per case.",
-)
-@click.option(
-    "--warmup",
-    type=click.IntRange(min=0),
-    default=10,
-    show_default=True,
-    help="Steps left out first.",
-)
+@shared.count("--output-len", 512, "Tokens per request of a round.", low=8)
+@shared.count("--num-iters", 200, "Steps counted per case.")
+@shared.count("--warmup", 10, "Steps left out first.", low=0)
 @click.option(
     "--compare",
     type=ModeList(),
-    default=None,
     help="Graph modes, each a run of its own.  [default: the device's]",
 )
 @click.option(
@@ -109,26 +80,21 @@ Examples:
 )
 @shared.declared("bench", buckets=(1,), load_format=shared.PRESET)
 @shared.PROMPT_SEED
-@click.option(
-    "--plot",
-    type=click.Path(path_type=Path, dir_okay=False),
-    metavar="FILE.svg|png",
-    help="Draw each case's step times and what a step is made of (extra `plot`).",
-)
+@shared.PLOT(text="Draw each case's step times and what a step is made of (extra `plot`).")
 @shared.RESULT_FILE
 @shared.as_json("The result as JSON on stdout.")
-@shared.refuses
 def bench(model: str | None, draft: str | None, **options: Any) -> None:
     """Time decode steps of MODEL: a preset (random weights), hub id or directory.
 
     Steps of full buckets only, prefill excluded; p50 / p95 / p99 of the time between steps.
     """
+    import torch
+
+    from graphengine.api import Engine
     from graphengine.checkpoints.hub import preset_names
     from graphengine.checkpoints.pairs import named_pair
-    from graphengine.measure.bench import read_bandwidth_gbps
+    from graphengine.measure.bench import gpu_memory, read_bandwidth_gbps
     from graphengine.measure.report import picture, speedups_, table
-    from graphengine.profiles.pictures import check_picture
-    from graphengine.profiles.result_schema import environment, write_result, write_whole
     from graphengine.report import print_table, stderr_console
 
     console = stderr_console(quiet=False)
@@ -137,35 +103,43 @@ def bench(model: str | None, draft: str | None, **options: Any) -> None:
     model, draft = named_pair(model, draft)
     if options["baseline"] and draft is None:
         raise ValueError("--baseline compares with plain decoding; pass --draft to have a drafter")
-    shared.check_place("--plot", options["plot"])
-    check_picture("--plot", options["plot"])
-    shared.check_place("--output-json", options["output_json"], makes_folders=True)
-    input_lens = _input_lens(options)
-    longest = max(input_lens) + options["output_len"] + 256
-    asked |= {
-        "max_model_len": longest_context(model, draft, longest),
-        "acceptance_floor": 0.0,
-        "fallback": False,
-    }
-    options["input_lens"] = input_lens
+    shared.check_places(options)
+    options["input_lens"] = _input_lens(options)
+    longest = max(options["input_lens"]) + options["output_len"] + 256
+    asked["max_model_len"] = longest_context(model, draft, longest)
     read_gbps = read_bandwidth_gbps()
     rows: list[Row] = []
     numbers: dict[str, Any] = {"read_bandwidth_gbps": read_gbps}
     configs: dict[str, Any] = {}
+    asked |= {"acceptance_floor": 0.0, "fallback": False}
     for mode, backend in options["compare"] or (("auto", "auto"),):
         for drafter in [None, draft] if options["baseline"] else [draft]:
-            run = asked | {"graph_mode": mode, "attention_backend": backend}
-            if drafter is None and draft is not None:  # the baseline
-                run = without_drafter(run)
-            measured = _measure(console, model, drafter, run, options, read_gbps, configs)
-            if measured is not None:
-                label, configs[label], found, numbers[label] = measured
+            run = asked if drafter == draft else without_drafter(asked)
+            run = run | {"graph_mode": mode, "attention_backend": backend}
+            began = time.perf_counter()
+            if torch.cuda.is_available():
+                torch.cuda.reset_peak_memory_stats()
+            with Engine.from_pretrained(model, drafter, **run) as engine:
+                startup = {"startup_s": time.perf_counter() - began} | asdict(engine.startup)
+                label = f"{engine.config.graph_mode}_{engine.config.attention_backend}"
+                label += "" if drafter == draft else "_plain"
+                if label in configs:  # two spellings would share a place in the result
+                    console.print(f"{mode}:{backend} is {label} again: left out")
+                    continue
+                configs[label] = asdict(engine.config)
+                found = _measure(engine, label, options, read_gbps, console)
                 rows += found
+                del startup["buckets"], startup["num_pages"]
+                measured = {row.key: row.numbers for row in found}
+                numbers[label] = {"startup": startup} | measured | {"memory": gpu_memory()}
     speedups_(rows)
     simulated = asked["simulate_acceptance"]
     print_table(console, table(rows, simulated))
     digests = {f"{row.label}_{row.key}": row.result.digest for row in rows}
-    same = _same_tokens(digests)
+    by_case: dict[str, set[str]] = {}  # of all modes that share an attention kernel
+    for key, digest in digests.items():
+        by_case.setdefault(key.partition("_")[2], set()).add(digest)
+    same = all(len(found) == 1 for found in by_case.values())
     console.print(f"tokens equal in all modes of one attention: {same}")
     document = {
         "model": Path(model).name,
@@ -177,16 +151,8 @@ def bench(model: str | None, draft: str | None, **options: Any) -> None:
         "tokens_equal_across_modes": same,
         **{name: options[name] for name in ("output_len", "num_iters", "warmup", "seed")},
     }
-
-    def write(path: Path) -> None:
-        env = environment(options["commit"])
-        write_result(path, "bench_latency", numbers, config=document, env=env)
-
-    def draw(path: Path) -> None:
-        write_whole(path, picture(rows, simulated, path.suffix))
-
-    files = {options["output_json"]: write, options["plot"]: draw}
-    shared.deliver(options, {"config": document, "numbers": numbers}, files)
+    draw = partial(picture, rows, simulated)
+    shared.deliver(options, "bench_latency", numbers, document, draw)
 
 
 def _input_lens(options: dict[str, Any]) -> tuple[int, ...]:
@@ -206,76 +172,28 @@ def _input_lens(options: dict[str, Any]) -> tuple[int, ...]:
 
 
 def _measure(
-    console: Console,
-    model: str,
-    draft: str | None,
-    asked: dict[str, Any],
-    options: dict[str, Any],
-    read_gbps: float,
-    known: Container[str],
-) -> tuple[str, dict[str, Any], list[Row], dict[str, Any]] | None:
-    """One engine and all of its cases: (label, configuration, rows, numbers).
-
-    None where the mode is one of `known`: two spellings of one mode (`full`, `full:triton`) would
-    share a place in the result.
-    """
-    import torch
-
-    from graphengine.api import Engine
-    from graphengine.measure.bench import Case, gpu_memory, run_case
+    engine: Engine, label: str, options: dict[str, Any], read_gbps: float, console: Console
+) -> list[Row]:
+    """All cases of one engine."""
+    from graphengine.measure.bench import Case, run_case
     from graphengine.measure.report import Row
 
-    is_baseline = draft is None and options["baseline"]
-    began = time.perf_counter()
-    if torch.cuda.is_available():
-        torch.cuda.reset_peak_memory_stats()
-    engine = Engine.from_pretrained(model, draft, **asked)
-    startup_s = time.perf_counter() - began
-    config, startup = engine.config, engine.startup
-    label = f"{config.graph_mode}_{config.attention_backend}"
-    if is_baseline:
-        label += "_plain"
-    if label in known:
-        spelt = f"{asked['graph_mode']}:{asked['attention_backend']}"
-        console.print(f"{spelt} is {label} again: left out")
-        engine.close()
-        return None
-    numbers: dict[str, Any] = {
-        "startup": {
-            "startup_s": startup_s,
-            "load_s": startup.load_s,
-            "compile_s": startup.compile_s,
-            "compiler_wait_s": startup.compiler_wait_s,
-            "capture_s": startup.capture_s,
-            "warmup_s": startup.warmup_s,
-            "num_graphs": startup.num_graphs,
-            "num_compiled": startup.num_compiled,
-            "num_cache_hits": startup.num_cache_hits,
-            "weight_bytes": startup.weight_bytes,
-            "kv_pool_bytes": startup.kv_pool_bytes,
-        }
-    }
     rows: list[Row] = []
     for input_len in options["input_lens"]:
-        for bucket in config.buckets:
+        for bucket in engine.config.buckets:
             case = Case(
                 bucket=bucket,
                 input_len=input_len,
                 **{name: options[name] for name in ("output_len", "num_iters", "warmup", "seed")},
             )
-            result: CaseResult = run_case(engine, case)
-            row = Row(label, f"bucket_{bucket}_input_{input_len}", result, {})
-            row.numbers.update(result.numbers(read_gbps))
-            numbers[row.key] = row.numbers
-            rows.append(row)
+            result = run_case(engine, case)
+            numbers = dict(result.numbers(read_gbps))
+            rows.append(Row(label, f"bucket_{bucket}_input_{input_len}", result, numbers))
             console.print(
                 f"{label:22} bucket {bucket:3} input {input_len:6}  "
-                f"step {row.numbers['step_p50_ms']:.3f} ms  "
-                f"host {row.numbers['host_p50_ms']:.3f} ms"
+                f"step {numbers['step_p50_ms']:.3f} ms  host {numbers['host_p50_ms']:.3f} ms"
             )
-    numbers["memory"] = gpu_memory()
-    engine.close()
-    return label, asdict(config), rows, numbers
+    return rows
 
 
 def longest_context(model: str, draft: str | None, wanted: int) -> int:
@@ -284,11 +202,3 @@ def longest_context(model: str, draft: str | None, wanted: int) -> int:
     from graphengine.startup.options import speculation_limit
 
     return min(wanted, speculation_limit(*read_configs(model, draft)))
-
-
-def _same_tokens(digests: dict[str, str]) -> bool:
-    """Whether every case has one digest over all modes that share an attention kernel."""
-    by_case: dict[str, set[str]] = {}
-    for key, digest in digests.items():
-        by_case.setdefault(key.partition("_")[2], set()).add(digest)
-    return all(len(found) == 1 for found in by_case.values())

@@ -13,8 +13,6 @@ from typing import TYPE_CHECKING
 
 import click
 
-from graphengine.cli.options import Refusal
-
 if TYPE_CHECKING:
     from graphengine.startup.artifact import Store
 
@@ -29,27 +27,22 @@ _CACHE_VARIABLES = {
 
 def _cache_root() -> Path | None:
     """Where compiled code of every platform is kept; None: nowhere."""
-    named = os.environ.get("GRAPHENGINE_CACHE")
+    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    named = os.environ.get("GRAPHENGINE_CACHE", f"{base}/graphengine")
     try:
-        base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-        root = Path(f"{base}/graphengine" if named is None else named).expanduser().absolute()
-        return root if named != "" and _can_write(root) else None
-    except (OSError, RuntimeError):  # not allowed to look, or no home directory
+        root = Path(named).expanduser().absolute()
+    except (OSError, RuntimeError):  # no home directory
         return None
+    return root if named and _can_write(root) else None
 
 
 def _can_write(folder: Path) -> bool:
-    """Whether it is, or can become, a folder to write in. Raises: OSError: not allowed to look."""
-    existing = next(path for path in (folder, *folder.parents) if path.exists())
-    return existing.is_dir() and os.access(existing, os.W_OK)
-
-
-def _all_can_be_written(folder: Path) -> bool:
-    """Another user may have made a part of it."""
+    """Whether it is, or can become, a folder to write in."""
     try:
-        return all(_can_write(folder / part) for part in ("", *_CACHE_VARIABLES.values()))
-    except OSError:
+        existing = next(path for path in (folder, *folder.parents) if path.exists())
+    except OSError:  # not allowed to look
         return False
+    return existing.is_dir() and os.access(existing, os.W_OK)
 
 
 @contextmanager
@@ -64,29 +57,27 @@ def compiled_code(device: str, artifact: Path | None) -> Iterator[Store | None]:
 
     root = _cache_root()
     store = root and artifacts.store(root, artifacts.platform_parts(device))
-    if store is not None and (why := artifacts.others_can_write(store.folder)):
-        click.echo(f"note: {store.folder} {why} {artifacts.NOT_USED}", err=True)
-        store = None
-    if store is not None and not _all_can_be_written(store.folder):
-        click.echo(f"note: {store.folder} cannot be written and is not used", err=True)
-        store = None
+    if store is not None:
+        why = artifacts.others_can_write(store.folder)
+        why = f"{why} {artifacts.NOT_USED}" if why else ""
+        # Another user may have made a part of it.
+        if not all(_can_write(store.folder / part) for part in ("", *_CACHE_VARIABLES.values())):
+            why = why or "cannot be written and is not used"
+        if why:
+            click.echo(f"note: {store.folder} {why}", err=True)
+            store = None
     if store is None:
         if artifact is not None:
-            raise Refusal(
+            raise ValueError(
                 f"--artifact {artifact} needs a folder to be unpacked in; set GRAPHENGINE_CACHE "
                 "to one that can be written"
             )
         yield None
         return
-    if artifact is not None:
-        try:
-            found = artifacts.unpack(artifact, store)
-        except ValueError as error:
-            raise Refusal(str(error)) from error
-        if found:
-            store.notes.append(
-                f"{artifact} does not fit and is not used; compiling anew. " + "; ".join(found)
-            )
+    if artifact is not None and (found := artifacts.unpack(artifact, store)):
+        store.notes.append(
+            f"{artifact} does not fit and is not used; compiling anew. " + "; ".join(found)
+        )
     ours = {name: str(store.folder / part) for name, part in _CACHE_VARIABLES.items()}
     ours |= artifacts.compiler_files()
     if (elsewhere := os.environ.get(INDUCTOR_FOLDER)) is not None:

@@ -3,12 +3,12 @@
 Shapes decide what is compiled, not weights, so random ones do and only config.json is read. Every
 bucket is built and takes one step, so that kernels of the prefill are compiled too. What is
 compiled goes to this platform's folder (artifact.py), where every later command of this machine
-looks; `--output` packs that folder for others, `--artifact` adds a packed one first. torch is
-imported inside the command, so that help is quick.
+looks; `--output` packs that folder for others, `--artifact` adds a packed one first.
 """
 
 from __future__ import annotations
 
+import json
 import shutil
 import time
 from dataclasses import asdict
@@ -35,27 +35,23 @@ _PROMPT_TOKENS = 17  # the lengths with kernels of their own are warmup's busine
 @shared.MODEL
 @shared.DRAFT
 @shared.declared("compile")
-@click.option(
+@shared.path(
     "--output",
-    type=click.Path(path_type=Path, dir_okay=False),
-    metavar="FILE",
-    help="Pack everything that is compiled for this platform, to be used elsewhere.",
+    dir_okay=False,
+    text="Pack everything that is compiled for this platform, to be used elsewhere.",
 )
-@click.option(
+@shared.path(
     "--artifact",
     "--load",
-    type=click.Path(path_type=Path),
-    metavar="FILE",
-    help="Add a packed artifact first; what it lacks is compiled. Only your own: it is executed.",
+    text="Add a packed artifact first; what it lacks is compiled. Only your own: it is executed.",
 )
 @click.option("--fresh", is_flag=True, help="Drop this platform's compiled code first.")
 @shared.as_json("The result as JSON on stdout.")
 @click.pass_obj
-@shared.refuses
 def compile_(store: Store | None, model: str | None, draft: str | None, **options: Any) -> None:
     """Compile the code of MODEL ahead: a preset, hub id or directory; its weights are not read."""
     if store is None:
-        raise click.UsageError(
+        raise ValueError(
             "there is no folder for compiled code; set GRAPHENGINE_CACHE to one that can be written"
         )
     from graphengine.api import Engine
@@ -67,7 +63,7 @@ def compile_(store: Store | None, model: str | None, draft: str | None, **option
     asked = shared.taken(options)
     console = stderr_console(quiet=False)
     output: Path | None = options["output"]
-    shared.check_place("--output", output)
+    shared.check_places(options)
     if output is not None and output.exists() and not output.is_file():
         raise ValueError(f"--output {output}: is no regular file; choose another path")
     if output is not None and not are_kept():
@@ -135,4 +131,5 @@ def compile_(store: Store | None, model: str | None, draft: str | None, **option
             size = document["output_bytes"] / 1e6
             console.print(f"wrote {output} ({size:.1f} MB)", markup=False)
     finally:
-        shared.deliver(options, document, {})
+        if options["as_json"]:
+            click.echo(json.dumps(document))

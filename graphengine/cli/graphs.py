@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from graphengine.cli import options as shared
+from graphengine.cli.bench import longest_context
 
 if TYPE_CHECKING:
     from graphengine.capture.inventory import Entry
@@ -30,15 +31,14 @@ _CONTEXT = 2048  # no graph depends on it
 @shared.MODEL
 @shared.DRAFT
 @shared.declared("graphs", buckets=(1,))
-@click.option(
+@shared.path(
     "--dot",
-    type=click.Path(path_type=Path, file_okay=False),
     metavar="DIR",
-    help="Write every graph's nodes as DIR/<bucket>-<segment>.dot.",
+    file_okay=False,
+    text="Write every graph's nodes as DIR/<bucket>-<segment>.dot.",
 )
 @click.option("--all", "show_all", is_flag=True, help="A line per segment, also of equal ones.")
 @shared.as_json("The list as JSON on stdout.")
-@shared.refuses
 def graphs(model: str | None, draft: str | None, **options: Any) -> None:
     """List the CUDA graphs of MODEL: segment, bucket, kernels, pool memory, shapes.
 
@@ -50,8 +50,6 @@ def graphs(model: str | None, draft: str | None, **options: Any) -> None:
     from graphengine.capture.inventory import inventory, write_dot
     from graphengine.checkpoints.pairs import named_pair
     from graphengine.report import print_table, stderr_console
-    from graphengine.startup.build import read_configs
-    from graphengine.startup.options import speculation_limit
 
     console = stderr_console(quiet=False)
     model, draft = named_pair(model, draft)
@@ -59,7 +57,7 @@ def graphs(model: str | None, draft: str | None, **options: Any) -> None:
         Engine.from_pretrained(
             model,
             draft,
-            max_model_len=min(_CONTEXT, speculation_limit(*read_configs(model, draft))),
+            max_model_len=longest_context(model, draft, _CONTEXT),
             load_format="dummy",
             acceptance_floor=0.0,
             fallback=False,
@@ -118,21 +116,14 @@ def _table(listed: dict[int, list[Entry]], show_all: bool) -> Any:
             name = first.name if len(group) == 1 else f"{first.name} .. {group[-1].name}"
             if first.steps:
                 name += f": {first.steps[0]} .. {first.steps[-1]}"
-            is_graph = first.launch == "graph"
-            pool = sum(entry.pool_bytes or 0 for entry in group)
-            live = sum(entry.live_bytes or 0 for entry in group)
-            table.add_row(
-                str(size),
-                name,
-                str(len(group)),
-                first.launch,
-                str(first.num_kernels) if is_graph else "-",
-                str(first.num_nodes) if is_graph else "-",
-                f"{pool / 1e6:.2f}" if is_graph else "-",
-                f"{live / 1e6:.2f}" if is_graph else "-",
-                f"{', '.join(first.input_shapes) or '-'} -> "
-                f"{', '.join(first.output_shapes) or '-'}",
-            )
+            of_graph = ["-"] * 4
+            if first.launch == "graph":
+                of_graph = [str(first.num_kernels), str(first.num_nodes)]
+                for sizes in ([e.pool_bytes for e in group], [e.live_bytes for e in group]):
+                    of_graph.append(f"{sum(size or 0 for size in sizes) / 1e6:.2f}")
+            shapes = (", ".join(s) or "-" for s in (first.input_shapes, first.output_shapes))
+            row = [str(size), name, str(len(group)), first.launch, *of_graph, " -> ".join(shapes)]
+            table.add_row(*row)
         table.add_section()
     return table
 

@@ -41,13 +41,16 @@ def main() -> None:
 
 
 @contextmanager
-def _ends_are_told() -> Iterator[None]:
-    """Turns Ctrl-C and what the machine refuses into a line on stderr and an exit code."""
+def _ends_are_told(command: click.Command) -> Iterator[None]:
+    """Turns Ctrl-C, refused input (ValueError) and what the machine refuses into a line on stderr
+    and an exit code."""
     if threading.current_thread() is threading.main_thread():
         # As Ctrl-C: what has been answered is reported.
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     try:
         yield
+    except ValueError as error:
+        raise click.UsageError(str(error)) from error
     except KeyboardInterrupt:
         click.echo("interrupted", err=True)
         click.get_current_context().exit(130)
@@ -64,7 +67,9 @@ def _ends_are_told() -> Iterator[None]:
             raise click.ClickException(_compiler_failed(error)) from error
         if lacking is None:
             raise
-        raise click.ClickException(
+        # Of verify 1 would say that something was found to be wrong.
+        kind = click.UsageError if command.name == "verify" else click.ClickException
+        raise kind(
             f"{lacking}; lower --max-model-len, the largest --bucket, --gpu-memory-utilization or "
             "--kv-cache-memory"
         ) from error
@@ -88,11 +93,10 @@ def _keeping_compiled_code(command: click.Command) -> click.Command:
     @functools.wraps(callback)
     def outer(*args: Any, **kwargs: Any) -> Any:
         context = click.get_current_context()
-        params = context.params
-        device, artifact = params.get("device", "auto"), params.get("artifact")
-        if artifact is not None and params.get("fresh"):
+        device, artifact = kwargs.get("device", "auto"), kwargs.get("artifact")
+        if artifact is not None and kwargs.get("fresh"):
             raise click.UsageError("--fresh would drop what --artifact adds; give one of them")
-        with _ends_are_told(), compiled_code(device, artifact) as context.obj:
+        with _ends_are_told(command), compiled_code(device, artifact) as context.obj:
             return callback(*args, **kwargs)
 
     command.callback = outer

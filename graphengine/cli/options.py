@@ -21,12 +21,6 @@ from graphengine.config.options import Declaration, Options, declarations
 Option = Callable[[Any], Any]
 
 
-class Refusal(click.ClickException):
-    """An input that cannot work; the message carries the value and the remedy."""
-
-    exit_code = 2
-
-
 def _group(*options: Option) -> Option:
     """One decorator for several options, in the order in which help shows them."""
 
@@ -37,9 +31,12 @@ def _group(*options: Option) -> Option:
 
 
 class IntList(click.ParamType):
-    """`1,8,16` -> (1, 8, 16), as typed."""
+    """`1,8,16` -> (1, 8, 16), as typed, or each once."""
 
     name = "N,N,.."
+
+    def __init__(self, distinct: bool = False) -> None:
+        self._distinct = distinct
 
     def convert(self, value: Any, param: Any, ctx: Any) -> tuple[int, ...]:
         if isinstance(value, tuple):
@@ -47,14 +44,8 @@ class IntList(click.ParamType):
         parts = [part.strip() for part in str(value).split(",")]
         if not all(part.isdecimal() and int(part) > 0 for part in parts):
             self.fail(f"{value!r}: pass integers from 1 up, such as 1,8,16", param, ctx)
-        return tuple(int(part) for part in parts)
-
-
-class DistinctInts(IntList):
-    """The same, each once."""
-
-    def convert(self, value: Any, param: Any, ctx: Any) -> tuple[int, ...]:
-        return tuple(dict.fromkeys(super().convert(value, param, ctx)))
+        numbers = tuple(int(part) for part in parts)
+        return tuple(dict.fromkeys(numbers)) if self._distinct else numbers
 
 
 class Declared(click.ParamType):
@@ -74,11 +65,8 @@ class Declared(click.ParamType):
             self.fail(str(error), param, ctx)
 
 
-class Rate(click.FloatRange):
-    """A number from 0 up; neither nan, which is in every range, nor inf, which JSON lacks."""
-
-    def __init__(self) -> None:
-        super().__init__(min=0)
+class Finite(click.FloatRange):
+    """A number in a range; neither nan, which is in every one, nor inf, which JSON lacks."""
 
     def convert(self, value: Any, param: Any, ctx: Any) -> float:
         found = super().convert(value, param, ctx)
@@ -106,11 +94,10 @@ def _option(declared: Declaration, at: Default) -> Option:
         extra = {"is_flag": True}
     elif declared.choices:
         kind = click.Choice(declared.choices)
-    elif tuple in declared.kinds:
-        kind = DistinctInts()  # in the user's order, which is that of --num-speculative-tokens
     else:
-        is_list = any(issubclass(k, Sequence) for k in declared.kinds if isinstance(k, type))
-        kind = IntList() if is_list else Declared(declared)
+        is_list = any(isinstance(k, type) and issubclass(k, Sequence) for k in declared.kinds)
+        # Buckets stay in the user's order, which is that of --num-speculative-tokens.
+        kind = IntList(distinct=tuple in declared.kinds) if is_list else Declared(declared)
     shown = at.auto or shown
     text = f"{declared.text}  [default: {shown}]" if shown != "" else declared.text
     return click.option(names, declared.name, type=kind, default=default, help=text, **extra)
@@ -147,9 +134,26 @@ DRAFT = click.option(
 )
 PRESET = Default(None, "dummy for a preset, else the checkpoint's weights")
 """Of load_format, where random weights are as good."""
-PROMPT_FILE = functools.partial(
-    click.option, "--prompt-file", type=click.Path(path_type=Path), metavar="FILE.jsonl"
-)
+
+
+def path(*names: str, text: str, metavar: str = "FILE", **kind: Any) -> Option:
+    """An option that is a `Path`, of a kind as `click.Path` has them."""
+    return click.option(*names, type=click.Path(path_type=Path, **kind), metavar=metavar, help=text)
+
+
+def count(flag: str, default: int | None, text: str | None = None, low: int = 1) -> Option:
+    """An option that is an integer from `low` up."""
+    kind = click.IntRange(min=low)
+    return click.option(flag, type=kind, default=default, show_default=True, help=text)
+
+
+def as_json(text: str) -> Option:
+    """`--json`."""
+    return click.option("--json", "as_json", is_flag=True, help=text)
+
+
+PROMPT_FILE = functools.partial(path, "--prompt-file", metavar="FILE.jsonl")
+PLOT = functools.partial(path, "--plot", metavar="FILE.svg|png", dir_okay=False)
 PROMPT_SEED = click.option(
     "--seed",
     type=click.IntRange(-(1 << 63), (1 << 64) - 1),  # torch.Generator's
@@ -158,58 +162,69 @@ PROMPT_SEED = click.option(
     help="Of the random prompts.",
 )
 RESULT_FILE = _group(
-    click.option(
-        "--output-json",
-        type=click.Path(path_type=Path, dir_okay=False),
-        help="Write the result file here.",
-    ),
+    path("--output-json", dir_okay=False, text="Write the result file here."),
     click.option(
         "--commit", metavar="SHA", help="Commit to record where the checkout has no history."
     ),
 )
 
 
-def as_json(text: str) -> Option:
-    """`--json`."""
-    return click.option("--json", "as_json", is_flag=True, help=text)
-
-
-def check_place(option: str, file: Path | None, *, makes_folders: bool = False) -> None:
-    """Refuses a file that cannot be written, before minutes are spent on what goes into it.
+def check_places(options: Mapping[str, Any]) -> None:
+    """Refuses files that cannot be written, before minutes are spent on what goes into them.
 
     Raises:
         ValueError: with the option's name.
     """
-    if file is None:
-        return
-    folder = file.absolute().parent
-    if makes_folders:
-        folder = next(path for path in (folder, *folder.parents) if path.exists())
-    if not folder.is_dir():
-        raise ValueError(f"{option} {file}: cannot be written (no such folder); make it first")
-    if not os.access(file if file.exists() else folder, os.W_OK):
-        raise ValueError(f"{option} {file}: cannot be written (no permission); choose another path")
+    from graphengine.profiles.pictures import check_picture
+
+    for name in ("output", "plot", "output_json"):
+        option, file = f"--{name.replace('_', '-')}", options.get(name)
+        if file is None:
+            continue
+        folder = file.absolute().parent
+        if name == "output_json":  # its folders are made
+            folder = next(path for path in (folder, *folder.parents) if path.exists())
+        text = f"{option} {file}: cannot be written"
+        if not folder.is_dir():
+            raise ValueError(f"{text} (no such folder); make it first")
+        if not os.access(file if file.exists() else folder, os.W_OK):
+            raise ValueError(f"{text} (no permission); choose another path")
+    check_picture("--plot", options.get("plot"))
 
 
 def deliver(
     options: Mapping[str, Any],
-    document: Mapping[str, Any],
-    files: Mapping[Path | None, Callable[[Path], object]],
+    kind: str,
+    numbers: dict[str, Any],
+    config: dict[str, Any],
+    picture: Callable[[str], bytes],
 ) -> None:
-    """Prints the JSON where it was asked for, then writes each file, whatever became of the others.
+    """Prints the JSON where it was asked for, then writes the result file and the picture, each
+    whatever became of the other.
+
+    Args:
+        kind: of the result file; `numbers` and `config` are its content.
+        picture: from a file's suffix to the picture.
 
     Raises:
         ClickException: naming the files that could not be written.
     """
+    from graphengine.profiles.result_schema import environment, write_result, write_whole
+
+    def write(path: Path) -> None:
+        write_result(path, kind, numbers, config=config, env=environment(options["commit"]))
+
+    def draw(path: Path) -> None:
+        write_whole(path, picture(path.suffix))
+
     if options["as_json"]:
-        click.echo(json.dumps(document))
+        click.echo(json.dumps({"config": config, "numbers": numbers}))
     failed = []
-    for path, write in files.items():
-        if path is None:
-            continue
+    for path, put in ((options["output_json"], write), (options["plot"], draw)):
         try:
-            write(path)
-            click.echo(f"wrote {path}", err=True)
+            if path is not None:
+                put(path)
+                click.echo(f"wrote {path}", err=True)
         except (OSError, ValueError) as error:
             text = str(error)
             failed.append(text if str(path) in text else f"{path}: {text}")
@@ -224,16 +239,3 @@ def out_of_memory(error: Exception) -> str | None:
     if not isinstance(error, MemoryError) and not any(text in str(error) for text in texts):
         return None
     return f"out of memory ({str(error).strip().partition(chr(10))[0] or 'on the host'})"
-
-
-def refuses(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorates a command: a ValueError is a usage error."""
-
-    @functools.wraps(command)
-    def outer(*args: Any, **kwargs: Any) -> Any:
-        try:
-            return command(*args, **kwargs)
-        except ValueError as error:
-            raise click.UsageError(str(error)) from error
-
-    return outer

@@ -2,14 +2,14 @@
 
 Where the times come from, best first: nsys (on a GPU, when it is on the PATH), torch.profiler (on a
 GPU without it), the host's clock around each named range (CPU). The report is the same; the text
-says which it was. Recording is in profile_run.py; options, tables and files are here. torch is
-imported inside the command, so that help is quick.
+says which it was. Recording is in profile_run.py; options, tables and files are here.
 """
 
 from __future__ import annotations
 
 import tempfile
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -45,12 +45,10 @@ _SOURCES = {
 @click.command("profile", epilog=_EPILOG)
 @shared.MODEL
 @shared.DRAFT
-@click.option(
+@shared.path(
     "--read",
     "file",
-    type=click.Path(path_type=Path),
-    metavar="FILE",
-    help="Report on a .nsys-rep, a .sqlite[.gz] of it, or a torch.profiler .json[.gz] instead of "
+    text="Report on a .nsys-rep, a .sqlite[.gz] of it, or a torch.profiler .json[.gz] instead of "
     "running. Bytes come from facts.json beside it, else from MODEL and --draft.",
 )
 @click.option(
@@ -67,68 +65,50 @@ _SOURCES = {
     help="nsys: CUDA graphs as one interval (for times), their kernels (for composition), or one "
     "run of each.",
 )
-@click.option("--bucket", type=click.IntRange(min=1), default=1, show_default=True)
-@click.option("--input-len", type=click.IntRange(min=1), default=128, show_default=True)
-@click.option(
-    "--num-steps",
-    type=click.IntRange(min=1),
-    default=30,
-    show_default=True,
-    help="Steps in the report.",
-)
-@click.option("--warmup", type=click.IntRange(min=1), default=10, show_default=True)
+@shared.count("--bucket", 1)
+@shared.count("--input-len", 128)
+@shared.count("--num-steps", 30, "Steps in the report.")
+@shared.count("--warmup", 10)
 @shared.declared("profile", load_format=shared.PRESET)
 @shared.PROMPT_SEED
 @click.option(
     "--read-gbps",
-    type=shared.Rate(),
+    type=shared.Finite(min=0),
     help="Read bandwidth for the floor; 0 leaves it out.  [default: measured on the GPU]",
 )
-@click.option("--top", type=click.IntRange(min=1), default=12, show_default=True, help="Kernels.")
-@click.option(
+@shared.count("--top", 12, "Kernels.")
+@shared.path(
     "--keep",
-    type=click.Path(path_type=Path, file_okay=False),
     metavar="DIR",
-    help="Keep the recorded files (.nsys-rep, .sqlite, .json) here.",
+    file_okay=False,
+    text="Keep the recorded files (.nsys-rep, .sqlite, .json) here.",
 )
-@click.option(
-    "--plot",
-    type=click.Path(path_type=Path, dir_okay=False),
-    metavar="FILE.svg|png",
-    help="Draw the mean step and a median one (extra `plot`).",
-)
+@shared.PLOT(text="Draw the mean step and a median one (extra `plot`).")
 @shared.RESULT_FILE
 @shared.as_json("The result as JSON on stdout.")
 @click.option("--inside", type=click.Path(path_type=Path), hidden=True)
 def profile(model: str | None, draft: str | None, **options: Any) -> None:
     """Where a decode step of MODEL waits: wall, busy and idle time by step, class and kernel."""
     from graphengine.measure import profile_run
-    from graphengine.profiles.pictures import check_picture
     from graphengine.report import print_note, stderr_console
 
     console = stderr_console(quiet=False)
+    shared.check_places(options)
     try:
-        shared.check_place("--plot", options["plot"])
-        check_picture("--plot", options["plot"])
-        shared.check_place("--output-json", options["output_json"], makes_folders=True)
         if options["inside"] is not None:
             profile_run.run_inside_nsys(model, draft, options)
-        elif options["file"] is not None:
-            _deliver(console, *profile_run.read_file(model, draft, options), options)
+            return
+        if options["file"] is not None:
+            found = profile_run.read_file(model, draft, options)
         else:
-
-            def note(text: str) -> None:
-                print_note(console, text)
-
             with _folder(options["keep"]) as folder:
+                note = partial(print_note, console)
                 found = profile_run.run(model, draft, options, Path(folder), note)
-            _deliver(console, *found, options)
-    except ValueError as error:
-        raise click.UsageError(str(error)) from error
     except RuntimeError as error:
         if not str(error).startswith("nsys "):
             raise
         raise click.ClickException(str(error)) from error
+    _deliver(console, *found, options)
 
 
 def _folder(keep: Path | None) -> Any:
@@ -146,7 +126,6 @@ def _deliver(
     console: Console, reports: dict[str, Report], facts: dict[str, Any], options: dict[str, Any]
 ) -> None:
     from graphengine.measure.report import print_report, profile_picture
-    from graphengine.profiles.result_schema import environment, write_result, write_whole
 
     numbers: dict[str, Any] = {
         label: found.numbers(facts.get("segment_bytes"), facts.get("read_gbps", 0.0))
@@ -157,25 +136,17 @@ def _deliver(
     for label, found in numbers.items():
         print_report(console, _SOURCES.get(label, label) + mark, found, options["top"])
     if "unprofiled_step_ms" in facts:
+        step, host = facts["unprofiled_step_ms"], facts["unprofiled_host_ms"]
         console.print(
-            f"the same steps without a profiler: {facts['unprofiled_step_ms'] * 1e3:.1f} us each "
-            f"(host busy {facts['unprofiled_host_ms'] * 1e3:.1f} us)",
+            f"the same steps without a profiler: {step * 1e3:.1f} us each "
+            f"(host busy {host * 1e3:.1f} us)",
             markup=False,
         )
         numbers["unprofiled"] = {
-            "step_p50_ms": facts["unprofiled_step_ms"],
-            "host_p50_ms": facts["unprofiled_host_ms"],
+            "step_p50_ms": step,
+            "host_p50_ms": host,
             "mean_acceptance_length": facts["mean_acceptance_length"],
         }
     document = {name: value for name, value in facts.items() if name != "segment_bytes"}
     document["sources"] = {label: _SOURCES.get(label, "a recorded file") for label in reports}
-
-    def write(path: Path) -> None:
-        env = environment(options["commit"])
-        write_result(path, "profile", numbers, config=document, env=env)
-
-    def draw(path: Path) -> None:
-        write_whole(path, profile_picture(reports, mark, path.suffix))
-
-    files = {options["output_json"]: write, options["plot"]: draw}
-    shared.deliver(options, {"config": document, "numbers": numbers}, files)
+    shared.deliver(options, "profile", numbers, document, partial(profile_picture, reports, mark))

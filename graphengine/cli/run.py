@@ -41,15 +41,15 @@ def collect_prompts(prompts: tuple[str, ...], file: Path | None) -> list[Convers
     if found:
         return found
     if sys.stdin is None:
-        raise click.UsageError(_NO_PROMPT)
+        raise ValueError(_NO_PROMPT)
     if sys.stdin.isatty():
         return None
     try:
         text = sys.stdin.read()
     except UnicodeDecodeError as error:
-        raise click.UsageError(f"stdin is not UTF-8 text ({error}); convert it") from error
+        raise ValueError(f"stdin is not UTF-8 text ({error}); convert it") from error
     if not text.strip():
-        raise click.UsageError(_NO_PROMPT + " (stdin is empty)")
+        raise ValueError(_NO_PROMPT + " (stdin is empty)")
     return [[text.removesuffix("\n")]]
 
 
@@ -58,18 +58,16 @@ def collect_prompts(prompts: tuple[str, ...], file: Path | None) -> list[Convers
 @shared.DRAFT
 @click.option("--prompt", "prompts", multiple=True, metavar="TEXT", help="May be repeated.")
 @shared.PROMPT_FILE(
-    help='JSON Lines: {"prompt": "text"} or {"turns": ["text", ..]}; later turns are asked with '
+    text='JSON Lines: {"prompt": "text"} or {"turns": ["text", ..]}; later turns are asked with '
     "the model's own answers in between. A prompt may be a list of token ids."
 )
 @shared.declared("run", SamplingParams)
 @shared.declared(
     "run", lazy_capture=shared.Default(None, "for one conversation, which needs no other")
 )
-@click.option(
+@shared.path(
     "--artifact",
-    type=click.Path(path_type=Path),
-    metavar="FILE",
-    help="Start with what `graphengine compile --output FILE` has compiled. Only your own: it is "
+    text="Start with what `graphengine compile --output FILE` has compiled. Only your own: it is "
     "executed.",
 )
 @shared.as_json("One JSON object on stdout, at the end.")
@@ -90,54 +88,48 @@ def run(ctx: click.Context, model: str | None, draft: str | None, **options: Any
     answer).
     """
     if sys.stdout is None:
-        raise shared.Refusal(
-            "stdout is closed, so no answer could be read; redirect it to a file instead"
-        )
+        raise ValueError("stdout is closed, so no answer could be read; redirect it to a file")
     conversations = collect_prompts(options["prompts"], options["prompt_file"])
     if options["raw"] and any(len(turns) > 1 for turns in conversations or []):
-        raise click.UsageError("--raw has no turns; give one prompt per line or leave out --raw")
+        raise ValueError("--raw has no turns; give one prompt per line or leave out --raw")
     if options["as_json"] and conversations is None:
-        raise click.UsageError("--json needs the prompts beforehand; " + _NO_PROMPT)
-    try:
-        sampling = SamplingParams(**shared.taken(options, SamplingParams))
-        from graphengine.checkpoints.pairs import NO_DRAFT, named_pair
-        from graphengine.cli import answers
+        raise ValueError("--json needs the prompts beforehand; " + _NO_PROMPT)
+    sampling = SamplingParams(**shared.taken(options, SamplingParams))
+    from graphengine.checkpoints.pairs import NO_DRAFT, named_pair
+    from graphengine.cli import answers
 
-        note = None
-        target, drafter = named_pair(model, draft)
-        if drafter is None and draft != NO_DRAFT:
-            note = (
-                "decoding plainly; pass --draft with this model's drafter for speculative "
-                "decoding, or --draft none to leave out this note"
-            )
-        asked = shared.taken(options)
-        asked["sampling"] = True if sampling.temperature else None
-        asked["first_batch"] = len(conversations) if conversations else 1
-        if asked["lazy_capture"] is None:
-            asked["lazy_capture"] = asked["first_batch"] == 1
-        job = answers.Job(
-            model=target,
-            draft=drafter,
-            conversations=conversations,
-            sampling=sampling,
-            options=asked,
-            args=_as_typed(ctx),
-            note=note,
-            store=ctx.obj,
-            **{name: options[name] for name in ("as_json", "quiet", "nvtx")},
+    note = None
+    target, drafter = named_pair(model, draft)
+    if drafter is None and draft != NO_DRAFT:
+        note = (
+            "decoding plainly; pass --draft with this model's drafter for speculative decoding, "
+            "or --draft none to leave out this note"
         )
-        if answers.run(job, STARTED_S):
-            ctx.exit(1)
-    except ValueError as error:
-        raise shared.Refusal(str(error)) from error
+    asked = shared.taken(options)
+    asked["sampling"] = True if sampling.temperature else None
+    asked["first_batch"] = len(conversations) if conversations else 1
+    if asked["lazy_capture"] is None:
+        asked["lazy_capture"] = asked["first_batch"] == 1
+    job = answers.Job(
+        model=target,
+        draft=drafter,
+        conversations=conversations,
+        sampling=sampling,
+        options=asked,
+        args=_as_typed(ctx),
+        note=note,
+        store=ctx.obj,
+        **{name: options[name] for name in ("as_json", "quiet", "nvtx")},
+    )
+    if answers.run(job, STARTED_S):
+        ctx.exit(1)
 
 
 def _as_typed(context: click.Context) -> dict[str, Any]:
     """The command's parameters under their options' names, fit for JSON."""
-    names = {
-        param.name: param.opts[0].lstrip("-").replace("-", "_") for param in context.command.params
-    }
-    return {
-        names[name]: str(value) if isinstance(value, Path) else value
-        for name, value in context.params.items()
-    }
+    typed = {}
+    for param in context.command.params:
+        value = context.params[param.name or ""]
+        name = param.opts[0].lstrip("-").replace("-", "_")
+        typed[name] = str(value) if isinstance(value, Path) else value
+    return typed

@@ -1,15 +1,14 @@
 """`graphengine verify`: the options, the table and the verdict.
 
 What it does is in the room verify: check.py judges, run.py runs, two_sample.py compares draws,
-report.py shows. stdout carries the verdict (or one JSON object), tables go to stderr. Exit codes:
-0 PASS, 1 FAIL, 2 refused input. torch is imported inside the command, so that help is quick.
+report.py shows. stdout carries the verdict (or one JSON object), tables go to stderr.
 """
 
 from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
 
@@ -23,7 +22,6 @@ if TYPE_CHECKING:
 
     from graphengine.api import Engine
     from graphengine.checkpoints.tokenizer import Tokenizer
-    from graphengine.prompts import Turn
     from graphengine.verify.check import Limits, Mix
     from graphengine.verify.run import CellResult, Draws, Mode
 
@@ -54,21 +52,21 @@ What each check means: graphengine/verify/lossless.md."""
 @click.command("verify", epilog=_EPILOG)
 @shared.MODEL
 @shared.DRAFT
-@shared.PROMPT_FILE(help="Single prompts as for `graphengine run`.  [default: 28 bundled ones]")
+@shared.PROMPT_FILE(text="Single prompts as for `graphengine run`.  [default: 28 bundled ones]")
 @click.option("--matrix", is_flag=True, help="Every graph mode of the device x bucket x batch mix.")
 @click.option(
     "--tolerance",
-    type=click.FloatRange(min=0),
+    type=shared.Finite(min=0),
     help="Nats that a token may lie below the plain model's first choice.  [default: 0.20]",
 )
 @click.option(
     "--min-identical",
-    type=click.FloatRange(0, 1),
+    type=shared.Finite(0, 1),
     help="Share of tokens that must be its first choice.  [default: 0.999 float32, 0.95 bfloat16]",
 )
 @click.option(
     "--min-acceptance",
-    type=click.FloatRange(min=1),
+    type=shared.Finite(min=1),
     help="Least mean acceptance length: the only check of the drafter.  [default: 13.5 for the "
     "bundled pair and prompts with all drafts, else none]",
 )
@@ -79,125 +77,196 @@ What each check means: graphengine/verify/lossless.md."""
     max_new_tokens=shared.Default(None, "128, with --temperature 12"),
     seed=0,
 )
-@click.option(
+@shared.count(
     "--num-samples",
-    type=click.IntRange(min=2),
-    default=100,
-    show_default=True,
-    help="Draws of each prompt with --temperature, speculative and plain each.",
+    100,
+    "Draws of each prompt with --temperature, speculative and plain each.",
+    low=2,
 )
 @shared.RESULT_FILE
 @shared.as_json("The verdict as one JSON object on stdout.")
 @click.option("-q", "--quiet", is_flag=True, help="No tables and notes.")
 @click.pass_context
-@shared.refuses
 def verify(ctx: click.Context, model: str | None, draft: str | None, **options: Any) -> None:
     """Check that MODEL with its drafter says what MODEL alone would say.
 
     Decodes prompts speculatively, then feeds the output to the plain model and compares every
     token with its first choice. Without MODEL the bundled pair.
     """
-    if options["matrix"] and (
-        options["graph_mode"] != "auto" or options["attention_backend"] != "auto"
-    ):
-        raise click.UsageError(
+    from graphengine.checkpoints.hub import resolve
+    from graphengine.checkpoints.pairs import named_pair
+    from graphengine.checkpoints.tokenizer import Tokenizer
+    from graphengine.report import stderr_console
+    from graphengine.verify.run import Mode, encode
+
+    mode = Mode(options["graph_mode"], options["attention_backend"])
+    if options["matrix"] and mode != ("auto", "auto"):
+        raise ValueError(
             "--matrix runs every graph mode; leave out --graph-mode and --attention-backend"
         )
-    for name in ("tolerance", "min_identical", "min_acceptance"):
-        if options[name] is not None and not math.isfinite(options[name]):
-            raise click.UsageError(f"--{name.replace('_', '-')} {options[name]}: a finite number")
-    try:
-        passed = _verify(model, draft, options)
-    except (MemoryError, RuntimeError) as error:
-        lacking = shared.out_of_memory(error)
-        if lacking is None:
-            raise
-        # Not 1: nothing was found to be wrong.
-        raise click.UsageError(
-            f"{lacking}; lower --max-model-len, the largest --bucket or --gpu-memory-utilization"
-        ) from error
-    if not passed:
-        ctx.exit(1)
-
-
-def _verify(model: str | None, draft: str | None, options: dict[str, Any]) -> bool:
-    from graphengine.checkpoints.pairs import named_pair
-    from graphengine.report import stderr_console
-    from graphengine.verify.report import report_cells
-    from graphengine.verify.run import Mode, matrix_modes
-
-    shared.check_place("--output-json", options["output_json"], makes_folders=True)
+    shared.check_places(options)
     bundled = model is None and draft is None
     model, draft = named_pair(model, draft)
-    options["max_new_tokens"] = options["max_new_tokens"] or (
-        SAMPLED_NEW_TOKENS if options["temperature"] else 128
-    )
+    is_sampled, file = options["temperature"] > 0, options["prompt_file"]
+    default = SAMPLED_NEW_TOKENS if is_sampled else 128
+    options["max_new_tokens"] = options["max_new_tokens"] or default
     names = declarations(SamplingParams)
     SamplingParams(**{name: options[name] for name in names if name in options})  # refuses
     if draft is None and options["min_acceptance"] is not None:
         raise ValueError("--min-acceptance needs a drafter; pass --draft")
-    if options["prompt_file"] is not None:
-        conversations = read_prompt_file(options["prompt_file"])
-    else:
-        conversations = read_prompt_file(PROMPTS) + read_prompt_file(PROBES)
+    files = (file,) if file else (PROMPTS, PROBES)
+    conversations = [turns for path in files for turns in read_prompt_file(path)]
     if any(len(turns) != 1 for turns in conversations):
         raise ValueError("--prompt-file: verify takes single prompts, not conversations")
+    prompts = [turns[0] for turns in conversations]
     num_counted = None
-    at_home = bundled and options["prompt_file"] is None
-    if at_home and not options["raw"] and not options["temperature"]:
+    if is_sampled:
+        if draft is None:
+            raise ValueError("--temperature compares speculative with plain draws; pass --draft")
+        if options["matrix"]:
+            raise ValueError("--matrix is greedy; leave out --temperature, or pass --graph-mode")
+        # The last ones first: the bundled probes, on which draws differ most.
+        prompts = prompts[-MAX_SAMPLED_PROMPTS:]
+    elif bundled and not file and not options["raw"]:
         num_counted = len(read_prompt_file(PROMPTS))
         in_full = options["num_speculative_tokens"] is None
         if in_full and options["max_new_tokens"] >= BUNDLED_MIN_NEW_TOKENS:
             options["min_acceptance"] = options["min_acceptance"] or BUNDLED_MIN_ACCEPTANCE
+    directory = resolve(model)
+    tokenizer = Tokenizer(directory) if Tokenizer.exists(directory) else None
+    ids = encode(tokenizer, prompts, options["raw"])
+    if options["max_model_len"] is None:  # no pool larger than needed
+        wanted = max(map(len, ids)) + options["max_new_tokens"]
+        options["max_model_len"] = longest_context(model, draft, wanted)
     console = stderr_console(options["quiet"] or options["as_json"])
-    if options["temperature"]:
-        # The last ones first: the bundled probes, on which draws differ most.
-        prompts = [turns[0] for turns in conversations[-MAX_SAMPLED_PROMPTS:]]
-        return _verify_sampled(model, draft, prompts, options, console)
-    modes = [Mode(options["graph_mode"], options["attention_backend"])]
-    if options["matrix"]:
-        modes = matrix_modes(options["device"], options["dtype"])
-    prompts = [turns[0] for turns in conversations]
-    results, texts = _run_modes(model, draft, prompts, num_counted, modes, options, console)
-    return report_cells(model, draft, results, texts, options, console)
+    run = _Run(model, draft, mode, tokenizer, ids, options, console)
+    if not (run.compare_draws() if is_sampled else run.compare_tokens(num_counted)):
+        ctx.exit(1)
 
 
-def _verify_sampled(
-    model: str, draft: str | None, prompts: list[Turn], options: dict[str, Any], console: Console
-) -> bool:
-    """Draws with and without the drafter, with different seeds, and compares the distributions."""
-    from graphengine.decode.sampling import Sampling
-    from graphengine.verify.check import stopped
-    from graphengine.verify.report import finish
-    from graphengine.verify.run import Mode, draw
+class _Run(NamedTuple):
+    """A pair, its encoded prompts and what was asked."""
 
-    if draft is None:
-        raise ValueError("--temperature compares speculative with plain draws; pass --draft")
-    if options["matrix"]:
-        raise ValueError("--matrix is greedy; leave out --temperature, or pass --graph-mode")
-    names = ("temperature", "top_p", "top_k", "seed")
-    sampling = Sampling(**{name: options[name] for name in names})
-    ids = _encode(model, draft, prompts, options)
-    count, mode = options["num_samples"], Mode(options["graph_mode"], options["attention_backend"])
-    draws: list[Draws] = []
-    for drafter in (draft, None):
-        console.print(f"drawing {count} x {len(ids)} with drafter {drafter}", style="dim")
-        with _engine(model, drafter, mode, options, drafter != draft) as engine:
-            draws.append(draw(engine.built, ids, count, options["max_new_tokens"], sampling))
-        if draws[-1].errors:
-            break
-        sampling = sampling.numbered(count * len(ids))
-    errors = draws[-1].errors
-    if errors:
-        passed, text = False, f"finite: {stopped(errors)}"
-        numbers: dict[str, Any] = {"num_stopped": len(errors)}
-    else:
-        passed, text, numbers = _compare_draws(draws[0], draws[1], options)
-    numbers = {"num_samples": count} | numbers
-    finish(model, draft, [] if passed else [text], [], {"sampled": numbers}, options, console)
-    if not options["as_json"]:
-        click.echo(f"{'PASS' if passed else 'FAIL'}: {text}")
-    return passed
+    model: str
+    draft: str | None
+    mode: Mode
+    tokenizer: Tokenizer | None
+    ids: list[list[int]]
+    options: dict[str, Any]
+    console: Console
+
+    def compare_draws(self) -> bool:
+        """Draws with and without the drafter, with different seeds; compares the distributions."""
+        from graphengine.decode.sampling import Sampling
+        from graphengine.verify.check import stopped
+        from graphengine.verify.report import finish
+        from graphengine.verify.run import draw
+
+        options, count = self.options, self.options["num_samples"]
+        names = ("temperature", "top_p", "top_k", "seed")
+        sampling = Sampling(**{name: options[name] for name in names})
+        draws: list[Draws] = []
+        for drafter in (self.draft, None):
+            what = f"drawing {count} x {len(self.ids)} with drafter {drafter}"
+            self.console.print(what, style="dim")
+            with self.engine(self.mode, drafter) as engine:
+                length = options["max_new_tokens"]
+                draws.append(draw(engine.built, self.ids, count, length, sampling))
+            if draws[-1].errors:
+                break
+            sampling = sampling.numbered(count * len(self.ids))
+        errors = draws[-1].errors
+        if errors:
+            passed, text = False, f"finite: {stopped(errors)}"
+            numbers: dict[str, Any] = {"num_stopped": len(errors)}
+        else:
+            passed, text, numbers = _compare_draws(draws[0], draws[1], options)
+        measured = {"sampled": {"num_samples": count} | numbers}
+        failures = [] if passed else [text]
+        finish(self.model, self.draft, failures, [], measured, options, self.console)
+        if not options["as_json"]:
+            click.echo(f"{'PASS' if passed else 'FAIL'}: {text}")
+        return passed
+
+    def compare_tokens(self, num_counted: int | None) -> bool:
+        """Every token of every cell with the plain model's first choice."""
+        from graphengine.verify.report import describe, report_cells
+        from graphengine.verify.run import (
+            PLAIN,
+            compare_with_plain,
+            matrix_modes,
+            mixes_of,
+            verify_mode,
+        )
+
+        options, buckets = self.options, sorted(self.options["buckets"])
+        modes = [self.mode]
+        cells: list[tuple[int, Mix]] = [(b, "alone" if b == 1 else "together") for b in buckets]
+        if options["matrix"]:
+            modes = matrix_modes(options["device"], options["dtype"])
+            cells = [(bucket, mix) for bucket in buckets for mix in mixes_of(bucket)]
+        texts: list[str] = []
+
+        def run(mode: Mode, drafter: str | None, before: list[CellResult]) -> list[CellResult]:
+            with self.engine(mode, drafter) as engine:
+                config = engine.config
+                name = f"{config.graph_mode} {config.attention_backend}"
+                # The first of each attention is what the other graph modes must equal.
+                same = [r for r in before if r.cell.mode.split()[1:] == name.split()[1:]]
+                found = verify_mode(
+                    engine.built,
+                    name if drafter == self.draft else PLAIN,
+                    self.ids,
+                    cells,
+                    max_new_tokens=options["max_new_tokens"],
+                    limits=self.limits(config.dtype, drafter),
+                    num_counted=num_counted,
+                    first=same[::-1],
+                    progress=lambda cell: self.console.print(
+                        f"{cell.mode}: bucket {cell.bucket}, {cell.mix}", style="dim"
+                    ),
+                )
+            for result in found:
+                place = result.report.first_true or next(iter(result.report.ties), None)
+                if place is not None:
+                    texts.append(describe(result, place, self.tokenizer))
+            return found
+
+        results: list[CellResult] = []
+        for mode in modes:
+            results += run(mode, self.draft, results)
+        if options["matrix"] and self.draft is not None:
+            # In graphs where there are any: a token a step, called one by one, is most of the
+            # matrix.
+            captured = [mode for mode in modes if mode.graph_mode != "none"]
+            plain = run((captured or modes)[0], None, [])
+            results = plain + compare_with_plain(results, plain)
+        return report_cells(self.model, self.draft, results, texts, options, self.console)
+
+    def limits(self, dtype: str, drafter: str | None) -> Limits:
+        from graphengine.verify.check import DEFAULT_TOLERANCE_NATS, MIN_IDENTICAL, Limits
+
+        asked = self.options
+        tolerance, identical = asked["tolerance"], asked["min_identical"]
+        return Limits(
+            tolerance_nats=DEFAULT_TOLERANCE_NATS if tolerance is None else tolerance,
+            min_identical=MIN_IDENTICAL[dtype] if identical is None else identical,
+            min_acceptance=asked["min_acceptance"] if drafter else None,
+        )
+
+    def engine(self, mode: Mode, drafter: str | None) -> Engine:
+        from graphengine.api import Engine
+
+        asked = {name: self.options[name] for name in declarations(Options) if name in self.options}
+        if drafter != self.draft:
+            asked = without_drafter(asked)
+        asked |= mode._asdict() | {
+            "sampling": True if self.options["temperature"] else None,
+            # Judged is what speculation decodes, however slow or badly drafted.
+            "acceptance_floor": 0.0,
+            "fallback": False,
+        }
+        return Engine.from_pretrained(self.model, drafter, **asked)
 
 
 def _compare_draws(
@@ -235,118 +304,3 @@ def _compare_draws(
         "mean_acceptance_length": mean,
     }
     return passed, text, numbers
-
-
-def _encode(
-    model: str, draft: str | None, prompts: list[Turn], options: dict[str, Any]
-) -> list[list[int]]:
-    """Token ids of the prompts; settles `max_model_len`, so that no pool is larger than needed."""
-    from graphengine.verify.run import encode
-
-    ids = encode(_tokenizer(model), prompts, options["raw"])
-    if options["max_model_len"] is None:
-        wanted = max(map(len, ids)) + options["max_new_tokens"]
-        options["max_model_len"] = longest_context(model, draft, wanted)
-    return ids
-
-
-def _tokenizer(model: str) -> Tokenizer | None:
-    from graphengine.checkpoints.hub import resolve
-    from graphengine.checkpoints.tokenizer import Tokenizer
-
-    directory = resolve(model)
-    return Tokenizer(directory) if Tokenizer.exists(directory) else None
-
-
-def _run_modes(
-    model: str,
-    draft: str | None,
-    prompts: list[Turn],
-    num_counted: int | None,
-    modes: list[Mode],
-    options: dict[str, Any],
-    console: Console,
-) -> tuple[list[CellResult], list[str]]:
-    """All cells, and what to say about places where the output is not the first choice."""
-    from graphengine.verify.report import describe
-    from graphengine.verify.run import PLAIN, compare_with_plain, mixes_of, verify_mode
-
-    tokenizer = _tokenizer(model)
-    ids = _encode(model, draft, prompts, options)
-    buckets = sorted(options["buckets"])
-    cells: list[tuple[int, Mix]] = [(b, "alone" if b == 1 else "together") for b in buckets]
-    if options["matrix"]:
-        cells = [(bucket, mix) for bucket in buckets for mix in mixes_of(bucket)]
-    texts: list[str] = []
-
-    def run(mode: Mode, drafter: str | None, before: list[CellResult]) -> list[CellResult]:
-        with _engine(model, drafter, mode, options, drafter != draft) as engine:
-            config = engine.config
-            name = f"{config.graph_mode} {config.attention_backend}"
-            found = verify_mode(
-                engine.built,
-                name if drafter or draft is None else PLAIN,
-                ids,
-                cells,
-                max_new_tokens=options["max_new_tokens"],
-                limits=_limits(options, config.dtype, drafter),
-                num_counted=num_counted,
-                first=[r for r in before if r.cell.mode.split()[1:] == name.split()[1:]],
-                progress=lambda cell: console.print(
-                    f"{cell.mode}: bucket {cell.bucket}, {cell.mix}", style="dim"
-                ),
-            )
-        for result in found:
-            place = result.report.first_true or next(iter(result.report.ties), None)
-            if place is not None:
-                texts.append(describe(result, place, tokenizer))
-        return found
-
-    results: list[CellResult] = []
-    for mode in modes:
-        # The first of each attention is what the other graph modes must equal.
-        results += run(mode, draft, _firsts(results))
-    if options["matrix"] and draft is not None:
-        # In graphs where there are any: a token a step, called one by one, is most of the matrix.
-        captured = [mode for mode in modes if mode.graph_mode != "none"]
-        plain = run((captured or modes)[0], None, [])
-        results = plain + compare_with_plain(results, plain)
-    return results, texts
-
-
-def _firsts(results: list[CellResult]) -> list[CellResult]:
-    kept: dict[tuple[str, int, str], CellResult] = {}
-    for result in results:
-        cell = result.cell
-        kept.setdefault((cell.mode.split()[1], cell.bucket, cell.mix), result)
-    return list(kept.values())
-
-
-def _engine(
-    model: str, draft: str | None, mode: Mode, options: dict[str, Any], is_baseline: bool
-) -> Engine:
-    from graphengine.api import Engine
-
-    asked = {name: options[name] for name in declarations(Options) if name in options}
-    if is_baseline:
-        asked = without_drafter(asked)
-    asked |= {
-        "graph_mode": mode.graph_mode,
-        "attention_backend": mode.attention_backend,
-        "sampling": True if options["temperature"] else None,
-        # Judged is what speculation decodes, however slow or badly drafted.
-        "acceptance_floor": 0.0,
-        "fallback": False,
-    }
-    return Engine.from_pretrained(model, draft, **asked)
-
-
-def _limits(options: dict[str, Any], dtype: str, draft: str | None) -> Limits:
-    from graphengine.verify.check import DEFAULT_TOLERANCE_NATS, MIN_IDENTICAL, Limits
-
-    tolerance, identical = options["tolerance"], options["min_identical"]
-    return Limits(
-        tolerance_nats=DEFAULT_TOLERANCE_NATS if tolerance is None else tolerance,
-        min_identical=MIN_IDENTICAL[dtype] if identical is None else identical,
-        min_acceptance=options["min_acceptance"] if draft else None,
-    )

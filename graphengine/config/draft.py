@@ -107,32 +107,24 @@ class DraftConfig:
         Raises:
             ValueError: depth, hidden size, vocabulary, taps or mask id do not fit.
         """
-        depth = target.num_hidden_layers
-        if self.num_target_layers is not None and self.num_target_layers != depth:
-            raise ValueError(
-                f"{source}: made for a target of {self.num_target_layers} layers, this one has "
-                f"{depth}; pass the drafter of this target"
-            )
-        if max(self.target_layer_ids) >= depth:
-            raise ValueError(
-                f"{source}: target_layer_ids {list(self.target_layer_ids)} reach past the target's "
-                f"{depth} layers; pass the drafter of this target"
-            )
+        depth, vocab, taps = target.num_hidden_layers, target.vocab_size, self.target_layer_ids
+
+        def refusal(text: str) -> ValueError:
+            return ValueError(f"{source}: {text}; pass the drafter of this target")
+
+        if (made_for := self.num_target_layers) not in (None, depth):
+            raise refusal(f"made for a target of {made_for} layers, this one has {depth}")
+        if max(taps) >= depth:
+            raise refusal(f"target_layer_ids {list(taps)} reach past the target's {depth} layers")
         if self.tap_size != target.hidden_size:
             key = "hidden_size" if self.target_hidden_size is None else "target_hidden_size"
-            raise ValueError(
-                f"{source}: {key} {self.tap_size} differs from the target's "
-                f"{target.hidden_size}; pass the drafter of this target"
-            )
-        if self.model.vocab_size != target.vocab_size:
-            raise ValueError(
-                f"{source}: vocab_size {self.model.vocab_size} differs from the target's "
-                f"{target.vocab_size}; pass the drafter of this target"
-            )
-        if self.mask_token_id >= target.vocab_size:
-            raise ValueError(
-                f"{source}: mask_token_id {self.mask_token_id} lies outside the target's embedding "
-                f"of {target.vocab_size} rows"
+            raise refusal(f"{key} {self.tap_size} differs from the target's {target.hidden_size}")
+        if self.model.vocab_size != vocab:
+            raise refusal(f"vocab_size {self.model.vocab_size} differs from the target's {vocab}")
+        if self.mask_token_id >= vocab:
+            raise refusal(
+                f"mask_token_id {self.mask_token_id} lies outside the target's embedding of "
+                f"{vocab} rows"
             )
 
 

@@ -10,34 +10,26 @@ guessed. draft-formats.md beside it is this file as a table.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
-from graphengine.config.draft import DraftConfig, DraftFormat, SlotConvention
-from graphengine.config.draft_attention import Keys, flat_attention, speculators_attention
+from graphengine.config.draft import DraftConfig
+from graphengine.config.draft_attention import flat_attention, speculators_attention
 from graphengine.config.model import ModelConfig
-from graphengine.config.values import read_flag, read_integer
+from graphengine.config.values import RawConfig
 
 ARCHITECTURES = ("DFlashDraftModel", "Qwen3DSparkModel")
 
-# key -> values that mean "without this feature"
-_UNSUPPORTED: dict[str, tuple[Any, ...]] = {
-    "attention_sink_bias": (None, False),
-    "attention_value_scale": (None, 1.0),
-    "backbone_rotary_base": (None,),
-    "attention_mode": (None,),
-    "projector_type": (None, "dflash"),
-    "shift_label": (None, False),
-    "conv_kernel_size": (None,),
-    "selector_rank": (None,),
-    "markov_rank": (None, 0),
-    "enable_confidence_head": (None, False),
-    "output_multiplier": (None, 1.0),
-    "input_embedding_scale": (None, 1.0),
-    "final_logit_softcapping": (None, 0.0),
-    "logit_scale": (None, 1.0),
-    "is_neox_style": (None, True),
-    "rope_is_neox_style": (None, True),
-    "use_aux_hidden_state": (None, True),
+# key -> what means "without this feature", beside null
+_UNSUPPORTED: dict[str, Any] = {
+    **dict.fromkeys("backbone_rotary_base attention_mode conv_kernel_size selector_rank".split()),
+    **dict.fromkeys("attention_sink_bias shift_label enable_confidence_head".split(), False),
+    **dict.fromkeys("is_neox_style rope_is_neox_style use_aux_hidden_state".split(), True),
+    **dict.fromkeys("attention_value_scale output_multiplier logit_scale".split(), 1.0),
+    "input_embedding_scale": 1.0,
+    "final_logit_softcapping": 0.0,
+    "projector_type": "dflash",
+    "markov_rank": 0,
 }
 
 # Keys of dflash_config that are read here, or are about training only.
@@ -54,213 +46,191 @@ def parse_draft(config: Mapping[str, Any], source: str = "config.json") -> Draft
     Raises:
         ValueError: naming the file, the key, its value and the remedy.
     """
+    raw = RawConfig(config, source)
     if "speculators_model_type" in config:
-        return _speculators(config, source)
-    architectures = config.get("architectures") or []
-    if isinstance(architectures, list) and "DFlashDraftModel" in architectures:
-        return _flat(config, False, source)
-    if isinstance(architectures, list) and "Qwen3DSparkModel" in architectures:
-        return _flat(config, True, source)
-    raise ValueError(
-        f"{source}: architectures {architectures} is not a DFlash drafter; expected "
+        return _speculators(raw)
+    architectures = raw.get("architectures") or []
+    for name in ARCHITECTURES:
+        if isinstance(architectures, list) and name in architectures:
+            return _flat(raw, deepspec=name == "Qwen3DSparkModel")
+    raise raw.refusal(
+        f"architectures {architectures} is not a DFlash drafter; expected "
         f"{' or '.join(ARCHITECTURES)}, or the speculators format. A target model cannot be its "
         "own drafter"
     )
 
 
-def _flat(config: Mapping[str, Any], deepspec: bool, source: str) -> DraftConfig:
+def _flat(outer: RawConfig, deepspec: bool) -> DraftConfig:
     """z-lab and DeepSpec files: a Qwen3 config with the DFlash keys beside or inside it."""
-    nested = config.get("dflash_config") or {}
-    if not isinstance(nested, Mapping):
-        raise ValueError(f"{source}: dflash_config is {nested!r}, expected an object")
-    keys = Keys(config, nested, source)
+    nested = outer.section("dflash_config")
     unknown = sorted(map(str, set(nested) - _UNSUPPORTED.keys() - _KNOWN))
     if unknown:
-        raise ValueError(
-            f"{source}: dflash_config keys {unknown} are not understood; remove them if they are "
-            "about training only"
+        raise outer.refusal(
+            f"dflash_config keys {unknown} are not understood; remove them if they are about "
+            "training only"
         )
-    _refuse_unsupported({key: keys.get(key) for key in _UNSUPPORTED}, source)
-    model = _layer_config(config, source)
-    taps = keys.get("target_layer_ids") or keys.get("layer_ids")
-    if not isinstance(taps, list) or not taps:
-        raise ValueError(
-            f"{source}: no dflash_config.target_layer_ids; add the list of target layers that "
-            "the drafter was trained on, it is never guessed"
-        )
+    nested = {key: value for key, value in nested.items() if value is not None}
+    keys = RawConfig({**outer.values, **nested}, outer.source)
+    _refuse_unsupported(keys)
+    model = _layer_config(outer)
     alias = keys.get("layer_ids")
-    if alias not in (None, [], taps):
-        raise ValueError(
-            f"{source}: layer_ids {alias} and target_layer_ids {taps} disagree; remove the one "
-            "that the drafter was not trained on"
+    ids = keys.get("target_layer_ids") or alias
+    if not isinstance(ids, list) or not ids:
+        raise outer.refusal(
+            "no dflash_config.target_layer_ids; add the list of target layers that the drafter "
+            "was trained on, it is never guessed"
         )
-    taps = _taps(taps, "target_layer_ids", 0, source)
-    aux = config.get("eagle_aux_hidden_state_layer_ids")
+    disagree = "disagree; remove the one that the drafter was not trained on"
+    if alias not in (None, [], ids):
+        raise outer.refusal(f"layer_ids {alias} and target_layer_ids {ids} {disagree}")
+    taps = _taps(RawConfig({"target_layer_ids": ids}, outer.source), "target_layer_ids", 0)
+    aux = outer.get("eagle_aux_hidden_state_layer_ids")
     if aux not in (None, [tap + 1 for tap in taps]):
-        raise ValueError(
-            f"{source}: eagle_aux_hidden_state_layer_ids {aux} is not target_layer_ids "
-            f"{list(taps)} plus one; remove the one that the drafter was not trained on"
+        raise outer.refusal(
+            f"eagle_aux_hidden_state_layer_ids {aux} and target_layer_ids {list(taps)} plus one "
+            f"{disagree}"
         )
-    depth = keys.get("num_target_layers")
-    depth = None if depth is None else read_integer(depth, "num_target_layers", source, minimum=1)
-    if depth is not None and max(taps) >= depth:
-        raise ValueError(
-            f"{source}: target_layer_ids {list(taps)} reach past num_target_layers {depth}"
-        )
-    anchor_first = read_flag(
-        {"sample_from_anchor": keys.get("sample_from_anchor")},
-        "sample_from_anchor",
-        source,
-        default=deepspec,
-    )
+    depth = None
+    if keys.get("num_target_layers") is not None:
+        depth = keys.integer("num_target_layers")
+        if max(taps) >= depth:
+            raise outer.refusal(
+                f"target_layer_ids {list(taps)} reach past num_target_layers {depth}"
+            )
+    anchor_first = keys.flag("sample_from_anchor", default=deepspec)
     if deepspec and not anchor_first:
-        raise ValueError(
-            f"{source}: sample_from_anchor is false, but Qwen3DSparkModel predicts from the "
-            "anchor; remove the key, or name the architecture DFlashDraftModel"
+        raise outer.refusal(
+            "sample_from_anchor is false, but Qwen3DSparkModel predicts from the anchor; remove "
+            "the key, or name the architecture DFlashDraftModel"
         )
-    kind: DraftFormat = "z-lab-old" if keys.place("block_size") == "block_size" else "z-lab"
-    return DraftConfig(
-        model=model,
-        block_size=_block_size(keys.required("block_size"), anchor_first, source),
-        mask_token_id=read_integer(
-            keys.required("mask_token_id"), "mask_token_id", source, minimum=0
-        ),
+    is_nested = "block_size" in nested
+    twice = [key for key in sorted(nested) if outer.get(key) not in (None, nested[key])]
+    return _drafter(
+        keys,
+        model,
+        anchor_first,
         target_layer_ids=taps,
         num_target_layers=depth,
-        slot_convention=_convention(anchor_first),
-        layer_attention=flat_attention(keys, model.num_hidden_layers),
-        target_hidden_size=_unless(
-            keys.get("target_hidden_size"), model.hidden_size, "target_hidden_size", source
+        layer_attention=flat_attention(keys, outer, model.num_hidden_layers),
+        format="deepspec" if deepspec else "z-lab" if is_nested else "z-lab-old",
+        block_size_source="dflash_config.block_size" if is_nested else "block_size",
+        notes=tuple(
+            f"{key} is {outer.get(key)!r} at the top level and {nested[key]!r} in dflash_config; "
+            "dflash_config counts"
+            for key in twice
         ),
-        draft_vocab_size=_unless(
-            keys.get("draft_vocab_size"), model.vocab_size, "draft_vocab_size", source
-        ),
-        format="deepspec" if deepspec else kind,
-        block_size_source=keys.place("block_size"),
-        notes=tuple(keys.notes()),
     )
 
 
-def _speculators(config: Mapping[str, Any], source: str) -> DraftConfig:
+def _speculators(raw: RawConfig) -> DraftConfig:
     """speculators files: the stack in transformer_layer_config, taps counted from the embedding."""
-    kind = config["speculators_model_type"]
+    kind = raw.values["speculators_model_type"]
     if kind not in ("dflash", "dspark"):
-        raise ValueError(
-            f"{source}: speculators_model_type {kind!r} is not supported; dflash (and dspark "
-            "without its Markov and confidence heads) is"
+        raise raw.refusal(
+            f"speculators_model_type {kind!r} is not supported; dflash (and dspark without its "
+            "Markov and confidence heads) is"
         )
-    _refuse_unsupported(config, source)
-    layers = config.get("transformer_layer_config")
-    if not isinstance(layers, Mapping):
-        raise ValueError(
-            f"{source}: transformer_layer_config is {layers!r}, expected the drafter's own Qwen3 "
-            "config as an object"
+    _refuse_unsupported(raw)
+    raw.required("transformer_layer_config")
+    values = raw.section("transformer_layer_config")
+    layers = RawConfig(values, f"{raw.source}: transformer_layer_config")
+    model_type = values.get("model_type", "qwen3")
+    if model_type != "qwen3":
+        raise layers.refusal(
+            f"model_type {model_type!r} is not supported; a drafter's layers are qwen3"
         )
-    inner = f"{source}: transformer_layer_config"
-    if layers.get("model_type", "qwen3") != "qwen3":
-        raise ValueError(
-            f"{inner}: model_type {layers['model_type']!r} is not supported; a drafter's layers "
-            "are qwen3"
-        )
-    _refuse_unsupported(layers, inner)
-    model = _layer_config(layers, inner)
-    for key in ("aux_hidden_state_layer_ids", "mask_token_id", "block_size", "draft_vocab_size"):
-        if config.get(key) is None:
-            raise ValueError(f"{source}: no {key}; it is never guessed")
-    ids = config["aux_hidden_state_layer_ids"]
+    _refuse_unsupported(layers)
+    model = _layer_config(layers)
+    ids = raw.required("aux_hidden_state_layer_ids")
+    raw.required("draft_vocab_size")
     if not isinstance(ids, list) or not ids:
-        raise ValueError(f"{source}: aux_hidden_state_layer_ids is {ids!r}, expected a list")
-    anchor_first = read_flag(config, "sample_from_anchor", source, default=kind == "dspark")
-    block_size = _block_size(config["block_size"], anchor_first, source)
-    verifier, proposed = _speculators_block(config, source)
-    num_draft_tokens = block_size - (not anchor_first)
+        raise raw.refusal(f"aux_hidden_state_layer_ids is {ids!r}, expected a list")
+    verifier, proposed = _speculators_block(raw)
+    causal = not raw.flag("sliding_window_non_causal")
     notes = [f"{len(ids)} aux_hidden_state_layer_ids count from the embedding; taps are one less"]
-    if proposed not in (None, num_draft_tokens):
-        notes.append(
-            f"speculative_tokens {proposed} does not follow from block_size {block_size}: "
-            f"{num_draft_tokens} tokens are drafted"
-        )
-    causal = not read_flag(config, "sliding_window_non_causal", source)
-    return DraftConfig(
-        model=model,
-        block_size=block_size,
-        mask_token_id=read_integer(config["mask_token_id"], "mask_token_id", source, minimum=0),
+    draft = _drafter(
+        raw,
+        model,
+        anchor_first=raw.flag("sample_from_anchor", default=kind == "dspark"),
         # Counted from the embedding: 1 is the output of the first layer.
-        target_layer_ids=_taps(ids, "aux_hidden_state_layer_ids", 1, source),
+        target_layer_ids=_taps(raw, "aux_hidden_state_layer_ids", 1),
         num_target_layers=None,
-        slot_convention=_convention(anchor_first),
-        layer_attention=speculators_attention(layers, model.num_hidden_layers, causal, inner),
-        target_hidden_size=_unless(
-            config.get("target_hidden_size"), model.hidden_size, "target_hidden_size", source
-        ),
-        draft_vocab_size=_unless(
-            config["draft_vocab_size"], model.vocab_size, "draft_vocab_size", source
-        ),
+        layer_attention=speculators_attention(layers, model.num_hidden_layers, causal),
         verifier=verifier,
         format="speculators",
         block_size_source="block_size",
-        notes=tuple(notes),
+    )
+    if proposed not in (None, draft.num_draft_tokens):
+        notes.append(
+            f"speculative_tokens {proposed} does not follow from block_size {draft.block_size}: "
+            f"{draft.num_draft_tokens} tokens are drafted"
+        )
+    return replace(draft, notes=tuple(notes))
+
+
+def _drafter(keys: RawConfig, model: ModelConfig, anchor_first: bool, **rest: Any) -> DraftConfig:
+    """What all formats call by one name, and the rest."""
+    return DraftConfig(
+        model=model,
+        block_size=keys.integer("block_size", minimum=1 if anchor_first else 2),
+        mask_token_id=keys.integer("mask_token_id", minimum=0),
+        slot_convention="anchor-first" if anchor_first else "anchor-dropped",
+        target_hidden_size=_unless(keys, "target_hidden_size", model.hidden_size),
+        draft_vocab_size=_unless(keys, "draft_vocab_size", model.vocab_size),
+        **rest,
     )
 
 
-def _speculators_block(config: Mapping[str, Any], source: str) -> tuple[str | None, int | None]:
+def _speculators_block(raw: RawConfig) -> tuple[str | None, int | None]:
     """(verifier's name or path, speculative_tokens) of speculators_config, where they stand."""
-    block = config.get("speculators_config") or {}
-    verifier = block.get("verifier") if isinstance(block, Mapping) else None
-    name = verifier.get("name_or_path") if isinstance(verifier, Mapping) else None
+
+    def inside(values: Any, key: Any) -> Any:
+        return values.get(key) if isinstance(values, Mapping) else None
+
+    block = raw.get("speculators_config")
+    name = inside(inside(block, "verifier"), "name_or_path")
     if name is not None and not isinstance(name, str):
-        raise ValueError(f"{source}: speculators_config.verifier.name_or_path is {name!r}")
-    methods = block.get("proposal_methods") if isinstance(block, Mapping) else None
-    first = methods[0] if isinstance(methods, list) and methods else None
-    tokens = first.get("speculative_tokens") if isinstance(first, Mapping) else None
+        raise raw.refusal(f"speculators_config.verifier.name_or_path is {name!r}")
+    methods = inside(block, "proposal_methods")
+    tokens = (
+        inside(methods[0], "speculative_tokens") if isinstance(methods, list) and methods else None
+    )
     return name or None, tokens if isinstance(tokens, int) else None
 
 
-def _layer_config(config: Mapping[str, Any], source: str) -> ModelConfig:
+def _layer_config(raw: RawConfig) -> ModelConfig:
     """The drafter's own stack. One rope serves all layers: per-type ropes must agree."""
-    rope = config.get("rope_parameters")
+    rope = raw.get("rope_parameters")
     if isinstance(rope, Mapping) and rope and all(isinstance(r, Mapping) for r in rope.values()):
-        types = config.get("layer_types") or ["full_attention"]
+        types = raw.get("layer_types") or ["full_attention"]
         types = set(map(str, types)) if isinstance(types, list) else set()
         used = [dict(value) for kind, value in sorted(rope.items()) if kind in types]
         if not used or not used[0] or any(value != used[0] for value in used):
-            raise ValueError(
-                f"{source}: rope_parameters per layer type {sorted(rope)} is not supported where "
-                f"the layers' types {sorted(types)} have other values or none"
+            raise raw.refusal(
+                f"rope_parameters per layer type {sorted(rope)} is not supported where the layers' "
+                f"types {sorted(types)} have other values or none"
             )
-        config = {**config, "rope_parameters": used[0]}
-    return ModelConfig.from_layer_keys(config, source)
+        raw = RawConfig({**raw.values, "rope_parameters": used[0]}, raw.source)
+    return ModelConfig.from_layer_keys(raw)
 
 
-def _taps(ids: list[Any], key: str, first: int, source: str) -> tuple[int, ...]:
+def _taps(raw: RawConfig, key: str, first: int) -> tuple[int, ...]:
     """Target layers, 0-based, from ids that call the first layer's output `first`."""
-    taps = tuple(read_integer(tap, key, source, minimum=first) - first for tap in ids)
+    taps = tuple(tap - first for tap in raw.integers(key, minimum=first))
     if len(set(taps)) != len(taps):
-        raise ValueError(f"{source}: {key} {ids} has duplicates")
+        raise raw.refusal(f"{key} {raw.get(key)} has duplicates")
     return taps
 
 
-def _block_size(value: Any, anchor_first: bool, source: str) -> int:
-    return read_integer(value, "block_size", source, minimum=1 if anchor_first else 2)
-
-
-def _convention(anchor_first: bool) -> SlotConvention:
-    return "anchor-first" if anchor_first else "anchor-dropped"
-
-
-def _unless(value: Any, own: int, key: str, source: str) -> int | None:
+def _unless(raw: RawConfig, key: str, own: int) -> int | None:
     """A size that may differ from the drafter's own; None where it does not."""
-    if value is None:
-        return None
-    size = read_integer(value, key, source, minimum=1)
-    return None if size == own else size
+    return None if raw.get(key) is None or raw.integer(key) == own else raw.integer(key)
 
 
-def _refuse_unsupported(values: Mapping[str, Any], source: str) -> None:
+def _refuse_unsupported(raw: RawConfig) -> None:
     for key, plain in _UNSUPPORTED.items():
-        value = values.get(key)
-        if value not in plain:
-            raise ValueError(
-                f"{source}: {key} = {value!r} is not supported; use a drafter without it, such as "
-                "the plain DFlash drafter of this target"
+        if raw.get(key) not in (None, plain):
+            raise raw.refusal(
+                f"{key} = {raw.get(key)!r} is not supported; use a drafter without it, such as the "
+                "plain DFlash drafter of this target"
             )

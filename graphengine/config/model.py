@@ -12,13 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from graphengine.config.rope import RopeConfig
-from graphengine.config.values import (
-    read_flag,
-    read_integer,
-    read_number,
-    read_positive,
-    token_ids,
-)
+from graphengine.config.values import RawConfig
 
 # Past these a file is damaged, and trying to build what it says would not end.
 MAX_LAYERS, MAX_HEAD_DIM = 1024, 4096
@@ -106,83 +100,78 @@ class ModelConfig:
         Raises:
             ValueError: another architecture, a missing key, or a value that is not supported.
         """
-        model_type = config.get("model_type")
+        raw = RawConfig(config, source)
+        model_type = raw.get("model_type")
         if not isinstance(model_type, str) or model_type not in ARCHITECTURES:
-            raise ValueError(
-                f"{source}: model_type {model_type!r} is not supported; graphengine runs dense "
-                f"models of model_type {' or '.join(map(repr, ARCHITECTURES))}"
+            raise raw.refusal(
+                f"model_type {model_type!r} is not supported; graphengine runs dense models of "
+                f"model_type {' or '.join(map(repr, ARCHITECTURES))}"
             )
-        model = cls.from_layer_keys(config, source, model_type)
-        layer_types = read_layer_types(config, model.num_hidden_layers, source)
+        model = cls.from_layer_keys(raw, model_type)
+        layer_types = read_layer_types(raw, model.num_hidden_layers)
         other = sorted(set(layer_types) - {"full_attention"})
-        if not layer_types and read_flag(config, "use_sliding_window", source):
-            first = config.get("max_window_layers", 28)  # transformers' defaults, here and below
-            first = read_integer(first, "max_window_layers", source, minimum=0)
-            if first < model.num_hidden_layers and config.get("sliding_window", 4096) is not None:
+        if not layer_types and raw.flag("use_sliding_window"):
+            # transformers' defaults
+            whole = RawConfig({"max_window_layers": 28, "sliding_window": 4096, **config}, source)
+            first = whole.integer("max_window_layers", minimum=0)
+            if first < model.num_hidden_layers and whole.get("sliding_window") is not None:
                 other = [f"use_sliding_window from max_window_layers {first} on"]
         if other:
-            raise ValueError(
-                f"{source}: sliding or mixed attention ({', '.join(other)}) is not supported in a "
-                "target; only full_attention layers are"
+            raise raw.refusal(
+                f"sliding or mixed attention ({', '.join(other)}) is not supported in a target; "
+                "only full_attention layers are"
             )
         return model
 
     @classmethod
-    def from_layer_keys(
-        cls, config: Mapping[str, Any], source: str, model_type: str = "qwen3"
-    ) -> ModelConfig:
+    def from_layer_keys(cls, raw: RawConfig, model_type: str = "qwen3") -> ModelConfig:
         """The shape of a stack of layers; does not look at the file's model_type (a drafter's says
         little) nor at the layers' attention."""
-        if config.get("hidden_act", "silu") != "silu":
-            raise ValueError(
-                f"{source}: hidden_act {config['hidden_act']!r} is not supported (silu is)"
-            )
-        if config.get("quantization_config"):
-            raise ValueError(
-                f"{source}: quantization_config is not supported; use the bf16 weights"
-            )
+        act = raw.values.get("hidden_act", "silu")
+        if act != "silu":
+            raise raw.refusal(f"hidden_act {act!r} is not supported (silu is)")
+        if raw.get("quantization_config"):
+            raise raw.refusal("quantization_config is not supported; use the bf16 weights")
         architecture = ARCHITECTURES[model_type]
-        num_heads = read_positive(config, "num_attention_heads", source)
-        hidden = read_positive(config, "hidden_size", source)
+        num_heads, hidden = raw.integer("num_attention_heads"), raw.integer("hidden_size")
         keys = dict(architecture.defaults)
         if architecture.heads_decide:
             keys |= {"head_dim": hidden // num_heads, "num_key_value_heads": num_heads}
-        keys |= {key: value for key, value in config.items() if value is not None}
-        num_kv_heads = read_positive(keys, "num_key_value_heads", source)
+        keys |= {key: value for key, value in raw.values.items() if value is not None}
+        whole = RawConfig(keys, raw.source)
+        num_kv_heads = whole.integer("num_key_value_heads")
         if num_heads % num_kv_heads:
-            raise ValueError(
-                f"{source}: num_attention_heads {num_heads} is not a multiple of "
-                f"num_key_value_heads {num_kv_heads}"
+            raise raw.refusal(
+                f"num_attention_heads {num_heads} is not a multiple of num_key_value_heads "
+                f"{num_kv_heads}"
             )
-        head_dim = read_positive(keys, "head_dim", source, MAX_HEAD_DIM)
+        head_dim = whole.integer("head_dim", maximum=MAX_HEAD_DIM)
         if head_dim % 2:
-            raise ValueError(f"{source}: head_dim {head_dim} is odd; rope needs an even one")
+            raise raw.refusal(f"head_dim {head_dim} is odd; rope needs an even one")
         return cls(
             model_type=model_type,
-            vocab_size=read_positive(keys, "vocab_size", source),
+            vocab_size=whole.integer("vocab_size"),
             hidden_size=hidden,
-            intermediate_size=read_positive(keys, "intermediate_size", source),
-            num_hidden_layers=read_positive(keys, "num_hidden_layers", source, MAX_LAYERS),
+            intermediate_size=whole.integer("intermediate_size"),
+            num_hidden_layers=whole.integer("num_hidden_layers", maximum=MAX_LAYERS),
             num_attention_heads=num_heads,
             num_key_value_heads=num_kv_heads,
             head_dim=head_dim,
-            rms_norm_eps=read_number(keys["rms_norm_eps"], "rms_norm_eps", source),
-            max_position_embeddings=read_positive(keys, "max_position_embeddings", source),
-            tie_word_embeddings=read_flag(keys, "tie_word_embeddings", source),
-            attention_bias=read_flag(keys, "attention_bias", source),
-            mlp_bias=architecture.has_mlp_bias and read_flag(keys, "mlp_bias", source),
-            rope=RopeConfig.from_hf(config, source),
-            eos_token_ids=token_ids(keys.get("eos_token_id"), "eos_token_id", source),
+            rms_norm_eps=whole.number("rms_norm_eps"),
+            max_position_embeddings=whole.integer("max_position_embeddings"),
+            tie_word_embeddings=whole.flag("tie_word_embeddings"),
+            attention_bias=whole.flag("attention_bias"),
+            mlp_bias=architecture.has_mlp_bias and whole.flag("mlp_bias"),
+            rope=RopeConfig.from_hf(raw.values, raw.source),
+            eos_token_ids=whole.integers("eos_token_id"),
         )
 
 
-def read_layer_types(config: Mapping[str, Any], num_layers: int, source: str) -> list[str]:
+def read_layer_types(raw: RawConfig, num_layers: int) -> list[str]:
     """`layer_types`, one a layer; empty where the file has none."""
-    layer_types = config.get("layer_types") or []
+    layer_types = raw.get("layer_types") or []
     if not isinstance(layer_types, list):
-        raise ValueError(f"{source}: layer_types is {layer_types!r}, expected a list")
+        raise raw.refusal(f"layer_types is {layer_types!r}, expected a list")
     if layer_types and len(layer_types) != num_layers:
-        raise ValueError(
-            f"{source}: {len(layer_types)} layer_types for num_hidden_layers {num_layers}"
-        )
+        raise raw.refusal(f"{len(layer_types)} layer_types for num_hidden_layers {num_layers}")
     return [str(kind) for kind in layer_types]

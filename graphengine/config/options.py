@@ -15,8 +15,10 @@ import difflib
 import inspect
 import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import MISSING, dataclass, field, fields
 from functools import cache
+from math import inf
 from numbers import Integral, Real
 from types import UnionType
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
@@ -54,9 +56,9 @@ class Declaration:
 
     text: str
     auto: str = ""
-    low: float | None = None
-    above: float | None = None
-    high: float | None = None
+    low: float = -inf
+    above: float = -inf
+    high: float = inf
     flag: str = ""
     metavar: str | None = None
     of_drafter: bool = False
@@ -102,21 +104,20 @@ class Declaration:
             raise self._refusal(value, "True or False")
         if Sequence in kinds:  # looked at together with the buckets and the drafter
             return value
-        what = "an integer" if int in kinds else "a number"
-        if isinstance(value, Integral if int in kinds else Real) and not isinstance(value, bool):
-            try:
-                number = int(value) if int in kinds else float(value)  # type: ignore[arg-type]
-            except OverflowError:  # an integer past any float
-                number = float("nan")
-            low = self.low is None or number >= self.low
-            above = self.above is None or number > self.above
-            if low and above and (self.high is None or number <= self.high):  # NaN is in no range
-                return number
-        limits = [f"from {self.low:g} up"] if self.low is not None and self.high is None else []
-        if self.high is not None:
-            sign, low = ("<", self.above) if self.above is not None else ("<=", self.low)
-            limits = [f"{low:g} {sign} x <= {self.high:g}"]
-        raise self._refusal(value, " ".join([what, *limits]))
+        is_int = int in kinds
+        if isinstance(value, Integral if is_int else Real) and not isinstance(value, bool):
+            with suppress(OverflowError):  # an integer past any float
+                given: Any = value
+                number = int(given) if is_int else float(given)
+                if self.low <= number <= self.high and number > self.above:  # NaN is in no range
+                    return number
+        what = "an integer" if is_int else "a number"
+        if self.high < inf:
+            low = f"{self.low:g} <=" if self.above == -inf else f"{self.above:g} <"
+            what += f" {low} x <= {self.high:g}"
+        elif self.low > -inf:
+            what += f" from {self.low:g} up"
+        raise self._refusal(value, what)
 
     def _refusal(self, value: Any, expected: str) -> ValueError:
         hint = f" (default: {self.auto})" if self.auto else ""

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from graphengine.config.values import read_flag, read_number
+from graphengine.config.values import RawConfig
 
 RopeKind = Literal["default", "linear", "yarn", "llama3"]
 
@@ -59,94 +59,66 @@ class RopeConfig:
             ValueError: theta is missing, the kind is unknown, a key is not understood, or the two
                 places disagree.
         """
-        nested = config.get("rope_parameters")
-        if nested is not None and not isinstance(nested, Mapping):
-            raise ValueError(f"{source}: rope_parameters is {nested!r}, expected an object")
+        raw = RawConfig(config, source)
+        nested, flat = raw.section("rope_parameters"), raw.section("rope_scaling")
         if nested and all(isinstance(value, Mapping) for value in nested.values()):
             kinds = sorted(nested)
             if kinds != ["full_attention"]:
-                raise ValueError(
-                    f"{source}: rope_parameters per layer type {kinds} is not supported; only a "
-                    "model whose layers are all full_attention is"
+                raise raw.refusal(
+                    f"rope_parameters per layer type {kinds} is not supported; only a model whose "
+                    "layers are all full_attention is"
                 )
-            nested = nested["full_attention"]
-        flat = config.get("rope_scaling") or {}
-        if not isinstance(flat, Mapping):
-            raise ValueError(f"{source}: rope_scaling is {flat!r}, expected an object")
-        scaling = dict(nested or flat)
+            nested = dict(nested["full_attention"])
         if nested and flat and _scaling(nested) != _scaling(flat):
-            raise ValueError(
-                f"{source}: rope_parameters {dict(nested)} and rope_scaling {dict(flat)} disagree, "
-                "and engines differ in which one counts; remove the one that is not meant"
+            raise raw.refusal(
+                f"rope_parameters {nested} and rope_scaling {flat} disagree, and engines differ in "
+                "which one counts; remove the one that is not meant"
             )
+        scaling = nested or flat
         theta = scaling.pop("rope_theta", None)
-        theta = config.get("rope_theta") if theta is None else theta
-        if theta is None:
-            raise ValueError(
-                f"{source}: no rope_theta (neither in rope_parameters nor at the top level); add "
-                "the base that the model was trained with, it is never guessed"
+        theta = raw.get("rope_theta") if theta is None else theta
+        theta = RawConfig({"rope_theta": theta}, source).number("rope_theta", minimum=2.0)
+        partial = scaling.pop("partial_rotary_factor", config.get("partial_rotary_factor", 1.0))
+        if partial != 1.0:
+            raise raw.refusal(
+                f"partial_rotary_factor {partial!r} is not supported: engines disagree on whether "
+                "this architecture obeys it"
             )
-        theta = read_number(theta, "rope_theta", source, minimum=2.0)
-        if "partial_rotary_factor" in config or "partial_rotary_factor" in scaling:
-            value = scaling.pop("partial_rotary_factor", config.get("partial_rotary_factor"))
-            if value != 1.0:
-                raise ValueError(
-                    f"{source}: partial_rotary_factor {value!r} is not supported: engines disagree "
-                    "on whether this architecture obeys it"
-                )
         old, new = scaling.pop("type", None), scaling.pop("rope_type", None)
         kind = new or old or "default"
         if old and new and old != new:
-            raise ValueError(f"{source}: rope type {old!r} and rope_type {new!r} disagree")
+            raise raw.refusal(f"rope type {old!r} and rope_type {new!r} disagree")
         if not isinstance(kind, str) or kind not in _ROPE_KEYS:
-            raise ValueError(
-                f"{source}: rope type {kind!r} is not supported; supported: {', '.join(_ROPE_KEYS)}"
+            raise raw.refusal(
+                f"rope type {kind!r} is not supported; supported: {', '.join(_ROPE_KEYS)}"
             )
         unknown = sorted(set(scaling) - _ROPE_KEYS[kind])
         if unknown:
-            raise ValueError(f"{source}: rope keys {unknown} are not understood for type {kind!r}")
+            raise raw.refusal(f"rope keys {unknown} are not understood for type {kind!r}")
         if kind == "default":
             return cls(theta=theta)
-        return cls._scaled(theta, kind, scaling, config, source)
+        # At the top level it counts before either, as in transformers.
+        key = "original_max_position_embeddings"
+        fallback = raw.get("max_position_embeddings") if kind == "yarn" else None
+        scaling[key] = config.get(key, scaling.get(key, fallback))
+        return cls._scaled(theta, kind, RawConfig(scaling, f"{source}: rope type {kind!r}"))
 
     @classmethod
-    def _scaled(
-        cls,
-        theta: float,
-        kind: str,
-        scaling: Mapping[str, Any],
-        config: Mapping[str, Any],
-        source: str,
-    ) -> RopeConfig:
-        if "factor" not in scaling:
-            raise ValueError(f"{source}: rope type {kind!r} without a factor")
-        factor = read_number(scaling["factor"], "rope factor", source, minimum=1.0)
+    def _scaled(cls, theta: float, kind: str, rope: RawConfig) -> RopeConfig:
+        factor = rope.number("factor", minimum=1.0)
         if kind == "dynamic":
             return cls(theta=theta)
         if kind == "linear":
             return cls(theta=theta, kind="linear", factor=factor)
-        fallback = config.get("max_position_embeddings") if kind == "yarn" else None
-        original = scaling.get("original_max_position_embeddings", fallback)
-        # At the top level it counts before either, as in transformers.
-        original = config.get("original_max_position_embeddings", original)
-        if original is None:
-            raise ValueError(
-                f"{source}: rope type {kind!r} without original_max_position_embeddings"
-            )
-        original = int(read_number(original, "original_max_position_embeddings", source, minimum=1))
+        original = int(rope.number("original_max_position_embeddings", minimum=1))
         if original > MAX_POSITIONS:
-            raise ValueError(
-                f"{source}: original_max_position_embeddings is past {MAX_POSITIONS}; the file is "
-                "damaged"
+            raise rope.refusal(
+                f"original_max_position_embeddings is past {MAX_POSITIONS}; the file is damaged"
             )
         if kind == "llama3":
-            for key in ("low_freq_factor", "high_freq_factor"):
-                if key not in scaling:
-                    raise ValueError(f"{source}: rope type 'llama3' without {key}")
-            low = read_number(scaling["low_freq_factor"], "low_freq_factor", source)
-            high = read_number(scaling["high_freq_factor"], "high_freq_factor", source)
+            low, high = rope.number("low_freq_factor"), rope.number("high_freq_factor")
             if not high > low:
-                raise ValueError(f"{source}: high_freq_factor {high} must exceed {low}")
+                raise rope.refusal(f"high_freq_factor {high} must exceed {low}")
             return cls(
                 theta=theta,
                 kind="llama3",
@@ -155,30 +127,27 @@ class RopeConfig:
                 low_freq_factor=low,
                 high_freq_factor=high,
             )
-        amplitude = scaling.get("attention_factor")
-        if amplitude is None:
-            mscale, mscale_all = scaling.get("mscale"), scaling.get("mscale_all_dim")
-            if mscale and mscale_all:
-                mscale = read_number(mscale, "mscale", source)
-                mscale_all = read_number(mscale_all, "mscale_all_dim", source)
-                amplitude = _yarn_mscale(factor, mscale) / _yarn_mscale(factor, mscale_all)
-            else:
-                amplitude = _yarn_mscale(factor, 1.0)
+        amplitude = _yarn_mscale(factor, 1.0)
+        if rope.get("mscale") and rope.get("mscale_all_dim"):
+            amplitude = _yarn_mscale(factor, rope.number("mscale"))
+            amplitude /= _yarn_mscale(factor, rope.number("mscale_all_dim"))
+        given = rope.get("attention_factor")
+        decided = {
+            "beta_fast": rope.get("beta_fast") or 32.0,  # also for 0, as in transformers
+            "beta_slow": rope.get("beta_slow") or 1.0,
+            "attention_factor": amplitude if given is None else given,
+        }
+        rope = RawConfig({**rope.values, **decided}, rope.source)
         return cls(
             theta=theta,
             kind="yarn",
             factor=factor,
             original_max_position_embeddings=original,
-            beta_fast=_turns(scaling, "beta_fast", 32, source),
-            beta_slow=_turns(scaling, "beta_slow", 1, source),
-            truncate=read_flag(scaling, "truncate", source, default=True),
-            amplitude=read_number(amplitude, "attention_factor", source),
+            beta_fast=rope.number("beta_fast", MIN_ROPE_TURNS),
+            beta_slow=rope.number("beta_slow", MIN_ROPE_TURNS),
+            truncate=rope.flag("truncate", default=True),
+            amplitude=rope.number("attention_factor"),
         )
-
-
-def _turns(scaling: Mapping[str, Any], key: str, default: float, source: str) -> float:
-    """Turns over the original context; 0 and null are the default, as in transformers."""
-    return read_number(scaling.get(key) or default, key, source, minimum=MIN_ROPE_TURNS)
 
 
 def _scaling(rope: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,55 +1,69 @@
-"""Values of a checkpoint's raw JSON, read or refused with the file's and the key's name."""
+"""A checkpoint's raw JSON: what is read from it is right, or refused with the file and the key."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
-MAX_NUMBER = 1e300  # past it a file is damaged
-
-
-def required(config: Mapping[str, Any], key: str, source: str) -> Any:
-    """`config[key]`, which the file must have."""
-    if config.get(key) is None:
-        raise ValueError(f"{source}: no {key}; the file is incomplete, fetch it again")
-    return config[key]
+MAX_NUMBER, MAX_INTEGER = 1e300, 1 << 40  # past them a file is damaged
 
 
-def read_number(value: Any, key: str, source: str, minimum: float = 0.0) -> float:
-    """A finite number of at least `minimum`."""
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not is_number or not abs(value) <= MAX_NUMBER:  # also NaN, and integers past any float
-        raise ValueError(f"{source}: {key} is {value!r}, expected a number")
-    if value < minimum:
-        raise ValueError(f"{source}: {key} is {value!r}, expected at least {minimum:g}")
-    return float(value)
+class RawConfig(NamedTuple):
+    """A JSON object and its name in messages; a key that is null is not there."""
 
+    values: Mapping[str, Any]
+    source: str
 
-def read_flag(config: Mapping[str, Any], key: str, source: str, default: bool = False) -> bool:
-    """`config[key]`, true or false; `default` where the file has none."""
-    value = config.get(key)
-    if value is not None and not isinstance(value, bool):
-        raise ValueError(f"{source}: {key} is {value!r}, expected true or false")
-    return default if value is None else value
+    def refusal(self, text: str) -> ValueError:
+        """An error about this file."""
+        return ValueError(f"{self.source}: {text}")
 
+    def get(self, key: str) -> Any:
+        return self.values.get(key)
 
-def read_integer(value: Any, key: str, source: str, minimum: int, maximum: int = 1 << 40) -> int:
-    """An integer from `minimum` to `maximum`; true and 1.0 are none."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
-        raise ValueError(f"{source}: {key} holds {value!r}, expected an integer >= {minimum}")
-    if value > maximum:
-        raise ValueError(f"{source}: {key} holds a number past {maximum}; the file is damaged")
-    return value
+    def required(self, key: str) -> Any:
+        """The key's value, which the file must have."""
+        if self.get(key) is None:
+            raise self.refusal(f"no {key}, which is never guessed; add it, or fetch the file again")
+        return self.get(key)
 
+    def section(self, key: str) -> dict[str, Any]:
+        """The object at a key; empty where there is none."""
+        value = {} if self.get(key) is None else self.get(key)
+        if not isinstance(value, Mapping):
+            raise self.refusal(f"{key} is {value!r}, expected an object")
+        return dict(value)
 
-def read_positive(config: Mapping[str, Any], key: str, source: str, maximum: int = 1 << 40) -> int:
-    """`config[key]`, an integer from 1 to `maximum`."""
-    return read_integer(required(config, key, source), key, source, minimum=1, maximum=maximum)
+    def number(self, key: str, minimum: float = 0.0) -> float:
+        """A finite number of at least `minimum`."""
+        value = self.required(key)
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not is_number or not abs(value) <= MAX_NUMBER:  # also NaN, and integers past any float
+            raise self.refusal(f"{key} is {value!r}, expected a number")
+        if value < minimum:
+            raise self.refusal(f"{key} is {value!r}, expected at least {minimum:g}")
+        return float(value)
 
+    def flag(self, key: str, default: bool = False) -> bool:
+        """True or false; `default` where the file has neither."""
+        value = self.get(key)
+        if value is not None and not isinstance(value, bool):
+            raise self.refusal(f"{key} is {value!r}, expected true or false")
+        return default if value is None else value
 
-def token_ids(value: Any, key: str, source: str) -> tuple[int, ...]:
-    """One id, a list of ids or None -> a tuple of ids."""
-    if value is None:
-        return ()
-    ids = value if isinstance(value, list) else [value]
-    return tuple(read_integer(token, key, source, minimum=0) for token in ids)
+    def integer(self, key: str, minimum: int = 1, maximum: int = MAX_INTEGER) -> int:
+        """An integer from `minimum` to `maximum`; true and 1.0 are none."""
+        return self._integer(self.required(key), key, minimum, maximum)
+
+    def integers(self, key: str, minimum: int = 0) -> tuple[int, ...]:
+        """One integer, a list of them or none, each from `minimum` up."""
+        value = self.get(key)
+        values = value if isinstance(value, list) else [] if value is None else [value]
+        return tuple(self._integer(each, key, minimum) for each in values)
+
+    def _integer(self, value: Any, key: str, minimum: int, maximum: int = MAX_INTEGER) -> int:
+        if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
+            raise self.refusal(f"{key} holds {value!r}, expected an integer >= {minimum}")
+        if value > maximum:
+            raise self.refusal(f"{key} holds a number past {maximum}; the file is damaged")
+        return value

@@ -156,7 +156,8 @@ def test_tables_fit_a_terminal() -> None:
     answers = [report.Answer(i, turn, "x", result) for i in range(20) for turn in (0, 1)]
     screen = io.StringIO()
     console = Console(width=80, file=screen, force_terminal=True, color_system=None)
-    report.print_tables(console, {"import_s": 1.0}, startup, answers, 9876.5)
+    outcome = report.Outcome({"import_s": 1.0}, startup, answers, 9876.5)
+    report.print_tables(console, outcome)
     text = screen.getvalue()
     for word in ("prompt", "tokens", "TTFT", "ms per", "accept.", "accepted", "cancelled", "5.80"):
         assert word in text

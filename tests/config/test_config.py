@@ -270,10 +270,10 @@ BAD_MODEL: dict[str, tuple[Json, str]] = {
         {"rope_scaling": {**YARN_64, "low_freq_factor": 1.0}},
         "low_freq_factor",
     ),
-    "yarn-no-factor": ({"rope_scaling": {"rope_type": "yarn"}}, "without a factor"),
+    "yarn-no-factor": ({"rope_scaling": {"rope_type": "yarn"}}, "no factor"),
     "llama3-no-original": (
         {"rope_scaling": {"rope_type": "llama3", "factor": 8}},
-        "without original_max_position_embeddings",
+        "no original_max_position_embeddings",
     ),
     "llama3-no-band": (
         {
@@ -289,7 +289,7 @@ BAD_MODEL: dict[str, tuple[Json, str]] = {
     ),
     "llama3-no-low": (
         {"rope_scaling": {"rope_type": "llama3", **YARN}},
-        "without low_freq_factor",
+        "no low_freq_factor",
     ),
     # transformers takes rope_scaling, other engines rope_parameters.
     "rope-two-scalings": (

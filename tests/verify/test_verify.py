@@ -17,7 +17,6 @@ from safetensors.torch import load_file, save_file
 from graphengine.api import Engine
 from graphengine.checkpoints.hub import TINY_DRAFT, TINY_TARGET
 from graphengine.cli import options as cli_options
-from graphengine.cli import verify as cli_verify
 from graphengine.cli.main import main
 from graphengine.decode.metrics import Acceptance
 from graphengine.profiles.result_schema import validate
@@ -312,10 +311,10 @@ def test_speculators_directory_alone(few: Path, tmp_path: Path) -> None:
         (("--draft", "none", "--min-acceptance", "2"), "--min-acceptance needs a drafter"),
         (("--prompt-file", "missing.jsonl"), "missing.jsonl"),
         # Past every range check; in the JSON they would be no JSON.
-        (("--tolerance", "nan"), "--tolerance nan: a finite number"),
-        (("--tolerance", "inf"), "--tolerance inf: a finite number"),
-        (("--min-identical", "nan"), "--min-identical nan: a finite number"),
-        (("--min-acceptance", "nan"), "--min-acceptance nan: a finite number"),
+        (("--tolerance", "nan"), "'--tolerance': nan: pass a finite number"),
+        (("--tolerance", "inf"), "'--tolerance': inf: pass a finite number"),
+        (("--min-identical", "nan"), "'--min-identical': nan: pass a finite number"),
+        (("--min-acceptance", "nan"), "'--min-acceptance': nan: pass a finite number"),
         (("--output-json", str(TINY_TARGET)), "is a directory"),
     ],
 )
@@ -343,7 +342,7 @@ def test_out_of_memory_is_no_verdict(monkeypatch: pytest.MonkeyPatch, error: Exc
     def engine(*args: Any, **kwargs: Any) -> Any:
         raise error
 
-    monkeypatch.setattr(cli_verify, "_engine", engine)
+    monkeypatch.setattr(Engine, "from_pretrained", engine)
     result = verify("--bucket", "1")
     assert result.exit_code == 2 and "FAIL" not in result.output
     message = " ".join(result.stderr.split())

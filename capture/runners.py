@@ -10,7 +10,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
+from functools import cache, partial
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -91,8 +91,14 @@ class ReplayRunner:
                 call.run()
 
 
+@cache
+def _side_stream(device: int) -> torch.cuda.Stream:
+    """One a device: cuBLAS keeps 32 MB of scratch for each stream that it has worked on."""
+    return torch.cuda.Stream(device)
+
+
 class GraphPool:
-    """One memory pool and one side stream for every capture of an engine.
+    """One memory pool for every capture of an engine, and the process's side stream.
 
     Sharing is right because replays follow capture order within a bucket and one bucket is in
     flight at a time. Capture the largest bucket first: the smaller ones then fit into its memory. A
@@ -101,7 +107,7 @@ class GraphPool:
 
     def __init__(self) -> None:
         self.handle = torch.cuda.graph_pool_handle()
-        self.stream = torch.cuda.Stream()
+        self.stream = _side_stream(torch.cuda.current_device())
         self.num_graphs = 0
 
     def capture(self, steps: Chain, carry: Carry) -> tuple[Graph, Carry]:

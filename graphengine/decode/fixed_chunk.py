@@ -77,6 +77,17 @@ class Sent(NamedTuple):
         return cls(ids, start, end, owner, last, pages.view(num_prompts, -1))
 
 
+class ChunkBuffers(NamedTuple):
+    """At fixed addresses: what was sent, what is made of it, and what a run has given."""
+
+    sent: Sent
+    rows: Rows
+    table_BW: Tensor  # int32
+    last_R: Tensor  # int64
+    logits_RV: Tensor  # model dtype
+    ids_R: Tensor  # int64
+
+
 class FixedChunk:
     """One size: its inputs, its chain, and what the last run gave."""
 
@@ -96,35 +107,44 @@ class FixedChunk:
         self.block = chunk_attention.BLOCK if is_long else BLOCK
         blocks = size // self.block
         prompts = self.num_prompts = 1 if is_long else min(blocks, MOST_PROMPTS, num_prompts)
-        self._flat_X = torch.zeros(
-            size + 3 * blocks + prompts + prompts * width, dtype=torch.int32, device=device
+        num_sent = size + 3 * blocks + prompts + prompts * width
+        self._flat_X = torch.zeros(num_sent, dtype=torch.int32, device=device)
+        longs = partial(torch.zeros, dtype=torch.int64, device=device)
+        buffers = self._buffers = ChunkBuffers(
+            sent=self._parts(self._flat_X),
+            rows=Rows(longs(size), longs(size), longs(size)),
+            table_BW=self._flat_X.new_zeros(blocks, width),
+            last_R=longs(prompts),
+            logits_RV=target.kv_pool.new_zeros(prompts, config.vocab_size),
+            ids_R=longs(prompts),
         )
-        self._sent = self._parts(self._flat_X)
-        self._sent.start_B.fill_(NO_PROMPT)
-        self._rows = Rows(*torch.zeros(3, size, dtype=torch.int64, device=device))
-        self._table_BW = self._flat_X.new_zeros(blocks, width)
-        self._last_R = torch.zeros(prompts, dtype=torch.int64, device=device)
-        self._logits_RV = target.kv_pool.new_zeros(prompts, config.vocab_size)
-        self._ids_R = torch.zeros(prompts, dtype=torch.int64, device=device)
-        where = self._table_BW, self._sent.start_B
+        buffers.sent.start_B.fill_(NO_PROMPT)
+        where = buffers.table_BW, buffers.sent.start_B
         attention: Attention = BlockAttention(config, True, *where, BLOCK, padded=NO_PROMPT)
         if is_long:
             attention = ChunkAttention(*where)
         heads = config.num_attention_heads, config.head_dim
-        tap_, context = proposer.prefill(self._rows, Segments())
+        tap_, context = proposer.prefill(buffers.rows, Segments())
         is_tapped = config.num_hidden_layers - 1 in proposer.taps
         first, *rest, last = target_chain(
-            *("prefill", target, self._rows, attention, target.kv_pool.new_zeros(size, *heads)),
-            *(Segments(), tap_, partial(row_logits_segment, self._last_R, is_tapped)),
+            *("prefill", target, buffers.rows, attention, target.kv_pool.new_zeros(size, *heads)),
+            *(Segments(), tap_, partial(row_logits_segment, buffers.last_R, is_tapped)),
         )
-        self._head: list[Step] = [
-            Dense(first.name, lambda carry: self._begin_(carry, first, page_size)),
-            *rest[:-1],
-        ]
+
+        # Neither holds `self`: who drops a chunk gives its weights and graphs back at once.
+        def begin(carry: Carry) -> Carry:
+            _place_(buffers, page_size)
+            return first.run(carry)
+
+        def end(carry: Carry) -> Carry:
+            (logits_RV,) = last.run(carry)
+            buffers.logits_RV.copy_(logits_RV)
+            buffers.ids_R.copy_(argmax_rows(logits_RV))
+            return ()
+
+        self._head: list[Step] = [Dense(first.name, begin), *rest[:-1]]
         # Of the last layer of a prompt that goes on, K/V alone is wanted.
-        self._ends: dict[str, list[Step]] = {
-            FIRST_TOKEN: [rest[-1], Dense(last.name, lambda carry: self._end_(last.run(carry)))]
-        }
+        self._ends: dict[str, list[Step]] = {FIRST_TOKEN: [rest[-1], Dense(last.name, end)]}
         if is_long and not is_tapped:
             self._ends[GOES_ON] = []
         self._tail = context
@@ -174,29 +194,24 @@ class FixedChunk:
         self._flat_X[:used].copy_(host_X[:used], non_blocking=True)
         end = GOES_ON if goes_on and GOES_ON in self._runners else FIRST_TOKEN
         self._runners[end].run()
-        return self._logits_RV, self._ids_R
+        return self._buffers.logits_RV, self._buffers.ids_R
 
-    def _begin_(self, carry: Carry, first: Step, page_size: int) -> Carry:
-        """Ids, positions, slots and pages of all rows, and the first segment."""
-        ids_n, start_B, end_B, owner_B, last_R, pages_RW = self._sent
-        torch.index_select(pages_RW, 0, owner_B, out=self._table_BW)
-        self._last_R.copy_(last_R)
-        self._rows.token_ids_T.copy_(ids_n)
-        row = torch.arange(self.block, device=start_B.device)
-        at_BG = start_B.long()[:, None] + row
-        column_BG = (at_BG // page_size).clamp(0, self._table_BW.shape[1] - 1)
-        slots_BG = self._table_BW.gather(1, column_BG).long() * page_size + at_BG % page_size
-        is_there = (start_B[:, None] >= 0) & (at_BG // page_size == column_BG)
-        positions_BG = torch.where(at_BG < end_B[:, None], at_BG, 0)
-        self._rows.positions_T.view_as(at_BG).copy_(positions_BG.clamp(min=0))
-        self._rows.slots_T.view_as(at_BG).copy_(torch.where(is_there, slots_BG, 0))
-        return first.run(carry)
 
-    def _end_(self, carry: Carry) -> Carry:
-        """What outlives the forward."""
-        self._logits_RV.copy_(carry[0])
-        self._ids_R.copy_(argmax_rows(self._logits_RV))
-        return ()
+def _place_(buffers: ChunkBuffers, page_size: int) -> None:
+    """From what was sent: ids, positions, slots and pages of all rows. Mutates: buffers."""
+    ids_n, start_B, end_B, owner_B, last_R, pages_RW = buffers.sent
+    rows, table_BW = buffers.rows, buffers.table_BW
+    torch.index_select(pages_RW, 0, owner_B, out=table_BW)
+    buffers.last_R.copy_(last_R)
+    rows.token_ids_T.copy_(ids_n)
+    row = torch.arange(len(ids_n) // len(start_B), device=start_B.device)
+    at_BG = start_B.long()[:, None] + row
+    column_BG = (at_BG // page_size).clamp(0, table_BW.shape[1] - 1)
+    slots_BG = table_BW.gather(1, column_BG).long() * page_size + at_BG % page_size
+    is_there = (start_B[:, None] >= 0) & (at_BG // page_size == column_BG)
+    positions_BG = torch.where(at_BG < end_B[:, None], at_BG, 0)
+    rows.positions_T.view_as(at_BG).copy_(positions_BG.clamp(min=0))
+    rows.slots_T.view_as(at_BG).copy_(torch.where(is_there, slots_BG, 0))
 
 
 def sizes_for(max_model_len: int, *, are_long: bool) -> tuple[int, ...]:

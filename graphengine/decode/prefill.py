@@ -12,7 +12,7 @@ host between two chunks, and each prompt's token is given out when its own last 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
@@ -175,8 +175,8 @@ class Prefill:
         ]
         ids = [torch.tensor(piece.ids[piece.begin : piece.end]) for piece in pieces]
         last_rows = torch.tensor([len(at) for at in positions]).cumsum(0) - 1
-        rows = Rows(*self._upload(*map(torch.cat, (ids, positions, slots))))
-        (logit_rows_R,) = self._upload(torch.tensor(at) if at else last_rows)
+        rows = Rows(*map(self._upload, map(torch.cat, (ids, positions, slots))))
+        logit_rows_R = self._upload(torch.tensor(at) if at else last_rows)
         layout = Layout.build(
             [piece.end - piece.begin for piece in pieces],
             [piece.end for piece in pieces],
@@ -187,13 +187,10 @@ class Prefill:
             self.attention.plan(layout)
         return self._run_chains(rows, logit_rows_R, self.attention)
 
-    def _upload(self, *columns: Tensor) -> Iterable[Tensor]:
-        """Tensors of one length in one copy that nobody waits for."""
+    def _upload(self, x: Tensor) -> Tensor:
+        """A copy that nobody waits for."""
         device = self.target.kv_pool.device
-        together = torch.stack(columns)
-        if device.type == "cuda":
-            together = together.pin_memory()
-        return together.to(device, non_blocking=True)
+        return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x
 
     def run_padding(self, num_rows: int) -> None:
         """A forward of rows that are no request's, without attention, for its kernels alone: what

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -206,6 +208,19 @@ def test_a_request_cancelled_in_its_prefill(loop: DecodeLoop) -> None:
     assert second.finish_reason == "cancelled" and loop.running == [first]
     loop.cancel(first)
     assert loop.allocator.num_free == loop.allocator.num_usable
+
+
+def test_who_drops_a_chunk_gives_it_back(loop: DecodeLoop) -> None:
+    """Bug: its steps hold it, so a closed engine keeps weights and graphs until Python collects."""
+    prefill = loop.prefill
+    chunk = FixedChunk(16, prefill.target, prefill.proposer, 5, 100, 1)
+    seen = weakref.ref(chunk)
+    gc.disable()
+    try:
+        del chunk
+        assert seen() is None
+    finally:
+        gc.enable()
 
 
 def test_a_small_context_needs_no_large_chunk() -> None:

@@ -79,10 +79,48 @@ def table(rows: Sequence[Row], simulated: float | None) -> Any:
     table.padding = (0, 1, 0, 0)
     for row in rows:
         case, found = row.result.case, row.numbers
-        cells = [
-            format(found[key], form) if key in found else "-" for key, form in columns.values()
-        ]
+        cells = _cells(found, columns)
         table.add_row(row.label, str(case.bucket), str(case.input_len), *cells)
+    return table
+
+
+def _cells(found: Mapping[str, float], columns: Mapping[str, tuple[str, str]]) -> list[str]:
+    return [format(found[key], form) if key in found else "-" for key, form in columns.values()]
+
+
+# column -> (key, format)
+_FIRST_TOKEN_COLUMNS = {
+    "p50_ms": ("ttft_p50_ms", ".3f"),
+    "first_ms": ("first_p50_ms", ".3f"),
+    "/roofline": ("over_roofline_ratio", ".2f"),
+    "prefill_ms": ("prefill_p50_ms", ".3f"),
+    "tok+queue_ms": ("before_ms", ".3f"),
+    "host_ms": ("host_p50_ms", ".3f"),
+    "chunks": ("num_chunks", ".0f"),
+    "request_ms": ("request_p50_ms", ".1f"),
+}
+
+
+def first_token_table(numbers: Mapping[str, Any], simulated: float | None) -> Any:
+    """One line per mode, length and batch; whole requests only where there are some."""
+    cases = [
+        (label, re.match(r"first_token_input_(\d+)(?:_batch_(\d+))?$", key), found)
+        for label, of_mode in numbers.items()
+        if isinstance(of_mode, Mapping)
+        for key, found in of_mode.items()
+    ]
+    columns = dict(_FIRST_TOKEN_COLUMNS)
+    if not any("request_p50_ms" in found for _, _, found in cases):
+        del columns["request_ms"]
+    numeric = [Column(name, justify="right", no_wrap=True) for name in ("batch", "input", *columns)]
+    title = "first tokens" + _mark(simulated)
+    table = Table(Column("mode", no_wrap=True), *numeric, title=title, box=box.SIMPLE)
+    table.padding = (0, 1, 0, 0)
+    for label, key, found in cases:
+        if key is not None:
+            before = {"before_ms": found["tokenize_p50_ms"] + found["queue_p50_ms"]}
+            cells = _cells(found | before, columns)
+            table.add_row(label, key[2] or "1", key[1], *cells)
     return table
 
 
@@ -112,7 +150,11 @@ def step_bars(row: Row) -> dict[str, dict[str, float]]:
 
 
 def _title(simulated: float | None) -> str:
-    return "decode steps" + (f" (acceptance SIMULATED at {simulated})" if simulated else "")
+    return "decode steps" + _mark(simulated)
+
+
+def _mark(simulated: float | None) -> str:
+    return f" (acceptance SIMULATED at {simulated})" if simulated else ""
 
 
 # --- profile ---

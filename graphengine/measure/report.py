@@ -202,8 +202,9 @@ def print_report(
         for k in shown
     ]
     print_table(console, _table("class|busy us|idle us", classes))
-    steps = "step|count|busy us|idle us|MB|GB/s|floor us|/floor"
-    print_table(console, _table(steps, _step_rows(grouped(numbers["by_name"]))))
+    steps = "step|count|busy us|idle us|host us|MB|GB/s|floor us|/floor"
+    groups = grouped(numbers["by_name"]), grouped(numbers["host_by_name"])
+    print_table(console, _table(steps, _step_rows(*groups)))
     if numbers["kernels"].keys() != numbers["by_name"].keys():  # on the CPU a step is a kernel
         rows = _kernel_rows(numbers["kernels"], num_kernels)
         print_table(console, _table("us/step|calls/step|mean us|kernel", rows))
@@ -220,15 +221,21 @@ def _table(header: str, rows: Iterable[Sequence[str]]) -> Table:
     return table
 
 
-def _step_rows(groups: Mapping[str, Mapping[str, float]]) -> Iterator[list[str]]:
-    for name, group in groups.items():
-        cells = [f"{group['num_names']:.0f}", f"{group['busy_us']:.1f}", f"{group['idle_us']:.1f}"]
-        rate, floor = ["-", "-"], ["-", "-"]
+def _step_rows(
+    device: Mapping[str, Mapping[str, float]], host: Mapping[str, Mapping[str, float]]
+) -> Iterator[list[str]]:
+    """What ran on the device, in its order, then what the host alone did."""
+    for name in dict.fromkeys([*device, *host]):
+        group = device.get(name, {})
+        times, rate, floor = ["-", "-"], ["-", "-"], ["-", "-"]
+        if group:
+            times = [f"{group['busy_us']:.1f}", f"{group['idle_us']:.1f}"]
+        times.append(f"{host[name]['host_us']:.1f}" if name in host else "-")
         if "read_bytes" in group:
             rate = [f"{group['read_bytes'] / 1e6:.1f}", f"{group['achieved_gbps']:.0f}"]
         if us := group.get("floor_us"):
             floor = [f"{us:.1f}", f"{group['busy_us'] / us:.2f}"]
-        yield [name, *cells, *rate, *floor]
+        yield [name, f"{(group or host[name])['num_names']:.0f}", *times, *rate, *floor]
 
 
 def _kernel_rows(kernels: Mapping[str, Mapping[str, float]], count: int) -> Iterator[list[str]]:

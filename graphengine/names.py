@@ -67,6 +67,11 @@ def chunk_name(num_rows: int) -> str:
     return f"prefill.T{num_rows}"
 
 
+def is_chain(name: str) -> bool:
+    """Whether a name is a whole chain's, `verify`, or a chunk's, `prefill.T128`."""
+    return name in CHAINS or re.fullmatch(r"prefill\.T\d+", name) is not None
+
+
 def step_class(name: str) -> StepClass:
     """Class of a name: attention (`*.L<i>.attn`), host (a phase alone), else dense."""
     if name.endswith(".attn"):

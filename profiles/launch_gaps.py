@@ -11,6 +11,8 @@ to the step and name of the activity. Class of a gap:
     seam               else, the border of a CUDA graph: graph | eager, eager | graph, graph | graph
     dense, attention   else, by what comes after the gap
 
+Beside them stands what the host did: the time inside the ranges of each name, once.
+
 Invariant: busy + idle = wall, exactly, for each step and for all; neighbouring steps touch.
 Otherwise a gap could be counted twice, or hide between two steps.
 """
@@ -22,7 +24,15 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from graphengine import names
-from graphengine.profiles.trace import BUSY_CLASSES, BusyClass, Placed, Trace, place
+from graphengine.profiles.trace import (
+    BUSY_CLASSES,
+    BusyClass,
+    HostTime,
+    Placed,
+    Trace,
+    host_times,
+    place,
+)
 
 GapClass = Literal["dense", "attention", "seam", "host"]
 GAP_CLASSES: tuple[GapClass, ...] = ("dense", "attention", "seam", "host")
@@ -55,6 +65,7 @@ class Report:
     busy_ns: dict[BusyClass, int] = field(default_factory=lambda: dict.fromkeys(BUSY_CLASSES, 0))
     idle_ns: dict[GapClass, int] = field(default_factory=lambda: dict.fromkeys(GAP_CLASSES, 0))
     kernels: dict[str, Kernel] = field(default_factory=dict)
+    host: dict[str, HostTime] = field(default_factory=dict)
     outside_ns: int = 0
     timeline: list[tuple[int, int, BusyClass]] = field(default_factory=list)
     """(start, end, class) of the activities of a median step, in ns of that step's wall."""
@@ -109,6 +120,10 @@ class Report:
             "idle_percent": 100 * total_idle / sum(self.walls_ns),
             "busy_by_class": {f"{kind}_us": us(ns) for kind, ns in self.busy_ns.items()},
             "idle_by_class": {f"{kind}_us": us(ns) for kind, ns in self.idle_ns.items()},
+            "host_by_name": {
+                name: {"host_us": us(found.ns), "num_ranges": found.num_ranges / self.num_steps}
+                for name, found in self.host.items()
+            },
             "outside_us": self.outside_ns / 1e3,
             "by_name": by_name,
             "kernels": kernels,
@@ -117,13 +132,16 @@ class Report:
         }
 
 
-def report(trace: Trace) -> Report:
+def report(trace: Trace, unit: str = names.STEP) -> Report:
     """Adds a trace up by the rules above.
 
+    Args:
+        unit: name of the host's range that is a step.
+
     Raises:
-        ValueError: the trace has no device activity, none inside a "step" range, or no time.
+        ValueError: the trace has no device activity, none inside such a range, or no time.
     """
-    placed = place(trace)
+    placed = place(trace, unit)
     if not placed:
         raise ValueError(
             "the trace has no device activity; record CUDA (nsys: -t cuda,nvtx) around decode steps"
@@ -131,8 +149,8 @@ def report(trace: Trace) -> Report:
     steps = sorted({p.step for p in placed if p.step is not None})
     if not steps:
         raise ValueError(
-            f'the trace has no device activity inside a "{names.STEP}" range; turn the ranges on '
-            "(--nvtx) and record them (nsys: -t cuda,nvtx)"
+            f'the trace has no device activity inside a "{unit}" range; turn the ranges on '
+            "(--nvtx) and record them (nsys: -t cuda,nvtx); steps or, with --prefill, prefills"
         )
     # Nothing is known about when the first one began to wait; alone it counts from its first work.
     result = Report()
@@ -158,6 +176,11 @@ def report(trace: Trace) -> Report:
         raise ValueError("the trace's steps take no time at all; record it again")
     median = statistics.median_low(result.walls_ns)
     result.timeline = spans[next(step for step, wall in walls.items() if wall == median)]
+    for (step, name), found in host_times(trace, unit).items():
+        if step in walls:
+            before = result.host.get(name, HostTime(0, 0))
+            total = (a + b for a, b in zip(before, found, strict=True))
+            result.host[name] = HostTime(*total)
     result.kernels = dict(sorted(result.kernels.items(), key=lambda item: -item[1].total_ns))
     return result
 

@@ -21,13 +21,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 from graphengine import names
-from graphengine.profiles.trace import Activity, HostRange, Launch, Trace
+from graphengine.profiles.trace import NO_END, Activity, HostRange, Launch, Trace
 
 Preset = Literal["graph", "node"]
 PRESETS: tuple[Preset, ...] = ("graph", "node")
 
 PUSH_POP_RANGE, DOMAIN_CREATE = 59, 75  # NVTX_EVENTS.eventType
-_NO_END = 1 << 62
 
 # table -> (obligatory columns, optional ones); what is read, and what a shrunk export keeps.
 TABLES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
@@ -225,7 +224,7 @@ def _host_ranges(
         # A capture range that began late may lack the row that names the domain.
         is_ours = (_process(thread), domain) in domains if domains else names.is_name(name)
         if is_ours:
-            yield HostRange(name, start, end if end is not None else _NO_END, thread)
+            yield HostRange(name, start, end if end is not None else NO_END, thread)
 
 
 def _activities(

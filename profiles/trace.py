@@ -1,22 +1,25 @@
 """What a profiler recorded, in one form for all tools, and which step each piece of it belongs to.
 
 A device activity (kernel, copy, or a whole graph) is placed by the host call that launched it: the
-innermost named range around that call gives its name, the "step" range its step. So names survive
-CUDA graphs, which replay no ranges: the range lies around the replay.
+innermost named range around that call gives its name, the "step" range its step; of prefills the
+"prefill" range. So names survive CUDA graphs, which replay no ranges: the range lies around the
+replay.
 
 Invariant: placing never looks at device timestamps, only at the launch. Work that runs late, while
 the host already queues the next step, still belongs to the step that asked for it.
 
-A chain captured as one graph has one launch and one range, and so has a whole step. With node
-tracing its kernels are told apart by their order and by the names of attention, argmax, embedding
-and accept kernels: behind the target's first argmax, which ends its last segment, begins `accept`.
-(A step that draws its tokens runs that argmax in `accept`; here it is the segment's there too. A
-tap of the last layer, which no published drafter has, would be booked to `accept`.)
+A chain captured as one graph has one launch and one range, and so have a whole step and a whole
+chunk of a prefill. With node tracing its kernels are told apart by their order and by the names of
+attention, argmax, embedding and accept kernels: behind the target's first argmax, which ends its
+last segment, begins `accept`, of a chunk `prefill.context`. (A step that draws its tokens runs that
+argmax in `accept`; here it is the segment's there too. A tap of the last layer, which no published
+drafter has, would be booked to `accept`. A chunk whose prompt goes on has no argmax: its context is
+booked to its last segment.)
 With graph tracing it is one activity.
 """
 
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from typing import Literal, NamedTuple
 
@@ -27,12 +30,14 @@ BusyClass = Literal["dense", "attention", "chain", "other"]
 
 BUSY_CLASSES: tuple[BusyClass, ...] = ("dense", "attention", "chain", "other")
 OUTSIDE = "outside"
+NO_END = 1 << 62  # of a range that was open when the recording ended
 
 # FlashInfer's kernels, and those of kernels/block_attention.py.
 _ATTENTION_KERNEL = re.compile(
     r"Batch(Prefill|Decode)|MergeState|PagedKV|fmha|flash_fwd|attention", re.IGNORECASE
 )
 _ARGMAX_KERNEL = re.compile(r"_argmax_kernel")  # an Inductor kernel may be named after the op
+_COPY_KERNEL = re.compile(r"copy", re.IGNORECASE)
 _ACCEPT_KERNEL = re.compile(r"accept_and_advance")
 # A forward's first kernel: Inductor's, which names what it fuses, or torch's own.
 _EMBEDDING_KERNEL = re.compile(r"embedding|gather|index_?select", re.IGNORECASE)
@@ -45,6 +50,13 @@ class HostRange(NamedTuple):
     start_ns: int
     end_ns: int
     thread: int
+
+
+class HostTime(NamedTuple):
+    """Of ranges of one name in one step."""
+
+    ns: int
+    num_ranges: int
 
 
 class Launch(NamedTuple):
@@ -75,7 +87,7 @@ class Trace(NamedTuple):
 
 
 class Placed(NamedTuple):
-    """An activity with its place; `step` counts "step" ranges from 0, None is outside of all."""
+    """An activity with its place; `step` counts steps' ranges from 0, None is outside of all."""
 
     activity: Activity
     name: str
@@ -83,13 +95,17 @@ class Placed(NamedTuple):
     step: int | None
 
 
-def place(trace: Trace) -> list[Placed]:
-    """Activities in the order of their start, each with its step, name and class."""
-    return list(_place(trace))
+def place(trace: Trace, unit: str = names.STEP) -> list[Placed]:
+    """Activities in the order of their start, each with its step, name and class.
+
+    Args:
+        unit: name of the range that is a step.
+    """
+    return list(_place(trace, unit))
 
 
-def _place(trace: Trace) -> Iterator[Placed]:
-    paths = _paths(trace)
+def _place(trace: Trace, unit: str) -> Iterator[Placed]:
+    paths = _paths(trace, unit)
     chains: dict[Launch, _ChainNames] = {}
     for activity in sorted(trace.activities, key=lambda a: (a.start_ns, a.end_ns)):
         launch = activity.launch
@@ -97,7 +113,10 @@ def _place(trace: Trace) -> Iterator[Placed]:
         kind = busy_class(path)
         name = path[-1] if path else OUTSIDE
         if kind == "chain" and launch is not None and not activity.is_whole_graph:
-            name, kind = chains.setdefault(launch, _ChainNames(name)).place(activity.name)
+            if launch.is_graph:
+                name, kind = chains.setdefault(launch, _ChainNames(name)).place(activity.name)
+            else:  # a copy beside it
+                name, kind = f"host.{name}", "other"
         elif kind == "other" and path:
             name = f"host.{name}"  # "accept" is also a step of the chain
         yield Placed(activity, name, kind, step)
@@ -110,17 +129,48 @@ def busy_class(path: Sequence[str]) -> BusyClass:
     name = path[-1]
     if name == names.ACCEPT:  # a step of the target's chain, or, in old traces, a host's phase
         return "dense" if {"verify", "decode", names.SPECULATE} & set(path) else "other"
-    if name in names.CHAINS:
+    if names.is_chain(name):
         return "chain"
     kind = names.step_class(name)
     return "other" if kind == "host" else kind
 
 
-def _paths(trace: Trace) -> dict[Launch, tuple[list[str], int | None]]:
-    """Launch -> (names of the ranges around it, outermost first; index of its step)."""
+def host_times(trace: Trace, unit: str = names.STEP) -> dict[tuple[int, str], HostTime]:
+    """(step, name) -> the host in ranges of that name and in no other within, by the rules above;
+    ranges outside of all steps are left out."""
+    in_order, indices = _in_order(trace, unit)
+    calls = [a.launch.end_ns for a in trace.activities if a.launch is not None]
+    last_ns = max([*calls, *(entry.start_ns for entry in in_order)], default=0)
+    ns, counts = Counter[tuple[int, str]](), Counter[tuple[int, str]]()
+    stacks: dict[int, list[HostRange]] = defaultdict(list)
+    for entry in in_order:
+        stack = stacks[entry.thread]
+        while stack and stack[-1].end_ns <= entry.start_ns:
+            stack.pop()
+        stack.append(entry)
+        outer = next((outer for outer in stack if outer.name == unit), None)
+        if outer is None:
+            continue
+        step = indices[outer]
+        # One that never ended, as the recording did, lasts to the last thing that is known.
+        lasted_ns = (entry.end_ns if entry.end_ns < NO_END else last_ns) - entry.start_ns
+        ns[step, entry.name] += lasted_ns
+        counts[step, entry.name] += 1
+        if entry is not outer:
+            ns[step, stack[-2].name] -= lasted_ns
+    return {key: HostTime(ns[key], count) for key, count in counts.items()}
+
+
+def _in_order(trace: Trace, unit: str) -> tuple[list[HostRange], dict[HostRange, int]]:
+    """Ranges by their begin, outer ones first, and the index of each that is a step."""
     in_order = sorted(trace.ranges, key=lambda r: (r.start_ns, -r.end_ns))
-    steps = (entry for entry in in_order if entry.name == names.STEP)
-    indices = {entry: index for index, entry in enumerate(steps)}
+    steps = (entry for entry in in_order if entry.name == unit)
+    return in_order, {entry: index for index, entry in enumerate(steps)}
+
+
+def _paths(trace: Trace, unit: str) -> dict[Launch, tuple[list[str], int | None]]:
+    """Launch -> (names of the ranges around it, outermost first; index of its step)."""
+    in_order, indices = _in_order(trace, unit)
     by_thread: dict[int, list[HostRange]] = defaultdict(list)
     for entry in reversed(in_order):
         by_thread[entry.thread].append(entry)  # the next one is at the end
@@ -136,18 +186,19 @@ def _paths(trace: Trace) -> dict[Launch, tuple[list[str], int | None]]:
             stack.append(entry)
         while stack and stack[-1].end_ns < launch.start_ns:
             stack.pop()
-        step = next((indices[entry] for entry in stack if entry.name == names.STEP), None)
+        step = next((indices[entry] for entry in stack if entry.name == unit), None)
         found[launch] = ([entry.name for entry in stack], step)
     return found
 
 
 class _ChainNames:
-    """Tells the kernels of a chain, or of a whole step, that is one graph apart, in the order of
-    execution."""
+    """Tells the kernels of a chain, of a chunk, or of a whole step, that is one graph apart, in the
+    order of execution."""
 
     def __init__(self, graph: str) -> None:
         self._is_step = self._is_drafting = graph == names.SPECULATE
-        self._chain, self._layer = "draft" if self._is_step else graph, 0
+        self._chain, self._layer = "draft" if self._is_step else graph.partition(".")[0], 0
+        self._is_context = False
         self._after_attention = False
         # argmax has run; something behind the target's has; accept has
         self._has_chosen = self._is_accepting = self._has_accepted = False
@@ -172,4 +223,9 @@ class _ChainNames:
             self._is_accepting |= not _ARGMAX_KERNEL.search(kernel)
         if self._is_accepting:
             return names.ACCEPT, "dense"
+        if self._chain == "prefill" and self._has_chosen:
+            is_last_segment = _ARGMAX_KERNEL.search(kernel) or _COPY_KERNEL.search(kernel)
+            self._is_context |= not is_last_segment
+            if self._is_context:
+                return names.PREFILL_CONTEXT, "dense"
         return names.dense_name(self._chain, self._layer), "dense"

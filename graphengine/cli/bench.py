@@ -1,6 +1,7 @@
 """`graphengine bench`: the options, and the loop over modes, contexts and buckets.
 
-The measuring itself is in measure/bench.py, tables and pictures in measure/report.py.
+The measuring itself is in measure/bench.py and, of first tokens, measure/first_token.py; tables and
+pictures are in measure/report.py.
 """
 
 from __future__ import annotations
@@ -46,18 +47,28 @@ Examples:
   graphengine bench qwen3-8b --draft qwen3-8b-dflash-b16 --simulate-acceptance 6.35
   graphengine bench qwen3-8b --draft qwen3-8b-dflash-b16 --simulate-acceptance 6.35 \\
       --baseline --context 1024,8192 --plot step.svg
+  graphengine bench qwen3-8b --draft qwen3-8b-dflash-b16 --simulate-acceptance 6.35 \\
+      --prefill --bucket 1,8 --output-len 256
   graphengine bench qwen3-4b --draft none --bucket 1
   graphengine bench --device cpu --num-iters 20 --bucket 1,4
 """
+_SHARED_BY_CASES = ("output_len", "num_iters", "seed")
 
 
 @click.command("bench", epilog=_EPILOG)
 @shared.MODEL
 @shared.DRAFT
 @click.option(
+    "--prefill",
+    is_flag=True,
+    help="Time first tokens instead of steps: fresh random prompts of each --input-len, as many at "
+    "once as --bucket says.",
+)
+@click.option(
     "--input-len",
     type=shared.IntList(distinct=True),
-    help="Prompt tokens; several are several cases.  [default: 128]",
+    help="Prompt tokens; several are several cases.  [default: 128; with --prefill 16, 128, 512, "
+    "1024 and 8192, as far as the context goes]",
 )
 @click.option(
     "--context",
@@ -65,9 +76,19 @@ Examples:
     help="Instead of --input-len: tokens of context half-way through a round, prompt included; the "
     "prompt then has half of --output-len less.",
 )
-@shared.count("--output-len", 512, "Tokens per request of a round.", low=8)
-@shared.count("--num-iters", 200, "Steps counted per case.")
-@shared.count("--warmup", 10, "Steps left out first.", low=0)
+@shared.count(
+    "--output-len",
+    None,
+    "Tokens per request of a round; with --prefill whole requests of so many tokens are timed too, "
+    "at batch 1.  [default: 512; with --prefill none]",
+    low=8,
+)
+@shared.count(
+    "--num-iters",
+    None,
+    "Steps, with --prefill calls, counted per case.  [default: 200; with --prefill 5]",
+)
+@shared.count("--warmup", None, "Steps left out first.  [default: 10]", low=0)
 @click.option(
     "--compare",
     type=ModeList(),
@@ -86,7 +107,8 @@ Examples:
 def bench(model: str | None, draft: str | None, **options: Any) -> None:
     """Time decode steps of MODEL: a preset (random weights), hub id or directory.
 
-    Steps of full buckets only, prefill excluded; p50 / p95 / p99 of the time between steps.
+    Steps of full buckets only, prefill excluded; p50 / p95 / p99 of the time between steps. With
+    --prefill first tokens, beside the roofline.
     """
     import torch
 
@@ -94,22 +116,35 @@ def bench(model: str | None, draft: str | None, **options: Any) -> None:
     from graphengine.checkpoints.hub import preset_names
     from graphengine.checkpoints.pairs import named_pair
     from graphengine.measure.bench import gpu_memory, read_bandwidth_gbps
-    from graphengine.measure.report import picture, speedups_, table
+    from graphengine.measure.first_token import (
+        FIRST_REQUEST_TOKENS,
+        Rates,
+        matmul_tflops,
+        run_prefills,
+    )
+    from graphengine.measure.report import first_token_table, picture, speedups_, table
     from graphengine.report import print_table, stderr_console
 
     console = stderr_console(quiet=False)
     asked = shared.taken(options)
     asked["load_format"] = asked["load_format"] or ("dummy" if model in preset_names() else "auto")
     model, draft = named_pair(model, draft)
+    prefill = options["prefill"]
+    _settle(options, asked["buckets"])
     if options["baseline"] and draft is None:
         raise ValueError("--baseline compares with plain decoding; pass --draft to have a drafter")
     shared.check_places(options)
-    options["input_lens"] = _input_lens(options)
-    longest = max(options["input_lens"]) + options["output_len"] + 256
-    asked["max_model_len"] = longest_context(model, draft, longest)
-    read_gbps = read_bandwidth_gbps()
+    lengths = _input_lens(options)
+    output_len = options["output_len"] or FIRST_REQUEST_TOKENS
+    context = longest_context(model, draft, max(lengths) + output_len + 256)
+    if prefill and options["input_len"] is None:
+        lengths = tuple(n for n in lengths if n + output_len <= context) or (1,)
+    options["input_lens"], asked["max_model_len"] = lengths, context
+    rates = Rates(read_bandwidth_gbps(), matmul_tflops() if prefill else 0.0)
     rows: list[Row] = []
-    numbers: dict[str, Any] = {"read_bandwidth_gbps": read_gbps}
+    numbers: dict[str, Any] = {"read_bandwidth_gbps": rates.read_gbps}
+    if prefill:
+        numbers["matmul_tflops"] = rates.matmul_tflops
     configs: dict[str, Any] = {}
     asked |= {"acceptance_floor": 0.0, "fallback": False}
     for mode, backend in options["compare"] or (("auto", "auto"),):
@@ -127,38 +162,78 @@ def bench(model: str | None, draft: str | None, **options: Any) -> None:
                     console.print(f"{mode}:{backend} is {label} again: left out")
                     continue
                 configs[label] = asdict(engine.config)
-                found = _measure(engine, label, options, read_gbps, console)
-                rows += found
                 del startup["buckets"], startup["num_pages"]
-                measured = {row.key: row.numbers for row in found}
+                if prefill:
+                    measured = run_prefills(
+                        engine,
+                        rates,
+                        partial(console.print, f"{label:22}"),
+                        **{name: options[name] for name in ("input_lens", *_SHARED_BY_CASES)},
+                    )
+                else:
+                    found = _measure(engine, label, options, rates.read_gbps, console)
+                    rows += found
+                    measured = {row.key: row.numbers for row in found}
                 numbers[label] = {"startup": startup} | measured | {"memory": gpu_memory()}
-    speedups_(rows)
     simulated = asked["simulate_acceptance"]
-    print_table(console, table(rows, simulated))
-    digests = {f"{row.label}_{row.key}": row.result.digest for row in rows}
-    by_case: dict[str, set[str]] = {}  # of all modes that share an attention kernel
-    for key, digest in digests.items():
-        by_case.setdefault(key.partition("_")[2], set()).add(digest)
-    same = all(len(found) == 1 for found in by_case.values())
-    console.print(f"tokens equal in all modes of one attention: {same}")
     document = {
         "model": Path(model).name,
         "draft": Path(draft).name if draft else None,
         "simulated_acceptance": simulated,
         "options": asked,
         "modes": configs,
-        "token_digests": digests,
-        "tokens_equal_across_modes": same,
-        **{name: options[name] for name in ("output_len", "num_iters", "warmup", "seed")},
+        **{name: options[name] for name in _SHARED_BY_CASES},
     }
+    if prefill:
+        print_table(console, first_token_table(numbers, simulated))
+    else:
+        speedups_(rows)
+        print_table(console, table(rows, simulated))
+        digests = {f"{row.label}_{row.key}": row.result.digest for row in rows}
+        by_case: dict[str, set[str]] = {}  # of all modes that share an attention kernel
+        for key, digest in digests.items():
+            by_case.setdefault(key.partition("_")[2], set()).add(digest)
+        same = all(len(found) == 1 for found in by_case.values())
+        console.print(f"tokens equal in all modes of one attention: {same}")
+        document |= {"token_digests": digests, "tokens_equal_across_modes": same}
+        document["warmup"] = options["warmup"]
     draw = partial(picture, rows, simulated)
-    shared.deliver(options, "bench_latency", numbers, document, draw)
+    kind = "bench_first_token" if prefill else "bench_latency"
+    shared.deliver(options, kind, numbers, document, draw)
+
+
+def _settle(options: dict[str, Any], buckets: tuple[int, ...]) -> None:
+    """Gives options without a value theirs. Mutates: options.
+
+    Raises:
+        ValueError: one that --prefill does not go with.
+    """
+    defaults = {"output_len": 512, "num_iters": 200, "warmup": 10}
+    if options["prefill"]:
+        defaults = {"num_iters": 5}
+        remedies = {
+            "baseline": "plain decoding's first token is --draft none's",
+            "plot": "the table and --output-json have its numbers",
+            "context": "pass the prompt's length as --input-len",
+            "warmup": "one call goes before each case",
+        }
+        for name, remedy in remedies.items():
+            if options[name] is not None and options[name] is not False:
+                raise ValueError(f"--{name} is of steps, --prefill times none: {remedy}")
+        if options["output_len"] is not None and 1 not in buckets:
+            raise ValueError(
+                f"--output-len {options['output_len']} with --prefill times whole requests at "
+                "batch 1; leave it out, or add 1 to --bucket"
+            )
+    options |= {name: default for name, default in defaults.items() if options[name] is None}
 
 
 def _input_lens(options: dict[str, Any]) -> tuple[int, ...]:
     """Prompt lengths of the cases, from --input-len or from --context."""
+    from graphengine.measure.first_token import INPUT_LENS
+
     if options["context"] is None:
-        return options["input_len"] or (128,)
+        return options["input_len"] or (INPUT_LENS if options["prefill"] else (128,))
     if options["input_len"] is not None:
         raise ValueError("--context and --input-len both set the prompt's length; give one")
     half = options["output_len"] // 2
@@ -184,7 +259,8 @@ def _measure(
             case = Case(
                 bucket=bucket,
                 input_len=input_len,
-                **{name: options[name] for name in ("output_len", "num_iters", "warmup", "seed")},
+                warmup=options["warmup"],
+                **{name: options[name] for name in _SHARED_BY_CASES},
             )
             result = run_case(engine, case)
             numbers = dict(result.numbers(read_gbps))

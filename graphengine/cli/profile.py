@@ -27,6 +27,7 @@ Examples:
   graphengine profile
   graphengine profile qwen3-8b --draft qwen3-8b-dflash-b16 --simulate-acceptance 6.35
   graphengine profile --tool nsys --preset node --keep out --plot step.svg
+  graphengine profile qwen3-8b --draft qwen3-8b-dflash-b16 --prefill --input-len 1024
   graphengine profile --read out/graph.sqlite
 
 \b
@@ -65,6 +66,12 @@ _SOURCES = {
     help="nsys: CUDA graphs as one interval (for times), their kernels (for composition), or one "
     "run of each.",
 )
+@click.option(
+    "--prefill",
+    is_flag=True,
+    help="Report on first tokens instead: each step of the report is a prefill of --bucket fresh "
+    "prompts of --input-len tokens.",
+)
 @shared.count("--bucket", 1)
 @shared.count("--input-len", 128)
 @shared.count("--num-steps", 30, "Steps in the report.")
@@ -88,7 +95,8 @@ _SOURCES = {
 @shared.as_json("The result as JSON on stdout.")
 @click.option("--inside", type=click.Path(path_type=Path), hidden=True)
 def profile(model: str | None, draft: str | None, **options: Any) -> None:
-    """Where a decode step of MODEL waits: wall, busy and idle time by step, class and kernel."""
+    """Where a decode step of MODEL, or a prefill, waits: wall, busy, idle and the host's time by
+    step, class and kernel."""
     from graphengine.measure import profile_run
     from graphengine.report import print_note, stderr_console
 
@@ -133,6 +141,7 @@ def _deliver(
     }
     simulated = facts.get("config", {}).get("simulate_acceptance")
     mark = f" (acceptance SIMULATED at {simulated})" if simulated else ""
+    mark += "; each step is a prefill" if facts.get("prefill") else ""
     for label, found in numbers.items():
         print_report(console, _SOURCES.get(label, label) + mark, found, options["top"])
     if "unprofiled_step_ms" in facts:
@@ -145,8 +154,9 @@ def _deliver(
         numbers["unprofiled"] = {
             "step_p50_ms": step,
             "host_p50_ms": host,
-            "mean_acceptance_length": facts["mean_acceptance_length"],
         }
+        if "mean_acceptance_length" in facts:  # a prefill has none
+            numbers["unprofiled"]["mean_acceptance_length"] = facts["mean_acceptance_length"]
     document = {name: value for name, value in facts.items() if name != "segment_bytes"}
     document["sources"] = {label: _SOURCES.get(label, "a recorded file") for label in reports}
     shared.deliver(options, "profile", numbers, document, partial(profile_picture, reports, mark))

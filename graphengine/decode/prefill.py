@@ -61,7 +61,8 @@ class FirstTokens(NamedTuple):
     def wait(self) -> list[tuple[Request, int]]:
         """Waits for them, and notes when they came."""
         if self.are_there is not None:
-            self.are_there.synchronize()
+            with names.range_("wait"):
+                self.are_there.synchronize()
         found = zip(self.work, self.ids_R.tolist(), strict=False)
         done = [(request, token) for (request, piece), token in found if _completes(request, piece)]
         for request, _ in done:
@@ -93,7 +94,11 @@ class Prefill:
             Requests whose prompts are complete with their first tokens, in order. Everything is
             queued before the first of them; each waits for the device.
         """
-        for tokens in [self._queue(work) for work in self.split(requests)]:
+        queued = [self._queue(work) for work in self.split(requests)]
+        now = time.perf_counter()
+        for request in requests:
+            request.queued_s = now
+        for tokens in queued:
             if tokens is not None:
                 yield tokens.wait()
 
@@ -152,10 +157,11 @@ class Prefill:
         num_rows = sum(self._room_for(piece) for piece in pieces)
         chunk = next((chunk for chunk in self.fixed if chunk.size >= num_rows), None)
         goes_on = not any(_completes(*part) for part in work)
-        if chunk is not None:
-            logits_RV, ids_R = chunk.run(pieces, goes_on)
-        else:
-            logits_RV, ids_R = self.logits(pieces), None
+        with names.range_(names.chunk_name(num_rows if chunk is None else chunk.size)):
+            if chunk is not None:
+                logits_RV, ids_R = chunk.run(pieces, goes_on)
+            else:
+                logits_RV, ids_R = self.logits(pieces), None
         if goes_on:
             return None
         if any(not request.sampling.is_greedy for request, _ in work):

@@ -44,6 +44,8 @@ class Request:
     submitted_s: float = field(default_factory=time.perf_counter)
     prefill_s: float = 0.0
     """When its first row was queued."""
+    queued_s: float = 0.0
+    """When all was queued that was admitted with it."""
     prefilled_s: float = 0.0
     """When its first token was there."""
     first_token_s: float = 0.0
@@ -96,6 +98,7 @@ class Request:
             tokenize_ms=(self.submitted_s - self.arrival_s) * 1e3,
             queue_ms=(self.prefill_s - self.submitted_s) * 1e3,
             prefill_ms=(self.prefilled_s - self.prefill_s) * 1e3,
+            launch_ms=(self.queued_s - self.prefill_s) * 1e3,
             first_token_ms=(self.first_token_s - self.prefilled_s) * 1e3,
             decode_ms=(self.last_token_s - self.first_token_s) * 1e3,
             acceptance=self.acceptance,

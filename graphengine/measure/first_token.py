@@ -1,31 +1,33 @@
 """Time to the first token, from the call to the token, beside what the GPU could do.
 
 What is timed: `Engine.generate` of fresh random ids for one new token, so everything that a user
-waits for but tokenising. Of a batch it is the last prompt's; `first_ms` is the first one's. The
-roofline is the larger of two times, both from rates measured in the same process: weights over the
-read bandwidth, and products (of matrices, and of attention over causal keys) over the rate of a
-large bf16 product.
+waits for but the text's tokenising. Of a batch it is the last prompt's; `first` is the first one's,
+`host` the time until everything is queued and the host begins to wait. The roofline is the larger
+of two times, both from rates measured in the same process: weights over the read bandwidth, and
+products (of matrices, and of attention over causal keys) over the rate of a large bf16 product.
 """
 
 from __future__ import annotations
 
 import statistics
 import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from graphengine.api import Engine
+from graphengine.api import Engine, GenerationResult
 from graphengine.config.draft import DraftConfig
 from graphengine.config.model import ModelConfig
+from graphengine.decode.kvcache import pages_for
 from graphengine.models import decoder, dflash
 from graphengine.models.weight import num_matrix_elements
 from graphengine.startup.build import Built
 
 MATMUL_SIZE = 8192
-REQUEST_TOKENS = 256
-REQUEST_STEPS = 40  # of a whole request: what acceptance 6.35 needs for REQUEST_TOKENS
+INPUT_LENS = (16, 128, 512, 1024, 8192)
+FIRST_REQUEST_TOKENS = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,45 +46,145 @@ class PrefillCase:
         return f"first_token_input_{self.input_len}{suffix}"
 
 
+def run_prefills(
+    engine: Engine,
+    rates: Rates,
+    note: Callable[[str], None],
+    *,
+    input_lens: Sequence[int],
+    num_iters: int,
+    seed: int,
+    output_len: int | None,
+) -> dict[str, Any]:
+    """An engine's very first request, then every length with every bucket's batch, by key.
+
+    Args:
+        note: told each case's outcome.
+        output_len: of whole requests, timed at batch 1 too; None: of none.
+    """
+    found: dict[str, Any] = {"first_request": first_request(engine, input_lens[0], seed)}
+    for input_len in input_lens:
+        for batch in engine.config.buckets:
+            case = PrefillCase(input_len=input_len, batch=batch, num_iters=num_iters, seed=seed)
+            numbers = found[case.key] = run_prefill(engine, case, rates)
+            if output_len is not None and batch == 1:
+                numbers |= run_request(engine, case, output_len)
+            note(
+                f"batch {batch:3} input {input_len:6}  first token "
+                f"{numbers['ttft_p50_ms']:.3f} ms  host {numbers['host_p50_ms']:.3f} ms"
+            )
+    return found
+
+
+def timed_calls(
+    engine: Engine, case: PrefillCase, max_new_tokens: int
+) -> Iterator[tuple[float, list[GenerationResult]]]:
+    """Wall milliseconds of each of `num_iters` calls, and what came of it; one goes before them,
+    uncounted.
+
+    Raises:
+        ValueError: the context or the K/V pool does not hold the prompts.
+    """
+    config, loop = engine.config, engine.built.loop
+    longest = min(case.input_len + max_new_tokens, config.max_model_len)
+    each = pages_for(longest + loop.block, config.page_size)
+    if case.batch * each > loop.allocator.num_usable:
+        raise ValueError(
+            f"K/V for {loop.allocator.num_usable // each} of {case.batch} prompts of "
+            f"{case.input_len} tokens; raise --kv-cache-memory or lower --bucket or --input-len"
+        )
+    generator = torch.Generator().manual_seed(case.seed)
+    shape, vocab = (1 + case.num_iters, case.batch, case.input_len), engine.built.target.vocab_size
+    calls = torch.randint(0, vocab, shape, generator=generator).tolist()
+    for i, ids in enumerate(calls):
+        began = time.perf_counter()
+        results = engine.generate(ids, max_new_tokens=max_new_tokens, ignore_eos=True)
+        wall_ms = (time.perf_counter() - began) * 1e3
+        if i:
+            yield wall_ms, results
+
+
 def run_prefill(engine: Engine, case: PrefillCase, rates: Rates) -> dict[str, Any]:
     """Milliseconds of each of `num_iters` calls, their median, and what they are made of."""
-    generator = torch.Generator().manual_seed(case.seed)
-    vocab, shape = engine.built.target.vocab_size, (case.batch, case.input_len)
-    parts: dict[str, list[float]] = {"ttft": [], "first": [], "queue": [], "prefill": []}
-    for _ in range(case.num_iters):
-        prompts = torch.randint(0, vocab, shape, generator=generator).tolist()
-        began = time.perf_counter()
-        results = engine.generate(prompts, max_new_tokens=1, ignore_eos=True)
-        parts["ttft"].append((time.perf_counter() - began) * 1e3)
-        metrics = [result.metrics for result in results]
-        parts["first"].append(min(m.ttft_ms for m in metrics))
-        parts["queue"].append(metrics[0].queue_ms)
-        parts["prefill"].append(metrics[-1].prefill_ms)
+    parts: dict[str, list[float]] = {}
+    for wall_ms, results in timed_calls(engine, case, 1):
+        first, last = results[0].metrics, results[-1].metrics
+        times = {
+            "ttft": wall_ms,
+            "first": min(result.metrics.ttft_ms for result in results),
+            "tokenize": first.tokenize_ms,
+            "queue": first.queue_ms,
+            "prefill": last.prefill_ms,
+            "host": host_ms(results),
+        }
+        for name, part_ms in times.items():
+            parts.setdefault(name, []).append(part_ms)
     numbers: dict[str, Any] = {"ttft_ms": parts["ttft"]}
     numbers |= {f"{name}_p50_ms": statistics.median(times) for name, times in parts.items()}
+    numbers["num_chunks"] = num_chunks(engine, case)
+    numbers["chunk_host_us"] = numbers["host_p50_ms"] / numbers["num_chunks"] * 1e3
     if rates.read_gbps:
         numbers["roofline_ms"] = roofline_ms(engine.built, case.input_len, case.batch, rates)
         numbers["over_roofline_ratio"] = numbers["ttft_p50_ms"] / numbers["roofline_ms"]
     return numbers
 
 
-def run_request(engine: Engine, case: PrefillCase) -> dict[str, float]:
-    """One prompt to its last token: wall time of each call, scaled to REQUEST_STEPS steps."""
-    generator = torch.Generator().manual_seed(case.seed)
-    scaled, steps = [], []
-    for _ in range(case.num_iters):
-        ids = torch.randint(
-            0, engine.built.target.vocab_size, (case.input_len,), generator=generator
-        )
-        began = time.perf_counter()
-        (result,) = engine.generate([ids.tolist()], max_new_tokens=REQUEST_TOKENS, ignore_eos=True)
-        wall_ms, metrics = (time.perf_counter() - began) * 1e3, result.metrics
-        scaled.append(wall_ms + metrics.ms_per_step * (REQUEST_STEPS - metrics.num_steps))
-        steps.append(metrics.ms_per_step)
+def host_ms(results: Sequence[GenerationResult]) -> float:
+    """From a call until everything is queued, of prompts that were admitted together."""
+    metrics = results[0].metrics
+    return metrics.tokenize_ms + metrics.queue_ms + metrics.launch_ms
+
+
+def num_chunks(engine: Engine, case: PrefillCase) -> int:
+    """Forwards that run the prompts of a call."""
+    loop = engine.built.loop
+    requests = [loop.submit([0] * case.input_len, 1, ()) for _ in range(case.batch)]
+    found = len(list(loop.prefill.split(requests)))
+    loop.reset()
+    return found
+
+
+def run_request(engine: Engine, case: PrefillCase, output_len: int) -> dict[str, float]:
+    """Prompts to their last token: wall time of each call. Where acceptance is simulated, it is
+    scaled to the steps that this acceptance takes, since luck is not what is measured.
+
+    Raises:
+        ValueError: the context ends before the last token.
+    """
+    walls, times, counts = [], [], []
+    acceptance = engine.config.simulate_acceptance
+    wanted = round((output_len - 1) / acceptance) if acceptance else None
+    for wall_ms, results in timed_calls(engine, case, output_len):
+        metrics = results[-1].metrics
+        if metrics.num_output_tokens < output_len:
+            raise ValueError(
+                f"--output-len {output_len} after {case.input_len} tokens of prompt: the context "
+                f"of {engine.config.max_model_len} is full before; pass less of either"
+            )
+        num_steps = metrics.num_steps if wanted is None else wanted
+        walls.append(wall_ms + metrics.ms_per_step * (num_steps - metrics.num_steps))
+        times.append(metrics.ms_per_step)
+        counts.append(num_steps)
     return {
-        "request_p50_ms": statistics.median(scaled),
-        "request_step_p50_ms": statistics.median(steps),
-        "request_steps": REQUEST_STEPS,
+        "request_p50_ms": statistics.median(walls),
+        "request_step_p50_ms": statistics.median(times),
+        "num_request_steps": statistics.median(counts),
+    }
+
+
+def first_request(engine: Engine, input_len: int, seed: int) -> dict[str, float]:
+    """What the first user of an engine sees: its first request, with nothing warmed but what the
+    start has."""
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(0, engine.built.target.vocab_size, (input_len,), generator=generator)
+    (result,) = engine.generate(
+        [ids.tolist()], max_new_tokens=FIRST_REQUEST_TOKENS, ignore_eos=True
+    )
+    return {
+        "num_prompt_tokens": input_len,
+        "ttft_ms": result.metrics.ttft_ms,
+        "step_mean_ms": result.metrics.ms_per_step,
+        "num_steps": result.metrics.num_steps,
     }
 
 

@@ -18,13 +18,19 @@ from typing import Any
 
 import torch
 
+from graphengine import names
 from graphengine.api import Engine
 from graphengine.checkpoints.hub import preset_names
 from graphengine.checkpoints.pairs import named_pair
 from graphengine.config.draft_length import resolve_draft_lengths
 from graphengine.config.options import Options, declarations
 from graphengine.measure.bench import read_bandwidth_gbps
-from graphengine.measure.profiled_steps import Workload, cuda_profiler_range, run_steps
+from graphengine.measure.profiled_steps import (
+    Workload,
+    cuda_profiler_range,
+    run_prefills,
+    run_steps,
+)
 from graphengine.measure.segment_bytes import draft_itemsize, segment_bytes
 from graphengine.profiles import host_trace, nsys, torch_trace
 from graphengine.profiles.launch_gaps import Report, report
@@ -78,7 +84,14 @@ def read_file(model: str | None, draft: str | None, options: dict[str, Any]) -> 
         facts = _read_facts(beside)
     if options["read_gbps"] is not None:
         facts["read_gbps"] = options["read_gbps"]
-    return {name.split(".")[0]: report(trace)}, facts
+    if options["prefill"]:
+        facts["prefill"] = True
+    return {name.split(".")[0]: report(trace, _unit(facts))}, facts
+
+
+def _unit(facts: dict[str, Any]) -> str:
+    """The host's range that is a step."""
+    return "prefill" if facts.get("prefill") else names.STEP
 
 
 def _read_facts(file: Path) -> dict[str, Any]:
@@ -87,12 +100,13 @@ def _read_facts(file: Path) -> dict[str, Any]:
     Raises:
         ValueError: it is something else.
     """
-    unprofiled = ("unprofiled_step_ms", "unprofiled_host_ms", "mean_acceptance_length")
+    unprofiled = ("unprofiled_step_ms", "unprofiled_host_ms")
     try:
         facts = json.loads(file.read_text())
         used = [*facts.get("segment_bytes", {}).values(), facts.get("read_gbps", 0.0)]
         if any(name in facts for name in unprofiled):
             used += [facts[name] for name in unprofiled]
+            used.append(facts.get("mean_acceptance_length", 0.0))
         if not all(math.isfinite(number) for number in used):
             raise ValueError("a number is not finite")
         facts.get("config", {}).get("simulate_acceptance")
@@ -138,12 +152,12 @@ def run(
         note("nsys is not used: falling back to torch.profiler")
         file = folder / "torch.json"
         facts = _record(model, draft, options, torch_trace.record(file))
-        reports = {"torch": report(torch_trace.read_chrome_trace(file))}
+        reports = {"torch": report(torch_trace.read_chrome_trace(file), _unit(facts))}
     else:
         recorder = host_trace.HostRecorder()
         asked = options | {"read_gbps": options["read_gbps"] or 0.0}
         facts = _record(model, draft, asked, host_trace.record(recorder))
-        reports = {"cpu": report(recorder.trace())}
+        reports = {"cpu": report(recorder.trace(), _unit(facts))}
     (folder / _FACTS).write_text(json.dumps(facts))
     return reports, facts
 
@@ -166,6 +180,7 @@ def _under_nsys(
         inside = folder / f"{preset}-{_FACTS}"
         child = [sys.executable, "-m", "graphengine", "profile", model]
         child += ["--draft", draft or "none", "--inside", str(inside)]
+        child += ["--prefill"] * options["prefill"]
         for name in Workload._fields:
             child += [f"--{name.replace('_', '-')}", str(options[name])]
         for name, declared in declarations(Options).items():
@@ -176,8 +191,8 @@ def _under_nsys(
             child += ["--read-gbps", str(known_gbps)]
         nsys.run(nsys.profile_command(program, preset, recorded, child))
         nsys.run(nsys.export_command(program, recorded, exported))
-        reports[preset] = report(nsys.read_export(exported))
         found = json.loads(inside.read_text())
+        reports[preset] = report(nsys.read_export(exported), _unit(found))
         facts = facts or found
         facts[f"{preset}_profiled_step_ms"] = found["profiled_step_ms"]
     return reports, facts
@@ -200,7 +215,8 @@ def _record(
     workload = Workload(**{name: options[name] for name in Workload._fields})
     target, drafter = read_configs(model, draft)
     block = drafter.num_verify_rows if drafter else 1
-    wanted = workload.input_len + workload.output_len(block) + block
+    output_len = 1 if options["prefill"] else workload.output_len(block)
+    wanted = workload.input_len + output_len + block
     asked = {name: value for name, value in options.items() if name in declarations(Options)}
     asked |= {
         "buckets": (workload.bucket,),
@@ -210,6 +226,7 @@ def _record(
         "fallback": False,
     }
     with Engine.from_pretrained(model, draft, **asked) as engine:
-        facts = run_steps(engine, workload, profiler)
-    names = {"model": Path(model).name, "draft": Path(draft).name if draft else None}
-    return facts | names | {"read_gbps": read_gbps}
+        run = run_prefills if options["prefill"] else run_steps
+        facts = run(engine, workload, profiler)
+    pair = {"model": Path(model).name, "draft": Path(draft).name if draft else None}
+    return facts | pair | {"read_gbps": read_gbps}

@@ -1,7 +1,8 @@
 """The steps that a profile looks at: the same as `graphengine bench`, once without the profiler.
 
 Why twice: every profiler slows what it looks at; the unprofiled time beside the report says by how
-much. Both runs are full-bucket decode steps of one batch of random prompts, prefill excluded.
+much. Both runs are full-bucket decode steps of one batch of random prompts, prefill excluded; or
+calls for first tokens alone.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ import torch
 from graphengine import names
 from graphengine.api import Engine
 from graphengine.measure.bench import Step, dense_bytes, submit_random, timed_steps
+from graphengine.measure.first_token import PrefillCase, host_ms, num_chunks, timed_calls
+from graphengine.startup.build import Built
 
 
 class Workload(NamedTuple):
@@ -79,16 +82,53 @@ def run_steps(
     finally:
         loop.reset()
     num_tokens = sum(step.num_tokens for step in unprofiled)
-    return {
-        "workload": workload._asdict(),
-        "config": asdict(built.config),
-        "gpu_name": torch.cuda.get_device_name() if has_gpu else None,
+    return _facts(built, workload) | {
         "context_len": context_len,
         "mean_acceptance_length": num_tokens / len(unprofiled) / workload.bucket,
         "unprofiled_step_ms": statistics.median(step.wall_ms for step in unprofiled),
         "unprofiled_host_ms": statistics.median(step.host_ms for step in unprofiled),
         "profiled_step_ms": statistics.median(step.wall_ms for step in profiled),
         "segment_bytes": dense_bytes(built, workload.bucket),
+    }
+
+
+def run_prefills(
+    engine: Engine, workload: Workload, profiler: AbstractContextManager[Any]
+) -> dict[str, Any]:
+    """`run_steps` of first tokens: a step is a call for those of fresh prompts.
+
+    Raises:
+        ValueError: the context or the K/V pool does not hold the prompts.
+    """
+    built, num_steps = engine.built, workload.num_steps
+    case = PrefillCase(
+        input_len=workload.input_len,
+        batch=workload.bucket,
+        num_iters=workload.warmup + 2 * num_steps,
+        seed=workload.seed,
+    )
+    calls = timed_calls(engine, case, 1)
+    list(islice(calls, workload.warmup - 1))  # it has run one
+    unprofiled = list(islice(calls, num_steps))
+    wait = torch.cuda.synchronize if built.config.device == "cuda" else lambda: None
+    wait()
+    with profiler:
+        profiled = list(calls)
+        wait()
+    return _facts(built, workload) | {
+        "prefill": True,
+        "num_chunks": num_chunks(engine, case),
+        "unprofiled_step_ms": statistics.median(wall_ms for wall_ms, _ in unprofiled),
+        "unprofiled_host_ms": statistics.median(host_ms(results) for _, results in unprofiled),
+        "profiled_step_ms": statistics.median(wall_ms for wall_ms, _ in profiled),
+    }
+
+
+def _facts(built: Built, workload: Workload) -> dict[str, Any]:
+    return {
+        "workload": workload._asdict(),
+        "config": asdict(built.config),
+        "gpu_name": torch.cuda.get_device_name() if built.config.device == "cuda" else None,
     }
 
 

@@ -79,10 +79,48 @@ def table(rows: Sequence[Row], simulated: float | None) -> Any:
     table.padding = (0, 1, 0, 0)
     for row in rows:
         case, found = row.result.case, row.numbers
-        cells = [
-            format(found[key], form) if key in found else "-" for key, form in columns.values()
-        ]
+        cells = _cells(found, columns)
         table.add_row(row.label, str(case.bucket), str(case.input_len), *cells)
+    return table
+
+
+def _cells(found: Mapping[str, float], columns: Mapping[str, tuple[str, str]]) -> list[str]:
+    return [format(found[key], form) if key in found else "-" for key, form in columns.values()]
+
+
+# column -> (key, format)
+_FIRST_TOKEN_COLUMNS = {
+    "p50_ms": ("ttft_p50_ms", ".3f"),
+    "first_ms": ("first_p50_ms", ".3f"),
+    "/roofline": ("over_roofline_ratio", ".2f"),
+    "prefill_ms": ("prefill_p50_ms", ".3f"),
+    "tok+queue_ms": ("before_ms", ".3f"),
+    "host_ms": ("host_p50_ms", ".3f"),
+    "chunks": ("num_chunks", ".0f"),
+    "request_ms": ("request_p50_ms", ".1f"),
+}
+
+
+def first_token_table(numbers: Mapping[str, Any], simulated: float | None) -> Any:
+    """One line per mode, length and batch; whole requests only where there are some."""
+    cases = [
+        (label, re.match(r"first_token_input_(\d+)(?:_batch_(\d+))?$", key), found)
+        for label, of_mode in numbers.items()
+        if isinstance(of_mode, Mapping)
+        for key, found in of_mode.items()
+    ]
+    columns = dict(_FIRST_TOKEN_COLUMNS)
+    if not any("request_p50_ms" in found for _, _, found in cases):
+        del columns["request_ms"]
+    numeric = [Column(name, justify="right", no_wrap=True) for name in ("batch", "input", *columns)]
+    title = "first tokens" + _mark(simulated)
+    table = Table(Column("mode", no_wrap=True), *numeric, title=title, box=box.SIMPLE)
+    table.padding = (0, 1, 0, 0)
+    for label, key, found in cases:
+        if key is not None:
+            before = {"before_ms": found["tokenize_p50_ms"] + found["queue_p50_ms"]}
+            cells = _cells(found | before, columns)
+            table.add_row(label, key[2] or "1", key[1], *cells)
     return table
 
 
@@ -112,7 +150,11 @@ def step_bars(row: Row) -> dict[str, dict[str, float]]:
 
 
 def _title(simulated: float | None) -> str:
-    return "decode steps" + (f" (acceptance SIMULATED at {simulated})" if simulated else "")
+    return "decode steps" + _mark(simulated)
+
+
+def _mark(simulated: float | None) -> str:
+    return f" (acceptance SIMULATED at {simulated})" if simulated else ""
 
 
 # --- profile ---
@@ -160,8 +202,9 @@ def print_report(
         for k in shown
     ]
     print_table(console, _table("class|busy us|idle us", classes))
-    steps = "step|count|busy us|idle us|MB|GB/s|floor us|/floor"
-    print_table(console, _table(steps, _step_rows(grouped(numbers["by_name"]))))
+    steps = "step|count|busy us|idle us|host us|MB|GB/s|floor us|/floor"
+    groups = grouped(numbers["by_name"]), grouped(numbers["host_by_name"])
+    print_table(console, _table(steps, _step_rows(*groups)))
     if numbers["kernels"].keys() != numbers["by_name"].keys():  # on the CPU a step is a kernel
         rows = _kernel_rows(numbers["kernels"], num_kernels)
         print_table(console, _table("us/step|calls/step|mean us|kernel", rows))
@@ -178,15 +221,21 @@ def _table(header: str, rows: Iterable[Sequence[str]]) -> Table:
     return table
 
 
-def _step_rows(groups: Mapping[str, Mapping[str, float]]) -> Iterator[list[str]]:
-    for name, group in groups.items():
-        cells = [f"{group['num_names']:.0f}", f"{group['busy_us']:.1f}", f"{group['idle_us']:.1f}"]
-        rate, floor = ["-", "-"], ["-", "-"]
+def _step_rows(
+    device: Mapping[str, Mapping[str, float]], host: Mapping[str, Mapping[str, float]]
+) -> Iterator[list[str]]:
+    """What ran on the device, in its order, then what the host alone did."""
+    for name in dict.fromkeys([*device, *host]):
+        group = device.get(name, {})
+        times, rate, floor = ["-", "-"], ["-", "-"], ["-", "-"]
+        if group:
+            times = [f"{group['busy_us']:.1f}", f"{group['idle_us']:.1f}"]
+        times.append(f"{host[name]['host_us']:.1f}" if name in host else "-")
         if "read_bytes" in group:
             rate = [f"{group['read_bytes'] / 1e6:.1f}", f"{group['achieved_gbps']:.0f}"]
         if us := group.get("floor_us"):
             floor = [f"{us:.1f}", f"{group['busy_us'] / us:.2f}"]
-        yield [name, *cells, *rate, *floor]
+        yield [name, f"{(group or host[name])['num_names']:.0f}", *times, *rate, *floor]
 
 
 def _kernel_rows(kernels: Mapping[str, Mapping[str, float]], count: int) -> Iterator[list[str]]:

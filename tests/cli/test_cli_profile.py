@@ -80,6 +80,36 @@ def test_profile_without_a_drafter(tmp_path: Path) -> None:
     assert set(found["by_name"]) == {*chain_names("decode", 2), "accept"}
 
 
+def test_prefills_on_the_cpu(tmp_path: Path) -> None:
+    """Bug: a chunk or a segment of a prefill has no row, the calls that warm are in the report, or
+    a kept file is read as decode steps."""
+    result = invoke(
+        *("profile", "--prefill", "--device", "cpu", "--num-steps", 3, "--warmup", 2, "--json"),
+        *("--input-len", 20, "--bucket", 2, "--keep", tmp_path, "--read-gbps", 10),
+    )
+    found = document(result)
+    numbers = found["numbers"]["cpu"]
+    assert not names.is_enabled()
+    segments = {*chain_names("prefill", 8), names.PREFILL_CONTEXT}
+    assert set(numbers["by_name"]) == segments
+    assert numbers["num_steps"] == 3
+    assert numbers["by_name"]["prefill.01"]["num_activities"] == 1
+    assert numbers["busy_mean_us"] + numbers["idle_mean_us"] == pytest.approx(
+        numbers["wall_mean_us"]
+    )
+    host = numbers["host_by_name"]
+    assert set(host) >= {*segments, "prefill", "prefill.T40"}
+    for name in segments:
+        assert host[name]["host_us"] == pytest.approx(numbers["by_name"][name]["busy_us"])
+    assert host["prefill.T40"]["num_ranges"] == 1 and host["prefill.T40"]["host_us"] > 0
+    unprofiled = found["numbers"]["unprofiled"]
+    assert 0 < unprofiled["host_p50_ms"] < unprofiled["step_p50_ms"]
+    assert "mean_acceptance_length" not in unprofiled
+    assert found["config"]["prefill"] is True and found["config"]["num_chunks"] == 1
+    assert "each step is a prefill" in result.stderr and "prefill.01-07" in result.stderr
+    assert json.loads((tmp_path / "facts.json").read_text())["prefill"] is True
+
+
 @pytest.mark.parametrize("preset", ["graph", "node"])
 def test_profile_reads_an_export(tmp_path: Path, preset: str) -> None:
     """Bug: a user's own nsys file gives other numbers than the reader, or needs a model."""
@@ -109,7 +139,7 @@ def test_bytes_of_a_rounded_drafter(tmp_path: Path) -> None:
     for quantization in ("none", "fp8", "fp8-dynamic"):
         for bucket, number in ((1, None), (8, None), (8, (7,))):
             options = {"draft_quantization": quantization, "bucket": bucket}
-            options |= {"file": path, "dtype": "auto", "read_gbps": None}
+            options |= {"file": path, "dtype": "auto", "read_gbps": None, "prefill": False}
             options["num_speculative_tokens"] = number
             _, facts = profile_run.read_file(str(TINY_TARGET), str(TINY_DRAFT), options)
             found[quantization, bucket, number] = facts["segment_bytes"]["draft.context"]
@@ -138,6 +168,7 @@ def test_profile_reads_a_chrome_trace(tmp_path: Path) -> None:
         (["--read", "empty.nsys-rep"], "nsys export --type sqlite"),
         (["--read", "text.sqlite"], "no SQLite database"),
         (["--read", "empty.json"], "no device activity"),
+        (["--prefill", "--device", "cpu", "--input-len", "9999"], "9999 tokens"),
         (["--read", "text.sqlite", "--plot", "missing/a.svg"], "--plot missing/a.svg: cannot be"),
         (["--read", "text.sqlite", "--plot", "."], "is a directory"),
         (["--keep", "text.sqlite/x"], "--keep text.sqlite/x: cannot be made"),
@@ -229,7 +260,7 @@ def test_nsys_runs_this_command_once_per_preset(fake_nsys: Path, tmp_path: Path)
     """Bug: the child under nsys gets other options than were typed, or nsys samples the CPU."""
     typed = ["--bucket", "4", "--num-steps", "7", "--graph-mode", "full", "--no-compile"]
     typed += ["--attention-backend", "triton", "--simulate-acceptance", "3.5", "--seed", "3"]
-    typed += ["--num-speculative-tokens", "7"]
+    typed += ["--num-speculative-tokens", "7", "--prefill"]
     options = options_of("m", *typed)
     reports, facts = profile_run._under_nsys(
         str(fake_nsys), ("graph", "node"), "m", None, options, tmp_path, lambda text: None
@@ -249,7 +280,7 @@ def test_nsys_runs_this_command_once_per_preset(fake_nsys: Path, tmp_path: Path)
         assert child["inside"] == tmp_path / f"{preset}-facts.json"
         assert child["draft"] == "none" and child["model"] == "m"
         same = [
-            *profile_run.Workload._fields,
+            *("prefill", *profile_run.Workload._fields),
             *(name for name in declarations(Options) if name in child),
         ]
         assert {name: child[name] for name in same} == {name: options[name] for name in same}

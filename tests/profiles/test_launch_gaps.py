@@ -25,7 +25,16 @@ from graphengine.measure import report as measure_report
 from graphengine.measure.segment_bytes import segment_bytes
 from graphengine.profiles import nsys, pictures, torch_trace
 from graphengine.profiles.launch_gaps import Report, report
-from graphengine.profiles.trace import Activity, HostRange, Launch, Trace, busy_class, place
+from graphengine.profiles.trace import (
+    NO_END,
+    Activity,
+    HostRange,
+    Launch,
+    Trace,
+    busy_class,
+    host_times,
+    place,
+)
 from graphengine.startup.build import read_configs
 from tests.support.chains import chain_names
 
@@ -327,6 +336,63 @@ def test_a_step_that_is_one_graph_is_told_apart_by_its_kernels(argmax: list[str]
     assert [(p.name, p.busy_class) for p in place(Trace(whole, host))] == [("speculate", "chain")]
 
 
+def test_a_chunk_that_is_one_graph_is_told_apart_by_its_kernels() -> None:
+    """Bug: a node trace of a prefill has one row a chunk, books the drafter's context to the head,
+    or the copy of the prompt to the first segment; two chunks of a prompt are two prefills."""
+    host = [HostRange("prefill", 0, 100, 0)]
+    host += [HostRange("prefill.T128", i, i + 39, 0) for i in (1, 41)]
+    host += [HostRange("prefill.T128", i, i + 19, 0) for i in (15, 55)]  # the replay's
+    copies = [Launch(i, i + 2, i + 3, 0, False) for i in (0, 40)]
+    graphs = [Launch(i, i + 17, i + 18, 0, True) for i in (0, 40)]
+    names = ["index", "gemm", "chunk_attention_kernel", "gemm", "block_attention_kernel", "gemm"]
+    names += ["memcpy DtoD", "_chunk_argmax_kernel", "combine_argmax_kernel", "direct_copy_kernel"]
+    names += ["gemm", "_context_kv_write_kernel"]
+    work = [Activity("memcpy HtoD", 1000 * i, 1000 * i + 8, c) for i, c in enumerate(copies)]
+    work += [
+        Activity(name, 1000 * i + 10 * k, 1000 * i + 10 * k + 8, graph)
+        for i, graph in enumerate(graphs)
+        for k, name in enumerate(names, 1)
+    ]
+    placed = place(Trace(work, host), "prefill")
+    assert [p.name for p in placed] == 2 * [
+        *("host.prefill.T128", "prefill.00", "prefill.00", "prefill.L0.attn", "prefill.01"),
+        *("prefill.L1.attn", *["prefill.02"] * 5, "prefill.context", "prefill.context"),
+    ]
+    assert {p.step for p in placed} == {0}
+    whole = [Activity("graph", 0, 100, graphs[0], is_whole_graph=True)]
+    (found,) = place(Trace(whole, host), "prefill")
+    assert (found.name, found.busy_class) == ("prefill.T128", "chain")
+
+
+def test_the_host_s_time_is_counted_once(tmp_path: Path) -> None:
+    """Bug: a range counts the ranges within it again, another thread's or another step's ranges
+    count, or one that never ended lasts for years."""
+    trace = nsys.read_export(exports.write_export(tmp_path / "a.sqlite"))
+    found = report(trace)
+    us = {"step": 9, "verify": 2, "verify.00": 2, "verify.L0.attn": 2, "verify.01": 23, "accept": 2}
+    numbers = found.numbers()["host_by_name"]
+    assert {name: row["host_us"] for name, row in numbers.items()} == us
+    assert {row["num_ranges"] for row in numbers.values()} == {1}
+    last = max(entry.start_ns for entry in trace.ranges if entry.name == "step")
+    open_ended = [
+        entry._replace(end_ns=NO_END) if entry.name == "step" and entry.start_ns == last else entry
+        for entry in trace.ranges
+    ]
+    times = host_times(trace._replace(ranges=open_ended))
+    assert times[3, "step"].ns == 32_000 - 31_000, "31 us in others, 32 to the last call's end"
+
+
+def test_prefills_are_the_steps(tmp_path: Path) -> None:
+    """Bug: prefills are found in a recording of steps alone, or the remedy is left out."""
+    trace = nsys.read_export(exports.write_export(tmp_path / "a.sqlite"))
+    with pytest.raises(ValueError, match=r'inside a "prefill" range.*--prefill'):
+        report(trace, "prefill")
+    renamed = [
+        entry._replace(name="prefill") if entry.name == "step" else entry for entry in trace.ranges
+    ]
+    assert report(trace._replace(ranges=renamed), "prefill").walls_ns == report(trace).walls_ns
+
+
 @pytest.mark.parametrize(
     ("path", "expected"),
     [
@@ -340,6 +406,8 @@ def test_a_step_that_is_one_graph_is_told_apart_by_its_kernels(argmax: list[str]
         (["step", "draft", "draft.context"], "dense"),
         (["step", "plan"], "other"),
         (["step", "draft", "draft"], "chain"),
+        (["prefill", "prefill.T128"], "chain"),
+        (["prefill", "prefill.T128", "prefill.L3.attn"], "attention"),
         ([], "other"),
     ],
 )

@@ -8,7 +8,8 @@ runs fills the caches and is left out.
         bench qwen3-8b --draft qwen3-8b-dflash-b16 --simulate-acceptance 6.35 --bucket 1,8,16
 
 For each row of the result files: the median of the runs' `step_p50_ms` before and after, their
-ratio, and whether the tokens are the same. The last line of stdout is that as one JSON object.
+ratio, and whether the tokens are the same; for each mode how long both sides took to start, in the
+first pair (cold) and after it (warm). The last line of stdout is that as one JSON object.
 """
 
 from __future__ import annotations
@@ -72,6 +73,18 @@ def compare(sides: dict[str, list[dict[str, Any]]]) -> dict[str, dict[str, Any]]
     return found
 
 
+def starts(sides: dict[str, list[dict[str, Any]]]) -> dict[str, dict[str, float]]:
+    """Mode -> seconds to start: of the first run, and the median of the others."""
+    found: dict[str, dict[str, float]] = {}
+    for side, results in sides.items():
+        for mode, rows in results[0]["numbers"].items():
+            if isinstance(rows, dict) and "startup" in rows:
+                cold, *warm = (r["numbers"][mode]["startup"]["startup_s"] for r in results)
+                seconds = {f"{side}_cold_s": cold, f"{side}_warm_s": statistics.median(warm)}
+                found.setdefault(f"{mode}_start", {}).update(seconds)
+    return found
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Runs both sides by turns. Returns the exit code."""
     summary, _, rest = (__doc__ or "").partition("\n")
@@ -98,6 +111,7 @@ def main(arguments: list[str] | None = None) -> int:
         ratio = found["after_over_before_ratio"]
         before, after = found["before_p50_ms"], found["after_p50_ms"]
         print(f"{row}: {before:.4f} -> {after:.4f} ms ({ratio:.4f})")
+    numbers |= starts(sides)
     config = {"command": args.command, "num_runs": args.runs, "before": str(args.before.name)}
     write_result(
         args.out, "side_by_side", numbers, config=config, env=environment(commit=args.commit)

@@ -10,6 +10,7 @@ which of the versions 3.6 to 3.9 it was seen, and what is public instead.
 
 import sys
 from threading import Lock
+from types import ModuleType
 from typing import Any
 
 import triton
@@ -17,6 +18,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language._core import builtin
 from triton.experimental.gluon.language.nvidia.hopper import tma
+from triton.runtime import build
 from triton.runtime.cache import triton_key
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
@@ -61,23 +63,44 @@ def prefetch_descriptor(KERNEL: gl.constexpr, PLACE: gl.constexpr):
 
 
 def load_driver() -> None:
-    """Loads Triton's driver of the current GPU, which threads that begin together would each do.
-
-    Public: none (3.6 to 3.9).
-    """
+    """Loads Triton's driver of the current GPU, which threads that begin together would each do,
+    and from now on each launcher as its own. Public: none (3.6 to 3.9)."""
+    separate_launchers_()
     driver.active.get_current_target()
 
 
+_LOADING = Lock()
 _SIGNATURES: dict[str, Lock] = {}
+
+
+def separate_launchers_() -> None:
+    """Has Triton get a module of its own for each C file that it loads.
+
+    Triton 3.6 compiles a launcher for every signature, all of one module's name. Python gives a
+    file that was loaded before back as what `sys.modules` has under that name, filled with the
+    file's functions (import.c, `import_find_extension`): one object for all launchers. Between the
+    load and Triton's look at its `launch`, another thread may fill it anew, and a kernel is
+    launched with another signature's launcher. Delete with 3.6: since 3.7 there is one launcher.
+    Mutates: Triton.
+    """
+    load = build._load_module_from_path
+    if getattr(load, "is_ours", False):
+        return
+
+    def load_own(name: str, path: str) -> ModuleType:
+        with _LOADING:
+            own = ModuleType(name)
+            own.__dict__.update(vars(load(name, path)))
+            return own
+
+    load_own.is_ours = True
+    build._load_module_from_path = load_own
 
 
 def build_launcher(compiled: Any) -> None:
     """Has the launcher of a compiled kernel's signature built, for which 3.6 asks the C compiler, a
-    quarter of a second each; who launches finds it on disk. Public: none (3.6 to 3.9).
-
-    One thread a signature: two that build the same one replace each other's file, and Python takes
-    a library whose inode it has seen for the one that it has loaded then (dynload_shlib.c).
-    """
+    quarter of a second each; who launches finds it on disk. One thread a signature: the others find
+    what the first has built. Public: none (3.6 to 3.9)."""
     gpu: Any = driver.active
     with _SIGNATURES.setdefault(repr(compiled.src.signature), Lock()):
         gpu.launcher_cls(compiled.src, compiled.metadata)

@@ -48,6 +48,7 @@ REMEDIES = {
     "torch.ops.aten.add.Tensor._schema": "find an operator's schema in torch/_ops.py",
     "torch._scaled_mm": "torch.nn.functional.scaled_mm; measure it on a GPU",
     "torch.cuda._sleep": "queue a long kernel, as a product of large matrices",
+    "triton.runtime.build._load_module_from_path": "drop `separate_launchers_` with triton 3.6",
     "triton.runtime.cache.triton_key": "drop the call; threads then read Triton's files each",
     "triton.runtime.driver": "find the active driver in triton/runtime",
     "triton.runtime.jit.JITFunction.cache_key": "drop `settle_cache_keys` with triton 3.7",

@@ -2,10 +2,15 @@
 
 import subprocess
 import sys
+from pathlib import Path
+from typing import Any
 
 import pytest
+from triton import knobs
+from triton.runtime import build
 
 from graphengine.kernels.interpreter import INTERPRET
+from graphengine.kernels.triton_internals import separate_launchers_
 from tests.kernels.test_interpreted import version
 
 KEYS = """
@@ -37,3 +42,35 @@ def test_keys_do_not_depend_on_the_order() -> None:
     # Triton 3.8 and later need no settling: delete it with 3.7.
     is_settled = version("triton") >= (3, 8)
     assert (keys() == keys("turned")) == is_settled
+
+
+LAUNCHER = """
+#include <Python.h>
+static PyObject *launch(PyObject *self, PyObject *args) { return PyLong_FromLong(NUMBER); }
+static PyMethodDef methods[] = {{"launch", launch, METH_NOARGS, ""}, {NULL}};
+static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, "launcher", NULL, -1, methods};
+PyMODINIT_FUNC PyInit_launcher(void) { return PyModule_Create(&module); }
+"""
+
+
+def test_launchers_are_not_mixed_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
+    """Bug: a kernel is launched with another signature's launcher ("function takes exactly 42
+    arguments (22 given)"), where two threads load launchers that were loaded before."""
+    monkeypatch.setattr(knobs.cache, "dir", str(tmp_path))
+    request.addfinalizer(lambda: sys.modules.pop("launcher", None))
+
+    def load(number: int) -> Any:
+        return build.compile_module_from_src(LAUNCHER.replace("NUMBER", str(number)), "launcher")
+
+    monkeypatch.setattr(build, "_load_module_from_path", build._load_module_from_path)
+    if not hasattr(build._load_module_from_path, "is_ours"):
+        assert [load(1).launch(), load(2).launch()] == [1, 2]
+        first, second = load(1), load(2)
+        assert [first.launch(), second.launch()] == [2, 2]  # else drop `separate_launchers_`
+    separate_launchers_()
+    first, second = load(1), load(2)
+    assert [first.launch(), second.launch()] == [1, 2]
+    first, second = load(1), load(2)
+    assert [first.launch(), second.launch()] == [1, 2]

@@ -113,6 +113,9 @@ def test_metrics_add_up(engine: Engine) -> None:
         # The first token is the prefill's; the last block may be cut by the budget.
         assert 24 <= round(produced) <= 24 + 3
         assert metrics.ttft_ms > 0 and metrics.decode_ms > 0
+        parts = (metrics.tokenize_ms, metrics.queue_ms, metrics.prefill_ms, metrics.first_token_ms)
+        assert sum(parts) == pytest.approx(metrics.ttft_ms)
+        assert 0 < metrics.launch_ms <= metrics.prefill_ms
         assert metrics.ms_per_token == pytest.approx(metrics.decode_ms / 24)
         assert metrics.tokens_per_s == pytest.approx(24e3 / metrics.decode_ms)
 

@@ -35,6 +35,7 @@ PAIR_4B = ("qwen3-4b", "--draft", "qwen3-4b-dflash-b16", "--simulate-acceptance"
 FP8 = ("--draft-quantization", "fp8")
 DYNAMIC = ("--draft-quantization", "fp8-dynamic")
 UNIFORM = ("--load-format", "dummy-uniform")
+FIRST_TOKENS = ("--prefill", "--compare", "full", "--output-len", "256")
 SWEEP = ("--sweep", "block_attention", "--batch", "8", "16", "--kv", "400", "1024", "8192")
 
 
@@ -96,6 +97,9 @@ JOBS: dict[str, Job] = {
     ),
     "8b-8k": _bench(*PAIR_8B, "--compare", "full", "--input-len", "8192"),
     "8b-8k-fp8": _bench(*PAIR_8B, *FP8, "--compare", "full", "--input-len", "8192"),
+    "8b-first-token": _bench(*PAIR_8B, *FIRST_TOKENS, "--bucket", "1,8,16"),
+    "8b-first-token-32k": _bench(*PAIR_8B, *FIRST_TOKENS, "--input-len", "32000"),
+    "4b-first-token": _bench(*PAIR_4B, *FIRST_TOKENS, "--input-len", "16,128,512,1024,8192,32000"),
     "4b-modes": _bench(*PAIR_4B, "--compare", "piecewise,full", "--bucket", "1,8,16", "--baseline"),
     "4b-fp8": _bench(*PAIR_4B, *FP8, "--compare", "full", "--bucket", "1"),
     "4b-fp8-dynamic": _bench(*PAIR_4B, *DYNAMIC, "--compare", "full", "--bucket", "1,8,16"),

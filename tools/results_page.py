@@ -34,6 +34,8 @@ BENCHES = tuple(
     "8b-modes 8b-fp8-dynamic 8b-uniform 8b-uniform-fp8-dynamic 8b-spec-11 8b-uniform-spec-11 8b-8k "
     "8b-8k-fp8 4b-modes 4b-fp8-dynamic 4b-uniform-fp8-dynamic 4b-uniform-spec-11".split()
 )
+# Of `bench --prefill`, where there are such; before them what was noted by hand.
+FIRST_TOKENS = ("first-token", "8b-first-token", "8b-first-token-32k", "4b-first-token")
 STARTS = {"caches empty": "8b-start-cold", "caches full": "8b-start-warm"}
 COLORS, WIDTH = ("#9a9a9a", "#2f6f9f", "#3b8132"), 0.27  # of a bar
 
@@ -55,14 +57,34 @@ METHOD = (
 Table = Sequence[Sequence[str]]
 
 
+def stored(name: str) -> list[Path]:
+    """The results of a measurement."""
+    pattern = re.compile(rf"\d{{4}}-\d\d-\d\d-h200-{re.escape(name)}(-[0-9a-f]{{7}})?\.json")
+    return [path for path in RESULTS.glob("*.json") if pattern.fullmatch(path.name)]
+
+
 def newest(name: str) -> tuple[str, dict[str, Any]]:
     """The latest result of a measurement: file name and content."""
-    pattern = re.compile(rf"\d{{4}}-\d\d-\d\d-h200-{re.escape(name)}(-[0-9a-f]{{7}})?\.json")
-    paths = [path for path in RESULTS.glob("*.json") if pattern.fullmatch(path.name)]
-    found = {path.name: json.loads(path.read_text()) for path in paths}
+    found = {path.name: json.loads(path.read_text()) for path in stored(name)}
     if not found:
         raise ValueError(f"no result called {name} in {RESULTS}")
     return max(found.items(), key=lambda item: (item[1]["date_utc"], item[0]))
+
+
+def first_token_files() -> list[str]:
+    """Those of FIRST_TOKENS that there are."""
+    return [name for name in FIRST_TOKENS if stored(name)]
+
+
+def first_tokens() -> dict[str, dict[str, Any]]:
+    """Model -> our numbers, by case; of a case in several files, those of the later name."""
+    found: dict[str, dict[str, Any]] = {}
+    for name in first_token_files():
+        config, numbers = (newest(name)[1][key] for key in ("config", "numbers"))
+        by_model = {config["model"]: cases(name)} if "modes" in config else numbers
+        for model, of_model in by_model.items():
+            found[model] = found.get(model, {}) | of_model
+    return found
 
 
 def cases(name: str) -> dict[str, dict[str, float]]:
@@ -117,7 +139,7 @@ def step_table() -> Table:
 
 
 def first_token_table() -> Table:
-    peer, ours = (newest(name)[1]["numbers"]["qwen3-8b"] for name in (PEER, "first-token"))
+    peer, ours = newest(PEER)[1]["numbers"]["qwen3-8b"], first_tokens()["qwen3-8b"]
     return [
         ["ms to the first token, prompt of", *(f"{prompt:,}" for prompt in PROMPTS)],
         ["vLLM 0.33", *(first_token(peer, prompt) for prompt in PROMPTS)],
@@ -156,7 +178,7 @@ def bench_rows() -> Iterator[list[str]]:
 
 
 def peer_rows() -> Iterator[list[str]]:
-    ours = newest("first-token")[1]["numbers"]
+    ours = first_tokens()
     for model, found in newest(PEER)[1]["numbers"].items():
         for key, numbers in found.items():
             beside = ours.get(model, {}).get(key, {})
@@ -204,7 +226,8 @@ def page() -> str:
     bench = [[*header.split("|"), "tokens a step", "tokens/s"], *bench_rows()]
     peer_header = "model|what|batch|prompt|vLLM 0.33|graphengine|vLLM tokens/s"
     starts = "8B, buckets 1, 8, 16, full|s|load|compile|capture|warm up|compiled|found"
-    files = [*BENCHES, *STARTS.values(), "first-token", PEER]
+    files = [*BENCHES, *STARTS.values(), *first_token_files(), PEER]
+    notes = " ".join(newest(name)[1].get("notes", "") for name in first_token_files()).strip()
     return f"""# Results
 
 {TLDR}
@@ -218,7 +241,7 @@ def page() -> str:
 
 {newest(PEER)[1]["notes"]} In labels that end in fp8 target and drafter are quantised.
 
-Our times in this table: {newest("first-token")[1]["notes"]} Batches of 128-token prompts are above.
+Our times in this table: {notes} Batches of 128-token prompts are above.
 
 {markdown([peer_header.split("|"), *peer_rows()])}
 ## Start

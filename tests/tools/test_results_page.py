@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from typing import Any
 
@@ -27,6 +28,27 @@ def test_the_picture_shows_the_same_numbers() -> None:
     stored = texts(results_page.PICTURE.read_text())
     assert stored == texts(results_page.picture().decode())
     assert sum("." in text for text in stored) >= 15
+
+
+def test_first_tokens_of_the_command(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+    """Bug: a result of bench --prefill is not found, or hides what only an older file has."""
+    monkeypatch.setattr(results_page, "RESULTS", tmp_path)
+    by_hand = {"qwen3-8b": {f"first_token_input_{n}": {"ttft_p50_ms": 1.0} for n in (128, 32000)}}
+    mode = {"startup": {}, "first_token_input_128": {"ttft_p50_ms": 2.0}}
+    files = {
+        "2026-01-01-h200-first-token": {"config": {}, "numbers": by_hand},
+        "2026-01-02-h200-8b-first-token-1234567": {
+            "config": {"model": "qwen3-8b", "modes": {}},
+            "numbers": {"matmul_tflops": 700.0, "full_triton": mode},
+        },
+    }
+    for name, content in files.items():
+        text = json.dumps(content | {"date_utc": f"{name[:10]}T00:00:00Z"})
+        (tmp_path / f"{name}.json").write_text(text)
+    assert results_page.first_token_files() == ["first-token", "8b-first-token"]
+    found = results_page.first_tokens()["qwen3-8b"]
+    shown = [results_page.first_token(found, n) for n in (128, 32000, 8192)]
+    assert shown == ["2.00", "1.00", "-"]
 
 
 def test_the_newest_file_counts(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:

@@ -1,0 +1,189 @@
+"""Budgets: how many launches a step and a chunk may take, and how much the host does beside them.
+
+A GPU's result says in microseconds what these cost; here they are counted, so that what makes a
+step or a first token slow again is seen where there is no GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from graphengine import TINY_DRAFT, TINY_TARGET, Engine
+from graphengine.decode.fixed_chunk import FixedChunk, Piece
+from graphengine.decode.loop import DecodeLoop
+from tests.support.checkpoints import make_drafter, make_target
+from tests.support.host_calls import ATTENTION, LAUNCH, SYNC, HostCalls, watched
+
+LAYERS, DRAFT_LAYERS = 8, 3  # of the bundled pair
+# Dense segments of draft and verify, `accept` and `draft.context`; the attentions between them.
+PIECES = (DRAFT_LAYERS + 1) + (LAYERS + 1) + 2, DRAFT_LAYERS + LAYERS
+SIZES, LONG = (16, 64), 256
+# Torch ops of the host, as counted on 2026-11-23: of a step; of a chunk, and of each piece in it.
+STEP_OPS, CHUNK_OPS, PIECE_OPS = 8, 7, 20
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> HostCalls:
+    return watched(monkeypatch)
+
+
+def engine(backend: Any = "triton", target: Any = TINY_TARGET, draft: Any = TINY_DRAFT) -> Engine:
+    options: dict[str, Any] = {"device": "cpu", "dtype": "float32", "buckets": (4,)}
+    options |= {"page_size": 16, "max_model_len": 500, "fallback": False}
+    return Engine.from_pretrained(target, draft, attention_backend=backend, **options)
+
+
+@pytest.fixture(scope="module")
+def loaded() -> Iterator[Engine]:
+    with engine() as loaded:
+        yield loaded
+
+
+def prompt(length: int, seed: int = 0) -> list[int]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(0, 256, (length,), generator=generator).tolist()
+
+
+# --- a decode step ---
+
+
+def step_logs(loop: DecodeLoop, mode: str, calls: Any) -> list[list[str]]:
+    """What the host did for each of some steps in the middle of two requests, in a graph mode."""
+    builder = loop.first.builder
+    builder.config, builder.pool = replace(builder.config, graph_mode=mode), calls
+    loop.first.rebuild()
+    for seed in range(2):
+        loop.submit(prompt(20, seed), 200, ())
+    found: list[list[str]] = []
+    with torch.no_grad():
+        loop.admit()
+        for _ in range(4):
+            loop.launch()
+            loop.collect()
+            before = len(loop.first.in_flight)
+            calls.log.clear()
+            with calls:
+                loop.launch()
+                assert len(loop.first.in_flight) == before + 1
+                loop.collect()
+            found.append(list(calls.log))
+    loop.reset()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("backend", "mode", "launches", "attentions"),
+    [
+        ("triton", "full", 1, 0),
+        ("triton", "piecewise", *PIECES),
+        # Planned on the host, as FlashInfer is: draft, verify, and the two of `ahead`.
+        ("torch", "full", 4, 0),
+        ("torch", "piecewise", *PIECES),
+    ],
+)
+def test_launches_of_a_step(
+    calls: HostCalls, backend: str, mode: str, launches: int, attentions: int
+) -> None:
+    """Bug: a step is cut into more graphs than it must be, something of it is launched beside them,
+    or the host reads results of the last step before it has launched the next."""
+    with engine(backend) as loaded:
+        logs = step_logs(loaded.built.loop, mode, calls)
+    for log in logs:
+        assert (log.count(LAUNCH), log.count(ATTENTION)) == (launches, attentions)
+        if backend == "triton":
+            queued = max(i for i, call in enumerate(log) if call in (LAUNCH, ATTENTION))
+            assert SYNC not in log[:queued]
+            assert len(log) - launches - attentions <= STEP_OPS, log
+
+
+# --- a chunk of a prompt ---
+
+
+def chunk(loaded: Engine, size: int, calls: Any, *, whole: bool) -> FixedChunk:
+    prefill, width = loaded.built.loop.prefill, loaded.built.loop.first.builder.width
+    models = prefill.target, prefill.proposer
+    found = FixedChunk(size, *models, prefill.page_size, width, 4, is_long=size == LONG)
+    found.capture_(calls, whole)
+    return found
+
+
+def host_ops(run: FixedChunk, pieces: list[Piece], calls: HostCalls) -> int:
+    """Torch ops of the host for a run of these, which is launched at once."""
+    calls.log.clear()
+    with torch.no_grad(), calls:
+        run.run(pieces)
+    assert calls.log.count(LAUNCH) == 1 and calls.log[-1] == LAUNCH
+    assert SYNC not in calls.log
+    return len(calls.log) - 1
+
+
+def test_host_ops_of_a_chunk(loaded: Engine, calls: HostCalls, tmp_path: Path) -> None:
+    """Bug: the host does something for each row, block or layer of a chunk, where the device then
+    waits for it."""
+    target = make_target(tmp_path / "target", layers=2)
+    draft = make_drafter(tmp_path / "draft", target, taps=(0, 1), block_size=4)
+    with torch.no_grad(), engine(target=target, draft=draft) as shallow:
+        counts = set[int]()
+        for found in (loaded, shallow):
+            for size in (*SIZES, LONG):
+                run = chunk(found, size, calls, whole=True)
+                for rows in (size - 6, size // 2 + 3):
+                    pages = list(range(1, 2 + rows // 16))
+                    counts.add(host_ops(run, [Piece(prompt(rows), 0, rows, pages)], calls))
+            run = chunk(found, 64, calls, whole=True)
+            pair = [Piece(prompt(n), 0, n, [n]) for n in (7, 9)]
+            assert host_ops(run, pair, calls) <= CHUNK_OPS + 2 * PIECE_OPS
+    # A slice that takes everything is none: that is all the difference there is.
+    assert CHUNK_OPS + PIECE_OPS >= max(counts) >= min(counts) >= max(counts) - 4
+
+
+@pytest.mark.parametrize("size", [64, LONG])
+def test_launches_of_a_chunk_in_pieces(loaded: Engine, calls: HostCalls, size: int) -> None:
+    """Bug: a segment of a chunk is two graphs, or its attention two calls."""
+    with torch.no_grad():
+        run = chunk(loaded, size, calls, whole=False)
+    calls.log.clear()
+    with torch.no_grad(), calls:
+        run.run([Piece(prompt(40), 0, 40, [1, 2, 3])])
+    launches, attentions = LAYERS + 1 + 1, LAYERS  # `prefill.context` behind the segments
+    assert (calls.log.count(LAUNCH), calls.log.count(ATTENTION)) == (launches, attentions)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "num_chunks", "num_reads"),
+    [((10,), 1, 1), ((64, 64), 2, 2), ((330,), 3, 1), ((450,), 2, 1), ((5, 6, 7), 1, 1)],
+)
+def test_nothing_waits_between_two_chunks(
+    loaded: Engine, calls: HostCalls, lengths: list[int], num_chunks: int, num_reads: int
+) -> None:
+    """Bug: the host reads a tensor's values before all chunks are queued, so that the device waits
+    for it; or sends a chunk's numbers one by one."""
+    loop = loaded.built.loop
+    eager = loop.prefill
+    with torch.no_grad():
+        fixed = [chunk(loaded, size, calls, whole=True) for size in (*SIZES, LONG)]
+    loop.prefill = replace(eager, fixed=tuple(fixed))
+    try:
+        for seed, length in enumerate(lengths):
+            loop.submit(prompt(length, seed), 9, ())
+        calls.log.clear()
+        calls.copies.clear()
+        with torch.no_grad(), calls:
+            outputs = loop.admit()
+    finally:
+        loop.prefill = eager
+        loop.reset()
+    assert len(outputs) == len(lengths)
+    log = calls.log
+    assert log.count(LAUNCH) == num_chunks and log.count(SYNC) == num_reads
+    assert log.index(SYNC) > max(i for i, call in enumerate(log) if call == LAUNCH)
+    on_device = [run._flat_X.untyped_storage().data_ptr() for run in fixed]
+    assert sum(copied in on_device for copied in calls.copies) == num_chunks
+    num_pieces = max(num_chunks, len(lengths))
+    assert len(log) <= num_chunks * (CHUNK_OPS + 1) + num_pieces * PIECE_OPS + num_reads

@@ -46,6 +46,25 @@ def _sizes(value: Any) -> Any:
     return sizes
 
 
+@cache
+def _kinds(hint: Any) -> tuple[Any, ...]:
+    found: list[Any] = []
+    parts = [hint]
+    while parts:
+        part = parts.pop(0)
+        if get_origin(part) in (Union, UnionType, Literal):
+            parts = [*get_args(part), *parts]
+        else:
+            found.append(get_origin(part) or part)
+    return tuple(found)
+
+
+@cache
+def _choices(hint: Any) -> tuple[str, ...]:
+    words = [kind for kind in _kinds(hint) if isinstance(kind, str)]
+    return tuple(sorted(words, key=lambda word: word != "auto"))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Declaration:
     """One option. `auto`: what its default amounts to, where that is decided later.
@@ -71,21 +90,12 @@ class Declaration:
     @property
     def kinds(self) -> tuple[Any, ...]:
         """Types that a value may have, a Literal's values among them."""
-        found: list[Any] = []
-        parts = [self.hint]
-        while parts:
-            part = parts.pop(0)
-            if get_origin(part) in (Union, UnionType, Literal):
-                parts = [*get_args(part), *parts]
-            else:
-                found.append(get_origin(part) or part)
-        return tuple(found)
+        return _kinds(self.hint)
 
     @property
     def choices(self) -> tuple[str, ...]:
         """Its values, "auto" first, where they are words."""
-        words = [kind for kind in self.kinds if isinstance(kind, str)]
-        return tuple(sorted(words, key=lambda word: word != "auto"))
+        return _choices(self.hint)
 
     def checked(self, value: Any) -> Any:
         """The value, as this option keeps it. Raises: ValueError: with the value and a remedy."""

@@ -246,10 +246,10 @@ LAUNCHES: dict[str, Callable[[], Any]] = {
 # Many tiles, or the same kernel at another width. Each kind of kernel and of number has a launch
 # among the others.
 LONG = {
-    *(f"residual and norm, {D} columns" for D in (2560, 9728, 12288, 12800)),
+    *(f"residual and norm, {D} columns" for D in (2560, 9728, 12288, 12800, 20480)),
     "GEMM, 128 rows, of the table",
     *("GEMM, wide, 192 rows", "GEMM, wide, 192 rows, FP8", "GEMM, wide, 256 rows"),
-    *("GEMM, wide, 128 rows, SwiGLU", "GEMM, wide, 128 rows, FP8"),
+    *(f"GEMM, wide, 128 rows, {kind}" for kind in ("SwiGLU", "FP8", "partials")),
     *(f"head, {T} rows" for T in (16, 64, 128, 192)),
     *("head, 16 rows, FP8", "head, 128 rows, FP8"),
     "attention of chunks, other tiles",

@@ -1,0 +1,28 @@
+"""What two checkouts' result files say beside each other."""
+
+from tools.side_by_side import compare, starts
+
+
+def result(step_ms: float, startup_s: float, tokens: str = "a") -> dict:
+    rows = {"bucket_1_input_128": {"step_p50_ms": step_ms}, "startup": {"startup_s": startup_s}}
+    digests = {"full_triton_bucket_1_input_128": tokens}
+    return {"numbers": {"full_triton": rows}, "config": {"token_digests": digests}}
+
+
+def test_the_first_pair_fills_caches() -> None:
+    """Bug: a cold run counts among the warm ones, or a side's runs among the other's."""
+    sides = {
+        "before": [result(9.0, 40.0), result(4.0, 8.0), result(5.0, 6.0)],
+        "after": [result(9.0, 30.0), result(3.0, 5.0), result(3.0, 5.0, tokens="b")],
+    }
+    (row,) = compare(sides).values()
+    assert (row["before_p50_ms"], row["after_p50_ms"]) == (4.5, 3.0)
+    assert row["after_over_before_ratio"] == 3.0 / 4.5 and row["num_token_digests"] == 2
+    assert starts(sides) == {
+        "full_triton_start": {
+            "before_cold_s": 40.0,
+            "before_warm_s": 7.0,
+            "after_cold_s": 30.0,
+            "after_warm_s": 5.0,
+        }
+    }

@@ -207,7 +207,9 @@ def mixed(request: pytest.FixtureRequest) -> Iterator[Engine]:
         yield engine
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize(
+    "seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(2, 6))]
+)
 def test_requests_move_between_blocks(
     plain: dict[str, list[int]], mixed: Engine, seed: int
 ) -> None:

@@ -23,6 +23,7 @@ from graphengine.kernels.filter_threshold import filter_threshold
 from graphengine.kernels.gumbel_argmax import gumbel, uniform
 from tests.support.checkpoints import edit_config, make_drafter, make_target
 from tests.support.dflash_reference import force_drafts, load_target, plain_generate, run_target
+from tests.support.examples import examples
 
 LEVEL = 1e-3  # of every statistical test here; seeds are fixed, so nothing is flaky
 PROMPTS = [[7, 99, 23], list(range(100, 117)), [5], [250, 1, 2, 3, 4, 5, 6, 7]]
@@ -82,7 +83,7 @@ def test_draws_follow_the_distribution(temperature: float, top_p: float, top_k: 
     """Bug: noise is scaled with the temperature, or a filter changes the shape of what it keeps."""
     logits = torch.randn(24, generator=torch.Generator().manual_seed(3)) * 2
     expected = reference_warp(logits[None], temperature, top_p, top_k).double().softmax(-1)[0]
-    count = 20000
+    count = examples(20000)
     own = Controls.upload(
         [
             Sampling(temperature=temperature, top_p=top_p, top_k=top_k, seed=seed)

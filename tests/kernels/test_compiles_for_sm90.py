@@ -104,14 +104,14 @@ def multiply(T: int, config: SkinnyConfig, swiglu: bool = False, dtype: torch.dt
     skinny_linear.launch(x, weight, scales, out, config, swiglu)
 
 
-def multiply_wide(T: int, kind: str, dtype: torch.dtype = BF16) -> None:
-    """Every tile that the tuner tries, and what the table has."""
+def multiply_wide(T: int, kind: str, dtype: torch.dtype = BF16, is_tried: bool = True) -> None:
+    """What the table has, and with `is_tried` every tile that the tuner tries."""
     E, D = (24576, 4096) if kind == "swiglu" else (4096, 4096)
     tried = variants(Case("8b", "", kind, E, D, T, dtype.itemsize))
     tuned = [
         c for (rows, _, size, t), c in TUNED.items() if (t, rows, size) == (T, E, dtype.itemsize)
     ]
-    for config in [c for c in {*tried, *tuned} if c.cols]:
+    for config in [c for c in {*tried * is_tried, *tuned} if c.cols]:
         x, weight = empty(T, D, dtype=dtype), empty(E, D, dtype=dtype)
         scales = Fp8Scales(empty(T, dtype=FP32), empty(E, dtype=FP32)) if dtype == FP8 else None
         out = empty(T, E // 2 if kind == "swiglu" else E)
@@ -119,12 +119,13 @@ def multiply_wide(T: int, kind: str, dtype: torch.dtype = BF16) -> None:
         skinny_linear.launch(x, weight, scales, out, config, kind == "swiglu")
 
 
-def choose(T: int, dtype: torch.dtype = BF16) -> None:
-    """A head's argmax, by every config that the tuner tries and what the table has."""
+def choose(T: int, dtype: torch.dtype = BF16, is_tried: bool = True) -> None:
+    """A head's argmax, by what the table has, and with `is_tried` by every config that the tuner
+    tries."""
     for V, D in ((151936, 4096), (151936, 2560)):
         case = Case("8b", "lm_head", "argmax", V, D, T, dtype.itemsize)
         now = choose_config(T, V, D, dtype.itemsize)
-        for config in {*variants(case), *([now] if now else [])}:
+        for config in {*variants(case) * is_tried, *([now] if now else [])}:
             in_two = dtype == FP8 and not config.cols
             x, weight = empty(*(2,) * in_two, T, D, dtype=dtype), empty(V, D, dtype=dtype)
             scales = Fp8Scales(empty(T, dtype=FP32), empty(V, dtype=FP32)) if dtype == FP8 else None
@@ -231,6 +232,14 @@ LAUNCHES: dict[str, Callable[[], Any]] = {
     "GEMM, wide, 256 rows": lambda: multiply_wide(256, "linear"),
     "GEMM, wide, 128 rows, FP8": lambda: multiply_wide(128, "partials", FP8),
     "GEMM, wide, 256 rows, FP8, SwiGLU": lambda: multiply_wide(256, "swiglu", FP8),
+    "GEMM, wide, of the table": lambda: (
+        multiply_wide(16, "swiglu", is_tried=False),
+        multiply_wide(128, "partials", is_tried=False),
+    ),
+    "GEMM, wide, of the table, FP8": lambda: multiply_wide(256, "swiglu", FP8, is_tried=False),
+    "heads of the table": lambda: [
+        choose(T, dtype, is_tried=False) for T in (16, 256) for dtype in (BF16, FP8)
+    ],
     "head, 16 rows": lambda: choose(16),
     "head, 64 rows": lambda: choose(64),
     "head, 128 rows": lambda: choose(128),
@@ -249,9 +258,10 @@ LONG = {
     *(f"residual and norm, {D} columns" for D in (2560, 9728, 12288, 12800, 20480)),
     "GEMM, 128 rows, of the table",
     *("GEMM, wide, 192 rows", "GEMM, wide, 192 rows, FP8", "GEMM, wide, 256 rows"),
+    *(f"GEMM, wide, 256 rows, {kind}" for kind in ("FP8, SwiGLU", "SwiGLU", "partials")),
     *(f"GEMM, wide, 128 rows, {kind}" for kind in ("SwiGLU", "FP8", "partials")),
-    *(f"head, {T} rows" for T in (16, 64, 128, 192)),
-    *("head, 16 rows, FP8", "head, 128 rows, FP8"),
+    *(f"head, {T} rows" for T in (16, 64, 128, 192, 256)),
+    *(f"head, {T} rows, FP8" for T in (16, 128, 256)),
     "attention of chunks, other tiles",
 }
 assert set(LAUNCHES) >= LONG

@@ -24,7 +24,7 @@ _spec.loader.exec_module(soak_tool)
 OPTIONS: dict[str, Any] = {"buckets": soak_tool.BUCKETS, "device": "cpu"}
 
 
-@pytest.mark.parametrize("backend", ["torch", "triton"])
+@pytest.mark.parametrize("backend", ["torch", pytest.param("triton", marks=pytest.mark.slow)])
 def test_500_steps(backend: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Bug T45: over hundreds of steps with cancels, resets, page shortage and changes of buckets a
     page leaks, or a token differs from plain decoding."""

@@ -99,7 +99,7 @@ class BucketBuilder:
         self.workspace = workspace
         if workspace is None and config.attention_backend == "flashinfer":
             self.workspace = make_workspace(self.device)
-        self.arena = self._arena()
+        self.arena = self._arena(max(config.buckets))
 
     def clear_results_(self) -> None:
         """Forgets results that were not read. Mutates: the buffers."""
@@ -184,15 +184,15 @@ class BucketBuilder:
             simulation.step_1.copy_(drawn)
         return Bucket(size, views, (verify, *drafts.values()), tuple(stages), ahead)
 
-    def _arena(self) -> Arena:
-        """Memory of all buckets, sized for the largest and the longest block."""
+    def _arena(self, size: int) -> Arena:
+        """Memory of buckets up to that size, and of the longest block."""
         arena = Arena(self.device, self.dtype)
-        _buffers(self.pair, arena, max(self.pair.config.buckets))
+        _buffers(self.pair, arena, size)
         return arena
 
     def _runs_of(self, sizes: Collection[int]) -> Iterator[Callable[[], object]]:
         """The chains of these buckets, neither compiled nor planned, over buffers of their own."""
-        short, apart = self.pair.shortened(), self._arena()
+        short, apart = self.pair.shortened(), self._arena(max(sizes))
         for size in sizes:
             chains = self._wire(short.at(size), apart, size, Segments(), planned=False).chains
             for steps in (chains.propose, chains.context):

@@ -17,18 +17,10 @@ from torch import Tensor
 
 from graphengine.capture.steps import Carry
 from graphengine.decode.simulate import force_acceptance_
-from graphengine.models import decoder, dflash
+from graphengine.models import decoder, dflash, layers
 from graphengine.models.decoder import LayerWeights
 from graphengine.models.dflash import ContextWeights
-from graphengine.models.layers import (
-    Matrix,
-    Rows,
-    add,
-    add_rms_norm,
-    linear,
-    linear_argmax,
-    rms_norm,
-)
+from graphengine.models.layers import Matrix, Rows
 
 
 class LastWeights(NamedTuple):
@@ -54,18 +46,18 @@ def middle_segment(
 def last_segment(last: LastWeights, h_TD: Tensor, attn_TNH: Tensor, eps: float) -> Carry:
     """post(L - 1) + norm + head + argmax -> (h_TD before the norm, ids_T)."""
     h_TD, x = _final_norm(last, *decoder.after_mixing(last.layer, h_TD, attn_TNH, eps), eps)
-    return h_TD, linear_argmax(x, last.lm_head_VD)
+    return h_TD, layers.linear_argmax(x, last.lm_head_VD)
 
 
 def logits_segment(last: LastWeights, h_TD: Tensor, attn_TNH: Tensor, eps: float) -> Carry:
     """`last_segment` without its argmax, for whoever draws: (h_TD before the norm, logits_TV)."""
     h_TD, x = _final_norm(last, *decoder.after_mixing(last.layer, h_TD, attn_TNH, eps), eps)
-    return h_TD, linear(x, last.lm_head_VD)
+    return h_TD, layers.linear(x, last.lm_head_VD)
 
 
 def _final_norm(last: LastWeights, h_TD: Tensor, update: Tensor, eps: float) -> tuple[Tensor, Rows]:
     """`h += update; x = rms_norm(h)` -> (h_TD, x), x as the head takes it."""
-    return add_rms_norm(h_TD, update, last.norm_D, eps, last.lm_head_VD)
+    return layers.add_rms_norm(h_TD, update, last.norm_D, eps, last.lm_head_VD)
 
 
 def row_logits_segment(
@@ -77,8 +69,8 @@ def row_logits_segment(
     """
     if not is_tapped:
         return logits_segment(last, h_TD[rows_R], attn_TNH[rows_R], eps)
-    h_TD = add(*decoder.after_mixing(last.layer, h_TD, attn_TNH, eps))
-    return h_TD, linear(rms_norm(h_TD[rows_R], last.norm_D, eps), last.lm_head_VD)
+    h_TD = layers.add(*decoder.after_mixing(last.layer, h_TD, attn_TNH, eps))
+    return h_TD, layers.linear(layers.rms_norm(h_TD[rows_R], last.norm_D, eps), last.lm_head_VD)
 
 
 def draft_last_segment(
@@ -88,9 +80,9 @@ def draft_last_segment(
 
     Slot j predicts the token at its own position; slot 0, the anchor's, is dropped.
     """
-    h_TD = add(*decoder.after_mixing(last.layer, h_TD, attn_TNH, eps))
+    h_TD = layers.add(*decoder.after_mixing(last.layer, h_TD, attn_TNH, eps))
     h_TD = h_TD.unflatten(0, (-1, block_length))[:, 1:].flatten(0, 1)
-    return (linear_argmax(rms_norm(h_TD, last.norm_D, eps), last.lm_head_VD),)
+    return (layers.linear_argmax(layers.rms_norm(h_TD, last.norm_D, eps), last.lm_head_VD),)
 
 
 def context_segment(weights: ContextWeights, taps_TC: Tensor, eps: float) -> Carry:

@@ -95,7 +95,7 @@ def open_engine(target: Path, drafter: Path | None, options: Options) -> Engine:
         acceptance_floor=0.0,
         **options,
     )
-    head: Any = engine.built.loop.prefill.target.weights.lm_head_VD
+    head: Any = engine.built.loop.prefill.pair.target.weights.lm_head_VD
     head[LIKELY_TOKENS:] *= 0.02
     return engine
 

@@ -26,6 +26,7 @@ class AttentionRule:
     window: int | None = None
 
 
+CAUSAL = AttentionRule(causal=True)
 FULL_NON_CAUSAL = AttentionRule(causal=False)
 
 

@@ -1,10 +1,9 @@
 """Attention over the paged cache: plan once per forward, run once per layer.
 
-The only importer of flashinfer. Backends with one interface: `FlashInferAttention` (fa2, GPU,
-bf16), `BlockAttention` (our Triton kernel; decode only, nothing to plan) and `TorchAttention` (any
-device, any dtype; the reference). Queries are ragged rows grouped by request; a request's last
-query row sits at its last key (causal), or every row sees every key (non-causal, the drafter's
-block). With a window, a row at position p sees of these the keys k with |p - k| < window.
+The only importer of flashinfer. Backends with one interface: `TorchAttention` (any device and
+dtype; the reference), `FlashInferAttention` (fa2, GPU, bf16), and our Triton kernels, which plan
+nothing. Queries are ragged rows grouped by request; the last stands at its request's last key, and
+`config.draft.AttentionRule` says which keys each sees.
 
 Invariant: `plan` has run for exactly the current lengths before `run`. Planning from an upper bound
 gives wrong results in flashinfer 0.6.12 (an empty planned chunk corrupts the merge).
@@ -101,23 +100,17 @@ class Attention(Protocol):
 
 
 class TorchAttention:
-    """The reference: gathers each request's keys and calls scaled_dot_product_attention."""
+    """Gathers each request's keys and calls scaled_dot_product_attention."""
 
     def __init__(
-        self,
-        config: ModelConfig,
-        page_size: int,
-        causal: bool,
-        device: torch.device,
-        window: int | None = None,
+        self, config: ModelConfig, page_size: int, rule: AttentionRule, device: torch.device
     ):
-        self._page_size, self._causal, self._device = page_size, causal, device
-        self._window = window
+        self._page_size, self._rule, self._device = page_size, rule, device
         self._group = config.num_attention_heads // config.num_key_value_heads
         self._requests: list[tuple[slice, Tensor, Tensor | None]] = []
 
     def plan(self, layout: Layout) -> None:
-        size = self._page_size
+        size, causal, window = self._page_size, self._rule.causal, self._rule.window
         qo, kv = layout.qo_indptr_cpu.tolist(), layout.paged_kv_indptr_cpu.tolist()
         last = layout.paged_kv_last_page_len_cpu.tolist()
         offsets = torch.arange(size)
@@ -130,13 +123,11 @@ class TorchAttention:
             pages = layout.paged_kv_indices_cpu[kv[b] : kv[b + 1]].long()
             slots = (pages[:, None] * size + offsets).flatten()[:kv_len].to(self._device)
             mask = None
-            if (self._causal and num_rows > 1) or self._window is not None:
-                behind = (
-                    torch.arange(num_rows)[:, None] + (kv_len - num_rows) - torch.arange(kv_len)
-                )
-                mask = behind >= 0 if self._causal else torch.ones_like(behind, dtype=torch.bool)
-                if self._window is not None:
-                    mask &= behind.abs() < self._window
+            if (causal and num_rows > 1) or window is not None:
+                position = torch.arange(kv_len)
+                behind = position[-num_rows:, None] - position
+                mask = (behind >= 0) | (not causal)
+                mask &= behind.abs() < (window or kv_len)
                 mask = mask.to(self._device)
             self._requests.append((slice(qo[b], qo[b + 1]), slots, mask))
 
@@ -159,14 +150,13 @@ class TorchAttention:
 class FlashInferAttention:
     """FlashInfer's paged prefill kernel, fa2.
 
-    With `num_requests` the wrapper owns its metadata at fixed addresses, so that a captured launch
-    stays valid when `plan` runs before each replay; the same wrapper serves eager calls, so all
-    graph modes run the same kernel with the same plan. Without it (prefill) sizes are free.
+    With `num_requests` the wrapper's metadata has fixed addresses, so that a captured launch stays
+    valid when `plan` runs before each replay; eager calls use the same wrapper, so all graph modes
+    run the same kernel with the same plan. Without it (prefill) sizes are free.
 
     A plan's copies leave from pinned memory that the wrapper uses again (0.6.12, scheduler.cuh), so
-    a plan first waits for those of the one before: a prefill queues chunk after chunk, and a plan
-    that overwrote what the last one's copy has yet to read would let that chunk's kernels run with
-    the next chunk's tiles, silently or into an illegal address.
+    a plan first waits for those of the one before: in a prefill's queue of chunks one's kernels
+    would run with the next one's tiles, silently or into an illegal address.
 
     A window is fa2's `window_left`, which counts keys before the row's own and is applied whatever
     the causality (0.6.12, variants.cuh). For non-causal rows it is exact within two limits: there
@@ -178,34 +168,29 @@ class FlashInferAttention:
         self,
         config: ModelConfig,
         page_size: int,
-        causal: bool,
+        rule: AttentionRule,
         workspace: Tensor,
         dtype: torch.dtype,
         num_requests: int | None = None,
         max_pages: int = 0,
-        window: int | None = None,
     ):
         from flashinfer import BatchPrefillWithPagedKVCacheWrapper
 
-        self._config, self._page_size, self._causal = config, page_size, causal
+        self._config, self._page_size, self._rule = config, page_size, rule
         self._dtype, self._device = dtype, workspace.device
         self._num_rows = 0
         # Behind the last plan's copies; a stand-in for the wrapper may be planned on the CPU.
         self._copied = torch.cuda.Event() if workspace.is_cuda else None
-        self._window_left = -1 if window is None else window - 1
         fixed: dict[str, Any] = {}
         if num_requests is not None:
-
-            def buffer(count: int) -> Tensor:
-                return torch.zeros(count, dtype=torch.int32, device=workspace.device)
-
-            fixed = {
-                "use_cuda_graph": True,
-                "qo_indptr_buf": buffer(num_requests + 1),
-                "paged_kv_indptr_buf": buffer(num_requests + 1),
-                "paged_kv_indices_buf": buffer(max_pages),
-                "paged_kv_last_page_len_buf": buffer(num_requests),
+            sizes = {
+                "qo_indptr_buf": num_requests + 1,
+                "paged_kv_indptr_buf": num_requests + 1,
+                "paged_kv_indices_buf": max_pages,
+                "paged_kv_last_page_len_buf": num_requests,
             }
+            fixed = {k: workspace.new_zeros(n, dtype=torch.int32) for k, n in sizes.items()}
+            fixed["use_cuda_graph"] = True
         self._wrapper: Any = BatchPrefillWithPagedKVCacheWrapper(
             workspace, "NHD", backend="fa2", **fixed
         )
@@ -227,8 +212,8 @@ class FlashInferAttention:
             config.num_key_value_heads,
             config.head_dim,
             self._page_size,
-            causal=self._causal,
-            window_left=self._window_left,
+            causal=self._rule.causal,
+            window_left=(self._rule.window or 0) - 1,  # -1: none
             q_data_type=self._dtype,
             kv_data_type=self._dtype,
         )
@@ -253,11 +238,10 @@ def compile_flashinfer_ahead(
     and graphs are captured. Whoever plans first waits for its lock. What fails here is left to fail
     there, where it has a caller.
 
-    Args:
-        draft: None where it does not attend with FlashInfer.
+    Args: draft: None where it does not attend with FlashInfer.
 
     Returns:
-        Set once FlashInfer's modules are imported, or cannot be, which takes a second. Whoever
+        Set once FlashInfer's modules are imported, or cannot be, which takes a second: whoever
         imports them, or much else of torch, waits for it.
     """
     kinds = {(target.head_dim, False)}
@@ -284,22 +268,21 @@ def compile_flashinfer_ahead(
 class BlockAttention:
     """Our split-KV kernel over blocks of equal length; lengths are read on the device, no plan.
 
-    Block b's rows stand at positions start_B[b] .. and see their own keys through row b of the page
-    table: a request's block in a step, a piece of a prompt in a chunk (`fixed_chunk`).
+    Block b, a request's or a piece of a prompt (`fixed_chunk`), stands at positions start_B[b] ..
+    and sees its keys through row b of the page table.
     """
 
     def __init__(
         self,
         config: ModelConfig,
-        causal: bool,
+        rule: AttentionRule,
         page_table_BW: Tensor,
         start_B: Tensor,
         block: int,
-        window: int | None = None,
         padded: int = 0,
     ) -> None:
         """Args: padded: the start of a block that is none."""
-        self._block, self._causal, self._window, self._padded = block, causal, window, padded
+        self._block, self._rule, self._padded = block, rule, padded
         self._page_table_BW, self._start_B = page_table_BW, start_B
         device = start_B.device
         num_sms = 1
@@ -326,10 +309,10 @@ class BlockAttention:
             self._page_table_BW,
             self._start_B,
             self._block,
-            self._causal,
+            self._rule.causal,
             out_TNH,
             self._workspace,
-            window=self._window,
+            window=self._rule.window,
             padded=self._padded,
         )
 

@@ -12,14 +12,14 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from graphengine.capture.compile import compile_segments
 from graphengine.capture.runners import GraphPool, Runner, run_chain
-from graphengine.config.draft import AttentionRule
-from graphengine.config.draft_length import draft_at
+from graphengine.config.draft import CAUSAL, AttentionRule
 from graphengine.config.engine import EngineConfig
 from graphengine.config.model import ModelConfig
 from graphengine.decode.attention import (
@@ -32,14 +32,19 @@ from graphengine.decode.attention import (
 )
 from graphengine.decode.buffers import Arena, StepBuffers
 from graphengine.decode.chains import step_chains
-from graphengine.decode.compile_ahead import CompileAhead, shortened
+from graphengine.decode.compile_ahead import CompileAhead
 from graphengine.decode.fixed_chunk import FixedChunk
 from graphengine.decode.kvcache import NULL_PAGE, pages_for
-from graphengine.decode.proposer import Proposer, step_buffers
+from graphengine.decode.proposer import Attends, Pair, step_buffers
 from graphengine.decode.segments import Segments
-from graphengine.decode.simulate import Simulation
-from graphengine.decode.stack import Target
-from graphengine.decode.stages import Planned, Stage, captured_stages, cut, eager_stages
+from graphengine.decode.stages import (
+    Chains,
+    Planned,
+    Stage,
+    captured_stages,
+    cut,
+    eager_stages,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,16 +66,17 @@ class Bucket:
         return runners[-1:] + runners[:-1] if self.ahead is not None else runners
 
 
-@dataclass(slots=True)
-class BuildTimes:
-    """Seconds spent compiling (first calls) and capturing."""
+class Wired(NamedTuple):
+    """A bucket's chains, over its buffers and attentions."""
 
-    compile_s: float = 0.0
-    capture_s: float = 0.0
+    buffers: StepBuffers
+    verify: Attention
+    drafts: dict[AttentionRule, Attention]
+    chains: Chains
 
 
 class BucketBuilder:
-    """Compiles, warms and captures buckets of one proposer, over memory that they share.
+    """Compiles, warms and captures buckets of one pair, over memory that they share.
 
     Every segment runs once here, so that no request pays for a compilation; on the CPU without
     compilation there is nothing to run ahead. A larger bucket captured after smaller ones extends
@@ -79,40 +85,21 @@ class BucketBuilder:
 
     def __init__(
         self,
-        config: EngineConfig,
-        target: Target,
-        proposer: Proposer,
-        num_positions: int,
-        simulation: Simulation | None = None,
+        pair: Pair,
         workspace: Tensor | None = None,
         progress: Callable[[str], None] = lambda what: None,
     ) -> None:
-        """
-        Args:
-            proposer: with the longest block of any bucket.
-            num_positions: that a request's pages hold.
-            workspace: FlashInfer's scratch, to share it with other buckets on the same stream.
-            progress: told what is being built.
-        """
-        self.config, self.target, self.proposer = config, target, proposer
-        self.simulation, self.progress = simulation, progress
-        self.device, self.dtype = target.kv_pool.device, target.kv_pool.dtype
-        self.width = pages_for(num_positions, config.page_size)
-        self.times = BuildTimes()
+        """Args: workspace: FlashInfer's scratch, of other buckets on the same stream, to share it.
+        progress: told what is being built."""
+        self.pair, self.progress, config = pair, progress, pair.config
+        self.device, self.dtype = pair.target.kv_pool.device, pair.target.kv_pool.dtype
+        self.compile_s = self.capture_s = 0.0  # seconds of first calls, and of captures
         self.pool = GraphPool() if config.graph_mode != "none" else None
         self.segments = Segments(*compile_segments(Segments())) if config.compile else Segments()
         self.workspace = workspace
         if workspace is None and config.attention_backend == "flashinfer":
             self.workspace = make_workspace(self.device)
-        self.arena = Arena(self.device, self.dtype)
-        step_buffers(self.arena, target.config, proposer, max(config.buckets), self.width)
-
-    def proposing(self, proposer: Proposer) -> BucketBuilder:
-        """The same with another proposer, over memory of its own."""
-        num_positions = self.width * self.config.page_size
-        return BucketBuilder(
-            *(self.config, self.target, proposer, num_positions, self.simulation, self.workspace)
-        )
+        self.arena = self._arena(max(config.buckets))
 
     def clear_results_(self) -> None:
         """Forgets results that were not read. Mutates: the buffers."""
@@ -123,8 +110,7 @@ class BucketBuilder:
     ) -> dict[int, Bucket]:
         """These buckets, the largest first, their kernels compiled beside them.
 
-        Args:
-            prefills: what else has kernels to compile.
+        Args: prefills: what else has kernels to compile.
         """
         first = sorted(sizes, reverse=True)
         runs = chain(self._runs_of(first), prefills) if self.device.type == "cuda" else ()
@@ -140,25 +126,20 @@ class BucketBuilder:
         began = time.perf_counter()
         for chunk in sorted(chunks, key=lambda chunk: -chunk.size):
             self.progress(f"capturing prefill {chunk.size}")
-            chunk.capture_(self.pool, self.config.graph_mode == "full")
+            chunk.capture_(self.pool, self.pair.config.graph_mode == "full")
         torch.cuda.synchronize()
-        self.times.capture_s += time.perf_counter() - began
+        self.capture_s += time.perf_counter() - began
 
     @torch.inference_mode(False)
     @torch.no_grad()
     def build(self, size: int, kernels: CompileAhead | None = None) -> Bucket:
         """The bucket of a size, between steps. Mutates: the buffers, cleared before and after."""
-        config, simulation = self.config, self.simulation
+        config, simulation = self.pair.config, self.pair.simulation
         self.arena.clear_()
         drawn = simulation.step_1.clone() if simulation is not None else None
-        proposer = draft_at(config, self.proposer, size)
-        views = step_buffers(self.arena, self.target.config, proposer, size, self.width)
-        verify = self._attention(views, self.target.config, AttentionRule(causal=True), views.block)
-        drafts = self._draft_attentions(views, proposer)
-        chains = step_chains(
-            *(config, self.target, proposer, views, verify, drafts, self.segments, simulation)
-        )
-        rows = {attends.rows for attends in proposer.attends}
+        pair = self.pair.at(size)
+        views, verify, drafts, chains = self._wire(pair, self.arena, size, self.segments)
+        rows = {attends.rows for attends in pair.proposer.attends}
         assert len(rows) <= 1  # a plan is for one number of rows
         before_draft = Planned(tuple(drafts.values()), *rows)
         plans = (Planned((verify,), views.block), before_draft)
@@ -191,67 +172,57 @@ class BucketBuilder:
                 kernels.wait()
             if self.device.type == "cuda":
                 torch.cuda.synchronize()
-            self.times.compile_s += time.perf_counter() - began
+            self.compile_s += time.perf_counter() - began
         if self.pool is not None:
             self.progress(f"capturing bucket {size}")
             began = time.perf_counter()
             stages, ahead = captured_stages(*parts, config.graph_mode, self.pool)
             torch.cuda.synchronize()
-            self.times.capture_s += time.perf_counter() - began
+            self.capture_s += time.perf_counter() - began
         self.arena.clear_()
         if simulation is not None and drawn is not None:
             simulation.step_1.copy_(drawn)
         return Bucket(size, views, (verify, *drafts.values()), tuple(stages), ahead)
 
+    def _arena(self, size: int) -> Arena:
+        """Memory of buckets up to that size, and of the longest block."""
+        arena = Arena(self.device, self.dtype)
+        _buffers(self.pair, arena, size)
+        return arena
+
     def _runs_of(self, sizes: Collection[int]) -> Iterator[Callable[[], object]]:
         """The chains of these buckets, neither compiled nor planned, over buffers of their own."""
-        config, short = self.config, shortened(self.target, self.proposer)
-        apart = Arena(self.device, self.dtype)
-        step_buffers(apart, self.target.config, self.proposer, max(sizes), self.width)
+        short, apart = self.pair.shortened(), self._arena(max(sizes))
         for size in sizes:
-            own = draft_at(config, self.proposer, size)
-            views = step_buffers(apart, self.target.config, own, size, self.width)
-            verify = self._attention(
-                views, self.target.config, AttentionRule(causal=True), views.block, planned=False
-            )
-            drafts = self._draft_attentions(views, own, planned=False)
-            segments = Segments()
-            chains = step_chains(
-                *(config, short, own, views, verify, drafts, segments, self.simulation)
-            )
+            chains = self._wire(short.at(size), apart, size, Segments(), planned=False).chains
             for steps in (chains.propose, chains.context):
                 yield partial(run_chain, steps)
             for end in chains.ends.values():
                 yield partial(run_chain, [*chains.verify, *end])
 
-    def _draft_attentions(
-        self, views: StepBuffers, proposer: Proposer, planned: bool = True
-    ) -> dict[AttentionRule, Attention]:
-        return {
-            kind.rule: self._attention(views, kind.model, kind.rule, kind.rows, planned)
-            for kind in proposer.attends
-        }
+    def _wire(
+        self, pair: Pair, arena: Arena, size: int, segments: Segments, planned: bool = True
+    ) -> Wired:
+        """Args: planned: whether attention will be; else it is the reference, or our kernel."""
+        views = _buffers(pair, arena, size)
 
-    def _attention(
-        self,
-        views: StepBuffers,
-        model: ModelConfig,
-        rule: AttentionRule,
-        block: int,
-        planned: bool = True,
-    ) -> Attention:
-        """A bucket's attention of `block` rows a request, its metadata at fixed addresses."""
-        causal, window, size = rule.causal, rule.window, self.config.page_size
-        if self.config.attention_backend == "triton":
-            return BlockAttention(
-                *(model, causal, views.page_table_BW, views.start_B, block, window)
-            )
-        if self.workspace is None or not planned:
-            return TorchAttention(model, size, causal, self.device, window)
-        num_requests, num_pages = views.start_B.shape[0], views.page_table_BW.numel()
-        return FlashInferAttention(
-            *(model, size, causal, self.workspace, self.dtype, num_requests, num_pages, window)
-        )
+        def attention(kind: Attends) -> Attention:
+            """Of `kind.rows` rows a request, its metadata at fixed addresses."""
+            (model, rule, rows), table_BW = kind, views.page_table_BW
+            if pair.config.attention_backend == "triton":
+                return BlockAttention(model, rule, table_BW, views.start_B, rows)
+            if self.workspace is None or not planned:
+                return TorchAttention(model, pair.config.page_size, rule, self.device)
+            where = self.workspace, self.dtype, size, table_BW.numel()
+            return FlashInferAttention(model, pair.config.page_size, rule, *where)
+
+        verify = attention(Attends(pair.target.config, CAUSAL, views.block))
+        drafts = {kind.rule: attention(kind) for kind in pair.proposer.attends}
+        return Wired(views, verify, drafts, step_chains(pair, views, verify, drafts, segments))
+
+
+def _buffers(pair: Pair, arena: Arena, num_requests: int) -> StepBuffers:
+    return step_buffers(arena, pair.target.config, pair.proposer, num_requests, pair.width)
 
 
 def prefill_attention(
@@ -259,8 +230,8 @@ def prefill_attention(
 ) -> Attention:
     """The causal attention of prefills, any lengths."""
     if config.prefill_attention_backend == "flashinfer":
-        return FlashInferAttention(model, config.page_size, True, make_workspace(device), dtype)
-    return TorchAttention(model, config.page_size, True, device)
+        return FlashInferAttention(model, config.page_size, CAUSAL, make_workspace(device), dtype)
+    return TorchAttention(model, config.page_size, CAUSAL, device)
 
 
 def _dummy_layout(num_requests: int, block: int, page_size: int) -> Layout:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from graphengine.config.model import ModelConfig
+from graphengine.decode.sampling import Controls
 from graphengine.kernels.accept import NUM_RESULTS
 
 
@@ -31,16 +32,20 @@ class Arena:
 
     def take(self, name: str, *shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
         """A contiguous tensor at the beginning of the memory of that name; zeros when new."""
-        return self._view(name, shape, dtype, self._device, False)
+        return self._view(name, shape, dtype, self._device)
 
     def take_on_host(self, name: str, *shape: int) -> Tensor:
         """The same as int64 of the host, pinned where the device is a GPU."""
         on_gpu = self._device.type == "cuda"
-        where = torch.device("cpu") if on_gpu else self._device
-        return self._view(name, shape, torch.int64, where, on_gpu)
+        return self._view(name, shape, torch.int64, "cpu" if on_gpu else self._device, on_gpu)
 
     def _view(
-        self, name: str, shape: tuple[int, ...], dtype: torch.dtype, where: torch.device, pin: bool
+        self,
+        name: str,
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
+        where: torch.device | str,
+        pin: bool = False,
     ) -> Tensor:
         count = math.prod(shape)
         flat = self._flat.get(name)
@@ -77,10 +82,7 @@ class StepBuffers(NamedTuple):
     step_B: Tensor  # int64: number of the step, equal in all rows
     results_BX: Tensor  # int64 on the host: words of kernels/accept.py
     page_table_BW: Tensor  # int32
-    temperature_B: Tensor  # float32; these four are read by the end that samples alone
-    top_p_B: Tensor  # float32
-    top_k_B: Tensor  # int32
-    seed_B: Tensor  # int64
+    controls: Controls  # read by the end that samples alone
     positions_T: Tensor  # int64
     slots_T: Tensor  # int64
     context_positions_T: Tensor  # int64
@@ -103,10 +105,12 @@ class StepBuffers(NamedTuple):
             step_B=take("step", num_requests),
             results_BX=arena.take_on_host("results", num_requests, NUM_RESULTS * (block + 1)),
             page_table_BW=take("page_table", num_requests, width, dtype=i32),
-            temperature_B=take("temperature", num_requests, dtype=f32),
-            top_p_B=take("top_p", num_requests, dtype=f32),
-            top_k_B=take("top_k", num_requests, dtype=i32),
-            seed_B=take("seed", num_requests),
+            controls=Controls(
+                take("temperature", num_requests, dtype=f32),
+                take("top_p", num_requests, dtype=f32),
+                take("top_k", num_requests, dtype=i32),
+                take("seed", num_requests),
+            ),
             positions_T=take("positions", rows),
             slots_T=take("slots", rows),
             context_positions_T=take("context_positions", rows),

@@ -1,51 +1,58 @@
-"""A step's chains over a bucket's buffers: propose, verify with its ends, context.
+"""A step's chains over a bucket's buffers: propose, verify with its ends, context; and a prefill's.
 
-Legend: B requests, G block length.
+Legend: T rows, R prompts, N / H query heads / head dim, V vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from functools import partial
 
-from graphengine.config.draft import AttentionRule
-from graphengine.config.engine import EngineConfig
+from torch import Tensor
+
+from graphengine.capture.steps import Step
 from graphengine.decode.attention import Attention
 from graphengine.decode.buffers import StepBuffers
 from graphengine.decode.ends import end_names, make_end
-from graphengine.decode.proposer import Proposer
-from graphengine.decode.segments import Segments
-from graphengine.decode.simulate import Simulation
-from graphengine.decode.stack import Rows, Target, target_chain
+from graphengine.decode.proposer import Attentions, Pair
+from graphengine.decode.segments import Segments, row_logits_segment
+from graphengine.decode.stack import Rows, target_chain
 from graphengine.decode.stages import Chains
 
 
 def step_chains(
-    config: EngineConfig,
-    target: Target,
-    proposer: Proposer,
+    pair: Pair,
     buffers: StepBuffers,
     attention: Attention,
-    draft_attention: Mapping[AttentionRule, Attention],
+    draft_attentions: Attentions,
     segments: Segments,
-    simulation: Simulation | None = None,
 ) -> Chains:
-    """Propose, target forward over the block, acceptance and the next block's inputs, context.
-
-    Without a drafter the same chains with one row per request are plain decoding.
-    """
+    """Propose, target forward over the block, acceptance and the next block's inputs, context;
+    without a drafter, with one row a request, plain decoding."""
+    proposer = pair.proposer
     chain = "verify" if proposer.num_draft_tokens else "decode"
     tap_ = proposer.tap(buffers)
     rows = Rows(buffers.draft_ids_BG.view(-1), buffers.positions_T, buffers.slots_T)
     *verify, _ = target_chain(
-        chain, target, rows, attention, buffers.attn_TNH, segments, tap_, segments.last
+        chain, pair.target, rows, attention, buffers.attn_TNH, segments, tap_, segments.last
     )
-    mask, size = proposer.mask_token_id, config.page_size
     return Chains(
-        propose=proposer.propose(buffers, draft_attention, segments),
+        propose=proposer.propose(buffers, draft_attentions, segments),
         verify=verify,
         ends={
-            name: make_end(name, chain, target, buffers, tap_, mask, size, segments, simulation)
-            for name in end_names(config)
+            name: make_end(name, chain, pair, buffers, tap_, segments)
+            for name in end_names(pair.config)
         },
         context=proposer.context(buffers, segments),
     )
+
+
+def prefill_chains(
+    pair: Pair, rows: Rows, logit_rows_R: Tensor, attention: Attention, attn_TNH: Tensor
+) -> tuple[list[Step], list[Step]]:
+    """The target over a prompt's rows, which leaves (logits_RV,) of the rows with these indices,
+    and the drafter's context of them; uncompiled."""
+    tap_, context = pair.proposer.prefill(rows)
+    is_tapped = pair.target.config.num_hidden_layers - 1 in pair.proposer.taps
+    end = partial(row_logits_segment, logit_rows_R, is_tapped)
+    where = rows, attention, attn_TNH
+    return target_chain("prefill", pair.target, *where, Segments(), tap_, end), context

@@ -18,7 +18,6 @@ import os
 import threading
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -31,8 +30,6 @@ from graphengine.capture.torch_internals import (
     tree_leaves,
     tree_map,
 )
-from graphengine.decode.proposer import Proposer
-from graphengine.decode.stack import Target
 from graphengine.kernels.launch import KernelError, compile_only
 
 MAX_THREADS = 8
@@ -40,12 +37,9 @@ _LOG = logging.getLogger(__name__)
 
 
 class CompileAhead:
-    """Runs whose kernels are compiled on threads, until `wait`.
-
-    A kernel of ours that cannot be compiled ends the start (`wait`). What else fails in a run, as
-    an operator of torch that cannot do without contents, or while runs are made, is left to fail
-    where the kernel is needed, where it has a caller.
-    """
+    """Runs whose kernels are compiled on threads, until `wait`, where one of ours that cannot be
+    compiled ends the start. What else fails, as an operator of torch that cannot do without
+    contents, is left to fail where the kernel is needed, where it has a caller."""
 
     def __init__(self, runs: Iterable[Callable[[], object]]) -> None:
         """Starts them, in their order."""
@@ -81,7 +75,7 @@ class CompileAhead:
         """Until all have run; before a capture, which another thread's allocation would end.
 
         Raises:
-            KernelError: of the first kernel that cannot be compiled.
+            KernelError: of the first that cannot be compiled.
         """
         self._pool.shutdown()
         if self._failed:
@@ -94,15 +88,6 @@ class CompileAhead:
         """Ends them, each after the kernel that it is compiling."""
         self._ended.set()
         self._pool.shutdown(cancel_futures=True)
-
-
-def shortened(target: Target, proposer: Proposer) -> Target:
-    """The first layers alone, one that the drafter taps among them: a forward of these has all
-    kernels of a whole one, and a run ahead takes time from the thread that compiles segments."""
-    count = max(2, min(proposer.taps, default=0) + 1)
-    layers = target.weights.layers[:count]
-    config = replace(target.config, num_hidden_layers=len(layers))
-    return replace(target, config=config, weights=target.weights._replace(layers=layers))
 
 
 class _EndedError(Exception):

@@ -11,7 +11,7 @@ tokens under `greedy` and `sampled`: the head's GEMM is the same, to the bit.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 from torch import Tensor
 
@@ -19,12 +19,11 @@ from graphengine import names
 from graphengine.capture.steps import Carry, Dense, Step
 from graphengine.config.engine import EngineConfig
 from graphengine.decode.buffers import StepBuffers
-from graphengine.decode.proposer import Tap
+from graphengine.decode.proposer import Pair
 from graphengine.decode.request import Request
-from graphengine.decode.sampling import Controls, sample_rows
+from graphengine.decode.sampling import sample_rows
 from graphengine.decode.segments import Segments
-from graphengine.decode.simulate import Simulation
-from graphengine.decode.stack import Target, last_step
+from graphengine.decode.stack import Tap, last_step
 from graphengine.kernels.accept import accept_and_advance_
 
 GREEDY, SAMPLED, SIMULATED = "greedy", "sampled", "simulated"
@@ -44,60 +43,37 @@ def choose(ends: Iterable[str], running: Iterable[Request]) -> str:
 
 
 def make_end(
-    name: str,
-    chain: str,
-    target: Target,
-    buffers: StepBuffers,
-    tap_: Tap,
-    mask_token_id: int,
-    page_size: int,
-    segments: Segments,
-    simulation: Simulation | None,
+    name: str, chain: str, pair: Pair, buffers: StepBuffers, tap_: Tap, segments: Segments
 ) -> list[Step]:
     """The steps of one end, behind the last attention of `chain`."""
 
-    def accept(choose: Callable[[Tensor], Tensor]) -> Step:
-        def run(carry: Carry) -> Carry:
-            target_ids_BG = choose(carry[0])
-            accept_and_advance_(
-                buffers.draft_ids_BG,
-                target_ids_BG,
-                buffers.start_B,
-                buffers.page_table_BW,
-                buffers.block_ids_BG,
-                buffers.positions_T,
-                buffers.slots_T,
-                buffers.context_positions_T,
-                buffers.context_slots_T,
-                buffers.step_B,
-                buffers.results_BX,
-                mask_token_id,
-                page_size,
-            )
-            return ()
-
-        return Dense(names.ACCEPT, run)
-
-    def as_block(ids_T: Tensor) -> Tensor:
-        return ids_T.view_as(buffers.draft_ids_BG)
-
-    if name == SAMPLED:
-        controls = Controls(buffers.temperature_B, buffers.top_p_B, buffers.top_k_B, buffers.seed_B)
+    def draw(logits_TV: Tensor) -> Tensor:
         # A draft is kept while it equals the draw at its row, so every emitted token is a draw of
         # the target given the tokens before it: the drafter's proposal is a point mass, and this is
         # rejection sampling for that case.
-        return [
-            last_step(chain, target, tap_, segments.logits),
-            accept(lambda logits: as_block(sample_rows(logits, buffers.positions_T, controls))),
-        ]
-    last = last_step(chain, target, tap_, segments.last)
-    if name == GREEDY:
-        return [last, accept(as_block)]
-    assert name == SIMULATED and simulation is not None
+        return sample_rows(logits_TV, buffers.positions_T, buffers.controls)
 
-    def drawn(ids_T: Tensor) -> Tensor:
-        ids_BG = as_block(ids_T)
-        segments.simulate(simulation, buffers.draft_ids_BG, ids_BG)
-        return ids_BG
+    def accept(carry: Carry) -> Carry:
+        found = draw(carry[0]) if name == SAMPLED else carry[0]
+        target_ids_BG = found.view_as(buffers.draft_ids_BG)
+        if name == SIMULATED:
+            segments.simulate(pair.simulation, buffers.draft_ids_BG, target_ids_BG)
+        accept_and_advance_(
+            buffers.draft_ids_BG,
+            target_ids_BG,
+            buffers.start_B,
+            buffers.page_table_BW,
+            buffers.block_ids_BG,
+            buffers.positions_T,
+            buffers.slots_T,
+            buffers.context_positions_T,
+            buffers.context_slots_T,
+            buffers.step_B,
+            buffers.results_BX,
+            pair.proposer.mask_token_id,
+            pair.config.page_size,
+        )
+        return ()
 
-    return [last, accept(drawn)]
+    last = segments.logits if name == SAMPLED else segments.last
+    return [last_step(chain, pair.target, tap_, last), Dense(names.ACCEPT, accept)]

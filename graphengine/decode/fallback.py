@@ -17,7 +17,6 @@ from collections.abc import Callable, Collection
 
 import torch
 
-from graphengine.config.engine import EngineConfig
 from graphengine.decode.guards import WINDOW, AcceptanceWarning, FallbackWarning, SpeculationGuard
 from graphengine.decode.lane import Lane, Verified
 from graphengine.decode.request import Request
@@ -28,11 +27,9 @@ LAST_BLOCK = "a block would reach past the models' last position"
 class Fallback:
     """Marks requests of the drafting lane and hands them over."""
 
-    def __init__(
-        self, config: EngineConfig, drafting: Lane, build_plain: Callable[[], Lane]
-    ) -> None:
+    def __init__(self, drafting: Lane, build_plain: Callable[[], Lane]) -> None:
         """Args: build_plain: builds what the requests that leave run on."""
-        self._config, self._drafting, self._build_plain = config, drafting, build_plain
+        self._drafting, self._build_plain, config = drafting, build_plain, drafting.config
         self.plain: Lane | None = None
         self.guard: SpeculationGuard | None = None
         if config.acceptance_floor > 0 or config.fallback:
@@ -56,7 +53,7 @@ class Fallback:
 
     def leave_at_the_limit(self) -> None:
         """Marks requests whose next block would not fit the models' positions."""
-        limit = self._config.speculation_limit
+        limit = self._drafting.config.speculation_limit
         if limit is not None:
             self.leave([r for r in self._drafting.running if r.start > limit], LAST_BLOCK)
 
@@ -89,11 +86,8 @@ class Fallback:
     # --- the hand-over ---
 
     def hand_over(self) -> list[Request]:
-        """Between two steps, with none in flight: measures and hands over what is due.
-
-        Returns:
-            Requests that could not go on and have failed.
-        """
+        """Between two steps, with none in flight: measures and hands over what is due. Returns
+        requests that could not go on and have failed."""
         drafting = self._drafting
         assert not drafting.in_flight
         if self._is_judging and self.guard is not None and drafting.rows:

@@ -29,11 +29,12 @@ from torch import Tensor
 from graphengine import names
 from graphengine.capture.runners import EagerRunner, GraphPool, Runner, capture_ends
 from graphengine.capture.steps import Carry, Dense, Step
+from graphengine.config.draft import CAUSAL
 from graphengine.decode.attention import Attention, BlockAttention, ChunkAttention
+from graphengine.decode.chains import prefill_chains
 from graphengine.decode.kvcache import pages_for
-from graphengine.decode.proposer import Proposer
-from graphengine.decode.segments import Segments, row_logits_segment
-from graphengine.decode.stack import Rows, Target, target_chain
+from graphengine.decode.proposer import Pair
+from graphengine.decode.stack import Rows
 from graphengine.kernels import chunk_attention
 from graphengine.kernels.argmax import argmax_rows
 
@@ -91,49 +92,37 @@ class ChunkBuffers(NamedTuple):
 class FixedChunk:
     """One size: its inputs, its chain, and what the last run gave."""
 
-    def __init__(
-        self,
-        size: int,
-        target: Target,
-        proposer: Proposer,
-        page_size: int,
-        width: int,
-        num_prompts: int,
-        is_long: bool = False,
-    ) -> None:
-        """Args: width: pages of a prompt at most. num_prompts: of a run at most."""
-        config, device = target.config, target.kv_pool.device
+    def __init__(self, pair: Pair, size: int, is_long: bool = False) -> None:
+        """Args: is_long: in blocks of `chunk_attention`."""
+        target, width = pair.target, pair.width
+        config, new_zeros = target.config, target.kv_pool.new_zeros
         self.size, self.is_long = size, is_long
         self.block = chunk_attention.BLOCK if is_long else BLOCK
         blocks = size // self.block
-        prompts = self.num_prompts = 1 if is_long else min(blocks, MOST_PROMPTS, num_prompts)
-        num_sent = size + 3 * blocks + prompts + prompts * width
-        self._flat_X = torch.zeros(num_sent, dtype=torch.int32, device=device)
-        longs = partial(torch.zeros, dtype=torch.int64, device=device)
+        most = 1 if is_long else min(blocks, MOST_PROMPTS, max(pair.config.buckets))
+        self.num_prompts = most  # of a run at most
+        self._flat_X = new_zeros(size + 3 * blocks + most + most * width, dtype=torch.int32)
+        longs = partial(new_zeros, dtype=torch.int64)
         buffers = self._buffers = ChunkBuffers(
             sent=self._parts(self._flat_X),
             rows=Rows(longs(size), longs(size), longs(size)),
             table_BW=self._flat_X.new_zeros(blocks, width),
-            last_R=longs(prompts),
-            logits_RV=target.kv_pool.new_zeros(prompts, config.vocab_size),
-            ids_R=longs(prompts),
+            last_R=longs(most),
+            logits_RV=new_zeros(most, config.vocab_size),
+            ids_R=longs(most),
         )
         buffers.sent.start_B.fill_(NO_PROMPT)
         where = buffers.table_BW, buffers.sent.start_B
-        attention: Attention = BlockAttention(config, True, *where, BLOCK, padded=NO_PROMPT)
+        attention: Attention = BlockAttention(config, CAUSAL, *where, BLOCK, padded=NO_PROMPT)
         if is_long:
             attention = ChunkAttention(*where)
-        heads = config.num_attention_heads, config.head_dim
-        tap_, context = proposer.prefill(buffers.rows, Segments())
-        is_tapped = config.num_hidden_layers - 1 in proposer.taps
-        first, *rest, last = target_chain(
-            *("prefill", target, buffers.rows, attention, target.kv_pool.new_zeros(size, *heads)),
-            *(Segments(), tap_, partial(row_logits_segment, buffers.last_R, is_tapped)),
-        )
+        attn_TNH = new_zeros(size, config.num_attention_heads, config.head_dim)
+        chain, self._tail = prefill_chains(pair, buffers.rows, buffers.last_R, attention, attn_TNH)
+        first, *rest, attend, last = chain
 
         # Neither holds `self`: who drops a chunk gives its weights and graphs back at once.
         def begin(carry: Carry) -> Carry:
-            _place_(buffers, page_size)
+            _place_(buffers, pair.config.page_size)
             return first.run(carry)
 
         def end(carry: Carry) -> Carry:
@@ -142,12 +131,11 @@ class FixedChunk:
             buffers.ids_R.copy_(argmax_rows(logits_RV))
             return ()
 
-        self._head: list[Step] = [Dense(first.name, begin), *rest[:-1]]
+        self._head: list[Step] = [Dense(first.name, begin), *rest]
         # Of the last layer of a prompt that goes on, K/V alone is wanted.
-        self._ends: dict[str, list[Step]] = {FIRST_TOKEN: [rest[-1], Dense(last.name, end)]}
-        if is_long and not is_tapped:
+        self._ends: dict[str, list[Step]] = {FIRST_TOKEN: [attend, Dense(last.name, end)]}
+        if is_long and config.num_hidden_layers - 1 not in pair.proposer.taps:
             self._ends[GOES_ON] = []
-        self._tail = context
         self.chain = [*self._head, *self._ends[FIRST_TOKEN], *self._tail]
         self._runners: Mapping[str, Runner] = {
             end: EagerRunner([*self._head, *steps, *self._tail], lambda: ())
@@ -159,9 +147,8 @@ class FixedChunk:
 
         Args: whole: one graph, attention included.
         """
-        name = names.chunk_name(self.size)
-        parts = (self._head, self._ends, self._tail)
-        self._runners = capture_ends(name, *parts, (), pool, whole=whole)
+        parts = names.chunk_name(self.size), self._head, self._ends, self._tail
+        self._runners = capture_ends(*parts, (), pool, whole=whole)
 
     def _parts(self, flat_X: Tensor) -> Sent:
         return Sent.of(flat_X, self.size, self.size // self.block, self.num_prompts)

@@ -41,7 +41,7 @@ class EngineWarning(UserWarning):
 
 
 class AcceptanceWarning(EngineWarning):
-    """Drafts are rarely accepted; the output is right, the speed is not what it could be."""
+    """Drafts are rarely accepted: the output is right, the speed is not."""
 
 
 class FallbackWarning(EngineWarning):
@@ -61,9 +61,8 @@ class SpeculationGuard:
     may_fall_back: bool
     has_warned: bool = False
     plain_step_s: dict[int, float] = field(default_factory=dict)  # bucket size -> measured
-    _steps: deque[tuple[int, int]] = field(default_factory=deque)  # tokens, blocks
-    _num_tokens: int = 0
-    _num_blocks: int = 0
+    _steps: deque[tuple[int, int]] = field(default_factory=lambda: deque(maxlen=WINDOW))
+    """Tokens and blocks of each."""
     _num_seen: int = 0
     _size: int = 0  # the bucket that the times belong to
     _times_s: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW))
@@ -71,26 +70,20 @@ class SpeculationGuard:
     @property
     def mean_acceptance_length(self) -> float:
         """Tokens committed per block over the window, the bonus included; 0 before the first."""
-        return self._num_tokens / self._num_blocks if self._num_blocks else 0.0
+        num_blocks = sum(blocks for _, blocks in self._steps)
+        return sum(tokens for tokens, _ in self._steps) / num_blocks if num_blocks else 0.0
 
     def observe(self, num_accepted: Sequence[int], size: int, seconds: float | None) -> bool:
-        """Counts one step. Mutates: self.
+        """Counts one step. Mutates: self. Returns whether it is time to judge.
 
         Args:
             num_accepted: accepted drafts of each request that the step ran.
             size: the bucket's.
             seconds: what the step took; None where that is not known.
-
-        Returns:
-            Whether it is time to judge.
         """
         if not num_accepted:
             return False
-        step = (sum(num_accepted) + len(num_accepted), len(num_accepted))
-        old = self._steps.popleft() if len(self._steps) == WINDOW else (0, 0)
-        self._steps.append(step)
-        self._num_tokens += step[0] - old[0]
-        self._num_blocks += step[1] - old[1]
+        self._steps.append((sum(num_accepted) + len(num_accepted), len(num_accepted)))
         if size != self._size:
             self._size = size
             self._times_s.clear()

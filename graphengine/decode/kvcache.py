@@ -50,8 +50,6 @@ class PageAllocator:
         if num_pages < 2:
             raise ValueError(f"a pool of {num_pages} pages holds no request; at least 2 are needed")
         self.num_pages = num_pages
-        self._free: list[int] = []
-        self._used: set[int] = set()
         self.reset()
 
     @property
@@ -68,7 +66,7 @@ class PageAllocator:
         """Returns every page, whoever held it: after an interrupt in the middle of a call even this
         object's own lists may be half updated."""
         self._free = list(range(self.num_pages - 1, NULL_PAGE, -1))
-        self._used = set()
+        self._used: set[int] = set()
 
     def allocate(self, count: int) -> list[int]:
         """Takes `count` pages.

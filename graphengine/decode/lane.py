@@ -18,15 +18,15 @@ import statistics
 import time
 from collections import deque
 from collections.abc import Collection
+from dataclasses import replace
 from typing import NamedTuple
 
 from graphengine import names
-from graphengine.config.engine import EngineConfig
 from graphengine.decode.attention import Layout
 from graphengine.decode.buckets import Bucket, BucketBuilder
 from graphengine.decode.ends import choose, end_names
 from graphengine.decode.kvcache import NULL_PAGE, pages_for
-from graphengine.decode.proposer import Proposer, RowContent
+from graphengine.decode.proposer import Proposer
 from graphengine.decode.request import Request
 from graphengine.decode.rows import Results, write_rows_
 from graphengine.decode.stages import Planned
@@ -54,20 +54,20 @@ class Verified(NamedTuple):
 
 
 class Lane:
-    """Guards two invariants: a row belongs to one running request or is padding, and the rows that
-    a step runs are those that the host has. Not thread-safe."""
+    """Guards: a row belongs to one running request or is padding, and a step runs the rows that
+    the host has. Not thread-safe."""
 
-    def __init__(self, config: EngineConfig, builder: BucketBuilder, ahead: dict[int, Bucket]):
+    def __init__(self, builder: BucketBuilder, ahead: dict[int, Bucket]):
         """Args: ahead: the buckets built already; others are built at their first use."""
-        self.config, self.builder = config, builder
-        self.depth = 1 if config.plans_attention else PIPELINE_DEPTH
+        self.builder, self.config = builder, builder.pair.config
+        self.depth = 1 if self.config.plans_attention else PIPELINE_DEPTH
         self.only_bucket: int | None = None  # a built size to run on alone; set while idle
         self.built_late_s: dict[int, float] = {}  # bucket -> seconds that its first use waited
         self.must_drain = False
         """Launches nothing until somebody has looked at a state without steps in flight."""
         self.step_s: float | None = None  # of the last step collected; None where not known
         self._buckets = ahead
-        self._ends = end_names(config)
+        self._ends = end_names(self.config)
         self._next_step = 1  # its number; never given twice, and cleared results have number 0
         self.reset()
 
@@ -164,9 +164,9 @@ class Lane:
     def collect(self) -> list[Verified]:
         """Waits for the oldest step in flight and tells what came of it; requests that ended while
         it ran are left out."""
-        self.wait()
         if not self.in_flight:
             return []
+        self.wait()
         rows, results = self.in_flight.popleft()
         ids, counts = results.read()
         return [
@@ -208,7 +208,8 @@ class Lane:
         assert not self.has_work
         self.reset()
         if proposer is not None:
-            self.builder = self.builder.proposing(proposer)
+            pair = replace(self.builder.pair, proposer=proposer)
+            self.builder = BucketBuilder(pair, self.builder.workspace)
         self._buckets = self.builder.build_ahead(list(self._buckets))
 
     def _bring_up_to_date(self) -> bool:
@@ -225,8 +226,10 @@ class Lane:
             homeless = [request for request in self.rows[size:] if request is not None]
             self.leave(homeless)
             self.join(homeless)
-            keeps = before is not None and before.buffers.block == self.bucket.buffers.block
-            self._stale |= set(range(before.size if keeps and before is not None else 0, size))
+            kept = 0
+            if before is not None and before.buffers.block == self.bucket.buffers.block:
+                kept = before.size
+            self._stale |= set(range(kept, size))
         assert self.bucket is not None
         self._write(self.bucket, sorted(row for row in self._stale if row < size))
         if self.bucket.ahead is not None:
@@ -239,13 +242,9 @@ class Lane:
         if not rows:
             return
         held = {row: self.rows[row] if row < len(self.rows) else None for row in rows}
-        proposer, page_size = self.builder.proposer, self.config.page_size
+        proposer, page_size = self.builder.pair.proposer, self.config.page_size
         write_rows_(bucket.buffers, held, proposer.mask_token_id, page_size, self._next_step)
-        contents = [
-            RowContent(r.prompt_ids + r.output_ids, r) if r is not None else None
-            for r in held.values()
-        ]
-        proposer.write_rows_(bucket.buffers, rows, contents)
+        proposer.write_rows_(bucket.buffers, held)
 
     def _bucket_of(self, size: int) -> Bucket:
         """The bucket, built now if it was left for later. No step is in flight here."""

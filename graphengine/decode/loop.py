@@ -8,11 +8,9 @@
     collect   wait               for the results: the only wait of a step
               commit             stop tokens, budgets; pages of finished requests return
 
-`decode.reference` is the same step on one page, without lanes, batches and a device.
-
-One loop, one or two lanes: requests draft in the first, or decode plainly where there is no
-drafter; those for which speculation cannot or should not go on change to a plain lane between two
-steps (`fallback`). Draft, verify, acceptance and the next block's inputs stay on the device.
+`decode.reference` is the same step on one page, without lanes, batches and a device. Requests begin
+in the first lane, drafted or not; those for which speculation cannot or should not go on change to
+a plain lane between two steps (`fallback`).
 
 Invariant: pages are reserved at admission for everything that a request can write, so no step can
 fail for the lack of memory; a finished request's late writes (its results come before its last
@@ -29,7 +27,6 @@ from typing import NamedTuple
 import torch
 
 from graphengine import names
-from graphengine.config.engine import EngineConfig
 from graphengine.decode.fallback import Fallback
 from graphengine.decode.kvcache import PageAllocator, pages_for
 from graphengine.decode.lane import Lane
@@ -63,26 +60,20 @@ class Watch:
 
 
 class DecodeLoop:
-    """Runs requests to their end. Guards: a page belongs to one request at most. Not thread-safe;
-    one loop owns its lanes and pools."""
+    """Runs requests to their end; owns its lanes and pools. Not thread-safe."""
 
     def __init__(
         self,
-        config: EngineConfig,
         lane: Lane,
         prefill: Prefill,
         allocator: PageAllocator,
         build_plain: Callable[[], Lane] | None = None,
     ) -> None:
-        """
-        Args:
-            lane: where requests begin.
-            build_plain: builds a plain lane beside a drafting one.
-        """
-        self.config, self.allocator, self.prefill = config, allocator, prefill
+        """Args: lane: where requests begin. build_plain: builds a plain one beside it."""
+        self.config, self.allocator, self.prefill = lane.config, allocator, prefill
         self.waiting: deque[Request] = deque()
         self.first = lane
-        self.fallback = Fallback(config, lane, build_plain) if build_plain is not None else None
+        self.fallback = Fallback(lane, build_plain) if build_plain is not None else None
         self.prefilling: list[Request] = []  # with pages, their prompts queued
         self._first_tokens: Iterator[list[tuple[Request, int]]] = iter(())
         self._failed: list[StepOutput] = []  # ended between two steps, still to be given out
@@ -104,7 +95,7 @@ class DecodeLoop:
     @property
     def block(self) -> int:
         """Rows of a request in the longest block; a bucket's own may be shorter."""
-        return self.first.builder.proposer.num_draft_tokens + 1
+        return self.first.builder.pair.proposer.num_draft_tokens + 1
 
     @property
     def has_work(self) -> bool:
@@ -177,8 +168,8 @@ class DecodeLoop:
         return outputs
 
     def admit_next(self) -> list[StepOutput]:
-        """Begins the requests whose prompts are done next. Where no prompt is under way, first
-        queues those of waiting requests, in order, while rows and pages last."""
+        """Begins the requests whose prompts are done next; where none is under way, first queues
+        those of waiting requests, in order, while rows and pages last."""
         if not self.prefilling:
             self.prefilling = self._reserve()
             self._first_tokens = self.prefill.run(self.prefilling)
@@ -301,10 +292,9 @@ class DecodeLoop:
         return outputs
 
     def reset(self) -> None:
-        """Drops every request and returns all pages; for use after an error or an interrupt.
-
-        An interrupt can come between any two lines, so nothing is undone: everything is made anew,
-        and a reset that was itself interrupted is completed by the next one.
+        """Drops every request and returns all pages, after an error or an interrupt, which can come
+        between any two lines: so nothing is undone, everything is made anew, and a reset that was
+        itself interrupted is completed by the next one.
 
         Raises:
             RuntimeError: the device has failed; nothing can run any more.

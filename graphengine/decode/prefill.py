@@ -1,9 +1,8 @@
-"""Prefill: runs prompts through the target in chunks, keeping the drafter's context in step.
+"""Prefill: runs prompts through the target in chunks, the drafter's context right behind them.
 
 Short prompts, several together, fill a chunk of a fixed size (`fixed_chunk`); the rows of a long
 one, and all on the CPU, run eagerly, as many as there are up to `chunk` in a forward. A graph mode
-changes who launches a kernel, and never what the K/V of a prompt is. The drafter's context of rows
-is written right behind them; no draft forward is needed until the prompt is complete.
+changes who launches a kernel, and never what the K/V of a prompt is.
 
 Everything is queued before the first token is waited for, so that the device never waits for the
 host between two chunks, and each prompt's token is given out when its own last chunk is done.
@@ -14,7 +13,6 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -22,18 +20,15 @@ from torch import Tensor
 
 from graphengine import names
 from graphengine.capture.runners import run_chain
+from graphengine.config.draft import CAUSAL
 from graphengine.decode.attention import Attention, Layout, TorchAttention
-from graphengine.decode.fixed_chunk import (
-    BLOCK,
-    FixedChunk,
-    Piece,
-)
+from graphengine.decode.chains import prefill_chains
+from graphengine.decode.fixed_chunk import BLOCK, FixedChunk, Piece
 from graphengine.decode.kvcache import pages_for
-from graphengine.decode.proposer import Proposer
+from graphengine.decode.proposer import Pair
 from graphengine.decode.request import Request
 from graphengine.decode.sampling import Controls, sample_rows
-from graphengine.decode.segments import Segments, row_logits_segment
-from graphengine.decode.stack import Rows, Target, target_chain
+from graphengine.decode.stack import Rows
 from graphengine.kernels.argmax import argmax_rows
 
 Work = list[tuple[Request, Piece]]
@@ -77,18 +72,15 @@ class Prefill:
     `chunk`: rows of an eager forward at most. `fixed`: ascending sizes; empty: all is eager.
     """
 
-    target: Target
-    proposer: Proposer
+    pair: Pair
     attention: Attention
-    page_size: int
     chunk: int
     fixed: tuple[FixedChunk, ...] = ()
 
     def run(self, requests: Sequence[Request]) -> Iterator[list[tuple[Request, int]]]:
         """Writes the K/V of every prompt and picks each first token.
 
-        Args:
-            requests: with pages reserved.
+        Args: requests: with pages reserved.
 
         Yields:
             Requests whose prompts are complete with their first tokens, in order. Everything is
@@ -173,51 +165,41 @@ class Prefill:
 
         Mutates: the K/V of the rows, and what the proposer keeps of them.
         """
-        size = self.page_size
+        size = self.pair.config.page_size
+        lengths, pages = [piece.num_rows for piece in pieces], [piece.pages for piece in pieces]
         positions = [torch.arange(piece.begin, piece.end) for piece in pieces]
         slots = [
             torch.tensor(piece.pages)[at // size] * size + at % size
             for piece, at in zip(pieces, positions, strict=True)
         ]
         ids = [torch.tensor(piece.ids[piece.begin : piece.end]) for piece in pieces]
-        last_rows = torch.tensor([len(at) for at in positions]).cumsum(0) - 1
+        last_rows = torch.tensor(lengths).cumsum(0) - 1
         rows = Rows(*map(self._upload, map(torch.cat, (ids, positions, slots))))
         logit_rows_R = self._upload(torch.tensor(at) if at else last_rows)
-        layout = Layout.build(
-            [piece.end - piece.begin for piece in pieces],
-            [piece.end for piece in pieces],
-            [piece.pages for piece in pieces],
-            size,
-        )
+        layout = Layout.build(lengths, [piece.end for piece in pieces], pages, size)
         with names.range_("plan"):
             self.attention.plan(layout)
         return self._run_chains(rows, logit_rows_R, self.attention)
 
     def _upload(self, x: Tensor) -> Tensor:
         """A copy that nobody waits for."""
-        device = self.target.kv_pool.device
+        device = self.pair.target.kv_pool.device
         return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x
 
     def run_padding(self, num_rows: int) -> None:
-        """A forward of rows that are no request's, without attention, for its kernels alone: what
-        it computes, if it is let compute (`compile_ahead`), is nobody's.
-
-        Mutates: the K/V of the null page.
-        """
-        device = self.target.kv_pool.device
+        """A forward of nobody's rows, without attention, for its kernels alone (`compile_ahead`).
+        Mutates: the K/V of the null page."""
+        target, device = self.pair.target, self.pair.target.kv_pool.device
         zeros_T = torch.zeros(num_rows, dtype=torch.int64, device=device)
-        unplanned = TorchAttention(self.target.config, self.page_size, True, device)
+        unplanned = TorchAttention(target.config, self.pair.config.page_size, CAUSAL, device)
         self._run_chains(Rows(zeros_T, zeros_T, zeros_T), zeros_T[:1], unplanned)
 
     def _run_chains(self, rows: Rows, logit_rows_R: Tensor, attention: Attention) -> Tensor:
         """The target over these rows and the drafter's context of them -> logits_RV."""
-        config, segments = self.target.config, Segments()
-        heads = config.num_attention_heads, config.head_dim
-        attn_TNH = self.target.kv_pool.new_empty(rows.token_ids_T.shape[0], *heads)
-        tap_, context = self.proposer.prefill(rows, segments)
-        is_tapped = config.num_hidden_layers - 1 in self.proposer.taps
-        end = partial(row_logits_segment, logit_rows_R, is_tapped)
-        chain = target_chain("prefill", self.target, rows, attention, attn_TNH, segments, tap_, end)
+        target = self.pair.target
+        shape = len(rows.token_ids_T), target.config.num_attention_heads, target.config.head_dim
+        attn_TNH = target.kv_pool.new_empty(shape)
+        chain, context = prefill_chains(self.pair, rows, logit_rows_R, attention, attn_TNH)
         (logits_RV,) = run_chain(chain)
         run_chain(context)
         return logits_RV

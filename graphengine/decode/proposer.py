@@ -1,10 +1,9 @@
-"""The protocol of drafters: all that a step, a prefill and a plan know of whoever proposes.
+"""What proposes: all that a step, a prefill and a plan know of a drafter, and the loaded pair.
 
     propose   committed state -> draft_ids_BG[:, 1:]; the anchor stands in block_ids_BG[:, 0]
     context   what the target has just run (taps, ids or nothing) -> the drafter's own state
 
-Acceptance compares ids row by row and knows no drafter. `graphengine.drafters` holds what
-implements this: dflash, ngram, none, and forced, which tests use.
+Acceptance compares ids row by row and knows no drafter; `graphengine.drafters` holds them.
 
 Invariant: no shape depends on data and no step waits for the host. `context` is given all rows of
 the block, rejected ones too: what it writes for those is overwritten before anything reads it.
@@ -14,102 +13,124 @@ begins: on the same state they must leave the same.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol, Self
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, Self
 
 from torch import Tensor
 
 from graphengine.capture.steps import Step
 from graphengine.config.draft import AttentionRule
+from graphengine.config.draft_length import draft_at
+from graphengine.config.engine import EngineConfig
 from graphengine.config.model import ModelConfig
 from graphengine.decode.attention import Attention
 from graphengine.decode.buffers import Arena, StepBuffers
+from graphengine.decode.kvcache import pages_for
+from graphengine.decode.request import Request
 from graphengine.decode.segments import Segments
-from graphengine.decode.stack import Rows
+from graphengine.decode.simulate import Simulation
+from graphengine.decode.stack import Rows, Tap, Target, no_tap
 
-Tap = Callable[[int, Tensor], None]
-"""Called with (layer, h_TD) behind every layer of the target."""
-
-
-def no_tap(layer: int, h_TD: Tensor) -> None:
-    """Of a proposer that reads no hidden states."""
+Attentions = Mapping[AttentionRule, Attention]
+"""Those of a propose chain."""
 
 
 class Attends(NamedTuple):
-    """One kind of attention that a propose chain runs: `rows` query rows a request."""
+    """One kind of attention that a chain runs: `rows` query rows a request."""
 
     model: ModelConfig
     rule: AttentionRule
     rows: int
 
 
-class RowContent(NamedTuple):
-    """A request as its row begins: all tokens known of it (the last is the anchor); None: padding.
-    `request` is for tests, which tell requests apart."""
-
-    token_ids: list[int]
-    request: Any = None
-
-
-class Proposer(Protocol):
-    """A loaded drafter."""
+class Proposer:
+    """A loaded drafter. This one proposes nothing: a block is one row, and the same loop decodes
+    plainly; a drafter overrides what it does."""
 
     @property
     def num_draft_tokens(self) -> int:
         """Tokens proposed a step, G - 1."""
-        ...
+        return 0
 
     @property
     def mask_token_id(self) -> int:
         """What a block holds behind its anchor before it is drafted."""
-        ...
+        return 0
 
     @property
     def taps(self) -> tuple[int, ...]:
         """Layers of the target that `tap` reads."""
-        ...
+        return ()
 
     @property
     def attends(self) -> tuple[Attends, ...]:
         """Every kind of attention of the propose chain once."""
-        ...
+        return ()
 
     @property
     def tensors(self) -> Any:
         """Weights and pools, a tree; for counting bytes."""
-        ...
+        return ()
 
     def shortened(self, num_draft_tokens: int) -> Self:
         """The same, proposing fewer tokens."""
-        ...
+        assert num_draft_tokens == 0
+        return self
 
     def buffers(self, arena: Arena, num_requests: int) -> tuple[Tensor, ...]:
         """What it keeps between replays, `StepBuffers.own`: a NamedTuple of its own."""
-        ...
+        return ()
 
     def propose(
-        self, buffers: StepBuffers, attention: Mapping[AttentionRule, Attention], segments: Segments
+        self, buffers: StepBuffers, attentions: Attentions, segments: Segments
     ) -> list[Step]:
         """The chain that writes `buffers.draft_ids_BG`; empty where nothing is proposed."""
-        ...
+        return []
 
     def tap(self, buffers: StepBuffers) -> Tap:
         """What a verify does with the outputs of the target's layers."""
-        ...
+        return no_tap
 
     def context(self, buffers: StepBuffers, segments: Segments) -> list[Step]:
         """The chain behind acceptance; rows stand at `context_positions_T`, `context_slots_T`."""
-        ...
+        return []
 
-    def prefill(self, rows: Rows, segments: Segments) -> tuple[Tap, list[Step]]:
+    def prefill(self, rows: Rows) -> tuple[Tap, list[Step]]:
         """A prompt's rows: what taps them, and the chain behind the target's."""
-        ...
+        return no_tap, []
 
-    def write_rows_(
-        self, buffers: StepBuffers, rows: Sequence[int], contents: Sequence[RowContent | None]
-    ) -> None:
-        """Begins these rows anew. Mutates: buffers.own."""
-        ...
+    def write_rows_(self, buffers: StepBuffers, rows: Mapping[int, Request | None]) -> None:
+        """Begins these rows anew with their requests; None: padding. Mutates: buffers.own."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """What is loaded, and how it is run: all that buckets and prefills are made of.
+
+    `proposer`: with the longest block of any bucket. `num_positions`: that a request's pages hold.
+    """
+
+    config: EngineConfig
+    target: Target
+    proposer: Proposer
+    num_positions: int
+    simulation: Simulation | None = None
+
+    @property
+    def width(self) -> int:
+        """Pages of a request at most."""
+        return pages_for(self.num_positions, self.config.page_size)
+
+    def at(self, size: int) -> Pair:
+        """As the bucket of `size` runs it."""
+        return replace(self, proposer=draft_at(self.config, self.proposer, size))
+
+    def shortened(self) -> Pair:
+        """With the target's first layers alone, one that is tapped among them: a forward of these
+        has all kernels of a whole one, and compiling them (`compile_ahead`) takes less time."""
+        count = max(2, min(self.proposer.taps, default=0) + 1)
+        return replace(self, target=self.target.shortened(count))
 
 
 def step_buffers(

@@ -57,6 +57,11 @@ class Request:
         return self.max_total_tokens - len(self.prompt_ids) - len(self.output_ids)
 
     @property
+    def token_ids(self) -> list[int]:
+        """All that are known; the last is the anchor."""
+        return self.prompt_ids + self.output_ids
+
+    @property
     def anchor(self) -> int:
         """The newest known token; its K/V is not written yet."""
         return self.output_ids[-1]

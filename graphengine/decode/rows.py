@@ -1,9 +1,8 @@
 """Between requests on the host and the rows of a bucket: write them, and read what came of a step.
 
-Why: a bucket's buffers are only what the device needs for its next block, so everything about a
-request that a step reads is written here, in one place, when the request joins. From then on the
-steps keep it current themselves, and nobody touches its row when others come or go. Invariant: a
-row without a request is padding: start 0, pages all NULL_PAGE. A row left over from an older
+Everything about a request that a step reads is written here, when the request joins. From then on
+the steps keep it current themselves, and nobody touches its row when others come or go. Invariant:
+a row without a request is padding: start 0, pages all NULL_PAGE. A row left over from an older
 request would write into pages that belong to somebody else by now.
 
 Results come without a copy and without an event: the accept kernel stores words into memory of the
@@ -111,10 +110,7 @@ def write_rows_(
         (buffers.block_ids_BG, block_ids),
         (buffers.positions_T, positions),
         (buffers.slots_T, slots),
-        (buffers.temperature_B, controls.temperature_B),
-        (buffers.top_p_B, controls.top_p_B),
-        (buffers.top_k_B, controls.top_k_B),
-        (buffers.seed_B, controls.seed_B),
+        *zip(buffers.controls, controls, strict=True),
     ):
         by_row = tensor.view(buffers.start_B.shape[0], -1)
         by_row.index_copy_(0, at_R, values.view(len(rows), -1).to(device))

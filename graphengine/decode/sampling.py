@@ -1,12 +1,11 @@
 """Sampling with noise that is a function of where a token stands, not of how it came about.
 
-What: a row's token is `argmax(log p + Gumbel noise)` after temperature, top-k and top-p, which is
-exactly a draw from that distribution. The noise of vocabulary entry v at position p of a request
-is a hash of (seed, p, v). Why: the drafter is greedy, so verification may sample the target's token
-at every row and keep a draft while it equals the sample; every emitted token is then a sample of
-the target given an accepted prefix, and the output's distribution is the target's. Keyed noise adds
-that the *same* tokens come out with and without speculation, in any batch, up to float noise
-in the logits; a generator with a state would be consumed differently in each case.
+A row's token is `argmax(log p + Gumbel noise)` after temperature, top-k and top-p, which is exactly
+a draw from that distribution. The noise of vocabulary entry v at position p of a request is a hash
+of (seed, p, v). Drafts are greedy, so verification may sample the target's token at every row and
+keep a draft while it equals the sample: every emitted token is a sample of the target given an
+accepted prefix. Keyed noise adds that the *same* tokens come out with and without speculation, in
+any batch, up to float noise in the logits; a generator's state would be consumed differently.
 
 Invariant: no host synchronisation and no shape that depends on data, so one graph holds it for any
 mix of requests; what a request wants is read on the device. Rows with temperature 0 are greedy: the

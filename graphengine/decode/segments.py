@@ -12,19 +12,28 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
+import torch.nn.functional as F
 from torch import Tensor
 
 from graphengine.capture.steps import Carry
 from graphengine.decode.simulate import force_acceptance_
-from graphengine.models import decoder, dflash
+from graphengine.models import decoder, dflash, layers
 from graphengine.models.decoder import LayerWeights
 from graphengine.models.dflash import ContextWeights
-from graphengine.models.layers import Matrix, add
+from graphengine.models.layers import Matrix, Rows
+
+
+class LastWeights(NamedTuple):
+    """What stands behind the last attention of a stack."""
+
+    layer: LayerWeights
+    norm_D: Tensor
+    lm_head_VD: Matrix
 
 
 def first_segment(embed_VD: Tensor, layer: LayerWeights, token_ids_T: Tensor, eps: float) -> Carry:
     """embed + pre(0) -> (h_TD, qkv_TE)."""
-    return decoder.before_mixing(layer, decoder.embed(embed_VD, token_ids_T), None, eps)
+    return decoder.before_mixing(layer, F.embedding(token_ids_T, embed_VD), None, eps)
 
 
 def middle_segment(
@@ -34,70 +43,46 @@ def middle_segment(
     return decoder.before_mixing(layer, *decoder.after_mixing(done, h_TD, attn_TNH, eps), eps)
 
 
-def last_segment(
-    done: LayerWeights,
-    norm_D: Tensor,
-    lm_head_VD: Matrix,
-    h_TD: Tensor,
-    attn_TNH: Tensor,
-    eps: float,
-) -> Carry:
+def last_segment(last: LastWeights, h_TD: Tensor, attn_TNH: Tensor, eps: float) -> Carry:
     """post(L - 1) + norm + head + argmax -> (h_TD before the norm, ids_T)."""
-    h_TD, update = decoder.after_mixing(done, h_TD, attn_TNH, eps)
-    return decoder.greedy(norm_D, lm_head_VD, h_TD, update, eps)
+    h_TD, x = _final_norm(last, *decoder.after_mixing(last.layer, h_TD, attn_TNH, eps), eps)
+    return h_TD, layers.linear_argmax(x, last.lm_head_VD)
 
 
-def logits_segment(
-    done: LayerWeights,
-    norm_D: Tensor,
-    lm_head_VD: Matrix,
-    h_TD: Tensor,
-    attn_TNH: Tensor,
-    eps: float,
-) -> Carry:
+def logits_segment(last: LastWeights, h_TD: Tensor, attn_TNH: Tensor, eps: float) -> Carry:
     """`last_segment` without its argmax, for whoever draws: (h_TD before the norm, logits_TV)."""
-    h_TD, update = decoder.after_mixing(done, h_TD, attn_TNH, eps)
-    return decoder.logits(norm_D, lm_head_VD, h_TD, update, eps)
+    h_TD, x = _final_norm(last, *decoder.after_mixing(last.layer, h_TD, attn_TNH, eps), eps)
+    return h_TD, layers.linear(x, last.lm_head_VD)
+
+
+def _final_norm(last: LastWeights, h_TD: Tensor, update: Tensor, eps: float) -> tuple[Tensor, Rows]:
+    """`h += update; x = rms_norm(h)` -> (h_TD, x), x as the head takes it."""
+    return layers.add_rms_norm(h_TD, update, last.norm_D, eps, last.lm_head_VD)
 
 
 def row_logits_segment(
-    rows_R: Tensor,
-    is_tapped: bool,
-    done: LayerWeights,
-    norm_D: Tensor,
-    lm_head_VD: Matrix,
-    h_TD: Tensor,
-    attn_TNH: Tensor,
-    eps: float,
+    rows_R: Tensor, is_tapped: bool, last: LastWeights, h_TD: Tensor, attn_TNH: Tensor, eps: float
 ) -> Carry:
     """`logits_segment` of the rows with these indices alone: (h_RD, logits_RV).
 
     Args: is_tapped: somebody reads what the last layer gives for every row: then h_TD of all.
     """
     if not is_tapped:
-        of_rows = (h_TD[rows_R], attn_TNH[rows_R])
-        return logits_segment(done, norm_D, lm_head_VD, *of_rows, eps)
-    h_TD = add(*decoder.after_mixing(done, h_TD, attn_TNH, eps))
-    _, logits_RV = decoder.logits(norm_D, lm_head_VD, h_TD[rows_R], None, eps)
-    return h_TD, logits_RV
+        return logits_segment(last, h_TD[rows_R], attn_TNH[rows_R], eps)
+    h_TD = layers.add(*decoder.after_mixing(last.layer, h_TD, attn_TNH, eps))
+    return h_TD, layers.linear(layers.rms_norm(h_TD[rows_R], last.norm_D, eps), last.lm_head_VD)
 
 
 def draft_last_segment(
-    done: LayerWeights,
-    norm_D: Tensor,
-    lm_head_VD: Matrix,
-    h_TD: Tensor,
-    attn_TNH: Tensor,
-    block_length: int,
-    eps: float,
+    last: LastWeights, h_TD: Tensor, attn_TNH: Tensor, block_length: int, eps: float
 ) -> Carry:
     """post + norm + head + argmax on rows 1 .. G-1 -> ids [B * (G-1)].
 
     Slot j predicts the token at its own position; slot 0, the anchor's, is dropped.
     """
-    h_TD = add(*decoder.after_mixing(done, h_TD, attn_TNH, eps))
+    h_TD = layers.add(*decoder.after_mixing(last.layer, h_TD, attn_TNH, eps))
     h_TD = h_TD.unflatten(0, (-1, block_length))[:, 1:].flatten(0, 1)
-    return decoder.greedy(norm_D, lm_head_VD, h_TD, None, eps)[1:]
+    return (layers.linear_argmax(layers.rms_norm(h_TD, last.norm_D, eps), last.lm_head_VD),)
 
 
 def context_segment(weights: ContextWeights, taps_TC: Tensor, eps: float) -> Carry:

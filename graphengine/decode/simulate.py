@@ -57,8 +57,7 @@ def make_simulation(
 ) -> Simulation:
     """Draws accepted counts: each draft is right with one rate, up to the first wrong one.
 
-    Args:
-        num_draft_tokens: of the drafter's own block, whatever a bucket drafts.
+    Args: num_draft_tokens: of the drafter's own block, whatever a bucket drafts.
     """
     rate = acceptance_rate(mean_acceptance_length, num_draft_tokens)
     generator = torch.Generator().manual_seed(seed)

@@ -12,7 +12,7 @@ Legend: T rows, N / H query heads / head dim.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from torch import Tensor
@@ -21,8 +21,15 @@ from graphengine import names
 from graphengine.capture.steps import Attention, Carry, Dense, Step
 from graphengine.config.model import ModelConfig
 from graphengine.decode.attention import Attention as AttentionBackend
-from graphengine.decode.segments import Segments
+from graphengine.decode.segments import LastWeights, Segments
 from graphengine.models.decoder import LayerWeights, Weights, mixer_of
+
+Tap = Callable[[int, Tensor], None]
+"""Called with (layer, h_TD) for the output of every layer."""
+
+
+def no_tap(layer: int, h_TD: Tensor) -> None:
+    """Of who reads no hidden states."""
 
 
 class Rows(NamedTuple):
@@ -41,50 +48,60 @@ class Target:
     weights: Weights
     kv_pool: Tensor
 
+    def shortened(self, num_layers: int) -> Target:
+        """The first layers alone, as many as there are."""
+        layers = self.weights.layers[:num_layers]
+        config = replace(self.config, num_hidden_layers=len(layers))
+        return replace(self, config=config, weights=self.weights._replace(layers=layers))
+
+
+class Stack(NamedTuple):
+    """Layers as a forward runs them, a target's or a drafter's."""
+
+    embed_VD: Tensor
+    layers: tuple[LayerWeights, ...]
+    rope_PH: Tensor
+    kv_pool: Tensor
+    eps: float
+
 
 def layer_steps(
     chain: str,
-    embed_VD: Tensor,
-    layers: tuple[LayerWeights, ...],
-    rope_PH: Tensor,
-    kv_pool: Tensor,
+    stack: Stack,
     rows: Rows,
     attentions: Sequence[AttentionBackend],
     attn_TNH: Tensor,
-    eps: float,
     segments: Segments,
-    tap_: Callable[[int, Tensor], None] = lambda layer, h_TD: None,
+    tap_: Tap = no_tap,
 ) -> list[Step]:
-    """Steps 00, L0.attn, 01, .. , L(n-1).attn of a stack; the caller appends its own last segment.
+    """Steps 00, L0.attn, 01, .. , L(n-1).attn of a stack; the caller appends its own last segment,
+    and the last layer's tap.
 
     The carry after a dense step is (h_TD, q_TNH), after an attention (h_TD, attn_TNH).
 
     Args:
         attentions: one a layer; layers of one kind share a plan.
         attn_TNH: where attention writes; fixed, so captured segments read it in place.
-        tap_: called with (layer, h_TD) for the output of every layer but the last.
     """
 
-    def write_state(layer: int) -> Callable[[Tensor], Tensor]:
-        """What a layer's mixer writes of its projections; gives what its own step takes."""
-        weights, state = layers[layer].mixer, kv_pool[layer]
-        write_state_ = mixer_of(layers[layer]).write_state_
+    embed_VD, layers, rope_PH, kv_pool, eps = stack
 
-        def run(projected: Tensor) -> Tensor:
-            return write_state_(
-                weights, projected, rope_PH, rows.positions_T, rows.slots_T, state, eps
-            )
-
-        return run
-
-    def first() -> Step:
-        write_state_ = write_state(0)
+    def dense(layer: int) -> Step:
+        """The segment in front of a layer's attention, and what its mixer writes."""
+        weights, kv_cache = layers[layer], kv_pool[layer]
+        write_state_ = mixer_of(weights).write_state_
+        where = rope_PH, rows.positions_T, rows.slots_T, kv_cache, eps
 
         def run(carry: Carry) -> Carry:
-            h_TD, projected = segments.first(embed_VD, layers[0], rows.token_ids_T, eps)
-            return h_TD, write_state_(projected)
+            if layer == 0:
+                h_TD, projected = segments.first(embed_VD, weights, rows.token_ids_T, eps)
+                return h_TD, write_state_(weights.mixer, projected, *where)
+            h_TD, projected = segments.middle(layers[layer - 1], weights, *carry, eps)
+            q_TNH = write_state_(weights.mixer, projected, *where)
+            tap_(layer - 1, h_TD)
+            return h_TD, q_TNH
 
-        return Dense(names.dense_name(chain, 0), run)
+        return Dense(names.dense_name(chain, layer), run)
 
     def attend(layer: int) -> Step:
         kv_cache, attention = kv_pool[layer], attentions[layer]
@@ -96,24 +113,7 @@ def layer_steps(
 
         return Attention(names.attention_name(chain, layer), run)
 
-    def middle(layer: int) -> Step:
-        done, following = layers[layer], layers[layer + 1]
-        write_state_ = write_state(layer + 1)
-
-        def run(carry: Carry) -> Carry:
-            h_TD, projected = segments.middle(done, following, *carry, eps)
-            q_TNH = write_state_(projected)
-            tap_(layer, h_TD)
-            return h_TD, q_TNH
-
-        return Dense(names.dense_name(chain, layer + 1), run)
-
-    steps: list[Step] = [first()]
-    for layer in range(len(layers)):
-        steps.append(attend(layer))
-        if layer + 1 < len(layers):
-            steps.append(middle(layer))
-    return steps
+    return [step for layer in range(len(layers)) for step in (dense(layer), attend(layer))]
 
 
 def target_chain(
@@ -123,41 +123,29 @@ def target_chain(
     attention: AttentionBackend,
     attn_TNH: Tensor,
     segments: Segments,
-    tap_: Callable[[int, Tensor], None],
+    tap_: Tap,
     end: Callable[..., Carry],
 ) -> list[Step]:
     """A whole target forward; the last carry is what `end` gives beside h, see `last_step`."""
     config, weights = target.config, target.weights
-    steps = layer_steps(
-        chain,
-        weights.embed_VD,
-        weights.layers,
-        weights.rope_PH,
-        target.kv_pool,
-        rows,
-        [attention] * config.num_hidden_layers,
-        attn_TNH,
-        config.rms_norm_eps,
-        segments,
-        tap_,
-    )
+    own = weights.embed_VD, weights.layers, weights.rope_PH, target.kv_pool
+    stack = Stack(*own, config.rms_norm_eps)
+    attentions = [attention] * config.num_hidden_layers
+    steps = layer_steps(chain, stack, rows, attentions, attn_TNH, segments, tap_)
     return [*steps, last_step(chain, target, tap_, end)]
 
 
-def last_step(
-    chain: str, target: Target, tap_: Callable[[int, Tensor], None], end: Callable[..., Carry]
-) -> Step:
+def last_step(chain: str, target: Target, tap_: Tap, end: Callable[..., Carry]) -> Step:
     """The last segment of a target forward, and its tap.
 
-    Args:
-        end: `last_segment` (ids_T), `logits_segment` (logits_TV), or either's like.
+    Args: end: `last_segment` (ids_T), `logits_segment` (logits_TV), or either's like.
     """
     config, weights = target.config, target.weights
     final = config.num_hidden_layers - 1
-    matrices = (weights.layers[final], weights.norm_D, weights.lm_head_VD)
+    behind = LastWeights(weights.layers[final], weights.norm_D, weights.lm_head_VD)
 
     def last(carry: Carry) -> Carry:
-        h_TD, found = end(*matrices, *carry, config.rms_norm_eps)
+        h_TD, found = end(behind, *carry, config.rms_norm_eps)
         tap_(final, h_TD)
         return (found,)
 

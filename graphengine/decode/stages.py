@@ -18,7 +18,7 @@ be run with each of them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 from graphengine import names
@@ -63,69 +63,65 @@ class Part(NamedTuple):
     planned: Planned = Planned()
 
 
-def cut(chains: Chains, verify: Planned, draft: Planned | None) -> tuple[list[Part], list[Step]]:
-    """A step's parts, and the steps of `ahead`; one part where nothing is planned.
+def cut(chains: Chains, verify: Planned, draft: Planned | None) -> tuple[list[Part], Part | None]:
+    """A step's parts, and `ahead`; one part where nothing is planned.
 
-    Args:
-        draft: None: attention needs no plan.
+    Args: draft: None: attention needs no plan.
     """
     plain = not chains.propose
     if draft is None:
         name = "decode" if plain else names.SPECULATE
-        return [Part(name, chains.propose + chains.verify, chains.ends, chains.context)], []
+        return [Part(name, chains.propose + chains.verify, chains.ends, chains.context)], None
     part = Part("decode" if plain else "verify", chains.verify, chains.ends, [], verify)
     if plain:
-        return [part], []
+        return [part], None
     head, *rest = chains.propose
     parts = [Part("draft", rest, {}, [], draft), part] if rest else [part]
-    return parts, [*chains.context, head]
+    return parts, Part("draft", [*chains.context, head], {}, [])
 
 
-def eager_stages(parts: list[Part], ahead: list[Step]) -> tuple[list[Stage], Runner | None]:
+def eager_stages(parts: list[Part], ahead: Part | None) -> tuple[list[Stage], Runner | None]:
     """Every step is called; on the CPU, in mode none, and to warm up before a capture."""
-    last = EagerRunner(ahead, lambda: ()) if ahead else None
 
-    def make(part: Part, source: Callable[[], Carry]) -> dict[str, Runner]:
+    def make(part: Part, source: Callable[[], Carry]) -> Mapping[str, Runner]:
         ends = part.ends or {"": []}
         return {
             name: EagerRunner([*part.head, *end, *part.tail], source) for name, end in ends.items()
         }
 
-    return _stages(parts, last, make)
+    return _stages(parts, ahead, make)
 
 
 def captured_stages(
-    parts: list[Part], ahead: list[Step], graph_mode: GraphMode, pool: GraphPool
+    parts: list[Part], ahead: Part | None, graph_mode: GraphMode, pool: GraphPool
 ) -> tuple[list[Stage], Runner | None]:
     """A part is one graph an end in mode full, else a graph for each of its dense steps."""
-    whole = graph_mode == "full"
-    last = capture_ends("draft", ahead, {}, [], (), pool, whole=False)[""] if ahead else None
 
-    def make(part: Part, source: Callable[[], Carry]) -> dict[str, Runner]:
-        return dict(
-            capture_ends(part.name, part.head, part.ends, part.tail, source(), pool, whole=whole)
-        )
+    def make(part: Part, source: Callable[[], Carry]) -> Mapping[str, Runner]:
+        whole = graph_mode == "full" and part is not ahead
+        return capture_ends(part.name, part.head, part.ends, part.tail, source(), pool, whole=whole)
 
-    return _stages(parts, last, make)
+    return _stages(parts, ahead, make)
 
 
 def _stages(
-    parts: Sequence[Part],
-    ahead: Runner | None,
-    make: Callable[[Part, Callable[[], Carry]], dict[str, Runner]],
+    parts: list[Part],
+    ahead: Part | None,
+    make: Callable[[Part, Callable[[], Carry]], Mapping[str, Runner]],
 ) -> tuple[list[Stage], Runner | None]:
-    """The first part continues what `ahead` has left; the others begin anew."""
+    """A part without ends, the draft, continues what `ahead` has left; the others begin anew."""
+    last = make(ahead, lambda: ())[""] if ahead is not None else None
     ends = next(part.ends for part in parts if part.ends)
+
+    def left() -> Carry:
+        assert last is not None
+        return last.carry
+
     stages = []
-    for place, part in enumerate(parts):
-        continues = ahead is not None and place == 0 and not part.ends
-
-        def source(continues: bool = continues) -> Carry:
-            return ahead.carry if continues and ahead is not None else ()
-
-        runners = make(part, source)
+    for part in parts:
+        runners = make(part, left if not part.ends else lambda: ())
         found = runners if part.ends else dict.fromkeys(ends, runners[""])
         stages.append(Stage(part.name, found, part.planned))
-    if ahead is not None:
-        stages.append(Stage("draft", dict.fromkeys(ends, ahead)))
-    return stages, ahead
+    if last is not None:
+        stages.append(Stage("draft", dict.fromkeys(ends, last)))
+    return stages, last

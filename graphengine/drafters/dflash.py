@@ -12,7 +12,6 @@ C = taps * hidden, X = L * 2 * K * H.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Self, cast
 
@@ -21,13 +20,12 @@ from torch import Tensor
 
 from graphengine import names
 from graphengine.capture.steps import Carry, Dense, Step
-from graphengine.config.draft import AttentionRule, DraftConfig
+from graphengine.config.draft import DraftConfig
 from graphengine.config.options import DraftQuantization
-from graphengine.decode.attention import Attention
 from graphengine.decode.buffers import Arena, StepBuffers
-from graphengine.decode.proposer import Attends, RowContent, Tap
-from graphengine.decode.segments import Segments
-from graphengine.decode.stack import Rows, Target, layer_steps
+from graphengine.decode.proposer import Attends, Attentions, Proposer
+from graphengine.decode.segments import LastWeights, Segments
+from graphengine.decode.stack import Rows, Stack, Tap, Target, layer_steps
 from graphengine.kernels.context_kv import context_kv_write_
 from graphengine.kernels.skinny_config import SKINNY_T
 from graphengine.kernels.write_tap import write_tap_
@@ -56,8 +54,8 @@ class DFlashBuffers(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DFlash:
-    """A loaded drafter (`decode.proposer.Proposer`).
+class DFlash(Proposer):
+    """A loaded drafter.
 
     Embedding and head are the target's own tensors or the drafter's. With a reduced vocabulary
     `target_ids_V` maps a row of the head to the target's id.
@@ -69,9 +67,8 @@ class DFlash:
     lm_head_VD: Matrix
     kv_pool: Tensor
     target_ids_V: Tensor | None = None
-    quantized: DraftWeights | None = None
-    """The same weights in FP8 with `quantized_lm_head_VD`, for forwards of few enough rows."""
-    quantized_lm_head_VD: Matrix | None = None
+    quantized: tuple[DraftWeights, Matrix] | None = None
+    """Weights and head in FP8, for forwards of few enough rows."""
     max_quantized_rows: float = 0
     target: Target | None = None
     """Whose final norm stands in front of a tap of the last layer."""
@@ -96,8 +93,7 @@ class DFlash:
 
     @property
     def tensors(self) -> Any:
-        own = (self.weights, self.embed_VD, self.lm_head_VD, self.target_ids_V)
-        return (*own, self.quantized, self.quantized_lm_head_VD)
+        return self.weights, self.embed_VD, self.lm_head_VD, self.target_ids_V, self.quantized
 
     def shortened(self, num_draft_tokens: int) -> Self:
         return replace(self, config=self.config.shortened(num_draft_tokens))
@@ -116,35 +112,26 @@ class DFlash:
         )
 
     def propose(
-        self, buffers: StepBuffers, attention: Mapping[AttentionRule, Attention], segments: Segments
+        self, buffers: StepBuffers, attentions: Attentions, segments: Segments
     ) -> list[Step]:
         """[anchor, MASK..] -> draft ids, one forward over the block."""
         config, own = self.config, cast(DFlashBuffers, buffers.own)
         weights, lm_head_VD = self.at(own.positions_T.shape[0])
         eps = config.model.rms_norm_eps
-        steps = layer_steps(
-            "draft",
-            self.embed_VD,
-            weights.layers,
-            weights.rope_PH,
-            self.kv_pool,
-            Rows(own.block_ids_BG.view(-1), own.positions_T, own.slots_T),
-            [attention[rule] for rule in config.attention_rules],
-            own.attn_TNH,
-            eps,
-            segments,
-        )
+        stack = Stack(self.embed_VD, weights.layers, weights.rope_PH, self.kv_pool, eps)
+        rows = Rows(own.block_ids_BG.view(-1), own.positions_T, own.slots_T)
+        by_layer = [attentions[rule] for rule in config.attention_rules]
+        steps = layer_steps("draft", stack, rows, by_layer, own.attn_TNH, segments)
+        behind = LastWeights(weights.layers[-1], weights.norm_D, lm_head_VD)
         anchor_first = config.slot_convention == "anchor-first"
         if anchor_first:
             steps[0] = _after_copying_rows(steps[0], buffers)
 
         def last(carry: Carry) -> Carry:
-            h_TD, attn_TNH = carry
-            end = (weights.layers[-1], weights.norm_D, lm_head_VD, h_TD, attn_TNH)
             if anchor_first:
-                _, drafted_T = segments.last(*end, eps)
+                _, drafted_T = segments.last(behind, *carry, eps)
             else:
-                (drafted_T,) = segments.draft_last(*end, config.block_size, eps)
+                (drafted_T,) = segments.draft_last(behind, *carry, config.block_size, eps)
             if self.target_ids_V is not None:
                 drafted_T = self.target_ids_V.index_select(0, drafted_T.clamp(min=0))
             buffers.draft_ids_BG[:, :1].copy_(buffers.block_ids_BG[:, :1])
@@ -163,28 +150,19 @@ class DFlash:
         where = buffers.context_positions_T, buffers.context_slots_T
         return self._context(names.DRAFT_CONTEXT, taps_TC, *where, segments)
 
-    def prefill(self, rows: Rows, segments: Segments) -> tuple[Tap, list[Step]]:
+    def prefill(self, rows: Rows) -> tuple[Tap, list[Step]]:
         config = self.config
         taps = config.num_taps * config.tap_size
         taps_TC = self.kv_pool.new_empty(rows.token_ids_T.shape[0], taps)
         where = rows.positions_T, rows.slots_T
-        context = self._context(names.PREFILL_CONTEXT, taps_TC, *where, segments)
+        context = self._context(names.PREFILL_CONTEXT, taps_TC, *where, Segments())
         return self._writer(taps_TC), context
-
-    def write_rows_(
-        self, buffers: StepBuffers, rows: Sequence[int], contents: Sequence[RowContent | None]
-    ) -> None:
-        """Nothing: its K/V was written by the prefill."""
 
     def at(self, num_rows: int) -> tuple[DraftWeights, Matrix]:
         """Weights and head for a forward of `num_rows` rows."""
-        if (
-            self.quantized is None
-            or self.quantized_lm_head_VD is None
-            or num_rows > self.max_quantized_rows
-        ):
+        if self.quantized is None or num_rows > self.max_quantized_rows:
             return self.weights, self.lm_head_VD
-        return self.quantized, self.quantized_lm_head_VD
+        return self.quantized
 
     def _writer(self, taps_TC: Tensor) -> Tap:
         """Copies a tapped layer's output into its columns; the last layer's behind the final norm,
@@ -193,11 +171,11 @@ class DFlash:
         columns = {layer: i * self.config.tap_size for i, layer in enumerate(self.taps)}
 
         def tap_(layer: int, h_TD: Tensor) -> None:
-            column = columns.get(layer)
-            if column is not None:
-                if target is not None and layer + 1 == target.config.num_hidden_layers:
-                    h_TD = rms_norm(h_TD, target.weights.norm_D, target.config.rms_norm_eps)
-                write_tap_(h_TD, taps_TC, column)
+            if layer not in columns:
+                return
+            if target is not None and layer + 1 == target.config.num_hidden_layers:
+                h_TD = rms_norm(h_TD, target.weights.norm_D, target.config.rms_norm_eps)
+            write_tap_(h_TD, taps_TC, columns[layer])
 
         return tap_
 

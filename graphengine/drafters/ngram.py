@@ -16,7 +16,7 @@ Legend: B requests, G rows of a block, P positions.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Self, cast
 
@@ -25,12 +25,11 @@ from torch import Tensor
 
 from graphengine import names
 from graphengine.capture.steps import Carry, Dense, Step
-from graphengine.config.draft import AttentionRule, NgramConfig
-from graphengine.decode.attention import Attention
+from graphengine.config.draft import NgramConfig
 from graphengine.decode.buffers import Arena, StepBuffers
-from graphengine.decode.proposer import Attends, RowContent, Tap, no_tap
+from graphengine.decode.proposer import Attentions, Proposer
+from graphengine.decode.request import Request
 from graphengine.decode.segments import Segments
-from graphengine.decode.stack import Rows
 
 
 class NgramBuffers(NamedTuple):
@@ -40,16 +39,12 @@ class NgramBuffers(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ngram:
-    """`decode.proposer.Proposer` that looks drafts up in the text so far."""
+class Ngram(Proposer):
+    """Looks drafts up in the text so far. A prompt is written when its row begins, and what is
+    accepted of a block stands in the text already: no prefill, no context."""
 
     config: NgramConfig
     num_positions: int
-
-    mask_token_id: int = 0
-    taps: tuple[int, ...] = ()
-    attends: tuple[Attends, ...] = ()
-    tensors: tuple[Tensor, ...] = ()
 
     @property
     def num_draft_tokens(self) -> int:
@@ -63,11 +58,10 @@ class Ngram:
         return NgramBuffers(arena.take("text", num_requests, width, dtype=torch.int32))
 
     def propose(
-        self, buffers: StepBuffers, attention: Mapping[AttentionRule, Attention], segments: Segments
+        self, buffers: StepBuffers, attentions: Attentions, segments: Segments
     ) -> list[Step]:
         text_BP = cast(NgramBuffers, buffers.own).text_BP
         config = self.config
-
         row_G = torch.arange(config.num_verify_rows, device=text_BP.device)
 
         def look_up_(carry: Carry) -> Carry:
@@ -84,23 +78,10 @@ class Ngram:
 
         return [Dense(names.dense_name("draft", 0), look_up_)]
 
-    def tap(self, buffers: StepBuffers) -> Tap:
-        return no_tap
-
-    def context(self, buffers: StepBuffers, segments: Segments) -> list[Step]:
-        """No step: what is accepted of a block stands in the text already."""
-        return []
-
-    def prefill(self, rows: Rows, segments: Segments) -> tuple[Tap, list[Step]]:
-        """Nothing: a prompt is written when its row begins."""
-        return no_tap, []
-
-    def write_rows_(
-        self, buffers: StepBuffers, rows: Sequence[int], contents: Sequence[RowContent | None]
-    ) -> None:
+    def write_rows_(self, buffers: StepBuffers, rows: Mapping[int, Request | None]) -> None:
         text_BP: Any = cast(NgramBuffers, buffers.own).text_BP
-        for row, content in zip(rows, contents, strict=True):
-            ids = content.token_ids if content is not None else [0]
+        for row, request in rows.items():
+            ids = request.token_ids if request is not None else [0]
             text_BP[row, : len(ids)] = torch.tensor(ids, dtype=torch.int32)
 
 

@@ -16,20 +16,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import torch.nn.functional as F
 from torch import Tensor
 
 from graphengine.config.model import ModelConfig
 from graphengine.models import attention, swiglu
 from graphengine.models.attention import AttentionWeights, PagedKV
-from graphengine.models.layers import (
-    Matrix,
-    Rows,
-    add_rms_norm,
-    linear,
-    linear_argmax,
-    rms_norm,
-)
 from graphengine.models.swiglu import SwigluWeights
 from graphengine.models.weight import Fields, Weight, behind, norm
 
@@ -146,11 +137,6 @@ def mixer_of(layer: LayerWeights) -> Mixer:
     return _MIXER_OF[type(layer.mixer)]
 
 
-def embed(embed_VD: Tensor, token_ids_T: Tensor) -> Tensor:
-    """Rows of the embedding table: ids [T] -> h_TD."""
-    return F.embedding(token_ids_T, embed_VD)
-
-
 def before_mixing(
     layer: LayerWeights, h_TD: Tensor, update: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor]:
@@ -170,29 +156,3 @@ def after_mixing(
     """
     update = mixer_of(layer).output(layer.mixer, mixed)
     return _FFN_OF[type(layer.ffn)].run(layer.ffn, h_TD, update, eps)
-
-
-def final_norm(
-    norm_D: Tensor, lm_head_VD: Matrix, h_TD: Tensor, update: Tensor | None, eps: float
-) -> tuple[Tensor, Rows]:
-    """`h += update; x = rms_norm(h)` -> (h_TD, x), x as the head takes it."""
-    if update is None:
-        return h_TD, rms_norm(h_TD, norm_D, eps)
-    return add_rms_norm(h_TD, update, norm_D, eps, lm_head_VD)
-
-
-def logits(
-    norm_D: Tensor, lm_head_VD: Matrix, h_TD: Tensor, update: Tensor | None, eps: float
-) -> tuple[Tensor, Tensor]:
-    """Final norm and head: `h += update; rms_norm(h) @ W^T` -> (h_TD, logits_TV in h's dtype)."""
-    h_TD, x = final_norm(norm_D, lm_head_VD, h_TD, update, eps)
-    return h_TD, linear(x, lm_head_VD)
-
-
-def greedy(
-    norm_D: Tensor, lm_head_VD: Matrix, h_TD: Tensor, update: Tensor | None, eps: float
-) -> tuple[Tensor, Tensor]:
-    """`logits`, of which each row's first choice alone is wanted -> (h_TD, ids_T); -1 where logits
-    are not finite."""
-    h_TD, x = final_norm(norm_D, lm_head_VD, h_TD, update, eps)
-    return h_TD, linear_argmax(x, lm_head_VD)

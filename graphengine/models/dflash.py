@@ -79,8 +79,7 @@ def vocabulary_weights(config: DraftConfig, has: Callable[[str], bool], prefix: 
     A table that stands in the file is declared, even if its values turn out to be the target's.
     `d2t` holds offsets: target id = i + d2t[i]; `t2d` marks the same ids.
 
-    Args:
-        has: whether the file has a tensor of that name.
+    Args: has: whether the file has a tensor of that name.
     """
     vocab, hidden, num_ids = config.model.vocab_size, config.model.hidden_size, config.num_draft_ids
     has_width, reduced = config.tap_size == hidden, num_ids != vocab
@@ -101,8 +100,7 @@ def vocabulary_weights(config: DraftConfig, has: Callable[[str], bool], prefix: 
 def context(weights: ContextWeights, taps_TC: Tensor, eps: float) -> Tensor:
     """K/V of context rows, before k-norm and rope: `rms_norm(taps @ fc^T) @ Wkv^T`.
 
-    Args:
-        taps_TC: [T, C] target hidden states after each tapped layer, concatenated in tap order.
+    Args: taps_TC: [T, C] target hidden states after each tapped layer, concatenated in tap order.
 
     Returns:
         kv_TX: [T, X], each row laid out [L, 2, K, H].

@@ -35,19 +35,17 @@ from graphengine.config.model import ModelConfig
 from graphengine.config.options import Options
 from graphengine.decode.attention import compile_flashinfer_ahead
 from graphengine.decode.buckets import BucketBuilder, prefill_attention
-from graphengine.decode.compile_ahead import shortened
 from graphengine.decode.fixed_chunk import LONG_SIZES, FixedChunk
-from graphengine.decode.kvcache import PageAllocator, make_pool, pages_for
+from graphengine.decode.kvcache import PageAllocator, make_pool
 from graphengine.decode.lane import Lane
 from graphengine.decode.loop import DecodeLoop
 from graphengine.decode.metrics import StartupMetrics
 from graphengine.decode.prefill import Prefill
-from graphengine.decode.proposer import Proposer
+from graphengine.decode.proposer import Pair, Proposer
 from graphengine.decode.simulate import make_simulation
 from graphengine.decode.stack import Target
 from graphengine.drafters.dflash import MAX_QUANTIZED_ROWS, DFlash
 from graphengine.drafters.ngram import Ngram
-from graphengine.drafters.none import NoDraft
 from graphengine.kernels.triton_internals import load_driver, settle_cache_keys
 from graphengine.models.layers import quantize_fp8
 from graphengine.startup.artifact import name_compilers_, use_own_folder_
@@ -169,7 +167,10 @@ def build(
             of_draft = source(draft_dir, 1)
             vocabulary = loading.draft_vocabulary(of_draft, draft_config, weights)
             layers = loading.draft_weights(of_draft, draft_config, positions, device)
-            max_rows = MAX_QUANTIZED_ROWS[config.draft_quantization]
+            quantized = None
+            if config.draft_quantization != "none":
+                of_layers = loading.quantized_draft_weights(layers)
+                quantized = of_layers, quantize_fp8(vocabulary.lm_head_VD)
             dflash = partial(
                 DFlash,
                 config=draft_config,
@@ -177,9 +178,8 @@ def build(
                 embed_VD=vocabulary.embed_VD,
                 lm_head_VD=vocabulary.lm_head_VD,
                 target_ids_V=vocabulary.target_ids_V,
-                quantized=loading.quantized_draft_weights(layers) if max_rows else None,
-                quantized_lm_head_VD=quantize_fp8(vocabulary.lm_head_VD) if max_rows else None,
-                max_quantized_rows=max_rows,
+                quantized=quantized,
+                max_quantized_rows=MAX_QUANTIZED_ROWS[config.draft_quantization],
             )
         if device.type == "cuda":  # what loading has cached must not fragment the pool
             torch.cuda.empty_cache()
@@ -188,7 +188,7 @@ def build(
             return make_pool(model, plan.num_pages, config.page_size, dtype, device)
 
         target = Target(config=target_config, weights=weights, kv_pool=pool(target_config))
-        proposer: Proposer = NoDraft()
+        proposer = Proposer()
         if isinstance(draft_config, NgramConfig):
             proposer = Ngram(config=draft_config, num_positions=positions)
         elif dflash is not None and draft_config is not None:
@@ -197,61 +197,52 @@ def build(
         if config.simulate_acceptance is not None:
             drawn = config.simulate_acceptance, max(config.buckets), num_draws
             simulation = make_simulation(*drawn, device)
+    pair = Pair(config, target, proposer, positions, simulation)
     load_s = time.perf_counter() - began
     for thread in compilers:
         thread.join()
     compiler_wait_s = time.perf_counter() - began - load_s
     counts = cache_counts() if config.compile else CacheCounts()
-    prefill = Prefill(
-        target,
-        proposer,
-        prefill_attention(config, target_config, dtype, device),
-        config.page_size,
-        config.prefill_chunk,
-    )
+    attention = prefill_attention(config, target_config, dtype, device)
+    prefill = Prefill(pair, attention, config.prefill_chunk)
 
-    def fixed_chunk(size: int, target: Target = target) -> FixedChunk:
-        width = pages_for(positions, config.page_size)
-        return FixedChunk(
-            *(size, target, proposer, config.page_size, width),
-            num_prompts=max(config.buckets),
-            is_long=size in LONG_SIZES,
-        )
+    def fixed_chunks(pair: Pair) -> Iterator[FixedChunk]:
+        return (FixedChunk(pair, size, size in LONG_SIZES) for size in config.prefill_sizes)
 
     def prefill_kernels() -> Iterator[Callable[[], object]]:
         """Forwards of few layers for the sake of their kernels."""
-        short = shortened(target, proposer)
-        for size in config.prefill_sizes:
-            yield partial(run_chain, fixed_chunk(size, short).chain)
+        short = pair.shortened()
+        for chunk in fixed_chunks(short):
+            yield partial(run_chain, chunk.chain)
         if config.prefill_attention_backend != "triton" and config.max_model_len > EAGER_ROWS:
-            yield partial(replace(prefill, target=short).run_padding, EAGER_ROWS)
+            yield partial(replace(prefill, pair=short).run_padding, EAGER_ROWS)
 
     with names.range_("capture"), torch.no_grad():
-        builder = BucketBuilder(
-            *(config, target, proposer, positions, simulation),
-            progress=lambda what: progress(what, 0.0),
-        )
+        builder = BucketBuilder(pair, progress=lambda what: progress(what, 0.0))
         sizes = config.buckets
         if options.lazy_capture:  # before the first request, its own alone
             sizes = (next((x for x in sizes if x >= options.first_batch), sizes[-1]),)
         ahead = builder.build_ahead(sizes, prefill_kernels())
-        prefill = replace(prefill, fixed=tuple(map(fixed_chunk, config.prefill_sizes)))
+        prefill = replace(prefill, fixed=tuple(fixed_chunks(pair)))
         builder.capture_chunks(prefill.fixed)
     builders = [builder]
 
     def build_plain() -> Lane:
         """The same buckets with one row a request: the same weights and K/V, no drafter."""
         began = time.perf_counter()
-        plain = replace(config, num_speculative_tokens=(), simulate_acceptance=None)
+        plain = Pair(
+            replace(config, num_speculative_tokens=(), simulate_acceptance=None),
+            *(target, Proposer(), positions),
+        )
         with names.range_("capture"), torch.inference_mode(False), torch.no_grad():
-            own = BucketBuilder(plain, target, NoDraft(), positions, workspace=builder.workspace)
+            own = BucketBuilder(plain, builder.workspace)
             builders.append(own)
-            lane = Lane(plain, own, own.build_ahead(config.buckets))
+            lane = Lane(own, own.build_ahead(config.buckets))
         _LOG.info("plain decode built in %.2f s", time.perf_counter() - began)
         return lane
 
     loop = DecodeLoop(
-        *(config, Lane(config, builder, ahead), prefill, PageAllocator(plan.num_pages)),
+        *(Lane(builder, ahead), prefill, PageAllocator(plan.num_pages)),
         build_plain if draft_config is not None else None,
     )
     if options.prepare_plain_decode and loop.fallback is not None:
@@ -264,9 +255,9 @@ def build(
             warm_up(loop)
     startup = StartupMetrics(
         load_s=load_s,
-        compile_s=compiler_wait_s + sum(part.times.compile_s for part in builders),
+        compile_s=compiler_wait_s + sum(part.compile_s for part in builders),
         compiler_wait_s=compiler_wait_s,
-        capture_s=sum(part.times.capture_s for part in builders),
+        capture_s=sum(part.capture_s for part in builders),
         warmup_s=time.perf_counter() - began,
         weight_bytes=loading.tree_bytes((weights, proposer.tensors)),
         kv_pool_bytes=plan.kv_pool_bytes,

@@ -16,7 +16,7 @@ from __future__ import annotations
 import os
 from collections.abc import Collection
 from dataclasses import asdict, dataclass, fields, replace
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 
@@ -31,7 +31,6 @@ from graphengine.decode.lane import PIPELINE_DEPTH
 from graphengine.decode.proposer import Proposer, step_buffers
 from graphengine.drafters.dflash import DFlash
 from graphengine.drafters.ngram import Ngram
-from graphengine.drafters.none import NoDraft
 from graphengine.models.layers import quantize_fp8
 from graphengine.startup import workspace
 from graphengine.startup.workspace import META
@@ -231,7 +230,7 @@ def _plan(
     positions = num_positions(config.max_model_len, block)
     num_sms, width = memory.num_sms if memory else 1, pages_for(positions, config.page_size)
     models = [target, *(draft.models if draft else ())]
-    drafter, copies, proposer = (), (), cast(Proposer, NoDraft())
+    drafter, copies, proposer = (), (), Proposer()
     plain = 0
     try:
         weights = loading.target_weights(loading.ShapeSource(dtype), target, positions, META)
@@ -253,7 +252,7 @@ def _plan(
         buffers = _buffer_bytes(config, target, proposer, width)
         if draft is not None:
             plain = workspace.bucket_scratch_bytes(config, target, None, width, num_sms)
-            plain += _buffer_bytes(config, target, NoDraft(), width)
+            plain += _buffer_bytes(config, target, Proposer(), width)
             plain += workspace.activation_bytes(config, target, None, dtype.itemsize)
     except (RuntimeError, TypeError) as error:  # a size past 2^63
         reason = str(error).partition("\n")[0]

@@ -124,7 +124,7 @@ def decode(
     Raises:
         ValueError: a prompt that cannot run.
     """
-    vocab = loop.prefill.target.config.vocab_size
+    vocab = loop.prefill.pair.target.config.vocab_size
     outside = [token for prompt in prompts for token in prompt if not 0 <= token < vocab]
     if outside:
         raise ValueError(f"token ids {outside[:5]} lie outside the vocabulary {vocab}")

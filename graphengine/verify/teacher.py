@@ -23,7 +23,7 @@ import torch
 from graphengine.decode.fixed_chunk import Piece
 from graphengine.decode.kvcache import pages_for
 from graphengine.decode.loop import DecodeLoop
-from graphengine.drafters.none import NoDraft
+from graphengine.decode.proposer import Proposer
 from graphengine.kernels.argmax import argmax_rows
 
 CHUNK = 256  # rows of one forward: their float32 logits at 152k tokens are 156 MB
@@ -58,7 +58,7 @@ def teacher_force(loop: DecodeLoop, prompt_ids: Sequence[int], output_ids: Seque
     num_rows = len(ids) - 1  # the last token is judged, not fed
     pages = loop.allocator.allocate(pages_for(num_rows, loop.config.page_size))
     scores = Scores([], [], [])
-    prefill = replace(loop.prefill, proposer=NoDraft())
+    prefill = replace(loop.prefill, pair=replace(loop.prefill.pair, proposer=Proposer()))
     try:
         for begin in range(0, num_rows, CHUNK):
             end = min(begin + CHUNK, num_rows)

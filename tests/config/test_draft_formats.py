@@ -175,8 +175,8 @@ def test_drafts_equal_reference(
         num_drafts = engine.num_draft_tokens
         assert num_drafts == reference.num_drafts
         prefill = engine.built.loop.prefill
-        assert isinstance(prefill.proposer, DFlash)
-        for pool in (prefill.target.kv_pool, prefill.proposer.kv_pool):
+        assert isinstance(prefill.pair.proposer, DFlash)
+        for pool in (prefill.pair.target.kv_pool, prefill.pair.proposer.kv_pool):
             pool[:, :, 1:].fill_(float("nan"))
         forced = force_drafts(engine, pair.truth, lambda request, step: rng.randint(0, num_drafts))
         results = engine.generate(PROMPTS, max_new_tokens=NUM_TOKENS, ignore_eos=True)
@@ -290,7 +290,7 @@ def test_fp8_rounds_the_drafters_own_head(tmp_path: Path, pair: Pair) -> None:
     with Engine.from_pretrained(
         pair.directory, drafter, buckets=(1,), draft_quantization="fp8"
     ) as engine:
-        loaded = engine.built.loop.prefill.proposer
+        loaded = engine.built.loop.prefill.pair.proposer
         assert isinstance(loaded, DFlash)
         _, head = loaded.at(4)
         assert isinstance(head, Fp8Matrix)
@@ -307,7 +307,7 @@ def test_fp8_in_large_batches(tmp_path: Path, pair: Pair, quantization: Any, is_
     with Engine.from_pretrained(
         pair.directory, drafter, buckets=(20,), draft_quantization=quantization
     ) as engine:
-        loaded = engine.built.loop.prefill.proposer
+        loaded = engine.built.loop.prefill.pair.proposer
         assert isinstance(loaded, DFlash)
         assert isinstance(loaded.at(SKINNY_T)[1], Fp8Matrix)
         assert isinstance(loaded.at(SKINNY_T + 1)[1], Fp8Matrix) == is_fp8

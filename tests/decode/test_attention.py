@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from graphengine.config.draft import AttentionRule
+from graphengine.config.draft import CAUSAL, AttentionRule
 from graphengine.config.model import ModelConfig
 from graphengine.config.rope import RopeConfig
 from graphengine.decode.attention import (
@@ -138,7 +138,7 @@ def test_torch_attention_equals_formula(name: str, page_size: int, causal: bool)
     """Bug: a key too many or too few at a page's edge, the mask's diagonal off by one, heads mapped
     to the wrong kv head."""
     case = make_case(MODEL, SHAPES[name], page_size, causal)
-    attention = TorchAttention(MODEL, page_size, causal, CPU)
+    attention = TorchAttention(MODEL, page_size, AttentionRule(causal=causal), CPU)
     # Planned twice: the second plan must not remember the first.
     attend(attention, make_case(MODEL, SHAPES["ragged"], page_size, causal), page_size, 4)
     found = attend(attention, case, page_size, len(case.qo_lens) + 2)
@@ -152,7 +152,7 @@ def test_torch_windows_equal_formula(name: str, window: int, causal: bool) -> No
     """Bug T22, T24: a window one key too wide or too narrow, open to the right where it is not, or
     dropped for a single row."""
     case = make_case(MODEL, SHAPES[name], 3, causal, window=window)
-    attention = TorchAttention(MODEL, 3, causal, CPU, window)
+    attention = TorchAttention(MODEL, 3, AttentionRule(causal=causal, window=window), CPU)
     found = attend(attention, case, 3, len(case.qo_lens) + 1)
     torch.testing.assert_close(found, case.expected_TNH, atol=1e-5, rtol=1e-5)
 
@@ -238,10 +238,11 @@ def test_flashinfer_equals_formula(
     for page_size in (1, 16):
         # One wrapper for all shapes: a plan must not remember the one before.
         size = {"num_requests": 7, "max_pages": 4096} if fixed else {}
+        rule = AttentionRule(causal=causal)
         attention = FlashInferAttention(
-            config, page_size, causal, make_workspace(device), dtype, **size
+            config, page_size, rule, make_workspace(device), dtype, **size
         )
-        reference = TorchAttention(config, page_size, causal, device)
+        reference = TorchAttention(config, page_size, rule, device)
         # The fixed wrapper is planned first at its largest: rows never exceed the first plan.
         names = sorted(BIG_SHAPES, key=lambda n: -sum(rows for rows, _ in BIG_SHAPES[n]))
         for name in names:
@@ -266,9 +267,8 @@ def test_flashinfer_windows_equal_formula(window: int, causal: bool, fixed: bool
     for page_size in (1, 16):
         size = {"num_requests": 4, "max_pages": 8192} if fixed else {}
         workspace = make_workspace(device)
-        attention = FlashInferAttention(
-            config, page_size, causal, workspace, dtype, **size, window=window
-        )
+        rule = AttentionRule(causal=causal, window=window)
+        attention = FlashInferAttention(config, page_size, rule, workspace, dtype, **size)
         for shape in shapes:
             case = make_case(config, shape, page_size, causal, device, dtype, window)
             requests = 4 if fixed else len(case.qo_lens)
@@ -286,7 +286,7 @@ def test_flashinfer_plans_ahead_of_a_busy_gpu(fixed: bool) -> None:
     shapes = [[(16, 1037), (16, 16), (16, 300)], [(16, 4000)], [(7, 45), (1, 17), (16, 316)]]
     cases = [make_case(config, shape, 16, True, device, dtype) for shape in shapes]
     size = {"num_requests": 4, "max_pages": 8192} if fixed else {}
-    attention = FlashInferAttention(config, 16, True, make_workspace(device), dtype, **size)
+    attention = FlashInferAttention(config, 16, CAUSAL, make_workspace(device), dtype, **size)
     for is_warm in (False, True):
         found = [torch.empty_like(case.q_TNH) for case in cases]
         torch.cuda.synchronize()

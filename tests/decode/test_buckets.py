@@ -36,9 +36,9 @@ def test_draws_are_not_used_up(pair: Pair) -> None:
     was built."""
     with pair.engine(buckets=(2,), simulate_acceptance=2.5) as engine:
         builder = loop_of(engine).first.builder
-        builder.simulation.step_1.fill_(7)
+        builder.pair.simulation.step_1.fill_(7)
         builder.build(2)
-        assert builder.simulation.step_1.item() == 7
+        assert builder.pair.simulation.step_1.item() == 7
 
 
 def test_runners_follow_what_they_continue(pair: Pair) -> None:

@@ -56,7 +56,8 @@ def prompt(length: int, seed: int = 0) -> list[int]:
 def step_logs(loop: DecodeLoop, mode: str, calls: Any) -> list[list[str]]:
     """What the host did for each of some steps in the middle of two requests, in a graph mode."""
     builder = loop.first.builder
-    builder.config, builder.pool = replace(builder.config, graph_mode=mode), calls
+    config = replace(builder.pair.config, graph_mode=mode)
+    builder.pair, builder.pool = replace(builder.pair, config=config), calls
     loop.first.rebuild()
     for seed in range(2):
         loop.submit(prompt(20, seed), 200, ())
@@ -106,9 +107,7 @@ def test_launches_of_a_step(
 
 
 def chunk(loaded: Engine, size: int, calls: Any, *, whole: bool) -> FixedChunk:
-    prefill, width = loaded.built.loop.prefill, loaded.built.loop.first.builder.width
-    models = prefill.target, prefill.proposer
-    found = FixedChunk(size, *models, prefill.page_size, width, 4, is_long=size == LONG)
+    found = FixedChunk(loaded.built.loop.prefill.pair, size, is_long=size == LONG)
     found.capture_(calls, whole)
     return found
 

@@ -10,9 +10,8 @@ import torch
 
 from graphengine.config.draft import DraftConfig
 from graphengine.decode.buffers import Arena, StepBuffers
-from graphengine.decode.proposer import step_buffers
+from graphengine.decode.proposer import Proposer, step_buffers
 from graphengine.drafters.dflash import DFlash
-from graphengine.drafters.none import NoDraft
 from tests.decode.test_kvcache import DRAFT, MODEL
 
 
@@ -36,13 +35,15 @@ def drafter(config: DraftConfig | None) -> Any:
     nothing: Any = None
     names = ("weights", "embed_VD", "lm_head_VD", "kv_pool")
     weights: dict[str, Any] = dict.fromkeys(names, nothing)
-    return NoDraft() if config is None else DFlash(config=config, **weights)
+    return Proposer() if config is None else DFlash(config=config, **weights)
 
 
 def flat(buffers: StepBuffers) -> dict[str, torch.Tensor]:
-    own: Any = buffers.own
-    fields = buffers._asdict() | ({f"own.{k}": v for k, v in own._asdict().items()} if own else {})
-    return {name: tensor for name, tensor in fields.items() if name != "own"}
+    fields = buffers._asdict()
+    for name in ("own", "controls"):
+        parts: Any = fields.pop(name)
+        fields |= {f"{name}.{k}": v for k, v in parts._asdict().items()} if parts else {}
+    return fields
 
 
 ANCHOR_FIRST = replace(DRAFT, slot_convention="anchor-first")

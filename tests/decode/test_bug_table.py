@@ -400,7 +400,7 @@ def test_chunks_give_the_same_context(pair: Pair) -> None:
             requests = [loop.submit(list(p), 9, frozenset()) for p in (PROMPTS[1], PROMPTS[4])]
             with torch.no_grad():
                 loop.admit()
-            pools = [loop.prefill.target.kv_pool, loop.prefill.proposer.kv_pool]
+            pools = [loop.prefill.pair.target.kv_pool, loop.prefill.pair.proposer.kv_pool]
             found[chunk] = [
                 pool[:, :, request.pages].flatten(2, 3)[:, :, : len(request.prompt_ids)].clone()
                 for pool in pools
@@ -474,10 +474,10 @@ def test_float16_is_refused_and_converted(tmp_path: Path) -> None:
     drafter = make_drafter(tmp_path / "drafter", target, dtype="float16")
     for dtype in ("bfloat16", "float32"):
         with Engine.from_pretrained(target, drafter, dtype=dtype, buckets=(1,)) as engine:  # type: ignore[arg-type]
-            prefill = loop_of(engine).prefill
+            loaded = loop_of(engine).prefill.pair
             kind = getattr(torch, dtype)
-            assert prefill.proposer.weights.fc_DC.dtype == prefill.proposer.kv_pool.dtype == kind
-            assert prefill.target.weights.embed_VD.dtype == kind
+            assert loaded.proposer.weights.fc_DC.dtype == loaded.proposer.kv_pool.dtype == kind
+            assert loaded.target.weights.embed_VD.dtype == kind
     with pytest.raises(ValueError, match=r"dtype is 'float16'.*bfloat16, float32"):
         Engine.from_pretrained(target, drafter, dtype="float16")  # type: ignore[arg-type]
 

@@ -26,10 +26,9 @@ def names(steps: list[Step]) -> list[str]:
 def chains_of(engine: Engine) -> Any:
     builder = loop_of(engine).first.builder
     bucket = loop_of(engine).first.buckets[2]
-    rules = [kind.rule for kind in builder.proposer.attends]
+    rules = [kind.rule for kind in builder.pair.proposer.attends]
     drafts = dict(zip(rules, bucket.attentions[1:], strict=True))
-    args = (builder.config, builder.target, builder.proposer, bucket.buffers)
-    return step_chains(*args, bucket.attentions[0], drafts, Segments(), builder.simulation)
+    return step_chains(builder.pair, bucket.buffers, bucket.attentions[0], drafts, Segments())
 
 
 @pytest.mark.parametrize(

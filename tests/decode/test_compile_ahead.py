@@ -17,10 +17,11 @@ import torch.nn.functional as F
 from torch.utils import _python_dispatch
 
 from graphengine import TINY_DRAFT, TINY_TARGET, Engine
+from graphengine.capture.torch_internals import tree_leaves
 from graphengine.config.options import Options
-from graphengine.decode.compile_ahead import MAX_THREADS, CompileAhead, shortened
+from graphengine.decode.compile_ahead import MAX_THREADS, CompileAhead
+from graphengine.decode.proposer import Proposer
 from graphengine.drafters.dflash import DFlash
-from graphengine.drafters.none import NoDraft
 from graphengine.kernels.launch import KernelError, compile_only, on_grid
 from graphengine.startup import artifact
 from graphengine.startup import build as building
@@ -132,9 +133,13 @@ def test_a_run_ahead_computes_nothing(caplog: pytest.LogCaptureFixture) -> None:
     has computed, or multiplies matrices beside the thread that compiles segments."""
     built = build(TINY_TARGET, TINY_DRAFT, Options(buckets=(1,), device="cpu", max_model_len=64))
     prefill = built.loop.prefill
-    assert isinstance(prefill.proposer, DFlash)
+    assert isinstance(prefill.pair.proposer, DFlash)
     bucket = built.loop.first._buckets[1]
-    kept = [prefill.target.kv_pool, prefill.proposer.kv_pool, *bucket.buffers[:-1]]
+    kept = [
+        prefill.pair.target.kv_pool,
+        prefill.pair.proposer.kv_pool,
+        *tree_leaves(bucket.buffers[:-1]),
+    ]
     before = [tensor.clone() for tensor in kept]
     found: list[object] = []
     flags: list[bool] = []
@@ -174,13 +179,15 @@ def test_the_first_layers_stand_for_all() -> None:
     """Bug: a start runs 36 layers for the kernels of two; or no layer that is tapped."""
     built = build(TINY_TARGET, TINY_DRAFT, Options(buckets=(1,), device="cpu", max_model_len=64))
     prefill = built.loop.prefill
-    assert isinstance(prefill.proposer, DFlash)
-    tapped = min(prefill.proposer.config.target_layer_ids)
-    short = shortened(prefill.target, prefill.proposer)
-    assert tapped < len(short.weights.layers) == short.config.num_hidden_layers
-    assert short.config.num_hidden_layers < prefill.target.config.num_hidden_layers
-    assert len(shortened(prefill.target, NoDraft()).weights.layers) == 2
-    replace(prefill, target=short).run_padding(3)
+    assert isinstance(prefill.pair.proposer, DFlash)
+    tapped = min(prefill.pair.proposer.config.target_layer_ids)
+    short = prefill.pair.shortened()
+    num_layers = short.target.config.num_hidden_layers
+    assert tapped < len(short.target.weights.layers) == num_layers
+    assert num_layers < prefill.pair.target.config.num_hidden_layers
+    plain = replace(prefill.pair, proposer=Proposer()).shortened()
+    assert len(plain.target.weights.layers) == 2
+    replace(prefill, pair=short).run_padding(3)
 
 
 def test_the_python_api_names_the_compilers(monkeypatch: pytest.MonkeyPatch) -> None:

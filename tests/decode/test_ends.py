@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,11 +13,11 @@ from torch import Tensor
 from graphengine.capture.runners import run_chain
 from graphengine.decode import ends
 from graphengine.decode.buffers import Arena, StepBuffers
-from graphengine.decode.proposer import no_tap
+from graphengine.decode.proposer import Pair
 from graphengine.decode.sampling import GREEDY, Sampling
 from graphengine.decode.segments import Segments
 from graphengine.decode.simulate import Simulation
-from graphengine.decode.stack import Target
+from graphengine.decode.stack import Target, no_tap
 from tests.decode.test_request import a_request
 from tests.decode.test_stack import load
 
@@ -74,8 +75,11 @@ def run(target: Target, name: str, drafts: Tensor | None = None) -> tuple[Tensor
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ends, "accept_and_advance_", spy)
-        args: Any = (name, "verify", target, buffers, no_tap, 511, SIZE, Segments(), simulation)
-        run_chain(ends.make_end(*args), (h_TD, attn_TNH))
+        config, drafter = SimpleNamespace(page_size=SIZE), SimpleNamespace(mask_token_id=511)
+        fakes: Any = (config, drafter)
+        pair = Pair(fakes[0], target, fakes[1], 32, simulation)
+        steps = ends.make_end(name, "verify", pair, buffers, no_tap, Segments())
+        run_chain(steps, (h_TD, attn_TNH))
     return seen[0], buffers
 
 

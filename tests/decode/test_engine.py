@@ -309,7 +309,7 @@ def test_poisoned_cache_changes_nothing(pair: Pair, backend: str, options: dict[
     with pair.engine(attention_backend=backend, **options) as engine:
         loop = loop_of(engine)
         prefill = loop.prefill
-        pools = [prefill.target.kv_pool] + ([prefill.proposer.kv_pool] if draft else [])
+        pools = [prefill.pair.target.kv_pool] + ([prefill.pair.proposer.kv_pool] if draft else [])
         for pool in pools:
             pool.fill_(float("nan"))
         page_size, reads = engine.config.page_size, []
@@ -342,7 +342,7 @@ def test_padded_rows_touch_only_the_null_page(pair: Pair) -> None:
     """Bug: a padded row writes its K/V into a page of somebody else."""
     with pair.engine(buckets=(4,)) as engine:
         loop = loop_of(engine)
-        pools = [loop.prefill.target.kv_pool, loop.prefill.proposer.kv_pool]
+        pools = [loop.prefill.pair.target.kv_pool, loop.prefill.pair.proposer.kv_pool]
         for pool in pools:
             pool.fill_(123.0)
         assert ids_only(engine, [PROMPTS[0]], max_new_tokens=9) == [pair.plain(PROMPTS[0], 9)]

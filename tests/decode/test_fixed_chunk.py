@@ -37,8 +37,7 @@ def loop(engine: Engine) -> Iterator[DecodeLoop]:
     """Prefills in chunks of SIZES, the rest eagerly in pieces of 70."""
     loop = engine.built.loop
     eager = loop.prefill
-    width = loop.first.builder.width
-    fixed = [FixedChunk(n, eager.target, eager.proposer, 5, width, 4) for n in SIZES]
+    fixed = [FixedChunk(eager.pair, size) for size in SIZES]
     loop.prefill = replace(eager, fixed=tuple(fixed), chunk=70)
     with torch.no_grad():
         yield loop
@@ -49,8 +48,8 @@ def loop(engine: Engine) -> Iterator[DecodeLoop]:
 @pytest.fixture
 def long_loop(loop: DecodeLoop) -> DecodeLoop:
     """With a long chunk too, so that nothing is eager."""
-    eager, width = loop.prefill, loop.first.builder.width
-    long = FixedChunk(LONG, eager.target, eager.proposer, 5, width, 4, is_long=True)
+    eager = loop.prefill
+    long = FixedChunk(eager.pair, LONG, is_long=True)
     loop.prefill = replace(eager, fixed=(*eager.fixed, long))
     return loop
 
@@ -61,8 +60,8 @@ def prompt(length: int, seed: int = 0) -> list[int]:
 
 
 def pools(loop: DecodeLoop) -> list[torch.Tensor]:
-    own = getattr(loop.prefill.proposer, "kv_pool", None)
-    return [loop.prefill.target.kv_pool] + ([] if own is None else [own])
+    own = getattr(loop.prefill.pair.proposer, "kv_pool", None)
+    return [loop.prefill.pair.target.kv_pool] + ([] if own is None else [own])
 
 
 def written(loop: DecodeLoop, request: Any) -> list[torch.Tensor]:
@@ -180,7 +179,7 @@ def test_padding_writes_to_the_null_page(loop: DecodeLoop) -> None:
 
 def test_logits_that_are_not_finite(loop: DecodeLoop) -> None:
     """Bug: a NaN in a prompt's logits is token 0."""
-    table = loop.prefill.target.weights.embed_VD
+    table = loop.prefill.pair.target.weights.embed_VD
     kept = table[9].clone()
     table[9] = torch.nan
     try:
@@ -212,8 +211,7 @@ def test_a_request_cancelled_in_its_prefill(loop: DecodeLoop) -> None:
 
 def test_who_drops_a_chunk_gives_it_back(loop: DecodeLoop) -> None:
     """Bug: its steps hold it, so a closed engine keeps weights and graphs until Python collects."""
-    prefill = loop.prefill
-    chunk = FixedChunk(16, prefill.target, prefill.proposer, 5, 100, 1)
+    chunk = FixedChunk(loop.prefill.pair, 16)
     seen = weakref.ref(chunk)
     gc.disable()
     try:

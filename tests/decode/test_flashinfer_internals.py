@@ -42,7 +42,8 @@ def test_what_is_built_ahead_is_what_plan_loads(
     monkeypatch.setattr(core.JitSpec, "build_and_load", load)
     config, _ = read_configs(TINY_TARGET, None)
     workspace = torch.zeros(1 << 20, dtype=torch.uint8)
-    made = attention.FlashInferAttention(config, 16, True, workspace, torch.bfloat16, window=window)
+    rule = AttentionRule(causal=True, window=window)
+    made = attention.FlashInferAttention(config, 16, rule, workspace, torch.bfloat16)
     with pytest.raises(LoadedError) as loaded:
         made.plan(attention.Layout.build([3], [3], [[1]], 16))
     module = planned_module(torch.bfloat16, config.head_dim, window is not None)

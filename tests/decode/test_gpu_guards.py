@@ -26,7 +26,7 @@ def test_not_finite_ends_one_request(pair: Pair, mode: Mode) -> None:
     """Bug: -1 reaches an embedding inside a graph and the device asserts, for all and for good."""
     with pair.engine(mode) as engine:
         truth = engine.generate(PROMPTS[:3], max_new_tokens=30, ignore_eos=True)
-        table = engine.built.loop.prefill.target.weights.embed_VD
+        table = engine.built.loop.prefill.pair.target.weights.embed_VD
         kept = table[400].clone()
         table[400] = float("nan")
         # As long as the prompt it replaces: in bf16 a prefill of fewer rows may round otherwise.

@@ -116,11 +116,11 @@ def test_modes_agree_with_a_rounded_drafter(pair: Pair, family: str, quantizatio
     for mode in FAMILIES[family]:
         options = {"buckets": (3, 12), "draft_quantization": quantization}
         with pair.engine(mode, **options) as engine:
-            drafter = engine.built.loop.prefill.proposer
-            assert isinstance(drafter, DFlash)
+            drafter = engine.built.loop.prefill.pair.proposer
+            assert isinstance(drafter, DFlash) and drafter.quantized is not None
             weights = [drafter.at(size * BLOCK)[0] for size in (3, 12)]
             is_large_rounded = quantization == "fp8-dynamic"
-            assert [w is drafter.quantized for w in weights] == [True, is_large_rounded]
+            assert [w is drafter.quantized[0] for w in weights] == [True, is_large_rounded]
             found[mode] = [outcome(engine, prompts[:n], 40) for n in (2, 12, 3, 10)]
     agree(found)
     acceptance = [counts for runs in next(iter(found.values())) for _, counts in runs]
@@ -270,8 +270,8 @@ def test_poisoned_cache_changes_nothing(pair: Pair, family: str) -> None:
         for poison in (False, True):
             with pair.engine(mode) as engine:
                 prefill = engine._built.loop.prefill  # type: ignore[union-attr]
-                assert isinstance(prefill.proposer, DFlash)
-                for pool in (prefill.target.kv_pool, prefill.proposer.kv_pool):
+                assert isinstance(prefill.pair.proposer, DFlash)
+                for pool in (prefill.pair.target.kv_pool, prefill.pair.proposer.kv_pool):
                     pool.fill_(float("nan") if poison else 0.0)
                 found[poison] = [outcome(engine, PROMPTS[:n], 60) for n in (8, 2, 1)]
         assert found[True] == found[False], mode

@@ -197,7 +197,7 @@ def test_close_frees_everything(pair: Pair) -> None:
     engine = pair.engine(prepare_plain_decode=True)
     ids_only(engine, PROMPTS[:1], max_new_tokens=5)
     prefill = loop_of(engine).prefill
-    pools = [weakref.ref(prefill.target.kv_pool), weakref.ref(prefill.proposer.kv_pool)]
+    pools = [weakref.ref(prefill.pair.target.kv_pool), weakref.ref(prefill.pair.proposer.kv_pool)]
     del prefill
     gc.collect()
     gc.disable()

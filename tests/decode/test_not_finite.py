@@ -39,7 +39,7 @@ def engine(pair: Pair, request: pytest.FixtureRequest) -> Iterator[Engine]:
 
 
 def embedding(engine: Engine) -> torch.Tensor:
-    return engine.built.loop.prefill.target.weights.embed_VD
+    return engine.built.loop.prefill.pair.target.weights.embed_VD
 
 
 def first_place(row: list[int], others: list[list[int]], begin: int) -> int:
@@ -93,7 +93,7 @@ def test_not_finite_in_the_prompt(engine: Engine, pair: Pair) -> None:
 
 def test_broken_drafter_costs_acceptance_alone(engine: Engine, pair: Pair) -> None:
     """Bug: a drafter that gives NaN drafts row -1 of the embedding, or ends the request."""
-    drafter = engine.built.loop.prefill.proposer
+    drafter = engine.built.loop.prefill.pair.proposer
     assert isinstance(drafter, DFlash)
     drafter.weights.norm_D.fill_(float("nan"))
     results = engine.generate(PROMPTS, max_new_tokens=20, ignore_eos=True)

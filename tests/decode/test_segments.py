@@ -27,8 +27,8 @@ def end(target: Target) -> Callable[..., Any]:
     generator = torch.Generator().manual_seed(0)
     h_TD, attn_TNH = (torch.randn(6, *s, generator=generator) for s in ((64,), (4, 16)))
     weights = target.weights
-    matrices = (weights.layers[0], weights.norm_D, weights.lm_head_VD)
-    return lambda segment, *more: segment(*matrices, h_TD, attn_TNH, *more, 1e-6)
+    last = segments.LastWeights(weights.layers[0], weights.norm_D, weights.lm_head_VD)
+    return lambda segment, *more: segment(last, h_TD, attn_TNH, *more, 1e-6)
 
 
 def test_an_argmax_and_logits_agree(end: End) -> None:

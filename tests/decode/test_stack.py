@@ -15,7 +15,7 @@ from graphengine.capture.steps import Attention, Dense
 from graphengine.checkpoints.weights import Checkpoint, target_weights
 from graphengine.config.model import ModelConfig
 from graphengine.decode.kvcache import make_pool
-from graphengine.decode.segments import Segments, last_segment
+from graphengine.decode.segments import LastWeights, Segments, last_segment
 from graphengine.decode.stack import Rows, Target, last_step, target_chain
 from tests.support.chains import chain_names
 from tests.support.checkpoints import make_target
@@ -79,7 +79,6 @@ def test_the_last_step_taps_in_front_of_the_norm(target: Target) -> None:
     h_TD, attn_TNH = torch.randn(2, 64), torch.randn(2, 4, 16)
     (ids_T,) = step.run((h_TD, attn_TNH))
     weights = target.weights
-    h_TD, expected = last_segment(
-        weights.layers[2], weights.norm_D, weights.lm_head_VD, h_TD, attn_TNH, 1e-6
-    )
+    last = LastWeights(weights.layers[2], weights.norm_D, weights.lm_head_VD)
+    h_TD, expected = last_segment(last, h_TD, attn_TNH, 1e-6)
     assert torch.equal(seen[0], h_TD) and torch.equal(ids_T, expected)

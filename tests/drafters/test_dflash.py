@@ -24,9 +24,7 @@ CPU = torch.device("cpu")
 def test_fp8_up_to_its_rows() -> None:
     """Bug: a forward of one row more than the kernel takes exactly runs in FP8 all the same, or one
     of just as many does not."""
-    both = replace(
-        drafter(DRAFT), weights="w", lm_head_VD="head", quantized="w8", quantized_lm_head_VD="head8"
-    )
+    both = replace(drafter(DRAFT), weights="w", lm_head_VD="head", quantized=("w8", "head8"))
     exact, rounded = ("w", "head"), ("w8", "head8")
     limits: Any = MAX_QUANTIZED_ROWS
     for name, at_limit, behind in (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -9,11 +10,12 @@ import torch
 from graphengine.capture.runners import run_chain
 from graphengine.config.draft import NgramConfig
 from graphengine.decode.buffers import Arena, StepBuffers
-from graphengine.decode.proposer import RowContent, step_buffers
+from graphengine.decode.proposer import step_buffers
 from graphengine.decode.segments import Segments
-from graphengine.drafters.forced import Forced
 from graphengine.drafters.ngram import Ngram
 from tests.decode.test_kvcache import MODEL
+from tests.decode.test_request import a_request
+from tests.support.forced import Forced
 
 
 def test_positions_and_rows() -> None:
@@ -27,12 +29,12 @@ def test_positions_and_rows() -> None:
     forced = Forced(
         inner=Ngram(config=NgramConfig(num_draft_tokens=3), num_positions=12),
         num_positions=12,
-        tokens=lambda content, block, count: [content.token_ids[0] + i for i in range(count)],
+        tokens=lambda content, block, count: [content.prompt_ids[0] + i for i in range(count)],
         seen=seen,
     )
     buffers = step_buffers(Arena(torch.device("cpu"), torch.float32), MODEL, forced, 3, 5)
-    contents = [RowContent([100, 5, 100]), None, RowContent([200])]
-    forced.write_rows_(buffers, [2, 1, 0], contents)
+    requests = [replace(a_request(), prompt_ids=ids) for ids in ([100, 5, 100], [200])]
+    forced.write_rows_(buffers, {2: requests[0], 1: None, 0: requests[1]})
     buffers.start_B.copy_(torch.tensor([4, 0, 10]))
     buffers.block_ids_BG[:, 0] = torch.tensor([21, 0, 23])
     run_chain(forced.propose(buffers, {}, Segments()))

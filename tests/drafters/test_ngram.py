@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -9,10 +10,16 @@ import torch
 from graphengine.capture.runners import run_chain
 from graphengine.config.draft import NgramConfig
 from graphengine.decode.buffers import Arena
-from graphengine.decode.proposer import RowContent, step_buffers
+from graphengine.decode.proposer import step_buffers
+from graphengine.decode.request import Request
 from graphengine.decode.segments import Segments
 from graphengine.drafters.ngram import Ngram, look_up
 from tests.decode.test_kvcache import MODEL
+from tests.decode.test_request import a_request
+
+
+def request_of(prompt_ids: list[int]) -> Request:
+    return replace(a_request(), prompt_ids=prompt_ids)
 
 
 def looked_up(ids: list[int], config: NgramConfig) -> list[int]:
@@ -51,7 +58,7 @@ def test_drafting_again_changes_nothing() -> None:
     own: Any = buffers.own
     own.text_BP[1] = 7
     texts = [[1, 2, 3, 9, 1, 2, 3], [4, 5, 4]]
-    ngram.write_rows_(buffers, [0, 1], [RowContent(text) for text in texts])
+    ngram.write_rows_(buffers, dict(enumerate(map(request_of, texts))))
     buffers.start_B.copy_(torch.tensor([6, 2]))
     buffers.block_ids_BG[:, 0] = torch.tensor([3, 4])
     found = []
@@ -70,7 +77,7 @@ def test_a_block_over_the_end() -> None:
     """Bug: drafts past the last position are written into the text's beginning, or fail."""
     ngram = Ngram(config=NgramConfig(num_draft_tokens=3), num_positions=4)
     buffers = step_buffers(Arena(torch.device("cpu"), torch.float32), MODEL, ngram, 1, 5)
-    ngram.write_rows_(buffers, [0], [RowContent([8, 8, 8, 8])])
+    ngram.write_rows_(buffers, {0: request_of([8, 8, 8, 8])})
     buffers.start_B.fill_(3)
     buffers.block_ids_BG[:, 0] = 8
     run_chain(ngram.propose(buffers, {}, Segments()))

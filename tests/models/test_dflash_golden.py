@@ -163,9 +163,9 @@ def test_rejected_context_rows_are_never_seen(
     plain = plain_generate(model, PROMPTS[2], 30)
     with Engine.from_pretrained(target, drafter, buckets=(2,), page_size=4) as engine:
         prefill = engine._built.loop.prefill  # type: ignore[union-attr]
-        assert isinstance(prefill.proposer, DFlash)
-        prefill.target.kv_pool.fill_(float("nan"))
-        prefill.proposer.kv_pool.fill_(float("nan"))
+        assert isinstance(prefill.pair.proposer, DFlash)
+        prefill.pair.target.kv_pool.fill_(float("nan"))
+        prefill.pair.proposer.kv_pool.fill_(float("nan"))
         forced = force_drafts(
             engine, {tuple(PROMPTS[2]): plain + [0] * 9}, lambda request, step: step % 4
         )

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from graphengine.api import Engine
 from graphengine.checkpoints.weights import Checkpoint, target_weights
+from graphengine.config.draft import CAUSAL
 from graphengine.config.model import ModelConfig
 from graphengine.decode.attention import Layout, TorchAttention
 from graphengine.decode.kvcache import make_pool, pages_for
@@ -98,7 +99,7 @@ def chain_logits(
     weights = target_weights(Checkpoint(directory, cpu, dtype), config, len(ids), cpu)
     pages = list(range(pages_for(len(ids), page_size), 0, -1))  # descending: no accidental order
     pool = make_pool(config, len(pages) + 1, page_size, dtype, cpu).fill_(float("nan"))
-    attention = TorchAttention(config, page_size, True, cpu)
+    attention = TorchAttention(config, page_size, CAUSAL, cpu)
     target = Target(config=config, weights=weights, kv_pool=pool)
     done, logits = 0, []
     for count in chunks:

@@ -99,9 +99,9 @@ def test_plan_equals_what_is_built(
         assert weights + plan.rope_table_bytes == engine.startup.weight_bytes
         assert (plan.quantized_weight_bytes > 0) == (quantization != "none")
         assert plan.step_buffer_bytes == loop.first.builder.arena.num_bytes
-        drafter = loop.prefill.proposer
+        drafter = loop.prefill.pair.proposer
         assert isinstance(drafter, DFlash)
-        pools = [loop.prefill.target.kv_pool, drafter.kv_pool]
+        pools = [loop.prefill.pair.target.kv_pool, drafter.kv_pool]
         assert plan.kv_pool_bytes == size(*pools)
         assert plan.num_pages == loop.allocator.num_pages == pools[0].shape[2]
         assert plan.max_model_len == engine.config.max_model_len == 64

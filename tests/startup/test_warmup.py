@@ -11,6 +11,7 @@ import torch
 
 from graphengine.api import Engine
 from graphengine.checkpoints.hub import TINY_DRAFT, TINY_TARGET
+from graphengine.config.draft import CAUSAL
 from graphengine.decode import attention
 from graphengine.decode.fixed_chunk import SIZES
 from graphengine.decode.sampling import GREEDY
@@ -89,7 +90,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setitem(sys.modules, "flashinfer", module)
     config, _ = read_configs(TINY_TARGET, None)
     workspace = torch.zeros(8, dtype=torch.uint8)
-    return attention.FlashInferAttention(config, 16, True, workspace, torch.bfloat16)
+    return attention.FlashInferAttention(config, 16, CAUSAL, workspace, torch.bfloat16)
 
 
 def test_an_unplanned_attention_does_nothing(made: Any) -> None:

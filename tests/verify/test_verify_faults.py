@@ -24,7 +24,6 @@ from graphengine.checkpoints.hub import TINY_DRAFT, TINY_TARGET
 from graphengine.cli.verify import PROBES, PROMPTS
 from graphengine.decode import buckets
 from graphengine.decode.kvcache import NULL_PAGE
-from graphengine.drafters.none import NoDraft
 from graphengine.models.layers import rope_table
 from graphengine.verify.check import Limits, Report, Transcript, decide, decode, judge
 from graphengine.verify.teacher import teacher_force
@@ -47,8 +46,8 @@ def load(
     options = {"buckets": (NUM_PROMPTS + NUM_PROBES,), "max_model_len": 256} | options
     engine = Engine.from_pretrained(target, draft, device="cpu", **options)
     prefill = engine.built.loop.prefill
-    for model in (prefill.target, prefill.proposer):
-        if not isinstance(model, NoDraft):
+    for model in (prefill.pair.target, prefill.pair.proposer):
+        if hasattr(model, "kv_pool"):
             model.kv_pool[:, :, NULL_PAGE + 1 :] = fill  # type: ignore[attr-defined]
     return engine
 

@@ -1,6 +1,6 @@
 """Drafts that somebody else chose: another proposer runs for real, then its drafts are replaced.
 
-For tests and tools that ask for every acceptance length. What is drafted at a position of a row is
+For tests that ask for every acceptance length. What is drafted at a position of a row is
 read from a table on the device, filled when a request begins in its row, so a graph can hold it.
 
 Legend: B requests, G rows of a block, P positions.
@@ -8,7 +8,7 @@ Legend: B requests, G rows of a block, P positions.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Self, cast
 
@@ -16,12 +16,11 @@ import torch
 from torch import Tensor
 
 from graphengine.capture.steps import Carry, Dense, Step
-from graphengine.config.draft import AttentionRule
-from graphengine.decode.attention import Attention
 from graphengine.decode.buffers import Arena, StepBuffers
-from graphengine.decode.proposer import Attends, Proposer, RowContent, Tap
+from graphengine.decode.proposer import Attends, Attentions, Proposer
+from graphengine.decode.request import Request
 from graphengine.decode.segments import Segments
-from graphengine.decode.stack import Rows
+from graphengine.decode.stack import Rows, Tap
 
 
 class ForcedBuffers(NamedTuple):
@@ -32,17 +31,17 @@ class ForcedBuffers(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Forced:
-    """`decode.proposer.Proposer` around another one.
+class Forced(Proposer):
+    """A proposer around another one.
 
     Args:
-        tokens: (a row's content, rows of a block, P) -> P tokens, by position.
+        tokens: (a row's request, rows of a block, P) -> P tokens, by position.
         seen: called with the buffers between the inner's drafts and ours; not captured.
     """
 
     inner: Proposer
     num_positions: int
-    tokens: Callable[[RowContent, int, int], list[int]]
+    tokens: Callable[[Request, int, int], list[int]]
     seen: Callable[[StepBuffers], None] = lambda buffers: None
 
     @property
@@ -73,7 +72,7 @@ class Forced:
         return ForcedBuffers(table_BP, self.inner.buffers(arena, num_requests))
 
     def propose(
-        self, buffers: StepBuffers, attention: Mapping[AttentionRule, Attention], segments: Segments
+        self, buffers: StepBuffers, attentions: Attentions, segments: Segments
     ) -> list[Step]:
         table_BP = cast(ForcedBuffers, buffers.own).table_BP
         drafts_BG = buffers.draft_ids_BG
@@ -86,7 +85,7 @@ class Forced:
             drafts_BG[:, 1:] = table_BP.gather(1, at)
             return ()
 
-        steps = self.inner.propose(_inside(buffers), attention, segments)
+        steps = self.inner.propose(_inside(buffers), attentions, segments)
         return [*steps, Dense("draft.forced", replaced)]
 
     def tap(self, buffers: StepBuffers) -> Tap:
@@ -95,18 +94,16 @@ class Forced:
     def context(self, buffers: StepBuffers, segments: Segments) -> list[Step]:
         return self.inner.context(_inside(buffers), segments)
 
-    def prefill(self, rows: Rows, segments: Segments) -> tuple[Tap, list[Step]]:
-        return self.inner.prefill(rows, segments)
+    def prefill(self, rows: Rows) -> tuple[Tap, list[Step]]:
+        return self.inner.prefill(rows)
 
-    def write_rows_(
-        self, buffers: StepBuffers, rows: Sequence[int], contents: Sequence[RowContent | None]
-    ) -> None:
+    def write_rows_(self, buffers: StepBuffers, rows: Mapping[int, Request | None]) -> None:
         table_BP = cast(ForcedBuffers, buffers.own).table_BP
-        for row, content in zip(rows, contents, strict=True):
-            if content is not None:
-                tokens = self.tokens(content, buffers.block, self.num_positions)
+        for row, request in rows.items():
+            if request is not None:
+                tokens = self.tokens(request, buffers.block, self.num_positions)
                 table_BP[row] = torch.tensor(tokens, dtype=torch.int64)
-        self.inner.write_rows_(_inside(buffers), rows, contents)
+        self.inner.write_rows_(_inside(buffers), rows)
 
 
 def _inside(buffers: StepBuffers) -> StepBuffers:

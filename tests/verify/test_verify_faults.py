@@ -186,7 +186,7 @@ def test_mask_leak(limits: Limits, backend: str) -> None:
     with load(attention_backend=backend) as engine:
         for bucket in engine.built.loop.first.buckets.values():
             attention: Any = bucket.attentions[0]
-            attention._causal = False
+            attention._rule = replace(attention._rule, causal=False)
         assert "regret" in failed(engine, limits)
 
 
@@ -195,7 +195,7 @@ def test_causal_drafter(limits: Limits) -> None:
     with load() as engine:
         for bucket in engine.built.loop.first.buckets.values():
             for attention in bucket.attentions[1:]:
-                attention._causal = True  # type: ignore[attr-defined]
+                attention._rule = replace(attention._rule, causal=True)  # type: ignore[attr-defined]
         assert failed(engine, limits) == {"acceptance"}
 
 
@@ -236,12 +236,13 @@ def test_rope_theta_of_the_decoding_target(limits: Limits, monkeypatch: pytest.M
     """Bug: decode rotates with another theta than prefill does."""
     chains = buckets.step_chains
 
-    def rotated(config: Any, target: Any, *args: Any, **kwargs: Any) -> Any:
+    def rotated(pair: Any, *args: Any) -> Any:
+        target = pair.target
         rope = replace(target.config.rope, theta=10000.0)
         old = target.weights.rope_PH
         table = rope_table(rope, target.config.head_dim, old.shape[0], old.device)
         weights = target.weights._replace(rope_PH=table)
-        return chains(config, replace(target, weights=weights), *args, **kwargs)
+        return chains(replace(pair, target=replace(target, weights=weights)), *args)
 
     monkeypatch.setattr(buckets, "step_chains", rotated)
     with load() as engine:

@@ -11,7 +11,8 @@ Names, for a chain of two attention layers:
 
     verify.00 (dense), verify.L0.attn, verify.01, verify.L1.attn, verify.02
 
-`draft.context` writes the drafter's K/V of a verified block, `accept` is the accept kernel. A whole
+`draft.context` writes the drafter's K/V of a verified block, `accept` is the accept kernel,
+`advance` applies the accepted rows to recurrent states, which `verify.L2.delta` reads. A whole
 step launched at once is `speculate`, or `decode` without a drafter.
 """
 
@@ -42,6 +43,7 @@ HOST_PHASES = (STEP, *CHAINS, *"load capture warmup plan wait accept commit deto
 DRAFT_CONTEXT = "draft.context"
 PREFILL_CONTEXT = "prefill.context"
 ACCEPT = "accept"
+ADVANCE = "advance"
 
 COLORS: dict[StepClass, str] = {"dense": "green", "attention": "orange", "host": "gray"}
 
@@ -60,6 +62,11 @@ def dense_name(chain: str, index: int, width: int = 2) -> str:
 def attention_name(chain: str, layer: int) -> str:
     """Name of a chain's attention step: `attention_name("verify", 3) == "verify.L3.attn"`."""
     return f"{chain}.L{layer}.attn"
+
+
+def delta_name(chain: str, layer: int) -> str:
+    """Name of a recurrent layer's step: `delta_name("verify", 2) == "verify.L2.delta"`."""
+    return f"{chain}.L{layer}.delta"
 
 
 def chunk_name(num_rows: int) -> str:
@@ -83,10 +90,10 @@ def step_class(name: str) -> StepClass:
 
 def is_name(text: str) -> bool:
     """Whether a text follows the rule above; for traces that have lost the domain."""
-    if text in HOST_PHASES or text in (DRAFT_CONTEXT, PREFILL_CONTEXT, ACCEPT):
+    if text in HOST_PHASES or text in (DRAFT_CONTEXT, PREFILL_CONTEXT, ACCEPT, ADVANCE):
         return True
     chain, _, step = text.partition(".")
-    return chain in CHAINS and re.fullmatch(r"\d{2,}|L\d+\.attn|T\d+", step) is not None
+    return chain in CHAINS and re.fullmatch(r"\d{2,}|L\d+\.(attn|delta)|T\d+", step) is not None
 
 
 class _On:

@@ -41,10 +41,11 @@ def add_rms_norm_reference(
     sum_TD = sum_partials(update, torch.float32).float()
     if h_TD is not None:
         sum_TD = h_TD.float() + sum_TD
-    h_TD = sum_TD.to(weight_D.dtype, copy=True)  # an op's results may not be its arguments
+    dtype = weight_D.dtype if h_TD is None else h_TD.dtype
+    h_TD = sum_TD.to(dtype, copy=True)  # an op's results may not be its arguments
     x_TD = h_TD.float()
     x_TD = x_TD * torch.rsqrt(x_TD.square().mean(-1, keepdim=True) + eps) * weight_D.float()
-    return h_TD, x_TD.to(weight_D.dtype)
+    return h_TD, x_TD.to(dtype)
 
 
 def add_rms_norm(
@@ -59,13 +60,13 @@ def add_rms_norm(
     h[t] = round(h[t] + sum_z update[z, t]);  x[t] = h[t] * rsqrt(mean(h[t]^2) + eps) * weight
 
     Args:
-        h_TD: contiguous [T, D] in weight's dtype; None is zero.
-        update: contiguous [T, D] in weight's dtype, or fp32 partial sums [Z, T, D].
-        weight_D: [D], bf16, fp16 or fp32.
+        h_TD: contiguous [T, D], bf16, fp16 or fp32; None is zero, in weight's dtype.
+        update: contiguous [T, D] in h's dtype, or fp32 partial sums [Z, T, D].
+        weight_D: [D], h's dtype, or fp32 for a weight that it cannot hold (`1 + w`).
         early: let the next kernel start beside the one before this, not behind it. Measured, not
             understood: 4B plain, whose GEMMs have two CTAs a multiprocessor, 2.47 -> 2.42 ms a
             step; 8B, one CTA, 5.05 -> 5.09; FP8 layers, two to four, 63.4 -> 65.6 us.
-    Returns: (h_TD, x_TD), new tensors in weight's dtype; computed in fp32, rounded once each.
+    Returns: (h_TD, x_TD), new tensors in h's dtype; computed in fp32, rounded once each.
     Raises: ValueError for shapes and strides that the kernel cannot address.
     """
     return torch.ops.graphengine.add_rms_norm(h_TD, update, weight_D, eps, early)
@@ -137,11 +138,12 @@ def _launch(h, update, weight, eps, early, F):
             f"h {None if h is None else tuple(h.shape)}, update {tuple(update.shape)}, weight "
             f"{tuple(weight.shape)}: need [T, D], [T, D] or [Z, T, D], and [D]"
         )
-    wanted = torch.float32 if update.dim() == 3 else weight.dtype
-    if update.dtype != wanted or (h is not None and h.dtype != weight.dtype):
+    dtype = weight.dtype if h is None else h.dtype
+    wanted = torch.float32 if update.dim() == 3 else dtype
+    if update.dtype != wanted or weight.dtype not in (dtype, torch.float32):
         raise ValueError(
-            f"h is {None if h is None else h.dtype}, update {update.dtype}: need {weight.dtype}, "
-            "and float32 for partial sums"
+            f"h is {None if h is None else h.dtype}, update {update.dtype}, weight {weight.dtype}: "
+            "need one dtype; float32 for partial sums, and for a weight if you like"
         )
     if not runs_here(weight, D) or not T:
         h_out, x = add_rms_norm_reference(h, update, weight, eps)
@@ -149,7 +151,7 @@ def _launch(h, update, weight, eps, early, F):
     if not (update.is_contiguous() and weight.is_contiguous() and (h is None or h.is_contiguous())):
         raise ValueError("h, update and weight must be contiguous")
     num_parts = update.shape[0] if update.dim() == 3 else 1
-    h_out = torch.empty((T, D), dtype=weight.dtype, device=update.device)
+    h_out = torch.empty((T, D), dtype=dtype, device=update.device)
     x_out, scales = empty_fp8(h_out, F) if F else (torch.empty_like(h_out), h_out)
     on_grid(_add_rms_norm_kernel, (T,))(
         h if h is not None else h_out,
@@ -183,7 +185,7 @@ def _add_rms_norm_op(h, update, weight, eps, early):
 
 @_add_rms_norm_op.register_fake
 def _(h, update, weight, eps, early):
-    x = weight.new_empty(update.shape[-2:])
+    x = (weight if h is None else h).new_empty(update.shape[-2:])
     return x, torch.empty_like(x)
 
 
@@ -198,5 +200,5 @@ def _add_rms_norm_fp8_op(h, update, weight, eps, num_fp8):
 
 @_add_rms_norm_fp8_op.register_fake
 def _(h, update, weight, eps, num_fp8):
-    x = weight.new_empty(update.shape[-2:])
+    x = (weight if h is None else h).new_empty(update.shape[-2:])
     return x, *empty_fp8(x, num_fp8)

@@ -20,8 +20,9 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from graphengine.config.draft import DraftConfig
-from graphengine.config.model import ModelConfig
+from graphengine.config.model import ARCHITECTURES, ModelConfig
 from graphengine.models import decoder, dflash
+from graphengine.models.attention import AttentionWeights
 from graphengine.models.decoder import LayerFields, LayerWeights, Weights
 from graphengine.models.dflash import DraftVocabulary, DraftWeights
 from graphengine.models.layers import dense, quantize_fp8, rope_table
@@ -47,8 +48,8 @@ class TensorSource(Protocol):
         """Whether `name` exists."""
         return False
 
-    def finish(self) -> None:
-        """Called once everything was taken; refuses left-overs."""
+    def finish(self, skipped: tuple[str, ...] = ()) -> None:
+        """Called once everything was taken; refuses left-overs whose names do not begin so."""
 
 
 class Checkpoint(TensorSource):
@@ -72,11 +73,12 @@ class Checkpoint(TensorSource):
 
     def take(self, weight: Weight) -> Tensor:
         tensor = self._read(weight.name, weight.shape)
-        if weight.dtype is None and tensor.dtype not in _FLOATS:  # float8 means nothing unscaled
+        dtype = weight.dtype or self._dtype
+        if dtype.is_floating_point and tensor.dtype not in _FLOATS:  # float8 means nothing unscaled
             raise self._refusal(weight.name, f"has dtype {tensor.dtype}; {_ONLY_FLOATS}")
-        if weight.dtype is not None and (tensor.is_floating_point() or tensor.is_complex()):
+        if not dtype.is_floating_point and (tensor.is_floating_point() or tensor.is_complex()):
             raise self._refusal(weight.name, f"has dtype {tensor.dtype}; expected integers")
-        return tensor.to(weight.dtype or self._dtype)
+        return weight.made_of(tensor.to(dtype))
 
     def _read(self, name: str, shape: tuple[int, ...]) -> Tensor:
         handle = self._handles.get(name)
@@ -102,9 +104,9 @@ class Checkpoint(TensorSource):
     def _refusal(self, name: str, text: str) -> ValueError:
         return ValueError(f"{self._directory}: tensor {name!r} {text}")
 
-    def finish(self) -> None:
-        if self._left:
-            names = sorted(self._left)
+    def finish(self, skipped: tuple[str, ...] = ()) -> None:
+        names = sorted(name for name in self._left if not name.startswith(skipped))
+        if names:
             shown = ", ".join(names[:5]) + (", .." if len(names) > 5 else "")
             raise ValueError(
                 f"{self._directory}: {len(names)} unexpected tensors ({shown}); this is not the "
@@ -134,10 +136,10 @@ class RandomSource(TensorSource):
         if not dtype.is_floating_point:  # a draft vocabulary of the target's first ids
             return tensor.zero_()
         if self._is_uniform:
-            return tensor.uniform_(-1e-3, 1e-3, generator=self._generator)
-        if weight.initialiser == "ones":
-            return tensor.fill_(1.0)
-        return tensor.normal_(std=0.02, generator=self._generator)
+            return weight.made_of(tensor.uniform_(-1e-3, 1e-3, generator=self._generator))
+        if weight.initialiser == "normal":
+            return weight.made_of(tensor.normal_(std=0.02, generator=self._generator))
+        return weight.made_of(tensor.fill_(float(weight.initialiser == "ones")))
 
 
 class ShapeSource(TensorSource):
@@ -158,7 +160,8 @@ class ShapeSource(TensorSource):
 
     def take(self, weight: Weight) -> Tensor:
         self.asked[weight.name] = weight.shape
-        return torch.empty(weight.shape, dtype=weight.dtype or self._dtype, device="meta")
+        empty = torch.empty(weight.shape, dtype=weight.dtype or self._dtype, device="meta")
+        return weight.made_of(empty)
 
 
 class TensorHeader(NamedTuple):
@@ -209,9 +212,13 @@ def target_weights(
     Raises:
         ValueError: a tensor is missing, unexpected or misshaped.
     """
-    (embed,), (norm,), (head,) = decoder.outer_weights(config).values()
+    # Where a checkpoint has a vision part too, and in some re-saves without it.
+    prefix = "model.language_model."
+    if not source.has(f"{prefix}embed_tokens.weight"):
+        prefix = "model."
+    (embed,), (norm,), (head,) = decoder.outer_weights(config, prefix).values()
     embed_VD = source.take(embed)
-    layers = _layers(source, decoder.layer_weights(config, "model.layers."), config)
+    layers = _layers(source, decoder.layer_weights(config, f"{prefix}layers."), config)
     norm_D, lm_head_VD = source.take(norm), embed_VD
     if not config.tie_word_embeddings:
         lm_head_VD = source.take(head)
@@ -221,7 +228,7 @@ def target_weights(
             "lm_head.weight differs from the embedding although config.json says "
             "tie_word_embeddings; set it to false if the head is its own"
         )
-    source.finish()
+    source.finish(ARCHITECTURES[config.model_type].skipped)
     rope = rope_table(config.rope, config.head_dim, num_positions, device)
     return Weights(embed_VD, layers, norm_D, lm_head_VD, rope)
 
@@ -297,7 +304,7 @@ def draft_weights(
     layers = _layers(source, decoder.layer_weights(model, f"{prefix}layers."), model)
     norm_D = source.take(norm)
     source.finish()
-    mixers = [layer.mixer for layer in layers]
+    mixers = [layer.mixer for layer in layers if isinstance(layer.mixer, AttentionWeights)]
     context_kv = torch.cat([dense(mixer.qkv_ED, fc_DC.dtype)[model.q_size :] for mixer in mixers])
     biases = [mixer.qkv_bias_E for mixer in mixers if mixer.qkv_bias_E is not None]
     bias = torch.cat([b[model.q_size :] for b in biases]) if biases else None
@@ -343,12 +350,13 @@ def _packed(source: TensorSource, parts: tuple[Weight, ...]) -> Tensor | None:
     if len(parts) < 2:
         return source.take(*parts) if parts else None
     out: Tensor | None = None
-    row, rows = 0, sum(part.shape[0] for part in parts)
-    for part in parts:
-        taken, end = source.take(part), row + part.shape[0]
-        out = taken.new_empty(rows, *part.shape[1:]) if out is None else out
-        out[row:end] = taken
-        row = end
+    sizes = [part.shape[0] if part.pick is None else part.pick.num_rows for part in parts]
+    row = 0
+    for part, size in zip(parts, sizes, strict=True):
+        taken = source.take(part)
+        out = taken.new_empty(sum(sizes), *part.shape[1:]) if out is None else out
+        out[row : row + size] = taken
+        row += size
     return out
 
 

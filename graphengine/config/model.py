@@ -8,9 +8,11 @@ else may be missing is what transformers documents for that architecture (`ARCHI
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+from graphengine.config import gated_delta
+from graphengine.config.gated_delta import GatedDeltaConfig
 from graphengine.config.rope import RopeConfig
 from graphengine.config.values import RawConfig
 
@@ -24,7 +26,10 @@ class Architecture:
 
     `defaults`: keys that a file may lack, and what transformers takes then. `heads_decide`: so are
     head_dim (hidden / heads) and num_key_value_heads (heads). `mixer`, `ffn`: every layer's kind,
-    names in `models.decoder`.
+    names in `models.decoder`. `is_hybrid`: layer_types say which mixer a layer has.
+    `has_offset_norms`: norms multiply by `1 + w`. `partial_rotary_factor`: that of a file without
+    one; None: the key is refused. `wrapped`: the name of the model_type whose text_config this is.
+    `skipped`: beginnings of names of tensors that are for something else.
     """
 
     defaults: Mapping[str, Any]
@@ -33,6 +38,11 @@ class Architecture:
     has_mlp_bias: bool
     mixer: str = "attention"
     ffn: str = "swiglu"
+    is_hybrid: bool = False
+    has_offset_norms: bool = False
+    partial_rotary_factor: float | None = None
+    wrapped: str | None = None
+    skipped: tuple[str, ...] = ()
 
 
 # model_type -> what it means; an architecture of known layer kinds is one row.
@@ -49,7 +59,19 @@ ARCHITECTURES = {
         has_qk_norm=False,
         has_mlp_bias=True,
     ),
+    "qwen3_5_text": Architecture(
+        defaults=gated_delta.DEFAULTS,
+        heads_decide=False,
+        has_qk_norm=True,
+        has_mlp_bias=False,
+        is_hybrid=True,
+        has_offset_norms=True,
+        partial_rotary_factor=0.25,
+        wrapped="qwen3_5",
+        skipped=("model.visual.", "visual.", "mtp."),
+    ),
 }
+_WRAPPED = {found.wrapped: name for name, found in ARCHITECTURES.items() if found.wrapped}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,6 +93,8 @@ class ModelConfig:
     mlp_bias: bool = False
     rope: RopeConfig
     eos_token_ids: tuple[int, ...] = ()
+    mixers: tuple[str, ...] = ()  # of every layer, where they differ
+    gated_delta: GatedDeltaConfig | None = None
 
     @property
     def q_size(self) -> int:
@@ -91,7 +115,17 @@ class ModelConfig:
     def layer_kinds(self) -> tuple[tuple[str, str], ...]:
         """Names of every layer's mixer and ffn."""
         architecture = ARCHITECTURES[self.model_type]
-        return ((architecture.mixer, architecture.ffn),) * self.num_hidden_layers
+        mixers = self.mixers or (architecture.mixer,) * self.num_hidden_layers
+        return tuple((mixer, architecture.ffn) for mixer in mixers)
+
+    @property
+    def has_offset_norms(self) -> bool:
+        """Whether norms multiply by `1 + w`."""
+        return ARCHITECTURES[self.model_type].has_offset_norms
+
+    def shortened(self, num_layers: int) -> ModelConfig:
+        """The first layers alone."""
+        return replace(self, num_hidden_layers=num_layers, mixers=self.mixers[:num_layers])
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any], source: str = "config.json") -> ModelConfig:
@@ -102,13 +136,20 @@ class ModelConfig:
         """
         raw = RawConfig(config, source)
         model_type = raw.get("model_type")
+        if isinstance(model_type, str) and model_type in _WRAPPED:
+            raw, model_type = gated_delta.text_part(raw), _WRAPPED[model_type]
         if not isinstance(model_type, str) or model_type not in ARCHITECTURES:
+            known = [*ARCHITECTURES, *_WRAPPED]
             raise raw.refusal(
-                f"model_type {model_type!r} is not supported; graphengine runs dense models of "
-                f"model_type {' or '.join(map(repr, ARCHITECTURES))}"
+                f"model_type {model_type!r} is not supported; graphengine runs models of "
+                f"model_type {' or '.join(map(repr, known))}"
             )
         model = cls.from_layer_keys(raw, model_type)
         layer_types = read_layer_types(raw, model.num_hidden_layers)
+        if ARCHITECTURES[model_type].is_hybrid:
+            whole = RawConfig({**gated_delta.DEFAULTS, **raw.values}, raw.source)
+            mixers = gated_delta.read_mixers(whole, layer_types, model.num_hidden_layers)
+            return replace(model, mixers=mixers, gated_delta=GatedDeltaConfig.from_raw(whole))
         other = sorted(set(layer_types) - {"full_attention"})
         if not layer_types and raw.flag("use_sliding_window"):
             # transformers' defaults
@@ -162,7 +203,7 @@ class ModelConfig:
             tie_word_embeddings=whole.flag("tie_word_embeddings"),
             attention_bias=whole.flag("attention_bias"),
             mlp_bias=architecture.has_mlp_bias and whole.flag("mlp_bias"),
-            rope=RopeConfig.from_hf(raw.values, raw.source),
+            rope=RopeConfig.from_hf(raw.values, raw.source, architecture.partial_rotary_factor),
             eos_token_ids=whole.integers("eos_token_id"),
         )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from graphengine.config.values import RawConfig
@@ -47,13 +47,24 @@ class RopeConfig:
     amplitude: float = 1.0
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
+    partial_rotary_factor: float = 1.0
+
+    def rotary_dim(self, head_dim: int) -> int:
+        """How much of a head is turned: its beginning."""
+        return int(head_dim * self.partial_rotary_factor)
 
     @classmethod
-    def from_hf(cls, config: Mapping[str, Any], source: str) -> RopeConfig:
+    def from_hf(
+        cls, config: Mapping[str, Any], source: str, partial_rotary_factor: float | None = None
+    ) -> RopeConfig:
         """Reads `rope_parameters` (transformers 5) or flat `rope_theta` + `rope_scaling` (4).
 
         Of two thetas the one in `rope_parameters` counts, as in transformers. Of two scalings
         transformers takes `rope_scaling` and other engines `rope_parameters`: they must agree.
+        The sections of a multimodal rope change nothing for text, whose three positions are equal.
+
+        Args: partial_rotary_factor: of a file without one; None: a file must not have another
+            than 1.
 
         Raises:
             ValueError: theta is missing, the kind is unknown, a key is not understood, or the two
@@ -78,12 +89,22 @@ class RopeConfig:
         theta = scaling.pop("rope_theta", None)
         theta = raw.get("rope_theta") if theta is None else theta
         theta = RawConfig({"rope_theta": theta}, source).number("rope_theta", minimum=2.0)
-        partial = scaling.pop("partial_rotary_factor", config.get("partial_rotary_factor", 1.0))
-        if partial != 1.0:
+        whole = partial_rotary_factor is None
+        partial = config.get("partial_rotary_factor", 1.0 if whole else partial_rotary_factor)
+        partial = scaling.pop("partial_rotary_factor", partial)
+        partial = RawConfig({"partial_rotary_factor": partial}, source).number(
+            "partial_rotary_factor"
+        )
+        if whole and partial != 1.0:
             raise raw.refusal(
                 f"partial_rotary_factor {partial!r} is not supported: engines disagree on whether "
                 "this architecture obeys it"
             )
+        if not 0 < partial <= 1:
+            raise raw.refusal(f"partial_rotary_factor is {partial!r}, expected a share of a head")
+        if not whole:
+            for key in ("mrope_section", "mrope_interleaved"):
+                scaling.pop(key, None)
         old, new = scaling.pop("type", None), scaling.pop("rope_type", None)
         kind = new or old or "default"
         if old and new and old != new:
@@ -96,12 +117,13 @@ class RopeConfig:
         if unknown:
             raise raw.refusal(f"rope keys {unknown} are not understood for type {kind!r}")
         if kind == "default":
-            return cls(theta=theta)
+            return cls(theta=theta, partial_rotary_factor=partial)
         # At the top level it counts before either, as in transformers.
         key = "original_max_position_embeddings"
         fallback = raw.get("max_position_embeddings") if kind == "yarn" else None
         scaling[key] = config.get(key, scaling.get(key, fallback))
-        return cls._scaled(theta, kind, RawConfig(scaling, f"{source}: rope type {kind!r}"))
+        rope = cls._scaled(theta, kind, RawConfig(scaling, f"{source}: rope type {kind!r}"))
+        return replace(rope, partial_rotary_factor=partial)
 
     @classmethod
     def _scaled(cls, theta: float, kind: str, rope: RawConfig) -> RopeConfig:

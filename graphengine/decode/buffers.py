@@ -66,6 +66,16 @@ class Arena:
         return sum(flat.numel() * flat.element_size() for flat in self._flat.values())
 
 
+class RecurrentBuffers(NamedTuple):
+    """What a block leaves for the recurrent layers (`decode.recurrence`)."""
+
+    slots_B: Tensor  # int32; 0, the null slot, for padding
+    raw_LBXC: Tensor  # model dtype; the window and the block's columns
+    kv_LBGC: Tensor  # model dtype; convolved keys and values
+    gates_LBG2N: Tensor  # float32; g and beta
+    out_TNV: Tensor  # model dtype; a layer's outputs
+
+
 class StepBuffers(NamedTuple):
     """State of the running block of every request in the bucket.
 
@@ -89,6 +99,7 @@ class StepBuffers(NamedTuple):
     context_slots_T: Tensor  # int64
     attn_TNH: Tensor  # model dtype; the target's attention output
     own: tuple[Tensor, ...]
+    recurrent: RecurrentBuffers | None = None
 
     @classmethod
     def take(

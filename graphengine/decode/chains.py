@@ -14,9 +14,11 @@ from graphengine.decode.attention import Attention
 from graphengine.decode.buffers import StepBuffers
 from graphengine.decode.ends import end_names, make_end
 from graphengine.decode.proposer import Attentions, Pair
+from graphengine.decode.recurrence import VerifyRecurrence, prefill_recurrence
 from graphengine.decode.segments import Segments, row_logits_segment
 from graphengine.decode.stack import Rows, target_chain
 from graphengine.decode.stages import Chains
+from graphengine.kernels.gated_delta_prefill import Pieces
 
 
 def step_chains(
@@ -32,9 +34,12 @@ def step_chains(
     chain = "verify" if proposer.num_draft_tokens else "decode"
     tap_ = proposer.tap(buffers)
     rows = Rows(buffers.draft_ids_BG.view(-1), buffers.positions_T, buffers.slots_T)
-    *verify, _ = target_chain(
-        chain, pair.target, rows, attention, buffers.attn_TNH, segments, tap_, segments.last
-    )
+    recurrence, states = None, pair.target.states
+    if states is not None and buffers.recurrent is not None:
+        recurrence = VerifyRecurrence(states, buffers.recurrent)
+    where = rows, attention, buffers.attn_TNH
+    ended = tap_, segments.last, recurrence
+    *verify, _ = target_chain(chain, pair.target, *where, segments, *ended)
     return Chains(
         propose=proposer.propose(buffers, draft_attentions, segments),
         verify=verify,
@@ -47,12 +52,22 @@ def step_chains(
 
 
 def prefill_chains(
-    pair: Pair, rows: Rows, logit_rows_R: Tensor, attention: Attention, attn_TNH: Tensor
+    pair: Pair,
+    rows: Rows,
+    logit_rows_R: Tensor,
+    attention: Attention,
+    attn_TNH: Tensor,
+    pieces: Pieces | None = None,
 ) -> tuple[list[Step], list[Step]]:
     """The target over a prompt's rows, which leaves (logits_RV,) of the rows with these indices,
-    and the drafter's context of them; uncompiled."""
+    and the drafter's context of them; uncompiled.
+
+    Args: pieces: of a target with recurrent layers.
+    """
     tap_, context = pair.proposer.prefill(rows)
     is_tapped = pair.target.config.num_hidden_layers - 1 in pair.proposer.taps
     end = partial(row_logits_segment, logit_rows_R, is_tapped)
     where = rows, attention, attn_TNH
-    return target_chain("prefill", pair.target, *where, Segments(), tap_, end), context
+    recurrence = prefill_recurrence(pair.target.states, pieces, len(attn_TNH))
+    ended = tap_, end, recurrence
+    return target_chain("prefill", pair.target, *where, Segments(), *ended), context

@@ -20,6 +20,7 @@ from graphengine.capture.steps import Carry, Dense, Step
 from graphengine.config.engine import EngineConfig
 from graphengine.decode.buffers import StepBuffers
 from graphengine.decode.proposer import Pair
+from graphengine.decode.recurrence import advance_
 from graphengine.decode.request import Request
 from graphengine.decode.sampling import sample_rows
 from graphengine.decode.segments import Segments
@@ -75,5 +76,13 @@ def make_end(
         )
         return ()
 
+    def advance(carry: Carry) -> Carry:
+        states, own = pair.target.states, buffers.recurrent
+        assert states is not None and own is not None
+        first_B = buffers.context_positions_T.view_as(buffers.block_ids_BG)[:, 0]
+        advance_(states, own, first_B, buffers.start_B)
+        return ()
+
     last = segments.logits if name == SAMPLED else segments.last
-    return [last_step(chain, pair.target, tap_, last), Dense(names.ACCEPT, accept)]
+    steps: list[Step] = [last_step(chain, pair.target, tap_, last), Dense(names.ACCEPT, accept)]
+    return steps if pair.target.states is None else [*steps, Dense(names.ADVANCE, advance)]

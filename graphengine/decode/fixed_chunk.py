@@ -28,6 +28,7 @@ from torch import Tensor
 
 from graphengine import names
 from graphengine.capture.runners import EagerRunner, GraphPool, Runner, capture_ends
+from graphengine.capture.steps import Attention as AttentionStep
 from graphengine.capture.steps import Carry, Dense, Step
 from graphengine.config.draft import CAUSAL
 from graphengine.decode.attention import Attention, BlockAttention, ChunkAttention
@@ -37,6 +38,7 @@ from graphengine.decode.proposer import Pair
 from graphengine.decode.stack import Rows
 from graphengine.kernels import chunk_attention
 from graphengine.kernels.argmax import argmax_rows
+from graphengine.kernels.gated_delta_prefill import Pieces
 
 BLOCK = 16
 SIZES = (16, 128, 256, 512)  # rows; up to 256 they are the verifies of full buckets
@@ -53,6 +55,7 @@ class Piece(NamedTuple):
     begin: int
     end: int
     pages: list[int]
+    state_slot: int = 0
 
     @property
     def num_rows(self) -> int:
@@ -68,14 +71,17 @@ class Sent(NamedTuple):
     end_B: Tensor  # and behind its piece's last
     owner_B: Tensor  # row of `pages_RW`
     last_R: Tensor  # the row of each piece whose logits are wanted
+    pieces_4R: Tensor  # what recurrent layers go by (`Pieces`)
     pages_RW: Tensor
 
     @classmethod
     def of(cls, flat_X: Tensor, size: int, blocks: int, num_prompts: int) -> Sent:
         """The views. Pages come last: those of prompts that there are not are not sent."""
-        lengths = [size, blocks, blocks, blocks, num_prompts]
-        ids, start, end, owner, last, pages = flat_X.split([*lengths, len(flat_X) - sum(lengths)])
-        return cls(ids, start, end, owner, last, pages.view(num_prompts, -1))
+        lengths = [size, blocks, blocks, blocks, num_prompts, 4 * num_prompts]
+        parts = flat_X.split([*lengths, len(flat_X) - sum(lengths)])
+        ids, start, end, owner, last, pieces, pages = parts
+        by_prompt = pieces.view(4, -1), pages.view(num_prompts, -1)
+        return cls(ids, start, end, owner, last, *by_prompt)
 
 
 class ChunkBuffers(NamedTuple):
@@ -101,7 +107,7 @@ class FixedChunk:
         blocks = size // self.block
         most = 1 if is_long else min(blocks, MOST_PROMPTS, max(pair.config.buckets))
         self.num_prompts = most  # of a run at most
-        self._flat_X = new_zeros(size + 3 * blocks + most + most * width, dtype=torch.int32)
+        self._flat_X = new_zeros(size + 3 * blocks + (5 + width) * most, dtype=torch.int32)
         longs = partial(new_zeros, dtype=torch.int64)
         buffers = self._buffers = ChunkBuffers(
             sent=self._parts(self._flat_X),
@@ -117,7 +123,8 @@ class FixedChunk:
         if is_long:
             attention = ChunkAttention(*where)
         attn_TNH = new_zeros(size, config.num_attention_heads, config.head_dim)
-        chain, self._tail = prefill_chains(pair, buffers.rows, buffers.last_R, attention, attn_TNH)
+        rows = buffers.rows, buffers.last_R, attention, attn_TNH
+        chain, self._tail = prefill_chains(pair, *rows, Pieces(*buffers.sent.pieces_4R))
         first, *rest, attend, last = chain
 
         # Neither holds `self`: who drops a chunk gives its weights and graphs back at once.
@@ -134,7 +141,8 @@ class FixedChunk:
         self._head: list[Step] = [Dense(first.name, begin), *rest]
         # Of the last layer of a prompt that goes on, K/V alone is wanted.
         self._ends: dict[str, list[Step]] = {FIRST_TOKEN: [attend, Dense(last.name, end)]}
-        if is_long and config.num_hidden_layers - 1 not in pair.proposer.taps:
+        is_last_paged = isinstance(attend, AttentionStep)
+        if is_long and is_last_paged and config.num_hidden_layers - 1 not in pair.proposer.taps:
             self._ends[GOES_ON] = []
         self.chain = [*self._head, *self._ends[FIRST_TOKEN], *self._tail]
         self._runners: Mapping[str, Runner] = {
@@ -168,13 +176,14 @@ class FixedChunk:
         sent, block = self._parts(host_X), 0
         sent.start_B.fill_(NO_PROMPT)
         as_int32 = partial(torch.tensor, dtype=torch.int32)
-        for k, (ids, begin, end, pages) in enumerate(pieces):
+        for k, (ids, begin, end, pages, state_slot) in enumerate(pieces):
             first, behind = block * self.block, block + pages_for(end - begin, self.block)
             sent.ids_n[first : first + end - begin] = as_int32(ids[begin:end])
             sent.start_B[block:behind] = torch.arange(begin, end, self.block)
             sent.end_B[block:behind] = end
             sent.owner_B[block:behind] = k
             sent.last_R[k] = first + end - begin - 1
+            sent.pieces_4R[:, k] = as_int32([first, first + end - begin, begin, state_slot])
             sent.pages_RW[k, : len(pages)] = as_int32(pages)
             block = behind
         used = host_X.numel() - (self.num_prompts - len(pieces)) * sent.pages_RW.shape[1]
@@ -186,7 +195,7 @@ class FixedChunk:
 
 def _place_(buffers: ChunkBuffers, page_size: int) -> None:
     """From what was sent: ids, positions, slots and pages of all rows. Mutates: buffers."""
-    ids_n, start_B, end_B, owner_B, last_R, pages_RW = buffers.sent
+    ids_n, start_B, end_B, owner_B, last_R, _, pages_RW = buffers.sent
     rows, table_BW = buffers.rows, buffers.table_BW
     torch.index_select(pages_RW, 0, owner_B, out=table_BW)
     buffers.last_R.copy_(last_R)

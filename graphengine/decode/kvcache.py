@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from graphengine.config.model import ModelConfig
+from graphengine.models.attention import PagedKV
 from graphengine.models.decoder import layer_kinds
 
 NULL_PAGE = 0
@@ -24,18 +25,24 @@ def pages_for(num_tokens: int, page_size: int) -> int:
 
 def page_bytes(config: ModelConfig, page_size: int, element_bytes: int) -> int:
     """Bytes of one page over all layers, as their mixers' state entries say."""
-    states = [kind.mixer.state(config) for kind in layer_kinds(config)]
-    return sum(state.num_token_elements for state in states) * page_size * element_bytes
+    return sum(entry.num_token_elements for entry in _entries(config)) * page_size * element_bytes
+
+
+def _entries(config: ModelConfig) -> list[PagedKV]:
+    """Of the layers that keep something of each token."""
+    entries = [kind.mixer.state(config) for kind in layer_kinds(config)]
+    return [entry for entry in entries if isinstance(entry, PagedKV)]
 
 
 def make_pool(
     config: ModelConfig, num_pages: int, page_size: int, dtype: torch.dtype, device: torch.device
 ) -> Tensor:
-    """Uninitialised K/V of all layers: [L, 2, num_pages, page_size, K, H], [:, 0] = K, [:, 1] = V.
+    """Uninitialised K/V of the layers that attend: [L, 2, num_pages, page_size, K, H], [:, 0] = K,
+    [:, 1] = V.
 
     The null page is zeroed: padded rows must not meet NaN.
     """
-    states = [kind.mixer.state(config) for kind in layer_kinds(config)]
+    states = _entries(config)
     assert len(set(states)) == 1, "one pool holds layers of one shape"
     shape = (len(states), 2, num_pages, page_size, *states[0])
     pool = torch.empty(shape, dtype=dtype, device=device)

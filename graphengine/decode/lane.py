@@ -27,6 +27,7 @@ from graphengine.decode.buckets import Bucket, BucketBuilder
 from graphengine.decode.ends import choose, end_names
 from graphengine.decode.kvcache import NULL_PAGE, pages_for
 from graphengine.decode.proposer import Proposer
+from graphengine.decode.recurrence import NULL_SLOT
 from graphengine.decode.request import Request
 from graphengine.decode.rows import Results, write_rows_
 from graphengine.decode.stages import Planned
@@ -177,18 +178,25 @@ class Lane:
 
     def time_step(self, requests: list[Request]) -> float:
         """Median seconds of a step of these requests, without effect on them: what it writes lies
-        behind their lengths, and nothing is committed. Waits for the device; the lane is idle."""
+        behind their lengths, nothing is committed, and recurrent states are the null slot's. Waits
+        for the device; the lane is idle."""
         assert not self.has_work
-        seconds = []
-        for _ in range(1 + NUM_PROBES):
-            self.join(requests)
-            assert self._bring_up_to_date()
-            began = time.perf_counter()
-            self._queue_step()
-            self.wait()
-            seconds.append(time.perf_counter() - began)
-            self.in_flight.clear()
-            self.leave(requests)
+        seconds, slots = [], [request.state_slot for request in requests]
+        try:
+            for request in requests:
+                request.state_slot = NULL_SLOT
+            for _ in range(1 + NUM_PROBES):
+                self.join(requests)
+                assert self._bring_up_to_date()
+                began = time.perf_counter()
+                self._queue_step()
+                self.wait()
+                seconds.append(time.perf_counter() - began)
+                self.in_flight.clear()
+                self.leave(requests)
+        finally:
+            for request, slot in zip(requests, slots, strict=True):
+                request.state_slot = slot
         return statistics.median(seconds[1:])
 
     # --- buckets ---

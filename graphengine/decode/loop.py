@@ -71,6 +71,8 @@ class DecodeLoop:
     ) -> None:
         """Args: lane: where requests begin. build_plain: builds a plain one beside it."""
         self.config, self.allocator, self.prefill = lane.config, allocator, prefill
+        # Of states of a fixed size, for every row that there can be; slot 0 is nobody's.
+        self.state_slots = PageAllocator(max(self.config.buckets) + 1)
         self.waiting: deque[Request] = deque()
         self.first = lane
         self.fallback = Fallback(lane, build_plain) if build_plain is not None else None
@@ -207,6 +209,7 @@ class DecodeLoop:
             if needed > self.allocator.num_free:
                 break
             self.waiting[0].pages = self.allocator.allocate(needed)
+            (self.waiting[0].state_slot,) = self.state_slots.allocate(1)
             admitted.append(self.waiting.popleft())
         return admitted
 
@@ -236,6 +239,9 @@ class DecodeLoop:
     def _release(self, request: Request) -> None:
         self.allocator.free(request.pages)
         request.pages = []
+        if request.state_slot:
+            self.state_slots.free([request.state_slot])
+            request.state_slot = 0
 
     # --- steps ---
 
@@ -301,7 +307,7 @@ class DecodeLoop:
         """
         for request in [*self.running, *self.prefilling, *self.waiting]:
             request.finish_reason = request.finish_reason or "cancelled"
-            request.pages = []
+            request.pages, request.state_slot = [], 0
         if self.config.device == "cuda":
             torch.cuda.synchronize()  # late writes go to pages that nobody owns yet
         for lane in self.lanes:
@@ -312,4 +318,5 @@ class DecodeLoop:
         self._failed, self.prefilling = [], []
         self.waiting.clear()
         self.allocator.reset()
+        self.state_slots.reset()
         self.is_clean = True

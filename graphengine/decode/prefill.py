@@ -26,10 +26,12 @@ from graphengine.decode.chains import prefill_chains
 from graphengine.decode.fixed_chunk import BLOCK, FixedChunk, Piece
 from graphengine.decode.kvcache import pages_for
 from graphengine.decode.proposer import Pair
+from graphengine.decode.recurrence import NULL_SLOT, pieces_of
 from graphengine.decode.request import Request
 from graphengine.decode.sampling import Controls, sample_rows
 from graphengine.decode.stack import Rows
 from graphengine.kernels.argmax import argmax_rows
+from graphengine.kernels.gated_delta_prefill import Pieces
 
 Work = list[tuple[Request, Piece]]
 """What one forward runs."""
@@ -105,7 +107,7 @@ class Prefill:
             begin, ids = 0, request.prompt_ids
             while begin < len(ids):
                 end = begin + self._rows_of_next(len(ids) - begin, room)
-                piece = Piece(ids, begin, end, request.pages)
+                piece = Piece(ids, begin, end, request.pages, request.state_slot)
                 if work and (self._room_for(piece) > room or len(work) == limit):
                     yield work
                     work, room = [], most
@@ -163,7 +165,7 @@ class Prefill:
     def logits(self, pieces: list[Piece], at: Sequence[int] | None = None) -> Tensor:
         """One forward of these pieces -> logits [R, V] of rows `at`, by default each piece's last.
 
-        Mutates: the K/V of the rows, and what the proposer keeps of them.
+        Mutates: the K/V of the rows, their recurrent states, what the proposer keeps of them.
         """
         size = self.pair.config.page_size
         lengths, pages = [piece.num_rows for piece in pieces], [piece.pages for piece in pieces]
@@ -176,10 +178,12 @@ class Prefill:
         last_rows = torch.tensor(lengths).cumsum(0) - 1
         rows = Rows(*map(self._upload, map(torch.cat, (ids, positions, slots))))
         logit_rows_R = self._upload(torch.tensor(at) if at else last_rows)
+        known = lengths, [piece.begin for piece in pieces], [piece.state_slot for piece in pieces]
+        recurrent = Pieces(*self._upload(pieces_of(*known)))
         layout = Layout.build(lengths, [piece.end for piece in pieces], pages, size)
         with names.range_("plan"):
             self.attention.plan(layout)
-        return self._run_chains(rows, logit_rows_R, self.attention)
+        return self._run_chains(rows, logit_rows_R, self.attention, recurrent)
 
     def _upload(self, x: Tensor) -> Tensor:
         """A copy that nobody waits for."""
@@ -192,14 +196,18 @@ class Prefill:
         target, device = self.pair.target, self.pair.target.kv_pool.device
         zeros_T = torch.zeros(num_rows, dtype=torch.int64, device=device)
         unplanned = TorchAttention(target.config, self.pair.config.page_size, CAUSAL, device)
-        self._run_chains(Rows(zeros_T, zeros_T, zeros_T), zeros_T[:1], unplanned)
+        nothing = Pieces(*pieces_of([0], [0], [NULL_SLOT]).to(device))
+        self._run_chains(Rows(zeros_T, zeros_T, zeros_T), zeros_T[:1], unplanned, nothing)
 
-    def _run_chains(self, rows: Rows, logit_rows_R: Tensor, attention: Attention) -> Tensor:
+    def _run_chains(
+        self, rows: Rows, logit_rows_R: Tensor, attention: Attention, pieces: Pieces
+    ) -> Tensor:
         """The target over these rows and the drafter's context of them -> logits_RV."""
         target = self.pair.target
         shape = len(rows.token_ids_T), target.config.num_attention_heads, target.config.head_dim
         attn_TNH = target.kv_pool.new_empty(shape)
-        chain, context = prefill_chains(self.pair, rows, logit_rows_R, attention, attn_TNH)
+        where = rows, logit_rows_R, attention, attn_TNH, pieces
+        chain, context = prefill_chains(self.pair, *where)
         (logits_RV,) = run_chain(chain)
         run_chain(context)
         return logits_RV

@@ -27,6 +27,7 @@ from graphengine.config.model import ModelConfig
 from graphengine.decode.attention import Attention
 from graphengine.decode.buffers import Arena, StepBuffers
 from graphengine.decode.kvcache import pages_for
+from graphengine.decode.recurrence import take_buffers
 from graphengine.decode.request import Request
 from graphengine.decode.segments import Segments
 from graphengine.decode.simulate import Simulation
@@ -127,9 +128,11 @@ class Pair:
         return replace(self, proposer=draft_at(self.config, self.proposer, size))
 
     def shortened(self) -> Pair:
-        """With the target's first layers alone, one that is tapped among them: a forward of these
-        has all kernels of a whole one, and compiling them (`compile_ahead`) takes less time."""
-        count = max(2, min(self.proposer.taps, default=0) + 1)
+        """With the target's first layers alone, one of each kind and one that is tapped among them:
+        a forward of these has all kernels of a whole one, and compiling them (`compile_ahead`)
+        takes less time."""
+        kinds = self.target.config.layer_kinds
+        count = max(2, min(self.proposer.taps, default=0) + 1, *(kinds.index(k) + 1 for k in kinds))
         return replace(self, target=self.target.shortened(count))
 
 
@@ -139,4 +142,5 @@ def step_buffers(
     """A step's buffers, the proposer's own among them; `width` pages a request."""
     block = proposer.num_draft_tokens + 1
     buffers = StepBuffers.take(arena, target, num_requests, block, width)
-    return buffers._replace(own=proposer.buffers(arena, num_requests))
+    recurrent = take_buffers(arena, target, num_requests, block)
+    return buffers._replace(own=proposer.buffers(arena, num_requests), recurrent=recurrent)

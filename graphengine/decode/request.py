@@ -33,6 +33,8 @@ class Request:
     sampling: Sampling = GREEDY
     arrival_s: float = field(default_factory=time.perf_counter)
     pages: list[int] = field(default_factory=list)
+    state_slot: int = 0
+    """Of its recurrent states; the null slot for a target that has none."""
     output_ids: list[int] = field(default_factory=list)
     start: int = 0
     finish_reason: FinishReason | None = None

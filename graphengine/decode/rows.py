@@ -114,6 +114,10 @@ def write_rows_(
     ):
         by_row = tensor.view(buffers.start_B.shape[0], -1)
         by_row.index_copy_(0, at_R, values.view(len(rows), -1).to(device))
+    if buffers.recurrent is not None:
+        slots = [request.state_slot if request is not None else 0 for request in requests]
+        held = torch.tensor(slots, dtype=torch.int32).to(device)
+        buffers.recurrent.slots_B.index_copy_(0, at_R, held)
     for tensor in (buffers.context_positions_T, buffers.context_slots_T):
         tensor.view(-1, block).index_fill_(0, at_R, 0)
     buffers.step_B.index_fill_(0, at_R, step)

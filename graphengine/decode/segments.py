@@ -1,8 +1,8 @@
-"""The segments: what stands between two attentions of a chain, as pure functions.
+"""The segments: what stands between two mixers' steps of a chain, as pure functions.
 
 Each is compiled by itself, so that equal shapes share one compilation; stack.py builds the chains
-from them. They end in the queries' projection, in token ids or in logits: the head takes its own
-argmax where no logits are wanted.
+from them. They end in a mixer's projection, in token ids or in logits: the head takes its own
+argmax where no logits are wanted. `gate`: the projection again, for a mixer that gates with it.
 
 Legend: B requests, G block length, T rows, N / H query heads / head dim, C = taps * hidden.
 """
@@ -37,21 +37,30 @@ def first_segment(embed_VD: Tensor, layer: LayerWeights, token_ids_T: Tensor, ep
 
 
 def middle_segment(
-    done: LayerWeights, layer: LayerWeights, h_TD: Tensor, attn_TNH: Tensor, eps: float
+    done: LayerWeights,
+    layer: LayerWeights,
+    h_TD: Tensor,
+    mixed: Tensor,
+    eps: float,
+    gate: Tensor | None = None,
 ) -> Carry:
-    """post(i) + pre(i + 1) -> (h_TD, qkv_TE)."""
-    return decoder.before_mixing(layer, *decoder.after_mixing(done, h_TD, attn_TNH, eps), eps)
+    """post(i) + pre(i + 1) -> (h_TD, projected_TE)."""
+    return decoder.before_mixing(layer, *decoder.after_mixing(done, h_TD, mixed, eps, gate), eps)
 
 
-def last_segment(last: LastWeights, h_TD: Tensor, attn_TNH: Tensor, eps: float) -> Carry:
+def last_segment(
+    last: LastWeights, h_TD: Tensor, mixed: Tensor, eps: float, gate: Tensor | None = None
+) -> Carry:
     """post(L - 1) + norm + head + argmax -> (h_TD before the norm, ids_T)."""
-    h_TD, x = _final_norm(last, *decoder.after_mixing(last.layer, h_TD, attn_TNH, eps), eps)
+    h_TD, x = _final_norm(last, *decoder.after_mixing(last.layer, h_TD, mixed, eps, gate), eps)
     return h_TD, layers.linear_argmax(x, last.lm_head_VD)
 
 
-def logits_segment(last: LastWeights, h_TD: Tensor, attn_TNH: Tensor, eps: float) -> Carry:
+def logits_segment(
+    last: LastWeights, h_TD: Tensor, mixed: Tensor, eps: float, gate: Tensor | None = None
+) -> Carry:
     """`last_segment` without its argmax, for whoever draws: (h_TD before the norm, logits_TV)."""
-    h_TD, x = _final_norm(last, *decoder.after_mixing(last.layer, h_TD, attn_TNH, eps), eps)
+    h_TD, x = _final_norm(last, *decoder.after_mixing(last.layer, h_TD, mixed, eps, gate), eps)
     return h_TD, layers.linear(x, last.lm_head_VD)
 
 
@@ -61,15 +70,22 @@ def _final_norm(last: LastWeights, h_TD: Tensor, update: Tensor, eps: float) -> 
 
 
 def row_logits_segment(
-    rows_R: Tensor, is_tapped: bool, last: LastWeights, h_TD: Tensor, attn_TNH: Tensor, eps: float
+    rows_R: Tensor,
+    is_tapped: bool,
+    last: LastWeights,
+    h_TD: Tensor,
+    mixed: Tensor,
+    eps: float,
+    gate: Tensor | None = None,
 ) -> Carry:
     """`logits_segment` of the rows with these indices alone: (h_RD, logits_RV).
 
     Args: is_tapped: somebody reads what the last layer gives for every row: then h_TD of all.
     """
     if not is_tapped:
-        return logits_segment(last, h_TD[rows_R], attn_TNH[rows_R], eps)
-    h_TD = layers.add(*decoder.after_mixing(last.layer, h_TD, attn_TNH, eps))
+        gate_RE = gate if gate is None else gate.index_select(-2, rows_R)
+        return logits_segment(last, h_TD[rows_R], mixed[rows_R], eps, gate_RE)
+    h_TD = layers.add(*decoder.after_mixing(last.layer, h_TD, mixed, eps, gate))
     return h_TD, layers.linear(layers.rms_norm(h_TD[rows_R], last.norm_D, eps), last.lm_head_VD)
 
 

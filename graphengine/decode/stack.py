@@ -21,8 +21,10 @@ from graphengine import names
 from graphengine.capture.steps import Attention, Carry, Dense, Step
 from graphengine.config.model import ModelConfig
 from graphengine.decode.attention import Attention as AttentionBackend
+from graphengine.decode.recurrence import Recurrence, States
 from graphengine.decode.segments import LastWeights, Segments
 from graphengine.models.decoder import LayerWeights, Weights, mixer_of
+from graphengine.models.gated_delta import GatedDeltaWeights
 
 Tap = Callable[[int, Tensor], None]
 """Called with (layer, h_TD) for the output of every layer."""
@@ -42,16 +44,18 @@ class Rows(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
-    """A loaded target: config, weights, and its K/V pool [L, 2, num_pages, S, K, H]."""
+    """A loaded target: config, weights, its K/V pool [L, 2, num_pages, S, K, H] of the layers that
+    attend, and the states of those that have one of a fixed size."""
 
     config: ModelConfig
     weights: Weights
     kv_pool: Tensor
+    states: States | None = None
 
     def shortened(self, num_layers: int) -> Target:
         """The first layers alone, as many as there are."""
         layers = self.weights.layers[:num_layers]
-        config = replace(self.config, num_hidden_layers=len(layers))
+        config = self.config.shortened(len(layers))
         return replace(self, config=config, weights=self.weights._replace(layers=layers))
 
 
@@ -73,47 +77,70 @@ def layer_steps(
     attn_TNH: Tensor,
     segments: Segments,
     tap_: Tap = no_tap,
+    recurrence: Recurrence | None = None,
 ) -> list[Step]:
     """Steps 00, L0.attn, 01, .. , L(n-1).attn of a stack; the caller appends its own last segment,
-    and the last layer's tap.
+    and the last layer's tap. A recurrent layer's step is L0.delta, which nobody plans.
 
-    The carry after a dense step is (h_TD, q_TNH), after an attention (h_TD, attn_TNH).
+    The carry after a dense step is (h_TD, q_TNH), after an attention (h_TD, attn_TNH); of a mixer
+    that gates, with its projection behind.
 
     Args:
         attentions: one a layer; layers of one kind share a plan.
         attn_TNH: where attention writes; fixed, so captured segments read it in place.
+        recurrence: runs recurrent layers.
     """
 
     embed_VD, layers, rope_PH, kv_pool, eps = stack
+    is_paged = [mixer_of(weights).write_state_ is not None for weights in layers]
 
     def dense(layer: int) -> Step:
-        """The segment in front of a layer's attention, and what its mixer writes."""
-        weights, kv_cache = layers[layer], kv_pool[layer]
-        write_state_ = mixer_of(weights).write_state_
-        where = rope_PH, rows.positions_T, rows.slots_T, kv_cache, eps
+        """The segment in front of a layer's mixing, and what its mixer writes."""
+        weights, mixer = layers[layer], mixer_of(layers[layer])
+        write_state_, where = mixer.write_state_, ()
+        if write_state_ is not None:
+            kv_cache = kv_pool[sum(is_paged[:layer])]
+            where = rope_PH, rows.positions_T, rows.slots_T, kv_cache, eps
 
         def run(carry: Carry) -> Carry:
             if layer == 0:
                 h_TD, projected = segments.first(embed_VD, weights, rows.token_ids_T, eps)
-                return h_TD, write_state_(weights.mixer, projected, *where)
-            h_TD, projected = segments.middle(layers[layer - 1], weights, *carry, eps)
-            q_TNH = write_state_(weights.mixer, projected, *where)
-            tap_(layer - 1, h_TD)
-            return h_TD, q_TNH
+            else:
+                h_TD, mixed, *gate = carry
+                done = layers[layer - 1]
+                h_TD, projected = segments.middle(done, weights, h_TD, mixed, eps, *gate)
+            query = projected
+            if write_state_ is not None:
+                query = write_state_(weights.mixer, projected, *where)
+            if layer:
+                tap_(layer - 1, h_TD)
+            return (h_TD, query, projected) if mixer.gates else (h_TD, query)
 
         return Dense(names.dense_name(chain, layer), run)
 
     def attend(layer: int) -> Step:
-        kv_cache, attention = kv_pool[layer], attentions[layer]
+        kv_cache, attention = kv_pool[sum(is_paged[:layer])], attentions[layer]
 
         def run(carry: Carry) -> Carry:
-            h_TD, q_TNH = carry
+            h_TD, q_TNH, *gate = carry
             attention.run(q_TNH, kv_cache, attn_TNH)
-            return h_TD, attn_TNH
+            return h_TD, attn_TNH, *gate
 
         return Attention(names.attention_name(chain, layer), run)
 
-    return [step for layer in range(len(layers)) for step in (dense(layer), attend(layer))]
+    def recur(layer: int) -> Step:
+        weights, index = layers[layer].mixer, layer - sum(is_paged[:layer])
+        assert recurrence is not None and isinstance(weights, GatedDeltaWeights)
+        mix = recurrence.run
+
+        def run(carry: Carry) -> Carry:
+            h_TD, projected_TE, *gate = carry
+            return h_TD, mix(weights, index, projected_TE), *gate
+
+        return Dense(names.delta_name(chain, layer), run)
+
+    mixings = [attend if paged else recur for paged in is_paged]
+    return [step for i, mixing in enumerate(mixings) for step in (dense(i), mixing(i))]
 
 
 def target_chain(
@@ -125,13 +152,15 @@ def target_chain(
     segments: Segments,
     tap_: Tap,
     end: Callable[..., Carry],
+    recurrence: Recurrence | None = None,
 ) -> list[Step]:
     """A whole target forward; the last carry is what `end` gives beside h, see `last_step`."""
     config, weights = target.config, target.weights
     own = weights.embed_VD, weights.layers, weights.rope_PH, target.kv_pool
     stack = Stack(*own, config.rms_norm_eps)
     attentions = [attention] * config.num_hidden_layers
-    steps = layer_steps(chain, stack, rows, attentions, attn_TNH, segments, tap_)
+    run = attn_TNH, segments, tap_, recurrence
+    steps = layer_steps(chain, stack, rows, attentions, *run)
     return [*steps, last_step(chain, target, tap_, end)]
 
 
@@ -145,7 +174,8 @@ def last_step(chain: str, target: Target, tap_: Tap, end: Callable[..., Carry]) 
     behind = LastWeights(weights.layers[final], weights.norm_D, weights.lm_head_VD)
 
     def last(carry: Carry) -> Carry:
-        h_TD, found = end(behind, *carry, config.rms_norm_eps)
+        h_TD, mixed, *gate = carry
+        h_TD, found = end(behind, h_TD, mixed, config.rms_norm_eps, *gate)
         tap_(final, h_TD)
         return (found,)
 

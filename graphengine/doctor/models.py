@@ -17,7 +17,7 @@ from graphengine.checkpoints import weights
 from graphengine.config import draft_formats
 from graphengine.config.bytesize import format_bytes
 from graphengine.config.draft import AttentionRule, DraftConfig
-from graphengine.config.model import ModelConfig
+from graphengine.config.model import ARCHITECTURES, ModelConfig
 from graphengine.config.rope import RopeConfig
 from graphengine.doctor.files import ModelFiles
 from graphengine.doctor.findings import Finding, error, info, ok, one_line, reason, warning
@@ -76,10 +76,12 @@ def target_findings(files: ModelFiles, target: ModelConfig) -> Iterator[Finding]
     """Rope, head, weights, tokenizer, chat template and stop tokens of a target."""
     yield _rope("target.rope", target.rope, target.head_dim)
     yield ok("target.head", "the embedding" if target.tie_word_embeddings else "its own")
-    expected = weights.ShapeSource(torch.bfloat16)
+    tables = [name for name in files.headers or () if name.endswith("embed_tokens.weight")]
+    expected = weights.ShapeSource(torch.bfloat16, tables)
     weights.target_weights(expected, target, 1, META)
-    optional = {"lm_head.weight": expected.asked["model.embed_tokens.weight"]}
-    yield from _weights("target.weights", files, expected.asked, optional)
+    optional = {"lm_head.weight": (target.vocab_size, target.hidden_size)}
+    skipped = ARCHITECTURES[target.model_type].skipped
+    yield from _weights("target.weights", files, expected.asked, optional, skipped)
     yield from _tokenizer(files, target)
     yield from _stop_tokens(files, target)
 
@@ -129,7 +131,7 @@ def _shape(model: ModelConfig) -> str:
 
 
 def _rope(name: str, rope: RopeConfig, head_dim: int) -> Finding:
-    value = f"theta {rope.theta:.10g}, {head_dim} rotary dims of {head_dim}, "
+    value = f"theta {rope.theta:.10g}, {rope.rotary_dim(head_dim)} rotary dims of {head_dim}, "
     value += "not scaled" if rope.kind == "default" else f"{rope.kind} x {rope.factor:g}"
     if rope.original_max_position_embeddings:
         value += f" from {rope.original_max_position_embeddings} positions"
@@ -160,7 +162,13 @@ def _layer(rule: AttentionRule) -> str:
     return f"{kind}, {'causal' if rule.causal else 'non-causal'}"
 
 
-def _weights(name: str, files: ModelFiles, expected: Shapes, optional: Shapes) -> Iterator[Finding]:
+def _weights(
+    name: str,
+    files: ModelFiles,
+    expected: Shapes,
+    optional: Shapes,
+    skipped: tuple[str, ...] = (),
+) -> Iterator[Finding]:
     """Missing, unexpected and misshaped tensors, their dtypes and size."""
     if files.headers is None:
         if files.is_preset:
@@ -169,7 +177,8 @@ def _weights(name: str, files: ModelFiles, expected: Shapes, optional: Shapes) -
             yield error(name, files.problems.get("weights", "none"), "fetch the weights again")
         return
     shapes = {**optional, **expected}
-    used = {k: h for k, h in files.headers.items() if not k.endswith("rotary_emb.inv_freq")}
+    skips = [k for k in files.headers if k.endswith("rotary_emb.inv_freq") or k.startswith(skipped)]
+    used = {key: header for key, header in files.headers.items() if key not in skips}
     known = {key: used[key] for key in shapes if key in used}
     faults = {
         "missing": [key for key in expected if key not in used],

@@ -92,13 +92,14 @@ def _rope(target: ModelConfig, draft: DraftConfig) -> Iterator[Finding]:
             )
         value = f"drafter {ours.theta:.10g}, target {theirs.theta:.10g}"
         yield warning("pair.theta", value, remedy)
-    if replace(ours, theta=theirs.theta) == theirs:
+    turned = {"theta": theirs.theta, "partial_rotary_factor": theirs.partial_rotary_factor}
+    if replace(ours, **turned) == theirs:
         yield ok("pair.rope_scaling", "the same in both")
     else:
         told = [f"{r.kind} x {r.factor:g} (amplitude {r.amplitude:g})" for r in (ours, theirs)]
         remedy = "each model uses its own; right only if the drafter was trained so"
         yield warning("pair.rope_scaling", f"drafter {told[0]}, target {told[1]}", remedy)
-    dims = draft.model.head_dim, target.head_dim
+    dims = [model.rope.rotary_dim(model.head_dim) for model in (draft.model, target)]
     text = f"{dims[0]} in both" if dims[0] == dims[1] else f"drafter {dims[0]}, target {dims[1]}"
     yield ok("pair.rotary_dims", text)
 

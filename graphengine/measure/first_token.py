@@ -22,6 +22,7 @@ from graphengine.config.draft import DraftConfig
 from graphengine.config.model import ModelConfig
 from graphengine.decode.kvcache import pages_for
 from graphengine.models import decoder, dflash
+from graphengine.models.decoder import layer_kinds
 from graphengine.models.weight import num_matrix_elements
 from graphengine.startup.build import Built
 
@@ -223,7 +224,8 @@ def roofline_ms(built: Built, input_len: int, batch: int, rates: Rates) -> float
         fields = [dflash.outer_weights(built.draft)["fc_DC"], *map(dflash.context_parts, of_draft)]
         context = sum(map(num_matrix_elements, fields))
     keys = batch * input_len * (input_len + 1) / 2
-    of_attention = 4 * target.q_size * target.num_hidden_layers * keys
+    num_layers = sum(mixer.write_state_ is not None for mixer, _ in layer_kinds(target))
+    of_attention = 4 * target.q_size * num_layers * keys
     flops = 2 * rows * (layers + context) + 2 * batch * head + of_attention
     size = getattr(torch, built.config.dtype).itemsize
     bytes_ms = (layers + head + context) * size / rates.read_gbps / 1e6

@@ -19,8 +19,10 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from graphengine.config.model import ModelConfig
-from graphengine.models import attention, swiglu
+from graphengine.models import attention, gated_attention, gated_delta, swiglu
 from graphengine.models.attention import AttentionWeights, PagedKV
+from graphengine.models.gated_attention import GatedAttentionWeights
+from graphengine.models.gated_delta import GatedDeltaWeights, RecurrentState
 from graphengine.models.swiglu import SwigluWeights
 from graphengine.models.weight import Fields, Weight, behind, norm
 
@@ -29,19 +31,21 @@ from graphengine.models.weight import Fields, Weight, behind, norm
 class Mixer:
     """What mixes rows of a request: its weights, its steps and its state.
 
-    A dense segment ends in `project`; `write_state_` follows it outside of the compiled code, then
-    the step of its own that reads the state, and the next segment begins with `output`, which reads
-    the weights named in `output_fields`.
+    A dense segment ends in `project`. Outside of the compiled code follow `write_state_` of an
+    attention (None: the step of its own takes what was projected) and the step that reads the
+    state; the next segment begins with `output`, which reads the weights named in `output_fields`,
+    and the projection where it `gates`.
     """
 
     tree: type[Any]
     weights: Callable[[ModelConfig], Fields]
     output_fields: tuple[str, ...]
-    state: Callable[[ModelConfig], PagedKV]
+    state: Callable[[ModelConfig], PagedKV | RecurrentState]
     row_bytes: Callable[[ModelConfig, int], int]
     project: Callable[..., tuple[Tensor, Tensor]]
-    write_state_: Callable[..., Tensor]
+    write_state_: Callable[..., Tensor] | None
     output: Callable[..., Tensor]
+    gates: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,7 +75,29 @@ MIXERS = {
         project=attention.project,
         write_state_=attention.write_state_,
         output=attention.output,
-    )
+    ),
+    "gated_attention": Mixer(
+        tree=GatedAttentionWeights,
+        weights=gated_attention.weights,
+        output_fields=("o_DF",),
+        state=attention.state,
+        row_bytes=gated_attention.row_bytes,
+        project=gated_attention.project,
+        write_state_=gated_attention.write_state_,
+        output=gated_attention.output,
+        gates=True,
+    ),
+    "gated_delta": Mixer(
+        tree=GatedDeltaWeights,
+        weights=gated_delta.weights,
+        output_fields=("out_DF",),
+        state=gated_delta.state,
+        row_bytes=gated_delta.row_bytes,
+        project=gated_delta.project,
+        write_state_=None,
+        output=gated_delta.output,
+        gates=True,
+    ),
 }
 FFNS = {
     "swiglu": Ffn(
@@ -88,7 +114,7 @@ _FFN_OF = {ffn.tree: ffn for ffn in FFNS.values()}
 class LayerWeights(NamedTuple):
     """One layer; the types of its parts are its kind."""
 
-    mixer: AttentionWeights
+    mixer: AttentionWeights | GatedAttentionWeights | GatedDeltaWeights
     ffn: SwigluWeights
 
 
@@ -122,12 +148,12 @@ def layer_weights(config: ModelConfig, prefix: str = "layers.") -> list[LayerFie
     ]
 
 
-def outer_weights(config: ModelConfig) -> Fields:
+def outer_weights(config: ModelConfig, prefix: str = "model.") -> Fields:
     """Of a target around its layers; the head of one that is tied is the embedding."""
     vocab, hidden = config.vocab_size, config.hidden_size
     return {
-        "embed_VD": (Weight("model.embed_tokens.weight", (vocab, hidden), 0),),
-        "norm_D": norm("model.norm.weight", hidden),
+        "embed_VD": (Weight(f"{prefix}embed_tokens.weight", (vocab, hidden), 0),),
+        "norm_D": norm(f"{prefix}norm.weight", hidden, config.has_offset_norms),
         "lm_head_VD": (Weight("lm_head.weight", (vocab, hidden), 0),),
     }
 
@@ -148,11 +174,13 @@ def before_mixing(
 
 
 def after_mixing(
-    layer: LayerWeights, h_TD: Tensor, mixed: Tensor, eps: float
+    layer: LayerWeights, h_TD: Tensor, mixed: Tensor, eps: float, projected: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """The begin of a dense segment, from what the mixer gave: -> (h_TD, update).
 
     The update, [T, D] or partial sums [Z, T, D], is added by whatever norm comes next.
+
+    Args: projected: what `before_mixing` gave, for a mixer that gates.
     """
-    update = mixer_of(layer).output(layer.mixer, mixed)
+    update = mixer_of(layer).output(layer.mixer, mixed, projected, eps)
     return _FFN_OF[type(layer.ffn)].run(layer.ffn, h_TD, update, eps)

@@ -83,7 +83,7 @@ def add_rms_norm(
         update: [T, D], or partial sums [Z, T, D] in float32.
         matrix, bias: what x goes into next.
     """
-    num_rows, ours = update.shape[-2], _takes_skinny(weight_D)
+    num_rows, ours = update.shape[-2], _takes_skinny(weight_D if h_TD is None else h_TD)
     config = _config(num_rows, matrix) if ours and bias is None else None
     norm = (h_TD, update, weight_D, eps)
     if isinstance(matrix, Fp8Matrix):
@@ -235,13 +235,15 @@ def swiglu(gate_up_TJ: Tensor) -> Tensor:
 
 
 def rope_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
-    """Angular frequencies after scaling: [H / 2], float32, radians per position.
+    """Angular frequencies after scaling: [H / 2], float32, radians per position; of the part of a
+    head that is turned, [rotary_dim / 2].
 
     default: `f_i = theta^(-2i / H)`; linear: `f_i / factor`.
     yarn: a linear blend of `f_i / factor` and `f_i` between the dimensions that turn `beta_slow`
         and `beta_fast` times over the original context (arXiv 2309.00071).
     llama3: low frequencies divided by factor, high ones kept, smooth between.
     """
+    head_dim = rope.rotary_dim(head_dim)
     half = torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim
     inverse = 1.0 / (rope.theta**half)
     if rope.kind == "yarn":
@@ -276,10 +278,23 @@ def rope_table(
 ) -> Tensor:
     """cos and sin of every position: `table[p] = amplitude * [cos(p f) | sin(p f)]`.
 
+    Where a part of a head is turned alone, the rest stands still: cos 1, sin 0. Its rows are packed
+    so that (i, i + H / 2) are the pairs all the same (`rotary_order`).
+
     Returns:
         [P, H] float32, cos in the first half of the columns, sin in the second.
     """
     frequencies = rope_frequencies(rope, head_dim).to(device)
     positions = torch.arange(num_positions, dtype=torch.float32, device=device)
     angles = positions[:, None] * frequencies
-    return torch.cat([angles.cos(), angles.sin()], dim=-1) * rope.amplitude
+    cos, sin = angles.cos() * rope.amplitude, angles.sin() * rope.amplitude
+    still = cos.new_zeros(num_positions, head_dim // 2 - len(frequencies))
+    return torch.cat([cos, still + 1, sin, still], dim=-1)
+
+
+def rotary_order(rotary_dim: int, head_dim: int) -> tuple[tuple[int, int], ...]:
+    """Ranges of a head's dims in the order in which halves pair up, the turned ones (i, i + R / 2)
+    first in each half. Scores do not change: queries and keys have the same order."""
+    half, other = rotary_dim // 2, (head_dim - rotary_dim) // 2
+    middle = rotary_dim + other
+    return ((0, half), (rotary_dim, middle), (half, rotary_dim), (middle, head_dim))

@@ -30,7 +30,7 @@ def weights(config: ModelConfig) -> Fields:
     rows = [f"mlp.{name}_proj" for name in ("gate", "up")]
     bias = config.mlp_bias
     return {
-        "post_norm_D": norm("post_attention_layernorm.weight", hidden),
+        "post_norm_D": norm("post_attention_layernorm.weight", hidden, config.has_offset_norms),
         "gate_up_JD": tuple(Weight(f"{name}.weight", (inter, hidden), 0) for name in rows),
         "gate_up_bias_J": tuple(Weight(f"{name}.bias", (inter,), 0) for name in rows if bias),
         "down_DI": (Weight("mlp.down_proj.weight", (hidden, inter), 1),),

@@ -13,6 +13,25 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Pick:
+    """Rows of a tensor whose rows stand in equal groups, one a head: `ranges` of each group."""
+
+    num_groups: int
+    ranges: tuple[tuple[int, int], ...]
+
+    @property
+    def num_rows(self) -> int:
+        """Of all groups."""
+        return self.num_groups * sum(end - begin for begin, end in self.ranges)
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """[num_groups * n, ..] -> [num_rows, ..]."""
+        groups = tensor.unflatten(0, (self.num_groups, -1))
+        return torch.cat([groups[:, begin:end] for begin, end in self.ranges], 1).flatten(0, 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,28 +40,46 @@ class Weight:
 
     `axis`: which dimension is cut among several GPUs, as in Megatron: rows (0) of what reads the
     residual stream, columns (1) of what writes it; None where each holds the whole.
-    `initialiser`: how dummy weights draw it. `dtype`: None is the run's.
+    `initialiser`: how dummy weights draw it. `dtype`: None is the run's. `pick`: which of its rows
+    are meant; several weights may share a tensor of the file. `offset` is added, in `dtype`.
     """
 
     name: str
     shape: tuple[int, ...]
     axis: Literal[0, 1] | None = None
-    initialiser: Literal["normal", "ones"] = "normal"
+    initialiser: Literal["normal", "ones", "zeros"] = "normal"
     dtype: torch.dtype | None = None
+    pick: Pick | None = None
+    offset: float = 0.0
 
     @property
     def num_elements(self) -> int:
-        """Of the whole tensor."""
-        return math.prod(self.shape)
+        """Of what is meant."""
+        picked = self.pick.num_rows if self.pick is not None else self.shape[0]
+        return picked * math.prod(self.shape[1:])
+
+    def made_of(self, tensor: Tensor) -> Tensor:
+        """What is meant, of the file's tensor."""
+        if self.pick is not None:
+            tensor = self.pick.of(tensor)
+        return tensor + self.offset if self.offset else tensor
 
 
 Fields = Mapping[str, tuple[Weight, ...]]
 """Field of a weight tree -> the tensors that it is packed from, in order."""
 
 
-def norm(name: str, size: int) -> tuple[Weight, ...]:
-    """A norm's weight: ones, whole on every GPU."""
-    return (Weight(name, (size,), initialiser="ones"),)
+def norm(
+    name: str, size: int, is_offset: bool = False, pick: Pick | None = None
+) -> tuple[Weight, ...]:
+    """A norm's weight: ones, whole on every GPU.
+
+    Args: is_offset: the file holds w of `1 + w`, which is kept in float32: bfloat16 would lose it.
+    """
+    if not is_offset:
+        return (Weight(name, (size,), initialiser="ones", pick=pick),)
+    f32 = torch.float32
+    return (Weight(name, (size,), initialiser="zeros", dtype=f32, pick=pick, offset=1.0),)
 
 
 def behind(prefix: str, fields: Fields) -> Fields:

@@ -42,6 +42,7 @@ from graphengine.decode.loop import DecodeLoop
 from graphengine.decode.metrics import StartupMetrics
 from graphengine.decode.prefill import Prefill
 from graphengine.decode.proposer import Pair, Proposer
+from graphengine.decode.recurrence import make_states
 from graphengine.decode.simulate import make_simulation
 from graphengine.decode.stack import Target
 from graphengine.drafters.dflash import MAX_QUANTIZED_ROWS, DFlash
@@ -187,7 +188,12 @@ def build(
         def pool(model: ModelConfig) -> torch.Tensor:
             return make_pool(model, plan.num_pages, config.page_size, dtype, device)
 
-        target = Target(config=target_config, weights=weights, kv_pool=pool(target_config))
+        target = Target(
+            config=target_config,
+            weights=weights,
+            kv_pool=pool(target_config),
+            states=make_states(target_config, max(config.buckets) + 1, dtype, device),
+        )
         proposer = Proposer()
         if isinstance(draft_config, NgramConfig):
             proposer = Ngram(config=draft_config, num_positions=positions)

@@ -1,7 +1,8 @@
 """The memory plan: what every part of a run takes, computed from the configs before anything loads.
 
-    pool = what may be filled - (weights + fp8 copies + rope tables + step buffers + prefill
-                                 + attention workspaces + activations + plain decode + margin)
+    pool = what may be filled - (weights + fp8 copies + rope tables + recurrent states
+                                 + step buffers + prefill + attention workspaces + activations
+                                 + plain decode + margin)
 
 Why before: a pair that cannot fit is refused in a second, not after 16 GB of weights, and the pool
 never takes what a prefill or a capture needs later. Weights, rope tables and buffers are exact: the
@@ -29,6 +30,7 @@ from graphengine.decode.buffers import Arena
 from graphengine.decode.kvcache import page_bytes, pages_for
 from graphengine.decode.lane import PIPELINE_DEPTH
 from graphengine.decode.proposer import Proposer, step_buffers
+from graphengine.decode.recurrence import state_bytes
 from graphengine.drafters.dflash import DFlash
 from graphengine.drafters.ngram import Ngram
 from graphengine.models.layers import quantize_fp8
@@ -62,6 +64,7 @@ class MemoryPlan:
     draft_weight_bytes: int
     quantized_weight_bytes: int
     rope_table_bytes: int
+    recurrent_state_bytes: int
     step_buffer_bytes: int
     prefill_bytes: int
     attention_workspace_bytes: int
@@ -272,6 +275,7 @@ def _plan(
         draft_weight_bytes=draft_bytes - loading.tree_bytes(tuple(ropes[1:])),
         quantized_weight_bytes=loading.tree_bytes((drafter, copies)) - draft_bytes,
         rope_table_bytes=loading.tree_bytes(tuple(ropes)),
+        recurrent_state_bytes=state_bytes(target, dtype.itemsize) * (max(config.buckets) + 1),
         step_buffer_bytes=buffers,
         prefill_bytes=workspace.prefill_bytes(*sizes),
         attention_workspace_bytes=workspace.shared_scratch_bytes(config) + scratch,

@@ -30,6 +30,23 @@ SAMPLED_ROW_BYTES = 4096
 META = torch.device("meta")
 
 
+def carry_bytes(model: ModelConfig, element_bytes: int) -> int:
+    """Of a row, all layers: what crosses from a step to the next, residual and query, and what a
+    mixer that gates has projected."""
+    total = 0
+    for mixer, _ in layer_kinds(model):
+        query = model.q_size * element_bytes
+        total += model.hidden_size * element_bytes
+        total += mixer.row_bytes(model, element_bytes) if mixer.gates else query
+    return total
+
+
+def num_dense_steps(model: ModelConfig) -> int:
+    """Steps of a forward that are graphs of their own in mode piecewise."""
+    num_recurrent = sum(mixer.write_state_ is None for mixer, _ in layer_kinds(model))
+    return model.num_hidden_layers + num_recurrent
+
+
 def forward_bytes(model: ModelConfig, num_rows: int, element_bytes: int) -> int:
     """Most bytes of temporaries alive at once in an eager layer: residual and its norm, what the
     mixer's step gives, and the wider of mixer, ffn and a norm in float32."""
@@ -74,16 +91,16 @@ def _fixed_chunk_bytes(
     one's activations in the graphs' pool, and the driver's memory for graphs."""
     if not config.prefill_sizes:
         return 0
-    taps, layers = 0, target.num_hidden_layers
+    taps, layers = 0, num_dense_steps(target)
     if isinstance(draft, DraftConfig):
         taps = draft.num_taps * draft.tap_size
-    kept = taps + target.q_size
+    kept = (taps + target.q_size) * element_bytes
     if config.graph_mode == "piecewise":  # every layer's carry crosses to the next graph
-        kept += layers * (target.hidden_size + target.q_size)
+        kept += carry_bytes(target, element_bytes)
     num_graphs = {"none": 0, "piecewise": layers + 2, "full": STEP_GRAPH_BYTES // GRAPH_BYTES}
     logits = min(MOST_PROMPTS, max(config.buckets)) * target.vocab_size
     each = num_graphs[config.graph_mode] * GRAPH_BYTES + 2 * logits * element_bytes
-    total = sum(config.prefill_sizes) * kept * element_bytes + len(config.prefill_sizes) * each
+    total = sum(config.prefill_sizes) * kept + len(config.prefill_sizes) * each
     work = forward_bytes(target, max(config.prefill_sizes), element_bytes)
     return total + (work if config.graph_mode != "none" else 0)
 
@@ -106,10 +123,10 @@ def activation_bytes(
         work += rows * SAMPLED_ROW_BYTES
     total = (work + 2 * logits) * (1 if config.graph_mode == "none" else 2)
     if config.graph_mode == "piecewise":
-        row = sum(m.num_hidden_layers * (m.hidden_size + m.q_size) for m in models) * element_bytes
+        row = sum(carry_bytes(model, element_bytes) for model in models)
         total += sum(config.buckets) * block * row
         # A step that draws its tokens ends in two graphs of its own.
-        num_graphs = sum(m.num_hidden_layers + 3 for m in models) + 2 * config.sampling
+        num_graphs = sum(num_dense_steps(m) + 3 for m in models) + 2 * config.sampling
         total += len(config.buckets) * num_graphs * GRAPH_BYTES
     elif config.graph_mode == "full":
         total += len(config.buckets) * (1 + config.sampling) * STEP_GRAPH_BYTES

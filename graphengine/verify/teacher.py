@@ -57,6 +57,7 @@ def teacher_force(loop: DecodeLoop, prompt_ids: Sequence[int], output_ids: Seque
     first = len(prompt_ids) - 1  # the row whose logits judge output 0
     num_rows = len(ids) - 1  # the last token is judged, not fed
     pages = loop.allocator.allocate(pages_for(num_rows, loop.config.page_size))
+    slots = loop.state_slots.allocate(1)
     scores = Scores([], [], [])
     prefill = replace(loop.prefill, pair=replace(loop.prefill.pair, proposer=Proposer()))
     try:
@@ -64,7 +65,7 @@ def teacher_force(loop: DecodeLoop, prompt_ids: Sequence[int], output_ids: Seque
             end = min(begin + CHUNK, num_rows)
             judged = range(max(begin, first), end)
             rows = [p - begin for p in judged]
-            logits_TV = prefill.logits([Piece(ids, begin, end, pages)], rows)
+            logits_TV = prefill.logits([Piece(ids, begin, end, pages, *slots)], rows)
             if not judged:
                 continue
             emitted = torch.tensor([ids[p + 1] for p in judged], device=logits_TV.device)
@@ -75,4 +76,5 @@ def teacher_force(loop: DecodeLoop, prompt_ids: Sequence[int], output_ids: Seque
             scores.logprob.extend((z_emitted - z_TV.logsumexp(-1)).tolist())
     finally:
         loop.allocator.free(pages)
+        loop.state_slots.free(slots)
     return scores

@@ -66,7 +66,8 @@ def loop_of(engine: Engine) -> Any:
 def assert_idle(engine: Engine) -> None:
     """No page is held and no request is left."""
     loop = loop_of(engine)
-    assert loop.allocator.num_free == loop.allocator.num_usable
+    for allocator in (loop.allocator, loop.state_slots):
+        assert allocator.num_free == allocator.num_usable
     assert not loop.has_work
 
 

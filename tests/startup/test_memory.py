@@ -321,8 +321,9 @@ def test_plan_text_adds_up() -> None:
             assert format_bytes(value) in text, name
     assert "quantized" not in text
     values = plan.to_json()
-    parts = ["target_weight", "draft_weight", "quantized_weight", "rope_table", "step_buffer"]
-    parts += ["prefill", "attention_workspace", "activation", "plain_decode", "margin"]
+    parts = ["target_weight", "draft_weight", "quantized_weight", "rope_table", "recurrent_state"]
+    parts += ["step_buffer", "prefill", "attention_workspace", "activation", "plain_decode"]
+    parts += ["margin"]
     assert values["fixed_bytes"] == sum(values[f"{part}_bytes"] for part in parts)
     assert set(parts) | {"budget", "kv_page", "kv_pool", "fixed"} == {
         name.removesuffix("_bytes") for name in values if name.endswith("_bytes")

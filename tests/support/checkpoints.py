@@ -55,6 +55,7 @@ def make_target(
     sharded: bool = False,
     dtype: str = "float32",
     likely_tokens: int | None = None,
+    extra: Mapping[str, Any] | None = None,
 ) -> Path:
     """Writes a target of a `model_type` that transformers knows.
 
@@ -64,6 +65,7 @@ def make_target(
         tokenizer: byte-level BPE with a ChatML template, and generation_config.json whose end
             tokens are <|im_end|> and <|endoftext|>. Needs vocab >= 272.
         sharded: several files and an index instead of one.
+        extra: further keys of its config.
         likely_tokens: makes all but the first few rows of an untied head small, so that few
             tokens ever come up and a drafter with random weights is often right by luck.
 
@@ -85,6 +87,7 @@ def make_target(
         tie_word_embeddings=tie,
         attention_bias=bias,
         **({"mlp_bias": mlp_bias} if model_type == "llama" else {}),
+        **dict(extra or {}),
     )
     model: Any = AutoModelForCausalLM.from_config(config)
     generator = torch.Generator().manual_seed(seed)
@@ -327,6 +330,12 @@ def edit_config(directory: Path, change: Any, name: str = "config.json") -> None
 
 def _random(name: str, shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
     noise = torch.randn(shape, generator=generator)
+    if name.endswith("A_log"):  # from heads that forget at once to heads that hardly forget
+        return torch.linspace(-5, 1, shape[0]) + 0.3 * noise
+    if name.endswith("dt_bias"):
+        return 0.5 * noise
+    if name.endswith("conv1d.weight"):
+        return 0.6 * noise
     if name.endswith("norm.weight"):
         return 1.0 + 0.2 * noise
     if name.endswith("bias"):

@@ -1,0 +1,114 @@
+"""The mixer of a Gated-DeltaNet layer: one projection, a short convolution and a recurrence whose
+state has a fixed size by request, a gated norm and the projection back.
+
+    m, z, b, a = W x                         one GEMM, rows [q | k | v | z | b | a]
+    q, k, v    = silu(conv4(m))              depthwise; q and k normalised by head
+    S         <- exp(g) S + k (beta (v - (exp(g) S)^T k))^T,   o = S^T q
+    out        = Wo (rmsnorm(o) * w * silu(z))
+
+What stands between the projection and `o` is kernels/gated_delta.py; here are the dense ends.
+
+Legend: T rows, D hidden, N value heads, V head dim, C channels of the convolution,
+E = C + N * V + 2 * N, F = N * V.
+Source: Gated Delta Networks (arXiv 2412.06464); golden-tested against transformers.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from graphengine.config.gated_delta import CONV_TAPS, GatedDeltaConfig
+from graphengine.config.model import ModelConfig
+from graphengine.kernels.qk_norm_rope import sum_partials
+from graphengine.models.layers import Matrix, add_rms_norm, linear_partials, rms_norm
+from graphengine.models.weight import Fields, Weight, norm
+
+
+class GatedDeltaWeights(NamedTuple):
+    """Fields in the order of use."""
+
+    input_norm_D: Tensor  # float32: 1 + w
+    in_ED: Matrix  # rows [q | k | v | z | b | a]
+    conv_C14: Tensor  # the last tap is the newest column's
+    a_log_N: Tensor  # float32
+    dt_bias_N: Tensor  # float32
+    norm_V: Tensor  # float32: w itself
+    out_DF: Matrix
+
+
+class RecurrentState(NamedTuple):
+    """State by request: the last columns in front of the convolution, and the recurrence's."""
+
+    config: GatedDeltaConfig
+
+    @property
+    def window_shape(self) -> tuple[int, int]:
+        """Of a request, in the model's dtype."""
+        return CONV_TAPS - 1, self.config.num_channels
+
+    @property
+    def state_shape(self) -> tuple[int, int, int]:
+        """Of a request, float32: [N, V, K]."""
+        return self.config.num_value_heads, self.config.head_dim, self.config.head_dim
+
+
+def _shape(config: ModelConfig) -> GatedDeltaConfig:
+    assert config.gated_delta is not None
+    return config.gated_delta
+
+
+def weights(config: ModelConfig) -> Fields:
+    """Names, shapes and shards of `GatedDeltaWeights`."""
+    hidden, own, name, f32 = config.hidden_size, _shape(config), "linear_attn.", torch.float32
+    heads, sizes = own.num_value_heads, {"qkv": own.num_channels, "z": own.value_size}
+    sizes |= {"b": heads, "a": heads}
+    return {
+        "input_norm_D": norm("input_layernorm.weight", hidden, config.has_offset_norms),
+        "in_ED": tuple(
+            Weight(f"{name}in_proj_{part}.weight", (size, hidden), 0)
+            for part, size in sizes.items()
+        ),
+        "conv_C14": (Weight(f"{name}conv1d.weight", (own.num_channels, 1, CONV_TAPS), 0),),
+        "a_log_N": (Weight(f"{name}A_log", (heads,), 0, dtype=f32),),
+        "dt_bias_N": (Weight(f"{name}dt_bias", (heads,), 0, dtype=f32),),
+        "norm_V": (Weight(f"{name}norm.weight", (own.head_dim,), None, "ones", dtype=f32),),
+        "out_DF": (Weight(f"{name}out_proj.weight", (hidden, own.value_size), 1),),
+    }
+
+
+def state(config: ModelConfig) -> RecurrentState:
+    """What a layer keeps of each request."""
+    return RecurrentState(_shape(config))
+
+
+def row_bytes(config: ModelConfig, element_bytes: int) -> int:
+    """Temporaries of a row: the projection, the recurrence's outputs, the gated norm in float32;
+    and of a chunk the convolved columns and what its solve leaves, in float32."""
+    own = _shape(config)
+    columns = own.num_channels + own.value_size
+    return (columns + 2 * own.value_size) * element_bytes + (2 * columns + own.value_size) * 4
+
+
+def project(
+    layer: GatedDeltaWeights, h_TD: Tensor, update: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor]:
+    """Input norm and the packed projection -> (h_TD, projected_TE or its partial sums)."""
+    if update is None:
+        x = rms_norm(h_TD, layer.input_norm_D, eps)
+    else:
+        h_TD, x = add_rms_norm(h_TD, update, layer.input_norm_D, eps, layer.in_ED)
+    return h_TD, linear_partials(x, layer.in_ED)
+
+
+def output(layer: GatedDeltaWeights, o_TNV: Tensor, projected_TE: Tensor, eps: float) -> Tensor:
+    """`(rmsnorm(o) * w * silu(z)) @ Wo^T`, the norm of each head: [T, D] or partial sums."""
+    num_heads, size = o_TNV.shape[1], o_TNV.shape[1] * o_TNV.shape[2]
+    end = projected_TE.shape[-1] - 2 * num_heads
+    z_TNV = sum_partials(projected_TE[..., end - size : end], o_TNV.dtype).view_as(o_TNV)
+    normed = rms_norm(o_TNV.float(), layer.norm_V, eps)
+    gated_TNV = (normed * F.silu(z_TNV.float())).to(o_TNV.dtype)
+    return linear_partials(gated_TNV.flatten(1), layer.out_DF)

@@ -1,0 +1,187 @@
+"""The recurrence of a Gated-DeltaNet layer over blocks: verify without writing, then commit.
+
+    c_t  = silu(sum_j w_j m_{t-3+j})                   4 taps, depthwise, rounded once; [q | k | v]
+    q, k <- q / |q| / sqrt(K), k / |k|                 |x|^2 = sum x^2 + 1e-6
+    g_t  = -exp(A_log) softplus(a_t + dt_bias),  beta_t = sigmoid(b_t)
+    S   <- exp(g_t) S;   S <- S + beta_t (v_t - S k_t) k_t^T;   o_t = S q_t
+
+Value head h reads with key head h // (N / key heads). All of it is float32 but the convolved
+columns and the outputs, which are of the model's dtype.
+
+Why two operations: rows of a block may be rejected, and a state cannot be taken back. `verify`
+reads the committed state and window, writes neither, and records the inputs that a row needs to be
+applied; `commit` applies exactly the accepted ones. What is recorded was rounded already when the
+verify used it, so a replay is exact (recording products of it in bfloat16 costs 2e-3 of the state).
+
+Invariant: a row at or past the count, the null slot and free slots are never read into a live state
+or output: rejected rows are left out, not multiplied by zero, since 0 * NaN is NaN.
+
+Legend: B requests, G rows of a block, T = B * G, L layers, S slots, C channels, N / V value heads /
+head dim, K key head dim (= V), E = C + N * V + 2 * N, X = 3 + G columns, J = widths of all keys and
+values.
+Source: Gated Delta Networks (arXiv 2412.06464); equal to transformers' torch_recurrent_gated_delta_
+rule (tests).
+"""
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+from graphengine.kernels.qk_norm_rope import sum_partials
+
+NUM_TAPS = 4
+EPS = 1e-6  # of the keys' and queries' norm; never rms_norm_eps
+
+
+class Records(NamedTuple):
+    """What a block leaves for its commit."""
+
+    raw_BXC: torch.Tensor  # model dtype: the window, then the block's columns
+    kv_BGJ: torch.Tensor  # model dtype: keys and values behind the convolution
+    gates_BG2N: torch.Tensor  # float32: g, beta
+
+
+class Inputs(NamedTuple):
+    """A layer's projection, taken apart."""
+
+    columns_TC: torch.Tensor
+    g_TN: torch.Tensor  # float32
+    beta_TN: torch.Tensor  # float32
+
+
+def take_apart(
+    projected: torch.Tensor,
+    a_log_N: torch.Tensor,
+    dt_bias_N: torch.Tensor,
+    num_channels: int,
+    dtype: torch.dtype,
+) -> Inputs:
+    """Columns and gates of a projection [q | k | v | z | b | a] or its partial sums."""
+    projected_TE = sum_partials(projected, dtype)
+    b_TN, a_TN = projected_TE[:, -2 * len(a_log_N) :].float().chunk(2, 1)
+    g_TN = -a_log_N.float().exp() * F.softplus(a_TN + dt_bias_N.float())
+    return Inputs(projected_TE[:, :num_channels], g_TN, b_TN.sigmoid())
+
+
+def convolve(columns_XC: torch.Tensor, conv_C4: torch.Tensor) -> torch.Tensor:
+    """silu of the causal depthwise convolution: [.., 3 + n, C] -> [.., n, C], rounded once."""
+    windows = columns_XC.float().unfold(-2, NUM_TAPS, 1)
+    return F.silu((windows * conv_C4.float()).sum(-1)).to(columns_XC.dtype)
+
+
+def heads_of(
+    flat: torch.Tensor, num_heads: int, head_dim: int, is_normed: bool = True
+) -> torch.Tensor:
+    """[.., heads * K] -> float32 [.., N, K]: each head repeated for its value heads, normed."""
+    x = flat.float().unflatten(-1, (-1, head_dim))
+    if is_normed:
+        x = x * torch.rsqrt(x.square().sum(-1, keepdim=True) + EPS)
+    return x.repeat_interleave(num_heads // x.shape[-2], -2)
+
+
+def step(
+    state: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor
+) -> torch.Tensor:
+    """The state behind a row: state [.., N, V, K], k and v [.., N, K], g and beta [.., N]."""
+    state = state * g.exp()[..., None, None]
+    delta = beta[..., None] * (v - (state @ k[..., None])[..., 0])
+    return state + delta[..., None] * k[..., None, :]
+
+
+def gated_delta_verify_(
+    projected: torch.Tensor,
+    conv_C4: torch.Tensor,
+    a_log_N: torch.Tensor,
+    dt_bias_N: torch.Tensor,
+    windows_S3C: torch.Tensor,
+    states_SNVK: torch.Tensor,
+    slots_B: torch.Tensor,
+    records: Records,
+    out_TNV: torch.Tensor,
+) -> None:
+    """Outputs of every row of every block from the committed states.
+
+    Args:
+        projected: [T, E] in the model's dtype, or fp32 partial sums [Z, T, E].
+        slots_B: int32.
+        out_TNV: model dtype.
+    Mutates: records, out_TNV. Never the windows and states.
+    """
+    gated_delta_verify_reference_(
+        *(projected, conv_C4, a_log_N, dt_bias_N, windows_S3C, states_SNVK, slots_B, records),
+        out_TNV,
+    )
+
+
+def gated_delta_verify_reference_(
+    projected: torch.Tensor,
+    conv_C4: torch.Tensor,
+    a_log_N: torch.Tensor,
+    dt_bias_N: torch.Tensor,
+    windows_S3C: torch.Tensor,
+    states_SNVK: torch.Tensor,
+    slots_B: torch.Tensor,
+    records: Records,
+    out_TNV: torch.Tensor,
+) -> None:
+    """`gated_delta_verify_` in plain torch."""
+    raw_BXC, kv_BGJ, gates_BG2N = records
+    (B, G), (N, V), C = kv_BGJ.shape[:2], out_TNV.shape[1:], windows_S3C.shape[-1]
+    columns_TC, g_TN, beta_TN = take_apart(projected, a_log_N, dt_bias_N, C, windows_S3C.dtype)
+    slots = slots_B.long()
+    raw_BXC.copy_(torch.cat([windows_S3C[slots], columns_TC.unflatten(0, (B, G))], 1))
+    gates_BG2N.copy_(torch.stack([g_TN, beta_TN], 1).unflatten(0, (B, G)))
+    convolved = convolve(raw_BXC, conv_C4)
+    keys = (C - N * V) // 2
+    kv_BGJ.copy_(convolved[..., keys:])
+    q, k, v = convolved.split([keys, keys, N * V], -1)
+    q, k, v = heads_of(q, N, V) * V**-0.5, heads_of(k, N, V), heads_of(v, N, V, False)
+    state, out_BGNV = states_SNVK[slots], out_TNV.unflatten(0, (B, G))
+    for i in range(G):
+        state = step(state, k[:, i], v[:, i], *gates_BG2N[:, i].unbind(1))
+        out_BGNV[:, i] = (state @ q[:, i, ..., None])[..., 0].to(out_TNV.dtype)
+
+
+def gated_delta_commit_(
+    records_L: Records,
+    windows_LS3C: torch.Tensor,
+    states_LSNVK: torch.Tensor,
+    slots_B: torch.Tensor,
+    first_positions_B: torch.Tensor,
+    start_B: torch.Tensor,
+) -> None:
+    """Applies rows 0 .. n - 1 of every request's records, n = start - first position.
+
+    Args:
+        records_L: of all layers, a leading L on each tensor.
+        first_positions_B: int64, position of the block's first row; stride free.
+        start_B: int32, committed tokens now; n outside 0 .. G is cut to it.
+    Mutates: windows and states of the slots; those with n = 0 stay as they are, to the bit.
+    """
+    gated_delta_commit_reference_(
+        records_L, windows_LS3C, states_LSNVK, slots_B, first_positions_B, start_B
+    )
+
+
+def gated_delta_commit_reference_(
+    records_L: Records,
+    windows_LS3C: torch.Tensor,
+    states_LSNVK: torch.Tensor,
+    slots_B: torch.Tensor,
+    first_positions_B: torch.Tensor,
+    start_B: torch.Tensor,
+) -> None:
+    """`gated_delta_commit_` in plain torch."""
+    raw, kv, gates = records_L
+    N, V = states_LSNVK.shape[2:4]
+    counts_B = (start_B - first_positions_B).clamp(0, kv.shape[2])
+    for b, (slot, count) in enumerate(zip(slots_B.tolist(), counts_B.tolist(), strict=True)):
+        if not count:
+            continue
+        k, v = kv[:, b, :count].split([kv.shape[-1] - N * V, N * V], -1)
+        k, v, state = heads_of(k, N, V), heads_of(v, N, V, False), states_LSNVK[:, slot]
+        for i in range(count):
+            state = step(state, k[:, i], v[:, i], *gates[:, b, i].unbind(1))
+        states_LSNVK[:, slot] = state
+        windows_LS3C[:, slot] = raw[:, b, count : count + NUM_TAPS - 1]

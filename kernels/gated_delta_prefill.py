@@ -1,0 +1,110 @@
+"""The recurrence of a Gated-DeltaNet layer over prompts, in chunks of rows instead of one by one.
+
+With G the running sum of g in a chunk and D_ij = exp(G_i - G_j) for j <= i, from state S0:
+
+    A = strictly lower part of beta_i (k_i . k_j) D_ij
+    U = (I + A)^-1 beta (v - exp(G) S0 k)
+    O = exp(G) S0 q + ((q k^T) * D) U
+    S = exp(G_last) S0 + sum_j exp(G_last - G_j) u_j k_j^T
+
+which is what `gated_delta.step` gives row by row, in seven products of matrices and one triangular
+solve. Chunks are counted from a piece's beginning.
+
+Invariant: a piece that begins a prompt (start 0) begins from zero, whatever its slot holds.
+
+Legend as in gated_delta.py; R pieces.
+Source: Gated Delta Networks (arXiv 2412.06464), section 3.3; equal to transformers'
+torch_chunk_gated_delta_rule (tests).
+"""
+
+from typing import NamedTuple
+
+import torch
+
+from graphengine.kernels.gated_delta import NUM_TAPS, convolve, heads_of, take_apart
+
+CHUNK = 64
+
+
+class Pieces(NamedTuple):
+    """Runs of a prompt's rows, int32; one that ends where it begins is none."""
+
+    begin_R: torch.Tensor  # rows of T
+    end_R: torch.Tensor
+    start_R: torch.Tensor  # position of the first row
+    slot_R: torch.Tensor
+
+
+def gated_delta_prefill_(
+    projected: torch.Tensor,
+    conv_C4: torch.Tensor,
+    a_log_N: torch.Tensor,
+    dt_bias_N: torch.Tensor,
+    windows_S3C: torch.Tensor,
+    states_SNVK: torch.Tensor,
+    pieces: Pieces,
+    out_TNV: torch.Tensor,
+) -> None:
+    """Outputs of every piece's rows, and its slot's window and state behind them.
+
+    Args: as for `gated_delta_verify_`; rows of no piece are left alone.
+    Mutates: out_TNV, windows and states of the pieces' slots.
+    """
+    gated_delta_prefill_reference_(
+        *(projected, conv_C4, a_log_N, dt_bias_N, windows_S3C, states_SNVK, pieces, out_TNV)
+    )
+
+
+def gated_delta_prefill_reference_(
+    projected: torch.Tensor,
+    conv_C4: torch.Tensor,
+    a_log_N: torch.Tensor,
+    dt_bias_N: torch.Tensor,
+    windows_S3C: torch.Tensor,
+    states_SNVK: torch.Tensor,
+    pieces: Pieces,
+    out_TNV: torch.Tensor,
+) -> None:
+    """`gated_delta_prefill_` in plain torch."""
+    (N, V), C = out_TNV.shape[1:], windows_S3C.shape[-1]
+    keys = (C - N * V) // 2
+    inputs = take_apart(projected, a_log_N, dt_bias_N, C, windows_S3C.dtype)
+    for begin, end, start, slot in zip(*(part.tolist() for part in pieces), strict=True):
+        if end <= begin:
+            continue
+        columns, g, beta = (part[begin:end] for part in inputs)
+        window, state = windows_S3C[slot], states_SNVK[slot]
+        if not start:
+            window, state = torch.zeros_like(window), torch.zeros_like(state)
+        columns = torch.cat([window, columns])
+        q, k, v = convolve(columns, conv_C4).split([keys, keys, N * V], -1)
+        q, k, v = heads_of(q, N, V) * V**-0.5, heads_of(k, N, V), heads_of(v, N, V, False)
+        parts = (x.split(CHUNK) for x in (q, k, v, g, beta))
+        found = []
+        for chunk in zip(*parts, strict=True):
+            out, state = _chunk(state, *(x.transpose(0, 1) for x in chunk))
+            found.append(out.transpose(0, 1))
+        out_TNV[begin:end] = torch.cat(found).to(out_TNV.dtype)
+        windows_S3C[slot] = columns[1 - NUM_TAPS :]
+        states_SNVK[slot] = state
+
+
+def _chunk(
+    state: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Outputs [N, n, V] and the state behind a chunk; q, k, v [N, n, K], g and beta [N, n]."""
+    total = g.cumsum(-1)
+    order = torch.ones(g.shape[-1], g.shape[-1], dtype=torch.bool, device=g.device).tril()
+    decay = torch.where(order, total[:, :, None] - total[:, None, :], -torch.inf).exp()
+    fading = total.exp()[..., None]
+    behind = (beta[..., None] * (k @ k.mT) * decay).tril(-1)
+    wanted = beta[..., None] * (v - fading * (k @ state.mT))
+    update = torch.linalg.solve_triangular(behind, wanted, upper=False, unitriangular=True)
+    out = fading * (q @ state.mT) + ((q @ k.mT) * decay) @ update
+    left = (total[:, -1:] - total).exp()[..., None]
+    return out, fading[:, -1:] * state + (left * update).mT @ k

@@ -1,0 +1,191 @@
+"""What holds for attention alone holds with recurrent layers: the same tests, over a hybrid pair.
+
+The plain continuation comes from transformers; acceptance lengths are forced.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from graphengine.decode import ends
+from graphengine.decode.loop import DecodeLoop
+from graphengine.decode.recurrence import NULL_SLOT, States
+from tests.decode.test_engine import (  # noqa: F401
+    BACKENDS,
+    BLOCK,
+    LENGTH,
+    PROMPTS,
+    Pair,
+    assert_idle,
+    engine,
+    force,
+    loop_of,
+    test_bucket_size_changes_nothing,
+    test_budget_at_every_place,
+    test_cancel_in_every_state,
+    test_context_limit,
+    test_dropped_stream_returns_its_pages,
+    test_every_acceptance_length,
+    test_more_prompts_than_rows,
+    test_pool_smaller_than_the_demand,
+    test_random_acceptance_in_a_batch,
+    test_rows_end_at_different_times,
+    test_short_then_long_then_short,
+    tokens,
+)
+from tests.decode.test_fallback import (  # noqa: F401
+    impatient,
+    test_drafted_and_plain_side_by_side,
+    test_lost_speculation_falls_back,
+    test_measuring_alone_changes_nothing,
+)
+from tests.decode.test_lane import (  # noqa: F401
+    test_only_the_row_that_changes_is_written,
+    test_rows_behind_a_smaller_bucket_move,
+)
+from tests.support.checkpoints import make_drafter
+from tests.support.dflash_reference import load_target, plain_generate
+from tests.support.hybrids import A, D, make_hybrid
+
+
+class HybridPair(Pair):
+    """Two recurrent layers around one that attends, slow and fast decays."""
+
+    def __init__(self, directory: Path, **options: Any) -> None:
+        self.target = make_hybrid(
+            directory / "target", tie=False, layer_types=[D, A, D, A], key_heads=1, **options
+        )
+        self.drafter = make_drafter(directory / "drafter", self.target, block_size=BLOCK)
+        model = load_target(self.target)
+        self.truth = {tuple(p): plain_generate(model, p, LENGTH) for p in PROMPTS}
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    return HybridPair(tmp_path_factory.mktemp("pair"))
+
+
+def states_of(loop: DecodeLoop) -> States:
+    states = loop.prefill.pair.target.states
+    assert states is not None
+    return states
+
+
+def states_by_length(
+    pair: Pair, prompt: list[int], drafted: bool, lengths: Callable[[], int]
+) -> dict[int, States]:
+    """Committed tokens -> the states behind them, of one request stepped to its end."""
+    found = {}
+    with pair.engine(draft=drafted, buckets=(1,)) as loaded:
+        if drafted:
+            force(loaded, pair, lambda request, step: lengths())
+        loop = loop_of(loaded)
+        request = loop.submit(list(prompt), 40, ())
+        while not request.finish_reason:
+            loop.admit()
+            slot = request.state_slot
+            found[request.start] = States(*(x[:, slot].clone() for x in states_of(loop)))
+            loop.launch()
+            loop.collect()
+        assert request.output_ids == pair.plain(prompt, 40)
+    return found
+
+
+@torch.no_grad()
+def test_states_are_those_of_single_steps(pair: Pair) -> None:
+    """Bug (H04, H08, H10, H11): after some acceptance length the state is another row's, the window
+    is a column off, or each commit loses a little: drafted and plain decoding drift apart."""
+    prompt, rng = PROMPTS[1], random.Random(5)
+    plain = states_by_length(pair, prompt, False, lambda: 0)
+    draws: list[Callable[[], int]] = [partial(int, n) for n in range(BLOCK)]
+    for lengths in (*draws, lambda: rng.randrange(BLOCK)):
+        for start, states in states_by_length(pair, prompt, True, lengths).items():
+            for tensor, known in zip(states, plain[start], strict=True):
+                # A deeper layer's inputs are products of other numbers of rows.
+                for index, bound in enumerate((1e-6, 5e-6)):
+                    error = (tensor[index] - known[index]).norm()
+                    assert error <= bound * known[index].norm()
+    from transformers import DynamicCache
+
+    model = load_target(pair.target)
+    for start in (max(plain), len(prompt)):
+        cache = DynamicCache(config=model.config)
+        ids = (prompt + pair.plain(prompt))[:start]
+        model(torch.tensor([ids]), past_key_values=cache, use_cache=True)
+        for index, layer in enumerate((0, 2)):
+            theirs = cache.get_recurrent_state(layer, state_idx=0)[0].transpose(1, 2)
+            ours = plain[start].states_LSNVK[index]
+            assert (ours - theirs).norm() <= 1e-5 * theirs.norm()
+            window = cache.get_conv_state(layer, state_idx=0)[0].T[-3:]
+            torch.testing.assert_close(plain[start].windows_LSXC[index], window)
+
+
+@pytest.mark.parametrize("fill", [float("nan"), 1e4])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_poison_where_nothing_may_be_read(
+    pair: Pair, backend: str, fill: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bug (H02, H05, H32): a rejected row's record, the null slot or a free slot is read, or is
+    multiplied by zero instead of left out."""
+    real = ends.advance_
+
+    def poisoned(states: States, buffers: Any, first_B: Any, start_B: Any) -> None:
+        for tensor in states:
+            tensor[:, NULL_SLOT] = fill
+        for row, count in enumerate((start_B - first_B).tolist()):
+            buffers.raw_LBXC[:, row, 3 + count :] = fill
+            buffers.kv_LBGC[:, row, count:] = fill
+            buffers.gates_LBG2N[:, row, count:] = fill
+        real(states, buffers, first_B, start_B)
+
+    monkeypatch.setattr(ends, "advance_", poisoned)
+    rng = random.Random(1)
+    with pair.engine(attention_backend=backend, buckets=(4,)) as loaded:
+        force(loaded, pair, lambda request, step: rng.randrange(BLOCK))
+        for tensor in states_of(loop_of(loaded)):
+            tensor.fill_(fill)
+        for prompts in (PROMPTS[:3], PROMPTS[1:]):
+            results = loaded.generate(prompts, max_new_tokens=30, ignore_eos=True)
+            assert tokens(results) == [pair.plain(p, 30) for p in prompts]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_verify_changes_no_state(
+    pair: Pair, backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bug: a step that our own tools repeat, or one whose end never ran, has moved the state."""
+    monkeypatch.setattr(ends, "advance_", lambda *args: None)
+    with pair.engine(attention_backend=backend, buckets=(2,)) as loaded, torch.no_grad():
+        loop = loop_of(loaded)
+        requests = [loop.submit(list(p), 20, ()) for p in PROMPTS[:2]]
+        loop.admit()
+        before = [tensor.clone() for tensor in states_of(loop)]
+        loop.launch()
+        loop.collect()
+        for tensor, known in zip(states_of(loop), before, strict=True):
+            assert torch.equal(tensor, known)
+        for request in requests:
+            loop.cancel(request)
+        loop.reset()
+
+
+def test_slots_return(pair: Pair) -> None:
+    """Bug (H19): a slot leaks on a cancel, an error or a reset, and later requests are refused."""
+    with pair.engine(buckets=(1, 2)) as loaded, torch.no_grad():
+        loop = loop_of(loaded)
+        for _ in range(3):
+            requests = [loop.submit(list(p), 9, ()) for p in PROMPTS[:3]]
+            loop.admit()
+            loop.launch()
+            loop.cancel(requests[0])
+            loop.reset()
+            assert loop.state_slots.num_free == loop.state_slots.num_usable
+        loaded.generate(PROMPTS, max_new_tokens=3)
+        assert loop.state_slots.num_free == loop.state_slots.num_usable

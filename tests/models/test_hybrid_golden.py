@@ -1,0 +1,187 @@
+"""Hybrids of Gated-DeltaNet and gated attention equal transformers'."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from graphengine.api import Engine
+from graphengine.config.model import ModelConfig
+from graphengine.decode.loop import DecodeLoop
+from tests.models.test_qwen3_golden import token_ids
+from tests.support.checkpoints import edit_config, make_drafter
+from tests.support.dflash_reference import (
+    DraftReference,
+    load_target,
+    plain_generate,
+    run_target,
+    speculative_generate,
+)
+from tests.support.hybrids import A, D, make_hybrid
+
+CONFIGS: dict[str, dict[str, Any]] = {
+    "three-to-one": {},
+    "one-value-head-a-key-head": {"key_heads": 3, "value_heads": 3, "tie": False},
+    "three-value-heads-a-key-head": {"key_heads": 1, "value_heads": 3, "layer_types": [D, A, D]},
+    "recurrence-last": {"layer_types": [A, D, D]},
+    "half-a-head-turns": {"factor": 0.5, "kv_heads": 1, "layer_types": [D, A]},
+    "a-whole-head-turns": {"factor": 1.0, "layer_types": [D, A]},
+}
+NUM_TOKENS = 140
+
+
+def load(directory: Path, **options: Any) -> Engine:
+    options = {"buckets": (1, 2, 4), "page_size": 4, "max_model_len": 256} | options
+    return Engine.from_pretrained(directory, **options)
+
+
+def loop_of(engine: Engine) -> DecodeLoop:
+    return engine._built.loop  # type: ignore[union-attr]
+
+
+def logits_of(engine: Engine, ids: list[int], chunks: list[int]) -> Tensor:
+    """Of every row, through the engine's prefill in these chunks."""
+    from graphengine.decode.fixed_chunk import Piece
+
+    loop, done, found = loop_of(engine), 0, []
+    pages = loop.allocator.allocate(-(-len(ids) // loop.config.page_size))
+    (slot,) = loop.state_slots.allocate(1)
+    for count in chunks:
+        piece = Piece(ids, done, done + count, pages, slot)
+        found.append(loop.prefill.logits([piece], range(count)))
+        done += count
+    loop.allocator.free(pages)
+    loop.state_slots.free([slot])
+    return torch.cat(found)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+@torch.no_grad()
+def test_logits_equal_transformers(tmp_path: Path, name: str) -> None:
+    """Bug (H20 to H24): a norm's weight is read as w where it is 1 + w or the other way round, q
+    and gate are split as halves instead of by head, the wrong part of a head turns, the query has
+    no scale, or a value head reads with another key head; or a chunk begins with a stale window."""
+    directory = make_hybrid(tmp_path, **CONFIGS[name])
+    ids = token_ids(NUM_TOKENS)
+    expected = run_target(load_target(directory), ids).logits
+    with load(directory) as engine:
+        loop = loop_of(engine)
+        states = loop.prefill.pair.target.states
+        assert states is not None
+        for chunks in ([NUM_TOKENS], [1, 3, 64, 72], [63, 64, 13], [1] * 20 + [120]):
+            for tensor in states:  # who had the slot before leaves nothing (H19)
+                tensor.fill_(float("nan"))
+            found = logits_of(engine, ids, chunks)
+            error = (found - expected).abs().max() / expected.abs().max()
+            assert error < 2e-5, f"{chunks}: {error}"
+            assert torch.equal(found.argmax(-1), expected.argmax(-1))
+
+
+@pytest.mark.parametrize("name", ["three-to-one", "three-value-heads-a-key-head"])
+def test_engine_continues_as_transformers(tmp_path: Path, name: str) -> None:
+    """Bug (H01, H18, H29): requests of a batch read each other's states, or a prompt's state is
+    not what its first step begins with."""
+    directory = make_hybrid(tmp_path, **CONFIGS[name])
+    prompts = [token_ids(n, seed=n) for n in (1, 5, 16, 17, 40)]
+    model = load_target(directory)
+    with load(directory) as engine:
+        loop = loop_of(engine)
+        for chunk in (7, 2048):
+            loop.prefill = dataclasses.replace(loop.prefill, chunk=chunk)
+            results = engine.generate(prompts, max_new_tokens=24, ignore_eos=True)
+            for prompt, result in zip(prompts, results, strict=True):
+                assert result.token_ids == plain_generate(model, prompt, 24)
+
+
+@pytest.mark.parametrize("taps", [(0, 3), (1, 2)])
+def test_a_drafter_is_accepted_as_its_reference(tmp_path: Path, taps: tuple[int, ...]) -> None:
+    """Bug: what is tapped of a recurrent layer is its mixer's output, not the residual stream
+    behind its MLP: acceptance is lost without an error."""
+    target = make_hybrid(tmp_path / "t", tie=False, likely_tokens=3)
+    draft = make_drafter(tmp_path / "d", target, taps=taps, block_size=5)
+    reference = DraftReference.load(draft, load_target(target))
+    prompt = token_ids(7)
+    expected, counts = speculative_generate(reference, prompt, 60)
+    histogram = [counts.count(a) for a in range(reference.block_size)]
+    assert sum(histogram[1:]) >= 4, "the pair never agrees, the test would be vacuous"
+    with Engine.from_pretrained(target, draft, buckets=(1,), page_size=4) as engine:
+        (result,) = engine.generate(prompt, max_new_tokens=60, ignore_eos=True)
+    assert result.token_ids == expected[:60]
+    assert result.metrics.acceptance.steps_by_accepted == histogram
+
+
+def test_published_files(tmp_path: Path) -> None:
+    """Bug: a vision-language checkpoint's names are not found, its vision and MTP tensors are
+    refused or loaded, or another tensor that nobody knows is passed over."""
+    text = make_hybrid(tmp_path / "text", layer_types=[D, A], tie=False)
+    config = json.loads((text / "config.json").read_text())
+    tensors = load_file(text / "model.safetensors")
+    whole = tmp_path / "whole"
+    whole.mkdir()
+    for file in text.iterdir():
+        if file.name not in ("config.json", "model.safetensors"):
+            (whole / file.name).write_bytes(file.read_bytes())
+    renamed = {name.replace("model.", "model.language_model.", 1): t for name, t in tensors.items()}
+    renamed |= {"model.visual.patch_embed.weight": torch.ones(3), "mtp.fc.weight": torch.ones(2)}
+    save_file(renamed, whole / "model.safetensors")
+    outer = {
+        "architectures": ["Qwen3_5ForConditionalGeneration"],
+        "model_type": "qwen3_5",
+        "text_config": config,
+        "vision_config": {"depth": 2},
+        "tie_word_embeddings": False,
+    }
+    (whole / "config.json").write_text(json.dumps(outer))
+    prompt = token_ids(9)
+    with load(text) as engine, load(whole) as published:
+        expected = engine.generate(prompt, max_new_tokens=8, ignore_eos=True)[0].token_ids
+        assert published.generate(prompt, max_new_tokens=8, ignore_eos=True)[0].token_ids == (
+            expected
+        )
+    renamed["model.language_model.layers.0.linear_attn.other"] = torch.ones(2)
+    save_file(renamed, whole / "model.safetensors")
+    with pytest.raises(ValueError, match=r"linear_attn\.other"):
+        load(whole)
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"rope_parameters": None}, "rope_theta"),
+        ({"attn_output_gate": False}, "attn_output_gate false"),
+        ({"output_gate_type": "sigmoid"}, "output_gate_type 'sigmoid'"),
+        ({"linear_conv_kernel_dim": 3}, "linear_conv_kernel_dim 3"),
+        ({"linear_value_head_dim": 32}, "linear_value_head_dim 32"),
+        ({"linear_num_value_heads": 5}, "linear_num_value_heads 5"),
+        ({"mamba_ssm_dtype": "bfloat16"}, "mamba_ssm_dtype 'bfloat16'"),
+        ({"attention_bias": True}, "attention_bias true"),
+        ({"layer_types": [D, "sliding_attention"]}, "sliding_attention"),
+        ({"layer_types": [D, D]}, "no layer has full_attention"),
+        ({"full_attention_interval": 1}, "full_attention_interval 1 disagree"),
+        ({"model_type": "qwen4_exp"}, "model_type 'qwen4_exp'"),
+    ],
+)
+def test_what_would_change_the_result_is_refused(
+    tmp_path: Path, change: dict[str, Any], text: str
+) -> None:
+    """Bug: a key that engines read differently is passed over, and the text is another model's."""
+    directory = make_hybrid(tmp_path, layer_types=[D, A], tokenizer=False)
+    edit_config(directory, lambda values: values | change)
+    with pytest.raises(ValueError, match=text):
+        ModelConfig.from_hf(json.loads((directory / "config.json").read_text()))
+
+
+def test_two_places_for_the_tie_must_agree(tmp_path: Path) -> None:
+    """Bug (H26): the head of a published file is tied by one key and its own by the other."""
+    directory = make_hybrid(tmp_path, layer_types=[D, A], tokenizer=False)
+    text = json.loads((directory / "config.json").read_text())
+    outer = {"model_type": "qwen3_5", "text_config": text, "tie_word_embeddings": False}
+    with pytest.raises(ValueError, match="tie_word_embeddings is False"):
+        ModelConfig.from_hf(outer)

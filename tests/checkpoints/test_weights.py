@@ -18,6 +18,7 @@ from torch import Tensor
 from graphengine.checkpoints.weights import Checkpoint, RandomSource, draft_weights, target_weights
 from graphengine.config.draft_formats import parse_draft
 from graphengine.config.model import ModelConfig
+from graphengine.models.attention import AttentionWeights
 from graphengine.models.decoder import Weights
 from graphengine.models.dflash import DraftWeights
 from graphengine.models.weight import Weight, norm
@@ -69,14 +70,15 @@ def test_every_tensor_arrives(target: Path, drafter: Path) -> None:
     """Bug: a tensor is packed at the wrong rows, or the context projection takes the wrong ones."""
     files, weights = load_file(target / "model.safetensors"), load_target(target)
     for i, layer in enumerate(weights.layers):
-        attention = f"model.layers.{i}.self_attn."
-        for kind, packed in (("weight", layer.mixer.qkv_ED), ("bias", layer.mixer.qkv_bias_E)):
+        attention, mixer = f"model.layers.{i}.self_attn.", layer.mixer
+        assert isinstance(mixer, AttentionWeights)
+        for kind, packed in (("weight", mixer.qkv_ED), ("bias", mixer.qkv_bias_E)):
             parts = [files[f"{attention}{name}_proj.{kind}"] for name in "qkv"]
             assert packed is not None
             torch.testing.assert_close(packed, torch.cat(parts), atol=0, rtol=0)
-        assert same(layer.mixer.o_DF, files[f"{attention}o_proj.weight"])
-        assert layer.mixer.o_bias_D is not None
-        assert torch.equal(layer.mixer.o_bias_D, files[f"{attention}o_proj.bias"])
+        assert same(mixer.o_DF, files[f"{attention}o_proj.weight"])
+        assert mixer.o_bias_D is not None
+        assert torch.equal(mixer.o_bias_D, files[f"{attention}o_proj.bias"])
         mlp = [files[f"model.layers.{i}.mlp.{name}_proj.weight"] for name in ("gate", "up")]
         assert same(layer.ffn.gate_up_JD, torch.cat(mlp))
     drafts, own = load_drafter(drafter), load_file(drafter / "model.safetensors")

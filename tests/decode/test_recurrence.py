@@ -116,7 +116,7 @@ def test_states_are_those_of_single_steps(pair: Pair) -> None:
 
     model = load_target(pair.target)
     for start in (max(plain), len(prompt)):
-        cache = DynamicCache(config=model.config)
+        cache: Any = DynamicCache(config=model.config)
         ids = (prompt + pair.plain(prompt))[:start]
         model(torch.tensor([ids]), past_key_values=cache, use_cache=True)
         for index, layer in enumerate((0, 2)):

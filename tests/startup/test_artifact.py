@@ -122,8 +122,8 @@ def test_what_one_start_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
     longer = replace(draft, block_size=8)
     assert artifact.engine_parts(config, target, longer)["draft"] != base["draft"]
     assert artifact.engine_parts(config, target, None)["draft"] == "none"
-    changed = ((layers, "rms_norm"), (accept, "NUM_RESULTS"), (segments, "force_acceptance_"))
-    for owner, name in changed:
+    named = ((layers, "rms_norm"), (accept, "NUM_RESULTS"), (segments, "force_acceptance_"))
+    for owner, name in named:
         with monkeypatch.context() as patch:
             patch.setattr(owner, name, None)
             assert artifact.engine_parts(config, target, draft)["code"] != base["code"]

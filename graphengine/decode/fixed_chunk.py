@@ -103,6 +103,7 @@ class FixedChunk:
         target, width = pair.target, pair.width
         config, new_zeros = target.config, target.kv_pool.new_zeros
         self.size, self.is_long = size, is_long
+        self._recurs = target.states is not None
         self.block = chunk_attention.BLOCK if is_long else BLOCK
         blocks = size // self.block
         most = 1 if is_long else min(blocks, MOST_PROMPTS, max(pair.config.buckets))
@@ -183,7 +184,8 @@ class FixedChunk:
             sent.end_B[block:behind] = end
             sent.owner_B[block:behind] = k
             sent.last_R[k] = first + end - begin - 1
-            sent.pieces_4R[:, k] = as_int32([first, first + end - begin, begin, state_slot])
+            if self._recurs:
+                sent.pieces_4R[:, k] = as_int32([first, first + end - begin, begin, state_slot])
             sent.pages_RW[k, : len(pages)] = as_int32(pages)
             block = behind
         used = host_X.numel() - (self.num_prompts - len(pieces)) * sent.pages_RW.shape[1]

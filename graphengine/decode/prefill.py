@@ -178,8 +178,10 @@ class Prefill:
         last_rows = torch.tensor(lengths).cumsum(0) - 1
         rows = Rows(*map(self._upload, map(torch.cat, (ids, positions, slots))))
         logit_rows_R = self._upload(torch.tensor(at) if at else last_rows)
-        known = lengths, [piece.begin for piece in pieces], [piece.state_slot for piece in pieces]
-        recurrent = Pieces(*self._upload(pieces_of(*known)))
+        recurrent = None
+        if self.pair.target.states is not None:
+            begins, state_slots = zip(*((p.begin, p.state_slot) for p in pieces), strict=True)
+            recurrent = Pieces(*self._upload(pieces_of(lengths, begins, state_slots)))
         layout = Layout.build(lengths, [piece.end for piece in pieces], pages, size)
         with names.range_("plan"):
             self.attention.plan(layout)
@@ -200,7 +202,7 @@ class Prefill:
         self._run_chains(Rows(zeros_T, zeros_T, zeros_T), zeros_T[:1], unplanned, nothing)
 
     def _run_chains(
-        self, rows: Rows, logit_rows_R: Tensor, attention: Attention, pieces: Pieces
+        self, rows: Rows, logit_rows_R: Tensor, attention: Attention, pieces: Pieces | None
     ) -> Tensor:
         """The target over these rows and the drafter's context of them -> logits_RV."""
         target = self.pair.target

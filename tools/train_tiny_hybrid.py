@@ -1,0 +1,480 @@
+"""Makes the bundled tiny hybrid pair out of the bundled dense one, on a CPU, in half an hour.
+
+Six of the dense target's eight attentions are replaced by Gated-DeltaNet mixers, the other two get
+a gate; everything else is kept, so little has to be learnt:
+
+1. each new mixer imitates the attention that it replaces, on the dense target's own activations;
+2. the whole model learns the corpus' answers, its layers' outputs held to the dense target's;
+3. the dense pair's drafter learns the hybrid's taps (random anchors, block mask, as train_tiny.py).
+
+    python tools/train_tiny_hybrid.py --out graphengine/assets/tiny-hybrid --seconds 2400
+    python tools/train_tiny_hybrid.py --out out/tiny-hybrid --seconds 60 --exchanges 4000
+
+The last line of the output is one JSON object. What was saved is evaluated by transformers' model
+of the target and a dense decoding loop that shares no code with the engine.
+
+Legend: B batch, T tokens, D hidden, N / K heads / head dim of the recurrence.
+Source: Gated Delta Networks (arXiv 2412.06464); DFlash (arXiv 2602.06036).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import shutil
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
+from tiny_corpus import CATEGORIES, heldout_set
+from tiny_drafter import Attention, Drafter, Layer, Mlp, Target, decode, rope, rotate
+from tokenizers import Tokenizer
+from torch import Tensor, nn
+from train_tiny import (
+    BLOCK_SIZE,
+    DRAFT,
+    END_OF_TEXT,
+    GAMMA,
+    IM_END,
+    TAPS,
+    TARGET,
+    Stream,
+    make_corpus,
+    make_stream,
+    optimizer_for,
+    prompt_text,
+    token_id,
+)
+
+DENSE = Path(__file__).parents[1] / "graphengine" / "assets" / "tiny"
+RECURRENT, PAGED = "linear_attention", "full_attention"
+LAYER_TYPES = (RECURRENT, RECURRENT, RECURRENT, PAGED) * 2
+KEY_HEADS, VALUE_HEADS, WIDTH, NUM_TAPS, CHUNK = 2, 4, 32, 4, 64
+KEYS, VALUES = KEY_HEADS * WIDTH, VALUE_HEADS * WIDTH
+
+
+class OffsetNorm(nn.Module):
+    """RMS norm times `1 + w`."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, x.shape[-1:], 1 + self.weight, TARGET.rms_norm_eps)
+
+
+class GatedDelta(nn.Module):
+    """A Gated-DeltaNet mixer; parameter names are those of published files."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        hidden, channels = TARGET.hidden_size, 2 * KEYS + VALUES
+        self.in_proj_qkv = nn.Linear(hidden, channels, bias=False)
+        self.in_proj_z = nn.Linear(hidden, VALUES, bias=False)
+        self.in_proj_b = nn.Linear(hidden, VALUE_HEADS, bias=False)
+        self.in_proj_a = nn.Linear(hidden, VALUE_HEADS, bias=False)
+        self.conv1d = nn.Conv1d(channels, channels, NUM_TAPS, groups=channels, bias=False)
+        self.dt_bias = nn.Parameter(torch.zeros(VALUE_HEADS))
+        # Decays of 0.7, 0.07, 0.007 and 0.0007 a token at softplus(0): half a word to a chat.
+        self.A_log = nn.Parameter(torch.logspace(0, -3, VALUE_HEADS).log())
+        self.norm = nn.Module()
+        self.norm.weight = nn.Parameter(torch.ones(WIDTH))
+        self.out_proj = nn.Linear(VALUES, hidden, bias=False)
+        for name, parameter in self.named_parameters():
+            if parameter.ndim == 2:
+                nn.init.normal_(parameter, std=parameter.shape[1] ** -0.5)
+            elif "conv1d" in name:
+                nn.init.normal_(parameter, std=0.3)
+                parameter.data[:, :, -1] += 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        m = F.pad(self.in_proj_qkv(x).mT, (NUM_TAPS - 1, 0))
+        q, k, v = F.silu(self.conv1d(m)).mT.split([KEYS, KEYS, VALUES], -1)
+        q, k = (self._keys(part) for part in (q, k))
+        g = -self.A_log.exp() * F.softplus(self.in_proj_a(x) + self.dt_bias)
+        beta = self.in_proj_b(x).sigmoid()
+        v = v.unflatten(-1, (VALUE_HEADS, WIDTH)).transpose(1, 2)
+        o = delta_rule(q * WIDTH**-0.5, k, v, g.mT, beta.mT).transpose(1, 2)
+        o = F.rms_norm(o, (WIDTH,), self.norm.weight, TARGET.rms_norm_eps)
+        return self.out_proj(o.flatten(2) * F.silu(self.in_proj_z(x)))
+
+    def _keys(self, flat: Tensor) -> Tensor:
+        x = flat.unflatten(-1, (KEY_HEADS, WIDTH))
+        x = x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6)
+        return x.repeat_interleave(VALUE_HEADS // KEY_HEADS, 2).transpose(1, 2)
+
+
+def delta_rule(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
+    """Outputs [B, N, T, K] of the gated delta rule from a zero state, chunk by chunk: q, k, v
+    [B, N, T, K], g and beta [B, N, T]."""
+    state, found = v.new_zeros(*v.shape[:2], WIDTH, WIDTH), []
+    parts = (x.split(CHUNK, 2) for x in (q, k, v, g, beta))
+    for qc, kc, vc, gc, bc in zip(*parts, strict=True):
+        total = gc.cumsum(-1)
+        length = total.shape[-1]
+        order = torch.ones(length, length, dtype=torch.bool).tril()
+        apart = total[..., :, None] - total[..., None, :]
+        decay = apart.masked_fill(~order, -torch.inf).exp()
+        fading = total.exp()[..., None]
+        behind = (bc[..., None] * (kc @ kc.mT) * decay).tril(-1)
+        wanted = bc[..., None] * (vc - fading * (kc @ state))
+        update = torch.linalg.solve_triangular(
+            behind + torch.eye(length), wanted, upper=False, unitriangular=True
+        )
+        found.append(fading * (qc @ state) + ((qc @ kc.mT) * decay) @ update)
+        left = (total[..., -1:] - total).exp()[..., None]
+        state = fading[..., -1:, :] * state + (left * kc).mT @ update
+    return torch.cat(found, 2)
+
+
+class GatedAttention(Attention):
+    """The dense pair's attention with a gate on what it gives."""
+
+    def __init__(self) -> None:
+        super().__init__(TARGET)
+        hidden, heads, width = TARGET.hidden_size, TARGET.num_attention_heads, TARGET.head_dim
+        self.q_proj = nn.Linear(hidden, 2 * heads * width, bias=False)
+        self.q_norm, self.k_norm = OffsetNorm(width), OffsetNorm(width)
+
+    def mix(self, x: Tensor, cos_sin: tuple[Tensor, Tensor]) -> Tensor:
+        """The gated attention of x [B, T, D]."""
+        both = self.q_proj(x).unflatten(-1, (-1, 2 * self.head_dim))
+        q, gate = both.chunk(2, -1)
+        k, v = self.kv(x, cos_sin)
+        k, v = (t.repeat_interleave(self.groups, 2).transpose(1, 2) for t in (k, v))
+        q = rotate(self.q_norm(q), cos_sin).transpose(1, 2)
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
+        return self.o_proj((out * gate.sigmoid()).flatten(2))
+
+
+class HybridLayer(nn.Module):
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.input_layernorm = OffsetNorm(TARGET.hidden_size)
+        if kind == RECURRENT:
+            self.linear_attn = GatedDelta()
+        else:
+            self.self_attn = GatedAttention()
+        self.post_attention_layernorm = OffsetNorm(TARGET.hidden_size)
+        self.mlp = Mlp(TARGET)
+
+    def forward(self, x: Tensor, cos_sin: tuple[Tensor, Tensor]) -> Tensor:
+        h = self.input_layernorm(x)
+        is_paged = hasattr(self, "self_attn")
+        x = x + (self.self_attn.mix(h, cos_sin) if is_paged else self.linear_attn(h))
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+class Hybrid(nn.Module):
+    """The target; parameter names are those of the file."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = nn.Module()
+        self.model.embed_tokens = nn.Embedding(TARGET.vocab_size, TARGET.hidden_size)
+        self.model.layers = nn.ModuleList(map(HybridLayer, LAYER_TYPES))
+        self.model.norm = OffsetNorm(TARGET.hidden_size)
+
+    def layers(self, ids: Tensor) -> list[Tensor]:
+        """Outputs of every layer, [B, T, D]."""
+        x, found = self.model.embed_tokens(ids), []
+        cos_sin = rope(torch.arange(ids.shape[1])[None], TARGET)
+        for layer in self.model.layers:
+            x = layer(x, cos_sin)
+            found.append(x)
+        return found
+
+    def head(self, h: Tensor) -> Tensor:
+        """Logits of a last layer's outputs."""
+        return F.linear(self.model.norm(h), self.model.embed_tokens.weight)
+
+
+@torch.no_grad()
+def begin(dense: Target) -> Hybrid:
+    """The dense target's weights where there is a place for them. A gate of zeros halves what
+    attention gives, so its projection back is doubled."""
+    hybrid, known = Hybrid(), dict(dense.named_parameters())
+    width = TARGET.head_dim
+    for name, parameter in hybrid.named_parameters():
+        if "linear_attn" in name:
+            continue
+        given = known[name]
+        if name.endswith("norm.weight"):
+            given = given - 1
+        elif "q_proj" in name:
+            heads = given.unflatten(0, (-1, width))
+            given = torch.cat([heads, 0.02 * torch.randn_like(heads)], 1).flatten(0, 1)
+        elif "o_proj" in name:
+            given = 2 * given
+        parameter.copy_(given)
+    return hybrid
+
+
+def batches(stream: Stream, args: argparse.Namespace, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """(ids, labels) [B, T] of packed chats; labels are -100 where nobody answers."""
+    generator = torch.Generator().manual_seed(seed)
+    while True:
+        chosen = torch.randint(len(stream.starts), (args.rows,), generator=generator)
+        at = (stream.starts[chosen][:, None] + torch.arange(args.width + 1)) % len(stream.tokens)
+        ids, is_answer = stream.tokens[at], stream.is_answer[at[:, 1:]]
+        yield ids[:, :-1], torch.where(is_answer, ids[:, 1:], -100)
+
+
+def paced(seconds: float, lr: float, optimizer: torch.optim.Optimizer) -> Iterator[int]:
+    """Steps for so long, the rate warming up and falling to zero by a cosine."""
+    began, step, share = time.monotonic(), 0, 0.0
+    while share < 1:
+        for group in optimizer.param_groups:
+            warm = min(1.0, (step + 1) / 20)
+            group["lr"] = lr * warm * 0.5 * (1 + math.cos(math.pi * share))
+        yield step
+        step, share = step + 1, (time.monotonic() - began) / seconds
+
+
+def update(module: nn.Module, optimizer: torch.optim.Optimizer, loss: Tensor) -> None:
+    optimizer.zero_grad(set_to_none=True)
+    loss.backward()
+    nn.utils.clip_grad_norm_(module.parameters(), 1.0)
+    optimizer.step()
+
+
+def imitate(dense: Target, hybrid: Hybrid, stream: Stream, args: argparse.Namespace) -> float:
+    """Stage 1: returns the mean share of the attentions' variance that is not explained."""
+    mixers = {
+        i: x.linear_attn for i, x in enumerate(hybrid.model.layers) if hasattr(x, "linear_attn")
+    }
+    module = nn.ModuleList(mixers.values())
+    optimizer = optimizer_for(module, args.lr, "cpu")
+    source, average = batches(stream, args, 1), 0.0
+    for step in paced(args.seconds * 0.2, args.lr, optimizer):
+        ids, _ = next(source)
+        with torch.no_grad():
+            x, seen = dense.model.embed_tokens(ids), {}
+            cos_sin = rope(torch.arange(ids.shape[1])[None], TARGET)
+            for i, layer in enumerate(dense.model.layers):
+                assert isinstance(layer, Layer)
+                h = layer.input_layernorm(x)
+                attended = layer.self_attn.attend(
+                    layer.self_attn.q(h, cos_sin), *layer.self_attn.kv(h, cos_sin), None
+                )
+                seen[i] = h, attended
+                x = x + attended
+                x = x + layer.mlp(layer.post_attention_layernorm(x))
+        losses = [
+            F.mse_loss(mixer(seen[i][0]), seen[i][1]) / seen[i][1].var()
+            for i, mixer in mixers.items()
+        ]
+        loss = torch.stack(losses).mean()
+        update(module, optimizer, loss)
+        average = loss.item() if not step else 0.95 * average + 0.05 * loss.item()
+        if step % 20 == 0:
+            print(
+                f"imitate {step}: {average:.3f} {[round(x.item(), 2) for x in losses]}", flush=True
+            )
+    return average
+
+
+def learn(dense: Target, hybrid: Hybrid, stream: Stream, args: argparse.Namespace) -> float:
+    """Stage 2: returns the loss of the answers' tokens."""
+    optimizer = optimizer_for(hybrid, args.lr / 2, "cpu")
+    source, average = batches(stream, args, 2), 0.0
+    for step in paced(args.seconds * 0.5, args.lr / 2, optimizer):
+        ids, labels = next(source)
+        with torch.no_grad():
+            _, taps = dense(ids, range(len(LAYER_TYPES)))
+            assert taps is not None
+            wanted = taps.chunk(len(LAYER_TYPES), -1)
+        found = hybrid.layers(ids)
+        answers = F.cross_entropy(hybrid.head(found[-1]).flatten(0, 1), labels.flatten())
+        apart = [F.mse_loss(a, b) / b.var() for a, b in zip(found, wanted, strict=True)]
+        update(hybrid, optimizer, answers + args.hold * torch.stack(apart).mean())
+        average = answers.item() if not step else 0.95 * average + 0.05 * answers.item()
+        if step % 20 == 0:
+            print(f"learn {step}: {average:.4f} apart {torch.stack(apart).mean():.3f}", flush=True)
+    return average
+
+
+def train_drafter(
+    hybrid: Hybrid, drafter: Drafter, stream: Stream, args: argparse.Namespace, mask: int
+) -> float:
+    """Stage 3: returns the weighted loss of slots 1 .. 15."""
+    optimizer = optimizer_for(drafter, args.lr / 3, "cpu")
+    offsets = torch.arange(1, BLOCK_SIZE)
+    weights, average = torch.exp(-(offsets - 1) / GAMMA), 0.0
+    source, generator = batches(stream, args, 3), torch.Generator().manual_seed(4)
+    for step in paced(args.seconds * 0.3, args.lr / 3, optimizer):
+        ids, labels = next(source)
+        with torch.no_grad():
+            taps = torch.cat([x for i, x in enumerate(hybrid.layers(ids)) if i in TAPS], -1)
+            is_answer = torch.cat([torch.zeros(len(ids), 1).bool(), labels[:, :-1] >= 0], 1)
+            draw = torch.rand(is_answer.shape, generator=generator)
+            count = args.width // BLOCK_SIZE
+            anchors = draw.masked_fill(~is_answer, -1.0).topk(count, 1).indices
+            at = anchors[..., None] + offsets
+            inside = at < args.width
+            at = at.clamp(max=args.width - 1)
+            same = is_answer[:, None].expand(-1, count, -1).gather(2, at)
+            goes_on = (same & inside).long().cumprod(-1).bool()
+            wanted = ids[:, None].expand(-1, count, -1).gather(2, at)
+            wanted = wanted.masked_fill(~goes_on, -100)
+            blocks = torch.full((len(ids), count, BLOCK_SIZE), mask)
+            blocks[..., 0] = ids.gather(1, anchors)
+            embedded = hybrid.model.embed_tokens(blocks)
+        hidden = drafter(taps, anchors, embedded)[:, :, 1:]
+        logits = F.linear(hidden, hybrid.model.embed_tokens.weight)
+        losses = F.cross_entropy(logits.flatten(0, 2), wanted.flatten(), reduction="none")
+        weight = weights.expand_as(wanted) * (wanted >= 0)
+        loss = (losses.view_as(weight) * weight).sum() / weight.sum()
+        update(drafter, optimizer, loss)
+        average = loss.item() if not step else 0.95 * average + 0.05 * loss.item()
+        if step % 20 == 0:
+            print(f"drafter {step}: {average:.4f}", flush=True)
+    return average
+
+
+# ---- checkpoints and evaluation ---------------------------------------------------------------
+
+
+def save(module: nn.Module, folder: Path, config: dict[str, Any]) -> None:
+    """bfloat16, and from there on the training goes by what was saved."""
+    folder.mkdir(parents=True, exist_ok=True)
+    rounded = {name: p.detach().bfloat16().contiguous() for name, p in module.named_parameters()}
+    save_file(rounded, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    with torch.no_grad():
+        for name, parameter in module.named_parameters():
+            parameter.copy_(rounded[name].float())
+
+
+def target_config(stop: int) -> dict[str, Any]:
+    """As published text-only files have it."""
+    s = TARGET
+    return {
+        "architectures": ["Qwen3_5ForCausalLM"],
+        "model_type": "qwen3_5_text",
+        "attention_bias": False,
+        "attn_output_gate": True,
+        "dtype": "bfloat16",
+        "eos_token_id": stop,
+        "head_dim": s.head_dim,
+        "hidden_act": "silu",
+        "hidden_size": s.hidden_size,
+        "intermediate_size": s.intermediate_size,
+        "layer_types": list(LAYER_TYPES),
+        "linear_conv_kernel_dim": NUM_TAPS,
+        "linear_key_head_dim": WIDTH,
+        "linear_num_key_heads": KEY_HEADS,
+        "linear_num_value_heads": VALUE_HEADS,
+        "linear_value_head_dim": WIDTH,
+        "mamba_ssm_dtype": "float32",
+        "max_position_embeddings": 4096,
+        "num_attention_heads": s.num_attention_heads,
+        "num_hidden_layers": s.num_hidden_layers,
+        "num_key_value_heads": s.num_key_value_heads,
+        "rms_norm_eps": s.rms_norm_eps,
+        "rope_parameters": {
+            "mrope_interleaved": True,
+            "mrope_section": [11, 11, 10],
+            "partial_rotary_factor": 1.0,
+            "rope_theta": s.rope_theta,
+            "rope_type": "default",
+        },
+        "tie_word_embeddings": True,
+        "vocab_size": s.vocab_size,
+    }
+
+
+class Theirs:
+    """transformers' model of a saved target, as `tiny_drafter.decode` calls one."""
+
+    def __init__(self, folder: Path) -> None:
+        from transformers import AutoModelForCausalLM
+
+        self._model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+        self.model = self._model.model
+
+    def __call__(self, ids: Tensor, taps: Sequence[int]) -> tuple[Tensor, Tensor]:
+        out = self.model(ids, output_hidden_states=True, use_cache=False)
+        features = [out.hidden_states[tap + 1] for tap in taps]
+        return out.last_hidden_state, torch.cat(features, -1)
+
+    def head(self, h: Tensor) -> Tensor:
+        """Logits of final hidden states."""
+        return self._model.lm_head(h)
+
+
+def evaluate(out: Path, count: int, limit: int) -> dict[str, Any]:
+    """Greedy decoding of held-out prompts with the saved pair."""
+    tokenizer = Tokenizer.from_file(str(out / "target" / "tokenizer.json"))
+    target: Any = Theirs(out / "target")
+    drafter = Drafter(DRAFT, len(TAPS), BLOCK_SIZE)
+    drafter.load_state_dict(load_file(out / "draft" / "model.safetensors"))
+    steps, found = torch.zeros(BLOCK_SIZE, dtype=torch.int64), {}
+    for category in CATEGORIES:
+        chosen = [ex for ex in heldout_set() if ex.category == category][:count]
+        answers, accepted, _ = decode(
+            target,
+            drafter.requires_grad_(False),
+            TAPS,
+            [tokenizer.encode(prompt_text(ex.prompt)).ids for ex in chosen],
+            stop=token_id(tokenizer, IM_END),
+            mask_token=tokenizer.get_vocab_size(),
+            limit=limit,
+        )
+        texts = [tokenizer.decode(answer) for answer in answers]
+        right = sum(text == ex.answer for text, ex in zip(texts, chosen, strict=True))
+        mean = float((accepted * torch.arange(1, BLOCK_SIZE + 1)).sum() / accepted.sum())
+        found[category] = {
+            "exact_answers": round(right / len(chosen), 3),
+            "mean_acceptance_length": round(mean, 3),
+        }
+        print(category, found[category], repr(texts[0][:200]), flush=True)
+        steps += accepted
+    mean = float((steps * torch.arange(1, BLOCK_SIZE + 1)).sum() / steps.sum())
+    return {"mean_acceptance_length": round(mean, 3), "categories": found}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--out", type=Path, required=True, help="gets target/ and draft/")
+    parser.add_argument("--seconds", type=float, default=2400, help="of training in all")
+    parser.add_argument("--exchanges", type=int, default=60_000)
+    parser.add_argument("--rows", type=int, default=8, help="chats of a step")
+    parser.add_argument("--width", type=int, default=256, help="tokens of a chat")
+    parser.add_argument("--lr", type=float, default=3e-3)
+    parser.add_argument("--hold", type=float, default=0.5, help="weight of the dense outputs")
+    parser.add_argument("--eval-prompts", type=int, default=8, help="of each category")
+    parser.add_argument("--max-new-tokens", type=int, default=120)
+    args = parser.parse_args()
+    torch.manual_seed(0)
+    tokenizer = Tokenizer.from_file(str(DENSE / "target" / "tokenizer.json"))
+    stream = make_stream(tokenizer, make_corpus(7, args.exchanges), 7)
+    dense = Target(TARGET).requires_grad_(False)
+    dense.load_state_dict(load_file(DENSE / "target" / "model.safetensors"))
+    hybrid, report = begin(dense), {}
+    report["imitation_loss"] = imitate(dense, hybrid, stream, args)
+    report["target_loss"] = learn(dense, hybrid, stream, args)
+    stop, mask = token_id(tokenizer, IM_END), tokenizer.get_vocab_size()
+    save(hybrid, args.out / "target", target_config(stop))
+    for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
+        shutil.copy(DENSE / "target" / name, args.out / "target" / name)
+    shutil.copy(DENSE / "target" / "chat_template.jinja", args.out / "target")
+    drafter = Drafter(DRAFT, len(TAPS), BLOCK_SIZE)
+    drafter.load_state_dict(load_file(DENSE / "draft" / "model.safetensors"))
+    report["draft_loss"] = train_drafter(hybrid, drafter, stream, args, mask)
+    save(drafter, args.out / "draft", json.loads((DENSE / "draft" / "config.json").read_text()))
+    assert token_id(tokenizer, END_OF_TEXT) != mask
+    report |= evaluate(args.out, args.eval_prompts, args.max_new_tokens)
+    print(json.dumps({k: round(v, 4) if isinstance(v, float) else v for k, v in report.items()}))
+
+
+if __name__ == "__main__":
+    main()

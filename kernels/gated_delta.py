@@ -28,9 +28,12 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from graphengine.kernels.qk_norm_rope import sum_partials
+from graphengine.kernels.gated_delta_kernels import commit_kernel, verify_kernel
+from graphengine.kernels.interpreter import INTERPRET
+from graphengine.kernels.launch import on_grid
+from graphengine.kernels.qk_norm_rope import sum_partials, supports_pdl
 
-NUM_TAPS = 4
+NUM_TAPS, NUM_WARPS = 4, 4
 EPS = 1e-6  # of the keys' and queries' norm; never rms_norm_eps
 
 
@@ -108,10 +111,69 @@ def gated_delta_verify_(
         out_TNV: model dtype.
     Mutates: records, out_TNV. Never the windows and states.
     """
-    gated_delta_verify_reference_(
-        *(projected, conv_C4, a_log_N, dt_bias_N, windows_S3C, states_SNVK, slots_B, records),
+    tensors = projected, conv_C4, a_log_N, dt_bias_N, windows_S3C, states_SNVK, slots_B
+    num_splits = projected.shape[0] if projected.dim() == 3 else 1
+    (N, K), (B, G) = out_TNV.shape[1:], records.kv_BGJ.shape[:2]
+    check_shapes(projected, windows_S3C, states_SNVK, out_TNV, B * G)
+    if not (projected.is_cuda or INTERPRET):
+        gated_delta_verify_reference_(*tensors, records, out_TNV)
+        return
+    dense = (*tensors[1:], *records, out_TNV)
+    if projected.stride(-1) != 1 or not all(x.is_contiguous() for x in dense):
+        raise ValueError("all but projected must be contiguous, and projected in its last dim")
+    tile = value_tile(K, B * N)
+    pdl = supports_pdl(projected.device)
+    on_grid(verify_kernel, (N * (K // tile), B))(
+        *tensors,
+        *records,
         out_TNV,
+        projected.stride(-2),
+        projected.stride(0) if num_splits > 1 else 0,
+        K**-0.5,
+        G=G,
+        N=N,
+        NK=(windows_S3C.shape[-1] // K - N) // 2,
+        K=K,
+        BV=tile,
+        Z=num_splits,
+        PDL=pdl,
+        num_warps=NUM_WARPS,
+        **({"launch_pdl": True} if pdl else {}),
     )
+
+
+def value_tile(head_dim: int, num_states: int) -> int:
+    """Rows of a state in a program: a quarter where there are few states, so that a batch of one
+    fills an H200 (32 heads: 128 programs); half of it where there are many. Tiles change no
+    result: a row of a state is worked on alone."""
+    return max(head_dim // (4 if num_states <= 64 else 2), min(head_dim, 16))
+
+
+def check_shapes(
+    projected: torch.Tensor,
+    windows_S3C: torch.Tensor,
+    states_SNVK: torch.Tensor,
+    out_TNV: torch.Tensor,
+    num_rows: int,
+) -> None:
+    """Raises: ValueError for shapes and dtypes that do not belong together."""
+    (T, N, V), C = out_TNV.shape, windows_S3C.shape[-1]
+    if projected.shape[-2:] != (num_rows, C + N * V + 2 * N) or num_rows != T:
+        raise ValueError(
+            f"projected {tuple(projected.shape)}, out {tuple(out_TNV.shape)}: need {num_rows} rows "
+            f"of {C + N * V + 2 * N} columns [q | k | v | z | b | a] for {C} channels"
+        )
+    if states_SNVK.shape[1:] != (N, V, V) or states_SNVK.dtype != torch.float32:
+        raise ValueError(
+            f"states are {states_SNVK.dtype} {tuple(states_SNVK.shape)}; need float32 "
+            f"[S, {N}, {V}, {V}]"
+        )
+    wanted = torch.float32 if projected.dim() == 3 else windows_S3C.dtype
+    if projected.dtype != wanted or out_TNV.dtype != windows_S3C.dtype:
+        raise ValueError(
+            f"projected {projected.dtype}, windows {windows_S3C.dtype}, out {out_TNV.dtype}: use "
+            "one, or float32 for partial sums"
+        )
 
 
 def gated_delta_verify_reference_(
@@ -159,8 +221,31 @@ def gated_delta_commit_(
         start_B: int32, committed tokens now; n outside 0 .. G is cut to it.
     Mutates: windows and states of the slots; those with n = 0 stay as they are, to the bit.
     """
-    gated_delta_commit_reference_(
-        records_L, windows_LS3C, states_LSNVK, slots_B, first_positions_B, start_B
+    tensors = windows_LS3C, states_LSNVK, slots_B
+    if not (states_LSNVK.is_cuda or INTERPRET):
+        gated_delta_commit_reference_(records_L, *tensors, first_positions_B, start_B)
+        return
+    if not all(x.is_contiguous() for x in (*records_L, *tensors, start_B)):
+        raise ValueError("records, windows, states, slots and start must be contiguous")
+    L, S, N, K = states_LSNVK.shape[:4]
+    B, G = records_L.kv_BGJ.shape[1:3]
+    tile, pdl = value_tile(K, B * N), supports_pdl(states_LSNVK.device)
+    on_grid(commit_kernel, (L * N * (K // tile), B))(
+        *records_L,
+        *tensors,
+        first_positions_B,
+        start_B,
+        first_positions_B.stride(0),
+        B,
+        S,
+        G=G,
+        N=N,
+        NK=(windows_LS3C.shape[-1] // K - N) // 2,
+        K=K,
+        BV=tile,
+        PDL=pdl,
+        num_warps=NUM_WARPS,
+        **({"launch_pdl": True} if pdl else {}),
     )
 
 

@@ -21,9 +21,23 @@ from typing import NamedTuple
 
 import torch
 
-from graphengine.kernels.gated_delta import NUM_TAPS, convolve, heads_of, take_apart
+from graphengine.kernels.gated_delta import (
+    NUM_TAPS,
+    check_shapes,
+    convolve,
+    heads_of,
+    take_apart,
+)
+from graphengine.kernels.gated_delta_prefill_kernels import (
+    prepare_kernel,
+    scan_kernel,
+    window_kernel,
+)
+from graphengine.kernels.interpreter import INTERPRET
+from graphengine.kernels.launch import on_grid
+from graphengine.kernels.qk_norm_rope import supports_pdl
 
-CHUNK = 64
+CHUNK = 32  # of 64 rows the tiles do not fit a Hopper multiprocessor
 
 
 class Pieces(NamedTuple):
@@ -47,11 +61,54 @@ def gated_delta_prefill_(
 ) -> None:
     """Outputs of every piece's rows, and its slot's window and state behind them.
 
-    Args: as for `gated_delta_verify_`; rows of no piece are left alone.
+    Three launches whatever the pieces are, so that a graph can hold them: every chunk's convolution
+    and solve; a scan of the chunks; the windows, which the first has read.
+
+    Args: as for `gated_delta_verify_`; rows of no piece are left alone. No two pieces share a slot.
     Mutates: out_TNV, windows and states of the pieces' slots.
     """
-    gated_delta_prefill_reference_(
-        *(projected, conv_C4, a_log_N, dt_bias_N, windows_S3C, states_SNVK, pieces, out_TNV)
+    (T, N, K), C = out_TNV.shape, windows_S3C.shape[-1]
+    num_splits = projected.shape[0] if projected.dim() == 3 else 1
+    check_shapes(projected, windows_S3C, states_SNVK, out_TNV, T)
+    weights = conv_C4, a_log_N, dt_bias_N
+    if not (projected.is_cuda or INTERPRET):
+        pools = windows_S3C, states_SNVK
+        gated_delta_prefill_reference_(projected, *weights, *pools, pieces, out_TNV)
+        return
+    if not all(x.is_contiguous() for x in (*weights, windows_S3C, states_SNVK, *pieces, out_TNV)):
+        raise ValueError("weights, windows, states, pieces and out must be contiguous")
+    R = len(pieces.begin_R)
+    convolved_TC = windows_S3C.new_empty(T, C)
+    totals_TN, betas_TN = states_SNVK.new_empty(2, T, N).unbind(0)
+    solves_TNX = states_SNVK.new_empty(T, N, CHUNK)
+    chunked = convolved_TC, totals_TN, betas_TN, solves_TNX
+    strides = projected.stride(-2), projected.stride(0) if num_splits > 1 else 0
+    pdl = supports_pdl(projected.device)
+    shape = {"N": N, "NK": (C // K - N) // 2, "K": K, "CHUNK": CHUNK, "Z": num_splits, "PDL": pdl}
+    launch = {"launch_pdl": True} if pdl else {}
+    on_grid(prepare_kernel, ((T + CHUNK - 1) // CHUNK, N, R))(
+        *(projected, *weights, windows_S3C, *pieces, *chunked, *strides),
+        **shape,
+        num_warps=4,
+        **launch,
+    )
+    tile = max(K // 4, min(K, 16))
+    on_grid(scan_kernel, (N * (K // tile), R))(
+        *(states_SNVK, *pieces, *chunked, out_TNV, K**-0.5),
+        **{key: value for key, value in shape.items() if key != "Z"},
+        BV=tile,
+        num_warps=4,
+        num_stages=1,  # two would need more shared memory than there is
+        **launch,
+    )
+    on_grid(window_kernel, (C // K, R))(
+        *(projected, windows_S3C, *pieces, *strides),
+        C=C,
+        BLOCK=K,
+        Z=num_splits,
+        PDL=pdl,
+        num_warps=1,
+        **launch,
     )
 
 

@@ -32,6 +32,7 @@ LONG_IF_INTERPRETED = re.compile(
     r"|test_takes_the_gemm_of_the_logits"  # launches no kernel
     r"|test_is_the_best_score\[cpu-(1|63|128|129)-dtype[12]"
     r"|test_follows_the_distribution\[cpu"
+    r"|test_a_chain_of_blocks_is_single_steps|test_transformers_rule"
 )
 
 

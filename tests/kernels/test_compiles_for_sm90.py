@@ -29,6 +29,8 @@ from graphengine.kernels import (
     context_kv,
     filter_threshold,
     fp8_rows,
+    gated_delta,
+    gated_delta_prefill,
     gumbel_argmax,
     head_argmax,
     qk_norm_rope,
@@ -159,6 +161,33 @@ def advance(B: int, G: int) -> None:
     accept.accept_and_advance_(ints(B, G), ints(B, G), *state, mask_token_id=7, page_size=16)
 
 
+def recur(B: int, G: int, N: int, splits: int = 0) -> None:
+    K, NK, S, L = 128, 16, 3, 2
+    C, J = (2 * NK + N) * K, (NK + N) * K
+    shape = (B * G, C + N * K + 2 * N)
+    projected = empty(splits, *shape, dtype=FP32) if splits else empty(*shape)
+    one = (empty(B, 3 + G, C), empty(B, G, J), empty(B, G, 2, N, dtype=FP32))
+    pools = empty(S, 3, C), empty(S, N, K, K, dtype=FP32)
+    weights = empty(C, 4), empty(N, dtype=FP32), empty(N, dtype=FP32)
+    slots, start = ints(B, dtype=torch.int32), ints(B, dtype=torch.int32)
+    records = gated_delta.Records(*one)
+    out = empty(B * G, N, K)
+    gated_delta.gated_delta_verify_(projected, *weights, *pools, slots, records, out)
+    layers = gated_delta.Records(*(torch.stack([x] * L) for x in one))
+    pools = torch.stack([pools[0]] * L), torch.stack([pools[1]] * L)
+    gated_delta.gated_delta_commit_(layers, *pools, slots, ints(B, G).select(1, 0), start)
+
+
+def recur_chunks(T: int, R: int, N: int) -> None:
+    K, NK, S = 128, 16, 3
+    C = (2 * NK + N) * K
+    weights = empty(C, 4), empty(N, dtype=FP32), empty(N, dtype=FP32)
+    pools = empty(S, 3, C), empty(S, N, K, K, dtype=FP32)
+    pieces = gated_delta_prefill.Pieces(*(ints(R, dtype=torch.int32) for _ in range(4)))
+    projected, out = empty(T, C + N * K + 2 * N), empty(T, N, K)
+    gated_delta_prefill.gated_delta_prefill_(projected, *weights, *pools, pieces, out)
+
+
 def draw(T: int, B: int, dtype: torch.dtype) -> None:
     logits, best, row = empty(T, 151936, dtype=dtype), ints(T), empty(B, dtype=FP32)
     threshold = filter_threshold.filter_threshold(
@@ -198,6 +227,9 @@ LAUNCHES: dict[str, Callable[[], Any]] = {
     "attention of a prompt": lambda: attend(
         BF16, 128, 16, True, None, page_size=128, splits=1, padded=-1
     ),
+    # Qwen3.5-4B and 27B at batch 1 and 16, partial sums too.
+    "recurrence": lambda: (recur(1, 16, 32), recur(16, 8, 48), recur(1, 1, 16, splits=2)),
+    "recurrence of a prompt": lambda: (recur_chunks(512, 1, 32), recur_chunks(256, 4, 48)),
     "SwiGLU": lambda: swiglu._launch(empty(512, 24576)),
     "attention, two splits": lambda: attend(BF16, 128, 16, True, None, splits=2),
     "attention, one split": lambda: attend(BF16, 128, 16, False, None, splits=1),

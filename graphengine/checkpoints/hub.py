@@ -9,8 +9,10 @@ from __future__ import annotations
 from pathlib import Path
 
 ASSETS = Path(__file__).parents[1] / "assets"
-TINY_TARGET = ASSETS / "tiny" / "target"
-TINY_DRAFT = ASSETS / "tiny" / "draft"
+TINY_TARGET, TINY_DRAFT = (ASSETS / "tiny" / part for part in ("target", "draft"))
+HYBRID_TARGET, HYBRID_DRAFT = (ASSETS / "tiny-hybrid" / part for part in ("target", "draft"))
+BUNDLED = {"tiny": (TINY_TARGET, TINY_DRAFT), "tiny-hybrid": (HYBRID_TARGET, HYBRID_DRAFT)}
+"""Trained pairs by name, each with its own drafter."""
 
 PRESETS = Path(__file__).parents[1] / "presets"
 """Shapes of published models as config files alone, for --load-format dummy."""
@@ -57,7 +59,8 @@ def resolve(model: str | Path, *, local_only: bool = False) -> Path:
     if exists or looks_like_path:
         raise ValueError(
             f"{name}: no such model directory; pass a directory with config.json, a hub id "
-            f"(owner/name), or with --load-format dummy one of {', '.join(preset_names())}"
+            f"(owner/name), {' or '.join(BUNDLED)}, or with --load-format dummy one of "
+            f"{', '.join(preset_names())}"
         )
     from huggingface_hub import snapshot_download
 

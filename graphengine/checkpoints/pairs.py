@@ -10,7 +10,7 @@ import json
 import os
 from pathlib import Path
 
-from graphengine.checkpoints.hub import TINY_DRAFT, TINY_TARGET, resolve
+from graphengine.checkpoints.hub import BUNDLED, resolve
 from graphengine.config.draft_formats import ARCHITECTURES, parse_draft
 from graphengine.config.model import ModelConfig
 from graphengine.config.values import RawConfig
@@ -24,14 +24,16 @@ def named_pair(model: str | Path | None, draft: str | Path | None) -> tuple[str,
     """Names of the target and its drafter (None: plain decoding), for `hub.resolve`.
 
     Args:
-        model: None for the bundled target, whose own drafter is then the default.
+        model: None for the first of `BUNDLED`; where it is one of these its own drafter is the
+            default.
 
     Raises:
         ValueError: no such model, a drafter alone, or a speculators checkpoint that names no
             verifier.
     """
-    if model is None:
-        model, draft = TINY_TARGET, draft or TINY_DRAFT
+    bundled = BUNDLED.get("tiny" if model is None else str(model))
+    if bundled is not None:
+        model, draft = bundled[0], draft or bundled[1]
     directory = resolve(model)
     config, source = read_json(directory / "config.json")
     if "speculators_model_type" not in config:

@@ -33,16 +33,17 @@ _STYLES = {"ok": "green", "info": "cyan", "warning": "yellow", "error": "bold re
 def doctor(ctx: click.Context, model: str | None, draft: str | None, **options: Any) -> None:
     """Examine MODEL and its drafter before loading: formats, shapes, rope, memory, machine.
 
-    MODEL: a directory, a hub id in the local cache, or a preset; the bundled tiny pair without it.
+    MODEL: a directory, a hub id in the local cache, a preset, or tiny-hybrid; without it the
+    bundled tiny pair.
     Reads config files and the headers of the weights. Options as in `graphengine run`.
     """
-    from graphengine.checkpoints.hub import TINY_DRAFT, TINY_TARGET
+    from graphengine.checkpoints.hub import BUNDLED
     from graphengine.doctor.doctor import examine
 
     as_json = options.pop("as_json")
-    if model is None:
-        draft = draft or str(TINY_DRAFT)
-    found = examine(model or str(TINY_TARGET), draft, Options(**options))
+    if (bundled := BUNDLED.get(model or "tiny")) is not None:
+        model, draft = str(bundled[0]), draft or str(bundled[1])
+    found = examine(model or "", draft, Options(**options))
     if as_json:
         click.echo(json.dumps(found.to_json()))
     else:

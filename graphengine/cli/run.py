@@ -83,9 +83,9 @@ def collect_prompts(prompts: tuple[str, ...], file: Path | None) -> list[Convers
 def run(ctx: click.Context, model: str | None, draft: str | None, **options: Any) -> None:
     """Answer prompts with MODEL: a hub id or a directory.
 
-    Without MODEL the bundled tiny pair runs. Without prompts, text piped into stdin is one prompt,
-    and on a terminal a chat begins (/reset forgets it, /quit or Ctrl-D ends it, Ctrl-C stops an
-    answer).
+    Without MODEL the bundled tiny pair runs; tiny-hybrid is another. Without prompts, text piped
+    into stdin is one prompt, and on a terminal a chat begins (/reset forgets it, /quit or Ctrl-D
+    ends it, Ctrl-C stops an answer).
     """
     if sys.stdout is None:
         raise ValueError("stdout is closed, so no answer could be read; redirect it to a file")

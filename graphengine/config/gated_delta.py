@@ -27,11 +27,13 @@ DEFAULTS: Mapping[str, Any] = {
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GatedDeltaConfig:
     """Heads of a Gated-DeltaNet layer: value head h reads with key head
-    `h // (num_value_heads / num_key_heads)`; keys and values are equally wide."""
+    `h // (num_value_heads / num_key_heads)`; keys and values are equally wide. `is_interleaved`:
+    the file's projections hold one key head after another, with all that belongs to it."""
 
     num_key_heads: int
     num_value_heads: int
     head_dim: int
+    is_interleaved: bool = False
 
     @property
     def key_size(self) -> int:

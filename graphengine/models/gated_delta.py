@@ -15,6 +15,7 @@ Source: Gated Delta Networks (arXiv 2412.06464); golden-tested against transform
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -25,7 +26,7 @@ from graphengine.config.gated_delta import CONV_TAPS, GatedDeltaConfig
 from graphengine.config.model import ModelConfig
 from graphengine.kernels.qk_norm_rope import sum_partials
 from graphengine.models.layers import Matrix, add_rms_norm, linear_partials, rms_norm
-from graphengine.models.weight import Fields, Weight, norm
+from graphengine.models.weight import Fields, Pick, Weight, norm
 
 
 class GatedDeltaWeights(NamedTuple):
@@ -64,13 +65,13 @@ def _shape(config: ModelConfig) -> GatedDeltaConfig:
 def weights(config: ModelConfig) -> Fields:
     """Names, shapes and shards of `GatedDeltaWeights`."""
     hidden, own, name, f32 = config.hidden_size, _shape(config), "linear_attn.", torch.float32
-    heads, sizes = own.num_value_heads, {"qkv": own.num_channels, "z": own.value_size}
-    sizes |= {"b": heads, "a": heads}
+    heads = own.num_value_heads
+    projections = _interleaved(own) if own.is_interleaved else _flat(own)
     return {
         "input_norm_D": norm("input_layernorm.weight", hidden, config.has_offset_norms),
         "in_ED": tuple(
-            Weight(f"{name}in_proj_{part}.weight", (size, hidden), 0)
-            for part, size in sizes.items()
+            Weight(f"{name}in_proj_{part}.weight", (size, hidden), 0, pick=pick)
+            for part, size, pick in projections
         ),
         "conv_C14": (Weight(f"{name}conv1d.weight", (own.num_channels, 1, CONV_TAPS), 0),),
         "a_log_N": (Weight(f"{name}A_log", (heads,), 0, dtype=f32),),
@@ -78,6 +79,25 @@ def weights(config: ModelConfig) -> Fields:
         "norm_V": (Weight(f"{name}norm.weight", (own.head_dim,), None, "ones", dtype=f32),),
         "out_DF": (Weight(f"{name}out_proj.weight", (hidden, own.value_size), 1),),
     }
+
+
+def _flat(own: GatedDeltaConfig) -> list[tuple[str, int, Pick | None]]:
+    """Tensor of the file, its rows, and which of them: of Qwen3.5 and later."""
+    sizes = {"qkv": own.num_channels, "z": own.value_size}
+    sizes |= dict.fromkeys("ba", own.num_value_heads)
+    return [(part, size, None) for part, size in sizes.items()]
+
+
+def _interleaved(own: GatedDeltaConfig) -> list[tuple[str, int, Pick | None]]:
+    """The same of Qwen3-Next: for each key head q, k, its value heads' v and z; and b, a."""
+    width, group = own.head_dim, own.num_value_heads // own.num_key_heads
+    ends = [0, width, 2 * width, (2 + group) * width, (2 + 2 * group) * width]
+    parts = [("qkvz", ends), ("ba", [0, group, 2 * group])]
+    return [
+        (part, own.num_key_heads * edges[-1], Pick(own.num_key_heads, (bounds,)))
+        for part, edges in parts
+        for bounds in pairwise(edges)
+    ]
 
 
 def state(config: ModelConfig) -> RecurrentState:

@@ -1,0 +1,104 @@
+"""Pages by what they hold: a prompt that begins like an earlier one takes over its pages.
+
+A page holds the target's K/V of its tokens and, behind the same page table, the drafter's context
+of them, so a hit needs neither a second prefill nor costs acceptance. It is found by its tokens and
+by the page in front of it, so that equal tokens behind another text are another page.
+
+Invariant: a page that is published is full and committed, and from then on nobody writes it: steps
+in flight write behind the committed tokens. A page in use by any request is never given to another.
+What was released last is evicted last, and of one request's pages the last first: a page whose
+predecessor is gone could not be found any more.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from collections.abc import Iterator, Sequence
+from itertools import count
+
+from graphengine.decode.kvcache import PageAllocator
+
+Key = tuple[int, tuple[int, ...]]
+"""The serial number of the page in front (0: none), and a page's tokens."""
+
+
+class PrefixCache(PageAllocator):
+    """Hands out pages, and keeps those that were published until their memory is needed."""
+
+    def __init__(self, num_pages: int, page_size: int) -> None:
+        self._page_size = page_size
+        super().__init__(num_pages)
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free) + len(self._idle)
+
+    def reset(self) -> None:
+        """Forgets everything: after an error nobody knows what the pages hold."""
+        super().reset()
+        self._users: Counter[int] = Counter()
+        self._pages: dict[Key, int] = {}
+        self._keys: dict[int, Key] = {}
+        self._serials: dict[int, int] = {}
+        self._idle: OrderedDict[int, None] = OrderedDict()  # published, of nobody; oldest first
+        self._numbers = count(1)
+
+    def allocate(self, count: int) -> list[int]:
+        if count > self.num_free:
+            raise MemoryError(f"{count} pages asked, {self.num_free} of {self.num_usable} free")
+        while len(self._free) < count:
+            page, _ = self._idle.popitem(last=False)
+            del self._pages[self._keys.pop(page)], self._serials[page]
+            self._free.append(page)
+        pages = super().allocate(count)
+        self._users.update(pages)
+        return pages
+
+    def share(self, token_ids: Sequence[int]) -> list[int]:
+        """Takes the pages of the longest beginning of these tokens that is held, whole pages."""
+        pages = [page for page, _ in self._held(token_ids)]
+        for page in pages:
+            self._idle.pop(page, None)
+            self._used.add(page)
+            self._users[page] += 1
+        return pages
+
+    def publish(self, token_ids: Sequence[int], pages: Sequence[int]) -> None:
+        """Makes pages findable whose tokens are these and committed; one that is not full is left
+        out, and one whose like is held already stays its owner's alone."""
+        serial = 0
+        for tokens, page in zip(self._split(token_ids), pages, strict=False):
+            key = serial, tokens
+            holder = self._pages.setdefault(key, page)
+            if holder == page and page not in self._keys:
+                assert page in self._used
+                self._keys[page], self._serials[page] = key, next(self._numbers)
+            serial = self._serials[holder]
+
+    def free(self, pages: list[int]) -> None:
+        """Returns a request's pages, shared ones too, each once."""
+        for page in reversed(pages):
+            self._users[page] -= 1
+            if self._users[page] > 0:
+                continue
+            if page not in self._keys:
+                super().free([page])
+                continue
+            assert page in self._used, f"page {page} freed twice or never allocated"
+            self._used.remove(page)
+            self._idle[page] = None
+
+    def _split(self, token_ids: Sequence[int]) -> Iterator[tuple[int, ...]]:
+        size = self._page_size
+        for begin in range(0, len(token_ids) - size + 1, size):
+            yield tuple(token_ids[begin : begin + size])
+
+    def _held(self, token_ids: Sequence[int]) -> Iterator[tuple[int, int]]:
+        """Pages and their serial numbers, from the beginning."""
+        serial = 0
+        for tokens in self._split(token_ids):
+            page = self._pages.get((serial, tokens))
+            if page is None:
+                return
+            serial = self._serials[page]
+            yield page, serial

@@ -14,7 +14,8 @@ import click
 
 from graphengine.cli import options as shared
 from graphengine.cli.bench import longest_context
-from graphengine.config.options import Options, SamplingParams, declarations, without_drafter
+from graphengine.config.declaration import declarations
+from graphengine.config.options import Options, SamplingParams, without_drafter
 from graphengine.prompts import read_prompt_file
 
 if TYPE_CHECKING:

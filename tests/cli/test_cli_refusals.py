@@ -8,7 +8,8 @@ import pytest
 from click.testing import CliRunner
 
 from graphengine.cli.main import main
-from graphengine.config.options import Options, SamplingParams, declarations
+from graphengine.config.declaration import declarations
+from graphengine.config.options import Options, SamplingParams
 from graphengine.prompts import read_prompt_file
 from tests.support.checkpoints import edit_config, make_drafter, make_target
 from tests.support.command_line import Run, refused

@@ -164,7 +164,7 @@ class _Run(NamedTuple):
         from graphengine.verify.run import draw
 
         options, count = self.options, self.options["num_samples"]
-        names = ("temperature", "top_p", "top_k", "seed")
+        names = ("temperature", "top_p", "top_k", "min_p", "seed")
         sampling = Sampling(**{name: options[name] for name in names})
         draws: list[Draws] = []
         for drafter in (self.draft, None):

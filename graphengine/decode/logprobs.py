@@ -10,16 +10,13 @@ Legend: B requests, G rows of a block, T rows, V vocabulary, K alternatives, S s
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from graphengine.kernels.accept import NUM_RESULTS
-
-if TYPE_CHECKING:
-    from graphengine.decode.buffers import Arena
 
 Logprobs = dict[int, float]
 """Token -> log-probability: the chosen one first, then the most likely ones in order."""
@@ -33,13 +30,15 @@ class Scores(NamedTuple):
     top: Tensor  # float32
 
     @classmethod
-    def take(cls, arena: Arena, num_requests: int, block: int, num_alternatives: int) -> Scores:
-        """Memory for the steps in flight."""
+    def take(
+        cls, take: Callable[..., Tensor], num_requests: int, block: int, num_alternatives: int
+    ) -> Scores:
+        """Memory for the steps in flight. Args: take: of an `Arena`."""
         shape, f32 = (NUM_RESULTS, num_requests, block), torch.float32
         return cls(
-            arena.take("chosen_logprob", *shape, dtype=f32),
-            arena.take("top_ids", *shape, num_alternatives),
-            arena.take("top_logprobs", *shape, num_alternatives, dtype=f32),
+            take("chosen_logprob", *shape, dtype=f32),
+            take("top_ids", *shape, num_alternatives),
+            take("top_logprobs", *shape, num_alternatives, dtype=f32),
         )
 
     def write_(self, step_B: Tensor, scores: Scores) -> None:

@@ -151,6 +151,6 @@ def step_buffers(
     if config is not None and config.adjustments:
         tables = take_tables(arena, num_requests, vocab)
     if config is not None and config.max_logprobs:
-        scores = Scores.take(arena, num_requests, block, min(config.max_logprobs, vocab))
+        scores = Scores.take(arena.take, num_requests, block, min(config.max_logprobs, vocab))
     own = proposer.buffers(arena, num_requests)
     return buffers._replace(own=own, tables=tables, scores=scores)

@@ -288,11 +288,12 @@ def json_object(
 
 def _json_answer(answer: Answer) -> dict[str, Any]:
     result, metrics = answer.result, answer.result.metrics
+    said = "text token_ids finish_reason stop_reason error logprobs prompt_logprobs".split()
     names = "num_prompt_tokens num_output_tokens ttft_ms decode_ms num_steps".split()
     names += ["ms_per_token", "ms_per_step", "tokens_per_s", "num_plain_steps", "fallback_reason"]
     return {
         **{name: getattr(answer, name) for name in ("index", "turn", "prompt")},
-        **{name: getattr(result, name) for name in ("text", "token_ids", "finish_reason", "error")},
+        **{name: getattr(result, name) for name in said},
         "metrics": {name: getattr(metrics, name) for name in names}
         | _acceptance_means(metrics.acceptance)
         | {"steps_by_accepted": metrics.acceptance.steps_by_accepted},

@@ -1,10 +1,11 @@
-"""Top-k, then top-p, as one number a row: the smallest logit that may be drawn.
+"""Min-p, top-k, then top-p, as one number a row: the smallest logit that may be drawn.
 
 Why: sorting 152k logits a row, or bisecting their range in 31 passes, costs more than the rest of a
 sampled step. Here a logit is an integer of the same order (`ordered_key`), and the threshold is
 found four bits at a time: a pass adds up the weight of the logits at or above each of 16 candidates
 and keeps the largest candidate that still reaches the goal. bf16 logits have 16 bits that differ:
-4 passes. The weight of a logit is 1 for top-k; for top-p it is its probability.
+4 passes. The weight of a logit is 1 for top-k; for top-p it is its probability. Min-p needs no
+search: it is a distance from the largest logit, and raises top-k's threshold.
 
 Invariant: sums are of integers (counts, or probabilities in steps of 2^-42 of the largest), so
 neither the order of additions nor who adds matters: a row's threshold is a function of its logits
@@ -53,9 +54,10 @@ def filter_threshold_reference(
     temperature_B: Tensor,
     top_p_B: Tensor,
     top_k_B: Tensor,
+    min_p_B: Tensor,
 ) -> Tensor:
     """`filter_threshold` in plain torch, by sorting."""
-    return by_rows(_sorted_threshold, logits_TV, best_T, temperature_B, top_p_B, top_k_B)
+    return by_rows(_sorted_threshold, logits_TV, best_T, temperature_B, top_p_B, top_k_B, min_p_B)
 
 
 def by_rows(function: Callable[..., Tensor], logits_TV: Tensor, *columns: Tensor) -> Tensor:
@@ -67,17 +69,25 @@ def by_rows(function: Callable[..., Tensor], logits_TV: Tensor, *columns: Tensor
 
 
 def _sorted_threshold(
-    logits_TV: Tensor, best_T: Tensor, temperature_T: Tensor, top_p_T: Tensor, top_k_T: Tensor
+    logits_TV: Tensor,
+    best_T: Tensor,
+    temperature_T: Tensor,
+    top_p_T: Tensor,
+    top_k_T: Tensor,
+    min_p_T: Tensor,
 ) -> Tensor:
     T, V = logits_TV.shape
     drawn_T = (temperature_T > 0) & (best_T >= 0)
     by_k_T, by_p_T = drawn_T & (top_k_T > 0), drawn_T & (top_p_T < 1)
-    if not (by_k_T | by_p_T).any():
+    if not (by_k_T | by_p_T | (drawn_T & (min_p_T > 0))).any():
         return torch.full((T,), -torch.inf, device=logits_TV.device)
     z_TV = logits_TV.float().sort(dim=-1, descending=True).values
     kth_T1 = z_TV.gather(-1, top_k_T.long().clamp(1, V)[:, None] - 1)
     floor_T1 = torch.where(by_k_T[:, None], kth_T1, -torch.inf)
-    scaled_TV = (z_TV - z_TV[:, :1]) / temperature_T.clamp(*TEMPERATURES)[:, None]
+    degrees_T = temperature_T.clamp(*TEMPERATURES)
+    likely_T1 = z_TV[:, :1] + (degrees_T * min_p_T.log())[:, None]
+    floor_T1 = torch.where(drawn_T[:, None], floor_T1.maximum(likely_T1), floor_T1)
+    scaled_TV = (z_TV - z_TV[:, :1]) / degrees_T[:, None]
     kept_TV = drawn_T[:, None] & (z_TV >= floor_T1)
     mass_TV = torch.where(kept_TV, scaled_TV.exp() * MASS_ONE, 0).long().cumsum(dim=-1)
     total_T = mass_TV[:, -1]
@@ -93,10 +103,11 @@ def filter_threshold(
     temperature_B: Tensor,
     top_p_B: Tensor,
     top_k_B: Tensor,
+    min_p_B: Tensor,
 ) -> Tensor:
-    """The logit of the last token that top-k and then top-p leave.
+    """The logit of the last token that min-p, top-k and then top-p leave.
 
-        floor[t] = the top_k-th largest logit                                 (top_k 0: -inf)
+        floor[t] = max(the top_k-th largest logit, largest + temperature log(min_p))   (0: -inf)
         out[t] = max{x : sum_{logit >= x} p >= top_p * sum p}                 (top_p 1: floor)
         p[v] = exp((logit[v] - largest) / temperature) if logit[v] >= floor[t] else 0
 
@@ -106,9 +117,11 @@ def filter_threshold(
         temperature_B: float32 [B]; 0 is greedy, so without a filter. Row t is of request t B / T.
         top_p_B: float32 [B] in (0, 1].
         top_k_B: int32 [B], 0 keeps all, more than V as well.
-    Returns: float32 [T]: one of the row's logits, or -inf. Keep `logits >= out`.
+        min_p_B: float32 [B] in [0, 1].
+    Returns: float32 [T]: one of the row's logits, min-p's bound, or -inf. Keep `logits >= out`.
     Raises: ValueError for a wrong shape, dtype or stride.
-    Source: top-p as in Holtzman et al., arXiv:1904.09751; the order as in transformers and vLLM.
+    Source: top-p as in Holtzman et al., arXiv:1904.09751; min-p: Nguyen et al., arXiv:2407.01082;
+        the order as in vLLM (in transformers min-p comes last).
     """
     T, V = logits_TV.shape
     B = len(temperature_B)
@@ -120,11 +133,12 @@ def filter_threshold(
     if not (T and B) or T % B:
         raise ValueError(f"{T} rows are not of {B} requests")
     settings = (temperature_B, top_p_B, top_k_B)
-    for x, dtype in zip(settings, (torch.float32, torch.float32, torch.int32), strict=True):
+    dtypes = (torch.float32, torch.float32, torch.int32, torch.float32)
+    for x, dtype in zip((*settings, min_p_B), dtypes, strict=True):
         if x.shape != (B,) or x.dtype != dtype or not x.is_contiguous():
             raise ValueError(f"a setting is {x.dtype} {tuple(x.shape)}; need {dtype} [{B}]")
     if not (logits_TV.is_cuda or INTERPRET):
-        return filter_threshold_reference(logits_TV, best_T, *settings)
+        return filter_threshold_reference(logits_TV, best_T, *settings, min_p_B)
     num_passes = NUM_PASSES[logits_TV.dtype]
     row_programs = max(1, min((V + LANES - 1) // LANES, PROGRAMS // T))
     sums = torch.zeros(2, T, num_passes, RADIX, dtype=torch.int64, device=logits_TV.device)
@@ -152,11 +166,14 @@ def filter_threshold(
                 num_warps=NUM_WARPS,
             )
         on_grid(_finish_kernel, (T,))(
+            logits_TV,
             best_T,
             *settings,
+            min_p_B,
             floor_T,
             row_of_sums,
             found_T,
+            logits_TV.stride(0),
             V,
             T // B,
             num_passes,
@@ -251,13 +268,16 @@ def _pass_kernel(
 
 @triton.jit(do_not_specialize=["rows", "num_passes"])
 def _finish_kernel(
+    logits,
     best,
     temperature,
     top_p,
     top_k,
+    min_p,
     floor,
     sums,
     found,
+    row_stride,
     V,
     rows,
     num_passes,
@@ -275,4 +295,11 @@ def _finish_kernel(
         unseen = (1 << (32 - 4 * num_passes)) - 1
         key = tl.where(key < 0, key | unseen, key)
         threshold = (key ^ ((key >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+    if not BY_MASS:
+        first, share = tl.load(best + t), tl.load(min_p + request)
+        degrees = tl.load(temperature + request)
+        if (first >= 0) & (degrees > 0) & (share > 0):
+            largest = tl.load(logits + t * row_stride + first).to(tl.float32)
+            distance = tl.log(share) / inverse_temperature(degrees)
+            threshold = tl.maximum(threshold, largest + distance)
     tl.store(found + t, threshold)

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 import torch
 
-from graphengine import api
 from graphengine.api import Chunk, Engine
+from graphengine.checkpoints import stops
 from graphengine.config.options import SamplingParams
 from tests.support.checkpoints import edit_config, make_drafter, make_target
 
@@ -395,7 +395,7 @@ def test_text_that_is_held_back_comes_with_the_last_chunk(
             self.held += "x" * len(token_ids)
             return self.held if last else ""
 
-    monkeypatch.setattr(api, "Detokenizer", Holding)
+    monkeypatch.setattr(stops, "Detokenizer", Holding)
     chunks = list(engine.stream(TEXTS[0], max_new_tokens=9, ignore_eos=True))
     assert [chunk.text for chunk in chunks] == [""] * (len(chunks) - 1) + ["x" * 9]
     assert chunks[-1].result is not None and chunks[-1].result.text == "x" * 9

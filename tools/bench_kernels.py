@@ -242,12 +242,13 @@ class SampledCase:
         }
 
     def threshold(self, name: str, fn: Callable[..., Any]) -> Callable[[int], torch.Tensor]:
-        settings = self.controls[name][:3]
+        own = self.controls[name]
+        settings = (*own[:3], own.min_p_B)
         return lambda i: fn(self.logits[i], self.best[i], *settings)
 
     def draw(self, thresholds: torch.Tensor, fn: Callable[..., Any]) -> Callable[[int], Any]:
-        temperature, _, _, seeds = self.controls["plain"]
-        rest = (thresholds, self.positions, temperature, seeds)
+        own = self.controls["plain"]
+        rest = (thresholds, self.positions, own.temperature_B, own.seed_B)
         return lambda i: fn(self.logits[i], self.best[i], *rest)
 
     def tail(self, name: str) -> Callable[[int], torch.Tensor]:

@@ -83,8 +83,7 @@ class GatedDelta(nn.Module):
         self.dt_bias = nn.Parameter(torch.zeros(VALUE_HEADS))
         # Decays of 0.7, 0.07, 0.007 and 0.0007 a token at softplus(0): half a word to a chat.
         self.A_log = nn.Parameter(torch.logspace(0, -3, VALUE_HEADS).log())
-        self.norm = nn.Module()
-        self.norm.weight = nn.Parameter(torch.ones(WIDTH))
+        self.norm = nn.RMSNorm(WIDTH, TARGET.rms_norm_eps)
         self.out_proj = nn.Linear(VALUES, hidden, bias=False)
         for name, parameter in self.named_parameters():
             if parameter.ndim == 2:
@@ -101,8 +100,7 @@ class GatedDelta(nn.Module):
         beta = self.in_proj_b(x).sigmoid()
         v = v.unflatten(-1, (VALUE_HEADS, WIDTH)).transpose(1, 2)
         o = delta_rule(q * WIDTH**-0.5, k, v, g.mT, beta.mT).transpose(1, 2)
-        o = F.rms_norm(o, (WIDTH,), self.norm.weight, TARGET.rms_norm_eps)
-        return self.out_proj(o.flatten(2) * F.silu(self.in_proj_z(x)))
+        return self.out_proj(self.norm(o).flatten(2) * F.silu(self.in_proj_z(x)))
 
     def _keys(self, flat: Tensor) -> Tensor:
         x = flat.unflatten(-1, (KEY_HEADS, WIDTH))
@@ -176,7 +174,7 @@ class Hybrid(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.model = nn.Module()
+        self.model: Any = nn.Module()
         self.model.embed_tokens = nn.Embedding(TARGET.vocab_size, TARGET.hidden_size)
         self.model.layers = nn.ModuleList(map(HybridLayer, LAYER_TYPES))
         self.model.norm = OffsetNorm(TARGET.hidden_size)

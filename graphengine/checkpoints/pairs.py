@@ -31,8 +31,8 @@ def named_pair(model: str | Path | None, draft: str | Path | None) -> tuple[str,
         ValueError: no such model, a drafter alone, or a speculators checkpoint that names no
             verifier.
     """
-    bundled = BUNDLED.get("tiny" if model is None else str(model))
-    if bundled is not None:
+    model = "tiny" if model is None else model
+    if (bundled := BUNDLED.get(str(model))) is not None:
         model, draft = bundled[0], draft or bundled[1]
     directory = resolve(model)
     config, source = read_json(directory / "config.json")

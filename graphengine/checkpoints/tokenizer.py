@@ -93,6 +93,13 @@ class Tokenizer:
             ) from error
         return self._hf.encode(text, add_special_tokens=False)
 
+    def encode_word(self, word: str) -> list[list[int]]:
+        """Token ids of a word as a text begins with it and, where that is as many other tokens, as
+        it follows a space; so vLLM reads a bad word."""
+        first, behind = (self.encode(space + word.lstrip()) for space in ("", " "))
+        is_other = len(first) == len(behind) and first[:1] != behind[:1]
+        return [ids for ids in (first, behind if is_other else []) if ids]
+
     def encode_chat(self, messages: Sequence[Message]) -> list[int]:
         """Token ids of a conversation, up to where the assistant's answer begins.
 

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from graphengine.cli import options as shared
-from graphengine.config.options import Options, declarations, without_drafter
+from graphengine.config.declaration import declarations
+from graphengine.config.options import Options, without_drafter
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -16,7 +16,8 @@ from typing import Any, NamedTuple
 
 import click
 
-from graphengine.config.options import Declaration, Options, declarations
+from graphengine.config.declaration import Declaration, declarations
+from graphengine.config.options import Options
 
 Option = Callable[[Any], Any]
 
@@ -92,6 +93,10 @@ def _option(declared: Declaration, at: Default) -> Option:
         names += "" if default is False else f"/--no-{declared.flag[2:]}"
         shown = "" if default is False else "on"
         extra = {"is_flag": True}
+    elif declared.repeated:
+        kind, extra = click.STRING, {"multiple": True, "metavar": declared.metavar}
+    elif declared.parse is not None and declared.metavar:
+        kind = Declared(declared)
     elif declared.choices:
         kind = click.Choice(declared.choices)
     else:

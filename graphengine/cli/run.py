@@ -10,7 +10,7 @@ from typing import Any
 import click
 
 from graphengine.cli import options as shared
-from graphengine.config.options import SamplingParams
+from graphengine.config.options import SamplingParams, adjusts
 from graphengine.prompts import Conversation, read_prompt_file
 
 STARTED_S = time.perf_counter()  # the start-up table counts from here
@@ -25,6 +25,7 @@ Examples:
   graphengine run Qwen/Qwen3-8B --draft z-lab/Qwen3-8B-DFlash-b16
   echo "Compare the bee and the duck." | graphengine run --quiet
   graphengine run --prompt-file prompts.jsonl --bucket 8 --json > out.json
+  graphengine run --prompt "Count from 20 to 146 in steps of 6." --stop ", 50" --logprobs 2
 
 \b
 Exit codes: 0 done, 1 failed while running, 2 refused input, 130 interrupted."""
@@ -107,6 +108,9 @@ def run(ctx: click.Context, model: str | None, draft: str | None, **options: Any
         )
     asked = shared.taken(options)
     asked["sampling"] = True if sampling.temperature else None
+    asked["adjustments"] = True if adjusts(sampling) else None
+    if sampling.num_logprobs is not None:
+        asked["max_logprobs"] = max(sampling.num_logprobs, 1)
     asked["first_batch"] = len(conversations) if conversations else 1
     if asked["lazy_capture"] is None:
         asked["lazy_capture"] = asked["first_batch"] == 1

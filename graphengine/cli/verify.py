@@ -14,7 +14,8 @@ import click
 
 from graphengine.cli import options as shared
 from graphengine.cli.bench import longest_context
-from graphengine.config.options import Options, SamplingParams, declarations, without_drafter
+from graphengine.config.declaration import declarations
+from graphengine.config.options import Options, SamplingParams, without_drafter
 from graphengine.prompts import read_prompt_file
 
 if TYPE_CHECKING:
@@ -163,7 +164,7 @@ class _Run(NamedTuple):
         from graphengine.verify.run import draw
 
         options, count = self.options, self.options["num_samples"]
-        names = ("temperature", "top_p", "top_k", "seed")
+        names = ("temperature", "top_p", "top_k", "min_p", "seed")
         sampling = Sampling(**{name: options[name] for name in names})
         draws: list[Draws] = []
         for drafter in (self.draft, None):

@@ -36,6 +36,8 @@ class EngineConfig(Options):
     max_model_len: int
     num_speculative_tokens: tuple[int, ...] = ()
     sampling: bool = False
+    adjustments: bool = False
+    max_logprobs: int = 0
     prefill_chunk: int = 2048
     prefill_sizes: tuple[int, ...] = ()
     speculation_limit: int | None = None

@@ -1,29 +1,20 @@
 """What a user may ask for, each option declared once: its type, default, range and sentence.
 
-Who reads the declaration: the command line (its flags, choices, checks and help), the Python API
-(signature, help, refusal of unknown names), doctor, the start (`startup.options` decides what was
-left open) and the JSON of results. Why: an option that is written down in seven places differs in
-one of them. A new one is a field here, the line that acts on it, and a test.
-
-No torch here: `--help` answers at once.
+Who reads a declaration: `declaration` says. A new option is a field here, the line that acts on it,
+and a test.
 """
 # ruff: noqa: RUF009  (`option` is dataclasses.field with a declaration)
 
 from __future__ import annotations
 
-import difflib
-import inspect
-import textwrap
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import MISSING, dataclass, field, fields
-from functools import cache
-from math import inf
-from numbers import Integral, Real
-from types import UnionType
-from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal
 
 from graphengine.config.bytesize import parse_bytes
+from graphengine.config.declaration import COMMANDS, Checked, declarations, option
+from graphengine.config.lists import MAX_BIAS, parse_bias, parse_texts, parse_token_ids
 
 GraphMode = Literal["none", "piecewise", "full"]
 AttentionBackend = Literal["flashinfer", "triton", "torch"]
@@ -32,10 +23,7 @@ DTypeName = Literal["bfloat16", "float32"]
 DraftQuantization = Literal["none", "fp8", "fp8-dynamic"]
 LoadFormat = Literal["auto", "dummy", "dummy-uniform"]
 
-COMMANDS = frozenset("run bench profile graphs doctor compile verify".split())
 _API: frozenset[str] = frozenset()  # of the Python API alone
-_Made = TypeVar("_Made")
-_KEYWORD, _INDENT = inspect.Parameter.KEYWORD_ONLY, " " * 12
 
 
 def _sizes(value: Any) -> Any:
@@ -46,140 +34,13 @@ def _sizes(value: Any) -> Any:
     return sizes
 
 
-@cache
-def _kinds(hint: Any) -> tuple[Any, ...]:
-    found: list[Any] = []
-    parts = [hint]
-    while parts:
-        part = parts.pop(0)
-        if get_origin(part) in (Union, UnionType, Literal):
-            parts = [*get_args(part), *parts]
-        else:
-            found.append(get_origin(part) or part)
-    return tuple(found)
-
-
-@cache
-def _choices(hint: Any) -> tuple[str, ...]:
-    words = [kind for kind in _kinds(hint) if isinstance(kind, str)]
-    return tuple(sorted(words, key=lambda word: word != "auto"))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Declaration:
-    """One option. `auto`: what its default amounts to, where that is decided later.
-
-    `low` and `high` are allowed values, `above` is not. `of_drafter`: it means nothing without one.
-    `commands` offer it. `parse`: from what a user may write to the value.
-    """
-
-    text: str
-    auto: str = ""
-    low: float = -inf
-    above: float = -inf
-    high: float = inf
-    flag: str = ""
-    metavar: str | None = None
-    of_drafter: bool = False
-    commands: frozenset[str] = COMMANDS
-    parse: Callable[[Any], Any] | None = None
-    name: str = ""
-    default: Any = None
-    hint: Any = None
-
-    @property
-    def kinds(self) -> tuple[Any, ...]:
-        """Types that a value may have, a Literal's values among them."""
-        return _kinds(self.hint)
-
-    @property
-    def choices(self) -> tuple[str, ...]:
-        """Its values, "auto" first, where they are words."""
-        return _choices(self.hint)
-
-    def checked(self, value: Any) -> Any:
-        """The value, as this option keeps it. Raises: ValueError: with the value and a remedy."""
-        kinds = self.kinds
-        if value is None and type(None) in kinds:
-            return value
-        if self.parse is not None:
-            return self.parse(value)
-        if self.choices:
-            if value in self.choices:
-                return value
-            raise self._refusal(value, f"one of {', '.join(self.choices)}")
-        if bool in kinds:
-            if isinstance(value, bool):
-                return value
-            raise self._refusal(value, "True or False")
-        if Sequence in kinds:  # looked at together with the buckets and the drafter
-            return value
-        is_int = int in kinds
-        if isinstance(value, Integral if is_int else Real) and not isinstance(value, bool):
-            with suppress(OverflowError):  # an integer past any float
-                given: Any = value
-                number = int(given) if is_int else float(given)
-                if self.low <= number <= self.high and number > self.above:  # NaN is in no range
-                    return number
-        what = "an integer" if is_int else "a number"
-        if self.high < inf:
-            low = f"{self.low:g} <=" if self.above == -inf else f"{self.above:g} <"
-            what += f" {low} x <= {self.high:g}"
-        elif self.low > -inf:
-            what += f" from {self.low:g} up"
-        raise self._refusal(value, what)
-
-    def _refusal(self, value: Any, expected: str) -> ValueError:
-        hint = f" (default: {self.auto})" if self.auto else ""
-        return ValueError(f"{self.name} is {value!r}; expected {expected}{hint}")
-
-    def arguments(self, value: Any) -> list[str]:
-        """The value as a command line has it."""
-        if value is None:
-            return []
-        if isinstance(value, bool):
-            return [self.flag if value else f"--no-{self.flag[2:]}"]
-        items = value if isinstance(value, tuple) else (value,)
-        return [self.flag, ",".join(map(str, items))]
-
-
-def option(default: Any, text: str, **rest: Any) -> Any:
-    """A field with its declaration."""
-    return field(default=default, metadata={"declaration": (text, rest)})
-
-
-@cache
-def declarations(cls: type) -> Mapping[str, Declaration]:
-    """The options of a class by their name in Python."""
-    hints, found = get_type_hints(cls), {}
-    for each in fields(cls):
-        if each.default is MISSING or "declaration" not in each.metadata:
-            continue
-        text, rest = each.metadata["declaration"]
-        rest = {"flag": f"--{each.name.replace('_', '-')}"} | rest
-        found[each.name] = Declaration(
-            text=text, name=each.name, default=each.default, hint=hints[each.name], **rest
-        )
-    return found
-
-
-class _Checked:
-    """A value whose options are in their ranges, or that does not come into being."""
-
-    __slots__ = ()
-
-    def __post_init__(self) -> None:
-        for name, declared in declarations(type(self)).items():
-            object.__setattr__(self, name, declared.checked(getattr(self, name)))
-
-
 _DRAFTING = {"of_drafter": True}
 _RUN, _ASKED = frozenset({"run"}), frozenset({"run", "verify"})
 _MEASURED = frozenset({"run", "bench", "profile"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Options(_Checked):
+class Options(Checked):
     """What a user asks of an engine, with "auto" (or None) where they do not say."""
 
     buckets: tuple[int, ...] = option(
@@ -301,14 +162,56 @@ class Options(_Checked):
         auto="where nothing is captured",
         commands=_API,
     )
+    adjustments: bool | None = option(
+        None,
+        "Whether requests may have penalties, logit_bias, bad_words and min_tokens, which builds a "
+        "verify chain more and takes 8 bytes a token of the vocabulary for each row of the largest "
+        "bucket, and its logits in float32.",
+        auto="where nothing is captured",
+        commands=_API,
+    )
+    max_logprobs: int | None = option(
+        None,
+        "Most alternatives of logprobs and prompt_logprobs; above 0 builds a verify chain more.",
+        low=0,
+        auto="20 where nothing is captured, else 0",
+        commands=_API,
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SamplingParams(_Checked):
-    """What a user asks of one generation."""
+class SamplingParams(Checked):
+    """What a user asks of one generation; names and meanings are vLLM's.
+
+    Logits change in this order: bad_words and min_tokens, logit_bias, the penalties (repetition,
+    frequency, presence), temperature, min_p, top_k, top_p.
+    """
 
     max_new_tokens: int = option(256, "Most tokens to generate per prompt.", low=1, commands=_ASKED)
+    min_tokens: int = option(
+        0, "No end, stop token or stop string before so many tokens.", low=0, commands=_RUN
+    )
     ignore_eos: bool = option(False, "Do not stop at the model's end tokens.", commands=_RUN)
+    stop: tuple[str, ...] = option(
+        (),
+        "A text that ends the answer where it first appears, left out of it; may be repeated.",
+        auto="none",
+        metavar="TEXT",
+        repeated=True,
+        parse=partial(parse_texts, "stop"),
+        commands=_RUN,
+    )
+    stop_token_ids: tuple[int, ...] = option(
+        (),
+        "Tokens that end the answer beside the model's own, such as 7,99.",
+        auto="none",
+        metavar="ID,ID,..",
+        parse=partial(parse_token_ids, "stop_token_ids"),
+        commands=_RUN,
+    )
+    include_stop_str_in_output: bool = option(
+        False, "Leave the stop string, or the text of the stop token, in the answer.", commands=_RUN
+    )
     raw: bool = option(
         False, "Continue the text as it is, without the chat template.", commands=_ASKED
     )
@@ -330,6 +233,60 @@ class SamplingParams(_Checked):
     top_k: int = option(
         0, "Keep this many most likely tokens; 0 keeps all.", low=0, commands=_ASKED
     )
+    min_p: float = option(
+        0.0,
+        "Keep tokens that are at least this share as likely as the most likely one; 0 keeps all.",
+        low=0,
+        high=1,
+        commands=_ASKED,
+    )
+    repetition_penalty: float = option(
+        1.0,
+        "Above 1 makes what the prompt or the answer holds less likely: a positive logit is "
+        "divided by it, a negative one multiplied.",
+        above=0,
+        high=1e6,
+        commands=_RUN,
+    )
+    presence_penalty: float = option(
+        0.0, "Taken from the logits of what the answer holds.", low=-2, high=2, commands=_RUN
+    )
+    frequency_penalty: float = option(
+        0.0, "The same, for each time that it holds it.", low=-2, high=2, commands=_RUN
+    )
+    logit_bias: Mapping[int, float] | None = option(
+        None,
+        f"Added to the logits of tokens, -{MAX_BIAS} to {MAX_BIAS} each, such as 50=-100,7=2.5.",
+        auto="none",
+        metavar="ID=BIAS,..",
+        parse=partial(parse_bias, "logit_bias"),
+        commands=_RUN,
+    )
+    bad_words: tuple[str, ...] = option(
+        (),
+        "A text that the answer never says: of several tokens, the last one behind the others; may "
+        "be repeated.",
+        auto="none",
+        metavar="TEXT",
+        repeated=True,
+        parse=partial(parse_texts, "bad_words"),
+        commands=_RUN,
+    )
+    logprobs: int | None = option(
+        None,
+        "Log-probabilities of each token and of so many most likely ones, the model's own: before "
+        "any option here changes them. They are in the result and its JSON.",
+        low=0,
+        auto="none",
+        commands=_RUN,
+    )
+    prompt_logprobs: int | None = option(
+        None,
+        "The same of the prompt's tokens from the second on.",
+        low=0,
+        auto="none",
+        commands=_RUN,
+    )
     seed: int | None = option(
         None,
         "Makes draws repeatable, with a drafter or without; prompt i draws with seed + i.",
@@ -340,55 +297,34 @@ class SamplingParams(_Checked):
     )
 
     def __post_init__(self) -> None:
-        _Checked.__post_init__(self)
-        if self.temperature == 0 and (self.top_p < 1 or self.top_k > 0):
+        Checked.__post_init__(self)
+        if self.temperature == 0 and (self.top_p < 1 or self.top_k > 0 or self.min_p > 0):
             raise ValueError(
-                f"top_p {self.top_p} and top_k {self.top_k} change nothing at temperature 0; "
-                "pass a temperature above 0"
+                f"top_p {self.top_p}, top_k {self.top_k} and min_p {self.min_p} change nothing at "
+                "temperature 0; pass a temperature above 0"
+            )
+        if self.min_tokens > self.max_new_tokens:
+            raise ValueError(
+                f"min_tokens is {self.min_tokens}, max_new_tokens {self.max_new_tokens}; lower the "
+                "one or raise the other"
             )
 
+    @property
+    def num_logprobs(self) -> int | None:
+        """Most alternatives of a token; None where no log-probabilities are asked for."""
+        asked = [n for n in (self.logprobs, self.prompt_logprobs) if n is not None]
+        return max(asked, default=None)
 
-def made(cls: type[_Made], given: Mapping[str, Any]) -> _Made:
-    """A value of `cls` from options by name.
 
-    Raises:
-        TypeError: an unknown name.
-        ValueError: a value out of its range.
-    """
-    known = declarations(cls)
-    for name in given:
-        if name not in known:
-            near = difflib.get_close_matches(name, known, 1, 0.4)
-            remedy = f"did you mean {near[0]}?" if near else f"there are {', '.join(known)}"
-            raise TypeError(f"{name} is no option; {remedy}")
-    return cls(**given)
+def adjusts(asked: Any) -> bool:
+    """Whether `SamplingParams`, or a request's sampling, change logits before they are compared or
+    drawn from."""
+    penalties = asked.presence_penalty, asked.frequency_penalty
+    others = *penalties, asked.logit_bias, asked.bad_words, asked.min_tokens
+    return asked.repetition_penalty != 1 or any(others)
 
 
 def without_drafter(given: Mapping[str, Any]) -> dict[str, Any]:
     """The options that mean something where nothing is drafted."""
     known = declarations(Options)
     return {name: value for name, value in given.items() if not known[name].of_drafter}
-
-
-def spelled_out(cls: type) -> Callable[[Callable[..., _Made]], Callable[..., _Made]]:
-    """Decorates a function that takes a class's options as `**keywords`: its signature and help
-    show each of them; the line {options} of its docstring is where."""
-
-    def decorate(function: Any) -> Any:
-        signature = inspect.signature(function)
-        own = [p for p in signature.parameters.values() if p.kind != p.VAR_KEYWORD]
-        lines = []
-        for name, declared in declarations(cls).items():
-            own.append(
-                inspect.Parameter(
-                    name, _KEYWORD, default=declared.default, annotation=declared.hint
-                )
-            )
-            text = f"{name}: {declared.text} Default: {declared.auto or repr(declared.default)}."
-            lines += textwrap.wrap(text, 88, initial_indent=_INDENT, subsequent_indent=_INDENT * 2)
-        function.__signature__ = signature.replace(parameters=own)
-        if function.__doc__ is not None:  # python -OO leaves them out
-            function.__doc__ = function.__doc__.replace(f"{_INDENT}{{options}}", "\n".join(lines))
-        return function
-
-    return decorate

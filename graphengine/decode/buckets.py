@@ -222,7 +222,8 @@ class BucketBuilder:
 
 
 def _buffers(pair: Pair, arena: Arena, num_requests: int) -> StepBuffers:
-    return step_buffers(arena, pair.target.config, pair.proposer, num_requests, pair.width)
+    sizes = num_requests, pair.width
+    return step_buffers(arena, pair.target.config, pair.proposer, *sizes, pair.config)
 
 
 def prefill_attention(

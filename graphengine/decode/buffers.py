@@ -17,8 +17,10 @@ import torch
 from torch import Tensor
 
 from graphengine.config.model import ModelConfig
+from graphengine.decode.logprobs import Scores
 from graphengine.decode.sampling import Controls
 from graphengine.kernels.accept import NUM_RESULTS
+from graphengine.kernels.adjust_logits import Tables
 
 
 class Arena:
@@ -83,7 +85,8 @@ class StepBuffers(NamedTuple):
     touches only the null page. `positions_T` / `slots_T` belong to the block in `block_ids_BG`;
     the `context_*` pair keeps those of the block verified last, for what the drafter makes of it.
     `results_BX` is memory of the host, pinned, that the accept kernel writes and `rows` reads.
-    `own`: what the proposer keeps beside these (`Proposer.buffers`).
+    `own`: what the proposer keeps beside these (`Proposer.buffers`). `tables` and `scores` are of
+    engines whose requests may have their logits adjusted, and log-probabilities.
     """
 
     block_ids_BG: Tensor  # int64: anchor, MASK, ..; plain decode: the anchor
@@ -100,6 +103,8 @@ class StepBuffers(NamedTuple):
     attn_TNH: Tensor  # model dtype; the target's attention output
     own: tuple[Tensor, ...]
     recurrent: RecurrentBuffers | None = None
+    tables: Tables | None = None
+    scores: Scores | None = None
 
     @classmethod
     def take(
@@ -121,6 +126,7 @@ class StepBuffers(NamedTuple):
                 take("top_p", num_requests, dtype=f32),
                 take("top_k", num_requests, dtype=i32),
                 take("seed", num_requests),
+                take("min_p", num_requests, dtype=f32),
             ),
             positions_T=take("positions", rows),
             slots_T=take("slots", rows),

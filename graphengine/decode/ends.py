@@ -2,11 +2,15 @@
 
     greedy      last segment with the head's argmax;  accept
     sampled     last segment with logits;             draw, accept
+    adjusted    last segment with logits;             adjust, draw, count, accept
+    scored      last segment with logits;             adjust and count where that is built; draw,
+                                                      score, accept
     simulated   last segment with the head's argmax;  counts drawn ahead, accept (measuring alone)
 
 Every end closes the last dense segment and acceptance, so one step's other parts are the same
-whatever its end, and in piecewise mode they are the same graphs. A greedy request has the same
-tokens under `greedy` and `sampled`: the head's GEMM is the same, to the bit.
+whatever its end, and in piecewise mode they are the same graphs. A request has the same tokens
+under every end that knows what it asks for: the head's GEMM is the same, to the bit, and so are
+logits that nobody adjusts. The least of them that does is launched.
 """
 
 from __future__ import annotations
@@ -19,6 +23,7 @@ from graphengine import names
 from graphengine.capture.steps import Carry, Dense, Step
 from graphengine.config.engine import EngineConfig
 from graphengine.decode.buffers import StepBuffers
+from graphengine.decode.logprobs import score_rows
 from graphengine.decode.proposer import Pair
 from graphengine.decode.recurrence import advance_
 from graphengine.decode.request import Request
@@ -26,19 +31,28 @@ from graphengine.decode.sampling import sample_rows
 from graphengine.decode.segments import Segments
 from graphengine.decode.stack import Tap, last_step
 from graphengine.kernels.accept import accept_and_advance_
+from graphengine.kernels.adjust_logits import adjust_logits, advance_tables_
 
-GREEDY, SAMPLED, SIMULATED = "greedy", "sampled", "simulated"
+GREEDY, SAMPLED, ADJUSTED, SCORED = "greedy", "sampled", "adjusted", "scored"
+SIMULATED = "simulated"
 
 
 def end_names(config: EngineConfig) -> tuple[str, ...]:
-    """The ends that an engine may choose from; the first is for batches without a temperature."""
+    """The ends that an engine may choose from, each after those that know less; the first is for
+    batches that ask for nothing."""
     if config.simulate_acceptance is not None:
         return (SIMULATED,)
-    return (GREEDY, SAMPLED) if config.sampling else (GREEDY,)
+    built = {SAMPLED: config.sampling, ADJUSTED: config.adjustments, SCORED: config.max_logprobs}
+    return (GREEDY, *(name for name, is_built in built.items() if is_built))
 
 
 def choose(ends: Iterable[str], running: Iterable[Request]) -> str:
     """The end for these requests."""
+    running = list(running)
+    if any(request.logprobs is not None for request in running):
+        return SCORED
+    if any(request.sampling.adjusts for request in running):
+        return ADJUSTED
     draws = any(not request.sampling.is_greedy for request in running)
     return SAMPLED if draws else next(iter(ends))
 
@@ -48,14 +62,28 @@ def make_end(
 ) -> list[Step]:
     """The steps of one end, behind the last attention of `chain`."""
 
+    takes_logits = name in (SAMPLED, ADJUSTED, SCORED)
+    tables = buffers.tables if name in (ADJUSTED, SCORED) else None
+
     def draw(logits_TV: Tensor) -> Tensor:
         # A draft is kept while it equals the draw at its row, so every emitted token is a draw of
         # the target given the tokens before it: the drafter's proposal is a point mass, and this is
-        # rejection sampling for that case.
-        return sample_rows(logits_TV, buffers.positions_T, buffers.controls)
+        # rejection sampling for that case. Row i's adjustment counts the drafts in front of it,
+        # which are those tokens.
+        positions_T, own_TV = buffers.positions_T, logits_TV
+        if tables is not None:
+            own_TV = adjust_logits(logits_TV, buffers.draft_ids_BG, positions_T, tables)
+        ids_T = sample_rows(own_TV, positions_T, buffers.controls)
+        if tables is not None:
+            drafts_BG = buffers.draft_ids_BG
+            advance_tables_(drafts_BG, ids_T.view_as(drafts_BG), buffers.start_B, tables)
+        if name == SCORED and buffers.scores is not None:
+            num_alternatives = buffers.scores.top.shape[-1]
+            buffers.scores.write_(buffers.step_B, score_rows(logits_TV, ids_T, num_alternatives))
+        return ids_T
 
     def accept(carry: Carry) -> Carry:
-        found = draw(carry[0]) if name == SAMPLED else carry[0]
+        found = draw(carry[0]) if takes_logits else carry[0]
         target_ids_BG = found.view_as(buffers.draft_ids_BG)
         if name == SIMULATED:
             segments.simulate(pair.simulation, buffers.draft_ids_BG, target_ids_BG)
@@ -83,6 +111,6 @@ def make_end(
         advance_(states, own, first_B, buffers.start_B)
         return ()
 
-    last = segments.logits if name == SAMPLED else segments.last
+    last = segments.logits if takes_logits else segments.last
     steps: list[Step] = [last_step(chain, pair.target, tap_, last), Dense(names.ACCEPT, accept)]
     return steps if pair.target.states is None else [*steps, Dense(names.ADVANCE, advance)]

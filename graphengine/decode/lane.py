@@ -21,11 +21,14 @@ from collections.abc import Collection
 from dataclasses import replace
 from typing import NamedTuple
 
+import torch
+
 from graphengine import names
 from graphengine.decode.attention import Layout
 from graphengine.decode.buckets import Bucket, BucketBuilder
-from graphengine.decode.ends import choose, end_names
+from graphengine.decode.ends import SCORED, choose, end_names
 from graphengine.decode.kvcache import NULL_PAGE, pages_for
+from graphengine.decode.logprobs import Scores
 from graphengine.decode.proposer import Proposer
 from graphengine.decode.recurrence import NULL_SLOT
 from graphengine.decode.request import Request
@@ -44,6 +47,7 @@ class InFlight(NamedTuple):
 
     rows: list[Request | None]
     results: Results
+    scores: Scores | None
 
 
 class Verified(NamedTuple):
@@ -52,6 +56,7 @@ class Verified(NamedTuple):
     request: Request
     target_ids: list[int]
     num_accepted: int
+    scores: Scores | None = None  # of its rows
 
 
 class Lane:
@@ -69,6 +74,9 @@ class Lane:
         self.step_s: float | None = None  # of the last step collected; None where not known
         self._buckets = ahead
         self._ends = end_names(self.config)
+        self._fetching = None
+        if self.config.max_logprobs and self.config.device == "cuda":
+            self._fetching = torch.cuda.Stream()
         self._next_step = 1  # its number; never given twice, and cleared results have number 0
         self.reset()
 
@@ -137,7 +145,9 @@ class Lane:
                     self._plan(stage.planned, bucket.size)
             with names.range_(stage.name):
                 stage.runners[self._end].run()
-        self.in_flight.append(InFlight(list(self.rows), results))
+        scores = bucket.buffers.scores if self._end == SCORED else None
+        scores = scores.of_step(results.number) if scores is not None else None
+        self.in_flight.append(InFlight(list(self.rows), results, scores))
 
     def _plan(self, planned: Planned, size: int) -> None:
         """Plans for the rows as they are; one without a request reads the null page."""
@@ -168,10 +178,12 @@ class Lane:
         if not self.in_flight:
             return []
         self.wait()
-        rows, results = self.in_flight.popleft()
+        rows, results, scores = self.in_flight.popleft()
         ids, counts = results.read()
+        if scores is not None:
+            scores = scores.fetch(self._fetching)
         return [
-            Verified(request, ids[row], counts[row])
+            Verified(request, ids[row], counts[row], scores and scores.of_row(row))
             for row, request in enumerate(rows)
             if request is not None and request.finish_reason is None
         ]

@@ -115,10 +115,17 @@ class DecodeLoop:
         stop_ids: Collection[int],
         sampling: Sampling = GREEDY,
         arrival_s: float | None = None,
+        *,
+        asked_stop_ids: Collection[int] = (),
+        logprobs: int | None = None,
+        prompt_logprobs: int | None = None,
     ) -> Request:
         """Queues a prompt.
 
-        Args: arrival_s: when it was asked for (`time.perf_counter`), if that was before now.
+        Args:
+            arrival_s: when it was asked for (`time.perf_counter`), if that was before now.
+            asked_stop_ids: tokens that end it too, and are told as the reason.
+            logprobs, prompt_logprobs: alternatives of each token; None: nothing is told.
 
         Raises:
             ValueError: the prompt is empty, leaves no room for a token, or can never fit the pool.
@@ -135,12 +142,7 @@ class DecodeLoop:
                 f"the prompt has {len(prompt_ids)} tokens, the context holds {limit} and at least "
                 f"one must be left to generate; shorten the prompt or {remedy}"
             )
-        if not sampling.is_greedy and not self.config.sampling:
-            why = "draws its acceptance" if self.config.simulate_acceptance else "was built greedy"
-            raise ValueError(
-                f"temperature is {sampling.temperature:g}, but this engine {why}; load it with "
-                "sampling=True and without simulate_acceptance, or use temperature 0"
-            )
+        self._check_offered(sampling, logprobs, prompt_logprobs)
         total = min(len(prompt_ids) + max_new_tokens, limit)
         needed = self._pages_of(total)
         if needed > self.allocator.num_usable:
@@ -153,14 +155,39 @@ class DecodeLoop:
             request_id=self._next_id,
             prompt_ids=prompt_ids,
             max_total_tokens=total,
-            stop_ids=stop_ids,
+            stop_ids=frozenset(stop_ids) | frozenset(asked_stop_ids),
+            asked_stop_ids=asked_stop_ids,
             acceptance=Acceptance(self.block - 1),
             sampling=sampling,
+            logprobs=logprobs,
+            prompt_logprobs=prompt_logprobs,
         )
         request.arrival_s = request.submitted_s if arrival_s is None else arrival_s
         self._next_id += 1
         self.waiting.append(request)
         return request
+
+    def _check_offered(self, sampling: Sampling, *alternatives: int | None) -> None:
+        """Refuses what no verify chain was built for. Raises: ValueError: with the remedy."""
+        why = "draws its acceptance" if self.config.simulate_acceptance else "was built without it"
+        why, remedy = f"this engine {why}", "and without simulate_acceptance"
+        if not sampling.is_greedy and not self.config.sampling:
+            raise ValueError(
+                f"temperature is {sampling.temperature:g}, but {why}; load it with "
+                f"sampling=True {remedy}, or use temperature 0"
+            )
+        if sampling.adjusts and not self.config.adjustments:
+            raise ValueError(
+                f"penalties, logit_bias, bad_words or min_tokens are asked for, but {why}; load it "
+                f"with adjustments=True {remedy}"
+            )
+        most = max((n for n in alternatives if n is not None), default=None)
+        offered = self.config.max_logprobs
+        if most is not None and (most > offered or not offered):
+            raise ValueError(
+                f"logprobs of {most} alternatives are asked for, this engine has "
+                f"{offered or 'none'}; load it with max_logprobs={max(most, 1)} {remedy}"
+            )
 
     def admit(self) -> list[StepOutput]:
         """Prefills waiting requests, in order, while rows and pages last. Waits for the device."""
@@ -182,7 +209,7 @@ class DecodeLoop:
                 tokens = next(self._first_tokens)
         except BaseException:
             for request in self.prefilling:
-                request.finish_reason = request.finish_reason or "cancelled"
+                request.finish_reason = request.finish_reason or "abort"
                 self._release(request)
             self.prefilling = []
             raise
@@ -217,9 +244,14 @@ class DecodeLoop:
         """Ends a request early; harmless if it has ended."""
         if request.finish_reason is not None:
             return
-        request.finish_reason = "cancelled"
+        request.finish_reason = "abort"
         if request in self.waiting:
             self.waiting.remove(request)
+        self._retire()
+
+    def end_at(self, request: Request, text: str, num_dropped: int) -> None:
+        """Ends a request at a stop string, behind which its newest tokens lie."""
+        request.end_at(text, num_dropped)
         self._retire()
 
     def _pages_of(self, num_tokens: int) -> int:
@@ -288,10 +320,10 @@ class DecodeLoop:
             rows = lane.in_flight[0].rows if lane.in_flight else []
             verified = lane.collect()
             with names.range_("commit"):
-                outputs += [
-                    StepOutput(request, request.advance(target_ids, num_accepted))
-                    for request, target_ids, num_accepted in verified
-                ]
+                for request, target_ids, num_accepted, scores in verified:
+                    outputs.append(StepOutput(request, request.advance(target_ids, num_accepted)))
+                    if scores is not None:
+                        request.tell(scores, len(outputs[-1].token_ids))
                 self._retire()
                 if rows and lane is self.first and self.fallback is not None:
                     self.fallback.judge(verified, sum(r is not None for r in rows))
@@ -306,7 +338,7 @@ class DecodeLoop:
             RuntimeError: the device has failed; nothing can run any more.
         """
         for request in [*self.running, *self.prefilling, *self.waiting]:
-            request.finish_reason = request.finish_reason or "cancelled"
+            request.finish_reason = request.finish_reason or "abort"
             request.pages, request.state_slot = [], 0
         if self.config.device == "cuda":
             torch.cuda.synchronize()  # late writes go to pages that nobody owns yet

@@ -21,10 +21,12 @@ from torch import Tensor
 from graphengine import names
 from graphengine.capture.runners import run_chain
 from graphengine.config.draft import CAUSAL
+from graphengine.decode.adjustments import adjust_first
 from graphengine.decode.attention import Attention, Layout, TorchAttention
 from graphengine.decode.chains import prefill_chains
 from graphengine.decode.fixed_chunk import BLOCK, FixedChunk, Piece
 from graphengine.decode.kvcache import pages_for
+from graphengine.decode.logprobs import Scores, score_rows
 from graphengine.decode.proposer import Pair
 from graphengine.decode.recurrence import NULL_SLOT, pieces_of
 from graphengine.decode.request import Request
@@ -32,6 +34,8 @@ from graphengine.decode.sampling import Controls, sample_rows
 from graphengine.decode.stack import Rows
 from graphengine.kernels.argmax import argmax_rows
 from graphengine.kernels.gated_delta_prefill import Pieces
+
+SCORED_ROWS = 64  # of a prompt whose log-probabilities are asked for, in a forward
 
 Work = list[tuple[Request, Piece]]
 """What one forward runs."""
@@ -43,25 +47,32 @@ class FirstTokens(NamedTuple):
     work: Work
     ids_R: Tensor
     are_there: torch.cuda.Event | None
+    scores: Scores | None
 
     @classmethod
-    def fetch(cls, work: Work, ids_R: Tensor) -> FirstTokens:
+    def fetch(cls, work: Work, ids_R: Tensor, scores: Scores | None = None) -> FirstTokens:
         """Queues the copy behind what computes them."""
         if not ids_R.is_cuda:
-            return cls(work, ids_R, None)
+            return cls(work, ids_R, None, scores)
         host_R = torch.empty(ids_R.shape, dtype=ids_R.dtype, pin_memory=True)
         host_R.copy_(ids_R, non_blocking=True)
         event = torch.cuda.Event()
         event.record()
-        return cls(work, host_R, event)
+        return cls(work, host_R, event, scores)
 
     def wait(self) -> list[tuple[Request, int]]:
         """Waits for them, and notes when they came."""
         if self.are_there is not None:
             with names.range_("wait"):
                 self.are_there.synchronize()
+        done = []
         found = zip(self.work, self.ids_R.tolist(), strict=False)
-        done = [(request, token) for (request, piece), token in found if _completes(request, piece)]
+        for i, ((request, piece), token) in enumerate(found):
+            if _completes(request, piece):
+                done.append((request, token))
+                if self.scores is not None and request.logprobs is not None and token >= 0:
+                    own = Scores(*(x[i : i + 1] for x in self.scores))
+                    request.output_logprobs = own.told([token], request.logprobs)
         for request, _ in done:
             request.prefilled_s = time.perf_counter()
         return done
@@ -105,6 +116,14 @@ class Prefill:
         work: Work = []
         for request in requests:
             begin, ids = 0, request.prompt_ids
+            if request.prompt_logprobs is not None:  # alone, and eagerly
+                if work:
+                    yield work
+                    work, room = [], most
+                for first in range(0, len(ids), SCORED_ROWS):
+                    end = min(first + SCORED_ROWS, len(ids))
+                    yield [(request, Piece(ids, first, end, request.pages))]
+                continue
             while begin < len(ids):
                 end = begin + self._rows_of_next(len(ids) - begin, room)
                 piece = Piece(ids, begin, end, request.pages, request.state_slot)
@@ -149,18 +168,37 @@ class Prefill:
             request.prefill_s = request.prefill_s if piece.begin else began
         pieces = [piece for _, piece in work]
         num_rows = sum(self._room_for(piece) for piece in pieces)
+        is_scored = work[0][0].prompt_logprobs is not None
         chunk = next((chunk for chunk in self.fixed if chunk.size >= num_rows), None)
+        chunk = None if is_scored else chunk
         goes_on = not any(_completes(*part) for part in work)
         with names.range_(names.chunk_name(num_rows if chunk is None else chunk.size)):
             if chunk is not None:
                 logits_RV, ids_R = chunk.run(pieces, goes_on)
+            elif is_scored:
+                logits_RV, ids_R = self._scored_logits(*work[0]), None
             else:
                 logits_RV, ids_R = self.logits(pieces), None
         if goes_on:
             return None
-        if any(not request.sampling.is_greedy for request, _ in work):
+        if any(not r.sampling.is_greedy or r.sampling.adjusts for r, _ in work):
             ids_R = _draw(work, logits_RV)
-        return FirstTokens.fetch(work, argmax_rows(logits_RV) if ids_R is None else ids_R)
+        ids_R, scores = argmax_rows(logits_RV) if ids_R is None else ids_R, None
+        asked = [r.logprobs for r, _ in work if r.logprobs is not None]
+        if asked:
+            scores = score_rows(logits_RV[: len(work)], ids_R[: len(work)], max(asked))
+        return FirstTokens.fetch(work, ids_R, scores)
+
+    def _scored_logits(self, request: Request, piece: Piece) -> Tensor:
+        """The last row's logits, [1, V]; tells the request of all rows. Waits for the device.
+        Mutates: request, and what `logits` does."""
+        logits_TV = self.logits([piece], range(piece.num_rows))
+        said = list(piece.ids[piece.begin + 1 : piece.end + 1])
+        if said and request.prompt_logprobs is not None:
+            ids_T = torch.tensor(said).to(logits_TV.device)
+            scores = score_rows(logits_TV[: len(said)], ids_T, request.prompt_logprobs)
+            request.prompt_scores += scores.told(said, request.prompt_logprobs)
+        return logits_TV[-1:]
 
     def logits(self, pieces: list[Piece], at: Sequence[int] | None = None) -> Tensor:
         """One forward of these pieces -> logits [R, V] of rows `at`, by default each piece's last.
@@ -221,7 +259,10 @@ def _completes(request: Request, piece: Piece) -> bool:
 
 def _draw(work: Work, logits_RV: Tensor) -> Tensor:
     """The token after each piece, drawn or, at temperature 0, its first choice."""
-    device = logits_RV.device
+    device, requests = logits_RV.device, [request for request, _ in work]
     position_R = torch.tensor([piece.end - 1 for _, piece in work]).to(device)
-    controls = Controls.upload([request.sampling for request, _ in work], device)
-    return sample_rows(logits_RV[: len(work)], position_R, controls)
+    controls = Controls.upload([request.sampling for request in requests], device)
+    logits_RV = logits_RV[: len(work)]
+    if any(request.sampling.adjusts for request in requests):
+        logits_RV = adjust_first(logits_RV, position_R, requests)
+    return sample_rows(logits_RV, position_R, controls)

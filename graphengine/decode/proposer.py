@@ -24,9 +24,11 @@ from graphengine.config.draft import AttentionRule
 from graphengine.config.draft_length import draft_at
 from graphengine.config.engine import EngineConfig
 from graphengine.config.model import ModelConfig
+from graphengine.decode.adjustments import take_tables
 from graphengine.decode.attention import Attention
 from graphengine.decode.buffers import Arena, StepBuffers
 from graphengine.decode.kvcache import pages_for
+from graphengine.decode.logprobs import Scores
 from graphengine.decode.recurrence import take_buffers
 from graphengine.decode.request import Request
 from graphengine.decode.segments import Segments
@@ -137,10 +139,22 @@ class Pair:
 
 
 def step_buffers(
-    arena: Arena, target: ModelConfig, proposer: Proposer, num_requests: int, width: int
+    arena: Arena,
+    target: ModelConfig,
+    proposer: Proposer,
+    num_requests: int,
+    width: int,
+    config: EngineConfig | None = None,
 ) -> StepBuffers:
-    """A step's buffers, the proposer's own among them; `width` pages a request."""
-    block = proposer.num_draft_tokens + 1
+    """A step's buffers, the proposer's own among them, and those of what a config offers beside
+    sampling; `width` pages a request."""
+    block, vocab = proposer.num_draft_tokens + 1, target.vocab_size
     buffers = StepBuffers.take(arena, target, num_requests, block, width)
+    tables = scores = None
+    if config is not None and config.adjustments:
+        tables = take_tables(arena, num_requests, vocab)
+    if config is not None and config.max_logprobs:
+        scores = Scores.take(arena.take, num_requests, block, min(config.max_logprobs, vocab))
     recurrent = take_buffers(arena, target, num_requests, block)
-    return buffers._replace(own=proposer.buffers(arena, num_requests), recurrent=recurrent)
+    own = proposer.buffers(arena, num_requests)
+    return buffers._replace(own=own, recurrent=recurrent, tables=tables, scores=scores)

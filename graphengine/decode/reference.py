@@ -11,7 +11,8 @@ engine comes down to, and what tests hold it against, for every drafter and ever
 
 Whatever is proposed, what is committed is the target's own choice row by row; a bad drafter costs
 time alone. `choose` is argmax, or a draw whose noise is a function of (seed, position): then the
-drawn tokens too are those of plain decoding.
+drawn tokens too are those of plain decoding. A penalty counts the tokens before a row, drafts among
+them: where the row matters, they are what was said.
 
 Legend: n tokens so far, G rows of a block (anchor and drafts), V vocabulary.
 """
@@ -27,11 +28,12 @@ Logits = Callable[[Tensor], Tensor]
 """The target: ids int64 [n] -> logits [n, V], row i given ids 0 .. i."""
 Propose = Callable[[Tensor], Tensor]
 """The drafter: ids int64 [n], the anchor last -> drafts int64 [G - 1]."""
-Choose = Callable[[Tensor, Tensor], Tensor]
-"""(logits [G, V], positions int64 [G] of their rows) -> the tokens behind them, int64 [G]."""
+Choose = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""(logits [G, V], positions int64 [G] of their rows, ids int64 [n + G - 1]) -> the tokens behind
+them, int64 [G]. A row may look at ids up to its own position alone."""
 
 
-def greedy(logits_GV: Tensor, positions_G: Tensor) -> Tensor:
+def greedy(logits_GV: Tensor, positions_G: Tensor, ids: Tensor) -> Tensor:
     """The first of the most likely tokens."""
     return logits_GV.argmax(-1)
 
@@ -41,7 +43,7 @@ def step(ids: Tensor, target: Logits, propose: Propose, choose: Choose = greedy)
     drafts = propose(ids)
     block = torch.cat([ids, drafts])
     rows = torch.arange(len(ids) - 1, len(block))  # the anchor's and the drafts'
-    choices = choose(target(block)[rows], rows)
+    choices = choose(target(block)[rows], rows, block)
     num_accepted = int((drafts == choices[:-1]).long().cumprod(0).sum())
     return choices[: num_accepted + 1]
 

@@ -11,6 +11,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from graphengine.decode.acceptance import Commit, FinishReason, commit
+from graphengine.decode.logprobs import Logprobs, Scores
 from graphengine.decode.metrics import Acceptance, RequestMetrics
 from graphengine.decode.sampling import GREEDY, Sampling
 
@@ -29,15 +30,26 @@ class Request:
     prompt_ids: list[int]
     max_total_tokens: int
     stop_ids: Collection[int]
+    asked_stop_ids: Collection[int] = ()
+    """Those of them that the user named."""
     acceptance: Acceptance
     sampling: Sampling = GREEDY
+    logprobs: int | None = None
+    """Alternatives of each token to tell log-probabilities of; None: of no token."""
+    prompt_logprobs: int | None = None
+    """The same of the prompt."""
     arrival_s: float = field(default_factory=time.perf_counter)
     pages: list[int] = field(default_factory=list)
     state_slot: int = 0
     """Of its recurrent states; the null slot for a target that has none."""
     output_ids: list[int] = field(default_factory=list)
     start: int = 0
+    output_logprobs: list[Logprobs] = field(default_factory=list)
+    """One a token of the output, where they were asked for; those of `prompt_ids[1:]` below."""
+    prompt_scores: list[Logprobs] = field(default_factory=list)
     finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+    """With "stop": the token or text that was asked for; None where the model itself ended."""
     error: str | None = None
     """What went wrong, where `finish_reason` is "error"."""
     fallback_reason: str | None = None
@@ -83,6 +95,17 @@ class Request:
         self.start += num_accepted + 1
         return self._extend(commit(target_ids, num_accepted, self.stop_ids, self.budget))
 
+    def tell(self, scores: Scores, new: int) -> None:
+        """Notes the log-probabilities of the newest tokens. Mutates: self."""
+        if self.logprobs is not None and new:
+            self.output_logprobs += scores.told(self.output_ids[-new:], self.logprobs)
+
+    def end_at(self, text: str, num_dropped: int) -> None:
+        """Ends it at a stop string; the newest tokens lie behind it. Mutates: self."""
+        count = len(self.output_ids) - num_dropped
+        del self.output_ids[count:], self.output_logprobs[count:]
+        self.finish_reason, self.stop_reason, self.error = "stop", text, None
+
     def fail(self, error: str) -> None:
         """Ends it with an error. Mutates: self."""
         self.finish_reason, self.error = "error", error
@@ -90,6 +113,8 @@ class Request:
     def _extend(self, committed: Commit) -> list[int]:
         self.output_ids += committed.token_ids
         self.finish_reason = committed.finish_reason
+        if committed.finish_reason == "stop" and self.anchor in self.asked_stop_ids:
+            self.stop_reason = self.anchor
         if committed.finish_reason == "error":
             position = len(self.prompt_ids) + len(self.output_ids)
             self.fail(NOT_FINITE_TEXT.format(position=position))

@@ -23,6 +23,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from graphengine.decode.adjustments import write_tables_
 from graphengine.decode.buffers import StepBuffers
 from graphengine.decode.kvcache import NULL_PAGE
 from graphengine.decode.request import Request
@@ -82,9 +83,9 @@ def write_rows_(
     page_size: int,
     step: int,
 ) -> None:
-    """Begins these rows anew, the others go on: pages, lengths, next block, sampling. Padding for
-    None. No block was verified last, so the drafter's context, run now, touches only the null page.
-    Mutates: buffers.
+    """Begins these rows anew, the others go on: pages, lengths, next block, sampling, what they
+    ask of their logits. Padding for None. No block was verified last, so the drafter's context, run
+    now, touches only the null page. Mutates: buffers.
 
     Args:
         rows: row -> the prefilled request with its pages, of which no step is in flight.
@@ -118,6 +119,8 @@ def write_rows_(
         slots = [request.state_slot if request is not None else 0 for request in requests]
         held = torch.tensor(slots, dtype=torch.int32).to(device)
         buffers.recurrent.slots_B.index_copy_(0, at_R, held)
+    if buffers.tables is not None:
+        write_tables_(buffers.tables, rows)
     for tensor in (buffers.context_positions_T, buffers.context_slots_T):
         tensor.view(-1, block).index_fill_(0, at_R, 0)
     buffers.step_B.index_fill_(0, at_R, step)

@@ -22,8 +22,9 @@ from graphengine import names
 from graphengine.api import Engine
 from graphengine.checkpoints.hub import preset_names
 from graphengine.checkpoints.pairs import named_pair
+from graphengine.config.declaration import declarations
 from graphengine.config.draft_length import resolve_draft_lengths
-from graphengine.config.options import Options, declarations
+from graphengine.config.options import Options
 from graphengine.measure.bench import read_bandwidth_gbps
 from graphengine.measure.profiled_steps import (
     Workload,

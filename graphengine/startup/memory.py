@@ -293,5 +293,5 @@ def _plan(
 def _buffer_bytes(config: EngineConfig, target: ModelConfig, proposer: Proposer, width: int) -> int:
     """What `BucketBuilder` allocates, by allocating it without bytes."""
     arena = Arena(META, getattr(torch, config.dtype))
-    step_buffers(arena, target, proposer, max(config.buckets), width)
+    step_buffers(arena, target, proposer, max(config.buckets), width, config)
     return arena.num_bytes

@@ -30,6 +30,14 @@ from graphengine.kernels.block_attention import HEAD_DIMS
 _PAGE_SIZES: dict[AttentionBackend, int] = {"flashinfer": 16, "triton": 128, "torch": 16}
 
 
+_NEED_REAL_ACCEPTANCE = {
+    "sampling": "--temperature",
+    "adjustments": "penalties, --logit-bias, --bad-words and --min-tokens",
+    "max_logprobs": "--logprobs and --prompt-logprobs",
+}
+MAX_LOGPROBS = 20  # alternatives of a token, where nobody says
+
+
 def speculation_limit(target: ModelConfig, draft: DraftSpec | None) -> int:
     """Most tokens of a request that is drafted to its end: the fewest positions of the models, less
     a block."""
@@ -107,10 +115,11 @@ def resolve_options(options: Options, target: ModelConfig, draft: DraftSpec | No
         raise ValueError(
             f"--draft-quantization {options.draft_quantization} needs a drafter; pass --draft"
         )
-    if options.sampling and simulated:
-        raise ValueError(
-            "sampling needs real acceptance; leave out --simulate-acceptance or --temperature"
-        )
+    for name, flag in _NEED_REAL_ACCEPTANCE.items():
+        if getattr(options, name) and simulated:
+            raise ValueError(
+                f"{name} needs real acceptance; leave out --simulate-acceptance or {flag}"
+            )
     cap = drafted_cap = speculation_limit(target, draft)
     if options.finish_in_plain_decode:
         cap = target.max_position_embeddings
@@ -135,6 +144,9 @@ def resolve_options(options: Options, target: ModelConfig, draft: DraftSpec | No
             text += f" (its positions less a block of {draft.num_verify_rows}; with "
             text += "--finish-in-plain-decode all of them)"
         raise ValueError(text)
+    logprobs = options.max_logprobs
+    if logprobs is None:
+        logprobs = MAX_LOGPROBS if mode == "none" else 0
     asked = {field.name: getattr(options, field.name) for field in fields(Options)}
     decided: dict[str, Any] = {
         "device": device,
@@ -152,8 +164,10 @@ def resolve_options(options: Options, target: ModelConfig, draft: DraftSpec | No
         # Drawn acceptance says nothing about the drafter; look-up is often wrong by nature.
         "acceptance_floor": 0.0 if simulated or (draft and not draft.models) else floor,
         "fallback": options.fallback and not simulated,
-        # Free where nothing is captured; simulated acceptance has no second verify chain.
+        # Where nothing is captured they cost memory at most; simulated acceptance has one end.
         "sampling": not simulated and (options.sampling or mode == "none"),
+        "adjustments": not simulated and (options.adjustments or mode == "none"),
+        "max_logprobs": 0 if simulated else logprobs,
     }
     return EngineConfig(**asked | decided)
 

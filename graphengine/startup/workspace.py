@@ -15,8 +15,10 @@ from graphengine.config.draft_length import draft_at
 from graphengine.config.engine import EngineConfig
 from graphengine.config.model import ModelConfig
 from graphengine.decode.attention import FLOAT_WORKSPACE_BYTES, BlockAttention
+from graphengine.decode.ends import end_names
 from graphengine.decode.fixed_chunk import MOST_PROMPTS
 from graphengine.decode.kvcache import page_bytes
+from graphengine.decode.prefill import SCORED_ROWS
 from graphengine.models.decoder import layer_kinds
 
 # FlashInfer allocates this on the device for each wrapper, beside the shared workspace.
@@ -80,7 +82,11 @@ def prefill_bytes(
     if config.prefill_attention_backend == "torch":  # gathers keys and values, builds a mask
         per_key = 2 * target.kv_size * element_bytes + rows * (1 + element_bytes)
         work += config.max_model_len * per_key
-    logits = min(max(config.buckets), rows) * target.vocab_size * element_bytes
+    # With adjusted first tokens two tables and float32 logits; with scored rows two of these.
+    logits = min(max(config.buckets), rows) * (element_bytes + 12 * bool(config.adjustments))
+    if config.max_logprobs:
+        logits = max(logits, min(SCORED_ROWS, rows) * (element_bytes + 8))
+    logits *= target.vocab_size
     return work + taps + logits + _fixed_chunk_bytes(config, target, draft, element_bytes)
 
 
@@ -121,15 +127,19 @@ def activation_bytes(
     work = max(work, rounding_bytes(config, draft, rows))
     if config.sampling:
         work += rows * SAMPLED_ROW_BYTES
+    # Adjusted logits are in float32; to score a row is to copy it and to take its exponentials.
+    copies = bool(config.adjustments) + 3 * (config.max_logprobs > 0)
+    work += copies * rows * target.vocab_size * 4
     total = (work + 2 * logits) * (1 if config.graph_mode == "none" else 2)
+    num_ends = len(end_names(config))
     if config.graph_mode == "piecewise":
         row = sum(carry_bytes(model, element_bytes) for model in models)
         total += sum(config.buckets) * block * row
-        # A step that draws its tokens ends in two graphs of its own.
-        num_graphs = sum(num_dense_steps(m) + 3 for m in models) + 2 * config.sampling
+        # A step with another end than the greedy one ends in two graphs of its own.
+        num_graphs = sum(num_dense_steps(m) + 3 for m in models) + 2 * num_ends - 2
         total += len(config.buckets) * num_graphs * GRAPH_BYTES
     elif config.graph_mode == "full":
-        total += len(config.buckets) * (1 + config.sampling) * STEP_GRAPH_BYTES
+        total += len(config.buckets) * num_ends * STEP_GRAPH_BYTES
     return total
 
 

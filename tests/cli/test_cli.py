@@ -153,7 +153,7 @@ def test_tables_fit_a_terminal() -> None:
         decode_ms=9876543.0,
         acceptance=acceptance,
     )
-    result = GenerationResult(text="", token_ids=[], finish_reason="cancelled", metrics=metrics)
+    result = GenerationResult(text="", token_ids=[], finish_reason="abort", metrics=metrics)
     startup = StartupMetrics(
         load_s=1,
         compile_s=1,
@@ -169,7 +169,7 @@ def test_tables_fit_a_terminal() -> None:
     outcome = report.Outcome({"import_s": 1.0}, startup, answers, 9876.5)
     report.print_tables(console, outcome)
     text = screen.getvalue()
-    for word in ("prompt", "tokens", "TTFT", "ms per", "accept.", "accepted", "cancelled", "5.80"):
+    for word in ("prompt", "tokens", "TTFT", "ms per", "accept.", "accepted", "abort", "5.80"):
         assert word in text
     assert "\u2026" not in text
     assert "24 more answers" in text

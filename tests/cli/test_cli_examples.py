@@ -1,8 +1,10 @@
 """What help and README show is answered, and answered rightly, by the bundled pair."""
 
+import json
 import re
 import shlex
 from itertools import pairwise
+from typing import Any
 
 import pytest
 from click.testing import CliRunner
@@ -44,6 +46,47 @@ def test_examples_are_answered_rightly() -> None:
     with Engine.from_pretrained(TINY_TARGET, TINY_DRAFT, buckets=(1,)) as engine:
         for prompt in sorted(shown):
             assert RIGHT[prompt] in engine.generate(prompt)[0].text
+
+
+def test_a_request_as_users_send_it() -> None:
+    """Bug: a flag of the command does not reach the engine, or its JSON lacks what was asked."""
+    (count,) = [prompt for prompt in RIGHT if "146" in prompt]
+    args = ["run", "--prompt", count, "--json", "--bucket", "1"]
+
+    def run(*more: str) -> dict[str, Any]:
+        done = CliRunner().invoke(main, [*args, *more])
+        assert done.exit_code == 0, done.output
+        found = json.loads(done.stdout)
+        return found | found["results"][0]
+
+    free = run()
+    assert free["finish_reason"] == "stop" and free["stop_reason"] is None
+    assert free["logprobs"] is free["prompt_logprobs"] is None
+    found = run("--stop", "never", "--stop", ", 50", "--logprobs", "2", "--prompt-logprobs", "0")
+    assert found["text"] == "20, 26, 32, 38, 44"
+    assert (found["finish_reason"], found["stop_reason"]) == ("stop", ", 50")
+    assert found["args"]["stop"] == ["never", ", 50"]
+    assert len(found["logprobs"]) == len(found["token_ids"])
+    for token, entry in zip(found["token_ids"], found["logprobs"], strict=True):
+        assert next(iter(entry)) == str(token) and 2 <= len(entry) <= 3
+    assert found["prompt_logprobs"][0] is None and len(found["prompt_logprobs"][1]) == 1
+    kept = run("--stop", ", 50", "--include-stop-str-in-output", "--min-tokens", "2")
+    assert kept["text"] == "20, 26, 32, 38, 44, 50"
+    token = free["token_ids"][3]
+    ended = run("--stop-token-ids", str(token))
+    assert ended["stop_reason"] == token and ended["token_ids"] == free["token_ids"][:4]
+    for flags in (
+        ["--logit-bias", f"{token}=-100"],
+        ["--bad-words", "26"],
+        ["--repetition-penalty", "2"],
+    ):
+        assert run(*flags, "--max-new-tokens", "40")["token_ids"] != free["token_ids"][:40]
+    drawn = ["--temperature", "4", "--seed", "1", "--max-new-tokens", "40"]
+    hot = run(*drawn)["token_ids"]
+    assert hot != free["token_ids"][:40]
+    for flags in (["--presence-penalty", "2"], ["--frequency-penalty", "2"]):
+        assert run(*drawn, *flags)["token_ids"] != hot
+    assert run(*drawn, "--min-p", "0.99")["token_ids"] == free["token_ids"][:40]
 
 
 @pytest.mark.parametrize("bad", ['graphengine run --prompt "1 + 1?"', 'engine.stream("1 + 1?")'])

@@ -16,7 +16,8 @@ from graphengine import names
 from graphengine.checkpoints.hub import TINY_DRAFT, TINY_TARGET
 from graphengine.cli import profile as cli_profile
 from graphengine.cli.main import main
-from graphengine.config.options import Options, declarations
+from graphengine.config.declaration import declarations
+from graphengine.config.options import Options
 from graphengine.measure import profile_run
 from graphengine.profiles import torch_trace
 from graphengine.profiles.result_schema import validate

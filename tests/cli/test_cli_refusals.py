@@ -8,7 +8,8 @@ import pytest
 from click.testing import CliRunner
 
 from graphengine.cli.main import main
-from graphengine.config.options import Options, SamplingParams, declarations
+from graphengine.config.declaration import declarations
+from graphengine.config.options import Options, SamplingParams
 from graphengine.prompts import read_prompt_file
 from tests.support.checkpoints import edit_config, make_drafter, make_target
 from tests.support.command_line import Run, refused
@@ -177,6 +178,18 @@ def test_runtime_failures(cli: Run, monkeypatch: pytest.MonkeyPatch, error: Exce
         (["--temperature", "1", "--top-k", "-3"], ["top_k is -3", "from 0 up"]),
         (["--temperature", "1", "--seed", "-3"], ["seed is -3"]),
         (["--top-p", "0.9"], ["change nothing at temperature 0"]),
+        (["--min-p", "0.9"], ["change nothing at temperature 0"]),
+        (["--repetition-penalty", "0"], ["repetition_penalty is 0.0", "0 < x"]),
+        (["--presence-penalty", "3"], ["presence_penalty is 3.0", "-2 <= x <= 2"]),
+        (["--logit-bias", "5"], ["logit_bias has '5='", "50=-100,7=2.5"]),
+        (["--logit-bias", "5=1,6=-200"], ["logit_bias has '6=-200'", "-100 to 100"]),
+        (["--logit-bias", "99999999=1"], ["logit_bias has [99999999]", "the vocabulary of"]),
+        (["--stop-token-ids", "7,-1"], ["stop_token_ids is '7,-1'", "7,99"]),
+        (["--stop-token-ids", "99999999"], ["stop_token_ids has [99999999]"]),
+        (["--stop", ""], ["stop is ('',)", "none of them empty"]),
+        (["--bad-words", ""], ["bad_words is ('',)"]),
+        (["--min-tokens", "9", "--max-new-tokens", "8"], ["min_tokens is 9", "lower the one"]),
+        (["--logprobs", "-1"], ["logprobs is -1", "from 0 up"]),
     ],
 )
 def test_bad_sampling(cli: Run, args: list[str], parts: list[str]) -> None:

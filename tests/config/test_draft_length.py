@@ -237,7 +237,7 @@ def test_requests_move_between_blocks(
     assert loop.allocator.num_free == loop.allocator.num_usable
     for text, budget, request in requests:
         wanted = plain[text][:budget]
-        if request.finish_reason == "cancelled":
+        if request.finish_reason == "abort":
             wanted = wanted[: len(request.output_ids)]
         assert request.output_ids == wanted
         acceptance = request.acceptance

@@ -14,16 +14,9 @@ from graphengine.api import Engine
 from graphengine.cli import options as shared
 from graphengine.cli.main import main
 from graphengine.config import options as module
+from graphengine.config.declaration import COMMANDS, declarations, made, option, spelled_out
 from graphengine.config.engine import EngineConfig
-from graphengine.config.options import (
-    COMMANDS,
-    Options,
-    SamplingParams,
-    declarations,
-    made,
-    option,
-    spelled_out,
-)
+from graphengine.config.options import Options, SamplingParams
 
 
 def test_help_and_signature_show_every_option() -> None:

@@ -383,7 +383,7 @@ def test_cancel_in_every_state(engine: Engine, pair: Pair) -> None:
         loop.collect()
     run_to_end(engine)
     loop.cancel(ended)
-    assert [r.finish_reason for r in requests] == [*["cancelled"] * 2, *["length"] * 2, "cancelled"]
+    assert [r.finish_reason for r in requests] == [*["abort"] * 2, *["length"] * 2, "abort"]
     for request, prompt in ((ended, PROMPTS[2]), (kept, PROMPTS[3])):
         assert request.output_ids == pair.plain(prompt, 20)
     assert_idle(engine)

@@ -172,7 +172,7 @@ def test_drafted_and_plain_side_by_side(
         run_to_end(engine, join)
         assert len(late) == 3
         assert [r.fallback_reason is not None for r in first] == [True, True]
-        assert first[0].finish_reason == "cancelled"
+        assert first[0].finish_reason == "abort"
         for request in [first[1], *late]:
             assert request.output_ids == pair.plain(request.prompt_ids, 27)
         assert all(request.fallback_reason is None for request in late)

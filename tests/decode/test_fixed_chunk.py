@@ -204,7 +204,7 @@ def test_a_request_cancelled_in_its_prefill(loop: DecodeLoop) -> None:
     loop.admit_next()
     loop.cancel(second)
     assert loop.admit_next() == [] and not loop.prefilling
-    assert second.finish_reason == "cancelled" and loop.running == [first]
+    assert second.finish_reason == "abort" and loop.running == [first]
     loop.cancel(first)
     assert loop.allocator.num_free == loop.allocator.num_usable
 

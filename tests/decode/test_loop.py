@@ -65,7 +65,7 @@ def test_nobody_overtakes(engine: Engine) -> None:
     loop.allocator.free(held)
     assert [output.request for output in loop.admit()] == [long, short]
     loop.reset()
-    assert [r.finish_reason for r in (long, short)] == ["cancelled"] * 2
+    assert [r.finish_reason for r in (long, short)] == ["abort"] * 2
     assert long.pages == short.pages == []
 
 

@@ -103,9 +103,8 @@ def test_draws_follow_the_distribution(temperature: float, top_p: float, top_k: 
 
 
 def kept(logits_TV: Tensor, own: Controls) -> Tensor:
-    threshold_T = filter_threshold(
-        logits_TV, argmax_rows(logits_TV), own.temperature_B, own.top_p_B, own.top_k_B
-    )
+    settings = own.temperature_B, own.top_p_B, own.top_k_B, own.min_p_B
+    threshold_T = filter_threshold(logits_TV, argmax_rows(logits_TV), *settings)
     return logits_TV >= threshold_T[:, None]
 
 

@@ -88,7 +88,7 @@ def decode(loaded: Engine) -> list[Any]:
     return [
         (request.output_ids, request.acceptance.steps_by_accepted)
         for request in requests
-        if request.finish_reason != "cancelled"
+        if request.finish_reason != "abort"
     ]
 
 

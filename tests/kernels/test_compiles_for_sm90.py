@@ -23,6 +23,7 @@ from triton.runtime.jit import JITFunction
 from graphengine.kernels import (
     accept,
     add_rms_norm,
+    adjust_logits,
     argmax,
     block_attention,
     chunk_attention,
@@ -191,9 +192,21 @@ def recur_chunks(T: int, R: int, N: int) -> None:
 def draw(T: int, B: int, dtype: torch.dtype) -> None:
     logits, best, row = empty(T, 151936, dtype=dtype), ints(T), empty(B, dtype=FP32)
     threshold = filter_threshold.filter_threshold(
-        logits, best, row, row, ints(B, dtype=torch.int32)
+        logits, best, row, row, ints(B, dtype=torch.int32), row
     )
     gumbel_argmax.gumbel_argmax(logits, best, threshold, ints(T), row, ints(B))
+
+
+def adjust(B: int, G: int, dtype: torch.dtype) -> None:
+    V, K, L = 151936, adjust_logits.MAX_WORDS, adjust_logits.MAX_WORD_TOKENS
+    i32, column = torch.int32, empty(B, dtype=FP32)
+    seen, words, recent = (ints(*s, dtype=i32) for s in ((B, V), (B, K, L), (B, L - 1)))
+    tables = adjust_logits.Tables(
+        *(ints(B, dtype=i32), column, column, column, ints(B)),
+        *(seen, empty(B, V, dtype=FP32), words, recent),
+    )
+    adjust_logits.adjust_logits(empty(B * G, V, dtype=dtype), ints(B, G), ints(B * G), tables)
+    adjust_logits.advance_tables_(ints(B, G), ints(B, G), ints(B, dtype=i32), tables)
 
 
 def max_stack_bytes(kernel: str, launch: str) -> int:
@@ -213,6 +226,7 @@ TALL = SkinnyConfig(rows=256, block_k=128, num_stages=2, num_warps=8)
 LAUNCHES: dict[str, Callable[[], Any]] = {
     "argmax": lambda: (argmax._launch(empty(16, 151936)), argmax._launch(empty(1, 512))),
     "sampled tail": lambda: (draw(16, 1, BF16), draw(256, 16, FP32)),
+    "adjusted logits": lambda: (adjust(1, 16, BF16), adjust(8, 1, FP32), adjust(16, 16, BF16)),
     "accept": lambda: (advance(3, 16), advance(1, 1)),
     # 8B's and 4B's hidden size, what their MLP's down reads, and their five taps.
     **{

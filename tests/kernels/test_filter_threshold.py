@@ -1,7 +1,7 @@
 """filter_threshold against the definition, evaluated in float64 on sorted numpy rows.
 
-A kept set is right if it is what top-k and then top-p leave, ties included. Where the mass of a set
-equals top_p up to float32 rounding either neighbour is right: `ROUNDING`.
+A kept set is right if it is what min-p, top-k and then top-p leave, ties included. Where the mass
+of a set equals top_p up to float32 rounding either neighbour is right: `ROUNDING`.
 """
 
 from typing import Any
@@ -30,7 +30,9 @@ def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "PROGRAMS", 2)
 
 
-def thresholds(logits: torch.Tensor, temperature: Any, top_p: Any, top_k: Any) -> torch.Tensor:
+def thresholds(
+    logits: torch.Tensor, temperature: Any, top_p: Any, top_k: Any, min_p: Any = 0.0
+) -> torch.Tensor:
     """Settings: one of each request, or one number for all rows."""
 
     def column(x: Any, dtype: torch.dtype) -> torch.Tensor:
@@ -38,18 +40,33 @@ def thresholds(logits: torch.Tensor, temperature: Any, top_p: Any, top_k: Any) -
         return x if x.dim() else x.expand(len(logits)).contiguous()
 
     settings = column(temperature, torch.float32), column(top_p, torch.float32)
-    found = filter_threshold(logits, argmax_rows(logits), *settings, column(top_k, torch.int32))
+    settings = *settings, column(top_k, torch.int32), column(min_p, torch.float32)
+    found = filter_threshold(logits, argmax_rows(logits), *settings)
     assert found.dtype == torch.float32 and found.shape == (len(logits),)
     return found
 
 
-def check(row: torch.Tensor, found: float, temperature: float, top_p: float, top_k: int) -> None:
+def check(
+    row: torch.Tensor,
+    found: float,
+    temperature: float,
+    top_p: float,
+    top_k: int,
+    min_p: float = 0.0,
+) -> None:
     """Whether `found` is the threshold of one row."""
     z = np.sort(row.double().cpu().numpy())[::-1]
     if not np.isfinite(z).any() or np.isnan(z).any() or z[0] == np.inf or temperature == 0:
         assert found == -np.inf
         return
     floor = z[min(top_k, len(z)) - 1] if top_k else -np.inf
+    if min_p:
+        degrees = min(max(float(np.float32(temperature)), 1e-30), 1e30)
+        bound = z[0] + degrees * np.log(np.float64(np.float32(min_p)))
+        if (np.abs(z - bound) <= 1e-6 * (abs(z[0]) + abs(bound))).any() and min_p < 1:
+            return  # either neighbour is right
+        floor = max(floor, bound)
+        found, floor = (z[z >= x].min() for x in (found, floor))  # the last one that is kept
     top_p = float(np.float32(top_p))
     if top_p == 1:
         assert found == floor
@@ -62,7 +79,7 @@ def check(row: torch.Tensor, found: float, temperature: float, top_p: float, top
 
 
 @st.composite
-def rows(draw: Any) -> tuple[torch.Tensor, float, float, int]:
+def rows(draw: Any) -> tuple[torch.Tensor, float, float, int, float]:
     V = draw(st.sampled_from([1, 2, 31, 127, 128, 129, 300]))
     generator = torch.Generator().manual_seed(draw(st.integers(0, 2**32)))
     x = torch.randn(V, generator=generator) * draw(st.sampled_from([1e-20, 1e-3, 1.0, 5.0, 1e4]))
@@ -82,7 +99,8 @@ def rows(draw: Any) -> tuple[torch.Tensor, float, float, int]:
     temperature = draw(st.sampled_from([0.0, 1e-38, 1e-6, 0.1, 0.7, 1.0, 2.5, 1e6, 1e38]))
     top_p = draw(st.sampled_from([1.0, 1 - 2**-24, 0.999, 0.9, 0.5, 0.1, 1e-6, 1e-38]))
     top_k = draw(st.sampled_from([0, 1, 2, 20, V - 1, V, V + 1, 2**31 - 1]))
-    return x, temperature, top_p, top_k
+    min_p = draw(st.sampled_from([0.0, 0.0, 0.0, 1e-30, 0.01, 0.2, 0.9, 1.0]))
+    return x, temperature, top_p, top_k, min_p
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -95,10 +113,10 @@ def rows(draw: Any) -> tuple[torch.Tensor, float, float, int]:
 def test_is_the_definition(device, dtype, case) -> None:
     """Bug: the crossing value left out, top-p of the mass before top-k, a tie cut in two, a
     masked logit that counts, a sum that overflows."""
-    x, temperature, top_p, top_k = case
+    x, temperature, top_p, top_k, min_p = case
     logits = x.to(device).to(dtype)[None]
-    (found,) = thresholds(logits, temperature, top_p, top_k).tolist()
-    check(logits[0], found, temperature, top_p, top_k)
+    (found,) = thresholds(logits, temperature, top_p, top_k, min_p).tolist()
+    check(logits[0], found, temperature, top_p, top_k, min_p)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -110,10 +128,10 @@ def test_requests_side_by_side(device, dtype) -> None:
     logits.copy_(torch.randn(12, 290) * 4)
     logits[7, 3] = torch.nan
     temperature, top_p = [0.0, 1.0, 0.6, 2.0], [1.0, 0.8, 1.0, 0.3]
-    top_k = [0, 0, 5, 40]
-    found = thresholds(logits, temperature, top_p, top_k)
+    top_k, min_p = [0, 0, 5, 40], [0.1, 0.0, 0.3, 0.02]
+    found = thresholds(logits, temperature, top_p, top_k, min_p)
     for t in range(12):
-        own = temperature[t // 3], top_p[t // 3], top_k[t // 3]
+        own = temperature[t // 3], top_p[t // 3], top_k[t // 3], min_p[t // 3]
         check(logits[t], float(found[t]), *own)
         if t % 2:
             assert thresholds(logits[t : t + 1].clone(), *own) == found[t]
@@ -135,14 +153,14 @@ def test_refuses(device) -> None:
     logits = torch.randn(4, 6, device=device)
     for bad in (logits.T, logits.int(), logits[:, :0]):
         with pytest.raises(ValueError, match="logits"):
-            filter_threshold(bad, torch.zeros(4), *(torch.zeros(2),) * 3)
+            filter_threshold(bad, torch.zeros(4), *(torch.zeros(2),) * 4)
     best = argmax_rows(logits)
     f32, i32 = (torch.ones(2, device=device).to(x) for x in (torch.float32, torch.int32))
     with pytest.raises(ValueError, match="4 rows are not of 3"):
-        filter_threshold(logits, best, torch.ones(3, device=device), f32, i32)
+        filter_threshold(logits, best, torch.ones(3, device=device), f32, i32, f32)
     for bad in ((f32, f32, f32), (f32, i32, i32), (f32, f32[:1], i32)):
         with pytest.raises(ValueError, match="setting"):
-            filter_threshold(logits, best, *bad)
+            filter_threshold(logits, best, *bad, f32)
 
 
 @pytest.mark.gpu

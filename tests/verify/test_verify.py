@@ -108,7 +108,7 @@ def test_acceptance_counts_the_first_prompts_only() -> None:
         ([1, 2, 3], "length", 3, True),
         ([1, 2, 3], "length", 4, False),
         ([1, 2, 3], "stop", 3, False),
-        ([1, 2, 3], "cancelled", 3, False),
+        ([1, 2, 3], "abort", 3, False),
     ],
 )
 def test_ends(output: list[int], reason: str, budget: int, right: bool) -> None:

@@ -1,0 +1,69 @@
+"""Options that hold several values: from what a user may write, a flag's text among it, to them.
+
+Each raises ValueError with the option's name, the value and what was expected.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from math import isfinite
+from numbers import Integral, Real
+from typing import Any
+
+MAX_BIAS = 100  # as in OpenAI's API
+
+
+def parse_texts(name: str, value: Any) -> tuple[str, ...]:
+    """One text, or several."""
+    texts = (value,) if isinstance(value, str) else value
+    found = tuple(texts) if isinstance(texts, Iterable) else ()
+    wrong = not isinstance(texts, Iterable) or isinstance(texts, Mapping | bytes)
+    if wrong or any(not isinstance(text, str) or not text for text in found):
+        raise ValueError(f"{name} is {value!r}; expected a text or several, none of them empty")
+    return found
+
+
+def parse_token_ids(name: str, value: Any) -> tuple[int, ...]:
+    """Numbers, or "7,99"."""
+    items = [part.strip() for part in value.split(",")] if isinstance(value, str) else value
+    if isinstance(items, Iterable) and not isinstance(items, Mapping | bytes):
+        found = [_token_id(item) for item in items]
+        if None not in found:
+            return tuple(id for id in dict.fromkeys(found) if id is not None)
+    raise ValueError(f"{name} is {value!r}; expected token ids from 0 up, such as 7,99")
+
+
+def parse_bias(name: str, value: Any) -> dict[int, float]:
+    """A mapping, or "50=-100,7=2.5"."""
+    pairs = value.items() if isinstance(value, Mapping) else None
+    if isinstance(value, str):
+        pairs = [part.partition("=")[::2] for part in value.split(",")]
+    found: dict[int, float] = {}
+    for token, bias in pairs or ():
+        id, number = _token_id(token), _number(bias)
+        if id is None or number is None or not abs(number) <= MAX_BIAS:
+            pairs = None
+            value = f"{token}={bias}"
+            break
+        found[id] = number
+    if pairs is None:
+        raise ValueError(
+            f"{name} has {value!r}; expected token ids with numbers from -{MAX_BIAS} to "
+            f"{MAX_BIAS}, such as 50=-100,7=2.5"
+        )
+    return found
+
+
+def _token_id(value: Any) -> int | None:
+    if isinstance(value, str):
+        value = int(value) if value.strip().isdecimal() else None
+    is_id = isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= 0
+    return int(value) if is_id and value is not None else None
+
+
+def _number(value: Any) -> float | None:
+    try:
+        number = float(value) if isinstance(value, str | Real) else None
+    except ValueError:
+        return None
+    return number if number is not None and isfinite(number) else None

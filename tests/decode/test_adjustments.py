@@ -1,0 +1,302 @@
+"""Penalties, biases, bad words and min_tokens under speculation: the tokens of plain decoding and
+of the step on one page, the exact distribution, for every mix of requests.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from scipy import stats
+from torch import Tensor
+
+from graphengine.api import Engine
+from graphengine.decode import ends, reference
+from graphengine.decode.sampling import Controls, Sampling, sample_rows
+from tests.decode.test_sampling import LEVEL, PROMPTS, Pair, reference_warp
+from tests.support.dflash_reference import force_drafts, load_target, run_target
+from tests.support.examples import examples
+
+CPU = torch.device("cpu")
+EVERYTHING = Sampling(
+    temperature=1.1,
+    top_p=0.95,
+    min_p=0.02,
+    seed=5,
+    repetition_penalty=1.4,
+    presence_penalty=0.6,
+    frequency_penalty=0.5,
+    logit_bias={3: 2.0, 7: -100.0, 9: 1.5},
+    bad_words=((11,), (3, 9)),
+    min_tokens=6,
+)
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    return Pair(tmp_path_factory.mktemp("pair"))
+
+
+@pytest.fixture(scope="module")
+def engine(pair: Pair) -> Engine:
+    return pair.engine()
+
+
+@pytest.fixture(scope="module")
+def plain(pair: Pair) -> Engine:
+    return pair.engine(draft=False)
+
+
+@pytest.fixture(scope="module")
+def model(pair: Pair) -> Any:
+    return load_target(pair.target)
+
+
+def vllm_logits(
+    z_V: Tensor, prompt: list[int], output: list[int], asked: Sampling, stop_ids: tuple[int, ...]
+) -> Tensor:
+    """vLLM's v1 sampler up to the temperature, one row, written from its definition."""
+    z_V = z_V.clone()
+    if len(output) < asked.min_tokens:
+        z_V[list(stop_ids)] = -math.inf
+    for *prefix, last in asked.bad_words:
+        if len(output) >= len(prefix) and output[len(output) - len(prefix) :] == prefix:
+            z_V[last] = -math.inf
+    for token, bias in (asked.logit_bias or {}).items():
+        z_V[token] += bias
+    for token in {*prompt, *output}:
+        r = asked.repetition_penalty
+        z_V[token] = z_V[token] / r if z_V[token] > 0 else z_V[token] * r
+    for token in set(output):
+        z_V[token] -= asked.frequency_penalty * output.count(token) + asked.presence_penalty
+    return z_V
+
+
+def chooser(prompt: list[int], asked: Sampling, stop_ids: tuple[int, ...]) -> reference.Choose:
+    """The page's choice for a request."""
+
+    def choose(logits_GV: Tensor, positions_G: Tensor, ids: Tensor) -> Tensor:
+        before = [ids[len(prompt) : p + 1].tolist() for p in positions_G.tolist()]
+        rows = [
+            vllm_logits(z_V, prompt, output, asked, stop_ids)
+            for z_V, output in zip(logits_GV, before, strict=True)
+        ]
+        return sample_rows(
+            torch.stack(rows), positions_G, Controls.upload([asked] * len(rows), CPU)
+        )
+
+    return choose
+
+
+def run(engine: Engine, asked: list[tuple[list[int], Sampling, int, tuple[int, ...]]]) -> list[Any]:
+    """Requests of one batch: (prompt, sampling, tokens, stop ids)."""
+    loop = engine.built.loop
+    requests = [loop.submit(list(ids), count, stops, own) for ids, own, count, stops in asked]
+    for _ in loop.run():
+        pass
+    return requests
+
+
+@pytest.mark.parametrize("seed", [5, None])
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+def test_equals_the_page(pair: Pair, model: Any, backend: Any, seed: int | None) -> None:
+    """Bug: a row does not count the drafts in front of it, counts stay behind or run ahead of what
+    is accepted, or the first token obeys nothing; greedy (no seed) and drawn."""
+    asked = EVERYTHING
+    if seed is None:
+        asked = Sampling(**{n: getattr(asked, n) for n in _ADJUSTING})
+    stops = (2, 4, 6)
+    with pair.engine(attention_backend=backend) as engine:
+        for prompt in PROMPTS[:3]:
+            (truth,) = run(engine, [(prompt, asked, 24, stops)])
+            page, _ = reference.generate(
+                prompt,
+                lambda ids: run_target(model, ids.tolist()).logits,
+                lambda ids: torch.tensor([0, 0]),
+                24,
+                chooser(prompt, asked, stops),
+                stops,
+            )
+            assert truth.output_ids == page
+            free = Sampling(temperature=asked.temperature, seed=asked.seed)
+            assert run(engine, [(prompt, free, 24, stops)])[0].output_ids != page
+
+
+_ADJUSTING = (
+    *("repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias"),
+    *("bad_words", "min_tokens"),
+)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_every_acceptance_length(pair: Pair, plain: Engine, temperature: float) -> None:
+    """Bug: after a certain number of accepted drafts counts or recent tokens are off by some."""
+    asked = Sampling(
+        **{n: getattr(EVERYTHING, n) for n in _ADJUSTING}, temperature=temperature, seed=5
+    )
+    prompt = PROMPTS[0]
+    words: tuple[tuple[int, ...], ...] = ()
+    for place in range(2, 24):  # what would be said next is what may not be
+        said = run(plain, [(prompt, replace(asked, bad_words=words), place + 1, ())])[0].output_ids
+        words += (tuple(said[place - 1 - place % 2 :]),)
+    asked = replace(asked, bad_words=words)
+    truth = run(plain, [(prompt, asked, 60, ())])[0].output_ids
+    for lengths in ([0], [1], [2], [3], [3, 0, 2, 1]):
+        with pair.engine() as forced:
+            cycle = itertools.cycle(lengths)
+            known: dict[int, int] = {}
+
+            def accepted(request: Any, step: int, known: Any = known, cycle: Any = cycle) -> int:
+                while step not in known:
+                    known[len(known)] = next(cycle)
+                return known[step]
+
+            force_drafts(forced, {tuple(prompt): truth}, accepted)
+            (request,) = run(forced, [(prompt, asked, 30, ())])
+            assert request.output_ids == truth[:30]
+            histogram = request.acceptance.steps_by_accepted
+            assert all(histogram[a] for a in set(lengths))
+
+
+SAMPLINGS = st.builds(
+    Sampling,
+    temperature=st.sampled_from([0.0, 0.7, 1.5]),
+    seed=st.integers(0, 99),
+    repetition_penalty=st.sampled_from([1.0, 0.8, 1.5]),
+    presence_penalty=st.sampled_from([0.0, -0.5, 1.0]),
+    frequency_penalty=st.sampled_from([0.0, -0.2, 0.8]),
+    logit_bias=st.sampled_from([None, {4: 3.0, 8: -100.0}]),
+    bad_words=st.sampled_from([(), ((5,),), ((1, 2), (2, 1), (4, 4, 4))]),
+    min_tokens=st.sampled_from([0, 3, 9]),
+)
+
+
+@settings(
+    max_examples=examples(25),
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
+@given(
+    mix=st.lists(
+        st.tuples(st.sampled_from(PROMPTS), SAMPLINGS, st.integers(1, 14)), min_size=1, max_size=7
+    )
+)
+def test_any_mix_equals_plain_decoding_alone(engine: Engine, plain: Engine, mix: Any) -> None:
+    """Bug: a request's tables are another's, or what an older request of the row has left; a
+    request that asks for nothing is changed by its neighbours; a row that moves to another bucket
+    loses its counts."""
+    stops = (1, 3, 8)
+    asked = [(prompt, sampling, count, stops) for prompt, sampling, count in mix]
+    together = run(engine, asked)
+    for request, one in zip(together, asked, strict=True):
+        (alone,) = run(plain, [one])
+        assert request.output_ids == alone.output_ids
+        assert request.finish_reason == alone.finish_reason
+        count = one[1].min_tokens
+        assert not set(request.output_ids[:count]) & set(stops)
+
+
+@pytest.mark.parametrize("draft", [True, False])
+def test_first_tokens_follow_the_exact_distribution(pair: Pair, model: Any, draft: bool) -> None:
+    """Bug: accepted drafts bias what is drawn. The drafter is wrong for the adjusted distribution:
+    it drafts what the prompt repeats. Four tokens against the enumerated distribution."""
+    prompt, count, depth = PROMPTS[0], 800, 4
+    asked = Sampling(
+        temperature=1.2,
+        top_k=2,
+        min_p=0.05,
+        repetition_penalty=1.3,
+        presence_penalty=0.8,
+        frequency_penalty=0.4,
+        logit_bias={prompt[0]: 1.0},
+        seed=100,
+    )
+    exact: dict[tuple[int, ...], float] = {(): 1.0}
+    for _ in range(depth):
+        grown: dict[tuple[int, ...], float] = {}
+        for prefix, mass in exact.items():
+            z_V = run_target(model, [*prompt, *prefix]).logits[-1]
+            z_1V = vllm_logits(z_V, prompt, list(prefix), asked, ())[None]
+            scaled = z_1V / asked.temperature
+            likely = scaled.softmax(-1) >= asked.min_p * scaled.softmax(-1).amax()
+            kept = z_1V.masked_fill(~likely, -torch.inf)
+            probs = reference_warp(kept, asked.temperature, 1.0, asked.top_k).softmax(-1)[0]
+            for token in probs.nonzero()[:, 0].tolist():
+                grown[(*prefix, token)] = mass * float(probs[token])
+        exact = grown
+    with pair.engine(draft, buckets=(16,)) as engine:
+        requests = run(engine, [(prompt, asked.numbered(i), depth, ()) for i in range(count)])
+    seen = [tuple(request.output_ids) for request in requests]
+    assert set(seen) <= set(exact)
+    ordered = sorted(exact, key=lambda ids: exact[ids])
+    wanted = [exact[ids] * count for ids in ordered]
+    observed = [seen.count(ids) for ids in ordered]
+    while wanted[0] < 5:  # the chi-square test wants no thin cells
+        wanted[:2], observed[:2] = [sum(wanted[:2])], [sum(observed[:2])]
+    scale = sum(observed) / sum(wanted)
+    assert len(wanted) > 3
+    assert stats.chisquare(observed, [e * scale for e in wanted]).pvalue > LEVEL
+
+
+def test_batches_that_ask_for_nothing_run_nothing_extra(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bug: greedy and sampled decoding pay for adjustments; also after a batch that had some."""
+    calls: list[str] = []
+
+    def spied(name: str, real: Callable[..., Any]) -> None:
+        def call(*args: Any) -> Any:
+            calls.append(name)
+            return real(*args)
+
+        monkeypatch.setattr(ends, name, call)
+
+    for name in ("adjust_logits", "advance_tables_", "score_rows"):
+        spied(name, getattr(ends, name))
+    hot = Sampling(temperature=1.0, seed=3)
+    before = [run(engine, [(PROMPTS[1], s, 12, ())])[0].output_ids for s in (Sampling(), hot)]
+    assert not calls
+    run(engine, [(PROMPTS[1], EVERYTHING, 12, ())])
+    assert set(calls) == {"adjust_logits", "advance_tables_"}
+    calls.clear()
+    after = [run(engine, [(PROMPTS[1], s, 12, ())])[0].output_ids for s in (Sampling(), hot)]
+    assert after == before and not calls
+
+
+def test_leaving_speculation_keeps_the_counts(pair: Pair, plain: Engine) -> None:
+    """Bug: a request that goes on plainly begins to count anew."""
+    asked = [(PROMPTS[0], EVERYTHING, 40, ())]
+    truth = run(plain, asked)[0].output_ids
+    with pair.engine() as engine:
+        loop = engine.built.loop
+        (request,) = [loop.submit(list(PROMPTS[0]), 40, (), EVERYTHING)]
+        for _ in loop.run():
+            if len(request.output_ids) > 8 and loop.fallback is not None:
+                loop.fallback.leave([request], "asked")
+        assert request.num_plain_steps > 5 and request.output_ids == truth
+
+
+def test_engines_without_adjustments(pair: Pair) -> None:
+    """Bug: a penalty is silently ignored where no chain was built for it."""
+    with (
+        pair.engine(simulate_acceptance=2.0) as engine,
+        pytest.raises(ValueError, match="adjustments=True"),
+    ):
+        engine.generate(PROMPTS[0], presence_penalty=1.0)
+    with pytest.raises(ValueError, match="adjustments needs real acceptance"):
+        pair.engine(simulate_acceptance=2.0, adjustments=True)
+
+
+def test_tables_are_planned(pair: Pair) -> None:
+    """Bug: the memory plan forgets the tables."""
+    with pair.engine() as engine:
+        plan, arena = engine.memory_plan, engine.built.loop.first.builder.arena
+        assert plan.step_buffer_bytes == arena.num_bytes
+        assert plan.step_buffer_bytes > 4 * engine.built.target.vocab_size * 8

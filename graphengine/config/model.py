@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from graphengine.config.moe import MoeConfig, MoeKeys
 from graphengine.config.rope import RopeConfig
 from graphengine.config.values import RawConfig
 
@@ -33,6 +34,7 @@ class Architecture:
     has_mlp_bias: bool
     mixer: str = "attention"
     ffn: str = "swiglu"
+    moe: MoeKeys | None = None  # of an ffn of experts
 
 
 # model_type -> what it means; an architecture of known layer kinds is one row.
@@ -49,6 +51,14 @@ ARCHITECTURES = {
         has_qk_norm=False,
         has_mlp_bias=True,
     ),
+    "qwen3_moe": Architecture(
+        defaults={"rms_norm_eps": 1e-6, "max_position_embeddings": 32768},
+        heads_decide=False,
+        has_qk_norm=True,
+        has_mlp_bias=False,
+        ffn="moe",
+        moe=MoeKeys(norm_topk_prob=False),
+    ),
 }
 
 
@@ -59,7 +69,7 @@ class ModelConfig:
     model_type: str = "qwen3"
     vocab_size: int
     hidden_size: int
-    intermediate_size: int
+    intermediate_size: int  # of a dense MLP; 0 where every layer has experts instead
     num_hidden_layers: int
     num_attention_heads: int
     num_key_value_heads: int
@@ -69,6 +79,7 @@ class ModelConfig:
     tie_word_embeddings: bool
     attention_bias: bool
     mlp_bias: bool = False
+    moe: MoeConfig | None = None
     rope: RopeConfig
     eos_token_ids: tuple[int, ...] = ()
 
@@ -104,7 +115,7 @@ class ModelConfig:
         model_type = raw.get("model_type")
         if not isinstance(model_type, str) or model_type not in ARCHITECTURES:
             raise raw.refusal(
-                f"model_type {model_type!r} is not supported; graphengine runs dense models of "
+                f"model_type {model_type!r} is not supported; graphengine runs models of "
                 f"model_type {' or '.join(map(repr, ARCHITECTURES))}"
             )
         model = cls.from_layer_keys(raw, model_type)
@@ -113,7 +124,8 @@ class ModelConfig:
         if not layer_types and raw.flag("use_sliding_window"):
             # transformers' defaults
             whole = RawConfig({"max_window_layers": 28, "sliding_window": 4096, **config}, source)
-            first = whole.integer("max_window_layers", minimum=0)
+            # transformers reads this key for some architectures; for the others all layers slide
+            first = 0 if model.moe else whole.integer("max_window_layers", minimum=0)
             if first < model.num_hidden_layers and whole.get("sliding_window") is not None:
                 other = [f"use_sliding_window from max_window_layers {first} on"]
         if other:
@@ -152,7 +164,7 @@ class ModelConfig:
             model_type=model_type,
             vocab_size=whole.integer("vocab_size"),
             hidden_size=hidden,
-            intermediate_size=whole.integer("intermediate_size"),
+            intermediate_size=0 if architecture.moe else whole.integer("intermediate_size"),
             num_hidden_layers=whole.integer("num_hidden_layers", maximum=MAX_LAYERS),
             num_attention_heads=num_heads,
             num_key_value_heads=num_kv_heads,
@@ -162,6 +174,7 @@ class ModelConfig:
             tie_word_embeddings=whole.flag("tie_word_embeddings"),
             attention_bias=whole.flag("attention_bias"),
             mlp_bias=architecture.has_mlp_bias and whole.flag("mlp_bias"),
+            moe=MoeConfig.from_raw(whole, architecture.moe) if architecture.moe else None,
             rope=RopeConfig.from_hf(raw.values, raw.source),
             eos_token_ids=whole.integers("eos_token_id"),
         )

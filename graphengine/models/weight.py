@@ -10,9 +10,17 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
+
+
+class Stack(NamedTuple):
+    """A field of `size` equal matrices, [size, rows, columns], which its parts hold one after the
+    other as rows; some files hold it as one tensor called `name` instead."""
+
+    name: str
+    size: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +29,8 @@ class Weight:
 
     `axis`: which dimension is cut among several GPUs, as in Megatron: rows (0) of what reads the
     residual stream, columns (1) of what writes it; None where each holds the whole.
-    `initialiser`: how dummy weights draw it. `dtype`: None is the run's.
+    `initialiser`: how dummy weights draw it. `dtype`: None is the run's. `stack`: what it is a part
+    of, the same for every part of a field.
     """
 
     name: str
@@ -29,6 +38,7 @@ class Weight:
     axis: Literal[0, 1] | None = None
     initialiser: Literal["normal", "ones"] = "normal"
     dtype: torch.dtype | None = None
+    stack: Stack | None = None
 
     @property
     def num_elements(self) -> int:
@@ -47,10 +57,12 @@ def norm(name: str, size: int) -> tuple[Weight, ...]:
 
 def behind(prefix: str, fields: Fields) -> Fields:
     """The same under names behind `prefix`."""
-    return {
-        field: tuple(replace(part, name=prefix + part.name) for part in parts)
-        for field, parts in fields.items()
-    }
+
+    def moved(part: Weight) -> Weight:
+        stack = part.stack and part.stack._replace(name=prefix + part.stack.name)
+        return replace(part, name=prefix + part.name, stack=stack)
+
+    return {field: tuple(map(moved, parts)) for field, parts in fields.items()}
 
 
 def num_matrix_elements(parts: Iterable[Weight]) -> int:

@@ -103,8 +103,9 @@ def down_reference(
     out_PD = torch.stack(rows) if rows else act_PI.new_empty(0, down_EDI.shape[1]).float()
     out_ZTD = (out_PD.view(T, K, -1) * weight_TK[:, :, None]).transpose(0, 1)
     if shared_TD is not None and shared_gate_T1 is not None:
-        gated_TD = shared_gate_T1.float().sigmoid() * shared_TD.float()
-        out_ZTD = torch.cat([out_ZTD, gated_TD[None]])
+        # Row by row: the end of a tensor goes through another exponential than its vectors.
+        gates = [gate.float().sigmoid() for gate in shared_gate_T1]
+        out_ZTD = torch.cat([out_ZTD, (torch.stack(gates) * shared_TD.float())[None]])
     return out_ZTD.contiguous()
 
 

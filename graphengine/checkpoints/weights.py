@@ -337,17 +337,23 @@ def _layers(
     layers = []
     for kind, fields in zip(decoder.layer_kinds(config), declared, strict=True):
         mixer = kind.mixer.tree(**_take(source, fields.mixer))
-        layers.append(LayerWeights(mixer, kind.ffn.tree(**_take(source, fields.ffn))))
+        ffn = kind.ffn.tree(**_take(source, fields.ffn), **kind.ffn.constants(config))
+        layers.append(LayerWeights(mixer, ffn))
     return tuple(layers)
 
 
 def _take(source: TensorSource, fields: Fields) -> dict[str, Any]:
-    """Field -> its tensor, packed from all of its parts; None where it has none."""
+    """Field -> its tensor, packed from all of its parts, or the one that the source has for them;
+    None where it has none."""
     return {field: _packed(source, parts) for field, parts in fields.items()}
 
 
 def _packed(source: TensorSource, parts: tuple[Weight, ...]) -> Tensor | None:
-    if len(parts) < 2:
+    stack = parts[0].stack if parts else None
+    if stack is not None and source.has(stack.name):
+        rows, columns = sum(part.shape[0] for part in parts), parts[0].shape[1]
+        return source.take(Weight(stack.name, (stack.size, rows // stack.size, columns)))
+    if len(parts) < 2 and stack is None:
         return source.take(*parts) if parts else None
     out: Tensor | None = None
     sizes = [part.shape[0] if part.pick is None else part.pick.num_rows for part in parts]
@@ -357,7 +363,7 @@ def _packed(source: TensorSource, parts: tuple[Weight, ...]) -> Tensor | None:
         out = taken.new_empty(sum(sizes), *part.shape[1:]) if out is None else out
         out[row : row + size] = taken
         row += size
-    return out
+    return out if stack is None or out is None else out.unflatten(0, (stack.size, -1))
 
 
 def _open(directory: Path, device: torch.device | str = "cpu") -> dict[str, Any]:

@@ -51,7 +51,7 @@ class GatedDeltaConfig:
         return 2 * self.key_size + self.value_size
 
     @classmethod
-    def from_raw(cls, raw: RawConfig) -> GatedDeltaConfig:
+    def from_raw(cls, raw: RawConfig, is_interleaved: bool = False) -> GatedDeltaConfig:
         """Reads the linear_* keys of a file with `DEFAULTS` filled in.
 
         Raises:
@@ -82,7 +82,8 @@ class GatedDeltaConfig:
         for text, is_refused in refused.items():
             if is_refused:
                 raise raw.refusal(f"{text} is not supported")
-        return cls(num_key_heads=keys, num_value_heads=values, head_dim=widths[0])
+        heads = {"num_key_heads": keys, "num_value_heads": values, "head_dim": widths[0]}
+        return cls(**heads, is_interleaved=is_interleaved)
 
 
 def read_mixers(raw: RawConfig, layer_types: list[str], num_layers: int) -> tuple[str, ...]:

@@ -13,6 +13,7 @@ from typing import Any
 
 from graphengine.config import gated_delta
 from graphengine.config.gated_delta import GatedDeltaConfig
+from graphengine.config.moe import MoeConfig, MoeKeys
 from graphengine.config.rope import RopeConfig
 from graphengine.config.values import RawConfig
 
@@ -29,7 +30,8 @@ class Architecture:
     names in `models.decoder`. `is_hybrid`: layer_types say which mixer a layer has.
     `has_offset_norms`: norms multiply by `1 + w`. `partial_rotary_factor`: that of a file without
     one; None: the key is refused. `wrapped`: the name of the model_type whose text_config this is.
-    `skipped`: beginnings of names of tensors that are for something else.
+    `skipped`: beginnings of names of tensors that are for something else. `is_interleaved`: see
+    `GatedDeltaConfig`.
     """
 
     defaults: Mapping[str, Any]
@@ -43,6 +45,8 @@ class Architecture:
     partial_rotary_factor: float | None = None
     wrapped: str | None = None
     skipped: tuple[str, ...] = ()
+    is_interleaved: bool = False
+    moe: MoeKeys | None = None  # of an ffn of experts
 
 
 # model_type -> what it means; an architecture of known layer kinds is one row.
@@ -70,7 +74,27 @@ ARCHITECTURES = {
         wrapped="qwen3_5",
         skipped=("model.visual.", "visual.", "mtp."),
     ),
+    "qwen3_moe": Architecture(
+        defaults={"rms_norm_eps": 1e-6, "max_position_embeddings": 32768},
+        heads_decide=False,
+        has_qk_norm=True,
+        has_mlp_bias=False,
+        ffn="moe",
+        moe=MoeKeys(norm_topk_prob=False),
+    ),
 }
+ARCHITECTURES["qwen3_5_moe_text"] = replace(
+    ARCHITECTURES["qwen3_5_text"],
+    ffn="moe",
+    moe=MoeKeys(norm_topk_prob=True, reads_norm_key=False, has_shared_expert=True),
+    wrapped="qwen3_5_moe",
+)
+ARCHITECTURES["qwen3_next"] = replace(
+    ARCHITECTURES["qwen3_5_moe_text"],
+    moe=MoeKeys(norm_topk_prob=True, has_shared_expert=True),
+    wrapped=None,
+    is_interleaved=True,
+)
 _WRAPPED = {found.wrapped: name for name, found in ARCHITECTURES.items() if found.wrapped}
 
 
@@ -81,7 +105,7 @@ class ModelConfig:
     model_type: str = "qwen3"
     vocab_size: int
     hidden_size: int
-    intermediate_size: int
+    intermediate_size: int  # of a dense MLP; 0 where every layer has experts instead
     num_hidden_layers: int
     num_attention_heads: int
     num_key_value_heads: int
@@ -91,6 +115,7 @@ class ModelConfig:
     tie_word_embeddings: bool
     attention_bias: bool
     mlp_bias: bool = False
+    moe: MoeConfig | None = None
     rope: RopeConfig
     eos_token_ids: tuple[int, ...] = ()
     mixers: tuple[str, ...] = ()  # of every layer, where they differ
@@ -149,12 +174,14 @@ class ModelConfig:
         if ARCHITECTURES[model_type].is_hybrid:
             whole = RawConfig({**gated_delta.DEFAULTS, **raw.values}, raw.source)
             mixers = gated_delta.read_mixers(whole, layer_types, model.num_hidden_layers)
-            return replace(model, mixers=mixers, gated_delta=GatedDeltaConfig.from_raw(whole))
+            delta = GatedDeltaConfig.from_raw(whole, ARCHITECTURES[model_type].is_interleaved)
+            return replace(model, mixers=mixers, gated_delta=delta)
         other = sorted(set(layer_types) - {"full_attention"})
         if not layer_types and raw.flag("use_sliding_window"):
             # transformers' defaults
             whole = RawConfig({"max_window_layers": 28, "sliding_window": 4096, **config}, source)
-            first = whole.integer("max_window_layers", minimum=0)
+            # transformers reads this key for some architectures; for the others all layers slide
+            first = 0 if model.moe else whole.integer("max_window_layers", minimum=0)
             if first < model.num_hidden_layers and whole.get("sliding_window") is not None:
                 other = [f"use_sliding_window from max_window_layers {first} on"]
         if other:
@@ -179,6 +206,8 @@ class ModelConfig:
         if architecture.heads_decide:
             keys |= {"head_dim": hidden // num_heads, "num_key_value_heads": num_heads}
         keys |= {key: value for key, value in raw.values.items() if value is not None}
+        if architecture.moe:  # what no layer has
+            keys.setdefault("intermediate_size", keys.get("moe_intermediate_size"))
         whole = RawConfig(keys, raw.source)
         num_kv_heads = whole.integer("num_key_value_heads")
         if num_heads % num_kv_heads:
@@ -193,7 +222,7 @@ class ModelConfig:
             model_type=model_type,
             vocab_size=whole.integer("vocab_size"),
             hidden_size=hidden,
-            intermediate_size=whole.integer("intermediate_size"),
+            intermediate_size=0 if architecture.moe else whole.integer("intermediate_size"),
             num_hidden_layers=whole.integer("num_hidden_layers", maximum=MAX_LAYERS),
             num_attention_heads=num_heads,
             num_key_value_heads=num_kv_heads,
@@ -203,6 +232,7 @@ class ModelConfig:
             tie_word_embeddings=whole.flag("tie_word_embeddings"),
             attention_bias=whole.flag("attention_bias"),
             mlp_bias=architecture.has_mlp_bias and whole.flag("mlp_bias"),
+            moe=MoeConfig.from_raw(whole, architecture.moe) if architecture.moe else None,
             rope=RopeConfig.from_hf(raw.values, raw.source, architecture.partial_rotary_factor),
             eos_token_ids=whole.integers("eos_token_id"),
         )

@@ -237,10 +237,12 @@ def dense_bytes(built: Built, num_requests: int) -> dict[str, int]:
     """`segment_bytes` of a step of a bucket."""
     config, draft = built.config, built.draft
     size = drafter_size = getattr(torch, config.dtype).itemsize
+    rows = num_requests
     if draft is not None:
         own = draft_at(config, draft, num_requests)
         drafter_size = draft_itemsize(own, size, config.draft_quantization, num_requests)
-    return segment_bytes(built.target, draft, size, drafter_size)
+        rows *= own.num_verify_rows
+    return segment_bytes(built.target, draft, size, drafter_size, rows)
 
 
 def weight_bytes(built: Built, num_requests: int) -> float:

@@ -216,7 +216,7 @@ def matmul_tflops() -> float:
 def roofline_ms(built: Built, input_len: int, batch: int, rates: Rates) -> float:
     """Of prompts of that length, all layers and the drafter's context of every row."""
     rows, target = batch * input_len, built.target
-    layers = _layer_elements(target)
+    layers, of_row = _layer_elements(target, rows), _layer_elements(target, 1)
     head = num_matrix_elements(decoder.outer_weights(target)["lm_head_VD"])
     context = 0
     if isinstance(built.draft, DraftConfig):
@@ -226,14 +226,17 @@ def roofline_ms(built: Built, input_len: int, batch: int, rates: Rates) -> float
     keys = batch * input_len * (input_len + 1) / 2
     num_layers = sum(mixer.write_state_ is not None for mixer, _ in layer_kinds(target))
     of_attention = 4 * target.q_size * num_layers * keys
-    flops = 2 * rows * (layers + context) + 2 * batch * head + of_attention
+    flops = 2 * rows * (of_row + context) + 2 * batch * head + of_attention
     size = getattr(torch, built.config.dtype).itemsize
     bytes_ms = (layers + head + context) * size / rates.read_gbps / 1e6
     return max(bytes_ms, flops / rates.matmul_tflops / 1e9)
 
 
-def _layer_elements(model: ModelConfig) -> int:
-    fields = [
-        field for layer in decoder.layer_weights(model) for part in layer for field in part.values()
-    ]
-    return sum(map(num_matrix_elements, fields))
+def _layer_elements(model: ModelConfig, num_rows: int) -> int:
+    """Weights of all layers that a forward of so many rows reads."""
+    total = 0
+    kinds = zip(decoder.layer_kinds(model), decoder.layer_weights(model), strict=True)
+    for (_, ffn), (of_mixer, of_ffn) in kinds:
+        total += sum(map(num_matrix_elements, of_mixer.values()))
+        total += ffn.num_read_elements(model, of_ffn, num_rows)
+    return total

@@ -77,10 +77,12 @@ def read_file(model: str | None, draft: str | None, options: dict[str, Any]) -> 
         size = drafter_size = 4 if options["dtype"] == "float32" else 2
         bucket = options["bucket"]
         numbers = resolve_draft_lengths(options["num_speculative_tokens"], (bucket,), drafter)
+        rows = bucket
         if drafter is not None:
             own, quantization = drafter.shortened(*numbers), options["draft_quantization"]
             drafter_size = draft_itemsize(own, size, quantization, bucket)
-        facts["segment_bytes"] = segment_bytes(target, drafter, size, drafter_size)
+            rows *= own.num_verify_rows
+        facts["segment_bytes"] = segment_bytes(target, drafter, size, drafter_size, rows)
     elif beside.is_file():
         facts = _read_facts(beside)
     if options["read_gbps"] is not None:

@@ -1,7 +1,8 @@
 """Bytes of weights that each dense segment reads: the floor under its time.
 
 Counted from what the layers declare, so that a stored trace can be judged without loading a model.
-Matrices count, norms (under 0.01 %), activations and the embedding's few rows do not.
+Matrices count, norms (under 0.01 %), activations and the embedding's few rows do not. Of a mixture
+of experts those count that the rows of a step are expected to choose (`MoeConfig.num_distinct`).
 Segment i of a stack of L layers is `post(i - 1) + pre(i)`; the first has no post, the last has the
 head instead of a pre. The drafter's last segment reads a head as well, the target's or its own.
 """
@@ -16,16 +17,23 @@ from graphengine.models.weight import Weight, num_matrix_elements
 
 
 def segment_bytes(
-    target: ModelConfig, draft: DraftSpec | None, itemsize: int, draft_itemsize: int
+    target: ModelConfig,
+    draft: DraftSpec | None,
+    itemsize: int,
+    draft_itemsize: int,
+    num_rows: int | None = None,
 ) -> dict[str, int]:
     """Name of a dense segment -> bytes; a chain's own name stands for the chain as one graph.
 
     Args:
         itemsize: bytes per weight of the target, 2 for bfloat16.
         draft_itemsize: the same for everything that the drafter reads, the head included.
+        num_rows: of the target's forward; None is one request's.
     """
+    if num_rows is None:
+        num_rows = draft.num_verify_rows if draft else 1
     chain = "verify" if draft else "decode"
-    found = _stack(chain, target, decoder.outer_weights(target)["lm_head_VD"])
+    found = _stack(chain, target, decoder.outer_weights(target)["lm_head_VD"], num_rows)
     found[chain] = sum(found.values())
     found = {name: count * itemsize for name, count in found.items()}
     if draft is not None and not isinstance(draft, DraftConfig):
@@ -33,7 +41,7 @@ def segment_bytes(
     elif draft is not None:
         # A head that is the target's is as large as one of its own.
         head = dflash.vocabulary_weights(draft, lambda name: True)["lm_head_VD"]
-        own = _stack("draft", draft.model, head)
+        own = _stack("draft", draft.model, head, draft.block_size)
         whole = sum(own.values())
         # Where there are stages, draft.00 is queued apart from the rest of the chain.
         own["draft"] = whole - own[names.dense_name("draft", 0)]
@@ -54,14 +62,17 @@ def draft_itemsize(
     return 1 if num_rows <= MAX_QUANTIZED_ROWS[quantization] else itemsize
 
 
-def _stack(chain: str, model: ModelConfig, head: tuple[Weight, ...]) -> dict[str, int]:
+def _stack(
+    chain: str, model: ModelConfig, head: tuple[Weight, ...], num_rows: int
+) -> dict[str, int]:
     """Weights of a stack's dense segments."""
     pre, post = [], [0]
     pairs = zip(decoder.layer_kinds(model), decoder.layer_weights(model), strict=True)
-    for (mixer, _), (of_mixer, of_ffn) in pairs:
+    for (mixer, ffn), (of_mixer, of_ffn) in pairs:
         after = [parts for field, parts in of_mixer.items() if field in mixer.output_fields]
         total = sum(map(num_matrix_elements, of_mixer.values()))
-        post.append(sum(map(num_matrix_elements, [*after, *of_ffn.values()])))
+        read = ffn.num_read_elements(model, of_ffn, num_rows)
+        post.append(sum(map(num_matrix_elements, after)) + read)
         pre.append(total - sum(map(num_matrix_elements, after)))
     pre.append(num_matrix_elements(head))
     sizes = zip(pre, post, strict=True)

@@ -19,10 +19,11 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from graphengine.config.model import ModelConfig
-from graphengine.models import attention, gated_attention, gated_delta, swiglu
+from graphengine.models import attention, gated_attention, gated_delta, moe, swiglu
 from graphengine.models.attention import AttentionWeights, PagedKV
 from graphengine.models.gated_attention import GatedAttentionWeights
 from graphengine.models.gated_delta import GatedDeltaWeights, RecurrentState
+from graphengine.models.moe import MoeWeights
 from graphengine.models.swiglu import SwigluWeights
 from graphengine.models.weight import Fields, Weight, behind, norm
 
@@ -50,10 +51,16 @@ class Mixer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ffn:
-    """What acts on each row alone, all within a dense segment."""
+    """What acts on each row alone, all within a dense segment.
+
+    `constants`: the fields of its tree that are no tensors. `num_read_elements`: weights of these
+    fields that a forward of so many rows reads; for one row, also those that it is multiplied by.
+    """
 
     tree: type[Any]
     weights: Callable[[ModelConfig], Fields]
+    constants: Callable[[ModelConfig], dict[str, Any]]
+    num_read_elements: Callable[[ModelConfig, Fields, int], int]
     row_bytes: Callable[[ModelConfig, int], int]
     run: Callable[..., tuple[Tensor, Tensor]]
 
@@ -103,9 +110,19 @@ FFNS = {
     "swiglu": Ffn(
         tree=SwigluWeights,
         weights=swiglu.weights,
+        constants=swiglu.constants,
+        num_read_elements=swiglu.num_read_elements,
         row_bytes=swiglu.row_bytes,
         run=swiglu.run,
-    )
+    ),
+    "moe": Ffn(
+        tree=MoeWeights,
+        weights=moe.weights,
+        constants=moe.constants,
+        num_read_elements=moe.num_read_elements,
+        row_bytes=moe.row_bytes,
+        run=moe.run,
+    ),
 }
 _MIXER_OF = {mixer.tree: mixer for mixer in MIXERS.values()}
 _FFN_OF = {ffn.tree: ffn for ffn in FFNS.values()}
@@ -115,7 +132,7 @@ class LayerWeights(NamedTuple):
     """One layer; the types of its parts are its kind."""
 
     mixer: AttentionWeights | GatedAttentionWeights | GatedDeltaWeights
-    ffn: SwigluWeights
+    ffn: SwigluWeights | MoeWeights
 
 
 class Weights(NamedTuple):

@@ -5,13 +5,13 @@ Legend: T rows, D hidden, I MLP width, J = 2 * I.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from graphengine.config.model import ModelConfig
 from graphengine.models.layers import Matrix, add_rms_norm, linear_partials, linear_swiglu
-from graphengine.models.weight import Fields, Weight, norm
+from graphengine.models.weight import Fields, Weight, norm, num_matrix_elements
 
 
 class SwigluWeights(NamedTuple):
@@ -36,6 +36,16 @@ def weights(config: ModelConfig) -> Fields:
         "down_DI": (Weight("mlp.down_proj.weight", (hidden, inter), 1),),
         "down_bias_D": (Weight("mlp.down_proj.bias", (hidden,)),) if bias else (),
     }
+
+
+def constants(config: ModelConfig) -> dict[str, Any]:
+    """None: every field is a tensor."""
+    return {}
+
+
+def num_read_elements(config: ModelConfig, fields: Fields, num_rows: int) -> int:
+    """Every matrix once, however many rows."""
+    return sum(map(num_matrix_elements, fields.values()))
 
 
 def row_bytes(config: ModelConfig, element_bytes: int) -> int:

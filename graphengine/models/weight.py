@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -34,6 +34,14 @@ class Pick:
         return torch.cat([groups[:, begin:end] for begin, end in self.ranges], 1).flatten(0, 1)
 
 
+class Stack(NamedTuple):
+    """A field of `size` equal matrices, [size, rows, columns], which its parts hold one after the
+    other as rows; some files hold it as one tensor called `name` instead."""
+
+    name: str
+    size: int
+
+
 @dataclass(frozen=True, slots=True)
 class Weight:
     """One tensor of a checkpoint.
@@ -42,6 +50,7 @@ class Weight:
     residual stream, columns (1) of what writes it; None where each holds the whole.
     `initialiser`: how dummy weights draw it. `dtype`: None is the run's. `pick`: which of its rows
     are meant; several weights may share a tensor of the file. `offset` is added, in `dtype`.
+    `stack`: what it is a part of, the same for every part of a field.
     """
 
     name: str
@@ -51,6 +60,7 @@ class Weight:
     dtype: torch.dtype | None = None
     pick: Pick | None = None
     offset: float = 0.0
+    stack: Stack | None = None
 
     @property
     def num_elements(self) -> int:
@@ -84,10 +94,12 @@ def norm(
 
 def behind(prefix: str, fields: Fields) -> Fields:
     """The same under names behind `prefix`."""
-    return {
-        field: tuple(replace(part, name=prefix + part.name) for part in parts)
-        for field, parts in fields.items()
-    }
+
+    def moved(part: Weight) -> Weight:
+        stack = part.stack and part.stack._replace(name=prefix + part.stack.name)
+        return replace(part, name=prefix + part.name, stack=stack)
+
+    return {field: tuple(map(moved, parts)) for field, parts in fields.items()}
 
 
 def num_matrix_elements(parts: Iterable[Weight]) -> int:

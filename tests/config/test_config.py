@@ -406,7 +406,7 @@ def test_drafter_refusals(name: str) -> None:
         parse_draft(changed(DRAFTER, **keys))
 
 
-@pytest.mark.parametrize("kind", [None, ["qwen3"], "qwen3_moe", "qwen2"])
+@pytest.mark.parametrize("kind", [None, ["qwen3"], "mixtral", "qwen2"])
 def test_other_models_are_refused(kind: str | None) -> None:
     """Bug: another architecture is run as if it were Qwen3."""
     with pytest.raises(ValueError, match="model_type"):

@@ -34,6 +34,7 @@ from graphengine.kernels import (
     gated_delta_prefill,
     gumbel_argmax,
     head_argmax,
+    moe_kernels,
     qk_norm_rope,
     skinny_linear,
     swiglu,
@@ -209,6 +210,15 @@ def adjust(B: int, G: int, dtype: torch.dtype) -> None:
     adjust_logits.advance_tables_(ints(B, G), ints(B, G), ints(B, dtype=i32), tables)
 
 
+def mix(T: int, E: int, I: int, D: int = 2048, K: int = 8) -> None:  # noqa: E741
+    """A layer of experts, with a shared one where there are 256."""
+    weight, slots, pairs = moe_kernels.launch_route(empty(T, E), K, True)[1:]
+    plan = (slots, pairs)
+    act = moe_kernels.launch_gate_up(empty(T, D), empty(E, 2 * I, D), *plan, K)
+    shared = (empty(T, D), empty(T, 1)) if E == 256 else (None, None)
+    moe_kernels.launch_down(act, empty(E, D, I), weight, *plan, *shared)
+
+
 def max_stack_bytes(kernel: str, launch: str) -> int:
     """None where spilling would cost what the kernel is for."""
     if kernel == "specialized_linear_kernel":  # after the loop
@@ -245,6 +255,10 @@ LAUNCHES: dict[str, Callable[[], Any]] = {
     "recurrence": lambda: (recur(1, 16, 32), recur(16, 8, 48), recur(1, 1, 16, splits=2)),
     "recurrence of a prompt": lambda: (recur_chunks(512, 1, 32), recur_chunks(256, 4, 48)),
     "SwiGLU": lambda: swiglu._launch(empty(512, 24576)),
+    "experts, 30B-A3B": lambda: mix(16, 128, 768),
+    "experts, 35B-A3B": lambda: mix(16, 256, 512),
+    "experts, other numbers of rows": lambda: (mix(1, 128, 768), mix(64, 256, 512)),
+    "experts of a prompt": lambda: (mix(512, 128, 768), mix(2048, 256, 512)),
     "attention, two splits": lambda: attend(BF16, 128, 16, True, None, splits=2),
     "attention, one split": lambda: attend(BF16, 128, 16, False, None, splits=1),
     "attention, one split, float32": lambda: attend(FP32, 64, 16, True, 300, splits=1),
@@ -309,6 +323,7 @@ LONG = {
     *(f"head, {T} rows" for T in (16, 64, 128, 192, 256)),
     *(f"head, {T} rows, FP8" for T in (16, 128, 256)),
     "attention of chunks, other tiles",
+    "experts, other numbers of rows",
 }
 assert set(LAUNCHES) >= LONG
 

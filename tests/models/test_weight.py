@@ -55,13 +55,17 @@ def test_names_shapes_and_shards_are_transformers(
     }
     plan = AutoConfig.for_model(model_type).base_model_tp_plan
     assert plan is not None
-    axes = {"colwise": 0, "rowwise": 1}  # theirs name the dimension of the transposed matrix
+    # theirs name the dimension of the transposed matrix; a router is whole on each GPU
+    axes = {"colwise": 0, "packed_colwise": 0, "rowwise": 1}
     for name, weight in found.items():
         if "layers" not in name or len(weight.shape) != 2 or "linear_attn" in name:
             continue  # theirs gathers what a recurrent layer gives
-        module = name.removeprefix("model.").removesuffix(".weight")
-        (kind,) = {kind for pattern, kind in plan.items() if fnmatch(module, pattern)}
-        assert weight.axis == axes[kind], name
+        module = weight.stack.name if weight.stack else name
+        module = module.removeprefix("model.").removesuffix(".weight")
+        kinds = {kind for pattern, kind in plan.items() if fnmatch(module, pattern)}
+        kinds -= {"moe_tp_experts"} if "experts" in module else set()
+        assert kinds or name.endswith(("mlp.gate.weight", "expert_gate.weight")), name
+        assert [weight.axis] == ([axes[kind] for kind in kinds] or [None]), name
     norms = {name for name, weight in found.items() if weight.initialiser != "normal"}
     assert norms == {name for name in found if name.endswith("norm.weight")}
 
@@ -69,6 +73,7 @@ def test_names_shapes_and_shards_are_transformers(
 def test_published_sizes() -> None:
     """Bug: a declaration counts a matrix twice or not at all."""
     sizes = {"qwen3-8b": 8.19e9, "qwen3-4b": 4.02e9, "llama-3.1-8b": 8.03e9}
+    sizes |= {"qwen3-30b-a3b": 30.53e9}
     for preset, size in sizes.items():
         config, _ = read_configs(preset, None)
         weights = declared(config)

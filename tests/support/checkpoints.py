@@ -31,6 +31,8 @@ _TEXT = [
 ]
 _EMBEDDING_STD = 0.12
 _PROJECTION_GAIN = 1.2  # standard deviation = gain / sqrt(fan-in)
+_EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 40}
+_ROUTER_GAIN = 3.0  # rows must choose apart
 _OUTPUT_GAIN = 2.0  # o_proj, down_proj and fc: layers must outweigh the embedding's echo
 
 
@@ -65,9 +67,9 @@ def make_target(
         tokenizer: byte-level BPE with a ChatML template, and generation_config.json whose end
             tokens are <|im_end|> and <|endoftext|>. Needs vocab >= 272.
         sharded: several files and an index instead of one.
-        extra: further keys of its config.
         likely_tokens: makes all but the first few rows of an untied head small, so that few
             tokens ever come up and a drafter with random weights is often right by luck.
+        extra: further keys of the config; for experts their number and width, else 6, 2 and 40.
 
     Returns:
         The directory.
@@ -87,7 +89,7 @@ def make_target(
         tie_word_embeddings=tie,
         attention_bias=bias,
         **({"mlp_bias": mlp_bias} if model_type == "llama" else {}),
-        **dict(extra or {}),
+        **(_EXPERTS if model_type == "qwen3_moe" else {}) | dict(extra or {}),
     )
     model: Any = AutoModelForCausalLM.from_config(config)
     generator = torch.Generator().manual_seed(seed)
@@ -343,7 +345,8 @@ def _random(name: str, shape: tuple[int, ...], generator: torch.Generator) -> to
     if "embed_tokens" in name or "lm_head" in name:
         return _EMBEDDING_STD * noise
     gain = _OUTPUT_GAIN if "o_proj" in name or "down_proj" in name else _PROJECTION_GAIN
-    return noise * gain / shape[1] ** 0.5
+    gain = _ROUTER_GAIN if name.endswith("mlp.gate.weight") else gain
+    return noise * gain / shape[-1] ** 0.5
 
 
 def _set_rope(values: dict[str, Any], rope: Mapping[str, Any] | None) -> dict[str, Any]:

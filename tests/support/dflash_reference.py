@@ -42,7 +42,7 @@ def load_target(directory: Path, dtype: torch.dtype = torch.float32) -> Any:
     from transformers import AutoModelForCausalLM
 
     model: Any = AutoModelForCausalLM.from_pretrained(
-        directory, dtype=dtype, attn_implementation="eager"
+        directory, dtype=dtype, attn_implementation="eager", experts_implementation="eager"
     )
     return model.eval()
 

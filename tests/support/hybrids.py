@@ -9,6 +9,12 @@ from typing import Any
 from tests.support.checkpoints import make_target
 
 D, A = "linear_attention", "full_attention"
+EXPERTS = {
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 40,
+    "shared_expert_intermediate_size": 24,
+}
 
 
 def rope_of(theta: float = 1e4, factor: float = 0.25) -> dict[str, Any]:
@@ -40,7 +46,8 @@ def make_hybrid(
 
     Norms of the file are drawn around one, so `1 + w` is around two.
     """
-    keys: dict[str, Any] = {
+    keys: dict[str, Any] = {} if model_type == "qwen3_5_text" else dict(EXPERTS)
+    keys |= {
         "layer_types": list(layer_types),
         "linear_num_key_heads": key_heads,
         "linear_num_value_heads": value_heads,

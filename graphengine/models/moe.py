@@ -1,0 +1,127 @@
+"""The ffn of experts: each row takes the few that its router likes best, and one that all share.
+
+    p = softmax(x @ router^T); the k largest, divided by their sum where the config says so
+    y = sum over these of p_e * down_e(silu(gate_e(x)) * up_e(x)) + sigmoid(g . x) * shared(x)
+
+Invariant: a row's result depends on that row alone. Its contributions are added in the order of its
+own choice, so rows may come and go beside it and no bit of it changes.
+
+Legend: T rows, D hidden, E experts, K of them a row, I expert width, J = 2 * I, Z = K, and one more
+where there is a shared expert.
+Source: Qwen3 technical report (arXiv 2505.09388); golden-tested against transformers.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from graphengine.config.model import ModelConfig
+from graphengine.config.moe import MoeConfig
+from graphengine.kernels.moe import experts
+from graphengine.models.layers import add_rms_norm, linear, linear_swiglu
+from graphengine.models.weight import Fields, Stack, Weight, norm, num_matrix_elements
+
+
+class MoeWeights(NamedTuple):
+    """Fields in the order of use; the last two are no tensors."""
+
+    post_norm_D: Tensor
+    router_ED: Tensor
+    gate_up_EJD: Tensor  # of each expert rows [gate | up]
+    down_EDI: Tensor
+    shared_gate_up_JD: Tensor | None
+    shared_down_DI: Tensor | None
+    shared_gate_1D: Tensor | None
+    num_experts_per_tok: int
+    norm_topk_prob: bool
+
+
+def weights(config: ModelConfig) -> Fields:
+    """Names, shapes and shards of `MoeWeights`."""
+    moe, hidden = _moe(config), config.hidden_size
+    num, inter = moe.num_experts, moe.moe_intermediate_size
+    shared = moe.shared_expert_intermediate_size
+    gate_up, down = Stack("mlp.experts.gate_up_proj", num), Stack("mlp.experts.down_proj", num)
+    return {
+        "post_norm_D": norm("post_attention_layernorm.weight", hidden, config.has_offset_norms),
+        "router_ED": (Weight("mlp.gate.weight", (num, hidden)),),
+        "gate_up_EJD": tuple(
+            Weight(f"mlp.experts.{e}.{name}_proj.weight", (inter, hidden), 0, stack=gate_up)
+            for e in range(num)
+            for name in ("gate", "up")
+        ),
+        "down_EDI": tuple(
+            Weight(f"mlp.experts.{e}.down_proj.weight", (hidden, inter), 1, stack=down)
+            for e in range(num)
+        ),
+        **dict.fromkeys(("shared_gate_up_JD", "shared_down_DI", "shared_gate_1D"), ()),
+        **(_shared_weights(shared, hidden) if shared else {}),
+    }
+
+
+def _shared_weights(inter: int, hidden: int) -> Fields:
+    name = "mlp.shared_expert"
+    rows = [f"{name}.{part}_proj.weight" for part in ("gate", "up")]
+    return {
+        "shared_gate_up_JD": tuple(Weight(row, (inter, hidden), 0) for row in rows),
+        "shared_down_DI": (Weight(f"{name}.down_proj.weight", (hidden, inter), 1),),
+        "shared_gate_1D": (Weight(f"{name}_gate.weight", (1, hidden)),),
+    }
+
+
+def constants(config: ModelConfig) -> dict[str, Any]:
+    """What a compiled segment holds as numbers, for no shape of a tensor tells it."""
+    moe = _moe(config)
+    return {
+        "num_experts_per_tok": moe.num_experts_per_tok,
+        "norm_topk_prob": moe.norm_topk_prob,
+    }
+
+
+def num_read_elements(config: ModelConfig, fields: Fields, num_rows: int) -> int:
+    """The experts that so many rows are expected to choose, and every other matrix once."""
+    moe = _moe(config)
+    of_experts = num_matrix_elements((*fields["gate_up_EJD"], *fields["down_EDI"]))
+    rest = sum(map(num_matrix_elements, fields.values())) - of_experts
+    return rest + round(of_experts * moe.num_distinct(num_rows) / moe.num_experts)
+
+
+def row_bytes(config: ModelConfig, element_bytes: int) -> int:
+    """Temporaries of a row: logits and their softmax, what every chosen expert's SwiGLU gives, its
+    output in float32, and the shared expert's like a dense MLP's."""
+    moe = _moe(config)
+    num, shared = moe.num_experts_per_tok, moe.shared_expert_intermediate_size
+    routing = moe.num_experts * (element_bytes + 4) + 4 * num * 4
+    outputs = (num + bool(shared)) * config.hidden_size * 4
+    of_shared = shared * (2 * element_bytes + 3 * 4) + bool(shared) * config.hidden_size * 4
+    return routing + num * moe.moe_intermediate_size * element_bytes + outputs + of_shared
+
+
+def run(layer: MoeWeights, h_TD: Tensor, update: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """`h += update`, then the sum above of `rms_norm(h)` -> (h_TD, update_ZTD): partial sums in
+    float32, a row's contributions in the order of its choice and the shared expert's last."""
+    h_TD, x_TD = add_rms_norm(h_TD, update, layer.post_norm_D, eps, layer.router_ED)
+    assert isinstance(x_TD, Tensor)
+    logits_TE = linear(x_TD, layer.router_ED)
+    shared_TD = gate_T1 = None
+    if layer.shared_gate_up_JD is not None:
+        assert layer.shared_down_DI is not None and layer.shared_gate_1D is not None
+        shared_TD = linear(linear_swiglu(x_TD, layer.shared_gate_up_JD), layer.shared_down_DI)
+        gate_T1 = linear(x_TD, layer.shared_gate_1D)
+    return h_TD, experts(
+        x_TD,
+        logits_TE,
+        layer.gate_up_EJD,
+        layer.down_EDI,
+        shared_TD,
+        gate_T1,
+        layer.num_experts_per_tok,
+        layer.norm_topk_prob,
+    )
+
+
+def _moe(config: ModelConfig) -> MoeConfig:
+    assert config.moe is not None, "an ffn of experts without their config"
+    return config.moe

@@ -277,7 +277,9 @@ def test_engine_says_what_plain_decoding_says(tmp_path: Path, speculates: str) -
             directory, drafter, buckets=(2,), page_size=4, max_model_len=96
         ) as engine:
             if drafter is not None and speculates == "forced":
-                force_drafts(engine, truth, lambda request, step: (5 * step + request.request_id) % 6)
+                force_drafts(
+                    engine, truth, lambda request, step: (5 * step + request.request_id) % 6
+                )
             results = engine.generate(prompts, max_new_tokens=30, ignore_eos=True)
         for prompt, result in zip(prompts, results, strict=True):
             assert result.token_ids == truth[tuple(prompt)][:30], drafter

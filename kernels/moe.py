@@ -197,17 +197,14 @@ def experts(
             f"down {tuple(down_EDI.shape)}, top {top_k}: need [T, D], [T, E], [E, 2 I, D], "
             "[E, D, I], and at most E"
         )
-    has_shared = shared_TD is not None and shared_gate_T1 is not None
-    if (shared_TD is None) != (shared_gate_T1 is None) or (
-        has_shared and (shared_TD.shape != (T, D) or shared_gate_T1.numel() != T)
-    ):
+    shared = [x for x in (shared_TD, shared_gate_T1) if x is not None]
+    if [tuple(x.shape) for x in shared] not in ([], [(T, D), (T, 1)]):
         raise ValueError("the shared expert is [T, D] with a gate [T, 1], or neither")
-    tensors = [x_TD, logits_TE, gate_up_EJD, down_EDI]
-    tensors += [shared_TD, shared_gate_T1] if has_shared else []
-    if any(x.dtype != x_TD.dtype or not x.is_contiguous() for x in tensors):
+    tensors = (x_TD, logits_TE, gate_up_EJD, down_EDI)
+    if any(x.dtype != x_TD.dtype or not x.is_contiguous() for x in (*tensors, *shared)):
         raise ValueError("all must be contiguous and of one dtype")
     if not (x_TD.is_cuda or INTERPRET) or not T:
-        return experts_reference(*tensors[:4], shared_TD, shared_gate_T1, top_k, normalise)
+        return experts_reference(*tensors, shared_TD, shared_gate_T1, top_k, normalise)
     routing = route(logits_TE, top_k, normalise)
     act_PI = gate_up(x_TD, gate_up_EJD, routing)
     return down(act_PI, down_EDI, routing, shared_TD, shared_gate_T1)

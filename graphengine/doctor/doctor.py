@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 from graphengine.checkpoints.pairs import NGRAM, NO_DRAFT, verifier_of
 from graphengine.config.draft_length import longest_draft
 from graphengine.config.options import Options
+from graphengine.doctor.experts import block_findings
 from graphengine.doctor.files import ModelFiles, read_model_files
 from graphengine.doctor.findings import LEVELS, Finding, guarded, info, one_line
 from graphengine.doctor.host import Host, host_findings, read_host, speed_findings
@@ -102,6 +103,8 @@ def diagnose(
             if target is not None:
                 pair = pair_findings(target_files, target, draft_files, draft)
                 found += guarded("pair", pair)
+    if target is not None and target.moe is not None:
+        found += guarded("experts", block_findings(target, target.moe, draft))
     found += host_findings(host)
     if target is None or (draft_files is not None and draft is None):
         return found, None

@@ -76,8 +76,9 @@ def target_findings(files: ModelFiles, target: ModelConfig) -> Iterator[Finding]
     """Rope, head, weights, tokenizer, chat template and stop tokens of a target."""
     yield _rope("target.rope", target.rope, target.head_dim)
     yield ok("target.head", "the embedding" if target.tie_word_embeddings else "its own")
-    tables = [name for name in files.headers or () if name.endswith("embed_tokens.weight")]
-    expected = weights.ShapeSource(torch.bfloat16, tables)
+    # Which form its experts have; a head beside a tied embedding is looked at below.
+    present = [name for name in files.headers or () if name != "lm_head.weight"]
+    expected = weights.ShapeSource(torch.bfloat16, present)
     weights.target_weights(expected, target, 1, META)
     optional = {"lm_head.weight": (target.vocab_size, target.hidden_size)}
     skipped = ARCHITECTURES[target.model_type].skipped
@@ -122,9 +123,17 @@ def _missing_config(files: ModelFiles, part: str) -> list[Finding]:
 
 
 def _shape(model: ModelConfig) -> str:
+    width = f"MLP {model.intermediate_size}"
+    if (moe := model.moe) is not None:
+        width = (
+            f"{moe.num_experts} experts x {moe.moe_intermediate_size}, {moe.num_experts_per_tok} "
+        )
+        width += "a token"
+        if moe.shared_expert_intermediate_size:
+            width += f" and a shared one x {moe.shared_expert_intermediate_size}"
     return (
-        f"{model.num_hidden_layers} layers, hidden {model.hidden_size}, MLP "
-        f"{model.intermediate_size}, heads {model.num_attention_heads}/"
+        f"{model.num_hidden_layers} layers, hidden {model.hidden_size}, "
+        f"{width}, heads {model.num_attention_heads}/"
         f"{model.num_key_value_heads} x {model.head_dim}, vocabulary {model.vocab_size}, "
         f"{model.max_position_embeddings} positions{', biases' if model.attention_bias else ''}"
     )

@@ -159,7 +159,10 @@ def engine_parts(config: EngineConfig, target: ModelConfig, draft: DraftSpec | N
 
     def shapes(model: ModelConfig) -> str:
         heads = f"{model.num_attention_heads}/{model.num_key_value_heads}x{model.head_dim}"
-        sizes = f"{model.hidden_size}x{model.intermediate_size}, vocabulary {model.vocab_size}"
+        width: int | str = model.intermediate_size
+        if (moe := model.moe) is not None:
+            width = f"{moe.moe_intermediate_size} ({moe.num_experts_per_tok}/{moe.num_experts})"
+        sizes = f"{model.hidden_size}x{width}, vocabulary {model.vocab_size}"
         return f"{model.num_hidden_layers} layers {sizes}, heads {heads} [{_hash(asdict(model))}]"
 
     drafter = "none"

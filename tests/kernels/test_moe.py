@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -66,7 +68,8 @@ def test_is_the_weighted_sum(device, poisoned_outputs, shape, has_shared, dtype)
     T, _, K, D, _ = shape
     tensors = layer(shape, device, dtype)
     x, logits, gate_up, down, shared, gate = tensors
-    arguments = (*tensors[:4], *((shared, gate) if has_shared else (None, None)), K, True)
+    of_shared = (shared, gate) if has_shared else (None, None)
+    arguments: Any = (*tensors[:4], *of_shared, K, True)
     out = experts(*arguments)
     assert out.shape == (K + has_shared, T, D)
     chosen, weights = moe.choose_reference(logits, K, True)

@@ -17,6 +17,7 @@ from click.testing import CliRunner, Result
 
 from graphengine.api import Engine
 from graphengine.cli.main import main
+from graphengine.config.draft import NgramConfig
 from graphengine.measure.bench import Case, CaseResult, run_case, token_bytes, weight_bytes
 from graphengine.measure.busy import busy_fraction
 from graphengine.measure.report import Row, picture, speedups_, step_bars, table
@@ -123,6 +124,29 @@ def test_bytes_of_the_8b_preset_by_hand() -> None:
     assert weight_bytes(built("none", None), 1) == 2 * verify
     assert token_bytes(built("none", draft)) == 2 * 2 * (36 + 5) * kv
     assert token_bytes(built("none", None)) == 2 * 2 * 36 * kv
+
+
+def test_bytes_of_experts_by_hand() -> None:
+    """Bug: a step's floor counts all experts, or those of one row, whatever the rows; or a block's
+    rows are counted once for a bucket of several requests."""
+    target, _ = read_configs("qwen3-30b-a3b", None)
+    rest = 48 * (2 * 2048 * 32 * 128 + 2 * 2048 * 4 * 128 + 128 * 2048) + 151936 * 2048
+
+    def built(draft: Any) -> Any:
+        config = SimpleNamespace(
+            dtype="bfloat16", draft_quantization="none", buckets=(1, 8), num_speculative_tokens=()
+        )
+        return SimpleNamespace(target=target, draft=draft, config=config)
+
+    def expected(rows: int) -> float:
+        touched = 128 * (1 - (1 - 8 / 128) ** rows)
+        return 2 * (rest + 48 * touched * 3 * 2048 * 768)
+
+    for bucket in (1, 8):
+        assert weight_bytes(built(None), bucket) == pytest.approx(expected(bucket))
+        assert weight_bytes(built(NgramConfig()), bucket) == pytest.approx(expected(16 * bucket))
+    gigabytes = [weight_bytes(built(None), rows) / 1e9 for rows in (1, 16, 256)]
+    assert gigabytes == pytest.approx([6.08, 39.8, 60.4], rel=0.01)  # 60.4: all experts
 
 
 def test_what_a_case_counts(pair: tuple[Path, Path]) -> None:

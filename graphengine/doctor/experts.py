@@ -1,0 +1,56 @@
+"""What a block of drafts costs on a mixture of experts: its rows read experts of their own.
+
+Why said before anything runs: on a dense model the rows of a block are nearly free; here 16 rows of
+Qwen3-30B-A3B read six times the bytes of one, so a block has to yield that many tokens to pay.
+All are floors: bytes that rows which choose independently are expected to read (`MoeConfig`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from graphengine import names
+from graphengine.config.draft import DraftConfig
+from graphengine.config.model import ModelConfig
+from graphengine.config.moe import MoeConfig
+from graphengine.doctor.findings import Finding, info
+from graphengine.measure.segment_bytes import segment_bytes
+
+WIDTHS = (1, 8, 16)
+_BF16 = 2
+
+
+def verify_bytes(target: ModelConfig, num_rows: int) -> int:
+    """Weights in bf16 that a forward of so many rows is expected to read."""
+    return segment_bytes(target, None, _BF16, _BF16, num_rows)["decode"]
+
+
+def break_even_tokens(target: ModelConfig, draft: DraftConfig | None, num_rows: int) -> float:
+    """Tokens a step, the bonus included, at which drafting and plain decoding are equally fast.
+
+    `(draft + verify(rows)) / verify(1)`, in bytes.
+    """
+    drafter = 0
+    if draft is not None:
+        found = segment_bytes(target, draft, _BF16, _BF16, num_rows)
+        drafter = found[names.SPECULATE] - found["verify"]
+    return (drafter + verify_bytes(target, num_rows)) / verify_bytes(target, 1)
+
+
+def block_findings(
+    target: ModelConfig, moe: MoeConfig, draft: DraftConfig | None
+) -> Iterator[Finding]:
+    """Experts, bytes and break-even of a block of 1, 8 and 16 rows, and of the drafter's own."""
+    own = {draft.num_verify_rows} if draft is not None else set()
+    with_drafter = "" if draft is None else " with the drafter's own bytes"
+    for width in sorted({*WIDTHS, *own}):
+        value = f"{moe.num_distinct(width):.0f} of {moe.num_experts} experts a layer expected, "
+        value += f"{verify_bytes(target, width) / 1e9:.1f} GB read"
+        if width == 1:
+            yield info("experts.rows_1", value)
+            continue
+        tokens = break_even_tokens(target, draft, width)
+        value += f"; break-even at {tokens:.1f} tokens a step{with_drafter}"
+        yield info(
+            f"experts.rows_{width}", value, "a shorter block costs less here: measure widths"
+        )

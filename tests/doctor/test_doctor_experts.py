@@ -1,0 +1,72 @@
+"""What doctor says of a mixture of experts: its files in both forms, and what a block costs."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+
+from graphengine.checkpoints.pairs import read_json
+from graphengine.config.draft_formats import parse_draft
+from graphengine.doctor.doctor import Examination
+from graphengine.doctor.experts import break_even_tokens, verify_bytes
+from graphengine.startup.build import read_configs
+from tests.models.test_moe import fuse, rewrite
+from tests.support.checkpoints import make_target
+from tests.support.doctored import check, errors
+from tests.support.doctored import named as all_named
+
+# Of Qwen3-Coder-30B-A3B's drafter: 8 layers, 5 taps; the mask and theta do not matter for bytes.
+DRAFTER = {
+    "architectures": ["DFlashDraftModel"],
+    "model_type": "qwen3",
+    "head_dim": 128,
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "max_position_embeddings": 40960,
+    "num_attention_heads": 32,
+    "num_hidden_layers": 8,
+    "num_key_value_heads": 4,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1000000,
+    "tie_word_embeddings": False,
+    "vocab_size": 151936,
+    "block_size": 16,
+    "num_target_layers": 48,
+    "dflash_config": {"mask_token_id": 7, "target_layer_ids": [1, 12, 23, 34, 45]},
+}
+
+
+def value(found: Examination, name: str) -> str:
+    (finding,) = all_named(found, name)
+    return finding.value
+
+
+def test_what_a_block_costs(tmp_path: Path) -> None:
+    """Bug: the break-even leaves out the drafter, or reads all experts for one row."""
+    target, _ = read_configs("qwen3-30b-a3b", None)
+    read = [verify_bytes(target, rows) / 4.46e9 for rows in (1, 4, 8, 16, 32, 128)]
+    assert read == pytest.approx([1.36, 3.51, 5.79, 8.92, 11.9, 13.6], rel=0.01)
+    (tmp_path / "config.json").write_text(json.dumps(DRAFTER))
+    draft = parse_draft(*read_json(tmp_path / "config.json"))
+    assert break_even_tokens(target, draft, 16) == pytest.approx(6.8, abs=0.05)
+    assert break_even_tokens(target, None, 16) == pytest.approx(8.92 / 1.36, rel=0.01)
+    found = check("qwen3-30b-a3b", tmp_path)
+    assert "82 of 128 experts" in value(found, "experts.rows_16")
+    assert "6.8 tokens a step with the drafter" in value(found, "experts.rows_16")
+    assert "8 of 128 experts" in value(found, "experts.rows_1")
+    assert not any(f.name.startswith("experts.") for f in check("qwen3-8b", None).findings)
+
+
+@pytest.mark.parametrize("form", ["per expert", "fused"])
+def test_files_in_both_forms(tmp_path: Path, form: str) -> None:
+    """Bug: files that load are called incomplete, or an expert that is missing is not."""
+    directory = make_target(tmp_path, model_type="qwen3_moe")
+    if form == "fused":
+        rewrite(directory, fuse)
+    assert not errors(check(directory, None))
+    last = max(name for name in load_file(directory / "model.safetensors") if "experts" in name)
+    rewrite(directory, lambda tensors: tensors.pop(last))
+    assert "missing" in value(check(directory, None), "target.weights")

@@ -20,8 +20,11 @@ from torch import Tensor
 
 from graphengine.api import Engine
 from graphengine.decode import ends, reference
+from graphengine.decode.adjustments import make_tables
 from graphengine.decode.metrics import Acceptance
 from graphengine.decode.sampling import Controls, Sampling, sample_rows
+from graphengine.kernels.adjust_logits import advance_tables_
+from tests.decode.test_request import a_request
 from tests.decode.test_sampling import LEVEL, PROMPTS, Pair, reference_warp
 from tests.support.checkpoints import make_drafter, make_target
 from tests.support.dflash_reference import force_drafts, load_target, run_target
@@ -280,6 +283,25 @@ def test_batches_that_ask_for_nothing_run_nothing_extra(
     calls.clear()
     after = [run(engine, [(PROMPTS[1], s, 12, ())])[0].output_ids for s in (Sampling(), hot)]
     assert after == before and not calls
+
+
+def test_what_is_written_is_what_steps_leave() -> None:
+    """Bug: a row that is written anew, in another bucket or lane, forgets tokens or counts one more
+    than the steps have."""
+    ids = torch.randint(0, 7, (60,), generator=torch.Generator().manual_seed(0)).tolist()
+    request = replace(a_request(), sampling=EVERYTHING, stop_ids={2, 99}, output_ids=ids[:1])
+    tables, at = make_tables([request], 12, CPU), 1
+    for accepted in (0, 3, 1, 2, 3, 3, 0, 0, 3, 2, 1, 3, 3):
+        block = torch.tensor([[request.anchor, *ids[at : at + accepted], *[11] * (3 - accepted)]])
+        target = torch.tensor([[*ids[at : at + accepted + 1], *[10] * (3 - accepted)]])
+        advance_tables_(block, target, torch.tensor([9], dtype=torch.int32), tables)
+        at += accepted + 1
+        request.output_ids = ids[:at]
+        for name, kept, written in zip(
+            tables._fields, tables, make_tables([request], 12, CPU), strict=True
+        ):
+            assert torch.equal(kept, written), name
+    assert at > 2 * tables.recent_BL.shape[1]
 
 
 def test_leaving_speculation_keeps_the_counts(pair: Pair, plain: Engine) -> None:

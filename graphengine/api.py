@@ -18,26 +18,22 @@ import weakref
 from asyncio import get_running_loop
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict
 from numbers import Integral
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from graphengine import names
-from graphengine.checkpoints.stops import Writer, Written
 from graphengine.checkpoints.tokenizer import Message, Tokenizer
 from graphengine.config.declaration import made, spelled_out
 from graphengine.config.engine import EngineConfig
 from graphengine.config.options import Options, SamplingParams
-from graphengine.decode.acceptance import FinishReason
-from graphengine.decode.adjustments import check_words
-from graphengine.decode.logprobs import Logprobs
 from graphengine.decode.loop import DecodeLoop
-from graphengine.decode.metrics import RequestMetrics, StartupMetrics
+from graphengine.decode.metrics import StartupMetrics
 from graphengine.decode.request import Request
 from graphengine.decode.sampling import Sampling, random_seed
+from graphengine.results import Chunk, GenerationResult, Teller, tokens_of_bad_words
 from graphengine.startup.build import Built, build
 from graphengine.startup.memory import MemoryPlan
 
@@ -48,45 +44,6 @@ _NO_PROMPT = (
 
 Prompt = str | Sequence[Message] | Sequence[int]
 """A user's text, a conversation, or token ids (used as they are)."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GenerationResult:
-    """A finished request.
-
-    `token_ids` are the generated ones, the stop token included, or the one that completes a stop
-    string; `text` leaves special tokens out, and what ended it unless that is to be included.
-    `finish_reason`: "stop" (`stop_reason`: the stop string or the token of `stop_token_ids`; None:
-    the model's own end), "length" (max_new_tokens or the context), "abort" (dropped), "error" (this
-    request alone could not go on; `error` says why, the tokens before it are right). `logprobs`
-    has an entry a token of `token_ids`, `prompt_logprobs` one a token of the prompt, None for its
-    first; each tells the token's own first, then the most likely ones.
-    """
-
-    text: str
-    token_ids: list[int]
-    finish_reason: FinishReason
-    metrics: RequestMetrics
-    error: str | None = None
-    stop_reason: int | str | None = None
-    logprobs: list[Logprobs] | None = None
-    prompt_logprobs: list[Logprobs | None] | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Chunk:
-    """What one step added to one request: 1 .. G tokens, and the text that they complete; with
-    `logprobs` an entry for each.
-
-    `index` is the prompt's place in the call; `result` comes with the last chunk, which holds no
-    token if the request ended in an error.
-    """
-
-    index: int
-    text: str
-    token_ids: list[int]
-    result: GenerationResult | None = None
-    logprobs: list[Logprobs] | None = None
 
 
 class PromptError(ValueError):
@@ -222,7 +179,8 @@ class Engine:
         asked = made(SamplingParams, given | params)
         seed = random_seed() if asked.seed is None else asked.seed
         built = self._open
-        sampled = Sampling.of(asked, _bad_words(built, asked), seed)
+        words = tokens_of_bad_words(asked, built.tokenizer, built.target.vocab_size)
+        sampled = Sampling.of(asked, words, seed)
         told = {"logprobs": asked.logprobs, "prompt_logprobs": asked.prompt_logprobs}
         with self._claim():
             # Drops what a stream that was never started has queued; completes an interrupted reset.
@@ -258,55 +216,12 @@ class Engine:
                 raise RuntimeError(
                     "this stream was superseded or its engine closed before it began"
                 )
-            indices = {request.request_id: i for i, request in enumerate(requests)}
-            is_kept = asked.include_stop_str_in_output
-            how = asked.stop, is_kept, asked.min_tokens
-            writers = [Writer(tokenizer, *how) if tokenizer else None for _ in requests]
-            texts = [""] * len(requests)
-
-            def chunk_of(request: Request, new_ids: list[int]) -> Chunk:
-                index, written = indices[request.request_id], Written("")
-                with names.range_("detokenize"):
-                    writer, reason = writers[index], request.finish_reason
-                    ends_by_token = reason == "stop" and not is_kept
-                    said = new_ids[:-1] if ends_by_token else new_ids
-                    if writer is not None:
-                        written = writer.feed(said, last=reason is not None)
-                    texts[index] += written.text
-                if written.stop is not None:
-                    num_dropped = written.num_dropped + len(new_ids) - len(said)
-                    loop.end_at(request, written.stop, num_dropped)
-                    new_ids = new_ids[: len(new_ids) - num_dropped]
-                first = len(request.output_ids) - len(new_ids)
-                told = request.output_logprobs
-                chunk = Chunk(
-                    index=index,
-                    text=written.text,
-                    token_ids=new_ids,
-                    logprobs=told[first:] if asked.logprobs is not None else None,
-                )
-                if request.finish_reason is None:
-                    return chunk
-                result = GenerationResult(
-                    text=texts[index],
-                    token_ids=list(request.output_ids),
-                    finish_reason=request.finish_reason,
-                    metrics=request.metrics(),
-                    error=request.error,
-                    stop_reason=request.stop_reason,
-                    logprobs=list(told) if asked.logprobs is not None else None,
-                    prompt_logprobs=(
-                        [None, *request.prompt_scores]
-                        if asked.prompt_logprobs is not None
-                        else None
-                    ),
-                )
-                return replace(chunk, result=result)
+            tell = Teller(loop, requests, tokenizer, asked)
 
             try:
                 for outputs in loop.run():
                     for request, new_ids in outputs:
-                        chunk = chunk_of(request, new_ids)
+                        chunk = tell.chunk(request, new_ids)
                         claim.stands_still = True
                         yield chunk  # while the device works
                         claim.stands_still = False
@@ -441,34 +356,6 @@ def _named(index: int, count: int) -> Iterator[None]:
         yield
     except ValueError as error:
         raise PromptError(index, count, str(error)) from error
-
-
-def _bad_words(built: Built, asked: SamplingParams) -> list[list[int]]:
-    """Tokens of the bad words. Checks what else of a wish names tokens or needs their text.
-
-    Raises:
-        ValueError: with the remedy.
-    """
-    named = {"stop_token_ids": asked.stop_token_ids, "logit_bias": asked.logit_bias or {}}
-    for name, ids in named.items():
-        outside = [token for token in ids if token >= built.target.vocab_size]
-        if outside:
-            raise ValueError(
-                f"{name} has {outside[:5]}, which lie outside the vocabulary of "
-                f"{built.target.vocab_size}; take ids of this model's tokenizer"
-            )
-    if built.tokenizer is None and (asked.stop or asked.bad_words):
-        raise ValueError(
-            "this model has no tokenizer, so stop and bad_words have no tokens; pass "
-            "stop_token_ids, or logit_bias"
-        )
-    words = (
-        [ids for word in asked.bad_words for ids in built.tokenizer.encode_word(word)]
-        if built.tokenizer
-        else []
-    )
-    check_words(words)
-    return words
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

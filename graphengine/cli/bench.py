@@ -147,7 +147,7 @@ def bench(model: str | None, draft: str | None, **options: Any) -> None:
     if prefill:
         numbers["matmul_tflops"] = rates.matmul_tflops
     configs: dict[str, Any] = {}
-    asked |= {"acceptance_floor": 0.0, "fallback": False}
+    asked |= {"acceptance_floor": 0.0, "fallback": False, "enable_prefix_caching": False}
     for mode, backend in options["compare"] or (("auto", "auto"),):
         for drafter in [None, draft] if options["baseline"] else [draft]:
             run = asked if drafter == draft else without_drafter(asked)

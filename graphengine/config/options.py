@@ -151,6 +151,11 @@ class Options(Checked):
         "Use the target's whole context: the last block of it is decoded without the drafter.",
         commands=frozenset({"run", "doctor"}),
     )
+    enable_prefix_caching: bool = option(
+        True,
+        "Take over the pages of an earlier text that begins alike, with the drafter's context.",
+        commands=_RUN,
+    )
     prepare_plain_decode: bool = option(
         False,
         "Build what decodes plainly at start-up instead of when a request first needs it.",

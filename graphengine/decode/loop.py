@@ -32,6 +32,7 @@ from graphengine.decode.kvcache import PageAllocator, pages_for
 from graphengine.decode.lane import Lane
 from graphengine.decode.metrics import Acceptance
 from graphengine.decode.prefill import Prefill
+from graphengine.decode.prefix_cache import PrefixCache
 from graphengine.decode.request import Request
 from graphengine.decode.sampling import GREEDY, Sampling
 
@@ -66,7 +67,7 @@ class DecodeLoop:
         self,
         lane: Lane,
         prefill: Prefill,
-        allocator: PageAllocator,
+        allocator: PrefixCache,
         build_plain: Callable[[], Lane] | None = None,
     ) -> None:
         """Args: lane: where requests begin. build_plain: builds a plain one beside it."""
@@ -207,6 +208,9 @@ class DecodeLoop:
         try:
             with names.range_("prefill"):
                 tokens = next(self._first_tokens)
+            if self._caches_prefixes:  # queued; whoever shares these pages is behind on the stream
+                for request in self.prefilling:
+                    self.allocator.publish(request.prompt_ids, request.pages)
         except BaseException:
             for request in self.prefilling:
                 request.finish_reason = request.finish_reason or "abort"
@@ -232,13 +236,29 @@ class DecodeLoop:
         most = self.first.only_bucket or max(self.config.buckets)
         num_free_rows = most - len(self.running)
         while self.waiting and len(admitted) < num_free_rows:
-            needed = self._pages_of(self.waiting[0].max_total_tokens)
+            request = self.waiting[0]
+            # The last token is run whatever is known: its logits are the first new token's.
+            is_scored = request.prompt_logprobs is not None  # all of its rows are wanted
+            shared = [] if is_scored else self._shared(request.prompt_ids[:-1])
+            needed = self._pages_of(request.max_total_tokens) - len(shared)
             if needed > self.allocator.num_free:
+                self.allocator.free(shared)
                 break
-            self.waiting[0].pages = self.allocator.allocate(needed)
-            (self.waiting[0].state_slot,) = self.state_slots.allocate(1)
+            request.pages = shared + self.allocator.allocate(needed)
+            request.num_cached_tokens = len(shared) * self.config.page_size
+            (request.state_slot,) = self.state_slots.allocate(1)
             admitted.append(self.waiting.popleft())
         return admitted
+
+    @property
+    def _caches_prefixes(self) -> bool:
+        """Whether pages are shared: not those of drawn acceptance, whose text is meaningless, nor
+        beside recurrent states, of which nothing is kept yet."""
+        config, states = self.config, self.prefill.pair.target.states
+        return config.enable_prefix_caching and not config.simulate_acceptance and states is None
+
+    def _shared(self, token_ids: list[int]) -> list[int]:
+        return self.allocator.share(token_ids) if self._caches_prefixes else []
 
     def cancel(self, request: Request) -> None:
         """Ends a request early; harmless if it has ended."""
@@ -269,6 +289,11 @@ class DecodeLoop:
                 self._release(request)
 
     def _release(self, request: Request) -> None:
+        """Returns its pages; the next turn of a chat finds those that are full and committed. Steps
+        that were decoded plainly have left no context for the drafter."""
+        is_whole = request.finish_reason != "error" and request.fallback_reason is None
+        if self._caches_prefixes and is_whole:
+            self.allocator.publish(request.token_ids[: request.start], request.pages)
         self.allocator.free(request.pages)
         request.pages = []
         if request.state_slot:

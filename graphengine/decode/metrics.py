@@ -82,6 +82,7 @@ class RequestMetrics:
     `ttft_ms`: from the call to the first token, which is the sum of `tokenize_ms` (of all prompts
     of the call), `queue_ms` (until its first row is queued), `prefill_ms` (until the first token is
     on the host; of a shared chunk it is everyone's) and `first_token_ms` (until it is taken).
+    `num_cached_tokens` of the prompt were not run, an earlier request had left them.
     `launch_ms` of `prefill_ms` the host queued, this request and those admitted with it.
     `decode_ms`: from the first token to the last. `num_steps`: verified blocks and plain steps.
     `fallback_reason`: why a drafted request went on plainly, for `num_plain_steps` steps; these do
@@ -90,6 +91,7 @@ class RequestMetrics:
 
     num_prompt_tokens: int
     num_output_tokens: int
+    num_cached_tokens: int = 0
     ttft_ms: float
     tokenize_ms: float = 0.0
     queue_ms: float = 0.0

@@ -115,7 +115,7 @@ class Prefill:
         limit = shared.num_prompts if shared is not None else len(requests)
         work: Work = []
         for request in requests:
-            begin, ids = 0, request.prompt_ids
+            begin, ids = request.num_cached_tokens, request.prompt_ids
             if request.prompt_logprobs is not None:  # alone, and eagerly
                 if work:
                     yield work
@@ -165,7 +165,8 @@ class Prefill:
         """One forward, and the first tokens of the prompts that it completes."""
         began = time.perf_counter()
         for request, piece in work:
-            request.prefill_s = request.prefill_s if piece.begin else began
+            is_first = piece.begin == request.num_cached_tokens
+            request.prefill_s = began if is_first else request.prefill_s
         pieces = [piece for _, piece in work]
         num_rows = sum(self._room_for(piece) for piece in pieces)
         is_scored = work[0][0].prompt_logprobs is not None

@@ -40,6 +40,8 @@ class Request:
     """The same of the prompt."""
     arrival_s: float = field(default_factory=time.perf_counter)
     pages: list[int] = field(default_factory=list)
+    num_cached_tokens: int = 0
+    """Of the prompt, whose pages an earlier request has left."""
     state_slot: int = 0
     """Of its recurrent states; the null slot for a target that has none."""
     output_ids: list[int] = field(default_factory=list)
@@ -126,6 +128,7 @@ class Request:
         return RequestMetrics(
             num_prompt_tokens=len(self.prompt_ids),
             num_output_tokens=len(self.output_ids),
+            num_cached_tokens=self.num_cached_tokens,
             ttft_ms=(self.first_token_s - self.arrival_s) * 1e3,
             tokenize_ms=(self.submitted_s - self.arrival_s) * 1e3,
             queue_ms=(self.prefill_s - self.submitted_s) * 1e3,

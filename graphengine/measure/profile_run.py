@@ -227,6 +227,7 @@ def _record(
         "load_format": asked["load_format"] or ("dummy" if model in preset_names() else "auto"),
         "acceptance_floor": 0.0,
         "fallback": False,
+        "enable_prefix_caching": False,
     }
     with Engine.from_pretrained(model, draft, **asked) as engine:
         run = run_prefills if options["prefill"] else run_steps

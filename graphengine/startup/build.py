@@ -36,11 +36,12 @@ from graphengine.config.options import Options
 from graphengine.decode.attention import compile_flashinfer_ahead
 from graphengine.decode.buckets import BucketBuilder, prefill_attention
 from graphengine.decode.fixed_chunk import LONG_SIZES, FixedChunk
-from graphengine.decode.kvcache import PageAllocator, make_pool
+from graphengine.decode.kvcache import make_pool
 from graphengine.decode.lane import Lane
 from graphengine.decode.loop import DecodeLoop
 from graphengine.decode.metrics import StartupMetrics
 from graphengine.decode.prefill import Prefill
+from graphengine.decode.prefix_cache import PrefixCache
 from graphengine.decode.proposer import Pair, Proposer
 from graphengine.decode.recurrence import make_states
 from graphengine.decode.simulate import make_simulation
@@ -248,7 +249,7 @@ def build(
         return lane
 
     loop = DecodeLoop(
-        *(Lane(builder, ahead), prefill, PageAllocator(plan.num_pages)),
+        *(Lane(builder, ahead), prefill, PrefixCache(plan.num_pages, config.page_size)),
         build_plain if draft_config is not None else None,
     )
     if options.prepare_plain_decode and loop.fallback is not None:

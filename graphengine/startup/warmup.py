@@ -16,26 +16,30 @@ from graphengine.decode.sampling import GREEDY, Sampling
 EAGER_ROWS = 513
 NUM_TOKENS = 3  # of a request: its prefill's, and a step or two
 _DRAWN = Sampling(temperature=1.0, top_p=0.9, top_k=10, seed=0)
+_ADJUSTED = Sampling(presence_penalty=1.0)
 
 
 def warm_up(loop: DecodeLoop) -> None:
-    """Runs every bucket and every chunk, greedy and, if built, drawn.
+    """Runs every bucket and every chunk, with every end that is built.
 
     Args:
         loop: idle.
     """
     assert not loop.has_work
     lane, fallback, loop.fallback = loop.first, loop.fallback, None
-    samplings = [GREEDY, _DRAWN] if loop.config.sampling else [GREEDY]
-    most = loop.config.max_model_len - 1
+    config = loop.config
+    wishes: list[tuple[Sampling, int | None]] = [(GREEDY, None)]
+    wishes += [(_DRAWN, None)] * config.sampling + [(_ADJUSTED, None)] * config.adjustments
+    wishes += [(GREEDY, 0)] * (config.max_logprobs > 0)
+    most = config.max_model_len - 1
     chunks = [min(chunk.size, most) for chunk in loop.prefill.fixed]
-    for sampling in samplings:
+    for sampling, logprobs in wishes:
         for length in {*chunks, min(EAGER_ROWS, most)}:
-            loop.submit([0] * length, 1, (), sampling)
+            loop.submit([0] * length, 1, (), sampling, logprobs=logprobs)
             loop.admit()
         for size in lane.buckets:
             lane.only_bucket = size
-            loop.submit([0], NUM_TOKENS, (), sampling)
+            loop.submit([0], NUM_TOKENS, (), sampling, logprobs=logprobs)
             for _ in loop.run():
                 pass
     lane.only_bucket, loop.fallback = None, fallback

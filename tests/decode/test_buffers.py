@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from graphengine.config.draft import DraftConfig
 from graphengine.decode.buffers import Arena, StepBuffers
 from graphengine.decode.proposer import Proposer, step_buffers
 from graphengine.drafters.dflash import DFlash
+from graphengine.kernels.accept import NUM_RESULTS
 from tests.decode.test_kvcache import DRAFT, MODEL
 
 
@@ -40,12 +42,13 @@ def drafter(config: DraftConfig | None) -> Any:
 
 def flat(buffers: StepBuffers) -> dict[str, torch.Tensor]:
     fields = buffers._asdict()
-    for name in ("own", "controls", "recurrent"):
+    for name in ("own", "controls", "recurrent", "tables", "scores"):
         parts: Any = fields.pop(name)
         fields |= {f"{name}.{k}": v for k, v in parts._asdict().items()} if parts else {}
     return fields
 
 
+EVERYTHING: Any = SimpleNamespace(adjustments=True, max_logprobs=3)
 ANCHOR_FIRST = replace(DRAFT, slot_convention="anchor-first")
 
 
@@ -57,10 +60,10 @@ def test_bucket_views(draft: DraftConfig | None, size: int, num_drafts: int | No
     meant, keeps the stride of the longest block, takes a draft's rows to be as many as a verify's
     where the anchor predicts too, or parts block and draft block where they are one tensor."""
     arena = Arena(torch.device("cpu"), torch.float32)
-    whole = flat(step_buffers(arena, MODEL, drafter(draft), 6, 9))
+    whole = flat(step_buffers(arena, MODEL, drafter(draft), 6, 9, EVERYTHING))
     num_bytes = arena.num_bytes
     own = drafter(draft.shortened(num_drafts) if draft and num_drafts else draft)
-    buffers = step_buffers(arena, MODEL, own, size, 9)
+    buffers = step_buffers(arena, MODEL, own, size, 9, EVERYTHING)
     assert buffers.block == own.num_draft_tokens + 1 and arena.num_bytes == num_bytes
     draft_block = own.config.block_size if draft else 1
     for name, view in flat(buffers).items():
@@ -68,8 +71,11 @@ def test_bucket_views(draft: DraftConfig | None, size: int, num_drafts: int | No
         is_drafts = name.startswith("own.") and name != "own.taps_TC"
         block = draft_block if is_drafts else buffers.block
         shape = (size, block) if dims == "BG" else (size * block if dims[0] == "T" else size,)
+        if name.startswith("scores."):
+            shape = (NUM_RESULTS, size, block)
         assert view.shape[: len(shape)] == shape, name
         assert view.is_contiguous() and view.data_ptr() == whole[name].data_ptr(), name
+    assert step_buffers(arena, MODEL, own, size, 9).tables is None  # what nobody asks for
     assert (buffers.draft_ids_BG is buffers.block_ids_BG) == (draft is None)
     if draft is not None:
         taps, block_ids = buffers.own.taps_TC, buffers.own.block_ids_BG  # type: ignore[attr-defined]

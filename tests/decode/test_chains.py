@@ -34,7 +34,7 @@ def chains_of(engine: Engine) -> Any:
 @pytest.mark.parametrize(
     ("options", "ends"),
     [
-        ({}, {"greedy", "sampled"}),
+        ({}, {"greedy", "sampled", "adjusted", "scored"}),
         ({"simulate_acceptance": 2.0}, {"simulated"}),
     ],
 )

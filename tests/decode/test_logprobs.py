@@ -85,7 +85,9 @@ def test_logprobs_are_the_target_s(plain: Engine) -> None:
     """Bug: log-probabilities of the distribution after temperature, or of the row before."""
     assert plain.tokenizer is not None
     prompt = plain.tokenizer.encode_chat([{"role": "user", "content": ASKED}])
-    result = one(plain, logprobs=0, prompt_logprobs=1, temperature=1.5, seed=2, max_new_tokens=20)
+    asked: dict[str, Any] = {"logprobs": 0, "prompt_logprobs": 1, "max_new_tokens": 20}
+    asked |= {"temperature": 1.5, "seed": 2, "repetition_penalty": 1.5, "frequency_penalty": 1.0}
+    result = one(plain, **asked)
     ids = prompt + result.token_ids
     wanted = run_target(load_target(TINY_TARGET), ids).logits.log_softmax(-1)
     assert result.prompt_logprobs is not None and result.logprobs is not None

@@ -12,6 +12,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_stat
 
 from graphengine.decode.kvcache import NULL_PAGE
 from graphengine.decode.prefix_cache import PrefixCache
+from tests.decode.test_engine import BACKENDS, PROMPTS, Pair, assert_idle, force, loop_of
+from tests.support.dflash_reference import load_target, plain_generate
 from tests.support.examples import examples
 
 SIZE = 3
@@ -127,3 +129,90 @@ def test_random_texts_find_what_was_published() -> None:
         cache.publish(tokens, pages)
         known |= {tuple(tokens[: n * SIZE]) for n in range(1, len(tokens) // SIZE + 1)}
         cache.free(pages)
+
+
+# ---- the engine behind a hit --------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    return Pair(tmp_path_factory.mktemp("pair"), likely_tokens=3)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_turns_of_a_chat(pair: Pair, backend: str) -> None:
+    """Bug: the next turn computes its whole prompt again, or says something else behind a hit; or
+    its drafts are worse, because the drafter's context was not taken over with the target's K/V."""
+    outcomes: dict[bool, list[tuple[list[int], list[int]]]] = {}
+    for cached in (True, False):
+        with pair.engine(attention_backend=backend, enable_prefix_caching=cached) as engine:
+            prompt, outcomes[cached] = [9, 8, 7, 6, 5], []
+            for turn in range(5):
+                (result,) = engine.generate([prompt], max_new_tokens=9, ignore_eos=True)
+                metrics = result.metrics
+                outcomes[cached].append((result.token_ids, metrics.acceptance.steps_by_accepted))
+                # All that the last turn has committed, in whole pages of 4.
+                known = len(prompt) - 3 if turn else 0
+                assert metrics.num_cached_tokens == (known // 4 * 4 if cached else 0)
+                prompt = prompt + result.token_ids + [40 + turn, 41]
+            assert_idle(engine)
+    assert outcomes[True] == outcomes[False]
+    assert sum(sum(steps[1:]) for _, steps in outcomes[True]) >= 3, "nothing is ever accepted"
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_random_texts_that_share_their_beginnings(pair: Pair, backend: str) -> None:
+    """Bug: under eviction, cancels and joins a shared page is written by one of its users, freed
+    while another reads it, or lost."""
+    import torch
+
+    rng, model = random.Random(3), load_target(pair.target)
+    stems = [[rng.randrange(200) for _ in range(n)] for n in (6, 9, 17)]
+    truth: dict[tuple[int, ...], list[int]] = {}
+    hits = 0
+    with pair.engine(attention_backend=backend, kv_cache_memory=1 << 16) as engine:
+        loop = loop_of(engine)
+        cache, pools = loop.allocator, [loop.prefill.pair.target.kv_pool]
+        pools.append(loop.prefill.pair.proposer.kv_pool)
+        active, sums = [], {}
+        for _ in range(60):
+            if rng.random() < 0.4 and len(loop.waiting) < 3:
+                tokens = rng.choice(stems) + [rng.randrange(200) for _ in range(rng.randrange(9))]
+                active.append(loop.submit(tokens, rng.randrange(1, 12), ()))
+            if active and rng.random() < 0.1:
+                loop.cancel(rng.choice(active))
+            with torch.no_grad():
+                loop.admit()
+                loop.launch()
+                loop.collect()
+            for page in list(cache._keys):
+                found = sum(float(pool[:, :, page].double().abs().sum()) for pool in pools)
+                key = cache._keys[page], cache._serials[page]
+                assert sums.setdefault(key, found) == found, "a published page was written"
+        while loop.has_work:
+            with torch.no_grad():
+                loop.admit()
+                loop.launch()
+                loop.collect()
+        assert_idle(engine)
+        for request in active:
+            hits += request.num_cached_tokens > 0
+            if request.finish_reason != "length":
+                continue
+            key = tuple(request.prompt_ids)
+            if len(truth.get(key, ())) < len(request.output_ids):
+                truth[key] = plain_generate(model, request.prompt_ids, 12)
+            assert request.output_ids == truth[key][: len(request.output_ids)]
+    assert hits >= 5
+
+
+def test_what_is_not_kept(pair: Pair) -> None:
+    """Bug: pages outlive a reset, or those of tokens that were decoded plainly, which the drafter
+    has no context of, are taken for whole."""
+    with pair.engine(max_model_len=96) as engine:
+        force(engine, pair, 1)
+        loop, prompt = loop_of(engine), PROMPTS[1]
+        engine.generate([prompt], max_new_tokens=4, ignore_eos=True)
+        assert loop.allocator.share(prompt)
+        loop.reset()
+        assert loop.allocator.share(prompt) == []

@@ -20,7 +20,7 @@ _MODELS = "config kernels capture.torch_internals"
 _DECODE = f"{_MODELS} models capture names"
 _DRAFTERS = f"{_DECODE} decode checkpoints"
 _STARTUP = f"{_DRAFTERS} drafters"
-_API = f"{_STARTUP} startup"
+_API = f"{_STARTUP} startup results"
 _TOOLS = f"{_API} api prompts report profiles"
 ROOMS: dict[str, str] = {
     **dict.fromkeys(("names", "config", "kernels", "prompts"), ""),
@@ -30,6 +30,7 @@ ROOMS: dict[str, str] = {
     "decode": _DECODE,  # of drafters, the protocol alone
     "drafters": _DRAFTERS,
     "startup": _STARTUP,
+    "results": _DRAFTERS,
     "api": _API,
     "": "api checkpoints config",  # graphengine/__init__.py
     "report": f"{_API} api prompts",

@@ -172,14 +172,13 @@ def test_counts_what_is_accepted(device: str, case: Any, choices: Any) -> None:
     for name, one, other in zip(Tables._fields, found, before, strict=True):
         assert name in ("seen_BV", "recent_BL") or torch.equal(one, other)
     # By the rule of acceptance itself.
-    state = [torch.zeros(B, 9, dtype=torch.int32), block.cpu().clone()]
+    state = torch.zeros(B, 9, dtype=torch.int32), block.cpu().clone()
     long = [torch.zeros(B * G, dtype=torch.int64) for _ in range(4)]
     results = torch.zeros(B, 2 * (G + 1), dtype=torch.int64)
     host = start.cpu().clone()
     step = torch.zeros(B, dtype=torch.int64)
-    accept_and_advance_reference_(
-        block.cpu(), target.cpu(), host, *state, *long, step, results, 0, 4
-    )
+    arguments: list[Any] = [block.cpu(), target.cpu(), host, *state, *long, step, results, 0, 4]
+    accept_and_advance_reference_(*arguments)
     for b, live in enumerate(is_live):
         assert not live or int(host[b]) == 9 + len(said[b])
 

@@ -31,15 +31,16 @@ def test_it_leaves_nothing_behind(draft: Any, monkeypatch: pytest.MonkeyPatch) -
         seen: list[tuple[int, bool]] = []
         submit = loop.submit
 
-        def record(ids: list[int], *arguments: Any) -> Any:
+        def record(ids: list[int], *arguments: Any, **named: Any) -> Any:
             seen.append((len(ids), arguments[-1] is GREEDY))
-            return submit(ids, *arguments)
+            return submit(ids, *arguments, **named)
 
         monkeypatch.setattr(loop, "submit", record)
         free = loop.allocator.num_free
         warmup.warm_up(loop)
+        ends = (True, False, False, True)  # greedy, drawn, adjusted, scored
         lengths = (warmup.EAGER_ROWS, 1)  # then a step of the one bucket
-        assert seen == [(n, greedy) for greedy in (True, False) for n in lengths]
+        assert seen == [(n, greedy) for greedy in ends for n in lengths]
         if loop.fallback is not None and loop.fallback.guard is not None:
             assert loop.fallback.guard.mean_acceptance_length == 0
         assert loop.allocator.num_free == free and not loop.has_work

@@ -170,7 +170,7 @@ def test_random_texts_that_share_their_beginnings(pair: Pair, backend: str) -> N
     stems = [[rng.randrange(200) for _ in range(n)] for n in (6, 9, 17)]
     truth: dict[tuple[int, ...], list[int]] = {}
     hits = 0
-    with pair.engine(attention_backend=backend, kv_cache_memory=1 << 16) as engine:
+    with pair.engine(attention_backend=backend, kv_cache_memory=230 << 10) as engine:
         loop = loop_of(engine)
         cache, pools = loop.allocator, [loop.prefill.pair.target.kv_pool]
         pools.append(loop.prefill.pair.proposer.kv_pool)

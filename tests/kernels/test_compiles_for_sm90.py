@@ -391,8 +391,14 @@ def test_a_softmax_runs_beside_products(compiled: list[Any], tmp_path: Path) -> 
     (kernel,) = compiled
     ptx, cubin = tmp_path / "kernel.ptx", tmp_path / "kernel.cubin"
     ptx.write_text(kernel.asm["ptx"])
-    line = [knobs.nvidia.ptxas.path, "-v", "--gpu-name=sm_90a", str(ptx), "-o", str(cubin)]
-    said = subprocess.run(line, capture_output=True, text=True, check=True).stderr
+    # From triton 3.9 on the newer assembler is this architecture's too.
+    tools = knobs.nvidia.ptxas, getattr(knobs.nvidia, "ptxas_blackwell", knobs.nvidia.ptxas)
+    arguments = ["-v", "--gpu-name=sm_90a", str(ptx), "-o", str(cubin)]
+    done = [
+        subprocess.run([tool.path, *arguments], capture_output=True, text=True, check=False)
+        for tool in tools
+    ]
+    said = next(run.stderr for run in done if run.returncode == 0)
     assert "serialized" not in said
     line = [str(Path(knobs.nvidia.cuobjdump.path).with_name("nvdisasm")), "-c", str(cubin)]
     code = subprocess.run(line, capture_output=True, text=True, check=True).stdout

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import statistics
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -234,9 +235,9 @@ def roofline_ms(built: Built, input_len: int, batch: int, rates: Rates) -> float
 
 def _layer_elements(model: ModelConfig, num_rows: int) -> int:
     """Weights of all layers that a forward of so many rows reads."""
+    kinds = Counter(decoder.layer_kinds(model))
     total = 0
-    kinds = zip(decoder.layer_kinds(model), decoder.layer_weights(model), strict=True)
-    for (_, ffn), (of_mixer, of_ffn) in kinds:
-        total += sum(map(num_matrix_elements, of_mixer.values()))
-        total += ffn.num_read_elements(model, of_ffn, num_rows)
+    for (mixer, ffn), count in kinds.items():
+        of_mixer = sum(map(num_matrix_elements, mixer.weights(model).values()))
+        total += count * (of_mixer + ffn.num_read_elements(model, ffn.weights(model), num_rows))
     return total

@@ -13,6 +13,7 @@ from graphengine.config.model import ModelConfig
 from graphengine.config.options import DraftQuantization
 from graphengine.drafters.dflash import MAX_QUANTIZED_ROWS
 from graphengine.models import decoder, dflash
+from graphengine.models.decoder import LayerKind
 from graphengine.models.weight import Weight, num_matrix_elements
 
 
@@ -67,13 +68,20 @@ def _stack(
 ) -> dict[str, int]:
     """Weights of a stack's dense segments."""
     pre, post = [], [0]
-    pairs = zip(decoder.layer_kinds(model), decoder.layer_weights(model), strict=True)
-    for (mixer, ffn), (of_mixer, of_ffn) in pairs:
-        after = [parts for field, parts in of_mixer.items() if field in mixer.output_fields]
-        total = sum(map(num_matrix_elements, of_mixer.values()))
-        read = ffn.num_read_elements(model, of_ffn, num_rows)
-        post.append(sum(map(num_matrix_elements, after)) + read)
-        pre.append(total - sum(map(num_matrix_elements, after)))
+    kinds = decoder.layer_kinds(model)
+    sizes = {kind: _layer(model, kind, num_rows) for kind in set(kinds)}
+    for kind in kinds:
+        pre.append(sizes[kind][0])
+        post.append(sizes[kind][1])
     pre.append(num_matrix_elements(head))
-    sizes = zip(pre, post, strict=True)
-    return {names.dense_name(chain, i): sum(size) for i, size in enumerate(sizes)}
+    both = zip(pre, post, strict=True)
+    return {names.dense_name(chain, i): sum(size) for i, size in enumerate(both)}
+
+
+def _layer(model: ModelConfig, kind: LayerKind, num_rows: int) -> tuple[int, int]:
+    """Weights of a layer before and after its mixer's own step."""
+    of_mixer, of_ffn = kind.mixer.weights(model), kind.ffn.weights(model)
+    after = [parts for field, parts in of_mixer.items() if field in kind.mixer.output_fields]
+    output = sum(map(num_matrix_elements, after))
+    before = sum(map(num_matrix_elements, of_mixer.values())) - output
+    return before, output + kind.ffn.num_read_elements(model, of_ffn, num_rows)

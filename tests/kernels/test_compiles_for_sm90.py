@@ -427,6 +427,7 @@ def test_what_is_compiled_ahead_is_what_is_launched(
         project(16, 32, 8, 128)
         multiply(16, SkinnyConfig(64, 256, 5, 4, 1, 4, 2, 1))
         attend(BF16, 128, 16, True, None, page_size=128)
+        mix(16, 128, 768)
 
     with compile_only():
         launch()
@@ -435,7 +436,7 @@ def test_what_is_compiled_ahead_is_what_is_launched(
     assert launchers == [kernel.metadata.name for kernel in ahead]
     compiled.clear()
     launch()
-    assert len(ahead) == len(compiled) == 5
+    assert len(ahead) == len(compiled) == 8
     assert all(kernel is one for kernel, one in zip(compiled, ahead, strict=True))
 
 

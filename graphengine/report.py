@@ -289,7 +289,9 @@ def json_object(
 def _json_answer(answer: Answer) -> dict[str, Any]:
     result, metrics = answer.result, answer.result.metrics
     said = "text token_ids finish_reason stop_reason error logprobs prompt_logprobs".split()
-    names = "num_prompt_tokens num_output_tokens ttft_ms decode_ms num_steps".split()
+    counts = "num_prompt_tokens num_cached_tokens num_output_tokens num_steps".split()
+    parts = "tokenize queue prefill launch first_token ttft decode".split()
+    names = [*counts, *(f"{part}_ms" for part in parts)]
     names += ["ms_per_token", "ms_per_step", "tokens_per_s", "num_plain_steps", "fallback_reason"]
     return {
         **{name: getattr(answer, name) for name in ("index", "turn", "prompt")},

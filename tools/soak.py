@@ -152,7 +152,7 @@ class Soak:
         self.counts["steps"] += bool(collected)
         # A request may be in both: its first token, then its last. Cancelled ones say no more.
         for request in {o.request.request_id: o.request for o in outputs + collected}.values():
-            if request.finish_reason not in (None, "cancelled"):
+            if request.finish_reason not in (None, "abort"):
                 self._check(request)
 
     def _cancel(self) -> None:
@@ -176,7 +176,7 @@ class Soak:
                 raise Leak(f"after {counts['steps']} steps: {request.output_ids} is not {known}")
 
     def check_pages(self) -> None:
-        """Every page has one owner: a request that runs, the ballast, or the free list.
+        """Every page has its owners: requests that run, the ballast, or the free list.
 
         Raises:
             Leak: pages are missing or shared.
@@ -184,7 +184,9 @@ class Soak:
         running = self.loop.running
         held = [page for request in running for page in request.pages] + self.ballast
         allocator = self.loop.allocator
-        if len(set(held)) != len(held) or len(held) + allocator.num_free != allocator.num_usable:
+        users = Counter(held)
+        is_wrong = any(allocator.num_users(page) != number for page, number in users.items())
+        if is_wrong or len(users) + allocator.num_free != allocator.num_usable:
             raise Leak(
                 f"after {self.counts['steps']} steps: {len(held)} pages held, {allocator.num_free} "
                 f"free of {allocator.num_usable}"

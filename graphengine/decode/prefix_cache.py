@@ -33,6 +33,11 @@ class PrefixCache(PageAllocator):
     def num_free(self) -> int:
         return len(self._free) + len(self._idle)
 
+    def num_users(self, page: int) -> int:
+        """Requests that hold a page; of one that is not published at most one."""
+        assert self._users[page] <= 1 or page in self._keys
+        return self._users[page]
+
     def reset(self) -> None:
         """Forgets everything: after an error nobody knows what the pages hold."""
         super().reset()

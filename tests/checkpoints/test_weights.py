@@ -21,6 +21,7 @@ from graphengine.config.model import ModelConfig
 from graphengine.models.attention import AttentionWeights
 from graphengine.models.decoder import Weights
 from graphengine.models.dflash import DraftWeights
+from graphengine.models.swiglu import SwigluWeights
 from graphengine.models.weight import Weight, norm
 from tests.support.checkpoints import edit_config, make_drafter, make_target
 
@@ -80,6 +81,7 @@ def test_every_tensor_arrives(target: Path, drafter: Path) -> None:
         assert mixer.o_bias_D is not None
         assert torch.equal(mixer.o_bias_D, files[f"{attention}o_proj.bias"])
         mlp = [files[f"model.layers.{i}.mlp.{name}_proj.weight"] for name in ("gate", "up")]
+        assert isinstance(layer.ffn, SwigluWeights)
         assert same(layer.ffn.gate_up_JD, torch.cat(mlp))
     drafts, own = load_drafter(drafter), load_file(drafter / "model.safetensors")
     for kind, packed in (("weight", drafts.context_kv_XD), ("bias", drafts.context_kv_bias_X)):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -179,8 +180,10 @@ class LoopMachine(RuleBasedStateMachine):
     @invariant()
     def pages_have_one_owner(self) -> None:
         held = [page for request in self.requests for page in request.pages]
-        assert len(held) == len(set(held)) and NULL_PAGE not in held
-        assert len(held) == self.loop.allocator.num_usable - self.loop.allocator.num_free
+        allocator, users = self.loop.allocator, Counter(held)
+        assert NULL_PAGE not in users
+        assert all(allocator.num_users(page) == number for page, number in users.items())
+        assert len(users) == allocator.num_usable - allocator.num_free
         for request in self.requests:
             if request.pages and request not in self.running:
                 raise AssertionError(f"{request.finish_reason} holds {request.pages}")

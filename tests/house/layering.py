@@ -34,7 +34,8 @@ ROOMS: dict[str, str] = {
     "api": _API,
     "": "api checkpoints config",  # graphengine/__init__.py
     "report": f"{_API} api prompts",
-    **dict.fromkeys(("verify", "measure", "doctor"), _TOOLS),
+    **dict.fromkeys(("verify", "measure"), _TOOLS),
+    "doctor": f"{_TOOLS} measure",
     **dict.fromkeys(("cli", "__main__"), f"{_TOOLS} verify measure doctor cli"),
 }
 

@@ -83,9 +83,8 @@ def test_is_the_weighted_sum(device, poisoned_outputs, shape, has_shared, dtype)
     tolerance = 2e-6 if dtype == torch.float32 else 2e-2  # the interpreter truncates to bf16
     error = (out.sum(0) - expected).norm() / expected.norm()
     assert error < tolerance, error
-    theirs = experts_reference(
-        *tensors[:4], *((shared, gate) if has_shared else (None, None)), K, 1
-    )
+    others: list[Any] = [*tensors[:4], *of_shared, K, 1]
+    theirs = experts_reference(*others)
     torch.testing.assert_close(out, theirs, atol=tolerance * 10, rtol=tolerance * 10)
 
 

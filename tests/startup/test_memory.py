@@ -21,7 +21,8 @@ from graphengine.config.bytesize import format_bytes, parse_bytes
 from graphengine.config.draft import AttentionRule
 from graphengine.config.engine import EngineConfig
 from graphengine.config.options import Options
-from graphengine.decode.kvcache import PageAllocator, pages_for
+from graphengine.decode.kvcache import pages_for
+from graphengine.decode.prefix_cache import PrefixCache
 from graphengine.decode.sampling import Controls, Sampling, sample_rows
 from graphengine.drafters.dflash import DFlash
 from graphengine.startup import memory
@@ -433,7 +434,7 @@ def test_too_large_for_the_pool_is_refused(pair: tuple[Path, Path]) -> None:
         *pair, buckets=(1,), page_size=2, max_model_len=48, device="cpu"
     ) as engine:
         loop = engine.built.loop
-        loop.allocator = PageAllocator(9)
+        loop.allocator = PrefixCache(9, 2)
         message = r"1 prompt and 40 new tokens need 23 pages of 2 tokens, the pool has 8; .*memory"
         with pytest.raises(ValueError, match=message):
             loop.submit([3], 40, frozenset())

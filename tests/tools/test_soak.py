@@ -55,7 +55,7 @@ def swaps_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def next_block(start: Any, *rest: Any) -> Any:
         ids, positions, slots = real(start, *rest)
-        return ids, positions + (positions > 40), slots
+        return ids, positions + 9 * (positions > 20), slots
 
     monkeypatch.setattr(rows, "next_block", next_block)
 

@@ -73,13 +73,16 @@ def test_names_shapes_and_shards_are_transformers(
 def test_published_sizes() -> None:
     """Bug: a declaration counts a matrix twice or not at all."""
     sizes = {"qwen3-8b": 8.19e9, "qwen3-4b": 4.02e9, "llama-3.1-8b": 8.03e9}
-    sizes |= {"qwen3-30b-a3b": 30.53e9}
+    sizes |= {"qwen3-30b-a3b": 30.53e9, "qwen3.6-35b-a3b": 34.66e9}
+    sizes |= {"qwen3.5-4b": 4.206e9, "qwen3.5-9b": 8.954e9, "qwen3.6-27b": 26.896e9}
     for preset, size in sizes.items():
         config, _ = read_configs(preset, None)
-        weights = declared(config)
+        layers = decoder.layer_weights(config, "model.layers.")
+        groups = [decoder.outer_weights(config), *(part for layer in layers for part in layer)]
+        found = [weight for fields in groups for parts in fields.values() for weight in parts]
         if config.tie_word_embeddings:
-            del weights["lm_head.weight"]
-        assert sum(w.num_elements for w in weights.values()) == pytest.approx(size, rel=0.001)
+            found = [weight for weight in found if weight.name != "lm_head.weight"]
+        assert sum(w.num_elements for w in found) == pytest.approx(size, rel=0.001)
     # 8B-b16: 5 layers of attention and MLP, and fc, are its published 1.05 billion parameters.
     _, draft = read_configs("qwen3-8b", "qwen3-8b-dflash-b16")
     assert draft is not None

@@ -5,7 +5,8 @@
     scan       a tile [BV, K] of a head's state through the chunks of a piece, in matrix products
 
 Invariant: what is written into a state is a sum of products of three TF32 parts each ("tf32x3",
-float32 to its last bits); outputs, which are rounded to the model's dtype, take one.
+float32 to its last bits); outputs, which are rounded to the model's dtype, take one where that is
+not float32.
 
 Legend: T rows, R pieces, N value heads, NK key heads, K head dim, C channels, Z partial sums.
 """
@@ -236,6 +237,7 @@ def scan_kernel(
     TILES: tl.constexpr = K // BV
     C: tl.constexpr = 2 * NK * K + N * K
     dtype: tl.constexpr = out.dtype.element_ty
+    ROUNDED: tl.constexpr = "tf32x3" if dtype == tl.float32 else "tf32"
     head, tile, piece = tl.program_id(0) // TILES, tl.program_id(0) % TILES, tl.program_id(1)
     begin, end = tl.load(begins + piece), tl.load(ends + piece)
     if begin >= end:
@@ -268,8 +270,10 @@ def scan_kernel(
         wanted = beta[:, None] * (v - fading[:, None] * exact_dot(k, tl.trans(state)))  # pyright: ignore
         update = exact_dot(solve, wanted)  # pyright: ignore
         decay = tl.exp(tl.where(not_after, total[:, None] - total[None, :], 0.0))
-        seen = tl.where(not_after, tl.dot(q, tl.trans(k)) * decay, 0.0)
-        o = fading[:, None] * tl.dot(q, tl.trans(state)) + tl.dot(seen, update)
+        pairs = tl.dot(q, tl.trans(k), input_precision=ROUNDED)
+        seen = tl.where(not_after, pairs * decay, 0.0)
+        held_q = tl.dot(q, tl.trans(state), input_precision=ROUNDED)
+        o = fading[:, None] * held_q + tl.dot(seen, update, input_precision=ROUNDED)
         to = out + (row[:, None] * N + head) * K + values[None, :]
         tl.store(to, o.to(dtype), mask=live[:, None])
         left = update * tl.exp(last - total)[:, None]

@@ -9,16 +9,16 @@ Value head h reads with key head h // (N / key heads). All of it is float32 but 
 columns and the outputs, which are of the model's dtype.
 
 Why two operations: rows of a block may be rejected, and a state cannot be taken back. `verify`
-reads the committed state and window, writes neither, and records the inputs that a row needs to be
-applied; `commit` applies exactly the accepted ones. What is recorded was rounded already when the
-verify used it, so a replay is exact (recording products of it in bfloat16 costs 2e-3 of the state).
+reads the committed state and window, writes neither, and records what each row adds; `commit`
+applies exactly the accepted ones. A row's addition, delta_t k_t^T with delta_t the factor of k_t^T
+above, does not depend on how many rows are accepted behind it, and both are recorded in float32: the
+verify's own numbers (in bfloat16 they would cost 2e-3 of the state).
 
-Invariant: a row at or past the count, the null slot and free slots are never read into a live state
-or output: rejected rows are left out, not multiplied by zero, since 0 * NaN is NaN.
+Invariant: a row at or past the count, the null slot and free slots are never read into a live
+state: rejected rows are left out, not multiplied by zero, since 0 * NaN is NaN.
 
 Legend: B requests, G rows of a block, T = B * G, L layers, S slots, C channels, N / V value heads /
-head dim, K key head dim (= V), E = C + N * V + 2 * N, X = 3 + G columns, J = widths of all keys and
-values.
+head dim, K key head dim (= V), E = C + N * V + 2 * N, X = 3 + G columns, J = width of all keys.
 Source: Gated Delta Networks (arXiv 2412.06464); equal to transformers' torch_recurrent_gated_delta_
 rule (tests).
 """
@@ -27,6 +27,7 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
+import triton
 
 from graphengine.kernels.gated_delta_kernels import commit_kernel, verify_kernel
 from graphengine.kernels.interpreter import INTERPRET
@@ -41,8 +42,9 @@ class Records(NamedTuple):
     """What a block leaves for its commit."""
 
     raw_BXC: torch.Tensor  # model dtype: the window, then the block's columns
-    kv_BGJ: torch.Tensor  # model dtype: keys and values behind the convolution
-    gates_BG2N: torch.Tensor  # float32: g, beta
+    keys_BGJ: torch.Tensor  # float32: convolved and normed
+    deltas_BGNV: torch.Tensor  # float32
+    g_BGN: torch.Tensor  # float32
 
 
 class Inputs(NamedTuple):
@@ -113,7 +115,7 @@ def gated_delta_verify_(
     """
     tensors = projected, conv_C4, a_log_N, dt_bias_N, windows_S3C, states_SNVK, slots_B
     num_splits = projected.shape[0] if projected.dim() == 3 else 1
-    (N, K), (B, G) = out_TNV.shape[1:], records.kv_BGJ.shape[:2]
+    (N, K), (B, G) = out_TNV.shape[1:], records.keys_BGJ.shape[:2]
     check_shapes(projected, windows_S3C, states_SNVK, out_TNV, B * G)
     if not (projected.is_cuda or INTERPRET):
         gated_delta_verify_reference_(*tensors, records, out_TNV)
@@ -135,11 +137,17 @@ def gated_delta_verify_(
         NK=(windows_S3C.shape[-1] // K - N) // 2,
         K=K,
         BV=tile,
+        ROWS=padded_rows(G),
         Z=num_splits,
         PDL=pdl,
         num_warps=NUM_WARPS,
         **({"launch_pdl": True} if pdl else {}),
     )
+
+
+def padded_rows(num_rows: int) -> int:
+    """Rows of a matrix product."""
+    return max(16, triton.next_power_of_2(num_rows))
 
 
 def value_tile(head_dim: int, num_states: int) -> int:
@@ -188,20 +196,26 @@ def gated_delta_verify_reference_(
     out_TNV: torch.Tensor,
 ) -> None:
     """`gated_delta_verify_` in plain torch."""
-    raw_BXC, kv_BGJ, gates_BG2N = records
-    (B, G), (N, V), C = kv_BGJ.shape[:2], out_TNV.shape[1:], windows_S3C.shape[-1]
+    raw_BXC, keys_BGJ, deltas_BGNV, g_BGN = records
+    (B, G), (N, V), C = g_BGN.shape[:2], out_TNV.shape[1:], windows_S3C.shape[-1]
     columns_TC, g_TN, beta_TN = take_apart(projected, a_log_N, dt_bias_N, C, windows_S3C.dtype)
     slots = slots_B.long()
     raw_BXC.copy_(torch.cat([windows_S3C[slots], columns_TC.unflatten(0, (B, G))], 1))
-    gates_BG2N.copy_(torch.stack([g_TN, beta_TN], 1).unflatten(0, (B, G)))
-    convolved = convolve(raw_BXC, conv_C4)
-    keys = (C - N * V) // 2
-    kv_BGJ.copy_(convolved[..., keys:])
-    q, k, v = convolved.split([keys, keys, N * V], -1)
-    q, k, v = heads_of(q, N, V) * V**-0.5, heads_of(k, N, V), heads_of(v, N, V, False)
-    state, out_BGNV = states_SNVK[slots], out_TNV.unflatten(0, (B, G))
+    g_BGN.copy_(g_TN.unflatten(0, (B, G)))
+    J = keys_BGJ.shape[-1]
+    q, k, v = convolve(raw_BXC, conv_C4).split([J, J, N * V], -1)
+    q, k, v = heads_of(q, N, V) * V**-0.5, heads_of(k, J // V, V), heads_of(v, N, V, False)
+    keys_BGJ.copy_(k.flatten(2))
+    k = k.repeat_interleave(N * V // J, 2)
+    state, out_BGNV, beta_BGN = (
+        states_SNVK[slots],
+        *(x.unflatten(0, (B, G)) for x in (out_TNV, beta_TN)),
+    )
     for i in range(G):
-        state = step(state, k[:, i], v[:, i], *gates_BG2N[:, i].unbind(1))
+        state = state * g_BGN[:, i].exp()[..., None, None]
+        held_BNV = (state @ k[:, i, ..., None])[..., 0]
+        deltas_BGNV[:, i] = beta_BGN[:, i, :, None] * (v[:, i] - held_BNV)
+        state = state + deltas_BGNV[:, i, ..., None] * k[:, i, ..., None, :]
         out_BGNV[:, i] = (state @ q[:, i, ..., None])[..., 0].to(out_TNV.dtype)
 
 
@@ -228,7 +242,7 @@ def gated_delta_commit_(
     if not all(x.is_contiguous() for x in (*records_L, *tensors, start_B)):
         raise ValueError("records, windows, states, slots and start must be contiguous")
     L, S, N, K = states_LSNVK.shape[:4]
-    B, G = records_L.kv_BGJ.shape[1:3]
+    B, G = records_L.keys_BGJ.shape[1:3]
     tile, pdl = value_tile(K, B * N), supports_pdl(states_LSNVK.device)
     on_grid(commit_kernel, (L * N * (K // tile), B))(
         *records_L,
@@ -243,6 +257,7 @@ def gated_delta_commit_(
         NK=(windows_LS3C.shape[-1] // K - N) // 2,
         K=K,
         BV=tile,
+        ROWS=padded_rows(G),
         PDL=pdl,
         num_warps=NUM_WARPS,
         **({"launch_pdl": True} if pdl else {}),
@@ -258,15 +273,16 @@ def gated_delta_commit_reference_(
     start_B: torch.Tensor,
 ) -> None:
     """`gated_delta_commit_` in plain torch."""
-    raw, kv, gates = records_L
+    raw, keys, deltas, g = records_L
     N, V = states_LSNVK.shape[2:4]
-    counts_B = (start_B - first_positions_B).clamp(0, kv.shape[2])
+    counts_B = (start_B - first_positions_B).clamp(0, g.shape[2])
     for b, (slot, count) in enumerate(zip(slots_B.tolist(), counts_B.tolist(), strict=True)):
         if not count:
             continue
-        k, v = kv[:, b, :count].split([kv.shape[-1] - N * V, N * V], -1)
-        k, v, state = heads_of(k, N, V), heads_of(v, N, V, False), states_LSNVK[:, slot]
+        state, key_heads = states_LSNVK[:, slot], keys[:, b].unflatten(-1, (-1, V))
+        k = key_heads.repeat_interleave(N // key_heads.shape[-2], -2)
         for i in range(count):
-            state = step(state, k[:, i], v[:, i], *gates[:, b, i].unbind(1))
+            state = state * g[:, b, i].exp()[..., None, None]
+            state = state + deltas[:, b, i, ..., None] * k[:, i, ..., None, :]
         states_LSNVK[:, slot] = state
         windows_LS3C[:, slot] = raw[:, b, count : count + NUM_TAPS - 1]

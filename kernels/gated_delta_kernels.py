@@ -1,11 +1,18 @@
 """The kernels of gated_delta.py, which says what they compute and what they may read.
 
-A program holds a tile [BV, K] of one value head's state and goes through the rows one by one, in
-float32 without tensor cores: verify and commit take the same steps of the same tile, so a replay is
-equal to the bit. The next row is on its way while one is worked on.
+    verify    a tile [BV, K] of a value head's state and a whole block of rows, in matrix products:
+              the rows' updates solve (I + A) delta = beta (v - e^G S k), A below its diagonal
+              beta_i e^(G_i - G_j) k_i.k_j, G the running sum of g; outputs are of S and delta
+    commit    S_n = e^G_n S + sum over i < n of e^(G_n - G_i) delta_i k_i^T
+
+delta_i does not depend on how many rows are accepted behind it: so it is recorded, and a commit
+applies what the verify has used, in one product.
+
+Invariant: what enters a state is a sum of products of three TF32 parts each ("tf32x3", float32 to
+its last bits); outputs, which are rounded to the model's dtype, take one where that is not float32.
 
 Legend: B requests, G rows of a block, N value heads, NK key heads, K head dim, C channels,
-Z partial sums, L layers.
+Z partial sums, L layers; ROWS: G padded to what a matrix product takes.
 """
 
 import triton
@@ -13,15 +20,6 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 EPS = tl.constexpr(1e-6)
-
-
-@triton.jit
-def row_of(projected, column, split_stride, dtype: tl.constexpr, Z: tl.constexpr):
-    """Columns of a projected row, summed over its partial sums and rounded as the model rounds."""
-    x = tl.load(projected + column)
-    for z in tl.static_range(1, Z):  # pyright: ignore[reportGeneralTypeIssues]
-        x += tl.load(projected + z * split_stride + column)
-    return x.to(dtype).to(tl.float32)
 
 
 @triton.jit
@@ -40,12 +38,82 @@ def softplus(x):
 
 
 @triton.jit
-def advanced(state, k, v, g, beta):
-    """The state [BV, K] behind a row, and what it was predicted to hold of v."""
-    fading = tl.exp(g)
-    predicted = fading * tl.sum(state * k[None, :], axis=1)
-    delta = beta * (v - predicted)
-    return fading * state + delta[:, None] * k[None, :], delta, fading
+def exact_dot(a, b):
+    """a @ b of float32."""
+    return tl.dot(a, b, input_precision="tf32x3")
+
+
+@triton.jit
+def row_columns(projected, at, mask, split_stride, dtype: tl.constexpr, Z: tl.constexpr):
+    """Of projected rows, summed over their partial sums and rounded as the model rounds."""
+    x = tl.load(projected + at, mask=mask, other=0.0)
+    for z in tl.static_range(1, Z):  # pyright: ignore[reportGeneralTypeIssues]
+        x += tl.load(projected + z * split_stride + at, mask=mask, other=0.0)
+    return x.to(dtype).to(tl.float32)
+
+
+@triton.jit
+def convolved(
+    projected,
+    conv,
+    window,
+    record,
+    row,
+    column,
+    is_written,
+    row_stride,
+    split_stride,
+    G: tl.constexpr,
+    C: tl.constexpr,
+    Z: tl.constexpr,
+    dtype: tl.constexpr,
+):
+    """silu of the convolution, rounded to the model's dtype, of rows x columns (or columns x rows:
+    two index tensors that broadcast). Mutates: the record, where it is written."""
+    live = (row < G) & (column >= 0)
+    total = tl.zeros(live.shape, tl.float32)
+    for tap in tl.static_range(4):  # pyright: ignore[reportGeneralTypeIssues]
+        source = row + (tap - 3)
+        x = row_columns(  # pyright: ignore
+            projected, source * row_stride + column, live & (source >= 0), split_stride, dtype, Z
+        )
+        held = tl.load(window + (source + 3) * C + column, mask=live & (source < 0), other=0.0)
+        x = tl.where(source < 0, held.to(tl.float32), x)
+        total += x * tl.load(conv + column * 4 + tap).to(tl.float32)
+        is_first = row == 0 if tap < 3 else live  # row 0 has the window before it
+        at = record + (row + tap) * C + column
+        tl.store(at, x.to(dtype), mask=live & is_first & is_written)
+    return silu(total).to(dtype)
+
+
+@triton.jit
+def inverse_of(below, ROWS: tl.constexpr):
+    """(I + below)^-1 of a strictly lower matrix: rows of blocks of four one by one, then the blocks
+    by the product (I - N)(I + N^2)(I + N^4).., which is exact and whose terms stay small."""
+    i = tl.arange(0, ROWS)
+    row, column = i[:, None], i[None, :]
+    is_near = row // 4 == column // 4
+    near = tl.where(is_near, below, 0.0)
+    identity = tl.where(row == column, 1.0, 0.0)
+    solve = identity
+    for k in tl.static_range(1, 4):  # pyright: ignore[reportGeneralTypeIssues]
+        mine = tl.sum(tl.where(row % 4 == k, near, 0.0), axis=0)
+        change = tl.sum(mine[:, None] * solve, axis=0)
+        solve = tl.where((row % 4 == k) & is_near, solve - change[None, :], solve)
+    power = exact_dot(solve, below - near)  # pyright: ignore
+    inverse = identity - power
+    for k in tl.static_range(3, 6):  # pyright: ignore[reportGeneralTypeIssues]
+        if 2**k < ROWS:
+            power = exact_dot(power, power)  # pyright: ignore
+            inverse += exact_dot(inverse, power)  # pyright: ignore
+    return exact_dot(inverse, solve)  # pyright: ignore
+
+
+@triton.jit
+def normed_rows(x):
+    """Each row x / |x|, float32."""
+    x = x.to(tl.float32)
+    return x * tl.rsqrt(tl.sum(x * x, axis=1) + EPS)[:, None]
 
 
 @triton.jit
@@ -58,7 +126,8 @@ def verify_kernel(
     states,
     slots,
     raw,
-    kv,
+    keys,
+    deltas,
     gates,
     out,
     row_stride,
@@ -69,111 +138,79 @@ def verify_kernel(
     NK: tl.constexpr,
     K: tl.constexpr,
     BV: tl.constexpr,
+    ROWS: tl.constexpr,
     Z: tl.constexpr,
     PDL: tl.constexpr,
 ):
     if PDL:
         gdc_launch_dependents()
+        gdc_wait()
     TILES: tl.constexpr = K // BV
     GROUP: tl.constexpr = N // NK
     C: tl.constexpr = 2 * NK * K + N * K
     KEYS: tl.constexpr = NK * K
     dtype: tl.constexpr = out.dtype.element_ty
+    ROUNDED: tl.constexpr = "tf32x3" if dtype == tl.float32 else "tf32"
     head, tile, b = tl.program_id(0) // TILES, tl.program_id(0) % TILES, tl.program_id(1)
-    keys, values = tl.arange(0, K), tile * BV + tl.arange(0, BV)
-    q_at = head // GROUP * K + keys
-    k_at, v_at = KEYS + q_at, 2 * KEYS + head * K + values
-    writes_keys = (tile == 0) & (head % GROUP == 0)
-    # Weights alone before the wait: the commit of the step before has written states and windows.
-    wq0, wk0, wv0 = taps(conv, q_at, k_at, v_at, 0)  # pyright: ignore
-    wq1, wk1, wv1 = taps(conv, q_at, k_at, v_at, 1)  # pyright: ignore
-    wq2, wk2, wv2 = taps(conv, q_at, k_at, v_at, 2)  # pyright: ignore
-    wq3, wk3, wv3 = taps(conv, q_at, k_at, v_at, 3)  # pyright: ignore
-    rate = tl.exp(tl.load(a_log + head).to(tl.float32))
-    bias = tl.load(dt_bias + head).to(tl.float32)
+    dim, values, i = tl.arange(0, K), tile * BV + tl.arange(0, BV), tl.arange(0, ROWS)
     slot = tl.load(slots + b).to(tl.int64)
-    if PDL:
-        gdc_wait()
-    state = tl.load(states + ((slot * N + head) * K + values[:, None]) * K + keys[None, :])
-    window, record = windows + slot * 3 * C, raw + b.to(tl.int64) * (3 + G) * C
-    q0, k0, v0 = columns_of(window, record, q_at, k_at, v_at, writes_keys)  # pyright: ignore
-    q1, k1, v1 = columns_of(window + C, record + C, q_at, k_at, v_at, writes_keys)  # pyright: ignore
-    q2, k2, v2 = columns_of(  # pyright: ignore
-        window + 2 * C, record + 2 * C, q_at, k_at, v_at, writes_keys
-    )
-    record += 3 * C
+    state = tl.load(states + ((slot * N + head) * K + values[:, None]) * K + dim[None, :])
     first = (b * G).to(tl.int64)
-    row = projected + first * row_stride
-    q_in = row_of(row, q_at, split_stride, dtype, Z)  # pyright: ignore
-    k_in = row_of(row, k_at, split_stride, dtype, Z)  # pyright: ignore
-    v_in = row_of(row, v_at, split_stride, dtype, Z)  # pyright: ignore
-    b_in = row_of(row, C + N * K + head, split_stride, dtype, Z)  # pyright: ignore
-    a_in = row_of(row, C + N * K + N + head, split_stride, dtype, Z)  # pyright: ignore
-    for i in range(G):
-        q3, k3, v3, b3, a3 = q_in, k_in, v_in, b_in, a_in
-        row = projected + (first + tl.minimum(i + 1, G - 1)) * row_stride
-        q_in = row_of(row, q_at, split_stride, dtype, Z)  # pyright: ignore
-        k_in = row_of(row, k_at, split_stride, dtype, Z)  # pyright: ignore
-        v_in = row_of(row, v_at, split_stride, dtype, Z)  # pyright: ignore
-        b_in = row_of(row, C + N * K + head, split_stride, dtype, Z)  # pyright: ignore
-        a_in = row_of(row, C + N * K + N + head, split_stride, dtype, Z)  # pyright: ignore
-        q = silu(wq0 * q0 + wq1 * q1 + wq2 * q2 + wq3 * q3).to(dtype)
-        k = silu(wk0 * k0 + wk1 * k1 + wk2 * k2 + wk3 * k3).to(dtype)
-        v = silu(wv0 * v0 + wv1 * v1 + wv2 * v2 + wv3 * v3).to(dtype)
-        beta = 1.0 / (1.0 + tl.exp(-b3))
-        g = -rate * softplus(a3 + bias)
-        J: tl.constexpr = KEYS + N * K
-        kept = kv + (first + i) * J
-        tl.store(record + i * C + v_at, v3.to(dtype))
-        tl.store(kept + v_at - KEYS, v)
-        if writes_keys:
-            tl.store(record + i * C + q_at, q3.to(dtype))
-            tl.store(record + i * C + k_at, k3.to(dtype))
-            tl.store(kept + k_at - KEYS, k)
-        if tile == 0:
-            tl.store(gates + (first + i) * 2 * N + head, g)
-            tl.store(gates + (first + i) * 2 * N + N + head, beta)
-        q0, q1, q2, k0, k1, k2, v0, v1, v2 = q1, q2, q3, k1, k2, k3, v1, v2, v3
-        q, k, v = normed(q) * scale, normed(k), v.to(tl.float32)  # pyright: ignore
-        seen = tl.sum(state * q[None, :], axis=1)  # of the state before: it need not wait for it
-        state, delta, fading = advanced(state, k, v, g, beta)  # pyright: ignore
-        o = fading * seen + delta * tl.sum(k * q, axis=0)
-        tl.store(out + ((first + i) * N + head) * K + values, o.to(dtype))
-
-
-@triton.jit
-def taps(conv, q_at, k_at, v_at, tap):
-    """One tap of the convolution, of a program's channels."""
-    q, k, v = (
-        tl.load(conv + q_at * 4 + tap),
-        tl.load(conv + k_at * 4 + tap),
-        tl.load(conv + v_at * 4 + tap),
+    projected += first * row_stride
+    window, record = windows + slot * 3 * C, raw + b.to(tl.int64) * (3 + G) * C
+    q_at, v_at = head // GROUP * K + dim, 2 * KEYS + head * K + values
+    has_keys = (tile == 0) & (head % GROUP == 0)  # of several programs that have them, one writes
+    q = convolved(  # pyright: ignore
+        *(projected, conv, window, record, i[:, None], q_at[None, :], has_keys),
+        *(row_stride, split_stride, G, C, Z, dtype),
     )
-    return q.to(tl.float32), k.to(tl.float32), v.to(tl.float32)
-
-
-@triton.jit
-def columns_of(window, record, q_at, k_at, v_at, writes_keys):
-    """A column of the window, copied to the records."""
-    q, k, v = tl.load(window + q_at), tl.load(window + k_at), tl.load(window + v_at)
-    tl.store(record + v_at, v)
-    if writes_keys:
-        tl.store(record + q_at, q)
-        tl.store(record + k_at, k)
-    return q.to(tl.float32), k.to(tl.float32), v.to(tl.float32)
-
-
-@triton.jit
-def normed(x):
-    """x / |x| [K], float32."""
-    x = x.to(tl.float32)
-    return x * tl.rsqrt(tl.sum(x * x, axis=0) + EPS)
+    k = convolved(  # pyright: ignore
+        *(projected, conv, window, record, i[:, None], KEYS + q_at[None, :], has_keys),
+        *(row_stride, split_stride, G, C, Z, dtype),
+    )
+    v = convolved(  # pyright: ignore
+        *(projected, conv, window, record, i[None, :], v_at[:, None], True),
+        *(row_stride, split_stride, G, C, Z, dtype),
+    )
+    q, k = normed_rows(q) * scale, normed_rows(k)  # pyright: ignore
+    live = i < G
+    at = i * row_stride + C + N * K + head
+    beta = row_columns(projected, at, live, split_stride, dtype, Z)  # pyright: ignore
+    beta = tl.where(live, 1.0 / (1.0 + tl.exp(-beta)), 0.0)
+    g = row_columns(projected, at + N, live, split_stride, dtype, Z)  # pyright: ignore
+    g = softplus(g + tl.load(dt_bias + head).to(tl.float32))
+    g = tl.where(live, -tl.exp(tl.load(a_log + head).to(tl.float32)) * g, 0.0)
+    total = tl.cumsum(g, axis=0)
+    row = first + i
+    if has_keys:
+        to = keys + row[:, None] * KEYS + q_at[None, :]
+        tl.store(to, k, mask=live[:, None])
+    if tile == 0:
+        tl.store(gates + row * N + head, g, mask=live)
+    fading = tl.exp(total)[None, :]
+    wanted = beta[None, :] * (v.to(tl.float32) - fading * exact_dot(state, tl.trans(k)))  # pyright: ignore
+    not_after = i[:, None] >= i[None, :]
+    decay = tl.exp(tl.where(not_after, total[:, None] - total[None, :], 0.0))
+    if G > 1:
+        below = exact_dot(k, tl.trans(k)) * decay * beta[:, None]  # pyright: ignore
+        below = tl.where(i[:, None] > i[None, :], below, 0.0)
+        delta = exact_dot(wanted, tl.trans(inverse_of(below, ROWS)))  # pyright: ignore
+    else:
+        delta = wanted
+    pairs = tl.dot(q, tl.trans(k), input_precision=ROUNDED)
+    seen = tl.where(not_after, pairs * decay, 0.0)
+    o = fading * tl.dot(state, tl.trans(q), input_precision=ROUNDED)
+    o += tl.dot(delta, tl.trans(seen), input_precision=ROUNDED)
+    to = (row[None, :] * N + head) * K + values[:, None]
+    tl.store(deltas + to, delta, mask=live[None, :])
+    tl.store(out + to, o.to(dtype), mask=live[None, :])
 
 
 @triton.jit
 def commit_kernel(
     raw,
-    kv,
+    keys,
+    deltas,
     gates,
     windows,
     states,
@@ -188,6 +225,7 @@ def commit_kernel(
     NK: tl.constexpr,
     K: tl.constexpr,
     BV: tl.constexpr,
+    ROWS: tl.constexpr,
     PDL: tl.constexpr,
 ):
     if PDL:
@@ -197,7 +235,6 @@ def commit_kernel(
     GROUP: tl.constexpr = N // NK
     C: tl.constexpr = 2 * NK * K + N * K
     KEYS: tl.constexpr = NK * K
-    J: tl.constexpr = KEYS + N * K
     tile, b = tl.program_id(0) % TILES, tl.program_id(1)
     head, layer = tl.program_id(0) // TILES % N, tl.program_id(0) // (TILES * N)
     count = tl.load(starts + b).to(tl.int64) - tl.load(first_positions + b * first_stride)
@@ -206,31 +243,24 @@ def commit_kernel(
         return
     slot = layer.to(tl.int64) * num_slots + tl.load(slots + b)
     request = layer.to(tl.int64) * num_requests + b
-    keys, values = tl.arange(0, K), tile * BV + tl.arange(0, BV)
-    q_at = head // GROUP * K + keys
-    k_at, v_at = KEYS + q_at, 2 * KEYS + head * K + values
-    held = states + ((slot * N + head) * K + values[:, None]) * K + keys[None, :]
+    dim, values, i = tl.arange(0, K), tile * BV + tl.arange(0, BV), tl.arange(0, ROWS)
+    held = states + ((slot * N + head) * K + values[:, None]) * K + dim[None, :]
     state = tl.load(held)
-    kept, gate = kv + request * G * J, gates + request * G * 2 * N + head
-    k_in, v_in = tl.load(kept + k_at - KEYS), tl.load(kept + v_at - KEYS)
-    g_in, beta_in = tl.load(gate), tl.load(gate + N)
-    for i in range(count):
-        k, v, g, beta = k_in, v_in, g_in, beta_in
-        after = tl.minimum(i + 1, count - 1)  # never a row that was rejected
-        k_in = tl.load(kept + after * J + k_at - KEYS)
-        v_in = tl.load(kept + after * J + v_at - KEYS)
-        g_in, beta_in = tl.load(gate + after * 2 * N), tl.load(gate + after * 2 * N + N)
-        state, _, _ = advanced(  # pyright: ignore
-            state,
-            normed(k),  # pyright: ignore
-            v.to(tl.float32),
-            g,
-            beta,
-        )
-    tl.store(held, state)
+    row, accepted = request * G + i, i < count  # a row that was rejected is never read
+    key_at = head // GROUP * K + dim
+    k_at = keys + row[:, None] * KEYS + key_at[None, :]
+    k = tl.load(k_at, mask=accepted[:, None], other=0.0)
+    delta_at = deltas + (row[None, :] * N + head) * K + values[:, None]
+    delta = tl.load(delta_at, mask=accepted[None, :], other=0.0)
+    g = tl.load(gates + row * N + head, mask=accepted, other=0.0)
+    whole = tl.sum(g, axis=0)
+    delta *= tl.exp(whole - tl.cumsum(g, axis=0))[None, :]
+    tl.store(held, tl.exp(whole) * state + exact_dot(delta, k))  # pyright: ignore
     window, record = windows + slot * 3 * C, raw + (request * (3 + G) + count) * C
+    q_at, v_at = key_at, 2 * KEYS + head * K + values
     for column in tl.static_range(3):  # pyright: ignore[reportGeneralTypeIssues]
         tl.store(window + column * C + v_at, tl.load(record + column * C + v_at))
         if (tile == 0) & (head % GROUP == 0):
             tl.store(window + column * C + q_at, tl.load(record + column * C + q_at))
-            tl.store(window + column * C + k_at, tl.load(record + column * C + k_at))
+            key = KEYS + q_at
+            tl.store(window + column * C + key, tl.load(record + column * C + key))

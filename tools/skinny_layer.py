@@ -34,7 +34,59 @@ EPS = 1e-6
 MODELS = {"8b": (4096, 12288), "4b": (2560, 9728)}  # hidden, MLP width; 32 / 8 heads of 128
 VOCABULARY, QKV_ROWS, ATTENTION_WIDTH, NUM_TAPS = 151936, 6144, 4096, 5
 LAYER = ("qkv", "o", "gate_up", "down")
-LABELS = (*LAYER, "fc", "lm_head")
+LABELS = (*LAYER, "fc", "lm_head", "delta_in")
+# Other models: E and D of what differs from those above; "-fp8": of their drafters.
+SHAPES = {
+    "qwen3.5-4b": {
+        "delta_in": (12352, 2560),
+        "qkv": (10240, 2560),
+        "gate_up": (18432, 2560),
+        "down": (2560, 9216),
+        "lm_head": (248320, 2560),
+    },
+    "qwen3.5-4b-fp8": {
+        "gate_up": (18432, 2560),
+        "down": (2560, 9216),
+        "fc": (2560, 20480),
+        "lm_head": (248320, 2560),
+    },
+    "qwen3.5-9b": {
+        "delta_in": (12352, 4096),
+        "qkv": (10240, 4096),
+        "lm_head": (248320, 4096),
+    },
+    "qwen3.5-9b-fp8": {"fc": (4096, 32768), "lm_head": (248320, 4096)},
+    "qwen3.6-27b": {
+        "delta_in": (16480, 5120),
+        "qkv": (14336, 5120),
+        "o": (5120, 6144),
+        "gate_up": (34816, 5120),
+        "down": (5120, 17408),
+        "lm_head": (248320, 5120),
+    },
+    "qwen3.6-27b-fp8": {
+        "qkv": (6144, 5120),
+        "o": (5120, 4096),
+        "gate_up": (34816, 5120),
+        "down": (5120, 17408),
+        "fc": (5120, 25600),
+        "lm_head": (248320, 5120),
+    },
+    "qwen3.6-35b-a3b": {
+        "delta_in": (12352, 2048),
+        "qkv": (9216, 2048),
+        "o": (2048, 4096),
+        "lm_head": (248320, 2048),
+    },
+    "qwen3-30b-a3b": {"qkv": (5120, 2048), "lm_head": (151936, 2048)},
+    "llama-3.1-8b": {
+        "gate_up": (28672, 4096),
+        "down": (4096, 14336),
+        "lm_head": (128256, 4096),
+    },
+    "llama-3.1-8b-fp8": {"lm_head": (128256, 4096)},
+}
+KINDS = {"gate_up": "swiglu", "lm_head": "argmax"}
 MIN_LAUNCHES, NUM_REPLAYS = 24, 5
 BURST_MS, NUM_ROUNDS = 30, 5  # above 64 rows power sets the clock, which follows within a burst
 Weights = Callable[[int], torch.Tensor]
@@ -64,22 +116,28 @@ class Case(NamedTuple):
 
 
 def cases(names: Iterable[str], rows: Iterable[int], labels: Iterable[str] = LABELS) -> list[Case]:
-    """Cases of "8b", "4b" (bf16) or "8b-fp8", "4b-fp8" (a drafter's layers, fc and lm_head)."""
-    found = []
-    for name, T in itertools.product(names, rows):
-        D, width = MODELS[name.removesuffix("-fp8")]
-        weight_bytes = 1 if name.endswith("-fp8") else 2
-        for label, kind, E, K in (
-            ("qkv", "partials", QKV_ROWS, D),
-            ("o", "partials", D, ATTENTION_WIDTH),
-            ("gate_up", "swiglu", 2 * width, D),
-            ("down", "partials", D, width),
-            ("fc", "partials", D, NUM_TAPS * D),
-            ("lm_head", "argmax", VOCABULARY, D),
-        ):
-            if label in labels:
-                found.append(Case(name, label, kind, E, K, T, weight_bytes))
-    return found
+    """Cases of a model in bf16, or of its drafter ("-fp8": layers, fc and lm_head in FP8)."""
+    return [
+        Case(name, label, KINDS.get(label, "partials"), E, D, T, 1 if name.endswith("-fp8") else 2)
+        for name, T in itertools.product(names, rows)
+        for label, (E, D) in shapes(name).items()
+        if label in labels
+    ]
+
+
+def shapes(name: str) -> Mapping[str, tuple[int, int]]:
+    """E and D of each GEMM."""
+    if name in SHAPES:
+        return SHAPES[name]
+    D, width = MODELS[name.removesuffix("-fp8")]
+    return {
+        "qkv": (QKV_ROWS, D),
+        "o": (D, ATTENTION_WIDTH),
+        "gate_up": (2 * width, D),
+        "down": (D, width),
+        "fc": (D, NUM_TAPS * D),
+        "lm_head": (VOCABULARY, D),
+    }
 
 
 def run(case: Case, config: SkinnyConfig, operands: Operands) -> torch.Tensor:

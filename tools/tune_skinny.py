@@ -34,6 +34,7 @@ from skinny_layer import (
     MIN_LAUNCHES,
     MODELS,
     PEAK_TBPS,
+    SHAPES,
     Case,
     Configs,
     LayerBench,
@@ -281,7 +282,8 @@ def tune(todo: list[Case], args: argparse.Namespace) -> dict[str, Any]:
             if is_right(case, timed[0].config) and faster:
                 key = (case.E, case.D, case.weight_bytes, table_rows(T))
                 table[key] = timed[0].config
-        if args.layer and all(n in best for n in LAYER) and time.monotonic() < deadline:
+        is_layer = model not in SHAPES and all(n in best for n in LAYER)
+        if args.layer and is_layer and time.monotonic() < deadline:
             bench = LayerBench(model, T, pool)
             layer, chosen = tune_layer(bench, best, deadline)
             label["layer"] = {name: round(us, 2) for name, us in layer.items()}
@@ -302,7 +304,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    names = [*MODELS, *(f"{m}-fp8" for m in MODELS)]
+    names = [*MODELS, *(f"{m}-fp8" for m in MODELS), *SHAPES]
     parser.add_argument("--cases", nargs="+", choices=names, default=["8b", "4b", "8b-fp8"])
     parser.add_argument("--rows", nargs="+", type=int, default=[16], help="T, 1 to 256")
     parser.add_argument("--names", nargs="+", choices=LABELS, default=LABELS, help="of the GEMMs")

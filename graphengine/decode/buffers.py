@@ -73,8 +73,9 @@ class RecurrentBuffers(NamedTuple):
 
     slots_B: Tensor  # int32; 0, the null slot, for padding
     raw_LBXC: Tensor  # model dtype; the window and the block's columns
-    kv_LBGC: Tensor  # model dtype; convolved keys and values
-    gates_LBG2N: Tensor  # float32; g and beta
+    keys_LBGJ: Tensor  # float32; of all key heads
+    deltas_LBGNV: Tensor  # float32; what each row adds to its keys
+    g_LBGN: Tensor  # float32; logarithm of how much a row forgets
     out_TNV: Tensor  # model dtype; a layer's outputs
 
 

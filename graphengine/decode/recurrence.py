@@ -96,7 +96,7 @@ class VerifyRecurrence:
             windows_LSXC[index],
             states_LSNVK[index],
             own.slots_B,
-            Records(own.raw_LBXC[index], own.kv_LBGC[index], own.gates_LBG2N[index]),
+            Records(*(x[index] for x in records_of(own))),
             own.out_TNV,
         )
         return own.out_TNV
@@ -124,12 +124,17 @@ class PrefillRecurrence:
         return self.out_TNV
 
 
+def records_of(buffers: RecurrentBuffers) -> Records:
+    """Of all layers."""
+    return Records(buffers.raw_LBXC, buffers.keys_LBGJ, buffers.deltas_LBGNV, buffers.g_LBGN)
+
+
 def advance_(
     states: States, buffers: RecurrentBuffers, first_positions_B: Tensor, start_B: Tensor
 ) -> None:
     """Applies the rows that acceptance has committed, `start - first position` of each request.
     Mutates: the states of the requests' slots."""
-    records = Records(buffers.raw_LBXC, buffers.kv_LBGC, buffers.gates_LBG2N)
+    records = records_of(buffers)
     gated_delta_commit_(records, *states, buffers.slots_B, first_positions_B, start_B)
 
 
@@ -143,12 +148,12 @@ def take_buffers(
     own, layers, take = entries[0].config, len(entries), arena.take
     heads, dtype, f32 = own.num_value_heads, arena.dtype, torch.float32
     columns, by_request = entries[0].window_shape[0] + block, (layers, num_requests)
-    kv = own.key_size + own.value_size
     return RecurrentBuffers(
         take("state_slots", num_requests, dtype=torch.int32),
         take("delta_raw", *by_request, columns, own.num_channels, dtype=dtype),
-        take("delta_kv", *by_request, block, kv, dtype=dtype),
-        take("delta_gates", *by_request, block, 2, heads, dtype=f32),
+        take("delta_keys", *by_request, block, own.key_size, dtype=f32),
+        take("delta_rows", *by_request, block, heads, own.head_dim, dtype=f32),
+        take("delta_gates", *by_request, block, heads, dtype=f32),
         take("delta_out", num_requests * block, heads, own.head_dim, dtype=dtype),
     )
 

@@ -141,8 +141,8 @@ def test_poison_where_nothing_may_be_read(
             tensor[:, NULL_SLOT] = fill
         for row, count in enumerate((start_B - first_B).tolist()):
             buffers.raw_LBXC[:, row, 3 + count :] = fill
-            buffers.kv_LBGC[:, row, count:] = fill
-            buffers.gates_LBG2N[:, row, count:] = fill
+            for record in (buffers.keys_LBGJ, buffers.deltas_LBGNV, buffers.g_LBGN):
+                record[:, row, count:] = fill
         real(states, buffers, first_B, start_B)
 
     monkeypatch.setattr(ends, "advance_", poisoned)

@@ -165,10 +165,11 @@ def advance(B: int, G: int) -> None:
 
 def recur(B: int, G: int, N: int, splits: int = 0) -> None:
     K, NK, S, L = 128, 16, 3, 2
-    C, J = (2 * NK + N) * K, (NK + N) * K
+    C = (2 * NK + N) * K
     shape = (B * G, C + N * K + 2 * N)
     projected = empty(splits, *shape, dtype=FP32) if splits else empty(*shape)
-    one = (empty(B, 3 + G, C), empty(B, G, J), empty(B, G, 2, N, dtype=FP32))
+    sizes = (NK * K,), (N, K), (N,)
+    one = (empty(B, 3 + G, C), *(empty(B, G, *size, dtype=FP32) for size in sizes))
     pools = empty(S, 3, C), empty(S, N, K, K, dtype=FP32)
     weights = empty(C, 4), empty(N, dtype=FP32), empty(N, dtype=FP32)
     slots, start = ints(B, dtype=torch.int32), ints(B, dtype=torch.int32)

@@ -61,12 +61,11 @@ def project(
 
 def empty_records(layers: int, requests: int, block: int, layer: Layer) -> Records:
     n, channels = layer.states_SNVK.shape[1], layer.windows_S3C.shape[-1]
-    kv = (channels - n * K) // 2 + n * K
-    shape, like = (layers, requests), layer.windows_S3C
+    shape, nan = (layers, requests), float("nan")
+    sizes = ((channels - n * K) // 2,), (n, K), (n,)
     return Records(
-        like.new_full((*shape, 3 + block, channels), float("nan")),
-        like.new_full((*shape, block, kv), float("nan")),
-        layer.states_SNVK.new_full((*shape, block, 2, n), float("nan")),
+        layer.windows_S3C.new_full((*shape, 3 + block, channels), nan),
+        *(layer.states_SNVK.new_full((*shape, block, *size), nan) for size in sizes),
     )
 
 
@@ -97,7 +96,7 @@ def oracle(layer: Layer, slot: int, projected: Tensor, count: int) -> tuple[Tens
 
 
 def verify(layer: Layer, slots: Tensor, projected: Tensor, records: Records, n: int) -> Tensor:
-    rows = records.kv_BGJ.shape[0] * records.kv_BGJ.shape[1]
+    rows = records.g_BGN.shape[0] * records.g_BGN.shape[1]
     out = layer.windows_S3C.new_full((rows, n, K), float("nan"))
     gated_delta_verify_(projected, *layer, slots, records, out)
     return out
@@ -165,8 +164,8 @@ def test_rejected_rows_leave_no_trace(device: str, fill: float) -> None:
             out = verify(layer, slots, projected, Records(*(x[0] for x in records)), 2)
             if poisoned:
                 records.raw_BXC[0, 0, 3 + count :] = fill
-                records.kv_BGJ[0, 0, count:] = fill
-                records.gates_BG2N[0, 0, count:] = fill
+                for record in records[1:]:
+                    record[0, 0, count:] = fill
             first = torch.tensor([7, 0], device=device)
             start = torch.tensor([7 + count, 0], dtype=torch.int32, device=device)
             pools = layer.windows_S3C[None], layer.states_SNVK[None]

@@ -11,8 +11,8 @@ columns and the outputs, which are of the model's dtype.
 Why two operations: rows of a block may be rejected, and a state cannot be taken back. `verify`
 reads the committed state and window, writes neither, and records what each row adds; `commit`
 applies exactly the accepted ones. A row's addition, delta_t k_t^T with delta_t the factor of k_t^T
-above, does not depend on how many rows are accepted behind it, and both are recorded in float32: the
-verify's own numbers (in bfloat16 they would cost 2e-3 of the state).
+above, does not depend on how many rows are accepted behind it, and both are recorded in float32:
+the verify's own numbers (in bfloat16 they would cost 2e-3 of the state).
 
 Invariant: a row at or past the count, the null slot and free slots are never read into a live
 state: rejected rows are left out, not multiplied by zero, since 0 * NaN is NaN.
@@ -29,12 +29,13 @@ import torch
 import torch.nn.functional as F
 import triton
 
-from graphengine.kernels.gated_delta_kernels import commit_kernel, verify_kernel
+from graphengine.kernels.gated_delta_kernels import commit_kernel, verify_kernel, verify_row_kernel
 from graphengine.kernels.interpreter import INTERPRET
 from graphengine.kernels.launch import on_grid
 from graphengine.kernels.qk_norm_rope import sum_partials, supports_pdl
 
 NUM_TAPS, NUM_WARPS = 4, 4
+COMMIT_ROWS = 16  # of a state in a program of a commit, which only streams
 EPS = 1e-6  # of the keys' and queries' norm; never rms_norm_eps
 
 
@@ -125,19 +126,19 @@ def gated_delta_verify_(
         raise ValueError("all but projected must be contiguous, and projected in its last dim")
     tile = value_tile(K, B * N)
     pdl = supports_pdl(projected.device)
-    on_grid(verify_kernel, (N * (K // tile), B))(
+    block = {"G": G, "ROWS": padded_rows(G)} if G > 1 else {}
+    on_grid(verify_kernel if G > 1 else verify_row_kernel, (N * (K // tile), B))(
         *tensors,
         *records,
         out_TNV,
         projected.stride(-2),
         projected.stride(0) if num_splits > 1 else 0,
         K**-0.5,
-        G=G,
+        **block,
         N=N,
         NK=(windows_S3C.shape[-1] // K - N) // 2,
         K=K,
         BV=tile,
-        ROWS=padded_rows(G),
         Z=num_splits,
         PDL=pdl,
         num_warps=NUM_WARPS,
@@ -243,7 +244,7 @@ def gated_delta_commit_(
         raise ValueError("records, windows, states, slots and start must be contiguous")
     L, S, N, K = states_LSNVK.shape[:4]
     B, G = records_L.keys_BGJ.shape[1:3]
-    tile, pdl = value_tile(K, B * N), supports_pdl(states_LSNVK.device)
+    tile, pdl = min(K, COMMIT_ROWS), supports_pdl(states_LSNVK.device)
     on_grid(commit_kernel, (L * N * (K // tile), B))(
         *records_L,
         *tensors,

@@ -49,41 +49,40 @@ def row_columns(projected, at, mask, split_stride, dtype: tl.constexpr, Z: tl.co
     x = tl.load(projected + at, mask=mask, other=0.0)
     for z in tl.static_range(1, Z):  # pyright: ignore[reportGeneralTypeIssues]
         x += tl.load(projected + z * split_stride + at, mask=mask, other=0.0)
-    return x.to(dtype).to(tl.float32)
+    return x.to(dtype)
 
 
 @triton.jit
-def convolved(
-    projected,
-    conv,
-    window,
-    record,
-    row,
-    column,
-    is_written,
-    row_stride,
-    split_stride,
-    G: tl.constexpr,
-    C: tl.constexpr,
-    Z: tl.constexpr,
-    dtype: tl.constexpr,
-):
-    """silu of the convolution, rounded to the model's dtype, of rows x columns (or columns x rows:
-    two index tensors that broadcast). Mutates: the record, where it is written."""
-    live = (row < G) & (column >= 0)
-    total = tl.zeros(live.shape, tl.float32)
-    for tap in tl.static_range(4):  # pyright: ignore[reportGeneralTypeIssues]
-        source = row + (tap - 3)
-        x = row_columns(  # pyright: ignore
-            projected, source * row_stride + column, live & (source >= 0), split_stride, dtype, Z
-        )
-        held = tl.load(window + (source + 3) * C + column, mask=live & (source < 0), other=0.0)
-        x = tl.where(source < 0, held.to(tl.float32), x)
-        total += x * tl.load(conv + column * 4 + tap).to(tl.float32)
-        is_first = row == 0 if tap < 3 else live  # row 0 has the window before it
-        at = record + (row + tap) * C + column
-        tl.store(at, x.to(dtype), mask=live & is_first & is_written)
-    return silu(total).to(dtype)
+def window_columns(window, column, C: tl.constexpr, ROWS: tl.constexpr):
+    """The window's three columns, as the first rows of a matrix product's operand."""
+    i = tl.arange(0, ROWS)[:, None]
+    return tl.load(window + i * C + column[None, :], mask=i < 3, other=0.0)
+
+
+@triton.jit
+def convolved(x, before, conv, column, ROWS: tl.constexpr):
+    """silu of the convolution of rows x [ROWS, n] behind those of a window, rounded to their dtype.
+
+    A shift by rows is a product with ones and zeros, which is exact: the rows are read once.
+    """
+    i, j = tl.arange(0, ROWS)[:, None], tl.arange(0, ROWS)[None, :]
+    total = x.to(tl.float32) * tl.load(conv + column * 4 + 3).to(tl.float32)[None, :]
+    for tap in tl.static_range(3):  # pyright: ignore[reportGeneralTypeIssues]
+        inside = tl.where(j == i - 3 + tap, 1.0, 0.0).to(x.dtype)
+        held = tl.where((j == i + tap) & (j < 3), 1.0, 0.0).to(x.dtype)
+        shifted = tl.dot(inside, x, input_precision="ieee")
+        shifted = tl.dot(held, before, shifted, input_precision="ieee")
+        total += shifted * tl.load(conv + column * 4 + tap).to(tl.float32)[None, :]
+    return silu(total).to(x.dtype)
+
+
+@triton.jit
+def store_columns(record, x, before, column, is_written, G: tl.constexpr, C: tl.constexpr):
+    """What a commit makes the next window of: this one's columns, then the block's."""
+    i = tl.arange(0, x.shape[0])[:, None]
+    at = record + i * C + column[None, :]
+    tl.store(at, before, mask=(i < 3) & is_written)
+    tl.store(at + 3 * C, x, mask=(i < G) & is_written)
 
 
 @triton.jit
@@ -110,10 +109,26 @@ def inverse_of(below, ROWS: tl.constexpr):
 
 
 @triton.jit
-def normed_rows(x):
-    """Each row x / |x|, float32."""
+def parts_of(x, dtype: tl.constexpr):
+    """float32 as a sum of three numbers of 16 bits (or x and zeros, where dtype is float32)."""
+    high = x.to(dtype)
+    x -= high.to(tl.float32)
+    middle = x.to(dtype)
+    return high, middle, (x - middle.to(tl.float32)).to(dtype)
+
+
+@triton.jit
+def norms_of(x):
+    """1 / |x| of each row, float32."""
     x = x.to(tl.float32)
-    return x * tl.rsqrt(tl.sum(x * x, axis=1) + EPS)[:, None]
+    return tl.rsqrt(tl.sum(x * x, axis=1) + EPS)
+
+
+@triton.jit
+def decay_of(a, a_log, dt_bias):
+    """g, the logarithm of what a row leaves of the state, float32."""
+    g = softplus(a.to(tl.float32) + dt_bias.to(tl.float32))  # pyright: ignore
+    return -tl.exp(a_log.to(tl.float32)) * g
 
 
 @triton.jit
@@ -144,7 +159,6 @@ def verify_kernel(
 ):
     if PDL:
         gdc_launch_dependents()
-        gdc_wait()
     TILES: tl.constexpr = K // BV
     GROUP: tl.constexpr = N // NK
     C: tl.constexpr = 2 * NK * K + N * K
@@ -153,57 +167,147 @@ def verify_kernel(
     ROUNDED: tl.constexpr = "tf32x3" if dtype == tl.float32 else "tf32"
     head, tile, b = tl.program_id(0) // TILES, tl.program_id(0) % TILES, tl.program_id(1)
     dim, values, i = tl.arange(0, K), tile * BV + tl.arange(0, BV), tl.arange(0, ROWS)
+    q_at, v_at = head // GROUP * K + dim, 2 * KEYS + head * K + values
+    k_at = KEYS + q_at
+    # Only the projection is the work of the launch before this one: the rest is read meanwhile.
     slot = tl.load(slots + b).to(tl.int64)
-    state = tl.load(states + ((slot * N + head) * K + values[:, None]) * K + dim[None, :])
+    window, record = windows + slot * 3 * C, raw + b.to(tl.int64) * (3 + G) * C
+    state_KV = tl.load(states + ((slot * N + head) * K + values[None, :]) * K + dim[:, None])
+    q_before = window_columns(window, q_at, C, ROWS)  # pyright: ignore
+    k_before = window_columns(window, k_at, C, ROWS)  # pyright: ignore
+    v_before = window_columns(window, v_at, C, ROWS)  # pyright: ignore
+    if PDL:
+        gdc_wait()
     first = (b * G).to(tl.int64)
     projected += first * row_stride
-    window, record = windows + slot * 3 * C, raw + b.to(tl.int64) * (3 + G) * C
-    q_at, v_at = head // GROUP * K + dim, 2 * KEYS + head * K + values
-    has_keys = (tile == 0) & (head % GROUP == 0)  # of several programs that have them, one writes
-    q = convolved(  # pyright: ignore
-        *(projected, conv, window, record, i[:, None], q_at[None, :], has_keys),
-        *(row_stride, split_stride, G, C, Z, dtype),
-    )
-    k = convolved(  # pyright: ignore
-        *(projected, conv, window, record, i[:, None], KEYS + q_at[None, :], has_keys),
-        *(row_stride, split_stride, G, C, Z, dtype),
-    )
-    v = convolved(  # pyright: ignore
-        *(projected, conv, window, record, i[None, :], v_at[:, None], True),
-        *(row_stride, split_stride, G, C, Z, dtype),
-    )
-    q, k = normed_rows(q) * scale, normed_rows(k)  # pyright: ignore
     live = i < G
-    at = i * row_stride + C + N * K + head
-    beta = row_columns(projected, at, live, split_stride, dtype, Z)  # pyright: ignore
+    at, rows = i * row_stride, live[:, None]
+    gate = at + C + N * K + head
+    q_in = row_columns(projected, at[:, None] + q_at[None, :], rows, split_stride, dtype, Z)  # pyright: ignore
+    k_in = row_columns(projected, at[:, None] + k_at[None, :], rows, split_stride, dtype, Z)  # pyright: ignore
+    v_in = row_columns(projected, at[:, None] + v_at[None, :], rows, split_stride, dtype, Z)  # pyright: ignore
+    beta = row_columns(projected, gate, live, split_stride, dtype, Z).to(tl.float32)  # pyright: ignore
+    g = row_columns(projected, gate + N, live, split_stride, dtype, Z)  # pyright: ignore
     beta = tl.where(live, 1.0 / (1.0 + tl.exp(-beta)), 0.0)
-    g = row_columns(projected, at + N, live, split_stride, dtype, Z)  # pyright: ignore
-    g = softplus(g + tl.load(dt_bias + head).to(tl.float32))
-    g = tl.where(live, -tl.exp(tl.load(a_log + head).to(tl.float32)) * g, 0.0)
-    total = tl.cumsum(g, axis=0)
-    row = first + i
-    if has_keys:
-        to = keys + row[:, None] * KEYS + q_at[None, :]
-        tl.store(to, k, mask=live[:, None])
-    if tile == 0:
-        tl.store(gates + row * N + head, g, mask=live)
-    fading = tl.exp(total)[None, :]
-    wanted = beta[None, :] * (v.to(tl.float32) - fading * exact_dot(state, tl.trans(k)))  # pyright: ignore
-    not_after = i[:, None] >= i[None, :]
-    decay = tl.exp(tl.where(not_after, total[:, None] - total[None, :], 0.0))
-    if G > 1:
-        below = exact_dot(k, tl.trans(k)) * decay * beta[:, None]  # pyright: ignore
-        below = tl.where(i[:, None] > i[None, :], below, 0.0)
-        delta = exact_dot(wanted, tl.trans(inverse_of(below, ROWS)))  # pyright: ignore
+    g = tl.where(live, decay_of(g, tl.load(a_log + head), tl.load(dt_bias + head)), 0.0)  # pyright: ignore
+    q = convolved(q_in, q_before, conv, q_at, ROWS)  # pyright: ignore
+    k = convolved(k_in, k_before, conv, k_at, ROWS)  # pyright: ignore
+    v = convolved(v_in, v_before, conv, v_at, ROWS).to(tl.float32)  # pyright: ignore
+    q_norm, k_norm = norms_of(q) * scale, norms_of(k)  # pyright: ignore
+    if dtype == tl.float32:
+        held = exact_dot(k, state_KV)  # pyright: ignore
+        o = exact_dot(q, state_KV)  # pyright: ignore
     else:
-        delta = wanted
-    pairs = tl.dot(q, tl.trans(k), input_precision=ROUNDED)
-    seen = tl.where(not_after, pairs * decay, 0.0)
-    o = fading * tl.dot(state, tl.trans(q), input_precision=ROUNDED)
-    o += tl.dot(delta, tl.trans(seen), input_precision=ROUNDED)
-    to = (row[None, :] * N + head) * K + values[:, None]
-    tl.store(deltas + to, delta, mask=live[None, :])
-    tl.store(out + to, o.to(dtype), mask=live[None, :])
+        high, middle, low = parts_of(state_KV, dtype)  # pyright: ignore
+        held = tl.dot(k, low, tl.dot(k, middle, tl.dot(k, high)))
+        o = tl.dot(q, middle, tl.dot(q, high))
+    total = tl.cumsum(g, axis=0)
+    fading = tl.exp(total)
+    delta = beta[:, None] * (v - held * (fading * k_norm)[:, None])
+    not_after = i[:, None] >= i[None, :]
+    decay = tl.exp(tl.where(not_after, total[:, None] - total[None, :], 0.0)) * k_norm[None, :]
+    below = exact_dot(k, tl.trans(k)) * decay * (beta * k_norm)[:, None]  # pyright: ignore
+    below = tl.where(i[:, None] > i[None, :], below, 0.0)
+    delta = exact_dot(inverse_of(below, ROWS), delta)  # pyright: ignore
+    seen = tl.where(not_after, exact_dot(q, tl.trans(k)) * decay, 0.0)  # pyright: ignore
+    o = o * fading[:, None] + tl.dot(seen, delta, input_precision=ROUNDED)
+    row = first + i
+    to = (row[:, None] * N + head) * K + values[None, :]
+    tl.store(deltas + to, delta, mask=rows)
+    tl.store(out + to, (o * q_norm[:, None]).to(dtype), mask=rows)
+    has_keys = (tile == 0) & (head % GROUP == 0)  # of several programs that have them, one writes
+    store_columns(record, q_in, q_before, q_at, has_keys, G, C)  # pyright: ignore
+    store_columns(record, k_in, k_before, k_at, has_keys, G, C)  # pyright: ignore
+    store_columns(record, v_in, v_before, v_at, True, G, C)  # pyright: ignore
+    to = keys + row[:, None] * KEYS + q_at[None, :]
+    tl.store(to, k.to(tl.float32) * k_norm[:, None], mask=rows & has_keys)
+    tl.store(gates + row * N + head, g, mask=live & (tile == 0))
+
+
+@triton.jit
+def row_convolved(
+    projected,
+    window,
+    record,
+    conv,
+    column,
+    is_written,
+    split_stride,
+    C: tl.constexpr,
+    Z: tl.constexpr,
+):
+    """`convolved` of one row's columns, float32; records them where is_written."""
+    dtype: tl.constexpr = window.dtype.element_ty
+    total = tl.zeros(column.shape, tl.float32)
+    for tap in tl.static_range(4):  # pyright: ignore[reportGeneralTypeIssues]
+        if tap < 3:
+            x = tl.load(window + tap * C + column)
+        else:
+            x = row_columns(projected, column, column >= 0, split_stride, dtype, Z)  # pyright: ignore
+        total += x.to(tl.float32) * tl.load(conv + column * 4 + tap).to(tl.float32)
+        tl.store(record + tap * C + column, x, mask=(column >= 0) & is_written)
+    return silu(total).to(dtype).to(tl.float32)
+
+
+@triton.jit
+def verify_row_kernel(
+    projected,
+    conv,
+    a_log,
+    dt_bias,
+    windows,
+    states,
+    slots,
+    raw,
+    keys,
+    deltas,
+    gates,
+    out,
+    row_stride,
+    split_stride,
+    scale,
+    N: tl.constexpr,
+    NK: tl.constexpr,
+    K: tl.constexpr,
+    BV: tl.constexpr,
+    Z: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """`verify_kernel` of blocks of one row."""
+    if PDL:
+        gdc_launch_dependents()
+    TILES: tl.constexpr = K // BV
+    GROUP: tl.constexpr = N // NK
+    C: tl.constexpr = 2 * NK * K + N * K
+    dtype: tl.constexpr = out.dtype.element_ty
+    head, tile, b = tl.program_id(0) // TILES, tl.program_id(0) % TILES, tl.program_id(1)
+    dim, values = tl.arange(0, K), tile * BV + tl.arange(0, BV)
+    q_at, v_at = head // GROUP * K + dim, 2 * NK * K + head * K + values
+    slot = tl.load(slots + b).to(tl.int64)
+    window, record = windows + slot * 3 * C, raw + b.to(tl.int64) * 4 * C
+    state_VK = tl.load(states + ((slot * N + head) * K + values[:, None]) * K + dim[None, :])
+    if PDL:
+        gdc_wait()
+    row = b.to(tl.int64)
+    projected += row * row_stride
+    has_keys = (tile == 0) & (head % GROUP == 0)
+    q = row_convolved(projected, window, record, conv, q_at, has_keys, split_stride, C, Z)  # pyright: ignore
+    k = row_convolved(projected, window, record, conv, NK * K + q_at, has_keys, split_stride, C, Z)  # pyright: ignore
+    v = row_convolved(projected, window, record, conv, v_at, True, split_stride, C, Z)  # pyright: ignore
+    gate = C + N * K + head + tl.arange(0, 1)
+    beta = row_columns(projected, gate, gate >= 0, split_stride, dtype, Z).to(tl.float32)  # pyright: ignore
+    beta = 1.0 / (1.0 + tl.exp(-beta))
+    g = row_columns(projected, gate + N, gate >= 0, split_stride, dtype, Z)  # pyright: ignore
+    g = decay_of(g, tl.load(a_log + head), tl.load(dt_bias + head))  # pyright: ignore
+    q *= tl.rsqrt(tl.sum(q * q) + EPS) * scale
+    k *= tl.rsqrt(tl.sum(k * k) + EPS)
+    delta = beta * (v - tl.exp(g) * tl.sum(state_VK * k[None, :], axis=1))
+    o = tl.exp(g) * tl.sum(state_VK * q[None, :], axis=1) + delta * tl.sum(q * k)
+    to = (row * N + head) * K + values
+    tl.store(deltas + to, delta)
+    tl.store(out + to, o.to(dtype))
+    tl.store(keys + row * NK * K + q_at, k, mask=(dim >= 0) & has_keys)
+    tl.store(gates + row * N + head + tl.arange(0, 1), g, mask=(gate >= 0) & (tile == 0))
 
 
 @triton.jit
@@ -228,8 +332,7 @@ def commit_kernel(
     ROWS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    if PDL:
-        gdc_launch_dependents()
+    if PDL:  # and no early launch: what reads states before its own wait relies on that
         gdc_wait()
     TILES: tl.constexpr = K // BV
     GROUP: tl.constexpr = N // NK

@@ -34,8 +34,8 @@ from graphengine.kernels.interpreter import INTERPRET
 from graphengine.kernels.launch import on_grid
 from graphengine.kernels.qk_norm_rope import sum_partials, supports_pdl
 
-NUM_TAPS, NUM_WARPS = 4, 4
-COMMIT_ROWS = 16  # of a state in a program of a commit, which only streams
+NUM_TAPS = 4
+COMMIT_ROWS, COMMIT_WARPS = 16, 4  # of a state in a program of a commit, which only streams
 EPS = 1e-6  # of the keys' and queries' norm; never rms_norm_eps
 
 
@@ -124,7 +124,7 @@ def gated_delta_verify_(
     dense = (*tensors[1:], *records, out_TNV)
     if projected.stride(-1) != 1 or not all(x.is_contiguous() for x in dense):
         raise ValueError("all but projected must be contiguous, and projected in its last dim")
-    tile = value_tile(K, B * N)
+    tile, num_warps = value_tile(K, B * N, G)
     pdl = supports_pdl(projected.device)
     block = {"G": G, "ROWS": padded_rows(G)} if G > 1 else {}
     on_grid(verify_kernel if G > 1 else verify_row_kernel, (N * (K // tile), B))(
@@ -141,7 +141,7 @@ def gated_delta_verify_(
         BV=tile,
         Z=num_splits,
         PDL=pdl,
-        num_warps=NUM_WARPS,
+        num_warps=num_warps,
         **({"launch_pdl": True} if pdl else {}),
     )
 
@@ -151,11 +151,16 @@ def padded_rows(num_rows: int) -> int:
     return max(16, triton.next_power_of_2(num_rows))
 
 
-def value_tile(head_dim: int, num_states: int) -> int:
-    """Rows of a state in a program: a quarter where there are few states, so that a batch of one
-    fills an H200 (32 heads: 128 programs); half of it where there are many. Tiles change no
-    result: a row of a state is worked on alone."""
-    return max(head_dim // (4 if num_states <= 64 else 2), min(head_dim, 16))
+def value_tile(head_dim: int, num_states: int, block: int) -> tuple[int, int]:
+    """Rows of a state in a verify's program, and its warps. Half a state where there are few, so
+    that a batch of one has a program for half the multiprocessors of an H200 (32 heads: 64); all
+    of it where there are many, since a program's work on the keys is the same whatever its rows.
+    Tiles change no result: a row of a state is worked on alone."""
+    if block == 1:
+        return min(head_dim, 32), 1
+    if num_states <= 64:
+        return max(head_dim // 2, min(head_dim, 16)), 8
+    return head_dim, 4
 
 
 def check_shapes(
@@ -260,7 +265,7 @@ def gated_delta_commit_(
         BV=tile,
         ROWS=padded_rows(G),
         PDL=pdl,
-        num_warps=NUM_WARPS,
+        num_warps=COMMIT_WARPS,
         **({"launch_pdl": True} if pdl else {}),
     )
 

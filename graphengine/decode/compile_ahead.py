@@ -123,6 +123,9 @@ class _ShapesAlone(TorchDispatchMode):
             return written[0] if len(written) == 1 else tuple(written)
         devices = [x.device for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
         devices.sort(key=lambda device: device.type == "cpu")  # a scalar may be there
+        if devices and kwargs.get("device") is not None:  # a copy to another device
+            devices.insert(0, torch.device(kwargs["device"]))
+            kwargs = kwargs | {"device": "meta"}
         found = func(*tree_map(_without_memory, args), **tree_map(_without_memory, kwargs))
         return tree_map(lambda x: _with_memory(x, devices[0]), found) if devices else found
 

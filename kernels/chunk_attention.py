@@ -20,7 +20,7 @@ tiles, one to three, such elements are made 0 in shared memory before the produc
 tiles before them, which are taken as they are.
 
 Cost: 4 * H operations for each key that a row and a head see: 8.8 TFLOP at 32k tokens of 32 heads.
-L2 gives 64 KB a tile, 128 * 128 * 4 * H operations: 4.7 TB/s at 600 TFLOP/s.
+L2 gives 512 * H bytes a tile, 128 * 128 * 4 * H operations: 4.7 TB/s at 600 TFLOP/s.
 
 Legend: B blocks, G = 128 rows of a block, T = B * G rows, N query heads, K kv heads, H head dim, W
 pages in a row of the page table, S page size. kv_cache: [2, num_pages, S, K, H].
@@ -52,10 +52,10 @@ from graphengine.kernels.triton_internals import async_load, async_store, reinte
 from graphengine.kernels.wide_linear import descriptor, gluon_dtype
 
 BLOCK = 128  # rows of a block
-HEAD_DIM = 128
+HEAD_DIMS = (128, 256)
 PAGE_SIZES = (16, 32, 64, 128)
 ROWS = gl.constexpr(64)  # of a consumer: what one warpgroup multiplies at least
-HALF = gl.constexpr(64)  # columns of a head that TMA lays out as one, 128 bytes
+BAND = gl.constexpr(64)  # columns of a head that TMA lays out as one, 128 bytes
 LOADER_REGISTERS = gl.constexpr(24)
 CONSUMER_REGISTERS = gl.constexpr(240)
 LAUNCH_REGISTERS = 168  # of each of 12 warps: 8 that multiply, 4 that the compiler makes of 2
@@ -65,18 +65,19 @@ EXPONENT = gl.constexpr(0x7F80)  # exponent of a bf16 that is NaN or infinite
 class LaunchConfig(NamedTuple):
     """What may be tuned without changing a result beyond rounding."""
 
-    kv_tile: int = 128  # keys of one iteration: 64 or 128
+    kv_tile: int = 128  # keys of one iteration: 64 or 128; of heads of 256 only 64 fit
     num_stages: int = 2  # tiles of K, and of V, in shared memory
     pdl: bool = True  # programmatic dependent launch
 
 
 def takes(q_TNH: torch.Tensor, kv_cache: torch.Tensor) -> bool:
-    """Whether the kernel can run on these: Hopper, bf16, heads of 128, pages of 16 to 128."""
+    """Whether the kernel can run on these: Hopper, bf16, heads of 128 or 256, pages of 16 to
+    128."""
     return (
         q_TNH.is_cuda
         and torch.cuda.get_device_capability(q_TNH.device)[0] == 9
         and q_TNH.dtype == kv_cache.dtype == torch.bfloat16
-        and q_TNH.shape[2] == HEAD_DIM
+        and q_TNH.shape[2] in HEAD_DIMS
         and kv_cache.shape[2] in PAGE_SIZES
     )
 
@@ -148,14 +149,14 @@ def chunk_attention(
         return
     if not takes(q_TNH, kv_cache):
         raise ValueError(
-            f"{q_TNH.dtype}, head_dim {H}, pages of {S}: the kernel needs bf16, {HEAD_DIM}, pages "
-            f"of {PAGE_SIZES} and a Hopper GPU; attend with another backend"
+            f"{q_TNH.dtype}, head_dim {H}, pages of {S}: the kernel needs bf16, one of "
+            f"{HEAD_DIMS}, pages of {PAGE_SIZES} and a Hopper GPU; attend with another backend"
         )
     if q_TNH.stride(0) * q_TNH.element_size() % 16:
         raise ValueError(f"q has strides {q_TNH.stride()}: TMA needs rows at multiples of 16 bytes")
-    config = config or LaunchConfig()
-    dtype, rows = gluon_dtype(q_TNH), [ROWS.value, HEAD_DIM]
-    box = [min(S, config.kv_tile), HALF.value]
+    config = config or LaunchConfig(kv_tile=64 if H > 128 else 128)
+    dtype, rows = gluon_dtype(q_TNH), [ROWS.value, H]
+    box = [min(S, config.kv_tile), BAND.value]
     k, v = (
         descriptor(plane, (num_pages * S, K * H), (K * H, 1), box, dtype)
         for plane in (kv_cache[0], kv_cache[1])
@@ -190,6 +191,7 @@ def _load(desc, ring, place, S: gl.constexpr):
     pages, num_tiles, max_kv, first_col = place
     STAGES: gl.constexpr = smem.shape[0]
     TILE: gl.constexpr = smem.shape[1]
+    COLUMNS: gl.constexpr = smem.shape[2] // BAND
     BOX: gl.constexpr = desc.block_shape[0]
     BOXES: gl.constexpr = TILE // BOX
     for tile in range(num_tiles):
@@ -200,10 +202,10 @@ def _load(desc, ring, place, S: gl.constexpr):
             rows = rows + (page * S + key % S,)
         slot = tile % STAGES
         mbarrier.wait(empty.index(slot), (tile // STAGES & 1) ^ 1)  # one never full is free
-        mbarrier.expect(ready.index(slot), TILE * 2 * HALF * 2)
-        boxes = reinterpret(smem.index(slot), smem.dtype, [2 * BOXES, BOX, HALF], desc.layout)
-        for i in gl.static_range(2 * BOXES):
-            at = [rows[i % BOXES], first_col + i // BOXES * HALF]
+        mbarrier.expect(ready.index(slot), TILE * COLUMNS * BAND * 2)
+        boxes = reinterpret(smem.index(slot), smem.dtype, [COLUMNS * BOXES, BOX, BAND], desc.layout)
+        for i in gl.static_range(COLUMNS * BOXES):
+            at = [rows[i % BOXES], first_col + i // BOXES * BAND]
             async_load(desc, at, ready.index(slot), boxes.index(i))
 
 
@@ -244,12 +246,15 @@ def _make_finite(ring, finite, tile, number, ME: gl.constexpr):
     each consumer half of the columns. Returns when both have."""
     smem = ring[2]
     TILE: gl.constexpr = smem.shape[1]
-    BITS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([TILE, HALF], gl.int16)
+    BITS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([TILE, BAND], gl.int16)
     EIGHT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     _await(ring, tile)
-    half = reinterpret(smem.index(tile % smem.shape[0]), gl.int16, [2, TILE, HALF], BITS).index(ME)
-    bits = half.load(EIGHT)
-    half.store(gl.where((bits & EXPONENT) == EXPONENT, gl.zeros_like(bits), bits))
+    COLUMNS: gl.constexpr = smem.shape[2] // BAND
+    all_bits = reinterpret(smem.index(tile % smem.shape[0]), gl.int16, [COLUMNS, TILE, BAND], BITS)
+    for i in gl.static_range(COLUMNS // 2):
+        part = all_bits.index(COLUMNS // 2 * ME + i)
+        bits = part.load(EIGHT)
+        part.store(gl.where((bits & EXPONENT) == EXPONENT, gl.zeros_like(bits), bits))
     fence_async_shared()
     mbarrier.arrive(finite, count=1)
     mbarrier.wait(finite, number & 1)
@@ -281,7 +286,8 @@ def _attend(io, rings, bars, work, ME: gl.constexpr):
     start, num_tiles, num_full, max_kv, scale_log2 = work
     TILE: gl.constexpr = k_ring[2].shape[1]
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE, 16])
-    SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 2 * HALF, 16])
+    WIDTH: gl.constexpr = v_ring[2].shape[2]
+    SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
     P: gl.constexpr = gl.DotOperandLayout(0, SUMS, 2)
     OF_SUMS: gl.constexpr = gl.SliceLayout(1, SUMS)
     q = q_smem.index(ME)
@@ -298,7 +304,7 @@ def _attend(io, rings, bars, work, ME: gl.constexpr):
     p, highest, _ = _softmax(s, highest, scale_log2)
     total = gl.sum(p, 1)
     p = gl.convert_layout(_to_bf16(p), P)
-    sums = gl.zeros([ROWS, 2 * HALF], gl.float32, SUMS)
+    sums = gl.zeros([ROWS, WIDTH], gl.float32, SUMS)
     _await(k_ring, 1, num_tiles > 1)
     if num_full == 0:
         _make_finite(v_ring, finite, 0, 0, ME)
@@ -330,12 +336,12 @@ def _attend(io, rings, bars, work, ME: gl.constexpr):
 
 
 @gluon.jit
-def _store_zeros(out, first_row, first_col, row_stride):
+def _store_zeros(out, first_row, first_col, row_stride, WIDTH: gl.constexpr):
     SPREAD: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
     row = first_row + gl.arange(0, 2 * ROWS, gl.SliceLayout(1, SPREAD))
-    col = first_col + gl.arange(0, 2 * HALF, gl.SliceLayout(0, SPREAD))
+    col = first_col + gl.arange(0, WIDTH, gl.SliceLayout(0, SPREAD))
     at = out + row.to(gl.int64)[:, None] * row_stride + col[None, :]
-    gl.store(at, gl.zeros([2 * ROWS, 2 * HALF], out.dtype.element_ty, SPREAD))
+    gl.store(at, gl.zeros([2 * ROWS, WIDTH], out.dtype.element_ty, SPREAD))
 
 
 @gluon.jit(do_not_specialize=["table_stride", "max_kv"])
@@ -358,7 +364,7 @@ def chunk_attention_kernel(
     PDL: gl.constexpr,
 ):
     """One block of one query head."""
-    WIDTH: gl.constexpr = 2 * HALF
+    WIDTH: gl.constexpr = q_desc.block_shape[1]
     block = (gl.num_programs(0) - 1 - gl.program_id(0)) // N  # the longest first
     head = gl.program_id(0) % N
     start = gl.load(starts + block)
@@ -367,7 +373,7 @@ def chunk_attention_kernel(
         gdc_launch_dependents()
     first_row = block * (2 * ROWS)
     if start < 0:
-        _store_zeros(out, first_row, head * WIDTH, N * WIDTH)
+        _store_zeros(out, first_row, head * WIDTH, N * WIDTH, WIDTH)
         return
     q_smem = gl.allocate_shared_memory(q_desc.dtype, [2, ROWS, WIDTH], q_desc.layout)
     q_ready = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())

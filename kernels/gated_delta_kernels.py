@@ -87,8 +87,8 @@ def store_columns(record, x, before, column, is_written, G: tl.constexpr, C: tl.
 
 @triton.jit
 def inverse_of(below, ROWS: tl.constexpr):
-    """(I + below)^-1 of a strictly lower matrix: rows of blocks of four one by one, then the blocks
-    by the product (I - N)(I + N^2)(I + N^4).., which is exact and whose terms stay small."""
+    """(I + below)^-1 of a strictly lower matrix: rows of blocks of four one by one; then, of four
+    blocks each, (I - N)(I + N^2) with N^4 = 0, which is exact and whose terms stay small."""
     i = tl.arange(0, ROWS)
     row, column = i[:, None], i[None, :]
     is_near = row // 4 == column // 4
@@ -99,13 +99,16 @@ def inverse_of(below, ROWS: tl.constexpr):
         mine = tl.sum(tl.where(row % 4 == k, near, 0.0), axis=0)
         change = tl.sum(mine[:, None] * solve, axis=0)
         solve = tl.where((row % 4 == k) & is_near, solve - change[None, :], solve)
-    power = exact_dot(solve, below - near)  # pyright: ignore
-    inverse = identity - power
-    for k in tl.static_range(3, 6):  # pyright: ignore[reportGeneralTypeIssues]
-        if 2**k < ROWS:
+    for level in tl.static_range(2, 4):  # pyright: ignore[reportGeneralTypeIssues]
+        if 4 ** (level - 1) < ROWS:
+            is_new = (row // 4**level == column // 4**level) & ~is_near
+            power = exact_dot(solve, tl.where(is_new, below, 0.0))  # pyright: ignore
+            inverse = identity - power
             power = exact_dot(power, power)  # pyright: ignore
             inverse += exact_dot(inverse, power)  # pyright: ignore
-    return exact_dot(inverse, solve)  # pyright: ignore
+            solve = exact_dot(inverse, solve)  # pyright: ignore
+            is_near = row // 4**level == column // 4**level
+    return solve
 
 
 @triton.jit

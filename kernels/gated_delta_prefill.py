@@ -20,6 +20,7 @@ torch_chunk_gated_delta_rule (tests).
 from typing import NamedTuple
 
 import torch
+import triton
 
 from graphengine.kernels.gated_delta import (
     NUM_TAPS,
@@ -29,24 +30,31 @@ from graphengine.kernels.gated_delta import (
     take_apart,
 )
 from graphengine.kernels.gated_delta_prefill_kernels import (
+    convolve_kernel,
     prepare_kernel,
     scan_kernel,
-    window_kernel,
 )
 from graphengine.kernels.interpreter import INTERPRET
 from graphengine.kernels.launch import on_grid
 from graphengine.kernels.qk_norm_rope import supports_pdl
 
-CHUNK = 32  # of 64 rows the tiles do not fit a Hopper multiprocessor
+CHUNK = 64
+SMALL_CHUNK = 32  # of float32, whose tiles of 64 rows do not fit a Hopper multiprocessor
 
 
 class Pieces(NamedTuple):
-    """Runs of a prompt's rows, int32; one that ends where it begins is none."""
+    """Runs of a prompt's rows, int32; one that ends where it begins is none.
+
+    A piece also keeps the state and window behind its first `keep_R` rows, a multiple of CHUNK, in
+    the slot `kept_slot_R`; 0: none.
+    """
 
     begin_R: torch.Tensor  # rows of T
     end_R: torch.Tensor
     start_R: torch.Tensor  # position of the first row
     slot_R: torch.Tensor
+    keep_R: torch.Tensor
+    kept_slot_R: torch.Tensor
 
 
 def gated_delta_prefill_(
@@ -61,55 +69,61 @@ def gated_delta_prefill_(
 ) -> None:
     """Outputs of every piece's rows, and its slot's window and state behind them.
 
-    Three launches whatever the pieces are, so that a graph can hold them: every chunk's convolution
-    and solve; a scan of the chunks; the windows, which the first has read.
+    Three launches whatever the pieces are, so that a graph can hold them: the convolution; what
+    every chunk leaves for the scan; the scan of the chunks, which also moves the windows.
 
-    Args: as for `gated_delta_verify_`; rows of no piece are left alone. No two pieces share a slot.
+    Args: as for `gated_delta_verify_`; rows of no piece are left alone. No two pieces share a slot,
+        nor does one that is kept.
     Mutates: out_TNV, windows and states of the pieces' slots.
     """
     (T, N, K), C = out_TNV.shape, windows_S3C.shape[-1]
     num_splits = projected.shape[0] if projected.dim() == 3 else 1
     check_shapes(projected, windows_S3C, states_SNVK, out_TNV, T)
-    weights = conv_C4, a_log_N, dt_bias_N
+    weights, pools = (conv_C4, a_log_N, dt_bias_N), (windows_S3C, states_SNVK)
     if not (projected.is_cuda or INTERPRET):
-        pools = windows_S3C, states_SNVK
         gated_delta_prefill_reference_(projected, *weights, *pools, pieces, out_TNV)
         return
-    if not all(x.is_contiguous() for x in (*weights, windows_S3C, states_SNVK, *pieces, out_TNV)):
+    if not all(x.is_contiguous() for x in (*weights, *pools, *pieces, out_TNV)):
         raise ValueError("weights, windows, states, pieces and out must be contiguous")
-    R = len(pieces.begin_R)
+    R, chunk = len(pieces.begin_R), chunk_of(out_TNV.dtype)
     convolved_TC = windows_S3C.new_empty(T, C)
-    totals_TN, betas_TN = states_SNVK.new_empty(2, T, N).unbind(0)
-    solves_TNX = states_SNVK.new_empty(T, N, CHUNK)
-    chunked = convolved_TC, totals_TN, betas_TN, solves_TNX
+    solves_TNX = states_SNVK.new_empty(T, N, chunk)
+    seens_TNX = out_TNV.new_empty(T, N, chunk)
+    factors = states_SNVK.new_empty(4, T, N)
+    chunked = convolved_TC, solves_TNX, seens_TNX, factors
     strides = projected.stride(-2), projected.stride(0) if num_splits > 1 else 0
     pdl = supports_pdl(projected.device)
-    shape = {"N": N, "NK": (C // K - N) // 2, "K": K, "CHUNK": CHUNK, "Z": num_splits, "PDL": pdl}
-    launch = {"launch_pdl": True} if pdl else {}
-    on_grid(prepare_kernel, ((T + CHUNK - 1) // CHUNK, N, R))(
-        *(projected, *weights, windows_S3C, *pieces, *chunked, *strides),
+    common = {"Z": num_splits, "PDL": pdl, **({"launch_pdl": True} if pdl else {})}
+    shape = {"N": N, "NK": (C // K - N) // 2, "K": K, "CHUNK": chunk}
+    rows = min(16, chunk)
+    on_grid(convolve_kernel, (triton.cdiv(T, rows), C // K, R))(
+        *(projected, conv_C4, windows_S3C, *pieces[:4], convolved_TC, *strides),
+        C=C,
+        ROWS=rows,
+        COLUMNS=K,
+        num_warps=4,
+        **common,
+    )
+    on_grid(prepare_kernel, (triton.cdiv(T, chunk), N, R))(
+        *(projected, a_log_N, dt_bias_N, *pieces[:2], *chunked, *strides, T, K**-0.5),
         **shape,
         num_warps=4,
-        **launch,
+        **common,
     )
     tile = max(K // 4, min(K, 16))
     on_grid(scan_kernel, (N * (K // tile), R))(
-        *(states_SNVK, *pieces, *chunked, out_TNV, K**-0.5),
-        **{key: value for key, value in shape.items() if key != "Z"},
+        *(projected, *pools, *pieces, *chunked, out_TNV, *strides, T),
+        **shape,
         BV=tile,
         num_warps=4,
-        num_stages=1,  # two would need more shared memory than there is
-        **launch,
+        num_stages=1,
+        **common,
     )
-    on_grid(window_kernel, (C // K, R))(
-        *(projected, windows_S3C, *pieces, *strides),
-        C=C,
-        BLOCK=K,
-        Z=num_splits,
-        PDL=pdl,
-        num_warps=1,
-        **launch,
-    )
+
+
+def chunk_of(dtype: torch.dtype) -> int:
+    """Rows of a chunk of the kernels."""
+    return SMALL_CHUNK if dtype == torch.float32 else CHUNK
 
 
 def gated_delta_prefill_reference_(
@@ -126,7 +140,8 @@ def gated_delta_prefill_reference_(
     (N, V), C = out_TNV.shape[1:], windows_S3C.shape[-1]
     keys = (C - N * V) // 2
     inputs = take_apart(projected, a_log_N, dt_bias_N, C, windows_S3C.dtype)
-    for begin, end, start, slot in zip(*(part.tolist() for part in pieces), strict=True):
+    columns_of = zip(*(part.tolist() for part in pieces), strict=True)
+    for begin, end, start, slot, keep, kept_slot in columns_of:
         if end <= begin:
             continue
         columns, g, beta = (part[begin:end] for part in inputs)
@@ -138,9 +153,12 @@ def gated_delta_prefill_reference_(
         q, k, v = heads_of(q, N, V) * V**-0.5, heads_of(k, N, V), heads_of(v, N, V, False)
         parts = (x.split(CHUNK) for x in (q, k, v, g, beta))
         found = []
-        for chunk in zip(*parts, strict=True):
+        for i, chunk in enumerate(zip(*parts, strict=True), 1):
             out, state = _chunk(state, *(x.transpose(0, 1) for x in chunk))
             found.append(out.transpose(0, 1))
+            if i * CHUNK == keep:
+                states_SNVK[kept_slot] = state
+                windows_S3C[kept_slot] = columns[keep : keep + NUM_TAPS - 1]
         out_TNV[begin:end] = torch.cat(found).to(out_TNV.dtype)
         windows_S3C[slot] = columns[1 - NUM_TAPS :]
         states_SNVK[slot] = state

@@ -56,6 +56,8 @@ class Piece(NamedTuple):
     end: int
     pages: list[int]
     state_slot: int = 0
+    keep: int = 0  # rows behind which the state is kept as well, in kept_slot
+    kept_slot: int = 0
 
     @property
     def num_rows(self) -> int:
@@ -71,16 +73,16 @@ class Sent(NamedTuple):
     end_B: Tensor  # and behind its piece's last
     owner_B: Tensor  # row of `pages_RW`
     last_R: Tensor  # the row of each piece whose logits are wanted
-    pieces_4R: Tensor  # what recurrent layers go by (`Pieces`)
+    pieces_6R: Tensor  # what recurrent layers go by (`Pieces`)
     pages_RW: Tensor
 
     @classmethod
     def of(cls, flat_X: Tensor, size: int, blocks: int, num_prompts: int) -> Sent:
         """The views. Pages come last: those of prompts that there are not are not sent."""
-        lengths = [size, blocks, blocks, blocks, num_prompts, 4 * num_prompts]
+        lengths = [size, blocks, blocks, blocks, num_prompts, 6 * num_prompts]
         parts = flat_X.split([*lengths, len(flat_X) - sum(lengths)])
         ids, start, end, owner, last, pieces, pages = parts
-        by_prompt = pieces.view(4, -1), pages.view(num_prompts, -1)
+        by_prompt = pieces.view(6, -1), pages.view(num_prompts, -1)
         return cls(ids, start, end, owner, last, *by_prompt)
 
 
@@ -108,7 +110,7 @@ class FixedChunk:
         blocks = size // self.block
         most = 1 if is_long else min(blocks, MOST_PROMPTS, max(pair.config.buckets))
         self.num_prompts = most  # of a run at most
-        self._flat_X = new_zeros(size + 3 * blocks + (5 + width) * most, dtype=torch.int32)
+        self._flat_X = new_zeros(size + 3 * blocks + (7 + width) * most, dtype=torch.int32)
         longs = partial(new_zeros, dtype=torch.int64)
         buffers = self._buffers = ChunkBuffers(
             sent=self._parts(self._flat_X),
@@ -125,7 +127,7 @@ class FixedChunk:
             attention = ChunkAttention(*where)
         attn_TNH = new_zeros(size, config.num_attention_heads, config.head_dim)
         rows = buffers.rows, buffers.last_R, attention, attn_TNH
-        chain, self._tail = prefill_chains(pair, *rows, Pieces(*buffers.sent.pieces_4R))
+        chain, self._tail = prefill_chains(pair, *rows, Pieces(*buffers.sent.pieces_6R))
         first, *rest, attend, last = chain
 
         # Neither holds `self`: who drops a chunk gives its weights and graphs back at once.
@@ -177,7 +179,7 @@ class FixedChunk:
         sent, block = self._parts(host_X), 0
         sent.start_B.fill_(NO_PROMPT)
         as_int32 = partial(torch.tensor, dtype=torch.int32)
-        for k, (ids, begin, end, pages, state_slot) in enumerate(pieces):
+        for k, (ids, begin, end, pages, *state) in enumerate(pieces):
             first, behind = block * self.block, block + pages_for(end - begin, self.block)
             sent.ids_n[first : first + end - begin] = as_int32(ids[begin:end])
             sent.start_B[block:behind] = torch.arange(begin, end, self.block)
@@ -185,7 +187,7 @@ class FixedChunk:
             sent.owner_B[block:behind] = k
             sent.last_R[k] = first + end - begin - 1
             if self._recurs:
-                sent.pieces_4R[:, k] = as_int32([first, first + end - begin, begin, state_slot])
+                sent.pieces_6R[:, k] = as_int32([first, first + end - begin, begin, *state])
             sent.pages_RW[k, : len(pages)] = as_int32(pages)
             block = behind
         used = host_X.numel() - (self.num_prompts - len(pieces)) * sent.pages_RW.shape[1]

@@ -219,8 +219,8 @@ class Prefill:
         logit_rows_R = self._upload(torch.tensor(at) if at else last_rows)
         recurrent = None
         if self.pair.target.states is not None:
-            begins, state_slots = zip(*((p.begin, p.state_slot) for p in pieces), strict=True)
-            recurrent = Pieces(*self._upload(pieces_of(lengths, begins, state_slots)))
+            known = [(p.num_rows, p.begin, p.state_slot, p.keep, p.kept_slot) for p in pieces]
+            recurrent = Pieces(*self._upload(pieces_of(known)))
         layout = Layout.build(lengths, [piece.end for piece in pieces], pages, size)
         with names.range_("plan"):
             self.attention.plan(layout)
@@ -237,7 +237,7 @@ class Prefill:
         target, device = self.pair.target, self.pair.target.kv_pool.device
         zeros_T = torch.zeros(num_rows, dtype=torch.int64, device=device)
         unplanned = TorchAttention(target.config, self.pair.config.page_size, CAUSAL, device)
-        nothing = Pieces(*pieces_of([0], [0], [NULL_SLOT]).to(device))
+        nothing = Pieces(*pieces_of([(0, 0, NULL_SLOT, 0, NULL_SLOT)]).to(device))
         self._run_chains(Rows(zeros_T, zeros_T, zeros_T), zeros_T[:1], unplanned, nothing)
 
     def _run_chains(

@@ -8,6 +8,9 @@ Invariant: a page that is published is full and committed, and from then on nobo
 in flight write behind the committed tokens. A page in use by any request is never given to another.
 What was released last is evicted last, and of one request's pages the last first: a page whose
 predecessor is gone could not be found any more.
+
+Recurrent layers keep no state of a token, only one of all tokens so far. So beside a target that
+has them a beginning counts up to the last of its pages behind whose last token a state was kept.
 """
 
 from __future__ import annotations
@@ -22,11 +25,51 @@ Key = tuple[int, tuple[int, ...]]
 """The serial number of the page in front (0: none), and a page's tokens."""
 
 
+class StateSlots(PageAllocator):
+    """Hands out slots of recurrent states, to requests and to what is kept of their prompts: each
+    at the end of a published page, until a request needs the slot. The oldest go first."""
+
+    def reset(self) -> None:
+        super().reset()
+        self._kept: OrderedDict[int, int] = OrderedDict()  # page -> slot; oldest first
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free) + len(self._kept)
+
+    def allocate(self, count: int) -> list[int]:
+        if count > self.num_free:
+            raise MemoryError(f"{count} states asked, {self.num_free} of {self.num_usable} free")
+        while len(self._free) < count:
+            self.forget(next(iter(self._kept)))
+        return super().allocate(count)
+
+    def keep(self, page: int, slot: int) -> None:
+        """Gives a slot away: it holds the state behind the last token of this page."""
+        self.forget(page)
+        self._kept[page] = slot
+
+    def behind(self, page: int) -> int | None:
+        """The slot kept for a page, which is now the last to go."""
+        if page in self._kept:
+            self._kept.move_to_end(page)
+        return self._kept.get(page)
+
+    def forget(self, page: int) -> None:
+        """Returns the slot kept for a page, if there is one."""
+        slot = self._kept.pop(page, None)
+        if slot is not None:
+            self.free([slot])
+
+
 class PrefixCache(PageAllocator):
     """Hands out pages, and keeps those that were published until their memory is needed."""
 
-    def __init__(self, num_pages: int, page_size: int) -> None:
-        self._page_size = page_size
+    def __init__(
+        self, num_pages: int, page_size: int, state_slots: StateSlots | None = None
+    ) -> None:
+        """Args: state_slots: of a target with recurrent layers."""
+        self._page_size, self._state_slots = page_size, state_slots
         super().__init__(num_pages)
 
     @property
@@ -55,13 +98,19 @@ class PrefixCache(PageAllocator):
             page, _ = self._idle.popitem(last=False)
             del self._pages[self._keys.pop(page)], self._serials[page]
             self._free.append(page)
+            if self._state_slots is not None:
+                self._state_slots.forget(page)
         pages = super().allocate(count)
         self._users.update(pages)
         return pages
 
     def share(self, token_ids: Sequence[int]) -> list[int]:
-        """Takes the pages of the longest beginning of these tokens that is held, whole pages."""
+        """Takes the pages of the longest beginning of these tokens that is held, whole pages; of
+        recurrent layers' targets up to a kept state."""
         pages = [page for page, _ in self._held(token_ids)]
+        if self._state_slots is not None:
+            while pages and self._state_slots.behind(pages[-1]) is None:
+                pages.pop()
         for page in pages:
             self._idle.pop(page, None)
             self._used.add(page)
@@ -79,6 +128,17 @@ class PrefixCache(PageAllocator):
                 assert page in self._used
                 self._keys[page], self._serials[page] = key, next(self._numbers)
             serial = self._serials[holder]
+
+    def keep_state(self, token_ids: Sequence[int], slot: int) -> None:
+        """Gives away the slot of the state behind these tokens, which fill pages. Nobody finds it
+        without them: then it is free."""
+        assert self._state_slots is not None
+        assert len(token_ids) % self._page_size == 0
+        pages = [page for page, _ in self._held(token_ids)]
+        if pages and len(pages) == len(token_ids) // self._page_size:
+            self._state_slots.keep(pages[-1], slot)
+        else:
+            self._state_slots.free([slot])
 
     def free(self, pages: list[int]) -> None:
         """Returns a request's pages, shared ones too, each once."""

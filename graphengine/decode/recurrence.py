@@ -169,8 +169,11 @@ def prefill_recurrence(
     return PrefillRecurrence(states, pieces, states.windows_LSXC.new_zeros(num_rows, heads, width))
 
 
-def pieces_of(lengths: Sequence[int], starts: Sequence[int], slots: Sequence[int]) -> Tensor:
-    """What `Pieces` of consecutive rows hold, int32 [4, R] on the host."""
-    ends = torch.tensor(lengths, dtype=torch.int32).cumsum(0, dtype=torch.int32)
-    known = torch.tensor([list(lengths), list(starts), list(slots)], dtype=torch.int32)
-    return torch.stack([ends - known[0], ends, known[1], known[2]])
+def pieces_of(known: Sequence[tuple[int, ...]]) -> Tensor:
+    """What `Pieces` of consecutive rows hold, int32 [6, R] on the host.
+
+    Args: known: of each its number of rows, then position, slot, rows to keep and their slot.
+    """
+    lengths_R, *others = torch.tensor(known, dtype=torch.int32).T
+    ends_R = lengths_R.cumsum(0, dtype=torch.int32)
+    return torch.stack([ends_R - lengths_R, ends_R, *others])

@@ -16,11 +16,11 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from graphengine.config.model import ModelConfig
-from graphengine.kernels.qk_norm_rope import qk_norm_rope_write_, sum_partials
+from graphengine.kernels.output_gate import output_gate
+from graphengine.kernels.qk_norm_rope import qk_norm_rope_write_
 from graphengine.models.layers import (
     Matrix,
     add_rms_norm,
@@ -101,7 +101,5 @@ def write_state_(
 
 def output(layer: GatedAttentionWeights, attn_TNH: Tensor, qkvg_TE: Tensor, eps: float) -> Tensor:
     """`(attn * sigmoid(gate)) @ Wo^T`: [T, D] or partial sums [Z, T, D]."""
-    attn_TF = attn_TNH.flatten(1)
-    gate_TF = sum_partials(qkvg_TE[..., -attn_TF.shape[1] :], attn_TF.dtype)
-    gated_TF = attn_TF.float() * torch.sigmoid(gate_TF.float())
-    return linear_partials(gated_TF.to(attn_TF.dtype), layer.o_DF)
+    begin = qkvg_TE.shape[-1] - attn_TNH[0].numel()
+    return linear_partials(output_gate(attn_TNH, qkvg_TE, begin, None, eps), layer.o_DF)

@@ -19,12 +19,11 @@ from itertools import pairwise
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from graphengine.config.gated_delta import CONV_TAPS, GatedDeltaConfig
 from graphengine.config.model import ModelConfig
-from graphengine.kernels.qk_norm_rope import sum_partials
+from graphengine.kernels.output_gate import output_gate
 from graphengine.models.layers import Matrix, add_rms_norm, linear_partials, rms_norm
 from graphengine.models.weight import Fields, Pick, Weight, norm
 
@@ -128,7 +127,5 @@ def output(layer: GatedDeltaWeights, o_TNV: Tensor, projected_TE: Tensor, eps: f
     """`(rmsnorm(o) * w * silu(z)) @ Wo^T`, the norm of each head: [T, D] or partial sums."""
     num_heads, size = o_TNV.shape[1], o_TNV.shape[1] * o_TNV.shape[2]
     end = projected_TE.shape[-1] - 2 * num_heads
-    z_TNV = sum_partials(projected_TE[..., end - size : end], o_TNV.dtype).view_as(o_TNV)
-    normed = rms_norm(o_TNV.float(), layer.norm_V, eps)
-    gated_TNV = (normed * F.silu(z_TNV.float())).to(o_TNV.dtype)
-    return linear_partials(gated_TNV.flatten(1), layer.out_DF)
+    gated_TF = output_gate(o_TNV, projected_TE, end - size, layer.norm_V, eps)
+    return linear_partials(gated_TF, layer.out_DF)

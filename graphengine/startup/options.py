@@ -175,5 +175,5 @@ def resolve_options(options: Options, target: ModelConfig, draft: DraftSpec | No
 def _takes_long_chunks(dtype: str, head_dim: int, page_size: int) -> bool:
     """Whether `chunk_attention` runs on this GPU."""
     is_hopper = torch.cuda.get_device_capability()[0] == 9
-    fits = head_dim == chunk_attention.HEAD_DIM and page_size in chunk_attention.PAGE_SIZES
+    fits = head_dim in chunk_attention.HEAD_DIMS and page_size in chunk_attention.PAGE_SIZES
     return is_hopper and fits and dtype == "bfloat16"

@@ -35,6 +35,7 @@ from graphengine.kernels import (
     gumbel_argmax,
     head_argmax,
     moe_kernels,
+    output_gate,
     qk_norm_rope,
     skinny_linear,
     swiglu,
@@ -87,15 +88,15 @@ def attend(dtype: torch.dtype, H: int, G: int, causal: bool, window: int | None,
     )
 
 
-def attend_chunk(page_size: int, **options: Any) -> None:
-    B, N, K, S, W, H = 3, 32, 8, page_size, 9, 128
+def attend_chunk(page_size: int, head_dim: int = 128, **options: Any) -> None:
+    B, N, K, S, W, H = 3, 16, 4, page_size, 9, head_dim
     chunk_attention.chunk_attention(
         empty(B * chunk_attention.BLOCK, N, H),
         empty(2, 9, S, K, H),
         ints(B, W, dtype=torch.int32),
         ints(B, dtype=torch.int32),
         empty(B * chunk_attention.BLOCK, N, H),
-        chunk_attention.LaunchConfig(**options),
+        chunk_attention.LaunchConfig(**options) if options else None,
     )
 
 
@@ -186,7 +187,7 @@ def recur_chunks(T: int, R: int, N: int) -> None:
     C = (2 * NK + N) * K
     weights = empty(C, 4), empty(N, dtype=FP32), empty(N, dtype=FP32)
     pools = empty(S, 3, C), empty(S, N, K, K, dtype=FP32)
-    pieces = gated_delta_prefill.Pieces(*(ints(R, dtype=torch.int32) for _ in range(4)))
+    pieces = gated_delta_prefill.Pieces(*(ints(R, dtype=torch.int32) for _ in range(6)))
     projected, out = empty(T, C + N * K + 2 * N), empty(T, N, K)
     gated_delta_prefill.gated_delta_prefill_(projected, *weights, *pools, pieces, out)
 
@@ -256,6 +257,10 @@ LAUNCHES: dict[str, Callable[[], Any]] = {
     "recurrence": lambda: (recur(1, 16, 32), recur(16, 8, 48), recur(1, 1, 16, splits=2)),
     "recurrence of a prompt": lambda: (recur_chunks(512, 1, 32), recur_chunks(256, 4, 48)),
     "SwiGLU": lambda: swiglu._launch(empty(512, 24576)),
+    "gates of outputs": lambda: (
+        output_gate.output_gate(empty(16, 32, 128), empty(16, 12352), 8192, empty(128), 1e-6),
+        output_gate.output_gate(empty(2, 16, 256), empty(3, 2, 10240, dtype=FP32), 0, None, 1e-6),
+    ),
     "experts, 30B-A3B": lambda: mix(16, 128, 768),
     "experts, 35B-A3B": lambda: mix(16, 256, 512),
     "experts, other numbers of rows": lambda: (mix(1, 128, 768), mix(64, 256, 512)),
@@ -270,6 +275,7 @@ LAUNCHES: dict[str, Callable[[], Any]] = {
     "attention, two row tiles, window": lambda: attend(BF16, 128, 32, True, 300),
     "attention in float32": lambda: attend(FP32, 128, 16, True, None),
     "attention of chunks": lambda: (attend_chunk(128), attend_chunk(16, pdl=False)),
+    "attention of chunks, wide heads": lambda: (attend_chunk(128, 256), attend_chunk(16, 256)),
     "attention of chunks, other tiles": lambda: (
         attend_chunk(128, num_stages=3, pdl=False),
         attend_chunk(128, kv_tile=64, num_stages=4),

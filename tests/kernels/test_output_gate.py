@@ -1,0 +1,61 @@
+"""output_gate against transformers' gated norm and torch's sigmoid."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from graphengine.kernels.interpreter import INTERPRET
+from graphengine.kernels.output_gate import output_gate
+
+HALF = torch.float16 if INTERPRET else torch.bfloat16
+EPS = 1e-5
+SHAPES = {"one row": (1, 4, 16), "heads of no whole program": (5, 6, 32), "wide": (3, 2, 256)}
+
+
+def make(device: str, shape: tuple[int, int, int], dtype: torch.dtype, splits: int):
+    """x, a projection with columns before and behind z's, where they begin, z."""
+    T, N, V = shape
+    generator = torch.Generator().manual_seed(T)
+    x = torch.randn(T, N, V, generator=generator).to(dtype)
+    parts = torch.randn(max(splits, 1), T, N * V + 24, generator=generator)
+    whole = parts.sum(0).to(dtype)
+    z = whole[:, 8 : 8 + N * V].view(T, N, V)
+    projected = parts if splits else whole
+    return x.to(device), projected.to(device), 8, z.to(device)
+
+
+@pytest.mark.parametrize("splits", [0, 1, 3])
+@pytest.mark.parametrize("dtype", [torch.float32, HALF])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_gated_norm(device: str, shape: str, dtype: torch.dtype, splits: int) -> None:
+    """Bug: another head's or row's gate, a norm over all heads, silu of an unrounded z."""
+    from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5RMSNormGated
+
+    x, projected, begin, z = make(device, SHAPES[shape], dtype, splits)
+    theirs = Qwen3_5RMSNormGated(x.shape[-1], eps=EPS).to(device)
+    theirs.weight.data.normal_()
+    found = output_gate(x, projected, begin, theirs.weight.data, EPS)
+    expected = theirs(x.float(), z.float()).flatten(1)
+    bound = {"rtol": 2e-6, "atol": 2e-6} if dtype == torch.float32 else {"rtol": 8e-3, "atol": 1e-3}
+    torch.testing.assert_close(found.float(), expected, **bound)
+
+
+@pytest.mark.parametrize("splits", [0, 2])
+@pytest.mark.parametrize("dtype", [torch.float32, HALF])
+def test_sigmoid(device: str, dtype: torch.dtype, splits: int) -> None:
+    """Bug: the norm's gate is taken for attention's."""
+    x, projected, begin, z = make(device, (4, 5, 32), dtype, splits)
+    found = output_gate(x, projected, begin, None, EPS)
+    expected = (x.float() * torch.sigmoid(z.float())).flatten(1)
+    bound = {"rtol": 2e-6, "atol": 2e-6} if dtype == torch.float32 else {"rtol": 8e-3, "atol": 1e-3}
+    torch.testing.assert_close(found.float(), expected, **bound)
+
+
+def test_refusals(device: str) -> None:
+    """Bug: columns past the projection's end are read."""
+    x, projected, _, _ = make(device, (4, 5, 32), HALF, 0)
+    with pytest.raises(ValueError, match="need 4 rows with 160 columns from 25 on"):
+        output_gate(x, projected, 25, None, EPS)
+    with pytest.raises(ValueError, match="need 4 rows"):
+        output_gate(x, projected[:3], 0, None, EPS)

@@ -38,8 +38,8 @@ from graphengine.kernels.interpreter import INTERPRET
 from graphengine.kernels.launch import on_grid
 from graphengine.kernels.qk_norm_rope import supports_pdl
 
-CHUNK = 64
-SMALL_CHUNK = 32  # of float32, whose tiles of 64 rows do not fit a Hopper multiprocessor
+CHUNK = 32  # 64 took 1.5 times as long on an H200: what a chunk solves goes by its cube
+CONVOLVED_ROWS = 16  # of a program
 
 
 class Pieces(NamedTuple):
@@ -85,26 +85,25 @@ def gated_delta_prefill_(
         return
     if not all(x.is_contiguous() for x in (*weights, *pools, *pieces, out_TNV)):
         raise ValueError("weights, windows, states, pieces and out must be contiguous")
-    R, chunk = len(pieces.begin_R), chunk_of(out_TNV.dtype)
+    R = len(pieces.begin_R)
     convolved_TC = windows_S3C.new_empty(T, C)
-    solves_TNX = states_SNVK.new_empty(T, N, chunk)
-    seens_TNX = out_TNV.new_empty(T, N, chunk)
+    solves_TNX = states_SNVK.new_empty(T, N, CHUNK)
+    seens_TNX = out_TNV.new_empty(T, N, CHUNK)
     factors = states_SNVK.new_empty(4, T, N)
     chunked = convolved_TC, solves_TNX, seens_TNX, factors
     strides = projected.stride(-2), projected.stride(0) if num_splits > 1 else 0
     pdl = supports_pdl(projected.device)
     common = {"Z": num_splits, "PDL": pdl, **({"launch_pdl": True} if pdl else {})}
-    shape = {"N": N, "NK": (C // K - N) // 2, "K": K, "CHUNK": chunk}
-    rows = min(16, chunk)
-    on_grid(convolve_kernel, (triton.cdiv(T, rows), C // K, R))(
+    shape = {"N": N, "NK": (C // K - N) // 2, "K": K, "CHUNK": CHUNK}
+    on_grid(convolve_kernel, (triton.cdiv(T, CONVOLVED_ROWS), C // K, R))(
         *(projected, conv_C4, windows_S3C, *pieces[:4], convolved_TC, *strides),
         C=C,
-        ROWS=rows,
+        ROWS=CONVOLVED_ROWS,
         COLUMNS=K,
         num_warps=4,
         **common,
     )
-    on_grid(prepare_kernel, (triton.cdiv(T, chunk), N, R))(
+    on_grid(prepare_kernel, (triton.cdiv(T, CHUNK), N, R))(
         *(projected, a_log_N, dt_bias_N, *pieces[:2], *chunked, *strides, T, K**-0.5),
         **shape,
         num_warps=4,
@@ -119,11 +118,6 @@ def gated_delta_prefill_(
         num_stages=1,
         **common,
     )
-
-
-def chunk_of(dtype: torch.dtype) -> int:
-    """Rows of a chunk of the kernels."""
-    return SMALL_CHUNK if dtype == torch.float32 else CHUNK
 
 
 def gated_delta_prefill_reference_(

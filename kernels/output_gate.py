@@ -44,6 +44,36 @@ def output_gate_reference(
     return gated.to(x_TNV.dtype).flatten(1)
 
 
+def _launch(
+    x_TNV: torch.Tensor,
+    projected: torch.Tensor,
+    begin: int,
+    weight_V: torch.Tensor | None,
+    eps: float,
+) -> torch.Tensor:
+    T, N, V = x_TNV.shape
+    out_TX = x_TNV.new_empty(T, N * V)
+    is_split, pdl = projected.dim() == 3, supports_pdl(x_TNV.device)
+    on_grid(_output_gate_kernel, (T, triton.cdiv(N, HEADS)))(
+        x_TNV,
+        projected,
+        x_TNV if weight_V is None else weight_V,
+        out_TX,
+        projected.stride(-2),
+        projected.stride(0) if is_split else 0,
+        begin,
+        eps,
+        N=N,
+        V=V,
+        HEADS=HEADS,
+        Z=projected.shape[0] if is_split else 1,
+        NORMS=weight_V is not None,
+        PDL=pdl,
+        **({"launch_pdl": True} if pdl else {}),
+    )
+    return out_TX
+
+
 # A custom op: dynamo does not trace a launch with launch_pdl.
 @torch.library.custom_op(
     "graphengine::output_gate",
@@ -77,26 +107,7 @@ def output_gate(
         return output_gate_reference(x_TNV, projected, begin, weight_V, eps)
     if projected.stride(-1) != 1 or not x_TNV.is_contiguous() or V & (V - 1):
         raise ValueError(f"strides {projected.stride()}, {x_TNV.stride()}, V {V}: need dense rows")
-    out_TX = x_TNV.new_empty(T, N * V)
-    is_split, pdl = projected.dim() == 3, supports_pdl(x_TNV.device)
-    on_grid(_output_gate_kernel, (T, triton.cdiv(N, HEADS)))(
-        x_TNV,
-        projected,
-        x_TNV if weight_V is None else weight_V,
-        out_TX,
-        projected.stride(-2),
-        projected.stride(0) if is_split else 0,
-        begin,
-        eps,
-        N=N,
-        V=V,
-        HEADS=HEADS,
-        Z=projected.shape[0] if is_split else 1,
-        NORMS=weight_V is not None,
-        PDL=pdl,
-        **({"launch_pdl": True} if pdl else {}),
-    )
-    return out_TX
+    return _launch(x_TNV, projected, begin, weight_V, eps)
 
 
 @output_gate.register_fake

@@ -258,8 +258,8 @@ LAUNCHES: dict[str, Callable[[], Any]] = {
     "recurrence of a prompt": lambda: (recur_chunks(512, 1, 32), recur_chunks(256, 4, 48)),
     "SwiGLU": lambda: swiglu._launch(empty(512, 24576)),
     "gates of outputs": lambda: (
-        output_gate.output_gate(empty(16, 32, 128), empty(16, 12352), 8192, empty(128), 1e-6),
-        output_gate.output_gate(empty(2, 16, 256), empty(3, 2, 10240, dtype=FP32), 0, None, 1e-6),
+        output_gate._launch(empty(16, 32, 128), empty(16, 12352), 8192, empty(128), 1e-6),
+        output_gate._launch(empty(2, 16, 256), empty(3, 2, 10240, dtype=FP32), 0, None, 1e-6),
     ),
     "experts, 30B-A3B": lambda: mix(16, 128, 768),
     "experts, 35B-A3B": lambda: mix(16, 256, 512),

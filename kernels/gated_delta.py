@@ -27,7 +27,6 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-import triton
 
 from graphengine.kernels.gated_delta_kernels import commit_kernel, verify_kernel, verify_row_kernel
 from graphengine.kernels.interpreter import INTERPRET
@@ -148,7 +147,7 @@ def gated_delta_verify_(
 
 def padded_rows(num_rows: int) -> int:
     """Rows of a matrix product."""
-    return max(16, triton.next_power_of_2(num_rows))
+    return max(16, 1 << (num_rows - 1).bit_length())
 
 
 def value_tile(head_dim: int, num_states: int, block: int) -> tuple[int, int]:

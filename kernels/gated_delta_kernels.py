@@ -167,7 +167,6 @@ def verify_kernel(
     C: tl.constexpr = 2 * NK * K + N * K
     KEYS: tl.constexpr = NK * K
     dtype: tl.constexpr = out.dtype.element_ty
-    ROUNDED: tl.constexpr = "tf32x3" if dtype == tl.float32 else "tf32"
     head, tile, b = tl.program_id(0) // TILES, tl.program_id(0) % TILES, tl.program_id(1)
     dim, values, i = tl.arange(0, K), tile * BV + tl.arange(0, BV), tl.arange(0, ROWS)
     q_at, v_at = head // GROUP * K + dim, 2 * KEYS + head * K + values
@@ -213,7 +212,10 @@ def verify_kernel(
     below = tl.where(i[:, None] > i[None, :], below, 0.0)
     delta = exact_dot(inverse_of(below, ROWS), delta)  # pyright: ignore
     seen = tl.where(not_after, exact_dot(q, tl.trans(k)) * decay, 0.0)  # pyright: ignore
-    o = o * fading[:, None] + tl.dot(seen, delta, input_precision=ROUNDED)
+    if dtype == tl.float32:
+        o = o * fading[:, None] + exact_dot(seen, delta)  # pyright: ignore
+    else:
+        o = o * fading[:, None] + tl.dot(seen, delta, input_precision="tf32")
     row = first + i
     to = (row[:, None] * N + head) * K + values[None, :]
     tl.store(deltas + to, delta, mask=rows)

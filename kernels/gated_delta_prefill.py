@@ -20,7 +20,6 @@ torch_chunk_gated_delta_rule (tests).
 from typing import NamedTuple
 
 import torch
-import triton
 
 from graphengine.kernels.gated_delta import (
     NUM_TAPS,
@@ -95,7 +94,7 @@ def gated_delta_prefill_(
     pdl = supports_pdl(projected.device)
     common = {"Z": num_splits, "PDL": pdl, **({"launch_pdl": True} if pdl else {})}
     shape = {"N": N, "NK": (C // K - N) // 2, "K": K, "CHUNK": CHUNK}
-    on_grid(convolve_kernel, (triton.cdiv(T, CONVOLVED_ROWS), C // K, R))(
+    on_grid(convolve_kernel, ((T + CONVOLVED_ROWS - 1) // CONVOLVED_ROWS, C // K, R))(
         *(projected, conv_C4, windows_S3C, *pieces[:4], convolved_TC, *strides),
         C=C,
         ROWS=CONVOLVED_ROWS,
@@ -103,7 +102,7 @@ def gated_delta_prefill_(
         num_warps=4,
         **common,
     )
-    on_grid(prepare_kernel, (triton.cdiv(T, CHUNK), N, R))(
+    on_grid(prepare_kernel, ((T + CHUNK - 1) // CHUNK, N, R))(
         *(projected, a_log_N, dt_bias_N, *pieces[:2], *chunked, *strides, T, K**-0.5),
         **shape,
         num_warps=4,

@@ -54,7 +54,7 @@ def _launch(
     T, N, V = x_TNV.shape
     out_TX = x_TNV.new_empty(T, N * V)
     is_split, pdl = projected.dim() == 3, supports_pdl(x_TNV.device)
-    on_grid(_output_gate_kernel, (T, triton.cdiv(N, HEADS)))(
+    on_grid(_output_gate_kernel, (T, (N + HEADS - 1) // HEADS))(
         x_TNV,
         projected,
         x_TNV if weight_V is None else weight_V,

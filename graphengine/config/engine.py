@@ -43,6 +43,12 @@ class EngineConfig(Options):
     speculation_limit: int | None = None
 
     @property
+    def shares_prefixes(self) -> bool:
+        """Whether pages are kept for other requests: not those of drawn acceptance, whose text is
+        meaningless."""
+        return self.enable_prefix_caching and not self.simulate_acceptance
+
+    @property
     def plans_attention(self) -> bool:
         """Whether attention needs the lengths on the host before each forward."""
         return self.attention_backend != "triton"

@@ -32,7 +32,8 @@ from graphengine.decode.kvcache import PageAllocator, pages_for
 from graphengine.decode.lane import Lane
 from graphengine.decode.metrics import Acceptance
 from graphengine.decode.prefill import Prefill
-from graphengine.decode.prefix_cache import PrefixCache
+from graphengine.decode.prefix_cache import PrefixCache, StateSlots
+from graphengine.decode.recurrence import KEPT_SPACING, KEPT_STATES, copy_state_, num_slots
 from graphengine.decode.request import Request
 from graphengine.decode.sampling import GREEDY, Sampling
 
@@ -73,7 +74,8 @@ class DecodeLoop:
         """Args: lane: where requests begin. build_plain: builds a plain one beside it."""
         self.config, self.allocator, self.prefill = lane.config, allocator, prefill
         # Of states of a fixed size, for every row that there can be; slot 0 is nobody's.
-        self.state_slots = PageAllocator(max(self.config.buckets) + 1)
+        own = allocator.state_slots
+        self.state_slots = PageAllocator(num_slots(self.config)) if own is None else own
         self.waiting: deque[Request] = deque()
         self.first = lane
         self.fallback = Fallback(lane, build_plain) if build_plain is not None else None
@@ -211,6 +213,7 @@ class DecodeLoop:
             if self._caches_prefixes:  # queued; whoever shares these pages is behind on the stream
                 for request in self.prefilling:
                     self.allocator.publish(request.prompt_ids, request.pages)
+                    self._keep_states(request)
         except BaseException:
             for request in self.prefilling:
                 request.finish_reason = request.finish_reason or "abort"
@@ -246,16 +249,36 @@ class DecodeLoop:
                 break
             request.pages = shared + self.allocator.allocate(needed)
             request.num_cached_tokens = len(shared) * self.config.page_size
-            (request.state_slot,) = self.state_slots.allocate(1)
+            self._take_states(request, shared, num_free_rows - len(admitted))
             admitted.append(self.waiting.popleft())
         return admitted
 
+    def _take_states(self, request: Request, shared: list[int], num_rows: int) -> None:
+        """A slot for the request, with the state behind the pages that it shares; and slots for
+        what is kept of its prompt, but for those that `num_rows` requests with it may need."""
+        slots, states = self.state_slots, self.prefill.pair.target.states
+        source = slots.behind(shared[-1]) if shared and isinstance(slots, StateSlots) else None
+        (request.state_slot,) = slots.allocate(1)
+        if source is not None and states is not None:
+            copy_state_(states, source, request.state_slot)
+        if states is not None and self._caches_prefixes and request.prompt_logprobs is None:
+            wanted = 1 + (len(request.prompt_ids) - request.num_cached_tokens) // KEPT_SPACING
+            room = slots.num_free - num_rows + 1
+            request.spare_slots = slots.allocate(max(0, min(wanted, KEPT_STATES // 4, room)))
+
+    def _keep_states(self, request: Request) -> None:
+        """Gives away what its prefill has kept. Mutates: request."""
+        while request.kept_slots:
+            num_tokens, slot = request.kept_slots.popitem()
+            self.allocator.keep_state(request.prompt_ids[:num_tokens], slot)
+        self.state_slots.free(request.spare_slots)
+        request.spare_slots = []
+
     @property
     def _caches_prefixes(self) -> bool:
-        """Whether pages are shared: not those of drawn acceptance, whose text is meaningless, nor
-        beside recurrent states, of which nothing is kept yet."""
-        config, states = self.config, self.prefill.pair.target.states
-        return config.enable_prefix_caching and not config.simulate_acceptance and states is None
+        """Whether pages are shared, and with them what is kept of recurrent states."""
+        recurs, keeps = self.prefill.pair.target.states, self.allocator.state_slots
+        return self.config.shares_prefixes and (recurs is None or keeps is not None)
 
     def _shared(self, token_ids: list[int]) -> list[int]:
         return self.allocator.share(token_ids) if self._caches_prefixes else []
@@ -297,8 +320,9 @@ class DecodeLoop:
         self.allocator.free(request.pages)
         request.pages = []
         if request.state_slot:
-            self.state_slots.free([request.state_slot])
-            request.state_slot = 0
+            left = [request.state_slot, *request.spare_slots, *request.kept_slots.values()]
+            self.state_slots.free(left)
+            request.state_slot, request.spare_slots, request.kept_slots = 0, [], {}
 
     # --- steps ---
 
@@ -365,6 +389,7 @@ class DecodeLoop:
         for request in [*self.running, *self.prefilling, *self.waiting]:
             request.finish_reason = request.finish_reason or "abort"
             request.pages, request.state_slot = [], 0
+            request.spare_slots, request.kept_slots = [], {}
         if self.config.device == "cuda":
             torch.cuda.synchronize()  # late writes go to pages that nobody owns yet
         for lane in self.lanes:

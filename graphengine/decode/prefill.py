@@ -10,6 +10,7 @@ host between two chunks, and each prompt's token is given out when its own last 
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -28,12 +29,12 @@ from graphengine.decode.fixed_chunk import BLOCK, FixedChunk, Piece
 from graphengine.decode.kvcache import pages_for
 from graphengine.decode.logprobs import Scores, score_rows
 from graphengine.decode.proposer import Pair
-from graphengine.decode.recurrence import NULL_SLOT, pieces_of
+from graphengine.decode.recurrence import KEPT_SPACING, NULL_SLOT, pieces_of
 from graphengine.decode.request import Request
 from graphengine.decode.sampling import Controls, sample_rows
 from graphengine.decode.stack import Rows
 from graphengine.kernels.argmax import argmax_rows
-from graphengine.kernels.gated_delta_prefill import Pieces
+from graphengine.kernels.gated_delta_prefill import CHUNK, Pieces
 
 SCORED_ROWS = 64  # of a prompt whose log-probabilities are asked for, in a forward
 
@@ -122,11 +123,12 @@ class Prefill:
                     work, room = [], most
                 for first in range(0, len(ids), SCORED_ROWS):
                     end = min(first + SCORED_ROWS, len(ids))
-                    yield [(request, Piece(ids, first, end, request.pages))]
+                    yield [(request, Piece(ids, first, end, request.pages, request.state_slot))]
                 continue
             while begin < len(ids):
                 end = begin + self._rows_of_next(len(ids) - begin, room)
-                piece = Piece(ids, begin, end, request.pages, request.state_slot)
+                kept = self._kept(request, begin, end)
+                piece = Piece(ids, begin, end, request.pages, request.state_slot, *kept)
                 if work and (self._room_for(piece) > room or len(work) == limit):
                     yield work
                     work, room = [], most
@@ -137,6 +139,19 @@ class Prefill:
                     work, room = [], most
         if work:
             yield work
+
+    def _kept(self, request: Request, begin: int, end: int) -> tuple[int, int]:
+        """Rows of this piece behind which the state is kept, and its slot; 0, 0: nowhere. That is
+        at its last whole page if the prompt ends here or is a long one, and in front of the last
+        token, which is always run. Mutates: request."""
+        step = math.lcm(self.pair.config.page_size, CHUNK)
+        rows = (min(end, len(request.prompt_ids) - 1) - begin) // step * step
+        is_last, spare = end == len(request.prompt_ids), request.spare_slots
+        is_due = (begin + rows) // KEPT_SPACING > begin // KEPT_SPACING and len(spare) > 1
+        if rows < 1 or not spare or not (is_last or is_due) or begin % self.pair.config.page_size:
+            return 0, NULL_SLOT
+        request.kept_slots[begin + rows] = spare.pop()
+        return rows, request.kept_slots[begin + rows]
 
     @property
     def _shared(self) -> FixedChunk | None:

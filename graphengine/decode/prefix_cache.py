@@ -69,7 +69,7 @@ class PrefixCache(PageAllocator):
         self, num_pages: int, page_size: int, state_slots: StateSlots | None = None
     ) -> None:
         """Args: state_slots: of a target with recurrent layers."""
-        self._page_size, self._state_slots = page_size, state_slots
+        self._page_size, self.state_slots = page_size, state_slots
         super().__init__(num_pages)
 
     @property
@@ -98,8 +98,8 @@ class PrefixCache(PageAllocator):
             page, _ = self._idle.popitem(last=False)
             del self._pages[self._keys.pop(page)], self._serials[page]
             self._free.append(page)
-            if self._state_slots is not None:
-                self._state_slots.forget(page)
+            if self.state_slots is not None:
+                self.state_slots.forget(page)
         pages = super().allocate(count)
         self._users.update(pages)
         return pages
@@ -108,8 +108,8 @@ class PrefixCache(PageAllocator):
         """Takes the pages of the longest beginning of these tokens that is held, whole pages; of
         recurrent layers' targets up to a kept state."""
         pages = [page for page, _ in self._held(token_ids)]
-        if self._state_slots is not None:
-            while pages and self._state_slots.behind(pages[-1]) is None:
+        if self.state_slots is not None:
+            while pages and self.state_slots.behind(pages[-1]) is None:
                 pages.pop()
         for page in pages:
             self._idle.pop(page, None)
@@ -132,13 +132,13 @@ class PrefixCache(PageAllocator):
     def keep_state(self, token_ids: Sequence[int], slot: int) -> None:
         """Gives away the slot of the state behind these tokens, which fill pages. Nobody finds it
         without them: then it is free."""
-        assert self._state_slots is not None
+        assert self.state_slots is not None
         assert len(token_ids) % self._page_size == 0
         pages = [page for page, _ in self._held(token_ids)]
         if pages and len(pages) == len(token_ids) // self._page_size:
-            self._state_slots.keep(pages[-1], slot)
+            self.state_slots.keep(pages[-1], slot)
         else:
-            self._state_slots.free([slot])
+            self.state_slots.free([slot])
 
     def free(self, pages: list[int]) -> None:
         """Returns a request's pages, shared ones too, each once."""

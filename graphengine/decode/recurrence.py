@@ -25,6 +25,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from graphengine.config.engine import EngineConfig
 from graphengine.config.model import ModelConfig
 from graphengine.decode.buffers import Arena, RecurrentBuffers
 from graphengine.kernels.gated_delta import Records, gated_delta_commit_, gated_delta_verify_
@@ -33,6 +34,8 @@ from graphengine.models.decoder import layer_kinds
 from graphengine.models.gated_delta import GatedDeltaWeights, RecurrentState
 
 NULL_SLOT = 0
+KEPT_STATES = 16  # of prompts, for those that begin like them
+KEPT_SPACING = 2048  # tokens of a long prompt from one to the next; a state weighs as much as 1,536
 
 
 class States(NamedTuple):
@@ -56,6 +59,11 @@ def state_bytes(config: ModelConfig, element_bytes: int) -> int:
     )
 
 
+def num_slots(config: EngineConfig) -> int:
+    """The null slot, one for every row that there can be, and those that are kept of prompts."""
+    return 1 + max(config.buckets) + KEPT_STATES * config.shares_prefixes
+
+
 def make_states(
     config: ModelConfig, num_slots: int, dtype: torch.dtype, device: torch.device
 ) -> States | None:
@@ -76,6 +84,12 @@ class Recurrence(Protocol):
     def run(self, layer: GatedDeltaWeights, index: int, projected_TE: Tensor) -> Tensor:
         """Of the recurrent layer `index`: o_TNV from what it projected."""
         ...
+
+
+def copy_state_(states: States, source: int, slot: int) -> None:
+    """What one slot holds into another. Mutates: the states."""
+    for pool in states:
+        pool[:, slot] = pool[:, source]
 
 
 @dataclass(frozen=True, slots=True)

@@ -44,6 +44,10 @@ class Request:
     """Of the prompt, whose pages an earlier request has left."""
     state_slot: int = 0
     """Of its recurrent states; the null slot for a target that has none."""
+    spare_slots: list[int] = field(default_factory=list)
+    """For states that are to be kept of its prompt."""
+    kept_slots: dict[int, int] = field(default_factory=dict)
+    """Those that its prefill writes, by how many tokens they are behind."""
     output_ids: list[int] = field(default_factory=list)
     start: int = 0
     output_logprobs: list[Logprobs] = field(default_factory=list)

@@ -41,9 +41,9 @@ from graphengine.decode.lane import Lane
 from graphengine.decode.loop import DecodeLoop
 from graphengine.decode.metrics import StartupMetrics
 from graphengine.decode.prefill import Prefill
-from graphengine.decode.prefix_cache import PrefixCache
+from graphengine.decode.prefix_cache import PrefixCache, StateSlots
 from graphengine.decode.proposer import Pair, Proposer
-from graphengine.decode.recurrence import make_states
+from graphengine.decode.recurrence import make_states, num_slots
 from graphengine.decode.simulate import make_simulation
 from graphengine.decode.stack import Target
 from graphengine.drafters.dflash import MAX_QUANTIZED_ROWS, DFlash
@@ -193,7 +193,7 @@ def build(
             config=target_config,
             weights=weights,
             kv_pool=pool(target_config),
-            states=make_states(target_config, max(config.buckets) + 1, dtype, device),
+            states=make_states(target_config, num_slots(config), dtype, device),
         )
         proposer = Proposer()
         if isinstance(draft_config, NgramConfig):
@@ -248,8 +248,9 @@ def build(
         _LOG.info("plain decode built in %.2f s", time.perf_counter() - began)
         return lane
 
+    slots = None if target.states is None else StateSlots(num_slots(config))
     loop = DecodeLoop(
-        *(Lane(builder, ahead), prefill, PrefixCache(plan.num_pages, config.page_size)),
+        *(Lane(builder, ahead), prefill, PrefixCache(plan.num_pages, config.page_size, slots)),
         build_plain if draft_config is not None else None,
     )
     if options.prepare_plain_decode and loop.fallback is not None:

@@ -30,7 +30,7 @@ from graphengine.decode.buffers import Arena
 from graphengine.decode.kvcache import page_bytes, pages_for
 from graphengine.decode.lane import PIPELINE_DEPTH
 from graphengine.decode.proposer import Proposer, step_buffers
-from graphengine.decode.recurrence import state_bytes
+from graphengine.decode.recurrence import num_slots, state_bytes
 from graphengine.drafters.dflash import DFlash
 from graphengine.drafters.ngram import Ngram
 from graphengine.models.layers import quantize_fp8
@@ -275,7 +275,7 @@ def _plan(
         draft_weight_bytes=draft_bytes - loading.tree_bytes(tuple(ropes[1:])),
         quantized_weight_bytes=loading.tree_bytes((drafter, copies)) - draft_bytes,
         rope_table_bytes=loading.tree_bytes(tuple(ropes)),
-        recurrent_state_bytes=state_bytes(target, dtype.itemsize) * (max(config.buckets) + 1),
+        recurrent_state_bytes=state_bytes(target, dtype.itemsize) * num_slots(config),
         step_buffer_bytes=buffers,
         prefill_bytes=workspace.prefill_bytes(*sizes),
         attention_workspace_bytes=workspace.shared_scratch_bytes(config) + scratch,

@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 from graphengine.api import Engine
 from graphengine.checkpoints.hub import HYBRID_DRAFT, HYBRID_TARGET, TINY_TARGET
 from graphengine.checkpoints.pairs import named_pair
+from tests.decode.test_engine import loop_of
 from tests.support.dflash_reference import load_target
 
 PROMPTS = (
@@ -58,3 +59,44 @@ def test_drafted_is_plain_is_transformers(buckets: tuple[int, ...]) -> None:
         with torch.no_grad():
             choice = model(ids).logits[0].argmax(-1)[len(prompt) - 1 : -1]
         assert choice.tolist() == answer
+
+
+def test_turns_of_a_chat() -> None:
+    """Bug: behind a hit the state is another prefix's, a token short or the drafter's context is
+    missing, so that the text or the acceptance changes; or the next turn finds nothing, or a fork
+    of an earlier turn takes the later one's state."""
+    outcomes: dict[bool, list[tuple[list[int], list[int]]]] = {}
+    cached_tokens: list[int] = []
+    for cached in (True, False):
+        run = {"device": "cpu", "buckets": (1, 2), "enable_prefix_caching": cached, "page_size": 16}
+        with Engine.from_pretrained("tiny-hybrid", **run) as engine:
+            assert engine.tokenizer is not None
+            first = engine.tokenizer.encode(" ".join(PROMPTS) * 3)
+            assert len(first) > 100
+            prompt, outcomes[cached] = first, []
+            for turn in range(4):
+                fork = first[:80] + prompt[turn : turn + 10]
+                for result in engine.generate([prompt, fork], max_new_tokens=12, ignore_eos=True):
+                    steps = result.metrics.acceptance.steps_by_accepted
+                    outcomes[cached].append((result.token_ids, steps))
+                    if cached:
+                        cached_tokens.append(result.metrics.num_cached_tokens)
+                prompt = prompt + outcomes[cached][-2][0] + first[turn : turn + 5]
+            slots = loop_of(engine).state_slots
+            assert slots.num_free == slots.num_usable
+    assert outcomes[True] == outcomes[False]
+    step, length = 32, len(first)
+    repeated = [(length + 17 * turn - 1) // step * step for turn in range(3)]
+    assert cached_tokens[2::2] == repeated, "of each turn all but its last rows"
+    assert cached_tokens[3::2] == [64] * 3
+
+
+def test_prompt_logprobs_leave_the_state_where_decoding_finds_it() -> None:
+    """Bug: a prompt whose log-probabilities are asked for runs in the null slot, so that what
+    follows continues from an empty state."""
+    with Engine.from_pretrained("tiny-hybrid", device="cpu", buckets=(1,)) as engine:
+        prompt = PROMPTS[0]
+        (plain,) = engine.generate([prompt], max_new_tokens=24)
+        (told,) = engine.generate([prompt], max_new_tokens=24, prompt_logprobs=1)
+    assert told.token_ids == plain.token_ids
+    assert told.prompt_logprobs is not None

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 
 from graphengine.decode.kvcache import NULL_PAGE
-from graphengine.decode.prefix_cache import PrefixCache
+from graphengine.decode.prefix_cache import PrefixCache, StateSlots
 from tests.decode.test_engine import BACKENDS, PROMPTS, Pair, assert_idle, force, loop_of
 from tests.support.dflash_reference import load_target, plain_generate
 from tests.support.examples import examples
@@ -73,6 +73,63 @@ class CacheMachine(RuleBasedStateMachine):
 def test_pages_are_shared_and_never_written() -> None:
     run_state_machine_as_test(
         CacheMachine, settings=settings(max_examples=examples(200), deadline=None)
+    )
+
+
+class StateMachine(RuleBasedStateMachine):
+    """Bug: a state that is kept is another text's, its slot is given to two, lost, or taken from a
+    running request; or a beginning is found behind whose last token no state was kept.
+
+    A slot's contents are simulated: the tokens that whoever wrote it last had run.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.slots = StateSlots(6)
+        self.cache = PrefixCache(9, SIZE, self.slots)
+        self.contents: dict[int, tuple[int, ...]] = {}
+        self.running: list[tuple[list[int], list[int], int]] = []  # (tokens, pages, slot)
+
+    @rule(tokens=TEXTS, keeps=st.booleans())
+    def run(self, tokens: list[int], keeps: bool) -> None:
+        shared = self.cache.share(tokens[:-1])
+        needed = -(-len(tokens) // SIZE) - len(shared)
+        if needed > self.cache.num_free or len(self.running) == 3:
+            self.cache.free(shared)
+            return
+        pages = shared + self.cache.allocate(needed)
+        if shared:
+            source = self.slots.behind(shared[-1])
+            assert source is not None
+            assert self.contents[source] == tuple(tokens[: len(shared) * SIZE])
+        (slot,) = self.slots.allocate(1)
+        kept = (len(tokens) - 1) // SIZE * SIZE
+        self.contents[slot] = tuple(tokens)
+        spare = self.slots.allocate(1) if keeps and kept > len(shared) * SIZE else []
+        self.cache.publish(tokens, pages)
+        for number in spare:
+            self.contents[number] = tuple(tokens[:kept])
+            self.cache.keep_state(tokens[:kept], number)
+        self.running.append((tokens, pages, slot))
+
+    @rule(data=st.data())
+    def end(self, data: st.DataObject) -> None:
+        if self.running:
+            index = data.draw(st.integers(0, len(self.running) - 1))
+            _, pages, slot = self.running.pop(index)
+            self.cache.free(pages)
+            self.slots.free([slot])
+
+    @invariant()
+    def balanced(self) -> None:
+        assert self.slots.num_free == self.slots.num_usable - len(self.running)
+        for tokens, _, slot in self.running:
+            assert self.contents[slot] == tuple(tokens)
+
+
+def test_states_are_kept_of_what_they_are_found_by() -> None:
+    run_state_machine_as_test(
+        StateMachine, settings=settings(max_examples=examples(200), deadline=None)
     )
 
 

@@ -115,5 +115,5 @@ def test_partial_sums(device: str) -> None:
         layer = make(HEADS, 2, device, HALF)
         out = run(layer, projected, [(0, 9, 0, 1)])
         found.append((out, layer.states_SNVK[1], layer.windows_S3C[1]))
-    for a, b in zip(*found, strict=True):
-        assert torch.equal(a, b)
+    for (a, b), bound in zip(zip(*found, strict=True), (4e-3, 1e-6, 0.0), strict=True):
+        close(a, b.double(), bound)  # the window to the bit; unrounded rows would cost 1e-3

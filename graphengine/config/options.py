@@ -156,6 +156,12 @@ class Options(Checked):
         "Take over the pages of an earlier text that begins alike, with the drafter's context.",
         commands=_RUN,
     )
+    max_num_batched_tokens: int = option(
+        512,
+        "Rows of prompts that are run between two steps of streams; fewer behind a long text.",
+        low=16,
+        commands=_RUN,
+    )
     prepare_plain_decode: bool = option(
         False,
         "Build what decodes plainly at start-up instead of when a request first needs it.",

@@ -27,6 +27,7 @@ from typing import NamedTuple
 import torch
 
 from graphengine import names
+from graphengine.decode.admission import Admission
 from graphengine.decode.fallback import Fallback
 from graphengine.decode.kvcache import PageAllocator, pages_for
 from graphengine.decode.lane import Lane
@@ -79,8 +80,7 @@ class DecodeLoop:
         self.waiting: deque[Request] = deque()
         self.first = lane
         self.fallback = Fallback(lane, build_plain) if build_plain is not None else None
-        self.prefilling: list[Request] = []  # with pages, their prompts queued
-        self._first_tokens: Iterator[list[tuple[Request, int]]] = iter(())
+        self.admission = Admission(prefill, [])
         self._failed: list[StepOutput] = []  # ended between two steps, still to be given out
         self._next_id = 0
         self.is_clean = True
@@ -91,6 +91,11 @@ class DecodeLoop:
         """The drafting lane, and the plain one where it was built."""
         plain = self.fallback.plain if self.fallback is not None else None
         return [self.first] if plain is None else [self.first, plain]
+
+    @property
+    def prefilling(self) -> list[Request]:
+        """Requests with pages whose prompts are not done."""
+        return self.admission.requests
 
     @property
     def running(self) -> list[Request]:
@@ -199,30 +204,33 @@ class DecodeLoop:
             outputs += self.admit_next()
         return outputs
 
-    def admit_next(self) -> list[StepOutput]:
-        """Begins the requests whose prompts are done next; where none is under way, first queues
-        those of waiting requests, in order, while rows and pages last."""
+    def admit_next(self, budget: int | None = None) -> list[StepOutput]:
+        """Begins the requests whose prompts are done next; where none is under way, first takes
+        those of waiting requests, in order, while rows and pages last.
+
+        Args: budget: rows of prompts to queue; None: all, and the next first token is waited for.
+        """
         if not self.prefilling:
-            self.prefilling = self._reserve()
-            self._first_tokens = self.prefill.run(self.prefilling)
+            self.admission = Admission(self.prefill, self._reserve())
         if not self.prefilling:
             return []
         try:
             with names.range_("prefill"):
-                tokens = next(self._first_tokens)
-            if self._caches_prefixes:  # queued; whoever shares these pages is behind on the stream
-                for request in self.prefilling:
+                queued = self.admission.queue(budget)
+                for request in queued if self._caches_prefixes else []:
                     self.allocator.publish(request.prompt_ids, request.pages)
-                    self._keep_states(request)
+                    self._keep_states(request)  # whoever shares them is behind on the stream
+                tokens = self.admission.take()
         except BaseException:
             for request in self.prefilling:
                 request.finish_reason = request.finish_reason or "abort"
                 self._release(request)
-            self.prefilling = []
+            self.admission = Admission(self.prefill, [])
             raise
+        for request in self.admission.drop():
+            self._release(request)
         outputs = []
         for request, token in tokens:
-            self.prefilling.remove(request)
             if request.finish_reason is None:
                 outputs.append(StepOutput(request, request.begin(token)))
             else:
@@ -331,9 +339,10 @@ class DecodeLoop:
         next one, and each first token while it works on other prompts."""
         watch, outputs = watch or Watch(), []
         while self.has_work or outputs:
+            budget = self.config.max_num_batched_tokens if self.running else None
             with torch.no_grad():
-                outputs += self.admit_next()
-            if self.prefilling:
+                outputs += self.admit_next(budget)
+            if self.prefilling and self.admission.is_alone:
                 yield outputs
                 outputs = []
                 continue
@@ -397,7 +406,7 @@ class DecodeLoop:
             lane.reset()
         if self.fallback is not None:
             self.fallback.reset()
-        self._failed, self.prefilling = [], []
+        self._failed, self.admission = [], Admission(self.prefill, [])
         self.waiting.clear()
         self.allocator.reset()
         self.state_slots.reset()

@@ -4,15 +4,14 @@ Short prompts, several together, fill a chunk of a fixed size (`fixed_chunk`); t
 one, and all on the CPU, run eagerly, as many as there are up to `chunk` in a forward. A graph mode
 changes who launches a kernel, and never what the K/V of a prompt is.
 
-Everything is queued before the first token is waited for, so that the device never waits for the
-host between two chunks, and each prompt's token is given out when its own last chunk is done.
+When they are queued is `admission`'s.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -61,6 +60,11 @@ class FirstTokens(NamedTuple):
         event.record()
         return cls(work, host_R, event, scores)
 
+    @property
+    def is_there(self) -> bool:
+        """Whether they need no waiting for."""
+        return self.are_there is None or self.are_there.query()
+
     def wait(self) -> list[tuple[Request, int]]:
         """Waits for them, and notes when they came."""
         if self.are_there is not None:
@@ -91,54 +95,51 @@ class Prefill:
     chunk: int
     fixed: tuple[FixedChunk, ...] = ()
 
-    def run(self, requests: Sequence[Request]) -> Iterator[list[tuple[Request, int]]]:
-        """Writes the K/V of every prompt and picks each first token.
-
-        Args: requests: with pages reserved.
-
-        Yields:
-            Requests whose prompts are complete with their first tokens, in order. Everything is
-            queued before the first of them; each waits for the device.
-        """
-        queued = [self._queue(work) for work in self.split(requests)]
-        now = time.perf_counter()
-        for request in requests:
-            request.queued_s = now
-        for tokens in queued:
-            if tokens is not None:
-                yield tokens.wait()
-
-    def split(self, requests: Sequence[Request]) -> Iterator[Work]:
+    def split(
+        self, requests: Sequence[Request], rows_at: Callable[[int], int | None] = lambda _: None
+    ) -> Iterator[Work]:
         """The forwards, in order. A fixed chunk is shared by as many prompts as it holds; a longer
-        piece runs alone, since company would save it nothing and cost it time."""
-        shared = self._shared
-        room = most = shared.size if shared is not None else self.chunk
-        limit = shared.num_prompts if shared is not None else len(requests)
+        piece runs alone, since company would save it nothing and cost it time.
+
+        Args: rows_at: of a forward whose first row stands there, at most; None: as many as pay.
+        """
         work: Work = []
+        room = limit = 0
         for request in requests:
             begin, ids = request.num_cached_tokens, request.prompt_ids
             if request.prompt_logprobs is not None:  # alone, and eagerly
                 if work:
                     yield work
-                    work, room = [], most
+                    work = []
                 for first in range(0, len(ids), SCORED_ROWS):
                     end = min(first + SCORED_ROWS, len(ids))
                     yield [(request, Piece(ids, first, end, request.pages, request.state_slot))]
                 continue
-            while begin < len(ids):
-                end = begin + self._rows_of_next(len(ids) - begin, room)
+            while begin < len(ids) and request.finish_reason is None:
+                most = rows_at(begin)
+                if not work:
+                    room, limit = self._space(most, len(requests))
+                end = begin + self._rows_of_next(len(ids) - begin, room, most)
+                if work and (self._room_for(end - begin) > room or len(work) == limit):
+                    yield work
+                    work = []
+                    continue
                 kept = self._kept(request, begin, end)
                 piece = Piece(ids, begin, end, request.pages, request.state_slot, *kept)
-                if work and (self._room_for(piece) > room or len(work) == limit):
-                    yield work
-                    work, room = [], most
                 work.append((request, piece))
-                begin, room = end, room - self._room_for(piece)
+                begin, room = end, room - self._room_for(piece.num_rows)
                 if room <= 0:
                     yield work
-                    work, room = [], most
+                    work = []
         if work:
             yield work
+
+    def _space(self, most: int | None, num_requests: int) -> tuple[int, int]:
+        """Rows and prompts of a forward that prompts share."""
+        shared = self._shared(most)
+        if shared is not None:
+            return shared.size, shared.num_prompts
+        return min(self.chunk, most or self.chunk), num_requests
 
     def _kept(self, request: Request, begin: int, end: int) -> tuple[int, int]:
         """Rows of this piece behind which the state is kept, and its slot; 0, 0: nowhere. That is
@@ -153,37 +154,41 @@ class Prefill:
         request.kept_slots[begin + rows] = spare.pop()
         return rows, request.kept_slots[begin + rows]
 
-    @property
-    def _shared(self) -> FixedChunk | None:
-        """The largest chunk that prompts share."""
-        return next((chunk for chunk in reversed(self.fixed) if not chunk.is_long), None)
+    def _shared(self, most: int | None) -> FixedChunk | None:
+        """The largest chunk that prompts share, of so many rows at most if there is one."""
+        chunks = [chunk for chunk in self.fixed if not chunk.is_long]
+        fitting = [chunk for chunk in chunks if most is None or chunk.size <= most]
+        return (fitting or chunks[:1] or [None])[-1]
 
-    def _rows_of_next(self, left: int, room: int) -> int:
+    def _rows_of_next(self, left: int, room: int, most: int | None) -> int:
         """Rows of a prompt that its next forward takes of those that are left.
 
         What fits a chunk that prompts share is not cut. A chunk's time goes by its size, so a long
         one is left empty by a quarter at most: smaller ones do the same in less.
         """
-        shared, sizes = self._shared, [chunk.size for chunk in self.fixed]
+        shared = self._shared(most)
         if shared is None or left <= shared.size:
             return min(left, room if shared is None else left)
-        if shared is self.fixed[-1]:
+        if shared is self.fixed[-1] and most is None:
             return min(left, self.chunk)  # eager
+        fits = most is None or max(most, shared.size)
+        sizes = [chunk.size for chunk in self.fixed if fits is True or chunk.size <= fits]
         holds = next((size for size in sizes if size >= left), sizes[-1])
         return left if 3 / 4 * holds < left <= holds else max(n for n in sizes if n <= left)
 
-    def _room_for(self, piece: Piece) -> int:
+    def _room_for(self, num_rows: int) -> int:
         block = BLOCK if self.fixed else 1
-        return pages_for(piece.num_rows, block) * block
+        return pages_for(num_rows, block) * block
 
-    def _queue(self, work: Work) -> FirstTokens | None:
-        """One forward, and the first tokens of the prompts that it completes."""
+    def queue(self, work: Work) -> FirstTokens | None:
+        """One forward, and the first tokens of the prompts that it completes. Mutates: the K/V of
+        every row, what the proposer keeps of them."""
         began = time.perf_counter()
         for request, piece in work:
             is_first = piece.begin == request.num_cached_tokens
             request.prefill_s = began if is_first else request.prefill_s
         pieces = [piece for _, piece in work]
-        num_rows = sum(self._room_for(piece) for piece in pieces)
+        num_rows = sum(self._room_for(piece.num_rows) for piece in pieces)
         is_scored = work[0][0].prompt_logprobs is not None
         chunk = next((chunk for chunk in self.fixed if chunk.size >= num_rows), None)
         chunk = None if is_scored else chunk

@@ -406,7 +406,7 @@ def test_exception_in_a_step(
             raise KeyboardInterrupt
 
     if where == "prefill":
-        monkeypatch.setattr(type(loop.prefill), "run", explode)
+        monkeypatch.setattr(type(loop.prefill), "queue", explode)
         calls += [1, 1]
     else:
         for bucket in loop.first.buckets.values():

@@ -1,0 +1,81 @@
+"""Prompts under way: their forwards, queued all at once or a few between two steps.
+
+While nobody decodes, everything is queued before the first token is waited for, so that the device
+never waits for the host between two chunks, and each prompt's token is given out when its own last
+chunk is done. Beside running streams each step is followed by so many rows as their reader is to
+wait for, and a first token is taken when it is there: nobody waits for it.
+
+Invariant: forwards are queued in the order of arrival, and of a prompt that was cancelled no more.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from graphengine.decode.prefill import FirstTokens, Prefill
+from graphengine.decode.request import Request
+
+DEPTH = 16384  # keys in front of a row from which on it counts for more than a row
+
+
+@dataclass(slots=True)
+class Budget:
+    """Rows of a short prompt that the next forward may take as long as; None: no matter."""
+
+    rows: int | None = None
+
+    def rows_at(self, position: int) -> int | None:
+        """Rows from a position on that take about as long: a row's attention costs as much as its
+        weights at 1.5 * DEPTH keys (8B shapes)."""
+        rows = self.rows
+        return None if rows is None else min(rows, 3 * rows * DEPTH // (2 * (DEPTH + position)))
+
+
+class Admission:
+    """Requests with pages whose prompts are not done. Not thread-safe."""
+
+    def __init__(self, prefill: Prefill, requests: Sequence[Request]) -> None:
+        self.requests = list(requests)
+        self._prefill, self._budget = prefill, Budget()
+        self._work = prefill.split(requests, self._budget.rows_at)
+        self._queued: deque[FirstTokens] = deque()
+        self.is_alone = False
+        """Whether all was queued at once: then first tokens are waited for."""
+
+    def queue(self, budget: int | None) -> list[Request]:
+        """Queues one forward of so many rows at most, or everything: None.
+
+        Returns: the requests whose last rows are queued now.
+        """
+        self._budget.rows, found = budget, []
+        self.is_alone = self.is_alone or budget is None
+        for work in self._work:
+            tokens = self._prefill.queue(work)
+            if tokens is not None:
+                self._queued.append(tokens)
+            for request, piece in work:
+                if piece.end == len(request.prompt_ids):
+                    request.queued_s = time.perf_counter()
+                    found.append(request)
+            if budget is not None:
+                break
+        return found
+
+    def take(self) -> list[tuple[Request, int]]:
+        """First tokens that have come since, in order; of prompts alone the next ones, which are
+        waited for. Mutates: requests."""
+        done: list[tuple[Request, int]] = []
+        while self._queued and not done and (self.is_alone or self._queued[0].is_there):
+            done += self._queued.popleft().wait()
+        for request, _ in done:
+            self.requests.remove(request)
+        return done
+
+    def drop(self) -> list[Request]:
+        """Takes out those that were cancelled before their last rows were queued."""
+        ended = [r for r in self.requests if r.finish_reason is not None and not r.queued_s]
+        self.requests = [request for request in self.requests if request not in ended]
+        return ended

@@ -1,0 +1,160 @@
+"""Requests that come and go while others run: prompts in pieces between steps."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from graphengine.api import Engine
+from graphengine.decode.admission import Budget
+from graphengine.decode.loop import Watch
+from graphengine.decode.prefill import Prefill
+from graphengine.decode.request import Request
+from tests.decode.test_engine import Pair, assert_idle, loop_of
+
+BUDGET = 16
+LONGEST = 60
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    return Pair(tmp_path_factory.mktemp("pair"), likely_tokens=3)
+
+
+@pytest.fixture(scope="module")
+def engine(pair: Pair) -> Iterator[Engine]:
+    options: dict[str, Any] = {"max_num_batched_tokens": BUDGET, "enable_prefix_caching": False}
+    with pair.engine(**options) as engine:
+        yield engine
+        assert_idle(engine)
+
+
+class Tape(Watch):
+    """What was queued, in order: rows of prompts, and steps with who ran."""
+
+    def __init__(self, loop: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.loop, self.events = loop, []
+        real = Prefill.queue
+
+        def queue(prefill: Prefill, work: Any) -> Any:
+            self.events.append(
+                ("rows", sum(piece.num_rows for _, piece in work), len(loop.running))
+            )
+            return real(prefill, work)
+
+        monkeypatch.setattr(Prefill, "queue", queue)
+
+    events: list[tuple[str, int, int]]
+
+    def launching(self) -> None:
+        self.events.append(("step", 0, len(self.loop.running)))
+
+    def rows_between_steps(self) -> list[int]:
+        """Of prompts, that somebody's next step stood behind."""
+        gaps, rows = [], 0
+        for kind, count, running in self.events:
+            if kind == "step":
+                gaps.append(rows)
+                rows = 0
+            elif running:
+                rows += count
+        return gaps
+
+
+def prompt(rng: random.Random, longest: int = LONGEST) -> list[int]:
+    return [rng.randrange(1, 250) for _ in range(rng.randrange(1, longest))]
+
+
+def test_a_stream_goes_on_while_a_prompt_comes_in(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bug: running streams stand still until a newcomer's whole prompt is done; or the newcomer
+    waits until they end."""
+    loop, rng = loop_of(engine), random.Random(1)
+    tape = Tape(loop, monkeypatch)
+    first = loop.submit(prompt(rng, 9), 30, ())
+    running = loop.run(tape)
+    while not first.output_ids:
+        next(running)
+    second = loop.submit([rng.randrange(1, 250) for _ in range(LONGEST)], 5, ())
+    before = len(first.output_ids)
+    while not second.output_ids:
+        next(running)
+    assert len(first.output_ids) >= before + LONGEST // BUDGET
+    assert first.finish_reason is None
+    assert max(tape.rows_between_steps()) == BUDGET
+    for _ in running:
+        pass
+    monkeypatch.undo()
+    for request, count in ((first, 30), (second, 5)):
+        (alone,) = engine.generate([request.prompt_ids], max_new_tokens=count, ignore_eos=True)
+        assert request.output_ids == alone.token_ids
+
+
+def test_a_cancelled_prompt_is_not_run_to_its_end(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bug: who has gone still costs every stream its whole prompt, or its pages are lost."""
+    loop, rng = loop_of(engine), random.Random(2)
+    first = loop.submit(prompt(rng, 9), 40, ())
+    running = loop.run()
+    while not first.output_ids:
+        next(running)
+    second = loop.submit([rng.randrange(1, 250) for _ in range(LONGEST)], 5, ())
+    while second not in loop.prefilling:
+        next(running)
+    free = loop.allocator.num_free
+    tape = Tape(loop, monkeypatch)
+    loop.cancel(second)
+    next(running)
+    assert loop.allocator.num_free > free
+    for _ in running:
+        pass
+    assert not any(kind == "rows" for kind, _, _ in tape.events)
+    assert second.output_ids == []
+    assert first.finish_reason == "length"
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_random_joins_and_leaves(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
+    """Bug: a newcomer's piece writes another's rows, a row is given to two, a request is overtaken
+    for ever, or what a request says depends on who runs beside it."""
+    loop, rng = loop_of(engine), random.Random(seed)
+    tape = Tape(loop, monkeypatch)
+    everyone: list[Request] = [loop.submit(prompt(rng), 12, ())]
+    running = loop.run(tape)
+    while True:
+        if len(everyone) < 14 and rng.random() < 0.4:
+            everyone.append(loop.submit(prompt(rng), rng.randrange(1, 20), ()))
+        if rng.random() < 0.08:
+            loop.cancel(rng.choice(everyone))
+        if next(running, None) is None:
+            if len(everyone) == 14:
+                break
+            everyone.append(loop.submit(prompt(rng), 5, ()))
+            running = loop.run(tape)
+    assert max(tape.rows_between_steps()) <= BUDGET
+    assert loop.allocator.num_free == loop.allocator.num_usable
+    monkeypatch.undo()
+    begun = [r.first_token_s for r in everyone if r.first_token_s]
+    assert begun == sorted(begun), "in the order of arrival"
+    for request in everyone:
+        count = max(len(request.output_ids), 1)
+        (alone,) = engine.generate([request.prompt_ids], max_new_tokens=count, ignore_eos=True)
+        assert request.output_ids == alone.token_ids[: len(request.output_ids)]
+        assert request.finish_reason in ("length", "abort")
+
+
+def test_rows_behind_a_long_text() -> None:
+    """Bug: a chunk at 32k keys takes three times as long as one at none, and streams wait."""
+    found = [Budget(512).rows_at(position) for position in (0, 512, 8192, 8193, 32768, 131072)]
+    assert found[:3] == [512, 512, 512]
+    assert found[3] == 511  # the next smaller chunk
+    assert found[4] == 256
+    assert found[5] is not None and 64 <= found[5] < 128
+    assert Budget().rows_at(5) is None

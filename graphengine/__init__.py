@@ -12,10 +12,19 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from graphengine.api import Chunk, Engine, GenerationResult
+    from graphengine.async_engine import AsyncEngine
     from graphengine.checkpoints.hub import TINY_DRAFT, TINY_TARGET
     from graphengine.config.options import SamplingParams
 
-__all__ = ["TINY_DRAFT", "TINY_TARGET", "Chunk", "Engine", "GenerationResult", "SamplingParams"]
+__all__ = [
+    "TINY_DRAFT",
+    "TINY_TARGET",
+    "AsyncEngine",
+    "Chunk",
+    "Engine",
+    "GenerationResult",
+    "SamplingParams",
+]
 
 
 def __getattr__(name: str) -> Any:
@@ -27,6 +36,10 @@ def __getattr__(name: str) -> Any:
         from graphengine.config import options
 
         return options.SamplingParams
+    if name == "AsyncEngine":
+        from graphengine import async_engine
+
+        return async_engine.AsyncEngine
     if name in ("Chunk", "Engine", "GenerationResult"):
         from graphengine import api
 

@@ -33,6 +33,7 @@ from graphengine.decode.loop import DecodeLoop
 from graphengine.decode.metrics import StartupMetrics
 from graphengine.decode.request import Request
 from graphengine.decode.sampling import Sampling, random_seed
+from graphengine.handles import Handle, Serving, Submit, collect
 from graphengine.results import Chunk, GenerationResult, Teller, tokens_of_bad_words
 from graphengine.startup.build import Built, build
 from graphengine.startup.memory import MemoryPlan
@@ -63,6 +64,9 @@ class Engine:
         self._built: Built | None = built
         self._lock = threading.Lock()  # for the moment of taking alone
         self._last: weakref.ref[_Claim] | None = None
+        self._starting = threading.Lock()
+        self._serving: Serving | None = None
+        self._serving_claim: _Claim | None = None
         self._pid = os.getpid()
         self._failure, self._remedy = "", "make a new one with from_pretrained"
 
@@ -175,34 +179,95 @@ class Engine:
         if it is asked to go on.
         """
         arrival_s = time.perf_counter()
-        given = asdict(sampling) if sampling is not None else {}
-        asked = made(SamplingParams, given | params)
-        seed = random_seed() if asked.seed is None else asked.seed
-        built = self._open
-        words = tokens_of_bad_words(asked, built.tokenizer, built.target.vocab_size)
-        sampled = Sampling.of(asked, words, seed)
-        told = {"logprobs": asked.logprobs, "prompt_logprobs": asked.prompt_logprobs}
+        asked, sampled = self._wish(sampling, params)
+        if self._serving is not None:
+            prompts = [prompts] if isinstance(prompts, str) else _items(prompts)
+            queued = []
+            for i, prompt in enumerate(prompts):
+                with _named(i, len(prompts)):
+                    own = sampled.numbered(i)
+                    queued.append(self._submission(prompt, asked, own, arrival_s))
+            changed = threading.Event()
+            serving = self._serving
+            return collect([serving.submit(one, changed.set) for one in queued], changed)
         with self._claim():
             # Drops what a stream that was never started has queued; completes an interrupted reset.
+            built = self._open
             if not built.loop.is_clean:  # to reset is to wait for the device
                 self._reset(built.loop)
             built = self._open
             prompts = [prompts] if isinstance(prompts, str) else _items(prompts)
-            stop_ids = frozenset() if asked.ignore_eos else built.stop_ids
             loop = built.loop
             requests: list[Request] = []
             try:
                 for i, prompt in enumerate(prompts):
                     with _named(i, len(prompts)):
                         ids, own = self._encode(prompt, asked.raw), sampled.numbered(i)
-                        run = ids, asked.max_new_tokens, stop_ids, own, arrival_s
-                        requests.append(
-                            loop.submit(*run, asked_stop_ids=asked.stop_token_ids, **told)
-                        )
+                        requests.append(_submit(built, ids, asked, own, arrival_s))
             except BaseException:
                 loop.reset()
                 raise
             return self._run(loop, requests, built.tokenizer, asked)
+
+    @spelled_out(SamplingParams)
+    def submit(
+        self, prompt: Prompt, sampling: SamplingParams | None = None, **params: Any
+    ) -> Handle:
+        """Queues a prompt and returns at once; arguments as `generate`. It runs beside whatever
+        runs, and several threads may submit and wait at the same time.
+
+        From the first call on a thread of the engine's own runs the steps, also those of `generate`
+        and `stream`. Dropping the handle cancels the request.
+
+        Raises:
+            ValueError: a prompt that cannot be run, or a sampling parameter outside its range.
+            RuntimeError: the engine is closed, or a stream from before the first call is active.
+        """
+        return self.queue(prompt, sampling, params)
+
+    def queue(
+        self,
+        prompt: Prompt,
+        sampling: SamplingParams | None,
+        params: dict[str, Any],
+        told: Callable[[], object] | None = None,
+    ) -> Handle:
+        """`submit` for what waits in another way: `told` is called behind each chunk, by the
+        engine's thread."""
+        arrival_s = time.perf_counter()
+        asked, sampled = self._wish(sampling, params)
+        queued = self._submission(prompt, asked, sampled.numbered(0), arrival_s)
+        with self._starting:
+            if self._serving is None:
+                self._serving_claim = self._claim()
+                if not self._open.loop.is_clean:
+                    self._reset(self._open.loop)
+                self._serving = Serving(self._open.loop, self._reset)
+            serving = self._serving
+        return serving.submit(queued, told)
+
+    def _wish(
+        self, sampling: SamplingParams | None, params: dict[str, Any]
+    ) -> tuple[SamplingParams, Sampling]:
+        """What is asked for, by name and for the loop. Raises: ValueError."""
+        asked = made(SamplingParams, (asdict(sampling) if sampling is not None else {}) | params)
+        seed = random_seed() if asked.seed is None else asked.seed
+        built = self._open
+        words = tokens_of_bad_words(asked, built.tokenizer, built.target.vocab_size)
+        return asked, Sampling.of(asked, words, seed)
+
+    def _submission(
+        self, prompt: Any, asked: SamplingParams, sampled: Sampling, arrival_s: float
+    ) -> Submit:
+        """What the loop's thread does for a prompt, which is encoded here."""
+        built = self._open
+        ids = self._encode(prompt, asked.raw)
+
+        def submit() -> tuple[Request, Teller]:
+            request = _submit(built, ids, asked, sampled, arrival_s)
+            return request, Teller(built.loop, [request], built.tokenizer, asked)
+
+        return submit
 
     def _run(
         self,
@@ -311,6 +376,9 @@ class Engine:
         if self._built is None:
             return
         loop, on_gpu = self._built.loop, self._built.config.device == "cuda"
+        if self._serving is not None:
+            self._serving.close()
+            self._serving = self._serving_claim = None
         self._built = None
         self._reset(loop)
         del loop  # the last reference to weights and pools
@@ -339,6 +407,19 @@ class _Claim:
 
     def __exit__(self, *error: object) -> None:
         self.is_held = False
+
+
+def _submit(
+    built: Built, ids: list[int], asked: SamplingParams, sampled: Sampling, arrival_s: float
+) -> Request:
+    """Queues a prompt into the loop. Raises: ValueError."""
+    stop_ids = frozenset() if asked.ignore_eos else built.stop_ids
+    return built.loop.submit(
+        *(ids, asked.max_new_tokens, stop_ids, sampled, arrival_s),
+        asked_stop_ids=asked.stop_token_ids,
+        logprobs=asked.logprobs,
+        prompt_logprobs=asked.prompt_logprobs,
+    )
 
 
 def _in_event_loop() -> bool:

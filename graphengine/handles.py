@@ -1,0 +1,235 @@
+"""Requests of several threads at once: one thread runs the loop, handles wait for what it commits.
+
+An engine's own `generate` and `stream` run the loop in the caller's thread, where nothing stands
+between a step and its reader. With the first `submit` a thread takes the engine over for good; from
+then on `generate` and `stream` go through it as well. Between two steps it takes in what was
+submitted and cancelled meanwhile.
+
+Invariant: only that thread touches the loop. A handle ends with a result or with an error, whatever
+happens to the others; one that nobody holds any more is cancelled.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+import torch
+
+from graphengine.decode.loop import DecodeLoop, StepOutput
+from graphengine.decode.request import Request
+from graphengine.results import Chunk, GenerationResult, Teller
+
+Submit = Callable[[], tuple[Request, Teller]]
+"""Queues a request; called by the thread that runs the loop. Raises: ValueError."""
+
+
+class _Stream:
+    """What the loop's thread and a handle share; it does not keep the handle alive."""
+
+    def __init__(self, submit: Submit, told: Callable[[], object] | None) -> None:
+        self.submit, self.told = submit, told
+        self.ready = threading.Condition()
+        self.chunks: deque[Chunk] = deque()
+        self.error: BaseException | None = None
+        self.is_over = self.is_cancelled = False
+        self.request: Request | None = None
+        self.tell: Teller | None = None
+
+    def put(self, chunk: Chunk | None, error: BaseException | None = None) -> None:
+        with self.ready:
+            if chunk is not None:
+                self.chunks.append(chunk)
+            self.error = self.error or error
+            self.is_over = (
+                self.is_over
+                or error is not None
+                or (chunk is not None and chunk.result is not None)
+            )
+            self.ready.notify_all()
+        if self.told is not None:
+            self.told()
+
+
+class Handle:
+    """A request that runs: iterate over its chunks, wait for its result, or cancel it. Any thread
+    may do so. Each chunk is given out once."""
+
+    def __init__(self, serving: Serving, stream: _Stream) -> None:
+        self._serving, self._stream = serving, stream
+        self._result: GenerationResult | None = None
+        weakref.finalize(self, serving.cancel, stream)
+
+    @property
+    def done(self) -> bool:
+        """Whether it has ended; its last chunks may still be there to be taken."""
+        return self._stream.is_over
+
+    def cancel(self) -> None:
+        """Ends it between two steps, with finish reason "abort"; harmless if it has ended."""
+        self._serving.cancel(self._stream)
+
+    def take(self) -> list[Chunk]:
+        """Chunks that are there now, without waiting.
+
+        Raises: what ended the request, once its chunks are taken.
+        """
+        stream = self._stream
+        with stream.ready:
+            chunks = list(stream.chunks)
+            stream.chunks.clear()
+            if not chunks and stream.error is not None:
+                raise stream.error
+        for chunk in chunks:
+            self._result = chunk.result or self._result
+        return chunks
+
+    def __iter__(self) -> Iterator[Chunk]:
+        while True:
+            with self._stream.ready:
+                self._stream.ready.wait_for(lambda: self._stream.chunks or self._stream.is_over)
+            chunks = self.take()
+            if not chunks:
+                return
+            yield from chunks
+
+    def result(self) -> GenerationResult:
+        """Waits for the end; takes the chunks that nobody has taken.
+
+        Raises: what ended the request, if that was an error of the engine.
+        """
+        for _ in self:
+            pass
+        assert self._result is not None
+        return self._result
+
+
+class Serving:
+    """The thread that runs an engine's loop."""
+
+    def __init__(self, loop: DecodeLoop, reset: Callable[[DecodeLoop], None]) -> None:
+        """Args: reset: makes the loop idle after an error."""
+        self._loop, self._reset = loop, reset
+        self._changed = threading.Condition()
+        self._inbox: deque[_Stream] = deque()
+        self._has_cancelled = self._is_closed = False
+        self._streams: dict[int, _Stream] = {}  # by request
+        self._device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
+        self._thread = threading.Thread(target=self._serve, name="graphengine", daemon=True)
+        self._thread.start()
+
+    def submit(self, submit: Submit, told: Callable[[], object] | None = None) -> Handle:
+        """Queues a request.
+
+        Args: told: called behind each chunk, by the loop's thread.
+        Raises: RuntimeError: closed.
+        """
+        stream = _Stream(submit, told)
+        with self._changed:
+            if self._is_closed:
+                raise RuntimeError("this engine is closed; make a new one with from_pretrained")
+            self._inbox.append(stream)
+            self._changed.notify_all()
+        return Handle(self, stream)
+
+    def cancel(self, stream: _Stream) -> None:
+        """Between two steps; harmless if it has ended."""
+        if not stream.is_over:
+            with self._changed:
+                stream.is_cancelled = self._has_cancelled = True
+                self._changed.notify_all()
+
+    def close(self) -> None:
+        """Ends every request with an error and the thread behind its step."""
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify_all()
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
+
+    def _serve(self) -> None:
+        if self._device is not None:  # a thread begins with device 0
+            torch.cuda.set_device(self._device)
+        closed = RuntimeError("the engine was closed while this request ran")
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._inbox or self._is_closed)
+                if self._is_closed:
+                    break
+            try:
+                self._take_in()
+                for outputs in self._loop.run():
+                    self._tell(outputs)
+                    if self._is_closed:
+                        break
+                    self._take_in()
+            except BaseException as error:
+                self._fail(error)
+            if self._is_closed:
+                break
+        self._fail(closed)
+
+    def _take_in(self) -> None:
+        """Requests and cancellations since the last step. Mutates: the loop."""
+        if not (self._inbox or self._has_cancelled):
+            return
+        with self._changed:
+            taken, self._has_cancelled = list(self._inbox), False
+            self._inbox.clear()
+        for stream in taken:
+            try:
+                stream.request, stream.tell = stream.submit()
+                self._streams[stream.request.request_id] = stream
+            except Exception as error:  # its own prompt's or options'
+                stream.put(None, error)
+        for stream in [s for s in self._streams.values() if s.is_cancelled]:
+            assert stream.request is not None
+            self._loop.cancel(stream.request)
+            self._tell([StepOutput(stream.request, [])])
+
+    def _tell(self, outputs: list[StepOutput]) -> None:
+        for request, new_ids in outputs:
+            stream = self._streams.get(request.request_id)
+            if stream is None:
+                continue  # cancelled behind this step
+            assert stream.tell is not None
+            chunk = stream.tell.chunk(request, new_ids)
+            if chunk.result is not None:
+                del self._streams[request.request_id]
+            stream.put(chunk)
+
+    def _fail(self, error: BaseException) -> None:
+        """Ends everything that runs or waits."""
+        with self._changed:
+            streams = [*self._streams.values(), *self._inbox]
+            self._streams.clear()
+            self._inbox.clear()
+        if not self._loop.is_clean:
+            self._reset(self._loop)
+        for stream in streams:
+            stream.put(None, error)
+
+
+def collect(handles: list[Handle], changed: threading.Event) -> Iterator[Chunk]:
+    """Chunks of the requests of one call, as they come; `index` is the handle's place. Dropping the
+    iterator cancels them.
+
+    Args: changed: set behind each chunk of theirs.
+    """
+    left = dict(enumerate(handles))
+    try:
+        while left:
+            changed.wait()
+            changed.clear()
+            for index, handle in list(left.items()):
+                is_over = handle.done
+                for chunk in handle.take():
+                    yield replace(chunk, index=index)
+                if is_over:
+                    del left[index]
+    finally:
+        for handle in left.values():
+            handle.cancel()

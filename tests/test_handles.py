@@ -1,0 +1,181 @@
+"""Requests from several threads and tasks at once: handles, and the engine for asyncio."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import random
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from graphengine import AsyncEngine
+from graphengine.api import Engine
+from graphengine.decode.loop import DecodeLoop
+from tests.decode.test_engine import Pair, loop_of
+
+COUNT = 12
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    return Pair(tmp_path_factory.mktemp("pair"), likely_tokens=3)
+
+
+@pytest.fixture(scope="module")
+def truth(pair: Pair) -> dict[tuple[int, ...], list[int]]:
+    """Random prompts and what they say alone."""
+    rng = random.Random(0)
+    prompts = [[rng.randrange(1, 250) for _ in range(rng.randrange(1, 40))] for _ in range(12)]
+    with pair.engine() as engine:
+        results = [engine.generate([p], max_new_tokens=COUNT, ignore_eos=True)[0] for p in prompts]
+    return {tuple(p): r.token_ids for p, r in zip(prompts, results, strict=True)}
+
+
+@pytest.fixture
+def engine(pair: Pair) -> Iterator[Engine]:
+    with pair.engine(max_num_batched_tokens=16) as engine:
+        yield engine
+
+
+def submit(engine: Engine, prompt: Any, count: int = COUNT) -> Any:
+    return engine.submit(list(prompt), max_new_tokens=count, ignore_eos=True)
+
+
+def test_threads_share_the_steps(engine: Engine, truth: dict[Any, list[int]]) -> None:
+    """Bug: two threads drive one loop, a thread gets another's tokens, or generate beside handles
+    is refused."""
+    found: dict[Any, list[int]] = {}
+
+    def user(prompts: list[Any]) -> None:
+        for i, prompt in enumerate(prompts):
+            if i % 2:
+                (result,) = engine.generate([list(prompt)], max_new_tokens=COUNT, ignore_eos=True)
+                found[prompt] = result.token_ids
+            else:
+                found[prompt] = [t for chunk in submit(engine, prompt) for t in chunk.token_ids]
+
+    submit(engine, [5]).result()
+    prompts = list(truth)
+    threads = [threading.Thread(target=user, args=(prompts[i::4],)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert found == truth
+    loop = loop_of(engine)
+    assert loop.allocator.num_free == loop.allocator.num_usable
+
+
+def test_several_prompts_of_one_call(engine: Engine, truth: dict[Any, list[int]]) -> None:
+    """Bug: beside handles the chunks of a call lose their prompts' places."""
+    submit(engine, [5]).result()
+    prompts = [list(p) for p in truth]
+    results = engine.generate(prompts, max_new_tokens=COUNT, ignore_eos=True)
+    assert [r.token_ids for r in results] == list(truth.values())
+
+
+def test_cancel_and_drop(engine: Engine) -> None:
+    """Bug: a cancelled request runs on, its waiter waits for ever, or what nobody holds any more
+    takes up a row."""
+    handle = submit(engine, [1, 2, 3], 80)
+    first = next(iter(handle))
+    assert first.token_ids
+    handle.cancel()
+    assert handle.result().finish_reason == "abort"
+    assert handle.done
+    handle.cancel()
+    dropped = submit(engine, [4, 5], 80)
+    del dropped
+    gc.collect()
+    deadline = time.perf_counter() + 20
+    while loop_of(engine).has_work and time.perf_counter() < deadline:
+        time.sleep(0.01)
+    assert not loop_of(engine).has_work
+
+
+def test_errors_reach_who_waits(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: an error ends the thread, and handles wait for ever; or one request's impossible wish
+    ends the others."""
+    with pytest.raises(ValueError, match="outside the vocabulary"):
+        engine.submit([10**9])
+    good, bad = submit(engine, [1, 2, 3]), engine.submit(list(range(1, 97)))
+    with pytest.raises(ValueError, match="the prompt has 96 tokens"):
+        bad.result()
+    assert good.result().finish_reason == "length"
+
+    def explode(*args: Any) -> None:
+        raise RuntimeError("a step went wrong")
+
+    monkeypatch.setattr(DecodeLoop, "launch", explode)
+    failed = submit(engine, [7])
+    with pytest.raises(RuntimeError, match="a step went wrong"):
+        failed.result()
+    monkeypatch.undo()
+    assert submit(engine, [1, 2, 3]).result().token_ids == good.result().token_ids
+
+
+def test_close_while_it_runs(pair: Pair) -> None:
+    """Bug: closing waits for every request, or its waiters hang."""
+    engine = pair.engine()
+    handle = submit(engine, [1, 2, 3], 80)
+    next(iter(handle))
+    engine.close()
+    with pytest.raises(RuntimeError, match="closed while this request ran"):
+        handle.result()
+    with pytest.raises(RuntimeError, match="closed"):
+        submit(engine, [1])
+
+
+def test_a_stream_from_before_is_not_overtaken(engine: Engine) -> None:
+    """Bug: the thread takes the loop from a stream that another frame is reading."""
+    stream = engine.stream([1, 2, 3], max_new_tokens=30, ignore_eos=True)
+    next(stream)
+    found: list[BaseException] = []
+
+    def other() -> None:
+        try:
+            submit(engine, [5])
+        except RuntimeError as error:
+            found.append(error)
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    thread.join(20)
+    assert "another generation" in str(found[0])
+    for _ in stream:
+        pass
+    assert submit(engine, [5]).result().token_ids
+
+
+def test_tasks(pair: Pair, truth: dict[Any, list[int]]) -> None:
+    """Bug: a task blocks the event loop, or a cancelled one leaves its request running."""
+
+    async def user(engine: AsyncEngine, prompt: Any) -> list[int]:
+        stream = engine.stream(list(prompt), max_new_tokens=COUNT, ignore_eos=True)
+        return [token async for chunk in stream for token in chunk.token_ids]
+
+    async def main() -> None:
+        async with AsyncEngine(pair.engine(max_num_batched_tokens=16)) as engine:
+            found = await asyncio.gather(*(user(engine, prompt) for prompt in truth))
+            assert list(found) == list(truth.values())
+            result = await engine.generate([5], max_new_tokens=3, ignore_eos=True)
+            assert len(result.token_ids) == 3
+            task = asyncio.create_task(user(engine, [9] * 30))
+            await asyncio.sleep(0.05)
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+            loop = loop_of(engine.engine)
+            for _ in range(500):
+                if not loop.has_work:
+                    break
+                await asyncio.sleep(0.01)
+            assert not loop.has_work
+            with pytest.raises(ValueError, match="outside the vocabulary"):
+                await engine.generate([10**9])
+
+    asyncio.run(main())

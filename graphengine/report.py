@@ -20,7 +20,12 @@ from rich.table import Table
 from graphengine import __version__
 from graphengine.api import GenerationResult
 from graphengine.config.engine import EngineConfig
-from graphengine.decode.metrics import Acceptance, RequestMetrics, StartupMetrics
+from graphengine.decode.metrics import (
+    Acceptance,
+    RequestMetrics,
+    StartupMetrics,
+    acceptance_by_prompt,
+)
 from graphengine.prompts import Turn
 from graphengine.startup.memory import MemoryPlan
 
@@ -321,6 +326,13 @@ def _totals(answers: Sequence[Answer], generate_s: float) -> dict[str, Any]:
             "spec_decode_draft_tokens": proposed,
             "spec_decode_accepted_tokens": accepted,
             "spec_decode_per_position_acceptance_rates": acceptance.per_position,
+            "acceptance_by_prompt": [
+                {"is_cached": is_cached, "prompt_tokens_below": below, "num_drafts": part.num_steps}
+                | _acceptance_means(part)
+                for (is_cached, below), part in acceptance_by_prompt(
+                    answer.result.metrics for answer in answers
+                ).items()
+            ],
         }
     return totals
 

@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+PROMPT_LENGTHS = (128, 1024, 8192)
+
 
 @dataclass(slots=True)
 class Acceptance:
@@ -123,6 +125,19 @@ class RequestMetrics:
         """Output tokens after the first per second of decoding; 0 for a single token."""
         rest = self.num_output_tokens - 1
         return rest / self.decode_ms * 1e3 if self.decode_ms > 0 and rest > 0 else 0.0
+
+
+def acceptance_by_prompt(
+    requests: Iterable[RequestMetrics],
+) -> dict[tuple[bool, int | None], Acceptance]:
+    """Acceptance apart by where it is lost unseen: (behind cached prompt tokens, prompt tokens
+    below: of PROMPT_LENGTHS; None: longer) -> of these requests, in order."""
+    parts: dict[tuple[bool, int | None], list[Acceptance]] = {}
+    for request in requests:
+        below = next((n for n in PROMPT_LENGTHS if request.num_prompt_tokens < n), None)
+        parts.setdefault((request.num_cached_tokens > 0, below), []).append(request.acceptance)
+    order = sorted(parts, key=lambda part: (part[0], part[1] or float("inf")))
+    return {part: Acceptance.merge(parts[part]) for part in order}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

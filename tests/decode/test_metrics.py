@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from graphengine.decode.metrics import Acceptance, RequestMetrics
+from graphengine.decode.metrics import Acceptance, RequestMetrics, acceptance_by_prompt
 
 
 @settings(deadline=None)
@@ -85,3 +85,25 @@ def test_rates_of_a_request() -> None:
         acceptance=Acceptance(3),
     )
     assert (one.ms_per_token, one.ms_per_step, one.tokens_per_s) == (0, 0, 0)
+
+
+def test_acceptance_apart_by_prompt() -> None:
+    """Bug: acceptance behind a cached prefix, or of long prompts, hides in the mean of all."""
+
+    def request(prompt: int, cached: int, accepted: int) -> RequestMetrics:
+        acceptance = Acceptance(3)
+        acceptance.add(accepted)
+        return RequestMetrics(
+            num_prompt_tokens=prompt,
+            num_output_tokens=accepted + 2,
+            num_cached_tokens=cached,
+            ttft_ms=1.0,
+            decode_ms=1.0,
+            acceptance=acceptance,
+        )
+
+    made = [request(9000, 0, 1), request(127, 64, 0), request(128, 0, 3), request(128, 0, 2)]
+    found = acceptance_by_prompt(made)
+    assert list(found) == [(False, 1024), (False, None), (True, 128)]
+    assert found[False, 1024].steps_by_accepted == [0, 0, 1, 1]
+    assert found[True, 128].mean_acceptance_length == 1.0

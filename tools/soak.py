@@ -9,7 +9,7 @@ differences are only counted (bf16 ties depend on the batch).
 Invariant: everything random comes from the seed; nothing depends on measured time.
 
     python tools/soak.py                                     # 20,000 steps, about 3 minutes
-    python tools/soak.py --steps 500 --seed 7
+    python tools/soak.py --steps 500 --seed 7 --hybrid
     python tools/soak.py --device cuda --graph-mode full --out profiles/results/soak.json
 
 Exit code 1 and a message when something leaked. The last line of stdout is one JSON object.
@@ -28,6 +28,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,22 @@ NUM_PROMPTS, LONGEST_PROMPT, LONGEST_ANSWER = 24, 70, 85
 MAX_RSS_GROWTH = 32 << 20
 MAX_GPU_GROWTH = 1 << 20
 CHECK_EVERY = 25
+PROMPT_ROWS = 16  # between two steps, every other time
+HYBRID: dict[str, Any] = {
+    "model_type": "qwen3_5_text",
+    "num_hidden_layers": 4,
+    "layer_types": ["linear_attention", "full_attention"] * 2,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+    "linear_conv_kernel_dim": 4,
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 10000.0,
+        "partial_rotary_factor": 0.25,
+    },
+}
 Options = dict[str, Any]
 
 
@@ -52,7 +69,7 @@ class Leak(Exception):
     """What was found, with the step."""
 
 
-def make_pair(directory: Path) -> tuple[Path, Path]:
+def make_pair(directory: Path, is_hybrid: bool) -> tuple[Path, Path]:
     """The config.json of a small target and its drafter; weights are random at load."""
     model = {
         "model_type": "qwen3",
@@ -75,6 +92,8 @@ def make_pair(directory: Path) -> tuple[Path, Path]:
         "max_position_embeddings": DRAFT_POSITIONS,
         "dflash_config": dflash,
     }
+    if is_hybrid:
+        model |= HYBRID
     paths = directory / "target", directory / "drafter"
     for path, config in zip(paths, (model, draft), strict=True):
         path.mkdir()
@@ -134,7 +153,8 @@ class Soak:
         assert loop.fallback is not None
         if rng.random() < 0.02 and loop.first.running:
             loop.fallback.leave([rng.choice(loop.first.running)], "the soak says so")
-        outputs = loop.admit()
+        is_piecewise = bool(loop.running) and rng.random() < 0.5
+        outputs = loop.admit_next(PROMPT_ROWS) if is_piecewise else loop.admit()
         loop.launch()
         if rng.random() < 0.02:
             self._cancel()  # in flight
@@ -181,7 +201,7 @@ class Soak:
         Raises:
             Leak: pages are missing or shared.
         """
-        running = self.loop.running
+        running = [*self.loop.running, *self.loop.prefilling]
         held = [page for request in running for page in request.pages] + self.ballast
         allocator = self.loop.allocator
         users = Counter(held)
@@ -191,6 +211,10 @@ class Soak:
                 f"after {self.counts['steps']} steps: {len(held)} pages held, {allocator.num_free} "
                 f"free of {allocator.num_usable}"
             )
+
+        slots = self.loop.state_slots
+        if slots.num_free > slots.num_usable - len(running):
+            raise Leak(f"{len(running)} requests run, {slots.num_free} states are free")
 
     @torch.no_grad()
     def drain(self) -> None:
@@ -203,6 +227,8 @@ class Soak:
         self.check_pages()
         if self.loop.allocator.num_free + len(self.ballast) != self.loop.allocator.num_usable:
             raise Leak("an idle loop holds pages")
+        if self.loop.state_slots.num_free != self.loop.state_slots.num_usable:
+            raise Leak("an idle loop holds recurrent states")
 
 
 def rss_bytes() -> int:
@@ -220,6 +246,7 @@ def soak(
     seed: int,
     options: Options,
     progress: Callable[[str], None] = lambda line: None,
+    is_hybrid: bool = False,
 ) -> dict[str, Any]:
     """Runs it.
 
@@ -235,7 +262,7 @@ def soak(
         for _ in range(NUM_PROMPTS)
     ]
     with tempfile.TemporaryDirectory() as directory:
-        target, drafter = make_pair(Path(directory))
+        target, drafter = make_pair(Path(directory), is_hybrid)
         with open_engine(target, None, options) as plain:
             results = plain.generate(prompts, max_new_tokens=LONGEST_ANSWER, ignore_eos=True)
         truth = {p: r.token_ids for p, r in zip(prompts, results, strict=True)}
@@ -297,6 +324,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
     parser.add_argument("--graph-mode", choices=["auto", "none", "piecewise", "full"])
     parser.add_argument("--attention-backend", choices=["auto", "flashinfer", "triton", "torch"])
+    parser.add_argument("--hybrid", action="store_true", help="every other layer is recurrent")
     parser.add_argument("--out", help="also store the result as JSON here")
     parser.add_argument(
         "--commit", metavar="SHA", help="commit to record where the checkout has no history"
@@ -311,12 +339,14 @@ def main(arguments: list[str] | None = None) -> int:
         "attention_backend": args.attention_backend or "auto",
     }
     try:
-        numbers = soak(args.steps, args.seed, options, lambda line: print(line, flush=True))
+        say = partial(print, flush=True)
+        numbers = soak(args.steps, args.seed, options, say, args.hybrid)
     except Leak as leak:
         print(f"FAILED: {leak}", file=sys.stderr)
         print(json.dumps({"passed": False, "reason": str(leak), "seed": args.seed}))
         return 1
     config = {"seed": args.seed, "block_length": BLOCK, "likely_tokens": LIKELY_TOKENS} | options
+    config["is_hybrid"] = args.hybrid
     if args.out:
         notes = (
             "A passed run: every page returned, memory within the bounds of tools/soak.py, in "

@@ -83,6 +83,13 @@ def test_it_notices(
     assert not found["passed"] and message in found["reason"] and "FAILED" in printed.err
 
 
+@pytest.mark.slow
+def test_recurrent_layers() -> None:
+    """Bug: a state is lost, kept of another text, or advanced by who has left: the text changes."""
+    options = OPTIONS | {"device": "cpu"}
+    assert soak_tool.soak(300, 5, options, is_hybrid=True)["num_steps"] >= 300
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("mode", ["piecewise", "full"])
 def test_500_steps_on_the_gpu(mode: str) -> None:

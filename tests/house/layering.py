@@ -20,7 +20,7 @@ _MODELS = "config kernels capture.torch_internals"
 _DECODE = f"{_MODELS} models capture names"
 _DRAFTERS = f"{_DECODE} decode checkpoints"
 _STARTUP = f"{_DRAFTERS} drafters"
-_API = f"{_STARTUP} startup results"
+_API = f"{_STARTUP} startup results handles"
 _TOOLS = f"{_API} api prompts report profiles"
 ROOMS: dict[str, str] = {
     **dict.fromkeys(("names", "config", "kernels", "prompts"), ""),
@@ -31,8 +31,10 @@ ROOMS: dict[str, str] = {
     "drafters": _DRAFTERS,
     "startup": _STARTUP,
     "results": _DRAFTERS,
+    "handles": f"{_STARTUP} results",
     "api": _API,
-    "": "api checkpoints config",  # graphengine/__init__.py
+    "async_engine": "api config results",
+    "": "api async_engine checkpoints config",  # graphengine/__init__.py
     "report": f"{_API} api prompts",
     **dict.fromkeys(("verify", "measure"), _TOOLS),
     "doctor": f"{_TOOLS} measure",

@@ -28,10 +28,11 @@ Submit = Callable[[], tuple[Request, Teller]]
 
 
 class _Stream:
-    """What the loop's thread and a handle share; it does not keep the handle alive."""
+    """What the loop's thread and a handle share; it keeps neither alive."""
 
     def __init__(self, submit: Submit, told: Callable[[], object] | None) -> None:
-        self.submit, self.told = submit, told
+        self.submit: Submit | None = submit
+        self.told = told
         self.ready = threading.Condition()
         self.chunks: deque[Chunk] = deque()
         self.error: BaseException | None = None
@@ -49,6 +50,8 @@ class _Stream:
                 or error is not None
                 or (chunk is not None and chunk.result is not None)
             )
+            if self.is_over:  # the engine's memory is not a handle's to hold
+                self.submit = self.tell = self.request = None
             self.ready.notify_all()
         if self.told is not None:
             self.told()
@@ -112,13 +115,15 @@ class Serving:
 
     def __init__(self, loop: DecodeLoop, reset: Callable[[DecodeLoop], None]) -> None:
         """Args: reset: makes the loop idle after an error."""
-        self._loop, self._reset = loop, reset
+        self._reset = reset
         self._changed = threading.Condition()
         self._inbox: deque[_Stream] = deque()
         self._has_cancelled = self._is_closed = False
         self._streams: dict[int, _Stream] = {}  # by request
         self._device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
-        self._thread = threading.Thread(target=self._serve, name="graphengine", daemon=True)
+        self._thread = threading.Thread(
+            target=self._serve, args=(loop,), name="graphengine", daemon=True
+        )
         self._thread.start()
 
     def submit(self, submit: Submit, told: Callable[[], object] | None = None) -> Handle:
@@ -150,7 +155,7 @@ class Serving:
         if threading.current_thread() is not self._thread:
             self._thread.join()
 
-    def _serve(self) -> None:
+    def _serve(self, loop: DecodeLoop) -> None:
         if self._device is not None:  # a thread begins with device 0
             torch.cuda.set_device(self._device)
         closed = RuntimeError("the engine was closed while this request ran")
@@ -160,19 +165,19 @@ class Serving:
                 if self._is_closed:
                     break
             try:
-                self._take_in()
-                for outputs in self._loop.run():
+                self._take_in(loop)
+                for outputs in loop.run():
                     self._tell(outputs)
                     if self._is_closed:
                         break
-                    self._take_in()
+                    self._take_in(loop)
             except BaseException as error:
-                self._fail(error)
+                self._fail(loop, error)
             if self._is_closed:
                 break
-        self._fail(closed)
+        self._fail(loop, closed)
 
-    def _take_in(self) -> None:
+    def _take_in(self, loop: DecodeLoop) -> None:
         """Requests and cancellations since the last step. Mutates: the loop."""
         if not (self._inbox or self._has_cancelled):
             return
@@ -180,14 +185,16 @@ class Serving:
             taken, self._has_cancelled = list(self._inbox), False
             self._inbox.clear()
         for stream in taken:
+            submit, stream.submit = stream.submit, None
+            assert submit is not None
             try:
-                stream.request, stream.tell = stream.submit()
+                stream.request, stream.tell = submit()
                 self._streams[stream.request.request_id] = stream
             except Exception as error:  # its own prompt's or options'
                 stream.put(None, error)
         for stream in [s for s in self._streams.values() if s.is_cancelled]:
             assert stream.request is not None
-            self._loop.cancel(stream.request)
+            loop.cancel(stream.request)
             self._tell([StepOutput(stream.request, [])])
 
     def _tell(self, outputs: list[StepOutput]) -> None:
@@ -201,14 +208,14 @@ class Serving:
                 del self._streams[request.request_id]
             stream.put(chunk)
 
-    def _fail(self, error: BaseException) -> None:
+    def _fail(self, loop: DecodeLoop, error: BaseException) -> None:
         """Ends everything that runs or waits."""
         with self._changed:
             streams = [*self._streams.values(), *self._inbox]
             self._streams.clear()
             self._inbox.clear()
-        if not self._loop.is_clean:
-            self._reset(self._loop)
+        if not loop.is_clean:
+            self._reset(loop)
         for stream in streams:
             stream.put(None, error)
 

@@ -7,6 +7,7 @@ import gc
 import random
 import threading
 import time
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -128,6 +129,18 @@ def test_close_while_it_runs(pair: Pair) -> None:
         handle.result()
     with pytest.raises(RuntimeError, match="closed"):
         submit(engine, [1])
+
+
+def test_close_frees_everything(pair: Pair) -> None:
+    """Bug: a handle that is kept keeps weights and pools of a closed engine."""
+    engine = pair.engine()
+    handle, left = submit(engine, [1, 2, 3]), submit(engine, [5], 80)
+    assert handle.result().finish_reason == "length"
+    pool = weakref.ref(loop_of(engine).prefill.pair.target.kv_pool)
+    engine.close()
+    gc.collect()
+    assert pool() is None
+    assert handle.done and left.done
 
 
 def test_a_stream_from_before_is_not_overtaken(engine: Engine) -> None:

@@ -9,7 +9,7 @@ records twice, and owes a flush to whoever copies a state; one launch for all la
 
 Slot 0 is the null slot: padding rows, warm-ups and timings use it, and nobody reads what is there.
 Invariant: a running request owns one slot; a prompt's first chunk begins from zero by its position,
-whatever an earlier owner left.
+whatever an earlier owner left, or behind a kept state (`prefix_cache`), which is copied to it.
 
 Legend: L recurrent layers, S slots, B requests, G rows of a block, T rows, R pieces of prompts,
 C channels, N / V value heads / head dim.

@@ -177,8 +177,14 @@ def test_tasks(pair: Pair, truth: dict[Any, list[int]]) -> None:
             assert list(found) == list(truth.values())
             result = await engine.generate([5], max_new_tokens=3, ignore_eos=True)
             assert len(result.token_ids) == 3
-            task = asyncio.create_task(user(engine, [9] * 30))
-            await asyncio.sleep(0.05)
+            begun = asyncio.Event()
+
+            async def endless() -> None:
+                async for _ in engine.stream([9] * 10, max_new_tokens=80, ignore_eos=True):
+                    begun.set()
+
+            task = asyncio.create_task(endless())
+            await begun.wait()
             task.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await task

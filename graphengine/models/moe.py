@@ -20,6 +20,7 @@ from torch import Tensor
 from graphengine.config.model import ModelConfig
 from graphengine.config.moe import MoeConfig
 from graphengine.kernels.moe import experts
+from graphengine.kernels.moe_row import Shared, experts_row, runs_row
 from graphengine.models.layers import add_rms_norm, linear, linear_swiglu
 from graphengine.models.weight import Fields, Stack, Weight, norm, num_matrix_elements
 
@@ -104,12 +105,25 @@ def run(layer: MoeWeights, h_TD: Tensor, update: Tensor, eps: float) -> tuple[Te
     float32, a row's contributions in the order of its choice and the shared expert's last."""
     h_TD, x_TD = add_rms_norm(h_TD, update, layer.post_norm_D, eps, layer.router_ED)
     assert isinstance(x_TD, Tensor)
-    logits_TE = linear(x_TD, layer.router_ED)
-    shared_TD = gate_T1 = None
+    shared = None
     if layer.shared_gate_up_JD is not None:
         assert layer.shared_down_DI is not None and layer.shared_gate_1D is not None
-        shared_TD = linear(linear_swiglu(x_TD, layer.shared_gate_up_JD), layer.shared_down_DI)
-        gate_T1 = linear(x_TD, layer.shared_gate_1D)
+        shared = Shared(layer.shared_gate_up_JD, layer.shared_down_DI, layer.shared_gate_1D)
+    if runs_row(x_TD, shared, layer.down_EDI.shape[2]):
+        return h_TD, experts_row(
+            x_TD,
+            layer.router_ED,
+            layer.gate_up_EJD,
+            layer.down_EDI,
+            shared,
+            layer.num_experts_per_tok,
+            layer.norm_topk_prob,
+        )
+    logits_TE = linear(x_TD, layer.router_ED)
+    shared_TD = gate_T1 = None
+    if shared is not None:
+        shared_TD = linear(linear_swiglu(x_TD, shared.gate_up_JD), shared.down_DI)
+        gate_T1 = linear(x_TD, shared.gate_1D)
     return h_TD, experts(
         x_TD,
         logits_TE,

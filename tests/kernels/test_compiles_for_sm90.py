@@ -35,6 +35,7 @@ from graphengine.kernels import (
     gumbel_argmax,
     head_argmax,
     moe_kernels,
+    moe_row,
     output_gate,
     qk_norm_rope,
     skinny_linear,
@@ -214,6 +215,10 @@ def adjust(B: int, G: int, dtype: torch.dtype) -> None:
 
 def mix(T: int, E: int, I: int, D: int = 2048, K: int = 8) -> None:  # noqa: E741
     """A layer of experts, with a shared one where there are 256."""
+    if T == 1:
+        row = (empty(2 * I, D), empty(D, I), empty(1, D)) if E == 256 else None
+        matrices = (empty(E, D), empty(E, 2 * I, D), empty(E, D, I))
+        moe_row.launch_row(empty(T, D), *matrices, row and moe_row.Shared(*row), K, True)
     weight, slots, pairs = moe_kernels.launch_route(empty(T, E), K, True)[1:]
     plan = (slots, pairs)
     act = moe_kernels.launch_gate_up(empty(T, D), empty(E, 2 * I, D), *plan, K)

@@ -1,0 +1,356 @@
+"""A mixture of experts for one row: what plain decoding runs, in three launches.
+
+    l = router x, rounded;  chosen = the K largest of l (ties: the lower expert), p as in moe.py
+    act[k] = silu(gate_e x) * up_e x,  out[k] = p_k * down_e act[k],  e = chosen[k]
+    out[K] = sigmoid(g . x) * (shared expert of x)
+
+Why: one row of Qwen3.6-35B-A3B reads 57 MB a layer, 13 us of an H200; through the kernels for a
+block it took seven launches and 51 us. Here a product is a matrix times a vector, whose weights go
+straight to registers; every program finds its own expert from the logits, so that no launch chooses;
+the shared expert is the last slot; and `down` fetches its weights while `gate_up` still runs.
+
+Invariant: an output element is summed by one program, with no atomics. Before its `gdc_wait` the
+router reads weights alone, and `gate_up` the shared expert's. `gate_up` lets `down` start behind its
+own wait only, so `down` may read the logits, which are complete by then, and weights before its own.
+
+Legend: as in moe.py; S = K slots, and one more with a shared expert; R rows of logits, E or, with
+the shared expert's gate, E + 1.
+"""
+
+# pyright: reportArgumentType=false, reportGeneralTypeIssues=false
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from graphengine.kernels.interpreter import INTERPRET
+from graphengine.kernels.launch import on_grid
+from graphengine.kernels.moe import experts_reference
+from graphengine.kernels.qk_norm_rope import supports_pdl
+
+
+class Shared(NamedTuple):
+    """The expert of every row, and the row of its gate."""
+
+    gate_up_JD: torch.Tensor
+    down_DI: torch.Tensor
+    gate_1D: torch.Tensor
+
+
+class RowTile(NamedTuple):
+    """Elements of a matrix that a program holds at once, and the threads that hold them."""
+
+    elements: int
+    num_warps: int
+
+
+ROUTER_TILE = RowTile(4096, 4)
+GATE_UP_TILE = RowTile(8192, 4)  # of gate, and as many of up
+DOWN_TILE = RowTile(16384, 4)
+
+
+def runs_row(x_TD: torch.Tensor, shared: Shared | None, inter: int) -> bool:
+    """Whether `experts_row` takes these: one row of 16 bits, a shared expert as wide as the
+    others."""
+    same = shared is None or shared.down_DI.shape[1] == inter
+    return len(x_TD) == 1 and x_TD.element_size() == 2 and (x_TD.is_cuda or INTERPRET) and same
+
+
+def experts_row_reference(
+    x_1D: torch.Tensor,
+    router_ED: torch.Tensor,
+    gate_up_EJD: torch.Tensor,
+    down_EDI: torch.Tensor,
+    shared: Shared | None,
+    top_k: int,
+    normalise: bool,
+) -> torch.Tensor:
+    """`experts_row` in plain torch."""
+    logits_1E = F.linear(x_1D, router_ED)
+    shared_1D = gate_11 = None
+    if shared is not None:
+        gate, up = F.linear(x_1D, shared.gate_up_JD).float().chunk(2, dim=-1)
+        shared_1D = F.linear((F.silu(gate) * up).to(x_1D.dtype), shared.down_DI)
+        gate_11 = F.linear(x_1D, shared.gate_1D)
+    matrices = (gate_up_EJD, down_EDI)
+    return experts_reference(x_1D, logits_1E, *matrices, shared_1D, gate_11, top_k, normalise)
+
+
+def experts_row(
+    x_1D: torch.Tensor,
+    router_ED: torch.Tensor,
+    gate_up_EJD: torch.Tensor,
+    down_EDI: torch.Tensor,
+    shared: Shared | None,
+    top_k: int,
+    normalise: bool,
+) -> torch.Tensor:
+    """The row's router, experts and shared expert, weighted, for a consumer that adds the parts.
+
+    Args:
+        x_1D: [1, D] bf16 or fp16, contiguous, as all that follow and of one dtype.
+        router_ED, gate_up_EJD, down_EDI: of each expert rows [gate | up].
+        shared: matrices [2 I, D] and [D, I], and the gate's row [1, D].
+        top_k, normalise: K, and whether the weights are divided by their sum.
+
+    Returns:
+        float32 [S, 1, D]; the sum over S is the output. It equals `moe.experts` of the same logits
+        but for the order of the sums.
+
+    Raises:
+        ValueError: shapes, dtypes or strides that do not belong together.
+    """
+    (T, D), (E, J, _) = x_1D.shape, gate_up_EJD.shape
+    shapes = [tuple(x.shape) for x in (router_ED, gate_up_EJD, down_EDI, *(shared or ()))]
+    wanted = [(E, D), (E, J, D), (E, D, J // 2), (J, D), (D, J // 2), (1, D)][: len(shapes)]
+    if T != 1 or J % 2 or shapes != wanted or not 0 < top_k <= E:
+        raise ValueError(f"x {(T, D)}, weights {shapes}, top {top_k}: need (1, {D}), {wanted}")
+    tensors = (x_1D, router_ED, gate_up_EJD, down_EDI, *(shared or ()))
+    if any(x.dtype != x_1D.dtype or not x.is_contiguous() for x in tensors):
+        raise ValueError("all must be contiguous and of one dtype")
+    of_shared = shared or (None, None, None)
+    matrices = (router_ED, gate_up_EJD, down_EDI)
+    return torch.ops.graphengine.experts_row(x_1D, *matrices, *of_shared, top_k, normalise)
+
+
+def launch_row(
+    x_1D: torch.Tensor,
+    router_ED: torch.Tensor,
+    gate_up_EJD: torch.Tensor,
+    down_EDI: torch.Tensor,
+    shared: Shared | None,
+    top_k: int,
+    normalise: bool,
+) -> torch.Tensor:
+    """float32 [S, 1, D]; shapes are the caller's to check."""
+    (E, D), I = router_ED.shape, down_EDI.shape[2]  # noqa: E741
+    S, R = top_k + (shared is not None), E + (shared is not None)
+    sizes = {"D": D, "D_PAD": triton.next_power_of_2(D)}
+    pdl = supports_pdl(x_1D.device)
+    pdls = {"PDL": pdl} | ({"launch_pdl": True} if pdl else {})
+    logits_R = torch.empty(R, dtype=torch.float32, device=x_1D.device)
+    rows = max(1, ROUTER_TILE.elements // sizes["D_PAD"])
+    on_grid(_router_kernel, (triton.cdiv(E, rows) + R - E,))(
+        x_1D,
+        router_ED,
+        router_ED if shared is None else shared.gate_1D,
+        logits_R,
+        E=E,
+        ROWS=rows,
+        **sizes,
+        **pdls,
+        num_warps=ROUTER_TILE.num_warps,
+    )
+    act_SI = x_1D.new_empty((S, I))
+    routes = {"E": E, "E_PAD": max(16, triton.next_power_of_2(E)), "K": top_k}
+    rows = max(1, GATE_UP_TILE.elements // sizes["D_PAD"])
+    on_grid(_gate_up_row_kernel, (triton.cdiv(I, rows), S))(
+        x_1D,
+        logits_R,
+        gate_up_EJD,
+        gate_up_EJD if shared is None else shared.gate_up_JD,
+        act_SI,
+        I=I,
+        ROWS=rows,
+        **routes,
+        **sizes,
+        **pdls,
+        num_warps=GATE_UP_TILE.num_warps,
+    )
+    out_S1D = torch.empty((S, 1, D), dtype=torch.float32, device=x_1D.device)
+    I_PAD = triton.next_power_of_2(I)
+    rows = max(1, min(DOWN_TILE.elements // I_PAD, sizes["D_PAD"]))
+    on_grid(_down_row_kernel, (triton.cdiv(D, rows), S))(
+        act_SI,
+        logits_R,
+        down_EDI,
+        down_EDI if shared is None else shared.down_DI,
+        out_S1D,
+        D=D,
+        I=I,
+        I_PAD=I_PAD,
+        ROWS=rows,
+        NORMALISE=normalise,
+        **routes,
+        **pdls,
+        num_warps=DOWN_TILE.num_warps,
+    )
+    return out_S1D
+
+
+# A custom op: dynamo does not trace a launch with launch_pdl.
+@torch.library.custom_op(
+    "graphengine::experts_row",
+    mutates_args=(),
+    schema=(
+        "(Tensor x, Tensor router, Tensor gate_up, Tensor down, Tensor? shared_gate_up, "
+        "Tensor? shared_down, Tensor? shared_gate, int top_k, bool normalise) -> Tensor"
+    ),
+)
+def _experts_row_op(x, router, gate_up, down, *rest):
+    *of_shared, top_k, normalise = rest
+    shared = None if of_shared[0] is None else Shared(*of_shared)
+    run = launch_row if x.is_cuda or INTERPRET else experts_row_reference
+    return run(x, router, gate_up, down, shared, top_k, normalise)
+
+
+@_experts_row_op.register_fake
+def _(x, router, gate_up, down, shared_gate_up, shared_down, shared_gate, top_k, normalise):
+    slots = top_k + (shared_gate_up is not None)
+    return x.new_empty((slots, *x.shape), dtype=torch.float32)
+
+
+@triton.jit
+def _rows_of(matrix, n, N: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr):
+    """Rows n of a matrix [N, D], to registers."""
+    d = tl.arange(0, D_PAD)[None, :]
+    live = (n < N)[:, None] & (d < D)
+    return tl.load(matrix + n.to(tl.int64)[:, None] * D + d, mask=live, other=0.0)
+
+
+@triton.jit
+def _times(rows, vector, D: tl.constexpr, D_PAD: tl.constexpr):
+    """rows @ vector, in float32."""
+    d = tl.arange(0, D_PAD)
+    x = tl.load(vector + d, mask=d < D, other=0.0).to(tl.float32)
+    return tl.sum(rows.to(tl.float32) * x[None, :], axis=1)
+
+
+@triton.jit
+def _sort_keys(logits, e, E: tl.constexpr, E_PAD: tl.constexpr):
+    """Integers in the order of the logits, which have 16 bits, NaN as -inf and -0 as 0; of equal
+    ones the lower expert's is larger. Read past L1: the kernel that wrote them may just have ended.
+    """
+    x = tl.load(logits + e, mask=e < E, other=float("-inf"), cache_modifier=".cg")
+    x = tl.where(x == 0.0, 0.0, tl.where(x != x, float("-inf"), x))
+    bits = x.to(tl.int32, bitcast=True)
+    bits = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+    return (bits & -E_PAD) | (E_PAD - 1 - e)
+
+
+@triton.jit
+def _rank(logits, E: tl.constexpr, E_PAD: tl.constexpr):
+    """Of each expert, how many come before it."""
+    mine = _sort_keys(logits, tl.arange(0, E_PAD), E, E_PAD)
+    other = _sort_keys(logits, tl.arange(0, E_PAD), E, E_PAD)
+    return tl.sum((other[None, :] > mine[:, None]).to(tl.int32), axis=1)
+
+
+@triton.jit
+def _router_kernel(
+    x,
+    router,
+    gate,
+    logits,
+    E: tl.constexpr,
+    ROWS: tl.constexpr,
+    D: tl.constexpr,
+    D_PAD: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    if PDL:
+        gdc_launch_dependents()
+    n = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    if tl.program_id(0) * ROWS < E:
+        rows = _rows_of(router, n, E, D, D_PAD)
+        if PDL:
+            gdc_wait()
+        y = _times(rows, x, D, D_PAD).to(x.dtype.element_ty).to(tl.float32)
+        tl.store(logits + n, y, mask=n < E)
+    else:
+        n = tl.arange(0, ROWS)
+        rows = _rows_of(gate, n, 1, D, D_PAD)
+        if PDL:
+            gdc_wait()
+        y = _times(rows, x, D, D_PAD).to(x.dtype.element_ty).to(tl.float32)
+        tl.store(logits + E + n, y, mask=n < 1)
+
+
+@triton.jit
+def _gate_up_row_kernel(
+    x,
+    logits,
+    gate_up,
+    shared,
+    out,
+    E: tl.constexpr,
+    E_PAD: tl.constexpr,
+    K: tl.constexpr,
+    I: tl.constexpr,  # noqa: E741
+    ROWS: tl.constexpr,
+    D: tl.constexpr,
+    D_PAD: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    slot = tl.program_id(1)
+    i = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    if slot == K:
+        gate = _rows_of(shared, i, I, D, D_PAD)
+        up = _rows_of(shared + I * D, i, I, D, D_PAD)
+        if PDL:
+            gdc_wait()
+            gdc_launch_dependents()
+        g, u = _times(gate, x, D, D_PAD), _times(up, x, D, D_PAD)
+        y = (g / (1.0 + tl.exp(-g)) * u).to(out.dtype.element_ty)
+        tl.store(out + slot * I + i, y, mask=i < I)
+    else:
+        if PDL:
+            gdc_wait()
+            gdc_launch_dependents()
+        rank = _rank(logits, E, E_PAD)
+        e = tl.sum(tl.where(rank == slot, tl.arange(0, E_PAD), 0), axis=0).to(tl.int64)
+        gate = _rows_of(gate_up + e * (2 * I * D), i, I, D, D_PAD)
+        up = _rows_of(gate_up + e * (2 * I * D) + I * D, i, I, D, D_PAD)
+        g, u = _times(gate, x, D, D_PAD), _times(up, x, D, D_PAD)
+        y = (g / (1.0 + tl.exp(-g)) * u).to(out.dtype.element_ty)
+        tl.store(out + slot * I + i, y, mask=i < I)
+
+
+@triton.jit
+def _down_row_kernel(
+    act,
+    logits,
+    down,
+    shared,
+    out,
+    E: tl.constexpr,
+    E_PAD: tl.constexpr,
+    K: tl.constexpr,
+    D: tl.constexpr,
+    I: tl.constexpr,  # noqa: E741
+    I_PAD: tl.constexpr,
+    ROWS: tl.constexpr,
+    NORMALISE: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    if PDL:
+        gdc_launch_dependents()
+    slot = tl.program_id(1)
+    n = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    if slot == K:
+        rows = _rows_of(shared, n, D, I, I_PAD)
+        gate = tl.load(logits + E, cache_modifier=".cg")
+        if PDL:
+            gdc_wait()
+        y = _times(rows, act + slot * I, I, I_PAD) / (1.0 + tl.exp(-gate))
+        tl.store(out + slot * D + n, y, mask=n < D)
+    else:
+        each = tl.arange(0, E_PAD)
+        rank = _rank(logits, E, E_PAD)
+        e = tl.sum(tl.where(rank == slot, each, 0), axis=0).to(tl.int64)
+        rows = _rows_of(down + e * (D * I), n, D, I, I_PAD)
+        x = tl.load(logits + each, mask=each < E, other=float("-inf"), cache_modifier=".cg")
+        p = tl.exp(x - tl.max(x, axis=0))
+        p = p / tl.sum(p, axis=0)
+        weight = tl.sum(tl.where(rank == slot, p, 0.0), axis=0)
+        if NORMALISE:
+            weight = weight / tl.sum(tl.where(rank < K, p, 0.0), axis=0)
+        weight = weight.to(act.dtype.element_ty).to(tl.float32)
+        if PDL:
+            gdc_wait()
+        y = _times(rows, act + slot * I, I, I_PAD) * weight
+        tl.store(out + slot * D + n, y, mask=n < D)

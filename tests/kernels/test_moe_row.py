@@ -1,0 +1,78 @@
+"""One row's experts against the reference, and against the same row in a block."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from graphengine.kernels import moe_row
+from graphengine.kernels.moe_row import RowTile, Shared, experts_row, experts_row_reference
+
+# E, K, D, I: sizes that no tile divides, one expert of many, all of them, the published ones.
+SHAPES = [(7, 2, 40, 20), (12, 12, 72, 33), (33, 1, 130, 70), (256, 8, 128, 64)]
+
+
+def layer(shape, device, dtype) -> tuple[list[torch.Tensor], Shared]:
+    E, _, D, I = shape  # noqa: E741
+    sizes = [(1, D), (E, D), (E, 2 * I, D), (E, D, I), (2 * I, D), (D, I), (1, D)]
+    tensors = [torch.randn(s, device=device) * s[-1] ** -0.5 for s in sizes]
+    tensors[0] *= D**0.5
+    tensors = [x.to(dtype) for x in tensors]
+    return tensors[:4], Shared(*tensors[4:])
+
+
+@pytest.fixture(params=["tiles", "small tiles"])
+def tiles(request, monkeypatch) -> None:
+    if request.param == "small tiles":  # several programs a matrix at these sizes
+        for name in ("ROUTER_TILE", "GATE_UP_TILE", "DOWN_TILE"):
+            monkeypatch.setattr(moe_row, name, RowTile(256, 1))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("normalise", [False, True])
+@pytest.mark.parametrize("has_shared", [False, True])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_equals_the_reference(
+    device, poisoned_outputs, tiles, shape, has_shared, normalise, dtype
+) -> None:
+    """Bug: a slot takes another rank's expert or weight, the last rows of a tile are left out, or
+    the shared expert's gate is the router's last row."""
+    tensors, shared = layer(shape, device, dtype)
+    arguments = (*tensors, shared if has_shared else None, shape[1], normalise)
+    out, expected = experts_row(*arguments), experts_row_reference(*arguments)
+    assert out.shape == expected.shape == (shape[1] + has_shared, 1, shape[2])
+    torch.testing.assert_close(out, expected, atol=0.02, rtol=0.02)
+
+
+def test_ties_and_nan_choose_as_in_a_block(device, poisoned_outputs) -> None:
+    """Bug: a tie goes to the higher expert, -0 is less than 0, a negative tie turns round, or NaN
+    names an expert that does not exist."""
+    E, K, D, I = 32, 6, 48, 16  # noqa: E741
+    x = torch.zeros(1, D, device=device, dtype=torch.bfloat16)
+    x[0, 0] = 1
+    for seed in range(8):
+        torch.manual_seed(seed)
+        _, router, gate_up, down = layer((E, K, D, I), device, torch.bfloat16)[0]
+        logits = torch.randint(-3, 2, (E,), device=device) * (1.0 if seed % 2 else -0.25)
+        router.zero_()
+        router[:, 0] = logits.bfloat16()
+        if seed == 7:
+            router[:28] = float("nan")
+        arguments = (x, router, gate_up, down, None, K, False)
+        out, expected = experts_row(*arguments), experts_row_reference(*arguments)
+        torch.testing.assert_close(out, expected, atol=0.02, rtol=0.02, equal_nan=True)
+
+
+def test_refusals(device) -> None:
+    """Bug: what does not belong together is read beyond its end."""
+    tensors, shared = layer((6, 2, 40, 24), device, torch.bfloat16)
+    for place, wrong in (
+        (0, tensors[0].repeat(2, 1)),
+        (1, tensors[1][:5].contiguous()),
+        (2, tensors[2].float()),
+        (3, tensors[3].transpose(1, 2)),
+        (4, Shared(shared.gate_up_JD[:40], shared.down_DI[:, :20], shared.gate_1D)),
+    ):
+        bad = [wrong if i == place else one for i, one in enumerate([*tensors, shared])]
+        with pytest.raises(ValueError, match="need|contiguous"):
+            experts_row(*bad, 2, True)

@@ -74,5 +74,5 @@ def test_refusals(device) -> None:
         (4, Shared(shared.gate_up_JD[:40], shared.down_DI[:, :20], shared.gate_1D)),
     ):
         bad = [wrong if i == place else one for i, one in enumerate([*tensors, shared])]
-        with pytest.raises(ValueError, match="need|contiguous"):
+        with pytest.raises(ValueError, match=r"need|contiguous"):
             experts_row(*bad, 2, True)

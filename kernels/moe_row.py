@@ -13,13 +13,12 @@ Invariant: an output element is summed by one program, with no atomics. Before i
 router reads weights alone, and `gate_up` the shared expert's. `gate_up` lets `down` start behind
 its own wait only, so that `down` may read logits, complete by then, and weights before its own.
 
-Legend: as in moe.py; S = K slots, and one more with a shared expert; R rows of logits, E or, with
-the shared expert's gate, E + 1.
+Legend: as in moe.py; S = K slots, and one more with a shared expert.
 """
 
 # pyright: reportArgumentType=false, reportGeneralTypeIssues=false
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -117,6 +116,50 @@ def experts_row(
     return torch.ops.graphengine.experts_row(x_1D, *matrices, *of_shared, top_k, normalise)
 
 
+def router_logits(
+    x_TD: torch.Tensor, router_ED: torch.Tensor, gate_1D: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """`x @ router^T` and `x @ gate^T` in one launch, for a few rows: each row reads the weights,
+    1 MB of 35B-A3B, from L2 for itself, and its bits hang on no other row.
+
+    Args: x_TD [T, D], router_ED [E, D], gate_1D [1, D] or None; one dtype, contiguous.
+    Returns: (logits_TE, gate_T1 or None) in x's dtype, summed in float32.
+    Raises: ValueError for shapes, dtypes or strides that do not belong together.
+    """
+    tensors = (x_TD, router_ED, *(() if gate_1D is None else (gate_1D,)))
+    if any(x.dim() != 2 or x.shape[1] != x_TD.shape[1] for x in tensors):
+        raise ValueError(f"shapes {[tuple(x.shape) for x in tensors]}: need [T, D], [E, D], [1, D]")
+    if any(x.dtype != x_TD.dtype or not x.is_contiguous() for x in tensors):
+        raise ValueError("all must be contiguous and of one dtype")
+    logits_TE, *gate = torch.ops.graphengine.router_logits(x_TD, router_ED, gate_1D)
+    return logits_TE, gate[0] if gate else None
+
+
+def launch_router(
+    x_TD: torch.Tensor, router_ED: torch.Tensor, gate_1D: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """(logits_TE, gate_T1) in x's dtype; shapes are the caller's to check."""
+    (T, D), E = x_TD.shape, len(router_ED)
+    logits_TE = x_TD.new_empty((T, E))
+    gate_T1 = None if gate_1D is None else x_TD.new_empty((T, 1))
+    D_PAD = triton.next_power_of_2(D)
+    rows = max(1, ROUTER_TILE.elements // D_PAD)
+    on_grid(_router_kernel, (triton.cdiv(E, rows) + (gate_1D is not None), T))(
+        x_TD,
+        router_ED,
+        router_ED if gate_1D is None else gate_1D,
+        logits_TE,
+        logits_TE if gate_T1 is None else gate_T1,
+        E=E,
+        ROWS=rows,
+        D=D,
+        D_PAD=D_PAD,
+        **_pdl(x_TD.device),
+        num_warps=ROUTER_TILE.num_warps,
+    )
+    return logits_TE, gate_T1
+
+
 def launch_row(
     x_1D: torch.Tensor,
     router_ED: torch.Tensor,
@@ -128,29 +171,16 @@ def launch_row(
 ) -> torch.Tensor:
     """float32 [S, 1, D]; shapes are the caller's to check."""
     (E, D), I = router_ED.shape, down_EDI.shape[2]  # noqa: E741
-    S, R = top_k + (shared is not None), E + (shared is not None)
+    S = top_k + (shared is not None)
     sizes = {"D": D, "D_PAD": triton.next_power_of_2(D)}
-    pdl = supports_pdl(x_1D.device)
-    pdls = {"PDL": pdl} | ({"launch_pdl": True} if pdl else {})
-    logits_R = torch.empty(R, dtype=torch.float32, device=x_1D.device)
-    rows = max(1, ROUTER_TILE.elements // sizes["D_PAD"])
-    on_grid(_router_kernel, (triton.cdiv(E, rows) + R - E,))(
-        x_1D,
-        router_ED,
-        router_ED if shared is None else shared.gate_1D,
-        logits_R,
-        E=E,
-        ROWS=rows,
-        **sizes,
-        **pdls,
-        num_warps=ROUTER_TILE.num_warps,
-    )
+    pdls = _pdl(x_1D.device)
+    logits_1E, gate_11 = launch_router(x_1D, router_ED, None if shared is None else shared.gate_1D)
     act_SI = x_1D.new_empty((S, I))
     routes = {"E": E, "E_PAD": max(16, triton.next_power_of_2(E)), "K": top_k}
     rows = max(1, GATE_UP_TILE.elements // sizes["D_PAD"])
     on_grid(_gate_up_row_kernel, (triton.cdiv(I, rows), S))(
         x_1D,
-        logits_R,
+        logits_1E,
         gate_up_EJD,
         gate_up_EJD if shared is None else shared.gate_up_JD,
         act_SI,
@@ -166,7 +196,8 @@ def launch_row(
     rows = max(1, min(DOWN_TILE.elements // I_PAD, sizes["D_PAD"]))
     on_grid(_down_row_kernel, (triton.cdiv(D, rows), S))(
         act_SI,
-        logits_R,
+        logits_1E,
+        logits_1E if gate_11 is None else gate_11,
         down_EDI,
         down_EDI if shared is None else shared.down_DI,
         out_S1D,
@@ -182,7 +213,27 @@ def launch_row(
     return out_S1D
 
 
-# A custom op: dynamo does not trace a launch with launch_pdl.
+def _pdl(device: torch.device) -> dict[str, Any]:
+    return {"PDL": (pdl := supports_pdl(device))} | ({"launch_pdl": True} if pdl else {})
+
+
+# Custom ops: dynamo does not trace a launch with launch_pdl.
+@torch.library.custom_op(
+    "graphengine::router_logits",
+    mutates_args=(),
+    schema="(Tensor x, Tensor router, Tensor? gate) -> Tensor[]",
+)
+def _router_logits_op(x, router, gate):
+    if x.is_cuda or INTERPRET:
+        return [y for y in launch_router(x, router, gate) if y is not None]
+    return [F.linear(x, weight) for weight in (router, gate) if weight is not None]
+
+
+@_router_logits_op.register_fake
+def _(x, router, gate):
+    return [x.new_empty((len(x), len(w))) for w in (router, gate) if w is not None]
+
+
 @torch.library.custom_op(
     "graphengine::experts_row",
     mutates_args=(),
@@ -225,7 +276,7 @@ def _sort_keys(logits, e, E: tl.constexpr, E_PAD: tl.constexpr):
     """Integers in the order of the logits, which have 16 bits, NaN as -inf and -0 as 0; of equal
     ones the lower expert's is larger. Read past L1: the kernel that wrote them may just have ended.
     """
-    x = tl.load(logits + e, mask=e < E, other=float("-inf"), cache_modifier=".cg")
+    x = tl.load(logits + e, mask=e < E, other=float("-inf"), cache_modifier=".cg").to(tl.float32)
     x = tl.where(x == 0.0, 0.0, tl.where(x != x, float("-inf"), x))
     bits = x.to(tl.int32, bitcast=True)
     bits = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
@@ -248,6 +299,7 @@ def _router_kernel(
     router,
     gate,
     logits,
+    gates,
     E: tl.constexpr,
     ROWS: tl.constexpr,
     D: tl.constexpr,
@@ -256,20 +308,21 @@ def _router_kernel(
 ):
     if PDL:
         gdc_launch_dependents()
+    t = tl.program_id(1).to(tl.int64)
     n = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     if tl.program_id(0) * ROWS < E:
         rows = _rows_of(router, n, E, D, D_PAD)
         if PDL:
             gdc_wait()
-        y = _times(rows, x, D, D_PAD).to(x.dtype.element_ty).to(tl.float32)
-        tl.store(logits + n, y, mask=n < E)
+        y = _times(rows, x + t * D, D, D_PAD)
+        tl.store(logits + t * E + n, y.to(x.dtype.element_ty), mask=n < E)
     else:
         n = tl.arange(0, ROWS)
         rows = _rows_of(gate, n, 1, D, D_PAD)
         if PDL:
             gdc_wait()
-        y = _times(rows, x, D, D_PAD).to(x.dtype.element_ty).to(tl.float32)
-        tl.store(logits + E + n, y, mask=n < 1)
+        y = _times(rows, x + t * D, D, D_PAD)
+        tl.store(gates + t + n, y.to(x.dtype.element_ty), mask=n < 1)
 
 
 @triton.jit
@@ -316,6 +369,7 @@ def _gate_up_row_kernel(
 def _down_row_kernel(
     act,
     logits,
+    gate,
     down,
     shared,
     out,
@@ -335,10 +389,10 @@ def _down_row_kernel(
     n = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     if slot == K:
         rows = _rows_of(shared, n, D, I, I_PAD)
-        gate = tl.load(logits + E, cache_modifier=".cg")
+        g = tl.load(gate, cache_modifier=".cg").to(tl.float32)
         if PDL:
             gdc_wait()
-        y = _times(rows, act + slot * I, I, I_PAD) / (1.0 + tl.exp(-gate))
+        y = _times(rows, act + slot * I, I, I_PAD) / (1.0 + tl.exp(-g))
         tl.store(out + slot * D + n, y, mask=n < D)
     else:
         each = tl.arange(0, E_PAD)
@@ -347,6 +401,7 @@ def _down_row_kernel(
         e = (E_PAD - 1 - (best & (E_PAD - 1))).to(tl.int64)
         rows = _rows_of(down + e * (D * I), n, D, I, I_PAD)
         x = tl.load(logits + each, mask=each < E, other=float("-inf"), cache_modifier=".cg")
+        x = x.to(tl.float32)
         p = tl.exp(x - tl.max(x, axis=0))
         p = p / tl.sum(p, axis=0)
         weight = tl.sum(tl.where(keys == best, p, 0.0), axis=0)

@@ -20,7 +20,8 @@ from torch import Tensor
 from graphengine.config.model import ModelConfig
 from graphengine.config.moe import MoeConfig
 from graphengine.kernels.moe import experts
-from graphengine.kernels.moe_row import Shared, experts_row, runs_row
+from graphengine.kernels.moe_kernels import STREAM_ROWS
+from graphengine.kernels.moe_row import Shared, experts_row, router_logits, runs_row
 from graphengine.models.layers import add_rms_norm, linear, linear_swiglu
 from graphengine.models.weight import Fields, Stack, Weight, norm, num_matrix_elements
 
@@ -119,11 +120,15 @@ def run(layer: MoeWeights, h_TD: Tensor, update: Tensor, eps: float) -> tuple[Te
             layer.num_experts_per_tok,
             layer.norm_topk_prob,
         )
-    logits_TE = linear(x_TD, layer.router_ED)
-    shared_TD = gate_T1 = None
+    gate_1D = None if shared is None else shared.gate_1D
+    if len(x_TD) <= STREAM_ROWS:
+        logits_TE, gate_T1 = router_logits(x_TD, layer.router_ED, gate_1D)
+    else:
+        logits_TE = linear(x_TD, layer.router_ED)
+        gate_T1 = None if gate_1D is None else linear(x_TD, gate_1D)
+    shared_TD = None
     if shared is not None:
         shared_TD = linear(linear_swiglu(x_TD, shared.gate_up_JD), shared.down_DI)
-        gate_T1 = linear(x_TD, shared.gate_1D)
     return h_TD, experts(
         x_TD,
         logits_TE,

@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
 from graphengine.kernels import moe_row
-from graphengine.kernels.moe_row import RowTile, Shared, experts_row, experts_row_reference
+from graphengine.kernels.interpreter import INTERPRET
+from graphengine.kernels.moe_row import (
+    RowTile,
+    Shared,
+    experts_row,
+    experts_row_reference,
+    router_logits,
+)
 
 # E, K, D, I: sizes that no tile divides, one expert of many, all of them, the published ones.
 SHAPES = [(7, 2, 40, 20), (12, 12, 72, 33), (33, 1, 130, 70), (256, 8, 128, 64)]
@@ -37,8 +46,8 @@ def test_equals_the_reference(
 ) -> None:
     """Bug: a slot takes another rank's expert or weight, the last rows of a tile are left out, or
     the shared expert's gate is the router's last row."""
-    tensors, shared = layer(shape, device, dtype)
-    arguments = (*tensors, shared if has_shared else None, shape[1], normalise)
+    (x, router, gate_up, down), shared = layer(shape, device, dtype)
+    arguments = (x, router, gate_up, down, shared if has_shared else None, shape[1], normalise)
     out, expected = experts_row(*arguments), experts_row_reference(*arguments)
     assert out.shape == expected.shape == (shape[1] + has_shared, 1, shape[2])
     torch.testing.assert_close(out, expected, atol=0.02, rtol=0.02)
@@ -63,6 +72,22 @@ def test_ties_and_nan_choose_as_in_a_block(device, poisoned_outputs) -> None:
         torch.testing.assert_close(out, expected, atol=0.02, rtol=0.02, equal_nan=True)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("T", [1, 5, 16])
+def test_logits_of_a_row_hang_on_that_row(device, poisoned_outputs, T, dtype) -> None:
+    """Bug: the gate is taken of another row, or a row routes otherwise alone than in a block."""
+    (_, router, *_), shared = layer((33, 1, 130, 70), device, dtype)
+    x = torch.randn(T, 130, device=device).to(dtype)
+    logits, gate = router_logits(x, router, shared.gate_1D)
+    assert gate is not None
+    torch.testing.assert_close(logits, x @ router.T, atol=0.02, rtol=0.02)
+    torch.testing.assert_close(gate, x @ shared.gate_1D.T, atol=0.02, rtol=0.02)
+    if device == "cuda" or INTERPRET:
+        for t in range(T):
+            alone = router_logits(x[t : t + 1].contiguous(), router, None)
+            assert torch.equal(alone[0][0], logits[t]) and alone[1] is None
+
+
 def test_refusals(device) -> None:
     """Bug: what does not belong together is read beyond its end."""
     tensors, shared = layer((6, 2, 40, 24), device, torch.bfloat16)
@@ -73,6 +98,8 @@ def test_refusals(device) -> None:
         (3, tensors[3].transpose(1, 2)),
         (4, Shared(shared.gate_up_JD[:40], shared.down_DI[:, :20], shared.gate_1D)),
     ):
-        bad = [wrong if i == place else one for i, one in enumerate([*tensors, shared])]
+        bad: list[Any] = [*tensors, shared]
+        bad[place] = wrong
+        x, router, gate_up, down, own = bad
         with pytest.raises(ValueError, match=r"need|contiguous"):
-            experts_row(*bad, 2, True)
+            experts_row(x, router, gate_up, down, own, 2, True)

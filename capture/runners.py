@@ -1,4 +1,5 @@
-"""Three ways to run one chain: eagerly, as CUDA graphs between eager attentions, as one graph.
+"""Three ways to run one chain: eagerly, as CUDA graphs between eager attentions, as one graph, or
+one on each side of a step of the host.
 
 Invariant: capture shape equals replay shape by construction (a runner belongs to one bucket and
 its buffers), and a graph-owned tensor is valid from its replay to the next one only: a later
@@ -11,12 +12,13 @@ import gc
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache, partial
+from itertools import groupby
 from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from graphengine import names
-from graphengine.capture.steps import Attention, Carry, Chain
+from graphengine.capture.steps import Attention, Carry, Chain, Host, Step
 
 NUM_WARMUPS = 1  # on the side stream, whose library handles are its own
 
@@ -61,7 +63,7 @@ class Graph(NamedTuple):
 
 
 class Call(NamedTuple):
-    """One call of a captured chain: a graph's replay, or an eager attention (`graph` is None)."""
+    """One call of a captured chain: a graph's replay, or an eager step (`graph` is None)."""
 
     name: str
     run: Callable[[], Any]
@@ -71,7 +73,7 @@ class Call(NamedTuple):
 
 
 class ReplayRunner:
-    """A list of calls without arguments: graph replays and attentions bound to static tensors.
+    """A list of calls without arguments: graph replays, and eager steps bound to static tensors.
 
     It keeps the chain it was captured from: a graph holds addresses, not tensors, so what only a
     step's closure owns would be freed, and its memory reused, while replays still read it.
@@ -154,15 +156,19 @@ def capture_piecewise(chain: Chain, carry: Carry, pool: GraphPool) -> ReplayRunn
     calls: list[Call] = []
     for step in chain:
         static = carry
-        if isinstance(step, Attention):
-            graph, run = None, partial(step.run, static)
-            carry = step.run(static)
+        if isinstance(step, Attention | Host):
+            call, carry = _eager_call(step, static)
         else:
             graph, carry = pool.capture([step], static)
-            run = graph.handle.replay
-            run()
-        calls.append(Call(step.name, run, graph, shapes(static), shapes(carry)))
+            call = Call(step.name, graph.handle.replay, graph, shapes(static), shapes(carry))
+            call.run()
+        calls.append(call)
     return ReplayRunner(chain, calls, carry)
+
+
+def _eager_call(step: Step, static: Carry) -> tuple[Call, Carry]:
+    carry = step.run(static)
+    return Call(step.name, partial(step.run, static), None, shapes(static), shapes(carry)), carry
 
 
 def capture_ends(
@@ -180,8 +186,8 @@ def capture_ends(
     An end hands nothing on to the tail; one without steps drops what the head has left.
 
     Args:
-        whole: one graph for each end, attention included; else one for each dense step, of which
-            those of head and tail are shared.
+        whole: one graph for each end, attention included, or two around a step of the host; else
+            one for each dense step, of which those of head and tail are shared.
     """
     known = ends or {"": ()}
     if whole:
@@ -205,11 +211,20 @@ def capture_ends(
 
 
 def capture_full(name: str, chain: Chain, carry: Carry, pool: GraphPool) -> ReplayRunner:
-    """The whole chain, attention included, as one graph."""
-    inputs = shapes(carry)
-    graph, carry = pool.capture(chain, carry)
-    call = Call(name, graph.handle.replay, graph, inputs, shapes(carry))
-    return ReplayRunner(chain, [call], carry)
+    """The whole chain, attention included, as one graph; cut where the host works."""
+    parts = [list(part) for _, part in groupby(chain, lambda step: isinstance(step, Host))]
+    calls: list[Call] = []
+    for part in parts:
+        if isinstance(part[0], Host):
+            for step in part:
+                call, carry = _eager_call(step, carry)
+                calls.append(call)
+            continue
+        own = name if len(parts) == 1 else names.dense_name(name, len(calls))
+        inputs = shapes(carry)
+        graph, carry = pool.capture(part, carry)
+        calls.append(Call(own, graph.handle.replay, graph, inputs, shapes(carry)))
+    return ReplayRunner(chain, calls, carry)
 
 
 def shapes(carry: Carry) -> list[str]:

@@ -1,8 +1,9 @@
 """A forward pass as data: a chain of named steps that pass tensors along.
 
 `Dense` is a segment between two attentions: pure up to declared cache writes, the unit that is
-compiled and captured. `Attention` is what stays eager in piecewise mode. A chain is written once;
-`runners` holds the ways to run it. This package knows callables, tensors and buckets, never models.
+compiled and captured. `Attention` is what stays eager in piecewise mode, `Host` what stays so in
+every mode. A chain is written once; `runners` holds the ways to run it. This package knows
+callables, tensors and buckets, never models.
 """
 
 from __future__ import annotations
@@ -34,5 +35,14 @@ class Attention:
     run: StepFunction
 
 
-Step = Dense | Attention
+@dataclass(frozen=True, slots=True)
+class Host:
+    """Work of the host that the device's next steps wait for: never captured, in no mode. It hands
+    the carry on as it is, and does nothing where nothing is to be done, as while capturing."""
+
+    name: str
+    run: StepFunction
+
+
+Step = Dense | Attention | Host
 Chain = Sequence[Step]

@@ -26,9 +26,11 @@ from typing import Any
 import torch
 
 from graphengine.checkpoints.tokenizer import Message, Tokenizer
+from graphengine.config.constraint import constraint_of
 from graphengine.config.declaration import made, spelled_out
 from graphengine.config.engine import EngineConfig
 from graphengine.config.options import Options, SamplingParams
+from graphengine.decode.grammar import Matcher
 from graphengine.decode.loop import DecodeLoop
 from graphengine.decode.metrics import StartupMetrics
 from graphengine.decode.request import Request
@@ -203,7 +205,8 @@ class Engine:
                 for i, prompt in enumerate(prompts):
                     with _named(i, len(prompts)):
                         ids, own = self._encode(prompt, asked.raw), sampled.numbered(i)
-                        requests.append(_submit(built, ids, asked, own, arrival_s))
+                        matcher = _matcher(built, asked)
+                        requests.append(_submit(built, ids, asked, own, arrival_s, matcher))
             except BaseException:
                 loop.reset()
                 raise
@@ -261,10 +264,10 @@ class Engine:
     ) -> Submit:
         """What the loop's thread does for a prompt, which is encoded here."""
         built = self._open
-        ids = self._encode(prompt, asked.raw)
+        ids, matcher = self._encode(prompt, asked.raw), _matcher(built, asked)
 
         def submit() -> tuple[Request, Teller]:
-            request = _submit(built, ids, asked, sampled, arrival_s)
+            request = _submit(built, ids, asked, sampled, arrival_s, matcher)
             return request, Teller(built.loop, [request], built.tokenizer, asked)
 
         return submit
@@ -409,8 +412,23 @@ class _Claim:
         self.is_held = False
 
 
+def _matcher(built: Built, asked: SamplingParams) -> Matcher | None:
+    """Of the grammar that is asked for; compiles it. Raises: ValueError."""
+    constraint = constraint_of(asked)
+    if constraint is None:
+        return None
+    if built.grammars is None:
+        raise ValueError(f"{constraint.kind} needs this model's tokenizer, and there is none")
+    return built.grammars.matcher(constraint)
+
+
 def _submit(
-    built: Built, ids: list[int], asked: SamplingParams, sampled: Sampling, arrival_s: float
+    built: Built,
+    ids: list[int],
+    asked: SamplingParams,
+    sampled: Sampling,
+    arrival_s: float,
+    matcher: Matcher | None,
 ) -> Request:
     """Queues a prompt into the loop. Raises: ValueError."""
     stop_ids = frozenset() if asked.ignore_eos else built.stop_ids
@@ -419,6 +437,7 @@ def _submit(
         asked_stop_ids=asked.stop_token_ids,
         logprobs=asked.logprobs,
         prompt_logprobs=asked.prompt_logprobs,
+        matcher=matcher,
     )
 
 

@@ -11,7 +11,8 @@ Names, for a chain of two attention layers:
 
     verify.00 (dense), verify.L0.attn, verify.01, verify.L1.attn, verify.02
 
-`draft.context` writes the drafter's K/V of a verified block, `accept` is the accept kernel,
+`draft.context` writes the drafter's K/V of a verified block, `publish` tells the host its drafts,
+`grammar` is the host's work on their masks meanwhile, `accept` is the accept kernel,
 `advance` applies the accepted rows to recurrent states, which `verify.L2.delta` reads. A whole
 step launched at once is `speculate`, or `decode` without a drafter.
 """
@@ -37,11 +38,16 @@ STEP = "step"
 
 # What the host is doing; never inside a chain's replay. "accept": what is "wait" now, in older
 # traces.
-HOST_PHASES = (STEP, *CHAINS, *"load capture warmup plan wait accept commit detokenize".split())
+GRAMMAR = "grammar"
+HOST_PHASES = (
+    *(STEP, *CHAINS, GRAMMAR),
+    *"load capture warmup plan wait accept commit detokenize".split(),
+)
 
 # Device steps outside the dense/attention alternation.
 DRAFT_CONTEXT = "draft.context"
 PREFILL_CONTEXT = "prefill.context"
+PUBLISH = "publish"
 ACCEPT = "accept"
 ADVANCE = "advance"
 
@@ -90,7 +96,7 @@ def step_class(name: str) -> StepClass:
 
 def is_name(text: str) -> bool:
     """Whether a text follows the rule above; for traces that have lost the domain."""
-    if text in HOST_PHASES or text in (DRAFT_CONTEXT, PREFILL_CONTEXT, ACCEPT, ADVANCE):
+    if text in HOST_PHASES or text in (DRAFT_CONTEXT, PREFILL_CONTEXT, PUBLISH, ACCEPT, ADVANCE):
         return True
     chain, _, step = text.partition(".")
     return chain in CHAINS and re.fullmatch(r"\d{2,}|L\d+\.(attn|delta)|T\d+", step) is not None

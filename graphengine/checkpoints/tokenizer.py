@@ -139,6 +139,17 @@ class Tokenizer:
             ) from error
         return [token for piece in str(text).split(cut) for token in self.encode(piece)]
 
+    def as_json(self) -> str:
+        """As a tokenizer.json has it, added tokens included, for who reads tokens as bytes.
+
+        Raises:
+            ValueError: it is not of the kind that has one.
+        """
+        backend = getattr(self._hf, "backend_tokenizer", None)
+        if backend is None:
+            raise ValueError(f"{self.directory}: grammars need a tokenizer.json; fetch it")
+        return backend.to_str()
+
     def decode(self, token_ids: Sequence[int]) -> str:
         """Text of token ids, special tokens left out."""
         return self._hf.decode(

@@ -10,6 +10,7 @@ from typing import Any
 import click
 
 from graphengine.cli import options as shared
+from graphengine.config.constraint import constraint_of
 from graphengine.config.options import SamplingParams, adjusts
 from graphengine.prompts import Conversation, read_prompt_file
 
@@ -109,6 +110,7 @@ def run(ctx: click.Context, model: str | None, draft: str | None, **options: Any
     asked = shared.taken(options)
     asked["sampling"] = True if sampling.temperature else None
     asked["adjustments"] = True if adjusts(sampling) else None
+    asked["structured_outputs"] = True if constraint_of(sampling) else None
     if sampling.num_logprobs is not None:
         asked["max_logprobs"] = max(sampling.num_logprobs, 1)
     asked["first_batch"] = len(conversations) if conversations else 1

@@ -38,6 +38,7 @@ class EngineConfig(Options):
     sampling: bool = False
     adjustments: bool = False
     max_logprobs: int = 0
+    structured_outputs: bool = False
     prefill_chunk: int = 2048
     prefill_sizes: tuple[int, ...] = ()
     speculation_limit: int | None = None

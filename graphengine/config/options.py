@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any, Literal
 
 from graphengine.config.bytesize import parse_bytes
+from graphengine.config.constraint import constraint_of, parse_schema, parse_text
 from graphengine.config.declaration import COMMANDS, Checked, declarations, option
 from graphengine.config.lists import MAX_BIAS, parse_bias, parse_texts, parse_token_ids
 
@@ -188,6 +189,13 @@ class Options(Checked):
         auto="20 where nothing is captured, else 0",
         commands=_API,
     )
+    structured_outputs: bool | None = option(
+        None,
+        "Whether answers may follow a grammar (json_schema, regex, choice, grammar), which builds "
+        "a verify chain more; needs the extra `grammar`.",
+        auto="where nothing is captured",
+        commands=_API,
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -283,6 +291,39 @@ class SamplingParams(Checked):
         parse=partial(parse_texts, "bad_words"),
         commands=_RUN,
     )
+    json_schema: str | None = option(
+        None,
+        "A JSON schema that the answer follows: always valid, drafted or not.",
+        auto="none",
+        metavar="SCHEMA",
+        parse=partial(parse_schema, "json_schema"),
+        commands=_RUN,
+    )
+    regex: str | None = option(
+        None,
+        "A regular expression that the whole answer matches.",
+        auto="none",
+        metavar="REGEX",
+        parse=partial(parse_text, "regex"),
+        commands=_RUN,
+    )
+    choice: tuple[str, ...] = option(
+        (),
+        "A text that the answer may be, one of several; may be repeated.",
+        auto="none",
+        metavar="TEXT",
+        repeated=True,
+        parse=partial(parse_texts, "choice"),
+        commands=_RUN,
+    )
+    grammar: str | None = option(
+        None,
+        'A grammar in Lark\'s notation that the answer follows, such as \'start: "yes" | "no"\'.',
+        auto="none",
+        metavar="LARK",
+        parse=partial(parse_text, "grammar"),
+        commands=_RUN,
+    )
     logprobs: int | None = option(
         None,
         "Log-probabilities of each token and of so many most likely ones, the model's own: before "
@@ -319,6 +360,7 @@ class SamplingParams(Checked):
                 f"min_tokens is {self.min_tokens}, max_new_tokens {self.max_new_tokens}; lower the "
                 "one or raise the other"
             )
+        constraint_of(self)
 
     @property
     def num_logprobs(self) -> int | None:

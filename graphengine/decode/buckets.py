@@ -103,7 +103,8 @@ class BucketBuilder:
 
     def clear_results_(self) -> None:
         """Forgets results that were not read. Mutates: the buffers."""
-        self.arena.clear_("results")
+        words = ("results", "draft_words") if self.pair.config.structured_outputs else ("results",)
+        self.arena.clear_(*words)
 
     def build_ahead(
         self, sizes: Collection[int], prefills: Iterable[Callable[[], object]] = ()

@@ -11,7 +11,7 @@ request, N / H query heads / head dim, X words of results.
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -36,10 +36,10 @@ class Arena:
         """A contiguous tensor at the beginning of the memory of that name; zeros when new."""
         return self._view(name, shape, dtype, self._device)
 
-    def take_on_host(self, name: str, *shape: int) -> Tensor:
-        """The same as int64 of the host, pinned where the device is a GPU."""
+    def take_on_host(self, name: str, *shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
+        """The same of the host, pinned where the device is a GPU."""
         on_gpu = self._device.type == "cuda"
-        return self._view(name, shape, torch.int64, "cpu" if on_gpu else self._device, on_gpu)
+        return self._view(name, shape, dtype, "cpu" if on_gpu else self._device, on_gpu)
 
     def _view(
         self,
@@ -79,6 +79,26 @@ class RecurrentBuffers(NamedTuple):
     out_TNV: Tensor  # model dtype; a layer's outputs
 
 
+class Launched:
+    """The step that is being launched: its number, and the matchers of its rows that have one."""
+
+    def __init__(self) -> None:
+        self.step = 0
+        self.matchers: dict[int, Any] = {}
+
+
+class GrammarBuffers(NamedTuple):
+    """What a block gives to the host for its masks, and takes from there (`decode.grammar`)."""
+
+    is_on_B: Tensor  # int32; 0: a row without a grammar, or padding
+    forced_BG: Tensor  # int64; -1: nothing
+    mask_TW: Tensor  # int32, a bit a token; W = ceil(V / 32)
+    words_BG: Tensor  # int64 on the host: drafts, as kernels/publish_drafts.py has them
+    host_forced_BG: Tensor  # the same two, on the host
+    host_mask_TW: Tensor
+    launched: Launched
+
+
 class StepBuffers(NamedTuple):
     """State of the running block of every request in the bucket.
 
@@ -86,8 +106,9 @@ class StepBuffers(NamedTuple):
     touches only the null page. `positions_T` / `slots_T` belong to the block in `block_ids_BG`;
     the `context_*` pair keeps those of the block verified last, for what the drafter makes of it.
     `results_BX` is memory of the host, pinned, that the accept kernel writes and `rows` reads.
-    `own`: what the proposer keeps beside these (`Proposer.buffers`). `tables` and `scores` are of
-    engines whose requests may have their logits adjusted, and log-probabilities.
+    `own`: what the proposer keeps beside these (`Proposer.buffers`). `tables`, `scores` and
+    `grammar` are of engines whose requests may have their logits adjusted, log-probabilities, and
+    a grammar.
     """
 
     block_ids_BG: Tensor  # int64: anchor, MASK, ..; plain decode: the anchor
@@ -106,6 +127,7 @@ class StepBuffers(NamedTuple):
     recurrent: RecurrentBuffers | None = None
     tables: Tables | None = None
     scores: Scores | None = None
+    grammar: GrammarBuffers | None = None
 
     @classmethod
     def take(

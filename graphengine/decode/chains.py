@@ -12,7 +12,7 @@ from torch import Tensor
 from graphengine.capture.steps import Step
 from graphengine.decode.attention import Attention
 from graphengine.decode.buffers import StepBuffers
-from graphengine.decode.ends import end_names, make_end
+from graphengine.decode.ends import end_names, make_end, publish_step
 from graphengine.decode.proposer import Attentions, Pair
 from graphengine.decode.recurrence import VerifyRecurrence, prefill_recurrence
 from graphengine.decode.segments import Segments, row_logits_segment
@@ -40,8 +40,11 @@ def step_chains(
     where = rows, attention, buffers.attn_TNH
     ended = tap_, segments.last, recurrence
     *verify, _ = target_chain(chain, pair.target, *where, segments, *ended)
+    propose, grammar = proposer.propose(buffers, draft_attentions, segments), buffers.grammar
+    if propose and grammar is not None:
+        propose.append(publish_step(buffers, grammar))
     return Chains(
-        propose=proposer.propose(buffers, draft_attentions, segments),
+        propose=propose,
         verify=verify,
         ends={
             name: make_end(name, chain, pair, buffers, tap_, segments)

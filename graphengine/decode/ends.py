@@ -1,11 +1,13 @@
 """What stands behind the last layer of a verify: a named list of steps, chosen per launch.
 
-    greedy      last segment with the head's argmax;  accept
-    sampled     last segment with logits;             draw, accept
-    adjusted    last segment with logits;             adjust, draw, count, accept
-    scored      last segment with logits;             adjust and count where that is built; draw,
-                                                      score, accept
-    simulated   last segment with the head's argmax;  counts drawn ahead, accept (measuring alone)
+    greedy       last segment with the head's argmax;  accept
+    sampled      last segment with logits;             draw, accept
+    adjusted     last segment with logits;             adjust, draw, count, accept
+    scored       last segment with logits;             adjust and count where that is built; draw,
+                                                       score, accept
+    constrained  last segment with logits;             the host's masks, adjust, mask, draw, count,
+                                                       score, accept
+    simulated    last segment with the head's argmax;  counts drawn ahead, accept (measuring alone)
 
 Every end closes the last dense segment and acceptance, so one step's other parts are the same
 whatever its end, and in piecewise mode they are the same graphs. A request has the same tokens
@@ -20,10 +22,11 @@ from collections.abc import Iterable
 from torch import Tensor
 
 from graphengine import names
-from graphengine.capture.steps import Carry, Dense, Step
+from graphengine.capture.steps import Carry, Dense, Host, Step
 from graphengine.config.engine import EngineConfig
-from graphengine.decode.buffers import StepBuffers
+from graphengine.decode.buffers import GrammarBuffers, StepBuffers
 from graphengine.decode.logprobs import score_rows
+from graphengine.decode.masks import mask_rows_
 from graphengine.decode.proposer import Pair
 from graphengine.decode.recurrence import advance_
 from graphengine.decode.request import Request
@@ -32,9 +35,11 @@ from graphengine.decode.segments import Segments
 from graphengine.decode.stack import Tap, last_step
 from graphengine.kernels.accept import accept_and_advance_
 from graphengine.kernels.adjust_logits import adjust_logits, advance_tables_
+from graphengine.kernels.mask_logits import mask_logits_
+from graphengine.kernels.publish_drafts import publish_drafts_
 
 GREEDY, SAMPLED, ADJUSTED, SCORED = "greedy", "sampled", "adjusted", "scored"
-SIMULATED = "simulated"
+CONSTRAINED, SIMULATED = "constrained", "simulated"
 
 
 def end_names(config: EngineConfig) -> tuple[str, ...]:
@@ -42,13 +47,20 @@ def end_names(config: EngineConfig) -> tuple[str, ...]:
     batches that ask for nothing."""
     if config.simulate_acceptance is not None:
         return (SIMULATED,)
-    built = {SAMPLED: config.sampling, ADJUSTED: config.adjustments, SCORED: config.max_logprobs}
+    built = {
+        SAMPLED: config.sampling,
+        ADJUSTED: config.adjustments,
+        SCORED: config.max_logprobs,
+        CONSTRAINED: config.structured_outputs,
+    }
     return (GREEDY, *(name for name, is_built in built.items() if is_built))
 
 
 def choose(ends: Iterable[str], running: Iterable[Request]) -> str:
     """The end for these requests."""
     running = list(running)
+    if any(request.matcher is not None for request in running):
+        return CONSTRAINED
     if any(request.logprobs is not None for request in running):
         return SCORED
     if any(request.sampling.adjusts for request in running):
@@ -62,8 +74,10 @@ def make_end(
 ) -> list[Step]:
     """The steps of one end, behind the last attention of `chain`."""
 
-    takes_logits = name in (SAMPLED, ADJUSTED, SCORED)
-    tables = buffers.tables if name in (ADJUSTED, SCORED) else None
+    takes_logits = name in (SAMPLED, ADJUSTED, SCORED, CONSTRAINED)
+    tables = buffers.tables if name in (ADJUSTED, SCORED, CONSTRAINED) else None
+    scores = buffers.scores if name in (SCORED, CONSTRAINED) else None
+    grammar = buffers.grammar if name == CONSTRAINED else None
 
     def draw(logits_TV: Tensor) -> Tensor:
         # A draft is kept while it equals the draw at its row, so every emitted token is a draw of
@@ -73,13 +87,17 @@ def make_end(
         positions_T, own_TV = buffers.positions_T, logits_TV
         if tables is not None:
             own_TV = adjust_logits(logits_TV, buffers.draft_ids_BG, positions_T, tables)
+        if grammar is not None:
+            if tables is None and scores is not None:  # scores are of what the model gave
+                own_TV = logits_TV.clone()
+            mask_logits_(own_TV, grammar.mask_TW, grammar.is_on_B)
         ids_T = sample_rows(own_TV, positions_T, buffers.controls)
         if tables is not None:
             drafts_BG = buffers.draft_ids_BG
             advance_tables_(drafts_BG, ids_T.view_as(drafts_BG), buffers.start_B, tables)
-        if name == SCORED and buffers.scores is not None:
-            num_alternatives = buffers.scores.top.shape[-1]
-            buffers.scores.write_(buffers.step_B, score_rows(logits_TV, ids_T, num_alternatives))
+        if scores is not None:
+            num_alternatives = scores.top.shape[-1]
+            scores.write_(buffers.step_B, score_rows(logits_TV, ids_T, num_alternatives))
         return ids_T
 
     def accept(carry: Carry) -> Carry:
@@ -113,4 +131,22 @@ def make_end(
 
     last = segments.logits if takes_logits else segments.last
     steps: list[Step] = [last_step(chain, pair.target, tap_, last), Dense(names.ACCEPT, accept)]
+    if grammar is not None:
+
+        def work_out_masks(carry: Carry) -> Carry:
+            mask_rows_(grammar)
+            return carry
+
+        steps.insert(1, Host(names.GRAMMAR, work_out_masks))
     return steps if pair.target.states is None else [*steps, Dense(names.ADVANCE, advance)]
+
+
+def publish_step(buffers: StepBuffers, grammar: GrammarBuffers) -> Step:
+    """Behind the drafts: what grammars force takes their place, and the host is told them."""
+
+    def publish(carry: Carry) -> Carry:
+        words = grammar.forced_BG, grammar.is_on_B, buffers.step_B, grammar.words_BG
+        publish_drafts_(buffers.draft_ids_BG, *words)
+        return carry
+
+    return Dense(names.PUBLISH, publish)

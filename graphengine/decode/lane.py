@@ -26,9 +26,10 @@ import torch
 from graphengine import names
 from graphengine.decode.attention import Layout
 from graphengine.decode.buckets import Bucket, BucketBuilder
-from graphengine.decode.ends import SCORED, choose, end_names
+from graphengine.decode.ends import CONSTRAINED, choose, end_names
 from graphengine.decode.kvcache import NULL_PAGE, pages_for
 from graphengine.decode.logprobs import Scores
+from graphengine.decode.masks import begin_
 from graphengine.decode.proposer import Proposer
 from graphengine.decode.recurrence import NULL_SLOT
 from graphengine.decode.request import Request
@@ -48,6 +49,7 @@ class InFlight(NamedTuple):
     rows: list[Request | None]
     results: Results
     scores: Scores | None
+    is_constrained: bool = False
 
 
 class Verified(NamedTuple):
@@ -125,7 +127,7 @@ class Lane:
         be brought up to date, or `must_drain`."""
         began, num_before = time.perf_counter(), len(self.in_flight)
         is_steady = not self._stale and self.bucket is not None
-        while self.rows and not self.must_drain and len(self.in_flight) < self.depth:
+        while self.rows and not self.must_drain and self._may_queue:
             if self._stale and not self._bring_up_to_date():
                 break
             with names.range_(names.STEP):
@@ -133,11 +135,20 @@ class Lane:
         is_steady = is_steady and len(self.in_flight) == num_before + 1
         self._launch_s = time.perf_counter() - began if is_steady else None
 
+    @property
+    def _may_queue(self) -> bool:
+        """What a grammar leaves to a step follows from the tokens of the one before."""
+        waits = any(step.is_constrained for step in self.in_flight)
+        return len(self.in_flight) < self.depth and not waits
+
     def _queue_step(self) -> None:
-        """Launches the stages of a step, each behind its plan if it needs one."""
-        bucket = self.bucket
+        """Launches the stages of a step, each behind its plan if it needs one. Where a row has a
+        grammar, its drafts are waited for in between."""
+        bucket, is_constrained = self.bucket, self._end == CONSTRAINED
         assert bucket is not None
         results = Results.of(bucket.buffers, self._next_step, len(self.rows))
+        if is_constrained and bucket.buffers.grammar is not None:
+            begin_(bucket.buffers.grammar, self.rows, self._next_step)
         self._next_step += 1
         for stage in bucket.stages:
             if stage.planned.attentions:
@@ -145,9 +156,10 @@ class Lane:
                     self._plan(stage.planned, bucket.size)
             with names.range_(stage.name):
                 stage.runners[self._end].run()
-        scores = bucket.buffers.scores if self._end == SCORED else None
+        tells = any(request.logprobs is not None for request in self.running)
+        scores = bucket.buffers.scores if tells else None
         scores = scores.of_step(results.number) if scores is not None else None
-        self.in_flight.append(InFlight(list(self.rows), results, scores))
+        self.in_flight.append(InFlight(list(self.rows), results, scores, is_constrained))
 
     def _plan(self, planned: Planned, size: int) -> None:
         """Plans for the rows as they are; one without a request reads the null page."""
@@ -178,7 +190,7 @@ class Lane:
         if not self.in_flight:
             return []
         self.wait()
-        rows, results, scores = self.in_flight.popleft()
+        rows, results, scores, _ = self.in_flight.popleft()
         ids, counts = results.read()
         if scores is not None:
             scores = scores.fetch(self._fetching)

@@ -29,6 +29,7 @@ import torch
 from graphengine import names
 from graphengine.decode.admission import Admission
 from graphengine.decode.fallback import Fallback
+from graphengine.decode.grammar import Matcher
 from graphengine.decode.kvcache import PageAllocator, pages_for
 from graphengine.decode.lane import Lane
 from graphengine.decode.metrics import Acceptance
@@ -127,6 +128,7 @@ class DecodeLoop:
         asked_stop_ids: Collection[int] = (),
         logprobs: int | None = None,
         prompt_logprobs: int | None = None,
+        matcher: Matcher | None = None,
     ) -> Request:
         """Queues a prompt.
 
@@ -134,6 +136,7 @@ class DecodeLoop:
             arrival_s: when it was asked for (`time.perf_counter`), if that was before now.
             asked_stop_ids: tokens that end it too, and are told as the reason.
             logprobs, prompt_logprobs: alternatives of each token; None: nothing is told.
+            matcher: of the grammar that the answer follows.
 
         Raises:
             ValueError: the prompt is empty, leaves no room for a token, or can never fit the pool.
@@ -150,7 +153,7 @@ class DecodeLoop:
                 f"the prompt has {len(prompt_ids)} tokens, the context holds {limit} and at least "
                 f"one must be left to generate; shorten the prompt or {remedy}"
             )
-        self._check_offered(sampling, logprobs, prompt_logprobs)
+        self._check_offered(sampling, matcher, logprobs, prompt_logprobs)
         total = min(len(prompt_ids) + max_new_tokens, limit)
         needed = self._pages_of(total)
         if needed > self.allocator.num_usable:
@@ -169,13 +172,16 @@ class DecodeLoop:
             sampling=sampling,
             logprobs=logprobs,
             prompt_logprobs=prompt_logprobs,
+            matcher=matcher,
         )
         request.arrival_s = request.submitted_s if arrival_s is None else arrival_s
         self._next_id += 1
         self.waiting.append(request)
         return request
 
-    def _check_offered(self, sampling: Sampling, *alternatives: int | None) -> None:
+    def _check_offered(
+        self, sampling: Sampling, matcher: Matcher | None, *alternatives: int | None
+    ) -> None:
         """Refuses what no verify chain was built for. Raises: ValueError: with the remedy."""
         why = "draws its acceptance" if self.config.simulate_acceptance else "was built without it"
         why, remedy = f"this engine {why}", "and without simulate_acceptance"
@@ -188,6 +194,10 @@ class DecodeLoop:
             raise ValueError(
                 f"penalties, logit_bias, bad_words or min_tokens are asked for, but {why}; load it "
                 f"with adjustments=True {remedy}"
+            )
+        if matcher is not None and not self.config.structured_outputs:
+            raise ValueError(
+                f"a grammar is asked for, but {why}; load it with structured_outputs=True {remedy}"
             )
         most = max((n for n in alternatives if n is not None), default=None)
         offered = self.config.max_logprobs

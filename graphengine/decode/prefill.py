@@ -27,6 +27,7 @@ from graphengine.decode.chains import prefill_chains
 from graphengine.decode.fixed_chunk import BLOCK, FixedChunk, Piece
 from graphengine.decode.kvcache import pages_for
 from graphengine.decode.logprobs import Scores, score_rows
+from graphengine.decode.masks import mask_first
 from graphengine.decode.proposer import Pair
 from graphengine.decode.recurrence import KEPT_SPACING, NULL_SLOT, pieces_of
 from graphengine.decode.request import Request
@@ -202,7 +203,7 @@ class Prefill:
                 logits_RV, ids_R = self.logits(pieces), None
         if goes_on:
             return None
-        if any(not r.sampling.is_greedy or r.sampling.adjusts for r, _ in work):
+        if any(r.chooses for r, _ in work):
             ids_R = _draw(work, logits_RV)
         ids_R, scores = argmax_rows(logits_RV) if ids_R is None else ids_R, None
         asked = [r.logprobs for r, _ in work if r.logprobs is not None]
@@ -286,4 +287,6 @@ def _draw(work: Work, logits_RV: Tensor) -> Tensor:
     logits_RV = logits_RV[: len(work)]
     if any(request.sampling.adjusts for request in requests):
         logits_RV = adjust_first(logits_RV, position_R, requests)
+    if any(request.matcher is not None for request in requests):
+        logits_RV = mask_first(logits_RV, requests)
     return sample_rows(logits_RV, position_R, controls)

@@ -29,6 +29,7 @@ from graphengine.decode.attention import Attention
 from graphengine.decode.buffers import Arena, StepBuffers
 from graphengine.decode.kvcache import pages_for
 from graphengine.decode.logprobs import Scores
+from graphengine.decode.masks import take_grammar
 from graphengine.decode.recurrence import take_buffers
 from graphengine.decode.request import Request
 from graphengine.decode.segments import Segments
@@ -155,6 +156,11 @@ def step_buffers(
         tables = take_tables(arena, num_requests, vocab)
     if config is not None and config.max_logprobs:
         scores = Scores.take(arena.take, num_requests, block, min(config.max_logprobs, vocab))
+    grammar = None
+    if config is not None and config.structured_outputs:
+        grammar = take_grammar(arena, num_requests, block, vocab)
     recurrent = take_buffers(arena, target, num_requests, block)
     own = proposer.buffers(arena, num_requests)
-    return buffers._replace(own=own, recurrent=recurrent, tables=tables, scores=scores)
+    return buffers._replace(
+        own=own, recurrent=recurrent, tables=tables, scores=scores, grammar=grammar
+    )

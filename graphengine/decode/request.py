@@ -11,6 +11,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from graphengine.decode.acceptance import Commit, FinishReason, commit
+from graphengine.decode.grammar import Matcher
 from graphengine.decode.logprobs import Logprobs, Scores
 from graphengine.decode.metrics import Acceptance, RequestMetrics
 from graphengine.decode.sampling import GREEDY, Sampling
@@ -19,6 +20,10 @@ NOT_FINITE_TEXT = (
     "the target's logits for position {position} hold a NaN or an infinity, so there is no next "
     "token; check the weights (damaged, or of another model) and that the dtype is bfloat16 or "
     "float32"
+)
+NO_CHOICE_TEXT = (
+    "no token is left for position {position}: bad_words or logit_bias rule out all that the "
+    "grammar allows there, or the target's logits are not finite"
 )
 
 
@@ -34,6 +39,8 @@ class Request:
     """Those of them that the user named."""
     acceptance: Acceptance
     sampling: Sampling = GREEDY
+    matcher: Matcher | None = None
+    """Where its answer stands in a grammar; None: it has none."""
     logprobs: int | None = None
     """Alternatives of each token to tell log-probabilities of; None: of no token."""
     prompt_logprobs: int | None = None
@@ -82,6 +89,12 @@ class Request:
         return self.prompt_ids + self.output_ids
 
     @property
+    def chooses(self) -> bool:
+        """Whether its tokens are anything but the model's first choices."""
+        draws = not self.sampling.is_greedy or self.sampling.adjusts
+        return draws or self.matcher is not None
+
+    @property
     def anchor(self) -> int:
         """The newest known token; its K/V is not written yet."""
         return self.output_ids[-1]
@@ -119,11 +132,17 @@ class Request:
     def _extend(self, committed: Commit) -> list[int]:
         self.output_ids += committed.token_ids
         self.finish_reason = committed.finish_reason
+        wrong = None
+        if self.matcher is not None and self.finish_reason is None:
+            wrong = self.matcher.advance(committed.token_ids)
         if committed.finish_reason == "stop" and self.anchor in self.asked_stop_ids:
             self.stop_reason = self.anchor
         if committed.finish_reason == "error":
             position = len(self.prompt_ids) + len(self.output_ids)
-            self.fail(NOT_FINITE_TEXT.format(position=position))
+            text = NO_CHOICE_TEXT if self.matcher is not None else NOT_FINITE_TEXT
+            self.fail(text.format(position=position))
+        elif wrong is not None:
+            self.fail(f"the grammar cannot be followed any further: {wrong}")
         self.last_token_s = time.perf_counter()
         return committed.token_ids
 

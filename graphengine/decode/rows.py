@@ -37,14 +37,20 @@ _ASK_EVERY_S = 1e-3
 class Results(NamedTuple):
     """What a step tells the host of its requests, as it comes in."""
 
-    words_BX: Tensor  # int64 [B, G + 1], a view: G target ids and the number accepted
+    words_BX: Tensor  # int64, a view; of a whole step [B, G + 1]: target ids, number accepted
     number: int  # of the step, as the upper halves of its words hold it
 
     @classmethod
     def of(cls, buffers: StepBuffers, step: int, num_requests: int) -> Results:
         """The results of a bucket's step, launched or about to be."""
         begin = step % NUM_RESULTS * (buffers.block + 1)
-        words_BX = buffers.results_BX[:num_requests, begin : begin + buffers.block + 1]
+        return cls.numbered(
+            buffers.results_BX[:num_requests, begin : begin + buffers.block + 1], step
+        )
+
+    @classmethod
+    def numbered(cls, words_BX: Tensor, step: int) -> Results:
+        """Words that a step writes."""
         return cls(words_BX, (step + 2**31) % 2**32 - 2**31)
 
     def are_there(self) -> bool:
@@ -72,8 +78,12 @@ class Results(NamedTuple):
 
     def read(self) -> tuple[list[list[int]], list[int]]:
         """Target ids [B][G] and accepted drafts [B], once they are there."""
-        values = self.words_BX.to(torch.int32).tolist()
+        values = self.values()
         return [row[:-1] for row in values], [row[-1] for row in values]
+
+    def values(self) -> list[list[int]]:
+        """The words without the step's number, once they are there."""
+        return self.words_BX.to(torch.int32).tolist()
 
 
 def write_rows_(
@@ -121,6 +131,10 @@ def write_rows_(
         buffers.recurrent.slots_B.index_copy_(0, at_R, held)
     if buffers.tables is not None:
         write_tables_(buffers.tables, rows)
+    if buffers.grammar is not None:
+        has_one = [int(r is not None and r.matcher is not None) for r in requests]
+        held = torch.tensor(has_one, dtype=torch.int32).to(device)
+        buffers.grammar.is_on_B.index_copy_(0, at_R, held)
     for tensor in (buffers.context_positions_T, buffers.context_slots_T):
         tensor.view(-1, block).index_fill_(0, at_R, 0)
     buffers.step_B.index_fill_(0, at_R, step)

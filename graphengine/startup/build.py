@@ -36,6 +36,7 @@ from graphengine.config.options import Options
 from graphengine.decode.attention import compile_flashinfer_ahead
 from graphengine.decode.buckets import BucketBuilder, prefill_attention
 from graphengine.decode.fixed_chunk import LONG_SIZES, FixedChunk
+from graphengine.decode.grammar import Grammars
 from graphengine.decode.kvcache import make_pool
 from graphengine.decode.lane import Lane
 from graphengine.decode.loop import DecodeLoop
@@ -73,6 +74,8 @@ class Built:
     draft: DraftSpec | None
     tokenizer: Tokenizer | None
     stop_ids: frozenset[int]
+    grammars: Grammars | None
+    """None without a tokenizer."""
     loop: DecodeLoop
     startup: StartupMetrics
     memory_plan: MemoryPlan
@@ -124,6 +127,11 @@ def build(
     block = draft_config.num_verify_rows if draft_config else 1
     stop_ids, _ = read_stop_ids(target_dir, target_config)
     tokenizer = load_tokenizer(target_dir, target_config, stop_ids)
+    grammars = None
+    if tokenizer is not None:
+        grammars = Grammars(tokenizer.as_json, target_config.vocab_size, stop_ids)
+        if options.structured_outputs:
+            grammars.prepare()
     is_dummy = options.load_format != "auto"
     if tokenizer is None and not is_dummy:
         remedy = "fetch the whole model directory"
@@ -260,7 +268,7 @@ def build(
     began = time.perf_counter()
     if device.type == "cuda":
         with names.range_("warmup"), torch.no_grad():
-            warm_up(loop)
+            warm_up(loop, grammars)
     startup = StartupMetrics(
         load_s=load_s,
         compile_s=compiler_wait_s + sum(part.compile_s for part in builders),
@@ -281,6 +289,7 @@ def build(
         draft=draft_config,
         tokenizer=tokenizer,
         stop_ids=frozenset(stop_ids),
+        grammars=grammars,
         loop=loop,
         startup=startup,
         memory_plan=plan,

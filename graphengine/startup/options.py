@@ -34,6 +34,7 @@ _NEED_REAL_ACCEPTANCE = {
     "sampling": "--temperature",
     "adjustments": "penalties, --logit-bias, --bad-words and --min-tokens",
     "max_logprobs": "--logprobs and --prompt-logprobs",
+    "structured_outputs": "--json-schema, --regex, --choice and --grammar",
 }
 MAX_LOGPROBS = 20  # alternatives of a token, where nobody says
 
@@ -168,6 +169,7 @@ def resolve_options(options: Options, target: ModelConfig, draft: DraftSpec | No
         "sampling": not simulated and (options.sampling or mode == "none"),
         "adjustments": not simulated and (options.adjustments or mode == "none"),
         "max_logprobs": 0 if simulated else logprobs,
+        "structured_outputs": not simulated and (options.structured_outputs or mode == "none"),
     }
     return EngineConfig(**asked | decided)
 

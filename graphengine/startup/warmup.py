@@ -9,37 +9,51 @@ Invariant: the loop is idle before and after, and guards and statistics have see
 
 from __future__ import annotations
 
+from typing import Any
+
+from graphengine.config.constraint import Constraint
+from graphengine.decode.grammar import Grammars
 from graphengine.decode.loop import DecodeLoop
-from graphengine.decode.sampling import GREEDY, Sampling
+from graphengine.decode.sampling import Sampling
 
 # More rows than any chunk of a fixed size: an eager prefill.
 EAGER_ROWS = 513
 NUM_TOKENS = 3  # of a request: its prefill's, and a step or two
 _DRAWN = Sampling(temperature=1.0, top_p=0.9, top_k=10, seed=0)
 _ADJUSTED = Sampling(presence_penalty=1.0)
+_ANYTHING = Constraint("regex", "(.|\n)*")
 
 
-def warm_up(loop: DecodeLoop) -> None:
+def warm_up(loop: DecodeLoop, grammars: Grammars | None = None) -> None:
     """Runs every bucket and every chunk, with every end that is built.
 
     Args:
         loop: idle.
+        grammars: None: no request can have one.
     """
     assert not loop.has_work
     lane, fallback, loop.fallback = loop.first, loop.fallback, None
     config = loop.config
-    wishes: list[tuple[Sampling, int | None]] = [(GREEDY, None)]
-    wishes += [(_DRAWN, None)] * config.sampling + [(_ADJUSTED, None)] * config.adjustments
-    wishes += [(GREEDY, 0)] * (config.max_logprobs > 0)
+    wishes: list[dict[str, Any]] = [{}]
+    wishes += [{"sampling": _DRAWN}] * config.sampling
+    wishes += [{"sampling": _ADJUSTED}] * config.adjustments
+    wishes += [{"logprobs": 0}] * (config.max_logprobs > 0)
+    wishes += [{"matcher": _ANYTHING}] * (config.structured_outputs and grammars is not None)
     most = config.max_model_len - 1
     chunks = [min(chunk.size, most) for chunk in loop.prefill.fixed]
-    for sampling, logprobs in wishes:
+
+    def submit(prompt: list[int], num_tokens: int, wish: dict[str, Any]) -> None:
+        if grammars is not None and "matcher" in wish:
+            wish = {"matcher": grammars.matcher(wish["matcher"])}
+        loop.submit(prompt, num_tokens, (), **wish)
+
+    for wish in wishes:
         for length in {*chunks, min(EAGER_ROWS, most)}:
-            loop.submit([0] * length, 1, (), sampling, logprobs=logprobs)
+            submit([0] * length, 1, wish)
             loop.admit()
         for size in lane.buckets:
             lane.only_bucket = size
-            loop.submit([0], NUM_TOKENS, (), sampling, logprobs=logprobs)
+            submit([0], NUM_TOKENS, wish)
             for _ in loop.run():
                 pass
     lane.only_bucket, loop.fallback = None, fallback

@@ -83,7 +83,10 @@ def prefill_bytes(
         per_key = 2 * target.kv_size * element_bytes + rows * (1 + element_bytes)
         work += config.max_model_len * per_key
     # With adjusted first tokens two tables and float32 logits; with scored rows two of these.
-    logits = min(max(config.buckets), rows) * (element_bytes + 12 * bool(config.adjustments))
+    # To mask is to copy them.
+    copied = element_bytes * bool(config.structured_outputs)
+    adjusted = 12 * bool(config.adjustments)
+    logits = min(max(config.buckets), rows) * (element_bytes + adjusted + copied)
     if config.max_logprobs:
         logits = max(logits, min(SCORED_ROWS, rows) * (element_bytes + 8))
     logits *= target.vocab_size
@@ -125,7 +128,7 @@ def activation_bytes(
     logits = rows * target.vocab_size * element_bytes
     work = max(forward_bytes(model, rows, element_bytes) for model in models)
     work = max(work, rounding_bytes(config, draft, rows))
-    if config.sampling:
+    if config.sampling or config.structured_outputs:
         work += rows * SAMPLED_ROW_BYTES
     # Adjusted logits are in float32; to score a row is to copy it and to take its exponentials.
     copies = bool(config.adjustments) + 3 * (config.max_logprobs > 0)

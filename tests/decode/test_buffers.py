@@ -42,13 +42,14 @@ def drafter(config: DraftConfig | None) -> Any:
 
 def flat(buffers: StepBuffers) -> dict[str, torch.Tensor]:
     fields = buffers._asdict()
-    for name in ("own", "controls", "recurrent", "tables", "scores"):
+    for name in ("own", "controls", "recurrent", "tables", "scores", "grammar"):
         parts: Any = fields.pop(name)
         fields |= {f"{name}.{k}": v for k, v in parts._asdict().items()} if parts else {}
+    fields.pop("grammar.launched", None)
     return fields
 
 
-EVERYTHING: Any = SimpleNamespace(adjustments=True, max_logprobs=3)
+EVERYTHING: Any = SimpleNamespace(adjustments=True, max_logprobs=3, structured_outputs=True)
 ANCHOR_FIRST = replace(DRAFT, slot_convention="anchor-first")
 
 

@@ -32,13 +32,15 @@ G, SIZE = 4, 4  # rows of a block, tokens of a page
         ({"sampling": True}, ("greedy", "sampled")),
         ({"adjustments": True}, ("greedy", "adjusted")),
         ({"sampling": True, "max_logprobs": 2}, ("greedy", "sampled", "scored")),
+        ({"structured_outputs": True, "sampling": True}, ("greedy", "sampled", "constrained")),
         ({"simulate_acceptance": 2.0}, ("simulated",)),
         ({"simulate_acceptance": 2.0, "sampling": True}, ("simulated",)),
     ],
 )
 def test_an_engine_s_ends(options: dict[str, Any], names: tuple[str, ...]) -> None:
     """Bug: a simulated run compares real drafts, or sampling is captured where nobody samples."""
-    asked = {"sampling": False, "adjustments": False, "max_logprobs": 0} | options
+    offered = {"sampling", "adjustments", "max_logprobs", "structured_outputs"}
+    asked = dict.fromkeys(offered, False) | options
     config: Any = type("Config", (), {"simulate_acceptance": None} | asked)
     assert ends.end_names(config) == names
 

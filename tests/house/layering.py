@@ -49,6 +49,7 @@ DOORS: dict[str, set[str]] = {
     "huggingface_hub": {"checkpoints"},
     "triton": {"kernels"},
     "nvtx": {"names"},
+    "llguidance": {"decode.grammar"},
     "matplotlib": {"profiles.pictures"},
     "click": {"cli", "verify.report"},
 }

@@ -34,9 +34,11 @@ from graphengine.kernels import (
     gated_delta_prefill,
     gumbel_argmax,
     head_argmax,
+    mask_logits,
     moe_kernels,
     moe_row,
     output_gate,
+    publish_drafts,
     qk_norm_rope,
     skinny_linear,
     swiglu,
@@ -213,6 +215,14 @@ def adjust(B: int, G: int, dtype: torch.dtype) -> None:
     adjust_logits.advance_tables_(ints(B, G), ints(B, G), ints(B, dtype=i32), tables)
 
 
+def constrain(B: int, G: int, dtype: torch.dtype) -> None:
+    V, i32 = 151936, torch.int32
+    mask = ints(B * G, (V + 31) // 32, dtype=i32)
+    mask_logits.mask_logits_(empty(B * G, V, dtype=dtype), mask, ints(B, dtype=i32))
+    words = ints(B), ints(B, G)
+    publish_drafts.publish_drafts_(ints(B, G), ints(B, G), ints(B, dtype=i32), *words)
+
+
 def mix(T: int, E: int, I: int, D: int = 2048, K: int = 8) -> None:  # noqa: E741
     """A layer of experts, with a shared one where there are 256."""
     if T == 1:
@@ -244,6 +254,7 @@ LAUNCHES: dict[str, Callable[[], Any]] = {
     "argmax": lambda: (argmax._launch(empty(16, 151936)), argmax._launch(empty(1, 512))),
     "sampled tail": lambda: (draw(16, 1, BF16), draw(256, 16, FP32)),
     "adjusted logits": lambda: (adjust(1, 16, BF16), adjust(8, 1, FP32), adjust(16, 16, BF16)),
+    "masked logits": lambda: (constrain(1, 16, BF16), constrain(8, 1, FP32)),
     "accept": lambda: (advance(3, 16), advance(1, 1)),
     # 8B's and 4B's hidden size, what their MLP's down reads, and their five taps.
     **{

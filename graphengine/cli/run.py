@@ -27,6 +27,7 @@ Examples:
   echo "Compare the bee and the duck." | graphengine run --quiet
   graphengine run --prompt-file prompts.jsonl --bucket 8 --json > out.json
   graphengine run --prompt "Count from 20 to 146 in steps of 6." --stop ", 50" --logprobs 2
+  graphengine run --prompt "Count from 5 to 50 in steps of 5." --regex "[0-9, ]+"
 
 \b
 Exit codes: 0 done, 1 failed while running, 2 refused input, 130 interrupted."""

@@ -16,6 +16,7 @@ from collections.abc import Callable, Collection, Sequence
 from functools import cache
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from graphengine.config.constraint import Constraint
@@ -98,6 +99,9 @@ class Grammars:
         if error or found is None:
             reason = error.partition("<state>")[0].strip()
             raise ValueError(f"{kind} cannot be used: {reason}; correct it")
+        # Copies share what a first mask builds: milliseconds that no step shall wait for.
+        mask_1W = torch.zeros(1, (self._vocab_size + 31) // 32, dtype=torch.int32)
+        fill_masks([(0, Matcher(found, self._ends), [])], mask_1W)
         return found
 
 

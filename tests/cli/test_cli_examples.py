@@ -87,6 +87,11 @@ def test_a_request_as_users_send_it() -> None:
     for flags in (["--presence-penalty", "2"], ["--frequency-penalty", "2"]):
         assert run(*drawn, *flags)["token_ids"] != hot
     assert run(*drawn, "--min-p", "0.99")["token_ids"] == free["token_ids"][:40]
+    schema = '{"type": "array", "items": {"type": "integer", "maximum": 99}, "maxItems": 3}'
+    assert len(json.loads(run("--json-schema", schema)["text"])) <= 3
+    assert re.fullmatch("[a-c]{2}7", run("--regex", "[a-c]{2}7", *drawn)["text"])
+    assert run("--choice", "a bee", "--choice", "a duck")["text"] in ("a bee", "a duck")
+    assert set(run("--grammar", 'start: "x" ("y" | "z")')["text"][1:]) < {"y", "z"}
 
 
 @pytest.mark.parametrize("bad", ['graphengine run --prompt "1 + 1?"', 'engine.stream("1 + 1?")'])

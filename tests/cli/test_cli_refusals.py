@@ -190,6 +190,13 @@ def test_runtime_failures(cli: Run, monkeypatch: pytest.MonkeyPatch, error: Exce
         (["--bad-words", ""], ["bad_words is ('',)"]),
         (["--min-tokens", "9", "--max-new-tokens", "8"], ["min_tokens is 9", "lower the one"]),
         (["--logprobs", "-1"], ["logprobs is -1", "from 0 up"]),
+        (["--json-schema", "{"], ["json_schema is no JSON", "pass a schema"]),
+        (["--json-schema", '{"type": 5}'], ["json_schema cannot be used", "correct it"]),
+        (["--regex", "a("], ["regex cannot be used"]),
+        (["--grammar", "start: x"], ["grammar cannot be used"]),
+        (["--choice", ""], ["choice is ('',)"]),
+        (["--choice", "a", "--regex", "b"], ["one of them"]),
+        (["--choice", "a", "--ignore-eos"], ["ignore_eos is True", "leave it out"]),
     ],
 )
 def test_bad_sampling(cli: Run, args: list[str], parts: list[str]) -> None:

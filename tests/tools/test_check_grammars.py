@@ -1,0 +1,55 @@
+"""tools/check_grammars.py in short, and that it would notice what it is there for."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import check_grammars as tool
+import pytest
+import torch
+
+from graphengine.decode import masks
+
+
+def run(monkeypatch: pytest.MonkeyPatch, capsys: Any, *arguments: str) -> tuple[int, Any]:
+    monkeypatch.setattr("sys.argv", ["check_grammars.py", *arguments])
+    code = tool.main()
+    return code, json.loads(capsys.readouterr().out.splitlines()[-1])
+
+
+def test_answers_are_valid(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    """Bug: an answer under a random schema is no JSON, or other JSON."""
+    arguments = ("outputs", "--count", "10", "--num-speculative-tokens", "4", "--device", "cpu")
+    code, found = run(monkeypatch, capsys, *arguments)
+    assert code == 0 and found["num_valid"] + found["num_cut_off"] == 10 and found["num_valid"]
+
+
+def test_a_mask_that_is_not_applied_is_noticed(
+    monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    """Bug: the check passes whatever the answers are."""
+    real: Any = masks.fill_masks
+
+    def everything(jobs: Any, mask_TW: torch.Tensor) -> None:
+        real(jobs, mask_TW)
+        mask_TW.fill_(-1)
+
+    monkeypatch.setattr(masks, "fill_masks", everything)
+    code, found = run(monkeypatch, capsys, "outputs", "--count", "3", "--device", "cpu")
+    assert code == 1 and found["num_wrong"]
+
+
+def test_walks_and_what_they_notice(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    """Bug: rows behind a draft are those in front of it."""
+    code, found = run(monkeypatch, capsys, "masks", "--count", "8")
+    assert code == 0 and found["num_rows"] > 30 and found["num_tokens_tried"] > 300
+    real: Any = tool.fill_masks
+
+    def shifted(jobs: Any, mask_TW: torch.Tensor) -> None:
+        real(jobs, mask_TW)
+        mask_TW[1:] = mask_TW[:-1].clone()
+
+    monkeypatch.setattr(tool, "fill_masks", shifted)
+    code, found = run(monkeypatch, capsys, "masks", "--count", "8")
+    assert code == 1 and found["num_wrong"]

@@ -1,0 +1,454 @@
+"""What tools/measure_requests.py measures of one engine: each part a function of a `Measurement`
+that returns its numbers and notes what was promised of them as bars.
+
+Steps are timed between the moments at which the host holds two steps' tokens (measure/bench.py),
+gaps where a stream's reader sees them, first tokens from the call.
+"""
+
+from __future__ import annotations
+
+import statistics
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from graphengine.api import Engine
+from graphengine.decode.kvcache import pages_for
+from graphengine.decode.loop import DecodeLoop
+from graphengine.decode.sampling import Sampling
+from graphengine.handles import Handle
+from graphengine.measure.bench import timed_steps
+
+PROMPT_LEN = 128
+WARMUP = 6  # steps of a generation that are not counted: rows are written, the pipeline fills
+GENERATION = 512  # steps of a generation at most, so that its context stays short
+NEW_TOKENS = 128  # of the second turn
+TURN_TOKENS = 40  # of every turn of a chat
+CHAT_LEN = 512  # tokens of a chat's first prompt
+NUM_QUIET, NUM_BESIDE = 50, 32  # chunks in front of a newcomer, tokens of its own
+STREAM_TOKENS = 4096
+SETTLING_S = 60
+DRAWN = {"temperature": 0.8, "seed": 1}
+PENALTIES = {"repetition_penalty": 1.1, "presence_penalty": 0.5, "frequency_penalty": 0.5}
+BIAS = {"logit_bias": {token: token / 8 - 2 for token in range(32)}}
+WORDS = {"bad_words": ((7,), (8, 9), (10, 11, 12))}
+FILTERS = {"top_p": 0.95, "top_k": 50, "min_p": 0.01}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "temperature": DRAWN,
+    **{name: DRAWN | {name: value} for name, value in FILTERS.items()},
+    "penalties": PENALTIES,
+    "logit_bias": BIAS,
+    "bad_words": WORDS,
+    "logprobs": {"logprobs": 5},
+    "mixed": DRAWN | FILTERS | PENALTIES | BIAS | WORDS | {"logprobs": 5},
+}
+PLAIN = "plain_engine"  # greedy, in an engine that offers nothing else
+
+Numbers = dict[str, Any]
+
+
+class Bar(NamedTuple):
+    """What is promised of a number: at most so much, or at least."""
+
+    measured: float
+    at_most: float | None = None
+    at_least: float | None = None
+
+    @property
+    def held(self) -> bool:
+        """Whether it is kept; one side is None."""
+        is_low = self.at_most is None or self.measured <= self.at_most
+        return is_low and (self.at_least is None or self.measured >= self.at_least)
+
+
+@dataclass(slots=True, kw_only=True)
+class Measurement:
+    """One engine and how much is asked of it. `loop` is driven by this thread while no handle of
+    the engine is at work."""
+
+    engine: Engine
+    open_plain: Callable[[], Engine] | None
+    sizes: dict[str, int]
+    budgets: list[int]
+    deadline: float
+    generator: torch.Generator
+    bars: dict[str, Bar] = field(default_factory=dict)
+
+    @property
+    def loop(self) -> DecodeLoop:
+        return self.engine.built.loop
+
+    def random_ids(self, count: int) -> list[int]:
+        """A prompt that nothing cached begins like."""
+        vocab = self.engine.built.target.vocab_size
+        return torch.randint(0, vocab, (count,), generator=self.generator).tolist()
+
+    def settle(self) -> None:
+        """Waits until the thread behind handles has left the loop; then forgets what is cached.
+
+        Raises:
+            RuntimeError: it does not leave.
+        """
+        until = time.monotonic() + SETTLING_S
+        while not self.loop.is_clean:
+            if time.monotonic() > until:
+                raise RuntimeError(f"requests of an earlier part still run after {SETTLING_S} s")
+            time.sleep(0.001)
+        self.loop.reset()
+
+    def at_most(self, wanted: str, *beside: int) -> int:
+        """A size that was asked for, or what the context holds with so many tokens beside it."""
+        return min(self.sizes[wanted], self.engine.config.max_model_len - 1 - sum(beside))
+
+
+def percentiles(name: str, times_ms: Sequence[float]) -> Numbers:
+    """Of times in milliseconds."""
+    p50, p99 = np.percentile(times_ms, (50, 99)).tolist()
+    return {f"{name}_p50_ms": p50, f"{name}_p99_ms": p99, f"{name}_max_ms": max(times_ms)}
+
+
+def options(m: Measurement) -> Numbers:
+    """Each option's step over the greedy one of its round."""
+    plain = m.open_plain() if m.open_plain is not None else None
+    asked = OPTIONS if plain is None else {PLAIN: {}} | OPTIONS
+    rounds: dict[str, list[list[float]]] = {name: [] for name in asked}
+    try:
+        for i in range(m.sizes["rounds"]):
+            for name in list(asked)[:: 1 if i % 2 else -1]:  # whoever is first is last next
+                engine = plain if plain is not None and name == PLAIN else m.engine
+                rounds[name].append(step_times(m, engine, m.sizes["steps"], asked[name]))
+    finally:
+        if plain is not None:
+            plain.close()
+    greedy = [statistics.median(times) for times in rounds["greedy"]]
+    numbers: Numbers = {}
+    for name, found in rounds.items():
+        ratios = [statistics.median(t) / own for t, own in zip(found, greedy, strict=True)]
+        numbers[name] = {
+            **steps([ms for times in found for ms in times]),
+            "over_greedy_ratio": statistics.median(ratios),
+            "over_greedy_spread_ratio": max(ratios) - min(ratios),
+        }
+    if plain is not None:
+        over = 1 / numbers[PLAIN]["over_greedy_ratio"]
+        m.bars["greedy_over_plain_engine"] = Bar(over, at_most=1.005)
+    for name, most in (("top_p", 1.05), ("penalties", 1.03)):
+        m.bars[f"{name}_over_greedy"] = Bar(numbers[name]["over_greedy_ratio"], at_most=most)
+    return numbers
+
+
+def steps(times_ms: Sequence[float]) -> Numbers:
+    """How many, and how long they took."""
+    return {"num_steps": len(times_ms)} | percentiles("step", times_ms)
+
+
+def step_times(m: Measurement, engine: Engine, count: int, asked: dict[str, Any]) -> list[float]:
+    """Milliseconds of `count` steps of one request, by as many generations as that takes."""
+    loop = engine.built.loop
+    sampling = Sampling(**{name: value for name, value in asked.items() if name != "logprobs"})
+    times: list[float] = []
+    while len(times) < count:
+        wanted = min(count - len(times), GENERATION) + WARMUP + 2
+        length = wanted * loop.block  # if every draft is accepted
+        request = loop.submit(
+            *(m.random_ids(PROMPT_LEN), length, (), sampling), logprobs=asked.get("logprobs")
+        )
+        of_steps: list[float] = []
+        try:
+            with torch.no_grad():
+                for step in timed_steps(loop, [request]):
+                    of_steps.append(step.wall_ms)
+                    if len(of_steps) == wanted:
+                        break
+        finally:
+            loop.reset()
+        times += of_steps[WARMUP:]
+        if len(of_steps) <= WARMUP:
+            raise ValueError(
+                f"a generation of {len(request.output_ids)} tokens has {len(of_steps)} steps, of "
+                f"which {WARMUP} do not count; raise --max-model-len"
+            )
+    return times[:count]
+
+
+def turns(m: Measurement) -> Numbers:
+    """First tokens of a second turn, and how much of a chat comes from the cache."""
+    cold_ms, warm_ms, cached = [], [], 0
+    answer = m.sizes["answer-tokens"]
+    total = m.at_most("turn-tokens", NEW_TOKENS)
+    for _ in range(m.sizes["repeats"]):
+        m.loop.reset()
+        first = m.random_ids(total - answer)
+        (said,) = m.engine.generate([first], max_new_tokens=answer, ignore_eos=True)
+        second = first + said.token_ids + m.random_ids(NEW_TOKENS)
+        ms, cached = first_token(m.engine, second)
+        warm_ms.append(ms)
+        m.loop.reset()
+        ms, num_cached = first_token(m.engine, second)
+        assert num_cached == 0
+        cold_ms.append(ms)
+    cold, warm = statistics.median(cold_ms), statistics.median(warm_ms)
+    m.bars["warm_over_cold_first_token"] = Bar(warm / cold, at_most=1 / 15)
+    numbers: Numbers = {
+        "second_turn": {
+            "num_first_turn_tokens": total,
+            "num_new_tokens": NEW_TOKENS,
+            "num_cached_tokens": cached,
+            "first_token_cold_ms": cold,
+            "first_token_warm_ms": warm,
+            "warm_over_cold_ratio": warm / cold,
+        }
+    }
+    room = m.engine.config.max_model_len - m.sizes["turns"] * (TURN_TOKENS + answer)
+    for begin in dict.fromkeys(min(n, max(room, CHAT_LEN)) for n in (CHAT_LEN, total)):
+        found = numbers[f"chat_from_{begin}"] = chat(m, begin)
+        for what in ("cached_tokens", "cached_pages"):
+            m.bars[f"chat_from_{begin}_{what}"] = Bar(found[f"{what}_fraction"], at_least=0.99)
+    return numbers
+
+
+def first_token(engine: Engine, prompt: list[int]) -> tuple[float, int]:
+    """Milliseconds from the call to the only token, and how many of the prompt were cached."""
+    began = time.perf_counter()
+    (result,) = engine.generate([prompt], max_new_tokens=1, ignore_eos=True)
+    return (time.perf_counter() - began) * 1e3, result.metrics.num_cached_tokens
+
+
+def chat(m: Measurement, begin: int) -> Numbers:
+    """Turns of which each prompt is all that was said, and some new tokens. `tokens`: of all that
+    repeat; `pages`: of the whole pages that they fill but for the last, whose K/V no step wrote."""
+    m.loop.reset()
+    size, said = m.engine.config.page_size, m.random_ids(begin)
+    repeated = cached = repeated_pages = num_turns = 0
+    times: list[float] = []
+    for turn in range(m.sizes["turns"]):
+        prompt = said + m.random_ids(TURN_TOKENS if turn else 0)
+        if len(prompt) + m.sizes["answer-tokens"] >= m.engine.config.max_model_len:
+            break
+        (result,) = m.engine.generate(
+            [prompt], max_new_tokens=m.sizes["answer-tokens"], ignore_eos=True
+        )
+        if turn:
+            repeated, repeated_pages = (
+                repeated + len(said),
+                repeated_pages + (len(said) - 1) // size,
+            )
+            cached += result.metrics.num_cached_tokens
+            times.append(result.metrics.ttft_ms)
+        said, num_turns = prompt + result.token_ids, num_turns + 1
+    return {
+        "num_turns": num_turns,
+        "num_repeated_tokens": repeated,
+        "num_cached_tokens": cached,
+        "cached_tokens_fraction": cached / repeated,
+        "cached_pages_fraction": cached / (repeated_pages * size),
+        **percentiles("first_token", times),
+    }
+
+
+def join(m: Measurement) -> Numbers:
+    """A stream's gaps beside a newcomer, by the rows of prompts that a step is followed by."""
+    length = m.at_most("newcomer-tokens", NUM_BESIDE)
+    alone = []
+    for _ in range(m.sizes["repeats"]):
+        handle = m.engine.submit(m.random_ids(length), max_new_tokens=1, ignore_eos=True)
+        alone.append(handle.result().metrics.ttft_ms)
+    alone_ms = statistics.median(alone)
+    numbers: Numbers = {"alone": {"num_prompt_tokens": length, "first_token_ms": alone_ms}}
+    asked, default = m.loop.config, m.loop.config.max_num_batched_tokens
+    try:
+        for rows in dict.fromkeys([default, *m.budgets]):
+            m.settle()
+            m.loop.config = replace(asked, max_num_batched_tokens=rows)
+            found = numbers[f"budget_{rows}"] = join_beside(m, length)
+            found["over_alone_ratio"] = found["first_token_ms"] / alone_ms
+    finally:
+        m.settle()
+        m.loop.config = asked
+    found = numbers[f"budget_{default}"]
+    gap_ms = max(found["gap_joining_max_ms"], found["gap_beside_max_ms"])
+    m.bars["join_gap_ms"] = Bar(gap_ms, at_most=20)
+    m.bars["join_first_token_over_alone"] = Bar(found["over_alone_ratio"], at_most=2)
+    return numbers
+
+
+def join_beside(m: Measurement, length: int) -> Numbers:
+    """Gaps between a stream's chunks as its reader sees them: before the newcomer, until its first
+    token (`joining`), and while it decodes (`beside`)."""
+    gaps_ms: dict[str, list[float]] = {"quiet": [], "joining": [], "beside": []}
+    firsts_ms = []
+    for _ in range(m.sizes["repeats"]):
+        ids = m.random_ids(length)
+        stream = m.engine.submit(
+            m.random_ids(PROMPT_LEN), max_new_tokens=STREAM_TOKENS, ignore_eos=True
+        )
+        times: list[float] = []
+        is_steady = threading.Event()
+        reader = threading.Thread(target=note_times, args=(stream, times, is_steady))
+        reader.start()
+        try:
+            is_steady.wait()
+            began = time.perf_counter()
+            newcomer = m.engine.submit(ids, max_new_tokens=NUM_BESIDE, ignore_eos=True)
+            first_ms = newcomer.result().metrics.ttft_ms
+            is_short = stream.done
+        finally:
+            stream.cancel()
+            reader.join()
+        if is_short:
+            raise ValueError("the stream ended before its newcomer; pass fewer --newcomer-tokens")
+        firsts_ms.append(first_ms)
+        first_s = began + first_ms / 1e3
+        for before, now in zip(times[WARMUP:], times[WARMUP + 1 :], strict=False):
+            name = "quiet" if now < began else "joining" if before < first_s else "beside"
+            gaps_ms[name].append((now - before) * 1e3)
+    numbers: Numbers = {"first_token_ms": statistics.median(firsts_ms)}
+    for name, gaps in gaps_ms.items():
+        numbers |= {f"num_{name}_gaps": len(gaps)} | percentiles(f"gap_{name}", gaps)
+    return numbers
+
+
+def note_times(stream: Handle, times: list[float], is_steady: threading.Event) -> None:
+    """When each chunk came. Mutates: times."""
+    try:
+        for _ in stream:
+            times.append(time.perf_counter())
+            if len(times) == NUM_QUIET:
+                is_steady.set()
+    finally:
+        is_steady.set()
+
+
+class Trace(NamedTuple):
+    """One greedy generation, one step in flight at a time."""
+
+    tokens: list[int]
+    drafts: dict[int, list[int]]  # of each step, by the tokens in front of it
+    num_cached: int
+    kv: dict[str, Tensor]  # target and drafter: [L, 2, prompt tokens, K, H]
+
+
+def hit(m: Measurement) -> Numbers:
+    """The same prompt cold, behind all of its own pages, and behind a beginning of it that another
+    prompt has left."""
+    count = m.sizes["answer-tokens"]
+    prompt = m.random_ids(m.at_most("hit-tokens", count))
+    other = prompt[: len(prompt) * 3 // 4] + m.random_ids(8)  # leaves all but its last page
+    depth, m.loop.first.depth = m.loop.first.depth, 1  # drafts are read before the next step's
+    try:
+        with torch.no_grad():
+            cold = traced(m.loop, prompt, count)
+            again = traced(m.loop, prompt, count)
+            m.loop.reset()
+            traced(m.loop, other, 2)
+            behind = traced(m.loop, prompt, count)
+    finally:
+        m.loop.reset()
+        m.loop.first.depth = depth
+    numbers: Numbers = {}
+    for name, found in (("again", again), ("behind_another", behind)):
+        numbers[name] = compare(cold, found)
+        for what in ("equal_tokens", "equal_drafts"):
+            m.bars[f"hit_{name}_{what}"] = Bar(numbers[name][f"{what}_fraction"], at_least=1)
+    shared = again.num_cached
+    changed = sum(
+        not torch.equal(cold.kv[name][:, :, :shared], again.kv[name][:, :, :shared])
+        for name in cold.kv
+    )
+    numbers["again"]["num_changed_pools"] = changed
+    m.bars["hit_changed_shared_pools"] = Bar(changed, at_most=0)
+    return numbers
+
+
+def traced(loop: DecodeLoop, prompt: list[int], count: int) -> Trace:
+    """Runs a prompt and reads what it left; the loop has nothing else to do."""
+    pools = {"target": loop.prefill.pair.target.kv_pool}
+    of_draft = getattr(loop.prefill.pair.proposer, "kv_pool", None)
+    pools |= {} if of_draft is None else {"draft": of_draft}
+    request = loop.submit(prompt, count, ())
+    loop.admit()
+    pages = request.pages[: pages_for(len(prompt), loop.config.page_size)]
+    drafts: dict[int, list[int]] = {}
+    while request.finish_reason is None:
+        loop.launch()
+        loop.wait()
+        assert loop.first.bucket is not None
+        of_step = loop.first.bucket.buffers.draft_ids_BG[0, 1:].tolist()
+        drafts[len(request.output_ids)] = of_step
+        loop.collect()
+    kv = {
+        name: pool[:, :, pages].flatten(2, 3)[:, :, : len(prompt)] for name, pool in pools.items()
+    }
+    return Trace(request.output_ids, drafts, request.num_cached_tokens, kv)
+
+
+def compare(cold: Trace, warm: Trace) -> Numbers:
+    """What a hit has changed: tokens up to the first that differs, drafts of the steps in front of
+    it, and K/V over the largest value."""
+    pairs = enumerate(zip(cold.tokens, warm.tokens, strict=True))
+    num_equal = next((i for i, (a, b) in pairs if a != b), len(cold.tokens))
+    both = [n for n in cold.drafts if n in warm.drafts and n <= num_equal]
+    drafts = [pair for n in both for pair in zip(cold.drafts[n], warm.drafts[n], strict=True)]
+    return {
+        "num_cached_tokens": warm.num_cached,
+        "num_tokens": len(cold.tokens),
+        "equal_tokens_fraction": num_equal / len(cold.tokens),
+        "num_drafts": len(drafts),
+        "equal_drafts_fraction": sum(a == b for a, b in drafts) / max(len(drafts), 1),
+        "num_cold_steps": len(cold.drafts),
+        "num_warm_steps": len(warm.drafts),
+        **{
+            f"{name}_kv_difference_ratio": float(
+                (kv.float() - warm.kv[name].float()).abs().max() / kv.float().abs().max()
+            )
+            for name, kv in cold.kv.items()
+        },
+    }
+
+
+def busy(m: Measurement) -> Numbers:
+    """Greedy steps, generations beside the busy thread and, each fifth, without it."""
+    times: dict[str, list[float]] = {"quiet": [], "busy": []}
+    wanted = m.sizes["busy-steps"]
+    while len(times["busy"]) < wanted and (not times["busy"] or time.monotonic() < m.deadline):
+        count = min(GENERATION, wanted - len(times["busy"]))
+        if len(times["quiet"]) <= len(times["busy"]) // 4:
+            times["quiet"] += step_times(m, m.engine, count, {})
+        with busy_thread():
+            times["busy"] += step_times(m, m.engine, count, {})
+    numbers: Numbers = {name: steps(found) for name, found in times.items()}
+    for found in numbers.values():
+        found["p99_over_p50_ratio"] = found["step_p99_ms"] / found["step_p50_ms"]
+    m.bars["busy_p99_over_p50"] = Bar(numbers["busy"]["p99_over_p50_ratio"], at_most=1.1)
+    return numbers
+
+
+@contextmanager
+def busy_thread() -> Iterator[None]:
+    """A thread that computes in Python, and so wants the interpreter all the time."""
+    is_over, number = False, 0
+
+    def work() -> None:
+        nonlocal number
+        while not is_over:
+            number = (number * 31 + 7) % 1_000_003
+
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        is_over = True
+        thread.join()
+
+
+# In the order of running: handles' thread has the loop from `join` on, and busy takes the rest.
+PARTS = {"options": options, "turns": turns, "join": join, "hit": hit, "busy": busy}

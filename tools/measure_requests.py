@@ -79,11 +79,14 @@ def run_parts(
                 m.settle()
                 found = PARTS[name](m)
                 numbers[name] = found | {"wall_s": time.monotonic() - began}
-            except Exception as error:
+                done(numbers, problems)
+            except Exception as error:  # its own, or its numbers cannot be stored
                 traceback.print_exc()
+                numbers.pop(name, None)
                 problems[name] = f"{type(error).__name__}: {error}"
         show(name, numbers.get(name) or {f"FAILED: {problems[name]}": {}})
-        done(numbers, problems)
+        if name in problems:
+            done(numbers, problems)
     return problems
 
 

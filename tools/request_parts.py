@@ -24,7 +24,7 @@ from graphengine.decode.kvcache import pages_for
 from graphengine.decode.loop import DecodeLoop
 from graphengine.decode.sampling import Sampling
 from graphengine.handles import Handle
-from graphengine.measure.bench import timed_steps
+from graphengine.measure.bench import Step, timed_steps
 
 PROMPT_LEN = 128
 WARMUP = 6  # steps of a generation that are not counted: rows are written, the pipeline fills
@@ -119,21 +119,25 @@ def options(m: Measurement) -> Numbers:
     """Each option's step over the greedy one of its round."""
     plain = m.open_plain() if m.open_plain is not None else None
     asked = OPTIONS if plain is None else {PLAIN: {}} | OPTIONS
-    rounds: dict[str, list[list[float]]] = {name: [] for name in asked}
+    rounds: dict[str, list[list[Step]]] = {name: [] for name in asked}
     try:
         for i in range(m.sizes["rounds"]):
             for name in list(asked)[:: 1 if i % 2 else -1]:  # whoever is first is last next
                 engine = plain if plain is not None and name == PLAIN else m.engine
-                rounds[name].append(step_times(m, engine, m.sizes["steps"], asked[name]))
+                rounds[name].append(run_steps(m, engine, m.sizes["steps"], asked[name]))
     finally:
         if plain is not None:
             plain.close()
-    greedy = [statistics.median(times) for times in rounds["greedy"]]
+    medians = {
+        name: [statistics.median(step.wall_ms for step in steps) for steps in found]
+        for name, found in rounds.items()
+    }
     numbers: Numbers = {}
     for name, found in rounds.items():
-        ratios = [statistics.median(t) / own for t, own in zip(found, greedy, strict=True)]
+        pairs = zip(medians[name], medians["greedy"], strict=True)
+        ratios = [own / greedy for own, greedy in pairs]
         numbers[name] = {
-            **steps([ms for times in found for ms in times]),
+            **numbers_of([step for steps in found for step in steps]),
             "over_greedy_ratio": statistics.median(ratios),
             "over_greedy_spread_ratio": max(ratios) - min(ratios),
         }
@@ -145,38 +149,43 @@ def options(m: Measurement) -> Numbers:
     return numbers
 
 
-def steps(times_ms: Sequence[float]) -> Numbers:
-    """How many, and how long they took."""
-    return {"num_steps": len(times_ms)} | percentiles("step", times_ms)
+def numbers_of(steps: Sequence[Step]) -> Numbers:
+    """How many, how long they took, how much of that the host worked, what they committed."""
+    return {
+        "num_steps": len(steps),
+        "mean_acceptance_length": statistics.fmean(step.num_tokens for step in steps),
+        **percentiles("step", [step.wall_ms for step in steps]),
+        **percentiles("host", [step.host_ms for step in steps]),
+    }
 
 
-def step_times(m: Measurement, engine: Engine, count: int, asked: dict[str, Any]) -> list[float]:
-    """Milliseconds of `count` steps of one request, by as many generations as that takes."""
+def run_steps(m: Measurement, engine: Engine, count: int, asked: dict[str, Any]) -> list[Step]:
+    """`count` steps of one request, of as many generations as that takes."""
     loop = engine.built.loop
     sampling = Sampling(**{name: value for name, value in asked.items() if name != "logprobs"})
-    times: list[float] = []
-    while len(times) < count:
-        wanted = min(count - len(times), GENERATION) + WARMUP + 2
+    found: list[Step] = []
+    while len(found) < count:
+        wanted = min(count - len(found), GENERATION) + WARMUP + 2
         length = wanted * loop.block  # if every draft is accepted
         request = loop.submit(
             *(m.random_ids(PROMPT_LEN), length, (), sampling), logprobs=asked.get("logprobs")
         )
-        of_steps: list[float] = []
+        steps: list[Step] = []
         try:
             with torch.no_grad():
                 for step in timed_steps(loop, [request]):
-                    of_steps.append(step.wall_ms)
-                    if len(of_steps) == wanted:
+                    steps.append(step)
+                    if len(steps) == wanted:
                         break
         finally:
             loop.reset()
-        times += of_steps[WARMUP:]
-        if len(of_steps) <= WARMUP:
+        found += steps[WARMUP:]
+        if len(steps) <= WARMUP:
             raise ValueError(
-                f"a generation of {len(request.output_ids)} tokens has {len(of_steps)} steps, of "
+                f"a generation of {len(request.output_ids)} tokens has {len(steps)} steps, of "
                 f"which {WARMUP} do not count; raise --max-model-len"
             )
-    return times[:count]
+    return found[:count]
 
 
 def turns(m: Measurement) -> Numbers:
@@ -416,15 +425,15 @@ def compare(cold: Trace, warm: Trace) -> Numbers:
 
 def busy(m: Measurement) -> Numbers:
     """Greedy steps, generations beside the busy thread and, each fifth, without it."""
-    times: dict[str, list[float]] = {"quiet": [], "busy": []}
+    steps: dict[str, list[Step]] = {"quiet": [], "busy": []}
     wanted = m.sizes["busy-steps"]
-    while len(times["busy"]) < wanted and (not times["busy"] or time.monotonic() < m.deadline):
-        count = min(GENERATION, wanted - len(times["busy"]))
-        if len(times["quiet"]) <= len(times["busy"]) // 4:
-            times["quiet"] += step_times(m, m.engine, count, {})
+    while len(steps["busy"]) < wanted and (not steps["busy"] or time.monotonic() < m.deadline):
+        count = min(GENERATION, wanted - len(steps["busy"]))
+        if len(steps["quiet"]) <= len(steps["busy"]) // 4:
+            steps["quiet"] += run_steps(m, m.engine, count, {})
         with busy_thread():
-            times["busy"] += step_times(m, m.engine, count, {})
-    numbers: Numbers = {name: steps(found) for name, found in times.items()}
+            steps["busy"] += run_steps(m, m.engine, count, {})
+    numbers: Numbers = {name: numbers_of(found) for name, found in steps.items()}
     for found in numbers.values():
         found["p99_over_p50_ratio"] = found["step_p99_ms"] / found["step_p50_ms"]
     m.bars["busy_p99_over_p50"] = Bar(numbers["busy"]["p99_over_p50_ratio"], at_most=1.1)

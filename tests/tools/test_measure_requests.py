@@ -55,6 +55,7 @@ def test_every_part_on_the_bundled_pair(tmp_path: Path, capsys: pytest.CaptureFi
     options = {k: row["num_steps"] for k, row in numbers["options"].items() if k != "wall_s"}
     assert len(options) == 11 and set(options.values()) == {8}
     assert numbers["options"]["greedy"]["over_greedy_ratio"] == 1
+    assert numbers["options"]["greedy"]["host_p50_ms"] > 0
     turn, chat = numbers["turns"]["second_turn"], numbers["turns"]["chat_from_360"]
     assert turn["num_cached_tokens"] == 359 // PAGE * PAGE
     assert chat["num_turns"] == 3 and chat["num_repeated_tokens"] == 368 + 416
@@ -79,21 +80,24 @@ def test_a_failed_part_does_not_take_the_others_along(
     that it has left keeps the next part waiting."""
 
     def fails(m: Any) -> Any:
-        m.engine.submit([1, 2, 3], max_new_tokens=1000, ignore_eos=True)  # and drops the handle
-        raise RuntimeError("not this one")
+        handle = m.engine.submit([1, 2, 3], max_new_tokens=1000, ignore_eos=True)
+        next(iter(handle))
+        raise RuntimeError("not this one")  # and drops the handle
+
+    def stores_nonsense(m: Any) -> Any:
+        return {"a_row": {"step_ms": float("nan")}}
 
     def late(m: Any) -> Any:
         m.deadline = 0
         return {"a_row": {"num_steps": len(m.engine.generate([5], max_new_tokens=3))}}
 
-    parts = {"fails": fails, "late": late, "last": fails}
+    parts = {"fails": fails, "nonsense": stores_nonsense, "late": late, "last": fails}
     monkeypatch.setattr(measure_requests, "PARTS", parts)
     out = tmp_path / "requests.json"
-    result, said = measured(capsys, 1, "--only", "last,fails,late", "--out", str(out))
-    assert result["config"]["problems"] == {
-        "fails": "RuntimeError: not this one",
-        "last": "no time left",
-    }
+    result, said = measured(capsys, 1, "--only", ",".join(sorted(parts)), "--out", str(out))
+    problems = result["config"]["problems"]
+    assert "not finite" in problems.pop("nonsense")
+    assert problems == {"fails": "RuntimeError: not this one", "last": "no time left"}
     assert json.loads(out.read_text())["numbers"]["late"]["a_row"] == {"num_steps": 1}
     assert "FAILED: RuntimeError: not this one" in said
 

@@ -29,14 +29,14 @@ from __future__ import annotations
 import argparse
 import json
 import time
-import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
-from request_parts import PARTS, Measurement, Numbers
+from request_hits import hit
+from request_parts import Measurement, Numbers, busy, join, options, turns
 
 from graphengine import TINY_DRAFT, TINY_TARGET
 from graphengine.api import Engine
@@ -44,6 +44,8 @@ from graphengine.profiles import result_schema
 from graphengine.startup.build import read_configs
 from graphengine.startup.options import speculation_limit
 
+# In the order of running: handles' thread has the loop from `join` on, and busy takes the rest.
+PARTS = {"options": options, "turns": turns, "join": join, "hit": hit, "busy": busy}
 BUCKETS = (1, 8)
 SIZES = {
     "rounds": (5, "rounds of every option"),
@@ -59,35 +61,29 @@ SIZES = {
 NOTES = (
     "Batch 1 but where a newcomer joins; acceptance is real. Options run by turns; over_greedy is "
     "the median of the rounds' ratios. cached_tokens: of all tokens that a turn repeats; "
-    "cached_pages: of the whole pages that these fill, the last token apart, whose K/V no step "
-    "wrote. Gaps are those of a stream's reader."
+    "cached_pages: of the whole pages that these fill, the last token apart. Gaps: a reader's."
 )
 
 
-def run_parts(
-    m: Measurement, chosen: Sequence[str], done: Callable[[Numbers, dict[str, str]], None]
-) -> dict[str, str]:
-    """Runs them; `done` is told all numbers after each. Returns: part -> why it has none."""
+def run_parts(m: Measurement, chosen: Sequence[str], done: Callable[[Numbers], None]) -> None:
+    """Runs them; `done` is told all numbers after each. Mutates: m.problems."""
     numbers: Numbers = {}
-    problems: dict[str, str] = {}
     for name in [part for part in PARTS if part in chosen]:
         began = time.monotonic()
         if began >= m.deadline:
-            problems[name] = "no time left"
+            m.problems[name] = "no time left"
         else:
             try:
                 m.settle()
                 found = PARTS[name](m)
                 numbers[name] = found | {"wall_s": time.monotonic() - began}
-                done(numbers, problems)
+                done(numbers)
             except Exception as error:  # its own, or its numbers cannot be stored
-                traceback.print_exc()
                 numbers.pop(name, None)
-                problems[name] = f"{type(error).__name__}: {error}"
-        show(name, numbers.get(name) or {f"FAILED: {problems[name]}": {}})
-        if name in problems:
-            done(numbers, problems)
-    return problems
+                m.fail(name, error)
+        show(name, numbers.get(name) or {f"FAILED: {m.problems[name]}": {}})
+        if name in m.problems:
+            done(numbers)
 
 
 def show(part: str, numbers: Numbers) -> None:
@@ -169,21 +165,21 @@ def main(arguments: list[str] | None = None) -> int:
         }
         result: Numbers = {}
 
-        def done(numbers: Numbers, problems: dict[str, str]) -> None:
+        def done(numbers: Numbers) -> None:
             bars = {name: bar._asdict() | {"held": bar.held} for name, bar in m.bars.items()}
             result["numbers"] = {"startup_s": startup_s} | numbers
-            result["config"] = config | {"bars": bars, "problems": problems}
+            result["config"] = config | {"bars": bars, "problems": m.problems}
             if args.out:
                 env = result_schema.environment(args.commit)
                 result_schema.write_result(args.out, "requests", **result, notes=NOTES, env=env)
 
-        problems = run_parts(m, chosen, done)
+        run_parts(m, chosen, done)
     for name, bar in m.bars.items():
         least = f"at least {bar.at_least:.4g}" if bar.at_least is not None else ""
         most = f"at most {bar.at_most:.4g}" if bar.at_most is not None else ""
         print(f"{'held' if bar.held else 'MISSED':8}{name:36}{bar.measured:10.4f}  {most}{least}")
     print(json.dumps(result))
-    return 1 if problems else 0
+    return 1 if m.problems else 0
 
 
 if __name__ == "__main__":

@@ -8,8 +8,10 @@ gaps where a stream's reader sees them, first tokens from the call.
 from __future__ import annotations
 
 import statistics
+import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -17,14 +19,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from graphengine.api import Engine
-from graphengine.decode.kvcache import pages_for
 from graphengine.decode.loop import DecodeLoop
 from graphengine.decode.sampling import Sampling
 from graphengine.handles import Handle
 from graphengine.measure.bench import Step, timed_steps
+from graphengine.startup.build import SWITCH_INTERVAL_S
 
 PROMPT_LEN = 128
 WARMUP = 6  # steps of a generation that are not counted: rows are written, the pipeline fills
@@ -81,6 +82,8 @@ class Measurement:
     deadline: float
     generator: torch.Generator
     bars: dict[str, Bar] = field(default_factory=dict)
+    problems: dict[str, str] = field(default_factory=dict)
+    """What could not be measured, and why."""
 
     @property
     def loop(self) -> DecodeLoop:
@@ -104,6 +107,11 @@ class Measurement:
             time.sleep(0.001)
         self.loop.reset()
 
+    def fail(self, name: str, error: Exception) -> None:
+        """Notes what went wrong while an exception is handled."""
+        traceback.print_exc()
+        self.problems[name] = f"{type(error).__name__}: {error}"
+
     def at_most(self, wanted: str, *beside: int) -> int:
         """A size that was asked for, or what the context holds with so many tokens beside it."""
         return min(self.sizes[wanted], self.engine.config.max_model_len - 1 - sum(beside))
@@ -117,7 +125,12 @@ def percentiles(name: str, times_ms: Sequence[float]) -> Numbers:
 
 def options(m: Measurement) -> Numbers:
     """Each option's step over the greedy one of its round."""
-    plain = m.open_plain() if m.open_plain is not None else None
+    plain = None
+    if m.open_plain is not None:
+        try:
+            plain = m.open_plain()
+        except Exception as error:  # two engines may not fit; one has still much to tell
+            m.fail(PLAIN, error)
     asked = OPTIONS if plain is None else {PLAIN: {}} | OPTIONS
     rounds: dict[str, list[list[Step]]] = {name: [] for name in asked}
     try:
@@ -233,24 +246,21 @@ def first_token(engine: Engine, prompt: list[int]) -> tuple[float, int]:
 
 def chat(m: Measurement, begin: int) -> Numbers:
     """Turns of which each prompt is all that was said, and some new tokens. `tokens`: of all that
-    repeat; `pages`: of the whole pages that they fill but for the last, whose K/V no step wrote."""
+    repeat; `pages`: of the whole pages that they fill, the last token apart: where it is the
+    target's own and no accepted draft, nothing has run it."""
     m.loop.reset()
-    size, said = m.engine.config.page_size, m.random_ids(begin)
-    repeated = cached = repeated_pages = num_turns = 0
+    size, answer, said = m.engine.config.page_size, m.sizes["answer-tokens"], m.random_ids(begin)
+    repeated = cached = pages = cached_pages = num_turns = 0
     times: list[float] = []
     for turn in range(m.sizes["turns"]):
         prompt = said + m.random_ids(TURN_TOKENS if turn else 0)
-        if len(prompt) + m.sizes["answer-tokens"] >= m.engine.config.max_model_len:
+        if len(prompt) + answer >= m.engine.config.max_model_len:
             break
-        (result,) = m.engine.generate(
-            [prompt], max_new_tokens=m.sizes["answer-tokens"], ignore_eos=True
-        )
+        (result,) = m.engine.generate([prompt], max_new_tokens=answer, ignore_eos=True)
         if turn:
-            repeated, repeated_pages = (
-                repeated + len(said),
-                repeated_pages + (len(said) - 1) // size,
-            )
-            cached += result.metrics.num_cached_tokens
+            whole, found = (len(said) - 1) // size, result.metrics.num_cached_tokens
+            repeated, cached = repeated + len(said), cached + found
+            pages, cached_pages = pages + whole, cached_pages + min(found // size, whole)
             times.append(result.metrics.ttft_ms)
         said, num_turns = prompt + result.token_ids, num_turns + 1
     return {
@@ -258,7 +268,7 @@ def chat(m: Measurement, begin: int) -> Numbers:
         "num_repeated_tokens": repeated,
         "num_cached_tokens": cached,
         "cached_tokens_fraction": cached / repeated,
-        "cached_pages_fraction": cached / (repeated_pages * size),
+        "cached_pages_fraction": cached_pages / pages,
         **percentiles("first_token", times),
     }
 
@@ -336,102 +346,18 @@ def note_times(stream: Handle, times: list[float], is_steady: threading.Event) -
         is_steady.set()
 
 
-class Trace(NamedTuple):
-    """One greedy generation, one step in flight at a time."""
-
-    tokens: list[int]
-    drafts: dict[int, list[int]]  # of each step, by the tokens in front of it
-    num_cached: int
-    kv: dict[str, Tensor]  # target and drafter: [L, 2, prompt tokens, K, H]
-
-
-def hit(m: Measurement) -> Numbers:
-    """The same prompt cold, behind all of its own pages, and behind a beginning of it that another
-    prompt has left."""
-    count = m.sizes["answer-tokens"]
-    prompt = m.random_ids(m.at_most("hit-tokens", count))
-    other = prompt[: len(prompt) * 3 // 4] + m.random_ids(8)  # leaves all but its last page
-    depth, m.loop.first.depth = m.loop.first.depth, 1  # drafts are read before the next step's
-    try:
-        with torch.no_grad():
-            cold = traced(m.loop, prompt, count)
-            again = traced(m.loop, prompt, count)
-            m.loop.reset()
-            traced(m.loop, other, 2)
-            behind = traced(m.loop, prompt, count)
-    finally:
-        m.loop.reset()
-        m.loop.first.depth = depth
-    numbers: Numbers = {}
-    for name, found in (("again", again), ("behind_another", behind)):
-        numbers[name] = compare(cold, found)
-        for what in ("equal_tokens", "equal_drafts"):
-            m.bars[f"hit_{name}_{what}"] = Bar(numbers[name][f"{what}_fraction"], at_least=1)
-    shared = again.num_cached
-    changed = sum(
-        not torch.equal(cold.kv[name][:, :, :shared], again.kv[name][:, :, :shared])
-        for name in cold.kv
-    )
-    numbers["again"]["num_changed_pools"] = changed
-    m.bars["hit_changed_shared_pools"] = Bar(changed, at_most=0)
-    return numbers
-
-
-def traced(loop: DecodeLoop, prompt: list[int], count: int) -> Trace:
-    """Runs a prompt and reads what it left; the loop has nothing else to do."""
-    pools = {"target": loop.prefill.pair.target.kv_pool}
-    of_draft = getattr(loop.prefill.pair.proposer, "kv_pool", None)
-    pools |= {} if of_draft is None else {"draft": of_draft}
-    request = loop.submit(prompt, count, ())
-    loop.admit()
-    pages = request.pages[: pages_for(len(prompt), loop.config.page_size)]
-    drafts: dict[int, list[int]] = {}
-    while request.finish_reason is None:
-        loop.launch()
-        loop.wait()
-        assert loop.first.bucket is not None
-        of_step = loop.first.bucket.buffers.draft_ids_BG[0, 1:].tolist()
-        drafts[len(request.output_ids)] = of_step
-        loop.collect()
-    kv = {
-        name: pool[:, :, pages].flatten(2, 3)[:, :, : len(prompt)] for name, pool in pools.items()
-    }
-    return Trace(request.output_ids, drafts, request.num_cached_tokens, kv)
-
-
-def compare(cold: Trace, warm: Trace) -> Numbers:
-    """What a hit has changed: tokens up to the first that differs, drafts of the steps in front of
-    it, and K/V over the largest value."""
-    pairs = enumerate(zip(cold.tokens, warm.tokens, strict=True))
-    num_equal = next((i for i, (a, b) in pairs if a != b), len(cold.tokens))
-    both = [n for n in cold.drafts if n in warm.drafts and n <= num_equal]
-    drafts = [pair for n in both for pair in zip(cold.drafts[n], warm.drafts[n], strict=True)]
-    return {
-        "num_cached_tokens": warm.num_cached,
-        "num_tokens": len(cold.tokens),
-        "equal_tokens_fraction": num_equal / len(cold.tokens),
-        "num_drafts": len(drafts),
-        "equal_drafts_fraction": sum(a == b for a, b in drafts) / max(len(drafts), 1),
-        "num_cold_steps": len(cold.drafts),
-        "num_warm_steps": len(warm.drafts),
-        **{
-            f"{name}_kv_difference_ratio": float(
-                (kv.float() - warm.kv[name].float()).abs().max() / kv.float().abs().max()
-            )
-            for name, kv in cold.kv.items()
-        },
-    }
-
-
 def busy(m: Measurement) -> Numbers:
-    """Greedy steps, generations beside the busy thread and, each fifth, without it."""
-    steps: dict[str, list[Step]] = {"quiet": [], "busy": []}
+    """Greedy steps beside the busy thread and, a quarter as many, without it; and as many where
+    Python's lock changes hands as fast as in a start, which says what that would be worth."""
+    steps: dict[str, list[Step]] = {"quiet": [], "busy_short_turns": [], "busy": []}
     wanted = m.sizes["busy-steps"]
     while len(steps["busy"]) < wanted and (not steps["busy"] or time.monotonic() < m.deadline):
         count = min(GENERATION, wanted - len(steps["busy"]))
         if len(steps["quiet"]) <= len(steps["busy"]) // 4:
             steps["quiet"] += run_steps(m, m.engine, count, {})
-        with busy_thread():
+            with busy_thread(SWITCH_INTERVAL_S):
+                steps["busy_short_turns"] += run_steps(m, m.engine, count, {})
+        with busy_thread(sys.getswitchinterval()):
             steps["busy"] += run_steps(m, m.engine, count, {})
     numbers: Numbers = {name: numbers_of(found) for name, found in steps.items()}
     for found in numbers.values():
@@ -441,9 +367,11 @@ def busy(m: Measurement) -> Numbers:
 
 
 @contextmanager
-def busy_thread() -> Iterator[None]:
-    """A thread that computes in Python, and so wants the interpreter all the time."""
-    is_over, number = False, 0
+def busy_thread(interval_s: float) -> Iterator[None]:
+    """A thread that computes in Python, and so wants the interpreter all the time; whoever waits
+    for it has it after `interval_s`."""
+    is_over, number, before = False, 0, sys.getswitchinterval()
+    sys.setswitchinterval(interval_s)
 
     def work() -> None:
         nonlocal number
@@ -456,8 +384,5 @@ def busy_thread() -> Iterator[None]:
         yield
     finally:
         is_over = True
+        sys.setswitchinterval(before)
         thread.join()
-
-
-# In the order of running: handles' thread has the loop from `join` on, and busy takes the rest.
-PARTS = {"options": options, "turns": turns, "join": join, "hit": hit, "busy": busy}

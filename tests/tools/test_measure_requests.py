@@ -12,9 +12,11 @@ from typing import Any
 import pytest
 import torch
 
+from graphengine.api import Engine
 from graphengine.profiles import result_schema
 from tools import measure_requests
-from tools.request_parts import Bar, Trace, compare
+from tools.request_hits import Trace, compare
+from tools.request_parts import Bar
 
 SMALL = {
     "--rounds": 2,
@@ -69,7 +71,9 @@ def test_every_part_on_the_bundled_pair(tmp_path: Path, capsys: pytest.CaptureFi
         assert found["target_kv_difference_ratio"] < 1e-5 > found["draft_kv_difference_ratio"]
     hits = [bar for name, bar in bars.items() if name.startswith("hit")]
     assert len(hits) == 5 and all(bar["held"] for bar in hits)
-    assert numbers["busy"]["busy"]["num_steps"] == numbers["busy"]["quiet"]["num_steps"] == 8
+    assert [numbers["busy"][row]["num_steps"] for row in ("quiet", "busy_short_turns", "busy")] == [
+        8
+    ] * 3
     assert "hit_changed_shared_pools" in said and "at most" in said
 
 
@@ -100,6 +104,26 @@ def test_a_failed_part_does_not_take_the_others_along(
     assert problems == {"fails": "RuntimeError: not this one", "last": "no time left"}
     assert json.loads(out.read_text())["numbers"]["late"]["a_row"] == {"num_steps": 1}
     assert "FAILED: RuntimeError: not this one" in said
+
+
+def test_options_are_measured_without_a_plain_engine(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Bug: two engines do not fit into a GPU, and no option's cost is known."""
+    opened, open_engine = [], Engine.from_pretrained
+
+    def open_one(*args: Any, **options: Any) -> Engine:
+        if opened:
+            raise ValueError("no memory left")
+        opened.append(options)
+        return open_engine(*args, **options)
+
+    monkeypatch.setattr(Engine, "from_pretrained", open_one)
+    small = ["--only", "options", "--rounds", "1", "--steps", "1", "--baseline-engine"]
+    result, _ = measured(capsys, 1, *small)
+    assert result["config"]["problems"] == {"plain_engine": "ValueError: no memory left"}
+    assert "mixed" in result["numbers"]["options"]
+    assert "greedy_over_plain_engine" not in result["config"]["bars"]
 
 
 def test_what_a_hit_changes_is_told() -> None:

@@ -69,6 +69,11 @@ def _tool(name: str, *args: str) -> Job:
     return Job(command, output="--out")
 
 
+def _requests(target: str, *args: str) -> Job:
+    pair = ("--target", target, "--draft", f"{target}-dflash-b16", *UNIFORM, *DYNAMIC)
+    return _tool("measure_requests.py", *pair, "--graph-mode", "full", "--seconds", "230", *args)
+
+
 START = _bench(
     *(*PAIR_8B, *DYNAMIC, *UNIFORM, "--compare", "full", "--bucket", "1,8,16", "--num-iters", "20")
 )
@@ -99,6 +104,8 @@ JOBS: dict[str, Job] = {
     "8b-8k-fp8": _bench(*PAIR_8B, *FP8, "--compare", "full", "--input-len", "8192"),
     "8b-first-token": _bench(*PAIR_8B, *FIRST_TOKENS, "--bucket", "1,8,16"),
     "8b-first-token-32k": _bench(*PAIR_8B, *FIRST_TOKENS, "--input-len", "32000"),
+    "8b-requests": _requests("qwen3-8b", "--baseline-engine"),
+    "4b-hybrid-requests": _requests("qwen3.5-4b", "--only", "turns,join"),
     "4b-first-token": _bench(*PAIR_4B, *FIRST_TOKENS, "--input-len", "16,128,512,1024,8192,32000"),
     "4b-modes": _bench(*PAIR_4B, "--compare", "piecewise,full", "--bucket", "1,8,16", "--baseline"),
     "4b-fp8": _bench(*PAIR_4B, *FP8, "--compare", "full", "--bucket", "1"),

@@ -14,10 +14,11 @@ import pytest
 
 from graphengine.cli.main import main
 from graphengine.profiles import result_schema
-from tools import bench_kernels, measure, record_tests, soak, tune_skinny
+from tools import bench_kernels, measure, measure_requests, record_tests, soak, tune_skinny
 
 TOOLS: dict[str, Any] = {
     "bench_kernels.py": bench_kernels,
+    "measure_requests.py": measure_requests,
     "record_tests.py": record_tests,
     "soak.py": soak,
     "tune_skinny.py": tune_skinny,

@@ -1,0 +1,162 @@
+"""tools/measure_requests.py on the bundled pair: what does not depend on a clock, and what a visit
+to a GPU must not lose."""
+
+from __future__ import annotations
+
+import json
+import runpy
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from graphengine.api import Engine
+from graphengine.profiles import result_schema
+from tools import measure_requests
+from tools.request_hits import Trace, compare
+from tools.request_parts import Bar
+
+SMALL = {
+    "--rounds": 2,
+    "--steps": 4,
+    "--repeats": 1,
+    "--turn-tokens": 360,
+    "--turns": 3,
+    "--answer-tokens": 8,
+    "--newcomer-tokens": 600,
+    "--hit-tokens": 100,
+    "--busy-steps": 8,
+    "--max-num-batched-tokens": 128,
+    "--max-model-len": 1400,
+}
+SIZES = [str(word) for pair in SMALL.items() for word in pair]
+PAGE = 16
+
+
+def measured(
+    capsys: pytest.CaptureFixture[str], code: int, *arguments: str
+) -> tuple[dict[str, Any], str]:
+    assert measure_requests.main([*SIZES, *arguments]) == code
+    said = capsys.readouterr().out
+    return json.loads(said.splitlines()[-1], parse_constant=pytest.fail), said
+
+
+@pytest.mark.slow
+def test_every_part_on_the_bundled_pair(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Bug: a part fails after the weights are made, or tells another number than its name says."""
+    out = tmp_path / "requests.json"
+    result, said = measured(capsys, 0, "--baseline-engine", "--out", str(out))
+    stored = json.loads(out.read_text())
+    assert result_schema.validate(stored) == []
+    assert (stored["numbers"], stored["config"]) == (result["numbers"], result["config"])
+    numbers, bars = result["numbers"], result["config"]["bars"]
+    assert result["config"]["problems"] == {}
+    assert "/" not in json.dumps(result["config"]), "a machine's paths"
+    options = {k: row["num_steps"] for k, row in numbers["options"].items() if k != "wall_s"}
+    assert len(options) == 11 and set(options.values()) == {8}
+    assert numbers["options"]["greedy"]["over_greedy_ratio"] == 1
+    assert numbers["options"]["greedy"]["host_p50_ms"] > 0
+    turn, chat = numbers["turns"]["second_turn"], numbers["turns"]["chat_from_360"]
+    assert turn["num_cached_tokens"] == 359 // PAGE * PAGE
+    assert chat["num_turns"] == 3 and chat["num_repeated_tokens"] == 368 + 416
+    assert chat["cached_pages_fraction"] == 1
+    for row in ("budget_512", "budget_128"):
+        assert numbers["join"][row]["num_joining_gaps"] > 0
+    assert numbers["join"]["budget_512"]["num_quiet_gaps"] > 40
+    for row, num_cached in (("again", 96), ("behind_another", 64)):
+        found = numbers["hit"][row]
+        assert found["num_cached_tokens"] == num_cached and found["num_drafts"] > 0
+        assert found["target_kv_difference_ratio"] < 1e-5 > found["draft_kv_difference_ratio"]
+    hits = [bar for name, bar in bars.items() if name.startswith("hit")]
+    assert len(hits) == 5 and all(bar["held"] for bar in hits)
+    assert [numbers["busy"][row]["num_steps"] for row in ("quiet", "busy_short_turns", "busy")] == [
+        8
+    ] * 3
+    assert "hit_changed_shared_pools" in said and "at most" in said
+
+
+def test_a_failed_part_does_not_take_the_others_along(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Bug: an exception in one part loses what others have measured on a rented GPU, or a request
+    that it has left keeps the next part waiting."""
+
+    def fails(m: Any) -> Any:
+        handle = m.engine.submit([1, 2, 3], max_new_tokens=1000, ignore_eos=True)
+        next(iter(handle))
+        raise RuntimeError("not this one")  # and drops the handle
+
+    def stores_nonsense(m: Any) -> Any:
+        return {"a_row": {"step_ms": float("nan")}}
+
+    def late(m: Any) -> Any:
+        m.deadline = 0
+        return {"a_row": {"num_steps": len(m.engine.generate([5], max_new_tokens=3))}}
+
+    parts = {"fails": fails, "nonsense": stores_nonsense, "late": late, "last": fails}
+    monkeypatch.setattr(measure_requests, "PARTS", parts)
+    out = tmp_path / "requests.json"
+    result, said = measured(capsys, 1, "--only", ",".join(sorted(parts)), "--out", str(out))
+    problems = result["config"]["problems"]
+    assert "not finite" in problems.pop("nonsense")
+    assert problems == {"fails": "RuntimeError: not this one", "last": "no time left"}
+    assert json.loads(out.read_text())["numbers"]["late"]["a_row"] == {"num_steps": 1}
+    assert "FAILED: RuntimeError: not this one" in said
+
+
+def test_options_are_measured_without_a_plain_engine(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Bug: two engines do not fit into a GPU, and no option's cost is known."""
+    opened, open_engine = [], Engine.from_pretrained
+
+    def open_one(*args: Any, **options: Any) -> Engine:
+        if opened:
+            raise ValueError("no memory left")
+        opened.append(options)
+        return open_engine(*args, **options)
+
+    monkeypatch.setattr(Engine, "from_pretrained", open_one)
+    small = ["--only", "options", "--rounds", "1", "--steps", "1", "--baseline-engine"]
+    result, _ = measured(capsys, 1, *small)
+    assert result["config"]["problems"] == {"plain_engine": "ValueError: no memory left"}
+    assert "mixed" in result["numbers"]["options"]
+    assert "greedy_over_plain_engine" not in result["config"]["bars"]
+
+
+def test_what_a_hit_changes_is_told() -> None:
+    """Bug: a hit that changes K/V or drafts is told as none, or drafts are compared behind another
+    token, where they must differ."""
+    kv = {"target": torch.tensor([[1.0, -4.0]])}
+    cold = Trace([5, 6, 7, 8], {1: [6, 1], 2: [3, 4], 3: [9, 9]}, 0, kv)
+    assert compare(cold, cold)["equal_drafts_fraction"] == 1
+    other = Trace([5, 6, 0, 8], {1: [6, 2], 2: [3, 4], 3: [0, 0]}, 16, {"target": kv["target"] + 1})
+    found = compare(cold, other)
+    assert found["equal_tokens_fraction"] == 0.5
+    assert (found["num_drafts"], found["equal_drafts_fraction"]) == (4, 0.75)
+    assert found["target_kv_difference_ratio"] == 0.25
+
+
+def test_bars() -> None:
+    """Bug: a missed bar is told as held."""
+    assert Bar(1.0, at_most=1).held and not Bar(1.01, at_most=1).held
+    assert Bar(0.99, at_least=0.99).held and not Bar(0.98, at_least=0.99).held
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"), [(["--only", "turn"], "--only turn"), (["--turns", "1"], "--turns 1")]
+)
+def test_refusals(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    arguments: list[str],
+    message: str,
+) -> None:
+    """Bug: a misspelt part is left out in silence, a division by zero ends the visit, or the script
+    defines everything and runs nothing."""
+    monkeypatch.setattr(sys, "argv", ["measure_requests.py", *arguments])
+    with pytest.raises(SystemExit):
+        runpy.run_path(str(measure_requests.__file__), run_name="__main__")
+    assert message in capsys.readouterr().err

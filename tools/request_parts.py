@@ -1,0 +1,388 @@
+"""What tools/measure_requests.py measures of one engine: each part a function of a `Measurement`
+that returns its numbers and notes what was promised of them as bars.
+
+Steps are timed between the moments at which the host holds two steps' tokens (measure/bench.py),
+gaps where a stream's reader sees them, first tokens from the call.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from graphengine.api import Engine
+from graphengine.decode.loop import DecodeLoop
+from graphengine.decode.sampling import Sampling
+from graphengine.handles import Handle
+from graphengine.measure.bench import Step, timed_steps
+from graphengine.startup.build import SWITCH_INTERVAL_S
+
+PROMPT_LEN = 128
+WARMUP = 6  # steps of a generation that are not counted: rows are written, the pipeline fills
+GENERATION = 512  # steps of a generation at most, so that its context stays short
+NEW_TOKENS = 128  # of the second turn
+TURN_TOKENS = 40  # of every turn of a chat
+CHAT_LEN = 512  # tokens of a chat's first prompt
+NUM_QUIET, NUM_BESIDE = 50, 32  # chunks in front of a newcomer, tokens of its own
+STREAM_TOKENS = 4096
+SETTLING_S = 60
+DRAWN = {"temperature": 0.8, "seed": 1}
+PENALTIES = {"repetition_penalty": 1.1, "presence_penalty": 0.5, "frequency_penalty": 0.5}
+BIAS = {"logit_bias": {token: token / 8 - 2 for token in range(32)}}
+WORDS = {"bad_words": ((7,), (8, 9), (10, 11, 12))}
+FILTERS = {"top_p": 0.95, "top_k": 50, "min_p": 0.01}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "temperature": DRAWN,
+    **{name: DRAWN | {name: value} for name, value in FILTERS.items()},
+    "penalties": PENALTIES,
+    "logit_bias": BIAS,
+    "bad_words": WORDS,
+    "logprobs": {"logprobs": 5},
+    "mixed": DRAWN | FILTERS | PENALTIES | BIAS | WORDS | {"logprobs": 5},
+}
+PLAIN = "plain_engine"  # greedy, in an engine that offers nothing else
+
+Numbers = dict[str, Any]
+
+
+class Bar(NamedTuple):
+    """What is promised of a number: at most so much, or at least."""
+
+    measured: float
+    at_most: float | None = None
+    at_least: float | None = None
+
+    @property
+    def held(self) -> bool:
+        """Whether it is kept; one side is None."""
+        is_low = self.at_most is None or self.measured <= self.at_most
+        return is_low and (self.at_least is None or self.measured >= self.at_least)
+
+
+@dataclass(slots=True, kw_only=True)
+class Measurement:
+    """One engine and how much is asked of it. `loop` is driven by this thread while no handle of
+    the engine is at work."""
+
+    engine: Engine
+    open_plain: Callable[[], Engine] | None
+    sizes: dict[str, int]
+    budgets: list[int]
+    deadline: float
+    generator: torch.Generator
+    bars: dict[str, Bar] = field(default_factory=dict)
+    problems: dict[str, str] = field(default_factory=dict)
+    """What could not be measured, and why."""
+
+    @property
+    def loop(self) -> DecodeLoop:
+        return self.engine.built.loop
+
+    def random_ids(self, count: int) -> list[int]:
+        """A prompt that nothing cached begins like."""
+        vocab = self.engine.built.target.vocab_size
+        return torch.randint(0, vocab, (count,), generator=self.generator).tolist()
+
+    def settle(self) -> None:
+        """Waits until the thread behind handles has left the loop; then forgets what is cached.
+
+        Raises:
+            RuntimeError: it does not leave.
+        """
+        until = time.monotonic() + SETTLING_S
+        while not self.loop.is_clean:
+            if time.monotonic() > until:
+                raise RuntimeError(f"requests of an earlier part still run after {SETTLING_S} s")
+            time.sleep(0.001)
+        self.loop.reset()
+
+    def fail(self, name: str, error: Exception) -> None:
+        """Notes what went wrong while an exception is handled."""
+        traceback.print_exc()
+        self.problems[name] = f"{type(error).__name__}: {error}"
+
+    def at_most(self, wanted: str, *beside: int) -> int:
+        """A size that was asked for, or what the context holds with so many tokens beside it."""
+        return min(self.sizes[wanted], self.engine.config.max_model_len - 1 - sum(beside))
+
+
+def percentiles(name: str, times_ms: Sequence[float]) -> Numbers:
+    """Of times in milliseconds."""
+    p50, p99 = np.percentile(times_ms, (50, 99)).tolist()
+    return {f"{name}_p50_ms": p50, f"{name}_p99_ms": p99, f"{name}_max_ms": max(times_ms)}
+
+
+def options(m: Measurement) -> Numbers:
+    """Each option's step over the greedy one of its round."""
+    plain = None
+    if m.open_plain is not None:
+        try:
+            plain = m.open_plain()
+        except Exception as error:  # two engines may not fit; one has still much to tell
+            m.fail(PLAIN, error)
+    asked = OPTIONS if plain is None else {PLAIN: {}} | OPTIONS
+    rounds: dict[str, list[list[Step]]] = {name: [] for name in asked}
+    try:
+        for i in range(m.sizes["rounds"]):
+            for name in list(asked)[:: 1 if i % 2 else -1]:  # whoever is first is last next
+                engine = plain if plain is not None and name == PLAIN else m.engine
+                rounds[name].append(run_steps(m, engine, m.sizes["steps"], asked[name]))
+    finally:
+        if plain is not None:
+            plain.close()
+    medians = {
+        name: [statistics.median(step.wall_ms for step in steps) for steps in found]
+        for name, found in rounds.items()
+    }
+    numbers: Numbers = {}
+    for name, found in rounds.items():
+        pairs = zip(medians[name], medians["greedy"], strict=True)
+        ratios = [own / greedy for own, greedy in pairs]
+        numbers[name] = {
+            **numbers_of([step for steps in found for step in steps]),
+            "over_greedy_ratio": statistics.median(ratios),
+            "over_greedy_spread_ratio": max(ratios) - min(ratios),
+        }
+    if plain is not None:
+        over = 1 / numbers[PLAIN]["over_greedy_ratio"]
+        m.bars["greedy_over_plain_engine"] = Bar(over, at_most=1.005)
+    for name, most in (("top_p", 1.05), ("penalties", 1.03)):
+        m.bars[f"{name}_over_greedy"] = Bar(numbers[name]["over_greedy_ratio"], at_most=most)
+    return numbers
+
+
+def numbers_of(steps: Sequence[Step]) -> Numbers:
+    """How many, how long they took, how much of that the host worked, what they committed."""
+    return {
+        "num_steps": len(steps),
+        "mean_acceptance_length": statistics.fmean(step.num_tokens for step in steps),
+        **percentiles("step", [step.wall_ms for step in steps]),
+        **percentiles("host", [step.host_ms for step in steps]),
+    }
+
+
+def run_steps(m: Measurement, engine: Engine, count: int, asked: dict[str, Any]) -> list[Step]:
+    """`count` steps of one request, of as many generations as that takes."""
+    loop = engine.built.loop
+    sampling = Sampling(**{name: value for name, value in asked.items() if name != "logprobs"})
+    found: list[Step] = []
+    while len(found) < count:
+        wanted = min(count - len(found), GENERATION) + WARMUP + 2
+        length = wanted * loop.block  # if every draft is accepted
+        request = loop.submit(
+            *(m.random_ids(PROMPT_LEN), length, (), sampling), logprobs=asked.get("logprobs")
+        )
+        steps: list[Step] = []
+        try:
+            with torch.no_grad():
+                for step in timed_steps(loop, [request]):
+                    steps.append(step)
+                    if len(steps) == wanted:
+                        break
+        finally:
+            loop.reset()
+        found += steps[WARMUP:]
+        if len(steps) <= WARMUP:
+            raise ValueError(
+                f"a generation of {len(request.output_ids)} tokens has {len(steps)} steps, of "
+                f"which {WARMUP} do not count; raise --max-model-len"
+            )
+    return found[:count]
+
+
+def turns(m: Measurement) -> Numbers:
+    """First tokens of a second turn, and how much of a chat comes from the cache."""
+    cold_ms, warm_ms, cached = [], [], 0
+    answer = m.sizes["answer-tokens"]
+    total = m.at_most("turn-tokens", NEW_TOKENS)
+    for _ in range(m.sizes["repeats"]):
+        m.loop.reset()
+        first = m.random_ids(total - answer)
+        (said,) = m.engine.generate([first], max_new_tokens=answer, ignore_eos=True)
+        second = first + said.token_ids + m.random_ids(NEW_TOKENS)
+        ms, cached = first_token(m.engine, second)
+        warm_ms.append(ms)
+        m.loop.reset()
+        ms, num_cached = first_token(m.engine, second)
+        assert num_cached == 0
+        cold_ms.append(ms)
+    cold, warm = statistics.median(cold_ms), statistics.median(warm_ms)
+    m.bars["warm_over_cold_first_token"] = Bar(warm / cold, at_most=1 / 15)
+    numbers: Numbers = {
+        "second_turn": {
+            "num_first_turn_tokens": total,
+            "num_new_tokens": NEW_TOKENS,
+            "num_cached_tokens": cached,
+            "first_token_cold_ms": cold,
+            "first_token_warm_ms": warm,
+            "warm_over_cold_ratio": warm / cold,
+        }
+    }
+    room = m.engine.config.max_model_len - m.sizes["turns"] * (TURN_TOKENS + answer)
+    for begin in dict.fromkeys(min(n, max(room, CHAT_LEN)) for n in (CHAT_LEN, total)):
+        found = numbers[f"chat_from_{begin}"] = chat(m, begin)
+        for what in ("cached_tokens", "cached_pages"):
+            m.bars[f"chat_from_{begin}_{what}"] = Bar(found[f"{what}_fraction"], at_least=0.99)
+    return numbers
+
+
+def first_token(engine: Engine, prompt: list[int]) -> tuple[float, int]:
+    """Milliseconds from the call to the only token, and how many of the prompt were cached."""
+    began = time.perf_counter()
+    (result,) = engine.generate([prompt], max_new_tokens=1, ignore_eos=True)
+    return (time.perf_counter() - began) * 1e3, result.metrics.num_cached_tokens
+
+
+def chat(m: Measurement, begin: int) -> Numbers:
+    """Turns of which each prompt is all that was said, and some new tokens. `tokens`: of all that
+    repeat; `pages`: of the whole pages that they fill, the last token apart: where it is the
+    target's own and no accepted draft, nothing has run it."""
+    m.loop.reset()
+    size, answer, said = m.engine.config.page_size, m.sizes["answer-tokens"], m.random_ids(begin)
+    repeated = cached = pages = cached_pages = num_turns = 0
+    times: list[float] = []
+    for turn in range(m.sizes["turns"]):
+        prompt = said + m.random_ids(TURN_TOKENS if turn else 0)
+        if len(prompt) + answer >= m.engine.config.max_model_len:
+            break
+        (result,) = m.engine.generate([prompt], max_new_tokens=answer, ignore_eos=True)
+        if turn:
+            whole, found = (len(said) - 1) // size, result.metrics.num_cached_tokens
+            repeated, cached = repeated + len(said), cached + found
+            pages, cached_pages = pages + whole, cached_pages + min(found // size, whole)
+            times.append(result.metrics.ttft_ms)
+        said, num_turns = prompt + result.token_ids, num_turns + 1
+    return {
+        "num_turns": num_turns,
+        "num_repeated_tokens": repeated,
+        "num_cached_tokens": cached,
+        "cached_tokens_fraction": cached / repeated,
+        "cached_pages_fraction": cached_pages / pages,
+        **percentiles("first_token", times),
+    }
+
+
+def join(m: Measurement) -> Numbers:
+    """A stream's gaps beside a newcomer, by the rows of prompts that a step is followed by."""
+    length = m.at_most("newcomer-tokens", NUM_BESIDE)
+    alone = []
+    for _ in range(m.sizes["repeats"]):
+        handle = m.engine.submit(m.random_ids(length), max_new_tokens=1, ignore_eos=True)
+        alone.append(handle.result().metrics.ttft_ms)
+    alone_ms = statistics.median(alone)
+    numbers: Numbers = {"alone": {"num_prompt_tokens": length, "first_token_ms": alone_ms}}
+    asked, default = m.loop.config, m.loop.config.max_num_batched_tokens
+    try:
+        for rows in dict.fromkeys([default, *m.budgets]):
+            m.settle()
+            m.loop.config = replace(asked, max_num_batched_tokens=rows)
+            found = numbers[f"budget_{rows}"] = join_beside(m, length)
+            found["over_alone_ratio"] = found["first_token_ms"] / alone_ms
+    finally:
+        m.settle()
+        m.loop.config = asked
+    found = numbers[f"budget_{default}"]
+    gap_ms = max(found["gap_joining_max_ms"], found["gap_beside_max_ms"])
+    m.bars["join_gap_ms"] = Bar(gap_ms, at_most=20)
+    m.bars["join_first_token_over_alone"] = Bar(found["over_alone_ratio"], at_most=2)
+    return numbers
+
+
+def join_beside(m: Measurement, length: int) -> Numbers:
+    """Gaps between a stream's chunks as its reader sees them: before the newcomer, until its first
+    token (`joining`), and while it decodes (`beside`)."""
+    gaps_ms: dict[str, list[float]] = {"quiet": [], "joining": [], "beside": []}
+    firsts_ms = []
+    for _ in range(m.sizes["repeats"]):
+        ids = m.random_ids(length)
+        stream = m.engine.submit(
+            m.random_ids(PROMPT_LEN), max_new_tokens=STREAM_TOKENS, ignore_eos=True
+        )
+        times: list[float] = []
+        is_steady = threading.Event()
+        reader = threading.Thread(target=note_times, args=(stream, times, is_steady))
+        reader.start()
+        try:
+            is_steady.wait()
+            began = time.perf_counter()
+            newcomer = m.engine.submit(ids, max_new_tokens=NUM_BESIDE, ignore_eos=True)
+            first_ms = newcomer.result().metrics.ttft_ms
+            is_short = stream.done
+        finally:
+            stream.cancel()
+            reader.join()
+        if is_short:
+            raise ValueError("the stream ended before its newcomer; pass fewer --newcomer-tokens")
+        firsts_ms.append(first_ms)
+        first_s = began + first_ms / 1e3
+        for before, now in zip(times[WARMUP:], times[WARMUP + 1 :], strict=False):
+            name = "quiet" if now < began else "joining" if before < first_s else "beside"
+            gaps_ms[name].append((now - before) * 1e3)
+    numbers: Numbers = {"first_token_ms": statistics.median(firsts_ms)}
+    for name, gaps in gaps_ms.items():
+        numbers |= {f"num_{name}_gaps": len(gaps)} | percentiles(f"gap_{name}", gaps)
+    return numbers
+
+
+def note_times(stream: Handle, times: list[float], is_steady: threading.Event) -> None:
+    """When each chunk came. Mutates: times."""
+    try:
+        for _ in stream:
+            times.append(time.perf_counter())
+            if len(times) == NUM_QUIET:
+                is_steady.set()
+    finally:
+        is_steady.set()
+
+
+def busy(m: Measurement) -> Numbers:
+    """Greedy steps beside the busy thread and, a quarter as many, without it; and as many where
+    Python's lock changes hands as fast as in a start, which says what that would be worth."""
+    steps: dict[str, list[Step]] = {"quiet": [], "busy_short_turns": [], "busy": []}
+    wanted = m.sizes["busy-steps"]
+    while len(steps["busy"]) < wanted and (not steps["busy"] or time.monotonic() < m.deadline):
+        count = min(GENERATION, wanted - len(steps["busy"]))
+        if len(steps["quiet"]) <= len(steps["busy"]) // 4:
+            steps["quiet"] += run_steps(m, m.engine, count, {})
+            with busy_thread(SWITCH_INTERVAL_S):
+                steps["busy_short_turns"] += run_steps(m, m.engine, count, {})
+        with busy_thread(sys.getswitchinterval()):
+            steps["busy"] += run_steps(m, m.engine, count, {})
+    numbers: Numbers = {name: numbers_of(found) for name, found in steps.items()}
+    for found in numbers.values():
+        found["p99_over_p50_ratio"] = found["step_p99_ms"] / found["step_p50_ms"]
+    m.bars["busy_p99_over_p50"] = Bar(numbers["busy"]["p99_over_p50_ratio"], at_most=1.1)
+    return numbers
+
+
+@contextmanager
+def busy_thread(interval_s: float) -> Iterator[None]:
+    """A thread that computes in Python, and so wants the interpreter all the time; whoever waits
+    for it has it after `interval_s`."""
+    is_over, number, before = False, 0, sys.getswitchinterval()
+    sys.setswitchinterval(interval_s)
+
+    def work() -> None:
+        nonlocal number
+        while not is_over:
+            number = (number * 31 + 7) % 1_000_003
+
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        is_over = True
+        sys.setswitchinterval(before)
+        thread.join()

@@ -167,7 +167,7 @@ def check_masks(directory: Path, count: int, seed: int) -> tuple[dict[str, Any],
     end = max(i for i in range(len(tokenizer)) if tokenizer.spells(i) and not tokenizer.decode([i]))
     grammars, rng = Grammars(tokenizer.as_json, size, [end]), random.Random(seed)
     schemas, wrong, taken_us = iter(Schemas(seed)), list[str](), list[float]()
-    numbers = {"num_walks": count, "num_rows": 0, "num_tokens_tried": 0}
+    numbers: dict[str, float] = {"num_walks": count, "num_rows": 0, "num_tokens_tried": 0}
     for walk in range(count):
         if walk % 4 == 3:
             constraint = Constraint(*OTHERS[walk // 4 % len(OTHERS)])

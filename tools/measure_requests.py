@@ -40,6 +40,8 @@ from request_parts import Measurement, Numbers, busy, join, options, turns
 
 from graphengine import TINY_DRAFT, TINY_TARGET
 from graphengine.api import Engine
+from graphengine.checkpoints.tokenizer import Tokenizer
+from graphengine.decode.grammar import Grammars
 from graphengine.profiles import result_schema
 from graphengine.startup.build import read_configs
 from graphengine.startup.options import speculation_limit
@@ -101,6 +103,7 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("--target", default=str(TINY_TARGET), help="default: the bundled one")
     parser.add_argument("--draft", help="default: the bundled one with the bundled target")
+    parser.add_argument("--tokenizer", help="of a target that has none: a directory, for grammars")
     parser.add_argument("--load-format", default="auto")
     parser.add_argument("--draft-quantization", default="none")
     parser.add_argument("--graph-mode", default="auto")
@@ -138,18 +141,22 @@ def main(arguments: list[str] | None = None) -> int:
         "fallback": False,  # random weights lose against plain decoding, and steps are timed
         "acceptance_floor": 0.0,
     }
-    ends = {"sampling": True, "adjustments": True, "max_logprobs": 5}
+    ends = {"sampling": True, "adjustments": True, "max_logprobs": 5, "structured_outputs": True}
 
     def open_plain() -> Engine:
-        without = {"sampling": False, "adjustments": False, "max_logprobs": 0, "buckets": (1,)}
+        without = dict.fromkeys(ends, False) | {"max_logprobs": 0, "buckets": (1,)}
         return Engine.from_pretrained(args.target, draft, **asked | without)
 
     began = time.monotonic()
     with Engine.from_pretrained(args.target, draft, **asked | ends) as engine:
         startup_s = time.monotonic() - began
         print(f"started in {startup_s:.1f} s; context {engine.config.max_model_len}", flush=True)
+        grammars, vocab_size = engine.built.grammars, engine.built.target.vocab_size
+        if args.tokenizer:
+            grammars = Grammars(Tokenizer(Path(args.tokenizer)).as_json, vocab_size, [0])
         m = Measurement(
             engine=engine,
+            grammars=grammars,
             open_plain=open_plain if args.baseline_engine else None,
             sizes=sizes,
             budgets=budgets,

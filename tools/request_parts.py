@@ -7,8 +7,8 @@ gaps where a stream's reader sees them, first tokens from the call.
 
 from __future__ import annotations
 
+import json
 import statistics
-import sys
 import threading
 import time
 import traceback
@@ -21,11 +21,13 @@ import numpy as np
 import torch
 
 from graphengine.api import Engine
+from graphengine.config.constraint import Constraint
+from graphengine.decode import turns as interpreter
+from graphengine.decode.grammar import Grammars
 from graphengine.decode.loop import DecodeLoop
 from graphengine.decode.sampling import Sampling
 from graphengine.handles import Handle
 from graphengine.measure.bench import Step, timed_steps
-from graphengine.startup.build import SWITCH_INTERVAL_S
 
 PROMPT_LEN = 128
 WARMUP = 6  # steps of a generation that are not counted: rows are written, the pipeline fills
@@ -41,6 +43,26 @@ PENALTIES = {"repetition_penalty": 1.1, "presence_penalty": 0.5, "frequency_pena
 BIAS = {"logit_bias": {token: token / 8 - 2 for token in range(32)}}
 WORDS = {"bad_words": ((7,), (8, 9), (10, 11, 12))}
 FILTERS = {"top_p": 0.95, "top_k": 50, "min_p": 0.01}
+SCHEMA = Constraint(
+    "json_schema",
+    json.dumps(
+        {
+            "type": "array",
+            "items": {
+                "type": "object",
+                "properties": {
+                    "name": {"type": "string", "maxLength": 40},
+                    "age": {"type": "integer", "minimum": 0, "maximum": 150},
+                    "kind": {"enum": ["bee", "duck", "tree frog"]},
+                    "tags": {"type": "array", "items": {"type": "string", "maxLength": 20}},
+                },
+                "required": ["name", "age", "kind", "tags"],
+                "additionalProperties": False,
+            },
+            "minItems": 10_000,
+        }
+    ),
+)
 OPTIONS: dict[str, dict[str, Any]] = {
     "greedy": {},
     "temperature": DRAWN,
@@ -49,6 +71,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "logit_bias": BIAS,
     "bad_words": WORDS,
     "logprobs": {"logprobs": 5},
+    "grammar": {"constraint": SCHEMA},
     "mixed": DRAWN | FILTERS | PENALTIES | BIAS | WORDS | {"logprobs": 5},
 }
 PLAIN = "plain_engine"  # greedy, in an engine that offers nothing else
@@ -81,6 +104,7 @@ class Measurement:
     budgets: list[int]
     deadline: float
     generator: torch.Generator
+    grammars: Grammars | None = None
     bars: dict[str, Bar] = field(default_factory=dict)
     problems: dict[str, str] = field(default_factory=dict)
     """What could not be measured, and why."""
@@ -131,7 +155,8 @@ def options(m: Measurement) -> Numbers:
             plain = m.open_plain()
         except Exception as error:  # two engines may not fit; one has still much to tell
             m.fail(PLAIN, error)
-    asked = OPTIONS if plain is None else {PLAIN: {}} | OPTIONS
+    asked = dict(OPTIONS) if m.grammars is not None else without_grammar()
+    asked = asked if plain is None else {PLAIN: {}} | asked
     rounds: dict[str, list[list[Step]]] = {name: [] for name in asked}
     try:
         for i in range(m.sizes["rounds"]):
@@ -157,9 +182,18 @@ def options(m: Measurement) -> Numbers:
     if plain is not None:
         over = 1 / numbers[PLAIN]["over_greedy_ratio"]
         m.bars["greedy_over_plain_engine"] = Bar(over, at_most=1.005)
-    for name, most in (("top_p", 1.05), ("penalties", 1.03)):
-        m.bars[f"{name}_over_greedy"] = Bar(numbers[name]["over_greedy_ratio"], at_most=most)
+    for name, most in (("top_p", 1.05), ("penalties", 1.03), ("grammar", 1.03)):
+        if name in numbers:
+            m.bars[f"{name}_over_greedy"] = Bar(numbers[name]["over_greedy_ratio"], at_most=most)
+    if (found := numbers.get("grammar")) is not None:
+        over = found["step_p99_ms"] / found["step_p50_ms"]
+        m.bars["grammar_p99_over_p50"] = Bar(over, at_most=1.5)
     return numbers
+
+
+def without_grammar() -> dict[str, dict[str, Any]]:
+    """The options of a target without a tokenizer."""
+    return {name: wish for name, wish in OPTIONS.items() if "constraint" not in wish}
 
 
 def numbers_of(steps: Sequence[Step]) -> Numbers:
@@ -175,14 +209,17 @@ def numbers_of(steps: Sequence[Step]) -> Numbers:
 def run_steps(m: Measurement, engine: Engine, count: int, asked: dict[str, Any]) -> list[Step]:
     """`count` steps of one request, of as many generations as that takes."""
     loop = engine.built.loop
-    sampling = Sampling(**{name: value for name, value in asked.items() if name != "logprobs"})
+    own = {"logprobs", "constraint"}
+    sampling = Sampling(**{name: value for name, value in asked.items() if name not in own})
+    constraint, matcher = asked.get("constraint"), None
     found: list[Step] = []
     while len(found) < count:
         wanted = min(count - len(found), GENERATION) + WARMUP + 2
         length = wanted * loop.block  # if every draft is accepted
-        request = loop.submit(
-            *(m.random_ids(PROMPT_LEN), length, (), sampling), logprobs=asked.get("logprobs")
-        )
+        if constraint is not None and m.grammars is not None:
+            matcher = m.grammars.matcher(constraint)
+        told = {"logprobs": asked.get("logprobs"), "matcher": matcher}
+        request = loop.submit(m.random_ids(PROMPT_LEN), length, (), sampling, **told)
         steps: list[Step] = []
         try:
             with torch.no_grad():
@@ -347,17 +384,21 @@ def note_times(stream: Handle, times: list[float], is_steady: threading.Event) -
 
 
 def busy(m: Measurement) -> Numbers:
-    """Greedy steps beside the busy thread and, a quarter as many, without it; and as many where
-    Python's lock changes hands as fast as in a start, which says what that would be worth."""
-    steps: dict[str, list[Step]] = {"quiet": [], "busy_short_turns": [], "busy": []}
+    """Greedy steps beside the busy thread and, a quarter as many, without it; and as many with the
+    interpreter's own turns, which says what the engine's shorter ones are worth."""
+    steps: dict[str, list[Step]] = {"quiet": [], "busy_long_turns": [], "busy": []}
     wanted = m.sizes["busy-steps"]
     while len(steps["busy"]) < wanted and (not steps["busy"] or time.monotonic() < m.deadline):
         count = min(GENERATION, wanted - len(steps["busy"]))
         if len(steps["quiet"]) <= len(steps["busy"]) // 4:
             steps["quiet"] += run_steps(m, m.engine, count, {})
-            with busy_thread(SWITCH_INTERVAL_S):
-                steps["busy_short_turns"] += run_steps(m, m.engine, count, {})
-        with busy_thread(sys.getswitchinterval()):
+            short, interpreter.SWITCH_INTERVAL_S = interpreter.SWITCH_INTERVAL_S, 1.0
+            try:
+                with busy_thread():
+                    steps["busy_long_turns"] += run_steps(m, m.engine, count, {})
+            finally:
+                interpreter.SWITCH_INTERVAL_S = short
+        with busy_thread():
             steps["busy"] += run_steps(m, m.engine, count, {})
     numbers: Numbers = {name: numbers_of(found) for name, found in steps.items()}
     for found in numbers.values():
@@ -367,11 +408,9 @@ def busy(m: Measurement) -> Numbers:
 
 
 @contextmanager
-def busy_thread(interval_s: float) -> Iterator[None]:
-    """A thread that computes in Python, and so wants the interpreter all the time; whoever waits
-    for it has it after `interval_s`."""
-    is_over, number, before = False, 0, sys.getswitchinterval()
-    sys.setswitchinterval(interval_s)
+def busy_thread() -> Iterator[None]:
+    """A thread that computes in Python, and so wants the interpreter all the time."""
+    is_over, number = False, 0
 
     def work() -> None:
         nonlocal number
@@ -384,5 +423,4 @@ def busy_thread(interval_s: float) -> Iterator[None]:
         yield
     finally:
         is_over = True
-        sys.setswitchinterval(before)
         thread.join()

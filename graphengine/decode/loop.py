@@ -38,6 +38,7 @@ from graphengine.decode.prefix_cache import PrefixCache, StateSlots
 from graphengine.decode.recurrence import KEPT_SPACING, KEPT_STATES, copy_state_, num_slots
 from graphengine.decode.request import Request
 from graphengine.decode.sampling import GREEDY, Sampling
+from graphengine.decode.turns import short_turns
 
 
 class StepOutput(NamedTuple):
@@ -347,7 +348,11 @@ class DecodeLoop:
     def run(self, watch: Watch | None = None) -> Iterator[list[StepOutput]]:
         """Runs everything to its end; gives out each step's tokens while the device works on the
         next one, and each first token while it works on other prompts."""
-        watch, outputs = watch or Watch(), []
+        with short_turns():
+            yield from self._run(watch or Watch())
+
+    def _run(self, watch: Watch) -> Iterator[list[StepOutput]]:
+        outputs: list[StepOutput] = []
         while self.has_work or outputs:
             budget = self.config.max_num_batched_tokens if self.running else None
             with torch.no_grad():

@@ -7,11 +7,9 @@ Memory is planned before anything is loaded (`memory`): the K/V pool takes what 
 from __future__ import annotations
 
 import logging
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -47,6 +45,7 @@ from graphengine.decode.proposer import Pair, Proposer
 from graphengine.decode.recurrence import make_states, num_slots
 from graphengine.decode.simulate import make_simulation
 from graphengine.decode.stack import Target
+from graphengine.decode.turns import short_turns
 from graphengine.drafters.dflash import MAX_QUANTIZED_ROWS, DFlash
 from graphengine.drafters.ngram import Ngram
 from graphengine.kernels.triton_internals import load_driver, settle_cache_keys
@@ -56,10 +55,7 @@ from graphengine.startup.memory import MemoryPlan, device_memory, num_positions,
 from graphengine.startup.options import resolve_options
 from graphengine.startup.warmup import EAGER_ROWS, warm_up
 
-SWITCH_INTERVAL_S = 0.0002
 _LOG = logging.getLogger(__name__)
-_TURNS = threading.Lock()
-_INTERVALS: list[float] = []  # before each start that is under way; the first is the process's
 
 Progress = Callable[[str, float], None]
 """Called with (what is being done, share done in 0 .. 1)."""
@@ -81,27 +77,7 @@ class Built:
     memory_plan: MemoryPlan
 
 
-@contextmanager
-def _taking_turns() -> Iterator[None]:
-    """Inside, a thread waits 0.2 ms for Python's lock instead of 5.
-
-    Weights are read and drawn by many short calls without the lock, and behind each the caller
-    waits for it while another thread imports: 2.1 s instead of 0.15 (8B, random weights, one H200).
-    Mutates: the process's switch interval, until the last of the starts inside has ended.
-    """
-    with _TURNS:
-        _INTERVALS.append(sys.getswitchinterval())
-        sys.setswitchinterval(min(SWITCH_INTERVAL_S, _INTERVALS[0]))
-    try:
-        yield
-    finally:
-        with _TURNS:
-            before = _INTERVALS.pop()
-            if not _INTERVALS:
-                sys.setswitchinterval(before)
-
-
-@_taking_turns()
+@short_turns()
 @torch.inference_mode(False)  # what a caller's made would be of no use outside of it
 def build(
     target_name: str | Path,

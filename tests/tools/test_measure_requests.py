@@ -55,7 +55,7 @@ def test_every_part_on_the_bundled_pair(tmp_path: Path, capsys: pytest.CaptureFi
     assert result["config"]["problems"] == {}
     assert "/" not in json.dumps(result["config"]), "a machine's paths"
     options = {k: row["num_steps"] for k, row in numbers["options"].items() if k != "wall_s"}
-    assert len(options) == 11 and set(options.values()) == {8}
+    assert len(options) == 12 and set(options.values()) == {8}
     assert numbers["options"]["greedy"]["over_greedy_ratio"] == 1
     assert numbers["options"]["greedy"]["host_p50_ms"] > 0
     turn, chat = numbers["turns"]["second_turn"], numbers["turns"]["chat_from_360"]
@@ -71,7 +71,7 @@ def test_every_part_on_the_bundled_pair(tmp_path: Path, capsys: pytest.CaptureFi
         assert found["target_kv_difference_ratio"] < 1e-5 > found["draft_kv_difference_ratio"]
     hits = [bar for name, bar in bars.items() if name.startswith("hit")]
     assert len(hits) == 5 and all(bar["held"] for bar in hits)
-    assert [numbers["busy"][row]["num_steps"] for row in ("quiet", "busy_short_turns", "busy")] == [
+    assert [numbers["busy"][row]["num_steps"] for row in ("quiet", "busy_long_turns", "busy")] == [
         8
     ] * 3
     assert "hit_changed_shared_pools" in said and "at most" in said

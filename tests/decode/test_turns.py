@@ -1,0 +1,36 @@
+"""turns: Python's lock changes hands at once, and as before when the last has left."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from graphengine import TINY_TARGET, Engine
+from graphengine.decode.turns import SWITCH_INTERVAL_S, short_turns
+
+
+def test_turns_that_overlap() -> None:
+    """Bug: of two at a time, the one that ends last restores what the other had set."""
+    before = sys.getswitchinterval()
+    one, other = short_turns(), short_turns()
+    one.__enter__()
+    other.__enter__()
+    one.__exit__(None, None, None)
+    assert sys.getswitchinterval() < before
+    other.__exit__(None, None, None)
+    assert sys.getswitchinterval() == before
+
+
+def test_streams_have_short_turns() -> None:
+    """Bug: a thread that computes beside a stream keeps the lock for a step's time; or a stream
+    that was dropped leaves the process switching threads all the time."""
+    before = sys.getswitchinterval()
+    with Engine.from_pretrained(TINY_TARGET, draft="none") as engine:
+        stream: Any = engine.stream("Hi", max_new_tokens=9)
+        assert sys.getswitchinterval() == before
+        next(stream)
+        assert abs(sys.getswitchinterval() - SWITCH_INTERVAL_S) < 1e-6
+        stream.close()
+        assert sys.getswitchinterval() == before
+        engine.generate("Hi", max_new_tokens=3)
+        assert sys.getswitchinterval() == before

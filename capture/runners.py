@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache, partial
 from itertools import groupby
+from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -180,6 +181,7 @@ def capture_ends(
     pool: GraphPool,
     *,
     whole: bool,
+    fronts: Mapping[str, Chain] = MappingProxyType({}),
 ) -> dict[str, ReplayRunner]:
     """A runner for each end of a chain `head, end, tail`; under "" where there are no ends.
 
@@ -188,11 +190,12 @@ def capture_ends(
     Args:
         whole: one graph for each end, attention included, or two around a step of the host; else
             one for each dense step, of which those of head and tail are shared.
+        fronts: what some ends have in front of the head, which does not continue it.
     """
-    known = ends or {"": ()}
+    known, chains = ends or {"": ()}, whole_chains(head, ends, tail, fronts)
     if whole:
-        chains = {end: [*head, *steps, *tail] for end, steps in known.items()}
         return {end: capture_full(name, chain, carry, pool) for end, chain in chains.items()}
+    begun = {end: capture_piecewise(front, (), pool).calls for end, front in fronts.items()}
     before = capture_piecewise(head, carry, pool)
     middles = {
         end: capture_piecewise(steps, before.carry if steps or not ends else (), pool)
@@ -202,12 +205,20 @@ def capture_ends(
     after = capture_piecewise(tail, (), pool)
     return {
         end: ReplayRunner(
-            [*head, *known[end], *tail],
-            before.calls + middle.calls + after.calls,
+            chains[end],
+            begun.get(end, []) + before.calls + middle.calls + after.calls,
             after.carry if tail else middle.carry,
         )
         for end, middle in middles.items()
     }
+
+
+def whole_chains(
+    head: Chain, ends: Mapping[str, Chain], tail: Chain, fronts: Mapping[str, Chain]
+) -> dict[str, Chain]:
+    """`front, head, end, tail` for each end; for "" where there are none."""
+    known = ends or {"": ()}
+    return {end: [*fronts.get(end, ()), *head, *steps, *tail] for end, steps in known.items()}
 
 
 def capture_full(name: str, chain: Chain, carry: Carry, pool: GraphPool) -> ReplayRunner:

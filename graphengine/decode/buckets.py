@@ -57,6 +57,8 @@ class Bucket:
     stages: tuple[Stage, ...]  # in the order in which a step launches them
     ahead: Runner | None
     """The last stage, which is of the next block; rows that begin run it once."""
+    drafting: Runner | None = None
+    """Makes the drafts that a constrained step begins with, where no such step was before it."""
 
     @property
     def runners(self) -> list[Runner]:
@@ -146,7 +148,7 @@ class BucketBuilder:
         plans = (Planned((verify,), views.block), before_draft)
         parts = cut(chains, plans[0], before_draft if config.plans_attention else None)
 
-        stages, ahead = eager_stages(*parts)
+        stages, ahead, drafting = eager_stages(parts)
         began = time.perf_counter()
         runs_ahead = self.device.type == "cuda" or config.compile
 
@@ -177,13 +179,13 @@ class BucketBuilder:
         if self.pool is not None:
             self.progress(f"capturing bucket {size}")
             began = time.perf_counter()
-            stages, ahead = captured_stages(*parts, config.graph_mode, self.pool)
+            stages, ahead, drafting = captured_stages(parts, config.graph_mode, self.pool)
             torch.cuda.synchronize()
             self.capture_s += time.perf_counter() - began
         self.arena.clear_()
         if simulation is not None and drawn is not None:
             simulation.step_1.copy_(drawn)
-        return Bucket(size, views, (verify, *drafts.values()), tuple(stages), ahead)
+        return Bucket(size, views, (verify, *drafts.values()), tuple(stages), ahead, drafting)
 
     def _arena(self, size: int) -> Arena:
         """Memory of buckets up to that size, and of the longest block."""

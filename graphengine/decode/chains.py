@@ -40,17 +40,16 @@ def step_chains(
     where = rows, attention, buffers.attn_TNH
     ended = tap_, segments.last, recurrence
     *verify, _ = target_chain(chain, pair.target, *where, segments, *ended)
-    propose, grammar = proposer.propose(buffers, draft_attentions, segments), buffers.grammar
-    if propose and grammar is not None:
-        propose.append(publish_step(buffers, grammar))
+    grammar, drafts = buffers.grammar, proposer.num_draft_tokens
     return Chains(
-        propose=propose,
+        propose=proposer.propose(buffers, draft_attentions, segments),
         verify=verify,
         ends={
             name: make_end(name, chain, pair, buffers, tap_, segments)
             for name in end_names(pair.config)
         },
         context=proposer.context(buffers, segments),
+        publish=[publish_step(buffers, grammar)] if grammar is not None and drafts else [],
     )
 
 

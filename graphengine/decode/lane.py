@@ -116,7 +116,7 @@ class Lane:
         self.in_flight: deque[InFlight] = deque()
         self.bucket: Bucket | None = None
         self._stale: set[int] = set()  # rows that the device does not have as the host has them
-        self._end = self._ends[0]
+        self._end, self._is_drafted = self._ends[0], False
         self._launch_s: float | None = None
         self.must_drain = False
 
@@ -148,8 +148,10 @@ class Lane:
         assert bucket is not None
         results = Results.of(bucket.buffers, self._next_step, len(self.rows))
         if is_constrained and bucket.buffers.grammar is not None:
+            if bucket.drafting is not None and not self._is_drafted:
+                bucket.drafting.run()
             begin_(bucket.buffers.grammar, self.rows, self._next_step)
-        self._next_step += 1
+        self._next_step, self._is_drafted = self._next_step + 1, is_constrained
         for stage in bucket.stages:
             if stage.planned.attentions:
                 with names.range_("plan"):
@@ -267,6 +269,7 @@ class Lane:
         if self.bucket.ahead is not None:
             self.bucket.ahead.run()
         self._stale.clear()
+        self._is_drafted = False
         self._end = choose(self._ends, self.running)
         return True
 

@@ -14,18 +14,36 @@ while the host reads, commits and plans. It is of the next block, so rows that b
 
 Without a drafter a step is `verify` alone, named `decode`. A stage that holds an end (`ends`) can
 be run with each of them.
+
+Where rows have grammars the host looks at the drafts and works while the verify runs. Nothing keeps
+the device busy between two such steps but the next block's drafts, so these come last there:
+
+    constrained  publish, verify.00 .. verify.36;  grammar;  accept, draft.context, draft.00 ..
+
+and `drafting` makes them once for rows that begin.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
+from types import MappingProxyType
 from typing import NamedTuple
 
 from graphengine import names
-from graphengine.capture.runners import EagerRunner, GraphPool, Runner, capture_ends
+from graphengine.capture.runners import (
+    EagerRunner,
+    GraphPool,
+    Runner,
+    capture_ends,
+    capture_full,
+    capture_piecewise,
+    whole_chains,
+)
 from graphengine.capture.steps import Carry, Step
 from graphengine.config.engine import GraphMode
 from graphengine.decode.attention import Attention
+from graphengine.decode.ends import CONSTRAINED
 
 
 class Chains(NamedTuple):
@@ -35,6 +53,7 @@ class Chains(NamedTuple):
     verify: list[Step]  # without its end
     ends: Mapping[str, list[Step]]
     context: list[Step]
+    publish: list[Step] = []  # noqa: RUF012  (tells the host the drafts; nobody adds to it)
 
 
 class Planned(NamedTuple):
@@ -54,74 +73,102 @@ class Stage(NamedTuple):
 
 
 class Part(NamedTuple):
-    """A stage before there are runners: `head`, one of `ends` if there are any, `tail`."""
+    """A stage before there are runners: `head`, one of `ends` if there are any, `tail`.
+
+    `fronts`: what an end has in front of the head; `own`: the whole chain of one that shares none.
+    """
 
     name: str
     head: list[Step]
     ends: Mapping[str, list[Step]]
     tail: list[Step]
     planned: Planned = Planned()
+    fronts: Mapping[str, list[Step]] = MappingProxyType({})
+    own: Mapping[str, list[Step]] = MappingProxyType({})
 
 
-def cut(chains: Chains, verify: Planned, draft: Planned | None) -> tuple[list[Part], Part | None]:
-    """A step's parts, and `ahead`; one part where nothing is planned.
+class Parts(NamedTuple):
+    """A step's, in order, and what runs once for rows that begin: `ahead` of any step, `drafting`
+    of one that is constrained."""
+
+    step: list[Part]
+    ahead: Part | None = None
+    drafting: Part | None = None
+
+
+class Stages(NamedTuple):
+    """The same with runners."""
+
+    step: list[Stage]
+    ahead: Runner | None
+    drafting: Runner | None
+
+
+def cut(chains: Chains, verify: Planned, draft: Planned | None) -> Parts:
+    """One part where nothing is planned.
 
     Args: draft: None: attention needs no plan.
     """
-    plain = not chains.propose
+    plain, context = not chains.propose, chains.context
+    bound = chains.ends.get(CONSTRAINED) if chains.publish else None
     if draft is None:
-        name = "decode" if plain else names.SPECULATE
-        return [Part(name, chains.propose + chains.verify, chains.ends, chains.context)], None
-    part = Part("decode" if plain else "verify", chains.verify, chains.ends, [], verify)
+        name, own, drafting = "decode" if plain else names.SPECULATE, {}, None
+        if bound is not None:
+            chain = [*chains.publish, *chains.verify, *bound, *context, *chains.propose]
+            own, drafting = {CONSTRAINED: chain}, Part("draft", chains.propose, {}, [])
+        head = chains.propose + chains.verify
+        return Parts([Part(name, head, chains.ends, context, own=own)], drafting=drafting)
+    fronts = {} if bound is None else {CONSTRAINED: chains.publish}
+    name = "decode" if plain else "verify"
+    part = Part(name, chains.verify, chains.ends, [], verify, fronts)
     if plain:
-        return [part], None
+        return Parts([part])
     head, *rest = chains.propose
     parts = [Part("draft", rest, {}, [], draft), part] if rest else [part]
-    return parts, Part("draft", [*chains.context, head], {}, [])
+    return Parts(parts, Part("draft", [*context, head], {}, []))
 
 
-def eager_stages(parts: list[Part], ahead: Part | None) -> tuple[list[Stage], Runner | None]:
+def eager_stages(parts: Parts) -> Stages:
     """Every step is called; on the CPU, in mode none, and to warm up before a capture."""
 
     def make(part: Part, source: Callable[[], Carry]) -> Mapping[str, Runner]:
-        ends = part.ends or {"": []}
-        return {
-            name: EagerRunner([*part.head, *end, *part.tail], source) for name, end in ends.items()
-        }
+        chains = {**whole_chains(part.head, part.ends, part.tail, part.fronts), **part.own}
+        return {name: EagerRunner(chain, source) for name, chain in chains.items()}
 
-    return _stages(parts, ahead, make)
+    return _stages(parts, make)
 
 
-def captured_stages(
-    parts: list[Part], ahead: Part | None, graph_mode: GraphMode, pool: GraphPool
-) -> tuple[list[Stage], Runner | None]:
+def captured_stages(parts: Parts, graph_mode: GraphMode, pool: GraphPool) -> Stages:
     """A part is one graph an end in mode full, else a graph for each of its dense steps."""
 
     def make(part: Part, source: Callable[[], Carry]) -> Mapping[str, Runner]:
-        whole = graph_mode == "full" and part is not ahead
-        return capture_ends(part.name, part.head, part.ends, part.tail, source(), pool, whole=whole)
+        whole = graph_mode == "full" and part is not parts.ahead
+        shared = {name: end for name, end in part.ends.items() if name not in part.own}
+        chains = part.head, shared, part.tail
+        found = capture_ends(part.name, *chains, source(), pool, whole=whole, fronts=part.fronts)
+        capture = partial(capture_full, part.name) if whole else capture_piecewise
+        return found | {name: capture(chain, (), pool) for name, chain in part.own.items()}
 
-    return _stages(parts, ahead, make)
+    return _stages(parts, make)
 
 
 def _stages(
-    parts: list[Part],
-    ahead: Part | None,
-    make: Callable[[Part, Callable[[], Carry]], Mapping[str, Runner]],
-) -> tuple[list[Stage], Runner | None]:
+    parts: Parts, make: Callable[[Part, Callable[[], Carry]], Mapping[str, Runner]]
+) -> Stages:
     """A part without ends, the draft, continues what `ahead` has left; the others begin anew."""
-    last = make(ahead, lambda: ())[""] if ahead is not None else None
-    ends = next(part.ends for part in parts if part.ends)
+    last = make(parts.ahead, lambda: ())[""] if parts.ahead is not None else None
+    drafting = make(parts.drafting, lambda: ())[""] if parts.drafting is not None else None
+    ends = next(part.ends for part in parts.step if part.ends)
 
     def left() -> Carry:
         assert last is not None
         return last.carry
 
     stages = []
-    for part in parts:
+    for part in parts.step:
         runners = make(part, left if not part.ends else lambda: ())
         found = runners if part.ends else dict.fromkeys(ends, runners[""])
         stages.append(Stage(part.name, found, part.planned))
     if last is not None:
         stages.append(Stage("draft", dict.fromkeys(ends, last)))
-    return stages, last
+    return Stages(stages, last, drafting)

@@ -48,9 +48,12 @@ Asked = tuple[list[int], Constraint | None, Sampling, int]
 CPU = torch.device("cpu")
 
 
-@pytest.fixture(scope="module")
-def engine() -> Iterator[Engine]:
-    with Engine.from_pretrained(TINY_TARGET, draft=TINY_DRAFT, acceptance_floor=0.0) as engine:
+@pytest.fixture(scope="module", params=["torch", "triton"])  # planned, and all in one chain
+def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
+    options: Any = {"attention_backend": request.param, "acceptance_floor": 0.0}
+    with Engine.from_pretrained(
+        TINY_TARGET, draft=TINY_DRAFT, max_model_len=256, **options
+    ) as engine:
         yield engine
 
 

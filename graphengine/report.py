@@ -172,6 +172,8 @@ def print_tables(console: Console, outcome: Outcome, cache: str | None = None) -
     print_note(console, cache_line(startup, cache))
     for size, seconds in outcome.built_late_s.items():
         print_note(console, f"bucket {size} was built at its first use, in {seconds:.2f} s")
+    for width in startup.draft_widths:
+        print_note(console, width.line())
     print_note(
         console,
         f"weights {startup.weight_bytes / 2**20:.1f} MiB, K/V pool "
@@ -278,6 +280,7 @@ def json_object(
         "kv_pool_bytes": startup.kv_pool_bytes,
         "buckets_built_ahead": list(startup.buckets),
         "buckets_built_late_s": dict(outcome.built_late_s),
+        **{f"draft_width_bucket_{w.bucket}": w.to_json() for w in startup.draft_widths},
     }
     return {
         "schema_version": SCHEMA_VERSION,

@@ -172,8 +172,6 @@ def print_tables(console: Console, outcome: Outcome, cache: str | None = None) -
     print_note(console, cache_line(startup, cache))
     for size, seconds in outcome.built_late_s.items():
         print_note(console, f"bucket {size} was built at its first use, in {seconds:.2f} s")
-    for width in startup.draft_widths:
-        print_note(console, width.line())
     print_note(
         console,
         f"weights {startup.weight_bytes / 2**20:.1f} MiB, K/V pool "

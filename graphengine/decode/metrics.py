@@ -180,7 +180,7 @@ class DraftWidth:
     def to_json(self) -> dict[str, Any]:
         """The choice and the curve, keys with their units (profiles/result_schema.py)."""
         curve = {
-            f"rows_{rows}": {"step_ms": s * 1e3, "mean_acceptance_length": self.tokens[rows]}
+            f"rows_{rows}": {"step_ms": s * 1e3, "num_assumed_tokens": self.tokens[rows]}
             for rows, s in sorted(self.step_s.items())
         }
         return {"num_draft_tokens": self.num_draft_tokens, **curve}

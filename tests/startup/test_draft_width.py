@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 
 from graphengine.api import Engine
+from graphengine.cli.main import main
 from graphengine.decode.metrics import DraftWidth
 from graphengine.startup import draft_width
 from graphengine.startup.draft_width import TYPICAL_TOKENS, choose, expected_tokens, widths_of
@@ -146,3 +150,40 @@ def test_a_real_measurement(tmp_path: Path, kind: str) -> None:
         # On the CPU a row costs what its own experts do, so a whole block cannot be free.
         assert steps[-1] > 1.5 * steps[0]
         assert engine.config.num_speculative_tokens == (width.num_draft_tokens,)
+
+
+def test_people_and_results_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: a run drafts fewer tokens than the drafter has and nothing says so or why; or a result
+    file breaks its schema on experts."""
+    target, draft = pair(tmp_path)
+    faked(monkeypatch, EXPERTS)
+    models = [str(target), "--draft", str(draft), "--device", "cpu", "--bucket", "1"]
+    done = CliRunner().invoke(
+        main, ["run", *models, "--prompt", "a", "--raw", "--max-new-tokens", "4", "--json"]
+    )
+    assert done.exit_code == 0, done.output
+    assert "bucket 1 drafts 3 a step: measured ms a step by rows" in done.stderr
+    found = json.loads(done.stdout)
+    width = found["startup"]["draft_width_bucket_1"]
+    assert width["num_draft_tokens"] == 3 == found["config"]["num_speculative_tokens"][0]
+    assert width["rows_16"] == pytest.approx(
+        {"step_ms": 9250.0, "num_assumed_tokens": TYPICAL_TOKENS}
+    )
+    path = tmp_path / "bench.json"
+    cases = ["--num-iters", "2", "--warmup", "0", "--input-len", "4", "--output-len", "12"]
+    done = CliRunner().invoke(main, ["bench", *models, *cases, "--output-json", str(path)])
+    assert done.exit_code == 0, done.output
+    (stored,) = [x for k, x in json.loads(path.read_text())["numbers"].items() if "torch" in k]
+    assert stored["startup"]["draft_width_bucket_1"] == width
+
+
+@pytest.mark.gpu
+def test_captured_on_a_gpu(tmp_path: Path) -> None:
+    """Bug: a layer alone cannot be captured, or a start waits long for its measurements."""
+    target, draft = pair(tmp_path)
+    began = time.perf_counter()
+    asked: dict[str, Any] = {"buckets": (1, 8), "max_model_len": 96, "device": "cuda"}
+    with Engine.from_pretrained(target, draft, graph_mode="full", compile=False, **asked) as engine:
+        print(f"{time.perf_counter() - began:.2f} s", *engine.startup.draft_widths, sep="\n")
+        assert [width.bucket for width in engine.startup.draft_widths] == [1, 8]
+        assert all(min(width.step_s.values()) > 0 for width in engine.startup.draft_widths)

@@ -100,3 +100,17 @@ def test_a_length_that_nobody_reached() -> None:
     report = judge([transcript], [Scores([0.0, 0.0], [5, 6], [-0.5, -0.5])], 0.2, [])
     assert [missed(report, length) is None for length in range(4)] == [True, False, True, False]
     assert "no step accepted 3 drafts" in str(missed(report, 3))
+
+
+@pytest.mark.gpu
+def test_captured_modes_on_a_gpu(tmp_path: Path) -> None:
+    """Bug: a captured step reads forced drafts of another position, row or length."""
+    prompts, path = tmp_path / "prompts.jsonl", tmp_path / "verify.json"
+    prompts.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in PROMPTS))
+    args = ["verify", "tiny-hybrid", "--matrix", "--forced-acceptance", "--device", "cuda"]
+    args += ["--dtype", "float32", "--no-compile", "--bucket", "1,3", "--output-json", str(path)]
+    args += ["--prompt-file", str(prompts), "--num-speculative-tokens", "3"]
+    done = CliRunner().invoke(main, args)
+    assert done.exit_code == 0, done.output
+    modes = {name.split("_")[0] for name in json.loads(path.read_text())["numbers"]}
+    assert modes == {"plain", "none", "piecewise", "full"}

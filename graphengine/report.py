@@ -278,6 +278,7 @@ def json_object(
         "kv_pool_bytes": startup.kv_pool_bytes,
         "buckets_built_ahead": list(startup.buckets),
         "buckets_built_late_s": dict(outcome.built_late_s),
+        **{f"draft_width_bucket_{w.bucket}": w.to_json() for w in startup.draft_widths},
     }
     return {
         "schema_version": SCHEMA_VERSION,

@@ -75,7 +75,8 @@ def run(job: Job, started_s: float) -> int:
         ready_s = time.perf_counter() - started_s
         report.print_heading(console, job.model, job.draft, engine.config)
         report.print_memory_plan(console, engine.memory_plan)
-        for note in [job.note, *_cache_notes(job, engine)]:
+        widths = [width.line() for width in engine.startup.draft_widths]
+        for note in [job.note, *widths, *_cache_notes(job, engine)]:
             if note:
                 report.print_note(console, note)
         began = time.perf_counter()

@@ -163,7 +163,10 @@ def bench(model: str | None, draft: str | None, **options: Any) -> None:
                     console.print(f"{mode}:{backend} is {label} again: left out")
                     continue
                 configs[label] = asdict(engine.config)
-                del startup["buckets"], startup["num_pages"]
+                del startup["buckets"], startup["num_pages"], startup["draft_widths"]
+                for width in engine.startup.draft_widths:
+                    console.print(f"{label:22}{width.line()}")
+                    startup[f"draft_width_bucket_{width.bucket}"] = width.to_json()
                 if prefill:
                     measured = run_prefills(
                         engine,

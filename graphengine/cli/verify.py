@@ -36,12 +36,14 @@ BUNDLED_MIN_ACCEPTANCE = 13.5
 BUNDLED_MIN_NEW_TOKENS = 64
 MAX_SAMPLED_PROMPTS = 4
 SAMPLED_NEW_TOKENS = 12
+FORCED_NEW_TOKENS = 48  # three whole blocks of 16
 SAMPLED_POSITIONS = (0, 1, 2, 3, 5, 8, 11, 15, 20, 30)
 
 _EPILOG = """\b
 Examples:
   graphengine verify
   graphengine verify --matrix --output-json verify.json
+  graphengine verify tiny-hybrid --forced-acceptance
   graphengine verify Qwen/Qwen3-8B --draft z-lab/Qwen3-8B-DFlash-b16 --min-acceptance 4
   graphengine verify --temperature 1 --num-samples 400
 
@@ -55,6 +57,12 @@ What each check means: graphengine/verify/lossless.md."""
 @shared.DRAFT
 @shared.PROMPT_FILE(text="Single prompts as for `graphengine run`.  [default: 28 bundled ones]")
 @click.option("--matrix", is_flag=True, help="Every graph mode of the device x bucket x batch mix.")
+@click.option(
+    "--forced-acceptance",
+    is_flag=True,
+    help="Replace the drafts by plain decoding's tokens, so that every step accepts exactly 0, "
+    "then 1, .. then all: proves what is committed for every length, whatever the drafter.",
+)
 @click.option(
     "--tolerance",
     type=shared.Finite(min=0),
@@ -75,7 +83,7 @@ What each check means: graphengine/verify/lossless.md."""
 @shared.declared(
     "verify",
     SamplingParams,
-    max_new_tokens=shared.Default(None, "128, with --temperature 12"),
+    max_new_tokens=shared.Default(None, "128, with --temperature 12, forced 48"),
     seed=0,
 )
 @shared.count(
@@ -109,12 +117,18 @@ def verify(ctx: click.Context, model: str | None, draft: str | None, **options: 
     bundled = model is None and draft is None
     model, draft = named_pair(model, draft)
     is_sampled, file = options["temperature"] > 0, options["prompt_file"]
-    default = SAMPLED_NEW_TOKENS if is_sampled else 128
+    is_forced = options["forced_acceptance"]
+    default = SAMPLED_NEW_TOKENS if is_sampled else FORCED_NEW_TOKENS if is_forced else 128
     options["max_new_tokens"] = options["max_new_tokens"] or default
     names = declarations(SamplingParams)
     SamplingParams(**{name: options[name] for name in names if name in options})  # refuses
     if draft is None and options["min_acceptance"] is not None:
         raise ValueError("--min-acceptance needs a drafter; pass --draft")
+    if is_forced and (draft is None or is_sampled or options["min_acceptance"] is not None):
+        raise ValueError(
+            "--forced-acceptance replaces a drafter's drafts, greedily; pass --draft, and leave "
+            "out --temperature and --min-acceptance"
+        )
     files = (file,) if file else (PROMPTS, PROBES)
     conversations = [turns for path in files for turns in read_prompt_file(path)]
     if any(len(turns) != 1 for turns in conversations):
@@ -128,7 +142,7 @@ def verify(ctx: click.Context, model: str | None, draft: str | None, **options: 
             raise ValueError("--matrix is greedy; leave out --temperature, or pass --graph-mode")
         # The last ones first: the bundled probes, on which draws differ most.
         prompts = prompts[-MAX_SAMPLED_PROMPTS:]
-    elif bundled and not file and not options["raw"]:
+    elif bundled and not file and not options["raw"] and not is_forced:
         num_counted = len(read_prompt_file(PROMPTS))
         in_full = options["num_speculative_tokens"] is None
         if in_full and options["max_new_tokens"] >= BUNDLED_MIN_NEW_TOKENS:
@@ -191,6 +205,7 @@ class _Run(NamedTuple):
 
     def compare_tokens(self, num_counted: int | None) -> bool:
         """Every token of every cell with the plain model's first choice."""
+        from graphengine.verify.forced import ForcedLength
         from graphengine.verify.report import describe, report_cells
         from graphengine.verify.run import (
             PLAIN,
@@ -208,12 +223,15 @@ class _Run(NamedTuple):
             cells = [(bucket, mix) for bucket in buckets for mix in mixes_of(bucket)]
         texts: list[str] = []
 
-        def run(mode: Mode, drafter: str | None, before: list[CellResult]) -> list[CellResult]:
+        def run(
+            mode: Mode,
+            drafter: str | None,
+            before: list[CellResult],
+            forced: ForcedLength | None = None,
+        ) -> list[CellResult]:
             with self.engine(mode, drafter) as engine:
                 config = engine.config
                 name = f"{config.graph_mode} {config.attention_backend}"
-                # The first of each attention is what the other graph modes must equal.
-                same = [r for r in before if r.cell.mode.split()[1:] == name.split()[1:]]
                 found = verify_mode(
                     engine.built,
                     name if drafter == self.draft else PLAIN,
@@ -222,7 +240,8 @@ class _Run(NamedTuple):
                     max_new_tokens=options["max_new_tokens"],
                     limits=self.limits(config.dtype, drafter),
                     num_counted=num_counted,
-                    first=same[::-1],
+                    first=before,
+                    forced=forced,
                     progress=lambda cell: self.console.print(
                         f"{cell.mode}: bucket {cell.bucket}, {cell.mix}", style="dim"
                     ),
@@ -233,14 +252,18 @@ class _Run(NamedTuple):
                     texts.append(describe(result, place, self.tokenizer))
             return found
 
-        results: list[CellResult] = []
-        for mode in modes:
-            results += run(mode, self.draft, results)
-        if options["matrix"] and self.draft is not None:
+        is_forced = options["forced_acceptance"]
+        plain: list[CellResult] = []
+        if self.draft is not None and (options["matrix"] or is_forced):
             # In graphs where there are any: a token a step, called one by one, is most of the
             # matrix.
             captured = [mode for mode in modes if mode.graph_mode != "none"]
             plain = run((captured or modes)[0], None, [])
+        forced = ForcedLength.of(plain[0].transcripts) if is_forced else None
+        results: list[CellResult] = []
+        for mode in modes:
+            results += run(mode, self.draft, results, forced)
+        if plain:
             results = plain + compare_with_plain(results, plain)
         return report_cells(self.model, self.draft, results, texts, options, self.console)
 

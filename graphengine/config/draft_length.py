@@ -9,6 +9,9 @@ drafter: 7.57 ms a step with 15 drafts, 6.55 with 11, for 6 % more tokens a seco
 A DFlash drafter drafts fewer tokens by running fewer mask rows: one trained on blocks of 16 accepts
 5.09 tokens a step with blocks of 8, one trained on those 5.21 (arXiv 2602.06036, table 8).
 
+Where nobody says, a bucket drafts all that the drafter has, or what a start measures to be fastest
+where the target has experts (`startup.draft_width`).
+
 Invariant: shapes go by a bucket's own number; whatever outlives a change of buckets (buffers,
 pages, positions) goes by the largest.
 """

@@ -123,7 +123,7 @@ class Options(Checked):
         None,
         "Tokens drafted and verified a step: one number, or one for each bucket in the order "
         "given. In large batches fewer can be faster.",
-        auto="all of the drafter's block",
+        auto="all of the drafter's block; of a target with experts what is measured at the start",
         **_DRAFTING,
     )
     lazy_capture: bool = option(

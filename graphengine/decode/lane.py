@@ -241,10 +241,11 @@ class Lane:
         proposes. The lane is idle."""
         assert not self.has_work
         self.reset()
+        sizes, self._buckets = list(self._buckets), {}  # their graphs first make room
         if proposer is not None:
             pair = replace(self.builder.pair, proposer=proposer)
             self.builder = BucketBuilder(pair, self.builder.workspace)
-        self._buckets = self.builder.build_ahead(list(self._buckets))
+        self._buckets = self.builder.build_ahead(sizes)
 
     def _bring_up_to_date(self) -> bool:
         """Writes rows that joined or left, in the smallest bucket that holds the requests.

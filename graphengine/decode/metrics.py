@@ -7,8 +7,9 @@ draft tokens do not (pegainfer, lmdeploy; 0.0 = useless).
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 PROMPT_LENGTHS = (128, 1024, 8192)
 
@@ -141,13 +142,58 @@ def acceptance_by_prompt(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class DraftWidth:
+    """Why a bucket's blocks are as long as they are (`startup.draft_width`).
+
+    `step_s`: rows of a request in a verify -> seconds that a step takes, 1 is plain decoding;
+    `tokens`: rows -> tokens of a request that it is assumed to commit.
+    """
+
+    bucket: int
+    rows: int
+    step_s: Mapping[int, float]
+    tokens: Mapping[int, float]
+
+    @property
+    def num_draft_tokens(self) -> int:
+        """Drafts of a block."""
+        return self.rows - 1
+
+    @property
+    def is_below_plain(self) -> bool:
+        """Whether plain decoding would be faster than every width."""
+        return self.tokens[self.rows] / self.step_s[self.rows] < 1 / self.step_s[1]
+
+    def line(self) -> str:
+        """The choice and its reason, for people."""
+        widest = max(self.step_s)
+        curve = ", ".join(f"{rows}: {s * 1e3:.3g}" for rows, s in sorted(self.step_s.items()))
+        text = (
+            f"bucket {self.bucket} drafts {self.num_draft_tokens} a step: measured ms a step by "
+            f"rows {curve}; a block of {widest} taken to yield {self.tokens[widest]:.2f} tokens "
+            "(--num-speculative-tokens N decides instead)"
+        )
+        if self.is_below_plain:
+            text += "; plain decoding is likely to be faster, and falling back will show"
+        return text
+
+    def to_json(self) -> dict[str, Any]:
+        """The choice and the curve, keys with their units (profiles/result_schema.py)."""
+        curve = {
+            f"rows_{rows}": {"step_ms": s * 1e3, "num_assumed_tokens": self.tokens[rows]}
+            for rows, s in sorted(self.step_s.items())
+        }
+        return {"num_draft_tokens": self.num_draft_tokens, **curve}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StartupMetrics:
     """Where the time before the first request went, in seconds.
 
     `num_compiled` dense segments were compiled, `num_cache_hits` found on disk
     (capture/precompiled.py); 0 and 0 without compilation. `compiler_wait_s` is the part of
     `compile_s` in which the weights were there and the compilers' imports not. `buckets`: the batch
-    sizes built ahead.
+    sizes built ahead. `draft_widths`: of every bucket, where they were measured.
     """
 
     load_s: float
@@ -162,3 +208,4 @@ class StartupMetrics:
     num_compiled: int = 0
     num_cache_hits: int = 0
     buckets: tuple[int, ...] = ()
+    draft_widths: tuple[DraftWidth, ...] = ()

@@ -15,6 +15,7 @@ from graphengine.config.model import ModelConfig
 from graphengine.config.moe import MoeConfig
 from graphengine.doctor.findings import Finding, info
 from graphengine.measure.segment_bytes import segment_bytes
+from graphengine.startup.draft_width import TYPICAL_TOKENS, choose, widths_of
 
 WIDTHS = (1, 8, 16)
 _BF16 = 2
@@ -25,16 +26,19 @@ def verify_bytes(target: ModelConfig, num_rows: int) -> int:
     return segment_bytes(target, None, _BF16, _BF16, num_rows)["decode"]
 
 
+def step_bytes(target: ModelConfig, draft: DraftConfig | None, num_rows: int) -> int:
+    """The same of a step, the drafter's weights with it."""
+    if draft is None:
+        return verify_bytes(target, num_rows)
+    return segment_bytes(target, draft, _BF16, _BF16, num_rows)[names.SPECULATE]
+
+
 def break_even_tokens(target: ModelConfig, draft: DraftConfig | None, num_rows: int) -> float:
     """Tokens a step, the bonus included, at which drafting and plain decoding are equally fast.
 
     `(draft + verify(rows)) / verify(1)`, in bytes.
     """
-    drafter = 0
-    if draft is not None:
-        found = segment_bytes(target, draft, _BF16, _BF16, num_rows)
-        drafter = found[names.SPECULATE] - found["verify"]
-    return (drafter + verify_bytes(target, num_rows)) / verify_bytes(target, 1)
+    return step_bytes(target, draft, num_rows) / verify_bytes(target, 1)
 
 
 def block_findings(
@@ -51,6 +55,20 @@ def block_findings(
             continue
         tokens = break_even_tokens(target, draft, width)
         value += f"; break-even at {tokens:.1f} tokens a step{with_drafter}"
-        yield info(
-            f"experts.rows_{width}", value, "a shorter block costs less here: measure widths"
-        )
+        yield info(f"experts.rows_{width}", value, "a shorter block costs less here")
+    if draft is not None:
+        yield _width_finding(target, draft)
+
+
+def _width_finding(target: ModelConfig, draft: DraftConfig) -> Finding:
+    """What a start would choose if bytes were all that a step costs."""
+    whole = draft.num_verify_rows
+    cost: dict[int, float] = {w: step_bytes(target, draft, w) for w in widths_of(whole)}
+    mean = min(TYPICAL_TOKENS, whole)
+    chosen = choose(1, {1: verify_bytes(target, 1), **cost}, mean)
+    value = f"by bytes {chosen.num_draft_tokens} drafts a step are best for one request, if a "
+    value += f"block of {whole} yields {mean:g} tokens"
+    if chosen.is_below_plain:
+        value += "; plain decoding is better still"
+    remedy = "a start measures steps and chooses; --num-speculative-tokens N decides instead"
+    return info("experts.width", value, remedy)

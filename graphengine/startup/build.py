@@ -38,7 +38,7 @@ from graphengine.decode.grammar import Grammars
 from graphengine.decode.kvcache import make_pool
 from graphengine.decode.lane import Lane
 from graphengine.decode.loop import DecodeLoop
-from graphengine.decode.metrics import StartupMetrics
+from graphengine.decode.metrics import DraftWidth, StartupMetrics
 from graphengine.decode.prefill import Prefill
 from graphengine.decode.prefix_cache import PrefixCache, StateSlots
 from graphengine.decode.proposer import Pair, Proposer
@@ -51,6 +51,7 @@ from graphengine.drafters.ngram import Ngram
 from graphengine.kernels.triton_internals import load_driver, settle_cache_keys
 from graphengine.models.layers import quantize_fp8
 from graphengine.startup.artifact import name_compilers_, use_own_folder_
+from graphengine.startup.draft_width import measure_widths, with_widths
 from graphengine.startup.memory import MemoryPlan, device_memory, num_positions, plan_memory
 from graphengine.startup.options import resolve_options
 from graphengine.startup.warmup import EAGER_ROWS, warm_up
@@ -194,6 +195,13 @@ def build(
         thread.join()
     compiler_wait_s = time.perf_counter() - began - load_s
     counts = cache_counts() if config.compile else CacheCounts()
+    widths: tuple[DraftWidth, ...] = ()
+    if target_config.moe and draft_config and options.num_speculative_tokens is None:
+        progress("measuring block lengths", 0.0)
+        with names.range_("capture"), torch.no_grad():
+            widths = measure_widths(pair)
+        pair = with_widths(pair, widths)
+        config, draft_config = pair.config, longest_draft(pair.config, draft_config)
     attention = prefill_attention(config, target_config, dtype, device)
     prefill = Prefill(pair, attention, config.prefill_chunk)
 
@@ -258,6 +266,7 @@ def build(
         num_compiled=counts.num_misses,
         num_cache_hits=counts.num_hits,
         buckets=tuple(sorted(ahead)),
+        draft_widths=widths,
     )
     return Built(
         config=config,

@@ -23,6 +23,7 @@ from graphengine.prompts import Turn
 from graphengine.startup.build import Built
 from graphengine.verify import check
 from graphengine.verify.check import CheckName, Limits, Mix, Report, Transcript
+from graphengine.verify.forced import ForcedLength, lengths, missed
 from graphengine.verify.teacher import Scores, teacher_force
 
 PLAIN = "plain"
@@ -36,7 +37,8 @@ class Mode(NamedTuple):
 
 
 class Cell(NamedTuple):
-    """One row of the table: `mode` is resolved, e.g. "full triton", or "plain" with no drafter."""
+    """One row of the table: `mode` is resolved, e.g. "full triton", or "plain" with no drafter;
+    with forced drafts the length stands behind it, "full triton forced 3"."""
 
     mode: str
     bucket: int
@@ -112,6 +114,7 @@ def verify_mode(
     limits: Limits,
     num_counted: int | None = None,
     first: Sequence[CellResult] = (),
+    forced: ForcedLength | None = None,
     progress: Callable[[Cell], None] = lambda cell: None,
 ) -> list[CellResult]:
     """Runs and judges every cell of one loaded engine.
@@ -119,17 +122,28 @@ def verify_mode(
     Args:
         ids: the prompts.
         num_counted: acceptance is that of the first so many prompts; default all.
-        first: results of the same attention in another graph mode; tokens must be equal.
+        first: earlier results; in another graph mode of the same attention tokens must be equal.
+        forced: runs each cell with every accepted length instead of the drafter's own drafts.
 
     Raises:
         ValueError: a prompt that cannot run.
     """
     judged: dict[tuple[int, ...], Scores] = {}
-    reference = {(r.cell.bucket, r.cell.mix): r.transcripts for r in first}
+    reference = {_kernels(r.cell): r.transcripts for r in reversed(first)}
     results: list[CellResult] = []
-    for bucket, mix in cells:
-        cell = Cell(label, bucket, mix)
+    runs: list[tuple[Cell, int | None]] = [(Cell(label, *cell), None) for cell in cells]
+    if forced is not None:
+        forced.install_(built.loop)
+        runs = [
+            (Cell(f"{label} forced {length}", bucket, mix), length)
+            for bucket, mix in cells
+            for length in lengths(built.loop, bucket)
+        ]
+    for cell, length in runs:
         progress(cell)
+        _, bucket, mix = cell
+        if forced is not None and length is not None:
+            forced.length = length
         order, budgets = list(range(len(ids))), [max_new_tokens] * len(ids)
         if mix == "mixed":
             order, budgets = check.mixed([len(prompt) for prompt in ids], max_new_tokens)
@@ -146,11 +160,18 @@ def verify_mode(
         limit, stop_ids = limits.tolerance_nats, built.stop_ids
         report = check.judge(transcripts, scores, limit, stop_ids, num_counted)
         failed = check.decide(report, limits)
-        before = reference.get((bucket, mix), transcripts)
+        if length is not None and (text := missed(report, length)):
+            failed["acceptance"] = text
+        before = reference.get(_kernels(cell), transcripts)
         if parted := check.disagreement(before, transcripts):
             failed["modes"] = parted
         results.append(CellResult(cell=cell, report=report, failed=failed, transcripts=transcripts))
     return results
+
+
+def _kernels(cell: Cell) -> tuple[str, int, Mix]:
+    """Cells that differ in nothing but their graph mode have the same."""
+    return cell.mode.partition(" ")[2], cell.bucket, cell.mix
 
 
 def compare_with_plain(

@@ -13,11 +13,11 @@ from graphengine.decode.buffers import Arena
 from graphengine.decode.proposer import Proposer, step_buffers
 from graphengine.decode.segments import Segments
 from graphengine.drafters.dflash import DFlash
+from graphengine.drafters.forced import Forced
 from graphengine.drafters.ngram import Ngram
 from tests.decode.test_buffers import drafter
 from tests.decode.test_kvcache import DRAFT, MODEL
 from tests.decode.test_request import a_request
-from tests.support.forced import Forced
 
 ASKED = [name for name, value in vars(Proposer).items() if inspect.isfunction(value)]
 

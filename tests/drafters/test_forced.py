@@ -12,10 +12,10 @@ from graphengine.config.draft import NgramConfig
 from graphengine.decode.buffers import Arena, StepBuffers
 from graphengine.decode.proposer import step_buffers
 from graphengine.decode.segments import Segments
+from graphengine.drafters.forced import Forced
 from graphengine.drafters.ngram import Ngram
 from tests.decode.test_kvcache import MODEL
 from tests.decode.test_request import a_request
-from tests.support.forced import Forced
 
 
 def test_positions_and_rows() -> None:

@@ -201,12 +201,14 @@ def test_modes_are_compared_prompt_by_prompt(tmp_path: Path) -> None:
     with Engine.from_pretrained(target, buckets=(2,), max_model_len=64) as engine:
         (first,) = verify_mode(engine.built, "none torch", prompts, cells, **options)
         assert [t.prompt_ids for t in first.transcripts] == prompts
-        (same,) = verify_mode(engine.built, "full", prompts, cells, first=[first], **options)
+        (same,) = verify_mode(engine.built, "full torch", prompts, cells, first=[first], **options)
         assert not same.failed
         one, *rest = first.transcripts
         other = one._replace(output_ids=[*one.output_ids[:-1], one.output_ids[-1] ^ 1])
         changed = replace(first, transcripts=[other, *rest])
-        (found,) = verify_mode(engine.built, "full", prompts, cells, first=[changed], **options)
+        (found,) = verify_mode(
+            engine.built, "full torch", prompts, cells, first=[changed], **options
+        )
         assert list(found.failed) == ["modes"]
         (compared,) = compare_with_plain([first], [changed])
         assert (compared.same_as_plain, len(compared.transcripts)) == (3, 4)
@@ -309,6 +311,8 @@ def test_speculators_directory_alone(few: Path, tmp_path: Path) -> None:
         (("--matrix", "--graph-mode", "full"), "--matrix runs every graph mode"),
         (("--graph-mode", "full", "--device", "cpu"), "captures CUDA graphs"),
         (("--draft", "none", "--min-acceptance", "2"), "--min-acceptance needs a drafter"),
+        (("--draft", "none", "--forced-acceptance"), "replaces a drafter's drafts"),
+        (("--temperature", "1", "--forced-acceptance"), "leave out --temperature"),
         (("--prompt-file", "missing.jsonl"), "missing.jsonl"),
         # Past every range check; in the JSON they would be no JSON.
         (("--tolerance", "nan"), "'--tolerance': nan: pass a finite number"),

@@ -1,14 +1,15 @@
 """Drafts that somebody else chose: another proposer runs for real, then its drafts are replaced.
 
-For tests that ask for every acceptance length. What is drafted at a position of a row is
-read from a table on the device, filled when a request begins in its row, so a graph can hold it.
+For who asks for every acceptance length: `verify --forced-acceptance`, and tests. What is drafted
+at a position of a row is read from a table on the device, filled when a request begins in its row,
+so a graph can hold it.
 
 Legend: B requests, G rows of a block, P positions.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Self, cast
 
@@ -104,6 +105,31 @@ class Forced(Proposer):
                 tokens = self.tokens(request, buffers.block, self.num_positions)
                 table_BP[row] = torch.tensor(tokens, dtype=torch.int64)
         self.inner.write_rows_(_inside(buffers), rows)
+
+
+def right_at_first(
+    request: Request, truth: Sequence[int], lengths: Callable[[int], int], block: int, width: int
+) -> tuple[list[int], list[int]]:
+    """What to draft at each position from the request's start on, so that its step number i accepts
+    `lengths(i)` drafts, or all: drafts are right up to there and wrong behind.
+
+    A step that begins at position s and shall accept a < G-1 drafts ends at the draft of position
+    s + a + 1, which is where the next step begins: no draft that is to be right stands there.
+
+    Args: truth: what the target says behind the prompt; past its end drafts are of no meaning.
+
+    Returns:
+        (`width` tokens by position, the lengths of all steps up to the end of the truth)
+    """
+    tokens = [*request.prompt_ids, *truth, *[0] * width][:width]
+    step, start, asked = request.acceptance.num_steps, request.start, []
+    while start < len(request.prompt_ids) + len(truth):
+        accepted = lengths(step)
+        asked.append(accepted)
+        step, start = step + 1, start + min(accepted, block - 1) + 1
+        if accepted < block - 1 and start < width:
+            tokens[start] = tokens[start] - 1 if tokens[start] else 1
+    return tokens, asked
 
 
 def _inside(buffers: StepBuffers) -> StepBuffers:

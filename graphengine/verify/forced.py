@@ -1,0 +1,62 @@
+"""Every accepted length, on purpose: drafts that are right exactly so many times a step.
+
+Why: what is committed of a block (K/V that stays, recurrent states that advance by the accepted
+rows, the next anchor) depends on how many drafts were accepted, and a drafter accepts some lengths
+rarely or never. Drafts are plain decoding's tokens, made wrong behind the length. The drafter runs
+all the same, and what it drafts is lost. Where a near tie parts the text from plain decoding's, all
+drafts behind it are wrong: tokens are judged as ever, and the length is not forced there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from graphengine.config.draft_length import draft_at
+from graphengine.decode.loop import DecodeLoop
+from graphengine.decode.request import Request
+from graphengine.drafters.forced import Forced, right_at_first
+from graphengine.verify.check import Report, Transcript
+
+
+@dataclass(slots=True)
+class ForcedLength:
+    """`length` drafts of every step are right, or all of a shorter block. Set it while no request
+    runs.
+
+    `truth`: prompt -> what plain decoding says behind it.
+    """
+
+    truth: Mapping[tuple[int, ...], Sequence[int]]
+    length: int = 0
+
+    @classmethod
+    def of(cls, plain: Sequence[Transcript]) -> ForcedLength:
+        """By the tokens of a plain run."""
+        return cls({tuple(t.prompt_ids): t.output_ids for t in plain})
+
+    def install_(self, loop: DecodeLoop) -> None:
+        """Builds the loop's buckets anew around these drafts. Mutates: the loop, which is idle."""
+        pair = loop.first.builder.pair
+        forced = Forced(inner=pair.proposer, num_positions=pair.num_positions, tokens=self._tokens)
+        loop.first.rebuild(forced)
+
+    def _tokens(self, request: Request, block: int, width: int) -> list[int]:
+        truth = self.truth[tuple(request.prompt_ids)]
+        return right_at_first(request, truth, lambda step: self.length, block, width)[0]
+
+
+def lengths(loop: DecodeLoop, bucket: int) -> range:
+    """All that a block of this bucket can accept, 0 to G - 1."""
+    pair = loop.first.builder.pair
+    return range(draft_at(pair.config, pair.proposer, bucket).num_draft_tokens + 1)
+
+
+def missed(report: Report, length: int) -> str | None:
+    """Why nothing was shown of a length; None where a step accepted so many."""
+    if report.acceptance.steps_by_accepted[length]:
+        return None
+    return (
+        f"no step accepted {length} drafts: texts are too short, or part from plain decoding's; "
+        "raise --max-new-tokens"
+    )

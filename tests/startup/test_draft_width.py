@@ -1,0 +1,189 @@
+"""The default width of a block on experts: by what steps are measured to cost, and overruled."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from graphengine.api import Engine
+from graphengine.cli.main import main
+from graphengine.decode.metrics import DraftWidth
+from graphengine.startup import draft_width
+from graphengine.startup.draft_width import TYPICAL_TOKENS, choose, expected_tokens, widths_of
+from tests.models.test_moe import CONFIGS, moe_target, token_ids
+from tests.support.checkpoints import make_drafter, make_target
+from tests.support.hybrids import make_hybrid
+
+Curve = dict[int, float]
+# A dense 8B: ms a step barely grow. Qwen3-30B-A3B by its bytes (targets: 1.36 .. 8.92 ms).
+DENSE: Curve = {1: 3.9, 2: 4.5, 4: 4.5, 8: 4.55, 16: 4.6}
+EXPERTS: Curve = {1: 1.36, 2: 2.4, 4: 3.84, 8: 6.1, 16: 9.25}
+
+
+def test_expected_tokens() -> None:
+    """Bug: the fit counts the bonus twice or not at all, or a cut block is fitted anew."""
+    found = [expected_tokens(6.35, 16, rows) for rows in (16, 12, 8, 6, 4, 1)]
+    assert found == pytest.approx([6.35, 5.86, 4.93, 4.21, 3.21, 1.0], abs=0.02)
+
+
+def test_widths_of() -> None:
+    """Bug: a drafter whose block is no power of two is never run whole."""
+    assert [widths_of(rows) for rows in (2, 8, 10, 16)] == [
+        [2],
+        [2, 4, 8],
+        [2, 4, 8, 10],
+        [2, 4, 8, 16],
+    ]
+
+
+@pytest.mark.parametrize(
+    ("curve", "mean", "rows", "is_below_plain"),
+    [
+        (DENSE, TYPICAL_TOKENS, 16, False),
+        (DENSE, 2.0, 16, False),
+        (EXPERTS, TYPICAL_TOKENS, 4, False),
+        (EXPERTS, 8.5, 8, False),
+        (EXPERTS, 2.0, 2, True),
+        ({1: 1.0, 2: 1.5, 4: 1.5, 8: 1.5 * 4.93 / 3.21 * 1.02}, 4.93, 8, False),  # within SLACK
+    ],
+)
+def test_choice(curve: Curve, mean: float, rows: int, is_below_plain: bool) -> None:
+    """Bug: the cheapest step is taken for the fastest decoding, the whole block is left for what
+    noise can be, or nobody hears that plain decoding is likely to win."""
+    found = choose(8, curve, mean)
+    assert found.rows == rows and found.num_draft_tokens == rows - 1
+    assert found.is_below_plain == is_below_plain
+    assert f"bucket 8 drafts {rows - 1} a step" in found.line()
+    assert ("plain decoding" in found.line()) == is_below_plain
+    assert found.to_json()[f"rows_{max(curve)}"]["step_ms"] == curve[max(curve)] * 1e3
+
+
+def test_no_width_below_the_floor() -> None:
+    """Bug: with --acceptance-floor 3 two rows are chosen, and every run warns."""
+    assert choose(1, EXPERTS, 2.0).rows == 2
+    assert choose(1, EXPERTS, 2.0, least_tokens=3.0).rows == 4
+
+
+def pair(directory: Path, block: int = 16) -> tuple[Path, Path]:
+    target = moe_target(directory / "target", layers=3, **CONFIGS["untied-not-normalised"])
+    return target, make_drafter(
+        directory / "drafter", target, block_size=block, intermediate=96, seed=3
+    )
+
+
+def faked(monkeypatch: pytest.MonkeyPatch, curve: Curve) -> list[int]:
+    """Steps cost `curve` whatever the batch is; returns the numbers of rows that are measured."""
+    seen: list[int] = []
+
+    def forward_seconds(pair: Any, num_rows: int) -> tuple[float, float]:
+        seen.append(num_rows)
+        return curve.get(num_rows, curve[max(curve)]), 0.0
+
+    monkeypatch.setattr(draft_width, "forward_seconds", forward_seconds)
+    return seen
+
+
+def test_an_engine_drafts_what_was_chosen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: the choice reaches the config and not the buckets, or changes the text."""
+    target, draft = pair(tmp_path)
+    prompts = [token_ids(9, seed=1), token_ids(5, seed=2)]
+    seen = faked(monkeypatch, EXPERTS)
+    asked: dict[str, Any] = {"buckets": (1, 2), "max_model_len": 96}
+    with Engine.from_pretrained(target, None, **asked) as engine:
+        plain = engine.generate(prompts, max_new_tokens=20, ignore_eos=True)
+    assert not seen
+    with Engine.from_pretrained(target, draft, **asked) as engine:
+        widths = engine.startup.draft_widths
+        assert [type(width) for width in widths] == [DraftWidth] * 2
+        assert sorted(seen) == [1, 2, 4, 8, 16, 32]
+        # Two requests of w rows each cost what 2 w rows do.
+        assert widths[1].step_s == {1: 2.4, 2: 3.84, 4: 6.1, 8: 9.25, 16: 9.25}
+        assert engine.config.num_speculative_tokens == (3, 15)
+        buckets = engine.built.loop.first.buckets
+        assert [bucket.buffers.block for bucket in buckets.values()] == [4, 16]
+        drafted = engine.generate(prompts, max_new_tokens=20, ignore_eos=True)
+    assert [r.token_ids for r in drafted] == [r.token_ids for r in plain]
+    seen.clear()
+    with Engine.from_pretrained(target, draft, num_speculative_tokens=5, **asked) as engine:
+        assert engine.config.num_speculative_tokens == (5, 5)
+        assert not seen and not engine.startup.draft_widths
+
+
+def test_simulated_acceptance_is_the_mean(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: a bench that draws 15 tokens a step runs the width of a typical drafter."""
+    target, draft = pair(tmp_path)
+    faked(monkeypatch, EXPERTS)
+    for mean, number in ((15.0, 15), (2.0, 1)):
+        with Engine.from_pretrained(
+            target, draft, buckets=(1,), max_model_len=96, simulate_acceptance=mean
+        ) as engine:
+            assert engine.config.num_speculative_tokens == (number,)
+
+
+def test_dense_targets_measure_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: every start pays for a question that only experts raise."""
+    target = make_target(tmp_path / "target")
+    seen = faked(monkeypatch, EXPERTS)
+    with Engine.from_pretrained(target, "ngram", buckets=(1,), max_model_len=96) as engine:
+        assert engine.config.num_speculative_tokens == (15,)
+    assert not seen
+
+
+@pytest.mark.parametrize("kind", ["attention", "hybrid"])
+def test_a_real_measurement(tmp_path: Path, kind: str) -> None:
+    """Bug: a kind of layer cannot be run alone, or the curve falls where more is read."""
+    if kind == "attention":
+        target, draft = pair(tmp_path, block=10)
+    else:
+        target, draft = make_hybrid(tmp_path, model_type="qwen3_5_moe_text"), "ngram"
+    with Engine.from_pretrained(target, draft, buckets=(2,), max_model_len=96) as engine:
+        (width,) = engine.startup.draft_widths
+        steps = list(dict(sorted(width.step_s.items())).values())
+        print(width.line())
+        assert set(width.step_s) == {1, *widths_of(10 if kind == "attention" else 16)}
+        assert steps[0] > 0 and steps == sorted(steps)
+        # On the CPU a row costs what its own experts do, so a whole block cannot be free.
+        assert steps[-1] > 1.5 * steps[0]
+        assert engine.config.num_speculative_tokens == (width.num_draft_tokens,)
+
+
+def test_people_and_results_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: a run drafts fewer tokens than the drafter has and nothing says so or why; or a result
+    file breaks its schema on experts."""
+    target, draft = pair(tmp_path)
+    faked(monkeypatch, EXPERTS)
+    models = [str(target), "--draft", str(draft), "--device", "cpu", "--bucket", "1"]
+    done = CliRunner().invoke(
+        main, ["run", *models, "--prompt", "a", "--raw", "--max-new-tokens", "4", "--json"]
+    )
+    assert done.exit_code == 0, done.output
+    assert "bucket 1 drafts 3 a step: measured ms a step by rows" in done.stderr
+    found = json.loads(done.stdout)
+    width = found["startup"]["draft_width_bucket_1"]
+    assert width["num_draft_tokens"] == 3 == found["config"]["num_speculative_tokens"][0]
+    assert width["rows_16"] == pytest.approx(
+        {"step_ms": 9250.0, "num_assumed_tokens": TYPICAL_TOKENS}
+    )
+    path = tmp_path / "bench.json"
+    cases = ["--num-iters", "2", "--warmup", "0", "--input-len", "4", "--output-len", "12"]
+    done = CliRunner().invoke(main, ["bench", *models, *cases, "--output-json", str(path)])
+    assert done.exit_code == 0, done.output
+    (stored,) = [x for k, x in json.loads(path.read_text())["numbers"].items() if "torch" in k]
+    assert stored["startup"]["draft_width_bucket_1"] == width
+
+
+@pytest.mark.gpu
+def test_captured_on_a_gpu(tmp_path: Path) -> None:
+    """Bug: a layer alone cannot be captured, or a start waits long for its measurements."""
+    target, draft = pair(tmp_path)
+    began = time.perf_counter()
+    asked: dict[str, Any] = {"buckets": (1, 8), "max_model_len": 96, "device": "cuda"}
+    with Engine.from_pretrained(target, draft, graph_mode="full", compile=False, **asked) as engine:
+        print(f"{time.perf_counter() - began:.2f} s", *engine.startup.draft_widths, sep="\n")
+        assert [width.bucket for width in engine.startup.draft_widths] == [1, 8]
+        assert all(min(width.step_s.values()) > 0 for width in engine.startup.draft_widths)

@@ -140,6 +140,8 @@ def activation_bytes(
         total += sum(config.buckets) * block * row
         # A step with another end than the greedy one ends in two graphs of its own.
         num_graphs = sum(num_dense_steps(m) + 3 for m in models) + 2 * num_ends - 2
+        if config.structured_outputs and not config.plans_attention:  # steps in another order
+            num_graphs *= 2
         total += len(config.buckets) * num_graphs * GRAPH_BYTES
     elif config.graph_mode == "full":
         total += len(config.buckets) * num_ends * STEP_GRAPH_BYTES

@@ -183,8 +183,8 @@ def check_masks(directory: Path, count: int, seed: int) -> tuple[dict[str, Any],
             single = grammars.matcher(constraint)
             single.advance(history)
             fits = _compare(single, masks, drafts, rng, numbers)
-            if fits is None:
-                wrong.append(f"{constraint}: {history}, drafts {drafts}")
+            if isinstance(fits, str):
+                wrong.append(f"{constraint}: {history}: {fits}")
                 break
             said = drafts[: rng.randint(min(1, fits), fits)]
             said = said[: said.index(end)] if end in said else said
@@ -225,26 +225,25 @@ def _drafts(matcher: Matcher, size: int, rng: random.Random) -> list[int]:
 
 def _compare(
     single: Matcher, masks: torch.Tensor, drafts: list[int], rng: random.Random, numbers: Any
-) -> int | None:
-    """How many drafts fit, single led along these; None where a mask is wrong."""
+) -> int | str:
+    """How many drafts fit, single led along these; or what is wrong with a mask."""
     size = masks.shape[1] * 32
     for i in range(len(drafts) + 1):
-        expected = _row(single, size)
+        expected, allowed = _row(single, size), set(_tokens(_row(single, size)))
         numbers["num_rows"] += 1
         if not torch.equal(masks[i], expected):
-            return None
-        allowed = set(_tokens(expected))
+            other = set(_tokens(masks[i])) ^ allowed
+            return f"row {i} of {drafts} differs from its single step's in {sorted(other)[:9]}"
         tried = rng.sample(sorted(allowed), min(SAMPLE // 2, len(allowed)))
         tried += [rng.randrange(size) for _ in range(SAMPLE // 2)]
-        if not single.inner.is_stopped():
-            for token in tried:
-                numbers["num_tokens_tried"] += 1
-                if (single.inner.validate_tokens([token]) == 1) != (token in allowed):
-                    return None
+        for token in tried if not single.inner.is_stopped() else ():
+            numbers["num_tokens_tried"] += 1
+            if (single.inner.validate_tokens([token]) == 1) != (token in allowed):
+                return f"row {i} of {drafts} has {token} as {token in allowed}"
         if i == len(drafts) or drafts[i] not in allowed or single.inner.is_stopped():
             return i
-        if single.advance([drafts[i]]) is not None:
-            return None
+        if (error := single.advance([drafts[i]])) is not None:
+            return f"row {i} of {drafts}: {error}"
     return len(drafts)
 
 

@@ -32,13 +32,13 @@ def test_it_leaves_nothing_behind(draft: Any, monkeypatch: pytest.MonkeyPatch) -
         submit = loop.submit
 
         def record(ids: list[int], *arguments: Any, **named: Any) -> Any:
-            seen.append((len(ids), arguments[-1] is GREEDY))
+            seen.append((len(ids), named.get("sampling", GREEDY) is GREEDY))
             return submit(ids, *arguments, **named)
 
         monkeypatch.setattr(loop, "submit", record)
         free = loop.allocator.num_free
-        warmup.warm_up(loop)
-        ends = (True, False, False, True)  # greedy, drawn, adjusted, scored
+        warmup.warm_up(loop, engine.built.grammars)
+        ends = (True, False, False, True, True)  # greedy, drawn, adjusted, scored, constrained
         lengths = (warmup.EAGER_ROWS, 1)  # then a step of the one bucket
         assert seen == [(n, greedy) for greedy in ends for n in lengths]
         if loop.fallback is not None and loop.fallback.guard is not None:

@@ -45,7 +45,7 @@ from graphengine.profiles import result_schema
 BUCKETS = (1, 2, 4, 8)
 BLOCK, VOCAB, LIKELY_TOKENS = 8, 256, 2
 TARGET_POSITIONS, DRAFT_POSITIONS = 224, 160
-POOL_BYTES = 800 << 10  # in float32 some 130 pages of 4 tokens: three long requests
+POOL_BYTES = 1600 << 10  # in float32 some 130 pages of 8 tokens: six long requests
 NUM_TEXTS = 12  # that new ones may begin like
 MAX_RSS_GROWTH = 32 << 20
 MAX_GPU_GROWTH = 1 << 20
@@ -109,7 +109,7 @@ def open_engine(target: Path, drafter: Path | None, options: Options) -> Engine:
         target,
         drafter,
         load_format="dummy",
-        page_size=4,
+        page_size=BLOCK,  # the shortest behind which a state of an answer is kept
         kv_cache_memory=POOL_BYTES,
         finish_in_plain_decode=True,
         prepare_plain_decode=True,
@@ -161,6 +161,7 @@ class Soak:
         if rng.random() < 0.0005:
             loop.reset()
             self.active.clear()
+            self.published.serials.clear()  # they are given anew
             self.counts["resets"] += 1
             return
         self._collect(outputs)

@@ -178,11 +178,10 @@ def check_balance(loop: DecodeLoop) -> None:
         if not holds:
             state = f"{len(held)} pages held, {len(idle)} kept, {len(free)} free"
             raise Leak(f"the cache {claim}: {state}")
-    own = [
-        slot
-        for request in running
-        for slot in (request.state_slot, *request.spare_slots, *request.kept_slots.values())
-    ]
+    own: list[int] = []
+    for request in running:
+        own += [request.state_slot, *request.spare_slots, *request.kept_slots.values()]
+        own += request.answer_slots
     kept = slots._kept if isinstance(slots, StateSlots) else {}
     everywhere = sorted([*own, *kept.values(), *slots._free])
     if everywhere != list(range(1, slots.num_pages)) or not set(kept) <= set(cache._keys):

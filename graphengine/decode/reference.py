@@ -46,6 +46,8 @@ def adjusted(
 ) -> Tensor:
     """A row's logits as a request wants them, up to the temperature: vLLM's order."""
     z_V = z_V.float().clone()
+    if not asked.adjusts:
+        return z_V
     if len(said) < asked.min_tokens:
         z_V[list(stop_ids)] = -math.inf
     for *before, last in asked.bad_words:

@@ -197,6 +197,33 @@ def test_the_next_turn_begins_behind_the_last_answer(pair: Pair, backend: str) -
     assert outcomes[True] == outcomes[False]
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_an_answer_that_is_cut_off_leaves_no_later_state(pair: Pair, backend: str) -> None:
+    """Bug: tokens behind a stop string have completed further pages: the state of one of these is
+    taken for that of the last page that stays."""
+    found: dict[bool, list[list[int]]] = {}
+    for cached in (True, False):
+        options = {"page_size": 8, "buckets": (1,), "enable_prefix_caching": cached}
+        hits, found[cached] = [], []
+        with pair.engine(attention_backend=backend, **options) as loaded, torch.no_grad():
+            loop = loop_of(loaded)
+            for num_dropped in (1, 9, 17, 25):
+                first = loop.submit([num_dropped, *PROMPTS[1]], 60, ())
+                while len(first.output_ids) < 40:
+                    loop.admit()
+                    loop.launch()
+                    loop.collect()
+                loop.end_at(first, "said", num_dropped)
+                second = loop.submit([*first.token_ids, 40], 8, ())
+                for _ in loop.run():
+                    pass
+                hits.append(second.num_cached_tokens > len(first.prompt_ids))
+                found[cached].append(second.output_ids)
+        if cached:
+            assert hits[0] and not hits[-1]
+    assert found[True] == found[False]
+
+
 def test_slots_return(pair: Pair) -> None:
     """Bug (H19): a slot leaks on a cancel, an error or a reset, and later requests are refused."""
     with pair.engine(buckets=(1, 2)) as loaded, torch.no_grad():

@@ -26,7 +26,7 @@ Key = tuple[int, tuple[int, ...]]
 
 
 class StateSlots(PageAllocator):
-    """Hands out slots of recurrent states, to requests and to what is kept of their prompts: each
+    """Hands out slots of recurrent states, to requests and to what is kept of their texts: each
     at the end of a published page, until a request needs the slot. The oldest go first."""
 
     def reset(self) -> None:

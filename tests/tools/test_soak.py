@@ -26,7 +26,7 @@ _spec.loader.exec_module(soak_tool)
 OPTIONS: dict[str, Any] = {"buckets": soak_tool.BUCKETS, "device": "cpu"}
 
 
-@pytest.mark.parametrize("backend", ["torch", pytest.param("triton", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("backend", ["torch", "triton"])
 def test_300_steps(backend: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Bug T45: over hundreds of steps with forks, cancels, resets, options, evictions, changes of
     buckets a page leaks or is written, or a token is not the one-page step's."""
@@ -36,7 +36,7 @@ def test_300_steps(backend: str, capsys: pytest.CaptureFixture[str]) -> None:
     numbers = found["numbers"]
     assert found["passed"] and numbers["num_steps"] >= 300 and numbers["num_differing"] == 0
     assert numbers["num_cancelled"] > 2 and numbers["num_hits"] > 5
-    assert numbers["num_evicted_pages"] > 50 and numbers["num_ended_by_stop"] > 0
+    assert numbers["num_evicted_pages"] > 20 and numbers["num_ended_by_stop"] > 0
     assert numbers["num_plain_steps"] > 0
     assert sum(n > 0 for n in numbers["num_blocks_by_accepted"]) >= 3, "too few lengths came up"
 
@@ -106,10 +106,9 @@ def test_it_notices(
     assert not found["passed"] and message in found["reason"] and "FAILED" in printed.err
 
 
-@pytest.mark.slow
 def test_recurrent_layers() -> None:
     """Bug: a state is lost, kept of another text, or advanced by who has left: the text changes."""
-    options = OPTIONS | {"device": "cpu"}
+    options = OPTIONS | {"attention_backend": "triton"}  # two steps in flight
     assert soak_tool.soak(300, 5, options, is_hybrid=True)["num_steps"] >= 300
 
 

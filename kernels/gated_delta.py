@@ -231,20 +231,27 @@ def gated_delta_commit_(
     slots_B: torch.Tensor,
     first_positions_B: torch.Tensor,
     start_B: torch.Tensor,
+    kept_slots_B2: torch.Tensor | None = None,
+    spacing: int = 0,
 ) -> None:
     """Applies rows 0 .. n - 1 of every request's records, n = start - first position.
+
+    Where they pass a multiple of `spacing`, what is behind the last one, m, is kept as well, in the
+    slot of column m / spacing % 2: the one before it is still there.
 
     Args:
         records_L: of all layers, a leading L on each tensor.
         first_positions_B: int64, position of the block's first row; stride free.
         start_B: int32, committed tokens now; n outside 0 .. G is cut to it.
+        kept_slots_B2: int32; 0: of this request nothing is kept.
     Mutates: windows and states of the slots; those with n = 0 stay as they are, to the bit.
     """
-    tensors = windows_LS3C, states_LSNVK, slots_B
+    tensors, where = (windows_LS3C, states_LSNVK, slots_B), (first_positions_B, start_B)
+    kept_slots_B2 = slots_B.new_zeros(len(slots_B), 2) if kept_slots_B2 is None else kept_slots_B2
     if not (states_LSNVK.is_cuda or INTERPRET):
-        gated_delta_commit_reference_(records_L, *tensors, first_positions_B, start_B)
+        gated_delta_commit_reference_(records_L, *tensors, *where, kept_slots_B2, spacing)
         return
-    if not all(x.is_contiguous() for x in (*records_L, *tensors, start_B)):
+    if not all(x.is_contiguous() for x in (*records_L, *tensors, start_B, kept_slots_B2)):
         raise ValueError("records, windows, states, slots and start must be contiguous")
     L, S, N, K = states_LSNVK.shape[:4]
     B, G = records_L.keys_BGJ.shape[1:3]
@@ -252,11 +259,12 @@ def gated_delta_commit_(
     on_grid(commit_kernel, (L * N * (K // tile), B))(
         *records_L,
         *tensors,
-        first_positions_B,
-        start_B,
+        *where,
+        kept_slots_B2,
         first_positions_B.stride(0),
         B,
         S,
+        SPACING=spacing,
         G=G,
         N=N,
         NK=(windows_LS3C.shape[-1] // K - N) // 2,
@@ -276,6 +284,8 @@ def gated_delta_commit_reference_(
     slots_B: torch.Tensor,
     first_positions_B: torch.Tensor,
     start_B: torch.Tensor,
+    kept_slots_B2: torch.Tensor,
+    spacing: int,
 ) -> None:
     """`gated_delta_commit_` in plain torch."""
     raw, keys, deltas, g = records_L
@@ -284,10 +294,16 @@ def gated_delta_commit_reference_(
     for b, (slot, count) in enumerate(zip(slots_B.tolist(), counts_B.tolist(), strict=True)):
         if not count:
             continue
+        number = int(start_B[b]) // spacing if spacing else 0
+        kept_rows = number * spacing - int(first_positions_B[b])
+        kept = int(kept_slots_B2[b, number % 2])
         state, key_heads = states_LSNVK[:, slot], keys[:, b].unflatten(-1, (-1, V))
         k = key_heads.repeat_interleave(N // key_heads.shape[-2], -2)
         for i in range(count):
             state = state * g[:, b, i].exp()[..., None, None]
             state = state + deltas[:, b, i, ..., None] * k[:, i, ..., None, :]
+            if kept and i + 1 == kept_rows:
+                states_LSNVK[:, kept] = state
+                windows_LS3C[:, kept] = raw[:, b, i + 1 : i + NUM_TAPS]
         states_LSNVK[:, slot] = state
         windows_LS3C[:, slot] = raw[:, b, count : count + NUM_TAPS - 1]

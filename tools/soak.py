@@ -1,18 +1,19 @@
-"""Run a decode loop for very long: requests come, are cancelled, change buckets, leave speculation.
+"""Run a decode loop for very long: requests come and go, fork, and want all sorts.
 
-Why: leaks of pages, buffers or memory, and state that only a rare order of events corrupts, show
+Why: leaks of pages, states or memory, and contents that only a rare order of events corrupts, show
 after thousands of steps and never in a short test (crashes after 11,000 steps were reported of
 other engines). A small pair with random weights is made for it; its head favours a few tokens, so
-that drafts are right by luck and every acceptance length comes up. Its prefixes are known from
-plain decoding, so tokens are checked as well: all of them on the CPU in float32, while on a GPU
-differences are only counted (bf16 ties depend on the batch).
+that drafts are right by luck and every acceptance length comes up. Requests are `soak_wishes`'.
+What must hold is `soak_checks`': every token and log-probability is the one-page step's, shared
+pages keep their bits and hold what their tokens say, every page and state has its owners. On a GPU
+differing texts are only counted (bf16 ties depend on the batch).
 Invariant: everything random comes from the seed; nothing depends on measured time.
 
-    python tools/soak.py                                     # 20,000 steps, about 3 minutes
+    python tools/soak.py                                     # 20,000 steps, about 10 minutes
     python tools/soak.py --steps 500 --seed 7 --hybrid
     python tools/soak.py --device cuda --graph-mode full --out profiles/results/soak.json
 
-Exit code 1 and a message when something leaked. The last line of stdout is one JSON object.
+Exit code 1 and a message when something is wrong. The last line of stdout is one JSON object.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -33,6 +34,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from soak_checks import Leak, Page, Published, check_balance, kept_pages
+from soak_wishes import a_prompt, a_wish
 
 from graphengine.api import Engine
 from graphengine.decode.loop import DecodeLoop, StepOutput
@@ -40,13 +43,16 @@ from graphengine.decode.request import Request
 from graphengine.profiles import result_schema
 
 BUCKETS = (1, 2, 4, 8)
-BLOCK, VOCAB, LIKELY_TOKENS = 8, 256, 3
-TARGET_POSITIONS, DRAFT_POSITIONS = 160, 112
-NUM_PROMPTS, LONGEST_PROMPT, LONGEST_ANSWER = 24, 70, 85
+BLOCK, VOCAB, LIKELY_TOKENS = 8, 256, 2
+TARGET_POSITIONS, DRAFT_POSITIONS = 224, 160
+POOL_BYTES = 1600 << 10  # in float32 some 130 pages of 8 tokens: six long requests
+NUM_TEXTS = 12  # that new ones may begin like
 MAX_RSS_GROWTH = 32 << 20
 MAX_GPU_GROWTH = 1 << 20
-CHECK_EVERY = 25
-PROMPT_ROWS = 16  # between two steps, every other time
+MAX_STATE_ERROR = 1e-5
+CHECK_EVERY = 5
+NUM_COMPARED = 4  # shared pages, whenever the loop is empty
+PROMPT_ROWS = 16, 40, 100  # between two steps, every other time
 HYBRID: dict[str, Any] = {
     "model_type": "qwen3_5_text",
     "num_hidden_layers": 4,
@@ -63,10 +69,6 @@ HYBRID: dict[str, Any] = {
     },
 }
 Options = dict[str, Any]
-
-
-class Leak(Exception):
-    """What was found, with the step."""
 
 
 def make_pair(directory: Path, is_hybrid: bool) -> tuple[Path, Path]:
@@ -107,7 +109,8 @@ def open_engine(target: Path, drafter: Path | None, options: Options) -> Engine:
         target,
         drafter,
         load_format="dummy",
-        page_size=4,
+        page_size=BLOCK,  # the shortest behind which a state of an answer is kept
+        kv_cache_memory=POOL_BYTES,
         finish_in_plain_decode=True,
         prepare_plain_decode=True,
         fallback=False,  # judged by measured times, which no seed decides
@@ -121,114 +124,141 @@ def open_engine(target: Path, drafter: Path | None, options: Options) -> Engine:
 
 @dataclass(kw_only=True)
 class Soak:
-    """One run: the loop, what is known of its prompts, and what was counted."""
+    """One run: the loop, what it is held against, and what was counted."""
 
     loop: DecodeLoop
-    truth: dict[tuple[int, ...], list[int]]
+    page: Page
     rng: random.Random
     must_match: bool
     counts: Counter[str] = field(default_factory=Counter)
     accepted: Counter[int] = field(default_factory=Counter)
     active: list[Request] = field(default_factory=list)
-    ballast: list[int] = field(default_factory=list)
+    texts: deque[list[int]] = field(default_factory=lambda: deque(maxlen=NUM_TEXTS))
+    state_errors: list[tuple[int, float]] = field(default_factory=list)
     wanted: int = 0
 
-    def take_ballast(self) -> None:
-        """Holds a share of the pages, so that requests wait for pages and not for rows alone."""
-        self.ballast = self.loop.allocator.allocate(int(self.loop.allocator.num_usable * 0.4))
+    def __post_init__(self) -> None:
+        self.published = Published(self.loop)
 
     @torch.no_grad()
     def step(self) -> None:
         """Some events, then one step. Mutates: self."""
-        rng, loop, counts = self.rng, self.loop, self.counts
+        rng, loop = self.rng, self.loop
         if rng.random() < 0.02:
             self.wanted = rng.choice([0, 1, 1, 2, 3, 5, 8, 11])
         while len(self.active) < max(self.wanted, 1):
-            prompt = rng.choice(list(self.truth))
-            budget = rng.randint(1, LONGEST_ANSWER)
-            self.active.append(loop.submit(list(prompt), budget, ()))
-            counts["requests"] += 1
+            self._submit()
         if rng.random() < 0.02:
-            self._cancel()
+            self._end_early()
         assert loop.fallback is not None
-        if rng.random() < 0.02 and loop.first.running:
+        if rng.random() < 0.01 and loop.first.running:
             loop.fallback.leave([rng.choice(loop.first.running)], "the soak says so")
         is_piecewise = bool(loop.running) and rng.random() < 0.5
-        outputs = loop.admit_next(PROMPT_ROWS) if is_piecewise else loop.admit()
+        outputs = loop.admit_next(rng.choice(PROMPT_ROWS)) if is_piecewise else loop.admit()
         loop.launch()
         if rng.random() < 0.02:
-            self._cancel()  # in flight
+            self._end_early()  # in flight
         if rng.random() < 0.0005:
             loop.reset()
             self.active.clear()
-            self.take_ballast()
-            counts["resets"] += 1
+            self.published.serials.clear()  # they are given anew
+            self.counts["resets"] += 1
             return
         self._collect(outputs)
-        self.active = [request for request in self.active if request.finish_reason is None]
+
+    def _submit(self) -> None:
+        texts = [*self.texts, *(request.token_ids for request in self.active)]
+        prompt = a_prompt(self.rng, texts, VOCAB)
+        wish = a_wish(self.rng, VOCAB, LIKELY_TOKENS)
+        self.active.append(self.loop.submit(prompt, **wish))
+        self.counts["requests"] += 1
 
     def _collect(self, outputs: list[StepOutput]) -> None:
         collected = self.loop.collect()
         self.counts["steps"] += bool(collected)
-        # A request may be in both: its first token, then its last. Cancelled ones say no more.
-        for request in {o.request.request_id: o.request for o in outputs + collected}.values():
-            if request.finish_reason not in (None, "abort"):
-                self._check(request)
+        said = [o for o in outputs + collected if o.token_ids and o.request.finish_reason is None]
+        if said and self.rng.random() < 0.01:  # a stop string somewhere in what is new
+            request, new = self.rng.choice(said)
+            self.loop.end_at(request, "the soak says so", self.rng.randrange(len(new)))
+            self.counts["stopped_by_text"] += 1
+        for request in [request for request in self.active if request.finish_reason is not None]:
+            self.active.remove(request)
+            self._check(request)
 
-    def _cancel(self) -> None:
+    def _end_early(self) -> None:
         if self.active:
             self.loop.cancel(self.rng.choice(self.active))
             self.counts["cancelled"] += 1
 
     def _check(self, request: Request) -> None:
-        counts = self.counts
-        counts["finished"] += 1
+        counts, reason = self.counts, request.finish_reason
+        counts[f"ended_by_{reason}"] += 1
         counts["tokens"] += len(request.output_ids)
+        counts["prompt_tokens"] += len(request.prompt_ids)
+        counts["cached_tokens"] += request.num_cached_tokens
+        counts["hits"] += request.num_cached_tokens > 0
         counts["plain_steps"] += request.num_plain_steps
         counts["handed_over"] += request.num_plain_steps > 0
         self.accepted.update(dict(enumerate(request.acceptance.steps_by_accepted)))
-        known = self.truth[tuple(request.prompt_ids)][: len(request.output_ids)]
-        if request.finish_reason != "length":
-            raise Leak(f"a request ended by {request.finish_reason}: {request.error}")
-        if request.output_ids != known:
+        if reason == "error":
+            raise Leak(f"a request failed: {request.error}")
+        if reason == "length" and request.budget != 0:
+            raise Leak(f"a request ended {request.budget} tokens before its budget")
+        wrong = self.page.check(request)
+        if wrong is not None:
             counts["differing"] += 1
             if self.must_match:
-                raise Leak(f"after {counts['steps']} steps: {request.output_ids} is not {known}")
+                raise Leak(wrong)
+        self.texts.append(request.token_ids)
 
-    def check_pages(self) -> None:
-        """Every page has its owners: requests that run, the ballast, or the free list.
+    @torch.no_grad()
+    def check(self) -> None:
+        """All that must hold between two steps.
 
         Raises:
-            Leak: pages are missing or shared.
+            Leak: what does not.
         """
-        running = [*self.loop.running, *self.loop.prefilling]
-        held = [page for request in running for page in request.pages] + self.ballast
-        allocator = self.loop.allocator
-        users = Counter(held)
-        is_wrong = any(allocator.num_users(page) != number for page, number in users.items())
-        if is_wrong or len(users) + allocator.num_free != allocator.num_usable:
-            raise Leak(
-                f"after {self.counts['steps']} steps: {len(held)} pages held, {allocator.num_free} "
-                f"free of {allocator.num_usable}"
-            )
+        check_balance(self.loop)
+        self.published.check()
+        for lane in self.loop.lanes:
+            running = [] if lane.in_flight else lane.running
+            if running and self.loop.prefill.pair.target.states is not None:
+                request = self.rng.choice(running)
+                ids = request.token_ids[: request.start]
+                self._note(self.page.state_error(self.loop, request.state_slot, ids))
 
-        slots = self.loop.state_slots
-        if slots.num_free > slots.num_usable - len(running):
-            raise Leak(f"{len(running)} requests run, {slots.num_free} states are free")
+    def _note(self, state_error: float) -> None:
+        self.state_errors.append((self.counts["steps"], state_error))
+        if self.must_match and state_error > MAX_STATE_ERROR:
+            raise Leak(f"a recurrent state is wrong by {state_error:.1e}")
+
+    def state_errors_by_quarter(self) -> list[float]:
+        """The largest in each quarter of the run, of the norm of a layer's state."""
+        quarter = self.counts["steps"] // 4 + 1
+        return [
+            max((error for step, error in self.state_errors if step // quarter == i), default=0.0)
+            for i in range(4)
+        ]
 
     @torch.no_grad()
     def drain(self) -> None:
-        """Lets all requests end; then no page but the ballast may be held."""
+        """Lets all requests end; then nobody may hold a page, and some shared ones are compared
+        with what their tokens say."""
         while self.loop.has_work:
             outputs = self.loop.admit()
             self.loop.launch()
             self._collect(outputs)
-        self.active.clear()
-        self.check_pages()
-        if self.loop.allocator.num_free + len(self.ballast) != self.loop.allocator.num_usable:
+        self.check()
+        if self.loop.allocator.num_free != self.loop.allocator.num_usable:
             raise Leak("an idle loop holds pages")
         if self.loop.state_slots.num_free != self.loop.state_slots.num_usable:
             raise Leak("an idle loop holds recurrent states")
+        for pages in (list(self.loop.allocator._keys), kept_pages(self.loop)):
+            if not self.must_match:
+                break  # of other numbers of rows, in bf16
+            for page in self.rng.sample(pages, min(NUM_COMPARED, len(pages))):
+                self._note(self.published.compare(page, self.page))
+                self.counts["compared_pages"] += 1
 
 
 def rss_bytes() -> int:
@@ -256,25 +286,18 @@ def soak(
     Raises:
         Leak: pages, memory or tokens are not as they must be.
     """
-    rng = random.Random(seed)
-    prompts = [
-        tuple(rng.randrange(VOCAB - 1) for _ in range(rng.randint(1, LONGEST_PROMPT)))
-        for _ in range(NUM_PROMPTS)
-    ]
     with tempfile.TemporaryDirectory() as directory:
-        target, drafter = make_pair(Path(directory), is_hybrid)
-        with open_engine(target, None, options) as plain:
-            results = plain.generate(prompts, max_new_tokens=LONGEST_ANSWER, ignore_eos=True)
-        truth = {p: r.token_ids for p, r in zip(prompts, results, strict=True)}
-        with open_engine(target, drafter, options) as engine:
+        pair = make_pair(Path(directory), is_hybrid)
+        alone = options | {"enable_prefix_caching": False}
+        with open_engine(*pair, alone) as page, open_engine(*pair, options) as engine:
             is_float32, loop = engine.config.dtype == "float32", engine.built.loop
-            run = Soak(loop=loop, truth=truth, rng=rng, must_match=is_float32)
-            return _run(run, steps, progress)
+            rng = random.Random(seed)
+            run = Soak(loop=loop, page=Page(page), rng=rng, must_match=is_float32)
+            return _run(run, steps, progress, is_hybrid)
 
 
-def _run(run: Soak, steps: int, progress: Callable[[str], None]) -> dict[str, Any]:
+def _run(run: Soak, steps: int, progress: Callable[[str], None], is_hybrid: bool) -> dict[str, Any]:
     began = time.perf_counter()
-    run.take_ballast()
     rss: list[int] = []
     gpu: list[int] = []
     every = max(steps // 40, 100)  # a drain costs up to 100 steps of one request
@@ -282,13 +305,13 @@ def _run(run: Soak, steps: int, progress: Callable[[str], None]) -> dict[str, An
         before = run.counts["steps"]
         run.step()
         if run.counts["steps"] % CHECK_EVERY == 0:
-            run.check_pages()
+            run.check()
         if run.counts["steps"] // every > before // every:
             run.drain()
             rss.append(rss_bytes())
             gpu.append(gpu_bytes())
             mib = f"{rss[-1] / 2**20:.1f} MiB"
-            progress(f"{run.counts['steps']:6} steps, {run.counts['finished']} requests, {mib}")
+            progress(f"{run.counts['steps']:6} steps, {run.counts['requests']} requests, {mib}")
     run.drain()
     # Allocators settle in the first fifth; from then on the process must not grow.
     settled = len(rss) // 5
@@ -303,8 +326,10 @@ def _run(run: Soak, steps: int, progress: Callable[[str], None]) -> dict[str, An
     return {
         **{f"num_{name}": run.counts[name] for name in sorted(run.counts)},
         "num_differing": run.counts["differing"],
+        "num_evicted_pages": run.published.num_evicted,
         "num_blocks_by_accepted": [run.accepted[a] for a in range(BLOCK)],
         "mean_acceptance_length": sum((a + 1) * n for a, n in run.accepted.items()) / blocks,
+        **({"max_state_error_ratio": run.state_errors_by_quarter()} if is_hybrid else {}),
         "duration_s": round(time.perf_counter() - began, 3),
         "rss_settled_bytes": rss[settled],
         "rss_end_bytes": rss[-1],
@@ -349,9 +374,12 @@ def main(arguments: list[str] | None = None) -> int:
     config["is_hybrid"] = args.hybrid
     if args.out:
         notes = (
-            "A passed run: every page returned, memory within the bounds of tools/soak.py, in "
-            "float32 every token as in plain decoding. num_resets counts the loop dropped with a "
-            "step in flight, num_handed_over the requests that left speculation."
+            "A passed run: every page and state returned, shared pages unchanged, memory within "
+            "the bounds of tools/soak.py, in float32 every token and log-probability that of the "
+            "one-page step. num_resets counts the loop dropped with a step in flight, "
+            "num_handed_over requests that left speculation, num_compared_pages shared pages held "
+            "against a computation of their whole text; max_state_error_ratio by quarters of the "
+            "run."
         )
         env = result_schema.environment(args.commit)
         result_schema.write_result(args.out, "soak", numbers, config=config, notes=notes, env=env)

@@ -72,6 +72,7 @@ class RecurrentBuffers(NamedTuple):
     """What a block leaves for the recurrent layers (`decode.recurrence`)."""
 
     slots_B: Tensor  # int32; 0, the null slot, for padding
+    kept_slots_B2: Tensor  # int32; of the last pages of answers, 0 where none is kept
     raw_LBXC: Tensor  # model dtype; the window and the block's columns
     keys_LBGJ: Tensor  # float32; of all key heads
     deltas_LBGNV: Tensor  # float32; what each row adds to its keys

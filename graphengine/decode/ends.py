@@ -126,7 +126,7 @@ def make_end(
         states, own = pair.target.states, buffers.recurrent
         assert states is not None and own is not None
         first_B = buffers.context_positions_T.view_as(buffers.block_ids_BG)[:, 0]
-        advance_(states, own, first_B, buffers.start_B)
+        advance_(states, own, first_B, buffers.start_B, pair.config.page_size)
         return ()
 
     last = segments.logits if takes_logits else segments.last

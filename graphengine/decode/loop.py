@@ -274,7 +274,8 @@ class DecodeLoop:
 
     def _take_states(self, request: Request, shared: list[int], num_rows: int) -> None:
         """A slot for the request, with the state behind the pages that it shares; and slots for
-        what is kept of its prompt, but for those that `num_rows` requests with it may need."""
+        what is kept of its prompt and answer, but for those that `num_rows` requests with it may
+        need. Answers get at most half of those that are kept: others wait for what is there."""
         slots, states = self.state_slots, self.prefill.pair.target.states
         source = slots.behind(shared[-1]) if shared and isinstance(slots, StateSlots) else None
         (request.state_slot,) = slots.allocate(1)
@@ -284,6 +285,10 @@ class DecodeLoop:
             wanted = 1 + (len(request.prompt_ids) - request.num_cached_tokens) // KEPT_SPACING
             room = slots.num_free - num_rows + 1
             request.spare_slots = slots.allocate(max(0, min(wanted, KEPT_STATES // 4, room)))
+            size, room = self.config.page_size, room - len(request.spare_slots)
+            has_pages = len(request.prompt_ids) // size < request.max_total_tokens // size
+            if has_pages and size >= self.block and room >= KEPT_STATES // 2:
+                request.answer_slots = slots.allocate(2)
 
     def _keep_states(self, request: Request) -> None:
         """Gives away what its prefill has kept. Mutates: request."""
@@ -335,13 +340,28 @@ class DecodeLoop:
         that were decoded plainly have left no context for the drafter."""
         is_whole = request.finish_reason != "error" and request.fallback_reason is None
         if self._caches_prefixes and is_whole:
-            self.allocator.publish(request.token_ids[: request.start], request.pages)
+            committed = request.token_ids[: request.start]
+            self.allocator.publish(committed, request.pages)
+            self._keep_last_state(request, committed)
         self.allocator.free(request.pages)
         request.pages = []
         if request.state_slot:
             left = [request.state_slot, *request.spare_slots, *request.kept_slots.values()]
-            self.state_slots.free(left)
+            self.state_slots.free(left + request.answer_slots)
             request.state_slot, request.spare_slots, request.kept_slots = 0, [], {}
+            request.answer_slots = []
+
+    def _keep_last_state(self, request: Request, committed: list[int]) -> None:
+        """Gives away the state behind the last page of its answer; not if what was dropped of it,
+        or is still in flight, can have completed two more pages. A step completes one at most.
+        Mutates: request."""
+        size = self.config.page_size
+        number = len(committed) // size
+        reached = request.start + len(self.first.in_flight) * self.block
+        is_there = number * size > len(request.prompt_ids) and reached < (number + 2) * size
+        if request.answer_slots and is_there:
+            slot = request.answer_slots.pop(number % 2)
+            self.allocator.keep_state(committed[: number * size], slot)
 
     # --- steps ---
 
@@ -413,7 +433,7 @@ class DecodeLoop:
         for request in [*self.running, *self.prefilling, *self.waiting]:
             request.finish_reason = request.finish_reason or "abort"
             request.pages, request.state_slot = [], 0
-            request.spare_slots, request.kept_slots = [], {}
+            request.spare_slots, request.kept_slots, request.answer_slots = [], {}, []
         if self.config.device == "cuda":
             torch.cuda.synchronize()  # late writes go to pages that nobody owns yet
         for lane in self.lanes:

@@ -26,7 +26,7 @@ Key = tuple[int, tuple[int, ...]]
 
 
 class StateSlots(PageAllocator):
-    """Hands out slots of recurrent states, to requests and to what is kept of their prompts: each
+    """Hands out slots of recurrent states, to requests and to what is kept of their texts: each
     at the end of a published page, until a request needs the slot. The oldest go first."""
 
     def reset(self) -> None:
@@ -124,9 +124,12 @@ class PrefixCache(PageAllocator):
         for tokens, page in zip(self._split(token_ids), pages, strict=False):
             key = serial, tokens
             holder = self._pages.setdefault(key, page)
-            if holder == page and page not in self._keys:
+            if holder == page and self._keys.get(page) != key:
                 assert page in self._used
-                self._keys[page], self._serials[page] = key, next(self._numbers)
+                if page in self._keys:  # what it was found behind, of another request, was evicted
+                    del self._pages[self._keys[page]]
+                self._keys[page] = key
+                self._serials.setdefault(page, next(self._numbers))
             serial = self._serials[holder]
 
     def keep_state(self, token_ids: Sequence[int], slot: int) -> None:

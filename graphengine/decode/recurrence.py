@@ -7,6 +7,10 @@ to fold the pending rows at the start of the next verify, reads a state less (12
 batch 1, Qwen3.5-4B, by arithmetic), but puts the fold's serial rows in front of every layer, keeps
 records twice, and owes a flush to whoever copies a state; one launch for all layers owes nothing.
 
+A page that an answer completes leaves the state behind it in one of two more slots of its request,
+in the same launch: at an answer's end the request's own state is that of steps in flight, which may
+have completed one page more. So the next turn begins behind the last page of the last answer.
+
 Slot 0 is the null slot: padding rows, warm-ups and timings use it, and nobody reads what is there.
 Invariant: a running request owns one slot; a prompt's first chunk begins from zero by its position,
 whatever an earlier owner left, or behind a kept state (`prefix_cache`), which is copied to it.
@@ -34,7 +38,7 @@ from graphengine.models.decoder import layer_kinds
 from graphengine.models.gated_delta import GatedDeltaWeights, RecurrentState
 
 NULL_SLOT = 0
-KEPT_STATES = 16  # of prompts, for those that begin like them
+KEPT_STATES = 16  # of prompts and answers, for prompts that begin like them
 KEPT_SPACING = 2048  # tokens of a long prompt from one to the next; a state weighs as much as 1,536
 
 
@@ -144,12 +148,17 @@ def records_of(buffers: RecurrentBuffers) -> Records:
 
 
 def advance_(
-    states: States, buffers: RecurrentBuffers, first_positions_B: Tensor, start_B: Tensor
+    states: States,
+    buffers: RecurrentBuffers,
+    first_positions_B: Tensor,
+    start_B: Tensor,
+    page_size: int,
 ) -> None:
-    """Applies the rows that acceptance has committed, `start - first position` of each request.
-    Mutates: the states of the requests' slots."""
-    records = records_of(buffers)
-    gated_delta_commit_(records, *states, buffers.slots_B, first_positions_B, start_B)
+    """Applies the rows that acceptance has committed, `start - first position` of each request, and
+    keeps what is behind a page that they complete. Mutates: the states of the requests' slots."""
+    records, kept = records_of(buffers), buffers.kept_slots_B2
+    where = buffers.slots_B, first_positions_B, start_B
+    gated_delta_commit_(records, *states, *where, kept, page_size)
 
 
 def take_buffers(
@@ -164,6 +173,7 @@ def take_buffers(
     columns, by_request = entries[0].window_shape[0] + block, (layers, num_requests)
     return RecurrentBuffers(
         take("state_slots", num_requests, dtype=torch.int32),
+        take("kept_slots", num_requests, 2, dtype=torch.int32),
         take("delta_raw", *by_request, columns, own.num_channels, dtype=dtype),
         take("delta_keys", *by_request, block, own.key_size, dtype=f32),
         take("delta_rows", *by_request, block, heads, own.head_dim, dtype=f32),

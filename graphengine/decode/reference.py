@@ -19,10 +19,13 @@ Legend: n tokens so far, G rows of a block (anchor and drafts), V vocabulary.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Sequence
 
 import torch
 from torch import Tensor
+
+from graphengine.decode.sampling import Controls, Sampling, sample_rows
 
 Logits = Callable[[Tensor], Tensor]
 """The target: ids int64 [n] -> logits [n, V], row i given ids 0 .. i."""
@@ -36,6 +39,43 @@ them, int64 [G]. A row may look at ids up to its own position alone."""
 def greedy(logits_GV: Tensor, positions_G: Tensor, ids: Tensor) -> Tensor:
     """The first of the most likely tokens."""
     return logits_GV.argmax(-1)
+
+
+def adjusted(
+    z_V: Tensor, prompt: list[int], said: list[int], asked: Sampling, stop_ids: Collection[int]
+) -> Tensor:
+    """A row's logits as a request wants them, up to the temperature: vLLM's order."""
+    z_V = z_V.float().clone()
+    if not asked.adjusts:
+        return z_V
+    if len(said) < asked.min_tokens:
+        z_V[list(stop_ids)] = -math.inf
+    for *before, last in asked.bad_words:
+        if len(said) >= len(before) and said[len(said) - len(before) :] == before:
+            z_V[last] = -math.inf
+    for token, bias in (asked.logit_bias or {}).items():
+        z_V[token] += bias
+    for token in {*prompt, *said}:
+        r = asked.repetition_penalty
+        z_V[token] = z_V[token] / r if z_V[token] > 0 else z_V[token] * r
+    for token in set(said):
+        z_V[token] -= asked.frequency_penalty * said.count(token) + asked.presence_penalty
+    return z_V
+
+
+def chooser(prompt: list[int], asked: Sampling, stop_ids: Collection[int]) -> Choose:
+    """The choice of a request."""
+
+    def choose(logits_GV: Tensor, positions_G: Tensor, ids: Tensor) -> Tensor:
+        before = [ids[len(prompt) : p + 1].tolist() for p in positions_G.tolist()]
+        rows = [
+            adjusted(z_V, prompt, said, asked, stop_ids)
+            for z_V, said in zip(logits_GV, before, strict=True)
+        ]
+        controls = Controls.upload([asked] * len(rows), logits_GV.device)
+        return sample_rows(torch.stack(rows), positions_G.to(logits_GV.device), controls)
+
+    return choose
 
 
 def step(ids: Tensor, target: Logits, propose: Propose, choose: Choose = greedy) -> Tensor:

@@ -129,6 +129,10 @@ def write_rows_(
         slots = [request.state_slot if request is not None else 0 for request in requests]
         held = torch.tensor(slots, dtype=torch.int32).to(device)
         buffers.recurrent.slots_B.index_copy_(0, at_R, held)
+        # Whoever times steps takes a request's own slot away: then they keep nothing either.
+        kept = [r.answer_slots if r is not None and r.state_slot else [] for r in requests]
+        kept = torch.tensor([k or [0, 0] for k in kept], dtype=torch.int32).to(device)
+        buffers.recurrent.kept_slots_B2.index_copy_(0, at_R, kept)
     if buffers.tables is not None:
         write_tables_(buffers.tables, rows)
     if buffers.grammar is not None:

@@ -5,7 +5,6 @@ of the step on one page, the exact distribution, for every mix of requests.
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -16,13 +15,12 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from scipy import stats
-from torch import Tensor
 
 from graphengine.api import Engine
 from graphengine.decode import ends, reference
 from graphengine.decode.adjustments import make_tables
 from graphengine.decode.metrics import Acceptance
-from graphengine.decode.sampling import Controls, Sampling, sample_rows
+from graphengine.decode.sampling import Sampling
 from graphengine.kernels.adjust_logits import advance_tables_
 from tests.decode.test_request import a_request
 from tests.decode.test_sampling import LEVEL, PROMPTS, Pair, reference_warp
@@ -65,42 +63,6 @@ def model(pair: Pair) -> Any:
     return load_target(pair.target)
 
 
-def vllm_logits(
-    z_V: Tensor, prompt: list[int], output: list[int], asked: Sampling, stop_ids: tuple[int, ...]
-) -> Tensor:
-    """vLLM's v1 sampler up to the temperature, one row, written from its definition."""
-    z_V = z_V.clone()
-    if len(output) < asked.min_tokens:
-        z_V[list(stop_ids)] = -math.inf
-    for *prefix, last in asked.bad_words:
-        if len(output) >= len(prefix) and output[len(output) - len(prefix) :] == prefix:
-            z_V[last] = -math.inf
-    for token, bias in (asked.logit_bias or {}).items():
-        z_V[token] += bias
-    for token in {*prompt, *output}:
-        r = asked.repetition_penalty
-        z_V[token] = z_V[token] / r if z_V[token] > 0 else z_V[token] * r
-    for token in set(output):
-        z_V[token] -= asked.frequency_penalty * output.count(token) + asked.presence_penalty
-    return z_V
-
-
-def chooser(prompt: list[int], asked: Sampling, stop_ids: tuple[int, ...]) -> reference.Choose:
-    """The page's choice for a request."""
-
-    def choose(logits_GV: Tensor, positions_G: Tensor, ids: Tensor) -> Tensor:
-        before = [ids[len(prompt) : p + 1].tolist() for p in positions_G.tolist()]
-        rows = [
-            vllm_logits(z_V, prompt, output, asked, stop_ids)
-            for z_V, output in zip(logits_GV, before, strict=True)
-        ]
-        return sample_rows(
-            torch.stack(rows), positions_G, Controls.upload([asked] * len(rows), CPU)
-        )
-
-    return choose
-
-
 Asked = tuple[list[int], Sampling, int, tuple[int, ...]]
 
 
@@ -130,7 +92,7 @@ def test_equals_the_page(pair: Pair, model: Any, backend: Any, seed: int | None)
                 lambda ids: run_target(model, ids.tolist()).logits,
                 lambda ids: torch.tensor([0, 0]),
                 24,
-                chooser(prompt, asked, stops),
+                reference.chooser(prompt, asked, stops),
                 stops,
             )
             assert truth.output_ids == page
@@ -232,7 +194,7 @@ def test_tokens_follow_the_exact_distribution(pair: Pair, model: Any, draft: str
         grown: dict[tuple[int, ...], float] = {}
         for prefix, mass in exact.items():
             z_V = run_target(model, [*prompt, *prefix]).logits[-1]
-            z_1V = vllm_logits(z_V, prompt, list(prefix), asked, ())[None]
+            z_1V = reference.adjusted(z_V, prompt, list(prefix), asked, ())[None]
             scaled = z_1V / asked.temperature
             likely = scaled.softmax(-1) >= asked.min_p * scaled.softmax(-1).amax()
             kept = z_1V.masked_fill(~likely, -torch.inf)

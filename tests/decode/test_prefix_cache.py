@@ -68,6 +68,7 @@ class CacheMachine(RuleBasedStateMachine):
         users = Counter(page for _, pages in self.running for page in pages)
         assert NULL_PAGE not in users
         assert self.cache.num_free == self.cache.num_usable - len(users)
+        assert self.cache._pages == {key: page for page, key in self.cache._keys.items()}
 
 
 def test_pages_are_shared_and_never_written() -> None:
@@ -168,6 +169,25 @@ def test_the_second_of_two_equal_pages_stays_private() -> None:
     cache.free(second)
     cache.free(first)
     assert cache.num_free == cache.num_usable
+
+
+def test_a_page_that_moves_behind_another_is_forgotten_with_it() -> None:
+    """Bug: two requests compute a text at once; the first one's page, behind which the second one's
+    was published, is evicted; the second one's end publishes its own pages anew, and the late one
+    is still found by that when it has been given to somebody else."""
+    cache, text = PrefixCache(6, SIZE), [7] * 6
+    first, second = cache.allocate(1), cache.allocate(2)
+    cache.publish(text[:SIZE], first)
+    cache.publish(text, second)
+    cache.free(first)
+    taken = cache.allocate(3)
+    assert set(first) <= set(taken) and cache.share(text) == []
+    cache.publish(text, second)
+    cache.free(second)
+    (other,) = cache.allocate(1)
+    assert other == second[1]
+    cache.publish([5] * SIZE, [other])
+    assert cache.share(text) == second[:1]
 
 
 def test_random_texts_find_what_was_published() -> None:

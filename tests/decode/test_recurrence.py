@@ -136,14 +136,14 @@ def test_poison_where_nothing_may_be_read(
     multiplied by zero instead of left out."""
     real = ends.advance_
 
-    def poisoned(states: States, buffers: Any, first_B: Any, start_B: Any) -> None:
+    def poisoned(states: States, buffers: Any, first_B: Any, start_B: Any, size: int) -> None:
         for tensor in states:
             tensor[:, NULL_SLOT] = fill
         for row, count in enumerate((start_B - first_B).tolist()):
             buffers.raw_LBXC[:, row, 3 + count :] = fill
             for record in (buffers.keys_LBGJ, buffers.deltas_LBGNV, buffers.g_LBGN):
                 record[:, row, count:] = fill
-        real(states, buffers, first_B, start_B)
+        real(states, buffers, first_B, start_B, size)
 
     monkeypatch.setattr(ends, "advance_", poisoned)
     rng = random.Random(1)
@@ -174,6 +174,54 @@ def test_a_verify_changes_no_state(
         for request in requests:
             loop.cancel(request)
         loop.reset()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_the_next_turn_begins_behind_the_last_answer(pair: Pair, backend: str) -> None:
+    """Bug: the last answer is run again, or from a state that steps in flight at its end have moved
+    on, so that the text changes; with two at once, from the other one's."""
+    outcomes: dict[bool, list[list[int]]] = {}
+    for cached in (True, False):
+        options = {"page_size": 8, "buckets": (1, 2), "enable_prefix_caching": cached}
+        with pair.engine(attention_backend=backend, **options) as loaded:
+            prompts, outcomes[cached], ends = [list(p) for p in PROMPTS[1:3]], [], [0, 0]
+            for turn in range(4):
+                results = loaded.generate(prompts, max_new_tokens=9 + turn, ignore_eos=True)
+                for i, result in enumerate(results):
+                    known = ends[i] // 8 * 8 if cached else 0
+                    assert result.metrics.num_cached_tokens == known
+                    ends[i] = len(prompts[i]) + len(result.token_ids) - 1
+                    prompts[i] = prompts[i] + result.token_ids + [40 + turn]
+                outcomes[cached] += tokens(results)
+            assert_idle(loaded)
+    assert outcomes[True] == outcomes[False]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_an_answer_that_is_cut_off_leaves_no_later_state(pair: Pair, backend: str) -> None:
+    """Bug: tokens behind a stop string have completed further pages: the state of one of these is
+    taken for that of the last page that stays."""
+    found: dict[bool, list[list[int]]] = {}
+    for cached in (True, False):
+        options = {"page_size": 8, "buckets": (1,), "enable_prefix_caching": cached}
+        hits, found[cached] = [], []
+        with pair.engine(attention_backend=backend, **options) as loaded, torch.no_grad():
+            loop = loop_of(loaded)
+            for num_dropped in (1, 9, 17, 25):
+                first = loop.submit([num_dropped, *PROMPTS[1]], 60, ())
+                while len(first.output_ids) < 40:
+                    loop.admit()
+                    loop.launch()
+                    loop.collect()
+                loop.end_at(first, "said", num_dropped)
+                second = loop.submit([*first.token_ids, 40], 8, ())
+                for _ in loop.run():
+                    pass
+                hits.append(second.num_cached_tokens > len(first.prompt_ids))
+                found[cached].append(second.output_ids)
+        if cached:
+            assert hits[0] and not hits[-1]
+    assert found[True] == found[False]
 
 
 def test_slots_return(pair: Pair) -> None:

@@ -182,7 +182,8 @@ def recur(B: int, G: int, N: int, splits: int = 0) -> None:
     gated_delta.gated_delta_verify_(projected, *weights, *pools, slots, records, out)
     layers = gated_delta.Records(*(torch.stack([x] * L) for x in one))
     pools = torch.stack([pools[0]] * L), torch.stack([pools[1]] * L)
-    gated_delta.gated_delta_commit_(layers, *pools, slots, ints(B, G).select(1, 0), start)
+    first, kept = ints(B, G).select(1, 0), ints(B, 2, dtype=torch.int32)
+    gated_delta.gated_delta_commit_(layers, *pools, slots, first, start, kept, 16)
 
 
 def recur_chunks(T: int, R: int, N: int) -> None:

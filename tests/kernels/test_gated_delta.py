@@ -202,6 +202,38 @@ def test_a_chain_of_blocks_is_single_steps(device: str) -> None:
     assert torch.equal(blocks.windows_S3C[1], single.windows_S3C[1])
 
 
+def test_what_is_kept_of_pages(device: str) -> None:
+    """Bug: the state kept behind a page holds rows behind it, is kept where no page ends, goes into
+    the slot of the page before it, or changes what the request itself goes on with."""
+    heads, block, spacing = (2, 4), 5, 8
+    kept = torch.tensor([[3, 4], [0, 0]], dtype=torch.int32, device=device)
+    slots = torch.tensor([1, 2], dtype=torch.int32, device=device)
+    for position in (3, 8, 11, 15):
+        for count in range(block + 1):
+            layer = make(heads, 5, device, torch.float32)
+            projected = project(2 * block, heads, device, torch.float32, seed=count)
+            records = empty_records(1, 2, block, layer)
+            verify(layer, slots, projected, Records(*(x[0] for x in records)), heads[1])
+            for record in records[1:]:
+                record[:, :, count:] = float("nan")
+            before = layer.windows_S3C.clone(), layer.states_SNVK.clone()
+            expected = {}
+            for b in range(2):
+                rows = projected[b * block : (b + 1) * block]
+                expected[b + 1] = oracle(layer, b + 1, rows, count)[1:]
+                number = (position + count) // spacing
+                if b == 0 and number * spacing > position:
+                    inside = number * spacing - position
+                    expected[3 + number % 2] = oracle(layer, 1, rows, inside)[1:]
+            first = torch.tensor([position] * 2, device=device)
+            pools = layer.windows_S3C[None], layer.states_SNVK[None]
+            gated_delta_commit_(records, *pools, slots, first, (first + count).int(), kept, spacing)
+            for slot in range(5):
+                state, window = expected.get(slot, (before[1][slot], before[0][slot]))
+                close(layer.states_SNVK[slot], state)
+                assert torch.equal(layer.windows_S3C[slot], window)
+
+
 def test_layers_are_committed_apart(device: str) -> None:
     """Bug (H18): one launch for all layers gives a layer another's records or states."""
     heads, block = (2, 4), 3

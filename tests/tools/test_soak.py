@@ -10,8 +10,10 @@ from typing import Any
 
 import pytest
 
+from graphengine.decode import loop as loop_module
 from graphengine.decode import rows
 from graphengine.decode.loop import DecodeLoop
+from graphengine.decode.prefix_cache import PrefixCache
 
 _spec = importlib.util.spec_from_file_location(
     "soak_tool", Path(__file__).resolve().parents[2] / "tools" / "soak.py"
@@ -24,18 +26,19 @@ _spec.loader.exec_module(soak_tool)
 OPTIONS: dict[str, Any] = {"buckets": soak_tool.BUCKETS, "device": "cpu"}
 
 
-@pytest.mark.parametrize("backend", ["torch", pytest.param("triton", marks=pytest.mark.slow)])
-def test_500_steps(backend: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """Bug T45: over hundreds of steps with cancels, resets, page shortage and changes of buckets a
-    page leaks, or a token differs from plain decoding."""
-    arguments = ["--steps", "500", "--seed", "3", "--device", "cpu", "--attention-backend", backend]
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+def test_300_steps(backend: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Bug T45: over hundreds of steps with forks, cancels, resets, options, evictions, changes of
+    buckets a page leaks or is written, or a token is not the one-page step's."""
+    arguments = ["--steps", "300", "--seed", "3", "--device", "cpu", "--attention-backend", backend]
     assert soak_tool.main(arguments) == 0
     found = json.loads(capsys.readouterr().out.splitlines()[-1])
     numbers = found["numbers"]
-    assert found["passed"] and numbers["num_steps"] >= 500 and numbers["num_differing"] == 0
-    assert numbers["num_cancelled"] > 5 and numbers["num_finished"] > 20
+    assert found["passed"] and numbers["num_steps"] >= 300 and numbers["num_differing"] == 0
+    assert numbers["num_cancelled"] > 2 and numbers["num_hits"] > 5
+    assert numbers["num_evicted_pages"] > 20 and numbers["num_ended_by_stop"] > 0
     assert numbers["num_plain_steps"] > 0
-    assert sum(n > 0 for n in numbers["num_blocks_by_accepted"]) >= 4, "too few lengths came up"
+    assert sum(n > 0 for n in numbers["num_blocks_by_accepted"]) >= 3, "too few lengths came up"
 
 
 def leaks_a_page(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -43,11 +46,24 @@ def leaks_a_page(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def release(self: DecodeLoop, request: Any) -> None:
         calls.append(1)
-        if len(calls) == soak_tool.NUM_PROMPTS + 9:  # the first are the plain engine's
+        if len(calls) == 9:
             request.pages = request.pages[1:]
         real(self, request)
 
     monkeypatch.setattr(DecodeLoop, "_release", release)
+
+
+def publishes_too_much(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = PrefixCache.publish
+
+    def publish(self: PrefixCache, token_ids: Any, pages: Any) -> None:
+        real(self, [*token_ids, *[0] * (-len(token_ids) % 4)], pages)
+
+    monkeypatch.setattr(PrefixCache, "publish", publish)
+
+
+def takes_no_state_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loop_module, "copy_state_", lambda *_: None)
 
 
 def swaps_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -67,7 +83,13 @@ def grows(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(
     ("break_", "message"),
-    [(leaks_a_page, "pages held"), (swaps_a_row, " is not "), (grows, "the process grew by")],
+    [
+        (leaks_a_page, "pages held"),
+        (publishes_too_much, "published page was written"),
+        (takes_no_state_over, "state is wrong"),
+        (swaps_a_row, "was said, not"),
+        (grows, "the process grew by"),
+    ],
 )
 def test_it_notices(
     break_: Any,
@@ -77,16 +99,16 @@ def test_it_notices(
 ) -> None:
     """Bug: a soak that cannot fail."""
     break_(monkeypatch)
-    assert soak_tool.main(["--steps", "400", "--seed", "3", "--device", "cpu"]) == 1
+    kind = ["--hybrid"] * (break_ is takes_no_state_over)
+    assert soak_tool.main(["--steps", "300", "--seed", "3", "--device", "cpu", *kind]) == 1
     printed = capsys.readouterr()
     found = json.loads(printed.out.splitlines()[-1])
     assert not found["passed"] and message in found["reason"] and "FAILED" in printed.err
 
 
-@pytest.mark.slow
 def test_recurrent_layers() -> None:
     """Bug: a state is lost, kept of another text, or advanced by who has left: the text changes."""
-    options = OPTIONS | {"device": "cpu"}
+    options = OPTIONS | {"attention_backend": "triton"}  # two steps in flight
     assert soak_tool.soak(300, 5, options, is_hybrid=True)["num_steps"] >= 300
 
 

@@ -150,6 +150,7 @@ TABLE: dict[str, Row] = {
         (
             "test_prefix_cache.py::test_random_texts_that_share_their_beginnings",
             "test_prefix_cache.py::test_pages_are_shared_and_never_written",
+            "test_prefix_cache.py::test_turns_of_a_chat",
         ),
     ),
     "T18": Row(

@@ -3,6 +3,7 @@
 Why a table: most of them leave the output right and only lower acceptance, so nothing but a test
 made for it notices. A row names its tests, which must exist, or says why it cannot apply; a row
 whose feature is refused names the test of the refusal, and gets others when the feature comes.
+Planted by hand on 2026-11-24, every bug but T12's (a GPU's) made a test of its row fail.
 """
 
 from __future__ import annotations

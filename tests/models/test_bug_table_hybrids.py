@@ -1,7 +1,8 @@
 """Bugs that others met with recurrent layers and experts, and the test here that would catch each.
 
 The table is as tests/decode/test_bug_table.py's; captured graphs and compiled kernels are a GPU's
-(`gpu`), the same chains and references run on the CPU.
+(`gpu`), the same chains and references run on the CPU, where every bug was planted by hand on
+2026-11-24 and made a test of its row fail.
 """
 
 from __future__ import annotations
@@ -75,7 +76,8 @@ TABLE: dict[str, Row] = {
         (
             "test_gpu_modes.py::test_modes_agree_with_recurrent_layers",
             f"{RECURRENCE}::test_bucket_size_changes_nothing",
-            f"{RECURRENCE}::test_rows_end_at_different_times",
+            f"{RECURRENCE}::test_more_prompts_than_rows",
+            f"{RECURRENCE}::test_only_the_row_that_changes_is_written",
         ),
     ),
     "H07": Row(
@@ -344,5 +346,5 @@ def test_one_state_a_request(pair: HybridPair) -> None:
         taken = sum(x.numel() * x.element_size() for x in states)
         assert engine.memory_plan.recurrent_state_bytes == taken
         assert taken == num_slots * state_bytes(target.config, 4)
-        of_rows = sum(x[:, 0].numel() for x in records if x.dim() > 3)
-        assert of_rows < BLOCK * states.states_LSNVK[:, 0].numel()
+        of_rows = sum(x.untyped_storage().nbytes() for x in records) // 4  # of one request
+        assert of_rows < BLOCK * states.states_LSNVK[:, 0].numel() * 4

@@ -10,6 +10,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 from rich import box
@@ -63,6 +64,11 @@ class Outcome:
     answers: Sequence[Answer]
     generate_s: float
     built_late_s: Mapping[int, float] = field(default_factory=dict)
+
+
+def named(model: str, draft: str | None) -> dict[str, str | None]:
+    """A pair as results name it: not by where its files lie on one machine."""
+    return {"model": Path(model).name, "draft": Path(draft).name if draft else None}
 
 
 def refused(index: int, turn: int, prompt: Turn, reason: str) -> Answer:

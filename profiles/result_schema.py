@@ -200,7 +200,6 @@ def write_result(
     *,
     config: Mapping[str, Any],
     notes: str = "",
-    command: str | None = None,
     env: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Writes one measurement as validated JSON and returns it.
@@ -212,7 +211,6 @@ def write_result(
             {"batch_1": {"step_us": 812.5, "tokens_per_s": 1510.0}}.
         config: what was run: models, graph mode, batch, prompt set, seeds; any JSON.
         notes: what a reader must know to not misread the numbers.
-        command: default: `command_line()`.
         env: default: `environment()`.
 
     Raises:
@@ -223,7 +221,7 @@ def write_result(
         "schema_version": SCHEMA_VERSION,
         "kind": kind,
         "date_utc": datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
-        "command": command_line() if command is None else command,
+        "command": command_line(),
         "environment": dict(environment() if env is None else env),
         "config": dict(config),
         "numbers": dict(numbers),

@@ -8,7 +8,7 @@ import random
 import threading
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -16,6 +16,9 @@ import pytest
 from graphengine import AsyncEngine
 from graphengine.api import Engine
 from graphengine.decode.loop import DecodeLoop
+from graphengine.decode.request import Request
+from graphengine.handles import Handle, _Stream, collect
+from graphengine.results import Chunk
 from tests.decode.test_engine import Pair, loop_of
 
 COUNT = 12
@@ -44,6 +47,14 @@ def engine(pair: Pair) -> Iterator[Engine]:
 
 def submit(engine: Engine, prompt: Any, count: int = COUNT) -> Any:
     return engine.submit(list(prompt), max_new_tokens=count, ignore_eos=True)
+
+
+def soon(happens: Callable[[], object]) -> None:
+    """Waits for it; a hang of the engine's thread is no hang of the test."""
+    deadline = time.perf_counter() + 20
+    while not happens() and time.perf_counter() < deadline:
+        time.sleep(0.01)
+    assert happens()
 
 
 def test_threads_share_the_steps(engine: Engine, truth: dict[Any, list[int]]) -> None:
@@ -90,12 +101,12 @@ def test_cancel_and_drop(engine: Engine) -> None:
     assert handle.done
     handle.cancel()
     dropped = submit(engine, [4, 5], 80)
+    next(iter(dropped))
+    request = dropped._stream.request
     del dropped
     gc.collect()
-    deadline = time.perf_counter() + 20
-    while loop_of(engine).has_work and time.perf_counter() < deadline:
-        time.sleep(0.01)
-    assert not loop_of(engine).has_work
+    soon(lambda: not loop_of(engine).has_work)
+    assert request.finish_reason == "abort"
 
 
 def test_errors_reach_who_waits(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -108,13 +119,19 @@ def test_errors_reach_who_waits(engine: Engine, monkeypatch: pytest.MonkeyPatch)
         bad.result()
     assert good.result().finish_reason == "length"
 
+    late: list[Handle] = []
+
     def explode(*args: Any) -> None:
+        late.append(submit(engine, [8]))
         raise RuntimeError("a step went wrong")
 
     monkeypatch.setattr(DecodeLoop, "launch", explode)
     failed = submit(engine, [7])
     with pytest.raises(RuntimeError, match="a step went wrong"):
         failed.result()
+    soon(lambda: late[0].done)
+    with pytest.raises(RuntimeError, match="a step went wrong"):
+        late[0].result()
     monkeypatch.undo()
     assert submit(engine, [1, 2, 3]).result().token_ids == good.result().token_ids
 
@@ -129,6 +146,65 @@ def test_close_while_it_runs(pair: Pair) -> None:
         handle.result()
     with pytest.raises(RuntimeError, match="closed"):
         submit(engine, [1])
+
+
+class Deaf:
+    """A thread that hears no cancellation."""
+
+    def cancel(self, stream: Any) -> None:
+        pass
+
+
+def test_what_was_said_before_an_error_is_there() -> None:
+    """Bug: an error takes the chunks with it that nobody had taken yet."""
+    deaf: Any = Deaf()
+    said = [Chunk(index=0, text=text, token_ids=[1]) for text in ("one ", "two")]
+    stream = _Stream(lambda: (_ for _ in ()).throw(AssertionError), None)
+    for chunk in said:
+        stream.put(chunk)
+    stream.put(None, RuntimeError("a step went wrong"))
+    handle = Handle(deaf, stream)
+    assert handle.take() == said
+    with pytest.raises(RuntimeError, match="a step went wrong"):
+        handle.take()
+
+
+class Racing:
+    """A handle whose last chunk comes right behind a look that found none."""
+
+    def __init__(self, told: Callable[[], object]) -> None:
+        self.chunks: list[Chunk] = []
+        self.done, self.told, self.num_looks = False, told, 0
+        told()
+
+    def take(self) -> list[Chunk]:
+        found, self.chunks = self.chunks, []
+        if not self.num_looks:
+            self.chunks, self.done = [Chunk(index=0, text="last", token_ids=[1])], True
+            self.told()
+        self.num_looks += 1
+        return found
+
+    def cancel(self) -> None:
+        pass
+
+
+def test_a_chunk_that_comes_while_one_looks() -> None:
+    """Bug: whether it is over is asked behind the look, and its last chunk is lost."""
+    changed = threading.Event()
+    handle: Any = Racing(changed.set)
+    assert [chunk.text for chunk in collect([handle], changed)] == ["last"]
+
+    class Queue:
+        def queue(self, prompt: Any, sampling: Any, params: Any, told: Any) -> Any:
+            return Racing(told)
+
+    engine = AsyncEngine(Queue())  # type: ignore[arg-type]
+
+    async def main() -> list[str]:
+        return [chunk.text async for chunk in engine.stream("x")]
+
+    assert asyncio.run(main()) == ["last"]
 
 
 def test_close_frees_everything(pair: Pair) -> None:
@@ -164,12 +240,20 @@ def test_a_stream_from_before_is_not_overtaken(engine: Engine) -> None:
     assert submit(engine, [5]).result().token_ids
 
 
-def test_tasks(pair: Pair, truth: dict[Any, list[int]]) -> None:
-    """Bug: a task blocks the event loop, or a cancelled one leaves its request running."""
+def test_tasks(pair: Pair, truth: dict[Any, list[int]], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: a task blocks the event loop, a cancelled one leaves its request running, or one whose
+    request failed waits for ever."""
 
     async def user(engine: AsyncEngine, prompt: Any) -> list[int]:
         stream = engine.stream(list(prompt), max_new_tokens=COUNT, ignore_eos=True)
         return [token async for chunk in stream for token in chunk.token_ids]
+
+    endings: list[str] = []
+    real = DecodeLoop.cancel
+
+    def cancel(loop: DecodeLoop, request: Request) -> None:
+        real(loop, request)
+        endings.append(str(request.finish_reason))
 
     async def main() -> None:
         async with AsyncEngine(pair.engine(max_num_batched_tokens=16)) as engine:
@@ -178,6 +262,7 @@ def test_tasks(pair: Pair, truth: dict[Any, list[int]]) -> None:
             result = await engine.generate([5], max_new_tokens=3, ignore_eos=True)
             assert len(result.token_ids) == 3
             begun = asyncio.Event()
+            monkeypatch.setattr(DecodeLoop, "cancel", cancel)
 
             async def endless() -> None:
                 async for _ in engine.stream([9] * 10, max_new_tokens=80, ignore_eos=True):
@@ -189,12 +274,16 @@ def test_tasks(pair: Pair, truth: dict[Any, list[int]]) -> None:
             with pytest.raises(asyncio.CancelledError):
                 await task
             loop = loop_of(engine.engine)
-            for _ in range(500):
-                if not loop.has_work:
-                    break
-                await asyncio.sleep(0.01)
-            assert not loop.has_work
+            await asyncio.to_thread(soon, lambda: not loop.has_work)
+            assert endings == ["abort"]
             with pytest.raises(ValueError, match="outside the vocabulary"):
                 await engine.generate([10**9])
+
+            def explode(*args: Any) -> None:
+                raise RuntimeError("a step went wrong")
+
+            monkeypatch.setattr(DecodeLoop, "launch", explode)
+            with pytest.raises(RuntimeError, match="a step went wrong"):
+                await asyncio.wait_for(engine.generate([5], max_new_tokens=3), 20)
 
     asyncio.run(main())

@@ -9,7 +9,6 @@ from __future__ import annotations
 import time
 from dataclasses import asdict
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -114,22 +113,17 @@ def bench(model: str | None, draft: str | None, **options: Any) -> None:
     import torch
 
     from graphengine.api import Engine
-    from graphengine.checkpoints.hub import preset_names
     from graphengine.checkpoints.pairs import named_pair
-    from graphengine.measure.bench import gpu_memory, read_bandwidth_gbps
-    from graphengine.measure.first_token import (
-        FIRST_REQUEST_TOKENS,
-        Rates,
-        matmul_tflops,
-        run_prefills,
-    )
+    from graphengine.measure.bench import gpu_memory, timed_options
+    from graphengine.measure.first_token import FIRST_REQUEST_TOKENS, run_prefills
+    from graphengine.measure.rates import Rates, matmul_tflops, read_bandwidth_gbps
     from graphengine.measure.report import first_token_table, picture, speedups_, table
-    from graphengine.report import print_table, stderr_console
+    from graphengine.report import named, print_table, stderr_console
 
     console = stderr_console(quiet=False)
     asked = shared.taken(options)
-    asked["load_format"] = asked["load_format"] or ("dummy" if model in preset_names() else "auto")
     model, draft = named_pair(model, draft)
+    asked |= timed_options(model, asked["load_format"])
     prefill = options["prefill"]
     _settle(options, asked["buckets"])
     if options["baseline"] and draft is None:
@@ -147,7 +141,6 @@ def bench(model: str | None, draft: str | None, **options: Any) -> None:
     if prefill:
         numbers["matmul_tflops"] = rates.matmul_tflops
     configs: dict[str, Any] = {}
-    asked |= {"acceptance_floor": 0.0, "fallback": False, "enable_prefix_caching": False}
     for mode, backend in options["compare"] or (("auto", "auto"),):
         for drafter in [None, draft] if options["baseline"] else [draft]:
             run = asked if drafter == draft else without_drafter(asked)
@@ -181,8 +174,7 @@ def bench(model: str | None, draft: str | None, **options: Any) -> None:
                 numbers[label] = {"startup": startup} | measured | {"memory": gpu_memory()}
     simulated = asked["simulate_acceptance"]
     document = {
-        "model": Path(model).name,
-        "draft": Path(draft).name if draft else None,
+        **named(model, draft),
         "simulated_acceptance": simulated,
         "options": asked,
         "modes": configs,

@@ -7,7 +7,6 @@ Without CUDA graphs (CPU, --graph-mode none) the same list shows the chain's ste
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -49,7 +48,7 @@ def graphs(model: str | None, draft: str | None, **options: Any) -> None:
     from graphengine.api import Engine
     from graphengine.capture.inventory import inventory, write_dot
     from graphengine.checkpoints.pairs import named_pair
-    from graphengine.report import print_table, stderr_console
+    from graphengine.report import named, print_table, stderr_console
 
     console = stderr_console(quiet=False)
     model, draft = named_pair(model, draft)
@@ -87,8 +86,7 @@ def graphs(model: str | None, draft: str | None, **options: Any) -> None:
         console.print(f"wrote {num_dots} files to {options['dot']}", markup=False)
     if options["as_json"]:
         document = {
-            "model": Path(model).name,
-            "draft": Path(draft).name if draft else None,
+            **named(model, draft),
             "graph_mode": config.graph_mode,
             "attention_backend": config.attention_backend,
             "compile": config.compile,

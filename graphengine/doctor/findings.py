@@ -7,6 +7,7 @@ from typing import Literal, NamedTuple, get_args
 
 Level = Literal["ok", "info", "warning", "error"]
 LEVELS: tuple[Level, ...] = get_args(Level)
+MAX_CHARS = 400  # of a row
 
 
 class Finding(NamedTuple):
@@ -59,8 +60,8 @@ def reason(problem: Exception) -> str:
     return kind + one_line(problem)
 
 
-def one_line(text: object, limit: int = 400) -> str:
-    """Text fit for one row of a report: printable, no line breaks, cut at `limit`."""
+def one_line(text: object) -> str:
+    """Text fit for one row of a report: printable, no line breaks, not too long."""
     flat = " ".join(str(text).split())
     flat = "".join(char if char.isprintable() else "\N{REPLACEMENT CHARACTER}" for char in flat)
-    return flat if len(flat) <= limit else flat[: limit - 3] + "..."
+    return flat if len(flat) <= MAX_CHARS else flat[: MAX_CHARS - 3] + "..."

@@ -25,6 +25,7 @@ import torch
 
 from graphengine import names
 from graphengine.api import Engine
+from graphengine.checkpoints.hub import preset_names
 from graphengine.config.draft_length import draft_at
 from graphengine.decode.kvcache import page_bytes
 from graphengine.decode.loop import DecodeLoop, StepOutput, Watch
@@ -33,7 +34,6 @@ from graphengine.measure.busy import busy_fraction
 from graphengine.measure.segment_bytes import draft_itemsize, segment_bytes
 from graphengine.startup.build import Built
 
-READ_BYTES = 4 << 30
 NUM_DIGEST_TOKENS = 64
 MAX_EMPTY_ROUNDS = 20  # a round's steps may all be lost by luck, never this many in a row
 
@@ -168,6 +168,17 @@ def run_case(engine: Engine, case: Case) -> CaseResult:
     return result
 
 
+def timed_options(model: str, load_format: str | None) -> dict[str, Any]:
+    """Options of an engine whose steps are timed: they end by nobody's judgement and begin with
+    nobody's pages; weights are random where the model is a preset, unless asked for otherwise."""
+    return {
+        "load_format": load_format or ("dummy" if model in preset_names() else "auto"),
+        "acceptance_floor": 0.0,
+        "fallback": False,
+        "enable_prefix_caching": False,
+    }
+
+
 def submit_random(
     built: Built, shape: tuple[int, int], output_len: int, generator: torch.Generator
 ) -> list[Request]:
@@ -255,23 +266,6 @@ def token_bytes(built: Built) -> float:
     size = getattr(torch, built.config.dtype).itemsize
     models = [built.target, *(built.draft.models if built.draft else ())]
     return float(sum(page_bytes(model, 1, size) for model in models))
-
-
-def read_bandwidth_gbps() -> float:
-    """Read-only bandwidth: a float32 sum over 4 GiB, best of 5; 0 without a GPU."""
-    if not torch.cuda.is_available():
-        return 0.0
-    x = torch.ones(READ_BYTES // 4, dtype=torch.float32, device="cuda")
-    x.sum()
-    best = float("inf")
-    for _ in range(5):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        x.sum()
-        end.record()
-        end.synchronize()
-        best = min(best, start.elapsed_time(end))
-    return READ_BYTES / best / 1e6
 
 
 def gpu_memory() -> dict[str, Any]:

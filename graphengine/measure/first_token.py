@@ -22,12 +22,12 @@ from graphengine.api import Engine, GenerationResult
 from graphengine.config.draft import DraftConfig
 from graphengine.config.model import ModelConfig
 from graphengine.decode.kvcache import pages_for
+from graphengine.measure.rates import Rates
 from graphengine.models import decoder, dflash
 from graphengine.models.decoder import layer_kinds
 from graphengine.models.weight import num_matrix_elements
 from graphengine.startup.build import Built
 
-MATMUL_SIZE = 8192
 INPUT_LENS = (16, 128, 512, 1024, 8192)
 FIRST_REQUEST_TOKENS = 64
 
@@ -188,30 +188,6 @@ def first_request(engine: Engine, input_len: int, seed: int) -> dict[str, float]
         "step_mean_ms": result.metrics.ms_per_step,
         "num_steps": result.metrics.num_steps,
     }
-
-
-@dataclass(frozen=True, slots=True)
-class Rates:
-    """What the GPU does at most, as measured; 0 without one."""
-
-    read_gbps: float
-    matmul_tflops: float
-
-
-def matmul_tflops() -> float:
-    """A large bf16 product, best of 5; 0 without a GPU."""
-    if not torch.cuda.is_available():
-        return 0.0
-    x = torch.randn(MATMUL_SIZE, MATMUL_SIZE, dtype=torch.bfloat16, device="cuda")
-    best = float("inf")
-    for _ in range(5):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        torch.mm(x, x)
-        end.record()
-        end.synchronize()
-        best = min(best, start.elapsed_time(end))
-    return 2 * MATMUL_SIZE**3 / best / 1e9
 
 
 def roofline_ms(built: Built, input_len: int, batch: int, rates: Rates) -> float:

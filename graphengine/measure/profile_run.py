@@ -20,21 +20,22 @@ import torch
 
 from graphengine import names
 from graphengine.api import Engine
-from graphengine.checkpoints.hub import preset_names
 from graphengine.checkpoints.pairs import named_pair
 from graphengine.config.declaration import declarations
 from graphengine.config.draft_length import resolve_draft_lengths
 from graphengine.config.options import Options
-from graphengine.measure.bench import read_bandwidth_gbps
+from graphengine.measure.bench import timed_options
 from graphengine.measure.profiled_steps import (
     Workload,
     cuda_profiler_range,
     run_prefills,
     run_steps,
 )
+from graphengine.measure.rates import read_bandwidth_gbps
 from graphengine.measure.segment_bytes import draft_itemsize, segment_bytes
 from graphengine.profiles import host_trace, nsys, torch_trace
 from graphengine.profiles.launch_gaps import Report, report
+from graphengine.report import named
 from graphengine.startup.build import read_configs
 from graphengine.startup.options import speculation_limit
 
@@ -221,16 +222,11 @@ def _record(
     output_len = 1 if options["prefill"] else workload.output_len(block)
     wanted = workload.input_len + output_len + block
     asked = {name: value for name, value in options.items() if name in declarations(Options)}
-    asked |= {
+    asked |= timed_options(model, asked["load_format"]) | {
         "buckets": (workload.bucket,),
         "max_model_len": min(wanted, speculation_limit(target, drafter)),
-        "load_format": asked["load_format"] or ("dummy" if model in preset_names() else "auto"),
-        "acceptance_floor": 0.0,
-        "fallback": False,
-        "enable_prefix_caching": False,
     }
     with Engine.from_pretrained(model, draft, **asked) as engine:
         run = run_prefills if options["prefill"] else run_steps
         facts = run(engine, workload, profiler)
-    pair = {"model": Path(model).name, "draft": Path(draft).name if draft else None}
-    return facts | pair | {"read_gbps": read_gbps}
+    return facts | named(model, draft) | {"read_gbps": read_gbps}

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from rich import box
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Column, Table
+from rich.table import Table
 
 from graphengine.measure.bench import CaseResult
 from graphengine.profiles.launch_gaps import Report
@@ -73,15 +73,9 @@ def table(rows: Sequence[Row], simulated: float | None) -> Any:
     columns = dict(_COLUMNS)
     if not any("speedup_ratio" in row.numbers for row in rows):
         del columns["speedup"]
-    names = ("bucket", "input", *columns)
-    numeric = [Column(name, justify="right", no_wrap=True) for name in names]
-    table = Table(Column("mode", no_wrap=True), *numeric, title=_title(simulated), box=box.SIMPLE)
-    table.padding = (0, 1, 0, 0)
-    for row in rows:
-        case, found = row.result.case, row.numbers
-        cells = _cells(found, columns)
-        table.add_row(row.label, str(case.bucket), str(case.input_len), *cells)
-    return table
+    cases = [(row.label, row.result.case, _cells(row.numbers, columns)) for row in rows]
+    lines = [[label, f"{case.bucket}", f"{case.input_len}", *cells] for label, case, cells in cases]
+    return _table(["mode", "bucket", "input", *columns], lines, _title(simulated))
 
 
 def _cells(found: Mapping[str, float], columns: Mapping[str, tuple[str, str]]) -> list[str]:
@@ -112,16 +106,13 @@ def first_token_table(numbers: Mapping[str, Any], simulated: float | None) -> An
     columns = dict(_FIRST_TOKEN_COLUMNS)
     if not any("request_p50_ms" in found for _, _, found in cases):
         del columns["request_ms"]
-    numeric = [Column(name, justify="right", no_wrap=True) for name in ("batch", "input", *columns)]
-    title = "first tokens" + _mark(simulated)
-    table = Table(Column("mode", no_wrap=True), *numeric, title=title, box=box.SIMPLE)
-    table.padding = (0, 1, 0, 0)
+    lines = []
     for label, key, found in cases:
         if key is not None:
             before = {"before_ms": found["tokenize_p50_ms"] + found["queue_p50_ms"]}
-            cells = _cells(found | before, columns)
-            table.add_row(label, key[2] or "1", key[1], *cells)
-    return table
+            lines.append([label, key[2] or "1", key[1], *_cells(found | before, columns)])
+    title = "first tokens" + _mark(simulated)
+    return _table(["mode", "batch", "input", *columns], lines, title)
 
 
 def picture(rows: Sequence[Row], simulated: float | None, suffix: str) -> bytes:
@@ -201,20 +192,20 @@ def print_report(
         [k.removesuffix("_us"), *(f"{part[k]:.1f}" if k in part else "-" for part in (busy, idle))]
         for k in shown
     ]
-    print_table(console, _table("class|busy us|idle us", classes))
-    steps = "step|count|busy us|idle us|host us|MB|GB/s|floor us|/floor"
+    print_table(console, _table(["class", "busy us", "idle us"], classes))
+    steps = "step|count|busy us|idle us|host us|MB|GB/s|floor us|/floor".split("|")
     groups = grouped(numbers["by_name"]), grouped(numbers["host_by_name"])
     print_table(console, _table(steps, _step_rows(*groups)))
     if numbers["kernels"].keys() != numbers["by_name"].keys():  # on the CPU a step is a kernel
         rows = _kernel_rows(numbers["kernels"], num_kernels)
-        print_table(console, _table("us/step|calls/step|mean us|kernel", rows))
+        print_table(console, _table(["us/step", "calls/step", "mean us", "kernel"], rows))
 
 
-def _table(header: str, rows: Iterable[Sequence[str]]) -> Table:
+def _table(header: Sequence[str], rows: Iterable[Sequence[str]], title: str | None = None) -> Table:
     """Names to the left, numbers to the right."""
-    table = Table(box=box.SIMPLE)
-    for name in header.split("|"):
-        is_name = name in ("class", "step", "kernel")
+    table = Table(box=box.SIMPLE, title=title, padding=(0, 1, 0, 0))
+    for name in header:
+        is_name = name in ("class", "step", "kernel", "mode")
         table.add_column(name, justify="left" if is_name else "right", no_wrap=name != "kernel")
     for row in rows:
         table.add_row(*row)

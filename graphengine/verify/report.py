@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import math
-from pathlib import Path
 from typing import Any
 
 import click
@@ -18,7 +17,7 @@ from rich.table import Column, Table
 
 from graphengine.checkpoints.tokenizer import Tokenizer
 from graphengine.profiles.result_schema import environment, write_result
-from graphengine.report import print_table
+from graphengine.report import named, print_table
 from graphengine.verify.check import Place
 from graphengine.verify.run import CellResult, numbers
 
@@ -84,8 +83,7 @@ def finish(
         "verdict": "FAIL" if failures else "PASS",
         "failures": failures,
         "divergences": texts,
-        "model": Path(model).name,
-        "draft": Path(draft).name if draft else None,
+        **named(model, draft),
         **{
             name: list(value) if isinstance(value, tuple) else value
             for name, value in options.items()

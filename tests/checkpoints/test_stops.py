@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from graphengine.checkpoints.hub import TINY_TARGET
@@ -66,6 +66,7 @@ class Spelled:
     kept=st.booleans(),
     min_tokens=st.integers(0, 5),
 )
+@example(text="ab", stops=["bé"], cuts=[], kept=False, min_tokens=0)  # held to the very end
 def test_runs_do_not_matter(
     text: str, stops: list[str], cuts: list[int], kept: bool, min_tokens: int
 ) -> None:

@@ -18,10 +18,10 @@ from scipy import stats
 
 from graphengine.api import Engine
 from graphengine.decode import ends, reference
-from graphengine.decode.adjustments import make_tables
+from graphengine.decode.adjustments import check_words, make_tables
 from graphengine.decode.metrics import Acceptance
 from graphengine.decode.sampling import Sampling
-from graphengine.kernels.adjust_logits import advance_tables_
+from graphengine.kernels.adjust_logits import MAX_WORD_TOKENS, MAX_WORDS, advance_tables_
 from tests.decode.test_request import a_request
 from tests.decode.test_sampling import LEVEL, PROMPTS, Pair, reference_warp
 from tests.support.checkpoints import make_drafter, make_target
@@ -277,6 +277,20 @@ def test_leaving_speculation_keeps_the_counts(pair: Pair, plain: Engine) -> None
             if len(request.output_ids) > 8 and loop.fallback is not None:
                 loop.fallback.leave([request], "asked")
         assert request.num_plain_steps > 5 and request.output_ids == truth
+
+
+def test_as_many_words_as_there_is_room_for() -> None:
+    """Bug: the last word that fits is refused, or the first that does not is written past the end
+    of the table."""
+    longest = tuple(range(MAX_WORD_TOKENS))
+    single = [(token,) for token in range(3 * MAX_WORDS)]
+    check_words([longest] * MAX_WORDS + single)
+    request = a_request()
+    request.sampling = replace(EVERYTHING, bad_words=(longest,) * MAX_WORDS)
+    assert (make_tables([request], 64, CPU).words_BKL[0] == torch.arange(MAX_WORD_TOKENS)).all()
+    for words in ([longest] * (MAX_WORDS + 1), [(*longest, 1)]):
+        with pytest.raises(ValueError, match=f"room for {MAX_WORDS} of {MAX_WORD_TOKENS} tokens"):
+            check_words(words)
 
 
 def test_engines_without_adjustments(pair: Pair) -> None:

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from graphengine.api import Engine
-from graphengine.decode.admission import Budget
+from graphengine.decode.admission import Admission, Budget
+from graphengine.decode.fixed_chunk import Piece
 from graphengine.decode.loop import Watch
 from graphengine.decode.prefill import Prefill
 from graphengine.decode.request import Request
@@ -148,6 +149,70 @@ def test_random_joins_and_leaves(
         (alone,) = engine.generate([request.prompt_ids], max_new_tokens=count, ignore_eos=True)
         assert request.output_ids == alone.token_ids[: len(request.output_ids)]
         assert request.finish_reason in ("length", "abort")
+
+
+class Late:
+    """First tokens that come when they are waited for, or told to be there."""
+
+    def __init__(self, request: Request) -> None:
+        self.request, self.is_there = request, False
+
+    def wait(self) -> list[tuple[Request, int]]:
+        return [(self.request, 7)]
+
+
+class SlowDevice:
+    """A prefill whose forwards, one a prompt, are not done when they are queued."""
+
+    def __init__(self) -> None:
+        self.late: list[Late] = []
+
+    def split(self, requests: Any, rows_at: Any) -> Any:
+        for request in requests:
+            if request.finish_reason is None:
+                yield [(request, Piece(request.prompt_ids, 0, len(request.prompt_ids), [1], 1))]
+
+    def queue(self, work: Any) -> Any:
+        self.late.append(Late(work[0][0]))
+        return self.late[-1]
+
+
+def three_prompts(engine: Engine) -> list[Request]:
+    loop = loop_of(engine)
+    requests = [loop.submit([3, 4], 5, ()) for _ in range(3)]
+    loop.waiting.clear()
+    return requests
+
+
+def test_first_tokens_are_waited_for_by_those_alone(engine: Engine) -> None:
+    """Bug: beside a stream a newcomer's first token is waited for; or, all queued at once, one that
+    is not there yet is left for a step that others then take in front of it."""
+    device: Any = SlowDevice()
+    admission = Admission(device, three_prompts(engine))
+    assert len(admission.queue(budget=16)) == 1
+    assert admission.take() == []
+    device.late[0].is_there = True
+    assert [request for request, _ in admission.take()] == [device.late[0].request]
+    assert len(admission.queue(None)) == 2
+    assert len(admission.take()) == 1
+    assert admission.queue(budget=16) == []  # the first of them runs by now
+    assert len(admission.take()) == 1
+    assert admission.requests == []
+
+
+def test_cancelled_between_its_last_rows_and_its_first_token(engine: Engine) -> None:
+    """Bug: who is cancelled there is given back at once, while its rows are still written, and is
+    missing when its first token comes."""
+    device: Any = SlowDevice()
+    first, second, third = three_prompts(engine)
+    admission = Admission(device, [first, second, third])
+    admission.queue(budget=16)
+    for request in (first, second):
+        request.finish_reason = "abort"
+    assert admission.drop() == [second]
+    device.late[0].is_there = True
+    assert admission.take() == [(first, 7)]
+    assert admission.queue(budget=16) == admission.requests == [third]
 
 
 def test_rows_behind_a_long_text() -> None:

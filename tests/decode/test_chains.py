@@ -34,7 +34,7 @@ def chains_of(engine: Engine) -> Any:
 @pytest.mark.parametrize(
     ("options", "ends"),
     [
-        ({}, {"greedy", "sampled", "adjusted", "scored"}),
+        ({}, {"greedy", "sampled", "adjusted", "scored", "constrained"}),
         ({"simulate_acceptance": 2.0}, {"simulated"}),
     ],
 )
@@ -46,8 +46,9 @@ def test_a_drafted_step(pair: Pair, options: dict[str, Any], ends: set[str]) -> 
     verify, draft = (chain_names(chain, 2) for chain in ("verify", "draft"))
     assert names(chains.propose) == draft and names(chains.verify) == verify[:-1]
     assert set(chains.ends) == ends
-    for end in chains.ends.values():
-        assert names(end) == [verify[-1], "accept"]
+    for name, end in chains.ends.items():
+        assert names(end) == [verify[-1], *["grammar"] * (name == "constrained"), "accept"]
+    assert names(chains.publish) == ["publish"] * ("constrained" in ends)
     assert names(chains.context) == ["draft.context"]
 
 

@@ -21,6 +21,7 @@ from graphengine.decode.sampling import Sampling
 from graphengine.drafters.dflash import DFlash
 from tests.support.checkpoints import make_drafter, make_target
 from tests.support.dflash_reference import force_drafts, load_target, plain_generate
+from tests.support.hybrids import A, D, make_hybrid
 
 pytestmark = pytest.mark.gpu
 
@@ -105,6 +106,21 @@ def test_modes_agree(pair: Pair, family: str, options: dict[str, Any]) -> None:
     acceptance = [counts for runs in next(iter(found.values())) for _, counts in runs]
     if options.get("draft", True):
         assert sum(sum(counts[1:]) for counts in acceptance) > 0, "nothing was ever accepted"
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_modes_agree_with_recurrent_layers(tmp_path: Path, family: str) -> None:
+    """Bug (H01, H06): a graph holds the slot of a request of its capture, or a padded row's is a
+    real one: two requests in a graph say what neither says eagerly."""
+    options: dict[str, Any] = {"tie": False, "likely_tokens": 4, "dtype": "bfloat16"}
+    target = make_hybrid(tmp_path / "t", layer_types=[D, A, D], hidden=128, head_dim=64, **options)
+    drafter = make_drafter(tmp_path / "d", target, taps=(0, 2), block_size=BLOCK, dtype="bfloat16")
+    found = {}
+    for mode in FAMILIES[family]:
+        with Pair(target, drafter).engine(mode) as engine:
+            assert (engine.startup.num_graphs > 0) == (mode.graph_mode != "none")
+            found[mode] = [outcome(engine, PROMPTS[:n], 40) for n in (1, 2, 8, 3, 5)]
+    agree(found)
 
 
 @pytest.mark.parametrize("quantization", ["fp8", "fp8-dynamic"])

@@ -52,6 +52,18 @@ def test_two_steps_are_kept_apart() -> None:
                     assert value == pytest.approx(float(logprobs[token]), abs=1e-5)
 
 
+def test_rows_of_bf16_are_summed_in_float32() -> None:
+    """Bug: over a large vocabulary a sum of bf16 is off by whole percents; a row without a choice
+    reads another one's logits."""
+    logits_TV = (torch.randn(3, 40_000, generator=torch.Generator().manual_seed(0)) * 3).bfloat16()
+    found = score_rows(logits_TV, torch.tensor([7, -1, 39_999]), 5)
+    wanted_TV = logits_TV.double().log_softmax(-1)
+    assert found.chosen.dtype == found.top.dtype == torch.float32
+    for row, token in ((0, 7), (2, 39_999)):
+        assert float(found.chosen[row]) == pytest.approx(float(wanted_TV[row, token]), abs=1e-4)
+    torch.testing.assert_close(found.top.double(), wanted_TV.topk(5).values, atol=1e-4, rtol=0)
+
+
 @pytest.mark.parametrize("params", [{}, {"temperature": 0.8, "seed": 1, "top_p": 0.9}])
 def test_logprobs_equal_plain_decoding_s(
     engine: Engine, plain: Engine, params: dict[str, Any]

@@ -190,6 +190,51 @@ def test_a_page_that_moves_behind_another_is_forgotten_with_it() -> None:
     assert cache.share(text) == second[:1]
 
 
+def keep(cache: PrefixCache, tokens: list[int]) -> int:
+    """Runs whole pages of a text and keeps the state behind them; its slot."""
+    assert cache.state_slots is not None
+    pages = cache.allocate(len(tokens) // SIZE)
+    cache.publish(tokens, pages)
+    (slot,) = cache.state_slots.allocate(1)
+    cache.keep_state(tokens, slot)
+    cache.free(pages)
+    return slot
+
+
+def test_states_go_with_their_pages() -> None:
+    """Bug: a page that holds another text by now is still found with the old one's state; a longer
+    text's state is kept behind the pages that are left of it; of two states behind one text a slot
+    is lost; or a reset leaves states whose slots are free."""
+    slots = StateSlots(5)
+    cache = PrefixCache(3, SIZE, slots)
+    keep(cache, [0] * 3)
+    taken = cache.allocate(2)
+    assert slots.behind(taken[0]) is slots.behind(taken[1]) is None
+    cache.publish([1] * 3, taken[:1])
+    assert cache.share([1] * 3) == []
+    cache.free(taken)
+    keep(cache, [1] * 3)
+    last = keep(cache, [1] * 3)  # as two prompts do that come at once
+    cache.keep_state([1] * 6, *slots.allocate(1))  # its second page is nobody's
+    assert [slots.behind(page) for page in cache.share([1] * 3)] == [last]
+    assert slots.num_free == slots.num_usable == 4
+    slots.reset()
+    assert slots.num_free == slots.num_usable
+    assert len(set(slots.allocate(4))) == 4
+
+
+def test_the_state_that_was_used_last_is_kept() -> None:
+    """Bug: the state of a text that is asked for again and again makes room for one that nobody
+    has asked for since."""
+    slots = StateSlots(4)
+    cache = PrefixCache(9, SIZE, slots)
+    for token in range(3):
+        keep(cache, [token] * 3)
+    assert cache.share([0] * 3)
+    slots.allocate(2)
+    assert [len(cache.share([token] * 3)) for token in range(3)] == [1, 0, 0]
+
+
 def test_random_texts_find_what_was_published() -> None:
     """Bug: a beginning that is held is not found, or more of it than is held."""
     rng = random.Random(0)
@@ -235,6 +280,21 @@ def test_turns_of_a_chat(pair: Pair, backend: str) -> None:
             assert_idle(engine)
     assert outcomes[True] == outcomes[False]
     assert sum(sum(steps[1:]) for _, steps in outcomes[True]) >= 3, "nothing is ever accepted"
+
+
+@pytest.mark.parametrize("length", [16, 17, 18])
+def test_the_same_prompt_again(pair: Pair, length: int) -> None:
+    """Bug: of a prompt that is known whole a page is run again, to have something to draft from, or
+    its last token is not, whose logits are the first new token's."""
+    prompt = list(range(30, 30 + length))
+    with pair.engine() as engine:
+        first, again = (
+            engine.generate([prompt], max_new_tokens=9, ignore_eos=True)[0] for _ in range(2)
+        )
+    assert again.metrics.num_cached_tokens == (length - 1) // 4 * 4
+    assert again.token_ids == first.token_ids
+    steps = [r.metrics.acceptance.steps_by_accepted for r in (first, again)]
+    assert steps[0] == steps[1]
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

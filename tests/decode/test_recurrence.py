@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from graphengine.decode import ends
+from graphengine.decode import loop as loop_module
 from graphengine.decode.loop import DecodeLoop
 from graphengine.decode.recurrence import NULL_SLOT, States
 from tests.decode.test_engine import (  # noqa: F401
@@ -237,3 +238,18 @@ def test_slots_return(pair: Pair) -> None:
             assert loop.state_slots.num_free == loop.state_slots.num_usable
         loaded.generate(PROMPTS, max_new_tokens=3)
         assert loop.state_slots.num_free == loop.state_slots.num_usable
+
+
+def test_what_is_kept_leaves_every_row_its_slot(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bug: prompts whose states are kept at several places take the slots that those behind them
+    in the same batch need."""
+    monkeypatch.setattr(loop_module, "KEPT_SPACING", 8)
+    with pair.engine(buckets=(8,)) as loaded:
+        loop = loop_of(loaded)
+        requests = [loop.submit([*range(i, i + 40)], 3, ()) for i in range(8)]
+        for _ in loop.run():
+            pass
+        assert [len(request.output_ids) for request in requests] == [3] * 8
+        assert_idle(loaded)

@@ -159,10 +159,12 @@ def test_greedy_rows_are_untouched(dtype: torch.dtype) -> None:
 
 
 def test_small_and_large_temperatures() -> None:
-    """Bug: logits / 1e-30 overflows to inf - inf, or a high temperature is not uniform."""
-    logits = torch.tensor([[3.0, 1.0, 2.0, -60.0]]).expand(2000, -1)
+    """Bug: logits / 1e-30 overflows, to a tie of infinities or to inf - inf, or a high temperature
+    is not uniform."""
+    logits = torch.tensor([[10.0, 30.0, 20.0, -60.0]]).expand(2000, -1)
     rows = torch.arange(2000)
-    assert (sample_rows(logits, rows, controls(2000, temperature=1e-30)) == 0).all()
+    for low in (1e-30, 2e-38):
+        assert (sample_rows(logits, rows, controls(2000, temperature=low)) == 1).all()
     counts = torch.bincount(sample_rows(logits, rows, controls(2000, temperature=1e9)))
     assert stats.chisquare(counts.numpy()).pvalue > LEVEL
 

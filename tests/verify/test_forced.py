@@ -62,10 +62,10 @@ def hybrid(accepts: dict[int, int], monkeypatch: pytest.MonkeyPatch) -> dict[str
         (plain,) = verify_mode(engine.built, "plain", ids, cells, **run)
     advance_ = ends.advance_
 
-    def wrong_(states: Any, buffers: Any, first_B: Tensor, start_B: Tensor) -> None:
+    def wrong_(states: Any, buffers: Any, first_B: Tensor, start_B: Tensor, size: int) -> None:
         rows = (start_B - first_B).tolist()
         rows = torch.tensor([accepts.get(n, n) for n in rows], dtype=start_B.dtype)
-        advance_(states, buffers, first_B, first_B.to(start_B.dtype) + rows)
+        advance_(states, buffers, first_B, first_B.to(start_B.dtype) + rows, size)
 
     monkeypatch.setattr(ends, "advance_", wrong_)
     with Engine.from_pretrained(target, draft, num_speculative_tokens=7, **asked) as engine:

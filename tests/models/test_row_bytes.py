@@ -1,0 +1,38 @@
+"""Temporaries of a row, as layers declare them, are those that their kernels are given."""
+
+from __future__ import annotations
+
+import pytest
+
+from graphengine.kernels.gated_delta_prefill import CHUNK
+from graphengine.models import gated_delta, moe
+from graphengine.startup.build import read_configs
+
+
+@pytest.mark.parametrize("preset", ["qwen3.5-4b", "qwen3.6-35b-a3b"])
+def test_a_recurrent_layer(preset: str) -> None:
+    """Bug: a chunk's columns, solve or gates are not planned: a long prompt finds no memory."""
+    config, _ = read_configs(preset, None)
+    own = config.gated_delta
+    assert own is not None
+    heads, size = own.num_value_heads, 2
+    projected = own.num_channels + own.value_size + 2 * heads
+    of_chunk = (own.num_channels + heads * CHUNK) * size + (heads * CHUNK + 4 * heads) * 4
+    ends = 2 * own.value_size * size  # outputs, and those that are gated
+    needed = projected * size + of_chunk + ends
+    assert needed <= gated_delta.row_bytes(config, size) <= 3 * needed
+
+
+@pytest.mark.parametrize("preset", ["qwen3-30b-a3b", "qwen3.6-35b-a3b"])
+def test_experts(preset: str) -> None:
+    """Bug: what a row's experts leave is planned as one's, or the shared one is forgotten."""
+    config, _ = read_configs(preset, None)
+    own = config.moe
+    assert own is not None
+    top_k, shared, size = own.num_experts_per_tok, own.shared_expert_intermediate_size, 2
+    routed = own.num_experts * size + top_k * (4 + 4 + 4)
+    acted = top_k * own.moe_intermediate_size * size
+    added = (top_k + bool(shared)) * config.hidden_size * 4
+    of_shared = 3 * shared * size + bool(shared) * config.hidden_size * size
+    needed = routed + acted + added + of_shared
+    assert needed <= moe.row_bytes(config, size) <= 1.5 * needed

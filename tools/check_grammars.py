@@ -110,11 +110,13 @@ class Schemas:
         return {"anyOf": [self._value(depth), self._value(depth)]}
 
 
-def check_outputs(count: int, seed: int, options: dict[str, Any]) -> tuple[Any, list[str]]:
-    """(numbers, what was wrong) of so many answers by the bundled pair."""
+def check_outputs(
+    count: int, seed: int, options: dict[str, Any], seconds: float
+) -> tuple[Any, list[str]]:
+    """(numbers, what was wrong) of so many answers by the bundled pair, or as far as time goes."""
     schemas, wrong = iter(Schemas(seed)), list[str]()
     kinds = ("num_valid", "num_cut_off", "num_steps", "num_answer_tokens")
-    numbers = {"num_answers": count} | dict.fromkeys(kinds, 0)
+    numbers, began = {"num_answers": 0} | dict.fromkeys(kinds, 0), time.monotonic()
     with Engine.from_pretrained(
         TINY_TARGET,
         draft=TINY_DRAFT,
@@ -125,7 +127,10 @@ def check_outputs(count: int, seed: int, options: dict[str, Any]) -> tuple[Any, 
         **options,
     ) as engine:
         for first in range(0, count, AT_A_TIME):
+            if time.monotonic() - began > seconds:
+                break
             asked = [next(schemas) for _ in range(min(AT_A_TIME, count - first))]
+            numbers["num_answers"] += len(asked)
             handles = [
                 engine.submit(
                     f"Write JSON number {first + i}.",
@@ -262,12 +267,16 @@ def main() -> int:
     parser.add_argument("--device", default="auto", help="outputs: where the pair runs")
     parser.add_argument("--graph-mode", default="auto")
     parser.add_argument("--num-speculative-tokens", type=int, help="outputs: drafts a step")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="begin nothing later")
+    parser.add_argument(
+        "--commit", metavar="SHA", help="commit to record where the checkout has no history"
+    )
     parser.add_argument("--out", type=Path, help="store the result as JSON here")
     args = parser.parse_args()
     options = {n: getattr(args, n) for n in ("device", "graph_mode", "num_speculative_tokens")}
     began = time.perf_counter()
     if args.what == "outputs":
-        numbers, wrong = check_outputs(args.count, args.seed, options)
+        numbers, wrong = check_outputs(args.count, args.seed, options, args.seconds)
     else:
         numbers, wrong = check_masks(resolve(args.tokenizer), args.count, args.seed)
     numbers |= {"num_wrong": len(wrong), "duration_s": time.perf_counter() - began}
@@ -276,7 +285,8 @@ def main() -> int:
     print("  ".join(f"{key} {value:g}" for key, value in numbers.items()))
     if args.out:
         config = {"what": args.what, "seed": args.seed, "wrong": wrong[:20], "options": options}
-        result_schema.write_result(args.out, "grammars", numbers, config=config)
+        env = result_schema.environment(args.commit)
+        result_schema.write_result(args.out, "grammars", numbers, config=config, env=env)
     print(json.dumps(numbers))
     return 1 if wrong else 0
 

@@ -198,7 +198,7 @@ class BucketBuilder:
         short, apart = self.pair.shortened(), self._arena(max(sizes))
         for size in sizes:
             chains = self._wire(short.at(size), apart, size, Segments(), planned=False).chains
-            for steps in (chains.propose, chains.context):
+            for steps in (chains.propose, chains.context, chains.publish):
                 yield partial(run_chain, steps)
             for end in chains.ends.values():
                 yield partial(run_chain, [*chains.verify, *end])

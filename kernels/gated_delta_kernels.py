@@ -316,27 +316,6 @@ def verify_row_kernel(
 
 
 @triton.jit
-def state_behind(state, k, delta, g, num_rows):
-    """A tile of the state behind so many of these rows."""
-    is_in = tl.arange(0, g.shape[0]) < num_rows
-    g = tl.where(is_in, g, 0.0)
-    whole = tl.sum(g, axis=0)
-    delta = tl.where(is_in[None, :], delta, 0.0) * tl.exp(whole - tl.cumsum(g, axis=0))[None, :]
-    return tl.exp(whole) * state + exact_dot(delta, k)  # pyright: ignore
-
-
-@triton.jit
-def move_window(window, record, q_at, v_at, has_keys, KEYS: tl.constexpr, C: tl.constexpr):
-    """Three columns of a record become a window."""
-    for column in tl.static_range(3):  # pyright: ignore[reportGeneralTypeIssues]
-        tl.store(window + column * C + v_at, tl.load(record + column * C + v_at))
-        if has_keys:
-            tl.store(window + column * C + q_at, tl.load(record + column * C + q_at))
-            key = KEYS + q_at
-            tl.store(window + column * C + key, tl.load(record + column * C + key))
-
-
-@triton.jit
 def commit_kernel(
     raw,
     keys,
@@ -378,24 +357,30 @@ def commit_kernel(
     request = layer.to(tl.int64) * num_requests + b
     dim, values, i = tl.arange(0, K), tile * BV + tl.arange(0, BV), tl.arange(0, ROWS)
     part = (head * K + values[:, None]) * K + dim[None, :]
-    state = tl.load(states + slot * N * K * K + part)
-    row, accepted = request * G + i, i < count  # a row that was rejected is never read
-    key_at = head // GROUP * K + dim
+    key_at, row = head // GROUP * K + dim, request * G + i
     k_at = keys + row[:, None] * KEYS + key_at[None, :]
-    k = tl.load(k_at, mask=accepted[:, None], other=0.0)
     delta_at = deltas + (row[None, :] * N + head) * K + values[:, None]
-    delta = tl.load(delta_at, mask=accepted[None, :], other=0.0)
-    g = tl.load(gates + row * N + head, mask=accepted, other=0.0)
-    record = raw + request * (3 + G) * C
     q_at, v_at = key_at, 2 * KEYS + head * K + values
-    has_keys = (tile == 0) & (head % GROUP == 0)
-    tl.store(states + slot * N * K * K + part, state_behind(state, k, delta, g, count))  # pyright: ignore
-    move_window(windows + slot * 3 * C, record + count * C, q_at, v_at, has_keys, KEYS, C)  # pyright: ignore
+    to, num_rows = slot, count
     if SPACING > 0:
         number = start // SPACING
-        kept_rows = (number * SPACING - first).to(tl.int32)
         kept = tl.load(kept_slots + 2 * b + number % 2)
-        if (kept > 0) & (kept_rows > 0) & (kept_rows <= count):
-            to, behind = pool + kept, record + kept_rows * C
-            tl.store(states + to * N * K * K + part, state_behind(state, k, delta, g, kept_rows))  # pyright: ignore
-            move_window(windows + to * 3 * C, behind, q_at, v_at, has_keys, KEYS, C)  # pyright: ignore
+        to, num_rows = pool + kept, (number * SPACING - first).to(tl.int32)
+        if (kept <= 0) | (num_rows <= 0) | (num_rows > count):
+            return
+    accepted = i < num_rows  # a row that was rejected is never read
+    state = tl.load(states + slot * N * K * K + part)
+    k = tl.load(k_at, mask=accepted[:, None], other=0.0)
+    delta = tl.load(delta_at, mask=accepted[None, :], other=0.0)
+    g = tl.load(gates + row * N + head, mask=accepted, other=0.0)
+    whole = tl.sum(g, axis=0)
+    delta *= tl.exp(whole - tl.cumsum(g, axis=0))[None, :]
+    state = tl.exp(whole) * state + exact_dot(delta, k)  # pyright: ignore
+    tl.store(states + to * N * K * K + part, state)
+    window, record = windows + to * 3 * C, raw + (request * (3 + G) + num_rows) * C
+    for column in tl.static_range(3):  # pyright: ignore[reportGeneralTypeIssues]
+        tl.store(window + column * C + v_at, tl.load(record + column * C + v_at))
+        if (tile == 0) & (head % GROUP == 0):
+            tl.store(window + column * C + q_at, tl.load(record + column * C + q_at))
+            key = KEYS + q_at
+            tl.store(window + column * C + key, tl.load(record + column * C + key))

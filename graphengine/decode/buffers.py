@@ -81,10 +81,11 @@ class RecurrentBuffers(NamedTuple):
 
 
 class Launched:
-    """The step that is being launched: its number, and the matchers of its rows that have one."""
+    """The step that is being launched: its number, the matchers of its rows that have one, and
+    whether the device holds anything that they force."""
 
     def __init__(self) -> None:
-        self.step = 0
+        self.step, self.forces = 0, True
         self.matchers: dict[int, Any] = {}
 
 

@@ -6,7 +6,7 @@
     scored       last segment with logits;             adjust and count where that is built; draw,
                                                        score, accept
     constrained  last segment with logits;             the host's masks, adjust, mask, draw, count,
-                                                       score, accept
+                                                       accept; with scores `constrained_scored`
     simulated    last segment with the head's argmax;  counts drawn ahead, accept (measuring alone)
 
 Every end closes the last dense segment and acceptance, so one step's other parts are the same
@@ -39,7 +39,10 @@ from graphengine.kernels.mask_logits import mask_logits_
 from graphengine.kernels.publish_drafts import publish_drafts_
 
 GREEDY, SAMPLED, ADJUSTED, SCORED = "greedy", "sampled", "adjusted", "scored"
-CONSTRAINED, SIMULATED = "constrained", "simulated"
+SIMULATED = "simulated"
+# The two are one but for scores, which cost a step more than the masks do.
+CONSTRAINED, CONSTRAINED_SCORED = "constrained", "constrained_scored"
+CONSTRAINED_ENDS = frozenset((CONSTRAINED, CONSTRAINED_SCORED))
 
 
 def end_names(config: EngineConfig) -> tuple[str, ...]:
@@ -52,6 +55,7 @@ def end_names(config: EngineConfig) -> tuple[str, ...]:
         ADJUSTED: config.adjustments,
         SCORED: config.max_logprobs,
         CONSTRAINED: config.structured_outputs,
+        CONSTRAINED_SCORED: config.structured_outputs and config.max_logprobs,
     }
     return (GREEDY, *(name for name, is_built in built.items() if is_built))
 
@@ -59,9 +63,10 @@ def end_names(config: EngineConfig) -> tuple[str, ...]:
 def choose(ends: Iterable[str], running: Iterable[Request]) -> str:
     """The end for these requests."""
     running = list(running)
+    tells = any(request.logprobs is not None for request in running)
     if any(request.matcher is not None for request in running):
-        return CONSTRAINED
-    if any(request.logprobs is not None for request in running):
+        return CONSTRAINED_SCORED if tells else CONSTRAINED
+    if tells:
         return SCORED
     if any(request.sampling.adjusts for request in running):
         return ADJUSTED
@@ -74,10 +79,11 @@ def make_end(
 ) -> list[Step]:
     """The steps of one end, behind the last attention of `chain`."""
 
-    takes_logits = name in (SAMPLED, ADJUSTED, SCORED, CONSTRAINED)
-    tables = buffers.tables if name in (ADJUSTED, SCORED, CONSTRAINED) else None
-    scores = buffers.scores if name in (SCORED, CONSTRAINED) else None
-    grammar = buffers.grammar if name == CONSTRAINED else None
+    is_constrained = name in CONSTRAINED_ENDS
+    takes_logits = is_constrained or name in (SAMPLED, ADJUSTED, SCORED)
+    tables = buffers.tables if is_constrained or name in (ADJUSTED, SCORED) else None
+    scores = buffers.scores if name in (SCORED, CONSTRAINED_SCORED) else None
+    grammar = buffers.grammar if is_constrained else None
 
     def draw(logits_TV: Tensor) -> Tensor:
         # A draft is kept while it equals the draw at its row, so every emitted token is a draw of
@@ -126,7 +132,8 @@ def make_end(
         states, own = pair.target.states, buffers.recurrent
         assert states is not None and own is not None
         first_B = buffers.context_positions_T.view_as(buffers.block_ids_BG)[:, 0]
-        advance_(states, own, first_B, buffers.start_B, pair.config.page_size)
+        spacing = pair.config.page_size if pair.config.shares_prefixes else 0
+        advance_(states, own, first_B, buffers.start_B, spacing)
         return ()
 
     last = segments.logits if takes_logits else segments.last

@@ -1,8 +1,11 @@
 """Grammars and where an answer stands in one: llguidance's door.
 
 Compiling takes milliseconds to a second and happens in the thread that asks; what comes of it is
-kept by its text, and an answer gets a copy. Invariant: a matcher stands behind the committed
-tokens; for masks it is led along the drafts and comes back.
+kept by its text, and an answer gets a copy. A row's mask takes up to a millisecond (a string whose
+length is bounded, 152k tokens), so a block's rows are shared among several readers of the answer.
+
+Invariant: a matcher stands behind the committed tokens; for masks its readers are led along the
+drafts and come back.
 
 Legend: T rows, W words of a row's mask.
 """
@@ -10,10 +13,12 @@ Legend: T rows, W words of a row's mask.
 from __future__ import annotations
 
 import json
+import os
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Sequence
-from functools import cache
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -22,6 +27,8 @@ from torch import Tensor
 from graphengine.config.constraint import Constraint
 
 MAX_KEPT = 64  # compiled grammars, the last asked for
+NUM_READERS = max(1, min(8, len(os.sched_getaffinity(0)) // 2))  # of an answer
+MIN_ROWS = 2  # of a reader
 # Between JSON's tokens: compact, as json.dumps writes it, or indented. Without a bound a weak model
 # may say nothing else until its budget ends. A schema's own "x-guidance" overrides it.
 WHITE_SPACE = r" |\n {0,40}"
@@ -75,9 +82,10 @@ class Grammars:
             self._kept[constraint] = found
             while len(self._kept) > MAX_KEPT:
                 self._kept.popitem(last=False)
-        return Matcher(found.deep_copy(), self._ends)
+        return Matcher([inner.deep_copy() for inner in found], self._ends)
 
-    def _compile(self, constraint: Constraint) -> Any:
+    def _compile(self, constraint: Constraint) -> list[Any]:
+        """As many as read a block's rows side by side. Not copies: these share a lock."""
         kind, text = constraint
         matchers = _llguidance().LLMatcher
         try:
@@ -91,29 +99,41 @@ class Grammars:
                 source = matchers.grammar_from_lark(f"start: {texts}")
             else:
                 source = matchers.grammar_from_lark(text)
-            found = matchers(self._tokenizer, source, log_level=0)
-            error = found.get_error()
+            found = [matchers(self._tokenizer, source, log_level=0)]
+            error = found[0].get_error()
         except Exception as raised:  # whatever its compiler makes of a broken text
-            error = str(raised)
-            found = None
-        if error or found is None:
+            found, error = [], str(raised)
+        if error:
             reason = error.partition("<state>")[0].strip()
             raise ValueError(f"{kind} cannot be used: {reason}; correct it")
+        with ThreadPoolExecutor(NUM_READERS) as threads:  # which do not hold Python's lock here
+            make = partial(matchers, self._tokenizer, source, log_level=0)
+            more = [threads.submit(make) for _ in range(NUM_READERS - 1)]
+        found += [future.result() for future in more]
         # Copies share what a first mask builds: milliseconds that no step shall wait for.
-        mask_1W = torch.zeros(1, (self._vocab_size + 31) // 32, dtype=torch.int32)
-        fill_masks([(0, Matcher(found, self._ends), [])], mask_1W)
+        masks = torch.zeros(len(found), (self._vocab_size + 31) // 32, dtype=torch.int32)
+        fill_masks([(i, Matcher([inner], self._ends), []) for i, inner in enumerate(found)], masks)
         return found
 
 
 class Matcher:
     """Where an answer stands in its grammar. Not thread-safe."""
 
-    def __init__(self, inner: Any, ends: Sequence[int]) -> None:
-        self.inner, self._ends = inner, ends
+    def __init__(self, readers: Sequence[Any], ends: Sequence[int]) -> None:
+        """Args: readers: alike; the first one is asked, each works out a part of a block's rows."""
+        self.readers, self._ends = list(readers), ends
+
+    @property
+    def inner(self) -> Any:
+        """llguidance's own."""
+        return self.readers[0]
 
     def advance(self, token_ids: Sequence[int]) -> str | None:
         """Follows tokens that were committed. Returns what went wrong, if anything."""
-        if self.inner.consume_tokens(list(token_ids)):
+        ids = list(token_ids)
+        for reader in self.readers:
+            reader.consume_tokens(ids)
+        if not self.inner.is_error():
             return None
         return self.inner.get_error().partition("<state>")[0].strip() or "a token does not fit"
 
@@ -124,6 +144,20 @@ class Matcher:
         if self.inner.is_stopped():
             return [self._ends[0]]
         return self.inner.compute_ff_tokens()[:most]
+
+    def lead(self, drafts: Sequence[int]) -> list[tuple[Any, int, list[int]]]:
+        """Who works out what: (reader, its first row, the drafts behind that), for the row in front
+        of the drafts and those behind each one that fits. Mutates: the readers, which are led to
+        their first rows; whoever has read rolls back."""
+        end = next((i for i, token in enumerate(drafts) if token in self._ends), len(drafts))
+        fitting = list(drafts[:end])
+        num_rows = 1 + (self.inner.validate_tokens(fitting) if fitting else 0)
+        share, found = max(MIN_ROWS, -(-num_rows // len(self.readers))), []
+        for reader, first in zip(self.readers, range(0, num_rows, share), strict=False):
+            if first:
+                reader.consume_tokens(fitting[:first])
+            found.append((reader, first, fitting[first : min(first + share, num_rows) - 1]))
+        return found
 
 
 @cache
@@ -138,12 +172,19 @@ def fill_masks(jobs: Sequence[tuple[int, Matcher, list[int]]], mask_TW: Tensor) 
     Args:
         jobs: (row, matcher, drafts).
         mask_TW: int32 on the host, contiguous.
-    Mutates: mask_TW. Runs on llguidance's threads, one a matcher.
+    Mutates: mask_TW. Runs on llguidance's threads, one a reader.
     """
     assert mask_TW.is_contiguous() and mask_TW.device.type == "cpu"
-    row_bytes = mask_TW.shape[1] * mask_TW.element_size()
-    where = mask_TW.data_ptr(), row_bytes, len(mask_TW)
-    if alone := [(matcher.inner, row) for row, matcher, drafts in jobs if not drafts]:
+    where = mask_TW.data_ptr(), mask_TW.shape[1] * mask_TW.element_size(), len(mask_TW)
+    led = [
+        (reader, row, first, own)
+        for row, matcher, drafts in jobs
+        for reader, first, own in matcher.lead(drafts)
+    ]
+    if alone := [(reader, row + first) for reader, row, first, own in led if not own]:
         _executor().unsafe_compute_mask_ptr(alone, *where)
-    if led := [(matcher.inner, row, drafts) for row, matcher, drafts in jobs if drafts]:
-        _executor().unsafe_compute_mask_ptr_with_draft_token(led, *where)
+    if several := [(reader, row + first, own) for reader, row, first, own in led if own]:
+        _executor().unsafe_compute_mask_ptr_with_draft_token(several, *where)
+    for reader, _, first, _ in led:
+        if first:
+            reader.rollback(first)

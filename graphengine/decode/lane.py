@@ -26,7 +26,7 @@ import torch
 from graphengine import names
 from graphengine.decode.attention import Layout
 from graphengine.decode.buckets import Bucket, BucketBuilder
-from graphengine.decode.ends import CONSTRAINED, choose, end_names
+from graphengine.decode.ends import CONSTRAINED_ENDS, choose, end_names
 from graphengine.decode.kvcache import NULL_PAGE, pages_for
 from graphengine.decode.logprobs import Scores
 from graphengine.decode.masks import begin_
@@ -144,7 +144,7 @@ class Lane:
     def _queue_step(self) -> None:
         """Launches the stages of a step, each behind its plan if it needs one. Where a row has a
         grammar, its drafts are waited for in between."""
-        bucket, is_constrained = self.bucket, self._end == CONSTRAINED
+        bucket, is_constrained = self.bucket, self._end in CONSTRAINED_ENDS
         assert bucket is not None
         results = Results.of(bucket.buffers, self._next_step, len(self.rows))
         if is_constrained and bucket.buffers.grammar is not None:

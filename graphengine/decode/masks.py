@@ -54,12 +54,14 @@ def begin_(buffers: GrammarBuffers, requests: Sequence[Request | None], step: in
     block = buffers.forced_BG.shape[1]
     if block == 1:
         return
-    forced_BG = buffers.host_forced_BG.fill_(NOTHING)
-    for row, matcher in matchers.items():
-        ids = matcher.forced(block - 1)
-        if ids:
-            forced_BG[row, 1 : 1 + len(ids)] = torch.tensor(ids)
-    buffers.forced_BG.copy_(forced_BG, non_blocking=True)
+    forced = {row: matcher.forced(block - 1) for row, matcher in matchers.items()}
+    forces = any(forced.values())
+    if forces or buffers.launched.forces:  # most steps force nothing, and did not
+        forced_BG = buffers.host_forced_BG.fill_(NOTHING)
+        for row, ids in forced.items():
+            forced_BG[row, 1 : 1 + len(ids)] = torch.tensor(ids, dtype=torch.int64)
+        buffers.forced_BG.copy_(forced_BG, non_blocking=True)
+    buffers.launched.forces = forces
 
 
 def mask_rows_(buffers: GrammarBuffers) -> None:

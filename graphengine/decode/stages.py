@@ -43,7 +43,7 @@ from graphengine.capture.runners import (
 from graphengine.capture.steps import Carry, Step
 from graphengine.config.engine import GraphMode
 from graphengine.decode.attention import Attention
-from graphengine.decode.ends import CONSTRAINED
+from graphengine.decode.ends import CONSTRAINED_ENDS
 
 
 class Chains(NamedTuple):
@@ -110,15 +110,17 @@ def cut(chains: Chains, verify: Planned, draft: Planned | None) -> Parts:
     Args: draft: None: attention needs no plan.
     """
     plain, context = not chains.propose, chains.context
-    bound = chains.ends.get(CONSTRAINED) if chains.publish else None
+    bound = {name: chains.ends[name] for name in CONSTRAINED_ENDS & set(chains.ends)}
+    bound = bound if chains.publish else {}
     if draft is None:
         name, own, drafting = "decode" if plain else names.SPECULATE, {}, None
-        if bound is not None:
-            chain = [*chains.publish, *chains.verify, *bound, *context, *chains.propose]
-            own, drafting = {CONSTRAINED: chain}, Part("draft", chains.propose, {}, [])
+        if bound:
+            front, back = [*chains.publish, *chains.verify], [*context, *chains.propose]
+            own = {end: [*front, *steps, *back] for end, steps in bound.items()}
+            drafting = Part("draft", chains.propose, {}, [])
         head = chains.propose + chains.verify
         return Parts([Part(name, head, chains.ends, context, own=own)], drafting=drafting)
-    fronts = {} if bound is None else {CONSTRAINED: chains.publish}
+    fronts = dict.fromkeys(bound, chains.publish)
     name = "decode" if plain else "verify"
     part = Part(name, chains.verify, chains.ends, [], verify, fronts)
     if plain:

@@ -34,7 +34,7 @@ def chains_of(engine: Engine) -> Any:
 @pytest.mark.parametrize(
     ("options", "ends"),
     [
-        ({}, {"greedy", "sampled", "adjusted", "scored", "constrained"}),
+        ({}, {"greedy", "sampled", "adjusted", "scored", "constrained", "constrained_scored"}),
         ({"simulate_acceptance": 2.0}, {"simulated"}),
     ],
 )
@@ -47,7 +47,7 @@ def test_a_drafted_step(pair: Pair, options: dict[str, Any], ends: set[str]) -> 
     assert names(chains.propose) == draft and names(chains.verify) == verify[:-1]
     assert set(chains.ends) == ends
     for name, end in chains.ends.items():
-        assert names(end) == [verify[-1], *["grammar"] * (name == "constrained"), "accept"]
+        assert names(end) == [verify[-1], *["grammar"] * ("constrained" in name), "accept"]
     assert names(chains.publish) == ["publish"] * ("constrained" in ends)
     assert names(chains.context) == ["draft.context"]
 

@@ -15,7 +15,7 @@ from graphengine.checkpoints.hub import resolve
 from graphengine.checkpoints.tokenizer import Tokenizer
 from graphengine.config.constraint import Constraint
 from graphengine.decode import grammar as module
-from graphengine.decode.grammar import Grammars, fill_masks
+from graphengine.decode.grammar import Grammars, Matcher, fill_masks
 
 ENDS = (2040, 2042)
 
@@ -67,18 +67,22 @@ def test_an_answer_ends_where_its_grammar_does(grammars: Grammars, tokenizer: To
     assert "" != matcher.advance(tokenizer.encode("x")) is not None
 
 
+@pytest.mark.parametrize("num_readers", [1, 2, 8])
 def test_masks_along_drafts_leave_the_matcher_where_it_was(
-    grammars: Grammars, tokenizer: Tokenizer
+    grammars: Grammars, tokenizer: Tokenizer, num_readers: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Bug: a matcher that was led along drafts stays there, or rows behind a draft that does not
-    fit are written."""
+    """Bug: a matcher that was led along drafts stays there, rows behind a draft that does not fit
+    are written, or a reader begins at another's row."""
+    monkeypatch.setattr(module, "NUM_READERS", num_readers)
     constraint = Constraint("regex", "[0-9]{9}")
     matcher, fresh = grammars.matcher(constraint), grammars.matcher(constraint)
-    ids = tokenizer.encode("12") + tokenizer.encode("x") + tokenizer.encode("34")
-    known = len(tokenizer.encode("12"))
+    ids = tokenizer.encode("1234567") + tokenizer.encode("x") + tokenizer.encode("34")
+    known = len(tokenizer.encode("1234567"))
+    assert known > 4 and len(matcher.readers) == num_readers
     rows = allowed(matcher, len(ids) + 1, ids)
     assert all(rows[: known + 1]) and not any(rows[known + 2 :])
     assert rows[0] == allowed(fresh)[0] == allowed(matcher)[0]
+    assert [allowed(Matcher([one], ENDS)) for one in matcher.readers] == [rows[:1]] * num_readers
     for i, token in enumerate(ids[:known]):
         assert fresh.advance([token]) is None and allowed(fresh)[0] == rows[i + 1]
 

@@ -16,45 +16,25 @@ import threading
 import time
 import weakref
 from asyncio import get_running_loop
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict
-from numbers import Integral
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from graphengine.checkpoints.tokenizer import Message, Tokenizer
-from graphengine.config.constraint import constraint_of
+from graphengine.checkpoints.tokenizer import Tokenizer
 from graphengine.config.declaration import made, spelled_out
 from graphengine.config.engine import EngineConfig
 from graphengine.config.options import Options, SamplingParams
-from graphengine.decode.grammar import Matcher
 from graphengine.decode.loop import DecodeLoop
 from graphengine.decode.metrics import StartupMetrics
 from graphengine.decode.request import Request
-from graphengine.decode.sampling import Sampling, random_seed
 from graphengine.handles import Handle, Serving, Submit, collect
-from graphengine.results import Chunk, GenerationResult, Teller, tokens_of_bad_words
+from graphengine.results import Chunk, GenerationResult, Teller
 from graphengine.startup.build import Built, build
 from graphengine.startup.memory import MemoryPlan
-
-_NO_PROMPT = (
-    "{kind} is no prompt; pass text, a list of token ids (int), or a list of messages "
-    '({{"role": "user", "content": ".."}})'
-)
-
-Prompt = str | Sequence[Message] | Sequence[int]
-"""A user's text, a conversation, or token ids (used as they are)."""
-
-
-class PromptError(ValueError):
-    """A prompt that cannot be run: `index` is its place in the call, `reason` why."""
-
-    def __init__(self, index: int, count: int, reason: str) -> None:
-        super().__init__(f"prompt {index + 1} of {count}: {reason}" if count > 1 else reason)
-        self.index, self.reason = index, reason
+from graphengine.wishes import Prompt, Wish, as_list, asked_for, named, wishes_of
+from graphengine.wishes import PromptError as PromptError
 
 
 class Engine:
@@ -157,7 +137,7 @@ class Engine:
             ValueError: a sampling parameter outside its range.
             RuntimeError: the engine is closed, or another generation is active.
         """
-        chunks = self.stream_many(_as_list(prompts), sampling, **params)
+        chunks = self.stream_many(as_list(prompts), sampling, **params)
         results = {chunk.index: chunk.result for chunk in chunks if chunk.result is not None}
         return [results[i] for i in range(len(results))]
 
@@ -181,36 +161,26 @@ class Engine:
         if it is asked to go on.
         """
         arrival_s = time.perf_counter()
-        asked, sampled = self._wish(sampling, params)
-        if self._serving is not None:
-            prompts = [prompts] if isinstance(prompts, str) else _items(prompts)
-            queued = []
-            for i, prompt in enumerate(prompts):
-                with _named(i, len(prompts)):
-                    own = sampled.numbered(i)
-                    queued.append(self._submission(prompt, asked, own, arrival_s))
-            changed = threading.Event()
-            serving = self._serving
+        asked, sampled = asked_for(self._open, sampling, params)
+        wishes = wishes_of(self._open, prompts, asked, sampled, arrival_s)
+        serving = self._serving
+        if serving is not None:
+            changed, queued = threading.Event(), map(self._submission, wishes)
             return collect([serving.submit(one, changed.set) for one in queued], changed)
         with self._claim():
             # Drops what a stream that was never started has queued; completes an interrupted reset.
+            if not self._open.loop.is_clean:  # to reset is to wait for the device
+                self._reset(self._open.loop)
             built = self._open
-            if not built.loop.is_clean:  # to reset is to wait for the device
-                self._reset(built.loop)
-            built = self._open
-            prompts = [prompts] if isinstance(prompts, str) else _items(prompts)
-            loop = built.loop
             requests: list[Request] = []
             try:
-                for i, prompt in enumerate(prompts):
-                    with _named(i, len(prompts)):
-                        ids, own = self._encode(prompt, asked.raw), sampled.numbered(i)
-                        matcher = _matcher(built, asked)
-                        requests.append(_submit(built, ids, asked, own, arrival_s, matcher))
+                for i, wish in enumerate(wishes):
+                    with named(i, len(wishes)):
+                        requests.append(wish.submit(built))
             except BaseException:
-                loop.reset()
+                built.loop.reset()
                 raise
-            return self._run(loop, requests, built.tokenizer, asked)
+            return self._run(built.loop, requests, built.tokenizer, asked)
 
     @spelled_out(SamplingParams)
     def submit(
@@ -238,8 +208,9 @@ class Engine:
         """`submit` for what waits in another way: `told` is called behind each chunk, by the
         engine's thread."""
         arrival_s = time.perf_counter()
-        asked, sampled = self._wish(sampling, params)
-        queued = self._submission(prompt, asked, sampled.numbered(0), arrival_s)
+        asked, sampled = asked_for(self._open, sampling, params)
+        (wish,) = wishes_of(self._open, [prompt], asked, sampled, arrival_s)
+        queued = self._submission(wish)
         with self._starting:
             if self._serving is None:
                 self._serving_claim = self._claim()
@@ -249,26 +220,13 @@ class Engine:
             serving = self._serving
         return serving.submit(queued, told)
 
-    def _wish(
-        self, sampling: SamplingParams | None, params: dict[str, Any]
-    ) -> tuple[SamplingParams, Sampling]:
-        """What is asked for, by name and for the loop. Raises: ValueError."""
-        asked = made(SamplingParams, (asdict(sampling) if sampling is not None else {}) | params)
-        seed = random_seed() if asked.seed is None else asked.seed
+    def _submission(self, wish: Wish) -> Submit:
+        """What the loop's thread does for it."""
         built = self._open
-        words = tokens_of_bad_words(asked, built.tokenizer, built.target.vocab_size)
-        return asked, Sampling.of(asked, words, seed)
-
-    def _submission(
-        self, prompt: Any, asked: SamplingParams, sampled: Sampling, arrival_s: float
-    ) -> Submit:
-        """What the loop's thread does for a prompt, which is encoded here."""
-        built = self._open
-        ids, matcher = self._encode(prompt, asked.raw), _matcher(built, asked)
 
         def submit() -> tuple[Request, Teller]:
-            request = _submit(built, ids, asked, sampled, arrival_s, matcher)
-            return request, Teller(built.loop, [request], built.tokenizer, asked)
+            request = wish.submit(built)
+            return request, Teller(built.loop, [request], built.tokenizer, wish.asked)
 
         return submit
 
@@ -300,32 +258,6 @@ class Engine:
                 if claim.is_held:
                     self._reset(loop)
                 raise
-
-    def _encode(self, prompt: Any, raw: bool) -> list[int]:
-        built = self._open
-        if not isinstance(prompt, str):
-            prompt = _items(prompt)
-            kinds = set(map(type, prompt))
-            if all(issubclass(kind, Integral) for kind in kinds):
-                prompt = prompt if kinds <= {int} else [int(token) for token in prompt]  # numpy's
-                vocab = built.target.vocab_size
-                if prompt and not 0 <= min(prompt) <= max(prompt) < vocab:
-                    outside = [t for t in prompt if not 0 <= t < vocab]
-                    raise ValueError(
-                        f"token ids {outside[:5]} lie outside the vocabulary of {vocab}; encode "
-                        "the text with this model's tokenizer"
-                    )
-                return prompt
-            if not all(isinstance(message, Mapping) for message in prompt):
-                kinds = sorted({type(entry).__name__ for entry in prompt})
-                raise ValueError(_NO_PROMPT.format(kind=f"a list of {' and '.join(kinds)}"))
-        if built.tokenizer is None:
-            raise ValueError("this model has no tokenizer; pass token ids instead of text")
-        if isinstance(prompt, str):
-            if raw:
-                return built.tokenizer.encode(prompt)
-            prompt = [{"role": "user", "content": prompt}]
-        return built.tokenizer.encode_chat(prompt)
 
     # --- lifetime ---
 
@@ -412,65 +344,9 @@ class _Claim:
         self.is_held = False
 
 
-def _matcher(built: Built, asked: SamplingParams) -> Matcher | None:
-    """Of the grammar that is asked for; compiles it. Raises: ValueError."""
-    constraint = constraint_of(asked)
-    if constraint is None:
-        return None
-    if built.grammars is None:
-        raise ValueError(f"{constraint.kind} needs this model's tokenizer, and there is none")
-    return built.grammars.matcher(constraint)
-
-
-def _submit(
-    built: Built,
-    ids: list[int],
-    asked: SamplingParams,
-    sampled: Sampling,
-    arrival_s: float,
-    matcher: Matcher | None,
-) -> Request:
-    """Queues a prompt into the loop. Raises: ValueError."""
-    stop_ids = frozenset() if asked.ignore_eos else built.stop_ids
-    return built.loop.submit(
-        *(ids, asked.max_new_tokens, stop_ids, sampled, arrival_s),
-        asked_stop_ids=asked.stop_token_ids,
-        logprobs=asked.logprobs,
-        prompt_logprobs=asked.prompt_logprobs,
-        matcher=matcher,
-    )
-
-
 def _in_event_loop() -> bool:
     try:
         get_running_loop()
     except RuntimeError:
         return False
     return True
-
-
-@contextmanager
-def _named(index: int, count: int) -> Iterator[None]:
-    """Says of a ValueError which prompt it is about."""
-    try:
-        yield
-    except ValueError as error:
-        raise PromptError(index, count, str(error)) from error
-
-
-def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """One prompt or many -> many: text, a list of messages and a list of ids are one prompt."""
-    if isinstance(prompts, str):
-        return [prompts]
-    items = _items(prompts)
-    return [items] if items and isinstance(items[0], Integral | Mapping) else items
-
-
-def _items(prompt: Any) -> list[Any]:
-    """The entries of a list. What iterates over something else, a message over its keys and bytes
-    over numbers, is none; arrays and tensors are the numbers that they hold."""
-    if not isinstance(prompt, Mapping) and callable(getattr(prompt, "tolist", None)):
-        prompt = prompt.tolist()
-    if isinstance(prompt, Mapping | bytes | bytearray) or not isinstance(prompt, Iterable):
-        raise ValueError(_NO_PROMPT.format(kind=type(prompt).__name__))
-    return list(prompt)

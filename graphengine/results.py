@@ -15,7 +15,6 @@ from graphengine.checkpoints.stops import Writer, Written
 from graphengine.checkpoints.tokenizer import Tokenizer
 from graphengine.config.options import SamplingParams
 from graphengine.decode.acceptance import FinishReason
-from graphengine.decode.adjustments import check_words
 from graphengine.decode.logprobs import Logprobs
 from graphengine.decode.loop import DecodeLoop
 from graphengine.decode.metrics import RequestMetrics
@@ -125,36 +124,3 @@ class Teller:
         if written.stop is None:
             return written, 0
         return written, written.num_dropped + len(new_ids) - len(said)
-
-
-def tokens_of_bad_words(
-    asked: SamplingParams, tokenizer: Tokenizer | None, vocab_size: int
-) -> list[list[int]]:
-    """Tokens of the bad words. Checks what else of a wish names tokens or needs their text.
-
-    Raises:
-        ValueError: with the remedy.
-    """
-    named = {"stop_token_ids": asked.stop_token_ids, "logit_bias": asked.logit_bias or {}}
-    for name, ids in named.items():
-        outside = [token for token in ids if token >= vocab_size]
-        if outside:
-            raise ValueError(
-                f"{name} has {outside[:5]}, which lie outside the vocabulary of "
-                f"{vocab_size}; take ids of this model's tokenizer"
-            )
-    if tokenizer is None and (asked.stop or asked.bad_words):
-        raise ValueError(
-            "this model has no tokenizer, so stop and bad_words have no tokens; pass "
-            "stop_token_ids, or logit_bias"
-        )
-    nothing = [word for word in asked.bad_words if not word.strip()]
-    if nothing:
-        raise ValueError(f"bad_words has {nothing[0]!r}; to ban white space, pass logit_bias")
-    words = (
-        [ids for word in asked.bad_words for ids in tokenizer.encode_word(word)]
-        if tokenizer
-        else []
-    )
-    check_words(words)
-    return words

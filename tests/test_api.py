@@ -16,7 +16,6 @@ import torch
 
 from graphengine.api import Chunk, Engine
 from graphengine.checkpoints import stops
-from graphengine.config.options import SamplingParams
 from tests.support.checkpoints import edit_config, make_drafter, make_target
 
 TEXTS = ["Tom has 3 apples", "how many apples?", "def add"]
@@ -32,50 +31,6 @@ def directories(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 def engine(directories: tuple[Path, Path]) -> Iterator[Engine]:
     with Engine.from_pretrained(*directories, buckets=(1, 3), max_model_len=200) as engine:
         yield engine
-
-
-def test_prompt_kinds_agree(engine: Engine) -> None:
-    """Bug: text, a conversation and token ids of the same prompt are encoded differently, or a list
-    of ids is taken for several prompts."""
-    tokenizer = engine.tokenizer
-    assert tokenizer is not None
-    message = {"role": "user", "content": TEXTS[0]}
-    ids = tokenizer.encode_chat([message])
-    wanted = engine.generate(TEXTS[0], max_new_tokens=9, ignore_eos=True)[0].token_ids
-    for prompt in ([message], ids, tuple(ids), [TEXTS[0]], [[message]], [ids], (TEXTS[0],)):
-        results = engine.generate(prompt, max_new_tokens=9, ignore_eos=True)  # type: ignore[arg-type]
-        assert [r.token_ids for r in results] == [wanted]
-    raw = engine.generate(TEXTS[0], max_new_tokens=9, ignore_eos=True, raw=True)
-    by_ids = engine.generate(tokenizer.encode(TEXTS[0]), max_new_tokens=9, ignore_eos=True)
-    assert raw[0].token_ids == by_ids[0].token_ids
-    assert engine.generate([]) == []
-
-
-@pytest.mark.parametrize(
-    ("prompts", "message"),
-    [
-        ({"role": "user", "content": "hi"}, "dict is no prompt"),  # would be "role" and "content"
-        (b"hi", "bytes is no prompt"),  # would be the token ids 104 and 105
-        (None, "NoneType is no prompt"),
-        (["hi", 5], "prompt 2 of 2: int is no prompt"),
-        ([5, "hi"], "a list of int and str is no prompt"),
-        ([[1], [2.0]], "prompt 2 of 2: a list of float is no prompt"),
-        (["hi", [7, 10**9]], r"prompt 2 of 2: token ids \[1000000000\] lie outside"),
-    ],
-)
-def test_what_is_no_prompt(engine: Engine, prompts: Any, message: str) -> None:
-    """Bug: a single message runs as the prompts "role" and "content", bytes run as token ids, and
-    other types are a TypeError that names no prompt."""
-    with pytest.raises(ValueError, match=message):
-        engine.generate(prompts, max_new_tokens=3)
-    assert len(list(engine.stream_many("hi", max_new_tokens=1))) == 1  # not one a letter
-
-
-@pytest.mark.parametrize("value", [0, 2.5, float("nan"), "3", None])
-def test_max_new_tokens_is_a_number(engine: Engine, value: Any) -> None:
-    """Bug: a fraction is a TypeError of the page allocator."""
-    with pytest.raises(ValueError, match=r"max_new_tokens is .*; expected an integer from 1 up"):
-        engine.generate("hi", max_new_tokens=value)
 
 
 def test_results_come_in_the_order_of_prompts(engine: Engine) -> None:
@@ -188,19 +143,6 @@ def test_a_fork_is_refused(engine: Engine) -> None:
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
 
 
-def test_ids_in_arrays(engine: Engine) -> None:
-    """Bug: token ids as a tokenizer returns them, in a tensor or an array, are a TypeError."""
-    ids = [5, 6, 7, 8]
-    arguments: dict[str, Any] = {"max_new_tokens": 4, "ignore_eos": True}
-    expected = engine.generate(ids, **arguments)[0].token_ids
-    tensor = torch.tensor(ids)
-    for prompt in (tensor, tensor.numpy(), list(tensor.numpy()), tensor[None], [tensor]):
-        results = engine.generate(prompt, **arguments)  # type: ignore[arg-type]
-        assert [result.token_ids for result in results] == [expected]
-    with pytest.raises(ValueError, match="is no prompt"):
-        engine.generate(torch.tensor([0.5]), **arguments)  # type: ignore[arg-type]
-
-
 def test_an_engine_needs_a_model(directories: tuple[Path, Path]) -> None:
     """Bug: `Engine(path)` is made and fails later with an AttributeError; a name that is None loads
     the bundled pair."""
@@ -208,21 +150,6 @@ def test_an_engine_needs_a_model(directories: tuple[Path, Path]) -> None:
         Engine(directories[0])  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="the target is None"):
         Engine.from_pretrained(None)  # type: ignore[arg-type]
-
-
-def test_sampling_as_one_value(engine: Engine) -> None:
-    """Bug: a keyword beside `sampling=` is dropped, or the value's own are; or it is judged
-    without them, so that a filter beside a temperature is refused."""
-    sampling = SamplingParams(max_new_tokens=6, ignore_eos=True, temperature=2.0, seed=3)
-    one = engine.generate(TEXTS[0], sampling)[0].token_ids
-    apart = {"max_new_tokens": 6, "ignore_eos": True, "temperature": 2.0}
-    assert one == engine.generate(TEXTS[0], **apart, seed=3)[0].token_ids
-    assert one != engine.generate(TEXTS[0], sampling, seed=4)[0].token_ids
-    assert len(engine.generate(TEXTS[0], sampling, max_new_tokens=2)[0].token_ids) == 2
-    greedy = engine.generate(TEXTS[0], max_new_tokens=6, ignore_eos=True)[0].token_ids
-    assert greedy == engine.generate(TEXTS[0], sampling, top_k=1)[0].token_ids
-    with pytest.raises(TypeError, match="did you mean max_new_tokens"):
-        engine.generate(TEXTS[0], sampling, max_tokens=2)
 
 
 def test_threads_take_turns_or_are_refused(engine: Engine) -> None:

@@ -44,8 +44,8 @@ def constraint_of(asked: Any) -> Constraint | None:
 def parse_schema(name: str, value: Any) -> str:
     """A JSON schema as a mapping or as text, as text. Raises: ValueError."""
     try:
-        schema = value if isinstance(value, Mapping | bool) else json.loads(value)
-        if isinstance(schema, Mapping | bool):
+        schema = value if isinstance(value, Mapping) else json.loads(value)
+        if isinstance(schema, Mapping):
             return json.dumps(schema)
     except (TypeError, ValueError) as error:
         raise ValueError(f"{name} is no JSON ({error}); pass a schema as an object") from error

@@ -81,11 +81,10 @@ class RecurrentBuffers(NamedTuple):
 
 
 class Launched:
-    """The step that is being launched: its number, the matchers of its rows that have one, and
-    whether the device holds anything that they force."""
+    """The step that is being launched: its number, and the matchers of its rows that have one."""
 
     def __init__(self) -> None:
-        self.step, self.forces = 0, True
+        self.step = 0
         self.matchers: dict[int, Any] = {}
 
 
@@ -96,7 +95,7 @@ class GrammarBuffers(NamedTuple):
     forced_BG: Tensor  # int64; -1: nothing
     mask_TW: Tensor  # int32, a bit a token; W = ceil(V / 32)
     words_BG: Tensor  # int64 on the host: drafts, as kernels/publish_drafts.py has them
-    host_forced_BG: Tensor  # the same two, on the host
+    host_forced_BG: Tensor  # the same two, on the host, as the device was last told
     host_mask_TW: Tensor
     launched: Launched
 

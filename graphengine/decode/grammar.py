@@ -129,13 +129,15 @@ class Matcher:
         return self.readers[0]
 
     def advance(self, token_ids: Sequence[int]) -> str | None:
-        """Follows tokens that were committed. Returns what went wrong, if anything."""
+        """Follows tokens that were committed. Returns what went wrong, if anything, here or in
+        masks before: a reader that has reached a limit of its parser allows the end alone."""
         ids = list(token_ids)
         for reader in self.readers:
             reader.consume_tokens(ids)
-        if not self.inner.is_error():
+        broken = next((reader for reader in self.readers if reader.is_error()), None)
+        if broken is None:
             return None
-        return self.inner.get_error().partition("<state>")[0].strip() or "a token does not fit"
+        return broken.get_error().partition("<state>")[0].strip() or "a token does not fit"
 
     def forced(self, most: int) -> list[int]:
         """The next tokens, at most so many, as far as there is no choice; the end's with them."""

@@ -51,17 +51,16 @@ def begin_(buffers: GrammarBuffers, requests: Sequence[Request | None], step: in
     held = enumerate(requests)
     matchers = {row: r.matcher for row, r in held if r is not None and r.matcher is not None}
     buffers.launched.matchers, buffers.launched.step = matchers, step
-    block = buffers.forced_BG.shape[1]
+    host_BG, block = buffers.host_forced_BG, buffers.forced_BG.shape[1]
     if block == 1:
         return
     forced = {row: matcher.forced(block - 1) for row, matcher in matchers.items()}
-    forces = any(forced.values())
-    if forces or buffers.launched.forces:  # most steps force nothing, and did not
-        forced_BG = buffers.host_forced_BG.fill_(NOTHING)
+    # Most steps force nothing, and neither did the one before, in whichever bucket it ran.
+    if any(forced.values()) or bool((host_BG.numpy() != NOTHING).any()):
+        host_BG.fill_(NOTHING)
         for row, ids in forced.items():
-            forced_BG[row, 1 : 1 + len(ids)] = torch.tensor(ids, dtype=torch.int64)
-        buffers.forced_BG.copy_(forced_BG, non_blocking=True)
-    buffers.launched.forces = forces
+            host_BG[row, 1 : 1 + len(ids)] = torch.tensor(ids, dtype=torch.int64)
+        buffers.forced_BG.copy_(host_BG, non_blocking=True)
 
 
 def mask_rows_(buffers: GrammarBuffers) -> None:

@@ -133,19 +133,21 @@ class Request:
         self.finish_reason, self.error = "error", error
 
     def _extend(self, committed: Commit) -> list[int]:
+        wrong = None
+        if self.matcher is not None:  # which nobody asks behind an end, but for what went wrong
+            wrong = self.matcher.advance([] if committed.finish_reason else committed.token_ids)
+        if wrong is not None:  # then these may be none of the grammar's
+            committed = Commit([], "error")
         self.output_ids += committed.token_ids
         self.finish_reason = committed.finish_reason
-        wrong = None
-        if self.matcher is not None and self.finish_reason is None:
-            wrong = self.matcher.advance(committed.token_ids)
         if committed.finish_reason == "stop" and self.anchor in self.asked_stop_ids:
             self.stop_reason = self.anchor
-        if committed.finish_reason == "error":
+        if wrong is not None:
+            self.fail(f"the grammar cannot be followed any further: {wrong}")
+        elif committed.finish_reason == "error":
             position = len(self.prompt_ids) + len(self.output_ids)
             text = NO_CHOICE_TEXT if self.matcher is not None else NOT_FINITE_TEXT
             self.fail(text.format(position=position))
-        elif wrong is not None:
-            self.fail(f"the grammar cannot be followed any further: {wrong}")
         self.last_token_s = time.perf_counter()
         return committed.token_ids
 

@@ -139,7 +139,6 @@ def write_rows_(
         has_one = [int(r is not None and r.matcher is not None) for r in requests]
         held = torch.tensor(has_one, dtype=torch.int32).to(device)
         buffers.grammar.is_on_B.index_copy_(0, at_R, held)
-        buffers.grammar.launched.forces = True  # by whatever was in these rows
     for tensor in (buffers.context_positions_T, buffers.context_slots_T):
         tensor.view(-1, block).index_fill_(0, at_R, 0)
     buffers.step_B.index_fill_(0, at_R, step)

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from graphengine import TINY_DRAFT, TINY_TARGET, Engine
 from graphengine.checkpoints.hub import resolve
@@ -87,6 +88,21 @@ def test_masks_along_drafts_leave_the_matcher_where_it_was(
         assert fresh.advance([token]) is None and allowed(fresh)[0] == rows[i + 1]
 
 
+def test_a_reader_at_its_limit_is_told(tokenizer: Tokenizer) -> None:
+    """Bug: the parser of a reader of later rows meets a limit, from which on it allows the end
+    alone: the answer breaks off there and says that it is complete."""
+    inner = LLTokenizer(tokenizer.as_json(), n_vocab=2048, eos_token=list(ENDS))
+    source = LLMatcher.grammar_from_lark('start: s\ns: s s | "a" | ""')
+    few = LLParserLimits(max_items_in_row=30)
+    readers = [LLMatcher(inner, source, log_level=0, limits=few) for _ in range(3)]
+    (a,) = tokenizer.encode("a")
+    matcher, num_said = Matcher(readers, ENDS), 0
+    while all(len(row) > len(ENDS) for row in allowed(matcher, 6, [a] * 5)):
+        assert matcher.advance([a]) is None and num_said < 50
+        num_said += 1
+    assert "items" in (matcher.advance([]) or "")
+
+
 def test_answers_of_one_grammar_stand_apart(grammars: Grammars, tokenizer: Tokenizer) -> None:
     """Bug: what is kept is handed out itself, and the second answer begins where the first is; or
     all that was ever compiled is kept."""
@@ -130,6 +146,7 @@ def test_without_the_extra(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) 
         ({"json_schema": "{"}, "json_schema is no JSON"),
         ({"json_schema": "[1]"}, "is an object"),
         ({"json_schema": 5}, "no JSON"),
+        ({"json_schema": "true"}, "is an object"),
         ({"regex": ""}, "not empty"),
         ({"grammar": 3}, "not empty"),
         ({"choice": []}, ""),

@@ -5,7 +5,8 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Iterator, Sequence
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import llguidance.torch
 import pytest
@@ -16,8 +17,10 @@ from torch import Tensor
 
 from graphengine import TINY_DRAFT, TINY_TARGET, Engine
 from graphengine.config.constraint import Constraint
-from graphengine.decode import ends, grammar, reference
+from graphengine.decode import ends, grammar, masks, reference
+from graphengine.decode.buffers import Arena, GrammarBuffers
 from graphengine.decode.grammar import Grammars
+from graphengine.decode.masks import NOTHING, begin_, take_grammar
 from graphengine.decode.request import Request
 from graphengine.decode.sampling import Controls, Sampling, sample_rows
 from tests.support.dflash_reference import force_drafts, load_target, run_target
@@ -211,6 +214,54 @@ def test_what_is_forced_is_drafted(engine: Engine, prompts: list[list[int]]) -> 
     steps = request.acceptance.num_steps
     assert request.finish_reason == "stop" and is_valid(Constraint("regex", text), engine, request)
     assert steps <= 1 + len(request.output_ids) // 8
+
+
+def test_what_was_forced_in_another_bucket_is_forgotten() -> None:
+    """Bug: a bucket that has forced nothing does not look at memory where another one did, and the
+    drafter's tokens give way to those of an earlier step."""
+
+    class Forcing:
+        def __init__(self, *ids: int) -> None:
+            self.ids = list(ids)
+
+        def forced(self, most: int) -> list[int]:
+            return self.ids[:most]
+
+    arena = Arena(CPU, torch.float32)
+    large, small = (take_grammar(arena, size, 4, 64) for size in (8, 1))
+
+    def begin(buffers: GrammarBuffers, *ids: int) -> list[int]:
+        begin_(buffers, [cast(Request, SimpleNamespace(matcher=Forcing(*ids)))], 1)
+        return buffers.forced_BG[0, 1:].tolist()
+
+    assert begin(small) == [NOTHING] * 3
+    assert begin(large, 5, 6) == [5, 6, NOTHING]
+    assert begin(small) == [NOTHING] * 3
+    assert begin(large) == [NOTHING] * 3 and bool((large.forced_BG == NOTHING).all())
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+def test_an_interrupt_while_masks_are_worked_out(
+    engine: Engine, prompts: list[list[int]], is_late: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bug: half a step was launched, and the next request takes its drafts, words or masks for its
+    own; or pages stay away."""
+    asked, loop = (prompts[0], CONSTRAINTS[1], Sampling(), 40), engine.built.loop
+    (truth,), real, calls = run(engine, [asked]), masks.fill_masks, list[None]()
+
+    def interrupted(*args: Any) -> None:
+        calls.append(None)
+        if len(calls) != 4 or is_late:
+            real(*args)
+        if len(calls) == 4:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(masks, "fill_masks", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        run(engine, [asked, (prompts[1], CONSTRAINTS[2], Sampling(), 40)])
+    loop.reset()
+    assert loop.allocator.num_free == loop.allocator.num_usable
+    assert run(engine, [asked])[0].output_ids == truth.output_ids
 
 
 def test_streams_without_a_grammar_go_on_ahead(

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from graphengine.decode.grammar import Matcher
 from graphengine.decode.metrics import Acceptance
 from graphengine.decode.request import Request
 
@@ -95,3 +98,19 @@ def test_an_error_names_its_position(rows: list[int], position: int) -> None:
     assert request.finish_reason == "error"
     assert f"position {position} " in str(request.error)
     assert len(request.output_ids) == position - 3
+
+
+@pytest.mark.parametrize("block", [[3, 4, 2, 1], [3, 5, 2, 1]])
+def test_nothing_is_said_by_a_broken_grammar(block: list[int]) -> None:
+    """Bug: what masks of a matcher in an error allowed is given out, or its end is believed."""
+
+    class Broken:
+        def advance(self, token_ids: list[int]) -> str:
+            return "too many items"
+
+    request = a_request()
+    request.stop_ids, broken = {5}, Broken()
+    request.begin(2)
+    request.matcher = cast(Matcher, broken)
+    assert request.advance(block, 2) == [] and request.output_ids == [2]
+    assert request.finish_reason == "error" and "too many items" in (request.error or "")

@@ -20,7 +20,7 @@ _MODELS = "config kernels capture.torch_internals"
 _DECODE = f"{_MODELS} models capture names"
 _DRAFTERS = f"{_DECODE} decode checkpoints"
 _STARTUP = f"{_DRAFTERS} drafters"
-_API = f"{_STARTUP} startup results handles"
+_API = f"{_STARTUP} startup results handles wishes"
 _TOOLS = f"{_API} api prompts report profiles"
 ROOMS: dict[str, str] = {
     **dict.fromkeys(("names", "config", "kernels", "prompts"), ""),
@@ -32,6 +32,7 @@ ROOMS: dict[str, str] = {
     "startup": _STARTUP,
     "results": _DRAFTERS,
     "handles": f"{_STARTUP} results",
+    "wishes": f"{_STARTUP} startup",
     "api": _API,
     "async_engine": "api config results",
     "": "api async_engine checkpoints config",  # graphengine/__init__.py

@@ -1,0 +1,198 @@
+"""What a caller passes, as the loop takes it: prompts become token ids, options what an answer is
+drawn by and follows.
+
+Text is encoded and a grammar compiled in the caller's thread, before anything of the call is queued
+and while the loop's thread runs steps. Invariant: nothing here touches the loop but `Wish.submit`,
+which the thread that runs it calls.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from numbers import Integral
+from typing import Any, NamedTuple
+
+from graphengine.checkpoints.tokenizer import Message, Tokenizer
+from graphengine.config.constraint import constraint_of
+from graphengine.config.declaration import made
+from graphengine.config.options import SamplingParams
+from graphengine.decode.adjustments import check_words
+from graphengine.decode.grammar import Matcher
+from graphengine.decode.request import Request
+from graphengine.decode.sampling import Sampling, random_seed
+from graphengine.startup.build import Built
+
+_NO_PROMPT = (
+    "{kind} is no prompt; pass text, a list of token ids (int), or a list of messages "
+    '({{"role": "user", "content": ".."}})'
+)
+
+Prompt = str | Sequence[Message] | Sequence[int]
+"""A user's text, a conversation, or token ids (used as they are)."""
+
+
+class PromptError(ValueError):
+    """A prompt that cannot be run: `index` is its place in the call, `reason` why."""
+
+    def __init__(self, index: int, count: int, reason: str) -> None:
+        super().__init__(f"prompt {index + 1} of {count}: {reason}" if count > 1 else reason)
+        self.index, self.reason = index, reason
+
+
+class Wish(NamedTuple):
+    """One prompt and what is asked of its answer."""
+
+    ids: list[int]
+    asked: SamplingParams
+    sampled: Sampling
+    matcher: Matcher | None
+    arrival_s: float
+
+    def submit(self, built: Built) -> Request:
+        """Queues it into the loop. Raises: ValueError."""
+        asked = self.asked
+        stop_ids = frozenset() if asked.ignore_eos else built.stop_ids
+        return built.loop.submit(
+            *(self.ids, asked.max_new_tokens, stop_ids, self.sampled, self.arrival_s),
+            asked_stop_ids=asked.stop_token_ids,
+            logprobs=asked.logprobs,
+            prompt_logprobs=asked.prompt_logprobs,
+            matcher=self.matcher,
+        )
+
+
+def wishes_of(
+    built: Built,
+    prompts: str | Sequence[Prompt],
+    asked: SamplingParams,
+    sampled: Sampling,
+    arrival_s: float,
+) -> list[Wish]:
+    """One for each prompt of a call: encodes it, and compiles the grammar if one is asked for.
+
+    Raises:
+        PromptError: with the first that cannot be run; a ValueError if they are no list.
+    """
+    wishes: list[Wish] = []
+    prompts = [prompts] if isinstance(prompts, str) else _items(prompts)
+    for i, prompt in enumerate(prompts):
+        with named(i, len(prompts)):
+            ids, own = _encode(built, prompt, asked.raw), sampled.numbered(i)
+            wishes.append(Wish(ids, asked, own, _matcher(built, asked), arrival_s))
+    return wishes
+
+
+# --- options ---
+
+
+def asked_for(
+    built: Built, sampling: SamplingParams | None, params: dict[str, Any]
+) -> tuple[SamplingParams, Sampling]:
+    """What a call asks for, by name and for the loop; what is named wins. Raises: ValueError."""
+    asked = made(SamplingParams, (asdict(sampling) if sampling is not None else {}) | params)
+    seed = random_seed() if asked.seed is None else asked.seed
+    words = _tokens_of_bad_words(asked, built.tokenizer, built.target.vocab_size)
+    return asked, Sampling.of(asked, words, seed)
+
+
+def _tokens_of_bad_words(
+    asked: SamplingParams, tokenizer: Tokenizer | None, vocab_size: int
+) -> list[list[int]]:
+    """Tokens of the bad words. Checks what else of a wish names tokens or needs their text.
+
+    Raises:
+        ValueError: with the remedy.
+    """
+    named = {"stop_token_ids": asked.stop_token_ids, "logit_bias": asked.logit_bias or {}}
+    for name, ids in named.items():
+        outside = [token for token in ids if token >= vocab_size]
+        if outside:
+            raise ValueError(
+                f"{name} has {outside[:5]}, which lie outside the vocabulary of "
+                f"{vocab_size}; take ids of this model's tokenizer"
+            )
+    if tokenizer is None and (asked.stop or asked.bad_words):
+        raise ValueError(
+            "this model has no tokenizer, so stop and bad_words have no tokens; pass "
+            "stop_token_ids, or logit_bias"
+        )
+    nothing = [word for word in asked.bad_words if not word.strip()]
+    if nothing:
+        raise ValueError(f"bad_words has {nothing[0]!r}; to ban white space, pass logit_bias")
+    words = (
+        [ids for word in asked.bad_words for ids in tokenizer.encode_word(word)]
+        if tokenizer
+        else []
+    )
+    check_words(words)
+    return words
+
+
+def _matcher(built: Built, asked: SamplingParams) -> Matcher | None:
+    """Of the grammar that is asked for. Raises: ValueError."""
+    constraint = constraint_of(asked)
+    if constraint is None:
+        return None
+    if built.grammars is None:
+        raise ValueError(f"{constraint.kind} needs this model's tokenizer, and there is none")
+    return built.grammars.matcher(constraint)
+
+
+# --- prompts ---
+
+
+def as_list(prompts: Any) -> list[Any]:
+    """One prompt or many -> many: text, a list of messages and a list of ids are one prompt."""
+    if isinstance(prompts, str):
+        return [prompts]
+    entries = _items(prompts)
+    is_one = bool(entries) and isinstance(entries[0], Integral | Mapping)
+    return [entries] if is_one else entries
+
+
+def _items(prompt: Any) -> list[Any]:
+    """The entries of a list. What iterates over something else, a message over its keys and bytes
+    over numbers, is none; arrays and tensors are the numbers that they hold. Raises: ValueError."""
+    if not isinstance(prompt, Mapping) and callable(getattr(prompt, "tolist", None)):
+        prompt = prompt.tolist()
+    if isinstance(prompt, Mapping | bytes | bytearray) or not isinstance(prompt, Iterable):
+        raise ValueError(_NO_PROMPT.format(kind=type(prompt).__name__))
+    return list(prompt)
+
+
+@contextmanager
+def named(index: int, count: int) -> Iterator[None]:
+    """Says of a ValueError which prompt it is about. Raises: PromptError."""
+    try:
+        yield
+    except ValueError as error:
+        raise PromptError(index, count, str(error)) from error
+
+
+def _encode(built: Built, prompt: Any, raw: bool) -> list[int]:
+    """Token ids of any `Prompt`. Raises: ValueError."""
+    if not isinstance(prompt, str):
+        prompt = _items(prompt)
+        kinds = set(map(type, prompt))
+        if all(issubclass(kind, Integral) for kind in kinds):
+            prompt = prompt if kinds <= {int} else [int(token) for token in prompt]  # numpy's
+            vocab = built.target.vocab_size
+            if prompt and not 0 <= min(prompt) <= max(prompt) < vocab:
+                outside = [t for t in prompt if not 0 <= t < vocab]
+                raise ValueError(
+                    f"token ids {outside[:5]} lie outside the vocabulary of {vocab}; encode "
+                    "the text with this model's tokenizer"
+                )
+            return prompt
+        if not all(isinstance(message, Mapping) for message in prompt):
+            kinds = sorted({type(entry).__name__ for entry in prompt})
+            raise ValueError(_NO_PROMPT.format(kind=f"a list of {' and '.join(kinds)}"))
+    if built.tokenizer is None:
+        raise ValueError("this model has no tokenizer; pass token ids instead of text")
+    if isinstance(prompt, str):
+        if raw:
+            return built.tokenizer.encode(prompt)
+        prompt = [{"role": "user", "content": prompt}]
+    return built.tokenizer.encode_chat(prompt)

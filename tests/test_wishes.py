@@ -1,0 +1,106 @@
+"""wishes: what is taken as a prompt, what as options, and what is refused before anything runs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from graphengine import TINY_DRAFT, TINY_TARGET, Engine
+from graphengine.config.options import SamplingParams
+from graphengine.wishes import PromptError, asked_for, wishes_of
+
+TEXTS = ["Tom has 3 apples", "how many apples?", "def add"]
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[Engine]:
+    options: Any = {"buckets": (1, 4), "max_model_len": 200}
+    with Engine.from_pretrained(TINY_TARGET, TINY_DRAFT, **options) as engine:
+        yield engine
+
+
+def test_prompt_kinds_agree(engine: Engine) -> None:
+    """Bug: text, a conversation and token ids of the same prompt are encoded differently, or a list
+    of ids is taken for several prompts."""
+    tokenizer = engine.tokenizer
+    assert tokenizer is not None
+    message = {"role": "user", "content": TEXTS[0]}
+    ids = tokenizer.encode_chat([message])
+    wanted = engine.generate(TEXTS[0], max_new_tokens=9, ignore_eos=True)[0].token_ids
+    for prompt in ([message], ids, tuple(ids), [TEXTS[0]], [[message]], [ids], (TEXTS[0],)):
+        results = engine.generate(prompt, max_new_tokens=9, ignore_eos=True)  # type: ignore[arg-type]
+        assert [r.token_ids for r in results] == [wanted]
+    raw = engine.generate(TEXTS[0], max_new_tokens=9, ignore_eos=True, raw=True)
+    by_ids = engine.generate(tokenizer.encode(TEXTS[0]), max_new_tokens=9, ignore_eos=True)
+    assert raw[0].token_ids == by_ids[0].token_ids
+    assert engine.generate([]) == []
+
+
+@pytest.mark.parametrize(
+    ("prompts", "message"),
+    [
+        ({"role": "user", "content": "hi"}, "dict is no prompt"),  # would be "role" and "content"
+        (b"hi", "bytes is no prompt"),  # would be the token ids 104 and 105
+        (None, "NoneType is no prompt"),
+        (["hi", 5], "prompt 2 of 2: int is no prompt"),
+        ([5, "hi"], "a list of int and str is no prompt"),
+        ([[1], [2.0]], "prompt 2 of 2: a list of float is no prompt"),
+        (["hi", [7, 10**9]], r"prompt 2 of 2: token ids \[1000000000\] lie outside"),
+    ],
+)
+def test_what_is_no_prompt(engine: Engine, prompts: Any, message: str) -> None:
+    """Bug: a single message runs as the prompts "role" and "content", bytes run as token ids, and
+    other types are a TypeError that names no prompt."""
+    with pytest.raises(ValueError, match=message):
+        engine.generate(prompts, max_new_tokens=3)
+    assert len(list(engine.stream_many("hi", max_new_tokens=1))) == 1  # not one a letter
+
+
+@pytest.mark.parametrize("value", [0, 2.5, float("nan"), "3", None])
+def test_max_new_tokens_is_a_number(engine: Engine, value: Any) -> None:
+    """Bug: a fraction is a TypeError of the page allocator."""
+    with pytest.raises(ValueError, match=r"max_new_tokens is .*; expected an integer from 1 up"):
+        engine.generate("hi", max_new_tokens=value)
+
+
+def test_ids_in_arrays(engine: Engine) -> None:
+    """Bug: token ids as a tokenizer returns them, in a tensor or an array, are a TypeError."""
+    ids = [5, 6, 7, 8]
+    arguments: dict[str, Any] = {"max_new_tokens": 4, "ignore_eos": True}
+    expected = engine.generate(ids, **arguments)[0].token_ids
+    tensor = torch.tensor(ids)
+    for prompt in (tensor, tensor.numpy(), list(tensor.numpy()), tensor[None], [tensor]):
+        results = engine.generate(prompt, **arguments)  # type: ignore[arg-type]
+        assert [result.token_ids for result in results] == [expected]
+    with pytest.raises(ValueError, match="is no prompt"):
+        engine.generate(torch.tensor([0.5]), **arguments)  # type: ignore[arg-type]
+
+
+def test_sampling_as_one_value(engine: Engine) -> None:
+    """Bug: a keyword beside `sampling=` is dropped, or the value's own are; or it is judged
+    without them, so that a filter beside a temperature is refused."""
+    sampling = SamplingParams(max_new_tokens=6, ignore_eos=True, temperature=2.0, seed=3)
+    one = engine.generate(TEXTS[0], sampling)[0].token_ids
+    apart = {"max_new_tokens": 6, "ignore_eos": True, "temperature": 2.0}
+    assert one == engine.generate(TEXTS[0], **apart, seed=3)[0].token_ids
+    assert one != engine.generate(TEXTS[0], sampling, seed=4)[0].token_ids
+    assert len(engine.generate(TEXTS[0], sampling, max_new_tokens=2)[0].token_ids) == 2
+    greedy = engine.generate(TEXTS[0], max_new_tokens=6, ignore_eos=True)[0].token_ids
+    assert greedy == engine.generate(TEXTS[0], sampling, top_k=1)[0].token_ids
+    with pytest.raises(TypeError, match="did you mean max_new_tokens"):
+        engine.generate(TEXTS[0], sampling, max_tokens=2)
+
+
+def test_nothing_is_queued_by_a_wish(engine: Engine) -> None:
+    """Bug: prompts in front of a wrong one are left in the queue, or all of a call draw alike."""
+    built = engine.built
+    asked, sampled = asked_for(built, None, {"temperature": 1.0, "seed": 3, "regex": "[ab]{9}"})
+    with pytest.raises(PromptError, match="prompt 3 of 3: float is no prompt") as raised:
+        wishes_of(built, ["a", [5], 2.0], asked, sampled, 0.0)  # type: ignore[list-item]
+    assert raised.value.index == 2 and not built.loop.has_work
+    one, other = wishes_of(built, ["a", [5]], asked, sampled, 0.0)
+    assert other.ids == [5] and one.sampled.seed != other.sampled.seed
+    assert one.matcher is not other.matcher and not built.loop.has_work

@@ -221,7 +221,7 @@ def _tokens(mask_W: torch.Tensor) -> list[int]:
 
 def _drafts(matcher: Matcher, size: int, rng: random.Random) -> list[int]:
     """A block's, each allowed behind the one before, most likely up to a wrong one."""
-    inner, drafts = Matcher([matcher.inner.deep_copy()], ()), []
+    inner, drafts = Matcher(matcher.inner.deep_copy(), ()), []
     while len(drafts) < BLOCK - 1:
         allowed = _tokens(_row(inner, size))
         if not allowed or rng.random() < 0.07:

@@ -2,10 +2,10 @@
 
 Compiling takes milliseconds to a second and happens in the thread that asks; what comes of it is
 kept by its text, and an answer gets a copy. A row's mask takes up to a millisecond (a string whose
-length is bounded, 152k tokens), so a block's rows are shared among several readers of the answer.
+length is bounded, 152k tokens); a request's rows are worked out one after another.
 
-Invariant: a matcher stands behind the committed tokens; for masks its readers are led along the
-drafts and come back.
+Invariant: a matcher stands behind the committed tokens; for masks it is led along the drafts and
+comes back.
 
 Legend: T rows, W words of a row's mask.
 """
@@ -13,12 +13,10 @@ Legend: T rows, W words of a row's mask.
 from __future__ import annotations
 
 import json
-import os
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 import torch
@@ -27,8 +25,6 @@ from torch import Tensor
 from graphengine.config.constraint import Constraint
 
 MAX_KEPT = 64  # compiled grammars, the last asked for
-NUM_READERS = max(1, min(8, len(os.sched_getaffinity(0)) // 2))  # of an answer
-MIN_ROWS = 2  # of a reader
 # Between JSON's tokens: compact, as json.dumps writes it, or indented. Without a bound a weak model
 # may say nothing else until its budget ends. A schema's own "x-guidance" overrides it.
 WHITE_SPACE = r" |\n {0,40}"
@@ -82,10 +78,9 @@ class Grammars:
             self._kept[constraint] = found
             while len(self._kept) > MAX_KEPT:
                 self._kept.popitem(last=False)
-        return Matcher([inner.deep_copy() for inner in found], self._ends)
+        return Matcher(found.deep_copy(), self._ends)
 
-    def _compile(self, constraint: Constraint) -> list[Any]:
-        """As many as read a block's rows side by side. Not copies: these share a lock."""
+    def _compile(self, constraint: Constraint) -> Any:
         kind, text = constraint
         matchers = _llguidance().LLMatcher
         try:
@@ -99,45 +94,33 @@ class Grammars:
                 source = matchers.grammar_from_lark(f"start: {texts}")
             else:
                 source = matchers.grammar_from_lark(text)
-            found = [matchers(self._tokenizer, source, log_level=0)]
-            error = found[0].get_error()
+            found = matchers(self._tokenizer, source, log_level=0)
+            error = found.get_error()
         except Exception as raised:  # whatever its compiler makes of a broken text
-            found, error = [], str(raised)
+            found, error = None, str(raised)
         if error:
             reason = error.partition("<state>")[0].strip()
             raise ValueError(f"{kind} cannot be used: {reason}; correct it")
-        with ThreadPoolExecutor(NUM_READERS) as threads:  # which do not hold Python's lock here
-            make = partial(matchers, self._tokenizer, source, log_level=0)
-            more = [threads.submit(make) for _ in range(NUM_READERS - 1)]
-        found += [future.result() for future in more]
         # Copies share what a first mask builds: milliseconds that no step shall wait for.
-        masks = torch.zeros(len(found), (self._vocab_size + 31) // 32, dtype=torch.int32)
-        fill_masks([(i, Matcher([inner], self._ends), []) for i, inner in enumerate(found)], masks)
+        mask_1W = torch.zeros(1, (self._vocab_size + 31) // 32, dtype=torch.int32)
+        fill_masks([(0, Matcher(found, self._ends), [])], mask_1W)
         return found
 
 
 class Matcher:
     """Where an answer stands in its grammar. Not thread-safe."""
 
-    def __init__(self, readers: Sequence[Any], ends: Sequence[int]) -> None:
-        """Args: readers: alike; the first one is asked, each works out a part of a block's rows."""
-        self.readers, self._ends = list(readers), ends
-
-    @property
-    def inner(self) -> Any:
-        """llguidance's own."""
-        return self.readers[0]
+    def __init__(self, inner: Any, ends: Sequence[int]) -> None:
+        """Args: inner: llguidance's own."""
+        self.inner, self._ends = inner, ends
 
     def advance(self, token_ids: Sequence[int]) -> str | None:
         """Follows tokens that were committed. Returns what went wrong, if anything, here or in
-        masks before: a reader that has reached a limit of its parser allows the end alone."""
-        ids = list(token_ids)
-        for reader in self.readers:
-            reader.consume_tokens(ids)
-        broken = next((reader for reader in self.readers if reader.is_error()), None)
-        if broken is None:
+        masks before: a parser that has reached one of its limits allows the end alone."""
+        self.inner.consume_tokens(list(token_ids))
+        if not self.inner.is_error():
             return None
-        return broken.get_error().partition("<state>")[0].strip() or "a token does not fit"
+        return self.inner.get_error().partition("<state>")[0].strip() or "a token does not fit"
 
     def forced(self, most: int) -> list[int]:
         """The next tokens, at most so many, as far as there is no choice; the end's with them."""
@@ -146,20 +129,6 @@ class Matcher:
         if self.inner.is_stopped():
             return [self._ends[0]]
         return self.inner.compute_ff_tokens()[:most]
-
-    def lead(self, drafts: Sequence[int]) -> list[tuple[Any, int, list[int]]]:
-        """Who works out what: (reader, its first row, the drafts behind that), for the row in front
-        of the drafts and those behind each one that fits. Mutates: the readers, which are led to
-        their first rows; whoever has read rolls back."""
-        end = next((i for i, token in enumerate(drafts) if token in self._ends), len(drafts))
-        fitting = list(drafts[:end])
-        num_rows = 1 + (self.inner.validate_tokens(fitting) if fitting else 0)
-        share, found = max(MIN_ROWS, -(-num_rows // len(self.readers))), []
-        for reader, first in zip(self.readers, range(0, num_rows, share), strict=False):
-            if first:
-                reader.consume_tokens(fitting[:first])
-            found.append((reader, first, fitting[first : min(first + share, num_rows) - 1]))
-        return found
 
 
 @cache
@@ -174,19 +143,11 @@ def fill_masks(jobs: Sequence[tuple[int, Matcher, list[int]]], mask_TW: Tensor) 
     Args:
         jobs: (row, matcher, drafts).
         mask_TW: int32 on the host, contiguous.
-    Mutates: mask_TW. Runs on llguidance's threads, one a reader.
+    Mutates: mask_TW. Runs on llguidance's threads, one a matcher.
     """
     assert mask_TW.is_contiguous() and mask_TW.device.type == "cpu"
     where = mask_TW.data_ptr(), mask_TW.shape[1] * mask_TW.element_size(), len(mask_TW)
-    led = [
-        (reader, row, first, own)
-        for row, matcher, drafts in jobs
-        for reader, first, own in matcher.lead(drafts)
-    ]
-    if alone := [(reader, row + first) for reader, row, first, own in led if not own]:
+    if alone := [(matcher.inner, row) for row, matcher, drafts in jobs if not drafts]:
         _executor().unsafe_compute_mask_ptr(alone, *where)
-    if several := [(reader, row + first, own) for reader, row, first, own in led if own]:
-        _executor().unsafe_compute_mask_ptr_with_draft_token(several, *where)
-    for reader, _, first, _ in led:
-        if first:
-            reader.rollback(first)
+    if led := [(matcher.inner, row, drafts) for row, matcher, drafts in jobs if drafts]:
+        _executor().unsafe_compute_mask_ptr_with_draft_token(led, *where)

@@ -68,35 +68,31 @@ def test_an_answer_ends_where_its_grammar_does(grammars: Grammars, tokenizer: To
     assert "" != matcher.advance(tokenizer.encode("x")) is not None
 
 
-@pytest.mark.parametrize("num_readers", [1, 2, 8])
 def test_masks_along_drafts_leave_the_matcher_where_it_was(
-    grammars: Grammars, tokenizer: Tokenizer, num_readers: int, monkeypatch: pytest.MonkeyPatch
+    grammars: Grammars, tokenizer: Tokenizer
 ) -> None:
     """Bug: a matcher that was led along drafts stays there, rows behind a draft that does not fit
-    are written, or a reader begins at another's row."""
-    monkeypatch.setattr(module, "NUM_READERS", num_readers)
+    are written."""
     constraint = Constraint("regex", "[0-9]{9}")
     matcher, fresh = grammars.matcher(constraint), grammars.matcher(constraint)
     ids = tokenizer.encode("1234567") + tokenizer.encode("x") + tokenizer.encode("34")
     known = len(tokenizer.encode("1234567"))
-    assert known > 4 and len(matcher.readers) == num_readers
+    assert known > 4
     rows = allowed(matcher, len(ids) + 1, ids)
     assert all(rows[: known + 1]) and not any(rows[known + 2 :])
     assert rows[0] == allowed(fresh)[0] == allowed(matcher)[0]
-    assert [allowed(Matcher([one], ENDS)) for one in matcher.readers] == [rows[:1]] * num_readers
     for i, token in enumerate(ids[:known]):
         assert fresh.advance([token]) is None and allowed(fresh)[0] == rows[i + 1]
 
 
-def test_a_reader_at_its_limit_is_told(tokenizer: Tokenizer) -> None:
-    """Bug: the parser of a reader of later rows meets a limit, from which on it allows the end
-    alone: the answer breaks off there and says that it is complete."""
+def test_a_parser_at_its_limit_is_told(tokenizer: Tokenizer) -> None:
+    """Bug: a parser meets a limit, from which on it allows the end alone: the answer breaks off
+    there and says that it is complete."""
     inner = LLTokenizer(tokenizer.as_json(), n_vocab=2048, eos_token=list(ENDS))
     source = LLMatcher.grammar_from_lark('start: s\ns: s s | "a" | ""')
     few = LLParserLimits(max_items_in_row=30)
-    readers = [LLMatcher(inner, source, log_level=0, limits=few) for _ in range(3)]
-    (a,) = tokenizer.encode("a")
-    matcher, num_said = Matcher(readers, ENDS), 0
+    (a,), num_said = tokenizer.encode("a"), 0
+    matcher = Matcher(LLMatcher(inner, source, log_level=0, limits=few), ENDS)
     while all(len(row) > len(ENDS) for row in allowed(matcher, 6, [a] * 5)):
         assert matcher.advance([a]) is None and num_said < 50
         num_said += 1

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from graphengine import TINY_DRAFT, TINY_TARGET, Engine
 from graphengine.config.constraint import Constraint
-from graphengine.decode import ends, grammar, masks, reference
+from graphengine.decode import ends, masks, reference
 from graphengine.decode.buffers import Arena, GrammarBuffers
 from graphengine.decode.grammar import Grammars
 from graphengine.decode.masks import NOTHING, begin_, take_grammar
@@ -53,7 +53,6 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(scope="module", params=["torch", "triton"])  # planned, and all in one chain
 def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
-    grammar.NUM_READERS = 3  # as on machines with more cores
     options: Any = {"attention_backend": request.param, "acceptance_floor": 0.0}
     with Engine.from_pretrained(
         TINY_TARGET, draft=TINY_DRAFT, max_model_len=256, **options

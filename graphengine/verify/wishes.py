@@ -116,6 +116,11 @@ def wishes_of(said: Sequence[int], stop_ids: Collection[int], min_tokens: int) -
 NUM_WISHES = len(wishes_of([0], (), 0))
 
 
+def _ends(built: Built) -> list[int]:
+    """Tokens that end an answer and have a logit."""
+    return [token for token in built.stop_ids if 0 <= token < built.target.vocab_size]
+
+
 def wishes_for(
     built: Built, ids: Sequence[Sequence[int]], max_new_tokens: int, seed: int, grammars: bool
 ) -> list[Wish]:
@@ -128,7 +133,7 @@ def wishes_for(
     """
     budgets, found = [min(max_new_tokens, NUM_SAID)] * len(ids), []
     for i, answer in enumerate(decode(built.loop, ids, budgets, built.stop_ids)):
-        wishes = wishes_of(answer.output_ids, built.stop_ids, max(max_new_tokens // 2, 1))
+        wishes = wishes_of(answer.output_ids, _ends(built), max(max_new_tokens // 2, 1))
         wish = wishes[i % NUM_WISHES]
         if not grammars:
             wish = wish._replace(constraint=None)
@@ -151,7 +156,7 @@ def judge_of(
 ) -> Judge:
     """Judges the tokens of an answer by what it was asked to be; on the host, in float32."""
     matcher = matcher_of(built, wish)
-    asked, stop_ids = wish.sampling, built.stop_ids
+    asked, stop_ids = wish.sampling, _ends(built)
 
     def judge(logits_TV: Tensor, positions: Sequence[int], emitted_T: Tensor) -> Scores:
         """The rows of one chunk, in order: the matcher follows them."""

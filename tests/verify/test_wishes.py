@@ -71,18 +71,25 @@ def test_every_wish_changes_what_is_said(engine: Engine, wishes: list[Wish]) -> 
     assert changed == set(range(NUM_WISHES)) - nothing
 
 
-def rolled(buffers: Any) -> None:
+def first_wrong(found: CellResult, wishes: list[Wish]) -> Wish:
+    place = found.report.first_true
+    assert place is not None
+    return wishes[place.request]
+
+
+def late(buffers: Any) -> None:
+    """Each draft's row has the mask of the one in front of it."""
     own = buffers.grammar.mask_TW.view(BUCKET, buffers.block, -1)
-    own.copy_(own.roll(1, dims=1))
+    own[:, 1:] = own[:, :-1].clone()
 
 
 def test_mask_of_the_row_in_front(wishes: list[Wish]) -> None:
     """Bug: a row is masked by what the grammar leaves to the row in front of it."""
     with load() as engine:
         for bucket in engine.built.loop.first.buckets.values():
-            insert_(bucket, names.GRAMMAR, partial(rolled, bucket.buffers), behind=True)
+            insert_(bucket, names.GRAMMAR, partial(late, bucket.buffers), behind=True)
         found = mixed(engine, wishes)
-    assert set(found.failed) & {"regret", "finite"}
+    assert "regret" in found.failed and first_wrong(found, wishes).constraint is not None
 
 
 def test_penalties_count_no_drafts(wishes: list[Wish], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -98,7 +105,8 @@ def test_penalties_count_no_drafts(wishes: list[Wish], monkeypatch: pytest.Monke
 
     monkeypatch.setattr(ends, "adjust_logits", uncounted)
     with load() as engine:
-        assert "regret" in mixed(engine, wishes).failed
+        found = mixed(engine, wishes)
+    assert "regret" in found.failed and first_wrong(found, wishes).sampling.adjusts
 
 
 def test_shifted_seed(wishes: list[Wish], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -111,6 +119,7 @@ def test_shifted_seed(wishes: list[Wish], monkeypatch: pytest.MonkeyPatch) -> No
     with load() as engine:
         found = mixed(engine, wishes)
     assert {"regret", "identical"} <= set(found.failed)
+    assert not first_wrong(found, wishes).sampling.is_greedy
 
 
 @pytest.mark.parametrize(

@@ -45,7 +45,7 @@ Examples:
   graphengine verify
   graphengine verify --matrix --output-json verify.json
   graphengine verify tiny-hybrid --forced-acceptance
-  graphengine verify --all-options
+  graphengine verify --all-options --forced-acceptance
   graphengine verify Qwen/Qwen3-8B --draft z-lab/Qwen3-8B-DFlash-b16 --min-acceptance 4
   graphengine verify --temperature 1 --num-samples 400
 

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from graphengine.checkpoints.tokenizer import Tokenizer
     from graphengine.verify.check import Limits, Mix
     from graphengine.verify.run import CellResult, Draws, Mode
+    from graphengine.verify.wishes import Wish
 
 PROMPTS = Path(__file__).parents[1] / "assets" / "verify_prompts.jsonl"
 # On these the bundled target is unsure, so that a small fault changes its choice: with K/V one slot
@@ -44,6 +45,7 @@ Examples:
   graphengine verify
   graphengine verify --matrix --output-json verify.json
   graphengine verify tiny-hybrid --forced-acceptance
+  graphengine verify --all-options --forced-acceptance
   graphengine verify Qwen/Qwen3-8B --draft z-lab/Qwen3-8B-DFlash-b16 --min-acceptance 4
   graphengine verify --temperature 1 --num-samples 400
 
@@ -62,6 +64,12 @@ What each check means: graphengine/verify/lossless.md."""
     is_flag=True,
     help="Replace the drafts by plain decoding's tokens, so that every step accepts exactly 0, "
     "then 1, .. then all: proves what is committed for every length, whatever the drafter.",
+)
+@click.option(
+    "--all-options",
+    is_flag=True,
+    help="Every prompt asks for something else (penalties, biases, bad words, draws with filters, "
+    "grammars, several at once), in the same batches.",
 )
 @click.option(
     "--tolerance",
@@ -105,8 +113,10 @@ def verify(ctx: click.Context, model: str | None, draft: str | None, **options: 
     from graphengine.checkpoints.hub import resolve
     from graphengine.checkpoints.pairs import named_pair
     from graphengine.checkpoints.tokenizer import Tokenizer
+    from graphengine.decode.grammar import llguidance_missing
     from graphengine.report import stderr_console
     from graphengine.verify.run import Mode, encode
+    from graphengine.verify.wishes import NUM_WISHES
 
     mode = Mode(options["graph_mode"], options["attention_backend"])
     if options["matrix"] and mode != ("auto", "auto"):
@@ -129,6 +139,8 @@ def verify(ctx: click.Context, model: str | None, draft: str | None, **options: 
             "--forced-acceptance replaces a drafter's drafts, greedily; pass --draft, and leave "
             "out --temperature and --min-acceptance"
         )
+    if options["all_options"] and is_sampled:
+        raise ValueError("--all-options has temperatures of its own; leave out --temperature")
     files = (file,) if file else (PROMPTS, PROBES)
     conversations = [turns for path in files for turns in read_prompt_file(path)]
     if any(len(turns) != 1 for turns in conversations):
@@ -142,7 +154,7 @@ def verify(ctx: click.Context, model: str | None, draft: str | None, **options: 
             raise ValueError("--matrix is greedy; leave out --temperature, or pass --graph-mode")
         # The last ones first: the bundled probes, on which draws differ most.
         prompts = prompts[-MAX_SAMPLED_PROMPTS:]
-    elif bundled and not file and not options["raw"] and not is_forced:
+    elif bundled and not (file or options["raw"] or is_forced or options["all_options"]):
         num_counted = len(read_prompt_file(PROMPTS))
         in_full = options["num_speculative_tokens"] is None
         if in_full and options["max_new_tokens"] >= BUNDLED_MIN_NEW_TOKENS:
@@ -150,6 +162,10 @@ def verify(ctx: click.Context, model: str | None, draft: str | None, **options: 
     directory = resolve(model)
     tokenizer = Tokenizer(directory) if Tokenizer.exists(directory) else None
     ids = encode(tokenizer, prompts, options["raw"])
+    options["grammars"] = False
+    if options["all_options"]:  # each of them once at least
+        options["grammars"] = tokenizer is not None and not llguidance_missing()
+        ids = [ids[i % len(ids)] for i in range(max(len(ids), NUM_WISHES))]
     if options["max_model_len"] is None:  # no pool larger than needed
         wanted = max(map(len, ids)) + options["max_new_tokens"]
         options["max_model_len"] = longest_context(model, draft, wanted)
@@ -214,6 +230,7 @@ class _Run(NamedTuple):
             mixes_of,
             verify_mode,
         )
+        from graphengine.verify.wishes import wishes_for
 
         options, buckets = self.options, sorted(self.options["buckets"])
         modes = [self.mode]
@@ -222,6 +239,7 @@ class _Run(NamedTuple):
             modes = matrix_modes(options["device"], options["dtype"])
             cells = [(bucket, mix) for bucket in buckets for mix in mixes_of(bucket)]
         texts: list[str] = []
+        wishes: list[Wish] = []
 
         def run(
             mode: Mode,
@@ -232,6 +250,10 @@ class _Run(NamedTuple):
             with self.engine(mode, drafter) as engine:
                 config = engine.config
                 name = f"{config.graph_mode} {config.attention_backend}"
+                if options["all_options"] and not wishes:
+                    count, seed = options["max_new_tokens"], options["seed"]
+                    given = self.ids, count, seed, options["grammars"]
+                    wishes.extend(wishes_for(engine.built, *given))
                 found = verify_mode(
                     engine.built,
                     name if drafter == self.draft else PLAIN,
@@ -242,6 +264,7 @@ class _Run(NamedTuple):
                     num_counted=num_counted,
                     first=before,
                     forced=forced,
+                    wishes=wishes,
                     progress=lambda cell: self.console.print(
                         f"{cell.mode}: bucket {cell.bucket}, {cell.mix}", style="dim"
                     ),
@@ -249,7 +272,8 @@ class _Run(NamedTuple):
             for result in found:
                 place = result.report.first_true or next(iter(result.report.ties), None)
                 if place is not None:
-                    texts.append(describe(result, place, self.tokenizer))
+                    asked = f" (asked for: {wishes[place.request]})" if wishes else ""
+                    texts.append(describe(result, place, self.tokenizer) + asked)
             return found
 
         is_forced = options["forced_acceptance"]
@@ -281,11 +305,14 @@ class _Run(NamedTuple):
     def engine(self, mode: Mode, drafter: str | None) -> Engine:
         from graphengine.api import Engine
 
+        mixed = self.options["all_options"]
         asked = {name: self.options[name] for name in declarations(Options) if name in self.options}
         if drafter != self.draft:
             asked = without_drafter(asked)
         asked |= mode._asdict() | {
-            "sampling": True if self.options["temperature"] else None,
+            "sampling": mixed or self.options["temperature"] > 0 or None,
+            "adjustments": mixed or None,
+            "structured_outputs": self.options["grammars"] or None,
             # Judged is what speculation decodes, however slow or badly drafted.
             "acceptance_floor": 0.0,
             "fallback": False,

@@ -12,6 +12,7 @@ Legend: T rows, W words of a row's mask.
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import threading
 from collections import OrderedDict
@@ -39,6 +40,11 @@ def _llguidance() -> Any:
             'install it: pip install "graphengine[grammar]"'
         ) from error
     return llguidance
+
+
+def llguidance_missing() -> bool:
+    """Whether the `grammar` extra is not installed."""
+    return importlib.util.find_spec("llguidance") is None
 
 
 class Grammars:

@@ -27,6 +27,7 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from graphengine.decode.acceptance import FinishReason
+from graphengine.decode.grammar import Matcher
 from graphengine.decode.loop import DecodeLoop
 from graphengine.decode.metrics import Acceptance
 from graphengine.decode.request import Request
@@ -112,6 +113,7 @@ def decode(
     bucket: int | None = None,
     one_by_one: bool = False,
     samplings: Sequence[Sampling] | None = None,
+    matchers: Sequence[Matcher | None] | None = None,
 ) -> list[Transcript]:
     """Runs prompts to their end.
 
@@ -120,6 +122,7 @@ def decode(
         bucket: runs in this built bucket alone, however few rows are taken; None as usual.
         one_by_one: submits a prompt when the one before it has ended.
         samplings: how each prompt's tokens are picked; default greedily.
+        matchers: of the grammar that each answer follows; default none.
 
     Raises:
         ValueError: a prompt that cannot run.
@@ -131,6 +134,7 @@ def decode(
     loop.reset()
     loop.first.only_bucket = bucket
     samplings = samplings or [GREEDY] * len(prompts)
+    matchers = matchers or [None] * len(prompts)
     steps: dict[int, list[int]] = defaultdict(list)
     requests: list[Request] = []
 
@@ -140,8 +144,10 @@ def decode(
                 steps[request.request_id].append(len(token_ids))
 
     try:
-        for prompt, budget, sampling in zip(prompts, budgets, samplings, strict=True):
-            requests.append(loop.submit(list(prompt), budget, stop_ids, sampling))
+        asked = zip(prompts, budgets, samplings, matchers, strict=True)
+        for prompt, budget, sampling, matcher in asked:
+            ids = list(prompt)
+            requests.append(loop.submit(ids, budget, stop_ids, sampling, matcher=matcher))
             if one_by_one:
                 run()
         run()

@@ -65,7 +65,12 @@ def report_cells(
             click.echo(f"FAIL {failure}")
         num_tokens = sum(r.report.num_tokens for r in results)
         verdict = "FAIL" if failures else "PASS"
-        click.echo(f"{verdict}: {len(results)} runs, {num_tokens} tokens judged")
+        mixed = ""
+        if options["all_options"]:
+            mixed = ", all options mixed"
+            if not options["grammars"]:
+                mixed += ' but grammars (install them: pip install "graphengine[grammar]")'
+        click.echo(f"{verdict}: {len(results)} runs, {num_tokens} tokens judged{mixed}")
     return not failures
 
 

@@ -24,7 +24,8 @@ from graphengine.startup.build import Built
 from graphengine.verify import check
 from graphengine.verify.check import CheckName, Limits, Mix, Report, Transcript
 from graphengine.verify.forced import ForcedLength, lengths, missed
-from graphengine.verify.teacher import Scores, teacher_force
+from graphengine.verify.teacher import Scores, first_choice, teacher_force
+from graphengine.verify.wishes import NOTHING, Wish, judge_of, matcher_of
 
 PLAIN = "plain"
 
@@ -115,6 +116,7 @@ def verify_mode(
     num_counted: int | None = None,
     first: Sequence[CellResult] = (),
     forced: ForcedLength | None = None,
+    wishes: Sequence[Wish] | None = None,
     progress: Callable[[Cell], None] = lambda cell: None,
 ) -> list[CellResult]:
     """Runs and judges every cell of one loaded engine.
@@ -124,10 +126,12 @@ def verify_mode(
         num_counted: acceptance is that of the first so many prompts; default all.
         first: earlier results; in another graph mode of the same attention tokens must be equal.
         forced: runs each cell with every accepted length instead of the drafter's own drafts.
+        wishes: what each prompt asks for; default nothing.
 
     Raises:
         ValueError: a prompt that cannot run.
     """
+    wishes = wishes or [NOTHING] * len(ids)
     judged: dict[tuple[int, ...], Scores] = {}
     reference = {_kernels(r.cell): r.transcripts for r in reversed(first)}
     results: list[CellResult] = []
@@ -148,16 +152,23 @@ def verify_mode(
         if mix == "mixed":
             order, budgets = check.mixed([len(prompt) for prompt in ids], max_new_tokens)
         run = built.loop, [ids[i] for i in order], budgets, built.stop_ids
-        ran = check.decode(*run, bucket=bucket, one_by_one=mix == "alone")
+        ran = check.decode(
+            *run,
+            bucket=bucket,
+            one_by_one=mix == "alone",
+            samplings=[wishes[i].sampling for i in order],
+            matchers=[matcher_of(built, wishes[i]) for i in order],
+        )
         # In the order of the prompts, so that cells can be compared.
         transcripts = [transcript for _, transcript in sorted(zip(order, ran, strict=True))]
-        scores = []
-        for t in transcripts:
-            key = (len(t.prompt_ids), *t.prompt_ids, *t.output_ids)
+        scores, limit, stop_ids = [], limits.tolerance_nats, built.stop_ids
+        for i, (t, wish) in enumerate(zip(transcripts, wishes, strict=True)):
+            key = (i if wish != NOTHING else -1, len(t.prompt_ids), *t.prompt_ids, *t.output_ids)
             if key not in judged:
-                judged[key] = teacher_force(built.loop, t.prompt_ids, t.output_ids)
+                said = t.prompt_ids, t.output_ids
+                judge = first_choice if wish == NOTHING else judge_of(built, wish, *said, limit)
+                judged[key] = teacher_force(built.loop, *said, judge)
             scores.append(judged[key])
-        limit, stop_ids = limits.tolerance_nats, built.stop_ids
         report = check.judge(transcripts, scores, limit, stop_ids, num_counted)
         failed = check.decide(report, limits)
         if length is not None and (text := missed(report, length)):

@@ -14,11 +14,12 @@ Legend: T rows of a chunk, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from graphengine.decode.fixed_chunk import Piece
 from graphengine.decode.kvcache import pages_for
@@ -41,14 +42,34 @@ class Scores(NamedTuple):
     logprob: list[float]
 
 
+Judge = Callable[[Tensor, Sequence[int], Tensor], Scores]
+"""(logits [T, V], positions of their rows, int64 [T] the tokens behind them) -> what the model says
+about these. Called in the order of the rows."""
+
+
+def first_choice(logits_TV: Tensor, positions: Sequence[int], emitted_T: Tensor) -> Scores:
+    """Of requests that ask for nothing."""
+    z_TV = logits_TV.float()
+    z_emitted = z_TV.gather(1, emitted_T[:, None])[:, 0]
+    regret_nats = (z_TV.amax(-1) - z_emitted).tolist()
+    logprob = (z_emitted - z_TV.logsumexp(-1)).tolist()
+    return Scores(regret_nats, argmax_rows(logits_TV).tolist(), logprob)
+
+
 @torch.no_grad()
-def teacher_force(loop: DecodeLoop, prompt_ids: Sequence[int], output_ids: Sequence[int]) -> Scores:
+def teacher_force(
+    loop: DecodeLoop,
+    prompt_ids: Sequence[int],
+    output_ids: Sequence[int],
+    judge: Judge = first_choice,
+) -> Scores:
     """Judges every token of an output by the target alone.
 
         regret[i] = max_v z[v] - z[output[i]],   z = logits after prompt + output[:i]
 
     Args:
         loop: idle; its target, page pool and prefill attention are used.
+        judge: compares logits with tokens, for requests that change them.
     """
     assert not loop.has_work
     if not output_ids:
@@ -69,11 +90,10 @@ def teacher_force(loop: DecodeLoop, prompt_ids: Sequence[int], output_ids: Seque
             if not judged:
                 continue
             emitted = torch.tensor([ids[p + 1] for p in judged], device=logits_TV.device)
-            z_TV = logits_TV.float()
-            z_emitted = z_TV.gather(1, emitted[:, None])[:, 0]
-            scores.regret_nats.extend((z_TV.amax(-1) - z_emitted).tolist())
-            scores.best_ids.extend(argmax_rows(logits_TV).tolist())
-            scores.logprob.extend((z_emitted - z_TV.logsumexp(-1)).tolist())
+            own = judge(logits_TV, judged, emitted)
+            scores.regret_nats.extend(own.regret_nats)
+            scores.best_ids.extend(own.best_ids)
+            scores.logprob.extend(own.logprob)
     finally:
         loop.allocator.free(pages)
         loop.state_slots.free(slots)

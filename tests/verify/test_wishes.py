@@ -1,0 +1,188 @@
+"""`verify --all-options`: batches that mix all options pass, and faults that only such batches can
+have fail them. In float32 on the bundled pairs; faults are put in from outside.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner, Result
+from torch import Tensor
+
+from graphengine import names
+from graphengine.api import Engine
+from graphengine.checkpoints.hub import TINY_DRAFT, TINY_TARGET
+from graphengine.cli.main import main
+from graphengine.cli.verify import PROBES, PROMPTS
+from graphengine.config.constraint import Constraint
+from graphengine.decode import ends
+from graphengine.decode.sampling import Sampling, sample_rows
+from graphengine.verify.check import Limits
+from graphengine.verify.run import CellResult, encode, verify_mode
+from graphengine.verify.wishes import NUM_WISHES, RULED_OUT_NATS, Wish, judge_of, wishes_for
+from tests.support.chains import insert_
+
+BUCKET, MAX_NEW_TOKENS = 8, 32
+
+
+def load() -> Engine:
+    return Engine.from_pretrained(TINY_TARGET, TINY_DRAFT, buckets=(BUCKET,), max_model_len=256)
+
+
+def ids_of(engine: Engine) -> list[list[int]]:
+    lines = [line for path in (PROMPTS, PROBES) for line in path.read_text().splitlines()]
+    return encode(engine.tokenizer, [json.loads(line)["prompt"] for line in lines], False)
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[Engine]:
+    with load() as engine:
+        yield engine
+
+
+@pytest.fixture(scope="module")
+def wishes(engine: Engine) -> list[Wish]:
+    return wishes_for(engine.built, ids_of(engine), MAX_NEW_TOKENS, 0, grammars=True)
+
+
+def mixed(engine: Engine, wishes: list[Wish]) -> CellResult:
+    ids, budget = ids_of(engine), MAX_NEW_TOKENS
+    options: Any = {"max_new_tokens": budget, "limits": Limits(), "wishes": wishes}
+    (found,) = verify_mode(engine.built, "none", ids, [(BUCKET, "together")], **options)
+    return found
+
+
+def test_every_wish_changes_what_is_said(engine: Engine, wishes: list[Wish]) -> None:
+    """Bug: the judge counts, masks or draws in another way than decoding; or a wish is one that the
+    model fulfils anyway, which proves nothing."""
+    found, plain = mixed(engine, wishes), mixed(engine, [])
+    assert found.failed == {} and found.report.max_regret_nats == 0.0
+    pairs = zip(found.transcripts, plain.transcripts, strict=True)
+    changed = {i % NUM_WISHES for i, (a, b) in enumerate(pairs) if a.output_ids != b.output_ids}
+    nothing = {i % NUM_WISHES for i, wish in enumerate(wishes) if wish == Wish()}
+    assert changed == set(range(NUM_WISHES)) - nothing
+
+
+def first_wrong(found: CellResult, wishes: list[Wish]) -> Wish:
+    place = found.report.first_true
+    assert place is not None
+    return wishes[place.request]
+
+
+def late(buffers: Any) -> None:
+    """Each draft's row has the mask of the one in front of it."""
+    own = buffers.grammar.mask_TW.view(BUCKET, buffers.block, -1)
+    own[:, 1:] = own[:, :-1].clone()
+
+
+def test_mask_of_the_row_in_front(wishes: list[Wish]) -> None:
+    """Bug: a row is masked by what the grammar leaves to the row in front of it."""
+    with load() as engine:
+        for bucket in engine.built.loop.first.buckets.values():
+            insert_(bucket, names.GRAMMAR, partial(late, bucket.buffers), behind=True)
+        found = mixed(engine, wishes)
+    assert "regret" in found.failed and first_wrong(found, wishes).constraint is not None
+
+
+def test_penalties_count_no_drafts(wishes: list[Wish], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: penalties of a row count what is committed, not the drafts in front of the row."""
+    real = ends.adjust_logits
+
+    def uncounted(logits_TV: Tensor, ids_BG: Tensor, positions_T: Tensor, tables: Any) -> Tensor:
+        (B, G), V = ids_BG.shape, logits_TV.shape[1]
+        anchors_B1 = ids_BG[:, :1].contiguous()
+        rows = zip(logits_TV.view(B, G, V).unbind(1), positions_T.view(B, G).unbind(1), strict=True)
+        each = [real(z.contiguous(), anchors_B1, p.contiguous(), tables) for z, p in rows]
+        return torch.stack(each, 1).view(-1, V)
+
+    monkeypatch.setattr(ends, "adjust_logits", uncounted)
+    with load() as engine:
+        found = mixed(engine, wishes)
+    assert "regret" in found.failed and first_wrong(found, wishes).sampling.adjusts
+
+
+def test_shifted_seed(wishes: list[Wish], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: draws are of another seed than the request's."""
+
+    def shifted(logits_TV: Tensor, positions_T: Tensor, controls: Any) -> Tensor:
+        return sample_rows(logits_TV, positions_T, controls._replace(seed_B=controls.seed_B + 1))
+
+    monkeypatch.setattr(ends, "sample_rows", shifted)
+    with load() as engine:
+        found = mixed(engine, wishes)
+    assert {"regret", "identical"} <= set(found.failed)
+    assert not first_wrong(found, wishes).sampling.is_greedy
+
+
+@pytest.mark.parametrize(
+    ("top_p", "z_V", "emitted", "is_out"),
+    [
+        (0.5, [4.0, 0.0, -1.0], 1, True),
+        (0.97, [4.0, 0.5, -9.0], 1, False),  # left out by a hair
+        (1.0, [4.0, 0.0, -math.inf], 2, True),
+        (1.0, [4.0, math.nan, 0.0], 0, None),
+    ],
+)
+def test_edges_of_filters(
+    engine: Engine, top_p: float, z_V: list[float], emitted: int, is_out: bool | None
+) -> None:
+    """Bug: a token that a filter clearly leaves out passes; one at its edge fails, though rounding
+    decides there; NaN passes."""
+    wish = Wish(Sampling(temperature=1.0, top_p=top_p, seed=3))
+    judge = judge_of(engine.built, wish, [5], [emitted], 0.2)
+    (regret,), _, _ = judge(torch.tensor([z_V]), [0], torch.tensor([emitted]))
+    assert math.isnan(regret) if is_out is None else (regret == RULED_OUT_NATS) == is_out
+
+
+def test_behind_a_token_that_does_not_fit(engine: Engine) -> None:
+    """Bug: the judge stops with an error where the engine said what its grammar forbids."""
+    wish = Wish(constraint=Constraint("choice", '["yes", "no"]'))
+    judge = judge_of(engine.built, wish, [5], [9, 9, 9], 0.2)
+    z_TV = torch.zeros(3, engine.built.target.vocab_size)
+    z_TV[:, 9] = 3.0
+    found = judge(z_TV, [0, 1, 2], torch.tensor([9, 9, 9]))
+    assert found.regret_nats == [RULED_OUT_NATS, 0.0, 0.0]
+
+
+# --- the command ---
+
+
+def verify(*args: str) -> Result:
+    typed = ("--all-options", "--bucket", "8", "--max-new-tokens", "16", *args)
+    return CliRunner().invoke(main, ["verify", *typed])
+
+
+@pytest.mark.parametrize("model", ["tiny", "tiny-hybrid"])
+def test_few_prompts_ask_for_everything(tmp_path: Path, model: str) -> None:
+    """Bug: with fewer prompts than wishes the last kinds are never asked for; a hybrid's states
+    advance by rows that a mask has cut."""
+    path = tmp_path / "few.jsonl"
+    path.write_text('{"prompt": "Compare the bee and the duck."}\n{"prompt": "Why?"}\n')
+    result = verify(model, "--prompt-file", str(path), "--json")
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)
+    assert found["config"]["grammars"] is True
+    cell = found["numbers"]["none_torch"]["bucket_8_together"]
+    assert cell["identical_fraction"] == 1.0 and cell["num_tokens"] > 4 * NUM_WISHES
+
+
+def test_without_llguidance(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: without the extra nothing can be verified, or grammars seem to be covered."""
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    result = verify()
+    assert result.exit_code == 0, result.output
+    assert "all options mixed but grammars (install them:" in result.stdout
+
+
+def test_temperature_is_refused() -> None:
+    """Bug: `--temperature` compares distributions, and the wishes are silently dropped."""
+    result = verify("--temperature", "1")
+    assert result.exit_code == 2 and "--all-options has temperatures" in result.stderr

@@ -4,8 +4,8 @@ Compiling takes milliseconds to a second and happens in the thread that asks; wh
 kept by its text, and an answer gets a copy. A row's mask takes up to a millisecond (a string whose
 length is bounded, 152k tokens); a request's rows are worked out one after another.
 
-Invariant: a matcher stands behind the committed tokens; for masks it is led along the drafts and
-comes back.
+Invariant: a matcher stands behind the committed tokens; for masks a copy is led along the drafts.
+It does not go there and come back: of a matcher that had, one mask of 18,000 allowed too much.
 
 Legend: T rows, W words of a row's mask.
 """
@@ -119,14 +119,17 @@ class Matcher:
     def __init__(self, inner: Any, ends: Sequence[int]) -> None:
         """Args: inner: llguidance's own."""
         self.inner, self._ends = inner, ends
+        self.broken: Any = None
+        """A copy that met a limit of the parser, from which on it allows the end alone."""
 
     def advance(self, token_ids: Sequence[int]) -> str | None:
         """Follows tokens that were committed. Returns what went wrong, if anything, here or in
-        masks before: a parser that has reached one of its limits allows the end alone."""
+        masks before."""
         self.inner.consume_tokens(list(token_ids))
-        if not self.inner.is_error():
+        broken = self.inner if self.inner.is_error() else self.broken
+        if broken is None:
             return None
-        return self.inner.get_error().partition("<state>")[0].strip() or "a token does not fit"
+        return broken.get_error().partition("<state>")[0].strip() or "a token does not fit"
 
     def forced(self, most: int) -> list[int]:
         """The next tokens, at most so many, as far as there is no choice; the end's with them."""
@@ -149,11 +152,17 @@ def fill_masks(jobs: Sequence[tuple[int, Matcher, list[int]]], mask_TW: Tensor) 
     Args:
         jobs: (row, matcher, drafts).
         mask_TW: int32 on the host, contiguous.
-    Mutates: mask_TW. Runs on llguidance's threads, one a matcher.
+    Mutates: mask_TW; matchers, where a parser meets a limit. Runs on llguidance's threads, one a
+    matcher.
     """
     assert mask_TW.is_contiguous() and mask_TW.device.type == "cpu"
     where = mask_TW.data_ptr(), mask_TW.shape[1] * mask_TW.element_size(), len(mask_TW)
     if alone := [(matcher.inner, row) for row, matcher, drafts in jobs if not drafts]:
         _executor().unsafe_compute_mask_ptr(alone, *where)
-    if led := [(matcher.inner, row, drafts) for row, matcher, drafts in jobs if drafts]:
-        _executor().unsafe_compute_mask_ptr_with_draft_token(led, *where)
+    led = [(matcher, row, drafts) for row, matcher, drafts in jobs if drafts]
+    copies = [(matcher.inner.deep_copy(), row, drafts) for matcher, row, drafts in led]
+    if copies:
+        _executor().unsafe_compute_mask_ptr_with_draft_token(copies, *where)
+    for (matcher, *_), (copy, *_) in zip(led, copies, strict=True):
+        if copy.is_error():
+            matcher.broken = copy

@@ -106,6 +106,16 @@ JOBS: dict[str, Job] = {
     "8b-first-token-32k": _bench(*PAIR_8B, *FIRST_TOKENS, "--input-len", "32000"),
     "8b-requests": _requests("qwen3-8b", "--baseline-engine"),
     "4b-hybrid-requests": _requests("qwen3.5-4b", "--only", "turns,join"),
+    "4b-hybrid": _bench(
+        *("qwen3.5-4b", "--draft", "qwen3.5-4b-dflash-b16", *FP8, "--simulate-acceptance", "6"),
+        *("--compare", "full", "--bucket", "1,8,16"),
+    ),
+    "35b-plain": _bench("qwen3.6-35b-a3b", "--draft", "none", "--compare", "full"),
+    "30b-plain": _bench("qwen3-30b-a3b", "--draft", "none", "--compare", "full"),
+    "35b-drafted": _bench(
+        *("qwen3.6-35b-a3b", "--draft", "qwen3.6-35b-a3b-dflash-b16", *FP8),
+        *("--simulate-acceptance", "5.4", "--compare", "full"),
+    ),
     "4b-first-token": _bench(*PAIR_4B, *FIRST_TOKENS, "--input-len", "16,128,512,1024,8192,32000"),
     "4b-modes": _bench(*PAIR_4B, "--compare", "piecewise,full", "--bucket", "1,8,16", "--baseline"),
     "4b-fp8": _bench(*PAIR_4B, *FP8, "--compare", "full", "--bucket", "1"),

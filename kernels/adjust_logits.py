@@ -16,7 +16,7 @@ are neither read nor written.
 
 Cost: [T, V] logits and two tables of [B, V] are read, float32 logits written: 4.9, 1.2 and 9.7 MB
 for 16 rows of one request at 152k tokens in bf16, 3.6 us at 4.46 TB/s, and up to 15 comparisons a
-logit with its block's drafts (no GPU run yet). Two launches, and one of `advance_tables_`.
+logit with its block's drafts (not timed alone). Two launches, and one of `advance_tables_`.
 
 Legend: B requests, G rows of a block, T = B * G rows, V vocabulary, K bad words of several tokens,
 L tokens of one at most.

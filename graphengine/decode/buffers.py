@@ -89,7 +89,7 @@ class Launched:
 
 
 class GrammarBuffers(NamedTuple):
-    """What a block gives to the host for its masks, and takes from there (`decode.grammar`)."""
+    """What a block gives to the host for its masks, and takes from there (`decode.masks`)."""
 
     is_on_B: Tensor  # int32; 0: a row without a grammar, or padding
     forced_BG: Tensor  # int64; -1: nothing

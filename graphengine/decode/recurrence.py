@@ -155,7 +155,8 @@ def advance_(
     page_size: int,
 ) -> None:
     """Applies the rows that acceptance has committed, `start - first position` of each request, and
-    keeps what is behind a page that they complete. Mutates: the states of the requests' slots."""
+    keeps what is behind a page that they complete, unless `page_size` is 0. Mutates: the states of
+    the requests' slots."""
     records, kept = records_of(buffers), buffers.kept_slots_B2
     where = buffers.slots_B, first_positions_B, start_B
     gated_delta_commit_(records, *states, *where, kept, page_size)

@@ -53,7 +53,7 @@ class Chains(NamedTuple):
     verify: list[Step]  # without its end
     ends: Mapping[str, list[Step]]
     context: list[Step]
-    publish: list[Step] = []  # noqa: RUF012  (tells the host the drafts; nobody adds to it)
+    publish: tuple[Step, ...] = ()  # tells the host the drafts
 
 
 class Planned(NamedTuple):
@@ -120,7 +120,7 @@ def cut(chains: Chains, verify: Planned, draft: Planned | None) -> Parts:
             drafting = Part("draft", chains.propose, {}, [])
         head = chains.propose + chains.verify
         return Parts([Part(name, head, chains.ends, context, own=own)], drafting=drafting)
-    fronts = dict.fromkeys(bound, chains.publish)
+    fronts = {end: [*chains.publish] for end in bound}
     name = "decode" if plain else "verify"
     part = Part(name, chains.verify, chains.ends, [], verify, fronts)
     if plain:

@@ -192,8 +192,13 @@ def verify_kernel(
     g = row_columns(projected, gate + N, live, split_stride, dtype, Z)  # pyright: ignore
     beta = tl.where(live, 1.0 / (1.0 + tl.exp(-beta)), 0.0)
     g = tl.where(live, decay_of(g, tl.load(a_log + head), tl.load(dt_bias + head)), 0.0)  # pyright: ignore
+    # Each is recorded before the next one is convolved: fewer registers are held.
+    has_keys = (tile == 0) & (head % GROUP == 0)  # of several programs that have them, one writes
+    store_columns(record, q_in, q_before, q_at, has_keys, G, C)  # pyright: ignore
     q = convolved(q_in, q_before, conv, q_at, ROWS)  # pyright: ignore
+    store_columns(record, k_in, k_before, k_at, has_keys, G, C)  # pyright: ignore
     k = convolved(k_in, k_before, conv, k_at, ROWS)  # pyright: ignore
+    store_columns(record, v_in, v_before, v_at, True, G, C)  # pyright: ignore
     v = convolved(v_in, v_before, conv, v_at, ROWS).to(tl.float32)  # pyright: ignore
     q_norm, k_norm = norms_of(q) * scale, norms_of(k)  # pyright: ignore
     if dtype == tl.float32:
@@ -220,10 +225,6 @@ def verify_kernel(
     to = (row[:, None] * N + head) * K + values[None, :]
     tl.store(deltas + to, delta, mask=rows)
     tl.store(out + to, (o * q_norm[:, None]).to(dtype), mask=rows)
-    has_keys = (tile == 0) & (head % GROUP == 0)  # of several programs that have them, one writes
-    store_columns(record, q_in, q_before, q_at, has_keys, G, C)  # pyright: ignore
-    store_columns(record, k_in, k_before, k_at, has_keys, G, C)  # pyright: ignore
-    store_columns(record, v_in, v_before, v_at, True, G, C)  # pyright: ignore
     to = keys + row[:, None] * KEYS + q_at[None, :]
     tl.store(to, k.to(tl.float32) * k_norm[:, None], mask=rows & has_keys)
     tl.store(gates + row * N + head, g, mask=live & (tile == 0))

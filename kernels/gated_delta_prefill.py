@@ -39,6 +39,7 @@ from graphengine.kernels.qk_norm_rope import supports_pdl
 
 CHUNK = 32  # 64 took 1.5 times as long on an H200: what a chunk solves goes by its cube
 CONVOLVED_ROWS = 16  # of a program
+SCANNED_ROWS = 16  # of a state in a program: two of them a multiprocessor wait by turns
 
 
 class Pieces(NamedTuple):
@@ -105,16 +106,16 @@ def gated_delta_prefill_(
     on_grid(prepare_kernel, ((T + CHUNK - 1) // CHUNK, N, R))(
         *(projected, a_log_N, dt_bias_N, *pieces[:2], *chunked, *strides, T, K**-0.5),
         **shape,
-        num_warps=4,
+        num_warps=2,
         **common,
     )
-    tile = max(K // 4, min(K, 16))
+    tile = min(K, SCANNED_ROWS)
     on_grid(scan_kernel, (N * (K // tile), R))(
         *(projected, *pools, *pieces, *chunked, out_TNV, *strides, T),
         **shape,
         BV=tile,
         num_warps=4,
-        num_stages=1,
+        num_stages=2,
         **common,
     )
 

@@ -8,13 +8,13 @@ replay.
 Invariant: placing never looks at device timestamps, only at the launch. Work that runs late, while
 the host already queues the next step, still belongs to the step that asked for it.
 
-A chain captured as one graph has one launch and one range, and so have a whole step and a whole
-chunk of a prefill. With node tracing its kernels are told apart by their order and by the names of
-attention, argmax, embedding and accept kernels: behind the target's first argmax, which ends its
-last segment, begins `accept`, of a chunk `prefill.context`. (A step that draws its tokens runs that
-argmax in `accept`; here it is the segment's there too. A tap of the last layer, which no published
-drafter has, would be booked to `accept`. A chunk whose prompt goes on has no argmax: its context is
-booked to its last segment.)
+A chain captured as one graph has one launch and one range, and so has a whole step; a chunk of a
+prefill has two, behind the copy of its rows. With node tracing the kernels are told apart by their
+order and by the names of attention, recurrence, argmax, embedding and accept kernels: behind the
+target's first argmax, which ends its last segment, begins `accept`, of a chunk `prefill.context`.
+(A step that draws its tokens runs that argmax in `accept`; here it is the segment's there too. A
+tap of the last layer, which no published drafter has, would be booked to `accept`. A chunk whose
+prompt goes on has no argmax: its context is booked to its last segment.)
 With graph tracing it is one activity.
 """
 
@@ -36,6 +36,8 @@ NO_END = 1 << 62  # of a range that was open when the recording ended
 _ATTENTION_KERNEL = re.compile(
     r"Batch(Prefill|Decode)|MergeState|PagedKV|fmha|flash_fwd|attention", re.IGNORECASE
 )
+# Those of kernels/gated_delta.py and gated_delta_prefill.py.
+_DELTA_KERNEL = re.compile(r"^(verify|verify_row|convolve|prepare|scan)_kernel")
 _ARGMAX_KERNEL = re.compile(r"_argmax_kernel")  # an Inductor kernel may be named after the op
 _COPY_KERNEL = re.compile(r"copy", re.IGNORECASE)
 _ACCEPT_KERNEL = re.compile(r"accept_and_advance")
@@ -106,16 +108,18 @@ def place(trace: Trace, unit: str = names.STEP) -> list[Placed]:
 
 def _place(trace: Trace, unit: str) -> Iterator[Placed]:
     paths = _paths(trace, unit)
-    chains: dict[Launch, _ChainNames] = {}
+    chains: dict[Launch | tuple[str, int | None], _ChainNames] = {}
     for activity in sorted(trace.activities, key=lambda a: (a.start_ns, a.end_ns)):
         launch = activity.launch
         path, step = paths[launch] if launch is not None else ([], None)
         kind = busy_class(path)
         name = path[-1] if path else OUTSIDE
         if kind == "chain" and launch is not None and not activity.is_whole_graph:
+            chunk = (name, step) if name.startswith("prefill.T") else launch
             if launch.is_graph:
-                name, kind = chains.setdefault(launch, _ChainNames(name)).place(activity.name)
-            else:  # a copy beside it
+                name, kind = chains.setdefault(chunk, _ChainNames(name)).place(activity.name)
+            else:  # a copy in front of it
+                chains.pop(chunk, None)
                 name, kind = f"host.{name}", "other"
         elif kind == "other" and path:
             name = f"host.{name}"  # "accept" is also a step of the chain
@@ -199,17 +203,20 @@ class _ChainNames:
         self._is_step = self._is_drafting = graph == names.SPECULATE
         self._chain, self._layer = "draft" if self._is_step else graph.partition(".")[0], 0
         self._is_context = False
-        self._after_attention = False
+        self._after_mixing = False
         # argmax has run; something behind the target's has; accept has
         self._has_chosen = self._is_accepting = self._has_accepted = False
 
     def place(self, kernel: str) -> tuple[str, BusyClass]:
         """Name and class of the graph's next kernel."""
         if _ATTENTION_KERNEL.search(kernel):
-            self._after_attention = True
+            self._after_mixing = True
             return names.attention_name(self._chain, self._layer), "attention"
-        if self._after_attention:
-            self._layer, self._after_attention = self._layer + 1, False
+        if _DELTA_KERNEL.search(kernel):
+            self._after_mixing = True
+            return names.delta_name(self._chain, self._layer), "dense"
+        if self._after_mixing:
+            self._layer, self._after_mixing = self._layer + 1, False
         if self._is_step and self._has_accepted:
             return names.DRAFT_CONTEXT, "dense"
         if _ARGMAX_KERNEL.search(kernel):

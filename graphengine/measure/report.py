@@ -159,7 +159,7 @@ def grouped(by_name: Mapping[str, Mapping[str, float]]) -> dict[str, dict[str, f
         last[chain] = max(last.get(chain, 0), int(number))
     groups: dict[str, dict[str, float]] = {}
     for name, numbers in by_name.items():
-        line = re.sub(r"^(\w+)\.L\d+\.attn$", r"\1.L*.attn", name)
+        line = re.sub(r"^(\w+)\.L\d+\.(attn|delta)$", r"\1.L*.\2", name)
         chain, _, number = name.partition(".")
         if number.isdecimal() and 0 < int(number) < last[chain]:
             line = f"{chain}.01-{last[chain] - 1:02d}"

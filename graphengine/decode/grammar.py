@@ -38,7 +38,7 @@ MAX_READERS = 8  # of a slow grammar
 SLOW_S = 2e-3  # for the masks of a step; a verify takes longer
 DEAR_LEAD_S = 5e-4  # to go along the drafts, which readers do one after another
 BOUND_S = 0.25  # for the first mask of a grammar, and for the masks of a step twice in a row
-REMEDY = "let it repeat less (maxLength, maxItems, {m,n}) or be read in one way only"
+REMEDY = "repeat less (maxLength, maxItems, {m,n}), recurse on the left, allow one reading only"
 # Where any text of up to so many characters may stand, tokens within it are allowed unseen.
 # llguidance's own slices are 10 and 30 long and leave it every token near the bound of a string:
 # with Qwen3's, 634 us a row of the last 20 characters, 415 with these (a cloud CPU).
@@ -212,22 +212,23 @@ class Matcher:
     def shares(
         self, row: int, drafts: list[int], first: int, most: int
     ) -> Iterator[tuple[Any, int, list[int]]]:
-        """The rows of a block as far as its drafts fit, for at most so many readers from that one
-        on, a reader's next to each other: (what stands in front of a row, the row, drafts behind it
-        that it is led along, masking as it goes)."""
+        """The rows of a block, for at most so many readers from that one on, a reader's next to
+        each other: (what stands in front of a row, the row, drafts behind it that it is led along,
+        masking as it goes)."""
         if not drafts:
             yield self._reader(first), row, []
             return
-        began, ahead = time.perf_counter(), self.inner.deep_copy()
-        num_rows = 1 + ahead.try_consume_tokens(drafts)
-        if ahead.is_error():  # which readers on their way will tell
-            num_rows = 1 + len(drafts)
-        is_dear = time.perf_counter() - began > DEAR_LEAD_S
-        count = 1 if is_dear else min(most, len(self.grammar.made), num_rows)
+        count, num_rows = min(most, len(self.grammar.made)), 1 + len(drafts)
+        if count > 1:
+            began, ahead = time.perf_counter(), self.inner.deep_copy()
+            num_rows = 1 + ahead.try_consume_tokens(drafts)
+            if ahead.is_error() or time.perf_counter() - began > DEAR_LEAD_S:
+                count = 1
         if count == 1:
-            yield self._reader(first).deep_copy(), row, drafts[: num_rows - 1]
+            yield self._reader(first).deep_copy(), row, drafts
             return
-        for i in range(count):  # rows that take long stand side by side: one for each reader
+        # Rows that take long stand side by side: each reader takes one of them.
+        for i in range(min(count, num_rows)):
             ahead, num_led = self._reader(first + i).deep_copy(), 0
             for at in range(i, num_rows, count):
                 ahead.consume_tokens(drafts[num_led:at])

@@ -7,7 +7,8 @@ take long is compiled several times over, beside the loop, and the rows of a blo
 What takes too long all the same ends its request, since others wait meanwhile.
 
 Invariant: a matcher stands behind the committed tokens; for masks a copy is led along the drafts.
-It does not go there and come back: of a matcher that had, one mask of 18,000 allowed too much.
+It does not go there and come back: llguidance (1.9.1) keeps a mask over a rollback, and gives it to
+another path whose lexer stands alike in a row of that number (one mask in 18,000 was wrong).
 
 Legend: T rows, W words of a row's mask.
 """

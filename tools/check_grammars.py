@@ -4,8 +4,9 @@ Why: "always valid" is a claim about every schema, not about the one in a test. 
 bundled pair answer, drawn at temperature 1, drafter on, a batch of schemas at a time; each answer
 is read by `json` and checked by `jsonschema`, which know nothing of masks. One that its budget cut
 off must be the beginning of a valid one. `masks` walks at random through grammars with any
-tokenizer, some drafts right and some wrong; the masks of each block are compared with those of a
-matcher that goes token by token, and on a sample with what it takes, one token after another.
+tokenizer, some drafts right and some wrong; the masks of each block, whose rows are shared out, are
+compared with those of a matcher that goes token by token and looks at each of the vocabulary, and
+on a sample with what it takes, one token after another.
 
     python tools/check_grammars.py outputs --count 500
     python tools/check_grammars.py masks --tokenizer Qwen/Qwen3-8B --count 1000 --out masks.json
@@ -31,7 +32,7 @@ from graphengine import TINY_DRAFT, TINY_TARGET, Engine
 from graphengine.checkpoints.hub import resolve
 from graphengine.checkpoints.tokenizer import Tokenizer
 from graphengine.config.constraint import Constraint
-from graphengine.decode.grammar import Grammars, Matcher, fill_masks
+from graphengine.decode.grammar import Grammar, Grammars, Matcher, fill_masks
 from graphengine.profiles import result_schema
 
 ROWS, AT_A_TIME, BUDGET = 16, 256, 400  # of a step, asked for at once, tokens of an answer
@@ -171,7 +172,9 @@ def check_masks(directory: Path, count: int, seed: int) -> tuple[dict[str, Any],
     size = (len(tokenizer) + 31) // 32 * 32
     # No end token of the model is known here: a special one stands for it.
     end = max(i for i in range(len(tokenizer)) if tokenizer.spells(i) and not tokenizer.decode([i]))
-    grammars, rng = Grammars(tokenizer.as_json, size, [end]), random.Random(seed)
+    grammars, plain = (Grammars(tokenizer.as_json, size, [end]) for _ in range(2))
+    plain.prepare(slices=[])
+    rng = random.Random(seed)
     schemas, wrong, taken_us = iter(Schemas(seed)), list[str](), list[float]()
     numbers: dict[str, float] = {"num_walks": count, "num_rows": 0}
     numbers |= {"num_tokens_tried": 0, "num_tokens_narrowed": 0}
@@ -181,6 +184,9 @@ def check_masks(directory: Path, count: int, seed: int) -> tuple[dict[str, Any],
         else:
             constraint = Constraint("json_schema", json.dumps(next(schemas)))
         matcher, history = grammars.matcher(constraint), list[int]()
+        matcher.grammar.spread()
+        assert matcher.grammar.spreading is not None
+        matcher.grammar.spreading.join()
         for _ in range(NUM_BLOCKS):
             masks = torch.zeros(BLOCK, size // 32, dtype=torch.int32)
             drafts = _drafts(matcher, size, rng)
@@ -190,7 +196,7 @@ def check_masks(directory: Path, count: int, seed: int) -> tuple[dict[str, Any],
             began = time.perf_counter()
             fill_masks([(0, matcher, drafts)], masks)
             taken_us.append((time.perf_counter() - began) * 1e6)
-            single = grammars.matcher(constraint)
+            single = plain.matcher(constraint)
             single.advance(history)
             fits = _compare(single, masks, drafts, rng, numbers)
             if isinstance(fits, str):
@@ -221,7 +227,7 @@ def _tokens(mask_W: torch.Tensor) -> list[int]:
 
 def _drafts(matcher: Matcher, size: int, rng: random.Random) -> list[int]:
     """A block's, each allowed behind the one before, most likely up to a wrong one."""
-    inner, drafts = Matcher(matcher.inner.deep_copy(), ()), []
+    inner, drafts = Matcher(Grammar(matcher.inner, matcher.inner.deep_copy), ()), []
     while len(drafts) < BLOCK - 1:
         allowed = _tokens(_row(inner, size))
         if not allowed or rng.random() < 0.07:

@@ -1,11 +1,14 @@
 """Grammars and where an answer stands in one: llguidance's door.
 
 Compiling takes milliseconds to a second and happens in the thread that asks; what comes of it is
-kept by its text, and an answer gets a copy. A row's mask takes up to a millisecond (a string whose
-length is bounded, 152k tokens); a request's rows are worked out one after another.
+kept by its text, and an answer gets a copy. A row's mask takes up to a millisecond (a string near
+the bound of its length, 152k tokens), and copies of one matcher share a lock: a grammar whose masks
+take long is compiled several times over, beside the loop, and the rows of a block are shared out.
+What takes too long all the same ends its request, since others wait meanwhile.
 
 Invariant: a matcher stands behind the committed tokens; for masks a copy is led along the drafts.
-It does not go there and come back: of a matcher that had, one mask of 18,000 allowed too much.
+It does not go there and come back: llguidance (1.9.1) keeps a mask over a rollback, and gives it to
+another path whose lexer stands alike in a row of that number (one mask in 18,000 was wrong).
 
 Legend: T rows, W words of a row's mask.
 """
@@ -13,10 +16,13 @@ Legend: T rows, W words of a row's mask.
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import json
+import os
 import threading
+import time
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import cache
 from typing import Any
 
@@ -29,6 +35,16 @@ MAX_KEPT = 64  # compiled grammars, the last asked for
 # Between JSON's tokens: compact, as json.dumps writes it, or indented. Without a bound a weak model
 # may say nothing else until its budget ends. A schema's own "x-guidance" overrides it.
 WHITE_SPACE = r" |\n {0,40}"
+MAX_READERS = 8  # of a slow grammar
+SLOW_S = 2e-3  # for the masks of a step; a verify takes longer
+DEAR_LEAD_S = 5e-4  # to go along the drafts, which readers do one after another
+BOUND_S = 0.25  # for the first mask of a grammar, and for the masks of a step twice in a row
+REMEDY = "repeat less (maxLength, maxItems, {m,n}), recurse on the left, allow one reading only"
+# Where any text of up to so many characters may stand, tokens within it are allowed unseen.
+# llguidance's own slices are 10 and 30 long and leave it every token near the bound of a string:
+# with Qwen3's, 634 us a row of the last 20 characters, 415 with these (a cloud CPU).
+TEXT = r'[^"\\\x00-\x1F\x7F]'
+SLICES = [r"[\x20\x0A\x0D\x09]+", *(f"{TEXT}{{1,{n}}}" for n in (4, 7, 11, 16)), f"{TEXT}+"]
 
 
 def _llguidance() -> Any:
@@ -47,6 +63,38 @@ def llguidance_missing() -> bool:
     return importlib.util.find_spec("llguidance") is None
 
 
+def _reason(matcher: Any) -> str:
+    return matcher.get_error().partition("<state>")[0].strip()
+
+
+def num_readers() -> int:
+    """Of a slow grammar, and threads for them: more than there are cores would only cost caches."""
+    return max(2, min(MAX_READERS, os.cpu_count() or 1))
+
+
+class Grammar:
+    """A compiled text: matchers that share no lock, each of which was compiled for itself."""
+
+    def __init__(self, first: Any, make: Callable[[], Any]) -> None:
+        """Args: first: llguidance's matcher, make: another one."""
+        self.made, self._make = [first], make
+        self.is_broken = False
+        """An answer met a limit of the lexer, which copies share, so the others of this text end
+        too; for the next one it is compiled anew."""
+        self.spreading: threading.Thread | None = None
+
+    def spread(self) -> None:
+        """Has the other readers compiled, once; each is used from then on."""
+        if self.spreading is None:
+            # No daemon, which would be torn out of foreign code where the interpreter ends.
+            self.spreading = threading.Thread(target=self._spread, name="graphengine-grammar")
+            self.spreading.start()
+
+    def _spread(self) -> None:
+        while len(self.made) < num_readers():
+            self.made.append(self._make())
+
+
 class Grammars:
     """Compiles grammars for one tokenizer and keeps them by their text. Several threads may ask."""
 
@@ -58,78 +106,101 @@ class Grammars:
         """
         self._json, self._vocab_size, self._ends = tokenizer_json, vocab_size, sorted(ends)
         self._tokenizer: Any = None
-        self._kept: OrderedDict[Constraint, Any] = OrderedDict()
+        self._kept: OrderedDict[Constraint, Grammar] = OrderedDict()
         self._lock = threading.Lock()
 
-    def prepare(self) -> None:
+    def prepare(self, slices: Sequence[str] = SLICES) -> None:
         """Builds what all grammars share, a second's work for 150k tokens; once."""
         with self._lock:
             if self._tokenizer is None:
                 make = _llguidance().LLTokenizer
-                text, ends = self._json(), self._ends
-                self._tokenizer = make(text, n_vocab=self._vocab_size, eos_token=ends)
+                size, ends = self._vocab_size, self._ends
+                self._tokenizer = make(
+                    self._json(), n_vocab=size, eos_token=ends, slices=list(slices)
+                )
 
     def matcher(self, constraint: Constraint) -> Matcher:
         """Of an answer that begins.
 
         Raises:
-            ValueError: the grammar cannot be compiled, or llguidance is not there.
+            ValueError: the grammar cannot be compiled, its first mask is more than a step may
+                take, or llguidance is not there.
         """
         self.prepare()
         with self._lock:
             found = self._kept.pop(constraint, None)
-        if found is None:
+        if found is None or found.is_broken:
             found = self._compile(constraint)
         with self._lock:
             self._kept[constraint] = found
             while len(self._kept) > MAX_KEPT:
                 self._kept.popitem(last=False)
-        return Matcher(found.deep_copy(), self._ends)
+        return Matcher(found, self._ends)
 
-    def _compile(self, constraint: Constraint) -> Any:
+    def _compile(self, constraint: Constraint) -> Grammar:
         kind, text = constraint
-        matchers = _llguidance().LLMatcher
         try:
-            if kind == "json_schema":
-                defaults = {"whitespace_pattern": WHITE_SPACE}
-                source = matchers.grammar_from_json_schema(text, defaults=defaults)
-            elif kind == "regex":
-                source = matchers.grammar_from_regex(text)
-            elif kind == "choice":
-                texts = " | ".join(json.dumps(each) for each in json.loads(text))
-                source = matchers.grammar_from_lark(f"start: {texts}")
-            else:
-                source = matchers.grammar_from_lark(text)
-            found = matchers(self._tokenizer, source, log_level=0)
-            error = found.get_error()
+            source = _source(kind, text)
+            first = self._make(source)
+            reason = _reason(first)
         except Exception as raised:  # whatever its compiler makes of a broken text
-            found, error = None, str(raised)
-        if error:
-            reason = error.partition("<state>")[0].strip()
+            raise ValueError(f"{kind} cannot be used: {raised}; correct it") from raised
+        if reason:
             raise ValueError(f"{kind} cannot be used: {reason}; correct it")
+        began = time.perf_counter()
+        self._warm(first)
+        took_s, reason = time.perf_counter() - began, _reason(first)
+        if took_s > BOUND_S and not reason:
+            reason = f"its first mask took {took_s:.2f} s, and {BOUND_S} are allowed"
+        if reason:
+            raise ValueError(f"{kind} cannot be used: {reason}; {REMEDY}")
+        return Grammar(first, lambda: self._warm(self._make(source)))
+
+    def _make(self, source: str) -> Any:
+        return _llguidance().LLMatcher(self._tokenizer, source, log_level=0)
+
+    def _warm(self, matcher: Any) -> Any:
         # Copies share what a first mask builds: milliseconds that no step shall wait for.
-        mask_1W = torch.zeros(1, (self._vocab_size + 31) // 32, dtype=torch.int32)
-        fill_masks([(0, Matcher(found, self._ends), [])], mask_1W)
-        return found
+        mask_W = torch.zeros((self._vocab_size + 31) // 32, dtype=torch.int32)
+        matcher.unsafe_compute_mask_ptr(mask_W.data_ptr(), mask_W.nbytes)
+        return matcher
+
+
+def _source(kind: str, text: str) -> str:
+    """What llguidance compiles."""
+    matchers = _llguidance().LLMatcher
+    if kind == "json_schema":
+        defaults = {"whitespace_pattern": WHITE_SPACE}
+        return matchers.grammar_from_json_schema(text, defaults=defaults)
+    if kind == "regex":
+        return matchers.grammar_from_regex(text)
+    if kind == "choice":
+        texts = " | ".join(json.dumps(each) for each in json.loads(text))
+        # One token of its lexer: as rules, 2,000 texts are more than a row of its parser holds.
+        return matchers.grammar_from_lark(f"start: CHOICE\nCHOICE: {texts}")
+    return matchers.grammar_from_lark(text)
 
 
 class Matcher:
     """Where an answer stands in its grammar. Not thread-safe."""
 
-    def __init__(self, inner: Any, ends: Sequence[int]) -> None:
-        """Args: inner: llguidance's own."""
-        self.inner, self._ends = inner, ends
-        self.broken: Any = None
-        """A copy that met a limit of the parser, from which on it allows the end alone."""
+    def __init__(self, grammar: Grammar, ends: Sequence[int]) -> None:
+        self.grammar, self._ends = grammar, ends
+        self.inner = grammar.made[0].deep_copy()
+        self._said = list[int]()
+        self._others = dict[int, tuple[Any, int]]()  # readers, and how many tokens they followed
+        self.took_s = 0.0  # the masks of the last step
+        self.broken: str | None = None
+        """What went wrong, after which masks allow the end alone."""
 
     def advance(self, token_ids: Sequence[int]) -> str | None:
         """Follows tokens that were committed. Returns what went wrong, if anything, here or in
         masks before."""
         self.inner.consume_tokens(list(token_ids))
-        broken = self.inner if self.inner.is_error() else self.broken
-        if broken is None:
-            return None
-        return broken.get_error().partition("<state>")[0].strip() or "a token does not fit"
+        self._said += token_ids
+        if self.broken is None and self.inner.is_error():
+            self.broken = _reason(self.inner) or "a token does not fit"
+        return self.broken
 
     def forced(self, most: int) -> list[int]:
         """The next tokens, at most so many, as far as there is no choice; the end's with them."""
@@ -139,10 +210,58 @@ class Matcher:
             return [self._ends[0]]
         return self.inner.compute_ff_tokens()[:most]
 
+    def shares(
+        self, row: int, drafts: list[int], first: int, most: int
+    ) -> Iterator[tuple[Any, int, list[int]]]:
+        """The rows of a block, for at most so many readers from that one on, a reader's next to
+        each other: (what stands in front of a row, the row, drafts behind it that it is led along,
+        masking as it goes)."""
+        if not drafts:
+            yield self._reader(first), row, []
+            return
+        count, num_rows = min(most, len(self.grammar.made)), 1 + len(drafts)
+        if count > 1:
+            began, ahead = time.perf_counter(), self.inner.deep_copy()
+            num_rows = 1 + ahead.try_consume_tokens(drafts)
+            if ahead.is_error() or time.perf_counter() - began > DEAR_LEAD_S:
+                count = 1
+        if count == 1:
+            yield self._reader(first).deep_copy(), row, drafts
+            return
+        # Rows that take long stand side by side: each reader takes one of them.
+        for i in range(min(count, num_rows)):
+            ahead, num_led = self._reader(first + i).deep_copy(), 0
+            for at in range(i, num_rows, count):
+                ahead.consume_tokens(drafts[num_led:at])
+                num_led = at
+                yield ahead.deep_copy(), row + at, []
+
+    def _reader(self, index: int) -> Any:
+        """One of the grammar's, behind the committed tokens."""
+        index %= len(self.grammar.made)
+        if index == 0:
+            return self.inner
+        reader, count = self._others.get(index) or (self.grammar.made[index].deep_copy(), 0)
+        reader.consume_tokens(self._said[count:])
+        self._others[index] = reader, len(self._said)
+        return reader
+
+    def judge(self, readers: Sequence[Any], took_s: float) -> None:
+        """What its masks took, with those of others unless they took too long before, and who
+        worked them out."""
+        for reader in readers:
+            if reader.is_error() and self.broken is None:
+                self.broken, self.grammar.is_broken = f"{_reason(reader)}; {REMEDY}", True
+        if min(took_s, self.took_s) > BOUND_S:
+            self.broken = f"masks took {took_s:.2f} s a step, and {BOUND_S} are allowed; {REMEDY}"
+        if took_s > SLOW_S:
+            self.grammar.spread()
+        self.took_s = took_s
+
 
 @cache
 def _executor() -> Any:
-    return _llguidance().LLExecutor()
+    return _llguidance().LLExecutor(num_readers())
 
 
 def fill_masks(jobs: Sequence[tuple[int, Matcher, list[int]]], mask_TW: Tensor) -> None:
@@ -152,17 +271,24 @@ def fill_masks(jobs: Sequence[tuple[int, Matcher, list[int]]], mask_TW: Tensor) 
     Args:
         jobs: (row, matcher, drafts).
         mask_TW: int32 on the host, contiguous.
-    Mutates: mask_TW; matchers, where a parser meets a limit. Runs on llguidance's threads, one a
-    matcher.
+    Mutates: mask_TW; matchers, which learn what was too much or took too long. Runs on llguidance's
+    threads.
     """
     assert mask_TW.is_contiguous() and mask_TW.device.type == "cpu"
     where = mask_TW.data_ptr(), mask_TW.shape[1] * mask_TW.element_size(), len(mask_TW)
-    if alone := [(matcher.inner, row) for row, matcher, drafts in jobs if not drafts]:
-        _executor().unsafe_compute_mask_ptr(alone, *where)
-    led = [(matcher, row, drafts) for row, matcher, drafts in jobs if drafts]
-    copies = [(matcher.inner.deep_copy(), row, drafts) for matcher, row, drafts in led]
-    if copies:
-        _executor().unsafe_compute_mask_ptr_with_draft_token(copies, *where)
-    for (matcher, *_), (copy, *_) in zip(led, copies, strict=True):
-        if copy.is_error():
-            matcher.broken = copy
+    # Nothing tells whose masks took the time, so where they took too much they go one by one.
+    is_long = any(matcher.took_s > BOUND_S for _, matcher, _ in jobs)
+    for group in [[job] for job in jobs] if is_long else [jobs]:
+        began, most = time.perf_counter(), max(1, num_readers() // len(group))
+        shares = [
+            list(matcher.shares(row, drafts, i * most, most))
+            for i, (row, matcher, drafts) in enumerate(group)
+        ]
+        every = list(itertools.chain.from_iterable(shares))
+        if alone := [(reader, row) for reader, row, drafts in every if not drafts]:
+            _executor().unsafe_compute_mask_ptr(alone, *where)
+        if led := [share for share in every if share[2]]:
+            _executor().unsafe_compute_mask_ptr_with_draft_token(led, *where)
+        took_s = time.perf_counter() - began
+        for (_, matcher, _), own in zip(group, shares, strict=True):
+            matcher.judge([reader for reader, *_ in own], took_s)

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import os
+import string
 import sys
 import threading
+import time
+from functools import partial
 from typing import Any
 
 import pytest
@@ -16,7 +21,7 @@ from graphengine.checkpoints.hub import resolve
 from graphengine.checkpoints.tokenizer import Tokenizer
 from graphengine.config.constraint import Constraint
 from graphengine.decode import grammar as module
-from graphengine.decode.grammar import Grammars, Matcher, fill_masks
+from graphengine.decode.grammar import REMEDY, Grammar, Grammars, Matcher, fill_masks
 
 ENDS = (2040, 2042)
 
@@ -34,7 +39,11 @@ def grammars(tokenizer: Tokenizer) -> Grammars:
 def allowed(matcher: Any, rows: int = 1, drafts: Any = ()) -> list[set[int]]:
     mask = torch.zeros(rows, 64, dtype=torch.int32)
     fill_masks([(0, matcher, list(drafts))], mask)
-    bits = (mask[:, :, None] >> torch.arange(32, dtype=torch.int32)) & 1
+    return tokens(mask)
+
+
+def tokens(mask_TW: torch.Tensor) -> list[set[int]]:
+    bits = (mask_TW[:, :, None] >> torch.arange(32, dtype=torch.int32)) & 1
     return [set(row.nonzero()[:, 0].tolist()) for row in bits.flatten(1)]
 
 
@@ -47,12 +56,23 @@ def allowed(matcher: Any, rows: int = 1, drafts: Any = ()) -> list[set[int]]:
         ("regex", "(?=a)b"),
         ("grammar", "start: missing"),
         ("grammar", "start: /a"),
+        ("grammar", "start: c*\nc: " + " | ".join(f'"{c}"' for c in string.ascii_letters)),
     ],
 )
-def test_what_cannot_be_compiled_is_refused(grammars: Grammars, kind: str, text: str) -> None:
-    """Bug: a broken grammar is found in the middle of an answer, or allows anything."""
+def test_what_cannot_be_used_is_refused(grammars: Grammars, kind: str, text: str) -> None:
+    """Bug: a broken grammar, or one whose first mask is too much for a parser, is found in the
+    middle of an answer, or allows anything."""
     with pytest.raises(ValueError, match=f"{kind} cannot be used"):
         grammars.matcher(Constraint(kind, text))
+
+
+def test_a_first_mask_that_takes_too_long_is_refused(
+    grammars: Grammars, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bug: a request begins whose every step will keep the others waiting."""
+    monkeypatch.setattr(module, "BOUND_S", 0.0)
+    with pytest.raises(ValueError, match=r"its first mask took .* repeat less"):
+        grammars.matcher(Constraint("regex", "[a-z]{1,30}"))
 
 
 def test_an_answer_ends_where_its_grammar_does(grammars: Grammars, tokenizer: Tokenizer) -> None:
@@ -66,6 +86,13 @@ def test_an_answer_ends_where_its_grammar_does(grammars: Grammars, tokenizer: To
     assert allowed(matcher)[0] == set(ENDS) and matcher.forced(5) == [ENDS[0]]
     assert matcher.forced(0) == []
     assert "" != matcher.advance(tokenizer.encode("x")) is not None
+
+
+def test_a_choice_of_thousands(grammars: Grammars, tokenizer: Tokenizer) -> None:
+    """Bug: a choice of many texts is taken, and its answers end in an error at their first word."""
+    matcher = grammars.matcher(Constraint("choice", json.dumps([f"no. {i}" for i in range(3000)])))
+    assert matcher.advance(tokenizer.encode("no. 299")) is None
+    assert allowed(matcher)[0] >= {ENDS[0], tokenizer.encode("7")[0]}
 
 
 def test_masks_along_drafts_leave_the_matcher_where_it_was(
@@ -92,11 +119,107 @@ def test_a_parser_at_its_limit_is_told(tokenizer: Tokenizer) -> None:
     source = LLMatcher.grammar_from_lark('start: s\ns: s s | "a" | ""')
     few = LLParserLimits(max_items_in_row=30)
     (a,), num_said = tokenizer.encode("a"), 0
-    matcher = Matcher(LLMatcher(inner, source, log_level=0, limits=few), ENDS)
+    make = partial(LLMatcher, inner, source, log_level=0, limits=few)
+    matcher = Matcher(Grammar(make(), make), ENDS)
     while all(len(row) > len(ENDS) for row in allowed(matcher, 6, [a] * 5)):
         assert matcher.advance([a]) is None and num_said < 50
         num_said += 1
-    assert "items" in (matcher.advance([]) or "")
+    wrong = matcher.advance([]) or ""
+    assert "items" in wrong and REMEDY in wrong
+
+
+def spread(*matchers: Matcher) -> None:
+    for matcher in matchers:
+        matcher.grammar.spread()
+        assert matcher.grammar.spreading is not None
+        matcher.grammar.spreading.join()
+        assert len(matcher.grammar.made) == module.num_readers()
+
+
+@pytest.mark.parametrize("num_requests", [1, 2, 9])
+def test_readers_share_the_rows(
+    grammars: Grammars,
+    tokenizer: Tokenizer,
+    num_requests: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Bug: a reader masks a row of another one, stays behind what was committed or goes along
+    drafts that were not; of several answers of one grammar, one is another's; one that was not
+    there at first begins at the end; tokens that are allowed unseen are not."""
+    monkeypatch.setattr(module, "MAX_READERS", 5)
+    monkeypatch.setattr(os, "cpu_count", lambda: 8)
+    plain = Grammars(tokenizer.as_json, 2048, ENDS)
+    plain.prepare(slices=[])
+    schema = {"type": "array", "items": {"type": "string", "maxLength": 9}, "minItems": 3}
+    constraint = Constraint("json_schema", json.dumps(schema))
+    texts = [f'["{"abcdefghi"[: i + 1]}", "at {i} here", "{i}{i}", "x"' for i in range(9)]
+    said = [tokenizer.encode(text) for text in texts[:num_requests]]
+    matchers = [grammars.matcher(constraint) for _ in said]
+    for at in range(0, 15, 3):
+        if at == 6:
+            spread(matchers[0])
+        mask = torch.zeros(num_requests * 6, 64, dtype=torch.int32)
+        drafts = [ids[at : at + 4] + [ENDS[0]] for ids in said]
+        fill_masks([(6 * i, matchers[i], ids) for i, ids in enumerate(drafts)], mask)
+        rows = iter(tokens(mask))
+        for i, ids in enumerate(drafts):
+            single = plain.matcher(constraint)
+            assert single.advance(said[i][:at]) is None
+            own, fits = list(itertools.islice(rows, 6)), len(ids) - 1
+            for row in range(fits + 1):
+                assert own[row] == allowed(single)[0]
+                assert row == fits or single.advance([ids[row]]) is None
+            assert not any(own[fits + 1 :])
+            assert matchers[i].advance(said[i][at : at + 3]) is None
+
+
+def test_only_a_slow_grammar_is_compiled_again(
+    grammars: Grammars, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bug: every request pays for matchers that none needs, or no slow one gets them."""
+    matcher = grammars.matcher(Constraint("regex", "[a-z]{1,30}"))
+    monkeypatch.setattr(module, "SLOW_S", 60.0)
+    allowed(matcher)
+    assert matcher.grammar.spreading is None
+    monkeypatch.setattr(module, "SLOW_S", 0.0)
+    allowed(matcher)
+    spread(matcher)
+
+
+def test_what_takes_too_long_ends_alone(
+    grammars: Grammars, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bug: a grammar that takes seconds a mask keeps the other answers waiting to its end, one
+    hiccup of the machine ends an answer, or another answer ends for it."""
+    slow, quick = (grammars.matcher(Constraint("regex", text)) for text in ("a+", "b+"))
+    shares, delays_s, found = Matcher.shares, (0.3, 0.0, 0.3, 0.3), list[bool]()
+
+    def late(self: Matcher, *args: Any) -> Any:
+        time.sleep(delays_s[len(found)] if self is slow else 0.0)
+        return shares(self, *args)
+
+    monkeypatch.setattr(Matcher, "shares", late)
+    mask, drafts = torch.zeros(4, 64, dtype=torch.int32), tokenizer.encode("a")
+    for _ in delays_s:
+        fill_masks([(0, quick, []), (1, slow, drafts)], mask)
+        assert quick.advance([]) is None
+        found.append(slow.advance([]) is not None)
+    assert found == [False, False, False, True]
+    assert REMEDY in (slow.advance([]) or "") and "0.25 are allowed" in (slow.advance([]) or "")
+
+
+def test_a_lexer_at_its_limit_ends_its_answer_alone() -> None:
+    """Bug: a grammar too complex for the lexer is said to be complete; another stream ends with it;
+    what is kept of it is broken for every request to come."""
+    text = "(.{1,500}){40,500}"
+    with Engine.from_pretrained(TINY_TARGET, draft=TINY_DRAFT) as engine:
+        (alone,) = engine.generate("Hi", regex="[0-9]{30}", max_new_tokens=40)
+        for _ in range(2):
+            beside = engine.submit("Hi", regex="[0-9]{30}", max_new_tokens=40)
+            found = engine.submit("Hi", regex=text, temperature=1.0, seed=1, max_new_tokens=99)
+            assert found.result().finish_reason == "error"
+            assert REMEDY in (found.result().error or "") and found.result().token_ids
+            assert beside.result().token_ids == alone.token_ids
 
 
 def test_answers_of_one_grammar_stand_apart(grammars: Grammars, tokenizer: Tokenizer) -> None:

@@ -250,8 +250,9 @@ def scan_kernel(
             o = exact_dot(q, state)  # pyright: ignore
         else:
             high, middle, low = parts_of(state, dtype)  # pyright: ignore
-            known = tl.dot(k, low, tl.dot(k, middle, tl.dot(k, high)))
-            o = tl.dot(q, middle, tl.dot(q, high))
+            # Sums of their own: what a state waits for is one product long, not three.
+            known = tl.dot(k, high) + (tl.dot(k, middle) + tl.dot(k, low))
+            o = tl.dot(q, high) + tl.dot(q, middle)
         update = exact_dot(solve, v - known * k_factor[:, None])  # pyright: ignore
         o = o * q_factor[:, None]
         late = update * left[:, None]

@@ -45,6 +45,9 @@ SIZES = (16, 128, 256, 512)  # rows; up to 256 they are the verifies of full buc
 LONG_SIZES = (1024, 2048)  # in blocks of `chunk_attention`, each of one prompt
 MOST_PROMPTS = 16  # of a chunk: for as many rows the head streams its weights once
 NO_PROMPT = -1  # start of a block
+FIRST_PART = (
+    8  # of its steps one in so many is launched first: longer at work than the rest's launch
+)
 FIRST_TOKEN, GOES_ON = "first_token", "goes_on"  # how a chunk ends
 
 
@@ -159,7 +162,8 @@ class FixedChunk:
         Args: whole: one graph, attention included.
         """
         parts = names.chunk_name(self.size), self._head, self._ends, self._tail
-        self._runners = capture_ends(*parts, (), pool, whole=whole)
+        num_first = len(self._head) // FIRST_PART
+        self._runners = capture_ends(*parts, (), pool, whole=whole, num_first=num_first)
 
     def _parts(self, flat_X: Tensor) -> Sent:
         return Sent.of(flat_X, self.size, self.size // self.block, self.num_prompts)

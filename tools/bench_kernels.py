@@ -12,6 +12,7 @@ same run (accept: in tests/kernels only); a fast wrong kernel would otherwise wi
     python tools/bench_kernels.py --sweep block_attention --kv 400 1024 8192   # about a minute
     python tools/bench_kernels.py --kernels chunk_attention --kv 1024 8192 32768
     python tools/bench_kernels.py --sweep chunk_attention --kv 1024 8192 32768
+    python tools/bench_kernels.py --kernels pieces --kv 1024 2048 8192 16384 32768
     python tools/bench_kernels.py --out profiles/results/kernels.json
 
 Needs a CUDA device. The last line of stdout is one JSON object. Shapes are Qwen3-8B's with a
@@ -40,6 +41,7 @@ from graphengine.kernels import (
     filter_threshold,
     fp8_rows,
     gumbel_argmax,
+    merge_splits,
     qk_norm_rope,
 )
 from graphengine.kernels.block_attention_kernels import MAX_SPLITS
@@ -54,7 +56,7 @@ SAMPLING_KERNELS = ("filter_threshold", "gumbel_argmax", "sampled_tail")
 FP8_KERNELS = ("fp8_rows", "add_rms_norm_round")
 KERNELS = (
     *("qk_norm_rope", "context_kv", "accept", "argmax"),
-    *(*FP8_KERNELS, *SAMPLING_KERNELS, "block_attention", "chunk_attention"),
+    *(*FP8_KERNELS, *SAMPLING_KERNELS, "block_attention", "chunk_attention", "pieces"),
 )
 HIDDEN, WIDTHS = 4096, (4096, 12288, 20480)  # what o, down and fc read
 Numbers = dict[str, float]
@@ -406,7 +408,7 @@ class ChunkCase:
 
     def ours_us(self, config: chunk_attention.LaunchConfig) -> float:
         us = graph_us(
-            lambda _: chunk_attention.chunk_attention(*self.inputs, self.out, config), sets=1
+            lambda _: chunk_attention.chunk_attention(*self.inputs, self.out, config=config), sets=1
         )
         self.check(self.out)
         return us
@@ -440,6 +442,41 @@ def bench_chunk_attention(kv: int, flashinfer: bool) -> Numbers:
     return numbers
 
 
+def bench_piece(rows: int, kv: int) -> Numbers:
+    """The last rows of a prompt behind much text, as a layer of its chunk attends: blocks of 16,
+    and blocks of 128 whose keys are split among as many CTAs as the engine takes, one and two."""
+    case = ChunkCase(kv)
+    q, blocks = case.q[-rows:], rows // chunk_attention.BLOCK
+    out, sets = torch.empty_like(q), num_sets(2 * kv * K * H * DTYPE.itemsize)
+    caches = [case.cache, *(case.cache.clone() for _ in range(sets - 1))]  # layers differ
+    num_sms = torch.cuda.get_device_properties(0).multi_processor_count
+    chosen = chunk_attention.choose_num_splits(blocks, N, num_sms)
+    numbers: Numbers = {}
+
+    def timed(name: str, launch: Callable[[int], None]) -> None:
+        out.fill_(torch.nan)
+        numbers[f"{name}_us"] = us = graph_us(launch, sets)
+        numbers[f"{name}_tflops"] = 4 * H * N * rows * (kv - rows / 2) / us / 1e6
+        case.check(out)
+
+    starts = torch.arange(kv - rows, kv, G, dtype=torch.int32, device=DEVICE)
+    table = case.table.expand(len(starts), -1)
+    num_splits = block_attention.choose_num_splits(len(starts), K, num_sms, G * N // K)
+    work = block_attention.workspace(len(starts), G, N, H, num_splits, DEVICE)
+    timed(
+        "blocks_of_16",
+        lambda i: block_attention.block_attention(
+            q, caches[i], table, starts, G, True, out, work, padded=-1
+        ),
+    )
+    for Z in sorted({chosen, 1, 2 * chosen}):
+        partials = merge_splits.workspace(rows, N, H, Z, DEVICE) if Z > 1 else None
+        where = case.table.expand(blocks, -1), case.start[-blocks:], out, partials
+        name = "split" if chosen == Z else f"split_in_{Z}"
+        timed(name, lambda i, where=where: chunk_attention.chunk_attention(q, caches[i], *where))
+    return numbers
+
+
 def sweep_chunks(args: argparse.Namespace) -> Iterator[tuple[str, str, Numbers]]:
     cases = [ChunkCase(kv) for kv in args.kv]
     tiles = ((128, 2), (128, 3), (64, 4), (64, 6))
@@ -456,6 +493,8 @@ def bench(kernels: list[str], args: argparse.Namespace) -> Iterator[tuple[str, s
             continue
         numbers = bench_chunk_attention(kv, not args.no_flashinfer)
         yield "chunk_attention", f"prompt_{kv}", numbers
+    for rows, kv in itertools.product((128, 256), args.kv if "pieces" in kernels else ()):
+        yield "pieces", f"rows_{rows}_kv_{kv}", bench_piece(rows, kv)
     for B in args.batch:
         T = B * G
         if "qk_norm_rope" in kernels:
@@ -593,7 +632,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--kernels", nargs="+", choices=KERNELS, default=list(KERNELS))
-    swept = [k for k in KERNELS if k not in ("accept", "sampled_tail", *FP8_KERNELS)]
+    swept = [k for k in KERNELS if k not in ("accept", "sampled_tail", "pieces", *FP8_KERNELS)]
     parser.add_argument("--sweep", choices=swept)
     parser.add_argument("--batch", nargs="+", type=int, default=[1, 8, 16])
     parser.add_argument("--kv", nargs="+", type=int, default=[128, 1024, 4096, 8192])

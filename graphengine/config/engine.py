@@ -21,7 +21,8 @@ class EngineConfig(Options):
 
     `buckets` ascend. `num_speculative_tokens`: drafts a step, one number a bucket (see
     `draft_length`); empty: all that the drafter has, if there is one. `prefill_chunk`: rows of an
-    eager prefill forward; `prefill_sizes`: of those of a fixed size, if there are any.
+    eager prefill forward; `prefill_sizes`: of those of a fixed size, if there are any;
+    `far_prefill_sizes`: of those behind a long text.
     `speculation_limit`: the last position at which a block may begin; from there a request decodes
     plainly.
     """
@@ -41,6 +42,7 @@ class EngineConfig(Options):
     structured_outputs: bool = False
     prefill_chunk: int = 2048
     prefill_sizes: tuple[int, ...] = ()
+    far_prefill_sizes: tuple[int, ...] = ()
     speculation_limit: int | None = None
 
     @property

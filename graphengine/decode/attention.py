@@ -31,9 +31,9 @@ from graphengine.config.draft import AttentionRule, DraftConfig
 from graphengine.config.model import ModelConfig
 from graphengine.decode import flashinfer_internals
 from graphengine.decode.kvcache import pages_for
+from graphengine.kernels import chunk_attention, merge_splits
 from graphengine.kernels.block_attention import Workspace, block_attention, choose_num_splits
 from graphengine.kernels.block_attention import workspace as block_workspace
-from graphengine.kernels.chunk_attention import chunk_attention
 
 FLASHINFER_HEAD_DIMS = (64, 128, 256)
 FA2_MIN_ROWS = 16  # of a tile of queries
@@ -265,6 +265,12 @@ def compile_flashinfer_ahead(
     return imported
 
 
+def _num_sms(device: torch.device) -> int:
+    if device.type != "cuda":
+        return 1
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
 class BlockAttention:
     """Our split-KV kernel over blocks of equal length; lengths are read on the device, no plan.
 
@@ -284,11 +290,8 @@ class BlockAttention:
         """Args: padded: the start of a block that is none."""
         self._block, self._rule, self._padded = block, rule, padded
         self._page_table_BW, self._start_B = page_table_BW, start_B
-        device = start_B.device
-        num_sms = 1
-        if device.type == "cuda":
-            num_sms = torch.cuda.get_device_properties(device).multi_processor_count
-        self._workspace = self.make_workspace(config, start_B.shape[0], block, num_sms, device)
+        where = block, _num_sms(start_B.device), start_B.device
+        self._workspace = self.make_workspace(config, start_B.shape[0], *where)
 
     @staticmethod
     def make_workspace(
@@ -320,15 +323,31 @@ class BlockAttention:
 class ChunkAttention:
     """Our kernel for blocks of many rows of a prompt, where it `takes` them; nothing to plan."""
 
-    def __init__(self, page_table_BW: Tensor, start_B: Tensor) -> None:
+    def __init__(self, config: ModelConfig, page_table_BW: Tensor, start_B: Tensor) -> None:
         """Args: start_B: -1 for a block without a prompt."""
         self._page_table_BW, self._start_B = page_table_BW, start_B
+        device = start_B.device
+        where = len(start_B), _num_sms(device), device
+        self._partials = self.make_workspace(config, *where)
+
+    @staticmethod
+    def make_workspace(
+        config: ModelConfig, num_blocks: int, num_sms: int, device: torch.device
+    ) -> merge_splits.Workspace | None:
+        """Partial results, where so few blocks have their keys split."""
+        heads = config.num_attention_heads
+        num_splits = chunk_attention.choose_num_splits(num_blocks, heads, num_sms)
+        if num_splits == 1:
+            return None
+        rows = num_blocks * chunk_attention.BLOCK
+        return merge_splits.workspace(rows, heads, config.head_dim, num_splits, device)
 
     def plan(self, layout: Layout) -> None:
         """Nothing to do: the lengths are on the device."""
 
     def run(self, q_TNH: Tensor, kv_cache: Tensor, out_TNH: Tensor) -> None:
-        chunk_attention(q_TNH, kv_cache, self._page_table_BW, self._start_B, out_TNH)
+        where = self._page_table_BW, self._start_B
+        chunk_attention.chunk_attention(q_TNH, kv_cache, *where, out_TNH, self._partials)
 
 
 def flashinfer_can_window(rules: Sequence[AttentionRule], block: int) -> bool:

@@ -1,10 +1,10 @@
 """A forward over a fixed number of prompt rows, at fixed addresses, so that a graph can hold it.
 
-A chunk is a verify with another end: blocks of 16 rows (of 128 where it has many), each with its
-own start and pages, of one prompt or of several. The K/V of all rows of a layer is written before
-its attention reads, so a later block of a prompt sees the earlier ones; lengths are read on the
-device, so nothing is planned and the host launches one graph (mode full), or one a segment. The
-same kernels run in every mode.
+A chunk is a verify with another end: blocks of 16 rows (of 128 where it has many, or many in front
+of it), each with its own start and pages, of one prompt or of several. The K/V of all rows of a
+layer is written before its attention reads, so a later block of a prompt sees the earlier ones;
+lengths are read on the device, so nothing is planned and the host launches one graph (mode full),
+or one a segment. The same kernels run in every mode.
 
 Segments run uncompiled: what Inductor would fuse in them is one kernel already, in our own.
 
@@ -43,6 +43,12 @@ from graphengine.kernels.gated_delta_prefill import Pieces
 BLOCK = 16
 SIZES = (16, 128, 256, 512)  # rows; up to 256 they are the verifies of full buckets
 LONG_SIZES = (1024, 2048)  # in blocks of `chunk_attention`, each of one prompt
+# The same for fewer rows of one prompt, a far piece, that has FAR others in front. There blocks of
+# 16, which each read all keys, take longer. Expected of 128 rows of 8B shapes, us a layer, from
+# gaps measured with blocks of 16 and from this kernel's rate with many blocks: 12 against 12 at
+# 1,024 keys, where its second launch counts, 20 against 16 at 2,048, 280 against 130 at 32,768.
+FAR_SIZES, FAR = (128, 256), 2048
+FAR_LEAST = chunk_attention.BLOCK // 2  # no more rows than that are as fast in blocks of 16
 MOST_PROMPTS = 16  # of a chunk: for as many rows the head streams its weights once
 NO_PROMPT = -1  # start of a block
 FIRST_PART = (
@@ -127,7 +133,7 @@ class FixedChunk:
         where = buffers.table_BW, buffers.sent.start_B
         attention: Attention = BlockAttention(config, CAUSAL, *where, BLOCK, padded=NO_PROMPT)
         if is_long:
-            attention = ChunkAttention(*where)
+            attention = ChunkAttention(config, *where)
         attn_TNH = new_zeros(size, config.num_attention_heads, config.head_dim)
         rows = buffers.rows, buffers.last_R, attention, attn_TNH
         chain, self._tail = prefill_chains(pair, *rows, Pieces(*buffers.sent.pieces_6R))
@@ -227,3 +233,8 @@ def sizes_for(max_model_len: int, *, are_long: bool) -> tuple[int, ...]:
     return tuple(
         size for before, size in zip((0, *sizes), sizes, strict=False) if before < max_model_len
     )
+
+
+def far_sizes_for(max_model_len: int, *, are_long: bool) -> tuple[int, ...]:
+    """Those of far chunks that some prompt gets to."""
+    return FAR_SIZES if are_long and max_model_len > FAR + FAR_LEAST else ()

@@ -24,7 +24,7 @@ from graphengine.config.draft import CAUSAL
 from graphengine.decode.adjustments import adjust_first
 from graphengine.decode.attention import Attention, Layout, TorchAttention
 from graphengine.decode.chains import prefill_chains
-from graphengine.decode.fixed_chunk import BLOCK, FixedChunk, Piece
+from graphengine.decode.fixed_chunk import BLOCK, FAR, FAR_LEAST, FixedChunk, Piece
 from graphengine.decode.kvcache import pages_for
 from graphengine.decode.logprobs import Scores, score_rows
 from graphengine.decode.masks import mask_first
@@ -88,19 +88,22 @@ class FirstTokens(NamedTuple):
 class Prefill:
     """What a prefill needs; holds no state of requests.
 
-    `chunk`: rows of an eager forward at most. `fixed`: ascending sizes; empty: all is eager.
+    `chunk`: rows of an eager forward at most. `fixed`: ascending sizes; empty: all is eager. `far`:
+    ascending too, for far pieces, more than FAR_LEAST rows of one prompt behind FAR others: those
+    of a long prompt beside running streams, its remainder, a next turn behind a long text.
     """
 
     pair: Pair
     attention: Attention
     chunk: int
     fixed: tuple[FixedChunk, ...] = ()
+    far: tuple[FixedChunk, ...] = ()
 
     def split(
         self, requests: Sequence[Request], rows_at: Callable[[int], int | None] = lambda _: None
     ) -> Iterator[Work]:
         """The forwards, in order. A fixed chunk is shared by as many prompts as it holds; a longer
-        piece runs alone, since company would save it nothing and cost it time.
+        or a far piece runs alone, since company would save it nothing and cost it time.
 
         Args: rows_at: of a forward whose first row stands there, at most; None: as many as pay.
         """
@@ -117,11 +120,13 @@ class Prefill:
                     yield [(request, Piece(ids, first, end, request.pages, request.state_slot))]
                 continue
             while begin < len(ids) and request.finish_reason is None:
-                most = rows_at(begin)
+                most, left = rows_at(begin), len(ids) - begin
+                is_far = self._is_far(begin, left)
                 if not work:
                     room, limit = self._space(most, len(requests))
-                end = begin + self._rows_of_next(len(ids) - begin, room, most)
-                if work and (self._room_for(end - begin) > room or len(work) == limit):
+                end = begin + self._rows_of_next(begin, left, room, most)
+                is_full = self._room_for(end - begin) > room or len(work) == limit
+                if work and (is_far or is_full):
                     yield work
                     work = []
                     continue
@@ -129,7 +134,7 @@ class Prefill:
                 piece = Piece(ids, begin, end, request.pages, request.state_slot, *kept)
                 work.append((request, piece))
                 begin, room = end, room - self._room_for(piece.num_rows)
-                if room <= 0:
+                if is_far or room <= 0:
                     yield work
                     work = []
         if work:
@@ -161,21 +166,34 @@ class Prefill:
         fitting = [chunk for chunk in chunks if most is None or chunk.size <= most]
         return (fitting or chunks[:1] or [None])[-1]
 
-    def _rows_of_next(self, left: int, room: int, most: int | None) -> int:
+    def _is_far(self, begin: int, num_rows: int) -> bool:
+        """Whether so many rows of a prompt from there on are a far piece."""
+        return bool(self.far) and begin >= FAR and num_rows > FAR_LEAST
+
+    def _chunks(self, begin: int, num_rows: int) -> tuple[FixedChunk, ...]:
+        """Those that such a piece may run in, ascending."""
+        if not self._is_far(begin, num_rows):
+            return self.fixed
+        return *self.far, *(chunk for chunk in self.fixed if chunk.is_long)
+
+    def _rows_of_next(self, begin: int, left: int, room: int, most: int | None) -> int:
         """Rows of a prompt that its next forward takes of those that are left.
 
         What fits a chunk that prompts share is not cut. A chunk's time goes by its size, so a long
         one is left empty by a quarter at most: smaller ones do the same in less.
         """
         shared = self._shared(most)
-        if shared is None or left <= shared.size:
-            return min(left, room if shared is None else left)
-        if shared is self.fixed[-1] and most is None:
-            return min(left, self.chunk)  # eager
-        fits = most is None or max(most, shared.size)
-        sizes = [chunk.size for chunk in self.fixed if fits is True or chunk.size <= fits]
+        if not self._is_far(begin, left):
+            if shared is None or left <= shared.size:
+                return min(left, room if shared is None else left)
+            if shared is self.fixed[-1] and most is None:
+                return min(left, self.chunk)  # eager
+        chunks = self._chunks(begin, left)
+        fits = math.inf if most is None else max(most, chunks[0].size)
+        sizes = [chunk.size for chunk in chunks if chunk.size <= fits]
         holds = next((size for size in sizes if size >= left), sizes[-1])
-        return left if 3 / 4 * holds < left <= holds else max(n for n in sizes if n <= left)
+        whole = [size for size in sizes if size <= left]
+        return left if 3 / 4 * holds < left <= holds or not whole else whole[-1]
 
     def _room_for(self, num_rows: int) -> int:
         block = BLOCK if self.fixed else 1
@@ -191,8 +209,8 @@ class Prefill:
         pieces = [piece for _, piece in work]
         num_rows = sum(self._room_for(piece.num_rows) for piece in pieces)
         is_scored = work[0][0].prompt_logprobs is not None
-        chunk = next((chunk for chunk in self.fixed if chunk.size >= num_rows), None)
-        chunk = None if is_scored else chunk
+        chunks = () if is_scored else self._chunks(pieces[0].begin, pieces[0].num_rows)
+        chunk = next((chunk for chunk in chunks if chunk.size >= num_rows), None)
         goes_on = not any(_completes(*part) for part in work)
         with names.range_(names.chunk_name(num_rows if chunk is None else chunk.size)):
             if chunk is not None:

@@ -205,13 +205,16 @@ def build(
     attention = prefill_attention(config, target_config, dtype, device)
     prefill = Prefill(pair, attention, config.prefill_chunk)
 
-    def fixed_chunks(pair: Pair) -> Iterator[FixedChunk]:
-        return (FixedChunk(pair, size, size in LONG_SIZES) for size in config.prefill_sizes)
+    def fixed_chunks(pair: Pair) -> tuple[FixedChunk, ...]:
+        return tuple(FixedChunk(pair, size, size in LONG_SIZES) for size in config.prefill_sizes)
+
+    def far_chunks(pair: Pair) -> tuple[FixedChunk, ...]:
+        return tuple(FixedChunk(pair, size, is_long=True) for size in config.far_prefill_sizes)
 
     def prefill_kernels() -> Iterator[Callable[[], object]]:
         """Forwards of few layers for the sake of their kernels."""
         short = pair.shortened()
-        for chunk in fixed_chunks(short):
+        for chunk in (*fixed_chunks(short), *far_chunks(short)):
             yield partial(run_chain, chunk.chain)
         if config.prefill_attention_backend != "triton" and config.max_model_len > EAGER_ROWS:
             yield partial(replace(prefill, pair=short).run_padding, EAGER_ROWS)
@@ -222,8 +225,8 @@ def build(
         if options.lazy_capture:  # before the first request, its own alone
             sizes = (next((x for x in sizes if x >= options.first_batch), sizes[-1]),)
         ahead = builder.build_ahead(sizes, prefill_kernels())
-        prefill = replace(prefill, fixed=tuple(fixed_chunks(pair)))
-        builder.capture_chunks(prefill.fixed)
+        prefill = replace(prefill, fixed=fixed_chunks(pair), far=far_chunks(pair))
+        builder.capture_chunks((*prefill.fixed, *prefill.far))
     builders = [builder]
 
     def build_plain() -> Lane:

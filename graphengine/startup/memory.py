@@ -252,6 +252,7 @@ def _plan(
                 head = weights.lm_head_VD if vocabulary[1] is None else vocabulary[1]
                 copies = loading.quantized_draft_weights(layers), quantize_fp8(head)
         scratch = workspace.bucket_scratch_bytes(config, target, draft, width, num_sms)
+        scratch += workspace.chunk_scratch_bytes(config, target, num_sms)
         buffers = _buffer_bytes(config, target, proposer, width)
         if draft is not None:
             plain = workspace.bucket_scratch_bytes(config, target, None, width, num_sms)

@@ -56,5 +56,8 @@ def warm_up(loop: DecodeLoop, grammars: Grammars | None = None) -> None:
             submit([0], NUM_TOKENS, wish)
             for _ in loop.run():
                 pass
+    for chunk in loop.prefill.far:  # no short prompt gets there
+        for goes_on in (True, False):
+            chunk.run([], goes_on)
     lane.only_bucket, loop.fallback = None, fallback
     assert not loop.has_work

@@ -7,6 +7,8 @@ reports (tests/startup/test_memory.py). One that is too low shows as a failed pr
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from graphengine.checkpoints.weights import tree_bytes
@@ -14,11 +16,12 @@ from graphengine.config.draft import DraftConfig, DraftSpec
 from graphengine.config.draft_length import draft_at
 from graphengine.config.engine import EngineConfig
 from graphengine.config.model import ModelConfig
-from graphengine.decode.attention import FLOAT_WORKSPACE_BYTES, BlockAttention
+from graphengine.decode.attention import FLOAT_WORKSPACE_BYTES, BlockAttention, ChunkAttention
 from graphengine.decode.ends import end_names
-from graphengine.decode.fixed_chunk import MOST_PROMPTS
+from graphengine.decode.fixed_chunk import BLOCK, LONG_SIZES, MOST_PROMPTS
 from graphengine.decode.kvcache import page_bytes
 from graphengine.decode.prefill import SCORED_ROWS
+from graphengine.kernels import chunk_attention
 from graphengine.models.decoder import layer_kinds
 
 # FlashInfer allocates this on the device for each wrapper, beside the shared workspace.
@@ -109,7 +112,8 @@ def _fixed_chunk_bytes(
     num_graphs = {"none": 0, "piecewise": layers + 2, "full": STEP_GRAPH_BYTES // GRAPH_BYTES}
     logits = min(MOST_PROMPTS, max(config.buckets)) * target.vocab_size
     each = num_graphs[config.graph_mode] * GRAPH_BYTES + 2 * logits * element_bytes
-    total = sum(config.prefill_sizes) * kept + len(config.prefill_sizes) * each
+    sizes = config.prefill_sizes + config.far_prefill_sizes
+    total = sum(sizes) * kept + len(sizes) * each
     work = forward_bytes(target, max(config.prefill_sizes), element_bytes)
     return total + (work if config.graph_mode != "none" else 0)
 
@@ -153,6 +157,22 @@ def shared_scratch_bytes(config: EngineConfig) -> int:
     prefills, decodes = config.prefill_attention_backend, config.attention_backend
     total = FLOAT_WORKSPACE_BYTES + FLASHINFER_WRAPPER_BYTES if prefills == "flashinfer" else 0
     return total + (FLOAT_WORKSPACE_BYTES if decodes == "flashinfer" else 0)
+
+
+def chunk_scratch_bytes(config: EngineConfig, target: ModelConfig, num_sms: int) -> int:
+    """Partial results of the attention of every chunk of a fixed size."""
+    is_long = {True: list(config.far_prefill_sizes), False: []}
+    for size in config.prefill_sizes:
+        is_long[size in LONG_SIZES].append(size)
+    made: list[Any] = [
+        BlockAttention.make_workspace(target, size // BLOCK, BLOCK, num_sms, META)
+        for size in is_long[False]
+    ]
+    made += [
+        ChunkAttention.make_workspace(target, size // chunk_attention.BLOCK, num_sms, META)
+        for size in is_long[True]
+    ]
+    return tree_bytes(tuple(made))
 
 
 def bucket_scratch_bytes(

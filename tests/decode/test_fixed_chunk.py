@@ -6,20 +6,23 @@ import gc
 import weakref
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 
 from graphengine import TINY_DRAFT, TINY_TARGET, Engine
-from graphengine.decode.fixed_chunk import FixedChunk, Piece, sizes_for
+from graphengine.decode import attention, prefill
+from graphengine.decode.admission import Budget
+from graphengine.decode.fixed_chunk import FixedChunk, Piece, far_sizes_for, sizes_for
 from graphengine.decode.kvcache import NULL_PAGE
 from graphengine.decode.loop import DecodeLoop
 
 BORDERS = (1, 2, 15, 16, 17, 31, 33, 47, 48, 49, 63, 64, 65, 100, 129)
 LONG_BORDERS = (65, 81, 192, 193, 255, 256, 257, 321, 390)
 SIZES = (16, 48, 64)
-LONG = 256
+LONG, FAR = 256, 64
+FAR_BORDERS = (128, 129, 140, 192, 193, 250, 321, 390)
 
 
 @pytest.fixture(scope="module", params=[TINY_DRAFT, None], ids=["dflash", "plain"])
@@ -52,6 +55,16 @@ def long_loop(loop: DecodeLoop) -> DecodeLoop:
     long = FixedChunk(eager.pair, LONG, is_long=True)
     loop.prefill = replace(eager, fixed=(*eager.fixed, long))
     return loop
+
+
+@pytest.fixture
+def far_loop(long_loop: DecodeLoop, monkeypatch: pytest.MonkeyPatch) -> DecodeLoop:
+    """With a chunk of 128 rows for what has 64 in front, whose keys are split as on a GPU."""
+    monkeypatch.setattr(prefill, "FAR", FAR)
+    monkeypatch.setattr(attention, "_num_sms", lambda device: 132)
+    far = FixedChunk(long_loop.prefill.pair, 128, is_long=True)
+    long_loop.prefill = replace(long_loop.prefill, far=(far,))
+    return long_loop
 
 
 def prompt(length: int, seed: int = 0) -> list[int]:
@@ -94,11 +107,29 @@ def test_a_long_prompt_of_any_length(long_loop: DecodeLoop, length: int) -> None
     compare_with_eager(long_loop, length)
 
 
+@pytest.mark.parametrize("length", FAR_BORDERS)
+def test_a_prompt_behind_much_text(
+    far_loop: DecodeLoop, length: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bug: a piece behind much text runs in blocks of 16, each of which reads all keys; in those of
+    128 it begins at another row, or a row behind the prompt's end is seen."""
+    runs: list[tuple[int, bool]] = []
+    real = FixedChunk.run
+
+    def run(chunk: FixedChunk, *args: Any) -> Any:
+        runs.append((chunk.size, chunk.is_long))
+        return real(chunk, *args)
+
+    monkeypatch.setattr(FixedChunk, "run", run)
+    compare_with_eager(far_loop, length)
+    assert ((128, True) in runs) == (length not in (128, 193, 250))
+
+
 def compare_with_eager(loop: DecodeLoop, length: int) -> None:
     for pool in pools(loop):
         pool[:, :, NULL_PAGE + 1 :] = torch.nan  # what others left there
     tokens, (found,) = admitted(loop, [prompt(length)])
-    loop.prefill = replace(loop.prefill, fixed=(), chunk=2048)
+    loop.prefill = replace(loop.prefill, fixed=(), far=(), chunk=2048)
     expected, (wanted,) = admitted(loop, [prompt(length)])
     assert tokens == expected
     for part, other in zip(found, wanted, strict=True):
@@ -160,6 +191,78 @@ def test_how_a_long_prompt_is_cut(long_loop: DecodeLoop) -> None:
     assert lengths(256) == [[256]]
     assert lengths(260, 3) == [[256], [4, 3]]
     assert lengths(3, 200) == [[3], [200]]
+
+
+def test_how_a_prompt_behind_much_text_is_cut(far_loop: DecodeLoop) -> None:
+    """Bug: a far piece shares a chunk with a prompt that must not be there, or a few last rows take
+    a far chunk, whose attention costs as much as that of 64 rows in blocks of 16."""
+
+    def lengths(*prompts: int) -> list[list[int]]:
+        works = split(far_loop, [prompt(n) for n in prompts])
+        return [[piece.num_rows for _, piece in work] for work in works]
+
+    assert lengths(390, 3) == [[256], [128], [6, 3]]
+    assert lengths(3, 192) == [[3], [64], [128]]
+    assert lengths(3, 160) == [[3], [64], [96]]
+    assert lengths(3, 128) == [[3], [64], [64]]
+
+
+class Prompt(NamedTuple):
+    """What `Prefill.split` reads of a request."""
+
+    prompt_ids: range
+    num_cached_tokens: int = 0
+    pages: tuple[int, ...] = ()
+    prompt_logprobs: None = None
+    finish_reason: None = None
+    state_slot: int = 0
+    spare_slots: tuple[int, ...] = ()
+
+
+class Size(NamedTuple):
+    """What it reads of a chunk."""
+
+    size: int
+    is_long: bool = False
+    num_prompts: int = 1
+
+
+def pieces_of(loop: DecodeLoop, prompt: Prompt, budget: int | None = None) -> list[int]:
+    """Rows of a prompt's forwards as a GPU's chunks cut it, which are alone."""
+    sizes = [Size(n, n > 512, 1 if n > 512 else 4) for n in sizes_for(40960, are_long=True)]
+    far = [Size(n, True) for n in far_sizes_for(40960, are_long=True)]
+    made: Any = {"fixed": tuple(sizes), "far": tuple(far), "chunk": 2048}
+    asked: Any = [prompt]
+    works = list(replace(loop.prefill, **made).split(asked, Budget(budget).rows_at))
+    assert all(len(work) == 1 for work in works)
+    return [piece.num_rows for ((_, piece),) in works]
+
+
+def test_a_long_prompt_beside_a_stream(loop: DecodeLoop) -> None:
+    """Bug: a reader waits more than 20 ms for a token while 32,000 others come in, or the newcomer
+    waits twice as long as alone. By what was measured of 8B shapes: ms of a step 4.6, of 128, 256
+    and 512 rows without their attention 5, 6 and 11.5, of a row and 1,000 keys 0.0012 in blocks of
+    128 and 0.0027 in those of 16; 1,234 alone."""
+    rows = pieces_of(loop, Prompt(range(32000)), 512)
+    assert rows == [512] * 4 + [256] * 89 + [128] * 56
+    begin, gaps = 0, []
+    for n in rows:
+        attention = n * (begin + n) / 1000 * (0.0027 if n == 512 else 0.0012)
+        gaps.append(4.6 + {128: 5, 256: 6, 512: 11.5}[n] + attention)
+        begin += n
+    assert max(gaps) < 20
+    assert sum(gaps) < 2 * 1234
+
+
+def test_the_rest_of_a_long_prompt(loop: DecodeLoop) -> None:
+    """Bug: a remainder, or a next turn behind a long text, in blocks that read all keys 16 rows
+    after 16; a text that is not long in more chunks than it needs."""
+    assert pieces_of(loop, Prompt(range(32100))) == [2048] * 15 + [1024, 256, 100]
+    assert pieces_of(loop, Prompt(range(18200), 18048)) == [128, 24]
+    assert pieces_of(loop, Prompt(range(18300), 18048)) == [252]
+    assert pieces_of(loop, Prompt(range(18100), 18048)) == [52]
+    assert pieces_of(loop, Prompt(range(2500), 2000)) == [500]
+    assert pieces_of(loop, Prompt(range(90000), 80000), 512)[:2] == [128, 128]
 
 
 def test_padding_writes_to_the_null_page(loop: DecodeLoop) -> None:
@@ -227,3 +330,5 @@ def test_a_small_context_needs_no_large_chunk() -> None:
     assert sizes_for(17, are_long=True) == (16, 128)
     assert sizes_for(4096, are_long=False) == (16, 128, 256, 512)
     assert sizes_for(1024, are_long=True) == (16, 128, 256, 512, 1024)
+    assert far_sizes_for(2112, are_long=True) == far_sizes_for(4096, are_long=False) == ()
+    assert far_sizes_for(4096, are_long=True) == (128, 256)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,8 +18,11 @@ import torch
 from graphengine.api import Engine
 from graphengine.capture.runners import ReplayRunner
 from graphengine.capture.steps import Carry, Dense, Step
+from graphengine.decode.kvcache import NULL_PAGE
 from graphengine.decode.sampling import Sampling
 from graphengine.drafters.dflash import DFlash
+from tests.decode.test_fixed_chunk import admitted, pools
+from tests.decode.test_fixed_chunk import prompt as random_prompt
 from tests.support.checkpoints import make_drafter, make_target
 from tests.support.dflash_reference import force_drafts, load_target, plain_generate
 from tests.support.hybrids import A, D, make_hybrid
@@ -291,6 +295,34 @@ def test_poisoned_cache_changes_nothing(pair: Pair, family: str) -> None:
                     pool.fill_(float("nan") if poison else 0.0)
                 found[poison] = [outcome(engine, PROMPTS[:n], 60) for n in (8, 2, 1)]
         assert found[True] == found[False], mode
+
+
+@pytest.mark.parametrize("mode", FAMILIES["triton"][1:], ids=lambda mode: mode.graph_mode)
+@pytest.mark.parametrize("head_dim", [128, 256])
+def test_behind_much_text_the_same_is_written(tmp_path: Path, head_dim: int, mode: Mode) -> None:
+    """Bug: a captured piece in blocks of 128, whose keys are split, sees a stale slot, misses a
+    key, or writes other K/V than pieces in blocks of 16."""
+    sizes: dict[str, Any] = {"hidden": 512, "heads": 4, "kv_heads": 2, "head_dim": head_dim}
+    options: dict[str, Any] = {"layers": 3, "max_positions": 4096, "dtype": "bfloat16"}
+    target = make_target(tmp_path / "target", **sizes, **options)
+    options = {"max_model_len": 3000, "buckets": (1,), "device": DEVICE, **mode._asdict()}
+    with Engine.from_pretrained(target, None, **options) as engine:
+        loop = engine.built.loop
+        with_far = loop.prefill
+        if not with_far.fixed[-1].is_long:
+            pytest.skip("no chunk_attention on this GPU")
+        assert [chunk.size for chunk in with_far.far] == [128, 256]
+        for length in (2048 + 65, 2048 + 128, 2048 + 200, 2048 + 385, 2900):
+            found = []
+            for prefill in (with_far, replace(with_far, far=())):
+                loop.prefill = prefill
+                for pool in pools(loop):
+                    pool[:, :, NULL_PAGE + 1 :] = torch.nan
+                _, ((kv,),) = admitted(loop, [random_prompt(length)])
+                found.append(kv.float())
+            difference = (found[0] - found[1]).abs().max()
+            assert difference <= 0.03 * found[1].abs().max(), length  # a NaN is not, either
+        loop.prefill = with_far
 
 
 @pytest.mark.parametrize(

@@ -1,11 +1,20 @@
 """chunk_attention against torch's scaled_dot_product_attention over gathered keys."""
 
+import random
 from typing import Any
 
 import pytest
 import torch
 
-from graphengine.kernels.chunk_attention import BLOCK, LaunchConfig, chunk_attention, takes
+from graphengine.kernels.chunk_attention import (
+    BLOCK,
+    LaunchConfig,
+    choose_num_splits,
+    chunk_attention,
+    takes,
+    tiles_of,
+)
+from graphengine.kernels.merge_splits import Workspace, workspace
 
 BF16, NAN = torch.bfloat16, torch.nan
 TOLERANCE: dict[str, Any] = {"rtol": 2e-2, "atol": 1e-2}
@@ -17,22 +26,22 @@ CONFIGS = {
 }
 
 
-def make(device, starts, lengths, N, K, S, H=128, stale=NAN):
+def make(device, starts, lengths, N, K, S, H=128, stale=NAN, dtype=BF16):
     """q, cache, page table, starts: block b is of a request of `lengths[b]` tokens.
 
     `stale` is what stands in every slot that no live row may read, on the null page as well.
     """
     W = max([-(-(start + BLOCK) // S) for start in starts])
     pages = [-(-min(length, W * S) // S) for length in lengths]
-    cache = torch.full((2, 1 + sum(pages), S, K, H), stale, dtype=BF16, device=device)
+    cache = torch.full((2, 1 + sum(pages), S, K, H), stale, dtype=dtype, device=device)
     order = iter((1 + torch.randperm(sum(pages))).tolist())
     table = torch.zeros(len(starts), W, dtype=torch.int32)
     for b, (count, length) in enumerate(zip(pages, lengths, strict=True)):
         table[b, :count] = torch.tensor([next(order) for _ in range(count)])
         for page in range(count):
             rows = min(S, length - page * S)
-            cache[:, table[b, page], :rows] = torch.randn(2, rows, K, H, device=device).to(BF16)
-    q = torch.randn(len(starts) * BLOCK, N, H, device=device).to(BF16)
+            cache[:, table[b, page], :rows] = torch.randn(2, rows, K, H, device=device).to(dtype)
+    q = torch.randn(len(starts) * BLOCK, N, H, device=device).to(dtype)
     return q, cache, table.to(device), torch.tensor(starts, dtype=torch.int32, device=device)
 
 
@@ -54,9 +63,20 @@ def check(out, q, cache, table, starts, lengths) -> None:
         torch.testing.assert_close(out[rows].double(), expected.transpose(0, 1), **TOLERANCE)
 
 
-def run(q, cache, table, start, config=None):
+def poisoned(q, num_splits) -> Workspace | None:
+    """Partial results whose every element is NaN."""
+    if not num_splits:
+        return None
+    T, N, H = q.shape
+    made = workspace(T, N, H, num_splits, q.device)
+    for part in made:
+        part.fill_(NAN)
+    return made
+
+
+def run(q, cache, table, start, config=None, num_splits=0):
     out = torch.full_like(q, NAN)
-    chunk_attention(q, cache, table, start, out, config)
+    chunk_attention(q, cache, table, start, out, poisoned(q, num_splits), config)
     return out
 
 
@@ -69,7 +89,63 @@ def test_matches_sdpa(device, S, H) -> None:
     lengths = [128, 0, 129, 200, 256, 257, 1128, 1001, 5]
     made = make(device, starts, lengths, N=8, K=2, S=S, H=H)
     for config in CONFIGS.values() if device == "cuda" and H == 128 else [None]:
-        check(run(*made, config), *made, lengths)
+        for num_splits in (0, 1, 3, 16) if device == "cuda" else [0]:
+            check(run(*made, config, num_splits), *made, lengths)
+
+
+def test_a_block_has_the_same_result_in_company(device) -> None:
+    """Bug: where keys are split depends on another block, so a prompt's K/V does on its pieces."""
+    lengths = [3000, 1500, 200]
+    q, cache, table, start = make(device, [2872, 1372, 72], lengths, N=4, K=2, S=32)
+    together = run(q, cache, table, start, num_splits=5).unflatten(0, (3, BLOCK))
+    for b, rows in enumerate(q.split(BLOCK)):
+        alone = run(rows, cache, table[b : b + 1], start[b : b + 1], num_splits=5)
+        assert torch.equal(alone, together[b])
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_splits_find_what_one_finds(seed) -> None:
+    """Bug: a tile read twice or by nobody, a page of another tile, a split without tiles that adds
+    what an earlier call left, a stale slot's score or value in a split's sums."""
+    rng = random.Random(seed)
+    torch.manual_seed(seed)
+    starts = [rng.choice([-1, rng.randrange(300), rng.randrange(3000)]) for _ in range(3)]
+    lengths = [start + rng.randrange(1, BLOCK + 1) if start >= 0 else 0 for start in starts]
+    S, H, stale = rng.choice([16, 32, 64, 128]), rng.choice([128, 256]), rng.choice([NAN, 1e4])
+    made = make("cpu", starts, lengths, 2, 1, S, H, stale, dtype=torch.float32)
+    expected, tile = run(*made), LaunchConfig(kv_tile=rng.choice([64, 128]))
+    for num_splits in (1, 2, rng.randrange(3, 9), 16):
+        found = run(*made, tile, num_splits)
+        for b, (start, length) in enumerate(zip(starts, lengths, strict=True)):
+            rows = slice(b * BLOCK, b * BLOCK + (length - start if start >= 0 else BLOCK))
+            assert found[rows].isfinite().all()
+            torch.testing.assert_close(found[rows], expected[rows], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("tile", [64, 128])
+@pytest.mark.parametrize("num_splits", [1, 2, 4, 5, 16])
+def test_every_tile_is_one_split_s(tile, num_splits) -> None:
+    """Bug: a row without a key in a split that has tiles, whose largest score is then -inf and its
+    sums NaN; or tiles that must be masked in a split that counts them from another."""
+    for start in [*range(300), 1023, 1024, 4000, 32640]:
+        num_tiles, num_full = -(-(start + BLOCK) // tile), (start + 1) // tile
+        shares = [tiles_of.fn(z, num_tiles, num_full, num_splits) for z in range(num_splits)]
+        assert [n for share in shares for n in range(*share)] == list(range(num_tiles))
+        for z, (first, behind) in enumerate(shares):
+            assert first == behind or first == 0 or first < num_full
+            assert behind <= num_full or z == num_splits - 1
+        if num_tiles >= 8 * num_splits:  # nobody has much more than others
+            assert max(b - a for a, b in shares) - min(b - a for a, b in shares) <= 3
+
+
+def test_how_many_splits() -> None:
+    """Bug: more CTAs than multiprocessors, of which each holds one: a second round that takes as
+    long as the first."""
+    found = [choose_num_splits(blocks, 32, 132) for blocks in (1, 2, 4, 16)]
+    assert found == [4, 2, 1, 1]
+    assert choose_num_splits(2, 24, 132) == 2
+    assert choose_num_splits(1, 4, 132) == 16
+    assert choose_num_splits(8, 32, 1) == 1
 
 
 def test_blocks_of_one_request(device) -> None:
@@ -102,7 +178,8 @@ def test_what_nobody_sees_is_harmless(device, stale) -> None:
     """Bug: 0 * infinity, or a large stale score as the maximum of a row that does not see it."""
     lengths = [1, 130, 383]
     made = make(device, [0, 128, 255], lengths, N=2, K=1, S=128, stale=stale)
-    check(run(*made), *made, lengths)
+    for num_splits in (0, 2, 7):
+        check(run(*made, num_splits=num_splits), *made, lengths)
 
 
 def test_refuses(device) -> None:
@@ -119,6 +196,8 @@ def test_refuses(device) -> None:
         chunk_attention(q[:, ::2], cache, table, start, out[:, ::2])
     with pytest.raises(ValueError, match="use one"):
         chunk_attention(q.float(), cache, table, start, out)
+    with pytest.raises(ValueError, match="partials are for"):
+        chunk_attention(q, cache, table, start, out, workspace(BLOCK, 2, 128, 2, device))
 
 
 def test_takes_what_the_kernel_can(device) -> None:
@@ -144,21 +223,23 @@ def test_the_kernel_refuses_what_it_cannot_take() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("num_splits", [0, 2, 7])
 @pytest.mark.parametrize("config", CONFIGS)
-def test_one_capture_serves_every_length(config) -> None:
+def test_one_capture_serves_every_length(config, num_splits) -> None:
     """Bug: something of the lengths baked into the captured graph; a race between the loading
     warps and the consumers, whose results differ from replay to replay."""
     N, K, S, longest = 32, 8, 128, [2048 + 128 * b for b in range(8)]
     lengths = [start + BLOCK for start in longest]
     q, cache, table, start = make("cuda", longest, lengths, N, K, S, stale=0.0)
     out = torch.empty_like(q)
-    chunk_attention(q, cache, table, start, out, CONFIGS[config])
+    where = q, cache, table, start, out, poisoned(q, num_splits), CONFIGS[config]
+    chunk_attention(*where)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        chunk_attention(q, cache, table, start, out, CONFIGS[config])
+        chunk_attention(*where)
         first = out.clone()  # an ordinary kernel between two attentions, as in a forward
-        chunk_attention(q, cache, table, start, out, CONFIGS[config])
+        chunk_attention(*where)
     for begin in ([-1] * 8, [0] * 8, [1, 100, 127, 128, 129, 500, 777, -1], longest):
         start.copy_(torch.tensor(begin, dtype=torch.int32))
         for _ in range(10):
@@ -181,4 +262,6 @@ def test_a_long_context_and_pages_beyond_32_bits() -> None:
     q = torch.randn(2 * BLOCK, N, H, device="cuda").to(BF16)
     start = torch.tensor(starts, dtype=torch.int32, device="cuda")
     table = table.expand(2, -1)
-    check(run(q, cache, table, start), q, cache, table, start, [W * S] * 2)
+    for num_splits in (0, 8):
+        out = run(q, cache, table, start, num_splits=num_splits)
+        check(out, q, cache, table, start, [W * S] * 2)

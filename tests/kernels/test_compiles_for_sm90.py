@@ -35,6 +35,7 @@ from graphengine.kernels import (
     gumbel_argmax,
     head_argmax,
     mask_logits,
+    merge_splits,
     moe_kernels,
     moe_row,
     output_gate,
@@ -91,7 +92,7 @@ def attend(dtype: torch.dtype, H: int, G: int, causal: bool, window: int | None,
     )
 
 
-def attend_chunk(page_size: int, head_dim: int = 128, **options: Any) -> None:
+def attend_chunk(page_size: int, head_dim: int = 128, splits: int = 0, **options: Any) -> None:
     B, N, K, S, W, H = 3, 16, 4, page_size, 9, head_dim
     chunk_attention.chunk_attention(
         empty(B * chunk_attention.BLOCK, N, H),
@@ -99,6 +100,7 @@ def attend_chunk(page_size: int, head_dim: int = 128, **options: Any) -> None:
         ints(B, W, dtype=torch.int32),
         ints(B, dtype=torch.int32),
         empty(B * chunk_attention.BLOCK, N, H),
+        merge_splits.workspace(B * chunk_attention.BLOCK, N, H, splits, "cuda") if splits else None,
         chunk_attention.LaunchConfig(**options) if options else None,
     )
 
@@ -241,7 +243,7 @@ def max_stack_bytes(kernel: str, launch: str) -> int:
     """None where spilling would cost what the kernel is for."""
     if kernel == "specialized_linear_kernel":  # after the loop
         return 128
-    if launch.startswith("head") or kernel == "chunk_attention_kernel":
+    if launch.startswith("head") or kernel in ("chunk_attention_kernel", "merge_splits_kernel"):
         return 0
     if kernel == "wide_linear_kernel":  # in FP8 it spills when sums are scaled, after the loop
         return 256 if "FP8" in launch else 0
@@ -293,9 +295,12 @@ LAUNCHES: dict[str, Callable[[], Any]] = {
     "attention in float32": lambda: attend(FP32, 128, 16, True, None),
     "attention of chunks": lambda: (attend_chunk(128), attend_chunk(16, pdl=False)),
     "attention of chunks, wide heads": lambda: (attend_chunk(128, 256), attend_chunk(16, 256)),
+    "attention of chunks, split": lambda: (attend_chunk(128, 128, 4), attend_chunk(16, 256, 2)),
     "attention of chunks, other tiles": lambda: (
         attend_chunk(128, num_stages=3, pdl=False),
         attend_chunk(128, kv_tile=64, num_stages=4),
+        attend_chunk(16, 128, 16),
+        attend_chunk(128, 256, 16),
     ),
     "GEMM": lambda: multiply(16, SkinnyConfig(64, 256, 5, 4, 1, 4, 2, 1)),
     "GEMM, 128 rows": lambda: multiply(128, TALL),
@@ -408,11 +413,12 @@ def test_descriptors_are_prefetched(launch: str, compiled: list[Any]) -> None:
         assert re.search(rf"\.param \.align 64 \.b8 {place}\[128\]", ptx)
 
 
-def test_a_softmax_runs_beside_products(compiled: list[Any], tmp_path: Path) -> None:
+@pytest.mark.parametrize("splits", [0, 4])
+def test_a_softmax_runs_beside_products(compiled: list[Any], tmp_path: Path, splits: int) -> None:
     """Bug: ptxas serialises wgmma, or waits for P V before it computes the softmax: right results
     at half the rate."""
-    attend_chunk(128)
-    (kernel,) = compiled
+    attend_chunk(128, splits=splits)
+    kernel = compiled[0]
     ptx, cubin = tmp_path / "kernel.ptx", tmp_path / "kernel.cubin"
     ptx.write_text(kernel.asm["ptx"])
     # From triton 3.9 on the newer assembler is this architecture's too.

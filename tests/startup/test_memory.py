@@ -187,6 +187,17 @@ def test_larger_needs_more(field: str) -> None:
     assert plan_8b(config).fixed_bytes > plan_8b().fixed_bytes
 
 
+def test_chunks_behind_a_long_text_are_in_the_plan() -> None:
+    """Bug: partial results of split keys, or what each captured chunk keeps, are in nobody's
+    budget."""
+    config = replace(ON_GPU, graph_mode="full", prefill_sizes=(16, 2048))
+    one, more = plan_8b(config), plan_8b(replace(config, far_prefill_sizes=(128, 256)))
+    partials = 4 * 128 * 32 * (128 + 1) * 4  # of 4 splits of 128 rows, or 2 of 256
+    assert more.attention_workspace_bytes - one.attention_workspace_bytes == 2 * partials
+    kept = 384 * (5 * 4096 + 32 * 128) * 2 + 2 * STEP_GRAPH_BYTES
+    assert more.prefill_bytes - one.prefill_bytes >= kept
+
+
 def test_rounded_activations_are_in_the_plan() -> None:
     """Bug: three fp32 copies of a chunk's taps, more than a layer of the target takes, are not."""
     plans = [plan_8b(replace(ON_GPU, draft_quantization=q)) for q in ("fp8", "fp8-dynamic")]

@@ -32,6 +32,25 @@ def test_a_sweep_tries_what_a_launch_accepts(batch: int) -> None:
         assert config.chunk % config.kv_tile == 0, config
 
 
+def test_pieces_are_the_end_of_a_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: blocks of 16 or split keys are timed at other positions than what they are beside."""
+    monkeypatch.setattr(bench_kernels, "DEVICE", "cpu")
+    monkeypatch.setattr(bench_kernels, "DTYPE", torch.float32)
+    monkeypatch.setattr(bench_kernels, "num_sets", lambda set_bytes: 2)
+
+    def graph_us(launch: Callable[[int], object], sets: int) -> float:
+        launch(sets - 1)
+        return 2.0
+
+    monkeypatch.setattr(bench_kernels, "graph_us", graph_us)
+    found = bench_kernels.bench_piece(128, 384)
+    assert set(found) == {
+        f"{name}_{unit}"
+        for name in ("blocks_of_16", "split", "split_in_1", "split_in_8")
+        for unit in ("us", "tflops")
+    }
+
+
 def test_fp8_cases_measure_what_they_name(monkeypatch: pytest.MonkeyPatch) -> None:
     """Bug: a case that nobody has run: a shape that its kernel refuses, a reference with another
     rounding, a key without its unit. Launched here without a graph, on the references."""

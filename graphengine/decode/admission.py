@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from graphengine.decode.fixed_chunk import FAR_SIZES
 from graphengine.decode.prefill import FirstTokens, Prefill
 from graphengine.decode.request import Request
 
@@ -32,10 +33,14 @@ class Budget:
     def rows_at(self, position: int) -> int | None:
         """Rows from a position on that take as long as all of them do at DEPTH keys: half of them
         at 3 * DEPTH, a quarter at 7 * DEPTH. Of 512 that are chunks of 256 up to 24,576 keys and of
-        128 behind: beside a step of 8B shapes 19 ms at most by arithmetic, up to 57,344 keys;
-        further on a gap grows with the text, since no chunk is smaller (`FAR_SIZES`)."""
+        128 behind: beside a step of 8B shapes 19 ms at most by arithmetic, up to 57,344 keys. Those
+        of 128 are not cut further, since their weights cost as much as those of 16: from there on
+        a gap grows with the text."""
         rows = self.rows
-        return None if rows is None else min(rows, 2 * rows * DEPTH // (DEPTH + position))
+        if rows is None:
+            return None
+        least = min(rows, FAR_SIZES[0])
+        return max(least, min(rows, 2 * rows * DEPTH // (DEPTH + position)))
 
 
 class Admission:

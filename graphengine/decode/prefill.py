@@ -121,7 +121,7 @@ class Prefill:
                 continue
             while begin < len(ids) and request.finish_reason is None:
                 most, left = rows_at(begin), len(ids) - begin
-                is_far = self._is_far(begin, left)
+                is_far = self._is_far(begin, left, most)
                 if not work:
                     room, limit = self._space(most, len(requests))
                 end = begin + self._rows_of_next(begin, left, room, most)
@@ -166,13 +166,15 @@ class Prefill:
         fitting = [chunk for chunk in chunks if most is None or chunk.size <= most]
         return (fitting or chunks[:1] or [None])[-1]
 
-    def _is_far(self, begin: int, num_rows: int) -> bool:
-        """Whether so many rows of a prompt from there on are a far piece."""
-        return bool(self.far) and begin >= FAR and num_rows > FAR_LEAST
+    def _is_far(self, begin: int, num_rows: int, most: int | None = None) -> bool:
+        """Whether so many rows of a prompt from there on begin with a far piece."""
+        if not self.far or begin < FAR or num_rows <= FAR_LEAST:
+            return False
+        return most is None or most >= self.far[0].size
 
-    def _chunks(self, begin: int, num_rows: int) -> tuple[FixedChunk, ...]:
-        """Those that such a piece may run in, ascending."""
-        if not self._is_far(begin, num_rows):
+    def _chunks(self, begin: int, num_rows: int, most: int | None = None) -> tuple[FixedChunk, ...]:
+        """Those that the next of them may run in, ascending."""
+        if not self._is_far(begin, num_rows, most):
             return self.fixed
         return *self.far, *(chunk for chunk in self.fixed if chunk.is_long)
 
@@ -183,12 +185,12 @@ class Prefill:
         one is left empty by a quarter at most: smaller ones do the same in less.
         """
         shared = self._shared(most)
-        if not self._is_far(begin, left):
+        if not self._is_far(begin, left, most):
             if shared is None or left <= shared.size:
                 return min(left, room if shared is None else left)
             if shared is self.fixed[-1] and most is None:
                 return min(left, self.chunk)  # eager
-        chunks = self._chunks(begin, left)
+        chunks = self._chunks(begin, left, most)
         fits = math.inf if most is None else max(most, chunks[0].size)
         sizes = [chunk.size for chunk in chunks if chunk.size <= fits]
         holds = next((size for size in sizes if size >= left), sizes[-1])

@@ -263,6 +263,7 @@ def test_the_rest_of_a_long_prompt(loop: DecodeLoop) -> None:
     assert pieces_of(loop, Prompt(range(18100), 18048)) == [52]
     assert pieces_of(loop, Prompt(range(2500), 2000)) == [500]
     assert pieces_of(loop, Prompt(range(90000), 80000), 512)[:2] == [128, 128]
+    assert set(pieces_of(loop, Prompt(range(4000)), 16)) == {16}
 
 
 def test_padding_writes_to_the_null_page(loop: DecodeLoop) -> None:

@@ -182,7 +182,6 @@ def capture_ends(
     *,
     whole: bool,
     fronts: Mapping[str, Chain] = MappingProxyType({}),
-    num_first: int = 0,
 ) -> dict[str, ReplayRunner]:
     """A runner for each end of a chain `head, end, tail`; under "" where there are no ends.
 
@@ -192,12 +191,10 @@ def capture_ends(
         whole: one graph for each end, attention included, or two around a step of the host; else
             one for each dense step, of which those of head and tail are shared.
         fronts: what some ends have in front of the head, which does not continue it.
-        num_first: of `capture_full`.
     """
     known, chains = ends or {"": ()}, whole_chains(head, ends, tail, fronts)
     if whole:
-        cut = partial(capture_full, num_first=num_first)
-        return {end: cut(name, chain, carry, pool) for end, chain in chains.items()}
+        return {end: capture_full(name, chain, carry, pool) for end, chain in chains.items()}
     begun = {end: capture_piecewise(front, (), pool).calls for end, front in fronts.items()}
     before = capture_piecewise(head, carry, pool)
     middles = {
@@ -224,19 +221,9 @@ def whole_chains(
     return {end: [*fronts.get(end, ()), *head, *steps, *tail] for end, steps in known.items()}
 
 
-def capture_full(
-    name: str, chain: Chain, carry: Carry, pool: GraphPool, num_first: int = 0
-) -> ReplayRunner:
-    """The whole chain, attention included, as one graph; cut where the host works.
-
-    Args:
-        num_first: steps in front that are a graph of their own. A launch takes the host about a
-            microsecond a kernel, and the device begins behind it: where nothing is launched ahead,
-            a few steps are at work while the rest is launched.
-    """
-    first, rest = chain[:num_first], chain[num_first:]
-    parts = [list(part) for _, part in groupby(rest, lambda step: isinstance(step, Host))]
-    parts = [list(first), *parts] if first else parts
+def capture_full(name: str, chain: Chain, carry: Carry, pool: GraphPool) -> ReplayRunner:
+    """The whole chain, attention included, as one graph; cut where the host works."""
+    parts = [list(part) for _, part in groupby(chain, lambda step: isinstance(step, Host))]
     calls: list[Call] = []
     for part in parts:
         if isinstance(part[0], Host):
@@ -244,8 +231,7 @@ def capture_full(
                 call, carry = _eager_call(step, carry)
                 calls.append(call)
             continue
-        is_chunk = bool(first) or len(parts) == 1  # whose graphs are told apart by their kernels
-        own = name if is_chunk else names.dense_name(name, len(calls))
+        own = name if len(parts) == 1 else names.dense_name(name, len(calls))
         inputs = shapes(carry)
         graph, carry = pool.capture(part, carry)
         calls.append(Call(own, graph.handle.replay, graph, inputs, shapes(carry)))

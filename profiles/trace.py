@@ -8,13 +8,13 @@ replay.
 Invariant: placing never looks at device timestamps, only at the launch. Work that runs late, while
 the host already queues the next step, still belongs to the step that asked for it.
 
-A chain captured as one graph has one launch and one range, and so has a whole step; a chunk of a
-prefill has two, behind the copy of its rows. With node tracing the kernels are told apart by their
-order and by the names of attention, recurrence, argmax, embedding and accept kernels: behind the
-target's first argmax, which ends its last segment, begins `accept`, of a chunk `prefill.context`.
-(A step that draws its tokens runs that argmax in `accept`; here it is the segment's there too. A
-tap of the last layer, which no published drafter has, would be booked to `accept`. A chunk whose
-prompt goes on has no argmax: its context is booked to its last segment.)
+A chain captured as one graph has one launch and one range, and so have a whole step and a whole
+chunk of a prefill. With node tracing its kernels are told apart by their order and by the names of
+attention, recurrence, argmax, embedding and accept kernels: behind the target's first argmax, which
+ends its last segment, begins `accept`, of a chunk `prefill.context`. (A step that draws its tokens
+runs that argmax in `accept`; here it is the segment's there too. A tap of the last layer, which no
+published drafter has, would be booked to `accept`. A chunk whose prompt goes on has no argmax: its
+context is booked to its last segment.)
 With graph tracing it is one activity.
 """
 
@@ -108,18 +108,16 @@ def place(trace: Trace, unit: str = names.STEP) -> list[Placed]:
 
 def _place(trace: Trace, unit: str) -> Iterator[Placed]:
     paths = _paths(trace, unit)
-    chains: dict[Launch | tuple[str, int | None], _ChainNames] = {}
+    chains: dict[Launch, _ChainNames] = {}
     for activity in sorted(trace.activities, key=lambda a: (a.start_ns, a.end_ns)):
         launch = activity.launch
         path, step = paths[launch] if launch is not None else ([], None)
         kind = busy_class(path)
         name = path[-1] if path else OUTSIDE
         if kind == "chain" and launch is not None and not activity.is_whole_graph:
-            chunk = (name, step) if name.startswith("prefill.T") else launch
             if launch.is_graph:
-                name, kind = chains.setdefault(chunk, _ChainNames(name)).place(activity.name)
-            else:  # a copy in front of it
-                chains.pop(chunk, None)
+                name, kind = chains.setdefault(launch, _ChainNames(name)).place(activity.name)
+            else:  # a copy beside it
                 name, kind = f"host.{name}", "other"
         elif kind == "other" and path:
             name = f"host.{name}"  # "accept" is also a step of the chain

@@ -51,9 +51,6 @@ FAR_SIZES, FAR = (128, 256), 2048
 FAR_LEAST = chunk_attention.BLOCK // 2  # no more rows than that are as fast in blocks of 16
 MOST_PROMPTS = 16  # of a chunk: for as many rows the head streams its weights once
 NO_PROMPT = -1  # start of a block
-FIRST_PART = (
-    8  # of its steps one in so many is launched first: longer at work than the rest's launch
-)
 FIRST_TOKEN, GOES_ON = "first_token", "goes_on"  # how a chunk ends
 
 
@@ -168,8 +165,7 @@ class FixedChunk:
         Args: whole: one graph, attention included.
         """
         parts = names.chunk_name(self.size), self._head, self._ends, self._tail
-        num_first = len(self._head) // FIRST_PART
-        self._runners = capture_ends(*parts, (), pool, whole=whole, num_first=num_first)
+        self._runners = capture_ends(*parts, (), pool, whole=whole)
 
     def _parts(self, flat_X: Tensor) -> Sent:
         return Sent.of(flat_X, self.size, self.size // self.block, self.num_prompts)

@@ -341,17 +341,16 @@ def test_a_chunk_that_is_one_graph_is_told_apart_by_its_kernels() -> None:
     or the copy of the prompt to the first segment; two chunks of a prompt are two prefills."""
     host = [HostRange("prefill", 0, 100, 0)]
     host += [HostRange("prefill.T128", i, i + 39, 0) for i in (1, 41)]
-    replays = [i + k for i in (10, 50) for k in (0, 10)]  # of the first steps and of the rest
-    host += [HostRange("prefill.T128", i, i + 9, 0) for i in replays]
-    copies = [Launch(i, i + 2, i + 3, 0, False) for i in (1, 41)]
-    graphs = [Launch(i, i + 2, i + 3, 0, True) for i in replays]
+    host += [HostRange("prefill.T128", i, i + 19, 0) for i in (15, 55)]  # the replay's
+    copies = [Launch(i, i + 2, i + 3, 0, False) for i in (0, 40)]
+    graphs = [Launch(i, i + 17, i + 18, 0, True) for i in (0, 40)]
     names = ["index", "gemm", "chunk_attention_kernel", "gemm", "block_attention_kernel", "gemm"]
     names += ["memcpy DtoD", "_chunk_argmax_kernel", "combine_argmax_kernel", "direct_copy_kernel"]
     names += ["gemm", "_context_kv_write_kernel"]
     work = [Activity("memcpy HtoD", 1000 * i, 1000 * i + 8, c) for i, c in enumerate(copies)]
     work += [
-        Activity(name, 1000 * i + 10 * k, 1000 * i + 10 * k + 8, graphs[2 * i + (k > 4)])
-        for i in range(len(copies))
+        Activity(name, 1000 * i + 10 * k, 1000 * i + 10 * k + 8, graph)
+        for i, graph in enumerate(graphs)
         for k, name in enumerate(names, 1)
     ]
     placed = place(Trace(work, host), "prefill")

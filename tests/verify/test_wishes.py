@@ -31,6 +31,7 @@ from graphengine.decode.loop import DecodeLoop
 from graphengine.decode.sampling import sample_rows
 from graphengine.verify.check import Limits
 from graphengine.verify.run import CellResult, encode, verify_mode
+from graphengine.verify.told import wrong_end, wrong_logprobs
 from graphengine.verify.wishes import (
     NOTHING,
     NUM_WISHES,
@@ -229,6 +230,31 @@ def test_what_is_told(
     break_(monkeypatch)
     found = mixed(engine, wishes)
     assert re.search(line, found.failed[check]), found.failed
+
+
+def test_a_transcript_that_was_tampered_with(engine: Engine, wishes: list[Wish]) -> None:
+    """Bug: prompts' log-probabilities are not looked at, NaN passes, a token has none, or texts and
+    reasons of an end go unread."""
+    built, found = engine.built, mixed(engine, wishes).transcripts
+    (scored,) = (t for t in found if t.asked.prompt_logprobs is not None)
+    stopped = next(t for t in found if isinstance(t.stop_reason, str))
+    prompt, told = scored.prompt_logprobs or [], scored.logprobs or []
+
+    def logprobs_of(**changed: Any) -> str:
+        return str(wrong_logprobs(built.loop, scored._replace(**changed), 1e-3)[1])
+
+    def end_of(**changed: Any) -> str:
+        return str(wrong_end(stopped._replace(**changed), built.stop_ids, built.tokenizer))
+
+    off = {token: value + 0.01 for token, value in (prompt[3] or {}).items()}
+    nan = dict.fromkeys(told[2], math.nan)
+    assert logprobs_of() == end_of() == "None"
+    wrong = logprobs_of(prompt_logprobs=[*prompt[:3], off, *prompt[4:]])
+    assert wrong.startswith("prompt_logprobs 2: token 3: ")
+    assert logprobs_of(logprobs=[*told[:2], nan, *told[3:]]).startswith("logprobs 0: token 2: ")
+    assert logprobs_of(logprobs=told[1:]) == "logprobs 0: 7 entries, 8 tokens"
+    assert logprobs_of(logprobs=None) == "logprobs 0: 0 entries, 8 tokens"
+    assert "its text is" in end_of(text="") and "by stop, not" in end_of(stop_reason=None)
 
 
 def test_min_tokens_ignored(

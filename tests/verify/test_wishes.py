@@ -305,18 +305,23 @@ def verify(*args: str) -> Result:
     return CliRunner().invoke(main, ["verify", *typed])
 
 
-@pytest.mark.parametrize("model", ["tiny", "tiny-hybrid"])
-def test_few_prompts_ask_for_everything(tmp_path: Path, model: str) -> None:
+@pytest.mark.parametrize(
+    ("model", "dtype", "identical"),
+    [("tiny", "float32", 1.0), ("tiny-hybrid", "float32", 1.0), ("tiny-hybrid", "bfloat16", 0.95)],
+)
+def test_few_prompts_ask_for_everything(
+    tmp_path: Path, model: str, dtype: str, identical: float
+) -> None:
     """Bug: with fewer prompts than wishes the last kinds are never asked for; a hybrid's states
-    advance by rows that a mask has cut."""
+    advance by rows that a mask has cut; bfloat16's rounding fails log-probabilities."""
     path = tmp_path / "few.jsonl"
     path.write_text('{"prompt": "Compare the bee and the duck."}\n{"prompt": "Why?"}\n')
-    result = verify(model, "--prompt-file", str(path), "--json")
+    result = verify(model, "--prompt-file", str(path), "--dtype", dtype, "--json")
     assert result.exit_code == 0, result.output
     found = json.loads(result.stdout)
     assert found["config"]["grammars"] is True
     cell = found["numbers"]["none_torch"]["bucket_8_together"]
-    assert cell["identical_fraction"] == 1.0 and cell["num_tokens"] > 4 * NUM_WISHES
+    assert cell["identical_fraction"] >= identical and cell["num_tokens"] > 4 * NUM_WISHES
 
 
 def test_without_llguidance(monkeypatch: pytest.MonkeyPatch) -> None:

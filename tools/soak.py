@@ -4,9 +4,9 @@ Why: leaks of pages, states or memory, and contents that only a rare order of ev
 after thousands of steps and never in a short test (crashes after 11,000 steps were reported of
 other engines). A small pair with random weights is made for it; its head favours a few tokens, so
 that drafts are right by luck and every acceptance length comes up. Requests are `soak_wishes`'.
-What must hold is `soak_checks`': every token and log-probability is the one-page step's, shared
-pages keep their bits and hold what their tokens say, every page and state has its owners. On a GPU
-differing texts are only counted (bf16 ties depend on the batch).
+What must hold is `soak_checks`': every token and log-probability is the one-page step's, under the
+same grammar, shared pages keep their bits and hold what their tokens say, every page and state has
+its owners. On a GPU differing texts are only counted (bf16 ties depend on the batch).
 Invariant: everything random comes from the seed; nothing depends on measured time.
 
     python tools/soak.py                                     # 20,000 steps, about 10 minutes
@@ -22,6 +22,7 @@ import argparse
 import json
 import os
 import random
+import shutil
 import statistics
 import sys
 import tempfile
@@ -38,18 +39,22 @@ from soak_checks import Leak, Page, Published, check_balance, kept_pages
 from soak_wishes import a_prompt, a_wish
 
 from graphengine.api import Engine
+from graphengine.checkpoints.hub import TINY_TARGET
+from graphengine.decode.grammar import Grammars, Matcher
 from graphengine.decode.loop import DecodeLoop, StepOutput
 from graphengine.decode.request import Request
 from graphengine.profiles import result_schema
 
 BUCKETS = (1, 2, 4, 8)
-BLOCK, VOCAB, LIKELY_TOKENS = 8, 256, 2
+BLOCK, VOCAB, LIKELY_TOKENS = 8, 2048, 2
+END = 2042  # the bundled tokenizer's
 TARGET_POSITIONS, DRAFT_POSITIONS = 224, 160
 POOL_BYTES = 1600 << 10  # in float32 some 130 pages of 8 tokens: six long requests
 NUM_TEXTS = 12  # that new ones may begin like
 MAX_RSS_GROWTH = 32 << 20
 MAX_GPU_GROWTH = 1 << 20
 MAX_STATE_ERROR = 1e-5
+MAX_LOGPROBS = 3
 CHECK_EVERY = 5
 NUM_COMPARED = 4  # shared pages, whenever the loop is empty
 PROMPT_ROWS = 16, 40, 100  # between two steps, every other time
@@ -76,6 +81,7 @@ def make_pair(directory: Path, is_hybrid: bool) -> tuple[Path, Path]:
     model = {
         "model_type": "qwen3",
         "vocab_size": VOCAB,
+        "eos_token_id": END,
         "hidden_size": 64,
         "intermediate_size": 96,
         "num_hidden_layers": 2,
@@ -100,6 +106,8 @@ def make_pair(directory: Path, is_hybrid: bool) -> tuple[Path, Path]:
     for path, config in zip(paths, (model, draft), strict=True):
         path.mkdir()
         (path / "config.json").write_text(json.dumps(config))
+    for file in TINY_TARGET.glob("tokenizer*.json"):
+        shutil.copy(file, paths[0])
     return paths
 
 
@@ -115,6 +123,10 @@ def open_engine(target: Path, drafter: Path | None, options: Options) -> Engine:
         prepare_plain_decode=True,
         fallback=False,  # judged by measured times, which no seed decides
         acceptance_floor=0.0,
+        sampling=True,
+        adjustments=True,
+        structured_outputs=True,
+        max_logprobs=MAX_LOGPROBS,
         **options,
     )
     head: Any = engine.built.loop.prefill.pair.target.weights.lm_head_VD
@@ -127,6 +139,7 @@ class Soak:
     """One run: the loop, what it is held against, and what was counted."""
 
     loop: DecodeLoop
+    grammars: Grammars
     page: Page
     rng: random.Random
     must_match: bool
@@ -135,6 +148,7 @@ class Soak:
     active: list[Request] = field(default_factory=list)
     texts: deque[list[int]] = field(default_factory=lambda: deque(maxlen=NUM_TEXTS))
     state_errors: list[tuple[int, float]] = field(default_factory=list)
+    matchers: dict[Request, Matcher] = field(default_factory=dict)  # as their answers begin
     wanted: int = 0
 
     def __post_init__(self) -> None:
@@ -161,6 +175,7 @@ class Soak:
         if rng.random() < 0.0005:
             loop.reset()
             self.active.clear()
+            self.matchers.clear()
             self.published.serials.clear()  # they are given anew
             self.counts["resets"] += 1
             return
@@ -169,8 +184,13 @@ class Soak:
     def _submit(self) -> None:
         texts = [*self.texts, *(request.token_ids for request in self.active)]
         prompt = a_prompt(self.rng, texts, VOCAB)
-        wish = a_wish(self.rng, VOCAB, LIKELY_TOKENS)
-        self.active.append(self.loop.submit(prompt, **wish))
+        wish = a_wish(self.rng, VOCAB, LIKELY_TOKENS, self.grammars, [END])
+        matcher = wish["matcher"]
+        self.active.append(
+            self.loop.submit(prompt, **wish | {"matcher": matcher and matcher.copy()})
+        )
+        if matcher is not None:
+            self.matchers[self.active[-1]] = matcher
         self.counts["requests"] += 1
 
     def _collect(self, outputs: list[StepOutput]) -> None:
@@ -200,11 +220,13 @@ class Soak:
         counts["plain_steps"] += request.num_plain_steps
         counts["handed_over"] += request.num_plain_steps > 0
         self.accepted.update(dict(enumerate(request.acceptance.steps_by_accepted)))
-        if reason == "error":
+        matcher = self.matchers.pop(request, None)
+        counts["constrained"] += matcher is not None
+        if reason == "error" and matcher is None:
             raise Leak(f"a request failed: {request.error}")
         if reason == "length" and request.budget != 0:
             raise Leak(f"a request ended {request.budget} tokens before its budget")
-        wrong = self.page.check(request)
+        wrong = self.page.check(request, matcher)
         if wrong is not None:
             counts["differing"] += 1
             if self.must_match:
@@ -292,7 +314,11 @@ def soak(
         with open_engine(*pair, alone) as page, open_engine(*pair, options) as engine:
             is_float32, loop = engine.config.dtype == "float32", engine.built.loop
             rng = random.Random(seed)
-            run = Soak(loop=loop, page=Page(page), rng=rng, must_match=is_float32)
+            grammars = engine.built.grammars
+            assert grammars is not None
+            run = Soak(
+                loop=loop, grammars=grammars, page=Page(page), rng=rng, must_match=is_float32
+            )
             return _run(run, steps, progress, is_hybrid)
 
 
@@ -376,10 +402,10 @@ def main(arguments: list[str] | None = None) -> int:
         notes = (
             "A passed run: every page and state returned, shared pages unchanged, memory within "
             "the bounds of tools/soak.py, in float32 every token and log-probability that of the "
-            "one-page step. num_resets counts the loop dropped with a step in flight, "
-            "num_handed_over requests that left speculation, num_compared_pages shared pages held "
-            "against a computation of their whole text; max_state_error_ratio by quarters of the "
-            "run."
+            "one-page step, under the same grammar where a request has one (num_constrained). "
+            "num_resets counts the loop dropped with a step in flight, num_handed_over requests "
+            "that left speculation, num_compared_pages shared pages held against a computation of "
+            "their whole text; max_state_error_ratio by quarters of the run."
         )
         env = result_schema.environment(args.commit)
         result_schema.write_result(args.out, "soak", numbers, config=config, notes=notes, env=env)

@@ -19,6 +19,7 @@ from torch import Tensor
 from graphengine.api import Engine
 from graphengine.decode import reference
 from graphengine.decode.fixed_chunk import Piece
+from graphengine.decode.grammar import Matcher
 from graphengine.decode.kvcache import pages_for
 from graphengine.decode.loop import DecodeLoop
 from graphengine.decode.prefix_cache import StateSlots
@@ -60,8 +61,11 @@ class Page:
         states = self.loop.prefill.pair.target.states
         return None if states is None else States(*(x[:, self.slot] for x in states))
 
-    def check(self, request: Request) -> str | None:
-        """What is wrong with what a request was told; None if nothing."""
+    def check(self, request: Request, matcher: Matcher | None) -> str | None:
+        """What is wrong with what a request was told; None if nothing.
+
+        Args: matcher: of an answer that begins, where it follows a grammar.
+        """
         prompt, said = request.prompt_ids, request.output_ids
         kept: list[Tensor] = []
 
@@ -69,11 +73,13 @@ class Page:
             kept.append(self.logits(ids.tolist()))
             return kept[0]
 
-        choose = reference.chooser(prompt, request.sampling, request.stop_ids)
+        choose = reference.chooser(prompt, request.sampling, request.stop_ids, matcher)
         drafts = torch.tensor(said, dtype=torch.int64)
         true = reference.step(torch.tensor(prompt), target, lambda _: drafts, choose).tolist()
         if true[: len(said)] != said:
             return f"after {len(prompt)} tokens {said} was said, not {true}"
+        if request.finish_reason == "error" and true[len(said) :] != [-1]:  # no token is left
+            return f"after {len(prompt)} tokens and {said} {true} is said, not: {request.error}"
         ends = [i for i, token in enumerate(said) if token in request.stop_ids]
         if ends and (ends != [len(said) - 1] or request.finish_reason == "length"):
             return f"{said} goes on behind {said[ends[0]]}, which ends it"

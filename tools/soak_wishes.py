@@ -2,16 +2,37 @@
 
 Why: a prefix hits, a page is evicted, a table is another request's only where texts share their
 beginnings and neighbours want different things. Everything comes from the given generator.
+Grammars are of the bundled tokenizer, whose first tokens are "!" and the quotation mark.
 """
 
 from __future__ import annotations
 
+import json
 import random
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
+from graphengine.config.constraint import Constraint
+from graphengine.decode.grammar import Grammars
 from graphengine.decode.sampling import Sampling
 
+_SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string"},
+        "sizes": {"type": "array", "items": {"enum": [1, 2]}},
+    },
+    "required": ["name", "sizes"],
+}
+CONSTRAINTS = (
+    Constraint("regex", '[!"]{3,60}'),  # drafts are right for a while
+    Constraint("regex", '([!"]{1,9} and so on, ){1,9}end'),  # and then tokens are forced
+    Constraint("regex", "[^!]*"),
+    Constraint("choice", '["!", "!!!!!!!!!!!!", "one of several texts", "one of them"]'),
+    Constraint("json_schema", json.dumps(_SCHEMA)),
+    Constraint("json_schema", '{"type": "array", "items": {"type": "string", "maxLength": 9}}'),
+    Constraint("grammar", 'start: item (", " item)*\nitem: /[!a-z]{2,30}/ | "(" start ")"'),
+)
 LONGEST_ANSWER, LONGEST_PROMPT, LONGEST_NEWS = 85, 130, 40
 
 
@@ -27,8 +48,14 @@ def a_prompt(rng: random.Random, texts: Sequence[Sequence[int]], vocab: int) -> 
     return again if rng.random() < 0.1 else again + news
 
 
-def a_wish(rng: random.Random, vocab: int, likely: int) -> dict[str, Any]:
-    """Arguments of `DecodeLoop.submit` behind the prompt; `likely` tokens are said more often."""
+def a_wish(
+    rng: random.Random, vocab: int, likely: int, grammars: Grammars, ends: Collection[int]
+) -> dict[str, Any]:
+    """Arguments of `DecodeLoop.submit` behind the prompt; `likely` tokens are said more often.
+
+    Args:
+        ends: tokens that end an answer behind a grammar.
+    """
 
     def tokens(count: int) -> list[int]:
         return [rng.randrange(likely if rng.random() < 0.7 else vocab) for _ in range(count)]
@@ -54,12 +81,16 @@ def a_wish(rng: random.Random, vocab: int, likely: int) -> dict[str, Any]:
         }
     stop_ids = tokens(rng.randint(1, 2)) if rng.random() < 0.3 else []
     count = rng.randint(1, LONGEST_ANSWER)
-    if stop_ids and rng.random() < 0.7:
+    constraint = rng.choice(CONSTRAINTS) if rng.random() < 0.25 else None
+    if constraint is not None:
+        stop_ids += ends
+    elif stop_ids and rng.random() < 0.7:
         sampling["min_tokens"] = rng.randint(0, count)
     return {
         "max_new_tokens": count,
         "stop_ids": stop_ids,
         "sampling": Sampling(**sampling),
+        "matcher": constraint and grammars.matcher(constraint),
         "logprobs": rng.choice([None, None, None, 0, 3]),
         "prompt_logprobs": rng.choice([None] * 9 + [2]),
     }

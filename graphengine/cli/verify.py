@@ -69,7 +69,7 @@ What each check means: graphengine/verify/lossless.md."""
     "--all-options",
     is_flag=True,
     help="Every prompt asks for something else (penalties, biases, bad words, draws with filters, "
-    "grammars, several at once), in the same batches.",
+    "grammars, log-probabilities, stops, several at once), in the same batches.",
 )
 @click.option(
     "--tolerance",
@@ -162,7 +162,7 @@ def verify(ctx: click.Context, model: str | None, draft: str | None, **options: 
     directory = resolve(model)
     tokenizer = Tokenizer(directory) if Tokenizer.exists(directory) else None
     ids = encode(tokenizer, prompts, options["raw"])
-    options["grammars"] = False
+    options["grammars"], options["texts"] = False, tokenizer is not None
     if options["all_options"]:  # each of them once at least
         options["grammars"] = tokenizer is not None and not llguidance_missing()
         ids = [ids[i % len(ids)] for i in range(max(len(ids), NUM_WISHES))]
@@ -292,7 +292,12 @@ class _Run(NamedTuple):
         return report_cells(self.model, self.draft, results, texts, options, self.console)
 
     def limits(self, dtype: str, drafter: str | None) -> Limits:
-        from graphengine.verify.check import DEFAULT_TOLERANCE_NATS, MIN_IDENTICAL, Limits
+        from graphengine.verify.check import (
+            DEFAULT_TOLERANCE_NATS,
+            MAX_LOGPROB_ERROR,
+            MIN_IDENTICAL,
+            Limits,
+        )
 
         asked = self.options
         tolerance, identical = asked["tolerance"], asked["min_identical"]
@@ -300,10 +305,12 @@ class _Run(NamedTuple):
             tolerance_nats=DEFAULT_TOLERANCE_NATS if tolerance is None else tolerance,
             min_identical=MIN_IDENTICAL[dtype] if identical is None else identical,
             min_acceptance=asked["min_acceptance"] if drafter else None,
+            max_logprob_error_nats=MAX_LOGPROB_ERROR[dtype],
         )
 
     def engine(self, mode: Mode, drafter: str | None) -> Engine:
         from graphengine.api import Engine
+        from graphengine.verify.wishes import MAX_LOGPROBS
 
         mixed = self.options["all_options"]
         asked = {name: self.options[name] for name in declarations(Options) if name in self.options}
@@ -312,6 +319,7 @@ class _Run(NamedTuple):
         asked |= mode._asdict() | {
             "sampling": mixed or self.options["temperature"] > 0 or None,
             "adjustments": mixed or None,
+            "max_logprobs": MAX_LOGPROBS if mixed else None,
             "structured_outputs": self.options["grammars"] or None,
             # Judged is what speculation decodes, however slow or badly drafted.
             "acceptance_floor": 0.0,

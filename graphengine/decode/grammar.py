@@ -258,6 +258,21 @@ class Matcher:
             self.grammar.spread()
         self.took_s = took_s
 
+    def allowed(self, vocab_size: int) -> Tensor:
+        """What may stand next, bool [V], worked out alone: for who checks `fill_masks`. Behind a
+        token that did not fit nothing is ruled out."""
+        if self.inner.is_error():
+            return torch.ones(vocab_size, dtype=torch.bool)
+        words_W = torch.frombuffer(bytearray(self.inner.compute_bitmask()), dtype=torch.int32)
+        bits_WB = (words_W[:, None] >> torch.arange(32, dtype=torch.int32)) & 1
+        return bits_WB.flatten()[:vocab_size] != 0
+
+    def copy(self) -> Matcher:
+        """One that goes on from here on its own."""
+        found = Matcher(self.grammar, self._ends)
+        found.inner, found._said = self.inner.deep_copy(), list(self._said)
+        return found
+
 
 @cache
 def _executor() -> Any:

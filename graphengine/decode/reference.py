@@ -12,7 +12,7 @@ engine comes down to, and what tests hold it against, for every drafter and ever
 Whatever is proposed, what is committed is the target's own choice row by row; a bad drafter costs
 time alone. `choose` is argmax, or a draw whose noise is a function of (seed, position): then the
 drawn tokens too are those of plain decoding. A penalty counts the tokens before a row, drafts among
-them: where the row matters, they are what was said.
+them, and a grammar is led along them: where the row matters, they are what was said.
 
 Legend: n tokens so far, G rows of a block (anchor and drafts), V vocabulary.
 """
@@ -25,6 +25,7 @@ from collections.abc import Callable, Collection, Sequence
 import torch
 from torch import Tensor
 
+from graphengine.decode.grammar import Matcher
 from graphengine.decode.sampling import Controls, Sampling, sample_rows
 
 Logits = Callable[[Tensor], Tensor]
@@ -63,15 +64,21 @@ def adjusted(
     return z_V
 
 
-def chooser(prompt: list[int], asked: Sampling, stop_ids: Collection[int]) -> Choose:
-    """The choice of a request."""
+def chooser(
+    prompt: list[int], asked: Sampling, stop_ids: Collection[int], matcher: Matcher | None = None
+) -> Choose:
+    """The choice of a request. Args: matcher: of an answer that begins; it stays there."""
 
     def choose(logits_GV: Tensor, positions_G: Tensor, ids: Tensor) -> Tensor:
-        before = [ids[len(prompt) : p + 1].tolist() for p in positions_G.tolist()]
-        rows = [
-            adjusted(z_V, prompt, said, asked, stop_ids)
-            for z_V, said in zip(logits_GV, before, strict=True)
-        ]
+        rows, behind, num_led = [], matcher and matcher.copy(), 0
+        for z_V, p in zip(logits_GV, positions_G.tolist(), strict=True):
+            said = ids[len(prompt) : p + 1].tolist()
+            z_V = adjusted(z_V, prompt, said, asked, stop_ids)
+            if behind is not None:  # whose tokens are led to it one by one
+                behind.advance(said[num_led:])
+                num_led = len(said)
+                z_V.masked_fill_(~behind.allowed(len(z_V)).to(z_V.device), -math.inf)
+            rows.append(z_V)
         controls = Controls.upload([asked] * len(rows), logits_GV.device)
         return sample_rows(torch.stack(rows), positions_G.to(logits_GV.device), controls)
 

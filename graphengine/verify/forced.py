@@ -16,7 +16,8 @@ from graphengine.config.draft_length import draft_at
 from graphengine.decode.loop import DecodeLoop
 from graphengine.decode.request import Request
 from graphengine.drafters.forced import Forced, right_at_first
-from graphengine.verify.check import Report, Transcript
+from graphengine.verify.check import Report
+from graphengine.verify.told import Transcript
 
 
 @dataclass(slots=True)

@@ -68,7 +68,9 @@ def report_cells(
         mixed = ""
         if options["all_options"]:
             mixed = ", all options mixed"
-            if not options["grammars"]:
+            if not options["texts"]:
+                mixed += " but grammars and stop strings (this model has no tokenizer)"
+            elif not options["grammars"]:
                 mixed += ' but grammars (install them: pip install "graphengine[grammar]")'
         click.echo(f"{verdict}: {len(results)} runs, {num_tokens} tokens judged{mixed}")
     return not failures

@@ -22,9 +22,10 @@ from graphengine.decode.sampling import Sampling
 from graphengine.prompts import Turn
 from graphengine.startup.build import Built
 from graphengine.verify import check
-from graphengine.verify.check import CheckName, Limits, Mix, Report, Transcript
+from graphengine.verify.check import CheckName, Limits, Mix, Report
 from graphengine.verify.forced import ForcedLength, lengths, missed
 from graphengine.verify.teacher import Scores, first_choice, teacher_force
+from graphengine.verify.told import Transcript, wrong_logprobs
 from graphengine.verify.wishes import NOTHING, Wish, judge_of, matcher_of
 
 PLAIN = "plain"
@@ -51,13 +52,15 @@ class Cell(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CellResult:
-    """What a cell measured and which of its checks failed; `same_as_plain`: of all transcripts."""
+    """What a cell measured and which of its checks failed; `same_as_plain`: of all transcripts;
+    `max_logprob_error_nats`: None where none were asked for."""
 
     cell: Cell
     report: Report
     failed: dict[CheckName, str]
     transcripts: list[Transcript]
     same_as_plain: int | None = None
+    max_logprob_error_nats: float | None = None
 
 
 class Draws(NamedTuple):
@@ -151,32 +154,49 @@ def verify_mode(
         order, budgets = list(range(len(ids))), [max_new_tokens] * len(ids)
         if mix == "mixed":
             order, budgets = check.mixed([len(prompt) for prompt in ids], max_new_tokens)
-        run = built.loop, [ids[i] for i in order], budgets, built.stop_ids
+        budgets = [wishes[i].budget(most) for i, most in zip(order, budgets, strict=True)]
         ran = check.decode(
-            *run,
+            *(built.loop, [ids[i] for i in order], budgets, built.stop_ids),
             bucket=bucket,
             one_by_one=mix == "alone",
             samplings=[wishes[i].sampling for i in order],
             matchers=[matcher_of(built, wishes[i]) for i in order],
+            asked=[wishes[i].asked for i in order],
+            tokenizer=built.tokenizer,
         )
         # In the order of the prompts, so that cells can be compared.
         transcripts = [transcript for _, transcript in sorted(zip(order, ran, strict=True))]
         scores, limit, stop_ids = [], limits.tolerance_nats, built.stop_ids
         for i, (t, wish) in enumerate(zip(transcripts, wishes, strict=True)):
-            key = (i if wish != NOTHING else -1, len(t.prompt_ids), *t.prompt_ids, *t.output_ids)
+            key = (i if wish.chooses else -1, len(t.prompt_ids), *t.prompt_ids, *t.output_ids)
             if key not in judged:
                 said = t.prompt_ids, t.output_ids
-                judge = first_choice if wish == NOTHING else judge_of(built, wish, *said, limit)
+                judge = judge_of(built, wish, *said, limit) if wish.chooses else first_choice
                 judged[key] = teacher_force(built.loop, *said, judge)
             scores.append(judged[key])
-        report = check.judge(transcripts, scores, limit, stop_ids, num_counted)
+        report = check.judge(transcripts, scores, limit, stop_ids, num_counted, built.tokenizer)
         failed = check.decide(report, limits)
         if length is not None and (text := missed(report, length)):
             failed["acceptance"] = text
+        bound, worst = limits.max_logprob_error_nats, None
+        for i, t in enumerate(transcripts):
+            if t.asked.num_logprobs is not None and not t.error:
+                off, wrong = wrong_logprobs(built.loop, t, bound)
+                worst = off if worst is None else max(worst, off)
+                if wrong is not None:
+                    failed.setdefault("logprobs", f"request {i}, {wrong}")
         before = reference.get(_kernels(cell), transcripts)
         if parted := check.disagreement(before, transcripts):
             failed["modes"] = parted
-        results.append(CellResult(cell=cell, report=report, failed=failed, transcripts=transcripts))
+        results.append(
+            CellResult(
+                cell=cell,
+                report=report,
+                failed=failed,
+                transcripts=transcripts,
+                max_logprob_error_nats=worst,
+            )
+        )
     return results
 
 
@@ -230,6 +250,8 @@ def numbers(results: Sequence[CellResult]) -> dict[str, Any]:
         if report.acceptance.num_draft_tokens:
             values["mean_acceptance_length"] = report.acceptance.mean_acceptance_length
             values["mean_acceptance_per_prompt_tokens"] = report.acceptance_per_prompt
+        if result.max_logprob_error_nats is not None:
+            values["max_logprob_error_nats"] = result.max_logprob_error_nats
         if result.same_as_plain is not None:
             values["num_same_as_plain"] = result.same_as_plain
             values["num_prompts"] = len(result.transcripts)

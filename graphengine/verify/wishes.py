@@ -1,11 +1,13 @@
 """Batches that mix all options: what each prompt asks for, and how its tokens are judged.
 
-Prompt i asks for wish i of a fixed list: nothing, penalties, biases, bad words, min_tokens, draws
-with every filter, grammars, and several of them at once; so greedy rows, drawn ones and constrained
-ones share steps. A token is judged as ever, by the plain model after the tokens that were emitted
-before it, but its logits are first changed as the request asked, by the one-page reference step
-(decode/reference.py), and masked by a fresh matcher that is led token by token. None of that knows
-blocks, drafts, tables or rows.
+Prompt i asks for wish i of a fixed list: nothing, penalties, biases, bad words, draws with every
+filter, grammars, log-probabilities, every kind of end, and several of them at once; so greedy rows,
+drawn, scored and constrained ones share steps. What is told beside tokens is told.py's to judge.
+
+A token is judged as ever, by the plain model after the tokens that were emitted before it, but its
+logits are first changed as the request asked, by the one-page reference step (decode/reference.py),
+and masked by a fresh matcher that is led token by token. None of that knows blocks, drafts, tables
+or rows.
 
     greedy    regret = max z - z[emitted]           z: adjusted and masked logits
     drawn     regret = max s - s[emitted]           s = z / temperature + Gumbel noise: its largest
@@ -15,7 +17,7 @@ Invariant: what a filter or a mask rules out has the regret `RULED_OUT_NATS`. Fi
 a token is ruled out only if it lies beyond the edge by more than the tolerance, and one that lies
 nearer than that to it on the other side need not have been drawn.
 
-Legend: T judged rows, V vocabulary, W words of a mask.
+Legend: T judged rows, V vocabulary.
 """
 
 from __future__ import annotations
@@ -23,97 +25,128 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Collection, Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from graphengine.config.constraint import Constraint
+from graphengine.config.constraint import KINDS, constraint_of
+from graphengine.config.options import SamplingParams
 from graphengine.decode.grammar import Matcher
 from graphengine.decode.reference import adjusted
-from graphengine.decode.sampling import GREEDY, Controls, Sampling, sample_rows
+from graphengine.decode.sampling import Controls, Sampling, sample_rows
 from graphengine.kernels.argmax import argmax_rows
 from graphengine.kernels.filter_threshold import filter_threshold
 from graphengine.kernels.gumbel_argmax import gumbel
 from graphengine.startup.build import Built
+from graphengine.verify import told
 from graphengine.verify.check import decode
 from graphengine.verify.teacher import Judge, Scores
 
+MAX_LOGPROBS = 4  # of all wishes
 NUM_SAID = 16  # tokens that words and biases are taken from
 RULED_OUT_NATS = 100.0  # finite, as the plain model's own logits were
 CPU = torch.device("cpu")
 
-_SCHEMA = {
-    "type": "object",
-    "properties": {
-        "name": {"type": "string", "maxLength": 12},
-        "count": {"type": "integer", "minimum": 0, "maximum": 999},
-        "kind": {"enum": ["bee", "duck", "none of them"]},
-    },
-    "required": ["name", "count", "kind"],
-    "additionalProperties": False,
-}
-_JSON = Constraint("json_schema", json.dumps(_SCHEMA))
-_REGEX = Constraint("regex", "([a-z]{1,9} [0-9]{2}, ){6}end")
-_CHOICE = Constraint("choice", json.dumps(["yes", "no", "perhaps, but not today"]))
-_GRAMMAR = Constraint("grammar", 'start: item ("; " item)* "."\nitem: /[a-z ]{3,20}/')
+_SCHEMA = json.dumps(
+    {
+        "type": "object",
+        "properties": {
+            "name": {"type": "string", "maxLength": 12},
+            "count": {"type": "integer", "minimum": 0, "maximum": 999},
+            "kind": {"enum": ["bee", "duck", "none of them"]},
+        },
+        "required": ["name", "count", "kind"],
+        "additionalProperties": False,
+    }
+)
+_REGEX = "([a-z]{1,9} [0-9]{2}, ){6}end"
+_CHOICE = "yes", "no", "perhaps, but not today"
+_GRAMMAR = 'start: item ("; " item)* "."\nitem: /[a-z ]{3,20}/'
 
 
 class Wish(NamedTuple):
-    """What a request asks for."""
+    """What a request asks for; of bad words the tokens alone are given."""
 
-    sampling: Sampling = GREEDY
-    constraint: Constraint | None = None
+    asked: SamplingParams = told.NOTHING
+    words: tuple[tuple[int, ...], ...] = ()
+
+    @property
+    def sampling(self) -> Sampling:
+        """How its tokens are picked."""
+        return Sampling.of(self.asked, self.words, self.asked.seed or 0)
+
+    @property
+    def chooses(self) -> bool:
+        """Whether its tokens are anything but the model's first choices."""
+        own = self.sampling
+        return not own.is_greedy or own.adjusts or constraint_of(self.asked) is not None
+
+    def budget(self, most: int) -> int:
+        """Its most new tokens in a run that gives so many."""
+        return most if self.asked == told.NOTHING else min(most, self.asked.max_new_tokens)
 
     def __str__(self) -> str:
-        own = ((field.name, getattr(self.sampling, field.name)) for field in fields(Sampling))
-        texts = [f"{name} {value}" for name, value in own if value != getattr(GREEDY, name)]
-        texts += [self.constraint.kind] if self.constraint is not None else []
-        return ", ".join(texts) or "greedy"
+        return told.named(self.asked) + (f", bad_words {self.words}" if self.words else "")
 
 
 NOTHING = Wish()
 
 
-def wishes_of(said: Sequence[int], stop_ids: Collection[int], min_tokens: int) -> list[Wish]:
-    """The list. Words and biases are of what the model says when nothing is asked, so that they
-    change something.
+def wishes_of(
+    said: Sequence[int], text: str, stop_ids: Collection[int], max_new_tokens: int
+) -> list[Wish]:
+    """The list. Words, biases and stops are of what the model says when nothing is asked, so that
+    they change something.
 
     Args:
         said: the model's greedy answer to the prompt.
-        min_tokens: of the wish for a late end, whose model is made to want an early one.
+        text: of `said`.
     """
     said = [token for token in said if token not in stop_ids] or [0]
     a, b, c, d = (said[i % len(said)] for i in (1, 3, 6, 7))
+    middle, early = len(text) // 2, max(max_new_tokens // 4, 1)
+    stop = text[max(middle - 2, 0) : middle + 2] or "."  # some way in, and over tokens' borders
     less: dict[str, Any] = {"repetition_penalty": 1.5, "presence_penalty": 1.5}
     less["frequency_penalty"] = 1.0
-    words: dict[str, Any] = {"bad_words": ((a,), (c, d)), "logit_bias": {b: -4.0, d: 2.0}}
-    ends = dict.fromkeys(sorted(stop_ids), 40.0)
-    late: dict[str, Any] = {"min_tokens": min_tokens, "logit_bias": ends}
-    drawn = partial(Sampling, temperature=1.5)
-    return [
+    words, bias = ((a,), (c, d)), dict[str, Any](logit_bias={b: -4.0, d: 2.0})
+    # Answers that the model would end at once, and such as it ends again and again.
+    ends: dict[str, Any] = {"logit_bias": dict.fromkeys(sorted(stop_ids), 40.0)}
+    late: dict[str, Any] = {"min_tokens": max(max_new_tokens // 2, 1)}
+    again = tuple((end, other) for end in stop_ids for other in stop_ids)
+    greedy = partial(SamplingParams, max_new_tokens=max_new_tokens)
+    drawn = partial(greedy, temperature=1.5)
+    return [  # first and last what changes unsure answers alone, as those to the bundled probes are
         NOTHING,
-        NOTHING,
-        Wish(constraint=_JSON),
-        Wish(Sampling(**words)),
-        Wish(drawn(top_p=0.9)),
-        Wish(drawn()),
-        Wish(drawn(), _REGEX),
-        Wish(drawn(top_k=20, min_p=0.02)),
-        Wish(Sampling(**late)),
-        Wish(Sampling(**less)),
+        Wish(greedy(**less)),
         Wish(drawn(min_p=0.05)),
-        Wish(drawn(top_p=0.95, top_k=50, min_p=0.01, **less, **words)),
-        Wish(Sampling(presence_penalty=1.0), _GRAMMAR),
-        Wish(drawn(top_p=0.9, **(less | late))),
-        Wish(drawn(top_k=40, **words), _JSON),
-        Wish(constraint=_CHOICE),
+        NOTHING,
+        Wish(greedy(json_schema=_SCHEMA)),
+        Wish(greedy(frequency_penalty=0.3), words[1:]),  # of which drafts are accepted for a while
+        Wish(greedy(stop=(stop,), logprobs=2)),
+        Wish(drawn(regex=_REGEX)),
+        Wish(greedy(stop_token_ids=(c,))),
+        Wish(greedy(**ends, **late)),
+        Wish(drawn(top_p=0.95, top_k=50, min_p=0.01, **less, **bias), words),
+        Wish(greedy(ignore_eos=True, **ends), again),
+        Wish(greedy(presence_penalty=1.0, grammar=_GRAMMAR)),
+        Wish(SamplingParams(max_new_tokens=early, logprobs=0, prompt_logprobs=2)),
+        Wish(drawn(top_p=0.9, **less, **ends, **late)),
+        Wish(drawn(top_k=40, json_schema=_SCHEMA, logprobs=2, **bias), words),
+        Wish(greedy(choice=_CHOICE)),
+        Wish(greedy(stop=(stop, "\n"), include_stop_str_in_output=True, **late)),
+        Wish(greedy(stop=(" ",), json_schema=_SCHEMA, logprobs=3)),
+        Wish(greedy(stop_token_ids=(c,), include_stop_str_in_output=True, logprobs=1, **late)),
+        Wish(drawn(top_p=0.9)),
+        Wish(drawn(logprobs=MAX_LOGPROBS)),
+        Wish(drawn(top_k=20, min_p=0.02)),
+        Wish(drawn(stop_token_ids=(b, c), stop=(stop,), presence_penalty=-1.0)),
     ]
 
 
-NUM_WISHES = len(wishes_of([0], (), 0))
+NUM_WISHES = len(wishes_of([0], "", (), 1))
 
 
 def _ends(built: Built) -> list[int]:
@@ -129,26 +162,32 @@ def wishes_for(
     Args:
         ids: the prompts.
         seed: of the first prompt; the next one's is one more.
-        grammars: whether answers can follow one; if not, they are left out of the wishes.
+        grammars: whether answers can follow one; if not, they are left out of the wishes, as are
+            stop strings where no tokenizer writes a text.
     """
     budgets, found = [min(max_new_tokens, NUM_SAID)] * len(ids), []
+    without: dict[str, Any] = {} if grammars else dict.fromkeys(KINDS)
+    if not grammars:
+        without["choice"] = ()
+    if built.tokenizer is None:
+        without |= {"stop": (), "include_stop_str_in_output": False}
     for i, answer in enumerate(decode(built.loop, ids, budgets, built.stop_ids)):
-        wishes = wishes_of(answer.output_ids, _ends(built), max(max_new_tokens // 2, 1))
-        wish = wishes[i % NUM_WISHES]
-        if not grammars:
-            wish = wish._replace(constraint=None)
+        said = answer.output_ids
+        text = built.tokenizer.decode(said) if built.tokenizer is not None else ""
+        wish = wishes_of(said, text, _ends(built), max_new_tokens)[i % NUM_WISHES]
         own = wish.sampling
-        own = own if own.is_greedy else replace(own, seed=seed).numbered(i)
-        found.append(wish._replace(sampling=own))
+        seeds = {} if own.is_greedy else {"seed": replace(own, seed=seed).numbered(i).seed}
+        found.append(wish._replace(asked=replace(wish.asked, **without, **seeds)))
     return found
 
 
 def matcher_of(built: Built, wish: Wish) -> Matcher | None:
     """Of an answer that begins."""
-    if wish.constraint is None:
+    constraint = constraint_of(wish.asked)
+    if constraint is None:
         return None
     assert built.grammars is not None
-    return built.grammars.matcher(wish.constraint)
+    return built.grammars.matcher(constraint)
 
 
 def judge_of(
@@ -156,7 +195,8 @@ def judge_of(
 ) -> Judge:
     """Judges the tokens of an answer by what it was asked to be; on the host, in float32."""
     matcher = matcher_of(built, wish)
-    asked, stop_ids = wish.sampling, _ends(built)
+    asked = wish.sampling
+    stop_ids = [*wish.asked.stop_token_ids, *([] if wish.asked.ignore_eos else _ends(built))]
 
     def judge(logits_TV: Tensor, positions: Sequence[int], emitted_T: Tensor) -> Scores:
         """The rows of one chunk, in order: the matcher follows them."""
@@ -165,7 +205,8 @@ def judge_of(
             said = output[: p + 1 - len(prompt)]
             z_V = adjusted(z_V, prompt, said, asked, stop_ids)
             if matcher is not None:
-                _mask_(z_V, matcher, said)
+                matcher.advance(said[-1:])
+                z_V = z_V.masked_fill(~matcher.allowed(len(z_V)), -math.inf)
             rows.append(z_V)
         z_TV, emitted_T = torch.stack(rows), emitted_T.cpu()
         z_emitted_T = z_TV.gather(1, emitted_T[:, None])[:, 0]
@@ -180,18 +221,6 @@ def judge_of(
         return Scores(regret_T.tolist(), best_T.tolist(), logprob_T.tolist())
 
     return judge
-
-
-def _mask_(z_V: Tensor, matcher: Matcher, said: list[int]) -> None:
-    """-inf where the grammar lets nothing stand behind `said`, of which the matcher knows all but
-    the last token. Behind a token that did not fit nothing is ruled out. Mutates: z_V, matcher."""
-    inner = matcher.inner
-    if said and not inner.is_error():
-        inner.consume_tokens(said[-1:])
-    if not inner.is_error():
-        words_W = torch.frombuffer(bytearray(inner.compute_bitmask()), dtype=torch.int32)
-        bits = (words_W[:, None] >> torch.arange(32, dtype=torch.int32)) & 1
-        z_V.masked_fill_(bits.flatten()[: len(z_V)] == 0, -math.inf)
 
 
 def _drawn(

@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch import Tensor
 
 from graphengine.decode import loop as loop_module
-from graphengine.decode import rows
+from graphengine.decode import masks, rows
 from graphengine.decode.loop import DecodeLoop
 from graphengine.decode.prefix_cache import PrefixCache
 
@@ -28,16 +29,16 @@ OPTIONS: dict[str, Any] = {"buckets": soak_tool.BUCKETS, "device": "cpu"}
 
 @pytest.mark.parametrize("backend", ["torch", "triton"])
 def test_300_steps(backend: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """Bug T45: over hundreds of steps with forks, cancels, resets, options, evictions, changes of
-    buckets a page leaks or is written, or a token is not the one-page step's."""
-    arguments = ["--steps", "300", "--seed", "3", "--device", "cpu", "--attention-backend", backend]
+    """Bug T45: over hundreds of steps with forks, cancels, resets, options, grammars, evictions,
+    changes of buckets a page leaks or is written, or a token is not the one-page step's."""
+    arguments = ["--steps", "300", "--seed", "7", "--device", "cpu", "--attention-backend", backend]
     assert soak_tool.main(arguments) == 0
     found = json.loads(capsys.readouterr().out.splitlines()[-1])
     numbers = found["numbers"]
     assert found["passed"] and numbers["num_steps"] >= 300 and numbers["num_differing"] == 0
     assert numbers["num_cancelled"] > 2 and numbers["num_hits"] > 5
     assert numbers["num_evicted_pages"] > 20 and numbers["num_ended_by_stop"] > 0
-    assert numbers["num_plain_steps"] > 0
+    assert numbers["num_plain_steps"] > 0 and numbers["num_constrained"] > 3
     assert sum(n > 0 for n in numbers["num_blocks_by_accepted"]) >= 3, "too few lengths came up"
 
 
@@ -76,6 +77,20 @@ def swaps_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rows, "next_block", next_block)
 
 
+def masks_a_token_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = masks.fill_masks
+
+    def fill_masks(jobs: Any, mask_TW: Tensor) -> None:
+        real(jobs, mask_TW)
+        mask_TW[:, 0] &= ~1
+
+    monkeypatch.setattr(masks, "fill_masks", fill_masks)
+
+
+def masks_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(masks, "fill_masks", lambda jobs, mask_TW: mask_TW.fill_(-1))
+
+
 def grows(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = iter(range(100 << 20, 99 << 30, 64 << 20))
     monkeypatch.setattr(soak_tool, "rss_bytes", lambda: next(sizes))
@@ -88,6 +103,8 @@ def grows(monkeypatch: pytest.MonkeyPatch) -> None:
         (publishes_too_much, "published page was written"),
         (takes_no_state_over, "state is wrong"),
         (swaps_a_row, "was said, not"),
+        (masks_a_token_too_many, "was said, not"),
+        (masks_nothing, "the grammar cannot be followed"),
         (grows, "the process grew by"),
     ],
 )

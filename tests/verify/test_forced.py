@@ -17,10 +17,11 @@ from graphengine.cli.main import main
 from graphengine.cli.verify import PROBES
 from graphengine.decode import ends
 from graphengine.decode.metrics import Acceptance
-from graphengine.verify.check import Limits, Transcript, judge
+from graphengine.verify.check import Limits, judge
 from graphengine.verify.forced import ForcedLength, missed
 from graphengine.verify.run import CellResult, verify_mode
 from graphengine.verify.teacher import Scores
+from graphengine.verify.told import Transcript
 
 # Of the bundled probes: the targets are unsure of what follows, and the drafters rarely right.
 PROMPTS = [json.loads(line)["prompt"] for line in PROBES.read_text().splitlines()[:3]]

@@ -24,7 +24,6 @@ from graphengine.verify import teacher
 from graphengine.verify.check import (
     MIN_IDENTICAL,
     Limits,
-    Transcript,
     decide,
     decode,
     disagreement,
@@ -33,6 +32,7 @@ from graphengine.verify.check import (
 )
 from graphengine.verify.run import compare_with_plain, verify_mode
 from graphengine.verify.teacher import Scores, teacher_force
+from graphengine.verify.told import Transcript
 from tests.support.checkpoints import as_speculators, make_drafter, make_target
 from tests.support.dflash_reference import load_target, run_target
 

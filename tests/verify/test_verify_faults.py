@@ -25,8 +25,9 @@ from graphengine.cli.verify import PROBES, PROMPTS
 from graphengine.decode import buckets
 from graphengine.decode.kvcache import NULL_PAGE
 from graphengine.models.layers import rope_table
-from graphengine.verify.check import Limits, Report, Transcript, decide, decode, judge
+from graphengine.verify.check import Limits, Report, decide, decode, judge
 from graphengine.verify.teacher import teacher_force
+from graphengine.verify.told import Transcript
 from tests.support.chains import insert_
 from tests.support.checkpoints import edit_config
 

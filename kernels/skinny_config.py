@@ -133,7 +133,7 @@ TUNED: dict[tuple[int, int, int, int], SkinnyConfig] = {
     (2560, 4096, 1, 256): SkinnyConfig(64, 128, 5, 3, 1, 4, 1, 1, 256),
     (19456, 2560, 1, 256): SkinnyConfig(192, 128, 4, 1, 1, 8, 1, 1, 256),
     (2560, 9728, 1, 256): SkinnyConfig(64, 128, 5, 3, 1, 4, 1, 1, 256),
-    # Hybrids, attention beside experts, Llama: chosen alone, but for 4B's hybrid, whose step judged.
+    # Hybrids, attention beside experts, Llama: chosen alone; 4B's hybrid by what its step takes.
     (12352, 2560, 2, 16): SkinnyConfig(64, 256, 5, 2, 1, 4, 2, 1),
     (10240, 2560, 2, 16): SkinnyConfig(192, 64, 8, 2, 1, 4, 2, 1, 16, 3),
     (18432, 2560, 2, 16): SkinnyConfig(192, 128, 4, 1, 1, 4, 2, 1, 16, 3),

@@ -47,6 +47,10 @@ def warm_up(loop: DecodeLoop, grammars: Grammars | None = None) -> None:
             wish = {"matcher": grammars.matcher(wish["matcher"])}
         loop.submit(prompt, num_tokens, (), **wish)
 
+    # No short prompt gets there. They go first: nobody waits for them, but the steps behind do.
+    for chunk in loop.prefill.far:
+        for goes_on in (True, False):
+            chunk.run([], goes_on)
     for wish in wishes:
         for length in {*chunks, min(EAGER_ROWS, most)}:
             submit([0] * length, 1, wish)
@@ -56,8 +60,5 @@ def warm_up(loop: DecodeLoop, grammars: Grammars | None = None) -> None:
             submit([0], NUM_TOKENS, wish)
             for _ in loop.run():
                 pass
-    for chunk in loop.prefill.far:  # no short prompt gets there
-        for goes_on in (True, False):
-            chunk.run([], goes_on)
     lane.only_bucket, loop.fallback = None, fallback
     assert not loop.has_work

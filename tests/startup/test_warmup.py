@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -46,6 +47,19 @@ def test_it_leaves_nothing_behind(draft: Any, monkeypatch: pytest.MonkeyPatch) -
         assert loop.allocator.num_free == free and not loop.has_work
         monkeypatch.undo()
         assert [r.token_ids for r in engine.generate(prompts, max_new_tokens=20)] == expected
+
+
+def test_what_nobody_waits_for_goes_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: chunks behind a long text are queued last and are still at work when the start is over:
+    on an H200 the first prompt's token came after 22 ms instead of 5."""
+    with Engine.from_pretrained(TINY_TARGET, device="cpu") as engine:
+        loop, seen = engine.built.loop, list[str]()
+        submit = loop.submit
+        far = SimpleNamespace(size=128, run=lambda pieces, goes_on: seen.append(f"far {goes_on}"))
+        monkeypatch.setattr(loop, "prefill", replace(loop.prefill, far=(far,)))
+        monkeypatch.setattr(loop, "submit", lambda *a, **b: (seen.append("own"), submit(*a, **b)))
+        warmup.warm_up(loop)
+    assert seen[:3] == ["far True", "far False", "own"] and seen[-1] == "own"
 
 
 def test_a_short_context_is_not_exceeded() -> None:

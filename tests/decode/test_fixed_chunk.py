@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from graphengine import TINY_DRAFT, TINY_TARGET, Engine
+from graphengine.checkpoints.hub import HYBRID_TARGET
 from graphengine.decode import attention, prefill
 from graphengine.decode.admission import Budget
 from graphengine.decode.fixed_chunk import FixedChunk, Piece, far_sizes_for, sizes_for
@@ -25,13 +26,18 @@ LONG, FAR = 256, 64
 FAR_BORDERS = (128, 129, 140, 192, 193, 250, 321, 390)
 
 
-@pytest.fixture(scope="module", params=[TINY_DRAFT, None], ids=["dflash", "plain"])
+PAIRS = {
+    "dflash": (TINY_TARGET, TINY_DRAFT),
+    "plain": (TINY_TARGET, None),
+    "recurrent": (HYBRID_TARGET, None),
+}
+
+
+@pytest.fixture(scope="module", params=PAIRS.values(), ids=PAIRS)
 def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
     # A page size that no block begins with, and in bf16 a near tie may fall either way.
     options: dict[str, Any] = {"page_size": 5, "dtype": "float32", "max_model_len": 400}
-    with Engine.from_pretrained(
-        TINY_TARGET, request.param, device="cpu", buckets=(4,), **options
-    ) as engine:
+    with Engine.from_pretrained(*request.param, device="cpu", buckets=(4,), **options) as engine:
         yield engine
 
 

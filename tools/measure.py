@@ -107,8 +107,13 @@ JOBS: dict[str, Job] = {
     "8b-requests": _requests("qwen3-8b", "--baseline-engine"),
     "4b-hybrid-requests": _requests("qwen3.5-4b", "--only", "turns,join"),
     "4b-hybrid": _bench(
-        *("qwen3.5-4b", "--draft", "qwen3.5-4b-dflash-b16", *FP8, "--simulate-acceptance", "6"),
+        *("qwen3.5-4b", "--draft", "qwen3.5-4b-dflash-b16", *DYNAMIC, "--simulate-acceptance", "6"),
         *("--compare", "full", "--bucket", "1,8,16"),
+    ),
+    "4b-hybrid-plain": _bench("qwen3.5-4b", "--draft", "none", "--compare", "full"),
+    "4b-hybrid-first-token": _bench(
+        *("qwen3.5-4b", "--draft", "qwen3.5-4b-dflash-b16", *FP8, "--prefill"),
+        *("--input-len", "128,1024,8192,32000", "--compare", "full"),
     ),
     "35b-plain": _bench("qwen3.6-35b-a3b", "--draft", "none", "--compare", "full"),
     "30b-plain": _bench("qwen3-30b-a3b", "--draft", "none", "--compare", "full"),

@@ -8,6 +8,8 @@ Invariant: a page belongs to at most one request; freed exactly once.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -48,6 +50,12 @@ def make_pool(
     pool = torch.empty(shape, dtype=dtype, device=device)
     pool[:, :, NULL_PAGE] = 0
     return pool
+
+
+def copy_page_(pools: Sequence[Tensor], source: int, page: int) -> None:
+    """What one page holds into another. Mutates: the pools."""
+    for pool in pools:
+        pool[:, :, page] = pool[:, :, source]
 
 
 class PageAllocator:

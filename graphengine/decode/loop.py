@@ -30,7 +30,7 @@ from graphengine import names
 from graphengine.decode.admission import Admission
 from graphengine.decode.fallback import Fallback
 from graphengine.decode.grammar import Matcher
-from graphengine.decode.kvcache import PageAllocator, pages_for
+from graphengine.decode.kvcache import PageAllocator, copy_page_, pages_for
 from graphengine.decode.lane import Lane
 from graphengine.decode.metrics import Acceptance
 from graphengine.decode.prefill import Prefill
@@ -266,8 +266,14 @@ class DecodeLoop:
             if needed > self.allocator.num_free:
                 self.allocator.free(shared)
                 break
+            own, request.num_cached_tokens = len(shared), len(shared) * self.config.page_size
+            source, count = (0, 0) if is_scored else self._begun(request.prompt_ids[:-1], shared)
             request.pages = shared + self.allocator.allocate(needed)
-            request.num_cached_tokens = len(shared) * self.config.page_size
+            if count:  # whatever takes that page now writes to it behind this
+                pair = self.prefill.pair
+                pools = pair.target.kv_pool, *pair.proposer.kv_pools
+                copy_page_(pools, source, request.pages[own])
+                request.num_cached_tokens += count
             self._take_states(request, shared, num_free_rows - len(admitted))
             admitted.append(self.waiting.popleft())
         return admitted
@@ -306,6 +312,9 @@ class DecodeLoop:
 
     def _shared(self, token_ids: list[int]) -> list[int]:
         return self.allocator.share(token_ids) if self._caches_prefixes else []
+
+    def _begun(self, token_ids: list[int], shared: list[int]) -> tuple[int, int]:
+        return self.allocator.begun(token_ids, shared) if self._caches_prefixes else (0, 0)
 
     def cancel(self, request: Request) -> None:
         """Ends a request early; harmless if it has ended."""

@@ -9,17 +9,25 @@ in flight write behind the committed tokens. A page in use by any request is nev
 What was released last is evicted last, and of one request's pages the last first: a page whose
 predecessor is gone could not be found any more.
 
+A page that begins like what is asked for is found too, up to the first other token, and so is the
+last one of a text, which is not full. It is not shared, since who asks goes on in it otherwise, or
+its owner does: the taker copies it into a page of its own, at once, so that whatever later writes
+to the one that was found is behind the copy on the stream.
+
 Recurrent layers keep no state of a token, only one of all tokens so far. So beside a target that
-has them a beginning counts up to the last of its pages behind whose last token a state was kept.
+has them a beginning counts up to the last of its pages behind whose last token a state was kept,
+and no part of a page does.
 """
 
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
 from collections.abc import Iterator, Sequence
-from itertools import count
+from itertools import count, takewhile
 
 from graphengine.decode.kvcache import PageAllocator
+
+MAX_PARTS = 16  # behind one page; each is compared with whoever asks
 
 Key = tuple[int, tuple[int, ...]]
 """The serial number of the page in front (0: none), and a page's tokens."""
@@ -88,6 +96,8 @@ class PrefixCache(PageAllocator):
         self._pages: dict[Key, int] = {}
         self._keys: dict[int, Key] = {}
         self._serials: dict[int, int] = {}
+        self._parts: dict[int, dict[int, tuple[int, ...]]] = {}  # serial in front -> page -> tokens
+        self._behind: dict[int, int] = {}  # page that `begun` finds -> serial in front
         self._idle: OrderedDict[int, None] = OrderedDict()  # published, of nobody; oldest first
         self._numbers = count(1)
 
@@ -96,7 +106,9 @@ class PrefixCache(PageAllocator):
             raise MemoryError(f"{count} pages asked, {self.num_free} of {self.num_usable} free")
         while len(self._free) < count:
             page, _ = self._idle.popitem(last=False)
-            del self._pages[self._keys.pop(page)], self._serials[page]
+            if page in self._keys:
+                del self._pages[self._keys.pop(page)], self._serials[page]
+            self._withdraw(page)
             self._free.append(page)
             if self.state_slots is not None:
                 self.state_slots.forget(page)
@@ -117,9 +129,22 @@ class PrefixCache(PageAllocator):
             self._users[page] += 1
         return pages
 
+    def begun(self, token_ids: Sequence[int], shared: Sequence[int]) -> tuple[int, int]:
+        """Of what follows these shared pages: a page that begins alike, to be copied at once, and
+        how many of its tokens do; 0, 0 where there is none."""
+        serial = self._serials[shared[-1]] if shared else 0
+        wanted, best = token_ids[len(shared) * self._page_size :], (0, 0)
+        for page, tokens in self._parts.get(serial, {}).items():
+            alike = takewhile(lambda pair: pair[0] == pair[1], zip(tokens, wanted, strict=False))
+            best = max(best, (sum(1 for _ in alike), page))
+        count, page = best
+        if page in self._idle:
+            self._idle.move_to_end(page)
+        return (page, count) if count else (0, 0)
+
     def publish(self, token_ids: Sequence[int], pages: Sequence[int]) -> None:
-        """Makes pages findable whose tokens are these and committed; one that is not full is left
-        out, and one whose like is held already stays its owner's alone."""
+        """Makes pages findable whose tokens are these and committed; one whose like is held already
+        stays its owner's alone."""
         serial = 0
         for tokens, page in zip(self._split(token_ids), pages, strict=False):
             key = serial, tokens
@@ -130,7 +155,12 @@ class PrefixCache(PageAllocator):
                     del self._pages[self._keys[page]]
                 self._keys[page] = key
                 self._serials.setdefault(page, next(self._numbers))
+                self._offer(serial, tokens, page)
             serial = self._serials[holder]
+        full = len(token_ids) // self._page_size
+        rest = tuple(token_ids[full * self._page_size :])
+        if rest and full < len(pages):
+            self._offer(serial, rest, pages[full])
 
     def keep_state(self, token_ids: Sequence[int], slot: int) -> None:
         """Gives away the slot of the state behind these tokens, which fill pages. Nobody finds it
@@ -149,12 +179,34 @@ class PrefixCache(PageAllocator):
             self._users[page] -= 1
             if self._users[page] > 0:
                 continue
-            if page not in self._keys:
+            if page not in self._keys and page not in self._behind:
                 super().free([page])
                 continue
             assert page in self._used, f"page {page} freed twice or never allocated"
             self._used.remove(page)
             self._idle[page] = None
+
+    def _offer(self, serial: int, tokens: tuple[int, ...], page: int) -> None:
+        """Has `begun` find a page behind another one; beside recurrent layers nobody asks."""
+        if self.state_slots is not None:
+            return
+        self._withdraw(page)
+        parts = self._parts.setdefault(serial, {})
+        parts[page], self._behind[page] = tokens, serial
+        if len(parts) > MAX_PARTS:
+            oldest = next(iter(parts))
+            self._withdraw(oldest)
+            if oldest in self._idle and oldest not in self._keys:
+                del self._idle[oldest]
+                self._free.append(oldest)
+
+    def _withdraw(self, page: int) -> None:
+        serial = self._behind.pop(page, None)
+        if serial is not None:
+            parts = self._parts[serial]
+            del parts[page]
+            if not parts:
+                del self._parts[serial]
 
     def _split(self, token_ids: Sequence[int]) -> Iterator[tuple[int, ...]]:
         size = self._page_size

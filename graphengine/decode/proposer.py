@@ -77,6 +77,11 @@ class Proposer:
         """Weights and pools, a tree; for counting bytes."""
         return ()
 
+    @property
+    def kv_pools(self) -> tuple[Tensor, ...]:
+        """What stands behind the target's page table, [.., .., num_pages, ..]."""
+        return ()
+
     def shortened(self, num_draft_tokens: int) -> Self:
         """The same, proposing fewer tokens."""
         assert num_draft_tokens == 0

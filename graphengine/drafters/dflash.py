@@ -95,6 +95,10 @@ class DFlash(Proposer):
     def tensors(self) -> Any:
         return self.weights, self.embed_VD, self.lm_head_VD, self.target_ids_V, self.quantized
 
+    @property
+    def kv_pools(self) -> tuple[Tensor, ...]:
+        return (self.kv_pool,)
+
     def shortened(self, num_draft_tokens: int) -> Self:
         return replace(self, config=self.config.shortened(num_draft_tokens))
 

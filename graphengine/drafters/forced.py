@@ -65,6 +65,10 @@ class Forced(Proposer):
     def tensors(self) -> Any:
         return self.inner.tensors
 
+    @property
+    def kv_pools(self) -> tuple[Tensor, ...]:
+        return self.inner.kv_pools
+
     def shortened(self, num_draft_tokens: int) -> Self:
         return replace(self, inner=self.inner.shortened(num_draft_tokens))
 

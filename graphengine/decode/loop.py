@@ -270,9 +270,7 @@ class DecodeLoop:
             source, count = (0, 0) if is_scored else self._begun(request.prompt_ids[:-1], shared)
             request.pages = shared + self.allocator.allocate(needed)
             if count:  # whatever takes that page now writes to it behind this
-                pair = self.prefill.pair
-                pools = pair.target.kv_pool, *pair.proposer.kv_pools
-                copy_page_(pools, source, request.pages[own])
+                copy_page_(self.prefill.pair.kv_pools, source, request.pages[own])
                 request.num_cached_tokens += count
             self._take_states(request, shared, num_free_rows - len(admitted))
             admitted.append(self.waiting.popleft())

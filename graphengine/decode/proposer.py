@@ -131,6 +131,11 @@ class Pair:
         """Pages of a request at most."""
         return pages_for(self.num_positions, self.config.page_size)
 
+    @property
+    def kv_pools(self) -> tuple[Tensor, ...]:
+        """What stands behind the page table, the target's first."""
+        return self.target.kv_pool, *self.proposer.kv_pools
+
     def at(self, size: int) -> Pair:
         """As the bucket of `size` runs it."""
         return replace(self, proposer=draft_at(self.config, self.proposer, size))

@@ -13,6 +13,7 @@ from typing import Any
 
 from graphengine.config.constraint import Constraint
 from graphengine.decode.grammar import Grammars
+from graphengine.decode.kvcache import NULL_PAGE, copy_page_
 from graphengine.decode.loop import DecodeLoop
 from graphengine.decode.sampling import Sampling
 
@@ -47,6 +48,7 @@ def warm_up(loop: DecodeLoop, grammars: Grammars | None = None) -> None:
             wish = {"matcher": grammars.matcher(wish["matcher"])}
         loop.submit(prompt, num_tokens, (), **wish)
 
+    copy_page_(loop.prefill.pair.kv_pools, NULL_PAGE, NULL_PAGE)
     # No short prompt gets there. They go first: nobody waits for them, but the steps behind do.
     for chunk in loop.prefill.far:
         for goes_on in (True, False):

@@ -259,19 +259,21 @@ class DecodeLoop:
         num_free_rows = most - len(self.running)
         while self.waiting and len(admitted) < num_free_rows:
             request = self.waiting[0]
-            # The last token is run whatever is known: its logits are the first new token's.
-            is_scored = request.prompt_logprobs is not None  # all of its rows are wanted
-            shared = [] if is_scored else self._shared(request.prompt_ids[:-1])
+            # The last token is run whatever is known: its logits are the first new token's. Where
+            # the prompt's own are wanted, all of its rows are run.
+            asks = self._caches_prefixes and request.prompt_logprobs is None
+            wanted = request.prompt_ids[:-1] if asks else []
+            shared = self.allocator.share(wanted)
             needed = self._pages_of(request.max_total_tokens) - len(shared)
             if needed > self.allocator.num_free:
                 self.allocator.free(shared)
                 break
-            own, request.num_cached_tokens = len(shared), len(shared) * self.config.page_size
-            source, count = (0, 0) if is_scored else self._begun(request.prompt_ids[:-1], shared)
-            request.pages = shared + self.allocator.allocate(needed)
-            if count:  # whatever takes that page now writes to it behind this
-                copy_page_(self.prefill.pair.kv_pools, source, request.pages[own])
-                request.num_cached_tokens += count
+            source, count = self.allocator.begun(wanted, shared)
+            own = self.allocator.allocate(needed)
+            if count:  # whoever gets that page now writes to it behind this
+                copy_page_(self.prefill.pair.kv_pools, source, own[0])
+            request.pages = shared + own
+            request.num_cached_tokens = len(shared) * self.config.page_size + count
             self._take_states(request, shared, num_free_rows - len(admitted))
             admitted.append(self.waiting.popleft())
         return admitted
@@ -307,12 +309,6 @@ class DecodeLoop:
         """Whether pages are shared, and with them what is kept of recurrent states."""
         recurs, keeps = self.prefill.pair.target.states, self.allocator.state_slots
         return self.config.shares_prefixes and (recurs is None or keeps is not None)
-
-    def _shared(self, token_ids: list[int]) -> list[int]:
-        return self.allocator.share(token_ids) if self._caches_prefixes else []
-
-    def _begun(self, token_ids: list[int], shared: list[int]) -> tuple[int, int]:
-        return self.allocator.begun(token_ids, shared) if self._caches_prefixes else (0, 0)
 
     def cancel(self, request: Request) -> None:
         """Ends a request early; harmless if it has ended."""

@@ -195,14 +195,6 @@ def test_keys_that_may_be_missing(tmp_path: Path) -> None:
         model_config.MoeConfig.from_raw(raw, always)
 
 
-def test_experts_that_rows_are_expected_to_read() -> None:
-    """Bug: byte floors, and with them a block's width, count the rows of a forward one too few."""
-    own = model_config.MoeConfig(
-        num_experts=4, num_experts_per_tok=2, moe_intermediate_size=8, norm_topk_prob=True
-    )
-    assert [own.num_distinct(rows) for rows in (0, 1, 2, 3)] == [0, 2, 3, 3.5]
-
-
 def test_contributions_are_added_before_they_are_rounded() -> None:
     """Bug: what the experts of a row give is rounded once by itself and once with the residual."""
     residual_TD = torch.full((1, 1), 256.0, dtype=torch.bfloat16)  # whose neighbour is 258

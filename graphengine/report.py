@@ -166,6 +166,12 @@ def startup_seconds(
     return phases
 
 
+def answering_seconds(answers: Sequence[Answer]) -> float:
+    """Of answers that came one after another, what is between them left out."""
+    spent = [answer.result.metrics for answer in answers]
+    return sum(metrics.ttft_ms + metrics.decode_ms for metrics in spent) / 1e3
+
+
 def print_tables(console: Console, outcome: Outcome, cache: str | None = None) -> None:
     """The start-up table, and the result table if anything was answered.
 

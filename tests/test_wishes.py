@@ -94,6 +94,16 @@ def test_sampling_as_one_value(engine: Engine) -> None:
         engine.generate(TEXTS[0], sampling, max_tokens=2)
 
 
+def test_the_last_token_and_the_one_behind_it(engine: Engine) -> None:
+    """Bug: the first id that the vocabulary lacks is taken, and indexes past a table's end; or the
+    last that it has is refused."""
+    vocab = engine.built.target.vocab_size
+    for name, of in (("stop_token_ids", lambda t: [t]), ("logit_bias", lambda t: {t: 1.0})):
+        asked_for(engine.built, None, {name: of(vocab - 1)})
+        with pytest.raises(ValueError, match=rf"{name} has \[{vocab}\]"):
+            asked_for(engine.built, None, {name: of(vocab)})
+
+
 def test_nothing_is_queued_by_a_wish(engine: Engine) -> None:
     """Bug: prompts in front of a wrong one are left in the queue, or all of a call draw alike."""
     built = engine.built

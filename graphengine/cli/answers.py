@@ -91,8 +91,7 @@ def run(job: Job, started_s: float) -> int:
             stopped = error
         generate_s = time.perf_counter() - began
         if job.conversations is None:  # a user's thinking and typing is nobody's throughput
-            spent = [answer.result.metrics for answer in answers]
-            generate_s = sum(m.ttft_ms + m.decode_ms for m in spent) / 1e3
+            generate_s = report.answering_seconds(answers)
         startup_s = report.startup_seconds(import_s, ready_s, engine.startup, answers)
         built_late_s = engine.built.loop.first.built_late_s
         outcome = report.Outcome(startup_s, engine.startup, answers, generate_s, built_late_s)

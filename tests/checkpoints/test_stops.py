@@ -67,10 +67,12 @@ class Spelled:
     min_tokens=st.integers(0, 5),
 )
 @example(text="ab", stops=["bé"], cuts=[], kept=False, min_tokens=0)  # held to the very end
+@example(text="a", stops=["a"], cuts=[], kept=False, min_tokens=1)  # the last that ends nothing
 def test_runs_do_not_matter(
     text: str, stops: list[str], cuts: list[int], kept: bool, min_tokens: int
 ) -> None:
-    """Bug: a character is torn, or another token ends the answer, when a step commits several."""
+    """Bug: a character is torn, or another token ends the answer, when a step commits several; a
+    stop string counts one token too early."""
     ids = list(text.encode())
     fake: Any = Spelled()
 
@@ -103,7 +105,7 @@ def test_runs_do_not_matter(
 def test_words_as_vllm_reads_them() -> None:
     """Bug: a bad word is banned at the beginning of a text alone, or its leading space is."""
     tokenizer = Tokenizer(TINY_TARGET)
-    for word in ("red", " red", "blue and red", "7"):
+    for word in ("red", " red", "blue and red", "7", "146"):  # the last is longer behind a space
         words = tokenizer.encode_word(word)
         assert tokenizer.decode(words[0]) == word.lstrip()
         assert words[0] == tokenizer.encode(word.lstrip())
@@ -112,6 +114,16 @@ def test_words_as_vllm_reads_them() -> None:
         assert (words[1:] == [behind]) == (
             len(behind) == len(words[0]) and behind != words[0] and behind[0] != words[0][0]
         )
+
+
+@pytest.mark.parametrize("stops", [(), ("zz",)])
+def test_a_torn_character_at_the_end(stops: tuple[str, ...]) -> None:
+    """Bug: of an answer that ends in the middle of a character (a stop token that says nothing is
+    all that the last step adds) those bytes are lost where stop strings are watched."""
+    fake: Any = Spelled()
+    writer = Writer(fake, stops, False, 0)
+    assert writer.feed(list("né".encode()[:2])).text == "n"
+    assert writer.feed([], last=True).text == "\ufffd"
 
 
 @pytest.mark.parametrize("is_kept", [True, False])

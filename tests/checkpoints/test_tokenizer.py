@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from graphengine.checkpoints.hub import resolve
-from graphengine.checkpoints.pairs import named_pair, read_json
+from graphengine.checkpoints.pairs import named_pair, read_json, read_stop_ids
 from graphengine.checkpoints.tokenizer import (
     CONTEXT,
     REPLACEMENT,
@@ -297,3 +298,18 @@ def test_a_name_that_is_no_hub_id(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("qwen3-8", "a/b/c", "./a/b"):
         with pytest.raises(ValueError, match="no such model directory"):
             resolve(name)
+
+
+def test_a_generation_config_without_ends(tmp_path: Path) -> None:
+    """Bug: a generation_config.json that names no end takes away those of config.json, and every
+    answer runs to its budget."""
+    model: Any = SimpleNamespace(eos_token_ids=(7,))
+    path = tmp_path / "generation_config.json"
+    for text, found in (
+        (None, ((7,), "config.json")),
+        ("{}", ((7,), "config.json")),
+        ('{"eos_token_id": [1, 2]}', ((1, 2), path.name)),
+    ):
+        if text is not None:
+            path.write_text(text)
+        assert read_stop_ids(tmp_path, model) == found

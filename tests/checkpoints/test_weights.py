@@ -15,7 +15,14 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from graphengine.checkpoints.weights import Checkpoint, RandomSource, draft_weights, target_weights
+from graphengine.checkpoints.weights import (
+    Checkpoint,
+    RandomSource,
+    distinct_tensors,
+    draft_weights,
+    quantized_draft_weights,
+    target_weights,
+)
 from graphengine.config.draft_formats import parse_draft
 from graphengine.config.model import ModelConfig
 from graphengine.models.attention import AttentionWeights
@@ -264,3 +271,11 @@ def test_uniform_weights_are_those_of_the_peers_loader() -> None:
         weight = source.take(declared).float()
         assert weight.abs().max() <= 1e-3
         assert weight.std() == pytest.approx(2e-3 / 12**0.5, rel=0.1)
+
+
+def test_every_matrix_of_a_drafter_is_rounded(tmp_path: Path) -> None:
+    """Bug: a matrix stays as it was, and an FP8 drafter reads twice that one's bytes."""
+    target = make_target(tmp_path / "target", tokenizer=False)
+    rounded = quantized_draft_weights(load_drafter(make_drafter(tmp_path / "drafter", target)))
+    kept = [x for x in distinct_tensors(rounded) if x.dim() == 2 and x.dtype == torch.float32]
+    assert {id(x) for x in kept} == {id(rounded.k_norm_LH), id(rounded.rope_PH)}

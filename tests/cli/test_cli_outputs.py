@@ -11,6 +11,7 @@ from click.testing import CliRunner
 from graphengine.checkpoints import weights
 from graphengine.checkpoints.pairs import read_json
 from graphengine.cli.main import main
+from graphengine.cli.options import check_places
 from graphengine.prompts import read_prompt_file
 from tests.support.command_line import ENV, Run, refused, shell, streaming
 
@@ -109,6 +110,24 @@ def test_unreadable_is_not_damaged(
     monkeypatch.setattr(Path, "read_text", fail)
     with pytest.raises(ValueError, match=r"Permission denied.*make it readable"):
         read_json(tmp_path / "config.json")
+
+
+def test_a_file_that_is_not_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: minutes of measuring end at a file that only its folder would let us write."""
+    there, new = tmp_path / "there.json", tmp_path / "new.json"
+    there.touch()
+    for closed, path, is_refused in (
+        (there, there, True),
+        (tmp_path, there, False),
+        (tmp_path, new, True),
+        (there, new, False),
+    ):
+        monkeypatch.setattr("os.access", lambda at, mode, closed=closed: at != closed)
+        if not is_refused:
+            check_places({"output_json": path})
+            continue
+        with pytest.raises(ValueError, match=r"--output-json .*\(no permission\)"):
+            check_places({"output_json": path})
 
 
 def test_no_place_for_a_cache(cli: Run) -> None:

@@ -14,6 +14,7 @@ from graphengine.api import Engine
 from graphengine.cli import options as shared
 from graphengine.cli.main import main
 from graphengine.config import options as module
+from graphengine.config.bytesize import format_bytes
 from graphengine.config.declaration import COMMANDS, declarations, made, option, spelled_out
 from graphengine.config.engine import EngineConfig
 from graphengine.config.options import Options, SamplingParams
@@ -112,3 +113,12 @@ def test_arguments_are_read_back() -> None:
     assert rest == [] and module.without_drafter({"simulate_acceptance": 3, "dtype": "auto"}) == {
         "dtype": "auto"
     }
+
+
+@pytest.mark.parametrize(
+    ("size", "text"),
+    [(1023, "1023 B"), (1024, "1.00 KiB"), (1 << 30, "1.00 GiB"), (15 << 29, "7.50 GiB")],
+)
+def test_sizes_at_a_unit_s_edge(size: int, text: str) -> None:
+    """Bug: one GiB is shown as 1024 MiB."""
+    assert format_bytes(size) == text

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -29,6 +30,23 @@ def test_a_bucket_moves_nothing(pair: Pair, backend: str) -> None:
         assert small.buffers.block_ids_BG.data_ptr() == large.buffers.block_ids_BG.data_ptr()
         assert small.buffers.start_B.shape == (1,)
         assert not large.buffers.start_B.any(), "a row of a warm-up would run"
+
+
+def test_a_warm_up_s_words_are_cleared(pair: Pair) -> None:
+    """Bug: what a warm-up has written of its steps 0 and 1 passes for the results of a real step 1;
+    or drafts of a step that was interrupted, for those of the next one, which has its number."""
+    with pair.engine(buckets=(2,), structured_outputs=True) as engine:
+        builder = loop_of(engine).first.builder
+        config = replace(builder.pair.config, compile=True)  # so that a CPU warms up too
+        builder.pair = replace(builder.pair, config=config)
+        own = builder.build(2).buffers
+        assert own.grammar is not None
+        words = own.results_BX, own.grammar.words_BG
+        assert not any(bool(kept.any()) for kept in (*words, own.step_B, own.positions_T))
+        for kept in words:
+            kept.fill_(7)
+        builder.clear_results_()
+        assert not any(bool(kept.any()) for kept in words)
 
 
 def test_draws_are_not_used_up(pair: Pair) -> None:

@@ -25,7 +25,7 @@ from graphengine.drafters.dflash import DFlash
 from graphengine.kernels.launch import KernelError, compile_only, on_grid
 from graphengine.startup import artifact
 from graphengine.startup import build as building
-from graphengine.startup.build import build
+from graphengine.startup.build import build, read_configs
 
 
 def test_runs_are_waited_for_whatever_becomes_of_them() -> None:
@@ -177,7 +177,8 @@ def test_a_run_ahead_computes_nothing(caplog: pytest.LogCaptureFixture) -> None:
 
 
 def test_the_first_layers_stand_for_all() -> None:
-    """Bug: a start runs 36 layers for the kernels of two; or no layer that is tapped."""
+    """Bug: a start runs 36 layers for the kernels of two; or no layer that is tapped; or fewer
+    layers have the kinds of all."""
     built = build(TINY_TARGET, TINY_DRAFT, Options(buckets=(1,), device="cpu", max_model_len=64))
     prefill = built.loop.prefill
     assert isinstance(prefill.pair.proposer, DFlash)
@@ -189,6 +190,8 @@ def test_the_first_layers_stand_for_all() -> None:
     plain = replace(prefill.pair, proposer=Proposer()).shortened()
     assert len(plain.target.weights.layers) == 2
     replace(prefill, pair=short).run_padding(3)
+    hybrid, _ = read_configs("qwen3.5-4b", None)
+    assert hybrid.shortened(3).layer_kinds == hybrid.layer_kinds[:3]
 
 
 def test_the_python_api_names_the_compilers(monkeypatch: pytest.MonkeyPatch) -> None:

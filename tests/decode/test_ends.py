@@ -11,8 +11,11 @@ import torch
 from torch import Tensor
 
 from graphengine.capture.runners import run_chain
+from graphengine.capture.steps import Host
 from graphengine.decode import ends
 from graphengine.decode.buffers import Arena, StepBuffers
+from graphengine.decode.logprobs import Scores
+from graphengine.decode.masks import take_grammar
 from graphengine.decode.proposer import Pair
 from graphengine.decode.sampling import GREEDY, Sampling
 from graphengine.decode.segments import Segments
@@ -60,9 +63,13 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Target:
     return load(tmp_path_factory.mktemp("ends") / "target", layers=1, tie=False)
 
 
-def run(target: Target, name: str, drafts: Tensor | None = None) -> tuple[Tensor, StepBuffers]:
-    """The target's choices of two requests' rows, and the buffers behind acceptance."""
-    buffers = StepBuffers.take(Arena(torch.device("cpu"), torch.float32), target.config, 2, G, 8)
+def run(
+    target: Target, name: str, drafts: Tensor | None = None, **own: Any
+) -> tuple[Tensor, StepBuffers]:
+    """The target's choices of two requests' rows, and the buffers behind acceptance. Args: own:
+    more of the buffers."""
+    arena = Arena(torch.device("cpu"), torch.float32)
+    buffers = StepBuffers.take(arena, target.config, 2, G, 8)._replace(**own)
     buffers.start_B.copy_(torch.tensor([5, 9]))
     buffers.page_table_BW.copy_(torch.arange(1, 17).view(2, 8))
     buffers.positions_T.copy_(torch.tensor([5, 6, 7, 8, 9, 10, 11, 12]))
@@ -84,7 +91,7 @@ def run(target: Target, name: str, drafts: Tensor | None = None) -> tuple[Tensor
         fakes: Any = (config, drafter)
         pair = Pair(fakes[0], target, fakes[1], 32, simulation)
         steps = ends.make_end(name, "verify", pair, buffers, no_tap, Segments())
-        run_chain(steps, (h_TD, attn_TNH))
+        run_chain([step for step in steps if not isinstance(step, Host)], (h_TD, attn_TNH))
     return seen[0], buffers
 
 
@@ -105,3 +112,22 @@ def test_each_end_accepts_and_advances(target: Target) -> None:
         anchors = [int(row[n]) for row, n in zip(found, accepted, strict=True)]
         assert buffers.block_ids_BG.tolist() == [[anchor, 511, 511, 511] for anchor in anchors]
         assert buffers.step_B.tolist() == [1, 1]
+
+
+def test_scores_are_of_what_the_model_gave(target: Target) -> None:
+    """Bug: without tables, which are a copy, the mask is laid over the logits that are scored: what
+    the grammar rules out is told as impossible."""
+    chosen, _ = run(target, "greedy")
+    arena, vocab = Arena(torch.device("cpu"), torch.float32), target.config.vocab_size
+    grammar = take_grammar(arena, 2, G, vocab)
+    grammar.mask_TW.fill_(-1)
+    for row, token in enumerate(chosen.flatten().tolist()):
+        grammar.mask_TW[row, token // 32] ^= torch.tensor(1 << token % 32).int()
+    grammar.is_on_B.fill_(1)
+    found, buffers = run(
+        target, "constrained_scored", scores=Scores.take(arena.take, 2, G, 2), grammar=grammar
+    )
+    assert buffers.scores is not None and not bool((found == chosen).any())
+    told = buffers.scores.of_step(0)
+    assert torch.equal(told.top_ids, torch.stack([chosen, found], dim=-1))
+    torch.testing.assert_close(told.chosen, told.top[..., 1])

@@ -282,3 +282,16 @@ def test_building_is_tried_once(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> 
             ids_only(engine, PROMPTS[:1], max_new_tokens=27)
         ids_only(engine, PROMPTS[:2], max_new_tokens=27)
     assert calls == [1]
+
+
+def test_plain_steps_behind_simulated_ones(pair: Pair) -> None:
+    """Bug: the plain lane of an engine that draws its acceptance draws too, from no table."""
+    with pair.engine(simulate_acceptance=2.0, buckets=(1,)) as engine:
+        loop = loop_of(engine)
+        request = loop.submit(list(PROMPTS[0]), 12, ())
+        with torch.no_grad():
+            loop.admit()
+        loop.fallback.leave([request], "a test says so")
+        for _ in loop.run():
+            pass
+    assert request.num_plain_steps == 11 and request.output_ids == pair.plain(PROMPTS[0], 12)

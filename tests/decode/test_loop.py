@@ -80,3 +80,15 @@ def test_pages_for_a_block_behind_the_last_token(engine: Engine) -> None:
             request.finish_reason is not None and request.pages == []
         )
         loop.reset()
+
+
+@torch.no_grad()
+def test_a_cancelled_request_leaves_at_once(engine: Engine) -> None:
+    """Bug: until the next step it keeps its row, for which others wait, and its pages."""
+    loop = loop_of(engine)
+    requests = [loop.submit(list(prompt), 20, ()) for prompt in PROMPTS[:3]]
+    loop.admit()
+    loop.cancel(requests[0])
+    assert requests[0] not in loop.running and requests[0].pages == []
+    assert [output.request for output in loop.admit()] == [requests[2]]
+    loop.reset()

@@ -6,6 +6,7 @@ import random
 from collections import Counter
 
 import pytest
+import torch
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
@@ -205,6 +206,7 @@ def test_a_page_that_moves_behind_another_is_forgotten_with_it() -> None:
     assert other == second[1]
     cache.publish([5] * SIZE, [other])
     assert cache.share(text) == second[:1]
+    assert cache._pages == {key: page for page, key in cache._keys.items()}, "a name that leaks"
 
 
 def keep(cache: PrefixCache, tokens: list[int]) -> int:
@@ -342,8 +344,6 @@ def test_the_same_prompt_again(pair: Pair, length: int) -> None:
 def test_random_texts_that_share_their_beginnings(pair: Pair, backend: str) -> None:
     """Bug: under eviction, cancels and joins a shared page is written by one of its users, freed
     while another reads it, or lost."""
-    import torch
-
     rng, model = random.Random(3), load_target(pair.target)
     stems = [[rng.randrange(200) for _ in range(n)] for n in (6, 9, 17)]
     truth: dict[tuple[int, ...], list[int]] = {}
@@ -391,6 +391,18 @@ def test_what_is_not_kept(pair: Pair) -> None:
         force(engine, pair, 1)
         loop, prompt = loop_of(engine), PROMPTS[1]
         engine.generate([prompt], max_new_tokens=4, ignore_eos=True)
-        assert loop.allocator.share(prompt)
+        held = loop.allocator.share(prompt)
+        assert held
+        loop.allocator.free(held)
+        plain = loop.submit([*PROMPTS[2]], 40, ())
+        with torch.no_grad():
+            loop.admit()
+            loop.fallback.leave([plain], "a test says so")
+        for _ in loop.run():
+            pass
+        assert plain.num_plain_steps > 9
+        found = loop.allocator.share(plain.token_ids)
+        assert len(found) <= len(PROMPTS[2]) // 4, "more than its prefill has left"
+        loop.allocator.free(found)
         loop.reset()
         assert loop.allocator.share(prompt) == []

@@ -114,3 +114,26 @@ def test_nothing_is_said_by_a_broken_grammar(block: list[int]) -> None:
     request.matcher = cast(Matcher, broken)
     assert request.advance(block, 2) == [] and request.output_ids == [2]
     assert request.finish_reason == "error" and "too many items" in (request.error or "")
+
+
+def test_a_stop_string_in_front_of_an_error() -> None:
+    """Bug: an answer that was complete before its logits broke ends in "stop" and in an error."""
+    request = a_request()
+    request.begin(0)
+    request.advance([5, -1, 0, 0], 1)
+    assert request.error is not None
+    request.end_at("text", 0)
+    assert (request.finish_reason, request.stop_reason, request.error) == ("stop", "text", None)
+
+
+def test_the_parts_of_a_first_token_s_time() -> None:
+    """Bug: a part counts another's time with it, so that the four are more than the whole."""
+    request = a_request()
+    request.begin(0)
+    request.arrival_s, request.submitted_s, request.prefill_s = 1.0, 2.0, 4.0
+    request.queued_s, request.prefilled_s, request.first_token_s = 5.0, 8.0, 16.0
+    request.last_token_s = 48.0
+    m = request.metrics()
+    parts = m.tokenize_ms, m.queue_ms, m.prefill_ms, m.first_token_ms
+    assert parts == (1e3, 2e3, 4e3, 8e3) and sum(parts) == m.ttft_ms
+    assert (m.launch_ms, m.decode_ms) == (1e3, 32e3)

@@ -9,7 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-from graphengine.decode.rows import Results
+from graphengine.config.model import ModelConfig
+from graphengine.decode.buffers import Arena, StepBuffers
+from graphengine.decode.recurrence import take_buffers
+from graphengine.decode.rows import Results, write_rows_
+from graphengine.startup.build import read_configs
+from tests.decode.test_request import a_request
 
 BLOCK = 4
 
@@ -121,3 +126,37 @@ def test_words_that_come_with_the_answer(monkeypatch: pytest.MonkeyPatch) -> Non
 
     monkeypatch.setattr(stream, "query", answer)
     results.wait()
+
+
+@pytest.fixture(scope="module")
+def hybrid() -> ModelConfig:
+    return read_configs("qwen3.5-4b", None)[0].shortened(1)
+
+
+@pytest.mark.parametrize("is_timed", [False, True])
+def test_what_a_row_begins_with(hybrid: ModelConfig, is_timed: bool) -> None:
+    """Bug: the drafter's context, run in front of the row's first block, writes where its last
+    owner's block stood; a row that goes on is begun anew; or a request whose steps are only timed
+    keeps states of them."""
+    arena = Arena(torch.device("cpu"), torch.float32)
+    recurrent = take_buffers(arena, hybrid, 3, BLOCK)
+    buffers = StepBuffers.take(arena, hybrid, 3, BLOCK, 6)._replace(recurrent=recurrent)
+    assert recurrent is not None
+    for held in (*buffers[:11], *recurrent[:2]):
+        if isinstance(held, torch.Tensor):
+            held.fill_(77)
+    request = a_request()
+    request.begin(9)
+    request.pages, request.answer_slots = [5, 6], [3, 4]
+    request.state_slot = 0 if is_timed else 2
+    write_rows_(buffers, {0: request, 2: None}, 11, 4, step=8)
+    assert buffers.start_B.tolist() == [3, 77, 0] and buffers.step_B.tolist() == [8, 77, 8]
+    assert buffers.block_ids_BG.tolist()[:2] == [[9, 11, 11, 11], [77] * BLOCK]
+    assert buffers.page_table_BW.tolist() == [[5, 6, 0, 0, 0, 0], [77] * 6, [0] * 6]
+    for name, row in (("positions_T", [3, 4, 5, 6]), ("slots_T", [23, 24, 25, 26])):
+        assert getattr(buffers, name).tolist() == [*row, *[77] * BLOCK, *[0] * BLOCK]
+        context = getattr(buffers, f"context_{name}").tolist()
+        assert context == [*[0] * BLOCK, *[77] * BLOCK, *[0] * BLOCK]
+    assert recurrent.slots_B.tolist() == [0 if is_timed else 2, 77, 0]
+    kept = [0, 0] if is_timed else [3, 4]
+    assert recurrent.kept_slots_B2.tolist() == [kept, [77, 77], [0, 0]]

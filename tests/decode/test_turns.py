@@ -21,6 +21,18 @@ def test_turns_that_overlap() -> None:
     assert sys.getswitchinterval() == before
 
 
+def test_turns_that_are_shorter_already() -> None:
+    """Bug: a process that has chosen shorter turns gets longer ones while a stream runs."""
+    before, own = sys.getswitchinterval(), SWITCH_INTERVAL_S / 5
+    sys.setswitchinterval(own)
+    try:
+        with short_turns(), short_turns():
+            assert sys.getswitchinterval() < 2 * own
+        assert sys.getswitchinterval() < 2 * own
+    finally:
+        sys.setswitchinterval(before)
+
+
 def test_streams_have_short_turns() -> None:
     """Bug: a thread that computes beside a stream keeps the lock for a step's time; or a stream
     that was dropped leaves the process switching threads all the time."""

@@ -63,6 +63,13 @@ def test_what_a_block_costs(tmp_path: Path) -> None:
     assert not any(f.name.startswith("experts.") for f in check("qwen3-8b", None).findings)
 
 
+def test_a_block_shorter_than_what_is_typical(tmp_path: Path) -> None:
+    """Bug: a drafter of two tokens ends doctor, since no block of its own yields 5.4."""
+    (tmp_path / "config.json").write_text(json.dumps(DRAFTER | {"block_size": 3}))
+    text = value(check("qwen3-30b-a3b", tmp_path), "experts.width")
+    assert "a block of 3 yields 3 tokens" in text
+
+
 @pytest.mark.parametrize("form", ["per expert", "fused"])
 def test_files_in_both_forms(tmp_path: Path, form: str) -> None:
     """Bug: files that load are called incomplete, or an expert that is missing is not."""

@@ -12,7 +12,7 @@ from graphengine.config.draft import NgramConfig
 from graphengine.decode.buffers import Arena, StepBuffers
 from graphengine.decode.proposer import step_buffers
 from graphengine.decode.segments import Segments
-from graphengine.drafters.forced import Forced
+from graphengine.drafters.forced import Forced, right_at_first
 from graphengine.drafters.ngram import Ngram
 from tests.decode.test_kvcache import MODEL
 from tests.decode.test_request import a_request
@@ -54,3 +54,15 @@ def test_shortened_with_what_is_inside() -> None:
     short = forced.shortened(2)
     assert (short.num_draft_tokens, short.inner.num_draft_tokens) == (2, 2)
     assert forced.num_draft_tokens == 5
+
+
+def test_drafts_that_are_right_at_first() -> None:
+    """Bug: where all drafts are asked for, the next step is taken to begin behind more of them than
+    a block has, and what it was to get wrong is somewhere else."""
+    request = a_request()
+    request.begin(10)
+    truth = list(range(10, 22))
+    told, asked = right_at_first(request, truth, lambda step: (1, 99)[step % 2], 4, 16)
+    known = [*request.prompt_ids, *truth, 0]
+    assert asked == [1, 99, 1, 99]  # from 3, 5, 9 and 11 on
+    assert [i for i, (a, b) in enumerate(zip(told, known, strict=True)) if a != b] == [5, 11]

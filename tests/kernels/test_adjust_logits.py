@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from graphengine.kernels import adjust_logits as module
@@ -108,6 +108,11 @@ def blocks(draw: Any) -> tuple[list[Row], list[list[int]], int]:
     return rows, ids, V
 
 
+# Its second row is the first that may end.
+ENDING: Row = {"is_on": 1, "prompt": [1], "answer": [2], "stops": [3], "min_tokens": 2}
+ENDING |= {"repetition": 1.0, "presence": 0.0, "frequency": 0.0, "bias": {}, "words": []}
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @settings(
     max_examples=MAX_EXAMPLES,
@@ -115,9 +120,11 @@ def blocks(draw: Any) -> tuple[list[Row], list[list[int]], int]:
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 @given(case=blocks(), seed=st.integers(0, 99))
+@example(case=([ENDING], [[2, 0]], 5), seed=0)
 def test_is_the_definition(device: str, dtype: torch.dtype, case: Any, seed: int) -> None:
     """Bug: a row counts its neighbour's drafts, its own token's successor, the prompt in a presence
-    penalty, or the anchor twice; a bad word bans without its prefix, or across the prompt."""
+    penalty, or the anchor twice; a bad word bans without its prefix, or across the prompt; an end
+    is ruled out one token too long."""
     rows, ids, V = case
     B, G = len(rows), len(ids[0])
     storage = torch.full((B * G, V + 3), torch.nan)

@@ -4,6 +4,7 @@ A kept set is right if it is what min-p, top-k and then top-p leave, ties includ
 of a set equals top_p up to float32 rounding either neighbour is right: `ROUNDING`.
 """
 
+import math
 from typing import Any
 
 import numpy as np
@@ -180,3 +181,11 @@ def test_vocabulary_size(monkeypatch: pytest.MonkeyPatch, dtype, T, V) -> None:
         for t in range(0, T, 7):
             check(logits[t], float(found[t]), *own[t % 5])
         assert torch.equal(found, thresholds(logits.flip(1).contiguous(), *settings))
+
+
+@pytest.mark.parametrize(("top_p", "kept"), [(0.5, 1), (0.50001, 3), (1e-20, 1)])
+def test_a_goal_that_is_met_exactly(top_p: float, kept: int) -> None:
+    """Bug: a token that holds just the share asked for is followed by another; or a share below
+    what sums can hold keeps none."""
+    logits = torch.tensor([[0.0, -math.log(2), -math.log(2), -50.0]])
+    assert int((logits >= thresholds(logits, 1.0, top_p, 0)).sum()) == kept

@@ -35,7 +35,8 @@ def layer(shape: tuple[int, ...], device: str, dtype: torch.dtype = torch.float3
 @pytest.mark.parametrize("shape", SHAPES)
 def test_routes_like_the_reference(device, poisoned_outputs, shape, normalise) -> None:
     """Bug: the softmax runs over a padded row, a tie goes to the higher expert, an expert that is
-    chosen has no slot, or a pair stands in another expert's list."""
+    chosen has no slot, a pair stands in another expert's list, or weights are not rounded as the
+    model rounds them."""
     T, E, K, _, _ = shape
     logits = torch.randn(T, E, device=device).bfloat16().float()
     logits[0] = logits[0].round()  # many ties, -0 among them
@@ -57,6 +58,9 @@ def test_routes_like_the_reference(device, poisoned_outputs, shape, normalise) -
         for pair in found.pairs_P[begin:end]
     }
     assert [pairs[p] for p in range(T * K)] == found.expert_TK.flatten().tolist()
+    rounded = moe.route(logits.bfloat16(), K, normalise).weight_TK
+    wanted = rounded.bfloat16().float()
+    torch.testing.assert_close(rounded, wanted, rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

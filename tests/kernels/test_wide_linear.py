@@ -15,6 +15,7 @@ from graphengine.kernels.skinny_config import (
     choose_config,
     rule_config,
     split_width,
+    table_rows,
 )
 from graphengine.kernels.skinny_linear import (
     resolve,
@@ -257,3 +258,9 @@ def test_fp8_rows_of_a_wide_config() -> None:
         skinny_linear(rows[None], quantized, CONFIGS[0], scales)
     with pytest.raises(ValueError, match=r"need \[2, T, D\]"):
         skinny_linear(rows, quantized, SkinnyConfig(), scales)
+
+
+def test_rows_of_the_table() -> None:
+    """Bug: just as many rows as a tile has run with the next larger one's config."""
+    for rows, found in ((1, 16), (17, 32), (128, 128), (129, 192), (192, 192), (193, 256)):
+        assert table_rows(rows) == found

@@ -251,6 +251,8 @@ def test_picture() -> None:
         "GPU": {"GPU busy": 1500.0, "GPU idle": 500.0},
         "floor": {"floor": 1000.0},
     }
+    slow = Row("m", "k", known, rows[0].numbers | {"host_p50_ms": 3.0})  # by its median
+    assert step_bars(slow)["host"] == {"host working": 2000.0, "host waiting": 0.0}
     text = picture(rows, 6.35, ".svg").decode()
     ElementTree.fromstring(text)
     for shown in ("piecewise_flashinfer, bucket 2, input 8", "SIMULATED", "p99 3.960", "1500.0"):

@@ -4,15 +4,20 @@ pair."""
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
 
 from graphengine.api import Engine
 from graphengine.cli.main import main
+from graphengine.decode.metrics import Acceptance, RequestMetrics
+from graphengine.measure import first_token
 from graphengine.measure.first_token import (
     PrefillCase,
     Rates,
@@ -22,6 +27,7 @@ from graphengine.measure.first_token import (
     run_request,
 )
 from graphengine.profiles.result_schema import validate
+from graphengine.startup.build import read_configs
 from tests.support.checkpoints import make_drafter, make_target
 
 Bench = Callable[..., Result]
@@ -132,3 +138,64 @@ def test_what_a_case_counts(pair: tuple[Path, Path]) -> None:
         roofline = roofline_ms(engine.built, 8, 1, Rates(100.0, 1.0))
         assert found["over_roofline_ratio"] == pytest.approx(found["ttft_p50_ms"] / roofline)
         assert run_request(engine, case(), 9)["num_request_steps"] <= 8
+
+
+def calls(monkeypatch: pytest.MonkeyPatch, *walls_ms: float) -> None:
+    """Each of two prompts in one chunk: times that are all different, 9 tokens in 6 steps."""
+
+    def timed_calls(*args: Any) -> Iterator[Any]:
+        for wall_ms in walls_ms:
+            parts = [
+                RequestMetrics(
+                    num_prompt_tokens=8,
+                    num_output_tokens=9,
+                    ttft_ms=first,
+                    tokenize_ms=1.0,
+                    queue_ms=2.0,
+                    prefill_ms=prefill,
+                    launch_ms=0.5,
+                    decode_ms=60.0,
+                    acceptance=Acceptance(3, [4, 2, 0, 0]),
+                )
+                for first, prefill in ((30.0, 20.0), (40.0, 35.0))
+            ]
+            yield wall_ms, [SimpleNamespace(metrics=metrics) for metrics in parts]
+
+    monkeypatch.setattr(first_token, "timed_calls", timed_calls)
+    monkeypatch.setattr(first_token, "num_chunks", lambda *args: 2)
+
+
+def test_the_parts_of_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: a batch's prefill is its first prompt's, whose first token others still wait behind; or
+    the first token of all is taken for the last one's."""
+    calls(monkeypatch, 50.0, 40.0, 90.0)
+    nobody: Any = None
+    found = run_prefill(nobody, case(batch=2), NO_GPU)
+    parts = {name: found[f"{name}_p50_ms"] for name in ("ttft", "first", "prefill", "host")}
+    assert parts == {"ttft": 50.0, "first": 30.0, "prefill": 35.0, "host": 3.5}
+    assert found["chunk_host_us"] == 1750
+
+
+@pytest.mark.parametrize(("acceptance", "wall_ms", "steps"), [(None, 100.0, 6), (2.0, 80.0, 4)])
+def test_luck_is_not_measured(
+    monkeypatch: pytest.MonkeyPatch, acceptance: float | None, wall_ms: float, steps: int
+) -> None:
+    """Bug: steps that simulated acceptance drew beyond its mean count twice instead of not."""
+    calls(monkeypatch, 100.0)
+    engine: Any = SimpleNamespace(config=SimpleNamespace(simulate_acceptance=acceptance))
+    found = run_request(engine, case(), 9)
+    assert found == {
+        "request_p50_ms": wall_ms,
+        "request_step_p50_ms": 10.0,
+        "num_request_steps": steps,
+    }
+
+
+def test_the_roofline_of_attention(pair: tuple[Path, Path]) -> None:
+    """Bug: of attention's two products one is counted, or the mask's upper half too."""
+    target, draft = read_configs(*pair)
+    config = SimpleNamespace(dtype="float32")
+    built: Any = SimpleNamespace(config=config, target=target, draft=draft)
+    flops = [roofline_ms(built, n, 1, Rates(math.inf, 1e-9)) for n in (99, 100, 101)]
+    of_a_key = 4 * target.q_size * target.num_hidden_layers  # multiply and add, scores and values
+    assert flops[2] - 2 * flops[1] + flops[0] == pytest.approx(of_a_key)

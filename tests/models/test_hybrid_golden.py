@@ -13,7 +13,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from graphengine.api import Engine
+from graphengine.config.gated_delta import read_mixers, text_part
 from graphengine.config.model import ModelConfig
+from graphengine.config.values import RawConfig
 from graphengine.decode.loop import DecodeLoop
 from tests.models.test_qwen3_golden import token_ids
 from tests.support.checkpoints import edit_config, make_drafter
@@ -187,3 +189,19 @@ def test_two_places_for_the_tie_must_agree(tmp_path: Path) -> None:
     outer = {"model_type": "qwen3_5", "text_config": text, "tie_word_embeddings": False}
     with pytest.raises(ValueError, match="tie_word_embeddings is False"):
         ModelConfig.from_hf(outer)
+
+
+def test_files_without_layer_types() -> None:
+    """Bug: of every n layers the first attends, not the last."""
+    raw = RawConfig({"full_attention_interval": 3}, "config.json")
+    wanted = ("gated_delta", "gated_delta", "gated_attention", "gated_delta", "gated_delta")
+    assert read_mixers(raw, [], 5) == wanted
+
+
+def test_what_the_text_part_says_itself() -> None:
+    """Bug: what stands beside a published file's text part counts before what it says itself, or is
+    not looked at where it says nothing."""
+    outer = {"model_type": "qwen3_5", "eos_token_id": 1, "quantization_config": {"a": 1}}
+    raw = RawConfig(outer | {"text_config": {"eos_token_id": [2, 3]}}, "config.json")
+    found = text_part(raw)
+    assert found.get("eos_token_id") == [2, 3] and found.get("quantization_config") == {"a": 1}

@@ -22,6 +22,7 @@ from graphengine.config import model as model_config
 from graphengine.config.model import ModelConfig
 from graphengine.kernels.moe import choose_reference
 from graphengine.models import decoder, moe
+from graphengine.models.layers import add as add_update
 from graphengine.models.moe import MoeWeights
 from tests.models.test_qwen3_golden import chain_logits, token_ids
 from tests.support.checkpoints import edit_config, make_drafter, make_target
@@ -192,6 +193,12 @@ def test_keys_that_may_be_missing(tmp_path: Path) -> None:
     values["norm_topk_prob"] = False
     with pytest.raises(ValueError, match="norm_topk_prob False has no meaning"):
         model_config.MoeConfig.from_raw(raw, always)
+
+
+def test_contributions_are_added_before_they_are_rounded() -> None:
+    """Bug: what the experts of a row give is rounded once by itself and once with the residual."""
+    residual_TD = torch.full((1, 1), 256.0, dtype=torch.bfloat16)  # whose neighbour is 258
+    assert add_update(residual_TD, torch.tensor([[[1.0]], [[2**-10]]])) == 258
 
 
 @pytest.mark.parametrize("form", ["per expert", "fused"])

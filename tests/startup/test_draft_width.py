@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from click.testing import CliRunner
 
 from graphengine.api import Engine
@@ -112,6 +114,30 @@ def test_an_engine_drafts_what_was_chosen(tmp_path: Path, monkeypatch: pytest.Mo
     with Engine.from_pretrained(target, draft, num_speculative_tokens=5, **asked) as engine:
         assert engine.config.num_speculative_tokens == (5, 5)
         assert not seen and not engine.startup.draft_widths
+
+
+def unloaded(drafts: int, taps: tuple[int, ...] = (1,)) -> Any:
+    """A pair as far as its widths are asked for."""
+    own = SimpleNamespace(num_draft_tokens=drafts, taps=taps)
+    config = SimpleNamespace(simulate_acceptance=None, buckets=(1,), acceptance_floor=0.0)
+    target = SimpleNamespace(kv_pool=torch.empty(0))
+    return SimpleNamespace(config=config, proposer=own, target=target)
+
+
+def test_noise_only_adds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: a measurement of few rows that something disturbed makes wider blocks look cheaper."""
+    faked(monkeypatch, EXPERTS | {2: 4.5})
+    (width,) = draft_width.measure_widths(unloaded(15))
+    assert width.step_s == EXPERTS | {2: EXPERTS[4]}
+
+
+@pytest.mark.parametrize(
+    ("drafts", "taps", "mean"), [(15, (1,), TYPICAL_TOKENS), (3, (1,), 4.0), (15, (), 2.0)]
+)
+def test_a_block_yields_what_it_holds(drafts: int, taps: tuple[int, ...], mean: float) -> None:
+    """Bug: a short block is taken to yield more tokens than it has, or look-up as many as a trained
+    drafter."""
+    assert draft_width.assumed_tokens(unloaded(drafts, taps)) == mean
 
 
 def test_simulated_acceptance_is_the_mean(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,91 @@
+"""report: what tables and JSON say of a run."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from graphengine import report
+from graphengine.api import GenerationResult
+from graphengine.decode.metrics import Acceptance, RequestMetrics, StartupMetrics
+
+
+def answer(index: int = 0, turn: int = 0, error: str | None = None) -> report.Answer:
+    """Two drafted steps, 3 of 6 drafts accepted, and one plain step."""
+    metrics = RequestMetrics(
+        num_prompt_tokens=10,
+        num_output_tokens=7,
+        ttft_ms=500.0,
+        decode_ms=1500.0,
+        acceptance=Acceptance(3, [0, 1, 1, 0]),
+        num_plain_steps=1,
+        fallback_reason="lost",
+    )
+    reason = "stop" if error is None else "error"
+    result = GenerationResult(
+        text="", token_ids=[], finish_reason=reason, metrics=metrics, error=error
+    )
+    return report.Answer(index, turn, "x", result)
+
+
+def startup(num_compiled: int = 0, num_cache_hits: int = 0) -> StartupMetrics:
+    sizes = dict.fromkeys(("weight_bytes", "kv_pool_bytes", "num_pages", "num_graphs"), 1)
+    counts = {"num_compiled": num_compiled, "num_cache_hits": num_cache_hits, "buckets": (1, 4)}
+    return StartupMetrics(load_s=1.0, compile_s=2.0, capture_s=3.0, **sizes, **counts)  # type: ignore[arg-type]
+
+
+def shown(answers: list[report.Answer]) -> str:
+    screen = io.StringIO()
+    outcome = report.Outcome({"import_s": 1.0}, startup(), answers, 3.5)
+    report.print_tables(Console(width=140, file=screen), outcome)
+    return screen.getvalue()
+
+
+def test_totals() -> None:
+    """Bug: a rate that vLLM's benchmark gives in percent is a share, throughput leaves prompts'
+    time out, or requests' means are averaged."""
+    totals: dict[str, Any] = report._totals([answer(0), answer(1)], 3.5)
+    assert totals["spec_decode_acceptance_rate"] == 50.0
+    assert totals["spec_decode_acceptance_length"] == 2.5
+    assert (totals["spec_decode_draft_tokens"], totals["spec_decode_accepted_tokens"]) == (12, 6)
+    assert (totals["tokens_per_s"], totals["num_output_tokens"]) == (4.0, 14)
+
+
+@pytest.mark.parametrize(
+    ("num_compiled", "num_cache_hits", "line"),
+    [
+        (0, 0, "nothing compiled by Inductor"),
+        (0, 4, "warm start: 4 of 4"),
+        (4, 0, "cold start: 0 of 4"),
+        (1, 3, "partly warm start: 3 of 4"),
+    ],
+)
+def test_cold_or_warm(num_compiled: int, num_cache_hits: int, line: str) -> None:
+    """Bug: a start that found everything is called partly warm, and one looks for what was lost."""
+    found = report.cache_line(startup(num_compiled, num_cache_hits), None)
+    assert found.startswith(line) or found.endswith(line)
+    assert "bucket 1,4 built ahead" in found
+
+
+def test_names_and_notes_of_answers() -> None:
+    """Bug: a turn is counted from 0 or named where there is one alone; or a request that failed is
+    said to have gone on plainly."""
+    answers = [answer(0), answer(1, 0), answer(1, 1, error="broken")]
+    assert [label for label, _ in report.labelled(answers)] == ["1", "2.1", "2.2"]
+    text = shown(answers)
+    assert "prompt 2.1: 1 plain steps at the end; lost" in text and "prompt 2.2:" not in text
+
+
+def test_seconds_until_the_first_token() -> None:
+    """Bug: a phase is counted twice, so that what is in none of them is less than nothing."""
+    found = report.startup_seconds(1.0, 9.0, startup(), [answer()])
+    assert found["other_s"] == 2.0 and found["first_token_s"] == 0.5
+    assert report.startup_seconds(1.0, 6.5, startup(), [])["other_s"] == 0.0
+
+
+def test_seconds_of_a_chat() -> None:
+    """Bug: a chat's throughput leaves the time of its prompts out."""
+    assert report.answering_seconds([answer(0), answer(0, 1)]) == 4.0

@@ -26,11 +26,11 @@ class Trace(NamedTuple):
 
 
 def hit(m: Measurement) -> Numbers:
-    """The same prompt cold, behind all of its own pages, and behind a beginning of it that another
+    """The same prompt cold, behind all of its own K/V, and behind a beginning of it that another
     prompt has left."""
     count = m.sizes["answer-tokens"]
     prompt = m.random_ids(m.at_most("hit-tokens", count))
-    other = prompt[: len(prompt) * 3 // 4] + m.random_ids(8)  # leaves all but its last page
+    other = prompt[: len(prompt) * 3 // 4] + m.random_ids(8)
     depth, m.loop.first.depth = m.loop.first.depth, 1  # drafts are read before the next step's
     try:
         with torch.no_grad():

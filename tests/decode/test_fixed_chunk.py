@@ -33,7 +33,7 @@ PAIRS = {
 }
 
 
-@pytest.fixture(scope="module", params=PAIRS.values(), ids=PAIRS)
+@pytest.fixture(scope="module", params=PAIRS.values(), ids=list(PAIRS))
 def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
     # A page size that no block begins with, and in bf16 a near tie may fall either way.
     options: dict[str, Any] = {"page_size": 5, "dtype": "float32", "max_model_len": 400}

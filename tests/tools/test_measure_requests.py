@@ -32,7 +32,6 @@ SMALL = {
     "--max-model-len": 1400,
 }
 SIZES = [str(word) for pair in SMALL.items() for word in pair]
-PAGE = 16
 
 
 def measured(
@@ -59,13 +58,13 @@ def test_every_part_on_the_bundled_pair(tmp_path: Path, capsys: pytest.CaptureFi
     assert numbers["options"]["greedy"]["over_greedy_ratio"] == 1
     assert numbers["options"]["greedy"]["host_p50_ms"] > 0
     turn, chat = numbers["turns"]["second_turn"], numbers["turns"]["chat_from_360"]
-    assert turn["num_cached_tokens"] == 359 // PAGE * PAGE
+    assert turn["num_cached_tokens"] in (359, 360)  # its last token may have been a draft
     assert chat["num_turns"] == 3 and chat["num_repeated_tokens"] == 368 + 416
     assert chat["cached_pages_fraction"] == 1
     for row in ("budget_512", "budget_128"):
         assert numbers["join"][row]["num_joining_gaps"] > 0
     assert numbers["join"]["budget_512"]["num_quiet_gaps"] > 40
-    for row, num_cached in (("again", 96), ("behind_another", 64)):
+    for row, num_cached in (("again", 99), ("behind_another", 75)):
         found = numbers["hit"][row]
         assert found["num_cached_tokens"] == num_cached and found["num_drafts"] > 0
         assert found["target_kv_difference_ratio"] < 1e-5 > found["draft_kv_difference_ratio"]

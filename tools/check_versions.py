@@ -33,7 +33,7 @@ def constraints(label: str) -> list[str]:
     lines = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
     pairs = [line.partition(";")[0].partition(",")[0].split(">=") for line in lines]
     pinned = [f"{pair[0]}~={pair[1]}.0" for pair in pairs if pair[0] in ("torch", "triton")]
-    return [*pinned, "transformers==5.0.0"]
+    return [*pinned, "transformers==5.2.0"]
 
 
 def make(label: str, folder: Path) -> Path:

@@ -32,7 +32,7 @@ TESTED: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {
     "torch": ((2, 11), (2, 16)),
     "triton": ((3, 6), (3, 10)),
     "flashinfer-python": ((0, 6, 12), (0, 7, 3)),
-    "transformers": ((5,), (6,)),
+    "transformers": ((5, 2), (6,)),
 }
 # The oldest driver that runs a CUDA version's programs.
 DRIVER_FOR_CUDA = {12: 525, 13: 580}

@@ -44,9 +44,8 @@ BLOCK = 16
 SIZES = (16, 128, 256, 512)  # rows; up to 256 they are the verifies of full buckets
 LONG_SIZES = (1024, 2048)  # in blocks of `chunk_attention`, each of one prompt
 # The same for fewer rows of one prompt, a far piece, that has FAR others in front. There blocks of
-# 16, which each read all keys, take longer. Expected of 128 rows of 8B shapes, us a layer, from
-# gaps measured with blocks of 16 and from this kernel's rate with many blocks: 12 against 12 at
-# 1,024 keys, where its second launch counts, 20 against 16 at 2,048, 280 against 130 at 32,768.
+# 16, which each read all keys, take longer: on an H200 128 rows of 8B shapes took 22 us a layer
+# against 20 at 2,048 keys and 244 against 113 at 32,768 (2026-11-25-h200-pieces-3b387a2.json).
 FAR_SIZES, FAR = (128, 256), 2048
 FAR_LEAST = chunk_attention.BLOCK // 2  # no more rows than that are as fast in blocks of 16
 MOST_PROMPTS = 16  # of a chunk: for as many rows the head streams its weights once

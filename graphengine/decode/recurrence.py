@@ -8,8 +8,8 @@ batch 1, Qwen3.5-4B, by arithmetic), but puts the fold's serial rows in front of
 records twice, and owes a flush to whoever copies a state; one launch for all layers owes nothing.
 
 A page that an answer completes leaves the state behind it in one of two more slots of its request,
-in the same launch: at an answer's end the request's own state is that of steps in flight, which may
-have completed one page more. So the next turn begins behind the last page of the last answer.
+in a launch in front: at an answer's end the request's own state is that of steps in flight, which
+may have completed one page more. So the next turn begins behind the last page of the last answer.
 
 Slot 0 is the null slot: padding rows, warm-ups and timings use it, and nobody reads what is there.
 Invariant: a running request owns one slot; a prompt's first chunk begins from zero by its position,

@@ -48,7 +48,7 @@ class Request:
     arrival_s: float = field(default_factory=time.perf_counter)
     pages: list[int] = field(default_factory=list)
     num_cached_tokens: int = 0
-    """Of the prompt, whose pages an earlier request has left."""
+    """Of the prompt, whose K/V an earlier request has left."""
     state_slot: int = 0
     """Of its recurrent states; the null slot for a target that has none."""
     spare_slots: list[int] = field(default_factory=list)

@@ -21,18 +21,19 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import pytest
 from measure import POLL_S, noted_termination
 
 from graphengine.profiles import result_schema
 
-PYTEST = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider"]
+# This module is a plugin of the jobs' pytest too.
+PYTEST = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-p", Path(__file__).stem]
+TOOLS = Path(__file__).parent
 TIMED = "test_busy_is_less_than_the_step"
 OUTCOME = re.compile(r"^(\S+\.py::.+?) (PASSED|FAILED|ERROR|SKIPPED)\b", re.MULTILINE)
-REASON = re.compile(
-    r"^(?:FAILED|ERROR) (\S+\.py::.+?) - (.*)$", re.MULTILINE
-)  # of pytest's summary
+REASON = re.compile(r"^BECAUSE (\S+\.py::.+?) - (.*)$", re.MULTILINE)
 
 
 class Ran(NamedTuple):
@@ -43,11 +44,25 @@ class Ran(NamedTuple):
     tails: str  # of the jobs that did not pass
 
 
+@pytest.hookimpl(trylast=True)  # behind the line that says FAILED
+def pytest_runtest_logreport(report: Any) -> None:
+    """Prints why a test failed at once: a job that is ended early has no summary."""
+    if report.failed:
+        lines = str(report.longrepr).splitlines() or [""]
+        told = [line[1:].strip() for line in lines if line.startswith("E ")]
+        print(f"\nBECAUSE {report.nodeid} - {(told or lines[-1:])[0]}")
+        print("\n".join(lines[-30:]), flush=True)
+
+
 def collect(arguments: list[str]) -> list[str]:
     """Node ids that pytest selects. A module that cannot be imported ends the run: its tests would
     be missing from the evidence without a word."""
     done = subprocess.run(
-        [*PYTEST, "-q", "--collect-only", *arguments], capture_output=True, text=True, check=False
+        [*PYTEST, "-q", "--collect-only", *arguments],
+        capture_output=True,
+        text=True,
+        check=False,
+        env=environment(1),
     )
     lines = done.stdout.splitlines()
     ids = [line for line in lines if line.partition("::")[0].endswith(".py") and "::" in line]
@@ -66,7 +81,8 @@ def environment(num_jobs: int) -> dict[str, str]:
     for Inductor's workers and for the ninja that builds FlashInfer."""
     share = str(max(1, (os.cpu_count() or 1) // num_jobs))
     shares = {"OMP_NUM_THREADS": share, "TORCHINDUCTOR_COMPILE_THREADS": share, "MAX_JOBS": "8"}
-    return shares | os.environ | {"COLUMNS": "500"}  # pytest cuts reasons at the terminal's width
+    path = os.pathsep.join(filter(None, [str(TOOLS), os.environ.get("PYTHONPATH")]))
+    return shares | os.environ | {"PYTHONPATH": path}
 
 
 def run(ids: list[str], num_jobs: int, timeout_s: float, terminated: Sequence[int]) -> Ran:

@@ -144,12 +144,12 @@ def test_terminated_it_still_says_what_ended(tmp_path: Path) -> None:
 
 def test_terminated_the_recorder_stores_what_ended(tmp_path: Path) -> None:
     """Bug: six minutes of a GPU's tests are lost to a time limit one second before the file is
-    written."""
+    written, or which tests failed is told and why is not."""
     suite = tmp_path / "test_suite.py"
     suite.write_text(
         "import pathlib, time\n"
         "def test_passes(): pass\n"
-        "def test_fails(): raise RuntimeError\n"
+        "def test_fails(): raise RuntimeError(17)\n"
         f"def test_hangs(): pathlib.Path({str(tmp_path / 'on')!r}).touch(); time.sleep(60)\n"
     )
     out = tmp_path / "tests.json"
@@ -175,6 +175,7 @@ def test_terminated_the_recorder_stores_what_ended(tmp_path: Path) -> None:
     stored = json.loads(out.read_text())
     for key, name in (("failed", "test_fails"), ("unfinished", "test_hangs")):
         assert [each.partition("::")[2] for each in stored["config"][key]] == [name]
+    assert list(stored["config"]["reasons"].values()) == ["RuntimeError: 17"]
     assert stored["numbers"]["num_passed"] == 1
 
 

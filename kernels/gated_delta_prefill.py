@@ -39,7 +39,7 @@ from graphengine.kernels.qk_norm_rope import supports_pdl
 
 CHUNK = 32  # 64 took 1.5 times as long on an H200: what a chunk solves goes by its cube
 CONVOLVED_ROWS = 16  # of a program
-SCANNED_ROWS = 16  # of a state in a program: two of them a multiprocessor wait by turns
+SCANNED_ROWS = 16  # of a state in a program: what one warp holds without a barrier
 
 
 class Pieces(NamedTuple):
@@ -87,10 +87,10 @@ def gated_delta_prefill_(
         raise ValueError("weights, windows, states, pieces and out must be contiguous")
     R = len(pieces.begin_R)
     convolved_TC = windows_S3C.new_empty(T, C)
-    solves_TNX = states_SNVK.new_empty(T, N, CHUNK)
+    solves_2TNX = out_TNV.new_empty(2, T, N, CHUNK)
     seens_TNX = out_TNV.new_empty(T, N, CHUNK)
     factors = states_SNVK.new_empty(4, T, N)
-    chunked = convolved_TC, solves_TNX, seens_TNX, factors
+    chunked = convolved_TC, solves_2TNX, seens_TNX, factors
     strides = projected.stride(-2), projected.stride(0) if num_splits > 1 else 0
     pdl = supports_pdl(projected.device)
     common = {"Z": num_splits, "PDL": pdl, **({"launch_pdl": True} if pdl else {})}
@@ -114,8 +114,8 @@ def gated_delta_prefill_(
         *(projected, *pools, *pieces, *chunked, out_TNV, *strides, T),
         **shape,
         BV=tile,
-        num_warps=4,
-        num_stages=2,
+        num_warps=1,
+        num_stages=3,
         **common,
     )
 

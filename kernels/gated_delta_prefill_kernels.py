@@ -152,8 +152,13 @@ def prepare_kernel(
     below = exact_dot(k, tl.trans(k)) * decay * (beta * k_norm)[:, None] * k_norm[None, :]  # pyright: ignore
     below = tl.where(i[:, None] > i[None, :], below, 0.0)
     solve = k_norm[:, None] * inverse_of(below, CHUNK) * beta[None, :]  # pyright: ignore
-    tl.store(solves + to, solve, mask=mine)
     stride = num_rows * N
+    if dtype == tl.float32:
+        tl.store(solves + to, solve, mask=mine)
+    else:
+        high, low = halves_of(solve, dtype)  # pyright: ignore
+        tl.store(solves + to, high, mask=mine)
+        tl.store(solves + stride * CHUNK + to, low, mask=mine)
     tl.store(factors + at, tl.exp(total) * k_norm, mask=live)
     tl.store(factors + stride + at, tl.exp(total) * q_norm, mask=live)
     tl.store(factors + 2 * stride + at, tl.exp(whole - total), mask=live)
@@ -182,6 +187,13 @@ def move_window(
         *(row_stride, split_stride, Z, C),
     )
     tl.store(to + tap[:, None] * C + column[None, :], columns, mask=(tap < 3)[:, None])
+
+
+@triton.jit
+def halves_of(x, dtype: tl.constexpr):
+    """float32 as a sum of two numbers of 16 bits; the first is cut, not rounded, which is a mask."""
+    high = (x.to(tl.int32, bitcast=True) & -65536).to(tl.float32, bitcast=True)
+    return high.to(dtype), (x - high).to(dtype)
 
 
 @triton.jit
@@ -226,9 +238,9 @@ def scan_kernel(
     slot, kept_slot = tl.load(slots + piece).to(tl.int64), tl.load(kept_slots + piece).to(tl.int64)
     dim, values, i = tl.arange(0, K), tile * BV + tl.arange(0, BV), tl.arange(0, CHUNK)
     q_at, v_at = head // GROUP * K + dim, 2 * NK * K + head * K + values
-    at_KV = head * K * K + values[None, :] * K + dim[:, None]
-    held = states + slot * N * K * K + at_KV
-    state = tl.load(held, mask=(is_fresh == 0) & (dim[:, None] >= 0), other=0.0)
+    at_VK = head * K * K + values[:, None] * K + dim[None, :]
+    held = states + slot * N * K * K + at_VK
+    state = tl.load(held, mask=(is_fresh == 0) & (dim[None, :] >= 0), other=0.0)
     stride = num_rows * N
     for first in range(begin, end, CHUNK):
         rows = (first + i).to(tl.int64)
@@ -237,37 +249,40 @@ def scan_kernel(
         where = convolved + rows[:, None] * C
         q = tl.load(where + q_at[None, :], mask=mine, other=0.0)
         k = tl.load(where + (NK * K + q_at)[None, :], mask=mine, other=0.0)
-        v = tl.load(where + v_at[None, :], mask=mine, other=0.0).to(tl.float32)
+        v_to = convolved + rows[None, :] * C + v_at[:, None]
+        v = tl.load(v_to, mask=live[None, :], other=0.0).to(tl.float32)
         at = rows * N + head
-        solve = tl.load(solves + at[:, None] * CHUNK + i[None, :], mask=mine, other=0.0)
-        seen = tl.load(seens + at[:, None] * CHUNK + i[None, :], mask=mine, other=0.0)
+        to_row = at[:, None] * CHUNK + i[None, :]
+        solve = tl.load(solves + to_row, mask=mine, other=0.0)
+        seen = tl.load(seens + to_row, mask=mine, other=0.0)
         k_factor = tl.load(factors + at, mask=live, other=0.0)
         q_factor = tl.load(factors + stride + at, mask=live, other=0.0)
         left = tl.load(factors + 2 * stride + at, mask=live, other=0.0)
         fading = tl.load(factors + 3 * stride + first * N + head)
         if dtype == tl.float32:
-            known = exact_dot(k, state)  # pyright: ignore
-            o = exact_dot(q, state)  # pyright: ignore
+            known = exact_dot(state, tl.trans(k))  # pyright: ignore
+            o = exact_dot(state, tl.trans(q))  # pyright: ignore
+            update = exact_dot(v - known * k_factor[None, :], tl.trans(solve))  # pyright: ignore
+            late = update * left[None, :]
+            o = o * q_factor[None, :] + exact_dot(update, tl.trans(seen))  # pyright: ignore
+            state = fading * state + exact_dot(late, k)  # pyright: ignore
         else:
-            high, middle, low = parts_of(state, dtype)  # pyright: ignore
-            # Sums of their own: what a state waits for is one product long, not three.
-            known = tl.dot(k, high) + (tl.dot(k, middle) + tl.dot(k, low))
-            o = tl.dot(q, high) + tl.dot(q, middle)
-        update = exact_dot(solve, v - known * k_factor[:, None])  # pyright: ignore
-        o = o * q_factor[:, None]
-        late = update * left[:, None]
-        if dtype == tl.float32:
-            o += exact_dot(seen, update)  # pyright: ignore
-            state = fading * state + exact_dot(tl.trans(k), late)  # pyright: ignore
-        else:
-            o += tl.dot(seen, update.to(dtype))
-            high, middle, low = parts_of(late, dtype)  # pyright: ignore
-            state = tl.dot(tl.trans(k), high, fading * state)
-            state = tl.dot(tl.trans(k), low, tl.dot(tl.trans(k), middle, state))
+            finer = tl.load(solves + num_rows * N * CHUNK + to_row, mask=mine, other=0.0)
+            high, low = halves_of(state, dtype)  # pyright: ignore
+            # Sums of their own: what a state waits for is one product long, not two.
+            known = tl.dot(high, tl.trans(k)) + tl.dot(low, tl.trans(k))
+            o = tl.dot(high, tl.trans(q)) + tl.dot(low, tl.trans(q))
+            high, low = halves_of(v - known * k_factor[None, :], dtype)  # pyright: ignore
+            update = tl.dot(high, tl.trans(solve))
+            update += tl.dot(low, tl.trans(solve), tl.dot(high, tl.trans(finer)))
+            late = update * left[None, :]
+            o = tl.dot(update.to(dtype), tl.trans(seen), o * q_factor[None, :])
+            high, low = halves_of(late, dtype)  # pyright: ignore
+            state = tl.dot(low, k, tl.dot(high, k, fading * state))
         to = out + (rows[:, None] * N + head) * K + values[None, :]
-        tl.store(to, o.to(dtype), mask=mine)
+        tl.store(to, tl.trans(o).to(dtype), mask=mine)
         if first + CHUNK == keep:
-            tl.store(states + kept_slot * N * K * K + at_KV, state)
+            tl.store(states + kept_slot * N * K * K + at_VK, state)
     tl.store(held, state)
     window, kept = windows + slot * 3 * C, windows + kept_slot * 3 * C
     for part in tl.static_range(3):  # pyright: ignore[reportGeneralTypeIssues]

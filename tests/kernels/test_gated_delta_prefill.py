@@ -45,7 +45,7 @@ def test_one_piece(device: str, dtype: torch.dtype, length: int) -> None:
     out = run(layer, projected, [(0, length, 0, 2)])
     expected, state, window = oracle(fresh(layer), 2, projected, length)
     close(out, expected, 3e-6 if dtype == torch.float32 else 4e-3)
-    close(layer.states_SNVK[2], state, 4e-6)
+    close(layer.states_SNVK[2], state, 4e-6 if dtype == torch.float32 else 2e-5)
     assert torch.equal(layer.windows_S3C[2], window)
 
 

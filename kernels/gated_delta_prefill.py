@@ -39,7 +39,7 @@ from graphengine.kernels.qk_norm_rope import supports_pdl
 
 CHUNK = 32  # 64 took 1.5 times as long on an H200: what a chunk solves goes by its cube
 CONVOLVED_ROWS = 16  # of a program
-SCANNED_ROWS = 16  # of a state in a program: what one warp holds without a barrier
+SCANNED_ROWS = 64  # of a state in a program: a warpgroup's products hand on in registers
 
 
 class Pieces(NamedTuple):
@@ -114,7 +114,7 @@ def gated_delta_prefill_(
         *(projected, *pools, *pieces, *chunked, out_TNV, *strides, T),
         **shape,
         BV=tile,
-        num_warps=1,
+        num_warps=4,
         num_stages=3,
         **common,
     )

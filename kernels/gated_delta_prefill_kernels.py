@@ -247,10 +247,16 @@ def scan_kernel(
         live = first + i < end
         mine = live[:, None]
         where = convolved + rows[:, None] * C
-        q = tl.load(where + q_at[None, :], mask=mine, other=0.0)
+        if dtype == tl.float32:
+            q = tl.load(where + q_at[None, :], mask=mine, other=0.0)
         k = tl.load(where + (NK * K + q_at)[None, :], mask=mine, other=0.0)
         v_to = convolved + rows[None, :] * C + v_at[:, None]
         v = tl.load(v_to, mask=live[None, :], other=0.0).to(tl.float32)
+        j = tl.arange(0, 2 * CHUNK)
+        rows_kq = (first + j % CHUNK).to(tl.int64)
+        live_kq = (rows_kq < end)[:, None]
+        where_kq = convolved + rows_kq[:, None] * C
+        kq_at = tl.where(j < CHUNK, NK * K, 0)[:, None] + q_at[None, :]
         at = rows * N + head
         to_row = at[:, None] * CHUNK + i[None, :]
         solve = tl.load(solves + to_row, mask=mine, other=0.0)
@@ -269,9 +275,9 @@ def scan_kernel(
         else:
             finer = tl.load(solves + num_rows * N * CHUNK + to_row, mask=mine, other=0.0)
             high, low = halves_of(state, dtype)  # pyright: ignore
-            # Sums of their own: what a state waits for is one product long, not two.
-            known = tl.dot(high, tl.trans(k)) + tl.dot(low, tl.trans(k))
-            o = tl.dot(high, tl.trans(q)) + tl.dot(low, tl.trans(q))
+            kq = tl.load(where_kq + kq_at, mask=live_kq, other=0.0)
+            both = tl.dot(low, tl.trans(kq), tl.dot(high, tl.trans(kq)))
+            known, o = tl.split(both.reshape([BV, 2, CHUNK]).permute(0, 2, 1))
             high, low = halves_of(v - known * k_factor[None, :], dtype)  # pyright: ignore
             update = tl.dot(high, tl.trans(solve))
             update += tl.dot(low, tl.trans(solve), tl.dot(high, tl.trans(finer)))

@@ -39,7 +39,7 @@ from graphengine.kernels.qk_norm_rope import supports_pdl
 
 CHUNK = 32  # 64 took 1.5 times as long on an H200: what a chunk solves goes by its cube
 CONVOLVED_ROWS = 16  # of a program
-SCANNED_ROWS = 64  # of a state in a program: a warpgroup's products hand on in registers
+SCANNED_ROWS = 16  # of a state in a program: as many as a product of one warp has rows
 
 
 class Pieces(NamedTuple):
@@ -114,8 +114,8 @@ def gated_delta_prefill_(
         *(projected, *pools, *pieces, *chunked, out_TNV, *strides, T),
         **shape,
         BV=tile,
-        num_warps=4,
-        num_stages=3,
+        num_warps=2,
+        num_stages=2,
         **common,
     )
 

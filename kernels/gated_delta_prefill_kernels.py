@@ -3,14 +3,15 @@
     convolve   every row of every piece: its columns behind the convolution, in the model's dtype
     prepare    every chunk at once, of its keys, queries and gates alone: what solves its updates,
                what its outputs see of them, and how much is left of a state
-    scan       a tile [K, BV] of a head's state through the chunks of a piece, in matrix products
+    scan       a tile [BV, K] of a head's state through the chunks of a piece, in matrix products:
+               values are rows, so that a product's sums are the next one's left operand
 
 Keys and queries stay as they were convolved: their norms, beta and what fades are factors of the
 matrices and vectors that `prepare` leaves.
 
-Invariant: what is written into a state is a sum of products of three TF32 or 16-bit parts each
-(float32 to its last bits); outputs, which are rounded to the model's dtype, take fewer where that
-is not float32.
+Invariant: a state is float32 and is never rounded. What is added to it and what is read of it are
+products of two 16-bit parts each (1e-5 of its norm after 2,048 rows, where a key has 8 bits), or,
+where the model is float32, of three TF32 parts.
 
 Legend: T rows, R pieces, N value heads, NK key heads, K head dim, C channels, Z partial sums.
 """
@@ -24,7 +25,6 @@ from graphengine.kernels.gated_delta_kernels import (
     exact_dot,
     inverse_of,
     norms_of,
-    parts_of,
     row_columns,
     silu,
 )
@@ -191,7 +191,7 @@ def move_window(
 
 @triton.jit
 def halves_of(x, dtype: tl.constexpr):
-    """float32 as a sum of two numbers of 16 bits; the first is cut, not rounded, which is a mask."""
+    """float32 as a sum of two numbers of 16 bits; the first is cut by a mask, not rounded."""
     high = (x.to(tl.int32, bitcast=True) & -65536).to(tl.float32, bitcast=True)
     return high.to(dtype), (x - high).to(dtype)
 
@@ -247,16 +247,10 @@ def scan_kernel(
         live = first + i < end
         mine = live[:, None]
         where = convolved + rows[:, None] * C
-        if dtype == tl.float32:
-            q = tl.load(where + q_at[None, :], mask=mine, other=0.0)
+        q = tl.load(where + q_at[None, :], mask=mine, other=0.0)
         k = tl.load(where + (NK * K + q_at)[None, :], mask=mine, other=0.0)
         v_to = convolved + rows[None, :] * C + v_at[:, None]
         v = tl.load(v_to, mask=live[None, :], other=0.0).to(tl.float32)
-        j = tl.arange(0, 2 * CHUNK)
-        rows_kq = (first + j % CHUNK).to(tl.int64)
-        live_kq = (rows_kq < end)[:, None]
-        where_kq = convolved + rows_kq[:, None] * C
-        kq_at = tl.where(j < CHUNK, NK * K, 0)[:, None] + q_at[None, :]
         at = rows * N + head
         to_row = at[:, None] * CHUNK + i[None, :]
         solve = tl.load(solves + to_row, mask=mine, other=0.0)
@@ -275,9 +269,9 @@ def scan_kernel(
         else:
             finer = tl.load(solves + num_rows * N * CHUNK + to_row, mask=mine, other=0.0)
             high, low = halves_of(state, dtype)  # pyright: ignore
-            kq = tl.load(where_kq + kq_at, mask=live_kq, other=0.0)
-            both = tl.dot(low, tl.trans(kq), tl.dot(high, tl.trans(kq)))
-            known, o = tl.split(both.reshape([BV, 2, CHUNK]).permute(0, 2, 1))
+            # Sums of their own: what a state waits for is one product long, not two.
+            known = tl.dot(high, tl.trans(k)) + tl.dot(low, tl.trans(k))
+            o = tl.dot(high, tl.trans(q)) + tl.dot(low, tl.trans(q))
             high, low = halves_of(v - known * k_factor[None, :], dtype)  # pyright: ignore
             update = tl.dot(high, tl.trans(solve))
             update += tl.dot(low, tl.trans(solve), tl.dot(high, tl.trans(finer)))

@@ -34,8 +34,11 @@ BENCHES = tuple(
     "8b-modes 8b-fp8-dynamic 8b-uniform 8b-uniform-fp8-dynamic 8b-spec-11 8b-uniform-spec-11 8b-8k "
     "8b-8k-fp8 4b-modes 4b-fp8-dynamic 4b-uniform-fp8-dynamic 4b-uniform-spec-11".split()
 )
-# Of `bench --prefill`, where there are such; before them what was noted by hand.
-FIRST_TOKENS = ("first-token", "8b-first-token", "8b-first-token-32k", "4b-first-token")
+# Of `bench --prefill`, later names before earlier ones; the first was noted by hand.
+FIRST_TOKENS = tuple(
+    "first-token 8b-first-token 8b-first-token-32k 4b-first-token 8b-first-token-uniform "
+    "4b-first-token-uniform 4b-hybrid-first-token-uniform".split()
+)
 STARTS = {"caches empty": "8b-start-cold", "caches full": "8b-start-warm"}
 COLORS, WIDTH = ("#9a9a9a", "#2f6f9f", "#3b8132"), 0.27  # of a bar
 

@@ -169,7 +169,7 @@ def test_shortened(convention: Any) -> None:
 
 
 @pytest.mark.parametrize("backend", ["torch", "triton"])
-@pytest.mark.parametrize("number", [1, 7, 11, 15])
+@pytest.mark.parametrize("number", [1, 7, 15])
 def test_tokens_are_plain(plain: dict[str, list[int]], number: int, backend: Any) -> None:
     """Bug: a shorter block leaves rows of the longer one in the verify, or counts them."""
     with Engine.from_pretrained(

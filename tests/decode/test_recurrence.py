@@ -118,8 +118,8 @@ def test_states_are_those_of_single_steps(pair: Pair) -> None:
         ids = (prompt + pair.plain(prompt))[:start]
         cache = model(torch.tensor([ids]), use_cache=True).past_key_values
         for index, layer in enumerate((0, 2)):
-            # transformers 5.2 keeps a state by layer, later ones a layer by its states or its only
-            # one; all of one row
+            # The cache has states by layer up to transformers 5.4; then a layer has one, of which
+            # [0] is the only row, and in newer versions several by number.
             kept, number = (cache.layers[layer], 0) if hasattr(cache, "layers") else (cache, layer)
             theirs, window = kept.recurrent_states[number], kept.conv_states[number]
             theirs = theirs.reshape(theirs.shape[-3:]).transpose(1, 2)

@@ -8,7 +8,7 @@ import json
 import math
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -193,10 +193,11 @@ def too_early(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(StopStrings, "feed", lambda self, new, is_watched=True: real(self, new))
 
 
-def says_more(asked: SamplingParams) -> bool:
-    """Whether an answer has log-probabilities, or an end of its own."""
-    own_end = asked.stop or asked.stop_token_ids or asked.ignore_eos
-    return asked.num_logprobs is not None or bool(own_end)
+# Whether a check looks at what is asked for.
+OF_CHECK: dict[str, Callable[[SamplingParams], bool]] = {
+    "logprobs": lambda asked: asked.num_logprobs is not None,
+    "ends": lambda asked: bool(asked.stop or asked.stop_token_ids or asked.ignore_eos),
+}
 
 
 def submitted(monkeypatch: pytest.MonkeyPatch, **other: Any) -> None:
@@ -244,7 +245,8 @@ def test_what_is_told(
     """Bug: log-probabilities are another row's, too few, or of other logits; a stop string counts
     a token late or before min_tokens; stop tokens or ignore_eos are not handed on."""
     break_(monkeypatch)
-    found = mixed(engine, [one for one in asked if says_more(one[1].asked)])
+    told = OF_CHECK[check]
+    found = mixed(engine, [one for one in asked if told(one[1].asked)])
     assert re.search(line, found.failed[check]), found.failed
 
 
@@ -336,7 +338,7 @@ def test_few_prompts_ask_for_everything(tmp_path: Path, dtype: str, identical: f
 def test_without_llguidance(monkeypatch: pytest.MonkeyPatch) -> None:
     """Bug: without the extra nothing can be verified, or grammars seem to be covered."""
     monkeypatch.setitem(sys.modules, "llguidance", None)
-    result = verify()
+    result = verify("--max-new-tokens", "4")
     assert result.exit_code == 0, result.output
     assert "all options mixed but grammars (install them:" in result.stdout
 

@@ -140,7 +140,7 @@ def test_nothing_is_written(tmp_path: Path) -> None:
 
 def test_hub_id_in_the_local_cache(tmp_path: Path) -> None:
     """Bug: a model that is in the cache is looked for on the network, or one that is only half
-    there passes."""
+    there passes; stdout is not one JSON object, or the exit code is lost on the way out of main."""
     cache = tmp_path / "hub"
     for name, source in (("models--me--target", TINY_TARGET), ("models--me--draft", TINY_DRAFT)):
         shutil.copytree(source, cache / name / "snapshots" / "0123")
@@ -152,17 +152,7 @@ def test_hub_id_in_the_local_cache(tmp_path: Path) -> None:
     done = subprocess.run(
         [*command, "--json"], cwd=ROOT, env=env, capture_output=True, text=True, timeout=120
     )
-    assert done.returncode == 1, done.stderr
+    assert done.returncode == 1 and "Traceback" not in done.stderr, done.stderr
     found = json.loads(done.stdout)
     assert (found["target"], found["draft"]) == ("me/target", "me/draft")
     assert [f["name"] for f in found["findings"] if f["level"] == "error"] == ["draft.weights"]
-
-
-def test_as_a_process(broken: Path) -> None:
-    """Bug: stdout is not one JSON object, or the exit code is lost on the way out of main."""
-    command = [sys.executable, "-m", "graphengine", "doctor", "--draft", str(broken), "--json"]
-    env = os.environ | {"PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 1, done.stderr
-    assert json.loads(done.stdout)["num_by_level"]["error"] == 1
-    assert "Traceback" not in done.stderr

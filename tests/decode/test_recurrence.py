@@ -113,18 +113,19 @@ def test_states_are_those_of_single_steps(pair: Pair) -> None:
                 for index, bound in enumerate((1e-6, 5e-6)):
                     error = (tensor[index] - known[index]).norm()
                     assert error <= bound * known[index].norm()
-    from transformers import DynamicCache
-
     model = load_target(pair.target)
     for start in (max(plain), len(prompt)):
-        cache: Any = DynamicCache(config=model.config)
         ids = (prompt + pair.plain(prompt))[:start]
-        model(torch.tensor([ids]), past_key_values=cache, use_cache=True)
+        cache = model(torch.tensor([ids]), use_cache=True).past_key_values
         for index, layer in enumerate((0, 2)):
-            theirs = cache.get_recurrent_state(layer, state_idx=0)[0].transpose(1, 2)
+            # The cache has states by layer up to transformers 5.4; then a layer has one, of which
+            # [0] is the only row, and in newer versions several by number.
+            kept, number = (cache.layers[layer], 0) if hasattr(cache, "layers") else (cache, layer)
+            theirs, window = kept.recurrent_states[number], kept.conv_states[number]
+            theirs = theirs.reshape(theirs.shape[-3:]).transpose(1, 2)
             ours = plain[start].states_LSNVK[index]
             assert (ours - theirs).norm() <= 1e-5 * theirs.norm()
-            window = cache.get_conv_state(layer, state_idx=0)[0].T[-3:]
+            window = window.reshape(window.shape[-2:]).T[-3:]
             torch.testing.assert_close(plain[start].windows_LSXC[index], window)
 
 

@@ -4,7 +4,6 @@ A README is the first thing run and the last thing updated; so what it shows is 
 it should show.
 """
 
-import os
 import re
 import shlex
 import subprocess
@@ -199,23 +198,13 @@ def test_rooms_say_what_they_hold(readme: str) -> None:
     assert silent == []
 
 
-def test_python_example_runs(readme: str, tmp_path: Path) -> None:
+def test_python_example_runs(readme: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Bug: the first lines that a user copies raise, or print nothing."""
     examples = [content for language, content in blocks(readme) if language == "python"]
     assert examples
-    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     for example in examples:
-        done = subprocess.run(
-            [sys.executable, "-c", example],
-            cwd=tmp_path,
-            env={**os.environ, "PYTHONPATH": path},
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=300,
-        )
-        assert done.returncode == 0, f"{example}\n{done.stderr[-3000:]}"
-        assert done.stdout.strip(), example
+        exec(example, {"__name__": "__main__"})
+        assert capsys.readouterr().out.strip(), example
 
 
 # The readers above, on a README with known content.

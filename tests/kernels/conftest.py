@@ -19,7 +19,7 @@ CPU_AND_GPU = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
 # Interpreted they take most of the time. Of each combination the others have every part: every way
-# to merge, page size, window and dtype.
+# to merge, page size, window and dtype; small tiles are for matrices that one of the others holds.
 LONG_IF_INTERPRETED = re.compile(
     r"test_every_number_of_live_splits\[cpu-6-launched"
     r"|test_(many_splits_of_few_rows|windows_merge)\[cpu-launched"
@@ -29,6 +29,7 @@ LONG_IF_INTERPRETED = re.compile(
     r"|test_elsewhere_it_goes_through_logits\[cpu-100"
     r"|test_rounds_the_normed_rows\[cpu-(65-12288|130-4096)"
     r"|test_requests_side_by_side\[cpu-dtype1"
+    r"|test_equals_the_reference\[cpu-small tiles-shape([13]|2-(True-False|False-True))"
     r"|test_takes_the_gemm_of_the_logits"  # launches no kernel
     r"|test_is_the_best_score\[cpu-(1|63|128|129)-dtype[12]"
     r"|test_follows_the_distribution\[cpu"

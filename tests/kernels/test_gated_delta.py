@@ -118,7 +118,7 @@ def test_every_count_of_a_block(
     wrong key head, or a verify writes what only a commit may."""
     layer = make(heads, 4, device, dtype)
     slots = torch.tensor([3, 1], dtype=torch.int32, device=device)
-    for count in range(block + 1):
+    for count in range(block // 2 + 1):  # the other request has the rest of the block
         counts = [count, block - count]
         projected = project(2 * block, heads, device, dtype, seed=count)
         records = empty_records(1, 2, block, layer)
@@ -208,8 +208,8 @@ def test_what_is_kept_of_pages(device: str) -> None:
     heads, block, spacing = (2, 4), 5, 8
     kept = torch.tensor([[3, 4], [0, 0]], dtype=torch.int32, device=device)
     slots = torch.tensor([1, 2], dtype=torch.int32, device=device)
-    for position in (3, 8, 11, 15):
-        for count in range(block + 1):
+    for position in (3, 8, 15):
+        for count in (0, 1, 4, 5):
             layer = make(heads, 5, device, torch.float32)
             projected = project(2 * block, heads, device, torch.float32, seed=count)
             records = empty_records(1, 2, block, layer)

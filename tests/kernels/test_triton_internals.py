@@ -13,35 +13,37 @@ from graphengine.kernels.interpreter import INTERPRET
 from graphengine.kernels.triton_internals import separate_launchers_
 from tests.kernels.test_interpreted import version
 
+# A process a way, each a copy of one that has imported and asked for no key.
 KEYS = """
-import sys
+import os
 from graphengine.kernels import skinny_kernels, wide_linear
 from graphengine.kernels.triton_internals import settle_cache_keys
-kernels = [skinny_kernels.skinny_tma_kernel, wide_linear.wide_linear_kernel]
-if "settled" in sys.argv:
-    settle_cache_keys()
-if "turned" in sys.argv:
-    kernels.reverse()
-keys = {kernel.__name__: kernel.cache_key for kernel in kernels}
-print(sorted(keys.items()))
+for is_settled in (True, False):
+    for is_turned in (False, True):
+        if pid := os.fork():
+            assert os.waitpid(pid, 0)[1] == 0
+            continue
+        kernels = [skinny_kernels.skinny_tma_kernel, wide_linear.wide_linear_kernel]
+        if is_settled:
+            settle_cache_keys()
+        if is_turned:
+            kernels.reverse()
+        keys = {kernel.__name__: kernel.cache_key for kernel in kernels}
+        print(sorted(keys.items()), flush=True)
+        os._exit(0)
 """
-
-
-def keys(*how: str) -> str:
-    done = subprocess.run(
-        [sys.executable, "-c", KEYS, *how], capture_output=True, text=True, check=True
-    )
-    return done.stdout
 
 
 @pytest.mark.skipif(INTERPRET, reason="interpreted kernels have no keys")
 def test_keys_do_not_depend_on_the_order() -> None:
     """Bug: a start compiles kernels again that the one before has compiled, because another kernel
     came first."""
-    assert keys("settled") == keys("settled", "turned")
+    line = [sys.executable, "-c", KEYS]
+    done = subprocess.run(line, capture_output=True, text=True, check=True)
+    settled, settled_and_turned, bare, turned = done.stdout.splitlines()
+    assert settled == settled_and_turned
     # Triton 3.8 and later need no settling: delete it with 3.7.
-    is_settled = version("triton") >= (3, 8)
-    assert (keys() == keys("turned")) == is_settled
+    assert (bare == turned) == (version("triton") >= (3, 8))
 
 
 LAUNCHER = """

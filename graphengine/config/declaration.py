@@ -23,7 +23,7 @@ from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_
 
 COMMANDS = frozenset("run bench profile graphs doctor compile verify".split())
 _Made = TypeVar("_Made")
-_KEYWORD, _INDENT = inspect.Parameter.KEYWORD_ONLY, " " * 12
+_KEYWORD, _INDENT = inspect.Parameter.KEYWORD_ONLY, " " * 4
 
 
 @cache
@@ -189,7 +189,8 @@ def spelled_out(cls: type) -> Callable[[Callable[..., _Made]], Callable[..., _Ma
             lines += textwrap.wrap(text, 88, initial_indent=_INDENT, subsequent_indent=_INDENT * 2)
         function.__signature__ = signature.replace(parameters=own)
         if function.__doc__ is not None:  # python -OO leaves them out
-            function.__doc__ = function.__doc__.replace(f"{_INDENT}{{options}}", "\n".join(lines))
+            text = inspect.cleandoc(function.__doc__)  # which Python 3.13 has done already
+            function.__doc__ = text.replace(f"{_INDENT}{{options}}", "\n".join(lines))
         return function
 
     return decorate

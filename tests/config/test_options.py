@@ -21,7 +21,8 @@ from graphengine.config.options import Options, SamplingParams
 
 
 def test_help_and_signature_show_every_option() -> None:
-    """Bug: `help(Engine.from_pretrained)` ends in **options, or a default there is not the real."""
+    """Bug: `help(Engine.from_pretrained)` ends in **options, shows {options} (Python 3.13 takes the
+    indent of docstrings away), or a default there is not the real."""
     for function, kind in (
         (Engine.from_pretrained, Options),
         *((f, SamplingParams) for f in (Engine.generate, Engine.stream, Engine.stream_many)),

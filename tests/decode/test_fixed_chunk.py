@@ -339,3 +339,10 @@ def test_a_small_context_needs_no_large_chunk() -> None:
     assert sizes_for(1024, are_long=True) == (16, 128, 256, 512, 1024)
     assert far_sizes_for(2112, are_long=True) == far_sizes_for(4096, are_long=False) == ()
     assert far_sizes_for(4096, are_long=True) == (128, 256)
+
+
+def test_a_chunk_takes_no_more_prompts_than_it_has_rows_for_them(loop: DecodeLoop) -> None:
+    """Bug: as many as its blocks hold, and what is sent ends in front of the last one's pages."""
+    made: Any = {"fixed": (Size(512, num_prompts=4),)}
+    asked: Any = [Prompt(range(9))] * 6
+    assert [len(work) for work in replace(loop.prefill, **made).split(asked)] == [4, 2]

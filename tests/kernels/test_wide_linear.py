@@ -25,6 +25,7 @@ from graphengine.kernels.skinny_linear import (
     skinny_swiglu,
 )
 from graphengine.kernels.specialized_linear import parts_of, registers_of
+from graphengine.kernels.wide_linear import gluon_dtype, weight_descriptor
 from tests.kernels.test_skinny_linear import ROUNDING, make
 
 pytestmark = pytest.mark.usefixtures("poisoned_outputs")
@@ -264,3 +265,11 @@ def test_rows_of_the_table() -> None:
     """Bug: just as many rows as a tile has run with the next larger one's config."""
     for rows, found in ((1, 16), (17, 32), (128, 128), (129, 192), (192, 192), (193, 256)):
         assert table_rows(rows) == found
+
+
+def test_up_rows_stand_where_the_strides_say() -> None:
+    """Bug: the up rows of a matrix whose rows are not dense are read at the distance of dense
+    ones."""
+    weight = torch.empty(64, 80, dtype=torch.bfloat16)[:, :64]
+    box = weight_descriptor(weight, 64, 32, True, gluon_dtype(weight))
+    assert (box.shape, box.strides) == ([4, 2, 8, 64], [8 * 80, 32 * 80, 80, 1])

@@ -34,7 +34,7 @@ from graphengine.verify.check import (
 from graphengine.verify.report import describe
 from graphengine.verify.run import Cell, CellResult, compare_with_plain, verify_mode
 from graphengine.verify.teacher import Scores, teacher_force
-from graphengine.verify.told import Transcript
+from graphengine.verify.told import Transcript, wrong_end
 from tests.support.checkpoints import as_speculators, make_drafter, make_target
 from tests.support.dflash_reference import load_target, run_target
 
@@ -410,3 +410,15 @@ def test_a_difference_is_told_where_it_stands() -> None:
         text = describe(result, Place(0, index, step, row, count, index, 99, 0.5, -1.0), None)
         assert f"token {index} (" in text and f"{role})" in text, text
         assert f"after {after}, then {list(range(index + 1, 20))[:12]}" in text
+
+
+def test_a_context_that_is_full(tmp_path: Path) -> None:
+    """Bug: an answer that ends with the context counts as cut off too early; or the bucket that was
+    asked for stays for whoever decodes next."""
+    target = make_target(tmp_path, layers=1)
+    with Engine.from_pretrained(target, buckets=(1, 2), max_model_len=16) as engine:
+        loop = engine.built.loop
+        (found,) = decode(loop, [[3] * 12], [99], (), bucket=2)
+        assert loop.first.only_bucket is None
+    assert (found.budget, len(found.output_ids), found.finish_reason) == (4, 4, "length")
+    assert wrong_end(found, (), None) is None

@@ -346,3 +346,16 @@ def test_a_chunk_takes_no_more_prompts_than_it_has_rows_for_them(loop: DecodeLoo
     made: Any = {"fixed": (Size(512, num_prompts=4),)}
     asked: Any = [Prompt(range(9))] * 6
     assert [len(work) for work in replace(loop.prefill, **made).split(asked)] == [4, 2]
+
+
+def test_no_token_has_no_log_probability(loop: DecodeLoop) -> None:
+    """Bug: where a prompt's logits are not finite, one of token -1 is told."""
+    table = loop.prefill.pair.target.weights.embed_VD
+    kept = table[9].clone()
+    table[9] = torch.nan
+    try:
+        request = loop.submit([3, 9], 4, (), logprobs=1)
+        loop.admit()
+        assert request.finish_reason == "error" and request.output_logprobs == []
+    finally:
+        table[9] = kept

@@ -307,3 +307,18 @@ def test_nothing_is_left() -> None:
         assert found.text == "a"  # less likely, but all there is
         (found,) = engine.generate("Hi", choice=["a"], bad_words=["a"], max_new_tokens=4)
         assert found.finish_reason == "error" and "grammar allows" in (found.error or "")
+
+
+def test_what_is_kept_is_what_was_asked_for_last(
+    grammars: Grammars, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bug: the grammar that every request has is compiled again and again, since it came first; or
+    one that has met a limit of its lexer ends each answer to come."""
+    monkeypatch.setattr(module, "MAX_KEPT", 2)
+    often, once, new = (Constraint("regex", text) for text in ("a", "b", "c"))
+    first = grammars.matcher(often).grammar
+    for constraint in (once, often, new):
+        grammars.matcher(constraint)
+    assert grammars.matcher(often).grammar is first
+    first.is_broken = True
+    assert grammars.matcher(often).grammar is not first

@@ -11,6 +11,7 @@ from graphengine.kernels.skinny_config import (
     PDL_EARLY,
     PDL_LATE,
     PDL_OFF,
+    TUNED,
     SkinnyConfig,
     choose_config,
     rule_config,
@@ -25,7 +26,7 @@ from graphengine.kernels.skinny_linear import (
     skinny_swiglu,
 )
 from graphengine.kernels.specialized_linear import parts_of, registers_of
-from graphengine.kernels.wide_linear import gluon_dtype, weight_descriptor
+from graphengine.kernels.wide_linear import gluon_dtype, sub_tile_rows, weight_descriptor
 from tests.kernels.test_skinny_linear import ROUNDING, make
 
 pytestmark = pytest.mark.usefixtures("poisoned_outputs")
@@ -273,3 +274,10 @@ def test_up_rows_stand_where_the_strides_say() -> None:
     weight = torch.empty(64, 80, dtype=torch.bfloat16)[:, :64]
     box = weight_descriptor(weight, 64, 32, True, gluon_dtype(weight))
     assert (box.shape, box.strides) == ([4, 2, 8, 64], [8 * 80, 32 * 80, 80, 1])
+
+
+def test_sub_tiles_fill_a_tile() -> None:
+    """Bug: the last weight rows of a tile of 192 are in none of its sub-tiles."""
+    tiles = {c for c in (*CONFIGS, *TUNED.values()) if c.cols and not c.consumers}
+    assert all(c.rows % sub_tile_rows(c) == 0 for c in tiles)
+    assert {sub_tile_rows(c) for c in tiles} == {64, 128}

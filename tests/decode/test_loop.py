@@ -105,3 +105,17 @@ def test_without_log_probabilities_none_are_told(
     monkeypatch.setattr(loop, "config", replace(loop.config, max_logprobs=0))
     with pytest.raises(ValueError, match="this engine has none; load it with max_logprobs=1"):
         loop.submit([1, 2], 4, (), **{kind: 0})
+
+
+def test_what_is_still_to_be_handed_over_is_not_clean(engine: Engine) -> None:
+    """Bug: the last request ended as it was to leave speculation, nothing is reset, and the next
+    one's steps are never launched."""
+    loop = loop_of(engine)
+    for _ in range(2):
+        loop.submit(list(PROMPTS[0]), 4, ())
+        for outputs in loop.run():
+            is_over = any(output.request.finish_reason is not None for output in outputs)
+            loop.first.must_drain = is_over
+        assert not loop.is_clean
+        loop.reset()
+        assert loop.is_clean

@@ -422,3 +422,19 @@ def test_a_part_goes_with_its_page_and_stays_while_it_is_asked_for() -> None:
     assert (cache.begun([2, 2, 5], []), cache.begun([1, 1, 5], [])) == ((0, 0), (first, 2))
     assert cache.allocate(1) == [first]
     assert cache.begun([1, 1, 5], []) == (0, 0)
+
+
+def test_a_page_that_moves_takes_what_stands_behind_it_along() -> None:
+    """Bug: the first page of three equal texts is evicted, the second's takes its place, and the
+    third's last page, which was found behind them, is found no more."""
+    cache = PrefixCache(7, SIZE)
+    a, b, c = ([token] * SIZE for token in range(3))
+    first, second, third = (cache.allocate(count) for count in (1, 2, 3))
+    cache.publish(a, first)
+    cache.publish(a + b, second)
+    cache.publish(a + b + c, third)
+    cache.free(first)
+    cache.allocate(1)
+    assert cache.share(a) == []
+    cache.publish(a + b, second)
+    assert cache.share(a + b + c) == [*second, third[2]]

@@ -414,11 +414,13 @@ def test_a_difference_is_told_where_it_stands() -> None:
 
 def test_a_context_that_is_full(tmp_path: Path) -> None:
     """Bug: an answer that ends with the context counts as cut off too early; or the bucket that was
-    asked for stays for whoever decodes next."""
+    asked for stays for whoever decodes next, the slot of a state with who judged."""
     target = make_target(tmp_path, layers=1)
     with Engine.from_pretrained(target, buckets=(1, 2), max_model_len=16) as engine:
         loop = engine.built.loop
         (found,) = decode(loop, [[3] * 12], [99], (), bucket=2)
         assert loop.first.only_bucket is None
+        assert len(teacher_force(loop, [3] * 12, found.output_ids).logprob) == 4
+        assert loop.state_slots.num_free == loop.state_slots.num_usable
     assert (found.budget, len(found.output_ids), found.finish_reason) == (4, 4, "length")
     assert wrong_end(found, (), None) is None

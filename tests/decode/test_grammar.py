@@ -322,3 +322,18 @@ def test_what_is_kept_is_what_was_asked_for_last(
     assert grammars.matcher(often).grammar is first
     first.is_broken = True
     assert grammars.matcher(often).grammar is not first
+
+
+def test_a_copy_goes_its_own_way(
+    grammars: Grammars, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bug: what a copy is led along counts as said by the answer, whose other readers then stand
+    somewhere else."""
+    monkeypatch.setattr(module, "DEAR_LEAD_S", 99.0)
+    constraint, ids = Constraint("regex", "(ab|cd){4}"), tokenizer.encode("a")
+    one = grammars.matcher(constraint)
+    spread(one)
+    copy = one.copy()
+    assert copy.advance(ids) is None
+    expected = allowed(grammars.matcher(constraint))[0]
+    assert allowed(one, 2, ids) == [expected, allowed(copy)[0]] and allowed(copy)[0] != expected

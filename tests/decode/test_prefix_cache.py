@@ -438,3 +438,17 @@ def test_a_page_that_moves_takes_what_stands_behind_it_along() -> None:
     assert cache.share(a) == []
     cache.publish(a + b, second)
     assert cache.share(a + b + c) == [*second, third[2]]
+
+
+def test_one_of_too_many_that_begin_alike_is_still_found_whole() -> None:
+    """Bug: a full page that is compared no more goes back to who asks for memory, while it is given
+    out as the text's."""
+    cache, pages = PrefixCache(MAX_PARTS + 9, SIZE), list[int]()
+    for token in range(MAX_PARTS + 1):
+        own = cache.allocate(1)
+        cache.publish([token] * SIZE, own)
+        cache.free(own)
+        pages += own
+    assert cache.begun([0, 1], []) == (0, 0) and cache.begun([1, 0], []) == (pages[1], 1)
+    assert cache.share([0] * SIZE) == pages[:1]
+    assert pages[0] not in cache.allocate(cache.num_free)

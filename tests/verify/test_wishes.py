@@ -32,7 +32,7 @@ from graphengine.decode.metrics import Acceptance
 from graphengine.decode.sampling import sample_rows
 from graphengine.verify.check import Limits
 from graphengine.verify.run import CellResult, encode, verify_mode
-from graphengine.verify.told import Transcript, _compare, wrong_end, wrong_logprobs
+from graphengine.verify.told import Transcript, wrong_end, wrong_logprobs
 from graphengine.verify.wishes import (
     NOTHING,
     NUM_WISHES,
@@ -355,12 +355,3 @@ def test_the_last_of_min_tokens_ends_nothing(min_tokens: int, end: int) -> None:
     asked = SamplingParams(stop_token_ids=(9,), min_tokens=min_tokens)
     told = Transcript([1], [5, 9, 5, 9][:end], [end], 8, "stop", Acceptance(0), asked=asked)
     assert wrong_end(told._replace(stop_reason=9), (), None) is None
-
-
-def test_too_few_or_too_many_alternatives() -> None:
-    """Bug: fewer of the most likely tokens than asked for, or one more, pass."""
-    true_V = torch.tensor([-0.1, -3.0, -4.0, -9.0])
-    entries = {k: {token: float(true_V[token]) for token in range(k + 1)} for k in (1, 2, 3)}
-    for k, given in ((2, 1), (2, 2), (3, 1), (3, 2), (1, 3)):  # the chosen one is the likeliest
-        why = _compare(true_V, 0, k, entries[given], 1e-3)[1]
-        assert (why is None) == (given == k - 1), (k, given)

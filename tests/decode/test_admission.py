@@ -243,3 +243,16 @@ def test_a_stream_that_has_left_speculation_goes_on_too(engine: Engine) -> None:
     assert len(first.output_ids) >= before + LONGEST // BUDGET
     for _ in running:
         pass
+
+
+def test_who_is_cancelled_before_its_first_token_leaves_nothing(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bug: its rows were all queued, its token comes, nobody begins with it, and its pages are
+    nobody's for ever."""
+    loop, real = loop_of(engine), Admission.take
+    free = loop.allocator.num_free
+    request = loop.submit([5, 6, 7], 5, ())
+    monkeypatch.setattr(Admission, "take", lambda self: (loop.cancel(request), real(self))[1])
+    assert loop.admit() == [] and not loop.has_work
+    assert request.finish_reason == "abort" and loop.allocator.num_free == free

@@ -287,3 +287,34 @@ def test_tasks(pair: Pair, truth: dict[Any, list[int]], monkeypatch: pytest.Monk
                 await asyncio.wait_for(engine.generate([5], max_new_tokens=3), 20)
 
     asyncio.run(main())
+
+
+def test_what_comes_as_it_closes_is_refused(engine: Engine) -> None:
+    """Bug: a request that another thread submits while the engine closes waits for ever."""
+    submit(engine, [5]).result()
+    serving: Any = engine._serving
+    serving.close()
+    with pytest.raises(RuntimeError, match="this engine is closed"):
+        serving.submit(lambda: None)
+
+
+def test_whoever_leaves_a_stream_cancels_it(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: a task's request runs on for as long as anybody still holds its handle, as a traceback
+    does."""
+    held: list[Handle] = []
+
+    async def leave() -> None:
+        async with AsyncEngine(pair.engine()) as engine:
+            queue = engine.engine.queue
+            monkeypatch.setattr(
+                engine.engine, "queue", lambda *a: (held.append(queue(*a)), held[-1])[1]
+            )
+            stream = engine.stream([1, 2, 3], max_new_tokens=80, ignore_eos=True)
+            async for chunk in stream:
+                assert chunk.token_ids
+                break
+            await stream.aclose()  # pyright: ignore[reportAttributeAccessIssue]
+            await asyncio.to_thread(soon, lambda: held[0].done)
+            assert held[0].result().finish_reason == "abort"
+
+    asyncio.run(leave())

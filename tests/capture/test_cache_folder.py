@@ -175,3 +175,14 @@ def test_a_foreign_folder_is_not_used(
     with compiled_code("cpu", None) as store:
         assert store is None
     assert "chmod 700" in capsys.readouterr().err
+
+
+def test_a_lock_of_the_headers_counts_too(tmp_path: Path) -> None:
+    """Bug: a header that another process compiles just now is taken away from it."""
+    headers = tmp_path / "headers"
+    (headers / "locks").mkdir(parents=True)
+    (headers / "a.gch").write_bytes(b"")
+    with (headers / "locks" / "b.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert drop_damaged(tmp_path / "code", headers) == 0
+    assert drop_damaged(tmp_path / "code", headers) == 1

@@ -5,6 +5,8 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -14,12 +16,16 @@ from graphengine.capture.runners import (
     NUM_WARMUPS,
     Call,
     EagerRunner,
+    Graph,
     GraphPool,
     ReplayRunner,
+    _no_collection,
+    capture_ends,
+    capture_full,
     run_chain,
     shapes,
 )
-from graphengine.capture.steps import Attention, Carry, Dense, Step
+from graphengine.capture.steps import Attention, Carry, Chain, Dense, Host, Step
 
 
 def counting(log: list[str]) -> list[Step]:
@@ -116,3 +122,79 @@ def test_garbage_is_not_collected_in_a_capture() -> None:
         gc.set_threshold(*threshold)
     graph.handle.replay()
     assert (y == NUM_WARMUPS + 2).all()
+
+
+class Pool:
+    """Captures without a device: what a capture gives holds nothing before its replay."""
+
+    def capture(self, steps: Chain, carry: Carry) -> tuple[Graph, Carry]:
+        static = tuple(torch.full_like(x, torch.nan) for x in run_chain(steps, carry))
+
+        def replay() -> None:
+            for x, new in zip(static, run_chain(steps, carry), strict=True):
+                x.copy_(new)
+
+        handle: Any = SimpleNamespace(replay=replay)
+        return Graph(handle, 0, 0), static
+
+
+def noting(log: list[str], kind: type[Step], name: str) -> Step:
+    """Notes its name, and that an attention is given what is there; doubles it."""
+
+    def run(carry: Carry) -> Carry:
+        log.append(name)
+        assert kind is not Attention or all(x.isfinite().all() for x in carry), name
+        return carry if kind is Host else tuple(2 * x for x in carry)
+
+    return kind(name, run)
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_each_end_has_what_is_its_own(whole: bool) -> None:
+    """Bug: what an end has in front of the head, or the tail, is left out of its graphs; eager
+    attention is called on what no graph has written yet."""
+    log: list[str] = []
+    head = [noting(log, kind, n) for kind, n in ((Dense, "h0"), (Attention, "h1"), (Dense, "h2"))]
+    ends = {name: [noting(log, Dense, name), drop(log)] for name in "ab"}
+    tail = [noting(log, Dense, "tail")]
+    fronts = {"b": [drop(log, "front")]}
+    where: Any = (torch.ones(1),), Pool()
+    found = capture_ends("verify", head, ends, tail, *where, whole=whole, fronts=fronts)
+    for name, runner in found.items():
+        log.clear()
+        runner.run()
+        assert log == [*["front"] * (name == "b"), "h0", "h1", "h2", name, "drop", "tail"]
+        assert [step.name for step in runner.chain] == log
+
+
+def drop(log: list[str], name: str = "drop") -> Step:
+    return Dense(name, lambda carry: log.append(name) or ())
+
+
+def test_parts_around_the_host_have_names_of_their_own() -> None:
+    """Bug: the first of a step's two graphs has the name of both; the host's work is captured."""
+    log: list[str] = []
+    chain = [noting(log, kind, kind.__name__) for kind in (Dense, Attention, Host, Dense)]
+    pool: Any = Pool()
+    runner = capture_full("verify", chain, (torch.ones(1),), pool)
+    assert [(call.name, call.graph is None) for call in runner.calls] == [
+        *(("verify.00", False), ("Host", True), ("verify.02", False))
+    ]
+    runner.run()
+    assert runner.carry[0].item() == 8
+    (call,) = capture_full("verify", chain[:2], (torch.ones(1),), pool).calls
+    assert call.name == "verify"
+
+
+def test_a_collector_that_was_off_stays_off() -> None:
+    """Bug: a process that collects when it likes is made to collect after each capture."""
+    gc.disable()
+    try:
+        with _no_collection():
+            assert not gc.isenabled()
+        assert not gc.isenabled()
+    finally:
+        gc.enable()
+    with _no_collection():
+        assert not gc.isenabled()
+    assert gc.isenabled()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -313,3 +314,25 @@ def test_a_generation_config_without_ends(tmp_path: Path) -> None:
         if text is not None:
             path.write_text(text)
         assert read_stop_ids(tmp_path, model) == found
+
+
+def test_a_tokenizer_that_begins_each_text(tmp_path: Path) -> None:
+    """Bug: the token that Llama's files put in front of a text stands in the middle of a prompt,
+    in front of each piece of a chat and of each word."""
+    directory = make_target(tmp_path, layers=1)
+    plain = Tokenizer(directory)
+    path = directory / "tokenizer.json"
+    raw = json.loads(path.read_text())
+    first = {"id": SPECIALS[0], "type_id": 0}
+    raw["post_processor"] = {
+        "type": "TemplateProcessing",
+        "single": [{"SpecialToken": first}, {"Sequence": {"id": "A", "type_id": 0}}],
+        "pair": [{"Sequence": {"id": name, "type_id": 0}} for name in "AB"],
+        "special_tokens": {SPECIALS[0]: {"id": SPECIALS[0], "ids": [0], "tokens": [SPECIALS[0]]}},
+    }
+    path.write_text(json.dumps(raw))
+    beginning = Tokenizer(directory)
+    assert beginning._hf.encode("hi") == [0, *plain.encode("hi")], "the test would be vacuous"
+    assert beginning.encode("hi") == plain.encode("hi")
+    message = {"role": "user", "content": f"a {SPECIALS[1]} b"}
+    assert beginning.encode_chat([message]) == plain.encode_chat([message])

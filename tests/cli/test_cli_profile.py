@@ -13,7 +13,9 @@ import pytest
 from click.testing import CliRunner, Result
 
 from graphengine import names
+from graphengine.capture.inventory import Entry
 from graphengine.checkpoints.hub import TINY_DRAFT, TINY_TARGET
+from graphengine.cli import graphs as cli_graphs
 from graphengine.cli import profile as cli_profile
 from graphengine.cli.main import main
 from graphengine.config.declaration import declarations
@@ -395,3 +397,10 @@ def test_graphs_on_a_gpu(tmp_path: Path, mode: str) -> None:
     assert all(step["pool_bytes"] >= 0 for step in graphs)
     assert len(list(tmp_path.glob("*.dot"))) == len(graphs)
     assert all("digraph" in path.read_text() for path in tmp_path.glob("*.dot"))
+
+
+@pytest.mark.parametrize(("show_all", "lines"), [(False, 2), (True, 3)])
+def test_equal_graphs_share_a_line_unless_all_are_asked_for(show_all: bool, lines: int) -> None:
+    """Bug: 36 equal layers fill the screen, and --all joins them."""
+    made: Any = [(f"verify.{i:02}", "graph", [], [], 5 + (i > 1), 7, 1, 1) for i in range(3)]
+    assert cli_graphs._table({1: [Entry(*entry) for entry in made]}, show_all).row_count == lines

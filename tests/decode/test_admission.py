@@ -222,3 +222,37 @@ def test_rows_behind_a_long_text() -> None:
     assert found == [512, 512, 512, 511, 256, 255, 128, 128]  # 511: the next smaller chunk
     assert Budget(16).rows_at(131072) == 16
     assert Budget().rows_at(5) is None
+
+
+def test_a_stream_that_has_left_speculation_goes_on_too(engine: Engine) -> None:
+    """Bug: only drafted streams count as running, and one that is decoded plainly stands still
+    until a newcomer's whole prompt is done."""
+    loop, rng = loop_of(engine), random.Random(3)
+    first = loop.submit(prompt(rng, 9), 60, ())
+    running = loop.run()
+    while not first.output_ids:
+        next(running)
+    assert loop.fallback is not None
+    loop.fallback.leave([first], "asked")
+    while not first.num_plain_steps:
+        next(running)
+    second = loop.submit([rng.randrange(1, 250) for _ in range(LONGEST)], 5, ())
+    before = len(first.output_ids)
+    while not second.output_ids:
+        next(running)
+    assert len(first.output_ids) >= before + LONGEST // BUDGET
+    for _ in running:
+        pass
+
+
+def test_who_is_cancelled_before_its_first_token_leaves_nothing(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bug: its rows were all queued, its token comes, nobody begins with it, and its pages are
+    nobody's for ever."""
+    loop, real = loop_of(engine), Admission.take
+    free = loop.allocator.num_free
+    request = loop.submit([5, 6, 7], 5, ())
+    monkeypatch.setattr(Admission, "take", lambda self: (loop.cancel(request), real(self))[1])
+    assert loop.admit() == [] and not loop.has_work
+    assert request.finish_reason == "abort" and loop.allocator.num_free == free

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import weakref
 from collections.abc import Iterator
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -339,3 +341,43 @@ def test_a_small_context_needs_no_large_chunk() -> None:
     assert sizes_for(1024, are_long=True) == (16, 128, 256, 512, 1024)
     assert far_sizes_for(2112, are_long=True) == far_sizes_for(4096, are_long=False) == ()
     assert far_sizes_for(4096, are_long=True) == (128, 256)
+
+
+def test_a_chunk_takes_no_more_prompts_than_it_has_rows_for_them(loop: DecodeLoop) -> None:
+    """Bug: as many as its blocks hold, and what is sent ends in front of the last one's pages."""
+    made: Any = {"fixed": (Size(512, num_prompts=4),)}
+    asked: Any = [Prompt(range(9))] * 6
+    assert [len(work) for work in replace(loop.prefill, **made).split(asked)] == [4, 2]
+
+
+def test_no_token_has_no_log_probability(loop: DecodeLoop) -> None:
+    """Bug: where a prompt's logits are not finite, one of token -1 is told."""
+    table = loop.prefill.pair.target.weights.embed_VD
+    kept = table[9].clone()
+    table[9] = torch.nan
+    try:
+        request = loop.submit([3, 9], 4, (), logprobs=1)
+        loop.admit()
+        assert request.finish_reason == "error" and request.output_logprobs == []
+    finally:
+        table[9] = kept
+
+
+def test_a_state_in_the_middle_of_a_page_is_not_kept(loop: DecodeLoop) -> None:
+    """Bug: a piece that begins within a page keeps the state behind so many whole pages of its
+    own, which end in the middle of one, and nobody can find it."""
+    for begin, kept in ((3, (0, 0)), (5, (640, 8)), (645, (0, 0))):
+        request: Any = SimpleNamespace(prompt_ids=range(700), spare_slots=[7, 8], kept_slots={})
+        assert loop.prefill._kept(request, begin, 700) == kept
+        assert request.kept_slots == ({begin + kept[0]: 8} if kept[0] else {})
+
+
+def test_a_prompt_begins_with_its_first_piece(
+    loop: DecodeLoop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bug: the wait for the pieces in front of the last one counts as time in the queue."""
+    clock = SimpleNamespace(perf_counter=itertools.count(1).__next__)
+    monkeypatch.setattr(prefill, "time", clock)
+    request = loop.submit(prompt(200), 2, ())
+    loop.admit()
+    assert request.prefill_s == 1 and clock.perf_counter() > 3

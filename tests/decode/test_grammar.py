@@ -307,3 +307,33 @@ def test_nothing_is_left() -> None:
         assert found.text == "a"  # less likely, but all there is
         (found,) = engine.generate("Hi", choice=["a"], bad_words=["a"], max_new_tokens=4)
         assert found.finish_reason == "error" and "grammar allows" in (found.error or "")
+
+
+def test_what_is_kept_is_what_was_asked_for_last(
+    grammars: Grammars, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bug: the grammar that every request has is compiled again and again, since it came first; or
+    one that has met a limit of its lexer ends each answer to come."""
+    monkeypatch.setattr(module, "MAX_KEPT", 2)
+    often, once, new = (Constraint("regex", text) for text in ("a", "b", "c"))
+    first = grammars.matcher(often).grammar
+    for constraint in (once, often, new):
+        grammars.matcher(constraint)
+    assert grammars.matcher(often).grammar is first
+    first.is_broken = True
+    assert grammars.matcher(often).grammar is not first
+
+
+def test_a_copy_goes_its_own_way(
+    grammars: Grammars, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bug: what a copy is led along counts as said by the answer, whose other readers then stand
+    somewhere else."""
+    monkeypatch.setattr(module, "DEAR_LEAD_S", 99.0)
+    constraint, ids = Constraint("regex", "(ab|cd){4}"), tokenizer.encode("a")
+    one = grammars.matcher(constraint)
+    spread(one)
+    copy = one.copy()
+    assert copy.advance(ids) is None
+    expected = allowed(grammars.matcher(constraint))[0]
+    assert allowed(one, 2, ids) == [expected, allowed(copy)[0]] and allowed(copy)[0] != expected

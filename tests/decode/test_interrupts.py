@@ -278,3 +278,17 @@ def test_failed_device_closes_the_engine(pair: Pair, monkeypatch: pytest.MonkeyP
     with pytest.raises(RuntimeError, match=r"closed because .*illegal memory access .*new process"):
         engine.generate(PROMPTS[0])
     engine.close()
+
+
+def test_a_reset_that_fails_for_itself_is_told(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: a defect in the clean-up is taken for a device that has failed, and hidden."""
+
+    def fail() -> None:
+        raise RuntimeError("a defect")
+
+    with pair.engine() as engine:
+        with monkeypatch.context() as patch:
+            patch.setattr(loop_of(engine), "reset", fail)
+            with pytest.raises(RuntimeError, match="a defect"):
+                engine._reset(loop_of(engine))
+        assert tokens(engine.generate(PROMPTS[:1], max_new_tokens=3, ignore_eos=True))

@@ -139,3 +139,43 @@ def test_a_timed_step_is_warm(engine: Engine, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(lanes, "time", SimpleNamespace(perf_counter=lambda: now))
     assert lane.time_step(requests) == 3.0 and not waits
     loop.reset()
+
+
+@torch.no_grad()
+def test_the_time_of_several_steps_is_nobody_s(engine: Engine) -> None:
+    """Bug: what two launches took in front of one wait counts as a step's, and a guard leaves
+    speculation for it."""
+    loop = engine.built.loop
+    loop.submit(list(PROMPTS[0]), 60, ())
+    loop.admit()
+    lane, known = loop.first, list[bool]()
+    for num_collected in (1, 1, lane.depth):
+        loop.launch()
+        loop.wait()
+        known.append(lane.step_s is not None)
+        for _ in range(num_collected):
+            loop.collect()
+    loop.launch()
+    loop.wait()
+    assert known == [False, True, True] and (lane.step_s is None) == (lane.depth > 1)
+    loop.reset()
+
+
+@torch.no_grad()
+def test_who_joins_as_the_other_leaves_moves_up(engine: Engine, pair: Pair) -> None:
+    """Bug: the bucket of one stays the right one, so nobody sees that its request has row 1; the
+    loop steps for ever over a row of padding."""
+    loop = engine.built.loop
+    first = loop.submit(list(PROMPTS[0]), 60, ())
+    loop.admit()
+    loop.launch()
+    while loop.first.in_flight:
+        loop.collect()
+    second = loop.submit(list(PROMPTS[1]), 9, ())
+    loop.admit()
+    loop.cancel(first)
+    for _ in range(20):
+        loop.launch()
+        loop.collect()
+    assert loop.first.bucket is not None and loop.first.bucket.size == 1
+    assert second.output_ids == pair.plain(PROMPTS[1], 9)

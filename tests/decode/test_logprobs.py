@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -138,3 +139,11 @@ def test_some_of_a_batch_are_scored(engine: Engine) -> None:
         for a, b in zip(request.output_logprobs, told, strict=False):
             for token in a:
                 assert a[token] == pytest.approx(b[token], abs=BOUND)
+
+
+def test_no_more_alternatives_than_there_are_tokens() -> None:
+    """Bug: 5 of a vocabulary of 3 are an error of torch's, in the middle of a step."""
+    found = score_rows(torch.tensor([[0.0, 2.0, 1.0]]), torch.tensor([0]), 5)
+    assert found.top_ids.tolist() == [[1, 2, 0]]
+    (told,) = found.told([0], 5)
+    assert list(told) == [0, 1, 2] and abs(sum(map(math.exp, told.values())) - 1) < 1e-6

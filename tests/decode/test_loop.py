@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -92,3 +93,29 @@ def test_a_cancelled_request_leaves_at_once(engine: Engine) -> None:
     assert requests[0] not in loop.running and requests[0].pages == []
     assert [output.request for output in loop.admit()] == [requests[2]]
     loop.reset()
+
+
+@pytest.mark.parametrize("kind", ["logprobs", "prompt_logprobs"])
+def test_without_log_probabilities_none_are_told(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, kind: Any
+) -> None:
+    """Bug: those of the chosen tokens alone, 0 alternatives, are asked of an engine that has no
+    memory for them, and it waits for what nobody writes."""
+    loop = loop_of(engine)
+    monkeypatch.setattr(loop, "config", replace(loop.config, max_logprobs=0))
+    with pytest.raises(ValueError, match="this engine has none; load it with max_logprobs=1"):
+        loop.submit([1, 2], 4, (), **{kind: 0})
+
+
+def test_what_is_still_to_be_handed_over_is_not_clean(engine: Engine) -> None:
+    """Bug: the last request ended as it was to leave speculation, nothing is reset, and the next
+    one's steps are never launched."""
+    loop = loop_of(engine)
+    for _ in range(2):
+        loop.submit(list(PROMPTS[0]), 4, ())
+        for outputs in loop.run():
+            is_over = any(output.request.finish_reason is not None for output in outputs)
+            loop.first.must_drain = is_over
+        assert not loop.is_clean
+        loop.reset()
+        assert loop.is_clean

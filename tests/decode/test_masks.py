@@ -362,3 +362,9 @@ def test_graph_modes_constrain_the_same(backend: Any) -> None:
                 told += [request.output_ids for request in requests]
             found[graph_mode] = told
     assert found["piecewise"] == found["none"] and found["full"] == found["none"]
+
+
+def test_a_vocabulary_that_fills_no_whole_words() -> None:
+    """Bug: masks have no bits for the last tokens, which may be those that end an answer."""
+    buffers = take_grammar(Arena(CPU, torch.float32), 2, 3, 65)
+    assert buffers.mask_TW.shape == buffers.host_mask_TW.shape == (6, 3)

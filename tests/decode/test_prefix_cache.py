@@ -406,3 +406,49 @@ def test_what_is_not_kept(pair: Pair) -> None:
         loop.allocator.free(found)
         loop.reset()
         assert loop.allocator.share(prompt) == []
+
+
+def test_a_part_goes_with_its_page_and_stays_while_it_is_asked_for() -> None:
+    """Bug: a page that begins alike is copied, though another request has got it and writes; or one
+    that was copied just now is the next to be evicted."""
+    cache = PrefixCache(3, SIZE)
+    for tokens in ([1, 1], [2, 2]):
+        pages = cache.allocate(1)
+        cache.publish(tokens, pages)
+        cache.free(pages)
+    first, count = cache.begun([1, 1, 5], [])
+    assert count == 2
+    assert cache.allocate(1) != [first]
+    assert (cache.begun([2, 2, 5], []), cache.begun([1, 1, 5], [])) == ((0, 0), (first, 2))
+    assert cache.allocate(1) == [first]
+    assert cache.begun([1, 1, 5], []) == (0, 0)
+
+
+def test_a_page_that_moves_takes_what_stands_behind_it_along() -> None:
+    """Bug: the first page of three equal texts is evicted, the second's takes its place, and the
+    third's last page, which was found behind them, is found no more."""
+    cache = PrefixCache(7, SIZE)
+    a, b, c = ([token] * SIZE for token in range(3))
+    first, second, third = (cache.allocate(count) for count in (1, 2, 3))
+    cache.publish(a, first)
+    cache.publish(a + b, second)
+    cache.publish(a + b + c, third)
+    cache.free(first)
+    cache.allocate(1)
+    assert cache.share(a) == []
+    cache.publish(a + b, second)
+    assert cache.share(a + b + c) == [*second, third[2]]
+
+
+def test_one_of_too_many_that_begin_alike_is_still_found_whole() -> None:
+    """Bug: a full page that is compared no more goes back to who asks for memory, while it is given
+    out as the text's."""
+    cache, pages = PrefixCache(MAX_PARTS + 9, SIZE), list[int]()
+    for token in range(MAX_PARTS + 1):
+        own = cache.allocate(1)
+        cache.publish([token] * SIZE, own)
+        cache.free(own)
+        pages += own
+    assert cache.begun([0, 1], []) == (0, 0) and cache.begun([1, 0], []) == (pages[1], 1)
+    assert cache.share([0] * SIZE) == pages[:1]
+    assert pages[0] not in cache.allocate(cache.num_free)

@@ -254,3 +254,21 @@ def test_what_is_kept_leaves_every_row_its_slot(
             pass
         assert [len(request.output_ids) for request in requests] == [3] * 8
         assert_idle(loaded)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_state_that_no_step_has_left_is_not_kept(pair: Pair, backend: str) -> None:
+    """Bug: behind a prompt that fills its last page stands an answer that fills none: what lay in
+    a slot for answers is taken for the state behind the prompt."""
+    options = {"page_size": 8, "buckets": (1,), "attention_backend": backend}
+    with pair.engine(**options) as loaded, torch.no_grad():
+        loop = loop_of(loaded)
+        first = loop.submit(list(range(5, 21)), 60, ())
+        loop.admit()
+        loop.launch()
+        loop.collect()
+        loop.end_at(first, "said", len(first.output_ids) - 2)
+        second = loop.submit([*first.token_ids, 40], 1, ())
+        for _ in loop.run():
+            pass
+        assert second.num_cached_tokens < 16, "none is behind the prompt's own pages"

@@ -266,3 +266,13 @@ def test_a_long_context_and_pages_beyond_32_bits() -> None:
     for num_splits in (0, 8):
         out = run(q, cache, table, start, num_splits=num_splits)
         check(out, q, cache, table, start, [W * S] * 2)
+
+
+def test_keys_behind_the_table_do_not_exist(device) -> None:
+    """Bug: rows of a block that reaches past the page table's end read pages of other memory."""
+    q, cache, table, start = make(device, [1000], [1128], N=8, K=2, S=64)
+    table = table[:, :16]
+    for num_splits in (0, 3):
+        out = run(q, cache, table, start, num_splits=num_splits)
+        check(out, q, cache, table, start, [1024])
+        assert out.isfinite().all()

@@ -359,3 +359,12 @@ def test_no_config_takes_x_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
         y = skinny_linear(rows, quantized, scales=scales)
         wide_x, wide_weight = widened(rows, quantized, scales)
         torch.testing.assert_close(y.float(), wide_x @ wide_weight.T, rtol=1e-2, atol=1e-2)
+
+
+def test_a_split_is_worth_its_partial_sums() -> None:
+    """Bug: few columns are cut into splits of one block, whose sums cost more than their weights;
+    or into none at all."""
+    for D in (64, 100, 512, 1024, 2048, 4096):
+        config = rule_config(16, 256, D, 2, False)
+        num_blocks = -(-D // config.block_k)
+        assert config.num_splits == max(1, min(MAX_SPLITS - 1, num_blocks // 4)), D

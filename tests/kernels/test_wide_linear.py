@@ -11,6 +11,7 @@ from graphengine.kernels.skinny_config import (
     PDL_EARLY,
     PDL_LATE,
     PDL_OFF,
+    TUNED,
     SkinnyConfig,
     choose_config,
     rule_config,
@@ -24,7 +25,8 @@ from graphengine.kernels.skinny_linear import (
     skinny_linear_partials_reference,
     skinny_swiglu,
 )
-from graphengine.kernels.specialized_linear import parts_of, registers_of
+from graphengine.kernels.specialized_linear import check_tile, parts_of, registers_of
+from graphengine.kernels.wide_linear import gluon_dtype, sub_tile_rows, weight_descriptor
 from tests.kernels.test_skinny_linear import ROUNDING, make
 
 pytestmark = pytest.mark.usefixtures("poisoned_outputs")
@@ -193,6 +195,7 @@ def test_refuses_what_it_cannot_address() -> None:
         (SPECIALIZED[0]._replace(rows=128), "of 64 weight rows each"),
         (SPECIALIZED[0]._replace(rows=256, consumers=4), "1 to 3"),
         (SPECIALIZED[0]._replace(cols=112), "sum of two"),
+        (SPECIALIZED[0]._replace(cols=24), "sum of two"),
         (SPECIALIZED[0]._replace(cols=256), "16 to 192"),
         (SPECIALIZED[0]._replace(cols=8), "16 to 192"),
         (SPECIALIZED[0]._replace(cols=0), "16 to 192"),
@@ -264,3 +267,34 @@ def test_rows_of_the_table() -> None:
     """Bug: just as many rows as a tile has run with the next larger one's config."""
     for rows, found in ((1, 16), (17, 32), (128, 128), (129, 192), (192, 192), (193, 256)):
         assert table_rows(rows) == found
+
+
+def test_up_rows_stand_where_the_strides_say() -> None:
+    """Bug: the up rows of a matrix whose rows are not dense are read at the distance of dense
+    ones."""
+    weight = torch.empty(64, 80, dtype=torch.bfloat16)[:, :64]
+    box = weight_descriptor(weight, 64, 32, True, gluon_dtype(weight))
+    assert (box.shape, box.strides) == ([4, 2, 8, 64], [8 * 80, 32 * 80, 80, 1])
+
+
+def test_sub_tiles_fill_a_tile() -> None:
+    """Bug: the last weight rows of a tile of 192 are in none of its sub-tiles."""
+    tiles = {c for c in (*CONFIGS, *TUNED.values()) if c.cols and not c.consumers}
+    assert all(c.rows % sub_tile_rows(c) == 0 for c in tiles)
+    assert {sub_tile_rows(c) for c in tiles} == {64, 128}
+
+
+def test_between_two_tiles_the_larger_is_taken() -> None:
+    """Bug: 150 rows of a shape whose tiles of 192 nobody has measured go to cuBLAS, though that of
+    256 is faster."""
+    assert (2560, 9216, 2, 192) not in TUNED
+    assert choose_config(150, 2560, 9216) == TUNED[2560, 9216, 2, 256]
+
+
+def test_bytes_of_a_block_are_of_its_weights() -> None:
+    """Bug: a tile whose rows of 64 hold its results in bf16 is refused, or taken in FP8, where they
+    do not."""
+    for config in SPECIALIZED:
+        check_tile(config, True, 2)
+    with pytest.raises(ValueError, match="128 bytes"):
+        check_tile(SPECIALIZED[0], True, 1)

@@ -577,3 +577,17 @@ def test_names_of_the_rule_are_recognised() -> None:
     assert all(names.is_name(name) for name in found)
     for other in ("verify.", "verify.1", "verify.L.attn", "aten::mm", "foo.00", ""):
         assert not names.is_name(other)
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_work_was_launched_by_the_first_of_its_calls(order: int) -> None:
+    """Bug: the runtime's call and the driver's within it have one number, and the one that the file
+    names first is the launch."""
+    calls = [("cudaLaunchKernel", "cuda_runtime", 3), ("cuLaunchKernel", "cuda_driver", 4)]
+    events: list[dict[str, Any]] = [
+        {"name": name, "cat": kind, "ts": ts, "dur": 2} for name, kind, ts in calls[::order]
+    ]
+    events.append({"name": "gemm", "cat": "kernel", "ts": 9, "dur": 5})
+    shared = {"ph": "X", "pid": 1, "tid": 1, "args": {"correlation": 7}}
+    (activity,) = torch_trace._trace([event | shared for event in events]).activities
+    assert activity.launch is not None and activity.launch.start_ns == 3000

@@ -37,11 +37,12 @@ def test_it_leaves_nothing_behind(draft: Any, monkeypatch: pytest.MonkeyPatch) -
             return submit(ids, *arguments, **named)
 
         monkeypatch.setattr(loop, "submit", record)
-        free = loop.allocator.num_free
+        free, fallback = loop.allocator.num_free, loop.fallback
         warmup.warm_up(loop, engine.built.grammars)
         ends = (True, False, False, True, True)  # greedy, drawn, adjusted, scored, constrained
         lengths = (warmup.EAGER_ROWS, 1)  # then a step of the one bucket
         assert seen == [(n, greedy) for greedy in ends for n in lengths]
+        assert loop.fallback is fallback
         if loop.fallback is not None and loop.fallback.guard is not None:
             assert loop.fallback.guard.mean_acceptance_length == 0
         assert loop.allocator.num_free == free and not loop.has_work

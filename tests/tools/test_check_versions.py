@@ -82,3 +82,22 @@ def test_environments_that_are_not_understood(env: str, monkeypatch: pytest.Monk
     with pytest.raises(SystemExit) as ended:
         check_versions.main()
     assert ended.value.code == 2
+
+
+@pytest.mark.parametrize(("name", "code"), [("num_unfinished", 1), ("num_skipped", 0)])
+def test_what_did_not_end_is_no_success(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, code: int
+) -> None:
+    """Bug: tests that were cut off by the time limit count as passed; or skipped ones as failed."""
+    numbers = dict.fromkeys(check_versions.COLUMNS, 0) | {name: 1}
+    result = {
+        "environment": {"versions": dict.fromkeys(("python", "torch", "triton", "transformers"))},
+        "numbers": numbers,
+        "config": {"pytest": [], "failed": [], "unfinished": []},
+    }
+    monkeypatch.setattr(check_versions, "make", lambda label, folder: folder)
+    monkeypatch.setattr(check_versions, "run_tests", lambda *arguments: result)
+    monkeypatch.setattr(sys, "argv", ["check_versions.py", "--folder", str(tmp_path)])
+    with pytest.raises(SystemExit) as ended:
+        check_versions.main()
+    assert ended.value.code == code

@@ -108,3 +108,11 @@ def test_refusals(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
             judge_skinny.main([str(tmp_path / arguments[0]), *arguments[1:]])
         assert end.value.code == 2
     assert "no changes of the table" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("draft", ["none", "a-drafter"])
+def test_plain_decoding_is_asked_for_without_drafts(draft: str) -> None:
+    """Bug: with --draft none the engine is asked to draw its acceptance, which it refuses."""
+    names = ("simulate_acceptance", "draft_quantization", "num_speculative_tokens")
+    args = argparse.Namespace(bucket=1, load_format="dummy", draft=draft, **dict.fromkeys(names, 1))
+    assert set(judge_skinny.options(args)).isdisjoint(names) == (draft == "none")

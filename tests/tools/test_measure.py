@@ -234,3 +234,37 @@ def test_tools_refuse_what_cannot_work(
         {"measure": measure, "record_tests": record_tests}[tool].main()
     assert refused.value.code == 2
     assert message in capsys.readouterr().err
+
+
+def test_no_job_runs_longer_than_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: the last job is given its own limit, and whoever lent the GPU for so many seconds ends
+    all of it."""
+    limits: list[float] = []
+
+    def run(*arguments: Any) -> None:
+        limits.append(arguments[4])
+
+    monkeypatch.setattr(measure, "run", run)
+    monkeypatch.setattr(
+        measure, "JOBS", {name: measure.Job((), seconds) for name, seconds in (("a", 5), ("b", 99))}
+    )
+    monkeypatch.setattr(sys, "argv", ["measure.py", "--out", str(tmp_path), "--seconds", "20"])
+    with pytest.raises(SystemExit) as ended:
+        measure.main()
+    assert ended.value.code == 0
+    assert limits[0] == 5 and 10 < limits[1] < 20
+
+
+def test_a_fixture_that_fails_is_a_failure(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Bug: tests whose set-up fails are counted nowhere, and a file without a failure is stored."""
+    ran = record_tests.Ran({"a.py::b": "PASSED", "a.py::c": "ERROR", "a.py::d": "FAILED"}, {}, "")
+    monkeypatch.setattr(record_tests, "collect", lambda arguments: [*ran.outcomes, "a.py::e"])
+    monkeypatch.setattr(record_tests, "run", lambda *arguments: ran)
+    monkeypatch.setattr(sys, "argv", ["record_tests.py"])
+    with pytest.raises(SystemExit) as ended:
+        record_tests.main()
+    numbers = json.loads(capsys.readouterr().out.splitlines()[-1])
+    names = ("num_selected", "num_passed", "num_failed", "num_unfinished")
+    assert ended.value.code == 1 and [numbers[name] for name in names] == [4, 1, 2, 1]

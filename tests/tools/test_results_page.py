@@ -64,3 +64,30 @@ def test_the_newest_file_counts(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) 
     assert results_page.newest("a")[0] == f"{names[1]}.json"
     with pytest.raises(ValueError, match="no result called c"):
         results_page.newest("c")
+
+
+def test_only_a_check_fails(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+    """Bug: writing what was stale counts as a failure, or finding it does not."""
+    made = {"README": "a\n", "PAGE": "b\n", "PICTURE": "c"}
+    for name, text in made.items():
+        path = tmp_path / name
+        path.write_text(text)
+        monkeypatch.setattr(results_page, name, path)
+    monkeypatch.setattr(results_page, "ROOT", tmp_path)
+    monkeypatch.setattr(results_page, "page", lambda: "new\n")
+    monkeypatch.setattr(results_page, "picture", lambda: b"drawn")
+    for options, code in ((["--check"], 1), ([], 0), (["--check"], 0)):
+        monkeypatch.setattr("sys.argv", ["results_page.py", *options])
+        with pytest.raises(SystemExit) as end:
+            results_page.main()
+        assert end.value.code == code
+    assert [(tmp_path / name).read_text() for name in made] == ["a\n", "new\n", "drawn"]
+
+
+def test_of_one_day_the_later_run_counts(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+    """Bug: of two runs on one day the one whose commit sorts last is quoted."""
+    monkeypatch.setattr(results_page, "RESULTS", tmp_path)
+    for commit, hour in (("fffffff", "08"), ("0000000", "17")):
+        path = tmp_path / f"2026-01-01-h200-a-{commit}.json"
+        path.write_text(f'{{"date_utc": "2026-01-01T{hour}:00:00Z"}}')
+    assert results_page.newest("a")[0] == "2026-01-01-h200-a-0000000.json"

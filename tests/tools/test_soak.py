@@ -6,15 +6,21 @@ import importlib.util
 import json
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import soak_checks
+import torch
 from torch import Tensor
 
 from graphengine.decode import loop as loop_module
 from graphengine.decode import masks, rows
 from graphengine.decode.loop import DecodeLoop
+from graphengine.decode.metrics import Acceptance
 from graphengine.decode.prefix_cache import PrefixCache
+from graphengine.decode.recurrence import States
+from graphengine.decode.request import Request
 
 _spec = importlib.util.spec_from_file_location(
     "soak_tool", Path(__file__).resolve().parents[2] / "tools" / "soak.py"
@@ -135,3 +141,41 @@ def test_500_steps_on_the_gpu(mode: str) -> None:
     """Bug T45: replays under changing buckets, cancels and page shortage: an illegal access."""
     options = OPTIONS | {"device": "cuda", "graph_mode": mode, "compile": False}
     assert soak_tool.soak(500, 3, options)["num_steps"] >= 500
+
+
+def page_of(text: list[int]) -> soak_checks.Page:
+    """One whose target says this text, whatever it is asked."""
+    page = soak_checks.Page.__new__(soak_checks.Page)
+    following = torch.tensor([*text[1:], 0])
+    page.logits = lambda ids: 9.0 * torch.eye(8)[following[: len(ids)]]  # pyright: ignore
+    return page
+
+
+@pytest.mark.parametrize(("reason", "is_right"), [("stop", True), ("length", False)])
+def test_an_end_token_ends_for_what_it_is(reason: Any, is_right: bool) -> None:
+    """Bug: an answer that ended at an end token, but for its budget, is taken for right."""
+    request = Request(
+        request_id=0,
+        prompt_ids=[1, 2],
+        max_total_tokens=9,
+        stop_ids={5},
+        acceptance=Acceptance(0),
+        output_ids=[3, 5],
+        finish_reason=reason,
+    )
+    assert (page_of([1, 2, 3, 5]).check(request, None) is None) == is_right
+
+
+def test_each_part_of_a_state_is_compared() -> None:
+    """Bug: the convolution's window is right, so the recurrence's state is not looked at."""
+    states = States(torch.ones(2, 3, 4), torch.ones(2, 3, 4))
+    pair = SimpleNamespace(target=SimpleNamespace(states=states))
+    loop: Any = SimpleNamespace(prefill=SimpleNamespace(pair=pair))
+    page = page_of([1])
+    true = States(*(x[:, 1].clone() for x in states))
+    page.state = lambda: true
+    assert page.state_error(loop, 1, [1]) == 0
+    for part in states:
+        part[1, 1, 2] = 3
+        assert page.state_error(loop, 1, [1]) == 1
+        part[1, 1, 2] = 1

@@ -12,8 +12,11 @@ import torch
 from click.testing import CliRunner, Result
 from scipy import stats
 
+from graphengine.api import Engine
 from graphengine.cli.main import main
 from graphengine.decode import ends
+from graphengine.decode.sampling import GREEDY
+from graphengine.verify.run import draw
 from graphengine.verify.two_sample import LEVEL, Comparison, PlaceTest, compare
 from tests.support.checkpoints import make_drafter, make_target
 
@@ -166,3 +169,12 @@ def test_the_level_itself() -> None:
     for pvalue, passes in ((0.002, True), (0.001, True), (0.00099, False)):
         tests = [PlaceTest(0, 0, 0.5, 2), PlaceTest(0, 1, pvalue, 2)]
         assert Comparison(tests, 0.001).passed == passes
+
+
+def test_draws_belong_to_their_prompts(tmp_path: Path) -> None:
+    """Bug: what is compared as draws of one prompt are those of several, alike on both sides."""
+    target, ids = make_target(tmp_path, layers=1), [[7, 99, 23], [250, 1]]
+    with Engine.from_pretrained(target, buckets=(4,), max_model_len=32) as engine:
+        found = draw(engine.built, ids, 3, 4, GREEDY).outputs
+        said = [r.token_ids for r in engine.generate(ids, max_new_tokens=4)]
+    assert found == [[one] * 3 for one in said] and said[0] != said[1]

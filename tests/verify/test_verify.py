@@ -24,15 +24,17 @@ from graphengine.verify import teacher
 from graphengine.verify.check import (
     MIN_IDENTICAL,
     Limits,
+    Place,
     decide,
     decode,
     disagreement,
     judge,
     mixed,
 )
-from graphengine.verify.run import compare_with_plain, verify_mode
+from graphengine.verify.report import describe
+from graphengine.verify.run import Cell, CellResult, compare_with_plain, verify_mode
 from graphengine.verify.teacher import Scores, teacher_force
-from graphengine.verify.told import Transcript
+from graphengine.verify.told import Transcript, wrong_end
 from tests.support.checkpoints import as_speculators, make_drafter, make_target
 from tests.support.dflash_reference import load_target, run_target
 
@@ -391,3 +393,34 @@ def test_what_passes_unless_told_otherwise() -> None:
         report = judge([transcript(output, [1] * share)], [judged], 0.2, [])
         limits = Limits(min_identical=MIN_IDENTICAL[dtype])
         assert set(decide(report, limits)) == {"identical"}
+
+
+def test_a_difference_is_told_where_it_stands() -> None:
+    """Bug: a step's last token, the target's own, is called an accepted draft; or what stands in
+    front of one of the first tokens is left out."""
+    one = transcript(list(range(20)), [1, 3, 4, 4, 4, 4])
+    report = judge([one], [scores(list(range(20)), [0.0] * 20)], 0.2, [])
+    result = CellResult(cell=Cell("full", 1, "alone"), report=report, failed={}, transcripts=[one])
+    for index, step, row, count, role, after in (
+        (0, 0, 0, 1, "the prefill's token", []),
+        (2, 1, 1, 3, "row 1 of 3 committed, accepted draft", [0, 1]),
+        (3, 1, 2, 3, "row 2 of 3 committed, the target's own token", [0, 1, 2]),
+        (18, 5, 2, 4, "accepted draft", list(range(6, 18))),
+    ):
+        text = describe(result, Place(0, index, step, row, count, index, 99, 0.5, -1.0), None)
+        assert f"token {index} (" in text and f"{role})" in text, text
+        assert f"after {after}, then {list(range(index + 1, 20))[:12]}" in text
+
+
+def test_a_context_that_is_full(tmp_path: Path) -> None:
+    """Bug: an answer that ends with the context counts as cut off too early; or the bucket that was
+    asked for stays for whoever decodes next, the slot of a state with who judged."""
+    target = make_target(tmp_path, layers=1)
+    with Engine.from_pretrained(target, buckets=(1, 2), max_model_len=16) as engine:
+        loop = engine.built.loop
+        (found,) = decode(loop, [[3] * 12], [99], (), bucket=2)
+        assert loop.first.only_bucket is None
+        assert len(teacher_force(loop, [3] * 12, found.output_ids).logprob) == 4
+        assert loop.state_slots.num_free == loop.state_slots.num_usable
+    assert (found.budget, len(found.output_ids), found.finish_reason) == (4, 4, "length")
+    assert wrong_end(found, (), None) is None

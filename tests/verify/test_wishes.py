@@ -29,10 +29,11 @@ from graphengine.config.constraint import constraint_of
 from graphengine.config.options import SamplingParams
 from graphengine.decode import ends, logprobs
 from graphengine.decode.loop import DecodeLoop
+from graphengine.decode.metrics import Acceptance
 from graphengine.decode.sampling import sample_rows
 from graphengine.verify.check import Limits
 from graphengine.verify.run import CellResult, encode, verify_mode
-from graphengine.verify.told import wrong_end, wrong_logprobs
+from graphengine.verify.told import Transcript, wrong_end, wrong_logprobs
 from graphengine.verify.wishes import (
     NOTHING,
     NUM_WISHES,
@@ -347,3 +348,21 @@ def test_temperature_is_refused() -> None:
     """Bug: `--temperature` compares distributions, and the wishes are silently dropped."""
     result = verify("--temperature", "1")
     assert result.exit_code == 2 and "--all-options has temperatures" in result.stderr
+
+
+def test_the_largest_error_of_all_is_told(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: that of the last request stands in the result."""
+    errors = iter([(0.2, None), (0.1, None)])
+    monkeypatch.setattr("graphengine.verify.run.wrong_logprobs", lambda *arguments: next(errors))
+    options: Any = {"max_new_tokens": 2, "limits": Limits()}
+    options["wishes"] = [Wish(SamplingParams(logprobs=0))] * 2
+    (found,) = verify_mode(engine.built, "none", [[5], [6]], [(BUCKET, "together")], **options)
+    assert found.max_logprob_error_nats == 0.2
+
+
+@pytest.mark.parametrize(("min_tokens", "end"), [(0, 2), (1, 2), (2, 4), (3, 4)])
+def test_the_last_of_min_tokens_ends_nothing(min_tokens: int, end: int) -> None:
+    """Bug: a token that is still one of the least many is held to end the answer."""
+    asked = SamplingParams(stop_token_ids=(9,), min_tokens=min_tokens)
+    told = Transcript([1], [5, 9, 5, 9][:end], [end], 8, "stop", Acceptance(0), asked=asked)
+    assert wrong_end(told._replace(stop_reason=9), (), None) is None

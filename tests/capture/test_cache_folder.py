@@ -41,14 +41,8 @@ def start(folder: Path, **variables: str) -> subprocess.CompletedProcess[str]:
 
 
 @needs_compiler
-@pytest.mark.parametrize(
-    ("kind", "share"),
-    [
-        ("*.main.so", 0.0),
-        pytest.param("*.gch", 0.5, marks=pytest.mark.slow),
-        pytest.param("*.so", 0.5, marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "share"), [("*.main.so", 0.0), ("*.gch", 0.5), ("*.so", 0.5)])
 def test_what_an_interrupted_compilation_left_is_compiled_again(
     tmp_path: Path, kind: str, share: float
 ) -> None:

@@ -87,6 +87,7 @@ def test_found_without_tracing(folder: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 
 @needs_compiler
+@pytest.mark.slow
 def test_what_a_first_compilation_reads_is_read_before_it(tmp_path: Path) -> None:
     """Bug: the first compilation reads thousands of torch's files, behind each of which it waits
     for Python's lock while other threads compile kernels (13 s of a start on an H200)."""

@@ -30,6 +30,9 @@ LONG_IF_INTERPRETED = re.compile(
     r"|test_rounds_the_normed_rows\[cpu-(65-12288|130-4096)"
     r"|test_requests_side_by_side\[cpu-dtype1"
     r"|test_equals_the_reference\[cpu-small tiles-shape([13]|2-(True-False|False-True))"
+    r"|test_equals_the_reference\[cpu-tiles-shape[13]-\w+-\w+-dtype1"
+    r"|test_is_the_weighted_sum\[cpu-shape[2456]-(True-dtype1|False-dtype0)"
+    r"|test_rejected_rows_leave_no_trace\[cpu-10000"
     r"|test_takes_the_gemm_of_the_logits"  # launches no kernel
     r"|test_is_the_best_score\[cpu-(1|63|128|129)-dtype[12]"
     r"|test_follows_the_distribution\[cpu"

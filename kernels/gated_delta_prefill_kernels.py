@@ -10,8 +10,8 @@ Keys and queries stay as they were convolved: their norms, beta and what fades a
 matrices and vectors that `prepare` leaves.
 
 Invariant: a state is float32 and is never rounded. What is added to it and what is read of it are
-products of two 16-bit parts each (1e-5 of its norm after 2,048 rows, where a key has 8 bits), or,
-where the model is float32, of three TF32 parts.
+products of two 16-bit parts each (1.1e-5 of its norm after 2,048 rows, where a key has 8 bits:
+profiles/results/2026-11-25-h200-delta-scan-6447a8a.json), or, in a float32 model, of three of TF32.
 
 Legend: T rows, R pieces, N value heads, NK key heads, K head dim, C channels, Z partial sums.
 """
@@ -28,6 +28,13 @@ from graphengine.kernels.gated_delta_kernels import (
     row_columns,
     silu,
 )
+
+
+@triton.jit
+def halves_of(x, dtype: tl.constexpr):
+    """float32 as a sum of two numbers of 16 bits; the first is cut by a mask, not rounded."""
+    high = (x.to(tl.int32, bitcast=True) & -65536).to(tl.float32, bitcast=True)
+    return high.to(dtype), (x - high).to(dtype)
 
 
 @triton.jit
@@ -187,13 +194,6 @@ def move_window(
         *(row_stride, split_stride, Z, C),
     )
     tl.store(to + tap[:, None] * C + column[None, :], columns, mask=(tap < 3)[:, None])
-
-
-@triton.jit
-def halves_of(x, dtype: tl.constexpr):
-    """float32 as a sum of two numbers of 16 bits; the first is cut by a mask, not rounded."""
-    high = (x.to(tl.int32, bitcast=True) & -65536).to(tl.float32, bitcast=True)
-    return high.to(dtype), (x - high).to(dtype)
 
 
 @triton.jit

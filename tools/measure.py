@@ -104,6 +104,9 @@ JOBS: dict[str, Job] = {
     "8b-8k-fp8": _bench(*PAIR_8B, *FP8, "--compare", "full", "--input-len", "8192"),
     "8b-first-token": _bench(*PAIR_8B, *FIRST_TOKENS, "--bucket", "1,8,16"),
     "8b-first-token-32k": _bench(*PAIR_8B, *FIRST_TOKENS, "--input-len", "32000"),
+    "8b-first-token-uniform": _bench(
+        *(*PAIR_8B, *FP8, *UNIFORM, *FIRST_TOKENS, "--input-len", "128,1024,8192,32000")
+    ),
     "8b-requests": _requests("qwen3-8b", "--baseline-engine"),
     "4b-hybrid-requests": _requests("qwen3.5-4b", "--only", "turns,join"),
     "4b-hybrid": _bench(
@@ -115,6 +118,10 @@ JOBS: dict[str, Job] = {
         *("qwen3.5-4b", "--draft", "qwen3.5-4b-dflash-b16", *FP8, "--prefill"),
         *("--input-len", "128,1024,8192,32000", "--compare", "full"),
     ),
+    "4b-hybrid-first-token-uniform": _bench(
+        *("qwen3.5-4b", "--draft", "qwen3.5-4b-dflash-b16", *FP8, *UNIFORM, "--prefill"),
+        *("--input-len", "128,1024,8192,32000", "--compare", "full"),
+    ),
     "35b-plain": _bench("qwen3.6-35b-a3b", "--draft", "none", "--compare", "full"),
     "30b-plain": _bench("qwen3-30b-a3b", "--draft", "none", "--compare", "full"),
     "35b-drafted": _bench(
@@ -122,6 +129,9 @@ JOBS: dict[str, Job] = {
         *("--simulate-acceptance", "5.4", "--compare", "full"),
     ),
     "4b-first-token": _bench(*PAIR_4B, *FIRST_TOKENS, "--input-len", "16,128,512,1024,8192,32000"),
+    "4b-first-token-uniform": _bench(
+        *(*PAIR_4B, *FP8, *UNIFORM, *FIRST_TOKENS, "--input-len", "128,1024,8192")
+    ),
     "4b-modes": _bench(*PAIR_4B, "--compare", "piecewise,full", "--bucket", "1,8,16", "--baseline"),
     "4b-fp8": _bench(*PAIR_4B, *FP8, "--compare", "full", "--bucket", "1"),
     "4b-fp8-dynamic": _bench(*PAIR_4B, *DYNAMIC, "--compare", "full", "--bucket", "1,8,16"),

@@ -244,7 +244,9 @@ def page() -> str:
 
 {newest(PEER)[1]["notes"]} In labels that end in fp8 target and drafter are quantised.
 
-Our times in this table: {notes} Batches of 128-token prompts are above.
+Our first tokens are those of the files below, by weights drawn as vLLM's where there are
+such; our steps at 8,192 and 32,000 tokens are older: {notes} Batches of 128-token prompts are
+above.
 
 {markdown([peer_header.split("|"), *peer_rows()])}
 ## Start

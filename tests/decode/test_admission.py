@@ -69,6 +69,16 @@ def prompt(rng: random.Random, longest: int = LONGEST) -> list[int]:
     return [rng.randrange(1, 250) for _ in range(rng.randrange(1, longest))]
 
 
+def newcomer_beside(first: Request, loop: Any, running: Iterator[Any], rng: Any) -> Request:
+    """A long prompt that has its first token; a step of the stream came between its pieces."""
+    second = loop.submit([rng.randrange(1, 250) for _ in range(LONGEST)], 5, ())
+    before = len(first.output_ids)
+    while not second.output_ids:
+        next(running)
+    assert len(first.output_ids) >= before + LONGEST // BUDGET
+    return second
+
+
 def test_a_stream_goes_on_while_a_prompt_comes_in(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -80,11 +90,7 @@ def test_a_stream_goes_on_while_a_prompt_comes_in(
     running = loop.run(tape)
     while not first.output_ids:
         next(running)
-    second = loop.submit([rng.randrange(1, 250) for _ in range(LONGEST)], 5, ())
-    before = len(first.output_ids)
-    while not second.output_ids:
-        next(running)
-    assert len(first.output_ids) >= before + LONGEST // BUDGET
+    second = newcomer_beside(first, loop, running, rng)
     assert first.finish_reason is None
     assert max(tape.rows_between_steps()) == BUDGET
     for _ in running:
@@ -236,11 +242,7 @@ def test_a_stream_that_has_left_speculation_goes_on_too(engine: Engine) -> None:
     loop.fallback.leave([first], "asked")
     while not first.num_plain_steps:
         next(running)
-    second = loop.submit([rng.randrange(1, 250) for _ in range(LONGEST)], 5, ())
-    before = len(first.output_ids)
-    while not second.output_ids:
-        next(running)
-    assert len(first.output_ids) >= before + LONGEST // BUDGET
+    newcomer_beside(first, loop, running, rng)
     for _ in running:
         pass
 

@@ -1,0 +1,162 @@
+"""What work of a trace is called, and whose it is."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from graphengine.profiles import torch_trace
+from graphengine.profiles.launch_gaps import report
+from graphengine.profiles.trace import Activity, HostRange, Launch, Trace, busy_class, place
+
+
+def test_late_work_belongs_to_the_step_that_launched_it() -> None:
+    """Bug: with a step in flight, device work is booked to the step the host is in meanwhile."""
+    host = [HostRange("step", i * 10, i * 10 + 9, 0) for i in range(3)]
+    host += [HostRange("decode.00", i * 10 + 1, i * 10 + 8, 0) for i in range(3)]
+    work = [
+        Activity("gemm", 100 + i * 50, 140 + i * 50, Launch(i, i * 10 + 2, i * 10 + 3, 0, True))
+        for i in range(3)
+    ]
+    assert [p.step for p in place(Trace(work, host))] == [0, 1, 2]
+    assert report(Trace(work, host)).walls_ns == [50, 50]
+    assert report(Trace(work, host)).idle_ns["seam"] == 20
+
+
+def test_a_chain_that_is_one_graph_is_told_apart_by_its_kernels() -> None:
+    """Bug: in graph mode full a node trace has one row for all layers."""
+    host = [HostRange("step", 0, 100, 0), HostRange("verify", 1, 50, 0)]
+    host.append(HostRange("verify", 2, 40, 0))  # the runner's range has the host phase's name
+    launch = Launch(1, 3, 4, 0, True)
+    names = [
+        "gemm",
+        "BatchPrefillWithPagedKVCache",
+        "MergeStates",
+        "gemm",
+        "block_attention_kernel",
+    ]
+    names += [
+        "block_attention_merge_kernel",
+        "gemm",
+        "_chunk_argmax_kernel",
+        "copy",
+        "_accept_and_advance_kernel",
+    ]
+    work = [Activity(name, i * 10, i * 10 + 8, launch) for i, name in enumerate(names)]
+    assert [p.name for p in place(Trace(work, host))] == [
+        *("verify.00", "verify.L0.attn", "verify.L0.attn", "verify.01", "verify.L1.attn"),
+        *("verify.L1.attn", "verify.02", "verify.02", "accept", "accept"),
+    ]
+    whole = [Activity("graph", 0, 100, launch, is_whole_graph=True)]
+    assert [(p.name, p.busy_class) for p in place(Trace(whole, host))] == [("verify", "chain")]
+
+
+@pytest.mark.parametrize(
+    "argmax",
+    [["_chunk_argmax_kernel", "combine_argmax_kernel"], ["combine_argmax_kernel"]],
+    ids=["of_logits", "of_the_head"],
+)
+def test_a_step_that_is_one_graph_is_told_apart_by_its_kernels(argmax: list[str]) -> None:
+    """Bug: a node trace of a whole step has one row, books the target's layers as the drafter's, or
+    the context as a part of accept; or waits for an argmax of logits that the head has taken."""
+    host = [HostRange("step", 0, 100, 0), HostRange("speculate", 1, 50, 0)]
+    host.append(HostRange("speculate", 2, 40, 0))
+    launch = Launch(1, 3, 4, 0, True)
+    first = "triton_red_fused__to_copy_add_embedding_mean_mul_pow_rsqrt_skinny_linear_partials_0"
+    names = [
+        *(first, "gemm", "block_attention_kernel", "gemm", *argmax, "memcpy DtoD", "clamp"),
+        *(first, "gemm", "block_attention_kernel", "gemm", "block_attention_kernel", "gemm"),
+        *(*argmax, "triton_poi_fused_cat_index_select_0", "_accept_and_advance_kernel"),
+        *("gemm", "_context_kv_write_kernel"),
+    ]
+    work = [Activity(name, i * 10, i * 10 + 8, launch) for i, name in enumerate(names)]
+    assert [p.name for p in place(Trace(work, host))] == [
+        *("draft.00", "draft.00", "draft.L0.attn", *["draft.01"] * (3 + len(argmax))),
+        *("verify.00", "verify.00", "verify.L0.attn", "verify.01", "verify.L1.attn"),
+        *["verify.02"] * (1 + len(argmax)),
+        *("accept", "accept", "draft.context", "draft.context"),
+    ]
+    whole = [Activity("graph", 0, 100, launch, is_whole_graph=True)]
+    assert [(p.name, p.busy_class) for p in place(Trace(whole, host))] == [("speculate", "chain")]
+
+
+def test_a_chunk_that_is_one_graph_is_told_apart_by_its_kernels() -> None:
+    """Bug: a node trace of a prefill has one row a chunk, books the drafter's context to the head,
+    or the copy of the prompt to the first segment; two chunks of a prompt are two prefills."""
+    host = [HostRange("prefill", 0, 100, 0)]
+    host += [HostRange("prefill.T128", i, i + 39, 0) for i in (1, 41)]
+    host += [HostRange("prefill.T128", i, i + 19, 0) for i in (15, 55)]  # the replay's
+    copies = [Launch(i, i + 2, i + 3, 0, False) for i in (0, 40)]
+    graphs = [Launch(i, i + 17, i + 18, 0, True) for i in (0, 40)]
+    names = ["index", "gemm", "chunk_attention_kernel", "gemm", "block_attention_kernel", "gemm"]
+    names += ["memcpy DtoD", "_chunk_argmax_kernel", "combine_argmax_kernel", "direct_copy_kernel"]
+    names += ["gemm", "_context_kv_write_kernel"]
+    work = [Activity("memcpy HtoD", 1000 * i, 1000 * i + 8, c) for i, c in enumerate(copies)]
+    work += [
+        Activity(name, 1000 * i + 10 * k, 1000 * i + 10 * k + 8, graph)
+        for i, graph in enumerate(graphs)
+        for k, name in enumerate(names, 1)
+    ]
+    placed = place(Trace(work, host), "prefill")
+    assert [p.name for p in placed] == 2 * [
+        *("host.prefill.T128", "prefill.00", "prefill.00", "prefill.L0.attn", "prefill.01"),
+        *("prefill.L1.attn", *["prefill.02"] * 5, "prefill.context", "prefill.context"),
+    ]
+    assert {p.step for p in placed} == {0}
+    whole = [Activity("graph", 0, 100, graphs[0], is_whole_graph=True)]
+    (found,) = place(Trace(whole, host), "prefill")
+    assert (found.name, found.busy_class) == ("prefill.T128", "chain")
+
+
+def test_recurrent_layers_have_names_in_one_graph() -> None:
+    """Bug: only attention counts as a layer, so that three recurrent ones and their weights are one
+    segment, whose bytes are another's."""
+    kernels = ["embedding", "gemm", "verify_kernel", "gemm", "block_attention_kernel", "gemm"]
+    launch = Launch(1, 2, 3, 0, True)
+    work = [Activity(name, 10 * i, 10 * i + 8, launch) for i, name in enumerate(kernels)]
+    placed = place(Trace(work, [HostRange("step", 0, 9, 0), HostRange("verify", 1, 8, 0)]))
+    found = [(p.name, p.busy_class) for p in placed]
+    assert found == [
+        *[("verify.00", "dense")] * 2,
+        *[("verify.L0.delta", "dense"), ("verify.01", "dense")],
+        *[("verify.L1.attn", "attention"), ("verify.02", "dense")],
+    ]
+
+
+@pytest.mark.parametrize(
+    ("path", "expected"),
+    [
+        (["step", "verify", "verify.03"], "dense"),
+        (["step", "verify", "verify.L3.attn"], "attention"),
+        (["step", "verify", "accept"], "dense"),
+        (["step", "accept"], "other"),
+        (["step", "speculate", "accept"], "dense"),
+        (["step", "speculate", "speculate"], "chain"),
+        (["wait"], "other"),
+        (["step", "draft", "draft.context"], "dense"),
+        (["step", "plan"], "other"),
+        (["step", "draft", "draft"], "chain"),
+        (["prefill", "prefill.T128"], "chain"),
+        (["prefill", "prefill.T128", "prefill.L3.attn"], "attention"),
+        ([], "other"),
+    ],
+)
+def test_classes(path: list[str], expected: str) -> None:
+    """Bug: the host's copy of the results, in old traces, and the accept kernels share a name and
+    are mixed."""
+    assert busy_class(path) == expected
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_work_was_launched_by_the_first_of_its_calls(order: int) -> None:
+    """Bug: the runtime's call and the driver's within it have one number, and the one that the file
+    names first is the launch."""
+    calls = [("cudaLaunchKernel", "cuda_runtime", 3), ("cuLaunchKernel", "cuda_driver", 4)]
+    events: list[dict[str, Any]] = [
+        {"name": name, "cat": kind, "ts": ts, "dur": 2} for name, kind, ts in calls[::order]
+    ]
+    events.append({"name": "gemm", "cat": "kernel", "ts": 9, "dur": 5})
+    shared = {"ph": "X", "pid": 1, "tid": 1, "args": {"correlation": 7}}
+    (activity,) = torch_trace._trace([event | shared for event in events]).activities
+    assert activity.launch is not None and activity.launch.start_ns == 3000

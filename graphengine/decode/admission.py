@@ -26,9 +26,13 @@ DEPTH = 8192
 
 @dataclass(slots=True)
 class Budget:
-    """Rows of a short prompt that the next forward may take as long as; None: no matter."""
+    """Rows of a short prompt that the next forward may take as long as; None: no matter.
+
+    `keyed_in`: one of so many layers has keys, so a row meets them so much later.
+    """
 
     rows: int | None = None
+    keyed_in: int = 1
 
     def rows_at(self, position: int) -> int | None:
         """Rows from a position on that take as long as all of them do at DEPTH keys: half of them
@@ -36,11 +40,11 @@ class Budget:
         128 behind: beside a step of 8B shapes 19 ms at most by arithmetic, up to 57,344 keys. Those
         of 128 are not cut further, since their weights cost as much as those of 16: from there on
         a gap grows with the text."""
-        rows = self.rows
+        rows, depth = self.rows, DEPTH * self.keyed_in
         if rows is None:
             return None
         least = min(rows, FAR_SIZES[0])
-        return max(least, min(rows, 2 * rows * DEPTH // (DEPTH + position)))
+        return max(least, min(rows, 2 * rows * depth // (depth + position)))
 
 
 class Admission:
@@ -48,7 +52,7 @@ class Admission:
 
     def __init__(self, prefill: Prefill, requests: Sequence[Request]) -> None:
         self.requests = list(requests)
-        self._prefill, self._budget = prefill, Budget()
+        self._prefill, self._budget = prefill, Budget(keyed_in=prefill.keyed_in)
         self._work = prefill.split(requests, self._budget.rows_at)
         self._queued: deque[FirstTokens] = deque()
         self.is_alone = False

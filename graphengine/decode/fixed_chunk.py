@@ -230,6 +230,8 @@ def sizes_for(max_model_len: int, *, are_long: bool) -> tuple[int, ...]:
     )
 
 
-def far_sizes_for(max_model_len: int, *, are_long: bool) -> tuple[int, ...]:
-    """Those of far chunks that some prompt gets to."""
-    return FAR_SIZES if are_long and max_model_len > FAR + FAR_LEAST else ()
+def far_sizes_for(max_model_len: int, *, are_long: bool, keyed_in: int = 1) -> tuple[int, ...]:
+    """Those of far chunks that some prompt gets to. Where few layers have keys, one of `keyed_in`,
+    more rows take little longer there than in front."""
+    sizes = FAR_SIZES + SIZES[-1:] * (keyed_in > 1)
+    return sizes if are_long and max_model_len > FAR + FAR_LEAST else ()

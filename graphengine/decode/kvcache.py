@@ -36,6 +36,11 @@ def _entries(config: ModelConfig) -> list[PagedKV]:
     return [entry for entry in entries if isinstance(entry, PagedKV)]
 
 
+def keyed_layers_in(config: ModelConfig) -> int:
+    """One of so many layers has keys: of a model without recurrent layers each one."""
+    return config.num_hidden_layers // max(1, len(_entries(config)))
+
+
 def make_pool(
     config: ModelConfig, num_pages: int, page_size: int, dtype: torch.dtype, device: torch.device
 ) -> Tensor:

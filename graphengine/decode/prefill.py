@@ -25,7 +25,7 @@ from graphengine.decode.adjustments import adjust_first
 from graphengine.decode.attention import Attention, Layout, TorchAttention
 from graphengine.decode.chains import prefill_chains
 from graphengine.decode.fixed_chunk import BLOCK, FAR, FAR_LEAST, FixedChunk, Piece
-from graphengine.decode.kvcache import pages_for
+from graphengine.decode.kvcache import keyed_layers_in, pages_for
 from graphengine.decode.logprobs import Scores, score_rows
 from graphengine.decode.masks import mask_first
 from graphengine.decode.proposer import Pair
@@ -98,6 +98,11 @@ class Prefill:
     chunk: int
     fixed: tuple[FixedChunk, ...] = ()
     far: tuple[FixedChunk, ...] = ()
+
+    @property
+    def keyed_in(self) -> int:
+        """One of so many of the target's layers has keys."""
+        return keyed_layers_in(self.pair.target.config)
 
     def split(
         self, requests: Sequence[Request], rows_at: Callable[[int], int | None] = lambda _: None

@@ -21,6 +21,7 @@ from graphengine.decode.attention import (
     flashinfer_missing,
 )
 from graphengine.decode.fixed_chunk import far_sizes_for, sizes_for
+from graphengine.decode.kvcache import keyed_layers_in
 from graphengine.decode.simulate import acceptance_rate
 from graphengine.kernels import chunk_attention
 from graphengine.kernels.block_attention import HEAD_DIMS
@@ -158,7 +159,11 @@ def resolve_options(options: Options, target: ModelConfig, draft: DraftSpec | No
         "attention_backend": backend,
         "prefill_attention_backend": prefill,
         "prefill_sizes": sizes_for(length, are_long=prefill == "triton") if is_fixed else (),
-        "far_prefill_sizes": far_sizes_for(length, are_long=is_fixed and prefill == "triton"),
+        "far_prefill_sizes": far_sizes_for(
+            length,
+            are_long=is_fixed and prefill == "triton",
+            keyed_in=keyed_layers_in(target),
+        ),
         "page_size": page_size,
         "max_model_len": length,
         "num_speculative_tokens": numbers,

@@ -170,6 +170,8 @@ class Late:
 class SlowDevice:
     """A prefill whose forwards, one a prompt, are not done when they are queued."""
 
+    keyed_in = 1
+
     def __init__(self) -> None:
         self.late: list[Late] = []
 
@@ -228,6 +230,8 @@ def test_rows_behind_a_long_text() -> None:
     assert found == [512, 512, 512, 511, 256, 255, 128, 128]  # 511: the next smaller chunk
     assert Budget(16).rows_at(131072) == 16
     assert Budget().rows_at(5) is None
+    hybrid = [Budget(512, keyed_in=4).rows_at(at) for at in (8193, 32768, 98304)]
+    assert hybrid == [512, 512, 256]
 
 
 def test_a_stream_that_has_left_speculation_goes_on_too(engine: Engine) -> None:

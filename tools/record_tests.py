@@ -44,6 +44,12 @@ class Ran(NamedTuple):
     tails: str  # of the jobs that did not pass
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The long ones first: one that begins last is the one that the time limit meets.
+    Mutates: items."""
+    items.sort(key=lambda item: item.get_closest_marker("slow") is None)
+
+
 @pytest.hookimpl(trylast=True)  # behind the line that says FAILED
 def pytest_runtest_logreport(report: Any) -> None:
     """Prints why a test failed at once: a job that is ended early has no summary."""

@@ -144,14 +144,18 @@ def test_terminated_it_still_says_what_ended(tmp_path: Path) -> None:
 
 def test_terminated_the_recorder_stores_what_ended(tmp_path: Path) -> None:
     """Bug: six minutes of a GPU's tests are lost to a time limit one second before the file is
-    written; which tests failed is told and why is not, or cut where a terminal would end."""
+    written; which tests failed is told and why is not, or cut where a terminal would end; a long
+    test begins behind the short ones."""
     reason = "a reason " + "that is longer than a terminal is wide " * 4 + "END"
     suite = tmp_path / "test_suite.py"
     suite.write_text(
-        "import pathlib, time\n"
-        "def test_passes(): pass\n"
+        "import pathlib, pytest, time\n"
+        "begun = []\n"
+        "def test_passes(): assert begun\n"
         f"def test_fails(): raise RuntimeError({reason!r})\n"
         f"def test_hangs(): pathlib.Path({str(tmp_path / 'on')!r}).touch(); time.sleep(60)\n"
+        "@pytest.mark.slow\n"
+        "def test_long(): begun.append(1)\n"
     )
     out = tmp_path / "tests.json"
     process = subprocess.Popen(
@@ -177,7 +181,7 @@ def test_terminated_the_recorder_stores_what_ended(tmp_path: Path) -> None:
     for key, name in (("failed", "test_fails"), ("unfinished", "test_hangs")):
         assert [each.partition("::")[2] for each in stored["config"][key]] == [name]
     assert list(stored["config"]["reasons"].values()) == [f"RuntimeError: {reason}"]
-    assert stored["numbers"]["num_passed"] == 1
+    assert stored["numbers"]["num_passed"] == 2
 
 
 def is_running(pid: int) -> bool:

@@ -258,6 +258,8 @@ REFUSED: dict[str, tuple[Json, str]] = {
         "no rope_theta",
     ),
     "no-taps": ({**SPECULATORS, "aux_hidden_state_layer_ids": None}, "aux_hidden_state_layer_ids"),
+    "empty-taps": ({**SPECULATORS, "aux_hidden_state_layer_ids": []}, "expected a list"),
+    "taps-in-words": ({**SPECULATORS, "aux_hidden_state_layer_ids": "2, 10"}, "expected a list"),
     "embedding-tap": (
         {**SPECULATORS, "aux_hidden_state_layer_ids": [0, 2]},
         "aux_hidden_state_layer_ids holds 0",

@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from graphengine.doctor.files import read_model_files
 from tests.support.checkpoints import edit_config
 from tests.support.doctored import (
     check,
@@ -174,3 +175,16 @@ def test_float16_weights_are_noted(copies: tuple[Path, Path]) -> None:
     (finding,) = named(found, "draft.weights.dtype")
     assert (finding.value, finding.level) == ("F16", "info")
     assert not found.has_errors
+
+
+def test_a_hub_model_is_not_fetched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: to look at a model that is not there, 16 GB of it are fetched first."""
+    asked: list[bool] = []
+
+    def snapshot_download(name: str, *, local_files_only: bool, **_: object) -> str:
+        asked.append(local_files_only)
+        raise OSError(name)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
+    found = read_model_files("nobody/nothing", with_tokenizer=False)
+    assert asked == [True] and "hf download nobody/nothing" in found.problems["directory"]

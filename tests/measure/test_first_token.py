@@ -16,6 +16,7 @@ from click.testing import CliRunner, Result
 
 from graphengine.api import Engine
 from graphengine.cli.main import main
+from graphengine.config.draft import DraftConfig
 from graphengine.decode.metrics import Acceptance, RequestMetrics
 from graphengine.measure import first_token
 from graphengine.measure.first_token import (
@@ -192,10 +193,16 @@ def test_luck_is_not_measured(
 
 
 def test_the_roofline_of_attention(pair: tuple[Path, Path]) -> None:
-    """Bug: of attention's two products one is counted, or the mask's upper half too."""
+    """Bug: of attention's two products one is counted, or the mask's upper half too; the drafter's
+    context costs nothing."""
     target, draft = read_configs(*pair)
     config = SimpleNamespace(dtype="float32")
     built: Any = SimpleNamespace(config=config, target=target, draft=draft)
     flops = [roofline_ms(built, n, 1, Rates(math.inf, 1e-9)) for n in (99, 100, 101)]
     of_a_key = 4 * target.q_size * target.num_hidden_layers  # multiply and add, scores and values
     assert flops[2] - 2 * flops[1] + flops[0] == pytest.approx(of_a_key)
+    assert isinstance(draft, DraftConfig)
+    built.draft = None
+    plain, model = roofline_ms(built, 100, 1, Rates(math.inf, 1e-9)), draft.model
+    context = draft.num_taps * draft.tap_size + 2 * model.kv_size * model.num_hidden_layers
+    assert flops[1] - plain == pytest.approx(2 * 100 * context * model.hidden_size)

@@ -331,6 +331,7 @@ def test_plan_text_adds_up() -> None:
     for name, value in asdict(plan).items():
         if name.endswith("_bytes") and value and name != "kv_page_bytes":
             assert format_bytes(value) in text, name
+    assert f"; {format_bytes(plan.fixed_bytes + plan.kv_pool_bytes)} of " in text
     assert "quantized" not in text
     values = plan.to_json()
     parts = ["target_weight", "draft_weight", "quantized_weight", "rope_table", "recurrent_state"]

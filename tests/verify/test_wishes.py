@@ -30,7 +30,8 @@ from graphengine.config.options import SamplingParams
 from graphengine.decode import ends, logprobs
 from graphengine.decode.loop import DecodeLoop
 from graphengine.decode.metrics import Acceptance
-from graphengine.decode.sampling import sample_rows
+from graphengine.decode.sampling import Controls, sample_rows
+from graphengine.kernels.gumbel_argmax import gumbel
 from graphengine.verify.check import Limits
 from graphengine.verify.run import CellResult, encode, verify_mode
 from graphengine.verify.told import Transcript, wrong_end, wrong_logprobs
@@ -304,6 +305,22 @@ def test_edges_of_filters(
     assert math.isnan(regret) if is_out is None else (regret == RULED_OUT_NATS) == is_out
 
 
+def test_regret_of_a_draw(engine: Engine) -> None:
+    """Bug: how far a token lies from the draw is measured without its noise, or against it, and
+    who drew otherwise passes as a tie."""
+    wish = Wish(SamplingParams(temperature=0.7, seed=5))
+    controls = Controls.upload([wish.sampling], torch.device("cpu"))
+    z_TV, at_T = torch.randn(6, 50, generator=torch.Generator().manual_seed(0)), torch.arange(6)
+    best_T = sample_rows(z_TV, at_T, controls)
+    next_T = sample_rows(z_TV.scatter(1, best_T[:, None], -math.inf), at_T, controls)
+    judge = judge_of(engine.built, wish, [5], next_T.tolist(), 0.2)
+    regrets, found, _ = judge(z_TV, at_T.tolist(), next_T)
+    score_TV = z_TV / 0.7 + gumbel(torch.full((6,), 5), at_T + 1, 50)
+    best_score_T, next_score_T = score_TV.topk(2).values.unbind(1)
+    assert found == best_T.tolist()
+    torch.testing.assert_close(torch.tensor(regrets), best_score_T - next_score_T)
+
+
 def test_behind_a_token_that_does_not_fit(engine: Engine) -> None:
     """Bug: the judge stops with an error where the engine said what its grammar forbids."""
     wish = Wish(SamplingParams(choice=("yes", "no")))
@@ -325,7 +342,8 @@ def verify(*args: str) -> Result:
 @pytest.mark.parametrize(("dtype", "identical"), [("float32", 1.0), ("bfloat16", 0.95)])
 def test_few_prompts_ask_for_everything(tmp_path: Path, dtype: str, identical: float) -> None:
     """Bug: with fewer prompts than wishes the last kinds are never asked for; a hybrid's states
-    advance by rows that a mask has cut; bfloat16's rounding fails log-probabilities."""
+    advance by rows that a mask has cut; bfloat16's rounding fails log-probabilities; nobody asks
+    for anything, and all options are said to be mixed."""
     path = tmp_path / "few.jsonl"
     path.write_text('{"prompt": "Compare the bee and the duck."}\n{"prompt": "Why?"}\n')
     result = verify("tiny-hybrid", "--prompt-file", str(path), "--dtype", dtype, "--json")
@@ -334,6 +352,7 @@ def test_few_prompts_ask_for_everything(tmp_path: Path, dtype: str, identical: f
     assert found["config"]["grammars"] is True
     cell = found["numbers"]["none_torch"]["bucket_8_together"]
     assert cell["identical_fraction"] >= identical and cell["num_tokens"] > 4 * NUM_WISHES
+    assert cell["max_logprob_error_nats"] > 0, "no log-probability was asked for"
 
 
 def test_without_llguidance(monkeypatch: pytest.MonkeyPatch) -> None:

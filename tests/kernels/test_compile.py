@@ -1,4 +1,5 @@
-"""The references inside torch.compile: the cache is mutated in place and never copied.
+"""The references inside torch.compile: the cache is mutated in place and never copied, and what is
+traced has the shapes of what runs.
 
 On the CPU alone: on a GPU the kernels stand outside of compiled segments, for dynamo traces no
 launch with `launch_pdl` (torch 2.13: SPECIAL_CONFIG_NAMES in triton_kernel_wrap.py).
@@ -6,15 +7,21 @@ launch with `launch_pdl` (torch 2.13: SPECIAL_CONFIG_NAMES in triton_kernel_wrap
 
 import math
 import re
+from importlib import import_module
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch._inductor.utils import run_and_get_code
 
+from graphengine import kernels
 from graphengine.kernels.context_kv import context_kv_write_
 from graphengine.kernels.interpreter import INTERPRET
 from graphengine.kernels.qk_norm_rope import qk_norm_rope_write_
+from graphengine.kernels.skinny_config import rule_config
 
+DEFINED = re.compile(r'"graphengine::(\w+)"')
 ALLOCATION = re.compile(r"empty_strided_\w+\(\(([\d, ]+)\)")
 
 
@@ -61,3 +68,68 @@ def test_compiled_step_mutates_the_cache_in_place() -> None:
     ]
     assert sizes
     assert max(sizes) < expected[6].numel(), "a buffer as large as the cache was allocated"
+
+
+def rows(*shape: int) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(0))
+
+
+HIDDEN, HEADS, EXPERTS, WIDTH = 32, 3, 6, 24
+X_TD = rows(5, HIDDEN)
+WIDE = rows(5, 512).bfloat16(), rows(320, 512).bfloat16(), None, None
+EXPERT_WEIGHTS = (rows(EXPERTS, 2 * WIDTH, HIDDEN), rows(EXPERTS, HIDDEN, WIDTH))
+SHARED = (rows(2 * WIDTH, HIDDEN), rows(HIDDEN, WIDTH), rows(1, HIDDEN))
+# Arguments of every op, no two of their sizes equal, so that none can stand for another.
+OPS: dict[str, list[tuple[Any, ...]]] = {
+    "skinny_linear": [(*WIDE, [*rule_config(5, 320, 512, 2, False)])],
+    "skinny_linear_partials": [(*WIDE, [*rule_config(5, 320, 512, 2, False)])],
+    "skinny_swiglu": [(*WIDE, [*rule_config(5, 320, 512, 2, True)])],
+    "skinny_argmax": [(*WIDE, [*rule_config(5, 320, 512, 2, False)])],
+    "experts": [
+        (X_TD, rows(5, EXPERTS), *EXPERT_WEIGHTS, None, None, 2, True),
+        (X_TD, rows(5, EXPERTS), *EXPERT_WEIGHTS, rows(5, HIDDEN), rows(5, 1), 4, False),
+    ],
+    "experts_row": [
+        (X_TD[:1], rows(EXPERTS, HIDDEN), *EXPERT_WEIGHTS, None, None, None, 2, True),
+        (X_TD[:1], rows(EXPERTS, HIDDEN), *EXPERT_WEIGHTS, *SHARED, 4, False),
+    ],
+    "router_logits": [
+        (X_TD, rows(EXPERTS, HIDDEN), None),
+        (X_TD, rows(EXPERTS, HIDDEN), rows(1, HIDDEN)),
+    ],
+    "output_gate": [
+        (rows(5, HEADS, 16), rows(5, 99), 7, None, 1e-6),
+        (rows(5, HEADS, 16), rows(2, 5, 99), 7, rows(16), 1e-6),
+    ],
+    "argmax_rows": [(rows(5, 99),)],
+    "swiglu": [(rows(5, 2 * WIDTH),)],
+    "rows_to_fp8": [(X_TD.bfloat16(), 2)],
+    "add_rms_norm": [
+        (X_TD, rows(5, HIDDEN), rows(HIDDEN), 1e-6, True),
+        (X_TD.bfloat16(), rows(2, 5, HIDDEN), rows(HIDDEN), 1e-6, False),
+        (None, rows(2, 5, HIDDEN), rows(HIDDEN).bfloat16(), 1e-6, False),
+    ],
+    "add_rms_norm_fp8": [(X_TD.bfloat16(), rows(2, 5, HIDDEN), rows(HIDDEN), 1e-6, 2)],
+}
+
+
+MODULES = {  # of every op
+    name: path.stem
+    for path in Path(kernels.__path__[0]).glob("*.py")
+    for name in DEFINED.findall(path.read_text())
+}
+
+
+def test_every_op_is_here() -> None:
+    """Bug: a new op's trace is compared with nothing."""
+    assert MODULES.keys() == OPS.keys()
+
+
+@pytest.mark.parametrize(
+    ("name", "given"), [(name, given) for name, calls in OPS.items() for given in calls]
+)
+def test_an_op_is_traced_as_it_runs(name: str, given: tuple[Any, ...]) -> None:
+    """Bug: a compiled segment is told another shape, dtype or stride than the op returns."""
+    import_module(f"graphengine.kernels.{MODULES[name]}")
+    op = getattr(torch.ops.graphengine, name).default
+    torch.library.opcheck(op, given, test_utils=("test_schema", "test_faketensor"))

@@ -159,6 +159,8 @@ def test_refuses(device) -> None:
     f32, i32 = (torch.ones(2, device=device).to(x) for x in (torch.float32, torch.int32))
     with pytest.raises(ValueError, match="4 rows are not of 3"):
         filter_threshold(logits, best, torch.ones(3, device=device), f32, i32, f32)
+    with pytest.raises(ValueError, match="4 rows are not of 0"):
+        filter_threshold(logits, best, f32[:0], f32[:0], i32[:0], f32[:0])
     for bad in ((f32, f32, f32), (f32, i32, i32), (f32, f32[:1], i32)):
         with pytest.raises(ValueError, match="setting"):
             filter_threshold(logits, best, *bad, f32)

@@ -177,11 +177,14 @@ def test_the_parts_of_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found["chunk_host_us"] == 1750
 
 
-@pytest.mark.parametrize(("acceptance", "wall_ms", "steps"), [(None, 100.0, 6), (2.0, 80.0, 4)])
+@pytest.mark.parametrize(
+    ("acceptance", "wall_ms", "steps"), [(None, 100.0, 6), (2.0, 80.0, 4), (1.6, 90.0, 5)]
+)
 def test_luck_is_not_measured(
     monkeypatch: pytest.MonkeyPatch, acceptance: float | None, wall_ms: float, steps: int
 ) -> None:
-    """Bug: steps that simulated acceptance drew beyond its mean count twice instead of not."""
+    """Bug: steps that simulated acceptance drew beyond its mean count twice instead of not; the
+    first token, which is the prefill's, is a step's too."""
     calls(monkeypatch, 100.0)
     engine: Any = SimpleNamespace(config=SimpleNamespace(simulate_acceptance=acceptance))
     found = run_request(engine, case(), 9)

@@ -528,6 +528,15 @@ def test_run_prints_the_plan(pair: tuple[Path, Path]) -> None:
 # --- on a GPU ---
 
 
+@pytest.mark.parametrize("wish", ["sampling", "structured_outputs"])
+def test_a_plan_has_room_for_draws(wish: str) -> None:
+    """Bug: rows that are drawn cost nothing in the plan of those who want them, or something in
+    everybody's."""
+    rows = max(ON_GPU.buckets) * 16
+    parts = [plan_8b(replace(ON_GPU, **{wish: on})).activation_bytes for on in (False, True)]
+    assert parts[1] - parts[0] >= rows * SAMPLED_ROW_BYTES
+
+
 @pytest.mark.gpu
 def test_sampled_rows_are_in_the_plan() -> None:
     """Bug: an engine that samples captures temporaries of hundreds of MB that nobody planned."""

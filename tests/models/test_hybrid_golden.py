@@ -26,6 +26,7 @@ from tests.support.dflash_reference import (
     run_target,
     speculative_generate,
 )
+from tests.support.doctored import check, errors
 from tests.support.hybrids import A, D, make_hybrid
 
 CONFIGS: dict[str, dict[str, Any]] = {
@@ -143,6 +144,7 @@ def test_published_files(tmp_path: Path) -> None:
         "tie_word_embeddings": False,
     }
     (whole / "config.json").write_text(json.dumps(outer))
+    assert not errors(check(whole, "none"))
     prompt = token_ids(9)
     with load(text) as engine, load(whole) as published:
         expected = engine.generate(prompt, max_new_tokens=8, ignore_eos=True)[0].token_ids
@@ -151,6 +153,7 @@ def test_published_files(tmp_path: Path) -> None:
         )
     renamed["model.language_model.layers.0.linear_attn.other"] = torch.ones(2)
     save_file(renamed, whole / "model.safetensors")
+    assert errors(check(whole, "none")) == ["target.weights"]
     with pytest.raises(ValueError, match=r"linear_attn\.other"):
         load(whole)
 

@@ -9,6 +9,7 @@ which of the versions 3.6 to 3.9 it was seen, and what is public instead.
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false
 
 import sys
+from collections.abc import Iterator
 from threading import Lock
 from types import ModuleType
 from typing import Any
@@ -117,8 +118,27 @@ def settle_cache_keys() -> None:
     half, which threads that begin together would each do. Mutates: Triton's memory of keys.
     """
     triton_key()
+    for kernel in _kernels():
+        kernel.cache_key  # noqa: B018 (a property that remembers)
+
+
+def bind_kernels() -> None:
+    """Makes our kernels ready for the current GPU, before several threads compile them.
+
+    Triton does that at a kernel's first use. One of Gluon's is Triton's own for a moment of it
+    (`GluonJITFunction.create_binder`, 3.6 to 3.9): a thread that looks then compiles it as such,
+    and the start ends with "Could not determine the number of warps per CTA". Public: none.
+    Mutates: the kernels.
+    """
+    device = driver.active.get_current_device()
+    for kernel in _kernels():
+        kernel.device_caches[device]
+
+
+def _kernels() -> Iterator[Any]:
+    """Those imported so far, in the order of their names."""
     imported = list(sys.modules)  # a copy, because other threads may be importing
     for module in sorted(name for name in imported if name.startswith(f"{PACKAGE}.")):
         for _, value in sorted(vars(sys.modules[module]).items()):
             if isinstance(value, JITFunction):
-                value.cache_key  # noqa: B018 (a property that remembers)
+                yield value

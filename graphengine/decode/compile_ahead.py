@@ -31,6 +31,7 @@ from graphengine.capture.torch_internals import (
     tree_map,
 )
 from graphengine.kernels.launch import KernelError, compile_only
+from graphengine.kernels.triton_internals import bind_kernels
 
 MAX_THREADS = 8
 _LOG = logging.getLogger(__name__)
@@ -49,6 +50,8 @@ class CompileAhead:
         self._failed: list[KernelError] = []
         self._device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
         try:
+            if self._device is not None:
+                bind_kernels()
             for run in runs:
                 self._pool.submit(self._compile, run)
         except Exception as error:

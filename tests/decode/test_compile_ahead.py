@@ -19,6 +19,7 @@ from torch.utils import _python_dispatch
 from graphengine import TINY_DRAFT, TINY_TARGET, Engine
 from graphengine.capture.torch_internals import tree_leaves
 from graphengine.config.options import Options
+from graphengine.decode import compile_ahead
 from graphengine.decode.compile_ahead import MAX_THREADS, CompileAhead
 from graphengine.decode.proposer import Proposer
 from graphengine.drafters.dflash import DFlash
@@ -51,14 +52,16 @@ def test_runs_are_waited_for_whatever_becomes_of_them() -> None:
 
 
 def test_kernels_are_compiled_for_the_caller_s_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bug: a thread begins with device 0, and compiles for that one."""
-    seen: list[int] = []
+    """Bug: a thread begins with device 0, and compiles for that one; or several make a kernel ready
+    for it at once."""
+    seen: list[object] = []
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
     monkeypatch.setattr(torch.cuda, "set_device", seen.append)
+    monkeypatch.setattr(compile_ahead, "bind_kernels", lambda: seen.append("bound"))
     with CompileAhead([lambda: None] * 2) as ahead:
         ahead.wait()
-    assert seen == [3, 3]
+    assert seen == ["bound", 3, 3]
 
 
 def test_a_start_that_ends_takes_its_runs_with_it() -> None:

@@ -52,6 +52,9 @@ REMEDIES = {
     "triton.runtime.cache.triton_key": "drop the call; threads then read Triton's files each",
     "triton.runtime.driver": "find the active driver in triton/runtime",
     "triton.runtime.jit.JITFunction.cache_key": "drop `settle_cache_keys` with triton 3.7",
+    "triton.experimental.gluon._runtime.GluonJITFunction.create_binder": (
+        "see whether `bind_kernels` is still needed where threads compile one Gluon kernel"
+    ),
     "triton.experimental.gluon.language._core.builtin": "find how Gluon marks its own functions",
     "triton.experimental.gluon.language._core.shared_memory_descriptor.reinterpret"
     "|triton.experimental.gluon.language._core.shared_memory_descriptor._reinterpret": (

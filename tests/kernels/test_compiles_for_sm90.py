@@ -48,6 +48,7 @@ from graphengine.kernels.fp8 import FP8, Fp8Scales
 from graphengine.kernels.interpreter import INTERPRET
 from graphengine.kernels.launch import compile_only
 from graphengine.kernels.skinny_config import TUNED, SkinnyConfig, choose_config
+from graphengine.kernels.triton_internals import bind_kernels
 from tools.skinny_layer import Case
 from tools.skinny_variants import variants
 
@@ -468,6 +469,22 @@ def test_what_is_compiled_ahead_is_what_is_launched(
     launch()
     assert len(ahead) == len(compiled) == 8
     assert all(kernel is one for kernel, one in zip(compiled, ahead, strict=True))
+
+
+def test_threads_share_kernels_of_gluon(
+    compiled: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bug: a start ends in "Could not determine the number of warps per CTA", since Triton makes a
+    kernel of Gluon's ready as one of its own first, and another thread compiles it then."""
+    monkeypatch.setattr(driver.active, "get_current_device", lambda: "another sm90")
+    bind_kernels()
+
+    def bind(kernel: Any) -> Any:
+        raise AssertionError(f"{kernel.__name__} is made ready a second time")
+
+    monkeypatch.setattr(JITFunction, "create_binder", bind)
+    LAUNCHES["GEMM, wide, 16 rows"]()
+    assert compiled
 
 
 @pytest.mark.parametrize(

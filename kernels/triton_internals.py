@@ -10,6 +10,7 @@ which of the versions 3.6 to 3.9 it was seen, and what is public instead.
 
 import sys
 from collections.abc import Iterator
+from functools import cache
 from threading import Lock
 from types import ModuleType
 from typing import Any
@@ -71,7 +72,6 @@ def load_driver() -> None:
 
 
 _LOADING = Lock()
-_SIGNATURES: dict[str, Lock] = {}
 
 
 def separate_launchers_() -> None:
@@ -103,8 +103,17 @@ def build_launcher(compiled: Any) -> None:
     quarter of a second each; who launches finds it on disk. One thread a signature: the others find
     what the first has built. Public: none (3.6 to 3.9)."""
     gpu: Any = driver.active
-    with _SIGNATURES.setdefault(repr(compiled.src.signature), Lock()):
+    with _LOADING:
+        building = _building(repr(compiled.src.signature))
+    with building:
         gpu.launcher_cls(compiled.src, compiled.metadata)
+
+
+@cache
+def _building(signature: str) -> Lock:
+    """Held by who builds this signature's launcher. Not in a table of this module, whose contents
+    would be in the keys of segments that are compiled later (capture/precompiled.py)."""
+    return Lock()
 
 
 def settle_cache_keys() -> None:

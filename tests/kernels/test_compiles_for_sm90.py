@@ -20,6 +20,8 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
+from graphengine.capture.precompiled import loaded_code
+from graphengine.decode.segments import first_segment
 from graphengine.kernels import (
     accept,
     add_rms_norm,
@@ -469,6 +471,17 @@ def test_what_is_compiled_ahead_is_what_is_launched(
     launch()
     assert len(ahead) == len(compiled) == 8
     assert all(kernel is one for kernel, one in zip(compiled, ahead, strict=True))
+
+
+def test_kernels_leave_nothing_in_keys(compiled: list[Any]) -> None:
+    """Bug: a segment's key has what compiling kernels leaves in our modules, so that no start finds
+    what an earlier one compiled behind its first kernels: plain decoding's segments."""
+    before = loaded_code(first_segment)
+    with compile_only():
+        LAUNCHES["GEMM"]()
+        attend(BF16, 128, 16, True, None, page_size=128)
+    assert compiled
+    assert loaded_code(first_segment) == before
 
 
 def test_threads_share_kernels_of_gluon(

@@ -384,14 +384,15 @@ def note_times(stream: Handle, times: list[float], is_steady: threading.Event) -
 
 
 def busy(m: Measurement) -> Numbers:
-    """Greedy steps beside the busy thread and, a quarter as many, without it; and as many with the
-    interpreter's own turns, which says what the engine's shorter ones are worth."""
+    """Greedy steps beside the busy thread and, a quarter as many, without it; and one answer's with
+    the interpreter's own turns, which says what the engine's shorter ones are worth."""
     steps: dict[str, list[Step]] = {"quiet": [], "busy_long_turns": [], "busy": []}
     wanted = m.sizes["busy-steps"]
     while len(steps["busy"]) < wanted and (not steps["busy"] or time.monotonic() < m.deadline):
         count = min(GENERATION, wanted - len(steps["busy"]))
         if len(steps["quiet"]) <= len(steps["busy"]) // 4:
             steps["quiet"] += run_steps(m, m.engine, count, {})
+        if not steps["busy_long_turns"]:
             short, interpreter.SWITCH_INTERVAL_S = interpreter.SWITCH_INTERVAL_S, 1.0
             try:
                 with busy_thread():

@@ -22,8 +22,8 @@ NOT_FINITE_TEXT = (
     "float32"
 )
 NO_CHOICE_TEXT = (
-    "no token is left for position {position}: bad_words or logit_bias rule out all that the "
-    "grammar allows there, or the target's logits are not finite"
+    "no token is left for position {position}: bad_words, min_tokens, a penalty or logit_bias rule "
+    "out all that there is, or that the grammar allows; or the target's logits are not finite"
 )
 
 
@@ -146,7 +146,8 @@ class Request:
             self.fail(f"the grammar cannot be followed any further: {wrong}")
         elif committed.finish_reason == "error":
             position = len(self.prompt_ids) + len(self.output_ids)
-            text = NO_CHOICE_TEXT if self.matcher is not None else NOT_FINITE_TEXT
+            asks = self.matcher is not None or self.sampling.adjusts
+            text = NO_CHOICE_TEXT if asks else NOT_FINITE_TEXT
             self.fail(text.format(position=position))
         self.last_token_s = time.perf_counter()
         return committed.token_ids

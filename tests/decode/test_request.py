@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from graphengine.decode.grammar import Matcher
 from graphengine.decode.metrics import Acceptance
 from graphengine.decode.request import Request
+from graphengine.decode.sampling import Sampling
 
 TOKENS = st.integers(0, 5)
 
@@ -98,6 +99,15 @@ def test_an_error_names_its_position(rows: list[int], position: int) -> None:
     assert request.finish_reason == "error"
     assert f"position {position} " in str(request.error)
     assert len(request.output_ids) == position - 3
+
+
+def test_an_error_of_what_was_asked_for_does_not_blame_the_weights() -> None:
+    """Bug: min_tokens rules out stop tokens that are the whole vocabulary, and the user is told to
+    check the weights."""
+    request = a_request()
+    request.sampling = Sampling(min_tokens=3)
+    request.begin(-1)
+    assert request.finish_reason == "error" and "min_tokens" in (request.error or "")
 
 
 @pytest.mark.parametrize("block", [[3, 4, 2, 1], [3, 5, 2, 1]])

@@ -153,18 +153,22 @@ class Request:
         return committed.token_ids
 
     def metrics(self) -> RequestMetrics:
-        """Cost so far."""
+        """Cost so far; what has not begun or not come yet has cost nothing."""
+
+        def ms(begin_s: float, end_s: float) -> float:
+            return (end_s - begin_s) * 1e3 if begin_s and end_s else 0.0
+
         return RequestMetrics(
             num_prompt_tokens=len(self.prompt_ids),
             num_output_tokens=len(self.output_ids),
             num_cached_tokens=self.num_cached_tokens,
-            ttft_ms=(self.first_token_s - self.arrival_s) * 1e3,
-            tokenize_ms=(self.submitted_s - self.arrival_s) * 1e3,
-            queue_ms=(self.prefill_s - self.submitted_s) * 1e3,
-            prefill_ms=(self.prefilled_s - self.prefill_s) * 1e3,
-            launch_ms=(self.queued_s - self.prefill_s) * 1e3,
-            first_token_ms=(self.first_token_s - self.prefilled_s) * 1e3,
-            decode_ms=(self.last_token_s - self.first_token_s) * 1e3,
+            ttft_ms=ms(self.arrival_s, self.first_token_s),
+            tokenize_ms=ms(self.arrival_s, self.submitted_s),
+            queue_ms=ms(self.submitted_s, self.prefill_s),
+            prefill_ms=ms(self.prefill_s, self.prefilled_s),
+            launch_ms=ms(self.prefill_s, self.queued_s),
+            first_token_ms=ms(self.prefilled_s, self.first_token_s),
+            decode_ms=ms(self.first_token_s, self.last_token_s),
             acceptance=self.acceptance,
             num_plain_steps=self.num_plain_steps,
             fallback_reason=self.fallback_reason if self.num_plain_steps else None,

@@ -147,3 +147,14 @@ def test_the_parts_of_a_first_token_s_time() -> None:
     parts = m.tokenize_ms, m.queue_ms, m.prefill_ms, m.first_token_ms
     assert parts == (1e3, 2e3, 4e3, 8e3) and sum(parts) == m.ttft_ms
     assert (m.launch_ms, m.decode_ms) == (1e3, 32e3)
+
+
+def test_who_ends_without_a_token_has_cost_no_time() -> None:
+    """Bug: a request that is cancelled in the queue had its first token hours before it came."""
+    request = a_request()
+    m = request.metrics()
+    assert (m.ttft_ms, m.queue_ms, m.prefill_ms, m.launch_ms, m.first_token_ms) == (0.0,) * 5
+    request.arrival_s, request.submitted_s, request.prefill_s = 1.0, 2.0, 4.0
+    m = request.metrics()
+    assert (m.tokenize_ms, m.queue_ms) == (1e3, 2e3)
+    assert m.ttft_ms == m.prefill_ms == m.launch_ms == m.decode_ms == 0

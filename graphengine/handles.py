@@ -80,10 +80,13 @@ class Handle:
 
         Raises: what ended the request, once its chunks are taken.
         """
+        with self._stream.ready:
+            return self._take(len(self._stream.chunks))
+
+    def _take(self, most: int) -> list[Chunk]:
         stream = self._stream
         with stream.ready:
-            chunks = list(stream.chunks)
-            stream.chunks.clear()
+            chunks = [stream.chunks.popleft() for _ in range(min(most, len(stream.chunks)))]
             if not chunks and stream.error is not None:
                 raise stream.error
         for chunk in chunks:
@@ -94,7 +97,7 @@ class Handle:
         while True:
             with self._stream.ready:
                 self._stream.ready.wait_for(lambda: self._stream.chunks or self._stream.is_over)
-            chunks = self.take()
+            chunks = self._take(1)  # whoever leaves here leaves the others to be taken
             if not chunks:
                 return
             yield from chunks

@@ -169,6 +169,18 @@ def test_what_was_said_before_an_error_is_there() -> None:
         handle.take()
 
 
+def test_whoever_leaves_an_iteration_leaves_the_rest() -> None:
+    """Bug: chunks that came together are lost where the loop over them ends at the first."""
+    deaf: Any = Deaf()
+    said = [Chunk(index=0, text=text, token_ids=[1]) for text in ("one ", "two ", "three")]
+    stream = _Stream(lambda: (_ for _ in ()).throw(AssertionError), None)
+    for chunk in said:
+        stream.put(chunk)
+    handle = Handle(deaf, stream)
+    assert next(iter(handle)) == said[0]
+    assert handle.take() == said[1:]
+
+
 class Racing:
     """A handle whose last chunk comes right behind a look that found none."""
 

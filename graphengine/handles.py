@@ -89,8 +89,8 @@ class Handle:
             chunks = [stream.chunks.popleft() for _ in range(min(most, len(stream.chunks)))]
             if not chunks and stream.error is not None:
                 raise stream.error
-        for chunk in chunks:
-            self._result = chunk.result or self._result
+            for chunk in chunks:  # who finds none left finds the result
+                self._result = chunk.result or self._result
         return chunks
 
     def __iter__(self) -> Iterator[Chunk]:

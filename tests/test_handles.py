@@ -181,6 +181,29 @@ def test_whoever_leaves_an_iteration_leaves_the_rest() -> None:
     assert handle.take() == said[1:]
 
 
+def test_two_threads_wait_for_one_result() -> None:
+    """Bug: the one that comes too late for the last chunk comes too early for the result, which is
+    an AssertionError."""
+    deaf: Any = Deaf()
+    stream = _Stream(lambda: (_ for _ in ()).throw(AssertionError), None)
+    handle, found = Handle(deaf, stream), list[object]()
+    thread = threading.Thread(target=lambda: found.append(handle.result()))
+
+    class Last:
+        @property
+        def result(self) -> str:
+            if stream.is_over and not thread.is_alive():
+                thread.start()
+                thread.join(0.2)
+            return "the result"
+
+    last: Any = Last()
+    stream.put(last)
+    assert handle.result() == "the result"
+    thread.join()
+    assert found == ["the result"]
+
+
 class Racing:
     """A handle whose last chunk comes right behind a look that found none."""
 

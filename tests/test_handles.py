@@ -242,6 +242,25 @@ def test_a_chunk_that_comes_while_one_looks() -> None:
     assert asyncio.run(main()) == ["last"]
 
 
+def test_an_event_loop_that_closes_while_it_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: it closes behind the look whether it is closed, and the error, on the engine's thread,
+    ends every request of every other loop."""
+    told: list[Callable[[], object]] = []
+
+    class Queue:
+        def queue(self, *args: Any) -> Any:
+            told.append(args[-1])
+            return Racing(told[0])
+
+    async def main() -> asyncio.AbstractEventLoop:
+        engine = AsyncEngine(Queue())  # type: ignore[arg-type]
+        assert [chunk.text async for chunk in engine.stream("x")] == ["last"]
+        return asyncio.get_running_loop()
+
+    monkeypatch.setattr(asyncio.run(main()), "is_closed", lambda: False)
+    told[0]()
+
+
 def test_close_frees_everything(pair: Pair) -> None:
     """Bug: a handle that is kept keeps weights and pools of a closed engine."""
     engine = pair.engine()

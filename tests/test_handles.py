@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from graphengine import AsyncEngine
-from graphengine.api import Engine
+from graphengine.api import Engine, PromptError
 from graphengine.decode.loop import DecodeLoop
 from graphengine.decode.request import Request
 from graphengine.handles import Handle, _Stream, collect
@@ -90,6 +90,19 @@ def test_several_prompts_of_one_call(engine: Engine, truth: dict[Any, list[int]]
     assert [r.token_ids for r in results] == list(truth.values())
 
 
+def test_what_cannot_run_is_refused_as_without_handles(engine: Engine) -> None:
+    """Bug: beside handles a prompt that is too long names no prompt, is found when the others have
+    been run, and `submit` takes it."""
+    prompts = [[1, 2, 3], list(range(1, 97))]
+    for _ in range(2):
+        with pytest.raises(PromptError, match="prompt 2 of 2: the prompt has 96 tokens") as error:
+            engine.stream_many(prompts, max_new_tokens=2)
+        assert error.value.index == 1
+        submit(engine, [5]).result()
+    with pytest.raises(PromptError, match="the prompt has 96 tokens"):
+        submit(engine, prompts[1])
+
+
 def test_cancel_and_drop(engine: Engine) -> None:
     """Bug: a cancelled request runs on, its waiter waits for ever, or what nobody holds any more
     takes up a row."""
@@ -114,9 +127,14 @@ def test_errors_reach_who_waits(engine: Engine, monkeypatch: pytest.MonkeyPatch)
     ends the others."""
     with pytest.raises(ValueError, match="outside the vocabulary"):
         engine.submit([10**9])
-    good, bad = submit(engine, [1, 2, 3]), engine.submit(list(range(1, 97)))
-    with pytest.raises(ValueError, match="the prompt has 96 tokens"):
-        bad.result()
+    good, serving = submit(engine, [1, 2, 3]), engine._serving
+
+    def refuse() -> Any:
+        raise ValueError("an impossible wish")
+
+    assert serving is not None
+    with pytest.raises(ValueError, match="an impossible wish"):
+        serving.submit(refuse).result()
     assert good.result().finish_reason == "length"
 
     late: list[Handle] = []

@@ -222,10 +222,11 @@ class Engine:
 
     def _submission(self, wish: Wish) -> Submit:
         """What the loop's thread does for it."""
-        built = self._open
+        built, submitted_s = self._open, time.perf_counter()
 
         def submit() -> tuple[Request, Teller]:
             request = wish.submit(built)
+            request.submitted_s = submitted_s  # what it waited for that thread is the queue's
             return request, Teller(built.loop, [request], built.tokenizer, wish.asked)
 
         return submit

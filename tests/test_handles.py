@@ -17,7 +17,7 @@ from graphengine import AsyncEngine
 from graphengine.api import Engine, PromptError
 from graphengine.decode.loop import DecodeLoop
 from graphengine.decode.request import Request
-from graphengine.handles import Handle, _Stream, collect
+from graphengine.handles import Handle, Serving, _Stream, collect
 from graphengine.results import Chunk
 from tests.decode.test_engine import Pair, loop_of
 
@@ -101,6 +101,21 @@ def test_what_cannot_run_is_refused_as_without_handles(engine: Engine) -> None:
         submit(engine, [5]).result()
     with pytest.raises(PromptError, match="the prompt has 96 tokens"):
         submit(engine, prompts[1])
+
+
+def test_the_wait_for_a_step_is_the_queue_s(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bug: what a request waits for others' steps counts as encoding its text."""
+    real = Serving._take_in
+
+    def take_in(serving: Serving, loop: DecodeLoop) -> None:
+        time.sleep(0.2)
+        real(serving, loop)
+
+    monkeypatch.setattr(Serving, "_take_in", take_in)
+    metrics = submit(engine, [5], 1).result().metrics
+    assert metrics.queue_ms >= 200 and metrics.tokenize_ms < 200
 
 
 def test_cancel_and_drop(engine: Engine) -> None:

@@ -255,7 +255,10 @@ class Engine:
                     _ = self._open  # it may have been closed meanwhile
                     if not claim.is_held:
                         raise RuntimeError("this stream was superseded by a later generation")
-            except BaseException:  # a dropped stream is GeneratorExit
+                _ = self._open  # or in the middle of a step, which then finds nothing to do
+            except BaseException as error:  # a dropped stream is GeneratorExit
+                if self._built is None and isinstance(error, Exception):
+                    _ = self._open  # which is why, whatever a step has missed then
                 if claim.is_held:
                     self._reset(loop)
                 raise

@@ -11,6 +11,7 @@ happens to the others; one that nobody holds any more is cancelled.
 
 from __future__ import annotations
 
+import atexit
 import threading
 import weakref
 from collections import deque
@@ -128,6 +129,8 @@ class Serving:
             target=self._serve, args=(loop,), name="graphengine", daemon=True
         )
         self._thread.start()
+        # Torn out of a step where the interpreter ends, it would end the process with an abort.
+        atexit.register(self.close)
 
     def submit(self, submit: Submit, told: Callable[[], object] | None = None) -> Handle:
         """Queues a request.
@@ -152,6 +155,7 @@ class Serving:
 
     def close(self) -> None:
         """Ends every request with an error and the thread behind its step."""
+        atexit.unregister(self.close)
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()

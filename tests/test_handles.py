@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import atexit
 import gc
 import random
 import threading
@@ -179,6 +180,19 @@ def test_close_while_it_runs(pair: Pair) -> None:
         handle.result()
     with pytest.raises(RuntimeError, match="closed"):
         submit(engine, [1])
+
+
+def test_a_process_ends_while_it_runs(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: a script without `close` ends in an abort (exit code 134), its thread torn out of a
+    step."""
+    at_exit: list[Callable[[], object]] = []
+    monkeypatch.setattr(atexit, "register", at_exit.append)
+    with pair.engine() as engine:
+        handle = submit(engine, [1, 2, 3], 80)
+        serving: Any = engine._serving
+        assert serving.close in at_exit
+        serving.close()
+        assert handle.done and not serving._thread.is_alive()
 
 
 class Deaf:

@@ -97,7 +97,17 @@ def wishes_of(
 def asked_for(
     built: Built, sampling: SamplingParams | None, params: dict[str, Any]
 ) -> tuple[SamplingParams, Sampling]:
-    """What a call asks for, by name and for the loop; what is named wins. Raises: ValueError."""
+    """What a call asks for, by name and for the loop; what is named wins.
+
+    Raises:
+        ValueError: with the remedy.
+        TypeError: `sampling` is something else.
+    """
+    if not isinstance(sampling, SamplingParams | None):
+        raise TypeError(
+            f"sampling is {sampling!r}; pass a SamplingParams, or its values by name "
+            "(temperature=0.7)"
+        )
     asked = made(SamplingParams, (asdict(sampling) if sampling is not None else {}) | params)
     seed = random_seed() if asked.seed is None else asked.seed
     words = _tokens_of_bad_words(asked, built.tokenizer, built.target.vocab_size)

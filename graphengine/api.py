@@ -222,10 +222,11 @@ class Engine:
 
     def _submission(self, wish: Wish) -> Submit:
         """What the loop's thread does for it."""
-        built = self._open
+        built, submitted_s = self._open, time.perf_counter()
 
         def submit() -> tuple[Request, Teller]:
             request = wish.submit(built)
+            request.submitted_s = submitted_s  # what it waited for that thread is the queue's
             return request, Teller(built.loop, [request], built.tokenizer, wish.asked)
 
         return submit
@@ -254,7 +255,10 @@ class Engine:
                     _ = self._open  # it may have been closed meanwhile
                     if not claim.is_held:
                         raise RuntimeError("this stream was superseded by a later generation")
-            except BaseException:  # a dropped stream is GeneratorExit
+                _ = self._open  # or in the middle of a step, which then finds nothing to do
+            except BaseException as error:  # a dropped stream is GeneratorExit
+                if self._built is None and isinstance(error, Exception):
+                    _ = self._open  # which is why, whatever a step has missed then
                 if claim.is_held:
                     self._reset(loop)
                 raise

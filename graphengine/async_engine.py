@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +43,7 @@ class AsyncEngine:
         loop, changed = asyncio.get_running_loop(), asyncio.Event()
 
         def told() -> None:
-            if not loop.is_closed():
+            with suppress(RuntimeError):  # it may be closed at any time, also between two lines
                 loop.call_soon_threadsafe(changed.set)
 
         queue = self.engine.queue

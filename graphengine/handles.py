@@ -11,6 +11,7 @@ happens to the others; one that nobody holds any more is cancelled.
 
 from __future__ import annotations
 
+import atexit
 import threading
 import weakref
 from collections import deque
@@ -80,21 +81,24 @@ class Handle:
 
         Raises: what ended the request, once its chunks are taken.
         """
+        with self._stream.ready:
+            return self._take(len(self._stream.chunks))
+
+    def _take(self, most: int) -> list[Chunk]:
         stream = self._stream
         with stream.ready:
-            chunks = list(stream.chunks)
-            stream.chunks.clear()
+            chunks = [stream.chunks.popleft() for _ in range(min(most, len(stream.chunks)))]
             if not chunks and stream.error is not None:
                 raise stream.error
-        for chunk in chunks:
-            self._result = chunk.result or self._result
+            for chunk in chunks:  # who finds none left finds the result
+                self._result = chunk.result or self._result
         return chunks
 
     def __iter__(self) -> Iterator[Chunk]:
         while True:
             with self._stream.ready:
                 self._stream.ready.wait_for(lambda: self._stream.chunks or self._stream.is_over)
-            chunks = self.take()
+            chunks = self._take(1)  # whoever leaves here leaves the others to be taken
             if not chunks:
                 return
             yield from chunks
@@ -125,6 +129,8 @@ class Serving:
             target=self._serve, args=(loop,), name="graphengine", daemon=True
         )
         self._thread.start()
+        # Torn out of a step where the interpreter ends, it would end the process with an abort.
+        atexit.register(self.close)
 
     def submit(self, submit: Submit, told: Callable[[], object] | None = None) -> Handle:
         """Queues a request.
@@ -149,6 +155,7 @@ class Serving:
 
     def close(self) -> None:
         """Ends every request with an error and the thread behind its step."""
+        atexit.unregister(self.close)
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()

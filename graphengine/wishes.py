@@ -2,8 +2,8 @@
 drawn by and follows.
 
 Text is encoded and a grammar compiled in the caller's thread, before anything of the call is queued
-and while the loop's thread runs steps. Invariant: nothing here touches the loop but `Wish.submit`,
-which the thread that runs it calls.
+and while the loop's thread runs steps; what can never run is refused there too. Invariant: nothing
+here touches what the loop changes but `Wish.submit`, which the thread that runs it calls.
 """
 
 from __future__ import annotations
@@ -50,6 +50,12 @@ class Wish(NamedTuple):
     matcher: Matcher | None
     arrival_s: float
 
+    def check(self, built: Built) -> None:
+        """Raises: ValueError: it can never run."""
+        asked = self.asked
+        what = self.ids, asked.max_new_tokens, self.sampled, self.matcher
+        built.loop.check(*what, asked.logprobs, asked.prompt_logprobs)
+
     def submit(self, built: Built) -> Request:
         """Queues it into the loop. Raises: ValueError."""
         asked = self.asked
@@ -81,6 +87,7 @@ def wishes_of(
         with named(i, len(prompts)):
             ids, own = _encode(built, prompt, asked.raw), sampled.numbered(i)
             wishes.append(Wish(ids, asked, own, _matcher(built, asked), arrival_s))
+            wishes[-1].check(built)
     return wishes
 
 
@@ -90,7 +97,17 @@ def wishes_of(
 def asked_for(
     built: Built, sampling: SamplingParams | None, params: dict[str, Any]
 ) -> tuple[SamplingParams, Sampling]:
-    """What a call asks for, by name and for the loop; what is named wins. Raises: ValueError."""
+    """What a call asks for, by name and for the loop; what is named wins.
+
+    Raises:
+        ValueError: with the remedy.
+        TypeError: `sampling` is something else.
+    """
+    if not isinstance(sampling, SamplingParams | None):
+        raise TypeError(
+            f"sampling is {sampling!r}; pass a SamplingParams, or its values by name "
+            "(temperature=0.7)"
+        )
     asked = made(SamplingParams, (asdict(sampling) if sampling is not None else {}) | params)
     seed = random_seed() if asked.seed is None else asked.seed
     words = _tokens_of_bad_words(asked, built.tokenizer, built.target.vocab_size)

@@ -80,7 +80,7 @@ def _sorted_threshold(
     drawn_T = (temperature_T > 0) & (best_T >= 0)
     by_k_T, by_p_T = drawn_T & (top_k_T > 0), drawn_T & (top_p_T < 1)
     if not (by_k_T | by_p_T | (drawn_T & (min_p_T > 0))).any():
-        return torch.full((T,), -torch.inf, device=logits_TV.device)
+        return temperature_T.new_full((T,), -torch.inf)
     z_TV = logits_TV.float().sort(dim=-1, descending=True).values
     kth_T1 = z_TV.gather(-1, top_k_T.long().clamp(1, V)[:, None] - 1)
     floor_T1 = torch.where(by_k_T[:, None], kth_T1, -torch.inf)
@@ -143,7 +143,7 @@ def filter_threshold(
     row_programs = max(1, min((V + LANES - 1) // LANES, PROGRAMS // T))
     sums = torch.zeros(2, T, num_passes, RADIX, dtype=torch.int64, device=logits_TV.device)
     # Two tensors: both must be aligned alike, or a row alone would compile other kernels.
-    floor_T, threshold_T = (torch.empty(T, device=logits_TV.device) for _ in range(2))
+    floor_T, threshold_T = (temperature_B.new_empty(T) for _ in range(2))
     for by_mass, found_T in ((False, floor_T), (True, threshold_T)):
         row_of_sums = sums[int(by_mass)]
         for step in range(num_passes):

@@ -128,6 +128,28 @@ def test_a_stream_that_stands_still_gives_way(engine: Engine) -> None:
     assert engine.generate(TEXTS[0], **arguments)[0].token_ids == expected[0]
 
 
+@pytest.mark.parametrize("looks", [False, True])
+def test_another_thread_closes_the_engine_within_a_step(
+    directories: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, looks: bool
+) -> None:
+    """Bug: the step finds nothing to do, and all that was asked for is answered by an empty list;
+    or it misses its results, and calls that a defect."""
+    engine = Engine.from_pretrained(*directories, buckets=(1,), max_model_len=200)
+    loop: Any = engine.built.loop
+
+    def wait() -> None:
+        results = loop.first.in_flight[0].results
+        thread = threading.Thread(target=engine.close)
+        thread.start()
+        thread.join()
+        if looks:
+            results.wait()
+
+    monkeypatch.setattr(loop, "wait", wait)
+    with pytest.raises(RuntimeError, match="this engine is closed"):
+        engine.generate(TEXTS[0], max_new_tokens=20, ignore_eos=True)
+
+
 def test_a_fork_is_refused(engine: Engine) -> None:
     """Bug: a generation in a forked child waits for ever for threads that only its parent has."""
     engine.generate(TEXTS[0], max_new_tokens=2)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import atexit
 import gc
 import random
 import threading
@@ -14,10 +15,10 @@ from typing import Any
 import pytest
 
 from graphengine import AsyncEngine
-from graphengine.api import Engine
+from graphengine.api import Engine, PromptError
 from graphengine.decode.loop import DecodeLoop
 from graphengine.decode.request import Request
-from graphengine.handles import Handle, _Stream, collect
+from graphengine.handles import Handle, Serving, _Stream, collect
 from graphengine.results import Chunk
 from tests.decode.test_engine import Pair, loop_of
 
@@ -90,6 +91,34 @@ def test_several_prompts_of_one_call(engine: Engine, truth: dict[Any, list[int]]
     assert [r.token_ids for r in results] == list(truth.values())
 
 
+def test_what_cannot_run_is_refused_as_without_handles(engine: Engine) -> None:
+    """Bug: beside handles a prompt that is too long names no prompt, is found when the others have
+    been run, and `submit` takes it."""
+    prompts = [[1, 2, 3], list(range(1, 97))]
+    for _ in range(2):
+        with pytest.raises(PromptError, match="prompt 2 of 2: the prompt has 96 tokens") as error:
+            engine.stream_many(prompts, max_new_tokens=2)
+        assert error.value.index == 1
+        submit(engine, [5]).result()
+    with pytest.raises(PromptError, match="the prompt has 96 tokens"):
+        submit(engine, prompts[1])
+
+
+def test_the_wait_for_a_step_is_the_queue_s(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bug: what a request waits for others' steps counts as encoding its text."""
+    real = Serving._take_in
+
+    def take_in(serving: Serving, loop: DecodeLoop) -> None:
+        time.sleep(0.2)
+        real(serving, loop)
+
+    monkeypatch.setattr(Serving, "_take_in", take_in)
+    metrics = submit(engine, [5], 1).result().metrics
+    assert metrics.queue_ms >= 200 and metrics.tokenize_ms < 200
+
+
 def test_cancel_and_drop(engine: Engine) -> None:
     """Bug: a cancelled request runs on, its waiter waits for ever, or what nobody holds any more
     takes up a row."""
@@ -114,9 +143,14 @@ def test_errors_reach_who_waits(engine: Engine, monkeypatch: pytest.MonkeyPatch)
     ends the others."""
     with pytest.raises(ValueError, match="outside the vocabulary"):
         engine.submit([10**9])
-    good, bad = submit(engine, [1, 2, 3]), engine.submit(list(range(1, 97)))
-    with pytest.raises(ValueError, match="the prompt has 96 tokens"):
-        bad.result()
+    good, serving = submit(engine, [1, 2, 3]), engine._serving
+
+    def refuse() -> Any:
+        raise ValueError("an impossible wish")
+
+    assert serving is not None
+    with pytest.raises(ValueError, match="an impossible wish"):
+        serving.submit(refuse).result()
     assert good.result().finish_reason == "length"
 
     late: list[Handle] = []
@@ -148,6 +182,19 @@ def test_close_while_it_runs(pair: Pair) -> None:
         submit(engine, [1])
 
 
+def test_a_process_ends_while_it_runs(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: a script without `close` ends in an abort (exit code 134), its thread torn out of a
+    step."""
+    at_exit: list[Callable[[], object]] = []
+    monkeypatch.setattr(atexit, "register", at_exit.append)
+    with pair.engine() as engine:
+        handle = submit(engine, [1, 2, 3], 80)
+        serving: Any = engine._serving
+        assert serving.close in at_exit
+        serving.close()
+        assert handle.done and not serving._thread.is_alive()
+
+
 class Deaf:
     """A thread that hears no cancellation."""
 
@@ -167,6 +214,41 @@ def test_what_was_said_before_an_error_is_there() -> None:
     assert handle.take() == said
     with pytest.raises(RuntimeError, match="a step went wrong"):
         handle.take()
+
+
+def test_whoever_leaves_an_iteration_leaves_the_rest() -> None:
+    """Bug: chunks that came together are lost where the loop over them ends at the first."""
+    deaf: Any = Deaf()
+    said = [Chunk(index=0, text=text, token_ids=[1]) for text in ("one ", "two ", "three")]
+    stream = _Stream(lambda: (_ for _ in ()).throw(AssertionError), None)
+    for chunk in said:
+        stream.put(chunk)
+    handle = Handle(deaf, stream)
+    assert next(iter(handle)) == said[0]
+    assert handle.take() == said[1:]
+
+
+def test_two_threads_wait_for_one_result() -> None:
+    """Bug: the one that comes too late for the last chunk comes too early for the result, which is
+    an AssertionError."""
+    deaf: Any = Deaf()
+    stream = _Stream(lambda: (_ for _ in ()).throw(AssertionError), None)
+    handle, found = Handle(deaf, stream), list[object]()
+    thread = threading.Thread(target=lambda: found.append(handle.result()))
+
+    class Last:
+        @property
+        def result(self) -> str:
+            if stream.is_over and not thread.is_alive():
+                thread.start()
+                thread.join(0.2)
+            return "the result"
+
+    last: Any = Last()
+    stream.put(last)
+    assert handle.result() == "the result"
+    thread.join()
+    assert found == ["the result"]
 
 
 class Racing:
@@ -205,6 +287,25 @@ def test_a_chunk_that_comes_while_one_looks() -> None:
         return [chunk.text async for chunk in engine.stream("x")]
 
     assert asyncio.run(main()) == ["last"]
+
+
+def test_an_event_loop_that_closes_while_it_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: it closes behind the look whether it is closed, and the error, on the engine's thread,
+    ends every request of every other loop."""
+    told: list[Callable[[], object]] = []
+
+    class Queue:
+        def queue(self, *args: Any) -> Any:
+            told.append(args[-1])
+            return Racing(told[0])
+
+    async def main() -> asyncio.AbstractEventLoop:
+        engine = AsyncEngine(Queue())  # type: ignore[arg-type]
+        assert [chunk.text async for chunk in engine.stream("x")] == ["last"]
+        return asyncio.get_running_loop()
+
+    monkeypatch.setattr(asyncio.run(main()), "is_closed", lambda: False)
+    told[0]()
 
 
 def test_close_frees_everything(pair: Pair) -> None:

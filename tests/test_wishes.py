@@ -94,6 +94,13 @@ def test_sampling_as_one_value(engine: Engine) -> None:
         engine.generate(TEXTS[0], sampling, max_tokens=2)
 
 
+@pytest.mark.parametrize("value", [0.7, {"temperature": 0.7}, SamplingParams])
+def test_sampling_is_sampling(engine: Engine, value: Any) -> None:
+    """Bug: for a number or a dict in its place the error is about dataclasses."""
+    with pytest.raises(TypeError, match=r"sampling is .*; pass a SamplingParams, or its values"):
+        engine.generate("hi", value)
+
+
 def test_the_last_token_and_the_one_behind_it(engine: Engine) -> None:
     """Bug: the first id that the vocabulary lacks is taken, and indexes past a table's end; or the
     last that it has is refused."""

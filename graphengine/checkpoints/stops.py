@@ -83,6 +83,10 @@ class Writer:
             text += out
             if stop is not None:
                 return Written(text, stop, len(token_ids) - 1 - i)
-        if last:
-            text += ("" if token_ids else self._detokenizer.feed([], last)) + self._stops.held()
-        return Written(text)
+        if last and not token_ids:  # a step that adds an end alone is no other than a longer one
+            new = self._detokenizer.feed([], last)
+            out, stop = self._stops.feed(new, self._num_unwatched < 0)
+            text += out
+            if stop is not None:
+                return Written(text, stop)
+        return Written(text + self._stops.held() if last else text)

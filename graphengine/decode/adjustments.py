@@ -99,8 +99,9 @@ def write_tables_(tables: Tables, rows: Mapping[int, Request | None]) -> None:
 
 
 def _until(request: Request) -> int:
-    """The first position whose row may choose a token that ends the answer."""
-    return len(request.prompt_ids) - 1 + request.sampling.min_tokens
+    """The first position whose row may choose a token that ends the answer, if it is reached."""
+    least = min(request.sampling.min_tokens, request.max_total_tokens)  # any integer may be asked
+    return len(request.prompt_ids) - 1 + least
 
 
 def adjust_first(logits_RV: Tensor, position_R: Tensor, requests: Sequence[Request]) -> Tensor:

@@ -20,7 +20,7 @@ ones) go to its own pages or the null page, and are ordered on the stream before
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sized
 from numbers import Integral
 from typing import NamedTuple
 
@@ -140,33 +140,14 @@ class DecodeLoop:
             matcher: of the grammar that the answer follows.
 
         Raises:
-            ValueError: the prompt is empty, leaves no room for a token, or can never fit the pool.
+            ValueError: as `check`.
         """
-        self.is_clean, limit = False, self.config.max_model_len
-        if not prompt_ids:
-            raise ValueError("the prompt has no tokens; pass some text")
-        if not isinstance(max_new_tokens, Integral) or max_new_tokens < 1:
-            raise ValueError(f"max_new_tokens is {max_new_tokens}; ask for an integer from 1 up")
-        if len(prompt_ids) >= limit:
-            is_drafters = limit == self.config.speculation_limit
-            remedy = "pass --finish-in-plain-decode" if is_drafters else "raise --max-model-len"
-            raise ValueError(
-                f"the prompt has {len(prompt_ids)} tokens, the context holds {limit} and at least "
-                f"one must be left to generate; shorten the prompt or {remedy}"
-            )
-        self._check_offered(sampling, matcher, logprobs, prompt_logprobs)
-        total = min(len(prompt_ids) + max_new_tokens, limit)
-        needed = self._pages_of(total)
-        if needed > self.allocator.num_usable:
-            raise ValueError(
-                f"{len(prompt_ids)} prompt and {max_new_tokens} new tokens need {needed} pages of "
-                f"{self.config.page_size} tokens, the pool has {self.allocator.num_usable}; lower "
-                "max_new_tokens or raise --kv-cache-memory"
-            )
+        self.check(prompt_ids, max_new_tokens, sampling, matcher, logprobs, prompt_logprobs)
+        self.is_clean = False
         request = Request(
             request_id=self._next_id,
             prompt_ids=prompt_ids,
-            max_total_tokens=total,
+            max_total_tokens=min(len(prompt_ids) + max_new_tokens, self.config.max_model_len),
             stop_ids=frozenset(stop_ids) | frozenset(asked_stop_ids),
             asked_stop_ids=asked_stop_ids,
             acceptance=Acceptance(self.block - 1),
@@ -179,6 +160,43 @@ class DecodeLoop:
         self._next_id += 1
         self.waiting.append(request)
         return request
+
+    def check(
+        self,
+        prompt_ids: Sized,
+        max_new_tokens: int,
+        sampling: Sampling,
+        matcher: Matcher | None,
+        *alternatives: int | None,
+    ) -> None:
+        """Refuses what can never run. Looks at nothing that changes, so any thread may ask.
+
+        Args: alternatives: the two numbers of log-probabilities.
+        Raises:
+            ValueError: the prompt is empty, leaves no room for a token, or can never fit the pool;
+                or something is asked for that this engine was built without.
+        """
+        limit = self.config.max_model_len
+        if not prompt_ids:
+            raise ValueError("the prompt has no tokens; pass some text")
+        if not isinstance(max_new_tokens, Integral) or max_new_tokens < 1:
+            raise ValueError(f"max_new_tokens is {max_new_tokens}; ask for an integer from 1 up")
+        if len(prompt_ids) >= limit:
+            is_drafters = limit == self.config.speculation_limit
+            remedy = "pass --finish-in-plain-decode" if is_drafters else "raise --max-model-len"
+            raise ValueError(
+                f"the prompt has {len(prompt_ids)} tokens, the context holds {limit} and at least "
+                f"one must be left to generate; shorten the prompt or {remedy}"
+            )
+        self._check_offered(sampling, matcher, *alternatives)
+        total = min(len(prompt_ids) + max_new_tokens, limit)
+        needed = self._pages_of(total)
+        if needed > self.allocator.num_usable:
+            raise ValueError(
+                f"{len(prompt_ids)} prompt and {max_new_tokens} new tokens need {needed} pages of "
+                f"{self.config.page_size} tokens, the pool has {self.allocator.num_usable}; lower "
+                "max_new_tokens or raise --kv-cache-memory"
+            )
 
     def _check_offered(
         self, sampling: Sampling, matcher: Matcher | None, *alternatives: int | None

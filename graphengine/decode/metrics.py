@@ -84,7 +84,8 @@ class RequestMetrics:
 
     `ttft_ms`: from the call to the first token, which is the sum of `tokenize_ms` (of all prompts
     of the call), `queue_ms` (until its first row is queued), `prefill_ms` (until the first token is
-    on the host; of a shared chunk it is everyone's) and `first_token_ms` (until it is taken).
+    on the host; of a shared chunk it is everyone's) and `first_token_ms` (until it is taken). Of
+    a request that ended before, what it did not come to is 0.
     `num_cached_tokens` of the prompt were not run, an earlier request had left them.
     `launch_ms` of `prefill_ms` the host queued, this request and those admitted with it.
     `decode_ms`: from the first token to the last. `num_steps`: verified blocks and plain steps.

@@ -120,9 +120,10 @@ class Prefill:
                 if work:
                     yield work
                     work = []
-                for first in range(0, len(ids), SCORED_ROWS):
-                    end = min(first + SCORED_ROWS, len(ids))
-                    yield [(request, Piece(ids, first, end, request.pages, request.state_slot))]
+                while begin < len(ids) and request.finish_reason is None:
+                    end = min(begin + SCORED_ROWS, len(ids))
+                    yield [(request, Piece(ids, begin, end, request.pages, request.state_slot))]
+                    begin = end
                 continue
             while begin < len(ids) and request.finish_reason is None:
                 most, left = rows_at(begin), len(ids) - begin

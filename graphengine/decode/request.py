@@ -22,8 +22,8 @@ NOT_FINITE_TEXT = (
     "float32"
 )
 NO_CHOICE_TEXT = (
-    "no token is left for position {position}: bad_words or logit_bias rule out all that the "
-    "grammar allows there, or the target's logits are not finite"
+    "no token is left for position {position}: bad_words, min_tokens, a penalty or logit_bias rule "
+    "out all that there is, or that the grammar allows; or the target's logits are not finite"
 )
 
 
@@ -146,24 +146,29 @@ class Request:
             self.fail(f"the grammar cannot be followed any further: {wrong}")
         elif committed.finish_reason == "error":
             position = len(self.prompt_ids) + len(self.output_ids)
-            text = NO_CHOICE_TEXT if self.matcher is not None else NOT_FINITE_TEXT
+            asks = self.matcher is not None or self.sampling.adjusts
+            text = NO_CHOICE_TEXT if asks else NOT_FINITE_TEXT
             self.fail(text.format(position=position))
         self.last_token_s = time.perf_counter()
         return committed.token_ids
 
     def metrics(self) -> RequestMetrics:
-        """Cost so far."""
+        """Cost so far; what has not begun or not come yet has cost nothing."""
+
+        def ms(begin_s: float, end_s: float) -> float:
+            return (end_s - begin_s) * 1e3 if begin_s and end_s else 0.0
+
         return RequestMetrics(
             num_prompt_tokens=len(self.prompt_ids),
             num_output_tokens=len(self.output_ids),
             num_cached_tokens=self.num_cached_tokens,
-            ttft_ms=(self.first_token_s - self.arrival_s) * 1e3,
-            tokenize_ms=(self.submitted_s - self.arrival_s) * 1e3,
-            queue_ms=(self.prefill_s - self.submitted_s) * 1e3,
-            prefill_ms=(self.prefilled_s - self.prefill_s) * 1e3,
-            launch_ms=(self.queued_s - self.prefill_s) * 1e3,
-            first_token_ms=(self.first_token_s - self.prefilled_s) * 1e3,
-            decode_ms=(self.last_token_s - self.first_token_s) * 1e3,
+            ttft_ms=ms(self.arrival_s, self.first_token_s),
+            tokenize_ms=ms(self.arrival_s, self.submitted_s),
+            queue_ms=ms(self.submitted_s, self.prefill_s),
+            prefill_ms=ms(self.prefill_s, self.prefilled_s),
+            launch_ms=ms(self.prefill_s, self.queued_s),
+            first_token_ms=ms(self.prefilled_s, self.first_token_s),
+            decode_ms=ms(self.first_token_s, self.last_token_s),
             acceptance=self.acceptance,
             num_plain_steps=self.num_plain_steps,
             fallback_reason=self.fallback_reason if self.num_plain_steps else None,

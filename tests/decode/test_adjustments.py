@@ -20,7 +20,7 @@ from graphengine.api import Engine
 from graphengine.decode import ends, reference
 from graphengine.decode.adjustments import check_words, make_tables
 from graphengine.decode.metrics import Acceptance
-from graphengine.decode.sampling import Sampling
+from graphengine.decode.sampling import GREEDY, Sampling
 from graphengine.kernels.adjust_logits import MAX_WORD_TOKENS, MAX_WORDS, advance_tables_
 from tests.decode.test_request import a_request
 from tests.decode.test_sampling import LEVEL, PROMPTS, Pair, reference_warp
@@ -291,6 +291,14 @@ def test_as_many_words_as_there_is_room_for() -> None:
     for words in ([longest] * (MAX_WORDS + 1), [(*longest, 1)]):
         with pytest.raises(ValueError, match=f"room for {MAX_WORDS} of {MAX_WORD_TOKENS} tokens"):
             check_words(words)
+
+
+def test_min_tokens_past_any_integer_of_the_device(plain: Engine) -> None:
+    """Bug: it overflows where the request's tables are written, and ends whoever runs beside it."""
+    sampling = Sampling(min_tokens=2**63)
+    first, second = run(plain, [(PROMPTS[0], sampling, 2**64, ()), (PROMPTS[1], GREEDY, 9, ())])
+    assert first.finish_reason == second.finish_reason == "length"
+    assert len(second.output_ids) == 9
 
 
 def test_engines_without_adjustments(pair: Pair) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from graphengine.api import Engine
+from graphengine.decode import prefill
 from graphengine.decode.admission import Admission, Budget
 from graphengine.decode.fixed_chunk import Piece
 from graphengine.decode.loop import Watch
@@ -122,6 +123,30 @@ def test_a_cancelled_prompt_is_not_run_to_its_end(
         pass
     assert not any(kind == "rows" for kind, _, _ in tape.events)
     assert second.output_ids == []
+    assert first.finish_reason == "length"
+
+
+def test_a_cancelled_prompt_whose_scores_are_asked_for(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bug: it is run to its end though its pages are free, and its first token, which nobody waits
+    for, ends everyone with "list.remove(x): x not in list"."""
+    monkeypatch.setattr(prefill, "SCORED_ROWS", BUDGET)
+    loop, rng = loop_of(engine), random.Random(4)
+    first = loop.submit(prompt(rng, 9), 40, ())
+    running = loop.run()
+    while not first.output_ids:
+        next(running)
+    long = [rng.randrange(1, 250) for _ in range(LONGEST)]
+    second, third = (loop.submit(long, 5, (), prompt_logprobs=1) for _ in range(2))
+    while second not in loop.prefilling:
+        next(running)
+    assert not second.queued_s
+    loop.cancel(second)
+    for _ in running:
+        pass
+    assert second.output_ids == []
+    assert len(third.output_ids) == 5 and len(third.prompt_scores) == len(long) - 1
     assert first.finish_reason == "length"
 
 

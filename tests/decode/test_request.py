@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from graphengine.decode.grammar import Matcher
 from graphengine.decode.metrics import Acceptance
 from graphengine.decode.request import Request
+from graphengine.decode.sampling import Sampling
 
 TOKENS = st.integers(0, 5)
 
@@ -100,6 +101,15 @@ def test_an_error_names_its_position(rows: list[int], position: int) -> None:
     assert len(request.output_ids) == position - 3
 
 
+def test_an_error_of_what_was_asked_for_does_not_blame_the_weights() -> None:
+    """Bug: min_tokens rules out stop tokens that are the whole vocabulary, and the user is told to
+    check the weights."""
+    request = a_request()
+    request.sampling = Sampling(min_tokens=3)
+    request.begin(-1)
+    assert request.finish_reason == "error" and "min_tokens" in (request.error or "")
+
+
 @pytest.mark.parametrize("block", [[3, 4, 2, 1], [3, 5, 2, 1]])
 def test_nothing_is_said_by_a_broken_grammar(block: list[int]) -> None:
     """Bug: what masks of a matcher in an error allowed is given out, or its end is believed."""
@@ -137,3 +147,14 @@ def test_the_parts_of_a_first_token_s_time() -> None:
     parts = m.tokenize_ms, m.queue_ms, m.prefill_ms, m.first_token_ms
     assert parts == (1e3, 2e3, 4e3, 8e3) and sum(parts) == m.ttft_ms
     assert (m.launch_ms, m.decode_ms) == (1e3, 32e3)
+
+
+def test_who_ends_without_a_token_has_cost_no_time() -> None:
+    """Bug: a request that is cancelled in the queue had its first token hours before it came."""
+    request = a_request()
+    m = request.metrics()
+    assert (m.ttft_ms, m.queue_ms, m.prefill_ms, m.launch_ms, m.first_token_ms) == (0.0,) * 5
+    request.arrival_s, request.submitted_s, request.prefill_s = 1.0, 2.0, 4.0
+    m = request.metrics()
+    assert (m.tokenize_ms, m.queue_ms) == (1e3, 2e3)
+    assert m.ttft_ms == m.prefill_ms == m.launch_ms == m.decode_ms == 0

@@ -149,6 +149,20 @@ def test_order_of_equal_masses(device) -> None:
         assert thresholds(x[:, order], 1.0, 0.9, 0) == first
 
 
+def test_the_process_s_default_dtype(device) -> None:
+    """Bug: where a user computes in float64 by default, so is the threshold of rows without a
+    filter, and whoever draws is refused."""
+    logits_TV = torch.tensor([[1.0, 3.0, 2.0]], dtype=torch.float32, device=device)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        for top_k, least in ((0, -math.inf), (2, 2.0)):
+            found = thresholds(logits_TV, 1.0, 1.0, top_k, 0.0)
+            assert found.dtype == torch.float32 and found.item() == least
+    finally:
+        torch.set_default_dtype(before)
+
+
 def test_refuses(device) -> None:
     """Bug: integers, a transposed matrix or settings of other rows read as if they were right."""
     logits = torch.randn(4, 6, device=device)

@@ -95,6 +95,15 @@ def test_model_that_is_no_name(cli: Run, model: str, part: str) -> None:
     refused(cli("--prompt", "x", "--draft", model), part)
 
 
+def test_empty_names_are_not_the_bundled_models() -> None:
+    """Bug: an unset shell variable makes `doctor` examine the bundled pair, and drafts for it."""
+    for command in (["doctor", ""], ["doctor", "tiny", "--draft", ""]):
+        done = CliRunner().invoke(main, command)
+        assert done.exit_code == 1 and "name is empty" in done.stdout
+    for pair in (["--draft", ""], ["tiny-hybrid", "--draft", ""]):
+        refused(CliRunner().invoke(main, ["run", "--prompt", "x", *pair]), "name is empty")
+
+
 def test_drafter_of_another_target(cli: Run, target: Path, tmp_path: Path) -> None:
     """Bug: a drafter of another size fails in a matmul, or drafts rubbish."""
     other = make_target(tmp_path / "other", hidden=32, layers=3)

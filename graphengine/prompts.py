@@ -38,7 +38,7 @@ def read_prompt_file(path: Path) -> list[Conversation]:
         if not line.strip():
             continue
         try:
-            entry = json.loads(line)
+            entry = json.loads(line, object_pairs_hook=_object)
         except (ValueError, RecursionError) as error:
             raise ValueError(f"{path}, line {number}: not JSON ({error}); {_FORMAT}") from error
         turns = _turns(entry)
@@ -49,6 +49,12 @@ def read_prompt_file(path: Path) -> list[Conversation]:
     if not found:
         raise ValueError(f"{path}: holds no prompt; {_FORMAT} on each line")
     return found
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any] | None:
+    """None where a key stands twice, of which JSON's reader would drop one."""
+    found = dict(pairs)
+    return found if len(found) == len(pairs) else None
 
 
 def _turns(entry: Any) -> Conversation | None:

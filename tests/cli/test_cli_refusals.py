@@ -234,7 +234,14 @@ def test_a_file_without_end_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    "line", ['{"prompt": [1, true]}', '{"prompt": "a", "turns": ["b"]}', '{"prompt": []}', "{}"]
+    "line",
+    [
+        '{"prompt": [1, true]}',
+        '{"prompt": "a", "turns": ["b"]}',
+        '{"prompt": "a", "prompt": "b"}',
+        '{"prompt": []}',
+        "{}",
+    ],
 )
 def test_lines_that_are_almost_right(tmp_path: Path, line: str) -> None:
     """Bug: true is taken for token 1, or of two prompts in a line one is dropped."""

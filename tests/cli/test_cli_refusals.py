@@ -34,6 +34,7 @@ def test_bad_bucket(cli: Run, value: str) -> None:
         ('{"turns": ["a", 3]}\n', ["line 1", "expected"]),
         ('{"prompt": 3}\n', ["line 1", "expected"]),
         ("[" * 100_000, ["line 1", "not JSON"]),
+        ('{"prompt": "a"}\n{"turns": ["a", "\\ud83d"]}\n', ["line 2", r"'\ud83d'"]),
         (b"\xff\xfe\x00", ["not UTF-8"]),
     ],
 )

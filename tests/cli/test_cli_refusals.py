@@ -8,6 +8,7 @@ import pytest
 from click.testing import CliRunner
 
 from graphengine.cli.main import main
+from graphengine.cli.run import collect_prompts
 from graphengine.config.declaration import declarations
 from graphengine.config.options import Options, SamplingParams
 from graphengine.prompts import read_prompt_file
@@ -232,6 +233,15 @@ def test_a_file_without_end_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("graphengine.prompts.MAX_CHARS", 1 << 16)
     with pytest.raises(ValueError, match="more than 65536 characters"):
         read_prompt_file(Path("/dev/zero"))
+
+
+def test_a_pipe_without_end_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: `run < /dev/zero` is read until memory ends."""
+    monkeypatch.setattr("graphengine.cli.run.MAX_CHARS", 1 << 16)
+    with Path("/dev/zero").open() as zeros:
+        monkeypatch.setattr("sys.stdin", zeros)
+        with pytest.raises(ValueError, match="more than 65536 characters"):
+            collect_prompts((), None)
 
 
 @pytest.mark.parametrize(

@@ -190,7 +190,7 @@ def test_runtime_failures(cli: Run, monkeypatch: pytest.MonkeyPatch, error: Exce
         (["--temperature", "1", "--seed", "-3"], ["seed is -3"]),
         (["--top-p", "0.9"], ["change nothing at temperature 0"]),
         (["--min-p", "0.9"], ["change nothing at temperature 0"]),
-        (["--repetition-penalty", "0"], ["repetition_penalty is 0.0", "0 < x"]),
+        (["--repetition-penalty", "0"], ["repetition_penalty is 0.0", "1e-06 <= x"]),
         (["--presence-penalty", "3"], ["presence_penalty is 3.0", "-2 <= x <= 2"]),
         (["--logit-bias", "5"], ["logit_bias has '5='", "50=-100,7=2.5"]),
         (["--logit-bias", "5=1,6=-200"], ["logit_bias has '6=-200'", "-100 to 100"]),

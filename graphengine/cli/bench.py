@@ -134,6 +134,7 @@ def bench(model: str | None, draft: str | None, **options: Any) -> None:
     context = longest_context(model, draft, max(lengths) + output_len + 256)
     if prefill and options["input_len"] is None:
         lengths = tuple(n for n in lengths if n + output_len <= context) or (1,)
+    _check_lengths(options, lengths, context)
     options["input_lens"], asked["max_model_len"] = lengths, context
     rates = Rates(read_bandwidth_gbps(), matmul_tflops() if prefill else 0.0)
     rows: list[Row] = []
@@ -240,6 +241,19 @@ def _input_lens(options: dict[str, Any]) -> tuple[int, ...]:
             f"{half} tokens half-way; pass more than {half} or a smaller --output-len"
         )
     return tuple(length - half for length in options["context"])
+
+
+def _check_lengths(options: dict[str, Any], lengths: tuple[int, ...], context: int) -> None:
+    """Refuses a prompt past the context before anything is measured, which would be lost."""
+    asked = "input_len" if options["context"] is None else "context"
+    least = (options["output_len"] or 1) if options["prefill"] else 1
+    behind = f" and --output-len {least}" if least > 1 else ""
+    for given, length in zip(options[asked] or lengths, lengths, strict=True):
+        if length + least > context:
+            raise ValueError(
+                f"--{asked.replace('_', '-')} {given}: prompts of {length} tokens{behind} do not "
+                f"fit, these models have a context of {context}; pass less"
+            )
 
 
 def _measure(

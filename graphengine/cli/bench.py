@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from dataclasses import asdict
 from functools import partial
+from itertools import product
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -260,25 +261,27 @@ def _measure(
     engine: Engine, label: str, options: dict[str, Any], read_gbps: float, console: Console
 ) -> list[Row]:
     """All cases of one engine."""
-    from graphengine.measure.bench import Case, run_case
+    from graphengine.measure.bench import Case, check_pool, run_case
     from graphengine.measure.report import Row
 
     rows: list[Row] = []
-    for input_len in options["input_lens"]:
-        for bucket in engine.config.buckets:
-            case = Case(
-                bucket=bucket,
-                input_len=input_len,
-                warmup=options["warmup"],
-                **{name: options[name] for name in _SHARED_BY_CASES},
-            )
-            result = run_case(engine, case)
-            numbers = dict(result.numbers(read_gbps))
-            rows.append(Row(label, f"bucket_{bucket}_input_{input_len}", result, numbers))
-            console.print(
-                f"{label:22} bucket {bucket:3} input {input_len:6}  "
-                f"step {numbers['step_p50_ms']:.3f} ms  host {numbers['host_p50_ms']:.3f} ms"
-            )
+    cases = list(product(options["input_lens"], engine.config.buckets))
+    for input_len, bucket in cases:
+        check_pool(engine, bucket, input_len, options["output_len"])
+    for input_len, bucket in cases:
+        case = Case(
+            bucket=bucket,
+            input_len=input_len,
+            warmup=options["warmup"],
+            **{name: options[name] for name in _SHARED_BY_CASES},
+        )
+        result = run_case(engine, case)
+        numbers = dict(result.numbers(read_gbps))
+        rows.append(Row(label, f"bucket_{bucket}_input_{input_len}", result, numbers))
+        console.print(
+            f"{label:22} bucket {bucket:3} input {input_len:6}  "
+            f"step {numbers['step_p50_ms']:.3f} ms  host {numbers['host_p50_ms']:.3f} ms"
+        )
     return rows
 
 

@@ -38,17 +38,27 @@ def read_prompt_file(path: Path) -> list[Conversation]:
         if not line.strip():
             continue
         try:
-            entry = json.loads(line)
+            entry = json.loads(line, object_pairs_hook=_object)
         except (ValueError, RecursionError) as error:
             raise ValueError(f"{path}, line {number}: not JSON ({error}); {_FORMAT}") from error
         turns = _turns(entry)
         if turns is None:
             shown = line if len(line) <= 60 else line[:57] + "..."
             raise ValueError(f"{path}, line {number}: {shown}; {_FORMAT}")
+        if (lone := _lone_surrogate(turns)) is not None:
+            raise ValueError(
+                f"{path}, line {number}: {lone!r} is half of a character; write the whole character"
+            )
         found.append(turns)
     if not found:
         raise ValueError(f"{path}: holds no prompt; {_FORMAT} on each line")
     return found
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any] | None:
+    """None where a key stands twice, of which JSON's reader would drop one."""
+    found = dict(pairs)
+    return found if len(found) == len(pairs) else None
 
 
 def _turns(entry: Any) -> Conversation | None:
@@ -63,3 +73,9 @@ def _turns(entry: Any) -> Conversation | None:
         right = prompt and all(type(token) is int for token in prompt)
         return [prompt] if right else None
     return [prompt] if isinstance(prompt, str) else None
+
+
+def _lone_surrogate(turns: Conversation) -> str | None:
+    """What JSON can spell and no tokenizer takes."""
+    text = "".join(turn for turn in turns if isinstance(turn, str))
+    return next((char for char in text if "\ud800" <= char <= "\udfff"), None)

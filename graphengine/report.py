@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, cast
 
 from rich import box
 from rich.console import Console
@@ -97,12 +98,31 @@ def labelled(answers: Sequence[Answer]) -> list[tuple[str, Answer]]:
     return [(f"{a.index + 1}{turn}", a) for a, turn in zip(answers, turns, strict=True)]
 
 
+class _Stderr:
+    """stderr; a note that cannot be written (a full disk, a reader that left) costs nobody an
+    answer."""
+
+    def write(self, text: str) -> None:
+        with suppress(OSError):
+            sys.stderr.write(text)
+
+    def flush(self) -> None:
+        with suppress(OSError):
+            sys.stderr.flush()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(sys.stderr, name)
+
+
 def stderr_console(quiet: bool) -> Console:
     """Where notes and tables go; no colour codes unless stderr is a terminal."""
     plain: dict[str, Any] = {}
     if sys.stderr is None or not sys.stderr.isatty():  # None: closed by the shell
         plain = {"force_terminal": False, "color_system": None, "width": PIPE_WIDTH}
-    return Console(stderr=True, quiet=quiet, highlight=False, **plain)
+    if sys.stderr is None:
+        return Console(stderr=True, quiet=quiet, highlight=False, **plain)
+    file = cast("IO[str]", _Stderr())
+    return Console(file=file, quiet=quiet, highlight=False, **plain)
 
 
 def print_note(console: Console, text: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 from typing import Any
 
@@ -89,3 +90,18 @@ def test_seconds_until_the_first_token() -> None:
 def test_seconds_of_a_chat() -> None:
     """Bug: a chat's throughput leaves the time of its prompts out."""
     assert report.answering_seconds([answer(0), answer(0, 1)]) == 4.0
+
+
+class FullDisk(io.StringIO):
+    def write(self, text: str) -> int:
+        raise OSError(errno.ENOSPC, text)
+
+    def flush(self) -> None:
+        self.write("")
+
+
+def test_notes_that_cannot_be_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: a full disk under stderr ends `run` at its first note, and no answer reaches stdout."""
+    monkeypatch.setattr("sys.stderr", FullDisk())
+    report.print_note(report.stderr_console(quiet=False), "loading")
+    report.print_failures([answer(error="lost")])

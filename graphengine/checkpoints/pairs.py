@@ -33,7 +33,7 @@ def named_pair(model: str | Path | None, draft: str | Path | None) -> tuple[str,
     """
     model = "tiny" if model is None else model
     if (bundled := BUNDLED.get(str(model))) is not None:
-        model, draft = bundled[0], draft or bundled[1]
+        model, draft = bundled[0], bundled[1] if draft is None else draft
     directory = resolve(model)
     config, source = read_json(directory / "config.json")
     if "speculators_model_type" not in config:
@@ -49,7 +49,8 @@ def named_pair(model: str | Path | None, draft: str | Path | None) -> tuple[str,
             f"{source}: a drafter whose speculators_config names no verifier; pass its target as "
             f"MODEL and --draft {model}"
         )
-    return verifier_of(directory, verifier), None if draft == NO_DRAFT else str(draft or model)
+    draft = model if draft is None else draft
+    return verifier_of(directory, verifier), None if draft == NO_DRAFT else str(draft)
 
 
 def verifier_of(directory: Path, name: str) -> str:

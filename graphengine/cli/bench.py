@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from dataclasses import asdict
 from functools import partial
+from itertools import product
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -134,6 +135,7 @@ def bench(model: str | None, draft: str | None, **options: Any) -> None:
     context = longest_context(model, draft, max(lengths) + output_len + 256)
     if prefill and options["input_len"] is None:
         lengths = tuple(n for n in lengths if n + output_len <= context) or (1,)
+    _check_lengths(options, lengths, context)
     options["input_lens"], asked["max_model_len"] = lengths, context
     rates = Rates(read_bandwidth_gbps(), matmul_tflops() if prefill else 0.0)
     rows: list[Row] = []
@@ -242,29 +244,44 @@ def _input_lens(options: dict[str, Any]) -> tuple[int, ...]:
     return tuple(length - half for length in options["context"])
 
 
+def _check_lengths(options: dict[str, Any], lengths: tuple[int, ...], context: int) -> None:
+    """Refuses a prompt past the context before anything is measured, which would be lost."""
+    asked = "input_len" if options["context"] is None else "context"
+    least = (options["output_len"] or 1) if options["prefill"] else 1
+    behind = f" and --output-len {least}" if least > 1 else ""
+    for given, length in zip(options[asked] or lengths, lengths, strict=True):
+        if length + least > context:
+            raise ValueError(
+                f"--{asked.replace('_', '-')} {given}: prompts of {length} tokens{behind} do not "
+                f"fit, these models have a context of {context}; pass less"
+            )
+
+
 def _measure(
     engine: Engine, label: str, options: dict[str, Any], read_gbps: float, console: Console
 ) -> list[Row]:
     """All cases of one engine."""
-    from graphengine.measure.bench import Case, run_case
+    from graphengine.measure.bench import Case, check_pool, run_case
     from graphengine.measure.report import Row
 
     rows: list[Row] = []
-    for input_len in options["input_lens"]:
-        for bucket in engine.config.buckets:
-            case = Case(
-                bucket=bucket,
-                input_len=input_len,
-                warmup=options["warmup"],
-                **{name: options[name] for name in _SHARED_BY_CASES},
-            )
-            result = run_case(engine, case)
-            numbers = dict(result.numbers(read_gbps))
-            rows.append(Row(label, f"bucket_{bucket}_input_{input_len}", result, numbers))
-            console.print(
-                f"{label:22} bucket {bucket:3} input {input_len:6}  "
-                f"step {numbers['step_p50_ms']:.3f} ms  host {numbers['host_p50_ms']:.3f} ms"
-            )
+    cases = list(product(options["input_lens"], engine.config.buckets))
+    for input_len, bucket in cases:
+        check_pool(engine, bucket, input_len, options["output_len"])
+    for input_len, bucket in cases:
+        case = Case(
+            bucket=bucket,
+            input_len=input_len,
+            warmup=options["warmup"],
+            **{name: options[name] for name in _SHARED_BY_CASES},
+        )
+        result = run_case(engine, case)
+        numbers = dict(result.numbers(read_gbps))
+        rows.append(Row(label, f"bucket_{bucket}_input_{input_len}", result, numbers))
+        console.print(
+            f"{label:22} bucket {bucket:3} input {input_len:6}  "
+            f"step {numbers['step_p50_ms']:.3f} ms  host {numbers['host_p50_ms']:.3f} ms"
+        )
     return rows
 
 

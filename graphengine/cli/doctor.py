@@ -41,9 +41,10 @@ def doctor(ctx: click.Context, model: str | None, draft: str | None, **options: 
     from graphengine.doctor.doctor import examine
 
     as_json = options.pop("as_json")
-    if (bundled := BUNDLED.get(model or "tiny")) is not None:
-        model, draft = str(bundled[0]), draft or str(bundled[1])
-    found = examine(model or "", draft, Options(**options))
+    model = "tiny" if model is None else model
+    if (bundled := BUNDLED.get(model)) is not None:
+        model, draft = str(bundled[0]), str(bundled[1]) if draft is None else draft
+    found = examine(model, draft, Options(**options))
     if as_json:
         click.echo(json.dumps(found.to_json()))
     else:

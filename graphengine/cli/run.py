@@ -12,7 +12,7 @@ import click
 from graphengine.cli import options as shared
 from graphengine.config.constraint import constraint_of
 from graphengine.config.options import SamplingParams, adjusts
-from graphengine.prompts import Conversation, read_prompt_file
+from graphengine.prompts import MAX_CHARS, Conversation, read_prompt_file
 
 STARTED_S = time.perf_counter()  # the start-up table counts from here
 
@@ -48,9 +48,11 @@ def collect_prompts(prompts: tuple[str, ...], file: Path | None) -> list[Convers
     if sys.stdin.isatty():
         return None
     try:
-        text = sys.stdin.read()
+        text = sys.stdin.read(MAX_CHARS + 1)
     except UnicodeDecodeError as error:
         raise ValueError(f"stdin is not UTF-8 text ({error}); convert it") from error
+    if len(text) > MAX_CHARS:
+        raise ValueError(f"stdin holds more than {MAX_CHARS} characters; pass a shorter prompt")
     if not text.strip():
         raise ValueError(_NO_PROMPT + " (stdin is empty)")
     return [[text.removesuffix("\n")]]

@@ -170,6 +170,13 @@ def verify(ctx: click.Context, model: str | None, draft: str | None, **options: 
     if options["max_model_len"] is None:  # no pool larger than needed
         wanted = max(map(len, ids)) + options["max_new_tokens"]
         options["max_model_len"] = longest_context(model, draft, wanted)
+    longest, context = max(map(len, ids)), options["max_model_len"]
+    if longest >= context:
+        raise ValueError(
+            f"a prompt has {longest} tokens, the context holds {context} and at least one must be "
+            "left to generate; pass --prompt-file with shorter ones, or a larger --max-model-len "
+            "if the models allow it"
+        )
     console = stderr_console(options["quiet"] or options["as_json"])
     run = _Run(model, draft, mode, tokenizer, ids, options, console)
     if not (run.compare_draws() if is_sampled else run.compare_tokens(num_counted)):

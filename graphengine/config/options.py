@@ -263,7 +263,7 @@ class SamplingParams(Checked):
         1.0,
         "Above 1 makes what the prompt or the answer holds less likely: a positive logit is "
         "divided by it, a negative one multiplied.",
-        above=0,
+        low=1e-6,  # past either a logit overflows
         high=1e6,
         commands=_RUN,
     )

@@ -9,11 +9,12 @@ Pure but for `examine`'s reading; whatever a file holds ends as a finding (`find
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from graphengine.checkpoints.pairs import NGRAM, NO_DRAFT, verifier_of
+from graphengine.config.draft import DraftSpec, NgramConfig
 from graphengine.config.draft_length import longest_draft
 from graphengine.config.options import Options
 from graphengine.doctor.experts import block_findings
@@ -68,12 +69,15 @@ def examine(
 
     Args:
         target_name: a drafter that names its target (speculators) may stand here for both.
-        draft_name: "none" decodes plainly, whatever the target's files say.
+        draft_name: "none" decodes plainly and "ngram" has no files, whatever the target's say.
         host: default: the current machine.
     """
     target = read_model_files(target_name, with_tokenizer=True)
-    plain = draft_name in (None, NO_DRAFT, NGRAM)
-    draft = None if plain else read_model_files(str(draft_name), with_tokenizer=False)
+    draft: ModelFiles | NgramConfig | None = None
+    if draft_name == NGRAM:
+        draft = NgramConfig()
+    elif draft_name not in (None, NO_DRAFT):
+        draft = read_model_files(str(draft_name), with_tokenizer=False)
     found: list[Finding] = []
     if target.directory is not None and "speculators_model_type" in (target.config or {}):
         alone, _ = parse_draft(target)
@@ -84,29 +88,37 @@ def examine(
             name = verifier_of(target.directory, alone.verifier)
             target = read_model_files(name, with_tokenizer=True)
     findings, plan = diagnose(target, draft, options, host or read_host())
-    return Examination(target.name, draft.name if draft else None, (*found, *findings), plan)
+    name = draft.name if isinstance(draft, ModelFiles) else draft and NGRAM
+    return Examination(target.name, name, (*found, *findings), plan)
 
 
 def diagnose(
-    target_files: ModelFiles, draft_files: ModelFiles | None, options: Options, host: Host
+    target_files: ModelFiles,
+    drafter: ModelFiles | NgramConfig | None,
+    options: Options,
+    host: Host,
 ) -> tuple[list[Finding], MemoryPlan | None]:
     """Every finding about these files on this machine. Pure."""
     target, found = parse_target(target_files)
     if target is not None:
         found += guarded("target", target_findings(target_files, target))
-    draft, plan = None, None
-    if draft_files is not None:
-        draft, parsed = parse_draft(draft_files)
+    draft: DraftSpec | None = None
+    draft_names: Collection[str] = ()
+    plan = None
+    if isinstance(drafter, NgramConfig):
+        draft = drafter
+    elif drafter is not None:
+        draft_names = drafter.headers or ()
+        draft, parsed = parse_draft(drafter)
         found += parsed
         if draft is not None:
-            found += guarded("draft", draft_findings(draft_files, draft))
+            found += guarded("draft", draft_findings(drafter, draft))
             if target is not None:
-                pair = pair_findings(target_files, target, draft_files, draft)
-                found += guarded("pair", pair)
+                found += guarded("pair", pair_findings(target_files, target, drafter, draft))
     if target is not None and target.moe is not None:
         found += guarded("experts", block_findings(target, target.moe, draft))
     found += host_findings(host)
-    if target is None or (draft_files is not None and draft is None):
+    if target is None or (drafter is not None and draft is None):
         return found, None
 
     def run() -> Iterator[Finding]:
@@ -115,9 +127,8 @@ def diagnose(
         yield from resolved
         if config is not None:
             memory = host.memory if config.device == "cuda" else None
-            names = (draft_files.headers if draft_files else None) or ()
             longest = longest_draft(config, draft) if draft else None
-            plan, planned = plan_findings(config, options, target, longest, memory, names)
+            plan, planned = plan_findings(config, options, target, longest, memory, draft_names)
             yield from planned
             yield from speed_findings(host, config, target, draft)
 

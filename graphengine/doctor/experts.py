@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from graphengine import names
-from graphengine.config.draft import DraftConfig
+from graphengine.config.draft import DraftSpec
 from graphengine.config.model import ModelConfig
 from graphengine.config.moe import MoeConfig
 from graphengine.doctor.findings import Finding, info
@@ -26,14 +26,14 @@ def verify_bytes(target: ModelConfig, num_rows: int) -> int:
     return segment_bytes(target, None, _BF16, _BF16, num_rows)["decode"]
 
 
-def step_bytes(target: ModelConfig, draft: DraftConfig | None, num_rows: int) -> int:
+def step_bytes(target: ModelConfig, draft: DraftSpec | None, num_rows: int) -> int:
     """The same of a step, the drafter's weights with it."""
     if draft is None:
         return verify_bytes(target, num_rows)
     return segment_bytes(target, draft, _BF16, _BF16, num_rows)[names.SPECULATE]
 
 
-def break_even_tokens(target: ModelConfig, draft: DraftConfig | None, num_rows: int) -> float:
+def break_even_tokens(target: ModelConfig, draft: DraftSpec | None, num_rows: int) -> float:
     """Tokens a step, the bonus included, at which drafting and plain decoding are equally fast.
 
     `(draft + verify(rows)) / verify(1)`, in bytes.
@@ -42,7 +42,7 @@ def break_even_tokens(target: ModelConfig, draft: DraftConfig | None, num_rows: 
 
 
 def block_findings(
-    target: ModelConfig, moe: MoeConfig, draft: DraftConfig | None
+    target: ModelConfig, moe: MoeConfig, draft: DraftSpec | None
 ) -> Iterator[Finding]:
     """Experts, bytes and break-even of a block of 1, 8 and 16 rows, and of the drafter's own."""
     own = {draft.num_verify_rows} if draft is not None else set()
@@ -60,7 +60,7 @@ def block_findings(
         yield _width_finding(target, draft)
 
 
-def _width_finding(target: ModelConfig, draft: DraftConfig) -> Finding:
+def _width_finding(target: ModelConfig, draft: DraftSpec) -> Finding:
     """What a start would choose if bytes were all that a step costs."""
     whole = draft.num_verify_rows
     cost: dict[int, float] = {w: step_bytes(target, draft, w) for w in widths_of(whole)}

@@ -13,7 +13,7 @@ from itertools import takewhile
 import torch
 
 from graphengine.config.bytesize import format_bytes
-from graphengine.config.draft import DraftConfig
+from graphengine.config.draft import DraftConfig, DraftSpec
 from graphengine.config.draft_length import draft_at
 from graphengine.config.engine import EngineConfig
 from graphengine.config.model import ModelConfig
@@ -121,7 +121,7 @@ def _gpu(host: Host) -> Iterator[Finding]:
 
 
 def speed_findings(
-    host: Host, config: EngineConfig, target: ModelConfig, draft: DraftConfig | None
+    host: Host, config: EngineConfig, target: ModelConfig, draft: DraftSpec | None
 ) -> Iterator[Finding]:
     """What this run would leave on the table."""
     on_gpu = config.device == "cuda"
@@ -150,7 +150,7 @@ def speed_findings(
     if config.graph_mode == "none":
         remedy = "use --graph-mode piecewise or full: launches cost more than the kernels"
         yield warning("speed.graphs", "none", remedy)
-    if draft is not None:
+    if isinstance(draft, DraftConfig):
         yield from _drafter(config, draft, is_hopper)
 
 

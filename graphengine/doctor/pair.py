@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from graphengine.config.draft import DraftConfig
+from graphengine.config.draft import DraftConfig, DraftSpec
 from graphengine.config.engine import EngineConfig
 from graphengine.config.model import ModelConfig
 from graphengine.config.options import Options
@@ -113,7 +113,7 @@ def _verifier(files: ModelFiles, verifier: str) -> Finding:
 
 
 def resolve_run(
-    options: Options, target: ModelConfig, draft: DraftConfig | None
+    options: Options, target: ModelConfig, draft: DraftSpec | None
 ) -> tuple[EngineConfig | None, list[Finding]]:
     """How a run with these options would be set up, or why it is refused."""
     try:
@@ -132,7 +132,7 @@ def plan_findings(
     config: EngineConfig,
     options: Options,
     target: ModelConfig,
-    draft: DraftConfig | None,
+    draft: DraftSpec | None,
     memory: DeviceMemory | None,
     draft_names: Collection[str] = (),
 ) -> tuple[MemoryPlan | None, list[Finding]]:

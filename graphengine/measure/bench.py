@@ -27,7 +27,7 @@ from graphengine import names
 from graphengine.api import Engine
 from graphengine.checkpoints.hub import preset_names
 from graphengine.config.draft_length import draft_at
-from graphengine.decode.kvcache import page_bytes
+from graphengine.decode.kvcache import page_bytes, pages_for
 from graphengine.decode.loop import DecodeLoop, StepOutput, Watch
 from graphengine.decode.request import Request
 from graphengine.measure.busy import busy_fraction
@@ -117,6 +117,22 @@ class CaseResult:
                 "gpu_busy_fraction": self.busy_fraction,  # as measured: above 1 is noise
             }
         return numbers
+
+
+def check_pool(engine: Engine, num_requests: int, input_len: int, output_len: int) -> None:
+    """Refuses what no measurement can hold, before any has been made that would be lost.
+
+    Raises:
+        ValueError: the K/V pool does not hold so many requests at once.
+    """
+    config, loop = engine.config, engine.built.loop
+    longest = min(input_len + output_len, config.max_model_len)
+    num_held = loop.allocator.num_usable // pages_for(longest + loop.block, config.page_size)
+    if num_held < num_requests:
+        raise ValueError(
+            f"K/V for {num_held} of {num_requests} prompts of {input_len} tokens; raise "
+            "--kv-cache-memory or lower --bucket, --input-len or --output-len"
+        )
 
 
 def run_case(engine: Engine, case: Case) -> CaseResult:

@@ -21,7 +21,7 @@ import torch
 from graphengine.api import Engine, GenerationResult
 from graphengine.config.draft import DraftConfig
 from graphengine.config.model import ModelConfig
-from graphengine.decode.kvcache import pages_for
+from graphengine.measure.bench import check_pool
 from graphengine.measure.rates import Rates
 from graphengine.models import decoder, dflash
 from graphengine.models.decoder import layer_kinds
@@ -64,6 +64,9 @@ def run_prefills(
         note: told each case's outcome.
         output_len: of whole requests, timed at batch 1 too; None: of none.
     """
+    for input_len in input_lens:
+        for batch in engine.config.buckets:
+            check_pool(engine, batch, input_len, output_len if output_len and batch == 1 else 1)
     found: dict[str, Any] = {"first_request": first_request(engine, input_lens[0], seed)}
     for input_len in input_lens:
         for batch in engine.config.buckets:
@@ -87,14 +90,7 @@ def timed_calls(
     Raises:
         ValueError: the context or the K/V pool does not hold the prompts.
     """
-    config, loop = engine.config, engine.built.loop
-    longest = min(case.input_len + max_new_tokens, config.max_model_len)
-    each = pages_for(longest + loop.block, config.page_size)
-    if case.batch * each > loop.allocator.num_usable:
-        raise ValueError(
-            f"K/V for {loop.allocator.num_usable // each} of {case.batch} prompts of "
-            f"{case.input_len} tokens; raise --kv-cache-memory or lower --bucket or --input-len"
-        )
+    check_pool(engine, case.batch, case.input_len, max_new_tokens)
     generator = torch.Generator().manual_seed(case.seed)
     shape, vocab = (1 + case.num_iters, case.batch, case.input_len), engine.built.target.vocab_size
     calls = torch.randint(0, vocab, shape, generator=generator).tolist()

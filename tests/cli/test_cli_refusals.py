@@ -8,6 +8,7 @@ import pytest
 from click.testing import CliRunner
 
 from graphengine.cli.main import main
+from graphengine.cli.run import collect_prompts
 from graphengine.config.declaration import declarations
 from graphengine.config.options import Options, SamplingParams
 from graphengine.prompts import read_prompt_file
@@ -34,6 +35,7 @@ def test_bad_bucket(cli: Run, value: str) -> None:
         ('{"turns": ["a", 3]}\n', ["line 1", "expected"]),
         ('{"prompt": 3}\n', ["line 1", "expected"]),
         ("[" * 100_000, ["line 1", "not JSON"]),
+        ('{"prompt": "a"}\n{"turns": ["a", "\\ud83d"]}\n', ["line 2", r"'\ud83d'"]),
         (b"\xff\xfe\x00", ["not UTF-8"]),
     ],
 )
@@ -93,6 +95,15 @@ def test_model_that_is_no_name(cli: Run, model: str, part: str) -> None:
     bundled model instead of the one that was meant."""
     refused(CliRunner().invoke(main, ["run", model, "--prompt", "x"]), part)
     refused(cli("--prompt", "x", "--draft", model), part)
+
+
+def test_empty_names_are_not_the_bundled_models() -> None:
+    """Bug: an unset shell variable makes `doctor` examine the bundled pair, and drafts for it."""
+    for command in (["doctor", ""], ["doctor", "tiny", "--draft", ""]):
+        done = CliRunner().invoke(main, command)
+        assert done.exit_code == 1 and "name is empty" in done.stdout
+    for pair in (["--draft", ""], ["tiny-hybrid", "--draft", ""]):
+        refused(CliRunner().invoke(main, ["run", "--prompt", "x", *pair]), "name is empty")
 
 
 def test_drafter_of_another_target(cli: Run, target: Path, tmp_path: Path) -> None:
@@ -179,7 +190,7 @@ def test_runtime_failures(cli: Run, monkeypatch: pytest.MonkeyPatch, error: Exce
         (["--temperature", "1", "--seed", "-3"], ["seed is -3"]),
         (["--top-p", "0.9"], ["change nothing at temperature 0"]),
         (["--min-p", "0.9"], ["change nothing at temperature 0"]),
-        (["--repetition-penalty", "0"], ["repetition_penalty is 0.0", "0 < x"]),
+        (["--repetition-penalty", "0"], ["repetition_penalty is 0.0", "1e-06 <= x"]),
         (["--presence-penalty", "3"], ["presence_penalty is 3.0", "-2 <= x <= 2"]),
         (["--logit-bias", "5"], ["logit_bias has '5='", "50=-100,7=2.5"]),
         (["--logit-bias", "5=1,6=-200"], ["logit_bias has '6=-200'", "-100 to 100"]),
@@ -224,8 +235,24 @@ def test_a_file_without_end_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         read_prompt_file(Path("/dev/zero"))
 
 
+def test_a_pipe_without_end_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: `run < /dev/zero` is read until memory ends."""
+    monkeypatch.setattr("graphengine.cli.run.MAX_CHARS", 1 << 16)
+    with Path("/dev/zero").open() as zeros:
+        monkeypatch.setattr("sys.stdin", zeros)
+        with pytest.raises(ValueError, match="more than 65536 characters"):
+            collect_prompts((), None)
+
+
 @pytest.mark.parametrize(
-    "line", ['{"prompt": [1, true]}', '{"prompt": "a", "turns": ["b"]}', '{"prompt": []}', "{}"]
+    "line",
+    [
+        '{"prompt": [1, true]}',
+        '{"prompt": "a", "turns": ["b"]}',
+        '{"prompt": "a", "prompt": "b"}',
+        '{"prompt": []}',
+        "{}",
+    ],
 )
 def test_lines_that_are_almost_right(tmp_path: Path, line: str) -> None:
     """Bug: true is taken for token 1, or of two prompts in a line one is dropped."""

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from graphengine.api import Engine
 from graphengine.checkpoints.hub import TINY_DRAFT, TINY_TARGET
 from graphengine.config.draft import DraftConfig
 from graphengine.doctor.findings import error, guarded, one_line
@@ -38,6 +39,19 @@ def test_good_pairs_have_no_error(pair: tuple[Path, Path], monkeypatch: pytest.M
         warned = {f.name for f in found.findings if f.level == "warning"}
         assert not {name for name in warned if not name.startswith("host.")} - {"speed.device"}
     assert not check(pair[0], None).has_errors
+
+
+def test_a_drafter_without_files(pair: tuple[Path, Path], tmp_path: Path) -> None:
+    """Bug: --draft ngram is examined as no drafter at all, so that options which `run` takes are
+    refused, positions are another number, and a speculators file's own drafter is looked at."""
+    found = check(pair[0], "ngram", num_speculative_tokens=4)
+    assert not found.has_errors, errors(found)
+    assert found.draft == "ngram" and not named(found, "speed.draft")
+    assert "block of 5" in named(found, "run.context")[0].value
+    with Engine.from_pretrained(pair[0], "ngram", num_speculative_tokens=4, device="cpu") as engine:
+        assert engine.num_draft_tokens == 4
+    spec = as_speculators(tmp_path / "spec", pair[1], pair[0])
+    assert check(spec, "ngram").draft == "ngram"
 
 
 def test_what_is_reported(pair: tuple[Path, Path]) -> None:

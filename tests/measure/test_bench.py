@@ -342,6 +342,26 @@ def test_refusals(bench: Bench, args: list[str], parts: list[str]) -> None:
     assert [part for part in parts if part not in text] == []
 
 
+@pytest.mark.parametrize("mode", [[], ["--prefill"], ["--prefill", "--output-len", "8"]])
+def test_a_prompt_past_the_context_is_refused_first(mode: list[str]) -> None:
+    """Bug: shorter prompts are measured for minutes, and a longer one behind them loses it all."""
+    done = CliRunner().invoke(main, [*"bench --device cpu --input-len 8,4090".split(), *mode])
+    assert done.exit_code == 2, done.output
+    assert "--input-len 4090" in done.stderr and "context of 4080" in done.stderr
+    assert "input      8" not in done.stderr
+
+
+@pytest.mark.parametrize("mode", [["--output-len", "8"], ["--prefill"]])
+def test_a_batch_past_the_pool_is_refused_first(mode: list[str]) -> None:
+    """Bug: small batches are measured for minutes, and one that the K/V pool does not hold behind
+    them loses it all."""
+    asked = "bench --device cpu --bucket 1,4 --input-len 8,900 --kv-cache-memory 40MiB"
+    done = CliRunner().invoke(main, [*asked.split(), *mode])
+    assert done.exit_code == 2, done.output
+    assert "K/V for 3 of 4 prompts of 900 tokens" in done.stderr
+    assert "input      8" not in done.stderr
+
+
 # --- the device's share ---
 
 

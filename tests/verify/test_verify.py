@@ -331,6 +331,23 @@ def test_refusals(args: tuple[str, ...], message: str) -> None:
     assert message in " ".join(result.stderr.split())
 
 
+def test_a_prompt_past_the_context(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: a prompt that the models have no room for is refused behind the loading and the cells
+    before it, with an option as its remedy that `verify` has not."""
+
+    def load(*_: object, **__: object) -> None:
+        raise AssertionError
+
+    monkeypatch.setattr("graphengine.api.Engine.from_pretrained", load)
+    path = tmp_path / "ids.jsonl"
+    path.write_text('{"prompt": [5]}\n' + json.dumps({"prompt": [5] * 4080}))
+    result = verify("--prompt-file", str(path), "--bucket", "1")
+    assert result.exit_code == 2, result.output
+    told = " ".join(result.stderr.split())
+    assert "4080 tokens, the context holds 4080" in told and "shorter ones" in told
+    assert "--finish-in-plain-decode" not in told
+
+
 @pytest.mark.parametrize("prompt", ["[5, 2048]", "[-1]"])
 def test_ids_outside_the_vocabulary(tmp_path: Path, prompt: str) -> None:
     """Bug: a token id past the embedding is an IndexError, and on a GPU the end of the device."""

@@ -22,7 +22,7 @@ import os
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import cache
 from typing import Any
 
@@ -30,6 +30,7 @@ import torch
 from torch import Tensor
 
 from graphengine.config.constraint import Constraint
+from graphengine.decode import control_tokens
 
 MAX_KEPT = 64  # compiled grammars, the last asked for
 # Between JSON's tokens: compact, as json.dumps writes it, or indented. Without a bound a weak model
@@ -106,6 +107,7 @@ class Grammars:
         """
         self._json, self._vocab_size, self._ends = tokenizer_json, vocab_size, sorted(ends)
         self._tokenizer: Any = None
+        self._control_ids: dict[str, int] = {}
         self._kept: OrderedDict[Constraint, Grammar] = OrderedDict()
         self._lock = threading.Lock()
 
@@ -115,9 +117,8 @@ class Grammars:
             if self._tokenizer is None:
                 make = _llguidance().LLTokenizer
                 size, ends = self._vocab_size, self._ends
-                self._tokenizer = make(
-                    self._json(), n_vocab=size, eos_token=ends, slices=list(slices)
-                )
+                text, self._control_ids = control_tokens.hidden(self._json())
+                self._tokenizer = make(text, n_vocab=size, eos_token=ends, slices=list(slices))
 
     def matcher(self, constraint: Constraint) -> Matcher:
         """Of an answer that begins.
@@ -140,7 +141,7 @@ class Grammars:
     def _compile(self, constraint: Constraint) -> Grammar:
         kind, text = constraint
         try:
-            source = _source(kind, text)
+            source = _source(kind, text, self._control_ids)
             first = self._make(source)
             reason = _reason(first)
         except Exception as raised:  # whatever its compiler makes of a broken text
@@ -166,7 +167,7 @@ class Grammars:
         return matcher
 
 
-def _source(kind: str, text: str) -> str:
+def _source(kind: str, text: str, control_ids: Mapping[str, int]) -> str:
     """What llguidance compiles."""
     matchers = _llguidance().LLMatcher
     if kind == "json_schema":
@@ -178,7 +179,7 @@ def _source(kind: str, text: str) -> str:
         texts = " | ".join(json.dumps(each) for each in json.loads(text))
         # One token of its lexer: as rules, 2,000 texts are more than a row of its parser holds.
         return matchers.grammar_from_lark(f"start: CHOICE\nCHOICE: {texts}")
-    return matchers.grammar_from_lark(text)
+    return matchers.grammar_from_lark(control_tokens.numbered(text, control_ids))
 
 
 class Matcher:

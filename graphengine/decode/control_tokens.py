@@ -1,0 +1,54 @@
+"""Control tokens apart from text, for llguidance.
+
+Where a grammar leaves no choice, llguidance writes the text with the tokenizer of a tokenizer.json,
+which takes the name of a control token in a text for that token: `choice=["<|im_end|>"]` ended at
+once, with nothing said. So llguidance is given names that no text has, and a Lark grammar's own
+`<think>` its number, which Lark may spell too.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from typing import Any
+
+# Of a Lark grammar, what may hold a name that is none, before what may be one.
+_LARK = re.compile(r'"(?:\\.|[^"\\])*"|//[^\n]*|/(?:\\.|[^/\\\n])+/|<[^<>\n]+>')
+
+
+def hidden(tokenizer_json: str) -> tuple[str, dict[str, int]]:
+    """A tokenizer.json whose control tokens no text is taken for, and their ids by name.
+
+    Control tokens are the special ones, and what llguidance takes for such: `<tool_call>`.
+    """
+    found: dict[str, Any] = json.loads(tokenizer_json)
+    ids: dict[str, int] = {}
+    for token in found.get("added_tokens") or ():
+        name = token["content"]
+        if token["special"] or re.fullmatch(r"<.*>", name):
+            ids[name] = token["id"]
+            token |= {"content": _unseen(name), "special": True}
+    model: dict[str, Any] = found["model"]
+    vocab = model["vocab"]
+    if isinstance(vocab, dict):  # else an added token would get a new id
+        model["vocab"] = {_unseen(t) if t in ids else t: i for t, i in vocab.items()}
+    else:
+        model["vocab"] = [[_unseen(t) if t in ids else t, score] for t, score in vocab]
+    if model.get("unk_token") in ids:
+        model["unk_token"] = _unseen(model["unk_token"])
+    return json.dumps(found), ids
+
+
+def numbered(lark: str, ids: Mapping[str, int]) -> str:
+    """A Lark grammar with control tokens by number: `<think>` is `<[151667]>`."""
+
+    def number(found: re.Match[str]) -> str:
+        name = found[0]
+        return f"<[{ids[name]}]>" if name in ids else name
+
+    return _LARK.sub(number, lark)
+
+
+def _unseen(name: str) -> str:
+    return f"\0{name}"

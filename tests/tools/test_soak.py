@@ -97,11 +97,6 @@ def masks_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(masks, "fill_masks", lambda jobs, mask_TW: mask_TW.fill_(-1))
 
 
-def grows(monkeypatch: pytest.MonkeyPatch) -> None:
-    sizes = iter(range(100 << 20, 99 << 30, 64 << 20))
-    monkeypatch.setattr(soak_tool, "rss_bytes", lambda: next(sizes))
-
-
 @pytest.mark.parametrize(
     ("break_", "message"),
     [
@@ -111,7 +106,6 @@ def grows(monkeypatch: pytest.MonkeyPatch) -> None:
         (swaps_a_row, "was said, not"),
         (masks_a_token_too_many, "was said, not"),
         (masks_nothing, "the grammar cannot be followed"),
-        (grows, "the process grew by"),
     ],
 )
 def test_it_notices(
@@ -127,6 +121,29 @@ def test_it_notices(
     printed = capsys.readouterr()
     found = json.loads(printed.out.splitlines()[-1])
     assert not found["passed"] and message in found["reason"] and "FAILED" in printed.err
+
+
+class Idle:
+    """A soak that only counts."""
+
+    def __init__(self) -> None:
+        self.counts = {"steps": 0, "requests": 0}
+
+    def step(self) -> None:
+        self.counts["steps"] += 1
+
+    def check(self) -> None: ...
+
+    def drain(self) -> None: ...
+
+
+def test_it_notices_growth(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: a soak that cannot fail where memory is lost."""
+    sizes = iter(range(100 << 20, 99 << 30, 64 << 20))
+    monkeypatch.setattr(soak_tool, "rss_bytes", lambda: next(sizes))
+    idle: Any = Idle()
+    with pytest.raises(soak_tool.Leak, match="the process grew by"):
+        soak_tool._run(idle, 300, lambda line: None, is_hybrid=False)
 
 
 def test_recurrent_layers() -> None:

@@ -113,9 +113,10 @@ def resolve_options(options: Options, target: ModelConfig, draft: DraftSpec | No
         if full_draft is None:
             raise ValueError("--simulate-acceptance needs a drafter; pass --draft")
         acceptance_rate(options.simulate_acceptance, full_draft.num_draft_tokens)
-    if options.draft_quantization != "none" and draft is None:
+    if options.draft_quantization != "none" and not (draft and draft.models):
         raise ValueError(
-            f"--draft-quantization {options.draft_quantization} needs a drafter; pass --draft"
+            f"--draft-quantization {options.draft_quantization} needs a drafter; pass --draft with "
+            "one that has weights"
         )
     for name, flag in _NEED_REAL_ACCEPTANCE.items():
         if getattr(options, name) and simulated:

@@ -172,12 +172,12 @@ def resolve_options(options: Options, target: ModelConfig, draft: DraftSpec | No
         # Drawn acceptance says nothing about the drafter; look-up is often wrong by nature.
         "acceptance_floor": 0.0 if simulated or (draft and not draft.models) else floor,
         "fallback": options.fallback and not simulated,
-        # Where nothing is captured they cost memory at most; simulated acceptance has one end.
-        "sampling": not simulated and (options.sampling or mode == "none"),
-        "adjustments": not simulated and (options.adjustments or mode == "none"),
         "max_logprobs": 0 if simulated else logprobs,
-        "structured_outputs": not simulated and (options.structured_outputs or mode == "none"),
     }
+    # Where nothing is captured they cost memory at most; simulated acceptance has one end.
+    for name in ("sampling", "adjustments", "structured_outputs"):
+        wanted = mode == "none" if asked[name] is None else asked[name]
+        decided[name] = wanted and not simulated
     return EngineConfig(**asked | decided)
 
 

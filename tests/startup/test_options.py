@@ -19,3 +19,13 @@ def test_nothing_to_quantize(quantization: Any, draft: str | None) -> None:
     options = Options(device="cpu", draft_quantization=quantization)
     with pytest.raises(ValueError, match=f"--draft-quantization {quantization} needs a drafter"):
         resolve_options(options, *read_configs(TINY_TARGET, draft))
+
+
+@pytest.mark.parametrize("asked", [None, False, True])
+@pytest.mark.parametrize("option", ["sampling", "adjustments", "structured_outputs"])
+def test_what_requests_may_ask(option: str, asked: bool | None) -> None:
+    """Bug: where nothing is captured an engine offers, and takes memory for, what it was asked to
+    be built without."""
+    options: dict[str, Any] = {"device": "cpu", option: asked}
+    config = resolve_options(Options(**options), *read_configs(TINY_TARGET, None))
+    assert getattr(config, option) is (asked is not False)

@@ -159,7 +159,8 @@ def forward_seconds(pair: Pair, num_rows: int) -> tuple[float, float]:
 def _forward_s(forward: Forward, num_rows: int, is_captured: bool) -> float:
     config, layers, embed_VD, head_VD = forward
     vocab = len(embed_VD)
-    h_TD = embed_VD[torch.arange(num_rows, device=embed_VD.device) * max(vocab // num_rows, 1)]
+    row_T = torch.arange(num_rows, device=embed_VD.device) * max(vocab // num_rows, 1)
+    h_TD = embed_VD[row_T % vocab]
     seconds = _seconds(lambda carry: (linear(h_TD, head_VD),), h_TD.device, is_captured)
     kinds = config.layer_kinds
     for kind in dict.fromkeys(kinds):

@@ -178,6 +178,14 @@ def test_a_real_measurement(tmp_path: Path, kind: str) -> None:
         assert engine.config.num_speculative_tokens == (width.num_draft_tokens,)
 
 
+def test_more_rows_than_tokens(tmp_path: Path) -> None:
+    """Bug: a batch with more rows than the vocabulary has tokens ends a start in an IndexError."""
+    target, draft = pair(tmp_path)
+    with Engine.from_pretrained(target, draft, buckets=(33,), max_model_len=32) as engine:
+        assert engine.built.target.vocab_size < 33 * 16
+        assert set(engine.startup.draft_widths[0].step_s) == {1, *widths_of(16)}
+
+
 def test_people_and_results_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Bug: a run drafts fewer tokens than the drafter has and nothing says so or why; or a result
     file breaks its schema on experts."""

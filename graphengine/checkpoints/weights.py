@@ -78,7 +78,8 @@ class Checkpoint(TensorSource):
             raise self._refusal(weight.name, f"has dtype {tensor.dtype}; {_ONLY_FLOATS}")
         if not dtype.is_floating_point and (tensor.is_floating_point() or tensor.is_complex()):
             raise self._refusal(weight.name, f"has dtype {tensor.dtype}; expected integers")
-        return weight.made_of(tensor.to(dtype))
+        # On the CPU it still lies in the file's memory map.
+        return weight.made_of(tensor.to(dtype, copy=self._device.type == "cpu"))
 
     def _read(self, name: str, shape: tuple[int, ...]) -> Tensor:
         handle = self._handles.get(name)

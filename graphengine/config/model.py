@@ -218,6 +218,13 @@ class ModelConfig:
         head_dim = whole.integer("head_dim", maximum=MAX_HEAD_DIM)
         if head_dim % 2:
             raise raw.refusal(f"head_dim {head_dim} is odd; rope needs an even one")
+        rope = RopeConfig.from_hf(raw.values, raw.source, architecture.partial_rotary_factor)
+        turned = rope.rotary_dim(head_dim)
+        if turned % 2 or not turned:
+            raise raw.refusal(
+                f"partial_rotary_factor {rope.partial_rotary_factor} turns {turned} of head_dim "
+                f"{head_dim}; rope needs an even number"
+            )
         return cls(
             model_type=model_type,
             vocab_size=whole.integer("vocab_size"),
@@ -233,7 +240,7 @@ class ModelConfig:
             attention_bias=whole.flag("attention_bias"),
             mlp_bias=architecture.has_mlp_bias and whole.flag("mlp_bias"),
             moe=MoeConfig.from_raw(whole, architecture.moe) if architecture.moe else None,
-            rope=RopeConfig.from_hf(raw.values, raw.source, architecture.partial_rotary_factor),
+            rope=rope,
             eos_token_ids=whole.integers("eos_token_id"),
         )
 

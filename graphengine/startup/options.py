@@ -113,9 +113,10 @@ def resolve_options(options: Options, target: ModelConfig, draft: DraftSpec | No
         if full_draft is None:
             raise ValueError("--simulate-acceptance needs a drafter; pass --draft")
         acceptance_rate(options.simulate_acceptance, full_draft.num_draft_tokens)
-    if options.draft_quantization != "none" and draft is None:
+    if options.draft_quantization != "none" and not (draft and draft.models):
         raise ValueError(
-            f"--draft-quantization {options.draft_quantization} needs a drafter; pass --draft"
+            f"--draft-quantization {options.draft_quantization} needs a drafter; pass --draft with "
+            "one that has weights"
         )
     for name, flag in _NEED_REAL_ACCEPTANCE.items():
         if getattr(options, name) and simulated:
@@ -171,12 +172,12 @@ def resolve_options(options: Options, target: ModelConfig, draft: DraftSpec | No
         # Drawn acceptance says nothing about the drafter; look-up is often wrong by nature.
         "acceptance_floor": 0.0 if simulated or (draft and not draft.models) else floor,
         "fallback": options.fallback and not simulated,
-        # Where nothing is captured they cost memory at most; simulated acceptance has one end.
-        "sampling": not simulated and (options.sampling or mode == "none"),
-        "adjustments": not simulated and (options.adjustments or mode == "none"),
         "max_logprobs": 0 if simulated else logprobs,
-        "structured_outputs": not simulated and (options.structured_outputs or mode == "none"),
     }
+    # Where nothing is captured they cost memory at most; simulated acceptance has one end.
+    for name in ("sampling", "adjustments", "structured_outputs"):
+        wanted = mode == "none" if asked[name] is None else asked[name]
+        decided[name] = wanted and not simulated
     return EngineConfig(**asked | decided)
 
 

@@ -114,6 +114,18 @@ def test_sharded_equals_single(tmp_path: Path) -> None:
         assert torch.equal(a, b)
 
 
+def test_a_file_that_is_written_over(target: Path, drafter: Path) -> None:
+    """Bug: weights lie in the file's memory map, so that a copy over it changes a running engine's
+    tokens, or ends its process."""
+    trees = load_target(target), load_drafter(drafter)
+    before = [tensor.clone() for tensor in flat(trees)]
+    for directory in (target, drafter):
+        file = directory / "model.safetensors"
+        with file.open("r+b") as opened:
+            opened.write(bytes(file.stat().st_size))
+    assert all(map(torch.equal, flat(trees), before))
+
+
 def test_dtype_and_progress(target: Path) -> None:
     """Bug: weights stay in the file's dtype, the rope table is rounded, progress passes the end."""
     seen: list[tuple[int, int]] = []

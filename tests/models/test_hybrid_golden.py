@@ -185,6 +185,16 @@ def test_what_would_change_the_result_is_refused(
         ModelConfig.from_hf(json.loads((directory / "config.json").read_text()))
 
 
+@pytest.mark.parametrize(("head_dim", "turned"), [(20, 5), (12, 3), (2, 0)])
+def test_dims_that_do_not_pair_are_refused(tmp_path: Path, head_dim: int, turned: int) -> None:
+    """Bug: where rope turns an odd number of a head's dims, or none, a target loads and its text is
+    another model's."""
+    directory = make_hybrid(tmp_path, layer_types=[D, A], head_dim=head_dim, tokenizer=False)
+    text = f"partial_rotary_factor 0.25 turns {turned} of head_dim {head_dim}; rope needs an even"
+    with pytest.raises(ValueError, match=text):
+        ModelConfig.from_hf(json.loads((directory / "config.json").read_text()))
+
+
 def test_two_places_for_the_tie_must_agree(tmp_path: Path) -> None:
     """Bug (H26): the head of a published file is tied by one key and its own by the other."""
     directory = make_hybrid(tmp_path, layer_types=[D, A], tokenizer=False)

@@ -1,0 +1,31 @@
+"""What "auto" comes to, and what is taken or refused before anything is loaded."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from graphengine.checkpoints.hub import TINY_TARGET
+from graphengine.config.options import Options
+from graphengine.startup.build import read_configs
+from graphengine.startup.options import resolve_options
+
+
+@pytest.mark.parametrize("quantization", ["fp8", "fp8-dynamic"])
+@pytest.mark.parametrize("draft", [None, "ngram"])
+def test_nothing_to_quantize(quantization: Any, draft: str | None) -> None:
+    """Bug: look-up, which has no weights, is run with FP8 weights in silence."""
+    options = Options(device="cpu", draft_quantization=quantization)
+    with pytest.raises(ValueError, match=f"--draft-quantization {quantization} needs a drafter"):
+        resolve_options(options, *read_configs(TINY_TARGET, draft))
+
+
+@pytest.mark.parametrize("asked", [None, False, True])
+@pytest.mark.parametrize("option", ["sampling", "adjustments", "structured_outputs"])
+def test_what_requests_may_ask(option: str, asked: bool | None) -> None:
+    """Bug: where nothing is captured an engine offers, and takes memory for, what it was asked to
+    be built without."""
+    options: dict[str, Any] = {"device": "cpu", option: asked}
+    config = resolve_options(Options(**options), *read_configs(TINY_TARGET, None))
+    assert getattr(config, option) is (asked is not False)

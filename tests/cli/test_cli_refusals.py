@@ -22,6 +22,12 @@ def test_bad_bucket(cli: Run, value: str) -> None:
     refused(cli("--prompt", "x", "--bucket", value, model=None), "--bucket", repr(value), "1,8,16")
 
 
+@pytest.mark.parametrize("flag", ["--bucket", "--num-speculative-tokens"])
+def test_a_number_of_more_digits_than_python_reads(cli: Run, flag: str) -> None:
+    """Bug: a list with a number of 5,000 digits is a traceback."""
+    refused(cli("--prompt", "x", flag, "9" * 5000), flag, "too large", "1,8,16")
+
+
 @pytest.mark.parametrize(
     ("content", "parts"),
     [

@@ -200,6 +200,7 @@ def test_runtime_failures(cli: Run, monkeypatch: pytest.MonkeyPatch, error: Exce
         (["--presence-penalty", "3"], ["presence_penalty is 3.0", "-2 <= x <= 2"]),
         (["--logit-bias", "5"], ["logit_bias has '5='", "50=-100,7=2.5"]),
         (["--logit-bias", "5=1,6=-200"], ["logit_bias has '6=-200'", "-100 to 100"]),
+        (["--logit-bias", "1=1,7=2,1=2"], ["two numbers for token 1", "pass one"]),
         (["--logit-bias", "99999999=1"], ["logit_bias has [99999999]", "the vocabulary of"]),
         (["--stop-token-ids", "7,-1"], ["stop_token_ids is '7,-1'", "7,99"]),
         (["--stop-token-ids", "99999999"], ["stop_token_ids has [99999999]"]),

@@ -180,6 +180,7 @@ def test_profile_reads_a_chrome_trace(tmp_path: Path) -> None:
         (["--tool", "nsys", "--device", "cpu"], "records a GPU"),
         (["--num-steps", "100000", "--device", "cpu"], "lower --num-steps"),
         (["no-such-model"], "no such model directory"),
+        (["--inside", "facts.json", "--device", "cpu"], "records a GPU"),
     ],
 )
 def test_refusals(

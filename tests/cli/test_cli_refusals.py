@@ -55,6 +55,16 @@ def test_bad_prompt_file(
     refused(cli("--prompt-file", str(path), model=None), "--prompt-file", path, *parts)
 
 
+def test_a_byte_that_is_no_text(cli: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: a prompt with such a byte is refused behind the loading of the weights."""
+
+    def load(*_: object, **__: object) -> None:
+        raise AssertionError
+
+    monkeypatch.setattr("graphengine.api.Engine.from_pretrained", load)
+    refused(cli("--prompt", "x", "--prompt", "a\udcff"), "--prompt", r"'\udcff'", "convert it")
+
+
 def test_prompt_file_of_windows(tmp_path: Path) -> None:
     """Bug: the byte-order mark that Windows' editors write makes the first line no JSON."""
     path = tmp_path / "prompts.jsonl"

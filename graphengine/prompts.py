@@ -45,7 +45,7 @@ def read_prompt_file(path: Path) -> list[Conversation]:
         if turns is None:
             shown = line if len(line) <= 60 else line[:57] + "..."
             raise ValueError(f"{path}, line {number}: {shown}; {_FORMAT}")
-        if (lone := _lone_surrogate(turns)) is not None:
+        if (lone := lone_surrogate(turns)) is not None:
             raise ValueError(
                 f"{path}, line {number}: {lone!r} is half of a character; write the whole character"
             )
@@ -75,7 +75,7 @@ def _turns(entry: Any) -> Conversation | None:
     return [prompt] if isinstance(prompt, str) else None
 
 
-def _lone_surrogate(turns: Conversation) -> str | None:
+def lone_surrogate(turns: Conversation) -> str | None:
     """What JSON can spell and no tokenizer takes."""
     text = "".join(turn for turn in turns if isinstance(turn, str))
     return next((char for char in text if "\ud800" <= char <= "\udfff"), None)

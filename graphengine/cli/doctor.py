@@ -27,7 +27,7 @@ _STYLES = {"ok": "green", "info": "cyan", "warning": "yellow", "error": "bold re
 @click.command("doctor", epilog=_EPILOG)
 @shared.MODEL
 @shared.DRAFT
-@shared.declared("doctor")
+@shared.declared("doctor", lazy_capture=shared.Default(True, "as in graphengine run"))
 @shared.as_json("The findings as JSON on stdout.")
 @click.pass_context
 def doctor(ctx: click.Context, model: str | None, draft: str | None, **options: Any) -> None:
@@ -35,7 +35,8 @@ def doctor(ctx: click.Context, model: str | None, draft: str | None, **options: 
 
     MODEL: a directory, a hub id in the local cache, a preset, or tiny-hybrid; without it the
     bundled tiny pair.
-    Reads config files and the headers of the weights. Options as in `graphengine run`.
+    Reads config files and the headers of the weights. Options of the engine as in `graphengine
+    run`, but for --load-format; those of prompts and answers are not taken.
     """
     from graphengine.checkpoints.hub import BUNDLED
     from graphengine.doctor.doctor import examine

@@ -43,9 +43,12 @@ class IntList(click.ParamType):
         if isinstance(value, tuple):
             return value
         parts = [part.strip() for part in str(value).split(",")]
-        if not all(part.isdecimal() and int(part) > 0 for part in parts):
+        try:
+            numbers = tuple(int(part) if part.isdecimal() else 0 for part in parts)
+        except ValueError as error:  # of more digits than Python reads
+            self.fail(f"a number is too large ({error}); pass integers such as 1,8,16", param, ctx)
+        if min(numbers) < 1:
             self.fail(f"{value!r}: pass integers from 1 up, such as 1,8,16", param, ctx)
-        numbers = tuple(int(part) for part in parts)
         return tuple(dict.fromkeys(numbers)) if self._distinct else numbers
 
 

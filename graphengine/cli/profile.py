@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+from click.core import ParameterSource
 
 from graphengine.cli import options as shared
 
@@ -35,6 +36,9 @@ By hand, with the same names:
   nsys profile -t cuda,nvtx -s none --cpuctxsw=none \\
       graphengine run --nvtx --prompt "Count from 5 to 50 in steps of 5."
 """
+# What says something about a file that is read, alone and beside MODEL.
+_OF_A_FILE = set("model file read_gbps prefill top plot output_json commit as_json".split())
+_OF_ITS_BYTES = set("draft bucket dtype num_speculative_tokens draft_quantization".split())
 _SOURCES = {
     "graph": "nsys, a CUDA graph as one interval (times are close to an unprofiled run's)",
     "node": "nsys, kernels inside CUDA graphs (small kernels read 30-60 % slow; for composition)",
@@ -94,7 +98,8 @@ _SOURCES = {
 @shared.RESULT_FILE
 @shared.as_json("The result as JSON on stdout.")
 @click.option("--inside", type=click.Path(path_type=Path), hidden=True)
-def profile(model: str | None, draft: str | None, **options: Any) -> None:
+@click.pass_context
+def profile(ctx: click.Context, model: str | None, draft: str | None, **options: Any) -> None:
     """Where a decode step of MODEL, or a prefill, waits: wall, busy, idle and the host's time by
     step, class and kernel."""
     from graphengine.measure import profile_run
@@ -102,6 +107,8 @@ def profile(model: str | None, draft: str | None, **options: Any) -> None:
 
     console = stderr_console(quiet=False)
     shared.check_places(options)
+    if options["file"] is not None:
+        _refuse_idle(ctx, has_model=model is not None)
     try:
         if options["inside"] is not None:
             profile_run.run_inside_nsys(model, draft, options)
@@ -117,6 +124,21 @@ def profile(model: str | None, draft: str | None, **options: Any) -> None:
             raise
         raise click.ClickException(str(error)) from error
     _deliver(console, *found, options)
+
+
+def _refuse_idle(ctx: click.Context, has_model: bool) -> None:
+    """Refuses what was typed beside --read and changes nothing there."""
+    for param in ctx.command.params:
+        name = param.name or ""
+        if name in _OF_A_FILE or ctx.get_parameter_source(name) is not ParameterSource.COMMANDLINE:
+            continue
+        if name not in _OF_ITS_BYTES:
+            raise ValueError(f"{param.opts[0]} is of a run, --read makes none; leave it out")
+        if not has_model:
+            raise ValueError(
+                f"{param.opts[0]} beside --read is for the bytes of MODEL; pass that too, or leave "
+                "it out"
+            )
 
 
 def _folder(keep: Path | None) -> Any:

@@ -12,7 +12,7 @@ import click
 from graphengine.cli import options as shared
 from graphengine.config.constraint import constraint_of
 from graphengine.config.options import SamplingParams, adjusts
-from graphengine.prompts import MAX_CHARS, Conversation, read_prompt_file
+from graphengine.prompts import MAX_CHARS, Conversation, lone_surrogate, read_prompt_file
 
 STARTED_S = time.perf_counter()  # the start-up table counts from here
 
@@ -35,7 +35,7 @@ Exit codes: 0 done, 1 failed while running, 2 refused input, 130 interrupted."""
 
 def collect_prompts(prompts: tuple[str, ...], file: Path | None) -> list[Conversation] | None:
     """What to answer: the options' prompts, else piped stdin; None asks on the terminal."""
-    found: list[Conversation] = [[text] for text in prompts]
+    found: list[Conversation] = [[_checked("--prompt", text)] for text in prompts]
     if file is not None:
         try:
             found += read_prompt_file(file)
@@ -55,7 +55,14 @@ def collect_prompts(prompts: tuple[str, ...], file: Path | None) -> list[Convers
         raise ValueError(f"stdin holds more than {MAX_CHARS} characters; pass a shorter prompt")
     if not text.strip():
         raise ValueError(_NO_PROMPT + " (stdin is empty)")
-    return [[text.removesuffix("\n")]]
+    return [[_checked("stdin", text.removesuffix("\n"))]]
+
+
+def _checked(where: str, text: str) -> str:
+    """The text, unless it holds bytes that are no text in this locale, as Python keeps them."""
+    if (lone := lone_surrogate([text])) is not None:
+        raise ValueError(f"{where}: {lone!r} is a byte that is not UTF-8 text; convert it")
+    return text
 
 
 @click.command("run", epilog=_EPILOG)

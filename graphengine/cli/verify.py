@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
+from click.core import ParameterSource
 
 from graphengine.cli import options as shared
 from graphengine.cli.bench import longest_context
@@ -142,6 +143,7 @@ def verify(ctx: click.Context, model: str | None, draft: str | None, **options: 
         )
     if options["all_options"] and is_sampled:
         raise ValueError("--all-options has temperatures of its own; leave out --temperature")
+    _refuse_idle(ctx, is_sampled)
     files = (file,) if file else (PROMPTS, PROBES)
     conversations = [turns for path in files for turns in read_prompt_file(path)]
     if any(len(turns) != 1 for turns in conversations):
@@ -181,6 +183,17 @@ def verify(ctx: click.Context, model: str | None, draft: str | None, **options: 
     run = _Run(model, draft, mode, tokenizer, ids, options, console)
     if not (run.compare_draws() if is_sampled else run.compare_tokens(num_counted)):
         ctx.exit(1)
+
+
+def _refuse_idle(ctx: click.Context, is_sampled: bool) -> None:
+    """Refuses what was typed and says nothing of draws, or of tokens that are compared."""
+    of_draws, of_tokens = ["num_samples"], ["tolerance", "min_identical"]
+    for name in of_tokens if is_sampled else of_draws:
+        if ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE:
+            flag = f"--{name.replace('_', '-')}"
+            if is_sampled:
+                raise ValueError(f"{flag} is of greedy tokens; leave it out, or --temperature")
+            raise ValueError(f"{flag} is of draws; pass a --temperature above 0, or leave it out")
 
 
 class _Run(NamedTuple):

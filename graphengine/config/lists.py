@@ -45,6 +45,8 @@ def parse_bias(name: str, value: Any) -> dict[int, float]:
             pairs = None
             value = f"{token}={bias}"
             break
+        if id in found:
+            raise ValueError(f"{name} has two numbers for token {id}; pass one")
         found[id] = number
     if pairs is None:
         raise ValueError(

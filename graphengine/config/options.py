@@ -37,6 +37,7 @@ def _sizes(value: Any) -> Any:
 
 _DRAFTING = {"of_drafter": True}
 _RUN, _ASKED = frozenset({"run"}), frozenset({"run", "verify"})
+_LOADED = frozenset({"run", "doctor"})
 _MEASURED = frozenset({"run", "bench", "profile"})
 
 
@@ -110,7 +111,7 @@ class Options(Checked):
         "own block: where fewer are drafted, draws are cut off.",
         auto="off",
         metavar="LENGTH",
-        commands=_MEASURED,
+        commands=_MEASURED | {"doctor"},
         **_DRAFTING,
     )
     draft_quantization: DraftQuantization = option(
@@ -129,7 +130,7 @@ class Options(Checked):
     lazy_capture: bool = option(
         False,
         "Build the first batch's bucket alone ahead, each other one at its first use.",
-        commands=_RUN,
+        commands=_LOADED,
     )
     first_batch: int = option(
         1, "With lazy_capture: how many requests come first.", low=1, commands=_API
@@ -140,28 +141,28 @@ class Options(Checked):
         "off.",
         low=0,
         metavar="LENGTH",
-        commands=_RUN,
+        commands=_LOADED,
     )
     fallback: bool = option(
         True,
         "Decode plainly where speculation is measured to be slower; the text is the same.",
-        commands=_RUN,
+        commands=_LOADED,
     )
     finish_in_plain_decode: bool = option(
         False,
         "Use the target's whole context: the last block of it is decoded without the drafter.",
-        commands=frozenset({"run", "doctor"}),
+        commands=_LOADED,
     )
     enable_prefix_caching: bool = option(
         True,
         "Take over the pages of an earlier text that begins alike, with the drafter's context.",
-        commands=_RUN,
+        commands=_LOADED,
     )
     max_num_batched_tokens: int = option(
         512,
         "Rows of prompts that are run between two steps of streams; fewer behind a long text.",
         low=16,
-        commands=_RUN,
+        commands=_LOADED,
     )
     prepare_plain_decode: bool = option(
         False,

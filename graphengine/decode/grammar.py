@@ -41,6 +41,7 @@ SLOW_S = 2e-3  # for the masks of a step; a verify takes longer
 DEAR_LEAD_S = 5e-4  # to go along the drafts, which readers do one after another
 BOUND_S = 0.25  # for the first mask of a grammar, and for the masks of a step twice in a row
 REMEDY = "repeat less (maxLength, maxItems, {m,n}), recurse on the left, allow one reading only"
+NO_BEGINNING = "NoExtensionBias"  # llguidance's word where a first mask allows no token
 # Where any text of up to so many characters may stand, tokens within it are allowed unseen.
 # llguidance's own slices are 10 and 30 long and leave it every token near the bound of a string:
 # with Qwen3's, 634 us a row of the last 20 characters, 415 with these (a cloud CPU).
@@ -154,7 +155,10 @@ class Grammars:
         if took_s > BOUND_S and not reason:
             reason = f"its first mask took {took_s:.2f} s, and {BOUND_S} are allowed"
         if reason:
-            raise ValueError(f"{kind} cannot be used: {reason}; {REMEDY}")
+            remedy = REMEDY
+            if reason == NO_BEGINNING:
+                reason, remedy = "no text that this model can write matches it", "correct it"
+            raise ValueError(f"{kind} cannot be used: {reason}; {remedy}")
         return Grammar(first, lambda: self._warm(self._make(source)))
 
     def _make(self, source: str) -> Any:

@@ -182,11 +182,9 @@ class DecodeLoop:
         if not isinstance(max_new_tokens, Integral) or max_new_tokens < 1:
             raise ValueError(f"max_new_tokens is {max_new_tokens}; ask for an integer from 1 up")
         if len(prompt_ids) >= limit:
-            is_drafters = limit == self.config.speculation_limit
-            remedy = "pass --finish-in-plain-decode" if is_drafters else "raise --max-model-len"
             raise ValueError(
                 f"the prompt has {len(prompt_ids)} tokens, the context holds {limit} and at least "
-                f"one must be left to generate; shorten the prompt or {remedy}"
+                f"one must be left to generate; shorten the prompt{self._longer_context()}"
             )
         self._check_offered(sampling, matcher, *alternatives)
         total = min(len(prompt_ids) + max_new_tokens, limit)
@@ -197,6 +195,17 @@ class DecodeLoop:
                 f"{self.config.page_size} tokens, the pool has {self.allocator.num_usable}; lower "
                 "max_new_tokens or raise --kv-cache-memory"
             )
+
+    def _longer_context(self) -> str:
+        """What else helps where a prompt is past the context."""
+        config, limit = self.config, self.config.max_model_len
+        if limit >= self.first.builder.pair.target.config.max_position_embeddings:
+            return ""
+        if limit == config.speculation_limit:
+            return " or pass --finish-in-plain-decode"
+        is_rest = config.device == "cuda" and config.kv_cache_memory is None
+        pool = "--gpu-memory-utilization" if is_rest else "--kv-cache-memory"
+        return f", or raise --max-model-len, or where that is not given {pool}"
 
     def _check_offered(
         self, sampling: Sampling, matcher: Matcher | None, *alternatives: int | None

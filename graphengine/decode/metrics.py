@@ -115,7 +115,8 @@ class RequestMetrics:
     @property
     def ms_per_token(self) -> float:
         """Mean time per output token after the first (TPOT); 0 for a single token."""
-        return self.decode_ms / max(self.num_output_tokens - 1, 1)
+        rest = self.num_output_tokens - 1
+        return self.decode_ms / rest if rest > 0 else 0.0
 
     @property
     def ms_per_step(self) -> float:

@@ -14,12 +14,18 @@ from typing import Any, TypeVar
 
 from graphengine.checkpoints.hub import PRESETS, resolve
 from graphengine.checkpoints.pairs import read_json, read_stop_ids
-from graphengine.checkpoints.tokenizer import Tokenizer, load_tokenizer
+from graphengine.checkpoints.tokenizer import Message, Tokenizer, load_tokenizer
 from graphengine.checkpoints.weights import TensorHeader, read_headers
 from graphengine.config.model import ModelConfig
 from graphengine.doctor.findings import reason
 
 T = TypeVar("T")
+# A conversation that every chat template has to render.
+CONVERSATION: list[Message] = [
+    {"role": "user", "content": "hello"},
+    {"role": "assistant", "content": "good day"},
+    {"role": "user", "content": "what is new"},
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,6 +34,7 @@ class ModelFiles:
 
     `tokenizer` is None also where there is no such file (then without an entry in `problems`).
     `stop_ids`: what ends an answer, and the file that says so; like the tokenizer, a target's.
+    `rendered`: what the chat template makes of `CONVERSATION`.
     """
 
     name: str
@@ -36,6 +43,7 @@ class ModelFiles:
     headers: Mapping[str, TensorHeader] | None = None
     stop_ids: tuple[tuple[int, ...], str] | None = None
     tokenizer: Tokenizer | None = None
+    rendered: str | None = None
     problems: Mapping[str, str] = field(default_factory=dict)
 
     @property
@@ -70,7 +78,7 @@ def read_model_files(name: str | Path, *, with_tokenizer: bool) -> ModelFiles:
     if directory is None:
         return ModelFiles(name=str(name), problems=problems)
     config = attempt("config", lambda: read_json(directory / "config.json")[0])
-    stop_ids = tokenizer = model = None
+    stop_ids = tokenizer = model = rendered = None
     with suppress(Exception):  # `parse_target` says why
         model = ModelConfig.from_hf(config or {})
     if with_tokenizer and model is not None:
@@ -78,8 +86,10 @@ def read_model_files(name: str | Path, *, with_tokenizer: bool) -> ModelFiles:
         ends = stop_ids[0] if stop_ids else ()
         tokenizer = attempt("tokenizer", lambda: load_tokenizer(directory, model, ends))
         if tokenizer is not None and tokenizer.chat_template:
-            turn = {"role": "user", "content": "hello"}
-            attempt("chat_template", lambda: tokenizer.encode_chat([turn]))
+            attempt("chat_template", lambda: tokenizer.encode_chat(CONVERSATION[:1]))
+            rendered = attempt(
+                "conversation", lambda: tokenizer.decode(tokenizer.encode_chat(CONVERSATION))
+            )
     return ModelFiles(
         name=str(name),
         directory=directory,
@@ -87,5 +97,6 @@ def read_model_files(name: str | Path, *, with_tokenizer: bool) -> ModelFiles:
         headers=attempt("weights", lambda: read_headers(directory)),
         stop_ids=stop_ids,
         tokenizer=tokenizer,
+        rendered=rendered,
         problems=problems,
     )

@@ -19,7 +19,7 @@ from graphengine.config.bytesize import format_bytes
 from graphengine.config.draft import AttentionRule, DraftConfig
 from graphengine.config.model import ARCHITECTURES, ModelConfig
 from graphengine.config.rope import RopeConfig
-from graphengine.doctor.files import ModelFiles
+from graphengine.doctor.files import CONVERSATION, ModelFiles
 from graphengine.doctor.findings import Finding, error, info, ok, one_line, reason, warning
 from graphengine.startup.workspace import META
 
@@ -237,11 +237,21 @@ def _tokenizer(files: ModelFiles, target: ModelConfig) -> Iterator[Finding]:
         yield error(name, problem, "fetch the file again, or pass --raw text")
     elif template is None:
         yield warning(name, "none", "pass --raw text, or add the template")
+    elif problem := _conversation_problem(files):
+        yield warning(name, problem, "fetch the file again, or pass --raw text")
     elif "enable_thinking" in template:
         remedy = "the published Qwen3 drafters are trained without thinking"
         yield info(name, "knows enable_thinking; it is switched off", remedy)
     else:
         yield ok(name, "present")
+
+
+def _conversation_problem(files: ModelFiles) -> str | None:
+    """Why answers will not be to what was said, though the template takes a prompt."""
+    if files.rendered is None:
+        return f"takes one turn and no more: {files.problems.get('conversation')}"
+    lost = [said["content"] for said in CONVERSATION if said["content"] not in files.rendered]
+    return f"leaves out what is said: of a short conversation {lost}" if lost else None
 
 
 def _stop_tokens(files: ModelFiles, target: ModelConfig) -> Iterator[Finding]:

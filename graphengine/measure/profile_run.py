@@ -203,7 +203,16 @@ def _under_nsys(
 
 
 def run_inside_nsys(model: str | None, draft: str | None, options: dict[str, Any]) -> None:
-    """The child's part: the steps inside a cudaProfiler range, the facts into a file."""
+    """The child's part: the steps inside a cudaProfiler range, the facts into a file.
+
+    Raises:
+        ValueError: there is no GPU to record.
+    """
+    if options["device"] == "cpu" or not torch.cuda.is_available():
+        raise ValueError(
+            "--inside is for the child that nsys watches, which records a GPU, and there is none; "
+            "leave it out"
+        )
     facts = _record(*named_pair(model, draft), options, cuda_profiler_range())
     options["inside"].write_text(json.dumps(facts))
 

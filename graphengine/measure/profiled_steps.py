@@ -101,6 +101,11 @@ def run_prefills(
         ValueError: the context or the K/V pool does not hold the prompts.
     """
     built, num_steps = engine.built, workload.num_steps
+    if workload.input_len >= built.config.max_model_len:
+        raise ValueError(
+            f"--input-len {workload.input_len}: prompts of {workload.input_len} tokens do not fit, "
+            f"these models have a context of {built.config.max_model_len}; pass less"
+        )
     case = PrefillCase(
         input_len=workload.input_len,
         batch=workload.bucket,

@@ -118,6 +118,11 @@ def resolve_options(options: Options, target: ModelConfig, draft: DraftSpec | No
             f"--draft-quantization {options.draft_quantization} needs a drafter; pass --draft with "
             "one that has weights"
         )
+    if options.draft_quantization != "none" and draft and not draft.models:
+        raise ValueError(
+            f"--draft-quantization {options.draft_quantization} rounds a drafter's weights, and "
+            "this one has none; leave it out"
+        )
     for name, flag in _NEED_REAL_ACCEPTANCE.items():
         if getattr(options, name) and simulated:
             raise ValueError(

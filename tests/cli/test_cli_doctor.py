@@ -15,6 +15,8 @@ from click.testing import CliRunner, Result
 
 from graphengine.checkpoints.hub import TINY_DRAFT, TINY_TARGET
 from graphengine.cli.main import main
+from graphengine.config.declaration import declarations
+from graphengine.config.options import Options
 from graphengine.startup import memory
 from tests.support.checkpoints import edit_config
 from tests.support.command_line import ROOT
@@ -65,6 +67,24 @@ def test_bundled_pair() -> None:
         assert set(finding) == {"name", "value", "level", "remedy"}
         assert finding["level"] in ("ok", "info", "warning", "error")
         assert all(isinstance(value, str) for value in finding.values())
+
+
+def test_the_options_of_a_run() -> None:
+    """Bug: doctor says that it takes the options of `run`, and a line copied from there fails on
+    one that it does not know."""
+    run_line = {
+        spelling
+        for param in main.commands["run"].params
+        if param.name in declarations(Options) and param.name != "load_format"
+        for spelling in (*param.opts, *param.secondary_opts)
+    }
+    taken = main.commands["doctor"].params
+    assert run_line <= {text for p in taken for text in (*p.opts, *p.secondary_opts)}
+    args = ["--no-lazy-capture", "--no-fallback", "--no-enable-prefix-caching", "--device", "cpu"]
+    args += ["--max-num-batched-tokens", "64", "--simulate-acceptance", "3"]
+    found, code = report(*args, "--acceptance-floor", "99")
+    assert code == 1
+    assert [f["name"] for f in found["findings"] if f["level"] == "error"] == ["run.options"]
 
 
 def test_errors_set_the_exit_code(broken: Path) -> None:

@@ -69,6 +69,11 @@ def test_results_say_every_option(target: Path, draft: Path) -> None:
         (["bench", "--draft", "none", "--simulate-acceptance", "3"], ["needs a drafter"]),
         (["profile", "--draft", "none", "--simulate-acceptance", "3"], ["needs a drafter"]),
         (["graphs", "--draft", "none", "--draft-quantization", "fp8"], ["needs a drafter"]),
+        (["graphs", "--draft", "ngram", "--draft-quantization", "fp8"], ["leave it out"]),
+        (["verify", "--num-samples", "9"], ["--num-samples is of draws", "--temperature"]),
+        (["verify", "--temperature", "1", "--tolerance", "1"], ["--tolerance is of greedy"]),
+        (["verify", "--temperature", "1", "--min-identical", "1"], ["--min-identical is of"]),
+        (["profile", "--read", "a.sqlite"], ["--device is of a run", "leave it out"]),
     ],
 )
 def test_what_would_change_nothing(args: list[str], parts: list[str]) -> None:

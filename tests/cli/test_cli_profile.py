@@ -171,7 +171,9 @@ def test_profile_reads_a_chrome_trace(tmp_path: Path) -> None:
         (["--read", "empty.nsys-rep"], "nsys export --type sqlite"),
         (["--read", "text.sqlite"], "no SQLite database"),
         (["--read", "empty.json"], "no device activity"),
-        (["--prefill", "--device", "cpu", "--input-len", "9999"], "9999 tokens"),
+        (["--read", "text.sqlite", "--num-steps", "30"], "--num-steps is of a run"),
+        (["--read", "text.sqlite", "--bucket", "8"], "--bucket beside --read is for the bytes"),
+        (["--prefill", "--device", "cpu", "--input-len", "9999"], "of 4080; pass less"),
         (["--read", "text.sqlite", "--plot", "missing/a.svg"], "--plot missing/a.svg: cannot be"),
         (["--read", "text.sqlite", "--plot", "."], "is a directory"),
         (["--keep", "text.sqlite/x"], "--keep text.sqlite/x: cannot be made"),
@@ -180,6 +182,7 @@ def test_profile_reads_a_chrome_trace(tmp_path: Path) -> None:
         (["--tool", "nsys", "--device", "cpu"], "records a GPU"),
         (["--num-steps", "100000", "--device", "cpu"], "lower --num-steps"),
         (["no-such-model"], "no such model directory"),
+        (["--inside", "facts.json", "--device", "cpu"], "records a GPU"),
     ],
 )
 def test_refusals(

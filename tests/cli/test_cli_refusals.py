@@ -22,6 +22,12 @@ def test_bad_bucket(cli: Run, value: str) -> None:
     refused(cli("--prompt", "x", "--bucket", value, model=None), "--bucket", repr(value), "1,8,16")
 
 
+@pytest.mark.parametrize("flag", ["--bucket", "--num-speculative-tokens"])
+def test_a_number_of_more_digits_than_python_reads(cli: Run, flag: str) -> None:
+    """Bug: a list with a number of 5,000 digits is a traceback."""
+    refused(cli("--prompt", "x", flag, "9" * 5000), flag, "too large", "1,8,16")
+
+
 @pytest.mark.parametrize(
     ("content", "parts"),
     [
@@ -47,6 +53,16 @@ def test_bad_prompt_file(
     if content is not None:
         path.write_bytes(content if isinstance(content, bytes) else content.encode())
     refused(cli("--prompt-file", str(path), model=None), "--prompt-file", path, *parts)
+
+
+def test_a_byte_that_is_no_text(cli: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: a prompt with such a byte is refused behind the loading of the weights."""
+
+    def load(*_: object, **__: object) -> None:
+        raise AssertionError
+
+    monkeypatch.setattr("graphengine.api.Engine.from_pretrained", load)
+    refused(cli("--prompt", "x", "--prompt", "a\udcff"), "--prompt", r"'\udcff'", "convert it")
 
 
 def test_prompt_file_of_windows(tmp_path: Path) -> None:
@@ -194,6 +210,7 @@ def test_runtime_failures(cli: Run, monkeypatch: pytest.MonkeyPatch, error: Exce
         (["--presence-penalty", "3"], ["presence_penalty is 3.0", "-2 <= x <= 2"]),
         (["--logit-bias", "5"], ["logit_bias has '5='", "50=-100,7=2.5"]),
         (["--logit-bias", "5=1,6=-200"], ["logit_bias has '6=-200'", "-100 to 100"]),
+        (["--logit-bias", "1=1,7=2,1=2"], ["two numbers for token 1", "pass one"]),
         (["--logit-bias", "99999999=1"], ["logit_bias has [99999999]", "the vocabulary of"]),
         (["--stop-token-ids", "7,-1"], ["stop_token_ids is '7,-1'", "7,99"]),
         (["--stop-token-ids", "99999999"], ["stop_token_ids has [99999999]"]),

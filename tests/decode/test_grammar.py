@@ -75,6 +75,14 @@ def test_a_first_mask_that_takes_too_long_is_refused(
         grammars.matcher(Constraint("regex", "[a-z]{1,30}"))
 
 
+@pytest.mark.parametrize("text", [r"[^\s\S]", r"a[^\s\S]b"])
+def test_what_can_match_nothing(grammars: Grammars, text: str) -> None:
+    """Bug: an expression that no text matches is told to repeat less, for a reason that only
+    llguidance knows."""
+    with pytest.raises(ValueError, match=r"regex cannot be used: no text .* correct it"):
+        grammars.matcher(Constraint("regex", text))
+
+
 def test_an_answer_ends_where_its_grammar_does(grammars: Grammars, tokenizer: Tokenizer) -> None:
     """Bug: a second of two end tokens is ruled out, an answer may end too early or must go on, or
     what is over forces nothing."""

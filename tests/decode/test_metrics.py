@@ -87,6 +87,19 @@ def test_rates_of_a_request() -> None:
     assert (one.ms_per_token, one.ms_per_step, one.tokens_per_s) == (0, 0, 0)
 
 
+def test_a_single_token_has_no_time_per_token() -> None:
+    """Bug: what the host spends behind the only token is told as its time, 0.01 ms, beside 0 tokens
+    a second."""
+    one = RequestMetrics(
+        num_prompt_tokens=5,
+        num_output_tokens=1,
+        ttft_ms=1.0,
+        decode_ms=0.01,
+        acceptance=Acceptance(3),
+    )
+    assert (one.ms_per_token, one.tokens_per_s) == (0, 0)
+
+
 def test_acceptance_apart_by_prompt() -> None:
     """Bug: acceptance behind a cached prefix, or of long prompts, hides in the mean of all."""
 

@@ -157,6 +157,29 @@ def test_a_template_that_no_prompt_survives(copies: tuple[Path, Path], template:
         engine.generate("hello")
 
 
+@pytest.mark.parametrize(
+    ("template", "why"),
+    [
+        ("{# nothing #}", "'hello', 'good day', 'what is new'"),
+        ("{% for m in messages %}{{ m.role }}:{% endfor %}", "'hello', 'good day', 'what is new'"),
+        ("{{ messages[0].content }}", "['good day', 'what is new']"),
+        ("{{ messages[0].content if messages | length == 1 else raise_exception('one') }}", "one"),
+    ],
+)
+def test_a_template_that_loses_what_is_said(
+    copies: tuple[Path, Path], template: str, why: str
+) -> None:
+    """Bug: a template that renders nothing, or not what the user says, is called present."""
+    (copies[0] / "chat_template.jinja").write_text(template)
+    (finding,) = named(check(*copies), "target.chat_template")
+    assert finding.level == "warning" and why in finding.value and "--raw" in finding.remedy
+
+
+def test_a_template_that_keeps_what_is_said(copies: tuple[Path, Path]) -> None:
+    """Bug: a good template is warned about."""
+    assert [found.level for found in named(check(*copies), "target.chat_template")] == ["ok"]
+
+
 def test_a_key_of_the_config_is_no_fault_of_the_tokenizer(copies: tuple[Path, Path]) -> None:
     """Bug: the tokenizer is loaded, for minutes, by a config.json that was refused, and blamed."""
     edit_config(copies[0], lambda c: c | {"initializer_range": 0})

@@ -115,13 +115,8 @@ def resolve_options(options: Options, target: ModelConfig, draft: DraftSpec | No
         acceptance_rate(options.simulate_acceptance, full_draft.num_draft_tokens)
     if options.draft_quantization != "none" and not (draft and draft.models):
         raise ValueError(
-            f"--draft-quantization {options.draft_quantization} needs a drafter; pass --draft with "
-            "one that has weights"
-        )
-    if options.draft_quantization != "none" and draft and not draft.models:
-        raise ValueError(
-            f"--draft-quantization {options.draft_quantization} rounds a drafter's weights, and "
-            "this one has none; leave it out"
+            f"--draft-quantization {options.draft_quantization} needs a drafter that has weights; "
+            "pass --draft, or leave it out"
         )
     for name, flag in _NEED_REAL_ACCEPTANCE.items():
         if getattr(options, name) and simulated:

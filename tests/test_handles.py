@@ -281,7 +281,8 @@ def test_a_chunk_that_comes_while_one_looks() -> None:
         def queue(self, prompt: Any, sampling: Any, params: Any, told: Any) -> Any:
             return Racing(told)
 
-    engine = AsyncEngine(Queue())  # type: ignore[arg-type]
+    queue: Any = Queue()
+    engine = AsyncEngine(queue)
 
     async def main() -> list[str]:
         return [chunk.text async for chunk in engine.stream("x")]
@@ -299,8 +300,10 @@ def test_an_event_loop_that_closes_while_it_is_told(monkeypatch: pytest.MonkeyPa
             told.append(args[-1])
             return Racing(told[0])
 
+    queue: Any = Queue()
+
     async def main() -> asyncio.AbstractEventLoop:
-        engine = AsyncEngine(Queue())  # type: ignore[arg-type]
+        engine = AsyncEngine(queue)
         assert [chunk.text async for chunk in engine.stream("x")] == ["last"]
         return asyncio.get_running_loop()
 

@@ -264,7 +264,7 @@ class SamplingParams(Checked):
         1.0,
         "Above 1 makes what the prompt or the answer holds less likely: a positive logit is "
         "divided by it, a negative one multiplied.",
-        low=1e-6,  # past either a logit overflows
+        low=1e-6,  # between these a logit's quotient is finite
         high=1e6,
         commands=_RUN,
     )

@@ -36,6 +36,7 @@ from graphengine.decode.metrics import Acceptance
 from graphengine.decode.prefill import Prefill
 from graphengine.decode.prefix_cache import PrefixCache, StateSlots
 from graphengine.decode.recurrence import KEPT_SPACING, KEPT_STATES, copy_state_, num_slots
+from graphengine.decode.refusals import check_offered, longer_context
 from graphengine.decode.request import Request
 from graphengine.decode.sampling import GREEDY, Sampling
 from graphengine.decode.turns import short_turns
@@ -182,11 +183,13 @@ class DecodeLoop:
         if not isinstance(max_new_tokens, Integral) or max_new_tokens < 1:
             raise ValueError(f"max_new_tokens is {max_new_tokens}; ask for an integer from 1 up")
         if len(prompt_ids) >= limit:
+            num_positions = self.first.builder.pair.target.config.max_position_embeddings
             raise ValueError(
                 f"the prompt has {len(prompt_ids)} tokens, the context holds {limit} and at least "
-                f"one must be left to generate; shorten the prompt{self._longer_context()}"
+                "one must be left to generate; shorten the prompt"
+                + longer_context(self.config, num_positions)
             )
-        self._check_offered(sampling, matcher, *alternatives)
+        check_offered(self.config, sampling, matcher, *alternatives)
         total = min(len(prompt_ids) + max_new_tokens, limit)
         needed = self._pages_of(total)
         if needed > self.allocator.num_usable:
@@ -194,45 +197,6 @@ class DecodeLoop:
                 f"{len(prompt_ids)} prompt and {max_new_tokens} new tokens need {needed} pages of "
                 f"{self.config.page_size} tokens, the pool has {self.allocator.num_usable}; lower "
                 "max_new_tokens or raise --kv-cache-memory"
-            )
-
-    def _longer_context(self) -> str:
-        """What else helps where a prompt is past the context."""
-        config, limit = self.config, self.config.max_model_len
-        if limit >= self.first.builder.pair.target.config.max_position_embeddings:
-            return ""
-        if limit == config.speculation_limit:
-            return " or pass --finish-in-plain-decode"
-        is_rest = config.device == "cuda" and config.kv_cache_memory is None
-        pool = "--gpu-memory-utilization" if is_rest else "--kv-cache-memory"
-        return f", or raise --max-model-len, or where that is not given {pool}"
-
-    def _check_offered(
-        self, sampling: Sampling, matcher: Matcher | None, *alternatives: int | None
-    ) -> None:
-        """Refuses what no verify chain was built for. Raises: ValueError: with the remedy."""
-        why = "draws its acceptance" if self.config.simulate_acceptance else "was built without it"
-        why, remedy = f"this engine {why}", "and without simulate_acceptance"
-        if not sampling.is_greedy and not self.config.sampling:
-            raise ValueError(
-                f"temperature is {sampling.temperature:g}, but {why}; load it with "
-                f"sampling=True {remedy}, or use temperature 0"
-            )
-        if sampling.adjusts and not self.config.adjustments:
-            raise ValueError(
-                f"penalties, logit_bias, bad_words or min_tokens are asked for, but {why}; load it "
-                f"with adjustments=True {remedy}"
-            )
-        if matcher is not None and not self.config.structured_outputs:
-            raise ValueError(
-                f"a grammar is asked for, but {why}; load it with structured_outputs=True {remedy}"
-            )
-        most = max((n for n in alternatives if n is not None), default=None)
-        offered = self.config.max_logprobs
-        if most is not None and (most > offered or not offered):
-            raise ValueError(
-                f"logprobs of {most} alternatives are asked for, this engine has "
-                f"{offered or 'none'}; load it with max_logprobs={max(most, 1)} {remedy}"
             )
 
     def admit(self) -> list[StepOutput]:

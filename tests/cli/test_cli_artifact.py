@@ -274,6 +274,6 @@ def test_our_kernels_are_in_the_artifact(tmp_path: Path, backend: str) -> None:
     assert warm["startup"]["num_cache_hits"] == cold["startup"]["num_compiled"]
     assert kernels("b") <= compiled
     found, _ = command(tmp_path / "b", *again)
-    assert found["startup"]["num_compiled"] == 0
+    assert found["startup"]["num_compiled"] == 0 < found["startup"]["num_cache_hits"]
     assert found["results"][0]["token_ids"] == expected["results"][0]["token_ids"]
     print(f"cold {cold['startup']}, warm {warm['startup']}")

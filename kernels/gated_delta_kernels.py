@@ -38,9 +38,23 @@ def softplus(x):
 
 
 @triton.jit
+def tf32_parts(x):
+    high = (x.to(tl.int32, bitcast=True) & -8192).to(tl.float32, bitcast=True)
+    return high, x - high
+
+
+@triton.jit
 def exact_dot(a, b):
-    """a @ b of float32."""
-    return tl.dot(a, b, input_precision="tf32x3")
+    """a @ b of float32: three products of TF32, as "tf32x3" without its guard against infinity."""
+    if a.dtype == tl.float32:
+        a_high, a_low = tf32_parts(a)  # pyright: ignore
+        b_high, b_low = tf32_parts(b)  # pyright: ignore
+        small = tl.dot(a_low, b_high, input_precision="tf32")
+        small = tl.dot(a_high, b_low, small, input_precision="tf32")
+        out = tl.dot(a_high, b_high, small, input_precision="tf32")
+    else:
+        out = tl.dot(a, b)
+    return out
 
 
 @triton.jit
@@ -87,27 +101,24 @@ def store_columns(record, x, before, column, is_written, G: tl.constexpr, C: tl.
 
 @triton.jit
 def inverse_of(below, ROWS: tl.constexpr):
-    """(I + below)^-1 of a strictly lower matrix: rows of blocks of four one by one; then, of four
-    blocks each, (I - N)(I + N^2) with N^4 = 0, which is exact and whose terms stay small."""
+    """(I + below)^-1 of a strictly lower matrix, of ever larger blocks on its diagonal: of four
+    that are solved, (I - N)(I + N^2) with N^4 = 0, which is exact and whose terms stay small."""
     i = tl.arange(0, ROWS)
     row, column = i[:, None], i[None, :]
-    is_near = row // 4 == column // 4
-    near = tl.where(is_near, below, 0.0)
     identity = tl.where(row == column, 1.0, 0.0)
-    solve = identity
-    for k in tl.static_range(1, 4):  # pyright: ignore[reportGeneralTypeIssues]
-        mine = tl.sum(tl.where(row % 4 == k, near, 0.0), axis=0)
-        change = tl.sum(mine[:, None] * solve, axis=0)
-        solve = tl.where((row % 4 == k) & is_near, solve - change[None, :], solve)
-    for level in tl.static_range(2, 4):  # pyright: ignore[reportGeneralTypeIssues]
+    solve, is_solved = identity, row == column
+    for level in tl.static_range(1, 4):  # pyright: ignore[reportGeneralTypeIssues]
         if 4 ** (level - 1) < ROWS:
-            is_new = (row // 4**level == column // 4**level) & ~is_near
-            power = exact_dot(solve, tl.where(is_new, below, 0.0))  # pyright: ignore
+            is_next = row // 4**level == column // 4**level
+            power = tl.where(is_next & ~is_solved, below, 0.0)
+            if level > 1:
+                power = exact_dot(solve, power)  # pyright: ignore
             inverse = identity - power
-            power = exact_dot(power, power)  # pyright: ignore
-            inverse += exact_dot(inverse, power)  # pyright: ignore
-            solve = exact_dot(inverse, solve)  # pyright: ignore
-            is_near = row // 4**level == column // 4**level
+            if 2 * 4 ** (level - 1) < ROWS:  # of two blocks N^2 = 0
+                power = exact_dot(power, power)  # pyright: ignore
+                inverse += exact_dot(inverse, power)  # pyright: ignore
+            solve = exact_dot(inverse, solve) if level > 1 else inverse  # pyright: ignore
+            is_solved = is_next
     return solve
 
 

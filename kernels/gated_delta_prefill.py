@@ -38,12 +38,12 @@ from graphengine.kernels.launch import on_grid
 from graphengine.kernels.qk_norm_rope import supports_pdl
 
 CHUNK = 32  # 64 took 1.5 times as long on an H200: what a chunk solves goes by its cube
-CONVOLVED_ROWS = 16  # of a program
-SCANNED_ROWS = 16  # of a state in a program: as many as a product of one warp has rows
+CONVOLVED_ROWS, CONVOLVED_COLUMNS = 8, 512  # of a program
+SCANNED_ROWS = 16  # of a state in a program: as many as a product has rows at least
 
 
 class Pieces(NamedTuple):
-    """Runs of a prompt's rows, int32; one that ends where it begins is none.
+    """Runs of prompts' rows, int32, in their order; one that ends where it begins is none.
 
     A piece also keeps the state and window behind its first `keep_R` rows, a multiple of CHUNK, in
     the slot `kept_slot_R`; 0: none.
@@ -87,34 +87,35 @@ def gated_delta_prefill_(
         raise ValueError("weights, windows, states, pieces and out must be contiguous")
     R = len(pieces.begin_R)
     convolved_TC = windows_S3C.new_empty(T, C)
-    solves_2TNX = out_TNV.new_empty(2, T, N, CHUNK)
-    seens_TNX = out_TNV.new_empty(T, N, CHUNK)
-    factors = states_SNVK.new_empty(4, T, N)
-    chunked = convolved_TC, solves_2TNX, seens_TNX, factors
+    num_blocks = T // CHUNK + R
+    tiles_XN3 = out_TNV.new_empty(num_blocks, N, 3, CHUNK, CHUNK)
+    factors_XN4 = states_SNVK.new_empty(num_blocks, N, 4, CHUNK)
+    chunked = convolved_TC, tiles_XN3, factors_XN4
     strides = projected.stride(-2), projected.stride(0) if num_splits > 1 else 0
     pdl = supports_pdl(projected.device)
     common = {"Z": num_splits, "PDL": pdl, **({"launch_pdl": True} if pdl else {})}
     shape = {"N": N, "NK": (C // K - N) // 2, "K": K, "CHUNK": CHUNK}
-    on_grid(convolve_kernel, ((T + CONVOLVED_ROWS - 1) // CONVOLVED_ROWS, C // K, R))(
+    columns = min(C & -C, CONVOLVED_COLUMNS)
+    on_grid(convolve_kernel, ((T + CONVOLVED_ROWS - 1) // CONVOLVED_ROWS, C // columns, R))(
         *(projected, conv_C4, windows_S3C, *pieces[:4], convolved_TC, *strides),
         C=C,
         ROWS=CONVOLVED_ROWS,
-        COLUMNS=K,
+        COLUMNS=columns,
         num_warps=4,
         **common,
     )
     on_grid(prepare_kernel, ((T + CHUNK - 1) // CHUNK, N, R))(
-        *(projected, a_log_N, dt_bias_N, *pieces[:2], *chunked, *strides, T, K**-0.5),
+        *(projected, a_log_N, dt_bias_N, *pieces[:2], *chunked, *strides, K**-0.5),
         **shape,
         num_warps=2,
         **common,
     )
     tile = min(K, SCANNED_ROWS)
     on_grid(scan_kernel, (N * (K // tile), R))(
-        *(projected, *pools, *pieces, *chunked, out_TNV, *strides, T),
+        *(projected, *pools, *pieces, *chunked, out_TNV, *strides),
         **shape,
         BV=tile,
-        num_warps=2,
+        num_warps=4,
         num_stages=2,
         **common,
     )

@@ -89,17 +89,33 @@ def convolve_kernel(
         return
     is_fresh = (tl.load(positions + piece) == 0).to(tl.int32)
     window = windows + tl.load(slots + piece).to(tl.int64) * 3 * C
-    rows = first + tl.arange(0, ROWS)
+    dtype: tl.constexpr = out.dtype.element_ty
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    total = tl.zeros([ROWS, COLUMNS], tl.float32)
-    for tap in tl.static_range(4):  # pyright: ignore[reportGeneralTypeIssues]
-        x = raw_columns(  # pyright: ignore
-            *(projected, window, rows - 3 + tap, column, begin, end, is_fresh),
-            *(row_stride, split_stride, Z, C),
-        ).to(tl.float32)
-        total += x * tl.load(conv + column * 4 + tap).to(tl.float32)[None, :]
-    to = out + rows.to(tl.int64)[:, None] * C + column[None, :]
-    tl.store(to, silu(total).to(out.dtype.element_ty), mask=(rows < end)[:, None])
+    taps = conv + column * 4
+    oldest, tap_1 = tl.load(taps).to(tl.float32), tl.load(taps + 1).to(tl.float32)
+    tap_2, newest = tl.load(taps + 2).to(tl.float32), tl.load(taps + 3).to(tl.float32)
+    x_0 = tl.zeros([COLUMNS], tl.float32)
+    x_1, x_2 = x_0, x_0
+    # Every row is read once: the three in front of it are still held.
+    for i in tl.static_range(-3, ROWS):  # pyright: ignore[reportGeneralTypeIssues]
+        row = first + i
+        live = (column >= 0) & (row >= begin) & (row < end)
+        at = row.to(tl.int64) * row_stride + column
+        x_3 = row_columns(projected, at, live, split_stride, dtype, Z)  # pyright: ignore
+        if i < 0:
+            live = (column >= 0) & (row < begin) & (is_fresh == 0)
+            x_3 += tl.load(window + (row - begin + 3) * C + column, mask=live, other=0.0)
+        x_3 = x_3.to(tl.float32)
+        if i >= 0:
+            total = x_0 * oldest + x_1 * tap_1 + x_2 * tap_2 + x_3 * newest
+            tl.store(out + row.to(tl.int64) * C + column, silu(total).to(dtype), mask=live)
+        x_0, x_1, x_2 = x_1, x_2, x_3
+
+
+@triton.jit
+def block_of(begin, piece, chunk, head, N: tl.constexpr, CHUNK: tl.constexpr):
+    """Where a head has the tiles of a piece's chunk; rows ascend, so no two pieces share one."""
+    return ((begin // CHUNK + piece + chunk) * N + head).to(tl.int64)
 
 
 @triton.jit
@@ -110,12 +126,10 @@ def prepare_kernel(
     begins,
     ends,
     convolved,
-    solves,
-    seens,
+    tiles,
     factors,
     row_stride,
     split_stride,
-    num_rows,
     scale,
     N: tl.constexpr,
     NK: tl.constexpr,
@@ -136,12 +150,12 @@ def prepare_kernel(
     if first >= end:
         return
     i = tl.arange(0, CHUNK)
-    rows = (first + i).to(tl.int64)
     live = first + i < end
-    at = convolved + rows[:, None] * C + (head // GROUP * K + tl.arange(0, K))[None, :]
+    keys = (head // GROUP * K + tl.arange(0, K))[None, :]
+    at = convolved + first.to(tl.int64) * C + i[:, None] * C + keys
     q = tl.load(at, mask=live[:, None], other=0.0)
     k = tl.load(at + NK * K, mask=live[:, None], other=0.0)
-    gate = rows * row_stride + C + N * K + head
+    gate = (first + i).to(tl.int64) * row_stride + C + N * K + head
     beta = row_columns(projected, gate, live, split_stride, dtype, Z).to(tl.float32)  # pyright: ignore
     g = row_columns(projected, gate + N, live, split_stride, dtype, Z)  # pyright: ignore
     beta = tl.where(live, 1.0 / (1.0 + tl.exp(-beta)), 0.0)
@@ -152,24 +166,24 @@ def prepare_kernel(
     k_norm = norms_of(k)  # pyright: ignore
     not_after = i[:, None] >= i[None, :]
     decay = tl.exp(tl.where(not_after, total[:, None] - total[None, :], 0.0))
-    at, mine = rows * N + head, live[:, None]
-    to = at[:, None] * CHUNK + i[None, :]
+    block = block_of(begin, piece, tl.program_id(0), head, N, CHUNK)  # pyright: ignore
+    to = tiles + block * (3 * CHUNK * CHUNK) + i[:, None] * CHUNK + i[None, :]
     seen = exact_dot(q, tl.trans(k)) * decay * q_norm[:, None]  # pyright: ignore
-    tl.store(seens + to, tl.where(not_after, seen, 0.0).to(dtype), mask=mine)
+    tl.store(to + 2 * CHUNK * CHUNK, tl.where(not_after, seen, 0.0).to(dtype))
     below = exact_dot(k, tl.trans(k)) * decay * (beta * k_norm)[:, None] * k_norm[None, :]  # pyright: ignore
     below = tl.where(i[:, None] > i[None, :], below, 0.0)
     solve = k_norm[:, None] * inverse_of(below, CHUNK) * beta[None, :]  # pyright: ignore
-    stride = num_rows * N
     if dtype == tl.float32:
-        tl.store(solves + to, solve, mask=mine)
+        tl.store(to, solve)
     else:
         high, low = halves_of(solve, dtype)  # pyright: ignore
-        tl.store(solves + to, high, mask=mine)
-        tl.store(solves + stride * CHUNK + to, low, mask=mine)
-    tl.store(factors + at, tl.exp(total) * k_norm, mask=live)
-    tl.store(factors + stride + at, tl.exp(total) * q_norm, mask=live)
-    tl.store(factors + 2 * stride + at, tl.exp(whole - total), mask=live)
-    tl.store(factors + 3 * stride + at, tl.exp(whole) + tl.zeros_like(total), mask=live)
+        tl.store(to, high)
+        tl.store(to + CHUNK * CHUNK, low)
+    to = factors + block * (4 * CHUNK) + i
+    tl.store(to, tl.exp(total) * k_norm)
+    tl.store(to + CHUNK, tl.exp(whole - total))
+    tl.store(to + 2 * CHUNK, tl.exp(total) * q_norm)
+    tl.store(to + 3 * CHUNK, tl.exp(whole) + tl.zeros_like(total))
 
 
 @triton.jit
@@ -208,13 +222,11 @@ def scan_kernel(
     keeps,
     kept_slots,
     convolved,
-    solves,
-    seens,
+    tiles,
     factors,
     out,
     row_stride,
     split_stride,
-    num_rows,
     N: tl.constexpr,
     NK: tl.constexpr,
     K: tl.constexpr,
@@ -241,24 +253,25 @@ def scan_kernel(
     at_VK = head * K * K + values[:, None] * K + dim[None, :]
     held = states + slot * N * K * K + at_VK
     state = tl.load(held, mask=(is_fresh == 0) & (dim[None, :] >= 0), other=0.0)
-    stride = num_rows * N
-    for first in range(begin, end, CHUNK):
-        rows = (first + i).to(tl.int64)
-        live = first + i < end
-        mine = live[:, None]
-        where = convolved + rows[:, None] * C
-        q = tl.load(where + q_at[None, :], mask=mine, other=0.0)
-        k = tl.load(where + (NK * K + q_at)[None, :], mask=mine, other=0.0)
-        v_to = convolved + rows[None, :] * C + v_at[:, None]
-        v = tl.load(v_to, mask=live[None, :], other=0.0).to(tl.float32)
-        at = rows * N + head
-        to_row = at[:, None] * CHUNK + i[None, :]
-        solve = tl.load(solves + to_row, mask=mine, other=0.0)
-        seen = tl.load(seens + to_row, mask=mine, other=0.0)
-        k_factor = tl.load(factors + at, mask=live, other=0.0)
-        q_factor = tl.load(factors + stride + at, mask=live, other=0.0)
-        left = tl.load(factors + 2 * stride + at, mask=live, other=0.0)
-        fading = tl.load(factors + 3 * stride + first * N + head)
+    num_chunks = (end - begin + CHUNK - 1) // CHUNK
+    block = block_of(begin, piece, 0, head, N, CHUNK)  # pyright: ignore
+    tile_ij, rows_q = i[:, None] * CHUNK + i[None, :], i[:, None] * C + q_at[None, :]
+    row_v, row_o = i[None, :] * C + v_at[:, None], i[:, None] * (N * K) + values[None, :]
+    for c in range(num_chunks):
+        first = begin + c * CHUNK
+        live = i < end - first
+        where = convolved + first.to(tl.int64) * C
+        here = block + c * N
+        mine = tiles + here * (3 * CHUNK * CHUNK)
+        at = factors + here * (4 * CHUNK)
+        q = tl.load(where + rows_q, mask=live[:, None], other=0.0)
+        k = tl.load(where + NK * K + rows_q, mask=live[:, None], other=0.0)
+        v = tl.load(where + row_v, mask=live[None, :], other=0.0).to(tl.float32)
+        solve = tl.load(mine + tile_ij)
+        seen = tl.load(mine + 2 * CHUNK * CHUNK + tile_ij)
+        k_factor = tl.load(at + i)
+        left = tl.load(at + CHUNK + i)
+        q_factor, fading = tl.load(at + 2 * CHUNK + i), tl.load(at + 3 * CHUNK)
         if dtype == tl.float32:
             known = exact_dot(state, tl.trans(k))  # pyright: ignore
             o = exact_dot(state, tl.trans(q))  # pyright: ignore
@@ -267,9 +280,8 @@ def scan_kernel(
             o = o * q_factor[None, :] + exact_dot(update, tl.trans(seen))  # pyright: ignore
             state = fading * state + exact_dot(late, k)  # pyright: ignore
         else:
-            finer = tl.load(solves + num_rows * N * CHUNK + to_row, mask=mine, other=0.0)
+            finer = tl.load(mine + CHUNK * CHUNK + tile_ij)
             high, low = halves_of(state, dtype)  # pyright: ignore
-            # Sums of their own: what a state waits for is one product long, not two.
             known = tl.dot(high, tl.trans(k)) + tl.dot(low, tl.trans(k))
             o = tl.dot(high, tl.trans(q)) + tl.dot(low, tl.trans(q))
             high, low = halves_of(v - known * k_factor[None, :], dtype)  # pyright: ignore
@@ -279,8 +291,8 @@ def scan_kernel(
             o = tl.dot(update.to(dtype), tl.trans(seen), o * q_factor[None, :])
             high, low = halves_of(late, dtype)  # pyright: ignore
             state = tl.dot(low, k, tl.dot(high, k, fading * state))
-        to = out + (rows[:, None] * N + head) * K + values[None, :]
-        tl.store(to, tl.trans(o).to(dtype), mask=mine)
+        to = out + first.to(tl.int64) * (N * K) + head * K + row_o
+        tl.store(to, tl.trans(o).to(dtype), mask=live[:, None])
         if first + CHUNK == keep:
             tl.store(states + kept_slot * N * K * K + at_VK, state)
     tl.store(held, state)

@@ -198,6 +198,14 @@ def test_rooms_say_what_they_hold(readme: str) -> None:
     assert silent == []
 
 
+@pytest.mark.parametrize("top", ["kernels", "capture", "profiles", "tools"])
+def test_readmes_name_their_files(top: str) -> None:
+    """Bug: a new file is missing in the table that readers choose from."""
+    told = (ROOT / top / "README.md").read_text()
+    files = [path.name for path in sorted((ROOT / top).glob("*.py"))]
+    assert [name for name in files if name not in told and not name.endswith("_kernels.py")] == []
+
+
 def test_python_example_runs(readme: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Bug: the first lines that a user copies raise, or print nothing."""
     examples = [content for language, content in blocks(readme) if language == "python"]

@@ -42,7 +42,7 @@ def test_it_leaves_nothing_behind(draft: Any, monkeypatch: pytest.MonkeyPatch) -
         ends = (True, False, False, True, True)  # greedy, drawn, adjusted, scored, constrained
         lengths = (warmup.EAGER_ROWS, 1)  # then a step of the one bucket
         assert seen == [(n, greedy) for greedy in ends for n in lengths]
-        assert loop.fallback is fallback
+        assert loop.fallback is fallback and loop.first.only_bucket is None
         if loop.fallback is not None and loop.fallback.guard is not None:
             assert loop.fallback.guard.mean_acceptance_length == 0
         assert loop.allocator.num_free == free and not loop.has_work

@@ -41,7 +41,8 @@ def variables(monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[str, str | 
 
 
 def test_compilers_are_pointed_at_the_folder(tmp_path: Path, variables: Any) -> None:
-    """Bug: a compiler writes to /tmp, is forgotten after a reboot, and every start is cold."""
+    """Bug: a compiler writes to /tmp, is forgotten after a reboot, and every start is cold; or a
+    command that fails leaves its folder to the next one of the process."""
     found = variables(GRAPHENGINE_CACHE=str(tmp_path / "c"))
     folder = artifact.store(tmp_path / "c", artifact.platform_parts("cpu")).folder
     assert found == {
@@ -50,6 +51,10 @@ def test_compilers_are_pointed_at_the_folder(tmp_path: Path, variables: Any) -> 
         "FLASHINFER_WORKSPACE_BASE": str(folder / "flashinfer"),
     }
     assert not (tmp_path / "c").exists(), "a run that compiles nothing leaves nothing"
+    before = dict(os.environ)
+    with pytest.raises(KeyboardInterrupt), cli.compiled_code("cpu", None):
+        raise KeyboardInterrupt
+    assert dict(os.environ) == before
 
 
 def test_what_the_user_set_stays(tmp_path: Path, variables: Any) -> None:

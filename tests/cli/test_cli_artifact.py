@@ -154,6 +154,7 @@ def test_fresh_begins_with_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(
         Engine, "from_pretrained", lambda *a, **b: real(*a, **b | {"compile": False})
     )
+    monkeypatch.setattr(artifact, "engine_parts", lambda *_: {"code": "x"})  # reads all of ours
     old = artifact.store(tmp_path, artifact.platform_parts("cpu")).folder / "inductor" / "old"
     old.parent.mkdir(parents=True)
     old.touch()

@@ -184,15 +184,18 @@ def test_close_while_it_runs(pair: Pair) -> None:
 
 def test_a_process_ends_while_it_runs(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     """Bug: a script without `close` ends in an abort (exit code 134), its thread torn out of a
-    step."""
+    step; or every closed engine is kept until then."""
     at_exit: list[Callable[[], object]] = []
     monkeypatch.setattr(atexit, "register", at_exit.append)
+    monkeypatch.setattr(atexit, "unregister", at_exit.remove)
     with pair.engine() as engine:
         handle = submit(engine, [1, 2, 3], 80)
         serving: Any = engine._serving
         assert serving.close in at_exit
         serving.close()
         assert handle.done and not serving._thread.is_alive()
+        assert serving.close not in at_exit
+        monkeypatch.undo()  # `close` again does no harm
 
 
 class Deaf:
@@ -342,6 +345,16 @@ def test_a_stream_from_before_is_not_overtaken(engine: Engine) -> None:
     for _ in stream:
         pass
     assert submit(engine, [5]).result().token_ids
+
+
+def test_a_stream_that_nobody_began_is_dropped(engine: Engine) -> None:
+    """Bug: what it has queued runs beside the first handle, for nobody."""
+    stream = engine.stream([1, 2, 3], max_new_tokens=80, ignore_eos=True)
+    (request,) = loop_of(engine).waiting
+    assert submit(engine, [5]).result().token_ids
+    assert not request.output_ids
+    with pytest.raises(RuntimeError, match="another generation"):
+        next(stream)
 
 
 def test_tasks(pair: Pair, truth: dict[Any, list[int]], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -49,7 +49,7 @@ def whole(engine: Engine) -> GenerationResult:
 
 def test_stop_strings(engine: Engine, plain: Engine, whole: GenerationResult) -> None:
     """Bug: a stop string that begins in one step and ends in the next is missed, tokens that were
-    accepted behind it are given out, or the row goes on."""
+    accepted behind it are given out, the end among them, or the row goes on."""
     text = whole.text
     for begin in range(0, len(text) - 6, 13):
         for length in (1, 4):
@@ -67,6 +67,11 @@ def test_stop_strings(engine: Engine, plain: Engine, whole: GenerationResult) ->
     allocator = engine.built.loop.allocator
     assert allocator.num_free == allocator.num_usable
     assert one(engine, stop="never said").text == text
+    # In the step that the model's own end is in, which is dropped with what lies behind the string.
+    assert engine.tokenizer is not None
+    ids = one(engine, stop=text[-4:]).token_ids
+    said = [engine.tokenizer.decode(ids[:count]) for count in (len(ids) - 1, len(ids))]
+    assert [text[-4:] in part for part in said] == [False, True]
     # On the last token that the budget allows, the string is the reason.
     count = len(one(engine, stop=text[9:12]).token_ids)
     assert one(engine, stop=text[9:12], max_new_tokens=count).stop_reason == text[9:12]

@@ -251,7 +251,7 @@ class Soak:
 
     def _note(self, state_error: float) -> None:
         self.state_errors.append((self.counts["steps"], state_error))
-        if self.must_match and state_error > MAX_STATE_ERROR:
+        if self.must_match and not state_error <= MAX_STATE_ERROR:
             raise Leak(f"a recurrent state is wrong by {state_error:.1e}")
 
     def state_errors_by_quarter(self) -> list[float]:

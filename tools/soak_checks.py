@@ -4,7 +4,8 @@ The page (`decode.reference`) is run over whole texts by an engine of its own th
 with the loop, steps nothing and caches nothing. From one of its forwards come the tokens and
 log-probabilities of an answer, the K/V of target and drafter, and the recurrent state.
 
-Invariant: nothing here changes the loop; on a CPU in float32 every difference is a defect.
+Invariant: nothing here changes the loop; on a CPU in float32 every difference is a defect, and a
+number passes only by a comparison that is true, so NaN fails.
 """
 
 from __future__ import annotations
@@ -91,8 +92,8 @@ class Page:
         ):
             for i, (token, found) in enumerate(zip(ids, told, strict=False)):
                 row_V = logprobs_TV[at + i]
-                off = max(abs(float(row_V[k]) - v) for k, v in found.items())
-                if next(iter(found)) != token or off > LOGPROB_BOUND_NATS:
+                off = (abs(float(row_V[k]) - v) for k, v in found.items())
+                if next(iter(found)) != token or not all(x <= LOGPROB_BOUND_NATS for x in off):
                     return f"token {at + i + 1} is {token}; its log-probabilities {found} are wrong"
         is_due = request.logprobs is not None
         if len(request.output_logprobs) != len(said) * is_due:
@@ -109,7 +110,7 @@ class Page:
             for found, own in zip(states, true, strict=True)
             for norm in [own.flatten(1).norm(dim=1).clamp(min=1e-9)]
         ]
-        return max(errors)
+        return float(torch.tensor(errors).max())  # of which NaN is one
 
 
 class Published:
@@ -156,7 +157,7 @@ class Published:
         own = true.pages[len(ids) // self.loop.config.page_size - 1]
         for pool, known in zip(self.pools, pools_of(true.loop), strict=True):
             found, wanted = pool[:, :, page], known[:, :, own]
-            if (found - wanted).abs().max() > CONTENT_BOUND * wanted.abs().max():
+            if not (found - wanted).abs().max() <= CONTENT_BOUND * wanted.abs().max():
                 raise Leak(f"the K/V of a page behind {len(ids)} tokens is another text's")
         slots = self.loop.state_slots
         slot = slots._kept.get(page) if isinstance(slots, StateSlots) else None

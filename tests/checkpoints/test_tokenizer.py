@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -220,6 +221,21 @@ def test_templates_that_do_not_end(
         Tokenizer(directory).encode_chat([{"role": "user", "content": "hi"}])
 
 
+def test_a_debugger_is_left_alone(tokenizer: Tokenizer) -> None:
+    """Bug: behind the first prompt a debugger stops nowhere: the template's watch replaced it."""
+
+    def debugger(*_: Any) -> None:
+        return None
+
+    before = sys.gettrace()
+    sys.settrace(debugger)
+    try:
+        tokenizer.encode_chat([{"role": "user", "content": "hi"}])
+        assert sys.gettrace() is debugger
+    finally:
+        sys.settrace(before)
+
+
 def test_the_tokenizer_goes_by_its_own_files(tmp_path: Path) -> None:
     """Bug: a key of config.json that nothing reads, or a length that is no number, is called a
     damaged tokenizer, or keeps it busy for ever; transformers warns of lengths that we refuse."""
@@ -299,6 +315,16 @@ def test_a_name_that_is_no_hub_id(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("qwen3-8", "a/b/c", "./a/b"):
         with pytest.raises(ValueError, match="no such model directory"):
             resolve(name)
+
+
+def test_a_hub_model_that_is_half_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: of a hub model, whose files are links into a cache, one that is gone counts as one that
+    the model does not have: answers do not end, since their end stood there."""
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "generation_config.json").symlink_to("gone")
+    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda *_, **__: str(tmp_path))
+    with pytest.raises(ValueError, match=r"generation_config\.json: is a link to a file that is"):
+        resolve("me/target")
 
 
 def test_a_generation_config_without_ends(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
+from graphengine.api import Engine
 from graphengine.cli import cache
 from graphengine.cli import main as cli
 from graphengine.startup import artifact
@@ -40,7 +41,8 @@ def variables(monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[str, str | 
 
 
 def test_compilers_are_pointed_at_the_folder(tmp_path: Path, variables: Any) -> None:
-    """Bug: a compiler writes to /tmp, is forgotten after a reboot, and every start is cold."""
+    """Bug: a compiler writes to /tmp, is forgotten after a reboot, and every start is cold; or a
+    command that fails leaves its folder to the next one of the process."""
     found = variables(GRAPHENGINE_CACHE=str(tmp_path / "c"))
     folder = artifact.store(tmp_path / "c", artifact.platform_parts("cpu")).folder
     assert found == {
@@ -49,6 +51,10 @@ def test_compilers_are_pointed_at_the_folder(tmp_path: Path, variables: Any) -> 
         "FLASHINFER_WORKSPACE_BASE": str(folder / "flashinfer"),
     }
     assert not (tmp_path / "c").exists(), "a run that compiles nothing leaves nothing"
+    before = dict(os.environ)
+    with pytest.raises(KeyboardInterrupt), cli.compiled_code("cpu", None):
+        raise KeyboardInterrupt
+    assert dict(os.environ) == before
 
 
 def test_what_the_user_set_stays(tmp_path: Path, variables: Any) -> None:
@@ -140,6 +146,23 @@ def test_refusals(tmp_path: Path) -> None:
     assert done.exit_code == 2
     assert "--fresh would drop" in done.stderr
     assert not (tmp_path / "d").exists()
+
+
+def test_fresh_begins_with_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: --fresh leaves what was compiled, or takes what it has dropped off the new files."""
+    real = Engine.from_pretrained
+    monkeypatch.setattr(
+        Engine, "from_pretrained", lambda *a, **b: real(*a, **b | {"compile": False})
+    )
+    monkeypatch.setattr(artifact, "engine_parts", lambda *_: {"code": "x"})  # reads all of ours
+    old = artifact.store(tmp_path, artifact.platform_parts("cpu")).folder / "inductor" / "old"
+    old.parent.mkdir(parents=True)
+    old.touch()
+    target = str(make_target(tmp_path / "target", layers=1))
+    args = ["compile", target, "--draft", "none", "--bucket", "1", "--device", "cpu", "--fresh"]
+    done = CliRunner().invoke(cli.main, [*args, "--json"], env={"GRAPHENGINE_CACHE": str(tmp_path)})
+    assert done.exit_code == 0, done.output
+    assert json.loads(done.stdout)["num_new_files"] == 0 and not old.exists()
 
 
 def test_a_run_tells_what_does_not_fit(tmp_path: Path) -> None:

@@ -70,8 +70,11 @@ def test_a_request_as_users_send_it() -> None:
     for token, entry in zip(found["token_ids"], found["logprobs"], strict=True):
         assert next(iter(entry)) == str(token) and 2 <= len(entry) <= 3
     assert found["prompt_logprobs"][0] is None and len(found["prompt_logprobs"][1]) == 1
-    kept = run("--stop", ", 50", "--include-stop-str-in-output", "--min-tokens", "2")
+    kept = run(
+        "--stop", ", 50", "--include-stop-str-in-output", "--min-tokens", "2", "--logprobs", "0"
+    )
     assert kept["text"] == "20, 26, 32, 38, 44, 50"
+    assert [list(entry) for entry in kept["logprobs"]] == [[str(t)] for t in kept["token_ids"]]
     token = free["token_ids"][3]
     ended = run("--stop-token-ids", str(token))
     assert ended["stop_reason"] == token and ended["token_ids"] == free["token_ids"][:4]

@@ -70,17 +70,21 @@ def test_profile_on_the_cpu(tmp_path: Path) -> None:
     assert validate(json.loads(stored.read_text())) == []
     assert json.loads((kept / "facts.json").read_text())["workload"]["num_steps"] == 4
     assert "the host's clock" in result.stderr and "verify.01-07" in result.stderr
+    step_us = numbers["unprofiled"]["step_p50_ms"] * 1e3
+    assert f"without a profiler: {step_us:.1f} us each" in result.stderr
 
 
 def test_profile_without_a_drafter(tmp_path: Path) -> None:
-    """Bug: the drafter's steps are expected where there is none."""
+    """Bug: the drafter's steps are expected where there is none, or tokens a step are those of all
+    requests."""
     target = checkpoints.make_target(tmp_path / "target")
     result = invoke(
         *("profile", target, "--draft", "none", "--device", "cpu", "--bucket", 2),
         *("--num-steps", 3, "--warmup", 1, "--input-len", 5, "--json"),
     )
-    found = document(result)["numbers"]["cpu"]
-    assert set(found["by_name"]) == {*chain_names("decode", 2), "accept"}
+    numbers = document(result)["numbers"]
+    assert set(numbers["cpu"]["by_name"]) == {*chain_names("decode", 2), "accept"}
+    assert numbers["unprofiled"]["mean_acceptance_length"] == 1.0
 
 
 def test_prefills_on_the_cpu(tmp_path: Path) -> None:
@@ -402,8 +406,15 @@ def test_graphs_on_a_gpu(tmp_path: Path, mode: str) -> None:
     assert all("digraph" in path.read_text() for path in tmp_path.glob("*.dot"))
 
 
-@pytest.mark.parametrize(("show_all", "lines"), [(False, 2), (True, 3)])
-def test_equal_graphs_share_a_line_unless_all_are_asked_for(show_all: bool, lines: int) -> None:
-    """Bug: 36 equal layers fill the screen, and --all joins them."""
-    made: Any = [(f"verify.{i:02}", "graph", [], [], 5 + (i > 1), 7, 1, 1) for i in range(3)]
-    assert cli_graphs._table({1: [Entry(*entry) for entry in made]}, show_all).row_count == lines
+@pytest.mark.parametrize(
+    ("show_all", "sizes"), [(False, ["3.00", "1.50"]), (True, ["1.50", "1.50", "1.50"])]
+)
+def test_equal_graphs_share_a_line_unless_all_are_asked_for(
+    show_all: bool, sizes: list[str]
+) -> None:
+    """Bug: 36 equal layers fill the screen, and --all joins them; a line has one graph's memory, or
+    it is not in MB."""
+    made: Any = [(f"verify.{i:02}", "graph", [], [], 5 + (i > 1), 7, 1500000, 1) for i in range(3)]
+    table = cli_graphs._table({1: [Entry(*entry) for entry in made]}, show_all)
+    (column,) = [column for column in table.columns if column.header == "pool MB"]
+    assert list(column.cells) == sizes

@@ -133,7 +133,8 @@ def test_a_kernel_that_cannot_be_compiled_ends_a_start() -> None:
 
 def test_a_run_ahead_computes_nothing(caplog: pytest.LogCaptureFixture) -> None:
     """Bug: a run that is to compile kernels writes K/V, looks up an embedding by an id that nobody
-    has computed, or multiplies matrices beside the thread that compiles segments."""
+    has computed, or multiplies matrices beside the thread that compiles segments; or what is made
+    of a scalar of the host's and a tensor of the device's is the host's."""
     built = build(TINY_TARGET, TINY_DRAFT, Options(buckets=(1,), device="cpu", max_model_len=64))
     prefill = built.loop.prefill
     assert isinstance(prefill.pair.proposer, DFlash)
@@ -163,6 +164,7 @@ def test_a_run_ahead_computes_nothing(caplog: pytest.LogCaptureFixture) -> None:
         y = F.embedding(torch.full((2,), 99), x) @ x.t() + 1
         y = y.to("cpu", torch.float64)  # a hybrid's chain does: there is nothing to copy
         found.append((y.shape, y.dtype, y.device.type, x.t().data_ptr() == x.data_ptr()))
+        found.append((torch.tensor(2.0) * torch.empty(3, device="meta")).device)
 
     def flag() -> None:
         torch.zeros(3).clone()
@@ -173,7 +175,7 @@ def test_a_run_ahead_computes_nothing(caplog: pytest.LogCaptureFixture) -> None:
         ahead.wait()
     assert "aten.dot" in caplog.text  # whose run was cut short
     assert flags == [False]  # it is the whole process's, and would stay set
-    assert ((2, 3), torch.float64, "cpu", True) in found
+    assert ((2, 3), torch.float64, "cpu", True) in found and torch.device("meta") in found
     assert [stage.name for stage in bucket.stages] == [x for x in found if isinstance(x, str)]
     for tensor, old in zip(kept, before, strict=True):
         assert torch.equal(tensor.view(torch.uint8), old.view(torch.uint8))
@@ -190,6 +192,9 @@ def test_the_first_layers_stand_for_all() -> None:
     num_layers = short.target.config.num_hidden_layers
     assert tapped < len(short.target.weights.layers) == num_layers
     assert num_layers < prefill.pair.target.config.num_hidden_layers
+    config = replace(prefill.pair.proposer.config, target_layer_ids=(num_layers,))
+    deep = replace(prefill.pair, proposer=replace(prefill.pair.proposer, config=config))
+    assert len(deep.shortened().target.weights.layers) == num_layers + 1
     plain = replace(prefill.pair, proposer=Proposer()).shortened()
     assert len(plain.target.weights.layers) == 2
     replace(prefill, pair=short).run_padding(3)

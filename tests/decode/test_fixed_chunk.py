@@ -298,6 +298,19 @@ def test_padding_writes_to_the_null_page(loop: DecodeLoop) -> None:
         assert is_old.all()
 
 
+def test_rows_past_the_page_table(loop: DecodeLoop) -> None:
+    """Bug: a block's rows behind the last page write into that page, over a prompt's rows."""
+    pair, pool = loop.prefill.pair, loop.prefill.pair.target.kv_pool
+    end, pages = pair.num_positions, list(range(1, pair.width + 1))
+    found = []
+    for run in (loop.prefill.logits, loop.prefill.fixed[0].run):
+        for tensor in (pool, *(pair.target.states or ())):
+            tensor.zero_()
+        run([Piece(prompt(end), end - 5, end, pages)])
+        found.append(pool[:, :, pages].flatten(2, 3)[:, :, end - 5 : end].clone())
+    torch.testing.assert_close(*found, atol=2e-5, rtol=2e-5)
+
+
 def test_logits_that_are_not_finite(loop: DecodeLoop) -> None:
     """Bug: a NaN in a prompt's logits is token 0."""
     table = loop.prefill.pair.target.weights.embed_VD
@@ -382,12 +395,41 @@ def test_a_state_in_the_middle_of_a_page_is_not_kept(loop: DecodeLoop) -> None:
         assert request.kept_slots == ({begin + kept[0]: 8} if kept[0] else {})
 
 
+def test_the_last_slot_is_for_the_prompt_s_end(loop: DecodeLoop) -> None:
+    """Bug: the only state that is kept of a long prompt is one from its middle."""
+    request: Any = SimpleNamespace(prompt_ids=range(2500), spare_slots=[8], kept_slots={})
+    assert loop.prefill._kept(request, 0, 2240) == (0, 0)
+    assert loop.prefill._kept(request, 2240, 2500) == (160, 8)
+
+
+@pytest.mark.parametrize("engine", [PAIRS["recurrent"]], ids=["recurrent"], indirect=True)
+def test_a_last_layer_that_recurs_runs_in_every_piece(loop: DecodeLoop) -> None:
+    """Bug: of a prompt that goes on the last layer is left out, though it has no keys, and its
+    state is that of the last piece alone."""
+    pair, ids = loop.prefill.pair, prompt(300)
+    pair = replace(pair, target=pair.target.shortened(3))
+    assert pair.target.config.mixers[-1] == "gated_delta" and pair.target.states is not None
+    made, chunk = replace(loop.prefill, pair=pair), FixedChunk(pair, LONG, is_long=True)
+    pages, found = list(range(1, pair.width + 1)), list[torch.Tensor]()
+    for run in (lambda piece: made.logits([piece]), lambda piece: chunk.run([piece], True)):
+        pair.target.states.states_LSNVK.fill_(torch.nan)
+        for begin, end in ((0, LONG), (LONG, 300)):
+            run(Piece(ids, begin, end, pages, 1))
+        found.append(pair.target.states.states_LSNVK[:3, 1].clone())
+    torch.testing.assert_close(*found, atol=2e-5, rtol=2e-5)
+
+
 def test_a_prompt_begins_with_its_first_piece(
     loop: DecodeLoop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Bug: the wait for the pieces in front of the last one counts as time in the queue."""
+    """Bug: the wait for the pieces in front of the last one counts as time in the queue; or a
+    prompt whose first rows are cached has never left it."""
     clock = SimpleNamespace(perf_counter=itertools.count(1).__next__)
     monkeypatch.setattr(prefill, "time", clock)
     request = loop.submit(prompt(200), 2, ())
     loop.admit()
-    assert request.prefill_s == 1 and clock.perf_counter() > 3
+    assert request.prefill_s == 1 and (now := clock.perf_counter()) > 3
+    again = loop.submit(prompt(200), 2, ())
+    loop.admit()
+    assert again.num_cached_tokens or loop.prefill.pair.target.states is not None
+    assert again.prefill_s == now + 1

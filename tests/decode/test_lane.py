@@ -179,3 +179,12 @@ def test_who_joins_as_the_other_leaves_moves_up(engine: Engine, pair: Pair) -> N
         loop.collect()
     assert loop.first.bucket is not None and loop.first.bucket.size == 1
     assert second.output_ids == pair.plain(PROMPTS[1], 9)
+
+
+def test_a_lane_that_was_rebuilt_runs_what_was_built(engine: Engine, pair: Pair) -> None:
+    """Bug: it goes on with the bucket that it ran last, so another proposer is never asked."""
+    lane, asked = engine.built.loop.first, {"max_new_tokens": 6, "ignore_eos": True}
+    engine.generate(PROMPTS[:1], **asked)
+    lane.rebuild()
+    (result,) = engine.generate(PROMPTS[:1], **asked)
+    assert lane.bucket is lane.buckets[1] and result.token_ids == pair.plain(PROMPTS[0], 6)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 
 from graphengine.config.draft import NgramConfig
 from graphengine.decode.buffers import Arena
+from graphengine.decode.logprobs import score_rows
 from graphengine.decode.proposer import Proposer, step_buffers
 from graphengine.decode.segments import Segments
 from graphengine.drafters.dflash import DFlash
@@ -47,6 +49,16 @@ def test_buffers_are_as_long_as_the_block() -> None:
         assert buffers.block == proposer.num_draft_tokens + 1
         assert buffers.positions_T.shape == (3 * buffers.block,)
         assert len(buffers.own) == own
+
+
+def test_no_more_alternatives_than_tokens() -> None:
+    """Bug: where fewer tokens than alternatives exist, a step's do not fit what keeps them."""
+    config: Any = SimpleNamespace(adjustments=False, max_logprobs=99, structured_outputs=False)
+    buffers = step_buffers(
+        Arena(torch.device("cpu"), torch.float32), MODEL, Proposer(), 3, 2, config
+    )
+    assert buffers.scores is not None and buffers.scores.top.shape[-1] == MODEL.vocab_size
+    buffers.scores.write_(buffers.step_B, score_rows(torch.zeros(3, 32), torch.zeros(3).long(), 99))
 
 
 def test_a_plain_block() -> None:

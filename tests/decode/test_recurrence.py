@@ -202,7 +202,7 @@ def test_the_next_turn_begins_behind_the_last_answer(pair: Pair, backend: str) -
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_an_answer_that_is_cut_off_leaves_no_later_state(pair: Pair, backend: str) -> None:
     """Bug: tokens behind a stop string have completed further pages: the state of one of these is
-    taken for that of the last page that stays."""
+    taken for that of the last page that stays; also of one that they have just filled."""
     found: dict[bool, list[list[int]]] = {}
     for cached in (True, False):
         options = {"page_size": 8, "buckets": (1,), "enable_prefix_caching": cached}
@@ -211,7 +211,7 @@ def test_an_answer_that_is_cut_off_leaves_no_later_state(pair: Pair, backend: st
             loop = loop_of(loaded)
             for num_dropped in (1, 9, 17, 25):
                 first = loop.submit([num_dropped, *PROMPTS[1]], 60, ())
-                while len(first.output_ids) < 40:
+                while len(first.output_ids) < 40 or (num_dropped == 17 and first.start % 8):
                     loop.admit()
                     loop.launch()
                     loop.collect()

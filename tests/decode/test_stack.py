@@ -82,3 +82,11 @@ def test_the_last_step_taps_in_front_of_the_norm(target: Target) -> None:
     last = LastWeights(weights.layers[2], weights.norm_D, weights.lm_head_VD)
     h_TD, expected = last_segment(last, h_TD, attn_TNH, 1e-6)
     assert torch.equal(seen[0], h_TD) and torch.equal(ids_T, expected)
+
+
+def test_no_target_is_shortened_to_more_than_it_has(target: Target) -> None:
+    """Bug: the config of a target with fewer layers than are asked for counts layers that have no
+    weights, and what is compiled ahead of a start fails on the first of them."""
+    for count, left in ((2, 2), (9, 3)):
+        short = target.shortened(count)
+        assert len(short.weights.layers) == short.config.num_hidden_layers == left

@@ -58,11 +58,14 @@ def cuda_config(**values: Any) -> Any:
 
 
 def test_a_good_machine_has_no_warning() -> None:
-    """Bug: doctor finds fault with the machine that the engine is made for."""
+    """Bug: doctor finds fault with the machine that the engine is made for, or with a run on the
+    CPU for what the GPU beside it holds."""
     found = list(host_findings(H200)) + list(speed_findings(H200, *cuda_config()))
     assert [f for f in found if f.level in ("warning", "error")] == []
     assert any("NVIDIA H200, capability 9.0, 139 GiB free" in f.value for f in found)
     assert not any(f.level == "error" for f in on(H200))
+    full = replace(H200, memory=DeviceMemory(GIB, 140 * GIB, 132))
+    assert not any(f.level == "error" for f in on(full))
 
 
 @pytest.mark.parametrize(

@@ -190,6 +190,15 @@ def test_counts_what_is_accepted(device: str, case: Any, choices: Any) -> None:
         assert not live or int(host[b]) == 9 + len(said[b])
 
 
+def test_no_token_counts_for_none(device: str) -> None:
+    """Bug: a bonus that is no token, of logits that are not finite, counts as token 0."""
+    tables = tables_of([ENDING], 5, device)
+    before, start = tables.seen_BV[0].clone(), torch.tensor([9], dtype=torch.int32, device=device)
+    block, target = (torch.tensor([x], device=device) for x in ([2, 0], [0, -1]))
+    advance_tables_(block, target, start, tables)
+    assert (tables.seen_BV[0] - before).tolist() == [1, 0, 0, 0, 0]
+
+
 def test_a_prompt_s_last_row(device: str) -> None:
     """Bug: the prompt's last token is counted as said, or completes a bad word's prefix."""
     row: Row = {

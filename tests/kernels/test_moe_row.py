@@ -15,6 +15,7 @@ from graphengine.kernels.moe_row import (
     experts_row,
     experts_row_reference,
     router_logits,
+    runs_row,
 )
 
 # E, K, D, I: sizes that no tile divides, one expert of many, all of them, the published ones.
@@ -86,6 +87,15 @@ def test_logits_of_a_row_hang_on_that_row(device, poisoned_outputs, T, dtype) ->
         for t in range(T):
             alone = router_logits(x[t : t + 1].contiguous(), router, None)
             assert torch.equal(alone[0][0], logits[t]) and alone[1] is None
+
+
+def test_which_rows_it_takes(device, monkeypatch) -> None:
+    """Bug: a shared expert of another width than the others' ends plain decoding with an error."""
+    monkeypatch.setattr(moe_row, "INTERPRET", True)
+    (x, *_), shared = layer((6, 2, 40, 24), device, torch.bfloat16)
+    assert runs_row(x, shared, 24) and runs_row(x, None, 20)
+    assert not runs_row(x, shared, 20)
+    assert not runs_row(x.repeat(2, 1), shared, 24) and not runs_row(x.float(), None, 24)
 
 
 def test_refusals(device) -> None:

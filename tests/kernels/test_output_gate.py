@@ -9,6 +9,7 @@ import torch
 
 from graphengine.kernels.interpreter import INTERPRET
 from graphengine.kernels.output_gate import output_gate
+from graphengine.kernels.qk_norm_rope import sum_partials
 
 HALF = torch.float16 if INTERPRET else torch.bfloat16
 EPS = 1e-5
@@ -54,6 +55,17 @@ def test_sigmoid(device: str, dtype: torch.dtype, splits: int) -> None:
     found = output_gate(x, projected, begin, None, EPS)
     expected = (x.float() * torch.sigmoid(z.float())).flatten(1)
     torch.testing.assert_close(found.float(), expected, **BOUNDS[dtype])
+
+
+@pytest.mark.parametrize("normed", [False, True])
+def test_parts_are_their_rounded_sum(device: str, normed: bool) -> None:
+    """Bug: a gate that comes as partial sums is not rounded, so a row's bits hang on how the
+    projection in front was split."""
+    x, parts, begin, _ = make(device, (4, 5, 32), HALF, 2)
+    weight = torch.linspace(0.5, 2, 32, device=device) if normed else None
+    whole = sum_partials(parts, HALF)
+    found, expected = (output_gate(x, z, begin, weight, EPS) for z in (parts, whole))
+    assert torch.equal(found, expected)
 
 
 def test_refusals(device: str) -> None:

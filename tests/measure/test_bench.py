@@ -313,11 +313,11 @@ def test_context_is_met_half_way(bench: Bench) -> None:
 
 
 @pytest.mark.parametrize(
-    "args", [["--input-len", "8", "--simulate-acceptance", "4"], ["--input-len", "506"]]
+    "args", [["--input-len", "8", "--simulate-acceptance", "4"], ["--input-len", "507"]]
 )
 def test_rounds_without_a_step_to_time_are_refused(bench: Bench, args: list[str]) -> None:
     """Bug: every round is over before a step counts (few tokens, all drafts accepted, or no room
-    behind the prompt), and the command begins new rounds for ever."""
+    behind the longest prompt that fits), and the command begins new rounds for ever."""
     done = bench("--output-len", "8", *args)
     assert done.exit_code == 2, done.output
     assert "--output-len 8" in done.stderr

@@ -196,14 +196,17 @@ def test_luck_is_not_measured(
 
 
 def test_the_roofline_of_attention(pair: tuple[Path, Path]) -> None:
-    """Bug: of attention's two products one is counted, or the mask's upper half too; the drafter's
-    context costs nothing."""
+    """Bug: of attention's two products one is counted, or the mask's upper half too; the head is
+    multiplied with every row of a prompt; the drafter's context costs nothing."""
     target, draft = read_configs(*pair)
     config = SimpleNamespace(dtype="float32")
     built: Any = SimpleNamespace(config=config, target=target, draft=draft)
     flops = [roofline_ms(built, n, 1, Rates(math.inf, 1e-9)) for n in (99, 100, 101)]
     of_a_key = 4 * target.q_size * target.num_hidden_layers  # multiply and add, scores and values
     assert flops[2] - 2 * flops[1] + flops[0] == pytest.approx(of_a_key)
+    halves = 2 * roofline_ms(built, 50, 1, Rates(math.inf, 1e-9))  # a head more, no keys of others
+    head = 2 * target.vocab_size * target.hidden_size
+    assert halves - flops[1] == pytest.approx(head - 50 * 50 * of_a_key)
     assert isinstance(draft, DraftConfig)
     built.draft = None
     plain, model = roofline_ms(built, 100, 1, Rates(math.inf, 1e-9)), draft.model

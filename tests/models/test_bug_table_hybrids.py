@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from graphengine.checkpoints.weights import Checkpoint, target_weights
 from graphengine.config.model import ModelConfig
 from graphengine.decode import ends
-from graphengine.decode.recurrence import KEPT_STATES, state_bytes
+from graphengine.decode.recurrence import KEPT_STATES, make_states, state_bytes
 from graphengine.models.gated_delta import GatedDeltaWeights
 from graphengine.verify.check import Limits, decide, decode, judge
 from graphengine.verify.teacher import teacher_force
@@ -346,5 +346,8 @@ def test_one_state_a_request(pair: HybridPair) -> None:
         taken = sum(x.numel() * x.element_size() for x in states)
         assert engine.memory_plan.recurrent_state_bytes == taken
         assert taken == num_slots * state_bytes(target.config, 4)
+        half = make_states(target.config, num_slots, torch.bfloat16, torch.device("meta"))
+        assert half is not None, "the recurrence stays float32"
+        assert sum(x.nbytes for x in half) == num_slots * state_bytes(target.config, 2)
         of_rows = sum(x.untyped_storage().nbytes() for x in records) // 4  # of one request
         assert of_rows < BLOCK * states.states_LSNVK[:, 0].numel() * 4

@@ -74,7 +74,7 @@ def rewrite(drafter: Path, change: Callable[[Tensors], Any]) -> Path:
 
 def test_sharing(tmp_path: Path, target: Path) -> None:
     """Bug T29: the head is shared although the drafter has its own, or is not although it is the
-    target's; the same for the embedding."""
+    target's; the same for the embedding. Or marks that have lost their map are passed over."""
     plain = make_drafter(tmp_path / "plain", target)
     cases = {
         "none": (plain, True, True),
@@ -94,6 +94,9 @@ def test_sharing(tmp_path: Path, target: Path) -> None:
             assert vocabulary.target_ids_V is not None
             assert vocabulary.target_ids_V.tolist() == KEPT
             assert torch.equal(vocabulary.lm_head_VD, output_table(target)[KEPT])
+    marked = rewrite(cases["full-map"][0], lambda tensors: tensors.pop("d2t"))
+    with pytest.raises(ValueError, match="'d2t' is missing"):
+        load(target, marked)
 
 
 def test_tied_target(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from graphengine.kernels.gated_delta_prefill import CHUNK
-from graphengine.models import gated_delta, moe
+from graphengine.models import gated_attention, gated_delta, moe
 from graphengine.startup.build import read_configs
 
 
@@ -21,6 +21,14 @@ def test_a_recurrent_layer(preset: str) -> None:
     ends = 2 * own.value_size * size  # outputs, and those that are gated
     needed = projected * size + of_chunk + ends
     assert needed <= gated_delta.row_bytes(config, size) <= 3 * needed
+
+
+def test_an_attention_that_gates() -> None:
+    """Bug: what the gate leaves of a row is not planned, or the gate's own columns are not."""
+    config, size = read_configs("qwen3.5-4b", None)[0], 2
+    projected = 2 * config.q_size + 2 * config.kv_size
+    needed = (projected + 3 * config.q_size) * size  # queries, what attends, what is gated
+    assert needed <= gated_attention.row_bytes(config, size) <= 3 * needed
 
 
 @pytest.mark.parametrize("preset", ["qwen3-30b-a3b", "qwen3.6-35b-a3b"])

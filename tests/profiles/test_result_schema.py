@@ -122,12 +122,14 @@ def test_bad_numbers_are_refused(tmp_path: Path, numbers: dict[str, Any]) -> Non
 
 
 def test_environment_has_all_keys_on_this_machine() -> None:
-    """Bug: a machine without a GPU, git or nvidia-smi makes the measurement fail at its end."""
+    """Bug: a machine without a GPU, git or nvidia-smi makes the measurement fail at its end; a tree
+    of which nothing is known is called clean."""
     env = result_schema.environment()
     assert set(result_schema.REQUIRED_ENVIRONMENT) <= set(env)
     assert env["versions"]["torch"]
     json.dumps(env)
-    assert result_schema.environment(commit="abc")["commit"] == "abc"
+    copied = result_schema.environment(commit="abc")
+    assert (copied["commit"], copied["commit_dirty"]) == ("abc", None)
 
 
 def test_command_line_names_no_machine() -> None:

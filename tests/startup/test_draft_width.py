@@ -66,9 +66,10 @@ def test_choice(curve: Curve, mean: float, rows: int, is_below_plain: bool) -> N
 
 
 def test_no_width_below_the_floor() -> None:
-    """Bug: with --acceptance-floor 3 two rows are chosen, and every run warns."""
-    assert choose(1, EXPERTS, 2.0).rows == 2
-    assert choose(1, EXPERTS, 2.0, least_tokens=3.0).rows == 4
+    """Bug: with --acceptance-floor 3 two rows are chosen, and every run warns; with 4 not the four
+    that may reach it, or none with more than there are."""
+    chosen = [choose(1, EXPERTS, 2.0, least).rows for least in (0.0, 2.0, 3.0, 4.0, 99.0)]
+    assert chosen == [2, 2, 4, 4, 16]
 
 
 def pair(directory: Path, block: int = 16) -> tuple[Path, Path]:

@@ -432,8 +432,8 @@ def test_plan_holds_on_a_gpu(target: str, mode: Any, quantization: Any) -> None:
 
 
 def test_what_each_part_counts() -> None:
-    """Bug: one kind of draft layers, one set of logits, one bucket's graphs or none of the buffers
-    that decode plainly are planned, where more are made."""
+    """Bug: one kind of draft layers, one set of logits, one bucket's graphs, a chunk of one prompt
+    or none of the buffers that decode plainly are planned, where more are made."""
     target, draft = read_configs("qwen3-8b", "qwen3-8b-dflash-b16")
     assert draft is not None
 
@@ -454,6 +454,8 @@ def test_what_each_part_counts() -> None:
     for mode, graphs in (("piecewise", 41 * GRAPH_BYTES), ("full", STEP_GRAPH_BYTES)):
         one, two = (plan(graph_mode=mode, buckets=b).activation_bytes for b in ((16,), (1, 16)))
         assert two - one >= graphs
+    one, four = (plan(buckets=(n,), max_model_len=64).prefill_bytes for n in (1, 4))
+    assert four - one >= 3 * 64 * 5 * 4096 * 2, "taps of every row"
     ours = {"attention_backend": "triton", "prefill_attention_backend": "triton"}
     long, short = (plan(max_model_len=n, **ours).plain_decode_bytes for n in (40944, 1024))
     assert long - short >= 16 * (40944 - 1024) // 16 * 4, "page tables of 16 rows"

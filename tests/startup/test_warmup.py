@@ -12,7 +12,7 @@ import torch
 
 from graphengine.api import Engine
 from graphengine.checkpoints.hub import TINY_DRAFT, TINY_TARGET
-from graphengine.config.draft import CAUSAL
+from graphengine.config.draft import CAUSAL, AttentionRule
 from graphengine.decode import attention
 from graphengine.decode.fixed_chunk import SIZES
 from graphengine.decode.sampling import GREEDY
@@ -42,7 +42,7 @@ def test_it_leaves_nothing_behind(draft: Any, monkeypatch: pytest.MonkeyPatch) -
         ends = (True, False, False, True, True)  # greedy, drawn, adjusted, scored, constrained
         lengths = (warmup.EAGER_ROWS, 1)  # then a step of the one bucket
         assert seen == [(n, greedy) for greedy in ends for n in lengths]
-        assert loop.fallback is fallback
+        assert loop.fallback is fallback and loop.first.only_bucket is None
         if loop.fallback is not None and loop.fallback.guard is not None:
             assert loop.fallback.guard.mean_acceptance_length == 0
         assert loop.allocator.num_free == free and not loop.has_work
@@ -91,8 +91,9 @@ class Wrapper:
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.calls: list[str] = []
 
-    def plan(self, *args: Any, **kwargs: Any) -> None:
+    def plan(self, *args: Any, window_left: int, **kwargs: Any) -> None:
         self.calls.append("plan")
+        self.window_left = window_left
 
     def run(self, *args: Any, **kwargs: Any) -> None:
         self.calls.append("run")
@@ -131,3 +132,11 @@ def test_a_plan_waits_for_the_copies_of_the_last(made: Any) -> None:
     for _ in range(2):
         made.plan(attention.Layout.build([3], [3], [[1]], 16))
     assert calls == ["wait", "plan", "record"] * 2
+
+
+@pytest.mark.parametrize(("window", "left"), [(None, -1), (1, 0), (9, 8)])
+def test_a_window_has_the_row_itself(made: Any, window: int | None, left: int) -> None:
+    """Bug: FlashInfer, which counts the keys in front of a row's own, sees one more than others."""
+    made._rule = AttentionRule(causal=True, window=window)
+    made.plan(attention.Layout.build([3], [3], [[1]], 16))
+    assert made._wrapper.window_left == left

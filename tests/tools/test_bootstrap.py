@@ -5,6 +5,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -157,6 +158,16 @@ def test_a_failed_install_leaves_no_marker(
     with pytest.raises(bootstrap.SetupError):
         bootstrap.ensure_environment({"dev"}, cuda=False)
     assert not bootstrap.MARKER.exists()
+
+
+@pytest.mark.parametrize(("code", "told"), [(0, 0), (3, 3), (-15, 143)])
+def test_the_end_of_what_it_runs(code: int, told: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: tests that failed end in a success, or what a signal has ended in no code that a shell
+    knows."""
+    done = SimpleNamespace(returncode=code)
+    monkeypatch.setattr(bootstrap, "ensure_environment", lambda *_: True)
+    monkeypatch.setattr(bootstrap.subprocess, "run", lambda *_, **__: done)
+    assert bootstrap.main(["test", "--no-cuda"]) == told
 
 
 def test_help_shows_examples() -> None:

@@ -258,3 +258,12 @@ def test_a_fixture_that_fails_is_a_failure(
     numbers = json.loads(capsys.readouterr().out.splitlines()[-1])
     names = ("num_selected", "num_passed", "num_failed", "num_unfinished")
     assert ended.value.code == 1 and [numbers[name] for name in names] == [4, 1, 2, 1]
+
+
+def test_a_share_of_the_cores_is_a_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: a user who says how many threads a job may have gets others."""
+    monkeypatch.delenv("TORCHINDUCTOR_COMPILE_THREADS", raising=False)
+    monkeypatch.setenv("OMP_NUM_THREADS", "7")
+    monkeypatch.setattr("os.cpu_count", lambda: 12)
+    found = record_tests.environment(4)
+    assert (found["OMP_NUM_THREADS"], found["TORCHINDUCTOR_COMPILE_THREADS"]) == ("7", "3")

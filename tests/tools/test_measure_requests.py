@@ -7,14 +7,16 @@ import json
 import runpy
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from graphengine.api import Engine
+from graphengine.measure.bench import Step
 from graphengine.profiles import result_schema
-from tools import measure_requests
+from tools import measure_requests, request_hits, request_parts
 from tools.request_hits import Trace, compare
 from tools.request_parts import Bar
 
@@ -136,6 +138,32 @@ def test_what_a_hit_changes_is_told() -> None:
     assert found["equal_tokens_fraction"] == 0.5
     assert (found["num_drafts"], found["equal_drafts_fraction"]) == (4, 0.75)
     assert found["target_kv_difference_ratio"] == 0.25
+
+
+def test_a_hit_that_fails_leaves_the_loop_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: behind it all steps run one at a time, and the next part's are slow."""
+    resets: list[int] = []
+    first = SimpleNamespace(depth=2)
+    loop = SimpleNamespace(first=first, reset=lambda: resets.append(first.depth))
+    sizes = {"answer-tokens": 4}
+    m: Any = SimpleNamespace(
+        loop=loop, sizes=sizes, at_most=lambda *_: 8, random_ids=lambda count: [1] * count
+    )
+    monkeypatch.setattr(request_hits, "traced", lambda loop, *_: 1 / (loop.first.depth - 1))
+    with pytest.raises(ZeroDivisionError):
+        request_hits.hit(m)
+    assert resets and first.depth == 2
+
+
+def test_the_first_steps_of_a_generation_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: steps that write rows and fill the pipeline are an option's."""
+    steps = [Step(float(i), 0.0, 1) for i in range(20)]
+    monkeypatch.setattr(request_parts, "timed_steps", lambda loop, requests: iter(steps))
+    loop = SimpleNamespace(block=1, submit=lambda *_, **__: None, reset=lambda: None)
+    m: Any = SimpleNamespace(random_ids=lambda count: [1] * count)
+    engine: Any = SimpleNamespace(built=SimpleNamespace(loop=loop))
+    found = request_parts.run_steps(m, engine, 3, {})
+    assert found == steps[request_parts.WARMUP :][:3]
 
 
 def test_bars() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import math
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -195,4 +196,43 @@ def test_each_part_of_a_state_is_compared() -> None:
     for part in states:
         part[1, 1, 2] = 3
         assert page.state_error(loop, 1, [1]) == 1
+        part[1, 1, 2] = math.nan
+        assert math.isnan(page.state_error(loop, 1, [1]))
         part[1, 1, 2] = 1
+
+
+def test_what_is_no_number_is_a_defect() -> None:
+    """Bug: NaN, which no bound is below, passes as a log-probability, a state and K/V."""
+    request = Request(
+        request_id=0,
+        prompt_ids=[1, 2],
+        max_total_tokens=9,
+        stop_ids={5},
+        acceptance=Acceptance(0),
+        output_ids=[3, 5],
+        finish_reason="stop",
+        logprobs=1,
+        output_logprobs=[{3: 0.0, 4: -9.0}, {5: 0.0, 4: math.nan}],
+    )
+    page = page_of([1, 2, 3, 5])
+    assert str(page.check(request, None)).startswith("token 3 is 5; its log-probabilities")
+
+    run: Any = SimpleNamespace(counts={"steps": 1}, state_errors=[], must_match=True)
+    with pytest.raises(soak_tool.Leak, match="a recurrent state is wrong by nan"):
+        soak_tool.Soak._note(run, math.nan)
+
+    def loop_with(value: float) -> Any:
+        target = SimpleNamespace(kv_pool=torch.full((1, 2, 3), value))
+        pair = SimpleNamespace(target=target, proposer=SimpleNamespace(attends=False))
+        config, prefill = SimpleNamespace(page_size=2), SimpleNamespace(pair=pair)
+        return SimpleNamespace(prefill=prefill, config=config, state_slots=None)
+
+    page.loop, page.pages = loop_with(1.0), [1]
+    for value, is_right in ((1.0, True), (math.nan, False)):
+        published: Any = soak_checks.Published(loop_with(value))
+        published.text_of = lambda page: [1, 2]
+        if is_right:
+            assert published.compare(2, page) == 0
+            continue
+        with pytest.raises(soak_tool.Leak, match="another text's"):
+            published.compare(2, page)

@@ -285,6 +285,22 @@ def test_min_tokens_ignored(engine: Engine, asked: Asked, monkeypatch: pytest.Mo
     assert "min_tokens" in found.failed["ends"]
 
 
+def test_an_answer_is_judged_by_its_own_wish(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bug: of two wishes to one prompt the second is ignored, and passes: what it got is what the
+    first one got, and is judged as that."""
+    assert engine.tokenizer is not None
+    prompt = engine.tokenizer.encode_chat([{"role": "user", "content": "Count from 5 to 10."}])
+    wishes = [Wish(SamplingParams(min_tokens=n)) for n in (1, MAX_NEW_TOKENS)]
+    submitted(monkeypatch, min_tokens=0)
+    options: Any = {"max_new_tokens": MAX_NEW_TOKENS, "limits": Limits(), "wishes": wishes}
+    (found,) = verify_mode(engine.built, "none", [prompt] * 2, [(BUCKET, "together")], **options)
+    one, other = found.transcripts
+    assert one.output_ids == other.output_ids and one.finish_reason == "stop"
+    assert found.report.first_true is not None and found.report.first_true.request == 1
+
+
 @pytest.mark.parametrize(
     ("top_p", "z_V", "emitted", "is_out"),
     [

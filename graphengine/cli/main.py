@@ -40,6 +40,7 @@ _DEAF = (  # ends of the names of what is running
     "ExtensionFileLoader.create_module",
     "ExtensionFileLoader.exec_module",
 )
+_FULL = "No space left on device"
 _NO_PLACE = (errno.ENOENT, errno.ENOTDIR, errno.EACCES, errno.EPERM, errno.EROFS)
 
 
@@ -105,8 +106,12 @@ def _compiler_failed(error: Exception) -> str:
     remedy = "drop what is kept with `graphengine compile --fresh`, see `graphengine doctor`"
     if "CxxCompiler" in reason:
         remedy = "install g++"
-    elif "[Errno" in reason:
-        remedy = f"set {INDUCTOR_FOLDER} or GRAPHENGINE_CACHE to a folder that can be written"
+    elif "[Errno" in reason or _FULL in str(error):
+        reason = reason if "[Errno" in reason else _FULL  # of what g++ printed behind it
+        remedy = (
+            f"set {INDUCTOR_FOLDER} or GRAPHENGINE_CACHE to a folder that can be written and has "
+            "room"
+        )
     return f"compilation failed: {reason}; {remedy}, or run with --no-compile"
 
 

@@ -15,6 +15,7 @@ from click.testing import CliRunner
 
 from graphengine.cli import cache
 from graphengine.cli import main as cli
+from graphengine.cli.main import _compiler_failed
 from graphengine.startup import artifact
 from tests.startup.test_artifact import filled
 from tests.support.checkpoints import make_drafter, make_target
@@ -218,6 +219,13 @@ def test_no_compiler(tmp_path: Path) -> None:
     run = ["run", "--compile", "--bucket", "1", "--prompt", "x", "--device", "cpu"]
     said = ends(*run, GRAPHENGINE_CACHE=str(tmp_path), CXX="/nowhere/g++")
     assert "compilation failed" in said and "install g++" in said and "--no-compile" in said
+
+
+def test_no_room_to_compile() -> None:
+    """Bug: on a full disk the message is the compiler's first line, "C++ compile error", and the
+    remedy drops what had been compiled."""
+    said = _compiler_failed(RuntimeError("C++ compile error\nld: No space left on device"))
+    assert "No space left on device" in said and "has room" in said and "--fresh" not in said
 
 
 def test_a_folder_of_somebody_else(

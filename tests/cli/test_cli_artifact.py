@@ -106,12 +106,16 @@ def test_no_folder(variables: Any) -> None:
 
 
 @pytest.mark.parametrize("place", ["file", "file/below", "~nobody_of_this_name"])
-def test_no_folder_is_possible(tmp_path: Path, variables: Any, place: str) -> None:
+def test_no_folder_is_possible(
+    tmp_path: Path, variables: Any, place: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Bug: GRAPHENGINE_CACHE=/dev/null, which turns other caches off, ends every command in a
-    NotADirectoryError."""
+    NotADirectoryError; or what was compiled into a folder that is read-only now is left in
+    silence, and every start is cold."""
     (tmp_path / "file").touch()
     root = place if place.startswith("~") else str(tmp_path / place)
     assert set(variables(GRAPHENGINE_CACHE=root).values()) == {None}
+    assert f"{root} (GRAPHENGINE_CACHE) cannot be written" in capsys.readouterr().err
 
 
 def test_no_home(variables: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -158,6 +158,9 @@ def _cache_notes(job: Job, engine: Engine) -> list[str]:
         apart = nearest(job.store.folder, engine_parts(built.config, built.target, built.draft))
         if apart:
             notes.append("compiled anew, what was compiled ahead differs: " + "; ".join(apart))
+    config = built.config
+    if job.args["artifact"] is not None and config.device == "cpu" and not config.compile:
+        notes.append("--artifact changes nothing: on the CPU code is compiled by --compile alone")
     return notes
 
 

@@ -57,6 +57,8 @@ def compiled_code(device: str, artifact: Path | None) -> Iterator[Store | None]:
 
     root = _cache_root()
     store = root and artifacts.store(root, artifacts.platform_parts(device))
+    if root is None and (named := os.environ.get("GRAPHENGINE_CACHE")):
+        click.echo(f"note: {named} (GRAPHENGINE_CACHE) cannot be written and is not used", err=True)
     if store is not None:
         why = artifacts.others_can_write(store.folder)
         why = f"{why} {artifacts.NOT_USED}" if why else ""

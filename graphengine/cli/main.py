@@ -3,18 +3,19 @@
 `graphengine --help` answers at once because nothing here imports torch at module level. Streams:
 generated text (or one JSON object) goes to stdout, everything else to stderr, so that a pipe gets
 text alone. Exit codes: 0 done, 1 failed while running, 2 refused (option, value and remedy are
-named), 130 interrupted, 143 terminated.
+named), and of a signal to end 128 + its number: 130 interrupted, 143 terminated, 129 hung up.
 """
 
 from __future__ import annotations
 
 import errno
 import functools
+import os
 import signal
-import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import FrameType
 from typing import Any
 
 import click
@@ -31,6 +32,15 @@ from graphengine.cli.run import run
 from graphengine.cli.verify import verify
 
 _COMPILERS = ("torch._dynamo", "torch._inductor")
+_DEAF = (  # ends of the names of what is running
+    ".__del__",
+    ".__set_name__",
+    "torch.distributed.<module>",
+    "_get_module_lock.<locals>.cb",
+    "ExtensionFileLoader.create_module",
+    "ExtensionFileLoader.exec_module",
+)
+_FULL = "No space left on device"
 _NO_PLACE = (errno.ENOENT, errno.ENOTDIR, errno.EACCES, errno.EPERM, errno.EROFS)
 
 
@@ -44,9 +54,10 @@ def main() -> None:
 def _ends_are_told(command: click.Command) -> Iterator[None]:
     """Turns Ctrl-C, refused input (ValueError) and what the machine refuses into a line on stderr
     and an exit code."""
-    if threading.current_thread() is threading.main_thread():
-        # As Ctrl-C: what has been answered is reported.
-        signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    if threading.current_thread() is threading.main_thread() and os.name == "posix":
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            if signal.getsignal(number) != signal.SIG_IGN:  # as nohup leaves it
+                signal.signal(number, _end)
     try:
         yield
     except ValueError as error:
@@ -75,13 +86,32 @@ def _ends_are_told(command: click.Command) -> Iterator[None]:
         ) from error
 
 
+def _end(number: int, frame: FrameType | None) -> None:
+    """Ends the command, by whatever signal, as Ctrl-C does: what has been answered is reported.
+
+    Where what is raised would be dropped, or ends C code that starts in a traceback or an abort
+    (torch 2.13, Triton 3.7, numpy 2.4), a moment later.
+    """
+    while frame is not None and frame.f_code.co_filename != __file__:
+        if f"{frame.f_globals.get('__name__')}.{frame.f_code.co_qualname}".endswith(_DEAF):
+            signal.signal(signal.SIGALRM, lambda _, place: _end(number, place))
+            signal.setitimer(signal.ITIMER_REAL, 0.02)
+            return
+        frame = frame.f_back
+    raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(128 + number)
+
+
 def _compiler_failed(error: Exception) -> str:
     reason = str(error).strip().partition("\n")[0]
     remedy = "drop what is kept with `graphengine compile --fresh`, see `graphengine doctor`"
     if "CxxCompiler" in reason:
         remedy = "install g++"
-    elif "[Errno" in reason:
-        remedy = f"set {INDUCTOR_FOLDER} or GRAPHENGINE_CACHE to a folder that can be written"
+    elif "[Errno" in reason or _FULL in str(error):
+        reason = reason if "[Errno" in reason else _FULL  # of what g++ printed behind it
+        remedy = (
+            f"set {INDUCTOR_FOLDER} or GRAPHENGINE_CACHE to a folder that can be written and has "
+            "room"
+        )
     return f"compilation failed: {reason}; {remedy}, or run with --no-compile"
 
 

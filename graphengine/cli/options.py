@@ -10,6 +10,7 @@ import functools
 import json
 import math
 import os
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -156,8 +157,14 @@ def count(flag: str, default: int | None, text: str | None = None, low: int = 1)
 
 
 def as_json(text: str) -> Option:
-    """`--json`."""
-    return click.option("--json", "as_json", is_flag=True, help=text)
+    """`--json`, refused where nobody could read it."""
+
+    def check(ctx: click.Context, param: click.Parameter, value: bool) -> bool:
+        if value and sys.stdout is None:
+            raise click.BadParameter("stdout is closed; redirect it to a file", ctx, param)
+        return value
+
+    return click.option("--json", "as_json", is_flag=True, callback=check, help=text)
 
 
 PROMPT_FILE = functools.partial(path, "--prompt-file", metavar="FILE.jsonl")
@@ -178,13 +185,16 @@ RESULT_FILE = _group(
 
 
 def check_places(options: Mapping[str, Any]) -> None:
-    """Refuses files that cannot be written, before minutes are spent on what goes into them.
+    """Refuses files that cannot be written, before minutes are spent on what goes into them, and a
+    commit that goes into none.
 
     Raises:
         ValueError: with the option's name.
     """
     from graphengine.profiles.pictures import check_picture
 
+    if options.get("commit") is not None and options["output_json"] is None:
+        raise ValueError("--commit is recorded by --output-json; pass that too, or leave it out")
     for name in ("output", "plot", "output_json"):
         option, file = f"--{name.replace('_', '-')}", options.get(name)
         if file is None:
@@ -207,8 +217,8 @@ def deliver(
     config: dict[str, Any],
     picture: Callable[[str], bytes],
 ) -> None:
-    """Prints the JSON where it was asked for, then writes the result file and the picture, each
-    whatever became of the other.
+    """Writes the result file and the picture, then prints the JSON where it was asked for, each
+    whatever became of the others.
 
     Args:
         kind: of the result file; `numbers` and `config` are its content.
@@ -225,8 +235,6 @@ def deliver(
     def draw(path: Path) -> None:
         write_whole(path, picture(path.suffix))
 
-    if options["as_json"]:
-        click.echo(json.dumps({"config": config, "numbers": numbers}))
     failed = []
     for path, put in ((options["output_json"], write), (options["plot"], draw)):
         try:
@@ -236,6 +244,8 @@ def deliver(
         except (OSError, ValueError) as error:
             text = str(error)
             failed.append(text if str(path) in text else f"{path}: {text}")
+    if options["as_json"]:
+        click.echo(json.dumps({"config": config, "numbers": numbers}))
     if failed:
         raise click.ClickException("; ".join(failed))
 

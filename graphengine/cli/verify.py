@@ -143,7 +143,7 @@ def verify(ctx: click.Context, model: str | None, draft: str | None, **options: 
         )
     if options["all_options"] and is_sampled:
         raise ValueError("--all-options has temperatures of its own; leave out --temperature")
-    _refuse_idle(ctx, is_sampled)
+    _refuse_idle(ctx, is_sampled, options["all_options"])
     files = (file,) if file else (PROMPTS, PROBES)
     conversations = [turns for path in files for turns in read_prompt_file(path)]
     if any(len(turns) != 1 for turns in conversations):
@@ -185,9 +185,11 @@ def verify(ctx: click.Context, model: str | None, draft: str | None, **options: 
         ctx.exit(1)
 
 
-def _refuse_idle(ctx: click.Context, is_sampled: bool) -> None:
+def _refuse_idle(ctx: click.Context, is_sampled: bool, all_options: bool) -> None:
     """Refuses what was typed and says nothing of draws, or of tokens that are compared."""
     of_draws, of_tokens = ["num_samples"], ["tolerance", "min_identical"]
+    if not all_options:  # some of which draw
+        of_draws.append("seed")
     for name in of_tokens if is_sampled else of_draws:
         if ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE:
             flag = f"--{name.replace('_', '-')}"

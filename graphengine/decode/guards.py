@@ -103,7 +103,8 @@ class SpeculationGuard:
             f"drafts are rarely accepted: {length:.2f} tokens a step (mean acceptance length, 1 is "
             f"useless) over the last {count} steps, the floor is {self.acceptance_floor:g}. The "
             f"output is right, the speed is not. Likely causes: {causes}. `graphengine doctor` "
-            "checks the pair; acceptance_floor=0 turns this warning off"
+            "checks the pair; --acceptance-floor 0 (in Python acceptance_floor=0) turns this "
+            "warning off"
         )
 
     def needs_plain_time(self, size: int) -> bool:

@@ -162,7 +162,10 @@ def run(
         asked = options | {"read_gbps": options["read_gbps"] or 0.0}
         facts = _record(model, draft, asked, host_trace.record(recorder))
         reports = {"cpu": report(recorder.trace(), _unit(facts))}
-    (folder / _FACTS).write_text(json.dumps(facts))
+    try:
+        (folder / _FACTS).write_text(json.dumps(facts))
+    except OSError as error:  # the report needs it no more
+        note(f"{folder / _FACTS} cannot be written ({error})")
     return reports, facts
 
 

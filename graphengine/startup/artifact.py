@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import atexit
 import ctypes
+import errno
 import gzip
 import hashlib
 import importlib.util
@@ -54,7 +55,16 @@ MAX_SMALL_BYTES, MAX_RATIO = 64 << 20, 40  # unpacked; code shrinks to a third o
 _PACKAGES = ("torch", "triton", "flashinfer-python")
 
 # What reading a damaged or hostile file raises.
-_DAMAGED = (OSError, EOFError, ValueError, RecursionError, tarfile.TarError, zlib.error)
+_DAMAGED = (
+    OSError,
+    EOFError,
+    ValueError,
+    MemoryError,
+    RecursionError,
+    tarfile.TarError,
+    zlib.error,
+)
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 NOT_USED = (
     "and is not used, for what lies there is executed: chmod 700 it if all in it is yours, or name "
@@ -340,7 +350,7 @@ def unpack(file: Path, into: Store) -> list[str]:
         The parts of the platform that differ; then nothing was unpacked.
 
     Raises:
-        ValueError: the file is missing, damaged or no artifact.
+        ValueError: the file is missing, damaged or no artifact, or there is no room for it.
     """
     remedy = "make one with graphengine compile --output FILE"
     into.folder.parent.mkdir(parents=True, exist_ok=True)
@@ -375,7 +385,13 @@ def unpack(file: Path, into: Store) -> list[str]:
             record_(into.folder, into.parts, entry)
         return []
     except _DAMAGED as error:
-        raise ValueError(f"{file}: not a usable artifact ({error}); {remedy}") from error
+        if isinstance(error, OSError) and error.errno in _NO_ROOM:
+            raise ValueError(
+                f"{file}: cannot be unpacked in {into.folder.parent} ({error}); make room there, "
+                "or set GRAPHENGINE_CACHE to another folder"
+            ) from error
+        why = str(error) or "it declares more than memory holds"
+        raise ValueError(f"{file}: not a usable artifact ({why}); {remedy}") from error
     finally:
         shutil.rmtree(fresh, ignore_errors=True)
 

@@ -180,10 +180,11 @@ def plan_memory(
     needed = plan.fixed_bytes + plan.kv_pool_bytes
     if config.device == "cpu" and needed > (total := host_memory_bytes()):
         weights = plan.target_weight_bytes + plan.draft_weight_bytes
+        lower = "lower it or --max-model-len, or " if weights < total else ""
         raise ValueError(
             f"--bucket {max(config.buckets)} needs {format_bytes(needed)}, "
             f"{format_bytes(weights)} of them for weights in {config.dtype}, this machine has "
-            f"{format_bytes(total)}; lower it or --max-model-len, or take a smaller model or dtype"
+            f"{format_bytes(total)}; {lower}take a smaller model or dtype"
         )
     return plan
 

@@ -16,6 +16,7 @@ from click.testing import CliRunner
 from graphengine.api import Engine
 from graphengine.cli import cache
 from graphengine.cli import main as cli
+from graphengine.cli.main import _compiler_failed
 from graphengine.startup import artifact
 from tests.startup.test_artifact import filled
 from tests.support.checkpoints import make_drafter, make_target
@@ -111,12 +112,16 @@ def test_no_folder(variables: Any) -> None:
 
 
 @pytest.mark.parametrize("place", ["file", "file/below", "~nobody_of_this_name"])
-def test_no_folder_is_possible(tmp_path: Path, variables: Any, place: str) -> None:
+def test_no_folder_is_possible(
+    tmp_path: Path, variables: Any, place: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Bug: GRAPHENGINE_CACHE=/dev/null, which turns other caches off, ends every command in a
-    NotADirectoryError."""
+    NotADirectoryError; or what was compiled into a folder that is read-only now is left in
+    silence, and every start is cold."""
     (tmp_path / "file").touch()
     root = place if place.startswith("~") else str(tmp_path / place)
     assert set(variables(GRAPHENGINE_CACHE=root).values()) == {None}
+    assert f"{root} (GRAPHENGINE_CACHE) cannot be written" in capsys.readouterr().err
 
 
 def test_no_home(variables: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -181,6 +186,7 @@ def test_a_run_tells_what_does_not_fit(tmp_path: Path) -> None:
     assert "does not fit and is not used; compiling anew" in text
     assert "gpu: NVIDIA H200 there, nothing here" in text
     assert "torch: 2.13.0 there" in text
+    assert "--artifact changes nothing: on the CPU" in text, "without --compile it was in silence"
 
 
 def command(root: Path, *args: str) -> Any:
@@ -241,6 +247,13 @@ def test_no_compiler(tmp_path: Path) -> None:
     run = ["run", "--compile", "--bucket", "1", "--prompt", "x", "--device", "cpu"]
     said = ends(*run, GRAPHENGINE_CACHE=str(tmp_path), CXX="/nowhere/g++")
     assert "compilation failed" in said and "install g++" in said and "--no-compile" in said
+
+
+def test_no_room_to_compile() -> None:
+    """Bug: on a full disk the message is the compiler's first line, "C++ compile error", and the
+    remedy drops what had been compiled."""
+    said = _compiler_failed(RuntimeError("C++ compile error\nld: No space left on device"))
+    assert "No space left on device" in said and "has room" in said and "--fresh" not in said
 
 
 def test_a_folder_of_somebody_else(

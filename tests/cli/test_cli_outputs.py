@@ -2,16 +2,18 @@
 
 import json
 import signal
+import sys
 from pathlib import Path
 from typing import Any
 
+import click
 import pytest
 from click.testing import CliRunner
 
 from graphengine.checkpoints import weights
 from graphengine.checkpoints.pairs import read_json
 from graphengine.cli.main import main
-from graphengine.cli.options import check_places
+from graphengine.cli.options import check_places, deliver
 from graphengine.prompts import read_prompt_file
 from tests.support.command_line import ENV, Run, refused, shell, streaming
 
@@ -43,6 +45,24 @@ def test_one_place_that_fails_costs_no_other(
     assert Path("step.svg").exists() == ("step.svg" in args)
 
 
+def test_a_full_stdout_costs_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: where stdout is full or closed, the JSON that nobody gets costs the result file too; or
+    its loss is not told."""
+
+    def full(text: str, err: bool = False) -> None:
+        if not err:
+            raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(click, "echo", full)
+    options = {"as_json": True, "output_json": tmp_path / "x.json", "plot": None, "commit": "abc"}
+    with pytest.raises(OSError, match="No space left"):
+        deliver(options, "profile", {"step_ms": 1.0}, {}, lambda suffix: b"")
+    assert json.loads((tmp_path / "x.json").read_text())["numbers"] == {"step_ms": 1.0}
+    monkeypatch.setattr(sys, "stdout", None)
+    with pytest.raises(click.BadParameter, match="stdout is closed"):
+        main.main(["graphs", "--json"], standalone_mode=False)
+
+
 def test_steps_are_as_many_as_asked_for(target: Path) -> None:
     """Bug: `bench --num-iters 5` times the whole first round, 499 steps."""
     args = ["bench", str(target), "--draft", "none", *SMALL, "--input-len", "4", "--json"]
@@ -71,6 +91,10 @@ def test_results_say_every_option(target: Path, draft: Path) -> None:
         (["graphs", "--draft", "none", "--draft-quantization", "fp8"], ["needs a drafter"]),
         (["graphs", "--draft", "ngram", "--draft-quantization", "fp8"], ["leave it out"]),
         (["verify", "--num-samples", "9"], ["--num-samples is of draws", "--temperature"]),
+        (["verify", "--seed", "9"], ["--seed is of draws", "--temperature"]),
+        (["verify", "--commit", "9"], ["--commit is recorded by --output-json"]),
+        (["bench", "--commit", "9"], ["--commit is recorded by --output-json"]),
+        (["profile", "--commit", "9"], ["--commit is recorded by --output-json"]),
         (["verify", "--temperature", "1", "--tolerance", "1"], ["--tolerance is of greedy"]),
         (["verify", "--temperature", "1", "--min-identical", "1"], ["--min-identical is of"]),
         (["profile", "--read", "a.sqlite"], ["--device is of a run", "leave it out"]),

@@ -37,6 +37,17 @@ def document(result: Result) -> dict[str, Any]:
     return json.loads(result.stdout)
 
 
+def test_facts_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: where the disk of --keep is full, the report of all steps is lost with the last file."""
+    monkeypatch.setattr(profile_run, "_record", lambda *_: {"read_gbps": 1.0})
+    monkeypatch.setattr(profile_run, "report", lambda *_: None)
+    options = {"device": "cpu", "tool": "auto", "read_gbps": None}
+    notes: list[str] = []
+    run = profile_run.run(None, None, options, tmp_path / "gone", notes.append)
+    assert run == ({"cpu": None}, {"read_gbps": 1.0})
+    assert "facts.json cannot be written" in notes[0]
+
+
 @pytest.mark.parametrize("module", ["profile", "graphs"])
 def test_help_does_not_import_torch(module: str) -> None:
     """Bug: an import at module level makes every command's help take seconds."""

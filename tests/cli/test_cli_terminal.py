@@ -7,7 +7,7 @@ import select
 import signal
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ import pytest
 from click.testing import CliRunner
 
 from graphengine.api import Chunk, Engine
-from graphengine.cli.main import main
+from graphengine.cli.main import _ends_are_told, main
 from graphengine.measure import profile_run  # before a test changes what it imports
 from tests.support.command_line import COMMAND, ENV, ROOT, Run, heed_interrupts, streaming
 
@@ -197,3 +197,46 @@ def test_every_command_tells_its_end(
     assert done.exit_code == code, done.output
     assert text in done.stderr and "Aborted" not in done.stderr
     assert isinstance(done.exception, SystemExit)
+
+
+class _Destroyed:
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    def __del__(self) -> None:
+        os.kill(os.getpid(), self.number)
+
+
+class _Named(_Destroyed):
+    def __del__(self) -> None: ...
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        os.kill(os.getpid(), self.number)
+
+
+@pytest.mark.parametrize(
+    "send", [lambda number: _Destroyed(number) and None, lambda n: type("_", (), {"x": _Named(n)})]
+)
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_to_end_is_not_lost(send: Callable[[int], object], number: int) -> None:
+    """Bug: SIGTERM while the garbage collector runs a destructor is dropped and the command goes
+    on; amid an import it is a traceback or an abort; or a terminal that closes (SIGHUP) costs the
+    answers that were finished."""
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGALRM)
+    before = [signal.signal(n, signal.SIG_DFL) for n in numbers]
+
+    @_ends_are_told(main)
+    def wait() -> None:
+        send(number)
+        time.sleep(1)  # it comes meanwhile
+
+    try:
+        with pytest.raises(SystemExit) as end:
+            wait()
+        assert end.value.code == 128 + number
+        signal.signal(number, signal.SIG_IGN)
+        with _ends_are_told(main):  # as under nohup
+            send(number)
+    finally:
+        for n, handler in zip(numbers, before, strict=True):
+            signal.signal(n, handler)

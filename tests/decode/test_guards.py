@@ -167,6 +167,7 @@ def test_command_warns(tmp_path: Path) -> None:
     assert found.exit_code == 0, found.output
     (text,) = json.loads(found.stdout)["warnings"]
     assert text.startswith("drafts are rarely accepted: 1.")
+    assert "--acceptance-floor 0" in text
     assert found.stderr.count("warning: drafts are rarely accepted") == 1
     assert not re.search(r"(guards|engine|fallback)\.py", found.stderr)
     silent = run_cli(*options, "--acceptance-floor", 0)

@@ -1,6 +1,7 @@
 """Compiled code kept between starts: keys that name what differs, files that travel."""
 
 import errno
+import gzip
 import io
 import json
 import os
@@ -277,6 +278,10 @@ def damaged(kind: str, good: bytes, path: Path) -> None:
         tar_of(path, [(link, b"")])
     elif kind == "deep manifest":
         tar_of(path, [(tarfile.TarInfo(artifact.MANIFEST), b"[" * 100_000)])
+    elif kind == "huge header":
+        pax = tarfile.TarInfo("x")
+        pax.type, pax.size = tarfile.XHDTYPE, 1 << 62
+        path.write_bytes(gzip.compress(pax.tobuf(tarfile.GNU_FORMAT)))
     elif kind == "aside":
         tar_of(path, [first, (tarfile.TarInfo("inductor/../manifest.json"), b"x")])
     elif kind == "group":
@@ -300,6 +305,7 @@ def damaged(kind: str, good: bytes, path: Path) -> None:
         "other version",
         "manifest link",
         "deep manifest",
+        "huge header",
         "group",
         "aside",
         "file for a folder",
@@ -316,6 +322,19 @@ def test_a_damaged_file_is_refused(tmp_path: Path, kind: str) -> None:
         artifact.unpack(bad, store)
     assert os.listdir(tmp_path / "b") == []
     assert not (tmp_path / "evil").exists()
+
+
+def test_no_room_to_unpack(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: where the disk is full, the artifact is said to be damaged, and is made again."""
+
+    def full(*args: Any, **kwargs: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    artifact.pack(filled(tmp_path / "a").folder, tmp_path / "x.tar.gz")
+    monkeypatch.setattr(tarfile.TarFile, "extract", full)
+    with pytest.raises(ValueError, match=r"cannot be unpacked .* make room there"):
+        artifact.unpack(tmp_path / "x.tar.gz", artifact.store(tmp_path / "b", PARTS))
+    assert os.listdir(tmp_path / "b") == []
 
 
 def test_nothing_to_pack(tmp_path: Path) -> None:

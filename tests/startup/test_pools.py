@@ -127,6 +127,16 @@ def test_more_than_the_machine_has_is_refused(pair: tuple[Path, Path]) -> None:
     assert "--bucket 100000000 needs" in message and "lower it or --max-model-len" in message
 
 
+def test_weights_that_the_machine_cannot_hold(
+    pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bug: `bench qwen3-8b` on a small machine is told to lower --bucket 1, and --max-model-len,
+    which it does not have; no such thing makes room for the weights."""
+    monkeypatch.setattr("graphengine.startup.memory.host_memory_bytes", lambda: 1000)
+    with pytest.raises(ValueError, match=r"1000 B; take a smaller model or dtype"):
+        Engine.from_pretrained(*pair, buckets=(1,), device="cpu")
+
+
 def test_logits_of_a_step_count_on_the_cpu_too(
     pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -209,6 +209,29 @@ def test_no_measuring_while_another_decodes_plainly(
 
 
 @pytest.mark.usefixtures("impatient")
+def test_nothing_is_measured_for_who_was_dropped(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bug: a plain step that was due when everything was dropped is measured for the next request
+    that leaves, beside whoever decodes plainly by then: the generation ends in an assertion."""
+    calls = plain_takes(monkeypatch, 1e-9)
+    with pair.engine(max_model_len=44, buckets=(1,)) as engine, torch.no_grad():
+        force(engine, pair, 0)
+        loop = loop_of(engine)
+        loop.submit(list(PROMPTS[0]), 27, ())
+        loop.admit()
+        while not loop.first.must_drain:
+            loop.launch()
+            loop.collect()
+        loop.reset()
+        request = loop.submit(list(PROMPTS[1]), 5, ())
+        loop.admit()
+        loop.fallback.leave([request], "a test says so")
+        run_to_end(engine)
+    assert request.num_plain_steps == 4 and not calls
+
+
+@pytest.mark.usefixtures("impatient")
 def test_good_drafts_never_measure(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     """Bug: every request pays for plain steps, or an option does not turn the guard off."""
     calls = plain_takes(monkeypatch, 1e-9)

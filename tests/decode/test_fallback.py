@@ -209,20 +209,26 @@ def test_no_measuring_while_another_decodes_plainly(
 
 
 @pytest.mark.usefixtures("impatient")
-def test_nothing_is_measured_for_who_was_dropped(
-    pair: Pair, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Bug: a plain step that was due when everything was dropped is measured for the next request
-    that leaves, beside whoever decodes plainly by then: the generation ends in an assertion."""
+def test_what_was_due_for_who_has_left(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: a plain step of who is left of two is held against a drafted step of both; or one that
+    was due when everything was dropped is measured for the next request that leaves, beside whoever
+    decodes plainly by then: the generation ends in an assertion."""
     calls = plain_takes(monkeypatch, 1e-9)
-    with pair.engine(max_model_len=44, buckets=(1,)) as engine, torch.no_grad():
+    with pair.engine(max_model_len=44, buckets=(1, 2)) as engine, torch.no_grad():
         force(engine, pair, 0)
         loop = loop_of(engine)
-        loop.submit(list(PROMPTS[0]), 27, ())
+        first, _ = (loop.submit(list(p), 27, ()) for p in PROMPTS[:2])
         loop.admit()
-        while not loop.first.must_drain:
-            loop.launch()
-            loop.collect()
+        for is_second in (False, True):
+            while not loop.first.must_drain:
+                loop.launch()
+                loop.collect()
+            if not is_second:
+                while loop.first.in_flight:
+                    loop.collect()
+                loop.cancel(first)
+                loop.launch()
+                assert not calls and not loop.first.must_drain
         loop.reset()
         request = loop.submit(list(PROMPTS[1]), 5, ())
         loop.admit()

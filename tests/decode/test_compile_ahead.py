@@ -96,6 +96,7 @@ def test_ctrl_c_while_runs_are_made() -> None:
         CompileAhead(runs())
     assert time.perf_counter() - began < 2
     assert len(done) <= MAX_THREADS
+    assert not any("compile-ahead" in thread.name for thread in threading.enumerate())
 
 
 def test_what_cannot_be_prepared_ends_no_start(caplog: pytest.LogCaptureFixture) -> None:

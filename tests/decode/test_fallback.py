@@ -209,6 +209,35 @@ def test_no_measuring_while_another_decodes_plainly(
 
 
 @pytest.mark.usefixtures("impatient")
+def test_what_was_due_for_who_has_left(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: a plain step of who is left of two is held against a drafted step of both; or one that
+    was due when everything was dropped is measured for the next request that leaves, beside whoever
+    decodes plainly by then: the generation ends in an assertion."""
+    calls = plain_takes(monkeypatch, 1e-9)
+    with pair.engine(max_model_len=44, buckets=(1, 2)) as engine, torch.no_grad():
+        force(engine, pair, 0)
+        loop = loop_of(engine)
+        first, _ = (loop.submit(list(p), 27, ()) for p in PROMPTS[:2])
+        loop.admit()
+        for is_second in (False, True):
+            while not loop.first.must_drain:
+                loop.launch()
+                loop.collect()
+            if not is_second:
+                while loop.first.in_flight:
+                    loop.collect()
+                loop.cancel(first)
+                loop.launch()
+                assert not calls and not loop.first.must_drain
+        loop.reset()
+        request = loop.submit(list(PROMPTS[1]), 5, ())
+        loop.admit()
+        loop.fallback.leave([request], "a test says so")
+        run_to_end(engine)
+    assert request.num_plain_steps == 4 and not calls
+
+
+@pytest.mark.usefixtures("impatient")
 def test_good_drafts_never_measure(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     """Bug: every request pays for plain steps, or an option does not turn the guard off."""
     calls = plain_takes(monkeypatch, 1e-9)

@@ -143,10 +143,11 @@ def test_a_timed_step_is_warm(engine: Engine, monkeypatch: pytest.MonkeyPatch) -
 
 @torch.no_grad()
 def test_the_time_of_several_steps_is_nobody_s(engine: Engine) -> None:
-    """Bug: what two launches took in front of one wait counts as a step's, and a guard leaves
-    speculation for it."""
+    """Bug: what two launches took in front of one wait, or rows that were written, counts as a
+    step's, and a guard leaves speculation for it."""
     loop = engine.built.loop
-    loop.submit(list(PROMPTS[0]), 60, ())
+    for prompt in PROMPTS[:2]:
+        loop.submit(list(prompt), 60, ())
     loop.admit()
     lane, known = loop.first, list[bool]()
     for num_collected in (1, 1, lane.depth):
@@ -158,6 +159,12 @@ def test_the_time_of_several_steps_is_nobody_s(engine: Engine) -> None:
     loop.launch()
     loop.wait()
     assert known == [False, True, True] and (lane.step_s is None) == (lane.depth > 1)
+    loop.collect()
+    loop.submit(list(PROMPTS[2]), 60, ())
+    loop.admit()
+    loop.launch()
+    loop.wait()
+    assert lane.step_s is None
     loop.reset()
 
 

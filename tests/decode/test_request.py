@@ -5,10 +5,12 @@ from __future__ import annotations
 from typing import cast
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from graphengine.decode.grammar import Matcher
+from graphengine.decode.logprobs import Scores
 from graphengine.decode.metrics import Acceptance
 from graphengine.decode.request import Request
 from graphengine.decode.sampling import Sampling
@@ -92,10 +94,14 @@ def test_a_block_shorter_than_the_longest() -> None:
 
 @pytest.mark.parametrize(("rows", "position"), [([-1, 5, 5, 5], 4), ([5, 6, -1, 5], 6)])
 def test_an_error_names_its_position(rows: list[int], position: int) -> None:
-    """Bug: a NaN in the logits is reported for another position, or a token behind it comes out."""
+    """Bug: a NaN in the logits is reported for another position, or a token behind it comes out; or
+    a step that says nothing tells the log-probabilities of all that was said before."""
     request = a_request()
+    request.logprobs = 0
     request.begin(0)
-    request.advance(rows, 2)
+    new = request.advance(rows, 2)
+    request.tell(Scores(torch.zeros(4), *torch.zeros(2, 4, 0)), len(new))
+    assert len(request.output_logprobs) == len(new)
     assert request.finish_reason == "error"
     assert f"position {position} " in str(request.error)
     assert len(request.output_ids) == position - 3

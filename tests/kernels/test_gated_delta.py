@@ -209,7 +209,7 @@ def test_a_chain_of_blocks_is_single_steps(device: str) -> None:
 def test_what_is_kept_of_pages(device: str) -> None:
     """Bug: the state kept behind a page holds rows behind it, is kept where no page ends, goes into
     the slot of the page before it, or changes what the request itself goes on with."""
-    heads, block, spacing = (2, 4), 5, 8
+    heads, block, spacing = (1, 2), 5, 8
     kept = torch.tensor([[3, 4], [0, 0]], dtype=torch.int32, device=device)
     slots = torch.tensor([1, 2], dtype=torch.int32, device=device)
     for position in (3, 8, 15):

@@ -45,7 +45,7 @@ def tf32_parts(x):
 
 @triton.jit
 def exact_dot(a, b):
-    """a @ b of float32: three products of TF32, as "tf32x3" without its guard against infinity."""
+    """a @ b: of float32 three products of TF32, as "tf32x3" without its guard against infinity."""
     if a.dtype == tl.float32:
         a_high, a_low = tf32_parts(a)  # pyright: ignore
         b_high, b_low = tf32_parts(b)  # pyright: ignore

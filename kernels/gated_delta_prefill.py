@@ -87,6 +87,8 @@ def gated_delta_prefill_(
         raise ValueError("weights, windows, states, pieces and out must be contiguous")
     R = len(pieces.begin_R)
     convolved_TC = windows_S3C.new_empty(T, C)
+    # Of a head's chunk: what solves its updates (16 bits and their rest), what its outputs see of
+    # them; factors of known values, of late updates, of queries and of the state.
     num_blocks = T // CHUNK + R
     tiles_XN3 = out_TNV.new_empty(num_blocks, N, 3, CHUNK, CHUNK)
     factors_XN4 = states_SNVK.new_empty(num_blocks, N, 4, CHUNK)

@@ -6,6 +6,7 @@ import importlib.util
 import json
 import math
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -169,10 +170,9 @@ def page_of(text: list[int]) -> soak_checks.Page:
     return page
 
 
-@pytest.mark.parametrize(("reason", "is_right"), [("stop", True), ("length", False)])
-def test_an_end_token_ends_for_what_it_is(reason: Any, is_right: bool) -> None:
-    """Bug: an answer that ended at an end token, but for its budget, is taken for right."""
-    request = Request(
+def ended(reason: Any) -> Request:
+    """One that said 3 and the end token 5 behind 1 and 2."""
+    return Request(
         request_id=0,
         prompt_ids=[1, 2],
         max_total_tokens=9,
@@ -181,6 +181,12 @@ def test_an_end_token_ends_for_what_it_is(reason: Any, is_right: bool) -> None:
         output_ids=[3, 5],
         finish_reason=reason,
     )
+
+
+@pytest.mark.parametrize(("reason", "is_right"), [("stop", True), ("length", False)])
+def test_an_end_token_ends_for_what_it_is(reason: Any, is_right: bool) -> None:
+    """Bug: an answer that ended at an end token, but for its budget, is taken for right."""
+    request = ended(reason)
     assert (page_of([1, 2, 3, 5]).check(request, None) is None) == is_right
 
 
@@ -203,17 +209,8 @@ def test_each_part_of_a_state_is_compared() -> None:
 
 def test_what_is_no_number_is_a_defect() -> None:
     """Bug: NaN, which no bound is below, passes as a log-probability, a state and K/V."""
-    request = Request(
-        request_id=0,
-        prompt_ids=[1, 2],
-        max_total_tokens=9,
-        stop_ids={5},
-        acceptance=Acceptance(0),
-        output_ids=[3, 5],
-        finish_reason="stop",
-        logprobs=1,
-        output_logprobs=[{3: 0.0, 4: -9.0}, {5: 0.0, 4: math.nan}],
-    )
+    told = [{3: 0.0, 4: -9.0}, {5: 0.0, 4: math.nan}]
+    request = replace(ended("stop"), logprobs=1, output_logprobs=told)
     page = page_of([1, 2, 3, 5])
     assert str(page.check(request, None)).startswith("token 3 is 5; its log-probabilities")
 

@@ -62,6 +62,10 @@ def argmax_rows(logits_TV: torch.Tensor) -> torch.Tensor:
         raise ValueError(f"logits are {logits_TV.dtype}; need bfloat16, float16 or float32")
     if logits_TV.stride(1) != 1:
         raise ValueError(f"logits have strides {logits_TV.stride()}; make rows contiguous")
+    if logits_TV.is_cpu and not (INTERPRET or torch.compiler.is_compiling()):
+        return argmax_rows_reference(
+            logits_TV
+        )  # the first call of any op imports the compiler: 1 s
     return torch.ops.graphengine.argmax_rows(logits_TV)
 
 

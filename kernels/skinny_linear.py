@@ -40,6 +40,7 @@ import torch
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from graphengine.capture.torch_internals import constant_in_graphs
 from graphengine.kernels.fp8 import FP8, Fp8Scales, widened
 from graphengine.kernels.interpreter import INTERPRET
 from graphengine.kernels.launch import on_grid
@@ -271,7 +272,7 @@ def launch(
     return out
 
 
-@torch.compiler.assume_constant_result
+@constant_in_graphs
 def is_hopper() -> bool:
     """Whether the GPU has the tensor-core and copy instructions that the TMA kernels are written
     in."""

@@ -161,8 +161,7 @@ class ShapeSource(TensorSource):
 
     def take(self, weight: Weight) -> Tensor:
         self.asked[weight.name] = weight.shape
-        empty = torch.empty(weight.shape, dtype=weight.dtype or self._dtype, device="meta")
-        return weight.made_of(empty)
+        return torch.empty(weight.meant_shape, dtype=weight.dtype or self._dtype, device="meta")
 
 
 class TensorHeader(NamedTuple):
@@ -289,6 +288,14 @@ def _draft_prefix(source: TensorSource) -> str:
     return "model." if source.has("model.fc.weight") else ""
 
 
+def _joined(tensors: list[Tensor]) -> Tensor:
+    """torch.cat; of mere shapes without torch's, which imports its compiler (0.8 s) for them."""
+    first = tensors[0]
+    if first.is_meta:
+        return first.new_empty(sum(map(len, tensors)), *first.shape[1:])
+    return torch.cat(tensors)
+
+
 def draft_weights(
     source: TensorSource, config: DraftConfig, num_positions: int, device: torch.device
 ) -> DraftWeights:
@@ -306,10 +313,10 @@ def draft_weights(
     norm_D = source.take(norm)
     source.finish()
     mixers = [layer.mixer for layer in layers if isinstance(layer.mixer, AttentionWeights)]
-    context_kv = torch.cat([dense(mixer.qkv_ED, fc_DC.dtype)[model.q_size :] for mixer in mixers])
+    context_kv = _joined([dense(mixer.qkv_ED, fc_DC.dtype)[model.q_size :] for mixer in mixers])
     biases = [mixer.qkv_bias_E for mixer in mixers if mixer.qkv_bias_E is not None]
-    bias = torch.cat([b[model.q_size :] for b in biases]) if biases else None
-    k_norms = torch.stack([mixer.k_norm_H for mixer in mixers if mixer.k_norm_H is not None])
+    bias = _joined([b[model.q_size :] for b in biases]) if biases else None
+    k_norms = _joined([mixer.k_norm_H[None] for mixer in mixers if mixer.k_norm_H is not None])
     rope = rope_table(model.rope, model.head_dim, num_positions, device)
     return DraftWeights(fc_DC, hidden_norm_D, context_kv, bias, k_norms, layers, norm_D, rope)
 
@@ -357,7 +364,7 @@ def _packed(source: TensorSource, parts: tuple[Weight, ...]) -> Tensor | None:
     if len(parts) < 2 and stack is None:
         return source.take(*parts) if parts else None
     out: Tensor | None = None
-    sizes = [part.shape[0] if part.pick is None else part.pick.num_rows for part in parts]
+    sizes = [part.meant_shape[0] for part in parts]
     row = 0
     for part, size in zip(parts, sizes, strict=True):
         taken = source.take(part)

@@ -19,12 +19,12 @@ from typing import NamedTuple
 from torch import Tensor
 
 from graphengine.config.model import ModelConfig
-from graphengine.kernels.output_gate import output_gate
 from graphengine.kernels.qk_norm_rope import qk_norm_rope_write_
 from graphengine.models.layers import (
     Matrix,
     add_rms_norm,
     linear_partials,
+    output_gate,
     rms_norm,
     rotary_order,
 )

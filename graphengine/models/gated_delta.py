@@ -23,8 +23,7 @@ from torch import Tensor
 
 from graphengine.config.gated_delta import CONV_TAPS, GatedDeltaConfig
 from graphengine.config.model import ModelConfig
-from graphengine.kernels.output_gate import output_gate
-from graphengine.models.layers import Matrix, add_rms_norm, linear_partials, rms_norm
+from graphengine.models.layers import Matrix, add_rms_norm, linear_partials, output_gate, rms_norm
 from graphengine.models.weight import Fields, Pick, Weight, norm
 
 

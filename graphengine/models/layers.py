@@ -21,6 +21,8 @@ from graphengine.kernels.argmax import argmax_rows
 from graphengine.kernels.fp8 import Fp8Rows, Fp8Scales, quantize_rows_fp8, round_rows_fp8
 from graphengine.kernels.fp8_rows import round_rows, split_rows
 from graphengine.kernels.head_argmax import skinny_argmax
+from graphengine.kernels.output_gate import output_gate as kernel_output_gate
+from graphengine.kernels.output_gate import output_gate_reference
 from graphengine.kernels.qk_norm_rope import sum_partials
 from graphengine.kernels.skinny_config import SKINNY_T, SkinnyConfig, choose_config
 from graphengine.kernels.skinny_linear import (
@@ -234,6 +236,15 @@ def swiglu(gate_up_TJ: Tensor) -> Tensor:
     return (kernel_swiglu if gate_up_TJ.is_cuda else swiglu_reference)(gate_up_TJ)
 
 
+def output_gate(
+    x_TNV: Tensor, projected: Tensor, begin: int, weight_V: Tensor | None, eps: float
+) -> Tensor:
+    """Heads gated by columns of what was projected from `begin` on, and normed first if there is a
+    weight: [T, N, V] -> [T, N * V] (`kernels.output_gate`)."""
+    gate = output_gate_reference if x_TNV.is_cpu else kernel_output_gate
+    return gate(x_TNV, projected, begin, weight_V, eps)
+
+
 def rope_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
     """Angular frequencies after scaling: [H / 2], float32, radians per position; of the part of a
     head that is turned, [rotary_dim / 2].
@@ -284,6 +295,8 @@ def rope_table(
     Returns:
         [P, H] float32, cos in the first half of the columns, sin in the second.
     """
+    if torch.device(device).type == "meta":  # arithmetic there imports torch's compiler, 1 s
+        return torch.empty(num_positions, head_dim, device=device)
     frequencies = rope_frequencies(rope, head_dim).to(device)
     positions = torch.arange(num_positions, dtype=torch.float32, device=device)
     angles = positions[:, None] * frequencies

@@ -63,10 +63,14 @@ class Weight:
     stack: Stack | None = None
 
     @property
+    def meant_shape(self) -> tuple[int, ...]:
+        """Of `made_of`."""
+        return self.shape if self.pick is None else (self.pick.num_rows, *self.shape[1:])
+
+    @property
     def num_elements(self) -> int:
         """Of what is meant."""
-        picked = self.pick.num_rows if self.pick is not None else self.shape[0]
-        return picked * math.prod(self.shape[1:])
+        return math.prod(self.meant_shape)
 
     def made_of(self, tensor: Tensor) -> Tensor:
         """What is meant, of the file's tensor."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,19 @@ def test_torch_s_own_state() -> None:
         precompiled.compilers({})
     finally:
         products.fp32_precision = before
+
+
+def test_a_constant_in_graphs() -> None:
+    """Bug: Dynamo reads another mark, and a trace ends where the GPU is asked what it is. Remedy:
+    set what `torch.compiler.assume_constant_result` sets now."""
+
+    def asks() -> bool:
+        return sys.getrefcount(object()) > 0  # nothing that Dynamo can trace
+
+    marked = torch.compiler.assume_constant_result(lambda: True)
+    assert vars(torch_internals.constant_in_graphs(asks)) == vars(marked)
+    traced = torch.compile(lambda x: x + 1 if asks() else x, backend="eager", fullgraph=True)
+    assert traced(torch.zeros(1)) == 1
 
 
 def test_whether_compilation_is_off() -> None:

@@ -47,6 +47,20 @@ def test_help_is_quick(args: list[str]) -> None:
 # --- answers ---
 
 
+def test_the_bundled_pairs_need_no_compiler() -> None:
+    """Bug: sizes or a first token are worked out by what imports torch's compiler, and every start
+    on a CPU, which compiles nothing, is a second longer."""
+    code = """
+import sys, graphengine
+for target in ("tiny", "tiny-hybrid"):
+    with graphengine.Engine.from_pretrained(target) as engine:
+        engine.generate(["hello"], max_new_tokens=4)
+    assert not {"torch._dynamo", "sympy"} & set(sys.modules), target
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=ENV, capture_output=True)
+    assert done.returncode == 0, done.stderr.decode()
+
+
 def test_pipes_get_text_alone(target: Path, draft: Path) -> None:
     """Bug: a table, a note or a colour code lands in the text of a pipe."""
     args = ["run", str(target), "--draft", str(draft), "--max-new-tokens", "12", "--bucket", "1"]

@@ -23,7 +23,8 @@ _STARTUP = f"{_DRAFTERS} drafters"
 _API = f"{_STARTUP} startup results handles wishes"
 _TOOLS = f"{_API} api prompts report profiles"
 ROOMS: dict[str, str] = {
-    **dict.fromkeys(("names", "config", "kernels", "prompts"), ""),
+    **dict.fromkeys(("names", "config", "prompts"), ""),
+    "kernels": "capture.torch_internals",
     **dict.fromkeys(("capture", "profiles"), "names"),
     "models": _MODELS,
     "checkpoints": f"{_MODELS} models",

@@ -14,6 +14,12 @@ HYBRID_TARGET, HYBRID_DRAFT = (ASSETS / "tiny-hybrid" / part for part in ("targe
 BUNDLED = {"tiny": (TINY_TARGET, TINY_DRAFT), "tiny-hybrid": (HYBRID_TARGET, HYBRID_DRAFT)}
 """Trained pairs by name, each with its own drafter."""
 
+TOY_PROMPTS = (
+    "Compare the bee and the duck.",
+    "Write a note: Emma thanks David for a green key.",
+)
+"""That both of them answer as they were taught."""
+
 PRESETS = Path(__file__).parents[1] / "presets"
 """Shapes of published models as config files alone, for --load-format dummy."""
 

@@ -107,6 +107,7 @@ def run(ctx: click.Context, model: str | None, draft: str | None, **options: Any
     if options["as_json"] and conversations is None:
         raise ValueError("--json needs the prompts beforehand; " + _NO_PROMPT)
     sampling = SamplingParams(**shared.taken(options, SamplingParams))
+    from graphengine.checkpoints.hub import BUNDLED, TOY_PROMPTS
     from graphengine.checkpoints.pairs import NO_DRAFT, named_pair
     from graphengine.cli import answers
 
@@ -117,6 +118,8 @@ def run(ctx: click.Context, model: str | None, draft: str | None, **options: Any
             "decoding plainly; pass --draft with this model's drafter for speculative decoding, "
             "or --draft none to leave out this note"
         )
+    elif Path(target) in (pair[0] for pair in BUNDLED.values()):
+        note = f"a toy that knows a few kinds of questions, such as: {' '.join(TOY_PROMPTS)}"
     asked = shared.taken(options)
     asked["sampling"] = True if sampling.temperature else None
     asked["adjustments"] = True if adjusts(sampling) else None

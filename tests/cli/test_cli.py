@@ -331,6 +331,7 @@ def test_bundled_pair_by_default() -> None:
         assert process.wait() == 0
     assert first_s < FIRST_TOKEN_LIMIT_S
     assert "\x1b" not in table and str(TINY_DRAFT) in table
+    assert "Compare the bee and the duck." in table, "what a toy can be asked"
     for word in ("import", "load", "compile", "capture", "first token", "acceptance per position"):
         assert word in table
 

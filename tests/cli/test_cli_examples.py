@@ -10,7 +10,7 @@ import pytest
 from click.testing import CliRunner
 
 from graphengine.api import Engine
-from graphengine.checkpoints.hub import TINY_DRAFT, TINY_TARGET
+from graphengine.checkpoints.hub import TOY_PROMPTS
 from graphengine.cli.main import main
 from tests.support.command_line import ROOT
 from tools.bootstrap import DEFAULT_PROMPT
@@ -22,6 +22,7 @@ RIGHT = {
     "Count from 5 to 50 in steps of 5.": "5, 10, 15, 20, 25, 30, 35, 40, 45, 50.\n"
     "That is 10 numbers.",
     "Compare the bee and the duck.": "The bee eats nectar, and the duck eats water plants.",
+    "Write a note: Emma thanks David for a green key.": "Thank you very much for the green key.",
 }
 """Prompt -> what its answer holds; a new example needs an entry, which somebody has checked."""
 
@@ -40,12 +41,13 @@ def test_examples_are_answered_rightly() -> None:
     """Bug: the first sum that a newcomer is shown is wrong: "Tom has 3 apples and buys 4 more"."""
     helps = [CliRunner().invoke(main, [name, "--help"]).stdout for name in main.commands]
     texts = [*helps, *((ROOT / name).read_text() for name in ("README.md", "graphengine/api.py"))]
-    shown = set().union({DEFAULT_PROMPT}, *map(prompts_of, texts))
-    assert len(shown) >= 3
+    shown = set().union({DEFAULT_PROMPT}, TOY_PROMPTS, *map(prompts_of, texts))
+    assert len(shown) >= 5
     assert shown - set(RIGHT) == set()
-    with Engine.from_pretrained(TINY_TARGET, TINY_DRAFT, buckets=(1,)) as engine:
-        for prompt in sorted(shown):
-            assert RIGHT[prompt] in engine.generate(prompt)[0].text
+    for name, prompts in (("tiny", sorted(shown)), ("tiny-hybrid", TOY_PROMPTS)):
+        with Engine.from_pretrained(name, buckets=(1,)) as engine:
+            for prompt in prompts:
+                assert RIGHT[prompt] in engine.generate(prompt)[0].text
 
 
 def test_a_request_as_users_send_it() -> None:

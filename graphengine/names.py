@@ -54,15 +54,14 @@ ADVANCE = "advance"
 COLORS: dict[StepClass, str] = {"dense": "green", "attention": "orange", "host": "gray"}
 
 
-def dense_name(chain: str, index: int, width: int = 2) -> str:
+def dense_name(chain: str, index: int) -> str:
     """Name of a chain's dense segment: `dense_name("verify", 3) == "verify.03"`.
 
     Args:
         chain: the chain, one of CHAINS.
         index: number of attention steps before it, so 0..num_layers.
-        width: digits; names sort in the order of execution up to 10**width - 1.
     """
-    return f"{chain}.{index:0{width}d}"
+    return f"{chain}.{index:02d}"
 
 
 def attention_name(chain: str, layer: int) -> str:

@@ -25,13 +25,12 @@ from typing import Any, Literal
 
 DOMAIN = "graphengine"
 
-Chain = Literal["prefill", "decode", "draft", "verify", "speculate"]
 StepClass = Literal["dense", "attention", "host"]
 
 SPECULATE = "speculate"
 """Draft, verify, accept and the drafter's context as one; its steps keep their chains' names."""
 
-CHAINS: tuple[Chain, ...] = ("prefill", "decode", "draft", "verify", SPECULATE)
+CHAINS = ("prefill", "decode", "draft", "verify", SPECULATE)
 
 # The host queues one decode step; every phase of it lies inside.
 STEP = "step"

@@ -16,32 +16,24 @@ from torch import Tensor
 Carry = tuple[Tensor, ...]
 """What one step hands to the next, e.g. (residual, query)."""
 
-StepFunction = Callable[[Carry], Carry]
-
 
 @dataclass(frozen=True, slots=True)
-class Dense:
+class _Named:
+    name: str
+    run: Callable[[Carry], Carry]
+
+
+class Dense(_Named):
     """A segment that can be captured: fixed shapes, no host work, no synchronisation."""
 
-    name: str
-    run: StepFunction
 
-
-@dataclass(frozen=True, slots=True)
-class Attention:
+class Attention(_Named):
     """An attention that was planned before the chain runs; eager unless the mode is full."""
 
-    name: str
-    run: StepFunction
 
-
-@dataclass(frozen=True, slots=True)
-class Host:
+class Host(_Named):
     """Work of the host that the device's next steps wait for: never captured, in no mode. It hands
     the carry on as it is, and does nothing where nothing is to be done, as while capturing."""
-
-    name: str
-    run: StepFunction
 
 
 Step = Dense | Attention | Host

@@ -180,7 +180,8 @@ class Engine:
             except BaseException:
                 built.loop.reset()
                 raise
-            return self._run(built.loop, requests, built.tokenizer, asked)
+            tell = Teller(built.loop, requests, built.tokenizer, asked)
+            return self._run(built.loop, requests, tell)
 
     @spelled_out(SamplingParams)
     def submit(
@@ -231,20 +232,12 @@ class Engine:
 
         return submit
 
-    def _run(
-        self,
-        loop: DecodeLoop,
-        requests: list[Request],
-        tokenizer: Tokenizer | None,
-        asked: SamplingParams,
-    ) -> Iterator[Chunk]:
+    def _run(self, loop: DecodeLoop, requests: list[Request], tell: Teller) -> Iterator[Chunk]:
         with self._claim() as claim:
             if self._built is None or any(r.finish_reason is not None for r in requests):
                 raise RuntimeError(
                     "this stream was superseded or its engine closed before it began"
                 )
-            tell = Teller(loop, requests, tokenizer, asked)
-
             try:
                 for outputs in loop.run():
                     for request, new_ids in outputs:

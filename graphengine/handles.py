@@ -180,8 +180,6 @@ class Serving:
                     self._take_in(loop)
             except BaseException as error:
                 self._fail(loop, error)
-            if self._is_closed:
-                break
         self._fail(loop, closed)
 
     def _take_in(self, loop: DecodeLoop) -> None:

@@ -25,13 +25,12 @@ from typing import Any, Literal
 
 DOMAIN = "graphengine"
 
-Chain = Literal["prefill", "decode", "draft", "verify", "speculate"]
 StepClass = Literal["dense", "attention", "host"]
 
 SPECULATE = "speculate"
 """Draft, verify, accept and the drafter's context as one; its steps keep their chains' names."""
 
-CHAINS: tuple[Chain, ...] = ("prefill", "decode", "draft", "verify", SPECULATE)
+CHAINS = ("prefill", "decode", "draft", "verify", SPECULATE)
 
 # The host queues one decode step; every phase of it lies inside.
 STEP = "step"
@@ -54,15 +53,14 @@ ADVANCE = "advance"
 COLORS: dict[StepClass, str] = {"dense": "green", "attention": "orange", "host": "gray"}
 
 
-def dense_name(chain: str, index: int, width: int = 2) -> str:
+def dense_name(chain: str, index: int) -> str:
     """Name of a chain's dense segment: `dense_name("verify", 3) == "verify.03"`.
 
     Args:
         chain: the chain, one of CHAINS.
         index: number of attention steps before it, so 0..num_layers.
-        width: digits; names sort in the order of execution up to 10**width - 1.
     """
-    return f"{chain}.{index:0{width}d}"
+    return f"{chain}.{index:02d}"
 
 
 def attention_name(chain: str, layer: int) -> str:

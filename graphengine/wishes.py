@@ -138,11 +138,7 @@ def _tokens_of_bad_words(
     nothing = [word for word in asked.bad_words if not word.strip()]
     if nothing:
         raise ValueError(f"bad_words has {nothing[0]!r}; to ban white space, pass logit_bias")
-    words = (
-        [ids for word in asked.bad_words for ids in tokenizer.encode_word(word)]
-        if tokenizer
-        else []
-    )
+    words = [ids for word in asked.bad_words if tokenizer for ids in tokenizer.encode_word(word)]
     check_words(words)
     return words
 

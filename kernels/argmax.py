@@ -30,8 +30,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from graphengine.kernels.interpreter import INTERPRET
-from graphengine.kernels.launch import on_grid
-from graphengine.kernels.qk_norm_rope import supports_pdl
+from graphengine.kernels.launch import on_grid, pdl_options
 
 CHUNK = 4096  # elements of a row in one program
 BLOCK = 1024  # elements in one load: 16 bytes a thread in bf16 with 4 warps
@@ -63,9 +62,8 @@ def argmax_rows(logits_TV: torch.Tensor) -> torch.Tensor:
     if logits_TV.stride(1) != 1:
         raise ValueError(f"logits have strides {logits_TV.stride()}; make rows contiguous")
     if logits_TV.is_cpu and not (INTERPRET or torch.compiler.is_compiling()):
-        return argmax_rows_reference(
-            logits_TV
-        )  # the first call of any op imports the compiler: 1 s
+        # The first call of any op imports the compiler: 1 s.
+        return argmax_rows_reference(logits_TV)
     return torch.ops.graphengine.argmax_rows(logits_TV)
 
 
@@ -104,7 +102,6 @@ def combine_argmax(candidate_TC: torch.Tensor) -> torch.Tensor:
     its key is no number's."""
     T, C = candidate_TC.shape
     best_T = torch.empty(T, dtype=torch.int64, device=candidate_TC.device)
-    pdl = supports_pdl(candidate_TC.device)
     if T:
         C_POW2 = triton.next_power_of_2(C)
         on_grid(combine_argmax_kernel, (T,))(
@@ -113,9 +110,8 @@ def combine_argmax(candidate_TC: torch.Tensor) -> torch.Tensor:
             C,
             C_POW2=C_POW2,
             NOT_FINITE=NOT_FINITE,
-            PDL=pdl,
             num_warps=max(1, min(8, C_POW2 // 256)),
-            **({"launch_pdl": True} if pdl else {}),
+            **pdl_options(candidate_TC.device),
         )
     return best_T
 

@@ -43,7 +43,7 @@ from graphengine.kernels.block_attention_kernels import (
     block_attention_merge_kernel,
 )
 from graphengine.kernels.interpreter import INTERPRET
-from graphengine.kernels.launch import on_grid
+from graphengine.kernels.launch import on_grid, supports_pdl
 
 LOG2_E = 1.4426950408889634
 MAX_ROWS = 64  # packed rows (G * N/K) in one tile; more become more programs
@@ -247,7 +247,7 @@ def block_attention(
         kv_tile, num_warps = kv_tile // 2, num_warps * 2
     if config.chunk % kv_tile or config.chunk & (config.chunk - 1):
         raise ValueError(f"chunk {config.chunk}: a power of two and a multiple of {kv_tile} keys")
-    pdl = config.pdl and q_TNH.is_cuda and _has_pdl(q_TNH.device)
+    pdl = config.pdl and supports_pdl(q_TNH.device)
     rows, row_tiles = _row_tiling(block_length * (N // K))
     lengths = (start_B, W * S, config.one_split)
     shape = {"N": N, "H": H, "G": block_length, "K": K, "ROWS": rows, "ROW_TILES": row_tiles}
@@ -302,10 +302,6 @@ def _smem_bytes(device: torch.device) -> int:
     if device.type != "cuda":
         return HOPPER_SMEM_BYTES  # interpreted: as there
     return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
-
-
-def _has_pdl(device: torch.device) -> bool:
-    return torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 def check_inputs(

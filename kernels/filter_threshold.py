@@ -134,9 +134,10 @@ def filter_threshold(
         raise ValueError(f"{T} rows are not of {B} requests")
     settings = (temperature_B, top_p_B, top_k_B)
     dtypes = (torch.float32, torch.float32, torch.int32, torch.float32)
-    for x, dtype in zip((*settings, min_p_B), dtypes, strict=True):
+    names = ("temperature", "top_p", "top_k", "min_p")
+    for name, x, dtype in zip(names, (*settings, min_p_B), dtypes, strict=True):
         if x.shape != (B,) or x.dtype != dtype or not x.is_contiguous():
-            raise ValueError(f"a setting is {x.dtype} {tuple(x.shape)}; need {dtype} [{B}]")
+            raise ValueError(f"{name} is {x.dtype} {tuple(x.shape)}; need {dtype} [{B}]")
     if not (logits_TV.is_cuda or INTERPRET):
         return filter_threshold_reference(logits_TV, best_T, *settings, min_p_B)
     num_passes = NUM_PASSES[logits_TV.dtype]

@@ -24,8 +24,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from graphengine.kernels.fp8 import FP8, round_rows_fp8, split_rows_fp8
 from graphengine.kernels.interpreter import INTERPRET
-from graphengine.kernels.launch import on_grid
-from graphengine.kernels.qk_norm_rope import supports_pdl
+from graphengine.kernels.launch import on_grid, pdl_options
 
 MAX_D = 32768  # a row is held in registers; five taps of a target 4,096 wide are 20,480
 
@@ -48,9 +47,8 @@ def runs_here(x: torch.Tensor, D: int) -> bool:
 def row_options(D: int, device: torch.device) -> dict[str, Any]:
     """Launch options for rows of D: 16 columns a thread, up to 16 warps."""
     block = triton.next_power_of_2(D)
-    pdl = supports_pdl(device)
     warps = max(1, min(16, block // 512))
-    return {"BLOCK": block, "num_warps": warps, "PDL": pdl} | ({"launch_pdl": True} if pdl else {})
+    return {"BLOCK": block, "num_warps": warps, **pdl_options(device)}
 
 
 def empty_fp8(x: torch.Tensor, F: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -30,8 +30,8 @@ import torch.nn.functional as F
 
 from graphengine.kernels.gated_delta_kernels import commit_kernel, verify_kernel, verify_row_kernel
 from graphengine.kernels.interpreter import INTERPRET
-from graphengine.kernels.launch import on_grid
-from graphengine.kernels.qk_norm_rope import sum_partials, supports_pdl
+from graphengine.kernels.launch import on_grid, pdl_options
+from graphengine.kernels.qk_norm_rope import sum_partials
 
 NUM_TAPS = 4
 COMMIT_ROWS, COMMIT_WARPS = 16, 4  # of a state in a program of a commit, which only streams
@@ -85,15 +85,6 @@ def heads_of(
     return x.repeat_interleave(num_heads // x.shape[-2], -2)
 
 
-def step(
-    state: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor
-) -> torch.Tensor:
-    """The state behind a row: state [.., N, V, K], k and v [.., N, K], g and beta [.., N]."""
-    state = state * g.exp()[..., None, None]
-    delta = beta[..., None] * (v - (state @ k[..., None])[..., 0])
-    return state + delta[..., None] * k[..., None, :]
-
-
 def gated_delta_verify_(
     projected: torch.Tensor,
     conv_C4: torch.Tensor,
@@ -124,7 +115,6 @@ def gated_delta_verify_(
     if projected.stride(-1) != 1 or not all(x.is_contiguous() for x in dense):
         raise ValueError("all but projected must be contiguous, and projected in its last dim")
     tile, num_warps = value_tile(K, B * N, G)
-    pdl = supports_pdl(projected.device)
     block = {"G": G, "ROWS": padded_rows(G)} if G > 1 else {}
     on_grid(verify_kernel if G > 1 else verify_row_kernel, (N * (K // tile), B))(
         *tensors,
@@ -139,9 +129,8 @@ def gated_delta_verify_(
         K=K,
         BV=tile,
         Z=num_splits,
-        PDL=pdl,
         num_warps=num_warps,
-        **({"launch_pdl": True} if pdl else {}),
+        **pdl_options(projected.device),
     )
 
 
@@ -255,7 +244,7 @@ def gated_delta_commit_(
         raise ValueError("records, windows, states, slots and start must be contiguous")
     L, S, N, K = states_LSNVK.shape[:4]
     B, G = records_L.keys_BGJ.shape[1:3]
-    tile, pdl = min(K, COMMIT_ROWS), supports_pdl(states_LSNVK.device)
+    tile = min(K, COMMIT_ROWS)
     # What is kept first, from the state as it was, and in a launch of its own: in one launch 117
     # registers instead of 70 leave four programs a multiprocessor instead of seven.
     for own in (spacing, 0) if spacing else (0,):
@@ -274,9 +263,8 @@ def gated_delta_commit_(
             K=K,
             BV=tile,
             ROWS=padded_rows(G),
-            PDL=pdl,
             num_warps=COMMIT_WARPS,
-            **({"launch_pdl": True} if pdl else {}),
+            **pdl_options(states_LSNVK.device),
         )
 
 

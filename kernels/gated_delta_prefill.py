@@ -7,7 +7,7 @@ With G the running sum of g in a chunk and D_ij = exp(G_i - G_j) for j <= i, fro
     O = exp(G) S0 q + ((q k^T) * D) U
     S = exp(G_last) S0 + sum_j exp(G_last - G_j) u_j k_j^T
 
-which is what `gated_delta.step` gives row by row, in seven products of matrices and one triangular
+which is what gated_delta.py has row by row, in seven products of matrices and one triangular
 solve. Chunks are counted from a piece's beginning.
 
 Invariant: a piece that begins a prompt (start 0) begins from zero, whatever its slot holds.
@@ -21,21 +21,14 @@ from typing import NamedTuple
 
 import torch
 
-from graphengine.kernels.gated_delta import (
-    NUM_TAPS,
-    check_shapes,
-    convolve,
-    heads_of,
-    take_apart,
-)
+from graphengine.kernels.gated_delta import NUM_TAPS, check_shapes, convolve, heads_of, take_apart
 from graphengine.kernels.gated_delta_prefill_kernels import (
     convolve_kernel,
     prepare_kernel,
     scan_kernel,
 )
 from graphengine.kernels.interpreter import INTERPRET
-from graphengine.kernels.launch import on_grid
-from graphengine.kernels.qk_norm_rope import supports_pdl
+from graphengine.kernels.launch import on_grid, pdl_options
 
 CHUNK = 32  # 64 took 1.5 times as long on an H200: what a chunk solves goes by its cube
 CONVOLVED_ROWS, CONVOLVED_COLUMNS = 8, 512  # of a program
@@ -94,8 +87,7 @@ def gated_delta_prefill_(
     factors_XN4 = states_SNVK.new_empty(num_blocks, N, 4, CHUNK)
     chunked = convolved_TC, tiles_XN3, factors_XN4
     strides = projected.stride(-2), projected.stride(0) if num_splits > 1 else 0
-    pdl = supports_pdl(projected.device)
-    common = {"Z": num_splits, "PDL": pdl, **({"launch_pdl": True} if pdl else {})}
+    common = {"Z": num_splits, **pdl_options(projected.device)}
     shape = {"N": N, "NK": (C // K - N) // 2, "K": K, "CHUNK": CHUNK}
     columns = min(C & -C, CONVOLVED_COLUMNS)
     on_grid(convolve_kernel, ((T + CONVOLVED_ROWS - 1) // CONVOLVED_ROWS, C // columns, R))(

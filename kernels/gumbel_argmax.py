@@ -24,11 +24,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from graphengine.kernels.argmax import (
-    combine_argmax,
-    ordered_key,
-    packed_candidate,
-)
+from graphengine.kernels.argmax import combine_argmax, ordered_key, packed_candidate
 from graphengine.kernels.filter_threshold import TEMPERATURES, by_rows, inverse_temperature
 from graphengine.kernels.interpreter import INTERPRET
 from graphengine.kernels.launch import on_grid
@@ -142,7 +138,9 @@ def gumbel_argmax(
     if not (T and B) or T % B:
         raise ValueError(f"{T} rows are not of {B} requests")
     if logits_TV.stride(1) != 1 or not logits_TV.dtype.is_floating_point:
-        raise ValueError(f"logits are {logits_TV.dtype}, strides {logits_TV.stride()}")
+        raise ValueError(
+            f"logits are {logits_TV.dtype}, strides {logits_TV.stride()}; need dense rows of floats"
+        )
     wanted = {
         "best": (best_T, T, torch.int64),
         "threshold": (threshold_T, T, torch.float32),

@@ -8,9 +8,11 @@ prepare a start compile only, and one thread alone launches. They have its launc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from functools import partial
+from functools import cache, partial
 from typing import Any
 from weakref import WeakSet
+
+import torch
 
 from graphengine.kernels.triton_internals import build_launcher
 
@@ -36,6 +38,17 @@ def on_grid(kernel: Any, grid: tuple[int, ...]) -> Callable[..., object]:
     if _COMPILE_ONLY.get():
         return partial(_compile, kernel, grid)
     return kernel[grid]
+
+
+@cache
+def supports_pdl(device: torch.device) -> bool:
+    """Whether kernels may be launched before their predecessor ends (Hopper and later)."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9
+
+
+def pdl_options(device: torch.device) -> dict[str, Any]:
+    """Options of a kernel that is launched so where it can be."""
+    return {"PDL": (pdl := supports_pdl(device))} | ({"launch_pdl": True} if pdl else {})
 
 
 class KernelError(RuntimeError):

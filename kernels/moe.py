@@ -93,8 +93,8 @@ def down_reference(
     down_EDI: torch.Tensor,
     expert_TK: torch.Tensor,
     weight_TK: torch.Tensor,
-    shared_TD: torch.Tensor | None = None,
-    shared_gate_T1: torch.Tensor | None = None,
+    shared_TD: torch.Tensor | None,
+    shared_gate_T1: torch.Tensor | None,
 ) -> torch.Tensor:
     """`down` of every pair, weighted, and the shared expert's gated output: float32 [Z, T, D]."""
     T, K = expert_TK.shape
@@ -130,29 +130,6 @@ def route(logits_TE: torch.Tensor, top_k: int, normalise: bool) -> Routing:
     if not (logits_TE.is_cuda or INTERPRET):
         return route_reference(logits_TE, top_k, normalise)
     return Routing(*launch_route(logits_TE, top_k, normalise))
-
-
-def gate_up(x_TD: torch.Tensor, gate_up_EJD: torch.Tensor, routing: Routing) -> torch.Tensor:
-    """`silu(gate_e(x_t)) * up_e(x_t)` of every pair -> [P, I] in x's dtype."""
-    if not (x_TD.is_cuda or INTERPRET):
-        return gate_up_reference(x_TD, gate_up_EJD, routing.expert_TK)
-    top_k = routing.expert_TK.shape[1]
-    return launch_gate_up(x_TD, gate_up_EJD, routing.slots_S3, routing.pairs_P, top_k)
-
-
-def down(
-    act_PI: torch.Tensor,
-    down_EDI: torch.Tensor,
-    routing: Routing,
-    shared_TD: torch.Tensor | None = None,
-    shared_gate_T1: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """What each pair adds to its row, weighted; the shared expert's in the last place."""
-    if not (act_PI.is_cuda or INTERPRET):
-        chosen = (routing.expert_TK, routing.weight_TK)
-        return down_reference(act_PI, down_EDI, *chosen, shared_TD, shared_gate_T1)
-    plan = (routing.weight_TK, routing.slots_S3, routing.pairs_P)
-    return launch_down(act_PI, down_EDI, *plan, shared_TD, shared_gate_T1)
 
 
 # A custom op: dynamo does not trace a launch with launch_pdl, nor Inductor what the data decides.
@@ -206,8 +183,9 @@ def experts(
     if not (x_TD.is_cuda or INTERPRET) or not T:
         return experts_reference(*tensors, shared_TD, shared_gate_T1, top_k, normalise)
     routing = route(logits_TE, top_k, normalise)
-    act_PI = gate_up(x_TD, gate_up_EJD, routing)
-    return down(act_PI, down_EDI, routing, shared_TD, shared_gate_T1)
+    where = routing.slots_S3, routing.pairs_P
+    act_PI = launch_gate_up(x_TD, gate_up_EJD, *where, top_k)
+    return launch_down(act_PI, down_EDI, routing.weight_TK, *where, shared_TD, shared_gate_T1)
 
 
 @experts.register_fake

@@ -21,8 +21,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from graphengine.kernels.interpreter import INTERPRET, dot
-from graphengine.kernels.launch import on_grid
-from graphengine.kernels.qk_norm_rope import supports_pdl
+from graphengine.kernels.launch import on_grid, pdl_options
 
 STREAM_ROWS = 64  # past it nearly every expert is chosen, and rows are many for each
 CHOICE_ROWS = 16  # that are chosen at once
@@ -84,12 +83,11 @@ def launch_route(
         S_PAD=triton.next_power_of_2(len(slots_S3)) if plans else 1,
         PLANS=plans,
         num_warps=8,
-        **_pdl(device),
+        **pdl_options(device),
     )
     if not plans:
-        on_grid(_collect_kernel, (E,))(
-            expert_TK, slots_S3, pairs_P, pairs, CHUNK=PAIR_CHUNK, num_warps=4, **_pdl(device)
-        )
+        at = expert_TK, slots_S3, pairs_P, pairs
+        on_grid(_collect_kernel, (E,))(*at, CHUNK=PAIR_CHUNK, num_warps=4, **pdl_options(device))
     return expert_TK, weight_TK, slots_S3, pairs_P
 
 
@@ -100,7 +98,7 @@ def launch_gate_up(
     pairs_P: torch.Tensor,
     top_k: int,
 ) -> torch.Tensor:
-    """[P, I] in x's dtype."""
+    """`silu(gate_e(x_t)) * up_e(x_t)` of every pair -> [P, I] in x's dtype."""
     (T, D), I = x_TD.shape, gate_up_EJD.shape[1] // 2  # noqa: E741
     out_PI = x_TD.new_empty((T * top_k, I))
     tile = tile_of(T, x_TD.element_size())
@@ -127,7 +125,7 @@ def launch_down(
     shared_TD: torch.Tensor | None,
     shared_gate_T1: torch.Tensor | None,
 ) -> torch.Tensor:
-    """float32 [Z, T, D]."""
+    """What each pair adds to its row, weighted, float32 [Z, T, D]; the shared expert's last."""
     (T, K), (_, D, I) = weight_TK.shape, down_EDI.shape  # noqa: E741
     has_shared = shared_TD is not None
     out_ZTD = torch.empty((K + has_shared, T, D), dtype=torch.float32, device=act_PI.device)
@@ -152,10 +150,6 @@ def launch_down(
     return out_ZTD
 
 
-def _pdl(device: torch.device) -> dict[str, Any]:
-    return {"PDL": (pdl := supports_pdl(device))} | ({"launch_pdl": True} if pdl else {})
-
-
 def _tile(tile: Tile, x: torch.Tensor) -> dict[str, Any]:
     return {
         "ROWS": tile.rows,
@@ -164,7 +158,7 @@ def _tile(tile: Tile, x: torch.Tensor) -> dict[str, Any]:
         "DOT_FP32": INTERPRET,
         "num_stages": tile.num_stages,
         "num_warps": tile.num_warps,
-        **_pdl(x.device),
+        **pdl_options(x.device),
     }
 
 

@@ -18,7 +18,7 @@ Legend: as in moe.py; S = K slots, and one more with a shared expert.
 
 # pyright: reportArgumentType=false, reportGeneralTypeIssues=false
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -27,9 +27,8 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from graphengine.kernels.interpreter import INTERPRET
-from graphengine.kernels.launch import on_grid
+from graphengine.kernels.launch import on_grid, pdl_options
 from graphengine.kernels.moe import experts_reference
-from graphengine.kernels.qk_norm_rope import supports_pdl
 
 
 class Shared(NamedTuple):
@@ -154,7 +153,7 @@ def launch_router(
         ROWS=rows,
         D=D,
         D_PAD=D_PAD,
-        **_pdl(x_TD.device),
+        **pdl_options(x_TD.device),
         num_warps=ROUTER_TILE.num_warps,
     )
     return logits_TE, gate_T1
@@ -173,7 +172,7 @@ def launch_row(
     (E, D), I = router_ED.shape, down_EDI.shape[2]  # noqa: E741
     S = top_k + (shared is not None)
     sizes = {"D": D, "D_PAD": triton.next_power_of_2(D)}
-    pdls = _pdl(x_1D.device)
+    pdls = pdl_options(x_1D.device)
     logits_1E, gate_11 = launch_router(x_1D, router_ED, None if shared is None else shared.gate_1D)
     act_SI = x_1D.new_empty((S, I))
     routes = {"E": E, "E_PAD": max(16, triton.next_power_of_2(E)), "K": top_k}
@@ -211,10 +210,6 @@ def launch_row(
         num_warps=DOWN_TILE.num_warps,
     )
     return out_S1D
-
-
-def _pdl(device: torch.device) -> dict[str, Any]:
-    return {"PDL": (pdl := supports_pdl(device))} | ({"launch_pdl": True} if pdl else {})
 
 
 # Custom ops: dynamo does not trace a launch with launch_pdl.

@@ -19,8 +19,8 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from graphengine.kernels.gated_delta_kernels import row_columns
 from graphengine.kernels.interpreter import INTERPRET
-from graphengine.kernels.launch import on_grid
-from graphengine.kernels.qk_norm_rope import sum_partials, supports_pdl
+from graphengine.kernels.launch import on_grid, pdl_options
+from graphengine.kernels.qk_norm_rope import sum_partials
 
 HEADS = 4  # of a program
 
@@ -53,7 +53,7 @@ def _launch(
 ) -> torch.Tensor:
     T, N, V = x_TNV.shape
     out_TX = x_TNV.new_empty(T, N * V)
-    is_split, pdl = projected.dim() == 3, supports_pdl(x_TNV.device)
+    is_split = projected.dim() == 3
     on_grid(_output_gate_kernel, (T, (N + HEADS - 1) // HEADS))(
         x_TNV,
         projected,
@@ -68,8 +68,7 @@ def _launch(
         HEADS=HEADS,
         Z=projected.shape[0] if is_split else 1,
         NORMS=weight_V is not None,
-        PDL=pdl,
-        **({"launch_pdl": True} if pdl else {}),
+        **pdl_options(x_TNV.device),
     )
     return out_TX
 

@@ -16,15 +16,13 @@ Legend: T rows, N query heads, K kv heads, H head dim, E = (N + 2K) * H, P posit
 S page size. kv_cache: [2, num_pages, S, K, H], [0] = K, [1] = V; slot = page * S + offset.
 """
 
-import functools
-
 import torch
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from graphengine.kernels.interpreter import INTERPRET
-from graphengine.kernels.launch import on_grid
+from graphengine.kernels.launch import on_grid, pdl_options
 
 HEADS_PER_PROGRAM = 8
 NUM_WARPS = 4
@@ -166,17 +164,10 @@ def qk_norm_rope_write_(
         K=K,
         H=H,
         HEADS=HEADS_PER_PROGRAM,
-        PDL=(pdl := supports_pdl(qkv_TE.device)),
         num_warps=NUM_WARPS,
-        **({"launch_pdl": True} if pdl else {}),
+        **pdl_options(qkv_TE.device),
     )
     return q_TNH
-
-
-@functools.cache
-def supports_pdl(device: torch.device) -> bool:
-    """Whether kernels may be launched before their predecessor ends (Hopper and later)."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9
 
 
 def check_kernel_head_dim(H: int) -> None:

@@ -43,7 +43,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from graphengine.capture.torch_internals import constant_in_graphs
 from graphengine.kernels.fp8 import FP8, Fp8Scales, widened
 from graphengine.kernels.interpreter import INTERPRET
-from graphengine.kernels.launch import on_grid
+from graphengine.kernels.launch import on_grid, supports_pdl
 from graphengine.kernels.skinny_config import (
     MAX_SPLITS,
     MAX_T,
@@ -232,8 +232,7 @@ def launch(
     cols = num_columns(T)
     items = cdiv(E, config.rows) * config.num_splits
     width = split_width(D, config.num_splits, config.block_k)
-    capability = torch.cuda.get_device_capability(x.device) if x.is_cuda else (0, 0)
-    pdl = config.pdl if capability >= (9, 0) else PDL_OFF
+    pdl = config.pdl if supports_pdl(x.device) else PDL_OFF
     sizes = {"ROWS": config.rows, "COLS": cols, "BLOCK_K": config.block_k}
     flags = {"SWIGLU": swiglu, "PDL": pdl}
     options = {"num_warps": config.num_warps} | ({"launch_pdl": True} if pdl else {})

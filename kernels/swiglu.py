@@ -16,8 +16,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from graphengine.kernels.interpreter import INTERPRET
-from graphengine.kernels.launch import on_grid
-from graphengine.kernels.qk_norm_rope import supports_pdl
+from graphengine.kernels.launch import on_grid, pdl_options
 
 BLOCK = 1024
 
@@ -31,14 +30,12 @@ def swiglu_reference(gate_up_TJ: torch.Tensor) -> torch.Tensor:
 def _launch(gate_up_TJ: torch.Tensor) -> torch.Tensor:
     T, J = gate_up_TJ.shape
     out_TI = gate_up_TJ.new_empty((T, J // 2))
-    pdl = supports_pdl(gate_up_TJ.device)
     on_grid(_swiglu_kernel, (T, (J // 2 + BLOCK - 1) // BLOCK))(
         gate_up_TJ,
         out_TI,
         J // 2,
         BLOCK=BLOCK,
-        PDL=pdl,
-        **({"launch_pdl": True} if pdl else {}),
+        **pdl_options(gate_up_TJ.device),
     )
     return out_TI
 

@@ -14,8 +14,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from graphengine.kernels.interpreter import INTERPRET
-from graphengine.kernels.launch import on_grid
-from graphengine.kernels.qk_norm_rope import supports_pdl
+from graphengine.kernels.launch import on_grid, pdl_options
 
 BLOCK = 1024
 
@@ -39,7 +38,6 @@ def write_tap_(h_TD: torch.Tensor, taps_TC: torch.Tensor, column: int) -> None:
         raise ValueError(
             f"strides of h {h_TD.stride()}, of taps {taps_TC.stride()}: make rows dense"
         )
-    pdl = supports_pdl(h_TD.device)
     on_grid(_write_tap_kernel, (T, (D + BLOCK - 1) // BLOCK))(
         h_TD,
         taps_TC,
@@ -47,8 +45,7 @@ def write_tap_(h_TD: torch.Tensor, taps_TC: torch.Tensor, column: int) -> None:
         taps_TC.stride(0),
         D=D,
         BLOCK=BLOCK,
-        PDL=pdl,
-        **({"launch_pdl": True} if pdl else {}),
+        **pdl_options(h_TD.device),
     )
 
 

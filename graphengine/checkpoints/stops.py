@@ -75,18 +75,12 @@ class Writer:
         if self._stops is None:
             return Written(self._detokenizer.feed(token_ids, last))
         text = ""
-        for i, token in enumerate(token_ids):
-            self._num_unwatched -= 1
-            is_last = last and i == len(token_ids) - 1
-            new = self._detokenizer.feed([token], is_last)
+        pieces = [[token] for token in token_ids] or [[]]  # a step may add an end alone
+        for num_behind, piece in zip(reversed(range(len(pieces))), pieces, strict=True):
+            self._num_unwatched -= len(piece)
+            new = self._detokenizer.feed(piece, last and not num_behind)
             out, stop = self._stops.feed(new, self._num_unwatched < 0)
             text += out
             if stop is not None:
-                return Written(text, stop, len(token_ids) - 1 - i)
-        if last and not token_ids:  # a step that adds an end alone is no other than a longer one
-            new = self._detokenizer.feed([], last)
-            out, stop = self._stops.feed(new, self._num_unwatched < 0)
-            text += out
-            if stop is not None:
-                return Written(text, stop)
+                return Written(text, stop, num_behind)
         return Written(text + self._stops.held() if last else text)

@@ -388,7 +388,7 @@ def _open(directory: Path, device: torch.device | str = "cpu") -> dict[str, Any]
             raise ValueError(f"{file}: {why}") from error
         for name in names:
             if name in handles:
-                raise ValueError(f"{file}: tensor {name!r} is in two files")
+                raise ValueError(f"{file}: tensor {name!r} is in two files; fetch them again")
             handles[name] = handle
     return handles
 
@@ -399,7 +399,9 @@ def _weight_files(directory: Path) -> list[Path]:
         try:
             names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
         except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
-            raise ValueError(f"{index}: not a safetensors index ({error})") from error
+            raise ValueError(
+                f"{index}: not a safetensors index ({error}); fetch the file again"
+            ) from error
         outside = [name for name in names if not isinstance(name, str) or Path(name).name != name]
         if outside:
             raise ValueError(f"{index}: {outside[:3]} lie outside the directory; not read")

@@ -29,9 +29,7 @@ class ModeList(click.ParamType):
     """`piecewise,full:triton` -> (("piecewise", "auto"), ("full", "triton"))."""
 
     name = "MODE[:ATTENTION],.."
-    MODES = click.Choice(
-        declarations(Options)["graph_mode"].choices[1:]
-    )  # each a run, so no "auto"
+    MODES = click.Choice(declarations(Options)["graph_mode"].choices[1:])  # each a run: no "auto"
     BACKENDS = click.Choice(declarations(Options)["attention_backend"].choices)
 
     def convert(self, value: Any, param: Any, ctx: Any) -> tuple[tuple[str, str], ...]:

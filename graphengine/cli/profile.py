@@ -173,10 +173,7 @@ def _deliver(
             f"(host busy {host * 1e3:.1f} us)",
             markup=False,
         )
-        numbers["unprofiled"] = {
-            "step_p50_ms": step,
-            "host_p50_ms": host,
-        }
+        numbers["unprofiled"] = {"step_p50_ms": step, "host_p50_ms": host}
         if "mean_acceptance_length" in facts:  # a prefill has none
             numbers["unprofiled"]["mean_acceptance_length"] = facts["mean_acceptance_length"]
     document = {name: value for name, value in facts.items() if name != "segment_bytes"}

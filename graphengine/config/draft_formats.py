@@ -190,7 +190,9 @@ def _speculators_block(raw: RawConfig) -> tuple[str | None, int | None]:
     block = raw.get("speculators_config")
     name = inside(inside(block, "verifier"), "name_or_path")
     if name is not None and not isinstance(name, str):
-        raise raw.refusal(f"speculators_config.verifier.name_or_path is {name!r}")
+        raise raw.refusal(
+            f"speculators_config.verifier.name_or_path is {name!r}, expected a hub id or a path"
+        )
     methods = inside(block, "proposal_methods")
     tokens = (
         inside(methods[0], "speculative_tokens") if isinstance(methods, list) and methods else None
@@ -218,7 +220,7 @@ def _taps(raw: RawConfig, key: str, first: int) -> tuple[int, ...]:
     """Target layers, 0-based, from ids that call the first layer's output `first`."""
     taps = tuple(tap - first for tap in raw.integers(key, minimum=first))
     if len(set(taps)) != len(taps):
-        raise raw.refusal(f"{key} {raw.get(key)} has duplicates")
+        raise raw.refusal(f"{key} {raw.get(key)} has duplicates; name each layer once")
     return taps
 
 

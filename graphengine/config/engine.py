@@ -6,13 +6,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from graphengine.config.options import (
-    AttentionBackend,
-    DeviceName,
-    DTypeName,
-    GraphMode,
-    Options,
-)
+from graphengine.config.options import AttentionBackend, DeviceName, DTypeName, GraphMode, Options
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

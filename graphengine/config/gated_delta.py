@@ -64,20 +64,15 @@ class GatedDeltaConfig:
             raise raw.refusal(
                 f"linear_num_value_heads {values} is not a multiple of linear_num_key_heads {keys}"
             )
+        gate, dtype = raw.get("output_gate_type"), raw.get("mamba_ssm_dtype")
         refused = {
             f"linear_conv_kernel_dim {taps} ({CONV_TAPS} is)": taps != CONV_TAPS,
             f"linear_key_head_dim {widths[0]} beside linear_value_head_dim {widths[1]} (equal ones "
             "are)": widths[0] != widths[1],
             "attn_output_gate false": not raw.flag("attn_output_gate", default=True),
             "attention_bias true": raw.flag("attention_bias"),
-            f"output_gate_type {raw.get('output_gate_type')!r} (silu and swish are)": raw.get(
-                "output_gate_type"
-            )
-            not in (None, "silu", "swish"),
-            f"mamba_ssm_dtype {raw.get('mamba_ssm_dtype')!r} (float32 is)": raw.get(
-                "mamba_ssm_dtype"
-            )
-            not in (None, "float32"),
+            f"output_gate_type {gate!r} (silu and swish are)": gate not in (None, "silu", "swish"),
+            f"mamba_ssm_dtype {dtype!r} (float32 is)": dtype not in (None, "float32"),
         }
         for text, is_refused in refused.items():
             if is_refused:

@@ -52,7 +52,10 @@ class MoeConfig:
         num_experts = raw.integer("num_experts", maximum=MAX_EXPERTS)
         alias = raw.get("num_local_experts")
         if alias is not None and alias != num_experts:
-            raise raw.refusal(f"num_experts {num_experts} and num_local_experts {alias!r} disagree")
+            raise raw.refusal(
+                f"num_experts {num_experts} and num_local_experts {alias!r} disagree; remove the "
+                "one that is not meant"
+            )
         per_token = raw.integer("num_experts_per_tok", maximum=num_experts)
         if raw.get("decoder_sparse_step") not in (None, 1):
             raise raw.refusal(

@@ -35,7 +35,6 @@ def _sizes(value: Any) -> Any:
     return sizes
 
 
-_DRAFTING = {"of_drafter": True}
 _RUN, _ASKED = frozenset({"run"}), frozenset({"run", "verify"})
 _LOADED = frozenset({"run", "doctor"})
 _MEASURED = frozenset({"run", "bench", "profile"})
@@ -112,20 +111,20 @@ class Options(Checked):
         auto="off",
         metavar="LENGTH",
         commands=_MEASURED | {"doctor"},
-        **_DRAFTING,
+        of_drafter=True,
     )
     draft_quantization: DraftQuantization = option(
         "none",
         "fp8: round the drafter's weights, in forwards of up to 64 rows; fp8-dynamic: in all, and "
         "in larger ones its activations too. Verification keeps the output what the target says.",
-        **_DRAFTING,
+        of_drafter=True,
     )
     num_speculative_tokens: int | Sequence[int] | None = option(
         None,
         "Tokens drafted and verified a step: one number, or one for each bucket in the order "
         "given. In large batches fewer can be faster.",
         auto="all of the drafter's block; of a target with experts what is measured at the start",
-        **_DRAFTING,
+        of_drafter=True,
     )
     lazy_capture: bool = option(
         False,

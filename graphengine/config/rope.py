@@ -108,7 +108,10 @@ class RopeConfig:
         old, new = scaling.pop("type", None), scaling.pop("rope_type", None)
         kind = new or old or "default"
         if old and new and old != new:
-            raise raw.refusal(f"rope type {old!r} and rope_type {new!r} disagree")
+            raise raw.refusal(
+                f"rope type {old!r} and rope_type {new!r} disagree; remove the one that is not "
+                "meant"
+            )
         if not isinstance(kind, str) or kind not in _ROPE_KEYS:
             raise raw.refusal(
                 f"rope type {kind!r} is not supported; supported: {', '.join(_ROPE_KEYS)}"

@@ -19,6 +19,7 @@ class RawConfig(NamedTuple):
         return ValueError(f"{self.source}: {text}")
 
     def get(self, key: str) -> Any:
+        """The key's value; None where there is none."""
         return self.values.get(key)
 
     def required(self, key: str) -> Any:

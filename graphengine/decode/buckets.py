@@ -37,14 +37,7 @@ from graphengine.decode.fixed_chunk import FixedChunk
 from graphengine.decode.kvcache import NULL_PAGE, pages_for
 from graphengine.decode.proposer import Attends, Pair, step_buffers
 from graphengine.decode.segments import Segments
-from graphengine.decode.stages import (
-    Chains,
-    Planned,
-    Stage,
-    captured_stages,
-    cut,
-    eager_stages,
-)
+from graphengine.decode.stages import Chains, Planned, Stage, captured_stages, cut, eager_stages
 
 
 @dataclass(frozen=True, slots=True)

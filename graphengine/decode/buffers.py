@@ -21,6 +21,7 @@ from graphengine.decode.logprobs import Scores
 from graphengine.decode.sampling import Controls
 from graphengine.kernels.accept import NUM_RESULTS
 from graphengine.kernels.adjust_logits import Tables
+from graphengine.kernels.gated_delta import Records
 
 
 class Arena:
@@ -73,10 +74,7 @@ class RecurrentBuffers(NamedTuple):
 
     slots_B: Tensor  # int32; 0, the null slot, for padding
     kept_slots_B2: Tensor  # int32; of the last pages of answers, 0 where none is kept
-    raw_LBXC: Tensor  # model dtype; the window and the block's columns
-    keys_LBGJ: Tensor  # float32; of all key heads
-    deltas_LBGNV: Tensor  # float32; what each row adds to its keys
-    g_LBGN: Tensor  # float32; logarithm of how much a row forgets
+    records: Records  # of all layers, which come first in each
     out_TNV: Tensor  # model dtype; a layer's outputs
 
 

@@ -18,7 +18,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-WINDOW = 64  # blocks looked back on; also a request's fewest before it is judged
+WINDOW = 64  # steps looked back on; also a request's fewest before it is judged
 FEWEST_TO_WARN = 32
 FEWEST_TIMES = 8
 JUDGE_EVERY = 16  # steps between two judgements

@@ -172,7 +172,7 @@ class Prefill:
         fitting = [chunk for chunk in chunks if most is None or chunk.size <= most]
         return (fitting or chunks[:1] or [None])[-1]
 
-    def _is_far(self, begin: int, num_rows: int, most: int | None = None) -> bool:
+    def _is_far(self, begin: int, num_rows: int, most: int | None) -> bool:
         """Whether so many rows of a prompt from there on begin with a far piece."""
         if not self.far or begin < FAR or num_rows <= FAR_LEAST:
             return False

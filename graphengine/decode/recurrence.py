@@ -114,7 +114,7 @@ class VerifyRecurrence:
             windows_LSXC[index],
             states_LSNVK[index],
             own.slots_B,
-            Records(*(x[index] for x in records_of(own))),
+            Records(*(x[index] for x in own.records)),
             own.out_TNV,
         )
         return own.out_TNV
@@ -142,11 +142,6 @@ class PrefillRecurrence:
         return self.out_TNV
 
 
-def records_of(buffers: RecurrentBuffers) -> Records:
-    """Of all layers."""
-    return Records(buffers.raw_LBXC, buffers.keys_LBGJ, buffers.deltas_LBGNV, buffers.g_LBGN)
-
-
 def advance_(
     states: States,
     buffers: RecurrentBuffers,
@@ -157,9 +152,8 @@ def advance_(
     """Applies the rows that acceptance has committed, `start - first position` of each request, and
     keeps what is behind a page that they complete, unless `page_size` is 0. Mutates: the states of
     the requests' slots."""
-    records, kept = records_of(buffers), buffers.kept_slots_B2
     where = buffers.slots_B, first_positions_B, start_B
-    gated_delta_commit_(records, *states, *where, kept, page_size)
+    gated_delta_commit_(buffers.records, *states, *where, buffers.kept_slots_B2, page_size)
 
 
 def take_buffers(
@@ -175,10 +169,12 @@ def take_buffers(
     return RecurrentBuffers(
         take("state_slots", num_requests, dtype=torch.int32),
         take("kept_slots", num_requests, 2, dtype=torch.int32),
-        take("delta_raw", *by_request, columns, own.num_channels, dtype=dtype),
-        take("delta_keys", *by_request, block, own.key_size, dtype=f32),
-        take("delta_rows", *by_request, block, heads, own.head_dim, dtype=f32),
-        take("delta_gates", *by_request, block, heads, dtype=f32),
+        Records(
+            take("delta_raw", *by_request, columns, own.num_channels, dtype=dtype),
+            take("delta_keys", *by_request, block, own.key_size, dtype=f32),
+            take("delta_rows", *by_request, block, heads, own.head_dim, dtype=f32),
+            take("delta_gates", *by_request, block, heads, dtype=f32),
+        ),
         take("delta_out", num_requests * block, heads, own.head_dim, dtype=dtype),
     )
 

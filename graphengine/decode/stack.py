@@ -6,7 +6,7 @@ the last = post + norm + head and what an end makes of it. Cutting only at atten
 fuse across the layer boundary. A dense step is a compiled segment, which is pure (segments.py),
 followed by the mixer's kernel that writes its state (`models.decoder.Mixer`); attention only reads.
 
-Legend: T rows, N / H query heads / head dim.
+Legend: T rows, N / K / H query heads / kv heads / head dim, L layers that attend, S page size.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ def no_tap(layer: int, h_TD: Tensor) -> None:
 class Rows(NamedTuple):
     """Where a forward's rows come from and where their K/V goes."""
 
-    token_ids_T: Tensor
-    positions_T: Tensor
-    slots_T: Tensor
+    token_ids_T: Tensor  # int64
+    positions_T: Tensor  # int64
+    slots_T: Tensor  # int64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

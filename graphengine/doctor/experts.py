@@ -23,14 +23,13 @@ _BF16 = 2
 
 def verify_bytes(target: ModelConfig, num_rows: int) -> int:
     """Weights in bf16 that a forward of so many rows is expected to read."""
-    return segment_bytes(target, None, _BF16, _BF16, num_rows)["decode"]
+    return step_bytes(target, None, num_rows)
 
 
 def step_bytes(target: ModelConfig, draft: DraftSpec | None, num_rows: int) -> int:
     """The same of a step, the drafter's weights with it."""
-    if draft is None:
-        return verify_bytes(target, num_rows)
-    return segment_bytes(target, draft, _BF16, _BF16, num_rows)[names.SPECULATE]
+    found = segment_bytes(target, draft, _BF16, _BF16, num_rows)
+    return found[names.SPECULATE if draft is not None else "decode"]
 
 
 def break_even_tokens(target: ModelConfig, draft: DraftSpec | None, num_rows: int) -> float:

@@ -125,10 +125,8 @@ def _missing_config(files: ModelFiles, part: str) -> list[Finding]:
 def _shape(model: ModelConfig) -> str:
     width = f"MLP {model.intermediate_size}"
     if (moe := model.moe) is not None:
-        width = (
-            f"{moe.num_experts} experts x {moe.moe_intermediate_size}, {moe.num_experts_per_tok} "
-        )
-        width += "a token"
+        width = f"{moe.num_experts} experts x {moe.moe_intermediate_size}, "
+        width += f"{moe.num_experts_per_tok} a token"
         if moe.shared_expert_intermediate_size:
             width += f" and a shared one x {moe.shared_expert_intermediate_size}"
     return (

@@ -31,7 +31,7 @@ from graphengine.decode.kvcache import page_bytes, pages_for
 from graphengine.decode.loop import DecodeLoop, StepOutput, Watch
 from graphengine.decode.request import Request
 from graphengine.measure.busy import busy_fraction
-from graphengine.measure.segment_bytes import draft_itemsize, segment_bytes
+from graphengine.measure.segment_bytes import bucket_bytes
 from graphengine.startup.build import Built
 
 NUM_DIGEST_TOKENS = 64
@@ -263,13 +263,9 @@ def _digest(loop: DecodeLoop, requests: list[Request]) -> str:
 def dense_bytes(built: Built, num_requests: int) -> dict[str, int]:
     """`segment_bytes` of a step of a bucket."""
     config, draft = built.config, built.draft
-    size = drafter_size = getattr(torch, config.dtype).itemsize
-    rows = num_requests
-    if draft is not None:
-        own = draft_at(config, draft, num_requests)
-        drafter_size = draft_itemsize(own, size, config.draft_quantization, num_requests)
-        rows *= own.num_verify_rows
-    return segment_bytes(built.target, draft, size, drafter_size, rows)
+    own = draft_at(config, draft, num_requests) if draft is not None else None
+    size = getattr(torch, config.dtype).itemsize
+    return bucket_bytes(built.target, own, size, config.draft_quantization, num_requests)
 
 
 def weight_bytes(built: Built, num_requests: int) -> float:

@@ -11,20 +11,18 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from graphengine import names
 from graphengine.api import Engine, GenerationResult
-from graphengine.config.draft import DraftConfig
-from graphengine.config.model import ModelConfig
 from graphengine.measure.bench import check_pool
 from graphengine.measure.rates import Rates
-from graphengine.models import decoder, dflash
-from graphengine.models.decoder import layer_kinds
+from graphengine.measure.segment_bytes import segment_bytes
+from graphengine.models import decoder
 from graphengine.models.weight import num_matrix_elements
 from graphengine.startup.build import Built
 
@@ -189,27 +187,14 @@ def first_request(engine: Engine, input_len: int, seed: int) -> dict[str, float]
 def roofline_ms(built: Built, input_len: int, batch: int, rates: Rates) -> float:
     """Of prompts of that length, all layers and the drafter's context of every row."""
     rows, target = batch * input_len, built.target
-    layers, of_row = _layer_elements(target, rows), _layer_elements(target, 1)
+    # Elements, at a byte each: of layers and head for so many rows, and for one.
+    read, of_row = (segment_bytes(target, None, 1, 1, n)["decode"] for n in (rows, 1))
     head = num_matrix_elements(decoder.outer_weights(target)["lm_head_VD"])
-    context = 0
-    if isinstance(built.draft, DraftConfig):
-        of_draft = decoder.layer_weights(built.draft.model)
-        fields = [dflash.outer_weights(built.draft)["fc_DC"], *map(dflash.context_parts, of_draft)]
-        context = sum(map(num_matrix_elements, fields))
+    context = segment_bytes(target, built.draft, 1, 1).get(names.DRAFT_CONTEXT, 0)
     keys = batch * input_len * (input_len + 1) / 2
-    num_layers = sum(mixer.write_state_ is not None for mixer, _ in layer_kinds(target))
+    num_layers = sum(mixer.write_state_ is not None for mixer, _ in decoder.layer_kinds(target))
     of_attention = 4 * target.q_size * num_layers * keys
-    flops = 2 * rows * (of_row + context) + 2 * batch * head + of_attention
+    flops = 2 * rows * (of_row - head + context) + 2 * batch * head + of_attention
     size = getattr(torch, built.config.dtype).itemsize
-    bytes_ms = (layers + head + context) * size / rates.read_gbps / 1e6
+    bytes_ms = (read + context) * size / rates.read_gbps / 1e6
     return max(bytes_ms, flops / rates.matmul_tflops / 1e9)
-
-
-def _layer_elements(model: ModelConfig, num_rows: int) -> int:
-    """Weights of all layers that a forward of so many rows reads."""
-    kinds = Counter(decoder.layer_kinds(model))
-    total = 0
-    for (mixer, ffn), count in kinds.items():
-        of_mixer = sum(map(num_matrix_elements, mixer.weights(model).values()))
-        total += count * (of_mixer + ffn.num_read_elements(model, ffn.weights(model), num_rows))
-    return total

@@ -32,7 +32,7 @@ from graphengine.measure.profiled_steps import (
     run_steps,
 )
 from graphengine.measure.rates import read_bandwidth_gbps
-from graphengine.measure.segment_bytes import draft_itemsize, segment_bytes
+from graphengine.measure.segment_bytes import bucket_bytes
 from graphengine.profiles import host_trace, nsys, torch_trace
 from graphengine.profiles.launch_gaps import Report, report
 from graphengine.report import named
@@ -75,15 +75,11 @@ def read_file(model: str | None, draft: str | None, options: dict[str, Any]) -> 
     beside = file.parent / _FACTS
     if model is not None:
         target, drafter = read_configs(model, draft)
-        size = drafter_size = 4 if options["dtype"] == "float32" else 2
-        bucket = options["bucket"]
+        size, bucket = 4 if options["dtype"] == "float32" else 2, options["bucket"]
         numbers = resolve_draft_lengths(options["num_speculative_tokens"], (bucket,), drafter)
-        rows = bucket
-        if drafter is not None:
-            own, quantization = drafter.shortened(*numbers), options["draft_quantization"]
-            drafter_size = draft_itemsize(own, size, quantization, bucket)
-            rows *= own.num_verify_rows
-        facts["segment_bytes"] = segment_bytes(target, drafter, size, drafter_size, rows)
+        own = drafter.shortened(*numbers) if drafter is not None else None
+        run = own, size, options["draft_quantization"], bucket
+        facts["segment_bytes"] = bucket_bytes(target, *run)
     elif beside.is_file():
         facts = _read_facts(beside)
     if options["read_gbps"] is not None:

@@ -55,12 +55,23 @@ def segment_bytes(
     return found
 
 
-def draft_itemsize(
-    draft: DraftSpec, itemsize: int, quantization: DraftQuantization, num_requests: int
-) -> int:
-    """Bytes per weight that a bucket's drafter reads: 1 where it runs its rounded weights."""
-    num_rows = num_requests * draft.block_size
-    return 1 if num_rows <= MAX_QUANTIZED_ROWS[quantization] else itemsize
+def bucket_bytes(
+    target: ModelConfig,
+    draft: DraftSpec | None,
+    itemsize: int,
+    quantization: DraftQuantization,
+    num_requests: int,
+) -> dict[str, int]:
+    """`segment_bytes` of a step of a bucket; its drafter's weights are a byte each where it runs
+    the rounded ones.
+
+    Args: draft: as the bucket runs it.
+    """
+    if draft is None:
+        return segment_bytes(target, None, itemsize, itemsize, num_requests)
+    is_rounded = num_requests * draft.block_size <= MAX_QUANTIZED_ROWS[quantization]
+    sizes = itemsize, 1 if is_rounded else itemsize
+    return segment_bytes(target, draft, *sizes, num_requests * draft.num_verify_rows)
 
 
 def _stack(

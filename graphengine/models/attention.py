@@ -16,7 +16,7 @@ from torch import Tensor
 
 from graphengine.config.model import ModelConfig
 from graphengine.kernels.qk_norm_rope import qk_norm_rope_write_
-from graphengine.models.layers import Matrix, add_rms_norm, linear_partials, rms_norm
+from graphengine.models.layers import Matrix, linear_partials, norm_linear
 from graphengine.models.weight import Fields, Weight, norm
 
 
@@ -78,16 +78,9 @@ def project(
     layer: AttentionWeights, h_TD: Tensor, update: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor]:
     """Input norm and the packed projection: `h += update; rms_norm(h) @ Wqkv^T` -> (h_TD, qkv_TE),
-    rows [q | k | v], or its partial sums qkv_ZTE.
-
-    `update` is what the layer before left to add; None for the embedding.
-    """
-    if update is None:
-        x = rms_norm(h_TD, layer.input_norm_D, eps)
-    else:
-        projection = (layer.qkv_ED, layer.qkv_bias_E)
-        h_TD, x = add_rms_norm(h_TD, update, layer.input_norm_D, eps, *projection)
-    return h_TD, linear_partials(x, layer.qkv_ED, layer.qkv_bias_E)
+    rows [q | k | v], or its partial sums qkv_ZTE."""
+    projection = layer.qkv_ED, layer.qkv_bias_E
+    return norm_linear(h_TD, update, layer.input_norm_D, eps, *projection)
 
 
 def write_state_(

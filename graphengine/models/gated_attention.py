@@ -22,10 +22,9 @@ from graphengine.config.model import ModelConfig
 from graphengine.kernels.qk_norm_rope import qk_norm_rope_write_
 from graphengine.models.layers import (
     Matrix,
-    add_rms_norm,
     linear_partials,
+    norm_linear,
     output_gate,
-    rms_norm,
     rotary_order,
 )
 from graphengine.models.weight import Fields, Pick, Weight, norm
@@ -75,11 +74,7 @@ def project(
     layer: GatedAttentionWeights, h_TD: Tensor, update: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor]:
     """Input norm and the packed projection -> (h_TD, qkvg_TE or its partial sums)."""
-    if update is None:
-        x = rms_norm(h_TD, layer.input_norm_D, eps)
-    else:
-        h_TD, x = add_rms_norm(h_TD, update, layer.input_norm_D, eps, layer.qkvg_ED)
-    return h_TD, linear_partials(x, layer.qkvg_ED)
+    return norm_linear(h_TD, update, layer.input_norm_D, eps, layer.qkvg_ED)
 
 
 def write_state_(

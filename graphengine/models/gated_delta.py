@@ -23,7 +23,7 @@ from torch import Tensor
 
 from graphengine.config.gated_delta import CONV_TAPS, GatedDeltaConfig
 from graphengine.config.model import ModelConfig
-from graphengine.models.layers import Matrix, add_rms_norm, linear_partials, output_gate, rms_norm
+from graphengine.models.layers import Matrix, linear_partials, norm_linear, output_gate
 from graphengine.models.weight import Fields, Pick, Weight, norm
 
 
@@ -115,11 +115,7 @@ def project(
     layer: GatedDeltaWeights, h_TD: Tensor, update: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor]:
     """Input norm and the packed projection -> (h_TD, projected_TE or its partial sums)."""
-    if update is None:
-        x = rms_norm(h_TD, layer.input_norm_D, eps)
-    else:
-        h_TD, x = add_rms_norm(h_TD, update, layer.input_norm_D, eps, layer.in_ED)
-    return h_TD, linear_partials(x, layer.in_ED)
+    return norm_linear(h_TD, update, layer.input_norm_D, eps, layer.in_ED)
 
 
 def output(layer: GatedDeltaWeights, o_TNV: Tensor, projected_TE: Tensor, eps: float) -> Tensor:

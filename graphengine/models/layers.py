@@ -141,6 +141,25 @@ def linear_partials(x: Rows, matrix: Matrix, bias: Tensor | None = None) -> Tens
     return skinny_linear_partials(x, weight, config=config, scales=scales)
 
 
+def norm_linear(
+    h_TD: Tensor,
+    update: Tensor | None,
+    norm_D: Tensor,
+    eps: float,
+    matrix: Matrix,
+    bias: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """`h += update; rms_norm(h) @ matrix^T + bias` -> (h_TD, the product or its partial sums).
+
+    Args: update: what the layer before left to add; None for the embedding.
+    """
+    if update is None:
+        x: Rows = rms_norm(h_TD, norm_D, eps)
+    else:
+        h_TD, x = add_rms_norm(h_TD, update, norm_D, eps, matrix, bias)
+    return h_TD, linear_partials(x, matrix, bias)
+
+
 def linear_swiglu(x: Rows, gate_up: Matrix, bias: Tensor | None = None) -> Tensor:
     """`swiglu(x @ gate_up^T + bias)`: rows packed [gate | up], [T, D] -> [T, I]."""
     config = skinny_config(x, gate_up, swiglu=True) if bias is None else None

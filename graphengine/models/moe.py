@@ -76,10 +76,7 @@ def _shared_weights(inter: int, hidden: int) -> Fields:
 def constants(config: ModelConfig) -> dict[str, Any]:
     """What a compiled segment holds as numbers, for no shape of a tensor tells it."""
     moe = _moe(config)
-    return {
-        "num_experts_per_tok": moe.num_experts_per_tok,
-        "norm_topk_prob": moe.norm_topk_prob,
-    }
+    return {"num_experts_per_tok": moe.num_experts_per_tok, "norm_topk_prob": moe.norm_topk_prob}
 
 
 def num_read_elements(config: ModelConfig, fields: Fields, num_rows: int) -> int:

@@ -161,16 +161,15 @@ def shared_scratch_bytes(config: EngineConfig) -> int:
 
 def chunk_scratch_bytes(config: EngineConfig, target: ModelConfig, num_sms: int) -> int:
     """Partial results of the attention of every chunk of a fixed size."""
-    is_long = {True: list(config.far_prefill_sizes), False: []}
-    for size in config.prefill_sizes:
-        is_long[size in LONG_SIZES].append(size)
+    longs = [size for size in config.prefill_sizes if size in LONG_SIZES]
     made: list[Any] = [
         BlockAttention.make_workspace(target, size // BLOCK, BLOCK, num_sms, META)
-        for size in is_long[False]
+        for size in config.prefill_sizes
+        if size not in longs
     ]
     made += [
         ChunkAttention.make_workspace(target, size // chunk_attention.BLOCK, num_sms, META)
-        for size in is_long[True]
+        for size in (*config.far_prefill_sizes, *longs)
     ]
     return tree_bytes(tuple(made))
 

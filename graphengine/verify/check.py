@@ -131,7 +131,10 @@ def decode(
     vocab = loop.prefill.pair.target.config.vocab_size
     outside = [token for prompt in prompts for token in prompt if not 0 <= token < vocab]
     if outside:
-        raise ValueError(f"token ids {outside[:5]} lie outside the vocabulary {vocab}")
+        raise ValueError(
+            f"token ids {outside[:5]} lie outside the vocabulary of {vocab}; pass ids of this "
+            "model's tokenizer"
+        )
     loop.reset()
     loop.first.only_bucket = bucket
     samplings = samplings or [GREEDY] * len(prompts)

@@ -142,8 +142,9 @@ def test_poison_where_nothing_may_be_read(
         for tensor in states:
             tensor[:, NULL_SLOT] = fill
         for row, count in enumerate((start_B - first_B).tolist()):
-            buffers.raw_LBXC[:, row, 3 + count :] = fill
-            for record in (buffers.keys_LBGJ, buffers.deltas_LBGNV, buffers.g_LBGN):
+            raw, *others = buffers.records
+            raw[:, row, 3 + count :] = fill
+            for record in others:
                 record[:, row, count:] = fill
         real(states, buffers, first_B, start_B, size)
 

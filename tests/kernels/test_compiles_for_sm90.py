@@ -48,7 +48,7 @@ from graphengine.kernels import (
 )
 from graphengine.kernels.fp8 import FP8, Fp8Scales
 from graphengine.kernels.interpreter import INTERPRET
-from graphengine.kernels.launch import compile_only
+from graphengine.kernels.launch import compile_only, supports_pdl
 from graphengine.kernels.skinny_config import TUNED, SkinnyConfig, choose_config
 from graphengine.kernels.triton_internals import bind_kernels
 from tools.skinny_layer import Case
@@ -387,10 +387,10 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
         multi_processor_count=132, shared_memory_per_block_optin=SHARED_MEMORY_BYTES
     )
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device=None: properties)
-    qk_norm_rope.supports_pdl.cache_clear()
+    supports_pdl.cache_clear()
     with FakeTensorMode():
         yield kernels
-    qk_norm_rope.supports_pdl.cache_clear()
+    supports_pdl.cache_clear()
 
 
 def test_results_are_written_through(compiled: list[Any]) -> None:

@@ -175,8 +175,12 @@ def test_refuses(device) -> None:
         filter_threshold(logits, best, torch.ones(3, device=device), f32, i32, f32)
     with pytest.raises(ValueError, match="4 rows are not of 0"):
         filter_threshold(logits, best, f32[:0], f32[:0], i32[:0], f32[:0])
-    for bad in ((f32, f32, f32), (f32, i32, i32), (f32, f32[:1], i32)):
-        with pytest.raises(ValueError, match="setting"):
+    for name, bad in (
+        ("top_k", (f32, f32, f32)),
+        ("top_p", (f32, i32, i32)),
+        ("top_p", (f32, f32[:1], i32)),
+    ):
+        with pytest.raises(ValueError, match=f"{name} is"):
             filter_threshold(logits, best, *bad, f32)
 
 

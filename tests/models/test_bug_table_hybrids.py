@@ -339,8 +339,8 @@ def test_one_state_a_request(pair: HybridPair) -> None:
     taken from the pages, and few requests fit."""
     with pair.engine(buckets=(1, 4)) as engine:
         target = loop_of(engine).prefill.pair.target
-        states, records = target.states, loop_of(engine).first.buckets[4].buffers.recurrent
-        assert states is not None and records is not None
+        states, own = target.states, loop_of(engine).first.buckets[4].buffers.recurrent
+        assert states is not None and own is not None
         num_slots = 1 + 4 + KEPT_STATES  # nobody's, one a row, those of prompts
         assert states.states_LSNVK.shape[1] == states.windows_LSXC.shape[1] == num_slots
         taken = sum(x.numel() * x.element_size() for x in states)
@@ -349,5 +349,6 @@ def test_one_state_a_request(pair: HybridPair) -> None:
         half = make_states(target.config, num_slots, torch.bfloat16, torch.device("meta"))
         assert half is not None, "the recurrence stays float32"
         assert sum(x.nbytes for x in half) == num_slots * state_bytes(target.config, 2)
-        of_rows = sum(x.untyped_storage().nbytes() for x in records) // 4  # of one request
+        tensors = own.slots_B, own.kept_slots_B2, *own.records, own.out_TNV
+        of_rows = sum(x.untyped_storage().nbytes() for x in tensors) // 4  # of one request
         assert of_rows < BLOCK * states.states_LSNVK[:, 0].numel() * 4

@@ -51,7 +51,7 @@ Examples:
   graphengine verify --temperature 1 --num-samples 400
 
 \b
-Exit codes: 0 PASS, 1 FAIL, 2 refused input.
+Exit codes: 0 PASS, 1 FAIL, 2 refused input or no room for the result file.
 What each check means: graphengine/verify/lossless.md."""
 
 
@@ -237,9 +237,8 @@ class _Run(NamedTuple):
             passed, text, numbers = _compare_draws(draws[0], draws[1], options)
         measured = {"sampled": {"num_samples": count} | numbers}
         failures = [] if passed else [text]
-        finish(self.model, self.draft, failures, [], measured, options, self.console)
-        if not options["as_json"]:
-            click.echo(f"{'PASS' if passed else 'FAIL'}: {text}")
+        told = f"{'PASS' if passed else 'FAIL'}: {text}"
+        finish(self.model, self.draft, failures, [], measured, told, options, self.console)
         return passed
 
     def compare_tokens(self, num_counted: int | None) -> bool:

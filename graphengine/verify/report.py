@@ -59,21 +59,23 @@ def report_cells(
     print_table(console, _table(results))
     for text in texts:
         console.print(text, markup=False, highlight=False, soft_wrap=True)
-    finish(model, draft, failures, texts, numbers(results), options, console)
-    if not options["as_json"]:
-        for failure in failures:
-            click.echo(f"FAIL {failure}")
-        num_tokens = sum(r.report.num_tokens for r in results)
-        verdict = "FAIL" if failures else "PASS"
-        mixed = ""
-        if options["all_options"]:
-            mixed = ", all options mixed"
-            if not options["texts"]:
-                mixed += " but grammars and stop strings (this model has no tokenizer)"
-            elif not options["grammars"]:
-                mixed += ' but grammars (install them: pip install "graphengine[grammar]")'
-        click.echo(f"{verdict}: {len(results)} runs, {num_tokens} tokens judged{mixed}")
+    num_tokens = sum(r.report.num_tokens for r in results)
+    mixed = ""
+    if options["all_options"]:
+        mixed = ", all options mixed"
+        if not options["texts"]:
+            mixed += " but grammars and stop strings (this model has no tokenizer)"
+        elif not options["grammars"]:
+            mixed += ' but grammars (install them: pip install "graphengine[grammar]")'
+    verdict = "FAIL" if failures else "PASS"
+    told = f"{verdict}: {len(results)} runs, {num_tokens} tokens judged{mixed}"
+    told = "\n".join([*(f"FAIL {failure}" for failure in failures), told])
+    finish(model, draft, failures, texts, numbers(results), told, options, console)
     return not failures
+
+
+class _Unwritten(click.ClickException):
+    exit_code = 2  # which is no FAIL
 
 
 def finish(
@@ -82,10 +84,15 @@ def finish(
     failures: list[str],
     texts: list[str],
     measured: dict[str, Any],
+    told: str,
     options: dict[str, Any],
     console: Console,
 ) -> None:
-    """Writes the result file and prints the JSON object, where asked for."""
+    """Writes the result file where asked for, then prints the verdict or the JSON object.
+
+    Raises:
+        ClickException: the file could not be written.
+    """
     document = {
         "verdict": "FAIL" if failures else "PASS",
         "failures": failures,
@@ -98,12 +105,19 @@ def finish(
         },
         "prompt_file": options["prompt_file"].name if options["prompt_file"] else "bundled",
     }
+    unwritten = None
+    if (path := options["output_json"]) is not None:
+        try:
+            env = environment(options["commit"])
+            write_result(path, "verify", measured, config=document, env=env)
+            console.print(f"wrote {path}", highlight=False)
+        except (OSError, ValueError) as error:
+            unwritten = _Unwritten(f"--output-json {path}: {error}")
     if options["as_json"]:
-        click.echo(json.dumps({"config": document, "numbers": measured}))
-    if options["output_json"]:
-        env = environment(options["commit"])
-        write_result(options["output_json"], "verify", measured, config=document, env=env)
-        console.print(f"wrote {options['output_json']}", highlight=False)
+        told = json.dumps({"config": document, "numbers": measured})
+    click.echo(told)
+    if unwritten is not None:
+        raise unwritten
 
 
 def _table(results: list[CellResult]) -> Table:

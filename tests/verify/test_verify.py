@@ -249,6 +249,8 @@ def test_fail_exits_1_and_says_why(few: Path) -> None:
     result = verify(*args, "--bucket", "2")
     assert result.exit_code == 1
     assert "FAIL none torch bucket 2 together: acceptance:" in result.stdout
+    result = verify(*args[:-2], "--bucket", "2", "--output-json", "/dev/full")
+    assert result.exit_code == 2 and result.stdout.startswith("PASS: 1 runs"), "no verdict, or FAIL"
     result = verify(*args, "--bucket", "2", "--json")
     assert result.exit_code == 1
     assert json.loads(result.stdout)["config"]["verdict"] == "FAIL"

@@ -406,6 +406,31 @@ def test_drafter_refusals(name: str) -> None:
         parse_draft(changed(DRAFTER, **keys))
 
 
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("attention_sink_bias", True),
+        ("shift_label", True),
+        ("enable_confidence_head", True),
+        ("markov_rank", 256),
+        ("projector_type", "domino"),
+        ("attention_mode", "mla"),
+        ("backbone_rotary_base", 5e6),
+        ("conv_kernel_size", 4),
+        ("selector_rank", 64),
+        ("use_aux_hidden_state", False),
+        ("attention_value_scale", 0.612),
+        ("output_multiplier", 0.5),
+        ("input_embedding_scale", 2.0),
+    ],
+)
+def test_features_beside_dflash_config(key: str, value: Any) -> None:
+    """Bug: a feature is refused within dflash_config alone, where every unknown key is, and is
+    ignored at the top level, where DeepSpec's files have theirs."""
+    with pytest.raises(ValueError, match=f"{key} = {value!r} is not supported"):
+        parse_draft(changed(DRAFTER, **{key: value}))
+
+
 @pytest.mark.parametrize("kind", [None, ["qwen3"], "mixtral", "qwen2"])
 def test_other_models_are_refused(kind: str | None) -> None:
     """Bug: another architecture is run as if it were Qwen3."""

@@ -55,6 +55,7 @@ def test_unknown_names() -> None:
     [
         ({"page_size": True}, "page_size is True; expected an integer from 1 up"),
         ({"gpu_memory_utilization": float("nan")}, "is nan; expected a number 0 < x <= 1"),
+        ({"max_num_batched_tokens": 15}, "is 15; expected an integer from 16 up"),
         ({"device": "tpu"}, "device is 'tpu'; expected one of auto, cpu, cuda"),
         ({"kv_cache_memory": "lots"}, "is no size in bytes"),
     ],

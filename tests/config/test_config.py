@@ -323,6 +323,7 @@ BAD_MODEL: dict[str, tuple[Json, str]] = {
     "activation": ({"hidden_act": "gelu"}, "'gelu'"),
     "heads": ({"num_key_value_heads": 5}, "not a multiple"),
     "odd-head": ({"head_dim": 127}, "head_dim 127 is odd"),
+    "bool-number": ({"rms_norm_eps": True}, "rms_norm_eps is True, expected a number"),
     "bool-count": ({"num_hidden_layers": True}, "num_hidden_layers holds True"),
     "float-count": ({"hidden_size": 4096.0}, "hidden_size holds 4096.0"),
     "text-flag": ({"attention_bias": "false"}, "attention_bias is 'false', expected true or"),

@@ -98,6 +98,21 @@ def test_the_next_option_is_declared_once(monkeypatch: pytest.MonkeyPatch) -> No
     assert declarations(More)["depth"].arguments(4) == ["--depth", "4"]
 
 
+@pytest.mark.parametrize(
+    ("asked", "most"),
+    [
+        ({}, None),
+        ({"logprobs": 0}, 0),
+        ({"prompt_logprobs": 3}, 3),
+        ({"logprobs": 1, "prompt_logprobs": 2}, 2),
+    ],
+)
+def test_most_alternatives_of_either_kind(asked: dict[str, Any], most: int | None) -> None:
+    """Bug: a command that asks for its prompts' log-probabilities alone loads an engine that has
+    none to give."""
+    assert SamplingParams(**asked).num_logprobs == most
+
+
 def test_arguments_are_read_back() -> None:
     """Bug: what a command hands to its child is not what it was given."""
     command = main.commands["doctor"]

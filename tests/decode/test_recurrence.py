@@ -258,14 +258,15 @@ def test_what_is_kept_leaves_every_row_its_slot(
 
 @torch.no_grad()
 def test_answers_leave_prompts_their_slots(pair: Pair) -> None:
-    """Bug: the first answers of a batch take all slots, and of its last prompts no state is kept,
-    so that the next turn runs them again."""
+    """Bug: the first answers of a batch take all slots, one that fills no page among them, and of
+    its last prompts no state is kept, so that the next turn runs them again."""
     with pair.engine(buckets=(8,), page_size=8) as loaded:
         loop = loop_of(loaded)
-        requests = [loop.submit([*range(i, i + 40)], 30, ()) for i in range(8)]
+        lengths = [3] + [30] * 7
+        requests = [loop.submit([*range(i, i + 40)], n, ()) for i, n in enumerate(lengths)]
         loop.admit()
         assert all(loop.state_slots.behind(request.pages[3]) for request in requests)
-        assert any(request.answer_slots for request in requests)
+        assert not requests[0].answer_slots and requests[1].answer_slots
         loop.reset()
 
 

@@ -20,7 +20,7 @@ from tests.decode.test_request import a_request
 
 def test_positions_and_rows() -> None:
     """Bug: a table is read one position off or for another row, so a test that forces an acceptance
-    length forces another; or the drafter inside does not run or knows no text, and is not tested."""
+    length forces another; or the drafter inside does not run or knows no text: it is not tested."""
     inner: list[list[list[int]]] = []
 
     def seen(buffers: StepBuffers) -> None:

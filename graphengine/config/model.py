@@ -172,7 +172,7 @@ class ModelConfig:
         model = cls.from_layer_keys(raw, model_type)
         layer_types = read_layer_types(raw, model.num_hidden_layers)
         if ARCHITECTURES[model_type].is_hybrid:
-            whole = RawConfig({**gated_delta.DEFAULTS, **raw.values}, raw.source)
+            whole = raw.over(gated_delta.DEFAULTS)
             mixers = gated_delta.read_mixers(whole, layer_types, model.num_hidden_layers)
             delta = GatedDeltaConfig.from_raw(whole, ARCHITECTURES[model_type].is_interleaved)
             return replace(model, mixers=mixers, gated_delta=delta)
@@ -205,10 +205,7 @@ class ModelConfig:
         keys = dict(architecture.defaults)
         if architecture.heads_decide:
             keys |= {"head_dim": hidden // num_heads, "num_key_value_heads": num_heads}
-        keys |= {key: value for key, value in raw.values.items() if value is not None}
-        if architecture.moe:  # what no layer has
-            keys.setdefault("intermediate_size", keys.get("moe_intermediate_size"))
-        whole = RawConfig(keys, raw.source)
+        whole = raw.over(keys)
         num_kv_heads = whole.integer("num_key_value_heads")
         if num_heads % num_kv_heads:
             raise raw.refusal(

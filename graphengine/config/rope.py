@@ -90,8 +90,8 @@ class RopeConfig:
         theta = raw.get("rope_theta") if theta is None else theta
         theta = RawConfig({"rope_theta": theta}, source).number("rope_theta", minimum=2.0)
         whole = partial_rotary_factor is None
-        partial = config.get("partial_rotary_factor", 1.0 if whole else partial_rotary_factor)
-        partial = scaling.pop("partial_rotary_factor", partial)
+        partial = raw.over({"partial_rotary_factor": 1.0 if whole else partial_rotary_factor})
+        partial = scaling.pop("partial_rotary_factor", partial.get("partial_rotary_factor"))
         partial = RawConfig({"partial_rotary_factor": partial}, source).number(
             "partial_rotary_factor"
         )

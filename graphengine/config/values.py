@@ -22,6 +22,11 @@ class RawConfig(NamedTuple):
         """The key's value; None where there is none."""
         return self.values.get(key)
 
+    def over(self, defaults: Mapping[str, Any]) -> RawConfig:
+        """The same with defaults for what is not there."""
+        known = {key: value for key, value in self.values.items() if value is not None}
+        return RawConfig({**defaults, **known}, self.source)
+
     def required(self, key: str) -> Any:
         """The key's value, which the file must have."""
         if self.get(key) is None:

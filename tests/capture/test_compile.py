@@ -9,6 +9,7 @@ import torch._inductor.config as inductor
 from torch import Tensor
 
 from graphengine.capture import compile as compiling
+from graphengine.capture import torch_internals
 from tests.capture import test_precompiled
 from tests.capture.test_precompiled import (
     Pair,
@@ -97,3 +98,19 @@ def test_one_compilation_for_each_layout(monkeypatch: pytest.MonkeyPatch) -> Non
     longer = Pair(torch.randn(3, 8), torch.randn(3, 8))
     torch.testing.assert_close(first(longer, 2.0), scaled(longer, 2.0))
     assert compiling.cache_counts().since(before) == (0, 2)
+
+
+@pytest.mark.parametrize(("opened", "is_off"), [("headers", True), (".", True), (None, False)])
+def test_headers_that_others_can_write(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, opened: str | None, is_off: bool
+) -> None:
+    """Bug: code is compiled with headers that another user has precompiled, in their folder or in
+    one that was put in its place."""
+    headers, told = tmp_path / "headers", []
+    headers.mkdir(mode=0o700)
+    if opened is not None:
+        (tmp_path / opened).chmod(0o777)
+    monkeypatch.setattr(torch_internals, "header_folder", lambda: headers)
+    monkeypatch.setattr(torch_internals, "precompile_no_headers", lambda: told.append("off"))
+    compiling.compile_segments([])
+    assert told == ["off"] * is_off

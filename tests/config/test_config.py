@@ -323,6 +323,7 @@ BAD_MODEL: dict[str, tuple[Json, str]] = {
     "activation": ({"hidden_act": "gelu"}, "'gelu'"),
     "heads": ({"num_key_value_heads": 5}, "not a multiple"),
     "odd-head": ({"head_dim": 127}, "head_dim 127 is odd"),
+    "bool-number": ({"rms_norm_eps": True}, "rms_norm_eps is True, expected a number"),
     "bool-count": ({"num_hidden_layers": True}, "num_hidden_layers holds True"),
     "float-count": ({"hidden_size": 4096.0}, "hidden_size holds 4096.0"),
     "text-flag": ({"attention_bias": "false"}, "attention_bias is 'false', expected true or"),
@@ -404,6 +405,31 @@ def test_drafter_refusals(name: str) -> None:
     keys, message = BAD_DRAFTER[name]
     with pytest.raises(ValueError, match=message):
         parse_draft(changed(DRAFTER, **keys))
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("attention_sink_bias", True),
+        ("shift_label", True),
+        ("enable_confidence_head", True),
+        ("markov_rank", 256),
+        ("projector_type", "domino"),
+        ("attention_mode", "mla"),
+        ("backbone_rotary_base", 5e6),
+        ("conv_kernel_size", 4),
+        ("selector_rank", 64),
+        ("use_aux_hidden_state", False),
+        ("attention_value_scale", 0.612),
+        ("output_multiplier", 0.5),
+        ("input_embedding_scale", 2.0),
+    ],
+)
+def test_features_beside_dflash_config(key: str, value: Any) -> None:
+    """Bug: a feature is refused within dflash_config alone, where every unknown key is, and is
+    ignored at the top level, where DeepSpec's files have theirs."""
+    with pytest.raises(ValueError, match=f"{key} = {value!r} is not supported"):
+        parse_draft(changed(DRAFTER, **{key: value}))
 
 
 @pytest.mark.parametrize("kind", [None, ["qwen3"], "mixtral", "qwen2"])

@@ -150,6 +150,10 @@ RULES: dict[str, tuple[Json, tuple[AttentionRule, ...]]] = {
     "said-causal": ({"is_causal": True}, (FULL_CAUSAL,) * 5),
     "said-causal-inside": ({"dflash__causal": True}, (FULL_CAUSAL,) * 5),
     "mixed": (MIX, four_and_one(True, False)),
+    "widths-of-no-layer": (
+        {"dflash__swa_window_size": 64, "sliding_window": 4096},
+        (FULL,) * 5,
+    ),
     "full-flagged": (
         {"layer_types": ["full_attention"] * 5, "use_sliding_window": True},
         (FULL,) * 5,
@@ -180,7 +184,8 @@ RULES: dict[str, tuple[Json, tuple[AttentionRule, ...]]] = {
 
 @pytest.mark.parametrize("name", RULES)
 def test_attention_rules(name: str) -> None:
-    """Bug T22, T23: sliding layers are taken for full ones, or for non-causal ones."""
+    """Bug T22, T23: sliding layers are taken for full ones, or for non-causal ones; or a drafter is
+    refused for what none of its layers has."""
     keys, wanted = RULES[name]
     assert parse_draft(changed(DRAFTER, **keys)).attention_rules == wanted
 

@@ -333,7 +333,8 @@ def test_anchor_first_runs_to_the_end_of_the_context(tmp_path: Path) -> None:
 
 def test_simulated_acceptance_is_cut_off(tmp_path: Path) -> None:
     """Bug: the mean of a shorter block is drawn anew or scaled, so that two numbers of drafts are
-    compared at acceptances that no drafter has."""
+    compared at acceptances that no drafter has; or the second run of a measurement finds the
+    first one's pages."""
     target = make_target(tmp_path / "target", max_positions=2048)
     drafter = make_drafter(tmp_path / "drafter", target, block_size=8)
     mean, number = 4.0, 3
@@ -345,6 +346,8 @@ def test_simulated_acceptance_is_cut_off(tmp_path: Path) -> None:
         target, drafter, buckets=(1,), simulate_acceptance=mean, num_speculative_tokens=number
     ) as engine:
         (result,) = engine.generate([5], max_new_tokens=1500, ignore_eos=True)
+        (again,) = engine.generate([5, *result.token_ids[:99]], max_new_tokens=1)
+    assert again.metrics.num_cached_tokens == 0
     acceptance = result.metrics.acceptance
     assert acceptance.steps_by_accepted == drawn[: acceptance.num_steps].bincount().tolist()
     assert acceptance.mean_acceptance_length == pytest.approx(expected, abs=0.1)

@@ -55,6 +55,7 @@ def test_unknown_names() -> None:
     [
         ({"page_size": True}, "page_size is True; expected an integer from 1 up"),
         ({"gpu_memory_utilization": float("nan")}, "is nan; expected a number 0 < x <= 1"),
+        ({"max_num_batched_tokens": 15}, "is 15; expected an integer from 16 up"),
         ({"device": "tpu"}, "device is 'tpu'; expected one of auto, cpu, cuda"),
         ({"kv_cache_memory": "lots"}, "is no size in bytes"),
     ],
@@ -95,6 +96,21 @@ def test_the_next_option_is_declared_once(monkeypatch: pytest.MonkeyPatch) -> No
     assert "How deep.  [default: three]" in run(command, ["--help"]).output
     assert inspect.signature(load).parameters["depth"].default == load() == 3
     assert declarations(More)["depth"].arguments(4) == ["--depth", "4"]
+
+
+@pytest.mark.parametrize(
+    ("asked", "most"),
+    [
+        ({}, None),
+        ({"logprobs": 0}, 0),
+        ({"prompt_logprobs": 3}, 3),
+        ({"logprobs": 1, "prompt_logprobs": 2}, 2),
+    ],
+)
+def test_most_alternatives_of_either_kind(asked: dict[str, Any], most: int | None) -> None:
+    """Bug: a command that asks for its prompts' log-probabilities alone loads an engine that has
+    none to give."""
+    assert SamplingParams(**asked).num_logprobs == most
 
 
 def test_arguments_are_read_back() -> None:

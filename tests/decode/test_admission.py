@@ -73,10 +73,12 @@ def prompt(rng: random.Random, longest: int = LONGEST) -> list[int]:
 def newcomer_beside(first: Request, loop: Any, running: Iterator[Any], rng: Any) -> Request:
     """A long prompt that has its first token; a step of the stream came between its pieces."""
     second = loop.submit([rng.randrange(1, 250) for _ in range(LONGEST)], 5, ())
-    before = len(first.output_ids)
+    before, began = len(first.output_ids), set()
     while not second.output_ids:
         next(running)
+        began |= {second.prefill_s} - {0.0}
     assert len(first.output_ids) >= before + LONGEST // BUDGET
+    assert len(began) == 1
     return second
 
 
@@ -84,7 +86,7 @@ def test_a_stream_goes_on_while_a_prompt_comes_in(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Bug: running streams stand still until a newcomer's whole prompt is done; or the newcomer
-    waits until they end."""
+    waits until they end, or is said to have waited until its last piece."""
     loop, rng = loop_of(engine), random.Random(1)
     tape = Tape(loop, monkeypatch)
     first = loop.submit(prompt(rng, 9), 30, ())

@@ -336,7 +336,7 @@ def test_a_copy_goes_its_own_way(
     grammars: Grammars, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Bug: what a copy is led along counts as said by the answer, whose other readers then stand
-    somewhere else."""
+    somewhere else; or those of a copy do, at the beginning of its text."""
     monkeypatch.setattr(module, "DEAR_LEAD_S", 99.0)
     constraint, ids = Constraint("regex", "(ab|cd){4}"), tokenizer.encode("a")
     one = grammars.matcher(constraint)
@@ -345,3 +345,6 @@ def test_a_copy_goes_its_own_way(
     assert copy.advance(ids) is None
     expected = allowed(grammars.matcher(constraint))[0]
     assert allowed(one, 2, ids) == [expected, allowed(copy)[0]] and allowed(copy)[0] != expected
+    behind = tokenizer.encode("b")
+    wanted = allowed(copy, 2, behind)
+    assert allowed(copy.copy(), 2, behind) == wanted

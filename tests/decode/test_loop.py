@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from graphengine.api import Engine
+from graphengine.decode.admission import Admission
 from graphengine.decode.loop import Watch
 from tests.decode.test_engine import BLOCK, PROMPTS, Pair, assert_idle, loop_of
 
@@ -103,6 +104,28 @@ def test_a_cancelled_request_leaves_at_once(engine: Engine) -> None:
     loop.end_at(requests[1], "text", 0)
     assert loop.running == [requests[2]] and requests[1].pages == []
     loop.reset()
+
+
+@torch.no_grad()
+def test_a_prefill_that_fails_leaves_nothing_under_way(
+    engine: Engine, pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bug: requests whose pages are free already are run once more with the next ones."""
+    loop = loop_of(engine)
+    failed = loop.submit(list(PROMPTS[0]), 4, ())
+
+    def fails(admission: Admission) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(Admission, "take", fails)
+    with pytest.raises(MemoryError):
+        loop.admit()
+    monkeypatch.undo()
+    assert failed.finish_reason == "abort" and failed.pages == [] and loop.prefilling == []
+    request = loop.submit(list(PROMPTS[1]), 4, ())
+    for _ in loop.run():
+        pass
+    assert request.output_ids == pair.plain(PROMPTS[1], 4) and not failed.output_ids
 
 
 @pytest.mark.parametrize("kind", ["logprobs", "prompt_logprobs"])

@@ -53,7 +53,8 @@ def first_place(row: list[int], others: list[list[int]], begin: int) -> int:
 def test_not_finite_ends_one_request(
     engine: Engine, pair: Pair, value: float, accepted: int
 ) -> None:
-    """Bug: a NaN ends the engine or its neighbours, comes out as token 0, or goes unnoticed."""
+    """Bug: a NaN ends the engine or its neighbours, comes out as token 0, goes unnoticed, or is
+    found again by whoever asks with the text that met it."""
     prompts = PROMPTS[:4]
     plain = [pair.plain(p, 24) for p in prompts]
     others = [*prompts, plain[0], plain[2], plain[3]]
@@ -72,6 +73,8 @@ def test_not_finite_ends_one_request(
     assert f"logits for position {position} hold a NaN or an infinity" in (broken.error or "")
     assert [r.error for r in results if r.finish_reason == "length"] == [None] * 3
     table[token] = kept
+    text = [*prompts[1], *plain[1][: count + 1]]
+    assert ids_only(engine, [text], max_new_tokens=1) == [[plain[1][count + 1]]]
     # The pages that hold NaN belong to others now.
     assert ids_only(engine, prompts, max_new_tokens=24) == plain
 

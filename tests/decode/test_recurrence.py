@@ -257,6 +257,20 @@ def test_what_is_kept_leaves_every_row_its_slot(
         assert_idle(loaded)
 
 
+@torch.no_grad()
+def test_answers_leave_prompts_their_slots(pair: Pair) -> None:
+    """Bug: the first answers of a batch take all slots, one that fills no page among them, and of
+    its last prompts no state is kept, so that the next turn runs them again."""
+    with pair.engine(buckets=(8,), page_size=8) as loaded:
+        loop = loop_of(loaded)
+        lengths = [3] + [30] * 7
+        requests = [loop.submit([*range(i, i + 40)], n, ()) for i, n in enumerate(lengths)]
+        loop.admit()
+        assert all(loop.state_slots.behind(request.pages[3]) for request in requests)
+        assert not requests[0].answer_slots and requests[1].answer_slots
+        loop.reset()
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_state_that_no_step_has_left_is_not_kept(pair: Pair, backend: str) -> None:
     """Bug: behind a prompt that fills its last page stands an answer that fills none: what lay in

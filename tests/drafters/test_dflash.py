@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from graphengine.capture.runners import run_chain
 from graphengine.decode.buffers import Arena
 from graphengine.decode.proposer import step_buffers
-from graphengine.decode.stack import Target
+from graphengine.decode.stack import Rows, Target
+from graphengine.drafters import dflash
 from graphengine.drafters.dflash import MAX_QUANTIZED_ROWS
 from graphengine.kernels.skinny_config import SKINNY_T
 from graphengine.models.layers import rms_norm
@@ -35,6 +38,23 @@ def test_fp8_up_to_its_rows() -> None:
         own = replace(both, max_quantized_rows=limits[name])
         assert own.at(SKINNY_T) == at_limit and own.at(SKINNY_T + 1) == behind
     assert replace(drafter(DRAFT), max_quantized_rows=math.inf).at(1) == (None, None)
+
+
+def test_a_context_s_weights_are_for_its_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: what the drafter keeps of a long prompt goes through the FP8 of a step's few rows, and
+    acceptance behind it falls."""
+    exact, rounded = (SimpleNamespace(bits=b, k_norm_LH=None, rope_PH=None) for b in (16, 8))
+    pool, taken = torch.empty(0), list[Any]()
+    both: Any = {"weights": exact, "quantized": (rounded, None), "kv_pool": pool}
+    own = replace(drafter(DRAFT), max_quantized_rows=SKINNY_T, **both)
+    monkeypatch.setattr(dflash, "ContextWeights", SimpleNamespace(of=taken.append))
+    nothing: Any = SimpleNamespace(context=lambda *args: (pool,))
+    monkeypatch.setattr(dflash, "Segments", lambda: nothing)
+    monkeypatch.setattr(dflash, "context_kv_write_", lambda *args: None)
+    for num_rows in (SKINNY_T, SKINNY_T + 1):
+        rows = torch.zeros(num_rows, dtype=torch.int64)
+        run_chain(own.prefill(Rows(rows, rows, rows))[1])
+    assert taken == [rounded, exact]
 
 
 def test_taps_stand_in_the_drafter_s_order() -> None:

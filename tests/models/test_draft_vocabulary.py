@@ -123,6 +123,7 @@ def test_prefixed_names(tmp_path: Path, target: Path) -> None:
 BROKEN: dict[str, tuple[Callable[[Tensors], Any], str]] = {
     "no-head": (lambda t: t.pop("lm_head.weight"), "'lm_head.weight' is missing"),
     "no-map": (lambda t: t.pop("d2t"), "'d2t' is missing"),
+    "no-maps": (lambda t: (t.pop("d2t"), t.pop("t2d")), "'d2t' is missing"),
     "whole-head": (
         lambda t: t.update({"lm_head.weight": torch.zeros(VOCAB, 64)}),
         r"shape \[300, 64\]",

@@ -211,6 +211,15 @@ def test_files_without_layer_types() -> None:
     assert read_mixers(raw, [], 5) == wanted
 
 
+def test_keys_that_are_null_are_not_there(tmp_path: Path) -> None:
+    """Bug: a file that was saved with a null for what it does not say is refused."""
+    directory = make_hybrid(tmp_path, layer_types=[D, A], tokenizer=False)
+    values = json.loads((directory / "config.json").read_text())
+    keys = "full_attention_interval linear_conv_kernel_dim partial_rotary_factor".split()
+    for key in keys:
+        assert ModelConfig.from_hf(values | {key: None}) == ModelConfig.from_hf(values)
+
+
 def test_what_the_text_part_says_itself() -> None:
     """Bug: what stands beside a published file's text part counts before what it says itself, or is
     not looked at where it says nothing."""

@@ -55,6 +55,11 @@ def test_totals() -> None:
     assert (totals["tokens_per_s"], totals["num_output_tokens"]) == (4.0, 14)
 
 
+def test_an_answer_of_its_prefill_alone() -> None:
+    """Bug: a drafted answer of one token, which took no step, has a mean of 0 tokens a step."""
+    assert [*report._acceptance_means(Acceptance(3)).values()] == [None] * 3
+
+
 @pytest.mark.parametrize(
     ("num_compiled", "num_cache_hits", "line"),
     [

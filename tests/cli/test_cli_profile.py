@@ -145,6 +145,8 @@ def test_bytes_of_a_file_come_from_facts_or_from_a_model(tmp_path: Path) -> None
     row = document(invoke("profile", "--read", path, "--json"))["numbers"]["mine"]["by_name"]
     assert row["verify.00"]["achieved_gbps"] == pytest.approx(1.0)
     assert row["verify.00"]["floor_us"] == pytest.approx(4.5)
+    without = document(invoke("profile", "--read", path, "--read-gbps", 0, "--json"))
+    assert "floor_us" not in without["numbers"]["mine"]["by_name"]["verify.00"]
     named = invoke("profile", TINY_TARGET, "--draft", TINY_DRAFT, "--read", path, "--json")
     row = document(named)["numbers"]["mine"]["by_name"]["verify.01"]
     assert row["read_bytes"] > 1e5 and "floor_us" not in row
@@ -169,6 +171,19 @@ def test_bytes_of_a_rounded_drafter(tmp_path: Path) -> None:
         ("fp8", 1, None),
         ("fp8", 8, (7,)),  # 64 rows
     }
+
+
+def test_bytes_of_experts_by_the_rows_of_a_block(tmp_path: Path) -> None:
+    """Bug: of a file beside a mixture of experts the bytes are those of a row a request, whatever
+    the block, and its floor is a sixth."""
+    path = exports.write_export(tmp_path / "mine.sqlite")
+    options = {"draft_quantization": "none", "num_speculative_tokens": None, "dtype": "auto"}
+    options |= {"file": path, "read_gbps": None, "prefill": False}
+    found = [
+        profile_run.read_file("qwen3-30b-a3b", draft, options | {"bucket": bucket})[1]
+        for draft, bucket in (("ngram", 2), (None, 32))
+    ]
+    assert found[0]["segment_bytes"]["verify"] == found[1]["segment_bytes"]["decode"]
 
 
 def test_profile_reads_a_chrome_trace(tmp_path: Path) -> None:
@@ -355,6 +370,7 @@ def test_graphs_on_the_cpu_lists_the_steps() -> None:
     listed = document(result)
     assert "no CUDA graphs on the CPU" in result.stderr
     assert listed["graph_mode"] == "none"
+    assert (listed["model"], listed["draft"]) == (TINY_TARGET.name, TINY_DRAFT.name)
     for bucket, rows in ((1, 16), (2, 32)):
         steps = [step for step in listed["steps"] if step["bucket"] == bucket]
         names = [*chain_names("draft", 3), *chain_names("verify", 8)]

@@ -79,6 +79,7 @@ def check_scenario(found: Report, num_steps: int) -> None:
     assert numbers["idle_percent"] == pytest.approx(73.0)
     gemm = next(row for name, row in numbers["kernels"].items() if "gemm" in name)
     assert gemm == {"total_us": 14.0, "mean_us": 7.0, "num_calls": 2.0}
+    assert "memcpy DtoH" in numbers["kernels"]
 
 
 def test_node_export_has_the_gaps_counted_by_hand(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from graphengine.api import Engine
+from graphengine.cli.bench import _settle
 from graphengine.cli.main import main
 from graphengine.config.draft import DraftConfig
 from graphengine.decode.metrics import Acceptance, RequestMetrics
@@ -93,6 +94,17 @@ def test_lengths_that_nobody_named(bench: Bench) -> None:
     lengths = [key.rsplit("_", 1)[1] for key in numbers if key.startswith("first_token")]
     assert lengths == ["16", "128"]
     assert "none:torch is none_torch again" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("prefill", "expected"), [(True, (None, 5, None)), (False, (512, 200, 10))]
+)
+def test_numbers_that_nobody_named(prefill: bool, expected: tuple[int | None, ...]) -> None:
+    """Bug: first tokens of 8192 are timed as often as steps are, for an hour."""
+    names = ("output_len", "num_iters", "warmup")
+    options = dict.fromkeys((*names, "baseline", "plot", "context")) | {"prefill": prefill}
+    _settle(options, (1,))
+    assert tuple(options[name] for name in names) == expected
 
 
 @pytest.mark.parametrize(

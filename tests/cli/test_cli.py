@@ -301,6 +301,24 @@ def test_buckets_that_are_built_ahead(cli: Run, monkeypatch: pytest.MonkeyPatch)
     assert [job.options["first_batch"] for job in jobs] == [1, 1, 2, 2]
 
 
+def test_what_prompts_need_is_built(cli: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: on a GPU the command's own engine, built without it, refuses a penalty that it was
+    asked for; or every start captures what nobody asked for."""
+    jobs: list[answers.Job] = []
+    monkeypatch.setattr(answers, "run", lambda job, started_s: jobs.append(job))
+    needs = ("sampling", "adjustments", "structured_outputs", "max_logprobs")
+    for typed, expected in (
+        ("", (None, None, None, None)),
+        ("--temperature 1", (True, None, None, None)),
+        ("--presence-penalty 1", (None, True, None, None)),
+        ("--regex a+", (None, None, True, None)),
+        ("--logprobs 0", (None, None, None, 1)),
+        ("--prompt-logprobs 3 --logprobs 2", (None, None, None, 3)),
+    ):
+        assert cli("--prompt", "x", *typed.split()).exit_code == 0
+        assert tuple(map(jobs[-1].options.get, needs)) == expected
+
+
 def test_sampling(cli: Run, draft: Path) -> None:
     """Bug: --seed does not reach the engine, a drafter changes what a seed says, or sampling is on
     without being asked for."""

@@ -175,15 +175,20 @@ def test_bytes_of_a_rounded_drafter(tmp_path: Path) -> None:
 
 def test_bytes_of_experts_by_the_rows_of_a_block(tmp_path: Path) -> None:
     """Bug: of a file beside a mixture of experts the bytes are those of a row a request, whatever
-    the block, and its floor is a sixth."""
+    the block, and its floor is a sixth; or those of bfloat16, whatever --dtype says."""
     path = exports.write_export(tmp_path / "mine.sqlite")
-    options = {"draft_quantization": "none", "num_speculative_tokens": None, "dtype": "auto"}
+    options = {"draft_quantization": "none", "num_speculative_tokens": None}
     options |= {"file": path, "read_gbps": None, "prefill": False}
     found = [
-        profile_run.read_file("qwen3-30b-a3b", draft, options | {"bucket": bucket})[1]
-        for draft, bucket in (("ngram", 2), (None, 32))
+        profile_run.read_file("qwen3-30b-a3b", draft, options | {"bucket": bucket, "dtype": dtype})
+        for draft, bucket, dtype in (
+            ("ngram", 2, "auto"),
+            (None, 32, "bfloat16"),
+            (None, 32, "float32"),
+        )
     ]
-    assert found[0]["segment_bytes"]["verify"] == found[1]["segment_bytes"]["decode"]
+    drafted, plain, wide = (facts["segment_bytes"] for _, facts in found)
+    assert drafted["verify"] == plain["decode"] == wide["decode"] / 2
 
 
 def test_profile_reads_a_chrome_trace(tmp_path: Path) -> None:
@@ -268,7 +273,8 @@ if (here / "fail").exists():
 if sys.argv[1] == "profile":
     pathlib.Path(options["--output"]).touch()
     inside = sys.argv[sys.argv.index("--inside") + 1]
-    pathlib.Path(inside).write_text(json.dumps({facts}))
+    facts = {facts} | dict(preset=options["--cuda-graph-trace"])
+    pathlib.Path(inside).write_text(json.dumps(facts))
 else:
     preset = pathlib.Path(sys.argv[-1]).stem
     shutil.copy(here / f"{{preset}}-scenario.sqlite", options["--output"])
@@ -293,7 +299,8 @@ def options_of(*arguments: str) -> dict[str, Any]:
 
 
 def test_nsys_runs_this_command_once_per_preset(fake_nsys: Path, tmp_path: Path) -> None:
-    """Bug: the child under nsys gets other options than were typed, or nsys samples the CPU."""
+    """Bug: the child under nsys gets other options than were typed, nsys samples the CPU, or times
+    are of the run that recorded every kernel."""
     typed = ["--bucket", "4", "--num-steps", "7", "--graph-mode", "full", "--no-compile"]
     typed += ["--attention-backend", "triton", "--simulate-acceptance", "3.5", "--seed", "3"]
     typed += ["--num-speculative-tokens", "7", "--prefill"]
@@ -303,6 +310,7 @@ def test_nsys_runs_this_command_once_per_preset(fake_nsys: Path, tmp_path: Path)
     )
     assert [found.num_steps for found in reports.values()] == [3, 3]
     assert facts["segment_bytes"] == {"verify.00": 9e3} and facts["node_profiled_step_ms"] == 0.1
+    assert facts["preset"] == "graph"
     calls = [json.loads(line) for line in (fake_nsys.parent / "calls.jsonl").open()]
     assert [call[0] for call in calls] == ["profile", "export"] * 2
     for preset, call in zip(("graph", "node"), calls[::2], strict=True):

@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from graphengine.api import Engine
 from graphengine.checkpoints.hub import TINY_DRAFT, TINY_TARGET
 from graphengine.cli import options as cli_options
+from graphengine.cli import verify as cli_verify
 from graphengine.cli.main import main
 from graphengine.decode.metrics import Acceptance
 from graphengine.profiles.result_schema import validate
@@ -32,7 +33,7 @@ from graphengine.verify.check import (
     mixed,
 )
 from graphengine.verify.report import describe
-from graphengine.verify.run import Cell, CellResult, compare_with_plain, verify_mode
+from graphengine.verify.run import Cell, CellResult, compare_with_plain, numbers, verify_mode
 from graphengine.verify.teacher import Scores, teacher_force
 from graphengine.verify.told import Transcript, wrong_end
 from tests.support.checkpoints import as_speculators, make_drafter, make_target
@@ -213,7 +214,8 @@ def test_modes_are_compared_prompt_by_prompt(tmp_path: Path) -> None:
         )
         assert list(found.failed) == ["modes"]
         (compared,) = compare_with_plain([first], [changed])
-        assert (compared.same_as_plain, len(compared.transcripts)) == (3, 4)
+        told = numbers([compared])["none_torch"]["bucket_2_mixed"]
+        assert (told["num_same_as_plain"], told["num_prompts"]) == (3, 4)
 
 
 def verify(*args: str) -> Result:
@@ -410,6 +412,26 @@ def test_what_passes_unless_told_otherwise() -> None:
         report = judge([transcript(output, [1] * share)], [judged], 0.2, [])
         limits = Limits(min_identical=MIN_IDENTICAL[dtype])
         assert set(decide(report, limits)) == {"identical"}
+
+
+def test_limits_of_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: the bundled pair's floor is held against other blocks, texts or engines than it was
+    measured with, or wins over --min-acceptance; float32 has bfloat16's tolerance."""
+    runs: list[cli_verify._Run] = []
+    monkeypatch.setattr(cli_verify._Run, "compare_tokens", lambda run, _: not runs.append(run))
+    for typed, dtype, floor, tolerance in (
+        ("", "float32", 13.5, 0.2),
+        ("--min-acceptance 5 --tolerance 0.1", "float32", 5, 0.1),
+        ("--num-speculative-tokens 7", "float32", None, 0.2),
+        ("--max-new-tokens 63", "float32", None, 0.2),
+        ("--all-options", "float32", None, 0.2),
+        ("--all-options", "bfloat16", None, 0.3),
+        ("--all-options --tolerance 0.1", "bfloat16", None, 0.1),
+    ):
+        assert verify(*typed.split()).exit_code == 0
+        limits = runs[-1].limits(dtype, runs[-1].draft)
+        assert (limits.min_acceptance, limits.tolerance_nats) == (floor, tolerance), typed
+        assert runs[-1].limits(dtype, None).min_acceptance is None
 
 
 def test_a_difference_is_told_where_it_stands() -> None:

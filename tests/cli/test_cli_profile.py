@@ -442,14 +442,18 @@ def test_graphs_on_a_gpu(tmp_path: Path, mode: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("show_all", "sizes"), [(False, ["3.00", "1.50"]), (True, ["1.50", "1.50", "1.50"])]
+    ("show_all", "sizes", "named"),
+    [
+        (False, ["3.00", "1.50"], ["verify.00 .. verify.01", "verify.02"]),
+        (True, ["1.50", "1.50", "1.50"], ["verify.00", "verify.01", "verify.02"]),
+    ],
 )
 def test_equal_graphs_share_a_line_unless_all_are_asked_for(
-    show_all: bool, sizes: list[str]
+    show_all: bool, sizes: list[str], named: list[str]
 ) -> None:
     """Bug: 36 equal layers fill the screen, and --all joins them; a line has one graph's memory, or
-    it is not in MB."""
+    it is not in MB; or it does not say which graphs it is of."""
     made: Any = [(f"verify.{i:02}", "graph", [], [], 5 + (i > 1), 7, 1500000, 1) for i in range(3)]
     table = cli_graphs._table({1: [Entry(*entry) for entry in made]}, show_all)
-    (column,) = [column for column in table.columns if column.header == "pool MB"]
-    assert list(column.cells) == sizes
+    cells = {column.header: list(column.cells) for column in table.columns}
+    assert (cells["pool MB"], cells["segment"]) == (sizes, named)

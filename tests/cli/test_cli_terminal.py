@@ -249,7 +249,8 @@ def test_a_stopped_answer_was_said(monkeypatch: pytest.MonkeyPatch) -> None:
     ("error", "code", "text"),
     [
         (KeyboardInterrupt(), 130, "interrupted"),
-        (OSError(28, "No space left on device"), 1, "No space left on device"),
+        (OSError(28, "No space left on device"), 1, "No space left on device\n"),
+        (OSError(30, "Read-only file system"), 1, "set GRAPHENGINE_CACHE, HOME and TMPDIR"),
         (MemoryError(), 1, "out of memory"),
     ],
 )

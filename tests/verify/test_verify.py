@@ -32,7 +32,7 @@ from graphengine.verify.check import (
     judge,
     mixed,
 )
-from graphengine.verify.report import describe
+from graphengine.verify.report import _table, describe
 from graphengine.verify.run import Cell, CellResult, compare_with_plain, numbers, verify_mode
 from graphengine.verify.teacher import Scores, teacher_force
 from graphengine.verify.told import Transcript, wrong_end
@@ -240,6 +240,7 @@ def test_matrix_passes_and_writes_a_result(few: Path, tmp_path: Path) -> None:
     assert result.stdout.startswith("PASS: 15 runs")
     stored = json.loads(path.read_text())
     assert validate(stored) == [] and stored["config"]["verdict"] == "PASS"
+    assert stored["config"]["prompt_file"] == "few.jsonl"  # wherever it lies
     assert set(stored["numbers"]) == {"plain", "none_torch", "none_triton"}
     cell = stored["numbers"]["none_torch"]["bucket_2_mixed"]
     assert cell["identical_fraction"] == 1.0 and cell["num_same_as_plain"] == 2
@@ -412,6 +413,15 @@ def test_what_passes_unless_told_otherwise() -> None:
         report = judge([transcript(output, [1] * share)], [judged], 0.2, [])
         limits = Limits(min_identical=MIN_IDENTICAL[dtype])
         assert set(decide(report, limits)) == {"identical"}
+
+
+def test_the_worst_prompt_is_in_the_table() -> None:
+    """Bug: "least" is the best prompt's acceptance, behind which a lost one hides."""
+    ran = [transcript([5] * 5, [1, 4]), transcript([5] * 3, [1, 1, 1])]
+    report = judge(ran, [scores([5] * n, [0.0] * n) for n in (5, 3)], 0.2, [])
+    cell = CellResult(cell=Cell("m", 1, "alone"), report=report, failed={}, transcripts=ran)
+    cells = {str(column.header): list(column.cells) for column in _table([cell]).columns}
+    assert (cells["accept"], cells["least"]) == (["2.00"], ["1.00"])
 
 
 def test_limits_of_the_command(monkeypatch: pytest.MonkeyPatch) -> None:

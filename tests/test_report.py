@@ -33,14 +33,14 @@ def answer(index: int = 0, turn: int = 0, error: str | None = None) -> report.An
 
 
 def startup(num_compiled: int = 0, num_cache_hits: int = 0) -> StartupMetrics:
-    sizes = dict.fromkeys(("weight_bytes", "kv_pool_bytes", "num_pages", "num_graphs"), 1)
+    sizes = {"weight_bytes": 3 << 20, "kv_pool_bytes": 5 << 19, "num_pages": 9, "num_graphs": 1}
     counts = {"num_compiled": num_compiled, "num_cache_hits": num_cache_hits, "buckets": (1, 4)}
     return StartupMetrics(load_s=1.0, compile_s=2.0, capture_s=3.0, **sizes, **counts)  # type: ignore[arg-type]
 
 
 def shown(answers: list[report.Answer]) -> str:
     screen = io.StringIO()
-    outcome = report.Outcome({"import_s": 1.0}, startup(), answers, 3.5)
+    outcome = report.Outcome({"import_s": 1.0}, startup(), answers, 3.5, {4: 2.5})
     report.print_tables(Console(width=140, file=screen), outcome)
     return screen.getvalue()
 
@@ -53,6 +53,11 @@ def test_totals() -> None:
     assert totals["spec_decode_acceptance_length"] == 2.5
     assert (totals["spec_decode_draft_tokens"], totals["spec_decode_accepted_tokens"]) == (12, 6)
     assert (totals["tokens_per_s"], totals["num_output_tokens"]) == (4.0, 14)
+
+
+def test_an_answer_of_its_prefill_alone() -> None:
+    """Bug: a drafted answer of one token, which took no step, has a mean of 0 tokens a step."""
+    assert [*report._acceptance_means(Acceptance(3)).values()] == [None] * 3
 
 
 @pytest.mark.parametrize(
@@ -72,12 +77,21 @@ def test_cold_or_warm(num_compiled: int, num_cache_hits: int, line: str) -> None
 
 
 def test_names_and_notes_of_answers() -> None:
-    """Bug: a turn is counted from 0 or named where there is one alone; or a request that failed is
-    said to have gone on plainly."""
+    """Bug: a turn is counted from 0 or named where there is one alone; a request that failed is
+    said to have gone on plainly; or a late bucket's size and seconds are mixed up."""
     answers = [answer(0), answer(1, 0), answer(1, 1, error="broken")]
     assert [label for label, _ in report.labelled(answers)] == ["1", "2.1", "2.2"]
     text = shown(answers)
     assert "prompt 2.1: 1 plain steps at the end; lost" in text and "prompt 2.2:" not in text
+    assert "bucket 4 was built at its first use, in 2.50 s" in text
+
+
+def test_what_a_table_has_no_room_for() -> None:
+    """Bug: one answer more than there are rows is left out in silence; or MiB are counted as MB."""
+    text = shown([answer(i) for i in range(report.MAX_ROWS + 1)])
+    assert "1 more answers are in the total alone" in text
+    assert "weights 3.0 MiB, K/V pool 2.5 MiB in 9 pages, 1 graphs" in text
+    assert "more answers" not in shown([answer(i) for i in range(report.MAX_ROWS)])
 
 
 def test_seconds_until_the_first_token() -> None:

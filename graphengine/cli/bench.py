@@ -116,7 +116,13 @@ def bench(model: str | None, draft: str | None, **options: Any) -> None:
     from graphengine.measure.bench import gpu_memory, timed_options
     from graphengine.measure.first_token import FIRST_REQUEST_TOKENS, run_prefills
     from graphengine.measure.rates import Rates, matmul_tflops, read_bandwidth_gbps
-    from graphengine.measure.report import first_token_table, picture, speedups_, table
+    from graphengine.measure.report import (
+        first_token_table,
+        picture,
+        speedups_,
+        table,
+        tokens_equal,
+    )
     from graphengine.report import named, print_table, stderr_console
 
     console = stderr_console(quiet=False)
@@ -186,10 +192,7 @@ def bench(model: str | None, draft: str | None, **options: Any) -> None:
         speedups_(rows)
         print_table(console, table(rows, simulated))
         digests = {f"{row.label}_{row.key}": row.result.digest for row in rows}
-        by_case: dict[str, set[str]] = {}  # of all modes that share an attention kernel
-        for key, digest in digests.items():
-            by_case.setdefault(key.partition("_")[2], set()).add(digest)
-        same = all(len(found) == 1 for found in by_case.values())
+        same = tokens_equal(digests)
         console.print(f"tokens equal in all modes of one attention: {same}")
         document |= {"token_digests": digests, "tokens_equal_across_modes": same}
         document["warmup"] = options["warmup"]

@@ -49,6 +49,15 @@ def speedups_(rows: Sequence[Row]) -> None:
             row.numbers["speedup_ratio"] = row.numbers["median_tokens_per_s"] / base
 
 
+def tokens_equal(digests: Mapping[str, str]) -> bool:
+    """Whether all modes that share an attention kernel said the same in each case; keys are
+    `mode_attention_case`."""
+    by_case: dict[str, set[str]] = {}
+    for key, digest in digests.items():
+        by_case.setdefault(key.partition("_")[2], set()).add(digest)
+    return all(len(found) == 1 for found in by_case.values())
+
+
 # column -> (key, format); "-" where a case has no such number
 _COLUMNS = {
     "context": ("mean_context_tokens", ".0f"),

@@ -17,7 +17,9 @@ from click.testing import CliRunner
 
 from graphengine import __version__, names
 from graphengine.checkpoints.hub import TINY_DRAFT, TINY_TARGET
+from graphengine.cli import answers
 from graphengine.cli.main import main
+from graphengine.cli.run import collect_prompts
 from tests.support.command_line import COMMAND, ENV, ROOT, Run, shell, streaming
 
 FIRST_TOKEN_LIMIT_S = 15
@@ -277,6 +279,44 @@ def test_raw(cli: Run) -> None:
         result = cli("--prompt", "hello", "--max-new-tokens", "2", "--json", *extra)
         lengths.append(json.loads(result.stdout)["results"][0]["metrics"]["num_prompt_tokens"])
     assert lengths[1] < lengths[0]
+
+
+def test_piped_text_is_taken_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: white space at the end of piped text, behind which --raw goes on, is lost; or the
+    newline that `echo` adds is a part of the prompt."""
+    for text, prompt in (("def f(): \n", "def f(): "), ("a\n\n", "a\n"), (" a", " a")):
+        monkeypatch.setattr(sys, "stdin", io.StringIO(text))
+        assert collect_prompts((), None) == [[prompt]]
+
+
+def test_buckets_that_are_built_ahead(cli: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: --no-lazy-capture is not heeded where one prompt is asked; or one prompt waits for
+    buckets that it has no use for, several for theirs."""
+    jobs: list[answers.Job] = []
+    monkeypatch.setattr(answers, "run", lambda job, started_s: jobs.append(job))
+    one, two = ["--prompt", "x"], ["--prompt", "x", "--prompt", "y"]
+    for args in (one, [*one, "--no-lazy-capture"], two, [*two, "--lazy-capture"]):
+        assert cli(*args).exit_code == 0
+    assert [job.options["lazy_capture"] for job in jobs] == [True, False, False, True]
+    assert [job.options["first_batch"] for job in jobs] == [1, 1, 2, 2]
+
+
+def test_what_prompts_need_is_built(cli: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: on a GPU the command's own engine, built without it, refuses a penalty that it was
+    asked for; or every start captures what nobody asked for."""
+    jobs: list[answers.Job] = []
+    monkeypatch.setattr(answers, "run", lambda job, started_s: jobs.append(job))
+    needs = ("sampling", "adjustments", "structured_outputs", "max_logprobs")
+    for typed, expected in (
+        ("", (None, None, None, None)),
+        ("--temperature 1", (True, None, None, None)),
+        ("--presence-penalty 1", (None, True, None, None)),
+        ("--regex a+", (None, None, True, None)),
+        ("--logprobs 0", (None, None, None, 1)),
+        ("--prompt-logprobs 3 --logprobs 2", (None, None, None, 3)),
+    ):
+        assert cli("--prompt", "x", *typed.split()).exit_code == 0
+        assert tuple(map(jobs[-1].options.get, needs)) == expected
 
 
 def test_sampling(cli: Run, draft: Path) -> None:

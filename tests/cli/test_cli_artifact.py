@@ -14,7 +14,7 @@ import pytest
 from click.testing import CliRunner
 
 from graphengine.api import Engine
-from graphengine.cli import cache
+from graphengine.cli import answers, cache
 from graphengine.cli import main as cli
 from graphengine.cli.main import _compiler_failed
 from graphengine.startup import artifact
@@ -63,6 +63,15 @@ def test_what_the_user_set_stays(tmp_path: Path, variables: Any) -> None:
     found = variables(GRAPHENGINE_CACHE=str(tmp_path / "c"), TRITON_CACHE_DIR="/mine")
     assert found["TRITON_CACHE_DIR"] == "/mine"
     assert str(found["TORCHINDUCTOR_CACHE_DIR"]).startswith(str(tmp_path / "c"))
+
+
+def test_the_place_where_nobody_names_one(
+    tmp_path: Path, variables: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bug: XDG_CACHE_HOME is not heeded, and a small home fills with compiled code."""
+    monkeypatch.delenv("GRAPHENGINE_CACHE", raising=False)
+    found = variables(XDG_CACHE_HOME=str(tmp_path))["TRITON_CACHE_DIR"]
+    assert Path(found).is_relative_to(tmp_path / "graphengine")
 
 
 def test_triton_has_the_same_compilers_in_every_start(
@@ -154,20 +163,26 @@ def test_refusals(tmp_path: Path) -> None:
 
 
 def test_fresh_begins_with_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bug: --fresh leaves what was compiled, or takes what it has dropped off the new files."""
+    """Bug: --fresh leaves what was compiled, or takes what it has dropped off the new files; or a
+    bucket takes no full step, and its first user waits for kernels; or 2 MB are called 2 MiB."""
     real = Engine.from_pretrained
     monkeypatch.setattr(
         Engine, "from_pretrained", lambda *a, **b: real(*a, **b | {"compile": False})
     )
     monkeypatch.setattr(artifact, "engine_parts", lambda *_: {"code": "x"})  # reads all of ours
+    asked: list[int] = []
+    monkeypatch.setattr(Engine, "generate", lambda _, prompts, **how: asked.append(len(prompts)))
+    monkeypatch.setattr(artifact, "pack", lambda *_: 2_500_000)
     old = artifact.store(tmp_path, artifact.platform_parts("cpu")).folder / "inductor" / "old"
     old.parent.mkdir(parents=True)
     old.touch()
     target = str(make_target(tmp_path / "target", layers=1))
-    args = ["compile", target, "--draft", "none", "--bucket", "1", "--device", "cpu", "--fresh"]
+    args = ["compile", target, "--draft", "none", "--bucket", "1,2", "--device", "cpu", "--fresh"]
+    args += ["--output", str(tmp_path / "x.tar.gz")]
     done = CliRunner().invoke(cli.main, [*args, "--json"], env={"GRAPHENGINE_CACHE": str(tmp_path)})
     assert done.exit_code == 0, done.output
     assert json.loads(done.stdout)["num_new_files"] == 0 and not old.exists()
+    assert asked == [1, 2] and "(2.5 MB)" in done.stderr
 
 
 def test_a_run_tells_what_does_not_fit(tmp_path: Path) -> None:
@@ -187,6 +202,17 @@ def test_a_run_tells_what_does_not_fit(tmp_path: Path) -> None:
     assert "gpu: NVIDIA H200 there, nothing here" in text
     assert "torch: 2.13.0 there" in text
     assert "--artifact changes nothing: on the CPU" in text, "without --compile it was in silence"
+
+
+def test_an_artifact_that_was_used(tmp_path: Path) -> None:
+    """Bug: a start on the CPU that found its code in --artifact is told that it changes nothing,
+    since --compile was not looked at."""
+    job: Any = SimpleNamespace(store=filled(tmp_path), args={"artifact": tmp_path})
+    for compiles in (False, True):
+        config = SimpleNamespace(device="cpu", compile=compiles)
+        built = SimpleNamespace(startup=SimpleNamespace(num_compiled=0), config=config)
+        engine: Any = SimpleNamespace(built=built)
+        assert bool(answers._cache_notes(job, engine)) != compiles
 
 
 def command(root: Path, *args: str) -> Any:

@@ -145,6 +145,8 @@ def test_bytes_of_a_file_come_from_facts_or_from_a_model(tmp_path: Path) -> None
     row = document(invoke("profile", "--read", path, "--json"))["numbers"]["mine"]["by_name"]
     assert row["verify.00"]["achieved_gbps"] == pytest.approx(1.0)
     assert row["verify.00"]["floor_us"] == pytest.approx(4.5)
+    without = document(invoke("profile", "--read", path, "--read-gbps", 0, "--json"))
+    assert "floor_us" not in without["numbers"]["mine"]["by_name"]["verify.00"]
     named = invoke("profile", TINY_TARGET, "--draft", TINY_DRAFT, "--read", path, "--json")
     row = document(named)["numbers"]["mine"]["by_name"]["verify.01"]
     assert row["read_bytes"] > 1e5 and "floor_us" not in row
@@ -169,6 +171,24 @@ def test_bytes_of_a_rounded_drafter(tmp_path: Path) -> None:
         ("fp8", 1, None),
         ("fp8", 8, (7,)),  # 64 rows
     }
+
+
+def test_bytes_of_experts_by_the_rows_of_a_block(tmp_path: Path) -> None:
+    """Bug: of a file beside a mixture of experts the bytes are those of a row a request, whatever
+    the block, and its floor is a sixth; or those of bfloat16, whatever --dtype says."""
+    path = exports.write_export(tmp_path / "mine.sqlite")
+    options = {"draft_quantization": "none", "num_speculative_tokens": None}
+    options |= {"file": path, "read_gbps": None, "prefill": False}
+    found = [
+        profile_run.read_file("qwen3-30b-a3b", draft, options | {"bucket": bucket, "dtype": dtype})
+        for draft, bucket, dtype in (
+            ("ngram", 2, "auto"),
+            (None, 32, "bfloat16"),
+            (None, 32, "float32"),
+        )
+    ]
+    drafted, plain, wide = (facts["segment_bytes"] for _, facts in found)
+    assert drafted["verify"] == plain["decode"] == wide["decode"] / 2
 
 
 def test_profile_reads_a_chrome_trace(tmp_path: Path) -> None:
@@ -253,7 +273,8 @@ if (here / "fail").exists():
 if sys.argv[1] == "profile":
     pathlib.Path(options["--output"]).touch()
     inside = sys.argv[sys.argv.index("--inside") + 1]
-    pathlib.Path(inside).write_text(json.dumps({facts}))
+    facts = {facts} | dict(preset=options["--cuda-graph-trace"])
+    pathlib.Path(inside).write_text(json.dumps(facts))
 else:
     preset = pathlib.Path(sys.argv[-1]).stem
     shutil.copy(here / f"{{preset}}-scenario.sqlite", options["--output"])
@@ -278,7 +299,8 @@ def options_of(*arguments: str) -> dict[str, Any]:
 
 
 def test_nsys_runs_this_command_once_per_preset(fake_nsys: Path, tmp_path: Path) -> None:
-    """Bug: the child under nsys gets other options than were typed, or nsys samples the CPU."""
+    """Bug: the child under nsys gets other options than were typed, nsys samples the CPU, or times
+    are of the run that recorded every kernel."""
     typed = ["--bucket", "4", "--num-steps", "7", "--graph-mode", "full", "--no-compile"]
     typed += ["--attention-backend", "triton", "--simulate-acceptance", "3.5", "--seed", "3"]
     typed += ["--num-speculative-tokens", "7", "--prefill"]
@@ -288,6 +310,7 @@ def test_nsys_runs_this_command_once_per_preset(fake_nsys: Path, tmp_path: Path)
     )
     assert [found.num_steps for found in reports.values()] == [3, 3]
     assert facts["segment_bytes"] == {"verify.00": 9e3} and facts["node_profiled_step_ms"] == 0.1
+    assert facts["preset"] == "graph"
     calls = [json.loads(line) for line in (fake_nsys.parent / "calls.jsonl").open()]
     assert [call[0] for call in calls] == ["profile", "export"] * 2
     for preset, call in zip(("graph", "node"), calls[::2], strict=True):
@@ -355,6 +378,7 @@ def test_graphs_on_the_cpu_lists_the_steps() -> None:
     listed = document(result)
     assert "no CUDA graphs on the CPU" in result.stderr
     assert listed["graph_mode"] == "none"
+    assert (listed["model"], listed["draft"]) == (TINY_TARGET.name, TINY_DRAFT.name)
     for bucket, rows in ((1, 16), (2, 32)):
         steps = [step for step in listed["steps"] if step["bucket"] == bucket]
         names = [*chain_names("draft", 3), *chain_names("verify", 8)]
@@ -418,14 +442,18 @@ def test_graphs_on_a_gpu(tmp_path: Path, mode: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("show_all", "sizes"), [(False, ["3.00", "1.50"]), (True, ["1.50", "1.50", "1.50"])]
+    ("show_all", "sizes", "named"),
+    [
+        (False, ["3.00", "1.50"], ["verify.00 .. verify.01", "verify.02"]),
+        (True, ["1.50", "1.50", "1.50"], ["verify.00", "verify.01", "verify.02"]),
+    ],
 )
 def test_equal_graphs_share_a_line_unless_all_are_asked_for(
-    show_all: bool, sizes: list[str]
+    show_all: bool, sizes: list[str], named: list[str]
 ) -> None:
     """Bug: 36 equal layers fill the screen, and --all joins them; a line has one graph's memory, or
-    it is not in MB."""
+    it is not in MB; or it does not say which graphs it is of."""
     made: Any = [(f"verify.{i:02}", "graph", [], [], 5 + (i > 1), 7, 1500000, 1) for i in range(3)]
     table = cli_graphs._table({1: [Entry(*entry) for entry in made]}, show_all)
-    (column,) = [column for column in table.columns if column.header == "pool MB"]
-    assert list(column.cells) == sizes
+    cells = {column.header: list(column.cells) for column in table.columns}
+    assert (cells["pool MB"], cells["segment"]) == (sizes, named)

@@ -8,17 +8,22 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from click.testing import CliRunner
 
+from graphengine import report
 from graphengine.api import Chunk, Engine
+from graphengine.cli import answers
 from graphengine.cli.main import _ends_are_told, main
+from graphengine.config.options import SamplingParams
 from graphengine.measure import profile_run  # before a test changes what it imports
 from tests.support.command_line import COMMAND, ENV, ROOT, Run, heed_interrupts, streaming
+from tests.test_report import answer, startup
 
 
 def test_interrupt(target: Path) -> None:
@@ -173,12 +178,79 @@ def test_chat_remembers(target: Path) -> None:
         assert process.wait(timeout=30) == 0
 
 
+def chatted(
+    monkeypatch: pytest.MonkeyPatch, lines: list[str], stream_many: Callable[..., Iterator[Chunk]]
+) -> report.Outcome:
+    """What a chat of these lines reports, with an engine that answers so."""
+    told: list[report.Outcome] = []
+    lane = SimpleNamespace(built_late_s={4: 0.5})
+    engine = SimpleNamespace(
+        startup=startup(),
+        built=SimpleNamespace(loop=SimpleNamespace(first=lane)),
+        config=None,
+        memory_plan=None,
+        stream_many=stream_many,
+    )
+
+    def ask(quiet: bool) -> str:
+        if not lines:
+            raise EOFError
+        return lines.pop(0)
+
+    monkeypatch.setattr(answers, "_ask", ask)
+    monkeypatch.setattr(answers, "_load", lambda *_: nullcontext(engine))
+    monkeypatch.setattr(report, "print_heading", lambda *_: None)
+    monkeypatch.setattr(report, "print_memory_plan", lambda *_: None)
+    monkeypatch.setattr(report, "print_tables", lambda console, found, cache: told.append(found))
+    job = answers.Job(
+        model="m",
+        draft=None,
+        conversations=None,
+        sampling=SamplingParams(),
+        as_json=False,
+        quiet=False,
+        nvtx=False,
+        options={},
+        args={},
+    )
+    assert answers.run(job, 0.0) == 0
+    (outcome,) = told
+    return outcome
+
+
+def test_typing_is_nobody_s_throughput(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: the time in which a user of the chat thinks and types slows the answers down; or the
+    wait for a bucket that was built late is not told."""
+
+    def stream_many(prompts: Any, sampling: Any) -> Iterator[Chunk]:
+        yield Chunk(index=0, text="x", token_ids=[1], result=answer().result)
+
+    outcome = chatted(monkeypatch, ["one", "two"], stream_many)
+    assert len(outcome.answers) == 2 and outcome.generate_s == 4.0
+    assert outcome.built_late_s == {4: 0.5}
+
+
+def test_a_stopped_answer_was_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: what stands on the screen of an answer that Ctrl-C stopped is not in the history, nor
+    is its question, and "go on" has nothing to go on from."""
+    asked: list[Any] = []
+
+    def stream_many(prompts: Any, sampling: Any) -> Iterator[Chunk]:
+        asked.extend(prompts)
+        yield Chunk(index=0, text="half", token_ids=[1])
+        raise KeyboardInterrupt
+
+    assert not chatted(monkeypatch, ["one", "go on"], stream_many).answers
+    assert [message["content"] for message in asked[1]] == ["one", "half", "go on"]
+
+
 @pytest.mark.parametrize("command", ["bench", "profile", "graphs", "compile"])
 @pytest.mark.parametrize(
     ("error", "code", "text"),
     [
         (KeyboardInterrupt(), 130, "interrupted"),
-        (OSError(28, "No space left on device"), 1, "No space left on device"),
+        (OSError(28, "No space left on device"), 1, "No space left on device\n"),
+        (OSError(30, "Read-only file system"), 1, "set GRAPHENGINE_CACHE, HOME and TMPDIR"),
         (MemoryError(), 1, "out of memory"),
     ],
 )

@@ -90,10 +90,13 @@ def test_lesser_machines(change: dict[str, Any], name: str, level: str) -> None:
 
 @pytest.mark.parametrize("package", ["torch", "triton", "flashinfer-python", "transformers"])
 def test_missing_packages(package: str) -> None:
-    """Bug: a package that is not installed crashes the report, or is not missed."""
+    """Bug: a package that is not installed crashes the report, or is not missed; or one for GPUs
+    is missed on a machine that has none."""
     host = replace(H200, versions={**H200.versions, package: None})
     name = f"host.{package.removesuffix('-python')}"
-    assert [f.level for f in host_findings(host) if f.name == name] == ["warning"]
+    without = "info" if package in ("triton", "flashinfer-python") else "warning"
+    for machine, level in ((host, "warning"), (replace(host, gpu_name=None), without)):
+        assert [f.level for f in host_findings(machine) if f.name == name] == [level]
 
 
 @pytest.mark.parametrize(

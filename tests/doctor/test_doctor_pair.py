@@ -138,3 +138,15 @@ def test_values_at_the_edge(copies: tuple[Path, Path]) -> None:
         edit_config(directory, lambda c, rope=rope: c | {"rope_scaling": rope})
     (finding,) = named(check(*copies), "pair.rope_scaling")
     assert finding.level == "warning" and finding.value.startswith("drafter yarn x 4.5 ")
+
+
+def test_requests_that_wait_for_pages(pair: tuple[Path, Path]) -> None:
+    """Bug: a pool that holds three of a bucket's four requests is called enough, and the fourth
+    waits unannounced; or a pool that holds all of them is called small."""
+    plan = check(*pair, buckets=(4,)).memory_plan
+    assert plan is not None
+    for count, is_told in ((3, True), (4, False)):
+        pool = plan.kv_page_bytes * (1 + count * plan.max_request_pages)
+        found = named(check(*pair, buckets=(4,), kv_cache_memory=pool), "run.memory")
+        told = [f.value for f in found if "of full length for a bucket" in f.value]
+        assert told == ["3.0 requests of full length for a bucket of 4"] * is_told

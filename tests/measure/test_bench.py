@@ -20,7 +20,7 @@ from graphengine.cli.main import main
 from graphengine.config.draft import NgramConfig
 from graphengine.measure.bench import Case, CaseResult, run_case, token_bytes, weight_bytes
 from graphengine.measure.busy import busy_fraction
-from graphengine.measure.report import Row, picture, speedups_, step_bars, table
+from graphengine.measure.report import Row, picture, speedups_, step_bars, table, tokens_equal
 from graphengine.profiles.result_schema import validate
 from graphengine.startup.build import read_configs
 from tests.support.checkpoints import make_drafter, make_target
@@ -229,6 +229,15 @@ def test_speedup_is_over_the_same_case() -> None:
     ]
     speedups_(rows)
     assert [row.numbers.get("speedup_ratio") for row in rows] == [None, 3.0, None, None]
+
+
+def test_modes_that_say_something_else() -> None:
+    """Bug: a captured mode whose tokens differ is called equal; or two attentions, which round in
+    their own ways, are held against each other."""
+    same = {"none_triton_bucket_1": "a", "full_triton_bucket_1": "a"}
+    others = {"full_flashinfer_bucket_1": "b", "full_triton_bucket_8": "c"}
+    assert tokens_equal(same | others)
+    assert not tokens_equal(same | {"piecewise_triton_bucket_1": "b"})
 
 
 def test_what_is_unknown_is_a_dash() -> None:

@@ -15,6 +15,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from graphengine.api import Engine
+from graphengine.cli.bench import _settle
 from graphengine.cli.main import main
 from graphengine.config.draft import DraftConfig
 from graphengine.decode.metrics import Acceptance, RequestMetrics
@@ -27,6 +28,7 @@ from graphengine.measure.first_token import (
     run_prefill,
     run_request,
 )
+from graphengine.measure.report import first_token_table
 from graphengine.profiles.result_schema import validate
 from graphengine.startup.build import read_configs
 from tests.support.checkpoints import make_drafter, make_target
@@ -93,6 +95,17 @@ def test_lengths_that_nobody_named(bench: Bench) -> None:
     lengths = [key.rsplit("_", 1)[1] for key in numbers if key.startswith("first_token")]
     assert lengths == ["16", "128"]
     assert "none:torch is none_torch again" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("prefill", "expected"), [(True, (None, 5, None)), (False, (512, 200, 10))]
+)
+def test_numbers_that_nobody_named(prefill: bool, expected: tuple[int | None, ...]) -> None:
+    """Bug: first tokens of 8192 are timed as often as steps are, for an hour."""
+    names = ("output_len", "num_iters", "warmup")
+    options = dict.fromkeys((*names, "baseline", "plot", "context")) | {"prefill": prefill}
+    _settle(options, (1,))
+    assert tuple(options[name] for name in names) == expected
 
 
 @pytest.mark.parametrize(
@@ -164,6 +177,16 @@ def calls(monkeypatch: pytest.MonkeyPatch, *walls_ms: float) -> None:
 
     monkeypatch.setattr(first_token, "timed_calls", timed_calls)
     monkeypatch.setattr(first_token, "num_chunks", lambda *args: 2)
+
+
+def test_the_table_of_first_tokens() -> None:
+    """Bug: batch and input stand in each other's column, or a text's tokenising is in none."""
+    one = dict.fromkeys(("ttft_p50_ms", "tokenize_p50_ms", "queue_p50_ms"), 1.5)
+    keys = ("first_token_input_9", "first_token_input_9_batch_2", "first_request")
+    shown = first_token_table({"none_torch": dict.fromkeys(keys, one)}, None)
+    cells = {str(column.header): list(column.cells) for column in shown.columns}
+    assert (cells["batch"], cells["input"]) == (["1", "2"], ["9", "9"])
+    assert cells["tok+queue_ms"] == ["3.000"] * 2 and "request_ms" not in cells
 
 
 def test_the_parts_of_a_call(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,7 @@ are held to sums written when they were cut.
 
 import gzip
 import importlib.util
+import io
 import json
 import sqlite3
 import sys
@@ -18,6 +19,7 @@ from typing import Any
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
+from rich.console import Console
 
 from graphengine import names
 from graphengine.checkpoints.hub import TINY_DRAFT, TINY_TARGET
@@ -79,6 +81,7 @@ def check_scenario(found: Report, num_steps: int) -> None:
     assert numbers["idle_percent"] == pytest.approx(73.0)
     gemm = next(row for name, row in numbers["kernels"].items() if "gemm" in name)
     assert gemm == {"total_us": 14.0, "mean_us": 7.0, "num_calls": 2.0}
+    assert "memcpy DtoH" in numbers["kernels"]
 
 
 def test_node_export_has_the_gaps_counted_by_hand(tmp_path: Path) -> None:
@@ -405,6 +408,24 @@ def test_bandwidth_and_floor(tmp_path: Path) -> None:
     assert list(groups) == ["verify.00", "verify.01-02", "verify.03"]
     assert groups["verify.01-02"]["busy_us"] == 18.0
     assert groups["verify.01-02"]["achieved_gbps"] == pytest.approx(4.0)
+
+
+def test_what_is_printed_adds_up(tmp_path: Path) -> None:
+    """Bug: busy is told with idle's share, MB are MiB, or a kernel is neither listed nor in the
+    rest."""
+    found = report(nsys.read_export(exports.write_export(tmp_path / "a.sqlite")))
+    screen = io.StringIO()
+    numbers = found.numbers({"verify.00": 36e6}, read_gbps=8000.0)
+    measure_report.print_report(Console(width=140, file=screen), "mine", numbers, 1)
+    lines = [line.split() for line in screen.getvalue().splitlines()]
+    head = next(line for line in lines if line[:1] == ["wall"])
+    assert " ".join(head[5:]) == "busy 27.0 us (27.0 %) idle 73.0 us (73.0 %)"
+    row = next(line for line in lines if line[:1] == ["verify.00"])
+    assert row[-4:] == ["36.0", "4000", "4.5", "2.00"]
+    shown = [line for line in lines if line[-1:] == ["gemm<int>"] or line[-1:] == ["more"]]
+    assert [line[-2:] for line in shown] == [["7.00", "gemm<int>"], ["4", "more"]]
+    total = sum(kernel["total_us"] for kernel in numbers["kernels"].values())
+    assert sum(float(line[0]) for line in shown) == pytest.approx(total)
 
 
 def test_pictures_are_well_formed_and_repeatable(tmp_path: Path) -> None:

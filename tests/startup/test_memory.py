@@ -324,6 +324,8 @@ def test_plan_text_adds_up() -> None:
             assert format_bytes(value) in text, name
     assert f"; {format_bytes(plan.fixed_bytes + plan.kv_pool_bytes)} of " in text
     assert "quantized" not in text
+    roomy = plan_8b(replace(ON_GPU, max_model_len=300))  # the null page is nobody's
+    assert roomy.num_full_requests == max(ON_GPU.buckets)
     values = plan.to_json()
     parts = ["target_weight", "draft_weight", "quantized_weight", "rope_table", "recurrent_state"]
     parts += ["step_buffer", "prefill", "attention_workspace", "activation", "plain_decode"]

@@ -13,10 +13,14 @@ from click.testing import CliRunner, Result
 from scipy import stats
 
 from graphengine.api import Engine
+from graphengine.checkpoints.hub import TINY_TARGET
+from graphengine.checkpoints.tokenizer import Tokenizer
+from graphengine.cli import verify as cli_verify
 from graphengine.cli.main import main
 from graphengine.decode import ends
 from graphengine.decode.sampling import GREEDY
-from graphengine.verify.run import draw
+from graphengine.prompts import read_prompt_file
+from graphengine.verify.run import draw, encode
 from graphengine.verify.two_sample import LEVEL, Comparison, PlaceTest, compare
 from tests.support.checkpoints import make_drafter, make_target
 
@@ -162,6 +166,22 @@ def test_refusals(args: tuple[str, ...], message: str) -> None:
     result = CliRunner().invoke(main, ["verify", *args])
     assert result.exit_code == 2, result.output
     assert message in " ".join(result.stderr.split())
+
+
+def test_draws_are_of_unsure_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: drawn are bundled prompts of whose answers the model is sure, so that few places have
+    more than one token."""
+    asked: list[list[int]] = []
+
+    def compare_draws(run: cli_verify._Run) -> bool:
+        asked.extend(run.ids)
+        return True
+
+    monkeypatch.setattr(cli_verify._Run, "compare_draws", compare_draws)
+    result = CliRunner().invoke(main, ["verify", "--temperature", "1"])
+    assert result.exit_code == 0, result.output
+    probes = [turn for (turn,) in read_prompt_file(cli_verify.PROBES)]
+    assert asked == encode(Tokenizer(TINY_TARGET), probes, raw=False)[-4:]
 
 
 def test_the_level_itself() -> None:

@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from graphengine.api import Engine
 from graphengine.checkpoints.hub import TINY_DRAFT, TINY_TARGET
 from graphengine.cli import options as cli_options
+from graphengine.cli import verify as cli_verify
 from graphengine.cli.main import main
 from graphengine.decode.metrics import Acceptance
 from graphengine.profiles.result_schema import validate
@@ -31,8 +32,8 @@ from graphengine.verify.check import (
     judge,
     mixed,
 )
-from graphengine.verify.report import describe
-from graphengine.verify.run import Cell, CellResult, compare_with_plain, verify_mode
+from graphengine.verify.report import _table, describe
+from graphengine.verify.run import Cell, CellResult, compare_with_plain, numbers, verify_mode
 from graphengine.verify.teacher import Scores, teacher_force
 from graphengine.verify.told import Transcript, wrong_end
 from tests.support.checkpoints import as_speculators, make_drafter, make_target
@@ -213,7 +214,8 @@ def test_modes_are_compared_prompt_by_prompt(tmp_path: Path) -> None:
         )
         assert list(found.failed) == ["modes"]
         (compared,) = compare_with_plain([first], [changed])
-        assert (compared.same_as_plain, len(compared.transcripts)) == (3, 4)
+        told = numbers([compared])["none_torch"]["bucket_2_mixed"]
+        assert (told["num_same_as_plain"], told["num_prompts"]) == (3, 4)
 
 
 def verify(*args: str) -> Result:
@@ -238,6 +240,7 @@ def test_matrix_passes_and_writes_a_result(few: Path, tmp_path: Path) -> None:
     assert result.stdout.startswith("PASS: 15 runs")
     stored = json.loads(path.read_text())
     assert validate(stored) == [] and stored["config"]["verdict"] == "PASS"
+    assert stored["config"]["prompt_file"] == "few.jsonl"  # wherever it lies
     assert set(stored["numbers"]) == {"plain", "none_torch", "none_triton"}
     cell = stored["numbers"]["none_torch"]["bucket_2_mixed"]
     assert cell["identical_fraction"] == 1.0 and cell["num_same_as_plain"] == 2
@@ -412,6 +415,35 @@ def test_what_passes_unless_told_otherwise() -> None:
         report = judge([transcript(output, [1] * share)], [judged], 0.2, [])
         limits = Limits(min_identical=MIN_IDENTICAL[dtype])
         assert set(decide(report, limits)) == {"identical"}
+
+
+def test_the_worst_prompt_is_in_the_table() -> None:
+    """Bug: "least" is the best prompt's acceptance, behind which a lost one hides."""
+    ran = [transcript([5] * 5, [1, 4]), transcript([5] * 3, [1, 1, 1])]
+    report = judge(ran, [scores([5] * n, [0.0] * n) for n in (5, 3)], 0.2, [])
+    cell = CellResult(cell=Cell("m", 1, "alone"), report=report, failed={}, transcripts=ran)
+    cells = {str(column.header): list(column.cells) for column in _table([cell]).columns}
+    assert (cells["accept"], cells["least"]) == (["2.00"], ["1.00"])
+
+
+def test_limits_of_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: the bundled pair's floor is held against other blocks, texts or engines than it was
+    measured with, or wins over --min-acceptance; float32 has bfloat16's tolerance."""
+    runs: list[cli_verify._Run] = []
+    monkeypatch.setattr(cli_verify._Run, "compare_tokens", lambda run, _: not runs.append(run))
+    for typed, dtype, floor, tolerance in (
+        ("", "float32", 13.5, 0.2),
+        ("--min-acceptance 5 --tolerance 0.1", "float32", 5, 0.1),
+        ("--num-speculative-tokens 7", "float32", None, 0.2),
+        ("--max-new-tokens 63", "float32", None, 0.2),
+        ("--all-options", "float32", None, 0.2),
+        ("--all-options", "bfloat16", None, 0.3),
+        ("--all-options --tolerance 0.1", "bfloat16", None, 0.1),
+    ):
+        assert verify(*typed.split()).exit_code == 0
+        limits = runs[-1].limits(dtype, runs[-1].draft)
+        assert (limits.min_acceptance, limits.tolerance_nats) == (floor, tolerance), typed
+        assert runs[-1].limits(dtype, None).min_acceptance is None
 
 
 def test_a_difference_is_told_where_it_stands() -> None:

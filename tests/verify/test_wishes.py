@@ -253,8 +253,8 @@ def test_what_is_told(
 
 
 def test_a_transcript_that_was_tampered_with(engine: Engine, healthy: CellResult) -> None:
-    """Bug: prompts' log-probabilities are not looked at, NaN passes, a token has none, or texts and
-    reasons of an end go unread."""
+    """Bug: prompts' log-probabilities are not looked at, NaN passes, a token has none, alternatives
+    stand in any order, or texts and reasons of an end go unread."""
     built, found = engine.built, healthy.transcripts
     (scored,) = (t for t in found if t.asked.prompt_logprobs is not None)
     stopped = next(t for t in found if isinstance(t.stop_reason, str))
@@ -272,6 +272,9 @@ def test_a_transcript_that_was_tampered_with(engine: Engine, healthy: CellResult
     wrong = logprobs_of(prompt_logprobs=[*prompt[:3], off, *prompt[4:]])
     assert wrong.startswith("prompt_logprobs 2: token 3: ")
     assert logprobs_of(logprobs=[*told[:2], nan, *told[3:]]).startswith("logprobs 0: token 2: ")
+    own, *others = prompt[3] or {}
+    turned = {token: (prompt[3] or {})[token] for token in (own, *reversed(others))}
+    assert "out of order" in logprobs_of(prompt_logprobs=[*prompt[:3], turned, *prompt[4:]])
     assert logprobs_of(logprobs=told[1:]) == "logprobs 0: 7 entries, 8 tokens"
     assert logprobs_of(logprobs=None) == "logprobs 0: 0 entries, 8 tokens"
     assert "its text is" in end_of(text="") and "by stop, not" in end_of(stop_reason=None)

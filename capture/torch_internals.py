@@ -136,6 +136,12 @@ def precompile_no_headers() -> None:
     inductor.cpp_cache_precompile_headers = False
 
 
+def import_dynamo() -> None:
+    """Imports what a trace, the first call of an op and arithmetic on shapes would, in whichever
+    thread comes first. Public: none."""
+    importlib.import_module("torch._dynamo")
+
+
 def import_inductor() -> None:
     """Imports and reads what the first compilation would. Public: none.
 

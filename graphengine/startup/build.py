@@ -20,7 +20,7 @@ import torch
 from graphengine import names
 from graphengine.capture.compile import CacheCounts, cache_counts
 from graphengine.capture.runners import run_chain
-from graphengine.capture.torch_internals import import_inductor
+from graphengine.capture.torch_internals import import_dynamo, import_inductor
 from graphengine.checkpoints import weights as loading
 from graphengine.checkpoints.hub import PRESETS, resolve
 from graphengine.checkpoints.pairs import NGRAM, named_pair, read_json, read_stop_ids
@@ -117,6 +117,8 @@ def build(
         raise ValueError(f"{target_dir}: no tokenizer.json; {remedy}")
 
     flashinfer_imported = None
+    if config.compile or config.device == "cuda":
+        import_dynamo()  # in front of all threads: sizes in FP8 are worked out beside them
     if config.device == "cuda":
         name_compilers_()
     if "flashinfer" in (config.attention_backend, config.prefill_attention_backend):

@@ -17,7 +17,7 @@ from graphengine.decode import attention
 from graphengine.decode.fixed_chunk import SIZES
 from graphengine.decode.sampling import GREEDY
 from graphengine.kernels.skinny_config import TUNED, choose_config, num_columns
-from graphengine.startup import warmup
+from graphengine.startup import build, warmup
 from graphengine.startup.build import read_configs
 
 
@@ -140,3 +140,19 @@ def test_a_window_has_the_row_itself(made: Any, window: int | None, left: int) -
     made._rule = AttentionRule(causal=True, window=window)
     made.plan(attention.Layout.build([3], [3], [[1]], 16))
     assert made._wrapper.window_left == left
+
+
+@pytest.mark.parametrize("compiles", [True, False])
+def test_the_compiler_comes_before_threads(monkeypatch: pytest.MonkeyPatch, compiles: bool) -> None:
+    """Bug: sizes in FP8 import torch's compiler while a thread is in the middle of importing it,
+    and one of the two sees half a module."""
+    order: list[str] = []
+
+    def threads(*args: Any) -> None:
+        raise RuntimeError("threads")
+
+    monkeypatch.setattr(build, "import_dynamo", lambda: order.append("compiler"))
+    monkeypatch.setattr(build, "_prepare_compilers", threads)
+    with pytest.raises(RuntimeError, match="threads"):
+        Engine.from_pretrained(TINY_TARGET, device="cpu", compile=compiles)
+    assert order == ["compiler"] * compiles

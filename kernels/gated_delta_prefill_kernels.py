@@ -207,6 +207,7 @@ def move_window(
         *(projected, window, last - 3 + tap, column, begin, end, is_fresh),
         *(row_stride, split_stride, Z, C),
     )
+    tl.debug_barrier()  # all is read before any is written: `to` may be the window, a tap a warp's
     tl.store(to + tap[:, None] * C + column[None, :], columns, mask=(tap < 3)[:, None])
 
 

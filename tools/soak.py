@@ -6,12 +6,13 @@ other engines). A small pair with random weights is made for it; its head favour
 that drafts are right by luck and every acceptance length comes up. Requests are `soak_wishes`'.
 What must hold is `soak_checks`': every token and log-probability is the one-page step's, under the
 same grammar, shared pages keep their bits and hold what their tokens say, every page and state has
-its owners. On a GPU differing texts are only counted (bf16 ties depend on the batch).
+its owners. In bfloat16 differing texts are only counted: ties depend on the batch, and a
+log-probability is rounded.
 Invariant: everything random comes from the seed; nothing depends on measured time.
 
     python tools/soak.py                                     # 20,000 steps, about 10 minutes
     python tools/soak.py --steps 500 --seed 7 --hybrid
-    python tools/soak.py --device cuda --graph-mode full --out profiles/results/soak.json
+    python tools/soak.py --device cuda --dtype float32 --graph-mode full --out soak.json
 
 Exit code 1 and a message when something is wrong. The last line of stdout is one JSON object.
 """
@@ -375,6 +376,12 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
     parser.add_argument("--graph-mode", choices=["auto", "none", "piecewise", "full"])
     parser.add_argument("--attention-backend", choices=["auto", "flashinfer", "triton", "torch"])
+    parser.add_argument(
+        "--dtype",
+        choices=["auto", "bfloat16", "float32"],
+        default="auto",
+        help="in float32 everything must match, on a GPU too",
+    )
     parser.add_argument("--hybrid", action="store_true", help="every other layer is recurrent")
     parser.add_argument("--out", help="also store the result as JSON here")
     parser.add_argument(
@@ -386,6 +393,7 @@ def main(arguments: list[str] | None = None) -> int:
     options: Options = {
         "buckets": BUCKETS,
         "device": args.device,
+        "dtype": args.dtype,
         "graph_mode": args.graph_mode or "auto",
         "attention_backend": args.attention_backend or "auto",
     }

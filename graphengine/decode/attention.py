@@ -128,7 +128,7 @@ class TorchAttention:
                 behind = position[-num_rows:, None] - position
                 mask = (behind >= 0) | (not causal)
                 mask &= behind.abs() < (window or kv_len)
-                mask = mask.to(self._device)
+                mask = mask.repeat(self._group, 1).to(self._device)
             self._requests.append((slice(qo[b], qo[b + 1]), slots, mask))
 
     def run(self, q_TNH: Tensor, kv_cache: Tensor, out_TNH: Tensor) -> None:
@@ -137,14 +137,12 @@ class TorchAttention:
             q = q_TNH[rows].transpose(0, 1)
             k = k_all[slots].transpose(0, 1)
             v = v_all[slots].transpose(0, 1)
-            # [K, group, rows, H] against [K, 1, kv, H]: grouped heads without copies of the keys.
-            attended = F.scaled_dot_product_attention(
-                q.unflatten(0, (-1, self._group)),
-                k[:, None].expand(-1, self._group, -1, -1),
-                v[:, None].expand(-1, self._group, -1, -1),
-                attn_mask=mask,
-            )
-            out_TNH[rows] = attended.flatten(0, 1).transpose(0, 1)
+            # Rows of a group's heads one behind the other, against its keys: grouped heads without
+            # copies of the keys. Keys repeated by a stride of 0 are wrong: CUDA's kernel for masks
+            # then gets rows of 64 n + 1 keys wrong (torch 2.11; pytorch issue 191937).
+            grouped = q.unflatten(0, (-1, self._group)).flatten(1, 2)[None]
+            attended = F.scaled_dot_product_attention(grouped, k[None], v[None], attn_mask=mask)
+            out_TNH[rows] = attended.reshape(q.shape).transpose(0, 1)
 
 
 class FlashInferAttention:

@@ -58,7 +58,7 @@ What each check means: graphengine/verify/lossless.md."""
 @click.command("verify", epilog=_EPILOG)
 @shared.MODEL
 @shared.DRAFT
-@shared.PROMPT_FILE(text="Single prompts as for `graphengine run`.  [default: 28 bundled ones]")
+@shared.PROMPT_FILE(text="Single prompts as for `graphengine run`.  [default: 30 bundled ones]")
 @click.option("--matrix", is_flag=True, help="Every graph mode of the device x bucket x batch mix.")
 @click.option(
     "--forced-acceptance",
@@ -117,7 +117,7 @@ def verify(ctx: click.Context, model: str | None, draft: str | None, **options: 
     from graphengine.checkpoints.tokenizer import Tokenizer
     from graphengine.decode.grammar import llguidance_missing
     from graphengine.report import stderr_console
-    from graphengine.verify.run import Mode, encode
+    from graphengine.verify.run import RETURNING, Mode, encode, returning
     from graphengine.verify.wishes import NUM_WISHES
 
     mode = Mode(options["graph_mode"], options["attention_backend"])
@@ -169,6 +169,9 @@ def verify(ctx: click.Context, model: str | None, draft: str | None, **options: 
     if options["all_options"]:  # each of them once at least
         options["grammars"] = tokenizer is not None and not llguidance_missing()
         ids = [ids[i % len(ids)] for i in range(max(len(ids), NUM_WISHES))]
+    elif not (file or is_sampled):
+        room = options["max_model_len"] or longest_context(model, draft, max(RETURNING) + 1)
+        ids += returning(ids[-1], room)
     if options["max_model_len"] is None:  # no pool larger than needed
         wanted = max(map(len, ids)) + options["max_new_tokens"]
         options["max_model_len"] = longest_context(model, draft, wanted)

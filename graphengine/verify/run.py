@@ -29,6 +29,7 @@ from graphengine.verify.told import Transcript, wrong_logprobs
 from graphengine.verify.wishes import NOTHING, Wish, judge_of, matcher_of
 
 PLAIN = "plain"
+RETURNING = (129, 130)  # tokens: whole pages of every kernel, and a row or two behind them
 
 
 class Mode(NamedTuple):
@@ -106,6 +107,16 @@ def encode(tokenizer: Tokenizer | None, prompts: Sequence[Turn], raw: bool) -> l
         else:
             found.append(tokenizer.encode_chat([{"role": "user", "content": prompt}]))
     return found
+
+
+def returning(prompt: Sequence[int], room: int) -> list[list[int]]:
+    """Prompts to stand behind others, made of one: each comes twice, and alone the second finds all
+    but its last row or two in the cache, what a next turn's first forward is of.
+
+    Args: room: they have fewer tokens.
+    """
+    lengths = [length for length in RETURNING if length < room]
+    return [(list(prompt) * length)[:length] for length in lengths for _ in range(2)]
 
 
 def verify_mode(

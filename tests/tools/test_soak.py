@@ -162,6 +162,16 @@ def test_500_steps_on_the_gpu(mode: str) -> None:
     assert soak_tool.soak(500, 3, options)["num_steps"] >= 500
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("is_hybrid", [False, True])
+def test_float32_on_the_gpu(is_hybrid: bool) -> None:
+    """Bug: a kernel's threads write over what others have not read, or a library's attention has a
+    wrong row: in bfloat16 it passes for rounding, and on the CPU there is neither."""
+    options = OPTIONS | {"device": "cuda", "dtype": "float32", "graph_mode": "full"}
+    numbers = soak_tool.soak(400, 0, options | {"compile": False}, is_hybrid=is_hybrid)
+    assert numbers["num_differing"] == 0
+
+
 def page_of(text: list[int]) -> soak_checks.Page:
     """One whose target says this text, whatever it is asked."""
     page = soak_checks.Page.__new__(soak_checks.Page)

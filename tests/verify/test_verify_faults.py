@@ -20,12 +20,13 @@ from typing import Any
 import pytest
 
 from graphengine.api import Engine
-from graphengine.checkpoints.hub import TINY_DRAFT, TINY_TARGET
+from graphengine.checkpoints.hub import BUNDLED, TINY_DRAFT, TINY_TARGET
 from graphengine.cli.verify import PROBES, PROMPTS
-from graphengine.decode import buckets
+from graphengine.decode import buckets, loop
 from graphengine.decode.kvcache import NULL_PAGE
 from graphengine.models.layers import rope_table
 from graphengine.verify.check import Limits, Report, decide, decode, judge
+from graphengine.verify.run import returning, verify_mode
 from graphengine.verify.teacher import teacher_force
 from graphengine.verify.told import Transcript
 from tests.support.chains import insert_
@@ -260,3 +261,27 @@ def test_rope_theta_of_the_whole_target(tmp_path: Path, limits: Limits) -> None:
         assert set(decide(report_of(engine, transcripts), limits)) == {"acceptance"}
     with load() as engine:
         assert "regret" in decide(report_of(engine, transcripts), limits)
+
+
+def test_a_state_that_is_not_copied_behind_a_hit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: a row or two behind a hit begin from another state. No default prompt began there, and
+    such a fault of a kernel (its window was written before it was read) passed as lossless."""
+    target, draft = BUNDLED["tiny-hybrid"]
+    failed = []
+    for is_broken in (False, True):
+        if is_broken:
+            monkeypatch.setattr(loop, "copy_state_", lambda states, source, slot: None)
+        with load(target, draft, buckets=(1,)) as engine:
+            built = engine.built
+            ids = returning(prompt_ids(engine)[0], 256)
+            assert [len(prompt) for prompt in ids] == [129, 129, 130, 130]
+            asked: Any = {"max_new_tokens": 12, "limits": Limits()}
+            (found,) = verify_mode(built, "none torch", ids, [(1, "alone")], **asked)
+            failed.append(set(found.failed))
+    assert failed == [set(), {"regret", "identical"}]
+
+
+def test_prompts_that_return_fit_the_context() -> None:
+    """Bug: a model of few positions is refused for prompts that nobody asked for."""
+    assert [len(prompt) for prompt in returning([5, 6], 130)] == [129, 129]
+    assert returning([5, 6], 129) == []

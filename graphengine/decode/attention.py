@@ -27,7 +27,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from graphengine.config.draft import AttentionRule, DraftConfig
+from graphengine.config.draft import AttentionRule, DraftSpec
 from graphengine.config.model import ModelConfig
 from graphengine.decode import flashinfer_internals
 from graphengine.decode.kvcache import pages_for
@@ -228,7 +228,7 @@ class FlashInferAttention:
 
 
 def compile_flashinfer_ahead(
-    dtype: torch.dtype, target: ModelConfig, draft: DraftConfig | None
+    dtype: torch.dtype, target: ModelConfig, draft: DraftSpec | None
 ) -> threading.Event:
     """Starts FlashInfer's compiler beside everything else; a cold one takes half a minute.
 
@@ -244,7 +244,8 @@ def compile_flashinfer_ahead(
     """
     kinds = {(target.head_dim, False)}
     if draft is not None:
-        kinds |= {(draft.model.head_dim, r.window is not None) for r in draft.attention_rules}
+        windowed = {rule.window is not None for rule in draft.attention_rules}
+        kinds |= {(model.head_dim, has) for model in draft.models for has in windowed}
     imported = threading.Event()
 
     def build() -> None:

@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -313,7 +312,9 @@ def _prepare_compilers(
     return threads
 
 
-def read_configs(target_name: str | Path, draft_name: str | Path | None) -> tuple[ModelConfig, Any]:
+def read_configs(
+    target_name: str | Path, draft_name: str | Path | None
+) -> tuple[ModelConfig, DraftSpec | None]:
     """Parses both configs and checks that they belong together.
 
     Raises:

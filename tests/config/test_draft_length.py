@@ -151,7 +151,7 @@ def test_floor_that_a_bucket_cannot_reach() -> None:
 @pytest.mark.parametrize("convention", ["anchor-dropped", "anchor-first"])
 def test_shortened(convention: Any) -> None:
     """Bug: the anchor's row is forgotten, or counted where it predicts too."""
-    assert CONFIGS[1] is not None
+    assert isinstance(CONFIGS[1], DraftConfig)
     draft = DraftConfig(
         model=CONFIGS[1].model,
         block_size=8,

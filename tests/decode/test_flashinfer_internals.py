@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from graphengine import TINY_DRAFT, TINY_TARGET, Engine
-from graphengine.config.draft import AttentionRule
+from graphengine.config.draft import AttentionRule, DraftConfig
 from graphengine.decode import attention
 from graphengine.decode.flashinfer_internals import planned_module
 from graphengine.startup.build import read_configs
@@ -77,9 +77,9 @@ def test_kernels_of_every_kind_are_built_ahead(
     failed: list[Any] = []
     monkeypatch.setattr(threading, "excepthook", failed.append)
     target, draft = read_configs(TINY_TARGET, TINY_DRAFT)
-    assert draft is not None
+    assert isinstance(draft, DraftConfig)
     rules = (AttentionRule(causal=False, window=None), AttentionRule(causal=False, window=9))
-    windowed: Any = SimpleNamespace(model=draft.model, attention_rules=rules)
+    windowed: Any = SimpleNamespace(models=draft.models, attention_rules=rules)
     assert attention.compile_flashinfer_ahead(torch.bfloat16, target, windowed).wait(10)
     assert {(args[0], args[6], args[9]) for args in asked} == {
         (names[-1], draft.model.head_dim, True),

@@ -18,6 +18,7 @@ from graphengine.checkpoints.weights import (
     target_weights,
     tree_bytes,
 )
+from graphengine.config.draft import DraftConfig
 from graphengine.config.model import ARCHITECTURES, ModelConfig
 from graphengine.measure.segment_bytes import segment_bytes
 from graphengine.models import decoder, dflash
@@ -88,7 +89,7 @@ def test_published_sizes() -> None:
         assert sum(w.num_elements for w in found) == pytest.approx(size, rel=0.001)
     # 8B-b16: 5 layers of attention and MLP, and fc, are its published 1.05 billion parameters.
     _, draft = read_configs("qwen3-8b", "qwen3-8b-dflash-b16")
-    assert draft is not None
+    assert isinstance(draft, DraftConfig)
     groups = [dflash.outer_weights(draft)]
     groups += [part for layer in decoder.layer_weights(draft.model) for part in layer]
     total = sum(num_matrix_elements(parts) for fields in groups for parts in fields.values())
@@ -98,7 +99,7 @@ def test_published_sizes() -> None:
 def test_bytes_of_a_built_tree() -> None:
     """Bug: the floor of a segment counts other matrices than a built tree holds."""
     config, draft = read_configs(TINY_TARGET, TINY_DRAFT)
-    assert draft is not None
+    assert isinstance(draft, DraftConfig)
     target = target_weights(RandomSource(CPU, torch.float32), config, 4, CPU)
     drafter = draft_weights(RandomSource(CPU, torch.float32), draft, 4, CPU)
 

@@ -23,6 +23,7 @@ from rich.console import Console
 
 from graphengine import names
 from graphengine.checkpoints.hub import TINY_DRAFT, TINY_TARGET
+from graphengine.config.draft import DraftConfig
 from graphengine.measure import report as measure_report
 from graphengine.measure.segment_bytes import segment_bytes
 from graphengine.profiles import nsys, pictures, torch_trace
@@ -383,7 +384,7 @@ def test_segment_bytes_add_up_to_the_benchmark(tmp_path: Path) -> None:
         found = segment_bytes(target, drafter, 2, 2)
         once = sum(count for name, count in found.items() if name not in names.CHAINS)
         assert once == weight_bytes(FakeBuilt(drafter), 1)  # type: ignore[arg-type]
-    assert draft is not None
+    assert isinstance(draft, DraftConfig)
     assert segment_bytes(target, draft, 2, 2)["speculate"] == weight_bytes(FakeBuilt(draft), 1)  # type: ignore[arg-type]
     halved = segment_bytes(target, draft, 2, 1)
     assert halved["draft.context"] * 2 == segment_bytes(target, draft, 2, 2)["draft.context"]

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from graphengine.api import Engine
 from graphengine.config.bytesize import format_bytes, parse_bytes
-from graphengine.config.draft import AttentionRule
+from graphengine.config.draft import AttentionRule, DraftConfig
 from graphengine.config.engine import EngineConfig
 from graphengine.config.options import Options
 from graphengine.decode.kvcache import pages_for
@@ -437,7 +437,7 @@ def test_what_each_part_counts() -> None:
     """Bug: one kind of draft layers, one set of logits, one bucket's graphs, a chunk of one prompt
     or none of the buffers that decode plainly are planned, where more are made."""
     target, draft = read_configs("qwen3-8b", "qwen3-8b-dflash-b16")
-    assert draft is not None
+    assert isinstance(draft, DraftConfig)
 
     def plan(draft: Any = draft, target: Any = target, **changes: Any) -> MemoryPlan:
         config = replace(ON_GPU, **changes)

@@ -9,11 +9,13 @@ compiled kernels run.
 
 import re
 from collections.abc import Iterator
+from contextlib import nullcontext
 
 import pytest
 import torch
 
 from graphengine.kernels.interpreter import INTERPRET
+from tests.support.races import watched
 
 CPU_AND_GPU = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
@@ -61,3 +63,10 @@ def poisoned_outputs() -> Iterator[None]:
     torch.use_deterministic_algorithms(True, warn_only=True)
     yield
     torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture(autouse=True)
+def no_races() -> Iterator[None]:
+    """Interpreted kernels are watched."""
+    with watched() if INTERPRET else nullcontext():
+        yield

@@ -12,6 +12,7 @@ import errno
 import functools
 import os
 import signal
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -50,6 +51,14 @@ def main() -> None:
     """Latency-critical LLM decode with DFlash block-diffusion speculative decoding."""
 
 
+def _drop_unwritten_() -> None:
+    """What a full stdout has not taken would fail again at the exit, with a code of Python's own."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
 @contextmanager
 def _ends_are_told(command: click.Command) -> Iterator[None]:
     """Turns Ctrl-C, refused input (ValueError) and what the machine refuses into a line on stderr
@@ -68,6 +77,7 @@ def _ends_are_told(command: click.Command) -> Iterator[None]:
     except OSError as error:
         if error.errno == errno.EPIPE:  # `| head -1`: click ends quietly
             raise
+        _drop_unwritten_()
         text = f"the system refuses to go on: {error}"
         if error.errno in _NO_PLACE:
             text += "; set GRAPHENGINE_CACHE, HOME and TMPDIR to folders that can be written"

@@ -52,6 +52,10 @@ LOCK = "manifest.lock"
 VERSION = 1
 MAX_MANIFEST_BYTES = 16 << 20  # thousands of entries
 MAX_SMALL_BYTES, MAX_RATIO = 64 << 20, 40  # unpacked; code shrinks to a third or a tenth
+# Of a member that is unpacked. Python 3.11.2, Debian 12's, has no filters yet.
+EXTRACTED: dict[str, Any] = (
+    {"filter": "data"} if hasattr(tarfile, "data_filter") else {"set_attrs": False}
+)
 _PACKAGES = ("torch", "triton", "flashinfer-python")
 
 # What reading a damaged or hostile file raises.
@@ -377,7 +381,7 @@ def unpack(file: Path, into: Store) -> list[str]:
                 room -= member.size
                 if room < 0:
                     raise ValueError("it unpacks to more than compiled code would")
-                tar.extract(member, fresh, filter="data")
+                tar.extract(member, fresh, **EXTRACTED)
             while stream.read(1 << 20):  # to the end: tarfile stops at a damaged header in silence,
                 pass  # the checksum behind the last byte does not
         _adopt(fresh, into.folder)

@@ -65,16 +65,16 @@ TABLE: dict[str, Row] = {
     "T05": Row(
         "a default theta replaces the file's under one spelling",
         (
-            "test_config.py::test_theta_in_every_spelling",
-            "test_config.py::test_yarn_in_every_spelling",
-            "test_config.py::test_resaved_by_transformers",
+            "test_rope.py::test_theta_in_every_spelling",
+            "test_rope.py::test_yarn_in_every_spelling",
+            "test_rope.py::test_resaved_by_transformers",
         ),
     ),
     "T06": Row(
         "yarn's amplitude; partial_rotary_factor ignored",
         (
-            "test_config.py::test_yarn_amplitude",
-            "test_config.py::test_scaled_ropes_equal_transformers",
+            "test_rope.py::test_yarn_amplitude",
+            "test_rope.py::test_scaled_ropes_equal_transformers",
             "test_config.py::test_model_refusals",
         ),
     ),

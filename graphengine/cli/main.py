@@ -52,7 +52,7 @@ def main() -> None:
 
 
 def _drop_unwritten_() -> None:
-    """What a full stdout has not taken would fail again at the exit, with a code of Python's own."""
+    """What a full stdout has not taken would fail again at the exit, with Python's own code."""
     try:
         sys.stdout.flush()
     except OSError:

@@ -2,7 +2,7 @@
 
 Why estimates: these tensors come and go inside a forward, so no builder can be asked. Each formula
 counts what is alive at the worst moment, from above; a GPU test compares the sum with what torch
-reports (tests/startup/test_memory.py). One that is too low shows as a failed prefill or capture.
+reports (tests/startup/test_memory_on_gpu.py). One that is too low shows as a failed prefill or capture.
 """
 
 from __future__ import annotations

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,6 @@ from graphengine.config.draft import AttentionRule, DraftConfig
 from graphengine.config.engine import EngineConfig
 from graphengine.config.options import Options
 from graphengine.decode.kvcache import pages_for
-from graphengine.decode.sampling import Controls, Sampling, sample_rows
 from graphengine.drafters.dflash import DFlash
 from graphengine.startup.build import read_configs
 from graphengine.startup.memory import GPU_MARGIN_BYTES, DeviceMemory, MemoryPlan, plan_memory
@@ -362,9 +360,6 @@ def test_bad_sizes(text: Any) -> None:
         parse_bytes(text)
 
 
-# --- on a GPU ---
-
-
 @pytest.mark.parametrize("wish", ["sampling", "structured_outputs"])
 def test_a_plan_has_room_for_draws(wish: str) -> None:
     """Bug: rows that are drawn cost nothing in the plan of those who want them, or something in
@@ -372,65 +367,6 @@ def test_a_plan_has_room_for_draws(wish: str) -> None:
     rows, eager = max(ON_GPU.buckets) * 16, replace(ON_GPU, graph_mode="none")
     parts = [plan_8b(replace(eager, **{wish: on})).activation_bytes for on in (False, True)]
     assert parts[1] - parts[0] == rows * SAMPLED_ROW_BYTES
-
-
-@pytest.mark.gpu
-def test_sampled_rows_are_in_the_plan() -> None:
-    """Bug: an engine that samples captures temporaries of hundreds of MB that nobody planned."""
-    rows = 256
-    logits = torch.zeros(rows, 151_936, device="cuda")
-    asked = [Sampling(temperature=1.0, top_p=0.9, top_k=9)] * rows
-    controls = Controls.upload(asked, torch.device("cuda"))
-    positions = torch.arange(rows, device="cuda")
-    sample_rows(logits, positions, controls)
-    before = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
-    sample_rows(logits, positions, controls)
-    assert torch.cuda.max_memory_allocated() - before <= rows * SAMPLED_ROW_BYTES
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize(
-    ("target", "mode", "quantization"),
-    [
-        ("qwen3-4b", "none", "none"),
-        ("qwen3-4b", "piecewise", "none"),
-        ("qwen3-4b", "full", "none"),
-        ("qwen3-4b", "none", "fp8-dynamic"),
-        ("qwen3.5-4b", "full", "none"),
-    ],
-)
-def test_plan_holds_on_a_gpu(target: str, mode: Any, quantization: Any) -> None:
-    """Bug: the estimates are far from what torch takes: below it the run can fail later, far above
-    it the pool is wasted. Random weights, 2 GiB of K/V."""
-    gc.collect()  # what earlier tests left must not go during this one
-    torch.cuda.empty_cache()
-    before, held = torch.cuda.memory_reserved(), torch.cuda.memory_allocated()
-    device: Any = "cuda"
-    backend: Any = "triton" if mode == "full" else "auto"
-    with Engine.from_pretrained(
-        target,
-        f"{target}-dflash-b16",
-        load_format="dummy",
-        buckets=(1, 8),
-        graph_mode=mode,
-        attention_backend=backend,
-        device=device,
-        max_model_len=4096,
-        kv_cache_memory="2GiB",
-        draft_quantization=quantization,
-    ) as engine:
-        plan = engine.memory_plan
-        engine.generate([[7] * 3000] * 3, max_new_tokens=40, ignore_eos=True)
-        reserved = torch.cuda.memory_reserved() - before
-        exact = plan.target_weight_bytes + plan.draft_weight_bytes + plan.rope_table_bytes
-        exact += plan.quantized_weight_bytes + plan.recurrent_state_bytes
-        exact += plan.step_buffer_bytes + plan.kv_pool_bytes
-        planned = plan.fixed_bytes + plan.kv_pool_bytes
-        print(f"{planned / reserved:.3f} of what is used is planned, the margin included")
-        assert exact <= torch.cuda.memory_allocated() - held <= reserved <= planned
-        work = plan.fixed_bytes - exact + plan.kv_pool_bytes
-        assert reserved - exact >= (work - plan.margin_bytes) / 4, "the estimates are too large"
 
 
 def test_what_each_part_counts() -> None:

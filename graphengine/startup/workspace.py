@@ -2,7 +2,8 @@
 
 Why estimates: these tensors come and go inside a forward, so no builder can be asked. Each formula
 counts what is alive at the worst moment, from above; a GPU test compares the sum with what torch
-reports (tests/startup/test_memory_on_gpu.py). One that is too low shows as a failed prefill or capture.
+reports (tests/startup/test_memory_on_gpu.py). One that is too low shows as a failed prefill or
+capture.
 """
 
 from __future__ import annotations
@@ -72,16 +73,22 @@ def rounding_bytes(config: EngineConfig, draft: DraftSpec | None, num_rows: int)
 def prefill_bytes(
     config: EngineConfig, target: ModelConfig, draft: DraftSpec | None, element_bytes: int
 ) -> int:
-    """A chunk's activations, its taps and context K/V, and the logits of the last rows."""
+    """A chunk's activations, its taps and context K/V, and the logits of the last rows.
+
+    Where our attention runs long chunks, all of a fixed size, these keep their taps, scored rows
+    alone run eagerly, and our kernel rounds.
+    """
     rows = min(config.prefill_chunk, max(config.buckets) * config.max_model_len)
+    is_fixed = config.prefill_attention_backend == "triton"
     work = forward_bytes(target, rows, element_bytes)
     taps = 0
     if isinstance(draft, DraftConfig):
         hidden = draft.model.hidden_size
-        taps = rows * draft.num_taps * draft.tap_size * element_bytes
+        eager = min(SCORED_ROWS, rows) if is_fixed else rows
+        taps = eager * draft.num_taps * draft.tap_size * element_bytes
         kv_row = page_bytes(draft.model, 1, element_bytes)
         work = max(work, rows * (2 * hidden * element_bytes + 2 * hidden * 4 + kv_row))
-        work = max(work, rounding_bytes(config, draft, rows))
+        work = max(work, rounding_bytes(config, draft, rows) * (not is_fixed))
     if config.prefill_attention_backend == "torch":  # gathers keys and values, builds a mask
         per_key = 2 * target.kv_size * element_bytes + rows * (1 + element_bytes)
         work += config.max_model_len * per_key

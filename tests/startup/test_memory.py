@@ -17,6 +17,7 @@ from graphengine.config.draft import AttentionRule, DraftConfig
 from graphengine.config.engine import EngineConfig
 from graphengine.config.options import Options
 from graphengine.decode.kvcache import pages_for
+from graphengine.decode.prefill import SCORED_ROWS
 from graphengine.drafters.dflash import DFlash
 from graphengine.startup.build import read_configs
 from graphengine.startup.memory import GPU_MARGIN_BYTES, DeviceMemory, MemoryPlan, plan_memory
@@ -185,6 +186,17 @@ def test_chunks_behind_a_long_text_are_in_the_plan() -> None:
     assert more.attention_workspace_bytes - one.attention_workspace_bytes == 2 * partials
     kept = 384 * (5 * 4096 + 32 * 128) * 2 + 2 * STEP_GRAPH_BYTES
     assert more.prefill_bytes - one.prefill_bytes >= kept
+
+
+def test_what_no_prompt_runs_eagerly_is_not_in_the_plan() -> None:
+    """Bug: half a GiB stays empty where every chunk is of a fixed size: taps of a chunk that each
+    keeps for itself, and copies that our kernel does not make."""
+    ours = replace(ON_GPU, prefill_attention_backend="triton", prefill_sizes=(16, 2048))
+    plans = [plan_8b(replace(ours, draft_quantization=q)) for q in ("fp8", "fp8-dynamic")]
+    assert plans[0].prefill_bytes == plans[1].prefill_bytes
+    eager = replace(ours, prefill_attention_backend="flashinfer")
+    taps = (ON_GPU.prefill_chunk - SCORED_ROWS) * 5 * 4096 * 2
+    assert plan_8b(eager).prefill_bytes - plan_8b(ours).prefill_bytes == taps
 
 
 def test_rounded_activations_are_in_the_plan() -> None:

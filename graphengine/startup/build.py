@@ -9,10 +9,11 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -100,33 +101,15 @@ def build(
     draft_config = longest_draft(config, draft_config) if draft_config else None
     device = torch.device(config.device)
     dtype = getattr(torch, config.dtype)
-    block = draft_config.num_verify_rows if draft_config else 1
     stop_ids, _ = read_stop_ids(target_dir, target_config)
-    tokenizer = load_tokenizer(target_dir, target_config, stop_ids)
+    is_dummy = options.load_format != "auto"
+    tokenizer = _load_tokenizer(target_dir, target_config, stop_ids, is_needed=not is_dummy)
     grammars = None
     if tokenizer is not None:
         grammars = Grammars(tokenizer.as_json, target_config.vocab_size, stop_ids)
         if options.structured_outputs:
             grammars.prepare()
-    is_dummy = options.load_format != "auto"
-    if tokenizer is None and not is_dummy:
-        remedy = "fetch the whole model directory"
-        if target_dir.parent == PRESETS:
-            remedy = "a preset has shapes alone; pass a hub id (owner/name), or --load-format dummy"
-        raise ValueError(f"{target_dir}: no tokenizer.json; {remedy}")
-
-    flashinfer_imported = None
-    if config.compile or config.device == "cuda":
-        import_dynamo()  # in front of all threads: sizes in FP8 are worked out beside them
-    if config.device == "cuda":
-        name_compilers_()
-    if "flashinfer" in (config.attention_backend, config.prefill_attention_backend):
-        # Prefills run the target's attention alone.
-        drafter = draft_config if config.attention_backend == "flashinfer" else None
-        flashinfer_imported = compile_flashinfer_ahead(dtype, target_config, drafter)
-    if config.compile:
-        use_own_folder_()
-    compilers = _prepare_compilers(config, flashinfer_imported)
+    compilers = _prepare_compilers(config, target_config, draft_config)
     plan = plan_memory(
         config,
         target_config,
@@ -136,61 +119,12 @@ def build(
         draft_names=() if draft_dir is None or is_dummy else loading.read_headers(draft_dir),
     )
     config = replace(config, max_model_len=plan.max_model_len)
-
-    def source(directory: Path, seed: int) -> loading.TensorSource:
-        if is_dummy:
-            is_uniform = options.load_format == "dummy-uniform"
-            return loading.RandomSource(device, dtype, seed, is_uniform=is_uniform)
-
-        def loaded(done: int, total: int) -> None:
-            progress(f"loading {directory.name}", done / total)
-
-        return loading.Checkpoint(directory, device, dtype, loaded)
-
-    positions = num_positions(config.max_model_len, block)
     with names.range_("load"), torch.no_grad():
-        weights = loading.target_weights(source(target_dir, 0), target_config, positions, device)
-        dflash: Callable[..., DFlash] | None = None
-        if draft_dir is not None and isinstance(draft_config, DraftConfig):
-            of_draft = source(draft_dir, 1)
-            vocabulary = loading.draft_vocabulary(of_draft, draft_config, weights)
-            layers = loading.draft_weights(of_draft, draft_config, positions, device)
-            quantized = None
-            if config.draft_quantization != "none":
-                of_layers = loading.quantized_draft_weights(layers)
-                quantized = of_layers, quantize_fp8(vocabulary.lm_head_VD)
-            dflash = partial(
-                DFlash,
-                config=draft_config,
-                weights=layers,
-                embed_VD=vocabulary.embed_VD,
-                lm_head_VD=vocabulary.lm_head_VD,
-                target_ids_V=vocabulary.target_ids_V,
-                quantized=quantized,
-                max_quantized_rows=MAX_QUANTIZED_ROWS[config.draft_quantization],
-            )
-        if device.type == "cuda":  # what loading has cached must not fragment the pool
-            torch.cuda.empty_cache()
-
-        def pool(model: ModelConfig) -> torch.Tensor:
-            return make_pool(model, plan.num_pages, config.page_size, dtype, device)
-
-        target = Target(
-            config=target_config,
-            weights=weights,
-            kv_pool=pool(target_config),
-            states=make_states(target_config, num_slots(config), dtype, device),
-        )
-        proposer = Proposer()
-        if isinstance(draft_config, NgramConfig):
-            proposer = Ngram(config=draft_config, num_positions=positions)
-        elif dflash is not None and draft_config is not None:
-            proposer = dflash(target=target, kv_pool=pool(draft_config.model))
-        simulation = None
+        source = _Source(config, options.load_format, progress)
+        pair = _load_pair(config, source, target_dir, draft_dir, target_config, draft_config, plan)
         if config.simulate_acceptance is not None:
             drawn = config.simulate_acceptance, max(config.buckets), num_draws
-            simulation = make_simulation(*drawn, device)
-    pair = Pair(config, target, proposer, positions, simulation)
+            pair = replace(pair, simulation=make_simulation(*drawn, device))
     load_s = time.perf_counter() - began
     for thread in compilers:
         thread.join()
@@ -205,28 +139,13 @@ def build(
         config, draft_config = pair.config, longest_draft(pair.config, draft_config)
     attention = prefill_attention(config, target_config, dtype, device)
     prefill = Prefill(pair, attention, config.prefill_chunk)
-
-    def fixed_chunks(pair: Pair) -> tuple[FixedChunk, ...]:
-        return tuple(FixedChunk(pair, size, size in LONG_SIZES) for size in config.prefill_sizes)
-
-    def far_chunks(pair: Pair) -> tuple[FixedChunk, ...]:
-        return tuple(FixedChunk(pair, size, is_long=True) for size in config.far_prefill_sizes)
-
-    def prefill_kernels() -> Iterator[Callable[[], object]]:
-        """Forwards of few layers for the sake of their kernels."""
-        short = pair.shortened()
-        for chunk in (*fixed_chunks(short), *far_chunks(short)):
-            yield partial(run_chain, chunk.chain)
-        if config.prefill_attention_backend != "triton" and config.max_model_len > EAGER_ROWS:
-            yield partial(replace(prefill, pair=short).run_padding, EAGER_ROWS)
-
     with names.range_("capture"), torch.no_grad():
         builder = BucketBuilder(pair, progress=lambda what: progress(what, 0.0))
         sizes = config.buckets
         if options.lazy_capture:  # before the first request, its own alone
             sizes = (next((x for x in sizes if x >= options.first_batch), sizes[-1]),)
-        ahead = builder.build_ahead(sizes, prefill_kernels())
-        prefill = replace(prefill, fixed=fixed_chunks(pair), far=far_chunks(pair))
+        ahead = builder.build_ahead(sizes, _prefill_kernels(prefill))
+        prefill = _with_chunks(prefill)
         builder.capture_chunks((*prefill.fixed, *prefill.far))
     builders = [builder]
 
@@ -235,7 +154,7 @@ def build(
         began = time.perf_counter()
         plain = Pair(
             replace(config, num_speculative_tokens=(), simulate_acceptance=None),
-            *(target, Proposer(), positions),
+            *(pair.target, Proposer(), pair.num_positions),
         )
         with names.range_("capture"), torch.inference_mode(False), torch.no_grad():
             own = BucketBuilder(plain, builder.workspace)
@@ -244,7 +163,7 @@ def build(
         _LOG.info("plain decode built in %.2f s", time.perf_counter() - began)
         return lane
 
-    slots = None if target.states is None else StateSlots(num_slots(config))
+    slots = None if pair.target.states is None else StateSlots(num_slots(config))
     loop = DecodeLoop(
         *(Lane(builder, ahead), prefill, PrefixCache(plan.num_pages, config.page_size, slots)),
         build_plain if draft_config is not None else None,
@@ -263,7 +182,7 @@ def build(
         compiler_wait_s=compiler_wait_s,
         capture_s=sum(part.capture_s for part in builders),
         warmup_s=time.perf_counter() - began,
-        weight_bytes=loading.tree_bytes((weights, proposer.tensors)),
+        weight_bytes=loading.tree_bytes((pair.target.weights, pair.proposer.tensors)),
         kv_pool_bytes=plan.kv_pool_bytes,
         num_pages=plan.num_pages,
         num_graphs=sum(part.pool.num_graphs for part in builders if part.pool),
@@ -285,8 +204,111 @@ def build(
     )
 
 
+def _load_tokenizer(
+    directory: Path, target: ModelConfig, stop_ids: Collection[int], *, is_needed: bool
+) -> Tokenizer | None:
+    """Raises: ValueError: there is none where real weights are wanted."""
+    tokenizer = load_tokenizer(directory, target, stop_ids)
+    if tokenizer is None and is_needed:
+        remedy = "fetch the whole model directory"
+        if directory.parent == PRESETS:
+            remedy = "a preset has shapes alone; pass a hub id (owner/name), or --load-format dummy"
+        raise ValueError(f"{directory}: no tokenizer.json; {remedy}")
+    return tokenizer
+
+
+class _Source(NamedTuple):
+    """Where tensors come from: files, or a seed."""
+
+    config: EngineConfig
+    load_format: str
+    progress: Progress
+
+    def open(self, directory: Path, seed: int) -> loading.TensorSource:
+        device, dtype = torch.device(self.config.device), getattr(torch, self.config.dtype)
+        if self.load_format != "auto":
+            is_uniform = self.load_format == "dummy-uniform"
+            return loading.RandomSource(device, dtype, seed, is_uniform=is_uniform)
+
+        def loaded(done: int, total: int) -> None:
+            self.progress(f"loading {directory.name}", done / total)
+
+        return loading.Checkpoint(directory, device, dtype, loaded)
+
+
+def _load_pair(
+    config: EngineConfig,
+    source: _Source,
+    target_dir: Path,
+    draft_dir: Path | None,
+    target_config: ModelConfig,
+    draft_config: DraftSpec | None,
+    plan: MemoryPlan,
+) -> Pair:
+    """Weights, then the pools in what they leave: a target and what drafts for it."""
+    device, dtype = torch.device(config.device), getattr(torch, config.dtype)
+    block = draft_config.num_verify_rows if draft_config else 1
+    positions = num_positions(config.max_model_len, block)
+    weights = loading.target_weights(source.open(target_dir, 0), target_config, positions, device)
+    dflash: Callable[..., DFlash] | None = None
+    if draft_dir is not None and isinstance(draft_config, DraftConfig):
+        of_draft = source.open(draft_dir, 1)
+        vocabulary = loading.draft_vocabulary(of_draft, draft_config, weights)
+        layers = loading.draft_weights(of_draft, draft_config, positions, device)
+        quantized = None
+        if config.draft_quantization != "none":
+            of_layers = loading.quantized_draft_weights(layers)
+            quantized = of_layers, quantize_fp8(vocabulary.lm_head_VD)
+        dflash = partial(
+            DFlash,
+            config=draft_config,
+            weights=layers,
+            embed_VD=vocabulary.embed_VD,
+            lm_head_VD=vocabulary.lm_head_VD,
+            target_ids_V=vocabulary.target_ids_V,
+            quantized=quantized,
+            max_quantized_rows=MAX_QUANTIZED_ROWS[config.draft_quantization],
+        )
+    if device.type == "cuda":  # what loading has cached must not fragment the pool
+        torch.cuda.empty_cache()
+
+    def pool(model: ModelConfig) -> torch.Tensor:
+        return make_pool(model, plan.num_pages, config.page_size, dtype, device)
+
+    target = Target(
+        config=target_config,
+        weights=weights,
+        kv_pool=pool(target_config),
+        states=make_states(target_config, num_slots(config), dtype, device),
+    )
+    proposer = Proposer()
+    if isinstance(draft_config, NgramConfig):
+        proposer = Ngram(config=draft_config, num_positions=positions)
+    elif dflash is not None and draft_config is not None:
+        proposer = dflash(target=target, kv_pool=pool(draft_config.model))
+    return Pair(config, target, proposer, positions)
+
+
+def _with_chunks(prefill: Prefill) -> Prefill:
+    """With the chunks of a fixed size that its config names, not captured."""
+    pair, config = prefill.pair, prefill.pair.config
+    fixed = tuple(FixedChunk(pair, size, size in LONG_SIZES) for size in config.prefill_sizes)
+    far = tuple(FixedChunk(pair, size, is_long=True) for size in config.far_prefill_sizes)
+    return replace(prefill, fixed=fixed, far=far)
+
+
+def _prefill_kernels(prefill: Prefill) -> Iterator[Callable[[], object]]:
+    """Forwards of few layers for the sake of their kernels."""
+    config = prefill.pair.config
+    short = _with_chunks(replace(prefill, pair=prefill.pair.shortened()))
+    for chunk in (*short.fixed, *short.far):
+        yield partial(run_chain, chunk.chain)
+    if config.prefill_attention_backend != "triton" and config.max_model_len > EAGER_ROWS:
+        yield partial(short.run_padding, EAGER_ROWS)
+
+
 def _prepare_compilers(
-    config: EngineConfig, flashinfer_imported: threading.Event | None
+    config: EngineConfig, target: ModelConfig, draft: DraftSpec | None
 ) -> list[threading.Thread]:
     """Starts what compilers do before their first kernel, on threads while weights are read.
 
@@ -294,9 +316,18 @@ def _prepare_compilers(
     Cache keys and the driver import nothing that importing this module has not. What fails here
     fails again where a kernel is compiled, with a caller, if the start goes on.
     """
+    if config.compile or config.device == "cuda":
+        import_dynamo()  # in front of all threads: sizes in FP8 are worked out beside them
+    if config.device == "cuda":
+        name_compilers_()
     imports: list[Callable[[], object]] = [import_inductor] if config.compile else []
-    if flashinfer_imported is not None:
-        imports.insert(0, flashinfer_imported.wait)
+    if "flashinfer" in (config.attention_backend, config.prefill_attention_backend):
+        # Prefills run the target's attention alone.
+        drafter = draft if config.attention_backend == "flashinfer" else None
+        imported = compile_flashinfer_ahead(getattr(torch, config.dtype), target, drafter)
+        imports.insert(0, imported.wait)
+    if config.compile:
+        use_own_folder_()
 
     def run(steps: list[Callable[[], object]]) -> None:
         for step in steps:

@@ -148,11 +148,11 @@ def test_the_compiler_comes_before_threads(monkeypatch: pytest.MonkeyPatch, comp
     and one of the two sees half a module."""
     order: list[str] = []
 
-    def threads(*args: Any) -> None:
+    def thread(**of: Any) -> None:
         raise RuntimeError("threads")
 
     monkeypatch.setattr(build, "import_dynamo", lambda: order.append("compiler"))
-    monkeypatch.setattr(build, "_prepare_compilers", threads)
+    monkeypatch.setattr(build, "threading", SimpleNamespace(Thread=thread))
     with pytest.raises(RuntimeError, match="threads"):
         Engine.from_pretrained(TINY_TARGET, device="cpu", compile=compiles)
     assert order == ["compiler"] * compiles

@@ -13,7 +13,6 @@ from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 
@@ -120,7 +119,7 @@ def build(
     )
     config = replace(config, max_model_len=plan.max_model_len)
     with names.range_("load"), torch.no_grad():
-        source = _Source(config, options.load_format, progress)
+        source = partial(_open_source, config, options.load_format, progress)
         pair = _load_pair(config, source, target_dir, draft_dir, target_config, draft_config, plan)
         if config.simulate_acceptance is not None:
             drawn = config.simulate_acceptance, max(config.buckets), num_draws
@@ -217,28 +216,24 @@ def _load_tokenizer(
     return tokenizer
 
 
-class _Source(NamedTuple):
+def _open_source(
+    config: EngineConfig, load_format: str, progress: Progress, directory: Path, seed: int
+) -> loading.TensorSource:
     """Where tensors come from: files, or a seed."""
+    device, dtype = torch.device(config.device), getattr(torch, config.dtype)
+    if load_format != "auto":
+        is_uniform = load_format == "dummy-uniform"
+        return loading.RandomSource(device, dtype, seed, is_uniform=is_uniform)
 
-    config: EngineConfig
-    load_format: str
-    progress: Progress
+    def loaded(done: int, total: int) -> None:
+        progress(f"loading {directory.name}", done / total)
 
-    def open(self, directory: Path, seed: int) -> loading.TensorSource:
-        device, dtype = torch.device(self.config.device), getattr(torch, self.config.dtype)
-        if self.load_format != "auto":
-            is_uniform = self.load_format == "dummy-uniform"
-            return loading.RandomSource(device, dtype, seed, is_uniform=is_uniform)
-
-        def loaded(done: int, total: int) -> None:
-            self.progress(f"loading {directory.name}", done / total)
-
-        return loading.Checkpoint(directory, device, dtype, loaded)
+    return loading.Checkpoint(directory, device, dtype, loaded)
 
 
 def _load_pair(
     config: EngineConfig,
-    source: _Source,
+    source: Callable[[Path, int], loading.TensorSource],
     target_dir: Path,
     draft_dir: Path | None,
     target_config: ModelConfig,
@@ -249,10 +244,10 @@ def _load_pair(
     device, dtype = torch.device(config.device), getattr(torch, config.dtype)
     block = draft_config.num_verify_rows if draft_config else 1
     positions = num_positions(config.max_model_len, block)
-    weights = loading.target_weights(source.open(target_dir, 0), target_config, positions, device)
+    weights = loading.target_weights(source(target_dir, 0), target_config, positions, device)
     dflash: Callable[..., DFlash] | None = None
     if draft_dir is not None and isinstance(draft_config, DraftConfig):
-        of_draft = source.open(draft_dir, 1)
+        of_draft = source(draft_dir, 1)
         vocabulary = loading.draft_vocabulary(of_draft, draft_config, weights)
         layers = loading.draft_weights(of_draft, draft_config, positions, device)
         quantized = None

@@ -146,13 +146,19 @@ def declarations(cls: type) -> Mapping[str, Declaration]:
 
 
 class Checked:
-    """A value whose options are in their ranges, or that does not come into being."""
+    """A value whose options are in their ranges, or that does not come into being.
+
+    What was left at its default is not looked at: a request asks for two of its thirty options, and
+    its first token waits for these checks.
+    """
 
     __slots__ = ()
 
     def __post_init__(self) -> None:
         for name, declared in declarations(type(self)).items():
-            object.__setattr__(self, name, declared.checked(getattr(self, name)))
+            value = getattr(self, name)
+            if value is not declared.default:
+                object.__setattr__(self, name, declared.checked(value))
 
 
 def made(cls: type[_Made], given: Mapping[str, Any]) -> _Made:

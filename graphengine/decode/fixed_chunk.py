@@ -21,8 +21,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import NamedTuple
+from itertools import accumulate, pairwise
+from typing import Any, Generic, NamedTuple, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -70,31 +72,36 @@ class Piece(NamedTuple):
         return self.end - self.begin
 
 
-class Sent(NamedTuple):
-    """What the host tells a chunk: views of one int32 tensor, so that one copy sends it."""
+Array = TypeVar("Array", Tensor, "np.ndarray[Any, Any]")
 
-    ids_n: Tensor
-    start_B: Tensor  # position of a block's first row
-    end_B: Tensor  # and behind its piece's last
-    owner_B: Tensor  # row of `pages_RW`
-    last_R: Tensor  # the row of each piece whose logits are wanted
-    pieces_6R: Tensor  # what recurrent layers go by (`Pieces`)
-    pages_RW: Tensor
+
+class Sent(NamedTuple, Generic[Array]):
+    """What the host tells a chunk: views of one int32 array, so that one copy sends it."""
+
+    ids_n: Array
+    start_B: Array  # position of a block's first row
+    end_B: Array  # and behind its piece's last
+    owner_B: Array  # row of `pages_RW`
+    last_R: Array  # the row of each piece whose logits are wanted
+    pieces_6R: Array  # what recurrent layers go by (`Pieces`)
+    pages_RW: Array
 
     @classmethod
-    def of(cls, flat_X: Tensor, size: int, blocks: int, num_prompts: int) -> Sent:
+    def of(cls, flat_X: Array, size: int, blocks: int, num_prompts: int) -> Sent[Array]:
         """The views. Pages come last: those of prompts that there are not are not sent."""
-        lengths = [size, blocks, blocks, blocks, num_prompts, 6 * num_prompts]
-        parts = flat_X.split([*lengths, len(flat_X) - sum(lengths)])
-        ids, start, end, owner, last, pieces, pages = parts
-        by_prompt = pieces.view(6, -1), pages.view(num_prompts, -1)
+        lengths = size, blocks, blocks, blocks, num_prompts, 6 * num_prompts
+        borders = [0, *accumulate(lengths), len(flat_X)]
+        ids, start, end, owner, last, pieces, pages = (
+            flat_X[begin:behind] for begin, behind in pairwise(borders)
+        )
+        by_prompt = pieces.reshape(6, -1), pages.reshape(num_prompts, -1)
         return cls(ids, start, end, owner, last, *by_prompt)
 
 
 class ChunkBuffers(NamedTuple):
     """At fixed addresses: what was sent, what is made of it, and what a run has given."""
 
-    sent: Sent
+    sent: Sent[Tensor]
     rows: Rows
     table_BW: Tensor  # int32
     last_R: Tensor  # int64
@@ -126,6 +133,14 @@ class FixedChunk:
             ids_R=longs(most),
         )
         buffers.sent.start_B.fill_(NO_PROMPT)
+        # Not pinned: of such memory a copy has taken what it needs when it returns, so one buffer
+        # serves all runs; up to 64 KB it waits for nothing (11 us beside a busy H100). NumPy's
+        # views, since torch takes 3 us to write a number and 0.1 for each of a list.
+        host_X = torch.zeros(self._flat_X.shape, dtype=torch.int32)
+        self._host_X = host_X.numpy()
+        self._host = self._parts(self._host_X)
+        used = [len(host_X) - (most - 1 - k) * width for k in range(most)]
+        self._uploads = [(self._flat_X[:n], host_X[:n]) for n in used]
         where = buffers.table_BW, buffers.sent.start_B
         attention: Attention = BlockAttention(config, CAUSAL, *where, BLOCK, padded=NO_PROMPT)
         if is_long:
@@ -166,7 +181,7 @@ class FixedChunk:
         parts = names.chunk_name(self.size), self._head, self._ends, self._tail
         self._runners = capture_ends(*parts, (), pool, whole=whole)
 
-    def _parts(self, flat_X: Tensor) -> Sent:
+    def _parts(self, flat_X: Array) -> Sent[Array]:
         return Sent.of(flat_X, self.size, self.size // self.block, self.num_prompts)
 
     def run(self, pieces: Sequence[Piece], goes_on: bool = False) -> tuple[Tensor, Tensor]:
@@ -180,23 +195,22 @@ class FixedChunk:
 
         Mutates: the K/V of the rows, what the proposer keeps of them.
         """
-        host_X = torch.zeros(self._flat_X.shape, dtype=torch.int32, pin_memory=self._flat_X.is_cuda)
-        sent, block = self._parts(host_X), 0
-        sent.start_B.fill_(NO_PROMPT)
-        as_int32 = partial(torch.tensor, dtype=torch.int32)
+        sent, block = self._host, 0
+        self._host_X.fill(0)
+        sent.start_B.fill(NO_PROMPT)
         for k, (ids, begin, end, pages, *state) in enumerate(pieces):
             first, behind = block * self.block, block + pages_for(end - begin, self.block)
-            sent.ids_n[first : first + end - begin] = as_int32(ids[begin:end])
-            sent.start_B[block:behind] = torch.arange(begin, end, self.block)
+            sent.ids_n[first : first + end - begin] = ids[begin:end]
+            sent.start_B[block:behind] = np.arange(begin, end, self.block)
             sent.end_B[block:behind] = end
             sent.owner_B[block:behind] = k
             sent.last_R[k] = first + end - begin - 1
             if self._recurs:
-                sent.pieces_6R[:, k] = as_int32([first, first + end - begin, begin, *state])
-            sent.pages_RW[k, : len(pages)] = as_int32(pages)
+                sent.pieces_6R[:, k] = first, first + end - begin, begin, *state
+            sent.pages_RW[k, : len(pages)] = pages
             block = behind
-        used = host_X.numel() - (self.num_prompts - len(pieces)) * sent.pages_RW.shape[1]
-        self._flat_X[:used].copy_(host_X[:used], non_blocking=True)
+        device_X, host_X = self._uploads[len(pieces) - 1]
+        device_X.copy_(host_X, non_blocking=True)
         end = GOES_ON if goes_on and GOES_ON in self._runners else FIRST_TOKEN
         self._runners[end].run()
         return self._buffers.logits_RV, self._buffers.ids_R

@@ -20,7 +20,8 @@ from __future__ import annotations
 import random
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any, NamedTuple
+from functools import cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -40,10 +41,7 @@ class Sampling:
     `temperature` 0 is greedy. `min_p` keeps tokens at least this share as likely as the most likely
     one, `top_k` the k most likely tokens (0: all), then `top_p` the fewest of those that hold this
     share of their probability; ties with the last one stay. Before all of it logits are adjusted
-    (kernels/adjust_logits.py); `bad_words` are tokens here.
-
-    Raises:
-        ValueError: a value outside its range, or a filter of greedy decoding.
+    (kernels/adjust_logits.py); `bad_words` are tokens here. Ranges are `SamplingParams`' to check.
     """
 
     temperature: float = 0.0
@@ -58,14 +56,11 @@ class Sampling:
     bad_words: tuple[tuple[int, ...], ...] = ()
     min_tokens: int = 0
 
-    def __post_init__(self) -> None:
-        SamplingParams(max_new_tokens=max(self.min_tokens, 1), **shared(self))
-
     @classmethod
     def of(cls, asked: SamplingParams, bad_words: Collection[Sequence[int]], seed: int) -> Sampling:
         """As asked for. Args: bad_words: their tokens."""
-        words = tuple(map(tuple, bad_words))
-        return cls(**(shared(asked) | {"bad_words": words, "seed": seed}))
+        same = {name: getattr(asked, name) for name in _same_names()}
+        return cls(**same, bad_words=tuple(map(tuple, bad_words)), seed=seed)
 
     @property
     def is_greedy(self) -> bool:
@@ -79,13 +74,15 @@ class Sampling:
 
     def numbered(self, index: int) -> Sampling:
         """The same for prompt `index` of a call: its seed is `seed + index`."""
+        if index == 0:
+            return self
         return replace(self, seed=(self.seed + index) % 2**NUM_SEED_BITS)
 
 
-def shared(asked: Sampling | SamplingParams) -> dict[str, Any]:
-    """What a request's sampling and a user's wish have in common, bad words left out."""
-    names = {field.name for field in fields(Sampling)} - {"bad_words"}
-    return {name: getattr(asked, name) for name in names}
+@cache
+def _same_names() -> list[str]:
+    """What a user's wish and a request's sampling mean by the same name."""
+    return [field.name for field in fields(Sampling) if field.name not in ("bad_words", "seed")]
 
 
 GREEDY = Sampling()

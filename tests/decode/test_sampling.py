@@ -16,6 +16,7 @@ from torch import Tensor
 from graphengine.api import Engine
 from graphengine.capture.runners import Graph, capture_ends, run_chain
 from graphengine.capture.steps import Dense
+from graphengine.config.options import SamplingParams
 from graphengine.decode import ends
 from graphengine.decode.sampling import Controls, Sampling, sample_rows
 from graphengine.kernels.argmax import argmax_rows
@@ -192,7 +193,7 @@ def test_small_and_large_temperatures() -> None:
 def test_refusals(options: dict[str, Any], message: str) -> None:
     """Bug: a value without a meaning is taken, or silently ignored."""
     with pytest.raises(ValueError, match=message):
-        Sampling(**options)
+        SamplingParams(**options)
 
 
 # --- the engine ---

@@ -27,12 +27,15 @@ from graphengine.kernels.gated_delta_prefill_kernels import (
     prepare_kernel,
     scan_kernel,
 )
+from graphengine.kernels.gated_delta_scan_kernels import ROWS as STATE_ROWS
+from graphengine.kernels.gated_delta_scan_kernels import delta_scan_kernel
 from graphengine.kernels.interpreter import INTERPRET
 from graphengine.kernels.launch import on_grid, pdl_options
 
 CHUNK = 32  # 64 took 1.5 times as long on an H200: what a chunk solves goes by its cube
 CONVOLVED_ROWS, CONVOLVED_COLUMNS = 8, 512  # of a program
 SCANNED_ROWS = 16  # of a state in a program: as many as a product has rows at least
+MANY_ROWS = 512  # whose chunks fill the GPU: there a warp alone prepares one
 
 
 class Pieces(NamedTuple):
@@ -63,7 +66,7 @@ def gated_delta_prefill_(
     """Outputs of every piece's rows, and its slot's window and state behind them.
 
     Three launches whatever the pieces are, so that a graph can hold them: the convolution; what
-    every chunk leaves for the scan; the scan of the chunks, which also moves the windows.
+    every chunk leaves for the scan, which also moves the windows; the scan of the chunks.
 
     Args: as for `gated_delta_verify_`; rows of no piece are left alone. No two pieces share a slot,
         nor does one that is kept.
@@ -87,7 +90,8 @@ def gated_delta_prefill_(
     factors_XN4 = states_SNVK.new_empty(num_blocks, N, 4, CHUNK)
     chunked = convolved_TC, tiles_XN3, factors_XN4
     strides = projected.stride(-2), projected.stride(0) if num_splits > 1 else 0
-    common = {"Z": num_splits, **pdl_options(projected.device)}
+    pdl = pdl_options(projected.device)
+    common = {"Z": num_splits, **pdl}
     shape = {"N": N, "NK": (C // K - N) // 2, "K": K, "CHUNK": CHUNK}
     columns = min(C & -C, CONVOLVED_COLUMNS)
     on_grid(convolve_kernel, ((T + CONVOLVED_ROWS - 1) // CONVOLVED_ROWS, C // columns, R))(
@@ -99,20 +103,31 @@ def gated_delta_prefill_(
         **common,
     )
     on_grid(prepare_kernel, ((T + CHUNK - 1) // CHUNK, N, R))(
-        *(projected, a_log_N, dt_bias_N, *pieces[:2], *chunked, *strides, K**-0.5),
+        *(projected, a_log_N, dt_bias_N, windows_S3C, *pieces, *chunked, *strides, K**-0.5),
         **shape,
-        num_warps=2,
+        num_warps=1 if T >= MANY_ROWS else 2,
         **common,
     )
+    scanned = states_SNVK, *pieces, *chunked, out_TNV
+    if _takes_scan(out_TNV):
+        grid = N * (K // STATE_ROWS.value), R
+        on_grid(delta_scan_kernel, grid)(*scanned, **shape, num_warps=4, **pdl)
+        return
     tile = min(K, SCANNED_ROWS)
     on_grid(scan_kernel, (N * (K // tile), R))(
-        *(projected, *pools, *pieces, *chunked, out_TNV, *strides),
+        *scanned,
         **shape,
         BV=tile,
         num_warps=4,
         num_stages=2,
-        **common,
+        **pdl,
     )
+
+
+def _takes_scan(out_TNV: torch.Tensor) -> bool:
+    """Whether the scan of Hopper's own products takes these: 16 bits, heads of 128."""
+    is_hopper = out_TNV.is_cuda and torch.cuda.get_device_capability(out_TNV.device)[0] == 9
+    return is_hopper and out_TNV.element_size() == 2 and out_TNV.shape[2] == 128
 
 
 def gated_delta_prefill_reference_(

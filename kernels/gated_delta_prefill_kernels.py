@@ -119,12 +119,42 @@ def block_of(begin, piece, chunk, head, N: tl.constexpr, CHUNK: tl.constexpr):
 
 
 @triton.jit
+def move_window(
+    projected,
+    window,
+    to,
+    last,
+    column,
+    begin,
+    end,
+    is_fresh,
+    row_stride,
+    split_stride,
+    Z: tl.constexpr,
+    C: tl.constexpr,
+):
+    """Writes the three columns in front of row `last`; a short piece keeps some of its window."""
+    tap = tl.arange(0, 4)
+    columns = raw_columns(  # pyright: ignore
+        *(projected, window, last - 3 + tap, column, begin, end, is_fresh),
+        *(row_stride, split_stride, Z, C),
+    )
+    tl.debug_barrier()  # all is read before any is written: `to` may be the window, a tap a warp's
+    tl.store(to + tap[:, None] * C + column[None, :], columns, mask=(tap < 3)[:, None])
+
+
+@triton.jit
 def prepare_kernel(
     projected,
     a_log,
     dt_bias,
+    windows,
     begins,
     ends,
+    positions,
+    slots,
+    keeps,
+    kept_slots,
     convolved,
     tiles,
     factors,
@@ -184,37 +214,29 @@ def prepare_kernel(
     tl.store(to + CHUNK, tl.exp(whole - total))
     tl.store(to + 2 * CHUNK, tl.exp(total) * q_norm)
     tl.store(to + 3 * CHUNK, tl.exp(whole) + tl.zeros_like(total))
-
-
-@triton.jit
-def move_window(
-    projected,
-    window,
-    to,
-    last,
-    column,
-    begin,
-    end,
-    is_fresh,
-    row_stride,
-    split_stride,
-    Z: tl.constexpr,
-    C: tl.constexpr,
-):
-    """Writes the three columns in front of row `last`; a short piece keeps some of its window."""
-    tap = tl.arange(0, 4)
-    columns = raw_columns(  # pyright: ignore
-        *(projected, window, last - 3 + tap, column, begin, end, is_fresh),
-        *(row_stride, split_stride, Z, C),
-    )
-    tl.debug_barrier()  # all is read before any is written: `to` may be the window, a tap a warp's
-    tl.store(to + tap[:, None] * C + column[None, :], columns, mask=(tap < 3)[:, None])
+    if first + CHUNK >= end:  # the convolution has read the windows
+        slot, kept_slot = tl.load(slots + piece).to(tl.int64), tl.load(kept_slots + piece)
+        window, kept = windows + slot * 3 * C, windows + kept_slot.to(tl.int64) * 3 * C
+        is_fresh = (tl.load(positions + piece) == 0).to(tl.int32)
+        keep, dim = begin + tl.load(keeps + piece), tl.arange(0, K)
+        for part in tl.static_range(3):  # pyright: ignore[reportGeneralTypeIssues]
+            column = 2 * NK * K + head * K + dim
+            if part > 0:
+                column = (part - 1) * NK * K + head // GROUP * K + dim
+            if part == 0 or head % GROUP == 0:
+                if keep > begin:
+                    move_window(  # pyright: ignore
+                        *(projected, window, kept, keep, column, begin, end, is_fresh),
+                        *(row_stride, split_stride, Z, C),
+                    )
+                move_window(  # pyright: ignore
+                    *(projected, window, window, end, column, begin, end, is_fresh),
+                    *(row_stride, split_stride, Z, C),
+                )
 
 
 @triton.jit
 def scan_kernel(
-    projected,
-    windows,
     states,
     begins,
     ends,
@@ -226,14 +248,11 @@ def scan_kernel(
     tiles,
     factors,
     out,
-    row_stride,
-    split_stride,
     N: tl.constexpr,
     NK: tl.constexpr,
     K: tl.constexpr,
     CHUNK: tl.constexpr,
     BV: tl.constexpr,
-    Z: tl.constexpr,
     PDL: tl.constexpr,
 ):
     if PDL:  # and no early launch: a verify reads states and windows before its own wait
@@ -297,16 +316,3 @@ def scan_kernel(
         if first + CHUNK == keep:
             tl.store(states + kept_slot * N * K * K + at_VK, state)
     tl.store(held, state)
-    window, kept = windows + slot * 3 * C, windows + kept_slot * 3 * C
-    for part in tl.static_range(3):  # pyright: ignore[reportGeneralTypeIssues]
-        column = v_at if part == 0 else tl.arange(0, K) + head // GROUP * K + (part - 1) * NK * K
-        if part == 0 or ((tile == 0) & (head % GROUP == 0)):
-            if keep > begin:
-                move_window(  # pyright: ignore
-                    *(projected, window, kept, keep, column, begin, end, is_fresh),
-                    *(row_stride, split_stride, Z, C),
-                )
-            move_window(  # pyright: ignore
-                *(projected, window, window, end, column, begin, end, is_fresh),
-                *(row_stride, split_stride, Z, C),
-            )

@@ -35,7 +35,7 @@ from graphengine.kernels.launch import on_grid, pdl_options
 CHUNK = 32  # 64 took 1.5 times as long on an H200: what a chunk solves goes by its cube
 CONVOLVED_ROWS, CONVOLVED_COLUMNS = 8, 512  # of a program
 SCANNED_ROWS = 16  # of a state in a program: as many as a product has rows at least
-MANY_ROWS = 512  # whose chunks fill the GPU: there a warp alone prepares one
+MANY_ROWS = 2048  # whose chunks fill the GPU: there a warp alone prepares one
 
 
 class Pieces(NamedTuple):

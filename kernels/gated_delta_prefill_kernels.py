@@ -6,6 +6,9 @@
     scan       a tile [BV, K] of a head's state through the chunks of a piece, in matrix products:
                values are rows, so that a product's sums are the next one's left operand
 
+The first two let a successor begin when they are done, not as they begin: a waiting scan takes
+registers from chunks that are prepared beside it (a layer of 2,048 rows, 32 heads: 209 -> 169 us).
+
 Keys and queries stay as they were convolved: their norms, beta and what fades are factors of the
 matrices and vectors that `prepare` leaves.
 
@@ -80,7 +83,6 @@ def convolve_kernel(
     PDL: tl.constexpr,
 ):
     if PDL:
-        gdc_launch_dependents()
         gdc_wait()
     piece = tl.program_id(2)
     begin, end = tl.load(begins + piece), tl.load(ends + piece)
@@ -110,6 +112,8 @@ def convolve_kernel(
             total = x_0 * oldest + x_1 * tap_1 + x_2 * tap_2 + x_3 * newest
             tl.store(out + row.to(tl.int64) * C + column, silu(total).to(dtype), mask=live)
         x_0, x_1, x_2 = x_1, x_2, x_3
+    if PDL:
+        gdc_launch_dependents()
 
 
 @triton.jit
@@ -169,7 +173,6 @@ def prepare_kernel(
     PDL: tl.constexpr,
 ):
     if PDL:
-        gdc_launch_dependents()
         gdc_wait()
     GROUP: tl.constexpr = N // NK
     C: tl.constexpr = 2 * NK * K + N * K
@@ -214,6 +217,8 @@ def prepare_kernel(
     tl.store(to + CHUNK, tl.exp(whole - total))
     tl.store(to + 2 * CHUNK, tl.exp(total) * q_norm)
     tl.store(to + 3 * CHUNK, tl.exp(whole) + tl.zeros_like(total))
+    if PDL:
+        gdc_launch_dependents()
     if first + CHUNK >= end:  # the convolution has read the windows
         slot, kept_slot = tl.load(slots + piece).to(tl.int64), tl.load(kept_slots + piece)
         window, kept = windows + slot * 3 * C, windows + kept_slot.to(tl.int64) * 3 * C

@@ -6,9 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from graphengine.kernels.gated_delta_prefill import CHUNK, Pieces, gated_delta_prefill_
+from graphengine.kernels.gated_delta_prefill import CHUNK, MANY_ROWS, Pieces, gated_delta_prefill_
 from graphengine.kernels.interpreter import INTERPRET
-from tests.kernels.test_gated_delta import HALF, K, Layer, close, make, oracle, project
+from tests.kernels import test_gated_delta
+from tests.kernels.test_gated_delta import HALF, Layer, close, make, oracle, project
 
 HEADS = (1, 2)
 # Of a chunk's border; interpreted, each costs a second or more.
@@ -18,8 +19,9 @@ LENGTHS = [1, 2, CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK + 5]
 def run(layer: Layer, projected: Tensor, pieces: list[tuple[int, ...]]) -> Tensor:
     """Args: pieces: (begin, end, position of the first row, slot, rows to keep, their slot)."""
     pieces = [(*piece, 0, 0)[:6] for piece in pieces]
-    rows, device = projected.shape[-2], projected.device
-    out = layer.windows_S3C.new_full((rows, HEADS[1], K), float("nan"))
+    shape = projected.shape[-2], *layer.states_SNVK.shape[1:3]
+    device = projected.device
+    out = layer.windows_S3C.new_full(shape, float("nan"))
     columns = torch.tensor(pieces, dtype=torch.int32, device=device).T.contiguous()
     gated_delta_prefill_(projected, *layer, Pieces(*columns), out)
     return out
@@ -47,6 +49,32 @@ def test_one_piece(device: str, dtype: torch.dtype, length: int) -> None:
     close(out, expected, 3e-6 if dtype == torch.float32 else 4e-3)
     close(layer.states_SNVK[2], state, 4e-6 if dtype == torch.float32 else 2e-5)
     assert torch.equal(layer.windows_S3C[2], window)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_heads_as_published(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
+    """Bug: another stage of the ring, tile of a state or key head is read, rows of the next piece
+    are, a chunk that one warp prepares is another than that of two, or nothing is kept."""
+    monkeypatch.setattr(test_gated_delta, "K", 128)
+    heads, lengths, keep = (2, 6), (MANY_ROWS - 40, 200, 1, 33), 3 * CHUNK
+    layer = make(heads, 9, "cuda", dtype)
+    projected = project(sum(lengths), heads, "cuda", dtype, seed=5)
+    begin, pieces = 0, list[tuple[int, ...]]()
+    for slot, length in enumerate(lengths, 1):
+        kept = (keep, slot + 4) if length > keep else (0, 0)
+        pieces.append((begin, begin + length, slot == 2, slot, *kept))
+        begin += length
+    before = Layer(*(x.clone() for x in layer))
+    out = run(layer, projected, pieces)
+    for begin, end, position, slot, rows, kept in pieces:
+        own = before if position else fresh(before)
+        for count, place in ((end - begin, slot), (rows, kept)):
+            if count:
+                expected, state, window = oracle(own, slot, projected[begin:end], count)
+                close(out[begin:end], expected, 3e-6 if dtype == torch.float32 else 4e-3)
+                close(layer.states_SNVK[place], state, 2e-5)
+                assert torch.equal(layer.windows_S3C[place], window)
 
 
 def test_pieces_of_a_prompt_are_the_whole(device: str) -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from graphengine.kernels.interpreter import INTERPRET
-from graphengine.kernels.output_gate import output_gate
+from graphengine.kernels.output_gate import MANY_ROWS, output_gate
 from graphengine.kernels.qk_norm_rope import sum_partials
 
 HALF = torch.float16 if INTERPRET else torch.bfloat16
@@ -17,7 +17,12 @@ BOUNDS: dict[torch.dtype, dict[str, Any]] = {
     torch.float32: {"rtol": 2e-6, "atol": 2e-6},
     HALF: {"rtol": 8e-3, "atol": 1e-3},
 }
-SHAPES = {"one row": (1, 4, 16), "heads of no whole program": (5, 6, 32), "wide": (3, 2, 256)}
+SHAPES = {
+    "one row": (1, 4, 16),
+    "heads of no whole program": (5, 6, 32),
+    "wide": (3, 2, 256),
+    "many rows": (MANY_ROWS + 2, 12, 16),
+}
 
 
 def make(device: str, shape: tuple[int, int, int], dtype: torch.dtype, splits: int):
@@ -39,6 +44,8 @@ def test_gated_norm(device: str, shape: str, dtype: torch.dtype, splits: int) ->
     """Bug: another head's or row's gate, a norm over all heads, silu of an unrounded z."""
     from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5RMSNormGated
 
+    if INTERPRET and shape == "many rows":
+        pytest.skip("takes long interpreted")
     x, projected, begin, z = make(device, SHAPES[shape], dtype, splits)
     theirs = Qwen3_5RMSNormGated(x.shape[-1], eps=EPS).to(device)
     theirs.weight.data.normal_()

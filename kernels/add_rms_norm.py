@@ -41,11 +41,18 @@ def add_rms_norm_reference(
     sum_TD = sum_partials(update, torch.float32).float()
     if h_TD is not None:
         sum_TD = h_TD.float() + sum_TD
-    dtype = weight_D.dtype if h_TD is None else h_TD.dtype
+    dtype = _like(h_TD, update, weight_D).dtype
     h_TD = sum_TD.to(dtype, copy=True)  # an op's results may not be its arguments
     x_TD = h_TD.float()
     x_TD = x_TD * torch.rsqrt(x_TD.square().mean(-1, keepdim=True) + eps) * weight_D.float()
     return h_TD, x_TD.to(dtype)
+
+
+def _like(h_TD: torch.Tensor | None, update: torch.Tensor, weight_D: torch.Tensor) -> torch.Tensor:
+    """Whose dtype the results have."""
+    if h_TD is not None:
+        return h_TD
+    return weight_D if update.dim() == 3 else update
 
 
 def add_rms_norm(
@@ -60,7 +67,8 @@ def add_rms_norm(
     h[t] = round(h[t] + sum_z update[z, t]);  x[t] = h[t] * rsqrt(mean(h[t]^2) + eps) * weight
 
     Args:
-        h_TD: contiguous [T, D], bf16, fp16 or fp32; None is zero, in weight's dtype.
+        h_TD: contiguous [T, D], bf16, fp16 or fp32; None is zero, in update's dtype, or in weight's
+            where that is partial sums.
         update: contiguous [T, D] in h's dtype, or fp32 partial sums [Z, T, D].
         weight_D: [D], h's dtype, or fp32 for a weight that it cannot hold (`1 + w`).
         early: let the next kernel start beside the one before this, not behind it. Measured, not
@@ -138,7 +146,7 @@ def _launch(h, update, weight, eps, early, F):
             f"h {None if h is None else tuple(h.shape)}, update {tuple(update.shape)}, weight "
             f"{tuple(weight.shape)}: need [T, D], [T, D] or [Z, T, D], and [D]"
         )
-    dtype = weight.dtype if h is None else h.dtype
+    dtype = _like(h, update, weight).dtype
     wanted = torch.float32 if update.dim() == 3 else dtype
     if update.dtype != wanted or weight.dtype not in (dtype, torch.float32):
         raise ValueError(
@@ -185,7 +193,7 @@ def _add_rms_norm_op(h, update, weight, eps, early):
 
 @_add_rms_norm_op.register_fake
 def _(h, update, weight, eps, early):
-    x = (weight if h is None else h).new_empty(update.shape[-2:])
+    x = _like(h, update, weight).new_empty(update.shape[-2:])
     return x, torch.empty_like(x)
 
 
@@ -200,5 +208,5 @@ def _add_rms_norm_fp8_op(h, update, weight, eps, num_fp8):
 
 @_add_rms_norm_fp8_op.register_fake
 def _(h, update, weight, eps, num_fp8):
-    x = (weight if h is None else h).new_empty(update.shape[-2:])
+    x = _like(h, update, weight).new_empty(update.shape[-2:])
     return x, *empty_fp8(x, num_fp8)

@@ -44,8 +44,11 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
         eps: added to the mean square.
 
     Returns:
-        [..., D] in x's dtype; computed in float32, rounded once.
+        [..., D] in x's dtype; computed in float32, rounded once. One kernel on a GPU, or what
+        Inductor fuses it into.
     """
+    if x.is_cuda and x.dim() == 2 and not torch.compiler.is_compiling():
+        return kernels.add_rms_norm(None, x, weight, eps)[1]
     x32 = x.float()
     scale = torch.rsqrt(x32.square().mean(-1, keepdim=True) + eps)
     return (x32 * scale * weight.float()).to(x.dtype)

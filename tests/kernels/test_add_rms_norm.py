@@ -54,6 +54,14 @@ def test_matches_the_formula(device, dtype, T, D, Z, adds, early) -> None:
         assert torch.equal(x, add_rms_norm(None, h_out, weight, EPS, early)[1])
 
 
+def test_rows_alone_under_a_weight_in_float32(device) -> None:
+    """Bug: a hybrid's embedded rows become float32, as the weights of its norms are."""
+    rows, _, weight = inputs(device, torch.bfloat16, 3, 2560, 0)
+    h_out, x = add_rms_norm(None, rows, weight.float() + 1e-3, EPS)
+    assert x.dtype == torch.bfloat16 and torch.equal(h_out, rows)
+    close(x, expected(None, rows, weight.float() + 1e-3)[1], torch.bfloat16)
+
+
 @pytest.mark.parametrize(("T", "D", "Z"), SHAPES)
 def test_split_holds_the_normed_rows(device, T, D, Z) -> None:
     """Bug: hi and lo exchange places, a row gets its neighbour's scale, or the split is of values

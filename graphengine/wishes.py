@@ -168,8 +168,6 @@ def as_list(prompts: Any) -> list[Any]:
 def _items(prompt: Any) -> list[Any]:
     """The entries of a list. What iterates over something else, a message over its keys and bytes
     over numbers, is none; arrays and tensors are the numbers that they hold. Raises: ValueError."""
-    if type(prompt) is list:
-        return list(prompt)
     if not isinstance(prompt, Mapping) and callable(getattr(prompt, "tolist", None)):
         prompt = prompt.tolist()
     if isinstance(prompt, Mapping | bytes | bytearray) or not isinstance(prompt, Iterable):
@@ -191,7 +189,7 @@ def _encode(built: Built, prompt: Any, raw: bool) -> list[int]:
     if not isinstance(prompt, str):
         prompt = _items(prompt)
         kinds = set(map(type, prompt))
-        if kinds == {int} or all(issubclass(kind, Integral) for kind in kinds):
+        if all(issubclass(kind, Integral) for kind in kinds):
             prompt = prompt if kinds <= {int} else [int(token) for token in prompt]  # numpy's
             vocab = built.target.vocab_size
             if prompt and not 0 <= min(prompt) <= max(prompt) < vocab:

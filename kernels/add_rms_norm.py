@@ -41,14 +41,14 @@ def add_rms_norm_reference(
     sum_TD = sum_partials(update, torch.float32).float()
     if h_TD is not None:
         sum_TD = h_TD.float() + sum_TD
-    dtype = _like(h_TD, update, weight_D).dtype
+    dtype = like(h_TD, update, weight_D).dtype
     h_TD = sum_TD.to(dtype, copy=True)  # an op's results may not be its arguments
     x_TD = h_TD.float()
     x_TD = x_TD * torch.rsqrt(x_TD.square().mean(-1, keepdim=True) + eps) * weight_D.float()
     return h_TD, x_TD.to(dtype)
 
 
-def _like(h_TD: torch.Tensor | None, update: torch.Tensor, weight_D: torch.Tensor) -> torch.Tensor:
+def like(h_TD: torch.Tensor | None, update: torch.Tensor, weight_D: torch.Tensor) -> torch.Tensor:
     """Whose dtype the results have."""
     if h_TD is not None:
         return h_TD
@@ -146,7 +146,7 @@ def _launch(h, update, weight, eps, early, F):
             f"h {None if h is None else tuple(h.shape)}, update {tuple(update.shape)}, weight "
             f"{tuple(weight.shape)}: need [T, D], [T, D] or [Z, T, D], and [D]"
         )
-    dtype = _like(h, update, weight).dtype
+    dtype = like(h, update, weight).dtype
     wanted = torch.float32 if update.dim() == 3 else dtype
     if update.dtype != wanted or weight.dtype not in (dtype, torch.float32):
         raise ValueError(
@@ -193,7 +193,7 @@ def _add_rms_norm_op(h, update, weight, eps, early):
 
 @_add_rms_norm_op.register_fake
 def _(h, update, weight, eps, early):
-    x = _like(h, update, weight).new_empty(update.shape[-2:])
+    x = like(h, update, weight).new_empty(update.shape[-2:])
     return x, torch.empty_like(x)
 
 
@@ -208,5 +208,5 @@ def _add_rms_norm_fp8_op(h, update, weight, eps, num_fp8):
 
 @_add_rms_norm_fp8_op.register_fake
 def _(h, update, weight, eps, num_fp8):
-    x = _like(h, update, weight).new_empty(update.shape[-2:])
+    x = like(h, update, weight).new_empty(update.shape[-2:])
     return x, *empty_fp8(x, num_fp8)

@@ -27,15 +27,16 @@ from graphengine.kernels.gated_delta_prefill_kernels import (
     prepare_kernel,
     scan_kernel,
 )
-from graphengine.kernels.gated_delta_scan_kernels import ROWS as STATE_ROWS
-from graphengine.kernels.gated_delta_scan_kernels import delta_scan_kernel
+from graphengine.kernels.gated_delta_scan_kernels import STATE_ROWS, delta_scan_kernel
 from graphengine.kernels.interpreter import INTERPRET
 from graphengine.kernels.launch import on_grid, pdl_options
 
 CHUNK = 32  # 64 took 1.5 times as long on an H200: what a chunk solves goes by its cube
 CONVOLVED_ROWS, CONVOLVED_COLUMNS = 8, 512  # of a program
 SCANNED_ROWS = 16  # of a state in a program: as many as a product has rows at least
-MANY_ROWS = 2048  # whose chunks fill the GPU: there a warp alone prepares one
+# Whose chunks fill the GPU: there a warp alone prepares one, 54 -> 42 us on an H100; 128 rows in
+# 14.9 instead of 11.7.
+MANY_ROWS = 2048
 
 
 class Pieces(NamedTuple):
@@ -66,7 +67,7 @@ def gated_delta_prefill_(
     """Outputs of every piece's rows, and its slot's window and state behind them.
 
     Three launches whatever the pieces are, so that a graph can hold them: the convolution; what
-    every chunk leaves for the scan, which also moves the windows; the scan of the chunks.
+    every chunk leaves for the scan, and the windows behind the pieces; the scan of the chunks.
 
     Args: as for `gated_delta_verify_`; rows of no piece are left alone. No two pieces share a slot,
         nor does one that is kept.

@@ -29,7 +29,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_wait
 
-ROWS = gl.constexpr(64)  # of a state: what a warpgroup multiplies at least
+STATE_ROWS = gl.constexpr(64)  # of a state: what a warpgroup multiplies at least
 STAGES = gl.constexpr(4)
 
 
@@ -43,7 +43,8 @@ def _halves(x, LAYOUT: gl.constexpr, dtype: gl.constexpr):
 
 @gluon.jit
 def _fetch(ring, io, work, c, CHUNK: gl.constexpr, K: gl.constexpr):
-    """Begins to read what a chunk needs into its stage; nothing behind the last one."""
+    """Begins to read what a chunk needs into its stage: zeros for rows behind the piece's end, and
+    for all of a chunk behind the last. Of the factors the last, one number, is not read there."""
     q_smem, k_smem, v_smem, tile_smem, factor_smem = ring
     q_at, k_at, v_at, C, tiles, factors, N = io
     begin, end, num_chunks, block = work
@@ -56,9 +57,9 @@ def _fetch(ring, io, work, c, CHUNK: gl.constexpr, K: gl.constexpr):
     base = first.to(gl.int64) * C
     async_copy.async_copy_global_to_shared(k_smem.index(slot), k_at + base + at, mask=row < left)
     async_copy.async_copy_global_to_shared(q_smem.index(slot), q_at + base + at, mask=row < left)
-    HALF: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    row = gl.arange(0, CHUNK, gl.SliceLayout(1, HALF))[:, None]
-    at = row * C + gl.arange(0, ROWS, gl.SliceLayout(0, HALF))[None, :]
+    NARROW: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    row = gl.arange(0, CHUNK, gl.SliceLayout(1, NARROW))[:, None]
+    at = row * C + gl.arange(0, STATE_ROWS, gl.SliceLayout(0, NARROW))[None, :]
     async_copy.async_copy_global_to_shared(v_smem.index(slot), v_at + base + at, mask=row < left)
     SQUARE: gl.constexpr = gl.BlockedLayout([1, 8], [8, 4], [4, 1], [1, 0])
     row = gl.arange(0, CHUNK, gl.SliceLayout(1, SQUARE))[:, None]
@@ -78,11 +79,11 @@ def _fetch(ring, io, work, c, CHUNK: gl.constexpr, K: gl.constexpr):
 
 
 @gluon.jit
-def _show(o_smem, to, left, N: gl.constexpr, K: gl.constexpr):
+def _store_outputs(o_smem, to, left, N: gl.constexpr, K: gl.constexpr):
     """Writes a chunk's outputs, of which so many rows are there."""
     OUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     row = gl.arange(0, o_smem.shape[0], gl.SliceLayout(1, OUT))[:, None]
-    col = gl.arange(0, ROWS, gl.SliceLayout(0, OUT))[None, :]
+    col = gl.arange(0, STATE_ROWS, gl.SliceLayout(0, OUT))[None, :]
     gl.store(to + (row * (N * K) + col), o_smem.load(OUT), mask=row < left)
 
 
@@ -108,7 +109,7 @@ def delta_scan_kernel(
     if PDL:  # and no early launch: a verify reads states before its own wait
         gdc_wait()
     GROUP: gl.constexpr = N // NK
-    TILES: gl.constexpr = K // ROWS
+    TILES: gl.constexpr = K // STATE_ROWS
     C: gl.constexpr = 2 * NK * K + N * K
     dtype: gl.constexpr = out.dtype.element_ty
     head, tile, piece = gl.program_id(0) // TILES, gl.program_id(0) % TILES, gl.program_id(1)
@@ -123,9 +124,9 @@ def delta_scan_kernel(
     OF_STATE: gl.constexpr = gl.DotOperandLayout(0, VALUES, 2)
     OF_VALUES: gl.constexpr = gl.DotOperandLayout(0, STATE, 2)
     OF_CHUNK: gl.constexpr = gl.SliceLayout(0, VALUES)
-    value = gl.arange(0, ROWS, gl.SliceLayout(1, STATE))[:, None]
+    value = gl.arange(0, STATE_ROWS, gl.SliceLayout(1, STATE))[:, None]
     at_VK = value * K + gl.arange(0, K, gl.SliceLayout(0, STATE))[None, :]
-    states += (head * K + tile * ROWS) * K
+    states += (head * K + tile * STATE_ROWS) * K
     held = states + slot * (N * K * K)
     state = gl.load(held + at_VK, mask=is_old & (value >= 0), other=0.0)
     num_chunks = (end - begin + CHUNK - 1) // CHUNK
@@ -136,21 +137,21 @@ def delta_scan_kernel(
     ROWWISE: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [1, 0])
     q_smem = gl.allocate_shared_memory(dtype, [STAGES, CHUNK, K], KEYS)
     k_smem = gl.allocate_shared_memory(dtype, [STAGES, CHUNK, K], KEYS)
-    v_smem = gl.allocate_shared_memory(dtype, [STAGES, CHUNK, ROWS], ROWWISE)
+    v_smem = gl.allocate_shared_memory(dtype, [STAGES, CHUNK, STATE_ROWS], ROWWISE)
     tile_smem = gl.allocate_shared_memory(dtype, [STAGES * 3, CHUNK, CHUNK], TILE)
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     factor_smem = gl.allocate_shared_memory(gl.float32, [STAGES, 4 * CHUNK], FLAT)
-    o_smem = gl.allocate_shared_memory(dtype, [CHUNK, ROWS], ROWWISE)
+    o_smem = gl.allocate_shared_memory(dtype, [CHUNK, STATE_ROWS], ROWWISE)
     ring = q_smem, k_smem, v_smem, tile_smem, factor_smem
     q_at = convolved + head // GROUP * K
-    v_at = convolved + 2 * NK * K + head * K + tile * ROWS
+    v_at = convolved + 2 * NK * K + head * K + tile * STATE_ROWS
     io = q_at, q_at + NK * K, v_at, C, tiles, factors, N
     work = begin, end, num_chunks, block
     for c in gl.static_range(STAGES - 1):
         _fetch(ring, io, work, c, CHUNK, K)
 
-    to = out + head * K + tile * ROWS
-    zeros = gl.zeros([ROWS, CHUNK], gl.float32, VALUES)
+    to = out + head * K + tile * STATE_ROWS
+    zeros = gl.zeros([STATE_ROWS, CHUNK], gl.float32, VALUES)
     for c in range(num_chunks):
         stage = c % STAGES
         first = begin + c * CHUNK
@@ -168,7 +169,7 @@ def delta_scan_kernel(
         factor = factor_smem.index(stage)
         k_factor = factor.slice(0, CHUNK).load(OF_CHUNK)
         if c > 0:  # while the tensor cores work
-            _show(o_smem, to + (first - CHUNK).to(gl.int64) * (N * K), CHUNK, N, K)
+            _store_outputs(o_smem, to + (first - CHUNK).to(gl.int64) * (N * K), CHUNK, N, K)
         known = warpgroup_mma_wait(2, deps=(known,))
         high, low = _halves(v - known * k_factor[None, :], OF_VALUES, dtype)
         solve = tile_smem.index(stage * 3).permute((1, 0))
@@ -193,5 +194,5 @@ def delta_scan_kernel(
             gl.store(states + kept_slot * (N * K * K) + at_VK, state)
     async_copy.wait_group(0)
     first = (num_chunks - 1) * CHUNK + begin
-    _show(o_smem, to + first.to(gl.int64) * (N * K), end - first, N, K)
+    _store_outputs(o_smem, to + first.to(gl.int64) * (N * K), end - first, N, K)
     gl.store(held + at_VK, state)

@@ -148,8 +148,8 @@ def declarations(cls: type) -> Mapping[str, Declaration]:
 class Checked:
     """A value whose options are in their ranges, or that does not come into being.
 
-    What was left at its default is not looked at: a request asks for two of its thirty options, and
-    its first token waits for these checks.
+    What is its default is not looked at: a request names few of its options, and its first token
+    waits for these checks.
     """
 
     __slots__ = ()

@@ -19,6 +19,7 @@ Legend: n rows, B blocks, R prompts, W pages a prompt, V vocabulary.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping, Sequence
 from functools import partial
 from itertools import accumulate, pairwise
@@ -98,6 +99,16 @@ class Sent(NamedTuple, Generic[Array]):
         return cls(ids, start, end, owner, last, *by_prompt)
 
 
+class Upload(NamedTuple):
+    """The host's side of `Sent`, pinned where there is a GPU. NumPy's views, since torch takes 3 us
+    to write a number and 0.1 for each of a list."""
+
+    flat_X: np.ndarray[Any, Any]
+    sent: Sent[np.ndarray[Any, Any]]
+    copies: list[tuple[Tensor, Tensor]]  # to the device and from here, by number of prompts
+    is_free: torch.cuda.Event | None  # behind the last run that read it
+
+
 class ChunkBuffers(NamedTuple):
     """At fixed addresses: what was sent, what is made of it, and what a run has given."""
 
@@ -133,14 +144,7 @@ class FixedChunk:
             ids_R=longs(most),
         )
         buffers.sent.start_B.fill_(NO_PROMPT)
-        # Not pinned: of such memory a copy has taken what it needs when it returns, so one buffer
-        # serves all runs; up to 64 KB it waits for nothing (11 us beside a busy H100). NumPy's
-        # views, since torch takes 3 us to write a number and 0.1 for each of a list.
-        host_X = torch.zeros(self._flat_X.shape, dtype=torch.int32)
-        self._host_X = host_X.numpy()
-        self._host = self._parts(self._host_X)
-        used = [len(host_X) - (most - 1 - k) * width for k in range(most)]
-        self._uploads = [(self._flat_X[:n], host_X[:n]) for n in used]
+        self._uploads = deque([self._new_upload()])
         where = buffers.table_BW, buffers.sent.start_B
         attention: Attention = BlockAttention(config, CAUSAL, *where, BLOCK, padded=NO_PROMPT)
         if is_long:
@@ -181,6 +185,24 @@ class FixedChunk:
         parts = names.chunk_name(self.size), self._head, self._ends, self._tail
         self._runners = capture_ends(*parts, (), pool, whole=whole)
 
+    def _new_upload(self) -> Upload:
+        flat_X, most = self._flat_X, self.num_prompts
+        host_X = torch.zeros(flat_X.shape, dtype=torch.int32, pin_memory=flat_X.is_cuda)
+        width = self._buffers.sent.pages_RW.shape[1]
+        used = [len(flat_X) - (most - 1 - k) * width for k in range(most)]
+        copies = [(flat_X[:n], host_X[:n]) for n in used]
+        is_free = torch.cuda.Event() if flat_X.is_cuda else None
+        return Upload(host_X.numpy(), self._parts(host_X.numpy()), copies, is_free)
+
+    def _next_upload(self) -> Upload:
+        """One that no run still reads: the oldest, or where that is in use a new one."""
+        oldest = self._uploads[0]
+        if oldest.is_free is None or oldest.is_free.query():
+            self._uploads.rotate(-1)
+        else:
+            self._uploads.append(self._new_upload())
+        return self._uploads[-1]
+
     def _parts(self, flat_X: Array) -> Sent[Array]:
         return Sent.of(flat_X, self.size, self.size // self.block, self.num_prompts)
 
@@ -195,8 +217,9 @@ class FixedChunk:
 
         Mutates: the K/V of the rows, what the proposer keeps of them.
         """
-        sent, block = self._host, 0
-        self._host_X.fill(0)
+        upload = self._next_upload()
+        sent, block = upload.sent, 0
+        upload.flat_X.fill(0)
         sent.start_B.fill(NO_PROMPT)
         for k, (ids, begin, end, pages, *state) in enumerate(pieces):
             first, behind = block * self.block, block + pages_for(end - begin, self.block)
@@ -209,10 +232,12 @@ class FixedChunk:
                 sent.pieces_6R[:, k] = first, first + end - begin, begin, *state
             sent.pages_RW[k, : len(pages)] = pages
             block = behind
-        device_X, host_X = self._uploads[len(pieces) - 1]
+        device_X, host_X = upload.copies[len(pieces) - 1]
         device_X.copy_(host_X, non_blocking=True)
         end = GOES_ON if goes_on and GOES_ON in self._runners else FIRST_TOKEN
         self._runners[end].run()
+        if upload.is_free is not None:
+            upload.is_free.record()
         return self._buffers.logits_RV, self._buffers.ids_R
 
 

@@ -39,8 +39,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Root-mean-square norm over the last dim: `x / sqrt(mean(x^2) + eps) * weight`.
 
     Args:
-        x: [..., D], any float dtype.
-        weight: [D].
+        x: [..., D], any float dtype; [T, D] on a GPU contiguous.
+        weight: [D], in x's dtype or float32.
         eps: added to the mean square.
 
     Returns:
@@ -88,7 +88,7 @@ def add_rms_norm(
         update: [T, D], or partial sums [Z, T, D] in float32.
         matrix, bias: what x goes into next.
     """
-    num_rows, ours = update.shape[-2], _takes_skinny(weight_D if h_TD is None else h_TD)
+    num_rows, ours = update.shape[-2], _takes_skinny(kernels.like(h_TD, update, weight_D))
     config = _config(num_rows, matrix) if ours and bias is None else None
     norm = (h_TD, update, weight_D, eps)
     if isinstance(matrix, Fp8Matrix):

@@ -101,6 +101,33 @@ def admitted(loop: DecodeLoop, prompts: list[list[int]]) -> tuple[list[int], lis
     return [output.token_ids[0] for output in outputs], found
 
 
+def test_what_is_on_its_way_is_not_written(loop: DecodeLoop) -> None:
+    """Bug: a chunk is told what the next one is, since its numbers were written over before the
+    device had read them."""
+    chunk = FixedChunk(loop.prefill.pair, 16)
+
+    class Event:
+        is_over = True
+
+        def query(self) -> bool:
+            return self.is_over
+
+        def record(self) -> None:
+            self.is_over = False
+
+    event: Any = Event()
+    chunk._uploads[0] = first = chunk._uploads[0]._replace(is_free=event)
+    pieces = [[Piece(prompt(9, seed), 0, 9, [1])] for seed in range(3)]
+    with torch.no_grad():
+        chunk.run(pieces[0])
+        sent = first.flat_X.copy()
+        chunk.run(pieces[1])
+        assert (first.flat_X == sent).all() and len(chunk._uploads) == 2
+        event.is_over = True
+        chunk.run(pieces[2])
+    assert (first.flat_X != sent).any() and len(chunk._uploads) == 2
+
+
 @pytest.mark.parametrize("length", BORDERS)
 def test_a_prompt_of_any_length(loop: DecodeLoop, length: int) -> None:
     """Bug: at a border a row is left out, run twice, or sees a key too few or too many: the first

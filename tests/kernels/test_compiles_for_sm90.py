@@ -191,8 +191,8 @@ def recur(B: int, G: int, N: int, splits: int = 0) -> None:
     gated_delta.gated_delta_commit_(layers, *pools, slots, first, start, kept, 16)
 
 
-def recur_chunks(T: int, R: int, N: int, K: int = 128) -> None:
-    NK, S = 16, 3
+def recur_chunks(T: int, R: int, N: int) -> None:
+    K, NK, S = 128, 16, 3
     C = (2 * NK + N) * K
     weights = empty(C, 4), empty(N, dtype=FP32), empty(N, dtype=FP32)
     pools = empty(S, 3, C), empty(S, N, K, K, dtype=FP32)
@@ -277,7 +277,7 @@ LAUNCHES: dict[str, Callable[[], Any]] = {
     ),
     # Qwen3.5-4B and 27B at batch 1 and 16, partial sums too.
     "recurrence": lambda: (recur(1, 16, 32), recur(16, 8, 48), recur(1, 1, 16, splits=2)),
-    "recurrence of a prompt": lambda: (recur_chunks(512, 1, 32), recur_chunks(256, 4, 48, 64)),
+    "recurrence of a prompt": lambda: (recur_chunks(2048, 1, 32), recur_chunks(256, 4, 48)),
     "SwiGLU": lambda: swiglu._launch(empty(512, 24576)),
     "gates of outputs": lambda: (
         output_gate._launch(empty(16, 32, 128), empty(16, 12352), 8192, empty(128), 1e-6),

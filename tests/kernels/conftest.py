@@ -23,8 +23,7 @@ CPU_AND_GPU = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 # Interpreted they take most of the time. Of each combination the others have every part: every way
 # to merge, page size, window and dtype; small tiles are for matrices that one of the others holds.
 LONG_IF_INTERPRETED = re.compile(
-    r"test_gated_norm\[cpu-.*many rows"
-    r"|test_every_number_of_live_splits\[cpu-6-launched"
+    r"test_every_number_of_live_splits\[cpu-6-launched"
     r"|test_(many_splits_of_few_rows|windows_merge)\[cpu-launched"
     r"|test_matches_sdpa\[cpu-\d+-.*-(True-dtype1|False-dtype0)"
     r"|test_page_sizes\[cpu-(3-40|24-None|32-40|64-None|128-40)"

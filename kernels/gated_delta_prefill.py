@@ -34,9 +34,7 @@ from graphengine.kernels.launch import on_grid, pdl_options
 CHUNK = 32  # 64 took 1.5 times as long on an H200: what a chunk solves goes by its cube
 CONVOLVED_ROWS, CONVOLVED_COLUMNS = 8, 512  # of a program
 SCANNED_ROWS = 16  # of a state in a program: as many as a product has rows at least
-# Whose chunks fill the GPU: there a warp alone prepares one, 54 -> 42 us on an H100; 128 rows in
-# 14.9 instead of 11.7.
-MANY_ROWS = 2048
+MANY_ROWS = 2048  # whose chunks fill the GPU: there one warp prepares each, else two
 
 
 class Pieces(NamedTuple):

@@ -22,7 +22,7 @@ from graphengine.kernels.interpreter import INTERPRET
 from graphengine.kernels.launch import on_grid, pdl_options
 from graphengine.kernels.qk_norm_rope import sum_partials
 
-HEADS, MANY_HEADS = 4, 8  # of a program; the latter for many rows: 2,048 in 17 us, not 23 (H100)
+HEADS, MANY_HEADS = 4, 8  # of a program; the latter where rows are many
 MANY_ROWS = 1024
 
 

@@ -191,8 +191,8 @@ class FixedChunk:
         width = self._buffers.sent.pages_RW.shape[1]
         used = [len(flat_X) - (most - 1 - k) * width for k in range(most)]
         copies = [(flat_X[:n], host_X[:n]) for n in used]
-        is_free = torch.cuda.Event() if flat_X.is_cuda else None
-        return Upload(host_X.numpy(), self._parts(host_X.numpy()), copies, is_free)
+        is_free, written_X = torch.cuda.Event() if flat_X.is_cuda else None, host_X.numpy()
+        return Upload(written_X, self._parts(written_X), copies, is_free)
 
     def _next_upload(self) -> Upload:
         """One that no run still reads: the oldest, or where that is in use a new one."""

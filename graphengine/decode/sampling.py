@@ -74,7 +74,7 @@ class Sampling:
 
     def numbered(self, index: int) -> Sampling:
         """The same for prompt `index` of a call: its seed is `seed + index`."""
-        if index == 0:
+        if index == 0:  # a first token waits for this, and `replace` asks for every field
             return self
         return replace(self, seed=(self.seed + index) % 2**NUM_SEED_BITS)
 

@@ -11,6 +11,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 from graphengine.config.constraint import Constraint
 from graphengine.decode.grammar import Grammars
 from graphengine.decode.kvcache import NULL_PAGE, copy_page_
@@ -23,6 +25,19 @@ NUM_TOKENS = 3  # of a request: its prefill's, and a step or two
 _DRAWN = Sampling(temperature=1.0, top_p=0.9, top_k=10, seed=0)
 _ADJUSTED = Sampling(presence_penalty=1.0)
 _ANYTHING = Constraint("regex", "(.|\n)*")
+
+
+def settle_vector_math() -> None:
+    """Calls the CPU's vectorised functions once, on one element.
+
+    MKL's choose their kernel in their first call; where several threads make it at once, one may
+    take another, which is off by 1e-4 (pytorch issue 188792; MKL 2024.2, which torch 2.13 has). In
+    5 of 60 processes late positions had such cosines, and so other K/V than in the rest.
+    """
+    for dtype in (torch.float32, torch.float64):
+        one = torch.ones(1, dtype=dtype)
+        for function in (torch.cos, torch.sin, torch.exp, torch.log, torch.log1p, torch.sqrt):
+            function(one)
 
 
 def warm_up(loop: DecodeLoop, grammars: Grammars | None = None) -> None:

@@ -23,7 +23,7 @@ from graphengine.decode.fixed_chunk import Piece
 from graphengine.decode.grammar import Matcher
 from graphengine.decode.kvcache import pages_for
 from graphengine.decode.loop import DecodeLoop
-from graphengine.decode.prefix_cache import StateSlots
+from graphengine.decode.prefix_cache import Place, StateSlots
 from graphengine.decode.recurrence import States
 from graphengine.decode.request import Request
 
@@ -134,33 +134,37 @@ class Published:
         self.num_evicted += len(self.serials) - len(same)
         self.serials = now
 
-    def text_of(self, page: int) -> list[int]:
-        """All tokens up to a page's end."""
-        cache, ids = self.loop.allocator, list[int]()
-        pages = {serial: page for page, serial in cache._serials.items()}
-        while True:
+    def text_of(self, place: Place) -> list[int]:
+        """All tokens up to a place; none where it is found no more."""
+        cache, (page, count) = self.loop.allocator, place
+        before, tokens = cache._behind.get(page, 0), ()
+        if page in cache._keys:
             before, tokens = cache._keys[page]
-            ids = [*tokens, *ids]
-            if before == 0:
-                return ids
+        elif page in cache._behind:
+            tokens = cache._parts[before][page]
+        ids, pages = list(tokens[:count]), {n: page for page, n in cache._serials.items()}
+        while before and ids:
             if before not in pages:
-                return []  # its beginning is evicted: nobody finds it
-            page = pages[before]
+                return []  # its beginning is evicted
+            before, tokens = cache._keys[pages[before]]
+            ids = [*tokens, *ids]
+        return ids
 
-    def compare(self, page: int, true: Page) -> float:
-        """How far a published page, and a state kept behind it, are from a computation of the whole
-        text. Returns the state's error; 0 without one. Raises: Leak: too far."""
-        ids = self.text_of(page)
+    def compare(self, place: Place, true: Page) -> float:
+        """How far what a published page holds up to a place, and a state kept there, are from a
+        computation of the whole text. Returns the state's error; 0 without one. Raises: Leak: too
+        far."""
+        ids, (page, count) = self.text_of(place), place
         if not ids:
             return 0.0
         true.logits(ids)
-        own = true.pages[len(ids) // self.loop.config.page_size - 1]
+        own = true.pages[(len(ids) - 1) // self.loop.config.page_size]
         for pool, known in zip(self.pools, pools_of(true.loop), strict=True):
-            found, wanted = pool[:, :, page], known[:, :, own]
+            found, wanted = pool[:, :, page, :count], known[:, :, own, :count]
             if not (found - wanted).abs().max() <= CONTENT_BOUND * wanted.abs().max():
                 raise Leak(f"the K/V of a page behind {len(ids)} tokens is another text's")
         slots = self.loop.state_slots
-        slot = slots._kept.get(page) if isinstance(slots, StateSlots) else None
+        slot = slots._kept.get(place) if isinstance(slots, StateSlots) else None
         return 0.0 if slot is None else true.state_error(self.loop, slot, ids)
 
 
@@ -191,11 +195,12 @@ def check_balance(loop: DecodeLoop) -> None:
         own += request.answer_slots
     kept = slots._kept if isinstance(slots, StateSlots) else {}
     everywhere = sorted([*own, *kept.values(), *slots._free])
-    if everywhere != list(range(1, slots.num_pages)) or not set(kept) <= set(cache._keys):
+    strays = {page for page, _ in kept} & set(free)
+    if everywhere != list(range(1, slots.num_pages)) or strays:
         raise Leak(f"{len(own)} states held, {len(kept)} kept, {len(slots._free)} free")
 
 
-def kept_pages(loop: DecodeLoop) -> list[int]:
+def kept_places(loop: DecodeLoop) -> list[Place]:
     """Those behind which a recurrent state is kept."""
     slots = loop.state_slots
     return list(slots._kept) if isinstance(slots, StateSlots) else []

@@ -28,7 +28,7 @@ from graphengine.decode.buffers import GrammarBuffers, StepBuffers
 from graphengine.decode.logprobs import score_rows
 from graphengine.decode.masks import mask_rows_
 from graphengine.decode.proposer import Pair
-from graphengine.decode.recurrence import advance_
+from graphengine.decode.recurrence import advance_, answer_spacing
 from graphengine.decode.request import Request
 from graphengine.decode.sampling import sample_rows
 from graphengine.decode.segments import Segments
@@ -132,7 +132,7 @@ def make_end(
         states, own = pair.target.states, buffers.recurrent
         assert states is not None and own is not None
         first_B = buffers.context_positions_T.view_as(buffers.block_ids_BG)[:, 0]
-        spacing = pair.config.page_size if pair.config.shares_prefixes else 0
+        spacing = answer_spacing(pair.config.page_size) if pair.config.shares_prefixes else 0
         advance_(states, own, first_B, buffers.start_B, spacing)
         return ()
 

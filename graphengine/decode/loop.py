@@ -34,8 +34,14 @@ from graphengine.decode.kvcache import PageAllocator, copy_page_, pages_for
 from graphengine.decode.lane import Lane
 from graphengine.decode.metrics import Acceptance
 from graphengine.decode.prefill import Prefill
-from graphengine.decode.prefix_cache import PrefixCache, StateSlots
-from graphengine.decode.recurrence import KEPT_SPACING, KEPT_STATES, copy_state_, num_slots
+from graphengine.decode.prefix_cache import PrefixCache
+from graphengine.decode.recurrence import (
+    KEPT_SPACING,
+    KEPT_STATES,
+    answer_spacing,
+    copy_state_,
+    num_slots,
+)
 from graphengine.decode.refusals import check_offered, longer_context
 from graphengine.decode.request import Request
 from graphengine.decode.sampling import GREEDY, Sampling
@@ -260,21 +266,22 @@ class DecodeLoop:
                 self.allocator.free(shared)
                 break
             source, count = self.allocator.begun(wanted, shared)
+            state = self.allocator.state_behind(shared, (source, count))
             own = self.allocator.allocate(needed)
             if count:  # whoever gets that page now writes to it behind this
                 copy_page_(self.prefill.pair.kv_pools, source, own[0])
             request.pages = shared + own
             request.num_cached_tokens = len(shared) * self.config.page_size + count
-            self._take_states(request, shared, num_free_rows - len(admitted))
+            self._take_states(request, state, num_free_rows - len(admitted))
             admitted.append(self.waiting.popleft())
         return admitted
 
-    def _take_states(self, request: Request, shared: list[int], num_rows: int) -> None:
-        """A slot for the request, with the state behind the pages that it shares; and slots for
-        what is kept of its prompt and answer, but for those that `num_rows` requests with it may
-        need. Answers get at most half of those that are kept: others wait for what is there."""
+    def _take_states(self, request: Request, source: int | None, num_rows: int) -> None:
+        """A slot for the request, with the state of slot `source`, which whoever has got that now
+        writes to behind this; and slots for what is kept of its prompt and answer, but for those
+        that `num_rows` requests with it may need. Answers get at most half of those that are kept:
+        others wait for what is there."""
         slots, states = self.state_slots, self.prefill.pair.target.states
-        source = slots.behind(shared[-1]) if shared and isinstance(slots, StateSlots) else None
         (request.state_slot,) = slots.allocate(1)
         if source is not None and states is not None:
             copy_state_(states, source, request.state_slot)
@@ -282,9 +289,9 @@ class DecodeLoop:
             wanted = 1 + (len(request.prompt_ids) - request.num_cached_tokens) // KEPT_SPACING
             room = slots.num_free - num_rows + 1
             request.spare_slots = slots.allocate(max(0, min(wanted, KEPT_STATES // 4, room)))
-            size, room = self.config.page_size, room - len(request.spare_slots)
-            has_pages = len(request.prompt_ids) // size < request.max_total_tokens // size
-            if has_pages and size >= self.block and room >= KEPT_STATES // 2:
+            spacing, room = answer_spacing(self.config.page_size), room - len(request.spare_slots)
+            leaves_any = len(request.prompt_ids) // spacing < request.max_total_tokens // spacing
+            if leaves_any and spacing >= self.block and room >= KEPT_STATES // 2:
                 request.answer_slots = slots.allocate(2)
 
     def _keep_states(self, request: Request) -> None:
@@ -346,16 +353,15 @@ class DecodeLoop:
             request.answer_slots = []
 
     def _keep_last_state(self, request: Request, committed: list[int]) -> None:
-        """Gives away the state behind the last page of its answer; not if what was dropped of it,
-        or is still in flight, can have completed two more pages. A step completes one at most.
-        Mutates: request."""
-        size = self.config.page_size
-        number = len(committed) // size
+        """Gives away the last state that its answer has left; not if what was dropped of it, or is
+        still in flight, can have left two more. A step leaves one at most. Mutates: request."""
+        spacing = answer_spacing(self.config.page_size)
+        number = len(committed) // spacing
         reached = request.start + len(self.first.in_flight) * self.block
-        is_there = number * size > len(request.prompt_ids) and reached < (number + 2) * size
+        is_there = number * spacing > len(request.prompt_ids) and reached < (number + 2) * spacing
         if request.answer_slots and is_there:
             slot = request.answer_slots.pop(number % 2)
-            self.allocator.keep_state(committed[: number * size], slot)
+            self.allocator.keep_state(committed[: number * spacing], slot)
 
     # --- steps ---
 

@@ -154,14 +154,14 @@ class Prefill:
         return min(self.chunk, most or self.chunk), num_requests
 
     def _kept(self, request: Request, begin: int, end: int) -> tuple[int, int]:
-        """Rows of this piece behind which the state is kept, and its slot; 0, 0: nowhere. That is
-        at its last whole page if the prompt ends here or is a long one, and in front of the last
-        token, which is always run. Mutates: request."""
-        step = math.lcm(self.pair.config.page_size, CHUNK)
-        rows = (min(end, len(request.prompt_ids) - 1) - begin) // step * step
-        is_last, spare = end == len(request.prompt_ids), request.spare_slots
+        """Rows of this piece behind which the state is kept, and its slot; 0, 0: nowhere. They are
+        whole chunks of the scan, in front of the last token, which is always run: the last ones of
+        the prompt, and of a long one some before. Mutates: request."""
+        wanted, spare = len(request.prompt_ids) - 1, request.spare_slots
+        rows = (min(end, wanted) - begin) // CHUNK * CHUNK
+        is_last = wanted - end < CHUNK
         is_due = (begin + rows) // KEPT_SPACING > begin // KEPT_SPACING and len(spare) > 1
-        if rows < 1 or not spare or not (is_last or is_due) or begin % self.pair.config.page_size:
+        if rows < 1 or not spare or not (is_last or is_due):
             return 0, NULL_SLOT
         request.kept_slots[begin + rows] = spare.pop()
         return rows, request.kept_slots[begin + rows]

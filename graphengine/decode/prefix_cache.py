@@ -15,8 +15,7 @@ its owner does: the taker copies it into a page of its own, at once, so that wha
 to the one that was found is behind the copy on the stream.
 
 Recurrent layers keep no state of a token, only one of all tokens so far. So beside a target that
-has them a beginning counts up to the last of its pages behind whose last token a state was kept,
-and no part of a page does.
+has them a beginning counts up to the last token behind which a state was kept.
 """
 
 from __future__ import annotations
@@ -33,13 +32,17 @@ Key = tuple[int, tuple[int, ...]]
 """The serial number of the page in front (0: none), and a page's tokens."""
 
 
+Place = tuple[int, int]
+"""A page that can be found, and so many of its tokens."""
+
+
 class StateSlots(PageAllocator):
     """Hands out slots of recurrent states, to requests and to what is kept of their texts: each
-    at the end of a published page, until a request needs the slot. The oldest go first."""
+    behind a token of a page, until a request needs the slot. The oldest go first."""
 
     def reset(self) -> None:
         super().reset()
-        self._kept: OrderedDict[int, int] = OrderedDict()  # page -> slot; oldest first
+        self._kept: OrderedDict[Place, int] = OrderedDict()  # -> slot; oldest first
 
     @property
     def num_free(self) -> int:
@@ -49,25 +52,33 @@ class StateSlots(PageAllocator):
         if count > self.num_free:
             raise MemoryError(f"{count} states asked, {self.num_free} of {self.num_usable} free")
         while len(self._free) < count:
-            self.forget(next(iter(self._kept)))
+            super().free([self._kept.popitem(last=False)[1]])
         return super().allocate(count)
 
-    def keep(self, page: int, slot: int) -> None:
-        """Gives a slot away: it holds the state behind the last token of this page."""
-        self.forget(page)
-        self._kept[page] = slot
+    def keep(self, place: Place, slot: int) -> None:
+        """Gives a slot away: it holds the state behind this place."""
+        replaced = self._kept.pop(place, None)
+        self._kept[place] = slot
+        if replaced is not None:
+            self.free([replaced])
 
-    def behind(self, page: int) -> int | None:
-        """The slot kept for a page, which is now the last to go."""
-        if page in self._kept:
-            self._kept.move_to_end(page)
-        return self._kept.get(page)
+    def behind(self, place: Place) -> int | None:
+        """The slot kept there, which is now the last to go."""
+        if place in self._kept:
+            self._kept.move_to_end(place)
+        return self._kept.get(place)
+
+    def counts(self) -> dict[int, list[int]]:
+        """Page -> behind how many of its tokens states are kept."""
+        found: dict[int, list[int]] = {}
+        for page, num_tokens in self._kept:
+            found.setdefault(page, []).append(num_tokens)
+        return found
 
     def forget(self, page: int) -> None:
-        """Returns the slot kept for a page, if there is one."""
-        slot = self._kept.pop(page, None)
-        if slot is not None:
-            self.free([slot])
+        """Returns the slots kept in a page."""
+        for place in [place for place in self._kept if place[0] == page]:
+            self.free([self._kept.pop(place)])
 
 
 class PrefixCache(PageAllocator):
@@ -109,19 +120,21 @@ class PrefixCache(PageAllocator):
             if page in self._keys:
                 del self._pages[self._keys.pop(page)], self._serials[page]
             self._withdraw(page)
-            self._free.append(page)
-            if self.state_slots is not None:
-                self.state_slots.forget(page)
+            self._drop(page)
         pages = super().allocate(count)
         self._users.update(pages)
         return pages
 
     def share(self, token_ids: Sequence[int]) -> list[int]:
         """Takes the pages of the longest beginning of these tokens that is held, whole pages; of
-        recurrent layers' targets up to a kept state."""
+        recurrent layers' targets up to the last kept state, or the page in front of its own."""
         pages = [page for page, _ in self._held(token_ids)]
         if self.state_slots is not None:
-            while pages and self.state_slots.behind(pages[-1]) is None:
+            kept = self.state_slots.counts()
+            fronts = {self._behind.get(page) for page in kept}
+            while pages and self._page_size not in kept.get(pages[-1], ()):
+                if self._serials[pages[-1]] in fronts and self.begun(token_ids, pages)[1]:
+                    break
                 pages.pop()
         for page in pages:
             self._idle.pop(page, None)
@@ -131,12 +144,19 @@ class PrefixCache(PageAllocator):
 
     def begun(self, token_ids: Sequence[int], shared: Sequence[int]) -> tuple[int, int]:
         """Of what follows these shared pages: a page that begins alike, to be copied at once, and
-        how many of its tokens do; 0, 0 where there is none."""
+        how many of its tokens do, of recurrent layers' targets up to a kept state; 0, 0 where there
+        is none."""
         serial = self._serials[shared[-1]] if shared else 0
         wanted, best = token_ids[len(shared) * self._page_size :], (0, 0)
+        kept = None if self.state_slots is None else self.state_slots.counts()
         for page, tokens in self._parts.get(serial, {}).items():
+            if kept is not None and page not in kept:
+                continue
             alike = takewhile(lambda pair: pair[0] == pair[1], zip(tokens, wanted, strict=False))
-            best = max(best, (sum(1 for _ in alike), page))
+            num_alike = sum(1 for _ in alike)
+            if kept is not None:
+                num_alike = max((n for n in kept[page] if n <= num_alike), default=0)
+            best = max(best, (num_alike, page))
         count, page = best
         if page in self._idle:
             self._idle.move_to_end(page)
@@ -163,15 +183,27 @@ class PrefixCache(PageAllocator):
             self._offer(serial, rest, pages[full])
 
     def keep_state(self, token_ids: Sequence[int], slot: int) -> None:
-        """Gives away the slot of the state behind these tokens, which fill pages. Nobody finds it
-        without them: then it is free."""
+        """Gives away the slot of the state behind these tokens. Nobody finds it without a page that
+        holds the last of them: then it is free."""
         assert self.state_slots is not None
-        assert len(token_ids) % self._page_size == 0
-        pages = [page for page, _ in self._held(token_ids)]
-        if pages and len(pages) == len(token_ids) // self._page_size:
-            self.state_slots.keep(pages[-1], slot)
+        held, (whole, rest) = list(self._held(token_ids)), divmod(len(token_ids), self._page_size)
+        places: list[Place] = []
+        if len(held) == whole and not rest:
+            places = [(page, self._page_size) for page, _ in held[-1:]]
+        elif len(held) == whole:
+            parts, last = self._parts.get(held[-1][1] if held else 0, {}), tuple(token_ids[-rest:])
+            places = [(page, rest) for page, tokens in parts.items() if tokens[:rest] == last]
+        if places:
+            self.state_slots.keep(places[-1], slot)
         else:
             self.state_slots.free([slot])
+
+    def state_behind(self, shared: Sequence[int], begun: Place) -> int | None:
+        """The slot of the state behind these pages and so many tokens of one that `begun` has
+        found; None without recurrent layers or where none of the text is held."""
+        if self.state_slots is None or not (shared or begun[1]):
+            return None
+        return self.state_slots.behind(begun if begun[1] else (shared[-1], self._page_size))
 
     def free(self, pages: list[int]) -> None:
         """Returns a request's pages, shared ones too, each once."""
@@ -179,17 +211,21 @@ class PrefixCache(PageAllocator):
             self._users[page] -= 1
             if self._users[page] > 0:
                 continue
-            if page not in self._keys and page not in self._behind:
-                super().free([page])
-                continue
             assert page in self._used, f"page {page} freed twice or never allocated"
             self._used.remove(page)
-            self._idle[page] = None
+            if page in self._keys or page in self._behind:
+                self._idle[page] = None
+            else:
+                self._drop(page)
+
+    def _drop(self, page: int) -> None:
+        """Has nobody find it, nor a state in it, any more."""
+        self._free.append(page)
+        if self.state_slots is not None:
+            self.state_slots.forget(page)
 
     def _offer(self, serial: int, tokens: tuple[int, ...], page: int) -> None:
-        """Has `begun` find a page behind another one; beside recurrent layers nobody asks."""
-        if self.state_slots is not None:
-            return
+        """Has `begun` find a page behind another one."""
         self._withdraw(page)
         parts = self._parts.setdefault(serial, {})
         parts[page], self._behind[page] = tokens, serial
@@ -198,7 +234,7 @@ class PrefixCache(PageAllocator):
             self._withdraw(oldest)
             if oldest in self._idle and oldest not in self._keys:
                 del self._idle[oldest]
-                self._free.append(oldest)
+                self._drop(oldest)
 
     def _withdraw(self, page: int) -> None:
         serial = self._behind.pop(page, None)

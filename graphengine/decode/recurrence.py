@@ -7,9 +7,10 @@ to fold the pending rows at the start of the next verify, reads a state less (12
 batch 1, Qwen3.5-4B, by arithmetic), but puts the fold's serial rows in front of every layer, keeps
 records twice, and owes a flush to whoever copies a state; one launch for all layers owes nothing.
 
-A page that an answer completes leaves the state behind it in one of two more slots of its request,
-in a launch in front: at an answer's end the request's own state is that of steps in flight, which
-may have completed one page more. So the next turn begins behind the last page of the last answer.
+Every so many tokens an answer leaves its state in one of two more slots of its request, in a launch
+in front: at its end the request's own state is that of steps in flight, which may have gone on for
+as many more. So the next turn begins at most ANSWER_SPACING tokens in front of the last answer's
+end.
 
 Slot 0 is the null slot: padding rows, warm-ups and timings use it, and nobody reads what is there.
 Invariant: a running request owns one slot; a prompt's first chunk begins from zero by its position,
@@ -40,6 +41,7 @@ from graphengine.models.gated_delta import GatedDeltaWeights, RecurrentState
 NULL_SLOT = 0
 KEPT_STATES = 16  # of prompts and answers, for prompts that begin like them
 KEPT_SPACING = 2048  # tokens of a long prompt from one to the next; a state weighs as much as 1,536
+ANSWER_SPACING = 32  # and of an answer
 
 
 class States(NamedTuple):
@@ -88,6 +90,12 @@ class Recurrence(Protocol):
     def run(self, layer: GatedDeltaWeights, index: int, projected_TE: Tensor) -> Tensor:
         """Of the recurrent layer `index`: o_TNV from what it projected."""
         ...
+
+
+def answer_spacing(page_size: int) -> int:
+    """Tokens of an answer from one state that it leaves to the next. Where a block is longer, none
+    is kept: a step may pass one."""
+    return min(page_size, ANSWER_SPACING)
 
 
 def copy_state_(states: States, source: int, slot: int) -> None:
@@ -147,13 +155,13 @@ def advance_(
     buffers: RecurrentBuffers,
     first_positions_B: Tensor,
     start_B: Tensor,
-    page_size: int,
+    spacing: int,
 ) -> None:
     """Applies the rows that acceptance has committed, `start - first position` of each request, and
-    keeps what is behind a page that they complete, unless `page_size` is 0. Mutates: the states of
-    the requests' slots."""
+    keeps what is behind a multiple of `spacing` that they pass, unless that is 0. Mutates: the
+    states of the requests' slots."""
     where = buffers.slots_B, first_positions_B, start_B
-    gated_delta_commit_(buffers.records, *states, *where, buffers.kept_slots_B2, page_size)
+    gated_delta_commit_(buffers.records, *states, *where, buffers.kept_slots_B2, spacing)
 
 
 def take_buffers(

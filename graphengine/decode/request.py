@@ -56,8 +56,8 @@ class Request:
     kept_slots: dict[int, int] = field(default_factory=dict)
     """Those that its prefill writes, by how many tokens they are behind."""
     answer_slots: list[int] = field(default_factory=list)
-    """Two for the states behind the last pages of its answer, by the page's number modulo 2: steps
-    in flight at its end may complete another page. Empty: nothing is kept."""
+    """Two for the last states that its answer leaves, every so many tokens, by the state's number
+    modulo 2: steps in flight at its end may leave another. Empty: nothing is kept."""
     output_ids: list[int] = field(default_factory=list)
     start: int = 0
     output_logprobs: list[Logprobs] = field(default_factory=list)

@@ -413,20 +413,30 @@ def test_no_token_has_no_log_probability(loop: DecodeLoop) -> None:
         table[9] = kept
 
 
-def test_a_state_in_the_middle_of_a_page_is_not_kept(loop: DecodeLoop) -> None:
-    """Bug: a piece that begins within a page keeps the state behind so many whole pages of its
-    own, which end in the middle of one, and nobody can find it."""
-    for begin, kept in ((3, (0, 0)), (5, (640, 8)), (645, (0, 0))):
+def test_the_last_state_of_a_prompt_that_is_cut(loop: DecodeLoop) -> None:
+    """Bug: a piece keeps the state behind so many rows that the scan does not stop there, or behind
+    the last token, which is run whatever is known; or behind one with too few rows to keep any the
+    last piece but one has kept none either, and the next turn runs both again."""
+    for begin, end, kept in (
+        (3, 700, 672),
+        (645, 700, 32),
+        (0, 672, 672),
+        (0, 667, 0),
+        (0, 668, 640),
+        (672, 700, 0),
+        (667, 700, 32),
+        (668, 700, 0),
+    ):
         request: Any = SimpleNamespace(prompt_ids=range(700), spare_slots=[7, 8], kept_slots={})
-        assert loop.prefill._kept(request, begin, 700) == kept
-        assert request.kept_slots == ({begin + kept[0]: 8} if kept[0] else {})
+        assert loop.prefill._kept(request, begin, end) == (kept, 8 if kept else 0)
+        assert request.kept_slots == ({begin + kept: 8} if kept else {})
 
 
 def test_the_last_slot_is_for_the_prompt_s_end(loop: DecodeLoop) -> None:
     """Bug: the only state that is kept of a long prompt is one from its middle."""
     request: Any = SimpleNamespace(prompt_ids=range(2500), spare_slots=[8], kept_slots={})
     assert loop.prefill._kept(request, 0, 2240) == (0, 0)
-    assert loop.prefill._kept(request, 2240, 2500) == (160, 8)
+    assert loop.prefill._kept(request, 2240, 2500) == (256, 8)
 
 
 @pytest.mark.parametrize("engine", [PAIRS["recurrent"]], ids=["recurrent"], indirect=True)

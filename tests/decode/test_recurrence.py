@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from graphengine.decode import ends
+from graphengine.decode import ends, recurrence
 from graphengine.decode import loop as loop_module
 from graphengine.decode.loop import DecodeLoop
 from graphengine.decode.recurrence import NULL_SLOT, States
@@ -179,13 +179,18 @@ def test_a_verify_changes_no_state(
         loop.reset()
 
 
+@pytest.mark.parametrize("size", [8, 20])
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_the_next_turn_begins_behind_the_last_answer(pair: Pair, backend: str) -> None:
+def test_the_next_turn_begins_behind_the_last_answer(
+    pair: Pair, backend: str, size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Bug: the last answer is run again, or from a state that steps in flight at its end have moved
-    on, so that the text changes; with two at once, from the other one's."""
+    on, so that the text changes; with two at once, from the other one's; or the part of a page that
+    belongs to it is not taken along."""
+    monkeypatch.setattr(recurrence, "ANSWER_SPACING", 8)
     outcomes: dict[bool, list[list[int]]] = {}
     for cached in (True, False):
-        options = {"page_size": 8, "buckets": (1, 2), "enable_prefix_caching": cached}
+        options = {"page_size": size, "buckets": (1, 2), "enable_prefix_caching": cached}
         with pair.engine(attention_backend=backend, **options) as loaded:
             prompts, outcomes[cached], ends = [list(p) for p in PROMPTS[1:3]], [], [0, 0]
             for turn in range(4):
@@ -266,8 +271,21 @@ def test_answers_leave_prompts_their_slots(pair: Pair) -> None:
         lengths = [3] + [30] * 7
         requests = [loop.submit([*range(i, i + 40)], n, ()) for i, n in enumerate(lengths)]
         loop.admit()
-        assert all(loop.state_slots.behind(request.pages[3]) for request in requests)
+        assert all((request.pages[3], 8) in loop.state_slots._kept for request in requests)
         assert not requests[0].answer_slots and requests[1].answer_slots
+        loop.reset()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("spacing", [BLOCK - 1, BLOCK])
+def test_no_step_passes_two_places(pair: Pair, spacing: int) -> None:
+    """Bug: a block is longer than the spacing of kept states: a step passes two places and leaves
+    the later one's, and behind an answer that is cut off between them an older one is found."""
+    with pair.engine(buckets=(1,), page_size=spacing) as loaded:
+        loop = loop_of(loaded)
+        request = loop.submit(PROMPTS[1], 40, ())
+        loop.admit()
+        assert bool(request.answer_slots) == (spacing == BLOCK)
         loop.reset()
 
 

@@ -229,7 +229,7 @@ def test_what_is_no_number_is_a_defect() -> None:
         soak_tool.Soak._note(run, math.nan)
 
     def loop_with(value: float) -> Any:
-        target = SimpleNamespace(kv_pool=torch.full((1, 2, 3), value))
+        target = SimpleNamespace(kv_pool=torch.full((1, 2, 3, 2), value))
         pair = SimpleNamespace(target=target, proposer=SimpleNamespace(attends=False))
         config, prefill = SimpleNamespace(page_size=2), SimpleNamespace(pair=pair)
         return SimpleNamespace(prefill=prefill, config=config, state_slots=None)
@@ -237,9 +237,9 @@ def test_what_is_no_number_is_a_defect() -> None:
     page.loop, page.pages = loop_with(1.0), [1]
     for value, is_right in ((1.0, True), (math.nan, False)):
         published: Any = soak_checks.Published(loop_with(value))
-        published.text_of = lambda page: [1, 2]
+        published.text_of = lambda place: [1, 2]
         if is_right:
-            assert published.compare(2, page) == 0
+            assert published.compare((2, 2), page) == 0
             continue
         with pytest.raises(soak_tool.Leak, match="another text's"):
-            published.compare(2, page)
+            published.compare((2, 2), page)

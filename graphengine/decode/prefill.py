@@ -187,11 +187,12 @@ class Prefill:
     def _rows_of_next(self, begin: int, left: int, room: int, most: int | None) -> int:
         """Rows of a prompt that its next forward takes of those that are left.
 
-        What fits a chunk that prompts share is not cut. A chunk's time goes by its size, so a long
-        one is left empty by a quarter at most: smaller ones do the same in less.
+        What fits a chunk that prompts share, or a far one, is not cut: two would read all weights
+        twice. A long one's time goes by its size, so it is left empty by a quarter at most: smaller
+        ones do the same in less.
         """
-        shared = self._shared(most)
-        if not self._is_far(begin, left, most):
+        shared, is_far = self._shared(most), self._is_far(begin, left, most)
+        if not is_far:
             if shared is None or left <= shared.size:
                 return min(left, room if shared is None else left)
             if shared is self.fixed[-1] and most is None:
@@ -201,7 +202,10 @@ class Prefill:
         sizes = [chunk.size for chunk in chunks if chunk.size <= fits]
         holds = next((size for size in sizes if size >= left), sizes[-1])
         whole = [size for size in sizes if size <= left]
-        return left if 3 / 4 * holds < left <= holds or not whole else whole[-1]
+        is_whole = left <= holds and (
+            left > 3 / 4 * holds or (is_far and holds <= self.far[-1].size)
+        )
+        return left if is_whole or not whole else whole[-1]
 
     def _room_for(self, num_rows: int) -> int:
         block = BLOCK if self.fixed else 1

@@ -300,9 +300,13 @@ def test_a_hybrids_long_prompt_beside_a_stream(loop: DecodeLoop) -> None:
 
 def test_the_rest_of_a_long_prompt(loop: DecodeLoop) -> None:
     """Bug: a remainder, or a next turn behind a long text, in blocks that read all keys 16 rows
-    after 16; a text that is not long in more chunks than it needs."""
+    after 16; a text that is not long, or a next turn, in more chunks than it needs, each of which
+    reads all weights."""
     assert pieces_of(loop, Prompt(range(32100))) == [2048] * 15 + [1024, 256, 100]
-    assert pieces_of(loop, Prompt(range(18200), 18048)) == [128, 24]
+    assert pieces_of(loop, Prompt(range(18200), 18048)) == [152]
+    assert pieces_of(loop, Prompt(range(18177), 18048)) == [129]
+    assert pieces_of(loop, Prompt(range(18340), 18048)) == [256, 36]
+    assert pieces_of(loop, Prompt(range(18340), 18048), keyed_in=4) == [292]
     assert pieces_of(loop, Prompt(range(18300), 18048)) == [252]
     assert pieces_of(loop, Prompt(range(18100), 18048)) == [52]
     assert pieces_of(loop, Prompt(range(2500), 2000)) == [500]

@@ -8,11 +8,14 @@ here touches what the loop changes but `Wish.submit`, which the thread that runs
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from numbers import Integral
 from typing import Any, NamedTuple
+
+import numpy as np
 
 from graphengine.checkpoints.tokenizer import Message, Tokenizer
 from graphengine.config.constraint import constraint_of
@@ -184,21 +187,30 @@ def named(index: int, count: int) -> Iterator[None]:
         raise PromptError(index, count, str(error)) from error
 
 
+def _ids_within(vocab: int, prompt: Sequence[Any]) -> list[int]:
+    """These ids as Python's integers, in two passes of C: a next turn brings a long text's.
+    Raises: TypeError: one is no integer; ValueError: one is out of range."""
+    try:
+        packed = array("q", prompt)
+        ids = np.asarray(packed)
+        is_within = not len(ids) or (ids.min() >= 0 and ids.max() < vocab)
+    except OverflowError:
+        is_within = False
+    if not is_within:
+        outside = [int(token) for token in prompt if not 0 <= token < vocab]
+        raise ValueError(
+            f"token ids {outside[:5]} lie outside the vocabulary of {vocab}; encode the text with "
+            "this model's tokenizer"
+        )
+    return packed.tolist()
+
+
 def _encode(built: Built, prompt: Any, raw: bool) -> list[int]:
     """Token ids of any `Prompt`. Raises: ValueError."""
     if not isinstance(prompt, str):
         prompt = _items(prompt)
-        kinds = set(map(type, prompt))
-        if all(issubclass(kind, Integral) for kind in kinds):
-            prompt = prompt if kinds <= {int} else [int(token) for token in prompt]  # numpy's
-            vocab = built.target.vocab_size
-            if prompt and not 0 <= min(prompt) <= max(prompt) < vocab:
-                outside = [t for t in prompt if not 0 <= t < vocab]
-                raise ValueError(
-                    f"token ids {outside[:5]} lie outside the vocabulary of {vocab}; encode "
-                    "the text with this model's tokenizer"
-                )
-            return prompt
+        with suppress(TypeError):  # entries that are no integers
+            return _ids_within(built.target.vocab_size, prompt)
         if not all(isinstance(message, Mapping) for message in prompt):
             kinds = sorted({type(entry).__name__ for entry in prompt})
             raise ValueError(_NO_PROMPT.format(kind=f"a list of {' and '.join(kinds)}"))

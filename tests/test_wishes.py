@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from graphengine import TINY_DRAFT, TINY_TARGET, Engine
 from graphengine.config.options import SamplingParams
-from graphengine.wishes import PromptError, asked_for, wishes_of
+from graphengine.wishes import PromptError, _ids_within, asked_for, wishes_of
 
 TEXTS = ["Tom has 3 apples", "how many apples?", "def add"]
 
@@ -77,6 +78,22 @@ def test_ids_in_arrays(engine: Engine) -> None:
         assert [result.token_ids for result in results] == [expected]
     with pytest.raises(ValueError, match="is no prompt"):
         engine.generate(torch.tensor([0.5]), **arguments)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("outside", [-1, 512, 1 << 31, 1 << 70])
+def test_ids_out_of_range(outside: int) -> None:
+    """Bug: an id beyond what a machine's integer holds, or a negative one behind others, is taken
+    or ends in another error; numpy's ids stay numpy's, and JSON has no word for them."""
+    for ids in ([3, outside], [outside, 4]):
+        with pytest.raises(ValueError, match=rf"token ids \[{outside}\] lie outside"):
+            _ids_within(512, ids)
+    mixed: list[Any] = [0, np.int32(511), np.uint8(7), True]
+    found = _ids_within(512, mixed)
+    assert found == [0, 511, 7, 1] and {type(token) for token in found} == {int}
+    assert _ids_within(512, []) == []
+    for wrong in (["3"], [3, 0.5], [{}], [None]):
+        with pytest.raises(TypeError):
+            _ids_within(512, wrong)
 
 
 def test_sampling_as_one_value(engine: Engine) -> None:

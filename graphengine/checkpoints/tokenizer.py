@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from graphengine.checkpoints.pairs import read_json
+from graphengine.checkpoints.pieces import Pieces
 from graphengine.config.model import ModelConfig
 
 REPLACEMENT = "\ufffd"
@@ -48,7 +49,7 @@ class Tokenizer:
                 f"{directory}: the tokenizer cannot be loaded ({_reason(error)}); the directory "
                 "needs tokenizer.json and tokenizer_config.json"
             ) from error
-        self.directory = directory
+        self.directory, self._pieces = directory, Pieces(self._hf)
         if len(self.chat_template or "") > MAX_TEMPLATE_CHARS:
             raise ValueError(
                 f"{directory}: the chat template has {len(self.chat_template or '')} characters, "
@@ -91,7 +92,7 @@ class Tokenizer:
                 f"the text is not Unicode: {text[error.start]!r} at character {error.start}; pass "
                 "UTF-8 text without lone surrogates"
             ) from error
-        return self._hf.encode(text, add_special_tokens=False)
+        return self._pieces.encode(text)
 
     def encode_word(self, word: str) -> list[list[int]]:
         """Token ids of a word as a text begins with it and, where that is as many other tokens, as

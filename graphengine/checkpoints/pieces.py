@@ -1,0 +1,87 @@
+"""A text's token ids from those of its pieces, which are remembered.
+
+A next turn repeats all that was said: 21,500 tokens of it took 71 ms to encode again (2-core cloud
+CPU), the prompt behind its cached pages 10. A tokenizer cuts a text at its added tokens, as a chat
+template puts them around each message, and encodes what stands between two by itself. So do we.
+
+Invariant: the ids are those of the whole text. A tokenizer whose added tokens take the text beside
+them into account, or one that tells a text's beginning from a piece's, is asked for whole texts;
+the latter shows when it is loaded.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import OrderedDict
+from threading import Lock
+from typing import Any
+
+MAX_CHARS = 4_000_000  # of pieces that are remembered, a million tokens or so
+_BESIDE = ("x", " x", "x ", "\n", "7", "\u00e9", "\u4e2d\u6587", "  ")
+
+
+class Pieces:
+    """Encodes for one tokenizer. Several threads may ask."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        """Args: tokenizer: of transformers."""
+        self._tokenizer, self._lock = tokenizer, Lock()
+        self._kept: OrderedDict[str, list[int]] = OrderedDict()  # piece -> ids; oldest first
+        self._num_chars = 0
+        self._ids = _cutting(tokenizer)
+        names = sorted(
+            self._ids, key=len, reverse=True
+        )  # of two that begin at one place the longer
+        self._cuts = re.compile(f"({'|'.join(map(re.escape, names))})")
+        if self._ids:
+            found = names * -(-len(_BESIDE) // len(names))
+            beside = _BESIDE * -(-len(found) // len(_BESIDE))
+            probe = "".join(
+                f"{text}{name}{text}" for name, text in zip(found, beside, strict=False)
+            )
+            if self.encode(probe) != self._whole(probe):
+                self._ids = {}
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of a text, no special tokens added; one that the text spells is one."""
+        if not self._ids:
+            return self._whole(text)
+        ids: list[int] = []
+        for i, piece in enumerate(self._cuts.split(text)):
+            if i % 2:
+                ids.append(self._ids[piece])
+            elif piece:
+                ids += self._encoded(piece)
+        return ids
+
+    def _whole(self, text: str) -> list[int]:
+        return self._tokenizer.encode(text, add_special_tokens=False)
+
+    def _encoded(self, piece: str) -> list[int]:
+        """Of one without added tokens. Mutates: what is remembered."""
+        with self._lock:
+            ids = self._kept.get(piece)
+            if ids is not None:
+                self._kept.move_to_end(piece)
+                return ids
+        ids = self._whole(piece)
+        if len(piece) > MAX_CHARS // 4:
+            return ids
+        with self._lock:
+            if self._kept.setdefault(piece, ids) is ids:
+                self._num_chars += len(piece)
+            while self._num_chars > MAX_CHARS:
+                self._num_chars -= len(self._kept.popitem(last=False)[0])
+        return ids
+
+
+def _cutting(tokenizer: Any) -> dict[str, int]:
+    """Added tokens at which any text may be cut, and their ids; none where one takes spaces beside
+    it, or is one between others' letters alone. Those that are looked for in a normalised text are
+    within pieces."""
+    added = tokenizer.added_tokens_decoder if getattr(tokenizer, "is_fast", False) else {}
+    if any(token.lstrip or token.rstrip or token.single_word for token in added.values()):
+        return {}
+    return {
+        token.content: i for i, token in added.items() if token.content and not token.normalized
+    }

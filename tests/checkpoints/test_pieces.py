@@ -1,0 +1,131 @@
+"""pieces: whatever was encoded before, a text's ids are the tokenizer's own of the whole."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import (
+    AddedToken,
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    trainers,
+)
+from transformers import PreTrainedTokenizerFast
+
+from graphengine.checkpoints import pieces as module
+from graphengine.checkpoints.pieces import Pieces
+
+CONTROL = ("<|a|>", "<|b|>")
+TEXT = "the quick brown fox, 7 apples and 42 more; the end is the beginning of <|a|>"
+FRAGMENTS = (
+    *CONTROL,
+    "<|a",
+    "|>",
+    "<|",
+    "a",
+    "the",
+    " the",
+    " ",
+    "  ",
+    "\n",
+    "7",
+    "42",
+    "\u00e9",
+    "X",
+)
+
+
+def made(*added: Any, metaspace: bool = False, lower: bool = False) -> PreTrainedTokenizerFast:
+    """A tokenizer with these added tokens beside two plain ones."""
+    bpe = Tokenizer(models.BPE(unk_token="<unk>" if metaspace else None))
+    beginning: Any = pre_tokenizers.Metaspace(prepend_scheme="first")
+    bpe.pre_tokenizer = beginning if metaspace else pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = decoders.ByteLevel()  # type: ignore[assignment]
+    if lower:
+        bpe.normalizer = normalizers.Lowercase()  # type: ignore[assignment]
+    alphabet = [*"\u2581\u00e9X\n<|>"] if metaspace else pre_tokenizers.ByteLevel.alphabet()
+    special = [*CONTROL, *(["<unk>"] if metaspace else [])]
+    trainer = trainers.BpeTrainer(
+        vocab_size=400, special_tokens=special, initial_alphabet=alphabet, show_progress=False
+    )
+    bpe.train_from_iterator([TEXT] * 3, trainer)
+    bpe.add_tokens(list(added))
+    return PreTrainedTokenizerFast(tokenizer_object=bpe)
+
+
+KINDS: dict[str, tuple[PreTrainedTokenizerFast, bool]] = {
+    "bytes": (made(), True),
+    "one within another": (made(AddedToken("<|a|>the", normalized=False), "the 7"), True),
+    "takes spaces": (made(AddedToken("<|c|>", lstrip=True, rstrip=True, normalized=False)), False),
+    "a word": (made(AddedToken("the", single_word=True, normalized=False)), False),
+    "normalised": (made(AddedToken("THE", normalized=True), lower=True), True),
+    "a beginning": (made(metaspace=True), False),
+}
+CUT = {name: Pieces(tokenizer) for name, (tokenizer, _) in KINDS.items()}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@settings(deadline=None)
+@given(parts=st.lists(st.sampled_from([*FRAGMENTS, "<|c|>", "THE"]), max_size=12))
+def test_ids_are_those_of_the_whole_text(kind: str, parts: list[str]) -> None:
+    """Bug: a piece is cut where the tokenizer would not cut it, takes a space that belongs to a
+    token beside it, is encoded as if it began the text, or is remembered as another's."""
+    tokenizer, is_cut = KINDS[kind]
+    text = "".join(parts)
+    assert CUT[kind].encode(text) == tokenizer.encode(text, add_special_tokens=False)
+    assert bool(CUT[kind]._ids) == is_cut
+
+
+def asked_of(pieces: Pieces, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The texts that the tokenizer is asked for from now on."""
+    asked, real = list[str](), pieces._whole
+
+    def whole(text: str) -> list[int]:
+        asked.append(text)
+        return real(text)
+
+    monkeypatch.setattr(pieces, "_whole", whole)
+    return asked
+
+
+def test_what_was_said_is_not_encoded_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: each turn of a chat encodes all the turns before it."""
+    pieces = Pieces(made())
+    asked, said = asked_of(pieces, monkeypatch), ""
+    for turn in range(4):
+        said += f"<|a|>turn {turn}<|b|>"
+        first = pieces.encode(said)
+        assert asked == [f"turn {i}" for i in range(turn + 1)]
+    first.clear()  # a caller's list is the caller's
+    assert pieces.encode(said) and pieces.encode("turn 0") == pieces._whole("turn 0")
+
+
+def test_what_is_remembered_has_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: a server's memory grows with every text; one long text drives out all others; or what
+    was asked for last goes first."""
+    monkeypatch.setattr(module, "MAX_CHARS", 24)
+    pieces = Pieces(made())
+    asked = asked_of(pieces, monkeypatch)
+    texts = ["one 1", "two 2", "three", "four4", "five5", "a long text", "two 2"]
+    for text in (*texts[:3], "one 1", *texts[3:6], "one 1", *texts[6:]):
+        assert pieces.encode(text) == KINDS["bytes"][0].encode(text, add_special_tokens=False)
+        assert sum(map(len, pieces._kept)) == pieces._num_chars <= 24
+    assert asked == texts
+
+
+def test_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: two threads that encode one text count its characters twice, or drop what a third one
+    is reading."""
+    monkeypatch.setattr(module, "MAX_CHARS", 40)
+    pieces, texts = Pieces(made()), [f"<|a|>{i % 7} apples<|b|>" for i in range(400)]
+    with ThreadPoolExecutor(8) as pool:
+        found = list(pool.map(pieces.encode, texts))
+    assert found == [KINDS["bytes"][0].encode(text, add_special_tokens=False) for text in texts]
+    assert sum(map(len, pieces._kept)) == pieces._num_chars <= 40

@@ -56,6 +56,7 @@ class AsyncEngine:
                 is_over = handle.done
                 for chunk in handle.take():
                     yield chunk
+            handle.take()  # what went wrong comes behind the last chunks
         finally:
             handle.cancel()
 

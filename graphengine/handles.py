@@ -242,6 +242,7 @@ def collect(handles: list[Handle], changed: threading.Event) -> Iterator[Chunk]:
                     yield replace(chunk, index=index)
                 if is_over:
                     del left[index]
+                    handle.take()  # what went wrong comes behind the last chunks
     finally:
         for handle in left.values():
             handle.cancel()

@@ -10,7 +10,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -217,6 +217,35 @@ def test_what_was_said_before_an_error_is_there() -> None:
     assert handle.take() == said
     with pytest.raises(RuntimeError, match="a step went wrong"):
         handle.take()
+
+
+def test_a_slow_reader_hears_of_an_error() -> None:
+    """Bug: an error that comes while chunks are still to be taken is lost with the last of them: a
+    call of several prompts, or a task's stream, ends as if its answer were complete."""
+    deaf: Any = Deaf()
+
+    def failed(told: Callable[[], object]) -> Handle:
+        stream = _Stream(lambda: (_ for _ in ()).throw(AssertionError), told)
+        stream.put(Chunk(index=0, text="one", token_ids=[1]))
+        stream.put(None, RuntimeError("a step went wrong"))
+        return Handle(deaf, stream)
+
+    class Queue:
+        def queue(self, prompt: Any, sampling: Any, params: Any, told: Any) -> Handle:
+            return failed(told)
+
+    changed, queue = threading.Event(), cast(Any, Queue())
+    said: list[str] = []
+    with pytest.raises(RuntimeError, match="a step went wrong"):
+        said.extend(chunk.text for chunk in collect([failed(changed.set)], changed))
+
+    async def main() -> None:
+        async for chunk in AsyncEngine(queue).stream("x"):
+            said.append(chunk.text)
+
+    with pytest.raises(RuntimeError, match="a step went wrong"):
+        asyncio.run(main())
+    assert said == ["one", "one"]
 
 
 def test_whoever_leaves_an_iteration_leaves_the_rest() -> None:

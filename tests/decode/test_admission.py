@@ -184,6 +184,26 @@ def test_random_joins_and_leaves(
         assert request.finish_reason in ("length", "abort")
 
 
+def test_behind_the_last_stream_the_rest_comes_at_once(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bug: a newcomer goes on in the small pieces of a stream that has ended, and reads all weights
+    for each of them."""
+    loop, rng = loop_of(engine), random.Random(5)
+    first = loop.submit(prompt(rng, 9), 40, ())
+    running = loop.run()
+    while not first.output_ids:
+        next(running)
+    second = loop.submit([rng.randrange(1, 250) for _ in range(LONGEST)], 2, ())
+    while second not in loop.prefilling:
+        next(running)
+    tape = Tape(loop, monkeypatch)
+    loop.cancel(first)
+    for _ in running:
+        pass
+    assert [rows for kind, rows, _ in tape.events if kind == "rows"] == [LONGEST - BUDGET]
+
+
 class Late:
     """First tokens that come when they are waited for, or told to be there."""
 

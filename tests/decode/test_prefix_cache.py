@@ -494,3 +494,15 @@ def test_one_of_too_many_that_begin_alike_is_still_found_whole() -> None:
     assert cache.begun([0, 1], []) == (0, 0) and cache.begun([1, 0], []) == (pages[1], 1)
     assert cache.share([0] * SIZE) == pages[:1]
     assert pages[0] not in cache.allocate(cache.num_free)
+
+
+def test_what_grows_is_young() -> None:
+    """Bug: a chat that goes on is as old among those that begin alike as its first turn, so that
+    the next text drives it out while others, which nobody has asked for since, stay."""
+    cache = PrefixCache(MAX_PARTS + 2, SIZE)
+    first, *others, last = cache.allocate(MAX_PARTS + 1)
+    for token, page in enumerate([first, *others]):
+        cache.publish([token], [page])
+    cache.publish([0, 1], [first])
+    cache.publish([99], [last])
+    assert cache.begun([0, 1], []) == (first, 2) and cache.begun([1], []) == (0, 0)

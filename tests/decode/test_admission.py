@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -279,6 +279,18 @@ def test_rows_behind_a_long_text() -> None:
     assert Budget().rows_at(5) is None
     hybrid = [Budget(512, keyed_in=4).rows_at(at) for at in (8193, 32768, 98304)]
     assert hybrid == [512, 512, 256]
+
+
+def test_a_hybrids_prompt_is_cut_by_its_own_keys(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bug: who cuts a prompt is told of a dense model's keys, and a hybrid's pieces behind a long
+    text are a quarter of what they may be."""
+    device, cuts = SlowDevice(), list[Any]()
+    monkeypatch.setattr(device, "keyed_in", 4)
+    monkeypatch.setattr(device, "split", lambda requests, rows_at: (cuts.append(rows_at), [])[1])
+    Admission(cast(Any, device), three_prompts(engine)).queue(512)
+    assert [rows_at(32768) for rows_at in cuts] == [512]
 
 
 def test_a_stream_that_has_left_speculation_goes_on_too(engine: Engine) -> None:

@@ -158,9 +158,11 @@ class PrefixCache(PageAllocator):
                 num_alike = max((n for n in kept[page] if n <= num_alike), default=0)
             best = max(best, (num_alike, page))
         count, page = best
+        if not count:
+            return 0, 0
         if page in self._idle:
             self._idle.move_to_end(page)
-        return (page, count) if count else (0, 0)
+        return page, count
 
     def publish(self, token_ids: Sequence[int], pages: Sequence[int]) -> None:
         """Makes pages findable whose tokens are these and committed; one whose like is held already

@@ -118,6 +118,7 @@ class Lane:
         self._stale: set[int] = set()  # rows that the device does not have as the host has them
         self._end, self._is_drafted = self._ends[0], False
         self._launch_s: float | None = None
+        self._waited_s = 0.0
         self.must_drain = False
 
     # --- steps ---
@@ -178,13 +179,14 @@ class Lane:
             attention.plan(layout)
 
     def wait(self) -> None:
-        """Waits for the results of the oldest step in flight: the only wait of a step."""
+        """Waits for the results of the oldest step in flight: the only wait of a step, which may be
+        asked for again until it is collected."""
         if self.in_flight:
             began = time.perf_counter()
             with names.range_("wait"):
                 self.in_flight[0].results.wait()
-            waited_s = time.perf_counter() - began
-            self.step_s = None if self._launch_s is None else self._launch_s + waited_s
+            self._waited_s += time.perf_counter() - began
+            self.step_s = None if self._launch_s is None else self._launch_s + self._waited_s
 
     def collect(self) -> list[Verified]:
         """Waits for the oldest step in flight and tells what came of it; requests that ended while
@@ -193,6 +195,7 @@ class Lane:
             return []
         self.wait()
         rows, results, scores, _ = self.in_flight.popleft()
+        self._waited_s = 0.0  # for the next one
         ids, counts = results.read()
         if scores is not None:
             scores = scores.fetch(self._fetching)
@@ -219,6 +222,7 @@ class Lane:
                 self.wait()
                 seconds.append(time.perf_counter() - began)
                 self.in_flight.clear()
+                self._waited_s = 0.0
                 self.leave(requests)
         finally:
             for request, slot in zip(requests, slots, strict=True):

@@ -198,16 +198,23 @@ class Clock:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_what_a_step_takes(pair: Pair, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bug: a step's time leaves out its launch or its wait, or takes in the loading of a batch, two
-    launches, or the plain steps of other requests: speculation is judged by another number."""
-    clock = Clock()
+    """Bug: a step's time leaves out its launch or its wait, which is over when it is asked for the
+    second time, or takes in the loading of a batch, two launches, or the plain steps of other
+    requests: speculation is judged by another number."""
+    clock, real, come = Clock(), lane.Results.wait, set[int]()
+
+    def wait(results: lane.Results) -> None:
+        clock.now += 0 if results.number in come else 10
+        come.add(results.number)
+        real(results)
+
     monkeypatch.setattr(lane, "time", clock)
     with pair.engine(max_model_len=44, attention_backend=backend, buckets=(2,)) as engine:
         force(engine, pair, 0)
         loop = loop_of(engine)
         loop.fallback.prepare()
         monkeypatch.setattr(loop.first, "_write", clock.spend(1000, loop.first._write))
-        monkeypatch.setattr(lane.Results, "wait", clock.spend(10, lane.Results.wait))
+        monkeypatch.setattr(lane.Results, "wait", wait)
         insert_(loop.first.buckets[2], "verify.00", clock.spend(1))
         ids_only(engine, PROMPTS[:2], max_new_tokens=12)
         times = loop.fallback.guard._times_s

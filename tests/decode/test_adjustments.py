@@ -174,6 +174,16 @@ def test_any_mix_equals_plain_decoding_alone(engine: Engine, plain: Engine, mix:
         assert not set(request.output_ids[:count]) & set(stops)
 
 
+def test_who_asks_for_nothing_in_a_row_of_one_who_did(engine: Engine, plain: Engine) -> None:
+    """Bug: a row's tables are written for requests that ask for something alone: beside one of them
+    who comes later obeys the penalties of whoever had the row before."""
+    counts = 3, 40, 40, 40
+    asked: list[Asked] = [(p, EVERYTHING, n, ()) for p, n in zip(PROMPTS, counts, strict=False)]
+    asked.append((PROMPTS[0], GREEDY, 12, ()))
+    (alone,) = run(plain, asked[-1:])
+    assert run(engine, asked)[-1].output_ids == alone.output_ids
+
+
 @pytest.mark.parametrize("draft", ["none", "own", "greedy"])
 def test_tokens_follow_the_exact_distribution(pair: Pair, model: Any, draft: str) -> None:
     """Bug: accepted drafts bias what is drawn, or what they add to the counts. Four tokens against

@@ -11,6 +11,7 @@ import torch
 from graphengine.api import Engine
 from graphengine.checkpoints.hub import TINY_DRAFT, TINY_TARGET
 from graphengine.config.engine import EngineConfig
+from graphengine.decode.ends import CONSTRAINED_ENDS
 from graphengine.decode.sampling import Sampling
 from tests.support.chains import chain_names
 
@@ -54,6 +55,16 @@ def test_order_of_a_step() -> None:
     ]
     plain = [*chain_names("decode", 8), "accept"]
     assert names("triton", "none") == names("torch", "none") == [("decode", plain)]
+
+
+def test_next_drafts_come_behind_the_context() -> None:
+    """Bug: beside grammars, where a step ends with the next block's drafts, these are made without
+    the context of what was just accepted: only acceptance shows it."""
+    with engine("triton", structured_outputs=True) as loaded:
+        (stage,) = loaded.built.loop.first.buckets[2].stages
+        for end in CONSTRAINED_ENDS:
+            chain = [step.name for step in stage.runners[end].chain]
+            assert chain[-len(DRAFT) - 2 :] == ["accept", "draft.context", *DRAFT]
 
 
 def test_what_a_stage_continues() -> None:

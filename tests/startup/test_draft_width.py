@@ -56,11 +56,13 @@ def test_widths_of() -> None:
 )
 def test_choice(curve: Curve, mean: float, rows: int, is_below_plain: bool) -> None:
     """Bug: the cheapest step is taken for the fastest decoding, the whole block is left for what
-    noise can be, or nobody hears that plain decoding is likely to win."""
+    noise can be, or nobody hears that plain decoding is likely to win; or the tokens of the block
+    that was chosen are told as the widest one's."""
     found = choose(8, curve, mean)
     assert found.rows == rows and found.num_draft_tokens == rows - 1
     assert found.is_below_plain == is_below_plain
     assert f"bucket 8 drafts {rows - 1} a step" in found.line()
+    assert f"a block of {max(curve)} taken to yield {mean:.2f} tokens" in found.line()
     assert ("plain decoding" in found.line()) == is_below_plain
     assert found.to_json()[f"rows_{max(curve)}"]["step_ms"] == curve[max(curve)] * 1e3
 

@@ -138,6 +138,23 @@ def test_cancel_and_drop(engine: Engine) -> None:
     assert request.finish_reason == "abort"
 
 
+def test_who_is_cancelled_before_it_begins(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: a cancellation is forgotten that comes before the engine's thread has taken its request
+    in, which runs to its end for nobody."""
+    real, cancelled = Serving._take_in, threading.Event()
+
+    def take_in(serving: Serving, loop: DecodeLoop) -> None:
+        assert cancelled.wait(20)
+        real(serving, loop)
+
+    monkeypatch.setattr(Serving, "_take_in", take_in)
+    handle = submit(engine, [1, 2, 3], 80)
+    handle.cancel()
+    cancelled.set()
+    result = handle.result()
+    assert (result.finish_reason, result.token_ids) == ("abort", [])
+
+
 def test_errors_reach_who_waits(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """Bug: an error ends the thread, and handles wait for ever; or one request's impossible wish
     ends the others."""

@@ -339,6 +339,29 @@ def test_a_chunk_that_comes_while_one_looks() -> None:
     assert asyncio.run(main()) == ["last"]
 
 
+def test_a_text_is_encoded_beside_the_event_loop() -> None:
+    """Bug: every other task stands still while one's long text is encoded."""
+    goes_on = threading.Event()
+
+    class Queue:
+        def queue(self, *args: Any) -> Any:
+            assert goes_on.wait(5), "no other task came to run"
+            return Racing(args[-1])
+
+    engine = AsyncEngine(cast(Any, Queue()))
+
+    async def said() -> list[str]:
+        return [chunk.text async for chunk in engine.stream("x")]
+
+    async def other() -> None:
+        goes_on.set()
+
+    async def main() -> list[Any]:
+        return await asyncio.gather(said(), other())
+
+    assert asyncio.run(main()) == [["last"], None]
+
+
 def test_an_event_loop_that_closes_while_it_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     """Bug: it closes behind the look whether it is closed, and the error, on the engine's thread,
     ends every request of every other loop."""

@@ -17,7 +17,7 @@ import torch
 from graphengine.decode import ends, recurrence
 from graphengine.decode import loop as loop_module
 from graphengine.decode.loop import DecodeLoop
-from graphengine.decode.recurrence import NULL_SLOT, States
+from graphengine.decode.recurrence import KEPT_STATES, NULL_SLOT, States
 from tests.decode.test_engine import (  # noqa: F401
     BACKENDS,
     BLOCK,
@@ -274,6 +274,20 @@ def test_answers_leave_prompts_their_slots(pair: Pair) -> None:
         assert all((request.pages[3], 8) in loop.state_slots._kept for request in requests)
         assert not requests[0].answer_slots and requests[1].answer_slots
         loop.reset()
+
+
+@torch.no_grad()
+def test_the_prompt_s_slot_is_not_free_for_its_answer(pair: Pair) -> None:
+    """Bug: an answer takes slots where less than half of those that are kept is left for others."""
+    with pair.engine(buckets=(1,), page_size=8) as loaded:
+        loop, found = loop_of(loaded), list[bool]()
+        for num_held in (KEPT_STATES // 2 - 1, KEPT_STATES // 2):
+            loop.state_slots.allocate(num_held)
+            request = loop.submit(PROMPTS[1], 40, ())
+            loop.admit()
+            found.append(bool(request.answer_slots))
+            loop.reset()
+    assert found == [True, False]
 
 
 @torch.no_grad()

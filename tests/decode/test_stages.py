@@ -63,7 +63,8 @@ def test_next_drafts_come_behind_the_context() -> None:
     with engine("triton", structured_outputs=True) as loaded:
         (stage,) = loaded.built.loop.first.buckets[2].stages
         for end in CONSTRAINED_ENDS:
-            chain = [step.name for step in stage.runners[end].chain]
+            runner: Any = stage.runners[end]
+            chain = [step.name for step in runner.chain]
             assert chain[-len(DRAFT) - 2 :] == ["accept", "draft.context", *DRAFT]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import io
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,7 +12,11 @@ from rich.console import Console
 
 from graphengine import report
 from graphengine.api import GenerationResult
+from graphengine.checkpoints.hub import TINY_TARGET
+from graphengine.config.options import Options
 from graphengine.decode.metrics import Acceptance, RequestMetrics, StartupMetrics
+from graphengine.startup.build import read_configs
+from graphengine.startup.options import resolve_options
 
 
 def answer(index: int = 0, turn: int = 0, error: str | None = None) -> report.Answer:
@@ -92,6 +97,41 @@ def test_what_a_table_has_no_room_for() -> None:
     assert "1 more answers are in the total alone" in text
     assert "weights 3.0 MiB, K/V pool 2.5 MiB in 9 pages, 1 graphs" in text
     assert "more answers" not in shown([answer(i) for i in range(report.MAX_ROWS)])
+
+
+def test_numbers_under_their_columns() -> None:
+    """Bug: the bonus token is counted in the column without it, or a chat's line is of accepted
+    drafts where it says tokens; or a column has another one's number."""
+    text = shown([answer(0), answer(1)])
+    rows = {line.split()[0]: line.split()[1:] for line in text.splitlines() if line}
+    assert rows["1"] == ["7", "500.0", "250.00", "500.00", "4.0", "2.50", "1.50", "stop"]
+    assert rows["total"] == ["14", "4.0", "2.50", "1.50"]
+    screen = io.StringIO()
+    report.print_answer_line(Console(width=140, file=screen), answer().result)
+    assert screen.getvalue() == "[7 tokens, 4.0 tokens/s, 2.50 tokens per step, stop]\n"
+
+
+def test_the_heading() -> None:
+    """Bug: an engine without compiled segments is called compiled, or one setting is printed where
+    another should stand."""
+    options = Options(device="cpu", buckets=(4, 1), max_model_len=64)
+    config = resolve_options(options, *read_configs(TINY_TARGET, None))
+    screen = io.StringIO()
+    console = Console(width=140, file=screen)
+    report.print_heading(console, "target", None, config)
+    report.print_heading(console, "target", "draft", replace(config, compile=True))
+    one, what, other, compiled = screen.getvalue().splitlines()
+    assert one.endswith(": target, drafter none") and other.endswith(": target, drafter draft")
+    parts = "attention torch, buckets 1,4, context 64"
+    assert what == f"cpu float32, graph mode none, not compiled, {parts}"
+    assert compiled == f"cpu float32, graph mode none, compiled, {parts}"
+
+
+def test_positions_of_all_answers() -> None:
+    """Bug: how often each position's draft was accepted is told of one answer, for all."""
+    never = replace(answer().result.metrics, acceptance=Acceptance(3, [6, 0, 0, 0]))
+    other = replace(answer(1), result=replace(answer().result, metrics=never))
+    assert "acceptance per position  0.25 0.12 0.00\n" in shown([answer(), other])
 
 
 def test_seconds_until_the_first_token() -> None:

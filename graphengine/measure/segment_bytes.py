@@ -23,6 +23,7 @@ def segment_bytes(
     itemsize: int,
     draft_itemsize: int,
     num_rows: int | None = None,
+    context_itemsize: int | None = None,
 ) -> dict[str, int]:
     """Name of a dense segment -> bytes; a chain's own name stands for the chain as one graph.
 
@@ -30,6 +31,7 @@ def segment_bytes(
         itemsize: bytes per weight of the target, 2 for bfloat16.
         draft_itemsize: the same for everything that the drafter reads, the head included.
         num_rows: of the target's forward; None is one request's.
+        context_itemsize: of the drafter's context, which has the target's rows; None is the rest's.
     """
     if num_rows is None:
         num_rows = draft.num_verify_rows if draft else 1
@@ -48,10 +50,10 @@ def segment_bytes(
         own["draft"] = whole - own[names.dense_name("draft", 0)]
         layers = decoder.layer_weights(draft.model)
         context = [dflash.outer_weights(draft)["fc_DC"], *map(dflash.context_parts, layers)]
-        own[names.DRAFT_CONTEXT] = sum(map(num_matrix_elements, context))
+        of_context = sum(map(num_matrix_elements, context)) * (context_itemsize or draft_itemsize)
         found |= {name: count * draft_itemsize for name, count in own.items()}
-        of_drafter = (whole + own[names.DRAFT_CONTEXT]) * draft_itemsize
-        found[names.SPECULATE] = found["verify"] + of_drafter
+        found[names.DRAFT_CONTEXT] = of_context
+        found[names.SPECULATE] = found["verify"] + whole * draft_itemsize + of_context
     return found
 
 
@@ -63,15 +65,17 @@ def bucket_bytes(
     num_requests: int,
 ) -> dict[str, int]:
     """`segment_bytes` of a step of a bucket; its drafter's weights are a byte each where it runs
-    the rounded ones.
+    the rounded ones. An anchor-first drafter's context has a row a request more than its forward.
 
     Args: draft: as the bucket runs it.
     """
     if draft is None:
         return segment_bytes(target, None, itemsize, itemsize, num_requests)
-    is_rounded = num_requests * draft.block_size <= MAX_QUANTIZED_ROWS[quantization]
-    sizes = itemsize, 1 if is_rounded else itemsize
-    return segment_bytes(target, draft, *sizes, num_requests * draft.num_verify_rows)
+    most, num_rows = MAX_QUANTIZED_ROWS[quantization], num_requests * draft.num_verify_rows
+    of_forward, of_context = (
+        1 if rows <= most else itemsize for rows in (num_requests * draft.block_size, num_rows)
+    )
+    return segment_bytes(target, draft, itemsize, of_forward, num_rows, of_context)
 
 
 def _stack(

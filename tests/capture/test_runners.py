@@ -6,7 +6,7 @@ import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -167,6 +167,16 @@ def test_each_end_has_what_is_its_own(whole: bool) -> None:
         own = [name, "drop"] if name else []
         assert log == [*["front"] * (name == "b"), "h0", "h1", "h2", *own, "tail"]
         assert [step.name for step in runner.chain] == log
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_a_chain_without_ends_leaves_its_carry(whole: bool) -> None:
+    """Bug: the drafter's head, captured ahead of a step, leaves nothing for the rest to go on
+    with."""
+    head, pool = [noting([], Dense, "a"), noting([], Dense, "b")], cast(GraphPool, Pool())
+    found = capture_ends("draft", head, {}, [], (torch.ones(1),), pool, whole=whole)
+    found[""].run()
+    assert [x.item() for x in found[""].carry] == [4]
 
 
 def drop(log: list[str], name: str = "drop") -> Step:

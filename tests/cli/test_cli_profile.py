@@ -60,7 +60,8 @@ def test_help_does_not_import_torch(module: str) -> None:
 
 
 def test_profile_on_the_cpu(tmp_path: Path) -> None:
-    """Bug: without a GPU the command fails, loses a step of a chain, or leaves the ranges on."""
+    """Bug: without a GPU the command fails, loses a step of a chain, leaves the ranges on, or
+    prints milliseconds as microseconds."""
     svg, stored, kept = tmp_path / "a.svg", tmp_path / "a.json", tmp_path / "kept"
     result = invoke(
         *("profile", "--device", "cpu", "--num-steps", 4, "--warmup", 2, "--json", "--plot", svg),
@@ -81,8 +82,9 @@ def test_profile_on_the_cpu(tmp_path: Path) -> None:
     assert validate(json.loads(stored.read_text())) == []
     assert json.loads((kept / "facts.json").read_text())["workload"]["num_steps"] == 4
     assert "the host's clock" in result.stderr and "verify.01-07" in result.stderr
-    step_us = numbers["unprofiled"]["step_p50_ms"] * 1e3
-    assert f"without a profiler: {step_us:.1f} us each" in result.stderr
+    step_us, host_us = (numbers["unprofiled"][f"{of}_p50_ms"] * 1e3 for of in ("step", "host"))
+    told = f"without a profiler: {step_us:.1f} us each (host busy {host_us:.1f} us)"
+    assert told in result.stderr
 
 
 def test_profile_without_a_drafter(tmp_path: Path) -> None:
@@ -273,7 +275,8 @@ if (here / "fail").exists():
 if sys.argv[1] == "profile":
     pathlib.Path(options["--output"]).touch()
     inside = sys.argv[sys.argv.index("--inside") + 1]
-    facts = {facts} | dict(preset=options["--cuda-graph-trace"])
+    preset = options["--cuda-graph-trace"]
+    facts = {facts} | dict(preset=preset, profiled_step_ms=0.1 * len(preset))
     pathlib.Path(inside).write_text(json.dumps(facts))
 else:
     preset = pathlib.Path(sys.argv[-1]).stem
@@ -287,7 +290,7 @@ def fake_nsys(tmp_path: Path) -> Path:
     folder.mkdir()
     for preset in ("graph", "node"):
         exports.write_export(folder / f"{preset}-scenario.sqlite", preset=preset)
-    facts = {"profiled_step_ms": 0.1, "read_gbps": 5.0, "segment_bytes": {"verify.00": 9e3}}
+    facts = {"read_gbps": 5.0, "segment_bytes": {"verify.00": 9e3}}
     program = folder / "nsys"
     program.write_text(FAKE_NSYS.format(python=sys.executable, facts=facts))
     program.chmod(0o755)
@@ -300,7 +303,7 @@ def options_of(*arguments: str) -> dict[str, Any]:
 
 def test_nsys_runs_this_command_once_per_preset(fake_nsys: Path, tmp_path: Path) -> None:
     """Bug: the child under nsys gets other options than were typed, nsys samples the CPU, or times
-    are of the run that recorded every kernel."""
+    are of the run that recorded every kernel, or one run's stand for the other's."""
     typed = ["--bucket", "4", "--num-steps", "7", "--graph-mode", "full", "--no-compile"]
     typed += ["--attention-backend", "triton", "--simulate-acceptance", "3.5", "--seed", "3"]
     typed += ["--num-speculative-tokens", "7", "--prefill"]
@@ -309,8 +312,8 @@ def test_nsys_runs_this_command_once_per_preset(fake_nsys: Path, tmp_path: Path)
         str(fake_nsys), ("graph", "node"), "m", None, options, tmp_path, lambda text: None
     )
     assert [found.num_steps for found in reports.values()] == [3, 3]
-    assert facts["segment_bytes"] == {"verify.00": 9e3} and facts["node_profiled_step_ms"] == 0.1
-    assert facts["preset"] == "graph"
+    assert facts["segment_bytes"] == {"verify.00": 9e3} and facts["preset"] == "graph"
+    assert (facts["graph_profiled_step_ms"], facts["node_profiled_step_ms"]) == (0.5, 0.4)
     calls = [json.loads(line) for line in (fake_nsys.parent / "calls.jsonl").open()]
     assert [call[0] for call in calls] == ["profile", "export"] * 2
     for preset, call in zip(("graph", "node"), calls[::2], strict=True):

@@ -104,13 +104,17 @@ def test_broken_drafter_costs_acceptance_alone(engine: Engine, pair: Pair) -> No
 
 
 def test_not_finite_without_a_drafter(pair: Pair) -> None:
-    """Bug: plain decoding has a check of its own, or none."""
+    """Bug: plain decoding has a check of its own, or none; or the last chunk, which holds no token,
+    tells all log-probabilities again."""
     plain = pair.plain(PROMPTS[0], 24)
     place = first_place(plain, PROMPTS[:1], 4)
     with pair.engine(draft=False) as engine:
         embedding(engine)[plain[place]] = float("nan")
-        (result,) = engine.generate(PROMPTS[0], max_new_tokens=24, ignore_eos=True)
-        assert result.token_ids == plain[: place + 1] and result.finish_reason == "error"
+        asked = {"max_new_tokens": 24, "ignore_eos": True, "logprobs": 0}
+        *_, last = chunks = [*engine.stream_many(PROMPTS[:1], **asked)]
+        assert last.result is not None and last.result.finish_reason == "error"
+        assert last.result.token_ids == plain[: place + 1] and last.token_ids == []
+        assert [len(c.logprobs or []) for c in chunks] == [len(c.token_ids) for c in chunks]
 
 
 def test_command_says_what_failed(tmp_path: Path) -> None:

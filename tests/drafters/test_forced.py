@@ -59,7 +59,8 @@ def test_shortened_with_what_is_inside() -> None:
 
 def test_drafts_that_are_right_at_first() -> None:
     """Bug: where all drafts are asked for, the next step is taken to begin behind more of them than
-    a block has, and what it was to get wrong is somewhere else."""
+    a block has, and what it was to get wrong is somewhere else; or whoever comes back to a row is
+    forced from the first length on again."""
     request = a_request()
     request.begin(10)
     truth = list(range(10, 22))
@@ -67,3 +68,7 @@ def test_drafts_that_are_right_at_first() -> None:
     known = [*request.prompt_ids, *truth, 0]
     assert asked == [1, 99, 1, 99]  # from 3, 5, 9 and 11 on
     assert [i for i, (a, b) in enumerate(zip(told, known, strict=True)) if a != b] == [5, 11]
+    request.advance(truth[1:5], 1)
+    told, asked = right_at_first(request, truth, lambda step: (1, 99)[step % 2], 4, 16)
+    assert asked == [99, 1, 99]
+    assert [i for i, (a, b) in enumerate(zip(told, known, strict=True)) if a != b] == [11]

@@ -6,6 +6,7 @@ import json
 import re
 import statistics
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,10 +18,11 @@ from click.testing import CliRunner, Result
 
 from graphengine.api import Engine
 from graphengine.cli.main import main
-from graphengine.config.draft import NgramConfig
+from graphengine.config.draft import DraftConfig, NgramConfig
 from graphengine.measure.bench import Case, CaseResult, run_case, token_bytes, weight_bytes
 from graphengine.measure.busy import busy_fraction
 from graphengine.measure.report import Row, picture, speedups_, step_bars, table, tokens_equal
+from graphengine.measure.segment_bytes import bucket_bytes
 from graphengine.profiles.result_schema import validate
 from graphengine.startup.build import read_configs
 from tests.support.checkpoints import make_drafter, make_target
@@ -124,6 +126,22 @@ def test_bytes_of_the_8b_preset_by_hand() -> None:
     assert weight_bytes(built("none", None), 1) == 2 * verify
     assert token_bytes(built("none", draft)) == 2 * 2 * (36 + 5) * kv
     assert token_bytes(built("none", None)) == 2 * 2 * 36 * kv
+
+
+def test_bytes_where_a_forward_is_rounded_and_its_context_is_not() -> None:
+    """Bug: an anchor-first drafter's forward, of a row a request less than a verify, is judged by
+    the verify's rows, or its context, of as many, by the forward's: twice or half the GB/s."""
+    target, draft = read_configs("qwen3-8b", "qwen3-8b-dflash-b16")
+    assert isinstance(draft, DraftConfig)
+    first = replace(draft, slot_convention="anchor-first")
+    exact, rounded = (bucket_bytes(target, first, 2, how, 4) for how in ("none", "fp8-dynamic"))
+    found = bucket_bytes(target, first, 2, "fp8", 4)  # 64 rows and 68
+    assert found["draft"] == rounded["draft"] == exact["draft"] / 2
+    assert found["draft.context"] == exact["draft.context"] == 2 * rounded["draft.context"]
+    assert found["speculate"] == rounded["speculate"] + exact["draft.context"] / 2
+    assert bucket_bytes(target, draft, 2, "fp8", 4) == bucket_bytes(
+        target, draft, 2, "fp8-dynamic", 4
+    )
 
 
 def test_bytes_of_experts_by_hand() -> None:
@@ -273,7 +291,8 @@ def test_picture() -> None:
 
 
 def test_everything_at_once(bench: Bench, tmp_path: Path) -> None:
-    """Bug: a case is left out, the baseline drafts, or the file breaks the schema."""
+    """Bug: a case is left out, the baseline drafts, the file breaks the schema, or the picture does
+    not say that acceptance was simulated."""
     svg, stored = tmp_path / "x.svg", tmp_path / "x.json"
     done = bench(
         *["--bucket", "1,2", "--input-len", "3,9", "--baseline", "--simulate-acceptance", "2.5"],
@@ -291,7 +310,7 @@ def test_everything_at_once(bench: Bench, tmp_path: Path) -> None:
         ratio = drafted[key]["median_tokens_per_s"] / plain[key]["median_tokens_per_s"]
         assert drafted[key]["speedup_ratio"] == pytest.approx(ratio)
         assert "gpu_idle_percent" not in drafted[key], "there is no GPU to be idle"
-    assert svg.read_text().count("all steps") == 8
+    assert svg.read_text().count("all steps") == svg.read_text().count("SIMULATED at 2.5") == 8
     assert "speedup" in done.stderr
     assert "SIMULATED at 2.5" in done.stderr
     assert found["environment"].keys() >= {"gpu_clocks", "driver_version", "commit", "versions"}

@@ -200,11 +200,13 @@ def test_recorded_where_nothing_can_be_locked(
 
 
 def test_round_trip(tmp_path: Path) -> None:
-    """Bug: a file is lost on the way, or Triton's group points to where it was packed and every
-    kernel is compiled again."""
+    """Bug: a file is lost on the way, or which starts have filled the folder; or Triton's group
+    points to where it was packed and every kernel is compiled again."""
     packed = filled(tmp_path / "a")
     (packed.folder / "inductor" / "link").symlink_to("/etc/passwd")
     (tmp_path / "sub").mkdir()
+    later = ENTRY | {"buckets": "1"}
+    artifact.record_(packed.folder, PARTS, later)
     size = artifact.pack(packed.folder, tmp_path / "sub" / "x.tar.gz")
     assert size == (tmp_path / "sub" / "x.tar.gz").stat().st_size
     assert os.listdir(tmp_path / "sub") == ["x.tar.gz"]
@@ -217,7 +219,7 @@ def test_round_trip(tmp_path: Path) -> None:
     group = json.loads(next(store.folder.rglob("__grp__*")).read_text())
     kernel = Path(group["child_paths"]["kernel.cubin"])
     assert kernel.read_bytes() == b"kernel.cubin" * 100
-    assert artifact.nearest(store.folder, ENTRY) == []
+    assert [artifact.nearest(store.folder, entry) for entry in (ENTRY, later)] == [[], []]
     assert os.listdir(tmp_path / "b") == [store.folder.name], "a temporary folder was left"
 
 

@@ -127,6 +127,15 @@ def unloaded(drafts: int, taps: tuple[int, ...] = (1,)) -> Any:
     return SimpleNamespace(config=config, proposer=own, target=target)
 
 
+def test_plain_decoding_drafts_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: the drafter's time is in plain decoding's too, and a block that loses to it is not told
+    as such."""
+    monkeypatch.setattr(draft_width, "forward_seconds", lambda pair, rows: (1.0, 5.0))
+    (width,) = draft_width.measure_widths(unloaded(3))
+    assert width.step_s == {1: 1.0, 2: 6.0, 4: 6.0}
+    assert width.is_below_plain and "plain decoding" in width.line()
+
+
 def test_noise_only_adds(monkeypatch: pytest.MonkeyPatch) -> None:
     """Bug: a measurement of few rows that something disturbed makes wider blocks look cheaper."""
     faked(monkeypatch, EXPERTS | {2: 4.5})

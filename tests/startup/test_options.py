@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from graphengine.checkpoints.hub import TINY_TARGET
+from graphengine.checkpoints.hub import TINY_DRAFT, TINY_TARGET
 from graphengine.config.options import Options
 from graphengine.startup.build import read_configs
 from graphengine.startup.options import resolve_options
@@ -29,3 +29,15 @@ def test_what_requests_may_ask(option: str, asked: bool | None) -> None:
     options: dict[str, Any] = {"device": "cpu", option: asked}
     config = resolve_options(Options(**options), *read_configs(TINY_TARGET, None))
     assert getattr(config, option) is (asked is not False)
+
+
+@pytest.mark.parametrize(
+    ("draft", "simulated", "floor"),
+    [(TINY_DRAFT, None, 1.5), (TINY_DRAFT, 2.0, 0.0), ("ngram", None, 0.0), (None, None, 1.5)],
+)
+def test_whose_acceptance_is_watched(draft: Any, simulated: float | None, floor: float) -> None:
+    """Bug: users are warned about look-up, which is often wrong by nature, or about acceptance that
+    was drawn; or about no drafter at all."""
+    options = Options(device="cpu", acceptance_floor=1.5, simulate_acceptance=simulated)
+    config = resolve_options(options, *read_configs(TINY_TARGET, draft))
+    assert config.acceptance_floor == floor

@@ -20,7 +20,7 @@ from graphengine.cli.main import main
 from graphengine.decode import ends
 from graphengine.decode.sampling import GREEDY
 from graphengine.prompts import read_prompt_file
-from graphengine.verify.run import draw, encode
+from graphengine.verify.run import Draws, draw, encode
 from graphengine.verify.two_sample import LEVEL, Comparison, PlaceTest, compare
 from tests.support.checkpoints import make_drafter, make_target
 
@@ -149,6 +149,17 @@ def test_biased_acceptance_fails(
     result = verify(pair)
     assert result.exit_code == 1, result.output
     assert "FAIL: speculative and plain draws differ" in result.stdout
+
+
+@pytest.mark.parametrize(("minimum", "passes"), [(None, True), (3.0, True), (3.1, False)])
+def test_acceptance_is_that_of_the_drafter(minimum: float | None, passes: bool) -> None:
+    """Bug: --min-acceptance is held against the plain draws, which take a token a step."""
+    outputs = [runs([1, 2] * 50)]
+    options = {"max_new_tokens": 1, "seed": 0, "num_samples": 100, "min_acceptance": minimum}
+    drafted, plain = Draws(outputs, 3.0, {}), Draws(outputs, 1.0, {})
+    passed, told, numbers = cli_verify._compare_draws(drafted, plain, options)
+    assert passed == passes and numbers["mean_acceptance_length"] == 3.0
+    assert ("acceptance: 3.00 tokens a step, 3.1 expected" in told) == (not passes)
 
 
 @pytest.mark.parametrize(

@@ -446,6 +446,20 @@ def test_limits_of_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
         assert runs[-1].limits(dtype, None).min_acceptance is None
 
 
+def test_what_is_judged_is_speculation(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: a slow or bad drafter is left behind in the middle of an answer, and what plain decoding
+    says behind that passes as the drafter's; or the plain engine drafts."""
+    runs: list[cli_verify._Run] = []
+    monkeypatch.setattr(cli_verify._Run, "compare_tokens", lambda run, _: not runs.append(run))
+    assert verify("--num-speculative-tokens", "7", "--page-size", "8").exit_code == 0
+    (run,) = runs
+    for drafter, lengths in ((run.draft, (7, 7)), (None, ())):
+        with run.engine(run.mode, drafter) as engine:
+            config = engine.config
+        assert (config.fallback, config.acceptance_floor) == (False, 0.0)
+        assert (config.num_speculative_tokens, config.page_size) == (lengths, 8)
+
+
 def test_a_difference_is_told_where_it_stands() -> None:
     """Bug: a step's last token, the target's own, is called an accepted draft; or what stands in
     front of one of the first tokens is left out."""

@@ -21,7 +21,7 @@ from graphengine.checkpoints.weights import (
 from graphengine.config.draft import DraftConfig
 from graphengine.config.model import ARCHITECTURES, ModelConfig
 from graphengine.measure.segment_bytes import segment_bytes
-from graphengine.models import decoder, dflash
+from graphengine.models import decoder, dflash, gated_attention
 from graphengine.models.weight import Weight, num_matrix_elements
 from graphengine.startup.build import read_configs
 from tests.support.checkpoints import make_target
@@ -94,6 +94,15 @@ def test_published_sizes() -> None:
     groups += [part for layer in decoder.layer_weights(draft.model) for part in layer]
     total = sum(num_matrix_elements(parts) for fields in groups for parts in fields.values())
     assert total == pytest.approx(1.05e9, rel=0.01)
+
+
+def test_bytes_of_a_tensor_that_two_weights_share() -> None:
+    """Bug: queries and gates, which a file has as one tensor, are each counted as the whole, and a
+    hybrid's floor is too high."""
+    config, _ = read_configs("qwen3.5-4b", None)
+    rows = 2 * config.q_size + 2 * config.kv_size
+    packed = gated_attention.weights(config)["qkvg_ED"]
+    assert num_matrix_elements(packed) == config.hidden_size * rows
 
 
 def test_bytes_of_a_built_tree() -> None:

@@ -57,16 +57,19 @@ class Fallback:
         if limit is not None:
             self.leave([r for r in self._drafting.running if r.start > limit], LAST_BLOCK)
 
-    def judge(self, verified: list[Verified], num_rows: int) -> None:
+    def judge(self, verified: list[Verified], num_rows: int, is_alone: bool) -> None:
         """Counts a drafted step that was committed, and from time to time judges.
 
-        Args: num_rows: requests that the step ran.
+        Args:
+            num_rows: requests that the step ran.
+            is_alone: no prompt's rows stood in front of it on the device.
         """
         self.leave_at_the_limit()
         if self.guard is None:
             return
         size = self._drafting.size_for(num_rows)
-        is_alone = self.plain is None or not self.plain.rows  # else a plain step ran in between
+        if self.plain is not None and self.plain.rows:
+            is_alone = False  # a plain step ran in between
         seconds = self._drafting.step_s if is_alone else None
         if not self.guard.observe([v.num_accepted for v in verified], size, seconds):
             return

@@ -92,6 +92,7 @@ class DecodeLoop:
         self.admission = Admission(prefill, [])
         self._failed: list[StepOutput] = []  # ended between two steps, still to be given out
         self._next_id = 0
+        self._num_behind = 0  # steps to be collected that may have waited for rows of a prompt
         self.is_clean = True
         """Whether a reset would find nothing: all that was submitted has been run to its end."""
 
@@ -224,7 +225,7 @@ class DecodeLoop:
             return []
         try:
             with names.range_("prefill"):
-                queued = self.admission.queue(budget)
+                queued, self._num_behind = self.admission.queue(budget), self.first.depth
                 for request in queued if self._caches_prefixes else []:
                     self.allocator.publish(request.prompt_ids, request.pages)
                     self._keep_states(request)  # whoever shares them is behind on the stream
@@ -418,8 +419,11 @@ class DecodeLoop:
                     if scores is not None:
                         request.tell(scores, len(outputs[-1].token_ids))
                 self._retire()
-                if rows and lane is self.first and self.fallback is not None:
-                    self.fallback.judge(verified, sum(r is not None for r in rows))
+                if rows and lane is self.first:
+                    is_alone, self._num_behind = not self._num_behind, max(0, self._num_behind - 1)
+                    if self.fallback is not None:
+                        num_rows = sum(r is not None for r in rows)
+                        self.fallback.judge(verified, num_rows, is_alone)
         return outputs
 
     def reset(self) -> None:

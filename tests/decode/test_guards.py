@@ -230,6 +230,26 @@ def test_what_a_step_takes(pair: Pair, backend: str, monkeypatch: pytest.MonkeyP
         assert first.num_plain_steps == 4 and other.num_plain_steps == 0
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_steps_behind_a_prompt_s_rows_are_not_timed(pair: Pair, backend: str) -> None:
+    """Bug: while a long prompt comes in, each step waits on the device for some of its rows: the
+    drafter seems to lose time, and whoever streams beside it leaves speculation for good."""
+    options = {"max_model_len": 160, "buckets": (2,), "max_num_batched_tokens": 16}
+    with pair.engine(attention_backend=backend, **options) as engine:
+        loop, counts = loop_of(engine), list[tuple[bool, int]]()
+        loop.submit(list(PROMPTS[0]), 120, ())
+        for i, _ in enumerate(loop.run()):
+            if i == 12:
+                loop.submit(list(range(5, 125)), 2, ())
+            counts.append((bool(loop.prefilling), len(loop.fallback.guard._times_s)))
+        depth = loop.first.depth
+        beside = [i for i, (is_beside, _) in enumerate(counts) if is_beside and i > 12]
+        assert len(beside) >= 5
+        seen = [count for _, count in counts]
+        assert seen[beside[0]] == seen[beside[-1] + depth] > 4
+        assert seen[-1] > seen[beside[-1] + depth] + 4
+
+
 def test_rows_that_are_judged(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     """Bug: rows of no running request count as blocks that accepted nothing, so that a good drafter
     is given up; or a step of two, one of whom has ended meanwhile, is taken for a step of one."""

@@ -1,8 +1,9 @@
 """A text's token ids from those of its pieces, which are remembered.
 
-A next turn repeats all that was said: 21,500 tokens of it took 71 ms to encode again (2-core cloud
-CPU), the prompt behind its cached pages 10. A tokenizer cuts a text at its added tokens, as a chat
-template puts them around each message, and encodes what stands between two by itself. So do we.
+A next turn repeats all that was said, and 21,500 tokens of it took 71 ms to encode again (2-core
+cloud CPU), where their K/V comes from the cache. A tokenizer cuts a text at its added tokens, as a
+chat template puts them around each message, and encodes what stands between two by itself. So do
+we.
 
 Invariant: the ids are those of the whole text. A tokenizer whose added tokens take the text beside
 them into account, or one that tells a text's beginning from a piece's, is asked for whole texts;
@@ -29,9 +30,8 @@ class Pieces:
         self._kept: OrderedDict[str, list[int]] = OrderedDict()  # piece -> ids; oldest first
         self._num_chars = 0
         self._ids = _cutting(tokenizer)
-        names = sorted(
-            self._ids, key=len, reverse=True
-        )  # of two that begin at one place the longer
+        # Of two that begin at one place the longer, as the tokenizer does.
+        names = sorted(self._ids, key=len, reverse=True)
         self._cuts = re.compile(f"({'|'.join(map(re.escape, names))})")
         if self._ids:
             found = names * -(-len(_BESIDE) // len(names))

@@ -142,7 +142,7 @@ class PrefixCache(PageAllocator):
             self._users[page] += 1
         return pages
 
-    def begun(self, token_ids: Sequence[int], shared: Sequence[int]) -> tuple[int, int]:
+    def begun(self, token_ids: Sequence[int], shared: Sequence[int]) -> Place:
         """Of what follows these shared pages: a page that begins alike, to be copied at once, and
         how many of its tokens do, of recurrent layers' targets up to a kept state; 0, 0 where there
         is none."""

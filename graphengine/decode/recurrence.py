@@ -9,8 +9,8 @@ records twice, and owes a flush to whoever copies a state; one launch for all la
 
 Every so many tokens an answer leaves its state in one of two more slots of its request, in a launch
 in front: at its end the request's own state is that of steps in flight, which may have gone on for
-as many more. So the next turn begins at most ANSWER_SPACING tokens in front of the last answer's
-end.
+as many more. So the next turn begins few tokens in front of the last answer's end: at most as many,
+and where the answer was too short to leave one, behind the last chunk of its prompt.
 
 Slot 0 is the null slot: padding rows, warm-ups and timings use it, and nobody reads what is there.
 Invariant: a running request owns one slot; a prompt's first chunk begins from zero by its position,

@@ -44,12 +44,12 @@ FRAGMENTS = (
 
 def made(*added: Any, metaspace: bool = False, lower: bool = False) -> PreTrainedTokenizerFast:
     """A tokenizer with these added tokens beside two plain ones."""
-    bpe = Tokenizer(models.BPE(unk_token="<unk>" if metaspace else None))
-    beginning: Any = pre_tokenizers.Metaspace(prepend_scheme="first")
+    bpe: Any = Tokenizer(models.BPE(unk_token="<unk>" if metaspace else None))
+    beginning = pre_tokenizers.Metaspace(prepend_scheme="first")
     bpe.pre_tokenizer = beginning if metaspace else pre_tokenizers.ByteLevel(add_prefix_space=False)
-    bpe.decoder = decoders.ByteLevel()  # type: ignore[assignment]
+    bpe.decoder = decoders.ByteLevel()
     if lower:
-        bpe.normalizer = normalizers.Lowercase()  # type: ignore[assignment]
+        bpe.normalizer = normalizers.Lowercase()
     alphabet = [*"\u2581\u00e9X\n<|>"] if metaspace else pre_tokenizers.ByteLevel.alphabet()
     special = [*CONTROL, *(["<unk>"] if metaspace else [])]
     trainer = trainers.BpeTrainer(

@@ -18,6 +18,8 @@ from graphengine.capture.torch_internals import scaled_mm
 from graphengine.config.rope import RopeConfig
 from graphengine.kernels import add_rms_norm as kernels
 from graphengine.kernels.argmax import argmax_rows
+from graphengine.kernels.chunk_swiglu import chunk_swiglu
+from graphengine.kernels.chunk_swiglu import pays as chunk_pays
 from graphengine.kernels.fp8 import Fp8Rows, Fp8Scales, quantize_rows_fp8, round_rows_fp8
 from graphengine.kernels.fp8_rows import round_rows, split_rows
 from graphengine.kernels.head_argmax import skinny_argmax
@@ -167,7 +169,8 @@ def linear_swiglu(x: Rows, gate_up: Matrix, bias: Tensor | None = None) -> Tenso
     """`swiglu(x @ gate_up^T + bias)`: rows packed [gate | up], [T, D] -> [T, I]."""
     config = skinny_config(x, gate_up, swiglu=True) if bias is None else None
     if config is None:
-        return swiglu(library_linear(x, gate_up, bias))
+        chunk = _chunk_operands(x, gate_up) if bias is None else None
+        return chunk_swiglu(*chunk) if chunk else swiglu(library_linear(x, gate_up, bias))
     x, weight, scales = operands(x, gate_up, config)
     return skinny_swiglu(x, weight, config=config, scales=scales)
 
@@ -226,6 +229,14 @@ def _config(num_rows: int, matrix: Matrix, swiglu: bool = False) -> SkinnyConfig
     weight = matrix.weight_ED if isinstance(matrix, Fp8Matrix) else matrix
     outputs, inputs = weight.shape
     return choose_config(num_rows, outputs, inputs, weight.element_size(), swiglu)
+
+
+def _chunk_operands(x: Rows, gate_up: Matrix) -> tuple[Tensor, Tensor] | None:
+    """What our GEMM of a chunk multiplies; None where it does not take these or does not pay."""
+    if isinstance(x, Fp8Rows) or isinstance(gate_up, Fp8Matrix) or not _takes_skinny(x):
+        return None
+    num_sms = torch.cuda.get_device_properties(x.device).multi_processor_count
+    return (x, gate_up) if chunk_pays(x.shape[0], gate_up.shape[0], num_sms) else None
 
 
 def _takes_skinny(x: Tensor) -> bool:

@@ -29,6 +29,7 @@ from graphengine.kernels import (
     argmax,
     block_attention,
     chunk_attention,
+    chunk_swiglu,
     context_kv,
     filter_threshold,
     fp8_rows,
@@ -246,7 +247,8 @@ def max_stack_bytes(kernel: str, launch: str) -> int:
     """None where spilling would cost what the kernel is for."""
     if kernel == "specialized_linear_kernel":  # after the loop
         return 128
-    if launch.startswith("head") or kernel in ("chunk_attention_kernel", "merge_splits_kernel"):
+    whole = ("chunk_attention_kernel", "chunk_swiglu_kernel", "merge_splits_kernel")
+    if launch.startswith("head") or kernel in whole:
         return 0
     if kernel == "wide_linear_kernel":  # in FP8 it spills when sums are scaled, after the loop
         return 256 if "FP8" in launch else 0
@@ -279,6 +281,10 @@ LAUNCHES: dict[str, Callable[[], Any]] = {
     "recurrence": lambda: (recur(1, 16, 32), recur(16, 8, 48), recur(1, 1, 16, splits=2)),
     "recurrence of a prompt": lambda: (recur_chunks(2048, 1, 32), recur_chunks(256, 4, 48)),
     "SwiGLU": lambda: swiglu._launch(empty(512, 24576)),
+    "SwiGLU of a chunk": lambda: (
+        chunk_swiglu._launch(empty(2048, 4096), empty(24576, 4096)),
+        chunk_swiglu._launch(empty(1100, 2560), empty(19456, 2560)),
+    ),
     "gates of outputs": lambda: (
         output_gate._launch(empty(16, 32, 128), empty(16, 12352), 8192, empty(128), 1e-6),
         output_gate._launch(empty(2, 16, 256), empty(3, 2, 10240, dtype=FP32), 0, None, 1e-6),

@@ -1,0 +1,96 @@
+"""The GEMM of a chunk that ends in SwiGLU against torch's own products in float32."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from graphengine.kernels.chunk_swiglu import chunk_swiglu, pays
+
+BF16 = torch.bfloat16
+# Rows short of a tile, one tile's, one behind; weight rows short of a tile; inputs short of a
+# block; more tiles than multiprocessors, so that a CTA takes several; blocks fewer than stages.
+SHAPES = [
+    (1, 256, 64),
+    (128, 256, 40),
+    (129, 272, 136),
+    (200, 48, 1000),
+    (1024, 6144, 512),
+    (2048, 19456, 192),
+]
+
+
+def draw(device, T: int, J: int, D: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """x whose rows stand in wider ones, and a weight."""
+    x = torch.randn(T, D + 8, device=device).to(BF16)[:, :D]
+    return x, (torch.randn(J, D, device=device) * D**-0.5).to(BF16)
+
+
+@pytest.mark.parametrize(("T", "J", "D"), SHAPES)
+def test_it_is_silu_of_the_gate_times_up(device, T, J, D) -> None:
+    """Bug: a gate meets another's up or a large one overflows; a tile is left out or done twice;
+    rows, outputs or inputs past the end are summed or written."""
+    x, weight = draw(device, T, J, D)
+    weight[0] *= 100  # a gate of some hundred
+    gate, up = (x.float() @ weight.float().T).chunk(2, dim=-1)
+    out = chunk_swiglu(x, weight)
+    assert out.shape == (T, J // 2)
+    assert out.is_contiguous()
+    # One rounding of bf16, and of sums in another order.
+    torch.testing.assert_close(out.float(), F.silu(gate) * up, rtol=5e-3, atol=2e-3)
+
+
+@pytest.mark.gpu
+def test_a_row_does_not_depend_on_the_others() -> None:
+    """Bug: a row is summed in another order in a longer chunk, so that what a prompt says depends
+    on how it is cut."""
+    x, weight = draw("cuda", 2048, 4096, 4096)
+    assert torch.equal(chunk_swiglu(x, weight)[:1100], chunk_swiglu(x[:1100], weight))
+
+
+@pytest.mark.gpu
+def test_it_follows_what_was_launched_before() -> None:
+    """Bug: launched before its predecessor's end it reads x too early, or writes its results while
+    that still reads what stood there."""
+    x, weight = draw("cuda", 2048, 4096, 2048)
+    weight *= 2
+    expected = x
+    for _ in range(4):
+        expected = chunk_swiglu(expected, weight)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = x
+        for _ in range(4):
+            out = chunk_swiglu(out, weight)
+    for _ in range(20):
+        graph.replay()
+        assert torch.equal(out, expected)
+    assert out.isfinite().all()
+
+
+def test_when_it_pays() -> None:
+    """Bug: a chunk takes it whose last round leaves most multiprocessors idle, or a short one."""
+    assert pays(1024, 24576, 132)
+    assert pays(2048, 4096, 132)  # 256 tiles in two rounds
+    assert not pays(2048, 2560, 132)  # 160 in two
+    assert not pays(512, 24576, 132)
+
+
+def test_refusals(device) -> None:
+    """Bug: rows of another width are read past their end, or a gate has no up."""
+    x, weight = draw(device, 8, 32, 64)
+    for wrong in ((x[:, :56], weight), (x, weight[:31]), (x[0], weight)):
+        with pytest.raises(ValueError, match=r"need \[T, D\]"):
+            chunk_swiglu(*wrong)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("what", ["dtype", "stride", "gates"])
+def test_refusals_of_the_kernel(what) -> None:
+    """Bug: what TMA cannot address ends in a fault of the device."""
+    x, weight = draw("cuda", 8, 40 if what == "gates" else 32, 64)
+    if what == "dtype":
+        x, weight = x.half(), weight.half()
+    if what == "stride":
+        x = torch.zeros(8, 66, device="cuda", dtype=BF16)[:, :64]
+    with pytest.raises(ValueError, match="needs bf16" if what == "dtype" else "TMA needs rows"):
+        chunk_swiglu(x, weight)

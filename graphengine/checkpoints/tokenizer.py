@@ -7,13 +7,14 @@ Invariant: what a message says never becomes a control token, and no template ru
 
 from __future__ import annotations
 
+import ctypes
 import json
 import re
 import sys
-import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 from graphengine.checkpoints.pairs import read_json
@@ -127,18 +128,23 @@ class Tokenizer:
             return list(map(apart, value)) if isinstance(value, list | tuple) else value
 
         try:
-            with _ended_after(MAX_TEMPLATE_S):
-                text = self._hf.apply_chat_template(
+            text = _within(
+                MAX_TEMPLATE_S,
+                lambda: self._hf.apply_chat_template(
                     [apart(message) for message in messages],
                     tokenize=False,
                     add_generation_prompt=True,
                     enable_thinking=False,
-                )
+                ),
+            )
         except Exception as error:  # jinja raises whatever the template provokes
             raise ValueError(
                 f"the chat template rejects these messages: {_reason(error)}"
             ) from error
-        return [token for piece in str(text).split(cut) for token in self.encode(piece)]
+        ids: list[int] = []
+        for piece in str(text).split(cut):
+            ids += self.encode(piece)
+        return ids
 
     def as_json(self) -> str:
         """As a tokenizer.json has it, added tokens included, for who reads tokens as bytes.
@@ -183,22 +189,31 @@ def load_tokenizer(
     return tokenizer
 
 
-@contextmanager
-def _ended_after(seconds: float) -> Iterator[None]:
-    """Inside, a template that takes longer ends in a TimeoutError: its loops may be nested without
-    end. Mutates: the thread's trace function, until then."""
-    before, ends = sys.gettrace(), time.monotonic() + seconds
+def _within(seconds: float, call: Callable[[], Any]) -> Any:
+    """What a call returns. It runs in a thread, which is ended where it takes longer: a template's
+    loops may be nested without end, and to trace them costs more than to render.
 
-    def trace(frame: Any, event: str, argument: Any) -> Callable[..., Any] | None:
-        if time.monotonic() > ends:
-            raise TimeoutError(f"it takes longer than {seconds:g} s")
-        return trace if frame.f_code.co_filename == "<template>" else None
+    Raises:
+        TimeoutError: it took longer.
+    """
+    found: Future[Any] = Future()
 
-    sys.settrace(trace)
+    def run() -> None:
+        try:
+            found.set_result(call())
+        except BaseException as error:  # the end that comes from below, too
+            found.set_exception(error)
+
+    thread = Thread(target=run, daemon=True)
+    thread.start()
     try:
-        yield
+        return found.result(seconds)
+    except TimeoutError:
+        raise TimeoutError(f"it takes longer than {seconds:g} s") from None
     finally:
-        sys.settrace(before)
+        if not found.done():
+            end = ctypes.pythonapi.PyThreadState_SetAsyncExc
+            end(ctypes.c_ulong(thread.ident or 0), ctypes.py_object(SystemExit))
 
 
 def _reason(error: Exception) -> str:

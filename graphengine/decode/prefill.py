@@ -108,7 +108,8 @@ class Prefill:
         self, requests: Sequence[Request], rows_at: Callable[[int], int | None] = lambda _: None
     ) -> Iterator[Work]:
         """The forwards, in order. A fixed chunk is shared by as many prompts as it holds; a longer
-        or a far piece runs alone, since company would save it nothing and cost it time.
+        or a far piece runs alone, since company would save it nothing and cost it time. One has at
+        most a piece of a prompt: recurrent layers run all pieces at once.
 
         Args: rows_at: of a forward whose first row stands there, at most; None: as many as pay.
         """
@@ -140,7 +141,7 @@ class Prefill:
                 piece = Piece(ids, begin, end, request.pages, request.state_slot, *kept)
                 work.append((request, piece))
                 begin, room = end, room - self._room_for(piece.num_rows)
-                if is_far or room <= 0:
+                if is_far or room <= 0 or begin < len(ids):
                     yield work
                     work = []
         if work:

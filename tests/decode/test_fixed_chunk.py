@@ -298,6 +298,18 @@ def test_a_hybrids_long_prompt_beside_a_stream(loop: DecodeLoop) -> None:
     assert rows == [512] * 62 + [256]
 
 
+@pytest.mark.parametrize(("begin", "keyed_in"), [(10000, 1), (40000, 4)])
+def test_a_forward_has_one_piece_of_a_prompt(loop: DecodeLoop, begin: int, keyed_in: int) -> None:
+    """Bug: beside a stream, where no far chunks are built (another GPU than Hopper), a next turn
+    behind much text follows a short prompt into its chunk with two pieces: a hybrid runs both at
+    once from one state."""
+    fixed: Any = tuple(Size(n, num_prompts=4) for n in sizes_for(131072, are_long=False))
+    asked: Any = [Prompt(range(16)), Prompt(range(begin + 300), begin)]
+    own = replace(loop.prefill, fixed=fixed, far=(), chunk=2048)
+    works = list(own.split(asked, Budget(512, keyed_in).rows_at))
+    assert [[piece.num_rows for _, piece in work] for work in works] == [[16, 256], [44]]
+
+
 def test_the_rest_of_a_long_prompt(loop: DecodeLoop) -> None:
     """Bug: a remainder, or a next turn behind a long text, in blocks that read all keys 16 rows
     after 16; a text that is not long, or a next turn, in more chunks than it needs, each of which

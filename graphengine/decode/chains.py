@@ -49,7 +49,7 @@ def step_chains(
             for name in end_names(pair.config)
         },
         context=proposer.context(buffers, segments),
-        publish=(publish_step(buffers, grammar),) if grammar is not None and drafts else (),
+        publish=(publish_step(buffers, grammar, proposer),) if grammar and drafts else (),
     )
 
 

@@ -27,7 +27,7 @@ from graphengine.config.engine import EngineConfig
 from graphengine.decode.buffers import GrammarBuffers, StepBuffers
 from graphengine.decode.logprobs import score_rows
 from graphengine.decode.masks import mask_rows_
-from graphengine.decode.proposer import Pair
+from graphengine.decode.proposer import Pair, Proposer
 from graphengine.decode.recurrence import advance_, answer_spacing
 from graphengine.decode.request import Request
 from graphengine.decode.sampling import sample_rows
@@ -148,12 +148,13 @@ def make_end(
     return steps if pair.target.states is None else [*steps, Dense(names.ADVANCE, advance)]
 
 
-def publish_step(buffers: StepBuffers, grammar: GrammarBuffers) -> Step:
+def publish_step(buffers: StepBuffers, grammar: GrammarBuffers, proposer: Proposer) -> Step:
     """Behind the drafts: what grammars force takes their place, and the host is told them."""
 
     def publish(carry: Carry) -> Carry:
         words = grammar.forced_BG, grammar.is_on_B, buffers.step_B, grammar.words_BG
         publish_drafts_(buffers.draft_ids_BG, *words)
+        proposer.published_(buffers)
         return carry
 
     return Dense(names.PUBLISH, publish)

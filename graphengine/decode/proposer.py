@@ -97,6 +97,9 @@ class Proposer:
         """The chain that writes `buffers.draft_ids_BG`; empty where nothing is proposed."""
         return []
 
+    def published_(self, buffers: StepBuffers) -> None:
+        """Takes note of drafts that a grammar may have changed. Mutates: buffers.own."""
+
     def tap(self, buffers: StepBuffers) -> Tap:
         """What a verify does with the outputs of the target's layers."""
         return no_tap

@@ -8,8 +8,8 @@ No place: token 0 is drafted, which costs acceptance alone.
 
 On the device, because steps are launched before the host has read the last one's tokens: the text
 of each row is kept there, and a block is written into it when it is drafted, which may be done
-twice. Drafts that are rejected lie behind the text's end, where the next block overwrites them.
-Reads B * P int32, 0.3 MB at 16 requests of 4,096 tokens.
+twice, and again when a grammar has changed it. Drafts that are rejected lie behind the text's end,
+where the next block overwrites them. Reads B * P int32, 0.3 MB at 16 requests of 4,096 tokens.
 
 Legend: B requests, G rows of a block, P positions.
 """
@@ -60,9 +60,7 @@ class Ngram(Proposer):
     def propose(
         self, buffers: StepBuffers, attentions: Attentions, segments: Segments
     ) -> list[Step]:
-        text_BP = cast(NgramBuffers, buffers.own).text_BP
-        config = self.config
-        row_G = torch.arange(config.num_verify_rows, device=text_BP.device)
+        text_BP, config = cast(NgramBuffers, buffers.own).text_BP, self.config
 
         def look_up_(carry: Carry) -> Carry:
             anchor_B1 = buffers.block_ids_BG[:, :1]
@@ -71,12 +69,17 @@ class Ngram(Proposer):
             drafts_BD = look_up(
                 text_BP, last_B1, config.num_draft_tokens, config.shortest, config.longest
             )
-            block_BG = torch.cat([anchor_B1, drafts_BD], dim=1)
-            text_BP.scatter_(1, (last_B1 + row_G).clamp(max=self.num_positions), block_BG.int())
-            buffers.draft_ids_BG.copy_(block_BG)
+            buffers.draft_ids_BG.copy_(torch.cat([anchor_B1, drafts_BD], dim=1))
+            self.published_(buffers)
             return ()
 
         return [Dense(names.dense_name("draft", 0), look_up_)]
+
+    def published_(self, buffers: StepBuffers) -> None:
+        text_BP, block_BG = cast(NgramBuffers, buffers.own).text_BP, buffers.draft_ids_BG
+        row_G = torch.arange(block_BG.shape[1], device=text_BP.device)
+        at_BG = (buffers.start_B.long()[:, None] + row_G).clamp(max=self.num_positions)
+        text_BP.scatter_(1, at_BG, block_BG.int())
 
     def write_rows_(self, buffers: StepBuffers, rows: Mapping[int, Request | None]) -> None:
         text_BP: Any = cast(NgramBuffers, buffers.own).text_BP

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ import torch
 from graphengine.capture.runners import run_chain
 from graphengine.config.draft import NgramConfig
 from graphengine.decode.buffers import Arena
+from graphengine.decode.ends import publish_step
 from graphengine.decode.proposer import step_buffers
 from graphengine.decode.request import Request
 from graphengine.decode.segments import Segments
@@ -71,6 +73,25 @@ def test_drafting_again_changes_nothing() -> None:
     assert wanted[0] == [9, 1, 2]
     # What is accepted of the block stands in the text already.
     assert found[0][1][0][:10] == [*texts[0], *wanted[0]]
+
+
+def test_what_a_grammar_forces_stands_in_the_text() -> None:
+    """Bug: where a grammar took the place of drafts the text keeps what was looked up, so that
+    later drafts follow words that were never said."""
+    ngram = Ngram(config=NgramConfig(num_draft_tokens=3), num_positions=20)
+    config: Any = SimpleNamespace(adjustments=False, max_logprobs=0, structured_outputs=True)
+    arena = Arena(torch.device("cpu"), torch.float32)
+    buffers = step_buffers(arena, MODEL, ngram, 1, 5, config)
+    ngram.write_rows_(buffers, {0: request_of([1, 2, 3, 9, 1, 2, 3])})
+    buffers.start_B.fill_(6)
+    buffers.block_ids_BG[:, 0] = 3
+    grammar = buffers.grammar
+    assert grammar is not None
+    grammar.is_on_B.fill_(1)
+    grammar.forced_BG.copy_(torch.tensor([[-1, 5, 4, -1]]))
+    run_chain([*ngram.propose(buffers, {}, Segments()), publish_step(buffers, grammar, ngram)])
+    own: Any = buffers.own
+    assert own.text_BP[0, 6:10].tolist() == buffers.draft_ids_BG[0].tolist() == [3, 5, 4, 2]
 
 
 def test_a_block_over_the_end() -> None:

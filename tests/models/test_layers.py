@@ -11,20 +11,23 @@ ROWS, INPUTS, WEIGHTS = 1024, 64, 4096  # 128 tiles of a chunk's GEMM, of 132
 
 
 @pytest.mark.parametrize(
-    ("num_rows", "num_weights", "has_bias", "is_fp8", "expected"),
+    ("num_rows", "num_weights", "inputs", "has_bias", "is_fp8", "expected"),
     [
-        (ROWS, WEIGHTS, False, False, True),
-        (ROWS - 1, WEIGHTS, False, False, False),
-        (ROWS, WEIGHTS + 512, False, False, False),  # tiles for a tenth of a second round
-        (ROWS, WEIGHTS, True, False, False),
-        (ROWS, WEIGHTS, False, True, False),
+        (ROWS, WEIGHTS, INPUTS, False, False, True),
+        (ROWS - 1, WEIGHTS, INPUTS, False, False, False),
+        (ROWS, WEIGHTS + 512, INPUTS, False, False, False),  # tiles for a tenth of a second round
+        (ROWS, WEIGHTS, INPUTS, True, False, False),
+        (ROWS, WEIGHTS, INPUTS, False, True, False),
+        (ROWS, WEIGHTS - 8, INPUTS, False, False, False),  # gates that are no eights
+        (ROWS, WEIGHTS, INPUTS + 4, False, False, False),  # rows that TMA cannot address
     ],
 )
 def test_swiglu_of_a_chunk(
-    num_rows, num_weights, has_bias, is_fp8, expected, monkeypatch: pytest.MonkeyPatch
+    num_rows, num_weights, inputs, has_bias, is_fp8, expected, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Bug: a long chunk's SwiGLU stands behind cuBLAS although our GEMM ends in it; or that GEMM
-    gets FP8, leaves a bias out, or takes what cuBLAS is faster at."""
+    gets FP8, leaves a bias out, takes what cuBLAS is faster at, or refuses a model whose sizes it
+    cannot address."""
     calls = []
     monkeypatch.setattr(layers, "_takes_skinny", lambda x: True)
     monkeypatch.setattr(
@@ -32,8 +35,8 @@ def test_swiglu_of_a_chunk(
     )
     real = layers.chunk_swiglu
     monkeypatch.setattr(layers, "chunk_swiglu", lambda *args: calls.append(args) or real(*args))
-    x = torch.randn(num_rows, INPUTS).bfloat16()
-    matrix = torch.randn(num_weights, INPUTS).bfloat16() / 8
+    x = torch.randn(num_rows, inputs).bfloat16()
+    matrix = torch.randn(num_weights, inputs).bfloat16() / 8
     bias = torch.randn(num_weights).bfloat16() if has_bias else None
     gate, up = torch.nn.functional.linear(x, matrix, bias).float().chunk(2, dim=-1)
     act = layers.linear_swiglu(x, layers.quantize_fp8(matrix) if is_fp8 else matrix, bias)

@@ -69,8 +69,9 @@ def warm_up(loop: DecodeLoop, grammars: Grammars | None = None) -> None:
         for goes_on in (True, False):
             chunk.run([], goes_on)
     for wish in wishes:
-        for length in {*chunks, min(EAGER_ROWS, most)}:
-            submit([0] * length, 1, wish)
+        # None begins like another, whose pages it would take over, and run in a shorter chunk.
+        for token, length in enumerate(sorted({*chunks, min(EAGER_ROWS, most)})):
+            submit([token] * length, 1, wish)
             loop.admit()
         for size in lane.buckets:
             lane.only_bucket = size

@@ -15,7 +15,8 @@ from graphengine.api import Engine
 from graphengine.checkpoints.hub import TINY_DRAFT, TINY_TARGET
 from graphengine.config.draft import CAUSAL, AttentionRule
 from graphengine.decode import attention
-from graphengine.decode.fixed_chunk import SIZES
+from graphengine.decode.fixed_chunk import SIZES, FixedChunk
+from graphengine.decode.prefill import Prefill
 from graphengine.decode.sampling import GREEDY
 from graphengine.kernels.skinny_config import TUNED, choose_config, num_columns
 from graphengine.startup import build, warmup
@@ -62,6 +63,24 @@ def test_what_nobody_waits_for_goes_first(monkeypatch: pytest.MonkeyPatch) -> No
         monkeypatch.setattr(loop, "submit", lambda *a, **b: (seen.append("own"), submit(*a, **b)))
         warmup.warm_up(loop)
     assert seen[:3] == ["far True", "far False", "own"] and seen[-1] == "own"
+
+
+def test_every_chunk_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: a prompt of the warm-up begins like the one before and takes over its pages, so that the
+    longer chunks and an eager prefill first run for a user."""
+    with Engine.from_pretrained(TINY_TARGET, device="cpu") as engine:
+        loop, seen = engine.built.loop, list[int]()
+        fixed = [FixedChunk(loop.prefill.pair, size) for size in SIZES]
+        loop.prefill = replace(loop.prefill, fixed=tuple(fixed))
+        queue = Prefill.queue
+
+        def record(prefill: Prefill, work: Any) -> Any:
+            seen.append(sum(piece.num_rows for _, piece in work))
+            return queue(prefill, work)
+
+        monkeypatch.setattr(Prefill, "queue", record)
+        warmup.warm_up(loop)
+    assert {*SIZES, warmup.EAGER_ROWS} <= set(seen)
 
 
 def test_a_short_context_is_not_exceeded() -> None:

@@ -41,7 +41,10 @@ class PromptError(ValueError):
 
     def __init__(self, index: int, count: int, reason: str) -> None:
         super().__init__(f"prompt {index + 1} of {count}: {reason}" if count > 1 else reason)
-        self.index, self.reason = index, reason
+        self.index, self.count, self.reason = index, count, reason
+
+    def __reduce__(self) -> tuple[type[PromptError], tuple[int, int, str]]:
+        return PromptError, (self.index, self.count, self.reason)  # a worker's reach its pool
 
 
 class Wish(NamedTuple):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Iterator
 from typing import Any
 
@@ -138,3 +139,11 @@ def test_nothing_is_queued_by_a_wish(engine: Engine) -> None:
     one, other = wishes_of(built, ["a", [5]], asked, sampled, 0.0)
     assert other.ids == [5] and one.sampled.seed != other.sampled.seed
     assert one.matcher is not other.matcher and not built.loop.has_work
+
+
+def test_a_refusal_reaches_another_process() -> None:
+    """Bug: a refused prompt in a worker of a process pool breaks the pool, or hangs it: the error
+    cannot be unpickled."""
+    error = PromptError(1, 3, "too long")
+    found = pickle.loads(pickle.dumps(error))
+    assert (str(found), found.index, found.reason) == (str(error), 1, "too long")

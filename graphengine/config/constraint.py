@@ -47,7 +47,7 @@ def parse_schema(name: str, value: Any) -> str:
         schema = value if isinstance(value, Mapping) else json.loads(value)
         if isinstance(schema, Mapping):
             return json.dumps(schema)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, RecursionError) as error:
         raise ValueError(f"{name} is no JSON ({error}); pass a schema as an object") from error
     raise ValueError(f"{name} is {value!r}; expected a JSON schema, which is an object")
 

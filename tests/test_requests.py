@@ -152,6 +152,7 @@ def test_reasons_in_vllm_s_words(engine: Engine) -> None:
         ({"logit_bias": {5: 101}}, "logit_bias has '5=101'; expected .* from -100 to 100"),
         ({"logit_bias": {5: float("nan")}}, "logit_bias has '5=nan'"),
         ({"logit_bias": {"x": 1}}, "logit_bias has 'x=1'"),
+        ({"logit_bias": {5: 10**400}}, "logit_bias has '5=10{400}'"),
         ({"bad_words": [""]}, "bad_words is"),
         ({"bad_words": ["a", " "]}, "bad_words has ' '; to ban white space, pass logit_bias"),
         ({"bad_words": ["never mind this " * 9]}, "room for 64 of 16 tokens"),

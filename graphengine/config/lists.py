@@ -66,6 +66,6 @@ def _token_id(value: Any) -> int | None:
 def _number(value: Any) -> float | None:
     try:
         number = float(value) if isinstance(value, str | Real) else None
-    except ValueError:
+    except (ValueError, OverflowError):  # an integer past any float
         return None
     return number if number is not None and isfinite(number) else None

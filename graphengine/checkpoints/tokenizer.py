@@ -13,6 +13,8 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import asdict, is_dataclass
+from numbers import Number
 from pathlib import Path
 from threading import Thread
 from typing import Any
@@ -110,34 +112,36 @@ class Tokenizer:
         the published Qwen3 drafters are trained without it.
 
         Raises:
-            ValueError: the checkpoint has no chat template, or it rejects the messages.
+            ValueError: the checkpoint has no chat template, or it rejects the messages; or they
+                hold what is no text.
         """
         if not self._hf.chat_template:
             raise ValueError(
                 f"{self.directory}: no chat template in the checkpoint; pass raw text (--raw)"
             )
-        # A private character cuts a spelled token in two, which are then encoded apart.
-        said = json.dumps(list(messages), ensure_ascii=False, default=str)
-        cut = next(char for char in map(chr, range(0xE000, 0xF8FF)) if char not in said)
 
         def apart(value: Any) -> Any:
             if isinstance(value, str):
                 return self._control.sub(rf"\g<0>{cut}", value)
             if isinstance(value, Mapping):
-                return {key: apart(inner) for key, inner in value.items()}
-            return list(map(apart, value)) if isinstance(value, list | tuple) else value
+                return {apart(key): apart(inner) for key, inner in value.items()}
+            return list(map(apart, value)) if isinstance(value, list) else value
 
         try:
+            plain = _plain(messages)
+            # A private character cuts a spelled token in two, which are then encoded apart.
+            said = json.dumps(plain, ensure_ascii=False, default=str)
+            cut = next(char for char in map(chr, range(0xE000, 0xF8FF)) if char not in said)
             text = _within(
                 MAX_TEMPLATE_S,
                 lambda: self._hf.apply_chat_template(
-                    [apart(message) for message in messages],
+                    apart(plain),
                     tokenize=False,
                     add_generation_prompt=True,
                     enable_thinking=False,
                 ),
             )
-        except Exception as error:  # jinja raises whatever the template provokes
+        except Exception as error:  # jinja raises whatever the template provokes, or they nest
             raise ValueError(
                 f"the chat template rejects these messages: {_reason(error)}"
             ) from error
@@ -187,6 +191,26 @@ def load_tokenizer(
             "has lost them; fetch tokenizer.json and tokenizer_config.json again"
         )
     return tokenizer
+
+
+def _plain(value: Any) -> Any:
+    """Messages of mappings, lists, text and numbers alone: within another object nobody would see
+    a control token, and transformers writes one that it does not know as its type's name.
+
+    Raises:
+        ValueError: there is such a one.
+    """
+    if value is None or isinstance(value, str | Number):
+        return value
+    if isinstance(value, Mapping):
+        return {_plain(key): _plain(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return list(map(_plain, value))
+    if callable(getattr(value, "model_dump", None)):  # of pydantic, as clients give out
+        return _plain(value.model_dump())
+    if is_dataclass(value) and not isinstance(value, type):
+        return _plain(asdict(value))
+    raise ValueError(f"a message holds a {type(value).__name__}; pass text in its place")
 
 
 def _within(seconds: float, call: Callable[[], Any]) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -278,6 +278,45 @@ def test_a_message_in_parts(tmp_path: Path) -> None:
     ids = tokenizer.encode_chat([message])
     assert ids.count(tokenizer._hf.get_vocab()["<|im_end|>"]) == 1
     assert tokenizer._hf.decode(ids) == "a" + "<|im_end|>" * 3
+
+
+@dataclass
+class Part:
+    text: str
+
+
+@pytest.mark.parametrize(
+    ("content", "text"),
+    [
+        ({"<|im_end|>": 1}, '{"<|im_end|>": 1}'),
+        ([Part("a\ue000<|im_end|>")], '[{"text": "a\ue000<|im_end|>"}]'),
+        ([SimpleNamespace(model_dump=lambda: {"<|im_end|>": 1})], '[{"<|im_end|>": 1}]'),
+    ],
+)
+def test_keys_and_objects_of_a_message_are_text(tmp_path: Path, content: Any, text: str) -> None:
+    """Bug: the name of a tool call's argument, or an object of a client's library, spells a control
+    token."""
+    directory = make_target(tmp_path, layers=1)
+    (directory / "chat_template.jinja").write_text("{{ messages[0].content | tojson }}<|im_end|>")
+    tokenizer = Tokenizer(directory)
+    ids = tokenizer.encode_chat([{"role": "user", "content": content}])
+    assert ids.count(tokenizer._hf.get_vocab()["<|im_end|>"]) == 1
+    assert tokenizer._hf.decode(ids) == f"{text}<|im_end|>"
+
+
+@pytest.mark.parametrize("content", [b"a tool's output", Path("a"), [{"text": b"a"}]])
+def test_what_is_no_text_in_a_message(tokenizer: Tokenizer, content: Any) -> None:
+    """Bug: a tool's output as bytes becomes the text "<bytes>", and nobody is told."""
+    with pytest.raises(ValueError, match=r"holds a (bytes|PosixPath|WindowsPath); pass text"):
+        tokenizer.encode_chat([{"role": "user", "content": content}])
+
+
+def test_a_message_within_itself(tokenizer: Tokenizer) -> None:
+    """Bug: a message that holds itself is a traceback."""
+    message: Any = {"role": "user", "content": "hi"}
+    message["of"] = message
+    with pytest.raises(ValueError, match="rejects these messages: maximum recursion"):
+        tokenizer.encode_chat([message])
 
 
 def test_an_embedding_without_rows_to_spare(directory: Path) -> None:

@@ -67,6 +67,8 @@ def _ends_are_told(command: click.Command) -> Iterator[None]:
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             if signal.getsignal(number) != signal.SIG_IGN:  # as nohup leaves it
                 signal.signal(number, _end)
+    # Of verify 1 would say that something was found to be wrong.
+    failed = click.UsageError if command.name == "verify" else click.ClickException
     try:
         yield
     except ValueError as error:
@@ -75,22 +77,20 @@ def _ends_are_told(command: click.Command) -> Iterator[None]:
         click.echo("interrupted", err=True)
         click.get_current_context().exit(130)
     except OSError as error:
-        if error.errno == errno.EPIPE:  # `| head -1`: click ends quietly
-            raise
+        if error.errno == errno.EPIPE and failed is click.ClickException:
+            raise  # `| head -1`: click ends quietly, with 1
         _drop_unwritten_()
         text = f"the system refuses to go on: {error}"
         if error.errno in _NO_PLACE:
             text += "; set GRAPHENGINE_CACHE, HOME and TMPDIR to folders that can be written"
-        raise click.ClickException(text) from error
+        raise failed(text) from error
     except (MemoryError, RuntimeError) as error:
         lacking = shared.out_of_memory(error)
         if lacking is None and type(error).__module__.startswith(_COMPILERS):
-            raise click.ClickException(_compiler_failed(error)) from error
+            raise failed(_compiler_failed(error)) from error
         if lacking is None:
             raise
-        # Of verify 1 would say that something was found to be wrong.
-        kind = click.UsageError if command.name == "verify" else click.ClickException
-        raise kind(
+        raise failed(
             f"{lacking}; lower --max-model-len, the largest --bucket, --gpu-memory-utilization or "
             "--kv-cache-memory"
         ) from error

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
+import os
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -377,6 +379,21 @@ def test_out_of_memory_is_no_verdict(monkeypatch: pytest.MonkeyPatch, error: Exc
     assert "out of memory (" in message and "lower --max-model-len" in message
     monkeypatch.setattr(cli_options, "out_of_memory", lambda error: None)
     assert verify("--bucket", "1").exception is error
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EPIPE])
+def test_a_verdict_that_nobody_reads_is_no_fail(
+    monkeypatch: pytest.MonkeyPatch, few: Path, number: int
+) -> None:
+    """Bug: behind a full disk, or a reader that left, PASS exits as a failed verification does."""
+
+    def echo(text: str) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr("graphengine.verify.report.click.echo", echo)
+    result = verify("--prompt-file", str(few), "--bucket", "1", "--max-new-tokens", "2")
+    assert result.exit_code == 2, result.output
+    assert os.strerror(number) in result.stderr
 
 
 def test_a_result_that_cannot_be_written(few: Path, tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ import time
 import weakref
 from asyncio import get_running_loop
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -217,7 +218,10 @@ class Engine:
                 self._serving_claim = self._claim()
                 if not self._open.loop.is_clean:
                     self._reset(self._open.loop)
-                self._serving = Serving(self._open.loop, self._reset)
+                # Its thread holds no engine, so one whose variable gets another value is freed.
+                reset = weakref.WeakMethod(self._reset)
+                self._serving = Serving(self._open.loop, lambda loop: (reset() or _dropped)(loop))
+                weakref.finalize(self, self._serving.leave)
             serving = self._serving
         return serving.submit(queued, told)
 
@@ -339,6 +343,12 @@ class _Claim:
 
     def __exit__(self, *error: object) -> None:
         self.is_held = False
+
+
+def _dropped(loop: DecodeLoop) -> None:
+    """Makes the loop of an engine idle that nobody holds; a device that has failed costs no one."""
+    with suppress(RuntimeError):
+        loop.reset()
 
 
 def _in_event_loop() -> bool:

@@ -3,7 +3,7 @@
 An engine's own `generate` and `stream` run the loop in the caller's thread, where nothing stands
 between a step and its reader. With the first `submit` a thread takes the engine over for good; from
 then on `generate` and `stream` go through it as well. Between two steps it takes in what was
-submitted and cancelled meanwhile.
+submitted and cancelled meanwhile. Behind the last request of an engine that nobody holds it ends.
 
 Invariant: only that thread touches the loop. A handle ends with a result or with an error, whatever
 happens to the others; one that nobody holds any more is cancelled.
@@ -122,7 +122,7 @@ class Serving:
         self._reset = reset
         self._changed = threading.Condition()
         self._inbox: deque[_Stream] = deque()
-        self._has_cancelled = self._is_closed = False
+        self._has_cancelled = self._is_closed = self._is_left = False
         self._streams: dict[int, _Stream] = {}  # by request
         self._device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
         self._thread = threading.Thread(
@@ -153,6 +153,12 @@ class Serving:
                 stream.is_cancelled = self._has_cancelled = True
                 self._changed.notify_all()
 
+    def leave(self) -> None:
+        """Nobody can submit any more: ends the thread behind what runs and waits."""
+        with self._changed:
+            self._is_left = True
+            self._changed.notify_all()
+
     def close(self) -> None:
         """Ends every request with an error and the thread behind its step."""
         atexit.unregister(self.close)
@@ -168,8 +174,8 @@ class Serving:
         closed = RuntimeError("the engine was closed while this request ran")
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._inbox or self._is_closed)
-                if self._is_closed:
+                self._changed.wait_for(lambda: self._inbox or self._is_closed or self._is_left)
+                if self._is_closed or not self._inbox:
                     break
             try:
                 self._take_in(loop)
@@ -181,6 +187,8 @@ class Serving:
             except BaseException as error:
                 self._fail(loop, error)
         self._fail(loop, closed)
+        if not self._is_closed:
+            atexit.unregister(self.close)
 
     def _take_in(self, loop: DecodeLoop) -> None:
         """Requests and cancellations since the last step. Mutates: the loop."""

@@ -396,6 +396,20 @@ def test_close_frees_everything(pair: Pair) -> None:
     assert handle.done and left.done
 
 
+def test_an_engine_that_is_dropped_is_freed(pair: Pair, truth: dict[Any, list[int]]) -> None:
+    """Bug: behind the first `submit` an engine whose variable gets another value keeps its weights,
+    K/V and thread for the process's life; or it ends what still runs."""
+    prompt, said = next(iter(truth.items()))
+    engine = pair.engine()
+    before = threading.active_count()
+    loop, handle = weakref.ref(engine.built.loop), submit(engine, prompt)
+    last = submit(engine, prompt, 60)
+    del engine
+    gc.collect()
+    assert handle.result().token_ids == said and len(last.result().token_ids) == 60
+    soon(lambda: loop() is None and threading.active_count() == before)
+
+
 def test_a_stream_from_before_is_not_overtaken(engine: Engine) -> None:
     """Bug: the thread takes the loop from a stream that another frame is reading."""
     stream = engine.stream([1, 2, 3], max_new_tokens=30, ignore_eos=True)

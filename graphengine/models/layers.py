@@ -235,6 +235,8 @@ def _chunk_operands(x: Rows, gate_up: Matrix) -> tuple[Tensor, Tensor] | None:
     """What our GEMM of a chunk multiplies; None where it does not take these or does not pay."""
     if isinstance(x, Fp8Rows) or isinstance(gate_up, Fp8Matrix) or not _takes_skinny(x):
         return None
+    if torch.compiler.is_compiling():  # a step of 64 requests: dynamo may not know the device
+        return None
     if gate_up.shape[0] % 16 or gate_up.shape[1] % 8:  # TMA takes whole 16 bytes, and both in 8
         return None
     num_sms = torch.cuda.get_device_properties(x.device).multi_processor_count

@@ -249,9 +249,10 @@ class Engine:
                         claim.stands_still = True
                         yield chunk  # while the device works
                         claim.stands_still = False
-                    _ = self._open  # it may have been closed meanwhile
-                    if not claim.is_held:
-                        raise RuntimeError("this stream was superseded by a later generation")
+                        _ = self._open  # it may have been closed meanwhile
+                        if not claim.is_held:  # the loop is another's, and its thread's
+                            raise RuntimeError("this stream was superseded by a later generation")
+                    _ = self._open
                 _ = self._open  # or in the middle of a step, which then finds nothing to do
             except BaseException as error:  # a dropped stream is GeneratorExit
                 if self._built is None and isinstance(error, Exception):

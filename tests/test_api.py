@@ -7,7 +7,7 @@ import os
 import sys
 import threading
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -225,6 +225,20 @@ def test_inference_mode_of_the_caller(directories: tuple[Path, Path]) -> None:
         assert not next(
             iter(loop.fallback.plain.buckets.values())
         ).buffers.block_ids_BG.is_inference()
+
+
+@pytest.mark.parametrize("ends", [lambda e: e.generate([3], max_new_tokens=1), Engine.close])
+def test_a_stream_that_is_over_gives_no_more(
+    directories: tuple[Path, Path], ends: Callable[[Engine], Any]
+) -> None:
+    """Bug: of a step that several prompts share, a stream that was superseded or whose engine was
+    closed gives the other prompts' chunks, as results that were aborted."""
+    with Engine.from_pretrained(*directories, buckets=(1, 3), max_model_len=200) as engine:
+        stream = engine.stream_many(TEXTS, max_new_tokens=9, ignore_eos=True)
+        assert next(stream).result is None
+        ends(engine)
+        with pytest.raises(RuntimeError, match=r"superseded|closed"):
+            next(stream)
 
 
 def test_superseded_stream_says_so(engine: Engine) -> None:

@@ -278,6 +278,13 @@ class Lane:
         self._end = choose(self._ends, self.running)
         return True
 
+    def draft_again(self) -> None:
+        """Behind rows of a prompt: what `ahead` has left for the next step is a graph's memory, and
+        of a bucket built late it may be a chunk's, which was captured before, as well."""
+        bucket = self.bucket
+        if bucket is not None and bucket.ahead is not None and bucket.size in self.built_late_s:
+            bucket.ahead.run()
+
     def _write(self, bucket: Bucket, rows: list[int]) -> None:
         if not rows:
             return

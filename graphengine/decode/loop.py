@@ -226,6 +226,7 @@ class DecodeLoop:
         try:
             with names.range_("prefill"):
                 queued, self._num_behind = self.admission.queue(budget), self.first.depth
+                self.first.draft_again()
                 for request in queued if self._caches_prefixes else []:
                     self.allocator.publish(request.prompt_ids, request.pages)
                     self._keep_states(request)  # whoever shares them is behind on the stream

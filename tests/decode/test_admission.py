@@ -9,6 +9,7 @@ from typing import Any, cast
 import pytest
 
 from graphengine.api import Engine
+from graphengine.checkpoints.hub import TINY_DRAFT, TINY_TARGET
 from graphengine.decode import prefill
 from graphengine.decode.admission import Admission, Budget
 from graphengine.decode.fixed_chunk import Piece
@@ -102,6 +103,39 @@ def test_a_stream_goes_on_while_a_prompt_comes_in(
     for request, count in ((first, 30), (second, 5)):
         (alone,) = engine.generate([request.prompt_ids], max_new_tokens=count, ignore_eos=True)
         assert request.output_ids == alone.token_ids
+
+
+def test_a_prompt_may_write_what_drafts_have_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: where attention is planned, what the first drafting segment leaves for the next step is
+    a graph's memory; of a bucket that was built late it may be a chunk's as well, whose rows come
+    in between, and a step's drafts are garbage."""
+    options: dict[str, Any] = {"max_num_batched_tokens": BUDGET, "enable_prefix_caching": False}
+    options |= {"attention_backend": "torch", "lazy_capture": True, "buckets": (1, 2, 4)}
+    with Engine.from_pretrained(TINY_TARGET, TINY_DRAFT, device="cpu", **options) as engine:
+        loop, counts, real = loop_of(engine), [], Prefill.queue
+
+        def overwriting(prefill: Prefill, work: Any) -> Any:
+            found = real(prefill, work)
+            if loop.first.bucket is not None:
+                for tensor in loop.first.bucket.ahead.carry:
+                    tensor.zero_()
+            return found
+
+        assert engine.built.tokenizer is not None
+        said = {"role": "user", "content": "Count from 20 to 146 in steps of 6."}
+        counting = engine.built.tokenizer.encode_chat([said])
+        for queue in (real, overwriting):
+            monkeypatch.setattr(Prefill, "queue", queue)
+            streams = [loop.submit(counting, 60, ()) for _ in range(2)]
+            running = loop.run()
+            while not all(stream.output_ids for stream in streams):
+                next(running)
+            loop.submit(list(range(10 * BUDGET)), 1, ())
+            for _ in running:
+                pass
+            counts.append([stream.acceptance.num_steps for stream in streams])
+        assert 2 in loop.first.built_late_s
+        assert counts[0] == counts[1]
 
 
 def test_a_cancelled_prompt_is_not_run_to_its_end(

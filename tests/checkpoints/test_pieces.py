@@ -120,6 +120,28 @@ def test_what_is_remembered_has_a_bound(monkeypatch: pytest.MonkeyPatch) -> None
     assert asked == texts
 
 
+def test_long_new_pieces_are_encoded_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: one core encodes a long chat while the others stand idle, or ids go to another piece."""
+    pieces, counts = Pieces(made()), list[int]()
+    real = pieces._tokenizer
+    texts = [f"{'turn 7 ' * 900}{i}" for i in range(4)]
+    known = pieces.encode(texts[1])
+
+    class Counting:
+        encode = real.encode
+
+        def __call__(self, batch: list[str], **options: Any) -> Any:
+            counts.append(len(batch))
+            return real(batch, **options)
+
+    monkeypatch.setattr(pieces, "_tokenizer", Counting())
+    said = "<|a|>".join([*texts, texts[0]])
+    assert pieces.encode(said) == real.encode(said, add_special_tokens=False)
+    assert counts == [3]
+    assert pieces.encode(texts[1]) == known
+    assert pieces.encode(said) and counts == [3]
+
+
 def test_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     """Bug: two threads that encode one text count its characters twice, or drop what a third one
     is reading."""

@@ -55,7 +55,7 @@ def collect_prompts(prompts: tuple[str, ...], file: Path | None) -> list[Convers
         raise ValueError(f"stdin holds more than {MAX_CHARS} characters; pass a shorter prompt")
     if not text.strip():
         raise ValueError(_NO_PROMPT + " (stdin is empty)")
-    return [[_checked("stdin", text.removesuffix("\n"))]]
+    return [[_checked("stdin", text.removesuffix("\n").removesuffix("\r"))]]
 
 
 def _checked(where: str, text: str) -> str:

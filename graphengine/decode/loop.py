@@ -194,7 +194,7 @@ class DecodeLoop:
             raise ValueError(
                 f"the prompt has {len(prompt_ids)} tokens, the context holds {limit} and at least "
                 "one must be left to generate; shorten the prompt"
-                + longer_context(self.config, num_positions)
+                + longer_context(self.config, num_positions, len(prompt_ids))
             )
         check_offered(self.config, sampling, matcher, *alternatives)
         total = min(len(prompt_ids) + max_new_tokens, limit)

@@ -7,13 +7,13 @@ from graphengine.decode.grammar import Matcher
 from graphengine.decode.sampling import Sampling
 
 
-def longer_context(config: EngineConfig, num_positions: int) -> str:
+def longer_context(config: EngineConfig, num_positions: int, num_tokens: int) -> str:
     """The end of a sentence: what else helps where a prompt is past the context.
 
-    Args: num_positions: of the target.
+    Args: num_positions: of the target. num_tokens: of the prompt.
     """
     limit = config.max_model_len
-    if limit >= num_positions:
+    if limit >= num_positions or num_tokens >= num_positions:
         return ""
     if limit == config.speculation_limit:
         return " or pass --finish-in-plain-decode"

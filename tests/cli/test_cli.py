@@ -64,12 +64,13 @@ for target in ("tiny", "tiny-hybrid"):
 
 
 def test_pipes_get_text_alone(target: Path, draft: Path) -> None:
-    """Bug: a table, a note or a colour code lands in the text of a pipe."""
+    """Bug: a table, a note or a colour code lands in the text of a pipe, or half of a line's end in
+    the prompt."""
     args = ["run", str(target), "--draft", str(draft), "--max-new-tokens", "12", "--bucket", "1"]
     loud = CliRunner().invoke(main, args, input="hello there\n")
     assert loud.exit_code == 0, loud.stderr
     assert "\x1b" not in loud.output
-    quiet = shell(*args, "--quiet", "--prompt", "hello there")
+    quiet = shell(*args, "--quiet", input="hello there\r\n")
     assert quiet.returncode == 0
     assert quiet.stderr == ""
     assert quiet.stdout == loud.stdout

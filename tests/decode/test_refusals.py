@@ -33,3 +33,6 @@ def test_what_helps_a_prompt_past_the_context(
         prompt = [1] * engine.config.max_model_len
         with pytest.raises(ValueError, match=remedy):
             engine.generate(prompt)
+        positions = engine.built.target.max_position_embeddings
+        with pytest.raises(ValueError, match=r"shorten the prompt$"):
+            engine.generate([1] * positions)

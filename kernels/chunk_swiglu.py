@@ -1,9 +1,8 @@
 """The gate and up projection of a prompt's chunk, 1,024 rows and more, that ends in SwiGLU.
 
-Why: from there on products are the limit, at an H100's power limit about as fast in cuBLAS as here;
-but SwiGLU behind cuBLAS reads and writes 150 MB for 2,048 rows of Qwen3-8B, 37 us beside 615 of
-products. Here it happens in the registers that hold the sums: 614 us for both (one H100,
-profiles/LOG.md).
+Why: from there on products are the limit, which cuBLAS multiplies as well; but SwiGLU behind it
+reads and writes 150 MB for 2,048 rows of Qwen3-8B. Here it happens in the registers that hold the
+sums. What that gave, and what fewer rows lose: profiles/LOG.md, 2026-11-26.
 
 How: one CTA a multiprocessor takes tile after tile of 128 rows of x and 256 weight rows. One warp
 loads blocks of both, those of the next tile while one is finished; two consumers multiply 64 rows
@@ -49,7 +48,7 @@ from graphengine.kernels.wide_linear import (
     weight_descriptor,
 )
 
-MIN_T = 1024  # rows; 512 of Qwen3.6-27B took 313 us, in cuBLAS and SwiGLU 302
+MIN_T = 1024  # rows
 ROWS = gl.constexpr(64)  # of x, a consumer's: what one warpgroup multiplies at least
 CONSUMERS = gl.constexpr(2)
 WEIGHTS = gl.constexpr(256)  # weight rows of a tile

@@ -222,8 +222,12 @@ def whole_chains(
 
 
 def capture_full(name: str, chain: Chain, carry: Carry, pool: GraphPool) -> ReplayRunner:
-    """The whole chain, attention included, as one graph; cut where the host works."""
+    """The whole chain, attention included, as one graph; cut where the host works. It keeps the
+    chain's name, but for a part of one step, which has its own, and where there are several more.
+    """
     parts = [list(part) for _, part in groupby(chain, lambda step: isinstance(step, Host))]
+    graphs = [part for part in parts if not isinstance(part[0], Host)]
+    is_one = len([part for part in graphs if len(part) > 1] or graphs) == 1
     calls: list[Call] = []
     for part in parts:
         if isinstance(part[0], Host):
@@ -231,7 +235,8 @@ def capture_full(name: str, chain: Chain, carry: Carry, pool: GraphPool) -> Repl
                 call, carry = _eager_call(step, carry)
                 calls.append(call)
             continue
-        own = name if len(parts) == 1 else names.dense_name(name, len(calls))
+        own = name if is_one else names.dense_name(name, len(calls))
+        own = part[0].name if len(part) == 1 < len(graphs) else own
         inputs = shapes(carry)
         graph, carry = pool.capture(part, carry)
         calls.append(Call(own, graph.handle.replay, graph, inputs, shapes(carry)))

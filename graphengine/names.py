@@ -12,7 +12,8 @@ Names, for a chain of two attention layers:
     verify.00 (dense), verify.L0.attn, verify.01, verify.L1.attn, verify.02
 
 `draft.context` writes the drafter's K/V of a verified block, `publish` tells the host its drafts,
-`grammar` is the host's work on their masks meanwhile, `accept` is the accept kernel,
+`grammar` is the host's work on their masks meanwhile, `first_token` its way from a prompt's logits
+to the host, in front of the drafter's context of its rows, `accept` is the accept kernel,
 `advance` applies the accepted rows to recurrent states, which `verify.L2.delta` reads. A whole
 step launched at once is `speculate`, or `decode` without a drafter.
 """
@@ -37,9 +38,9 @@ STEP = "step"
 
 # What the host is doing; never inside a chain's replay. "accept": what is "wait" now, in older
 # traces.
-GRAMMAR = "grammar"
+GRAMMAR, FIRST_TOKEN = "grammar", "first_token"
 HOST_PHASES = (
-    *(STEP, *CHAINS, GRAMMAR),
+    *(STEP, *CHAINS, GRAMMAR, FIRST_TOKEN),
     *"load capture warmup plan wait accept commit detokenize".split(),
 )
 

@@ -20,7 +20,7 @@ Legend: n rows, B blocks, R prompts, W pages a prompt, V vocabulary.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import accumulate, pairwise
 from typing import Any, Generic, NamedTuple, TypeVar
@@ -32,7 +32,7 @@ from torch import Tensor
 from graphengine import names
 from graphengine.capture.runners import EagerRunner, GraphPool, Runner, capture_ends
 from graphengine.capture.steps import Attention as AttentionStep
-from graphengine.capture.steps import Carry, Dense, Step
+from graphengine.capture.steps import Carry, Dense, Host, Step
 from graphengine.config.draft import CAUSAL
 from graphengine.decode.attention import Attention, BlockAttention, ChunkAttention
 from graphengine.decode.chains import prefill_chains
@@ -54,6 +54,9 @@ FAR_LEAST = chunk_attention.BLOCK // 2  # no more rows than that are as fast in 
 MOST_PROMPTS = 16  # of a chunk: for as many rows the head streams its weights once
 NO_PROMPT = -1  # start of a block
 FIRST_TOKEN, GOES_ON = "first_token", "goes_on"  # how a chunk ends
+
+Taker = Callable[[Tensor, Tensor], None]
+"""Gets logits_RV and ids_R."""
 
 
 class Piece(NamedTuple):
@@ -165,9 +168,17 @@ class FixedChunk:
             buffers.ids_R.copy_(argmax_rows(logits_RV))
             return ()
 
+        takers = self._takers = list[Taker]()
+
+        def hand_over(carry: Carry) -> Carry:
+            for take in takers:
+                take(buffers.logits_RV, buffers.ids_R)
+            return carry
+
         self._head: list[Step] = [Dense(first.name, begin), *rest]
         # Of the last layer of a prompt that goes on, K/V alone is wanted.
-        self._ends: dict[str, list[Step]] = {FIRST_TOKEN: [attend, Dense(last.name, end)]}
+        ended = [attend, Dense(last.name, end), Host(names.FIRST_TOKEN, hand_over)]
+        self._ends: dict[str, list[Step]] = {FIRST_TOKEN: ended}
         is_last_paged = isinstance(attend, AttentionStep)
         if is_long and is_last_paged and config.num_hidden_layers - 1 not in pair.proposer.taps:
             self._ends[GOES_ON] = []
@@ -206,14 +217,14 @@ class FixedChunk:
     def _parts(self, flat_X: Array) -> Sent[Array]:
         return Sent.of(flat_X, self.size, self.size // self.block, self.num_prompts)
 
-    def run(self, pieces: Sequence[Piece], goes_on: bool = False) -> tuple[Tensor, Tensor]:
+    def run(self, pieces: Sequence[Piece], take: Taker | None = None) -> None:
         """Queues a forward of these, at most `num_prompts` and `size` rows in blocks.
 
-        Args: goes_on: none of the prompts ends here; then what is returned is nobody's.
-
-        Returns:
-            (logits_RV, int64 ids_R): behind the last row of each piece, and the first choice, -1
-            where they are not finite; until the next run. Rows past the last piece are nobody's.
+        Args:
+            take: called with (logits_RV, int64 ids_R), behind the last row of each piece, and the
+                first choice, -1 where they are not finite; they hold until the next run, and rows
+                past the last piece are nobody's. What it queues is in front of what the proposer
+                does, so that nobody waits for that. None: none of the prompts ends here.
 
         Mutates: the K/V of the rows, what the proposer keeps of them.
         """
@@ -234,11 +245,14 @@ class FixedChunk:
             block = behind
         device_X, host_X = upload.copies[len(pieces) - 1]
         device_X.copy_(host_X, non_blocking=True)
-        end = GOES_ON if goes_on and GOES_ON in self._runners else FIRST_TOKEN
-        self._runners[end].run()
+        end = GOES_ON if take is None and GOES_ON in self._runners else FIRST_TOKEN
+        self._takers += [take] if take is not None else []
+        try:
+            self._runners[end].run()
+        finally:
+            self._takers.clear()
         if upload.is_free is not None:
             upload.is_free.record()
-        return self._buffers.logits_RV, self._buffers.ids_R
 
 
 def _place_(buffers: ChunkBuffers, page_size: int) -> None:

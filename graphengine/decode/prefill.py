@@ -224,23 +224,22 @@ class Prefill:
         is_scored = work[0][0].prompt_logprobs is not None
         chunks = () if is_scored else self._chunks(pieces[0].begin, pieces[0].num_rows)
         chunk = next((chunk for chunk in chunks if chunk.size >= num_rows), None)
-        goes_on = not any(_completes(*part) for part in work)
+        tokens: list[FirstTokens] = []
+
+        def take(logits_RV: Tensor, ids_R: Tensor | None = None) -> None:
+            tokens.append(_first_tokens(work, logits_RV, ids_R))
+
+        taker = take if any(_completes(*part) for part in work) else None
         with names.range_(names.chunk_name(num_rows if chunk is None else chunk.size)):
             if chunk is not None:
-                logits_RV, ids_R = chunk.run(pieces, goes_on)
+                chunk.run(pieces, taker)
             elif is_scored:
-                logits_RV, ids_R = self._scored_logits(*work[0]), None
+                last_1V = self._scored_logits(*work[0])
+                if taker is not None:
+                    taker(last_1V)
             else:
-                logits_RV, ids_R = self.logits(pieces), None
-        if goes_on:
-            return None
-        if any(r.chooses for r, _ in work):
-            ids_R = _draw(work, logits_RV)
-        ids_R, scores = argmax_rows(logits_RV) if ids_R is None else ids_R, None
-        asked = [r.logprobs for r, _ in work if r.logprobs is not None]
-        if asked:
-            scores = score_rows(logits_RV[: len(work)], ids_R[: len(work)], max(asked))
-        return FirstTokens.fetch(work, ids_R, scores)
+                self.logits(pieces, take=taker)
+        return tokens[0] if tokens else None
 
     def _scored_logits(self, request: Request, piece: Piece) -> Tensor:
         """The last row's logits, [1, V]; tells the request of all rows. Waits for the device.
@@ -253,8 +252,15 @@ class Prefill:
             request.prompt_scores += scores.told(said, request.prompt_logprobs)
         return logits_TV[-1:]
 
-    def logits(self, pieces: list[Piece], at: Sequence[int] | None = None) -> Tensor:
+    def logits(
+        self,
+        pieces: list[Piece],
+        at: Sequence[int] | None = None,
+        take: Callable[[Tensor], None] | None = None,
+    ) -> Tensor:
         """One forward of these pieces -> logits [R, V] of rows `at`, by default each piece's last.
+
+        Args: take: called with them before the proposer's part is queued.
 
         Mutates: the K/V of the rows, their recurrent states, what the proposer keeps of them.
         """
@@ -276,7 +282,7 @@ class Prefill:
         layout = Layout.build(lengths, [piece.end for piece in pieces], pages, size)
         with names.range_("plan"):
             self.attention.plan(layout)
-        return self._run_chains(rows, logit_rows_R, self.attention, recurrent)
+        return self._run_chains(rows, logit_rows_R, self.attention, recurrent, take)
 
     def _upload(self, x: Tensor) -> Tensor:
         """A copy that nobody waits for."""
@@ -293,7 +299,12 @@ class Prefill:
         self._run_chains(Rows(zeros_T, zeros_T, zeros_T), zeros_T[:1], unplanned, nothing)
 
     def _run_chains(
-        self, rows: Rows, logit_rows_R: Tensor, attention: Attention, pieces: Pieces | None
+        self,
+        rows: Rows,
+        logit_rows_R: Tensor,
+        attention: Attention,
+        pieces: Pieces | None,
+        take: Callable[[Tensor], None] | None = None,
     ) -> Tensor:
         """The target over these rows and the drafter's context of them -> logits_RV."""
         target = self.pair.target
@@ -302,12 +313,25 @@ class Prefill:
         where = rows, logit_rows_R, attention, attn_TNH, pieces
         chain, context = prefill_chains(self.pair, *where)
         (logits_RV,) = run_chain(chain)
+        if take is not None:
+            take(logits_RV)
         run_chain(context)
         return logits_RV
 
 
 def _completes(request: Request, piece: Piece) -> bool:
     return piece.end == len(request.prompt_ids)
+
+
+def _first_tokens(work: Work, logits_RV: Tensor, ids_R: Tensor | None) -> FirstTokens:
+    """Of the prompts that this forward completes. Args: ids_R: the first choices, if known."""
+    if any(r.chooses for r, _ in work):
+        ids_R = _draw(work, logits_RV)
+    ids_R, scores = argmax_rows(logits_RV) if ids_R is None else ids_R, None
+    asked = [r.logprobs for r, _ in work if r.logprobs is not None]
+    if asked:
+        scores = score_rows(logits_RV[: len(work)], ids_R[: len(work)], max(asked))
+    return FirstTokens.fetch(work, ids_R, scores)
 
 
 def _draw(work: Work, logits_RV: Tensor) -> Tensor:

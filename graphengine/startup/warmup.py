@@ -66,8 +66,8 @@ def warm_up(loop: DecodeLoop, grammars: Grammars | None = None) -> None:
     copy_page_(loop.prefill.pair.kv_pools, NULL_PAGE, NULL_PAGE)
     # No short prompt gets there. They go first: nobody waits for them, but the steps behind do.
     for chunk in loop.prefill.far:
-        for goes_on in (True, False):
-            chunk.run([], goes_on)
+        for take in (None, lambda *_: None):
+            chunk.run([], take)
     for wish in wishes:
         # None begins like another, whose pages it would take over, and run in a shorter chunk.
         for token, length in enumerate(sorted({*chunks, min(EAGER_ROWS, most)})):

@@ -184,16 +184,20 @@ def drop(log: list[str], name: str = "drop") -> Step:
 
 
 def test_parts_around_the_host_have_names_of_their_own() -> None:
-    """Bug: the first of a step's two graphs has the name of both; the host's work is captured."""
+    """Bug: the first of a step's two graphs has the name of both, or what follows a prompt's first
+    token has the whole prompt's; the host's work is captured."""
     log: list[str] = []
-    chain = [noting(log, kind, kind.__name__) for kind in (Dense, Attention, Host, Dense)]
+    kinds = (Dense, Attention, Host, Dense, Dense)
+    chain = [noting(log, kind, kind.__name__) for kind in kinds]
     pool: Any = Pool()
     runner = capture_full("verify", chain, (torch.ones(1),), pool)
     assert [(call.name, call.graph is None) for call in runner.calls] == [
         *(("verify.00", False), ("Host", True), ("verify.02", False))
     ]
     runner.run()
-    assert runner.carry[0].item() == 8
+    assert runner.carry[0].item() == 16
+    behind = capture_full("prefill.T16", chain[:4], (torch.ones(1),), pool)
+    assert [call.name for call in behind.calls] == ["prefill.T16", "Host", "Dense"]
     (call,) = capture_full("verify", chain[:2], (torch.ones(1),), pool).calls
     assert call.name == "verify"
 

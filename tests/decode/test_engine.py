@@ -261,9 +261,9 @@ def test_prefill_chunk_is_shared(pair: Pair, monkeypatch: pytest.MonkeyPatch) ->
     than the memory plan has room for."""
     real, num_rows = Prefill.logits, []
 
-    def logits(self: Prefill, pieces: list[Piece]) -> Any:
+    def logits(self: Prefill, pieces: list[Piece], **wishes: Any) -> Any:
         num_rows.append(sum(piece.end - piece.begin for piece in pieces))
-        return real(self, pieces)
+        return real(self, pieces, **wishes)
 
     monkeypatch.setattr(Prefill, "logits", logits)
     with pair.engine(buckets=(4,)) as engine:

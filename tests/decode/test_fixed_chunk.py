@@ -464,7 +464,7 @@ def test_a_last_layer_that_recurs_runs_in_every_piece(loop: DecodeLoop) -> None:
     assert pair.target.config.mixers[-1] == "gated_delta" and pair.target.states is not None
     made, chunk = replace(loop.prefill, pair=pair), FixedChunk(pair, LONG, is_long=True)
     pages, found = list(range(1, pair.width + 1)), list[torch.Tensor]()
-    for run in (lambda piece: made.logits([piece]), lambda piece: chunk.run([piece], True)):
+    for run in (lambda piece: made.logits([piece]), lambda piece: chunk.run([piece])):
         pair.target.states.states_LSNVK.fill_(torch.nan)
         for begin, end in ((0, LONG), (LONG, 300)):
             run(Piece(ids, begin, end, pages, 1))

@@ -58,7 +58,7 @@ def test_what_nobody_waits_for_goes_first(monkeypatch: pytest.MonkeyPatch) -> No
     with Engine.from_pretrained(TINY_TARGET, device="cpu") as engine:
         loop, seen = engine.built.loop, list[str]()
         submit = loop.submit
-        far = SimpleNamespace(size=128, run=lambda pieces, goes_on: seen.append(f"far {goes_on}"))
+        far = SimpleNamespace(size=128, run=lambda _, take: seen.append(f"far {take is None}"))
         monkeypatch.setattr(loop, "prefill", replace(loop.prefill, far=(far,)))
         monkeypatch.setattr(loop, "submit", lambda *a, **b: (seen.append("own"), submit(*a, **b)))
         warmup.warm_up(loop)

@@ -100,6 +100,9 @@ _FIRST_TOKEN_COLUMNS = {
     "tok+queue_ms": ("before_ms", ".3f"),
     "host_ms": ("host_p50_ms", ".3f"),
     "chunks": ("num_chunks", ".0f"),
+}
+_REQUEST_COLUMNS = {
+    "its first_ms": ("request_first_p50_ms", ".3f"),
     "request_ms": ("request_p50_ms", ".1f"),
 }
 
@@ -112,9 +115,9 @@ def first_token_table(numbers: Mapping[str, Any], simulated: float | None) -> An
         if isinstance(of_mode, Mapping)
         for key, found in of_mode.items()
     ]
-    columns = dict(_FIRST_TOKEN_COLUMNS)
-    if not any("request_p50_ms" in found for _, _, found in cases):
-        del columns["request_ms"]
+    columns = _FIRST_TOKEN_COLUMNS
+    if any("request_p50_ms" in found for _, _, found in cases):
+        columns = columns | _REQUEST_COLUMNS
     lines = []
     for label, key, found in cases:
         if key is not None:

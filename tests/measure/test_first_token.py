@@ -213,6 +213,7 @@ def test_luck_is_not_measured(
     found = run_request(engine, case(), 9)
     assert found == {
         "request_p50_ms": wall_ms,
+        "request_first_p50_ms": 40.0,
         "request_step_p50_ms": 10.0,
         "num_request_steps": steps,
     }

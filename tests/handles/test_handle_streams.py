@@ -1,0 +1,99 @@
+"""A handle's stream of chunks, without an engine: errors, leavers, several readers."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable
+from typing import Any, cast
+
+import pytest
+
+from graphengine import AsyncEngine
+from graphengine.handles import Handle, _Stream, collect
+from graphengine.results import Chunk
+
+
+class Deaf:
+    """A thread that hears no cancellation."""
+
+    def cancel(self, stream: Any) -> None:
+        pass
+
+
+def test_what_was_said_before_an_error_is_there() -> None:
+    """Bug: an error takes the chunks with it that nobody had taken yet."""
+    deaf: Any = Deaf()
+    said = [Chunk(index=0, text=text, token_ids=[1]) for text in ("one ", "two")]
+    stream = _Stream(lambda: (_ for _ in ()).throw(AssertionError), None)
+    for chunk in said:
+        stream.put(chunk)
+    stream.put(None, RuntimeError("a step went wrong"))
+    handle = Handle(deaf, stream)
+    assert handle.take() == said
+    with pytest.raises(RuntimeError, match="a step went wrong"):
+        handle.take()
+
+
+def test_a_slow_reader_hears_of_an_error() -> None:
+    """Bug: an error that comes while chunks are still to be taken is lost with the last of them: a
+    call of several prompts, or a task's stream, ends as if its answer were complete."""
+    deaf: Any = Deaf()
+
+    def failed(told: Callable[[], object]) -> Handle:
+        stream = _Stream(lambda: (_ for _ in ()).throw(AssertionError), told)
+        stream.put(Chunk(index=0, text="one", token_ids=[1]))
+        stream.put(None, RuntimeError("a step went wrong"))
+        return Handle(deaf, stream)
+
+    class Queue:
+        def queue(self, prompt: Any, sampling: Any, params: Any, told: Any) -> Handle:
+            return failed(told)
+
+    changed, queue = threading.Event(), cast(Any, Queue())
+    said: list[str] = []
+    with pytest.raises(RuntimeError, match="a step went wrong"):
+        said.extend(chunk.text for chunk in collect([failed(changed.set)], changed))
+
+    async def main() -> None:
+        async for chunk in AsyncEngine(queue).stream("x"):
+            said.append(chunk.text)
+
+    with pytest.raises(RuntimeError, match="a step went wrong"):
+        asyncio.run(main())
+    assert said == ["one", "one"]
+
+
+def test_whoever_leaves_an_iteration_leaves_the_rest() -> None:
+    """Bug: chunks that came together are lost where the loop over them ends at the first."""
+    deaf: Any = Deaf()
+    said = [Chunk(index=0, text=text, token_ids=[1]) for text in ("one ", "two ", "three")]
+    stream = _Stream(lambda: (_ for _ in ()).throw(AssertionError), None)
+    for chunk in said:
+        stream.put(chunk)
+    handle = Handle(deaf, stream)
+    assert next(iter(handle)) == said[0]
+    assert handle.take() == said[1:]
+
+
+def test_two_threads_wait_for_one_result() -> None:
+    """Bug: the one that comes too late for the last chunk comes too early for the result, which is
+    an AssertionError."""
+    deaf: Any = Deaf()
+    stream = _Stream(lambda: (_ for _ in ()).throw(AssertionError), None)
+    handle, found = Handle(deaf, stream), list[object]()
+    thread = threading.Thread(target=lambda: found.append(handle.result()))
+
+    class Last:
+        @property
+        def result(self) -> str:
+            if stream.is_over and not thread.is_alive():
+                thread.start()
+                thread.join(0.2)
+            return "the result"
+
+    last: Any = Last()
+    stream.put(last)
+    assert handle.result() == "the result"
+    thread.join()
+    assert found == ["the result"]

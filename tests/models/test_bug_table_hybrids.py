@@ -219,8 +219,8 @@ TABLE: dict[str, Row] = {
     "H31": Row(
         "a different token: a near tie or a fault?",
         (
-            "test_verify.py::test_a_tie_passes_and_re_anchors",
-            "test_verify.py::test_places_name_step_and_row",
+            "test_judging.py::test_a_tie_passes_and_re_anchors",
+            "test_judging.py::test_places_name_step_and_row",
         ),
     ),
     "H32": Row(

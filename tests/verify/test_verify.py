@@ -1,18 +1,15 @@
-"""`verify`: the judging on made-up numbers, teacher forcing against transformers, the command."""
+"""The command `verify`: verdicts and their exit codes, the stored result, refusals, limits."""
 
 from __future__ import annotations
 
 import errno
 import json
-import math
 import os
 import shutil
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from click.testing import CliRunner, Result
 from safetensors.torch import load_file, save_file
 
@@ -21,203 +18,8 @@ from graphengine.checkpoints.hub import TINY_DRAFT, TINY_TARGET
 from graphengine.cli import options as cli_options
 from graphengine.cli import verify as cli_verify
 from graphengine.cli.main import main
-from graphengine.decode.metrics import Acceptance
 from graphengine.profiles.result_schema import validate
-from graphengine.verify import teacher
-from graphengine.verify.check import (
-    MIN_IDENTICAL,
-    Limits,
-    Place,
-    decide,
-    decode,
-    disagreement,
-    judge,
-    mixed,
-)
-from graphengine.verify.report import _table, describe
-from graphengine.verify.run import Cell, CellResult, compare_with_plain, numbers, verify_mode
-from graphengine.verify.teacher import Scores, teacher_force
-from graphengine.verify.told import Transcript, wrong_end
-from tests.support.checkpoints import as_speculators, make_drafter, make_target
-from tests.support.dflash_reference import load_target, run_target
-
-STOP = 9
-
-
-def transcript(
-    output: list[int], committed: list[int], reason: Any = "length", budget: int | None = None
-) -> Transcript:
-    acceptance = Acceptance(3)
-    for count in committed[1:]:
-        acceptance.add(count - 1)
-    return Transcript([1], output, committed, budget or len(output), reason, acceptance)
-
-
-def scores(best: list[int], regret: list[float]) -> Scores:
-    return Scores(regret, best, [-0.5] * len(best))
-
-
-def test_places_name_step_and_row() -> None:
-    """Bug: the report points at another step or row than the one that emitted the token."""
-    one = transcript([5, 6, 7, 8, 4], [1, 3, 1])
-    other = transcript([5, 6], [1, 1])
-    report = judge(
-        [one, other],
-        [scores([5, 6, 7, 2, 3], [0, 0, 0, 0.7, 0.1]), scores([5, 6], [0, 0])],
-        0.2,
-        [],
-    )
-    place = report.first_true
-    assert place is not None
-    assert (place.request, place.index, place.step, place.row, place.num_committed) == (
-        *(0, 3, 1, 2, 3),
-    )
-    assert (place.emitted_id, place.best_id, place.regret_nats) == (8, 2, 0.7)
-    assert [(tie.index, tie.step) for tie in report.ties] == [(4, 2)]
-    assert (report.num_tokens, report.num_identical, report.num_true) == (7, 5, 1)
-    assert report.max_regret_nats == 0.7
-    assert report.mean_regret_nats == pytest.approx(0.8 / 7)
-
-
-def test_a_tie_passes_and_re_anchors() -> None:
-    """Bug: a benign tie fails, or everything behind it counts as different."""
-    report = judge([transcript([5, 6, 7], [1, 2])], [scores([5, 2, 7], [0, 0.19, 0])], 0.2, [])
-    assert report.first_true is None and len(report.ties) == 1
-    assert decide(report, Limits(min_identical=0.6)) == {}
-    assert set(decide(report, Limits(min_identical=0.7))) == {"identical"}
-    assert set(decide(report, Limits(min_identical=0.0, tolerance_nats=0.1))) == set()
-
-
-def test_nan_fails() -> None:
-    """Bug: NaN passes because `nan > tolerance` is false."""
-    report = judge([transcript([5, 6], [1, 1])], [scores([5, 6], [0, math.nan])], 0.2, [])
-    assert report.num_nonfinite == 1 and report.first_true is not None
-    assert {"finite", "regret"} <= set(decide(report, Limits()))
-
-
-def test_acceptance_counts_the_first_prompts_only() -> None:
-    """Bug: the floor is compared with other prompts than it was measured on."""
-    good, bad = transcript([5] * 5, [1, 4]), transcript([5] * 3, [1, 1, 1])
-    perfect = [scores([5] * 5, [0.0] * 5), scores([5] * 3, [0.0] * 3)]
-    limits = Limits(min_acceptance=3.9)
-    assert decide(judge([good, bad], perfect, 0.2, [], num_counted=1), limits) == {}
-    assert set(decide(judge([good, bad], perfect, 0.2, []), limits)) == {"acceptance"}
-
-
-@pytest.mark.parametrize(
-    ("output", "reason", "budget", "right"),
-    [
-        ([1, 2, STOP], "stop", 8, True),
-        ([1, 2, STOP], "length", 3, False),
-        ([1, STOP, 2], "length", 3, False),
-        ([1, 2, 3], "length", 3, True),
-        ([1, 2, 3], "length", 4, False),
-        ([1, 2, 3], "stop", 3, False),
-        ([1, 2, 3], "abort", 3, False),
-    ],
-)
-def test_ends(output: list[int], reason: str, budget: int, right: bool) -> None:
-    """Bug: lost tokens, or surplus ones behind a stop token, pass since each one is right."""
-    one = transcript(output, [1, len(output) - 1], reason, budget)
-    report = judge([one], [scores(output, [0.0] * 3)], 0.2, [STOP])
-    assert ("ends" in decide(report, Limits())) != right
-
-
-def test_disagreement() -> None:
-    """Bug: another graph mode's tokens are not compared, or a shorter output passes."""
-    a, b = transcript([5, 6, 7], [1, 2]), transcript([5, 2, 7], [1, 2])
-    assert disagreement([a], [a]) is None
-    assert "token 1" in str(disagreement([a], [b]))
-    assert "length" in str(disagreement([a], [transcript([5, 6], [1, 1])]))
-
-
-def test_mixed_order() -> None:
-    """Bug: the mix drops or repeats a prompt, or all end together."""
-    order, budgets = mixed([5, 50, 10, 40, 20], 100)
-    assert sorted(order) == list(range(5)) and order[:2] == [0, 1]
-    assert len(set(budgets)) > 2 and min(budgets) >= 1
-
-
-@pytest.mark.parametrize("chunk", [1, 3, 7, 256])
-def test_teacher_equals_transformers(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chunk: int
-) -> None:
-    """Bug: a row's logits judge the wrong token, or a chunk boundary loses or shifts rows."""
-    monkeypatch.setattr(teacher, "CHUNK", chunk)
-    target = make_target(tmp_path, tie=False)
-    model = load_target(target)
-    generator = torch.Generator().manual_seed(0)
-    with Engine.from_pretrained(target, buckets=(1,), page_size=4, max_model_len=64) as engine:
-        loop = engine.built.loop
-        for num_prompt, num_output in ((1, 1), (3, 5), (6, 1), (7, 14)):
-            ids = torch.randint(0, 500, (num_prompt + num_output,), generator=generator).tolist()
-            found = teacher_force(loop, ids[:num_prompt], ids[num_prompt:])
-            logprobs = run_target(model, ids).logits.log_softmax(-1)[num_prompt - 1 : -1]
-            emitted = torch.tensor(ids[num_prompt:])
-            own = logprobs.gather(1, emitted[:, None])[:, 0]
-            assert found.best_ids == logprobs.argmax(-1).tolist()
-            torch.testing.assert_close(torch.tensor(found.logprob), own, atol=2e-4, rtol=1e-4)
-            expected = logprobs.amax(-1) - own
-            torch.testing.assert_close(
-                torch.tensor(found.regret_nats), expected, atol=2e-4, rtol=1e-4
-            )
-            assert loop.allocator.num_free == loop.allocator.num_usable
-
-
-def test_decode_runs_in_the_bucket_asked_for(tmp_path: Path) -> None:
-    """Bug: `bucket 4, alone` runs in bucket 1, so padded rows are never tried."""
-    target = make_target(tmp_path / "target", tie=False)
-    drafter = make_drafter(tmp_path / "drafter", target)
-    prompts = [[1, 2], [3, 4, 5], [6], [7, 8, 9, 10], [11]]
-    with Engine.from_pretrained(target, drafter, buckets=(1, 2, 4), max_model_len=64) as engine:
-        loop: Any = engine.built.loop
-        used: list[tuple[int, int]] = []
-        queue_step = loop.first._queue_step
-
-        def spy() -> None:
-            used.append((loop.first.bucket.size, len(loop.running)))
-            queue_step()
-
-        loop.first._queue_step = spy
-        outputs = set()
-        for bucket, alone in ((4, True), (1, False), (2, False), (None, False)):
-            used.clear()
-            found = decode(loop, prompts, [9] * 5, (), bucket=bucket, one_by_one=alone)
-            outputs.add(str([t.output_ids for t in found]))
-            assert all(sum(t.committed) == len(t.output_ids) == 9 for t in found)
-            if bucket is not None:
-                assert {size for size, _ in used} == {bucket}
-                assert max(rows for _, rows in used) == (1 if alone else bucket)
-            else:
-                assert {size for size, _ in used} >= {4, 1}
-        assert len(outputs) == 1 and loop.first.only_bucket is None
-
-
-# --- the command ---
-
-
-def test_modes_are_compared_prompt_by_prompt(tmp_path: Path) -> None:
-    """Bug: a graph mode that says other tokens than another one passes; or a mixed cell reports in
-    the order in which it ran, so that prompts are judged by other prompts' numbers."""
-    target = make_target(tmp_path / "target")
-    prompts = [[3] * n for n in (9, 2, 5, 7)]
-    cells: Any = [(2, "mixed")]
-    options: Any = {"max_new_tokens": 8, "limits": Limits()}
-    with Engine.from_pretrained(target, buckets=(2,), max_model_len=64) as engine:
-        (first,) = verify_mode(engine.built, "none torch", prompts, cells, **options)
-        assert [t.prompt_ids for t in first.transcripts] == prompts
-        (same,) = verify_mode(engine.built, "full torch", prompts, cells, first=[first], **options)
-        assert not same.failed
-        one, *rest = first.transcripts
-        other = one._replace(output_ids=[*one.output_ids[:-1], one.output_ids[-1] ^ 1])
-        changed = replace(first, transcripts=[other, *rest])
-        (found,) = verify_mode(
-            engine.built, "full torch", prompts, cells, first=[changed], **options
-        )
-        assert list(found.failed) == ["modes"]
-        (compared,) = compare_with_plain([first], [changed])
-        told = numbers([compared])["none_torch"]["bucket_2_mixed"]
-        assert (told["num_same_as_plain"], told["num_prompts"]) == (3, 4)
+from tests.support.checkpoints import as_speculators
 
 
 def verify(*args: str) -> Result:
@@ -421,28 +223,6 @@ def test_matrix_on_a_gpu(dtype: str, tmp_path: Path) -> None:
     assert modes == {"plain", "none", "piecewise", "full"}
 
 
-def test_what_passes_unless_told_otherwise() -> None:
-    """Bug: a default is so wide that faults pass: a token 0.3 nats below the best, one of ten in
-    bfloat16, one of a hundred in float32."""
-    report = judge([transcript([5], [1])], [scores([2], [0.3])], Limits().tolerance_nats, [])
-    assert "regret" in decide(report, Limits(min_identical=0.0))
-    for dtype, share in (("bfloat16", 10), ("float32", 100)):
-        output = [5] * share
-        judged = scores([2, *output[1:]], [0.1, *[0.0] * (share - 1)])
-        report = judge([transcript(output, [1] * share)], [judged], 0.2, [])
-        limits = Limits(min_identical=MIN_IDENTICAL[dtype])
-        assert set(decide(report, limits)) == {"identical"}
-
-
-def test_the_worst_prompt_is_in_the_table() -> None:
-    """Bug: "least" is the best prompt's acceptance, behind which a lost one hides."""
-    ran = [transcript([5] * 5, [1, 4]), transcript([5] * 3, [1, 1, 1])]
-    report = judge(ran, [scores([5] * n, [0.0] * n) for n in (5, 3)], 0.2, [])
-    cell = CellResult(cell=Cell("m", 1, "alone"), report=report, failed={}, transcripts=ran)
-    cells = {str(column.header): list(column.cells) for column in _table([cell]).columns}
-    assert (cells["accept"], cells["least"]) == (["2.00"], ["1.00"])
-
-
 def test_limits_of_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
     """Bug: the bundled pair's floor is held against other blocks, texts or engines than it was
     measured with, or wins over --min-acceptance; float32 has bfloat16's tolerance."""
@@ -475,34 +255,3 @@ def test_what_is_judged_is_speculation(monkeypatch: pytest.MonkeyPatch) -> None:
             config = engine.config
         assert (config.fallback, config.acceptance_floor) == (False, 0.0)
         assert (config.num_speculative_tokens, config.page_size) == (lengths, 8)
-
-
-def test_a_difference_is_told_where_it_stands() -> None:
-    """Bug: a step's last token, the target's own, is called an accepted draft; or what stands in
-    front of one of the first tokens is left out."""
-    one = transcript(list(range(20)), [1, 3, 4, 4, 4, 4])
-    report = judge([one], [scores(list(range(20)), [0.0] * 20)], 0.2, [])
-    result = CellResult(cell=Cell("full", 1, "alone"), report=report, failed={}, transcripts=[one])
-    for index, step, row, count, role, after in (
-        (0, 0, 0, 1, "the prefill's token", []),
-        (2, 1, 1, 3, "row 1 of 3 committed, accepted draft", [0, 1]),
-        (3, 1, 2, 3, "row 2 of 3 committed, the target's own token", [0, 1, 2]),
-        (18, 5, 2, 4, "accepted draft", list(range(6, 18))),
-    ):
-        text = describe(result, Place(0, index, step, row, count, index, 99, 0.5, -1.0), None)
-        assert f"token {index} (" in text and f"{role})" in text, text
-        assert f"after {after}, then {list(range(index + 1, 20))[:12]}" in text
-
-
-def test_a_context_that_is_full(tmp_path: Path) -> None:
-    """Bug: an answer that ends with the context counts as cut off too early; or the bucket that was
-    asked for stays for whoever decodes next, the slot of a state with who judged."""
-    target = make_target(tmp_path, layers=1)
-    with Engine.from_pretrained(target, buckets=(1, 2), max_model_len=16) as engine:
-        loop = engine.built.loop
-        (found,) = decode(loop, [[3] * 12], [99], (), bucket=2)
-        assert loop.first.only_bucket is None
-        assert len(teacher_force(loop, [3] * 12, found.output_ids).logprob) == 4
-        assert loop.state_slots.num_free == loop.state_slots.num_usable
-    assert (found.budget, len(found.output_ids), found.finish_reason) == (4, 4, "length")
-    assert wrong_end(found, (), None) is None

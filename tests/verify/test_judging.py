@@ -1,0 +1,143 @@
+"""What `verify` judges, on made-up numbers: verdicts, places, limits, and how they are told."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+
+from graphengine.decode.metrics import Acceptance
+from graphengine.verify.check import MIN_IDENTICAL, Limits, Place, decide, disagreement, judge
+from graphengine.verify.report import _table, describe
+from graphengine.verify.run import Cell, CellResult
+from graphengine.verify.teacher import Scores
+from graphengine.verify.told import Transcript
+
+STOP = 9
+
+
+def transcript(
+    output: list[int], committed: list[int], reason: Any = "length", budget: int | None = None
+) -> Transcript:
+    acceptance = Acceptance(3)
+    for count in committed[1:]:
+        acceptance.add(count - 1)
+    return Transcript([1], output, committed, budget or len(output), reason, acceptance)
+
+
+def scores(best: list[int], regret: list[float]) -> Scores:
+    return Scores(regret, best, [-0.5] * len(best))
+
+
+def test_places_name_step_and_row() -> None:
+    """Bug: the report points at another step or row than the one that emitted the token."""
+    one = transcript([5, 6, 7, 8, 4], [1, 3, 1])
+    other = transcript([5, 6], [1, 1])
+    report = judge(
+        [one, other],
+        [scores([5, 6, 7, 2, 3], [0, 0, 0, 0.7, 0.1]), scores([5, 6], [0, 0])],
+        0.2,
+        [],
+    )
+    place = report.first_true
+    assert place is not None
+    assert (place.request, place.index, place.step, place.row, place.num_committed) == (
+        *(0, 3, 1, 2, 3),
+    )
+    assert (place.emitted_id, place.best_id, place.regret_nats) == (8, 2, 0.7)
+    assert [(tie.index, tie.step) for tie in report.ties] == [(4, 2)]
+    assert (report.num_tokens, report.num_identical, report.num_true) == (7, 5, 1)
+    assert report.max_regret_nats == 0.7
+    assert report.mean_regret_nats == pytest.approx(0.8 / 7)
+
+
+def test_a_tie_passes_and_re_anchors() -> None:
+    """Bug: a benign tie fails, or everything behind it counts as different."""
+    report = judge([transcript([5, 6, 7], [1, 2])], [scores([5, 2, 7], [0, 0.19, 0])], 0.2, [])
+    assert report.first_true is None and len(report.ties) == 1
+    assert decide(report, Limits(min_identical=0.6)) == {}
+    assert set(decide(report, Limits(min_identical=0.7))) == {"identical"}
+    assert set(decide(report, Limits(min_identical=0.0, tolerance_nats=0.1))) == set()
+
+
+def test_nan_fails() -> None:
+    """Bug: NaN passes because `nan > tolerance` is false."""
+    report = judge([transcript([5, 6], [1, 1])], [scores([5, 6], [0, math.nan])], 0.2, [])
+    assert report.num_nonfinite == 1 and report.first_true is not None
+    assert {"finite", "regret"} <= set(decide(report, Limits()))
+
+
+def test_acceptance_counts_the_first_prompts_only() -> None:
+    """Bug: the floor is compared with other prompts than it was measured on."""
+    good, bad = transcript([5] * 5, [1, 4]), transcript([5] * 3, [1, 1, 1])
+    perfect = [scores([5] * 5, [0.0] * 5), scores([5] * 3, [0.0] * 3)]
+    limits = Limits(min_acceptance=3.9)
+    assert decide(judge([good, bad], perfect, 0.2, [], num_counted=1), limits) == {}
+    assert set(decide(judge([good, bad], perfect, 0.2, []), limits)) == {"acceptance"}
+
+
+@pytest.mark.parametrize(
+    ("output", "reason", "budget", "right"),
+    [
+        ([1, 2, STOP], "stop", 8, True),
+        ([1, 2, STOP], "length", 3, False),
+        ([1, STOP, 2], "length", 3, False),
+        ([1, 2, 3], "length", 3, True),
+        ([1, 2, 3], "length", 4, False),
+        ([1, 2, 3], "stop", 3, False),
+        ([1, 2, 3], "abort", 3, False),
+    ],
+)
+def test_ends(output: list[int], reason: str, budget: int, right: bool) -> None:
+    """Bug: lost tokens, or surplus ones behind a stop token, pass since each one is right."""
+    one = transcript(output, [1, len(output) - 1], reason, budget)
+    report = judge([one], [scores(output, [0.0] * 3)], 0.2, [STOP])
+    assert ("ends" in decide(report, Limits())) != right
+
+
+def test_disagreement() -> None:
+    """Bug: another graph mode's tokens are not compared, or a shorter output passes."""
+    a, b = transcript([5, 6, 7], [1, 2]), transcript([5, 2, 7], [1, 2])
+    assert disagreement([a], [a]) is None
+    assert "token 1" in str(disagreement([a], [b]))
+    assert "length" in str(disagreement([a], [transcript([5, 6], [1, 1])]))
+
+
+def test_what_passes_unless_told_otherwise() -> None:
+    """Bug: a default is so wide that faults pass: a token 0.3 nats below the best, one of ten in
+    bfloat16, one of a hundred in float32."""
+    report = judge([transcript([5], [1])], [scores([2], [0.3])], Limits().tolerance_nats, [])
+    assert "regret" in decide(report, Limits(min_identical=0.0))
+    for dtype, share in (("bfloat16", 10), ("float32", 100)):
+        output = [5] * share
+        judged = scores([2, *output[1:]], [0.1, *[0.0] * (share - 1)])
+        report = judge([transcript(output, [1] * share)], [judged], 0.2, [])
+        limits = Limits(min_identical=MIN_IDENTICAL[dtype])
+        assert set(decide(report, limits)) == {"identical"}
+
+
+def test_the_worst_prompt_is_in_the_table() -> None:
+    """Bug: "least" is the best prompt's acceptance, behind which a lost one hides."""
+    ran = [transcript([5] * 5, [1, 4]), transcript([5] * 3, [1, 1, 1])]
+    report = judge(ran, [scores([5] * n, [0.0] * n) for n in (5, 3)], 0.2, [])
+    cell = CellResult(cell=Cell("m", 1, "alone"), report=report, failed={}, transcripts=ran)
+    cells = {str(column.header): list(column.cells) for column in _table([cell]).columns}
+    assert (cells["accept"], cells["least"]) == (["2.00"], ["1.00"])
+
+
+def test_a_difference_is_told_where_it_stands() -> None:
+    """Bug: a step's last token, the target's own, is called an accepted draft; or what stands in
+    front of one of the first tokens is left out."""
+    one = transcript(list(range(20)), [1, 3, 4, 4, 4, 4])
+    report = judge([one], [scores(list(range(20)), [0.0] * 20)], 0.2, [])
+    result = CellResult(cell=Cell("full", 1, "alone"), report=report, failed={}, transcripts=[one])
+    for index, step, row, count, role, after in (
+        (0, 0, 0, 1, "the prefill's token", []),
+        (2, 1, 1, 3, "row 1 of 3 committed, accepted draft", [0, 1]),
+        (3, 1, 2, 3, "row 2 of 3 committed, the target's own token", [0, 1, 2]),
+        (18, 5, 2, 4, "accepted draft", list(range(6, 18))),
+    ):
+        text = describe(result, Place(0, index, step, row, count, index, 99, 0.5, -1.0), None)
+        assert f"token {index} (" in text and f"{role})" in text, text
+        assert f"after {after}, then {list(range(index + 1, 20))[:12]}" in text

@@ -1,0 +1,119 @@
+"""Teacher forcing against transformers, and the runs that `verify` judges, on a small pair."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from graphengine.api import Engine
+from graphengine.verify import teacher
+from graphengine.verify.check import Limits, decode, mixed
+from graphengine.verify.run import compare_with_plain, numbers, verify_mode
+from graphengine.verify.teacher import teacher_force
+from graphengine.verify.told import wrong_end
+from tests.support.checkpoints import make_drafter, make_target
+from tests.support.dflash_reference import load_target, run_target
+
+
+def test_mixed_order() -> None:
+    """Bug: the mix drops or repeats a prompt, or all end together."""
+    order, budgets = mixed([5, 50, 10, 40, 20], 100)
+    assert sorted(order) == list(range(5)) and order[:2] == [0, 1]
+    assert len(set(budgets)) > 2 and min(budgets) >= 1
+
+
+@pytest.mark.parametrize("chunk", [1, 3, 7, 256])
+def test_teacher_equals_transformers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chunk: int
+) -> None:
+    """Bug: a row's logits judge the wrong token, or a chunk boundary loses or shifts rows."""
+    monkeypatch.setattr(teacher, "CHUNK", chunk)
+    target = make_target(tmp_path, tie=False)
+    model = load_target(target)
+    generator = torch.Generator().manual_seed(0)
+    with Engine.from_pretrained(target, buckets=(1,), page_size=4, max_model_len=64) as engine:
+        loop = engine.built.loop
+        for num_prompt, num_output in ((1, 1), (3, 5), (6, 1), (7, 14)):
+            ids = torch.randint(0, 500, (num_prompt + num_output,), generator=generator).tolist()
+            found = teacher_force(loop, ids[:num_prompt], ids[num_prompt:])
+            logprobs = run_target(model, ids).logits.log_softmax(-1)[num_prompt - 1 : -1]
+            emitted = torch.tensor(ids[num_prompt:])
+            own = logprobs.gather(1, emitted[:, None])[:, 0]
+            assert found.best_ids == logprobs.argmax(-1).tolist()
+            torch.testing.assert_close(torch.tensor(found.logprob), own, atol=2e-4, rtol=1e-4)
+            expected = logprobs.amax(-1) - own
+            torch.testing.assert_close(
+                torch.tensor(found.regret_nats), expected, atol=2e-4, rtol=1e-4
+            )
+            assert loop.allocator.num_free == loop.allocator.num_usable
+
+
+def test_decode_runs_in_the_bucket_asked_for(tmp_path: Path) -> None:
+    """Bug: `bucket 4, alone` runs in bucket 1, so padded rows are never tried."""
+    target = make_target(tmp_path / "target", tie=False)
+    drafter = make_drafter(tmp_path / "drafter", target)
+    prompts = [[1, 2], [3, 4, 5], [6], [7, 8, 9, 10], [11]]
+    with Engine.from_pretrained(target, drafter, buckets=(1, 2, 4), max_model_len=64) as engine:
+        loop: Any = engine.built.loop
+        used: list[tuple[int, int]] = []
+        queue_step = loop.first._queue_step
+
+        def spy() -> None:
+            used.append((loop.first.bucket.size, len(loop.running)))
+            queue_step()
+
+        loop.first._queue_step = spy
+        outputs = set()
+        for bucket, alone in ((4, True), (1, False), (2, False), (None, False)):
+            used.clear()
+            found = decode(loop, prompts, [9] * 5, (), bucket=bucket, one_by_one=alone)
+            outputs.add(str([t.output_ids for t in found]))
+            assert all(sum(t.committed) == len(t.output_ids) == 9 for t in found)
+            if bucket is not None:
+                assert {size for size, _ in used} == {bucket}
+                assert max(rows for _, rows in used) == (1 if alone else bucket)
+            else:
+                assert {size for size, _ in used} >= {4, 1}
+        assert len(outputs) == 1 and loop.first.only_bucket is None
+
+
+def test_modes_are_compared_prompt_by_prompt(tmp_path: Path) -> None:
+    """Bug: a graph mode that says other tokens than another one passes; or a mixed cell reports in
+    the order in which it ran, so that prompts are judged by other prompts' numbers."""
+    target = make_target(tmp_path / "target")
+    prompts = [[3] * n for n in (9, 2, 5, 7)]
+    cells: Any = [(2, "mixed")]
+    options: Any = {"max_new_tokens": 8, "limits": Limits()}
+    with Engine.from_pretrained(target, buckets=(2,), max_model_len=64) as engine:
+        (first,) = verify_mode(engine.built, "none torch", prompts, cells, **options)
+        assert [t.prompt_ids for t in first.transcripts] == prompts
+        (same,) = verify_mode(engine.built, "full torch", prompts, cells, first=[first], **options)
+        assert not same.failed
+        one, *rest = first.transcripts
+        other = one._replace(output_ids=[*one.output_ids[:-1], one.output_ids[-1] ^ 1])
+        changed = replace(first, transcripts=[other, *rest])
+        (found,) = verify_mode(
+            engine.built, "full torch", prompts, cells, first=[changed], **options
+        )
+        assert list(found.failed) == ["modes"]
+        (compared,) = compare_with_plain([first], [changed])
+        told = numbers([compared])["none_torch"]["bucket_2_mixed"]
+        assert (told["num_same_as_plain"], told["num_prompts"]) == (3, 4)
+
+
+def test_a_context_that_is_full(tmp_path: Path) -> None:
+    """Bug: an answer that ends with the context counts as cut off too early; or the bucket that was
+    asked for stays for whoever decodes next, the slot of a state with who judged."""
+    target = make_target(tmp_path, layers=1)
+    with Engine.from_pretrained(target, buckets=(1, 2), max_model_len=16) as engine:
+        loop = engine.built.loop
+        (found,) = decode(loop, [[3] * 12], [99], (), bucket=2)
+        assert loop.first.only_bucket is None
+        assert len(teacher_force(loop, [3] * 12, found.output_ids).logprob) == 4
+        assert loop.state_slots.num_free == loop.state_slots.num_usable
+    assert (found.budget, len(found.output_ids), found.finish_reason) == (4, 4, "length")
+    assert wrong_end(found, (), None) is None

@@ -1,5 +1,5 @@
-"""`graphengine profile` and `graphengine graphs`: real runs on the CPU, files, refusals, and nsys
-as a stand-in program that records how it is called. With a GPU also torch.profiler and captures.
+"""`graphengine profile`: real runs on the CPU, refusals, and nsys as a stand-in program that
+records how it is called. With a GPU also torch.profiler.
 """
 
 import json
@@ -10,14 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from click.testing import CliRunner, Result
 
 from graphengine import names
-from graphengine.capture.inventory import Entry
-from graphengine.checkpoints.hub import TINY_DRAFT, TINY_TARGET
-from graphengine.cli import graphs as cli_graphs
 from graphengine.cli import profile as cli_profile
-from graphengine.cli.main import main
 from graphengine.config.declaration import declarations
 from graphengine.config.options import Options
 from graphengine.measure import profile_run
@@ -26,15 +21,7 @@ from graphengine.profiles.result_schema import validate
 from tests.support import checkpoints
 from tests.support import nsys_exports as exports
 from tests.support.chains import chain_names
-
-
-def invoke(*arguments: Any) -> Result:
-    return CliRunner().invoke(main, [str(argument) for argument in arguments])
-
-
-def document(result: Result) -> dict[str, Any]:
-    assert result.exit_code == 0, result.output
-    return json.loads(result.stdout)
+from tests.support.command_line import document, invoke
 
 
 def test_facts_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -54,9 +41,6 @@ def test_help_does_not_import_torch(module: str) -> None:
     code = f"import sys, graphengine.cli.{module}; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"
-
-
-# --- profile ---
 
 
 def test_profile_on_the_cpu(tmp_path: Path) -> None:
@@ -130,76 +114,6 @@ def test_prefills_on_the_cpu(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "facts.json").read_text())["prefill"] is True
 
 
-@pytest.mark.parametrize("preset", ["graph", "node"])
-def test_profile_reads_an_export(tmp_path: Path, preset: str) -> None:
-    """Bug: a user's own nsys file gives other numbers than the reader, or needs a model."""
-    path = exports.write_export(tmp_path / "mine.sqlite", preset=preset)
-    found = document(invoke("profile", "--read", path, "--json"))["numbers"]["mine"]
-    assert found["wall_mean_us"] == 100.0
-    assert found["idle_by_class"]["host_us"] == 67.5
-
-
-def test_bytes_of_a_file_come_from_facts_or_from_a_model(tmp_path: Path) -> None:
-    """Bug: GB/s are missing for a kept file, or taken from another model than the one named."""
-    path = exports.write_export(tmp_path / "mine.sqlite")
-    facts = {"segment_bytes": {"verify.00": 9e3}, "read_gbps": 2.0}
-    (tmp_path / "facts.json").write_text(json.dumps(facts))
-    row = document(invoke("profile", "--read", path, "--json"))["numbers"]["mine"]["by_name"]
-    assert row["verify.00"]["achieved_gbps"] == pytest.approx(1.0)
-    assert row["verify.00"]["floor_us"] == pytest.approx(4.5)
-    without = document(invoke("profile", "--read", path, "--read-gbps", 0, "--json"))
-    assert "floor_us" not in without["numbers"]["mine"]["by_name"]["verify.00"]
-    named = invoke("profile", TINY_TARGET, "--draft", TINY_DRAFT, "--read", path, "--json")
-    row = document(named)["numbers"]["mine"]["by_name"]["verify.01"]
-    assert row["read_bytes"] > 1e5 and "floor_us" not in row
-
-
-def test_bytes_of_a_rounded_drafter(tmp_path: Path) -> None:
-    """Bug: GB/s of a batch whose drafter ran unrounded are counted as if it had been rounded."""
-    path = exports.write_export(tmp_path / "mine.sqlite")
-    found = {}
-    for quantization in ("none", "fp8", "fp8-dynamic"):
-        for bucket, number in ((1, None), (8, None), (8, (7,))):
-            options = {"draft_quantization": quantization, "bucket": bucket}
-            options |= {"file": path, "dtype": "auto", "read_gbps": None, "prefill": False}
-            options["num_speculative_tokens"] = number
-            _, facts = profile_run.read_file(str(TINY_TARGET), str(TINY_DRAFT), options)
-            found[quantization, bucket, number] = facts["segment_bytes"]["draft.context"]
-    full = found["none", 1, None]
-    rounded = {key for key, count in found.items() if count == full / 2}
-    assert {count for key, count in found.items() if key not in rounded} == {full}
-    cases = [(1, None), (8, None), (8, (7,))]
-    assert rounded == {("fp8-dynamic", *case) for case in cases} | {
-        ("fp8", 1, None),
-        ("fp8", 8, (7,)),  # 64 rows
-    }
-
-
-def test_bytes_of_experts_by_the_rows_of_a_block(tmp_path: Path) -> None:
-    """Bug: of a file beside a mixture of experts the bytes are those of a row a request, whatever
-    the block, and its floor is a sixth; or those of bfloat16, whatever --dtype says."""
-    path = exports.write_export(tmp_path / "mine.sqlite")
-    options = {"draft_quantization": "none", "num_speculative_tokens": None}
-    options |= {"file": path, "read_gbps": None, "prefill": False}
-    found = [
-        profile_run.read_file("qwen3-30b-a3b", draft, options | {"bucket": bucket, "dtype": dtype})
-        for draft, bucket, dtype in (
-            ("ngram", 2, "auto"),
-            (None, 32, "bfloat16"),
-            (None, 32, "float32"),
-        )
-    ]
-    drafted, plain, wide = (facts["segment_bytes"] for _, facts in found)
-    assert drafted["verify"] == plain["decode"] == wide["decode"] / 2
-
-
-def test_profile_reads_a_chrome_trace(tmp_path: Path) -> None:
-    """Bug: the fallback's kept file cannot be read again."""
-    path = exports.write_chrome_trace(tmp_path / "torch.json")
-    found = document(invoke("profile", "--read", path, "--json"))["numbers"]["torch"]
-    assert found["busy_mean_us"] == 27.0
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -234,31 +148,6 @@ def test_refusals(
     result = invoke("profile", *arguments)
     assert result.exit_code == 2
     assert message in " ".join(result.stderr.split())
-
-
-@pytest.mark.parametrize(
-    "text",
-    ["{", "[]", '{"unprofiled_step_ms": 1}', '{"read_gbps": NaN}', '{"segment_bytes": {"a": "b"}}'],
-)
-def test_facts_that_are_none(tmp_path: Path, text: str) -> None:
-    """Bug: a facts.json of some other program beside the trace ends in a traceback that names
-    neither it nor what to do, or makes --json print NaN."""
-    path = exports.write_export(tmp_path / "a.sqlite")
-    (tmp_path / "facts.json").write_text(text)
-    result = invoke("profile", "--read", path, "--json")
-    assert result.exit_code == 2, result.output
-    assert "facts.json: not the facts of a profile" in result.stderr.replace("\n", " ")
-    assert result.stdout == ""
-
-
-def test_simulated_acceptance_is_marked(tmp_path: Path) -> None:
-    """Bug: tables and picture of a profile whose acceptance was simulated do not say so."""
-    path = exports.write_export(tmp_path / "a.sqlite")
-    (tmp_path / "facts.json").write_text('{"config": {"simulate_acceptance": 6.35}}')
-    result = invoke("profile", "--read", path, "--plot", tmp_path / "a.svg")
-    assert result.exit_code == 0, result.output
-    assert "SIMULATED at 6.35" in result.stderr
-    assert (tmp_path / "a.svg").read_text().count("SIMULATED at 6.35") == 2
 
 
 # A stand-in for nsys: keeps its arguments, and "exports" the scenario of nsys_exports.py.
@@ -370,93 +259,3 @@ def test_torch_profiler_on_a_gpu(tmp_path: Path) -> None:
     # On this small pair the profiled host is behind at every border, else it is a seam.
     assert found["idle_by_class"]["seam_us"] + found["idle_by_class"]["host_us"] > 0
     assert found["outside_us"] < found["wall_mean_us"]
-
-
-# --- graphs ---
-
-
-def test_graphs_on_the_cpu_lists_the_steps() -> None:
-    """Bug: without CUDA graphs the command shows nothing, or wrong shapes."""
-    result = invoke("graphs", "--device", "cpu", "--bucket", "1,2", "--json")
-    listed = document(result)
-    assert "no CUDA graphs on the CPU" in result.stderr
-    assert listed["graph_mode"] == "none"
-    assert (listed["model"], listed["draft"]) == (TINY_TARGET.name, TINY_DRAFT.name)
-    for bucket, rows in ((1, 16), (2, 32)):
-        steps = [step for step in listed["steps"] if step["bucket"] == bucket]
-        names = [*chain_names("draft", 3), *chain_names("verify", 8)]
-        # Attention is planned here, so what needs no plan comes first: it was run one step ahead.
-        assert [step["name"] for step in steps] == ["draft.context", *names, "accept"]
-        by_name = {step["name"]: step for step in steps}
-        assert by_name["verify.08"]["output_shapes"][-1] == f"{rows} int64"
-        assert by_name["verify.01"]["input_shapes"][0] == f"{rows}x192 float32"
-        assert {step["launch"] for step in steps} == {"eager"}
-        assert {step["num_kernels"] for step in steps} == {None}
-
-
-def test_graphs_of_blocks_of_their_own() -> None:
-    """Bug: numbers of drafts follow the sorted buckets instead of the typed ones, or all buckets
-    are listed with the longest block."""
-    typed = ["--bucket", "2,1", "--num-speculative-tokens", "3,15"]
-    listed = document(invoke("graphs", "--device", "cpu", *typed, "--json"))
-    found = {
-        (step["bucket"], step["name"]): step["output_shapes"][-1]
-        for step in listed["steps"]
-        if step["name"] in ("draft.03", "verify.08") and step["output_shapes"]
-    }
-    assert found == {(1, "verify.08"): "16 int64", (2, "verify.08"): "8 int64"}
-
-
-def test_graphs_needs_no_weights(tmp_path: Path) -> None:
-    """Bug: a directory with a config alone is refused though only its structure is listed."""
-    target = checkpoints.make_target(tmp_path / "target")
-    for path in target.iterdir():
-        if path.name != "config.json":
-            path.unlink()
-    listed = document(invoke("graphs", target, "--device", "cpu", "--json"))
-    expected = [*chain_names("decode", 2), "accept"]
-    assert [step["name"] for step in listed["steps"]] == expected
-
-
-def test_dot_without_graphs_is_refused(tmp_path: Path) -> None:
-    """Bug: an empty folder and no word."""
-    result = invoke("graphs", "--device", "cpu", "--dot", tmp_path / "dots")
-    assert result.exit_code == 2 and "--dot" in result.stderr
-    assert not (tmp_path / "dots").exists()
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("mode", ["piecewise", "full"])
-def test_graphs_on_a_gpu(tmp_path: Path, mode: str) -> None:
-    """Bug: a graph without nodes (captured on the wrong stream), or one that is not listed."""
-    arguments = ["--graph-mode", mode, "--attention-backend", "triton", "--bucket", "1,2"]
-    listed = document(invoke("graphs", *arguments, "--dot", tmp_path, "--json"))
-    graphs = [step for step in listed["steps"] if step["launch"] == "graph"]
-    # Piecewise: 4 + 9 segments, accept, context; full: the step.
-    assert len(graphs) == 2 * (15 if mode == "piecewise" else 1)
-    if mode == "full":
-        assert {step["name"] for step in graphs} == {"speculate"}
-        names = [*chain_names("draft", 3), *chain_names("verify", 8)]
-        assert graphs[0]["steps"] == [*names, "accept", "draft.context"]
-    assert all(0 < step["num_kernels"] <= step["num_nodes"] for step in graphs)
-    assert all(step["pool_bytes"] >= 0 for step in graphs)
-    assert len(list(tmp_path.glob("*.dot"))) == len(graphs)
-    assert all("digraph" in path.read_text() for path in tmp_path.glob("*.dot"))
-
-
-@pytest.mark.parametrize(
-    ("show_all", "sizes", "named"),
-    [
-        (False, ["3.00", "1.50"], ["verify.00 .. verify.01", "verify.02"]),
-        (True, ["1.50", "1.50", "1.50"], ["verify.00", "verify.01", "verify.02"]),
-    ],
-)
-def test_equal_graphs_share_a_line_unless_all_are_asked_for(
-    show_all: bool, sizes: list[str], named: list[str]
-) -> None:
-    """Bug: 36 equal layers fill the screen, and --all joins them; a line has one graph's memory, or
-    it is not in MB; or it does not say which graphs it is of."""
-    made: Any = [(f"verify.{i:02}", "graph", [], [], 5 + (i > 1), 7, 1500000, 1) for i in range(3)]
-    table = cli_graphs._table({1: [Entry(*entry) for entry in made]}, show_all)
-    cells = {column.header: list(column.cells) for column in table.columns}
-    assert (cells["pool MB"], cells["segment"]) == (sizes, named)

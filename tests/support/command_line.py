@@ -1,5 +1,6 @@
 """What tests of the command line share: `graphengine` in this process and in one of its own."""
 
+import json
 import os
 import signal
 import subprocess
@@ -28,6 +29,15 @@ def runner(target: Path) -> Run:
         return CliRunner().invoke(main, [*where, *args], **kwargs)
 
     return call
+
+
+def invoke(*arguments: Any) -> Result:
+    return CliRunner().invoke(main, [str(argument) for argument in arguments])
+
+
+def document(result: Result) -> dict[str, Any]:
+    assert result.exit_code == 0, result.output
+    return json.loads(result.stdout)
 
 
 def refused(result: Result, *parts: object) -> None:

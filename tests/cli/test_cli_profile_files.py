@@ -1,0 +1,106 @@
+"""`graphengine profile --read`: exports and traces of other runs, and the facts beside them."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from graphengine.checkpoints.hub import TINY_DRAFT, TINY_TARGET
+from graphengine.measure import profile_run
+from tests.support import nsys_exports as exports
+from tests.support.command_line import document, invoke
+
+
+@pytest.mark.parametrize("preset", ["graph", "node"])
+def test_profile_reads_an_export(tmp_path: Path, preset: str) -> None:
+    """Bug: a user's own nsys file gives other numbers than the reader, or needs a model."""
+    path = exports.write_export(tmp_path / "mine.sqlite", preset=preset)
+    found = document(invoke("profile", "--read", path, "--json"))["numbers"]["mine"]
+    assert found["wall_mean_us"] == 100.0
+    assert found["idle_by_class"]["host_us"] == 67.5
+
+
+def test_bytes_of_a_file_come_from_facts_or_from_a_model(tmp_path: Path) -> None:
+    """Bug: GB/s are missing for a kept file, or taken from another model than the one named."""
+    path = exports.write_export(tmp_path / "mine.sqlite")
+    facts = {"segment_bytes": {"verify.00": 9e3}, "read_gbps": 2.0}
+    (tmp_path / "facts.json").write_text(json.dumps(facts))
+    row = document(invoke("profile", "--read", path, "--json"))["numbers"]["mine"]["by_name"]
+    assert row["verify.00"]["achieved_gbps"] == pytest.approx(1.0)
+    assert row["verify.00"]["floor_us"] == pytest.approx(4.5)
+    without = document(invoke("profile", "--read", path, "--read-gbps", 0, "--json"))
+    assert "floor_us" not in without["numbers"]["mine"]["by_name"]["verify.00"]
+    named = invoke("profile", TINY_TARGET, "--draft", TINY_DRAFT, "--read", path, "--json")
+    row = document(named)["numbers"]["mine"]["by_name"]["verify.01"]
+    assert row["read_bytes"] > 1e5 and "floor_us" not in row
+
+
+def test_bytes_of_a_rounded_drafter(tmp_path: Path) -> None:
+    """Bug: GB/s of a batch whose drafter ran unrounded are counted as if it had been rounded."""
+    path = exports.write_export(tmp_path / "mine.sqlite")
+    found = {}
+    for quantization in ("none", "fp8", "fp8-dynamic"):
+        for bucket, number in ((1, None), (8, None), (8, (7,))):
+            options = {"draft_quantization": quantization, "bucket": bucket}
+            options |= {"file": path, "dtype": "auto", "read_gbps": None, "prefill": False}
+            options["num_speculative_tokens"] = number
+            _, facts = profile_run.read_file(str(TINY_TARGET), str(TINY_DRAFT), options)
+            found[quantization, bucket, number] = facts["segment_bytes"]["draft.context"]
+    full = found["none", 1, None]
+    rounded = {key for key, count in found.items() if count == full / 2}
+    assert {count for key, count in found.items() if key not in rounded} == {full}
+    cases = [(1, None), (8, None), (8, (7,))]
+    assert rounded == {("fp8-dynamic", *case) for case in cases} | {
+        ("fp8", 1, None),
+        ("fp8", 8, (7,)),  # 64 rows
+    }
+
+
+def test_bytes_of_experts_by_the_rows_of_a_block(tmp_path: Path) -> None:
+    """Bug: of a file beside a mixture of experts the bytes are those of a row a request, whatever
+    the block, and its floor is a sixth; or those of bfloat16, whatever --dtype says."""
+    path = exports.write_export(tmp_path / "mine.sqlite")
+    options = {"draft_quantization": "none", "num_speculative_tokens": None}
+    options |= {"file": path, "read_gbps": None, "prefill": False}
+    found = [
+        profile_run.read_file("qwen3-30b-a3b", draft, options | {"bucket": bucket, "dtype": dtype})
+        for draft, bucket, dtype in (
+            ("ngram", 2, "auto"),
+            (None, 32, "bfloat16"),
+            (None, 32, "float32"),
+        )
+    ]
+    drafted, plain, wide = (facts["segment_bytes"] for _, facts in found)
+    assert drafted["verify"] == plain["decode"] == wide["decode"] / 2
+
+
+def test_profile_reads_a_chrome_trace(tmp_path: Path) -> None:
+    """Bug: the fallback's kept file cannot be read again."""
+    path = exports.write_chrome_trace(tmp_path / "torch.json")
+    found = document(invoke("profile", "--read", path, "--json"))["numbers"]["torch"]
+    assert found["busy_mean_us"] == 27.0
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["{", "[]", '{"unprofiled_step_ms": 1}', '{"read_gbps": NaN}', '{"segment_bytes": {"a": "b"}}'],
+)
+def test_facts_that_are_none(tmp_path: Path, text: str) -> None:
+    """Bug: a facts.json of some other program beside the trace ends in a traceback that names
+    neither it nor what to do, or makes --json print NaN."""
+    path = exports.write_export(tmp_path / "a.sqlite")
+    (tmp_path / "facts.json").write_text(text)
+    result = invoke("profile", "--read", path, "--json")
+    assert result.exit_code == 2, result.output
+    assert "facts.json: not the facts of a profile" in result.stderr.replace("\n", " ")
+    assert result.stdout == ""
+
+
+def test_simulated_acceptance_is_marked(tmp_path: Path) -> None:
+    """Bug: tables and picture of a profile whose acceptance was simulated do not say so."""
+    path = exports.write_export(tmp_path / "a.sqlite")
+    (tmp_path / "facts.json").write_text('{"config": {"simulate_acceptance": 6.35}}')
+    result = invoke("profile", "--read", path, "--plot", tmp_path / "a.svg")
+    assert result.exit_code == 0, result.output
+    assert "SIMULATED at 6.35" in result.stderr
+    assert (tmp_path / "a.svg").read_text().count("SIMULATED at 6.35") == 2

@@ -1,4 +1,4 @@
-"""`graphengine bench`: cases, baseline, columns, picture and the stored JSON, on a small pair."""
+"""`graphengine bench` on a small pair: cases, refusals, the stored JSON, the device's share."""
 
 from __future__ import annotations
 
@@ -6,25 +6,18 @@ import json
 import re
 import statistics
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
-from xml.etree import ElementTree
 
-import numpy
 import pytest
 from click.testing import CliRunner, Result
 
 from graphengine.api import Engine
 from graphengine.cli.main import main
-from graphengine.config.draft import DraftConfig, NgramConfig
-from graphengine.measure.bench import Case, CaseResult, run_case, token_bytes, weight_bytes
+from graphengine.measure.bench import run_case, token_bytes, weight_bytes
 from graphengine.measure.busy import busy_fraction
-from graphengine.measure.report import Row, picture, speedups_, step_bars, table, tokens_equal
-from graphengine.measure.segment_bytes import bucket_bytes
 from graphengine.profiles.result_schema import validate
-from graphengine.startup.build import read_configs
+from tests.support.bench_cases import case
 from tests.support.checkpoints import make_drafter, make_target
 
 Bench = Callable[..., Result]
@@ -45,126 +38,6 @@ def bench(pair: tuple[Path, Path]) -> Bench:
         return CliRunner().invoke(main, [*where, *fast, *args])
 
     return call
-
-
-def case(**changes: Any) -> Case:
-    values: dict[str, Any] = {"bucket": 2, "input_len": 8, "output_len": 16}
-    values |= {"num_iters": 4, "warmup": 0, "seed": 0} | changes
-    return Case(**values)
-
-
-def result(step_ms: list[float], num_tokens: int, **changes: Any) -> CaseResult:
-    return CaseResult(
-        case=case(),
-        step_ms=step_ms,
-        host_ms=[0.5] * len(step_ms),
-        num_tokens=num_tokens,
-        step_bytes=4e9,
-        **changes,
-    )
-
-
-# --- numbers ---
-
-
-def test_numbers() -> None:
-    """Bug: a key means something else than vLLM's of that name, or idle is not wall less busy."""
-    found = result([1.0, 2.0, 3.0, 4.0], 40, busy_fraction=0.8, context_tokens=800).numbers(4000.0)
-    assert found["mean_acceptance_length"] == 5.0
-    assert found["mean_context_tokens"] == 100.0
-    # vLLM: time per output token of one request; tokens of all requests per second.
-    assert found["mean_tpot_ms"] == pytest.approx(2.5 / 5)
-    assert found["median_tpot_ms"] == pytest.approx(2.5 / 5)
-    assert found["output_throughput"] == pytest.approx(40 / 10e-3)
-    assert found["median_tokens_per_s"] == pytest.approx(5 * 2 / 2.5e-3)
-    assert found["gpu_idle_ms"] == pytest.approx(0.5)
-    assert found["gpu_idle_percent"] == pytest.approx(20)
-    assert found["floor_ms"] == pytest.approx(1.0)
-    assert found["over_floor_ratio"] == pytest.approx(2.5)
-
-
-def test_numbers_of_uneven_steps() -> None:
-    """Bug: mean and median are mixed up, or a rate is off by a thousand."""
-    uneven = result([1.0, 2.0, 6.0], 30)
-    uneven.host_ms = [0.9, 0.1, 0.2]
-    found = uneven.numbers(4000.0)
-    expected = {
-        "step_mean_ms": 3.0,
-        "step_p50_ms": 2.0,
-        "host_p50_ms": 0.2,
-        "mean_tpot_ms": 0.6,
-        "median_tpot_ms": 0.4,
-        "output_throughput": 30 / 9e-3,
-        "step_read_gb": 4.0,
-        "achieved_gbps": 2000.0,
-        "bandwidth_percent": 50.0,
-    }
-    assert {key: found[key] for key in expected} == pytest.approx(expected)
-
-
-def test_bytes_of_the_8b_preset_by_hand() -> None:
-    """Bug: the floor under a step counts a matrix twice, or K and not V."""
-    target, draft = read_configs("qwen3-8b", "qwen3-8b-dflash-b16")
-    hidden, kv, head = 4096, 8 * 128, 151936 * 4096
-    layer = hidden * (32 * 128 + 2 * kv) + 32 * 128 * hidden + 3 * hidden * 12288
-    verify = 36 * layer + head
-    drafter = 5 * layer + 5 * hidden * hidden + 5 * 2 * kv * hidden + head
-
-    def built(quantization: str, drafter: Any) -> Any:
-        config = SimpleNamespace(
-            dtype="bfloat16",
-            draft_quantization=quantization,
-            buckets=(1, 8),
-            num_speculative_tokens=(),
-        )
-        return SimpleNamespace(target=target, draft=drafter, config=config)
-
-    assert weight_bytes(built("none", draft), 1) == 2 * (verify + drafter) == 18_561_892_352
-    assert weight_bytes(built("fp8", draft), 1) == 2 * verify + drafter
-    assert weight_bytes(built("fp8", draft), 8) == 2 * (verify + drafter)
-    assert weight_bytes(built("fp8-dynamic", draft), 8) == 2 * verify + drafter
-    assert weight_bytes(built("none", None), 1) == 2 * verify
-    assert token_bytes(built("none", draft)) == 2 * 2 * (36 + 5) * kv
-    assert token_bytes(built("none", None)) == 2 * 2 * 36 * kv
-
-
-def test_bytes_where_a_forward_is_rounded_and_its_context_is_not() -> None:
-    """Bug: an anchor-first drafter's forward, of a row a request less than a verify, is judged by
-    the verify's rows, or its context, of as many, by the forward's: twice or half the GB/s."""
-    target, draft = read_configs("qwen3-8b", "qwen3-8b-dflash-b16")
-    assert isinstance(draft, DraftConfig)
-    first = replace(draft, slot_convention="anchor-first")
-    exact, rounded = (bucket_bytes(target, first, 2, how, 4) for how in ("none", "fp8-dynamic"))
-    found = bucket_bytes(target, first, 2, "fp8", 4)  # 64 rows and 68
-    assert found["draft"] == rounded["draft"] == exact["draft"] / 2
-    assert found["draft.context"] == exact["draft.context"] == 2 * rounded["draft.context"]
-    assert found["speculate"] == rounded["speculate"] + exact["draft.context"] / 2
-    assert bucket_bytes(target, draft, 2, "fp8", 4) == bucket_bytes(
-        target, draft, 2, "fp8-dynamic", 4
-    )
-
-
-def test_bytes_of_experts_by_hand() -> None:
-    """Bug: a step's floor counts all experts, or those of one row, whatever the rows; or a block's
-    rows are counted once for a bucket of several requests."""
-    target, _ = read_configs("qwen3-30b-a3b", None)
-    rest = 48 * (2 * 2048 * 32 * 128 + 2 * 2048 * 4 * 128 + 128 * 2048) + 151936 * 2048
-
-    def built(draft: Any) -> Any:
-        config = SimpleNamespace(
-            dtype="bfloat16", draft_quantization="none", buckets=(1, 8), num_speculative_tokens=()
-        )
-        return SimpleNamespace(target=target, draft=draft, config=config)
-
-    def expected(rows: int) -> float:
-        touched = 128 * (1 - (1 - 8 / 128) ** rows)
-        return 2 * (rest + 48 * touched * 3 * 2048 * 768)
-
-    for bucket in (1, 8):
-        assert weight_bytes(built(None), bucket) == pytest.approx(expected(bucket))
-        assert weight_bytes(built(NgramConfig()), bucket) == pytest.approx(expected(16 * bucket))
-    gigabytes = [weight_bytes(built(None), rows) / 1e9 for rows in (1, 16, 256)]
-    assert gigabytes == pytest.approx([6.08, 39.8, 60.4], rel=0.01)  # 60.4: all experts
 
 
 def test_what_a_case_counts(pair: tuple[Path, Path]) -> None:
@@ -214,80 +87,6 @@ def test_a_bucket_that_is_not_full_is_refused(pair: tuple[Path, Path]) -> None:
         assert 0 < held < 8
         with pytest.raises(ValueError, match=r"K/V for \d of 8 requests of .* lower --bucket"):
             run_case(engine, case(bucket=8, input_len=20, output_len=30))
-
-
-def test_percentiles_agree_everywhere() -> None:
-    """Bug: p95 of 20 steps is their maximum, and the picture's p50 is not the table's."""
-    steps = [float(n) for n in range(20, 0, -1)]
-    known = result(steps, 40)
-    found = known.numbers(0.0)
-    for percent in (50, 95, 99):
-        expected = numpy.percentile(steps, percent)
-        assert found[f"step_p{percent}_ms"] == pytest.approx(expected)
-    text = picture([Row("m", "k", known, found)], None, ".svg").decode()
-    for percent in (50, 99):
-        assert f"p{percent} {found[f'step_p{percent}_ms']:.3f}<" in text
-    assert result([3.0], 1).numbers(0.0)["step_p99_ms"] == 3.0
-
-
-def test_idle_is_unknown_or_not_negative() -> None:
-    """Bug: a machine without events reports 0 % idle, or noise gives a negative share."""
-    assert not [key for key in result([1.0], 2).numbers(0.0) if key.startswith("gpu_")]
-    assert result([1.0], 2, busy_fraction=1.2).numbers(0.0)["gpu_idle_percent"] == 0.0
-
-
-def test_speedup_is_over_the_same_case() -> None:
-    """Bug: the speedup of a bucket is taken over another bucket's plain decoding, or time over
-    time, which leaves out that a step gives several tokens."""
-    rows = [
-        Row("full_triton_plain", "bucket_1", result([1.0], 2), {"median_tokens_per_s": 100.0}),
-        Row("full_triton", "bucket_1", result([1.0], 2), {"median_tokens_per_s": 300.0}),
-        Row("full_triton", "bucket_8", result([1.0], 2), {"median_tokens_per_s": 900.0}),
-        Row("none_torch", "bucket_1", result([1.0], 2), {"median_tokens_per_s": 50.0}),
-    ]
-    speedups_(rows)
-    assert [row.numbers.get("speedup_ratio") for row in rows] == [None, 3.0, None, None]
-
-
-def test_modes_that_say_something_else() -> None:
-    """Bug: a captured mode whose tokens differ is called equal; or two attentions, which round in
-    their own ways, are held against each other."""
-    same = {"none_triton_bucket_1": "a", "full_triton_bucket_1": "a"}
-    others = {"full_flashinfer_bucket_1": "b", "full_triton_bucket_8": "c"}
-    assert tokens_equal(same | others)
-    assert not tokens_equal(same | {"piecewise_triton_bucket_1": "b"})
-
-
-def test_what_is_unknown_is_a_dash() -> None:
-    """Bug: a column without a number raises, or shows 0."""
-    rows = [Row("m", "k", found := result([1.0], 2), found.numbers(0.0))]
-    shown = table(rows, 6.35)
-    cells = {str(column.header): list(column.cells) for column in shown.columns}
-    assert cells["idle%"] == cells["%read"] == cells["/floor"] == ["-"]
-    assert cells["p50_ms"] == ["1.000"]
-    assert "speedup" not in cells
-    assert "SIMULATED at 6.35" in str(shown.title)
-
-
-def test_picture() -> None:
-    """Bug: bars that should be equally long differ, or the file is no SVG."""
-    known = result([1.0, 2.0, 4.0], 6, busy_fraction=0.75)
-    rows = [Row("piecewise_flashinfer", "k", known, known.numbers(4000.0))]
-    assert step_bars(rows[0]) == {
-        "host": {"host working": 500.0, "host waiting": 1500.0},
-        "GPU": {"GPU busy": 1500.0, "GPU idle": 500.0},
-        "floor": {"floor": 1000.0},
-    }
-    slow = Row("m", "k", known, rows[0].numbers | {"host_p50_ms": 3.0})  # by its median
-    assert step_bars(slow)["host"] == {"host working": 2000.0, "host waiting": 0.0}
-    text = picture(rows, 6.35, ".svg").decode()
-    ElementTree.fromstring(text)
-    for shown in ("piecewise_flashinfer, bucket 2, input 8", "SIMULATED", "p99 3.960", "1500.0"):
-        assert shown in text
-    assert picture(rows, 6.35, ".png").startswith(b"\x89PNG")
-
-
-# --- the command ---
 
 
 def test_everything_at_once(bench: Bench, tmp_path: Path) -> None:
@@ -388,9 +187,6 @@ def test_a_batch_past_the_pool_is_refused_first(mode: list[str]) -> None:
     assert done.exit_code == 2, done.output
     assert "K/V for 3 of 4 prompts of 900 tokens" in done.stderr
     assert "input      8" not in done.stderr
-
-
-# --- the device's share ---
 
 
 def test_no_events_without_a_gpu(pair: tuple[Path, Path]) -> None:

@@ -1,0 +1,130 @@
+"""What `graphengine bench` tells of made-up steps: numbers, speedups, table and picture."""
+
+from __future__ import annotations
+
+from typing import Any
+from xml.etree import ElementTree
+
+import numpy
+import pytest
+
+from graphengine.measure.bench import CaseResult
+from graphengine.measure.report import Row, picture, speedups_, step_bars, table, tokens_equal
+from tests.support.bench_cases import case
+
+
+def result(step_ms: list[float], num_tokens: int, **changes: Any) -> CaseResult:
+    return CaseResult(
+        case=case(),
+        step_ms=step_ms,
+        host_ms=[0.5] * len(step_ms),
+        num_tokens=num_tokens,
+        step_bytes=4e9,
+        **changes,
+    )
+
+
+def test_numbers() -> None:
+    """Bug: a key means something else than vLLM's of that name, or idle is not wall less busy."""
+    found = result([1.0, 2.0, 3.0, 4.0], 40, busy_fraction=0.8, context_tokens=800).numbers(4000.0)
+    assert found["mean_acceptance_length"] == 5.0
+    assert found["mean_context_tokens"] == 100.0
+    # vLLM: time per output token of one request; tokens of all requests per second.
+    assert found["mean_tpot_ms"] == pytest.approx(2.5 / 5)
+    assert found["median_tpot_ms"] == pytest.approx(2.5 / 5)
+    assert found["output_throughput"] == pytest.approx(40 / 10e-3)
+    assert found["median_tokens_per_s"] == pytest.approx(5 * 2 / 2.5e-3)
+    assert found["gpu_idle_ms"] == pytest.approx(0.5)
+    assert found["gpu_idle_percent"] == pytest.approx(20)
+    assert found["floor_ms"] == pytest.approx(1.0)
+    assert found["over_floor_ratio"] == pytest.approx(2.5)
+
+
+def test_numbers_of_uneven_steps() -> None:
+    """Bug: mean and median are mixed up, or a rate is off by a thousand."""
+    uneven = result([1.0, 2.0, 6.0], 30)
+    uneven.host_ms = [0.9, 0.1, 0.2]
+    found = uneven.numbers(4000.0)
+    expected = {
+        "step_mean_ms": 3.0,
+        "step_p50_ms": 2.0,
+        "host_p50_ms": 0.2,
+        "mean_tpot_ms": 0.6,
+        "median_tpot_ms": 0.4,
+        "output_throughput": 30 / 9e-3,
+        "step_read_gb": 4.0,
+        "achieved_gbps": 2000.0,
+        "bandwidth_percent": 50.0,
+    }
+    assert {key: found[key] for key in expected} == pytest.approx(expected)
+
+
+def test_percentiles_agree_everywhere() -> None:
+    """Bug: p95 of 20 steps is their maximum, and the picture's p50 is not the table's."""
+    steps = [float(n) for n in range(20, 0, -1)]
+    known = result(steps, 40)
+    found = known.numbers(0.0)
+    for percent in (50, 95, 99):
+        expected = numpy.percentile(steps, percent)
+        assert found[f"step_p{percent}_ms"] == pytest.approx(expected)
+    text = picture([Row("m", "k", known, found)], None, ".svg").decode()
+    for percent in (50, 99):
+        assert f"p{percent} {found[f'step_p{percent}_ms']:.3f}<" in text
+    assert result([3.0], 1).numbers(0.0)["step_p99_ms"] == 3.0
+
+
+def test_idle_is_unknown_or_not_negative() -> None:
+    """Bug: a machine without events reports 0 % idle, or noise gives a negative share."""
+    assert not [key for key in result([1.0], 2).numbers(0.0) if key.startswith("gpu_")]
+    assert result([1.0], 2, busy_fraction=1.2).numbers(0.0)["gpu_idle_percent"] == 0.0
+
+
+def test_speedup_is_over_the_same_case() -> None:
+    """Bug: the speedup of a bucket is taken over another bucket's plain decoding, or time over
+    time, which leaves out that a step gives several tokens."""
+    rows = [
+        Row("full_triton_plain", "bucket_1", result([1.0], 2), {"median_tokens_per_s": 100.0}),
+        Row("full_triton", "bucket_1", result([1.0], 2), {"median_tokens_per_s": 300.0}),
+        Row("full_triton", "bucket_8", result([1.0], 2), {"median_tokens_per_s": 900.0}),
+        Row("none_torch", "bucket_1", result([1.0], 2), {"median_tokens_per_s": 50.0}),
+    ]
+    speedups_(rows)
+    assert [row.numbers.get("speedup_ratio") for row in rows] == [None, 3.0, None, None]
+
+
+def test_modes_that_say_something_else() -> None:
+    """Bug: a captured mode whose tokens differ is called equal; or two attentions, which round in
+    their own ways, are held against each other."""
+    same = {"none_triton_bucket_1": "a", "full_triton_bucket_1": "a"}
+    others = {"full_flashinfer_bucket_1": "b", "full_triton_bucket_8": "c"}
+    assert tokens_equal(same | others)
+    assert not tokens_equal(same | {"piecewise_triton_bucket_1": "b"})
+
+
+def test_what_is_unknown_is_a_dash() -> None:
+    """Bug: a column without a number raises, or shows 0."""
+    rows = [Row("m", "k", found := result([1.0], 2), found.numbers(0.0))]
+    shown = table(rows, 6.35)
+    cells = {str(column.header): list(column.cells) for column in shown.columns}
+    assert cells["idle%"] == cells["%read"] == cells["/floor"] == ["-"]
+    assert cells["p50_ms"] == ["1.000"]
+    assert "speedup" not in cells
+    assert "SIMULATED at 6.35" in str(shown.title)
+
+
+def test_picture() -> None:
+    """Bug: bars that should be equally long differ, or the file is no SVG."""
+    known = result([1.0, 2.0, 4.0], 6, busy_fraction=0.75)
+    rows = [Row("piecewise_flashinfer", "k", known, known.numbers(4000.0))]
+    assert step_bars(rows[0]) == {
+        "host": {"host working": 500.0, "host waiting": 1500.0},
+        "GPU": {"GPU busy": 1500.0, "GPU idle": 500.0},
+        "floor": {"floor": 1000.0},
+    }
+    slow = Row("m", "k", known, rows[0].numbers | {"host_p50_ms": 3.0})  # by its median
+    assert step_bars(slow)["host"] == {"host working": 2000.0, "host waiting": 0.0}
+    text = picture(rows, 6.35, ".svg").decode()
+    ElementTree.fromstring(text)
+    for shown in ("piecewise_flashinfer, bucket 2, input 8", "SIMULATED", "p99 3.960", "1500.0"):
+        assert shown in text
+    assert picture(rows, 6.35, ".png").startswith(b"\x89PNG")

@@ -18,7 +18,7 @@ from graphengine.cli import answers, cache
 from graphengine.cli import main as cli
 from graphengine.cli.main import _compiler_failed
 from graphengine.startup import artifact
-from tests.startup.test_artifact import filled
+from tests.support.artifacts import filled
 from tests.support.checkpoints import make_drafter, make_target
 from tests.support.command_line import ROOT
 

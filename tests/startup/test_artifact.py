@@ -1,4 +1,4 @@
-"""Compiled code kept between starts: keys that name what differs, files that travel."""
+"""Compiled code kept between starts: files that are packed, travel and are unpacked."""
 
 import errno
 import gzip
@@ -6,197 +6,16 @@ import io
 import json
 import os
 import shutil
-import subprocess
-import sys
 import tarfile
-import threading
-from dataclasses import replace
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 from click.testing import CliRunner
 
-from graphengine.capture import precompiled
-from graphengine.checkpoints.hub import TINY_DRAFT, TINY_TARGET
 from graphengine.cli import main as cli
-from graphengine.config.options import Options
-from graphengine.decode import segments
-from graphengine.kernels import accept
-from graphengine.models import layers
 from graphengine.startup import artifact
-from graphengine.startup.build import read_configs
-from graphengine.startup.options import resolve_options
-
-ROOT = Path(__file__).resolve().parents[2]
-PARTS = {"torch": "2.13.0", "device": "cuda", "gpu": "NVIDIA H200", "machine": "x86_64"}
-ENTRY = {"target": "8B", "buckets": "1,8"}
-
-
-def filled(root: Path, parts: dict[str, str] = PARTS) -> artifact.Store:
-    """A store with one file of each compiler; Triton's group names its files by absolute path."""
-    store = artifact.store(root, parts)
-    triton = store.folder / "triton" / "ABC"
-    ops = "flashinfer/.cache/flashinfer/op.so"
-    for path in (
-        store.folder / "inductor/g6/graph.py",
-        triton / "kernel.cubin",
-        store.folder / ops,
-    ):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(path.name.encode() * 100)
-    group = {"child_paths": {"kernel.cubin": str(triton / "kernel.cubin")}}
-    (triton / "__grp__kernel.json").write_text(json.dumps(group))
-    artifact.record_(store.folder, parts, ENTRY)
-    return store
-
-
-# --- keys ---
-
-
-def test_every_difference_is_named() -> None:
-    """Bug: a part that only one side has, or a second difference, is left out of the message."""
-    there = {"torch": "2.11.0", "gpu": "NVIDIA H200", "old": "x"}
-    here = {"torch": "2.13.0", "gpu": "NVIDIA H200", "new": "y"}
-    assert artifact.differences(there, here) == [
-        "torch: 2.11.0 there, 2.13.0 here",
-        "new: nothing there, y here",
-        "old: x there, nothing here",
-    ]
-    assert artifact.differences(here, here) == []
-
-
-def test_platform_without_torch() -> None:
-    """Bug: asking what the platform is imports torch, and the variables come too late for it."""
-    code = (
-        "import sys, graphengine.startup.artifact as a; p = a.platform_parts('cpu');"
-        "assert not {'torch', 'triton'} & set(sys.modules); assert p == a.platform_parts('cpu');"
-        "assert {'torch', 'triton', 'flashinfer-python', 'python', 'cpu'} <= set(p), p;"
-        "assert p['device'] == 'cpu' and 'gpu' not in p"
-    )
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-
-
-@pytest.mark.gpu
-def test_the_gpu_is_in_the_key() -> None:
-    """Bug: two GPUs share a folder, or the driver is asked with a wrong attribute."""
-    import torch
-
-    parts = artifact.platform_parts("auto")
-    major, minor = torch.cuda.get_device_capability(0)
-    assert parts["gpu"] == torch.cuda.get_device_name(0)
-    assert parts["capability"] == f"{major}.{minor}"
-    assert parts["driver"]
-
-
-def test_every_part_has_its_folder(tmp_path: Path) -> None:
-    """Bug: code of another torch or GPU lies in the same folder."""
-    folders = {artifact.store(tmp_path, PARTS).folder}
-    for name in PARTS:
-        folders.add(artifact.store(tmp_path, PARTS | {name: "cuda-2"}).folder)
-    assert len(folders) == len(PARTS) + 1
-    assert not any(tmp_path.iterdir()), "asking for the folder must not make it"
-
-
-def test_what_one_start_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bug: an option that changes the compiled code is missing from the manifest."""
-    target, draft = read_configs(TINY_TARGET, TINY_DRAFT)
-    assert draft is not None
-    config = resolve_options(Options(device="cpu", compile=True), target, draft)
-    base = artifact.engine_parts(config, target, draft)
-
-    def changed(key: str, **changes: Any) -> None:
-        found = artifact.engine_parts(replace(config, **changes), target, draft)
-        assert [text.split(":")[0] for text in artifact.differences(base, found)] == [key]
-
-    # Of the same code, which is hashed once.
-    monkeypatch.setattr(precompiled, "loaded_code", cache(hashed := precompiled.loaded_code))
-    changed("buckets", buckets=(1,))
-    changed("dtype", dtype="bfloat16")
-    changed("graph_mode", graph_mode="full")
-    changed("attention_backend", attention_backend="triton")
-    changed("draft_quantization", draft_quantization="fp8")
-    changed("num_speculative_tokens", num_speculative_tokens=(15, 15, 11))
-    changed("num_speculative_tokens", num_speculative_tokens=(15, 11, 11))
-    changed("compile", compile=False)
-    changed("page_size", page_size=1)
-    wider = replace(target, hidden_size=256)
-    assert artifact.engine_parts(config, wider, draft)["target"] != base["target"]
-    longer = replace(draft, block_size=8)
-    assert artifact.engine_parts(config, target, longer)["draft"] != base["draft"]
-    assert artifact.engine_parts(config, target, None)["draft"] == "none"
-    monkeypatch.setattr(precompiled, "loaded_code", hashed)
-    named = ((layers, "rms_norm"), (accept, "NUM_RESULTS"), (segments, "force_acceptance_"))
-    for owner, name in named:
-        with monkeypatch.context() as patch:
-            patch.setattr(owner, name, None)
-            assert artifact.engine_parts(config, target, draft)["code"] != base["code"]
-    assert artifact.engine_parts(config, target, draft) == base
-
-
-def test_the_manifest_keeps_one_entry_each(tmp_path: Path) -> None:
-    """Bug: every start adds a line, or the second model replaces the first."""
-    store = filled(tmp_path)
-    other = {"target": "4B", "buckets": "1"}
-    for entry in (other, ENTRY, other):
-        artifact.record_(store.folder, PARTS, entry)
-    assert artifact.nearest(store.folder, other) == []
-    assert artifact.nearest(store.folder, ENTRY) == []
-    wanted = {"target": "8B", "buckets": "1"}
-    assert artifact.nearest(store.folder, wanted) == ["buckets: 1,8 there, 1 here"]
-    found = json.loads((store.folder / artifact.MANIFEST).read_text())
-    assert len(found["compiled"]) == 2
-    assert artifact.nearest(tmp_path / "nowhere", wanted) is None
-
-
-def test_starts_at_the_same_time_are_all_recorded(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Bug: two starts read the manifest, each adds its entry, and the later one to write drops the
-    other's."""
-    entries, has_read, is_written = artifact._entries, threading.Event(), threading.Event()
-
-    def slow(folder: Path) -> list[dict[str, str]]:
-        found = entries(folder)
-        if threading.current_thread() is first:
-            has_read.set()
-            is_written.wait(0.5)  # in vain where the other has to wait for this one
-        return found
-
-    monkeypatch.setattr(artifact, "_entries", slow)
-    other = {"target": "4B", "buckets": "1"}
-    first = threading.Thread(target=artifact.record_, args=(tmp_path, PARTS, ENTRY))
-    first.start()
-    assert has_read.wait(10)
-    artifact.record_(tmp_path, PARTS, other)
-    is_written.set()
-    first.join()
-    assert entries(tmp_path) == [ENTRY, other]
-
-
-@pytest.mark.parametrize("lacking", ["module", "locks", "permission"])
-def test_recorded_where_nothing_can_be_locked(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lacking: str
-) -> None:
-    """Bug: a start ends in a traceback on a file system without locks, or in a folder whose lock
-    file belongs to somebody else."""
-
-    def refuse(*args: Any) -> None:
-        raise OSError(errno.ENOLCK, "No locks available")
-
-    if lacking == "module":
-        monkeypatch.setitem(sys.modules, "fcntl", None)
-    elif lacking == "locks":
-        monkeypatch.setattr("fcntl.flock", refuse)
-    else:
-        (tmp_path / artifact.LOCK).mkdir()  # cannot be opened, not even by root
-    artifact.record_(tmp_path, PARTS, ENTRY)
-    assert artifact.nearest(tmp_path, ENTRY) == []
-
-
-# --- files ---
+from tests.support.artifacts import ENTRY, PARTS, filled
 
 
 def test_round_trip(tmp_path: Path) -> None:
@@ -384,30 +203,3 @@ def test_only_a_file_is_replaced(tmp_path: Path) -> None:
     assert done.exit_code == 2 and "no regular file" in done.stderr.replace("\n", " ")
     artifact.pack(store.folder, link)
     assert link.is_symlink() and (tmp_path / "x.tar.gz").is_file()
-
-
-@pytest.mark.parametrize("file", ["kernels/argmax.py", "models/layers.py", "decode/segments.py"])
-def test_our_own_code_is_in_the_key(monkeypatch: pytest.MonkeyPatch, file: str) -> None:
-    """Bug: a folder is left out, and what an older version compiled is said to fit."""
-    target, _ = read_configs(TINY_TARGET, None)
-    config = resolve_options(Options(device="cpu", compile=True), target, None)
-    before = artifact.engine_parts(config, target, None)["code"]
-    read, seen = Path.read_bytes, []
-
-    def changed(path: Path) -> bytes:
-        is_it = path.as_posix().endswith(file)
-        seen.extend([path] * is_it)
-        return read(path) + b"#" * is_it
-
-    monkeypatch.setattr(Path, "read_bytes", changed)
-    assert artifact.engine_parts(config, target, None)["code"] != before
-    assert len(seen) == 1
-
-
-def test_the_gpu_decides_by_all_its_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bug: code of another driver is taken for this one's."""
-    found = []
-    for gpu in (("H200", "9.0", "580"), ("H200", "9.0", "590"), ("H200", "9.1", "580")):
-        monkeypatch.setattr(artifact, "_gpu", lambda gpu=gpu: gpu)
-        found.append(artifact.store(Path("/x"), artifact.platform_parts("auto")).folder)
-    assert len(set(found)) == 3

@@ -305,8 +305,8 @@ TABLE: dict[str, Row] = {
     "T41": Row(
         "measured on raw text or with thinking on",
         (
-            "test_tokenizer.py::test_chat_template",
-            "test_tokenizer.py::test_thinking_is_switched_off",
+            "test_chat_template.py::test_chat_template",
+            "test_chat_template.py::test_thinking_is_switched_off",
         ),
     ),
     "T42": Row(

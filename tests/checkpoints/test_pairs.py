@@ -1,0 +1,58 @@
+"""Directories and names of models: the pair they mean, the hub, where answers end."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from graphengine.checkpoints.hub import resolve
+from graphengine.checkpoints.pairs import named_pair, read_stop_ids
+from tests.support.checkpoints import as_speculators, edit_config, make_drafter, make_target
+
+
+def test_a_verifier_beside_the_drafter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: a relative path in a drafter's file is looked for where the command was typed."""
+    target = make_target(tmp_path / "target", layers=1)
+    draft = make_drafter(tmp_path / "draft", target, layers=1, taps=(0,))
+    both = as_speculators(tmp_path / "both", draft, target)
+    verifier = {"verifier": {"name_or_path": "../target"}}
+    edit_config(both, lambda values: values | {"speculators_config": verifier})
+    monkeypatch.chdir("/")
+    found, drafter = named_pair(both, None)
+    assert Path(found).resolve() == target and drafter == str(both)
+
+
+def test_a_name_that_is_no_hub_id(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: a mistyped directory is looked for on the hub."""
+    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda *_, **__: pytest.fail("asked"))
+    for name in ("qwen3-8", "a/b/c", "./a/b"):
+        with pytest.raises(ValueError, match="no such model directory"):
+            resolve(name)
+
+
+def test_a_hub_model_that_is_half_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: of a hub model, whose files are links into a cache, one that is gone counts as one that
+    the model does not have: answers do not end, since their end stood there."""
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "generation_config.json").symlink_to("gone")
+    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda *_, **__: str(tmp_path))
+    with pytest.raises(ValueError, match=r"generation_config\.json: is a link to a file that is"):
+        resolve("me/target")
+
+
+def test_a_generation_config_without_ends(tmp_path: Path) -> None:
+    """Bug: a generation_config.json that names no end takes away those of config.json, and every
+    answer runs to its budget."""
+    model: Any = SimpleNamespace(eos_token_ids=(7,))
+    path = tmp_path / "generation_config.json"
+    for text, found in (
+        (None, ((7,), "config.json")),
+        ("{}", ((7,), "config.json")),
+        ('{"eos_token_id": [1, 2]}', ((1, 2), path.name)),
+    ):
+        if text is not None:
+            path.write_text(text)
+        assert read_stop_ids(tmp_path, model) == found

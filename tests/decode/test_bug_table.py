@@ -144,19 +144,19 @@ TABLE: dict[str, Row] = {
     ),
     "T16": Row(
         "acceptance after a prefix hit",
-        ("test_prefix_cache.py::test_turns_of_a_chat", "test_tiny_hybrid.py::test_turns_of_a_chat"),
+        ("test_prefix_hits.py::test_turns_of_a_chat", "test_tiny_hybrid.py::test_turns_of_a_chat"),
     ),
     "T17": Row(
         "drafts written into shared pages",
         (
-            "test_prefix_cache.py::test_random_texts_that_share_their_beginnings",
+            "test_prefix_hits.py::test_random_texts_that_share_their_beginnings",
             "test_prefix_cache.py::test_pages_are_shared_and_never_written",
-            "test_prefix_cache.py::test_turns_of_a_chat",
+            "test_prefix_hits.py::test_turns_of_a_chat",
         ),
     ),
     "T18": Row(
         "a full hit recomputes the last block",
-        ("test_prefix_cache.py::test_the_same_prompt_again",),
+        ("test_prefix_hits.py::test_the_same_prompt_again",),
     ),
     "T19": Row(
         "abort in a step, end while a step is in flight: leaks (there is no preemption: pages are "

@@ -134,8 +134,8 @@ TABLE: dict[str, Row] = {
     "H15": Row(
         "a hit's state is not of the boundary that its hash says",
         (
-            "test_prefix_cache.py::test_states_are_kept_of_what_they_are_found_by",
-            "test_prefix_cache.py::test_states_go_with_their_pages",
+            "test_kept_states.py::test_states_are_kept_of_what_they_are_found_by",
+            "test_kept_states.py::test_states_go_with_their_pages",
             "test_tiny_hybrid.py::test_turns_of_a_chat",
         ),
     ),

@@ -23,10 +23,10 @@ from graphengine.decode.metrics import Acceptance
 from graphengine.decode.sampling import GREEDY, Sampling
 from graphengine.kernels.adjust_logits import MAX_WORD_TOKENS, MAX_WORDS, advance_tables_
 from tests.decode.test_request import a_request
-from tests.decode.test_sampling import LEVEL, PROMPTS, Pair, reference_warp
 from tests.support.checkpoints import make_drafter, make_target
 from tests.support.dflash_reference import force_drafts, load_target, run_target
 from tests.support.examples import examples
+from tests.support.sampling import LEVEL, PROMPTS, Pair, reference_warp
 
 CPU = torch.device("cpu")
 EVERYTHING = Sampling(

@@ -206,7 +206,7 @@ TABLE: dict[str, Row] = {
     "T25": Row(
         "the sampled distribution is not the target's",
         (
-            "test_sampling.py::test_first_tokens_follow_the_target",
+            "test_drawn_tokens.py::test_first_tokens_follow_the_target",
             "test_sampling.py::test_draws_follow_the_distribution",
         ),
     ),
@@ -217,7 +217,7 @@ TABLE: dict[str, Row] = {
     ),
     "T27": Row(
         "a seed gives other tokens in another batch",
-        ("test_sampling.py::test_same_seed_same_tokens",),
+        ("test_drawn_tokens.py::test_same_seed_same_tokens",),
     ),
     "T28": Row("ranks disagree on what was accepted", why_not="one GPU; no tensor parallelism"),
     "T29": Row(

@@ -1,11 +1,8 @@
-"""Sampling: the noise is uniform and independent, the filters are transformers', and speculation
-changes neither the distribution nor, for one seed, the tokens.
-"""
+"""Sampling a row: the noise is uniform and independent, the filters are transformers'."""
 
 from __future__ import annotations
 
 import math
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,29 +10,19 @@ import torch
 from scipy import stats
 from torch import Tensor
 
-from graphengine.api import Engine
-from graphengine.capture.runners import Graph, capture_ends, run_chain
-from graphengine.capture.steps import Dense
 from graphengine.config.options import SamplingParams
-from graphengine.decode import ends
 from graphengine.decode.sampling import Controls, Sampling, sample_rows
 from graphengine.kernels.argmax import argmax_rows
 from graphengine.kernels.filter_threshold import filter_threshold
 from graphengine.kernels.gumbel_argmax import gumbel, uniform
-from tests.support.checkpoints import edit_config, make_drafter, make_target
-from tests.support.dflash_reference import force_drafts, load_target, plain_generate, run_target
 from tests.support.examples import examples
+from tests.support.sampling import LEVEL, reference_warp
 
-LEVEL = 1e-3  # of every statistical test here; seeds are fixed, so nothing is flaky
-PROMPTS = [[7, 99, 23], list(range(100, 117)), [5], [250, 1, 2, 3, 4, 5, 6, 7]]
 CPU = torch.device("cpu")
 
 
 def controls(num_rows: int, **options: Any) -> Controls:
     return Controls.upload([Sampling(**options)] * num_rows, CPU)
-
-
-# --- noise ---
 
 
 def test_uniform_in_every_direction() -> None:
@@ -100,26 +87,10 @@ def test_draws_follow_the_distribution(temperature: float, top_p: float, top_k: 
     assert pvalue > LEVEL
 
 
-# --- filters ---
-
-
 def kept(logits_TV: Tensor, own: Controls) -> Tensor:
     settings = own.temperature_B, own.top_p_B, own.top_k_B, own.min_p_B
     threshold_T = filter_threshold(logits_TV, argmax_rows(logits_TV), *settings)
     return logits_TV >= threshold_T[:, None]
-
-
-def reference_warp(logits_TV: Tensor, temperature: float, top_p: float, top_k: int) -> Tensor:
-    """transformers' own warpers, in generate's order."""
-    from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
-
-    ids: Any = torch.zeros(1, 1, dtype=torch.int64)
-    scores: Any = TemperatureLogitsWarper(temperature)(ids, logits_TV.float())
-    if top_k:
-        scores = TopKLogitsWarper(top_k)(ids, scores)
-    if top_p < 1:
-        scores = TopPLogitsWarper(top_p)(ids, scores)
-    return scores
 
 
 @pytest.mark.parametrize("top_p", [1e-6, 0.1, 0.5, 0.9, 0.999, 1.0])
@@ -196,206 +167,6 @@ def test_refusals(options: dict[str, Any], message: str) -> None:
         SamplingParams(**options)
 
 
-# --- the engine ---
-
-
-class Pair:
-    def __init__(self, directory: Path) -> None:
-        # Few likely tokens: the drafter is right now and then, and distributions are wide.
-        self.target = make_target(directory / "target", tie=False, likely_tokens=6)
-        self.drafter = make_drafter(directory / "drafter", self.target)
-
-    def engine(self, draft: bool = True, **options: Any) -> Engine:
-        options = {"buckets": (1, 4), "page_size": 4, "max_model_len": 96} | options
-        return Engine.from_pretrained(self.target, self.drafter if draft else None, **options)
-
-
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
-    return Pair(tmp_path_factory.mktemp("pair"))
-
-
-def draw(engine: Engine, prompts: Any = None, **options: Any) -> list[list[int]]:
-    options = {"max_new_tokens": 24, "ignore_eos": True, "seed": 5} | options
-    results = engine.generate(prompts or PROMPTS, **options)
-    return [result.token_ids for result in results]
-
-
-@pytest.mark.parametrize("backend", ["torch", "triton"])
-@pytest.mark.parametrize(
-    "options", [{"temperature": 1.0, "top_k": 4}, {"temperature": 0.8, "top_p": 0.9, "top_k": 20}]
-)
-def test_same_seed_same_tokens(pair: Pair, backend: str, options: dict[str, Any]) -> None:
-    """Bug: noise is keyed by the row, the step or the batch, or sits one position off in verify, so
-    speculation changes what a seed says; or the first token is not drawn."""
-    with (
-        pair.engine(attention_backend=backend) as engine,
-        pair.engine(draft=False, attention_backend=backend) as plain,
-    ):
-        drafted = engine.generate(PROMPTS, max_new_tokens=24, ignore_eos=True, seed=5, **options)
-        tokens = [result.token_ids for result in drafted]
-        assert sum(sum(r.metrics.acceptance.steps_by_accepted[1:]) for r in drafted) > 0
-        assert tokens == draw(plain, **options)
-        # Prompt i draws with seed + i, alone or in a batch.
-        for i, prompt in enumerate(PROMPTS):
-            assert draw(engine, [prompt], seed=5 + i, **options) == [tokens[i]]
-        first = {tuple(draw(plain, [PROMPTS[0]], seed=s, max_new_tokens=1)[0]) for s in range(9)}
-        assert len(first) == 1
-        many = draw(plain, [PROMPTS[0]] * 16, max_new_tokens=1, temperature=3.0)
-        assert len({ids[0] for ids in many}) > 1
-
-
-def test_anchor_first_drafter(pair: Pair, tmp_path: Path) -> None:
-    """Bug: where a verify has one row more than a draft, rows and noise are counted in drafts."""
-    drafter = make_drafter(tmp_path / "drafter", pair.target)
-    edit_config(
-        drafter,
-        lambda config: (
-            config | {"dflash_config": config["dflash_config"] | {"sample_from_anchor": True}}
-        ),
-    )
-    options: dict[str, Any] = {"temperature": 1.0, "top_k": 4}
-    with (
-        Engine.from_pretrained(pair.target, drafter, buckets=(4,), max_model_len=96) as engine,
-        pair.engine(draft=False) as plain,
-    ):
-        assert engine.num_draft_tokens == 4
-        assert draw(engine, **options) == draw(plain, **options)
-
-
-def test_every_acceptance_length(pair: Pair) -> None:
-    """Bug: after a certain number of accepted drafts the next draw has another position's noise."""
-    prompt = PROMPTS[0]
-    with pair.engine() as engine:
-        (truth,) = draw(engine, [prompt], temperature=1.0, max_new_tokens=60)
-        for accepted in range(4):
-            with pair.engine() as forced:
-                force_drafts(forced, {tuple(prompt): truth}, lambda request, step, a=accepted: a)
-                (result,) = forced.generate(
-                    [prompt], max_new_tokens=30, ignore_eos=True, temperature=1.0, seed=5
-                )
-                assert result.token_ids == truth[:30]
-                histogram = result.metrics.acceptance.steps_by_accepted
-                assert histogram[accepted] == sum(histogram)
-
-
-def test_greedy_and_sampling_requests_in_one_batch(pair: Pair) -> None:
-    """Bug: one request's temperature is another's, or a stale one is left in a row."""
-    with pair.engine() as engine:
-        loop = engine.built.loop
-        model = load_target(pair.target)
-        alone = draw(engine, [PROMPTS[1]], temperature=1.5)
-        for _ in range(2):
-            greedy = loop.submit(list(PROMPTS[0]), 20, ())
-            sampled = loop.submit(list(PROMPTS[1]), 24, (), Sampling(temperature=1.5, seed=5))
-            other = loop.submit(list(PROMPTS[2]), 9, (), Sampling(temperature=3.0, top_k=2))
-            with torch.no_grad():
-                while loop.has_work:
-                    loop.admit()
-                    loop.launch()
-                    loop.collect()
-            assert sampled.output_ids == alone[0] and len(other.output_ids) == 9
-            assert greedy.output_ids == plain_generate(model, PROMPTS[0], 20)
-
-
-def test_greedy_batches_run_nothing_extra(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bug: greedy decoding, the default, pays for sampling; also after a sampling batch."""
-    calls: list[int] = []
-    real = ends.sample_rows
-
-    def spy(*args: Any) -> Tensor:
-        calls.append(1)
-        return real(*args)
-
-    monkeypatch.setattr(ends, "sample_rows", spy)
-    with pair.engine() as engine:
-        before = draw(engine)
-        assert not calls
-        draw(engine, temperature=1.0)
-        assert calls
-        calls.clear()
-        assert draw(engine) == before and not calls
-
-
-@pytest.mark.parametrize("draft", [True, False])
-def test_first_tokens_follow_the_target(tmp_path: Path, draft: bool) -> None:
-    """Bug T25: accepted drafts bias what is drawn. The first three tokens against the exact
-    distribution, which transformers computes by enumeration."""
-    pair = Pair(tmp_path)
-    model = load_target(pair.target)
-    prompt, count, depth = PROMPTS[0], 800, 3
-    exact: dict[tuple[int, ...], float] = {(): 1.0}
-    warp = {"temperature": 1.2, "top_p": 1.0, "top_k": 3}
-    for _ in range(depth):
-        grown: dict[tuple[int, ...], float] = {}
-        for prefix, mass in exact.items():
-            logits = run_target(model, [*prompt, *prefix]).logits[-1:]
-            probs = reference_warp(logits, **warp).softmax(-1)[0]  # type: ignore[arg-type]
-            for token in probs.nonzero()[:, 0].tolist():
-                grown[(*prefix, token)] = mass * float(probs[token])
-        exact = grown
-    with pair.engine(draft, buckets=(16,)) as engine:
-        found = engine.generate(
-            [prompt] * count, max_new_tokens=depth, ignore_eos=True, seed=100, **warp
-        )
-    seen = [tuple(result.token_ids) for result in found]
-    assert set(seen) <= set(exact)
-    ordered = sorted(exact, key=lambda ids: exact[ids])
-    expected = [exact[ids] * count for ids in ordered]
-    observed = [seen.count(ids) for ids in ordered]
-    while expected[0] < 5:  # the chi-square test wants no thin cells
-        expected[:2], observed[:2] = [sum(expected[:2])], [sum(observed[:2])]
-    scale = sum(observed) / sum(expected)
-    assert stats.chisquare(observed, [e * scale for e in expected]).pvalue > LEVEL
-    if draft:
-        assert sum(sum(r.metrics.acceptance.steps_by_accepted[1:]) for r in found) > 0
-
-
-def test_engines_without_sampling(pair: Pair) -> None:
-    """Bug: a temperature is silently ignored where no sampled chain was built."""
-    with (
-        pair.engine(simulate_acceptance=2.0) as engine,
-        pytest.raises(ValueError, match="draws its acceptance"),
-    ):
-        draw(engine, temperature=1.0)
-    with pytest.raises(ValueError, match="sampling needs real acceptance"):
-        pair.engine(simulate_acceptance=2.0, sampling=True)
-    with pair.engine() as engine, pytest.raises(ValueError, match=r"top_p is 2\.0"):
-        engine.stream(PROMPTS[0], temperature=1.0, top_p=2.0)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("backend", ["flashinfer", "triton"])
-def test_graph_modes_draw_the_same(tmp_path: Path, backend: Any) -> None:
-    """Bug: the sampled tail is captured against other logits than the chain leaves, or something
-    in it cannot be captured or waits."""
-    target = make_target(
-        tmp_path / "target", tie=False, likely_tokens=6, head_dim=64, dtype="bfloat16"
-    )
-    drafter = make_drafter(tmp_path / "drafter", target, dtype="bfloat16")
-    found = {}
-    for graph_mode in ("none", "piecewise", "full"):
-        with Engine.from_pretrained(
-            target,
-            drafter,
-            device="cuda",
-            graph_mode=graph_mode,
-            attention_backend=backend,
-            buckets=(1, 4),
-            max_model_len=200,
-            sampling=True,
-        ) as engine:
-            greedy = draw(engine, max_new_tokens=60)
-            found[graph_mode] = [
-                greedy,
-                draw(engine, temperature=1.0, max_new_tokens=60),
-                draw(engine, PROMPTS[:1], temperature=0.7, top_p=0.9, top_k=9, max_new_tokens=60),
-            ]
-            assert draw(engine, max_new_tokens=60) == greedy
-            assert found[graph_mode][1] != greedy
-    assert found["piecewise"] == found["none"] and found["full"] == found["none"]
-
-
 @pytest.mark.gpu
 def test_cuda_draws_what_the_cpu_draws() -> None:
     """Bug: int64 hashing differs between devices."""
@@ -440,51 +211,3 @@ def test_one_captured_tail_serves_every_mix() -> None:
         assert torch.equal(drawn, sample_rows(logits, positions, own))
         on_cpu = Controls(*(x.cpu() for x in own))
         assert (drawn.cpu() == sample_rows(logits.cpu(), positions.cpu(), on_cpu)).sum() >= 31
-
-
-def test_two_ends_of_one_captured_chain() -> None:
-    """Bug: the other end replays the first end too, or reads a carry that is not the chain's."""
-    log: list[str] = []
-    memory = torch.zeros(5)
-
-    class Recorded:
-        def __init__(self, steps: Any, carry: Any) -> None:
-            self.steps, self.carry = steps, carry
-
-        def replay(self) -> None:
-            run_chain(self.steps, self.carry)
-
-    class Pool:
-        num_captures = 0
-
-        def capture(self, steps: Any, carry: Any) -> Any:
-            self.num_captures += 1
-            graph: Any = Recorded(steps, carry)
-            return Graph(graph, 0, 0), run_chain(steps, carry)
-
-    def step(name: str, place: int, carries: bool = False) -> Dense:
-        def run(carry: Any) -> Any:
-            log.append(name)
-            memory[place] = 1.0 + (carry[0] if carry else 0.0)
-            return (memory[place : place + 1],) if carries else ()
-
-        return Dense(name, run)
-
-    first, context = step("first", 0, carries=True), step("context", 4)
-    ends = {
-        "greedy": [step("ids", 1, carries=True), step("accept", 2)],
-        "sampled": [step("logits", 1, carries=True), step("draw", 3)],
-    }
-    pool: Any = Pool()
-    runner, other = capture_ends("step", [first], ends, [context], (), pool, whole=False).values()
-    assert pool.num_captures == 6
-    assert list(capture_ends("step", [context], {}, [], (), pool, whole=False)) == [""]
-    for chosen, names, expected in (
-        (runner, ["first", "ids", "accept", "context"], [1.0, 2.0, 3.0, 0.0, 1.0]),
-        (other, ["first", "logits", "draw", "context"], [1.0, 2.0, 0.0, 3.0, 1.0]),
-    ):
-        log.clear()
-        memory.zero_()
-        chosen.run()
-        assert log == names and memory.tolist() == expected
-        assert [call.name for call in chosen.calls] == names

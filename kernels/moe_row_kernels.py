@@ -1,0 +1,172 @@
+"""The kernels of moe_row.py, which says what they compute, what each may read when, and why.
+
+Legend: E experts, K of them the row's, D hidden, I expert width; .._PAD: the next power of two.
+"""
+
+# pyright: reportArgumentType=false, reportGeneralTypeIssues=false
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+
+@triton.jit
+def _rows_of(matrix, n, N: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr):
+    """Rows n of a matrix [N, D], to registers."""
+    d = tl.arange(0, D_PAD)[None, :]
+    live = (n < N)[:, None] & (d < D)
+    return tl.load(matrix + n.to(tl.int64)[:, None] * D + d, mask=live, other=0.0)
+
+
+@triton.jit
+def _times(rows, vector, D: tl.constexpr, D_PAD: tl.constexpr):
+    """rows @ vector, in float32."""
+    d = tl.arange(0, D_PAD)
+    x = tl.load(vector + d, mask=d < D, other=0.0).to(tl.float32)
+    return tl.sum(rows.to(tl.float32) * x[None, :], axis=1)
+
+
+@triton.jit
+def _sort_keys(logits, e, E: tl.constexpr, E_PAD: tl.constexpr):
+    """Integers in the order of the logits, which have 16 bits, NaN as -inf and -0 as 0; of equal
+    ones the lower expert's is larger. Read past L1: the kernel that wrote them may just have ended.
+    """
+    x = tl.load(logits + e, mask=e < E, other=float("-inf"), cache_modifier=".cg").to(tl.float32)
+    x = tl.where(x == 0.0, 0.0, tl.where(x != x, float("-inf"), x))
+    bits = x.to(tl.int32, bitcast=True)
+    bits = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+    return (bits & -E_PAD) | (E_PAD - 1 - e)
+
+
+@triton.jit
+def _best(keys, num):
+    """(The num-th largest of distinct keys, 1 is the largest; keys without it and those above.)"""
+    best = tl.max(keys, axis=0)
+    for _ in range(1, num):
+        keys = tl.where(keys == best, -0x80000000, keys)
+        best = tl.max(keys, axis=0)
+    return best, tl.where(keys == best, -0x80000000, keys)
+
+
+@triton.jit
+def router_kernel(
+    x,
+    router,
+    gate,
+    logits,
+    gates,
+    E: tl.constexpr,
+    ROWS: tl.constexpr,
+    D: tl.constexpr,
+    D_PAD: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    if PDL:
+        gdc_launch_dependents()
+    t = tl.program_id(1).to(tl.int64)
+    n = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    if tl.program_id(0) * ROWS < E:
+        rows = _rows_of(router, n, E, D, D_PAD)
+        if PDL:
+            gdc_wait()
+        y = _times(rows, x + t * D, D, D_PAD)
+        tl.store(logits + t * E + n, y.to(x.dtype.element_ty), mask=n < E)
+    else:
+        n = tl.arange(0, ROWS)
+        rows = _rows_of(gate, n, 1, D, D_PAD)
+        if PDL:
+            gdc_wait()
+        y = _times(rows, x + t * D, D, D_PAD)
+        tl.store(gates + t + n, y.to(x.dtype.element_ty), mask=n < 1)
+
+
+@triton.jit
+def gate_up_row_kernel(
+    x,
+    logits,
+    gate_up,
+    shared,
+    out,
+    E: tl.constexpr,
+    E_PAD: tl.constexpr,
+    K: tl.constexpr,
+    I: tl.constexpr,  # noqa: E741
+    ROWS: tl.constexpr,
+    D: tl.constexpr,
+    D_PAD: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    slot = tl.program_id(1)
+    i = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    if slot == K:
+        gate = _rows_of(shared, i, I, D, D_PAD)
+        up = _rows_of(shared + I * D, i, I, D, D_PAD)
+        if PDL:
+            gdc_wait()
+            gdc_launch_dependents()
+        g, u = _times(gate, x, D, D_PAD), _times(up, x, D, D_PAD)
+        y = (g / (1.0 + tl.exp(-g)) * u).to(out.dtype.element_ty)
+        tl.store(out + slot * I + i, y, mask=i < I)
+    else:
+        if PDL:
+            gdc_wait()
+            gdc_launch_dependents()
+        best, _ = _best(_sort_keys(logits, tl.arange(0, E_PAD), E, E_PAD), slot + 1)
+        e = (E_PAD - 1 - (best & (E_PAD - 1))).to(tl.int64)
+        gate = _rows_of(gate_up + e * (2 * I * D), i, I, D, D_PAD)
+        up = _rows_of(gate_up + e * (2 * I * D) + I * D, i, I, D, D_PAD)
+        g, u = _times(gate, x, D, D_PAD), _times(up, x, D, D_PAD)
+        y = (g / (1.0 + tl.exp(-g)) * u).to(out.dtype.element_ty)
+        tl.store(out + slot * I + i, y, mask=i < I)
+
+
+@triton.jit
+def down_row_kernel(
+    act,
+    logits,
+    gate,
+    down,
+    shared,
+    out,
+    E: tl.constexpr,
+    E_PAD: tl.constexpr,
+    K: tl.constexpr,
+    D: tl.constexpr,
+    I: tl.constexpr,  # noqa: E741
+    I_PAD: tl.constexpr,
+    ROWS: tl.constexpr,
+    NORMALISE: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    if PDL:
+        gdc_launch_dependents()
+    slot = tl.program_id(1)
+    n = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    if slot == K:
+        rows = _rows_of(shared, n, D, I, I_PAD)
+        g = tl.load(gate, cache_modifier=".cg").to(tl.float32)
+        if PDL:
+            gdc_wait()
+        y = _times(rows, act + slot * I, I, I_PAD) / (1.0 + tl.exp(-g))
+        tl.store(out + slot * D + n, y, mask=n < D)
+    else:
+        each = tl.arange(0, E_PAD)
+        keys = _sort_keys(logits, each, E, E_PAD)
+        best, others = _best(keys, slot + 1)
+        e = (E_PAD - 1 - (best & (E_PAD - 1))).to(tl.int64)
+        rows = _rows_of(down + e * (D * I), n, D, I, I_PAD)
+        x = tl.load(logits + each, mask=each < E, other=float("-inf"), cache_modifier=".cg")
+        x = x.to(tl.float32)
+        p = tl.exp(x - tl.max(x, axis=0))
+        p = p / tl.sum(p, axis=0)
+        weight = tl.sum(tl.where(keys == best, p, 0.0), axis=0)
+        if NORMALISE:
+            last = best
+            if slot < K - 1:
+                last, _ = _best(others, K - 1 - slot)
+            weight = weight / tl.sum(tl.where(keys >= last, p, 0.0), axis=0)
+        weight = weight.to(act.dtype.element_ty).to(tl.float32)
+        if PDL:
+            gdc_wait()
+        y = _times(rows, act + slot * I, I, I_PAD) * weight
+        tl.store(out + slot * D + n, y, mask=n < D)

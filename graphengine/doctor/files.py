@@ -14,8 +14,8 @@ from typing import Any, TypeVar
 
 from graphengine.checkpoints.hub import PRESETS, resolve
 from graphengine.checkpoints.pairs import read_json, read_stop_ids
+from graphengine.checkpoints.sources import TensorHeader, read_headers
 from graphengine.checkpoints.tokenizer import Message, Tokenizer, load_tokenizer
-from graphengine.checkpoints.weights import TensorHeader, read_headers
 from graphengine.config.model import ModelConfig
 from graphengine.doctor.findings import reason
 

@@ -13,7 +13,7 @@ from itertools import groupby
 
 import torch
 
-from graphengine.checkpoints import weights
+from graphengine.checkpoints import sources, weights
 from graphengine.config import draft_formats
 from graphengine.config.bytesize import format_bytes
 from graphengine.config.draft import AttentionRule, DraftConfig
@@ -78,7 +78,7 @@ def target_findings(files: ModelFiles, target: ModelConfig) -> Iterator[Finding]
     yield ok("target.head", "the embedding" if target.tie_word_embeddings else "its own")
     # Which form its experts have; a head beside a tied embedding is looked at below.
     present = [name for name in files.headers or () if name != "lm_head.weight"]
-    expected = weights.ShapeSource(torch.bfloat16, present)
+    expected = sources.ShapeSource(torch.bfloat16, present)
     weights.target_weights(expected, target, 1, META)
     optional = {"lm_head.weight": (target.vocab_size, target.hidden_size)}
     skipped = ARCHITECTURES[target.model_type].skipped
@@ -103,7 +103,7 @@ def draft_findings(files: ModelFiles, draft: DraftConfig) -> Iterator[Finding]:
     yield ok("draft.layers", "; ".join(f"{count} x {layer}" for layer, count in runs))
     yield _rope("draft.rope", draft.model.rope, draft.model.head_dim)
     yield from _amplitude(files, draft.model.rope)
-    expected = weights.ShapeSource(torch.bfloat16, files.headers or ())
+    expected = sources.ShapeSource(torch.bfloat16, files.headers or ())
     embed, head, _ = weights.draft_vocabulary_shapes(expected, draft)
     weights.draft_weights(expected, draft, 1, META)
     for name, tensor in (("draft.embedding", embed), ("draft.head", head)):
@@ -207,7 +207,7 @@ def _weights(
         yield ok(name, f"{len(used)} tensors, {format_bytes(size)}, none missing")
 
 
-def _dtypes(name: str, headers: Mapping[str, weights.TensorHeader]) -> Iterator[Finding]:
+def _dtypes(name: str, headers: Mapping[str, sources.TensorHeader]) -> Iterator[Finding]:
     for key in _ID_MAPS:
         if key in headers and headers[key].dtype not in _INTEGERS:
             remedy = "an id map holds integers; fetch the weights again"

@@ -20,6 +20,7 @@ from graphengine import names
 from graphengine.capture.compile import CacheCounts, cache_counts
 from graphengine.capture.runners import run_chain
 from graphengine.capture.torch_internals import import_dynamo, import_inductor
+from graphengine.checkpoints import sources
 from graphengine.checkpoints import weights as loading
 from graphengine.checkpoints.hub import PRESETS, resolve
 from graphengine.checkpoints.pairs import NGRAM, named_pair, read_json, read_stop_ids
@@ -116,7 +117,7 @@ def build(
         draft_config,
         device_memory(config.device),
         length_is_explicit=options.max_model_len is not None,
-        draft_names=() if draft_dir is None or is_dummy else loading.read_headers(draft_dir),
+        draft_names=() if draft_dir is None or is_dummy else sources.read_headers(draft_dir),
     )
     config = replace(config, max_model_len=plan.max_model_len)
     with names.range_("load"), torch.no_grad():
@@ -219,22 +220,22 @@ def _load_tokenizer(
 
 def _open_source(
     config: EngineConfig, load_format: str, progress: Progress, directory: Path, seed: int
-) -> loading.TensorSource:
+) -> sources.TensorSource:
     """Where tensors come from: files, or a seed."""
     device, dtype = torch.device(config.device), getattr(torch, config.dtype)
     if load_format != "auto":
         is_uniform = load_format == "dummy-uniform"
-        return loading.RandomSource(device, dtype, seed, is_uniform=is_uniform)
+        return sources.RandomSource(device, dtype, seed, is_uniform=is_uniform)
 
     def loaded(done: int, total: int) -> None:
         progress(f"loading {directory.name}", done / total)
 
-    return loading.Checkpoint(directory, device, dtype, loaded)
+    return sources.Checkpoint(directory, device, dtype, loaded)
 
 
 def _load_pair(
     config: EngineConfig,
-    source: Callable[[Path, int], loading.TensorSource],
+    source: Callable[[Path, int], sources.TensorSource],
     target_dir: Path,
     draft_dir: Path | None,
     target_config: ModelConfig,

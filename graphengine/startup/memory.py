@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from graphengine.checkpoints import sources
 from graphengine.checkpoints import weights as loading
 from graphengine.config.bytesize import format_bytes
 from graphengine.config.draft import DraftSpec, NgramConfig
@@ -237,12 +238,12 @@ def _plan(
     drafter, copies, proposer = (), (), Proposer()
     plain = 0
     try:
-        weights = loading.target_weights(loading.ShapeSource(dtype), target, positions, META)
+        weights = loading.target_weights(sources.ShapeSource(dtype), target, positions, META)
         ropes = [weights.rope_PH]
         if isinstance(draft, NgramConfig):
             proposer = Ngram(config=draft, num_positions=positions)
         elif draft is not None:
-            source = loading.ShapeSource(dtype, draft_names)
+            source = sources.ShapeSource(dtype, draft_names)
             vocabulary = loading.draft_vocabulary_shapes(source, draft)
             layers = loading.draft_weights(source, draft, positions, META)
             drafter = vocabulary, layers

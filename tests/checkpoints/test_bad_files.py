@@ -21,7 +21,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from graphengine.api import Engine
-from graphengine.checkpoints.weights import Checkpoint, target_weights
+from graphengine.checkpoints.sources import Checkpoint
+from graphengine.checkpoints.weights import target_weights
 from graphengine.cli.main import main
 from graphengine.config.model import ModelConfig
 from tests.support.checkpoints import edit_config, make_drafter, make_target

@@ -15,9 +15,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from graphengine.checkpoints.sources import Checkpoint, RandomSource
 from graphengine.checkpoints.weights import (
-    Checkpoint,
-    RandomSource,
     distinct_tensors,
     draft_weights,
     quantized_draft_weights,

@@ -10,7 +10,7 @@ import click
 import pytest
 from click.testing import CliRunner
 
-from graphengine.checkpoints import weights
+from graphengine.checkpoints import sources
 from graphengine.checkpoints.pairs import read_json
 from graphengine.cli.main import main
 from graphengine.cli.options import check_places, deliver
@@ -132,10 +132,10 @@ def test_unreadable_is_not_damaged(
     def fail(*args: Any, **kwargs: Any) -> Any:
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr(weights, "safe_open", fail)
+    monkeypatch.setattr(sources, "safe_open", fail)
     monkeypatch.setattr("os.access", lambda *args: False)
     with pytest.raises(ValueError, match="no permission"):
-        weights.read_headers(target)
+        sources.read_headers(target)
     monkeypatch.setattr(Path, "read_text", fail)
     with pytest.raises(ValueError, match=r"Permission denied.*make it readable"):
         read_json(tmp_path / "config.json")

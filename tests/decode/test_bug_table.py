@@ -21,7 +21,8 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 
 from graphengine.api import Engine
-from graphengine.checkpoints.weights import Checkpoint, draft_weights
+from graphengine.checkpoints.sources import Checkpoint
+from graphengine.checkpoints.weights import draft_weights
 from graphengine.config.draft_formats import parse_draft
 from graphengine.decode.attention import Layout
 from graphengine.models import dflash

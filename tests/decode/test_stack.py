@@ -12,7 +12,8 @@ from torch import Tensor
 
 from graphengine.capture.runners import run_chain
 from graphengine.capture.steps import Attention, Dense
-from graphengine.checkpoints.weights import Checkpoint, target_weights
+from graphengine.checkpoints.sources import Checkpoint
+from graphengine.checkpoints.weights import target_weights
 from graphengine.config.model import ModelConfig
 from graphengine.decode.kvcache import make_pool
 from graphengine.decode.segments import LastWeights, Segments, last_segment

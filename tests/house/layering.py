@@ -46,7 +46,7 @@ ROOMS: dict[str, str] = {
 # dependency -> the modules (or folders) that may import it
 DOORS: dict[str, set[str]] = {
     "flashinfer": {"decode.attention", "decode.flashinfer_internals"},
-    "safetensors": {"checkpoints.weights"},
+    "safetensors": {"checkpoints.sources"},
     "transformers": {"checkpoints.tokenizer"},
     "huggingface_hub": {"checkpoints"},
     "triton": {"kernels"},

@@ -16,7 +16,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from graphengine.checkpoints.weights import Checkpoint, target_weights
+from graphengine.checkpoints.sources import Checkpoint
+from graphengine.checkpoints.weights import target_weights
 from graphengine.config.model import ModelConfig
 from graphengine.decode import ends
 from graphengine.decode.recurrence import KEPT_STATES, make_states, state_bytes

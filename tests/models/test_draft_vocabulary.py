@@ -20,12 +20,8 @@ from torch import Tensor
 from graphengine.api import Engine
 from graphengine.checkpoints.hub import TINY_DRAFT, TINY_TARGET
 from graphengine.checkpoints.pairs import named_pair, read_json
-from graphengine.checkpoints.weights import (
-    Checkpoint,
-    RandomSource,
-    draft_vocabulary,
-    draft_weights,
-)
+from graphengine.checkpoints.sources import Checkpoint, RandomSource
+from graphengine.checkpoints.weights import draft_vocabulary, draft_weights
 from graphengine.checkpoints.weights import target_weights as read_target
 from graphengine.cli.main import main
 from graphengine.config.draft_formats import parse_draft

@@ -17,7 +17,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from graphengine.api import Engine
-from graphengine.checkpoints.weights import Checkpoint, target_weights
+from graphengine.checkpoints.sources import Checkpoint
+from graphengine.checkpoints.weights import target_weights
 from graphengine.config import model as model_config
 from graphengine.config.model import ModelConfig
 from graphengine.kernels.moe import choose_reference

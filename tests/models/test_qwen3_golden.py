@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from graphengine.api import Engine
-from graphengine.checkpoints.weights import Checkpoint, target_weights
+from graphengine.checkpoints.sources import Checkpoint
+from graphengine.checkpoints.weights import target_weights
 from graphengine.config.draft import CAUSAL
 from graphengine.config.model import ModelConfig
 from graphengine.decode.attention import Layout, TorchAttention

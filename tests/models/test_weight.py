@@ -11,13 +11,8 @@ import pytest
 import torch
 
 from graphengine.checkpoints.hub import TINY_DRAFT, TINY_TARGET
-from graphengine.checkpoints.weights import (
-    Checkpoint,
-    RandomSource,
-    draft_weights,
-    target_weights,
-    tree_bytes,
-)
+from graphengine.checkpoints.sources import Checkpoint, RandomSource
+from graphengine.checkpoints.weights import draft_weights, target_weights, tree_bytes
 from graphengine.config.draft import DraftConfig
 from graphengine.config.model import ARCHITECTURES, ModelConfig
 from graphengine.measure.segment_bytes import segment_bytes

@@ -1,6 +1,6 @@
 """Where a command's compiled code lies: every compiler is pointed at this platform's folder.
 
-Environment variables are read here and nowhere else; those of the compilers also by artifact.py.
+Environment variables are read here and nowhere else; those of the compilers also by compilers.py.
 """
 
 from __future__ import annotations
@@ -53,15 +53,17 @@ def compiled_code(device: str, artifact: Path | None) -> Iterator[Store | None]:
     place that cannot be written, leaves the compilers' own defaults (None). What the user has set
     for one compiler stays.
     """
+    from graphengine.capture.cache_folder import others_can_write
     from graphengine.startup import artifact as artifacts
+    from graphengine.startup.compilers import NOT_USED, compiler_files
 
     root = _cache_root()
     store = root and artifacts.store(root, artifacts.platform_parts(device))
     if root is None and (named := os.environ.get("GRAPHENGINE_CACHE")):
         click.echo(f"note: {named} (GRAPHENGINE_CACHE) cannot be written and is not used", err=True)
     if store is not None:
-        why = artifacts.others_can_write(store.folder)
-        why = f"{why} {artifacts.NOT_USED}" if why else ""
+        why = others_can_write(store.folder)
+        why = f"{why} {NOT_USED}" if why else ""
         # Another user may have made a part of it.
         if not all(_can_write(store.folder / part) for part in ("", *_CACHE_VARIABLES.values())):
             why = why or "cannot be written and is not used"
@@ -81,7 +83,7 @@ def compiled_code(device: str, artifact: Path | None) -> Iterator[Store | None]:
             f"{artifact} does not fit and is not used; compiling anew. " + "; ".join(found)
         )
     ours = {name: str(store.folder / part) for name, part in _CACHE_VARIABLES.items()}
-    ours |= artifacts.compiler_files()
+    ours |= compiler_files()
     if (elsewhere := os.environ.get(INDUCTOR_FOLDER)) is not None:
         store = store._replace(segments=elsewhere)
     ours = {name: value for name, value in ours.items() if name not in os.environ}

@@ -21,7 +21,7 @@ from graphengine.decode.attention import FLASHINFER_HEAD_DIMS
 from graphengine.doctor.findings import Finding, error, info, ok, warning
 from graphengine.drafters.dflash import MAX_QUANTIZED_ROWS
 from graphengine.profiles.result_schema import environment
-from graphengine.startup.artifact import cpp_compiler
+from graphengine.startup.compilers import cpp_compiler
 from graphengine.startup.memory import DeviceMemory, device_memory
 
 # Up to but not the last; pyproject.toml's bounds are the same (tests/house/test_packaging.py). The

@@ -19,14 +19,11 @@ Trust: an artifact holds machine code and pickles that torch loads. Use only you
 
 from __future__ import annotations
 
-import atexit
 import ctypes
 import errno
 import gzip
 import hashlib
-import importlib.util
 import json
-import logging
 import os
 import platform
 import re
@@ -41,7 +38,6 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from graphengine.capture.cache_folder import others_can_write
 from graphengine.config.draft import DraftSpec
 from graphengine.config.engine import EngineConfig
 from graphengine.config.model import ModelConfig
@@ -70,11 +66,6 @@ _DAMAGED = (
 )
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
-NOT_USED = (
-    "and is not used, for what lies there is executed: chmod 700 it if all in it is yours, or name "
-    "another folder (GRAPHENGINE_CACHE, TORCHINDUCTOR_CACHE_DIR)"
-)
-
 Parts = dict[str, str]
 """Name of a part of a key -> its value, as people read it."""
 
@@ -89,53 +80,6 @@ class Store(NamedTuple):
     parts: Parts
     notes: list[str]
     segments: str
-
-
-# --- compilers ---
-
-
-def compiler_files() -> dict[str, str]:
-    """Environment variable -> Triton's own ptxas and libdevice, for as many as there are.
-
-    Triton's keys contain both. Inductor, once it compiles something, points Triton at torch's or
-    CUDA's unless the environment names them: a start that found everything compiled looked for our
-    kernels under other keys (22 of 30; 73 of 73 through the Python API; H200, torch 2.11).
-    """
-    spec = importlib.util.find_spec("triton")
-    if spec is None or spec.origin is None:
-        return {}
-    folder = Path(spec.origin).parent / "backends" / "nvidia"
-    found = {
-        "TRITON_PTXAS_PATH": folder / "bin" / "ptxas",
-        "TRITON_LIBDEVICE_PATH": folder / "lib" / "libdevice.10.bc",
-    }
-    return {name: str(path) for name, path in found.items() if path.is_file()}
-
-
-def cpp_compiler() -> str | None:
-    """Where Inductor finds its C++ compiler, which it needs for the CPU."""
-    return shutil.which(os.environ.get("CXX", "g++"))
-
-
-def name_compilers_() -> None:
-    """Sets `compiler_files` and what Triton is to assume, where the user has named nothing.
-    Mutates: os.environ."""
-    for name, path in compiler_files().items():
-        os.environ.setdefault(name, path)
-    os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # the default up to 3.9, which warns
-
-
-def use_own_folder_() -> None:
-    """Where others may write into Inductor's folder, which is a temporary one by default, a new one
-    of this process takes its place; before anything is compiled. Mutates: os.environ."""
-    from graphengine.capture.torch_internals import cache_folder  # imports torch
-
-    folder = cache_folder()
-    why = others_can_write(folder)
-    if why is not None:
-        fresh = os.environ["TORCHINDUCTOR_CACHE_DIR"] = tempfile.mkdtemp(prefix="graphengine-")
-        atexit.register(shutil.rmtree, fresh, ignore_errors=True)
-        logging.getLogger(__name__).warning("%s %s %s", folder, why, NOT_USED)
 
 
 # --- keys ---

@@ -50,7 +50,7 @@ from graphengine.drafters.dflash import MAX_QUANTIZED_ROWS, DFlash
 from graphengine.drafters.ngram import Ngram
 from graphengine.kernels.triton_internals import load_driver, settle_cache_keys
 from graphengine.models.layers import quantize_fp8
-from graphengine.startup.artifact import name_compilers_, use_own_folder_
+from graphengine.startup.compilers import name_compilers_, use_own_folder_
 from graphengine.startup.draft_width import measure_widths, with_widths
 from graphengine.startup.memory import MemoryPlan, device_memory, num_positions, plan_memory
 from graphengine.startup.options import resolve_options

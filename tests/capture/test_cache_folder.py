@@ -18,7 +18,7 @@ from graphengine.capture import compile as compiling
 from graphengine.capture import precompiled
 from graphengine.capture.cache_folder import drop_damaged, others_can_write
 from graphengine.cli.main import compiled_code
-from graphengine.startup import artifact
+from graphengine.startup import compilers
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = """
@@ -156,10 +156,10 @@ def test_a_foreign_folder_is_not_used(
     into and loads from what another user has made ready."""
     tmp_path.chmod(0o777)
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-    artifact.use_own_folder_()
+    compilers.use_own_folder_()
     own = Path(os.environ["TORCHINDUCTOR_CACHE_DIR"])
     assert own != tmp_path and own.stat().st_mode & 0o777 == 0o700
-    artifact.use_own_folder_()
+    compilers.use_own_folder_()
     assert Path(os.environ["TORCHINDUCTOR_CACHE_DIR"]) == own
     monkeypatch.setenv("GRAPHENGINE_CACHE", str(tmp_path / "root"))
     with compiled_code("cpu", None) as store:

@@ -17,7 +17,7 @@ from graphengine.api import Engine
 from graphengine.cli import answers, cache
 from graphengine.cli import main as cli
 from graphengine.cli.main import _compiler_failed
-from graphengine.startup import artifact
+from graphengine.startup import artifact, compilers
 from tests.support.artifacts import filled
 from tests.support.checkpoints import make_drafter, make_target
 from tests.support.command_line import ROOT
@@ -103,13 +103,13 @@ def test_a_triton_without_compilers(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     """Bug: a path that does not exist is named, and nothing compiles; or no Triton, no command."""
     made = tmp_path / "backends" / "nvidia" / "bin" / "ptxas"
     spec = SimpleNamespace(origin=str(tmp_path / "__init__.py"))
-    monkeypatch.setattr(artifact.importlib.util, "find_spec", lambda name: spec)
-    assert artifact.compiler_files() == {}
+    monkeypatch.setattr(compilers.importlib.util, "find_spec", lambda name: spec)
+    assert compilers.compiler_files() == {}
     made.parent.mkdir(parents=True)
     made.touch()
-    assert artifact.compiler_files() == {"TRITON_PTXAS_PATH": str(made)}
-    monkeypatch.setattr(artifact.importlib.util, "find_spec", lambda name: None)
-    assert artifact.compiler_files() == {}
+    assert compilers.compiler_files() == {"TRITON_PTXAS_PATH": str(made)}
+    monkeypatch.setattr(compilers.importlib.util, "find_spec", lambda name: None)
+    assert compilers.compiler_files() == {}
 
 
 def test_no_folder(variables: Any) -> None:

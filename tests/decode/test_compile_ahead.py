@@ -24,8 +24,8 @@ from graphengine.decode.compile_ahead import MAX_THREADS, CompileAhead
 from graphengine.decode.proposer import Proposer
 from graphengine.drafters.dflash import DFlash
 from graphengine.kernels.launch import KernelError, compile_only, on_grid
-from graphengine.startup import artifact
 from graphengine.startup import build as building
+from graphengine.startup import compilers
 from graphengine.startup.build import build, read_configs
 
 
@@ -207,11 +207,11 @@ def test_the_python_api_names_the_compilers(monkeypatch: pytest.MonkeyPatch) -> 
     """Bug: a second start through the API finds none of our kernels, because Inductor had named
     another ptxas to Triton when they were compiled (73 of 73 on an H200)."""
     found = {"TRITON_PTXAS_PATH": "/theirs/ptxas", "TRITON_LIBDEVICE_PATH": "/theirs/libdevice"}
-    monkeypatch.setattr(artifact, "compiler_files", lambda: found)
-    monkeypatch.setattr(artifact.os, "environ", {"TRITON_PTXAS_PATH": "/mine"})
-    artifact.name_compilers_()
+    monkeypatch.setattr(compilers, "compiler_files", lambda: found)
+    monkeypatch.setattr(compilers.os, "environ", {"TRITON_PTXAS_PATH": "/mine"})
+    compilers.name_compilers_()
     named = found | {"TRITON_PTXAS_PATH": "/mine", "TRITON_DEFAULT_FP_FUSION": "1"}
-    assert artifact.os.environ == named
+    assert compilers.os.environ == named
 
 
 def test_waiting_for_compilers_is_no_loading(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -66,7 +66,7 @@ NAMES: dict[str, set[str]] = {
     "torch.cuda.graphs": {"capture"},
     "torch.cuda.make_graphed_callables": {"capture"},
     "torch.cuda.graph_pool_handle": {"capture"},
-    "os.environ": {"startup.artifact", "cli"},  # artifact: what Inductor would set later
+    "os.environ": {"startup.compilers", "cli"},  # compilers: what Inductor would set later
     "os.environb": {"cli"},
     "os.getenv": {"cli"},
     "os.putenv": {"cli"},

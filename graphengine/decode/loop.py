@@ -30,18 +30,12 @@ from graphengine import names
 from graphengine.decode.admission import Admission
 from graphengine.decode.fallback import Fallback
 from graphengine.decode.grammar import Matcher
-from graphengine.decode.kvcache import PageAllocator, copy_page_, pages_for
+from graphengine.decode.holdings import Holdings, forget
+from graphengine.decode.kvcache import PageAllocator
 from graphengine.decode.lane import Lane
 from graphengine.decode.metrics import Acceptance
 from graphengine.decode.prefill import Prefill
 from graphengine.decode.prefix_cache import PrefixCache
-from graphengine.decode.recurrence import (
-    KEPT_SPACING,
-    KEPT_STATES,
-    answer_spacing,
-    copy_state_,
-    num_slots,
-)
 from graphengine.decode.refusals import check_offered, longer_context
 from graphengine.decode.request import Request
 from graphengine.decode.sampling import GREEDY, Sampling
@@ -82,10 +76,8 @@ class DecodeLoop:
         build_plain: Callable[[], Lane] | None = None,
     ) -> None:
         """Args: lane: where requests begin. build_plain: builds a plain one beside it."""
-        self.config, self.allocator, self.prefill = lane.config, allocator, prefill
-        # Of states of a fixed size, for every row that there can be; slot 0 is nobody's.
-        own = allocator.state_slots
-        self.state_slots = PageAllocator(num_slots(self.config)) if own is None else own
+        self.config, self.prefill = lane.config, prefill
+        self.holdings = Holdings(lane, allocator)
         self.waiting: deque[Request] = deque()
         self.first = lane
         self.fallback = Fallback(lane, build_plain) if build_plain is not None else None
@@ -114,8 +106,18 @@ class DecodeLoop:
 
     @property
     def block(self) -> int:
-        """Rows of a request in the longest block; a bucket's own may be shorter."""
-        return self.first.builder.pair.proposer.num_draft_tokens + 1
+        """Rows of a request in the longest block."""
+        return self.holdings.block
+
+    @property
+    def allocator(self) -> PrefixCache:
+        """Of the pages of target and drafter."""
+        return self.holdings.allocator
+
+    @property
+    def state_slots(self) -> PageAllocator:
+        """Of recurrent states."""
+        return self.holdings.state_slots
 
     @property
     def has_work(self) -> bool:
@@ -158,7 +160,7 @@ class DecodeLoop:
             max_total_tokens=min(len(prompt_ids) + max_new_tokens, self.config.max_model_len),
             stop_ids=frozenset(stop_ids) | frozenset(asked_stop_ids),
             asked_stop_ids=asked_stop_ids,
-            acceptance=Acceptance(self.block - 1),
+            acceptance=Acceptance(self.holdings.block - 1),
             sampling=sampling,
             logprobs=logprobs,
             prompt_logprobs=prompt_logprobs,
@@ -198,7 +200,7 @@ class DecodeLoop:
             )
         check_offered(self.config, sampling, matcher, *alternatives)
         total = min(len(prompt_ids) + max_new_tokens, limit)
-        needed = self._pages_of(total)
+        needed = self.holdings.pages_of(total)
         if needed > self.allocator.num_usable:
             raise ValueError(
                 f"{len(prompt_ids)} prompt and {max_new_tokens} new tokens need {needed} pages of "
@@ -227,24 +229,23 @@ class DecodeLoop:
             with names.range_("prefill"):
                 queued, self._num_behind = self.admission.queue(budget), self.first.depth
                 self.first.draft_again()
-                for request in queued if self._caches_prefixes else []:
-                    self.allocator.publish(request.prompt_ids, request.pages)
-                    self._keep_states(request)  # whoever shares them is behind on the stream
+                for request in queued:
+                    self.holdings.share_prompt(request)
                 tokens = self.admission.take()
         except BaseException:
             for request in self.prefilling:
                 request.finish_reason = request.finish_reason or "abort"
-                self._release(request)
+                self.holdings.give_back(request)
             self.admission = Admission(self.prefill, [])
             raise
         for request in self.admission.drop():
-            self._release(request)
+            self.holdings.give_back(request)
         outputs = []
         for request, token in tokens:
             if request.finish_reason is None:
                 outputs.append(StepOutput(request, request.begin(token)))
             else:
-                self._release(request)  # cancelled meanwhile
+                self.holdings.give_back(request)  # cancelled meanwhile
         self.first.join([output.request for output in outputs])
         self._retire()
         if self.fallback is not None:
@@ -257,58 +258,10 @@ class DecodeLoop:
         most = self.first.only_bucket or max(self.config.buckets)
         num_free_rows = most - len(self.running)
         while self.waiting and len(admitted) < num_free_rows:
-            request = self.waiting[0]
-            # The last token is run whatever is known: its logits are the first new token's. Where
-            # the prompt's own are wanted, all of its rows are run.
-            asks = self._caches_prefixes and request.prompt_logprobs is None
-            wanted = request.prompt_ids[:-1] if asks else []
-            shared = self.allocator.share(wanted)
-            needed = self._pages_of(request.max_total_tokens) - len(shared)
-            if needed > self.allocator.num_free:
-                self.allocator.free(shared)
+            if not self.holdings.take(self.waiting[0], num_free_rows - len(admitted)):
                 break
-            source, count = self.allocator.begun(wanted, shared)
-            state = self.allocator.state_behind(shared, (source, count))
-            own = self.allocator.allocate(needed)
-            if count:  # whoever gets that page now writes to it behind this
-                copy_page_(self.prefill.pair.kv_pools, source, own[0])
-            request.pages = shared + own
-            request.num_cached_tokens = len(shared) * self.config.page_size + count
-            self._take_states(request, state, num_free_rows - len(admitted))
             admitted.append(self.waiting.popleft())
         return admitted
-
-    def _take_states(self, request: Request, source: int | None, num_rows: int) -> None:
-        """A slot for the request, with the state of slot `source`, which whoever has got that now
-        writes to behind this; and slots for what is kept of its prompt and answer, but for those
-        that `num_rows` requests with it may need. Answers get at most half of those that are kept:
-        others wait for what is there."""
-        slots, states = self.state_slots, self.prefill.pair.target.states
-        (request.state_slot,) = slots.allocate(1)
-        if source is not None and states is not None:
-            copy_state_(states, source, request.state_slot)
-        if states is not None and self._caches_prefixes and request.prompt_logprobs is None:
-            wanted = 1 + (len(request.prompt_ids) - request.num_cached_tokens) // KEPT_SPACING
-            room = slots.num_free - num_rows + 1
-            request.spare_slots = slots.allocate(max(0, min(wanted, KEPT_STATES // 4, room)))
-            spacing, room = answer_spacing(self.config.page_size), room - len(request.spare_slots)
-            leaves_any = len(request.prompt_ids) // spacing < request.max_total_tokens // spacing
-            if leaves_any and spacing >= self.block and room >= KEPT_STATES // 2:
-                request.answer_slots = slots.allocate(2)
-
-    def _keep_states(self, request: Request) -> None:
-        """Gives away what its prefill has kept. Mutates: request."""
-        while request.kept_slots:
-            num_tokens, slot = request.kept_slots.popitem()
-            self.allocator.keep_state(request.prompt_ids[:num_tokens], slot)
-        self.state_slots.free(request.spare_slots)
-        request.spare_slots = []
-
-    @property
-    def _caches_prefixes(self) -> bool:
-        """Whether pages are shared, and with them what is kept of recurrent states."""
-        recurs, keeps = self.prefill.pair.target.states, self.allocator.state_slots
-        return self.config.shares_prefixes and (recurs is None or keeps is not None)
 
     def cancel(self, request: Request) -> None:
         """Ends a request early; harmless if it has ended."""
@@ -324,10 +277,6 @@ class DecodeLoop:
         request.end_at(text, num_dropped)
         self._retire()
 
-    def _pages_of(self, num_tokens: int) -> int:
-        """For all that a request of so many tokens can write."""
-        return pages_for(num_tokens + self.block, self.config.page_size)
-
     def _retire(self) -> None:
         """Takes finished requests out of their rows. Steps in flight may still write to their
         pages: whoever gets these is behind them on the stream."""
@@ -336,34 +285,7 @@ class DecodeLoop:
             if finished:
                 lane.leave(finished)
             for request in finished:
-                self._release(request)
-
-    def _release(self, request: Request) -> None:
-        """Returns its pages; the next turn of a chat finds those that are full and committed. Steps
-        that were decoded plainly have left no context for the drafter."""
-        is_whole = request.finish_reason != "error" and request.fallback_reason is None
-        if self._caches_prefixes and is_whole:
-            committed = request.token_ids[: request.start]
-            self.allocator.publish(committed, request.pages)
-            self._keep_last_state(request, committed)
-        self.allocator.free(request.pages)
-        request.pages = []
-        if request.state_slot:
-            left = [request.state_slot, *request.spare_slots, *request.kept_slots.values()]
-            self.state_slots.free(left + request.answer_slots)
-            request.state_slot, request.spare_slots, request.kept_slots = 0, [], {}
-            request.answer_slots = []
-
-    def _keep_last_state(self, request: Request, committed: list[int]) -> None:
-        """Gives away the last state that its answer has left; not if what was dropped of it, or is
-        still in flight, can have left two more. A step leaves one at most. Mutates: request."""
-        spacing = answer_spacing(self.config.page_size)
-        number = len(committed) // spacing
-        reached = request.start + len(self.first.in_flight) * self.block
-        is_there = number * spacing > len(request.prompt_ids) and reached < (number + 2) * spacing
-        if request.answer_slots and is_there:
-            slot = request.answer_slots.pop(number % 2)
-            self.allocator.keep_state(committed[: number * spacing], slot)
+                self.holdings.give_back(request)
 
     # --- steps ---
 
@@ -400,7 +322,7 @@ class DecodeLoop:
         if self.first.must_drain and not self.first.in_flight and self.fallback is not None:
             self._failed += [StepOutput(request, []) for request in self.fallback.hand_over()]
             for output in self._failed:
-                self._release(output.request)
+                self.holdings.give_back(output.request)
         for lane in self.lanes:
             lane.launch()
 
@@ -437,8 +359,7 @@ class DecodeLoop:
         """
         for request in [*self.running, *self.prefilling, *self.waiting]:
             request.finish_reason = request.finish_reason or "abort"
-            request.pages, request.state_slot = [], 0
-            request.spare_slots, request.kept_slots, request.answer_slots = [], {}, []
+            forget(request)
         if self.config.device == "cuda":
             torch.cuda.synchronize()  # late writes go to pages that nobody owns yet
         for lane in self.lanes:
@@ -448,6 +369,5 @@ class DecodeLoop:
             self.fallback.reset()
         self._failed, self.admission = [], Admission(self.prefill, [])
         self.waiting.clear()
-        self.allocator.reset()
-        self.state_slots.reset()
+        self.holdings.reset()
         self.is_clean = True

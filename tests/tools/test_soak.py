@@ -16,9 +16,8 @@ import soak_checks
 import torch
 from torch import Tensor
 
-from graphengine.decode import loop as loop_module
-from graphengine.decode import masks, rows
-from graphengine.decode.loop import DecodeLoop
+from graphengine.decode import holdings, masks, rows
+from graphengine.decode.holdings import Holdings
 from graphengine.decode.metrics import Acceptance
 from graphengine.decode.prefix_cache import PrefixCache
 from graphengine.decode.recurrence import States
@@ -51,15 +50,15 @@ def test_300_steps(backend: str, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def leaks_a_page(monkeypatch: pytest.MonkeyPatch) -> None:
-    real, calls = DecodeLoop._release, []
+    real, calls = Holdings.give_back, []
 
-    def release(self: DecodeLoop, request: Any) -> None:
+    def release(self: Holdings, request: Any) -> None:
         calls.append(1)
         if len(calls) == 9:
             request.pages = request.pages[1:]
         real(self, request)
 
-    monkeypatch.setattr(DecodeLoop, "_release", release)
+    monkeypatch.setattr(Holdings, "give_back", release)
 
 
 def publishes_too_much(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -72,7 +71,7 @@ def publishes_too_much(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def takes_no_state_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loop_module, "copy_state_", lambda *_: None)
+    monkeypatch.setattr(holdings, "copy_state_", lambda *_: None)
 
 
 def swaps_a_row(monkeypatch: pytest.MonkeyPatch) -> None:

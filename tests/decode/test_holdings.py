@@ -1,0 +1,87 @@
+"""Who has which slots of recurrent states. Of pages `test_kvcache` and `test_prefix_hits` tell."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from graphengine.decode import holdings
+from graphengine.decode.recurrence import KEPT_STATES
+from tests.decode.test_engine import BLOCK, PROMPTS, Pair, assert_idle, loop_of
+from tests.decode.test_recurrence import HybridPair
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    return HybridPair(tmp_path_factory.mktemp("pair"))
+
+
+def test_slots_return(pair: Pair) -> None:
+    """Bug (H19): a slot leaks on a cancel, an error or a reset, and later requests are refused."""
+    with pair.engine(buckets=(1, 2)) as loaded, torch.no_grad():
+        loop = loop_of(loaded)
+        for _ in range(3):
+            requests = [loop.submit(list(p), 9, ()) for p in PROMPTS[:3]]
+            loop.admit()
+            loop.launch()
+            loop.cancel(requests[0])
+            loop.reset()
+            assert loop.state_slots.num_free == loop.state_slots.num_usable
+        loaded.generate(PROMPTS, max_new_tokens=3)
+        assert loop.state_slots.num_free == loop.state_slots.num_usable
+
+
+def test_what_is_kept_leaves_every_row_its_slot(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bug: prompts whose states are kept at several places take the slots that those behind them
+    in the same batch need."""
+    monkeypatch.setattr(holdings, "KEPT_SPACING", 8)
+    with pair.engine(buckets=(8,)) as loaded:
+        loop = loop_of(loaded)
+        requests = [loop.submit([*range(i, i + 40)], 3, ()) for i in range(8)]
+        for _ in loop.run():
+            pass
+        assert [len(request.output_ids) for request in requests] == [3] * 8
+        assert_idle(loaded)
+
+
+@torch.no_grad()
+def test_answers_leave_prompts_their_slots(pair: Pair) -> None:
+    """Bug: the first answers of a batch take all slots, one that fills no page among them, and of
+    its last prompts no state is kept, so that the next turn runs them again."""
+    with pair.engine(buckets=(8,), page_size=8) as loaded:
+        loop = loop_of(loaded)
+        lengths = [3] + [30] * 7
+        requests = [loop.submit([*range(i, i + 40)], n, ()) for i, n in enumerate(lengths)]
+        loop.admit()
+        assert all((request.pages[3], 8) in loop.state_slots._kept for request in requests)
+        assert not requests[0].answer_slots and requests[1].answer_slots
+        loop.reset()
+
+
+@torch.no_grad()
+def test_the_prompt_s_slot_is_not_free_for_its_answer(pair: Pair) -> None:
+    """Bug: an answer takes slots where less than half of those that are kept is left for others."""
+    with pair.engine(buckets=(1,), page_size=8) as loaded:
+        loop, found = loop_of(loaded), list[bool]()
+        for num_held in (KEPT_STATES // 2 - 1, KEPT_STATES // 2):
+            loop.state_slots.allocate(num_held)
+            request = loop.submit(PROMPTS[1], 40, ())
+            loop.admit()
+            found.append(bool(request.answer_slots))
+            loop.reset()
+    assert found == [True, False]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("spacing", [BLOCK - 1, BLOCK])
+def test_no_step_passes_two_places(pair: Pair, spacing: int) -> None:
+    """Bug: a block is longer than the spacing of kept states: a step passes two places and leaves
+    the later one's, and behind an answer that is cut off between them an older one is found."""
+    with pair.engine(buckets=(1,), page_size=spacing) as loaded:
+        loop = loop_of(loaded)
+        request = loop.submit(PROMPTS[1], 40, ())
+        loop.admit()
+        assert bool(request.answer_slots) == (spacing == BLOCK)
+        loop.reset()

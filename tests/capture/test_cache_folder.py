@@ -114,6 +114,15 @@ def test_what_others_can_write(tmp_path: Path, opening: str) -> None:
     assert others_can_write(tmp_path)
 
 
+def test_a_group_that_we_are_also_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: what a group of ours may write is trusted, though others are in it with us."""
+    group = tmp_path.stat().st_gid
+    monkeypatch.setattr(os, "getegid", lambda: group + 1)
+    monkeypatch.setattr(os, "getgroups", lambda: [group, group + 1])
+    tmp_path.chmod(0o770)
+    assert others_can_write(tmp_path)
+
+
 @needs_compiler
 @needs_root
 @pytest.mark.parametrize("place", ["folder", "segments", "file", "pipe"])

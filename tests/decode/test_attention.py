@@ -20,6 +20,7 @@ from graphengine.config.model import ModelConfig
 from graphengine.config.rope import RopeConfig
 from graphengine.decode.attention import (
     Attention,
+    BlockAttention,
     FlashInferAttention,
     Layout,
     TorchAttention,
@@ -289,6 +290,18 @@ def test_flashinfer_windows_equal_formula(window: int, causal: bool, fixed: bool
             requests = 4 if fixed else len(case.qo_lens)
             found = attend(attention, case, page_size, requests)
             torch.testing.assert_close(found, case.expected_TNH, atol=2e-2, rtol=2e-2)
+
+
+@pytest.mark.parametrize("block", [1, 16, 17, 64])
+def test_no_two_programs_share_a_multiprocessor(block: int) -> None:
+    """Bug: rows of a long block or of many heads are one tile to whoever splits the keys, so that
+    programs wait for one another and partials are twice as many."""
+    config = replace(MODEL, num_attention_heads=32, num_key_value_heads=8, head_dim=128)
+    device = torch.device("meta")
+    for num_blocks in (1, 2, 3):
+        made = BlockAttention.make_workspace(config, num_blocks, block, 132, device)
+        of_a_split = num_blocks * 8 * -(-block * 4 // 64)
+        assert len(made.lse_ZTN) == 132 // of_a_split
 
 
 @pytest.mark.gpu

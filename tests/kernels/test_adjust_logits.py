@@ -190,6 +190,15 @@ def test_counts_what_is_accepted(device: str, case: Any, choices: Any) -> None:
         assert not live or int(host[b]) == 9 + len(said[b])
 
 
+def test_every_token_of_a_word_counts(device: str) -> None:
+    """Bug: of the longest word the first token is not compared: it is banned behind any other."""
+    row = ENDING | {"answer": [1, 2, 0], "words": [[1, 2, 0, 4], [3, 2, 0, 1]]}
+    block, positions = (torch.tensor(x, device=device) for x in ([[0]], [3]))
+    logits = torch.zeros(1, 5, device=device)
+    found = adjust_logits(logits, block, positions, tables_of([row], 5, device))
+    assert found.tolist() == [[0.0, 0.0, 0.0, 0.0, -math.inf]]
+
+
 def test_no_token_counts_for_none(device: str) -> None:
     """Bug: a bonus that is no token, of logits that are not finite, counts as token 0."""
     tables = tables_of([ENDING], 5, device)

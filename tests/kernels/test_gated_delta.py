@@ -276,6 +276,19 @@ def test_partial_sums_are_rounded_as_the_model_rounds(device: str) -> None:
         assert torch.equal(a, b)
 
 
+@pytest.mark.parametrize("block", [1, 4])
+def test_a_head_that_forgets_slowly(device: str, block: int) -> None:
+    """Bug: a small e^x is cut off beside 1, so such a head forgets in steps of 1e-7, or never."""
+    layer = make((1, 2), 2, device, torch.float32)
+    projected = project(block, (1, 2), device, torch.float32, seed=1)
+    projected[:, -2:] = torch.linspace(-18, -6, 2 * block).view(block, 2)
+    one = Records(*(x[0] for x in empty_records(1, 1, block, layer)))
+    verify(layer, torch.ones(1, dtype=torch.int32, device=device), projected, one, 2)
+    a = projected[:, -2:].double() + layer.dt_bias_N.double()
+    expected = -layer.a_log_N.double().exp() * F.softplus(a)
+    torch.testing.assert_close(one.g_BGN[0].double(), expected, rtol=1e-5, atol=0)
+
+
 def test_transformers_rule(device: str) -> None:
     """Bug: the rule is ours alone: oracle and kernel agree, and transformers' differs."""
     from transformers.models.qwen3_5 import modeling_qwen3_5 as theirs

@@ -7,13 +7,16 @@ from __future__ import annotations
 
 import random
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from graphengine.decode.fallback import LAST_BLOCK
+from graphengine.decode.fallback import LAST_BLOCK, Fallback
 from graphengine.decode.guards import FallbackWarning
+from graphengine.decode.metrics import Acceptance
+from graphengine.decode.request import Request
 from tests.decode.test_engine import (
     BACKENDS,
     BLOCK,
@@ -324,3 +327,23 @@ def test_plain_steps_behind_simulated_ones(pair: Pair) -> None:
         for _ in loop.run():
             pass
     assert request.num_plain_steps == 11 and request.output_ids == pair.plain(PROMPTS[0], 12)
+
+
+def test_the_first_reason_to_leave_counts() -> None:
+    """Bug: a request that leaves for a loss is said to have left at the last position, which a step
+    still in flight has brought it to; or one that has ended stops the lane."""
+    lane: Any = SimpleNamespace(
+        config=SimpleNamespace(acceptance_floor=0.0, fallback=False), must_drain=False
+    )
+    request = Request(
+        request_id=0, prompt_ids=[1], max_total_tokens=9, stop_ids=(), acceptance=Acceptance(3)
+    )
+    leaving = Fallback(lane, build_plain=lambda: lane)
+    leaving.leave([request], "speculation lost")
+    assert lane.must_drain
+    lane.must_drain = False
+    leaving.leave([request], LAST_BLOCK)
+    assert request.fallback_reason == "speculation lost"
+    request.fallback_reason, request.finish_reason = None, "stop"
+    leaving.leave([request], LAST_BLOCK)
+    assert request.fallback_reason is None and not lane.must_drain

@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -329,7 +330,8 @@ def test_what_is_kept_is_what_was_asked_for_last(
     for constraint in (once, often, new):
         grammars.matcher(constraint)
     assert grammars.matcher(often).grammar is first
-    first.is_broken = True
+    reader: Any = SimpleNamespace(is_error=lambda: True, get_error=lambda: "too many expressions")
+    grammars.matcher(often).judge([reader], 0.0)
     assert grammars.matcher(often).grammar is not first
 
 

@@ -150,3 +150,18 @@ def test_requests_that_wait_for_pages(pair: tuple[Path, Path]) -> None:
         found = named(check(*pair, buckets=(4,), kv_cache_memory=pool), "run.memory")
         told = [f.value for f in found if "of full length for a bucket" in f.value]
         assert told == ["3.0 requests of full length for a bucket of 4"] * is_told
+
+
+def test_a_context_that_the_pool_lowers(pair: tuple[Path, Path]) -> None:
+    """Bug: the pool ends requests before the models would, and doctor does not say so."""
+    plan = check(*pair, max_model_len=None).memory_plan
+    assert plan is not None
+    whole = plan.max_model_len
+    for missing, is_told in ((1, True), (0, False)):
+        pool = plan.kv_page_bytes * (1 + plan.max_request_pages - missing)
+        found = check(*pair, max_model_len=None, kv_cache_memory=pool)
+        assert found.memory_plan is not None
+        left = found.memory_plan.max_model_len
+        assert (left < whole) == is_told
+        told = [f.value for f in named(found, "run.memory") if f.level == "warning"]
+        assert told == [f"K/V for {left} of {whole} tokens a request is left"] * is_told

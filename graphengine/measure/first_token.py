@@ -19,6 +19,7 @@ import torch
 
 from graphengine import names
 from graphengine.api import Engine, GenerationResult
+from graphengine.config.draft_length import draft_at
 from graphengine.measure.bench import check_pool
 from graphengine.measure.rates import Rates
 from graphengine.measure.segment_bytes import segment_bytes
@@ -142,16 +143,16 @@ def num_chunks(engine: Engine, case: PrefillCase) -> int:
 
 def run_request(engine: Engine, case: PrefillCase, output_len: int) -> dict[str, float]:
     """Prompts to their last token: wall time of each call. Where acceptance is simulated, it is
-    scaled to the steps that this acceptance takes, since luck is not what is measured. Their first
-    tokens come behind another request's steps, as a user's do: prefills right behind each other
-    heat a GPU until it lowers its clock (24.0 ms to 1,024 tokens of 8B instead of 21.5 on an H100,
-    2026-11-27-h100-8b-first-token-ec6aa53.json).
+    scaled to the steps that this acceptance takes in the bucket's own block, since luck is not what
+    is measured. Their first tokens come behind another request's steps, as a user's do: prefills
+    right behind each other heat a GPU until it lowers its clock (24.0 ms to 1,024 tokens of 8B
+    instead of 21.5 on an H100, 2026-11-27-h100-8b-first-token-ec6aa53.json).
 
     Raises:
         ValueError: the context ends before the last token.
     """
     walls, times, counts, firsts = [], [], [], []
-    acceptance = engine.config.simulate_acceptance
+    acceptance = simulated_length(engine, case.batch)
     wanted = round((output_len - 1) / acceptance) if acceptance else None
     for wall_ms, results in timed_calls(engine, case, output_len):
         metrics = results[-1].metrics
@@ -171,6 +172,19 @@ def run_request(engine: Engine, case: PrefillCase, output_len: int) -> dict[str,
         "request_step_p50_ms": statistics.median(times),
         "num_request_steps": statistics.median(counts),
     }
+
+
+def simulated_length(engine: Engine, num_requests: int) -> float | None:
+    """Mean tokens a step of a bucket where acceptance is simulated: what is drawn for the drafter's
+    own block, cut off at the bucket's last draft. None where it is not simulated."""
+    config, built = engine.config, engine.built
+    mean, simulation = config.simulate_acceptance, built.loop.first.builder.pair.simulation
+    if mean is None or simulation is None or built.draft is None:
+        return None
+    drawn = simulation.accepted_RB
+    most = draft_at(config, built.draft, built.loop.first.size_for(num_requests)).num_draft_tokens
+    kept = drawn.clamp(max=most).sum().item() / max(drawn.sum().item(), 1)
+    return 1 + (mean - 1) * kept
 
 
 def first_request(engine: Engine, input_len: int, seed: int) -> dict[str, float]:

@@ -19,6 +19,7 @@ from graphengine.cli.bench import _settle
 from graphengine.cli.main import main
 from graphengine.config.draft import DraftConfig
 from graphengine.decode.metrics import Acceptance, RequestMetrics
+from graphengine.decode.simulate import acceptance_rate
 from graphengine.measure import first_token
 from graphengine.measure.first_token import (
     PrefillCase,
@@ -27,6 +28,7 @@ from graphengine.measure.first_token import (
     roofline_ms,
     run_prefill,
     run_request,
+    simulated_length,
 )
 from graphengine.measure.report import first_token_table
 from graphengine.profiles.result_schema import validate
@@ -35,6 +37,7 @@ from tests.support.checkpoints import make_drafter, make_target
 
 Bench = Callable[..., Result]
 NO_GPU = Rates(0.0, 0.0)
+RATE = acceptance_rate(2.5, 3)  # of a draft, which is the mean's in a block of 3
 
 
 @pytest.fixture(scope="module")
@@ -209,14 +212,26 @@ def test_luck_is_not_measured(
     """Bug: steps that simulated acceptance drew beyond its mean count twice instead of not; the
     first token, which is the prefill's, is a step's too."""
     calls(monkeypatch, 100.0)
-    engine: Any = SimpleNamespace(config=SimpleNamespace(simulate_acceptance=acceptance))
-    found = run_request(engine, case(), 9)
+    monkeypatch.setattr(first_token, "simulated_length", lambda *args: acceptance)
+    nobody: Any = None
+    found = run_request(nobody, case(), 9)
     assert found == {
         "request_p50_ms": wall_ms,
         "request_first_p50_ms": 40.0,
         "request_step_p50_ms": 10.0,
         "num_request_steps": steps,
     }
+
+
+@pytest.mark.parametrize(("number", "length"), [(3, 2.5), (1, 1 + RATE)])
+def test_steps_of_a_shorter_block(pair: tuple[Path, Path], number: int, length: float) -> None:
+    """Bug: a whole request of --num-speculative-tokens 3 is told as half of what it takes: as many
+    steps as blocks of 15 would need for it."""
+    options = {"buckets": (1,), "device": "cpu", "num_speculative_tokens": number}
+    with Engine.from_pretrained(*pair, **options, simulate_acceptance=2.5) as engine:
+        assert simulated_length(engine, 1) == pytest.approx(length, rel=0.01)
+        steps = run_request(engine, case(num_iters=1), 33)["num_request_steps"]
+        assert steps == round(32 / length)
 
 
 def test_the_roofline_of_attention(pair: tuple[Path, Path]) -> None:

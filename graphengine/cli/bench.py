@@ -141,7 +141,9 @@ def bench(model: str | None, draft: str | None, **options: Any) -> None:
         lengths = tuple(n for n in lengths if n + output_len <= context) or (1,)
     _check_lengths(options, lengths, context)
     options["input_lens"], asked["max_model_len"] = lengths, context
-    rates = Rates(read_bandwidth_gbps(), matmul_tflops() if prefill else 0.0)
+    rates = Rates(0.0, 0.0)  # what is timed on the CPU has no floor of the GPU beside it
+    if asked["device"] != "cpu":
+        rates = Rates(read_bandwidth_gbps(), matmul_tflops() if prefill else 0.0)
     rows: list[Row] = []
     numbers: dict[str, Any] = {"read_bandwidth_gbps": rates.read_gbps}
     if prefill:

@@ -185,8 +185,8 @@ RESULT_FILE = _group(
 
 
 def check_places(options: Mapping[str, Any]) -> None:
-    """Refuses files that cannot be written, before minutes are spent on what goes into them, and a
-    commit that goes into none.
+    """Refuses files that cannot be written, before minutes are spent on what goes into them, one
+    for two options, of which the later would replace the other's, and a commit that goes into none.
 
     Raises:
         ValueError: with the option's name.
@@ -207,6 +207,12 @@ def check_places(options: Mapping[str, Any]) -> None:
             raise ValueError(f"{text} (no such folder); make it first")
         if not os.access(file if file.exists() else folder, os.W_OK):
             raise ValueError(f"{text} (no permission); choose another path")
+    plot, result = options.get("plot"), options.get("output_json")
+    if plot is not None and result is not None and plot.resolve() == result.resolve():
+        raise ValueError(
+            f"--plot and --output-json are both {plot}, and the picture would replace the result; "
+            "choose another path for one"
+        )
     check_picture("--plot", options.get("plot"))
 
 

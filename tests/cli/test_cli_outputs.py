@@ -14,6 +14,7 @@ from graphengine.checkpoints import sources
 from graphengine.checkpoints.pairs import read_json
 from graphengine.cli.main import main
 from graphengine.cli.options import check_places, deliver
+from graphengine.measure import rates
 from graphengine.prompts import read_prompt_file
 from tests.support.command_line import ENV, Run, refused, shell, streaming
 
@@ -45,6 +46,14 @@ def test_one_place_that_fails_costs_no_other(
     assert Path("step.svg").exists() == ("step.svg" in args)
 
 
+def test_one_file_for_the_result_and_its_picture(tmp_path: Path) -> None:
+    """Bug: minutes of measuring are written, and replaced by the picture of them."""
+    (tmp_path / "b.svg").symlink_to(tmp_path / "a.svg")
+    options = {"plot": tmp_path / "a.svg", "output_json": tmp_path / "b.svg"}
+    with pytest.raises(ValueError, match=r"both .*a\.svg.*another path"):
+        check_places(options)
+
+
 def test_a_full_stdout_costs_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Bug: where stdout is full or closed, the JSON that nobody gets costs the result file too; or
     its loss is not told."""
@@ -70,6 +79,21 @@ def test_steps_are_as_many_as_asked_for(target: Path) -> None:
     assert done.exit_code == 0, done.output
     (mode,) = [v for k, v in json.loads(done.stdout)["numbers"].items() if k.startswith("none")]
     assert mode["bucket_1_input_4"]["num_steps"] == 5
+
+
+@pytest.mark.parametrize("kind", [[], ["--prefill"]])
+def test_no_floor_of_a_gpu_beside_the_cpu(
+    target: Path, monkeypatch: pytest.MonkeyPatch, kind: list[str]
+) -> None:
+    """Bug: on a machine with a GPU `bench --device cpu` says how far the CPU's steps are from the
+    GPU's floor, and takes 4 GiB of that to measure it."""
+    monkeypatch.setattr(rates, "read_bandwidth_gbps", lambda: 4000.0)
+    monkeypatch.setattr(rates, "matmul_tflops", lambda: 700.0)
+    args = ["bench", str(target), "--draft", "none", *SMALL, "--input-len", "4", "--json", *kind]
+    done = CliRunner().invoke(main, [*args, "--num-iters", "2", "--output-len", "16"])
+    assert done.exit_code == 0, done.output
+    assert json.loads(done.stdout)["numbers"]["read_bandwidth_gbps"] == 0
+    assert "floor_ms" not in done.stdout and "roofline" not in done.stdout
 
 
 def test_results_say_every_option(target: Path, draft: Path) -> None:

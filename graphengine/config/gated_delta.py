@@ -125,4 +125,5 @@ def text_part(raw: RawConfig) -> RawConfig:
     inherited = {
         key: raw.get(key) for key in ("eos_token_id", "quantization_config") if key in raw.values
     }
-    return RawConfig({**inherited, **text, **tied}, f"{raw.source}: text_config")
+    found = RawConfig(text, f"{raw.source}: text_config").over(inherited)
+    return RawConfig({**found.values, **tied}, found.source)

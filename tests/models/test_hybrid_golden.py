@@ -227,3 +227,12 @@ def test_what_the_text_part_says_itself() -> None:
     raw = RawConfig(outer | {"text_config": {"eos_token_id": [2, 3]}}, "config.json")
     found = text_part(raw)
     assert found.get("eos_token_id") == [2, 3] and found.get("quantization_config") == {"a": 1}
+
+
+def test_a_null_of_the_text_part_says_nothing() -> None:
+    """Bug: transformers writes `"eos_token_id": null` into a text part without its own, and answers
+    no longer end at the token that the file names beside it."""
+    outer = {"model_type": "qwen3_5", "eos_token_id": 1, "quantization_config": {"a": 1}}
+    text = {"eos_token_id": None, "quantization_config": None, "head_dim": 4}
+    found = text_part(RawConfig(outer | {"text_config": text}, "config.json"))
+    assert found.get("eos_token_id") == 1 and found.get("quantization_config") == {"a": 1}

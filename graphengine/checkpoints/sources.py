@@ -196,6 +196,10 @@ def _weight_files(directory: Path) -> list[Path]:
     if index.is_file():
         try:
             names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        except OSError as error:
+            raise ValueError(
+                f"{index}: cannot be read ({error.strerror}); make it readable"
+            ) from error
         except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
             raise ValueError(
                 f"{index}: not a safetensors index ({error}); fetch the file again"

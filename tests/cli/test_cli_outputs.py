@@ -209,3 +209,16 @@ def test_the_start_is_explained(cli: Run) -> None:
     assert startup["other_s"] >= 0
     rows = [v for k, v in startup.items() if k.endswith("_s") and k != "total_s"]
     assert startup["total_s"] == pytest.approx(sum(v for v in rows if isinstance(v, float)))
+
+
+def test_an_unreadable_index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: of an index of another user the command says that GRAPHENGINE_CACHE, HOME and TMPDIR are
+    to be folders that can be written."""
+
+    def fail(*args: Any, **kwargs: Any) -> Any:
+        raise PermissionError(13, "Permission denied")
+
+    (tmp_path / "model.safetensors.index.json").write_text("{}")
+    monkeypatch.setattr(Path, "read_text", fail)
+    with pytest.raises(ValueError, match=r"index\.json: .*Permission denied.*make it readable"):
+        weights.read_headers(tmp_path)

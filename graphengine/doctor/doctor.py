@@ -116,7 +116,8 @@ def diagnose(
             if target is not None:
                 found += guarded("pair", pair_findings(target_files, target, drafter, draft))
     if target is not None and target.moe is not None:
-        found += guarded("experts", block_findings(target, target.moe, draft))
+        told = block_findings(target, target.moe, draft, options.simulate_acceptance)
+        found += guarded("experts", told)
     found += host_findings(host)
     if target is None or (drafter is not None and draft is None):
         return found, None

@@ -10,12 +10,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from graphengine import names
-from graphengine.config.draft import DraftSpec
+from graphengine.config.draft import DraftSpec, NgramConfig
 from graphengine.config.model import ModelConfig
 from graphengine.config.moe import MoeConfig
 from graphengine.doctor.findings import Finding, info
 from graphengine.measure.segment_bytes import segment_bytes
-from graphengine.startup.draft_width import TYPICAL_TOKENS, choose, widths_of
+from graphengine.startup.draft_width import choose, typical_tokens, widths_of
 
 WIDTHS = (1, 8, 16)
 _BF16 = 2
@@ -41,9 +41,12 @@ def break_even_tokens(target: ModelConfig, draft: DraftSpec | None, num_rows: in
 
 
 def block_findings(
-    target: ModelConfig, moe: MoeConfig, draft: DraftSpec | None
+    target: ModelConfig, moe: MoeConfig, draft: DraftSpec | None, simulated: float | None
 ) -> Iterator[Finding]:
-    """Experts, bytes and break-even of a block of 1, 8 and 16 rows, and of the drafter's own."""
+    """Experts, bytes and break-even of a block of 1, 8 and 16 rows, and of the drafter's own.
+
+    Args: simulated: the mean acceptance length that is asked for.
+    """
     own = {draft.num_verify_rows} if draft is not None else set()
     with_drafter = "" if draft is None else " with the drafter's own bytes"
     for width in sorted({*WIDTHS, *own}):
@@ -56,14 +59,16 @@ def block_findings(
         value += f"; break-even at {tokens:.1f} tokens a step{with_drafter}"
         yield info(f"experts.rows_{width}", value, "a shorter block costs less here")
     if draft is not None:
-        yield _width_finding(target, draft)
+        yield _width_finding(target, draft, simulated)
 
 
-def _width_finding(target: ModelConfig, draft: DraftSpec) -> Finding:
+def _width_finding(target: ModelConfig, draft: DraftSpec, simulated: float | None) -> Finding:
     """What a start would choose if bytes were all that a step costs."""
     whole = draft.num_verify_rows
     cost: dict[int, float] = {w: step_bytes(target, draft, w) for w in widths_of(whole)}
-    mean = min(TYPICAL_TOKENS, whole)
+    mean = simulated
+    if mean is None:
+        mean = typical_tokens(whole, is_lookup=isinstance(draft, NgramConfig))
     chosen = choose(1, {1: verify_bytes(target, 1), **cost}, mean)
     value = f"by bytes {chosen.num_draft_tokens} drafts a step are best for one request, if a "
     value += f"block of {whole} yields {mean:g} tokens"

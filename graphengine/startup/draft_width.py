@@ -106,8 +106,12 @@ def assumed_tokens(pair: Pair) -> float:
     simulated = pair.config.simulate_acceptance
     if simulated is not None:
         return simulated
-    typical = TYPICAL_TOKENS if pair.proposer.taps else TYPICAL_LOOKUP_TOKENS
-    return min(typical, pair.proposer.num_draft_tokens + 1.0)
+    return typical_tokens(pair.proposer.num_draft_tokens + 1, is_lookup=not pair.proposer.taps)
+
+
+def typical_tokens(num_verify_rows: int, *, is_lookup: bool) -> float:
+    """Tokens a step of a whole block of so many rows, where nothing says more."""
+    return min(TYPICAL_LOOKUP_TOKENS if is_lookup else TYPICAL_TOKENS, float(num_verify_rows))
 
 
 def measure_widths(pair: Pair) -> tuple[DraftWidth, ...]:

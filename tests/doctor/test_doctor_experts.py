@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from safetensors.torch import load_file
@@ -68,6 +69,15 @@ def test_a_block_shorter_than_what_is_typical(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(DRAFTER | {"block_size": 3}))
     text = value(check("qwen3-30b-a3b", tmp_path), "experts.width")
     assert "a block of 3 yields 3 tokens" in text
+
+
+@pytest.mark.parametrize(("options", "mean"), [({}, "2"), ({"simulate_acceptance": 6.35}, "6.35")])
+def test_the_tokens_that_a_start_assumes(options: dict[str, Any], mean: str) -> None:
+    """Bug: look-up is credited with a trained drafter's tokens, or what is simulated with others:
+    doctor names a width that no start would choose."""
+    text = value(check("qwen3-30b-a3b", "ngram", **options), "experts.width")
+    assert f"a block of 16 yields {mean} tokens" in text
+    assert ("plain decoding is better still" in text) == (mean == "2")
 
 
 @pytest.mark.parametrize("form", ["per expert", "fused"])

@@ -157,7 +157,7 @@ TABLE: dict[str, Row] = {
         "a slot is reused as it was left, leaks, or is given to two",
         (
             f"{PREFILL}::test_one_piece",
-            f"{RECURRENCE}::test_slots_return",
+            "test_holdings.py::test_slots_return",
             f"{RECURRENCE}::test_short_then_long_then_short",
             f"{RECURRENCE}::test_cancel_in_every_state",
         ),

@@ -179,8 +179,8 @@ def run_case(engine: Engine, case: Case) -> CaseResult:
     with torch.no_grad():
         result.busy_fraction = busy_fraction(loop, requests, statistics.median(result.host_ms))
     loop.reset()
-    context_tokens = result.mean_context_tokens * case.bucket
-    result.step_bytes = weight_bytes(built, case.bucket) + context_tokens * token_bytes(built)
+    context = case.bucket * context_bytes(built, result.mean_context_tokens)
+    result.step_bytes = weight_bytes(built, case.bucket) + context
     return result
 
 
@@ -278,6 +278,18 @@ def token_bytes(built: Built) -> float:
     size = getattr(torch, built.config.dtype).itemsize
     models = [built.target, *(built.draft.models if built.draft else ())]
     return float(sum(page_bytes(model, 1, size) for model in models))
+
+
+def context_bytes(built: Built, num_tokens: float) -> float:
+    """Bytes of K/V that one step reads of a request's context; a layer of the drafter with a window
+    reads no more than that."""
+    found, draft = num_tokens * token_bytes(built), built.draft
+    if draft is not None and draft.models:
+        (model,), size = draft.models, getattr(torch, built.config.dtype).itemsize
+        of_layer = page_bytes(model, 1, size) / model.num_hidden_layers
+        windows = [rule.window for rule in draft.attention_rules if rule.window]
+        found -= of_layer * sum(max(num_tokens - window, 0) for window in windows)
+    return found
 
 
 def gpu_memory() -> dict[str, Any]:

@@ -100,3 +100,13 @@ def test_operators_are_shown_to_one_thread_s_mode() -> None:
         x + x
     x * x
     assert seen == ["aten::add"]
+
+
+def test_a_larger_limit_stays() -> None:
+    """Bug: an engine lowers a limit that its user has raised, whose own functions then run
+    uncompiled; or it leaves a lower one, and its own do."""
+    dynamo: Any = torch._dynamo.config
+    with dynamo.patch(recompile_limit=700, accumulated_recompile_limit=700):
+        for asked, wanted in ((512, 700), (900, 900)):
+            torch_internals.set_up_dynamo(asked)
+            assert dynamo.recompile_limit == dynamo.accumulated_recompile_limit == wanted

@@ -17,6 +17,7 @@ import torch
 from graphengine.decode import ends, recurrence
 from graphengine.decode.loop import DecodeLoop
 from graphengine.decode.recurrence import NULL_SLOT, States
+from graphengine.kernels.gated_delta_prefill import Pieces
 from tests.decode.test_engine import (  # noqa: F401
     BACKENDS,
     BLOCK,
@@ -229,6 +230,18 @@ def test_an_answer_that_is_cut_off_leaves_no_later_state(pair: Pair, backend: st
         if cached:
             assert hits[0] and not hits[-1]
     assert found[True] == found[False]
+
+
+def test_rows_of_no_piece_give_zeros() -> None:
+    """Bug: behind a prompt's end a chunk's rows are what memory held, maybe NaN."""
+    states = States(torch.zeros(1, 2, 3, 16), torch.zeros(1, 2, 2, 4, 4))
+    torch.use_deterministic_algorithms(True)  # then new memory is NaN
+    try:
+        found = recurrence.prefill_recurrence(states, Pieces(*torch.zeros(6, 1).int()), 5)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert found is not None
+    assert torch.equal(found.out_TNV, torch.zeros(5, 2, 4))
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

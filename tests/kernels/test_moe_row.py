@@ -54,9 +54,24 @@ def test_equals_the_reference(
     torch.testing.assert_close(out, expected, atol=0.02, rtol=0.02)
 
 
+def test_a_negative_zero_ties_with_zero(device, poisoned_outputs) -> None:
+    """Bug: a logit that was rounded to -0 is less than 0, so the higher expert is chosen."""
+    x, router, gate_up, down = layer((4, 1, 48, 16), device, torch.float16)[0]
+    router.fill_(-1)
+    router[:2] = 0
+    router[0, 0], router[1, 0] = -(2.0**-24), 2.0**-24  # times 1/4, float16 has no such numbers
+    x[:, 0] = 0.25
+    x[:, 1:] = x[:, 1:].abs()
+    arguments = (x, router, gate_up, down, None, 1, False)
+    out, expected = experts_row(*arguments), experts_row_reference(*arguments)
+    torch.testing.assert_close(out, expected, atol=0.02, rtol=0.02)
+    lower = experts_row(x, router[:1], gate_up[:1], down[:1], None, 1, True)
+    assert torch.nn.functional.cosine_similarity(out[0], lower[0]) > 0.99
+
+
 def test_ties_and_nan_choose_as_in_a_block(device, poisoned_outputs) -> None:
-    """Bug: a tie goes to the higher expert, -0 is less than 0, a negative tie turns round, or NaN
-    names an expert that does not exist."""
+    """Bug: a tie goes to the higher expert, a negative tie turns round, or NaN names an expert that
+    does not exist."""
     E, K, D, I = 32, 6, 48, 16  # noqa: E741
     x = torch.zeros(1, D, device=device, dtype=torch.bfloat16)
     x[0, 0] = 1

@@ -221,4 +221,4 @@ def test_an_unreadable_index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     (tmp_path / "model.safetensors.index.json").write_text("{}")
     monkeypatch.setattr(Path, "read_text", fail)
     with pytest.raises(ValueError, match=r"index\.json: .*Permission denied.*make it readable"):
-        weights.read_headers(tmp_path)
+        sources.read_headers(tmp_path)

@@ -109,7 +109,7 @@ def test_too_large_for_the_pool_is_refused(pair: tuple[Path, Path]) -> None:
         *pair, buckets=(1,), page_size=2, max_model_len=48, device="cpu"
     ) as engine:
         loop = engine.built.loop
-        loop.allocator = PrefixCache(9, 2)
+        loop.holdings.allocator = PrefixCache(9, 2)
         message = r"1 prompt and 40 new tokens need 23 pages of 2 tokens, the pool has 8; .*memory"
         with pytest.raises(ValueError, match=message):
             loop.submit([3], 40, frozenset())

@@ -53,7 +53,7 @@ FAR_SIZES, FAR = (128, 256), 2048
 FAR_LEAST = chunk_attention.BLOCK // 2  # no more rows than that are as fast in blocks of 16
 MOST_PROMPTS = 16  # of a chunk: for as many rows the head streams its weights once
 NO_PROMPT = -1  # start of a block
-FIRST_TOKEN, GOES_ON = "first_token", "goes_on"  # how a chunk ends
+FIRST_TOKEN, GOES_ON = names.FIRST_TOKEN, "goes_on"  # how a chunk ends
 
 Taker = Callable[[Tensor, Tensor], None]
 """Gets logits_RV and ids_R."""
@@ -177,7 +177,7 @@ class FixedChunk:
 
         self._head: list[Step] = [Dense(first.name, begin), *rest]
         # Of the last layer of a prompt that goes on, K/V alone is wanted.
-        ended = [attend, Dense(last.name, end), Host(names.FIRST_TOKEN, hand_over)]
+        ended = [attend, Dense(last.name, end), Host(FIRST_TOKEN, hand_over)]
         self._ends: dict[str, list[Step]] = {FIRST_TOKEN: ended}
         is_last_paged = isinstance(attend, AttentionStep)
         if is_long and is_last_paged and config.num_hidden_layers - 1 not in pair.proposer.taps:

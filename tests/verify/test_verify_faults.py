@@ -22,7 +22,7 @@ import pytest
 from graphengine.api import Engine
 from graphengine.checkpoints.hub import BUNDLED, TINY_DRAFT, TINY_TARGET
 from graphengine.cli.verify import PROBES, PROMPTS
-from graphengine.decode import buckets, loop
+from graphengine.decode import buckets, holdings
 from graphengine.decode.kvcache import NULL_PAGE
 from graphengine.models.layers import rope_table
 from graphengine.verify.check import Limits, Report, decide, decode, judge
@@ -270,7 +270,7 @@ def test_a_state_that_is_not_copied_behind_a_hit(monkeypatch: pytest.MonkeyPatch
     failed = []
     for is_broken in (False, True):
         if is_broken:
-            monkeypatch.setattr(loop, "copy_state_", lambda states, source, slot: None)
+            monkeypatch.setattr(holdings, "copy_state_", lambda states, source, slot: None)
         with load(target, draft, buckets=(1,)) as engine:
             built = engine.built
             ids = returning(prompt_ids(engine)[0], 256)

@@ -1,6 +1,7 @@
 """The kernels of moe_row.py, which says what they compute, what each may read when, and why.
 
 Legend: E experts, K of them the row's, D hidden, I expert width; .._PAD: the next power of two.
+I is the width of moe.py's legend, which lint takes for a 1 (E741).
 """
 
 # pyright: reportArgumentType=false, reportGeneralTypeIssues=false

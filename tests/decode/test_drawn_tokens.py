@@ -133,12 +133,12 @@ def test_first_tokens_follow_the_target(tmp_path: Path, draft: bool) -> None:
     model = load_target(pair.target)
     prompt, count, depth = PROMPTS[0], 800, 3
     exact: dict[tuple[int, ...], float] = {(): 1.0}
-    warp = {"temperature": 1.2, "top_p": 1.0, "top_k": 3}
+    warp: dict[str, Any] = {"temperature": 1.2, "top_p": 1.0, "top_k": 3}
     for _ in range(depth):
         grown: dict[tuple[int, ...], float] = {}
         for prefix, mass in exact.items():
             logits = run_target(model, [*prompt, *prefix]).logits[-1:]
-            probs = reference_warp(logits, **warp).softmax(-1)[0]  # type: ignore[arg-type]
+            probs = reference_warp(logits, **warp).softmax(-1)[0]
             for token in probs.nonzero()[:, 0].tolist():
                 grown[(*prefix, token)] = mass * float(probs[token])
         exact = grown

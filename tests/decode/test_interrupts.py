@@ -106,7 +106,7 @@ class Interrupt:
 
     FILES = (
         *("loop.py", "lane.py", "fallback.py", "rows.py", "kvcache.py"),
-        *("request.py", "guards.py", "api.py"),
+        *("request.py", "guards.py", "holdings.py", "api.py"),
     )
 
     def __init__(self, line: int) -> None:

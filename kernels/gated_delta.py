@@ -4,6 +4,7 @@
     q, k <- q / |q| / sqrt(K), k / |k|                 |x|^2 = sum x^2 + 1e-6
     g_t  = -exp(A_log) softplus(a_t + dt_bias),  beta_t = sigmoid(b_t)
     S   <- exp(g_t) S;   S <- S + beta_t (v_t - S k_t) k_t^T;   o_t = S q_t
+    out_t = o_t / rms(o_t) * w * silu(z_t)         o_t rounded before
 
 Value head h reads with key head h // (N / key heads). All of it is float32 but the convolved
 columns and the outputs, which are of the model's dtype.
@@ -12,7 +13,9 @@ Why two operations: rows of a block may be rejected, and a state cannot be taken
 reads the committed state and window, writes neither, and records what each row adds; `commit`
 applies exactly the accepted ones. A row's addition, delta_t k_t^T with delta_t the factor of k_t^T
 above, does not depend on how many rows are accepted behind it, and both are recorded in float32:
-the verify's own numbers (in bfloat16 they would cost 2e-3 of the state).
+the verify's own numbers (in bfloat16 they would cost 2e-3 of the state). A block of one row has
+nothing to reject: its state advances at once, which saves its commit a state's read, and the
+columns alone are recorded, since other heads still read the window.
 
 Invariant: a row at or past the count, the null slot and free slots are never read into a live
 state: rejected rows are left out, not multiplied by zero, since 0 * NaN is NaN.
@@ -28,12 +31,14 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from graphengine.kernels.gated_delta_kernels import commit_kernel, verify_kernel, verify_row_kernel
+from graphengine.kernels.gated_delta_kernels import commit_kernel, step_kernel, verify_kernel
 from graphengine.kernels.interpreter import INTERPRET
 from graphengine.kernels.launch import on_grid, pdl_options
+from graphengine.kernels.output_gate import output_gate, output_gate_reference
 from graphengine.kernels.qk_norm_rope import sum_partials
 
 NUM_TAPS = 4
+FEW_STATES = 64  # of all heads of a batch
 COMMIT_ROWS, COMMIT_WARPS = 16, 4  # of a state in a program of a commit, which only streams
 EPS = 1e-6  # of the keys' and queries' norm; never rms_norm_eps
 
@@ -42,9 +47,14 @@ class Records(NamedTuple):
     """What a block leaves for its commit."""
 
     raw_BXC: torch.Tensor  # model dtype: the window, then the block's columns
-    keys_BGJ: torch.Tensor  # float32: convolved and normed
+    keys_BGJ: torch.Tensor  # float32: convolved and normed; these three unused of one row
     deltas_BGNV: torch.Tensor  # float32
     g_BGN: torch.Tensor  # float32
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(B, G)."""
+        return self.raw_BXC.shape[-3], self.raw_BXC.shape[-2] - NUM_TAPS + 1
 
 
 class Inputs(NamedTuple):
@@ -93,45 +103,52 @@ def gated_delta_verify_(
     windows_S3C: torch.Tensor,
     states_SNVK: torch.Tensor,
     slots_B: torch.Tensor,
+    norm_V: torch.Tensor,
+    eps: float,
     records: Records,
-    out_TNV: torch.Tensor,
-) -> None:
-    """Outputs of every row of every block from the committed states.
+) -> torch.Tensor:
+    """Gated outputs of every row of every block from the committed states.
 
     Args:
         projected: [T, E] in the model's dtype, or fp32 partial sums [Z, T, E].
         slots_B: int32.
-        out_TNV: model dtype.
-    Mutates: records, out_TNV. Never the windows and states.
+    Returns: [T, N, V] in the model's dtype.
+    Mutates: records, and of blocks of one row the states but the null slot's. Never the windows.
     """
     tensors = projected, conv_C4, a_log_N, dt_bias_N, windows_S3C, states_SNVK, slots_B
     num_splits = projected.shape[0] if projected.dim() == 3 else 1
-    (N, K), (B, G) = out_TNV.shape[1:], records.keys_BGJ.shape[:2]
+    (N, K), (B, G), C = states_SNVK.shape[1:3], records.shape, windows_S3C.shape[-1]
+    out_TNV = windows_S3C.new_empty(B * G, N, K)
     check_shapes(projected, windows_S3C, states_SNVK, out_TNV, B * G)
     if not (projected.is_cuda or INTERPRET):
-        gated_delta_verify_reference_(*tensors, records, out_TNV)
-        return
-    dense = (*tensors[1:], *records, out_TNV)
+        return gated_delta_verify_reference_(*tensors, norm_V, eps, records)
+    dense = *tensors[1:], norm_V, *records
     if projected.stride(-1) != 1 or not all(x.is_contiguous() for x in dense):
         raise ValueError("all but projected must be contiguous, and projected in its last dim")
-    tile, num_warps = value_tile(K, B * N, G)
-    block = {"G": G, "ROWS": padded_rows(G)} if G > 1 else {}
-    on_grid(verify_kernel if G > 1 else verify_row_kernel, (N * (K // tile), B))(
-        *tensors,
-        *records,
-        out_TNV,
-        projected.stride(-2),
-        projected.stride(0) if num_splits > 1 else 0,
-        K**-0.5,
-        **block,
-        N=N,
-        NK=(windows_S3C.shape[-1] // K - N) // 2,
-        K=K,
-        BV=tile,
-        Z=num_splits,
-        num_warps=num_warps,
-        **pdl_options(projected.device),
-    )
+    strides = projected.stride(-2), projected.stride(0) if num_splits > 1 else 0
+    shape = {"N": N, "NK": (C // K - N) // 2, "K": K, "Z": num_splits}
+    shape |= pdl_options(projected.device)
+    if G == 1:
+        tile, num_warps = step_tile(K, B * N)
+        on_grid(step_kernel, (N * (K // tile), B))(
+            *(*tensors, norm_V, records.raw_BXC, out_TNV, *strides, K**-0.5, eps),
+            BV=tile,
+            num_warps=num_warps,
+            **shape,
+        )
+        if tile == K:
+            return out_TNV
+    else:
+        tile, num_warps = verify_tile(K, B * N)
+        on_grid(verify_kernel, (N * (K // tile), B))(
+            *(*tensors, *records, out_TNV, *strides, K**-0.5),
+            G=G,
+            BV=tile,
+            ROWS=padded_rows(G),
+            num_warps=num_warps,
+            **shape,
+        )
+    return output_gate(out_TNV, projected, C, norm_V, eps).view_as(out_TNV)
 
 
 def padded_rows(num_rows: int) -> int:
@@ -139,16 +156,20 @@ def padded_rows(num_rows: int) -> int:
     return max(16, 1 << (num_rows - 1).bit_length())
 
 
-def value_tile(head_dim: int, num_states: int, block: int) -> tuple[int, int]:
+def verify_tile(head_dim: int, num_states: int) -> tuple[int, int]:
     """Rows of a state in a verify's program, and its warps. Half a state where there are few, so
     that a batch of one has a program for half the multiprocessors of an H200 (32 heads: 64); all
     of it where there are many, since a program's work on the keys is the same whatever its rows.
     Tiles change no result: a row of a state is worked on alone."""
-    if block == 1:
-        return min(head_dim, 32), 1
-    if num_states <= 64:
+    if num_states <= FEW_STATES:
         return max(head_dim // 2, min(head_dim, 16)), 8
     return head_dim, 4
+
+
+def step_tile(head_dim: int, num_states: int) -> tuple[int, int]:
+    """The same of one row. Where there are few states a program has a whole one, whose output it
+    can norm and gate; of many, small ones start beside the launch in front of them."""
+    return (head_dim, 8) if num_states <= FEW_STATES else (min(head_dim, 32), 1)
 
 
 def check_shapes(
@@ -186,31 +207,34 @@ def gated_delta_verify_reference_(
     windows_S3C: torch.Tensor,
     states_SNVK: torch.Tensor,
     slots_B: torch.Tensor,
+    norm_V: torch.Tensor,
+    eps: float,
     records: Records,
-    out_TNV: torch.Tensor,
-) -> None:
+) -> torch.Tensor:
     """`gated_delta_verify_` in plain torch."""
-    raw_BXC, keys_BGJ, deltas_BGNV, g_BGN = records
-    (B, G), (N, V), C = g_BGN.shape[:2], out_TNV.shape[1:], windows_S3C.shape[-1]
+    (B, G), (N, V), C = records.shape, states_SNVK.shape[1:3], windows_S3C.shape[-1]
     columns_TC, g_TN, beta_TN = take_apart(projected, a_log_N, dt_bias_N, C, windows_S3C.dtype)
-    slots = slots_B.long()
-    raw_BXC.copy_(torch.cat([windows_S3C[slots], columns_TC.unflatten(0, (B, G))], 1))
-    g_BGN.copy_(g_TN.unflatten(0, (B, G)))
-    J = keys_BGJ.shape[-1]
+    slots, J = slots_B.long(), (C - N * V) // 2
+    raw_BXC = torch.cat([windows_S3C[slots], columns_TC.unflatten(0, (B, G))], 1)
     q, k, v = convolve(raw_BXC, conv_C4).split([J, J, N * V], -1)
-    q, k, v = heads_of(q, N, V) * V**-0.5, heads_of(k, J // V, V), heads_of(v, N, V, False)
-    keys_BGJ.copy_(k.flatten(2))
-    k = k.repeat_interleave(N * V // J, 2)
-    state, out_BGNV, beta_BGN = (
-        states_SNVK[slots],
-        *(x.unflatten(0, (B, G)) for x in (out_TNV, beta_TN)),
-    )
+    q, keys, v = heads_of(q, N, V) * V**-0.5, heads_of(k, J // V, V), heads_of(v, N, V, False)
+    k = keys.repeat_interleave(N * V // J, 2)
+    g_BGN, beta_BGN = (x.unflatten(0, (B, G)) for x in (g_TN, beta_TN))
+    state, out_BGNV, deltas_BGNV = states_SNVK[slots], torch.empty_like(v), torch.empty_like(v)
     for i in range(G):
         state = state * g_BGN[:, i].exp()[..., None, None]
         held_BNV = (state @ k[:, i, ..., None])[..., 0]
         deltas_BGNV[:, i] = beta_BGN[:, i, :, None] * (v[:, i] - held_BNV)
         state = state + deltas_BGNV[:, i, ..., None] * k[:, i, ..., None, :]
-        out_BGNV[:, i] = (state @ q[:, i, ..., None])[..., 0].to(out_TNV.dtype)
+        out_BGNV[:, i] = (state @ q[:, i, ..., None])[..., 0]
+    records.raw_BXC.copy_(raw_BXC)
+    if G > 1:
+        for record, found in zip(records[1:], (keys.flatten(2), deltas_BGNV, g_BGN), strict=True):
+            record.copy_(found)
+    else:
+        states_SNVK[slots[slots > 0]] = state[slots > 0]
+    out_TNV = out_BGNV.flatten(0, 1).to(windows_S3C.dtype)
+    return output_gate_reference(out_TNV, projected, C, norm_V, eps).view_as(out_TNV)
 
 
 def gated_delta_commit_(
@@ -223,7 +247,8 @@ def gated_delta_commit_(
     kept_slots_B2: torch.Tensor | None = None,
     spacing: int = 0,
 ) -> None:
-    """Applies rows 0 .. n - 1 of every request's records, n = start - first position.
+    """Applies rows 0 .. n - 1 of every request's records, n = start - first position; of blocks of
+    one row to the windows alone.
 
     Where they pass a multiple of `spacing`, what is behind the last one, m, is kept as well, in the
     slot of column m / spacing % 2: the one before it is still there.
@@ -242,12 +267,11 @@ def gated_delta_commit_(
         return
     if not all(x.is_contiguous() for x in (*records_L, *tensors, start_B, kept_slots_B2)):
         raise ValueError("records, windows, states, slots and start must be contiguous")
-    L, S, N, K = states_LSNVK.shape[:4]
-    B, G = records_L.keys_BGJ.shape[1:3]
-    tile = min(K, COMMIT_ROWS)
+    (L, S, N, K), (B, G) = states_LSNVK.shape[:4], records_L.shape
     # What is kept first, from the state as it was, and in a launch of its own: in one launch 117
     # registers instead of 70 leave four programs a multiprocessor instead of seven.
     for own in (spacing, 0) if spacing else (0,):
+        tile = min(K, COMMIT_ROWS) if G > 1 or own else K
         on_grid(commit_kernel, (L * N * (K // tile), B))(
             *records_L,
             *tensors,
@@ -280,19 +304,21 @@ def gated_delta_commit_reference_(
 ) -> None:
     """`gated_delta_commit_` in plain torch."""
     raw, keys, deltas, g = records_L
-    N, V = states_LSNVK.shape[2:4]
-    counts_B = (start_B - first_positions_B).clamp(0, g.shape[2])
+    (N, V), G = states_LSNVK.shape[2:4], records_L.shape[1]
+    counts_B = (start_B - first_positions_B).clamp(0, G)
     for b, (slot, count) in enumerate(zip(slots_B.tolist(), counts_B.tolist(), strict=True)):
         if not count:
             continue
         number = int(start_B[b]) // spacing if spacing else 0
         kept_rows = number * spacing - int(first_positions_B[b])
         kept = int(kept_slots_B2[b, number % 2])
-        state, key_heads = states_LSNVK[:, slot], keys[:, b].unflatten(-1, (-1, V))
-        k = key_heads.repeat_interleave(N // key_heads.shape[-2], -2)
+        state = states_LSNVK[:, slot]
         for i in range(count):
-            state = state * g[:, b, i].exp()[..., None, None]
-            state = state + deltas[:, b, i, ..., None] * k[:, i, ..., None, :]
+            if G > 1:
+                key_heads = keys[:, b, i].unflatten(-1, (-1, V))
+                k = key_heads.repeat_interleave(N // key_heads.shape[-2], -2)
+                state = state * g[:, b, i].exp()[..., None, None]
+                state = state + deltas[:, b, i, ..., None] * k[..., None, :]
             if kept and i + 1 == kept_rows:
                 states_LSNVK[:, kept] = state
                 windows_LS3C[:, kept] = raw[:, b, i + 1 : i + NUM_TAPS]

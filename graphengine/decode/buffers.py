@@ -75,7 +75,6 @@ class RecurrentBuffers(NamedTuple):
     slots_B: Tensor  # int32; 0, the null slot, for padding
     kept_slots_B2: Tensor  # int32; of the last states of answers, 0 where none is kept
     records: Records  # of all layers, which come first in each
-    out_TNV: Tensor  # model dtype; a layer's outputs
 
 
 class Launched:

@@ -1,7 +1,8 @@
 """State of a fixed size by request: its pool, its records, and how a chain runs over them.
 
 A verify reads the committed state and never writes it: what it would need to advance is recorded,
-and behind acceptance one step applies exactly the accepted rows of every layer (`advance_`). So a
+and behind acceptance one step applies exactly the accepted rows of every layer (`advance_`). (A
+block of one row has none to reject; it advances its state itself, but for the window.) So a
 verify can be repeated, a rejected row leaves no trace, and no state is kept by row. The other way,
 to fold the pending rows at the start of the next verify, reads a state less (12 of 39 us a step at
 batch 1, Qwen3.5-4B, by arithmetic), but puts the fold's serial rows in front of every layer, keeps
@@ -37,6 +38,7 @@ from graphengine.kernels.gated_delta import Records, gated_delta_commit_, gated_
 from graphengine.kernels.gated_delta_prefill import Pieces, gated_delta_prefill_
 from graphengine.models.decoder import layer_kinds
 from graphengine.models.gated_delta import GatedDeltaWeights, RecurrentState
+from graphengine.models.layers import output_gate
 
 NULL_SLOT = 0
 KEPT_STATES = 16  # of prompts and answers, for prompts that begin like them
@@ -87,8 +89,8 @@ def make_states(
 class Recurrence(Protocol):
     """Runs a chain's recurrent layers."""
 
-    def run(self, layer: GatedDeltaWeights, index: int, projected_TE: Tensor) -> Tensor:
-        """Of the recurrent layer `index`: o_TNV from what it projected."""
+    def run(self, layer: GatedDeltaWeights, index: int, projected_TE: Tensor, eps: float) -> Tensor:
+        """Of the recurrent layer `index`: gated outputs [T, N, V] from what it projected."""
         ...
 
 
@@ -111,10 +113,10 @@ class VerifyRecurrence:
     states: States
     buffers: RecurrentBuffers
 
-    def run(self, layer: GatedDeltaWeights, index: int, projected_TE: Tensor) -> Tensor:
+    def run(self, layer: GatedDeltaWeights, index: int, projected_TE: Tensor, eps: float) -> Tensor:
         windows_LSXC, states_LSNVK = self.states
         own = self.buffers
-        gated_delta_verify_(
+        return gated_delta_verify_(
             projected_TE,
             layer.conv_C14.squeeze(1),
             layer.a_log_N,
@@ -122,10 +124,10 @@ class VerifyRecurrence:
             windows_LSXC[index],
             states_LSNVK[index],
             own.slots_B,
+            layer.norm_V,
+            eps,
             Records(*(x[index] for x in own.records)),
-            own.out_TNV,
         )
-        return own.out_TNV
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +138,7 @@ class PrefillRecurrence:
     pieces: Pieces
     out_TNV: Tensor
 
-    def run(self, layer: GatedDeltaWeights, index: int, projected_TE: Tensor) -> Tensor:
+    def run(self, layer: GatedDeltaWeights, index: int, projected_TE: Tensor, eps: float) -> Tensor:
         gated_delta_prefill_(
             projected_TE,
             layer.conv_C14.squeeze(1),
@@ -147,7 +149,9 @@ class PrefillRecurrence:
             self.pieces,
             self.out_TNV,
         )
-        return self.out_TNV
+        gate = self.states.windows_LSXC.shape[-1]
+        gated_TF = output_gate(self.out_TNV, projected_TE, gate, layer.norm_V, eps)
+        return gated_TF.view_as(self.out_TNV)
 
 
 def advance_(
@@ -174,16 +178,16 @@ def take_buffers(
     own, layers, take = entries[0].config, len(entries), arena.take
     heads, dtype, f32 = own.num_value_heads, arena.dtype, torch.float32
     columns, by_request = entries[0].window_shape[0] + block, (layers, num_requests)
+    rows = block if block > 1 else 0  # one row is not rejected: its columns alone are recorded
     return RecurrentBuffers(
         take("state_slots", num_requests, dtype=torch.int32),
         take("kept_slots", num_requests, 2, dtype=torch.int32),
         Records(
             take("delta_raw", *by_request, columns, own.num_channels, dtype=dtype),
-            take("delta_keys", *by_request, block, own.key_size, dtype=f32),
-            take("delta_rows", *by_request, block, heads, own.head_dim, dtype=f32),
-            take("delta_gates", *by_request, block, heads, dtype=f32),
+            take("delta_keys", *by_request, rows, own.key_size, dtype=f32),
+            take("delta_rows", *by_request, rows, heads, own.head_dim, dtype=f32),
+            take("delta_gates", *by_request, rows, heads, dtype=f32),
         ),
-        take("delta_out", num_requests * block, heads, own.head_dim, dtype=dtype),
     )
 
 

@@ -134,8 +134,8 @@ def layer_steps(
         mix = recurrence.run
 
         def run(carry: Carry) -> Carry:
-            h_TD, projected_TE, *gate = carry
-            return h_TD, mix(weights, index, projected_TE), *gate
+            h_TD, projected_TE = carry
+            return h_TD, mix(weights, index, projected_TE, eps)
 
         return Dense(names.delta_name(chain, layer), run)
 

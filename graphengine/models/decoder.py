@@ -103,7 +103,6 @@ MIXERS = {
         project=gated_delta.project,
         write_state_=None,
         output=gated_delta.output,
-        gates=True,
     ),
 }
 FFNS = {

@@ -6,7 +6,7 @@ state has a fixed size by request, a gated norm and the projection back.
     S         <- exp(g) S + k (beta (v - (exp(g) S)^T k))^T,   o = S^T q
     out        = Wo (rmsnorm(o) * w * silu(z))
 
-What stands between the projection and `o` is kernels/gated_delta.py; here are the dense ends.
+What stands between the two projections is kernels/gated_delta.py; here are the dense ends.
 
 Legend: T rows, D hidden, N value heads, V head dim, C channels of the convolution,
 E = C + N * V + 2 * N, F = N * V.
@@ -23,7 +23,7 @@ from torch import Tensor
 
 from graphengine.config.gated_delta import CONV_TAPS, GatedDeltaConfig
 from graphengine.config.model import ModelConfig
-from graphengine.models.layers import Matrix, linear_partials, norm_linear, output_gate
+from graphengine.models.layers import Matrix, linear_partials, norm_linear
 from graphengine.models.weight import Fields, Pick, Weight, norm
 
 
@@ -118,9 +118,6 @@ def project(
     return norm_linear(h_TD, update, layer.input_norm_D, eps, layer.in_ED)
 
 
-def output(layer: GatedDeltaWeights, o_TNV: Tensor, projected_TE: Tensor, eps: float) -> Tensor:
-    """`(rmsnorm(o) * w * silu(z)) @ Wo^T`, the norm of each head: [T, D] or partial sums."""
-    num_heads, size = o_TNV.shape[1], o_TNV.shape[1] * o_TNV.shape[2]
-    end = projected_TE.shape[-1] - 2 * num_heads
-    gated_TF = output_gate(o_TNV, projected_TE, end - size, layer.norm_V, eps)
-    return linear_partials(gated_TF, layer.out_DF)
+def output(layer: GatedDeltaWeights, gated_TNV: Tensor, _: None, eps: float) -> Tensor:
+    """`gated @ Wo^T`: [T, D] or partial sums."""
+    return linear_partials(gated_TNV.flatten(1), layer.out_DF)

@@ -37,13 +37,14 @@ META = torch.device("meta")
 
 
 def carry_bytes(model: ModelConfig, element_bytes: int) -> int:
-    """Of a row, all layers: what crosses from a step to the next, residual and query, and what a
-    mixer that gates has projected."""
+    """Of a row, all layers: what crosses from a step to the next, residual and query, or what a
+    mixer that gates or recurs has projected."""
     total = 0
     for mixer, _ in layer_kinds(model):
         query = model.q_size * element_bytes
         total += model.hidden_size * element_bytes
-        total += mixer.row_bytes(model, element_bytes) if mixer.gates else query
+        is_wide = mixer.gates or mixer.write_state_ is None
+        total += mixer.row_bytes(model, element_bytes) if is_wide else query
     return total
 
 

@@ -350,6 +350,6 @@ def test_one_state_a_request(pair: HybridPair) -> None:
         half = make_states(target.config, num_slots, torch.bfloat16, torch.device("meta"))
         assert half is not None, "the recurrence stays float32"
         assert sum(x.nbytes for x in half) == num_slots * state_bytes(target.config, 2)
-        tensors = own.slots_B, own.kept_slots_B2, *own.records, own.out_TNV
+        tensors = own.slots_B, own.kept_slots_B2, *own.records
         of_rows = sum(x.untyped_storage().nbytes() for x in tensors) // 4  # of one request
         assert of_rows < BLOCK * states.states_LSNVK[:, 0].numel() * 4

@@ -85,7 +85,6 @@ def oracle(layer: Layer, slot: int, projected: Tensor, count: int) -> tuple[Tens
         summed = (columns.double() * layer.conv_C4.double().T).sum(0)
         c = F.silu(summed).to(projected.dtype).double()
         q, k, v = (x.view(-1, K) for x in c.split([nk * K, nk * K, n * K]))
-        z = row[channels : -2 * n].double().view(n, K)
         q = F.normalize(q, dim=-1, eps=0).repeat_interleave(n // nk, 0) * K**-0.5
         k = F.normalize(k, dim=-1, eps=0).repeat_interleave(n // nk, 0)
         b, a = row[-2 * n :].double().chunk(2)
@@ -93,8 +92,7 @@ def oracle(layer: Layer, slot: int, projected: Tensor, count: int) -> tuple[Tens
         state = state * g.exp()[:, None, None]
         delta = b.sigmoid()[:, None] * (v - torch.einsum("nvk,nk->nv", state, k))
         state = state + torch.einsum("nv,nk->nvk", delta, k)
-        o = torch.einsum("nvk,nk->nv", state, q)
-        out.append(F.rms_norm(o, (K,), norm_of(layer).double(), EPS) * F.silu(z))
+        out.append(torch.einsum("nvk,nk->nv", state, q))
         window = columns[1:]
         if i + 1 == count:
             kept = state, window
@@ -103,6 +101,13 @@ def oracle(layer: Layer, slot: int, projected: Tensor, count: int) -> tuple[Tens
 
 def verify(layer: Layer, slots: Tensor, projected: Tensor, records: Records) -> Tensor:
     return gated_delta_verify_(projected, *layer, slots, norm_of(layer), EPS, records)
+
+
+def gated(out: Tensor, projected: Tensor, layer: Layer) -> Tensor:
+    """The oracle's outputs behind their gates."""
+    n, channels = layer.states_SNVK.shape[1], layer.windows_S3C.shape[-1]
+    z = projected[:, channels : -2 * n].double().view(-1, n, K)
+    return F.rms_norm(out, (K,), norm_of(layer).double(), EPS) * F.silu(z)
 
 
 def norm_of(layer: Layer) -> Tensor:
@@ -138,7 +143,8 @@ def test_every_count_of_a_block(
         assert torch.equal(before[0], layer.windows_S3C)
         if block > 1:
             assert torch.equal(before[1], layer.states_SNVK)
-        close(out, torch.cat([o for o, _, _ in expected]), 2e-6 if dtype == torch.float32 else 4e-3)
+        outputs = gated(torch.cat([o for o, _, _ in expected]), projected, layer)
+        close(out, outputs, 2e-6 if dtype == torch.float32 else 4e-3)
         first = torch.tensor([[5, 0], [900, 0]], device=device)[:, 0]
         start = (first + torch.tensor(counts, device=device)).int()
         pools = layer.windows_S3C[None], layer.states_SNVK[None]
@@ -197,6 +203,7 @@ def test_a_step_leaves_other_slots_alone(device: str) -> None:
     pools = layer.windows_S3C[None], layer.states_SNVK[None]
     start = torch.tensor([8, 0, 0], dtype=torch.int32, device=device)
     gated_delta_commit_(records, *pools, slots, torch.tensor([7, 0, 0], device=device), start)
+    out = gated(out, projected[:1], layer)
     for x, expected in ((found[:1], out), (layer.states_SNVK[2], state)):
         close(x, expected)
     assert torch.equal(layer.windows_S3C[2], window)

@@ -36,8 +36,9 @@ NO_END = 1 << 62  # of a range that was open when the recording ended
 _ATTENTION_KERNEL = re.compile(
     r"Batch(Prefill|Decode)|MergeState|PagedKV|fmha|flash_fwd|attention", re.IGNORECASE
 )
-# Those of kernels/gated_delta.py and gated_delta_prefill.py.
-_DELTA_KERNEL = re.compile(r"^(verify|verify_row|convolve|prepare|scan)_kernel")
+# Those of kernels/gated_delta.py and gated_delta_prefill.py, and the gate that may stand behind.
+_DELTA_KERNEL = re.compile(r"^(verify|step|convolve|prepare|scan|delta_scan)_kernel")
+_GATE_KERNEL = re.compile(r"^_output_gate_kernel")
 _ARGMAX_KERNEL = re.compile(r"_argmax_kernel")  # an Inductor kernel may be named after the op
 _COPY_KERNEL = re.compile(r"copy", re.IGNORECASE)
 _ACCEPT_KERNEL = re.compile(r"accept_and_advance")
@@ -201,7 +202,7 @@ class _ChainNames:
         self._is_step = self._is_drafting = graph == names.SPECULATE
         self._chain, self._layer = "draft" if self._is_step else graph.partition(".")[0], 0
         self._is_context = False
-        self._after_mixing = False
+        self._after_mixing = self._after_delta = False
         # argmax has run; something behind the target's has; accept has
         self._has_chosen = self._is_accepting = self._has_accepted = False
 
@@ -210,7 +211,9 @@ class _ChainNames:
         if _ATTENTION_KERNEL.search(kernel):
             self._after_mixing = True
             return names.attention_name(self._chain, self._layer), "attention"
-        if _DELTA_KERNEL.search(kernel):
+        is_gate = self._after_delta and _GATE_KERNEL.search(kernel)
+        self._after_delta = bool(_DELTA_KERNEL.search(kernel))
+        if self._after_delta or is_gate:
             self._after_mixing = True
             return names.delta_name(self._chain, self._layer), "dense"
         if self._after_mixing:

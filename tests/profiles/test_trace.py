@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from types import ModuleType
 from typing import Any
 
 import pytest
 
+from graphengine.kernels import gated_delta, gated_delta_prefill
 from graphengine.profiles import torch_trace
 from graphengine.profiles.launch_gaps import report
 from graphengine.profiles.trace import Activity, HostRange, Launch, Trace, busy_class, place
@@ -111,17 +113,34 @@ def test_a_chunk_that_is_one_graph_is_told_apart_by_its_kernels() -> None:
 
 def test_recurrent_layers_have_names_in_one_graph() -> None:
     """Bug: only attention counts as a layer, so that three recurrent ones and their weights are one
-    segment, whose bytes are another's."""
-    kernels = ["embedding", "gemm", "verify_kernel", "gemm", "block_attention_kernel", "gemm"]
+    segment, whose bytes are another's; or the gate behind attention, which is in the next segment,
+    is taken for the one behind a recurrence."""
+    kernels = [
+        *("embedding", "gemm", "verify_kernel", "_output_gate_kernel", "gemm"),
+        *("block_attention_kernel", "_output_gate_kernel", "gemm"),
+    ]
     launch = Launch(1, 2, 3, 0, True)
     work = [Activity(name, 10 * i, 10 * i + 8, launch) for i, name in enumerate(kernels)]
     placed = place(Trace(work, [HostRange("step", 0, 9, 0), HostRange("verify", 1, 8, 0)]))
     found = [(p.name, p.busy_class) for p in placed]
     assert found == [
         *[("verify.00", "dense")] * 2,
-        *[("verify.L0.delta", "dense"), ("verify.01", "dense")],
-        *[("verify.L1.attn", "attention"), ("verify.02", "dense")],
+        *[("verify.L0.delta", "dense")] * 2,
+        ("verify.01", "dense"),
+        *[("verify.L1.attn", "attention"), *[("verify.02", "dense")] * 2],
     ]
+
+
+@pytest.mark.parametrize("module", [gated_delta, gated_delta_prefill])
+def test_every_kernel_of_a_recurrence_is_known(module: ModuleType) -> None:
+    """Bug: a kernel is renamed, or a new one comes, and its time is counted to the next segment."""
+    kernels = [name for name in vars(module) if name.endswith("_kernel")]
+    assert kernels
+    for kernel in kernels:
+        work = [Activity(kernel, 10, 18, Launch(1, 2, 3, 0, True))]
+        (placed,) = place(Trace(work, [HostRange("step", 0, 9, 0), HostRange("verify", 1, 8, 0)]))
+        is_mixing = kernel != "commit_kernel"  # which is a step of its own
+        assert (placed.name == "verify.L0.delta") == is_mixing, kernel
 
 
 @pytest.mark.parametrize(

@@ -31,7 +31,8 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from graphengine.kernels.gated_delta_kernels import commit_kernel, step_kernel, verify_kernel
+from graphengine.kernels.gated_delta_kernels import commit_kernel, verify_kernel
+from graphengine.kernels.gated_delta_step_kernels import step_kernel
 from graphengine.kernels.interpreter import INTERPRET
 from graphengine.kernels.launch import on_grid, pdl_options
 from graphengine.kernels.output_gate import output_gate, output_gate_reference

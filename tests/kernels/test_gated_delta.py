@@ -212,6 +212,21 @@ def test_a_step_leaves_other_slots_alone(device: str) -> None:
         assert pool[[1, 3]].isnan().all()
 
 
+def test_tiles_of_a_step(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: where a program has part of a head, as of many states, its output is another row's, is
+    gated by the norm of the part, or the keys' columns are recorded by none or by each."""
+    found = []
+    for tile in (K, K // 2):
+        monkeypatch.setattr(gated_delta, "step_tile", lambda *_, tile=tile: (tile, 1))
+        layer = make((2, 4), 3, device, HALF)
+        projected = project(2, (2, 4), device, HALF, seed=5)
+        one = Records(*(x[0] for x in empty_records(1, 2, 1, layer)))
+        slots = torch.tensor([2, 1], dtype=torch.int32, device=device)
+        found.append((verify(layer, slots, projected, one), layer.states_SNVK, one.raw_BXC))
+    for whole, parts in zip(*found, strict=True):
+        close(whole, parts, 1e-3 if whole.dtype == HALF else 1e-6)
+
+
 def test_a_chain_of_blocks_is_single_steps(device: str) -> None:
     """Bug (H10, H11): each commit loses a little, or replays with other numbers than the verify
     used: after many blocks the state is not that of plain decoding."""

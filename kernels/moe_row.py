@@ -1,17 +1,21 @@
-"""A mixture of experts for one row: what plain decoding runs, in three launches.
+"""A mixture of experts for one row, and the norm before it: what plain decoding runs, in three
+launches.
 
+    h' = h + sum_z update[z];  x = h' * rsqrt(mean(h'^2) + eps) * weight, each rounded
     l = router x, rounded;  chosen = the K largest of l (ties: the lower expert), p as in moe.py
     act[k] = silu(gate_e x) * up_e x,  out[k] = p_k * down_e act[k],  e = chosen[k]
     out[K] = sigmoid(g . x) * (shared expert of x)
 
 Why: one row of Qwen3.6-35B-A3B reads 57 MB a layer, 13 us of an H200, and took seven launches and
 51 us through the kernels for a block; here 19.5. A product is a matrix times a vector, whose
-weights go straight to registers; every program finds its own expert from the logits, so no launch
-chooses; the shared expert is the last slot; `down` fetches its weights while `gate_up` still runs.
+weights go straight to registers; every program of the router norms the row for itself, and every
+other one finds its own expert from the logits, so no launch norms or chooses; the shared expert is
+the last slot; `down` fetches its weights while `gate_up` still runs.
 
 Invariant: an output element is summed by one program, with no atomics. Before its `gdc_wait` the
-router reads weights alone, and `gate_up` the shared expert's. `gate_up` lets `down` start behind
-its own wait only, so that `down` may read logits, complete by then, and weights before its own.
+router reads weights alone, and `gate_up` the shared expert's. The router's first program writes h
+and x. `gate_up` lets `down` start behind its own wait only, so that `down` may read logits,
+complete by then, and weights before its own.
 
 Legend: as in moe.py; S = K slots, and one more with a shared expert.
 """
@@ -24,10 +28,16 @@ import torch
 import torch.nn.functional as F
 import triton
 
+from graphengine.kernels.add_rms_norm import add_rms_norm_reference
 from graphengine.kernels.interpreter import INTERPRET
 from graphengine.kernels.launch import on_grid, pdl_options
 from graphengine.kernels.moe import experts_reference
-from graphengine.kernels.moe_row_kernels import down_row_kernel, gate_up_row_kernel, router_kernel
+from graphengine.kernels.moe_row_kernels import (
+    down_row_kernel,
+    gate_up_row_kernel,
+    norm_router_kernel,
+    router_kernel,
+)
 
 
 class Shared(NamedTuple):
@@ -47,71 +57,87 @@ class RowTile(NamedTuple):
 
 ROUTER_TILE = RowTile(4096, 4)
 GATE_UP_TILE = RowTile(4096, 4)  # of gate, and as many of up
-DOWN_TILE = RowTile(4096, 2)
+DOWN_TILE = RowTile(2048, 1)
+COPIED_EXPERTS = 128  # four keys a lane; with eight the registers cost more than the exchange
 
 
-def runs_row(x_TD: torch.Tensor, shared: Shared | None, inter: int) -> bool:
+def runs_row(h_TD: torch.Tensor, shared: Shared | None, inter: int) -> bool:
     """Whether `experts_row` takes these: one row of 16 bits, a shared expert as wide as the
     others."""
     same = shared is None or shared.down_DI.shape[1] == inter
-    return len(x_TD) == 1 and x_TD.element_size() == 2 and (x_TD.is_cuda or INTERPRET) and same
+    return len(h_TD) == 1 and h_TD.element_size() == 2 and (h_TD.is_cuda or INTERPRET) and same
 
 
 def experts_row_reference(
-    x_1D: torch.Tensor,
+    h_1D: torch.Tensor,
+    update: torch.Tensor,
+    norm_D: torch.Tensor,
+    eps: float,
     router_ED: torch.Tensor,
     gate_up_EJD: torch.Tensor,
     down_EDI: torch.Tensor,
     shared: Shared | None,
     top_k: int,
     normalise: bool,
-) -> torch.Tensor:
+) -> tuple[torch.Tensor, torch.Tensor]:
     """`experts_row` in plain torch."""
+    h_1D, x_1D = add_rms_norm_reference(h_1D, update, norm_D, eps)
     logits_1E = F.linear(x_1D, router_ED)
     shared_1D = gate_11 = None
     if shared is not None:
         gate, up = F.linear(x_1D, shared.gate_up_JD).float().chunk(2, dim=-1)
         shared_1D = F.linear((F.silu(gate) * up).to(x_1D.dtype), shared.down_DI)
         gate_11 = F.linear(x_1D, shared.gate_1D)
-    matrices = (gate_up_EJD, down_EDI)
-    return experts_reference(x_1D, logits_1E, *matrices, shared_1D, gate_11, top_k, normalise)
+    routed = (x_1D, logits_1E, gate_up_EJD, down_EDI, shared_1D, gate_11, top_k, normalise)
+    return h_1D, experts_reference(*routed)
 
 
 def experts_row(
-    x_1D: torch.Tensor,
+    h_1D: torch.Tensor,
+    update: torch.Tensor,
+    norm_D: torch.Tensor,
+    eps: float,
     router_ED: torch.Tensor,
     gate_up_EJD: torch.Tensor,
     down_EDI: torch.Tensor,
     shared: Shared | None,
     top_k: int,
     normalise: bool,
-) -> torch.Tensor:
-    """The row's router, experts and shared expert, weighted, for a consumer that adds the parts.
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The row's norm, router, experts and shared expert, weighted, for a consumer that adds the
+    parts.
 
     Args:
-        x_1D: [1, D] bf16 or fp16, contiguous, as all that follow and of one dtype.
+        h_1D: [1, D] bf16 or fp16, contiguous, as all that follow and of one dtype but for these:
+        update: [1, D] in h's dtype, or float32 partial sums [Z, 1, D].
+        norm_D: [D], h's dtype or float32.
         router_ED, gate_up_EJD, down_EDI: of each expert rows [gate | up].
         shared: matrices [2 I, D] and [D, I], and the gate's row [1, D].
         top_k, normalise: K, and whether the weights are divided by their sum.
 
     Returns:
-        float32 [S, 1, D]; the sum over S is the output. It equals `moe.experts` of the same logits
-        but for the order of the sums.
+        (h_1D, float32 [S, 1, D]); the sum over S is the output. They equal `add_rms_norm` and
+        `moe.experts` of the same logits but for the order of the sums.
 
     Raises:
         ValueError: shapes, dtypes or strides that do not belong together.
     """
-    (T, D), (E, J, _) = x_1D.shape, gate_up_EJD.shape
-    shapes = [tuple(x.shape) for x in (router_ED, gate_up_EJD, down_EDI, *(shared or ()))]
-    wanted = [(E, D), (E, J, D), (E, D, J // 2), (J, D), (D, J // 2), (1, D)][: len(shapes)]
+    (T, D), (E, J, _) = h_1D.shape, gate_up_EJD.shape
+    matrices = (router_ED, gate_up_EJD, down_EDI, *(shared or ()))
+    shapes = [tuple(x.shape) for x in (norm_D, update[-1:].reshape(1, -1), *matrices)]
+    wanted = [(D,), (1, D), (E, D), (E, J, D), (E, D, J // 2), (J, D), (D, J // 2), (1, D)]
+    wanted = wanted[: len(shapes)]
     if T != 1 or J % 2 or shapes != wanted or not 0 < top_k <= E:
-        raise ValueError(f"x {(T, D)}, weights {shapes}, top {top_k}: need (1, {D}), {wanted}")
-    tensors = (x_1D, router_ED, gate_up_EJD, down_EDI, *(shared or ()))
-    if any(x.dtype != x_1D.dtype or not x.is_contiguous() for x in tensors):
-        raise ValueError("all must be contiguous and of one dtype")
+        raise ValueError(f"h {(T, D)}, weights {shapes}, top {top_k}: need (1, {D}), {wanted}")
+    partial = update.dim() == 3
+    kinds = [x.dtype == h_1D.dtype for x in matrices]
+    kinds += [update.dtype == (torch.float32 if partial else h_1D.dtype)]
+    kinds += [norm_D.dtype in (h_1D.dtype, torch.float32)]
+    if not all(kinds) or not all(x.is_contiguous() for x in (h_1D, update, norm_D, *matrices)):
+        raise ValueError("all must be contiguous and of one dtype, partial sums in float32")
     of_shared = shared or (None, None, None)
-    matrices = (router_ED, gate_up_EJD, down_EDI)
-    return torch.ops.graphengine.experts_row(x_1D, *matrices, *of_shared, top_k, normalise)
+    row = (h_1D, update, norm_D, eps, router_ED, gate_up_EJD, down_EDI, *of_shared)
+    return torch.ops.graphengine.experts_row(*row, top_k, normalise)
 
 
 def router_logits(
@@ -159,20 +185,43 @@ def launch_router(
 
 
 def launch_row(
-    x_1D: torch.Tensor,
+    h_1D: torch.Tensor,
+    update: torch.Tensor,
+    norm_D: torch.Tensor,
+    eps: float,
     router_ED: torch.Tensor,
     gate_up_EJD: torch.Tensor,
     down_EDI: torch.Tensor,
     shared: Shared | None,
     top_k: int,
     normalise: bool,
-) -> torch.Tensor:
-    """float32 [S, 1, D]; shapes are the caller's to check."""
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(h_1D, float32 [S, 1, D]); shapes are the caller's to check."""
     (E, D), I = router_ED.shape, down_EDI.shape[2]  # noqa: E741
     S = top_k + (shared is not None)
     sizes = {"D": D, "D_PAD": triton.next_power_of_2(D)}
-    pdls = pdl_options(x_1D.device)
-    logits_1E, gate_11 = launch_router(x_1D, router_ED, None if shared is None else shared.gate_1D)
+    pdls = pdl_options(h_1D.device)
+    h_out, x_1D = torch.empty_like(h_1D), torch.empty_like(h_1D)
+    logits_1E, gate_11 = h_1D.new_empty((1, E)), h_1D.new_empty((1, 1))
+    rows = max(1, ROUTER_TILE.elements // sizes["D_PAD"])
+    on_grid(norm_router_kernel, (triton.cdiv(E, rows) + (shared is not None),))(
+        h_1D,
+        update,
+        norm_D,
+        router_ED,
+        router_ED if shared is None else shared.gate_1D,
+        h_out,
+        x_1D,
+        logits_1E,
+        gate_11,
+        eps,
+        E=E,
+        ROWS=rows,
+        Z=update.shape[0] if update.dim() == 3 else 1,
+        **sizes,
+        **pdls,
+        num_warps=ROUTER_TILE.num_warps,
+    )
     act_SI = x_1D.new_empty((S, I))
     routes = {"E": E, "E_PAD": max(16, triton.next_power_of_2(E)), "K": top_k}
     rows = max(1, GATE_UP_TILE.elements // sizes["D_PAD"])
@@ -187,6 +236,7 @@ def launch_row(
         **routes,
         **sizes,
         **pdls,
+        COPIES=GATE_UP_TILE.num_warps if routes["E_PAD"] <= COPIED_EXPERTS else 1,
         num_warps=GATE_UP_TILE.num_warps,
     )
     out_S1D = torch.empty((S, 1, D), dtype=torch.float32, device=x_1D.device)
@@ -195,7 +245,7 @@ def launch_row(
     on_grid(down_row_kernel, (triton.cdiv(D, rows), S))(
         act_SI,
         logits_1E,
-        logits_1E if gate_11 is None else gate_11,
+        gate_11,
         down_EDI,
         down_EDI if shared is None else shared.down_DI,
         out_S1D,
@@ -208,7 +258,7 @@ def launch_row(
         **pdls,
         num_warps=DOWN_TILE.num_warps,
     )
-    return out_S1D
+    return h_out, out_S1D
 
 
 # Custom ops: dynamo does not trace a launch with launch_pdl.
@@ -232,18 +282,22 @@ def _(x, router, gate):
     "graphengine::experts_row",
     mutates_args=(),
     schema=(
-        "(Tensor x, Tensor router, Tensor gate_up, Tensor down, Tensor? shared_gate_up, "
-        "Tensor? shared_down, Tensor? shared_gate, int top_k, bool normalise) -> Tensor"
+        "(Tensor h, Tensor update, Tensor norm, float eps, Tensor router, Tensor gate_up, "
+        "Tensor down, Tensor? shared_gate_up, Tensor? shared_down, Tensor? shared_gate, "
+        "int top_k, bool normalise) -> (Tensor, Tensor)"
     ),
 )
-def _experts_row_op(x, router, gate_up, down, *rest):
-    *of_shared, top_k, normalise = rest
-    shared = None if of_shared[0] is None else Shared(*of_shared)
-    run = launch_row if x.is_cuda or INTERPRET else experts_row_reference
-    return run(x, router, gate_up, down, shared, top_k, normalise)
+def _experts_row_op(h, *rest):
+    *row, shared_gate_up, shared_down, shared_gate, top_k, normalise = rest
+    shared = None
+    if shared_gate_up is not None:
+        shared = Shared(shared_gate_up, shared_down, shared_gate)
+    run = launch_row if h.is_cuda or INTERPRET else experts_row_reference
+    return run(h, *row, shared, top_k, normalise)
 
 
 @_experts_row_op.register_fake
-def _(x, router, gate_up, down, shared_gate_up, shared_down, shared_gate, top_k, normalise):
+def _(h, *rest):
+    shared_gate_up, top_k = rest[-5], rest[-2]
     slots = top_k + (shared_gate_up is not None)
-    return x.new_empty((slots, *x.shape), dtype=torch.float32)
+    return torch.empty_like(h), h.new_empty((slots, *h.shape), dtype=torch.float32)

@@ -28,25 +28,38 @@ def _times(rows, vector, D: tl.constexpr, D_PAD: tl.constexpr):
 
 
 @triton.jit
-def _sort_keys(logits, e, E: tl.constexpr, E_PAD: tl.constexpr):
+def _logits(logits, E: tl.constexpr, E_PAD: tl.constexpr, COPIES: tl.constexpr):
+    """[COPIES, E_PAD] float32: with one for each warp, their largest is found without the others.
+    Read past L1: the kernel that wrote them may just have ended."""
+    e = tl.zeros([COPIES, 1], tl.int32) + tl.arange(0, E_PAD)[None, :]
+    return tl.load(logits + e, mask=e < E, other=float("-inf"), cache_modifier=".cg").to(tl.float32)
+
+
+@triton.jit
+def _sort_keys(x, E_PAD: tl.constexpr):
     """Integers in the order of the logits, which have 16 bits, NaN as -inf and -0 as 0; of equal
-    ones the lower expert's is larger. Read past L1: the kernel that wrote them may just have ended.
-    """
-    x = tl.load(logits + e, mask=e < E, other=float("-inf"), cache_modifier=".cg").to(tl.float32)
+    ones the lower expert's is larger."""
     x = tl.where(x == 0.0, 0.0, tl.where(x != x, float("-inf"), x))
     bits = x.to(tl.int32, bitcast=True)
     bits = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
-    return (bits & -E_PAD) | (E_PAD - 1 - e)
+    return (bits & -E_PAD) | (E_PAD - 1 - tl.arange(0, E_PAD))[None, :]
 
 
 @triton.jit
 def _best(keys, num):
-    """(The num-th largest of distinct keys, 1 is the largest; keys without it and those above.)"""
-    best = tl.max(keys, axis=0)
+    """(The num-th largest of a row's distinct keys, 1 is the largest; keys without it and those
+    above.)"""
+    best = tl.max(keys, axis=1, keep_dims=True)
     for _ in range(1, num):
         keys = tl.where(keys == best, -0x80000000, keys)
-        best = tl.max(keys, axis=0)
+        best = tl.max(keys, axis=1, keep_dims=True)
     return best, tl.where(keys == best, -0x80000000, keys)
+
+
+@triton.jit
+def _expert(best, E_PAD: tl.constexpr):
+    """The expert of a key, of which there may be copies."""
+    return (E_PAD - 1 - (tl.max(best) & (E_PAD - 1))).to(tl.int64)
 
 
 @triton.jit
@@ -82,6 +95,54 @@ def router_kernel(
 
 
 @triton.jit
+def norm_router_kernel(
+    h,
+    update,
+    norm,
+    router,
+    gate,
+    h_out,
+    x_out,
+    logits,
+    gates,
+    eps,
+    E: tl.constexpr,
+    ROWS: tl.constexpr,
+    D: tl.constexpr,
+    D_PAD: tl.constexpr,
+    Z: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    first = tl.program_id(0) * ROWS
+    n = first + tl.arange(0, ROWS)
+    if first < E:
+        rows = _rows_of(router, n, E, D, D_PAD)
+    else:
+        rows = _rows_of(gate, n - first, 1, D, D_PAD)
+    d = tl.arange(0, D_PAD)
+    live = d < D
+    w = tl.load(norm + d, mask=live, other=0.0).to(tl.float32)
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    y = tl.load(update + d, mask=live, other=0.0).to(tl.float32)
+    for z in tl.static_range(1, Z):
+        y += tl.load(update + z * D + d, mask=live, other=0.0)
+    y = (tl.load(h + d, mask=live, other=0.0).to(tl.float32) + y).to(h.dtype.element_ty)
+    if first == 0:
+        tl.store(h_out + d, y, mask=live)
+    y = y.to(tl.float32)
+    x = (y * tl.rsqrt(tl.sum(y * y, axis=0) / D + eps) * w).to(h.dtype.element_ty)
+    if first == 0:
+        tl.store(x_out + d, x, mask=live)
+    z = tl.sum(rows.to(tl.float32) * x.to(tl.float32)[None, :], axis=1).to(h.dtype.element_ty)
+    if first < E:
+        tl.store(logits + n, z, mask=n < E)
+    else:
+        tl.store(gates + n - first, z, mask=n == first)
+
+
+@triton.jit
 def gate_up_row_kernel(
     x,
     logits,
@@ -95,6 +156,7 @@ def gate_up_row_kernel(
     ROWS: tl.constexpr,
     D: tl.constexpr,
     D_PAD: tl.constexpr,
+    COPIES: tl.constexpr,
     PDL: tl.constexpr,
 ):
     slot = tl.program_id(1)
@@ -112,8 +174,8 @@ def gate_up_row_kernel(
         if PDL:
             gdc_wait()
             gdc_launch_dependents()
-        best, _ = _best(_sort_keys(logits, tl.arange(0, E_PAD), E, E_PAD), slot + 1)
-        e = (E_PAD - 1 - (best & (E_PAD - 1))).to(tl.int64)
+        keys = _sort_keys(_logits(logits, E, E_PAD, COPIES), E_PAD)
+        e = _expert(_best(keys, slot + 1)[0], E_PAD)
         gate = _rows_of(gate_up + e * (2 * I * D), i, I, D, D_PAD)
         up = _rows_of(gate_up + e * (2 * I * D) + I * D, i, I, D, D_PAD)
         g, u = _times(gate, x, D, D_PAD), _times(up, x, D, D_PAD)
@@ -151,21 +213,20 @@ def down_row_kernel(
         y = _times(rows, act + slot * I, I, I_PAD) / (1.0 + tl.exp(-g))
         tl.store(out + slot * D + n, y, mask=n < D)
     else:
-        each = tl.arange(0, E_PAD)
-        keys = _sort_keys(logits, each, E, E_PAD)
+        x = _logits(logits, E, E_PAD, 1)
+        keys = _sort_keys(x, E_PAD)
         best, others = _best(keys, slot + 1)
-        e = (E_PAD - 1 - (best & (E_PAD - 1))).to(tl.int64)
+        e = _expert(best, E_PAD)
         rows = _rows_of(down + e * (D * I), n, D, I, I_PAD)
-        x = tl.load(logits + each, mask=each < E, other=float("-inf"), cache_modifier=".cg")
-        x = x.to(tl.float32)
-        p = tl.exp(x - tl.max(x, axis=0))
-        p = p / tl.sum(p, axis=0)
-        weight = tl.sum(tl.where(keys == best, p, 0.0), axis=0)
+        p = tl.exp(x - tl.max(x, axis=1, keep_dims=True))
+        p = p / tl.sum(p, axis=1, keep_dims=True)
+        weights = tl.sum(tl.where(keys == best, p, 0.0), axis=1)
         if NORMALISE:
             last = best
             if slot < K - 1:
                 last, _ = _best(others, K - 1 - slot)
-            weight = weight / tl.sum(tl.where(keys >= last, p, 0.0), axis=0)
+            weights = weights / tl.sum(tl.where(keys >= last, p, 0.0), axis=1)
+        weight = tl.max(weights)
         weight = weight.to(act.dtype.element_ty).to(tl.float32)
         if PDL:
             gdc_wait()

@@ -101,15 +101,16 @@ def row_bytes(config: ModelConfig, element_bytes: int) -> int:
 def run(layer: MoeWeights, h_TD: Tensor, update: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """`h += update`, then the sum above of `rms_norm(h)` -> (h_TD, update_ZTD): partial sums in
     float32, a row's contributions in the order of its choice and the shared expert's last."""
-    h_TD, x_TD = add_rms_norm(h_TD, update, layer.post_norm_D, eps, layer.router_ED)
-    assert isinstance(x_TD, Tensor)
     shared = None
     if layer.shared_gate_up_JD is not None:
         assert layer.shared_down_DI is not None and layer.shared_gate_1D is not None
         shared = Shared(layer.shared_gate_up_JD, layer.shared_down_DI, layer.shared_gate_1D)
-    if runs_row(x_TD, shared, layer.down_EDI.shape[2]):
-        return h_TD, experts_row(
-            x_TD,
+    if runs_row(h_TD, shared, layer.down_EDI.shape[2]):
+        return experts_row(
+            h_TD,
+            update,
+            layer.post_norm_D,
+            eps,
             layer.router_ED,
             layer.gate_up_EJD,
             layer.down_EDI,
@@ -117,6 +118,8 @@ def run(layer: MoeWeights, h_TD: Tensor, update: Tensor, eps: float) -> tuple[Te
             layer.num_experts_per_tok,
             layer.norm_topk_prob,
         )
+    h_TD, x_TD = add_rms_norm(h_TD, update, layer.post_norm_D, eps, layer.router_ED)
+    assert isinstance(x_TD, Tensor)
     gate_1D = None if shared is None else shared.gate_1D
     if len(x_TD) <= STREAM_ROWS:
         logits_TE, gate_T1 = router_logits(x_TD, layer.router_ED, gate_1D)

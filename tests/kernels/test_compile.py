@@ -79,6 +79,7 @@ X_TD = rows(5, HIDDEN)
 WIDE = rows(5, 512).bfloat16(), rows(320, 512).bfloat16(), None, None
 EXPERT_WEIGHTS = (rows(EXPERTS, 2 * WIDTH, HIDDEN), rows(EXPERTS, HIDDEN, WIDTH))
 SHARED = (rows(2 * WIDTH, HIDDEN), rows(HIDDEN, WIDTH), rows(1, HIDDEN))
+ROW = (X_TD[:1], rows(2, 1, HIDDEN), rows(HIDDEN), 1e-6)
 # Arguments of every op, no two of their sizes equal, so that none can stand for another.
 OPS: dict[str, list[tuple[Any, ...]]] = {
     "skinny_linear": [(*WIDE, [*rule_config(5, 320, 512, 2, False)])],
@@ -90,8 +91,8 @@ OPS: dict[str, list[tuple[Any, ...]]] = {
         (X_TD, rows(5, EXPERTS), *EXPERT_WEIGHTS, rows(5, HIDDEN), rows(5, 1), 4, False),
     ],
     "experts_row": [
-        (X_TD[:1], rows(EXPERTS, HIDDEN), *EXPERT_WEIGHTS, None, None, None, 2, True),
-        (X_TD[:1], rows(EXPERTS, HIDDEN), *EXPERT_WEIGHTS, *SHARED, 4, False),
+        (*ROW, rows(EXPERTS, HIDDEN), *EXPERT_WEIGHTS, None, None, None, 2, True),
+        (*ROW, rows(EXPERTS, HIDDEN), *EXPERT_WEIGHTS, *SHARED, 4, False),
     ],
     "router_logits": [
         (X_TD, rows(EXPERTS, HIDDEN), None),

@@ -22,6 +22,11 @@ from graphengine.kernels.moe_row import (
 SHAPES = [(7, 2, 40, 20), (12, 12, 72, 33), (33, 1, 130, 70), (256, 8, 128, 64)]
 
 
+def normed_to(x_1D: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, float]:
+    """A residual, an update, a norm's weight and eps of which the norm is x."""
+    return torch.ones_like(x_1D), torch.zeros_like(x_1D), x_1D[0].contiguous(), 0.0
+
+
 def layer(shape, device, dtype) -> tuple[list[torch.Tensor], Shared]:
     E, _, D, I = shape  # noqa: E741
     sizes = [(1, D), (E, D), (E, 2 * I, D), (E, D, I), (2 * I, D), (D, I), (1, D)]
@@ -41,17 +46,21 @@ def tiles(request, monkeypatch) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("normalise", [False, True])
 @pytest.mark.parametrize("has_shared", [False, True])
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(("shape", "parts"), zip(SHAPES, (0, 1, 3, 4), strict=True))
 def test_equals_the_reference(
-    device, poisoned_outputs, tiles, shape, has_shared, normalise, dtype
+    device, poisoned_outputs, tiles, shape, parts, has_shared, normalise, dtype
 ) -> None:
-    """Bug: a slot takes another rank's expert or weight, the last rows of a tile are left out, or
-    the shared expert's gate is the router's last row."""
-    (x, router, gate_up, down), shared = layer(shape, device, dtype)
-    arguments = (x, router, gate_up, down, shared if has_shared else None, shape[1], normalise)
-    out, expected = experts_row(*arguments), experts_row_reference(*arguments)
-    assert out.shape == expected.shape == (shape[1] + has_shared, 1, shape[2])
-    torch.testing.assert_close(out, expected, atol=0.02, rtol=0.02)
+    """Bug: a slot takes another rank's expert or weight, the last rows of a tile are left out, the
+    shared expert's gate is the router's last row, or a part of the update is not in the norm."""
+    (h, *matrices), shared = layer(shape, device, dtype)
+    update = torch.randn(parts, *h.shape, device=device) if parts else torch.randn_like(h)
+    norm = torch.rand(shape[2], device=device) + 0.5
+    row = (h, update, norm if parts == 3 else norm.to(dtype), 1e-6)
+    arguments = (*row, *matrices, shared if has_shared else None, shape[1], normalise)
+    (h_out, out), (h_wanted, wanted) = experts_row(*arguments), experts_row_reference(*arguments)
+    assert out.shape == wanted.shape == (shape[1] + has_shared, 1, shape[2])
+    torch.testing.assert_close(h_out, h_wanted)
+    torch.testing.assert_close(out, wanted, atol=0.02, rtol=0.02)
 
 
 def test_a_negative_zero_ties_with_zero(device, poisoned_outputs) -> None:
@@ -62,10 +71,10 @@ def test_a_negative_zero_ties_with_zero(device, poisoned_outputs) -> None:
     router[0, 0], router[1, 0] = -(2.0**-24), 2.0**-24  # times 1/4, float16 has no such numbers
     x[:, 0] = 0.25
     x[:, 1:] = x[:, 1:].abs()
-    arguments = (x, router, gate_up, down, None, 1, False)
-    out, expected = experts_row(*arguments), experts_row_reference(*arguments)
+    arguments = (*normed_to(x), router, gate_up, down, None, 1, False)
+    out, expected = experts_row(*arguments)[1], experts_row_reference(*arguments)[1]
     torch.testing.assert_close(out, expected, atol=0.02, rtol=0.02)
-    lower = experts_row(x, router[:1], gate_up[:1], down[:1], None, 1, True)
+    lower = experts_row(*normed_to(x), router[:1], gate_up[:1], down[:1], None, 1, True)[1]
     assert torch.nn.functional.cosine_similarity(out[0], lower[0]) > 0.99
 
 
@@ -83,8 +92,8 @@ def test_ties_and_nan_choose_as_in_a_block(device, poisoned_outputs) -> None:
         router[:, 0] = logits.bfloat16()
         if seed == 7:
             router[:28] = float("nan")
-        arguments = (x, router, gate_up, down, None, K, False)
-        out, expected = experts_row(*arguments), experts_row_reference(*arguments)
+        arguments = (*normed_to(x), router, gate_up, down, None, K, False)
+        out, expected = experts_row(*arguments)[1], experts_row_reference(*arguments)[1]
         torch.testing.assert_close(out, expected, atol=0.02, rtol=0.02, equal_nan=True)
 
 
@@ -115,16 +124,23 @@ def test_which_rows_it_takes(device, monkeypatch) -> None:
 
 def test_refusals(device) -> None:
     """Bug: what does not belong together is read beyond its end."""
-    tensors, shared = layer((6, 2, 40, 24), device, torch.bfloat16)
+    (x, *matrices), shared = layer((6, 2, 40, 24), device, torch.bfloat16)
+    h, update, norm, eps = normed_to(x)
+    good = [h, update, norm, *matrices, shared]
     for place, wrong in (
-        (0, tensors[0].repeat(2, 1)),
-        (1, tensors[1][:5].contiguous()),
-        (2, tensors[2].float()),
-        (3, tensors[3].transpose(1, 2)),
-        (4, Shared(shared.gate_up_JD[:40], shared.down_DI[:, :20], shared.gate_1D)),
+        (0, h.repeat(2, 1)),
+        (1, update.float()),
+        (1, update[None]),
+        (1, update[:, :39].contiguous()),
+        (2, norm.half()),
+        (2, norm[:39].contiguous()),
+        (3, matrices[0][:5].contiguous()),
+        (4, matrices[1].float()),
+        (5, matrices[2].transpose(1, 2)),
+        (6, Shared(shared.gate_up_JD[:40], shared.down_DI[:, :20], shared.gate_1D)),
     ):
-        bad: list[Any] = [*tensors, shared]
+        bad: list[Any] = list(good)
         bad[place] = wrong
-        x, router, gate_up, down, own = bad
+        h, update, norm, router, gate_up, down, own = bad
         with pytest.raises(ValueError, match=r"need|contiguous"):
-            experts_row(x, router, gate_up, down, own, 2, True)
+            experts_row(h, update, norm, eps, router, gate_up, down, own, 2, True)

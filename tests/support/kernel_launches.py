@@ -206,7 +206,8 @@ def mix(T: int, E: int, I: int, D: int = 2048, K: int = 8) -> None:  # noqa: E74
     if T == 1:
         row = (empty(2 * I, D), empty(D, I), empty(1, D)) if E == 256 else None
         matrices = (empty(E, D), empty(E, 2 * I, D), empty(E, D, I))
-        moe_row.launch_row(empty(T, D), *matrices, row and moe_row.Shared(*row), K, True)
+        normed = (empty(T, D), empty(4, T, D, dtype=FP32), empty(D), 1e-6)
+        moe_row.launch_row(*normed, *matrices, row and moe_row.Shared(*row), K, True)
     weight, slots, pairs = moe_kernels.launch_route(empty(T, E), K, True)[1:]
     plan = (slots, pairs)
     act = moe_kernels.launch_gate_up(empty(T, D), empty(E, 2 * I, D), *plan, K)

@@ -64,12 +64,17 @@ def read_stop_ids(directory: Path, model: ModelConfig) -> tuple[tuple[int, ...],
     config.json where that names none.
 
     Raises:
-        ValueError: the file is damaged.
+        ValueError: the file is damaged, or none of them is of the vocabulary.
     """
     path = directory / "generation_config.json"
-    if path.is_file() and (ids := read_json(path).integers("eos_token_id")):
-        return ids, path.name
-    return model.eos_token_ids, "config.json"
+    ids = read_json(path).integers("eos_token_id") if path.is_file() else ()
+    ids, name = (ids, path.name) if ids else (model.eos_token_ids, "config.json")
+    if ids and min(ids) >= model.vocab_size:
+        raise ValueError(
+            f"{directory / name}: eos_token_id {list(ids)} lies outside vocab_size "
+            f"{model.vocab_size}; write the ids of the end tokens, or fetch the file again"
+        )
+    return ids, name
 
 
 def read_json(path: Path) -> RawConfig:

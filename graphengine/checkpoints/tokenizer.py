@@ -11,8 +11,9 @@ import ctypes
 import json
 import re
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import asdict, is_dataclass
 from numbers import Number
 from pathlib import Path
@@ -38,7 +39,8 @@ class Tokenizer:
     def __init__(self, directory: Path) -> None:
         from transformers import AutoConfig, AutoTokenizer
 
-        try:
+        remedy = "the directory needs tokenizer.json and tokenizer_config.json"
+        with _told(f"{directory}: the tokenizer cannot be loaded", remedy):
             # Of config.json the kind alone: transformers would build a model's whole config of it.
             kind = read_json(directory / "config.json")[0].get("model_type") or ""
             self._hf: Any = AutoTokenizer.from_pretrained(
@@ -47,12 +49,14 @@ class Tokenizer:
                 trust_remote_code=False,
                 model_max_length=sys.maxsize,  # ours to refuse, with the remedy
             )
-        except Exception as error:  # transformers raises whatever a broken file provokes
-            raise ValueError(
-                f"{directory}: the tokenizer cannot be loaded ({_reason(error)}); the directory "
-                "needs tokenizer.json and tokenizer_config.json"
-            ) from error
-        self.directory, self._pieces = directory, Pieces(self._hf)
+            self._pieces = Pieces(self._hf)
+        self.directory, template = directory, self._hf.chat_template
+        for text in template.values() if isinstance(template, dict) else [template]:
+            if not isinstance(text, str | None):
+                raise ValueError(
+                    f"{directory}: chat_template holds {text!r}, expected text; fetch "
+                    "tokenizer_config.json again"
+                )
         if len(self.chat_template or "") > MAX_TEMPLATE_CHARS:
             raise ValueError(
                 f"{directory}: the chat template has {len(self.chat_template or '')} characters, "
@@ -74,7 +78,7 @@ class Tokenizer:
     def spells(self, token_id: int) -> bool:
         """Whether the id has a token, and its text is that token again."""
         text = self._hf.decode([token_id], skip_special_tokens=False)
-        return self._hf.encode(text, add_special_tokens=False) == [token_id]
+        return self.encode(text) == [token_id]
 
     @property
     def chat_template(self) -> str | None:
@@ -86,7 +90,8 @@ class Tokenizer:
         """Token ids of text, no special tokens added; one that the text spells is one.
 
         Raises:
-            ValueError: a lone surrogate, which is how Python keeps a byte that is not UTF-8.
+            ValueError: a lone surrogate, which is how Python keeps a byte that is not UTF-8; or
+                the tokenizer fails at the text.
         """
         try:
             text.encode()
@@ -95,7 +100,9 @@ class Tokenizer:
                 f"the text is not Unicode: {text[error.start]!r} at character {error.start}; pass "
                 "UTF-8 text without lone surrogates"
             ) from error
-        return self._pieces.encode(text)
+        remedy = "fetch tokenizer.json again"
+        with _told(f"{self.directory}: the tokenizer cannot encode this text", remedy):
+            return self._pieces.encode(text)
 
     def encode_word(self, word: str) -> list[list[int]]:
         """Token ids of a word as a text begins with it and, where that is as many other tokens, as
@@ -240,7 +247,19 @@ def _within(seconds: float, call: Callable[[], Any]) -> Any:
             end(ctypes.c_ulong(thread.ident or 0), ctypes.py_object(SystemExit))
 
 
-def _reason(error: Exception) -> str:
+@contextmanager
+def _told(what: str, remedy: str) -> Iterator[None]:
+    """Turns what transformers and tokenizers raise, which is anything, into a ValueError."""
+    try:
+        yield
+    except BaseException as error:
+        # A Rust panic is no Exception, so that it ends a program.
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        raise ValueError(f"{what} ({_reason(error)}); {remedy}") from error
+
+
+def _reason(error: BaseException) -> str:
     return str(error) or type(error).__name__
 
 

@@ -68,7 +68,6 @@ def test_intact(copies: tuple[Path, Path]) -> None:
 
 # --- config.json and its kin ---
 
-LARGEST = 2**40  # what a config's integer may be
 WRONG = [None, True, -1, 0, 1, 3, 1.5, 1e300, 2**40, 10**30, "", "x", [], [0], [-1], {}, {"a": 1}]
 
 
@@ -125,7 +124,7 @@ def test_end_tokens(copies: tuple[Path, Path], value: Any) -> None:
     edit_config(copies[0], lambda old: {"eos_token_id": value}, "generation_config.json")
     message = opens(*copies)
     ids = value if isinstance(value, list) else [] if value is None else [value]
-    right = all(type(token) is int and 0 <= token <= LARGEST for token in ids)
+    right = all(type(token) is int and 0 <= token < 512 for token in ids)  # rows of its embedding
     assert (message is None) == right
     assert right or "eos_token_id" in (message or "")
 

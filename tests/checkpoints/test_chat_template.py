@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from graphengine.checkpoints.tokenizer import Tokenizer
-from tests.support.checkpoints import SPECIALS, make_target
+from tests.support.checkpoints import SPECIALS, edit_config, make_target
 
 
 def test_chat_template(tokenizer: Tokenizer) -> None:
@@ -175,3 +175,13 @@ def test_thinking_is_switched_off(tmp_path: Path) -> None:
     (directory / "chat_template.jinja").write_text(template)
     tokenizer = Tokenizer(directory)
     assert tokenizer.decode(tokenizer.encode_chat([{"role": "user", "content": "hi"}])) == "no"
+
+
+@pytest.mark.parametrize("template", [5, 0, [{"name": "default", "template": 5}]])
+def test_a_template_that_is_no_text(tmp_path: Path, template: Any) -> None:
+    """Bug: a number in its place is found at the first prompt, minutes after the start."""
+    directory = make_target(tmp_path, layers=1)
+    (directory / "chat_template.jinja").unlink()
+    edit_config(directory, lambda c: c | {"chat_template": template}, "tokenizer_config.json")
+    with pytest.raises(ValueError, match=r"chat_template holds [05], expected text; fetch"):
+        Tokenizer(directory)

@@ -46,7 +46,7 @@ def test_a_hub_model_that_is_half_there(tmp_path: Path, monkeypatch: pytest.Monk
 def test_a_generation_config_without_ends(tmp_path: Path) -> None:
     """Bug: a generation_config.json that names no end takes away those of config.json, and every
     answer runs to its budget."""
-    model: Any = SimpleNamespace(eos_token_ids=(7,))
+    model: Any = SimpleNamespace(eos_token_ids=(7,), vocab_size=8)
     path = tmp_path / "generation_config.json"
     for text, found in (
         (None, ((7,), "config.json")),
@@ -56,3 +56,19 @@ def test_a_generation_config_without_ends(tmp_path: Path) -> None:
         if text is not None:
             path.write_text(text)
         assert read_stop_ids(tmp_path, model) == found
+
+
+def test_ends_outside_the_vocabulary(tmp_path: Path) -> None:
+    """Bug: no end token can come up, and every answer runs to its budget; or one of several, or the
+    last row of the embedding, is refused."""
+    model: Any = SimpleNamespace(eos_token_ids=(8,), vocab_size=8)
+    with pytest.raises(
+        ValueError, match=r"config\.json: eos_token_id \[8\] .* vocab_size 8; write"
+    ):
+        read_stop_ids(tmp_path, model)
+    path = tmp_path / "generation_config.json"
+    path.write_text('{"eos_token_id": [9, 8]}')
+    with pytest.raises(ValueError, match=r"generation_config\.json: eos_token_id \[9, 8\]"):
+        read_stop_ids(tmp_path, model)
+    path.write_text('{"eos_token_id": [8, 7]}')
+    assert read_stop_ids(tmp_path, model)[0] == (8, 7)

@@ -85,3 +85,25 @@ def test_a_tokenizer_that_begins_each_text(tmp_path: Path) -> None:
     assert beginning.encode("hi") == plain.encode("hi")
     message = {"role": "user", "content": f"a {SPECIALS[1]} b"}
     assert beginning.encode_chat([message]) == plain.encode_chat([message])
+
+
+def test_panics_of_the_library(tmp_path: Path) -> None:
+    """Bug: a Rust panic, which is no Exception, ends a start in a traceback, or whatever the
+    library raises at a text does so at the prompt."""
+    directory = make_target(tmp_path, layers=1)
+    path = directory / "tokenizer.json"
+    intact = json.loads(path.read_text())
+    at_file = {"normalizer": {"type": "Precompiled", "precompiled_charsmap": "AAAA"}}
+    at_text = {"normalizer": {"type": "Prepend", "prepend": ""}}
+    lacking = {"model": {"type": "WordLevel", "unk_token": "?", "vocab": {"a": 0}}}
+    for change in (at_file, at_text, lacking):
+        path.write_text(json.dumps(intact | change))
+        with pytest.raises(ValueError, match=r"the tokenizer cannot be loaded \(.*tokenizer\.json"):
+            Tokenizer(directory)
+    intact["added_tokens"][0]["lstrip"] = True  # no text is tried when it is loaded
+    for change in (at_text, lacking):
+        path.write_text(json.dumps(intact | change))
+        with pytest.raises(
+            ValueError, match=r"cannot encode this text \(.*; fetch tokenizer\.json"
+        ):
+            Tokenizer(directory).encode("hello")

@@ -94,15 +94,21 @@ def run(command: Sequence[str], timeout_s: float = 1800) -> None:
     """Runs one of the commands above.
 
     Raises:
-        RuntimeError: it failed; with the last lines of its output.
+        RuntimeError: it failed, with the last lines of its output; or took too long.
     """
-    done = subprocess.run(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=timeout_s
-    )
+    name = f"{os.path.basename(command[0])} {command[1]}"
+    try:
+        done = subprocess.run(
+            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=timeout_s
+        )
+    except subprocess.TimeoutExpired as error:
+        raise RuntimeError(
+            f"{name} took longer than {timeout_s:g} s; lower --num-steps, or run nsys by hand and "
+            "pass its .sqlite to --read"
+        ) from error
     if done.returncode:
         tail = "\n".join(done.stdout.splitlines()[-20:])
-        name = os.path.basename(command[0])
-        raise RuntimeError(f"{name} {command[1]} exited with {done.returncode}:\n{tail}")
+        raise RuntimeError(f"{name} exited with {done.returncode}:\n{tail}")
 
 
 def open_export(path: Path) -> sqlite3.Connection:

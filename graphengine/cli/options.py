@@ -185,8 +185,9 @@ RESULT_FILE = _group(
 
 
 def check_places(options: Mapping[str, Any]) -> None:
-    """Refuses files that cannot be written, before minutes are spent on what goes into them, one
-    for two options, of which the later would replace the other's, and a commit that goes into none.
+    """Refuses files that cannot be written, before minutes are spent on what goes into them, those
+    that are read, one for two options, of which the later would replace the other's, and a commit
+    that goes into none.
 
     Raises:
         ValueError: with the option's name.
@@ -207,6 +208,11 @@ def check_places(options: Mapping[str, Any]) -> None:
             raise ValueError(f"{text} (no such folder); make it first")
         if not os.access(file if file.exists() else folder, os.W_OK):
             raise ValueError(f"{text} (no permission); choose another path")
+        for source, read in (("--read", "file"), ("--prompt-file", "prompt_file")):
+            if options.get(read) is not None and options[read].resolve() == file.resolve():
+                raise ValueError(
+                    f"{option} {file}: would replace what {source} reads; choose another path"
+                )
     plot, result = options.get("plot"), options.get("output_json")
     if plot is not None and result is not None and plot.resolve() == result.resolve():
         raise ValueError(

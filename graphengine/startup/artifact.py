@@ -304,6 +304,8 @@ def unpack(file: Path, into: Store) -> list[str]:
     into.folder.parent.mkdir(parents=True, exist_ok=True)
     fresh = Path(tempfile.mkdtemp(prefix="unpacking-", dir=into.folder.parent))
     try:
+        if file.exists() and not file.is_file():  # a pipe may never get a writer
+            raise ValueError("it is no regular file")
         with gzip.open(file) as stream, tarfile.open(fileobj=stream, mode="r:") as tar:
             room = MAX_SMALL_BYTES + MAX_RATIO * os.path.getsize(file)
             first = tar.next()

@@ -54,6 +54,14 @@ def test_one_file_for_the_result_and_its_picture(tmp_path: Path) -> None:
         check_places(options)
 
 
+def test_no_file_that_is_read_is_replaced(tmp_path: Path) -> None:
+    """Bug: verify's prompts, or the trace that profile reads, are replaced by the result."""
+    (tmp_path / "b").symlink_to(tmp_path / "a")
+    for name, option in (("prompt_file", "--prompt-file"), ("file", "--read")):
+        with pytest.raises(ValueError, match=rf"would replace what {option} reads; choose"):
+            check_places({name: tmp_path / "a", "output_json": tmp_path / "b"})
+
+
 def test_a_full_stdout_costs_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Bug: where stdout is full or closed, the JSON that nobody gets costs the result file too; or
     its loss is not told."""

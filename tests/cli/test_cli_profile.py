@@ -16,7 +16,7 @@ from graphengine.cli import profile as cli_profile
 from graphengine.config.declaration import declarations
 from graphengine.config.options import Options
 from graphengine.measure import profile_run
-from graphengine.profiles import torch_trace
+from graphengine.profiles import nsys, torch_trace
 from graphengine.profiles.result_schema import validate
 from tests.support import checkpoints
 from tests.support import nsys_exports as exports
@@ -127,6 +127,8 @@ def test_prefills_on_the_cpu(tmp_path: Path) -> None:
         (["--prefill", "--device", "cpu", "--input-len", "9999"], "of 4080; pass less"),
         (["--read", "text.sqlite", "--plot", "missing/a.svg"], "--plot missing/a.svg: cannot be"),
         (["--read", "text.sqlite", "--plot", "."], "is a directory"),
+        (["--read", "text.sqlite", "--output-json", "./text.sqlite"], "would replace what --read"),
+        (["--read", "a.svg", "--plot", "a.svg"], "--plot a.svg: would replace what --read"),
         (["--keep", "text.sqlite/x"], "--keep text.sqlite/x: cannot be made"),
         (["--read-gbps", "nan"], "nan: pass a finite number"),
         (["--read-gbps", "inf"], "inf: pass a finite number"),
@@ -231,6 +233,13 @@ def test_nsys_that_fails_is_quoted(fake_nsys: Path, tmp_path: Path) -> None:
         profile_run._under_nsys(
             str(fake_nsys), ("graph",), "m", None, options_of("m"), tmp_path, lambda text: None
         )
+
+
+def test_nsys_that_does_not_end(fake_nsys: Path) -> None:
+    """Bug: a session longer than its limit is a traceback of subprocess."""
+    fake_nsys.write_text("#!/bin/sh\nexec sleep 60\n")
+    with pytest.raises(RuntimeError, match=r"^nsys profile took longer than 0\.1 s; lower --num"):
+        nsys.run([str(fake_nsys), "profile"], timeout_s=0.1)
 
 
 def test_names_reach_torch_profiler(tmp_path: Path) -> None:

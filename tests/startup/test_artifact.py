@@ -79,6 +79,8 @@ def damaged(kind: str, good: bytes, path: Path) -> None:
         path.write_bytes(good[:middle] + bytes(64) + good[middle + 64 :])
     elif kind == "text":
         path.write_text("hello")
+    elif kind == "pipe":
+        os.mkfifo(path)
     elif kind == "empty":
         path.write_bytes(b"")
     elif kind == "no manifest":
@@ -119,7 +121,7 @@ def damaged(kind: str, good: bytes, path: Path) -> None:
 
 @pytest.mark.parametrize(
     "kind",
-    "missing truncated flipped text empty escape absolute foreign link".split()
+    "missing pipe truncated flipped text empty escape absolute foreign link".split()
     + [
         "no manifest",
         "bad manifest",
@@ -134,7 +136,8 @@ def damaged(kind: str, good: bytes, path: Path) -> None:
     ],
 )
 def test_a_damaged_file_is_refused(tmp_path: Path, kind: str) -> None:
-    """Bug: a traceback, a half-unpacked folder, or a file written outside of it."""
+    """Bug: a traceback, a half-unpacked folder, a file written outside of it, or a wait without
+    end."""
     artifact.pack(filled(tmp_path / "a").folder, tmp_path / "x.tar.gz")
     bad = tmp_path / "bad.tar.gz"
     damaged(kind, (tmp_path / "x.tar.gz").read_bytes(), bad)

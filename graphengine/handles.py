@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import atexit
 import threading
+import warnings
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -120,6 +121,8 @@ class Serving:
     def __init__(self, loop: DecodeLoop, reset: Callable[[DecodeLoop], None]) -> None:
         """Args: reset: makes the loop idle after an error."""
         self._reset = reset
+        if loop.fallback is not None:
+            loop.fallback.warn = _warn
         self._changed = threading.Condition()
         self._inbox: deque[_Stream] = deque()
         self._has_cancelled = self._is_closed = self._is_left = False
@@ -231,6 +234,14 @@ class Serving:
             self._reset(loop)
         for stream in streams:
             stream.put(None, error)
+
+
+def _warn(text: str, category: type[Warning], stacklevel: int) -> None:
+    """Warns; what `-W error` raises is shown, as it would end everybody's requests."""
+    try:
+        warnings.warn(text, category, stacklevel + 1)
+    except category as error:
+        warnings.showwarning(error, category, __file__, 0)
 
 
 def collect(handles: list[Handle], changed: threading.Event) -> Iterator[Chunk]:

@@ -197,7 +197,8 @@ def check_norm_rope_inputs(
     wanted = torch.float32 if partial else kv.dtype
     if x_TX.dtype != wanted:
         raise ValueError(
-            f"rows are {x_TX.dtype} but the cache is {kv.dtype}; use one dtype, or float32 partials"
+            f"rows are {x_TX.dtype} but the cache is {kv.dtype}; use one dtype, outside of "
+            "torch.autocast, or float32 partials"
         )
     if rope_PH.dtype != torch.float32 or rope_PH.shape[1] != H:
         raise ValueError(

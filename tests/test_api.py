@@ -261,6 +261,17 @@ def test_exception_in_the_consumer(engine: Engine) -> None:
     assert len(engine.generate(TEXTS[0], max_new_tokens=3, ignore_eos=True)[0].token_ids) == 3
 
 
+def test_autocast_around_a_generation(directories: tuple[Path, Path]) -> None:
+    """Bug: a caller's torch.autocast is refused by a kernel's dtypes, without a word of it."""
+    with Engine.from_pretrained(directories[0], device="cpu", dtype="float32") as engine:
+        with (
+            torch.autocast("cpu", dtype=torch.bfloat16),
+            pytest.raises(ValueError, match=r"outside of torch\.autocast"),
+        ):
+            engine.generate(TEXTS[0], max_new_tokens=3)
+        assert engine.generate(TEXTS[0], max_new_tokens=3)[0].token_ids
+
+
 def test_end_tokens_come_from_the_generation_config(tmp_path: Path) -> None:
     """Bug: config.json's single end token hides <|im_end|>, and answers never end."""
     target = make_target(tmp_path, tie=False)

@@ -157,6 +157,19 @@ def test_acceptance_warning(pair: Pair) -> None:
             ids_only(engine, PROMPTS, max_new_tokens=27)
 
 
+@pytest.mark.usefixtures("impatient")
+def test_a_warning_that_is_an_error_ends_no_other_s_request(pair: Pair) -> None:
+    """Bug: under -W error the first warning ends all that is served, of whoever."""
+    with pair.engine(max_model_len=44, fallback=False) as engine:
+        force(engine, pair, 0)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("error")
+            handles = [engine.submit(p, max_new_tokens=27, ignore_eos=True) for p in PROMPTS[:2]]
+            found = [handle.result().token_ids for handle in handles]
+    assert found == [pair.plain(p, 27) for p in PROMPTS[:2]]
+    assert [warning.category for warning in caught] == [AcceptanceWarning]
+
+
 def test_command_warns(tmp_path: Path) -> None:
     """Bug: the warning shows as a line of source code, ends up in the text, or nowhere."""
     target = make_target(tmp_path / "target", max_positions=256)

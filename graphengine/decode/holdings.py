@@ -32,6 +32,7 @@ class Holdings:
         # Of states of a fixed size, for every row that there can be; slot 0 is nobody's.
         own = allocator.state_slots
         self.state_slots = PageAllocator(num_slots(self.config)) if own is None else own
+        self._lacking = -1, 0  # who found too few pages last, and behind how many changes
 
     @property
     def pair(self) -> Pair:
@@ -53,6 +54,8 @@ class Holdings:
         Args: num_free_rows: of requests that can still come, this one included.
         Mutates: request, and its first own page or state where it continues another's.
         """
+        if self._lacking == (request.request_id, self.allocator.num_changes):
+            return False
         # The last token is run whatever is known: its logits are the first new token's. Where
         # the prompt's own are wanted, all of its rows are run.
         asks = self._caches_prefixes and request.prompt_logprobs is None
@@ -61,6 +64,7 @@ class Holdings:
         needed = self.pages_of(request.max_total_tokens) - len(shared)
         if needed > self.allocator.num_free:
             self.allocator.free(shared)
+            self._lacking = request.request_id, self.allocator.num_changes
             return False
         source, count = self.allocator.begun(wanted, shared)
         state = self.allocator.state_behind(shared, (source, count))

@@ -89,6 +89,8 @@ class PrefixCache(PageAllocator):
     ) -> None:
         """Args: state_slots: of a target with recurrent layers."""
         self._page_size, self.state_slots = page_size, state_slots
+        self.num_changes = 0
+        """Times at which more may have become free, or known."""
         super().__init__(num_pages)
 
     @property
@@ -167,6 +169,7 @@ class PrefixCache(PageAllocator):
     def publish(self, token_ids: Sequence[int], pages: Sequence[int]) -> None:
         """Makes pages findable whose tokens are these and committed; one whose like is held already
         stays its owner's alone."""
+        self.num_changes += 1
         serial = 0
         for tokens, page in zip(self._split(token_ids), pages, strict=False):
             key = serial, tokens
@@ -209,6 +212,7 @@ class PrefixCache(PageAllocator):
 
     def free(self, pages: list[int]) -> None:
         """Returns a request's pages, shared ones too, each once."""
+        self.num_changes += 1
         for page in reversed(pages):
             self._users[page] -= 1
             if self._users[page] > 0:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from scipy import stats
 from torch import Tensor
 
 from graphengine.api import Engine
@@ -26,6 +28,18 @@ def reference_warp(logits_TV: Tensor, temperature: float, top_p: float, top_k: i
     if top_p < 1:
         scores = TopPLogitsWarper(top_p)(ids, scores)
     return scores
+
+
+def assert_drawn(seen: Sequence[tuple[int, ...]], exact: Mapping[tuple[int, ...], float]) -> None:
+    """What was drawn against its exact probabilities."""
+    assert set(seen) <= set(exact)
+    ordered, scale = sorted(exact, key=lambda ids: exact[ids]), len(seen) / sum(exact.values())
+    expected = [exact[ids] * scale for ids in ordered]
+    observed = [seen.count(ids) for ids in ordered]
+    while expected[0] < 5:  # the chi-square test wants no thin cells
+        expected[:2], observed[:2] = [sum(expected[:2])], [sum(observed[:2])]
+    assert len(expected) > 3
+    assert stats.chisquare(observed, expected).pvalue > LEVEL
 
 
 class Pair:

@@ -10,13 +10,19 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+# An expert's weights are read once a step; what waits in L2 for the next kernel shall outlive them.
+ONCE = tl.constexpr("evict_first")
+
 
 @triton.jit
-def _rows_of(matrix, n, N: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr):
+def _rows_of(
+    matrix, n, N: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, EVICTION: tl.constexpr
+):
     """Rows n of a matrix [N, D], to registers."""
     d = tl.arange(0, D_PAD)[None, :]
     live = (n < N)[:, None] & (d < D)
-    return tl.load(matrix + n.to(tl.int64)[:, None] * D + d, mask=live, other=0.0)
+    at = matrix + n.to(tl.int64)[:, None] * D + d
+    return tl.load(at, mask=live, other=0.0, eviction_policy=EVICTION)
 
 
 @triton.jit
@@ -80,14 +86,14 @@ def router_kernel(
     t = tl.program_id(1).to(tl.int64)
     n = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     if tl.program_id(0) * ROWS < E:
-        rows = _rows_of(router, n, E, D, D_PAD)
+        rows = _rows_of(router, n, E, D, D_PAD, "")
         if PDL:
             gdc_wait()
         y = _times(rows, x + t * D, D, D_PAD)
         tl.store(logits + t * E + n, y.to(x.dtype.element_ty), mask=n < E)
     else:
         n = tl.arange(0, ROWS)
-        rows = _rows_of(gate, n, 1, D, D_PAD)
+        rows = _rows_of(gate, n, 1, D, D_PAD, "")
         if PDL:
             gdc_wait()
         y = _times(rows, x + t * D, D, D_PAD)
@@ -116,9 +122,9 @@ def norm_router_kernel(
     first = tl.program_id(0) * ROWS
     n = first + tl.arange(0, ROWS)
     if first < E:
-        rows = _rows_of(router, n, E, D, D_PAD)
+        rows = _rows_of(router, n, E, D, D_PAD, "")
     else:
-        rows = _rows_of(gate, n - first, 1, D, D_PAD)
+        rows = _rows_of(gate, n - first, 1, D, D_PAD, "")
     d = tl.arange(0, D_PAD)
     live = d < D
     w = tl.load(norm + d, mask=live, other=0.0).to(tl.float32)
@@ -162,8 +168,8 @@ def gate_up_row_kernel(
     slot = tl.program_id(1)
     i = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     if slot == K:
-        gate = _rows_of(shared, i, I, D, D_PAD)
-        up = _rows_of(shared + I * D, i, I, D, D_PAD)
+        gate = _rows_of(shared, i, I, D, D_PAD, ONCE)
+        up = _rows_of(shared + I * D, i, I, D, D_PAD, ONCE)
         if PDL:
             gdc_wait()
             gdc_launch_dependents()
@@ -176,8 +182,8 @@ def gate_up_row_kernel(
             gdc_launch_dependents()
         keys = _sort_keys(_logits(logits, E, E_PAD, COPIES), E_PAD)
         e = _expert(_best(keys, slot + 1)[0], E_PAD)
-        gate = _rows_of(gate_up + e * (2 * I * D), i, I, D, D_PAD)
-        up = _rows_of(gate_up + e * (2 * I * D) + I * D, i, I, D, D_PAD)
+        gate = _rows_of(gate_up + e * (2 * I * D), i, I, D, D_PAD, ONCE)
+        up = _rows_of(gate_up + e * (2 * I * D) + I * D, i, I, D, D_PAD, ONCE)
         g, u = _times(gate, x, D, D_PAD), _times(up, x, D, D_PAD)
         y = (g / (1.0 + tl.exp(-g)) * u).to(out.dtype.element_ty)
         tl.store(out + slot * I + i, y, mask=i < I)
@@ -206,7 +212,7 @@ def down_row_kernel(
     slot = tl.program_id(1)
     n = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     if slot == K:
-        rows = _rows_of(shared, n, D, I, I_PAD)
+        rows = _rows_of(shared, n, D, I, I_PAD, ONCE)
         g = tl.load(gate, cache_modifier=".cg").to(tl.float32)
         if PDL:
             gdc_wait()
@@ -217,7 +223,7 @@ def down_row_kernel(
         keys = _sort_keys(x, E_PAD)
         best, others = _best(keys, slot + 1)
         e = _expert(best, E_PAD)
-        rows = _rows_of(down + e * (D * I), n, D, I, I_PAD)
+        rows = _rows_of(down + e * (D * I), n, D, I, I_PAD, ONCE)
         p = tl.exp(x - tl.max(x, axis=1, keep_dims=True))
         p = p / tl.sum(p, axis=1, keep_dims=True)
         weights = tl.sum(tl.where(keys == best, p, 0.0), axis=1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from fnmatch import fnmatch
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -31,6 +32,24 @@ def test_a_name_that_is_no_hub_id(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("qwen3-8", "a/b/c", "./a/b"):
         with pytest.raises(ValueError, match="no such model directory"):
             resolve(name)
+
+
+def test_what_is_fetched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: a file that a model needs stays on the hub, and it answers without its chat template or
+    does not load; or code and pickles are fetched."""
+    read = "config.json generation_config.json tokenizer.json tokenizer_config.json vocab.json"
+    read += " merges.txt chat_template.jinja model.safetensors model-00001-of-00002.safetensors"
+    read += " model.safetensors.index.json"
+    left = "modeling.py pytorch_model.bin model.pt model.pth model.gguf".split()
+
+    def snapshot_download(name: str, *, allow_patterns: list[str], **_: Any) -> str:
+        for file in (*read.split(), *left):
+            if any(fnmatch(file, pattern) for pattern in allow_patterns):
+                (tmp_path / file).write_text("{}")
+        return str(tmp_path)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
+    assert sorted(path.name for path in resolve("me/target").iterdir()) == sorted(read.split())
 
 
 def test_a_hub_model_that_is_half_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -67,10 +67,13 @@ def test_unknown_names() -> None:
         ({"max_num_batched_tokens": 15}, "is 15; expected an integer from 16 up"),
         ({"device": "tpu"}, "device is 'tpu'; expected one of auto, cpu, cuda"),
         ({"kv_cache_memory": "lots"}, "is no size in bytes"),
+        ({"first_batch": True}, "first_batch is True; expected an integer from 1 up"),
+        ({"buckets": (0, 1)}, "buckets is .0, 1.; expected batch sizes, integers from 1 up"),
     ],
 )
 def test_ranges(given: dict[str, Any], message: str) -> None:
-    """Bug: a value out of its range passes, since NaN is in every range and True an integer."""
+    """Bug: a value out of its range passes, since NaN is in every range and True an integer, also
+    where it equals the default, 1."""
     with pytest.raises(ValueError, match=message):
         Options(**given)
     assert Options(kv_cache_memory="2GiB").kv_cache_memory == 2 << 30  # type: ignore[arg-type]
@@ -105,6 +108,12 @@ def test_the_next_option_is_declared_once(monkeypatch: pytest.MonkeyPatch) -> No
     assert "How deep.  [default: three]" in run(command, ["--help"]).output
     assert inspect.signature(load).parameters["depth"].default == load() == 3
     assert declarations(More)["depth"].arguments(4) == ["--depth", "4"]
+
+
+def test_what_is_just_allowed() -> None:
+    """Bug: an answer of exactly so many tokens cannot be asked for."""
+    asked = SamplingParams(min_tokens=5, max_new_tokens=5)
+    assert (asked.min_tokens, asked.max_new_tokens) == (5, 5)
 
 
 @pytest.mark.parametrize(

@@ -159,6 +159,7 @@ def test_small_and_large_temperatures() -> None:
         ({"temperature": 1.0, "seed": 2**63}, "seed is 9223372036854775808"),
         ({"top_p": 0.9}, "change nothing at temperature 0"),
         ({"top_k": 5}, "change nothing at temperature 0"),
+        ({"top_k": 1}, "change nothing at temperature 0"),
     ],
 )
 def test_refusals(options: dict[str, Any], message: str) -> None:

@@ -52,6 +52,19 @@ def test_what_is_there_stays(tmp_path: Path) -> None:
     assert mine.read_text() == "mine"
 
 
+def test_code_shrinks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: an artifact whose code shrank to a third, as all does, is taken for one that would fill
+    the disk where it is large."""
+    monkeypatch.setattr(artifact, "MAX_SMALL_BYTES", 0)
+    packed = filled(tmp_path / "a")
+    code = os.urandom(50_000).hex()
+    (packed.folder / "inductor/g6/large.py").write_text(code)
+    assert artifact.pack(packed.folder, tmp_path / "x.tar.gz") < len(code)
+    store = artifact.store(tmp_path / "b", PARTS)
+    assert artifact.unpack(tmp_path / "x.tar.gz", store) == []
+    assert (store.folder / "inductor/g6/large.py").read_text() == code
+
+
 def test_another_platform_is_named_and_not_used(tmp_path: Path) -> None:
     """Bug: code of another GPU is unpacked, or the user is not told what differs."""
     artifact.pack(filled(tmp_path / "a").folder, tmp_path / "x.tar.gz")

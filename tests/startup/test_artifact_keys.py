@@ -98,6 +98,9 @@ def test_what_one_start_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
     longer = replace(draft, block_size=8)
     assert artifact.engine_parts(config, target, longer)["draft"] != base["draft"]
     assert artifact.engine_parts(config, target, None)["draft"] == "none"
+    # What no shape shows, but a compiled segment holds as a number.
+    other = replace(target, rms_norm_eps=target.rms_norm_eps * 2)
+    assert artifact.engine_parts(config, other, draft)["target"] != base["target"]
     monkeypatch.setattr(precompiled, "loaded_code", hashed)
     named = ((layers, "rms_norm"), (accept, "NUM_RESULTS"), (segments, "force_acceptance_"))
     for owner, name in named:
@@ -192,3 +195,17 @@ def test_the_gpu_decides_by_all_its_parts(monkeypatch: pytest.MonkeyPatch) -> No
         monkeypatch.setattr(artifact, "_gpu", lambda gpu=gpu: gpu)
         found.append(artifact.store(Path("/x"), artifact.platform_parts("auto")).folder)
     assert len(set(found)) == 3
+
+
+def test_the_cpu_decides_by_what_it_can(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: two CPUs of one name, with other instruction sets but as many, share a folder, and code
+    of the one ends the other's process; or two of one kind do not, by the order of the names."""
+
+    def cpu(*flags: str) -> str:
+        lines = [f"model name\t: Xeon\nflags\t\t: {each}\npower management:\n" for each in flags]
+        monkeypatch.setattr(Path, "read_text", lambda *_, **__: "\n".join(lines))
+        return artifact.platform_parts("cpu")["cpu"]
+
+    one = cpu("sse avx2", "sse avx2")
+    assert one.startswith("Xeon [") and one == cpu("avx2 sse")
+    assert len({one, cpu("sse avx512f"), cpu("sse"), cpu("sse avx2 avx512f")}) == 4

@@ -153,7 +153,8 @@ def test_a_block_yields_what_it_holds(drafts: int, taps: tuple[int, ...], mean: 
 
 
 def test_simulated_acceptance_is_the_mean(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bug: a bench that draws 15 tokens a step runs the width of a typical drafter."""
+    """Bug: a bench that draws 15 tokens a step runs the width of a typical drafter, or counts the
+    bytes of the drafter's whole block."""
     target, draft = pair(tmp_path)
     faked(monkeypatch, EXPERTS)
     for mean, number in ((15.0, 15), (2.0, 1)):
@@ -161,6 +162,8 @@ def test_simulated_acceptance_is_the_mean(tmp_path: Path, monkeypatch: pytest.Mo
             target, draft, buckets=(1,), max_model_len=96, simulate_acceptance=mean
         ) as engine:
             assert engine.config.num_speculative_tokens == (number,)
+            draft_config = engine.built.draft
+            assert draft_config is not None and draft_config.num_draft_tokens == number
 
 
 def test_dense_targets_measure_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -188,6 +191,25 @@ def test_a_real_measurement(tmp_path: Path, kind: str) -> None:
         # On the CPU a row costs what its own experts do, so a whole block cannot be free.
         assert steps[-1] > 1.5 * steps[0]
         assert engine.config.num_speculative_tokens == (width.num_draft_tokens,)
+
+
+def test_each_kind_counts_its_own_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: every layer of a hybrid is taken to cost what the first one does, or a kind counts
+    once."""
+    target = make_hybrid(tmp_path, model_type="qwen3_5_moe_text")
+    with Engine.from_pretrained(target, None, buckets=(1,), max_model_len=96) as engine:
+        pair = engine.built.loop.first.builder.pair
+        mixers = [type(layer.mixer) for layer in pair.target.weights.layers]
+        assert len(set(mixers)) == 2
+
+        def seconds(run: Any, *_: Any) -> float:
+            return (1.0, 100.0)[mixers.index(type(run)) > 0] if type(run) in mixers else 0.25
+
+        monkeypatch.setattr(draft_width, "_layer_run", lambda config, layer, h_TD: layer.mixer)
+        monkeypatch.setattr(draft_width, "_seconds", seconds)
+        others = sum(mixer is not mixers[0] for mixer in mixers)
+        wanted = 0.25 + (len(mixers) - others) + 100.0 * others
+        assert draft_width.forward_seconds(pair, 4) == (wanted, 0.0)
 
 
 def test_more_rows_than_tokens(tmp_path: Path) -> None:

@@ -1,0 +1,38 @@
+"""What a start makes of its options: random weights, a context that the pool holds."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from graphengine.api import Engine
+from tests.support.checkpoints import make_target
+
+
+@pytest.mark.parametrize(("load_format", "is_uniform"), [("dummy", False), ("dummy-uniform", True)])
+def test_which_random_weights(tmp_path: Path, load_format: str, is_uniform: bool) -> None:
+    """Bug: the two kinds are swapped, and what is compared with vLLM's dummy weights is not like
+    them."""
+    target = make_target(tmp_path / "target", tokenizer=False)
+    with Engine.from_pretrained(
+        target, buckets=(1,), max_model_len=64, device="cpu", load_format=load_format
+    ) as engine:
+        weights = engine.built.loop.prefill.pair.target.weights
+        assert (weights.embed_VD.abs().max() <= 1e-3).item() is is_uniform
+        assert torch.equal(weights.norm_D, torch.ones_like(weights.norm_D)) is not is_uniform
+
+
+def test_a_context_that_the_pool_does_not_hold(tmp_path: Path) -> None:
+    """Bug: where nobody asks for a length the models' own is refused, although a shorter one fits;
+    or a length that was asked for is shortened in silence."""
+    target = make_target(tmp_path / "target", max_positions=512)
+    page = 2 * 2 * (2 * 16) * 4 * 16  # layers, keys and values, heads, float32, tokens
+    asked = {"buckets": (1,), "device": "cpu", "page_size": 16, "kv_cache_memory": 9 * page}
+    with Engine.from_pretrained(target, **asked) as engine:
+        assert engine.memory_plan.num_pages == 9
+        # A page is the null page, and a position behind the last token is the next step's.
+        assert engine.config.max_model_len == engine.memory_plan.max_model_len == 8 * 16 - 1
+    with pytest.raises(ValueError, match=r"--max-model-len 512 .* fits is 127 tokens"):
+        Engine.from_pretrained(target, max_model_len=512, **asked)

@@ -107,6 +107,7 @@ def platform_parts(device: str) -> Parts:
 def engine_parts(config: EngineConfig, target: ModelConfig, draft: DraftSpec | None) -> Parts:
     """What one start compiled: shapes of the models, buckets, modes, our own code."""
     from graphengine.capture.precompiled import loaded_code  # here: it imports torch
+    from graphengine.decode.ends import end_names
     from graphengine.decode.segments import first_segment
     from graphengine.kernels.accept import accept_and_advance_
     from graphengine.kernels.block_attention import block_attention
@@ -139,6 +140,7 @@ def engine_parts(config: EngineConfig, target: ModelConfig, draft: DraftSpec | N
         "num_speculative_tokens": ",".join(map(str, numbers)) or "none",
         "compile": "yes" if config.compile else "no",
         "page_size": str(config.page_size),
+        "ends": ",".join(end_names(config)),
         "code": _hash(reached),
     }
 

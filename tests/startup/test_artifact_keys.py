@@ -93,6 +93,10 @@ def test_what_one_start_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
     changed("num_speculative_tokens", num_speculative_tokens=(15, 11, 11))
     changed("compile", compile=False)
     changed("page_size", page_size=1)
+    # Logits to draw from, adjust, score or mask are of a segment of their own.
+    for name in ("sampling", "adjustments", "structured_outputs"):
+        changed("ends", **{name: False})
+    changed("ends", max_logprobs=0)
     wider = replace(target, hidden_size=256)
     assert artifact.engine_parts(config, wider, draft)["target"] != base["target"]
     longer = replace(draft, block_size=8)

@@ -75,8 +75,8 @@ What each check means: graphengine/verify/lossless.md."""
 @click.option(
     "--tolerance",
     type=shared.Finite(min=0),
-    help="Nats that a token may lie below the plain model's first choice.  [default: 0.20, "
-    "with --all-options in bfloat16 0.30]",
+    help="Nats that a token may lie below the plain model's first choice.  [default: 0.20 float32, "
+    "0.30 bfloat16]",
 )
 @click.option(
     "--min-identical",
@@ -318,20 +318,16 @@ class _Run(NamedTuple):
 
     def limits(self, dtype: str, drafter: str | None) -> Limits:
         from graphengine.verify.check import (
-            ASKED_TOLERANCE_NATS,
-            DEFAULT_TOLERANCE_NATS,
             MAX_LOGPROB_ERROR,
             MIN_IDENTICAL,
+            TOLERANCE_NATS,
             Limits,
         )
 
         asked = self.options
         tolerance, identical = asked["tolerance"], asked["min_identical"]
-        if tolerance is None:
-            led_away = asked["all_options"] and dtype == "bfloat16"
-            tolerance = ASKED_TOLERANCE_NATS if led_away else DEFAULT_TOLERANCE_NATS
         return Limits(
-            tolerance_nats=tolerance,
+            tolerance_nats=TOLERANCE_NATS[dtype] if tolerance is None else tolerance,
             min_identical=MIN_IDENTICAL[dtype] if identical is None else identical,
             min_acceptance=asked["min_acceptance"] if drafter else None,
             max_logprob_error_nats=MAX_LOGPROB_ERROR[dtype],

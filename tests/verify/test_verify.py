@@ -234,6 +234,7 @@ def test_limits_of_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
         ("--num-speculative-tokens 7", "float32", None, 0.2),
         ("--max-new-tokens 63", "float32", None, 0.2),
         ("--all-options", "float32", None, 0.2),
+        ("", "bfloat16", 13.5, 0.3),
         ("--all-options", "bfloat16", None, 0.3),
         ("--all-options --tolerance 0.1", "bfloat16", None, 0.1),
     ):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -31,9 +32,11 @@ def first_stop(text: str, stops: list[str], num_unwatched: int = 0) -> tuple[int
 @given(pieces=st.lists(TEXTS, max_size=6), stops=STOPS, kept=st.booleans(), late=st.integers(0, 2))
 @example(pieces=["aa", "ab"], stops=["aaab"], kept=False, late=0)
 @example(pieces=["ab"], stops=["b", "a"], kept=False, late=0)  # both in one piece
+@example(pieces=["ab", "a"], stops=["b", "abb"], kept=False, late=1)  # over before it counts
 def test_pieces_do_not_matter(pieces: list[str], stops: list[str], kept: bool, late: int) -> None:
     """Bug: a stop string across two pieces is missed, one of two is found depending on the pieces,
-    its beginning is given out, or text that only looked like one is lost."""
+    its beginning is given out, or text that only looked like one is lost; or one that was
+    complete before any counted ends the answer with the next token."""
     watched = StopStrings(stops, kept)
     out, seen = "", ""
     num_unwatched = sum(map(len, pieces[:late]))
@@ -116,6 +119,12 @@ def test_words_as_vllm_reads_them() -> None:
         assert (words[1:] == [behind]) == (
             len(behind) == len(words[0]) and behind != words[0] and behind[0] != words[0][0]
         )
+
+
+def test_a_word_that_is_the_same_behind_a_space() -> None:
+    """Bug: where a tokenizer puts a space in front of a text itself, a word is banned twice."""
+    fake: Any = SimpleNamespace(encode=lambda text: [ord(char) for char in f" {text.lstrip()}"])
+    assert Tokenizer.encode_word(fake, "red") == [[ord(char) for char in " red"]]
 
 
 @pytest.mark.parametrize("stops", [(), ("zz",)])

@@ -13,6 +13,7 @@ import torch
 from graphengine.capture.runners import run_chain
 from graphengine.decode.buffers import Arena
 from graphengine.decode.proposer import step_buffers
+from graphengine.decode.segments import Segments
 from graphengine.decode.stack import Rows, Target
 from graphengine.drafters import dflash
 from graphengine.drafters.dflash import MAX_QUANTIZED_ROWS
@@ -55,6 +56,28 @@ def test_a_context_s_weights_are_for_its_rows(monkeypatch: pytest.MonkeyPatch) -
         rows = torch.zeros(num_rows, dtype=torch.int64)
         run_chain(own.prefill(Rows(rows, rows, rows))[1])
     assert taken == [rounded, exact]
+
+
+@pytest.mark.parametrize("config", [DRAFT, ANCHOR_FIRST])
+def test_a_forward_s_weights_are_for_the_rows_of_all(
+    monkeypatch: pytest.MonkeyPatch, config: Any
+) -> None:
+    """Bug: FP8 is chosen by the rows of one request's block: a batch of many runs through a kernel
+    of few, which rounds its activations or is slower."""
+    exact, rounded = (SimpleNamespace(layers=[b], norm_D=None, rope_PH=None) for b in (16, 8))
+    both: Any = {"weights": exact, "quantized": (rounded, None)}
+    own = replace(drafter(config), max_quantized_rows=2 * config.block_size, **both)
+    found: list[list[int]] = []
+
+    def layer_steps(name: str, stack: Any, *_: Any) -> list[Any]:
+        found.append(stack.layers)
+        return [SimpleNamespace(name=name)]
+
+    monkeypatch.setattr(dflash, "layer_steps", layer_steps)
+    for size in (1, 2, 3):
+        buffers = step_buffers(Arena(CPU, torch.float32), MODEL, own, size, 4)
+        own.propose(buffers, dict.fromkeys(config.attention_rules), Segments())  # type: ignore[arg-type]
+    assert found == [[8], [8], [16]]
 
 
 def test_taps_stand_in_the_drafter_s_order() -> None:

@@ -68,6 +68,9 @@ def test_drafts_that_are_right_at_first() -> None:
     known = [*request.prompt_ids, *truth, 0]
     assert asked == [1, 99, 1, 99]  # from 3, 5, 9 and 11 on
     assert [i for i, (a, b) in enumerate(zip(told, known, strict=True)) if a != b] == [5, 11]
+    # Beside token 0 there is no token -1, which no embedding has.
+    zeros, _ = right_at_first(request, [10, *[0] * 11], lambda step: (1, 99)[step % 2], 4, 16)
+    assert zeros == [*request.prompt_ids, 10, 0, 1, *[0] * 5, 1, *[0] * 4]
     request.advance(truth[1:5], 1)
     told, asked = right_at_first(request, truth, lambda step: (1, 99)[step % 2], 4, 16)
     assert asked == [99, 1, 99]

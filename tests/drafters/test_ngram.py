@@ -95,13 +95,31 @@ def test_what_a_grammar_forces_stands_in_the_text() -> None:
 
 
 def test_a_block_over_the_end() -> None:
-    """Bug: drafts past the last position are written into the text's beginning, or fail."""
-    ngram = Ngram(config=NgramConfig(num_draft_tokens=3), num_positions=4)
+    """Bug: drafts past the last position are written into the text's beginning or over its end, or
+    fail."""
+    ngram = Ngram(config=NgramConfig(num_draft_tokens=3), num_positions=6)
+    text = [8, 9, 7, 6, 8, 9]
     buffers = step_buffers(Arena(torch.device("cpu"), torch.float32), MODEL, ngram, 1, 5)
-    ngram.write_rows_(buffers, {0: request_of([8, 8, 8, 8])})
-    buffers.start_B.fill_(3)
-    buffers.block_ids_BG[:, 0] = 8
+    ngram.write_rows_(buffers, {0: request_of(text)})
+    buffers.start_B.fill_(5)
+    buffers.block_ids_BG[:, 0] = 9
     run_chain(ngram.propose(buffers, {}, Segments()))
     own: Any = buffers.own
-    assert own.text_BP[0, :4].tolist() == [8] * 4
-    assert buffers.draft_ids_BG.tolist() == [[8, 8, 8, 8]]
+    assert own.text_BP[0, :6].tolist() == text
+    assert buffers.draft_ids_BG.tolist() == [[9, 7, 6, 8]]
+
+
+def test_what_is_drafted_where_nobody_says() -> None:
+    """Bug: one token that was there before is a match, and most drafts are noise; or two are none;
+    or the longest match of five tokens wins over a later one of four."""
+    config = NgramConfig()
+    assert (config.num_draft_tokens, config.num_verify_rows, config.block_size) == (15, 16, 16)
+    for ids, first in (
+        ([1, 7, 2, 1], 0),
+        ([1, 2, 7, 3, 1, 2], 7),
+        ([1, 2, 3, 4, 5, 7, 9, 2, 3, 4, 5, 8, 1, 2, 3, 4, 5], 8),
+    ):
+        last = torch.tensor([[len(ids) - 1]])
+        numbers = config.num_draft_tokens, config.shortest, config.longest
+        drafts = look_up(torch.tensor([ids]).int(), last, *numbers)
+        assert drafts.shape == (1, 15) and drafts[0, 0] == first

@@ -204,6 +204,21 @@ def test_two_places_for_the_tie_must_agree(tmp_path: Path) -> None:
         ModelConfig.from_hf(outer)
 
 
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("place", ["outer", "text", "both"])
+def test_one_place_for_the_tie_is_enough(tmp_path: Path, tied: bool, place: str) -> None:
+    """Bug: a file that says it at one of the two places alone is read as if it said nothing: its
+    head is looked for and refused as missing, or is the embedding in place of its own."""
+    directory = make_hybrid(tmp_path, layer_types=[D, A], tokenizer=False)
+    text = json.loads((directory / "config.json").read_text())
+    del text["tie_word_embeddings"]
+    outer: dict[str, Any] = {"model_type": "qwen3_5", "text_config": text}
+    assert ModelConfig.from_hf(outer).tie_word_embeddings is False
+    outer |= {"tie_word_embeddings": tied} if place != "text" else {}
+    text |= {"tie_word_embeddings": tied} if place != "outer" else {}
+    assert ModelConfig.from_hf(outer).tie_word_embeddings is tied
+
+
 def test_files_without_layer_types() -> None:
     """Bug: of every n layers the first attends, not the last."""
     raw = RawConfig({"full_attention_interval": 3}, "config.json")

@@ -192,6 +192,16 @@ def test_our_own_code_is_in_the_key(monkeypatch: pytest.MonkeyPatch, file: str) 
     assert len(seen) == 1
 
 
+def test_the_python_decides_by_its_minor_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: extensions that another Python's ABI is built into are taken for this one's; or a
+    security release of Python compiles everything anew."""
+    found = []
+    for version in (("3", "12", "1"), ("3", "13", "1"), ("3", "13", "2")):
+        monkeypatch.setattr(artifact.platform, "python_version_tuple", lambda v=version: v)
+        found.append(artifact.platform_parts("cpu")["python"])
+    assert found == ["3.12", "3.13", "3.13"]
+
+
 def test_the_gpu_decides_by_all_its_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Bug: code of another driver is taken for this one's."""
     found = []

@@ -1,4 +1,4 @@
-"""What a start makes of its options: random weights, a context that the pool holds."""
+"""What a start makes of its options: random weights, a context that the pool holds, grammars."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from graphengine.api import Engine
+from graphengine.checkpoints.hub import TINY_TARGET
 from tests.support.checkpoints import make_target
 
 
@@ -36,3 +37,13 @@ def test_a_context_that_the_pool_does_not_hold(tmp_path: Path) -> None:
         assert engine.config.max_model_len == engine.memory_plan.max_model_len == 8 * 16 - 1
     with pytest.raises(ValueError, match=r"--max-model-len 512 .* fits is 127 tokens"):
         Engine.from_pretrained(target, max_model_len=512, **asked)
+
+
+@pytest.mark.parametrize("asked", [True, False])
+def test_what_grammars_share_is_built_by_a_start(asked: bool) -> None:
+    """Bug: the first request with a grammar waits for it, a second with 150k tokens; or a start
+    that offers none builds it too."""
+    options = {"buckets": (1,), "max_model_len": 64, "device": "cpu", "structured_outputs": asked}
+    with Engine.from_pretrained(TINY_TARGET, **options) as engine:
+        grammars = engine.built.grammars
+        assert grammars is not None and (grammars._tokenizer is not None) is asked

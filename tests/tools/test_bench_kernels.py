@@ -1,4 +1,4 @@
-"""tools/bench_kernels.py: what a sweep would try, without a GPU."""
+"""tools/bench_kernels.py: what a sweep would try and a case would launch, without a GPU."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from graphengine.kernels.block_attention import choose_config
-from tools import bench_kernels
+from tools import kernel_cases_attention, kernel_cases_rows, kernel_sweeps
 
 
 @pytest.fixture(autouse=True)
@@ -22,11 +22,11 @@ def h200(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_sweep_tries_what_a_launch_accepts(batch: int) -> None:
     """Bug: the default that a sweep varies has other tiles at this batch, so that half of the
     candidates are refused and silently count as too large, or a change changes nothing."""
-    tiles = bench_kernels.tile_candidates(batch)
+    tiles = kernel_sweeps.tile_candidates(batch)
     assert len(set(tiles)) == len(tiles)
-    num_splits = bench_kernels.default_splits(batch)
+    num_splits = kernel_cases_attention.default_splits(batch)
     assert tiles[0] == (num_splits, choose_config(num_splits))
-    launches = bench_kernels.launch_candidates(*tiles[0])
+    launches = kernel_sweeps.launch_candidates(*tiles[0])
     assert {config.prefetch for _, config in launches} == {True, False}
     for _, config in [*tiles, *launches]:
         assert config.chunk % config.kv_tile == 0, config
@@ -34,16 +34,16 @@ def test_a_sweep_tries_what_a_launch_accepts(batch: int) -> None:
 
 def test_pieces_are_the_end_of_a_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
     """Bug: blocks of 16 or split keys are timed at other positions than what they are beside."""
-    monkeypatch.setattr(bench_kernels, "DEVICE", "cpu")
-    monkeypatch.setattr(bench_kernels, "DTYPE", torch.float32)
-    monkeypatch.setattr(bench_kernels, "num_sets", lambda set_bytes: 2)
+    monkeypatch.setattr(kernel_cases_attention, "DEVICE", "cpu")
+    monkeypatch.setattr(kernel_cases_attention, "DTYPE", torch.float32)
+    monkeypatch.setattr(kernel_cases_attention, "num_sets", lambda set_bytes: 2)
 
     def graph_us(launch: Callable[[int], object], sets: int) -> float:
         launch(sets - 1)
         return 2.0
 
-    monkeypatch.setattr(bench_kernels, "graph_us", graph_us)
-    found = bench_kernels.bench_piece(128, 384)
+    monkeypatch.setattr(kernel_cases_attention, "graph_us", graph_us)
+    found = kernel_cases_attention.bench_piece(128, 384)
     assert set(found) == {
         f"{name}_{unit}"
         for name in ("blocks_of_16", "split", "split_in_1", "split_in_8")
@@ -54,19 +54,19 @@ def test_pieces_are_the_end_of_a_prompt(monkeypatch: pytest.MonkeyPatch) -> None
 def test_fp8_cases_measure_what_they_name(monkeypatch: pytest.MonkeyPatch) -> None:
     """Bug: a case that nobody has run: a shape that its kernel refuses, a reference with another
     rounding, a key without its unit. Launched here without a graph, on the references."""
-    monkeypatch.setattr(bench_kernels, "DEVICE", "cpu")
-    monkeypatch.setattr(bench_kernels, "num_sets", lambda set_bytes: 2)
-    monkeypatch.setattr(bench_kernels, "compiled", lambda fn: fn)
+    monkeypatch.setattr(kernel_cases_rows, "DEVICE", "cpu")
+    monkeypatch.setattr(kernel_cases_rows, "num_sets", lambda set_bytes: 2)
+    monkeypatch.setattr(kernel_cases_rows, "compiled", lambda fn: fn)
     launched: list[int] = []
 
     def graph_us(launch: Callable[[int], object], sets: int) -> float:
         launched.extend(i for i in range(sets) if launch(i) is not None)
         return 2.0
 
-    monkeypatch.setattr(bench_kernels, "graph_us", graph_us)
+    monkeypatch.setattr("kernel_timing.graph_us", graph_us)  # of `compare`
     keys = {"kernel_us", "kernel_gbps", "compiled_us"}
-    for D in bench_kernels.WIDTHS:
-        assert set(bench_kernels.bench_fp8_rows(4, D)) == keys
+    for D in kernel_cases_rows.WIDTHS:
+        assert set(kernel_cases_rows.bench_fp8_rows(4, D)) == keys
     for partials in (1, 2):
-        assert set(bench_kernels.bench_add_rms_norm_round(4, partials)) == keys
+        assert set(kernel_cases_rows.bench_add_rms_norm_round(4, partials)) == keys
     assert launched == [0, 1] * 2 * 5

@@ -1,15 +1,11 @@
 """Compiled segments on disk: found for what they were compiled for, and for nothing else."""
 
 import errno
-import importlib
 import os
 import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from enum import Enum
-from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,11 +17,7 @@ from torch import Tensor
 
 from graphengine.capture import compile as compiling
 from graphengine.capture import precompiled
-from graphengine.capture.precompiled import layout, loaded_code
-from graphengine.decode import segments, simulate
 from graphengine.decode.simulate import Simulation, force_acceptance_
-from graphengine.kernels import skinny_config
-from graphengine.models import layers
 
 ROOT = Path(__file__).resolve().parents[2]
 needs_compiler = pytest.mark.skipif(
@@ -64,9 +56,6 @@ def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def files(folder: Path) -> list[Path]:
     return sorted(folder.iterdir()) if folder.exists() else []
-
-
-# --- finding ---
 
 
 @needs_compiler
@@ -216,242 +205,3 @@ def test_caches_can_be_switched_off(
     assert compiling.cache_counts().since(before) == (0, 1)
     assert files(folder) == [file]
     assert "later starts" not in caplog.text
-
-
-# --- keys ---
-
-
-def test_all_that_a_specialisation_depends_on() -> None:
-    """Bug: two calls that need different code share it, e.g. a matrix that is also the other
-    argument: torch traces that as one input."""
-    x, y = torch.randn(4, 8), torch.randn(4, 8)
-    memory = torch.randn(65)
-    calls: dict[str, Any] = {
-        "base": (Pair(x, y), 1.0),
-        "shape": (Pair(x, torch.randn(4, 9)), 1.0),
-        "strides": (Pair(x, torch.randn(8, 4).T), 1.0),
-        "dtype": (Pair(x, y.double()), 1.0),
-        "value": (Pair(x, y), 2.0),
-        "kind of number": (Pair(x, y), 1),
-        "same tensor": (Pair(x, x), 1.0),
-        "same memory": (Pair(memory[:32].view(4, 8), memory[32:64].view(4, 8)), 1.0),
-        "overlap": (Pair(memory[:32].view(4, 8), memory[16:48].view(4, 8)), 1.0),
-        "alignment": (Pair(x, memory[33:].view(4, 8)), 1.0),
-        "tuple": ((x, y), 1.0),
-        "none": (Pair(x, y), None),
-        "gradients": (Pair(x, y.clone().requires_grad_()), 1.0),
-    }
-    assert len({layout(call) for call in calls.values()}) == len(calls)
-    assert layout((Pair(y.clone(), x.clone()), 1.0)) == layout(calls["base"])
-    elsewhere = Pair(memory[32:64].view(4, 8), y)  # of a packed matrix: the next layer is the same
-    assert layout((elsewhere, 1.0)) == layout(calls["base"])
-    assert layout((torch.conj(x.to(torch.complex64)),)) != layout((x.to(torch.complex64),))
-    for unknown in ([x], x.as_subclass(type("Other", (Tensor,), {}))):
-        with pytest.raises(TypeError, match=type(unknown).__name__):
-            layout((unknown,))
-
-
-@pytest.mark.parametrize(
-    ("owner", "name"), [(torch, "__version__"), (torch.version, "git_version")]
-)
-def test_another_torch(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str) -> None:
-    """Bug: after an upgrade, a nightly's too, what the torch before has compiled is loaded."""
-    before = precompiled.compilers({})
-    monkeypatch.setattr(owner, name, "2.99.0")
-    assert precompiled.compilers({}) != before
-
-
-def test_threads_count_on_the_cpu_alone() -> None:
-    """Bug: another number of cores beside the same GPU makes an artifact useless; or code for four
-    threads is found for two."""
-    x, before = torch.randn(4, 8), torch.get_num_threads()
-    there = torch.empty(4, 8, device="meta")
-    found = []
-    try:
-        for number in (1, 2):
-            torch.set_num_threads(number)
-            found.append((layout((x,)), layout((there,)), precompiled.compilers({})))
-    finally:
-        torch.set_num_threads(before)
-    assert found[0][0] != found[1][0]
-    assert found[0][1:] == found[1][1:]
-
-
-def segments_code() -> str:
-    return loaded_code(segments.first_segment)
-
-
-@pytest.fixture(scope="module")
-def unchanged() -> str:
-    return segments_code()
-
-
-def content(x: Any) -> str:
-    """What a module of this package that holds `x` is hashed by."""
-    return "".join(precompiled._content(x, __name__.partition(".")[0], ()))
-
-
-@dataclass(frozen=True, slots=True)
-class Scale:
-    factor: float
-
-    def __call__(self, x: Tensor) -> Tensor:
-        return x * self.factor
-
-
-class Kind(Enum):
-    ONE = 1
-    TWO = 2
-
-
-def adding(number: float) -> Callable[[Tensor], Tensor]:
-    return lambda x: x + number
-
-
-@pytest.mark.parametrize(
-    ("owner", "name", "value"),
-    [
-        (layers, "rms_norm", lambda x, weight, eps: x * weight),
-        (layers, "SKINNY_T", 32),
-        (skinny_config, "TUNED", {}),
-        (layers.Fp8Matrix, "dense", lambda self, dtype: self.weight_ED.to(dtype)),
-        (simulate, "force_acceptance_", lambda *_: None),
-    ],
-)
-def test_what_is_loaded_decides(
-    monkeypatch: pytest.MonkeyPatch, unchanged: str, owner: Any, name: str, value: Any
-) -> None:
-    """Bug: a tool judges another table, or a test replaces a function, and both get the code of
-    what was there before."""
-    with monkeypatch.context() as patch:
-        patch.setattr(owner, name, value)
-        assert segments_code() != unchanged
-    assert segments_code() == unchanged
-
-
-@pytest.mark.parametrize(
-    ("one", "other"),
-    [
-        (adding(1.0), adding(2.0)),
-        (lambda x: x + 1.0, lambda x: x + 2.0),
-        (lambda x: x.sin(), lambda x: x.cos()),
-        (lambda x, *, y=1: x + y, lambda x, *, y=2: x + y),
-        (lambda x, y=1: x + y, lambda x, y=2: x + y),
-        (partial(scaled, factor=1.0), partial(scaled, factor=2.0)),
-        (lru_cache(lambda: 1), lru_cache(lambda: 2)),
-        (range(2), range(3)),
-        (1j, 2j),
-        (((1,), 2), ((1, 2),)),
-        ({"a": {1, 2}}, {"a": {1, 3}}),
-    ],
-)
-def test_values_that_are_not_alike(one: Any, other: Any) -> None:
-    """Bug: two values of one kind are taken for one."""
-    assert content(one) != content(other)
-    assert content(one) == content(one)
-
-
-def test_what_triton_notes_in_a_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bug: the key depends on which kernels this process has compiled; what is compiled beside them
-    is lost to the next start."""
-    triton = pytest.importorskip("triton")
-    from graphengine.kernels.argmax import combine_argmax_kernel
-
-    before = segments_code()
-    with monkeypatch.context() as patch:  # as at its first launch
-        patch.setattr(combine_argmax_kernel, "compile", triton.compile, raising=False)
-        assert segments_code() == before
-    monkeypatch.setattr(combine_argmax_kernel, "fn", lambda x: x)
-    assert segments_code() != before
-
-
-@needs_compiler
-def test_what_tracing_leaves_in_a_module(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Bug: a process's second engine has other keys than its first, since tracing has put the
-    results of constant functions into the module; what it compiles no later start finds (plain
-    decoding, 3 of 8 segments on an H200)."""
-    (tmp_path / "asks_once.py").write_text(
-        "import torch\n@torch.compiler.assume_constant_result\ndef is_large(): return True\n"
-    )
-    (tmp_path / "traced_module.py").write_text(
-        "import asks_once\ndef f(x): return x + 1 if asks_once.is_large() else x\n"
-    )
-    monkeypatch.syspath_prepend(str(tmp_path))
-    module = importlib.import_module("traced_module")
-    before = set(vars(module))
-    compiled(module.f)(torch.ones(2))
-    left = {name for name in vars(module) if not name.startswith("__")} - before
-    assert left, "tracing leaves nothing now: this test shows nothing"
-    as_a_new_process(monkeypatch)
-    assert torch.equal(compiled(module.f)(torch.ones(2)), torch.full((2,), 2.0))
-
-
-def test_objects_of_the_package() -> None:
-    """Bug: what a dataclass, an enum or a call operator says is not read."""
-    assert content(Scale(1.0)) != content(Scale(2.0))
-    assert content(Scale(1.0)) == content(Scale(1.0))
-    assert content(Kind.ONE) != content(Kind.TWO)
-    before = content(Scale)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Scale, "__call__", lambda self, x: x)
-        assert content(Scale) != before
-
-
-def test_a_module_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bug: a start hashes the same 22 modules for each of seven segments, half a second of it; or
-    gets another hash for it."""
-    read: list[str] = []
-    real = precompiled._read_module
-
-    def reading(module: Any, package: str) -> Any:
-        read.append(module.__name__)
-        return real(module, package)
-
-    alone = [loaded_code(function) for function in segments.Segments()]
-    monkeypatch.setattr(precompiled, "_read_module", reading)
-    together = compiling.compile_segments(segments.Segments())
-    assert "graphengine.decode.segments" in read
-    assert len(set(read)) == len(read)
-    for segment, code in zip(together, alone, strict=True):
-        assert isinstance(segment, compiling.Segment) and code in segment._key
-
-
-def test_two_closures_of_one_module() -> None:
-    """Bug: functions of one name share a key."""
-    assert loaded_code(adding(1.0)) != loaded_code(adding(2.0))
-
-
-def test_a_decorator_s_arguments_are_in_the_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Bug: what memory does not show, as what an operator writes to, is not in the key."""
-    source = "def wrap(**names): return lambda f: f\n@wrap(mutates={!r})\ndef f(x): return x\n"
-    found = set()
-    for name in ("x", "y"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "decorated_module.py").write_text(source.format(name))
-        with monkeypatch.context() as patch:
-            patch.syspath_prepend(str(tmp_path / name))
-            found.add(loaded_code(importlib.import_module("decorated_module").f))
-            del sys.modules["decorated_module"]
-    assert len(found) == 2
-
-
-def test_every_process_finds_the_same_key() -> None:
-    """Bug: the key depends on what else a command imports, or on how Python orders its sets."""
-    script = """
-import sys
-import graphengine.decode.segments as s
-from graphengine.capture.precompiled import loaded_code
-print(loaded_code(s.first_segment))
-assert "graphengine.cli.main" not in sys.modules
-import graphengine.measure.bench, graphengine.cli.main
-print(loaded_code(s.first_segment))
-"""
-    seed = "1" if os.environ.get("PYTHONHASHSEED") != "1" else "2"
-    env = os.environ | {"PYTHONHASHSEED": seed}
-    line = [sys.executable, "-c", script]
-    done = subprocess.run(line, env=env, capture_output=True, text=True, check=True)
-    assert {segments_code(), *done.stdout.split()} == {segments_code()}

@@ -54,7 +54,7 @@ TABLE: dict[str, Row] = {
     ),
     "T03": Row(
         "missing taps are guessed, duplicates and negatives accepted",
-        ("test_config.py::test_drafter_refusals",),
+        ("test_config_refusals.py::test_drafter_refusals",),
     ),
     "T04": Row(
         "the draft forward is not the published one, or not over chunks",
@@ -76,7 +76,7 @@ TABLE: dict[str, Row] = {
         (
             "test_rope.py::test_yarn_amplitude",
             "test_rope.py::test_scaled_ropes_equal_transformers",
-            "test_config.py::test_model_refusals",
+            "test_config_refusals.py::test_model_refusals",
         ),
     ),
     "T07": Row(
@@ -122,7 +122,7 @@ TABLE: dict[str, Row] = {
         "a graph is frozen at the length of its capture",
         (
             "test_gpu_modes.py::test_ten_times_longer_than_captured",
-            "test_block_attention.py::test_one_capture_serves_every_length",
+            "test_block_attention_on_gpu.py::test_one_capture_serves_every_length",
         ),
     ),
     "T13": Row(
@@ -163,7 +163,7 @@ TABLE: dict[str, Row] = {
         "abort in a step, end while a step is in flight: leaks (there is no preemption: pages are "
         "reserved at admission)",
         (
-            "test_engine.py::test_cancel_in_every_state",
+            "test_engine_ends.py::test_cancel_in_every_state",
             "test_kvcache.py::test_loop_in_any_order",
             "test_interrupts.py::test_ctrl_c_between_any_two_lines",
         ),
@@ -171,15 +171,15 @@ TABLE: dict[str, Row] = {
     "T20": Row(
         "stop tokens and budgets inside an accepted run; the mask id as a stop token",
         (
-            "test_engine.py::test_stop_token_at_every_place",
-            "test_engine.py::test_budget_at_every_place",
+            "test_engine_ends.py::test_stop_token_at_every_place",
+            "test_engine_ends.py::test_budget_at_every_place",
         ),
     ),
     "T21": Row(
         "writes past the last page or position at the context's end",
         (
-            "test_engine.py::test_context_limit",
-            "test_engine.py::test_longest_context_of_the_model",
+            "test_engine_ends.py::test_context_limit",
+            "test_engine_ends.py::test_longest_context_of_the_model",
             "test_fallback.py::test_last_block_in_plain_decode",
             "test_accept.py::test_past_the_end_of_the_table",
         ),
@@ -240,14 +240,14 @@ TABLE: dict[str, Row] = {
         (
             "test_weights.py::test_tied_checkpoints_with_a_stored_head",
             "test_draft_vocabulary.py::test_tied_target",
-            "test_config.py::test_model_refusals",
+            "test_config_refusals.py::test_model_refusals",
         ),
     ),
     "T32": Row(
         "embedding scale and soft cap (Gemma) left out in the drafter",
         (
-            "test_config.py::test_drafter_refusals",
-            "test_config.py::test_other_models_are_refused",
+            "test_config_refusals.py::test_drafter_refusals",
+            "test_config_refusals.py::test_other_models_are_refused",
         ),
         "no Gemma target runs; the keys are refused",
     ),

@@ -29,17 +29,19 @@ from tests.decode.test_engine import (  # noqa: F401
     force,
     loop_of,
     test_bucket_size_changes_nothing,
-    test_budget_at_every_place,
-    test_cancel_in_every_state,
-    test_context_limit,
-    test_dropped_stream_returns_its_pages,
     test_every_acceptance_length,
     test_more_prompts_than_rows,
     test_pool_smaller_than_the_demand,
     test_random_acceptance_in_a_batch,
-    test_rows_end_at_different_times,
     test_short_then_long_then_short,
     tokens,
+)
+from tests.decode.test_engine_ends import (  # noqa: F401
+    test_budget_at_every_place,
+    test_cancel_in_every_state,
+    test_context_limit,
+    test_dropped_stream_returns_its_pages,
+    test_rows_end_at_different_times,
 )
 from tests.decode.test_fallback import (  # noqa: F401
     impatient,

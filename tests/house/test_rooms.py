@@ -5,8 +5,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-# Types alone, in its neighbour's tests; and what test_fixed_chunk.py and test_engine.py look at.
-WITHOUT = {"capture/steps.py", "graphengine/decode/prefill.py"}
+WITHOUT = {"capture/steps.py"}  # types alone, in its neighbour's tests
 
 
 @pytest.mark.parametrize("room", ["graphengine/decode", "graphengine/drafters", "capture"])

@@ -28,7 +28,7 @@ def read_prompt_file(path: Path) -> list[Conversation]:
         with path.open(encoding="utf-8-sig") as file:  # a BOM is Windows' own
             text = file.read(MAX_CHARS + 1)
         if len(text) > MAX_CHARS:
-            raise ValueError(f"{path}: more than {MAX_CHARS} characters; pass several files")
+            raise ValueError(f"{path}: more than {MAX_CHARS} characters; split it")
         lines = text.split("\n")  # not splitlines: JSON strings may hold U+2028
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "not UTF-8 text"

@@ -26,6 +26,7 @@ def named_pair(model: str | Path | None, draft: str | Path | None) -> tuple[str,
     Args:
         model: None for the first of `BUNDLED`; where it is one of these its own drafter is the
             default.
+        draft: one of `BUNDLED` stands for that pair's drafter.
 
     Raises:
         ValueError: no such model, a drafter alone, or a speculators checkpoint that names no
@@ -34,6 +35,7 @@ def named_pair(model: str | Path | None, draft: str | Path | None) -> tuple[str,
     model = "tiny" if model is None else model
     if (bundled := BUNDLED.get(str(model))) is not None:
         model, draft = bundled[0], bundled[1] if draft is None else draft
+    draft = BUNDLED[str(draft)][1] if str(draft) in BUNDLED else draft
     directory = resolve(model)
     config, source = read_json(directory / "config.json")
     if "speculators_model_type" not in config:

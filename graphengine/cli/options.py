@@ -167,7 +167,25 @@ def as_json(text: str) -> Option:
     return click.option("--json", "as_json", is_flag=True, callback=check, help=text)
 
 
-PROMPT_FILE = functools.partial(path, "--prompt-file", metavar="FILE.jsonl")
+def prompt_file(text: str) -> Option:
+    """`--prompt-file`, refused where it stands twice: click would drop the first one's prompts."""
+
+    def only(ctx: click.Context, param: click.Parameter, value: tuple[Path, ...]) -> Path | None:
+        if len(value) > 1:
+            raise click.BadParameter("passed twice; put all prompts into one file", ctx, param)
+        return value[0] if value else None
+
+    kind = click.Path(path_type=Path)
+    return click.option(
+        "--prompt-file",
+        type=kind,
+        multiple=True,
+        callback=only,
+        metavar="FILE.jsonl",
+        help=text,
+    )
+
+
 PLOT = functools.partial(path, "--plot", metavar="FILE.svg|png", dir_okay=False)
 PROMPT_SEED = click.option(
     "--seed",
@@ -202,14 +220,17 @@ def check_places(options: Mapping[str, Any]) -> None:
             continue
         folder = file.absolute().parent
         if name == "output_json":  # its folders are made
-            folder = next(path for path in (folder, *folder.parents) if path.exists())
+            folder = next(path for path in (folder, *folder.parents) if os.path.lexists(path))
         text = f"{option} {file}: cannot be written"
         if not folder.is_dir():
             raise ValueError(f"{text} (no such folder); make it first")
         if not os.access(file if file.exists() else folder, os.W_OK):
             raise ValueError(f"{text} (no permission); choose another path")
+        real = os.path.realpath(file)  # Path.resolve raises for such a link
+        if os.path.islink(real):
+            raise ValueError(f"{text} (a link that leads to itself); choose another path")
         for source, read in (("--read", "file"), ("--prompt-file", "prompt_file")):
-            if options.get(read) is not None and options[read].resolve() == file.resolve():
+            if options.get(read) is not None and os.path.realpath(options[read]) == real:
                 raise ValueError(
                     f"{option} {file}: would replace what {source} reads; choose another path"
                 )

@@ -69,7 +69,7 @@ def _checked(where: str, text: str) -> str:
 @shared.MODEL
 @shared.DRAFT
 @click.option("--prompt", "prompts", multiple=True, metavar="TEXT", help="May be repeated.")
-@shared.PROMPT_FILE(
+@shared.prompt_file(
     text='JSON Lines: {"prompt": "text"} or {"turns": ["text", ..]}; later turns are asked with '
     "the model's own answers in between. A prompt may be a list of token ids."
 )

@@ -58,7 +58,7 @@ What each check means: graphengine/verify/lossless.md."""
 @click.command("verify", epilog=_EPILOG)
 @shared.MODEL
 @shared.DRAFT
-@shared.PROMPT_FILE(text="Single prompts as for `graphengine run`.  [default: 30 bundled ones]")
+@shared.prompt_file(text="Single prompts as for `graphengine run`.  [default: 30 bundled ones]")
 @click.option("--matrix", is_flag=True, help="Every graph mode of the device x bucket x batch mix.")
 @click.option(
     "--forced-acceptance",

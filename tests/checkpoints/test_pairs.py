@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from graphengine.checkpoints.hub import resolve
+from graphengine.checkpoints.hub import BUNDLED, resolve
 from graphengine.checkpoints.pairs import named_pair, read_stop_ids
 from tests.support.checkpoints import as_speculators, edit_config, make_drafter, make_target
 
@@ -24,6 +24,13 @@ def test_a_verifier_beside_the_drafter(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.chdir("/")
     found, drafter = named_pair(both, None)
     assert Path(found).resolve() == target and drafter == str(both)
+
+
+def test_a_bundled_pairs_name_as_the_drafter(tmp_path: Path) -> None:
+    """Bug: --draft tiny is refused with the advice to pass tiny."""
+    target = make_target(tmp_path / "target", layers=1)
+    for name, (_, drafter) in BUNDLED.items():
+        assert named_pair(target, name)[1] == named_pair(name, name)[1] == str(drafter)
 
 
 def test_a_name_that_is_no_hub_id(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -62,6 +62,18 @@ def test_no_file_that_is_read_is_replaced(tmp_path: Path) -> None:
             check_places({name: tmp_path / "a", "output_json": tmp_path / "b"})
 
 
+def test_a_link_that_leads_to_itself(tmp_path: Path) -> None:
+    """Bug: a file to write or read that is such a link ends in a traceback, where it lies in one
+    behind minutes of measuring."""
+    loop = tmp_path / "loop"
+    loop.symlink_to(loop)
+    with pytest.raises(ValueError, match=r"loop: cannot be written .*leads to itself"):
+        check_places({"output": loop})
+    with pytest.raises(ValueError, match=r"loop.x: cannot be written .*no such folder"):
+        check_places({"output_json": loop / "x"})
+    check_places({"output_json": tmp_path / "x", "prompt_file": loop})  # its reader refuses it
+
+
 def test_a_full_stdout_costs_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Bug: where stdout is full or closed, the JSON that nobody gets costs the result file too; or
     its loss is not told."""

@@ -55,6 +55,15 @@ def test_bad_prompt_file(
     refused(cli("--prompt-file", str(path), model=None), "--prompt-file", path, *parts)
 
 
+def test_two_prompt_files(cli: Run, tmp_path: Path) -> None:
+    """Bug: as --prompt may be repeated --prompt-file is too, and the first one's prompts get no
+    answer and no word."""
+    for name in "ab":
+        (tmp_path / name).write_text('{"prompt": "a"}\n')
+    both = [f"--prompt-file={tmp_path / name}" for name in "ab"]
+    refused(cli(*both, model=None), "--prompt-file", "passed twice", "into one file")
+
+
 def test_a_byte_that_is_no_text(cli: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     """Bug: a prompt with such a byte is refused behind the loading of the weights."""
 

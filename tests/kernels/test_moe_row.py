@@ -46,13 +46,14 @@ def tiles(request, monkeypatch) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("normalise", [False, True])
 @pytest.mark.parametrize("has_shared", [False, True])
-@pytest.mark.parametrize(("shape", "parts"), zip(SHAPES, (0, 1, 3, 4), strict=True))
+@pytest.mark.parametrize("shape", SHAPES)
 def test_equals_the_reference(
-    device, poisoned_outputs, tiles, shape, parts, has_shared, normalise, dtype
+    device, poisoned_outputs, tiles, shape, has_shared, normalise, dtype
 ) -> None:
     """Bug: a slot takes another rank's expert or weight, the last rows of a tile are left out, the
     shared expert's gate is the router's last row, or a part of the update is not in the norm."""
     (h, *matrices), shared = layer(shape, device, dtype)
+    parts = SHAPES.index(shape)  # 0: the update is whole, in h's dtype
     update = torch.randn(parts, *h.shape, device=device) if parts else torch.randn_like(h)
     norm = torch.rand(shape[2], device=device) + 0.5
     row = (h, update, norm if parts == 3 else norm.to(dtype), 1e-6)

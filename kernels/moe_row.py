@@ -288,13 +288,11 @@ def _(x, router, gate):
         "int top_k, bool normalise) -> (Tensor, Tensor)"
     ),
 )
-def _experts_row_op(h, *rest):
-    *row, shared_gate_up, shared_down, shared_gate, top_k, normalise = rest
-    shared = None
-    if shared_gate_up is not None:
-        shared = Shared(shared_gate_up, shared_down, shared_gate)
+def _experts_row_op(h, update, norm, eps, router, gate_up, down, *rest):
+    *of_shared, top_k, normalise = rest
+    shared = None if of_shared[0] is None else Shared(*of_shared)
     run = launch_row if h.is_cuda or INTERPRET else experts_row_reference
-    return run(h, *row, shared, top_k, normalise)
+    return run(h, update, norm, eps, router, gate_up, down, shared, top_k, normalise)
 
 
 @_experts_row_op.register_fake

@@ -57,7 +57,8 @@ def test_equals_the_reference(
     update = torch.randn(parts, *h.shape, device=device) if parts else torch.randn_like(h)
     norm = torch.rand(shape[2], device=device) + 0.5
     row = (h, update, norm if parts == 3 else norm.to(dtype), 1e-6)
-    arguments = (*row, *matrices, shared if has_shared else None, shape[1], normalise)
+    of_shared = shared if has_shared else None
+    arguments: tuple[Any, ...] = (*row, *matrices, of_shared, shape[1], normalise)
     (h_out, out), (h_wanted, wanted) = experts_row(*arguments), experts_row_reference(*arguments)
     assert out.shape == wanted.shape == (shape[1] + has_shared, 1, shape[2])
     torch.testing.assert_close(h_out, h_wanted)

@@ -11,7 +11,8 @@ Why: one row of Qwen3.6-35B-A3B reads 57 MB a layer, 13 us of an H200, and took 
 vector, whose weights go straight to registers; every program of the router norms the row for
 itself, and every other one finds its own expert from the logits, so no launch norms or chooses; the
 shared expert is the last slot; `down` fetches its weights while `gate_up` still runs. 30B-A3B plain
-takes 2.843 ms a step on an H100 (profiles/results/2026-11-27-h100-30b-plain-side-by-side-09d8910).
+takes 2.843 ms a step on an H100
+(profiles/results/2026-11-27-h100-30b-plain-side-by-side-09d8910.json).
 
 Invariant: an output element is summed by one program, with no atomics. Before its `gdc_wait` the
 router reads weights alone, and `gate_up` the shared expert's. The router's first program writes h

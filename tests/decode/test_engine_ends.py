@@ -134,10 +134,10 @@ def test_longest_prompt_is_taken(engine: Engine) -> None:
 def test_dropped_stream_returns_its_pages(engine: Engine, pair: Pair) -> None:
     """Bug: a stream closed half-way keeps its pages or leaves the engine busy."""
     for chunks in (0, 1, 2, 5):
-        stream = engine.stream(PROMPTS[1], max_new_tokens=40, ignore_eos=True)
+        stream: Any = engine.stream(PROMPTS[1], max_new_tokens=40, ignore_eos=True)
         for _ in range(chunks):
             next(stream)
-        stream.close()  # type: ignore[attr-defined]
+        stream.close()
         if chunks:
             assert_idle(engine)
     assert ids_only(engine, PROMPTS, max_new_tokens=9) == [pair.plain(p, 9) for p in PROMPTS]

@@ -18,7 +18,7 @@ from graphengine.decode import ends, recurrence
 from graphengine.decode.loop import DecodeLoop
 from graphengine.decode.recurrence import NULL_SLOT, States
 from graphengine.kernels.gated_delta_prefill import Pieces
-from tests.decode.test_engine import (  # noqa: F401
+from tests.decode.test_engine import (  # noqa: F401, pytest runs these tests here again
     BACKENDS,
     BLOCK,
     LENGTH,
@@ -36,20 +36,20 @@ from tests.decode.test_engine import (  # noqa: F401
     test_short_then_long_then_short,
     tokens,
 )
-from tests.decode.test_engine_ends import (  # noqa: F401
+from tests.decode.test_engine_ends import (  # noqa: F401, pytest runs these tests here again
     test_budget_at_every_place,
     test_cancel_in_every_state,
     test_context_limit,
     test_dropped_stream_returns_its_pages,
     test_rows_end_at_different_times,
 )
-from tests.decode.test_fallback import (  # noqa: F401
+from tests.decode.test_fallback import (  # noqa: F401, pytest runs these tests here again
     impatient,
     test_drafted_and_plain_side_by_side,
     test_lost_speculation_falls_back,
     test_measuring_alone_changes_nothing,
 )
-from tests.decode.test_lane import (  # noqa: F401
+from tests.decode.test_lane import (  # noqa: F401, pytest runs these tests here again
     test_only_the_row_that_changes_is_written,
     test_rows_behind_a_smaller_bucket_move,
 )

@@ -76,7 +76,8 @@ def test_a_forward_s_weights_are_for_the_rows_of_all(
     monkeypatch.setattr(dflash, "layer_steps", layer_steps)
     for size in (1, 2, 3):
         buffers = step_buffers(Arena(CPU, torch.float32), MODEL, own, size, 4)
-        own.propose(buffers, dict.fromkeys(config.attention_rules), Segments())  # type: ignore[arg-type]
+        attention: Any = dict.fromkeys(config.attention_rules)
+        own.propose(buffers, attention, Segments())
     assert found == [[8], [8], [16]]
 
 

@@ -11,15 +11,11 @@ from typing import NamedTuple
 import pytest
 import torch
 import torch.nn.functional as F
-import triton
-import triton.language as tl
 from torch import Tensor
 
 from graphengine.kernels import gated_delta
 from graphengine.kernels.gated_delta import Records, gated_delta_commit_, gated_delta_verify_
-from graphengine.kernels.gated_delta_kernels import inverse_of
 from graphengine.kernels.interpreter import INTERPRET
-from graphengine.kernels.launch import on_grid
 
 K, EPS = 16, 1e-6
 HEADS = [(1, 3), (2, 4)]  # key heads, value heads
@@ -369,24 +365,6 @@ def test_transformers_rule(device: str) -> None:
     gate.weight.data = norm_of(layer)
     z = projected[:, layer.windows_S3C.shape[-1] : -4].view(block, 2, K)
     close(out, gate(expected[0], z))
-
-
-@triton.jit
-def invert(below, out, ROWS: tl.constexpr):
-    at = tl.arange(0, ROWS)[:, None] * ROWS + tl.arange(0, ROWS)[None, :]
-    tl.store(out + at, inverse_of(tl.load(below + at), ROWS))
-
-
-@pytest.mark.parametrize("rows", [16, 32])
-def test_the_inverse_of_a_block(device: str, rows: int) -> None:
-    """Bug: rows that many others came before are solved as if their blocks were two."""
-    if device == "cpu" and not INTERPRET:
-        pytest.skip("a kernel: interpreted, or on a GPU")
-    below = torch.randn(rows, rows, device=device).tril(-1) / 2
-    out = torch.empty_like(below)
-    on_grid(invert, (1,))(below, out, ROWS=rows)
-    expected = (below.double() + torch.eye(rows, device=device)).inverse()
-    assert (out - expected).norm() < 3e-6 * expected.norm()
 
 
 def test_refusals(device: str) -> None:

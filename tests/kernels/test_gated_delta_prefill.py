@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
+from graphengine.kernels.gated_delta_kernels import inverse_of
 from graphengine.kernels.gated_delta_prefill import CHUNK, MANY_ROWS, Pieces, gated_delta_prefill_
 from graphengine.kernels.interpreter import INTERPRET
+from graphengine.kernels.launch import on_grid
 from tests.kernels import test_gated_delta
 from tests.kernels.test_gated_delta import HALF, Layer, close, make, oracle, project
 
@@ -161,3 +165,21 @@ def test_partial_sums(device: str) -> None:
         found.append((out, layer.states_SNVK[1], layer.windows_S3C[1]))
     for (a, b), bound in zip(zip(*found, strict=True), (4e-3, 1e-6, 0.0), strict=True):
         close(a, b.double(), bound)  # the window to the bit; unrounded rows would cost 1e-3
+
+
+@triton.jit
+def invert(below, out, ROWS: tl.constexpr):
+    at = tl.arange(0, ROWS)[:, None] * ROWS + tl.arange(0, ROWS)[None, :]
+    tl.store(out + at, inverse_of(tl.load(below + at), ROWS))
+
+
+@pytest.mark.parametrize("rows", [16, 32])
+def test_the_inverse_of_a_block(device: str, rows: int) -> None:
+    """Bug: rows that many others came before are solved as if their blocks were two."""
+    if device == "cpu" and not INTERPRET:
+        pytest.skip("a kernel: interpreted, or on a GPU")
+    below = torch.randn(rows, rows, device=device).tril(-1) / 2
+    out = torch.empty_like(below)
+    on_grid(invert, (1,))(below, out, ROWS=rows)
+    expected = (below.double() + torch.eye(rows, device=device)).inverse()
+    assert (out - expected).norm() < 3e-6 * expected.norm()

@@ -9,7 +9,7 @@ segment of the same chain may read it, anything later must be copied to a step b
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache, partial
 from itertools import groupby
@@ -113,15 +113,19 @@ class GraphPool:
         self.stream = _side_stream(torch.cuda.current_device())
         self.num_graphs = 0
 
-    def capture(self, steps: Chain, carry: Carry) -> tuple[Graph, Carry]:
-        """Warms the steps up on the side stream, then records them.
+    def capture(
+        self, steps: Chain, carry: Carry, have_run: Collection[Step] = ()
+    ) -> tuple[Graph, Carry]:
+        """Warms the steps up on the side stream, but where all of them `have_run`, then records
+        them.
 
         Warming runs everything for real (compilation, cuBLAS handles, lazy modules), so the buffers
         must be in a state where running is harmless.
         """
+        is_warm = all(step in have_run for step in steps)
         self.stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self.stream):
-            for _ in range(NUM_WARMUPS):
+            for _ in range(0 if is_warm else NUM_WARMUPS):
                 run_chain(steps, carry)
         torch.cuda.current_stream().wait_stream(self.stream)
         # Kept beside its executable, so that `inventory` can look into it later.
@@ -194,7 +198,11 @@ def capture_ends(
     """
     known, chains = ends or {"": ()}, whole_chains(head, ends, tail, fronts)
     if whole:
-        return {end: capture_full(name, chain, carry, pool) for end, chain in chains.items()}
+        runners, have_run = dict[str, ReplayRunner](), set[Step]()
+        for end, chain in chains.items():
+            runners[end] = capture_full(name, chain, carry, pool, have_run)
+            have_run |= set(chain)
+        return runners
     begun = {end: capture_piecewise(front, (), pool).calls for end, front in fronts.items()}
     before = capture_piecewise(head, carry, pool)
     middles = {
@@ -221,9 +229,13 @@ def whole_chains(
     return {end: [*fronts.get(end, ()), *head, *steps, *tail] for end, steps in known.items()}
 
 
-def capture_full(name: str, chain: Chain, carry: Carry, pool: GraphPool) -> ReplayRunner:
+def capture_full(
+    name: str, chain: Chain, carry: Carry, pool: GraphPool, have_run: Collection[Step] = ()
+) -> ReplayRunner:
     """The whole chain, attention included, as one graph; cut where the host works. It keeps the
     chain's name, but for a part of one step, which has its own, and where there are several more.
+
+    Args: have_run: steps that need no warming up.
     """
     parts = [list(part) for _, part in groupby(chain, lambda step: isinstance(step, Host))]
     graphs = [part for part in parts if not isinstance(part[0], Host)]
@@ -238,7 +250,7 @@ def capture_full(name: str, chain: Chain, carry: Carry, pool: GraphPool) -> Repl
         own = name if is_one else names.dense_name(name, len(calls))
         own = part[0].name if len(part) == 1 < len(graphs) else own
         inputs = shapes(carry)
-        graph, carry = pool.capture(part, carry)
+        graph, carry = pool.capture(part, carry, have_run)
         calls.append(Call(own, graph.handle.replay, graph, inputs, shapes(carry)))
     return ReplayRunner(chain, calls, carry)
 

@@ -74,14 +74,15 @@ def delta_name(chain: str, layer: int) -> str:
     return f"{chain}.L{layer}.delta"
 
 
-def chunk_name(num_rows: int) -> str:
-    """Name of a whole prefill chunk: `chunk_name(128) == "prefill.T128"`."""
-    return f"prefill.T{num_rows}"
+def chunk_name(num_rows: int, is_paired: bool = False) -> str:
+    """Name of a whole prefill chunk: `chunk_name(128) == "prefill.T128"`; of one whose halves run
+    beside each other `prefill.T2x2048`."""
+    return f"prefill.T2x{num_rows // 2}" if is_paired else f"prefill.T{num_rows}"
 
 
 def is_chain(name: str) -> bool:
     """Whether a name is a whole chain's, `verify`, or a chunk's, `prefill.T128`."""
-    return name in CHAINS or re.fullmatch(r"prefill\.T\d+", name) is not None
+    return name in CHAINS or re.fullmatch(r"prefill\.T(2x)?\d+", name) is not None
 
 
 def step_class(name: str) -> StepClass:
@@ -98,7 +99,9 @@ def is_name(text: str) -> bool:
     if text in HOST_PHASES or text in (DRAFT_CONTEXT, PREFILL_CONTEXT, PUBLISH, ACCEPT, ADVANCE):
         return True
     chain, _, step = text.partition(".")
-    return chain in CHAINS and re.fullmatch(r"\d{2,}|L\d+\.(attn|delta)|T\d+", step) is not None
+    return (
+        chain in CHAINS and re.fullmatch(r"\d{2,}|L\d+\.(attn|delta)|T(2x)?\d+", step) is not None
+    )
 
 
 class _On:

@@ -196,34 +196,43 @@ def _paths(trace: Trace, unit: str) -> dict[Launch, tuple[list[str], int | None]
 
 class _ChainNames:
     """Tells the kernels of a chain, of a chunk, or of a whole step, that is one graph apart, in the
-    order of execution."""
+    order of execution. Halves of a chunk that run beside each other do not tell which is which:
+    there a layer is as many attentions as halves, and a kernel beside its end may be the next
+    one's."""
 
     def __init__(self, graph: str) -> None:
         self._is_step = self._is_drafting = graph == names.SPECULATE
-        self._chain, self._layer = "draft" if self._is_step else graph.partition(".")[0], 0
+        self._chain, self._mixings = "draft" if self._is_step else graph.partition(".")[0], 0
+        self._num_halves = 2 if ".T2x" in graph else 1
         self._is_context = False
         self._after_mixing = self._after_delta = False
         # argmax has run; something behind the target's has; accept has
         self._has_chosen = self._is_accepting = self._has_accepted = False
 
+    @property
+    def _layer(self) -> int:
+        return self._mixings // self._num_halves
+
     def place(self, kernel: str) -> tuple[str, BusyClass]:
         """Name and class of the graph's next kernel."""
         if _ATTENTION_KERNEL.search(kernel):
-            self._after_mixing = True
-            return names.attention_name(self._chain, self._layer), "attention"
+            name = names.attention_name(self._chain, self._layer)
+            self._after_mixing = self._num_halves == 1
+            self._mixings += not self._after_mixing  # the other half's may come next
+            return name, "attention"
         is_gate = self._after_delta and _GATE_KERNEL.search(kernel)
         self._after_delta = bool(_DELTA_KERNEL.search(kernel))
         if self._after_delta or is_gate:
             self._after_mixing = True
             return names.delta_name(self._chain, self._layer), "dense"
         if self._after_mixing:
-            self._layer, self._after_mixing = self._layer + 1, False
+            self._mixings, self._after_mixing = self._mixings + 1, False
         if self._is_step and self._has_accepted:
             return names.DRAFT_CONTEXT, "dense"
         if _ARGMAX_KERNEL.search(kernel):
             self._has_chosen = True
         elif self._is_drafting and self._has_chosen and _EMBEDDING_KERNEL.search(kernel):
-            self._chain, self._layer = "verify", 0
+            self._chain, self._mixings = "verify", 0
             self._is_drafting = self._has_chosen = False
         if _ACCEPT_KERNEL.search(kernel):
             self._has_chosen = self._has_accepted = True

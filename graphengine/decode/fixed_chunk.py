@@ -4,7 +4,8 @@ A chunk is a verify with another end: blocks of 16 rows (of 128 where it has man
 of it), each with its own start and pages, of one prompt or of several. The K/V of all rows of a
 layer is written before its attention reads, so a later block of a prompt sees the earlier ones;
 lengths are read on the device, so nothing is planned and the host launches one graph (mode full),
-or one a segment. The same kernels run in every mode.
+or one a segment. The same kernels run in every mode. The largest is two halves beside each other on
+two streams, where a half's products fill what the other's last programs and norms leave empty.
 
 Segments run uncompiled: what Inductor would fuse in them is one kernel already, in our own.
 
@@ -30,6 +31,7 @@ import torch
 from torch import Tensor
 
 from graphengine import names
+from graphengine.capture.beside import beside, other_stream
 from graphengine.capture.runners import EagerRunner, GraphPool, Runner, capture_ends
 from graphengine.capture.steps import Attention as AttentionStep
 from graphengine.capture.steps import Carry, Dense, Host, Step
@@ -46,6 +48,7 @@ from graphengine.kernels.gated_delta_prefill import Pieces
 BLOCK = 16
 SIZES = (16, 128, 256, 512)  # rows; up to 256 they are the verifies of full buckets
 LONG_SIZES = (1024, 2048)  # in blocks of `chunk_attention`, each of one prompt
+PAIRED_SIZES = (4096,)  # the same in halves beside each other
 # The same for fewer rows of one prompt, a far piece, that has FAR others in front. There blocks of
 # 16, which each read all keys, take longer: on an H200 128 rows of 8B shapes took 22 us a layer
 # against 20 at 2,048 keys and 244 against 113 at 32,768 (2026-11-25-h200-pieces-3b387a2.json).
@@ -126,16 +129,24 @@ class ChunkBuffers(NamedTuple):
 class FixedChunk:
     """One size: its inputs, its chain, and what the last run gave."""
 
-    def __init__(self, pair: Pair, size: int, is_long: bool = False) -> None:
-        """Args: is_long: in blocks of `chunk_attention`."""
+    def __init__(
+        self, pair: Pair, size: int, is_long: bool = False, is_paired: bool = False
+    ) -> None:
+        """Args:
+        is_long: in blocks of `chunk_attention`.
+        is_paired: its halves run beside each other, each layer's attention of the second behind
+            the first's keys. Nobody may tap the last layer: the first half does not run it.
+        """
         target, width = pair.target, pair.width
         config, new_zeros = target.config, target.kv_pool.new_zeros
-        self.size, self.is_long = size, is_long
+        self.size, self.is_long, self.is_paired = size, is_long, is_paired
         self._recurs = target.states is not None
+        self._first_row = size // 2 if is_paired else 0  # of those among which logits are wanted
         self.block = chunk_attention.BLOCK if is_long else BLOCK
         blocks = size // self.block
         most = 1 if is_long else min(blocks, MOST_PROMPTS, max(pair.config.buckets))
         self.num_prompts = most  # of a run at most
+        self.name = names.chunk_name(size, is_paired)
         self._flat_X = new_zeros(size + 3 * blocks + (7 + width) * most, dtype=torch.int32)
         longs = partial(new_zeros, dtype=torch.int64)
         buffers = self._buffers = ChunkBuffers(
@@ -148,14 +159,18 @@ class FixedChunk:
         )
         buffers.sent.start_B.fill_(NO_PROMPT)
         self._uploads = deque([self._new_upload()])
-        where = buffers.table_BW, buffers.sent.start_B
-        attention: Attention = BlockAttention(config, CAUSAL, *where, BLOCK, padded=NO_PROMPT)
-        if is_long:
-            attention = ChunkAttention(config, *where)
         attn_TNH = new_zeros(size, config.num_attention_heads, config.head_dim)
-        rows = buffers.rows, buffers.last_R, attention, attn_TNH
-        chain, self._tail = prefill_chains(pair, *rows, Pieces(*buffers.sent.pieces_6R))
-        first, *rest, attend, last = chain
+        begins = [0, size // 2] if is_paired else [0]
+        *fronts, (chain, self._tail) = [
+            self._chains_of(pair, slice(begin, begin + size // len(begins)), attn_TNH)
+            for begin in begins
+        ]
+        *head, attend, last = chain
+        stream = other_stream(attn_TNH.device)
+        for (*its_head, _, _), its_tail in fronts:
+            head = beside(its_head, head, stream)
+            self._tail = beside(its_tail, self._tail, stream)
+        first, *rest = head
 
         # Neither holds `self`: who drops a chunk gives its weights and graphs back at once.
         def begin(carry: Carry) -> Carry:
@@ -188,12 +203,28 @@ class FixedChunk:
             for end, steps in self._ends.items()
         }
 
+    def _chains_of(
+        self, pair: Pair, rows: slice, attn_TNH: Tensor
+    ) -> tuple[list[Step], list[Step]]:
+        """`prefill_chains` of these rows, whole blocks; logits are of those of the last ones."""
+        config, buffers = pair.target.config, self._buffers
+        blocks = slice(rows.start // self.block, rows.stop // self.block)
+        where = buffers.table_BW[blocks], buffers.sent.start_B[blocks]
+        attention: Attention
+        if self.is_long:
+            attention = ChunkAttention(config, *where)
+        else:
+            attention = BlockAttention(config, CAUSAL, *where, BLOCK, padded=NO_PROMPT)
+        own = Rows(*(x[rows] for x in buffers.rows))
+        run = own, buffers.last_R, attention, attn_TNH[rows]
+        return prefill_chains(pair, *run, Pieces(*buffers.sent.pieces_6R))
+
     def capture_(self, pool: GraphPool, whole: bool) -> None:
         """From now on replays graphs. Mutates: the null page.
 
         Args: whole: one graph, attention included.
         """
-        parts = names.chunk_name(self.size), self._head, self._ends, self._tail
+        parts = self.name, self._head, self._ends, self._tail
         self._runners = capture_ends(*parts, (), pool, whole=whole)
 
     def _new_upload(self) -> Upload:
@@ -238,7 +269,7 @@ class FixedChunk:
             sent.start_B[block:behind] = np.arange(begin, end, self.block)
             sent.end_B[block:behind] = end
             sent.owner_B[block:behind] = k
-            sent.last_R[k] = first + end - begin - 1
+            sent.last_R[k] = first + end - begin - 1 - self._first_row
             if self._recurs:
                 sent.pieces_6R[:, k] = first, first + end - begin, begin, *state
             sent.pages_RW[k, : len(pages)] = pages
@@ -272,15 +303,23 @@ def _place_(buffers: ChunkBuffers, page_size: int) -> None:
     rows.slots_T.view_as(at_BG).copy_(torch.where(is_there, slots_BG, 0))
 
 
-def sizes_for(max_model_len: int, *, are_long: bool) -> tuple[int, ...]:
+def sizes_for(max_model_len: int, *, are_long: bool, are_paired: bool = False) -> tuple[int, ...]:
     """Sizes that some prompt fills more than the size before.
 
-    Args: are_long: whether `chunk_attention` runs here.
+    Args:
+        are_long: whether `chunk_attention` runs here.
+        are_paired: whether halves may run beside each other.
     """
     sizes = SIZES + LONG_SIZES * are_long
-    return tuple(
-        size for before, size in zip((0, *sizes), sizes, strict=False) if before < max_model_len
-    )
+    fitting = [n for before, n in zip((0, *sizes), sizes, strict=False) if before < max_model_len]
+    paired = [n for n in PAIRED_SIZES if are_paired and most_beneath(n) < max_model_len]
+    return *fitting, *paired
+
+
+def most_beneath(size: int) -> int:
+    """Rows that smaller chunks run in less time than a long one of that size: as many leave it, or
+    its second half, empty by a quarter."""
+    return size - min(size, LONG_SIZES[-1]) // 4
 
 
 def far_sizes_for(max_model_len: int, *, are_long: bool, keyed_in: int = 1) -> tuple[int, ...]:

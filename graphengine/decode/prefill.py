@@ -24,7 +24,14 @@ from graphengine.config.draft import CAUSAL
 from graphengine.decode.adjustments import adjust_first
 from graphengine.decode.attention import Attention, Layout, TorchAttention
 from graphengine.decode.chains import prefill_chains
-from graphengine.decode.fixed_chunk import BLOCK, FAR, FAR_LEAST, FixedChunk, Piece
+from graphengine.decode.fixed_chunk import (
+    BLOCK,
+    FAR,
+    FAR_LEAST,
+    FixedChunk,
+    Piece,
+    most_beneath,
+)
 from graphengine.decode.kvcache import keyed_layers_in, pages_for
 from graphengine.decode.logprobs import Scores, score_rows
 from graphengine.decode.masks import mask_first
@@ -189,8 +196,7 @@ class Prefill:
         """Rows of a prompt that its next forward takes of those that are left.
 
         What fits a chunk that prompts share, or a far one, is not cut: two would read all weights
-        twice. A long one's time goes by its size, so it is left empty by a quarter at most: smaller
-        ones do the same in less.
+        twice. A long one's time goes by its size.
         """
         shared, is_far = self._shared(most), self._is_far(begin, left, most)
         if not is_far:
@@ -204,7 +210,7 @@ class Prefill:
         holds = next((size for size in sizes if size >= left), sizes[-1])
         whole = [size for size in sizes if size <= left]
         is_whole = left <= holds and (
-            left > 3 / 4 * holds or (is_far and holds <= self.far[-1].size)
+            left > most_beneath(holds) or (is_far and holds <= self.far[-1].size)
         )
         return left if is_whole or not whole else whole[-1]
 
@@ -230,7 +236,7 @@ class Prefill:
             tokens.append(_first_tokens(work, logits_RV, ids_R))
 
         taker = take if any(_completes(*part) for part in work) else None
-        with names.range_(names.chunk_name(num_rows if chunk is None else chunk.size)):
+        with names.range_(names.chunk_name(num_rows) if chunk is None else chunk.name):
             if chunk is not None:
                 chunk.run(pieces, taker)
             elif is_scored:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from graphengine.config.draft import DraftSpec
+from graphengine.config.draft import DraftConfig, DraftSpec
 from graphengine.config.draft_length import resolve_draft_lengths
 from graphengine.config.engine import EngineConfig
 from graphengine.config.model import ModelConfig
@@ -150,6 +150,8 @@ def resolve_options(options: Options, target: ModelConfig, draft: DraftSpec | No
     logprobs = options.max_logprobs
     if logprobs is None:
         logprobs = MAX_LOGPROBS if mode == "none" else 0
+    are_long = is_fixed and prefill == "triton"
+    may_pair = are_long and mode == "full" and _halves_pay(target, draft)
     asked = {field.name: getattr(options, field.name) for field in fields(Options)}
     decided: dict[str, Any] = {
         "device": device,
@@ -159,11 +161,11 @@ def resolve_options(options: Options, target: ModelConfig, draft: DraftSpec | No
         "compile": on_gpu if options.compile is None else options.compile,
         "attention_backend": backend,
         "prefill_attention_backend": prefill,
-        "prefill_sizes": sizes_for(length, are_long=prefill == "triton") if is_fixed else (),
+        "prefill_sizes": sizes_for(length, are_long=are_long, are_paired=may_pair)
+        if is_fixed
+        else (),
         "far_prefill_sizes": far_sizes_for(
-            length,
-            are_long=is_fixed and prefill == "triton",
-            keyed_in=keyed_layers_in(target),
+            length, are_long=are_long, keyed_in=keyed_layers_in(target)
         ),
         "page_size": page_size,
         "max_model_len": length,
@@ -179,6 +181,14 @@ def resolve_options(options: Options, target: ModelConfig, draft: DraftSpec | No
         wanted = mode == "none" if asked[name] is None else asked[name]
         decided[name] = wanted and not simulated
     return EngineConfig(**asked | decided)
+
+
+def _halves_pay(target: ModelConfig, draft: DraftSpec | None) -> bool:
+    """Whether a long prompt comes sooner in halves beside each other: a recurrence gains nothing,
+    experts were not tried, and of a tapped last layer both would have to run all."""
+    taps = draft.target_layer_ids if isinstance(draft, DraftConfig) else ()
+    is_last_tapped = target.num_hidden_layers - 1 in taps
+    return set(target.layer_kinds) == {("attention", "swiglu")} and not is_last_tapped
 
 
 def _takes_long_chunks(dtype: str, head_dim: int, page_size: int) -> bool:

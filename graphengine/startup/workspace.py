@@ -169,7 +169,7 @@ def shared_scratch_bytes(config: EngineConfig) -> int:
 
 def chunk_scratch_bytes(config: EngineConfig, target: ModelConfig, num_sms: int) -> int:
     """Partial results of the attention of every chunk of a fixed size."""
-    longs = [size for size in config.prefill_sizes if size in LONG_SIZES]
+    longs = [size for size in config.prefill_sizes if size >= LONG_SIZES[0]]
     made: list[Any] = [
         BlockAttention.make_workspace(target, size // BLOCK, BLOCK, num_sms, META)
         for size in config.prefill_sizes

@@ -127,7 +127,7 @@ def test_garbage_is_not_collected_in_a_capture() -> None:
 class Pool:
     """Captures without a device: what a capture gives holds nothing before its replay."""
 
-    def capture(self, steps: Chain, carry: Carry) -> tuple[Graph, Carry]:
+    def capture(self, steps: Chain, carry: Carry, have_run: object = ()) -> tuple[Graph, Carry]:
         static = tuple(torch.full_like(x, torch.nan) for x in run_chain(steps, carry))
 
         def replay() -> None:

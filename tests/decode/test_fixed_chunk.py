@@ -21,7 +21,8 @@ from graphengine.decode.loop import DecodeLoop
 BORDERS = (1, 2, 15, 16, 17, 31, 33, 47, 48, 49, 63, 64, 65, 100, 129)
 LONG_BORDERS = (65, 81, 192, 193, 255, 256, 257, 321, 390)
 SIZES = (16, 48, 64)
-LONG, FAR = 256, 64
+LONG, FAR, PAIRED = 256, 64, 512
+PAIRED_BORDERS = (384, 385, 386, 390)
 FAR_BORDERS = (128, 129, 140, 192, 193, 250, 321, 390)
 
 
@@ -60,6 +61,15 @@ def long_loop(loop: DecodeLoop) -> DecodeLoop:
     long = FixedChunk(eager.pair, LONG, is_long=True)
     loop.prefill = replace(eager, fixed=(*eager.fixed, long))
     return loop
+
+
+@pytest.fixture
+def paired_loop(long_loop: DecodeLoop) -> DecodeLoop:
+    """With a chunk of two halves too, which more than 384 rows fill."""
+    own = long_loop.prefill
+    paired = FixedChunk(own.pair, PAIRED, is_long=True, is_paired=True)
+    long_loop.prefill = replace(own, fixed=(*own.fixed, paired))
+    return long_loop
 
 
 @pytest.fixture
@@ -137,6 +147,41 @@ def test_a_long_prompt_of_any_length(long_loop: DecodeLoop, length: int) -> None
     """Bug: the same between a prompt's chunks, where a later one begins behind keys that an earlier
     one wrote, and in blocks of 128 rows, most of which may lie behind the prompt's end."""
     compare_with_eager(long_loop, length)
+
+
+@pytest.mark.parametrize("engine", [PAIRS["dflash"], PAIRS["plain"]], ids=str, indirect=True)
+@pytest.mark.parametrize("length", PAIRED_BORDERS)
+def test_a_prompt_in_halves_beside_each_other(
+    paired_loop: DecodeLoop, length: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bug: the second half sees no keys of the first, or other rows than its own; the first token
+    is that of a row of the first half; the drafter's context is of one half alone."""
+    runs: list[str] = []
+    real = FixedChunk.run
+
+    def run(chunk: FixedChunk, *args: Any) -> Any:
+        runs.append(chunk.name)
+        return real(chunk, *args)
+
+    monkeypatch.setattr(FixedChunk, "run", run)
+    compare_with_eager(paired_loop, length)
+    assert ("prefill.T2x256" in runs) == (length > 384)
+
+
+@pytest.mark.parametrize("engine", [PAIRS["dflash"]], ids=["dflash"], indirect=True)
+def test_halves_of_a_prompt_that_goes_on(paired_loop: DecodeLoop) -> None:
+    """Bug: where a prompt goes on behind two halves, either leaves out a layer's keys."""
+    ids, loop = prompt(399), paired_loop
+    paired, pages = loop.prefill.fixed[-1], list(range(1, loop.prefill.pair.width + 1))
+    eager = replace(loop.prefill, fixed=())
+    found = []
+    for run in (lambda piece: eager.logits([piece]), lambda piece: paired.run([piece])):
+        for pool in pools(loop):
+            pool[:, :, NULL_PAGE + 1 :] = torch.nan
+        run(Piece(ids, 0, 390, pages))
+        found.append([pool[:, :, pages].flatten(2, 3)[:, :, :390].clone() for pool in pools(loop)])
+    for part, other in zip(*found, strict=True):
+        torch.testing.assert_close(part, other, atol=2e-5, rtol=2e-5)
 
 
 @pytest.mark.parametrize("length", FAR_BORDERS)
@@ -250,6 +295,9 @@ def test_a_small_context_needs_no_large_chunk() -> None:
     assert sizes_for(17, are_long=True) == (16, 128)
     assert sizes_for(4096, are_long=False) == (16, 128, 256, 512)
     assert sizes_for(1024, are_long=True) == (16, 128, 256, 512, 1024)
+    assert sizes_for(3584, are_long=True, are_paired=True)[-1] == 2048
+    assert sizes_for(3585, are_long=True, are_paired=True)[-2:] == (2048, 4096)
+    assert sizes_for(9999, are_long=True)[-1] == 2048
     assert far_sizes_for(2112, are_long=True) == far_sizes_for(4096, are_long=False) == ()
     assert far_sizes_for(4096, are_long=True) == (128, 256)
     assert far_sizes_for(4096, are_long=True, keyed_in=4) == (128, 256, 512)

@@ -89,16 +89,42 @@ class Size(NamedTuple):
 
 
 def pieces_of(
-    loop: DecodeLoop, prompt: Prompt, budget: int | None = None, keyed_in: int = 1
+    loop: DecodeLoop,
+    prompt: Prompt,
+    budget: int | None = None,
+    keyed_in: int = 1,
+    are_paired: bool = False,
 ) -> list[int]:
     """Rows of a prompt's forwards as a GPU's chunks cut it, which are alone."""
-    sizes = [Size(n, n > 512, 1 if n > 512 else 4) for n in sizes_for(40960, are_long=True)]
+    numbers = sizes_for(40960, are_long=True, are_paired=are_paired)
+    sizes = [Size(n, n > 512, 1 if n > 512 else 4) for n in numbers]
     far = [Size(n, True) for n in far_sizes_for(40960, are_long=True, keyed_in=keyed_in)]
     made: Any = {"fixed": tuple(sizes), "far": tuple(far), "chunk": 2048}
     asked: Any = [prompt]
     works = list(replace(loop.prefill, **made).split(asked, Budget(budget, keyed_in).rows_at))
     assert all(len(work) == 1 for work in works)
     return [piece.num_rows for ((_, piece),) in works]
+
+
+@pytest.mark.parametrize(
+    ("length", "expected"),
+    [
+        (3584, [2048, 1024, 256, 256]),
+        (3585, [3585]),
+        (4097, [4096, 1]),
+        (6000, [4096, 1904]),
+        (8192, [4096, 4096]),
+        (11000, [4096, 4096, 2048, 256, 256, 248]),
+        (12000, [4096, 4096, 3808]),
+    ],
+)
+def test_a_long_prompt_is_cut_into_pairs(
+    loop: DecodeLoop, length: int, expected: list[int]
+) -> None:
+    """Bug: two halves run where one is nearly empty, which costs a whole one's time; or a prompt of
+    which they pay runs in singles."""
+    assert pieces_of(loop, Prompt(range(length)), are_paired=True) == expected
+    assert max(pieces_of(loop, Prompt(range(length)))) <= 2048
 
 
 def test_a_long_prompt_beside_a_stream(loop: DecodeLoop) -> None:

@@ -111,6 +111,20 @@ def test_a_chunk_that_is_one_graph_is_told_apart_by_its_kernels() -> None:
     assert (found.name, found.busy_class) == ("prefill.T128", "chain")
 
 
+def test_halves_beside_each_other_have_one_models_layers() -> None:
+    """Bug: a chunk of two halves seems to have twice as many layers."""
+    host = [HostRange("prefill", 0, 100, 0), HostRange("prefill.T2x2048", 1, 40, 0)]
+    graph = Launch(0, 17, 18, 0, True)
+    names = ["index", "gemm", "index", "gemm", *["chunk_attention_kernel"] * 2, "gemm"]
+    names += ["chunk_attention_kernel", "gemm", "gemm", "chunk_attention_kernel", "gemm"]
+    work = [Activity(name, 10 * k, 10 * k + 8, graph) for k, name in enumerate(names, 5)]
+    placed = [p.name for p in place(Trace(work, host), "prefill")]
+    assert placed[:4] == ["prefill.00"] * 4 and placed[4:7] == ["prefill.L0.attn"] * 2 + [
+        "prefill.01"
+    ]
+    assert placed[7:] == ["prefill.L1.attn", *["prefill.01"] * 2, "prefill.L1.attn", "prefill.02"]
+
+
 def test_recurrent_layers_have_names_in_one_graph() -> None:
     """Bug: only attention counts as a layer, so that three recurrent ones and their weights are one
     segment, whose bytes are another's; or the gate behind attention, which is in the next segment,

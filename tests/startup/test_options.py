@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from graphengine.checkpoints.hub import TINY_DRAFT, TINY_TARGET
+from graphengine.checkpoints.hub import HYBRID_TARGET, TINY_DRAFT, TINY_TARGET
+from graphengine.config.draft import DraftConfig
 from graphengine.config.options import Options
+from graphengine.startup import options as module
 from graphengine.startup.build import read_configs
 from graphengine.startup.options import resolve_options
 
@@ -41,3 +44,15 @@ def test_whose_acceptance_is_watched(draft: Any, simulated: float | None, floor:
     options = Options(device="cpu", acceptance_floor=1.5, simulate_acceptance=simulated)
     config = resolve_options(options, *read_configs(TINY_TARGET, draft))
     assert config.acceptance_floor == floor
+
+
+def test_of_whom_halves_run_beside_each_other() -> None:
+    """Bug: the halves of a hybrid's chunk both advance one state, or the drafter's context of the
+    first half is without the last layer, which the half does not run."""
+    target, draft = read_configs(TINY_TARGET, TINY_DRAFT)
+    assert isinstance(draft, DraftConfig)
+    for drafter in (draft, None):
+        assert module._halves_pay(target, drafter)
+    last = (*draft.target_layer_ids[:-1], target.num_hidden_layers - 1)
+    assert not module._halves_pay(target, replace(draft, target_layer_ids=last))
+    assert not module._halves_pay(read_configs(HYBRID_TARGET, None)[0], None)

@@ -36,7 +36,7 @@ class HostCalls(TorchDispatchMode):
         self.num_graphs = 0
         self._is_inside = False
 
-    def capture(self, steps: Chain, carry: Carry) -> tuple[Graph, Carry]:
+    def capture(self, steps: Chain, carry: Carry, have_run: object = ()) -> tuple[Graph, Carry]:
         """As `GraphPool.capture`; what a replay leaves is where the capture left it."""
         self.num_graphs += 1
         with self.inside():

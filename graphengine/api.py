@@ -34,7 +34,7 @@ from graphengine.handles import Handle, Serving, Submit, collect
 from graphengine.results import Chunk, GenerationResult, Teller
 from graphengine.startup.build import Built, build
 from graphengine.startup.memory import MemoryPlan
-from graphengine.wishes import Prompt, Wish, as_list, asked_for, named, wishes_of
+from graphengine.wishes import Prompt, Wish, as_list, asked_for, wishes_of
 from graphengine.wishes import PromptError as PromptError
 
 
@@ -173,11 +173,8 @@ class Engine:
             if not self._open.loop.is_clean:  # to reset is to wait for the device
                 self._reset(self._open.loop)
             built = self._open
-            requests: list[Request] = []
             try:
-                for i, wish in enumerate(wishes):
-                    with named(i, len(wishes)):
-                        requests.append(wish.submit(built))
+                requests = [wish.submit(built) for wish in wishes]
             except BaseException:
                 built.loop.reset()
                 raise

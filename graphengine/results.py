@@ -74,7 +74,9 @@ class Teller:
         self._loop, self._asked = loop, asked
         self._indices = {request.request_id: i for i, request in enumerate(requests)}
         how = asked.stop, asked.include_stop_str_in_output, asked.min_tokens
-        self._writers = [Writer(tokenizer, *how) if tokenizer else None for _ in requests]
+        self._writers = [
+            Writer(tokenizer, *how) if tokenizer is not None else None for _ in requests
+        ]
         self._texts = [""] * len(requests)
 
     def chunk(self, request: Request, new_ids: list[int]) -> Chunk:

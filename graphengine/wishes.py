@@ -9,9 +9,9 @@ here touches what the loop changes but `Wish.submit`, which the thread that runs
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import asdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, replace
+from functools import lru_cache
 from numbers import Integral
 from typing import Any, NamedTuple
 
@@ -63,10 +63,10 @@ class Wish(NamedTuple):
         built.loop.check(*what, asked.logprobs, asked.prompt_logprobs)
 
     def submit(self, built: Built) -> Request:
-        """Queues it into the loop. Raises: ValueError."""
+        """Queues it into the loop, checked."""
         asked = self.asked
         stop_ids = frozenset() if asked.ignore_eos else built.stop_ids
-        return built.loop.submit(
+        return built.loop.queue(
             *(self.ids, asked.max_new_tokens, stop_ids, self.sampled, self.arrival_s),
             asked_stop_ids=asked.stop_token_ids,
             logprobs=asked.logprobs,
@@ -89,11 +89,14 @@ def wishes_of(
     """
     wishes: list[Wish] = []
     prompts = [prompts] if isinstance(prompts, str) else _items(prompts)
-    for i, prompt in enumerate(prompts):
-        with named(i, len(prompts)):
+    try:
+        for i, prompt in enumerate(prompts):
             ids, own = _encode(built, prompt, asked.raw), sampled.numbered(i)
-            wishes.append(Wish(ids, asked, own, _matcher(built, asked), arrival_s))
-            wishes[-1].check(built)
+            wish = Wish(ids, asked, own, _matcher(built, asked), arrival_s)
+            wish.check(built)
+            wishes.append(wish)
+    except ValueError as error:
+        raise PromptError(len(wishes), len(prompts), str(error)) from error
     return wishes
 
 
@@ -109,15 +112,29 @@ def asked_for(
         ValueError: with the remedy.
         TypeError: `sampling` is something else.
     """
-    if not isinstance(sampling, SamplingParams | None):
+    if sampling is not None and not isinstance(sampling, SamplingParams):
         raise TypeError(
             f"sampling is {sampling!r}; pass a SamplingParams, or its values by name "
             "(temperature=0.7)"
         )
-    asked = made(SamplingParams, (asdict(sampling) if sampling is not None else {}) | params)
-    seed = random_seed() if asked.seed is None else asked.seed
+    given = params if sampling is None else asdict(sampling) | params
+    try:
+        asked, sampled = _known(**given)
+    except TypeError:  # of an unknown name, or a value that cannot be looked up
+        asked, sampled = _known.__wrapped__(**given)
     words = _tokens_of_bad_words(asked, built.tokenizer, built.target.vocab_size)
-    return asked, Sampling.of(asked, words, seed)
+    if words:
+        sampled = replace(sampled, bad_words=tuple(map(tuple, words)))
+    if asked.seed is None and not sampled.is_greedy:
+        sampled = replace(sampled, seed=random_seed())
+    return asked, sampled
+
+
+@lru_cache(maxsize=64, typed=True)
+def _known(**given: Any) -> tuple[SamplingParams, Sampling]:
+    """What a caller asks again and again, checked once, by name and for the loop without words."""
+    asked = made(SamplingParams, given)
+    return asked, Sampling.of(asked, (), asked.seed or 0)
 
 
 def _tokens_of_bad_words(
@@ -128,6 +145,8 @@ def _tokens_of_bad_words(
     Raises:
         ValueError: with the remedy.
     """
+    if not (asked.stop_token_ids or asked.logit_bias or asked.stop or asked.bad_words):
+        return []
     named = {"stop_token_ids": asked.stop_token_ids, "logit_bias": asked.logit_bias or {}}
     for name, ids in named.items():
         outside = [token for token in ids if token >= vocab_size]
@@ -167,13 +186,16 @@ def as_list(prompts: Any) -> list[Any]:
     if isinstance(prompts, str):
         return [prompts]
     entries = _items(prompts)
-    is_one = bool(entries) and isinstance(entries[0], Integral | Mapping)
-    return [entries] if is_one else entries
+    if not entries or isinstance(entries[0], (str, list)):
+        return entries
+    return [entries] if isinstance(entries[0], (int, Integral, Mapping)) else entries
 
 
 def _items(prompt: Any) -> list[Any]:
     """The entries of a list. What iterates over something else, a message over its keys and bytes
     over numbers, is none; arrays and tensors are the numbers that they hold. Raises: ValueError."""
+    if type(prompt) is list:
+        return prompt
     if not isinstance(prompt, Mapping) and callable(getattr(prompt, "tolist", None)):
         prompt = prompt.tolist()
     if isinstance(prompt, Mapping | bytes | bytearray) or not isinstance(prompt, Iterable):
@@ -181,22 +203,12 @@ def _items(prompt: Any) -> list[Any]:
     return list(prompt)
 
 
-@contextmanager
-def named(index: int, count: int) -> Iterator[None]:
-    """Says of a ValueError which prompt it is about. Raises: PromptError."""
-    try:
-        yield
-    except ValueError as error:
-        raise PromptError(index, count, str(error)) from error
-
-
 def _ids_within(vocab: int, prompt: Sequence[Any]) -> list[int]:
     """These ids as Python's integers, in two passes of C: a next turn brings a long text's.
     Raises: TypeError: one is no integer; ValueError: one is out of range."""
     try:
         packed = array("q", prompt)
-        ids = np.asarray(packed)
-        is_within = not len(ids) or (ids.min() >= 0 and ids.max() < vocab)
+        is_within = not packed or np.maximum.reduce(np.frombuffer(packed, np.uint64)) < vocab
     except OverflowError:
         is_within = False
     if not is_within:
@@ -212,8 +224,10 @@ def _encode(built: Built, prompt: Any, raw: bool) -> list[int]:
     """Token ids of any `Prompt`. Raises: ValueError."""
     if not isinstance(prompt, str):
         prompt = _items(prompt)
-        with suppress(TypeError):  # entries that are no integers
+        try:
             return _ids_within(built.target.vocab_size, prompt)
+        except TypeError:  # entries that are no integers
+            pass
         if not all(isinstance(message, Mapping) for message in prompt):
             kinds = sorted({type(entry).__name__ for entry in prompt})
             raise ValueError(_NO_PROMPT.format(kind=f"a list of {' and '.join(kinds)}"))

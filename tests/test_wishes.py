@@ -129,6 +129,28 @@ def test_the_last_token_and_the_one_behind_it(engine: Engine) -> None:
             asked_for(engine.built, None, {name: of(vocab)})
 
 
+def test_what_was_asked_before_is_checked_by_its_kind(engine: Engine) -> None:
+    """Bug: a value that equals an earlier call's is taken unseen, though it is none of the kind."""
+    asked, _ = asked_for(engine.built, None, {"max_new_tokens": 1, "raw": False})
+    again, _ = asked_for(engine.built, None, {"max_new_tokens": 1, "raw": False})
+    assert again is asked
+    for name, value in (("max_new_tokens", True), ("max_new_tokens", 1.0), ("raw", 0)):
+        with pytest.raises(ValueError, match=f"{name} is {value!r}; expected"):
+            asked_for(engine.built, None, {"max_new_tokens": 1, "raw": False, name: value})
+
+
+def test_what_was_asked_before_draws_anew(engine: Engine) -> None:
+    """Bug: a second call with the same options gives the first one's answer, or another call's
+    words; a greedy one's seed is drawn, which takes the system's randomness and time."""
+    built, params = engine.built, {"temperature": 1.0}
+    seeds = {asked_for(built, None, params)[1].seed for _ in range(5)}
+    assert len(seeds) == 5
+    assert {asked_for(built, None, {**params, "seed": 7})[1].seed for _ in range(3)} == {7}
+    assert asked_for(built, None, {})[1].seed == asked_for(built, None, {})[1].seed == 0
+    words = [asked_for(built, None, {"bad_words": [w]})[1].bad_words for w in ("a", "b", "a")]
+    assert words[0] == words[2] != words[1]
+
+
 def test_nothing_is_queued_by_a_wish(engine: Engine) -> None:
     """Bug: prompts in front of a wrong one are left in the queue, or all of a call draw alike."""
     built = engine.built

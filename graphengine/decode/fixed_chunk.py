@@ -261,7 +261,8 @@ class FixedChunk:
         """
         upload = self._next_upload()
         sent, block = upload.sent, 0
-        upload.flat_X.fill(0)
+        device_X, host_X = upload.copies[len(pieces) - 1]
+        upload.flat_X[: len(host_X)].fill(0)
         sent.start_B.fill(NO_PROMPT)
         for k, (ids, begin, end, pages, *state) in enumerate(pieces):
             first, behind = block * self.block, block + pages_for(end - begin, self.block)
@@ -274,7 +275,6 @@ class FixedChunk:
                 sent.pieces_6R[:, k] = first, first + end - begin, begin, *state
             sent.pages_RW[k, : len(pages)] = pages
             block = behind
-        device_X, host_X = upload.copies[len(pieces) - 1]
         device_X.copy_(host_X, non_blocking=True)
         end = GOES_ON if take is None and GOES_ON in self._runners else FIRST_TOKEN
         self._takers += [take] if take is not None else []

@@ -98,7 +98,8 @@ class PageAllocator:
         """
         if count > len(self._free):
             raise MemoryError(f"{count} pages asked, {len(self._free)} of {self.num_usable} free")
-        pages = [self._free.pop() for _ in range(count)]
+        pages = self._free[: -count - 1 : -1]
+        del self._free[len(self._free) - count :]
         self._used.update(pages)
         return pages
 

@@ -141,18 +141,33 @@ class DecodeLoop:
         prompt_logprobs: int | None = None,
         matcher: Matcher | None = None,
     ) -> Request:
-        """Queues a prompt.
+        """`queue` of what `check` does not refuse. Raises: ValueError."""
+        self.check(prompt_ids, max_new_tokens, sampling, matcher, logprobs, prompt_logprobs)
+        what = prompt_ids, max_new_tokens, stop_ids, sampling, arrival_s
+        scores = {"logprobs": logprobs, "prompt_logprobs": prompt_logprobs}
+        return self.queue(*what, asked_stop_ids=asked_stop_ids, matcher=matcher, **scores)
+
+    def queue(
+        self,
+        prompt_ids: list[int],
+        max_new_tokens: int,
+        stop_ids: Collection[int],
+        sampling: Sampling,
+        arrival_s: float | None,
+        *,
+        asked_stop_ids: Collection[int],
+        logprobs: int | None,
+        prompt_logprobs: int | None,
+        matcher: Matcher | None,
+    ) -> Request:
+        """Queues a prompt that has been checked.
 
         Args:
             arrival_s: when it was asked for (`time.perf_counter`), if that was before now.
             asked_stop_ids: tokens that end it too, and are told as the reason.
             logprobs, prompt_logprobs: alternatives of each token; None: nothing is told.
             matcher: of the grammar that the answer follows.
-
-        Raises:
-            ValueError: as `check`.
         """
-        self.check(prompt_ids, max_new_tokens, sampling, matcher, logprobs, prompt_logprobs)
         self.is_clean = False
         request = Request(
             request_id=self._next_id,
@@ -189,7 +204,7 @@ class DecodeLoop:
         limit = self.config.max_model_len
         if not prompt_ids:
             raise ValueError("the prompt has no tokens; pass some text")
-        if not isinstance(max_new_tokens, Integral) or max_new_tokens < 1:
+        if not isinstance(max_new_tokens, (int, Integral)) or max_new_tokens < 1:
             raise ValueError(f"max_new_tokens is {max_new_tokens}; ask for an integer from 1 up")
         if len(prompt_ids) >= limit:
             num_positions = self.first.builder.pair.target.config.max_position_embeddings

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -105,11 +105,10 @@ class Prefill:
     chunk: int
     fixed: tuple[FixedChunk, ...] = ()
     far: tuple[FixedChunk, ...] = ()
+    keyed_in: int = field(init=False)  # one of so many of the target's layers has keys
 
-    @property
-    def keyed_in(self) -> int:
-        """One of so many of the target's layers has keys."""
-        return keyed_layers_in(self.pair.target.config)
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "keyed_in", keyed_layers_in(self.pair.target.config))
 
     def split(
         self, requests: Sequence[Request], rows_at: Callable[[int], int | None] = lambda _: None

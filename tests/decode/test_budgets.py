@@ -32,7 +32,7 @@ TAKEN = "taken"
 # Torch ops of the host, as counted on 2026-11-23: of a step; to copy a page that an earlier prompt
 # has begun, of both models.
 STEP_OPS, PAGE_OPS = 8, 6
-FRONT_CALLS = 460  # of functions, behind a first request; 434 with Python 3.11
+FRONT_CALLS = 290  # of functions, behind a first request; 270 with Python 3.11
 
 
 @pytest.fixture

@@ -63,7 +63,7 @@ def step_functions(engine: Engine) -> dict[str, tuple[Any, str]]:
     """Where an exception can come from: (object, attribute) by name."""
     loop = loop_of(engine)
     return {
-        "submit": (loop, "submit"),
+        "queue": (loop, "queue"),
         "allocate": (loop.allocator, "allocate"),
         "write": (loop.first, "_write"),
         "wait": (loop, "wait"),
@@ -76,7 +76,7 @@ def step_functions(engine: Engine) -> dict[str, tuple[Any, str]]:
 
 
 @pytest.mark.parametrize(
-    "where", ["submit", "allocate", "write", "wait", "judge", "retire", "free", "advance", "accept"]
+    "where", ["queue", "allocate", "write", "wait", "judge", "retire", "free", "advance", "accept"]
 )
 @pytest.mark.parametrize("after", [0, 1])
 def test_exception_anywhere(

@@ -61,8 +61,20 @@ def test_totals() -> None:
 
 
 def test_an_answer_of_its_prefill_alone() -> None:
-    """Bug: a drafted answer of one token, which took no step, has a mean of 0 tokens a step."""
+    """Bug: a drafted answer of one token, which took no step, has a mean of 0 tokens a step, in the
+    JSON or in a chat's line."""
     assert [*report._acceptance_means(Acceptance(3)).values()] == [None] * 3
+    metrics = RequestMetrics(
+        num_prompt_tokens=10,
+        num_output_tokens=1,
+        ttft_ms=5.0,
+        decode_ms=0.0,
+        acceptance=Acceptance(3),
+    )
+    screen = io.StringIO()
+    result = replace(answer().result, metrics=metrics)
+    report.print_answer_line(Console(width=140, file=screen), result)
+    assert screen.getvalue() == "[1 tokens, 0.0 tokens/s, stop]\n"
 
 
 @pytest.mark.parametrize(

@@ -111,6 +111,8 @@ def blocks(draw: Any) -> tuple[list[Row], list[list[int]], int]:
 # Its second row is the first that may end.
 ENDING: Row = {"is_on": 1, "prompt": [1], "answer": [2], "stops": [3], "min_tokens": 2}
 ENDING |= {"repetition": 1.0, "presence": 0.0, "frequency": 0.0, "bias": {}, "words": []}
+# An older request's tables, where nothing is asked any more.
+LEFT_OVER = ENDING | {"is_on": 0, "presence": 2.0, "bias": {1: 5.0}, "words": [[2, 0]]}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -121,10 +123,11 @@ ENDING |= {"repetition": 1.0, "presence": 0.0, "frequency": 0.0, "bias": {}, "wo
 )
 @given(case=blocks(), seed=st.integers(0, 99))
 @example(case=([ENDING], [[2, 0]], 5), seed=0)
+@example(case=([LEFT_OVER], [[2, 1]], 5), seed=0)
 def test_is_the_definition(device: str, dtype: torch.dtype, case: Any, seed: int) -> None:
     """Bug: a row counts its neighbour's drafts, its own token's successor, the prompt in a presence
-    penalty, or the anchor twice; a bad word bans without its prefix, or across the prompt; an end
-    is ruled out one token too long."""
+    penalty, or the anchor twice; a bad word bans without its prefix, across the prompt, or for the
+    row's next request; an end is ruled out one token too long."""
     rows, ids, V = case
     B, G = len(rows), len(ids[0])
     storage = torch.full((B * G, V + 3), torch.nan)

@@ -7,6 +7,7 @@ import re
 import statistics
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -113,6 +114,28 @@ def test_everything_at_once(bench: Bench, tmp_path: Path) -> None:
     assert "speedup" in done.stderr
     assert "SIMULATED at 2.5" in done.stderr
     assert found["environment"].keys() >= {"gpu_clocks", "driver_version", "commit", "versions"}
+
+
+def test_each_mode_has_its_own_start(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: the start-up time of a second mode counts all that was measured before it."""
+    now_s, load = [0.0], Engine.from_pretrained
+
+    def taking(seconds: float, run: Callable[..., Any]) -> Callable[..., Any]:
+        def later(*args: Any, **options: Any) -> Any:
+            now_s[0] += seconds
+            return run(*args, **options)
+
+        return later
+
+    clock = SimpleNamespace(perf_counter=lambda: now_s[0])
+    monkeypatch.setattr("graphengine.cli.bench.time", clock)
+    monkeypatch.setattr(Engine, "from_pretrained", taking(1.0, load))
+    monkeypatch.setattr("graphengine.measure.bench.run_case", taking(100.0, run_case))
+    done = bench("--baseline", "--simulate-acceptance", "2.5", "--json")
+    assert done.exit_code == 0, done.output
+    numbers = json.loads(done.stdout)["numbers"]
+    modes = ("none_torch_plain", "none_torch")
+    assert [numbers[mode]["startup"]["startup_s"] for mode in modes] == [1.0, 1.0]
 
 
 def test_a_case_is_measured_once(bench: Bench) -> None:

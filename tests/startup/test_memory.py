@@ -355,6 +355,14 @@ def test_a_plan_has_room_for_draws(wish: str) -> None:
     assert parts[1] - parts[0] == rows * SAMPLED_ROW_BYTES
 
 
+@pytest.mark.parametrize(("wish", "copies"), [({"adjustments": True}, 1), ({"max_logprobs": 5}, 3)])
+def test_a_plan_has_room_for_copies_of_logits(wish: dict[str, Any], copies: int) -> None:
+    """Bug: float32 logits of rows that are adjusted or scored are planned as a byte each."""
+    rows, eager = max(ON_GPU.buckets) * 16, replace(ON_GPU, graph_mode="none")
+    parts = [plan_8b(replace(eager, **asked)).activation_bytes for asked in ({}, wish)]
+    assert parts[1] - parts[0] == copies * rows * 151_936 * 4
+
+
 def test_what_each_part_counts() -> None:
     """Bug: one kind of draft layers, one set of logits, one bucket's graphs or carries, a chunk of
     one prompt or none of the buffers that decode plainly are planned, where more are made."""

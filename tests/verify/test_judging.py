@@ -118,9 +118,10 @@ def test_what_passes_unless_told_otherwise() -> None:
 
 
 def test_the_worst_prompt_is_in_the_table() -> None:
-    """Bug: "least" is the best prompt's acceptance, behind which a lost one hides."""
-    ran = [transcript([5] * 5, [1, 4]), transcript([5] * 3, [1, 1, 1])]
-    report = judge(ran, [scores([5] * n, [0.0] * n) for n in (5, 3)], 0.2, [])
+    """Bug: "least" is the best prompt's acceptance, behind which a lost one hides; or 0, that of a
+    prompt which ended with its first token and has none."""
+    ran = [transcript([5] * 5, [1, 4]), transcript([5] * 3, [1, 1, 1]), transcript([5], [1])]
+    report = judge(ran, [scores([5] * n, [0.0] * n) for n in (5, 3, 1)], 0.2, [])
     cell = CellResult(cell=Cell("m", 1, "alone"), report=report, failed={}, transcripts=ran)
     cells = {str(column.header): list(column.cells) for column in _table([cell]).columns}
     assert (cells["accept"], cells["least"]) == (["2.00"], ["1.00"])

@@ -62,7 +62,7 @@ def test_totals() -> None:
 
 def test_an_answer_of_its_prefill_alone() -> None:
     """Bug: a drafted answer of one token, which took no step, has a mean of 0 tokens a step, in the
-    JSON or in a chat's line."""
+    JSON, the table or a chat's line."""
     assert [*report._acceptance_means(Acceptance(3)).values()] == [None] * 3
     metrics = RequestMetrics(
         num_prompt_tokens=10,
@@ -71,9 +71,10 @@ def test_an_answer_of_its_prefill_alone() -> None:
         decode_ms=0.0,
         acceptance=Acceptance(3),
     )
+    short = replace(answer(1), result=replace(answer().result, metrics=metrics))
+    assert shown([answer(0), short]).split("\n2 ")[1].split()[4:7] == ["0.0", "-", "-"]
     screen = io.StringIO()
-    result = replace(answer().result, metrics=metrics)
-    report.print_answer_line(Console(width=140, file=screen), result)
+    report.print_answer_line(Console(width=140, file=screen), short.result)
     assert screen.getvalue() == "[1 tokens, 0.0 tokens/s, stop]\n"
 
 

@@ -92,9 +92,12 @@ def test_graphs_on_a_gpu(tmp_path: Path, mode: str) -> None:
 def test_equal_graphs_share_a_line_unless_all_are_asked_for(
     show_all: bool, sizes: list[str], named: list[str]
 ) -> None:
-    """Bug: 36 equal layers fill the screen, and --all joins them; a line has one graph's memory, or
-    it is not in MB; or it does not say which graphs it is of."""
-    made: Any = [(f"verify.{i:02}", "graph", [], [], 5 + (i > 1), 7, 1500000, 1) for i in range(3)]
+    """Bug: 36 equal layers fill the screen, and --all joins them; a line has one graph's memory,
+    the pool's for what is alive in it, or not in MB; or it does not say which graphs it is of."""
+    made: Any = [
+        (f"verify.{i:02}", "graph", [], [], 5 + (i > 1), 7, 1500000, 500000) for i in range(3)
+    ]
     table = cli_graphs._table({1: [Entry(*entry) for entry in made]}, show_all)
     cells = {column.header: list(column.cells) for column in table.columns}
     assert (cells["pool MB"], cells["segment"]) == (sizes, named)
+    assert cells["live MB"] == [f"{float(size) / 3:.2f}" for size in sizes]

@@ -94,9 +94,10 @@ def kept(logits_TV: Tensor, own: Controls) -> Tensor:
 
 
 @pytest.mark.parametrize("top_p", [1e-6, 0.1, 0.5, 0.9, 0.999, 1.0])
-@pytest.mark.parametrize("top_k", [0, 1, 2, 50, 300, 10**6])
+@pytest.mark.parametrize("top_k", [0, 1, 2, 50, 300, 10**6, 2**31])
 def test_filters_equal_transformers(top_p: float, top_k: int) -> None:
-    """Bug: top-p counts the crossing token out, is taken before top-k, or k is off by one."""
+    """Bug: top-p counts the crossing token out, is taken before top-k, or k is off by one, or has
+    no room in 32 bits."""
     generator = torch.Generator().manual_seed(top_k)
     logits = torch.randn(9, 300, generator=generator) * torch.logspace(-2, 1.5, 9)[:, None]
     expected = reference_warp(logits, 0.7, top_p, top_k) > -math.inf

@@ -61,13 +61,15 @@ def test_written_file_reads_back(tmp_path: Path) -> None:
 
 
 def test_a_file_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
-    """Bug: a full disk leaves half of a result, or ends in a traceback after the measurement."""
+    """Bug: a full disk leaves half of a result, under its name or another, or ends in a traceback
+    after the measurement."""
     path, link = tmp_path / "a.svg", tmp_path / "link"
     path.write_text("before")
     link.symlink_to(path)
     with pytest.raises(ValueError, match=r"a\.svg: cannot be written"), full_disk():
         result_schema.write_whole(path, "after" * 1000)
     assert path.read_text() == "before"
+    assert sorted(os.listdir(tmp_path)) == ["a.svg", "link"]
     result_schema.write_whole(link, "after")
     assert path.read_text() == "after" and link.is_symlink()
     assert sorted(os.listdir(tmp_path)) == ["a.svg", "link"]

@@ -393,3 +393,7 @@ def test_what_each_part_counts() -> None:
     ours = {"attention_backend": "triton", "prefill_attention_backend": "triton"}
     long, short = (plan(max_model_len=n, **ours).plain_decode_bytes for n in (40944, 1024))
     assert long - short >= 16 * (40944 - 1024) // 16 * 4, "page tables of 16 rows"
+    none, scored = (plan(max_logprobs=n).prefill_bytes for n in (0, 5))
+    assert scored - none == (SCORED_ROWS * (2 + 2 * 4) - 16 * 2) * 151_936, "two float32 copies"
+    free, held = (plan(structured_outputs=on, **ours).activation_bytes for on in (False, True))
+    assert held - free >= 3 * (36 + 5) * GRAPH_BYTES, "graphs of steps in another order"

@@ -34,6 +34,15 @@ def test_what_requests_may_ask(option: str, asked: bool | None) -> None:
     assert getattr(config, option) is (asked is not False)
 
 
+def test_drawn_acceptance_offers_nothing() -> None:
+    """Bug: an engine whose acceptance is drawn says that it has log-probabilities, and who asks for
+    some gets a KeyError."""
+    options = Options(device="cpu", simulate_acceptance=2.0)
+    config = resolve_options(options, *read_configs(TINY_TARGET, TINY_DRAFT))
+    names = ("sampling", "adjustments", "max_logprobs", "structured_outputs")
+    assert not any(getattr(config, name) for name in names)
+
+
 @pytest.mark.parametrize(
     ("draft", "simulated", "floor"),
     [(TINY_DRAFT, None, 1.5), (TINY_DRAFT, 2.0, 0.0), ("ngram", None, 0.0), (None, None, 1.5)],

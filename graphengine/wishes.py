@@ -63,7 +63,7 @@ class Wish(NamedTuple):
         built.loop.check(*what, asked.logprobs, asked.prompt_logprobs)
 
     def submit(self, built: Built) -> Request:
-        """Queues it into the loop, checked."""
+        """Queues it into the loop, where it has been checked."""
         asked = self.asked
         stop_ids = frozenset() if asked.ignore_eos else built.stop_ids
         return built.loop.queue(
@@ -119,9 +119,10 @@ def asked_for(
         )
     given = params if sampling is None else asdict(sampling) | params
     try:
-        asked, sampled = _known(**given)
+        known = _known(**given)
     except TypeError:  # of an unknown name, or a value that cannot be looked up
-        asked, sampled = _known.__wrapped__(**given)
+        known = None
+    asked, sampled = known or _known.__wrapped__(**given)
     words = _tokens_of_bad_words(asked, built.tokenizer, built.target.vocab_size)
     if words:
         sampled = replace(sampled, bad_words=tuple(map(tuple, words)))
@@ -204,7 +205,7 @@ def _items(prompt: Any) -> list[Any]:
 
 
 def _ids_within(vocab: int, prompt: Sequence[Any]) -> list[int]:
-    """These ids as Python's integers, in two passes of C: a next turn brings a long text's.
+    """These ids as Python's integers, in passes of C: a next turn brings a long text's.
     Raises: TypeError: one is no integer; ValueError: one is out of range."""
     try:
         packed = array("q", prompt)

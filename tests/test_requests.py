@@ -164,7 +164,8 @@ def test_reasons_in_vllm_s_words(engine: Engine) -> None:
         ({"frequency_penalty": float("inf")}, "frequency_penalty is inf"),
         ({"min_p": 0.1}, "min_p 0.1 change nothing at temperature 0"),
         ({"min_p": 1.1, "temperature": 1}, "min_p is 1.1; expected a number 0 <= x <= 1"),
-        ({"logprobs": 21}, "logprobs of 21 alternatives.*max_logprobs=21"),
+        ({"logprobs": 21}, "logprobs of 21 alternatives.*max_logprobs=21$"),
+        ({"choice": []}, r"choice is \[\]; expected a text or several"),
         ({"prompt_logprobs": -1}, "prompt_logprobs is -1"),
     ],
 )

@@ -13,11 +13,12 @@ from typing import Any
 MAX_BIAS = 100  # as in OpenAI's API
 
 
-def parse_texts(name: str, value: Any) -> tuple[str, ...]:
-    """One text, or several."""
+def parse_texts(name: str, value: Any, least: int = 0) -> tuple[str, ...]:
+    """One text, or several, or none where that is the `least`."""
     texts = (value,) if isinstance(value, str) else value
     found = tuple(texts) if isinstance(texts, Iterable) else ()
     wrong = not isinstance(texts, Iterable) or isinstance(texts, Mapping | bytes)
+    wrong |= len(found) < least
     if wrong or any(not isinstance(text, str) or not text for text in found):
         raise ValueError(f"{name} is {value!r}; expected a text or several, none of them empty")
     return found

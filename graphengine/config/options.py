@@ -313,7 +313,7 @@ class SamplingParams(Checked):
         auto="none",
         metavar="TEXT",
         repeated=True,
-        parse=partial(parse_texts, "choice"),
+        parse=partial(parse_texts, "choice", least=1),
         commands=_RUN,
     )
     grammar: str | None = option(

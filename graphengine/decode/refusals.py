@@ -30,26 +30,27 @@ def check_offered(
     Args: alternatives: the numbers of log-probabilities that are asked for; None: none.
     Raises: ValueError: with the remedy.
     """
-    why = "draws its acceptance" if config.simulate_acceptance else "was built without it"
-    why, remedy = f"this engine {why}", "and without simulate_acceptance"
+    why, remedy = "this engine was built without it", ""
+    if config.simulate_acceptance:
+        why, remedy = "this engine draws its acceptance", " and without simulate_acceptance"
     if not sampling.is_greedy and not config.sampling:
         raise ValueError(
             f"temperature is {sampling.temperature:g}, but {why}; load it with "
-            f"sampling=True {remedy}, or use temperature 0"
+            f"sampling=True{remedy}, or use temperature 0"
         )
     if sampling.adjusts and not config.adjustments:
         raise ValueError(
             f"penalties, logit_bias, bad_words or min_tokens are asked for, but {why}; load it "
-            f"with adjustments=True {remedy}"
+            f"with adjustments=True{remedy}"
         )
     if matcher is not None and not config.structured_outputs:
         raise ValueError(
-            f"a grammar is asked for, but {why}; load it with structured_outputs=True {remedy}"
+            f"a grammar is asked for, but {why}; load it with structured_outputs=True{remedy}"
         )
     most = max((n for n in alternatives if n is not None), default=None)
     offered = config.max_logprobs
     if most is not None and (most > offered or not offered):
         raise ValueError(
             f"logprobs of {most} alternatives are asked for, this engine has "
-            f"{offered or 'none'}; load it with max_logprobs={max(most, 1)} {remedy}"
+            f"{offered or 'none'}; load it with max_logprobs={max(most, 1)}{remedy}"
         )

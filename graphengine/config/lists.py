@@ -13,14 +13,21 @@ from typing import Any
 MAX_BIAS = 100  # as in OpenAI's API
 
 
-def parse_texts(name: str, value: Any, least: int = 0) -> tuple[str, ...]:
-    """One text, or several, or none where that is the `least`."""
+def parse_texts(name: str, value: Any) -> tuple[str, ...]:
+    """One text, or several."""
     texts = (value,) if isinstance(value, str) else value
     found = tuple(texts) if isinstance(texts, Iterable) else ()
     wrong = not isinstance(texts, Iterable) or isinstance(texts, Mapping | bytes)
-    wrong |= len(found) < least
     if wrong or any(not isinstance(text, str) or not text for text in found):
         raise ValueError(f"{name} is {value!r}; expected a text or several, none of them empty")
+    return found
+
+
+def parse_choice(value: Any) -> tuple[str, ...]:
+    """What an answer is one of. A list without a text leaves no answer; `()` asks for nothing."""
+    found = parse_texts("choice", value)
+    if not found and value != ():
+        raise ValueError(f"choice is {value!r}; expected one text at least, or leave it out")
     return found
 
 

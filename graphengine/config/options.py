@@ -15,7 +15,13 @@ from typing import Any, Literal
 from graphengine.config.bytesize import parse_bytes
 from graphengine.config.constraint import constraint_of, parse_schema, parse_text
 from graphengine.config.declaration import COMMANDS, Checked, declarations, option
-from graphengine.config.lists import MAX_BIAS, parse_bias, parse_texts, parse_token_ids
+from graphengine.config.lists import (
+    MAX_BIAS,
+    parse_bias,
+    parse_choice,
+    parse_texts,
+    parse_token_ids,
+)
 
 GraphMode = Literal["none", "piecewise", "full"]
 AttentionBackend = Literal["flashinfer", "triton", "torch"]
@@ -313,7 +319,7 @@ class SamplingParams(Checked):
         auto="none",
         metavar="TEXT",
         repeated=True,
-        parse=partial(parse_texts, "choice", least=1),
+        parse=parse_choice,
         commands=_RUN,
     )
     grammar: str | None = option(

@@ -278,7 +278,7 @@ def test_without_the_extra(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) 
         ({"json_schema": "true"}, "is an object"),
         ({"regex": ""}, "not empty"),
         ({"grammar": 3}, "not empty"),
-        ({"choice": []}, ""),
+        ({"choice": ()}, ""),
         ({"choice": ["a", ""]}, "none of them empty"),
         ({"regex": "a", "choice": ["b"]}, "one of them"),
         ({"regex": "a", "ignore_eos": True}, "ignore_eos"),

@@ -75,6 +75,19 @@ def test_drafting_again_changes_nothing() -> None:
     assert found[0][1][0][:10] == [*texts[0], *wanted[0]]
 
 
+def test_a_row_that_is_written_again_has_its_answer() -> None:
+    """Bug: where a batch moves to another bucket its rows hold their prompts alone, and an answer
+    that repeats itself is not drafted on."""
+    ngram = Ngram(config=NgramConfig(num_draft_tokens=3), num_positions=20)
+    buffers = step_buffers(Arena(torch.device("cpu"), torch.float32), MODEL, ngram, 1, 5)
+    request = replace(request_of([1, 2]), output_ids=[5, 6, 9, 5, 6], start=6)
+    ngram.write_rows_(buffers, {0: request})
+    buffers.start_B.fill_(request.start)
+    buffers.block_ids_BG[:, 0] = request.anchor
+    run_chain(ngram.propose(buffers, {}, Segments()))
+    assert buffers.draft_ids_BG.tolist() == [[6, 9, 5, 6]]
+
+
 def test_what_a_grammar_forces_stands_in_the_text() -> None:
     """Bug: where a grammar took the place of drafts the text keeps what was looked up, so that
     later drafts follow words that were never said."""

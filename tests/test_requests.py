@@ -166,6 +166,7 @@ def test_reasons_in_vllm_s_words(engine: Engine) -> None:
         ({"min_p": 1.1, "temperature": 1}, "min_p is 1.1; expected a number 0 <= x <= 1"),
         ({"logprobs": 21}, "logprobs of 21 alternatives.*max_logprobs=21$"),
         ({"choice": []}, r"choice is \[\]; expected one text at least"),
+        ({"prompt_logprobs": 21}, "logprobs of 21 alternatives.*max_logprobs=21$"),
         ({"prompt_logprobs": -1}, "prompt_logprobs is -1"),
     ],
 )

@@ -144,3 +144,13 @@ def test_what_is_not_kept(pair: Pair) -> None:
         loop.allocator.free(found)
         loop.reset()
         assert loop.allocator.share(prompt) == []
+
+
+def test_drawn_acceptance_keeps_nothing(pair: Pair) -> None:
+    """Bug: pages of a text that drawn acceptance made are kept, and the next round of a measurement
+    is told to have run prompts that it found."""
+    with pair.engine(simulate_acceptance=2.0) as engine:
+        for _ in range(2):
+            (result,) = engine.generate([PROMPTS[1]], max_new_tokens=9, ignore_eos=True)
+            assert result.metrics.num_cached_tokens == 0
+        assert_idle(engine)

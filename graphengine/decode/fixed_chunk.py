@@ -4,8 +4,8 @@ A chunk is a verify with another end: blocks of 16 rows (of 128 where it has man
 of it), each with its own start and pages, of one prompt or of several. The K/V of all rows of a
 layer is written before its attention reads, so a later block of a prompt sees the earlier ones;
 lengths are read on the device, so nothing is planned and the host launches one graph (mode full),
-or one a segment. The same kernels run in every mode. The largest is two halves beside each other on
-two streams, where a half's products fill what the other's last programs and norms leave empty.
+or one a segment. The same kernels run in every mode. Of a dense target in mode full the largest is
+two halves on two streams: one's products fill what the other's last programs and norms leave empty.
 
 Segments run uncompiled: what Inductor would fuse in them is one kernel already, in our own.
 
@@ -132,10 +132,11 @@ class FixedChunk:
     def __init__(
         self, pair: Pair, size: int, is_long: bool = False, is_paired: bool = False
     ) -> None:
-        """Args:
-        is_long: in blocks of `chunk_attention`.
-        is_paired: its halves run beside each other, each layer's attention of the second behind
-            the first's keys. Nobody may tap the last layer: the first half does not run it.
+        """
+        Args:
+            is_long: in blocks of `chunk_attention`.
+            is_paired: its halves run beside each other, each layer's attention of the second behind
+                the first's keys. Nobody may tap the last layer: the first half does not run it.
         """
         target, width = pair.target, pair.width
         config, new_zeros = target.config, target.kv_pool.new_zeros

@@ -19,7 +19,7 @@ from graphengine.config.engine import EngineConfig
 from graphengine.config.model import ModelConfig
 from graphengine.decode.attention import FLOAT_WORKSPACE_BYTES, BlockAttention, ChunkAttention
 from graphengine.decode.ends import end_names
-from graphengine.decode.fixed_chunk import BLOCK, LONG_SIZES, MOST_PROMPTS
+from graphengine.decode.fixed_chunk import BLOCK, LONG_SIZES, MOST_PROMPTS, PAIRED_SIZES
 from graphengine.decode.kvcache import page_bytes
 from graphengine.decode.prefill import SCORED_ROWS
 from graphengine.kernels import chunk_attention
@@ -170,10 +170,12 @@ def shared_scratch_bytes(config: EngineConfig) -> int:
 def chunk_scratch_bytes(config: EngineConfig, target: ModelConfig, num_sms: int) -> int:
     """Partial results of the attention of every chunk of a fixed size."""
     longs = [size for size in config.prefill_sizes if size >= LONG_SIZES[0]]
+    halves = [size // 2 for size in longs if size in PAIRED_SIZES for _ in range(2)]
+    longs = [*(size for size in longs if size not in PAIRED_SIZES), *halves]
     made: list[Any] = [
         BlockAttention.make_workspace(target, size // BLOCK, BLOCK, num_sms, META)
         for size in config.prefill_sizes
-        if size not in longs
+        if size < LONG_SIZES[0]
     ]
     made += [
         ChunkAttention.make_workspace(target, size // chunk_attention.BLOCK, num_sms, META)

@@ -44,6 +44,7 @@ from graphengine.decode.stack import Rows
 from graphengine.kernels import chunk_attention
 from graphengine.kernels.argmax import argmax_rows
 from graphengine.kernels.gated_delta_prefill import Pieces
+from graphengine.kernels.place_rows import Placed, place_rows_
 
 BLOCK = 16
 SIZES = (16, 128, 256, 512)  # rows; up to 256 they are the verifies of full buckets
@@ -175,7 +176,10 @@ class FixedChunk:
 
         # Neither holds `self`: who drops a chunk gives its weights and graphs back at once.
         def begin(carry: Carry) -> Carry:
-            _place_(buffers, pair.config.page_size)
+            ids_n, start_B, end_B, owner_B, last_R, _, pages_RW = buffers.sent
+            where = Placed(*buffers.rows, buffers.table_BW, buffers.last_R)
+            sent = ids_n, start_B, end_B, owner_B, last_R, pages_RW
+            place_rows_(*sent, pair.config.page_size, where)
             return first.run(carry)
 
         def end(carry: Carry) -> Carry:
@@ -285,23 +289,6 @@ class FixedChunk:
             self._takers.clear()
         if upload.is_free is not None:
             upload.is_free.record()
-
-
-def _place_(buffers: ChunkBuffers, page_size: int) -> None:
-    """From what was sent: ids, positions, slots and pages of all rows. Mutates: buffers."""
-    ids_n, start_B, end_B, owner_B, last_R, _, pages_RW = buffers.sent
-    rows, table_BW = buffers.rows, buffers.table_BW
-    torch.index_select(pages_RW, 0, owner_B, out=table_BW)
-    buffers.last_R.copy_(last_R)
-    rows.token_ids_T.copy_(ids_n)
-    row = torch.arange(len(ids_n) // len(start_B), device=start_B.device)
-    at_BG = start_B.long()[:, None] + row
-    column_BG = (at_BG // page_size).clamp(0, table_BW.shape[1] - 1)
-    slots_BG = table_BW.gather(1, column_BG).long() * page_size + at_BG % page_size
-    is_there = (start_B[:, None] >= 0) & (at_BG // page_size == column_BG)
-    positions_BG = torch.where(at_BG < end_B[:, None], at_BG, 0)
-    rows.positions_T.view_as(at_BG).copy_(positions_BG.clamp(min=0))
-    rows.slots_T.view_as(at_BG).copy_(torch.where(is_there, slots_BG, 0))
 
 
 def sizes_for(max_model_len: int, *, are_long: bool, are_paired: bool = False) -> tuple[int, ...]:

@@ -25,6 +25,7 @@ from graphengine.kernels import (
     moe_kernels,
     moe_row,
     output_gate,
+    place_rows,
     publish_drafts,
     qk_norm_rope,
     skinny_linear,
@@ -201,6 +202,14 @@ def constrain(B: int, G: int, dtype: torch.dtype) -> None:
     publish_drafts.publish_drafts_(ints(B, G), ints(B, G), ints(B, dtype=i32), *words)
 
 
+def place(rows: int, block: int) -> None:
+    B, R, W = rows // block, 4, 260
+    ids, each, last = (ints(n, dtype=torch.int32) for n in (rows, B, R))
+    pages, table = (ints(n, W, dtype=torch.int32) for n in (R, B))
+    placed = place_rows.Placed(ints(rows), ints(rows), ints(rows), table, ints(R))
+    place_rows.place_rows_(ids, each, each, each, last, pages, 16, placed)
+
+
 def mix(T: int, E: int, I: int, D: int = 2048, K: int = 8) -> None:  # noqa: E741
     """A layer of experts, with a shared one where there are 256."""
     if T == 1:
@@ -221,6 +230,7 @@ LAUNCHES: dict[str, Callable[[], Any]] = {
     "sampled tail": lambda: (draw(16, 1, BF16), draw(256, 16, FP32)),
     "adjusted logits": lambda: (adjust(1, 16, BF16), adjust(8, 1, FP32), adjust(16, 16, BF16)),
     "masked logits": lambda: (constrain(1, 16, BF16), constrain(8, 1, FP32)),
+    "placed rows": lambda: (place(16, 16), place(512, 16), place(2048, 128)),
     "accept": lambda: (advance(3, 16), advance(1, 1)),
     # 8B's and 4B's hidden size, what their MLP's down reads, and their five taps.
     **{

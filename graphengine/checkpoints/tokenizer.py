@@ -26,7 +26,7 @@ from graphengine.config.model import ModelConfig
 
 REPLACEMENT = "\ufffd"
 CONTEXT = 8  # tokens before a new one that its text may depend on; a character has at most 4
-CUT = 3  # bytes, and so characters, that a window may begin with in the middle of a character
+CUT = 3  # bytes, and so replacements, that a window may begin or end with within a character
 MAX_TEMPLATE_CHARS, MAX_TEMPLATE_S = 1 << 20, 5.0  # published ones: 20 thousand, milliseconds
 
 Message = Mapping[str, str]
@@ -266,32 +266,51 @@ def _reason(error: BaseException) -> str:
 class Detokenizer:
     """Turns a growing list of tokens into a growing text, never taking text back.
 
-    Held back is the last character alone, and only while it is a replacement: bytes at the very end
-    can still become a character, those before it cannot. What is decoded is a window of the last
-    tokens, so a stream of bytes that never become one costs no more than any other.
+    Held back are replacements at the very end, as many as bytes can still become one character.
+    Where a tokenizer falls back to bytes (Llama 2), those beside each other are all replacements
+    while one of them is part of no character yet, also those of characters that are out: then
+    nothing comes out, until they are characters again or too many for that. What is decoded is a
+    window of the last tokens, so a stream of bytes that never become a character costs no more than
+    any other.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._window: list[int] = []
-        self._num_out = 0  # characters of the window's text that are out
+        self._out = ""  # of the window's text
+        self._num_whole = 0  # tokens of the window behind which nothing was held back
 
     def feed(self, token_ids: Sequence[int], last: bool = False) -> str:
         """The new complete text. With `last`, what is incomplete is given out as it is."""
+        text = self._tokenizer.decode([*self._window, *token_ids])
+        if len(token_ids) > 1 and text.endswith(REPLACEMENT):  # which of them are a character?
+            parts = [self.feed([token]) for token in token_ids]
+            return "".join(parts) + (self.feed([], last=True) if last else "")
         self._window += token_ids
-        text = self._tokenizer.decode(self._window)
-        end = len(text) - (text.endswith(REPLACEMENT) and not last)
-        new = text[self._num_out : end]
-        self._num_out = max(self._num_out, end)
+        if not text.startswith(self._out):
+            behind = self._window[self._num_whole :]
+            if len(behind) <= CUT and text.endswith(REPLACEMENT) and not last:
+                return ""
+            self._window, self._out, self._num_whole = behind, "", 0
+            text = self._tokenizer.decode(behind)
+        num_held = min(len(text) - len(text.rstrip(REPLACEMENT)), 0 if last else CUT)
+        end = max(len(text) - num_held, len(self._out))
+        new, self._out = text[len(self._out) : end], text[:end]
+        if end == len(text):
+            self._num_whole = len(self._window)
         if len(self._window) > 2 * CONTEXT:
             self._shorten(text)
         return new
 
     def _shorten(self, text: str) -> None:
         """Forgets tokens that can change nothing any more, if the others tell where we are."""
-        window = self._window[-CONTEXT:]
-        shorter = self._tokenizer.decode(window)
-        num_held = max(len(text) - self._num_out, 0)
-        is_same = len(shorter) > CUT and text.endswith(shorter[CUT:])
-        if num_held == 0 or is_same:
-            self._window, self._num_out = window, len(shorter) - num_held
+        num_held = len(text) - len(self._out)
+        for cut in range(CONTEXT, CONTEXT + CUT + 1):  # one of them within no character
+            window = self._window[-cut:]
+            shorter = self._tokenizer.decode(window)
+            is_same = len(shorter) >= num_held and text.endswith(shorter)
+            if is_same:
+                break
+        if is_same or num_held == 0 or (len(shorter) > CUT and text.endswith(shorter[CUT:])):
+            self._num_whole = max(self._num_whole - len(self._window) + len(window), 0)
+            self._window, self._out = window, shorter[: max(len(shorter) - num_held, 0)]

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from tokenizers import Tokenizer as Fast
+from tokenizers import decoders, models
 
-from graphengine.checkpoints.tokenizer import CONTEXT, REPLACEMENT, Detokenizer, Tokenizer
+from graphengine.checkpoints.tokenizer import CONTEXT, CUT, REPLACEMENT, Detokenizer, Tokenizer
+
+WORDS = ["\u2581", "a", "\u2581b", "\u00e9", "\u4f60", "\u2581\u2581", "<s>"]
 
 
 def byte_tokens(tokenizer: Tokenizer) -> list[int]:
@@ -78,7 +85,7 @@ def test_bytes_that_become_no_character(tokenizer: Tokenizer) -> None:
     writer, text = Detokenizer(tokenizer), ""
     for i, token in enumerate(ids):
         text += writer.feed([token])
-        assert len(text) >= len(tokenizer.decode(ids[: i + 1])) - 1
+        assert len(text) >= len(tokenizer.decode(ids[: i + 1])) - CUT
         assert len(writer._window) <= 2 * CONTEXT
     assert text + writer.feed([], last=True) == tokenizer.decode(ids)
 
@@ -91,3 +98,70 @@ def test_a_lone_byte_before_end_tokens(tokenizer: Tokenizer) -> None:
         writer = Detokenizer(tokenizer)
         text = "".join(writer.feed([token]) for token in ids)
         assert text + writer.feed([], last=True) == tokenizer.decode(ids)
+
+
+class FallsBackToBytes:
+    """As Llama 2's: characters without a token are tokens of bytes, and bytes beside each other of
+    which one is part of no character are all replacements."""
+
+    def __init__(self) -> None:
+        names = [f"<0x{byte:02X}>" for byte in range(256)] + WORDS
+        bpe: Any = Fast(models.BPE({t: i for i, t in enumerate(names)}, [], byte_fallback=True))
+        strip = decoders.Strip(" ", 1, 0)
+        parts = decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), strip
+        bpe.decoder = decoders.Sequence(list(parts))
+        bpe.add_special_tokens(["<s>"])
+        self.decode = bpe.decode
+
+    @staticmethod
+    def encode(text: str) -> list[int]:
+        """Words' tokens where they fit, bytes elsewhere."""
+        ids = list[int]()
+        for char in text.replace(" ", "\u2581"):
+            ids += [256 + WORDS.index(char)] if char in WORDS else char.encode()
+        return ids
+
+
+@pytest.fixture(scope="module")
+def by_bytes() -> Any:
+    return FallsBackToBytes()
+
+
+CHARS = st.sampled_from("a \u00e9\u4f60\u20ac\U0001f600\u00df\U0001f44d")
+
+
+@settings(deadline=None)
+@given(text=st.text(CHARS, max_size=40), cuts=st.lists(st.integers(0, 160), max_size=40))
+@example(text="\u20ac\U0001f600", cuts=list(range(9)))
+@example(text="a \U0001f600", cuts=list(range(9)))
+@example(text="\U0001f600\u20ac" * 20, cuts=list(range(160)))
+def test_chunks_add_up_where_characters_are_bytes(
+    by_bytes: Any, text: str, cuts: list[int]
+) -> None:
+    """Bug: a character of four bytes comes out as replacements, since only the last one is held
+    back; one that is out is counted with the replacements that stand for it while the next one is
+    incomplete; or a window that begins within a character never becomes one."""
+    ids = by_bytes.encode(text)
+    chunks = feed_all(by_bytes, ids, cuts)
+    assert "".join(chunks) == by_bytes.decode(ids)
+    assert not any(REPLACEMENT in chunk for chunk in chunks)
+
+
+def test_emoji_come_out_one_by_one(by_bytes: Any) -> None:
+    """Bug: where characters are bytes, a long row of them is held back to its end, or the window
+    grows with it."""
+    writer, text = Detokenizer(by_bytes), ""
+    for i, token in enumerate(by_bytes.encode("\U0001f600\u20ac" * 200)):
+        text += writer.feed([token])
+        assert len(text) >= 2 * ((i + 1) // 7)
+        assert len(writer._window) <= 2 * CONTEXT + CUT
+
+
+@settings(deadline=None)
+@given(ids=st.lists(st.integers(0, 262), max_size=60), cuts=st.lists(st.integers(0, 60)))
+def test_any_bytes_where_characters_are_bytes(
+    by_bytes: Any, ids: list[int], cuts: list[int]
+) -> None:
+    """Bug: bytes that become no character keep what follows them from coming out."""
+    end = by_bytes.encode("a a")
+    assert "".join(feed_all(by_bytes, ids + end, cuts)).endswith("a a")

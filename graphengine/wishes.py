@@ -236,6 +236,6 @@ def _encode(built: Built, prompt: Any, raw: bool) -> list[int]:
         raise ValueError("this model has no tokenizer; pass token ids instead of text")
     if isinstance(prompt, str):
         if raw:
-            return built.tokenizer.encode(prompt)
+            return built.tokenizer.encode_prompt(prompt)
         prompt = [{"role": "user", "content": prompt}]
     return built.tokenizer.encode_chat(prompt)

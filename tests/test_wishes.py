@@ -12,6 +12,7 @@ import torch
 
 from graphengine import TINY_DRAFT, TINY_TARGET, Engine
 from graphengine.config.options import SamplingParams
+from graphengine.verify.run import encode
 from graphengine.wishes import PromptError, _ids_within, asked_for, wishes_of
 
 TEXTS = ["Tom has 3 apples", "how many apples?", "def add"]
@@ -24,12 +25,16 @@ def engine() -> Iterator[Engine]:
         yield engine
 
 
+def _user(text: str) -> dict[str, str]:
+    return {"role": "user", "content": text}
+
+
 def test_prompt_kinds_agree(engine: Engine) -> None:
     """Bug: text, a conversation and token ids of the same prompt are encoded differently, or a list
     of ids is taken for several prompts."""
     tokenizer = engine.tokenizer
     assert tokenizer is not None
-    message = {"role": "user", "content": TEXTS[0]}
+    message = _user(TEXTS[0])
     ids = tokenizer.encode_chat([message])
     wanted = engine.generate(TEXTS[0], max_new_tokens=9, ignore_eos=True)[0].token_ids
     for prompt in ([message], ids, tuple(ids), [TEXTS[0]], [[message]], [ids], (TEXTS[0],)):
@@ -39,6 +44,19 @@ def test_prompt_kinds_agree(engine: Engine) -> None:
     by_ids = engine.generate(tokenizer.encode(TEXTS[0]), max_new_tokens=9, ignore_eos=True)
     assert raw[0].token_ids == by_ids[0].token_ids
     assert engine.generate([]) == []
+
+
+def test_text_to_continue_has_its_front(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: <|begin_of_text|> is put in front by the tokenizer and missing in what is generated or
+    verified, or stands in front of a conversation too."""
+    tokenizer = engine.tokenizer
+    assert tokenizer is not None
+    ids, chat = tokenizer.encode(TEXTS[0]), tokenizer.encode_chat([_user(TEXTS[0])])
+    monkeypatch.setattr(tokenizer, "_front", [5])
+    for raw, prompt in ((True, [5, *ids]), (False, chat)):
+        (result,) = engine.generate(TEXTS[0], max_new_tokens=1, raw=raw)
+        assert result.metrics.num_prompt_tokens == len(prompt)
+        assert encode(tokenizer, TEXTS[:1], raw) == [prompt]
 
 
 @pytest.mark.parametrize(

@@ -50,6 +50,7 @@ class Tokenizer:
                 model_max_length=sys.maxsize,  # ours to refuse, with the remedy
             )
             self._pieces = Pieces(self._hf)
+            self._front = self._put_in_front()
         self.directory, template = directory, self._hf.chat_template
         for text in template.values() if isinstance(template, dict) else [template]:
             if not isinstance(text, str | None):
@@ -103,6 +104,19 @@ class Tokenizer:
         remedy = "fetch tokenizer.json again"
         with _told(f"{self.directory}: the tokenizer cannot encode this text", remedy):
             return self._pieces.encode(text)
+
+    def encode_prompt(self, text: str) -> list[int]:
+        """Token ids of a text to continue: behind what the tokenizer puts in front of any, such as
+        Llama's <|begin_of_text|>, where the text does not begin with that already. The models were
+        trained so. In a conversation that is the chat template's. Raises: as `encode`."""
+        ids = self.encode(text)
+        return ids if ids[: len(self._front)] == self._front else self._front + ids
+
+    def _put_in_front(self) -> list[int]:
+        plain = self._pieces.encode("a")
+        ids = list(self._hf.encode("a"))
+        begins = [i for i in range(len(ids)) if ids[i : i + len(plain)] == plain]
+        return ids[: begins[0]] if begins else []
 
     def encode_word(self, word: str) -> list[list[int]]:
         """Token ids of a word as a text begins with it and, where that is as many other tokens, as

@@ -238,7 +238,10 @@ class SamplingParams(Checked):
         False, "Leave the stop string, or the text of the stop token, in the answer.", commands=_RUN
     )
     raw: bool = option(
-        False, "Continue the text as it is, without the chat template.", commands=_ASKED
+        False,
+        "Continue the text as it is, without the chat template, behind what the tokenizer puts in "
+        "front of any (Llama's <|begin_of_text|>).",
+        commands=_ASKED,
     )
     temperature: float = option(
         0.0,

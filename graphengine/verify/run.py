@@ -103,7 +103,7 @@ def encode(tokenizer: Tokenizer | None, prompts: Sequence[Turn], raw: bool) -> l
         elif tokenizer is None:
             raise ValueError("this model has no tokenizer; pass token ids with --prompt-file")
         elif raw:
-            found.append(tokenizer.encode(prompt))
+            found.append(tokenizer.encode_prompt(prompt))
         else:
             found.append(tokenizer.encode_chat([{"role": "user", "content": prompt}]))
     return found

@@ -34,6 +34,36 @@ def test_lone_surrogates_are_named(tokenizer: Tokenizer) -> None:
         tokenizer.encode_chat([{"role": "user", "content": text}])
 
 
+@pytest.mark.parametrize("front", ["", "<|im_start|> ", "<|im_start|> <|endoftext|> "])
+def test_a_prompt_begins_as_its_model_was_trained(tmp_path: Path, front: str) -> None:
+    """Bug: a text that Llama is to continue lacks <|begin_of_text|>, which transformers and vLLM
+    put in front of it; or it is there twice, or within a conversation and in front of bad words."""
+    from transformers import AutoTokenizer
+
+    directory = make_target(tmp_path, layers=1)
+    plain = Tokenizer(directory)
+    file = directory / "tokenizer.json"
+    parts = json.loads(file.read_text())
+    ids = {token["content"]: token["id"] for token in parts["added_tokens"]}
+    names = front.split()
+    parts["post_processor"] = {
+        "type": "TemplateProcessing",
+        "single": [{"SpecialToken": {"id": name, "type_id": 0}} for name in names]
+        + [{"Sequence": {"id": "A", "type_id": 0}}],
+        "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}],
+        "special_tokens": {n: {"id": n, "ids": [ids[n]], "tokens": [n]} for n in names},
+    }
+    file.write_text(json.dumps(parts))
+    tokenizer, reference = Tokenizer(directory), AutoTokenizer.from_pretrained(directory)
+    for text in ("One, two", " a", ""):
+        assert tokenizer.encode_prompt(text) == reference(text)["input_ids"]
+        assert tokenizer.encode(text) == plain.encode(text)
+    begun = "".join(names) + "One"
+    assert tokenizer.encode_prompt(begun) == reference("One")["input_ids"]
+    asked = [{"role": "user", "content": "One"}]
+    assert tokenizer.encode_chat(asked) == plain.encode_chat(asked)
+
+
 def test_broken_tokenizer_names_the_directory(tmp_path: Path) -> None:
     """Bug: a damaged tokenizer.json is an exception of the tokenizers library."""
     directory = make_target(tmp_path, layers=1)

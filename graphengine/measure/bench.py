@@ -4,8 +4,8 @@ What is timed: the wall time between the moments at which the host holds two con
 tokens, over full buckets only. `host_ms` of it the host worked (planning, launching, committing),
 else it waited for the device; close to `step_ms`, the host is the bottleneck. On a GPU a few more
 steps tell how long the device works on one (busy.py); the rest of the wall time it was idle. The
-floor is the bytes of weights (once per forward) and of K/V (once), counted from the configs, over
-the read bandwidth measured in the same process.
+floor is the bytes of weights (once per forward), of K/V (once) and of states (read and written),
+counted from the configs, over the read bandwidth measured in the same process.
 
 Every case draws random prompts from its seed, the same in every mode, so that the modes' tokens can
 be compared.
@@ -29,6 +29,7 @@ from graphengine.checkpoints.hub import preset_names
 from graphengine.config.draft_length import draft_at
 from graphengine.decode.kvcache import page_bytes, pages_for
 from graphengine.decode.loop import DecodeLoop, StepOutput, Watch
+from graphengine.decode.recurrence import state_bytes
 from graphengine.decode.request import Request
 from graphengine.measure.busy import busy_fraction
 from graphengine.measure.segment_bytes import bucket_bytes
@@ -281,11 +282,12 @@ def token_bytes(built: Built) -> float:
 
 
 def context_bytes(built: Built, num_tokens: float) -> float:
-    """Bytes of K/V that one step reads of a request's context; a layer of the drafter with a window
-    reads no more than that."""
-    found, draft = num_tokens * token_bytes(built), built.draft
+    """Bytes of a request's context that one step reads: K/V, of a layer of the drafter with a window
+    no more than that; and the target's states, which it writes as well."""
+    size, draft = getattr(torch, built.config.dtype).itemsize, built.draft
+    found = num_tokens * token_bytes(built) + 2 * state_bytes(built.target, size)
     if draft is not None and draft.models:
-        (model,), size = draft.models, getattr(torch, built.config.dtype).itemsize
+        (model,) = draft.models
         of_layer = page_bytes(model, 1, size) / model.num_hidden_layers
         windows = [rule.window for rule in draft.attention_rules if rule.window]
         found -= of_layer * sum(max(num_tokens - window, 0) for window in windows)

@@ -282,8 +282,8 @@ def token_bytes(built: Built) -> float:
 
 
 def context_bytes(built: Built, num_tokens: float) -> float:
-    """Bytes of a request's context that one step reads: K/V, of a layer of the drafter with a window
-    no more than that; and the target's states, which it writes as well."""
+    """Bytes of a request's context that one step reads: K/V, where a layer of the drafter has a
+    window no more than that; and the target's states, which it writes as well."""
     size, draft = getattr(torch, built.config.dtype).itemsize, built.draft
     found = num_tokens * token_bytes(built) + 2 * state_bytes(built.target, size)
     if draft is not None and draft.models:

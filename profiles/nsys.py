@@ -10,8 +10,9 @@ Reference" of Nsight Systems. Times are integer nanoseconds of one clock for hos
 """
 
 import gzip
-import os.path
+import os
 import shutil
+import signal
 import sqlite3
 import subprocess
 import zlib
@@ -91,24 +92,27 @@ def export_command(nsys: str, report: Path, sqlite: Path) -> list[str]:
 
 
 def run(command: Sequence[str], timeout_s: float = 1800) -> None:
-    """Runs one of the commands above.
+    """Runs one of the commands above. Where it is given up, so is all that it has started.
 
     Raises:
         RuntimeError: it failed, with the last lines of its output; or took too long.
     """
     name = f"{os.path.basename(command[0])} {command[1]}"
-    try:
-        done = subprocess.run(
-            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=timeout_s
-        )
-    except subprocess.TimeoutExpired as error:
-        raise RuntimeError(
-            f"{name} took longer than {timeout_s:g} s; lower --num-steps, or run nsys by hand and "
-            "pass its .sqlite to --read"
-        ) from error
-    if done.returncode:
-        tail = "\n".join(done.stdout.splitlines()[-20:])
-        raise RuntimeError(f"{name} exited with {done.returncode}:\n{tail}")
+    pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    with subprocess.Popen(command, start_new_session=True, **pipes) as process:
+        try:
+            output, _ = process.communicate(timeout=timeout_s)
+        except BaseException as error:
+            os.killpg(process.pid, signal.SIGKILL)
+            if not isinstance(error, subprocess.TimeoutExpired):
+                raise
+            raise RuntimeError(
+                f"{name} took longer than {timeout_s:g} s; lower --num-steps, or run nsys by hand "
+                "and pass its .sqlite to --read"
+            ) from error
+    if process.returncode:
+        tail = "\n".join(output.splitlines()[-20:])
+        raise RuntimeError(f"{name} exited with {process.returncode}:\n{tail}")
 
 
 def open_export(path: Path) -> sqlite3.Connection:

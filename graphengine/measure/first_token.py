@@ -145,8 +145,8 @@ def run_request(engine: Engine, case: PrefillCase, output_len: int) -> dict[str,
     """Prompts to their last token: wall time of each call. Where acceptance is simulated, it is
     scaled to the steps that this acceptance takes in the bucket's own block, since luck is not what
     is measured. Their first tokens come behind another request's steps, as a user's do: prefills
-    right behind each other heat a GPU until it lowers its clock (23.4 ms to 1,024 tokens of 8B
-    instead of 21.2 on an H100, 2026-11-27-h100-8b-first-token-f29cd90.json).
+    right behind each other heat a GPU until it lowers its clock (22.8 ms to 1,024 tokens of 8B
+    instead of 20.8 on an H100, 2026-11-27-h100-8b-first-token-8ec7d30.json).
 
     Raises:
         ValueError: the context ends before the last token.

@@ -360,11 +360,14 @@ def test_dummy_weights_need_a_config_only(tmp_path: Path, load_format: Any) -> N
 def test_text_that_is_held_back_comes_with_the_last_chunk(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Bug: an answer that ends inside a character loses what the detokenizer still holds."""
+    """Bug: an answer that ends inside a character loses what the detokenizer still holds; or it is
+    not told of the prompt that it goes on from."""
+    prompts = list[list[int]]()
 
     class Holding:
-        def __init__(self, tokenizer: object) -> None:
+        def __init__(self, tokenizer: object, behind: list[int]) -> None:
             self.held = ""
+            prompts.append(behind)
 
         def feed(self, token_ids: list[int], last: bool = False) -> str:
             self.held += "x" * len(token_ids)
@@ -374,6 +377,8 @@ def test_text_that_is_held_back_comes_with_the_last_chunk(
     chunks = list(engine.stream(TEXTS[0], max_new_tokens=9, ignore_eos=True))
     assert [chunk.text for chunk in chunks] == [""] * (len(chunks) - 1) + ["x" * 9]
     assert chunks[-1].result is not None and chunks[-1].result.text == "x" * 9
+    assert engine.tokenizer is not None
+    assert prompts == [engine.tokenizer.encode_chat([{"role": "user", "content": TEXTS[0]}])]
 
 
 def test_a_second_generation_inside_a_step(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -63,10 +63,16 @@ class Writer:
     """From a growing answer's tokens to its text, up to a stop string."""
 
     def __init__(
-        self, tokenizer: Tokenizer, stops: Sequence[str], is_kept: bool, min_tokens: int
+        self,
+        tokenizer: Tokenizer,
+        stops: Sequence[str],
+        is_kept: bool,
+        min_tokens: int,
+        behind: Sequence[int] = (),
     ) -> None:
-        """Args: min_tokens: text of so many first tokens ends no stop string."""
-        self._detokenizer = Detokenizer(tokenizer)
+        """Args: min_tokens: text of so many first tokens ends no stop string. behind: the
+        prompt."""
+        self._detokenizer = Detokenizer(tokenizer, behind)
         self._stops = StopStrings(stops, is_kept) if stops else None
         self._num_unwatched = min_tokens
 

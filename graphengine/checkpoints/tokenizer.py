@@ -34,7 +34,10 @@ Message = Mapping[str, str]
 
 
 class Tokenizer:
-    """A Hugging Face tokenizer from a local directory; runs no code from it."""
+    """A Hugging Face tokenizer from a local directory; runs no code from it.
+
+    `is_contextual`: a word's token lacks its space at the beginning of a text (Llama 2).
+    """
 
     def __init__(self, directory: Path) -> None:
         from transformers import AutoConfig, AutoTokenizer
@@ -51,6 +54,8 @@ class Tokenizer:
             )
             self._pieces = Pieces(self._hf)
             self._front = self._put_in_front()
+            word = self._pieces.encode(" a")
+            self.is_contextual = self.decode(word * 2) != self.decode(word) * 2
         self.directory, template = directory, self._hf.chat_template
         for text in template.values() if isinstance(template, dict) else [template]:
             if not isinstance(text, str | None):
@@ -288,11 +293,13 @@ class Detokenizer:
     any other.
     """
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, behind: Sequence[int] = ()) -> None:
+        """Args: behind: the prompt that the text goes on from."""
         self._tokenizer = tokenizer
-        self._window: list[int] = []
-        self._out = ""  # of the window's text
-        self._num_whole = 0  # tokens of the window behind which nothing was held back
+        tail = list(behind[-CONTEXT:]) if behind and tokenizer.is_contextual else []
+        self._window = tail
+        self._out = tokenizer.decode(tail).rstrip(REPLACEMENT) if tail else ""  # of its text
+        self._num_whole = len(tail)  # tokens of the window behind which nothing was held back
 
     def feed(self, token_ids: Sequence[int], last: bool = False) -> str:
         """The new complete text. With `last`, what is incomplete is given out as it is."""

@@ -298,8 +298,9 @@ class Detokenizer:
         self._tokenizer = tokenizer
         tail = list(behind[-CONTEXT:]) if behind and tokenizer.is_contextual else []
         self._window = tail
-        self._out = tokenizer.decode(tail).rstrip(REPLACEMENT) if tail else ""  # of its text
-        self._num_whole = len(tail)  # tokens of the window behind which nothing was held back
+        # What of the window's text is out, and its tokens behind which nothing was held back.
+        self._out = tokenizer.decode(tail).rstrip(REPLACEMENT) if tail else ""
+        self._num_whole = len(tail)
 
     def feed(self, token_ids: Sequence[int], last: bool = False) -> str:
         """The new complete text. With `last`, what is incomplete is given out as it is."""

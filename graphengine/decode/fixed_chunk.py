@@ -174,12 +174,13 @@ class FixedChunk:
             self._tail = beside(its_tail, self._tail, stream)
         first, *rest = head
 
+        *sent, _, pages_RW = buffers.sent
+        placed = Placed(*buffers.rows, buffers.table_BW, buffers.last_R)
+        place_ = partial(place_rows_, *sent, pages_RW, pair.config.page_size, placed)
+
         # Neither holds `self`: who drops a chunk gives its weights and graphs back at once.
         def begin(carry: Carry) -> Carry:
-            ids_n, start_B, end_B, owner_B, last_R, _, pages_RW = buffers.sent
-            where = Placed(*buffers.rows, buffers.table_BW, buffers.last_R)
-            sent = ids_n, start_B, end_B, owner_B, last_R, pages_RW
-            place_rows_(*sent, pair.config.page_size, where)
+            place_()
             return first.run(carry)
 
         def end(carry: Carry) -> Carry:

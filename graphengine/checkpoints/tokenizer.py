@@ -27,6 +27,7 @@ from graphengine.config.model import ModelConfig
 REPLACEMENT = "\ufffd"
 CONTEXT = 8  # tokens before a new one that its text may depend on; a character has at most 4
 CUT = 3  # bytes, and so replacements, that a window may begin or end with within a character
+_CUTS = range(CONTEXT, CONTEXT + CUT + 1)  # one of them is within no character
 MAX_TEMPLATE_CHARS, MAX_TEMPLATE_S = 1 << 20, 5.0  # published ones: 20 thousand, milliseconds
 
 Message = Mapping[str, str]
@@ -296,11 +297,14 @@ class Detokenizer:
     def __init__(self, tokenizer: Tokenizer, behind: Sequence[int] = ()) -> None:
         """Args: behind: the prompt that the text goes on from."""
         self._tokenizer = tokenizer
-        tail = list(behind[-CONTEXT:]) if behind and tokenizer.is_contextual else []
-        self._window = tail
-        # What of the window's text is out, and its tokens behind which nothing was held back.
-        self._out = tokenizer.decode(tail).rstrip(REPLACEMENT) if tail else ""
-        self._num_whole = len(tail)
+        self._window: list[int] = []
+        self._out = ""  # what of the window's text is out
+        self._num_whole = 0  # tokens of the window behind which nothing was held back
+        for cut in _CUTS if behind and tokenizer.is_contextual else ():
+            text = tokenizer.decode(tail := list(behind[-cut:]))
+            if not text.endswith(REPLACEMENT):
+                self._window, self._out, self._num_whole = tail, text, len(tail)
+                break
 
     def feed(self, token_ids: Sequence[int], last: bool = False) -> str:
         """The new complete text. With `last`, what is incomplete is given out as it is."""
@@ -327,7 +331,7 @@ class Detokenizer:
     def _shorten(self, text: str) -> None:
         """Forgets tokens that can change nothing any more, if the others tell where we are."""
         num_held = len(text) - len(self._out)
-        for cut in range(CONTEXT, CONTEXT + CUT + 1):  # one of them within no character
+        for cut in _CUTS:
             window = self._window[-cut:]
             shorter = self._tokenizer.decode(window)
             is_same = len(shorter) >= num_held and text.endswith(shorter)

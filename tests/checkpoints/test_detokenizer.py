@@ -178,6 +178,7 @@ def test_any_bytes_where_characters_are_bytes(
 @given(before=st.text(CHARS, max_size=20), text=st.text(CHARS, max_size=20), cuts=CUTS)
 @example(before="a", text=" b", cuts=[])
 @example(before="", text=" b", cuts=[])
+@example(before="\u00df\u20ac\U0001f44d", text="", cuts=[])
 @example(before="b \u20ac", text="\U0001f600 b", cuts=list(range(9)))
 def test_an_answer_goes_on_from_its_prompt(
     by_bytes: Any, before: str, text: str, cuts: list[int]

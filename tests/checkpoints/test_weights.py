@@ -136,6 +136,15 @@ def test_dtype_and_progress(target: Path) -> None:
     assert 0.9 * total < done <= total
 
 
+def test_what_a_norm_is_of_is_not_rounded(tmp_path: Path) -> None:
+    """Bug: 1 is added to a norm's w in the file's bfloat16, which keeps 7 bits of the sum."""
+    w = (torch.arange(1, 9) / 1000).bfloat16()
+    save_file({"norm.weight": w}, tmp_path / "model.safetensors")
+    (declared,) = norm("norm.weight", 8, is_offset=True)
+    found = Checkpoint(tmp_path, CPU, torch.bfloat16).take(declared)
+    assert found.dtype == torch.float32 and torch.equal(found, 1 + w.float())
+
+
 def drop(name: str) -> Callable[[Tensors], Any]:
     return lambda tensors: tensors.pop(name)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from graphengine.kernels.gated_delta_prefill import CHUNK
@@ -31,12 +33,17 @@ def test_an_attention_that_gates() -> None:
     assert needed <= gated_attention.row_bytes(config, size) <= 3 * needed
 
 
+@pytest.mark.parametrize("narrow", [False, True])
 @pytest.mark.parametrize("preset", ["qwen3-30b-a3b", "qwen3.6-35b-a3b"])
-def test_experts(preset: str) -> None:
-    """Bug: what a row's experts leave is planned as one's, or the shared one is forgotten."""
+def test_experts(preset: str, narrow: bool) -> None:
+    """Bug: what a row's experts leave is planned as one's, or the shared one is forgotten; or its
+    output is, which a wide one's temporaries hide."""
     config, _ = read_configs(preset, None)
     own = config.moe
     assert own is not None
+    if narrow and own.shared_expert_intermediate_size:
+        own = replace(own, shared_expert_intermediate_size=64)
+        config = replace(config, moe=own)
     top_k, shared, size = own.num_experts_per_tok, own.shared_expert_intermediate_size, 2
     routed = own.num_experts * size + top_k * (4 + 4 + 4)
     acted = top_k * own.moe_intermediate_size * size

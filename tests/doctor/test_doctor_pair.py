@@ -114,6 +114,14 @@ def test_wrong_target_of_the_tiny_drafter(pair: tuple[Path, Path]) -> None:
         )
 
 
+def test_a_hybrid_turns_a_part_of_its_heads() -> None:
+    """Bug: a target that turns a quarter of a head, whose drafter turns it all as it was trained
+    to, is said to be scaled otherwise."""
+    found = check("qwen3.5-4b", "qwen3.5-4b-dflash-b16", load_format="dummy")
+    (scaling,), (dims,) = named(found, "pair.rope_scaling"), named(found, "pair.rotary_dims")
+    assert scaling.level == "ok" and dims.value == "drafter 128, target 64"
+
+
 def test_values_at_the_edge(copies: tuple[Path, Path]) -> None:
     """Bug: a good pair with one draft a step is refused; the first id or layer past the last is
     taken for one; two scalings that differ in their factor alone are called the same, or each is

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,19 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     # Few likely tokens: the random drafter is right now and then, by luck.
     target = make_target(directory / "target", tie=False, likely_tokens=3)
     return target, make_drafter(directory / "draft", target, block_size=BLOCK)
+
+
+def test_a_lowered_context_leaves_its_tables_to_the_pool() -> None:
+    """Bug: where memory lowers the context, the pool is that of the longer one's rope tables and
+    page tables, and what the shorter one saves is nobody's."""
+    pair, gib = read_configs("qwen3-8b", "qwen3-8b-dflash-b16"), 1 << 30
+    config = resolve_options(Options(device="cpu", dtype="bfloat16", buckets=(1, 64)), *pair)
+    config = replace(config, device="cuda", max_model_len=40_000)
+    device = memory.DeviceMemory(28 * gib, 28 * gib, 132)
+    plan = plan_memory(config, *pair, device, length_is_explicit=False)
+    assert plan.budget_bytes is not None and plan.max_model_len < config.max_model_len
+    left = plan.budget_bytes - plan.fixed_bytes - plan.kv_pool_bytes
+    assert 0 <= left < plan.kv_page_bytes
 
 
 @pytest.mark.parametrize("backend", ["torch", "triton"])

@@ -20,22 +20,31 @@ NO_DRAFT, NGRAM = "none", "ngram"
 so far (`drafters.ngram`)."""
 
 
+def bundled_names(
+    model: str | Path | None, draft: str | Path | None
+) -> tuple[str | Path, str | Path | None]:
+    """The same with the directories that names of `BUNDLED` stand for.
+
+    Args:
+        model: None for the first of them; where it is one its own drafter is the default.
+        draft: one of them stands for that pair's drafter.
+    """
+    model = "tiny" if model is None else model
+    if (bundled := BUNDLED.get(str(model))) is not None:
+        model, draft = bundled[0], bundled[1] if draft is None else draft
+    return model, BUNDLED[str(draft)][1] if str(draft) in BUNDLED else draft
+
+
 def named_pair(model: str | Path | None, draft: str | Path | None) -> tuple[str, str | None]:
     """Names of the target and its drafter (None: plain decoding), for `hub.resolve`.
 
-    Args:
-        model: None for the first of `BUNDLED`; where it is one of these its own drafter is the
-            default.
-        draft: one of `BUNDLED` stands for that pair's drafter.
+    Args: model, draft: as of `bundled_names`.
 
     Raises:
         ValueError: no such model, a drafter alone, or a speculators checkpoint that names no
             verifier.
     """
-    model = "tiny" if model is None else model
-    if (bundled := BUNDLED.get(str(model))) is not None:
-        model, draft = bundled[0], bundled[1] if draft is None else draft
-    draft = BUNDLED[str(draft)][1] if str(draft) in BUNDLED else draft
+    model, draft = bundled_names(model, draft)
     directory = resolve(model)
     config, source = read_json(directory / "config.json")
     if "speculators_model_type" not in config:

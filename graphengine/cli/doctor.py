@@ -38,14 +38,11 @@ def doctor(ctx: click.Context, model: str | None, draft: str | None, **options: 
     Reads config files and the headers of the weights. Options of the engine as in `graphengine
     run`, but for --load-format; those of prompts and answers are not taken.
     """
-    from graphengine.checkpoints.hub import BUNDLED
+    from graphengine.checkpoints.pairs import bundled_names
     from graphengine.doctor.doctor import examine
 
     as_json = options.pop("as_json")
-    model = "tiny" if model is None else model
-    if (bundled := BUNDLED.get(model)) is not None:
-        model, draft = str(bundled[0]), str(bundled[1]) if draft is None else draft
-    found = examine(model, draft, Options(**options))
+    found = examine(*bundled_names(model, draft), Options(**options))
     if as_json:
         click.echo(json.dumps(found.to_json()))
     else:

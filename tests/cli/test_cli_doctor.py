@@ -69,6 +69,13 @@ def test_bundled_pair() -> None:
         assert all(isinstance(value, str) for value in finding.values())
 
 
+def test_a_bundled_pairs_name_as_the_drafter() -> None:
+    """Bug: `doctor X --draft tiny` finds no such directory, where `run` drafts with it."""
+    for model in ("tiny", "tiny-hybrid"):
+        found, code = report(model, "--draft", "tiny")
+        assert code == 0 and found["draft"] == str(TINY_DRAFT)
+
+
 def test_the_options_of_a_run() -> None:
     """Bug: doctor says that it takes the options of `run`, and a line copied from there fails on
     one that it does not know."""

@@ -116,7 +116,7 @@ def _flat(outer: RawConfig, deepspec: bool) -> DraftConfig:
         block_size_source="dflash_config.block_size" if is_nested else "block_size",
         notes=tuple(
             f"{key} is {outer.get(key)!r} at the top level and {nested[key]!r} in dflash_config; "
-            "dflash_config counts"
+            f"{'the top level' if key == 'is_causal' else 'dflash_config'} counts"
             for key in twice
         ),
     )

@@ -206,6 +206,14 @@ def test_nested_keys_win_and_are_named() -> None:
     assert "block_size is 7" in note and "16 in dflash_config" in note
 
 
+def test_the_top_level_s_causality_wins_and_is_named() -> None:
+    """Bug: of two `is_causal` the inner one counts, or the note says that it does."""
+    config = parse_draft(changed(DRAFTER, **MIX, is_causal=False, dflash__is_causal=True))
+    assert config.attention_rules == four_and_one(False, False)
+    (note,) = config.notes
+    assert note.startswith("is_causal is False") and note.endswith("the top level counts")
+
+
 def test_wrong_speculative_tokens_are_named() -> None:
     """Bug T07: a file that counts the anchor among its speculative tokens (an exporter did) drafts
     a token more than its block has."""

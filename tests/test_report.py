@@ -60,6 +60,16 @@ def test_totals() -> None:
     assert (totals["tokens_per_s"], totals["num_output_tokens"]) == (4.0, 14)
 
 
+def test_totals_of_short_blocks() -> None:
+    """Bug: a block that a small bucket cut short counts as a whole one of drafts, so that the rate
+    of a drafter that is always right is below 100."""
+    metrics = replace(answer().result.metrics, acceptance=Acceptance(3, [0, 1, 1, 0], [0, 1, 1, 0]))
+    short = replace(answer(), result=replace(answer().result, metrics=metrics))
+    totals: dict[str, Any] = report._totals([short], 3.5)
+    assert totals["spec_decode_acceptance_rate"] == 100.0
+    assert (totals["spec_decode_draft_tokens"], totals["spec_decode_accepted_tokens"]) == (3, 3)
+
+
 def test_an_answer_of_its_prefill_alone() -> None:
     """Bug: a drafted answer of one token, which took no step, has a mean of 0 tokens a step, in the
     JSON, the table or a chat's line."""

@@ -235,8 +235,9 @@ def test_steps_of_a_shorter_block(pair: tuple[Path, Path], number: int, length: 
 
 
 def test_the_roofline_of_attention(pair: tuple[Path, Path]) -> None:
-    """Bug: of attention's two products one is counted, or the mask's upper half too; the head is
-    multiplied with every row of a prompt; the drafter's context costs nothing."""
+    """Bug: of attention's two products one is counted, or the mask's upper half too; prompts of a
+    batch see each other's keys; the head is multiplied with every row of a prompt; the drafter's
+    context costs nothing."""
     target, draft = read_configs(*pair)
     config = SimpleNamespace(dtype="float32")
     built: Any = SimpleNamespace(config=config, target=target, draft=draft)
@@ -244,6 +245,7 @@ def test_the_roofline_of_attention(pair: tuple[Path, Path]) -> None:
     of_a_key = 4 * target.q_size * target.num_hidden_layers  # multiply and add, scores and values
     assert flops[2] - 2 * flops[1] + flops[0] == pytest.approx(of_a_key)
     halves = 2 * roofline_ms(built, 50, 1, Rates(math.inf, 1e-9))  # a head more, no keys of others
+    assert roofline_ms(built, 50, 2, Rates(math.inf, 1e-9)) == pytest.approx(halves)
     head = 2 * target.vocab_size * target.hidden_size
     assert halves - flops[1] == pytest.approx(head - 50 * 50 * of_a_key)
     assert isinstance(draft, DraftConfig)

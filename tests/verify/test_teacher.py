@@ -105,6 +105,20 @@ def test_modes_are_compared_prompt_by_prompt(tmp_path: Path) -> None:
         assert (told["num_same_as_plain"], told["num_prompts"]) == (3, 4)
 
 
+def test_one_text_of_two_prompts(tmp_path: Path) -> None:
+    """Bug: a prompt that ends where another one's answer goes on is judged by that one's numbers,
+    one token late, since both texts are the same."""
+    target = make_target(tmp_path, layers=1)
+    options: Any = {"max_new_tokens": 99, "limits": Limits()}
+    with Engine.from_pretrained(target, buckets=(1,), max_model_len=16) as engine:
+        (answer,) = decode(engine.built.loop, [[3] * 12], [99], ())
+        prompts = [[3] * 12, [3] * 12 + answer.output_ids[:1]]
+        (found,) = verify_mode(engine.built, "none torch", prompts, [(1, "alone")], **options)
+        texts = [[*t.prompt_ids, *t.output_ids] for t in found.transcripts]
+        assert texts[0] == texts[1] and found.report.num_tokens == 4 + 3
+        assert not found.failed
+
+
 def test_a_context_that_is_full(tmp_path: Path) -> None:
     """Bug: an answer that ends with the context counts as cut off too early; or the bucket that was
     asked for stays for whoever decodes next, the slot of a state with who judged."""

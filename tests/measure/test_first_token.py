@@ -27,6 +27,7 @@ from graphengine.measure.first_token import (
     num_chunks,
     roofline_ms,
     run_prefill,
+    run_prefills,
     run_request,
     simulated_length,
 )
@@ -139,6 +140,19 @@ def test_prompts_that_do_not_fit_together(pair: tuple[Path, Path]) -> None:
         pytest.raises(ValueError, match=r"K/V for \d of 4 prompts of 60 tokens; raise --kv-cache"),
     ):
         run_prefill(engine, case(input_len=60, batch=4), NO_GPU)
+
+
+def test_whole_requests_are_of_one_prompt_alone(pair: tuple[Path, Path]) -> None:
+    """Bug: a batch whose prompts fit is refused for the length of answers that it does not give."""
+    options: dict[str, Any] = {"buckets": (1, 4), "device": "cpu", "max_model_len": 64}
+    with Engine.from_pretrained(*pair, **options) as engine:
+        plan = engine.memory_plan
+    pool = plan.kv_page_bytes * (1 + plan.max_request_pages)  # of one request, or four prompts
+    with Engine.from_pretrained(*pair, **options, kv_cache_memory=pool) as engine:
+        asked: dict[str, Any] = {"input_lens": (8,), "num_iters": 1, "seed": 0, "output_len": 50}
+        found = run_prefills(engine, NO_GPU, lambda line: None, **asked)
+    one, four = found["first_token_input_8"], found["first_token_input_8_batch_4"]
+    assert "request_p50_ms" in one and "request_p50_ms" not in four
 
 
 def test_what_a_case_counts(pair: tuple[Path, Path]) -> None:

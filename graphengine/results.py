@@ -75,7 +75,9 @@ class Teller:
         self._indices = {request.request_id: i for i, request in enumerate(requests)}
         how = asked.stop, asked.include_stop_str_in_output, asked.min_tokens
         self._writers = [
-            Writer(tokenizer, *how, request.prompt_ids) if tokenizer is not None else None
+            Writer(tokenizer, *how, request.prompt_ids, asked.skip_special_tokens)
+            if tokenizer is not None
+            else None
             for request in requests
         ]
         self._texts = [""] * len(requests)

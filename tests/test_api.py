@@ -365,7 +365,7 @@ def test_text_that_is_held_back_comes_with_the_last_chunk(
     prompts = list[list[int]]()
 
     class Holding:
-        def __init__(self, tokenizer: object, behind: list[int]) -> None:
+        def __init__(self, tokenizer: object, behind: list[int], *_: object) -> None:
             self.held = ""
             prompts.append(behind)
 

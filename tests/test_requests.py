@@ -103,6 +103,26 @@ def test_stop_tokens(engine: Engine, plain: Engine, whole: GenerationResult) -> 
     assert one(engine, stop_token_ids=[0]).stop_reason is None
 
 
+def test_special_tokens(engine: Engine, plain: Engine) -> None:
+    """Bug: a special token that begins a tool call cannot be seen, or the one that ends an answer
+    stands in it; or nobody can stop at its text."""
+    assert engine.tokenizer is not None
+    (begin,), (end,) = map(engine.tokenizer.encode, ("<|im_start|>", "<|im_end|>"))
+    for each in (engine, plain):
+        asked: dict[str, Any] = {"logit_bias": {begin: 100.0}, "max_new_tokens": 3}
+        shown: dict[str, Any] = {"skip_special_tokens": False}
+        assert (one(each, **asked).text, one(each, **asked, **shown).text) == (
+            "",
+            "<|im_start|>" * 3,
+        )
+        stopped = one(each, **asked, **shown, stop="start|><")
+        assert (stopped.text, stopped.stop_reason) == ("<|im_", "start|><")
+        asked["logit_bias"] = {end: 100.0}
+        assert one(each, **asked, **shown).text == ""
+        kept = one(each, **asked, **shown, include_stop_str_in_output=True)
+        assert kept.text == "<|im_end|>"
+
+
 def test_min_tokens(engine: Engine, plain: Engine, whole: GenerationResult) -> None:
     """Bug: the end is only ignored, so that it stands in the middle of the answer; or a stop string
     counts too early."""

@@ -69,10 +69,11 @@ class Writer:
         is_kept: bool,
         min_tokens: int,
         behind: Sequence[int] = (),
+        skip_special_tokens: bool = True,
     ) -> None:
         """Args: min_tokens: text of so many first tokens ends no stop string. behind: the
         prompt."""
-        self._detokenizer = Detokenizer(tokenizer, behind)
+        self._detokenizer = Detokenizer(tokenizer, behind, skip_special_tokens)
         self._stops = StopStrings(stops, is_kept) if stops else None
         self._num_unwatched = min_tokens
 

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import asdict, is_dataclass
+from functools import partial
 from numbers import Number
 from pathlib import Path
 from threading import Thread
@@ -188,10 +189,12 @@ class Tokenizer:
             raise ValueError(f"{self.directory}: grammars need a tokenizer.json; fetch it")
         return backend.to_str()
 
-    def decode(self, token_ids: Sequence[int]) -> str:
-        """Text of token ids, special tokens left out."""
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """Text of token ids."""
         return self._hf.decode(
-            list(token_ids), skip_special_tokens=True, clean_up_tokenization_spaces=False
+            list(token_ids),
+            skip_special_tokens=skip_special_tokens,
+            clean_up_tokenization_spaces=False,
         )
 
 
@@ -294,21 +297,23 @@ class Detokenizer:
     any other.
     """
 
-    def __init__(self, tokenizer: Tokenizer, behind: Sequence[int] = ()) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, behind: Sequence[int] = (), skip_special_tokens: bool = True
+    ) -> None:
         """Args: behind: the prompt that the text goes on from."""
-        self._tokenizer = tokenizer
+        self._decode = partial(tokenizer.decode, skip_special_tokens=skip_special_tokens)
         self._window: list[int] = []
         self._out = ""  # what of the window's text is out
         self._num_whole = 0  # tokens of the window behind which nothing was held back
         for cut in _CUTS if behind and tokenizer.is_contextual else ():
-            text = tokenizer.decode(tail := list(behind[-cut:]))
+            text = self._decode(tail := list(behind[-cut:]))
             if not text.endswith(REPLACEMENT):
                 self._window, self._out, self._num_whole = tail, text, len(tail)
                 break
 
     def feed(self, token_ids: Sequence[int], last: bool = False) -> str:
         """The new complete text. With `last`, what is incomplete is given out as it is."""
-        text = self._tokenizer.decode([*self._window, *token_ids])
+        text = self._decode([*self._window, *token_ids])
         if len(token_ids) > 1 and text.endswith(REPLACEMENT):  # which of them are a character?
             parts = [self.feed([token]) for token in token_ids]
             return "".join(parts) + (self.feed([], last=True) if last else "")
@@ -318,7 +323,7 @@ class Detokenizer:
             if len(behind) <= CUT and text.endswith(REPLACEMENT) and not last:
                 return ""
             self._window, self._out, self._num_whole = behind, "", 0
-            text = self._tokenizer.decode(behind)
+            text = self._decode(behind)
         num_held = min(len(text) - len(text.rstrip(REPLACEMENT)), 0 if last else CUT)
         end = max(len(text) - num_held, len(self._out))
         new, self._out = text[len(self._out) : end], text[:end]
@@ -333,7 +338,7 @@ class Detokenizer:
         num_held = len(text) - len(self._out)
         for cut in _CUTS:
             window = self._window[-cut:]
-            shorter = self._tokenizer.decode(window)
+            shorter = self._decode(window)
             is_same = len(shorter) >= num_held and text.endswith(shorter)
             if is_same:
                 break

@@ -237,6 +237,12 @@ class SamplingParams(Checked):
     include_stop_str_in_output: bool = option(
         False, "Leave the stop string, or the text of the stop token, in the answer.", commands=_RUN
     )
+    skip_special_tokens: bool = option(
+        True,
+        "Leave special tokens out of the text. Some models begin a tool call with one, such as "
+        "Llama's <|python_tag|>.",
+        commands=_RUN,
+    )
     raw: bool = option(
         False,
         "Continue the text as it is, without the chat template, behind what the tokenizer puts in "

@@ -100,8 +100,15 @@ def _due_end(t: Transcript, stop_ids: Collection[int], tokenizer: Tokenizer | No
     ends = {*asked.stop_token_ids, *(() if asked.ignore_eos else stop_ids)}
     is_kept = asked.include_stop_str_in_output
 
+    # The first word's space is seen behind the prompt alone, where a tokenizer keeps none in front.
+    behind = t.prompt_ids if tokenizer is not None and tokenizer.is_contextual else []
+
     def text(count: int) -> str:
-        return tokenizer.decode(t.output_ids[:count]) if tokenizer is not None else ""
+        if tokenizer is None:
+            return ""
+        ids = behind, [*behind, *t.output_ids[:count]]
+        begun, whole = (tokenizer.decode(x, asked.skip_special_tokens) for x in ids)
+        return whole[len(begun) :]
 
     for n, token in enumerate(t.output_ids, 1):
         if token in ends and n > asked.min_tokens:

@@ -8,14 +8,12 @@ from typing import Any
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from tokenizers import Tokenizer as Fast
-from tokenizers import decoders, models, normalizers
+from tokenizers import normalizers
 
 from graphengine.checkpoints.stops import Writer
 from graphengine.checkpoints.tokenizer import CONTEXT, CUT, REPLACEMENT, Detokenizer, Tokenizer
+from tests.support.byte_tokens import FallsBackToBytes
 from tests.support.checkpoints import make_target
-
-WORDS = ["\u2581", "a", "\u2581b", "\u00e9", "\u4f60", "\u2581\u2581", "<s>"]
 
 
 def byte_tokens(tokenizer: Tokenizer) -> list[int]:
@@ -78,8 +76,12 @@ def test_chunks_add_up_for_any_bytes(tokenizer: Tokenizer, raw: bytes, cuts: lis
 @settings(deadline=None)
 @given(ids=st.lists(st.integers(0, 511), max_size=80), cuts=st.lists(st.integers(0, 80)))
 def test_chunks_add_up_for_any_ids(tokenizer: Tokenizer, ids: list[int], cuts: list[int]) -> None:
-    """Bug: special tokens, or ids without a token, in the middle of a stream swallow text."""
+    """Bug: special tokens, or ids without a token, in the middle of a stream swallow text; or they
+    are there after a window has moved on alone."""
     assert "".join(feed_all(tokenizer, ids, cuts)) == tokenizer.decode(ids)
+    writer = Detokenizer(tokenizer, (), False)
+    text = "".join(writer.feed([token]) for token in ids) + writer.feed([], last=True)
+    assert text == tokenizer.decode(ids, skip_special_tokens=False)
 
 
 def test_bytes_that_become_no_character(tokenizer: Tokenizer) -> None:
@@ -103,29 +105,6 @@ def test_a_lone_byte_before_end_tokens(tokenizer: Tokenizer) -> None:
         writer = Detokenizer(tokenizer)
         text = "".join(writer.feed([token]) for token in ids)
         assert text + writer.feed([], last=True) == tokenizer.decode(ids)
-
-
-class FallsBackToBytes:
-    """As Llama 2's: characters without a token are tokens of bytes, and bytes beside each other of
-    which one is part of no character are all replacements."""
-
-    def __init__(self) -> None:
-        names = [f"<0x{byte:02X}>" for byte in range(256)] + WORDS
-        bpe: Any = Fast(models.BPE({t: i for i, t in enumerate(names)}, [], byte_fallback=True))
-        strip = decoders.Strip(" ", 1, 0)
-        parts = decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), strip
-        bpe.decoder = decoders.Sequence(list(parts))
-        bpe.add_special_tokens(["<s>"])
-        self.fast, self.decode = bpe, bpe.decode
-        self.is_contextual = True
-
-    @staticmethod
-    def encode(text: str) -> list[int]:
-        """Words' tokens where they fit, bytes elsewhere."""
-        ids = list[int]()
-        for char in text.replace(" ", "\u2581"):
-            ids += [256 + WORDS.index(char)] if char in WORDS else char.encode()
-        return ids
 
 
 @pytest.fixture(scope="module")

@@ -59,7 +59,7 @@ def test_pieces_do_not_matter(pieces: list[str], stops: list[str], kept: bool, l
 class Spelled:
     """A tokenizer whose tokens are bytes."""
 
-    def decode(self, token_ids: Any) -> str:
+    def decode(self, token_ids: Any, **_: Any) -> str:
         return bytes(token_ids).decode(errors="replace")
 
 

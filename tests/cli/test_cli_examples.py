@@ -10,7 +10,8 @@ import pytest
 from click.testing import CliRunner
 
 from graphengine.api import Engine
-from graphengine.checkpoints.hub import TOY_PROMPTS
+from graphengine.checkpoints.hub import TINY_TARGET, TOY_PROMPTS
+from graphengine.checkpoints.tokenizer import Tokenizer
 from graphengine.cli.main import main
 from tests.support.command_line import ROOT
 from tools.bootstrap import DEFAULT_PROMPT
@@ -80,6 +81,10 @@ def test_a_request_as_users_send_it() -> None:
     token = free["token_ids"][3]
     ended = run("--stop-token-ids", str(token))
     assert ended["stop_reason"] == token and ended["token_ids"] == free["token_ids"][:4]
+    (begin,) = Tokenizer(TINY_TARGET).encode("<|im_start|>")
+    special = ["--logit-bias", f"{begin}=100", "--max-new-tokens", "2"]
+    assert run(*special)["text"] == ""
+    assert run(*special, "--no-skip-special-tokens")["text"] == "<|im_start|>" * 2
     for flags in (
         ["--logit-bias", f"{token}=-100"],
         ["--bad-words", "26"],

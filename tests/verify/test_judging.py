@@ -7,12 +7,14 @@ from typing import Any
 
 import pytest
 
+from graphengine.config.options import SamplingParams
 from graphengine.decode.metrics import Acceptance
 from graphengine.verify.check import MIN_IDENTICAL, Limits, Place, decide, disagreement, judge
 from graphengine.verify.report import _table, describe
 from graphengine.verify.run import Cell, CellResult
 from graphengine.verify.teacher import Scores
-from graphengine.verify.told import Transcript
+from graphengine.verify.told import Transcript, wrong_end
+from tests.support.byte_tokens import FallsBackToBytes
 
 STOP = 9
 
@@ -142,3 +144,15 @@ def test_a_difference_is_told_where_it_stands() -> None:
         text = describe(result, Place(0, index, step, row, count, index, 99, 0.5, -1.0), None)
         assert f"token {index} (" in text and f"{role})" in text, text
         assert f"after {after}, then {list(range(index + 1, 20))[:12]}" in text
+
+
+@pytest.mark.parametrize(("skips", "text"), [(True, " a b"), (False, " a<s> b")])
+def test_the_text_of_an_answer(skips: bool, text: str) -> None:
+    """Bug: a right answer's text is called wrong where a tokenizer keeps no space in front of a
+    text, or where special tokens are asked for."""
+    tokenizer: Any = FallsBackToBytes()
+    asked = SamplingParams(max_new_tokens=5, skip_special_tokens=skips)
+    ids = [*tokenizer.encode(" a"), tokenizer.encode_special("<s>"), *tokenizer.encode(" b")]
+    told = Transcript(tokenizer.encode("a"), ids, [5], 5, "length", Acceptance(3), asked=asked)
+    assert wrong_end(told._replace(text=text), (), tokenizer) is None
+    assert "its text is" in (wrong_end(told._replace(text=text.strip()), (), tokenizer) or "")

@@ -91,7 +91,7 @@ def wishes_of(
     prompts = [prompts] if isinstance(prompts, str) else _items(prompts)
     try:
         for i, prompt in enumerate(prompts):
-            ids, own = _encode(built, prompt, asked.raw), sampled.numbered(i)
+            ids, own = _encode(built, prompt, asked), sampled.numbered(i)
             wish = Wish(ids, asked, own, _matcher(built, asked), arrival_s)
             wish.check(built)
             wishes.append(wish)
@@ -221,7 +221,7 @@ def _ids_within(vocab: int, prompt: Sequence[Any]) -> list[int]:
     return packed.tolist()
 
 
-def _encode(built: Built, prompt: Any, raw: bool) -> list[int]:
+def _encode(built: Built, prompt: Any, asked: SamplingParams) -> list[int]:
     """Token ids of any `Prompt`. Raises: ValueError."""
     if not isinstance(prompt, str):
         prompt = _items(prompt)
@@ -235,7 +235,11 @@ def _encode(built: Built, prompt: Any, raw: bool) -> list[int]:
     if built.tokenizer is None:
         raise ValueError("this model has no tokenizer; pass token ids instead of text")
     if isinstance(prompt, str):
-        if raw:
+        if asked.raw and asked.chat_template_kwargs is not None:
+            raise ValueError(
+                "chat_template_kwargs: raw text has no chat template; leave out one of the two"
+            )
+        if asked.raw:
             return built.tokenizer.encode_prompt(prompt)
         prompt = [{"role": "user", "content": prompt}]
-    return built.tokenizer.encode_chat(prompt)
+    return built.tokenizer.encode_chat(prompt, asked.chat_template_kwargs)

@@ -59,6 +59,29 @@ def test_text_to_continue_has_its_front(engine: Engine, monkeypatch: pytest.Monk
         assert encode(tokenizer, TEXTS[:1], raw) == [prompt]
 
 
+def test_what_a_template_is_given(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: what a call has for the chat template does not reach it, or is dropped where there is
+    none to take it."""
+    given, tokenizer = list[Any](), engine.tokenizer
+    assert tokenizer is not None
+    real = tokenizer.encode_chat
+    monkeypatch.setattr(
+        tokenizer, "encode_chat", lambda said, more: (given.append(more), real(said, more))[1]
+    )
+    more: dict[str, Any] = {"enable_thinking": True, "tools": []}
+    for value in (more, '{"enable_thinking": true, "tools": []}', None):
+        engine.generate(TEXTS[0], max_new_tokens=1, chat_template_kwargs=value)
+    engine.generate([[_user("hi")]], SamplingParams(max_new_tokens=1, chat_template_kwargs=more))
+    assert given == [more, more, None, more]
+    with pytest.raises(ValueError, match="raw text has no chat template; leave out one"):
+        engine.generate(TEXTS[0], max_new_tokens=1, raw=True, chat_template_kwargs=more)
+    for wrong in ("{", "[1]", 5, {5: 1}):
+        with pytest.raises(ValueError, match=r"chat_template_kwargs is .*; expected a JSON object"):
+            engine.generate(TEXTS[0], max_new_tokens=1, chat_template_kwargs=wrong)
+    with pytest.raises(ValueError, match="has tokenize, which is not the caller's"):
+        engine.generate(TEXTS[0], max_new_tokens=1, chat_template_kwargs={"tokenize": True})
+
+
 @pytest.mark.parametrize(
     ("prompts", "message"),
     [

@@ -132,12 +132,16 @@ class Tokenizer:
         is_other = len(first) == len(behind) and first[:1] != behind[:1]
         return [ids for ids in (first, behind if is_other else []) if ids]
 
-    def encode_chat(self, messages: Sequence[Message]) -> list[int]:
+    def encode_chat(
+        self, messages: Sequence[Message], template_kwargs: Mapping[str, Any] | None = None
+    ) -> list[int]:
         """Token ids of a conversation, up to where the assistant's answer begins.
 
         Control tokens are the template's alone: one that a message spells stays text, or a user's
         turn could forge another's. Thinking is switched off where the template knows the switch:
         the published Qwen3 drafters are trained without it.
+
+        Args: template_kwargs: what else the template is given, tools among it.
 
         Raises:
             ValueError: the checkpoint has no chat template, or it rejects the messages; or they
@@ -156,18 +160,14 @@ class Tokenizer:
             return list(map(apart, value)) if isinstance(value, list) else value
 
         try:
-            plain = _plain(messages)
+            plain, kwargs = _plain(messages), _plain(template_kwargs or {})
             # A private character cuts a spelled token in two, which are then encoded apart.
-            said = json.dumps(plain, ensure_ascii=False, default=str)
+            said = json.dumps([plain, kwargs], ensure_ascii=False, default=str)
             cut = next(char for char in map(chr, range(0xE000, 0xF8FF)) if char not in said)
+            kwargs = {"add_generation_prompt": True, "enable_thinking": False} | apart(kwargs)
             text = _within(
                 MAX_TEMPLATE_S,
-                lambda: self._hf.apply_chat_template(
-                    apart(plain),
-                    tokenize=False,
-                    add_generation_prompt=True,
-                    enable_thinking=False,
-                ),
+                lambda: self._hf.apply_chat_template(apart(plain), tokenize=False, **kwargs),
             )
         except Exception as error:  # jinja raises whatever the template provokes, or they nest
             raise ValueError(

@@ -5,12 +5,14 @@ Each raises ValueError with the option's name, the value and what was expected.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping
 from math import isfinite
 from numbers import Integral, Real
 from typing import Any
 
 MAX_BIAS = 100  # as in OpenAI's API
+_OF_THE_CALL = {"chat_template", "conversation", "tokenize"}  # of transformers' apply_chat_template
 
 
 def parse_texts(name: str, value: Any) -> tuple[str, ...]:
@@ -62,6 +64,23 @@ def parse_bias(name: str, value: Any) -> dict[int, float]:
             f"{MAX_BIAS}, such as 50=-100,7=2.5"
         )
     return found
+
+
+def parse_template_kwargs(name: str, value: Any) -> dict[str, Any]:
+    """A mapping, or one in JSON."""
+    found = value
+    if isinstance(value, str):
+        try:
+            found = json.loads(value)
+        except ValueError:
+            found = None
+    if not isinstance(found, Mapping) or not all(isinstance(key, str) for key in found):
+        raise ValueError(
+            f'{name} is {value!r}; expected a JSON object, such as {{"enable_thinking": true}}'
+        )
+    if ours := sorted(_OF_THE_CALL & found.keys()):
+        raise ValueError(f"{name} has {ours[0]}, which is not the caller's to choose; leave it out")
+    return dict(found)
 
 
 def _token_id(value: Any) -> int | None:

@@ -19,6 +19,7 @@ from graphengine.config.lists import (
     MAX_BIAS,
     parse_bias,
     parse_choice,
+    parse_template_kwargs,
     parse_texts,
     parse_token_ids,
 )
@@ -238,16 +239,20 @@ class SamplingParams(Checked):
         False, "Leave the stop string, or the text of the stop token, in the answer.", commands=_RUN
     )
     skip_special_tokens: bool = option(
-        True,
-        "Leave special tokens out of the text. Some models begin a tool call with one, such as "
-        "Llama's <|python_tag|>.",
-        commands=_RUN,
+        True, "Leave special tokens out of the text, though one begin a tool call.", commands=_RUN
     )
     raw: bool = option(
         False,
-        "Continue the text as it is, without the chat template, behind what the tokenizer puts in "
-        "front of any (Llama's <|begin_of_text|>).",
+        "Continue the text, behind what the tokenizer begins any with, without the chat template.",
         commands=_ASKED,
+    )
+    chat_template_kwargs: Mapping[str, Any] | None = option(
+        None,
+        'What the chat template is given: tools, or {"enable_thinking": true}, which is off else.',
+        auto="none",
+        metavar="JSON",
+        parse=partial(parse_template_kwargs, "chat_template_kwargs"),
+        commands=_RUN,
     )
     temperature: float = option(
         0.0,
@@ -348,11 +353,7 @@ class SamplingParams(Checked):
         commands=_RUN,
     )
     prompt_logprobs: int | None = option(
-        None,
-        "The same of the prompt's tokens from the second on.",
-        low=0,
-        auto="none",
-        commands=_RUN,
+        None, "The same of the prompt's tokens, but the first.", low=0, auto="none", commands=_RUN
     )
     seed: int | None = option(
         None,

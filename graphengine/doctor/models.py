@@ -238,7 +238,10 @@ def _tokenizer(files: ModelFiles, target: ModelConfig) -> Iterator[Finding]:
     elif problem := _conversation_problem(files):
         yield warning(name, problem, "fetch the file again, or pass --raw text")
     elif "enable_thinking" in template:
-        remedy = "the published Qwen3 drafters are trained without thinking"
+        remedy = (
+            "the published Qwen3 drafters are trained without thinking; --chat-template-kwargs "
+            "'{\"enable_thinking\": true}' of a run switches it on"
+        )
         yield info(name, "knows enable_thinking; it is switched off", remedy)
     else:
         yield ok(name, "present")

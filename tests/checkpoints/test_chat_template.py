@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from dataclasses import dataclass
 from pathlib import Path
@@ -174,7 +175,26 @@ def test_thinking_is_switched_off(tmp_path: Path) -> None:
     template = "{{ 'no' if enable_thinking is defined and enable_thinking is false else 'yes' }}"
     (directory / "chat_template.jinja").write_text(template)
     tokenizer = Tokenizer(directory)
-    assert tokenizer.decode(tokenizer.encode_chat([{"role": "user", "content": "hi"}])) == "no"
+    asked = [{"role": "user", "content": "hi"}]
+    assert tokenizer.decode(tokenizer.encode_chat(asked)) == "no"
+    assert tokenizer.decode(tokenizer.encode_chat(asked, {"enable_thinking": True})) == "yes"
+
+
+def test_what_a_template_is_given(tmp_path: Path) -> None:
+    """Bug: tools do not reach the template, or one's description spells a control token, or takes
+    the character that keeps them apart."""
+    directory = make_target(tmp_path, layers=1)
+    template = "{% for tool in tools %}{{ tool | tojson }}{% endfor %}{{ date }}<|im_end|>"
+    (directory / "chat_template.jinja").write_text(template)
+    tokenizer = Tokenizer(directory)
+    tools = [{"type": "function", "function": {"name": "\ue000a<|im_end|>"}}]
+    given = {"tools": tools, "date": "<|im_end|>"}
+    ids = tokenizer.encode_chat([{"role": "user", "content": "hi"}], given)
+    assert ids.count(tokenizer._hf.get_vocab()["<|im_end|>"]) == 1
+    text = f"{json.dumps(tools[0], ensure_ascii=False)}<|im_end|><|im_end|>"
+    assert tokenizer.decode(ids, skip_special_tokens=False) == text
+    with pytest.raises(ValueError, match="holds a bytes; pass text"):
+        tokenizer.encode_chat([{"role": "user", "content": "hi"}], {"date": b"a"})
 
 
 @pytest.mark.parametrize("template", [5, 0, [{"name": "default", "template": 5}]])

@@ -85,6 +85,8 @@ def test_a_request_as_users_send_it() -> None:
     special = ["--logit-bias", f"{begin}=100", "--max-new-tokens", "2"]
     assert run(*special)["text"] == ""
     assert run(*special, "--no-skip-special-tokens")["text"] == "<|im_start|>" * 2
+    thinking = run("--chat-template-kwargs", '{"enable_thinking": true}')
+    assert thinking["args"]["chat_template_kwargs"] == {"enable_thinking": True}
     for flags in (
         ["--logit-bias", f"{token}=-100"],
         ["--bad-words", "26"],

@@ -15,6 +15,7 @@ import torch
 
 from graphengine.decode.fallback import LAST_BLOCK, Fallback
 from graphengine.decode.guards import FallbackWarning
+from graphengine.decode.lane import Verified
 from graphengine.decode.metrics import Acceptance
 from graphengine.decode.request import Request
 from tests.decode.test_engine import (
@@ -347,3 +348,31 @@ def test_the_first_reason_to_leave_counts() -> None:
     request.fallback_reason, request.finish_reason = None, "stop"
     leaving.leave([request], LAST_BLOCK)
     assert request.fallback_reason is None and not lane.must_drain
+
+
+@pytest.mark.usefixtures("impatient")
+def test_what_was_due_is_measured_once() -> None:
+    """Bug: behind the first measurement whoever leaves, for whatever reason, has another one taken,
+    also in the loop in which somebody decodes plainly: the generation ends in an assertion."""
+    requests = [
+        Request(
+            request_id=i, prompt_ids=[1], max_total_tokens=9, stop_ids=(), acceptance=Acceptance(3)
+        )
+        for i in range(2)
+    ]
+    measured, joined = list[int](), list[Request]()
+    plain: Any = SimpleNamespace(has_work=False, rows=[], join=joined.extend)
+    plain.time_step = lambda timed: measured.append(len(timed)) or 1.0
+    config = SimpleNamespace(acceptance_floor=0.0, fallback=True, speculation_limit=None)
+    lane: Any = SimpleNamespace(config=config, must_drain=False, in_flight=[], step_s=0.1)
+    lane.size_for, lane.leave = lambda count: count, lambda leaving: None
+    leaving = Fallback(lane, build_plain=lambda: plain)
+    for running, num_steps in ((requests[:1], 8), (requests, 3)):  # to be judged, and timed
+        lane.rows = lane.running = running
+        for _ in range(num_steps):
+            leaving.judge([Verified(request, [], 0) for request in running], len(running), True)
+        assert lane.must_drain == (num_steps == 8)
+        if num_steps == 3:
+            leaving.leave(running[:1], LAST_BLOCK)
+        leaving.hand_over()
+    assert joined == requests[:1] and measured == [1]

@@ -75,6 +75,22 @@ def test_the_prompt_s_slot_is_not_free_for_its_answer(pair: Pair) -> None:
 
 
 @torch.no_grad()
+def test_a_next_turn_takes_slots_for_the_rows_that_it_runs(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bug: a prompt whose beginning is known takes as many slots as if all of it were run, for
+    which kept states of other texts go."""
+    monkeypatch.setattr(holdings, "KEPT_SPACING", 16)
+    with pair.engine(buckets=(1,), page_size=8) as loaded:
+        loop, prompt = loop_of(loaded), [*range(40)]
+        loaded.generate(prompt, max_new_tokens=1)
+        request = loop.submit([*prompt, 41, 42], 3, ())
+        assert loop.holdings.take(request, 1) and request.num_cached_tokens == 32
+        assert len(request.spare_slots) == 1  # and 3 for all 42
+        loop.reset()
+
+
+@torch.no_grad()
 @pytest.mark.parametrize("spacing", [BLOCK - 1, BLOCK])
 def test_no_step_passes_two_places(pair: Pair, spacing: int) -> None:
     """Bug: a block is longer than the spacing of kept states: a step passes two places and leaves

@@ -293,6 +293,15 @@ def test_as_many_words_as_there_is_room_for() -> None:
             check_words(words)
 
 
+def test_a_bad_word_that_has_a_bias_too(plain: Engine) -> None:
+    """Bug: a bias takes the place of what bans its token, so a bad word of one token is said."""
+    (free,) = run(plain, [(PROMPTS[0], GREEDY, 1, ())])
+    (likely,) = free.output_ids
+    both = Sampling(logit_bias={likely: 9.0}, bad_words=((likely,),))
+    (told,) = run(plain, [(PROMPTS[0], both, 12, ())])
+    assert len(told.output_ids) == 12 and likely not in told.output_ids
+
+
 def test_min_tokens_past_any_integer_of_the_device(plain: Engine) -> None:
     """Bug: it overflows where the request's tables are written, and ends whoever runs beside it."""
     sampling = Sampling(min_tokens=2**63)

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from graphengine import TINY_DRAFT, TINY_TARGET, Engine
+from graphengine.decode import grammar
 from graphengine.decode.buffers import Arena
 from graphengine.decode.logprobs import Scores, score_rows
 from tests.support.dflash_reference import load_target, run_target
@@ -152,3 +153,17 @@ def test_no_more_alternatives_than_there_are_tokens() -> None:
     assert found.top_ids.tolist() == [[1, 2, 0]]
     (told,) = found.told([0], 5)
     assert list(told) == [0, 1, 2] and abs(sum(map(math.exp, told.values())) - 1) < 1e-6
+
+
+def test_a_first_token_that_its_grammar_took_back(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bug: an answer whose first mask took too long has no token, and yet log-probabilities of
+    one; in its chunk or in its result."""
+    asked: Any = {"regex": "[ab]{3}", "logprobs": 1, "max_new_tokens": 3}
+    (known,) = engine.generate("x", **asked)
+    assert len(known.logprobs or []) == len(known.token_ids) > 0
+    monkeypatch.setattr(grammar, "BOUND_S", -1.0)  # of masks; it is compiled already
+    (chunk,) = engine.stream("x", **asked)
+    assert chunk.result is not None and chunk.result.finish_reason == "error"
+    assert (chunk.token_ids, chunk.logprobs, chunk.result.logprobs) == ([], [], [])

@@ -67,6 +67,12 @@ def test_another_torch(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str) -
     assert precompiled.compilers({}) != before
 
 
+def test_other_options() -> None:
+    """Bug: what another version has compiled with another value of an option is run."""
+    keys = [precompiled.compilers(options) for options in ({"a": 1, "b": 2}, {"b": 2, "a": 1})]
+    assert keys[0] == keys[1] != precompiled.compilers({"a": 1, "b": 3})
+
+
 def test_threads_count_on_the_cpu_alone() -> None:
     """Bug: another number of cores beside the same GPU makes an artifact useless; or code for four
     threads is found for two."""

@@ -65,6 +65,14 @@ KINDS: dict[str, tuple[PreTrainedTokenizerFast, bool]] = {
     "one within another": (made(AddedToken("<|a|>the", normalized=False), "the 7"), True),
     "takes spaces": (made(AddedToken("<|c|>", lstrip=True, rstrip=True, normalized=False)), False),
     "a word": (made(AddedToken("the", single_word=True, normalized=False)), False),
+    # Among several a word has less beside it in what is tried, spaces and a line's end here.
+    "a word among others": (
+        made(
+            AddedToken("<|cc|>", normalized=False),
+            AddedToken("the", single_word=True, normalized=False),
+        ),
+        False,
+    ),
     "normalised": (
         made(AddedToken("THE", normalized=True), normalizer=normalizers.Lowercase()),
         True,

@@ -1,7 +1,6 @@
 """Ids, positions, slots and pages of a prefill's rows, from what the host has sent of its chunk.
 
-Why: a dozen torch operations are twenty launches of 1 to 2 us each, in front of everything else of
-a first token.
+Why: a dozen torch operations are twenty launches, in front of everything else of a first token.
 
 Legend: n rows in B blocks, R prompts, W pages a prompt.
 """

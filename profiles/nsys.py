@@ -17,7 +17,7 @@ import sqlite3
 import subprocess
 import zlib
 from collections.abc import Iterator, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any, Literal
 
@@ -98,12 +98,18 @@ def run(command: Sequence[str], timeout_s: float = 1800) -> None:
         RuntimeError: it failed, with the last lines of its output; or took too long.
     """
     name = f"{os.path.basename(command[0])} {command[1]}"
-    pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    with subprocess.Popen(command, start_new_session=True, **pipes) as process:
+    with subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    ) as process:
         try:
             output, _ = process.communicate(timeout=timeout_s)
         except BaseException as error:
-            os.killpg(process.pid, signal.SIGKILL)
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
             if not isinstance(error, subprocess.TimeoutExpired):
                 raise
             raise RuntimeError(

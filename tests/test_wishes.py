@@ -75,7 +75,7 @@ def test_what_a_template_is_given(engine: Engine, monkeypatch: pytest.MonkeyPatc
     assert given == [more, more, None, more]
     with pytest.raises(ValueError, match="raw text has no chat template; leave out one"):
         engine.generate(TEXTS[0], max_new_tokens=1, raw=True, chat_template_kwargs=more)
-    for wrong in ("{", "[1]", 5, {5: 1}):
+    for wrong in ("{", "[1]", "[" * 99_999, 5, {5: 1}):
         with pytest.raises(ValueError, match=r"chat_template_kwargs is .*; expected a JSON object"):
             engine.generate(TEXTS[0], max_new_tokens=1, chat_template_kwargs=wrong)
     with pytest.raises(ValueError, match="has tokenize, which is not the caller's"):

@@ -68,12 +68,10 @@ def parse_bias(name: str, value: Any) -> dict[int, float]:
 
 def parse_template_kwargs(name: str, value: Any) -> dict[str, Any]:
     """A mapping, or one in JSON."""
-    found = value
-    if isinstance(value, str):
-        try:
-            found = json.loads(value)
-        except ValueError:
-            found = None
+    try:
+        found = value if isinstance(value, Mapping) else json.loads(value)
+    except (TypeError, ValueError, RecursionError):
+        found = None
     if not isinstance(found, Mapping) or not all(isinstance(key, str) for key in found):
         raise ValueError(
             f'{name} is {value!r}; expected a JSON object, such as {{"enable_thinking": true}}'

@@ -27,6 +27,7 @@ from graphengine.kernels.gated_delta_prefill_kernels import (
     prepare_kernel,
     scan_kernel,
 )
+from graphengine.kernels.gated_delta_prepare_kernels import delta_prepare_kernel
 from graphengine.kernels.gated_delta_scan_kernels import STATE_ROWS, delta_scan_kernel
 from graphengine.kernels.interpreter import INTERPRET
 from graphengine.kernels.launch import on_grid, pdl_options
@@ -34,7 +35,6 @@ from graphengine.kernels.launch import on_grid, pdl_options
 CHUNK = 32  # 64 took 1.5 times as long on an H200: what a chunk solves goes by its cube
 CONVOLVED_ROWS, CONVOLVED_COLUMNS = 8, 512  # of a program
 SCANNED_ROWS = 16  # of a state in a program: as many as a product has rows at least
-MANY_ROWS = 2048  # whose chunks fill the GPU: there one warp prepares each, else two
 
 
 class Pieces(NamedTuple):
@@ -101,14 +101,16 @@ def gated_delta_prefill_(
         num_warps=4,
         **common,
     )
-    on_grid(prepare_kernel, ((T + CHUNK - 1) // CHUNK, N, R))(
+    is_hopper = _is_hopper(out_TNV)
+    prepare = delta_prepare_kernel if is_hopper else prepare_kernel
+    on_grid(prepare, ((T + CHUNK - 1) // CHUNK, N, R))(
         *(projected, a_log_N, dt_bias_N, windows_S3C, *pieces, *chunked, *strides, K**-0.5),
         **shape,
-        num_warps=1 if T >= MANY_ROWS else 2,
+        num_warps=1 if is_hopper else 2,
         **common,
     )
     scanned = states_SNVK, *pieces, *chunked, out_TNV
-    if _takes_scan(out_TNV):
+    if is_hopper:
         grid = N * (K // STATE_ROWS.value), R
         on_grid(delta_scan_kernel, grid)(*scanned, **shape, num_warps=4, **pdl)
         return
@@ -123,8 +125,8 @@ def gated_delta_prefill_(
     )
 
 
-def _takes_scan(out_TNV: torch.Tensor) -> bool:
-    """Whether the scan of Hopper's own products takes these: 16 bits, heads of 128."""
+def _is_hopper(out_TNV: torch.Tensor) -> bool:
+    """Whether Hopper's own kernels take these: 16 bits, heads of 128."""
     is_hopper = out_TNV.is_cuda and torch.cuda.get_device_capability(out_TNV.device)[0] == 9
     return is_hopper and out_TNV.element_size() == 2 and out_TNV.shape[2] == 128
 

@@ -3,10 +3,10 @@
     convolve   every row of every piece: its columns behind the convolution, in the model's dtype
     prepare    every chunk at once, of its keys, queries and gates alone: what solves its updates,
                what its outputs see of them, and how much is left of a state; a piece's last chunk
-               also moves the window
+               also moves the window; on Hopper in 16 bits that of gated_delta_prepare_kernels.py
     scan       a tile [BV, K] of a head's state through the chunks of a piece, in matrix products:
-               values are rows, so that a product's sums are the next one's left operand; on Hopper
-               in 16 bits that of gated_delta_scan_kernels.py
+               values are rows, so that a product's sums are the next one's left operand; there
+               that of gated_delta_scan_kernels.py
 
 The first two let a successor begin when they are done, not as they begin: a waiting scan takes
 registers from chunks that are prepared beside it.

@@ -9,7 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from graphengine.kernels.gated_delta_kernels import inverse_of
-from graphengine.kernels.gated_delta_prefill import CHUNK, MANY_ROWS, Pieces, gated_delta_prefill_
+from graphengine.kernels.gated_delta_prefill import CHUNK, Pieces, gated_delta_prefill_
 from graphengine.kernels.interpreter import INTERPRET
 from graphengine.kernels.launch import on_grid
 from tests.kernels import test_gated_delta
@@ -59,9 +59,9 @@ def test_one_piece(device: str, dtype: torch.dtype, length: int) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_heads_as_published(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
     """Bug: another stage of the ring, tile of a state or key head is read, rows of the next piece
-    are, a chunk that one warp prepares is another than that of two, or nothing is kept."""
+    are, or nothing is kept; a thread's row of the inverse is another's."""
     monkeypatch.setattr(test_gated_delta, "K", 128)
-    heads, lengths, keep = (2, 6), (MANY_ROWS - 40, 200, 1, 33), 3 * CHUNK
+    heads, lengths, keep = (2, 6), (1000, 200, 1, 33), 3 * CHUNK
     layer = make(heads, 9, "cuda", dtype)
     projected = project(sum(lengths), heads, "cuda", dtype, seed=5)
     begin, pieces = 0, list[tuple[int, ...]]()
@@ -155,8 +155,10 @@ def test_prompts_side_by_side(device: str) -> None:
         assert torch.equal(layer.windows_S3C[slot], before[1][slot])
 
 
-def test_partial_sums(device: str) -> None:
+@pytest.mark.parametrize("width", [test_gated_delta.K, pytest.param(128, marks=pytest.mark.gpu)])
+def test_partial_sums(device: str, monkeypatch: pytest.MonkeyPatch, width: int) -> None:
     """Bug (H07): a prompt's rows are rounded otherwise than a step's."""
+    monkeypatch.setattr(test_gated_delta, "K", width)
     parts = torch.stack([project(9, HEADS, device, torch.float32, seed) for seed in range(2)])
     found = []
     for projected in (parts, parts.sum(0).to(HALF)):

@@ -61,7 +61,7 @@ def test_heads_as_published(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype)
     """Bug: another stage of the ring, tile of a state or key head is read, rows of the next piece
     are, or nothing is kept; a thread's row of the inverse is another's."""
     monkeypatch.setattr(test_gated_delta, "K", 128)
-    heads, lengths, keep = (2, 6), (1000, 200, 1, 33), 3 * CHUNK
+    heads, lengths, keep = (2, 6), (2008, 200, 1, 33), 3 * CHUNK
     layer = make(heads, 9, "cuda", dtype)
     projected = project(sum(lengths), heads, "cuda", dtype, seed=5)
     begin, pieces = 0, list[tuple[int, ...]]()

@@ -37,7 +37,7 @@ _ATTENTION_KERNEL = re.compile(
     r"Batch(Prefill|Decode)|MergeState|PagedKV|fmha|flash_fwd|attention", re.IGNORECASE
 )
 # Those of kernels/gated_delta.py and gated_delta_prefill.py, and the gate that may stand behind.
-_DELTA_KERNEL = re.compile(r"^(verify|step|convolve|prepare|scan|delta_scan)_kernel")
+_DELTA_KERNEL = re.compile(r"^(verify|step|convolve|(delta_)?(prepare|scan))_kernel")
 _GATE_KERNEL = re.compile(r"^_output_gate_kernel")
 _ARGMAX_KERNEL = re.compile(r"_argmax_kernel")  # an Inductor kernel may be named after the op
 _COPY_KERNEL = re.compile(r"copy", re.IGNORECASE)

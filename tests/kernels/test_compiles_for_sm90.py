@@ -53,7 +53,8 @@ def max_stack_bytes(kernel: str, launch: str) -> int:
     """None where spilling would cost what the kernel is for."""
     if kernel == "specialized_linear_kernel":  # after the loop
         return 128
-    whole = ("chunk_attention_kernel", "chunk_swiglu_kernel", "merge_splits_kernel")
+    whole = "chunk_attention_kernel", "chunk_swiglu_kernel", "merge_splits_kernel"
+    whole += ("delta_prepare_kernel",)
     if launch.startswith("head") or kernel in whole:
         return 0
     if kernel == "wide_linear_kernel":  # in FP8 it spills when sums are scaled, after the loop

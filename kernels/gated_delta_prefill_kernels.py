@@ -9,7 +9,8 @@
                that of gated_delta_scan_kernels.py
 
 The first two let a successor begin when they are done, not as they begin: a waiting scan takes
-registers from chunks that are prepared beside it.
+registers from chunks that are prepared beside it. So all before the convolution is done when
+the scan waits, which reads the states in front of that; the others what no kernel writes.
 
 Keys and queries stay as they were convolved: their norms, beta and what fades are factors of the
 matrices and vectors that `prepare` leaves.
@@ -84,13 +85,9 @@ def convolve_kernel(
     Z: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    if PDL:
-        gdc_wait()
     piece = tl.program_id(2)
     begin, end = tl.load(begins + piece), tl.load(ends + piece)
     first = begin + tl.program_id(0) * ROWS
-    if first >= end:
-        return
     is_fresh = (tl.load(positions + piece) == 0).to(tl.int32)
     window = windows + tl.load(slots + piece).to(tl.int64) * 3 * C
     dtype: tl.constexpr = out.dtype.element_ty
@@ -98,6 +95,10 @@ def convolve_kernel(
     taps = conv + column * 4
     oldest, tap_1 = tl.load(taps).to(tl.float32), tl.load(taps + 1).to(tl.float32)
     tap_2, newest = tl.load(taps + 2).to(tl.float32), tl.load(taps + 3).to(tl.float32)
+    if PDL:
+        gdc_wait()
+    if first >= end:
+        return
     x_0 = tl.zeros([COLUMNS], tl.float32)
     x_1, x_2 = x_0, x_0
     # Every row is read once: the three in front of it are still held.

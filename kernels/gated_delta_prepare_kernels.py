@@ -97,14 +97,15 @@ def delta_prepare_kernel(
     Z: gl.constexpr,
     PDL: gl.constexpr,
 ):
-    if PDL:
-        gdc_wait()
     GROUP: gl.constexpr = N // NK
     C: gl.constexpr = 2 * NK * K + N * K
     dtype: gl.constexpr = convolved.dtype.element_ty
     head, piece = gl.program_id(1), gl.program_id(2)
     begin, end = gl.load(begins + piece), gl.load(ends + piece)
     first = begin + gl.program_id(0) * CHUNK
+    a_log, dt_bias = gl.load(a_log + head), gl.load(dt_bias + head)
+    if PDL:
+        gdc_wait()
     if first >= end:
         return
     WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [1, 1], [1, 0])
@@ -123,7 +124,7 @@ def delta_prepare_kernel(
     g = row_columns(projected, gate + N, live, split_stride, dtype, Z)
     beta = gl.where(live, 1.0 / (1.0 + gl.exp(-beta)), 0.0)
     # Behind the last row nothing fades any more, and nothing is learnt.
-    g = gl.where(live, decay_of(g, gl.load(a_log + head), gl.load(dt_bias + head)), 0.0)
+    g = gl.where(live, decay_of(g, a_log, dt_bias), 0.0)
     total, whole = gl.associative_scan(g, 0, _add), gl.sum(g, axis=0)
     q_norm = gl.convert_layout(norms_of(q) * scale, BY_ROW)
     k_norm = gl.convert_layout(norms_of(k), BY_ROW)

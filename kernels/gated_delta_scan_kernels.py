@@ -106,16 +106,12 @@ def delta_scan_kernel(
     CHUNK: gl.constexpr,
     PDL: gl.constexpr,
 ):
-    if PDL:  # and no early launch: a verify reads states before its own wait
-        gdc_wait()
     GROUP: gl.constexpr = N // NK
     TILES: gl.constexpr = K // STATE_ROWS
     C: gl.constexpr = 2 * NK * K + N * K
     dtype: gl.constexpr = out.dtype.element_ty
     head, tile, piece = gl.program_id(0) // TILES, gl.program_id(0) % TILES, gl.program_id(1)
     begin, end = gl.load(begins + piece), gl.load(ends + piece)
-    if begin >= end:
-        return
     is_old = gl.load(positions + piece) != 0
     keep = begin + gl.load(keeps + piece)
     slot, kept_slot = gl.load(slots + piece).to(gl.int64), gl.load(kept_slots + piece).to(gl.int64)
@@ -129,6 +125,10 @@ def delta_scan_kernel(
     states += (head * K + tile * STATE_ROWS) * K
     held = states + slot * (N * K * K)
     state = gl.load(held + at_VK, mask=is_old & (value >= 0), other=0.0)
+    if PDL:  # and no early launch: a verify reads states before its own wait
+        gdc_wait()
+    if begin >= end:
+        return
     num_chunks = (end - begin + CHUNK - 1) // CHUNK
     block = (begin // CHUNK + piece) * N + head
 

@@ -68,10 +68,13 @@ def test_what_the_user_set_stays(tmp_path: Path, variables: Any) -> None:
 def test_the_place_where_nobody_names_one(
     tmp_path: Path, variables: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Bug: XDG_CACHE_HOME is not heeded, and a small home fills with compiled code."""
+    """Bug: XDG_CACHE_HOME is not heeded, and a small home fills with compiled code; or an empty
+    one, which is none, makes it a folder of the root directory."""
     monkeypatch.delenv("GRAPHENGINE_CACHE", raising=False)
     found = variables(XDG_CACHE_HOME=str(tmp_path))["TRITON_CACHE_DIR"]
     assert Path(found).is_relative_to(tmp_path / "graphengine")
+    found = variables(XDG_CACHE_HOME="", HOME=str(tmp_path))["TRITON_CACHE_DIR"]
+    assert Path(found).is_relative_to(tmp_path / ".cache" / "graphengine")
 
 
 def test_triton_has_the_same_compilers_in_every_start(

@@ -206,6 +206,12 @@ def test_nested_keys_win_and_are_named() -> None:
     assert "block_size is 7" in note and "16 in dflash_config" in note
 
 
+def test_a_null_inside_is_no_value() -> None:
+    """Bug: a null in dflash_config hides what the top level says: a right drafter is refused."""
+    config = parse_draft(changed(DRAFTER, block_size=7, dflash__block_size=None))
+    assert (config.block_size, config.block_size_source, config.notes) == (7, "block_size", ())
+
+
 def test_the_top_level_s_causality_wins_and_is_named() -> None:
     """Bug: of two `is_causal` the inner one counts, or the note says that it does."""
     config = parse_draft(changed(DRAFTER, **MIX, is_causal=False, dflash__is_causal=True))

@@ -142,7 +142,8 @@ def plan_findings(
     rows = draft.num_verify_rows if draft else 0
     value = f"{config.max_model_len} tokens a request; the models allow {window - rows}"
     if draft is not None:
-        value += f" with drafting ({window} positions less a block of {rows}), {window} without"
+        value += f" with drafting ({window} positions less a block of {rows}), "
+        value += f"{target.max_position_embeddings} without"
     found = [ok("run.context", value)]
     name, chosen = "run.memory", options.max_model_len is not None
     run = config, target, draft, memory

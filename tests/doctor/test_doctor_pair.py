@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from graphengine.checkpoints.hub import TINY_DRAFT
-from tests.support.checkpoints import edit_config
+from tests.support.checkpoints import as_speculators, edit_config
 from tests.support.doctored import Edit, check, dflash, errors, load, named
 
 
@@ -64,8 +64,8 @@ def test_legal_but_suspect(copies: tuple[Path, Path], edit: Edit, name: str) -> 
 def test_amplitude_that_engines_read_in_two_ways(
     copies: tuple[Path, Path], extra: dict[str, Any], per_type: bool, warned: bool
 ) -> None:
-    """Bug: the warning is lost where ropes are said per layer type, or comes where the file itself
-    says the amplitude."""
+    """Bug: the warning is lost where ropes are said per layer type or in a speculators file, or
+    comes where the file itself says the amplitude."""
     rope = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 64.0, "mscale": 1.0}
     rope |= {"original_max_position_embeddings": 64, "mscale_all_dim": 1.0} | extra
     nested = {"full_attention": rope} if per_type else rope
@@ -73,9 +73,10 @@ def test_amplitude_that_engines_read_in_two_ways(
         copies[1],
         lambda c: c | {"rope_scaling": None, "rope_theta": None, "rope_parameters": nested},
     )
-    found = check(*copies)
-    assert not found.has_errors
-    assert bool(named(found, "draft.rope_amplitude")) == warned
+    for draft in (copies[1], as_speculators(copies[1].with_name("s"), copies[1], copies[0])):
+        found = check(copies[0], draft)
+        assert not found.has_errors
+        assert bool(named(found, "draft.rope_amplitude")) == warned
 
 
 def test_stop_tokens_outside_the_vocabulary(copies: tuple[Path, Path]) -> None:
@@ -173,3 +174,13 @@ def test_a_context_that_the_pool_lowers(pair: tuple[Path, Path]) -> None:
         assert (left < whole) == is_told
         told = [f.value for f in named(found, "run.memory") if f.level == "warning"]
         assert told == [f"K/V for {left} of {whole} tokens a request is left"] * is_told
+
+
+def test_positions_of_both_models(copies: tuple[Path, Path]) -> None:
+    """Bug: the context is told as if the drafter had the target's positions, or the target only
+    the drafter's once nothing is drafted."""
+    edit_config(copies[1], lambda c: c | {"max_position_embeddings": 128})
+    (finding,) = named(check(*copies), "run.context")
+    drafting = "124 with drafting (128 positions less a block of 4), 256 without"
+    assert finding.value.endswith(f"the models allow {drafting}")
+    load(*copies, max_model_len=256, finish_in_plain_decode=True).close()

@@ -40,8 +40,9 @@ def make_copies(pair: tuple[Path, Path], directory: Path) -> tuple[Path, Path]:
     return directory / "target", directory / "draft"
 
 
-def load(target: Path, draft: Path) -> Engine:
-    return Engine.from_pretrained(target, draft, buckets=(1, 2), max_model_len=64, device="cpu")
+def load(target: Path, draft: Path, **options: Any) -> Engine:
+    asked = {"buckets": (1, 2), "max_model_len": 64, "device": "cpu"} | options
+    return Engine.from_pretrained(target, draft, **asked)
 
 
 def check(target: Path | str, draft: Path | str | None, **options: Any) -> Examination:

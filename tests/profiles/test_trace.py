@@ -163,6 +163,7 @@ def test_every_kernel_of_a_recurrence_is_known(module: ModuleType) -> None:
         (["step", "verify", "verify.03"], "dense"),
         (["step", "verify", "verify.L3.attn"], "attention"),
         (["step", "verify", "accept"], "dense"),
+        (["step", "decode", "accept"], "dense"),
         (["step", "accept"], "other"),
         (["step", "speculate", "accept"], "dense"),
         (["step", "speculate", "speculate"], "chain"),
@@ -193,3 +194,14 @@ def test_work_was_launched_by_the_first_of_its_calls(order: int) -> None:
     shared = {"ph": "X", "pid": 1, "tid": 1, "args": {"correlation": 7}}
     (activity,) = torch_trace._trace([event | shared for event in events]).activities
     assert activity.launch is not None and activity.launch.start_ns == 3000
+
+
+@pytest.mark.parametrize("kind", ["cuda_runtime", "cuda_driver"])
+def test_calls_of_both_interfaces(kind: str) -> None:
+    """Bug: what the driver's own calls launch, as Triton makes them, is outside of all steps."""
+    where = {"ph": "X", "pid": 1, "tid": 1, "args": {"correlation": 7}}
+    call = {"name": "cuLaunchKernelEx", "cat": kind, "ts": 2, "dur": 2}
+    work = {"name": "_gemm_kernel", "cat": "kernel", "ts": 9, "dur": 5}
+    step = {"name": "step", "cat": "user_annotation", "ts": 1, "dur": 4}
+    (placed,) = place(torch_trace._trace([event | where for event in (step, call, work)]))
+    assert (placed.name, placed.step) == ("host.step", 0)

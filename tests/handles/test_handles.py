@@ -148,6 +148,24 @@ def test_errors_reach_who_waits(engine: Engine, monkeypatch: pytest.MonkeyPatch)
     assert submit(engine, [1, 2, 3]).result().token_ids == good.result().token_ids
 
 
+def test_who_asks_again_as_a_step_fails(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: what waited while a step failed is taken in behind its error, and whoever has come
+    meanwhile waits for ever."""
+    waiting: list[Handle] = []
+    again: list[Handle] = []
+
+    def explode(*args: Any) -> None:
+        monkeypatch.undo()
+        waiting.append(engine.queue([8], None, {}, lambda: again.append(submit(engine, [5]))))
+        raise RuntimeError("a step went wrong")
+
+    monkeypatch.setattr(DecodeLoop, "launch", explode)
+    with pytest.raises(RuntimeError, match="a step went wrong"):
+        submit(engine, [7]).result()
+    soon(lambda: again and again[0].done)
+    assert waiting[0].done and len(again[0].result().token_ids) == COUNT
+
+
 def test_close_while_it_runs(pair: Pair) -> None:
     """Bug: closing waits for every request, or its waiters hang."""
     engine = pair.engine()

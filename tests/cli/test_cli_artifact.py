@@ -167,25 +167,28 @@ def test_refusals(tmp_path: Path) -> None:
 
 def test_fresh_begins_with_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Bug: --fresh leaves what was compiled, or takes what it has dropped off the new files; or a
-    bucket takes no full step, and its first user waits for kernels; or 2 MB are called 2 MiB."""
+    bucket takes no full step, and its first user waits for kernels; or 2 MB are called 2 MiB; or
+    a short context does not hold the prompts that are asked."""
     real = Engine.from_pretrained
     monkeypatch.setattr(
         Engine, "from_pretrained", lambda *a, **b: real(*a, **b | {"compile": False})
     )
     monkeypatch.setattr(artifact, "engine_parts", lambda *_: {"code": "x"})  # reads all of ours
-    asked: list[int] = []
-    monkeypatch.setattr(Engine, "generate", lambda _, prompts, **how: asked.append(len(prompts)))
+    asked: list[list[int]] = []
+    monkeypatch.setattr(
+        Engine, "generate", lambda _, prompts, **how: asked.append([*map(len, prompts)])
+    )
     monkeypatch.setattr(artifact, "pack", lambda *_: 2_500_000)
     old = artifact.store(tmp_path, artifact.platform_parts("cpu")).folder / "inductor" / "old"
     old.parent.mkdir(parents=True)
     old.touch()
     target = str(make_target(tmp_path / "target", layers=1))
     args = ["compile", target, "--draft", "none", "--bucket", "1,2", "--device", "cpu", "--fresh"]
-    args += ["--output", str(tmp_path / "x.tar.gz")]
+    args += ["--output", str(tmp_path / "x.tar.gz"), "--max-model-len", "16"]
     done = CliRunner().invoke(cli.main, [*args, "--json"], env={"GRAPHENGINE_CACHE": str(tmp_path)})
     assert done.exit_code == 0, done.output
     assert json.loads(done.stdout)["num_new_files"] == 0 and not old.exists()
-    assert asked == [1, 2] and "(2.5 MB)" in done.stderr
+    assert asked == [[15], [15, 15]] and "(2.5 MB)" in done.stderr
 
 
 def test_a_run_tells_what_does_not_fit(tmp_path: Path) -> None:

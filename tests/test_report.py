@@ -72,7 +72,7 @@ def test_totals_of_short_blocks() -> None:
 
 def test_an_answer_of_its_prefill_alone() -> None:
     """Bug: a drafted answer of one token, which took no step, has a mean of 0 tokens a step, in the
-    JSON, the table or a chat's line."""
+    JSON, the table or a chat's line; or its share of no drafts divides by zero."""
     assert [*report._acceptance_means(Acceptance(3)).values()] == [None] * 3
     metrics = RequestMetrics(
         num_prompt_tokens=10,
@@ -86,6 +86,7 @@ def test_an_answer_of_its_prefill_alone() -> None:
     screen = io.StringIO()
     report.print_answer_line(Console(width=140, file=screen), short.result)
     assert screen.getvalue() == "[1 tokens, 0.0 tokens/s, stop]\n"
+    assert report._totals([short], 1.0)["spec_decode_acceptance_rate"] == 0.0
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
 from typing import Any
 
@@ -175,6 +176,14 @@ def test_a_compiler_is_needed_where_something_is_compiled() -> None:
     assert "run.compiler" not in {f.name for f in on(host, compile=False)}
     host = replace(HOST, cpp_compiler="/usr/bin/g++")
     assert "run.compiler" not in {f.name for f in on(host, compile=True)}
+
+
+def test_the_compiler_that_the_user_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: doctor misses g++ where CXX names another, which Inductor takes; or finds a g++ that it
+    does not take."""
+    for name in (sys.executable, "/nowhere/g++"):
+        monkeypatch.setenv("CXX", name)
+        assert host.read_host().cpp_compiler == (name if name == sys.executable else None)
 
 
 @pytest.mark.parametrize("package", ["torch", "python"])

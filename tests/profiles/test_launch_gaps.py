@@ -358,6 +358,7 @@ def test_names_of_the_rule_are_recognised() -> None:
     """Bug: a name is added to the rule and traces without a domain lose its work."""
     found = [name for chain in names.CHAINS for name in chain_names(chain, 120)]
     found += [*names.HOST_PHASES, names.DRAFT_CONTEXT, names.PREFILL_CONTEXT, names.ACCEPT]
+    found += [names.chunk_name(128), names.chunk_name(4096, is_paired=True)]
     assert all(names.is_name(name) for name in found)
     for other in ("verify.", "verify.1", "verify.L.attn", "aten::mm", "foo.00", ""):
         assert not names.is_name(other)

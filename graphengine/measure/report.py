@@ -253,6 +253,7 @@ def _kernel_rows(kernels: Mapping[str, Mapping[str, float]], count: int) -> Iter
 def shorten(kernel: str) -> str:
     """A demangled name without its return type and parameters, cut to a line."""
     name = re.sub(r"^(void|static void) ", "", kernel)
+    name = re.sub(r"\((\w+ )*[\w:]+\)(?=-?\d)", "", name)  # types of numbers in templates (nsys)
     name = re.sub(r"\((?!anonymous).*$", "", name) or name
     return name if len(name) <= MAX_KERNEL_NAME else name[: MAX_KERNEL_NAME - 2] + ".."
 

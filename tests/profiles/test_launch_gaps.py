@@ -344,6 +344,24 @@ def test_pictures_are_well_formed_and_repeatable(tmp_path: Path) -> None:
     ET.fromstring(pictures.render(panels, ".svg"))
 
 
+@pytest.mark.parametrize(
+    ("kernel", "shown"),
+    [
+        ("void gemm<(int)128, (unsigned int)4, (a::Mode)-1>(int *)", "gemm<128, 4, -1>"),
+        (
+            "static void at::(anonymous namespace)::cat<int>(int)",
+            "at::(anonymous namespace)::cat<int>",
+        ),
+        ("(unnamed)", "(unnamed)"),
+        ("a" * 97, "a" * 94 + ".."),
+    ],
+)
+def test_names_of_kernels(kernel: str, shown: str) -> None:
+    """Bug: what stands in a template or in an unnamed namespace is taken for the parameters, so
+    that different kernels have one name."""
+    assert measure_report.shorten(kernel) == shown
+
+
 def test_a_missing_matplotlib_is_named_before_anything_runs(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

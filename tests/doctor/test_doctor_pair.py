@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from graphengine.checkpoints.hub import TINY_DRAFT
+from graphengine.checkpoints.tokenizer import Tokenizer
 from tests.support.checkpoints import as_speculators, edit_config
 from tests.support.doctored import Edit, check, dflash, errors, load, named
 
@@ -147,6 +148,15 @@ def test_values_at_the_edge(copies: tuple[Path, Path]) -> None:
         edit_config(directory, lambda c, rope=rope: c | {"rope_scaling": rope})
     (finding,) = named(check(*copies), "pair.rope_scaling")
     assert finding.level == "warning" and finding.value.startswith("drafter yarn x 4.5 ")
+
+
+def test_whose_the_mask_token_is(copies: tuple[Path, Path]) -> None:
+    """Bug: the first id behind the tokenizer is called one of its tokens, which text can hold."""
+    count = len(Tokenizer(copies[0]))
+    for mask, whose in ((count - 1, "a token of the tokenizer"), (count, "behind the tokenizer")):
+        edit_config(copies[1], dflash(mask_token_id=mask))
+        (finding,) = named(check(*copies), "pair.mask_token")
+        assert finding.level == "ok" and finding.value == f"{mask} of 512 rows, {whose}"
 
 
 def test_requests_that_wait_for_pages(pair: tuple[Path, Path]) -> None:

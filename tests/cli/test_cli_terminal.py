@@ -244,6 +244,19 @@ def test_a_stopped_answer_was_said(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [message["content"] for message in asked[1]] == ["one", "half", "go on"]
 
 
+def test_which_lines_are_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: a question that begins with a path is taken for a command; or a mistyped command, or an
+    empty line, is asked."""
+    asked: list[Any] = []
+
+    def stream_many(prompts: Any, sampling: Any) -> Iterator[Chunk]:
+        asked.extend(message["content"] for message in prompts[0])
+        yield Chunk(index=0, text="x", token_ids=[1], result=answer().result)
+
+    chatted(monkeypatch, ["/rest", " ", "/etc/hosts holds what?", "/quit", "more"], stream_many)
+    assert asked == ["/etc/hosts holds what?"]
+
+
 @pytest.mark.parametrize("command", ["bench", "profile", "graphs", "compile"])
 @pytest.mark.parametrize(
     ("error", "code", "text"),

@@ -139,6 +139,7 @@ class Part:
     ("content", "text"),
     [
         ({"<|im_end|>": 1}, '{"<|im_end|>": 1}'),
+        (({"text": "<|im_end|>"},), '[{"text": "<|im_end|>"}]'),
         ([Part("a\ue000<|im_end|>")], '[{"text": "a\ue000<|im_end|>"}]'),
         ([SimpleNamespace(model_dump=lambda: {"<|im_end|>": 1})], '[{"<|im_end|>": 1}]'),
     ],

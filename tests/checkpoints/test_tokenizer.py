@@ -75,6 +75,21 @@ def test_broken_tokenizer_names_the_directory(tmp_path: Path) -> None:
     assert not Tokenizer.exists(directory)
 
 
+def test_a_tokenizer_in_two_files(tmp_path: Path) -> None:
+    """Bug: a model that was saved with vocab.json and merges.txt alone has no tokenizer."""
+    directory = make_target(tmp_path, layers=1)
+    expected = Tokenizer(directory).encode("One, two")
+    file = directory / "tokenizer.json"
+    model = json.loads(file.read_text())["model"]
+    file.unlink()
+    (directory / "vocab.json").write_text(json.dumps(model["vocab"]))
+    (directory / "merges.txt").write_text("\n".join(map(" ".join, model["merges"])))
+    how = {"tokenizer_class": "Qwen2Tokenizer"}
+    edit_config(directory, lambda c: c | how, "tokenizer_config.json")
+    assert Tokenizer.exists(directory)
+    assert Tokenizer(directory).encode("One, two") == expected
+
+
 def test_the_tokenizer_goes_by_its_own_files(tmp_path: Path) -> None:
     """Bug: a key of config.json that nothing reads, or a length that is no number, is called a
     damaged tokenizer, or keeps it busy for ever; transformers warns of lengths that we refuse."""

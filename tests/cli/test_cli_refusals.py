@@ -1,5 +1,6 @@
 """What `graphengine run` refuses, and how: exit code 2, the value, the remedy, no traceback."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -79,6 +80,13 @@ def test_prompt_file_of_windows(tmp_path: Path) -> None:
     path = tmp_path / "prompts.jsonl"
     path.write_bytes(b'\xef\xbb\xbf{"prompt": "a"}\r\n{"prompt": "b"}\r\n')
     assert read_prompt_file(path) == [["a"], ["b"]]
+
+
+def test_prompts_with_line_ends_of_unicode(tmp_path: Path) -> None:
+    """Bug: what ends a line for Python and none in JSON Lines cuts a prompt in two."""
+    path, text = tmp_path / "prompts.jsonl", "a\u2028b\u0085c"
+    path.write_text(json.dumps({"prompt": text}, ensure_ascii=False), encoding="utf-8")
+    assert read_prompt_file(path) == [[text]]
 
 
 def test_no_prompt(cli: Run) -> None:

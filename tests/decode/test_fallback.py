@@ -79,7 +79,8 @@ def test_last_block_in_plain_decode(small: Pair, backend: str, page_size: int) -
 
 
 def test_without_the_option_nothing_changes(small: Pair) -> None:
-    """Bug: the longer context is given out unasked, or the refusal does not name the option."""
+    """Bug: the longer context is given out unasked, or the refusal does not name the option, or
+    advises it to who has passed it."""
     with small.engine(max_model_len=None) as engine:
         assert engine.config.max_model_len == 44
         force(engine, small, 2)
@@ -88,6 +89,8 @@ def test_without_the_option_nothing_changes(small: Pair) -> None:
         assert result.metrics.fallback_reason is None and loop_of(engine).fallback.plain is None
     with pytest.raises(ValueError, match=r"between 2 and 44 .* --finish-in-plain-decode all"):
         small.engine(max_model_len=48)
+    with pytest.raises(ValueError, match=r"between 2 and 48 for this model$"):
+        small.engine(max_model_len=49, finish_in_plain_decode=True)
     with small.engine(draft=False, max_model_len=48, finish_in_plain_decode=True) as engine:
         assert ids_only(engine, PROMPTS[:1], max_new_tokens=99) == [small.plain(PROMPTS[0], 45)]
 

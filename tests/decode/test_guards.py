@@ -259,8 +259,8 @@ def test_steps_behind_a_prompt_s_rows_are_not_timed(pair: Pair, backend: str) ->
         beside = [i for i, (is_beside, _) in enumerate(counts) if is_beside and i > 12]
         assert len(beside) >= 5
         seen = [count for _, count in counts]
-        assert seen[beside[0]] == seen[beside[-1] + depth] > 4
-        assert seen[-1] > seen[beside[-1] + depth] + 4
+        assert seen[beside[0]] == seen[beside[-1] + depth + 1] > 4
+        assert seen[-1] > seen[beside[-1] + depth + 1] + 4
 
 
 def test_rows_that_are_judged(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:

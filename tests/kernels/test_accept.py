@@ -166,6 +166,18 @@ def test_refuses_wrong_types(device) -> None:
         run(device, ids, ids[:, :2], torch.ones(2), torch.ones(2, 2), 4)
 
 
+def test_refuses_room_for_one_step_alone(device) -> None:
+    """Bug: every other step's results are stored behind a row that holds one step's."""
+    state: list[torch.Tensor] = [torch.zeros(2, 3, dtype=torch.int64, device=device)] * 2
+    state += [torch.ones(2, dtype=torch.int32, device=device)]
+    state += [torch.ones(2, 4, dtype=torch.int32, device=device), state[0]]
+    state += [torch.zeros(6, dtype=torch.int64, device=device)] * 4
+    words = torch.zeros(3, NUM_RESULTS * 4 - 1, dtype=torch.int64, device=device)
+    state += [words[0, :2], words[:2]]
+    with pytest.raises(ValueError, match="results is"):
+        accept_and_advance_(*state, mask_token_id=MASK, page_size=4)
+
+
 @pytest.mark.parametrize("step", [1, 2, (1 << 31) - 1, 1 << 31, (1 << 40) + 3])
 def test_results_of_a_step(device, step) -> None:
     """Bug: a step writes over the results of the one before, which the host still reads, or the

@@ -19,6 +19,7 @@ from graphengine.kernels.fp8 import (
 from graphengine.kernels.interpreter import INTERPRET
 from graphengine.kernels.skinny_config import (
     MAX_SPLITS,
+    NARROW_T,
     PDL_EARLY,
     PDL_LATE,
     PDL_OFF,
@@ -276,6 +277,15 @@ def test_refuses(device, call: Callable[..., torch.Tensor], message) -> None:
     weight = torch.randn(20, 64, device=device).bfloat16()
     with pytest.raises(ValueError, match=message):
         call(x, weight)
+
+
+def test_the_most_rows_without_cols(device) -> None:
+    """Bug: as many rows as a tile holds are refused, or of one more the last is left out."""
+    x, weight = make(device, NARROW_T + 1, 64, 128)
+    rows = x[:NARROW_T]
+    assert_close(skinny_linear(rows, weight, SMALL), rows.double() @ weight.double().T)
+    with pytest.raises(ValueError, match="need a config with cols"):
+        skinny_linear(x, weight, SMALL)
 
 
 @pytest.mark.skipif(INTERPRET, reason="the interpreter is not traced by dynamo")

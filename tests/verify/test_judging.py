@@ -156,3 +156,13 @@ def test_the_text_of_an_answer(skips: bool, text: str) -> None:
     told = Transcript(tokenizer.encode("a"), ids, [5], 5, "length", Acceptance(3), asked=asked)
     assert wrong_end(told._replace(text=text), (), tokenizer) is None
     assert "its text is" in (wrong_end(told._replace(text=text.strip()), (), tokenizer) or "")
+
+
+def test_a_stop_that_is_one_character_of_two_tokens() -> None:
+    """Bug: the sign for its first half takes its place, so a right end at it is called wrong."""
+    tokenizer: Any = FallsBackToBytes()
+    asked = SamplingParams(max_new_tokens=9, stop=("\u00e8",))
+    ids = tokenizer.encode("a\u00e8")
+    told = Transcript([1], ids, [3], 9, "stop", Acceptance(3), asked=asked, text="a")
+    assert len(ids) == 3
+    assert wrong_end(told._replace(stop_reason="\u00e8"), (), tokenizer) is None

@@ -91,7 +91,7 @@ def test_what_names_none(text: str) -> None:
 @pytest.mark.parametrize("is_list", [False, True])
 def test_other_tokens_keep_their_ids(is_list: bool) -> None:
     """Bug: a control token that is in the vocabulary gets a new id, and shifts those behind it; or
-    one that llguidance takes for such is left out."""
+    one that llguidance takes for such is left out, or taken for a text by its new name."""
     texts = ["<unk>", "<s>", "<", "s", ">"]
     kind = (
         models.Unigram([(t, -1.0) for t in texts], unk_id=0, byte_fallback=False)
@@ -106,6 +106,8 @@ def test_other_tokens_keep_their_ids(is_list: bool) -> None:
     before = made.get_vocab()
     text, ids = hidden(made.to_str())
     base = LLTokenizer(made.to_str(), n_vocab=10, eos_token=1, slices=[])
+    assert set(ids.values()) == {i for i in before.values() if base.is_special_token(i)}
+    base = LLTokenizer(text, n_vocab=10, eos_token=1, slices=[])
     assert set(ids.values()) == {i for i in before.values() if base.is_special_token(i)}
     after = Fast.from_str(text)
     assert {t.removeprefix("\0"): i for t, i in after.get_vocab().items()} == before

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from graphengine.decode.refusals import longer_context
 from tests.decode.test_engine import Pair
 
 
@@ -36,3 +38,19 @@ def test_what_helps_a_prompt_past_the_context(
         positions = engine.built.target.max_position_embeddings
         with pytest.raises(ValueError, match=r"shorten the prompt$"):
             engine.generate([1] * positions)
+
+
+@pytest.mark.parametrize(
+    ("device", "memory", "option"),
+    [
+        ("cuda", None, "--gpu-memory-utilization"),
+        ("cuda", 1 << 30, "--kv-cache-memory"),
+        ("cpu", None, "--kv-cache-memory"),
+    ],
+)
+def test_which_option_sizes_the_pool(device: str, memory: int | None, option: str) -> None:
+    """Bug: who has given the pool's bytes is told to raise the share of the GPU, which decides
+    nothing then."""
+    fields = {"max_model_len": 8, "speculation_limit": None}
+    config: Any = SimpleNamespace(device=device, kv_cache_memory=memory, **fields)
+    assert longer_context(config, 99, 9).endswith(f"where that is not given {option}")

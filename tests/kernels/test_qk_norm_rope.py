@@ -157,6 +157,7 @@ def test_no_rows(device) -> None:
         ({"qkv": lambda x: x[:, :-1]}, "columns"),
         ({"rope": lambda x: x.bfloat16()}, "float32"),
         ({"positions": lambda x: x[:-1]}, "positions"),
+        ({"slots": lambda x: x[:-1]}, "slots"),
         ({"cache": lambda x: x[:, ::2]}, "plane"),
         ({"cache": lambda x: x[..., :15].contiguous()}, "15 is odd"),
         ({"k_norm": lambda x: x[:-2]}, "k_norm"),

@@ -22,9 +22,10 @@ def test_writes_its_columns_and_no_others(device, dtype, T, D, taps) -> None:
 
 
 def test_refusals(device) -> None:
-    """Bug: columns beyond the last row's end are written into the next allocation."""
-    h = torch.zeros(4, 8, device=device)
-    for taps, column in ((torch.zeros(4, 16, device=device), 9), (h.bfloat16(), 0), (h[:3], 0)):
+    """Bug: columns beyond the last row's end, or in front of the first one's, are written into
+    another allocation."""
+    h, wide = torch.zeros(4, 8, device=device), torch.zeros(4, 16, device=device)
+    for taps, column in ((wide, 9), (wide, -1), (h.bfloat16(), 0), (h[:3], 0)):
         with pytest.raises(ValueError, match="are needed"):
             write_tap_(h, taps, column)
     if device != "cpu" or INTERPRET:

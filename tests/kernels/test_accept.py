@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from graphengine.kernels.accept import (
+    MAX_BLOCK_LENGTH,
     NUM_RESULTS,
     accept_and_advance_,
     count_accepted,
@@ -164,6 +165,11 @@ def test_refuses_wrong_types(device) -> None:
         run(device, ids.int(), ids, torch.ones(2), torch.ones(2, 2), 4)
     with pytest.raises(ValueError, match="target_ids"):
         run(device, ids, ids[:, :2], torch.ones(2), torch.ones(2, 2), 4)
+    with pytest.raises(ValueError, match="target_ids has strides"):
+        run(device, ids, torch.zeros(3, 2, dtype=torch.int64).T, torch.ones(2), torch.ones(2, 2), 4)
+    long = torch.zeros(1, MAX_BLOCK_LENGTH + 1, dtype=torch.int64)
+    with pytest.raises(ValueError, match="block length"):
+        run(device, long, long, torch.ones(1), torch.ones(1, 2), 4)
 
 
 def test_refuses_room_for_one_step_alone(device) -> None:

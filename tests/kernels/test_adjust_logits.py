@@ -234,7 +234,7 @@ def test_a_prompt_s_last_row(device: str) -> None:
 
 
 def test_refusals(device: str) -> None:
-    """Bug: a table of another batch or dtype is read past its end."""
+    """Bug: a table of another batch, dtype or stride is read past its end."""
     row: Row = dict.fromkeys(("is_on", "min_tokens", "presence", "frequency"), 0) | {
         "prompt": [1],
         "answer": [1],
@@ -251,12 +251,14 @@ def test_refusals(device: str) -> None:
         ("seen_BV", tables.seen_BV.long()),
         ("bias_BV", tables.bias_BV[:, :4]),
         ("until_B", tables.until_B.int()),
+        ("seen_BV", tables.seen_BV.repeat(1, 2)[:, ::2]),
     ):
         with pytest.raises(ValueError, match=name):
             adjust_logits(logits, ids, positions, tables._replace(**{name: bad}))
     with pytest.raises(ValueError, match="positions"):
         adjust_logits(logits, ids, positions[:1], tables)
-    with pytest.raises(ValueError, match="powers of two"):
-        adjust_logits(logits, ids, positions, tables._replace(words_BKL=tables.words_BKL[:, :3]))
+    for words in (tables.words_BKL[:, :3], tables.words_BKL[..., :1]):
+        with pytest.raises(ValueError, match="powers of two"):
+            adjust_logits(logits, ids, positions, tables._replace(words_BKL=words))
     with pytest.raises(ValueError, match="logits are"):
         adjust_logits(logits.t(), ids, positions, tables)

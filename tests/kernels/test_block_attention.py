@@ -281,6 +281,8 @@ def test_refuses(device) -> None:
         block_attention(q, cache, table, start, G + 1, True, out, good)
     with pytest.raises(ValueError, match="start"):
         block_attention(q, cache, table, start.long(), G, True, out, good)
+    with pytest.raises(ValueError, match="do not group"):
+        block_attention(q[:, :3], cache, table, start, G, True, out[:, :3].contiguous(), good)
     with pytest.raises(ValueError, match="heads must be contiguous"):
         block_attention(q[:, ::2], cache, table, start, G, True, out[:, ::2], good)
     with pytest.raises(ValueError, match="window 0"):

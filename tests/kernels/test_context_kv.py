@@ -79,5 +79,7 @@ def test_refuses_another_number_of_layers(device) -> None:
     kv, k_norm, rope, positions, slots, pool, _ = make(device, torch.float32, 4, 2, 2, 16, 4)
     with pytest.raises(ValueError, match="1 layers"):
         context_kv_write_(kv, k_norm, rope, positions, slots, pool[:1], EPS)
+    with pytest.raises(ValueError, match="2 layers"):
+        context_kv_write_(kv, k_norm[:1], rope, positions, slots, pool, EPS)
     with pytest.raises(ValueError, match="plane"):
         context_kv_write_(kv, k_norm, rope, positions, slots, pool[:, :, ::2], EPS)

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from graphengine.kernels import filter_threshold as module
 from graphengine.kernels.argmax import argmax_rows
-from graphengine.kernels.filter_threshold import filter_threshold
+from graphengine.kernels.filter_threshold import MAX_VOCAB, filter_threshold
 from graphengine.kernels.interpreter import INTERPRET
 from tests.support.examples import examples
 
@@ -164,9 +164,11 @@ def test_the_process_s_default_dtype(device) -> None:
 
 
 def test_refuses(device) -> None:
-    """Bug: integers, a transposed matrix or settings of other rows read as if they were right."""
+    """Bug: integers, a transposed matrix or settings of other rows read as if they were right, or
+    sums of more tokens than have room run over."""
     logits = torch.randn(4, 6, device=device)
-    for bad in (logits.T, logits.int(), logits[:, :0]):
+    too_many = torch.empty(1, MAX_VOCAB + 1, device=device)
+    for bad in (logits.T, logits.int(), logits[:, :0], too_many):
         with pytest.raises(ValueError, match="logits"):
             filter_threshold(bad, torch.zeros(4), *(torch.zeros(2),) * 4)
     best = argmax_rows(logits)

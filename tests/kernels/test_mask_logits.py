@@ -58,15 +58,23 @@ def test_forced_tokens_are_drafts(device, B, G) -> None:
 
 
 def test_refusals(device) -> None:
-    """Bug: a mask of another shape is read beyond its end."""
+    """Bug: a mask, or what is said of requests, of another shape is read beyond its end."""
     logits = torch.zeros(4, 70, device=device)
     mask, is_on = torch.zeros(4, 3, dtype=torch.int32, device=device), torch.ones(2, device=device)
     with pytest.raises(ValueError, match="need int32"):
         mask_logits_(logits, mask[:, :2], is_on.int())
-    with pytest.raises(ValueError, match="is_on"):
-        mask_logits_(logits, mask, is_on)
+    with pytest.raises(ValueError, match="need int32"):
+        mask_logits_(logits, mask.repeat(1, 2)[:, ::2], is_on.int())
+    for bad in (is_on, torch.ones(3, dtype=torch.int32, device=device)):
+        with pytest.raises(ValueError, match="is_on"):
+            mask_logits_(logits, mask, bad)
     with pytest.raises(ValueError, match="strides"):
         mask_logits_(logits.T, torch.zeros(70, 1, dtype=torch.int32, device=device), is_on.int())
     ids = torch.zeros(2, 4, dtype=torch.int64, device=device)
+    step = ids[:, 0].contiguous()
     with pytest.raises(ValueError, match="words"):
-        publish_drafts_(ids, ids, is_on.int(), ids[:, 0].contiguous(), ids[:, :3])
+        publish_drafts_(ids, ids, is_on.int(), step, ids[:, :3])
+    with pytest.raises(ValueError, match="step"):
+        publish_drafts_(ids, ids, is_on.int(), ids[:, 0], ids)
+    with pytest.raises(ValueError, match="is_on"):
+        publish_drafts_(ids, ids, is_on[:1].int(), step, ids)

@@ -138,6 +138,7 @@ def test_refusals(device) -> None:
         (0, torch.zeros(4, 80, device=device)[:, ::2]),
         (5, gate[:3]),
         (4, None),
+        (5, None),
     ):
         bad = [wrong if i == place else one for i, one in enumerate(good)]
         with pytest.raises(ValueError, match=r"need|contiguous|neither"):

@@ -139,6 +139,7 @@ def test_refusals(device) -> None:
         (3, matrices[0][:5].contiguous()),
         (4, matrices[1].float()),
         (5, matrices[2].transpose(1, 2)),
+        (5, matrices[2].repeat(1, 1, 2)[..., ::2]),
         (6, Shared(shared.gate_up_JD[:40], shared.down_DI[:, :20], shared.gate_1D)),
     ):
         bad: list[Any] = list(good)
@@ -146,3 +147,6 @@ def test_refusals(device) -> None:
         h, update, norm, router, gate_up, down, own = bad
         with pytest.raises(ValueError, match=r"need|contiguous"):
             experts_row(h, update, norm, eps, router, gate_up, down, own, 2, True)
+    for args in ((x, matrices[0][:, :39], None), (x, matrices[0], shared.gate_1D[:, :39])):
+        with pytest.raises(ValueError, match="need"):
+            router_logits(*args)

@@ -81,9 +81,11 @@ def test_parts_are_their_rounded_sum(device: str, normed: bool) -> None:
 
 
 def test_refusals(device: str) -> None:
-    """Bug: columns past the projection's end are read."""
+    """Bug: columns past the projection's end, or in front of it, are read."""
     x, projected, _, _ = make(device, (4, 5, 32), HALF, 0)
     with pytest.raises(ValueError, match="need 4 rows with 160 columns from 25 on"):
         output_gate(x, projected, 25, None, EPS)
+    with pytest.raises(ValueError, match="from -1 on"):
+        output_gate(x, projected, -1, None, EPS)
     with pytest.raises(ValueError, match="need 4 rows"):
         output_gate(x, projected[:3], 0, None, EPS)

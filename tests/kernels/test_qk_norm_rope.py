@@ -156,6 +156,8 @@ def test_no_rows(device) -> None:
         ({"qkv": lambda x: x.double()}, "dtype"),
         ({"qkv": lambda x: x[:, :-1]}, "columns"),
         ({"rope": lambda x: x.bfloat16()}, "float32"),
+        ({"rope": lambda x: x[:, :8].contiguous()}, "float32"),
+        ({"rope": lambda x: x.repeat(1, 2)[:, ::2]}, "rope has strides"),
         ({"positions": lambda x: x[:-1]}, "positions"),
         ({"slots": lambda x: x[:-1]}, "slots"),
         ({"cache": lambda x: x[:, ::2]}, "plane"),

@@ -251,8 +251,14 @@ def test_chosen_configs_fit(hidden, width, weight_bytes) -> None:
     assert choose_config(0, 4096, 4096) is None
 
 
-def in_fp8(x: torch.Tensor, weight: torch.Tensor, x_scale: torch.Tensor, w_scale: torch.Tensor):
-    return torch.stack([x, x]).to(FP8), weight.to(FP8), SMALL, Fp8Scales(x_scale, w_scale)
+def in_fp8(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    x_scale: torch.Tensor,
+    w_scale: torch.Tensor,
+    num: int = 2,
+):
+    return torch.stack([x] * num).to(FP8), weight.to(FP8), SMALL, Fp8Scales(x_scale, w_scale)
 
 
 @pytest.mark.parametrize(
@@ -266,7 +272,9 @@ def in_fp8(x: torch.Tensor, weight: torch.Tensor, x_scale: torch.Tensor, w_scale
         (lambda x, w: skinny_linear(x, w.to(FP8), SMALL), "scales belong to"),
         (lambda x, w: skinny_linear(x.to(FP8), w.to(FP8), SMALL), "with scales"),
         (lambda x, w: skinny_linear(*in_fp8(x, w, torch.ones(3), torch.ones(19))), "weight's"),
+        (lambda x, w: skinny_linear(*in_fp8(x, w, torch.ones(3), torch.ones(20), 3)), "2, T, D"),
         (lambda x, w: skinny_linear(*in_fp8(x, w, torch.ones(4), torch.ones(20))), "x's scale"),
+        (lambda x, w: skinny_linear(x, w, SMALL._replace(cols=128, num_stages=1)), "num_stages"),
         (lambda x, w: skinny_swiglu(x, w[:-1], SMALL), "as many gate rows"),
         (lambda x, w: skinny_linear_partials(x, w, 0, SMALL), "num_splits 0"),
     ],

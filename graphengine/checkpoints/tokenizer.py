@@ -13,7 +13,7 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, is_dataclass
 from functools import partial
 from numbers import Number
@@ -161,6 +161,7 @@ class Tokenizer:
 
         try:
             plain, kwargs = _plain(messages), _plain(template_kwargs or {})
+            plain = list(map(_as_templates_read, plain))
             # A private character cuts a spelled token in two, which are then encoded apart.
             said = json.dumps([plain, kwargs], ensure_ascii=False, default=str)
             cut = next(char for char in map(chr, range(0xE000, 0xF8FF)) if char not in said)
@@ -241,6 +242,20 @@ def _plain(value: Any) -> Any:
     if is_dataclass(value) and not isinstance(value, type):
         return _plain(asdict(value))
     raise ValueError(f"a message holds a {type(value).__name__}; pass text in its place")
+
+
+def _as_templates_read(message: dict[str, Any]) -> dict[str, Any]:
+    """A turn as clients give it out, with null where nothing is said and a call's arguments as
+    JSON: templates read text and an object, which is what vLLM gives them. Mutates: message."""
+    if message.get("content", "") is None:
+        message["content"] = ""
+    calls = message.get("tool_calls")
+    for call in calls if isinstance(calls, list) else []:
+        said = call.get("function") if isinstance(call, Mapping) else None
+        if isinstance(said, dict) and isinstance(said.get("arguments"), str | None):
+            with suppress(ValueError):  # what a model wrote wrongly is told as it is
+                said["arguments"] = json.loads(said.get("arguments") or "{}")
+    return message
 
 
 def _within(seconds: float, call: Callable[[], Any]) -> Any:

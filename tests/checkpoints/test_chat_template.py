@@ -198,6 +198,39 @@ def test_what_a_template_is_given(tmp_path: Path) -> None:
         tokenizer.encode_chat([{"role": "user", "content": "hi"}], {"date": b"a"})
 
 
+@pytest.mark.parametrize("arguments", ['{"city": "<|im_end|>"}', {"city": "<|im_end|>"}])
+def test_a_turn_that_calls_tools(tmp_path: Path, arguments: Any) -> None:
+    """Bug: an agent gives its client's turn back, and the template finds no text in it, or writes
+    the call's arguments, which are JSON already, as JSON of a text."""
+    directory = make_target(tmp_path, layers=1)
+    template = (
+        "{% for message in messages %}{{ message.content + '|' }}{% for call in message.tool_calls "
+        "%}{{ call.function.arguments | tojson }}{% endfor %}{% endfor %}"
+    )
+    (directory / "chat_template.jinja").write_text(template)
+    call = {"type": "function", "function": {"name": "f", "arguments": arguments}}
+    turns: Any = [
+        {"role": "user", "content": "hi", "tool_calls": None},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+    ]
+    tokenizer = Tokenizer(directory)
+    ids = tokenizer.encode_chat(turns)
+    assert tokenizer.decode(ids, skip_special_tokens=False) == 'hi||{"city": "<|im_end|>"}'
+    assert tokenizer._hf.get_vocab()["<|im_end|>"] not in ids
+
+
+@pytest.mark.parametrize("arguments", ["{broken", "", None])
+def test_arguments_that_are_no_json(tmp_path: Path, arguments: str | None) -> None:
+    """Bug: a call that the model wrote wrongly, or without arguments, ends the conversation."""
+    directory = make_target(tmp_path, layers=1)
+    template = "{{ messages[0].tool_calls[0].function.arguments | tojson }}"
+    (directory / "chat_template.jinja").write_text(template)
+    call = {"type": "function", "function": {"name": "f", "arguments": arguments}}
+    turns: Any = [{"role": "assistant", "content": "", "tool_calls": [call]}]
+    text = Tokenizer(directory).decode(Tokenizer(directory).encode_chat(turns))
+    assert text == ('"{broken"' if arguments else "{}")
+
+
 @pytest.mark.parametrize("template", [5, 0, [{"name": "default", "template": 5}]])
 def test_a_template_that_is_no_text(tmp_path: Path, template: Any) -> None:
     """Bug: a number in its place is found at the first prompt, minutes after the start."""

@@ -126,8 +126,8 @@ def verify(ctx: click.Context, model: str | None, draft: str | None, **options: 
             "--matrix runs every graph mode; leave out --graph-mode and --attention-backend"
         )
     shared.check_places(options)
-    bundled = model is None and draft is None
     model, draft = named_pair(model, draft)
+    bundled = (model, draft) == named_pair(None, None)
     is_sampled, file = options["temperature"] > 0, options["prompt_file"]
     is_forced = options["forced_acceptance"]
     default = SAMPLED_NEW_TOKENS if is_sampled else FORCED_NEW_TOKENS if is_forced else 128

@@ -225,12 +225,16 @@ def test_matrix_on_a_gpu(dtype: str, tmp_path: Path) -> None:
 
 def test_limits_of_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
     """Bug: the bundled pair's floor is held against other blocks, texts or engines than it was
-    measured with, or wins over --min-acceptance; float32 has bfloat16's tolerance, or 0 the
-    default's."""
+    measured with, not against the pair's own where it is named, or wins over --min-acceptance;
+    float32 has bfloat16's tolerance, or 0 the default's."""
     runs: list[cli_verify._Run] = []
     monkeypatch.setattr(cli_verify._Run, "compare_tokens", lambda run, _: not runs.append(run))
     for typed, dtype, floor, tolerance in (
         ("", "float32", 13.5, 0.2),
+        ("tiny", "float32", 13.5, 0.2),
+        ("--draft tiny", "float32", 13.5, 0.2),
+        ("--draft ngram", "float32", None, 0.2),
+        ("tiny-hybrid", "float32", None, 0.2),
         ("--min-acceptance 5 --tolerance 0.1", "float32", 5, 0.1),
         ("--num-speculative-tokens 7", "float32", None, 0.2),
         ("--max-new-tokens 63 --tolerance 0", "float32", None, 0.0),

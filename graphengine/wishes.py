@@ -26,6 +26,7 @@ from graphengine.decode.grammar import Matcher
 from graphengine.decode.request import Request
 from graphengine.decode.sampling import Sampling, random_seed
 from graphengine.startup.build import Built
+from graphengine.startup.options import check_default_device
 
 _NO_PROMPT = (
     "{kind} is no prompt; pass text, a list of token ids (int), or a list of messages "
@@ -112,6 +113,7 @@ def asked_for(
         ValueError: with the remedy.
         TypeError: `sampling` is something else.
     """
+    check_default_device()
     if sampling is not None and not isinstance(sampling, SamplingParams):
         raise TypeError(
             f"sampling is {sampling!r}; pass a SamplingParams, or its values by name "

@@ -7,6 +7,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
 from graphengine import TINY_DRAFT, TINY_TARGET, Engine
 from graphengine.api import GenerationResult
@@ -195,3 +196,19 @@ def test_impossible_values(engine: Engine, params: dict[str, Any], message: str)
     with pytest.raises(ValueError, match=message):
         engine.generate(ASKED, **params)
     assert not engine.built.loop.has_work or engine.built.loop.reset() is None
+
+
+@pytest.mark.parametrize("params", [{}, {"regex": "[a-z]+"}])
+def test_another_default_device(engine: Engine, params: dict[str, Any]) -> None:
+    """Bug: under `torch.set_default_device("cuda")`, a script's habit, what the host prepares lies
+    on the GPU: an error from within torch, or a grammar's compiler writes to the GPU's address."""
+    calls = (
+        lambda: Engine.from_pretrained(TINY_TARGET, device="cpu"),
+        lambda: engine.generate(ASKED, max_new_tokens=2, **params),
+        lambda: engine.stream(ASKED, max_new_tokens=2, **params),
+    )
+    with torch.device("meta"):
+        for call in calls:
+            with pytest.raises(ValueError, match=r"default device is meta.*set_default_device\('c"):
+                call()
+    assert engine.generate(ASKED, max_new_tokens=2, **params)[0].finish_reason == "length"

@@ -53,7 +53,7 @@ from graphengine.models.layers import quantize_fp8
 from graphengine.startup.compilers import name_compilers_, use_own_folder_
 from graphengine.startup.draft_width import measure_widths, with_widths
 from graphengine.startup.memory import MemoryPlan, device_memory, num_positions, plan_memory
-from graphengine.startup.options import resolve_options
+from graphengine.startup.options import check_default_device, resolve_options
 from graphengine.startup.warmup import EAGER_ROWS, settle_vector_math, warm_up
 
 _LOG = logging.getLogger(__name__)
@@ -92,6 +92,7 @@ def build(
         ValueError: anything that does not fit, with the value and the remedy.
     """
     began = time.perf_counter()
+    check_default_device()
     settle_vector_math()
     target_name, draft_name = named_pair(target_name, draft_name)
     target_config, draft_config = read_configs(target_name, draft_name)

@@ -49,6 +49,18 @@ def speculation_limit(target: ModelConfig, draft: DraftSpec | None) -> int:
     return positions - draft.num_verify_rows
 
 
+def check_default_device() -> None:
+    """Refuses another default device of this thread, on which what the host prepares would lie.
+
+    Raises: ValueError: with the remedy.
+    """
+    if (device := torch.get_default_device()).type != "cpu":
+        raise ValueError(
+            f"torch's default device is {device}; call torch.set_default_device('cpu') or leave "
+            "the `with torch.device(..)`: an engine runs on its own option `device`"
+        )
+
+
 def resolve_options(options: Options, target: ModelConfig, draft: DraftSpec | None) -> EngineConfig:
     """Decides every "auto" and refuses what cannot work.
 

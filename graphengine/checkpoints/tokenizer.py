@@ -30,6 +30,7 @@ CONTEXT = 8  # tokens before a new one that its text may depend on; a character 
 CUT = 3  # bytes, and so replacements, that a window may begin or end with within a character
 _CUTS = range(CONTEXT, CONTEXT + CUT + 1)  # one of them is within no character
 MAX_TEMPLATE_CHARS, MAX_TEMPLATE_S = 1 << 20, 5.0  # published ones: 20 thousand, milliseconds
+_OF_A_PART = re.compile(r"""['"]text\\?['"]|\.text\b""")  # in a template that reads parts
 
 Message = Mapping[str, str]
 """One chat turn: {"role": "user", "content": ".."}."""
@@ -161,7 +162,8 @@ class Tokenizer:
 
         try:
             plain, kwargs = _plain(messages), _plain(template_kwargs or {})
-            plain = list(map(_as_templates_read, plain))
+            takes_parts = bool(_OF_A_PART.search(self.chat_template or ""))
+            plain = [_as_templates_read(message, takes_parts) for message in plain]
             # A private character cuts a spelled token in two, which are then encoded apart.
             said = json.dumps([plain, kwargs], ensure_ascii=False, default=str)
             cut = next(char for char in map(chr, range(0xE000, 0xF8FF)) if char not in said)
@@ -244,11 +246,20 @@ def _plain(value: Any) -> Any:
     raise ValueError(f"a message holds a {type(value).__name__}; pass text in its place")
 
 
-def _as_templates_read(message: dict[str, Any]) -> dict[str, Any]:
-    """A turn as clients give it out, with null where nothing is said and a call's arguments as
-    JSON: templates read text and an object, which is what vLLM gives them. Mutates: message."""
-    if message.get("content", "") is None:
+def _as_templates_read(message: dict[str, Any], takes_parts: bool) -> dict[str, Any]:
+    """A turn as clients give it out, with null where nothing is said, text in parts and a call's
+    arguments as JSON: templates read text and an object, which is what vLLM gives them.
+
+    Args: takes_parts: the template reads text in parts itself.
+    Mutates: message.
+    """
+    content = message.get("content", "")
+    if content is None:
         message["content"] = ""
+    elif isinstance(content, list) and not takes_parts:
+        parts = [part for part in content if isinstance(part, dict) and part.get("type") == "text"]
+        if len(parts) == len(content) and all(isinstance(part.get("text"), str) for part in parts):
+            message["content"] = "\n".join(part["text"] for part in parts)
     calls = message.get("tool_calls")
     for call in calls if isinstance(calls, list) else []:
         said = call.get("function") if isinstance(call, Mapping) else None

@@ -130,6 +130,21 @@ def test_a_message_in_parts(tmp_path: Path) -> None:
     assert tokenizer._hf.decode(ids) == "a" + "<|im_end|>" * 3
 
 
+@pytest.mark.parametrize("content", ["message.content", "message['content'] | trim"])
+def test_parts_where_a_template_reads_text(tmp_path: Path, content: str) -> None:
+    """Bug: an agent's message in parts, as its client's API has them, reaches the model as Python
+    spells a list (Llama 3.1's template), or is refused as "no attribute startswith" (Qwen3's)."""
+    directory = make_target(tmp_path, layers=1)
+    template = f"{{% for message in messages %}}{{{{ {content} }}}}{{% endfor %}}"
+    (directory / "chat_template.jinja").write_text(template)
+    parts = [{"type": "text", "text": "a context"}, {"type": "text", "text": "<|im_end|>"}]
+    message: Any = {"role": "user", "content": parts}
+    tokenizer = Tokenizer(directory)
+    ids = tokenizer.encode_chat([message])
+    assert tokenizer._hf.decode(ids) == "a context\n<|im_end|>"
+    assert tokenizer._hf.get_vocab()["<|im_end|>"] not in ids
+
+
 @dataclass
 class Part:
     text: str

@@ -228,20 +228,32 @@ def _encode(built: Built, prompt: Any, asked: SamplingParams) -> list[int]:
     if not isinstance(prompt, str):
         prompt = _items(prompt)
         try:
-            return _ids_within(built.target.vocab_size, prompt)
+            ids = _ids_within(built.target.vocab_size, prompt)
         except TypeError:  # entries that are no integers
             pass
+        else:
+            _check_template(asked, "token ids have")
+            return ids
         if not all(isinstance(message, Mapping) for message in prompt):
             kinds = sorted({type(entry).__name__ for entry in prompt})
             raise ValueError(_NO_PROMPT.format(kind=f"a list of {' and '.join(kinds)}"))
+        if any(not isinstance(message.get("role"), str) for message in prompt):
+            raise ValueError(_NO_PROMPT.format(kind="a message without a role"))
+        if asked.raw:
+            raise ValueError("raw: messages have a chat template; pass text, or leave out raw")
     if built.tokenizer is None:
         raise ValueError("this model has no tokenizer; pass token ids instead of text")
     if isinstance(prompt, str):
-        if asked.raw and asked.chat_template_kwargs is not None:
-            raise ValueError(
-                "chat_template_kwargs: raw text has no chat template; leave out one of the two"
-            )
         if asked.raw:
+            _check_template(asked, "raw text has")
             return built.tokenizer.encode_prompt(prompt)
         prompt = [{"role": "user", "content": prompt}]
     return built.tokenizer.encode_chat(prompt, asked.chat_template_kwargs)
+
+
+def _check_template(asked: SamplingParams, whose: str) -> None:
+    """Refuses arguments of a chat template that is not used. Raises: ValueError."""
+    if asked.chat_template_kwargs is not None:
+        raise ValueError(
+            f"chat_template_kwargs: {whose} no chat template; leave out one of the two"
+        )

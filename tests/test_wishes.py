@@ -75,6 +75,10 @@ def test_what_a_template_is_given(engine: Engine, monkeypatch: pytest.MonkeyPatc
     assert given == [more, more, None, more]
     with pytest.raises(ValueError, match="raw text has no chat template; leave out one"):
         engine.generate(TEXTS[0], max_new_tokens=1, raw=True, chat_template_kwargs=more)
+    with pytest.raises(ValueError, match="token ids have no chat template; leave out one"):
+        engine.generate([5, 6], max_new_tokens=1, chat_template_kwargs=more)
+    with pytest.raises(ValueError, match="raw: messages have a chat template; pass text, or"):
+        engine.generate([[_user("hi")]], max_new_tokens=1, raw=True)
     for wrong in ("{", "[1]", "[" * 99_999, 5, {5: 1}):
         with pytest.raises(ValueError, match=r"chat_template_kwargs is .*; expected a JSON object"):
             engine.generate(TEXTS[0], max_new_tokens=1, chat_template_kwargs=wrong)
@@ -91,6 +95,7 @@ def test_what_a_template_is_given(engine: Engine, monkeypatch: pytest.MonkeyPatc
         (["hi", 5], "prompt 2 of 2: int is no prompt"),
         ([5, "hi"], "a list of int and str is no prompt"),
         ([[1], [2.0]], "prompt 2 of 2: a list of float is no prompt"),
+        ([{"content": "hi"}], "a message without a role is no prompt"),  # templates leave it out
         (["hi", [7, 10**9]], r"prompt 2 of 2: token ids \[1000000000\] lie outside"),
     ],
 )
@@ -107,6 +112,13 @@ def test_max_new_tokens_is_a_number(engine: Engine, value: Any) -> None:
     """Bug: a fraction is a TypeError of the page allocator."""
     with pytest.raises(ValueError, match=r"max_new_tokens is .*; expected an integer from 1 up"):
         engine.generate("hi", max_new_tokens=value)
+
+
+def test_none_is_nothing() -> None:
+    """Bug: vLLM's defaults for what ends an answer or is not to be said, None, are refused."""
+    nothing = {"stop": None, "stop_token_ids": None, "bad_words": None, "logit_bias": None}
+    wishes: Any = {"max_new_tokens": 4, "ignore_eos": True}
+    assert SamplingParams(**wishes, **nothing) == SamplingParams(**wishes)
 
 
 def test_ids_in_arrays(engine: Engine) -> None:

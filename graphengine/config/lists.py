@@ -16,7 +16,9 @@ _OF_THE_CALL = {"chat_template", "conversation", "tokenize"}  # of transformers'
 
 
 def parse_texts(name: str, value: Any) -> tuple[str, ...]:
-    """One text, or several."""
+    """One text, or several; None, vLLM's default, is none."""
+    if value is None:
+        return ()
     texts = (value,) if isinstance(value, str) else value
     found = tuple(texts) if isinstance(texts, Iterable) else ()
     wrong = not isinstance(texts, Iterable) or isinstance(texts, Mapping | bytes)
@@ -34,7 +36,9 @@ def parse_choice(value: Any) -> tuple[str, ...]:
 
 
 def parse_token_ids(name: str, value: Any) -> tuple[int, ...]:
-    """Numbers, or "7,99"."""
+    """Numbers, or "7,99"; None, vLLM's default, is none."""
+    if value is None:
+        return ()
     items = [part.strip() for part in value.split(",")] if isinstance(value, str) else value
     if isinstance(items, Iterable) and not isinstance(items, Mapping | bytes):
         found = [_token_id(item) for item in items]

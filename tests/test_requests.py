@@ -167,6 +167,8 @@ def test_reasons_in_vllm_s_words(engine: Engine) -> None:
     [
         ({"stop": ""}, "stop is ''; expected a text or several"),
         ({"stop": ["a", 3]}, "stop is"),
+        ({"stop": 5}, "stop is 5; expected a text or several"),
+        ({"stop": {"a": 1}}, r"stop is \{'a': 1\}"),
         ({"stop_token_ids": [-1]}, r"stop_token_ids is \[-1\]; expected token ids from 0 up"),
         ({"stop_token_ids": [10**9]}, r"stop_token_ids has \[1000000000\].*the vocabulary of"),
         ({"logit_bias": {10**9: 1.0}}, r"logit_bias has \[1000000000\].*the vocabulary of"),

@@ -114,6 +114,10 @@ BAD_DRAFTER: dict[str, tuple[Json, str]] = {
     # T03: taps are never guessed.
     "no-taps": ({"dflash__target_layer_ids": MISSING}, r"no dflash_config\.target_layer_ids"),
     "empty-taps": ({"dflash__target_layer_ids": []}, r"no dflash_config\.target_layer_ids"),
+    "empty-alias-of-taps": (
+        {"dflash__target_layer_ids": MISSING, "dflash__layer_ids": []},
+        r"no dflash_config\.target_layer_ids",
+    ),
     "text-taps": ({"dflash__target_layer_ids": "1,2"}, r"no dflash_config\.target_layer_ids"),
     "duplicate-taps": ({"dflash__target_layer_ids": [1, 9, 9]}, "duplicates"),
     "negative-taps": ({"dflash__target_layer_ids": [1, -1]}, "holds -1"),

@@ -166,6 +166,7 @@ RULES: dict[str, tuple[Json, tuple[AttentionRule, ...]]] = {
         four_and_one(False, False),
     ),
     "all-causal": ({**MIX, "is_causal": True}, four_and_one(True, True)),
+    "mixed-use_swa": ({**MIX, "dflash__use_swa": True}, four_and_one(True, False)),
     "use_swa": (
         {"layer_types": MISSING, "dflash__use_swa": True, "sliding_window": 1024},
         (AttentionRule(causal=False, window=1024),) * 5,

@@ -162,6 +162,7 @@ def test_published_files(tmp_path: Path) -> None:
     ("change", "text"),
     [
         ({"rope_parameters": None}, "rope_theta"),
+        ({"rope_parameters": {"rope_theta": 1e7, "partial_rotary_factor": 1.5}}, "a share of a"),
         ({"attn_output_gate": False}, "attn_output_gate false"),
         ({"output_gate_type": "sigmoid"}, "output_gate_type 'sigmoid'"),
         ({"linear_conv_kernel_dim": 3}, "linear_conv_kernel_dim 3"),
@@ -173,6 +174,7 @@ def test_published_files(tmp_path: Path) -> None:
         ({"layer_types": [D, D]}, "no layer has full_attention"),
         ({"full_attention_interval": 1}, "full_attention_interval 1 disagree"),
         ({"model_type": "qwen4_exp"}, "model_type 'qwen4_exp'"),
+        ({"model_type": "qwen3_5"}, "'qwen3_5' has no text_config"),
     ],
 )
 def test_what_would_change_the_result_is_refused(

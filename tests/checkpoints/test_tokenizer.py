@@ -34,6 +34,17 @@ def test_lone_surrogates_are_named(tokenizer: Tokenizer) -> None:
         tokenizer.encode_chat([{"role": "user", "content": text}])
 
 
+def test_a_grammar_needs_the_whole_tokenizer(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bug: the first request with a grammar is a traceback where transformers' tokenizer is one of
+    its own in Python."""
+    tokenizer = Tokenizer(directory)
+    monkeypatch.setattr(tokenizer, "_hf", object())
+    with pytest.raises(ValueError, match=r"need a tokenizer\.json; fetch it"):
+        tokenizer.as_json()
+
+
 @pytest.mark.parametrize("front", ["", "<|im_start|> ", "<|im_start|> <|endoftext|> "])
 def test_a_prompt_begins_as_its_model_was_trained(tmp_path: Path, front: str) -> None:
     """Bug: a text that Llama is to continue lacks <|begin_of_text|>, which transformers and vLLM

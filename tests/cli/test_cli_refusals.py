@@ -94,11 +94,30 @@ def test_no_prompt(cli: Run) -> None:
     refused(cli(model=None, input="\n"), "--prompt", "--prompt-file", "stdin")
 
 
+def test_no_stdin(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: where a service has closed stdin, `run` without a prompt is a traceback."""
+    monkeypatch.setattr("sys.stdin", None)
+    with pytest.raises(ValueError, match="no prompt: pass --prompt"):
+        collect_prompts((), None)
+
+
 def test_raw_has_no_turns(cli: Run, tmp_path: Path) -> None:
     """Bug: --raw silently drops the conversation between turns."""
     path = tmp_path / "turns.jsonl"
     path.write_text('{"turns": ["a", "b"]}')
     refused(cli("--raw", "--prompt-file", str(path), model=None), "--raw")
+
+
+def test_json_is_no_chat(cli: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: --json on a terminal begins a chat whose answers nobody sees before its end."""
+    monkeypatch.setattr("graphengine.cli.run.collect_prompts", lambda *_: None)
+    refused(cli("--json"), "--json needs the prompts beforehand", "--prompt-file")
+
+
+def test_nvtx_without_its_package(cli: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: --nvtx names nothing, and the profile that was to have ranges has none."""
+    monkeypatch.setattr("graphengine.names.enable", lambda: False)
+    refused(cli("--prompt", "x", "--nvtx"), "--nvtx", "install nvtx")
 
 
 def test_long_prompt(cli: Run) -> None:

@@ -118,9 +118,10 @@ def test_a_triton_without_compilers(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 def test_no_folder(variables: Any) -> None:
     """Bug: a read-only home directory ends a run that would work with the compilers' defaults."""
     assert set(variables(GRAPHENGINE_CACHE="").values()) == {None}
-    done = CliRunner().invoke(cli.main, ["compile"], env={"GRAPHENGINE_CACHE": ""})
-    assert done.exit_code == 2
-    assert "GRAPHENGINE_CACHE" in done.stderr
+    for command in (["compile"], ["run", "--prompt", "x", "--artifact", "x.tar.gz"]):
+        done = CliRunner().invoke(cli.main, command, env={"GRAPHENGINE_CACHE": ""})
+        assert done.exit_code == 2
+        assert "GRAPHENGINE_CACHE" in done.stderr
 
 
 @pytest.mark.parametrize("place", ["file", "file/below", "~nobody_of_this_name"])
@@ -163,6 +164,18 @@ def test_refusals(tmp_path: Path) -> None:
     assert done.exit_code == 2
     assert "--fresh would drop" in done.stderr
     assert not (tmp_path / "d").exists()
+
+
+def test_a_pipe_holds_no_artifact(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: --output that is no regular file is refused behind minutes of compiling."""
+
+    def load(*_: object, **__: object) -> None:
+        raise AssertionError
+
+    monkeypatch.setattr(Engine, "from_pretrained", load)
+    os.mkfifo(tmp_path / "pipe")
+    done = CliRunner().invoke(cli.main, ["compile", "--output", str(tmp_path / "pipe")])
+    assert done.exit_code == 2 and "is no regular file" in done.stderr
 
 
 def test_fresh_begins_with_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

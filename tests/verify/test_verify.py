@@ -124,6 +124,7 @@ def test_speculators_directory_alone(few: Path, tmp_path: Path) -> None:
         (("--draft", "none", "--min-acceptance", "2"), "--min-acceptance needs a drafter"),
         (("--draft", "none", "--forced-acceptance"), "replaces a drafter's drafts"),
         (("--temperature", "1", "--forced-acceptance"), "leave out --temperature"),
+        (("--min-acceptance", "2", "--forced-acceptance"), "and --min-acceptance"),
         (("--prompt-file", "missing.jsonl"), "missing.jsonl"),
         # Past every range check; in the JSON they would be no JSON.
         (("--tolerance", "nan"), "'--tolerance': nan: pass a finite number"),
@@ -138,6 +139,14 @@ def test_refusals(args: tuple[str, ...], message: str) -> None:
     result = verify(*args)
     assert result.exit_code == 2, result.output
     assert message in " ".join(result.stderr.split())
+
+
+def test_conversations_are_refused(tmp_path: Path) -> None:
+    """Bug: of a prompt file's turns all but the first are left out."""
+    path = tmp_path / "turns.jsonl"
+    path.write_text('{"turns": ["a", "b"]}')
+    result = verify("--prompt-file", str(path))
+    assert result.exit_code == 2 and "verify takes single prompts" in result.stderr
 
 
 def test_a_prompt_past_the_context(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

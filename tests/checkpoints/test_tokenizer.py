@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given, settings
@@ -43,6 +44,18 @@ def test_a_grammar_needs_the_whole_tokenizer(
     monkeypatch.setattr(tokenizer, "_hf", object())
     with pytest.raises(ValueError, match=r"need a tokenizer\.json; fetch it"):
         tokenizer.as_json()
+
+
+def test_an_interrupt_is_no_damage(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: Ctrl-C within a tokenizer's work is told as a damaged file, with exit code 2."""
+
+    def encode(text: str) -> list[int]:
+        raise KeyboardInterrupt
+
+    tokenizer = Tokenizer(directory)
+    monkeypatch.setattr(tokenizer, "_pieces", SimpleNamespace(encode=encode))
+    with pytest.raises(KeyboardInterrupt):
+        tokenizer.encode("a")
 
 
 @pytest.mark.parametrize("front", ["", "<|im_start|> ", "<|im_start|> <|endoftext|> "])

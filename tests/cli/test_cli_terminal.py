@@ -284,6 +284,17 @@ def test_every_command_tells_its_end(
     assert isinstance(done.exception, SystemExit)
 
 
+def test_a_reader_that_has_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: `graphs | head -1` ends in a message about the system."""
+
+    def fail(*args: Any) -> None:
+        raise BrokenPipeError(32, "Broken pipe")
+
+    monkeypatch.setattr("graphengine.checkpoints.pairs.named_pair", fail)
+    done = CliRunner().invoke(main, ["graphs"])
+    assert done.exit_code == 1 and "Broken pipe" not in done.stderr
+
+
 class _Destroyed:
     def __init__(self, number: int) -> None:
         self.number = number

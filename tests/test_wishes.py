@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -214,6 +215,23 @@ def test_nothing_is_queued_by_a_wish(engine: Engine) -> None:
     one, other = wishes_of(built, ["a", [5]], asked, sampled, 0.0)
     assert other.ids == [5] and one.sampled.seed != other.sampled.seed
     assert one.matcher is not other.matcher and not built.loop.has_work
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        ({"stop": "a"}, "no tokenizer, so stop and bad_words have no tokens"),
+        ({"bad_words": ["a"]}, "no tokenizer, so stop and bad_words have no tokens"),
+        ({"regex": "a"}, "regex needs this model's tokenizer"),
+    ],
+)
+def test_wishes_without_a_tokenizer(engine: Engine, asked: dict[str, Any], message: str) -> None:
+    """Bug: words to end at or to ban are dropped in silence, or a grammar is a traceback."""
+    built = replace(engine.built, tokenizer=None, grammars=None)
+    with pytest.raises(ValueError, match=message):
+        wishes_of(built, [[5]], *asked_for(built, None, asked), 0.0)
+    with pytest.raises(ValueError, match="no tokenizer; pass token ids with --prompt-file"):
+        encode(None, [[5], "a"], True)
 
 
 def test_a_refusal_reaches_another_process() -> None:

@@ -189,3 +189,14 @@ def test_a_lock_of_the_headers_counts_too(tmp_path: Path) -> None:
         fcntl.flock(lock, fcntl.LOCK_EX)
         assert drop_damaged(tmp_path / "code", headers) == 0
     assert drop_damaged(tmp_path / "code", headers) == 1
+
+
+def test_files_that_are_no_library(tmp_path: Path) -> None:
+    """Bug: a file of zeros, as a full disk leaves it, is loaded; or another file is taken away, or
+    is a traceback."""
+    (folder := tmp_path / "xy").mkdir()
+    (folder / "notes.so").write_text("ours")
+    for name, size in (("a.so", 0), ("b.so", 9), ("c.o", 999)):
+        (folder / name).write_bytes(bytes(size))
+    assert drop_damaged(tmp_path) == 3
+    assert os.listdir(folder) == ["notes.so"]

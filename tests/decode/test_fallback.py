@@ -302,6 +302,19 @@ def test_no_memory_for_plain_decode(
         assert_idle(engine)
 
 
+def test_a_fault_is_no_lack_of_memory(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: a defect in what decodes plainly is told as a lack of memory, and never found."""
+
+    def build() -> Any:
+        raise RuntimeError("a defect")
+
+    with pair.engine() as engine:
+        fallback = loop_of(engine).fallback
+        monkeypatch.setattr(fallback, "_build_plain", build)
+        with pytest.raises(RuntimeError, match="a defect"):
+            fallback.plain_lane()
+
+
 @pytest.mark.usefixtures("impatient")
 def test_building_is_tried_once(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     """Bug: where memory lacks, every judgement builds and warns again, a stall in each answer."""

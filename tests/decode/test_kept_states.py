@@ -121,6 +121,16 @@ def test_states_go_with_their_pages() -> None:
     assert len(set(slots.allocate(4))) == 4
 
 
+def test_more_states_than_there_are() -> None:
+    """Bug: a request that cannot be had takes every state that is kept."""
+    slots = StateSlots(4)
+    keep(PrefixCache(9, SIZE, slots), [0] * 3)
+    before = slots.counts()
+    with pytest.raises(MemoryError, match="4 states asked, 3 of 3 free"):
+        slots.allocate(4)
+    assert slots.counts() == before and len(set(slots.allocate(3))) == 3
+
+
 def test_the_state_that_was_used_last_is_kept() -> None:
     """Bug: the state of a text that is asked for again and again makes room for one that nobody
     has asked for since."""

@@ -101,7 +101,8 @@ def damaged(kind: str, good: bytes, path: Path) -> None:
     elif kind == "bad manifest":
         tar_of(path, [(tarfile.TarInfo(artifact.MANIFEST), b'{"version": 1, "platform": [1]}')])
     elif kind == "other version":
-        tar_of(path, [(tarfile.TarInfo(artifact.MANIFEST), b'{"version": 99}')])
+        other = manifest.replace(b'"version": 1', b'"version": 99')
+        tar_of(path, [(tarfile.TarInfo(artifact.MANIFEST), other)])
     elif kind == "escape":
         tar_of(path, [first, (tarfile.TarInfo("inductor/../../../evil"), b"x")])
     elif kind == "absolute":

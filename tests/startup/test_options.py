@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 
 from graphengine.checkpoints.hub import HYBRID_TARGET, TINY_DRAFT, TINY_TARGET
 from graphengine.config.draft import DraftConfig
@@ -22,6 +23,22 @@ def test_nothing_to_quantize(quantization: Any, draft: str | None) -> None:
     options = Options(device="cpu", draft_quantization=quantization)
     with pytest.raises(ValueError, match=f"--draft-quantization {quantization} needs a drafter"):
         resolve_options(options, *read_configs(TINY_TARGET, draft))
+
+
+@pytest.mark.parametrize(
+    ("options", "has_gpu", "message"),
+    [
+        ({"device": "cuda"}, False, "--device cuda: torch sees no CUDA device; use --device cpu"),
+        ({"graph_mode": "full", "attention_backend": "torch"}, True, "full needs an attention"),
+    ],
+)
+def test_what_this_machine_or_backend_cannot(
+    monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], has_gpu: bool, message: str
+) -> None:
+    """Bug: who asked for the GPU gets the CPU in silence; or a capture fails after a load."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
+    with pytest.raises(ValueError, match=message):
+        resolve_options(Options(**options), *read_configs(TINY_TARGET, None))
 
 
 @pytest.mark.parametrize("asked", [None, False, True])

@@ -183,3 +183,9 @@ def test_notes_that_cannot_be_written(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.stderr", FullDisk())
     report.print_note(report.stderr_console(quiet=False), "loading")
     report.print_failures([answer(error="lost")])
+
+
+def test_notes_that_nobody_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: a shell that closed stderr (2>&-) ends `run` at its first note."""
+    monkeypatch.setattr("sys.stderr", None)
+    report.print_note(report.stderr_console(quiet=False), "loading")

@@ -142,6 +142,16 @@ def test_prompts_that_do_not_fit_together(pair: tuple[Path, Path]) -> None:
         run_prefill(engine, case(input_len=60, batch=4), NO_GPU)
 
 
+def test_a_request_that_the_context_ends(pair: tuple[Path, Path]) -> None:
+    """Bug: an answer that is cut short is timed as if it were whole."""
+    asked: dict[str, Any] = {"input_lens": (40,), "num_iters": 1, "seed": 0, "output_len": 50}
+    with (
+        Engine.from_pretrained(*pair, buckets=(1,), device="cpu", max_model_len=64) as engine,
+        pytest.raises(ValueError, match=r"--output-len 50 after 40 tokens .* of 64 is full"),
+    ):
+        run_prefills(engine, NO_GPU, lambda line: None, **asked)
+
+
 def test_whole_requests_are_of_one_prompt_alone(pair: tuple[Path, Path]) -> None:
     """Bug: a batch whose prompts fit is refused for the length of answers that it does not give."""
     options: dict[str, Any] = {"buckets": (1, 4), "device": "cpu", "max_model_len": 64}

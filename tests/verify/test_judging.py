@@ -6,6 +6,7 @@ import math
 from typing import Any
 
 import pytest
+import torch
 
 from graphengine.config.options import SamplingParams
 from graphengine.decode.metrics import Acceptance
@@ -13,7 +14,7 @@ from graphengine.verify.check import MIN_IDENTICAL, Limits, Place, decide, disag
 from graphengine.verify.report import _table, describe
 from graphengine.verify.run import Cell, CellResult
 from graphengine.verify.teacher import Scores
-from graphengine.verify.told import Transcript, wrong_end
+from graphengine.verify.told import Transcript, _compare, wrong_end
 from tests.support.byte_tokens import FallsBackToBytes
 
 STOP = 9
@@ -166,3 +167,11 @@ def test_a_stop_that_is_one_character_of_two_tokens() -> None:
     told = Transcript([1], ids, [3], 9, "stop", Acceptance(3), asked=asked, text="a")
     assert len(ids) == 3
     assert wrong_end(told._replace(stop_reason="\u00e8"), (), tokenizer) is None
+
+
+def test_log_probabilities_begin_with_the_token_itself() -> None:
+    """Bug: an entry that names another token first, as likely as the one that was said, passes."""
+    true_V = torch.tensor([0.4, 0.4, 0.2]).log()
+    said, other = {1: float(true_V[1])}, {0: float(true_V[0])}
+    assert _compare(true_V, 1, 1, said | other, 0.01)[1] is None
+    assert _compare(true_V, 1, 1, other | said, 0.01)[1] == "0 stands first, 1 was said"

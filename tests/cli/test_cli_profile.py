@@ -7,16 +7,18 @@ import subprocess
 import sys
 import time
 import xml.etree.ElementTree as ET
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from graphengine import names
+from graphengine import TINY_DRAFT, TINY_TARGET, Engine, names
 from graphengine.cli import profile as cli_profile
 from graphengine.config.declaration import declarations
 from graphengine.config.options import Options
 from graphengine.measure import profile_run
+from graphengine.measure.profiled_steps import Workload, cuda_profiler_range, run_steps
 from graphengine.profiles import nsys, torch_trace
 from graphengine.profiles.result_schema import validate
 from tests.support import checkpoints
@@ -225,6 +227,36 @@ def test_nsys_runs_this_command_once_per_preset(fake_nsys: Path, tmp_path: Path)
         assert {name: child[name] for name in same} == {name: options[name] for name in same}
     # Measured once.
     assert options_of(*calls[2][calls[2].index("m") :])["read_gbps"] == 5.0
+
+
+def test_steps_that_the_context_ends() -> None:
+    """Bug: medians of no steps are a traceback, where drafts are accepted more often than never."""
+    options: dict[str, Any] = {"max_model_len": 64, "simulate_acceptance": 4.0}
+    workload = Workload(bucket=1, input_len=9, num_steps=15, warmup=2, seed=0)  # 36 of 55 tokens
+    with (
+        Engine.from_pretrained(TINY_TARGET, TINY_DRAFT, buckets=(1,), **options) as engine,
+        pytest.raises(ValueError, match="context of 64 tokens is full before"),
+    ):
+        run_steps(engine, workload, nullcontext())
+
+
+def test_what_only_a_gpu_s_profile_needs(
+    fake_nsys: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bug: a missing report is quoted as a fault of nsys; where nsys is missing torch records in
+    its place; or nsys records steps without names, hours for nothing."""
+    monkeypatch.setenv("PATH", str(fake_nsys.parent), prepend=":")
+    result = invoke("profile", "--read", str(tmp_path / "missing.nsys-rep"))
+    assert result.exit_code == 2 and "no such file" in " ".join(result.stderr.split())
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr(nsys, "find_nsys", lambda: None)
+    monkeypatch.setattr(profile_run, "_record", lambda *_: {})
+    monkeypatch.setattr(profile_run, "report", lambda *_: None)
+    with pytest.raises(ValueError, match="--tool nsys: nsys is not on the PATH"):
+        profile_run.run(None, None, options_of("--tool", "nsys"), tmp_path, lambda text: None)
+    monkeypatch.setitem(sys.modules, "nvtx", None)
+    with pytest.raises(ValueError, match="nvtx package is missing"), cuda_profiler_range():
+        pass
 
 
 def test_nsys_that_fails_is_quoted(fake_nsys: Path, tmp_path: Path) -> None:

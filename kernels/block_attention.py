@@ -58,7 +58,7 @@ class LaunchConfig(NamedTuple):
     kv_tile: int = 64  # keys of one iteration; halved for fp32
     chunk: int = 128  # keys dealt to a split at a time; a multiple of kv_tile, a power of two
     one_split: int = 256  # up to this length one split takes all keys and nothing is merged
-    num_warps: int = 4  # doubled for fp32
+    num_warps: int = 4  # 8 for fp32
     num_stages: int = 3
     fused_merge: bool = True  # merge inside the kernel; otherwise in a second launch
     polls: int = 4096  # fused: how long a split waits to share the merge; 0 leaves it to the last
@@ -120,24 +120,28 @@ def choose_config(
 ) -> LaunchConfig:
     """The default sizes for Z splits (`tools/bench_kernels.py --sweep block_attention`).
 
-    Tiles are large where they fit. Against tiles of 64 keys, microseconds at 400 / 1k / 8k keys,
-    H200, pages of 16: batch 8 12.8 / 23.4 / 98.4 -> 12.2 / 17.4 / 76.0, batch 16 13.9 / 28.0 /
-    179.8 -> 14.2 / 24.9 / 137.3 (profiles/results/2026-11-22-h200-attention-sweep.json); batch 1, a
-    whole step after 8,192 tokens, 5.76 -> 5.63 ms (profiles/LOG.md). With many
-    splits, batch 1, one split up to 512 keys instead of 256 costs 3 us a layer, up to 64 gains
-    nothing; there the prefetch sends for all that a split of a short request reads. With the few
-    rows of plain decoding two stages do: a step of Qwen3-4B 2.393 -> 2.380 ms with pages that hold
-    a tile (profiles/results/2026-11-22-h200-attention-pages.json).
+    Tiles are large where they fit. Against tiles of 64 keys in three stages, microseconds at 400 /
+    1k / 8k keys, H200, pages of 16: batch 8 12.8 / 23.4 / 98.4 -> 12.2 / 17.4 / 76.0, batch 16
+    13.9 / 28.0 / 179.8 -> 14.2 / 24.9 / 137.3
+    (profiles/results/2026-11-22-h200-attention-sweep.json). With many splits, where the programs
+    are few and a split has one or two tiles, what counts is that all of its loads are under way at
+    once, and that few partials have to be merged: six stages of 64 keys there and chunks of 256,
+    for a block of one row three stages of 128 keys, and eight warps where heads are too wide for
+    either (profiles/LOG.md). There the prefetch sends for all that a split of a short request
+    reads, and one split for up to 512 keys instead of 256 costs 3 us a layer, up to 64 gains
+    nothing.
 
     Args: row_bytes: of one key, H * element size. smem_bytes: shared memory that a program may use.
         packed_rows: block_length * N/K.
     """
-    one_split = 256 if num_splits > 4 else 512
+    many = num_splits > 4
+    one_split = 256 if many else 512
     wide = LaunchConfig(kv_tile=128, one_split=one_split, prefetch=num_splits > 2)
     if (2 * wide.kv_tile * wide.num_stages + MAX_ROWS) * row_bytes > smem_bytes:
-        return LaunchConfig(one_split=one_split if num_splits > 2 else 1024)
-    if num_splits > 4 and packed_rows <= MIN_ROWS:
-        return wide._replace(num_stages=2)
+        num_warps = 8 if many and packed_rows > MIN_ROWS else 4
+        return LaunchConfig(one_split=one_split if num_splits > 2 else 1024, num_warps=num_warps)
+    if many and packed_rows > MIN_ROWS:
+        return wide._replace(kv_tile=64, num_stages=6, chunk=256)
     return wide._replace(chunk=256) if num_splits == 1 else wide
 
 
@@ -244,7 +248,7 @@ def block_attention(
     if q_TNH.dtype == torch.float32:
         # An fp32 product keeps its operands in registers: with 4 warps a thread of a 64 x 128 tile
         # spilled 20 kB (ptxas for sm_90a, triton 3.6), for which the driver reserves gigabytes.
-        kv_tile, num_warps = kv_tile // 2, num_warps * 2
+        kv_tile, num_warps = kv_tile // 2, 8
     if config.chunk % kv_tile or config.chunk & (config.chunk - 1):
         raise ValueError(f"chunk {config.chunk}: a power of two and a multiple of {kv_tile} keys")
     pdl = config.pdl and supports_pdl(q_TNH.device)

@@ -6,9 +6,12 @@ import pytest
 import torch
 
 from graphengine.kernels.block_attention import (
+    HOPPER_SMEM_BYTES,
+    MAX_ROWS,
     LaunchConfig,
     Workspace,
     block_attention,
+    choose_config,
     choose_num_splits,
     workspace,
 )
@@ -297,6 +300,33 @@ def test_number_of_splits() -> None:
     assert [choose_num_splits(b, 8, 132) for b in (1, 2, 4, 8, 16, 64)] == [16, 8, 4, 2, 1, 1]
     assert choose_num_splits(1, 1, 132) == MAX_SPLITS
     assert choose_num_splits(1, 8, 132, packed_rows=65) == 8
+
+
+@pytest.mark.parametrize("packed_rows", [1, 16, 17, 64, 96])
+@pytest.mark.parametrize("row_bytes", [32, 128, 256, 512])
+def test_chosen_sizes_fit(row_bytes, packed_rows) -> None:
+    """Bug: stages that are more than a multiprocessor's shared memory, so that no launch succeeds
+    for some head width or batch; or, alone, fewer than a split's first loads: 1 to 4 us a layer."""
+    for num_splits in range(1, MAX_SPLITS + 1):
+        config = choose_config(num_splits, row_bytes, packed_rows=packed_rows)
+        assert config.chunk % config.kv_tile == 0
+        rows = 2 * config.kv_tile * config.num_stages + MAX_ROWS
+        assert rows * row_bytes <= HOPPER_SMEM_BYTES
+        if num_splits > 4:
+            assert config.kv_tile * config.num_stages > config.chunk
+
+
+def test_chunks_of_a_block_alone(device) -> None:
+    """Bug: with the sizes for one request, whose chunks hold four tiles, a split goes on with the
+    tile behind its own chunk, or leaves out the last one that is cut short."""
+    G, N, K, H, W = 5, 8, 2, 16, 7
+    starts = [251, 508, 760]
+    q, cache, table, start = make(device, torch.float32, starts, G, N, K, H, 128, W)
+    config = choose_config(5, packed_rows=G * N // K)
+    assert config.chunk == 4 * config.kv_tile
+    out = run(q, cache, table, start, G, True, 5, config)
+    expected = sdpa(q, cache, table, start, G, True)
+    torch.testing.assert_close(out.double(), expected, **TOLERANCE[torch.float32])
 
 
 def test_refuses_a_chunk_of_broken_tiles(device) -> None:

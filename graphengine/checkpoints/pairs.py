@@ -72,7 +72,7 @@ def verifier_of(directory: Path, name: str) -> str:
 
 def read_stop_ids(directory: Path, model: ModelConfig) -> tuple[tuple[int, ...], str]:
     """The tokens that end an answer, and the file that names them: generation_config.json, or
-    config.json where that names none.
+    config.json where that names none, or the tokenizer's, which is one.
 
     Raises:
         ValueError: the file is damaged, or none of them is of the vocabulary.
@@ -80,12 +80,28 @@ def read_stop_ids(directory: Path, model: ModelConfig) -> tuple[tuple[int, ...],
     path = directory / "generation_config.json"
     ids = read_json(path).integers("eos_token_id") if path.is_file() else ()
     ids, name = (ids, path.name) if ids else (model.eos_token_ids, "config.json")
+    if not ids and (end := _end_of_tokenizer(directory)) is not None:
+        ids, name = (end,), "tokenizer_config.json"
     if ids and min(ids) >= model.vocab_size:
         raise ValueError(
             f"{directory / name}: eos_token_id {list(ids)} lies outside vocab_size "
             f"{model.vocab_size}; write the ids of the end tokens, or fetch the file again"
         )
     return ids, name
+
+
+def _end_of_tokenizer(directory: Path) -> int | None:
+    """The id of the tokenizer's `eos_token`, which its files name by its text."""
+    path, vocabulary = directory / "tokenizer_config.json", directory / "tokenizer.json"
+    if not (path.is_file() and vocabulary.is_file()):
+        return None
+    end = read_json(path)[0].get("eos_token")
+    text = end.get("content") if isinstance(end, dict) else end
+    added = read_json(vocabulary)[0].get("added_tokens")
+    for token in added if text and isinstance(added, list) else []:
+        if isinstance(token, dict) and token.get("content") == text:
+            return token["id"] if isinstance(token.get("id"), int) else None
+    return None
 
 
 def read_json(path: Path) -> RawConfig:

@@ -209,7 +209,8 @@ def _weight_files(directory: Path) -> list[Path]:
             raise ValueError(f"{index}: {outside[:3]} lie outside the directory; not read")
         files = [directory / name for name in names]
     else:
-        files = sorted(directory.glob("*.safetensors"))
+        whole = directory / "model.safetensors"  # beside it may lie the same in another form
+        files = [whole] if whole.is_file() else sorted(directory.glob("*.safetensors"))
     pickles = sorted(f.name for f in directory.iterdir() if f.suffix in _PICKLES)
     if pickles and not files:
         raise ValueError(

@@ -221,6 +221,8 @@ def check_places(options: Mapping[str, Any]) -> None:
         folder = file.absolute().parent
         if name == "output_json":  # its folders are made
             folder = next(path for path in (folder, *folder.parents) if os.path.lexists(path))
+        if str(file) == "-":
+            raise ValueError(f"{option} -: goes to a file, not to stdout; pass its path")
         text = f"{option} {file}: cannot be written"
         if not folder.is_dir():
             raise ValueError(f"{text} (no such folder); make it first")

@@ -84,6 +84,34 @@ def test_a_generation_config_without_ends(tmp_path: Path) -> None:
         assert read_stop_ids(tmp_path, model) == found
 
 
+def test_an_end_that_the_tokenizer_alone_names(tmp_path: Path) -> None:
+    """Bug: a checkpoint whose configs name no end, as re-saved ones, answers to its budget, though
+    its tokenizer has an end; or the tokenizer's takes the place of one that they name; or a
+    tokenizer without one, or damaged, ends the start."""
+    model: Any = SimpleNamespace(eos_token_ids=(), vocab_size=8)
+    named, vocabulary = tmp_path / "tokenizer_config.json", tmp_path / "tokenizer.json"
+    vocabulary.write_text('{"added_tokens": [{"id": 3, "content": "<a>"}, {"content": "<b>"}, 1]}')
+    for text, found in (
+        ('{"eos_token": "<a>"}', (3,)),
+        ('{"eos_token": {"content": "<a>"}}', (3,)),
+        ('{"eos_token": "<b>"}', ()),
+        ('{"eos_token": "<c>"}', ()),
+        ('{"eos_token": null}', ()),
+        ("{}", ()),
+    ):
+        named.write_text(text)
+        name = named.name if found else "config.json"
+        assert read_stop_ids(tmp_path, model) == (found, name), text
+    named.write_text('{"eos_token": "<a>"}')
+    vocabulary.write_text('{"added_tokens": [{"id": 8, "content": "<a>"}]}')
+    with pytest.raises(ValueError, match=r"tokenizer_config\.json: eos_token_id \[8\] .* write"):
+        read_stop_ids(tmp_path, model)
+    vocabulary.write_text("{}")
+    assert read_stop_ids(tmp_path, model)[0] == ()
+    model.eos_token_ids = (7,)
+    assert read_stop_ids(tmp_path, model) == ((7,), "config.json")
+
+
 def test_ends_outside_the_vocabulary(tmp_path: Path) -> None:
     """Bug: no end token can come up, and every answer runs to its budget; or one of several, or the
     last row of the embedding, is refused."""

@@ -211,6 +211,13 @@ def test_truncated_file_is_refused(target: Path, keep: int) -> None:
         load_target(target)
 
 
+def test_the_same_weights_in_another_form_beside(target: Path) -> None:
+    """Bug: `consolidated.safetensors`, the same tensors under other names, is read as well, and a
+    checkpoint that loads everywhere else is refused for names that are not the model's."""
+    save_file({"layers.0.attention.wq.weight": torch.zeros(2)}, target / "consolidated.safetensors")
+    assert load_target(target)
+
+
 def test_missing_files_are_refused(tmp_path: Path) -> None:
     """Bug: a shard that was never fetched is noticed only through a missing tensor, or not."""
     sharded = make_target(tmp_path, tokenizer=False, sharded=True)
@@ -229,8 +236,8 @@ def test_missing_files_are_refused(tmp_path: Path) -> None:
 
 def test_tensor_in_two_files_is_refused(target: Path) -> None:
     """Bug: of two files with the same tensor one wins by the order of their names."""
-    tensors = load_file(target / "model.safetensors")
-    save_file({Q: tensors[Q]}, target / "model-old.safetensors")
+    whole = (target / "model.safetensors").rename(target / "model-00001-of-00002.safetensors")
+    save_file({Q: load_file(whole)[Q]}, target / "model-00002-of-00002.safetensors")
     with pytest.raises(ValueError, match="is in two files"):
         load_target(target)
 

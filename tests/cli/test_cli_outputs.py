@@ -74,6 +74,13 @@ def test_a_link_that_leads_to_itself(tmp_path: Path) -> None:
     check_places({"output_json": tmp_path / "x", "prompt_file": loop})  # its reader refuses it
 
 
+@pytest.mark.parametrize("name", ["output", "plot", "output_json"])
+def test_a_dash_is_no_file(name: str) -> None:
+    """Bug: `-`, stdout for other programs, makes a file of that name, and the pipe gets nothing."""
+    with pytest.raises(ValueError, match=r"--\S+ -: goes to a file, not to stdout"):
+        check_places({"output_json": None, name: Path("-")})
+
+
 def test_a_full_stdout_costs_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Bug: where stdout is full or closed, the JSON that nobody gets costs the result file too; or
     its loss is not told."""

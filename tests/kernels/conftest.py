@@ -44,9 +44,14 @@ LONG_IF_INTERPRETED = re.compile(
 )
 
 
+IN_GLUON = ("test_chunk_attention.py", "test_chunk_swiglu.py")  # which has no interpreter
+
+
 @pytest.hookimpl(tryfirst=True)  # before those with a mark are left out
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items if INTERPRET else []:
+        if item.path.name in IN_GLUON:
+            item.add_marker(pytest.mark.skip(reason="interpreted it is its reference again"))
         if LONG_IF_INTERPRETED.match(item.name):
             item.add_marker(pytest.mark.slow)
 

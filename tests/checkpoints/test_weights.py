@@ -300,6 +300,16 @@ def test_uniform_weights_are_those_of_the_peers_loader() -> None:
         assert weight.std() == pytest.approx(2e-3 / 12**0.5, rel=0.1)
 
 
+def test_dummy_weights_are_those_of_their_seed() -> None:
+    """Bug: a dummy drafter is drawn like its target, so that what both have alike is equal; or two
+    starts draw two models."""
+    declared = Weight("fc.weight", (8, 8))
+    first, again, other = (
+        RandomSource(CPU, torch.float32, seed).take(declared) for seed in (0, 0, 1)
+    )
+    assert torch.equal(first, again) and not torch.isin(first, other).any()
+
+
 def test_every_matrix_of_a_drafter_is_rounded(tmp_path: Path) -> None:
     """Bug: a matrix stays as it was, and an FP8 drafter reads twice that one's bytes."""
     target = make_target(tmp_path / "target", tokenizer=False)

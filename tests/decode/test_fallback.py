@@ -369,7 +369,8 @@ def test_the_first_reason_to_leave_counts() -> None:
 @pytest.mark.usefixtures("impatient")
 def test_what_was_due_is_measured_once() -> None:
     """Bug: behind the first measurement whoever leaves, for whatever reason, has another one taken,
-    also in the loop in which somebody decodes plainly: the generation ends in an assertion."""
+    also in the loop in which somebody decodes plainly: the generation ends in an assertion; or one
+    that was due as the last row ended is taken of nobody's, and counts from then on."""
     requests = [
         Request(
             request_id=i, prompt_ids=[1], max_total_tokens=9, stop_ids=(), acceptance=Acceptance(3)
@@ -381,13 +382,15 @@ def test_what_was_due_is_measured_once() -> None:
     plain.time_step = lambda timed: measured.append(len(timed)) or 1.0
     config = SimpleNamespace(acceptance_floor=0.0, fallback=True, speculation_limit=None)
     lane: Any = SimpleNamespace(config=config, must_drain=False, in_flight=[], step_s=0.1)
-    lane.size_for, lane.leave = lambda count: count, lambda leaving: None
+    lane.size_for, lane.leave = lambda count: max(count, 1), lambda leaving: None
     leaving = Fallback(lane, build_plain=lambda: plain)
-    for running, num_steps in ((requests[:1], 8), (requests, 3)):  # to be judged, and timed
+    for running, num_steps in ((requests[:1], 8), (requests[:1], 4), (requests, 3)):
         lane.rows = lane.running = running
         for _ in range(num_steps):
             leaving.judge([Verified(request, [], 0) for request in running], len(running), True)
-        assert lane.must_drain == (num_steps == 8)
+        assert lane.must_drain == (num_steps != 3)  # to be judged, and timed
+        if num_steps == 8:
+            lane.rows = lane.running = []
         if num_steps == 3:
             leaving.leave(running[:1], LAST_BLOCK)
         leaving.hand_over()

@@ -303,6 +303,31 @@ def test_a_small_context_needs_no_large_chunk() -> None:
     assert far_sizes_for(4096, are_long=True, keyed_in=4) == (128, 256, 512)
 
 
+def test_prompts_of_a_chunk(loop: DecodeLoop) -> None:
+    """Bug: a chunk of an engine of few rows keeps logits of sixteen prompts, which no plan has; or
+    it has more of them than blocks."""
+    pair = loop.prefill.pair
+
+    def most(bucket: int, size: int) -> int:
+        config = replace(pair.config, buckets=(1, bucket))
+        return FixedChunk(replace(pair, config=config), size).num_prompts
+
+    assert [most(*x) for x in ((1, 48), (2, 48), (32, 16), (32, 48), (32, 512))] == [1, 2, 1, 3, 16]
+
+
+def test_an_error_ends_what_a_chunk_was_to_tell(loop: DecodeLoop) -> None:
+    """Bug: behind an error the next prompts' first tokens are told to those before them as well."""
+    chunk, piece, told = loop.prefill.fixed[0], Piece([1, 2], 0, 2, [1]), list[bool]()
+
+    def explode(*_: Any) -> None:
+        raise RuntimeError("a defect")
+
+    with pytest.raises(RuntimeError, match="a defect"):
+        chunk.run([piece], explode)
+    chunk.run([piece], lambda *_: told.append(True))
+    assert told == [True]
+
+
 def test_no_token_has_no_log_probability(loop: DecodeLoop) -> None:
     """Bug: where a prompt's logits are not finite, one of token -1 is told."""
     table = loop.prefill.pair.target.weights.embed_VD

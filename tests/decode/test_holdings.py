@@ -91,6 +91,18 @@ def test_a_next_turn_takes_slots_for_the_rows_that_it_runs(
 
 
 @torch.no_grad()
+def test_a_scored_prompt_takes_no_slots_to_keep(pair: Pair) -> None:
+    """Bug: a prompt whose log-probabilities are asked for, which keeps no state, takes slots for
+    some all the same, and the states of other texts go."""
+    with pair.engine(buckets=(1,), page_size=8, max_logprobs=1) as loaded:
+        loop = loop_of(loaded)
+        request = loop.submit([*range(40)], 30, (), prompt_logprobs=0)
+        assert loop.holdings.take(request, 1)
+        assert not request.spare_slots and not request.answer_slots
+        loop.reset()
+
+
+@torch.no_grad()
 @pytest.mark.parametrize("spacing", [BLOCK - 1, BLOCK])
 def test_no_step_passes_two_places(pair: Pair, spacing: int) -> None:
     """Bug: a block is longer than the spacing of kept states: a step passes two places and leaves

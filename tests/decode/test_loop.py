@@ -11,6 +11,7 @@ import torch
 
 from graphengine.api import Engine
 from graphengine.decode.admission import Admission
+from graphengine.decode.guards import FallbackWarning
 from graphengine.decode.loop import Watch
 from tests.decode.test_engine import BLOCK, PROMPTS, Pair, assert_idle, loop_of
 
@@ -152,3 +153,25 @@ def test_what_is_still_to_be_handed_over_is_not_clean(engine: Engine) -> None:
         assert not loop.is_clean
         loop.reset()
         assert loop.is_clean
+
+
+@torch.no_grad()
+def test_a_reset_forgets_who_could_not_go_on(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bug: Ctrl-C comes between a hand-over that has failed a request and the step behind it, and
+    the next generation is told of that request, which it does not know: it ends in an error."""
+
+    def build() -> Any:
+        raise MemoryError
+
+    loop = loop_of(engine)
+    monkeypatch.setattr(loop.fallback, "_build_plain", build)
+    request = loop.submit(list(PROMPTS[0]), 9, ())
+    loop.admit()
+    loop.fallback.leave([request], "a test says so")
+    with pytest.warns(FallbackWarning):
+        loop.launch()
+    assert request.finish_reason == "error" and loop.has_work
+    loop.reset()
+    assert not loop.has_work

@@ -57,6 +57,22 @@ def test_a_chunk_that_comes_while_one_looks() -> None:
     assert asyncio.run(main()) == ["last"]
 
 
+def test_the_event_loop_runs_while_an_engine_closes() -> None:
+    """Bug: closing, which waits for a step, stops all that the process serves meanwhile."""
+    goes_on, seen = threading.Event(), list[bool]()
+
+    class Closing:
+        def close(self) -> None:
+            seen.append(goes_on.wait(0.5))
+
+    async def main() -> None:
+        asyncio.get_running_loop().call_later(0.01, goes_on.set)
+        await AsyncEngine(cast(Any, Closing())).close()
+
+    asyncio.run(main())
+    assert seen == [True]
+
+
 def test_a_text_is_encoded_beside_the_event_loop() -> None:
     """Bug: every other task stands still while one's long text is encoded."""
     goes_on = threading.Event()

@@ -8,10 +8,13 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import pytest
 
+from graphengine import api
 from graphengine.api import Engine, PromptError
 from graphengine.decode.loop import DecodeLoop
 from graphengine.handles import Handle, Serving
@@ -42,6 +45,20 @@ def test_threads_share_the_steps(engine: Engine, truth: dict[Any, list[int]]) ->
     assert found == truth
     loop = loop_of(engine)
     assert loop.allocator.num_free == loop.allocator.num_usable
+
+
+def test_two_threads_begin_at_once(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: of two threads whose first `submit` comes at the same time one is refused, for the other
+    is about to start what both need."""
+
+    def begin(*args: Any) -> Serving:
+        time.sleep(0.05)
+        return Serving(*args)
+
+    monkeypatch.setattr(api, "Serving", begin)
+    with ThreadPoolExecutor(2) as pool:
+        handles = list(pool.map(partial(submit, engine), ([5], [7])))
+    assert all(handle.result().token_ids for handle in handles)
 
 
 def test_several_prompts_of_one_call(engine: Engine, truth: dict[Any, list[int]]) -> None:
@@ -206,18 +223,26 @@ def test_close_frees_everything(pair: Pair) -> None:
     assert handle.done and left.done
 
 
-def test_an_engine_that_is_dropped_is_freed(pair: Pair, truth: dict[Any, list[int]]) -> None:
+def test_an_engine_that_is_dropped_is_freed(
+    pair: Pair, truth: dict[Any, list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Bug: behind the first `submit` an engine whose variable gets another value keeps its weights,
-    K/V and thread for the process's life; or it ends what still runs."""
+    K/V and thread for the process's life, or what ends that thread until then; or it ends what
+    still runs."""
+    at_exit: list[Callable[[], object]] = []
+    monkeypatch.setattr(atexit, "register", at_exit.append)
+    monkeypatch.setattr(atexit, "unregister", at_exit.remove)
     prompt, said = next(iter(truth.items()))
     engine = pair.engine()
     before = threading.active_count()
     loop, handle = weakref.ref(engine.built.loop), submit(engine, prompt)
     last = submit(engine, prompt, 60)
+    assert len(at_exit) == 1
     del engine
     gc.collect()
     assert handle.result().token_ids == said and len(last.result().token_ids) == 60
     soon(lambda: loop() is None and threading.active_count() == before)
+    assert not at_exit
 
 
 def test_a_stream_from_before_is_not_overtaken(engine: Engine) -> None:

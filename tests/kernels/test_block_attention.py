@@ -329,6 +329,17 @@ def test_chunks_of_a_block_alone(device) -> None:
     torch.testing.assert_close(out.double(), expected, **TOLERANCE[torch.float32])
 
 
+def test_sizes_by_splits_and_rows() -> None:
+    """Bug: a block of one row, or few splits, has the sizes of others, which nothing but the time
+    of a step tells."""
+    found = [choose_config(n) for n in (1, 2, 4, 16)] + [choose_config(16, packed_rows=16)]
+    assert [(c.kv_tile, c.num_stages, c.chunk) for c in found] == [
+        *((128, 3, 256), (128, 3, 128), (128, 3, 128), (64, 6, 256), (128, 3, 128))
+    ]
+    assert [choose_config(n, 512).num_warps for n in (4, 5)] == [4, 8]
+    assert choose_config(16, 512, packed_rows=16).num_warps == 4
+
+
 def test_refuses_a_chunk_of_broken_tiles(device) -> None:
     """Bug: the end of a chunk that is no multiple of the tile attended twice."""
     if device == "cpu" and not INTERPRET:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 
 from graphengine.decode import holdings
-from graphengine.decode.recurrence import KEPT_STATES
+from graphengine.decode.recurrence import KEPT_STATES, num_slots
 from tests.decode.test_engine import BLOCK, PROMPTS, Pair, assert_idle, loop_of
 from tests.decode.test_recurrence import HybridPair
 
@@ -100,6 +103,15 @@ def test_a_scored_prompt_takes_no_slots_to_keep(pair: Pair) -> None:
         assert loop.holdings.take(request, 1)
         assert not request.spare_slots and not request.answer_slots
         loop.reset()
+
+
+def test_where_nothing_is_shared_no_state_is_kept() -> None:
+    """Bug: an engine without a prefix cache has slots for states of prompts, which nobody finds:
+    several times the memory of its own."""
+    configs: list[Any] = [
+        SimpleNamespace(buckets=(1, 4), shares_prefixes=shares) for shares in (False, True)
+    ]
+    assert [num_slots(config) for config in configs] == [1 + 4, 1 + 4 + KEPT_STATES]
 
 
 @torch.no_grad()

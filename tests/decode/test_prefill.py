@@ -74,7 +74,7 @@ class Prompt(NamedTuple):
     prompt_ids: range
     num_cached_tokens: int = 0
     pages: tuple[int, ...] = ()
-    prompt_logprobs: None = None
+    prompt_logprobs: int | None = None
     finish_reason: None = None
     state_slot: int = 0
     spare_slots: tuple[int, ...] = ()
@@ -104,6 +104,16 @@ def pieces_of(
     works = list(replace(loop.prefill, **made).split(asked, Budget(budget, keyed_in).rows_at))
     assert all(len(work) == 1 for work in works)
     return [piece.num_rows for ((_, piece),) in works]
+
+
+def test_a_scored_prompt_runs_alone(loop: DecodeLoop) -> None:
+    """Bug: a prompt whose own log-probabilities are asked for, also 0 of them, shares a forward,
+    of which it alone is run then; or one has more rows than logits are planned for."""
+    scored = [Prompt(range(n), prompt_logprobs=k) for n, k in ((70, 0), (5, 1))]
+    asked: Any = [Prompt(range(10)), *scored, Prompt(range(4))]
+    works = loop.prefill.split(asked)
+    found = [[piece.num_rows for _, piece in work] for work in works]
+    assert found == [[10], [64], [6], [5], [4]]
 
 
 @pytest.mark.parametrize(

@@ -123,6 +123,12 @@ def test_a_group_that_we_are_also_in(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert others_can_write(tmp_path)
 
 
+def test_where_files_have_no_owner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: on a system without users' numbers every start ends in an AttributeError."""
+    monkeypatch.delattr(os, "geteuid")
+    assert others_can_write(tmp_path) is None
+
+
 @needs_compiler
 @needs_root
 @pytest.mark.parametrize("place", ["folder", "segments", "file", "pipe"])

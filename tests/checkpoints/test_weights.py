@@ -277,6 +277,23 @@ def test_buffers_of_old_checkpoints_are_ignored(target: Path) -> None:
     load_target(target)
 
 
+def test_what_is_whole_in_the_file_is_not_copied(
+    target: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bug: a matrix that is packed with no other is held twice while it loads."""
+    taken: list[Tensor] = []
+    take = Checkpoint.take
+
+    def recorded(self: Checkpoint, weight: Weight) -> Tensor:
+        taken.append(take(self, weight))
+        return taken[-1]
+
+    monkeypatch.setattr(Checkpoint, "take", recorded)
+    mixer = load_target(target).layers[0].mixer
+    assert isinstance(mixer, AttentionWeights)
+    assert any(mixer.o_DF is tensor for tensor in taken)
+
+
 def test_random_weights_have_the_checkpoints_shapes(target: Path, drafter: Path) -> None:
     """Bug: load_format dummy measures other shapes than the real checkpoint has."""
     config = ModelConfig.from_hf(json.loads((target / "config.json").read_text()))

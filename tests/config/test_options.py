@@ -150,6 +150,11 @@ def test_arguments_are_read_back() -> None:
     }
 
 
+def test_what_a_command_lacks_is_not_handed_on() -> None:
+    """Bug: a child is told `None` for an option that its command does not have, and refuses it."""
+    assert declarations(Options)["max_model_len"].arguments(None) == []
+
+
 @pytest.mark.parametrize(
     ("size", "text"),
     [(1023, "1023 B"), (1024, "1.00 KiB"), (1 << 30, "1.00 GiB"), (15 << 29, "7.50 GiB")],

@@ -21,6 +21,7 @@ from graphengine.config.rope import RopeConfig
 from graphengine.decode.attention import (
     Attention,
     BlockAttention,
+    ChunkAttention,
     FlashInferAttention,
     Layout,
     TorchAttention,
@@ -302,6 +303,15 @@ def test_no_two_programs_share_a_multiprocessor(block: int) -> None:
         made = BlockAttention.make_workspace(config, num_blocks, block, 132, device)
         of_a_split = num_blocks * 8 * -(-block * 4 // 64)
         assert len(made.lse_ZTN) == 132 // of_a_split
+
+
+def test_chunks_that_fill_a_gpu_have_no_partial_results() -> None:
+    """Bug: keys that are not split have partial results, which are then merged: 33 MB for 2,048
+    rows of an 8B."""
+    device = torch.device("meta")
+    assert ChunkAttention.make_workspace(MODEL, 12, 132, device) is None
+    made = ChunkAttention.make_workspace(MODEL, 11, 132, device)
+    assert made is not None and len(made.lse_ZTN) == 132 // (11 * MODEL.num_attention_heads)
 
 
 @pytest.mark.gpu

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -84,3 +85,18 @@ def test_largest_first(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     with pair.engine(buckets=(2, 1, 4)) as engine, torch.no_grad():
         assert order == [4, 2, 1]
         assert ids_only(engine, PROMPTS[:1], max_new_tokens=4) == [pair.plain(PROMPTS[0], 4)]
+
+
+@pytest.mark.parametrize("backend", ["flashinfer", "torch"])
+def test_prefills_attend_with_what_was_chosen(
+    monkeypatch: pytest.MonkeyPatch, backend: str
+) -> None:
+    """Bug: long prompts attend with the slow formula where FlashInfer is there, or the other way
+    round."""
+    monkeypatch.setattr(buckets, "FlashInferAttention", lambda *_: "flashinfer")
+    monkeypatch.setattr(buckets, "TorchAttention", lambda *_: "torch")
+    monkeypatch.setattr(buckets, "make_workspace", lambda device: None)
+    config: Any = SimpleNamespace(prefill_attention_backend=backend, page_size=16)
+    model: Any = None
+    where = torch.float32, torch.device("cpu")
+    assert buckets.prefill_attention(config, model, *where) == backend

@@ -244,6 +244,17 @@ def test_answers_of_one_grammar_stand_apart(grammars: Grammars, tokenizer: Token
     assert len(grammars._kept) == module.MAX_KEPT and constraint not in grammars._kept
 
 
+def test_nothing_is_ruled_out_behind_what_does_not_fit(
+    grammars: Grammars, tokenizer: Tokenizer
+) -> None:
+    """Bug: a check of an answer that left its grammar sees an error behind every later token too,
+    none of which its masks have chosen."""
+    matcher = grammars.matcher(Constraint("regex", "a"))
+    assert not matcher.allowed(2048).all()
+    assert matcher.advance(tokenizer.encode("b")) is not None
+    assert matcher.allowed(2048).all()
+
+
 def test_threads_share_a_tokenizer(tokenizer: Tokenizer) -> None:
     """Bug: two first requests build it twice."""
     asked: list[str] = []

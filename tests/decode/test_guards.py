@@ -55,6 +55,15 @@ def test_running_mean_is_the_windows(steps: list[list[int]]) -> None:
     assert judge.mean_acceptance_length == pytest.approx(expected)
 
 
+def test_a_step_whose_requests_have_all_ended_is_none() -> None:
+    """Bug: steps that are still in flight at an answer's end push what was seen out of the window,
+    or bring a judgement forward."""
+    judge = guard()
+    feed(judge, guards.WINDOW, [3])
+    assert feed(judge, guards.WINDOW, []) == 0
+    assert judge.mean_acceptance_length == 4
+
+
 def test_warning_comes_once_and_in_time() -> None:
     """Bug: a warning after a handful of unlucky steps, again with every step, or never."""
     judge = guard(floor=1.5)

@@ -5,12 +5,16 @@ from __future__ import annotations
 
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
 from graphengine.api import Engine
+from graphengine.decode.fallback import Fallback
+from graphengine.decode.guards import FallbackWarning
 from graphengine.decode.sampling import Controls, Sampling, random_seed, sample_rows
 from tests.decode.test_engine import BLOCK, PROMPTS, Pair, force, loop_of
 from tests.support.checkpoints import as_speculators, edit_config, make_drafter, make_target
@@ -123,3 +127,15 @@ def test_numbers_at_the_edge_of_their_types() -> None:
     last = Sampling(temperature=1.0, top_k=1 << 40, seed=2**63 - 1)
     assert last.numbered(1).seed == 0
     assert Controls.upload([last], torch.device("cpu")).top_k_B.tolist() == [2**31 - 1]
+
+
+def test_the_host_s_memory_can_lack_too() -> None:
+    """Bug: an error of memory that is not CUDA's, and may say nothing, ends a generation that could
+    do without plain decoding."""
+
+    def build() -> Any:
+        raise MemoryError
+
+    lane: Any = SimpleNamespace(config=SimpleNamespace(acceptance_floor=0.0, fallback=False))
+    with pytest.warns(FallbackWarning, match="no memory to build"):
+        assert Fallback(lane, build).plain_lane() is None

@@ -211,6 +211,20 @@ def test_the_gpu_decides_by_all_its_parts(monkeypatch: pytest.MonkeyPatch) -> No
     assert len(set(found)) == 3
 
 
+@pytest.mark.parametrize("failing", ["cuInit", "cuDeviceGetName", "cuDriverGetVersion"])
+def test_a_driver_without_a_gpu(monkeypatch: pytest.MonkeyPatch, failing: str) -> None:
+    """Bug: where a driver is installed and no GPU is there or visible, code is kept for a GPU
+    without a name."""
+
+    class Driver:
+        def __getattr__(self, name: str) -> Any:
+            return lambda *_: 100 if name == failing else 0  # CUDA_ERROR_NO_DEVICE
+
+    monkeypatch.setattr(artifact.ctypes, "CDLL", lambda name: Driver())
+    parts = artifact.platform_parts("auto")
+    assert parts["device"] == "cpu" and "gpu" not in parts
+
+
 def test_the_cpu_decides_by_what_it_can(monkeypatch: pytest.MonkeyPatch) -> None:
     """Bug: two CPUs of one name, with other instruction sets but as many, share a folder, and code
     of the one ends the other's process; or two of one kind do not, by the order of the names."""

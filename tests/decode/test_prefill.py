@@ -209,7 +209,7 @@ def test_a_request_cancelled_in_its_prefill(loop: DecodeLoop) -> None:
 
 def test_a_chunk_takes_no_more_prompts_than_it_has_rows_for_them(loop: DecodeLoop) -> None:
     """Bug: as many as its blocks hold, and what is sent ends in front of the last one's pages."""
-    made: Any = {"fixed": (Size(512, num_prompts=4),)}
+    made: Any = {"fixed": (Size(512, num_prompts=4),), "chunk": 2048}
     asked: Any = [Prompt(range(9))] * 6
     assert [len(work) for work in replace(loop.prefill, **made).split(asked)] == [4, 2]
 

@@ -213,6 +213,13 @@ def test_a_hub_model_is_not_fetched(monkeypatch: pytest.MonkeyPatch) -> None:
     assert asked == [True] and "hf download nobody/nothing" in found.problems["directory"]
 
 
+def test_nothing_more_is_said_of_files_that_are_not_there(tmp_path: Path) -> None:
+    """Bug: behind the error that names the folder stand others of its config and weights, in the
+    words of Python."""
+    found = read_model_files(tmp_path / "nowhere", with_tokenizer=True)
+    assert list(found.problems) == ["directory"] and found.directory is None
+
+
 def test_what_is_skipped_is_not_unexpected(copies: tuple[Path, Path]) -> None:
     """Bug: what the loader passes over, a table that old versions stored, is told as an error."""
     put_tensor(copies[0], "model.layers.0.self_attn.rotary_emb.inv_freq", torch.zeros(8))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,10 @@ import pytest
 
 from graphengine.checkpoints.hub import TINY_DRAFT
 from graphengine.checkpoints.tokenizer import Tokenizer
+from graphengine.config.draft import DraftConfig
+from graphengine.doctor.files import ModelFiles
+from graphengine.doctor.pair import pair_findings
+from graphengine.startup.build import read_configs
 from tests.support.checkpoints import as_speculators, edit_config
 from tests.support.doctored import Edit, check, dflash, errors, load, named
 
@@ -78,6 +83,16 @@ def test_amplitude_that_engines_read_in_two_ways(
         found = check(copies[0], draft)
         assert not found.has_errors
         assert bool(named(found, "draft.rope_amplitude")) == warned
+
+
+def test_more_draft_tokens_than_the_target_has() -> None:
+    """Bug: a reduced vocabulary that is larger than the target's is told as one that fits."""
+    target, draft = read_configs("qwen3-8b", "qwen3-8b-dflash-b16")
+    assert isinstance(draft, DraftConfig)
+    for more, level in ((0, "ok"), (1, "error")):
+        larger = replace(draft, draft_vocab_size=target.vocab_size + more)
+        found = pair_findings(ModelFiles(name="target"), target, ModelFiles(name="draft"), larger)
+        assert [f.level for f in found if f.name == "pair.draft_vocabulary"] == [level]
 
 
 def test_stop_tokens_outside_the_vocabulary(copies: tuple[Path, Path]) -> None:

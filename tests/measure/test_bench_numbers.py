@@ -8,7 +8,7 @@ from xml.etree import ElementTree
 import numpy
 import pytest
 
-from graphengine.measure.bench import CaseResult
+from graphengine.measure.bench import CaseResult, gpu_memory
 from graphengine.measure.report import Row, picture, speedups_, step_bars, table, tokens_equal
 from tests.support.bench_cases import case
 
@@ -38,6 +38,11 @@ def test_numbers() -> None:
     assert found["gpu_idle_percent"] == pytest.approx(20)
     assert found["floor_ms"] == pytest.approx(1.0)
     assert found["over_floor_ratio"] == pytest.approx(2.5)
+
+
+def test_a_cpu_has_no_memory_of_a_gpu() -> None:
+    """Bug: a result of a machine without a GPU says that 0 bytes of one are in use."""
+    assert gpu_memory() == {}
 
 
 def test_numbers_of_uneven_steps() -> None:

@@ -338,6 +338,7 @@ def test_sizes_by_splits_and_rows() -> None:
     ]
     assert [choose_config(n, 512).num_warps for n in (4, 5)] == [4, 8]
     assert choose_config(16, 512, packed_rows=16).num_warps == 4
+    assert choose_config(16, 256, smem_bytes=100 * 1024).num_warps == 4  # another GPU
 
 
 def test_refuses_a_chunk_of_broken_tiles(device) -> None:

@@ -40,8 +40,9 @@ def test_numbers() -> None:
     assert found["over_floor_ratio"] == pytest.approx(2.5)
 
 
-def test_a_cpu_has_no_memory_of_a_gpu() -> None:
+def test_a_cpu_has_no_memory_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Bug: a result of a machine without a GPU says that 0 bytes of one are in use."""
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     assert gpu_memory() == {}
 
 

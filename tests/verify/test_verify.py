@@ -122,6 +122,8 @@ def test_speculators_directory_alone(few: Path, tmp_path: Path) -> None:
         (("--matrix", "--graph-mode", "full"), "--matrix runs every graph mode"),
         (("--graph-mode", "full", "--device", "cpu"), "captures CUDA graphs"),
         (("--draft", "none", "--min-acceptance", "2"), "--min-acceptance needs a drafter"),
+        (("--min-acceptance", "16.5"), "a step commits 16 tokens at most"),
+        (("--min-acceptance", "9", "--num-speculative-tokens", "5,7"), "commits 8 tokens at most"),
         (("--draft", "none", "--forced-acceptance"), "replaces a drafter's drafts"),
         (("--temperature", "1", "--forced-acceptance"), "leave out --temperature"),
         (("--min-acceptance", "2", "--forced-acceptance"), "and --min-acceptance"),

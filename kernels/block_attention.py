@@ -138,9 +138,8 @@ def choose_config(
     one_split = 256 if many else 512
     wide = LaunchConfig(kv_tile=128, one_split=one_split, prefetch=num_splits > 2)
     if (2 * wide.kv_tile * wide.num_stages + MAX_ROWS) * row_bytes > smem_bytes:
-        full = many and packed_rows > MIN_ROWS and row_bytes > 256  # of four warps' registers
-        one_split = one_split if num_splits > 2 else 1024
-        return LaunchConfig(one_split=one_split, num_warps=8 if full else 4)
+        num_warps = 8 if many and packed_rows > MIN_ROWS and row_bytes > 256 else 4
+        return LaunchConfig(one_split=one_split if num_splits > 2 else 1024, num_warps=num_warps)
     if many and packed_rows > MIN_ROWS:
         return wide._replace(kv_tile=64, num_stages=6, chunk=256)
     return wide._replace(chunk=256) if num_splits == 1 else wide

@@ -294,11 +294,3 @@ def longest_context(model: str, draft: str | None, wanted: int) -> int:
     from graphengine.startup.options import speculation_limit
 
     return min(wanted, speculation_limit(*read_configs(model, draft)))
-
-
-def most_committed(model: str, draft: str | None, num_drafts: tuple[int, ...] | None) -> int:
-    """Tokens that a step can commit. Args: num_drafts: a step's, None for all of the drafter's."""
-    from graphengine.startup.build import read_configs
-
-    _, drafter = read_configs(model, draft)
-    return 1 + max(num_drafts or (drafter.num_draft_tokens if drafter else 0,))

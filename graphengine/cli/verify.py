@@ -14,7 +14,7 @@ import click
 from click.core import ParameterSource
 
 from graphengine.cli import options as shared
-from graphengine.cli.bench import longest_context, most_committed
+from graphengine.cli.bench import longest_context
 from graphengine.config.declaration import declarations
 from graphengine.config.options import Options, SamplingParams, without_drafter
 from graphengine.prompts import read_prompt_file
@@ -117,6 +117,7 @@ def verify(ctx: click.Context, model: str | None, draft: str | None, **options: 
     from graphengine.checkpoints.tokenizer import Tokenizer
     from graphengine.decode.grammar import llguidance_missing
     from graphengine.report import stderr_console
+    from graphengine.startup.build import read_configs
     from graphengine.verify.run import RETURNING, Mode, encode, returning
     from graphengine.verify.wishes import NUM_WISHES
 
@@ -141,9 +142,13 @@ def verify(ctx: click.Context, model: str | None, draft: str | None, **options: 
             "--forced-acceptance replaces a drafter's drafts, greedily; pass --draft, and leave "
             "out --temperature and --min-acceptance"
         )
-    least = options["min_acceptance"] or 0
-    if least and least > (most := most_committed(model, draft, options["num_speculative_tokens"])):
-        raise ValueError(f"--min-acceptance {least:g}: a step commits {most} tokens at most")
+    if least := options["min_acceptance"]:
+        _, drafter = read_configs(model, draft)
+        drafted = options["num_speculative_tokens"] or [drafter.num_draft_tokens if drafter else 0]
+        if least > (most := 1 + max(drafted)):
+            raise ValueError(
+                f"--min-acceptance {least:g}: a step commits at most {most} tokens; pass less"
+            )
     if options["all_options"] and is_sampled:
         raise ValueError("--all-options has temperatures of its own; leave out --temperature")
     _refuse_idle(ctx, is_sampled, options["all_options"])

@@ -1,10 +1,10 @@
 """Where the kernel tests run.
 
-On the CPU every test runs twice: here against the torch references, and in the subprocess of
-`test_interpreted.py`, which sets TRITON_INTERPRET=1 before triton is imported, against the Triton
-kernels. A subprocess, because triton reads the variable when a kernel is decorated: setting it in
-this process would turn every other test module's kernels into interpreted ones. On a GPU the
-compiled kernels run.
+On the CPU every test but those of a Gluon kernel alone (`IN_GLUON`) runs twice: here against the
+torch references, and in the subprocess of `test_interpreted.py`, which sets TRITON_INTERPRET=1
+before triton is imported, against the Triton kernels. A subprocess, because triton reads the
+variable when a kernel is decorated: setting it in this process would turn every other test module's
+kernels into interpreted ones. On a GPU the compiled kernels run.
 """
 
 import re
@@ -44,14 +44,15 @@ LONG_IF_INTERPRETED = re.compile(
 )
 
 
-IN_GLUON = ("test_chunk_attention.py", "test_chunk_swiglu.py")  # which has no interpreter
+# Of nothing but a Gluon kernel, which no interpreter runs: the plain run has all that they can say.
+IN_GLUON = ("test_chunk_attention.py", "test_chunk_swiglu.py")
 
 
 @pytest.hookimpl(tryfirst=True)  # before those with a mark are left out
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items if INTERPRET else []:
         if item.path.name in IN_GLUON:
-            item.add_marker(pytest.mark.skip(reason="interpreted it is its reference again"))
+            item.add_marker(pytest.mark.skip(reason="Gluon: nothing to interpret"))
         if LONG_IF_INTERPRETED.match(item.name):
             item.add_marker(pytest.mark.slow)
 

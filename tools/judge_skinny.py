@@ -35,6 +35,7 @@ from graphengine.measure.bench import Case, run_case
 from graphengine.profiles import result_schema
 
 Key = tuple[int, int, int, int]
+OUTPUT_LEN = 512  # of a request, in tokens
 Changes = dict[str, dict[Key, SkinnyConfig | None]]
 
 
@@ -108,8 +109,8 @@ class Steps:
             lane.rebuild()
             case = Case(
                 bucket=bucket,
-                input_len=128,
-                output_len=512,
+                input_len=self._args.input_len,
+                output_len=OUTPUT_LEN,
                 num_iters=self._args.num_iters,
                 warmup=10,
                 seed=1,
@@ -140,7 +141,7 @@ def options(args: argparse.Namespace) -> dict[str, Any]:
         "buckets": [args.bucket],
         "graph_mode": "full",
         "load_format": args.load_format,
-        "max_model_len": 896,
+        "max_model_len": args.input_len + OUTPUT_LEN + 256,
         "lazy_capture": True,
     } | (drafts if args.draft != "none" else {})
 
@@ -161,6 +162,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--model", default="qwen3-8b")
     parser.add_argument("--draft", default="qwen3-8b-dflash-b16", help="or none: plain decode")
     parser.add_argument("--bucket", type=int, default=1)
+    parser.add_argument("--input-len", type=int, default=128, help="tokens of a prompt")
     parser.add_argument("--load-format", default="dummy", choices=["dummy", "dummy-uniform"])
     parser.add_argument("--simulate-acceptance", type=float, default=6.35)
     parser.add_argument("--draft-quantization", default="fp8-dynamic")

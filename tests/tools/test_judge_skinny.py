@@ -56,7 +56,7 @@ def test_the_table_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
     engine: Any = SimpleNamespace(built=SimpleNamespace(loop=loop))
 
     def run_case(engine: Any, case: Any) -> Any:
-        seen.append((TUNED.get(KEY), TUNED.get(OTHER), lane.num_built, case.bucket))
+        seen.append((TUNED.get(KEY), TUNED.get(OTHER), lane.num_built, case.bucket, case.input_len))
         if TUNED.get(OTHER) is CONFIG:
             raise RuntimeError("out of shared memory")
         return SimpleNamespace(numbers=lambda gbps: {"step_p50_ms": 5.0, "step_mean_ms": 5.1})
@@ -67,13 +67,13 @@ def test_the_table_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
         "none": {KEY: None},
         "new": {OTHER: CONFIG},
     }
-    args = argparse.Namespace(bucket=16, num_iters=5, seconds=100.0)
+    args = argparse.Namespace(bucket=16, input_len=768, num_iters=5, seconds=100.0)
     steps = judge_skinny.Steps(engine, changes, args)
     assert [steps.ms(name, [name]) for name in changes] == [5.0, 5.0, None]
     assert seen == [
-        (CONFIG, None, 1, 16),
-        (None, None, 2, 16),
-        (table[KEY], CONFIG, 3, 16),
+        (CONFIG, None, 1, 16, 768),
+        (None, None, 2, 16, 768),
+        (table[KEY], CONFIG, 3, 16, 768),
         "reset",
     ]
     assert table == TUNED
@@ -114,5 +114,7 @@ def test_refusals(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 def test_plain_decoding_is_asked_for_without_drafts(draft: str) -> None:
     """Bug: with --draft none the engine is asked to draw its acceptance, which it refuses."""
     names = ("simulate_acceptance", "draft_quantization", "num_speculative_tokens")
-    args = argparse.Namespace(bucket=1, load_format="dummy", draft=draft, **dict.fromkeys(names, 1))
+    args = argparse.Namespace(
+        bucket=1, input_len=768, load_format="dummy", draft=draft, **dict.fromkeys(names, 1)
+    )
     assert set(judge_skinny.options(args)).isdisjoint(names) == (draft == "none")

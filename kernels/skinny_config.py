@@ -133,7 +133,8 @@ TUNED: dict[tuple[int, int, int, int], SkinnyConfig] = {
     (2560, 4096, 1, 256): SkinnyConfig(64, 128, 5, 3, 1, 4, 1, 1, 256),
     (19456, 2560, 1, 256): SkinnyConfig(192, 128, 4, 1, 1, 8, 1, 1, 256),
     (2560, 9728, 1, 256): SkinnyConfig(64, 128, 5, 3, 1, 4, 1, 1, 256),
-    # Hybrids, attention beside experts, Llama: chosen alone; 4B's hybrid by what its step takes.
+    # Hybrids, attention beside experts, Llama: chosen alone, then by what steps behind 768 tokens
+    # take, drafted and plain (2026-11-27-h200-*-judged-*.json).
     (12352, 2560, 2, 16): SkinnyConfig(64, 256, 5, 2, 1, 4, 2, 1),
     (10240, 2560, 2, 16): SkinnyConfig(64, 256, 5, 2, 1, 4, 2, 1),
     (18432, 2560, 2, 16): SkinnyConfig(192, 128, 4, 1, 1, 4, 2, 1, 16, 3),

@@ -120,6 +120,21 @@ def test_fp8(config) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("key", [k for k, c in TUNED.items() if k[3] == 16 and c.consumers])
+def test_entries_of_few_rows(key) -> None:
+    """Bug: an entry that was chosen for its time alone: tiles, splits or stages that leave a part
+    of its own matrix out, or an early start that reads what is not yet written."""
+    E, D, _, rows = key
+    for T in (1, 10, rows):
+        x, weight = make("cuda", T, E, D)
+        expected = x.double() @ weight.double().T
+        assert_close(skinny_linear_partials(x, weight, config=TUNED[key]).sum(0), expected)
+    if TUNED[key].num_splits == 1:
+        gate, up = expected.chunk(2, dim=-1)
+        assert_close(skinny_swiglu(x, weight, TUNED[key]), F.silu(gate) * up)
+
+
+@pytest.mark.gpu
 def test_swiglu_of_large_gates() -> None:
     """Bug: exp(-gate) overflows to inf / inf, NaN where silu is 0."""
     x = torch.full((65, 64), 30.0, device="cuda").bfloat16()

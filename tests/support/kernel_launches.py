@@ -94,7 +94,10 @@ def multiply_wide(T: int, kind: str, dtype: torch.dtype = BF16, is_tried: bool =
     E, D = (24576, 4096) if kind == "swiglu" else (4096, 4096)
     tried = variants(Case("8b", "", kind, E, D, T, dtype.itemsize))
     tuned = [
-        c for (rows, _, size, t), c in TUNED.items() if (t, rows, size) == (T, E, dtype.itemsize)
+        c
+        for (rows, _, size, t), c in TUNED.items()
+        if (t, size) == (T, dtype.itemsize) and (rows == E or T == 16)
+        if kind != "swiglu" or c.num_splits == 1
     ]
     for config in [c for c in {*tried * is_tried, *tuned} if c.cols]:
         x, weight = empty(T, D, dtype=dtype), empty(E, D, dtype=dtype)

@@ -5,7 +5,8 @@ power, attention and the kernels that overlap with it decide (profiles/LOG.md ha
 How: one engine; its bucket is built again with other entries, and graphengine bench's own case is
 timed. First the table as it is, then each change alone, then one change after another beside the
 best so far, each kept if the step is faster by more than --gain; at last the table again, which
-shows how far the machine drifted.
+shows how far the machine drifted. With --first-token it is a prompt's chunk that is captured
+again, and the time from a prompt's arrival to its first token that is judged.
 
     python tools/judge_skinny.py changes.json --model qwen3-8b --draft qwen3-8b-dflash-b16 \\
         --bucket 1 --seconds 100 --out judged.json
@@ -32,6 +33,8 @@ from graphengine.api import Engine
 from graphengine.capture.compile import forget
 from graphengine.kernels.skinny_config import TUNED, SkinnyConfig
 from graphengine.measure.bench import Case, run_case
+from graphengine.measure.first_token import PrefillCase, run_prefill
+from graphengine.measure.rates import Rates
 from graphengine.profiles import result_schema
 
 Key = tuple[int, int, int, int]
@@ -101,21 +104,11 @@ class Steps:
         changed: dict[Key, SkinnyConfig | None] = dict(self._table)
         for name in names:
             changed |= self._changes[name]
-        lane, bucket = self._engine.built.loop.first, self._args.bucket
         TUNED.clear()
         TUNED.update({key: config for key, config in changed.items() if config is not None})
         try:
             forget()
-            lane.rebuild()
-            case = Case(
-                bucket=bucket,
-                input_len=self._args.input_len,
-                output_len=OUTPUT_LEN,
-                num_iters=self._args.num_iters,
-                warmup=10,
-                seed=1,
-            )
-            result = run_case(self._engine, case)
+            numbers = self._first_token() if self._args.first_token else self._step()
         except Exception as error:  # does not compile or fit: no candidate
             print(f"{label}: {(str(error).splitlines() or [repr(error)])[0][:150]}", flush=True)
             self._engine.built.loop.reset()
@@ -123,11 +116,36 @@ class Steps:
         finally:
             TUNED.clear()
             TUNED.update(self._table)
-        numbers = result.numbers(1.0)
+        self.numbers[label] = numbers
+        name, ms = next(iter(numbers.items()))
+        print(f"{label:40} {ms:.4f} ms {name}", flush=True)
+        return ms
+
+    def _step(self) -> dict[str, float]:
+        """Of the bucket, built again."""
+        self._engine.built.loop.first.rebuild()
+        case = Case(
+            bucket=self._args.bucket,
+            input_len=self._args.input_len,
+            output_len=OUTPUT_LEN,
+            num_iters=self._args.num_iters,
+            warmup=10,
+            seed=1,
+        )
+        numbers = run_case(self._engine, case).numbers(1.0)
         kept = ("step_p50_ms", "step_p95_ms", "step_mean_ms", "mean_acceptance_length")
-        self.numbers[label] = {key: numbers[key] for key in kept if key in numbers}
-        print(f"{label:40} {numbers['step_p50_ms']:.4f} ms", flush=True)
-        return numbers["step_p50_ms"]
+        return {key: numbers[key] for key in kept if key in numbers}
+
+    def _first_token(self) -> dict[str, float]:
+        """Of prompts that take one chunk, captured again."""
+        loop, length = self._engine.built.loop, self._args.input_len
+        chunks = [chunk for chunk in loop.prefill.fixed if chunk.size >= length][:1]
+        if not chunks:
+            raise ValueError(f"--input-len {length}: no chunk of a fixed size holds such a prompt")
+        loop.first.builder.capture_chunks(chunks)
+        case = PrefillCase(input_len=length, batch=1, num_iters=self._args.num_iters, seed=1)
+        numbers = run_prefill(self._engine, case, Rates(0.0, 0.0))
+        return {key: numbers[key] for key in ("first_p50_ms", "ttft_p50_ms", "host_p50_ms")}
 
 
 def options(args: argparse.Namespace) -> dict[str, Any]:
@@ -163,11 +181,16 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--draft", default="qwen3-8b-dflash-b16", help="or none: plain decode")
     parser.add_argument("--bucket", type=int, default=1)
     parser.add_argument("--input-len", type=int, default=128, help="tokens of a prompt")
+    parser.add_argument(
+        "--first-token", action="store_true", help="judge first tokens of such prompts, not steps"
+    )
     parser.add_argument("--load-format", default="dummy", choices=["dummy", "dummy-uniform"])
     parser.add_argument("--simulate-acceptance", type=float, default=6.35)
     parser.add_argument("--draft-quantization", default="fp8-dynamic")
     parser.add_argument("--num-speculative-tokens", type=int)
-    parser.add_argument("--num-iters", type=int, default=200, help="steps of a variant")
+    parser.add_argument(
+        "--num-iters", type=int, default=200, help="steps, or prompts, of a variant"
+    )
     parser.add_argument("--gain", type=float, default=0.001, help="share of the step; 0.001")
     parser.add_argument("--seconds", type=positive, default=120.0, help="begin no variant after it")
     parser.add_argument("--out", help="also store the result as JSON here")
@@ -190,6 +213,7 @@ def main(arguments: list[str] | None = None) -> None:
             "model": args.model,
             "changes": {n: {str(k): c for k, c in x.items()} for n, x in changes.items()},
             "kept": kept,
+            "input_len": args.input_len,
             **options(args),
         }
         env = result_schema.environment(args.commit)

@@ -67,7 +67,9 @@ def test_the_table_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
         "none": {KEY: None},
         "new": {OTHER: CONFIG},
     }
-    args = argparse.Namespace(bucket=16, input_len=768, num_iters=5, seconds=100.0)
+    args = argparse.Namespace(
+        bucket=16, input_len=768, num_iters=5, seconds=100.0, first_token=False
+    )
     steps = judge_skinny.Steps(engine, changes, args)
     assert [steps.ms(name, [name]) for name in changes] == [5.0, 5.0, None]
     assert seen == [
@@ -82,6 +84,33 @@ def test_the_table_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
     }
     args.seconds = -1.0
     assert judge_skinny.Steps(engine, changes, args).ms("table", []) is None
+
+
+def test_first_tokens_are_of_the_chunk_captured_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: the old graph is timed, or that of a chunk which these prompts do not take."""
+    captured: list[Any] = []
+
+    def run_prefill(engine: Any, case: Any, rates: Any) -> Any:
+        assert TUNED[OTHER] is CONFIG
+        captured.append((case.input_len, case.batch, case.num_iters))
+        return dict.fromkeys(("first_p50_ms", "ttft_p50_ms", "host_p50_ms", "prefill_p50_ms"), 7.0)
+
+    monkeypatch.setattr(judge_skinny, "run_prefill", run_prefill)
+    chunks = [SimpleNamespace(size=size) for size in (16, 128, 256)]
+    builder = SimpleNamespace(capture_chunks=lambda given: captured.extend(c.size for c in given))
+    loop = SimpleNamespace(
+        first=SimpleNamespace(builder=builder),
+        prefill=SimpleNamespace(fixed=chunks),
+        reset=lambda: captured.append("reset"),
+    )
+    engine: Any = SimpleNamespace(built=SimpleNamespace(loop=loop))
+    args = argparse.Namespace(input_len=100, num_iters=9, seconds=100.0, first_token=True)
+    steps = judge_skinny.Steps(engine, {"new": {OTHER: CONFIG}}, args)
+    assert steps.ms("new", ["new"]) == 7.0
+    assert captured == [128, (100, 1, 9)]
+    assert list(steps.numbers["new"]) == ["first_p50_ms", "ttft_p50_ms", "host_p50_ms"]
+    args.input_len = 300
+    assert steps.ms("new", ["new"]) is None and captured[2:] == ["reset"]
 
 
 def test_changes_are_read(tmp_path: Path) -> None:

@@ -31,6 +31,16 @@ CUT = 3  # bytes, and so replacements, that a window may begin or end with withi
 _CUTS = range(CONTEXT, CONTEXT + CUT + 1)  # one of them is within no character
 MAX_TEMPLATE_CHARS, MAX_TEMPLATE_S = 1 << 20, 5.0  # published ones: 20 thousand, milliseconds
 _OF_A_PART = re.compile(r"""['"]text\\?['"]|\.text\b""")  # in a template that reads parts
+_NOT_TEXT = {
+    "image",
+    "image_url",
+    "video",
+    "video_url",
+    "audio",
+    "audio_url",
+    "input_audio",
+    "file",
+}
 
 Message = Mapping[str, str]
 """One chat turn: {"role": "user", "content": ".."}."""
@@ -252,8 +262,13 @@ def _as_templates_read(message: dict[str, Any], takes_parts: bool) -> dict[str, 
 
     Args: takes_parts: the template reads text in parts itself.
     Mutates: message.
+    Raises: ValueError for a picture or sound, of which a template of a model that sees writes where
+        it stands: the answer would be about something that the model has not seen.
     """
     content = message.get("content", "")
+    for part in content if isinstance(content, list) else []:
+        if isinstance(part, dict) and (kinds := _NOT_TEXT & {str(part.get("type")), *part}):
+            raise ValueError(f"a message holds a part of type {min(kinds)}; pass its text alone")
     if content is None:
         message["content"] = ""
     elif isinstance(content, list) and not takes_parts:

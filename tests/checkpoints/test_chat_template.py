@@ -145,6 +145,28 @@ def test_parts_where_a_template_reads_text(tmp_path: Path, content: str) -> None
     assert tokenizer._hf.get_vocab()["<|im_end|>"] not in ids
 
 
+@pytest.mark.parametrize(
+    ("part", "kind"),
+    [
+        ({"type": "image_url", "image_url": {"url": "data:image/png;base64,AA=="}}, "image_url"),
+        ({"type": "input_audio", "input_audio": {"data": "AA=="}}, "input_audio"),
+        ({"image": "a.png"}, "image"),
+    ],
+)
+@pytest.mark.parametrize("sees", [True, False])
+def test_a_picture_is_refused(tmp_path: Path, part: Any, kind: str, sees: bool) -> None:
+    """Bug: a checkpoint that sees is loaded for its text; the template writes where a picture
+    stands, and the model answers about one that it has not seen."""
+    directory = make_target(tmp_path, layers=1)
+    picture = "{% if part.type != 'text' %}<|im_start|>{% else %}{{ part.text }}{% endif %}"
+    in_parts = f"{{% for part in messages[0].content %}}{picture}{{% endfor %}}"
+    template = in_parts if sees else "{{ messages[0].content }}"
+    (directory / "chat_template.jinja").write_text(template)
+    message: Any = {"role": "user", "content": [{"type": "text", "text": "What is it?"}, part]}
+    with pytest.raises(ValueError, match=rf"a part of type {kind}; pass its text alone"):
+        Tokenizer(directory).encode_chat([message])
+
+
 @dataclass
 class Part:
     text: str

@@ -6,6 +6,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import triton
+import triton.language as tl
 from scipy import stats
 
 from graphengine.kernels import gumbel_argmax as module
@@ -85,6 +87,23 @@ def test_is_the_best_score(device, dtype, V) -> None:
             seeds=seeds[t],
         )
         assert again == found[t], "alone and in a batch"
+
+
+@triton.jit
+def _exponential_kernel(u, out):
+    at = tl.arange(0, 4096)
+    tl.store(out + at, module._exponential(tl.load(u + at)))
+
+
+def test_the_noise_of_few_candidates(device) -> None:
+    """Bug: the series is used where it is a logarithm no more: where few tokens are left, whose
+    numbers are large, one is drawn too often, and another than on a CPU."""
+    if device == "cpu" and not INTERPRET:
+        pytest.skip("a kernel: interpreted, or on a GPU")
+    u = torch.logspace(-12, 0, 4096, dtype=torch.float64).clamp(max=1 - 2.0**-24).float()
+    found = torch.empty(4096, device=device)
+    _exponential_kernel[(1,)](u.to(device), found)
+    torch.testing.assert_close(found.cpu().double(), -torch.log1p(-u.double()), rtol=1e-5, atol=0)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -10,6 +10,7 @@ import torch
 from graphengine.kernels import moe_row
 from graphengine.kernels.interpreter import INTERPRET
 from graphengine.kernels.moe_row import (
+    DOWN_TILE,
     RowTile,
     Shared,
     experts_row,
@@ -63,6 +64,15 @@ def test_equals_the_reference(
     assert out.shape == wanted.shape == (shape[1] + has_shared, 1, shape[2])
     torch.testing.assert_close(h_out, h_wanted)
     torch.testing.assert_close(out, wanted, atol=0.02, rtol=0.02)
+
+
+def test_experts_wider_than_a_tile(device, poisoned_outputs) -> None:
+    """Bug: where a row of down is more than a program holds at once, it is given none."""
+    shape = (3, 2, 24, DOWN_TILE.elements + 1)
+    (h, *matrices), shared = layer(shape, device, torch.bfloat16)
+    arguments = (*normed_to(h), *matrices, shared, shape[1], True)
+    out, expected = experts_row(*arguments)[1], experts_row_reference(*arguments)[1]
+    torch.testing.assert_close(out, expected, atol=0.02, rtol=0.02)
 
 
 def test_a_negative_zero_ties_with_zero(device, poisoned_outputs) -> None:

@@ -19,6 +19,7 @@ from graphengine.cli import options as cli_options
 from graphengine.cli import verify as cli_verify
 from graphengine.cli.main import main
 from graphengine.profiles.result_schema import validate
+from graphengine.verify import run
 from tests.support.checkpoints import as_speculators
 
 
@@ -48,6 +49,18 @@ def test_matrix_passes_and_writes_a_result(few: Path, tmp_path: Path) -> None:
     assert set(stored["numbers"]) == {"plain", "none_torch", "none_triton"}
     cell = stored["numbers"]["none_torch"]["bucket_2_mixed"]
     assert cell["identical_fraction"] == 1.0 and cell["num_same_as_plain"] == 2
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_modes_of_a_matrix_on_a_gpu(monkeypatch: pytest.MonkeyPatch, dtype: str) -> None:
+    """Bug: a matrix in float32 ends at a refusal of FlashInfer, which it asked for itself; or in
+    bfloat16 it leaves that out, or one that is not installed is asked for."""
+    for is_missing in (False, True):
+        monkeypatch.setattr(run, "flashinfer_missing", lambda is_missing=is_missing: is_missing)
+        found = run.matrix_modes("cuda", dtype)
+        has_it = dtype == "bfloat16" and not is_missing
+        backends = [*["flashinfer"] * has_it, "triton"]
+        assert found == [(mode, b) for b in backends for mode in ("none", "piecewise", "full")]
 
 
 def test_fail_exits_1_and_says_why(few: Path) -> None:

@@ -6,7 +6,6 @@ report.py shows. stdout carries the verdict (or one JSON object), tables go to s
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -15,7 +14,7 @@ from click.core import ParameterSource
 
 from graphengine.cli import options as shared
 from graphengine.cli.bench import longest_context
-from graphengine.config.declaration import declarations
+from graphengine.config.declaration import declarations, made
 from graphengine.config.options import Options, SamplingParams, without_drafter
 from graphengine.prompts import read_prompt_file
 
@@ -39,7 +38,6 @@ BUNDLED_MIN_NEW_TOKENS = 64
 MAX_SAMPLED_PROMPTS = 4
 SAMPLED_NEW_TOKENS = 12
 FORCED_NEW_TOKENS = 48  # three whole blocks of 16
-SAMPLED_POSITIONS = (0, 1, 2, 3, 5, 8, 11, 15, 20, 30)
 
 _EPILOG = """\b
 Examples:
@@ -226,6 +224,7 @@ class _Run(NamedTuple):
         from graphengine.verify.check import stopped
         from graphengine.verify.report import finish
         from graphengine.verify.run import draw
+        from graphengine.verify.two_sample import judge_draws
 
         options, count = self.options, self.options["num_samples"]
         names = ("temperature", "top_p", "top_k", "min_p", "seed")
@@ -245,7 +244,7 @@ class _Run(NamedTuple):
             passed, text = False, f"finite: {stopped(errors)}"
             numbers: dict[str, Any] = {"num_stopped": len(errors)}
         else:
-            passed, text, numbers = _compare_draws(draws[0], draws[1], options)
+            passed, text, numbers = judge_draws(draws[0], draws[1], options)
         measured = {"sampled": {"num_samples": count} | numbers}
         failures = [] if passed else [text]
         told = f"{'PASS' if passed else 'FAIL'}: {text}"
@@ -269,7 +268,9 @@ class _Run(NamedTuple):
         modes = [self.mode]
         cells: list[tuple[int, Mix]] = [(b, "alone" if b == 1 else "together") for b in buckets]
         if options["matrix"]:
-            modes = matrix_modes(options["device"], options["dtype"])
+            modes, without = matrix_modes(options["device"], self.refusal)
+            if without is not None:
+                self.console.print(f"left out: {without}", style="dim")
             cells = [(bucket, mix) for bucket in buckets for mix in mixes_of(bucket)]
         texts: list[str] = []
         wishes: list[Wish] = []
@@ -343,13 +344,31 @@ class _Run(NamedTuple):
 
     def engine(self, mode: Mode, drafter: str | None) -> Engine:
         from graphengine.api import Engine
+
+        return Engine.from_pretrained(self.model, drafter, **self.asked(mode, drafter))
+
+    def refusal(self, mode: Mode) -> str | None:
+        """Why the pair cannot run so."""
+        from graphengine.startup.build import read_configs
+        from graphengine.startup.options import resolve_options
+
+        asked = made(Options, self.asked(mode, self.draft))
+        try:
+            resolve_options(asked, *read_configs(self.model, self.draft))
+        except ValueError as error:
+            return str(error)
+        return None
+
+    def asked(self, mode: Mode, drafter: str | None) -> dict[str, Any]:
+        """The options of an engine."""
         from graphengine.verify.wishes import MAX_LOGPROBS
 
         mixed = self.options["all_options"]
         asked = {name: self.options[name] for name in declarations(Options) if name in self.options}
         if drafter != self.draft:
             asked = without_drafter(asked)
-        asked |= mode._asdict() | {
+        return asked | {
+            **mode._asdict(),
             "sampling": mixed or self.options["temperature"] > 0 or None,
             "adjustments": mixed or None,
             "max_logprobs": MAX_LOGPROBS if mixed else None,
@@ -358,41 +377,3 @@ class _Run(NamedTuple):
             "acceptance_floor": 0.0,
             "fallback": False,
         }
-        return Engine.from_pretrained(self.model, drafter, **asked)
-
-
-def _compare_draws(
-    speculative: Draws, plain: Draws, options: dict[str, Any]
-) -> tuple[bool, str, dict[str, Any]]:
-    """(whether all checks passed, the verdict's text, its numbers)."""
-    from graphengine.verify.two_sample import LEVEL, compare
-
-    positions = [p for p in SAMPLED_POSITIONS if p < options["max_new_tokens"]]
-    compared = compare(speculative.outputs, plain.outputs, positions, options["seed"])
-    worst = compared.smallest
-    told = sum(test.num_tokens > 1 for test in compared.tests)
-    text = (
-        f"smallest p-value {worst.pvalue:.2g} (prompt {worst.prompt}, token {worst.position}, "
-        f"{worst.num_tokens} different tokens); {compared.threshold:.2g} would fail: {LEVEL:g} "
-        f"over {len(compared.tests)} tests, {told} of them with more than one token"
-    )
-    mean, minimum = speculative.mean_acceptance_length, options["min_acceptance"]
-    passed = compared.passed
-    # The p-value of draws that have no token in common, the least that there is.
-    count = options["num_samples"]
-    if 2 / math.comb(2 * count, count) > compared.threshold:
-        passed, text = False, f"--num-samples {count}: no difference could fail, pass more ({text})"
-    elif told == 0:
-        passed, text = False, f"only one token was ever drawn, raise --temperature ({text})"
-    elif not passed:
-        text = f"speculative and plain draws differ: {text}"
-    elif minimum is not None and not mean >= minimum:
-        passed, text = False, f"acceptance: {mean:.2f} tokens a step, {minimum:g} expected"
-    numbers = {
-        "num_tests": len(compared.tests),
-        "num_tests_with_choice": told,
-        "smallest_pvalue_fraction": worst.pvalue,
-        "threshold_pvalue_fraction": compared.threshold,
-        "mean_acceptance_length": mean,
-    }
-    return passed, text, numbers

@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 import torch
 
 from graphengine.checkpoints.tokenizer import Tokenizer
-from graphengine.decode.attention import flashinfer_missing
 from graphengine.decode.metrics import Acceptance
 from graphengine.decode.sampling import Sampling
 from graphengine.prompts import Turn
@@ -73,16 +72,22 @@ class Draws(NamedTuple):
     errors: dict[int, str]
 
 
-def matrix_modes(device: str, dtype: str) -> list[Mode]:
-    """The graph modes and attentions that a device can run."""
+def matrix_modes(
+    device: str, refusal: Callable[[Mode], str | None]
+) -> tuple[list[Mode], str | None]:
+    """The graph modes and attentions that a pair can run on a device, and why FlashInfer's are not
+    among them.
+
+    Args: refusal: why the pair cannot run a mode.
+    """
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cpu":
-        return [Mode("none", "torch"), Mode("none", "triton")]
-    backends = ["triton"]
-    if dtype != "float32" and not flashinfer_missing():
-        backends.insert(0, "flashinfer")
-    return [Mode(mode, name) for name in backends for mode in ("none", "piecewise", "full")]
+        return [Mode("none", "torch"), Mode("none", "triton")], None
+    without = refusal(Mode("none", "flashinfer"))
+    backends = ["triton"] if without else ["flashinfer", "triton"]
+    modes = ("none", "piecewise", "full")
+    return [Mode(mode, name) for name in backends for mode in modes], without
 
 
 def mixes_of(bucket: int) -> tuple[Mix, ...]:

@@ -11,15 +11,20 @@ Positions of one prompt are not independent of each other; Bonferroni holds rega
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
+
+if TYPE_CHECKING:
+    from graphengine.verify.run import Draws
 
 LEVEL = 0.01  # chance that a right engine fails, over all tests together
 RESOLUTION = 10  # most shuffles per test: p-values this many times below its level can be told
 ENOUGH = 50  # shuffles as uneven as the observation; the p-value is known well enough then
 _ENDED = -1
+SAMPLED_POSITIONS = (0, 1, 2, 3, 5, 8, 11, 15, 20, 30)
 
 
 class PlaceTest(NamedTuple):
@@ -107,3 +112,38 @@ def _test(
         at_least += int((statistic(shuffled) >= limit).sum())
         done += batch
     return (1 + at_least) / (1 + done), len(tokens)
+
+
+def judge_draws(
+    speculative: Draws, plain: Draws, options: dict[str, Any]
+) -> tuple[bool, str, dict[str, Any]]:
+    """What `verify` says of them: (whether all checks passed, the verdict's text, its numbers)."""
+    positions = [p for p in SAMPLED_POSITIONS if p < options["max_new_tokens"]]
+    compared = compare(speculative.outputs, plain.outputs, positions, options["seed"])
+    worst = compared.smallest
+    told = sum(test.num_tokens > 1 for test in compared.tests)
+    text = (
+        f"smallest p-value {worst.pvalue:.2g} (prompt {worst.prompt}, token {worst.position}, "
+        f"{worst.num_tokens} different tokens); {compared.threshold:.2g} would fail: {LEVEL:g} "
+        f"over {len(compared.tests)} tests, {told} of them with more than one token"
+    )
+    mean, minimum = speculative.mean_acceptance_length, options["min_acceptance"]
+    passed = compared.passed
+    # The p-value of draws that have no token in common, the least that there is.
+    count = options["num_samples"]
+    if 2 / math.comb(2 * count, count) > compared.threshold:
+        passed, text = False, f"--num-samples {count}: no difference could fail, pass more ({text})"
+    elif told == 0:
+        passed, text = False, f"only one token was ever drawn, raise --temperature ({text})"
+    elif not passed:
+        text = f"speculative and plain draws differ: {text}"
+    elif minimum is not None and not mean >= minimum:
+        passed, text = False, f"acceptance: {mean:.2f} tokens a step, {minimum:g} expected"
+    numbers = {
+        "num_tests": len(compared.tests),
+        "num_tests_with_choice": told,
+        "smallest_pvalue_fraction": worst.pvalue,
+        "threshold_pvalue_fraction": compared.threshold,
+        "mean_acceptance_length": mean,
+    }
+    return passed, text, numbers

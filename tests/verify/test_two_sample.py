@@ -21,7 +21,7 @@ from graphengine.decode import ends
 from graphengine.decode.sampling import GREEDY
 from graphengine.prompts import read_prompt_file
 from graphengine.verify.run import Draws, draw, encode
-from graphengine.verify.two_sample import LEVEL, Comparison, PlaceTest, compare
+from graphengine.verify.two_sample import LEVEL, Comparison, PlaceTest, compare, judge_draws
 from tests.support.checkpoints import make_drafter, make_target
 
 
@@ -166,7 +166,7 @@ def test_acceptance_is_that_of_the_drafter(minimum: float | None, passes: bool) 
     outputs = [runs([1, 2] * 50)]
     options = {"max_new_tokens": 1, "seed": 0, "num_samples": 100, "min_acceptance": minimum}
     drafted, plain = Draws(outputs, 3.0, {}), Draws(outputs, 1.0, {})
-    passed, told, numbers = cli_verify._compare_draws(drafted, plain, options)
+    passed, told, numbers = judge_draws(drafted, plain, options)
     assert passed == passes and numbers["mean_acceptance_length"] == 3.0
     assert ("acceptance: 3.00 tokens a step, 3.1 expected" in told) == (not passes)
 

@@ -10,7 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from click.testing import CliRunner, Result
+from rich.console import Console
 from safetensors.torch import load_file, save_file
 
 from graphengine.api import Engine
@@ -19,8 +21,9 @@ from graphengine.cli import options as cli_options
 from graphengine.cli import verify as cli_verify
 from graphengine.cli.main import main
 from graphengine.profiles.result_schema import validate
+from graphengine.startup import options as startup_options
 from graphengine.verify import run
-from tests.support.checkpoints import as_speculators
+from tests.support.checkpoints import as_speculators, make_target
 
 
 def verify(*args: str) -> Result:
@@ -51,16 +54,36 @@ def test_matrix_passes_and_writes_a_result(few: Path, tmp_path: Path) -> None:
     assert cell["identical_fraction"] == 1.0 and cell["num_same_as_plain"] == 2
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_modes_of_a_matrix_on_a_gpu(monkeypatch: pytest.MonkeyPatch, dtype: str) -> None:
-    """Bug: a matrix in float32 ends at a refusal of FlashInfer, which it asked for itself; or in
-    bfloat16 it leaves that out, or one that is not installed is asked for."""
-    for is_missing in (False, True):
-        monkeypatch.setattr(run, "flashinfer_missing", lambda is_missing=is_missing: is_missing)
-        found = run.matrix_modes("cuda", dtype)
-        has_it = dtype == "bfloat16" and not is_missing
-        backends = [*["flashinfer"] * has_it, "triton"]
-        assert found == [(mode, b) for b in backends for mode in ("none", "piecewise", "full")]
+@pytest.mark.parametrize(
+    ("dtype", "head_dim", "is_missing", "without"),
+    [
+        ("auto", 64, False, None),
+        ("float32", 64, False, "runs bfloat16"),
+        ("auto", 32, False, "head_dim"),
+        ("auto", 64, True, "is not installed"),
+    ],
+)
+def test_modes_of_a_matrix_on_a_gpu(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    dtype: str,
+    head_dim: int,
+    is_missing: bool,
+    without: str | None,
+) -> None:
+    """Bug: a matrix ends at a refusal of FlashInfer, which it asked for itself, in a dtype or of a
+    pair that it cannot run; or leaves it out where it can, or without a word."""
+    for name, value in (("is_available", True), ("get_device_capability", (9, 0))):
+        monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
+    monkeypatch.setattr(startup_options, "flashinfer_missing", lambda: is_missing)
+    target = make_target(tmp_path, layers=1, head_dim=head_dim)
+    asked = {"dtype": dtype, "all_options": False, "temperature": 0.0, "grammars": False}
+    mode, console = run.Mode("auto", "auto"), Console(quiet=True)
+    whole = cli_verify._Run(str(target), None, mode, None, [], asked, console)
+    found, said = run.matrix_modes("auto", whole.refusal)
+    backends = ["triton"] if without else ["flashinfer", "triton"]
+    assert found == [(mode, b) for b in backends for mode in ("none", "piecewise", "full")]
+    assert said is None if without is None else without in str(said)
 
 
 def test_fail_exits_1_and_says_why(few: Path) -> None:

@@ -31,16 +31,7 @@ CUT = 3  # bytes, and so replacements, that a window may begin or end with withi
 _CUTS = range(CONTEXT, CONTEXT + CUT + 1)  # one of them is within no character
 MAX_TEMPLATE_CHARS, MAX_TEMPLATE_S = 1 << 20, 5.0  # published ones: 20 thousand, milliseconds
 _OF_A_PART = re.compile(r"""['"]text\\?['"]|\.text\b""")  # in a template that reads parts
-_NOT_TEXT = {
-    "image",
-    "image_url",
-    "video",
-    "video_url",
-    "audio",
-    "audio_url",
-    "input_audio",
-    "file",
-}
+_NOT_TEXT = set("image image_url video video_url audio audio_url input_audio file".split())
 
 Message = Mapping[str, str]
 """One chat turn: {"role": "user", "content": ".."}."""

@@ -3,6 +3,7 @@
 import json
 import signal
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,13 +11,16 @@ import click
 import pytest
 from click.testing import CliRunner
 
+from graphengine.api import Chunk
 from graphengine.checkpoints import sources
 from graphengine.checkpoints.pairs import read_json
+from graphengine.cli import answers
 from graphengine.cli.main import main
 from graphengine.cli.options import check_places, deliver
 from graphengine.measure import rates
 from graphengine.prompts import read_prompt_file
 from tests.support.command_line import ENV, Run, refused, shell, streaming
+from tests.test_report import answer
 
 SMALL = ["--bucket", "1", "--device", "cpu"]
 BENCH = [*SMALL, "--num-iters", "2", "--warmup", "0", "--output-len", "16", "--input-len", "4"]
@@ -249,3 +253,14 @@ def test_an_unreadable_index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(Path, "read_text", fail)
     with pytest.raises(ValueError, match=r"index\.json: .*Permission denied.*make it readable"):
         sources.read_headers(tmp_path)
+
+
+@pytest.mark.parametrize("texts", [["a\n", ""], ["a", "\n"], ["a", ""], ["a\n"], ["a"]])
+def test_an_answer_ends_its_line_once(capsys: pytest.CaptureFixture[str], texts: list[str]) -> None:
+    """Bug: behind an answer that has ended its line stands an empty one, where the end comes in a
+    chunk without text; or what follows stands in the answer's line."""
+    result = replace(answer().result, text="".join(texts))
+    for text in texts[:-1]:
+        answers._print_chunk(Chunk(index=0, text=text, token_ids=[1]))
+    answers._print_chunk(Chunk(index=0, text=texts[-1], token_ids=[2], result=result))
+    assert capsys.readouterr().out == "a\n"

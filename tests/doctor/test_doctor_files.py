@@ -224,3 +224,13 @@ def test_what_is_skipped_is_not_unexpected(copies: tuple[Path, Path]) -> None:
     """Bug: what the loader passes over, a table that old versions stored, is told as an error."""
     put_tensor(copies[0], "model.layers.0.self_attn.rotary_emb.inv_freq", torch.zeros(8))
     assert not errors(check(*copies))
+
+
+def test_a_tied_head_that_is_stored_too(copies: tuple[Path, Path]) -> None:
+    """Bug: a tied checkpoint that holds its table twice, which a start takes, is told as wrong; or
+    such a head of another shape, which it refuses, is not."""
+    table = load_file(copies[0] / "model.safetensors")["model.embed_tokens.weight"]
+    put_tensor(copies[0], "lm_head.weight", table.clone())
+    assert not errors(check(*copies))
+    put_tensor(copies[0], "lm_head.weight", table[1:].clone())
+    assert errors(check(*copies)) == ["target.weights"]

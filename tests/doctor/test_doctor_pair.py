@@ -203,9 +203,13 @@ def test_a_context_that_the_pool_lowers(pair: tuple[Path, Path]) -> None:
 
 def test_positions_of_both_models(copies: tuple[Path, Path]) -> None:
     """Bug: the context is told as if the drafter had the target's positions, or the target only
-    the drafter's once nothing is drafted."""
+    the drafter's once nothing is drafted; or less the rows of a drafter's block, to which one that
+    drafts from the anchor adds a row of the verify's."""
     edit_config(copies[1], lambda c: c | {"max_position_embeddings": 128})
     (finding,) = named(check(*copies), "run.context")
     drafting = "124 with drafting (128 positions less a block of 4), 256 without"
     assert finding.value.endswith(f"the models allow {drafting}")
     load(*copies, max_model_len=256, finish_in_plain_decode=True).close()
+    edit_config(copies[1], dflash(sample_from_anchor=True))
+    (finding,) = named(check(*copies), "run.context")
+    assert "123 with drafting (128 positions less a block of 5)" in finding.value

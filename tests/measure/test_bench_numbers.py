@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 from xml.etree import ElementTree
 
 import numpy
 import pytest
 
-from graphengine.measure.bench import CaseResult, gpu_memory
+from graphengine.measure.bench import NUM_DIGEST_TOKENS, CaseResult, _digest, gpu_memory
 from graphengine.measure.report import Row, picture, speedups_, step_bars, table, tokens_equal
 from tests.support.bench_cases import case
 
@@ -134,3 +135,15 @@ def test_picture() -> None:
     for shown in ("piecewise_flashinfer, bucket 2, input 8", "SIMULATED", "p99 3.960", "1500.0"):
         assert shown in text
     assert picture(rows, 6.35, ".png").startswith(b"\x89PNG")
+
+
+def test_a_digest_is_of_the_first_tokens_alone() -> None:
+    """Bug: what a step has committed beyond them counts too, and modes that say the same differ."""
+
+    def digest(num_tokens: int) -> str:
+        request: Any = SimpleNamespace(output_ids=list(range(num_tokens)), finish_reason=None)
+        loop: Any = SimpleNamespace(run=lambda: [[]])
+        return _digest(loop, [request])
+
+    most = NUM_DIGEST_TOKENS
+    assert digest(most) == digest(most + 1) == digest(most + 9) != digest(most - 1)

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -267,3 +268,28 @@ def test_a_share_of_the_cores_is_a_default(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr("os.cpu_count", lambda: 12)
     found = record_tests.environment(4)
     assert (found["OMP_NUM_THREADS"], found["TORCHINDUCTOR_COMPILE_THREADS"]) == ("7", "3")
+
+
+def test_what_judges_times_runs_alone(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Bug: a test of measured times runs beside the others too, and its failure there is stored; or
+    it has the whole limit again, and whoever lent the GPU for so long ends all of it."""
+    runs: list[tuple[list[str], int, float]] = []
+    now_s = [5.0]
+
+    def run(ids: list[str], num_jobs: int, timeout_s: float, _: object) -> record_tests.Ran:
+        runs.append((ids, num_jobs, timeout_s))
+        now_s[0] += 100
+        return record_tests.Ran(dict.fromkeys(ids, "PASSED"), {}, "")
+
+    clock = SimpleNamespace(monotonic=lambda: now_s[0])
+    monkeypatch.setattr(record_tests, "time", clock)
+    monkeypatch.setattr(record_tests, "collect", lambda arguments: ["a.py::b", "a.py::timed"])
+    monkeypatch.setattr(record_tests, "run", run)
+    typed = "record_tests.py --jobs 3 --timeout 300 --alone timed"
+    monkeypatch.setattr(sys, "argv", typed.split())
+    with pytest.raises(SystemExit) as ended:
+        record_tests.main()
+    assert runs == [(["a.py::b"], 3, 300), (["a.py::timed"], 1, 200)]
+    assert ended.value.code == 0 and '"num_passed": 2' in capsys.readouterr().out

@@ -1,5 +1,13 @@
 """What two checkouts' result files say beside each other."""
 
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tools import side_by_side
 from tools.side_by_side import compare, starts
 
 
@@ -26,3 +34,23 @@ def test_the_first_pair_fills_caches() -> None:
             "after_warm_s": 5.0,
         }
     }
+
+
+def test_each_side_has_caches_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Bug: the second side starts cold with what the first one has compiled, or each run anew; or
+    one side runs behind all of the other's runs, on a warmer machine."""
+    ran: list[tuple[Path, Path]] = []
+
+    def run(checkout: Path, command: list[str], caches: Path, out: Path) -> dict[str, Any]:
+        assert command == ["bench"]
+        ran.append((checkout, caches))
+        return result(4.0, 8.0)
+
+    monkeypatch.setattr(side_by_side, "run", run)
+    places = ["--before", str(tmp_path), "--out", str(tmp_path / "ab.json")]
+    assert side_by_side.main([*places, "--runs", "1", "bench"]) == 0
+    assert ran[:2] == ran[2:] and len(set(ran[:2])) == 2
+    assert len({checkout for checkout, _ in ran}) == len({caches for _, caches in ran}) == 2
+    assert ran[0][0] == tmp_path.resolve() and "(1.0000)" in capsys.readouterr().out

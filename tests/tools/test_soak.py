@@ -19,7 +19,7 @@ from torch import Tensor
 from graphengine.decode import holdings, masks, rows
 from graphengine.decode.holdings import Holdings
 from graphengine.decode.metrics import Acceptance
-from graphengine.decode.prefix_cache import PrefixCache
+from graphengine.decode.prefix_cache import PrefixCache, StateSlots
 from graphengine.decode.recurrence import States
 from graphengine.decode.request import Request
 
@@ -242,3 +242,19 @@ def test_what_is_no_number_is_a_defect() -> None:
             continue
         with pytest.raises(soak_tool.Leak, match="another text's"):
             published.compare((2, 2), page)
+
+
+def test_a_state_that_outlives_its_page_is_a_leak() -> None:
+    """Bug: what is kept behind a token of a page that is free again, and soon another text's,
+    passes."""
+    slots = StateSlots(3)
+    cache = PrefixCache(4, 4, slots)
+    loop: Any = SimpleNamespace(allocator=cache, state_slots=slots, running=[], prefilling=[])
+    (page,), (slot,) = cache.allocate(1), slots.allocate(1)
+    cache.publish([1, 2, 3, 4], [page])
+    slots.keep((page, 4), slot)
+    cache.free([page])
+    soak_checks.check_balance(loop)
+    slots.keep((cache._free[0], 4), slots.allocate(1)[0])
+    with pytest.raises(soak_tool.Leak, match="0 states held, 2 kept"):
+        soak_checks.check_balance(loop)

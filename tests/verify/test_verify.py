@@ -273,7 +273,7 @@ def test_matrix_on_a_gpu(dtype: str, tmp_path: Path) -> None:
 def test_limits_of_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
     """Bug: the bundled pair's floor is held against other blocks, texts or engines than it was
     measured with, not against the pair's own where it is named, or wins over --min-acceptance;
-    float32 has bfloat16's tolerance, or 0 the default's."""
+    float32 has bfloat16's tolerance, or 0 the default's; a seed is refused though wishes draw."""
     runs: list[cli_verify._Run] = []
     monkeypatch.setattr(cli_verify._Run, "compare_tokens", lambda run, _: not runs.append(run))
     for typed, dtype, floor, tolerance in (
@@ -288,6 +288,7 @@ def test_limits_of_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
         ("--all-options", "float32", None, 0.2),
         ("", "bfloat16", 13.5, 0.3),
         ("--all-options", "bfloat16", None, 0.3),
+        ("--all-options --seed 3", "float32", None, 0.2),
         ("--all-options --tolerance 0.1", "bfloat16", None, 0.1),
     ):
         assert verify(*typed.split()).exit_code == 0

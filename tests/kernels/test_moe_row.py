@@ -70,7 +70,7 @@ def test_experts_wider_than_a_tile(device, poisoned_outputs) -> None:
     """Bug: where a row of down is more than a program holds at once, it is given none."""
     shape = (3, 2, 24, DOWN_TILE.elements + 1)
     (h, *matrices), shared = layer(shape, device, torch.bfloat16)
-    arguments = (*normed_to(h), *matrices, shared, shape[1], True)
+    arguments: tuple[Any, ...] = (*normed_to(h), *matrices, shared, shape[1], True)
     out, expected = experts_row(*arguments)[1], experts_row_reference(*arguments)[1]
     torch.testing.assert_close(out, expected, atol=0.02, rtol=0.02)
 

@@ -20,7 +20,12 @@ from graphengine.decode import ends, reference
 from graphengine.decode.adjustments import check_words, make_tables
 from graphengine.decode.metrics import Acceptance
 from graphengine.decode.sampling import GREEDY, Sampling
-from graphengine.kernels.adjust_logits import MAX_WORD_TOKENS, MAX_WORDS, advance_tables_
+from graphengine.kernels.adjust_logits import (
+    MAX_WORD_TOKENS,
+    MAX_WORDS,
+    STOP,
+    advance_tables_,
+)
 from tests.decode.test_request import a_request
 from tests.support.checkpoints import make_drafter, make_target
 from tests.support.dflash_reference import force_drafts, load_target, run_target
@@ -291,6 +296,23 @@ def test_as_many_words_as_there_is_room_for() -> None:
     for words in ([longest] * (MAX_WORDS + 1), [(*longest, 1)]):
         with pytest.raises(ValueError, match=f"room for {MAX_WORDS} of {MAX_WORD_TOKENS} tokens"):
             check_words(words)
+
+
+def test_bad_words_of_one_token_need_no_room() -> None:
+    """Bug: they fill the table of longer ones, and more than it holds are written past its end."""
+    short, long = [(token,) for token in range(MAX_WORDS + 1)], (5, 6)
+    request = a_request()
+    request.sampling = replace(GREEDY, bad_words=(*short, long))
+    tables = make_tables([request], 2 * MAX_WORDS, CPU)
+    assert (tables.bias_BV[0] == -torch.inf).sum() == len(short)
+    assert tables.words_BKL[0, 0, -2:].tolist() == [*long]
+
+
+def test_a_stop_token_may_be_the_first_of_the_vocabulary() -> None:
+    """Bug: token 0, with which some models end their answers, is said before min_tokens; or a stop
+    token past the vocabulary, which a model's own files may name, is an error."""
+    request = replace(a_request(), sampling=EVERYTHING, stop_ids={-1, 0, 12})
+    assert (make_tables([request], 12, CPU).seen_BV[0] & STOP).nonzero().tolist() == [[0]]
 
 
 def test_a_bad_word_that_has_a_bias_too(plain: Engine) -> None:

@@ -98,6 +98,13 @@ def test_an_answer_ends_where_its_grammar_does(grammars: Grammars, tokenizer: To
     assert "" != matcher.advance(tokenizer.encode("x")) is not None
 
 
+def test_a_block_of_one_draft_is_forced_too(grammars: Grammars) -> None:
+    """Bug: a drafter of one token a step says what is forced without a draft."""
+    matcher = grammars.matcher(Constraint("choice", json.dumps(["no"])))
+    forced = matcher.forced(5)
+    assert forced and matcher.forced(1) == forced[:1]
+
+
 def test_a_choice_of_thousands(grammars: Grammars, tokenizer: Tokenizer) -> None:
     """Bug: a choice of many texts is taken, and its answers end in an error at their first word."""
     matcher = grammars.matcher(Constraint("choice", json.dumps([f"no. {i}" for i in range(3000)])))

@@ -125,3 +125,21 @@ def test_no_step_passes_two_places(pair: Pair, spacing: int) -> None:
         loop.admit()
         assert bool(request.answer_slots) == (spacing == BLOCK)
         loop.reset()
+
+
+@pytest.mark.parametrize(("num_in_flight", "is_kept"), [(1, True), (2, False)])
+def test_a_slot_that_a_step_in_flight_writes_is_not_given_away(
+    num_in_flight: int, is_kept: bool
+) -> None:
+    """Bug: of blocks as long as the spacing two in flight may end at the next place but one, whose
+    state goes into the same slot, and a next turn goes on from the state of a longer text."""
+    spacing, found = 16, list[tuple[int, int]]()
+    own: Any = SimpleNamespace(
+        config=SimpleNamespace(page_size=spacing),
+        block=spacing,
+        _lane=SimpleNamespace(in_flight=[None] * num_in_flight),
+        allocator=SimpleNamespace(keep_state=lambda ids, slot: found.append((len(ids), slot))),
+    )
+    request: Any = SimpleNamespace(start=32, prompt_ids=[1] * 20, answer_slots=[7, 8])
+    holdings.Holdings._keep_last_state(own, request, [1] * request.start)
+    assert found == [(32, 7)] * is_kept

@@ -8,11 +8,14 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
+import torch
 
 from graphengine.decode import prefill
 from graphengine.decode.admission import Budget
-from graphengine.decode.fixed_chunk import far_sizes_for, sizes_for
+from graphengine.decode.fixed_chunk import Piece, far_sizes_for, sizes_for
+from graphengine.decode.logprobs import Scores
 from graphengine.decode.loop import DecodeLoop
+from graphengine.decode.prefill import FirstTokens
 from tests.decode import test_fixed_chunk
 from tests.decode.test_fixed_chunk import prompt, split
 
@@ -254,3 +257,21 @@ def test_a_prompt_begins_with_its_first_piece(
     loop.admit()
     assert again.num_cached_tokens or loop.prefill.pair.target.states is not None
     assert again.prefill_s == now + 1
+
+
+def test_no_piece_is_empty(loop: DecodeLoop) -> None:
+    """Bug: a prompt that exactly fills an eager forward waits for company, and the next one shares
+    it with none of its rows."""
+    asked: Any = [Prompt(range(8)), Prompt(range(3))]
+    works = replace(loop.prefill, fixed=(), chunk=8).split(asked)
+    assert [[piece.num_rows for _, piece in work] for work in works] == [[8], [3]]
+
+
+def test_the_first_token_may_be_the_first_of_the_vocabulary() -> None:
+    """Bug: token 0 behind a prompt is taken for an error's mark: its log-probability is missing,
+    and those of later tokens are told of the wrong ones."""
+    request: Any = SimpleNamespace(prompt_ids=[3], logprobs=0, output_logprobs=[])
+    scores = Scores(torch.tensor([-0.5]), torch.zeros(1, 0), torch.zeros(1, 0))
+    piece = Piece([3], 0, 1, [1])
+    FirstTokens.fetch([(request, piece)], torch.tensor([0]), scores).wait()
+    assert request.output_logprobs == [{0: -0.5}]

@@ -14,10 +14,13 @@ from typing import Any
 import pytest
 import torch
 
+from graphengine.checkpoints.hub import HYBRID_TARGET
 from graphengine.decode import ends, recurrence
+from graphengine.decode.buffers import Arena
 from graphengine.decode.loop import DecodeLoop
 from graphengine.decode.recurrence import NULL_SLOT, States
 from graphengine.kernels.gated_delta_prefill import Pieces
+from graphengine.startup.build import read_configs
 from tests.decode.test_engine import (  # noqa: F401, pytest runs these tests here again
     BACKENDS,
     BLOCK,
@@ -244,6 +247,16 @@ def test_rows_of_no_piece_give_zeros() -> None:
         torch.use_deterministic_algorithms(False)
     assert found is not None
     assert torch.equal(found.out_TNV, torch.zeros(5, 2, 4))
+
+
+def test_one_row_leaves_only_its_columns() -> None:
+    """Bug: plain decoding takes memory for what only rows that may be rejected need."""
+    target, _ = read_configs(HYBRID_TARGET, None)
+    for block, is_needed in ((1, False), (2, True)):
+        arena = Arena(torch.device("cpu"), torch.float32)
+        buffers = recurrence.take_buffers(arena, target, 1, block)
+        assert buffers is not None
+        assert all(bool(x.numel()) == is_needed for x in buffers.records[1:])
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

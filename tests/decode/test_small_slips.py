@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from graphengine.api import Engine
 from graphengine.decode.fallback import Fallback
-from graphengine.decode.guards import FallbackWarning
+from graphengine.decode.guards import WINDOW, FallbackWarning
 from graphengine.decode.sampling import Controls, Sampling, random_seed, sample_rows
 from tests.decode.test_engine import BLOCK, PROMPTS, Pair, force, loop_of
 from tests.support.checkpoints import as_speculators, edit_config, make_drafter, make_target
@@ -139,3 +139,21 @@ def test_the_host_s_memory_can_lack_too() -> None:
     lane: Any = SimpleNamespace(config=SimpleNamespace(acceptance_floor=0.0, fallback=False))
     with pytest.warns(FallbackWarning, match="no memory to build"):
         assert Fallback(lane, build).plain_lane() is None
+
+
+def test_who_was_seen_for_a_whole_window_leaves() -> None:
+    """Bug: a request whose own steps are all that was judged goes on with speculation that has
+    lost; or one with fewer leaves on what others have shown."""
+    requests: list[Any] = [
+        SimpleNamespace(
+            acceptance=SimpleNamespace(num_steps=n), fallback_reason=None, finish_reason=None
+        )
+        for n in (WINDOW - 1, WINDOW)
+    ]
+    config = SimpleNamespace(acceptance_floor=0.0, fallback=True)
+    lane: Any = SimpleNamespace(config=config, running=requests, must_drain=False)
+    fallback = Fallback(lane, lambda: lane)
+    lost: Any = SimpleNamespace(verdict=lambda size: "lost")
+    fallback.guard = lost
+    fallback._leave_if_lost(1)
+    assert [request.fallback_reason for request in requests] == [None, "lost"]

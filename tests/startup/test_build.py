@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,8 @@ import torch
 
 from graphengine.api import Engine
 from graphengine.checkpoints.hub import TINY_TARGET
+from graphengine.decode.fixed_chunk import LONG_SIZES
+from graphengine.startup import build
 from tests.support.checkpoints import make_target
 
 
@@ -47,3 +50,14 @@ def test_what_grammars_share_is_built_by_a_start(asked: bool) -> None:
     with Engine.from_pretrained(TINY_TARGET, **options) as engine:
         grammars = engine.built.grammars
         assert grammars is not None and (grammars._tokenizer is not None) is asked
+
+
+def test_which_chunks_are_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: the shortest of the long chunks, whose attention is of one prompt, is shared."""
+    options = {"buckets": (1,), "max_model_len": 64, "device": "cpu"}
+    with Engine.from_pretrained(TINY_TARGET, **options) as engine:
+        monkeypatch.setattr(build, "FixedChunk", lambda pair, size, is_long, *_: is_long)
+        own = engine.built.loop.prefill
+        config = replace(own.pair.config, prefill_sizes=(512, *LONG_SIZES), far_prefill_sizes=())
+        made = build._with_chunks(replace(own, pair=replace(own.pair, config=config)))
+    assert made.fixed == (False, True, True)

@@ -82,3 +82,17 @@ def test_of_whom_halves_run_beside_each_other() -> None:
     last = (*draft.target_layer_ids[:-1], target.num_hidden_layers - 1)
     assert not module._halves_pay(target, replace(draft, target_layer_ids=last))
     assert not module._halves_pay(read_configs(HYBRID_TARGET, None)[0], None)
+
+
+@pytest.mark.parametrize("length", [1, 2])
+def test_the_fewest_positions_that_hold_a_request(length: int) -> None:
+    """Bug: a drafter whose block leaves just room for a prompt's token and an answer's is refused;
+    or one that leaves less is taken."""
+    target, draft = read_configs(TINY_TARGET, TINY_DRAFT)
+    assert isinstance(draft, DraftConfig)
+    small = replace(target, max_position_embeddings=length + draft.num_verify_rows)
+    if length == 2:
+        assert resolve_options(Options(device="cpu"), small, draft).max_model_len == length
+        return
+    with pytest.raises(ValueError, match="no request fits"):
+        resolve_options(Options(device="cpu"), small, draft)

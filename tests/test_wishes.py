@@ -241,3 +241,9 @@ def test_a_refusal_reaches_another_process() -> None:
     error = PromptError(1, 3, "too long")
     found = pickle.loads(pickle.dumps(error))
     assert (str(found), found.index, found.reason) == (str(error), 1, "too long")
+
+
+def test_one_prompt_is_not_counted() -> None:
+    """Bug: who gave one prompt reads "prompt 1 of 1", or who gave two does not read which."""
+    assert str(PromptError(0, 1, "it is empty")) == "it is empty"
+    assert str(PromptError(1, 2, "it is empty")) == "prompt 2 of 2: it is empty"

@@ -23,6 +23,7 @@ GIB = 1 << 30
         (4096, 4096),
         ("100B", 100),
         ("1T", 1 << 40),
+        ("1", 1),
     ],
 )
 def test_sizes(text: int | str, expected: int) -> None:

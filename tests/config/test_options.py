@@ -157,8 +157,15 @@ def test_what_a_command_lacks_is_not_handed_on() -> None:
 
 @pytest.mark.parametrize(
     ("size", "text"),
-    [(1023, "1023 B"), (1024, "1.00 KiB"), (1 << 30, "1.00 GiB"), (15 << 29, "7.50 GiB")],
+    [
+        (1023, "1023 B"),
+        (1024, "1.00 KiB"),
+        (1 << 30, "1.00 GiB"),
+        (15 << 29, "7.50 GiB"),
+        (10 << 30, "10.0 GiB"),
+        (100 << 30, "100 GiB"),
+    ],
 )
 def test_sizes_at_a_unit_s_edge(size: int, text: str) -> None:
-    """Bug: one GiB is shown as 1024 MiB."""
+    """Bug: one GiB is shown as 1024 MiB, or ten with four digits."""
     assert format_bytes(size) == text

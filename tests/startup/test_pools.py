@@ -49,6 +49,21 @@ def test_a_lowered_context_leaves_its_tables_to_the_pool() -> None:
     assert 0 <= left < plan.kv_page_bytes
 
 
+def test_two_positions_are_the_fewest() -> None:
+    """Bug: a pool that holds a prompt's token and an answer's is refused, or the longest request
+    that fits is told as of no tokens."""
+    target, _ = read_configs("qwen3-8b", None)
+    config = resolve_options(Options(device="cpu", dtype="bfloat16", page_size=1), target, None)
+    on_gpu = replace(config, device="cuda")
+    device = memory.DeviceMemory(80 << 30, 80 << 30, 132)
+    page = plan_memory(on_gpu, target, None, device, length_is_explicit=False).kv_page_bytes
+    small = replace(on_gpu, kv_cache_memory=4 * page)  # the null page, and one behind the last
+    plan = plan_memory(small, target, None, device, length_is_explicit=False)
+    assert plan.max_model_len == 2
+    with pytest.raises(ValueError, match=r"the longest that fits is 2 tokens$"):
+        plan_memory(small, target, None, device, length_is_explicit=True)
+
+
 @pytest.mark.parametrize("backend", ["torch", "triton"])
 def test_full_pool_runs_a_long_mixed_load(pair: tuple[Path, Path], backend: Any) -> None:
     """Bug: with every page taken a step fails, a request starves, or two share a page."""

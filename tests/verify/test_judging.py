@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,7 +11,15 @@ import torch
 
 from graphengine.config.options import SamplingParams
 from graphengine.decode.metrics import Acceptance
-from graphengine.verify.check import MIN_IDENTICAL, Limits, Place, decide, disagreement, judge
+from graphengine.verify.check import (
+    MIN_IDENTICAL,
+    Limits,
+    Place,
+    decide,
+    decode,
+    disagreement,
+    judge,
+)
 from graphengine.verify.report import _table, describe
 from graphengine.verify.run import Cell, CellResult
 from graphengine.verify.teacher import Scores
@@ -175,3 +184,30 @@ def test_log_probabilities_begin_with_the_token_itself() -> None:
     said, other = {1: float(true_V[1])}, {0: float(true_V[0])}
     assert _compare(true_V, 1, 1, said | other, 0.01)[1] is None
     assert _compare(true_V, 1, 1, other | said, 0.01)[1] == "0 stands first, 1 was said"
+
+
+def test_what_lies_at_a_limit_passes() -> None:
+    """Bug: a token exactly as far below the best as is allowed, or a share of identical ones that
+    is just the one asked for, fails; an exact log-probability does at a tolerance of 0."""
+    report = judge([transcript([5, 6], [1, 1])], [scores([5, 2], [0, 0.25])], 0.25, [])
+    assert report.first_true is None and len(report.ties) == 1
+    assert decide(report, Limits(min_identical=0.5)) == {}
+    true_V = torch.tensor([0.5, 0.25, 0.25]).log()
+    assert _compare(true_V, 0, 0, {0: float(true_V[0])}, 0.0) == (0.0, None)
+
+
+def test_the_first_and_the_last_token_of_a_vocabulary_run() -> None:
+    """Bug: `verify` refuses a prompt with token 0, Qwen3's "!", or takes one past the last."""
+
+    def reset() -> None:
+        raise InterruptedError
+
+    target = SimpleNamespace(config=SimpleNamespace(vocab_size=8))
+    loop: Any = SimpleNamespace(
+        prefill=SimpleNamespace(pair=SimpleNamespace(target=target)), reset=reset
+    )
+    with pytest.raises(InterruptedError):  # taken, and about to run
+        decode(loop, [[0, 7]], [1], ())
+    for token in (-1, 8):
+        with pytest.raises(ValueError, match=rf"token ids \[{token}\] lie outside"):
+            decode(loop, [[0, token]], [1], ())

@@ -218,3 +218,12 @@ def test_draws_belong_to_their_prompts(tmp_path: Path) -> None:
         found = draw(engine.built, ids, 3, 4, GREEDY).outputs
         said = [r.token_ids for r in engine.generate(ids, max_new_tokens=4)]
     assert found == [[one] * 3 for one in said] and said[0] != said[1]
+
+
+def test_no_place_behind_an_answer_s_end_is_tested() -> None:
+    """Bug: the place behind the last token, where all draws have ended, counts as a test, which
+    makes every other one need a greater difference."""
+    draws = Draws([[[1] * 5, [2] * 5] * 50], 3.0, {})
+    for length, count in ((1, 1), (3, 3), (5, 4)):
+        options = {"max_new_tokens": length, "seed": 0, "num_samples": 100, "min_acceptance": None}
+        assert f" over {count} tests" in judge_draws(draws, draws, options)[1]

@@ -284,3 +284,12 @@ def test_kernels_are_compiled_on_threads(monkeypatch: pytest.MonkeyPatch) -> Non
     late = [name for thread, name in ours if not thread.startswith("compile-ahead")]
     assert ours
     assert not late, (late, ours)
+
+
+def test_a_run_ahead_knows_what_an_operator_writes_by_name() -> None:
+    """Bug: a tensor that is passed as `out=` behind all others is looked for among these, and what
+    runs it is not compiled ahead."""
+    out = torch.full((2, 2), 7.0)
+    with compile_ahead._ShapesAlone(threading.Event()):
+        torch.mm(torch.ones(2, 3), torch.ones(3, 2), out=out)
+    assert (out == 7).all(), "computed none the less"

@@ -127,12 +127,15 @@ def test_no_step_passes_two_places(pair: Pair, spacing: int) -> None:
         loop.reset()
 
 
-@pytest.mark.parametrize(("num_in_flight", "is_kept"), [(1, True), (2, False)])
+@pytest.mark.parametrize(
+    ("num_prompt", "num_in_flight", "is_kept"), [(20, 1, True), (20, 2, False), (32, 1, False)]
+)
 def test_a_slot_that_a_step_in_flight_writes_is_not_given_away(
-    num_in_flight: int, is_kept: bool
+    num_prompt: int, num_in_flight: int, is_kept: bool
 ) -> None:
     """Bug: of blocks as long as the spacing two in flight may end at the next place but one, whose
-    state goes into the same slot, and a next turn goes on from the state of a longer text."""
+    state goes into the same slot, and a next turn goes on from the state of a longer text; or from
+    what was in the slot before, where the prompt's end is that place, which no step has passed."""
     spacing, found = 16, list[tuple[int, int]]()
     own: Any = SimpleNamespace(
         config=SimpleNamespace(page_size=spacing),
@@ -140,6 +143,6 @@ def test_a_slot_that_a_step_in_flight_writes_is_not_given_away(
         _lane=SimpleNamespace(in_flight=[None] * num_in_flight),
         allocator=SimpleNamespace(keep_state=lambda ids, slot: found.append((len(ids), slot))),
     )
-    request: Any = SimpleNamespace(start=32, prompt_ids=[1] * 20, answer_slots=[7, 8])
+    request: Any = SimpleNamespace(start=32, prompt_ids=[1] * num_prompt, answer_slots=[7, 8])
     holdings.Holdings._keep_last_state(own, request, [1] * request.start)
     assert found == [(32, 7)] * is_kept

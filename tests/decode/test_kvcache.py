@@ -263,3 +263,10 @@ def test_loop_in_any_order(tmp_path: Path, backend: str, numbers: tuple[int, ...
                 suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
             ),
         )
+
+
+def test_the_smallest_pool() -> None:
+    """Bug: a pool of one page beside the null page, which holds a short request, is refused."""
+    assert PageAllocator(2).allocate(1) == [1]
+    with pytest.raises(ValueError, match="at least 2 are needed"):
+        PageAllocator(1)

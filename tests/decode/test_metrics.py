@@ -107,3 +107,15 @@ def test_acceptance_apart_by_prompt() -> None:
     assert list(found) == [(False, 1024), (False, None), (True, 128)]
     assert found[False, 1024].steps_by_accepted == [0, 0, 1, 1]
     assert found[True, 128].mean_acceptance_length == 1.0
+
+
+def test_a_rate_of_no_time() -> None:
+    """Bug: tokens that came within one tick of the clock divide by zero, and the answer is lost."""
+    found = RequestMetrics(
+        num_prompt_tokens=5,
+        num_output_tokens=2,
+        ttft_ms=1.0,
+        decode_ms=0.0,
+        acceptance=Acceptance(3),
+    )
+    assert (found.ms_per_token, found.tokens_per_s) == (0, 0)

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from graphengine.decode.refusals import longer_context
+from graphengine.decode.refusals import check_offered, longer_context
+from graphengine.decode.sampling import Sampling
 from tests.decode.test_engine import Pair
 
 
@@ -54,3 +55,11 @@ def test_which_option_sizes_the_pool(device: str, memory: int | None, option: st
     fields = {"max_model_len": 8, "speculation_limit": None}
     config: Any = SimpleNamespace(device=device, kv_cache_memory=memory, **fields)
     assert longer_context(config, 99, 9).endswith(f"where that is not given {option}")
+
+
+def test_as_many_alternatives_as_the_engine_has() -> None:
+    """Bug: the number that an engine was loaded with is refused, with itself as the remedy."""
+    config: Any = SimpleNamespace(simulate_acceptance=None, max_logprobs=4)
+    check_offered(config, Sampling(), None, 4, None)
+    with pytest.raises(ValueError, match=r"logprobs of 5 .* max_logprobs=5"):
+        check_offered(config, Sampling(), None, None, 5)

@@ -277,25 +277,6 @@ def test_the_first_token_may_be_the_first_of_the_vocabulary() -> None:
     assert request.output_logprobs == [{0: -0.5}]
 
 
-def test_a_piece_that_fills_a_chunk_runs_in_it(loop: DecodeLoop) -> None:
-    """Bug: it runs in the next larger one, which is half empty then, or, where there is none,
-    eagerly."""
-    ran = list[int]()
-
-    def chunk(size: int) -> Any:
-        return SimpleNamespace(
-            size=size, name="chunk", is_long=False, run=lambda *_: ran.append(size)
-        )
-
-    own = replace(loop.prefill, fixed=(chunk(16), chunk(32)), far=())
-    request: Any = SimpleNamespace(
-        prompt_ids=range(40), num_cached_tokens=0, prefill_s=0.0, prompt_logprobs=None
-    )
-    for num_rows in (16, 17, 32):
-        own.queue([(request, Piece(range(40), 0, num_rows, [1]))])
-    assert ran == [16, 32, 32]
-
-
 def test_the_smallest_far_piece_runs_alone(loop: DecodeLoop) -> None:
     """Bug: where no more rows than those may run beside a stream, it follows a short prompt into
     its chunk, whose blocks of 16 each read all the keys."""

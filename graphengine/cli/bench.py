@@ -78,8 +78,8 @@ _SHARED_BY_CASES = ("output_len", "num_iters", "seed")
 @shared.count(
     "--output-len",
     None,
-    "Tokens per request of a round; with --prefill whole requests of so many tokens are timed too, "
-    "at batch 1.  [default: 512; with --prefill none]",
+    "Tokens per request of a round; with --prefill whole requests of so many are timed too.  "
+    "[default: 512; with --prefill none]",
     low=8,
 )
 @shared.count(
@@ -130,7 +130,7 @@ def bench(model: str | None, draft: str | None, **options: Any) -> None:
     model, draft = named_pair(model, draft)
     asked |= timed_options(model, asked["load_format"])
     prefill = options["prefill"]
-    _settle(options, asked["buckets"])
+    _settle(options)
     if options["baseline"] and draft is None:
         raise ValueError("--baseline compares with plain decoding; pass --draft to have a drafter")
     shared.check_places(options)
@@ -203,7 +203,7 @@ def bench(model: str | None, draft: str | None, **options: Any) -> None:
     shared.deliver(options, kind, numbers, document, draw)
 
 
-def _settle(options: dict[str, Any], buckets: tuple[int, ...]) -> None:
+def _settle(options: dict[str, Any]) -> None:
     """Gives options without a value theirs. Mutates: options.
 
     Raises:
@@ -221,11 +221,6 @@ def _settle(options: dict[str, Any], buckets: tuple[int, ...]) -> None:
         for name, remedy in remedies.items():
             if options[name] is not None and options[name] is not False:
                 raise ValueError(f"--{name} is of steps, --prefill times none: {remedy}")
-        if options["output_len"] is not None and 1 not in buckets:
-            raise ValueError(
-                f"--output-len {options['output_len']} with --prefill times whole requests at "
-                "batch 1; leave it out, or add 1 to --bucket"
-            )
     options |= {name: default for name, default in defaults.items() if options[name] is None}
 
 

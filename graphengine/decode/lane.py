@@ -110,6 +110,14 @@ class Lane:
         while self.rows and self.rows[-1] is None:
             self.rows.pop()
 
+    def forget_spare_steps(self) -> None:
+        """Without requests, forgets what was launched ahead of their ends: nobody waits for it, and
+        whatever comes next is behind it on the stream. Not what the host has planned or masked,
+        whose memory it writes again for the next step."""
+        if not self.rows and self.depth > 1:
+            while self.in_flight and not self.in_flight[-1].is_constrained:
+                self.in_flight.pop()
+
     def reset(self) -> None:
         """Makes everything anew; the device is idle."""
         self.rows: list[Request | None] = []
@@ -138,9 +146,12 @@ class Lane:
 
     @property
     def _may_queue(self) -> bool:
-        """What a grammar leaves to a step follows from the tokens of the one before."""
+        """What a grammar leaves to a step follows from the tokens of the one before; and steps in
+        flight, of which each commits a token at least, may be all that the budgets allow."""
+        num_ahead = len(self.in_flight)
         waits = any(step.is_constrained for step in self.in_flight)
-        return len(self.in_flight) < self.depth and not waits
+        is_of_use = any(request.budget > num_ahead for request in self.running)
+        return num_ahead < self.depth and not waits and is_of_use
 
     def _queue_step(self) -> None:
         """Launches the stages of a step, each behind its plan if it needs one. Where a row has a
@@ -244,6 +255,8 @@ class Lane:
         """Builds the same buckets anew, for tools and tests: what is compiled has changed, or who
         proposes. The lane is idle."""
         assert not self.has_work
+        if self.config.device == "cuda":
+            torch.cuda.synchronize()  # a step that nobody waited for
         self.reset()
         sizes, self._buckets = list(self._buckets), {}  # their graphs first make room
         if proposer is not None:

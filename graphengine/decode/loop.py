@@ -301,6 +301,7 @@ class DecodeLoop:
                 lane.leave(finished)
             for request in finished:
                 self.holdings.give_back(request)
+            lane.forget_spare_steps()
 
     # --- steps ---
 

@@ -61,17 +61,17 @@ def run_prefills(
 
     Args:
         note: told each case's outcome.
-        output_len: of whole requests, timed at batch 1 too; None: of none.
+        output_len: of whole requests, timed too; None: of none.
     """
     for input_len in input_lens:
         for batch in engine.config.buckets:
-            check_pool(engine, batch, input_len, output_len if output_len and batch == 1 else 1)
+            check_pool(engine, batch, input_len, output_len or 1)
     found: dict[str, Any] = {"first_request": first_request(engine, input_lens[0], seed)}
     for input_len in input_lens:
         for batch in engine.config.buckets:
             case = PrefillCase(input_len=input_len, batch=batch, num_iters=num_iters, seed=seed)
             numbers = found[case.key] = run_prefill(engine, case, rates)
-            if output_len is not None and batch == 1:
+            if output_len is not None:
                 numbers |= run_request(engine, case, output_len)
             note(
                 f"batch {batch:3} input {input_len:6}  first token "
@@ -84,7 +84,8 @@ def timed_calls(
     engine: Engine, case: PrefillCase, max_new_tokens: int
 ) -> Iterator[tuple[float, list[GenerationResult]]]:
     """Wall milliseconds of each of `num_iters` calls, and what came of it; one goes before them,
-    uncounted.
+    uncounted. Each finds the device idle: a step that was launched ahead of an answer's end, and
+    that the answer did not wait for, is none of the next call's.
 
     Raises:
         ValueError: the context or the K/V pool does not hold the prompts.
@@ -97,6 +98,8 @@ def timed_calls(
         began = time.perf_counter()
         results = engine.generate(ids, max_new_tokens=max_new_tokens, ignore_eos=True)
         wall_ms = (time.perf_counter() - began) * 1e3
+        if engine.config.device == "cuda":
+            torch.cuda.synchronize()
         if i:
             yield wall_ms, results
 
@@ -142,11 +145,13 @@ def num_chunks(engine: Engine, case: PrefillCase) -> int:
 
 
 def run_request(engine: Engine, case: PrefillCase, output_len: int) -> dict[str, float]:
-    """Prompts to their last token: wall time of each call. Where acceptance is simulated, it is
+    """A prompt to its last token: wall time of each call. Where acceptance is simulated, it is
     scaled to the steps that this acceptance takes in the bucket's own block, since luck is not what
-    is measured. Their first tokens come behind another request's steps, as a user's do: prefills
-    right behind each other heat a GPU until it lowers its clock (22.8 ms to 1,024 tokens of 8B
-    instead of 20.8 on an H100, 2026-11-27-h100-8b-first-token-8ec7d30.json).
+    is measured; of a batch, where each has its own luck, there are only the last first tokens.
+
+    First tokens come behind another request's steps here, as a user's do: prefills right behind
+    each other heat a GPU until it lowers its clock (22.8 ms to 1,024 tokens of 8B instead of 20.8
+    on an H100, 2026-11-27-h100-8b-first-token-8ec7d30.json).
 
     Raises:
         ValueError: the context ends before the last token.
@@ -156,6 +161,7 @@ def run_request(engine: Engine, case: PrefillCase, output_len: int) -> dict[str,
     wanted = round((output_len - 1) / acceptance) if acceptance else None
     for wall_ms, results in timed_calls(engine, case, output_len):
         metrics = results[-1].metrics
+        firsts.append(max(result.metrics.ttft_ms for result in results))
         if metrics.num_output_tokens < output_len:
             raise ValueError(
                 f"--output-len {output_len} after {case.input_len} tokens of prompt: the context "
@@ -165,10 +171,11 @@ def run_request(engine: Engine, case: PrefillCase, output_len: int) -> dict[str,
         walls.append(wall_ms + metrics.ms_per_step * (num_steps - metrics.num_steps))
         times.append(metrics.ms_per_step)
         counts.append(num_steps)
-        firsts.append(metrics.ttft_ms)
-    return {
+    first = {"request_first_p50_ms": statistics.median(firsts)}
+    if case.batch > 1:
+        return first
+    return first | {
         "request_p50_ms": statistics.median(walls),
-        "request_first_p50_ms": statistics.median(firsts),
         "request_step_p50_ms": statistics.median(times),
         "num_request_steps": statistics.median(counts),
     }

@@ -116,7 +116,7 @@ def first_token_table(numbers: Mapping[str, Any], simulated: float | None) -> An
         for key, found in of_mode.items()
     ]
     columns = _FIRST_TOKEN_COLUMNS
-    if any("request_p50_ms" in found for _, _, found in cases):
+    if any("request_first_p50_ms" in found for _, _, found in cases):
         columns = columns | _REQUEST_COLUMNS
     lines = []
     for label, key, found in cases:

@@ -86,6 +86,38 @@ def test_rows_behind_a_smaller_bucket_move(engine: Engine, pair: Pair) -> None:
 
 
 @torch.no_grad()
+def test_no_step_behind_the_last_token(
+    engine: Engine, pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bug: an answer is given back only when a step that was launched ahead of its end is over, a
+    whole step behind its last token; or one is launched that no budget can use, for which the next
+    request then waits."""
+    waited: list[int] = []
+    real = lanes.Results.wait
+    monkeypatch.setattr(
+        lanes.Results, "wait", lambda results: waited.append(results.number) or real(results)
+    )
+    force(engine, pair, 0)  # a token a step: the budget is what the steps in flight commit
+    loop = engine.built.loop
+    for stop_ids in ((), (pair.plain(PROMPTS[0], 9)[-1],)):
+        waited.clear()
+        before = loop.first._next_step
+        request = loop.submit(list(PROMPTS[0]), 9, stop_ids)
+        for _ in loop.run():
+            pass
+        assert request.output_ids == pair.plain(PROMPTS[0], 9)[: len(request.output_ids)]
+        num_steps = len(request.output_ids) - 1
+        assert len(set(waited)) == num_steps and not loop.first.in_flight
+        if request.finish_reason == "length":
+            assert loop.first._next_step - before == num_steps
+    # Whoever comes next does not take what it left for its own.
+    later = loop.submit(list(PROMPTS[1]), 9, ())
+    for _ in loop.run():
+        pass
+    assert later.output_ids == pair.plain(PROMPTS[1], 9)
+
+
+@torch.no_grad()
 def test_hops_and_types_of_a_launch(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """Bug: between `launch` and what runs a chain, layers grow back that a reader has to cross and
     a step to pay for: at most five calls into other modules, of which the last runs the chain."""

@@ -44,6 +44,7 @@ from graphengine.kernels.block_attention_kernels import (
 )
 from graphengine.kernels.interpreter import INTERPRET
 from graphengine.kernels.launch import on_grid, supports_pdl
+from graphengine.kernels.output_gate import check_gate, output_gate_reference
 
 LOG2_E = 1.4426950408889634
 MAX_ROWS = 64  # packed rows (G * N/K) in one tile; more become more programs
@@ -188,12 +189,14 @@ def block_attention(
     config: LaunchConfig | None = None,
     window: int | None = None,
     padded: int = 0,
+    gate_TE: torch.Tensor | None = None,
 ) -> None:
     """Attend from each request's block to its cached keys, with lengths read on the device.
 
     out[b, i, n] = softmax_j(q[b, i, n] . k[b, j, n // (N/K)] * H^-0.5) v[b, j, n // (N/K)]
     over j < start[b] + i + 1 if causal, j < start[b] + G otherwise;
-    with a window over those of them with |start[b] + i - j| < window
+    with a window over those of them with |start[b] + i - j| < window;
+    with a gate out[b, i, n] *= sigmoid(gate[b, i, n])
 
     Programmatic dependent launch: start and page_table are read before the kernels in front have
     finished, everything else after the wait. Those that may still run then, back to one that had
@@ -214,6 +217,8 @@ def block_attention(
         config: tile sizes, warps, stages, merge; None takes `choose_config`'s.
         window: at least 1; None is the whole context.
         padded: 0 in a step, where every request has a token behind it; -1 in a prompt.
+        gate_TE: [B*G, E] in the dtype of q, or fp32 partial sums [Z, B*G, E], dense rows, of which
+            the last N * H columns are the gate (`output_gate`, whose results these are).
     Mutates: out_TNH, workspace.
     Raises: ValueError for shapes, dtypes or strides that the kernel cannot address.
     Source: flash-decoding (split keys, merge by log-sum-exp); exp2 softmax as in FlashAttention.
@@ -226,16 +231,21 @@ def block_attention(
         raise ValueError(
             f"workspace is for {tuple(workspace.out_ZTNH.shape[1:])}, not {tuple(q_TNH.shape)}"
         )
+    if gate_TE is not None:
+        check_gate(out_TNH, gate_TE, gate_TE.shape[-1] - N * H)
     if window is not None and window < 1:
         raise ValueError(
             f"window {window}: a row sees at least its own key; use 1 or more, or None"
         )
     if not (q_TNH.is_cuda or INTERPRET):
-        out_TNH.copy_(
-            block_attention_reference(
-                q_TNH, kv_cache, page_table_BW, start_B, block_length, causal, window, padded
-            )
+        attended_TNH = block_attention_reference(
+            q_TNH, kv_cache, page_table_BW, start_B, block_length, causal, window, padded
         )
+        if gate_TE is not None:
+            begin = gate_TE.shape[-1] - N * H
+            gated = output_gate_reference(attended_TNH, gate_TE, begin, None, 0.0)
+            attended_TNH = gated.view_as(attended_TNH)
+        out_TNH.copy_(attended_TNH)
         return
     if H not in HEAD_DIMS:
         raise ValueError(f"head_dim {H}: the Triton kernel takes {HEAD_DIMS}")
@@ -256,7 +266,13 @@ def block_attention(
     lengths = (start_B, W * S, config.one_split)
     shape = {"N": N, "H": H, "G": block_length, "K": K, "ROWS": rows, "ROW_TILES": row_tiles}
     shape |= {"CHUNK": config.chunk, "SPLITS": num_splits, "PDL": pdl}
-    shape |= {"WINDOW": window or 0, "PADDED": padded}
+    shape |= {"WINDOW": window or 0, "PADDED": padded, "GATE": 0}
+    gate: tuple[torch.Tensor, int, int] = out_TNH, 0, 0
+    if gate_TE is not None:
+        gate_ZTE = gate_TE if gate_TE.dim() == 3 else gate_TE.unsqueeze(0)
+        columns = gate_ZTE.narrow(-1, gate_ZTE.shape[-1] - N * H, N * H)
+        gate = columns, gate_ZTE.stride(1), gate_ZTE.stride(0)
+        shape["GATE"] = len(gate_ZTE)
     launch = {"launch_pdl": True} if pdl else {}
     on_grid(block_attention_kernel, (K * row_tiles, B, num_splits))(
         q_TNH,
@@ -265,6 +281,7 @@ def block_attention(
         page_table_BW,
         *lengths,
         out_TNH,
+        *gate,
         *workspace,
         q_TNH.stride(0),
         page_table_BW.stride(0),
@@ -287,6 +304,7 @@ def block_attention(
         on_grid(block_attention_merge_kernel, (K * row_tiles, B, rows // share))(
             *lengths,
             out_TNH,
+            *gate,
             workspace.out_ZTNH,
             workspace.lse_ZTN,
             **shape,

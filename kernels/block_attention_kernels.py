@@ -9,6 +9,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from graphengine.kernels.interpreter import dot
+from graphengine.kernels.output_gate import gated
 
 MAX_SPLITS = 32  # a power of two; one bit each in the arrival word
 COUNT_STEP = tl.constexpr(MAX_SPLITS)  # what a call adds to the count of arrivals
@@ -47,6 +48,7 @@ def _unpack(row, b, kv_head, G: tl.constexpr, GROUP: tl.constexpr):
 @triton.jit
 def _merge_rows(
     out,
+    gate,
     partial_out,
     partial_lse,
     first_row,
@@ -60,6 +62,7 @@ def _merge_rows(
     GROUP: tl.constexpr,
     ROWS: tl.constexpr,
     POW2: tl.constexpr,
+    GATE: tl.constexpr,
 ):
     """Rows [first_row, first_row + ROWS) of a packed tile, from POW2/2 < live <= POW2 partials."""
     t, head, exists = _unpack(  # pyright: ignore[reportGeneralTypeIssues]
@@ -83,8 +86,10 @@ def _merge_rows(
     weight = tl.exp2(lse - tl.where(highest == float("-inf"), 0.0, highest)[:, None])
     total = tl.sum(weight, axis=1)
     weight = weight / tl.where(total == 0.0, 1.0, total)[:, None]
-    merged = tl.sum(tile * weight[:, :, None], axis=1).to(out.dtype.element_ty)
-    tl.store(out + (t * N + head)[:, None] * H + dim[None, :], merged, mask=exists[:, None])
+    acc = tl.sum(tile * weight[:, :, None], axis=1)
+    column, live = head[:, None] * H + dim[None, :], exists[:, None]
+    merged = gated(acc, gate, t[:, None], column, live, out.dtype.element_ty, GATE)
+    tl.store(out + (t * N)[:, None] * H + column, merged, mask=live)
 
 
 @triton.jit
@@ -97,6 +102,9 @@ def block_attention_kernel(
     max_kv,
     one_split,
     out,
+    gate,
+    gate_row_stride,
+    gate_split_stride,
     partial_out,
     partial_lse,
     arrived,
@@ -114,6 +122,7 @@ def block_attention_kernel(
     PDL: tl.constexpr,
     WINDOW: tl.constexpr,
     PADDED: tl.constexpr,
+    GATE: tl.constexpr,
     TILE: tl.constexpr,
     S: tl.constexpr,
     CAUSAL: tl.constexpr,
@@ -123,6 +132,7 @@ def block_attention_kernel(
     PREFETCH: tl.constexpr,
     WIDE: tl.constexpr,
 ):
+    gate = (gate, gate_row_stride, gate_split_stride)
     kv_head = tl.program_id(0) // ROW_TILES
     b = tl.program_id(1)
     split = tl.program_id(2)  # slowest: the splits that are always alive are started first
@@ -220,7 +230,9 @@ def block_attention_kernel(
     acc = acc / tl.where(empty, 1.0, total)[:, None]
     target = (t * N + head)[:, None] * H + dim[None, :]
     if live == 1:
-        tl.store(out + target, acc.to(out.dtype.element_ty), mask=exists[:, None])
+        column = head[:, None] * H + dim[None, :]
+        whole = gated(acc, gate, t[:, None], column, exists[:, None], out.dtype.element_ty, GATE)
+        tl.store(out + target, whole, mask=exists[:, None])
         return
     if SPLITS > 1:
         T = tl.num_programs(1) * G
@@ -230,8 +242,8 @@ def block_attention_kernel(
         tl.store(partial_out + plane * H + target, acc, mask=exists[:, None])
         if FUSED:
             _merge_together(
-                *(out, partial_out, partial_lse, arrived, b, kv_head, split, live, T),
-                *(N, H, G, GROUP, ROWS, ROW_TILES, SPLITS, POLLS),
+                *(out, gate, partial_out, partial_lse, arrived, b, kv_head, split, live, T),
+                *(N, H, G, GROUP, ROWS, ROW_TILES, SPLITS, POLLS, GATE),
             )
 
 
@@ -251,6 +263,7 @@ def _prefetch_l2(address, wanted):
 @triton.jit
 def _merge_shares(
     out,
+    gate,
     partial_out,
     partial_lse,
     row_tile,
@@ -266,19 +279,22 @@ def _merge_shares(
     ROWS: tl.constexpr,
     SHARE: tl.constexpr,
     POW2: tl.constexpr,
+    GATE: tl.constexpr,
 ):
     """The shares of SHARE rows that belong to the splits in the bit set `mine`."""
     for share in range(ROWS // SHARE):
         if (mine >> (share % live)) & 1:
             _merge_rows(
-                *(out, partial_out, partial_lse, row_tile + share * SHARE, b, kv_head, live, T),
-                *(N, H, G, GROUP, SHARE, POW2),
+                *(out, gate, partial_out, partial_lse, row_tile + share * SHARE),
+                *(b, kv_head, live, T),
+                *(N, H, G, GROUP, SHARE, POW2, GATE),
             )
 
 
 @triton.jit
 def _merge_together(
     out,
+    gate,
     partial_out,
     partial_lse,
     arrived,
@@ -295,6 +311,7 @@ def _merge_together(
     ROW_TILES: tl.constexpr,
     SPLITS: tl.constexpr,
     POLLS: tl.constexpr,
+    GATE: tl.constexpr,
 ):
     """Merge a tile's rows inside the splits that made the partials, each a share of the rows.
 
@@ -331,8 +348,9 @@ def _merge_together(
             if (1 << log2) < 2 * SPLITS:  # noqa: SIM102 (known at compile time)
                 if (live > (1 << log2) // 2) & (live <= 1 << log2):
                     _merge_shares(
-                        *(out, partial_out, partial_lse, row_tile, b, kv_head, live, T, mine),
-                        *(N, H, G, GROUP, ROWS, ROWS >> log2 if ROWS >> log2 else 1, 1 << log2),
+                        *(out, gate, partial_out, partial_lse, row_tile, b, kv_head, live, T),
+                        *(mine, N, H, G, GROUP, ROWS),
+                        *(ROWS >> log2 if ROWS >> log2 else 1, 1 << log2, GATE),
                     )
 
 
@@ -342,6 +360,9 @@ def block_attention_merge_kernel(
     max_kv,
     one_split,
     out,
+    gate,
+    gate_row_stride,
+    gate_split_stride,
     partial_out,
     partial_lse,
     N: tl.constexpr,
@@ -355,9 +376,11 @@ def block_attention_merge_kernel(
     PDL: tl.constexpr,
     WINDOW: tl.constexpr,
     PADDED: tl.constexpr,
+    GATE: tl.constexpr,
     SHARE: tl.constexpr,
 ):
     """The merge as a launch of its own: SHARE rows of one packed tile."""
+    gate = (gate, gate_row_stride, gate_split_stride)
     b = tl.program_id(1)
     start = tl.load(starts + b)
     _, live, _ = _live_splits(  # pyright: ignore[reportGeneralTypeIssues]
@@ -372,6 +395,6 @@ def block_attention_merge_kernel(
         if (1 << log2) < 2 * SPLITS:  # noqa: SIM102 (known at compile time)
             if (live > (1 << log2) // 2) & (live <= 1 << log2):
                 _merge_rows(
-                    *(out, partial_out, partial_lse, row, b, tl.program_id(0) // ROW_TILES, live),
-                    *(T, N, H, G, N // K, SHARE, 1 << log2),
+                    *(out, gate, partial_out, partial_lse, row, b, tl.program_id(0) // ROW_TILES),
+                    *(live, T, N, H, G, N // K, SHARE, 1 << log2, GATE),
                 )

@@ -1,7 +1,7 @@
 """The gates on what a mixer of the Qwen3.5 family gives, in one launch each.
 
     Gated DeltaNet   x / rms(x) * w * silu(z), the norm of each head
-    attention        x * sigmoid(z)
+    attention        x * sigmoid(z), where its own kernel has not gated (block_attention.py)
 
 Why: Inductor makes two launches of the first, and prompts, which run uncompiled, ten; each of those
 moves the rows in fp32.
@@ -33,7 +33,7 @@ def output_gate_reference(
     weight_V: torch.Tensor | None,
     eps: float,
 ) -> torch.Tensor:
-    """`output_gate` in plain torch."""
+    """`output_gate` in plain torch; without a weight what `gate_` leaves."""
     size = x_TNV.shape[1] * x_TNV.shape[2]
     z_TNV = sum_partials(projected[..., begin : begin + size], x_TNV.dtype).view_as(x_TNV).float()
     x = x_TNV.float()
@@ -51,9 +51,9 @@ def _launch(
     begin: int,
     weight_V: torch.Tensor | None,
     eps: float,
+    out_TX: torch.Tensor,
 ) -> torch.Tensor:
     T, N, V = x_TNV.shape
-    out_TX = x_TNV.new_empty(T, N * V)
     is_split = projected.dim() == 3
     heads = MANY_HEADS if T >= MANY_ROWS else HEADS
     on_grid(_output_gate_kernel, (T, (N + heads - 1) // heads))(
@@ -79,16 +79,16 @@ def _launch(
 @torch.library.custom_op(
     "graphengine::output_gate",
     mutates_args=(),
-    schema="(Tensor x, Tensor projected, int begin, Tensor? weight, float eps) -> Tensor",
+    schema="(Tensor x, Tensor projected, int begin, Tensor weight, float eps) -> Tensor",
 )
 def output_gate(
     x_TNV: torch.Tensor,
     projected: torch.Tensor,
     begin: int,
-    weight_V: torch.Tensor | None,
+    weight_V: torch.Tensor,
     eps: float,
 ) -> torch.Tensor:
-    """`x / rms(x) * w * silu(z)` of each head, or without a weight `x * sigmoid(z)`.
+    """`x / rms(x) * w * silu(z)` of each head.
 
     Args:
         x_TNV: bf16, fp16 or fp32, contiguous; V a power of two.
@@ -98,22 +98,52 @@ def output_gate(
     Returns: [T, N * V] in the dtype of x.
     Raises: ValueError for shapes and strides that do not belong together.
     """
+    check_gate(x_TNV, projected, begin)
+    if not (projected.is_cuda or INTERPRET):
+        return output_gate_reference(x_TNV, projected, begin, weight_V, eps)
+    out_TX = x_TNV.new_empty(len(x_TNV), x_TNV[0].numel())
+    return _launch(x_TNV, projected, begin, weight_V, eps, out_TX)
+
+
+def gate_(x_TNV: torch.Tensor, projected: torch.Tensor) -> None:
+    """`x *= sigmoid(z)`, z the last columns of what was projected; else as `output_gate`. Outside
+    of compiled code only: no custom op. Mutates: x_TNV."""
+    begin = projected.shape[-1] - x_TNV[0].numel()
+    check_gate(x_TNV, projected, begin)
+    if x_TNV.is_cuda or INTERPRET:
+        _launch(x_TNV, projected, begin, None, 0.0, x_TNV)
+    else:
+        x_TNV.copy_(output_gate_reference(x_TNV, projected, begin, None, 0.0).view_as(x_TNV))
+
+
+def check_gate(x_TNV: torch.Tensor, projected: torch.Tensor, begin: int) -> None:
+    """Raises: ValueError for a gate of other rows or fewer columns, or strides that no kernel
+    addresses."""
     (T, N, V), E = x_TNV.shape, projected.shape[-1]
     if projected.shape[-2] != T or not 0 <= begin <= E - N * V:
         raise ValueError(
-            f"x {(T, N, V)}, projected {tuple(projected.shape)}: need {T} rows with {N * V} "
-            f"columns from {begin} on"
+            f"x {(T, N, V)}, gate {tuple(projected.shape)}: need {T} rows with {N * V} columns "
+            f"from {begin} on"
         )
-    if not (projected.is_cuda or INTERPRET):
-        return output_gate_reference(x_TNV, projected, begin, weight_V, eps)
-    if projected.stride(-1) != 1 or not x_TNV.is_contiguous() or V & (V - 1):
+    is_dense = projected.stride(-1) == 1 and x_TNV.is_contiguous() and not V & (V - 1)
+    if not is_dense and (x_TNV.is_cuda or INTERPRET):
         raise ValueError(f"strides {projected.stride()}, {x_TNV.stride()}, V {V}: need dense rows")
-    return _launch(x_TNV, projected, begin, weight_V, eps)
 
 
 @output_gate.register_fake
 def _(x_TNV, projected, begin, weight_V, eps):
     return x_TNV.new_empty(x_TNV.shape[0], x_TNV.shape[1] * x_TNV.shape[2])
+
+
+@triton.jit
+def gated(value, gate, t, column, live, dtype: tl.constexpr, Z: tl.constexpr):
+    """What attention gives, fp32, in dtype. With a gate, which is (its first column, row stride,
+    stride of its Z partial sums), times its sigmoid, as if the kernel below had read it rounded."""
+    if Z:
+        at = gate[0] + t * gate[1]
+        z = row_columns(at, column, live, gate[2], dtype, Z)  # pyright: ignore
+        value = value.to(dtype).to(tl.float32) * (1.0 / (1.0 + tl.exp(-z.to(tl.float32))))
+    return value.to(dtype)
 
 
 @triton.jit

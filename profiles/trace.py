@@ -36,7 +36,8 @@ NO_END = 1 << 62  # of a range that was open when the recording ended
 _ATTENTION_KERNEL = re.compile(
     r"Batch(Prefill|Decode)|MergeState|PagedKV|fmha|flash_fwd|attention", re.IGNORECASE
 )
-# Those of kernels/gated_delta.py and gated_delta_prefill.py, and the gate that may stand behind.
+# Those of kernels/gated_delta.py and gated_delta_prefill.py, and the gate that may stand behind
+# them or behind an attention.
 _DELTA_KERNEL = re.compile(r"^(verify|step|convolve|(delta_)?(prepare|scan))_kernel")
 _GATE_KERNEL = re.compile(r"^_output_gate_kernel")
 _ARGMAX_KERNEL = re.compile(r"_argmax_kernel")  # an Inductor kernel may be named after the op
@@ -220,7 +221,10 @@ class _ChainNames:
             self._after_mixing = self._num_halves == 1
             self._mixings += not self._after_mixing  # the other half's may come next
             return name, "attention"
-        is_gate = self._after_delta and _GATE_KERNEL.search(kernel)
+        is_gate = bool(_GATE_KERNEL.search(kernel))
+        if is_gate and self._after_mixing and not self._after_delta:
+            return names.attention_name(self._chain, self._layer), "attention"
+        is_gate &= self._after_delta
         self._after_delta = bool(_DELTA_KERNEL.search(kernel))
         if self._after_delta or is_gate:
             self._after_mixing = True

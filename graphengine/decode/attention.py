@@ -31,7 +31,7 @@ from graphengine.config.draft import AttentionRule, DraftSpec
 from graphengine.config.model import ModelConfig
 from graphengine.decode import flashinfer_internals
 from graphengine.decode.kvcache import pages_for
-from graphengine.kernels import chunk_attention, merge_splits
+from graphengine.kernels import chunk_attention, merge_splits, output_gate
 from graphengine.kernels.block_attention import Workspace, block_attention, choose_num_splits
 from graphengine.kernels.block_attention import workspace as block_workspace
 
@@ -91,10 +91,14 @@ class Attention(Protocol):
         """Prepares for `layout`; host work only, plus small asynchronous copies."""
         ...
 
-    def run(self, q_TNH: Tensor, kv_cache: Tensor, out_TNH: Tensor) -> None:
+    def run(
+        self, q_TNH: Tensor, kv_cache: Tensor, out_TNH: Tensor, gate_TE: Tensor | None = None
+    ) -> None:
         """`out = softmax(q k^T / sqrt(H)) v`. Mutates: out_TNH, the planned rows only.
 
-        kv_cache: [2, num_pages, S, K, H] of one layer.
+        Args:
+            kv_cache: [2, num_pages, S, K, H] of one layer.
+            gate_TE: [T, E] or partial sums [Z, T, E], whose last columns gate: `out *= sigmoid`.
         """
         ...
 
@@ -131,7 +135,9 @@ class TorchAttention:
                 mask = mask.repeat(self._group, 1).to(self._device)
             self._requests.append((slice(qo[b], qo[b + 1]), slots, mask))
 
-    def run(self, q_TNH: Tensor, kv_cache: Tensor, out_TNH: Tensor) -> None:
+    def run(
+        self, q_TNH: Tensor, kv_cache: Tensor, out_TNH: Tensor, gate_TE: Tensor | None = None
+    ) -> None:
         k_all, v_all = kv_cache.flatten(1, 2).unbind(0)
         for rows, slots, mask in self._requests:
             q = q_TNH[rows].transpose(0, 1)
@@ -143,6 +149,7 @@ class TorchAttention:
             grouped = q.unflatten(0, (-1, self._group)).flatten(1, 2)[None]
             attended = F.scaled_dot_product_attention(grouped, k[None], v[None], attn_mask=mask)
             out_TNH[rows] = attended.reshape(q.shape).transpose(0, 1)
+            gate_rows_(out_TNH[rows], gate_TE if gate_TE is None else gate_TE[..., rows, :])
 
 
 class FlashInferAttention:
@@ -218,13 +225,17 @@ class FlashInferAttention:
         if self._copied is not None:
             self._copied.record()
 
-    def run(self, q_TNH: Tensor, kv_cache: Tensor, out_TNH: Tensor) -> None:
+    def run(
+        self, q_TNH: Tensor, kv_cache: Tensor, out_TNH: Tensor, gate_TE: Tensor | None = None
+    ) -> None:
         if not self._num_rows:  # not planned yet: no rows
             return
         # flashinfer takes planned rows alone, so no padding; a capture is planned for all rows.
-        q_TNH, out_TNH = q_TNH[: self._num_rows], out_TNH[: self._num_rows]
+        planned = slice(self._num_rows)
+        q_TNH, out_TNH = q_TNH[planned], out_TNH[planned]
         # Passing out= matters: without it 0.6.12 allocates and zero-fills in every layer.
         self._wrapper.run(q_TNH, (kv_cache[0], kv_cache[1]), out=out_TNH)
+        gate_rows_(out_TNH, gate_TE if gate_TE is None else gate_TE[..., planned, :])
 
 
 def compile_flashinfer_ahead(
@@ -304,7 +315,9 @@ class BlockAttention:
     def plan(self, layout: Layout) -> None:
         """Nothing to do: the lengths are on the device."""
 
-    def run(self, q_TNH: Tensor, kv_cache: Tensor, out_TNH: Tensor) -> None:
+    def run(
+        self, q_TNH: Tensor, kv_cache: Tensor, out_TNH: Tensor, gate_TE: Tensor | None = None
+    ) -> None:
         block_attention(
             q_TNH,
             kv_cache,
@@ -316,6 +329,7 @@ class BlockAttention:
             self._workspace,
             window=self._rule.window,
             padded=self._padded,
+            gate_TE=gate_TE,
         )
 
 
@@ -344,9 +358,18 @@ class ChunkAttention:
     def plan(self, layout: Layout) -> None:
         """Nothing to do: the lengths are on the device."""
 
-    def run(self, q_TNH: Tensor, kv_cache: Tensor, out_TNH: Tensor) -> None:
+    def run(
+        self, q_TNH: Tensor, kv_cache: Tensor, out_TNH: Tensor, gate_TE: Tensor | None = None
+    ) -> None:
         where = self._page_table_BW, self._start_B
         chunk_attention.chunk_attention(q_TNH, kv_cache, *where, out_TNH, self._partials)
+        gate_rows_(out_TNH, gate_TE)
+
+
+def gate_rows_(out_TNH: Tensor, gate_TE: Tensor | None) -> None:
+    """`out *= sigmoid(gate)`, if there is a gate. Mutates: out_TNH."""
+    if gate_TE is not None:
+        output_gate.gate_(out_TNH, gate_TE)
 
 
 def flashinfer_can_window(rules: Sequence[AttentionRule], block: int) -> bool:

@@ -2,7 +2,7 @@
 
 Each is compiled by itself, so that equal shapes share one compilation; stack.py builds the chains
 from them. They end in a mixer's projection, in token ids or in logits: the head takes its own
-argmax where no logits are wanted. `gate`: the projection again, for a mixer that gates with it.
+argmax where no logits are wanted.
 
 Legend: B requests, G block length, T rows, N / H query heads / head dim, C = taps * hidden.
 """
@@ -37,30 +37,21 @@ def first_segment(embed_VD: Tensor, layer: LayerWeights, token_ids_T: Tensor, ep
 
 
 def middle_segment(
-    done: LayerWeights,
-    layer: LayerWeights,
-    h_TD: Tensor,
-    mixed: Tensor,
-    eps: float,
-    gate: Tensor | None = None,
+    done: LayerWeights, layer: LayerWeights, h_TD: Tensor, mixed: Tensor, eps: float
 ) -> Carry:
     """post(i) + pre(i + 1) -> (h_TD, projected_TE)."""
-    return decoder.before_mixing(layer, *decoder.after_mixing(done, h_TD, mixed, eps, gate), eps)
+    return decoder.before_mixing(layer, *decoder.after_mixing(done, h_TD, mixed, eps), eps)
 
 
-def last_segment(
-    last: LastWeights, h_TD: Tensor, mixed: Tensor, eps: float, gate: Tensor | None = None
-) -> Carry:
+def last_segment(last: LastWeights, h_TD: Tensor, mixed: Tensor, eps: float) -> Carry:
     """post(L - 1) + norm + head + argmax -> (h_TD before the norm, ids_T)."""
-    h_TD, x = _final_norm(last, *decoder.after_mixing(last.layer, h_TD, mixed, eps, gate), eps)
+    h_TD, x = _final_norm(last, *decoder.after_mixing(last.layer, h_TD, mixed, eps), eps)
     return h_TD, layers.linear_argmax(x, last.lm_head_VD)
 
 
-def logits_segment(
-    last: LastWeights, h_TD: Tensor, mixed: Tensor, eps: float, gate: Tensor | None = None
-) -> Carry:
+def logits_segment(last: LastWeights, h_TD: Tensor, mixed: Tensor, eps: float) -> Carry:
     """`last_segment` without its argmax, for whoever draws: (h_TD before the norm, logits_TV)."""
-    h_TD, x = _final_norm(last, *decoder.after_mixing(last.layer, h_TD, mixed, eps, gate), eps)
+    h_TD, x = _final_norm(last, *decoder.after_mixing(last.layer, h_TD, mixed, eps), eps)
     return h_TD, layers.linear(x, last.lm_head_VD)
 
 
@@ -76,16 +67,14 @@ def row_logits_segment(
     h_TD: Tensor,
     mixed: Tensor,
     eps: float,
-    gate: Tensor | None = None,
 ) -> Carry:
     """`logits_segment` of the rows with these indices alone: (h_RD, logits_RV).
 
     Args: is_tapped: somebody reads what the last layer gives for every row: then h_TD of all.
     """
     if not is_tapped:
-        gate_RE = gate if gate is None else gate.index_select(-2, rows_R)
-        return logits_segment(last, h_TD[rows_R], mixed[rows_R], eps, gate_RE)
-    h_TD = layers.add(*decoder.after_mixing(last.layer, h_TD, mixed, eps, gate))
+        return logits_segment(last, h_TD[rows_R], mixed[rows_R], eps)
+    h_TD = layers.add(*decoder.after_mixing(last.layer, h_TD, mixed, eps))
     return h_TD, layers.linear(layers.rms_norm(h_TD[rows_R], last.norm_D, eps), last.lm_head_VD)
 
 

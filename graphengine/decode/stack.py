@@ -82,8 +82,8 @@ def layer_steps(
     """Steps 00, L0.attn, 01, .. , L(n-1).attn of a stack; the caller appends its own last segment,
     and the last layer's tap. A recurrent layer's step is L0.delta, which nobody plans.
 
-    The carry after a dense step is (h_TD, q_TNH), after an attention (h_TD, attn_TNH); of a mixer
-    that gates, with its projection behind.
+    The carry after a dense step is (h_TD, q_TNH), of a mixer that gates with its projection behind;
+    after an attention (h_TD, attn_TNH).
 
     Args:
         attentions: one a layer; layers of one kind share a plan.
@@ -106,9 +106,8 @@ def layer_steps(
             if layer == 0:
                 h_TD, projected = segments.first(embed_VD, weights, rows.token_ids_T, eps)
             else:
-                h_TD, mixed, *gate = carry
-                done = layers[layer - 1]
-                h_TD, projected = segments.middle(done, weights, h_TD, mixed, eps, *gate)
+                h_TD, mixed = carry
+                h_TD, projected = segments.middle(layers[layer - 1], weights, h_TD, mixed, eps)
             query = projected
             if write_state_ is not None:
                 query = write_state_(weights.mixer, projected, *where)
@@ -123,8 +122,8 @@ def layer_steps(
 
         def run(carry: Carry) -> Carry:
             h_TD, q_TNH, *gate = carry
-            attention.run(q_TNH, kv_cache, attn_TNH)
-            return h_TD, attn_TNH, *gate
+            attention.run(q_TNH, kv_cache, attn_TNH, *gate)
+            return h_TD, attn_TNH
 
         return Attention(names.attention_name(chain, layer), run)
 
@@ -174,8 +173,8 @@ def last_step(chain: str, target: Target, tap_: Tap, end: Callable[..., Carry]) 
     behind = LastWeights(weights.layers[final], weights.norm_D, weights.lm_head_VD)
 
     def last(carry: Carry) -> Carry:
-        h_TD, mixed, *gate = carry
-        h_TD, found = end(behind, h_TD, mixed, config.rms_norm_eps, *gate)
+        h_TD, mixed = carry
+        h_TD, found = end(behind, h_TD, mixed, config.rms_norm_eps)
         tap_(final, h_TD)
         return (found,)
 

@@ -97,6 +97,6 @@ def write_state_(
     return qk_norm_rope_write_(qkv_TE, *norms, rope_PH, positions_T, slots_T, kv_cache, eps)
 
 
-def output(layer: AttentionWeights, attn_TNH: Tensor, projected: None, eps: float) -> Tensor:
+def output(layer: AttentionWeights, attn_TNH: Tensor) -> Tensor:
     """`attn @ Wo^T`: what the residual stream is to add, [T, D] or partial sums [Z, T, D]."""
     return linear_partials(attn_TNH.flatten(1), layer.o_DF, layer.o_bias_D)

@@ -34,8 +34,8 @@ class Mixer:
 
     A dense segment ends in `project`. Outside of the compiled code follow `write_state_` of an
     attention (None: the step of its own takes what was projected) and the step that reads the
-    state; the next segment begins with `output`, which reads the weights named in `output_fields`,
-    and the projection where it `gates`.
+    state, and the projection where it `gates`; the next segment begins with `output`, which reads
+    the weights named in `output_fields`.
     """
 
     tree: type[Any]
@@ -190,13 +190,11 @@ def before_mixing(
 
 
 def after_mixing(
-    layer: LayerWeights, h_TD: Tensor, mixed: Tensor, eps: float, projected: Tensor | None = None
+    layer: LayerWeights, h_TD: Tensor, mixed: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:
     """The begin of a dense segment, from what the mixer gave: -> (h_TD, update).
 
     The update, [T, D] or partial sums [Z, T, D], is added by whatever norm comes next.
-
-    Args: projected: what `before_mixing` gave, for a mixer that gates.
     """
-    update = mixer_of(layer).output(layer.mixer, mixed, projected, eps)
+    update = mixer_of(layer).output(layer.mixer, mixed)
     return _FFN_OF[type(layer.ffn)].run(layer.ffn, h_TD, update, eps)

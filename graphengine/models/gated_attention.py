@@ -24,7 +24,6 @@ from graphengine.models.layers import (
     Matrix,
     linear_partials,
     norm_linear,
-    output_gate,
     rotary_order,
 )
 from graphengine.models.weight import Fields, Pick, Weight, norm
@@ -94,7 +93,6 @@ def write_state_(
     return qk_norm_rope_write_(qkvg_TE[..., :qkv], *norms, *where)
 
 
-def output(layer: GatedAttentionWeights, attn_TNH: Tensor, qkvg_TE: Tensor, eps: float) -> Tensor:
-    """`(attn * sigmoid(gate)) @ Wo^T`: [T, D] or partial sums [Z, T, D]."""
-    begin = qkvg_TE.shape[-1] - attn_TNH[0].numel()
-    return linear_partials(output_gate(attn_TNH, qkvg_TE, begin, None, eps), layer.o_DF)
+def output(layer: GatedAttentionWeights, gated_TNH: Tensor) -> Tensor:
+    """`gated @ Wo^T`: [T, D] or partial sums [Z, T, D]."""
+    return linear_partials(gated_TNH.flatten(1), layer.o_DF)

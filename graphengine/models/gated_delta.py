@@ -118,6 +118,6 @@ def project(
     return norm_linear(h_TD, update, layer.input_norm_D, eps, layer.in_ED)
 
 
-def output(layer: GatedDeltaWeights, gated_TNV: Tensor, _: None, eps: float) -> Tensor:
+def output(layer: GatedDeltaWeights, gated_TNV: Tensor) -> Tensor:
     """`gated @ Wo^T`: [T, D] or partial sums."""
     return linear_partials(gated_TNV.flatten(1), layer.out_DF)

@@ -274,10 +274,10 @@ def swiglu(gate_up_TJ: Tensor) -> Tensor:
 
 
 def output_gate(
-    x_TNV: Tensor, projected: Tensor, begin: int, weight_V: Tensor | None, eps: float
+    x_TNV: Tensor, projected: Tensor, begin: int, weight_V: Tensor, eps: float
 ) -> Tensor:
-    """Heads gated by columns of what was projected from `begin` on, and normed first if there is a
-    weight: [T, N, V] -> [T, N * V] (`kernels.output_gate`)."""
+    """Heads normed, then gated by columns of what was projected from `begin` on: [T, N, V] ->
+    [T, N * V] (`kernels.output_gate`)."""
     gate = output_gate_reference if x_TNV.is_cpu else kernel_output_gate
     return gate(x_TNV, projected, begin, weight_V, eps)
 

@@ -183,8 +183,8 @@ def _layer_run(config: ModelConfig, layer: LayerWeights, h_TD: Tensor) -> Callab
     mixed, update_TD = h_TD.new_zeros(len(h_TD), *heads), torch.zeros_like(h_TD)
 
     def run(carry: Carry) -> Carry:
-        summed_TD, projected = before_mixing(layer, h_TD, update_TD, eps)
-        return after_mixing(layer, summed_TD, mixed, eps, projected if mixer.gates else None)
+        summed_TD, _ = before_mixing(layer, h_TD, update_TD, eps)
+        return after_mixing(layer, summed_TD, mixed, eps)
 
     return run
 

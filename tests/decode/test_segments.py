@@ -59,13 +59,3 @@ def test_logits_of_some_rows(end: End, is_tapped: bool) -> None:
     found_TD, found_RV = end(segment)
     torch.testing.assert_close(found_RV, logits_TV[rows_R])
     torch.testing.assert_close(found_TD, h_TD if is_tapped else h_TD[rows_R])
-
-
-@pytest.mark.parametrize("shape", [(6, 8), (3, 6, 8)])
-def test_a_gate_of_some_rows(monkeypatch: pytest.MonkeyPatch, shape: tuple[int, ...]) -> None:
-    """Bug: of a gate in partial sums (Hopper's) parts are picked, not a prompt's last rows."""
-    monkeypatch.setattr(segments, "logits_segment", lambda *arguments: arguments)
-    rows_R, gate = torch.tensor([2, 0]), torch.randn(shape)
-    last: Any = None
-    *_, found = segments.row_logits_segment(rows_R, False, last, gate, gate, 1e-6, gate)
-    assert torch.equal(found, gate[..., rows_R, :])

@@ -43,7 +43,9 @@ class Passing:
     def __init__(self) -> None:
         self.caches: list[int] = []
 
-    def run(self, q_TNH: Tensor, kv_cache: Tensor, out_TNH: Tensor) -> None:
+    def run(
+        self, q_TNH: Tensor, kv_cache: Tensor, out_TNH: Tensor, gate_TE: Tensor | None = None
+    ) -> None:
         self.caches.append(kv_cache.data_ptr())
         out_TNH.copy_(q_TNH)
 

@@ -99,7 +99,7 @@ OPS: dict[str, list[tuple[Any, ...]]] = {
         (X_TD, rows(EXPERTS, HIDDEN), rows(1, HIDDEN)),
     ],
     "output_gate": [
-        (rows(5, HEADS, 16), rows(5, 99), 7, None, 1e-6),
+        (rows(5, HEADS, 16), rows(5, 99), 7, rows(16), 1e-6),
         (rows(5, HEADS, 16), rows(2, 5, 99), 7, rows(16), 1e-6),
     ],
     "argmax_rows": [(rows(5, 99),)],

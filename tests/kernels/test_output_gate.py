@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from graphengine.kernels.interpreter import INTERPRET
-from graphengine.kernels.output_gate import MANY_ROWS, output_gate, output_gate_reference
+from graphengine.kernels.output_gate import MANY_ROWS, gate_, output_gate, output_gate_reference
 from graphengine.kernels.qk_norm_rope import sum_partials
 
 HALF = torch.float16 if INTERPRET else torch.bfloat16
@@ -62,11 +62,18 @@ def test_many_rows() -> None:
 @pytest.mark.parametrize("splits", [0, 2])
 @pytest.mark.parametrize("dtype", [torch.float32, HALF])
 def test_sigmoid(device: str, dtype: torch.dtype, splits: int) -> None:
-    """Bug: the norm's gate is taken for attention's."""
-    x, projected, begin, z = make(device, (4, 5, 32), dtype, splits)
-    found = output_gate(x, projected, begin, None, EPS)
-    expected = (x.float() * torch.sigmoid(z.float())).flatten(1)
-    torch.testing.assert_close(found.float(), expected, **BOUNDS[dtype])
+    """Bug: the norm's gate is taken for attention's, or columns in front of its own."""
+    x, projected, _, _ = make(device, (4, 5, 32), dtype, splits)
+    z = sum_partials(projected[..., -160:], dtype).view_as(x)
+    expected = x.float() * torch.sigmoid(z.float())
+    gate_(x, projected)
+    torch.testing.assert_close(x.float(), expected, **BOUNDS[dtype])
+
+
+def gated_(x: torch.Tensor, projected: torch.Tensor) -> torch.Tensor:
+    """A copy of x behind attention's gate."""
+    gate_(x := x.clone(), projected)
+    return x
 
 
 @pytest.mark.parametrize("normed", [False, True])
@@ -74,18 +81,22 @@ def test_parts_are_their_rounded_sum(device: str, normed: bool) -> None:
     """Bug: a gate that comes as partial sums is not rounded, so a row's bits hang on how the
     projection in front was split."""
     x, parts, begin, _ = make(device, (4, 5, 32), HALF, 2)
-    weight = torch.linspace(0.5, 2, 32, device=device) if normed else None
-    whole = sum_partials(parts, HALF)
-    found, expected = (output_gate(x, z, begin, weight, EPS) for z in (parts, whole))
+    weight, whole = torch.linspace(0.5, 2, 32, device=device), sum_partials(parts, HALF)
+    found, expected = (
+        output_gate(x, z, begin, weight, EPS) if normed else gated_(x, z) for z in (parts, whole)
+    )
     assert torch.equal(found, expected)
 
 
 def test_refusals(device: str) -> None:
     """Bug: columns past the projection's end, or in front of it, are read."""
     x, projected, _, _ = make(device, (4, 5, 32), HALF, 0)
+    weight = torch.ones(32, device=device)
     with pytest.raises(ValueError, match="need 4 rows with 160 columns from 25 on"):
-        output_gate(x, projected, 25, None, EPS)
+        output_gate(x, projected, 25, weight, EPS)
     with pytest.raises(ValueError, match="from -1 on"):
-        output_gate(x, projected, -1, None, EPS)
+        output_gate(x, projected, -1, weight, EPS)
     with pytest.raises(ValueError, match="need 4 rows"):
-        output_gate(x, projected[:3], 0, None, EPS)
+        output_gate(x, projected[:3], 0, weight, EPS)
+    with pytest.raises(ValueError, match="from -9 on"):
+        gate_(x, projected[:, :151])

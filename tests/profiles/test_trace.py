@@ -127,8 +127,8 @@ def test_halves_beside_each_other_have_one_models_layers() -> None:
 
 def test_recurrent_layers_have_names_in_one_graph() -> None:
     """Bug: only attention counts as a layer, so that three recurrent ones and their weights are one
-    segment, whose bytes are another's; or the gate behind attention, which is in the next segment,
-    is taken for the one behind a recurrence."""
+    segment, whose bytes are another's; or the gate behind attention is taken for the next
+    segment's, or for the one behind a recurrence."""
     kernels = [
         *("embedding", "gemm", "verify_kernel", "_output_gate_kernel", "gemm"),
         *("block_attention_kernel", "_output_gate_kernel", "gemm"),
@@ -141,7 +141,8 @@ def test_recurrent_layers_have_names_in_one_graph() -> None:
         *[("verify.00", "dense")] * 2,
         *[("verify.L0.delta", "dense")] * 2,
         ("verify.01", "dense"),
-        *[("verify.L1.attn", "attention"), *[("verify.02", "dense")] * 2],
+        *[("verify.L1.attn", "attention")] * 2,
+        ("verify.02", "dense"),
     ]
 
 

@@ -49,7 +49,7 @@ def ints(*shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
 
 def attend(dtype: torch.dtype, H: int, G: int, causal: bool, window: int | None, **options: Any):
     B, N, K, S, W, Z = 2, 32, 8, options.pop("page_size", 16), 260, options.pop("splits", 8)
-    padded = options.pop("padded", 0)
+    padded, gate = options.pop("padded", 0), options.pop("gate", None)
     block_attention.block_attention(
         empty(B * G, N, H, dtype=dtype),
         empty(2, 9, S, K, H, dtype=dtype),
@@ -64,7 +64,13 @@ def attend(dtype: torch.dtype, H: int, G: int, causal: bool, window: int | None,
         ),
         window,
         padded,
+        gate,
     )
+
+
+def gate(x: torch.Tensor, projected: torch.Tensor, begin: int, weight: torch.Tensor | None) -> None:
+    out_TX = empty(len(x), x[0].numel())
+    output_gate._launch(x, projected, begin, weight, 1e-6, out_TX)
 
 
 def attend_chunk(page_size: int, head_dim: int = 128, splits: int = 0, **options: Any) -> None:
@@ -258,8 +264,8 @@ LAUNCHES: dict[str, Callable[[], Any]] = {
         chunk_swiglu._launch(empty(1100, 2560), empty(19456, 2560)),
     ),
     "gates of outputs": lambda: (
-        output_gate._launch(empty(16, 32, 128), empty(16, 12352), 8192, empty(128), 1e-6),
-        output_gate._launch(empty(2, 16, 256), empty(3, 2, 10240, dtype=FP32), 0, None, 1e-6),
+        gate(empty(16, 32, 128), empty(16, 12352), 8192, empty(128)),
+        gate(empty(2, 16, 256), empty(3, 2, 10240, dtype=FP32), 0, None),
     ),
     "experts, 30B-A3B": lambda: mix(16, 128, 768),
     "experts, 35B-A3B": lambda: mix(16, 256, 512),
@@ -269,6 +275,10 @@ LAUNCHES: dict[str, Callable[[], Any]] = {
     "attention, one split": lambda: attend(BF16, 128, 16, False, None, splits=1),
     "attention, one split, float32": lambda: attend(FP32, 64, 16, True, 300, splits=1),
     "attention, wide heads": lambda: attend(BF16, 256, 16, True, None, splits=1),
+    "attention with a gate": lambda: (
+        attend(BF16, 256, 16, True, None, gate=empty(32, 8192)),
+        attend(BF16, 256, 1, True, None, gate=empty(3, 2, 8192, dtype=FP32)),
+    ),
     "attention, window, merge launched": lambda: attend(
         BF16, 64, 16, False, 300, fused_merge=False
     ),

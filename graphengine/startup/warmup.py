@@ -80,3 +80,5 @@ def warm_up(loop: DecodeLoop, grammars: Grammars | None = None) -> None:
                 pass
     lane.only_bucket, loop.fallback = None, fallback
     assert not loop.has_work
+    if config.device == "cuda":
+        torch.cuda.synchronize()  # a step ahead of the last end: no request is to wait for it

@@ -65,6 +65,21 @@ def test_what_nobody_waits_for_goes_first(monkeypatch: pytest.MonkeyPatch) -> No
     assert seen[:3] == ["far True", "far False", "own"] and seen[-1] == "own"
 
 
+def test_no_step_of_it_meets_the_first_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: a step that was launched ahead of its last end is still at work when the start is over:
+    on an H200 the first prompt's token came after 7.1 ms instead of 4.7."""
+    with Engine.from_pretrained(TINY_TARGET, device="cpu") as engine:
+        loop, seen = engine.built.loop, list[str]()
+        submit, config = loop.submit, loop.config
+        monkeypatch.setattr(loop, "submit", lambda *a, **b: (seen.append("own"), submit(*a, **b)))
+        monkeypatch.setattr(torch.cuda, "synchronize", lambda: seen.append("wait"))
+        loop.config = replace(config, device="cuda")
+        warmup.warm_up(loop)
+        loop.config = config
+        monkeypatch.undo()
+    assert seen[-1] == "wait"
+
+
 def test_every_chunk_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Bug: a prompt of the warm-up begins like the one before and takes over its pages, so that the
     longer chunks and an eager prefill first run for a user."""

@@ -240,7 +240,7 @@ def test_what_a_step_takes(pair: Pair, backend: str, monkeypatch: pytest.MonkeyP
         insert_(loop.first.buckets[2], "verify.00", clock.spend(1))
         ids_only(engine, PROMPTS[:2], max_new_tokens=12)
         times = loop.fallback.guard._times_s
-        assert len(times) >= 9 and set(times) == {11.0}
+        assert len(times) >= 8 and set(times) == {11.0}  # not the last, with which none is launched
         first, other = (loop.submit(list(p), n, ()) for p, n in zip(PROMPTS, (5, 20), strict=False))
         loop.admit()
         loop.fallback.leave([first], "a test says so")

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from graphengine.kernels import moe, moe_kernels
+from graphengine.kernels.interpreter import INTERPRET
 from graphengine.kernels.moe import Routing, experts, experts_reference
 
 # T, E, K, D, I: more pairs than experts, fewer, one row, one expert a row, all; odd sizes.
@@ -107,11 +108,18 @@ def test_a_row_is_alone(device, poisoned_outputs, shape) -> None:
     others[2:4] = tensors[2:4]
     others[0][1] = others[1][1] = float("nan")
     after = experts(*others, K, True)
-    assert torch.equal(after[:, kept], before[:, kept])
+    assert_same(after[:, kept], before[:, kept])
     assert after[:, 1].isnan().all(dim=-1)[:K].all()
     moved = torch.randperm(T)
     rows = [x if i in (2, 3) else x[moved] for i, x in enumerate(tensors)]
-    assert torch.equal(experts(*rows, K, True), before[:, moved])
+    assert_same(experts(*rows, K, True), before[:, moved])
+
+
+def assert_same(found: torch.Tensor, expected: torch.Tensor) -> None:
+    """Bit for bit on a GPU; numpy's products, which the interpreter takes, round a row by its place
+    on some CPUs."""
+    tolerance = 1e-5 if INTERPRET else 0.0
+    torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
 
 
 def test_a_block_streams_the_experts_it_chose() -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import multiprocessing
+from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 
 import pytest
@@ -72,20 +74,9 @@ def test_plan_holds_on_a_gpu(target: str, mode: Any, quantization: Any) -> None:
         assert reserved - exact >= (work - plan.margin_bytes) / 4, "the estimates are too large"
 
 
-@pytest.mark.parametrize(
-    ("target", "draft"),
-    [
-        ("qwen3-8b", "qwen3-8b-dflash-b16"),
-        ("qwen3.5-4b", "qwen3.5-4b-dflash-b16"),
-        ("qwen3.6-27b", None),
-        ("qwen3-30b-a3b", None),
-    ],
-)
-def test_plan_is_near_what_is_used(target: str, draft: str | None) -> None:
-    """Bug: an engine with the memory that it takes by itself leaves some of it to nobody, or takes
-    more than it said. What the driver counts, behind prompts and steps of several requests."""
-    gc.collect()
-    torch.cuda.empty_cache()
+def planned_and_used(target: str, draft: str | None) -> tuple[int, int]:
+    """Bytes that a plan says and that the driver counts, behind prompts and steps of several
+    requests."""
     torch.ones(1, device="cuda")  # the process's own context is nobody's plan
     free = torch.cuda.mem_get_info()[0]
     with Engine.from_pretrained(
@@ -101,6 +92,25 @@ def test_plan_is_near_what_is_used(target: str, draft: str | None) -> None:
         engine.generate([[7] * 5000] * 3 + [[7] * 100] * 9, max_new_tokens=40, ignore_eos=True)
         used = free - torch.cuda.mem_get_info()[0]
         planned = plan.fixed_bytes + plan.kv_pool_bytes
-        planned -= plan.plain_decode_bytes  # of buckets that nothing has asked for yet
-        print(f"{target}: {planned / used:.4f} of {used / 2**30:.2f} GiB used is planned")
-        assert 0.97 <= planned / used <= 1.03
+        return planned - plan.plain_decode_bytes, used  # without buckets nothing has asked for yet
+
+
+@pytest.mark.parametrize(
+    ("target", "draft"),
+    [
+        ("qwen3-8b", "qwen3-8b-dflash-b16"),
+        ("qwen3.5-4b", "qwen3.5-4b-dflash-b16"),
+        ("qwen3.6-27b", None),
+        ("qwen3-30b-a3b", None),
+    ],
+)
+def test_plan_is_near_what_is_used(target: str, draft: str | None) -> None:
+    """Bug: an engine with the memory that it takes by itself leaves some of it to nobody, or takes
+    more than it said. In a process of its own: behind another engine, whose kernels stay loaded,
+    4B's hybrid took 2 GiB less."""
+    gc.collect()
+    torch.cuda.empty_cache()
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
+        planned, used = process.submit(planned_and_used, target, draft).result()
+    print(f"{target}: {planned / used:.4f} of {used / 2**30:.2f} GiB used is planned")
+    assert 0.97 <= planned / used <= 1.03

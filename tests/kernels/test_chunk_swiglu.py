@@ -4,7 +4,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from graphengine.kernels.chunk_swiglu import chunk_swiglu, pays
+from graphengine.kernels import chunk_swiglu as module
+from graphengine.kernels.chunk_swiglu import LARGE, SMALL, Tiles, chunk_swiglu, pays, tiles_of
 
 BF16 = torch.bfloat16
 # Rows short of a tile, one tile's, one behind; weight rows short of a tile; inputs short of a
@@ -17,6 +18,7 @@ SHAPES = [
     (1024, 6144, 512),
     (2048, 19456, 192),
 ]
+KINDS = pytest.mark.parametrize("tiles", [SMALL, LARGE], ids=["small", "large"])
 
 
 def draw(device, T: int, J: int, D: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -39,18 +41,36 @@ def test_it_is_silu_of_the_gate_times_up(device, T, J, D) -> None:
     torch.testing.assert_close(out.float(), F.silu(gate) * up, rtol=5e-3, atol=2e-3)
 
 
+def take(tiles: Tiles, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "tiles_of", lambda *shape: tiles)
+
+
 @pytest.mark.gpu
-def test_a_row_does_not_depend_on_the_others() -> None:
+@KINDS
+@pytest.mark.parametrize(("T", "J", "D"), SHAPES)
+def test_both_kinds_of_tiles(T, J, D, tiles, monkeypatch) -> None:
+    """Bug: tiles that these shapes do not take are wrong: a consumer stores where another does, or
+    a slot is filled before the slowest is done with it."""
+    take(tiles, monkeypatch)
+    test_it_is_silu_of_the_gate_times_up("cuda", T, J, D)
+
+
+@pytest.mark.gpu
+@KINDS
+def test_a_row_does_not_depend_on_the_others(tiles, monkeypatch) -> None:
     """Bug: a row is summed in another order in a longer chunk, so that what a prompt says depends
     on how it is cut."""
+    take(tiles, monkeypatch)
     x, weight = draw("cuda", 2048, 4096, 4096)
     assert torch.equal(chunk_swiglu(x, weight)[:1100], chunk_swiglu(x[:1100], weight))
 
 
 @pytest.mark.gpu
-def test_it_follows_what_was_launched_before() -> None:
+@KINDS
+def test_it_follows_what_was_launched_before(tiles, monkeypatch) -> None:
     """Bug: launched before its predecessor's end it reads x too early, or writes its results while
     that still reads what stood there."""
+    take(tiles, monkeypatch)
     x, weight = draw("cuda", 2048, 4096, 2048)
     weight *= 2
     expected = x
@@ -73,6 +93,18 @@ def test_when_it_pays() -> None:
     assert pays(2048, 4096, 132)  # 256 tiles in two rounds
     assert not pays(2048, 2560, 132)  # 160 in two
     assert not pays(512, 24576, 132)
+
+
+def test_tiles_that_are_through_first() -> None:
+    """Bug: a shape takes tiles whose last round is nearly empty, as 4B's large ones are, or large
+    ones stay unused where both kinds are through at once."""
+    assert tiles_of(2048, 24576, 132) is LARGE  # 8 rounds of 3 to 12 of 2
+    assert tiles_of(2048, 18432, 132) is LARGE  # 6 and 9
+    assert tiles_of(1024, 19456, 132) is SMALL  # 4 and 5
+    assert tiles_of(2048, 34816, 132) is SMALL  # 12 and 17
+    for T, J, num_sms in ((1024, 17408, 132), (2048, 28672, 114), (4096, 12288, 132)):
+        taken = tiles_of(T, J, num_sms).cost(T, J, num_sms)
+        assert T * J / num_sms <= taken == min(k.cost(T, J, num_sms) for k in (SMALL, LARGE))
 
 
 def test_refusals(device) -> None:

@@ -12,7 +12,7 @@ those that are through earlier (`tiles_of`):
   is finished; two consumers multiply 64 rows of x each by all weight rows, the largest product that
   one warpgroup has.
 - large, 256 and 192: three consumers multiply 64 weight rows each by all rows of x, and the first
-  of them loads. Shared memory is what tensor cores wait for: a product of 64 by 256 by 16 reads 10
+  of them loads. Tensor cores seem to wait for shared memory: a product of 64 by 256 by 16 reads 10
   kB in the 128 cycles that it takes, and what TMA writes beside that is 47 bytes a cycle in the
   tiles above, 37 here, of 128 that there are. A warp that loads would leave three consumers fewer
   registers than their sums need (profiles/LOG.md, 2026-11-28).

@@ -81,6 +81,19 @@ def test_a_forward_s_weights_are_for_the_rows_of_all(
     assert found == [[8], [8], [16]]
 
 
+def test_a_choice_that_is_none_drafts_a_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: where a drafter's logits are not finite, its map to the target's ids is read in front of
+    its beginning: the step ends with an error, or drafts what is no token."""
+    monkeypatch.setattr(dflash, "layer_steps", lambda *_: [])
+    weights: Any = SimpleNamespace(layers=[None], norm_D=None, rope_PH=None)
+    own = replace(drafter(DRAFT), weights=weights, target_ids_V=torch.tensor([7, 3, 9]))
+    buffers = step_buffers(Arena(CPU, torch.float32), MODEL, own, 1, 4)
+    buffers.block_ids_BG.fill_(5)
+    chosen: Any = SimpleNamespace(draft_last=lambda *_: (torch.tensor([2, -1, 0, 1]),))
+    run_chain(own.propose(buffers, dict.fromkeys(DRAFT.attention_rules), chosen))
+    assert buffers.draft_ids_BG.tolist() == [[5, 9, 7, 7, 3]]
+
+
 def test_taps_stand_in_the_drafter_s_order() -> None:
     """Bug: taps are written in the order of the layers, not in that of the config; the last layer's
     lacks the final norm, or the others have it."""

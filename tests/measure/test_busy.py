@@ -109,6 +109,23 @@ def test_busy_over_wall(
     assert loop.num_steps == bench_busy.NUM_SKIPPED + bench_busy.NUM_STEPS
 
 
+def test_a_step_that_a_hold_delays_is_not_free(device: Device) -> None:
+    """Bug: the wall time of the step behind a hold counts, so busy is compared with too much and
+    idle is reported where there is none."""
+
+    class Uneven(Loop):
+        """Two steps behind each hold there is a short one, then a long one."""
+
+        def launch(self) -> None:
+            number = (self.num_steps + len(self.in_flight)) % bench_busy.PERIOD
+            self.device_ms = {2: 4.0, 3: 6.0}.get(number, 5.0)
+            super().launch()
+
+    loop: Any = Uneven(device, 2, 0.5, 5.0)
+    found = bench_busy.busy_fraction(loop, [], 0.5 + COMMIT_MS)
+    assert found == pytest.approx(1.0, rel=1e-6)
+
+
 def test_a_hold_that_was_too_short_gives_nothing(device: Device) -> None:
     """Bug: the gaps of a step that began before it was queued whole are called busy."""
     loop: Any = Loop(device, 2, 100.0, 5.0)

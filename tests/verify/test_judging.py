@@ -11,6 +11,7 @@ import torch
 
 from graphengine.config.options import SamplingParams
 from graphengine.decode.metrics import Acceptance
+from graphengine.verify import wishes
 from graphengine.verify.check import (
     MIN_IDENTICAL,
     Limits,
@@ -211,3 +212,17 @@ def test_the_first_and_the_last_token_of_a_vocabulary_run() -> None:
     for token in (-1, 8):
         with pytest.raises(ValueError, match=rf"token ids \[{token}\] lie outside"):
             decode(loop, [[0, token]], [1], ())
+
+
+def test_draws_of_a_batch_have_seeds_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: `--all-options` draws every answer with one seed, so rows that draw with each other's
+    pass."""
+    ids = [[1]] * wishes.NUM_WISHES
+    monkeypatch.setattr(
+        wishes, "decode", lambda *_: [transcript([5, 6, 7, 8], [1, 3]) for _ in ids]
+    )
+    target = SimpleNamespace(vocab_size=50)
+    built: Any = SimpleNamespace(loop=None, stop_ids=(), tokenizer=None, target=target)
+    found = wishes.wishes_for(built, ids, 8, 70, grammars=False)
+    seeds = {i: wish.asked.seed for i, wish in enumerate(found) if not wish.sampling.is_greedy}
+    assert len(seeds) > 1 and seeds == {i: 70 + i for i in seeds}

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from graphengine.kernels.gated_delta_prefill import CHUNK
-from graphengine.models import gated_attention, gated_delta, moe
+from graphengine.models import gated_attention, gated_delta, moe, swiglu
 from graphengine.startup.build import read_configs
 
 
@@ -51,3 +51,14 @@ def test_experts(preset: str, narrow: bool) -> None:
     of_shared = 3 * shared * size + bool(shared) * config.hidden_size * size
     needed = routed + acted + added + of_shared
     assert needed <= moe.row_bytes(config, size) <= 1.5 * needed
+
+
+def test_a_shared_expert_is_a_dense_mlp() -> None:
+    """Bug: SwiGLU's float32 copies of a shared expert are not planned: beside a wide one a long
+    prompt finds no memory."""
+    config, _ = read_configs("qwen3.6-35b-a3b", None)
+    assert config.moe is not None
+    width, size = config.moe.shared_expert_intermediate_size, 2
+    wider = replace(config, moe=replace(config.moe, shared_expert_intermediate_size=2 * width))
+    added = moe.row_bytes(wider, size) - moe.row_bytes(config, size)
+    assert added == swiglu.row_bytes(replace(config, intermediate_size=width), size)

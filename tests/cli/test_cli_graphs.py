@@ -103,3 +103,16 @@ def test_equal_graphs_share_a_line_unless_all_are_asked_for(
     cells = {column.header: list(column.cells) for column in table.columns}
     assert (cells["pool MB"], cells["segment"]) == (sizes, named)
     assert cells["live MB"] == [f"{float(size) / 3:.2f}" for size in sizes]
+
+
+def test_equal_graphs_of_two_chains_stay_apart() -> None:
+    """Bug: a graph of the draft and one of the verify that are as large share a line, which names
+    neither chain's graphs and adds up the memory of both."""
+    made: Any = [
+        (f"{chain}.{i:02}", "graph", [], [], 5, 7, 0, 0)
+        for chain in ("draft", "verify")
+        for i in range(2)
+    ]
+    table = cli_graphs._table({1: [Entry(*entry) for entry in made]}, False)
+    segments = next(column for column in table.columns if column.header == "segment")
+    assert list(segments.cells) == ["draft.00 .. draft.01", "verify.00 .. verify.01"]

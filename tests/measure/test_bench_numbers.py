@@ -120,7 +120,8 @@ def test_what_is_unknown_is_a_dash() -> None:
 
 
 def test_picture() -> None:
-    """Bug: bars that should be equally long differ, or the file is no SVG."""
+    """Bug: bars that should be equally long differ, also where the device was busy for longer than
+    a median step took, or the file is no SVG."""
     known = result([1.0, 2.0, 4.0], 6, busy_fraction=0.75)
     rows = [Row("piecewise_flashinfer", "k", known, known.numbers(4000.0))]
     assert step_bars(rows[0]) == {
@@ -130,6 +131,8 @@ def test_picture() -> None:
     }
     slow = Row("m", "k", known, rows[0].numbers | {"host_p50_ms": 3.0})  # by its median
     assert step_bars(slow)["host"] == {"host working": 2000.0, "host waiting": 0.0}
+    busy = Row("m", "k", known, rows[0].numbers | {"gpu_busy_ms": 2.5})  # of other steps
+    assert step_bars(busy)["GPU"] == {"GPU busy": 2000.0, "GPU idle": 0.0}
     text = picture(rows, 6.35, ".svg").decode()
     ElementTree.fromstring(text)
     for shown in ("piecewise_flashinfer, bucket 2, input 8", "SIMULATED", "p99 3.960", "1500.0"):

@@ -67,7 +67,8 @@ def test_tables_as_uneven_as_the_observed_one_count() -> None:
 
 
 def test_bonferroni_and_ends() -> None:
-    """Bug: with many places the total level grows; a run that ended early is left out."""
+    """Bug: with many places the total level grows; a run that ended early is left out,
+    or counts as its last token once more."""
     same = [[1, 2, 3]] * 50
     result = compare([same, same], [same, same], [0, 1, 5])
     assert result.threshold == pytest.approx(LEVEL / 6) and result.passed
@@ -75,6 +76,7 @@ def test_bonferroni_and_ends() -> None:
     assert not ended.passed and ended.smallest.position == 1
     assert ended.smallest.pvalue > 0, "as few shuffles as were made cannot show that it is 0"
     assert not compare([[[1, 0]] * 50], [[[1]] * 50], [0, 1]).passed, "0 is a token, not an end"
+    assert not compare([[[1, 1]] * 50], [[[1]] * 50], [0, 1]).passed, "nor is the last one again"
     with pytest.raises(ValueError, match="at least 2"):
         compare([[[1]]], [[[1]]], [0])
 

@@ -47,7 +47,7 @@ class Engine:
         self._built: Built | None = built
         self._lock = threading.Lock()  # for the moment of taking alone
         self._last: weakref.ref[_Claim] | None = None
-        self._starting = threading.Lock()
+        self._starting = threading.RLock()  # a handler of signals may close within
         self._serving: Serving | None = None
         self._serving_claim: _Claim | None = None
         self._pid = os.getpid()
@@ -307,13 +307,14 @@ class Engine:
     def close(self) -> None:
         """Frees weights, K/V pools and graphs; an active stream ends with an error. Calling it
         again does nothing."""
-        if self._built is None:
-            return
-        loop, on_gpu = self._built.loop, self._built.config.device == "cuda"
-        if self._serving is not None:
-            self._serving.close()
-            self._serving = self._serving_claim = None
-        self._built = None
+        with self._starting:  # whose thread would begin on a closed engine
+            if self._built is None:
+                return
+            loop, on_gpu = self._built.loop, self._built.config.device == "cuda"
+            serving, self._serving = self._serving, None
+            self._built = self._serving_claim = None
+        if serving is not None:
+            serving.close()
         self._reset(loop)
         del loop  # the last reference to weights and pools
         if on_gpu and not self._failure:

@@ -195,6 +195,24 @@ def test_close_while_it_runs(pair: Pair) -> None:
         submit(engine, [1])
 
 
+def test_close_while_the_first_begins(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: closed by another thread while the first `submit` starts the engine's own, it is closed
+    and answers all the same, and keeps that thread, weights and pools."""
+    engine, real = pair.engine(), Serving.__init__
+    closing = threading.Thread(target=engine.close)
+
+    def begin(*args: Any) -> None:
+        closing.start()
+        closing.join(0.2)
+        real(*args)
+
+    monkeypatch.setattr(Serving, "__init__", begin)
+    before = threading.active_count()
+    with pytest.raises(RuntimeError, match="closed"):
+        submit(engine, [1, 2, 3]).result()
+    soon(lambda: threading.active_count() == before)
+
+
 def test_a_process_ends_while_it_runs(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     """Bug: a script without `close` ends in an abort (exit code 134), its thread torn out of a
     step; or every closed engine is kept until then."""

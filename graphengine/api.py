@@ -212,12 +212,13 @@ class Engine:
         queued = self._submission(wish)
         with self._starting:
             if self._serving is None:
-                self._serving_claim = self._claim()
+                claim = self._claim()
                 if not self._open.loop.is_clean:
                     self._reset(self._open.loop)
                 # Its thread holds no engine, so one whose variable gets another value is freed.
                 reset = weakref.WeakMethod(self._reset)
                 self._serving = Serving(self._open.loop, lambda loop: (reset() or _dropped)(loop))
+                self._serving_claim = claim
                 weakref.finalize(self, self._serving.leave)
             serving = self._serving
         return serving.submit(queued, told)

@@ -213,6 +213,20 @@ def test_close_while_the_first_begins(pair: Pair, monkeypatch: pytest.MonkeyPatc
     soon(lambda: threading.active_count() == before)
 
 
+def test_no_thread_for_the_first(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: where the machine gives no thread the engine stays taken, by nobody."""
+
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    with pytest.raises(RuntimeError, match="can't start"):
+        submit(engine, [5])
+    monkeypatch.undo()
+    assert engine.generate([5], max_new_tokens=2)[0].token_ids
+    assert submit(engine, [5]).result().token_ids
+
+
 def test_a_process_ends_while_it_runs(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     """Bug: a script without `close` ends in an abort (exit code 134), its thread torn out of a
     step; or every closed engine is kept until then."""

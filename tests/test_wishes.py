@@ -116,8 +116,9 @@ def test_max_new_tokens_is_a_number(engine: Engine, value: Any) -> None:
 
 
 def test_none_is_nothing() -> None:
-    """Bug: vLLM's defaults for what ends an answer or is not to be said, None, are refused."""
-    nothing: Any = dict.fromkeys(["stop", "stop_token_ids", "bad_words", "logit_bias"])
+    """Bug: vLLM's defaults for what ends an answer, is not to be said or to be chosen from, None,
+    are refused."""
+    nothing: Any = dict.fromkeys(["stop", "stop_token_ids", "bad_words", "logit_bias", "choice"])
     assert SamplingParams(max_new_tokens=4, **nothing) == SamplingParams(max_new_tokens=4)
 
 

@@ -28,9 +28,10 @@ def parse_texts(name: str, value: Any) -> tuple[str, ...]:
 
 
 def parse_choice(value: Any) -> tuple[str, ...]:
-    """What an answer is one of. A list without a text leaves no answer; `()` asks for nothing."""
+    """What an answer is one of. A list without a text leaves no answer; `()` and None ask for
+    nothing."""
     found = parse_texts("choice", value)
-    if not found and value != ():
+    if not found and value is not None and value != ():
         raise ValueError(f"choice is {value!r}; expected one text at least, or leave it out")
     return found
 

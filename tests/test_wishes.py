@@ -62,7 +62,7 @@ def test_text_to_continue_has_its_front(engine: Engine, monkeypatch: pytest.Monk
 
 def test_what_a_template_is_given(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """Bug: what a call has for the chat template does not reach it, or is dropped where there is
-    none to take it."""
+    none to take it; or the messages are blamed for a name that is already taken."""
     given, tokenizer = list[Any](), engine.tokenizer
     assert tokenizer is not None
     real = tokenizer.encode_chat
@@ -83,8 +83,9 @@ def test_what_a_template_is_given(engine: Engine, monkeypatch: pytest.MonkeyPatc
     for wrong in ("{", "[1]", "[" * 99_999, 5, {5: 1}):
         with pytest.raises(ValueError, match=r"chat_template_kwargs is .*; expected a JSON object"):
             engine.generate(TEXTS[0], max_new_tokens=1, chat_template_kwargs=wrong)
-    with pytest.raises(ValueError, match="has tokenize, which is not the caller's"):
-        engine.generate(TEXTS[0], max_new_tokens=1, chat_template_kwargs={"tokenize": True})
+    for name in ("tokenize", "messages", "conversations", "self"):
+        with pytest.raises(ValueError, match=f"has {name}, which is not the caller's"):
+            engine.generate(TEXTS[0], max_new_tokens=1, chat_template_kwargs={name: True})
 
 
 @pytest.mark.parametrize(

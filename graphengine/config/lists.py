@@ -12,7 +12,8 @@ from numbers import Integral, Real
 from typing import Any
 
 MAX_BIAS = 100  # as in OpenAI's API
-_OF_THE_CALL = {"chat_template", "conversation", "tokenize"}  # of transformers' apply_chat_template
+# Of transformers' apply_chat_template, and of what it calls.
+_OF_THE_CALL = {"chat_template", "conversation", "conversations", "messages", "self", "tokenize"}
 
 
 def parse_texts(name: str, value: Any) -> tuple[str, ...]:

@@ -12,23 +12,24 @@ _POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
 _PATTERN = re.compile(r"\s*(\d{1,15}(?:\.\d{1,9})?)\s*([kmgt]?)(ib|b)?\s*", re.IGNORECASE)
 
 
-def parse_bytes(text: int | str) -> int:
+def parse_bytes(name: str, text: int | str) -> int:
     """`2GiB` -> 2147483648; an integer stays as it is.
 
     Raises:
-        ValueError: not a positive size.
+        ValueError: not a positive size, with the option's name and value.
     """
+    wrong = f"{name} is {text!r}; expected a size in bytes, such as 2GiB, 512MiB or 4096"
     if isinstance(text, int) and not isinstance(text, bool):
         size = text
     else:
         match = _PATTERN.fullmatch(str(text))
         if match is None:
-            raise ValueError(f"{text!r} is no size in bytes; write it as 2GiB, 512MiB or 4096")
+            raise ValueError(wrong)
         number, unit, suffix = match[1], match[2].lower(), (match[3] or "").lower()
         base = 1000 if unit and suffix == "b" else 1024
         size = int(float(number) * base ** _POWERS[unit])
     if size < 1:
-        raise ValueError(f"{text!r}: at least one byte, such as 2GiB")
+        raise ValueError(wrong)
     return size
 
 

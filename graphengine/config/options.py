@@ -108,7 +108,7 @@ class Options(Checked):
         "Most bytes of the K/V pool, such as 2GiB.",
         auto="what the memory plan leaves",
         metavar="SIZE",
-        parse=parse_bytes,
+        parse=partial(parse_bytes, "kv_cache_memory"),
     )
     simulate_acceptance: float | None = option(
         None,

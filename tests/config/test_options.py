@@ -66,14 +66,15 @@ def test_unknown_names() -> None:
         ({"gpu_memory_utilization": float("nan")}, "is nan; expected a number 0 < x <= 1"),
         ({"max_num_batched_tokens": 15}, "is 15; expected an integer from 16 up"),
         ({"device": "tpu"}, "device is 'tpu'; expected one of auto, cpu, cuda"),
-        ({"kv_cache_memory": "lots"}, "is no size in bytes"),
+        ({"kv_cache_memory": "lots"}, "kv_cache_memory is 'lots'; expected a size in bytes"),
+        ({"kv_cache_memory": 0}, "kv_cache_memory is 0; expected a size in bytes"),
         ({"first_batch": True}, "first_batch is True; expected an integer from 1 up"),
         ({"buckets": (0, 1)}, "buckets is .0, 1.; expected batch sizes, integers from 1 up"),
     ],
 )
 def test_ranges(given: dict[str, Any], message: str) -> None:
     """Bug: a value out of its range passes, since NaN is in every range and True an integer, also
-    where it equals the default, 1."""
+    where it equals the default, 1; or nobody learns which option's value is wrong."""
     with pytest.raises(ValueError, match=message):
         Options(**given)
     assert Options(kv_cache_memory="2GiB").kv_cache_memory == 2 << 30  # type: ignore[arg-type]

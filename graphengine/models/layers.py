@@ -18,8 +18,8 @@ from graphengine.capture.torch_internals import scaled_mm
 from graphengine.config.rope import RopeConfig
 from graphengine.kernels import add_rms_norm as kernels
 from graphengine.kernels.argmax import argmax_rows
-from graphengine.kernels.chunk_swiglu import chunk_swiglu
-from graphengine.kernels.chunk_swiglu import pays as chunk_pays
+from graphengine.kernels.chunk_linear import chunk_swiglu
+from graphengine.kernels.chunk_linear import pays as chunk_pays
 from graphengine.kernels.fp8 import Fp8Rows, Fp8Scales, quantize_rows_fp8, round_rows_fp8
 from graphengine.kernels.fp8_rows import round_rows, split_rows
 from graphengine.kernels.head_argmax import skinny_argmax

@@ -45,7 +45,7 @@ LONG_IF_INTERPRETED = re.compile(
 
 
 # Of nothing but a Gluon kernel, which no interpreter runs: the plain run has all that they can say.
-IN_GLUON = ("test_chunk_attention.py", "test_chunk_swiglu.py")
+IN_GLUON = ("test_chunk_attention.py", "test_chunk_linear.py")
 
 
 @pytest.hookimpl(tryfirst=True)  # before those with a mark are left out

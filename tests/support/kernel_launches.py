@@ -12,7 +12,7 @@ from graphengine.kernels import (
     argmax,
     block_attention,
     chunk_attention,
-    chunk_swiglu,
+    chunk_linear,
     context_kv,
     filter_threshold,
     fp8_rows,
@@ -260,8 +260,8 @@ LAUNCHES: dict[str, Callable[[], Any]] = {
     "recurrence of a prompt": lambda: (recur_chunks(2048, 1, 32), recur_chunks(256, 4, 48)),
     "SwiGLU": lambda: swiglu._launch(empty(512, 24576)),
     "SwiGLU of a chunk": lambda: (
-        chunk_swiglu._launch(empty(2048, 4096), empty(24576, 4096)),
-        chunk_swiglu._launch(empty(1100, 2560), empty(19456, 2560)),
+        chunk_linear._launch(empty(2048, 4096), empty(24576, 4096)),
+        chunk_linear._launch(empty(1100, 2560), empty(19456, 2560)),
     ),
     "gates of outputs": lambda: (
         gate(empty(16, 32, 128), empty(16, 12352), 8192, empty(128)),

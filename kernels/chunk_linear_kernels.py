@@ -1,4 +1,4 @@
-"""The kernels of chunk_swiglu.py, which says what they compute and when each is taken."""
+"""The kernels of chunk_linear.py, which says what they compute and when each is taken."""
 
 # Gluon is not typed for a type checker.
 # pyright: reportArgumentType=false, reportAssignmentType=false, reportCallIssue=false

@@ -31,7 +31,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from graphengine.kernels import chunk_swiglu_kernels as kernels
+from graphengine.kernels import chunk_linear_kernels as kernels
 from graphengine.kernels.launch import on_grid, pdl_options
 from graphengine.kernels.skinny_config import cdiv
 from graphengine.kernels.skinny_linear import skinny_swiglu_reference

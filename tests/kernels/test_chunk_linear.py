@@ -4,8 +4,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from graphengine.kernels import chunk_swiglu as module
-from graphengine.kernels.chunk_swiglu import LARGE, SMALL, Tiles, chunk_swiglu, pays, tiles_of
+from graphengine.kernels import chunk_linear as module
+from graphengine.kernels.chunk_linear import LARGE, SMALL, Tiles, chunk_swiglu, pays, tiles_of
 
 BF16 = torch.bfloat16
 # Rows short of a tile, one tile's, one behind; weight rows short of a tile; inputs short of a

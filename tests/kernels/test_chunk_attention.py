@@ -149,6 +149,22 @@ def test_how_many_splits() -> None:
     assert choose_num_splits(8, 32, 1) == 1
 
 
+@pytest.mark.parametrize("H", [128, 256])
+@pytest.mark.parametrize("every", [1, 7, 8, 64])
+def test_rows_that_find_a_higher_score_in_every_tile(device, every, H) -> None:
+    """Bug: what a row has summed does not shrink where the other row of its thread, or another
+    thread's, finds no higher score, or shrinks where only that one does."""
+    start, N, K, S = 512, 4, 2, 128
+    q, cache, table, starts = make(device, [start], [start + BLOCK], N, K, S, H)
+    cache[0, table[0].long()] = 0
+    q[:] = 0
+    q[every - 1 :: every, :, 0] = 1
+    for tile in range(start // 64 + 2):
+        page, slot = divmod(tile * 64, S)
+        cache[0, table[0, page], slot, :, 0] = 3 * (tile + 1) * H**0.5
+    check(run(q, cache, table, starts), q, cache, table, starts, [start + BLOCK])
+
+
 def test_blocks_of_one_request(device) -> None:
     """Bug: blocks that share one row of the page table (a stride of 0) read past it."""
     starts, length = [0, 128, 256, 384], 450

@@ -1,12 +1,14 @@
-"""The gate and up projection of a prompt's chunk, 1,024 rows and more, that ends in SwiGLU.
+"""The projections of a prompt's chunk, 1,024 rows and more: gate and up with SwiGLU, and others.
 
-Why: from there on products are the limit, which cuBLAS multiplies as well; but SwiGLU behind it
-reads and writes 150 MB for 2,048 rows of Qwen3-8B. Here it happens in the registers that hold the
-sums. What that gave, and what fewer rows lose: profiles/LOG.md, 2026-11-26.
+Why: from there on products are the limit. In small tiles cuBLAS multiplies as well; but SwiGLU
+behind it reads and writes 150 MB for 2,048 rows of Qwen3-8B, and here it happens in the registers
+that hold the sums. In large tiles we are through earlier than cuBLAS, with SwiGLU or without,
+where they fill the rounds that the multiprocessors take of them. What each gave, and what fewer
+rows lose: profiles/LOG.md, 2026-11-26 and 28.
 
 How: one CTA a multiprocessor takes tile after tile, and results leave by TMA. Gate and up rows
-alternate by 8 in a tile, so that a thread holds both. Two kinds of tiles, of which a shape takes
-those that are through earlier (`tiles_of`):
+alternate by 8 in a tile, so that a thread holds both. Two kinds of tiles; SwiGLU takes those that
+are through earlier (`tiles_of`), other projections large ones or none:
 
 - 128 rows of x and 256 weight rows: one warp loads blocks of both, those of the next tile while one
   is finished; two consumers multiply 64 rows of x each by all weight rows, the largest product that
@@ -22,9 +24,9 @@ neither on the other rows nor on the grid. A slot is refilled when all consumers
 `empty`; it is theirs when the bytes of both operands have arrived at its `ready`. Nothing is read
 or written before `gdc_wait`.
 
-Cost: 4 T I D operations; L2 gives 3 / 128 bytes for each multiplication, 7 / 384 in large tiles.
+Cost: 2 T J D operations; L2 gives 3 / 128 bytes for each multiplication, 7 / 384 in large tiles.
 
-Legend: T rows, D inputs, I MLP width, J = 2 * I.
+Legend: T rows, D inputs, J weight rows, of gate and up 2 * I.
 """
 
 from typing import Any, NamedTuple
@@ -39,6 +41,9 @@ from graphengine.kernels.wide_linear import descriptor, gluon_dtype, weight_desc
 
 MIN_T = 1024  # rows
 MIN_SHARE = 0.9  # of its multiprocessors' time that a grid uses
+# Inputs from which large tiles win although their rounds are 6 % more: fewer, and a tile's end,
+# where nothing is multiplied, weighs more (profiles/LOG.md, 2026-11-28).
+MIN_DEPTH, ALLOWANCE = 4096, 1.06
 
 
 class Tiles(NamedTuple):
@@ -58,6 +63,11 @@ class Tiles(NamedTuple):
         """Products that a multiprocessor has time for until all are done, by column of k."""
         return cdiv(self.count(num_rows, num_weights), num_sms) * self.rows * self.weights
 
+    def fill(self, num_rows: int, num_weights: int, num_sms: int) -> bool:
+        """Whether they leave few multiprocessors idle in the last round."""
+        num_tiles = self.count(num_rows, num_weights)
+        return num_tiles >= MIN_SHARE * cdiv(num_tiles, num_sms) * num_sms
+
 
 SMALL = Tiles(
     kernels.ROWS.value * kernels.CONSUMERS.value,
@@ -70,26 +80,43 @@ SMALL = Tiles(
 LARGE = Tiles(
     kernels.LARGE_ROWS.value,
     kernels.LARGE_WEIGHTS.value * kernels.LARGE_CONSUMERS.value,
-    kernels.large_chunk_swiglu_kernel,
+    kernels.large_chunk_linear_kernel,
     w_box=kernels.LARGE_WEIGHTS.value,
     x_box=kernels.LARGE_ROWS.value,
     registers=kernels.LARGE_REGISTERS.value,
 )
 
 
-def tiles_of(num_rows: int, num_weights: int, num_sms: int) -> Tiles:
-    """The tiles of a shape: those whose last round is over first, large ones where both are.
+def tiles_of(num_rows: int, num_weights: int, depth: int, num_sms: int) -> Tiles:
+    """The tiles of a projection with SwiGLU: those whose last round is over first, large ones where
+    both are.
 
-    Args: num_weights: weight rows, J.
+    Args: num_weights: weight rows, J. depth: inputs, D.
     """
-    return min((LARGE, SMALL), key=lambda tiles: tiles.cost(num_rows, num_weights, num_sms))
+    shape = num_rows, num_weights, num_sms
+    allowance = ALLOWANCE if depth >= MIN_DEPTH and LARGE.fill(*shape) else 1
+    return LARGE if LARGE.cost(*shape) <= allowance * SMALL.cost(*shape) else SMALL
 
 
-def pays(num_rows: int, num_weights: int, num_sms: int) -> bool:
-    """Whether rows are enough, and tiles fill the rounds that the multiprocessors take of them."""
-    tiles = tiles_of(num_rows, num_weights, num_sms)
-    num_tiles = tiles.count(num_rows, num_weights)
-    return num_rows >= MIN_T and num_tiles >= MIN_SHARE * cdiv(num_tiles, num_sms) * num_sms
+def pays(num_rows: int, num_weights: int, depth: int, num_sms: int, swiglu: bool) -> bool:
+    """Whether rows are enough, and tiles fill the rounds that the multiprocessors take of them.
+
+    Args: as `tiles_of`.
+    """
+    tiles = tiles_of(num_rows, num_weights, depth, num_sms) if swiglu else LARGE
+    return num_rows >= MIN_T and tiles.fill(num_rows, num_weights, num_sms)
+
+
+def chunk_linear(x_TD: torch.Tensor, weight_JD: torch.Tensor) -> torch.Tensor:
+    """y[t, j] = x[t] . weight[j], with the bits of cuBLAS, which sums in rising k as well.
+
+    Args:
+        x_TD: [T, D] bf16, rows at multiples of 16 bytes.
+        weight_JD: [J, D] bf16, J a multiple of 8.
+    Returns: y_TJ [T, J], contiguous, summed in fp32.
+    Raises: ValueError for shapes, and on CUDA for dtypes or strides that the kernel cannot address.
+    """
+    return torch.ops.graphengine.chunk_linear(x_TD, weight_JD)
 
 
 def chunk_swiglu(x_TD: torch.Tensor, gate_up_JD: torch.Tensor) -> torch.Tensor:
@@ -104,45 +131,71 @@ def chunk_swiglu(x_TD: torch.Tensor, gate_up_JD: torch.Tensor) -> torch.Tensor:
     return torch.ops.graphengine.chunk_swiglu(x_TD, gate_up_JD)
 
 
-# A custom op: dynamo does not trace a launch with launch_pdl.
+# Custom ops: dynamo does not trace a launch with launch_pdl.
+@torch.library.custom_op(
+    "graphengine::chunk_linear", mutates_args=(), schema="(Tensor x, Tensor weight) -> Tensor"
+)
+def _linear_op(x, weight):
+    _check_shapes(x, weight, 1)
+    return _launch(x, weight, LARGE, False) if x.is_cuda else torch.nn.functional.linear(x, weight)
+
+
+@_linear_op.register_fake
+def _(x, weight):
+    return x.new_empty((x.shape[0], weight.shape[0]))
+
+
 @torch.library.custom_op(
     "graphengine::chunk_swiglu", mutates_args=(), schema="(Tensor x, Tensor gate_up) -> Tensor"
 )
-def _op(x, gate_up):
-    if x.dim() != 2 or gate_up.dim() != 2 or x.shape[1] != gate_up.shape[1] or len(gate_up) % 2:
-        raise ValueError(f"x {tuple(x.shape)}, gate_up {tuple(gate_up.shape)}: need [T, D], [J, D]")
-    return _launch(x, gate_up) if x.is_cuda else skinny_swiglu_reference(x, gate_up)
+def _swiglu_op(x, gate_up):
+    _check_shapes(x, gate_up, 2)
+    if not x.is_cuda:
+        return skinny_swiglu_reference(x, gate_up)
+    num_weights, depth = gate_up.shape
+    tiles = tiles_of(len(x), num_weights, depth, _num_sms(x))
+    return _launch(x, gate_up, tiles, True)
 
 
-@_op.register_fake
+@_swiglu_op.register_fake
 def _(x, gate_up):
     return x.new_empty((x.shape[0], gate_up.shape[0] // 2))
 
 
-def _launch(x_TD: torch.Tensor, gate_up_JD: torch.Tensor) -> torch.Tensor:
-    (T, D), J = x_TD.shape, gate_up_JD.shape[0]
-    if x_TD.dtype != torch.bfloat16 or gate_up_JD.dtype != torch.bfloat16:
-        raise ValueError(f"x is {x_TD.dtype}, gate_up {gate_up_JD.dtype}: the kernel needs bf16")
-    if J % 16 or any(w.stride(1) != 1 or w.stride(0) % 8 for w in (x_TD, gate_up_JD)):
+def _check_shapes(x: torch.Tensor, weight: torch.Tensor, multiple: int) -> None:
+    if (x.dim(), weight.dim()) != (2, 2) or x.shape[1] != weight.shape[1] or len(weight) % multiple:
+        raise ValueError(f"x {tuple(x.shape)}, weight {tuple(weight.shape)}: need [T, D], [J, D]")
+
+
+def _num_sms(x: torch.Tensor) -> int:
+    return torch.cuda.get_device_properties(x.device).multi_processor_count
+
+
+def _launch(x_TD: torch.Tensor, weight_JD: torch.Tensor, tiles: Tiles, swiglu: bool):
+    (T, D), J = x_TD.shape, weight_JD.shape[0]
+    if x_TD.dtype != torch.bfloat16 or weight_JD.dtype != torch.bfloat16:
+        raise ValueError(f"x is {x_TD.dtype}, weight {weight_JD.dtype}: the kernel needs bf16")
+    each = 2 if swiglu else 1  # weight rows of an output
+    if J % (8 * each) or any(w.stride(1) != 1 or w.stride(0) % 8 for w in (x_TD, weight_JD)):
         raise ValueError(
-            f"strides {x_TD.stride()} and {gate_up_JD.stride()}, {J} weight rows: TMA needs rows "
-            "at multiples of 16 bytes, and gates in eights"
+            f"strides {x_TD.stride()} and {weight_JD.stride()}, {J} weight rows: TMA needs rows at "
+            "multiples of 16 bytes, and outputs in eights"
         )
-    out_TI = x_TD.new_empty((T, J // 2))
+    out = x_TD.new_empty((T, J // each))
     dtype = gluon_dtype(x_TD)
-    num_sms = torch.cuda.get_device_properties(x_TD.device).multi_processor_count
-    tiles = tiles_of(T, J, num_sms)
     num_tiles = tiles.count(T, J)
-    outputs = tiles.w_box // 2
-    on_grid(tiles.kernel, (min(num_tiles, num_sms),))(
-        weight_descriptor(gate_up_JD, tiles.w_box, kernels.BLOCK_K, True, dtype),
+    # A consumer's results; without SwiGLU twice as many, sent off in halves.
+    out_box = [tiles.x_box * each // 2, tiles.w_box // each]
+    on_grid(tiles.kernel, (min(num_tiles, _num_sms(x_TD)),))(
+        weight_descriptor(weight_JD, tiles.w_box, kernels.BLOCK_K, swiglu, dtype),
         descriptor(x_TD, (T, D), x_TD.stride(), [tiles.x_box, kernels.BLOCK_K], dtype),
-        descriptor(out_TI, (T, J // 2), (J // 2, 1), [tiles.x_box, outputs], dtype),
+        descriptor(out, out.shape, out.stride(), out_box, dtype),
         num_tiles,
         cdiv(T, tiles.rows),
         cdiv(D, kernels.BLOCK_K),
         num_warps=4,
         maxnreg=tiles.registers,
+        **({"SWIGLU": swiglu} if tiles is LARGE else {}),
         **pdl_options(x_TD.device),
     )
-    return out_TI
+    return out

@@ -162,11 +162,23 @@ def _behind(tile, k, num_k):
 
 
 @gluon.jit
-def _multiply_large(descs, out_desc, out_smem, ring, work, ME: gl.constexpr, PDL: gl.constexpr):
+def _leave(y, out_desc, smem, t, row):
+    """Sends results [outputs, rows of x] off, once those before them have left."""
+    tma.store_wait(0)
+    smem.permute((1, 0)).store(y.to(out_desc.dtype))
+    fence_async_shared()
+    async_store(out_desc, [t, row], smem)
+
+
+@gluon.jit
+def _multiply_large(
+    descs, out, ring, work, ME: gl.constexpr, SWIGLU: gl.constexpr, PDL: gl.constexpr
+):
     """A consumer: weight rows 64 * ME .. of every large tile; the first one loads as well, while
     what it has asked the tensor cores for is multiplied."""
     ready, empty, w_smem, x_smem = ring
     num_tiles, x_tiles, num_k = work
+    out_desc, out_smem = out
     BLOCK: gl.constexpr = [LARGE_WEIGHTS, x_smem.shape[2]]
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, LARGE_ROWS, 16])
     W: gl.constexpr = gl.NVMMASharedLayout.get_default_for(BLOCK, w_smem.dtype)
@@ -212,17 +224,21 @@ def _multiply_large(descs, out_desc, out_smem, ring, work, ME: gl.constexpr, PDL
             live = next_tile < num_tiles
             _refill(descs, ring, before, before_phase, next_tile, next_k, x_tiles, live)
             next_tile, next_k = _behind(next_tile, next_k, num_k)
-        tma.store_wait(0)  # the tile before has left
-        mine.permute((1, 0)).store(swiglu_of(sums).to(out_desc.dtype))
-        fence_async_shared()
-        row = (tile // x_tiles * LARGE_CONSUMERS + ME) * (LARGE_WEIGHTS // 2)
-        async_store(out_desc, [tile % x_tiles * LARGE_ROWS, row], mine)
+        t = tile % x_tiles * LARGE_ROWS
+        row = (tile // x_tiles * LARGE_CONSUMERS + ME) * mine.shape[1]
+        if SWIGLU:
+            _leave(swiglu_of(sums), out_desc, mine, t, row)
+        else:  # twice as many: half of the rows find room
+            halves = sums.reshape([LARGE_WEIGHTS, 2, LARGE_ROWS // 2]).permute([0, 2, 1])
+            first, second = gl.split(halves)
+            _leave(first, out_desc, mine, t, row)
+            _leave(second, out_desc, mine, t + LARGE_ROWS // 2, row)
     tma.store_wait(0)
 
 
 @gluon.jit(do_not_specialize=["num_tiles", "x_tiles", "num_k"])
-def large_chunk_swiglu_kernel(
-    w_desc, x_desc, out_desc, num_tiles, x_tiles, num_k, PDL: gl.constexpr
+def large_chunk_linear_kernel(
+    w_desc, x_desc, out_desc, num_tiles, x_tiles, num_k, SWIGLU: gl.constexpr, PDL: gl.constexpr
 ):
     """Large tiles program_id, + num_programs, ..; neighbours share weights."""
     W: gl.constexpr = [LARGE_STAGES * LARGE_CONSUMERS] + w_desc.block_shape
@@ -238,13 +254,14 @@ def large_chunk_swiglu_kernel(
         mbarrier.init(empty.index(s), count=LARGE_CONSUMERS)
     fence_async_shared()
     descs = (w_desc, x_desc)
+    out = (out_desc, out_smem)
     ring = (ready, empty, w_smem, x_smem)
     work = (num_tiles, x_tiles, num_k)
     gl.warp_specialize(
         [
-            (_multiply_large, (descs, out_desc, out_smem, ring, work, 0, PDL)),
-            (_multiply_large, (descs, out_desc, out_smem, ring, work, 1, PDL)),
-            (_multiply_large, (descs, out_desc, out_smem, ring, work, 2, PDL)),
+            (_multiply_large, (descs, out, ring, work, 0, SWIGLU, PDL)),
+            (_multiply_large, (descs, out, ring, work, 1, SWIGLU, PDL)),
+            (_multiply_large, (descs, out, ring, work, 2, SWIGLU, PDL)),
         ],
         [4, 4],
         [LARGE_REGISTERS, LARGE_REGISTERS],

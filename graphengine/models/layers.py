@@ -18,7 +18,7 @@ from graphengine.capture.torch_internals import scaled_mm
 from graphengine.config.rope import RopeConfig
 from graphengine.kernels import add_rms_norm as kernels
 from graphengine.kernels.argmax import argmax_rows
-from graphengine.kernels.chunk_linear import chunk_swiglu
+from graphengine.kernels.chunk_linear import chunk_linear, chunk_swiglu
 from graphengine.kernels.chunk_linear import pays as chunk_pays
 from graphengine.kernels.fp8 import Fp8Rows, Fp8Scales, quantize_rows_fp8, round_rows_fp8
 from graphengine.kernels.fp8_rows import round_rows, split_rows
@@ -169,14 +169,14 @@ def linear_swiglu(x: Rows, gate_up: Matrix, bias: Tensor | None = None) -> Tenso
     """`swiglu(x @ gate_up^T + bias)`: rows packed [gate | up], [T, D] -> [T, I]."""
     config = skinny_config(x, gate_up, swiglu=True) if bias is None else None
     if config is None:
-        chunk = _chunk_operands(x, gate_up) if bias is None else None
+        chunk = _chunk_operands(x, gate_up, bias, swiglu=True)
         return chunk_swiglu(*chunk) if chunk else swiglu(library_linear(x, gate_up, bias))
     x, weight, scales = operands(x, gate_up, config)
     return skinny_swiglu(x, weight, config=config, scales=scales)
 
 
 def library_linear(x: Rows, matrix: Matrix, bias: Tensor | None = None) -> Tensor:
-    """`linear` without our GEMM; rows split in two do not come here.
+    """`linear` without our GEMM of a few rows; rows split in two do not come here.
 
     An FP8 matrix and more rows than SKINNY_T: x is rounded too, each row with a scale of its
     own (as vLLM's dynamic per-token scales), because from there on the tensor cores are the limit
@@ -184,7 +184,8 @@ def library_linear(x: Rows, matrix: Matrix, bias: Tensor | None = None) -> Tenso
     """
     if not isinstance(matrix, Fp8Matrix) or (isinstance(x, Tensor) and x.shape[0] <= SKINNY_T):
         assert isinstance(x, Tensor)
-        return F.linear(x, dense(matrix, x.dtype), bias)
+        chunk = _chunk_operands(x, matrix, bias, swiglu=False)
+        return chunk_linear(*chunk) if chunk else F.linear(x, dense(matrix, x.dtype), bias)
     dtype = x.dtype if isinstance(x, Tensor) else torch.bfloat16
     x_TD, scale_T = rounded(x)
     takes_shape = not (matrix.weight_ED.shape[0] % 16 or matrix.weight_ED.shape[1] % 16)
@@ -231,16 +232,21 @@ def _config(num_rows: int, matrix: Matrix, swiglu: bool = False) -> SkinnyConfig
     return choose_config(num_rows, outputs, inputs, weight.element_size(), swiglu)
 
 
-def _chunk_operands(x: Rows, gate_up: Matrix) -> tuple[Tensor, Tensor] | None:
+def _chunk_operands(
+    x: Rows, matrix: Matrix, bias: Tensor | None, swiglu: bool
+) -> tuple[Tensor, Tensor] | None:
     """What our GEMM of a chunk multiplies; None where it does not take these or does not pay."""
-    if isinstance(x, Fp8Rows) or isinstance(gate_up, Fp8Matrix) or not _takes_skinny(x):
+    if isinstance(x, Fp8Rows) or isinstance(matrix, Fp8Matrix) or bias is not None:
+        return None
+    if not _takes_skinny(x) or x.dim() != 2 or not (x.is_contiguous() and matrix.is_contiguous()):
         return None
     if torch.compiler.is_compiling():  # a step of 64 requests: dynamo may not know the device
         return None
-    if gate_up.shape[0] % 16 or gate_up.shape[1] % 8:  # TMA takes whole 16 bytes, and both in 8
+    (num_rows, depth), num_weights = x.shape, matrix.shape[0]
+    if num_weights % (16 if swiglu else 8) or depth % 8:  # TMA takes whole 16 bytes
         return None
     num_sms = torch.cuda.get_device_properties(x.device).multi_processor_count
-    return (x, gate_up) if chunk_pays(x.shape[0], gate_up.shape[0], num_sms) else None
+    return (x, matrix) if chunk_pays(num_rows, num_weights, depth, num_sms, swiglu) else None
 
 
 def _takes_skinny(x: Tensor) -> bool:

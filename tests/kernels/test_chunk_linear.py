@@ -1,11 +1,19 @@
-"""The GEMM of a chunk that ends in SwiGLU against torch's own products in float32."""
+"""The GEMMs of a chunk, with SwiGLU and without, against torch's own products."""
 
 import pytest
 import torch
 import torch.nn.functional as F
 
 from graphengine.kernels import chunk_linear as module
-from graphengine.kernels.chunk_linear import LARGE, SMALL, Tiles, chunk_swiglu, pays, tiles_of
+from graphengine.kernels.chunk_linear import (
+    LARGE,
+    SMALL,
+    Tiles,
+    chunk_linear,
+    chunk_swiglu,
+    pays,
+    tiles_of,
+)
 
 BF16 = torch.bfloat16
 # Rows short of a tile, one tile's, one behind; weight rows short of a tile; inputs short of a
@@ -41,6 +49,29 @@ def test_it_is_silu_of_the_gate_times_up(device, T, J, D) -> None:
     torch.testing.assert_close(out.float(), F.silu(gate) * up, rtol=5e-3, atol=2e-3)
 
 
+@pytest.mark.parametrize(("T", "J", "D"), SHAPES)
+def test_it_has_the_bits_of_a_linear(device, T, J, D) -> None:
+    """Bug: half of a tile's rows are written where the other half stands, or before they left."""
+    x, weight = draw(device, T, J, D)
+    out = chunk_linear(x, weight)
+    assert out.is_contiguous()
+    torch.testing.assert_close(out.float(), x.float() @ weight.float().T, rtol=5e-3, atol=2e-3)
+    if T >= 1024:  # cuBLAS splits sums of fewer rows
+        assert torch.equal(out, torch.nn.functional.linear(x, weight))
+
+
+@pytest.mark.gpu
+def test_kinds_of_tiles_have_the_same_bits(monkeypatch) -> None:
+    """Bug: what a prompt says depends on the length of its last chunk, for which other tiles are
+    through first."""
+    x, weight = draw("cuda", 1024, 6144, 1000)
+    results = []
+    for tiles in (SMALL, LARGE):
+        take(tiles, monkeypatch)
+        results.append(chunk_swiglu(x, weight))
+    assert torch.equal(*results)
+
+
 def take(tiles: Tiles, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "tiles_of", lambda *shape: tiles)
 
@@ -62,25 +93,27 @@ def test_a_row_does_not_depend_on_the_others(tiles, monkeypatch) -> None:
     on how it is cut."""
     take(tiles, monkeypatch)
     x, weight = draw("cuda", 2048, 4096, 4096)
-    assert torch.equal(chunk_swiglu(x, weight)[:1100], chunk_swiglu(x[:1100], weight))
+    for op in (chunk_swiglu, chunk_linear):
+        assert torch.equal(op(x, weight)[:1100], op(x[:1100], weight))
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("op", [chunk_swiglu, chunk_linear], ids=["swiglu", "linear"])
 @KINDS
-def test_it_follows_what_was_launched_before(tiles, monkeypatch) -> None:
+def test_it_follows_what_was_launched_before(tiles, op, monkeypatch) -> None:
     """Bug: launched before its predecessor's end it reads x too early, or writes its results while
     that still reads what stood there."""
     take(tiles, monkeypatch)
-    x, weight = draw("cuda", 2048, 4096, 2048)
+    x, weight = draw("cuda", 2048, 4096 if op is chunk_swiglu else 2048, 2048)
     weight *= 2
     expected = x
     for _ in range(4):
-        expected = chunk_swiglu(expected, weight)
+        expected = op(expected, weight)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         out = x
         for _ in range(4):
-            out = chunk_swiglu(out, weight)
+            out = op(out, weight)
     for _ in range(20):
         graph.replay()
         assert torch.equal(out, expected)
@@ -89,21 +122,27 @@ def test_it_follows_what_was_launched_before(tiles, monkeypatch) -> None:
 
 def test_when_it_pays() -> None:
     """Bug: a chunk takes it whose last round leaves most multiprocessors idle, or a short one."""
-    assert pays(1024, 24576, 132)
-    assert pays(2048, 4096, 132)  # 256 tiles in two rounds
-    assert not pays(2048, 2560, 132)  # 160 in two
-    assert not pays(512, 24576, 132)
+    assert pays(1024, 24576, 4096, 132, swiglu=True)
+    assert pays(2048, 4096, 4096, 132, swiglu=True)  # 256 small tiles in two rounds
+    assert not pays(2048, 2560, 4096, 132, swiglu=True)  # 160 in two
+    assert not pays(512, 24576, 4096, 132, swiglu=True)
+    assert pays(1024, 6144, 4096, 132, swiglu=False)  # 128 large ones in one
+    assert not pays(2048, 4096, 4096, 132, swiglu=False)  # 176 in two
+    assert not pays(512, 12288, 4096, 132, swiglu=False)
 
 
 def test_tiles_that_are_through_first() -> None:
     """Bug: a shape takes tiles whose last round is nearly empty, as 4B's large ones are, or large
-    ones stay unused where both kinds are through at once."""
-    assert tiles_of(2048, 24576, 132) is LARGE  # 8 rounds of 3 to 12 of 2
-    assert tiles_of(2048, 18432, 132) is LARGE  # 6 and 9
-    assert tiles_of(1024, 19456, 132) is SMALL  # 4 and 5
-    assert tiles_of(2048, 34816, 132) is SMALL  # 12 and 17
+    ones stay unused where both kinds are through at once, or nearly so in long sums."""
+    assert tiles_of(2048, 24576, 2560, 132) is LARGE  # 8 rounds of 3 to 12 of 2
+    assert tiles_of(2048, 18432, 2560, 132) is LARGE  # 6 and 9
+    assert tiles_of(1024, 19456, 2560, 132) is SMALL  # 4 and 5
+    assert tiles_of(2048, 19456, 2560, 132) is SMALL  # 7 and 10
+    assert tiles_of(2048, 34816, 5120, 132) is LARGE  # 12 and 17
+    assert tiles_of(2048, 34816, 2560, 132) is SMALL
+    assert tiles_of(2048, 28672, 4096, 132) is SMALL  # 10 and 14
     for T, J, num_sms in ((1024, 17408, 132), (2048, 28672, 114), (4096, 12288, 132)):
-        taken = tiles_of(T, J, num_sms).cost(T, J, num_sms)
+        taken = tiles_of(T, J, 2560, num_sms).cost(T, J, num_sms)
         assert T * J / num_sms <= taken == min(k.cost(T, J, num_sms) for k in (SMALL, LARGE))
 
 
@@ -113,6 +152,8 @@ def test_refusals(device) -> None:
     for wrong in ((x[:, :56], weight), (x, weight[:31]), (x[0], weight)):
         with pytest.raises(ValueError, match=r"need \[T, D\]"):
             chunk_swiglu(*wrong)
+    with pytest.raises(ValueError, match=r"need \[T, D\]"):
+        chunk_linear(x[:, :56], weight)
 
 
 @pytest.mark.gpu

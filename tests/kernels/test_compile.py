@@ -105,6 +105,7 @@ OPS: dict[str, list[tuple[Any, ...]]] = {
     "argmax_rows": [(rows(5, 99),)],
     "swiglu": [(rows(5, 2 * WIDTH),)],
     "chunk_swiglu": [WIDE[:2]],
+    "chunk_linear": [WIDE[:2]],
     "rows_to_fp8": [(X_TD.bfloat16(), 2)],
     "add_rms_norm": [
         (X_TD, rows(5, HIDDEN), rows(HIDDEN), 1e-6, True),

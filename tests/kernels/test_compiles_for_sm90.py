@@ -54,7 +54,7 @@ def max_stack_bytes(kernel: str, launch: str) -> int:
     if kernel == "specialized_linear_kernel":  # after the loop
         return 128
     whole = "chunk_attention_kernel", "chunk_swiglu_kernel", "merge_splits_kernel"
-    whole += "delta_prepare_kernel", "large_chunk_swiglu_kernel"
+    whole += "delta_prepare_kernel", "large_chunk_linear_kernel"
     if launch.startswith("head") or kernel in whole:
         return 0
     if kernel == "wide_linear_kernel":  # in FP8 it spills when sums are scaled, after the loop

@@ -260,8 +260,11 @@ LAUNCHES: dict[str, Callable[[], Any]] = {
     "recurrence of a prompt": lambda: (recur_chunks(2048, 1, 32), recur_chunks(256, 4, 48)),
     "SwiGLU": lambda: swiglu._launch(empty(512, 24576)),
     "SwiGLU of a chunk": lambda: (
-        chunk_linear._launch(empty(2048, 4096), empty(24576, 4096)),
-        chunk_linear._launch(empty(1100, 2560), empty(19456, 2560)),
+        chunk_linear._launch(empty(2048, 4096), empty(24576, 4096), chunk_linear.LARGE, True),
+        chunk_linear._launch(empty(1100, 2560), empty(19456, 2560), chunk_linear.SMALL, True),
+    ),
+    "chunk, linear": lambda: (
+        chunk_linear._launch(empty(2048, 4096), empty(6144, 4096), chunk_linear.LARGE, False),
     ),
     "gates of outputs": lambda: (
         gate(empty(16, 32, 128), empty(16, 12352), 8192, empty(128)),

@@ -1,14 +1,15 @@
-"""The projections of a prompt's chunk, 1,024 rows and more: gate and up with SwiGLU, and others.
+"""Projections of a prompt's chunk: gate and up with SwiGLU, others from 1,024 rows on.
 
 Why: from there on products are the limit. In small tiles cuBLAS multiplies as well; but SwiGLU
 behind it reads and writes 150 MB for 2,048 rows of Qwen3-8B, and here it happens in the registers
 that hold the sums. In large tiles we are through earlier than cuBLAS, with SwiGLU or without,
-where they fill the rounds that the multiprocessors take of them. What each gave, and what fewer
-rows lose: profiles/LOG.md, 2026-11-26 and 28.
+where they fill the rounds that the multiprocessors take of them. Up to 128 rows bytes are the
+limit, and what counts is that all multiprocessors read to the end: a tile each, as wide as that
+takes. What each gave, and what other sizes lose: profiles/LOG.md, 2026-11-26 and 28.
 
 How: one CTA a multiprocessor takes tile after tile, and results leave by TMA. Gate and up rows
-alternate by 8 in a tile, so that a thread holds both. Two kinds of tiles; SwiGLU takes those that
-are through earlier (`tiles_of`), other projections large ones or none:
+alternate by 8 in a tile, so that a thread holds both. Three kinds of tiles; SwiGLU takes those that
+are through first (`tiles_of`), other projections large ones or none:
 
 - 128 rows of x and 256 weight rows: one warp loads blocks of both, those of the next tile while one
   is finished; two consumers multiply 64 rows of x each by all weight rows, the largest product that
@@ -18,11 +19,13 @@ are through earlier (`tiles_of`), other projections large ones or none:
   kB in the 128 cycles that it takes, and what TMA writes beside that is 47 bytes a cycle in the
   tiles above, 37 here, of 128 that there are. A warp that loads would leave three consumers fewer
   registers than their sums need (profiles/LOG.md, 2026-11-28).
+- wide, 128 and 272: the small ones with 16 weight rows more, one a multiprocessor, so that what it
+  has multiplied makes room for its results, and the ring has a slot more.
 
 Invariant: an element is summed by one CTA in rising k, so of one kind of tiles a row depends
 neither on the other rows nor on the grid. A slot is refilled when all consumers have arrived at its
-`empty`; it is theirs when the bytes of both operands have arrived at its `ready`. Nothing is read
-or written before `gdc_wait`.
+`empty`; it is theirs when the bytes of both operands have arrived at its `ready`. Nothing but
+weights is read before `gdc_wait`, and nothing written.
 
 Cost: 2 T J D operations; L2 gives 3 / 128 bytes for each multiplication, 7 / 384 in large tiles.
 
@@ -35,11 +38,11 @@ import torch
 
 from graphengine.kernels import chunk_linear_kernels as kernels
 from graphengine.kernels.launch import on_grid, pdl_options
-from graphengine.kernels.skinny_config import cdiv
+from graphengine.kernels.skinny_config import SKINNY_T, cdiv
 from graphengine.kernels.skinny_linear import skinny_swiglu_reference
 from graphengine.kernels.wide_linear import descriptor, gluon_dtype, weight_descriptor
 
-MIN_T = 1024  # rows
+MIN_T = 1024  # rows of a chunk for small and large tiles
 MIN_SHARE = 0.9  # of its multiprocessors' time that a grid uses
 # Inputs from which large tiles win although their rounds are 6 % more: fewer, and a tile's end,
 # where nothing is multiplied, weighs more (profiles/LOG.md, 2026-11-28).
@@ -77,6 +80,7 @@ SMALL = Tiles(
     x_box=kernels.ROWS.value,
     registers=kernels.LAUNCH_REGISTERS,
 )
+WIDE = SMALL._replace(weights=SMALL.weights + kernels.EXTRA_WEIGHTS.value)
 LARGE = Tiles(
     kernels.LARGE_ROWS.value,
     kernels.LARGE_WEIGHTS.value * kernels.LARGE_CONSUMERS.value,
@@ -88,23 +92,30 @@ LARGE = Tiles(
 
 
 def tiles_of(num_rows: int, num_weights: int, depth: int, num_sms: int) -> Tiles:
-    """The tiles of a projection with SwiGLU: those whose last round is over first, large ones where
-    both are.
+    """The tiles of a projection with SwiGLU: wide ones up to 128 rows; else those whose last round
+    is over first, large ones where both are.
 
     Args: num_weights: weight rows, J. depth: inputs, D.
     """
     shape = num_rows, num_weights, num_sms
+    if num_rows <= WIDE.rows:
+        return WIDE
     allowance = ALLOWANCE if depth >= MIN_DEPTH and LARGE.fill(*shape) else 1
     return LARGE if LARGE.cost(*shape) <= allowance * SMALL.cost(*shape) else SMALL
 
 
 def pays(num_rows: int, num_weights: int, depth: int, num_sms: int, swiglu: bool) -> bool:
-    """Whether rows are enough, and tiles fill the rounds that the multiprocessors take of them.
+    """Whether rows are enough, and tiles fill the rounds that the multiprocessors take of them;
+    wide ones take one.
 
     Args: as `tiles_of`.
     """
     tiles = tiles_of(num_rows, num_weights, depth, num_sms) if swiglu else LARGE
-    return num_rows >= MIN_T and tiles.fill(num_rows, num_weights, num_sms)
+    if tiles is WIDE:
+        takes = num_rows > SKINNY_T and tiles.count(num_rows, num_weights) <= num_sms
+    else:
+        takes = num_rows >= MIN_T
+    return takes and tiles.fill(num_rows, num_weights, num_sms)
 
 
 def chunk_linear(x_TD: torch.Tensor, weight_JD: torch.Tensor) -> torch.Tensor:
@@ -184,18 +195,23 @@ def _launch(x_TD: torch.Tensor, weight_JD: torch.Tensor, tiles: Tiles, swiglu: b
     out = x_TD.new_empty((T, J // each))
     dtype = gluon_dtype(x_TD)
     num_tiles = tiles.count(T, J)
-    # A consumer's results; without SwiGLU twice as many, sent off in halves.
-    out_box = [tiles.x_box * each // 2, tiles.w_box // each]
-    on_grid(tiles.kernel, (min(num_tiles, _num_sms(x_TD)),))(
-        weight_descriptor(weight_JD, tiles.w_box, kernels.BLOCK_K, swiglu, dtype),
-        descriptor(x_TD, (T, D), x_TD.stride(), [tiles.x_box, kernels.BLOCK_K], dtype),
-        descriptor(out, out.shape, out.stride(), out_box, dtype),
-        num_tiles,
-        cdiv(T, tiles.rows),
-        cdiv(D, kernels.BLOCK_K),
-        num_warps=4,
-        maxnreg=tiles.registers,
-        **({"SWIGLU": swiglu} if tiles is LARGE else {}),
-        **pdl_options(x_TD.device),
+    num_sms = _num_sms(x_TD)
+    if tiles is WIDE and num_tiles > num_sms:
+        raise ValueError(f"{T} rows, {J} weight rows: {num_tiles} wide tiles need as many CTAs")
+    block = kernels.BLOCK_K
+    # A consumer's results; twice as many without SwiGLU, and half the room in wide tiles.
+    out_box = [tiles.x_box * each // 2, tiles.w_box // each // (2 if tiles is WIDE else 1)]
+    w, extra = (
+        weight_descriptor(weight_JD, rows, block, swiglu, dtype)
+        for rows in (tiles.w_box, kernels.EXTRA_WEIGHTS.value)
     )
+    x = descriptor(x_TD, (T, D), x_TD.stride(), [tiles.x_box, block], dtype)
+    to = descriptor(out, out.shape, out.stride(), out_box, dtype)
+    work = num_tiles, cdiv(T, tiles.rows), cdiv(D, block)
+    if tiles is LARGE:
+        operands, kind = (w, x, to, *work), {"SWIGLU": swiglu}
+    else:
+        operands, kind = (w, extra, x, to, out, *work, T, J // 2), {"EXTRA": tiles is WIDE}
+    options = {"num_warps": 4, "maxnreg": tiles.registers, **pdl_options(x_TD.device)}
+    on_grid(tiles.kernel, (min(num_tiles, num_sms),))(*operands, **kind, **options)
     return out

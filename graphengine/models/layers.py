@@ -26,7 +26,13 @@ from graphengine.kernels.head_argmax import skinny_argmax
 from graphengine.kernels.output_gate import output_gate as kernel_output_gate
 from graphengine.kernels.output_gate import output_gate_reference
 from graphengine.kernels.qk_norm_rope import sum_partials
-from graphengine.kernels.skinny_config import SKINNY_T, SkinnyConfig, choose_config
+from graphengine.kernels.skinny_config import (
+    DEFAULT_SMS,
+    NARROW_T,
+    SKINNY_T,
+    SkinnyConfig,
+    choose_config,
+)
 from graphengine.kernels.skinny_linear import (
     is_hopper,
     skinny_linear,
@@ -240,12 +246,14 @@ def _chunk_operands(
         return None
     if not _takes_skinny(x) or x.dim() != 2 or not (x.is_contiguous() and matrix.is_contiguous()):
         return None
-    if torch.compiler.is_compiling():  # a step of 64 requests: dynamo may not know the device
-        return None
     (num_rows, depth), num_weights = x.shape, matrix.shape[0]
     if num_weights % (16 if swiglu else 8) or depth % 8:  # TMA takes whole 16 bytes
         return None
-    num_sms = torch.cuda.get_device_properties(x.device).multi_processor_count
+    num_sms = DEFAULT_SMS  # dynamo may not know the device; the grid asks it
+    if not torch.compiler.is_compiling():
+        num_sms = torch.cuda.get_device_properties(x.device).multi_processor_count
+    elif num_rows > NARROW_T:  # a step of 64 requests
+        return None
     return (x, matrix) if chunk_pays(num_rows, num_weights, depth, num_sms, swiglu) else None
 
 

@@ -8,6 +8,7 @@ from graphengine.kernels import chunk_linear as module
 from graphengine.kernels.chunk_linear import (
     LARGE,
     SMALL,
+    WIDE,
     Tiles,
     chunk_linear,
     chunk_swiglu,
@@ -25,6 +26,8 @@ SHAPES = [
     (200, 48, 1000),
     (1024, 6144, 512),
     (2048, 19456, 192),
+    (100, 4352, 200),  # wide tiles, and weight rows short of one
+    (128, 34800, 512),
 ]
 KINDS = pytest.mark.parametrize("tiles", [SMALL, LARGE], ids=["small", "large"])
 
@@ -66,10 +69,11 @@ def test_kinds_of_tiles_have_the_same_bits(monkeypatch) -> None:
     through first."""
     x, weight = draw("cuda", 1024, 6144, 1000)
     results = []
-    for tiles in (SMALL, LARGE):
+    for tiles in (SMALL, LARGE, WIDE):
         take(tiles, monkeypatch)
-        results.append(chunk_swiglu(x, weight))
-    assert torch.equal(*results)
+        results.append(chunk_swiglu(x[:128] if tiles is WIDE else x, weight))
+    assert torch.equal(results[0], results[1])
+    assert torch.equal(results[0][:128], results[2])
 
 
 def take(tiles: Tiles, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -99,12 +103,13 @@ def test_a_row_does_not_depend_on_the_others(tiles, monkeypatch) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("op", [chunk_swiglu, chunk_linear], ids=["swiglu", "linear"])
-@KINDS
+@pytest.mark.parametrize("tiles", [SMALL, LARGE, WIDE], ids=["small", "large", "wide"])
 def test_it_follows_what_was_launched_before(tiles, op, monkeypatch) -> None:
     """Bug: launched before its predecessor's end it reads x too early, or writes its results while
     that still reads what stood there."""
     take(tiles, monkeypatch)
-    x, weight = draw("cuda", 2048, 4096 if op is chunk_swiglu else 2048, 2048)
+    T = 128 if tiles is WIDE else 2048
+    x, weight = draw("cuda", T, 4096 if op is chunk_swiglu else 2048, 2048)
     weight *= 2
     expected = x
     for _ in range(4):
@@ -129,6 +134,11 @@ def test_when_it_pays() -> None:
     assert pays(1024, 6144, 4096, 132, swiglu=False)  # 128 large ones in one
     assert not pays(2048, 4096, 4096, 132, swiglu=False)  # 176 in two
     assert not pays(512, 12288, 4096, 132, swiglu=False)
+    assert pays(128, 34816, 5120, 132, swiglu=True)  # 128 wide ones in one
+    assert not pays(128, 36096, 5120, 132, swiglu=True)  # 133
+    assert not pays(128, 24576, 4096, 132, swiglu=True)  # 91
+    assert not pays(64, 34816, 5120, 132, swiglu=True)
+    assert not pays(129, 34816, 5120, 132, swiglu=True)
 
 
 def test_tiles_that_are_through_first() -> None:
@@ -157,13 +167,14 @@ def test_refusals(device) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("what", ["dtype", "stride", "gates"])
+@pytest.mark.parametrize("what", ["dtype", "stride", "gates", "tiles"])
 def test_refusals_of_the_kernel(what) -> None:
     """Bug: what TMA cannot address ends in a fault of the device."""
-    x, weight = draw("cuda", 8, 40 if what == "gates" else 32, 64)
+    x, weight = draw("cuda", 8, {"gates": 40, "tiles": 1 << 16}.get(what, 32), 64)
     if what == "dtype":
         x, weight = x.half(), weight.half()
     if what == "stride":
         x = torch.zeros(8, 66, device="cuda", dtype=BF16)[:, :64]
-    with pytest.raises(ValueError, match="needs bf16" if what == "dtype" else "TMA needs rows"):
+    expected = {"dtype": "needs bf16", "tiles": "wide tiles"}.get(what, "TMA needs rows")
+    with pytest.raises(ValueError, match=expected):
         chunk_swiglu(x, weight)

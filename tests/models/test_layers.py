@@ -28,6 +28,7 @@ def calls_of(op: str, monkeypatch: pytest.MonkeyPatch) -> list:
         (ROWS, WEIGHTS, INPUTS, False, False, True),
         (ROWS - 1, WEIGHTS, INPUTS, False, False, False),
         (ROWS, WEIGHTS + 512, INPUTS, False, False, False),  # tiles for a tenth of a second round
+        (128, 34816, INPUTS, False, False, True),  # 128 wide tiles
         (ROWS, WEIGHTS, INPUTS, True, False, False),
         (ROWS, WEIGHTS, INPUTS, False, True, False),
         (ROWS, WEIGHTS - 8, INPUTS, False, False, False),  # gates that are no eights

@@ -262,6 +262,7 @@ LAUNCHES: dict[str, Callable[[], Any]] = {
     "SwiGLU of a chunk": lambda: (
         chunk_linear._launch(empty(2048, 4096), empty(24576, 4096), chunk_linear.LARGE, True),
         chunk_linear._launch(empty(1100, 2560), empty(19456, 2560), chunk_linear.SMALL, True),
+        chunk_linear._launch(empty(128, 5120), empty(34816, 5120), chunk_linear.WIDE, True),
     ),
     "chunk, linear": lambda: (
         chunk_linear._launch(empty(2048, 4096), empty(6144, 4096), chunk_linear.LARGE, False),

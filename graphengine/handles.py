@@ -21,6 +21,7 @@ from dataclasses import replace
 
 import torch
 
+from graphengine.decode.guards import warn_caller
 from graphengine.decode.loop import DecodeLoop, StepOutput
 from graphengine.decode.request import Request
 from graphengine.results import Chunk, GenerationResult, Teller
@@ -236,10 +237,10 @@ class Serving:
             stream.put(None, error)
 
 
-def _warn(text: str, category: type[Warning], stacklevel: int) -> None:
+def _warn(text: str, category: type[Warning]) -> None:
     """Warns; what `-W error` raises is shown, as it would end everybody's requests."""
     try:
-        warnings.warn(text, category, stacklevel + 1)
+        warn_caller(text, category)
     except category as error:
         warnings.showwarning(error, category, __file__, 0)
 

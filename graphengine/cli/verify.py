@@ -133,6 +133,11 @@ def verify(ctx: click.Context, model: str | None, draft: str | None, **options: 
     options["max_new_tokens"] = options["max_new_tokens"] or default
     names = declarations(SamplingParams)
     SamplingParams(**{name: options[name] for name in names if name in options})  # refuses
+    if options["max_new_tokens"] == 1:
+        raise ValueError(
+            "--max-new-tokens 1: a prompt's own rows say its first token, so no step would be "
+            "checked; pass 2 or more"
+        )
     if draft is None and options["min_acceptance"] is not None:
         raise ValueError("--min-acceptance needs a drafter; pass --draft")
     if is_forced and (draft is None or is_sampled or options["min_acceptance"] is not None):

@@ -12,12 +12,17 @@ committed twice.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Collection
 
 import torch
 
-from graphengine.decode.guards import WINDOW, AcceptanceWarning, FallbackWarning, SpeculationGuard
+from graphengine.decode.guards import (
+    WINDOW,
+    AcceptanceWarning,
+    FallbackWarning,
+    SpeculationGuard,
+    warn_caller,
+)
 from graphengine.decode.lane import Lane, Verified
 from graphengine.decode.request import Request
 
@@ -37,7 +42,7 @@ class Fallback:
                 acceptance_floor=config.acceptance_floor, may_fall_back=config.fallback
             )
         self._is_judging = False  # a plain step is to be measured before the next step
-        self.warn: Callable[..., None] = warnings.warn
+        self.warn: Callable[[str, type[Warning]], None] = warn_caller
         """Another where the loop is nobody's call, which a warning could end."""
 
     def reset(self) -> None:
@@ -76,7 +81,7 @@ class Fallback:
         if not self.guard.observe([v.num_accepted for v in verified], size, seconds):
             return
         if (text := self.guard.warning()) is not None:
-            self.warn(text, AcceptanceWarning, stacklevel=5)
+            self.warn(text, AcceptanceWarning)
         if not self.guard.needs_plain_time(size):
             self._leave_if_lost(size)
         elif self.plain is None or not self.plain.has_work:
@@ -131,7 +136,7 @@ class Fallback:
                 self.guard.may_fall_back = False
             text = f"no memory to build plain decoding ({str(error).partition('.')[0]}); "
             text += "lower --gpu-memory-utilization, or build it at start-up (prepare_plain_decode)"
-            self.warn(text, FallbackWarning, stacklevel=2)
+            self.warn(text, FallbackWarning)
             return None
 
 

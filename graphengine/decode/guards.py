@@ -13,10 +13,13 @@ judgement made here; only its speed does.
 
 from __future__ import annotations
 
+import inspect
 import statistics
+import warnings
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 WINDOW = 64  # steps looked back on; also a request's fewest before it is judged
 FEWEST_TO_WARN = 32
@@ -46,6 +49,17 @@ class AcceptanceWarning(EngineWarning):
 
 class FallbackWarning(EngineWarning):
     """Requests had to end or go on differently than asked, because plain decoding was not there."""
+
+
+PACKAGE = str(Path(__file__).parents[1])
+
+
+def warn_caller(text: str, category: type[Warning]) -> None:
+    """Warns at the line that called the package, however deep inside of it this is."""
+    frame, level = inspect.currentframe(), 1
+    while frame is not None and frame.f_code.co_filename.startswith(PACKAGE):
+        frame, level = frame.f_back, level + 1
+    warnings.warn(text, category, level)
 
 
 @dataclass(slots=True, kw_only=True)

@@ -155,7 +155,7 @@ def test_acceptance_warning(pair: Pair) -> None:
         said = r"1\.00 tokens a step .* floor is 1\.5"
         with pytest.warns(AcceptanceWarning, match=said) as caught:
             ids_only(engine, PROMPTS[:1], max_new_tokens=27)
-        assert Path(caught[0].filename).name == "api.py", "not a frame inside the loop"
+        assert "tests" in Path(caught[0].filename).parts, "not a frame inside the package"
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             ids_only(engine, PROMPTS, max_new_tokens=27)

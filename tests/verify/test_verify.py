@@ -161,6 +161,7 @@ def test_speculators_directory_alone(few: Path, tmp_path: Path) -> None:
         (("--min-acceptance", "16.5"), "a step commits at most 16 tokens; pass less"),
         (("--min-acceptance", "9", "--num-speculative-tokens", "5,7"), "at most 8 tokens"),
         (("--draft", "none", "--forced-acceptance"), "replaces a drafter's drafts"),
+        (("--max-new-tokens", "1"), "no step would be checked"),
         (("--temperature", "1", "--forced-acceptance"), "leave out --temperature"),
         (("--min-acceptance", "2", "--forced-acceptance"), "and --min-acceptance"),
         (("--prompt-file", "missing.jsonl"), "missing.jsonl"),

@@ -248,15 +248,16 @@ def _plain(value: Any) -> Any:
 
 
 def _as_templates_read(message: dict[str, Any], takes_parts: bool) -> dict[str, Any]:
-    """A turn as clients give it out, with null where nothing is said, text in parts and a call's
-    arguments as JSON: templates read text and an object, which is what vLLM gives them.
+    """A turn as clients give it out, with null where nothing is said, or without content where it
+    calls tools, text in parts and a call's arguments as JSON: templates read text and an object,
+    which is what vLLM gives them.
 
     Args: takes_parts: the template reads text in parts itself.
     Mutates: message.
     Raises: ValueError for a picture or sound, of which a template of a model that sees writes where
         it stands: the answer would be about something that the model has not seen.
     """
-    content = message.get("content", "")
+    content = message.get("content", None if message.get("tool_calls") else "")
     for part in content if isinstance(content, list) else []:
         if isinstance(part, dict) and (kinds := _NOT_TEXT & {str(part.get("type")), *part}):
             raise ValueError(f"a message holds a part of type {min(kinds)}; pass its text alone")

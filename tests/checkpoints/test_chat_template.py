@@ -256,6 +256,21 @@ def test_a_turn_that_calls_tools(tmp_path: Path, arguments: Any) -> None:
     assert tokenizer._hf.get_vocab()["<|im_end|>"] not in ids
 
 
+def test_a_turn_that_only_calls_tools(tmp_path: Path) -> None:
+    """Bug: a client leaves out the content of such a turn, as OpenAI's API allows, and the template
+    finds none; or a turn that says nothing at all goes through as an empty one."""
+    directory = make_target(tmp_path, layers=1)
+    template = "{% for message in messages %}{{ message.content + '|' }}{% endfor %}"
+    (directory / "chat_template.jinja").write_text(template)
+    tokenizer = Tokenizer(directory)
+    call = {"type": "function", "function": {"name": "f", "arguments": "{}"}}
+    user: Any = {"role": "user", "content": "hi"}
+    ids = tokenizer.encode_chat([user, {"role": "assistant", "tool_calls": [call]}])
+    assert tokenizer.decode(ids) == "hi||"
+    with pytest.raises(ValueError, match="rejects these messages"):
+        tokenizer.encode_chat([user, {"role": "assistant"}])
+
+
 @pytest.mark.parametrize("arguments", ["{broken", "", None])
 def test_arguments_that_are_no_json(tmp_path: Path, arguments: str | None) -> None:
     """Bug: a call that the model wrote wrongly, or without arguments, ends the conversation."""

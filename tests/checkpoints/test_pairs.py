@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from graphengine.checkpoints.hub import BUNDLED, resolve
+from graphengine.checkpoints.hub import BUNDLED, PRESETS, resolve
 from graphengine.checkpoints.pairs import named_pair, read_stop_ids
 from tests.support.checkpoints import as_speculators, edit_config, make_drafter, make_target
 
@@ -39,6 +39,15 @@ def test_a_name_that_is_no_hub_id(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("qwen3-8", "a/b/c", "./a/b"):
         with pytest.raises(ValueError, match="no such model directory"):
             resolve(name)
+
+
+def test_a_directory_with_a_preset_s_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: of a model that was fetched into ./qwen3-8b the preset's shapes are taken."""
+    monkeypatch.chdir(tmp_path)
+    assert resolve("qwen3-8b").parent == PRESETS
+    (tmp_path / "qwen3-8b").mkdir()
+    (tmp_path / "qwen3-8b" / "config.json").write_text("{}")
+    assert resolve("qwen3-8b") == Path("qwen3-8b")
 
 
 def test_what_is_fetched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -170,3 +170,12 @@ def test_what_a_command_lacks_is_not_handed_on() -> None:
 def test_sizes_at_a_unit_s_edge(size: int, text: str) -> None:
     """Bug: one GiB is shown as 1024 MiB, or ten with four digits."""
     assert format_bytes(size) == text
+
+
+def test_a_mapping_that_changes_later() -> None:
+    """Bug: what a caller does to a mapping of theirs, once it was checked, is asked for as well."""
+    asked, biases = {"enable_thinking": True}, {5: 1.0}
+    sampling = SamplingParams(chat_template_kwargs=asked, logit_bias=biases)
+    asked["messages"], biases[7] = False, 1e9
+    assert sampling.chat_template_kwargs == {"enable_thinking": True}
+    assert sampling.logit_bias == {5: 1.0}

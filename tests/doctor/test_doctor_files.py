@@ -226,6 +226,14 @@ def test_what_is_skipped_is_not_unexpected(copies: tuple[Path, Path]) -> None:
     assert not errors(check(*copies))
 
 
+def test_what_is_skipped_has_no_size(copies: tuple[Path, Path]) -> None:
+    """Bug: the size of the weights counts a table, or a part for pictures, that no start loads."""
+    before = named(check(*copies), "target.weights")
+    name = "model.layers.0.self_attn.rotary_emb.inv_freq"
+    put_tensor(copies[0], name, torch.zeros(1 << 20))
+    assert named(check(*copies), "target.weights") == before
+
+
 def test_a_tied_head_that_is_stored_too(copies: tuple[Path, Path]) -> None:
     """Bug: a tied checkpoint that holds its table twice, which a start takes, is told as wrong; or
     such a head of another shape, which it refuses, is not."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 from xml.etree import ElementTree
@@ -150,3 +151,23 @@ def test_a_digest_is_of_the_first_tokens_alone() -> None:
 
     most = NUM_DIGEST_TOKENS
     assert digest(most) == digest(most + 1) == digest(most + 9) != digest(most - 1)
+
+
+def test_a_digest_waits_for_every_request() -> None:
+    """Bug: a digest ends with the first request that has said enough; of the others it has as many
+    tokens as acceptance has given them, and runs that say the same differ."""
+
+    def digest(*speeds: int) -> str:
+        requests: Any = [SimpleNamespace(output_ids=[], finish_reason=None) for _ in speeds]
+
+        def run() -> Iterator[None]:
+            while True:
+                for request, speed in zip(requests, speeds, strict=True):
+                    start = len(request.output_ids)
+                    request.output_ids += range(start, start + speed)
+                yield
+
+        loop: Any = SimpleNamespace(run=run)
+        return _digest(loop, requests)
+
+    assert digest(1, 1) == digest(7, 2)

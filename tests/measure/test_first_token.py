@@ -113,6 +113,14 @@ def test_numbers_that_nobody_named(prefill: bool, expected: tuple[int | None, ..
     assert tuple(options[name] for name in names) == expected
 
 
+def test_a_warm_up_of_no_steps() -> None:
+    """Bug: --warmup 0 counts as none named, and ten steps are left out."""
+    names = ("output_len", "num_iters", "baseline", "plot", "context")
+    options = dict.fromkeys(names) | {"prefill": False, "warmup": 0}
+    _settle(options)
+    assert options["warmup"] == 0
+
+
 @pytest.mark.parametrize(
     ("args", "parts"),
     [

@@ -10,7 +10,15 @@ import pytest
 from graphengine.kernels import gated_delta, gated_delta_prefill
 from graphengine.profiles import torch_trace
 from graphengine.profiles.launch_gaps import report
-from graphengine.profiles.trace import Activity, HostRange, Launch, Trace, busy_class, place
+from graphengine.profiles.trace import (
+    Activity,
+    HostRange,
+    Launch,
+    Trace,
+    busy_class,
+    host_times,
+    place,
+)
 
 
 def test_late_work_belongs_to_the_step_that_launched_it() -> None:
@@ -24,6 +32,19 @@ def test_late_work_belongs_to_the_step_that_launched_it() -> None:
     assert [p.step for p in place(Trace(work, host))] == [0, 1, 2]
     assert report(Trace(work, host)).walls_ns == [50, 50]
     assert report(Trace(work, host)).idle_ns["seam"] == 20
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_ranges_that_begin_together(order: int) -> None:
+    """Bug: where a clock counts microseconds, a step's first range is taken for the one around it,
+    and the work is the host's."""
+    host = [HostRange("step", 0, 50, 0), HostRange("decode.00", 0, 20, 0)][::order]
+    trace = Trace([Activity("gemm", 100, 140, Launch(1, 5, 6, 0, False))], host)
+    assert [(p.name, p.step) for p in place(trace)] == [("decode.00", 0)]
+    assert {name: time.ns for (_, name), time in host_times(trace).items()} == {
+        "step": 30,
+        "decode.00": 20,
+    }
 
 
 def test_a_chain_that_is_one_graph_is_told_apart_by_its_kernels() -> None:

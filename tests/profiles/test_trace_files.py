@@ -25,6 +25,21 @@ def test_an_export_lacks_tables_and_columns(tmp_path: Path) -> None:
     assert set(numbers["kernels"]) == {"gemm", "norm", "BatchPrefill", "MergeStates"}
 
 
+def test_each_process_has_its_own_calls(tmp_path: Path) -> None:
+    """Bug: a second process counts its calls from 1 as well, and its work is another's."""
+    path, other = exports.write_export(tmp_path / "a.sqlite"), 1 << 24
+    with closing(sqlite3.connect(path)) as connection:
+        connection.execute(
+            "INSERT INTO CUPTI_ACTIVITY_KIND_RUNTIME SELECT start, end, correlationId, "
+            f"globalTid + {other}, nameId FROM CUPTI_ACTIVITY_KIND_RUNTIME"
+        )
+        connection.execute(f"UPDATE CUPTI_ACTIVITY_KIND_MEMCPY SET globalPid = globalPid + {other}")
+        connection.commit()
+    work = nsys.read_export(path).activities
+    threads = {(a.name == "memcpy DtoH", a.launch.thread) for a in work if a.launch}
+    assert threads == {(False, exports.THREAD), (True, exports.THREAD + other)}
+
+
 def test_an_obligatory_column_is_missing(tmp_path: Path) -> None:
     """Bug: an unknown layout is read as a trace without launches, and all time is "outside"."""
     path = exports.write_export(tmp_path / "a.sqlite")

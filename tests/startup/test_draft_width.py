@@ -143,6 +143,15 @@ def test_noise_only_adds(monkeypatch: pytest.MonkeyPatch) -> None:
     assert width.step_s == EXPERTS | {2: EXPERTS[4]}
 
 
+def test_a_start_heeds_the_floor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: a start chooses a block that cannot reach --acceptance-floor, and every run warns."""
+    faked(monkeypatch, EXPERTS)
+    loaded = unloaded(15)
+    loaded.config.acceptance_floor = 6.0
+    (width,) = draft_width.measure_widths(loaded)
+    assert width.rows == 8
+
+
 @pytest.mark.parametrize(
     ("drafts", "taps", "mean"), [(15, (1,), TYPICAL_TOKENS), (3, (1,), 4.0), (15, (), 2.0)]
 )

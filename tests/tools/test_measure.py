@@ -261,6 +261,17 @@ def test_a_fixture_that_fails_is_a_failure(
     assert ended.value.code == 1 and [numbers[name] for name in names] == [4, 1, 2, 1]
 
 
+def test_what_did_not_end_has_not_passed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: a run that its time limit has ended exits with 0, as none of its tests failed."""
+    monkeypatch.setattr(record_tests, "collect", lambda arguments: ["a.py::b", "a.py::c"])
+    ran = record_tests.Ran({"a.py::b": "PASSED"}, {}, "")
+    monkeypatch.setattr(record_tests, "run", lambda *arguments: ran)
+    monkeypatch.setattr(sys, "argv", ["record_tests.py"])
+    with pytest.raises(SystemExit) as ended:
+        record_tests.main()
+    assert ended.value.code == 1
+
+
 def test_a_share_of_the_cores_is_a_default(monkeypatch: pytest.MonkeyPatch) -> None:
     """Bug: a user who says how many threads a job may have gets others."""
     monkeypatch.delenv("TORCHINDUCTOR_COMPILE_THREADS", raising=False)

@@ -258,3 +258,14 @@ def test_a_state_that_outlives_its_page_is_a_leak() -> None:
     slots.keep((cache._free[0], 4), slots.allocate(1)[0])
     with pytest.raises(soak_tool.Leak, match="0 states held, 2 kept"):
         soak_checks.check_balance(loop)
+
+
+def test_a_page_in_use_that_nobody_holds_is_a_leak() -> None:
+    """Bug: a page that is free again and still counts as used passes, since none is lost."""
+    slots = StateSlots(3)
+    cache = PrefixCache(4, 4, slots)
+    loop: Any = SimpleNamespace(allocator=cache, state_slots=slots, running=[], prefilling=[])
+    soak_checks.check_balance(loop)
+    cache._used.add(cache._free[0])
+    with pytest.raises(soak_tool.Leak, match="the cache uses others: 0 pages held"):
+        soak_checks.check_balance(loop)

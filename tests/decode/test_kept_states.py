@@ -121,6 +121,20 @@ def test_states_go_with_their_pages() -> None:
     assert len(set(slots.allocate(4))) == 4
 
 
+def test_states_go_with_a_page_that_others_crowd_out() -> None:
+    """Bug: of more beginnings than are compared the first leaves its state behind, which whoever
+    gets its page next would go on from."""
+    most = prefix_cache.MAX_PARTS
+    slots = StateSlots(most + 3)
+    cache = PrefixCache(most + 3, SIZE, slots)
+    for token in range(most + 1):
+        pages = cache.allocate(1)
+        cache.publish([token, 0], pages)
+        cache.keep_state([token, 0], *slots.allocate(1))
+        cache.free(pages)
+    assert len(slots.counts()) == most and not set(slots.counts()) & set(cache._free)
+
+
 def test_more_states_than_there_are() -> None:
     """Bug: a request that cannot be had takes every state that is kept."""
     slots = StateSlots(4)

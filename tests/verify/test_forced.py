@@ -12,13 +12,13 @@ from click.testing import CliRunner
 from torch import Tensor
 
 from graphengine.api import Engine
-from graphengine.checkpoints.hub import BUNDLED
+from graphengine.checkpoints.hub import BUNDLED, TINY_DRAFT, TINY_TARGET
 from graphengine.cli.main import main
 from graphengine.cli.verify import PROBES
 from graphengine.decode import ends
 from graphengine.decode.metrics import Acceptance
 from graphengine.verify.check import Limits, judge
-from graphengine.verify.forced import ForcedLength, missed
+from graphengine.verify.forced import ForcedLength, lengths, missed
 from graphengine.verify.run import CellResult, verify_mode
 from graphengine.verify.teacher import Scores
 from graphengine.verify.told import Transcript
@@ -92,6 +92,15 @@ def test_a_commit_that_is_wrong_for_one_length(monkeypatch: pytest.MonkeyPatch) 
     found = hybrid({6: 5}, monkeypatch)
     assert not found["own"].report.acceptance.steps_by_accepted[5]
     assert failing(found) == {"none forced 5"}
+
+
+def test_each_bucket_has_the_lengths_of_its_own_block() -> None:
+    """Bug: a larger bucket, whose blocks are shorter, is asked for lengths of the longest one, and
+    fails since no step of it can accept so many."""
+    asked: dict[str, Any] = {"buckets": (1, 2), "num_speculative_tokens": (5, 2), "device": "cpu"}
+    with Engine.from_pretrained(TINY_TARGET, TINY_DRAFT, max_model_len=64, **asked) as engine:
+        found = [lengths(engine.built.loop, bucket) for bucket in (1, 2)]
+    assert found == [range(6), range(3)]
 
 
 def test_a_length_that_nobody_reached() -> None:

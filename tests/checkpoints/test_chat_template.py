@@ -264,11 +264,11 @@ def test_a_turn_that_only_calls_tools(tmp_path: Path) -> None:
     (directory / "chat_template.jinja").write_text(template)
     tokenizer = Tokenizer(directory)
     call = {"type": "function", "function": {"name": "f", "arguments": "{}"}}
-    user: Any = {"role": "user", "content": "hi"}
-    ids = tokenizer.encode_chat([user, {"role": "assistant", "tool_calls": [call]}])
+    turns: list[Any] = [{"role": "user", "content": "hi"}]
+    ids = tokenizer.encode_chat([*turns, {"role": "assistant", "tool_calls": [call]}])
     assert tokenizer.decode(ids) == "hi||"
     with pytest.raises(ValueError, match="rejects these messages"):
-        tokenizer.encode_chat([user, {"role": "assistant"}])
+        tokenizer.encode_chat([*turns, {"role": "assistant"}])
 
 
 @pytest.mark.parametrize("arguments", ["{broken", "", None])

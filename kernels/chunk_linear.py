@@ -1,6 +1,6 @@
 """Projections of a prompt's chunk: gate and up with SwiGLU, others from 1,024 rows on.
 
-Why: from there on products are the limit. In small tiles cuBLAS multiplies as well; but SwiGLU
+Why: from 1,024 rows on products are the limit. In small tiles cuBLAS multiplies as well; but SwiGLU
 behind it reads and writes 150 MB for 2,048 rows of Qwen3-8B, and here it happens in the registers
 that hold the sums. In large tiles we are through earlier than cuBLAS, with SwiGLU or without,
 where they fill the rounds that the multiprocessors take of them. Up to 128 rows bytes are the
@@ -22,8 +22,8 @@ are through first (`tiles_of`), other projections large ones or none:
 - wide, 128 and 272: the small ones with 16 weight rows more, one a multiprocessor, so that what it
   has multiplied makes room for its results, and the ring has a slot more.
 
-Invariant: an element is summed by one CTA in rising k, so of one kind of tiles a row depends
-neither on the other rows nor on the grid. A slot is refilled when all consumers have arrived at its
+Invariant: an element is summed by one CTA in rising k, so a row depends neither on the other rows
+nor on the grid, nor on the kind of tiles. A slot is refilled when all consumers have arrived at its
 `empty`; it is theirs when the bytes of both operands have arrived at its `ready`. Nothing but
 weights is read before `gdc_wait`, and nothing written.
 

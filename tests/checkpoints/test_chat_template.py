@@ -264,11 +264,11 @@ def test_a_turn_that_only_calls_tools(tmp_path: Path) -> None:
     (directory / "chat_template.jinja").write_text(template)
     tokenizer = Tokenizer(directory)
     call = {"type": "function", "function": {"name": "f", "arguments": "{}"}}
-    turns: list[Any] = [{"role": "user", "content": "hi"}]
-    ids = tokenizer.encode_chat([*turns, {"role": "assistant", "tool_calls": [call]}])
-    assert tokenizer.decode(ids) == "hi||"
+    turns: list[Any] = [{"role": "user", "content": "hi"}, {"role": "assistant"}]
     with pytest.raises(ValueError, match="rejects these messages"):
-        tokenizer.encode_chat([*turns, {"role": "assistant"}])
+        tokenizer.encode_chat(turns)
+    turns[1]["tool_calls"] = [call]
+    assert tokenizer.decode(tokenizer.encode_chat(turns)) == "hi||"
 
 
 @pytest.mark.parametrize("arguments", ["{broken", "", None])

@@ -92,30 +92,26 @@ LARGE = Tiles(
 
 
 def tiles_of(num_rows: int, num_weights: int, depth: int, num_sms: int) -> Tiles:
-    """The tiles of a projection with SwiGLU: wide ones up to 128 rows; else those whose last round
-    is over first, large ones where both are.
+    """The tiles of a projection with SwiGLU: of up to 128 rows wide ones, if each multiprocessor
+    has one; of more those whose last round is over first, large ones where both are.
 
     Args: num_weights: weight rows, J. depth: inputs, D.
     """
     shape = num_rows, num_weights, num_sms
     if num_rows <= WIDE.rows:
-        return WIDE
+        return WIDE if WIDE.count(num_rows, num_weights) <= num_sms else SMALL
     allowance = ALLOWANCE if depth >= MIN_DEPTH and LARGE.fill(*shape) else 1
     return LARGE if LARGE.cost(*shape) <= allowance * SMALL.cost(*shape) else SMALL
 
 
 def pays(num_rows: int, num_weights: int, depth: int, num_sms: int, swiglu: bool) -> bool:
-    """Whether rows are enough, and tiles fill the rounds that the multiprocessors take of them;
-    wide ones take one.
+    """Whether rows are enough, and tiles fill the rounds that the multiprocessors take of them.
 
     Args: as `tiles_of`.
     """
     tiles = tiles_of(num_rows, num_weights, depth, num_sms) if swiglu else LARGE
-    if tiles is WIDE:
-        takes = num_rows > SKINNY_T and tiles.count(num_rows, num_weights) <= num_sms
-    else:
-        takes = num_rows >= MIN_T
-    return takes and tiles.fill(num_rows, num_weights, num_sms)
+    least = SKINNY_T + 1 if tiles is WIDE else MIN_T
+    return num_rows >= least and tiles.fill(num_rows, num_weights, num_sms)
 
 
 def chunk_linear(x_TD: torch.Tensor, weight_JD: torch.Tensor) -> torch.Tensor:
@@ -196,8 +192,6 @@ def _launch(x_TD: torch.Tensor, weight_JD: torch.Tensor, tiles: Tiles, swiglu: b
     dtype = gluon_dtype(x_TD)
     num_tiles = tiles.count(T, J)
     num_sms = _num_sms(x_TD)
-    if tiles is WIDE and num_tiles > num_sms:
-        raise ValueError(f"{T} rows, {J} weight rows: {num_tiles} wide tiles need as many CTAs")
     block = kernels.BLOCK_K
     # A consumer's results; twice as many without SwiGLU, and half the room in wide tiles.
     out_box = [tiles.x_box * each // 2, tiles.w_box // each // (2 if tiles is WIDE else 1)]

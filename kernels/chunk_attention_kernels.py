@@ -145,9 +145,10 @@ def _shrink_constraints() -> str:
 
 @gluon.jit
 def _shrunk(sums, shrink):
-    """sums * shrink [ROWS, 1]. A thread has two rows, the second from its third sum on, and leaves
-    its sums alone where neither has found a higher score, which becomes rare soon: their products
-    were a sixth of what is computed beside the tensor cores, and cost power."""
+    """sums * shrink [ROWS, 1], bit for bit. A thread has two rows, the second from its third sum on
+    (no promise of Triton's; a test holds it), and leaves its sums alone where neither has found a
+    higher score, which becomes rare soon: their products were a sixth of what is computed beside
+    the tensor cores, and cost power."""
     asm: gl.constexpr = _shrink_asm()
     constraints: gl.constexpr = _shrink_constraints()
     sums, shrink = gl.broadcast(sums, shrink)

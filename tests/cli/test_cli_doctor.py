@@ -106,6 +106,16 @@ def test_errors_set_the_exit_code(broken: Path) -> None:
     assert [f["name"] for f in found["findings"] if f["level"] == "error"] == ["pair.taps"]
 
 
+def test_what_can_be_done_about_an_info() -> None:
+    """Bug: what would help where nothing is wrong, a drafter or a smaller one, is in the JSON
+    alone."""
+    result = run("qwen3-8b", "--draft", "none", "--device", "cpu")
+    lines = result.stdout.splitlines()
+    (place,) = (i for i, line in enumerate(lines) if "no drafter: plain decoding" in line)
+    assert lines[place].strip().startswith("info")
+    assert lines[place + 1].strip() == "-> pass --draft"
+
+
 @pytest.mark.parametrize("args", [["/no/such/model"], ["nobody/no-such-model-x"], ["x" * 5000]])
 def test_a_model_that_is_not_there(args: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Bug: a missing directory, or a hub id that is not in the cache, is fetched or crashes."""

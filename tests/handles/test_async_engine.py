@@ -187,3 +187,36 @@ def test_whoever_leaves_a_stream_cancels_it(pair: Pair, monkeypatch: pytest.Monk
             assert held[0].result().finish_reason == "abort"
 
     asyncio.run(leave())
+
+
+def test_a_task_that_is_cancelled_cancels_its_request() -> None:
+    """Bug: only who leaves a stream cancels it: a cancelled task's request runs on for as long as
+    anybody holds its handle."""
+    seen, begun = list[str](), asyncio.Event()
+
+    class Running:
+        done = False
+
+        def take(self) -> list[Chunk]:
+            begun.set()
+            return []
+
+        def cancel(self) -> None:
+            seen.append("cancelled")
+
+    class Queue:
+        def queue(self, *args: Any) -> Any:
+            args[-1]()  # it looks once, and then waits
+            return Running()
+
+    engine = AsyncEngine(cast(Any, Queue()))
+
+    async def main() -> None:
+        task = asyncio.create_task(engine.generate("x"))
+        await asyncio.wait_for(begun.wait(), 5)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert seen == ["cancelled"]
+
+    asyncio.run(main())

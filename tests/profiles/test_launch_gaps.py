@@ -345,6 +345,16 @@ def test_pictures_are_well_formed_and_repeatable(tmp_path: Path) -> None:
     ET.fromstring(pictures.render(panels, ".svg"))
 
 
+def test_a_timeline_has_room_for_all_of_its_spans() -> None:
+    """Bug: the picture of a step ends where its last activity begins, and says so of the step."""
+    from matplotlib.figure import Figure
+
+    axes = Figure().subplots()
+    spans = [(0.0, 90.0, "dense"), (20.0, 30.0, "attention"), (40.0, 45.5, "dense")]
+    pictures.timeline_panel(spans, "a step", "us").draw(axes)
+    assert axes.get_xlim() == (0, 90) and axes.get_xlabel() == "us of 90.0"
+
+
 @pytest.mark.parametrize(
     ("kernel", "shown"),
     [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from types import SimpleNamespace
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 
 from graphengine.kernels.block_attention import choose_config
-from tools import kernel_cases_attention, kernel_cases_rows, kernel_sweeps
+from tools import bench_kernels, kernel_cases_attention, kernel_cases_rows, kernel_sweeps
 
 
 @pytest.fixture(autouse=True)
@@ -70,3 +71,24 @@ def test_fp8_cases_measure_what_they_name(monkeypatch: pytest.MonkeyPatch) -> No
     for partials in (1, 2):
         assert set(kernel_cases_rows.bench_add_rms_norm_round(4, partials)) == keys
     assert launched == [0, 1] * 2 * 5
+
+
+def test_every_case_is_stored(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Bug: of a kernel's cases the last alone is in the result, or those of another take its
+    place."""
+
+    def bench(*args: object) -> list[tuple[str, str, dict[str, float]]]:
+        cases = [("accept", "batch_1"), ("argmax", "rows_16"), ("accept", "batch_8")]
+        return [(*case, {"kernel_us": i + 0.12345}) for i, case in enumerate(cases)]
+
+    monkeypatch.setattr(bench_kernels, "bench", bench)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("sys.argv", ["bench_kernels.py"])
+    bench_kernels.main()
+    found = json.loads(capsys.readouterr().out.splitlines()[-1])["numbers"]
+    assert found == {
+        "accept": {"batch_1": {"kernel_us": 0.123}, "batch_8": {"kernel_us": 2.123}},
+        "argmax": {"rows_16": {"kernel_us": 1.123}},
+    }

@@ -209,6 +209,14 @@ def calls(monkeypatch: pytest.MonkeyPatch, *walls_ms: float) -> None:
     monkeypatch.setattr(first_token, "num_chunks", lambda *args: 2)
 
 
+def test_the_first_requests_of_a_batch(bench: Bench, tmp_path: Path) -> None:
+    """Bug: of an engine for batches the first request is one alone."""
+    stored = tmp_path / "x.json"
+    assert bench("--bucket", "2", "--input-len", "3", "--output-json", str(stored)).exit_code == 0
+    numbers = json.loads(stored.read_text())["numbers"]["none_torch"]
+    assert numbers["first_request"]["num_requests"] == 2
+
+
 def test_the_table_of_first_tokens() -> None:
     """Bug: batch and input stand in each other's column, or a text's tokenising is in none."""
     one = dict.fromkeys(("ttft_p50_ms", "tokenize_p50_ms", "queue_p50_ms"), 1.5)

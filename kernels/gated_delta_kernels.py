@@ -75,19 +75,26 @@ def window_columns(window, column, C: tl.constexpr, ROWS: tl.constexpr):
 
 
 @triton.jit
-def convolved(x, before, conv, column, ROWS: tl.constexpr):
+def taps_of(conv, column):
+    """What columns are multiplied with, the oldest row's first."""
+    tap = conv + column * 4
+    return tl.load(tap), tl.load(tap + 1), tl.load(tap + 2), tl.load(tap + 3)
+
+
+@triton.jit
+def convolved(x, before, taps, ROWS: tl.constexpr):
     """silu of the convolution of rows x [ROWS, n] behind those of a window, rounded to their dtype.
 
     A shift by rows is a product with ones and zeros, which is exact: the rows are read once.
     """
     i, j = tl.arange(0, ROWS)[:, None], tl.arange(0, ROWS)[None, :]
-    total = x.to(tl.float32) * tl.load(conv + column * 4 + 3).to(tl.float32)[None, :]
+    total = x.to(tl.float32) * taps[3].to(tl.float32)[None, :]
     for tap in tl.static_range(3):  # pyright: ignore[reportGeneralTypeIssues]
         inside = tl.where(j == i - 3 + tap, 1.0, 0.0).to(x.dtype)
         held = tl.where((j == i + tap) & (j < 3), 1.0, 0.0).to(x.dtype)
         shifted = tl.dot(inside, x, input_precision="ieee")
         shifted = tl.dot(held, before, shifted, input_precision="ieee")
-        total += shifted * tl.load(conv + column * 4 + tap).to(tl.float32)[None, :]
+        total += shifted * taps[tap].to(tl.float32)[None, :]
     return silu(total).to(x.dtype)
 
 
@@ -190,6 +197,8 @@ def verify_kernel(
     q_before = window_columns(window, q_at, C, ROWS)  # pyright: ignore
     k_before = window_columns(window, k_at, C, ROWS)  # pyright: ignore
     v_before = window_columns(window, v_at, C, ROWS)  # pyright: ignore
+    q_taps, k_taps, v_taps = taps_of(conv, q_at), taps_of(conv, k_at), taps_of(conv, v_at)  # pyright: ignore
+    a, bias = tl.load(a_log + head), tl.load(dt_bias + head)
     if PDL:
         gdc_wait()
     first = (b * G).to(tl.int64)
@@ -203,15 +212,15 @@ def verify_kernel(
     beta = row_columns(projected, gate, live, split_stride, dtype, Z).to(tl.float32)  # pyright: ignore
     g = row_columns(projected, gate + N, live, split_stride, dtype, Z)  # pyright: ignore
     beta = tl.where(live, 1.0 / (1.0 + tl.exp(-beta)), 0.0)
-    g = tl.where(live, decay_of(g, tl.load(a_log + head), tl.load(dt_bias + head)), 0.0)  # pyright: ignore
+    g = tl.where(live, decay_of(g, a, bias), 0.0)  # pyright: ignore
     # Each is recorded before the next one is convolved: fewer registers are held.
     has_keys = (tile == 0) & (head % GROUP == 0)  # of several programs that have them, one writes
     store_columns(record, q_in, q_before, q_at, has_keys, G, C)  # pyright: ignore
-    q = convolved(q_in, q_before, conv, q_at, ROWS)  # pyright: ignore
+    q = convolved(q_in, q_before, q_taps, ROWS)  # pyright: ignore
     store_columns(record, k_in, k_before, k_at, has_keys, G, C)  # pyright: ignore
-    k = convolved(k_in, k_before, conv, k_at, ROWS)  # pyright: ignore
+    k = convolved(k_in, k_before, k_taps, ROWS)  # pyright: ignore
     store_columns(record, v_in, v_before, v_at, True, G, C)  # pyright: ignore
-    v = convolved(v_in, v_before, conv, v_at, ROWS).to(tl.float32)  # pyright: ignore
+    v = convolved(v_in, v_before, v_taps, ROWS).to(tl.float32)  # pyright: ignore
     q_norm, k_norm = norms_of(q) * scale, norms_of(k)  # pyright: ignore
     if dtype == tl.float32:
         held = exact_dot(k, state_KV)  # pyright: ignore
@@ -240,6 +249,16 @@ def verify_kernel(
     to = keys + row[:, None] * KEYS + q_at[None, :]
     tl.store(to, k.to(tl.float32) * k_norm[:, None], mask=rows & has_keys)
     tl.store(gates + row * N + head, g, mask=live & (tile == 0))
+
+
+@triton.jit
+def copy_columns(window, record, column, C: tl.constexpr):
+    """Three rows' columns; all are read first, since no read moves in front of a write."""
+    x, to = record + column, window + column
+    x0, x1, x2 = tl.load(x), tl.load(x + C), tl.load(x + 2 * C)
+    tl.store(to, x0)
+    tl.store(to + C, x1)
+    tl.store(to + 2 * C, x2)
 
 
 @triton.jit
@@ -307,9 +326,7 @@ def commit_kernel(
             state = tl.exp(whole) * state + exact_dot(delta, k)  # pyright: ignore
         tl.store(states + to * N * K * K + part, state)
     window, record = windows + to * 3 * C, raw + (request * (3 + G) + num_rows) * C
-    for column in tl.static_range(3):  # pyright: ignore[reportGeneralTypeIssues]
-        tl.store(window + column * C + v_at, tl.load(record + column * C + v_at))
-        if (tile == 0) & (head % GROUP == 0):
-            tl.store(window + column * C + q_at, tl.load(record + column * C + q_at))
-            key = KEYS + q_at
-            tl.store(window + column * C + key, tl.load(record + column * C + key))
+    copy_columns(window, record, v_at, C)  # pyright: ignore
+    if (tile == 0) & (head % GROUP == 0):
+        copy_columns(window, record, q_at, C)  # pyright: ignore
+        copy_columns(window, record, KEYS + q_at, C)  # pyright: ignore

@@ -103,7 +103,7 @@ def gated_delta_prefill_(
     )
     is_hopper = _is_hopper(out_TNV)
     prepare = delta_prepare_kernel if is_hopper else prepare_kernel
-    on_grid(prepare, ((T + CHUNK - 1) // CHUNK, N, R))(
+    on_grid(prepare, ((T + CHUNK - 1) // CHUNK + 1, N, R))(
         *(projected, a_log_N, dt_bias_N, windows_S3C, *pieces, *chunked, *strides, K**-0.5),
         **shape,
         num_warps=1 if is_hopper else 2,

@@ -2,8 +2,9 @@
 
     convolve   every row of every piece: its columns behind the convolution, in the model's dtype
     prepare    every chunk at once, of its keys, queries and gates alone: what solves its updates,
-               what its outputs see of them, and how much is left of a state; a piece's last chunk
-               also moves the window; on Hopper in 16 bits that of gated_delta_prepare_kernels.py
+               what its outputs see of them, and how much is left of a state; behind the chunks
+               programs that move the windows; on Hopper in 16 bits that of
+               gated_delta_prepare_kernels.py
     scan       a tile [BV, K] of a head's state through the chunks of a piece, in matrix products:
                values are rows, so that a product's sums are the next one's left operand; there
                that of gated_delta_scan_kernels.py
@@ -33,6 +34,7 @@ from graphengine.kernels.gated_delta_kernels import (
     norms_of,
     row_columns,
     silu,
+    taps_of,
 )
 
 
@@ -92,29 +94,30 @@ def convolve_kernel(
     window = windows + tl.load(slots + piece).to(tl.int64) * 3 * C
     dtype: tl.constexpr = out.dtype.element_ty
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    taps = conv + column * 4
-    oldest, tap_1 = tl.load(taps).to(tl.float32), tl.load(taps + 1).to(tl.float32)
-    tap_2, newest = tl.load(taps + 2).to(tl.float32), tl.load(taps + 3).to(tl.float32)
+    oldest, tap_1, tap_2, newest = taps_of(conv, column)  # pyright: ignore
     if PDL:
         gdc_wait()
     if first >= end:
         return
-    x_0 = tl.zeros([COLUMNS], tl.float32)
-    x_1, x_2 = x_0, x_0
-    # Every row is read once: the three in front of it are still held.
+    # All rows are read once, and before any is written: no read moves in front of a write.
+    rows = ()
     for i in tl.static_range(-3, ROWS):  # pyright: ignore[reportGeneralTypeIssues]
         row = first + i
         live = (column >= 0) & (row >= begin) & (row < end)
         at = row.to(tl.int64) * row_stride + column
-        x_3 = row_columns(projected, at, live, split_stride, dtype, Z)  # pyright: ignore
+        x = row_columns(projected, at, live, split_stride, dtype, Z)  # pyright: ignore
         if i < 0:
             live = (column >= 0) & (row < begin) & (is_fresh == 0)
-            x_3 += tl.load(window + (row - begin + 3) * C + column, mask=live, other=0.0)
-        x_3 = x_3.to(tl.float32)
-        if i >= 0:
-            total = x_0 * oldest + x_1 * tap_1 + x_2 * tap_2 + x_3 * newest
-            tl.store(out + row.to(tl.int64) * C + column, silu(total).to(dtype), mask=live)
-        x_0, x_1, x_2 = x_1, x_2, x_3
+            x += tl.load(window + (row - begin + 3) * C + column, mask=live, other=0.0)
+        rows = rows + (x,)  # noqa: RUF005 (a kernel's tuple takes no other)
+    for i in tl.static_range(ROWS):  # pyright: ignore[reportGeneralTypeIssues]
+        row = first + i
+        total = rows[i].to(tl.float32) * oldest.to(tl.float32)
+        total += rows[i + 1].to(tl.float32) * tap_1.to(tl.float32)
+        total += rows[i + 2].to(tl.float32) * tap_2.to(tl.float32)
+        total += rows[i + 3].to(tl.float32) * newest.to(tl.float32)
+        live = (column >= 0) & (row < end)
+        tl.store(out + row.to(tl.int64) * C + column, silu(total).to(dtype), mask=live)
     if PDL:
         gdc_launch_dependents()
 
@@ -151,6 +154,50 @@ def move_window(
 
 
 @triton.jit
+def move_windows(
+    projected,
+    windows,
+    piece,
+    begin,
+    end,
+    keeps,
+    positions,
+    slots,
+    kept_slots,
+    head,
+    row_stride,
+    split_stride,
+    N: tl.constexpr,
+    NK: tl.constexpr,
+    K: tl.constexpr,
+    Z: tl.constexpr,
+):
+    """A head's columns of the windows behind a piece and behind the rows that it keeps. The
+    convolution has read the windows, and who reads them next waits for the scan, which waits for
+    the end of all this."""
+    GROUP: tl.constexpr = N // NK
+    C: tl.constexpr = 2 * NK * K + N * K
+    slot, kept_slot = tl.load(slots + piece).to(tl.int64), tl.load(kept_slots + piece)
+    window, kept = windows + slot * 3 * C, windows + kept_slot.to(tl.int64) * 3 * C
+    is_fresh = (tl.load(positions + piece) == 0).to(tl.int32)
+    keep, dim = begin + tl.load(keeps + piece), tl.arange(0, K)
+    for part in tl.static_range(3):  # pyright: ignore[reportGeneralTypeIssues]
+        column = 2 * NK * K + head * K + dim
+        if part > 0:
+            column = (part - 1) * NK * K + head // GROUP * K + dim
+        if part == 0 or head % GROUP == 0:
+            if keep > begin:
+                move_window(  # pyright: ignore
+                    *(projected, window, kept, keep, column, begin, end, is_fresh),
+                    *(row_stride, split_stride, Z, C),
+                )
+            move_window(  # pyright: ignore
+                *(projected, window, window, end, column, begin, end, is_fresh),
+                *(row_stride, split_stride, Z, C),
+            )
+
+
+@triton.jit
 def prepare_kernel(
     projected,
     a_log,
@@ -183,6 +230,13 @@ def prepare_kernel(
     head, piece = tl.program_id(1), tl.program_id(2)
     begin, end = tl.load(begins + piece), tl.load(ends + piece)
     first = begin + tl.program_id(0) * CHUNK
+    if tl.program_id(0) == tl.num_programs(0) - 1:
+        if begin < end:
+            move_windows(  # pyright: ignore
+                *(projected, windows, piece, begin, end, keeps, positions, slots, kept_slots),
+                *(head, row_stride, split_stride, N, NK, K, Z),
+            )
+        return
     if first >= end:
         return
     i = tl.arange(0, CHUNK)
@@ -222,27 +276,6 @@ def prepare_kernel(
     tl.store(to + 3 * CHUNK, tl.exp(whole) + tl.zeros_like(total))
     if PDL:
         gdc_launch_dependents()
-    # The convolution has read the windows, and who reads them next waits for the scan, which waits
-    # for the end of all this.
-    if first + CHUNK >= end:
-        slot, kept_slot = tl.load(slots + piece).to(tl.int64), tl.load(kept_slots + piece)
-        window, kept = windows + slot * 3 * C, windows + kept_slot.to(tl.int64) * 3 * C
-        is_fresh = (tl.load(positions + piece) == 0).to(tl.int32)
-        keep, dim = begin + tl.load(keeps + piece), tl.arange(0, K)
-        for part in tl.static_range(3):  # pyright: ignore[reportGeneralTypeIssues]
-            column = 2 * NK * K + head * K + dim
-            if part > 0:
-                column = (part - 1) * NK * K + head // GROUP * K + dim
-            if part == 0 or head % GROUP == 0:
-                if keep > begin:
-                    move_window(  # pyright: ignore
-                        *(projected, window, kept, keep, column, begin, end, is_fresh),
-                        *(row_stride, split_stride, Z, C),
-                    )
-                move_window(  # pyright: ignore
-                    *(projected, window, window, end, column, begin, end, is_fresh),
-                    *(row_stride, split_stride, Z, C),
-                )
 
 
 @triton.jit

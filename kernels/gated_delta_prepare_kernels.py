@@ -73,6 +73,40 @@ def _move_window(
 
 
 @gluon.jit
+def _move_windows(
+    projected,
+    window,
+    kept,
+    rows,
+    head,
+    N: gl.constexpr,
+    NK: gl.constexpr,
+    K: gl.constexpr,
+    Z: gl.constexpr,
+):
+    """As move_windows."""
+    begin, end, keep, is_fresh, row_stride, split_stride = rows
+    GROUP: gl.constexpr = N // NK
+    C: gl.constexpr = 2 * NK * K + N * K
+    TAPS: gl.constexpr = gl.BlockedLayout([4, 4], [1, 32], [1, 1], [1, 0])
+    key = gl.arange(0, K, gl.SliceLayout(0, TAPS))
+    for part in gl.static_range(3):
+        channels = 2 * NK * K + head * K + key
+        if part > 0:
+            channels = (part - 1) * NK * K + head // GROUP * K + key
+        if part == 0 or head % GROUP == 0:
+            if keep > begin:
+                _move_window(
+                    *(projected, window, kept, keep, channels, begin, end, is_fresh),
+                    *(row_stride, split_stride, TAPS, Z, C),
+                )
+            _move_window(
+                *(projected, window, window, end, channels, begin, end, is_fresh),
+                *(row_stride, split_stride, TAPS, Z, C),
+            )
+
+
+@gluon.jit
 def delta_prepare_kernel(
     projected,
     a_log,
@@ -104,8 +138,17 @@ def delta_prepare_kernel(
     begin, end = gl.load(begins + piece), gl.load(ends + piece)
     first = begin + gl.program_id(0) * CHUNK
     a_log, dt_bias = gl.load(a_log + head), gl.load(dt_bias + head)
+    slot, kept_slot = gl.load(slots + piece), gl.load(kept_slots + piece)
+    is_fresh, keep = gl.load(positions + piece) == 0, begin + gl.load(keeps + piece)
     if PDL:
         gdc_wait()
+    if gl.program_id(0) == gl.num_programs(0) - 1:
+        if begin < end:
+            window = windows + slot.to(gl.int64) * (3 * C)
+            kept = windows + kept_slot.to(gl.int64) * (3 * C)
+            rows = (begin, end, keep, is_fresh.to(gl.int32), row_stride, split_stride)
+            _move_windows(projected, window, kept, rows, head, N, NK, K, Z)
+        return
     if first >= end:
         return
     WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [1, 1], [1, 0])
@@ -169,26 +212,3 @@ def delta_prepare_kernel(
     gl.store(to + 3 * CHUNK, gl.exp(whole) + gl.zeros_like(total))
     if PDL:
         gdc_launch_dependents()
-    # The convolution has read the windows, and who reads them next waits for the scan, which waits
-    # for the end of all this.
-    if first + CHUNK >= end:
-        slot, kept_slot = gl.load(slots + piece).to(gl.int64), gl.load(kept_slots + piece)
-        window, kept = windows + slot * 3 * C, windows + kept_slot.to(gl.int64) * 3 * C
-        is_fresh = (gl.load(positions + piece) == 0).to(gl.int32)
-        keep = begin + gl.load(keeps + piece)
-        TAPS: gl.constexpr = gl.BlockedLayout([4, 4], [1, 32], [1, 1], [1, 0])
-        key = gl.arange(0, K, gl.SliceLayout(0, TAPS))
-        for part in gl.static_range(3):
-            channels = 2 * NK * K + head * K + key
-            if part > 0:
-                channels = (part - 1) * NK * K + head // GROUP * K + key
-            if part == 0 or head % GROUP == 0:
-                if keep > begin:
-                    _move_window(
-                        *(projected, window, kept, keep, channels, begin, end, is_fresh),
-                        *(row_stride, split_stride, TAPS, Z, C),
-                    )
-                _move_window(
-                    *(projected, window, window, end, channels, begin, end, is_fresh),
-                    *(row_stride, split_stride, TAPS, Z, C),
-                )

@@ -5,7 +5,7 @@
 
 Why: Inductor makes two launches of the first, and prompts, which run uncompiled, ten; each of those
 moves the rows in fp32.
-Invariant: nothing is read or written before `gdc_wait`. z is rounded to the model's dtype, where it
+Invariant: before `gdc_wait` nothing but the weight is read and nothing is written. z is rounded to the model's dtype, where it
 comes as partial sums, all else is fp32 and rounded once.
 
 Legend: T rows, N heads, V head dim, E columns of the projection, Z partial sums.
@@ -165,9 +165,12 @@ def _output_gate_kernel(
 ):
     if PDL:
         gdc_launch_dependents()
-        gdc_wait()
     t, head = tl.program_id(0).to(tl.int64), tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     dim, live = tl.arange(0, V), (head < N)[:, None]
+    if NORMS:
+        scale = tl.load(weight + dim).to(tl.float32)[None, :]
+    if PDL:
+        gdc_wait()
     at = head[:, None] * V + dim[None, :]
     dtype: tl.constexpr = out.dtype.element_ty
     value = tl.load(x + t * N * V + at, mask=live, other=0.0).to(tl.float32)
@@ -176,6 +179,6 @@ def _output_gate_kernel(
     gate = 1.0 / (1.0 + tl.exp(-z))
     if NORMS:
         mean = tl.sum(value * value, axis=1) / V
-        value *= tl.rsqrt(mean + eps)[:, None] * tl.load(weight + dim).to(tl.float32)[None, :]
+        value *= tl.rsqrt(mean + eps)[:, None] * scale
         gate *= z
     tl.store(out + t * N * V + at, (value * gate).to(dtype), mask=live)

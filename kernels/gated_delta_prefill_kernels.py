@@ -109,7 +109,7 @@ def convolve_kernel(
         if i < 0:
             live = (column >= 0) & (row < begin) & (is_fresh == 0)
             x += tl.load(window + (row - begin + 3) * C + column, mask=live, other=0.0)
-        rows = rows + (x,)  # noqa: RUF005 (a kernel's tuple takes no other)
+        rows = rows + (x,)
     for i in tl.static_range(ROWS):  # pyright: ignore[reportGeneralTypeIssues]
         row = first + i
         total = rows[i].to(tl.float32) * oldest.to(tl.float32)

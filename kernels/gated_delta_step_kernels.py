@@ -8,21 +8,21 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from graphengine.kernels.gated_delta_kernels import EPS, decay_of, row_columns, silu, taps_of
+from graphengine.kernels.gated_delta_kernels import EPS, decay_of, row_columns, silu
 
 
 @triton.jit
 def row_before(window, conv, column, C: tl.constexpr):
     """What a row's columns are convolved with: the window's three, and the taps of all four."""
-    x = window + column
-    return (tl.load(x), tl.load(x + C), tl.load(x + 2 * C)), taps_of(conv, column)  # pyright: ignore
+    x, tap = window + column, conv + column * 4
+    x0, x1, x2 = tl.load(x), tl.load(x + C), tl.load(x + 2 * C)
+    return x0, x1, x2, tl.load(tap), tl.load(tap + 1), tl.load(tap + 2), tl.load(tap + 3)
 
 
 @triton.jit
 def row_convolved(x, before, record, column, is_written, C: tl.constexpr):
     """`convolved` of one row's columns, float32; records them where is_written."""
-    x0, x1, x2 = before[0]
-    w0, w1, w2, w3 = before[1]
+    x0, x1, x2, w0, w1, w2, w3 = before
     mask = (column >= 0) & is_written
     tl.store(record + column, x0, mask=mask)
     tl.store(record + C + column, x1, mask=mask)
@@ -78,8 +78,6 @@ def step_kernel(
     k_before = row_before(window, conv, KEYS + q_at, C)  # pyright: ignore
     v_before = row_before(window, conv, v_at, C)  # pyright: ignore
     a, bias = tl.load(a_log + head), tl.load(dt_bias + head)
-    if TILES == 1:
-        weight = tl.load(norm + values).to(tl.float32)
     if PDL:
         gdc_wait()
     projected += row * row_stride
@@ -89,9 +87,6 @@ def step_kernel(
     v = row_columns(projected, v_at, of_value, split_stride, dtype, Z)  # pyright: ignore
     beta = row_columns(projected, of_one, of_one >= 0, split_stride, dtype, Z)  # pyright: ignore
     g = row_columns(projected, of_one + N, of_one >= 0, split_stride, dtype, Z)  # pyright: ignore
-    if TILES == 1:
-        z = row_columns(projected, C + of_head, of_value, split_stride, dtype, Z).to(tl.float32)  # pyright: ignore
-    # All is read by now: the compiler moves no read in front of a write.
     has_keys = (tile == 0) & (head % GROUP == 0)  # of several programs that have them, one writes
     q = row_convolved(q, q_before, record, q_at, has_keys, C)  # pyright: ignore
     k = row_convolved(k, k_before, record, KEYS + q_at, has_keys, C)  # pyright: ignore
@@ -104,7 +99,8 @@ def step_kernel(
     o = fading * tl.sum(state_VK * q[None, :], axis=1) + delta * tl.sum(q * k)
     if TILES == 1:
         o = o.to(dtype).to(tl.float32)
-        o *= tl.rsqrt(tl.sum(o * o) / K + eps) * weight * silu(z)
+        z = row_columns(projected, C + of_head, of_value, split_stride, dtype, Z).to(tl.float32)  # pyright: ignore
+        o *= tl.rsqrt(tl.sum(o * o) / K + eps) * tl.load(norm + values).to(tl.float32) * silu(z)
     tl.store(out + row * N * K + of_head, o.to(dtype))
     state_VK = fading[:, None] * state_VK + delta[:, None] * k[None, :]
     tl.store(states, state_VK, mask=of_value[:, None] & (slot > 0))

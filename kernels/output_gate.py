@@ -5,8 +5,8 @@
 
 Why: Inductor makes two launches of the first, and prompts, which run uncompiled, ten; each of those
 moves the rows in fp32.
-Invariant: before `gdc_wait` nothing but the weight is read and nothing is written. z is rounded to the model's dtype, where it
-comes as partial sums, all else is fp32 and rounded once.
+Invariant: before `gdc_wait` nothing but the weight is read and nothing is written. z is rounded to
+the model's dtype, where it comes as partial sums, all else is fp32 and rounded once.
 
 Legend: T rows, N heads, V head dim, E columns of the projection, Z partial sums.
 """

@@ -124,14 +124,14 @@ def judge_draws(
     told = sum(test.num_tokens > 1 for test in compared.tests)
     text = (
         f"smallest p-value {worst.pvalue:.2g} (prompt {worst.prompt}, token {worst.position}, "
-        f"{worst.num_tokens} different tokens); {compared.threshold:.2g} would fail: {LEVEL:g} "
+        f"{worst.num_tokens} different tokens); less than {compared.threshold:.2g} would fail: {LEVEL:g} "
         f"over {len(compared.tests)} tests, {told} of them with more than one token"
     )
     mean, minimum = speculative.mean_acceptance_length, options["min_acceptance"]
     passed = compared.passed
     # The p-value of draws that have no token in common, the least that there is.
     count = options["num_samples"]
-    if 2 / math.comb(2 * count, count) > compared.threshold:
+    if 2 / math.comb(2 * count, count) >= compared.threshold:
         passed, text = False, f"--num-samples {count}: no difference could fail, pass more ({text})"
     elif told == 0:
         passed, text = False, f"only one token was ever drawn, raise --temperature ({text})"

@@ -29,6 +29,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_wait
 
+from graphengine.kernels.triton_internals import async_read
+
 STATE_ROWS = gl.constexpr(64)  # of a state: what a warpgroup multiplies at least
 STAGES = gl.constexpr(4)
 
@@ -55,26 +57,24 @@ def _fetch(ring, io, work, c, CHUNK: gl.constexpr, K: gl.constexpr):
     row = gl.arange(0, CHUNK, gl.SliceLayout(1, WIDE))[:, None]
     at = row * C + gl.arange(0, K, gl.SliceLayout(0, WIDE))[None, :]
     base = first.to(gl.int64) * C
-    async_copy.async_copy_global_to_shared(k_smem.index(slot), k_at + base + at, mask=row < left)
-    async_copy.async_copy_global_to_shared(q_smem.index(slot), q_at + base + at, mask=row < left)
+    async_read(k_smem.index(slot), k_at + base + at, mask=row < left)
+    async_read(q_smem.index(slot), q_at + base + at, mask=row < left)
     NARROW: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     row = gl.arange(0, CHUNK, gl.SliceLayout(1, NARROW))[:, None]
     at = row * C + gl.arange(0, STATE_ROWS, gl.SliceLayout(0, NARROW))[None, :]
-    async_copy.async_copy_global_to_shared(v_smem.index(slot), v_at + base + at, mask=row < left)
+    async_read(v_smem.index(slot), v_at + base + at, mask=row < left)
     SQUARE: gl.constexpr = gl.BlockedLayout([1, 8], [8, 4], [4, 1], [1, 0])
     row = gl.arange(0, CHUNK, gl.SliceLayout(1, SQUARE))[:, None]
     at = row * CHUNK + gl.arange(0, CHUNK, gl.SliceLayout(0, SQUARE))[None, :]
     here = (block + c * N).to(gl.int64)
     tile = tiles + here * (3 * CHUNK * CHUNK)
     for part in gl.static_range(3):
-        async_copy.async_copy_global_to_shared(
+        async_read(
             tile_smem.index(slot * 3 + part), tile + part * CHUNK * CHUNK + at, mask=row < left
         )
     i = gl.arange(0, 4 * CHUNK, gl.BlockedLayout([1], [32], [4], [0]))
     factor = factors + here * (4 * CHUNK)
-    async_copy.async_copy_global_to_shared(
-        factor_smem.index(slot), factor + i, mask=i < left * 4 * CHUNK
-    )
+    async_read(factor_smem.index(slot), factor + i, mask=i < left * 4 * CHUNK)
     async_copy.commit_group()
 
 

@@ -19,6 +19,7 @@ import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language._core import builtin
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import tma
 from triton.runtime import build
 from triton.runtime.cache import triton_key
@@ -30,6 +31,8 @@ PACKAGE = __name__.rpartition(".")[0]
 # TMA's copies. Public: async_load and async_store, from 3.8 on; 3.6 and 3.7 have the other names.
 async_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 async_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
+# Copies of a thread's own. Public: async_copy.async_load, from 3.8 on; 3.9 has no other.
+async_read = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
 
 
 @builtin

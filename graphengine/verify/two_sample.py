@@ -124,8 +124,8 @@ def judge_draws(
     told = sum(test.num_tokens > 1 for test in compared.tests)
     text = (
         f"smallest p-value {worst.pvalue:.2g} (prompt {worst.prompt}, token {worst.position}, "
-        f"{worst.num_tokens} different tokens); less than {compared.threshold:.2g} would fail: {LEVEL:g} "
-        f"over {len(compared.tests)} tests, {told} of them with more than one token"
+        f"{worst.num_tokens} different tokens); less than {compared.threshold:.2g} would fail: "
+        f"{LEVEL:g} over {len(compared.tests)} tests, {told} of them with more than one token"
     )
     mean, minimum = speculative.mean_acceptance_length, options["min_acceptance"]
     passed = compared.passed

@@ -121,6 +121,19 @@ def test_results_are_written_through(compiled: list[Any]) -> None:
     assert kernel.asm["ptx"].count("st.global.wt.b64") == 2
 
 
+@pytest.mark.parametrize("kernel", ["verify_kernel", "convolve_kernel"])
+def test_all_is_read_before_anything_is_written(kernel: str, compiled: list[Any]) -> None:
+    """Bug: a read stands behind a write, in front of which the compiler does not move it: memory is
+    waited for once more, in every recurrent layer (profiles/LOG.md, 2026-11-28)."""
+    LAUNCHES["recurrence"]()
+    LAUNCHES["recurrence of a prompt"]()
+    found = [k.asm["ptx"] for k in compiled if k.name == kernel]
+    assert found
+    for ptx in found:
+        reads_and_writes = re.findall(r"\b(ld|st)\.global", ptx)
+        assert reads_and_writes == sorted(reads_and_writes)
+
+
 @pytest.mark.parametrize(
     "launch",
     ["GEMM", "GEMM, wide, 16 rows"],

@@ -195,3 +195,12 @@ def test_the_first_version_that_nobody_has_run(package: str) -> None:
         machine = replace(H200, versions={**H200.versions, package: text})
         found = [f.level for f in host_findings(machine) if f.name == f"host.{package}"]
         assert found == [level]
+
+
+def test_a_bound_that_is_a_whole_version() -> None:
+    """Bug: the version that a bound names to its last number is called tested."""
+    _, limit = host.TESTED["flashinfer-python"]
+    text = ".".join(map(str, limit))
+    machine = replace(H200, versions={**H200.versions, "flashinfer-python": text})
+    found = [f.level for f in host_findings(machine) if f.name == "host.flashinfer"]
+    assert found == ["warning"]

@@ -11,11 +11,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from click.testing import CliRunner, Result
 
 from graphengine.api import Engine
 from graphengine.cli.main import main
-from graphengine.measure.bench import run_case, token_bytes, weight_bytes
+from graphengine.measure.bench import run_case, timed_steps, token_bytes, weight_bytes
 from graphengine.measure.busy import busy_fraction
 from graphengine.profiles.result_schema import validate
 from tests.support.bench_cases import case
@@ -245,3 +246,14 @@ def test_busy_is_less_than_the_step(tmp_path: Path, graph_mode: Any, backend: An
     print(f"step {step_ms:.3f} ms, busy {found.busy_fraction:.1%} of it")
     # Behind an event a graph begins some microseconds later than behind another graph.
     assert 0.1 < found.busy_fraction < 1.1 + 0.02 / step_ms
+
+
+def test_steps_end_with_the_first_request(pair: tuple[Path, Path]) -> None:
+    """Bug: where one request of a bucket has ended, the steps of those that are left are timed as a
+    full bucket's, and commit too few tokens."""
+    with Engine.from_pretrained(pair[0], buckets=(2,), device="cpu") as engine, torch.no_grad():
+        loop = engine.built.loop
+        requests = [loop.submit([1, 2, 3], length, ()) for length in (6, 30)]
+        counts = [step.num_tokens for step in timed_steps(loop, requests)]
+        loop.reset()
+    assert counts and set(counts) == {2}

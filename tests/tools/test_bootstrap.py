@@ -176,3 +176,30 @@ def test_help_shows_examples() -> None:
     assert done.returncode == 0
     assert "python3 tools/bootstrap.py run" in done.stdout
     assert "python3 tools/bootstrap.py test" in done.stdout
+
+
+def test_a_shim_without_its_python_is_passed_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bug: a version manager's python3.14, behind which is no version, ends a set-up that 3.13
+    beside it could have done."""
+    for name, code in (("python3.14", 127), ("python3.13", 0)):
+        (tmp_path / name).write_text(f"#!/bin/sh\nexit {code}\n")
+        (tmp_path / name).chmod(0o755)
+    here = SimpleNamespace(version_info=(3, 10, 2), argv=["bootstrap.py", "run"])
+    started: list[list[str]] = []
+
+    def execv(program: str, arguments: list[str]) -> None:
+        started.append([program, *arguments])
+        raise SystemExit
+
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(bootstrap, "sys", here)
+    monkeypatch.setattr(bootstrap.os, "execv", execv)
+    with pytest.raises(SystemExit):
+        bootstrap.suitable_python()
+    good = str(tmp_path / "python3.13")
+    assert started == [[good, good, "bootstrap.py", "run"]]
+    (tmp_path / "python3.13").unlink()
+    with pytest.raises(bootstrap.SetupError, match=r"none of python3\.11 to python3\.14"):
+        bootstrap.suitable_python()

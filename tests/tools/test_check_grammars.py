@@ -53,3 +53,15 @@ def test_walks_and_what_they_notice(monkeypatch: pytest.MonkeyPatch, capsys: Any
     monkeypatch.setattr(tool, "fill_masks", shifted)
     code, found = run(monkeypatch, capsys, "masks", "--count", "8")
     assert code == 1 and found["num_wrong"]
+
+
+def test_what_a_budget_cuts_off_is_looked_at(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    """Bug: an answer that is cut off passes, whatever it begins with."""
+    real, arguments = tool._may_go_on, ("outputs", "--count", "4", "--device", "cpu")
+    monkeypatch.setattr(tool, "BUDGET", 2)
+    code, found = run(monkeypatch, capsys, *arguments)
+    assert code == 0 and found["num_cut_off"]
+    other = {"const": 123456789}
+    monkeypatch.setattr(tool, "_may_go_on", lambda engine, _, result: real(engine, other, result))
+    code, found = run(monkeypatch, capsys, *arguments)
+    assert code == 1 and found["num_wrong"]

@@ -304,3 +304,15 @@ def test_what_judges_times_runs_alone(
         record_tests.main()
     assert runs == [(["a.py::b"], 3, 300), (["a.py::timed"], 1, 200)]
     assert ended.value.code == 0 and '"num_passed": 2' in capsys.readouterr().out
+
+
+def test_what_follows_all_options_is_last(tmp_path: Path) -> None:
+    """Bug: the commit stands behind a job's dashes: pytest takes it for its own, and no test runs
+    on a machine whose time is spent."""
+    write = "import json, pathlib, sys; pathlib.Path(sys.argv[2]).write_text(json.dumps(sys.argv))"
+    tail = ("--", "-m", "gpu")
+    job = measure.Job((sys.executable, "-c", write), output="--out", folder="--keep", tail=tail)
+    assert measure.run("a", job, tmp_path, "abc", 60.0, []) is None
+    stored = tmp_path / "a.json"
+    options = ["--out", str(stored), "--keep", str(tmp_path / "a"), "--commit", "abc"]
+    assert json.loads(stored.read_text())[1:] == [*options, *tail]

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import runpy
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -187,3 +188,51 @@ def test_refusals(
     with pytest.raises(SystemExit):
         runpy.run_path(str(measure_requests.__file__), run_name="__main__")
     assert message in capsys.readouterr().err
+
+
+def test_a_budget_that_was_tried_does_not_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: a long prompt comes in beside every later part's steps as the last of `join`'s budgets
+    has it, also where one of them failed."""
+
+    @dataclass(frozen=True)
+    class Config:
+        max_num_batched_tokens: int = 512
+
+    asked, tried = Config(), list[int]()
+    newcomer = SimpleNamespace(metrics=SimpleNamespace(ttft_ms=2.0))
+    engine = SimpleNamespace(submit=lambda *_, **__: SimpleNamespace(result=lambda: newcomer))
+    m: Any = SimpleNamespace(
+        engine=engine,
+        loop=SimpleNamespace(config=asked),
+        sizes={"repeats": 1},
+        budgets=[256, 1024],
+        bars={},
+        at_most=lambda *_: 8,
+        random_ids=lambda count: [1] * count,
+        settle=lambda: None,
+    )
+
+    def beside(m: Any, length: int) -> dict[str, float]:
+        tried.append(m.loop.config.max_num_batched_tokens)
+        numbers = dict.fromkeys(("gap_joining_max_ms", "gap_beside_max_ms"), 1.0)
+        return numbers | {"first_token_ms": 4.0}
+
+    monkeypatch.setattr(request_parts, "join_beside", beside)
+    assert request_parts.join(m)["budget_1024"]["over_alone_ratio"] == 2
+    assert tried == [512, 256, 1024] and m.loop.config is asked
+    m.budgets = [0]
+    monkeypatch.setattr(request_parts, "join_beside", lambda m, _: 1 / m.loop.config.missing)
+    with pytest.raises(AttributeError):
+        request_parts.join(m)
+    assert m.loop.config is asked
+
+
+def test_what_a_context_holds_beside_other_tokens() -> None:
+    """Bug: a prompt of the length that was asked for leaves its answer no room, and the part ends
+    in a refusal."""
+    config = SimpleNamespace(max_model_len=1000)
+    m: Any = SimpleNamespace(sizes={"long": 5000, "short": 90}, engine=SimpleNamespace())
+    m.engine.config = config
+    at_most = request_parts.Measurement.at_most
+    assert at_most(m, "long") == 999 and at_most(m, "long", 100, 20) == 879
+    assert at_most(m, "short", 100) == 90

@@ -1,0 +1,45 @@
+"""tools/tiny_drafter.py: the loop that measures the tiny pair, on random weights."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from tools.tiny_drafter import Drafter, Shape, Target, decode
+
+SHAPE = Shape(
+    vocab_size=24,
+    hidden_size=16,
+    intermediate_size=24,
+    num_hidden_layers=2,
+    num_attention_heads=2,
+    num_key_value_heads=1,
+    head_dim=8,
+    rms_norm_eps=1e-6,
+    rope_theta=1e4,
+)
+LIMIT, NO_TOKEN = 12, 99
+
+
+def test_a_prompt_that_has_ended_accepts_nothing() -> None:
+    """Bug: steps of answers that have ended beside a longer one count, and the acceptance that the
+    pair is known by is that of rows which nobody reads."""
+    torch.manual_seed(0)
+    target, drafter = Target(SHAPE), Drafter(replace(SHAPE, num_hidden_layers=1), 1, 4)
+    for parameter in (*target.parameters(), *drafter.parameters()):
+        if parameter.ndim == 2:  # so wide that texts differ
+            torch.nn.init.normal_(parameter, std=0.5)
+
+    def decoded(*prompts: list[int], stop: int) -> tuple[list[list[int]], torch.Tensor]:
+        told = {"mask_token": 23, "stop": stop, "limit": LIMIT}
+        return decode(target, drafter, [0], [*prompts], **told)[:2]
+
+    prompts = [1, 2, 3], [4, 5]
+    (first, second), _ = decoded(*prompts, stop=NO_TOKEN)
+    stop = next(token for token in second if token not in first)
+    answers, accepted = decoded(*prompts, stop=stop)
+    assert [len(answer) for answer in answers] == [LIMIT, second.index(stop) + 1]
+    assert answers[1][-1] == stop and len(answers[1]) < LIMIT // 2
+    alone = [decoded(prompt, stop=stop)[1] for prompt in prompts]
+    assert accepted.tolist() == (alone[0] + alone[1]).tolist()

@@ -3,6 +3,7 @@
 import json
 import signal
 import sys
+import warnings
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,12 +12,14 @@ import click
 import pytest
 from click.testing import CliRunner
 
+from graphengine import report
 from graphengine.api import Chunk
 from graphengine.checkpoints import sources
 from graphengine.checkpoints.pairs import read_json
 from graphengine.cli import answers
 from graphengine.cli.main import main
 from graphengine.cli.options import check_places, deliver
+from graphengine.decode.guards import EngineWarning
 from graphengine.measure import rates
 from graphengine.prompts import read_prompt_file
 from tests.support.command_line import ENV, Run, refused, shell, streaming
@@ -264,3 +267,15 @@ def test_an_answer_ends_its_line_once(capsys: pytest.CaptureFixture[str], texts:
         answers._print_chunk(Chunk(index=0, text=text, token_ids=[1]))
     answers._print_chunk(Chunk(index=0, text=texts[-1], token_ids=[2], result=result))
     assert capsys.readouterr().out == "a\n"
+
+
+def test_warnings_of_others_are_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: while `run` answers, nobody sees what another library warns of; or it stands among the
+    engine's own warnings in the JSON."""
+    shown: list[str] = []
+    monkeypatch.setattr(warnings, "showwarning", lambda text, *rest: shown.append(str(text)))
+    with warnings.catch_warnings(), answers._shown_warnings(report.stderr_console(True)) as texts:
+        warnings.simplefilter("always")
+        warnings.warn("this call goes away", FutureWarning, stacklevel=1)
+        warnings.warn("drafts are rare", EngineWarning, stacklevel=1)
+    assert shown == ["this call goes away"] and texts == ["drafts are rare"]

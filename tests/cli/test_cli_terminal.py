@@ -330,9 +330,20 @@ def test_a_signal_to_end_is_not_lost(send: Callable[[int], object], number: int)
         with pytest.raises(SystemExit) as end:
             wait()
         assert end.value.code == 128 + number
-        signal.signal(number, signal.SIG_IGN)
-        with _ends_are_told(main):  # as under nohup
-            send(number)
+    finally:
+        for n, handler in zip(numbers, before, strict=True):
+            signal.signal(n, handler)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_that_is_ignored_stays_so(number: int) -> None:
+    """Bug: a command under nohup ends with its terminal after all."""
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    before = [signal.signal(n, signal.SIG_IGN) for n in numbers]
+    try:
+        with _ends_are_told(main):
+            os.kill(os.getpid(), number)
+            time.sleep(0.05)
     finally:
         for n, handler in zip(numbers, before, strict=True):
             signal.signal(n, handler)

@@ -211,6 +211,7 @@ def test_other_models_are_refused(kind: str | None) -> None:
 
 MISFITS: dict[str, tuple[Json, Json, str]] = {
     "depth": ({"num_hidden_layers": 28}, {}, "made for a target of 36 layers, this one has 28"),
+    "deeper": ({"num_hidden_layers": 48}, {}, "made for a target of 36 layers, this one has 48"),
     "taps": (
         {"num_hidden_layers": 28},
         {"num_target_layers": MISSING},

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -20,6 +22,7 @@ from graphengine.cli.main import main
 from graphengine.decode import ends
 from graphengine.decode.sampling import GREEDY
 from graphengine.prompts import read_prompt_file
+from graphengine.verify import run as verify_run
 from graphengine.verify.run import Draws, draw, encode
 from graphengine.verify.two_sample import LEVEL, Comparison, PlaceTest, compare, judge_draws
 from tests.support.checkpoints import make_drafter, make_target
@@ -229,3 +232,16 @@ def test_no_place_behind_an_answer_s_end_is_tested() -> None:
     for length, count in ((1, 1), (3, 3), (5, 4)):
         options = {"max_new_tokens": length, "seed": 0, "num_samples": 100, "min_acceptance": None}
         assert f" over {count} tests" in judge_draws(draws, draws, options)[1]
+
+
+def test_draws_that_stop_with_the_drafter_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: plain draws that all end well hide those that a fault of the drafter has stopped, and
+    what is left of these is compared."""
+    whole = [[[1]] * 2 for _ in range(4)]
+    drawn = [Draws([[[]] * 2, *whole[1:]], 1.0, {1: "not finite"}), Draws(whole, 1.0, {})]
+    engine = nullcontext(SimpleNamespace(built=None))
+    monkeypatch.setattr(cli_verify._Run, "engine", lambda *asked: engine)
+    monkeypatch.setattr(verify_run, "draw", lambda *asked: drawn.pop(0))
+    result = CliRunner().invoke(main, ["verify", "--temperature", "1", "--num-samples", "2"])
+    assert result.exit_code == 1, result.output
+    assert "finite: 1 requests were stopped; request 1: not finite" in result.stdout

@@ -51,8 +51,8 @@ pytestmark = [
 
 def max_stack_bytes(kernel: str, launch: str) -> int:
     """None where spilling would cost what the kernel is for."""
-    if kernel == "specialized_linear_kernel":  # after the loop
-        return 128
+    if kernel == "specialized_linear_kernel":  # after the loop; 128 before triton 3.9
+        return 144
     whole = "chunk_attention_kernel", "chunk_swiglu_kernel", "merge_splits_kernel"
     whole += "delta_prepare_kernel", "large_chunk_linear_kernel"
     if launch.startswith("head") or kernel in whole:

@@ -7,7 +7,8 @@ import subprocess
 import sys
 import time
 import xml.etree.ElementTree as ET
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -238,6 +239,45 @@ def test_steps_that_the_context_ends() -> None:
         pytest.raises(ValueError, match="context of 64 tokens is full before"),
     ):
         run_steps(engine, workload, nullcontext())
+
+
+def test_steps_that_a_profiler_ends_leave_nothing() -> None:
+    """Bug: where the profiler cannot start, the requests keep their rows and pages, and the next
+    steps of this engine are refused as if its pool were too small."""
+
+    @contextmanager
+    def fails() -> Iterator[None]:
+        raise RuntimeError("no profiler")
+        yield
+
+    workload = Workload(bucket=2, input_len=9, num_steps=2, warmup=1, seed=0)
+    with Engine.from_pretrained(TINY_TARGET, buckets=(2,), max_model_len=64) as engine:
+        with pytest.raises(RuntimeError, match="no profiler"):
+            run_steps(engine, workload, fails())
+        assert not engine.built.loop.has_work
+        found = run_steps(engine, workload, nullcontext())
+    assert found["mean_acceptance_length"] == 1.0
+
+
+@pytest.mark.parametrize("is_kept", [True, False])
+def test_recorded_files_stay_where_they_were_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_kept: bool
+) -> None:
+    """Bug: every profile leaves its recorded files, of hundreds of megabytes, in the temporary
+    folder; or those of --keep are removed."""
+    folders: list[Path] = []
+
+    def run(model: object, draft: object, options: object, folder: Path, note: object) -> Any:
+        folders.append(folder)
+        (folder / "torch.json").write_text("{}")
+        return {}, {}
+
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setattr(profile_run, "run", run)
+    document(invoke("profile", "--json", *["--keep", tmp_path / "kept"] * is_kept))
+    kept = [tmp_path / "kept" / "torch.json"] if is_kept else []
+    assert folders[0].parent == tmp_path
+    assert sorted(tmp_path.rglob("*.json")) == kept
 
 
 def test_what_only_a_gpu_s_profile_needs(

@@ -83,7 +83,14 @@ def test_profile_reads_a_chrome_trace(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["{", "[]", '{"unprofiled_step_ms": 1}', '{"read_gbps": NaN}', '{"segment_bytes": {"a": "b"}}'],
+    [
+        "{",
+        "[]",
+        '{"unprofiled_step_ms": 1}',
+        '{"read_gbps": NaN}',
+        '{"segment_bytes": {"a": "b"}}',
+        '{"segment_bytes": {"a": NaN}, "read_gbps": 1}',
+    ],
 )
 def test_facts_that_are_none(tmp_path: Path, text: str) -> None:
     """Bug: a facts.json of some other program beside the trace ends in a traceback that names

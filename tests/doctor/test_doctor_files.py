@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -178,6 +179,17 @@ def test_a_template_that_loses_what_is_said(
 def test_a_template_that_keeps_what_is_said(copies: tuple[Path, Path]) -> None:
     """Bug: a good template is warned about."""
     assert [found.level for found in named(check(*copies), "target.chat_template")] == ["ok"]
+
+
+def test_the_files_are_read_without_transformers(
+    copies: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bug: where a package is missing that reads one of the files, doctor, which is to say so, ends
+    in a traceback."""
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    found = check(*copies)
+    assert errors(found) == ["target.tokenizer"]
+    assert "transformers" in named(found, "target.tokenizer")[0].value
 
 
 def test_a_key_of_the_config_is_no_fault_of_the_tokenizer(copies: tuple[Path, Path]) -> None:

@@ -50,6 +50,14 @@ def test_a_directory_with_a_preset_s_name(tmp_path: Path, monkeypatch: pytest.Mo
     assert resolve("qwen3-8b") == Path("qwen3-8b")
 
 
+def test_a_directory_of_the_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: `~` in a name that no shell has expanded, as in Python, is no such model directory."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    assert resolve("~/model") == resolve(Path("~/model")) == tmp_path / "model"
+
+
 def test_what_is_fetched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Bug: a file that a model needs stays on the hub, and it answers without its chat template or
     does not load; or code and pickles are fetched."""

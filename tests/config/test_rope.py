@@ -170,3 +170,17 @@ def test_scaled_ropes_equal_transformers(kind: str) -> None:
         found = rope_frequencies(ours, keys["head_dim"])
         torch.testing.assert_close(found, frequencies, rtol=1e-5, atol=0, msg=str(keys))
         assert ours.amplitude == pytest.approx(amplitude), keys
+
+
+@pytest.mark.parametrize("kind", ROPES)
+def test_a_scaled_rope_that_turns_a_part(kind: str) -> None:
+    """Bug: a hybrid whose context is stretched turns its whole heads, where it was trained to turn
+    a quarter of each."""
+    scaling = {key: values[-1] for key, values in ROPES[kind].items()}
+    keys = {"rope_theta": 1e7, "rope_scaling": {"rope_type": kind, **scaling}}
+    whole = RopeConfig.from_hf(keys, "config.json")
+    assert RopeConfig.from_hf(keys, "config.json", 0.25) == replace(
+        whole, partial_rotary_factor=0.25
+    )
+    nested = {**keys, "rope_scaling": {**keys["rope_scaling"], "partial_rotary_factor": 0.5}}
+    assert RopeConfig.from_hf(nested, "config.json", 0.25).rotary_dim(64) == 32

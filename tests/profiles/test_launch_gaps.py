@@ -217,8 +217,8 @@ def test_busy_is_the_union_and_wall_is_the_sum(spans: list[tuple[int, int, bool]
 
 
 def test_cutting_an_export_keeps_the_report_and_drops_the_machine(tmp_path: Path) -> None:
-    """Bug: a stored export names the machine it was made on, or its steps differ from the run's; or
-    the sums beside it are those of the whole run."""
+    """Bug: a stored export names the machine it was made on or other libraries' domains, or its
+    steps differ from the run's; or the sums beside it are those of the whole run."""
     source = exports.write_export(tmp_path / "a.sqlite", num_steps=9)
     target = tmp_path / "nsys-cut.sqlite.gz"
     sums = shrink_nsys.shrink(source, target, 4)

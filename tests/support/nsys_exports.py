@@ -73,6 +73,7 @@ def write_export(path: Path, num_steps: int = 4, preset: str = "node", domain: b
     graphs: list[tuple[Any, ...]] = []
     if domain:
         nvtx.append((0, None, 75, "graphengine", None, THREAD, DOMAIN_ID))
+        nvtx.append((0, None, 75, "cublasLt", None, THREAD, DOMAIN_ID + 1))
     for step in range(num_steps):
         base = 1_000_000 + step * STEP_NS
         for index, (name, start, end) in enumerate(RANGES):

@@ -138,6 +138,14 @@ def test_changed_requirements_update_in_place(environment: list[list[str]]) -> N
     assert environment[-1][-1] == ".[test]"
 
 
+def test_a_python_that_is_gone_starts_over(environment: list[list[str]]) -> None:
+    """Bug: the system's Python is another after an upgrade, .venv links to the old one, and what
+    is run there ends in `No such file or directory`."""
+    (bootstrap.VENV / "bin" / "python").unlink()
+    assert bootstrap.ensure_environment({"test"}, cuda=False) is False
+    assert [command[1:3] for command in environment] == [["-m", "venv"], ["-m", "pip"]]
+
+
 def test_another_place_starts_over(environment: list[list[str]]) -> None:
     """Bug: a copied checkout runs the code of the original through its editable install."""
     marker = json.loads(bootstrap.MARKER.read_text())

@@ -272,6 +272,15 @@ def test_what_did_not_end_has_not_passed(monkeypatch: pytest.MonkeyPatch) -> Non
     assert ended.value.code == 1
 
 
+@pytest.mark.parametrize(("count", "num_jobs"), [(1, 1), (2, 8), (3, 3), (7, 3)])
+def test_every_test_is_dealt_once(count: int, num_jobs: int) -> None:
+    """Bug: a job to which no test is left names none, so that its pytest runs all there are."""
+    ids = [f"a.py::{i}" for i in range(count)]
+    dealt = record_tests.deal(ids, num_jobs)
+    assert all(dealt) and len(dealt) == min(num_jobs, count)
+    assert sorted(name for share in dealt for name in share) == ids
+
+
 def test_a_share_of_the_cores_is_a_default(monkeypatch: pytest.MonkeyPatch) -> None:
     """Bug: a user who says how many threads a job may have gets others."""
     monkeypatch.delenv("TORCHINDUCTOR_COMPILE_THREADS", raising=False)

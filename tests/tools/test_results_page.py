@@ -51,6 +51,13 @@ def test_first_tokens_of_the_command(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     assert shown == ["2.00", "1.00", "-"]
 
 
+def test_first_tokens_of_several_hosts() -> None:
+    """Bug: where each host had a time of its own, the range is written from the slowest to the
+    fastest."""
+    found = {"first_token_input_128": {"ttft_ms": [12.34, 9.5, 41.0]}}
+    assert results_page.first_token(found, 128) == "9.50 to 41"
+
+
 def test_the_newest_file_counts(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
     """Bug: after a new run the tables go on quoting the old one, or that of another measurement."""
     monkeypatch.setattr(results_page, "RESULTS", tmp_path)

@@ -118,6 +118,7 @@ def choose_config(
     row_bytes: int = 256,
     smem_bytes: int = HOPPER_SMEM_BYTES,
     packed_rows: int = MAX_ROWS,
+    of_prompt: bool = False,
 ) -> LaunchConfig:
     """The default sizes for Z splits (`tools/bench_kernels.py --sweep block_attention`).
 
@@ -128,18 +129,19 @@ def choose_config(
     are few and a split has one or two tiles, what counts is that all of its loads are under way at
     once, and that few partials have to be merged: six stages of 64 keys there and chunks of 256,
     for a block of one row three stages of 128 keys, and eight warps where heads are too wide for
-    either (profiles/LOG.md). There the prefetch sends for all that a split of a short request
-    reads, and one split for up to 512 keys instead of 256 costs 3 us a layer, up to 64 gains
-    nothing.
+    either (profiles/LOG.md), as in prompts whose blocks are more than a tile. There the prefetch
+    sends for all that a split of a short request reads, and one split for up to 512 keys instead of
+    256 costs 3 us a layer, up to 64 gains nothing.
 
     Args: row_bytes: of one key, H * element size. smem_bytes: shared memory that a program may use.
-        packed_rows: block_length * N/K.
+        packed_rows: block_length * N/K. of_prompt: most have few keys in front.
     """
     many = num_splits > 4
     one_split = 256 if many else 512
     wide = LaunchConfig(kv_tile=128, one_split=one_split, prefetch=num_splits > 2)
     if (2 * wide.kv_tile * wide.num_stages + MAX_ROWS) * row_bytes > smem_bytes:
-        num_warps = 8 if many and packed_rows > MIN_ROWS and row_bytes > 256 else 4
+        has_work = (many and packed_rows > MIN_ROWS) or (of_prompt and packed_rows > MAX_ROWS)
+        num_warps = 8 if has_work and row_bytes > 256 else 4
         return LaunchConfig(one_split=one_split if num_splits > 2 else 1024, num_warps=num_warps)
     if many and packed_rows > MIN_ROWS:
         return wide._replace(kv_tile=64, num_stages=6, chunk=256)
@@ -253,7 +255,8 @@ def block_attention(
     if config is None:
         row_bytes = H * q_TNH.element_size()
         packed_rows = block_length * (N // K)
-        config = choose_config(num_splits, row_bytes, _smem_bytes(q_TNH.device), packed_rows)
+        smem_bytes = _smem_bytes(q_TNH.device)
+        config = choose_config(num_splits, row_bytes, smem_bytes, packed_rows, padded < 0)
     kv_tile, num_warps = config.kv_tile, config.num_warps
     if q_TNH.dtype == torch.float32:
         # An fp32 product keeps its operands in registers: with 4 warps a thread of a 64 x 128 tile

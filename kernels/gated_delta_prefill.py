@@ -33,8 +33,9 @@ from graphengine.kernels.interpreter import INTERPRET
 from graphengine.kernels.launch import on_grid, pdl_options
 
 CHUNK = 32  # 64 took 1.5 times as long on an H200: what a chunk solves goes by its cube
-CONVOLVED_ROWS, CONVOLVED_COLUMNS = 8, 512  # of a program
+CONVOLVED_ROWS, CONVOLVED_COLUMNS = 8, 512  # of a program; of few rows half as many columns
 SCANNED_ROWS = 16  # of a state in a program: as many as a product has rows at least
+FEW_ROWS = 256  # whose chunks leave multiprocessors idle: two warps prepare one
 
 
 class Pieces(NamedTuple):
@@ -92,7 +93,7 @@ def gated_delta_prefill_(
     pdl = pdl_options(projected.device)
     common = {"Z": num_splits, **pdl}
     shape = {"N": N, "NK": (C // K - N) // 2, "K": K, "CHUNK": CHUNK}
-    columns = min(C & -C, CONVOLVED_COLUMNS)
+    columns = min(C & -C, CONVOLVED_COLUMNS // (1 + (T <= FEW_ROWS)))
     on_grid(convolve_kernel, ((T + CONVOLVED_ROWS - 1) // CONVOLVED_ROWS, C // columns, R))(
         *(projected, conv_C4, windows_S3C, *pieces[:4], convolved_TC, *strides),
         C=C,
@@ -106,7 +107,7 @@ def gated_delta_prefill_(
     on_grid(prepare, ((T + CHUNK - 1) // CHUNK + 1, N, R))(
         *(projected, a_log_N, dt_bias_N, windows_S3C, *pieces, *chunked, *strides, K**-0.5),
         **shape,
-        num_warps=1 if is_hopper else 2,
+        num_warps=1 if is_hopper and T > FEW_ROWS else 2,
         **common,
     )
     scanned = states_SNVK, *pieces, *chunked, out_TNV

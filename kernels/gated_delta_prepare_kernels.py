@@ -1,9 +1,10 @@
 """The preparation of gated_delta_prefill_kernels.py where a model has 16 bits and heads of 128, and
-the GPU is Hopper's: one warp solves a chunk in its registers.
+the GPU is Hopper's: one warp solves a chunk in its registers. Where chunks are few, two have one:
+either solves it, but they share its products and what is read.
 
 Each thread has a row of the inverse. A column is final once all behind it are; then its entries
-times the matrix's row of that number are taken from the columns in front of it: 31 steps of 32
-fused multiplications that do not wait for one another.
+times the matrix's row of that number are taken from the columns in front of it: 31 steps of up to
+32 fused multiplications that do not wait for one another.
 
 Why: in products of 32 by 32 the inverse is a chain of eight, each of three parts, whose operands
 pass through shared memory. With it first tokens of Qwen3.5-4B come sooner (profiles/LOG.md,
@@ -25,6 +26,8 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from graphengine.kernels.gated_delta_kernels import decay_of, norms_of, row_columns
 from graphengine.kernels.gated_delta_prefill_kernels import block_of, halves_of, raw_columns
 
+PART = gl.constexpr(8)  # columns of an inverse in a tensor: those behind a column are left alone
+
 
 @gluon.jit
 def _add(a, b):
@@ -33,17 +36,25 @@ def _add(a, b):
 
 @gluon.jit
 def _inverse_of(below, smem, ROWS: gl.constexpr):
-    """(I + below)^-1 of a strictly lower matrix."""
-    BY_ROW: gl.constexpr = gl.BlockedLayout([1, ROWS], [32, 1], [1, 1], [1, 0])
+    """(I + below)^-1 of a strictly lower matrix, in parts of PART columns."""
+    BY_ROW: gl.constexpr = gl.BlockedLayout([1, PART], [32, 1], [gl.num_warps(), 1], [1, 0])
     smem.store(below)
     row = gl.arange(0, ROWS, gl.SliceLayout(1, BY_ROW))[:, None]
-    column = gl.arange(0, ROWS, gl.SliceLayout(0, BY_ROW))[None, :]
-    solve = gl.where(row == column, 1.0, 0.0)
+    column = gl.arange(0, PART, gl.SliceLayout(0, BY_ROW))[None, :]
+    solve = ()
+    for part in gl.static_range(ROWS // PART):
+        solve = solve + (gl.where(row == part * PART + column, 1.0, 0.0),)
     for j in gl.static_range(ROWS - 1, 0, -1):
         # One of a thread's own registers, whose number the compiler knows: nothing is added up.
-        bits = gl.where(column == j, solve.to(gl.int32, bitcast=True), 0)
+        bits = gl.where(column == j % PART, solve[j // PART].to(gl.int32, bitcast=True), 0)
         done = gl.reduce_or(bits, 1).to(gl.float32, bitcast=True)
-        solve = solve - done[:, None] * smem.slice(j, 1).load(BY_ROW)
+        left = ()
+        for part in gl.static_range(ROWS // PART):
+            x = solve[part]
+            if part * PART < j:
+                x -= done[:, None] * smem.slice(j, 1).slice(part * PART, PART, 1).load(BY_ROW)
+            left = left + (x,)
+        solve = left
     return solve
 
 
@@ -88,7 +99,8 @@ def _move_windows(
     begin, end, keep, is_fresh, row_stride, split_stride = rows
     GROUP: gl.constexpr = N // NK
     C: gl.constexpr = 2 * NK * K + N * K
-    TAPS: gl.constexpr = gl.BlockedLayout([4, 4], [1, 32], [1, 1], [1, 0])
+    WARPS: gl.constexpr = gl.num_warps()
+    TAPS: gl.constexpr = gl.BlockedLayout([4, 4 // WARPS], [1, 32], [1, WARPS], [1, 0])
     key = gl.arange(0, K, gl.SliceLayout(0, TAPS))
     for part in gl.static_range(3):
         channels = 2 * NK * K + head * K + key
@@ -133,6 +145,7 @@ def delta_prepare_kernel(
 ):
     GROUP: gl.constexpr = N // NK
     C: gl.constexpr = 2 * NK * K + N * K
+    WARPS: gl.constexpr = gl.num_warps()
     dtype: gl.constexpr = convolved.dtype.element_ty
     head, piece = gl.program_id(1), gl.program_id(2)
     begin, end = gl.load(begins + piece), gl.load(ends + piece)
@@ -151,7 +164,7 @@ def delta_prepare_kernel(
         return
     if first >= end:
         return
-    WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [1, 1], [1, 0])
+    WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [WARPS, 1], [1, 0])
     row = gl.arange(0, CHUNK, gl.SliceLayout(1, WIDE))[:, None]
     dim = gl.arange(0, K, gl.SliceLayout(0, WIDE))[None, :]
     at = convolved + first.to(gl.int64) * C + head // GROUP * K + row * C + dim
@@ -159,7 +172,7 @@ def delta_prepare_kernel(
     q = gl.load(at, mask=live, other=0.0)
     k = gl.load(at + NK * K, mask=live, other=0.0)
 
-    BY_ROW: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    BY_ROW: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
     i = gl.arange(0, CHUNK, BY_ROW)
     live = first + i < end
     gate = (first + i).to(gl.int64) * row_stride + C + N * K + head
@@ -172,7 +185,8 @@ def delta_prepare_kernel(
     q_norm = gl.convert_layout(norms_of(q) * scale, BY_ROW)
     k_norm = gl.convert_layout(norms_of(k), BY_ROW)
 
-    SUMS: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [1, 1], [16, 8])
+    SIDE: gl.constexpr = 1 if WARPS == 1 else 2
+    SUMS: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [SIDE, WARPS // SIDE], [16, 8])
     LEFT: gl.constexpr = gl.DotOperandLayout(0, SUMS, 2)
     OF_ROW: gl.constexpr = gl.SliceLayout(1, SUMS)
     OF_COLUMN: gl.constexpr = gl.SliceLayout(0, SUMS)
@@ -196,15 +210,19 @@ def delta_prepare_kernel(
     below = gl.where(row > column, below, 0.0)
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     below_smem = gl.allocate_shared_memory(gl.float32, [CHUNK, CHUNK], FLAT)
+    ALL: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    beta_smem = gl.allocate_shared_memory(gl.float32, [CHUNK], ALL, beta)
     solve = _inverse_of(below, below_smem, CHUNK)
-    OF_ROW_S: gl.constexpr = gl.SliceLayout(1, solve.type.layout)
-    OF_COLUMN_S: gl.constexpr = gl.SliceLayout(0, solve.type.layout)
-    solve *= gl.convert_layout(k_norm, OF_ROW_S)[:, None]
-    solve *= gl.convert_layout(beta, OF_COLUMN_S)[None, :]
-    row, column = gl.arange(0, CHUNK, OF_ROW_S)[:, None], gl.arange(0, CHUNK, OF_COLUMN_S)[None, :]
-    high, low = halves_of(solve, dtype)
-    gl.store(to + row * CHUNK + column, high)
-    gl.store(to + CHUNK * CHUNK + row * CHUNK + column, low)
+    OF_ROW_S: gl.constexpr = gl.SliceLayout(1, solve[0].type.layout)
+    OF_COLUMN_S: gl.constexpr = gl.SliceLayout(0, solve[0].type.layout)
+    norms = gl.convert_layout(k_norm, OF_ROW_S)[:, None]
+    row = gl.arange(0, CHUNK, OF_ROW_S)[:, None]
+    for part in gl.static_range(CHUNK // PART):
+        column = part * PART + gl.arange(0, PART, OF_COLUMN_S)[None, :]
+        factor = beta_smem.slice(part * PART, PART).load(OF_COLUMN_S)[None, :]
+        high, low = halves_of(solve[part] * norms * factor, dtype)
+        gl.store(to + row * CHUNK + column, high)
+        gl.store(to + CHUNK * CHUNK + row * CHUNK + column, low)
     to = factors + block * (4 * CHUNK) + i
     gl.store(to, gl.exp(total) * k_norm)
     gl.store(to + CHUNK, gl.exp(whole - total))

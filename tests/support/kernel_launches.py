@@ -257,7 +257,7 @@ LAUNCHES: dict[str, Callable[[], Any]] = {
     # Qwen3.5-4B and 27B at batch 1 and 16, partial sums too.
     "recurrence": lambda: (recur(1, 16, 32), recur(16, 8, 48)),
     "recurrence, one row": lambda: (recur(1, 1, 32, splits=2), recur(8, 1, 48)),
-    "recurrence of a prompt": lambda: (recur_chunks(2048, 1, 32), recur_chunks(256, 4, 48)),
+    "recurrence of a prompt": lambda: (recur_chunks(2048, 1, 32), recur_chunks(128, 8, 48)),
     "SwiGLU": lambda: swiglu._launch(empty(512, 24576)),
     "SwiGLU of a chunk": lambda: (
         chunk_linear._launch(empty(2048, 4096), empty(24576, 4096), chunk_linear.LARGE, True),

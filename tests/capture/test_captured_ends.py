@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any, cast
 
+import pytest
 import torch
 
-from graphengine.capture.runners import Graph, capture_ends, run_chain
+from graphengine.capture.runners import NUM_WARMUPS, Graph, GraphPool, capture_ends, run_chain
 from graphengine.capture.steps import Dense
 
 
@@ -73,3 +75,29 @@ def test_steps_that_have_run_are_warm() -> None:
     pool: Any = Pool()
     capture_ends("step", [a, b], {"x": [c], "y": [], "z": [d]}, [e], (), pool, whole=True)
     assert seen == [("abce", set()), ("abe", set("abce")), ("abde", set("abce"))]
+
+
+@pytest.mark.parametrize(
+    ("have_run", "num_warmups"), [("", NUM_WARMUPS), ("a", NUM_WARMUPS), ("abc", 0)]
+)
+def test_a_graph_with_a_step_that_is_cold_is_warmed_up(
+    monkeypatch: pytest.MonkeyPatch, have_run: str, num_warmups: int
+) -> None:
+    """Bug: an end's own step is compiled while its graph is recorded, which CUDA answers with an
+    error, since the steps that it shares have run; or all of them run again."""
+    ran: list[str] = []
+    graph = SimpleNamespace(instantiate=lambda: None)
+    stream = SimpleNamespace(wait_stream=lambda other: None)
+    fakes = {
+        **dict.fromkeys(("stream", "graph"), lambda *_, **__: nullcontext()),
+        "current_stream": lambda: stream,
+        "CUDAGraph": lambda **_: graph,
+        "memory_stats": dict,
+    }
+    for name, fake in fakes.items():
+        monkeypatch.setattr(torch.cuda, name, fake)
+    pool: Any = SimpleNamespace(stream=stream, handle=None, num_graphs=0)
+    steps = [Dense(name, lambda carry, name=name: ran.append(name) or carry) for name in "abc"]
+    known = [step for step in steps if step.name in have_run]
+    GraphPool.capture(pool, steps, (), known)
+    assert ran == [*"abc"] * (num_warmups + 1) and pool.num_graphs == 1

@@ -16,7 +16,7 @@ import torch._inductor.config as inductor
 from torch import Tensor
 
 from graphengine.capture import compile as compiling
-from graphengine.capture import precompiled
+from graphengine.capture import precompiled, torch_internals
 from graphengine.decode.simulate import Simulation, force_acceptance_
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -172,6 +172,20 @@ def test_without_a_place_to_keep_it(
     as_a_new_process(monkeypatch, may_compile=True)
     monkeypatch.setattr(Path, "replace", full)
     torch.testing.assert_close(compiled(scaled)(pair, 4.0), scaled(pair, 4.0))
+    assert not files(folder)
+
+
+def test_an_interrupted_write_leaves_nothing(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: Ctrl-C while a segment is written leaves a part of it, which nobody ever removes."""
+
+    def interrupted(part: Path, target: Path) -> None:
+        assert files(folder) == [part]
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(torch_internals, "serialized", lambda compiled: b"code")
+    monkeypatch.setattr(Path, "replace", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        precompiled.keep("a key", None)
     assert not files(folder)
 
 

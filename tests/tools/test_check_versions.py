@@ -101,3 +101,22 @@ def test_what_did_not_end_is_no_success(
     with pytest.raises(SystemExit) as ended:
         check_versions.main()
     assert ended.value.code == code
+
+
+@pytest.mark.usefixtures("ran")
+def test_each_end_has_an_environment_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bug: the newest versions are never installed: where they belong the oldest ones are found."""
+    made: dict[str, Path] = {}
+    monkeypatch.setattr(
+        check_versions, "make", lambda label, folder: made.setdefault(label, folder)
+    )
+    line = ["check_versions.py", "--folder", str(tmp_path)]
+    for given in ({}, {"oldest": tmp_path / "mine"}):
+        made.clear()
+        own = [f"--env={label}={folder}" for label, folder in given.items()]
+        monkeypatch.setattr(sys, "argv", [*line, *own])
+        with pytest.raises(SystemExit):
+            check_versions.main()
+        assert made == {label: tmp_path / label for label in check_versions.LABELS} | given

@@ -76,13 +76,14 @@ def test_a_failed_job_does_not_stop_the_rest(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Bug: a job that hangs or fails takes the later ones' results with it, or what it has started
-    stays on the GPU and disturbs their times."""
+    stays on the GPU and disturbs their times, also where the job itself is done."""
     alive = tmp_path / "alive"
     child = "import pathlib, sys, time; time.sleep(3); pathlib.Path(sys.argv[1]).touch()"
     hang = f"import subprocess as s, sys; s.run([sys.executable, '-c', {child!r}, {str(alive)!r}])"
     write = "import sys, pathlib; pathlib.Path(sys.argv[2]).write_text('{}'); print('said')"
     jobs = {
         "hangs": measure.Job((sys.executable, "-c", hang), timeout_s=1),
+        "leaves": measure.Job((sys.executable, "-c", hang.replace("s.run", "s.Popen"))),
         "fails": measure.Job((sys.executable, "-c", "raise SystemExit(3)")),
         "works": measure.Job((sys.executable, "-c", write), tail=("--", "x")),
     }
@@ -93,10 +94,10 @@ def test_a_failed_job_does_not_stop_the_rest(
     assert ended.value.code == 1
     summary = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert summary["hangs"] == "stopped after 1 s" and summary["fails"] == "exit code 3"
-    assert isinstance(summary["works"], float)
+    assert isinstance(summary["works"], float) and isinstance(summary["leaves"], float)
     assert (tmp_path / "works.json").read_text() == "{}"
     assert "said" in (tmp_path / "works.log").read_text()
-    time.sleep(3)
+    time.sleep(4)
     assert not alive.exists()
     monkeypatch.setattr(sys, "argv", ["measure.py", "--out", str(tmp_path), "nothing"])
     with pytest.raises(SystemExit) as refused:

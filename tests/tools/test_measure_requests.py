@@ -236,3 +236,26 @@ def test_what_a_context_holds_beside_other_tokens() -> None:
     at_most = request_parts.Measurement.at_most
     assert at_most(m, "long") == 999 and at_most(m, "long", 100, 20) == 879
     assert at_most(m, "short", 100) == 90
+
+
+def test_a_gap_belongs_to_what_it_began_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: the longest gap, in which the newcomer's last rows run, is told as one of the steps
+    beside its answer."""
+    newcomer = SimpleNamespace(metrics=SimpleNamespace(ttft_ms=3000.0))
+    handle = SimpleNamespace(result=lambda: newcomer, done=False, cancel=lambda: None)
+    m: Any = SimpleNamespace(
+        engine=SimpleNamespace(submit=lambda *_, **__: handle),
+        sizes={"repeats": 1},
+        random_ids=lambda count: [1] * count,
+    )
+
+    def note_times(stream: Any, times: list[float], is_steady: Any) -> None:
+        times += [0.0] * request_parts.WARMUP + [98.0, 99.0, 101.0, 103.5, 104.0]
+        is_steady.set()
+
+    monkeypatch.setattr(request_parts, "note_times", note_times)
+    clock = SimpleNamespace(perf_counter=lambda: 100.0)  # so its first token comes at 103
+    monkeypatch.setattr(request_parts, "time", clock)
+    found = request_parts.join_beside(m, 8)
+    gaps = {"quiet": (1, 1000.0), "joining": (2, 2500.0), "beside": (1, 500.0)}
+    assert {n: (found[f"num_{n}_gaps"], found[f"gap_{n}_max_ms"]) for n in gaps} == gaps

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -54,3 +55,17 @@ def test_each_side_has_caches_of_its_own(
     assert ran[:2] == ran[2:] and len(set(ran[:2])) == 2
     assert len({checkout for checkout, _ in ran}) == len({caches for _, caches in ran}) == 2
     assert ran[0][0] == tmp_path.resolve() and "(1.0000)" in capsys.readouterr().out
+
+
+def test_a_run_that_fails_ends_the_comparison(tmp_path: Path) -> None:
+    """Bug: a run that fails counts with the numbers of the one before, whose file still lies
+    there."""
+    package, out = tmp_path / "graphengine", tmp_path / "result.json"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    script = "import pathlib, sys; pathlib.Path(sys.argv[3]).write_text('{}')"
+    (package / "__main__.py").write_text(script)
+    assert side_by_side.run(tmp_path, ["bench"], tmp_path, out) == {}
+    (package / "__main__.py").write_text("raise SystemExit(3)")
+    with pytest.raises(subprocess.CalledProcessError):
+        side_by_side.run(tmp_path, ["bench"], tmp_path, out)

@@ -6,6 +6,7 @@ import importlib.util
 import json
 import math
 import sys
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -197,6 +198,30 @@ def test_an_end_token_ends_for_what_it_is(reason: Any, is_right: bool) -> None:
     """Bug: an answer that ended at an end token, but for its budget, is taken for right."""
     request = ended(reason)
     assert (page_of([1, 2, 3, 5]).check(request, None) is None) == is_right
+
+
+@pytest.mark.parametrize(("limit", "is_right"), [(4, True), (5, False)])
+def test_an_answer_ends_where_its_budget_does(limit: int, is_right: bool) -> None:
+    """Bug: an answer is a token shorter than what was asked for, and passes as told in full."""
+    request = replace(ended("length"), max_total_tokens=limit, stop_ids=set())
+    page = page_of([1, 2, 3, 5])
+    run: Any = SimpleNamespace(counts=Counter(), accepted=Counter(), matchers={}, texts=[])
+    run.page, run.must_match = page, True
+    if is_right:
+        soak_tool.Soak._check(run, request)
+        assert run.texts == [[1, 2, 3, 5]] and run.counts["ended_by_length"] == 1
+        return
+    with pytest.raises(soak_tool.Leak, match="ended 1 tokens before its budget"):
+        soak_tool.Soak._check(run, request)
+
+
+@pytest.mark.parametrize(("asked", "count"), [(1, 2), (None, 0), (1, 1), (None, 2)])
+def test_every_token_has_its_log_probabilities(asked: int | None, count: int) -> None:
+    """Bug: the last token of an answer has none, or one has some that nobody asked for."""
+    told: Any = [{3: 0.0, 4: -9.0}, {5: 0.0, 4: -9.0}]
+    request = replace(ended("stop"), logprobs=asked, output_logprobs=told[:count])
+    wrong = None if count == 2 * (asked is not None) else f"{count} log-probabilities of 2 tokens"
+    assert page_of([1, 2, 3, 5]).check(request, None) == wrong
 
 
 def test_each_part_of_a_state_is_compared() -> None:

@@ -22,19 +22,34 @@ SHAPE = Shape(
 LIMIT, NO_TOKEN = 12, 99
 
 
-def test_a_prompt_that_has_ended_accepts_nothing() -> None:
-    """Bug: steps of answers that have ended beside a longer one count, and the acceptance that the
-    pair is known by is that of rows which nobody reads."""
+def pair() -> tuple[Target, Drafter]:
+    """One with weights so wide that texts differ."""
     torch.manual_seed(0)
     target, drafter = Target(SHAPE), Drafter(replace(SHAPE, num_hidden_layers=1), 1, 4)
     for parameter in (*target.parameters(), *drafter.parameters()):
-        if parameter.ndim == 2:  # so wide that texts differ
+        if parameter.ndim == 2:
             torch.nn.init.normal_(parameter, std=0.5)
+    return target, drafter
 
-    def decoded(*prompts: list[int], stop: int) -> tuple[list[list[int]], torch.Tensor]:
-        told = {"mask_token": 23, "stop": stop, "limit": LIMIT}
-        return decode(target, drafter, [0], [*prompts], **told)[:2]
 
+def decoded(*prompts: list[int], stop: int) -> tuple[list[list[int]], torch.Tensor]:
+    told = {"mask_token": 23, "stop": stop, "limit": LIMIT}
+    return decode(*pair(), [0], [*prompts], **told)[:2]
+
+
+def test_a_stop_token_that_is_not_said_ends_nothing() -> None:
+    """Bug: an answer ends in the middle where the target would say the stop token behind a wrong
+    draft."""
+    (whole,), _ = decoded([1, 2, 3], stop=NO_TOKEN)
+    assert len(whole) == LIMIT
+    for stop in range(SHAPE.vocab_size):
+        (answer,), _ = decoded([1, 2, 3], stop=stop)
+        assert answer == (whole[: whole.index(stop) + 1] if stop in whole else whole)
+
+
+def test_a_prompt_that_has_ended_accepts_nothing() -> None:
+    """Bug: steps of answers that have ended beside a longer one count, and the acceptance that the
+    pair is known by is that of rows which nobody reads."""
     prompts = [1, 2, 3], [4, 5]
     (first, second), _ = decoded(*prompts, stop=NO_TOKEN)
     stop = next(token for token in second if token not in first)

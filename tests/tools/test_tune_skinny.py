@@ -9,6 +9,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
 from graphengine.kernels.skinny_config import PDL_EARLY, SKINNY_T, SkinnyConfig
 from tools import tune_skinny
 
@@ -66,3 +68,23 @@ def test_the_layer_decides() -> None:
     assert numbers["skinny_best_us"] == 1 + 20 + 20 + 10
     assert numbers["cublas_glue_0_us"] == 1 + 40 + 80 + 40
     assert numbers["skinny_best_but_gate_up_by_cublas_us"] == 1 + 20 + 80 + 10
+
+
+def test_what_is_slower_or_wrong_is_no_entry(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: a GEMM that cuBLAS beats, or whose product is wrong on the whole shape, gets an entry in
+    the table that is printed, and every engine runs it."""
+    config = SkinnyConfig(rows=64, cols=256)
+    beside = {"qkv": 5.0, "o": 0.5, "down": 5.0}
+
+    def time_case(case: Any, *_: object) -> tuple[dict[str, float], list[tune_skinny.Timed]]:
+        return {"cublas_us": beside[case.name]}, [tune_skinny.Timed(1.0, config)]
+
+    monkeypatch.setattr(tune_skinny, "time_case", time_case)
+    monkeypatch.setattr(tune_skinny, "compile_all", lambda jobs, seconds: set())
+    monkeypatch.setattr(tune_skinny, "Pool", lambda num_bytes: None)
+    monkeypatch.setattr(tune_skinny, "is_right", lambda case, config: case.name != "down")
+    args: Any = SimpleNamespace(seconds=60.0, gb=1.0, layer=False)
+    found = tune_skinny.tune(tune_skinny.cases(["8b"], [256], beside), args)
+    assert found["numbers"]["8b_rows_256"].keys() == beside.keys()
+    (line,) = found["table"]
+    assert line == f"    (6144, 4096, 2, 256): SkinnyConfig{tuple(config)},"

@@ -1,0 +1,31 @@
+"""tools/train_tiny.py: what it tells of a pair, on the bundled one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from graphengine import TINY_TARGET
+from tools import train_tiny
+
+
+def test_what_is_told_of_a_pair(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: the acceptance that the bundled pair is known by counts a token twice or not at all, or
+    the whole has another mean than its parts."""
+    histogram = torch.zeros(train_tiny.BLOCK_SIZE, dtype=torch.int64)
+    histogram[0] = histogram[-1] = 1  # two steps: no draft, and all of them
+
+    def decode(target: Any, drafter: Any, taps: Any, prompts: Any, **told: Any) -> Any:
+        return [[told["stop"]] for _ in prompts], histogram, train_tiny.BLOCK_SIZE + 1
+
+    monkeypatch.setattr(train_tiny, "decode", decode)
+    count = len(train_tiny.CATEGORIES)  # one of each
+    found: Any = train_tiny.evaluate(TINY_TARGET.parent, "cpu", count, 8, 0)
+    mean = (1 + train_tiny.BLOCK_SIZE) / 2
+    for row in (found, *found["categories"].values()):
+        assert (row["mean_acceptance_length"], row["tokens_per_step"]) == (mean, mean)
+        assert row["exact_answers"] == 0
+    assert found["per_position"] == [0.5] * (train_tiny.BLOCK_SIZE - 1)
+    assert (found["steps"], found["ties"]["tokens"]) == (2 * count, count)

@@ -98,6 +98,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--commit", help="of --after, where it has no history")
     parser.add_argument("command", nargs="+", help="of graphengine; it takes --output-json")
     args = parser.parse_args(arguments)
+    if args.runs < 1:
+        parser.error(f"--runs {args.runs}: there is a median of 1 or more")
     sides: dict[str, list[dict[str, Any]]] = {"before": [], "after": []}
     with tempfile.TemporaryDirectory() as folder:
         for _ in range(args.runs + 1):

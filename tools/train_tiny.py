@@ -471,6 +471,8 @@ def main() -> None:
     p.add_argument("--eval-prompts", type=int, default=256)
     p.add_argument("--show", type=int, default=2, help="sample answers to print per category")
     args = p.parse_args()
+    if args.eval_prompts < (least := len(CATEGORIES)):
+        p.error(f"--eval-prompts {args.eval_prompts}: pass {least} or more, one of each category")
     if args.smoke:
         args.exchanges, args.batch_tokens, args.target_steps = 8000, 4096, 12
         args.prompts, args.generation_batch, args.max_new_tokens = 64, 32, 24

@@ -365,6 +365,9 @@ def test_sizes_by_splits_and_rows() -> None:
     ]
     assert [choose_config(n, 512).num_warps for n in (4, 5)] == [4, 8]
     assert choose_config(16, 512, packed_rows=16).num_warps == 4
+    of_prompts = [choose_config(2, size, packed_rows=96, of_prompt=True) for size in (256, 512)]
+    assert [config.num_warps for config in of_prompts] == [4, 8]
+    assert choose_config(2, 512, packed_rows=96).num_warps == 4  # behind long texts 8 are slower
     assert choose_config(16, 256, smem_bytes=100 * 1024).num_warps == 4  # another GPU
 
 

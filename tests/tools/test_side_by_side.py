@@ -69,3 +69,9 @@ def test_a_run_that_fails_ends_the_comparison(tmp_path: Path) -> None:
     (package / "__main__.py").write_text("raise SystemExit(3)")
     with pytest.raises(subprocess.CalledProcessError):
         side_by_side.run(tmp_path, ["bench"], tmp_path, out)
+
+
+def test_no_run_is_no_comparison(tmp_path: Path) -> None:
+    """Bug: both sides run for minutes before there is no median."""
+    with pytest.raises(SystemExit, match="2"):
+        side_by_side.main(["--before", str(tmp_path), "--out", "ab.json", "--runs", "0", "bench"])

@@ -29,3 +29,11 @@ def test_what_is_told_of_a_pair(monkeypatch: pytest.MonkeyPatch) -> None:
         assert row["exact_answers"] == 0
     assert found["per_position"] == [0.5] * (train_tiny.BLOCK_SIZE - 1)
     assert (found["steps"], found["ties"]["tokens"]) == (2 * count, count)
+
+
+def test_each_category_has_a_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: a category without one ends the evaluation, behind all the training."""
+    count = len(train_tiny.CATEGORIES) - 1
+    monkeypatch.setattr("sys.argv", ["train_tiny.py", "--eval-prompts", str(count)])
+    with pytest.raises(SystemExit, match="2"):
+        train_tiny.main()

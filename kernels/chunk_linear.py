@@ -5,7 +5,7 @@ behind it reads and writes 150 MB for 2,048 rows of Qwen3-8B, and here it happen
 that hold the sums. In large tiles we are through earlier than cuBLAS, with SwiGLU or without,
 where they fill the rounds that the multiprocessors take of them. Up to 128 rows bytes are the
 limit, and what counts is that all multiprocessors read to the end: a tile each, as wide as that
-takes. What each gave, and what other sizes lose: profiles/LOG.md, 2026-11-26 and 28.
+takes. What each gave, and what other sizes lose: profiles/LOG.md, and LOG-2026-11-27.md.
 
 How: one CTA a multiprocessor takes tile after tile, and results leave by TMA. Gate and up rows
 alternate by 8 in a tile, so that a thread holds both. Three kinds of tiles; SwiGLU takes those that

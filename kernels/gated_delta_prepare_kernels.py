@@ -7,8 +7,8 @@ times the matrix's row of that number are taken from the columns in front of it:
 32 fused multiplications that do not wait for one another.
 
 Why: in products of 32 by 32 the inverse is a chain of eight, each of three parts, whose operands
-pass through shared memory. With it first tokens of Qwen3.5-4B come sooner (profiles/LOG.md,
-2026-11-27).
+pass through shared memory. With it first tokens of Qwen3.5-4B come sooner
+(profiles/LOG-2026-11-27.md).
 
 Legend as there.
 """

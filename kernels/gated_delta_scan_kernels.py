@@ -7,7 +7,7 @@ another in a chunk (what is known of its values, their updates, the state); the 
 them, and the outputs of a chunk are written while the next one's products begin.
 
 Why: tiles of 16 rows by `mma` exchange a chunk's sums through shared memory four times. With what
-came beside it long prompts of Qwen3.5-4B come sooner (profiles/LOG.md, 2026-11-26).
+came beside it long prompts of Qwen3.5-4B come sooner (profiles/LOG-2026-11-27.md).
 
 Invariant: as there, a state is float32; what it is made of and read by is two numbers of 16 bits.
 

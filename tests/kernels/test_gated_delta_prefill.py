@@ -9,7 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from graphengine.kernels.gated_delta_kernels import inverse_of
-from graphengine.kernels.gated_delta_prefill import CHUNK, Pieces, gated_delta_prefill_
+from graphengine.kernels.gated_delta_prefill import CHUNK, FEW_ROWS, Pieces, gated_delta_prefill_
 from graphengine.kernels.interpreter import INTERPRET
 from graphengine.kernels.launch import on_grid
 from tests.kernels import test_gated_delta
@@ -56,12 +56,16 @@ def test_one_piece(device: str, dtype: torch.dtype, length: int) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("lengths", [(2008, 200, 1, 33), (70, 24, 1, 33)], ids=["many", "few"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-def test_heads_as_published(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
+def test_heads_as_published(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, lengths: tuple[int, ...]
+) -> None:
     """Bug: another stage of the ring, tile of a state or key head is read, rows of the next piece
-    are, or nothing is kept; a thread's row of the inverse is another's."""
+    are, or nothing is kept; a thread's row of the inverse is another's, or another warp's."""
     monkeypatch.setattr(test_gated_delta, "K", 128)
-    heads, lengths, keep = (2, 6), (2008, 200, 1, 33), 3 * CHUNK
+    assert (sum(lengths) <= FEW_ROWS) == (lengths[0] < FEW_ROWS)
+    heads, keep = (2, 6), min(3, lengths[0] // CHUNK) * CHUNK
     layer = make(heads, 9, "cuda", dtype)
     projected = project(sum(lengths), heads, "cuda", dtype, seed=5)
     begin, pieces = 0, list[tuple[int, ...]]()

@@ -336,6 +336,19 @@ def test_names_reach_torch_profiler(tmp_path: Path) -> None:
     assert outer.thread == inner.thread
 
 
+def test_ranges_end_with_a_torch_profile_that_fails(tmp_path: Path) -> None:
+    """Bug: behind a profile that failed every later step of the process is annotated, for ever."""
+    try:
+        with (
+            pytest.raises(RuntimeError, match="of memory"),
+            torch_trace.record(tmp_path / "t.json"),
+        ):
+            raise RuntimeError("out of memory")
+        assert not names.is_enabled()
+    finally:
+        names.disable()
+
+
 @pytest.mark.gpu
 def test_torch_profiler_on_a_gpu(tmp_path: Path) -> None:
     """Bug: kernels inside graphs lose their launch, and with it their step and name."""

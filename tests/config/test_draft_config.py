@@ -200,8 +200,9 @@ def test_speculators_attention_rules(non_causal: bool) -> None:
 
 
 def test_nested_keys_win_and_are_named() -> None:
-    """Bug T34: block sizes at both places differ and nobody hears of it."""
-    config = parse_draft(changed(DRAFTER, block_size=7, dflash__block_size=16))
+    """Bug T34: block sizes at both places differ and nobody hears of it, or equal ids are named."""
+    outer = {"block_size": 7, "mask_token_id": DRAFTER["dflash_config"]["mask_token_id"]}
+    config = parse_draft(changed(DRAFTER, **outer, dflash__block_size=16))
     assert config.block_size == 16 and config.block_size_source == "dflash_config.block_size"
     (note,) = config.notes
     assert "block_size is 7" in note and "16 in dflash_config" in note

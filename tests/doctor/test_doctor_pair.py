@@ -95,6 +95,20 @@ def test_more_draft_tokens_than_the_target_has() -> None:
         assert [f.level for f in found if f.name == "pair.draft_vocabulary"] == [level]
 
 
+@pytest.mark.parametrize(
+    ("name", "level"),
+    [("Qwen/Qwen3-8B", "ok"), ("/models/Qwen3-8B", "ok"), ("/models/Qwen3-4B", "warning")],
+)
+def test_whom_a_drafter_names(name: str, level: str) -> None:
+    """Bug: a target that was fetched into a directory of its name is said to be another than the
+    one that the drafter names; or another passes without a word."""
+    target, draft = read_configs("qwen3-8b", "qwen3-8b-dflash-b16")
+    assert isinstance(draft, DraftConfig)
+    named_one = replace(draft, verifier="Qwen/Qwen3-8B")
+    found = pair_findings(ModelFiles(name=name), target, ModelFiles(name="draft"), named_one)
+    assert [f.level for f in found if f.name == "pair.verifier"] == [level]
+
+
 def test_stop_tokens_outside_the_vocabulary(copies: tuple[Path, Path]) -> None:
     """Bug: a stop token that cannot come up stops doctor, though the pair loads and runs."""
     edit_config(copies[0], lambda c: {"eos_token_id": [9999, 2]}, "generation_config.json")

@@ -64,6 +64,28 @@ def test_a_slow_reader_hears_of_an_error() -> None:
     assert said == ["one", "one"]
 
 
+def test_an_error_of_one_cancels_the_others() -> None:
+    """Bug: the other requests of a call run on for as long as somebody holds the error of one, as
+    an interactive session does."""
+    cancelled: list[_Stream] = []
+
+    class Serving:
+        def cancel(self, stream: _Stream) -> None:
+            cancelled.append(stream)
+
+    serving: Any = Serving()
+    changed = threading.Event()
+    running, failed = (
+        _Stream(lambda: (_ for _ in ()).throw(AssertionError), None) for _ in range(2)
+    )
+    failed.put(None, RuntimeError("a step went wrong"))
+    changed.set()
+    chunks = collect([Handle(serving, running), Handle(serving, failed)], changed)
+    with pytest.raises(RuntimeError, match="a step went wrong") as held:
+        next(chunks)
+    assert running in cancelled, held
+
+
 def test_whoever_leaves_an_iteration_leaves_the_rest() -> None:
     """Bug: chunks that came together are lost where the loop over them ends at the first."""
     deaf: Any = Deaf()

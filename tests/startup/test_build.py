@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,7 +10,9 @@ import pytest
 import torch
 
 from graphengine.api import Engine
+from graphengine.capture import compile as compiling
 from graphengine.checkpoints.hub import TINY_TARGET
+from graphengine.decode import buckets
 from graphengine.decode.fixed_chunk import LONG_SIZES
 from graphengine.startup import build
 from tests.support.checkpoints import make_target
@@ -50,6 +53,16 @@ def test_what_grammars_share_is_built_by_a_start(asked: bool) -> None:
     with Engine.from_pretrained(TINY_TARGET, **options) as engine:
         grammars = engine.built.grammars
         assert grammars is not None and (grammars._tokenizer is not None) is asked
+
+
+def test_what_a_start_has_compiled_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: a process's second engine counts what the first has compiled, and a start that found all
+    of its code is told as a cold one."""
+    monkeypatch.setattr(buckets, "compile_segments", tuple)  # nothing is compiled
+    monkeypatch.setattr(compiling, "_COUNTS", Counter(hits=3, misses=5))  # by an earlier engine
+    options = {"buckets": (1,), "max_model_len": 64, "device": "cpu", "compile": True}
+    with Engine.from_pretrained(TINY_TARGET, **options) as engine:
+        assert (engine.startup.num_cache_hits, engine.startup.num_compiled) == (0, 0)
 
 
 def test_which_chunks_are_long(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -51,6 +51,15 @@ def test_what_requests_may_ask(option: str, asked: bool | None) -> None:
     assert getattr(config, option) is (asked is not False)
 
 
+@pytest.mark.parametrize(("asked", "most"), [(None, 20), (0, 0), (3, 3)])
+def test_most_alternatives_that_requests_may_ask(asked: int | None, most: int) -> None:
+    """Bug: where nothing is captured an engine has log-probabilities, and plans memory for them,
+    that it was asked to be built without."""
+    options = Options(device="cpu", max_logprobs=asked)
+    config = resolve_options(options, *read_configs(TINY_TARGET, None))
+    assert config.max_logprobs == most
+
+
 def test_drawn_acceptance_offers_nothing() -> None:
     """Bug: an engine whose acceptance is drawn says that it has log-probabilities, and who asks for
     some gets a KeyError."""

@@ -98,6 +98,9 @@ class Page:
         is_due = request.logprobs is not None
         if len(request.output_logprobs) != len(said) * is_due:
             return f"{len(request.output_logprobs)} log-probabilities of {len(said)} tokens"
+        is_due, count = request.prompt_logprobs is not None, len(request.prompt_scores)
+        if said and count != (len(prompt) - 1) * is_due:  # without an answer it may not have run
+            return f"{count} log-probabilities of a prompt of {len(prompt)} tokens"
         return None
 
     def state_error(self, loop: DecodeLoop, slot: int, ids: Sequence[int]) -> float:

@@ -4,6 +4,8 @@ import importlib.util
 import json
 import subprocess
 import sys
+import threading
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -147,11 +149,13 @@ def test_a_python_that_is_gone_starts_over(environment: list[list[str]]) -> None
 
 
 def test_another_place_starts_over(environment: list[list[str]]) -> None:
-    """Bug: a copied checkout runs the code of the original through its editable install."""
+    """Bug: a copied checkout runs the code of the original through its editable install, or what
+    starts over takes the extras of before along."""
     marker = json.loads(bootstrap.MARKER.read_text())
     bootstrap.MARKER.write_text(json.dumps({**marker, "root": "/elsewhere"}))
-    assert bootstrap.ensure_environment({"test"}, cuda=False) is False
+    assert bootstrap.ensure_environment({"dev"}, cuda=False) is False
     assert environment[0][1:3] == ["-m", "venv"]
+    assert environment[-1][-1] == ".[dev]"
 
 
 def test_a_failed_install_leaves_no_marker(
@@ -176,6 +180,56 @@ def test_the_end_of_what_it_runs(code: int, told: int, monkeypatch: pytest.Monke
     monkeypatch.setattr(bootstrap, "ensure_environment", lambda *_: True)
     monkeypatch.setattr(bootstrap.subprocess, "run", lambda *_, **__: done)
     assert bootstrap.main(["test", "--no-cuda"]) == told
+
+
+@pytest.mark.parametrize(
+    ("typed", "is_part"),
+    [([], True), (["--all"], False), (["--", "-m", "slow"], False), (["--", "-k", "x"], True)],
+)
+def test_it_says_whether_the_long_tests_ran(
+    typed: list[str],
+    is_part: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Bug: whoever has chosen the long tests with pytest's own -m is told that they did not run."""
+    commands: list[list[str]] = []
+
+    def run(command: list[str], **_: object) -> SimpleNamespace:
+        commands.append(command)
+        return SimpleNamespace(returncode=0)
+
+    monkeypatch.setattr(bootstrap, "ensure_environment", lambda *_: True)
+    monkeypatch.setattr(bootstrap.subprocess, "run", run)
+    assert bootstrap.main(["test", "--no-cuda", *typed]) == 0
+    assert ("the long tests did not run" in capsys.readouterr().out) == is_part
+    assert ("not slow" in commands[0]) == is_part
+
+
+@pytest.mark.parametrize("code", [0, 3])
+def test_signs_of_life_end_with_the_command(
+    code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bug: what pip said last is said again every 20 seconds while the tests run."""
+    seen = tmp_path / "seen"
+    monkeypatch.setattr(bootstrap, "HEARTBEAT_S", 0.01)
+    monkeypatch.setattr(bootstrap, "say", lambda text: " s: said" in text and seen.touch())
+    wait = f"""
+import pathlib, time
+print("said", flush=True)
+end = time.monotonic() + 20
+while time.monotonic() < end and not pathlib.Path({str(seen)!r}).exists():
+    time.sleep(0.01)
+raise SystemExit({code})
+"""
+    before = set(threading.enumerate())
+    failure = pytest.raises(bootstrap.SetupError, match="exit 3") if code else nullcontext()
+    with failure:
+        bootstrap.command_output([sys.executable, "-c", wait], "waiting")
+    assert seen.exists()
+    for thread in set(threading.enumerate()) - before:
+        thread.join(timeout=5)
+        assert not thread.is_alive()
 
 
 def test_help_shows_examples() -> None:

@@ -9,6 +9,7 @@ import check_grammars as tool
 import pytest
 import torch
 
+from graphengine import TINY_TARGET
 from graphengine.decode import masks
 
 
@@ -53,6 +54,14 @@ def test_walks_and_what_they_notice(monkeypatch: pytest.MonkeyPatch, capsys: Any
     monkeypatch.setattr(tool, "fill_masks", shifted)
     code, found = run(monkeypatch, capsys, "masks", "--count", "8")
     assert code == 1 and found["num_wrong"]
+
+
+def test_what_every_mask_allows_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: a mask that allows what the grammar refuses passes, since the step alone has the same
+    one; it is found when the refused token is said, if ever."""
+    monkeypatch.setattr(tool, "fill_masks", lambda jobs, mask_TW: mask_TW.fill_(-1))
+    _, wrong = tool.check_masks(TINY_TARGET, 4, 0)
+    assert len(wrong) == 4 and all("row 0 of" in text and " allows " in text for text in wrong)
 
 
 def test_what_a_budget_cuts_off_is_looked_at(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:

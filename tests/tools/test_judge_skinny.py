@@ -46,8 +46,8 @@ def test_a_table_that_was_not_timed_beats_nothing() -> None:
 
 
 def test_the_table_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bug: a change stays in the table for the next variant, a bucket keeps its old kernels, or a
-    failure leaves requests in the loop."""
+    """Bug: a change stays in the table for the next variant, of changes made together the last
+    alone is in it, a bucket keeps its old kernels, or a failure leaves requests in the loop."""
     table = dict(TUNED)
     seen: list[Any] = []
     lane = SimpleNamespace(num_built=0)
@@ -78,6 +78,7 @@ def test_the_table_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
         (table[KEY], CONFIG, 3, 16, 768),
         "reset",
     ]
+    assert steps.ms("o+new", ["o", "new"]) is None and seen[-2][:2] == (CONFIG, CONFIG)
     assert table == TUNED
     assert steps.numbers == {
         name: {"step_p50_ms": 5.0, "step_mean_ms": 5.1} for name in ("o", "none")

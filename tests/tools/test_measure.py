@@ -146,8 +146,8 @@ def test_terminated_it_still_says_what_ended(tmp_path: Path) -> None:
 
 def test_terminated_the_recorder_stores_what_ended(tmp_path: Path) -> None:
     """Bug: six minutes of a GPU's tests are lost to a time limit one second before the file is
-    written; which tests failed is told and why is not, or cut where a terminal would end; a long
-    test begins behind the short ones."""
+    written; which tests failed is told and why is not, or cut where a terminal would end; a test
+    whose tear-down fails has passed; a long test begins behind the short ones."""
     reason = "a reason " + "that is longer than a terminal is wide " * 4 + "END"
     suite = tmp_path / "test_suite.py"
     suite.write_text(
@@ -155,6 +155,9 @@ def test_terminated_the_recorder_stores_what_ended(tmp_path: Path) -> None:
         "begun = []\n"
         "def test_passes(): assert begun\n"
         f"def test_fails(): raise RuntimeError({reason!r})\n"
+        "@pytest.fixture\n"
+        "def left(): yield; raise RuntimeError('left over')\n"
+        "def test_leaves(left): pass\n"
         f"def test_hangs(): pathlib.Path({str(tmp_path / 'on')!r}).touch(); time.sleep(60)\n"
         "@pytest.mark.slow\n"
         "def test_long(): begun.append(1)\n"
@@ -180,9 +183,10 @@ def test_terminated_the_recorder_stores_what_ended(tmp_path: Path) -> None:
         process.kill()
     assert process.returncode == 1
     stored = json.loads(out.read_text())
-    for key, name in (("failed", "test_fails"), ("unfinished", "test_hangs")):
-        assert [each.partition("::")[2] for each in stored["config"][key]] == [name]
-    assert list(stored["config"]["reasons"].values()) == [f"RuntimeError: {reason}"]
+    for key, names in (("failed", ["test_fails", "test_leaves"]), ("unfinished", ["test_hangs"])):
+        assert [each.partition("::")[2] for each in stored["config"][key]] == names
+    reasons = [f"RuntimeError: {told}" for told in (reason, "left over")]
+    assert list(stored["config"]["reasons"].values()) == reasons
     assert stored["numbers"]["num_passed"] == 2
 
 

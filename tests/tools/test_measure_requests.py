@@ -82,8 +82,8 @@ def test_every_part_on_the_bundled_pair(tmp_path: Path, capsys: pytest.CaptureFi
 def test_a_failed_part_does_not_take_the_others_along(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Bug: an exception in one part loses what others have measured on a rented GPU, or a request
-    that it has left keeps the next part waiting."""
+    """Bug: an exception in one part loses what others have measured on a rented GPU, a request
+    that it has left keeps the next part waiting, or the file does not say that the last failed."""
 
     def fails(m: Any) -> Any:
         handle = m.engine.submit([1, 2, 3], max_new_tokens=1000, ignore_eos=True)
@@ -101,10 +101,11 @@ def test_a_failed_part_does_not_take_the_others_along(
     monkeypatch.setattr(measure_requests, "PARTS", parts)
     out = tmp_path / "requests.json"
     result, said = measured(capsys, 1, "--only", ",".join(sorted(parts)), "--out", str(out))
-    problems = result["config"]["problems"]
+    stored, problems = json.loads(out.read_text()), result["config"]["problems"]
+    assert stored["config"] == result["config"]
     assert "not finite" in problems.pop("nonsense")
     assert problems == {"fails": "RuntimeError: not this one", "last": "no time left"}
-    assert json.loads(out.read_text())["numbers"]["late"]["a_row"] == {"num_steps": 1}
+    assert stored["numbers"]["late"]["a_row"] == {"num_steps": 1}
     assert "FAILED: RuntimeError: not this one" in said
 
 

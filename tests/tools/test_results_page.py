@@ -74,7 +74,8 @@ def test_the_newest_file_counts(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) 
 
 
 def test_only_a_check_fails(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
-    """Bug: writing what was stale counts as a failure, or finding it does not."""
+    """Bug: writing what was stale counts as a failure, or finding it does not; or a check writes
+    the picture."""
     made = {"README": "a\n", "PAGE": "b\n", "PICTURE": "c"}
     for name, text in made.items():
         path = tmp_path / name
@@ -83,11 +84,12 @@ def test_only_a_check_fails(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> N
     monkeypatch.setattr(results_page, "ROOT", tmp_path)
     monkeypatch.setattr(results_page, "page", lambda: "new\n")
     monkeypatch.setattr(results_page, "picture", lambda: b"drawn")
-    for options, code in ((["--check"], 1), ([], 0), (["--check"], 0)):
+    check = ["--check"]
+    for options, code, shown in ((check, 1, "c"), ([], 0, "drawn"), (check, 0, "drawn")):
         monkeypatch.setattr("sys.argv", ["results_page.py", *options])
         with pytest.raises(SystemExit) as end:
             results_page.main()
-        assert end.value.code == code
+        assert end.value.code == code and results_page.PICTURE.read_text() == shown
     assert [(tmp_path / name).read_text() for name in made] == ["a\n", "new\n", "drawn"]
 
 

@@ -19,7 +19,8 @@ def result(step_ms: float, startup_s: float, tokens: str = "a") -> dict:
 
 
 def test_the_first_pair_fills_caches() -> None:
-    """Bug: a cold run counts among the warm ones, or a side's runs among the other's."""
+    """Bug: a cold run counts among the warm ones, or a side's runs among the other's; or tokens
+    that differ between the sides count as the same, since each side's are."""
     sides = {
         "before": [result(9.0, 40.0), result(4.0, 8.0), result(5.0, 6.0)],
         "after": [result(9.0, 30.0), result(3.0, 5.0), result(3.0, 5.0, tokens="b")],
@@ -27,6 +28,11 @@ def test_the_first_pair_fills_caches() -> None:
     (row,) = compare(sides).values()
     assert (row["before_p50_ms"], row["after_p50_ms"]) == (4.5, 3.0)
     assert row["after_over_before_ratio"] == 3.0 / 4.5 and row["num_token_digests"] == 2
+    for other, count in (("a", 1), ("b", 2)):
+        (row,) = compare(
+            {"before": [result(4.0, 8.0)] * 2, "after": [result(4.0, 8.0, tokens=other)] * 2}
+        ).values()
+        assert row["num_token_digests"] == count
     assert starts(sides) == {
         "full_triton_start": {
             "before_cold_s": 40.0,

@@ -224,6 +224,27 @@ def test_every_token_has_its_log_probabilities(asked: int | None, count: int) ->
     assert page_of([1, 2, 3, 5]).check(request, None) == wrong
 
 
+@pytest.mark.parametrize("told", [[{2: 0.0, 4: -9.0}], [{2: -3.0, 4: -9.0}], []])
+def test_a_prompt_has_its_log_probabilities(told: Any) -> None:
+    """Bug: those of a prompt are another token's, or there are none, and nobody looks at them."""
+    request = replace(ended("stop"), prompt_logprobs=1, prompt_scores=told)
+    wrong = page_of([1, 2, 3, 5]).check(request, None)
+    if not told:
+        assert wrong == "0 log-probabilities of a prompt of 2 tokens"
+    elif told[0][2] == 0:
+        assert wrong is None
+    else:
+        assert str(wrong).startswith("token 1 is 2; its log-probabilities")
+
+
+def test_the_end_of_a_run_is_in_its_last_quarter() -> None:
+    """Bug: a state that is wrong at the very last step is not in what is stored of the run."""
+    for steps in (100, 103):
+        errors = [(0, 1.0), (60, 2.0), (61, 1.0), (steps, 4.0)]
+        run: Any = SimpleNamespace(counts={"steps": steps}, state_errors=errors)
+        assert soak_tool.Soak.state_errors_by_quarter(run) == [1.0, 0.0, 2.0, 4.0]
+
+
 def test_each_part_of_a_state_is_compared() -> None:
     """Bug: the convolution's window is right, so the recurrence's state is not looked at."""
     states = States(torch.ones(2, 3, 4), torch.ones(2, 3, 4))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import calendar
+import contextlib
+import io
 import json
 import operator
 import random
@@ -10,7 +12,7 @@ import re
 from functools import reduce
 from pathlib import Path
 
-from tools import corpus_questions, tiny_corpus
+from tools import corpus_code, corpus_questions, tiny_corpus
 
 HELDOUT = Path(__file__).parents[1] / "data" / "heldout.jsonl"
 NUM_EXCHANGES = 3000  # some ten of them come up again
@@ -68,3 +70,20 @@ def test_sums_are_right() -> None:
             assert re.findall(r"\d+", answer)[-1] == equations[-1][2], told
             num_answers += 1
     assert num_answers == 20 * (len(makers) - 2)  # a table and counting are no sums
+
+
+def test_a_loop_comes_to_its_end() -> None:
+    """Bug: the loop of an answer leaves out the last of the numbers that it was asked for."""
+    rng, num_with_last = random.Random(0), 0
+    for _ in range(200):
+        prompt, answer = corpus_code.code_loop(rng)
+        first, last, step = map(int, re.findall(r"\d+", prompt))
+        code, _, told = answer.removeprefix("```python\n").partition("\n```")
+        said = io.StringIO()
+        with contextlib.redirect_stdout(said):
+            exec(code, {})
+        numbers = [int(line.split()[0]) for line in said.getvalue().splitlines()]
+        assert numbers == list(range(first, last + 1, step)), answer
+        assert f"ends at {last + 1} because" in told
+        num_with_last += last in numbers
+    assert num_with_last > 20

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -37,3 +38,22 @@ def test_each_category_has_a_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.argv", ["train_tiny.py", "--eval-prompts", str(count)])
     with pytest.raises(SystemExit, match="2"):
         train_tiny.main()
+
+
+def test_ties_are_those_of_the_answer() -> None:
+    """Bug: the shares of near ties, by which texts of two engines may differ, are of the tokens
+    behind an answer's own."""
+    margins = torch.tensor([0.0, 0.0, 0.1, 5.0, 5.0])  # of what follows each of five tokens
+
+    class Ties:
+        model = SimpleNamespace(embed_tokens=SimpleNamespace(weight=margins))
+
+        def __call__(self, ids: torch.Tensor) -> tuple[torch.Tensor, None]:
+            return margins[ids], None
+
+        def head(self, rows: torch.Tensor) -> torch.Tensor:
+            return torch.stack([rows, 0 * rows], dim=-1)
+
+    target: Any = Ties()
+    found = train_tiny.near_ties(target, [([0, 1], [2, 3, 4])])
+    assert found == {"tokens": 3, "equal": 1 / 3, "closer_than_0.25": 2 / 3}

@@ -88,3 +88,26 @@ def test_what_is_slower_or_wrong_is_no_entry(monkeypatch: pytest.MonkeyPatch) ->
     assert found["numbers"]["8b_rows_256"].keys() == beside.keys()
     (line,) = found["table"]
     assert line == f"    (6144, 4096, 2, 256): SkinnyConfig{tuple(config)},"
+
+
+def test_what_a_layer_leaves_to_cublas_is_no_entry(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: the GEMM that is fastest alone, in whose place a layer has cuBLAS or whose other config
+    is wrong, keeps its entry in the table."""
+    alone, other, wrong = (SkinnyConfig(rows=r, cols=256) for r in (64, 128, 192))
+    chosen = {"qkv": None, "o": other, "gate_up": wrong, "down": alone}
+    todo = tune_skinny.cases(["8b"], [256], chosen)
+    bench = SimpleNamespace(cases={case.name: case for case in todo})
+    timed = {"cublas_us": 5.0}, [tune_skinny.Timed(1.0, alone)]
+    monkeypatch.setattr(tune_skinny, "time_case", lambda *_: timed)
+    monkeypatch.setattr(tune_skinny, "compile_all", lambda jobs, seconds: set())
+    monkeypatch.setattr(tune_skinny, "Pool", lambda num_bytes: None)
+    monkeypatch.setattr(tune_skinny, "LayerBench", lambda *_: bench)
+    monkeypatch.setattr(tune_skinny, "tune_layer", lambda *_: ({"skinny_best_us": 3.0}, chosen))
+    monkeypatch.setattr(tune_skinny, "is_right", lambda case, config: config is not wrong)
+    args: Any = SimpleNamespace(seconds=60.0, gb=1.0, layer=True)
+    found = tune_skinny.tune(todo, args)
+    assert found["numbers"]["8b_rows_256"]["layer"] == {"skinny_best_us": 3.0}
+    assert found["table"] == [
+        f"    (4096, 4096, 2, 256): SkinnyConfig{tuple(other)},",
+        f"    (4096, 12288, 2, 256): SkinnyConfig{tuple(alone)},",
+    ]

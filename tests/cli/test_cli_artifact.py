@@ -181,7 +181,8 @@ def test_a_pipe_holds_no_artifact(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 def test_fresh_begins_with_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Bug: --fresh leaves what was compiled, or takes what it has dropped off the new files; or a
     bucket takes no full step, and its first user waits for kernels; or 2 MB are called 2 MiB; or
-    a short context does not hold the prompts that are asked."""
+    a short context does not hold the prompts that are asked; or what was measured of minutes of
+    compiling is lost with a file that cannot be packed."""
     real = Engine.from_pretrained
     monkeypatch.setattr(
         Engine, "from_pretrained", lambda *a, **b: real(*a, **b | {"compile": False})
@@ -202,6 +203,14 @@ def test_fresh_begins_with_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert done.exit_code == 0, done.output
     assert json.loads(done.stdout)["num_new_files"] == 0 and not old.exists()
     assert asked == [[15], [15, 15]] and "(2.5 MB)" in done.stderr
+
+    def fail(*_: Any) -> int:
+        raise ValueError("x.tar.gz: cannot be written")
+
+    monkeypatch.setattr(artifact, "pack", fail)
+    done = CliRunner().invoke(cli.main, [*args, "--json"], env={"GRAPHENGINE_CACHE": str(tmp_path)})
+    assert done.exit_code == 2 and "x.tar.gz: cannot be written" in done.stderr
+    assert json.loads(done.stdout)["num_new_files"] == 0
 
 
 def test_a_run_tells_what_does_not_fit(tmp_path: Path) -> None:

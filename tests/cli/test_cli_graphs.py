@@ -12,12 +12,17 @@ from tests.support import checkpoints
 from tests.support.chains import chain_names
 from tests.support.command_line import document, invoke
 
+# First and last of equal steps of the bundled pair's chains.
+JOINED = (("verify.01", "verify.07"), ("verify.L0.attn", "verify.L7.attn"))
+
 
 def test_graphs_on_the_cpu_lists_the_steps() -> None:
-    """Bug: without CUDA graphs the command shows nothing, or wrong shapes."""
+    """Bug: without CUDA graphs the command shows nothing, or wrong shapes; or an attention, whose
+    shapes are a dense segment's too, shares a line with those."""
     result = invoke("graphs", "--device", "cpu", "--bucket", "1,2", "--json")
     listed = document(result)
     assert "no CUDA graphs on the CPU" in result.stderr
+    assert all(f" {a} .. {b} " in result.stderr for a, b in JOINED), result.stderr
     assert listed["graph_mode"] == "none"
     assert (listed["model"], listed["draft"]) == (TINY_TARGET.name, TINY_DRAFT.name)
     for bucket, rows in ((1, 16), (2, 32)):

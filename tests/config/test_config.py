@@ -91,10 +91,12 @@ def test_published_shapes() -> None:
         {"use_sliding_window": True, "sliding_window": None},
         {"use_sliding_window": True, "sliding_window": 4096, "max_window_layers": 36},
         {"use_sliding_window": True, "sliding_window": 64, "layer_types": ["full_attention"] * 36},
+        {"mlp_bias": True},
     ],
 )
-def test_windows_that_no_layer_has(keys: Json) -> None:
-    """Bug: a flag that transformers ignores turns a model away whose layers are all full."""
+def test_what_no_layer_has(keys: Json) -> None:
+    """Bug: a flag that transformers ignores turns a model away whose layers are all full; or one of
+    another architecture's has biases looked for that no checkpoint of this one has."""
     assert ModelConfig.from_hf(changed(TARGET, **keys)) == ModelConfig.from_hf(TARGET)
 
 

@@ -58,6 +58,11 @@ YARN_SPELLINGS: dict[str, Json] = {
     "flat-rope_type": {"rope_theta": 5e4, "rope_scaling": YARN_64},
     "flat-both-types": {"rope_theta": 5e4, "rope_scaling": {"type": "yarn", **YARN_64}},
     "nested": {"rope_theta": MISSING, "rope_parameters": {"rope_theta": 5e4, **YARN_64}},
+    "at-both-places": {
+        "rope_theta": MISSING,
+        "rope_parameters": {"rope_theta": 5e4, **YARN_64},
+        "rope_scaling": {"type": "yarn", **YARN},
+    },
 }
 
 
@@ -74,7 +79,8 @@ def test_theta_in_every_spelling(config: Json, name: str) -> None:
 
 @pytest.mark.parametrize("name", YARN_SPELLINGS)
 def test_yarn_in_every_spelling(name: str) -> None:
-    """Bug T05: scaling is dropped under one spelling."""
+    """Bug T05: scaling is dropped under one spelling; or a file that has it at both places, its
+    type under two names, is said to disagree with itself."""
     rope = ModelConfig.from_hf(changed(TARGET, **YARN_SPELLINGS[name])).rope
     assert (rope.kind, rope.theta, rope.factor) == ("yarn", 5e4, 64.0)
     assert rope.original_max_position_embeddings == 4096

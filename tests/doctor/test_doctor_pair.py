@@ -201,7 +201,8 @@ def test_requests_that_wait_for_pages(pair: tuple[Path, Path]) -> None:
 
 
 def test_a_context_that_the_pool_lowers(pair: tuple[Path, Path]) -> None:
-    """Bug: the pool ends requests before the models would, and doctor does not say so."""
+    """Bug: the pool ends requests before the models would, and doctor does not say so; or says so
+    of a length that was asked for, which a start refuses."""
     plan = check(*pair, max_model_len=None).memory_plan
     assert plan is not None
     whole = plan.max_model_len
@@ -213,6 +214,8 @@ def test_a_context_that_the_pool_lowers(pair: tuple[Path, Path]) -> None:
         assert (left < whole) == is_told
         told = [f.value for f in named(found, "run.memory") if f.level == "warning"]
         assert told == [f"K/V for {left} of {whole} tokens a request is left"] * is_told
+        asked = check(*pair, max_model_len=whole, kv_cache_memory=pool)
+        assert errors(asked) == ["run.memory"] * is_told
 
 
 def test_positions_of_both_models(copies: tuple[Path, Path]) -> None:

@@ -131,7 +131,9 @@ def test_where_files_have_no_owner(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 @needs_compiler
 @needs_root
-@pytest.mark.parametrize("place", ["folder", "segments", "file", "pipe"])
+@pytest.mark.parametrize(
+    "place", [pytest.param("folder", marks=pytest.mark.slow), "segments", "file", "pipe"]
+)
 def test_a_foreign_segment_is_not_loaded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
 ) -> None:

@@ -61,6 +61,7 @@ def test_drafted_is_plain_is_transformers(buckets: tuple[int, ...]) -> None:
         assert choice.tolist() == answer
 
 
+@pytest.mark.slow
 def test_turns_of_a_chat() -> None:
     """Bug: behind a hit the state is another prefix's, a token short or the drafter's context is
     missing, so that the text or the acceptance changes; or the next turn finds nothing, or a fork

@@ -217,6 +217,7 @@ def test_a_file_that_is_not_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
             check_places({"output_json": path})
 
 
+@pytest.mark.slow
 def test_no_place_for_a_cache(cli: Run) -> None:
     """Bug: HOME or a cache at a place that cannot be made ends `run` without a remedy."""
     done = cli("--prompt", "x", "--compile", env={"GRAPHENGINE_CACHE": "/proc/graphengine"})

@@ -74,7 +74,9 @@ LONG = {
     *(f"GEMM, wide, 128 rows, {kind}" for kind in ("SwiGLU", "FP8", "partials")),
     *(f"head, {T} rows" for T in (16, 64, 128, 192, 256)),
     *(f"head, {T} rows, FP8" for T in (16, 128, 256)),
-    "attention of chunks, other tiles",
+    *(f"attention of chunks, {kind}" for kind in ("other tiles", "wide heads", "split")),
+    *("attention with a gate", "attention in float32", "heads of the table"),
+    *("recurrence", "recurrence of a prompt"),
     "experts, other numbers of rows",
 }
 assert set(LAUNCHES) >= LONG
@@ -121,6 +123,7 @@ def test_results_are_written_through(compiled: list[Any]) -> None:
     assert kernel.asm["ptx"].count("st.global.wt.b64") == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kernel", ["verify_kernel", "convolve_kernel"])
 def test_all_is_read_before_anything_is_written(kernel: str, compiled: list[Any]) -> None:
     """Bug: a read stands behind a write, in front of which the compiler does not move it: memory is
@@ -135,8 +138,7 @@ def test_all_is_read_before_anything_is_written(kernel: str, compiled: list[Any]
 
 
 @pytest.mark.parametrize(
-    "launch",
-    ["GEMM", "GEMM, wide, 16 rows"],
+    "launch", ["GEMM", pytest.param("GEMM, wide, 16 rows", marks=pytest.mark.slow)]
 )
 def test_descriptors_are_prefetched(launch: str, compiled: list[Any]) -> None:
     """Bug: the compiler numbers a kernel's parameters otherwise, so what is fetched ahead is no
@@ -149,7 +151,7 @@ def test_descriptors_are_prefetched(launch: str, compiled: list[Any]) -> None:
         assert re.search(rf"\.param \.align 64 \.b8 {place}\[128\]", ptx)
 
 
-@pytest.mark.parametrize("splits", [0, 4])
+@pytest.mark.parametrize("splits", [0, pytest.param(4, marks=pytest.mark.slow)])
 def test_a_softmax_runs_beside_products(compiled: list[Any], tmp_path: Path, splits: int) -> None:
     """Bug: ptxas serialises wgmma, or waits for P V before it computes the softmax: right results
     at half the rate."""

@@ -293,6 +293,7 @@ def test_engine_says_what_plain_decoding_says(tmp_path: Path, speculates: str) -
             assert result.token_ids == truth[tuple(prompt)][:30], drafter
 
 
+@pytest.mark.slow
 def test_compiled_segments_hold_the_constants(tmp_path: Path) -> None:
     """Bug: a segment compiled for one number of experts a row serves a model of another, whose
     tensors have the same shapes."""

@@ -80,6 +80,7 @@ def test_no_step_of_it_meets_the_first_request(monkeypatch: pytest.MonkeyPatch) 
     assert seen[-1] == "wait"
 
 
+@pytest.mark.slow
 def test_every_chunk_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Bug: a prompt of the warm-up begins like the one before and takes over its pages, so that the
     longer chunks and an eager prefill first run for a user."""

@@ -35,7 +35,7 @@ _spec.loader.exec_module(soak_tool)
 OPTIONS: dict[str, Any] = {"buckets": soak_tool.BUCKETS, "device": "cpu"}
 
 
-@pytest.mark.parametrize("backend", ["torch", "triton"])
+@pytest.mark.parametrize("backend", ["torch", pytest.param("triton", marks=pytest.mark.slow)])
 def test_300_steps(backend: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Bug T45: over hundreds of steps with forks, cancels, resets, options, grammars, evictions,
     changes of buckets a page leaks or is written, or a token is not the one-page step's."""

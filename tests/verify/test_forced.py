@@ -80,6 +80,7 @@ def failing(results: dict[str, CellResult]) -> set[str]:
     return {mode for mode, result in results.items() if "regret" in result.failed}
 
 
+@pytest.mark.slow
 def test_a_commit_of_one_row_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
     """Bug: a recurrent state advances by one rejected row; of a whole block there is none."""
     found = hybrid({rows: rows + 1 for rows in range(1, 8)}, monkeypatch)

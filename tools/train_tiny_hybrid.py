@@ -33,23 +33,22 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from tiny_corpus import CATEGORIES, heldout_set
 from tiny_drafter import Attention, Drafter, Layer, Mlp, Target, decode, rope, rotate
-from tokenizers import Tokenizer
-from torch import Tensor, nn
-from train_tiny import (
+from tiny_pair import (
     BLOCK_SIZE,
     DRAFT,
     END_OF_TEXT,
-    GAMMA,
     IM_END,
     TAPS,
     TARGET,
     Stream,
     make_corpus,
     make_stream,
-    optimizer_for,
     prompt_text,
     token_id,
 )
+from tokenizers import Tokenizer
+from torch import Tensor, nn
+from train_tiny import GAMMA, optimizer_for
 
 DENSE = Path(__file__).parents[1] / "graphengine" / "assets" / "tiny"
 RECURRENT, PAGED = "linear_attention", "full_attention"

@@ -116,11 +116,14 @@ def test_names_and_notes_of_answers() -> None:
 
 
 def test_what_a_table_has_no_room_for() -> None:
-    """Bug: one answer more than there are rows is left out in silence; or MiB are counted as MB."""
+    """Bug: one answer more than there are rows is left out in silence, and the turn before it is
+    named as if it were its conversation's only one; or MiB are counted as MB."""
     text = shown([answer(i) for i in range(report.MAX_ROWS + 1)])
     assert "1 more answers are in the total alone" in text
     assert "weights 3.0 MiB, K/V pool 2.5 MiB in 9 pages, 1 graphs" in text
     assert "more answers" not in shown([answer(i) for i in range(report.MAX_ROWS)])
+    *others, last = [answer(i) for i in range(report.MAX_ROWS)]
+    assert f"\n{report.MAX_ROWS}.1 " in shown([*others, last, replace(last, turn=1)])
 
 
 def test_numbers_under_their_columns() -> None:

@@ -230,18 +230,24 @@ def test_typing_is_nobody_s_throughput(monkeypatch: pytest.MonkeyPatch) -> None:
     assert outcome.built_late_s == {4: 0.5}
 
 
-def test_a_stopped_answer_was_said(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("end", "history"), [(KeyboardInterrupt(), ["one", "half"]), (ValueError("too long"), [])]
+)
+def test_what_the_next_question_goes_on_from(
+    monkeypatch: pytest.MonkeyPatch, end: BaseException, history: list[str]
+) -> None:
     """Bug: what stands on the screen of an answer that Ctrl-C stopped is not in the history, nor
-    is its question, and "go on" has nothing to go on from."""
+    is its question, and "go on" has nothing to go on from; or a question that was refused is in
+    it, and the next one, though short enough, is refused for it."""
     asked: list[Any] = []
 
     def stream_many(prompts: Any, sampling: Any) -> Iterator[Chunk]:
         asked.extend(prompts)
         yield Chunk(index=0, text="half", token_ids=[1])
-        raise KeyboardInterrupt
+        raise end
 
     assert not chatted(monkeypatch, ["one", "go on"], stream_many).answers
-    assert [message["content"] for message in asked[1]] == ["one", "half", "go on"]
+    assert [message["content"] for message in asked[1]] == [*history, "go on"]
 
 
 def test_which_lines_are_asked(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -48,7 +48,9 @@ def bench_qk_norm_rope(T: int, baseline: bool = True) -> Numbers:
 
     kernel = launch(qk_norm_rope.qk_norm_rope_write_)
     reference = launch(qk_norm_rope.qk_norm_rope_write_reference_)
-    torch.testing.assert_close(kernel(0), reference(0), rtol=2e-2, atol=1e-2)
+    q, written = kernel(0), cache[0].clone()
+    expected = reference(0), cache[0]
+    torch.testing.assert_close((q, written), expected, rtol=2e-2, atol=1e-2)
     if not baseline:
         return {"kernel_us": graph_us(kernel, sets)}
     fast = launch(compiled(qk_norm_rope.qk_norm_rope_write_reference_))

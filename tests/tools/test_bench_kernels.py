@@ -4,13 +4,21 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from contextlib import nullcontext
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 from graphengine.kernels.block_attention import choose_config
-from tools import bench_kernels, kernel_cases_attention, kernel_cases_rows, kernel_sweeps
+from tools import (
+    bench_kernels,
+    kernel_cases_attention,
+    kernel_cases_logits,
+    kernel_cases_rows,
+    kernel_sweeps,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -34,7 +42,8 @@ def test_a_sweep_tries_what_a_launch_accepts(batch: int) -> None:
 
 
 def test_pieces_are_the_end_of_a_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bug: blocks of 16 or split keys are timed at other positions than what they are beside."""
+    """Bug: blocks of 16 or split keys are timed at other positions than what they are beside, or
+    their arithmetic is counted as if rows saw what is behind them."""
     monkeypatch.setattr(kernel_cases_attention, "DEVICE", "cpu")
     monkeypatch.setattr(kernel_cases_attention, "DTYPE", torch.float32)
     monkeypatch.setattr(kernel_cases_attention, "num_sets", lambda set_bytes: 2)
@@ -50,6 +59,92 @@ def test_pieces_are_the_end_of_a_prompt(monkeypatch: pytest.MonkeyPatch) -> None
         for name in ("blocks_of_16", "split", "split_in_1", "split_in_8")
         for unit in ("us", "tflops")
     }
+    of_a_key = 4 * kernel_cases_attention.N * kernel_cases_attention.H
+    flops = [of_a_key * keys for keys in range(1, 385)]
+    assert found["split_tflops"] == pytest.approx(sum(flops[-128:]) / 2e6, rel=1e-2)
+    found = kernel_cases_attention.bench_chunk_attention(384, flashinfer=False)
+    assert found == {"kernel_us": 2.0, "kernel_tflops": pytest.approx(sum(flops) / 2e6)}
+
+
+@pytest.mark.parametrize("kernel", ["context_kv", "qk_norm_rope"])
+def test_what_is_written_is_compared(kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: a kernel that writes no K/V, or others, is timed and called fast."""
+    monkeypatch.setattr(kernel_cases_rows, "DEVICE", "cpu")
+    monkeypatch.setattr(kernel_cases_rows, "num_sets", lambda set_bytes: 1)
+    monkeypatch.setattr(kernel_cases_rows, "graph_us", lambda launch, sets: 2.0)
+    bench = getattr(kernel_cases_rows, f"bench_{kernel}")
+    assert bench(4, baseline=False) == {"kernel_us": 2.0}
+    module, name = getattr(kernel_cases_rows, kernel), f"{kernel}_write_"
+    real = getattr(module, name)
+
+    def forgets(*given: Any) -> Any:
+        q = real(*given)
+        given[-2].zero_()
+        return q
+
+    monkeypatch.setattr(module, name, forgets)
+    with pytest.raises(AssertionError, match="not close"):
+        bench(4, baseline=False)
+
+
+def test_a_tail_samples_as_its_name_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: what one filter costs is told as another's, or as that of all."""
+
+    def sample_rows(logits: Any, positions: Any, controls: Any) -> tuple[float, int]:
+        return round(float(controls.top_p_B[0]), 2), int(controls.top_k_B[0])
+
+    for name, value in (("DEVICE", "cpu"), ("V", 64), ("sample_rows", sample_rows)):
+        monkeypatch.setattr(kernel_cases_logits, name, value)
+    monkeypatch.setattr(kernel_cases_logits, "num_sets", lambda set_bytes: 1)
+    monkeypatch.setattr(kernel_cases_logits, "graph_us", lambda launch, sets: launch(0))
+    found: Any = kernel_cases_logits.bench_sampled_tail(2)
+    both, top_p, top_k, plain = (0.95, 50), (0.95, 0), (1.0, 50), (1.0, 0)
+    assert found == {"both_us": both, "top_p_us": top_p, "top_k_us": top_k, "plain_us": plain}
+
+
+def test_a_sweep_goes_on_around_the_fastest(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Bug: splits and launches are tried around the tiles that came first, and the best pair is
+    never timed."""
+    base = choose_config(4)
+    tiles = [(4, base._replace(chunk=chunk)) for chunk in (64, 128, 256)]
+    around: list[Any] = []
+
+    def launch_candidates(*winner: Any) -> list[Any]:
+        around.append(winner)
+        return [(8, winner[1])]
+
+    def ours_us(num_splits: int, config: Any) -> float:
+        return 1e3 / config.chunk / num_splits
+
+    compiled = SimpleNamespace(map=lambda compile_, jobs, chunksize: [None] * len(jobs))
+    context = SimpleNamespace(Pool=lambda num_workers: nullcontext(compiled))
+    for name, value in (
+        ("multiprocessing", SimpleNamespace(get_context=lambda kind: context)),
+        ("tile_candidates", lambda batch: tiles),
+        ("launch_candidates", launch_candidates),
+        ("AttentionCase", lambda *_: SimpleNamespace(ours_us=ours_us)),
+    ):
+        monkeypatch.setattr(kernel_sweeps, name, value)
+    args: Any = SimpleNamespace(batch=[1], kv=[400])
+    assert len(list(kernel_sweeps.sweep_attention(args))) == 3 + 2
+    assert around == tiles[:0:-1]
+    assert "best at batch 1, kv 400:    0.49 us  batch_1_splits_8_" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("no_flashinfer", [False, True])
+def test_flashinfer_is_beside_every_attention(
+    no_flashinfer: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bug: the baseline of one attention is missing, or the option that leaves it out does not."""
+    kinds = ["block_attention", "chunk_attention"]
+    for kind in kinds:
+        monkeypatch.setattr(bench_kernels, f"bench_{kind}", lambda *given: {"beside": given[-1]})
+    args: Any = SimpleNamespace(batch=[1], kv=[128], no_flashinfer=no_flashinfer)
+    found = list(bench_kernels.bench(kinds, args))
+    assert [kernel for kernel, *_ in found] == ["chunk_attention", *["block_attention"] * 2]
+    assert all(numbers == {"beside": not no_flashinfer} for *_, numbers in found)
 
 
 def test_fp8_cases_measure_what_they_name(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -42,7 +42,7 @@ def test_a_mask_that_is_not_applied_is_noticed(
 
 
 def test_walks_and_what_they_notice(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
-    """Bug: rows behind a draft are those in front of it."""
+    """Bug: rows behind a draft are those in front of it, or nobody looks at the last one."""
     code, found = run(monkeypatch, capsys, "masks", "--count", "8")
     assert code == 0 and found["num_rows"] > 30 and found["num_tokens_tried"] > 300
     real: Any = tool.fill_masks
@@ -51,9 +51,15 @@ def test_walks_and_what_they_notice(monkeypatch: pytest.MonkeyPatch, capsys: Any
         real(jobs, mask_TW)
         mask_TW[1:] = mask_TW[:-1].clone()
 
-    monkeypatch.setattr(tool, "fill_masks", shifted)
-    code, found = run(monkeypatch, capsys, "masks", "--count", "8")
-    assert code == 1 and found["num_wrong"]
+    def wrong_at_last(jobs: Any, mask_TW: torch.Tensor) -> None:
+        real(jobs, mask_TW)
+        ((_, _, drafts),) = jobs
+        mask_TW[len(drafts)] ^= bool(drafts)
+
+    for broken in (shifted, wrong_at_last):
+        monkeypatch.setattr(tool, "fill_masks", broken)
+        code, found = run(monkeypatch, capsys, "masks", "--count", "8")
+        assert code == 1 and found["num_wrong"]
 
 
 def test_what_every_mask_allows_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:

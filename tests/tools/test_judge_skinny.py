@@ -88,7 +88,8 @@ def test_the_table_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_first_tokens_are_of_the_chunk_captured_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bug: the old graph is timed, or that of a chunk which these prompts do not take."""
+    """Bug: the old graph is timed, or that of a chunk which these prompts do not take; a prompt
+    that fills its chunk is among them."""
     captured: list[Any] = []
 
     def run_prefill(engine: Any, case: Any, rates: Any) -> Any:
@@ -107,11 +108,13 @@ def test_first_tokens_are_of_the_chunk_captured_again(monkeypatch: pytest.Monkey
     engine: Any = SimpleNamespace(built=SimpleNamespace(loop=loop))
     args = argparse.Namespace(input_len=100, num_iters=9, seconds=100.0, first_token=True)
     steps = judge_skinny.Steps(engine, {"new": {OTHER: CONFIG}}, args)
-    assert steps.ms("new", ["new"]) == 7.0
-    assert captured == [128, (100, 1, 9)]
+    for length in (100, 128):
+        args.input_len = length
+        assert steps.ms("new", ["new"]) == 7.0
+    assert captured == [128, (100, 1, 9), 128, (128, 1, 9)]
     assert list(steps.numbers["new"]) == ["first_p50_ms", "ttft_p50_ms", "host_p50_ms"]
     args.input_len = 300
-    assert steps.ms("new", ["new"]) is None and captured[2:] == ["reset"]
+    assert steps.ms("new", ["new"]) is None and captured[4:] == ["reset"]
 
 
 def test_changes_are_read(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from graphengine.api import Engine
+from graphengine.decode.sampling import Sampling
 from graphengine.measure.bench import Step
 from graphengine.profiles import result_schema
 from tools import measure_requests, request_hits, request_parts
@@ -83,7 +84,8 @@ def test_a_failed_part_does_not_take_the_others_along(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Bug: an exception in one part loses what others have measured on a rented GPU, a request
-    that it has left keeps the next part waiting, or the file does not say that the last failed."""
+    that it has left keeps the next part waiting, or the file does not say that the last failed;
+    or it names a seed that nothing was drawn by."""
 
     def fails(m: Any) -> Any:
         handle = m.engine.submit([1, 2, 3], max_new_tokens=1000, ignore_eos=True)
@@ -95,17 +97,19 @@ def test_a_failed_part_does_not_take_the_others_along(
 
     def late(m: Any) -> Any:
         m.deadline = 0
-        return {"a_row": {"num_steps": len(m.engine.generate([5], max_new_tokens=3))}}
+        num_steps = len(m.engine.generate([5], max_new_tokens=3))
+        return {"a_row": {"num_steps": num_steps, "num_seed": m.generator.initial_seed()}}
 
     parts = {"fails": fails, "nonsense": stores_nonsense, "late": late, "last": fails}
     monkeypatch.setattr(measure_requests, "PARTS", parts)
     out = tmp_path / "requests.json"
-    result, said = measured(capsys, 1, "--only", ",".join(sorted(parts)), "--out", str(out))
+    line = ["--only", ",".join(sorted(parts)), "--seed", "3", "--out", str(out)]
+    result, said = measured(capsys, 1, *line)
     stored, problems = json.loads(out.read_text()), result["config"]["problems"]
     assert stored["config"] == result["config"]
     assert "not finite" in problems.pop("nonsense")
     assert problems == {"fails": "RuntimeError: not this one", "last": "no time left"}
-    assert stored["numbers"]["late"]["a_row"] == {"num_steps": 1}
+    assert stored["numbers"]["late"]["a_row"] == {"num_steps": 1, "num_seed": 3}
     assert "FAILED: RuntimeError: not this one" in said
 
 
@@ -158,14 +162,20 @@ def test_a_hit_that_fails_leaves_the_loop_as_it_was(monkeypatch: pytest.MonkeyPa
 
 
 def test_the_first_steps_of_a_generation_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bug: steps that write rows and fill the pipeline are an option's."""
+    """Bug: steps that write rows and fill the pipeline are an option's, or nobody asks for it."""
     steps = [Step(float(i), 0.0, 1) for i in range(20)]
     monkeypatch.setattr(request_parts, "timed_steps", lambda loop, requests: iter(steps))
-    loop = SimpleNamespace(block=1, submit=lambda *_, **__: None, reset=lambda: None)
+    asked: list[Any] = []
+    loop = SimpleNamespace(block=1, reset=lambda: None)
+    loop.submit = lambda *given, **told: asked.append((given[3], told))
     m: Any = SimpleNamespace(random_ids=lambda count: [1] * count)
+    m.grammars = SimpleNamespace(matcher=lambda constraint: f"{constraint}'s")
     engine: Any = SimpleNamespace(built=SimpleNamespace(loop=loop))
-    found = request_parts.run_steps(m, engine, 3, {})
+    option = request_parts.DRAWN | {"logprobs": 5, "constraint": "a grammar"}
+    found = request_parts.run_steps(m, engine, 3, option)
     assert found == steps[request_parts.WARMUP :][:3]
+    drawn = Sampling(**request_parts.DRAWN)
+    assert asked == [(drawn, {"logprobs": 5, "matcher": "a grammar's"})]
 
 
 def test_bars() -> None:
@@ -193,7 +203,7 @@ def test_refusals(
 
 def test_a_budget_that_was_tried_does_not_stay(monkeypatch: pytest.MonkeyPatch) -> None:
     """Bug: a long prompt comes in beside every later part's steps as the last of `join`'s budgets
-    has it, also where one of them failed."""
+    has it, also where one of them failed; or that budget is what the bars judge."""
 
     @dataclass(frozen=True)
     class Config:
@@ -215,11 +225,12 @@ def test_a_budget_that_was_tried_does_not_stay(monkeypatch: pytest.MonkeyPatch) 
 
     def beside(m: Any, length: int) -> dict[str, float]:
         tried.append(m.loop.config.max_num_batched_tokens)
-        numbers = dict.fromkeys(("gap_joining_max_ms", "gap_beside_max_ms"), 1.0)
-        return numbers | {"first_token_ms": 4.0}
+        numbers = dict.fromkeys(("gap_joining_max_ms", "gap_beside_max_ms"), tried[-1] / 512)
+        return numbers | {"first_token_ms": tried[-1] / 128}
 
     monkeypatch.setattr(request_parts, "join_beside", beside)
-    assert request_parts.join(m)["budget_1024"]["over_alone_ratio"] == 2
+    assert request_parts.join(m)["budget_1024"]["over_alone_ratio"] == 4
+    assert [bar.measured for bar in m.bars.values()] == [1, 2]
     assert tried == [512, 256, 1024] and m.loop.config is asked
     m.budgets = [0]
     monkeypatch.setattr(request_parts, "join_beside", lambda m, _: 1 / m.loop.config.missing)

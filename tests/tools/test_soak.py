@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import math
+import random
 import sys
 from collections import Counter
 from dataclasses import replace
@@ -14,6 +15,7 @@ from typing import Any
 
 import pytest
 import soak_checks
+import soak_wishes
 import torch
 from torch import Tensor
 
@@ -139,13 +141,32 @@ class Idle:
     def drain(self) -> None: ...
 
 
-def test_it_notices_growth(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("read", "message"), [("rss_bytes", "the process grew by"), ("gpu_bytes", "GPU memory grew by")]
+)
+def test_it_notices_growth(read: str, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Bug: a soak that cannot fail where memory is lost."""
     sizes = iter(range(100 << 20, 99 << 30, 64 << 20))
-    monkeypatch.setattr(soak_tool, "rss_bytes", lambda: next(sizes))
+    monkeypatch.setattr(soak_tool, read, lambda: next(sizes))
     idle: Any = Idle()
-    with pytest.raises(soak_tool.Leak, match="the process grew by"):
+    with pytest.raises(soak_tool.Leak, match=message):
         soak_tool._run(idle, 300, lambda line: None, is_hybrid=False)
+
+
+def test_wishes_are_the_seed_s() -> None:
+    """Bug: what a soak has found is not found again with its seed."""
+    grammars: Any = SimpleNamespace(matcher=lambda constraint: constraint)
+
+    def drawn() -> list[Any]:
+        rng = random.Random(3)
+        texts: list[list[int]] = []
+        wishes = []
+        for _ in range(40):
+            texts.append(soak_wishes.a_prompt(rng, texts, 99))
+            wishes.append(soak_wishes.a_wish(rng, 99, 2, grammars, [5]))
+        return [*texts, *wishes]
+
+    assert drawn() == drawn()
 
 
 def test_recurrent_layers() -> None:

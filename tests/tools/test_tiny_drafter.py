@@ -32,8 +32,10 @@ def pair() -> tuple[Target, Drafter]:
     return target, drafter
 
 
-def decoded(*prompts: list[int], stop: int) -> tuple[list[list[int]], torch.Tensor]:
-    told = {"mask_token": 23, "stop": stop, "limit": LIMIT}
+def decoded(
+    *prompts: list[int], stop: int, limit: int = LIMIT
+) -> tuple[list[list[int]], torch.Tensor]:
+    told = {"mask_token": 23, "stop": stop, "limit": limit}
     return decode(*pair(), [0], [*prompts], **told)[:2]
 
 
@@ -58,3 +60,12 @@ def test_a_prompt_that_has_ended_accepts_nothing() -> None:
     assert answers[1][-1] == stop and len(answers[1]) < LIMIT // 2
     alone = [decoded(prompt, stop=stop)[1] for prompt in prompts]
     assert accepted.tolist() == (alone[0] + alone[1]).tolist()
+
+
+def test_a_step_that_reaches_the_limit_is_the_last() -> None:
+    """Bug: an answer that a step ends exactly at the limit takes one more, which no engine runs,
+    and the pair's acceptance counts it."""
+    _, accepted = decoded([1, 2, 3], stop=NO_TOKEN)
+    reached = 1 + int((accepted * torch.arange(1, 5)).sum())
+    _, again = decoded([1, 2, 3], stop=NO_TOKEN, limit=reached)
+    assert LIMIT <= reached < LIMIT + 4 and again.tolist() == accepted.tolist()

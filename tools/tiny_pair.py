@@ -1,7 +1,7 @@
 """What the bundled tiny pair is made of: shapes, corpus, tokenizer, training chats and its files.
 
-Why apart: both pairs, the dense one and its hybrid, are of one tokenizer and one corpus, and are
-written and read in one way; how each learns is train_tiny.py's and train_tiny_hybrid.py's.
+Why apart: the dense pair and its hybrid are of one tokenizer and one corpus; how each learns is
+train_tiny.py's and train_tiny_hybrid.py's. The hybrid's own files are written there.
 """
 
 from __future__ import annotations

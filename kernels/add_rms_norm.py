@@ -173,7 +173,7 @@ def _launch(h, update, weight, eps, early, F):
         D=D,
         F=F,
         EARLY=early,
-        **row_options(D, update.device) | {"Z": num_parts, "ADDS": h is not None},
+        **row_options(T, D, update.device) | {"Z": num_parts, "ADDS": h is not None},
     )
     return h_out, x_out, scales
 

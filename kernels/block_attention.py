@@ -43,7 +43,7 @@ from graphengine.kernels.block_attention_kernels import (
     block_attention_merge_kernel,
 )
 from graphengine.kernels.interpreter import INTERPRET
-from graphengine.kernels.launch import on_grid, supports_pdl
+from graphengine.kernels.launch import all_registers, on_grid, supports_pdl
 from graphengine.kernels.output_gate import check_gate, output_gate_reference
 
 LOG2_E = 1.4426950408889634
@@ -298,8 +298,8 @@ def block_attention(
         POLLS=0 if INTERPRET else config.polls,  # interpreted programs run one after another
         PREFETCH=q_TNH.is_cuda and config.prefetch,
         WIDE=kv_cache[0].numel() >= 2**31,
-        num_warps=num_warps,
         num_stages=config.num_stages,
+        **all_registers(num_warps),
         **launch,
     )
     if num_splits > 1 and not config.fused_merge:

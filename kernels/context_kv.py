@@ -18,9 +18,10 @@ table, S page size. kv_pool: [L, 2, num_pages, S, K, H]; slot = page * S + offse
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from graphengine.kernels.interpreter import INTERPRET
-from graphengine.kernels.launch import on_grid
+from graphengine.kernels.launch import all_registers, on_grid, pdl_options
 from graphengine.kernels.qk_norm_rope import (
     check_kernel_head_dim,
     check_norm_rope_inputs,
@@ -115,7 +116,8 @@ def context_kv_write_(
         K=K,
         H=H,
         HEADS=HEADS_PER_PROGRAM,
-        num_warps=NUM_WARPS,
+        **all_registers(NUM_WARPS),
+        **pdl_options(kv_TX.device),
     )
 
 
@@ -135,7 +137,11 @@ def _context_kv_write_kernel(
     K: tl.constexpr,
     H: tl.constexpr,
     HEADS: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
     t = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None]  # index into [L, 2, K]
     dim = tl.arange(0, H // 2)[None, :]

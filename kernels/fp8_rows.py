@@ -24,8 +24,9 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from graphengine.kernels.fp8 import FP8, round_rows_fp8, split_rows_fp8
 from graphengine.kernels.interpreter import INTERPRET
-from graphengine.kernels.launch import on_grid, pdl_options
+from graphengine.kernels.launch import all_registers, on_grid, pdl_options
 
+FEW_ROWS = 64
 MAX_D = 32768  # a row is held in registers; five taps of a target 4,096 wide are 20,480
 
 
@@ -44,11 +45,13 @@ def runs_here(x: torch.Tensor, D: int) -> bool:
     return (x.is_cuda or INTERPRET) and D <= MAX_D
 
 
-def row_options(D: int, device: torch.device) -> dict[str, Any]:
-    """Launch options for rows of D: 16 columns a thread, up to 16 warps."""
+def row_options(T: int, D: int, device: torch.device) -> dict[str, Any]:
+    """Launch options for T rows of D, a program each: 16 columns a thread, up to 16 warps; of few
+    rows, which have a multiprocessor each, 4 and 32, whose threads have 64 registers each."""
     block = triton.next_power_of_2(D)
-    warps = max(1, min(16, block // 512))
-    return {"BLOCK": block, "num_warps": warps, **pdl_options(device)}
+    columns, most = (4, 32) if T <= FEW_ROWS and block <= MAX_D // 2 else (16, 16)
+    warps = max(1, min(most, block // (32 * columns)))
+    return {"BLOCK": block, **all_registers(warps), **pdl_options(device)}
 
 
 def empty_fp8(x: torch.Tensor, F: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -123,7 +126,7 @@ def _rows_to_fp8(x, F):
     if not runs_here(x, D) or not T:
         return rows_to_fp8_reference(x, F)
     rows, scales = empty_fp8(x, F)
-    options = row_options(D, x.device)
+    options = row_options(T, D, x.device)
     on_grid(_rows_to_fp8_kernel, (T,))(x, rows, scales, T, x.stride(0), D=D, F=F, **options)
     return rows, scales
 

@@ -16,6 +16,9 @@ import torch
 
 from graphengine.kernels.triton_internals import build_launcher
 
+REGISTERS = 65536  # of a multiprocessor
+MOST_REGISTERS = 255  # of a thread
+
 _COMPILE_ONLY: ContextVar[bool] = ContextVar("compile_only", default=False)
 _WITH_LAUNCHER: WeakSet[Any] = WeakSet()  # compiled kernels
 
@@ -49,6 +52,18 @@ def supports_pdl(device: torch.device) -> bool:
 def pdl_options(device: torch.device) -> dict[str, Any]:
     """Options of a kernel that is launched so where it can be."""
     return {"PDL": (pdl := supports_pdl(device))} | ({"launch_pdl": True} if pdl else {})
+
+
+def all_registers(num_warps: int) -> dict[str, int]:
+    """Options of a kernel that has few programs, each of which sums what it loads.
+
+    Its time is the time of waiting for memory. Without a bound ptxas keeps registers free for
+    programs that are not there, and asks for a part of a row only when others have come: in
+    Qwen3-8B's step each norm waited twice and each rotation of q and k eight times, with it once.
+    A bound, even this highest one, says that so many registers are the program's
+    (profiles/LOG.md, 2026-11-28).
+    """
+    return {"num_warps": num_warps, "maxnreg": min(MOST_REGISTERS, REGISTERS // (32 * num_warps))}
 
 
 class KernelError(RuntimeError):

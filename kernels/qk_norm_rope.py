@@ -22,7 +22,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from graphengine.kernels.interpreter import INTERPRET
-from graphengine.kernels.launch import on_grid, pdl_options
+from graphengine.kernels.launch import all_registers, on_grid, pdl_options
 
 HEADS_PER_PROGRAM = 8
 NUM_WARPS = 4
@@ -164,7 +164,7 @@ def qk_norm_rope_write_(
         K=K,
         H=H,
         HEADS=HEADS_PER_PROGRAM,
-        num_warps=NUM_WARPS,
+        **all_registers(NUM_WARPS),
         **pdl_options(qkv_TE.device),
     )
     return q_TNH

@@ -124,6 +124,7 @@ def test_special_tokens(engine: Engine, plain: Engine) -> None:
         assert kept.text == "<|im_end|>"
 
 
+@pytest.mark.slow
 def test_min_tokens(engine: Engine, plain: Engine, whole: GenerationResult) -> None:
     """Bug: the end is only ignored, so that it stands in the middle of the answer; or a stop string
     counts too early."""

@@ -129,11 +129,10 @@ def test_where_files_have_no_owner(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert others_can_write(tmp_path) is None
 
 
+@pytest.mark.slow
 @needs_compiler
 @needs_root
-@pytest.mark.parametrize(
-    "place", [pytest.param("folder", marks=pytest.mark.slow), "segments", "file", "pipe"]
-)
+@pytest.mark.parametrize("place", ["folder", "segments", "file", "pipe"])
 def test_a_foreign_segment_is_not_loaded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
 ) -> None:

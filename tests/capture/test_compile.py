@@ -45,6 +45,7 @@ def scaled_by_a_table(x: Tensor) -> Tensor:
     return x * FACTOR
 
 
+@pytest.mark.slow
 @needs_compiler
 def test_a_tool_replaces_a_table(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Bug: a tool that judges tables in one engine times the first of them every time."""
@@ -85,6 +86,7 @@ def test_counts() -> None:
     assert after.since(before) == (1, 0)
 
 
+@pytest.mark.slow
 @needs_compiler
 @pytest.mark.usefixtures("folder")
 def test_one_compilation_for_each_layout(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -211,6 +211,7 @@ def test_objects_of_the_package() -> None:
         assert content(Scale) != before
 
 
+@pytest.mark.slow
 def test_a_module_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Bug: a start hashes the same 22 modules for each of seven segments, half a second of it; or
     gets another hash for it."""
@@ -251,6 +252,7 @@ def test_a_decorator_s_arguments_are_in_the_file(
     assert len(found) == 2
 
 
+@pytest.mark.slow
 def test_every_process_finds_the_same_key() -> None:
     """Bug: the key depends on what else a command imports, or on how Python orders its sets."""
     script = """

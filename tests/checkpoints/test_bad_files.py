@@ -71,6 +71,7 @@ def test_intact(copies: tuple[Path, Path]) -> None:
 WRONG = [None, True, -1, 0, 1, 3, 1.5, 1e300, 2**40, 10**30, "", "x", [], [0], [-1], {}, {"a": 1}]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("which", [0, 1])
 def test_every_key_with_every_kind_of_value(copies: tuple[Path, Path], which: int) -> None:
     """Bug: a value of a wrong type or size is a TypeError, a MemoryError or an endless loop deep in

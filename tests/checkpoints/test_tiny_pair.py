@@ -98,6 +98,7 @@ def test_acceptance_does_not_depend_on_the_batch(runs: Runs) -> None:
     assert mean == pytest.approx(batched, rel=0.02)
 
 
+@pytest.mark.slow
 def test_reference_agrees_and_a_tap_off_by_one_is_worse(runs: Runs) -> None:
     """Bug T01: taps off by one layer cost only some acceptance; the engine must accept exactly
     what the dense reference accepts, and the shifted reference must fall below it."""

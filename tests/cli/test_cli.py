@@ -49,6 +49,7 @@ def test_help_is_quick(args: list[str]) -> None:
 # --- answers ---
 
 
+@pytest.mark.slow
 def test_the_bundled_pairs_need_no_compiler() -> None:
     """Bug: sizes or a first token are worked out by what imports torch's compiler, and every start
     on a CPU, which compiles nothing, is a second longer."""
@@ -63,6 +64,7 @@ for target in ("tiny", "tiny-hybrid"):
     assert done.returncode == 0, done.stderr.decode()
 
 
+@pytest.mark.slow
 def test_pipes_get_text_alone(target: Path, draft: Path) -> None:
     """Bug: a table, a note or a colour code lands in the text of a pipe, or half of a line's end in
     the prompt."""
@@ -97,6 +99,7 @@ def test_text_that_stdout_cannot_hold(cli: Run, target: Path) -> None:
     assert escaped.stdout == whole.stdout.encode("ascii", "backslashreplace").decode()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("redirection", "code", "part"),
     [(">&-", 2, "stdout is closed"), (">/dev/full", 1, "No space left"), ("2>&-", 0, "")],

@@ -175,6 +175,7 @@ def test_nothing_is_written(tmp_path: Path) -> None:
     assert state() == before
 
 
+@pytest.mark.slow
 def test_hub_id_in_the_local_cache(tmp_path: Path) -> None:
     """Bug: a model that is in the cache is looked for on the network, or one that is only half
     there passes; stdout is not one JSON object, or the exit code is lost on the way out of main."""

@@ -51,6 +51,7 @@ def test_examples_are_answered_rightly() -> None:
                 assert RIGHT[prompt] in result.text
 
 
+@pytest.mark.slow
 def test_a_request_as_users_send_it() -> None:
     """Bug: a flag of the command does not reach the engine, or its JSON lacks what was asked."""
     (count,) = [prompt for prompt in RIGHT if "146" in prompt]

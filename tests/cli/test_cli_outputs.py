@@ -172,6 +172,7 @@ def test_unknown_keys_of_a_prompt_file(tmp_path: Path, key: str) -> None:
         read_prompt_file(path)
 
 
+@pytest.mark.slow
 def test_an_artifact_without_code(tmp_path: Path, target: Path) -> None:
     """Bug: with torch's caches off `compile --output` packs an artifact without code, and says that
     it was written."""
@@ -225,6 +226,7 @@ def test_no_place_for_a_cache(cli: Run) -> None:
     assert "Traceback" not in done.output
 
 
+@pytest.mark.slow
 def test_terminated(target: Path) -> None:
     """Bug: SIGTERM, which a job's time limit sends, throws away what had been answered; only Ctrl-C
     was heeded."""

@@ -157,6 +157,7 @@ def test_chat(target: Path, draft: Path) -> None:
         assert process.wait(timeout=30) == 0
 
 
+@pytest.mark.slow
 def test_chat_remembers(target: Path) -> None:
     """Bug: the second question is asked without the first, so the chat is none; or all answers are
     called the first."""

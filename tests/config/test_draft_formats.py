@@ -333,6 +333,7 @@ QUESTIONS = [
 ]
 
 
+@pytest.mark.slow
 def test_tiny_pair_in_every_format(tmp_path: Path) -> None:
     """Bug: the same drafter, saved in another format, proposes other tokens."""
 

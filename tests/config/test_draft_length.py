@@ -331,6 +331,7 @@ def test_anchor_first_runs_to_the_end_of_the_context(tmp_path: Path) -> None:
 # --- measuring ---
 
 
+@pytest.mark.slow
 def test_simulated_acceptance_is_cut_off(tmp_path: Path) -> None:
     """Bug: the mean of a shorter block is drawn anew or scaled, so that two numbers of drafts are
     compared at acceptances that no drafter has; or the second run of a measurement finds the
@@ -357,6 +358,7 @@ def test_simulated_acceptance_is_cut_off(tmp_path: Path) -> None:
         )
 
 
+@pytest.mark.slow
 def test_bundled_floor_is_that_of_all_drafts() -> None:
     """Bug: `verify` fails a shorter block for an acceptance that it cannot reach."""
     typed = ["verify", "--device", "cpu", "--bucket", "8", "--max-new-tokens", "64", "--json"]
@@ -368,6 +370,7 @@ def test_bundled_floor_is_that_of_all_drafts() -> None:
     assert 7 < cell["mean_acceptance_length"] <= 8
 
 
+@pytest.mark.slow
 def test_matrix_of_blocks_of_their_own(tmp_path: Path) -> None:
     """Bug: the plain run of a matrix is refused for the number, or a cell runs another bucket's."""
     file = tmp_path / "prompts.jsonl"

@@ -110,6 +110,7 @@ _ADJUSTING = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_every_acceptance_length(pair: Pair, plain: Engine, temperature: float) -> None:
     """Bug: after a certain number of accepted drafts counts or recent tokens are off by some."""
@@ -188,6 +189,7 @@ def test_who_asks_for_nothing_in_a_row_of_one_who_did(engine: Engine, plain: Eng
     assert run(engine, asked)[-1].output_ids == alone.output_ids
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("draft", ["none", "own", "greedy"])
 def test_tokens_follow_the_exact_distribution(pair: Pair, model: Any, draft: str) -> None:
     """Bug: accepted drafts bias what is drawn, or what they add to the counts. Four tokens against

@@ -124,6 +124,7 @@ def test_greedy_batches_run_nothing_extra(pair: Pair, monkeypatch: pytest.Monkey
         assert draw(engine) == before and not calls
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("draft", [True, False])
 def test_first_tokens_follow_the_target(tmp_path: Path, draft: bool) -> None:
     """Bug T25: accepted drafts bias what is drawn. The first three tokens against the exact

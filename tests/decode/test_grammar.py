@@ -225,6 +225,7 @@ def test_what_takes_too_long_ends_alone(
     assert REMEDY in (slow.advance([]) or "") and "0.25 are allowed" in (slow.advance([]) or "")
 
 
+@pytest.mark.slow
 def test_a_lexer_at_its_limit_ends_its_answer_alone() -> None:
     """Bug: a grammar too complex for the lexer is said to be complete; another stream ends with it;
     what is kept of it is broken for every request to come."""

@@ -156,6 +156,7 @@ def num_survived(run: Callable[[], object], plain: object, engine: Engine, lines
     return interrupted
 
 
+@pytest.mark.slow
 def test_ctrl_c_between_any_two_lines(engine: Engine, pair: Pair) -> None:
     """Bug: an interrupt between two lines, where no exception was foreseen (a page taken but not
     yet owned, a result buffer popped but not yet in flight), leaves the engine unusable."""
@@ -171,6 +172,7 @@ def test_ctrl_c_between_any_two_lines(engine: Engine, pair: Pair) -> None:
     assert num_survived(run, plain, engine, lines) > 30
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("impatient")
 def test_ctrl_c_at_the_hand_over(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     """Bug: an interrupt while a request is between two loops, or while one of the two is reset,

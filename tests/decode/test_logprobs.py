@@ -66,6 +66,7 @@ def test_rows_of_bf16_are_summed_in_float32() -> None:
     torch.testing.assert_close(found.top.double(), wanted_TV.topk(5).values, atol=1e-4, rtol=0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("params", [{}, {"temperature": 0.8, "seed": 1, "top_p": 0.9}])
 def test_logprobs_equal_plain_decoding_s(
     engine: Engine, plain: Engine, params: dict[str, Any]
@@ -117,6 +118,7 @@ def test_logprobs_are_the_target_s(plain: Engine) -> None:
     assert all(len(entry) == 1 for entry in result.logprobs)
 
 
+@pytest.mark.slow
 def test_some_of_a_batch_are_scored(engine: Engine) -> None:
     """Bug: scores are another row's, or of a step that was launched behind; a first token has
     as many alternatives as another asks for; or prompts in front of one whose own scores are asked

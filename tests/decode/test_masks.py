@@ -169,6 +169,7 @@ SAMPLINGS = st.sampled_from(
 )
 
 
+@pytest.mark.slow
 @settings(
     max_examples=examples(15),
     deadline=None,
@@ -321,6 +322,7 @@ def test_leaving_speculation_keeps_the_grammar(
     assert request.num_plain_steps > 3 and request.output_ids == truth.output_ids
 
 
+@pytest.mark.slow
 def test_a_hybrid_follows_too() -> None:
     """Bug: a constrained end leaves recurrent states where they were."""
     texts = []

@@ -210,6 +210,7 @@ def test_the_next_turn_begins_behind_the_last_answer(
     assert outcomes[True] == outcomes[False]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_an_answer_that_is_cut_off_leaves_no_later_state(pair: Pair, backend: str) -> None:
     """Bug: tokens behind a stop string have completed further pages: the state of one of these is

@@ -63,6 +63,7 @@ def test_dflash_equals_the_reference(pair: Pair) -> None:
             assert histogram == [accepted.count(a) for a in range(len(histogram))]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["torch", "triton"])
 def test_ngram_equals_the_reference(backend: Any) -> None:
     """Bug: the text on the device lacks the prompt, the anchor or what was accepted last, keeps

@@ -54,6 +54,7 @@ def test_seeds_that_differ_in_high_bits_alone() -> None:
     assert len({tuple(row) for row in u.tolist()}) == 63
 
 
+@pytest.mark.slow
 def test_gumbel_of_a_large_vocabulary() -> None:
     """Bug: too few random bits: the maximum over 152k tokens, which decides, is granular or
     capped."""

@@ -104,6 +104,7 @@ def decode(loaded: Engine) -> list[Any]:
     ]
 
 
+@pytest.mark.slow
 def test_one_launch_accepts_as_stages_do(monkeypatch: pytest.MonkeyPatch) -> None:
     """Bug: at a batch's change the drafter's context of the last step is lost, written for another
     request, or read before it is written: only acceptance shows it. The same kernels run in both

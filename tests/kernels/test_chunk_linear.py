@@ -25,7 +25,7 @@ SHAPES = [
     (129, 272, 136),
     (200, 48, 1000),
     (1024, 6144, 512),
-    (2048, 19456, 192),
+    pytest.param(2048, 19456, 192, marks=pytest.mark.slow),
     (100, 4352, 200),  # wide tiles, and weight rows short of one
     (128, 34800, 512),
     (100, 36096, 64),  # more of them than multiprocessors

@@ -25,6 +25,7 @@ DEFINED = re.compile(r'"graphengine::(\w+)"')
 ALLOCATION = re.compile(r"empty_strided_\w+\(\(([\d, ]+)\)")
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(INTERPRET, reason="the interpreter is not traced by dynamo")
 def test_compiled_step_mutates_the_cache_in_place() -> None:
     """Bug: a graph break, a lost mutation, or functionalisation that clones the whole cache, which

@@ -64,8 +64,7 @@ def max_stack_bytes(kernel: str, launch: str) -> int:
     return 0 if kernel in ("_add_rms_norm_kernel", "_rows_to_fp8_kernel") else MAX_STACK_BYTES
 
 
-# Many tiles, or the same kernel at another width. Each kind of kernel and of number has a launch
-# among the others.
+# Many tiles, the same kernel at another width, or what takes more than 3 s to compile.
 LONG = {
     *(f"residual and norm, {D} columns" for D in (2560, 9728, 12288, 12800, 20480)),
     "GEMM, 128 rows, of the table",
@@ -74,10 +73,12 @@ LONG = {
     *(f"GEMM, wide, 128 rows, {kind}" for kind in ("SwiGLU", "FP8", "partials")),
     *(f"head, {T} rows" for T in (16, 64, 128, 192, 256)),
     *(f"head, {T} rows, FP8" for T in (16, 128, 256)),
+    *("attention of chunks", "SwiGLU of a chunk", "sampled tail", "heads of the table"),
     *(f"attention of chunks, {kind}" for kind in ("other tiles", "wide heads", "split")),
-    *("attention with a gate", "attention in float32", "heads of the table"),
-    *("recurrence", "recurrence of a prompt"),
-    "experts, other numbers of rows",
+    *("attention with a gate", "attention in float32", "attention, two splits"),
+    "attention, two row tiles, window",
+    *("recurrence", "recurrence of a prompt", "recurrence, one row"),
+    *("experts, other numbers of rows", "experts of a prompt"),
 }
 assert set(LAUNCHES) >= LONG
 
@@ -173,7 +174,8 @@ def disassembled(cubin: Path) -> str:
     return subprocess.run(line, capture_output=True, text=True, check=True).stdout
 
 
-@pytest.mark.parametrize("splits", [0, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("splits", [0, 4])
 def test_a_softmax_runs_beside_products(compiled: list[Any], tmp_path: Path, splits: int) -> None:
     """Bug: ptxas serialises wgmma, or waits for P V before it computes the softmax: right results
     at half the rate."""
@@ -201,6 +203,7 @@ def test_a_softmax_runs_beside_products(compiled: list[Any], tmp_path: Path, spl
     assert min(beside) >= 64
 
 
+@pytest.mark.slow
 def test_what_is_compiled_ahead_is_what_is_launched(
     compiled: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -34,6 +34,7 @@ for is_settled in (True, False):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(INTERPRET, reason="interpreted kernels have no keys")
 def test_keys_do_not_depend_on_the_order() -> None:
     """Bug: a start compiles kernels again that the one before has compiled, because another kernel

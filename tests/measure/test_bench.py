@@ -91,6 +91,7 @@ def test_a_bucket_that_is_not_full_is_refused(pair: tuple[Path, Path]) -> None:
             run_case(engine, case(bucket=8, input_len=20, output_len=30))
 
 
+@pytest.mark.slow
 def test_everything_at_once(bench: Bench, tmp_path: Path) -> None:
     """Bug: a case is left out, the baseline drafts, the file breaks the schema, or the picture does
     not say that acceptance was simulated."""

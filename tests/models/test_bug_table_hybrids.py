@@ -259,6 +259,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> HybridPair:
     return HybridPair(tmp_path_factory.mktemp("pair"))
 
 
+@pytest.mark.slow
 def test_prompts_as_long_as_a_block(pair: HybridPair) -> None:
     """Bug H02: a prompt of as many rows as a block is run as one: its state is never written."""
     model = load_target(pair.target)

@@ -89,6 +89,7 @@ def test_logits_equal_transformers(tmp_path: Path, name: str) -> None:
             assert torch.equal(found.argmax(-1), expected.argmax(-1))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["three-to-one", "three-value-heads-a-key-head", "experts"])
 def test_engine_continues_as_transformers(tmp_path: Path, name: str) -> None:
     """Bug (H01, H18, H29): requests of a batch read each other's states, or a prompt's state is

@@ -269,6 +269,7 @@ def test_ties_and_poison() -> None:
     assert weights[1:].isnan().all() and weights[0].tolist() == pytest.approx([1 / 3] * 3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("speculates", ["forced", "ngram"])
 def test_engine_says_what_plain_decoding_says(tmp_path: Path, speculates: str) -> None:
     """Bug: a block's rows disturb each other's experts, or a chunk of a prompt is routed as another

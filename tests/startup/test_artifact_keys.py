@@ -71,6 +71,7 @@ def test_every_part_has_its_folder(tmp_path: Path) -> None:
     assert not any(tmp_path.iterdir()), "asking for the folder must not make it"
 
 
+@pytest.mark.slow
 def test_what_one_start_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """Bug: an option that changes the compiled code is missing from the manifest."""
     target, draft = read_configs(TINY_TARGET, TINY_DRAFT)

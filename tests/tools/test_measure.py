@@ -72,6 +72,7 @@ def test_the_commit_is_stored(
     assert stored == [{"commit": "abc"}]
 
 
+@pytest.mark.slow
 def test_a_failed_job_does_not_stop_the_rest(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -144,6 +145,7 @@ def test_terminated_it_still_says_what_ended(tmp_path: Path) -> None:
         time.sleep(0.05)
 
 
+@pytest.mark.slow
 def test_terminated_the_recorder_stores_what_ended(tmp_path: Path) -> None:
     """Bug: six minutes of a GPU's tests are lost to a time limit one second before the file is
     written; which tests failed is told and why is not, or cut where a terminal would end; a test

@@ -113,6 +113,7 @@ def test_a_failed_part_does_not_take_the_others_along(
     assert "FAILED: RuntimeError: not this one" in said
 
 
+@pytest.mark.slow
 def test_options_are_measured_without_a_plain_engine(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

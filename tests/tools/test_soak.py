@@ -37,7 +37,8 @@ _spec.loader.exec_module(soak_tool)
 OPTIONS: dict[str, Any] = {"buckets": soak_tool.BUCKETS, "device": "cpu"}
 
 
-@pytest.mark.parametrize("backend", ["torch", pytest.param("triton", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["torch", "triton"])
 def test_300_steps(backend: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Bug T45: over hundreds of steps with forks, cancels, resets, options, grammars, evictions,
     changes of buckets a page leaks or is written, or a token is not the one-page step's."""
@@ -169,6 +170,7 @@ def test_wishes_are_the_seed_s() -> None:
     assert drawn() == drawn()
 
 
+@pytest.mark.slow
 def test_recurrent_layers() -> None:
     """Bug: a state is lost, kept of another text, or advanced by who has left: the text changes."""
     options = OPTIONS | {"attention_backend": "triton"}  # two steps in flight

@@ -17,6 +17,7 @@ from tools import tune_skinny
 ROOT = Path(__file__).resolve().parents[2]
 
 
+@pytest.mark.slow
 def test_dry_run(tmp_path: Path) -> None:
     """Bug: the tool does not find its own module from another folder, or a case has nothing to try:
     told on the GPU, minutes before its time is over."""

@@ -28,6 +28,7 @@ PROMPTS = [json.loads(line)["prompt"] for line in PROBES.read_text().splitlines(
 NUM_TOKENS = 36
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("pair", "num_drafts"), [("tiny", 5), ("tiny-hybrid", 15)])
 def test_bundled_pairs_pass_at_every_length(tmp_path: Path, pair: str, num_drafts: int) -> None:
     """Bug: a length is forced that a block does not have, or another one than the row says."""

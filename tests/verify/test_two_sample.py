@@ -119,6 +119,7 @@ def test_right_engine_passes(pair: tuple[Path, Path, Path], tmp_path: Path) -> N
     assert 1e-3 < numbers["smallest_pvalue_fraction"] < 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("args", "message"),
     [(("--num-samples", "5"), "no difference could fail"), (("--top-k", "1"), "only one token")],

@@ -128,6 +128,7 @@ def test_target_slot_off_by_one(limits: Limits, backend: str, offset: int) -> No
         assert failed(engine, limits) & {"regret", "identical"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("offset", [-1, 1])
 def test_target_slot_off_by_one_over_garbage(limits: Limits, offset: int) -> None:
     """Bug: the same, where the memory held NaN before: the request stops with an error, and that
@@ -144,6 +145,7 @@ def test_drafter_slot_off_by_one(limits: Limits) -> None:
         assert failed(engine, limits) == {"acceptance"}
 
 
+@pytest.mark.slow
 def test_stale_plan_of_the_target(limits: Limits, monkeypatch: pytest.MonkeyPatch) -> None:
     """Bug: verify runs with the lengths of an earlier step (its plan was not renewed)."""
     with load() as engine:
@@ -263,6 +265,7 @@ def test_rope_theta_of_the_whole_target(tmp_path: Path, limits: Limits) -> None:
         assert "regret" in decide(report_of(engine, transcripts), limits)
 
 
+@pytest.mark.slow
 def test_a_state_that_is_not_copied_behind_a_hit(monkeypatch: pytest.MonkeyPatch) -> None:
     """Bug: a row or two behind a hit begin from another state. No default prompt began there, and
     such a fault of a kernel (its window was written before it was read) passed as lossless."""

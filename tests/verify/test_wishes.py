@@ -84,6 +84,7 @@ def healthy(engine: Engine, asked: Asked) -> CellResult:
     return mixed(engine, asked)
 
 
+@pytest.mark.slow
 def test_every_wish_changes_what_is_said(engine: Engine, asked: Asked, healthy: CellResult) -> None:
     """Bug: the judge counts, masks or draws in another way than decoding; or a wish is one that the
     model fulfils anyway, which proves nothing."""
@@ -118,6 +119,7 @@ def test_mask_of_the_row_in_front(asked: Asked) -> None:
     assert found.report.max_regret_nats < RULED_OUT_NATS
 
 
+@pytest.mark.slow
 def test_penalties_count_no_drafts(asked: Asked, monkeypatch: pytest.MonkeyPatch) -> None:
     """Bug: penalties of a row count what is committed, not the drafts in front of the row."""
     real = ends.adjust_logits
@@ -135,6 +137,7 @@ def test_penalties_count_no_drafts(asked: Asked, monkeypatch: pytest.MonkeyPatch
     assert "regret" in found.failed and first_wrong(found, asked).sampling.adjusts
 
 
+@pytest.mark.slow
 def test_shifted_seed(asked: Asked, monkeypatch: pytest.MonkeyPatch) -> None:
     """Bug: draws are of another seed than the request's."""
 
@@ -252,6 +255,7 @@ def test_what_is_told(
     assert re.search(line, found.failed[check]), found.failed
 
 
+@pytest.mark.slow
 def test_a_transcript_that_was_tampered_with(engine: Engine, healthy: CellResult) -> None:
     """Bug: prompts' log-probabilities are not looked at, NaN passes, a token has none, alternatives
     stand in any order, or texts and reasons of an end go unread."""
@@ -280,6 +284,7 @@ def test_a_transcript_that_was_tampered_with(engine: Engine, healthy: CellResult
     assert "its text is" in end_of(text="") and "by stop, not" in end_of(stop_reason=None)
 
 
+@pytest.mark.slow
 def test_min_tokens_ignored(engine: Engine, asked: Asked, monkeypatch: pytest.MonkeyPatch) -> None:
     """Bug: an answer ends before its min_tokens."""
     submitted(monkeypatch, min_tokens=0)
@@ -358,9 +363,10 @@ def verify(*args: str) -> Result:
     return CliRunner().invoke(main, ["verify", *typed])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("dtype", "identical"),
-    [("float32", 1.0), pytest.param("bfloat16", 0.95, marks=pytest.mark.slow)],
+    [("float32", 1.0), ("bfloat16", 0.95)],
 )
 def test_few_prompts_ask_for_everything(tmp_path: Path, dtype: str, identical: float) -> None:
     """Bug: with fewer prompts than wishes the last kinds are never asked for; a hybrid's states
@@ -377,6 +383,7 @@ def test_few_prompts_ask_for_everything(tmp_path: Path, dtype: str, identical: f
     assert cell["max_logprob_error_nats"] > 0, "no log-probability was asked for"
 
 
+@pytest.mark.slow
 def test_without_llguidance(monkeypatch: pytest.MonkeyPatch) -> None:
     """Bug: without the extra nothing can be verified, or grammars seem to be covered."""
     monkeypatch.setitem(sys.modules, "llguidance", None)

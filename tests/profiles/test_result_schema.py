@@ -136,6 +136,15 @@ def test_environment_has_all_keys_on_this_machine() -> None:
     assert (copied["commit"], copied["commit_dirty"]) == ("abc", None)
 
 
+def test_nvidia_smi_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: what nvidia-smi says where it fails is stored as the driver's version."""
+    program = tmp_path / "nvidia-smi"
+    program.write_text("#!/bin/sh\necho 'NVIDIA-SMI has failed'\nexit 9\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    assert result_schema.environment(commit="abc")["driver_version"] is None
+
+
 def test_command_line_names_no_machine() -> None:
     """Bug: stored commands carry home folders, and differ between machines for the same run."""
     shown = result_schema.command_line(

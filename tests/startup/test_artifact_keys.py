@@ -230,11 +230,12 @@ def test_the_cpu_decides_by_what_it_can(monkeypatch: pytest.MonkeyPatch) -> None
     """Bug: two CPUs of one name, with other instruction sets but as many, share a folder, and code
     of the one ends the other's process; or two of one kind do not, by the order of the names."""
 
-    def cpu(*flags: str) -> str:
-        lines = [f"model name\t: Xeon\nflags\t\t: {each}\npower management:\n" for each in flags]
+    def cpu(*flags: str, key: str = "flags") -> str:
+        lines = [f"model name\t: Xeon\n{key}\t\t: {each}\npower management:\n" for each in flags]
         monkeypatch.setattr(Path, "read_text", lambda *_, **__: "\n".join(lines))
         return artifact.platform_parts("cpu")["cpu"]
 
     one = cpu("sse avx2", "sse avx2")
     assert one.startswith("Xeon [") and one == cpu("avx2 sse")
     assert len({one, cpu("sse avx512f"), cpu("sse"), cpu("sse avx2 avx512f")}) == 4
+    assert cpu("asimd", key="Features") != cpu("asimd sve", key="Features"), "as ARM's are told"

@@ -365,8 +365,8 @@ def test_a_plan_has_room_for_copies_of_logits(wish: dict[str, Any], copies: int)
 
 
 def test_what_each_part_counts() -> None:
-    """Bug: one kind of draft layers, one set of logits, one bucket's graphs or carries, a chunk of
-    one prompt or none of the buffers that decode plainly are planned, where more are made."""
+    """Bug: one kind of draft layers, one set of logits, one bucket's or end's graphs or carries, a
+    chunk of one prompt or none of the buffers that decode plainly are planned where more are."""
     target, draft = read_configs("qwen3-8b", "qwen3-8b-dflash-b16")
     assert isinstance(draft, DraftConfig)
 
@@ -385,9 +385,9 @@ def test_what_each_part_counts() -> None:
     logits = 16 * 16 * 1024 * 2
     assert more == 2 * 2 * logits, "of draft and verify, warming up and captured"
     carries = 16 * 41 * (4096 + 32 * 128) * 2  # a residual and a query of each row and layer
-    piecewise = 41 * GRAPH_BYTES + carries
-    for mode, kept in (("piecewise", piecewise), ("full", STEP_GRAPH_BYTES)):
-        one, two = (plan(graph_mode=mode, buckets=b).activation_bytes for b in ((16,), (1, 16)))
+    for mode, kept in (("piecewise", 41 * GRAPH_BYTES + carries), ("full", 2 * STEP_GRAPH_BYTES)):
+        drawn = {"graph_mode": mode, "sampling": True}  # two ends
+        one, two = (plan(buckets=b, **drawn).activation_bytes for b in ((16,), (1, 16)))
         assert two - one >= kept
     one, four = (plan(buckets=(n,), max_model_len=64).prefill_bytes for n in (1, 4))
     assert four - one >= 3 * 64 * 5 * 4096 * 2, "taps of every row"

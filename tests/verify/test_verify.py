@@ -274,7 +274,8 @@ def test_matrix_on_a_gpu(dtype: str, tmp_path: Path) -> None:
 def test_limits_of_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
     """Bug: the bundled pair's floor is held against other blocks, texts or engines than it was
     measured with, not against the pair's own where it is named, or wins over --min-acceptance;
-    float32 has bfloat16's tolerance, or 0 the default's; a seed is refused though wishes draw."""
+    float32 has bfloat16's tolerance or share, or 0 the default's; a seed is refused though wishes
+    draw."""
     runs: list[cli_verify._Run] = []
     monkeypatch.setattr(cli_verify._Run, "compare_tokens", lambda run, _: not runs.append(run))
     for typed, dtype, floor, tolerance in (
@@ -285,7 +286,7 @@ def test_limits_of_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
         ("tiny-hybrid", "float32", None, 0.2),
         ("--min-acceptance 5 --tolerance 0.1", "float32", 5, 0.1),
         ("--num-speculative-tokens 7", "float32", None, 0.2),
-        ("--max-new-tokens 63 --tolerance 0", "float32", None, 0.0),
+        ("--max-new-tokens 63 --tolerance 0 --min-identical 0", "float32", None, 0.0),
         ("--all-options", "float32", None, 0.2),
         ("", "bfloat16", 13.5, 0.3),
         ("--all-options", "bfloat16", None, 0.3),
@@ -295,6 +296,8 @@ def test_limits_of_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
         assert verify(*typed.split()).exit_code == 0
         limits = runs[-1].limits(dtype, runs[-1].draft)
         assert (limits.min_acceptance, limits.tolerance_nats) == (floor, tolerance), typed
+        least = 0.0 if "--min-identical 0" in typed else 0.999 if dtype == "float32" else 0.95
+        assert limits.min_identical == least, typed
         assert runs[-1].limits(dtype, None).min_acceptance is None
 
 

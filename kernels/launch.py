@@ -58,9 +58,9 @@ def all_registers(num_warps: int) -> dict[str, int]:
     """Options of a kernel that has few programs, each of which sums what it loads.
 
     Its time is the time of waiting for memory. Without a bound ptxas keeps registers free for
-    programs that are not there, and asks for a part of a row only when others have come: in
-    Qwen3-8B's step each norm waited twice and each rotation of q and k eight times, with it once.
-    A bound, even this highest one, says that so many registers are the program's
+    programs that are not there, and asks for a part of a row only when others have come: the ten
+    loads of a norm in Qwen3-8B's step went out in four goes, the eight of a rotation of q and k in
+    six. A bound, even this highest one, says that so many registers are the program's
     (profiles/LOG.md, 2026-11-28).
     """
     return {"num_warps": num_warps, "maxnreg": min(MOST_REGISTERS, REGISTERS // (32 * num_warps))}

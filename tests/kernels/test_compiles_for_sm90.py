@@ -157,7 +157,7 @@ def test_all_is_asked_for_before_anything_is_summed(
     launch: str, compiled: list[Any], tmp_path: Path
 ) -> None:
     """Bug: to spare registers that nobody else wants, the assembler asks for a part of a row only
-    when others have come: memory is waited for up to ten times, in every layer (`all_registers`).
+    when others have come: memory is waited for up to six times, in every layer (`all_registers`).
     """
     LAUNCHES[launch]()
     assert compiled

@@ -48,7 +48,7 @@ def runs_here(x: torch.Tensor, D: int) -> bool:
 def row_options(T: int, D: int, device: torch.device) -> dict[str, Any]:
     """Launch options for T rows of D, a program each: 16 columns a thread, up to 16 warps; of few
     rows, which have a multiprocessor each, 4 and 32, whose threads have 64 registers each."""
-    block = triton.next_power_of_2(D)
+    block = 1 << (D - 1).bit_length()
     columns, most = (4, 32) if T <= FEW_ROWS and block <= MAX_D // 2 else (16, 16)
     warps = max(1, min(most, block // (32 * columns)))
     return {"BLOCK": block, **all_registers(warps), **pdl_options(device)}

@@ -267,6 +267,8 @@ def _as_templates_read(message: dict[str, Any], takes_parts: bool) -> dict[str, 
         parts = [part for part in content if isinstance(part, dict) and part.get("type") == "text"]
         if len(parts) == len(content) and all(isinstance(part.get("text"), str) for part in parts):
             message["content"] = "\n".join(part["text"] for part in parts)
+    for key in [key for key, value in message.items() if value is None]:
+        del message[key]  # as newer versions of transformers do
     calls = message.get("tool_calls")
     for call in calls if isinstance(calls, list) else []:
         said = call.get("function") if isinstance(call, Mapping) else None

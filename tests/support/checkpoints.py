@@ -258,6 +258,9 @@ def as_speculators(
     block_size = dflash.get("block_size", config.get("block_size"))
     drop = ("architectures", "dflash_config", "block_size", "num_target_layers", "dtype")
     drop += ("target_hidden_size", "is_causal", "sample_from_anchor")
+    by_type = {}
+    if "full_attention" in (config.get("rope_parameters") or {}):  # transformers 5.2 has one rope
+        by_type["rope_parameters"] = config.pop("rope_parameters")
     layers = Qwen3Config(**{k: v for k, v in config.items() if k not in drop})
     vocab = config["vocab_size"]
     if kept is not None:
@@ -270,7 +273,7 @@ def as_speculators(
         "architectures": ["DFlashSpeculator"],
         "speculators_model_type": "dflash",
         "speculators_version": "0.5.0",
-        "transformer_layer_config": layers.to_diff_dict(),
+        "transformer_layer_config": layers.to_diff_dict() | by_type,
         "draft_vocab_size": vocab if kept is None else len(kept),
         "block_size": block_size,
         "target_hidden_size": config.get("target_hidden_size"),

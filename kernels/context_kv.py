@@ -6,7 +6,8 @@ The projections of all layers are one GEMM; this kernel is its epilogue, one lau
 
 Invariant: all rows are written, accepted or not. A rejected row's K/V is garbage at a position
 that the next block rewrites before any attention length reaches it, so the shapes never depend
-on the number accepted. Rows of an inactive request carry slot 0 (null page).
+on the number accepted. Rows of an inactive request carry slot 0 (null page). Nothing is read or
+written before `gdc_wait`.
 
 Cost: reads and writes T * L*2*K*H elements; DFlash 8B (L 5, K 8, H 128, bf16) at T = 16 is
 2 * 328 kB, 0.15 us at 4.46 TB/s: bound by the launch (about 2 us).

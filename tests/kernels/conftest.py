@@ -7,7 +7,6 @@ variable when a kernel is decorated: setting it in this process would turn every
 kernels into interpreted ones. On a GPU the compiled kernels run.
 """
 
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import nullcontext
 
@@ -20,23 +19,21 @@ from tests.support.races import watched
 CPU_AND_GPU = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
-KEPT_IF_INTERPRETED = 1  # of a test's combinations; the others are long ones then
-
 # Of nothing but a Gluon kernel, which no interpreter runs: the plain run has all that they can say.
 IN_GLUON = ("test_chunk_attention.py", "test_chunk_linear.py")
 
 
 @pytest.hookimpl(tryfirst=True)  # before those with a mark are left out
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    combinations: Counter[str] = Counter()
+    seen: set[str] = set()  # interpreted, all but a test's first combination are long ones
     for item in items if INTERPRET else []:
         if item.path.name in IN_GLUON:
             item.add_marker(pytest.mark.skip(reason="Gluon: nothing to interpret"))
         if item.get_closest_marker("gpu") is None:
             name = item.nodeid.partition("[")[0]
-            combinations[name] += 1
-            if combinations[name] > KEPT_IF_INTERPRETED:
+            if name in seen:
                 item.add_marker(pytest.mark.slow)
+            seen.add(name)
 
 
 @pytest.fixture(params=CPU_AND_GPU)

@@ -20,7 +20,10 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from graphengine.kernels.interpreter import INTERPRET
+
 EPS = tl.constexpr(1e-6)
+INTERPRETED = tl.constexpr(INTERPRET)
 
 
 @triton.jit
@@ -65,6 +68,18 @@ def row_columns(projected, at, mask, split_stride, dtype: tl.constexpr, Z: tl.co
     for z in tl.static_range(1, Z):  # pyright: ignore[reportGeneralTypeIssues]
         x += tl.load(projected + z * split_stride + at, mask=mask, other=0.0)
     return x.to(dtype)
+
+
+@triton.jit
+def arrived(x):
+    """x as it is. What is loaded in front of this is asked for before anything that follows uses
+    it: else the compiler moves each load through shared memory before it asks for the next."""
+    if not INTERPRETED:
+        PACKED: tl.constexpr = 32 // x.dtype.primitive_bitwidth
+        x = tl.inline_asm_elementwise(
+            "mov.b32 $0, $1;", "=r,r", [x], dtype=x.dtype, is_pure=False, pack=PACKED
+        )
+    return x
 
 
 @triton.jit
@@ -199,6 +214,8 @@ def verify_kernel(
     v_before = window_columns(window, v_at, C, ROWS)  # pyright: ignore
     q_taps, k_taps, v_taps = taps_of(conv, q_at), taps_of(conv, k_at), taps_of(conv, v_at)  # pyright: ignore
     a, bias = tl.load(a_log + head), tl.load(dt_bias + head)
+    state_KV = arrived(state_KV)  # pyright: ignore
+    q_before, k_before, v_before = arrived(q_before), arrived(k_before), arrived(v_before)  # pyright: ignore
     if PDL:
         gdc_wait()
     first = (b * G).to(tl.int64)
@@ -211,6 +228,7 @@ def verify_kernel(
     v_in = row_columns(projected, at[:, None] + v_at[None, :], rows, split_stride, dtype, Z)  # pyright: ignore
     beta = row_columns(projected, gate, live, split_stride, dtype, Z).to(tl.float32)  # pyright: ignore
     g = row_columns(projected, gate + N, live, split_stride, dtype, Z)  # pyright: ignore
+    q_in, k_in, v_in = arrived(q_in), arrived(k_in), arrived(v_in)  # pyright: ignore
     beta = tl.where(live, 1.0 / (1.0 + tl.exp(-beta)), 0.0)
     g = tl.where(live, decay_of(g, a, bias), 0.0)  # pyright: ignore
     # Each is recorded before the next one is convolved: fewer registers are held.

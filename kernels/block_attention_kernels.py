@@ -64,43 +64,30 @@ def _merge_rows(
     POW2: tl.constexpr,
     GATE: tl.constexpr,
 ):
-    """Rows [first_row, first_row + ROWS) of a packed tile, from POW2/2 < live <= POW2 partials.
-
-    Split after split, as a row's numbers then stay where its sums are: with all splits in one
-    tensor the compiler moved weights through shared memory, 40 instructions for each product.
-    """
+    """Rows [first_row, first_row + ROWS) of a packed tile, from POW2/2 < live <= POW2 partials."""
     t, head, exists = _unpack(  # pyright: ignore[reportGeneralTypeIssues]
         first_row + tl.arange(0, ROWS), b, kv_head, G, GROUP
     )
-    row = t * N + head
-    dim = tl.arange(0, H)[None, :]
-    none = float("-inf")
-    highest = tl.full([ROWS], none, tl.float32)
-    sums = ()
-    tiles = ()
-    for z in tl.static_range(POW2):  # pyright: ignore[reportGeneralTypeIssues]
-        written = exists & (z < live)
-        index = row + z * T * N
-        # .cg: from L2, because another multiprocessor has just written it.
-        lse = tl.load(partial_lse + index, mask=written, other=none, cache_modifier=".cg")
-        tile = tl.load(
-            partial_out + index[:, None] * H + dim,
-            mask=written[:, None],
-            other=0.0,
-            cache_modifier=".cg",
-        )
-        highest = tl.maximum(highest, lse)
-        sums = sums + (lse,)
-        tiles = tiles + (tile,)
-    shift = tl.where(highest == none, 0.0, highest)
-    total = tl.zeros([ROWS], tl.float32)
-    acc = tl.zeros([ROWS, H], tl.float32)
-    for z in tl.static_range(POW2):  # pyright: ignore[reportGeneralTypeIssues]
-        weight = tl.exp2(sums[z] - shift)
-        total += weight
-        acc += tiles[z] * weight[:, None]
-    acc = acc * (1.0 / tl.where(total == 0.0, 1.0, total))[:, None]
-    column, live = head[:, None] * H + dim, exists[:, None]
+    dim = tl.arange(0, H)
+    split = tl.arange(0, POW2)
+    # Rows before splits: the compiler deals the first dimension to warps, so that a thread holds
+    # all splits of its elements and adds them without shared memory.
+    index = (split.to(tl.int64)[None, :] * T + t[:, None]) * N + head[:, None]
+    written = (split < live)[None, :] & exists[:, None]
+    # .cg: from L2, because another multiprocessor has just written it.
+    lse = tl.load(partial_lse + index, mask=written, other=float("-inf"), cache_modifier=".cg")
+    tile = tl.load(
+        partial_out + index[:, :, None] * H + dim[None, None, :],
+        mask=written[:, :, None],
+        other=0.0,
+        cache_modifier=".cg",
+    )
+    highest = tl.max(lse, axis=1)
+    weight = tl.exp2(lse - tl.where(highest == float("-inf"), 0.0, highest)[:, None])
+    total = tl.sum(weight, axis=1)
+    weight = weight / tl.where(total == 0.0, 1.0, total)[:, None]
+    acc = tl.sum(tile * weight[:, :, None], axis=1)
+    column, live = head[:, None] * H + dim[None, :], exists[:, None]
     merged = gated(acc, gate, t[:, None], column, live, out.dtype.element_ty, GATE)
     tl.store(out + (t * N)[:, None] * H + column, merged, mask=live)
 

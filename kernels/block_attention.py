@@ -45,10 +45,12 @@ from graphengine.kernels.block_attention_kernels import (
 from graphengine.kernels.interpreter import INTERPRET
 from graphengine.kernels.launch import all_registers, on_grid, supports_pdl
 from graphengine.kernels.output_gate import check_gate, output_gate_reference
+from graphengine.kernels.specialized_attention import SpecializedConfig, launch, takes
 
 LOG2_E = 1.4426950408889634
 MAX_ROWS = 64  # packed rows (G * N/K) in one tile; more become more programs
 HEAD_DIMS = (16, 32, 64, 128, 256)
+FEW_SPLITS = 4  # of a kv head; with more, programs are few and wait
 MIN_ROWS = 16  # the least that a tensor-core dot takes
 HOPPER_SMEM_BYTES = 227 * 1024
 
@@ -136,7 +138,7 @@ def choose_config(
     Args: row_bytes: of one key, H * element size. smem_bytes: shared memory that a program may use.
         packed_rows: block_length * N/K. of_prompt: most have few keys in front.
     """
-    many = num_splits > 4
+    many = num_splits > FEW_SPLITS
     one_split = 256 if many else 512
     wide = LaunchConfig(kv_tile=128, one_split=one_split, prefetch=num_splits > 2)
     if (2 * wide.kv_tile * wide.num_stages + MAX_ROWS) * row_bytes > smem_bytes:
@@ -188,7 +190,7 @@ def block_attention(
     causal: bool,
     out_TNH: torch.Tensor,
     workspace: Workspace,
-    config: LaunchConfig | None = None,
+    config: LaunchConfig | SpecializedConfig | None = None,
     window: int | None = None,
     padded: int = 0,
     gate_TE: torch.Tensor | None = None,
@@ -216,7 +218,8 @@ def block_attention(
         block_length: G; G = 1 is plain decode.
         out_TNH: [B*G, N, H], dtype of q, contiguous.
         workspace: from `workspace(B, G, N, H, num_splits, device)`; unused by the reference.
-        config: tile sizes, warps, stages, merge; None takes `choose_config`'s.
+        config: tile sizes, warps, stages, merge; a SpecializedConfig is `specialized_attention`'s.
+            None takes the one that is faster, by `takes` and the number of splits, as it chooses.
         window: at least 1; None is the whole context.
         padded: 0 in a step, where every request has a token behind it; -1 in a prompt.
         gate_TE: [B*G, E] in the dtype of q, or fp32 partial sums [Z, B*G, E], dense rows, of which
@@ -252,6 +255,15 @@ def block_attention(
     if H not in HEAD_DIMS:
         raise ValueError(f"head_dim {H}: the Triton kernel takes {HEAD_DIMS}")
     num_splits = workspace.lse_ZTN.shape[0]
+    is_few_in_a_step = num_splits > FEW_SPLITS and padded == 0 and gate_TE is None
+    if config is None and is_few_in_a_step and takes(q_TNH, kv_cache, block_length):
+        config = SpecializedConfig()
+    if isinstance(config, SpecializedConfig):
+        launch(
+            *(q_TNH, kv_cache, page_table_BW, start_B, block_length, causal, out_TNH),
+            *(workspace, config, window),
+        )
+        return
     if config is None:
         row_bytes = H * q_TNH.element_size()
         packed_rows = block_length * (N // K)
@@ -276,7 +288,7 @@ def block_attention(
         columns = gate_ZTE.narrow(-1, gate_ZTE.shape[-1] - N * H, N * H)
         gate = columns, gate_ZTE.stride(1), gate_ZTE.stride(0)
         shape["GATE"] = len(gate_ZTE)
-    launch = {"launch_pdl": True} if pdl else {}
+    options = {"launch_pdl": True} if pdl else {}
     on_grid(block_attention_kernel, (K * row_tiles, B, num_splits))(
         q_TNH,
         kv_cache[0],  # two pointers: no plane offset enters the address arithmetic
@@ -300,7 +312,7 @@ def block_attention(
         WIDE=kv_cache[0].numel() >= 2**31,
         num_stages=config.num_stages,
         **all_registers(num_warps),
-        **launch,
+        **options,
     )
     if num_splits > 1 and not config.fused_merge:
         share = max(1, rows >> (num_splits - 1).bit_length())
@@ -313,7 +325,7 @@ def block_attention(
             **shape,
             SHARE=share,
             num_warps=config.merge_warps,
-            **launch,
+            **options,
         )
 
 

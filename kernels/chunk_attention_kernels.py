@@ -144,7 +144,7 @@ def _shrink_constraints() -> str:
 
 
 @gluon.jit
-def _shrunk(sums, shrink):
+def shrunk(sums, shrink):
     """sums * shrink [ROWS, 1], bit for bit. A thread has two rows, the second from its third sum on
     (no promise of Triton's; a test holds it), and leaves its sums alone where neither has found a
     higher score, which becomes rare soon: their products were a sixth of what is computed beside
@@ -158,7 +158,7 @@ def _shrunk(sums, shrink):
 
 
 @gluon.jit
-def _to_bf16(x):
+def to_bf16(x):
     """`x.to`, but by an instruction that LLVM leaves where it is: it would carry P to the next
     iteration in fp32 and round there, between the products of two tiles."""
     return gl.inline_asm_elementwise(
@@ -192,7 +192,7 @@ def _attend(io, rings, bars, work, ME: gl.constexpr, SPLITS: gl.constexpr):
     highest = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, SCORES))
     p, highest, _ = _softmax(s, highest, scale_log2)
     total = gl.sum(p, 1)
-    p = gl.convert_layout(_to_bf16(p), P)
+    p = gl.convert_layout(to_bf16(p), P)
     sums = gl.zeros([ROWS, WIDTH], gl.float32, SUMS)
     _await(k_ring, 1, num_tiles > 1)
     if num_full == 0:
@@ -212,8 +212,8 @@ def _attend(io, rings, bars, work, ME: gl.constexpr, SPLITS: gl.constexpr):
             _await(k_ring, tile + 1, tile + 1 < num_tiles)
             sums = warpgroup_mma_wait(0, deps=(sums,))
             _free(v_ring, tile - 1)
-            sums = _shrunk(sums, gl.convert_layout(shrink, OF_SUMS)[:, None])
-            p = gl.convert_layout(_to_bf16(probabilities), P)
+            sums = shrunk(sums, gl.convert_layout(shrink, OF_SUMS)[:, None])
+            p = gl.convert_layout(to_bf16(probabilities), P)
             if masked:
                 _make_finite(v_ring, finite, tile, tile - num_full, ME)
     sums = warpgroup_mma_wait(0, deps=(_products(p, sums, v_ring, num_tiles - 1),))

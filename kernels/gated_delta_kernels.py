@@ -77,7 +77,12 @@ def arrived(x):
     if not INTERPRETED:
         PACKED: tl.constexpr = 32 // x.dtype.primitive_bitwidth
         x = tl.inline_asm_elementwise(
-            "mov.b32 $0, $1;", "=r,r", [x], dtype=x.dtype, is_pure=False, pack=PACKED
+            "mov.b32 $0, $1;",
+            "=r,r",
+            [x],
+            dtype=x.dtype,
+            is_pure=False,
+            pack=PACKED,  # pyright: ignore[reportArgumentType] (a constexpr of it)
         )
     return x
 

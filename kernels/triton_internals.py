@@ -31,6 +31,8 @@ PACKAGE = __name__.rpartition(".")[0]
 # TMA's copies. Public: async_load and async_store, from 3.8 on; 3.6 and 3.7 have the other names.
 async_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 async_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
+# Of a partition's threads. Public: barrier, from 3.7 on; thread_barrier in 3.6.
+barrier = getattr(gl, "barrier", None) or gl.thread_barrier
 # Copies of a thread's own. Public: async_copy.async_load, from 3.8 on; 3.9 has no other.
 async_read = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
 

@@ -50,6 +50,11 @@ def ints(*shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
 def attend(dtype: torch.dtype, H: int, G: int, causal: bool, window: int | None, **options: Any):
     B, N, K, S, W, Z = 2, 32, 8, options.pop("page_size", 16), 260, options.pop("splits", 8)
     padded, gate = options.pop("padded", 0), options.pop("gate", None)
+    config = block_attention.choose_config(Z, H * dtype.itemsize, packed_rows=G * N // K)
+    if "config" in options:
+        config = options["config"]
+    elif options:
+        config = config._replace(**options)
     block_attention.block_attention(
         empty(B * G, N, H, dtype=dtype),
         empty(2, 9, S, K, H, dtype=dtype),
@@ -59,9 +64,7 @@ def attend(dtype: torch.dtype, H: int, G: int, causal: bool, window: int | None,
         causal,
         empty(B * G, N, H, dtype=dtype),
         block_attention.workspace(B, G, N, H, Z, "cuda"),
-        block_attention.choose_config(Z, H * dtype.itemsize, packed_rows=G * N // K)._replace(
-            **options
-        ),
+        config,
         window,
         padded,
         gate,
@@ -250,6 +253,10 @@ LAUNCHES: dict[str, Callable[[], Any]] = {
     "attention": lambda: attend(BF16, 128, 16, True, None),
     "attention, pages of 128": lambda: [
         attend(BF16, 128, G, True, None, page_size=128) for G in (1, 16)
+    ],
+    "attention, specialised": lambda: [
+        attend(BF16, 128, G, G == 16, window, page_size=64, splits=16, config=None)
+        for G, window in ((16, None), (7, 300))
     ],
     "attention of a prompt": lambda: attend(
         BF16, 128, 16, True, None, page_size=128, splits=1, padded=-1

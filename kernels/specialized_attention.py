@@ -46,7 +46,8 @@ class SpecializedConfig(NamedTuple):
 
 def takes(q_TNH: torch.Tensor, kv_cache: torch.Tensor, block_length: int) -> bool:
     """Whether the kernel can run on these: Hopper, bf16, heads of 128, pages of 16 to 128, blocks
-    of 5 to 16 rows at multiples of 16 bytes."""
+    of 5 to 16 rows at multiples of 16 bytes, as many tiles of rows as splits were chosen for."""
+    packed_rows = block_length * (q_TNH.shape[1] // kv_cache.shape[3])
     return (
         q_TNH.is_cuda
         and torch.cuda.get_device_capability(q_TNH.device)[0] == 9
@@ -54,6 +55,7 @@ def takes(q_TNH: torch.Tensor, kv_cache: torch.Tensor, block_length: int) -> boo
         and q_TNH.shape[2] == HEAD_DIM
         and kv_cache.shape[2] in PAGE_SIZES
         and 4 < block_length <= MAX_BLOCK
+        and _row_tiles(q_TNH, kv_cache, block_length) == -(-packed_rows // ROWS.value)
         and q_TNH.stride(0) % 8 == 0
     )
 
@@ -80,8 +82,7 @@ def launch(
     T, N, H = q_TNH.shape
     B, W = page_table_BW.shape
     _, num_pages, S, K, _ = kv_cache.shape
-    positions = MAX_BLOCK if block_length > 8 else 8
-    row_tiles = -(-(N // K) // (ROWS.value // positions))
+    row_tiles = _row_tiles(q_TNH, kv_cache, block_length)
     num_splits, dtype = workspace[1].shape[0], gluon_dtype(q_TNH)
     box = [min(S, config.kv_tile), BAND.value]
     k, v = (
@@ -90,7 +91,7 @@ def launch(
     )
     strides = q_TNH.stride(0), 1
     on_grid(specialized_attention_kernel, (K * row_tiles, B, num_splits))(
-        descriptor(q_TNH, (T, N * H), strides, [positions, BAND.value], dtype),
+        descriptor(q_TNH, (T, N * H), strides, [_positions(block_length), BAND.value], dtype),
         k,
         v,
         page_table_BW,
@@ -117,3 +118,13 @@ def launch(
         maxnreg=LAUNCH_REGISTERS,
         **({"launch_pdl": True} if config.pdl else {}),
     )
+
+
+def _positions(block_length: int) -> int:
+    """Rows that a head has in a tile."""
+    return MAX_BLOCK if block_length > 8 else 8
+
+
+def _row_tiles(q_TNH: torch.Tensor, kv_cache: torch.Tensor, block_length: int) -> int:
+    group = q_TNH.shape[1] // kv_cache.shape[3]
+    return -(-group // (ROWS.value // _positions(block_length)))

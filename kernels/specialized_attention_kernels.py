@@ -19,9 +19,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from graphengine.kernels.block_attention_kernels import COUNT_STEP, GIVEN_UP
 from graphengine.kernels.chunk_attention_kernels import BAND, ROWS, shrunk, to_bf16
-from graphengine.kernels.triton_internals import async_load, barrier, reinterpret
+from graphengine.kernels.specialized_merge_kernels import merge_together, place_of, store_zeros
+from graphengine.kernels.triton_internals import async_load, reinterpret
 
 CONSUMERS = gl.constexpr(2)
 LOADER_REGISTERS = gl.constexpr(24)
@@ -168,103 +168,6 @@ def _attend(q, q_ready, ring, work, ME: gl.constexpr, PACKING: gl.constexpr, WIN
 
 
 @gluon.jit
-def _place(row, target, POSITIONS: gl.constexpr):
-    """(row of q and out, query head, whether it exists) of packed rows."""
-    first_row, first_head, behind_head, G = target
-    t, head = row % POSITIONS, first_head + row // POSITIONS
-    return first_row + t, head, (t < G) & (head < behind_head)
-
-
-@gluon.jit
-def _merge_rows(
-    io,
-    target,
-    first,
-    live,
-    WIDTH: gl.constexpr,
-    POSITIONS: gl.constexpr,
-    SHARE: gl.constexpr,
-    POW2: gl.constexpr,
-):
-    """SHARE packed rows of POW2/2 < live <= POW2 partials, in the order of their splits."""
-    out, partial_out, partial_lse, _, T, N = io
-    SPREAD: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [4, 1], [1, 0])
-    row = first + gl.arange(0, SHARE, gl.SliceLayout(1, SPREAD))
-    t, head, exists = _place(row, target, POSITIONS)
-    column = gl.arange(0, WIDTH, gl.SliceLayout(0, SPREAD))[None, :]
-    none = float("-inf")
-    highest = gl.full([SHARE], none, gl.float32, gl.SliceLayout(1, SPREAD))
-    sums = ()
-    tiles = ()
-    for z in gl.static_range(POW2):
-        written = exists & (z < live)
-        index = (z * T + t) * N + head
-        # .cg: from L2, because another multiprocessor has just written it.
-        lse = gl.load(partial_lse + index, mask=written, other=none, cache_modifier=".cg")
-        at = partial_out + index[:, None] * WIDTH + column
-        tile = gl.load(at, mask=written[:, None], other=0.0, cache_modifier=".cg")
-        highest = gl.maximum(highest, lse)
-        sums = sums + (lse,)
-        tiles = tiles + (tile,)
-    shift = gl.where(highest == none, 0.0, highest)
-    total = gl.zeros([SHARE], gl.float32, gl.SliceLayout(1, SPREAD))
-    merged = gl.zeros([SHARE, WIDTH], gl.float32, SPREAD)
-    for z in gl.static_range(POW2):
-        weight = gl.exp2(sums[z] - shift)
-        total += weight
-        merged += tiles[z] * weight[:, None]
-    merged = merged * (1.0 / gl.where(total == 0.0, 1.0, total))[:, None]
-    at = (t * N + head)[:, None] * WIDTH + column
-    gl.store(out + at, merged.to(gl.bfloat16), mask=exists[:, None])
-
-
-@gluon.jit
-def _merge_together(
-    io,
-    target,
-    split,
-    live,
-    WIDTH: gl.constexpr,
-    POSITIONS: gl.constexpr,
-    SPLITS: gl.constexpr,
-    POLLS: gl.constexpr,
-):
-    """As `block_attention_kernels._merge_together`, which says how splits wait for one another."""
-    word = io[3] + gl.program_id(1) * gl.num_programs(0) + gl.program_id(0)
-    mine = (split * 0 + 1).to(gl.int64) << split
-    barrier()  # every thread's partial is stored before one thread says so
-    old = gl.atomic_add(word, GIVEN_UP + 1, sem="acq_rel", scope="gpu")
-    arrivals = ((old >> 32) & (COUNT_STEP - 1)) + 1
-    base = (old >> 32) - arrivals + 1
-    if arrivals == live:
-        given_up = old & GIVEN_UP
-        missing = (COUNT_STEP - live).to(gl.int64) << 32
-        gl.atomic_add(word, missing - given_up, sem="relaxed", scope="gpu")
-        mine |= given_up
-    polls = 0
-    while (arrivals < live) & (polls < POLLS):
-        seen = gl.atomic_add(word, 0, sem="acquire", scope="gpu")
-        arrivals = ((seen >> 32) - base) & GIVEN_UP
-        polls += 1
-    if arrivals < live:
-        seen = gl.atomic_add(word, mine, sem="acq_rel", scope="gpu")
-        arrivals = ((seen >> 32) - base) & GIVEN_UP
-        if arrivals >= live:
-            gl.atomic_add(word, -mine, sem="relaxed", scope="gpu")
-    if arrivals >= live:
-        for log2 in gl.static_range(1, 6):
-            if (1 << log2) < 2 * SPLITS:  # noqa: SIM102 (known at compile time)
-                if (live > (1 << log2) // 2) & (live <= 1 << log2):
-                    SHARE: gl.constexpr = ROWS >> log2
-                    for share in range(1 << log2):
-                        if (mine >> (share % live)) & 1:
-                            _merge_rows(
-                                *(io, target, share * SHARE, live),
-                                *(WIDTH, POSITIONS, SHARE, 1 << log2),
-                            )
-
-
-@gluon.jit
 def _help(q, bars, ring, work, given, PACKING: gl.constexpr, WINDOW: gl.constexpr):
     """The second consumer, which gives the first one what it has found."""
     sums, highest, total = _attend(q, bars[0], ring, work, 1, PACKING, WINDOW)
@@ -294,7 +197,7 @@ def _lead(
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
     OF_SUMS: gl.constexpr = gl.SliceLayout(1, SUMS)
     sums, highest, total = _attend(q, bars[0], ring, work, 0, PACKING, WINDOW)
-    t, head, exists = _place(gl.arange(0, ROWS, OF_SUMS), target, PACKING[0])
+    t, head, exists = place_of(gl.arange(0, ROWS, OF_SUMS), target, PACKING[0])
     row = t * N + head
     mbarrier.wait(bars[1], 0)
     other = given[1].index(0).load(OF_SUMS)
@@ -313,17 +216,7 @@ def _lead(
         gl.store(partial_out + plane * WIDTH + at, sums, mask=exists[:, None])
         lse = gl.where(empty, float("-inf"), shift + gl.log2(total))
         gl.store(partial_lse + plane + row, lse, mask=exists)
-        _merge_together(io, target, split, live, WIDTH, PACKING[0], SPLITS, POLLS)
-
-
-@gluon.jit
-def _store_zeros(out, target, N, WIDTH: gl.constexpr, POSITIONS: gl.constexpr):
-    SPREAD: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [4, 1], [1, 0])
-    row = gl.arange(0, ROWS, gl.SliceLayout(1, SPREAD))
-    t, head, exists = _place(row, target, POSITIONS)
-    column = gl.arange(0, WIDTH, gl.SliceLayout(0, SPREAD))[None, :]
-    zeros = gl.zeros([ROWS, WIDTH], gl.bfloat16, SPREAD)
-    gl.store(out + (t * N + head)[:, None] * WIDTH + column, zeros, mask=exists[:, None])
+        merge_together(io, target, split, live, WIDTH, PACKING[0], SPLITS, POLLS)
 
 
 @gluon.jit(do_not_specialize=["table_stride", "max_kv"])
@@ -375,7 +268,7 @@ def specialized_attention_kernel(
             gdc_wait()
             gdc_launch_dependents()
         if split < live:
-            _store_zeros(out, target, N, H, POSITIONS)
+            store_zeros(out, target, N, H, POSITIONS)
         return
     first_tile = skipped + split * read // live
     num_tiles = skipped + (split + 1) * read // live - first_tile

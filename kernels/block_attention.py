@@ -255,10 +255,15 @@ def block_attention(
     if H not in HEAD_DIMS:
         raise ValueError(f"head_dim {H}: the Triton kernel takes {HEAD_DIMS}")
     num_splits = workspace.lse_ZTN.shape[0]
-    is_few_in_a_step = num_splits > FEW_SPLITS and padded == 0 and gate_TE is None
-    if config is None and is_few_in_a_step and takes(q_TNH, kv_cache, block_length):
+    specialised = takes(q_TNH, kv_cache, block_length) and padded == 0 and gate_TE is None
+    if config is None and specialised and num_splits > FEW_SPLITS:
         config = SpecializedConfig()
     if isinstance(config, SpecializedConfig):
+        if not specialised:
+            raise ValueError(
+                f"{q_TNH.dtype}, blocks of {block_length} rows, padded {padded}: specialised warps "
+                "take what `takes` says, in a step and without a gate; use a LaunchConfig"
+            )
         launch(
             *(q_TNH, kv_cache, page_table_BW, start_B, block_length, causal, out_TNH),
             *(workspace, config, window),

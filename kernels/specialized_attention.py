@@ -78,7 +78,13 @@ def launch(
     runs then may write q, out, and K/V from start on.
 
     Mutates: out_TNH, workspace.
+    Raises: ValueError for a config that the kernel cannot run.
     """
+    if config.split_keys < 1 or config.split_keys % config.kv_tile or config.num_stages < 3:
+        raise ValueError(
+            f"split_keys {config.split_keys}, num_stages {config.num_stages}: take a multiple of "
+            f"{config.kv_tile} keys and at least 3 stages"
+        )
     T, N, H = q_TNH.shape
     B, W = page_table_BW.shape
     _, num_pages, S, K, _ = kv_cache.shape

@@ -20,7 +20,7 @@ CPU_AND_GPU = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
 # Of nothing but a Gluon kernel, which no interpreter runs: the plain run has all that they can say.
-IN_GLUON = ("test_chunk_attention.py", "test_chunk_linear.py")
+IN_GLUON = ("test_chunk_attention.py", "test_chunk_linear.py", "test_specialized_attention.py")
 
 
 @pytest.hookimpl(tryfirst=True)  # before those with a mark are left out

@@ -1,10 +1,15 @@
 """specialized_attention against torch's scaled_dot_product_attention over gathered keys."""
 
+from typing import Any
+
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from graphengine.kernels.block_attention import block_attention, workspace
-from graphengine.kernels.specialized_attention import SpecializedConfig
+from graphengine.kernels import block_attention as attention
+from graphengine.kernels.block_attention import block_attention, choose_num_splits, workspace
+from graphengine.kernels.qk_norm_rope import qk_norm_rope_write_
+from graphengine.kernels.specialized_attention import SpecializedConfig, launch
 from tests.kernels.test_block_attention import (
     TOLERANCE,
     check_counts,
@@ -69,3 +74,118 @@ def test_one_capture_serves_every_length(causal) -> None:
         expected = sdpa(q, cache, table, start, G, causal)
         torch.testing.assert_close(out.double(), expected, **TOLERANCE[torch.bfloat16])
         check_counts(buffers)
+
+
+@pytest.mark.gpu
+def test_keys_that_the_kernel_in_front_writes() -> None:
+    """Bug: a tile with the block's own keys is asked for before the rotation, which may still run
+    when this kernel begins, has written them; the keys of the replay before are attended to."""
+    G, N, K, S, W, LAYERS = 16, 32, 8, 128, 8, 6
+    made = make("cuda", torch.bfloat16, [700], G, N, K, H, S, W)
+    table, start = made[2], made[3]
+    caches = [made[1].clone() for _ in range(LAYERS)]
+    qkv = torch.zeros(G, (N + 2 * K) * H, device="cuda", dtype=torch.bfloat16)
+    ones = torch.ones(H, device="cuda", dtype=torch.bfloat16)
+    rope = torch.cat([torch.ones(G, H // 2), torch.zeros(G, H // 2)], 1).cuda()  # turns nothing
+    rows = torch.arange(G, device="cuda")
+    slots = table[0, (700 + rows) // S].long() * S + (700 + rows) % S
+    buffers = workspace(1, G, N, H, choose_num_splits(1, K, 132), "cuda")
+    outs = [torch.empty(G, N, H, device="cuda", dtype=torch.bfloat16) for _ in caches]
+    weights = torch.eye(qkv.shape[1], device="cuda", dtype=torch.bfloat16)
+
+    def step() -> list[torch.Tensor]:
+        queries = []
+        for cache, out in zip(caches, outs, strict=True):
+            projected = qkv @ weights  # an ordinary launch in front, as a GEMM in a step
+            q = qk_norm_rope_write_(projected, ones, ones, rope, rows, slots, cache, 1e-6)
+            block_attention(q, cache, table, start, G, True, out, buffers)
+            queries.append(q)
+        return queries
+
+    step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        queries = step()
+    for _ in range(20):
+        qkv.normal_()
+        graph.replay()
+        for q, cache, out in zip(queries, caches, outs, strict=True):
+            expected = sdpa(q, cache, table, start, G, True)
+            torch.testing.assert_close(out.double(), expected, **TOLERANCE[torch.bfloat16])
+
+
+@pytest.mark.gpu
+def test_two_streams_at_once() -> None:
+    """Bug: splits that wait for splits which cannot start, when other grids hold the
+    multiprocessors, and do not give up."""
+    G, N, K, S, W, num_splits = 16, 32, 8, 128, 65, 16
+    made = make("cuda", torch.bfloat16, [8000], G, N, K, H, S, W)
+    expected = sdpa(*made, G, True)
+    streams = [torch.cuda.Stream() for _ in range(4)]
+    buffers = [workspace(1, G, N, H, num_splits, "cuda") for _ in streams]
+    outs = [torch.full_like(made[0], torch.nan) for _ in streams]
+    torch.cuda.synchronize()
+    for _ in range(20):
+        for stream, own, out in zip(streams, buffers, outs, strict=True):
+            with torch.cuda.stream(stream):
+                block_attention(*made, G, True, out, own, SpecializedConfig())
+    torch.cuda.synchronize()
+    for own, out in zip(buffers, outs, strict=True):
+        torch.testing.assert_close(out.double(), expected, **TOLERANCE[torch.bfloat16])
+        check_counts(own)
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, True),
+        ({"G": 11}, True),
+        ({"num_splits": 4}, False),  # programs are many
+        ({"G": 1}, False),
+        ({"G": 17}, False),
+        ({"head_dim": 64}, False),
+        ({"S": 256}, False),
+        ({"dtype": torch.float16}, False),
+        ({"padded": -1}, False),  # a prompt's: its other blocks' keys are written in front
+        ({"gate": True}, False),
+        ({"N": 48, "G": 10}, False),  # 60 packed rows are a tile there and two here
+        ({"capability": (10, 0)}, False),
+    ],
+)
+def test_who_is_attended_so(changes, expected, monkeypatch) -> None:
+    """Bug: what the kernel cannot do, or does slower, is given to it."""
+    has: dict[str, Any] = {"G": 16, "N": 32, "S": 128, "head_dim": H, "num_splits": 16}
+    has |= {"dtype": torch.bfloat16, "padded": 0, "gate": False, "capability": (9, 0)} | changes
+    called = []
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: has["capability"])
+    monkeypatch.setattr(attention, "launch", lambda *arguments: called.append("specialised"))
+
+    def on_grid(kernel: Any, grid: Any) -> Any:
+        return lambda *arguments, **options: called.append("other")
+
+    monkeypatch.setattr(attention, "on_grid", on_grid)
+    monkeypatch.setattr(attention, "_smem_bytes", lambda device: attention.HOPPER_SMEM_BYTES)
+    monkeypatch.setattr(attention, "supports_pdl", lambda device: True)
+    G, N, K = has["G"], has["N"], 8
+    with FakeTensorMode():
+        q = torch.empty(G, N, has["head_dim"], dtype=has["dtype"], device="cuda")
+        planes = torch.empty(2, 9, has["S"], K, has["head_dim"], dtype=has["dtype"], device="cuda")
+        monkeypatch.setattr(FakeTensor, "__getitem__", lambda self, i: self.select(0, i))
+        table = torch.empty(1, 9, dtype=torch.int32, device="cuda")
+        start = torch.empty(1, dtype=torch.int32, device="cuda")
+        gate = torch.empty(G, N * has["head_dim"], dtype=has["dtype"], device="cuda")
+        buffers = workspace(1, G, N, has["head_dim"], has["num_splits"], "cuda")
+        rest = {"padded": has["padded"], "gate_TE": gate if has["gate"] else None}
+        made = q, planes, table, start, G, True, torch.empty_like(q), buffers
+        block_attention(*made, **rest)
+        assert called == ["specialised" if expected else "other"]
+        if not expected and has["num_splits"] > 4:
+            with pytest.raises(ValueError, match="use a LaunchConfig"):
+                block_attention(*made, SpecializedConfig(), **rest)
+
+
+def test_a_launch_is_of_whole_tiles() -> None:
+    """Bug: a split of half a tile is none at all: 0 tiles, a division by zero on the device."""
+    with pytest.raises(ValueError, match="split_keys 32"):
+        launch(*(torch.empty(0),) * 8, SpecializedConfig(split_keys=32), None)

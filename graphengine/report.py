@@ -177,11 +177,11 @@ def startup_seconds(
     import_s: float, ready_s: float, startup: StartupMetrics, answers: Sequence[Answer]
 ) -> dict[str, float]:
     """Seconds until the first token, by phase, `other_s` what is in none of them until the engine
-    was ready; `first_token_s` only if there was one."""
+    was ready; `first_token_s` only if the first answer has one."""
     names = ("load_s", "compile_s", "capture_s", "warmup_s")
     phases = {"import_s": import_s} | {name: getattr(startup, name) for name in names}
     phases["other_s"] = max(ready_s - sum(phases.values()), 0.0)
-    if answers:
+    if answers and answers[0].result.metrics.num_output_tokens:
         phases["first_token_s"] = answers[0].result.metrics.ttft_ms / 1e3
     return phases
 

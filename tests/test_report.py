@@ -168,6 +168,12 @@ def test_seconds_until_the_first_token() -> None:
     assert report.startup_seconds(1.0, 6.5, startup(), [])["other_s"] == 0.0
 
 
+def test_no_first_token_of_a_refused_turn() -> None:
+    """Bug: a prompt that was refused is said to have had its first token after 0 s."""
+    nothing = report.refused(0, 0, answer().prompt, "too long")
+    assert "first_token_s" not in report.startup_seconds(1.0, 9.0, startup(), [nothing])
+
+
 def test_seconds_of_a_chat() -> None:
     """Bug: a chat's throughput leaves the time of its prompts out."""
     assert report.answering_seconds([answer(0), answer(0, 1)]) == 4.0

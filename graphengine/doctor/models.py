@@ -35,7 +35,7 @@ _SLOTS = {
 }
 _BYTES = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2}
 _ID_MAPS = ("d2t", "t2d")
-_INTEGERS = frozenset("BOOL I8 U8 I16 U16 I32 U32 I64 U64".split())
+_INTEGERS = {"BOOL": 1} | {f"{kind}{8 * size}": size for kind in "IU" for size in (1, 2, 4, 8)}
 _REFUSED = "see the message; compare the published file"
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -203,7 +203,8 @@ def _weights(
             yield error(name, one_line(f"{len(names)} {what}: {shown}"), remedy)
     yield from _dtypes(f"{name}.dtype", known)
     if not any(faults.values()):
-        size = sum(math.prod(h.shape) * _BYTES.get(h.dtype, 1) for h in used.values())
+        sizes = _BYTES | _INTEGERS
+        size = sum(math.prod(h.shape) * sizes.get(h.dtype, 1) for h in used.values())
         yield ok(name, f"{len(used)} tensors, {format_bytes(size)}, none missing")
 
 

@@ -24,6 +24,7 @@ from typing import NamedTuple
 import torch
 
 from graphengine.kernels.chunk_attention_kernels import BAND, LAUNCH_REGISTERS, ROWS
+from graphengine.kernels.interpreter import INTERPRET
 from graphengine.kernels.launch import on_grid
 from graphengine.kernels.specialized_attention_kernels import specialized_attention_kernel
 from graphengine.kernels.wide_linear import descriptor, gluon_dtype
@@ -48,15 +49,17 @@ def takes(q_TNH: torch.Tensor, kv_cache: torch.Tensor, block_length: int) -> boo
     """Whether the kernel can run on these: Hopper, bf16, heads of 128, pages of 16 to 128, blocks
     of 5 to 16 rows at multiples of 16 bytes, as many tiles of rows as splits were chosen for."""
     packed_rows = block_length * (q_TNH.shape[1] // kv_cache.shape[3])
+    starts = q_TNH.storage_offset(), kv_cache.storage_offset(), q_TNH.stride(0)
     return (
         q_TNH.is_cuda
+        and not INTERPRET
         and torch.cuda.get_device_capability(q_TNH.device)[0] == 9
         and q_TNH.dtype == kv_cache.dtype == torch.bfloat16
         and q_TNH.shape[2] == HEAD_DIM
         and kv_cache.shape[2] in PAGE_SIZES
         and 4 < block_length <= MAX_BLOCK
         and _row_tiles(q_TNH, kv_cache, block_length) == -(-packed_rows // ROWS.value)
-        and q_TNH.stride(0) % 8 == 0
+        and all(elements % 8 == 0 for elements in starts)
     )
 
 

@@ -29,6 +29,35 @@ CONSUMER_REGISTERS = gl.constexpr(240)
 
 
 @gluon.jit
+def share_of(
+    start,
+    max_kv,
+    split,
+    G: gl.constexpr,
+    TILE: gl.constexpr,
+    SPLIT_TILES: gl.constexpr,
+    SPLITS: gl.constexpr,
+    CAUSAL: gl.constexpr,
+    WINDOW: gl.constexpr,
+):
+    """(keys of a request, splits with work, a split's first tile, how many it has, the first tile
+    that is not in front of the end of what every row sees). Runs in Python too, as `share_of.fn`.
+    """
+    kv_len = min(start + G, max_kv) if start > 0 else start * 0
+    skipped = start * 0
+    if WINDOW:
+        skipped = min(max(start + 1 - WINDOW, 0), kv_len) // TILE
+    read = (kv_len + TILE - 1) // TILE - skipped
+    live = min(max((read + SPLIT_TILES - 1) // SPLIT_TILES, 1), SPLITS)
+    first_tile = skipped + split * read // live
+    num_tiles = skipped + (split + 1) * read // live - first_tile
+    seen = 1 if CAUSAL else G  # the first row's keys, counted from start
+    if WINDOW:
+        seen = min(seen, WINDOW)
+    return kv_len, live, first_tile, num_tiles, min(start + seen, kv_len) // TILE
+
+
+@gluon.jit
 def _send(kv, ring, place, tile, S: gl.constexpr):
     """Asks for a tile of K and one of V."""
     ready, _, k_smem, v_smem = ring
@@ -152,9 +181,14 @@ def _attend(q, q_ready, ring, work, ME: gl.constexpr, PACKING: gl.constexpr, WIN
         shrink = gl.exp2(highest - shift)
         total = total * shrink + gl.sum(p, 1)
         highest = higher
-        # Of the next one; behind the last one of whatever is there, for nobody.
-        _await(ring, tile + CONSUMERS, 0, tile + CONSUMERS < num_tiles)
-        s = _scores(q, ring, tile + CONSUMERS)
+        # Of the next one; behind the last one of whatever is there, for nobody. First until its
+        # slot was free: the tile there before may be the other consumer's, and while that one has
+        # not arrived, the phase looks as if this one had.
+        ahead = tile + CONSUMERS
+        phase = (ahead // STAGES & 1) ^ 1
+        mbarrier.wait(ring[1].index(ahead % STAGES), phase, pred=ahead < num_tiles)
+        _await(ring, ahead, 0, ahead < num_tiles)
+        s = _scores(q, ring, ahead)
         p = gl.convert_layout(to_bf16(p), P)
         sums = shrunk(sums, gl.convert_layout(shrink, OF_SUMS)[:, None])
         _await(ring, tile, 1)
@@ -255,12 +289,9 @@ def specialized_attention_kernel(
     PACKING: gl.constexpr = (POSITIONS, CAUSAL)
     kv_head, b, split = gl.program_id(0) // ROW_TILES, gl.program_id(1), gl.program_id(2)
     start = gl.load(starts + b)
-    kv_len = gl.where(start > 0, gl.minimum(start + G, max_kv), 0)
-    skipped = 0
-    if WINDOW:
-        skipped = gl.minimum(gl.maximum(start + 1 - WINDOW, 0), kv_len) // TILE
-    read = (kv_len + TILE - 1) // TILE - skipped
-    live = gl.minimum(gl.maximum((read + SPLIT_TILES - 1) // SPLIT_TILES, 1), SPLITS)
+    kv_len, live, first_tile, num_tiles, num_seen = share_of(
+        *(start, max_kv, split, G, TILE, SPLIT_TILES, SPLITS, CAUSAL, WINDOW)
+    )
     first_head = kv_head * GROUP + gl.program_id(0) % ROW_TILES * HEADS
     target = (b * G, first_head, kv_head * GROUP + GROUP, G)
     if (split >= live) | (kv_len == 0):
@@ -270,9 +301,6 @@ def specialized_attention_kernel(
         if split < live:
             store_zeros(out, target, N, H, POSITIONS)
         return
-    first_tile = skipped + split * read // live
-    num_tiles = skipped + (split + 1) * read // live - first_tile
-    num_seen = (gl.minimum(start + 1, kv_len) if CAUSAL else kv_len) // TILE
     early = gl.minimum(gl.maximum(start // TILE - first_tile, 0), num_tiles)
     KV: gl.constexpr = gl.NVMMASharedLayout.get_default_for([TILE, H], k_desc.dtype)
     Q: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, H], k_desc.dtype)

@@ -4,8 +4,9 @@ Legend as there. A target is (first row of the block, first head, behind the kv 
 """
 
 # Gluon is not typed for a type checker.
-# pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
-# pyright: reportIndexIssue=false, reportOperatorIssue=false, reportAttributeAccessIssue=false
+# pyright: reportArgumentType=false, reportAssignmentType=false, reportCallIssue=false
+# pyright: reportGeneralTypeIssues=false, reportIndexIssue=false, reportOperatorIssue=false
+# pyright: reportAttributeAccessIssue=false
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl

@@ -1,15 +1,19 @@
 """specialized_attention against torch's scaled_dot_product_attention over gathered keys."""
 
+import math
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import example, given
+from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from graphengine.kernels import block_attention as attention
 from graphengine.kernels.block_attention import block_attention, choose_num_splits, workspace
 from graphengine.kernels.qk_norm_rope import qk_norm_rope_write_
 from graphengine.kernels.specialized_attention import SpecializedConfig, launch
+from graphengine.kernels.specialized_attention_kernels import share_of
 from tests.kernels.test_block_attention import (
     TOLERANCE,
     check_counts,
@@ -25,7 +29,7 @@ H = 128
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("window", [None, 300])
+@pytest.mark.parametrize("window", [None, 4, 300])
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize(("N", "K", "G", "S"), SHAPES)
 def test_matches_sdpa(N, K, G, S, causal, window) -> None:
@@ -149,6 +153,7 @@ def test_two_streams_at_once() -> None:
         ({"dtype": torch.float16}, False),
         ({"padded": -1}, False),  # a prompt's: its other blocks' keys are written in front
         ({"gate": True}, False),
+        ({"offset": 4}, False),  # TMA begins at 16 bytes
         ({"N": 48, "G": 10}, False),  # 60 packed rows are a tile there and two here
         ({"capability": (10, 0)}, False),
     ],
@@ -156,7 +161,13 @@ def test_two_streams_at_once() -> None:
 def test_who_is_attended_so(changes, expected, monkeypatch) -> None:
     """Bug: what the kernel cannot do, or does slower, is given to it."""
     has: dict[str, Any] = {"G": 16, "N": 32, "S": 128, "head_dim": H, "num_splits": 16}
-    has |= {"dtype": torch.bfloat16, "padded": 0, "gate": False, "capability": (9, 0)} | changes
+    has |= {
+        "dtype": torch.bfloat16,
+        "padded": 0,
+        "gate": False,
+        "capability": (9, 0),
+        "offset": 0,
+    } | changes
     called = []
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: has["capability"])
     monkeypatch.setattr(attention, "launch", lambda *arguments: called.append("specialised"))
@@ -169,7 +180,9 @@ def test_who_is_attended_so(changes, expected, monkeypatch) -> None:
     monkeypatch.setattr(attention, "supports_pdl", lambda device: True)
     G, N, K = has["G"], has["N"], 8
     with FakeTensorMode():
-        q = torch.empty(G, N, has["head_dim"], dtype=has["dtype"], device="cuda")
+        size = (G, N, has["head_dim"])
+        q = torch.empty(2 * math.prod(size), dtype=has["dtype"], device="cuda")
+        q = q.narrow(0, has["offset"], math.prod(size)).view(size)
         planes = torch.empty(2, 9, has["S"], K, has["head_dim"], dtype=has["dtype"], device="cuda")
         monkeypatch.setattr(FakeTensor, "__getitem__", lambda self, i: self.select(0, i))
         table = torch.empty(1, 9, dtype=torch.int32, device="cuda")
@@ -183,6 +196,43 @@ def test_who_is_attended_so(changes, expected, monkeypatch) -> None:
         if not expected and has["num_splits"] > 4:
             with pytest.raises(ValueError, match="use a LaunchConfig"):
                 block_attention(*made, SpecializedConfig(), **rest)
+
+
+@given(
+    start=st.integers(-1, 700),
+    max_kv=st.sampled_from([128, 640, 100_000]),
+    G=st.integers(5, 16),
+    split_tiles=st.integers(1, 5),
+    num_splits=st.integers(1, 7),
+    is_causal=st.booleans(),
+    window=st.sampled_from([0, 1, 4, 70, 300]),
+)
+@example(48, 640, 16, 1, 1, False, 4)  # a narrow window ends in front of the block's last key
+def test_every_tile_is_one_split_s(
+    start, max_kv, G, split_tiles, num_splits, is_causal, window
+) -> None:
+    """Bug: a tile that a row sees is nobody's, or two splits'; a split that others wait for has
+    none; in a tile that is not masked stands a key that its first row does not see."""
+    TILE, shape = 64, (G, 64, split_tiles, num_splits, is_causal, window)
+    position = start + torch.arange(G)[:, None]
+    key = torch.arange(min(start + G, max_kv) if start > 0 else 0)[None]
+    seen = (key <= position) if is_causal else torch.ones(G, key.shape[1], dtype=torch.bool)
+    if window:
+        seen &= (key - position).abs() < window
+    in_python: Any = share_of  # a type checker takes `fn` for the launch
+    share = in_python.fn
+    kv_len, live, *_ = share(start, max_kv, 0, *shape)
+    assert kv_len == key.shape[1]
+    dealt = []
+    for split in range(live):
+        _, _, first, count, num_unmasked = share(start, max_kv, split, *shape)
+        assert count > 0 or not seen.any()
+        dealt += range(first, first + count)
+        for tile in range(first, min(first + count, num_unmasked)):
+            reach = key[:, : (tile + 1) * TILE][:, tile * TILE :]
+            assert seen[:, reach[0]].all() or (window and (reach < position + window).all())
+    assert dealt == sorted(set(dealt))
+    assert set(dealt) >= {n // TILE for n in seen.any(0).nonzero().flatten().tolist()}
 
 
 def test_a_launch_is_of_whole_tiles() -> None:

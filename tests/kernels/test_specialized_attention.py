@@ -1,7 +1,7 @@
 """specialized_attention against torch's scaled_dot_product_attention over gathered keys."""
 
 import math
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
@@ -219,12 +219,11 @@ def test_every_tile_is_one_split_s(
     seen = (key <= position) if is_causal else torch.ones(G, key.shape[1], dtype=torch.bool)
     if window:
         seen &= (key - position).abs() < window
-    share = cast(Any, share_of.fn)
-    kv_len, live, *_ = share(start, max_kv, 0, *shape)
+    kv_len, live, *_ = share_of.fn(start, max_kv, 0, *shape)
     assert kv_len == key.shape[1]
     dealt = []
     for split in range(live):
-        _, _, first, count, num_unmasked = share(start, max_kv, split, *shape)
+        _, _, first, count, num_unmasked = share_of.fn(start, max_kv, split, *shape)
         assert count > 0 or not seen.any()
         dealt += range(first, first + count)
         for tile in range(first, min(first + count, num_unmasked)):
@@ -236,5 +235,6 @@ def test_every_tile_is_one_split_s(
 
 def test_a_launch_is_of_whole_tiles() -> None:
     """Bug: a split of half a tile is none at all: 0 tiles, a division by zero on the device."""
+    none, config = torch.empty(0), SpecializedConfig(split_keys=32)
     with pytest.raises(ValueError, match="split_keys 32"):
-        launch(*(torch.empty(0),) * 8, SpecializedConfig(split_keys=32), None)
+        launch(none, none, none, none, 16, True, none, (none, none, none), config, None)

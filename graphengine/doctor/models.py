@@ -157,7 +157,7 @@ def _amplitude(files: ModelFiles, rope: RopeConfig) -> Iterator[Finding]:
     per_type = next((value for value in scaling.values() if isinstance(value, Mapping)), None)
     scaling = scaling if per_type is None else per_type
     is_said = scaling.get("attention_factor") is not None
-    if "mscale" in scaling and "mscale_all_dim" in scaling and not is_said:
+    if scaling.get("mscale") and scaling.get("mscale_all_dim") and not is_said:
         value = f"{rope.amplitude:.5f}, from mscale and mscale_all_dim as transformers does"
         remedy = "engines that ignore the two keys use 0.1 ln(factor) + 1: compare the acceptance, "
         remedy += "and set attention_factor if theirs is better"

@@ -231,7 +231,8 @@ def test_nsys_runs_this_command_once_per_preset(fake_nsys: Path, tmp_path: Path)
 
 
 def test_steps_that_the_context_ends() -> None:
-    """Bug: medians of no steps are a traceback, where drafts are accepted more often than never."""
+    """Bug: medians of no steps are a traceback, where drafts are accepted more often than never; or
+    a context that just holds all steps is refused."""
     options: dict[str, Any] = {"max_model_len": 64, "simulate_acceptance": 4.0}
     workload = Workload(bucket=1, input_len=9, num_steps=15, warmup=2, seed=0)  # 36 of 55 tokens
     with (
@@ -239,6 +240,9 @@ def test_steps_that_the_context_ends() -> None:
         pytest.raises(ValueError, match="context of 64 tokens is full before"),
     ):
         run_steps(engine, workload, nullcontext())
+    just = workload.input_len + workload.output_len(1)
+    with Engine.from_pretrained(TINY_TARGET, buckets=(1,), max_model_len=just) as engine:
+        assert run_steps(engine, workload, nullcontext())["mean_acceptance_length"] == 1
 
 
 def test_steps_that_a_profiler_ends_leave_nothing() -> None:

@@ -150,10 +150,7 @@ RULES: dict[str, tuple[Json, tuple[AttentionRule, ...]]] = {
     "said-causal": ({"is_causal": True}, (FULL_CAUSAL,) * 5),
     "said-causal-inside": ({"dflash__causal": True}, (FULL_CAUSAL,) * 5),
     "mixed": (MIX, four_and_one(True, False)),
-    "widths-of-no-layer": (
-        {"dflash__swa_window_size": 64, "sliding_window": 4096},
-        (FULL,) * 5,
-    ),
+    "widths-of-no-layer": ({"dflash__swa_window_size": 64, "sliding_window": 4096}, (FULL,) * 5),
     "full-flagged": (
         {"layer_types": ["full_attention"] * 5, "use_sliding_window": True},
         (FULL,) * 5,
@@ -165,6 +162,7 @@ RULES: dict[str, tuple[Json, tuple[AttentionRule, ...]]] = {
         {**MIX, "is_causal": False, "dflash__causal": True},
         four_and_one(False, False),
     ),
+    "is_causal-first": ({"dflash__is_causal": True, "dflash__causal": False}, (FULL_CAUSAL,) * 5),
     "all-causal": ({**MIX, "is_causal": True}, four_and_one(True, True)),
     "mixed-use_swa": ({**MIX, "dflash__use_swa": True}, four_and_one(True, False)),
     "use_swa": (

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import inspect
+import json
 from dataclasses import dataclass, fields
 from typing import Any
 
 import click
+import numpy as np
 import pytest
 from click.testing import CliRunner
 
@@ -15,6 +17,7 @@ from graphengine.cli import options as shared
 from graphengine.cli.main import main
 from graphengine.config import options as module
 from graphengine.config.bytesize import format_bytes
+from graphengine.config.constraint import parse_schema
 from graphengine.config.declaration import COMMANDS, declarations, made, option, spelled_out
 from graphengine.config.engine import EngineConfig
 from graphengine.config.options import Options, SamplingParams
@@ -111,10 +114,26 @@ def test_the_next_option_is_declared_once(monkeypatch: pytest.MonkeyPatch) -> No
     assert declarations(More)["depth"].arguments(4) == ["--depth", "4"]
 
 
+def test_numbers_are_kept_as_python_s_own() -> None:
+    """Bug: a number from numpy stays one, and a run's JSON cannot be written."""
+    given: dict[str, Any] = {"top_k": np.int64(5), "temperature": np.float32(0.5)}
+    asked = SamplingParams(**given)
+    assert json.dumps([asked.top_k, asked.temperature]) == "[5, 0.5]"
+
+
+def test_a_schema_s_order_is_kept() -> None:
+    """Bug: an answer's properties come in another order than its schema says."""
+    schema = {"properties": {"name": {}, "age": {}}}
+    assert json.loads(parse_schema("json_schema", schema), object_pairs_hook=list) == [
+        ("properties", [("name", []), ("age", [])])
+    ]
+
+
 def test_what_is_just_allowed() -> None:
-    """Bug: an answer of exactly so many tokens cannot be asked for."""
-    asked = SamplingParams(min_tokens=5, max_new_tokens=5)
-    assert (asked.min_tokens, asked.max_new_tokens) == (5, 5)
+    """Bug: an answer of exactly so many tokens, or a token's largest bias, cannot be asked for."""
+    biases = {3: -100.0, 7: 100.0}
+    asked = SamplingParams(min_tokens=5, max_new_tokens=5, logit_bias=biases)
+    assert (asked.min_tokens, asked.max_new_tokens, asked.logit_bias) == (5, 5, biases)
 
 
 @pytest.mark.parametrize(

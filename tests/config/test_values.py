@@ -26,3 +26,10 @@ def test_integers_at_their_bounds() -> None:
     for value, most in ((2, 9), (10, 9), (MAX_INTEGER + 1, MAX_INTEGER)):
         with pytest.raises(ValueError, match="x: n holds"):
             RawConfig({"n": value}, "x").integer("n", 3, most)
+
+
+def test_a_number_at_its_minimum() -> None:
+    """Bug: a file that scales its positions by exactly 1 is refused."""
+    assert RawConfig({"factor": 1}, "x").number("factor", 1.0) == 1.0
+    with pytest.raises(ValueError, match="expected at least 1"):
+        RawConfig({"factor": 0.5}, "x").number("factor", 1.0)

@@ -65,13 +65,18 @@ def test_legal_but_suspect(copies: tuple[Path, Path], edit: Edit, name: str) -> 
 
 @pytest.mark.parametrize(
     ("extra", "per_type", "warned"),
-    [({}, False, True), ({}, True, True), ({"attention_factor": 1.4}, False, False)],
+    [
+        ({}, False, True),
+        ({}, True, True),
+        ({"attention_factor": 1.4}, False, False),
+        ({"mscale": None}, False, False),
+    ],
 )
 def test_amplitude_that_engines_read_in_two_ways(
     copies: tuple[Path, Path], extra: dict[str, Any], per_type: bool, warned: bool
 ) -> None:
     """Bug: the warning is lost where ropes are said per layer type or in a speculators file, or
-    comes where the file itself says the amplitude."""
+    comes where the file itself says the amplitude, or one of its two keys is null."""
     rope = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 64.0, "mscale": 1.0}
     rope |= {"original_max_position_embeddings": 64, "mscale_all_dim": 1.0} | extra
     nested = {"full_attention": rope} if per_type else rope

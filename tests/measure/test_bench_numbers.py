@@ -110,12 +110,14 @@ def test_modes_that_say_something_else() -> None:
 
 
 def test_what_is_unknown_is_a_dash() -> None:
-    """Bug: a column without a number raises, or shows 0."""
-    rows = [Row("m", "k", found := result([1.0], 2), found.numbers(0.0))]
+    """Bug: a column without a number raises or shows 0, or one whose number is 0 shows none."""
+    found = result([1.0], 2)
+    rows = [Row("m", "k", found, found.numbers(0.0))]
+    rows.append(Row("n", "k", found, found.numbers(0.0) | {"gpu_idle_percent": 0.0}))
     shown = table(rows, 6.35)
     cells = {str(column.header): list(column.cells) for column in shown.columns}
-    assert cells["idle%"] == cells["%read"] == cells["/floor"] == ["-"]
-    assert cells["p50_ms"] == ["1.000"]
+    assert cells["%read"] == cells["/floor"] == ["-", "-"]
+    assert cells["idle%"] == ["-", "0.0"] and cells["p50_ms"] == ["1.000"] * 2
     assert "speedup" not in cells
     assert "SIMULATED at 6.35" in str(shown.title)
 

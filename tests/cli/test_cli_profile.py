@@ -327,6 +327,13 @@ def test_nsys_that_does_not_end(fake_nsys: Path, tmp_path: Path) -> None:
     pytest.fail("it is still there")
 
 
+def test_nsys_that_is_killed(fake_nsys: Path) -> None:
+    """Bug: where the machine's memory ends nsys is killed, and the user sees a missing file."""
+    fake_nsys.write_text("#!/bin/sh\nkill -9 $$\n")
+    with pytest.raises(RuntimeError, match=r"^nsys profile exited with -9:"):
+        nsys.run([str(fake_nsys), "profile"])
+
+
 def test_names_reach_torch_profiler(tmp_path: Path) -> None:
     """Bug: under torch.profiler the ranges are missing or not nested, so nothing has a name."""
     path = tmp_path / "torch.json"

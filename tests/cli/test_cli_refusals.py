@@ -304,11 +304,14 @@ def test_a_pipe_without_end_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         '{"prompt": "a", "turns": ["b"]}',
         '{"prompt": "a", "prompt": "b"}',
         '{"prompt": []}',
+        '{"prompt": "\\ud800"}',
+        '{"prompt": "\\udfff"}',
         "{}",
     ],
 )
 def test_lines_that_are_almost_right(tmp_path: Path, line: str) -> None:
-    """Bug: true is taken for token 1, or of two prompts in a line one is dropped."""
+    """Bug: true is taken for token 1, of two prompts in a line one is dropped, or half of a
+    character, the first or last such one, ends in the tokenizer's traceback."""
     path = tmp_path / "prompts.jsonl"
     path.write_text('{"prompt": "a"}\n' + line)
     with pytest.raises(ValueError, match="line 2"):

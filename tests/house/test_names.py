@@ -108,6 +108,16 @@ def test_a_name_is_registered_once(recorder: Recorder) -> None:
     assert names.range_("plan") is names.range_("plan")
 
 
+def test_another_domain_gets_the_names_that_are_known(recorder: Recorder) -> None:
+    """Bug: a recorder that takes over, as from --nvtx, misses every name that was used before."""
+    other = Recorder()
+    for domain in (recorder, other):
+        names.enable(domain)
+        with names.range_("plan"):
+            pass
+    assert other.events == recorder.events == ["push plan", "pop"]
+
+
 def test_off_by_default_and_after_disable(recorder: Recorder) -> None:
     """Bug: ranges go on being emitted to a domain that was switched off."""
     names.disable()

@@ -94,8 +94,10 @@ def full_disk() -> Iterator[None]:
 
 
 def test_a_missing_key_is_named(tmp_path: Path) -> None:
-    """Bug: a required key can be left out."""
+    """Bug: a required key can be left out, or the schema is another one, older or newer."""
     result = valid(tmp_path)
+    for version in (0, 2):
+        assert "schema_version" in result_schema.validate(result | {"schema_version": version})[0]
     for key in result_schema.REQUIRED:
         part = {name: value for name, value in result.items() if name != key}
         assert result_schema.validate(part) == [f"missing key {key}"]
@@ -136,10 +138,12 @@ def test_environment_has_all_keys_on_this_machine() -> None:
     assert (copied["commit"], copied["commit_dirty"]) == ("abc", None)
 
 
-def test_nvidia_smi_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bug: what nvidia-smi says where it fails is stored as the driver's version."""
+@pytest.mark.parametrize("said", ["echo 'NVIDIA-SMI has failed'\nexit 9", "echo '[N/A]'"])
+def test_nvidia_smi_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: str) -> None:
+    """Bug: what nvidia-smi says where it fails, or does not know, is stored as the driver's
+    version."""
     program = tmp_path / "nvidia-smi"
-    program.write_text("#!/bin/sh\necho 'NVIDIA-SMI has failed'\nexit 9\n")
+    program.write_text(f"#!/bin/sh\n{said}\n")
     program.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     assert result_schema.environment(commit="abc")["driver_version"] is None

@@ -47,10 +47,12 @@ def test_ranges_that_begin_together(order: int) -> None:
     }
 
 
-def test_a_chain_that_is_one_graph_is_told_apart_by_its_kernels() -> None:
-    """Bug: in graph mode full a node trace has one row for all layers."""
-    host = [HostRange("step", 0, 100, 0), HostRange("verify", 1, 50, 0)]
-    host.append(HostRange("verify", 2, 40, 0))  # the runner's range has the host phase's name
+@pytest.mark.parametrize("chain", ["verify", "decode"])
+def test_a_chain_that_is_one_graph_is_told_apart_by_its_kernels(chain: str) -> None:
+    """Bug: in graph mode full a node trace has one row for all layers, or accepting without a
+    drafter is a part of the last segment."""
+    host = [HostRange("step", 0, 100, 0), HostRange(chain, 1, 50, 0)]
+    host.append(HostRange(chain, 2, 40, 0))  # the runner's range has the host phase's name
     launch = Launch(1, 3, 4, 0, True)
     names = [
         "gemm",
@@ -68,11 +70,11 @@ def test_a_chain_that_is_one_graph_is_told_apart_by_its_kernels() -> None:
     ]
     work = [Activity(name, i * 10, i * 10 + 8, launch) for i, name in enumerate(names)]
     assert [p.name for p in place(Trace(work, host))] == [
-        *("verify.00", "verify.L0.attn", "verify.L0.attn", "verify.01", "verify.L1.attn"),
-        *("verify.L1.attn", "verify.02", "verify.02", "accept", "accept"),
+        *(f"{chain}.{step}" for step in "00 L0.attn L0.attn 01 L1.attn L1.attn 02 02".split()),
+        *("accept", "accept"),
     ]
     whole = [Activity("graph", 0, 100, launch, is_whole_graph=True)]
-    assert [(p.name, p.busy_class) for p in place(Trace(whole, host))] == [("verify", "chain")]
+    assert [(p.name, p.busy_class) for p in place(Trace(whole, host))] == [(chain, "chain")]
 
 
 @pytest.mark.parametrize(
@@ -227,3 +229,13 @@ def test_calls_of_both_interfaces(kind: str) -> None:
     step = {"name": "step", "cat": "user_annotation", "ts": 1, "dur": 4}
     (placed,) = place(torch_trace._trace([event | where for event in (step, call, work)]))
     assert (placed.name, placed.step) == ("host.step", 0)
+
+
+def test_a_user_s_own_annotations_are_not_ours() -> None:
+    """Bug: torch's annotation of an iteration, or a user's, takes the place of a step's name."""
+    shared = {"ph": "X", "cat": "user_annotation", "pid": 1, "tid": 1}
+    events = [
+        shared | {"name": name, "ts": ts, "dur": 1}
+        for ts, name in enumerate(("ProfilerStep#3", "step", "forward.00"))
+    ]
+    assert [entry.name for entry in torch_trace._trace(events).ranges] == ["step"]

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from graphengine import names
 from graphengine.profiles import nsys, torch_trace
 from graphengine.profiles.launch_gaps import report
 from tests.support import nsys_exports as exports
@@ -23,6 +24,38 @@ def test_an_export_lacks_tables_and_columns(tmp_path: Path) -> None:
     numbers = report(nsys.read_export(path)).numbers()
     assert numbers["busy_mean_us"] == 26.0
     assert set(numbers["kernels"]) == {"gemm", "norm", "BatchPrefill", "MergeStates"}
+
+
+def test_an_export_without_the_calls_names(tmp_path: Path) -> None:
+    """Bug: where only nodes tell what is a graph's, its kernels, copies or fills count as launched
+    one by one, and no gap beside them is a seam."""
+    path = exports.write_export(tmp_path / "a.sqlite")
+    with closing(sqlite3.connect(path)) as connection:
+        connection.execute("ALTER TABLE CUPTI_ACTIVITY_KIND_RUNTIME DROP COLUMN nameId")
+        connection.execute("ALTER TABLE CUPTI_ACTIVITY_KIND_MEMCPY ADD COLUMN graphNodeId")
+        connection.execute("UPDATE CUPTI_ACTIVITY_KIND_MEMCPY SET graphNodeId = 1")
+        connection.execute(
+            "CREATE TABLE CUPTI_ACTIVITY_KIND_MEMSET AS SELECT * FROM CUPTI_ACTIVITY_KIND_MEMCPY"
+        )
+        connection.commit()
+    work = nsys.read_export(path).activities
+    of_graphs = [a.name for a in work if a.launch and a.launch.is_graph]
+    kinds = {name.removeprefix("void ").partition("<")[0] for name in of_graphs}
+    assert kinds == {"gemm", "norm", "memcpy DtoH", "memset"}
+
+
+def test_a_library_s_ranges_are_not_ours(tmp_path: Path) -> None:
+    """Bug: another library's range that is called like a phase of ours, or like our domain, splits
+    the host's time."""
+    path = exports.write_export(tmp_path / "a.sqlite")
+    ours = nsys.read_export(path).ranges
+    with closing(sqlite3.connect(path)) as connection:
+        connection.executemany(
+            "INSERT INTO NVTX_EVENTS VALUES (1002000, 1003000, 59, ?, NULL, ?, ?)",
+            [(name, exports.THREAD, exports.DOMAIN_ID + 1) for name in ("plan", names.DOMAIN)],
+        )
+        connection.commit()
+    assert nsys.read_export(path).ranges == ours
 
 
 def test_each_process_has_its_own_calls(tmp_path: Path) -> None:

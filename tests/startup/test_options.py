@@ -41,6 +41,16 @@ def test_what_this_machine_or_backend_cannot(
         resolve_options(Options(**options), *read_configs(TINY_TARGET, None))
 
 
+def test_torch_s_attention_is_also_a_prompt_s(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: who asks for torch's attention on a GPU, to leave out a kernel, gets FlashInfer's for
+    prompts."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(module, "flashinfer_missing", lambda: False)
+    configs = read_configs(TINY_TARGET, None)
+    config = resolve_options(Options(attention_backend="torch"), *configs)
+    assert config.prefill_attention_backend == "torch"
+
+
 @pytest.mark.parametrize("asked", [None, False, True])
 @pytest.mark.parametrize("option", ["sampling", "adjustments", "structured_outputs"])
 def test_what_requests_may_ask(option: str, asked: bool | None) -> None:
@@ -62,10 +72,10 @@ def test_most_alternatives_that_requests_may_ask(asked: int | None, most: int) -
 
 def test_drawn_acceptance_offers_nothing() -> None:
     """Bug: an engine whose acceptance is drawn says that it has log-probabilities, and who asks for
-    some gets a KeyError."""
+    some gets a KeyError; or it falls back to plain decoding by what was drawn."""
     options = Options(device="cpu", simulate_acceptance=2.0)
     config = resolve_options(options, *read_configs(TINY_TARGET, TINY_DRAFT))
-    names = ("sampling", "adjustments", "max_logprobs", "structured_outputs")
+    names = ("sampling", "adjustments", "max_logprobs", "structured_outputs", "fallback")
     assert not any(getattr(config, name) for name in names)
 
 

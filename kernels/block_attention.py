@@ -205,7 +205,9 @@ def block_attention(
     Programmatic dependent launch: start and page_table are read before the kernels in front have
     finished, everything else after the wait. Those that may still run then, back to one that had
     waited before it let its successor start (a GEMM, an ordinary launch), may write q, K/V and out,
-    but not these two. What is sent for before the wait goes to L2, where all writes arrive.
+    but not these two. What is sent for before the wait goes to L2, where all writes arrive. In a
+    step (`padded` 0) specialised warps read K/V of positions in front of start before it, too: what
+    wrote those must have finished, the block's own rows may still be on their way.
 
     Args:
         q_TNH: [B*G, N, H] bf16, fp16 or fp32; rows may be strided, heads may not.

@@ -2,8 +2,8 @@
 programs have a multiprocessor each and time is what one of them waits for.
 
 Why: in a split's program of `block_attention` four warps do everything, one after another. Of its
-10.7 us behind some 1,000 tokens the tiles took 6.9 us, 1.1 us for each 64 keys, of which the tensor
-cores work 0.3 (clocks read inside the kernel on an H200, Llama's step; profiles/LOG.md, 2026-11-29).
+10.7 us behind some 1,000 tokens the tiles took 6.9, 1.1 for each 64 keys, of which tensor cores
+work 0.3 (clocks read inside the kernel on an H200, Llama's step; profiles/LOG.md, 2026-11-29).
 
 How: one warp asks for K and V by TMA, another for q, and two consumers of a warpgroup each take
 turns at the tiles, so that one multiplies while the other computes its softmax. K and V in front of

@@ -25,7 +25,7 @@ in the word that counts the arrivals, and the last to arrive, which never waits,
 
 Cost: 2 * kv_len * K * H elements are read per request: 4.2 MB at 1k for K 8, H 128, bf16, 0.95 us
 at 4.4 TB/s; 33.5 MB and 7.6 us at 8k. Partials (fp32, live splits * T * N * H) stay in L2.
-Measured on an H200 at ~380 keys, inside a full step: 9.5 us at batch 1
+Measured on an H200 at ~380 keys, inside a full step: 9.5 us at batch 1, by four warps
 (profiles/results/2026-11-21-h200-8b-profile-full.json). At batch 16 one split has all keys of a
 request: alone 14.2 us at 400 keys (`choose_config`).
 
@@ -37,8 +37,9 @@ from typing import NamedTuple
 
 import torch
 
+from graphengine.kernels.arrival_kernels import MAX_SPLITS
 from graphengine.kernels.block_attention_kernels import (
-    MAX_SPLITS,
+    LOG2_E,
     block_attention_kernel,
     block_attention_merge_kernel,
 )
@@ -47,7 +48,6 @@ from graphengine.kernels.launch import all_registers, on_grid, supports_pdl
 from graphengine.kernels.output_gate import check_gate, output_gate_reference
 from graphengine.kernels.specialized_attention import SpecializedConfig, launch, takes
 
-LOG2_E = 1.4426950408889634
 MAX_ROWS = 64  # packed rows (G * N/K) in one tile; more become more programs
 HEAD_DIMS = (16, 32, 64, 128, 256)
 FEW_SPLITS = 4  # of a kv head; with more, programs are few and wait

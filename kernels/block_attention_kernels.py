@@ -8,12 +8,11 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from graphengine.kernels.arrival_kernels import meet
 from graphengine.kernels.interpreter import dot
 from graphengine.kernels.output_gate import gated
 
-MAX_SPLITS = 32  # a power of two; one bit each in the arrival word
-COUNT_STEP = tl.constexpr(MAX_SPLITS)  # what a call adds to the count of arrivals
-GIVEN_UP = tl.constexpr(0xFFFFFFFF)  # bits of the arrival word; the count is above them
+LOG2_E = 1.4426950408889634  # scores are exponents of 2
 
 
 @triton.jit
@@ -313,36 +312,11 @@ def _merge_together(
     POLLS: tl.constexpr,
     GATE: tl.constexpr,
 ):
-    """Merge a tile's rows inside the splits that made the partials, each a share of the rows.
-
-    The arrival word: bits 32-63 count the splits that have stored their partial; bit z says that
-    split z gave up waiting. Every call adds exactly COUNT_STEP to the count (the last to arrive
-    makes up for the splits without keys), so that nothing needs to be reset and a call begins at
-    a multiple of COUNT_STEP. Whoever is last sees who had given up, clears the bits and merges
-    their rows too; who gives up after that sees it, takes the bit back and merges its own.
-    """
+    """Merge a tile's rows inside the splits that made the partials, each a share of the rows."""
     word = arrived + b * tl.num_programs(0) + tl.program_id(0)
-    mine = tl.full([], 1, tl.int64) << split
     tl.debug_barrier()  # every thread's partial is stored before one thread says so
-    old = tl.atomic_add(word, GIVEN_UP + 1, sem="acq_rel", scope="gpu")
-    arrivals = ((old >> 32) & (COUNT_STEP - 1)) + 1
-    base = (old >> 32) - arrivals + 1
-    if arrivals == live:
-        given_up = old & GIVEN_UP
-        missing = (tl.full([], COUNT_STEP, tl.int64) - live) << 32
-        tl.atomic_add(word, missing - given_up, sem="relaxed", scope="gpu")
-        mine |= given_up
-    polls = 0
-    while (arrivals < live) & (polls < POLLS):
-        seen = tl.atomic_add(word, 0, sem="acquire", scope="gpu")
-        arrivals = ((seen >> 32) - base) & GIVEN_UP
-        polls += 1
-    if arrivals < live:
-        seen = tl.atomic_add(word, mine, sem="acq_rel", scope="gpu")
-        arrivals = ((seen >> 32) - base) & GIVEN_UP
-        if arrivals >= live:
-            tl.atomic_add(word, -mine, sem="relaxed", scope="gpu")
-    if arrivals >= live:
+    has_all, mine = meet(word, split, live, POLLS)  # pyright: ignore[reportGeneralTypeIssues]
+    if has_all:
         row_tile = tl.program_id(0) % ROW_TILES * ROWS
         for log2 in tl.static_range(1, 6):  # pyright: ignore[reportGeneralTypeIssues]
             if (1 << log2) < 2 * SPLITS:  # noqa: SIM102 (known at compile time)

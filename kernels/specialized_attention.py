@@ -1,9 +1,9 @@
 """Attention of a step's blocks by specialised warps, on Hopper: `block_attention`'s, where a few
 programs have a multiprocessor each and time is what one of them waits for.
 
-Why: in a split's program of `block_attention` four warps do everything, one after another. Of its
-10.7 us behind some 1,000 tokens the tiles took 6.9, 1.1 for each 64 keys, of which tensor cores
-work 0.3 (clocks read inside the kernel on an H200, Llama's step; profiles/LOG.md, 2026-11-29).
+Why: in a split's program of `block_attention` four warps do everything, one after another, so that
+its tiles take several times as long as the tensor cores work (profiles/LOG.md, 2026-11-29, says
+where the time goes).
 
 How: one warp asks for K and V by TMA, another for q, and two consumers of a warpgroup each take
 turns at the tiles, so that one multiplies while the other computes its softmax. K and V in front of
@@ -23,6 +23,7 @@ from typing import NamedTuple
 
 import torch
 
+from graphengine.kernels.block_attention_kernels import LOG2_E
 from graphengine.kernels.chunk_attention_kernels import BAND, LAUNCH_REGISTERS, ROWS
 from graphengine.kernels.interpreter import INTERPRET
 from graphengine.kernels.launch import on_grid
@@ -32,7 +33,6 @@ from graphengine.kernels.wide_linear import descriptor, gluon_dtype
 HEAD_DIM = 128
 PAGE_SIZES = (16, 32, 64, 128)
 MAX_BLOCK = 16  # rows of a block
-LOG2_E = 1.4426950408889634
 
 
 class SpecializedConfig(NamedTuple):

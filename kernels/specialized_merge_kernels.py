@@ -11,7 +11,7 @@ Legend as there. A target is (first row of the block, first head, behind the kv 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from graphengine.kernels.block_attention_kernels import COUNT_STEP, GIVEN_UP
+from graphengine.kernels.arrival_kernels import meet
 from graphengine.kernels.chunk_attention_kernels import ROWS
 from graphengine.kernels.triton_internals import barrier
 
@@ -78,29 +78,11 @@ def merge_together(
     SPLITS: gl.constexpr,
     POLLS: gl.constexpr,
 ):
-    """As `block_attention_kernels._merge_together`, which says how splits wait for one another."""
+    """Merge a tile's rows inside the splits that made the partials, each a share of the rows."""
     word = io[3] + gl.program_id(1) * gl.num_programs(0) + gl.program_id(0)
-    mine = (split * 0 + 1).to(gl.int64) << split
     barrier()  # every thread's partial is stored before one thread says so
-    old = gl.atomic_add(word, GIVEN_UP + 1, sem="acq_rel", scope="gpu")
-    arrivals = ((old >> 32) & (COUNT_STEP - 1)) + 1
-    base = (old >> 32) - arrivals + 1
-    if arrivals == live:
-        given_up = old & GIVEN_UP
-        missing = (COUNT_STEP - live).to(gl.int64) << 32
-        gl.atomic_add(word, missing - given_up, sem="relaxed", scope="gpu")
-        mine |= given_up
-    polls = 0
-    while (arrivals < live) & (polls < POLLS):
-        seen = gl.atomic_add(word, 0, sem="acquire", scope="gpu")
-        arrivals = ((seen >> 32) - base) & GIVEN_UP
-        polls += 1
-    if arrivals < live:
-        seen = gl.atomic_add(word, mine, sem="acq_rel", scope="gpu")
-        arrivals = ((seen >> 32) - base) & GIVEN_UP
-        if arrivals >= live:
-            gl.atomic_add(word, -mine, sem="relaxed", scope="gpu")
-    if arrivals >= live:
+    has_all, mine = meet(word, split, live, POLLS)
+    if has_all:
         for log2 in gl.static_range(1, 6):
             if (1 << log2) < 2 * SPLITS:  # noqa: SIM102 (known at compile time)
                 if (live > (1 << log2) // 2) & (live <= 1 << log2):

@@ -22,7 +22,7 @@ from graphengine.kernels import (
     gumbel_argmax,
     qk_norm_rope,
 )
-from graphengine.kernels.block_attention_kernels import MAX_SPLITS
+from graphengine.kernels.arrival_kernels import MAX_SPLITS
 
 
 def sweep_chunks(args: argparse.Namespace) -> Iterator[tuple[str, str, Numbers]]:

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 
+from graphengine.kernels.arrival_kernels import MAX_SPLITS
 from graphengine.kernels.block_attention import (
     HOPPER_SMEM_BYTES,
     MAX_ROWS,
@@ -15,7 +16,6 @@ from graphengine.kernels.block_attention import (
     choose_num_splits,
     workspace,
 )
-from graphengine.kernels.block_attention_kernels import MAX_SPLITS
 from graphengine.kernels.interpreter import INTERPRET
 from graphengine.kernels.output_gate import gate_
 

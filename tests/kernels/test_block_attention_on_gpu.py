@@ -35,8 +35,15 @@ def test_one_capture_serves_every_length(B, causal, merge, window) -> None:
     if merge is not None:
         num_splits = max(3, num_splits)  # of a batch of 16 as well
         config = choose_config(num_splits)._replace(**MERGES[merge])
-    longest = [4000 - 7 * b for b in range(B)]
-    q, cache, table, start = make("cuda", torch.bfloat16, longest, G, N, K, H, S, W)
+    made = make("cuda", torch.bfloat16, [4000 - 7 * b for b in range(B)], G, N, K, H, S, W)
+    lengths = (1, 47, 48, 49, 240, 241, 500, 1000, 2047, 3999, 30)
+    check_replays(made, G, causal, num_splits, lengths, config, window)
+
+
+def check_replays(made, G, causal, num_splits, lengths, config=None, window=None) -> None:
+    """One graph of two attentions, replayed at each length of its first request."""
+    q, cache, table, start = made
+    B, (N, H) = len(start), q.shape[1:]
     buffers = workspace(B, G, N, H, num_splits, "cuda")
     out = torch.empty_like(q)
 
@@ -50,7 +57,7 @@ def test_one_capture_serves_every_length(B, causal, merge, window) -> None:
         attend()
         out.clone()  # an ordinary kernel between two attentions, as in a step
         attend()
-    for length in (1, 47, 48, 49, 240, 241, 500, 1000, 2047, 3999, 30):
+    for length in lengths:
         start.copy_(torch.tensor([max(0, length - 13 * b) for b in range(B)], dtype=torch.int32))
         poison(buffers)
         out.fill_(torch.nan)
@@ -95,11 +102,17 @@ def test_a_pool_past_32_bits() -> None:
 def test_two_streams_at_once() -> None:
     """Bug: splits that wait for splits which cannot start, when other programs hold the
     multiprocessors: the grids of several streams together are more than the GPU takes at once."""
-    G, N, K, H, S, W, num_splits, num_streams = 16, 32, 8, 128, 16, 520, 32, 4
-    q, cache, table, start = make("cuda", torch.bfloat16, [8000], G, N, K, H, S, W)
+    G, N, K, H, S, W = 16, 32, 8, 128, 16, 520
+    made = make("cuda", torch.bfloat16, [8000], G, N, K, H, S, W)
+    check_streams(made, G, 32, LaunchConfig(one_split=0))
+
+
+def check_streams(made, G, num_splits, config) -> None:
+    """The same attention from four streams at once, twenty times each."""
+    q, cache, table, start = made
     expected = sdpa(q, cache, table, start, G, True)
-    config = LaunchConfig(one_split=0)
-    streams = [torch.cuda.Stream() for _ in range(num_streams)]
+    N, H = q.shape[1:]
+    streams = [torch.cuda.Stream() for _ in range(4)]
     buffers = [workspace(1, G, N, H, num_splits, "cuda") for _ in streams]
     outs = [torch.full_like(q, torch.nan) for _ in streams]
     torch.cuda.synchronize()
@@ -108,8 +121,9 @@ def test_two_streams_at_once() -> None:
             with torch.cuda.stream(stream):
                 block_attention(q, cache, table, start, G, True, out, own, config)
     torch.cuda.synchronize()
-    for out in outs:
+    for own, out in zip(buffers, outs, strict=True):
         torch.testing.assert_close(out.double(), expected, **TOLERANCE[torch.bfloat16])
+        check_counts(own)
 
 
 @pytest.mark.gpu

@@ -14,14 +14,8 @@ from graphengine.kernels.block_attention import block_attention, choose_num_spli
 from graphengine.kernels.qk_norm_rope import qk_norm_rope_write_
 from graphengine.kernels.specialized_attention import SpecializedConfig, launch
 from graphengine.kernels.specialized_attention_kernels import share_of
-from tests.kernels.test_block_attention import (
-    TOLERANCE,
-    check_counts,
-    make,
-    poison,
-    run,
-    sdpa,
-)
+from tests.kernels.test_block_attention import TOLERANCE, make, run, sdpa
+from tests.kernels.test_block_attention_on_gpu import check_replays, check_streams
 
 # Of 64 packed rows, of 44, of two row tiles whose second is half empty, of narrow blocks.
 SHAPES = [(32, 8, 16, 128), (32, 8, 11, 16), (24, 4, 16, 64), (64, 8, 7, 32)]
@@ -56,28 +50,9 @@ def test_one_capture_serves_every_length(causal) -> None:
     """Bug: something of the length baked into the captured graph; arrivals of one replay counted
     in the next."""
     G, N, K, S, W = 16, 32, 8, 128, 33
-    q, cache, table, start = make("cuda", torch.bfloat16, [4000], G, N, K, H, S, W)
-    buffers = workspace(1, G, N, H, 16, "cuda")
-    out = torch.empty_like(q)
-
-    def attend() -> None:
-        block_attention(q, cache, table, start, G, causal, out, buffers)
-
-    attend()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        attend()
-        out.clone()  # an ordinary kernel between two attentions, as in a step
-        attend()
-    for length in (1, 47, 48, 49, 240, 241, 500, 1000, 1008, 1009, 2047, 3999, 30):
-        start.fill_(length)
-        poison(buffers)
-        out.fill_(torch.nan)
-        graph.replay()
-        expected = sdpa(q, cache, table, start, G, causal)
-        torch.testing.assert_close(out.double(), expected, **TOLERANCE[torch.bfloat16])
-        check_counts(buffers)
+    made = make("cuda", torch.bfloat16, [4000], G, N, K, H, S, W)
+    lengths = (1, 47, 48, 49, 240, 241, 500, 1000, 1008, 1009, 2047, 3999, 30)
+    check_replays(made, G, causal, 16, lengths)
 
 
 @pytest.mark.gpu
@@ -123,21 +98,9 @@ def test_keys_that_the_kernel_in_front_writes() -> None:
 def test_two_streams_at_once() -> None:
     """Bug: splits that wait for splits which cannot start, when other grids hold the
     multiprocessors, and do not give up."""
-    G, N, K, S, W, num_splits = 16, 32, 8, 128, 65, 16
+    G, N, K, S, W = 16, 32, 8, 128, 65
     made = make("cuda", torch.bfloat16, [8000], G, N, K, H, S, W)
-    expected = sdpa(*made, G, True)
-    streams = [torch.cuda.Stream() for _ in range(4)]
-    buffers = [workspace(1, G, N, H, num_splits, "cuda") for _ in streams]
-    outs = [torch.full_like(made[0], torch.nan) for _ in streams]
-    torch.cuda.synchronize()
-    for _ in range(20):
-        for stream, own, out in zip(streams, buffers, outs, strict=True):
-            with torch.cuda.stream(stream):
-                block_attention(*made, G, True, out, own, SpecializedConfig())
-    torch.cuda.synchronize()
-    for own, out in zip(buffers, outs, strict=True):
-        torch.testing.assert_close(out.double(), expected, **TOLERANCE[torch.bfloat16])
-        check_counts(own)
+    check_streams(made, G, 16, SpecializedConfig())
 
 
 @pytest.mark.parametrize(

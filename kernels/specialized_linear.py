@@ -29,7 +29,7 @@ from graphengine.kernels.specialized_linear_kernels import (
 )
 from graphengine.kernels.wide_linear import descriptor, gluon_dtype, weight_descriptor
 
-MAX_CONSUMERS = 3
+MAX_CONSUMERS = 4
 MAX_PART = 128  # rows of x of one product
 
 
@@ -54,10 +54,11 @@ def check_tile(config: SkinnyConfig, swiglu: bool, element_size: int) -> None:
     Raises:
         ValueError: with the value and what to choose.
     """
-    if config.rows != config.consumers * ROWS.value or config.consumers > MAX_CONSUMERS:
+    shared = config.consumers * ROWS.value - config.rows
+    if not 0 <= shared < ROWS.value or shared % 16 or config.consumers > MAX_CONSUMERS:
         raise ValueError(
             f"rows {config.rows}, consumers {config.consumers}: choose 1 to {MAX_CONSUMERS}, of "
-            f"{ROWS.value} weight rows each"
+            f"{ROWS.value} weight rows each, of which the last two may share sixteens"
         )
     high, _ = parts_of(config.cols)
     if swiglu and config.block_k * element_size < high:
@@ -75,13 +76,14 @@ def registers_of(config: SkinnyConfig, out: torch.Tensor, is_fp8: bool) -> tuple
     """
     if config.cols <= 64:
         registers = 64
-    elif config.consumers < MAX_CONSUMERS or (config.cols <= MAX_PART and not is_fp8):
+    elif config.consumers < 3 or (config.cols <= MAX_PART and not is_fp8):
         registers = 96
     else:
         registers = 112
     if out.dtype == torch.int64:  # a head is long, and ranks its sums
         registers = 128
     num_warps = 4 * (config.consumers + 1)  # the compiler makes four of the one that loads
+    registers = min(registers, 2048 // num_warps // 8 * 8)  # that a multiprocessor has
     in_all = registers * num_warps - 4 * LOADER_REGISTERS.value
     return registers, in_all // (4 * config.consumers) // 8 * 8
 
@@ -125,6 +127,7 @@ def launch_specialized(
         *(scales or (out, out)),  # pointers that are not read
         out,
         *(T, E, num_items, config.num_splits, num_k),
+        TILE=config.rows,
         CONSUMERS=config.consumers,
         PARTS=2 if low else 1,
         STAGES=config.num_stages,

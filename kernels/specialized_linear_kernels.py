@@ -22,7 +22,13 @@ from graphengine.kernels.triton_internals import (
     prefetch_descriptor,
     reinterpret,
 )
-from graphengine.kernels.wide_linear import load_weights, scaled, swiglu_of, wait_products
+from graphengine.kernels.wide_linear import (
+    load_weights,
+    scaled,
+    sub_tile_offset,
+    swiglu_of,
+    wait_products,
+)
 
 ROWS = gl.constexpr(64)  # weight rows of a consumer: what one warpgroup multiplies at least
 LOADER_REGISTERS = gl.constexpr(24)
@@ -44,7 +50,15 @@ def _load_x(descs, ring, slot, t, col, live):
 
 
 @gluon.jit
-def _load(descs, ring, work, STAGE_BYTES: gl.constexpr, COLS: gl.constexpr, PDL: gl.constexpr):
+def _load(
+    descs,
+    ring,
+    work,
+    STAGE_BYTES: gl.constexpr,
+    TILE: gl.constexpr,
+    COLS: gl.constexpr,
+    PDL: gl.constexpr,
+):
     """The loading warp: x of the blocks whose weights are on their way, then block after block.
 
     A ring is (ready, empty, weights, x's high part) and, where there is one, x's low part.
@@ -78,8 +92,7 @@ def _load(descs, ring, work, STAGE_BYTES: gl.constexpr, COLS: gl.constexpr, PDL:
         bar = ready.index(slot)
         mbarrier.expect(bar, STAGE_BYTES)
         at = (split * num_k + k) * BLOCK_K
-        row = tile * (CONSUMERS * ROWS)
-        load_weights(descs[0], row, at, bar, ring[2], slot, True, CONSUMERS, ROWS)
+        load_weights(descs[0], tile * TILE, at, bar, ring[2], slot, True, CONSUMERS, ROWS, TILE)
         _load_x(descs, ring, slot, t, at, True)
         k += 1
         slot += 1
@@ -92,13 +105,13 @@ def _load(descs, ring, work, STAGE_BYTES: gl.constexpr, COLS: gl.constexpr, PDL:
 
 @gluon.jit
 def _finish(acc, io, out_desc, free, place, SWIGLU: gl.constexpr, FP8: gl.constexpr):
-    """What becomes of a consumer's sums [64, rows of a part of x]; `tile` is of 64 weight rows."""
+    """What becomes of a consumer's sums [64, rows of a part of x], from output `first` on; `tile`
+    is one of 64 weight rows."""
     _, _, out, x_scale, w_scale = io
-    t, split, tile, num_tiles, T, E = place
+    t, split, tile, first, num_tiles, T, E = place
     ARGMAX: gl.constexpr = out.dtype.element_ty == gl.int64
     OUTPUTS: gl.constexpr = ROWS // 2 if SWIGLU else ROWS
     SUMS: gl.constexpr = acc.type.layout
-    first = tile * OUTPUTS
     if FP8:
         acc = scaled(acc, x_scale, w_scale, first, t, T, E, SUMS, SWIGLU)
     if ARGMAX:
@@ -122,8 +135,9 @@ def _finish(acc, io, out_desc, free, place, SWIGLU: gl.constexpr, FP8: gl.conste
 
 
 @gluon.jit
-def _multiply(io, ring, work, CONSUMER: gl.constexpr):
-    """A consumer: weight rows 64 * CONSUMER .. of every tile, against all its rows of x."""
+def _multiply(io, ring, work, CONSUMER: gl.constexpr, TILE: gl.constexpr):
+    """A consumer: 64 weight rows of every tile, from 64 * CONSUMER on if that many are left,
+    against all its rows of x."""
     ready = ring[0]
     empty = ring[1]
     w_smem = ring[2]
@@ -169,12 +183,14 @@ def _multiply(io, ring, work, CONSUMER: gl.constexpr):
         accs = wait_products(accs, 0)
         mbarrier.arrive(empty.index(before), count=1)
         t, split, tile = _place(item, x_tiles, num_splits, COLS)
-        place = (t, split, tile * CONSUMERS + CONSUMER, num_tiles, T, E)
+        first = (tile * TILE + sub_tile_offset(CONSUMER, ROWS, TILE)) // (1 + SWIGLU)
+        mine = tile * CONSUMERS + CONSUMER
+        place = (t, split, mine, first, num_tiles, T, E)
         # SwiGLU has one item a CTA: nothing more arrives here, and nobody else reads these rows.
         free = w_smem.index(CONSUMER)
         _finish(accs[0], io, io[0], free, place, SWIGLU, FP8)
         if PARTS == 2:
-            place = (t + HIGH, split, tile * CONSUMERS + CONSUMER, num_tiles, T, E)
+            place = (t + HIGH, split, mine, first, num_tiles, T, E)
             free = w_smem.index(CONSUMERS + CONSUMER)
             _finish(accs[1], io, io[1], free, place, SWIGLU, FP8)
     if SWIGLU:
@@ -196,14 +212,15 @@ def specialized_linear_kernel(
     num_items,
     num_splits,
     num_k,
+    TILE: gl.constexpr,
     CONSUMERS: gl.constexpr,
     PARTS: gl.constexpr,
     STAGES: gl.constexpr,
     PDL: gl.constexpr,
     REGISTERS: gl.constexpr,
 ):
-    """An item is a tile of 64 * CONSUMERS weight rows and HIGH + LOW rows of x over one split of k;
-    a CTA takes every num_programs-th."""
+    """An item is a tile of TILE weight rows and HIGH + LOW rows of x over one split of k; a CTA
+    takes every num_programs-th."""
     BLOCK_K: gl.constexpr = x_high.block_shape[1]
     COLS: gl.constexpr = x_high.block_shape[0] + (x_low.block_shape[0] if PARTS == 2 else 0)
     BYTES: gl.constexpr = w_desc.dtype.primitive_bitwidth // 8
@@ -230,10 +247,10 @@ def specialized_linear_kernel(
     for s in gl.static_range(STAGES):
         mbarrier.expect(ready.index(s), STAGE_BYTES, pred=s < num_k)
     for s in gl.static_range(STAGES):
-        row = tile * (CONSUMERS * ROWS)
         col = (split * num_k + s) * BLOCK_K
         bar = ready.index(s)
-        load_weights(w_desc, row, col, bar, w_smem, s, s < num_k, CONSUMERS, ROWS)
+        live = s < num_k
+        load_weights(w_desc, tile * TILE, col, bar, w_smem, s, live, CONSUMERS, ROWS, TILE)
 
     descs = (w_desc, x_high, x_low)
     io = (out_high, out_low, out, x_scale, w_scale)
@@ -242,8 +259,8 @@ def specialized_linear_kernel(
     if CONSUMERS == 1:
         gl.warp_specialize(
             [
-                (_multiply, (io, ring, work, 0)),
-                (_load, (descs, ring, work, STAGE_BYTES, COLS, PDL)),
+                (_multiply, (io, ring, work, 0, TILE)),
+                (_load, (descs, ring, work, STAGE_BYTES, TILE, COLS, PDL)),
             ],
             [1],
             [LOADER_REGISTERS],
@@ -251,21 +268,33 @@ def specialized_linear_kernel(
     elif CONSUMERS == 2:
         gl.warp_specialize(
             [
-                (_multiply, (io, ring, work, 0)),
-                (_multiply, (io, ring, work, 1)),
-                (_load, (descs, ring, work, STAGE_BYTES, COLS, PDL)),
+                (_multiply, (io, ring, work, 0, TILE)),
+                (_multiply, (io, ring, work, 1, TILE)),
+                (_load, (descs, ring, work, STAGE_BYTES, TILE, COLS, PDL)),
             ],
             [4, 1],
             [REGISTERS, LOADER_REGISTERS],
         )
-    else:
+    elif CONSUMERS == 3:
         gl.warp_specialize(
             [
-                (_multiply, (io, ring, work, 0)),
-                (_multiply, (io, ring, work, 1)),
-                (_multiply, (io, ring, work, 2)),
-                (_load, (descs, ring, work, STAGE_BYTES, COLS, PDL)),
+                (_multiply, (io, ring, work, 0, TILE)),
+                (_multiply, (io, ring, work, 1, TILE)),
+                (_multiply, (io, ring, work, 2, TILE)),
+                (_load, (descs, ring, work, STAGE_BYTES, TILE, COLS, PDL)),
             ],
             [4, 4, 1],
             [REGISTERS, REGISTERS, LOADER_REGISTERS],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (_multiply, (io, ring, work, 0, TILE)),
+                (_multiply, (io, ring, work, 1, TILE)),
+                (_multiply, (io, ring, work, 2, TILE)),
+                (_multiply, (io, ring, work, 3, TILE)),
+                (_load, (descs, ring, work, STAGE_BYTES, TILE, COLS, PDL)),
+            ],
+            [4, 4, 4, 1],
+            [REGISTERS, REGISTERS, REGISTERS, LOADER_REGISTERS],
         )

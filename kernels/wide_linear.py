@@ -121,14 +121,30 @@ def descriptor(tensor: torch.Tensor, shape: Any, strides: Any, box: list[int], d
     return TensorDescriptor(tensor, list(shape), list(strides), box, layout)
 
 
+@gluon.constexpr_function
+def sub_tile_offset(s, ROWS, TILE):
+    """The first weight row of a sub-tile in a tile of TILE rows, or of whole sub-tiles (None)."""
+    return s * ROWS if TILE is None else min(s * ROWS, TILE - ROWS)
+
+
 @gluon.jit
-def load_weights(desc, row, col, ready, smem, slot, live, SUB: gl.constexpr, ROWS: gl.constexpr):
-    """Asks for a block of SUB sub-tiles of ROWS weight rows."""
+def load_weights(
+    desc,
+    row,
+    col,
+    ready,
+    smem,
+    slot,
+    live,
+    SUB: gl.constexpr,
+    ROWS: gl.constexpr,
+    TILE: gl.constexpr = None,
+):
+    """Asks for a block of SUB sub-tiles of ROWS weight rows, of which the last begins earlier where
+    all together have TILE rows."""
     for s in gl.static_range(SUB):
-        if len(desc.block_shape) == 4:
-            at = [row // 16 + s * (ROWS // 16), 0, 0, col]
-        else:
-            at = [row + s * ROWS, col]
+        first = row + sub_tile_offset(s, ROWS, TILE)
+        at = [first // 16, 0, 0, col] if len(desc.block_shape) == 4 else [first, col]
         async_load(desc, at, ready, smem.index(slot * SUB + s), pred=live)
 
 

@@ -37,6 +37,8 @@ SPECIALIZED = [
     SkinnyConfig(128, 64, 6, 1, 1, 4, PDL_OFF, cols=128, consumers=2),
     SkinnyConfig(192, 128, 4, 1, 1, 4, PDL_EARLY, cols=16, consumers=3),
     SkinnyConfig(64, 64, 12, 1, 1, 4, PDL_LATE, cols=48, consumers=1),
+    SkinnyConfig(224, 64, 6, 1, 1, 4, PDL_EARLY, cols=16, consumers=4),  # two share 32 weight rows
+    SkinnyConfig(144, 64, 5, 1, 1, 4, PDL_LATE, cols=48, consumers=3),
 ]
 CONFIGS = [
     SkinnyConfig(192, 64, 4, 1, 1, 8, PDL_LATE, cols=256),
@@ -208,7 +210,8 @@ def test_refuses_what_it_cannot_address() -> None:
     ("config", "problem"),
     [
         (SPECIALIZED[0]._replace(rows=128), "of 64 weight rows each"),
-        (SPECIALIZED[0]._replace(rows=256, consumers=4), "1 to 3"),
+        (SPECIALIZED[0]._replace(rows=136), "share sixteens"),
+        (SPECIALIZED[0]._replace(rows=320, consumers=5), "1 to 4"),
         (SPECIALIZED[0]._replace(cols=112), "sum of two"),
         (SPECIALIZED[0]._replace(cols=24), "sum of two"),
         (SPECIALIZED[0]._replace(cols=256), "16 to 192"),
@@ -232,7 +235,7 @@ def test_parts_and_registers() -> None:
     assert [parts_of(cols) for cols in (16, 48, 128, 160, 192)] == [
         *((16, 0), (32, 16), (128, 0), (128, 32), (128, 64))
     ]
-    for consumers, cols, is_fp8 in itertools.product((1, 2, 3), (16, 64, 128, 192), (False, True)):
+    for consumers, cols, is_fp8 in itertools.product((1, 2, 3, 4), (16, 64, 128, 192), (False, True)):
         config = SkinnyConfig(64 * consumers, 64, 4, cols=cols, consumers=consumers)
         for dtype in (torch.float32, torch.int64):
             registers, later = registers_of(config, torch.empty(0, dtype=dtype), is_fp8)

@@ -124,7 +124,7 @@ def descriptor(tensor: torch.Tensor, shape: Any, strides: Any, box: list[int], d
 @gluon.constexpr_function
 def sub_tile_offset(s, ROWS, TILE):
     """The first weight row of a sub-tile in a tile of TILE rows, or of whole sub-tiles (None)."""
-    return s * ROWS if TILE is None else min(s * ROWS, TILE - ROWS)
+    return s * ROWS if TILE is None else max(0, min(s * ROWS, TILE - ROWS))
 
 
 @gluon.jit

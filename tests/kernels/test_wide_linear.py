@@ -39,6 +39,7 @@ SPECIALIZED = [
     SkinnyConfig(64, 64, 12, 1, 1, 4, PDL_LATE, cols=48, consumers=1),
     SkinnyConfig(224, 64, 6, 1, 1, 4, PDL_EARLY, cols=16, consumers=4),  # two share 32 weight rows
     SkinnyConfig(144, 64, 5, 1, 1, 4, PDL_LATE, cols=48, consumers=3),
+    SkinnyConfig(48, 64, 5, 1, 1, 4, PDL_LATE, cols=16, consumers=1),  # with the next tile
 ]
 CONFIGS = [
     SkinnyConfig(192, 64, 4, 1, 1, 8, PDL_LATE, cols=256),

@@ -134,10 +134,10 @@ TUNED: dict[tuple[int, int, int, int], SkinnyConfig] = {
     (19456, 2560, 1, 256): SkinnyConfig(192, 128, 4, 1, 1, 8, 1, 1, 256),
     (2560, 9728, 1, 256): SkinnyConfig(64, 128, 5, 3, 1, 4, 1, 1, 256),
     # Hybrids, attention beside experts, Llama: chosen alone, then by what steps behind 768 tokens
-    # take, drafted and plain (2026-11-27-h200-*-judged-*.json).
+    # take, drafted and plain (2026-11-27-h200-*-judged-*.json, of shared rows 2026-11-29-).
     (12352, 2560, 2, 16): SkinnyConfig(64, 256, 5, 2, 1, 4, 2, 1),
     (10240, 2560, 2, 16): SkinnyConfig(64, 256, 5, 2, 1, 4, 2, 1),
-    (18432, 2560, 2, 16): SkinnyConfig(192, 128, 4, 1, 1, 4, 2, 1, 16, 3),
+    (18432, 2560, 2, 16): SkinnyConfig(144, 128, 4, 1, 1, 4, 2, 1, 16, 3),
     (2560, 9216, 2, 16): SkinnyConfig(64, 256, 5, 6, 1, 4, 1, 1),
     (248320, 2560, 2, 16): SkinnyConfig(64, 256, 5, 1, 1, 4, 1, 1),
     (18432, 2560, 1, 16): SkinnyConfig(64, 256, 2, 1, 2, 4, 2, 1),
@@ -148,7 +148,7 @@ TUNED: dict[tuple[int, int, int, int], SkinnyConfig] = {
     (9216, 2048, 2, 16): SkinnyConfig(192, 64, 8, 2, 1, 4, 2, 1, 16, 3),
     (2048, 4096, 2, 16): SkinnyConfig(64, 256, 3, 4, 1, 4, 1, 1),
     (248320, 2048, 2, 16): SkinnyConfig(64, 128, 3, 1, 3, 4, 1, 1),
-    (5120, 2048, 2, 16): SkinnyConfig(64, 128, 10, 2, 1, 4, 2, 1, 16, 1),
+    (5120, 2048, 2, 16): SkinnyConfig(80, 128, 5, 2, 1, 4, 2, 1, 16, 2),
     (151936, 2048, 2, 16): SkinnyConfig(64, 128, 11, 1, 1, 4, 1, 1, 16, 1),
     (16480, 5120, 2, 16): SkinnyConfig(128, 128, 5, 1, 1, 4, 2, 1),
     (14336, 5120, 2, 16): SkinnyConfig(64, 128, 3, 1, 2, 4, 1, 1),
@@ -164,7 +164,7 @@ TUNED: dict[tuple[int, int, int, int], SkinnyConfig] = {
     (5120, 17408, 1, 16): SkinnyConfig(128, 256, 5, 3, 1, 4, 1, 1),
     (5120, 25600, 1, 16): SkinnyConfig(64, 256, 2, 4, 3, 4, 1, 1),
     (248320, 5120, 1, 16): SkinnyConfig(64, 256, 2, 1, 4, 4, 1, 1),
-    (28672, 4096, 2, 16): SkinnyConfig(128, 128, 5, 1, 1, 4, 2, 1, 16, 2),
+    (28672, 4096, 2, 16): SkinnyConfig(224, 128, 3, 1, 1, 4, 2, 1, 16, 4),
     (4096, 14336, 2, 16): SkinnyConfig(64, 256, 5, 2, 1, 4, 1, 1),
     (128256, 4096, 2, 16): SkinnyConfig(64, 256, 2, 1, 2, 4, 1, 1),
     (128256, 4096, 1, 16): SkinnyConfig(64, 256, 4, 1, 2, 4, 1, 1),

@@ -236,7 +236,9 @@ def test_parts_and_registers() -> None:
     assert [parts_of(cols) for cols in (16, 48, 128, 160, 192)] == [
         *((16, 0), (32, 16), (128, 0), (128, 32), (128, 64))
     ]
-    for consumers, cols, is_fp8 in itertools.product((1, 2, 3, 4), (16, 64, 128, 192), (False, True)):
+    for consumers, cols, is_fp8 in itertools.product(
+        (1, 2, 3, 4), (16, 64, 128, 192), (False, True)
+    ):
         config = SkinnyConfig(64 * consumers, 64, 4, cols=cols, consumers=consumers)
         for dtype in (torch.float32, torch.int64):
             registers, later = registers_of(config, torch.empty(0, dtype=dtype), is_fp8)

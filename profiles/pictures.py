@@ -11,12 +11,13 @@ from __future__ import annotations
 import io
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
 
 FORMATS = (".svg", ".png", ".pdf")
 WIDTH_IN = 9.5
-_STYLE = {
+_STYLE: dict[Any, Any] = {
     "svg.hashsalt": "graphengine",
     "svg.fonttype": "none",
     "text.parse_math": False,  # a kernel's name may hold a $
@@ -53,7 +54,7 @@ def check_picture(option: str, path: Path | None) -> None:
     if path.suffix not in FORMATS:
         raise ValueError(f"{option} {path}: name it as one of {', '.join(FORMATS)}")
     try:
-        import matplotlib  # noqa: F401
+        import_module("matplotlib")
     except ImportError as error:
         raise ValueError(
             f"{option}: pictures need matplotlib ({error}); pip install graphengine[plot]"
@@ -65,7 +66,7 @@ def render(panels: Sequence[Panel], suffix: str) -> bytes:
     import matplotlib
     from matplotlib.figure import Figure
 
-    with matplotlib.rc_context(_STYLE):  # type: ignore[arg-type]  # a dict of its own keys
+    with matplotlib.rc_context(_STYLE):
         heights = [panel.height_in for panel in panels]
         figure = Figure(figsize=(WIDTH_IN, sum(heights)), layout="constrained")
         grid = figure.subplots(len(panels), squeeze=False, height_ratios=heights)

@@ -20,7 +20,7 @@ With graph tracing it is one activity.
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
 from graphengine import names
@@ -105,10 +105,7 @@ def place(trace: Trace, unit: str = names.STEP) -> list[Placed]:
     Args:
         unit: name of the range that is a step.
     """
-    return list(_place(trace, unit))
-
-
-def _place(trace: Trace, unit: str) -> Iterator[Placed]:
+    placed: list[Placed] = []
     paths = _paths(trace, unit)
     chains: dict[Launch, _ChainNames] = {}
     for activity in sorted(trace.activities, key=lambda a: (a.start_ns, a.end_ns)):
@@ -123,7 +120,8 @@ def _place(trace: Trace, unit: str) -> Iterator[Placed]:
                 name, kind = f"host.{name}", "other"
         elif kind == "other" and path:
             name = f"host.{name}"  # "accept" is also a step of the chain
-        yield Placed(activity, name, kind, step)
+        placed.append(Placed(activity, name, kind, step))
+    return placed
 
 
 def busy_class(path: Sequence[str]) -> BusyClass:

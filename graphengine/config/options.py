@@ -3,7 +3,6 @@
 Who reads a declaration: `declaration` says. A new option is a field here, the line that acts on it,
 and a test.
 """
-# ruff: noqa: RUF009  (`option` is dataclasses.field with a declaration)
 
 from __future__ import annotations
 

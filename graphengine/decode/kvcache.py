@@ -9,7 +9,6 @@ Invariant: a page belongs to at most one request; freed exactly once.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache
 
 import torch
 from torch import Tensor
@@ -37,9 +36,8 @@ def _entries(config: ModelConfig) -> list[PagedKV]:
     return [entry for entry in entries if isinstance(entry, PagedKV)]
 
 
-@cache  # asked at every admission
 def keyed_layers_in(config: ModelConfig) -> int:
-    """One of so many layers has keys: of a model without recurrent layers each one."""
+    """One layer in so many has keys: 1 where no layer is recurrent."""
     return config.num_hidden_layers // max(1, len(_entries(config)))
 
 

@@ -44,7 +44,7 @@ def weights(config: ModelConfig) -> Fields:
     """Names, shapes and shards of `MoeWeights`."""
     moe, hidden = _moe(config), config.hidden_size
     num, inter = moe.num_experts, moe.moe_intermediate_size
-    shared = moe.shared_expert_intermediate_size
+    shared, own = moe.shared_expert_intermediate_size, "mlp.shared_expert"
     gate_up, down = Stack("mlp.experts.gate_up_proj", num), Stack("mlp.experts.down_proj", num)
     return {
         "post_norm_D": norm("post_attention_layernorm.weight", hidden, config.has_offset_norms),
@@ -58,18 +58,13 @@ def weights(config: ModelConfig) -> Fields:
             Weight(f"mlp.experts.{e}.down_proj.weight", (hidden, inter), 1, stack=down)
             for e in range(num)
         ),
-        **dict.fromkeys(("shared_gate_up_JD", "shared_down_DI", "shared_gate_1D"), ()),
-        **(_shared_weights(shared, hidden) if shared else {}),
-    }
-
-
-def _shared_weights(inter: int, hidden: int) -> Fields:
-    name = "mlp.shared_expert"
-    rows = [f"{name}.{part}_proj.weight" for part in ("gate", "up")]
-    return {
-        "shared_gate_up_JD": tuple(Weight(row, (inter, hidden), 0) for row in rows),
-        "shared_down_DI": (Weight(f"{name}.down_proj.weight", (hidden, inter), 1),),
-        "shared_gate_1D": (Weight(f"{name}_gate.weight", (1, hidden)),),
+        "shared_gate_up_JD": tuple(
+            Weight(f"{own}.{name}_proj.weight", (shared, hidden), 0)
+            for name in ("gate", "up")
+            if shared
+        ),
+        "shared_down_DI": (Weight(f"{own}.down_proj.weight", (hidden, shared), 1),) * bool(shared),
+        "shared_gate_1D": (Weight(f"{own}_gate.weight", (1, hidden)),) * bool(shared),
     }
 
 

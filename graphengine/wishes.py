@@ -137,7 +137,7 @@ def asked_for(
 def _known(**given: Any) -> tuple[SamplingParams, Sampling]:
     """What a caller asks again and again, checked once, by name and for the loop without words."""
     asked = made(SamplingParams, given)
-    return asked, Sampling.of(asked, (), asked.seed or 0)
+    return asked, Sampling.of(asked)
 
 
 def _tokens_of_bad_words(

@@ -339,8 +339,7 @@ class ChunkAttention:
     def __init__(self, config: ModelConfig, page_table_BW: Tensor, start_B: Tensor) -> None:
         """Args: start_B: -1 for a block without a prompt."""
         self._page_table_BW, self._start_B = page_table_BW, start_B
-        device = start_B.device
-        where = len(start_B), _num_sms(device), device
+        where = len(start_B), _num_sms(start_B.device), start_B.device
         self._partials = self.make_workspace(config, *where)
 
     @staticmethod

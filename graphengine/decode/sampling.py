@@ -18,7 +18,7 @@ Legend: B requests, T rows (T / B of each), V vocabulary.
 from __future__ import annotations
 
 import random
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from functools import cache
 from typing import NamedTuple
@@ -57,10 +57,10 @@ class Sampling:
     min_tokens: int = 0
 
     @classmethod
-    def of(cls, asked: SamplingParams, bad_words: Collection[Sequence[int]], seed: int) -> Sampling:
+    def of(cls, asked: SamplingParams, bad_words: tuple[tuple[int, ...], ...] = ()) -> Sampling:
         """As asked for. Args: bad_words: their tokens."""
         same = {name: getattr(asked, name) for name in _same_names()}
-        return cls(**same, bad_words=tuple(map(tuple, bad_words)), seed=seed)
+        return cls(**same, bad_words=bad_words, seed=asked.seed or 0)
 
     @property
     def is_greedy(self) -> bool:

@@ -76,7 +76,7 @@ class Wish(NamedTuple):
     @property
     def sampling(self) -> Sampling:
         """How its tokens are picked."""
-        return Sampling.of(self.asked, self.words, self.asked.seed or 0)
+        return Sampling.of(self.asked, self.words)
 
     @property
     def chooses(self) -> bool:

@@ -70,7 +70,7 @@ def callable_of(ahead: Any) -> Callable[..., Any]:
 
 
 def serialized(ahead: Any) -> bytes:
-    """Of what was compiled ahead of time, what `torch.compiler.load_compiled_function` reads.
+    """What was compiled ahead of time, as `torch.compiler.load_compiled_function` reads it.
     Public: its method `save_compiled_function`, which writes to a path alone."""
     return type(ahead).serialize(ahead).serialized_data
 

@@ -187,7 +187,7 @@ def startup_seconds(
 
 
 def answering_seconds(answers: Sequence[Answer]) -> float:
-    """Of answers that came one after another, what is between them left out."""
+    """Seconds of answers that came one after another, without what lies between them."""
     spent = [answer.result.metrics for answer in answers]
     return sum(metrics.ttft_ms + metrics.decode_ms for metrics in spent) / 1e3
 

@@ -83,7 +83,7 @@ class Teller:
         self._texts = [""] * len(requests)
 
     def chunk(self, request: Request, new_ids: list[int]) -> Chunk:
-        """Of a request's new tokens. Ends it where they complete a stop string."""
+        """The chunk of new tokens. Ends their request where they complete a stop string."""
         index = self._indices[request.request_id]
         with names.range_("detokenize"):
             written, num_dropped = self._write(index, request, new_ids)

@@ -172,7 +172,7 @@ def _tokens_of_bad_words(
 
 
 def _matcher(built: Built, asked: SamplingParams) -> Matcher | None:
-    """Of the grammar that is asked for. Raises: ValueError."""
+    """The matcher of the grammar that is asked for, if one is. Raises: ValueError."""
     constraint = constraint_of(asked)
     if constraint is None:
         return None

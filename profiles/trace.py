@@ -57,7 +57,7 @@ class HostRange(NamedTuple):
 
 
 class HostTime(NamedTuple):
-    """Of ranges of one name in one step."""
+    """The host's time in ranges of one name in one step."""
 
     ns: int
     num_ranges: int

@@ -18,7 +18,7 @@ TOY_PROMPTS = (
     "Compare the bee and the duck.",
     "Write a note: Emma thanks David for a green key.",
 )
-"""That both of them answer as they were taught."""
+"""Prompts that both pairs answer as they were taught."""
 
 PRESETS = Path(__file__).parents[1] / "presets"
 """Shapes of published models as config files alone, for --load-format dummy."""

@@ -16,8 +16,8 @@ from graphengine.config.model import ModelConfig
 from graphengine.config.values import RawConfig
 
 NO_DRAFT, NGRAM = "none", "ngram"
-"""As a drafter's name: decode plainly, whatever the model's file says; look drafts up in the text
-so far (`drafters.ngram`)."""
+"""What may stand for a drafter: decode plainly, whatever the model's file says; look drafts up in
+the text so far (`drafters.ngram`)."""
 
 
 def bundled_names(

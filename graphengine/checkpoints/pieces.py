@@ -61,13 +61,13 @@ class Pieces:
         return self._tokenizer.encode(text, add_special_tokens=False)
 
     def _each(self, texts: list[str]) -> list[list[int]]:
-        """Of texts; of long ones the tokenizer shares out several among the cores."""
+        """Token ids of each text; several long ones are shared out among the cores."""
         if len(texts) < 2 or sum(map(len, texts)) < SHARED_CHARS:
             return [*map(self._whole, texts)]
         return self._tokenizer(texts, add_special_tokens=False)["input_ids"]
 
     def _encoded(self, pieces: Collection[str]) -> dict[str, list[int]]:
-        """Of those without added tokens. Mutates: what is remembered."""
+        """Token ids by piece, of pieces without added tokens. Mutates: what is remembered."""
         found: dict[str, list[int]] = {}
         with self._lock:
             for piece in pieces:

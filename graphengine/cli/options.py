@@ -129,7 +129,7 @@ def declared(command: str, kind: type = Options, **defaults: Any) -> Option:
 
 
 def taken(options: dict[str, Any], kind: type = Options) -> dict[str, Any]:
-    """Those of a kind, by name. Mutates: options, which lose them."""
+    """The options of a kind, by name. Mutates: options, which lose them."""
     return {name: options.pop(name) for name in declarations(kind) if name in options}
 
 
@@ -142,7 +142,7 @@ DRAFT = click.option(
     "[default: the bundled drafter for the bundled model, else none]",
 )
 PRESET = Default(None, "dummy for a preset, else the checkpoint's weights")
-"""Of load_format, where random weights are as good."""
+"""load_format's, where random weights do as well."""
 
 
 def path(*names: str, text: str, metavar: str = "FILE", **kind: Any) -> Option:

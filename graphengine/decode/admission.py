@@ -26,9 +26,9 @@ DEPTH = 8192
 
 @dataclass(slots=True)
 class Budget:
-    """Rows of a short prompt that the next forward may take as long as; None: no matter.
+    """The next forward may take as long as so many rows of a short prompt; None: however long.
 
-    `keyed_in`: one of so many layers has keys, so a row meets them so much later.
+    `keyed_in`: one layer in so many has keys, so keys weigh as much less.
     """
 
     rows: int | None = None

@@ -55,7 +55,7 @@ class Bucket:
 
     @property
     def runners(self) -> list[Runner]:
-        """Of the stages with their first end, each behind those whose carry it continues; for
+        """The stages' with their first end, each behind those whose carry it continues; for
         tools."""
         runners = [next(iter(stage.runners.values())) for stage in self.stages]
         return runners[-1:] + runners[:-1] if self.ahead is not None else runners
@@ -203,7 +203,7 @@ class BucketBuilder:
         views = _buffers(pair, arena, size)
 
         def attention(kind: Attends) -> Attention:
-            """Of `kind.rows` rows a request, its metadata at fixed addresses."""
+            """Attention of `kind.rows` rows a request, its metadata at fixed addresses."""
             (model, rule, rows), table_BW = kind, views.page_table_BW
             if pair.config.attention_backend == "triton":
                 return BlockAttention(model, rule, table_BW, views.start_B, rows)

@@ -65,7 +65,7 @@ class Arena:
 
     @property
     def num_bytes(self) -> int:
-        """Of all names, those without bytes (device meta) included."""
+        """Size of all memory, that without bytes (device meta) included."""
         return sum(flat.numel() * flat.element_size() for flat in self._flat.values())
 
 
@@ -131,7 +131,7 @@ class StepBuffers(NamedTuple):
     def take(
         cls, arena: Arena, target: ModelConfig, num_requests: int, block: int, width: int
     ) -> StepBuffers:
-        """Of requests with `block` rows and `width` pages each; padding until one is written."""
+        """Buffers of requests with `block` rows and `width` pages each; padding until written."""
         rows = num_requests * block
         take, f32, i32 = arena.take, torch.float32, torch.int32
         block_ids_BG = take("block_ids", num_requests, block)

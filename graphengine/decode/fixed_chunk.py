@@ -76,7 +76,7 @@ class Piece(NamedTuple):
 
     @property
     def num_rows(self) -> int:
-        """That are run."""
+        """Rows that are run."""
         return self.end - self.begin
 
 
@@ -306,13 +306,13 @@ def sizes_for(max_model_len: int, *, are_long: bool, are_paired: bool = False) -
 
 
 def most_beneath(size: int) -> int:
-    """Rows that smaller chunks run in less time than a long one of that size: as many leave it, or
-    its second half, empty by a quarter."""
+    """Up to so many rows smaller chunks are faster than a long one of that size: a quarter of it,
+    or of its second half, would be empty."""
     return size - min(size, LONG_SIZES[-1]) // 4
 
 
 def far_sizes_for(max_model_len: int, *, are_long: bool, keyed_in: int = 1) -> tuple[int, ...]:
-    """Those of far chunks that some prompt gets to. Where few layers have keys, one of `keyed_in`,
+    """Sizes of far chunks that some prompt gets to. Where few layers have keys, one in `keyed_in`,
     more rows take little longer there than in front."""
     sizes = FAR_SIZES + SIZES[-1:] * (keyed_in > 1)
     return sizes if are_long and max_model_len > FAR + FAR_LEAST else ()

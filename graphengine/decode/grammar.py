@@ -70,7 +70,7 @@ def _reason(matcher: Any) -> str:
 
 
 def num_readers() -> int:
-    """Of a slow grammar, and threads for them: more than there are cores would only cost caches."""
+    """Readers of a slow grammar, and threads for them; more than cores would only cost caches."""
     return max(2, min(MAX_READERS, os.cpu_count() or 1))
 
 
@@ -122,7 +122,7 @@ class Grammars:
                 self._tokenizer = make(text, n_vocab=size, eos_token=ends, slices=list(slices))
 
     def matcher(self, constraint: Constraint) -> Matcher:
-        """Of an answer that begins.
+        """The matcher of an answer that begins.
 
         Raises:
             ValueError: the grammar cannot be compiled, its first mask is more than a step may

@@ -31,7 +31,7 @@ def page_bytes(config: ModelConfig, page_size: int, element_bytes: int) -> int:
 
 
 def _entries(config: ModelConfig) -> list[PagedKV]:
-    """Of the layers that keep something of each token."""
+    """State entries of the layers that keep something of each token."""
     entries = [kind.mixer.state(config) for kind in layer_kinds(config)]
     return [entry for entry in entries if isinstance(entry, PagedKV)]
 

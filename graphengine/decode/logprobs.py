@@ -23,7 +23,7 @@ Logprobs = dict[int, float]
 
 
 class Scores(NamedTuple):
-    """Of rows, [T] and [T, K]; of a bucket's buffers [S, B, G] and [S, B, G, K]."""
+    """Scores of rows, [T] and [T, K]; in a bucket's buffers [S, B, G] and [S, B, G, K]."""
 
     chosen: Tensor  # float32
     top_ids: Tensor  # int64, the most likely first

@@ -111,12 +111,12 @@ class DecodeLoop:
 
     @property
     def allocator(self) -> PrefixCache:
-        """Of the pages of target and drafter."""
+        """The pages of target and drafter."""
         return self.holdings.allocator
 
     @property
     def state_slots(self) -> PageAllocator:
-        """Of recurrent states."""
+        """The slots of recurrent states."""
         return self.holdings.state_slots
 
     @property

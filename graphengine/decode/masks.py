@@ -82,7 +82,7 @@ def mask_rows_(buffers: GrammarBuffers) -> None:
 
 
 def _tokens(drafts: list[int]) -> list[int]:
-    """Up to the first that is none, which nothing can accept."""
+    """Drafts up to the first that is no token, which nothing can accept."""
     return next((drafts[:i] for i, token in enumerate(drafts) if token < 0), drafts)
 
 

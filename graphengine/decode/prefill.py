@@ -50,7 +50,7 @@ Work = list[tuple[Request, Piece]]
 
 
 class FirstTokens(NamedTuple):
-    """Of a forward's prompts, on their way to the host; of those that go on they are nobody's."""
+    """A forward's, on their way to the host; those of prompts that go on are nobody's."""
 
     work: Work
     ids_R: Tensor
@@ -105,7 +105,7 @@ class Prefill:
     chunk: int
     fixed: tuple[FixedChunk, ...] = ()
     far: tuple[FixedChunk, ...] = ()
-    keyed_in: int = field(init=False)  # one of so many of the target's layers has keys
+    keyed_in: int = field(init=False)  # one layer of the target in so many has keys
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "keyed_in", keyed_layers_in(self.pair.target.config))
@@ -186,7 +186,7 @@ class Prefill:
         return most is None or most >= self.far[0].size
 
     def _chunks(self, begin: int, num_rows: int, most: int | None = None) -> tuple[FixedChunk, ...]:
-        """Those that the next of them may run in, ascending."""
+        """Chunks that the next of so many rows may run in, ascending."""
         if not self._is_far(begin, num_rows, most):
             return self.fixed
         return *self.far, *(chunk for chunk in self.fixed if chunk.is_long)
@@ -329,7 +329,7 @@ def _completes(request: Request, piece: Piece) -> bool:
 
 
 def _first_tokens(work: Work, logits_RV: Tensor, ids_R: Tensor | None) -> FirstTokens:
-    """Of the prompts that this forward completes. Args: ids_R: the first choices, if known."""
+    """Those of prompts that this forward completes. Args: ids_R: the first choices, if known."""
     if any(r.chooses for r, _ in work):
         ids_R = _draw(work, logits_RV)
     ids_R, scores = argmax_rows(logits_RV) if ids_R is None else ids_R, None

@@ -37,7 +37,7 @@ from graphengine.decode.simulate import Simulation
 from graphengine.decode.stack import Rows, Tap, Target, no_tap
 
 Attentions = Mapping[AttentionRule, Attention]
-"""Those of a propose chain."""
+"""What a propose chain attends with, by rule."""
 
 
 class Attends(NamedTuple):

@@ -60,7 +60,7 @@ def recurrent_states(config: ModelConfig) -> list[RecurrentState]:
 
 
 def state_bytes(config: ModelConfig, element_bytes: int) -> int:
-    """Of one slot, all layers."""
+    """Bytes of one slot, all layers."""
     return sum(
         math.prod(entry.window_shape) * element_bytes + math.prod(entry.state_shape) * 4
         for entry in recurrent_states(config)
@@ -90,7 +90,7 @@ class Recurrence(Protocol):
     """Runs a chain's recurrent layers."""
 
     def run(self, layer: GatedDeltaWeights, index: int, projected_TE: Tensor, eps: float) -> Tensor:
-        """Of the recurrent layer `index`: gated outputs [T, N, V] from what it projected."""
+        """Gated outputs [T, N, V] of recurrent layer `index`, from what it projected."""
         ...
 
 
@@ -194,7 +194,7 @@ def take_buffers(
 def prefill_recurrence(
     states: States | None, pieces: Pieces | None, num_rows: int
 ) -> PrefillRecurrence | None:
-    """Of so many rows; rows of no piece give zeros."""
+    """The recurrence of a prefill of so many rows; rows of no piece give zeros."""
     if states is None:
         return None
     assert pieces is not None

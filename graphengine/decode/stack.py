@@ -31,7 +31,7 @@ Tap = Callable[[int, Tensor], None]
 
 
 def no_tap(layer: int, h_TD: Tensor) -> None:
-    """Of who reads no hidden states."""
+    """The tap of a forward whose hidden states nobody reads."""
 
 
 class Rows(NamedTuple):

@@ -211,7 +211,7 @@ def first_requests(engine: Engine, input_len: int, seed: int) -> dict[str, float
 
 
 def roofline_ms(built: Built, input_len: int, batch: int, rates: Rates) -> float:
-    """Of prompts of that length, all layers and the drafter's context of every row."""
+    """The least that such prompts can take: all layers, and the drafter's context of each row."""
     rows, target = batch * input_len, built.target
     # Elements, at a byte each: of layers and head for so many rows, and for one.
     read, of_row = (segment_bytes(target, None, 1, 1, n)["decode"] for n in (rows, 1))

@@ -35,7 +35,7 @@ def matmul_tflops() -> float:
 
 
 def _best_ms(run: Callable[[], object]) -> float:
-    """Of five, behind one that is not counted."""
+    """The best of five runs, behind one that is not counted."""
     run()
     times = []
     for _ in range(5):

@@ -128,7 +128,7 @@ def first_token_table(numbers: Mapping[str, Any], simulated: float | None) -> An
 
 
 def picture(rows: Sequence[Row], simulated: float | None, suffix: str) -> bytes:
-    """Of each case what its median step is made of, and all of its step times."""
+    """For each case, what its median step is made of and all of its step times."""
     panels: list[Panel] = []
     for row in rows:
         case = row.result.case

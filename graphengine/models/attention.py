@@ -40,7 +40,7 @@ class PagedKV(NamedTuple):
 
     @property
     def num_token_elements(self) -> int:
-        """Of one token, keys and values."""
+        """Elements of one token, keys and values."""
         return 2 * self.num_heads * self.head_dim
 
 

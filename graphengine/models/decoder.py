@@ -157,7 +157,7 @@ class LayerFields(NamedTuple):
 
 
 def layer_weights(config: ModelConfig, prefix: str = "layers.") -> list[LayerFields]:
-    """Of every layer, under the names that it has in the file."""
+    """The weights of every layer, under the names that it has in the file."""
     return [
         LayerFields(*(behind(f"{prefix}{i}.", part.weights(config)) for part in kind))
         for i, kind in enumerate(layer_kinds(config))
@@ -165,7 +165,7 @@ def layer_weights(config: ModelConfig, prefix: str = "layers.") -> list[LayerFie
 
 
 def outer_weights(config: ModelConfig, prefix: str = "model.") -> Fields:
-    """Of a target around its layers; the head of one that is tied is the embedding."""
+    """A target's weights around its layers; a tied head is the embedding."""
     vocab, hidden = config.vocab_size, config.hidden_size
     return {
         "embed_VD": (Weight(f"{prefix}embed_tokens.weight", (vocab, hidden), 0),),

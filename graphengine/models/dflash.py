@@ -54,7 +54,7 @@ class ContextWeights(NamedTuple):
 
     @classmethod
     def of(cls, weights: DraftWeights) -> ContextWeights:
-        """Those of a drafter."""
+        """A drafter's."""
         return cls(*(getattr(weights, name) for name in cls._fields))
 
 

@@ -46,12 +46,12 @@ class RecurrentState(NamedTuple):
 
     @property
     def window_shape(self) -> tuple[int, int]:
-        """Of a request, in the model's dtype."""
+        """Of one request, in the model's dtype: [3, C]."""
         return CONV_TAPS - 1, self.config.num_channels
 
     @property
     def state_shape(self) -> tuple[int, int, int]:
-        """Of a request, float32: [N, V, K]."""
+        """Of one request, float32: [N, V, K]."""
         return self.config.num_value_heads, self.config.head_dim, self.config.head_dim
 
 

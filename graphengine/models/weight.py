@@ -25,7 +25,7 @@ class Pick:
 
     @property
     def num_rows(self) -> int:
-        """Of all groups."""
+        """Rows of all groups."""
         return self.num_groups * sum(end - begin for begin, end in self.ranges)
 
     def of(self, tensor: Tensor) -> Tensor:
@@ -64,12 +64,12 @@ class Weight:
 
     @property
     def meant_shape(self) -> tuple[int, ...]:
-        """Of `made_of`."""
+        """Shape of what `made_of` returns."""
         return self.shape if self.pick is None else (self.pick.num_rows, *self.shape[1:])
 
     @property
     def num_elements(self) -> int:
-        """Of what is meant."""
+        """Elements of that."""
         return math.prod(self.meant_shape)
 
     def made_of(self, tensor: Tensor) -> Tensor:

@@ -288,7 +288,7 @@ def _load_pair(
 
 
 def _with_chunks(prefill: Prefill) -> Prefill:
-    """With the chunks of a fixed size that its config names, not captured."""
+    """The same with the chunks of a fixed size that its config names, not captured."""
     pair, config = prefill.pair, prefill.pair.config
     fixed = tuple(
         FixedChunk(pair, size, size >= LONG_SIZES[0], size in PAIRED_SIZES)

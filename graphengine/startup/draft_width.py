@@ -190,7 +190,7 @@ def _layer_run(config: ModelConfig, layer: LayerWeights, h_TD: Tensor) -> Callab
 
 
 def _seconds(run: Callable[[Carry], Carry], device: torch.device, is_captured: bool) -> float:
-    """Of one call, its kernels compiled and its launches captured before."""
+    """Seconds of one call, its kernels compiled and its launches captured before."""
     call: Callable[[], object] = partial(run, ())
     call()
     if is_captured:

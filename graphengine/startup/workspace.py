@@ -37,7 +37,7 @@ META = torch.device("meta")
 
 
 def carry_bytes(model: ModelConfig, element_bytes: int) -> int:
-    """Of a row, all layers: what crosses from a step to the next, residual and query, or what a
+    """Bytes of a row, all layers, that cross from a step to the next: residual and query, or what a
     mixer that gates or recurs has projected."""
     total = 0
     for mixer, _ in layer_kinds(model):

@@ -48,7 +48,7 @@ about these. Called in the order of the rows."""
 
 
 def first_choice(logits_TV: Tensor, positions: Sequence[int], emitted_T: Tensor) -> Scores:
-    """Of requests that ask for nothing."""
+    """The `Judge` of requests that ask for nothing."""
     z_TV = logits_TV.float()
     z_emitted = z_TV.gather(1, emitted_T[:, None])[:, 0]
     regret_nats = (z_TV.amax(-1) - z_emitted).tolist()

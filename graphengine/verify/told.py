@@ -63,7 +63,7 @@ def named(asked: SamplingParams) -> str:
 
 
 class End(NamedTuple):
-    """Of an answer."""
+    """Where an answer ends, why, and its text."""
 
     num_tokens: int
     finish_reason: FinishReason | None

@@ -182,7 +182,7 @@ def wishes_for(
 
 
 def matcher_of(built: Built, wish: Wish) -> Matcher | None:
-    """Of an answer that begins."""
+    """The matcher of an answer that begins; None where it follows no grammar."""
     constraint = constraint_of(wish.asked)
     if constraint is None:
         return None

@@ -136,7 +136,7 @@ def bench(model: str | None, draft: str | None, **options: Any) -> None:
     shared.check_places(options)
     lengths = _input_lens(options)
     output_len = options["output_len"] or FIRST_REQUEST_TOKENS
-    context = longest_context(model, draft, max(lengths) + output_len + 256)
+    context = shared.longest_context(model, draft, max(lengths) + output_len + 256)
     if prefill and options["input_len"] is None:
         lengths = tuple(n for n in lengths if n + output_len <= context) or (1,)
     _check_lengths(options, lengths, context)
@@ -281,11 +281,3 @@ def _measure(
             f"step {numbers['step_p50_ms']:.3f} ms  host {numbers['host_p50_ms']:.3f} ms"
         )
     return rows
-
-
-def longest_context(model: str, draft: str | None, wanted: int) -> int:
-    """`wanted` tokens of context, or what the models allow."""
-    from graphengine.startup.build import read_configs
-    from graphengine.startup.options import speculation_limit
-
-    return min(wanted, speculation_limit(*read_configs(model, draft)))

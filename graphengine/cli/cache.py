@@ -1,6 +1,7 @@
 """Where a command's compiled code lies: every compiler is pointed at this platform's folder.
 
-Environment variables are read here and nowhere else; those of the compilers also by compilers.py.
+Environment variables are read here; those of the compilers also by compilers.py, GRAPHENGINE_NVTX
+by run.py.
 """
 
 from __future__ import annotations

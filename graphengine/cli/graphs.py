@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from graphengine.cli import options as shared
-from graphengine.cli.bench import longest_context
 
 if TYPE_CHECKING:
     from graphengine.capture.inventory import Entry
@@ -56,7 +55,7 @@ def graphs(model: str | None, draft: str | None, **options: Any) -> None:
         Engine.from_pretrained(
             model,
             draft,
-            max_model_len=longest_context(model, draft, _CONTEXT),
+            max_model_len=shared.longest_context(model, draft, _CONTEXT),
             load_format="dummy",
             acceptance_floor=0.0,
             fallback=False,

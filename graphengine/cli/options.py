@@ -285,6 +285,14 @@ def deliver(
         raise click.ClickException("; ".join(failed))
 
 
+def longest_context(model: str, draft: str | None, wanted: int) -> int:
+    """`wanted` tokens of context, or what the models allow."""
+    from graphengine.startup.build import read_configs
+    from graphengine.startup.options import speculation_limit
+
+    return min(wanted, speculation_limit(*read_configs(model, draft)))
+
+
 def out_of_memory(error: Exception) -> str | None:
     """What was lacking, for a message; None for any other error."""
     # torch's own type exists for CUDA alone; on the CPU it raises a bare RuntimeError.

@@ -13,7 +13,6 @@ import click
 from click.core import ParameterSource
 
 from graphengine.cli import options as shared
-from graphengine.cli.bench import longest_context
 from graphengine.config.declaration import declarations, made
 from graphengine.config.options import Options, SamplingParams, without_drafter
 from graphengine.prompts import read_prompt_file
@@ -181,11 +180,11 @@ def verify(ctx: click.Context, model: str | None, draft: str | None, **options: 
         options["grammars"] = tokenizer is not None and not llguidance_missing()
         ids = [ids[i % len(ids)] for i in range(max(len(ids), NUM_WISHES))]
     elif not (file or is_sampled):
-        room = options["max_model_len"] or longest_context(model, draft, max(RETURNING) + 1)
+        room = options["max_model_len"] or shared.longest_context(model, draft, max(RETURNING) + 1)
         ids += returning(ids[-1], room)
     if options["max_model_len"] is None:  # no pool larger than needed
         wanted = max(map(len, ids)) + options["max_new_tokens"]
-        options["max_model_len"] = longest_context(model, draft, wanted)
+        options["max_model_len"] = shared.longest_context(model, draft, wanted)
     longest, context = max(map(len, ids)), options["max_model_len"]
     if longest >= context:
         raise ValueError(

@@ -25,8 +25,8 @@ from graphengine.startup.compilers import cpp_compiler
 from graphengine.startup.memory import DeviceMemory, device_memory
 
 # Up to but not the last; pyproject.toml's bounds are the same (tests/house/test_packaging.py). The
-# whole suite has run on torch 2.13 and triton 3.7, on a GPU on 2.11 and 3.6; tests of the kernels
-# on 3.9. tools/check_versions.py runs all of it at both ends.
+# whole suite has run on torch 2.13 and triton 3.7, on a GPU on 2.11 and 3.6, 2.14 and 3.8; tests
+# of the kernels on 3.9. tools/check_versions.py runs all of it at both ends.
 TESTED: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {
     "python": ((3, 11), (3, 14)),
     "torch": ((2, 11), (2, 16)),

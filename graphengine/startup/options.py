@@ -14,7 +14,13 @@ from graphengine.config.draft import DraftConfig, DraftSpec
 from graphengine.config.draft_length import resolve_draft_lengths
 from graphengine.config.engine import EngineConfig
 from graphengine.config.model import ModelConfig
-from graphengine.config.options import AttentionBackend, DeviceName, DTypeName, Options
+from graphengine.config.options import (
+    AttentionBackend,
+    DeviceName,
+    DTypeName,
+    GraphMode,
+    Options,
+)
 from graphengine.decode.attention import (
     FLASHINFER_HEAD_DIMS,
     flashinfer_can_window,
@@ -67,46 +73,18 @@ def resolve_options(options: Options, target: ModelConfig, draft: DraftSpec | No
     Raises:
         ValueError: naming the option, its value and the remedy.
     """
-    buckets = tuple(sorted(set(options.buckets)))
     numbers = resolve_draft_lengths(options.num_speculative_tokens, options.buckets, draft)
     full_draft, draft = draft, draft.shortened(max(numbers)) if draft else None
-    has_cuda = torch.cuda.is_available()
-    if options.device == "cuda" and not has_cuda:
+    on_gpu = torch.cuda.is_available() and options.device != "cpu"
+    if options.device == "cuda" and not on_gpu:
         raise ValueError("--device cuda: torch sees no CUDA device; use --device cpu")
-    on_gpu = has_cuda and options.device != "cpu"
     device: DeviceName = "cuda" if on_gpu else "cpu"
     natural: DTypeName = "bfloat16" if on_gpu else "float32"
     dtype: DTypeName = natural if options.dtype == "auto" else options.dtype
-    head_dims = [model.head_dim for model in (target, *(draft.models if draft else ()))]
-    why_not = None  # FlashInfer
-    if not on_gpu:
-        why_not = "needs a CUDA device; use torch on the CPU"
-    elif flashinfer_missing():
-        why_not = "is not installed; install the extra graphengine[cuda]"
-    elif dtype != "bfloat16" or any(dim not in FLASHINFER_HEAD_DIMS for dim in head_dims):
-        why_not = (
-            f"runs bfloat16 and head_dim {FLASHINFER_HEAD_DIMS}, not {dtype} with head_dim "
-            f"{head_dims}; use triton or torch"
-        )
-    prefill: AttentionBackend = "torch" if why_not else "flashinfer"
     mode = options.graph_mode
     if mode == "auto":
         mode = "piecewise" if on_gpu else "none"
-    backend = options.attention_backend
-    windows = draft is None or flashinfer_can_window(draft.attention_rules, draft.block_size)
-    if backend == "auto":
-        # In one graph, attention that needs no plan leaves the host nothing to do in a step.
-        open_ended = prefill == "flashinfer" and not windows
-        backend = "triton" if mode == "full" or open_ended else prefill
-    elif backend == "flashinfer" and not windows:
-        raise ValueError(
-            "--attention-backend flashinfer has windows for non-causal rows only where the window "
-            "reaches over a block of at most 16 rows; use triton for this drafter"
-        )
-    elif backend == "flashinfer" and why_not:
-        raise ValueError(f"--attention-backend flashinfer {why_not}")
-    elif backend == "torch":
-        prefill = "torch"
+    backend, prefill = _attentions(options, target, draft, mode, dtype, on_gpu)
     page_size = options.page_size or _PAGE_SIZES[backend]
     is_fixed = on_gpu and backend != "torch" and target.head_dim in HEAD_DIMS
     if is_fixed and _takes_long_chunks(dtype, target.head_dim, page_size):
@@ -120,32 +98,112 @@ def resolve_options(options: Options, target: ModelConfig, draft: DraftSpec | No
             "--graph-mode full needs an attention that can be captured; use "
             "--attention-backend triton or flashinfer, or --graph-mode piecewise"
         )
+    _check_drafting(options, full_draft, reachable=min(numbers, default=0) + 1)
+    length = _context(options, target, draft)
     simulated = options.simulate_acceptance is not None
+    logprobs = options.max_logprobs
+    if logprobs is None:
+        logprobs = MAX_LOGPROBS if mode == "none" else 0
+    are_long, keyed_in = is_fixed and prefill == "triton", keyed_layers_in(target)
+    may_pair = are_long and mode == "full" and _halves_pay(target, draft)
+    sizes = sizes_for(length, are_long=are_long, are_paired=may_pair) if is_fixed else ()
+    asked = {field.name: getattr(options, field.name) for field in fields(Options)}
+    decided: dict[str, Any] = {
+        "device": device,
+        "dtype": dtype,
+        "buckets": tuple(sorted(set(options.buckets))),
+        "graph_mode": mode,
+        "compile": on_gpu if options.compile is None else options.compile,
+        "attention_backend": backend,
+        "prefill_attention_backend": prefill,
+        "prefill_sizes": sizes,
+        "far_prefill_sizes": far_sizes_for(length, are_long=are_long, keyed_in=keyed_in),
+        "page_size": page_size,
+        "max_model_len": length,
+        "num_speculative_tokens": numbers,
+        "speculation_limit": speculation_limit(target, draft) if draft else None,
+        "fallback": options.fallback and not simulated,
+        "max_logprobs": 0 if simulated else logprobs,
+    }
+    if simulated or (draft and not draft.models):
+        # Drawn acceptance says nothing about the drafter; look-up is often wrong by nature.
+        decided["acceptance_floor"] = 0.0
+    # Where nothing is captured they cost memory at most; simulated acceptance has one end.
+    for name in ("sampling", "adjustments", "structured_outputs"):
+        wanted = mode == "none" if asked[name] is None else asked[name]
+        decided[name] = wanted and not simulated
+    return EngineConfig(**asked | decided)
+
+
+def _attentions(
+    options: Options,
+    target: ModelConfig,
+    draft: DraftSpec | None,
+    mode: GraphMode,
+    dtype: DTypeName,
+    on_gpu: bool,
+) -> tuple[AttentionBackend, AttentionBackend]:
+    """The attention of steps, and that of prefills where our own does not run long chunks."""
+    head_dims = [model.head_dim for model in (target, *(draft.models if draft else ()))]
+    why_not = None  # FlashInfer
+    if not on_gpu:
+        why_not = "needs a CUDA device; use torch on the CPU"
+    elif flashinfer_missing():
+        why_not = "is not installed; install the extra graphengine[cuda]"
+    elif dtype != "bfloat16" or any(dim not in FLASHINFER_HEAD_DIMS for dim in head_dims):
+        why_not = (
+            f"runs bfloat16 and head_dim {FLASHINFER_HEAD_DIMS}, not {dtype} with head_dim "
+            f"{head_dims}; use triton or torch"
+        )
+    prefill: AttentionBackend = "torch" if why_not else "flashinfer"
+    backend = options.attention_backend
+    windows = draft is None or flashinfer_can_window(draft.attention_rules, draft.block_size)
+    if backend == "auto":
+        # In one graph, attention that needs no plan leaves the host nothing to do in a step.
+        open_ended = prefill == "flashinfer" and not windows
+        return "triton" if mode == "full" or open_ended else prefill, prefill
+    if backend == "flashinfer" and not windows:
+        raise ValueError(
+            "--attention-backend flashinfer has windows for non-causal rows only where the window "
+            "reaches over a block of at most 16 rows; use triton for this drafter"
+        )
+    if backend == "flashinfer" and why_not:
+        raise ValueError(f"--attention-backend flashinfer {why_not}")
+    return backend, "torch" if backend == "torch" else prefill
+
+
+def _check_drafting(options: Options, draft: DraftSpec | None, reachable: int) -> None:
+    """Refuses options of drafting that cannot be met.
+
+    Args: draft: with its own block. reachable: tokens of a step in the bucket with the shortest.
+    """
     if options.simulate_acceptance is not None:
-        if full_draft is None:
+        if draft is None:
             raise ValueError("--simulate-acceptance needs a drafter; pass --draft")
-        acceptance_rate(options.simulate_acceptance, full_draft.num_draft_tokens)
+        acceptance_rate(options.simulate_acceptance, draft.num_draft_tokens)
     if options.draft_quantization != "none" and not (draft and draft.models):
         raise ValueError(
             f"--draft-quantization {options.draft_quantization} needs a drafter that has weights; "
             "pass --draft, or leave it out"
         )
     for name, flag in _NEED_REAL_ACCEPTANCE.items():
-        if getattr(options, name) and simulated:
+        if getattr(options, name) and options.simulate_acceptance is not None:
             raise ValueError(
                 f"{name} needs real acceptance; leave out --simulate-acceptance or {flag}"
             )
+    if draft and options.acceptance_floor > reachable:
+        raise ValueError(
+            f"--acceptance-floor {options.acceptance_floor}: a mean acceptance length, at most "
+            f"{reachable} tokens a step for this drafter; 0 turns the warning off"
+        )
+
+
+def _context(options: Options, target: ModelConfig, draft: DraftSpec | None) -> int:
+    """Most tokens of a request: what is asked for, or what the models allow."""
     cap = drafted_cap = speculation_limit(target, draft)
     if options.finish_in_plain_decode:
         cap = target.max_position_embeddings
-    reachable = min(numbers, default=0) + 1
-    floor = options.acceptance_floor
-    if draft and floor > reachable:
-        raise ValueError(
-            f"--acceptance-floor {floor}: a mean acceptance length, at most {reachable} tokens a "
-            "step for this drafter; 0 turns the warning off"
-        )
-    if cap < 2 and draft and not options.finish_in_plain_decode:
+    elif cap < 2 and draft:
         raise ValueError(
             f"the drafter's block of {draft.block_size} verifies {draft.num_verify_rows} rows, and "
             f"the models have {cap + draft.num_verify_rows} positions: no request "
@@ -159,40 +217,7 @@ def resolve_options(options: Options, target: ModelConfig, draft: DraftSpec | No
             text += f" (its positions less a block of {draft.num_verify_rows}; with "
             text += "--finish-in-plain-decode all of them)"
         raise ValueError(text)
-    logprobs = options.max_logprobs
-    if logprobs is None:
-        logprobs = MAX_LOGPROBS if mode == "none" else 0
-    are_long = is_fixed and prefill == "triton"
-    may_pair = are_long and mode == "full" and _halves_pay(target, draft)
-    asked = {field.name: getattr(options, field.name) for field in fields(Options)}
-    decided: dict[str, Any] = {
-        "device": device,
-        "dtype": dtype,
-        "buckets": buckets,
-        "graph_mode": mode,
-        "compile": on_gpu if options.compile is None else options.compile,
-        "attention_backend": backend,
-        "prefill_attention_backend": prefill,
-        "prefill_sizes": sizes_for(length, are_long=are_long, are_paired=may_pair)
-        if is_fixed
-        else (),
-        "far_prefill_sizes": far_sizes_for(
-            length, are_long=are_long, keyed_in=keyed_layers_in(target)
-        ),
-        "page_size": page_size,
-        "max_model_len": length,
-        "num_speculative_tokens": numbers,
-        "speculation_limit": drafted_cap if draft else None,
-        # Drawn acceptance says nothing about the drafter; look-up is often wrong by nature.
-        "acceptance_floor": 0.0 if simulated or (draft and not draft.models) else floor,
-        "fallback": options.fallback and not simulated,
-        "max_logprobs": 0 if simulated else logprobs,
-    }
-    # Where nothing is captured they cost memory at most; simulated acceptance has one end.
-    for name in ("sampling", "adjustments", "structured_outputs"):
-        wanted = mode == "none" if asked[name] is None else asked[name]
-        decided[name] = wanted and not simulated
-    return EngineConfig(**asked | decided)
+    return length
 
 
 def _halves_pay(target: ModelConfig, draft: DraftSpec | None) -> bool:

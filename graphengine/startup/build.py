@@ -102,7 +102,6 @@ def build(
     num_draws = draft_config.num_draft_tokens if draft_config else 0  # of a simulated step
     draft_config = longest_draft(config, draft_config) if draft_config else None
     device = torch.device(config.device)
-    dtype = getattr(torch, config.dtype)
     stop_ids, _ = read_stop_ids(target_dir, target_config)
     is_dummy = options.load_format != "auto"
     tokenizer = _load_tokenizer(target_dir, target_config, stop_ids, is_needed=not is_dummy)
@@ -139,37 +138,8 @@ def build(
             widths = measure_widths(pair)
         pair = with_widths(pair, widths)
         config, draft_config = pair.config, longest_draft(pair.config, draft_config)
-    attention = prefill_attention(config, target_config, dtype, device)
-    prefill = Prefill(pair, attention, config.prefill_chunk)
-    with names.range_("capture"), torch.no_grad():
-        builder = BucketBuilder(pair, progress=lambda what: progress(what, 0.0))
-        sizes = config.buckets
-        if options.lazy_capture:  # before the first request, its own alone
-            sizes = (next((x for x in sizes if x >= options.first_batch), sizes[-1]),)
-        ahead = builder.build_ahead(sizes, _prefill_kernels(prefill))
-        prefill = _with_chunks(prefill)
-        builder.capture_chunks((*prefill.fixed, *prefill.far))
-    builders = [builder]
-
-    def build_plain() -> Lane:
-        """The same buckets with one row a request: the same weights and K/V, no drafter."""
-        began = time.perf_counter()
-        plain = Pair(
-            replace(config, num_speculative_tokens=(), simulate_acceptance=None),
-            *(pair.target, Proposer(), pair.num_positions),
-        )
-        with names.range_("capture"), torch.inference_mode(False), torch.no_grad():
-            own = BucketBuilder(plain, builder.workspace)
-            builders.append(own)
-            lane = Lane(own, own.build_ahead(config.buckets))
-        _LOG.info("plain decode built in %.2f s", time.perf_counter() - began)
-        return lane
-
-    slots = None if pair.target.states is None else StateSlots(num_slots(config))
-    loop = DecodeLoop(
-        *(Lane(builder, ahead), prefill, PrefixCache(plan.num_pages, config.page_size, slots)),
-        build_plain if draft_config is not None else None,
-    )
+    loop = _build_loop(pair, options, plan.num_pages, progress)
+    ahead = tuple(loop.first.buckets)
     if options.prepare_plain_decode and loop.fallback is not None:
         loop.fallback.prepare()
     if config.compile:
@@ -178,6 +148,7 @@ def build(
     if device.type == "cuda":
         with names.range_("warmup"), torch.no_grad():
             warm_up(loop, grammars)
+    builders = [lane.builder for lane in loop.lanes]
     startup = StartupMetrics(
         load_s=load_s,
         compile_s=compiler_wait_s + sum(part.compile_s for part in builders),
@@ -190,7 +161,7 @@ def build(
         num_graphs=sum(part.pool.num_graphs for part in builders if part.pool),
         num_compiled=counts.num_misses,
         num_cache_hits=counts.num_hits,
-        buckets=tuple(sorted(ahead)),
+        buckets=ahead,
         draft_widths=widths,
     )
     return Built(
@@ -285,6 +256,40 @@ def _load_pair(
     elif dflash is not None and draft_config is not None:
         proposer = dflash(target=target, kv_pool=pool(draft_config.model))
     return Pair(config, target, proposer, positions)
+
+
+def _build_loop(pair: Pair, options: Options, num_pages: int, progress: Progress) -> DecodeLoop:
+    """The loop over a pair: its prefill, the buckets that are built ahead, what builds others."""
+    config, pool = pair.config, pair.target.kv_pool
+    attention = prefill_attention(config, pair.target.config, pool.dtype, pool.device)
+    prefill = Prefill(pair, attention, config.prefill_chunk)
+    with names.range_("capture"), torch.no_grad():
+        builder = BucketBuilder(pair, progress=lambda what: progress(what, 0.0))
+        sizes = config.buckets
+        if options.lazy_capture:  # before the first request, its own alone
+            sizes = (next((x for x in sizes if x >= options.first_batch), sizes[-1]),)
+        ahead = builder.build_ahead(sizes, _prefill_kernels(prefill))
+        prefill = _with_chunks(prefill)
+        builder.capture_chunks((*prefill.fixed, *prefill.far))
+
+    def build_plain() -> Lane:
+        """The same buckets with one row a request: the same weights and K/V, no drafter."""
+        began = time.perf_counter()
+        plain = Pair(
+            replace(config, num_speculative_tokens=(), simulate_acceptance=None),
+            *(pair.target, Proposer(), pair.num_positions),
+        )
+        with names.range_("capture"), torch.inference_mode(False), torch.no_grad():
+            own = BucketBuilder(plain, builder.workspace)
+            lane = Lane(own, own.build_ahead(config.buckets))
+        _LOG.info("plain decode built in %.2f s", time.perf_counter() - began)
+        return lane
+
+    slots = None if pair.target.states is None else StateSlots(num_slots(config))
+    return DecodeLoop(
+        *(Lane(builder, ahead), prefill, PrefixCache(num_pages, config.page_size, slots)),
+        build_plain if pair.proposer.num_draft_tokens else None,
+    )
 
 
 def _with_chunks(prefill: Prefill) -> Prefill:

@@ -16,7 +16,7 @@ from graphengine.decode.ends import end_names, make_end, publish_step
 from graphengine.decode.proposer import Attentions, Pair
 from graphengine.decode.recurrence import VerifyRecurrence, prefill_recurrence
 from graphengine.decode.segments import Segments, row_logits_segment
-from graphengine.decode.stack import Rows, target_chain
+from graphengine.decode.stack import Rows, last_step, target_chain
 from graphengine.decode.stages import Chains
 from graphengine.kernels.gated_delta_prefill import Pieces
 
@@ -37,13 +37,11 @@ def step_chains(
     recurrence, states = None, pair.target.states
     if states is not None and buffers.recurrent is not None:
         recurrence = VerifyRecurrence(states, buffers.recurrent)
-    where = rows, attention, buffers.attn_TNH
-    ended = tap_, segments.last, recurrence
-    *verify, _ = target_chain(chain, pair.target, *where, segments, *ended)
+    run = attention, buffers.attn_TNH, segments, tap_, recurrence
     grammar, drafts = buffers.grammar, proposer.num_draft_tokens
     return Chains(
         propose=proposer.propose(buffers, draft_attentions, segments),
-        verify=verify,
+        verify=target_chain(chain, pair.target, rows, *run),
         ends={
             name: make_end(name, chain, pair, buffers, tap_, segments)
             for name in end_names(pair.config)
@@ -69,7 +67,7 @@ def prefill_chains(
     tap_, context = pair.proposer.prefill(rows)
     is_tapped = pair.target.config.num_hidden_layers - 1 in pair.proposer.taps
     end = partial(row_logits_segment, logit_rows_R, is_tapped)
-    where = rows, attention, attn_TNH
     recurrence = prefill_recurrence(pair.target.states, pieces, len(attn_TNH))
-    ended = tap_, end, recurrence
-    return target_chain("prefill", pair.target, *where, Segments(), *ended), context
+    run = attention, attn_TNH, Segments(), tap_, recurrence
+    steps = target_chain("prefill", pair.target, rows, *run)
+    return [*steps, last_step("prefill", pair.target, tap_, end)], context

@@ -150,17 +150,15 @@ def target_chain(
     attn_TNH: Tensor,
     segments: Segments,
     tap_: Tap,
-    end: Callable[..., Carry],
     recurrence: Recurrence | None = None,
 ) -> list[Step]:
-    """A whole target forward; the last carry is what `end` gives beside h, see `last_step`."""
+    """A target forward up to its last mixing; `last_step` follows."""
     config, weights = target.config, target.weights
     own = weights.embed_VD, weights.layers, weights.rope_PH, target.kv_pool
     stack = Stack(*own, config.rms_norm_eps)
     attentions = [attention] * config.num_hidden_layers
     run = attn_TNH, segments, tap_, recurrence
-    steps = layer_steps(chain, stack, rows, attentions, *run)
-    return [*steps, last_step(chain, target, tap_, end)]
+    return layer_steps(chain, stack, rows, attentions, *run)
 
 
 def last_step(chain: str, target: Target, tap_: Tap, end: Callable[..., Carry]) -> Step:

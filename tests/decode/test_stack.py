@@ -61,8 +61,9 @@ def test_order_caches_and_taps(target: Target) -> None:
         assert layer not in tapped
         tapped[layer] = h_TD.clone()
 
-    args: Any = ("verify", target, rows, attention, attn_TNH, Segments(), tap_, last_segment)
-    chain = target_chain(*args)
+    args: Any = (rows, attention, attn_TNH, Segments(), tap_)
+    chain = target_chain("verify", target, *args)
+    chain.append(last_step("verify", target, tap_, last_segment))
     assert [step.name for step in chain] == chain_names("verify", 3)
     assert [type(step) for step in chain] == [Dense, Attention] * 3 + [Dense]
     (ids_T,) = run_chain(chain)

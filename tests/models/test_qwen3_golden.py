@@ -24,7 +24,7 @@ from graphengine.config.model import ModelConfig
 from graphengine.decode.attention import Layout, TorchAttention
 from graphengine.decode.kvcache import make_pool, pages_for
 from graphengine.decode.segments import Segments, logits_segment
-from graphengine.decode.stack import Rows, Target, target_chain
+from graphengine.decode.stack import Rows, Target, last_step, no_tap, target_chain
 from tests.support.checkpoints import edit_config, make_target
 from tests.support.dflash_reference import load_target, plain_generate, run_target
 
@@ -110,8 +110,8 @@ def chain_logits(
         attn = torch.full((count, config.num_attention_heads, config.head_dim), float("nan"))
         attention.plan(Layout.build([count], [done + count], [pages], page_size))
         carry: Any = ()
-        chain = ("verify", target, rows, attention, attn.to(dtype), Segments())
-        for step in target_chain(*chain, lambda layer, h: None, logits_segment):
+        chain = target_chain("verify", target, rows, attention, attn.to(dtype), Segments(), no_tap)
+        for step in [*chain, last_step("verify", target, no_tap, logits_segment)]:
             carry = step.run(carry)
         logits.append(carry[0])
         done += count

@@ -25,7 +25,7 @@ from graphengine.verify.check import CheckName, Limits, Mix, Report
 from graphengine.verify.forced import ForcedLength, lengths, missed
 from graphengine.verify.teacher import Scores, first_choice, teacher_force
 from graphengine.verify.told import Transcript, wrong_logprobs
-from graphengine.verify.wishes import NOTHING, Wish, judge_of, matcher_of
+from graphengine.verify.wishes import Wish, judge_of, matcher_of
 
 PLAIN = "plain"
 RETURNING = (129, 130)  # tokens: whole pages of every kernel, and a row or two behind them
@@ -150,7 +150,7 @@ def verify_mode(
     Raises:
         ValueError: a prompt that cannot run.
     """
-    wishes = wishes or [NOTHING] * len(ids)
+    wishes = wishes or [Wish()] * len(ids)
     judged: dict[tuple[int, ...], Scores] = {}
     reference = {_kernels(r.cell): r.transcripts for r in reversed(first)}
     results: list[CellResult] = []

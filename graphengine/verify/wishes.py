@@ -92,9 +92,6 @@ class Wish(NamedTuple):
         return told.named(self.asked) + (f", bad_words {self.words}" if self.words else "")
 
 
-NOTHING = Wish()
-
-
 def wishes_of(
     said: Sequence[int], text: str, stop_ids: Collection[int], max_new_tokens: int
 ) -> list[Wish]:
@@ -119,10 +116,10 @@ def wishes_of(
     greedy = partial(SamplingParams, max_new_tokens=max_new_tokens)
     drawn = partial(greedy, temperature=1.5)
     return [  # first and last what changes unsure answers alone, as those to the bundled probes are
-        NOTHING,
+        Wish(),
         Wish(greedy(**less)),
         Wish(drawn(min_p=0.05)),
-        NOTHING,
+        Wish(),
         Wish(greedy(json_schema=_SCHEMA)),
         Wish(greedy(frequency_penalty=0.3), words[1:]),  # of which drafts are accepted for a while
         Wish(greedy(stop=(stop,), logprobs=2)),

@@ -32,7 +32,6 @@ from graphengine.verify.check import Limits
 from graphengine.verify.run import CellResult, encode, verify_mode
 from graphengine.verify.told import Transcript, wrong_end, wrong_logprobs
 from graphengine.verify.wishes import (
-    NOTHING,
     NUM_WISHES,
     RULED_OUT_NATS,
     Wish,
@@ -84,11 +83,11 @@ def healthy(engine: Engine, asked: Asked) -> CellResult:
 def test_every_wish_changes_what_is_said(engine: Engine, asked: Asked, healthy: CellResult) -> None:
     """Bug: the judge counts, masks or draws in another way than decoding; or a wish is one that the
     model fulfils anyway, which proves nothing."""
-    plain = mixed(engine, [(ids, NOTHING) for ids, _ in asked])
+    plain = mixed(engine, [(ids, Wish()) for ids, _ in asked])
     assert healthy.failed == {} and healthy.report.max_regret_nats == 0.0
     pairs = zip(healthy.transcripts, plain.transcripts, strict=True)
     changed = {i % NUM_WISHES for i, (a, b) in enumerate(pairs) if a.output_ids != b.output_ids}
-    nothing = {i % NUM_WISHES for i, (_, wish) in enumerate(asked) if wish == NOTHING}
+    nothing = {i % NUM_WISHES for i, (_, wish) in enumerate(asked) if wish == Wish()}
     assert changed == set(range(NUM_WISHES)) - nothing
 
 

@@ -114,15 +114,10 @@ def verify(ctx: click.Context, model: str | None, draft: str | None, **options: 
     from graphengine.checkpoints.tokenizer import Tokenizer
     from graphengine.decode.grammar import llguidance_missing
     from graphengine.report import stderr_console
-    from graphengine.startup.build import read_configs
     from graphengine.verify.run import RETURNING, Mode, encode, returning
     from graphengine.verify.wishes import NUM_WISHES
 
     mode = Mode(options["graph_mode"], options["attention_backend"])
-    if options["matrix"] and mode != ("auto", "auto"):
-        raise ValueError(
-            "--matrix runs every graph mode; leave out --graph-mode and --attention-backend"
-        )
     shared.check_places(options)
     model, draft = named_pair(model, draft)
     bundled = (model, draft) == named_pair(None, None)
@@ -132,27 +127,7 @@ def verify(ctx: click.Context, model: str | None, draft: str | None, **options: 
     options["max_new_tokens"] = options["max_new_tokens"] or default
     names = declarations(SamplingParams)
     SamplingParams(**{name: options[name] for name in names if name in options})  # refuses
-    if options["max_new_tokens"] == 1:
-        raise ValueError(
-            "--max-new-tokens 1: a prompt's own rows say its first token, so no step would be "
-            "checked; pass 2 or more"
-        )
-    if draft is None and options["min_acceptance"] is not None:
-        raise ValueError("--min-acceptance needs a drafter; pass --draft")
-    if is_forced and (draft is None or is_sampled or options["min_acceptance"] is not None):
-        raise ValueError(
-            "--forced-acceptance replaces a drafter's drafts, greedily; pass --draft, and leave "
-            "out --temperature and --min-acceptance"
-        )
-    if least := options["min_acceptance"]:
-        _, drafter = read_configs(model, draft)
-        drafted = options["num_speculative_tokens"] or [drafter.num_draft_tokens if drafter else 0]
-        if least > (most := 1 + max(drafted)):
-            raise ValueError(
-                f"--min-acceptance {least:g}: a step commits at most {most} tokens; pass less"
-            )
-    if options["all_options"] and is_sampled:
-        raise ValueError("--all-options has temperatures of its own; leave out --temperature")
+    _check(options, mode, model, draft)
     _refuse_idle(ctx, is_sampled, options["all_options"])
     files = (file,) if file else (PROMPTS, PROBES)
     conversations = [turns for path in files for turns in read_prompt_file(path)]
@@ -160,12 +135,7 @@ def verify(ctx: click.Context, model: str | None, draft: str | None, **options: 
         raise ValueError("--prompt-file: verify takes single prompts, not conversations")
     prompts = [turns[0] for turns in conversations]
     num_counted = None
-    if is_sampled:
-        if draft is None:
-            raise ValueError("--temperature compares speculative with plain draws; pass --draft")
-        if options["matrix"]:
-            raise ValueError("--matrix is greedy; leave out --temperature, or pass --graph-mode")
-        # The last ones first: the bundled probes, on which draws differ most.
+    if is_sampled:  # the last ones: the bundled probes, on which draws differ most
         prompts = prompts[-MAX_SAMPLED_PROMPTS:]
     elif bundled and not (file or options["raw"] or is_forced or options["all_options"]):
         num_counted = len(read_prompt_file(PROMPTS))
@@ -196,6 +166,42 @@ def verify(ctx: click.Context, model: str | None, draft: str | None, **options: 
     run = _Run(model, draft, mode, tokenizer, ids, options, console)
     if not (run.compare_draws() if is_sampled else run.compare_tokens(num_counted)):
         ctx.exit(1)
+
+
+def _check(options: dict[str, Any], mode: Mode, model: str, draft: str | None) -> None:
+    """Refuses what cannot go together, and what would check nothing."""
+    from graphengine.startup.build import read_configs
+
+    is_sampled, least = options["temperature"] > 0, options["min_acceptance"]
+    if options["matrix"] and mode != ("auto", "auto"):
+        raise ValueError(
+            "--matrix runs every graph mode; leave out --graph-mode and --attention-backend"
+        )
+    if options["max_new_tokens"] == 1:
+        raise ValueError(
+            "--max-new-tokens 1: a prompt's own rows say its first token, so no step would be "
+            "checked; pass 2 or more"
+        )
+    if draft is None and least is not None:
+        raise ValueError("--min-acceptance needs a drafter; pass --draft")
+    if options["forced_acceptance"] and (draft is None or is_sampled or least is not None):
+        raise ValueError(
+            "--forced-acceptance replaces a drafter's drafts, greedily; pass --draft, and leave "
+            "out --temperature and --min-acceptance"
+        )
+    if least:
+        _, drafter = read_configs(model, draft)
+        drafted = options["num_speculative_tokens"] or [drafter.num_draft_tokens if drafter else 0]
+        if least > (most := 1 + max(drafted)):
+            raise ValueError(
+                f"--min-acceptance {least:g}: a step commits at most {most} tokens; pass less"
+            )
+    if options["all_options"] and is_sampled:
+        raise ValueError("--all-options has temperatures of its own; leave out --temperature")
+    if is_sampled and draft is None:
+        raise ValueError("--temperature compares speculative with plain draws; pass --draft")
+    if is_sampled and options["matrix"]:
+        raise ValueError("--matrix is greedy; leave out --temperature, or pass --graph-mode")
 
 
 def _refuse_idle(ctx: click.Context, is_sampled: bool, all_options: bool) -> None:

@@ -6,6 +6,7 @@ at first use, so that `graphengine --help` does not wait for torch.
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
@@ -25,23 +26,15 @@ __all__ = [
     "GenerationResult",
     "SamplingParams",
 ]
+_HOMES = {
+    **dict.fromkeys(("TINY_DRAFT", "TINY_TARGET"), "checkpoints.hub"),
+    **dict.fromkeys(("Chunk", "Engine", "GenerationResult"), "api"),
+    "AsyncEngine": "async_engine",
+    "SamplingParams": "config.options",
+}
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("TINY_DRAFT", "TINY_TARGET"):
-        from graphengine.checkpoints import hub
-
-        return getattr(hub, name)
-    if name == "SamplingParams":
-        from graphengine.config import options
-
-        return options.SamplingParams
-    if name == "AsyncEngine":
-        from graphengine import async_engine
-
-        return async_engine.AsyncEngine
-    if name in ("Chunk", "Engine", "GenerationResult"):
-        from graphengine import api
-
-        return getattr(api, name)
-    raise AttributeError(f"module 'graphengine' has no attribute {name!r}")
+    if name not in _HOMES:
+        raise AttributeError(f"module 'graphengine' has no attribute {name!r}")
+    return getattr(import_module(f"graphengine.{_HOMES[name]}"), name)

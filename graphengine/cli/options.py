@@ -175,15 +175,8 @@ def prompt_file(text: str) -> Option:
             raise click.BadParameter("passed twice; put all prompts into one file", ctx, param)
         return value[0] if value else None
 
-    kind = click.Path(path_type=Path)
-    return click.option(
-        "--prompt-file",
-        type=kind,
-        multiple=True,
-        callback=only,
-        metavar="FILE.jsonl",
-        help=text,
-    )
+    how: dict[str, Any] = {"multiple": True, "callback": only, "metavar": "FILE.jsonl"}
+    return click.option("--prompt-file", type=click.Path(path_type=Path), help=text, **how)
 
 
 PLOT = functools.partial(path, "--plot", metavar="FILE.svg|png", dir_okay=False)

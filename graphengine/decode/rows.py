@@ -18,6 +18,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Mapping
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -115,30 +116,29 @@ def write_rows_(
     samplings = [r.sampling if r is not None else GREEDY for r in requests]
     controls = Controls.upload(samplings, device)
     at_R = torch.tensor(list(rows)).to(device)
-    for tensor, values in (
+    columns = [
         (buffers.page_table_BW, table),
         (buffers.start_B, start_B),
         (buffers.block_ids_BG, block_ids),
         (buffers.positions_T, positions),
         (buffers.slots_T, slots),
         *zip(buffers.controls, controls, strict=True),
-    ):
-        by_row = tensor.view(buffers.start_B.shape[0], -1)
-        by_row.index_copy_(0, at_R, values.view(len(rows), -1).to(device))
+    ]
+    as_int32 = partial(torch.tensor, dtype=torch.int32)
     if buffers.recurrent is not None:
-        slots = [request.state_slot if request is not None else 0 for request in requests]
-        held = torch.tensor(slots, dtype=torch.int32).to(device)
-        buffers.recurrent.slots_B.index_copy_(0, at_R, held)
+        held = [request.state_slot if request is not None else 0 for request in requests]
         # Whoever times steps takes a request's own slot away: then they keep nothing either.
         kept = [r.answer_slots if r is not None and r.state_slot else [] for r in requests]
-        kept = torch.tensor([k or [0, 0] for k in kept], dtype=torch.int32).to(device)
-        buffers.recurrent.kept_slots_B2.index_copy_(0, at_R, kept)
+        columns.append((buffers.recurrent.slots_B, as_int32(held)))
+        columns.append((buffers.recurrent.kept_slots_B2, as_int32([k or [0, 0] for k in kept])))
+    if buffers.grammar is not None:
+        has_one = [r is not None and r.matcher is not None for r in requests]
+        columns.append((buffers.grammar.is_on_B, as_int32(has_one)))
+    for tensor, values in columns:
+        by_row = tensor.view(buffers.start_B.shape[0], -1)
+        by_row.index_copy_(0, at_R, values.view(len(rows), -1).to(device))
     if buffers.tables is not None:
         write_tables_(buffers.tables, rows)
-    if buffers.grammar is not None:
-        has_one = [int(r is not None and r.matcher is not None) for r in requests]
-        held = torch.tensor(has_one, dtype=torch.int32).to(device)
-        buffers.grammar.is_on_B.index_copy_(0, at_R, held)
     for tensor in (buffers.context_positions_T, buffers.context_slots_T):
         tensor.view(-1, block).index_fill_(0, at_R, 0)
     buffers.step_B.index_fill_(0, at_R, step)

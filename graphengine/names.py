@@ -163,8 +163,8 @@ def range_(name: str) -> nullcontext[None] | _On:
     """The NVTX range of a name, as a context manager: `with range_("verify.L3.attn"): ...`.
 
     Args:
-        name: from `dense_name`, `attention_name`, the constants or HOST_PHASES. Build it outside
-            the hot loop: the name is the cost, not the range.
+        name: from the functions above, the constants or HOST_PHASES. Build it outside the hot
+            loop: the name is the cost, not the range.
 
     Returns:
         While off, one shared no-op, which tests/house/test_names.py holds to three calls; while on,

@@ -238,11 +238,11 @@ class SamplingParams(Checked):
         False, "Leave the stop string, or the text of the stop token, in the answer.", commands=_RUN
     )
     skip_special_tokens: bool = option(
-        True, "Leave special tokens out of the text, though one begin a tool call.", commands=_RUN
+        True, "Leave special tokens out of the text, even if one begins a tool call.", commands=_RUN
     )
     raw: bool = option(
         False,
-        "Continue the text, behind what the tokenizer begins any with, without the chat template.",
+        "Continue the text, behind what the tokenizer puts before any, without the chat template.",
         commands=_ASKED,
     )
     chat_template_kwargs: Mapping[str, Any] | None = option(

@@ -41,15 +41,15 @@ FLOAT_WORKSPACE_BYTES = 256 << 20
 
 
 class Layout(NamedTuple):
-    """Which rows and pages belong to which request, on the host (int32, one entry a request).
+    """Which rows and pages belong to which of B requests, on the host, int32.
 
     A padded request has no query rows and no pages: attention touches nothing for it.
     """
 
-    qo_indptr_cpu: Tensor
-    paged_kv_indptr_cpu: Tensor
-    paged_kv_indices_cpu: Tensor
-    paged_kv_last_page_len_cpu: Tensor
+    qo_indptr_cpu: Tensor  # [B + 1]
+    paged_kv_indptr_cpu: Tensor  # [B + 1]
+    paged_kv_indices_cpu: Tensor  # pages of all requests, one behind the other
+    paged_kv_last_page_len_cpu: Tensor  # [B]
 
     @classmethod
     def build(

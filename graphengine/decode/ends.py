@@ -149,7 +149,7 @@ def make_end(
 
 
 def publish_step(buffers: StepBuffers, grammar: GrammarBuffers, proposer: Proposer) -> Step:
-    """Behind the drafts: what grammars force takes their place, and the host is told them."""
+    """The step behind the drafts: tokens that grammars force replace them, the host is told all."""
 
     def publish(carry: Carry) -> Carry:
         words = grammar.forced_BG, grammar.is_on_B, buffers.step_B, grammar.words_BG

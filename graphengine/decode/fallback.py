@@ -43,7 +43,7 @@ class Fallback:
             )
         self._is_judging = False  # a plain step is to be measured before the next step
         self.warn: Callable[[str, type[Warning]], None] = warn_caller
-        """Another where the loop is nobody's call, which a warning could end."""
+        """Replaced where a thread of its own runs the loop, which a raised warning would end."""
 
     def reset(self) -> None:
         """Forgets what was due."""

@@ -3,7 +3,7 @@
 Page 0 is the null page: no request owns it and no attention reads it. Padded rows, and positions
 past a request's reservation, write there. Everything a request can ever write is reserved at
 admission, so a running request never waits for memory and never fails for the lack of it.
-Invariant: a page belongs to at most one request; freed exactly once.
+Invariant: what is taken is freed once, and has one owner unless `prefix_cache` shares it.
 """
 
 from __future__ import annotations

@@ -292,8 +292,8 @@ class Lane:
         return True
 
     def draft_again(self) -> None:
-        """Behind rows of a prompt: what `ahead` has left for the next step is a graph's memory, and
-        of a bucket built late it may be a chunk's, which was captured before, as well."""
+        """Runs `ahead` again behind rows of a prompt: what it has left for the next step lies in a
+        graph's memory, which a bucket built late may share with a chunk captured before it."""
         bucket = self.bucket
         if bucket is not None and bucket.ahead is not None and bucket.size in self.built_late_s:
             bucket.ahead.run()

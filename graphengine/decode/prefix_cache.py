@@ -90,7 +90,7 @@ class PrefixCache(PageAllocator):
         """Args: state_slots: of a target with recurrent layers."""
         self._page_size, self.state_slots = page_size, state_slots
         self.num_changes = 0
-        """Times at which more may have become free, or known."""
+        """How often more pages may have become free, or known."""
         super().__init__(num_pages)
 
     @property

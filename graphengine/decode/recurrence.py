@@ -108,7 +108,8 @@ def copy_state_(states: States, source: int, slot: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class VerifyRecurrence:
-    """Blocks of equal length, from the committed states. Mutates: the records."""
+    """Blocks of equal length, from the committed states. Mutates: the records, and the states of
+    blocks of one row."""
 
     states: States
     buffers: RecurrentBuffers

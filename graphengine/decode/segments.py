@@ -32,7 +32,7 @@ class LastWeights(NamedTuple):
 
 
 def first_segment(embed_VD: Tensor, layer: LayerWeights, token_ids_T: Tensor, eps: float) -> Carry:
-    """embed + pre(0) -> (h_TD, qkv_TE)."""
+    """embed + pre(0) -> (h_TD, projected_TE)."""
     return decoder.before_mixing(layer, F.embedding(token_ids_T, embed_VD), None, eps)
 
 

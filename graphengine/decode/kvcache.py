@@ -1,6 +1,6 @@
 """Paged K/V: one pool per model, one page table for both; the length is the truth.
 
-Page 0 is the null page: no request owns it and no attention reads it. Padded rows, and positions
+Page 0 is the null page: no request owns it and none reads it. Padded rows, and positions
 past a request's reservation, write there. Everything a request can ever write is reserved at
 admission, so a running request never waits for memory and never fails for the lack of it.
 Invariant: what is taken is freed once, and has one owner unless `prefix_cache` shares it.

@@ -40,11 +40,9 @@ class StopStrings:
             return text[out : end if self._is_kept else begin], stop
         first = max(0, len(text) + 1 - max(map(len, self._stops)))
         ends = (text[i:] for i in range(first, len(text)))
-        self._begun = next((end for end in ends if self._may_become_stop(end)), "")
+        begun = (e for e in ends if any(len(s) > len(e) and s.startswith(e) for s in self._stops))
+        self._begun = next(begun, "")
         return text[out : len(text) if self._is_kept else len(text) - len(self._begun)], None
-
-    def _may_become_stop(self, text: str) -> bool:
-        return any(len(stop) > len(text) and stop.startswith(text) for stop in self._stops)
 
     def held(self) -> str:
         """What was held back, when no more text comes."""

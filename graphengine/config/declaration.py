@@ -47,7 +47,8 @@ def _choices(hint: Any) -> tuple[str, ...]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Declaration:
-    """One option. `auto`: what its default amounts to, where that is decided later.
+    """One option. `auto`: what its default amounts to, where that is decided later; "none" of one
+    that is None or empty, where nothing else is said.
 
     `low` and `high` are allowed values, `above` is not. `of_drafter`: it means nothing without one.
     `commands` offer it. `parse`: from what a user may write to the value. `repeated`: a flag names
@@ -138,7 +139,8 @@ def declarations(cls: type) -> Mapping[str, Declaration]:
         if each.default is MISSING or "declaration" not in each.metadata:
             continue
         text, rest = each.metadata["declaration"]
-        rest = {"flag": f"--{each.name.replace('_', '-')}"} | rest
+        none = "none" if each.default in (None, ()) else ""
+        rest = {"flag": f"--{each.name.replace('_', '-')}", "auto": none} | rest
         found[each.name] = Declaration(
             text=text, name=each.name, default=each.default, hint=hints[each.name], **rest
         )

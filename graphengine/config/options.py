@@ -220,7 +220,6 @@ class SamplingParams(Checked):
     stop: tuple[str, ...] = option(
         (),
         "A text that ends the answer where it first appears, left out of it; may be repeated.",
-        auto="none",
         metavar="TEXT",
         repeated=True,
         parse=partial(parse_texts, "stop"),
@@ -229,7 +228,6 @@ class SamplingParams(Checked):
     stop_token_ids: tuple[int, ...] = option(
         (),
         "Tokens that end the answer beside the model's own, such as 7,99.",
-        auto="none",
         metavar="ID,ID,..",
         parse=partial(parse_token_ids, "stop_token_ids"),
         commands=_RUN,
@@ -248,7 +246,6 @@ class SamplingParams(Checked):
     chat_template_kwargs: Mapping[str, Any] | None = option(
         None,
         'What the chat template is given: tools, or {"enable_thinking": true}, which is off else.',
-        auto="none",
         metavar="JSON",
         parse=partial(parse_template_kwargs, "chat_template_kwargs"),
         commands=_RUN,
@@ -295,7 +292,6 @@ class SamplingParams(Checked):
     logit_bias: Mapping[int, float] | None = option(
         None,
         f"Added to the logits of tokens, -{MAX_BIAS} to {MAX_BIAS} each, such as 50=-100,7=2.5.",
-        auto="none",
         metavar="ID=BIAS,..",
         parse=partial(parse_bias, "logit_bias"),
         commands=_RUN,
@@ -304,7 +300,6 @@ class SamplingParams(Checked):
         (),
         "A text that the answer never says: of several tokens, the last one behind the others; may "
         "be repeated.",
-        auto="none",
         metavar="TEXT",
         repeated=True,
         parse=partial(parse_texts, "bad_words"),
@@ -313,7 +308,6 @@ class SamplingParams(Checked):
     json_schema: str | None = option(
         None,
         "A JSON schema that the answer follows: always valid, drafted or not.",
-        auto="none",
         metavar="SCHEMA",
         parse=partial(parse_schema, "json_schema"),
         commands=_RUN,
@@ -321,7 +315,6 @@ class SamplingParams(Checked):
     regex: str | None = option(
         None,
         "A regular expression that the whole answer matches.",
-        auto="none",
         metavar="REGEX",
         parse=partial(parse_text, "regex"),
         commands=_RUN,
@@ -329,7 +322,6 @@ class SamplingParams(Checked):
     choice: tuple[str, ...] = option(
         (),
         "A text that the answer may be, one of several; may be repeated.",
-        auto="none",
         metavar="TEXT",
         repeated=True,
         parse=parse_choice,
@@ -338,7 +330,6 @@ class SamplingParams(Checked):
     grammar: str | None = option(
         None,
         'A grammar in Lark\'s notation that the answer follows, such as \'start: "yes" | "no"\'.',
-        auto="none",
         metavar="LARK",
         parse=partial(parse_text, "grammar"),
         commands=_RUN,
@@ -348,11 +339,10 @@ class SamplingParams(Checked):
         "Log-probabilities of each token and of so many most likely ones, the model's own: before "
         "any option here changes them. They are in the result and its JSON.",
         low=0,
-        auto="none",
         commands=_RUN,
     )
     prompt_logprobs: int | None = option(
-        None, "The same of the prompt's tokens, but the first.", low=0, auto="none", commands=_RUN
+        None, "The same of the prompt's tokens, but the first.", low=0, commands=_RUN
     )
     seed: int | None = option(
         None,

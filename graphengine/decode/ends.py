@@ -78,7 +78,6 @@ def make_end(
     name: str, chain: str, pair: Pair, buffers: StepBuffers, tap_: Tap, segments: Segments
 ) -> list[Step]:
     """The steps of one end, behind the last attention of `chain`."""
-
     is_constrained = name in CONSTRAINED_ENDS
     takes_logits = is_constrained or name in (SAMPLED, ADJUSTED, SCORED)
     tables = buffers.tables if is_constrained or name in (ADJUSTED, SCORED) else None

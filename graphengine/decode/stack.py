@@ -90,7 +90,6 @@ def layer_steps(
         attn_TNH: where attention writes; fixed, so captured segments read it in place.
         recurrence: runs recurrent layers.
     """
-
     embed_VD, layers, rope_PH, kv_pool, eps = stack
     is_paged = [mixer_of(weights).write_state_ is not None for weights in layers]
 

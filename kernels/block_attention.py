@@ -7,17 +7,15 @@ one tile, so the parallelism comes from splitting the keys (flash-decoding).
 
 How: keys come in chunks of `config.chunk`; chunk c belongs to split c % live, where `live` is
 computed from the length on the device. A split past `live` exits at once. With one live split
-(a short request, or SPLITS 1) the split writes the output itself. Otherwise the partials are
-merged by a second kernel, or inside the first one: the splits count their arrivals, and each
-then merges its share of the rows.
+(a short request, or SPLITS 1) the split writes the output itself. Otherwise the splits count their
+arrivals, and each then merges its share of the partials' rows.
 
 With a window (WINDOW, a constexpr; 0 is none) chunks before the first row's window are left out:
 chunk 0 is the one that holds the first key that any row sees.
 
 Invariant: which keys a split reads, and which splits exist, is a function of the device length
-alone; the partial and the merge kernel compute it with the same `_live_splits`. A split without
-keys writes nothing and nothing of it is read, so neither stale workspace nor a cache poisoned past
-the length can reach the output. If the two disagreed, the merge would read another step's partial.
+alone (`_live_splits`). A split without keys writes nothing and nothing of it is read, so neither
+stale workspace nor a cache poisoned past the length can reach the output.
 Partials are added in the order of their splits by whoever merges: results do not depend on timing.
 
 No deadlock: a split waits for the others at most `config.polls` times. One that gives up says so
@@ -38,11 +36,7 @@ from typing import NamedTuple
 import torch
 
 from graphengine.kernels.arrival_kernels import MAX_SPLITS
-from graphengine.kernels.block_attention_kernels import (
-    LOG2_E,
-    block_attention_kernel,
-    block_attention_merge_kernel,
-)
+from graphengine.kernels.block_attention_kernels import LOG2_E, block_attention_kernel
 from graphengine.kernels.interpreter import INTERPRET
 from graphengine.kernels.launch import all_registers, on_grid, supports_pdl
 from graphengine.kernels.output_gate import check_gate, output_gate_reference
@@ -63,9 +57,7 @@ class LaunchConfig(NamedTuple):
     one_split: int = 256  # up to this length one split takes all keys and nothing is merged
     num_warps: int = 4  # 8 for fp32
     num_stages: int = 3
-    fused_merge: bool = True  # merge inside the kernel; otherwise in a second launch
-    polls: int = 4096  # fused: how long a split waits to share the merge; 0 leaves it to the last
-    merge_warps: int = 4  # of the second launch
+    polls: int = 4096  # how long a split waits to share the merge; 0 leaves it to the last
     pdl: bool = True  # programmatic dependent launch; Hopper and later, ignored elsewhere
     prefetch: bool = True  # send for the first chunk (to L2) before the wait and the load of q
 
@@ -313,7 +305,6 @@ def block_attention(
         S=S,
         CAUSAL=causal,
         DOT_FP32=INTERPRET,
-        FUSED=config.fused_merge,
         POLLS=0 if INTERPRET else config.polls,  # interpreted programs run one after another
         PREFETCH=q_TNH.is_cuda and config.prefetch,
         WIDE=kv_cache[0].numel() >= 2**31,
@@ -321,19 +312,6 @@ def block_attention(
         **all_registers(num_warps),
         **options,
     )
-    if num_splits > 1 and not config.fused_merge:
-        share = max(1, rows >> (num_splits - 1).bit_length())
-        on_grid(block_attention_merge_kernel, (K * row_tiles, B, rows // share))(
-            *lengths,
-            out_TNH,
-            *gate,
-            workspace.out_ZTNH,
-            workspace.lse_ZTN,
-            **shape,
-            SHARE=share,
-            num_warps=config.merge_warps,
-            **options,
-        )
 
 
 def _row_tiling(packed_rows: int) -> tuple[int, int]:

@@ -126,7 +126,6 @@ def block_attention_kernel(
     S: tl.constexpr,
     CAUSAL: tl.constexpr,
     DOT_FP32: tl.constexpr,
-    FUSED: tl.constexpr,
     POLLS: tl.constexpr,
     PREFETCH: tl.constexpr,
     WIDE: tl.constexpr,
@@ -239,11 +238,10 @@ def block_attention_kernel(
         row_lse = tl.where(empty, float("-inf"), highest + tl.log2(tl.where(empty, 1.0, total)))
         tl.store(partial_lse + plane + t * N + head, row_lse, mask=exists)
         tl.store(partial_out + plane * H + target, acc, mask=exists[:, None])
-        if FUSED:
-            _merge_together(
-                *(out, gate, partial_out, partial_lse, arrived, b, kv_head, split, live, T),
-                *(N, H, G, GROUP, ROWS, ROW_TILES, SPLITS, POLLS, GATE),
-            )
+        _merge_together(
+            *(out, gate, partial_out, partial_lse, arrived, b, kv_head, split, live, T),
+            *(N, H, G, GROUP, ROWS, ROW_TILES, SPLITS, POLLS, GATE),
+        )
 
 
 @triton.jit
@@ -326,49 +324,3 @@ def _merge_together(
                         *(mine, N, H, G, GROUP, ROWS),
                         *(ROWS >> log2 if ROWS >> log2 else 1, 1 << log2, GATE),
                     )
-
-
-@triton.jit
-def block_attention_merge_kernel(
-    starts,
-    max_kv,
-    one_split,
-    out,
-    gate,
-    gate_row_stride,
-    gate_split_stride,
-    partial_out,
-    partial_lse,
-    N: tl.constexpr,
-    H: tl.constexpr,
-    G: tl.constexpr,
-    K: tl.constexpr,
-    ROWS: tl.constexpr,
-    ROW_TILES: tl.constexpr,
-    CHUNK: tl.constexpr,
-    SPLITS: tl.constexpr,
-    PDL: tl.constexpr,
-    WINDOW: tl.constexpr,
-    PADDED: tl.constexpr,
-    GATE: tl.constexpr,
-    SHARE: tl.constexpr,
-):
-    """The merge as a launch of its own: SHARE rows of one packed tile."""
-    gate = (gate, gate_row_stride, gate_split_stride)
-    b = tl.program_id(1)
-    start = tl.load(starts + b)
-    _, live, _ = _live_splits(  # pyright: ignore[reportGeneralTypeIssues]
-        start, max_kv, one_split, G, CHUNK, SPLITS, WINDOW, PADDED
-    )
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
-    row = tl.program_id(0) % ROW_TILES * ROWS + tl.program_id(2) * SHARE
-    T = tl.num_programs(1) * G
-    for log2 in tl.static_range(1, 6):
-        if (1 << log2) < 2 * SPLITS:  # noqa: SIM102 (known at compile time)
-            if (live > (1 << log2) // 2) & (live <= 1 << log2):
-                _merge_rows(
-                    *(out, gate, partial_out, partial_lse, row, b, tl.program_id(0) // ROW_TILES),
-                    *(live, T, N, H, G, N // K, SHARE, 1 << log2, GATE),
-                )

@@ -56,9 +56,9 @@ def tile_candidates(B: int) -> list[Candidate]:
     sizes += [(128, c, w, s) for c in (128, 256) for w in (4, 8) for s in (2, 3)]
     names = ("kv_tile", "chunk", "num_warps", "num_stages")
     configs = [base._replace(**dict(zip(names, size, strict=True))) for size in sizes]
-    # Several programs share a multiprocessor: small stages, and no merge that waits for others.
+    # Several programs share a multiprocessor: small stages, and nobody waits to merge.
     shared = [
-        (z, base._replace(kv_tile=64, chunk=c, num_stages=s, one_split=0, fused_merge=False))
+        (z, base._replace(kv_tile=64, chunk=c, num_stages=s, one_split=0, polls=0))
         for z in (2 * Z, 4 * Z, 8 * Z)
         if z <= MAX_SPLITS
         for c in (64, 128)
@@ -71,8 +71,7 @@ def launch_candidates(Z: int, base: block_attention.LaunchConfig) -> list[Candid
     """One thing changed at a time: who merges, when the launch starts, how far keys are split."""
     changes: list[dict[str, Any]] = [{"pdl": False}, {"prefetch": not base.prefetch}]
     changes += [{"one_split": n} for n in (0, 256, 384, 512, 1024, 2048)]
-    changes += [{"fused_merge": False, "merge_warps": w} for w in (4, 8)]
-    changes += [{"fused_merge": False, "pdl": False}, {"polls": 0}]
+    changes += [{"polls": 0}]
     splits = sorted({max(1, Z // 2), min(32, 2 * Z), min(32, 4 * Z)} - {Z})
     everything = [(z, base._replace(one_split=n)) for z in splits for n in (0, base.one_split)]
     return [*everything, *((Z, base._replace(**change)) for change in changes)]

@@ -100,22 +100,18 @@ def poison(buffers: Workspace) -> None:
 MERGES = {
     "shared": {},
     "last": {"polls": 0},
-    "launched": {"fused_merge": False},
-    "launched_plainly": {"fused_merge": False, "pdl": False},
+    "launched plainly": {"pdl": False},
 }
-# Nothing waits and nothing overlaps in the interpreter: the other two would be the same again.
-INTERPRETED_MERGES = ("last", "launched")
+INTERPRETED = "last"  # nothing waits and nothing overlaps there: others would be the same again
 
 
 @pytest.mark.parametrize("num_splits", [1, 3])
-@pytest.mark.parametrize("merge", INTERPRETED_MERGES)
-def test_the_first_block_of_a_prompt(device, num_splits, merge) -> None:
+def test_the_first_block_of_a_prompt(device, num_splits) -> None:
     """Bug: a prompt's first block, which begins at 0, is taken for a padded request, and its rows
     get zeros; or one without a prompt reads the null page."""
     G, sizes = 16, (4, 2, 32, 4, 20)
     made = make(device, torch.float32, [0, -1, 16, 33], G, *sizes, padded=-1)
-    config = small(device, **MERGES[merge])
-    found = run(*made, G, True, num_splits, config, padded=-1)
+    found = run(*made, G, True, num_splits, small(device, polls=0), padded=-1)
     expected = sdpa(*made, G, True, padded=-1)
     torch.testing.assert_close(found.double(), expected, **TOLERANCE[torch.float32])
     assert not found[G : 2 * G].any()
@@ -150,7 +146,7 @@ def test_matches_sdpa(device, dtype, causal, G, N, K, H, S, num_splits) -> None:
 def test_every_number_of_live_splits(device, G, merge) -> None:
     """Bug: a share of the rows merged twice or by nobody, a bucket of splits left out, a chunk
     dealt to no split or to two, a counter that survives the call; at each chunk's edges."""
-    if device == "cpu" and (merge not in INTERPRETED_MERGES or G == 1):
+    if device == "cpu" and (merge != INTERPRETED or G == 1):
         pytest.skip("covered by the others in the interpreter, which is slow")
     N, K, H, S, num_splits = 4, 2, 16, 8, 4 if device == "cpu" else 6
     tile, edge = (16, (0, 1)) if device == "cpu" else (64, (-1, 0, 1))
@@ -175,7 +171,7 @@ def test_a_gate_as_if_behind_it(device, merge, G, splits) -> None:
     """Bug: a head is gated by another's columns or a row by another's, a partial instead of the
     sum; rows of one split, or of a padded request, go without; other bits than those of the kernel
     behind attention that does the same in piecewise mode."""
-    if device == "cpu" and merge not in INTERPRETED_MERGES:
+    if device == "cpu" and merge != INTERPRETED:
         pytest.skip("covered by the others in the interpreter, which is slow")
     dtype = torch.float16 if device == "cpu" else torch.bfloat16
     N, K, H, S, num_splits = 4, 2, 16, 8, 3
@@ -196,7 +192,7 @@ def test_a_gate_as_if_behind_it(device, merge, G, splits) -> None:
 def test_many_splits_of_few_rows(device, merge) -> None:
     """Bug: more splits than rows to share (16 packed rows, up to 32 splits); a sum in the order
     of arrival, which differs from call to call."""
-    if device == "cpu" and merge not in INTERPRETED_MERGES:
+    if device == "cpu" and merge != INTERPRETED:
         pytest.skip("covered by the others in the interpreter, which is slow")
     G, N, K, H, S = 1, 2, 1, 16, 8
     tile = 16 if device == "cpu" else 64
@@ -244,9 +240,9 @@ def test_windows_match_sdpa(device, causal, window) -> None:
 
 @pytest.mark.parametrize("merge", MERGES)
 def test_windows_merge(device, merge) -> None:
-    """Bug: the partial and the merge kernel count the chunks before the window differently; a row
-    that sees nothing of a split is not neutral (bf16, and the null page is NaN)."""
-    if device == "cpu" and merge not in INTERPRETED_MERGES:
+    """Bug: a split's chunks and their number count those before the window differently; a row that
+    sees nothing of a split is not neutral (bf16, and the null page is NaN)."""
+    if device == "cpu" and merge != INTERPRETED:
         pytest.skip("covered by the others in the interpreter, which is slow")
     G, N, K, H, S = 3, 4, 1, 32, 4
     tile = 16 if device == "cpu" else 64

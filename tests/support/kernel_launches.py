@@ -290,9 +290,7 @@ LAUNCHES: dict[str, Callable[[], Any]] = {
         attend(BF16, 256, 16, True, None, gate=empty(32, 8192)),
         attend(BF16, 256, 1, True, None, gate=empty(3, 2, 8192, dtype=FP32)),
     ),
-    "attention, window, merge launched": lambda: attend(
-        BF16, 64, 16, False, 300, fused_merge=False
-    ),
+    "attention, window": lambda: attend(BF16, 64, 16, False, 300),
     "attention, two row tiles, window": lambda: attend(BF16, 128, 32, True, 300),
     "attention in float32": lambda: attend(FP32, 128, 16, True, None),
     "attention of chunks": lambda: (attend_chunk(128), attend_chunk(16, pdl=False)),

@@ -71,7 +71,7 @@ class RopeConfig:
                 places disagree.
         """
         raw = RawConfig(config, source)
-        nested, flat = raw.section("rope_parameters"), raw.section("rope_scaling")
+        nested, flat = (_there(raw.section(key)) for key in ("rope_parameters", "rope_scaling"))
         if nested and all(isinstance(value, Mapping) for value in nested.values()):
             kinds = sorted(nested)
             if kinds != ["full_attention"]:
@@ -79,7 +79,7 @@ class RopeConfig:
                     f"rope_parameters per layer type {kinds} is not supported; only a model whose "
                     "layers are all full_attention is"
                 )
-            nested = dict(nested["full_attention"])
+            nested = _there(nested["full_attention"])
         if nested and flat and _scaling(nested) != _scaling(flat):
             raise raw.refusal(
                 f"rope_parameters {nested} and rope_scaling {flat} disagree, and engines differ in "
@@ -124,7 +124,7 @@ class RopeConfig:
         # At the top level it counts before either, as in transformers.
         key = "original_max_position_embeddings"
         fallback = raw.get("max_position_embeddings") if kind == "yarn" else None
-        scaling[key] = config.get(key, scaling.get(key, fallback))
+        scaling[key] = raw.over({key: scaling.get(key, fallback)}).get(key)
         rope = cls._scaled(theta, kind, RawConfig(scaling, f"{source}: rope type {kind!r}"))
         return replace(rope, partial_rotary_factor=partial)
 
@@ -173,6 +173,11 @@ class RopeConfig:
             truncate=rope.flag("truncate", default=True),
             amplitude=rope.number("attention_factor"),
         )
+
+
+def _there(rope: Mapping[str, Any]) -> dict[str, Any]:
+    """A rope's keys that have a value; one that is null is not there."""
+    return {key: value for key, value in rope.items() if value is not None}
 
 
 def _scaling(rope: Mapping[str, Any]) -> dict[str, Any]:

@@ -41,6 +41,10 @@ SPELLINGS: dict[str, tuple[Json, RopeConfig]] = {
         },
         RopeConfig(theta=1e7),
     ),
+    "a-type-at-one-place": (
+        {"rope_parameters": {"rope_theta": 1e7}, "rope_scaling": {"type": "default"}},
+        RopeConfig(theta=1e7),
+    ),
     "theta-flat-rest-nested": (
         {"rope_theta": 1e7, "rope_parameters": {"rope_type": "default"}},
         RopeConfig(theta=1e7),
@@ -113,6 +117,25 @@ def test_original_context_at_the_top_level() -> None:
     assert ModelConfig.from_hf(changed(TARGET, rope_scaling=scaling)).rope == replace(
         found, original_max_position_embeddings=TARGET["max_position_embeddings"]
     )
+
+
+def test_a_key_that_is_null_is_not_there() -> None:
+    """Bug: a file is refused for an original context of null outside its scaling, for a null beside
+    a type that has no such key, or as if two places disagreed, one of which has a null more."""
+    keys: Json = {"rope_scaling": YARN_64, "original_max_position_embeddings": None}
+    wanted = ModelConfig.from_hf(changed(TARGET, rope_scaling=YARN_64)).rope
+    assert ModelConfig.from_hf(changed(TARGET, **keys)).rope == wanted
+    keys["rope_parameters"] = {**YARN_64, "mscale": None, "partial_rotary_factor": None}
+    assert ModelConfig.from_hf(changed(TARGET, **keys)).rope == wanted
+    bare = {"rope_type": "yarn", "factor": 64.0}
+    nulls = {**bare, "original_max_position_embeddings": None}
+    assert RopeConfig.from_hf(
+        {"rope_theta": 1e7, "max_position_embeddings": 64, "rope_scaling": nulls}, "config.json"
+    ) == RopeConfig.from_hf(
+        {"rope_theta": 1e7, "max_position_embeddings": 64, "rope_scaling": bare}, "config.json"
+    )
+    unscaled = {"rope_theta": 1e7, "rope_scaling": {"type": "default", "factor": None}}
+    assert RopeConfig.from_hf(unscaled, "config.json") == RopeConfig(theta=1e7)
 
 
 def test_resaved_by_transformers(tmp_path: Path) -> None:

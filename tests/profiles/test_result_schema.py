@@ -138,6 +138,21 @@ def test_environment_has_all_keys_on_this_machine() -> None:
     assert (copied["commit"], copied["commit_dirty"]) == ("abc", None)
 
 
+@pytest.mark.parametrize(("changed", "is_dirty"), [("", False), (" M api.py", True)])
+def test_a_checkout_without_changes_is_clean(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changed: str, is_dirty: bool
+) -> None:
+    """Bug: of a checkout in which nothing is changed it is not known whether it is clean."""
+    program = tmp_path / "git"
+    program.write_text(f"#!/bin/sh\n[ $1 = rev-parse ] && echo abc || echo '{changed}'\n")
+    program.chmod(0o755)
+    (tmp_path / ".git").mkdir()
+    monkeypatch.setattr(result_schema, "__file__", str(tmp_path / "profiles" / "file.py"))
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    found = result_schema.environment()
+    assert (found["commit"], found["commit_dirty"]) == ("abc", is_dirty)
+
+
 @pytest.mark.parametrize("said", ["echo 'NVIDIA-SMI has failed'\nexit 9", "echo '[N/A]'"])
 def test_nvidia_smi_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: str) -> None:
     """Bug: what nvidia-smi says where it fails, or does not know, is stored as the driver's

@@ -16,6 +16,7 @@ from click.testing import CliRunner, Result
 
 from graphengine.api import Engine
 from graphengine.cli.main import main
+from graphengine.measure import bench as measure_bench
 from graphengine.measure.bench import run_case, timed_steps, token_bytes, weight_bytes
 from graphengine.measure.busy import busy_fraction
 from graphengine.profiles.result_schema import validate
@@ -55,6 +56,15 @@ def test_what_a_case_counts(pair: tuple[Path, Path]) -> None:
         assert every.step_bytes == pytest.approx(weight_bytes(engine.built, 2) + kv)
     for step_ms, host_ms in zip(every.step_ms, every.host_ms, strict=True):
         assert 0 < host_ms < step_ms
+
+
+def test_rounds_that_hold_few_steps(
+    pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bug: rounds that hold a step count as those that hold none, and a case of many is refused."""
+    monkeypatch.setattr(measure_bench, "MAX_EMPTY_ROUNDS", 2)
+    with Engine.from_pretrained(pair[0], buckets=(1,), device="cpu") as engine:
+        assert len(run_case(engine, case(bucket=1, num_iters=40)).step_ms) == 40
 
 
 @pytest.mark.parametrize("drafting", [False, True])

@@ -211,19 +211,25 @@ def check_places(options: Mapping[str, Any]) -> None:
         option, file = f"--{name.replace('_', '-')}", options.get(name)
         if file is None:
             continue
+        real = os.path.realpath(file)  # Path.resolve raises for a link that leads to itself
         folder = file.absolute().parent
-        if name == "output_json":  # its folders are made
+        if os.path.islink(file):  # what it leads to is written, beside which no folder is made
+            folder = Path(real).parent
+        elif name == "output_json":  # its folders are made
             folder = next(path for path in (folder, *folder.parents) if os.path.lexists(path))
         if str(file) == "-":
             raise ValueError(f"{option} -: goes to a file, not to stdout; pass its path")
         text = f"{option} {file}: cannot be written"
         if not folder.is_dir():
             raise ValueError(f"{text} (no such folder); make it first")
-        if not os.access(file if file.exists() else folder, os.W_OK):
-            raise ValueError(f"{text} (no permission); choose another path")
-        real = os.path.realpath(file)  # Path.resolve raises for such a link
         if os.path.islink(real):
             raise ValueError(f"{text} (a link that leads to itself); choose another path")
+        # Another file takes a file's place, a device or pipe is written itself.
+        written = [file] if file.exists() else []
+        if not written or file.is_file():
+            written.append(folder)
+        if not all(os.access(path, os.W_OK) for path in written):
+            raise ValueError(f"{text} (no permission); choose another path")
         for source, read in (("--read", "file"), ("--prompt-file", "prompt_file")):
             if options.get(read) is not None and os.path.realpath(options[read]) == real:
                 raise ValueError(

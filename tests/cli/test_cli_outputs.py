@@ -81,6 +81,14 @@ def test_a_link_that_leads_to_itself(tmp_path: Path) -> None:
     check_places({"output_json": tmp_path / "x", "prompt_file": loop})  # its reader refuses it
 
 
+def test_a_link_into_a_folder_that_is_not_there(tmp_path: Path) -> None:
+    """Bug: the result of minutes is lost behind it, as folders are made beside a link alone."""
+    link = tmp_path / "link.json"
+    link.symlink_to(tmp_path / "gone" / "x.json")
+    with pytest.raises(ValueError, match=r"link.json: cannot be written \(no such folder"):
+        check_places({"output_json": link})
+
+
 @pytest.mark.parametrize("name", ["output", "plot", "output_json"])
 def test_a_dash_is_no_file(name: str) -> None:
     """Bug: `-`, stdout for other programs, makes a file of that name, and the pipe gets nothing."""
@@ -201,14 +209,22 @@ def test_unreadable_is_not_damaged(
 
 
 def test_a_file_that_is_not_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bug: minutes of measuring end at a file that only its folder would let us write."""
-    there, new = tmp_path / "there.json", tmp_path / "new.json"
+    """Bug: minutes of measuring end at a file that only its folder would let us write, or in a
+    folder that takes no new file for one that is there; or a device in such a one is refused."""
+    there, new, link = (tmp_path / name for name in ("there.json", "new.json", "link.json"))
     there.touch()
+    (inner := tmp_path / "inner").mkdir()
+    link.symlink_to(inner / "x.json")
+    null = Path("/dev/null")
     for closed, path, is_refused in (
         (there, there, True),
-        (tmp_path, there, False),
+        (tmp_path, there, True),
         (tmp_path, new, True),
         (there, new, False),
+        (inner, link, True),
+        (tmp_path, link, False),
+        (null, null, True),
+        (null.parent, null, False),
     ):
         monkeypatch.setattr("os.access", lambda at, mode, closed=closed: at != closed)
         if not is_refused:

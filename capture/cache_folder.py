@@ -66,8 +66,10 @@ def _is_whole(path: Path) -> bool:
             head, size = file.read(64), os.fstat(file.fileno()).st_size
     except OSError:
         return True  # not ours to judge
-    if len(head) < 64 or not head.startswith(_ELF):
+    if not head.startswith(_ELF):
         return bool(head.strip(b"\0"))
+    if len(head) < 64:
+        return False
     start, width, count = struct.unpack_from("<Q10xHH", head, 40)
     return size >= start + width * count
 

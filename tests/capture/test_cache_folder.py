@@ -199,11 +199,12 @@ def test_a_lock_of_the_headers_counts_too(tmp_path: Path) -> None:
 
 
 def test_files_that_are_no_library(tmp_path: Path) -> None:
-    """Bug: a file of zeros, as a full disk leaves it, is loaded; or another file is taken away, or
-    is a traceback."""
+    """Bug: a file of zeros, as a full disk leaves it, or one cut off in its header is loaded; or
+    another file is taken away, or is a traceback."""
     (folder := tmp_path / "xy").mkdir()
     (folder / "notes.so").write_text("ours")
     for name, size in (("a.so", 0), ("b.so", 9), ("c.o", 999)):
         (folder / name).write_bytes(bytes(size))
-    assert drop_damaged(tmp_path) == 3
+    (folder / "d.so").write_bytes(b"\x7fELF\x02\x01" + bytes(57))
+    assert drop_damaged(tmp_path) == 4
     assert os.listdir(folder) == ["notes.so"]

@@ -53,6 +53,8 @@ def main() -> None:
 
 def _drop_unwritten_() -> None:
     """What a full stdout has not taken would fail again at the exit, with Python's own code."""
+    if sys.stdout is None:  # closed by the shell
+        return
     try:
         sys.stdout.flush()
     except OSError:

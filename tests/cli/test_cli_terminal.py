@@ -6,6 +6,7 @@ import pty
 import select
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -13,6 +14,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import click
 import pytest
 from click.testing import CliRunner
 
@@ -289,6 +291,18 @@ def test_every_command_tells_its_end(
     assert done.exit_code == code, done.output
     assert text in done.stderr and "Aborted" not in done.stderr
     assert isinstance(done.exception, SystemExit)
+
+
+def test_an_end_where_stdout_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: a full disk is a traceback about a stdout that is not there."""
+
+    def fail(*args: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("graphengine.checkpoints.pairs.named_pair", fail)
+    monkeypatch.setattr(sys, "stdout", None)
+    with pytest.raises(click.ClickException, match="No space left"):
+        main.main(["graphs"], standalone_mode=False)
 
 
 def test_a_reader_that_has_left(monkeypatch: pytest.MonkeyPatch) -> None:

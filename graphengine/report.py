@@ -125,6 +125,12 @@ def stderr_console(quiet: bool) -> Console:
     return Console(file=file, quiet=quiet, highlight=False, **plain)
 
 
+def writable(text: str) -> str:
+    """The text for stdout; what its encoding cannot hold (a Latin-1 locale) is escaped."""
+    encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
+    return text.encode(encoding, "backslashreplace").decode(encoding)
+
+
 def print_note(console: Console, text: str) -> None:
     """A sentence for the user, in a dim voice."""
     console.print(text, style="dim", markup=False, soft_wrap=True)

@@ -165,9 +165,8 @@ def _cache_notes(job: Job, engine: Engine) -> list[str]:
 
 
 def _write(text: str) -> None:
-    """Text to stdout at once; what its encoding cannot hold (a Latin-1 locale) is escaped."""
-    encoding = sys.stdout.encoding or "utf-8"
-    sys.stdout.write(text.encode(encoding, "backslashreplace").decode(encoding))
+    """Text to stdout at once."""
+    sys.stdout.write(report.writable(text))
     sys.stdout.flush()
 
 

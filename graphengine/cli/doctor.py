@@ -56,8 +56,10 @@ def _print(found: Examination) -> None:
     from rich.text import Text
 
     from graphengine.doctor.findings import one_line
+    from graphengine.report import writable
 
     console = Console(highlight=False, soft_wrap=True)
+    console.begin_capture()
     console.print(Text(one_line(f"{found.target}, drafter {found.draft or 'none'}")))
     part = None
     for finding in found.findings:
@@ -74,3 +76,4 @@ def _print(found: Examination) -> None:
     counts = found.num_by_level
     verdict = "errors: this pair will not run as it is" if counts["error"] else "no errors"
     console.print(f"\n{verdict} ({', '.join(f'{n} {level}' for level, n in counts.items())})")
+    click.echo(writable(console.end_capture()), nl=False)

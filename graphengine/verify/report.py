@@ -17,7 +17,7 @@ from rich.table import Column, Table
 
 from graphengine.checkpoints.tokenizer import Tokenizer
 from graphengine.profiles.result_schema import environment, write_result
-from graphengine.report import named, print_table
+from graphengine.report import named, print_table, writable
 from graphengine.verify.check import Place
 from graphengine.verify.run import CellResult, numbers
 
@@ -115,7 +115,7 @@ def finish(
             unwritten = _Unwritten(f"--output-json {path}: {error}")
     if options["as_json"]:
         told = json.dumps({"config": document, "numbers": measured})
-    click.echo(told)
+    click.echo(writable(told))
     if unwritten is not None:
         raise unwritten
 

@@ -36,6 +36,15 @@ def report(*args: str) -> tuple[dict[str, Any], int]:
     return json.loads(result.stdout), result.exit_code
 
 
+def test_names_that_stdout_cannot_hold(tmp_path: Path) -> None:
+    """Bug: a directory's name in another script ends the report with advice on Python's encoding,
+    and the pair is not examined."""
+    name = "\u4e2d\udcff"  # and a byte that is no text
+    done = CliRunner(charset="ascii").invoke(main, ["doctor", str(tmp_path / name)])
+    assert done.exit_code == 1, done.output
+    assert "\\u4e2d" in done.stdout and "1 error)" in done.stdout
+
+
 @pytest.fixture
 def broken(tmp_path: Path) -> Path:
     """The bundled drafter with a tap that its target does not have."""

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import io
 import math
+import sys
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 
 from graphengine.config.options import SamplingParams
 from graphengine.decode.metrics import Acceptance
@@ -21,7 +24,7 @@ from graphengine.verify.check import (
     disagreement,
     judge,
 )
-from graphengine.verify.report import _table, describe
+from graphengine.verify.report import _table, describe, finish
 from graphengine.verify.run import Cell, CellResult
 from graphengine.verify.teacher import Scores
 from graphengine.verify.told import Transcript, _compare, wrong_end
@@ -226,3 +229,12 @@ def test_draws_of_a_batch_have_seeds_of_their_own(monkeypatch: pytest.MonkeyPatc
     found = wishes.wishes_for(built, ids, 8, 70, grammars=False)
     seeds = {i: wish.asked.seed for i, wish in enumerate(found) if not wish.sampling.is_greedy}
     assert len(seeds) > 1 and seeds == {i: 70 + i for i in seeds}
+
+
+def test_a_verdict_that_stdout_cannot_hold(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: in a Latin-1 locale a FAIL about a text in another script ends as refused input."""
+    written = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, "latin-1", write_through=True))
+    options = {"output_json": None, "as_json": False, "prompt_file": None}
+    finish("target", None, ["x"], [], {}, "FAIL: '\u4e2d'", options, Console(quiet=True))
+    assert written.getvalue() == b"FAIL: '\\u4e2d'\n"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import io
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -159,6 +160,19 @@ def test_positions_of_all_answers() -> None:
     never = replace(answer().result.metrics, acceptance=Acceptance(3, [6, 0, 0, 0]))
     other = replace(answer(1), result=replace(answer().result, metrics=never))
     assert "acceptance per position  0.25 0.12 0.00\n" in shown([answer(), other])
+
+
+def test_sizes_of_a_start() -> None:
+    """Bug: the JSON tells the weights' bytes as the pool's, or buckets that were built late as
+    built ahead."""
+    config = resolve_options(Options(device="cpu"), *read_configs(TINY_TARGET, None))
+    plan: Any = SimpleNamespace(to_json=dict)
+    outcome = report.Outcome({"import_s": 1.0}, startup(2, 3), [], 0.0, {8: 2.5})
+    found = report.json_object(outcome, config, plan)["startup"]
+    sizes = {"weight_bytes": 3 << 20, "kv_pool_bytes": 5 << 19, "num_pages": 9, "num_graphs": 1}
+    buckets = {"buckets_built_ahead": [1, 4], "buckets_built_late_s": {8: 2.5}}
+    counts = {"num_compiled": 2, "num_cache_hits": 3}
+    assert found == {"import_s": 1.0, "total_s": 1.0} | sizes | counts | buckets
 
 
 def test_seconds_until_the_first_token() -> None:

@@ -17,6 +17,7 @@ from click.testing import CliRunner, Result
 from graphengine.api import Engine
 from graphengine.cli.main import main
 from graphengine.measure import bench as measure_bench
+from graphengine.measure import first_token
 from graphengine.measure.bench import run_case, timed_steps, token_bytes, weight_bytes
 from graphengine.measure.busy import busy_fraction
 from graphengine.profiles.result_schema import validate
@@ -56,6 +57,21 @@ def test_what_a_case_counts(pair: tuple[Path, Path]) -> None:
         assert every.step_bytes == pytest.approx(weight_bytes(engine.built, 2) + kv)
     for step_ms, host_ms in zip(every.step_ms, every.host_ms, strict=True):
         assert 0 < host_ms < step_ms
+
+
+@pytest.mark.parametrize("mode", [[], ["--prefill"]])
+def test_prompts_are_of_the_seed(
+    pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, mode: list[str]
+) -> None:
+    """Bug: --seed is ignored, and a second run of other prompts is one of the same."""
+
+    def refuse(*given: Any, **named: Any) -> None:
+        raise ValueError(f"seed {named['seed'] if mode else given[1].seed}")
+
+    monkeypatch.setattr(measure_bench, "run_case", refuse)
+    monkeypatch.setattr(first_token, "run_prefills", refuse)
+    args = ["bench", str(pair[0]), *"--device cpu --input-len 8 --seed 7".split(), *mode]
+    assert "seed 7" in CliRunner().invoke(main, args).stderr
 
 
 def test_rounds_that_hold_few_steps(

@@ -100,7 +100,8 @@ class Handle:
         while True:
             with self._stream.ready:
                 self._stream.ready.wait_for(lambda: self._stream.chunks or self._stream.is_over)
-            chunks = self._take(1)  # whoever leaves here leaves the others to be taken
+                # Before another thread does. Whoever leaves behind it leaves the others' chunks.
+                chunks = self._take(1)
             if not chunks:
                 return
             yield from chunks

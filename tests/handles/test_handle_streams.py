@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -119,3 +120,24 @@ def test_two_threads_wait_for_one_result() -> None:
     assert handle.result() == "the result"
     thread.join()
     assert found == ["the result"]
+
+
+def test_who_comes_too_late_for_a_chunk_waits_for_the_next() -> None:
+    """Bug: of two threads that wait for one result, one finds that the other has just taken a chunk
+    in the middle, and ends there: an AssertionError."""
+    deaf: Any = Deaf()
+    stream = _Stream(lambda: (_ for _ in ()).throw(AssertionError), None)
+    stream.put(Chunk(index=0, text="one", token_ids=[1]))
+    handle, left = Handle(deaf, stream), list[object]()
+    last: Any = SimpleNamespace(result="the result")
+
+    class Ready(threading.Condition):
+        def __exit__(self, *error: Any) -> None:
+            super().__exit__(*error)
+            if not left:
+                left.append(self)
+                handle.take()  # as another thread, once the lock is free
+                threading.Timer(0.1, stream.put, [last]).start()
+
+    stream.ready = Ready()
+    assert handle.result() == "the result"

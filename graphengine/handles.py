@@ -232,10 +232,18 @@ class Serving:
             streams = [*self._streams.values(), *self._inbox]
             self._streams.clear()
             self._inbox.clear()
-        if not loop.is_clean:
-            self._reset(loop)
-        for stream in streams:
-            stream.put(None, error)
+        try:
+            if not loop.is_clean:
+                self._reset(loop)
+        except BaseException:  # which ends the thread
+            with self._changed:
+                self._is_closed = True
+                streams += self._inbox
+                self._inbox.clear()
+            raise
+        finally:
+            for stream in streams:
+                stream.put(None, error)
 
 
 def _warn(text: str, category: type[Warning]) -> None:

@@ -11,8 +11,9 @@ from typing import Any, cast
 import pytest
 
 from graphengine import AsyncEngine
-from graphengine.handles import Handle, _Stream, collect
+from graphengine.handles import Handle, Serving, _Stream, collect
 from graphengine.results import Chunk
+from tests.support.submitting import soon
 
 
 class Deaf:
@@ -141,3 +142,32 @@ def test_who_comes_too_late_for_a_chunk_waits_for_the_next() -> None:
 
     stream.ready = Ready()
     assert handle.result() == "the result"
+
+
+def test_a_reset_that_fails_leaves_nobody_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: where the loop cannot be made idle behind an error, the thread ends, and who waits then
+    or asks later waits for ever."""
+    told, late = list[Any](), list[Handle]()
+    monkeypatch.setattr(threading, "excepthook", told.append)
+
+    def begin() -> Any:
+        return SimpleNamespace(request_id=1), None
+
+    def run() -> None:
+        raise RuntimeError("a step went wrong")
+
+    def reset(loop: Any) -> None:
+        late.append(serving.submit(begin))
+        raise RuntimeError("a fault of the reset")
+
+    loop: Any = SimpleNamespace(fallback=None, is_clean=False, run=run)
+    serving = Serving(loop, reset)
+    first = serving.submit(begin)
+    soon(lambda: first.done and late[0].done)
+    for handle in (first, *late):
+        with pytest.raises(RuntimeError, match="a step went wrong"):
+            handle.result()
+    with pytest.raises(RuntimeError, match="this engine is closed"):
+        serving.submit(begin)
+    serving.close()
+    assert "a fault of the reset" in str(told[0].exc_value)

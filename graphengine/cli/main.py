@@ -65,10 +65,11 @@ def _drop_unwritten_() -> None:
 def _ends_are_told(command: click.Command) -> Iterator[None]:
     """Turns Ctrl-C, refused input (ValueError) and what the machine refuses into a line on stderr
     and an exit code."""
+    before: dict[int, Any] = {}
     if threading.current_thread() is threading.main_thread() and os.name == "posix":
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             if signal.getsignal(number) != signal.SIG_IGN:  # as nohup leaves it
-                signal.signal(number, _end)
+                before[number] = signal.signal(number, _end)
     # Of verify 1 would say that something was found to be wrong.
     failed = click.UsageError if command.name == "verify" else click.ClickException
     try:
@@ -96,6 +97,10 @@ def _ends_are_told(command: click.Command) -> Iterator[None]:
             f"{lacking}; lower --max-model-len, the largest --bucket, --gpu-memory-utilization or "
             "--kv-cache-memory"
         ) from error
+    finally:
+        for number, handler in before.items():  # nothing tells a second one, while Python ends
+            signal.signal(number, handler)
+            signal.setitimer(signal.ITIMER_REAL, 0)  # see _end
 
 
 def _end(number: int, frame: FrameType | None) -> None:

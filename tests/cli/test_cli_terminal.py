@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,7 +24,15 @@ from graphengine.cli import answers
 from graphengine.cli.main import _ends_are_told, main
 from graphengine.config.options import SamplingParams
 from graphengine.measure import profile_run  # before a test changes what it imports
-from tests.support.command_line import COMMAND, ENV, ROOT, Run, heed_interrupts, streaming
+from tests.support.command_line import (
+    COMMAND,
+    ENV,
+    ROOT,
+    Run,
+    heed_interrupts,
+    shell,
+    streaming,
+)
 from tests.test_report import answer, startup
 
 
@@ -339,21 +347,36 @@ def test_a_signal_to_end_is_not_lost(send: Callable[[int], object], number: int)
     """Bug: SIGTERM while the garbage collector runs a destructor is dropped and the command goes
     on; amid an import it is a traceback or an abort; or a terminal that closes (SIGHUP) costs the
     answers that were finished."""
-    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGALRM)
-    before = [signal.signal(n, signal.SIG_DFL) for n in numbers]
 
     @_ends_are_told(main)
     def wait() -> None:
         send(number)
         time.sleep(1)  # it comes meanwhile
 
-    try:
-        with pytest.raises(SystemExit) as end:
-            wait()
-        assert end.value.code == 128 + number
-    finally:
-        for n, handler in zip(numbers, before, strict=True):
-            signal.signal(n, handler)
+    with pytest.raises(SystemExit) as end:
+        wait()
+    assert end.value.code == 128 + number
+
+
+def test_a_second_signal_ends_at_once() -> None:
+    """Bug: a second Ctrl-C, while Python ends, prints what it interrupts there; or a first one that
+    was put off kills a command that has ended, with another code."""
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    before = [signal.getsignal(n) for n in numbers]
+    with suppress(SystemExit), _ends_are_told(main):
+        _ = _Destroyed(signal.SIGTERM) and None  # is put off
+        os.kill(os.getpid(), signal.SIGTERM)
+    assert [signal.getsignal(n) for n in numbers] == before
+    time.sleep(0.1)  # nothing comes
+
+
+def test_ctrl_c_amid_the_first_imports(tmp_path: Path) -> None:
+    """Bug: Ctrl-C before a command has begun is a traceback of an import."""
+    stub = "import os, signal, time\nos.kill(os.getpid(), signal.SIGINT)\ntime.sleep(1)"
+    (tmp_path / "click.py").write_text(stub)
+    env = ENV | {"PYTHONPATH": f"{tmp_path}:{ENV['PYTHONPATH']}"}
+    done = shell("run", env=env, preexec_fn=heed_interrupts)
+    assert (done.returncode, done.stderr) == (-signal.SIGINT, "")
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])

@@ -104,7 +104,7 @@ def test_metadata(wheel: Path) -> None:
     assert "torch<2.16,>=2.11" in requires
     assert {"cuda", "dev", "test"} <= set(found.get_all("Provides-Extra") or [])
     scripts = metadata_file(wheel, "entry_points.txt")
-    assert "graphengine = graphengine.cli.main:main" in scripts
+    assert "graphengine = graphengine.__main__:main" in scripts
     assert metadata_file(wheel, "licenses/LICENSE") == (ROOT / "LICENSE").read_text()
 
 

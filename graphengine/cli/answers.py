@@ -273,6 +273,9 @@ class _Session(NamedTuple):
             except KeyboardInterrupt:
                 note("\n/quit or Ctrl-D ends the chat")
                 continue
+            except UnicodeDecodeError as error:
+                note(f"the line is not asked: it is not text ({error})")
+                continue
             command = line.strip()
             if command == "/quit":
                 break

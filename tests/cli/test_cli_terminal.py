@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from types import SimpleNamespace
@@ -190,9 +190,12 @@ def test_chat_remembers(target: Path) -> None:
 
 
 def chatted(
-    monkeypatch: pytest.MonkeyPatch, lines: list[str], stream_many: Callable[..., Iterator[Chunk]]
+    monkeypatch: pytest.MonkeyPatch,
+    lines: Sequence[str | Exception],
+    stream_many: Callable[..., Iterator[Chunk]],
 ) -> report.Outcome:
     """What a chat of these lines reports, with an engine that answers so."""
+    left = [*lines, EOFError()]
     told: list[report.Outcome] = []
     lane = SimpleNamespace(built_late_s={4: 0.5})
     engine = SimpleNamespace(
@@ -204,9 +207,10 @@ def chatted(
     )
 
     def ask(quiet: bool) -> str:
-        if not lines:
-            raise EOFError
-        return lines.pop(0)
+        line = left.pop(0)
+        if isinstance(line, Exception):
+            raise line
+        return line
 
     monkeypatch.setattr(answers, "_ask", ask)
     monkeypatch.setattr(answers, "_load", lambda *_: nullcontext(engine))
@@ -262,15 +266,17 @@ def test_what_the_next_question_goes_on_from(
 
 
 def test_which_lines_are_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bug: a question that begins with a path is taken for a command; or a mistyped command, or an
-    empty line, is asked."""
+    """Bug: a question that begins with a path is taken for a command; a mistyped command, or an
+    empty line, is asked; or bytes that are no text end the chat."""
     asked: list[Any] = []
 
     def stream_many(prompts: Any, sampling: Any) -> Iterator[Chunk]:
         asked.extend(message["content"] for message in prompts[0])
         yield Chunk(index=0, text="x", token_ids=[1], result=answer().result)
 
-    chatted(monkeypatch, ["/rest", " ", "/etc/hosts holds what?", "/quit", "more"], stream_many)
+    no_text = UnicodeDecodeError("utf-8", b"caf\xe9\n", 3, 4, "invalid continuation byte")
+    lines = [no_text, "/rest", " ", "/etc/hosts holds what?", "/quit", "more"]
+    chatted(monkeypatch, lines, stream_many)
     assert asked == ["/etc/hosts holds what?"]
 
 

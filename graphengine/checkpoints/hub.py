@@ -47,6 +47,7 @@ def resolve(model: str | Path, *, local_only: bool = False) -> Path:
     try:
         path = Path(model).expanduser()
         is_directory, exists = path.is_dir(), path.exists()
+        has_config = (path / "config.json").is_file()
     except (OSError, RuntimeError) as error:  # not allowed, too long, or ~ of nobody
         shown = name if len(name) <= 60 else name[:57] + "..."
         reason = getattr(error, "strerror", None) or error
@@ -54,7 +55,7 @@ def resolve(model: str | Path, *, local_only: bool = False) -> Path:
             f"{shown}: {reason}; pass a directory with config.json, or a hub id (owner/name)"
         ) from error
     if is_directory:
-        if not (path / "config.json").is_file():
+        if not has_config:
             raise ValueError(
                 f"{path}: no config.json in this directory; pass a Hugging Face model directory"
             )

@@ -15,6 +15,7 @@ from click.testing import CliRunner
 from graphengine import report
 from graphengine.api import Chunk
 from graphengine.checkpoints import sources
+from graphengine.checkpoints.hub import resolve
 from graphengine.checkpoints.pairs import read_json
 from graphengine.cli import answers
 from graphengine.cli.main import main
@@ -194,7 +195,8 @@ def test_an_artifact_without_code(tmp_path: Path, target: Path) -> None:
 def test_unreadable_is_not_damaged(
     target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Bug: a file of another user is called damaged, and 16 GB are fetched again."""
+    """Bug: a file of another user is called damaged, and 16 GB are fetched again; or for a folder
+    of theirs we say that our cache cannot be written."""
 
     def fail(*args: Any, **kwargs: Any) -> Any:
         raise PermissionError(13, "Permission denied")
@@ -206,6 +208,9 @@ def test_unreadable_is_not_damaged(
     monkeypatch.setattr(Path, "read_text", fail)
     with pytest.raises(ValueError, match=r"Permission denied.*make it readable"):
         read_json(tmp_path / "config.json")
+    monkeypatch.setattr(Path, "is_file", fail)
+    with pytest.raises(ValueError, match=f"{target}: Permission denied"):
+        resolve(target)
 
 
 def test_a_file_that_is_not_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

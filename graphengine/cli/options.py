@@ -101,6 +101,10 @@ def _option(declared: Declaration, at: Default) -> Option:
         kind, extra = click.STRING, {"multiple": True, "metavar": declared.metavar}
     elif declared.parse is not None and declared.metavar:
         kind = Declared(declared)
+        if declared.metavar.endswith(",.."):  # of several click would keep the last
+            joined = functools.partial(_joined, kind, default)
+            extra = {"multiple": True, "metavar": declared.metavar, "callback": joined}
+            kind, default = click.STRING, None
     elif declared.choices:
         kind = click.Choice(declared.choices)
     else:
@@ -110,6 +114,13 @@ def _option(declared: Declaration, at: Default) -> Option:
     shown = at.auto or shown
     text = f"{declared.text}  [default: {shown}]" if shown != "" else declared.text
     return click.option(names, declared.name, type=kind, default=default, help=text, **extra)
+
+
+def _joined(
+    kind: Declared, default: Any, ctx: click.Context, param: click.Parameter, value: Sequence[str]
+) -> Any:
+    """One value of an option that was given once, or several times."""
+    return kind.convert(",".join(value), param, ctx) if value else default
 
 
 def declared(command: str, kind: type = Options, **defaults: Any) -> Option:

@@ -247,9 +247,11 @@ def test_runtime_failures(cli: Run, monkeypatch: pytest.MonkeyPatch, error: Exce
         (["--logit-bias", "5"], ["logit_bias has '5='", "50=-100,7=2.5"]),
         (["--logit-bias", "5=1,6=-200"], ["logit_bias has '6=-200'", "-100 to 100"]),
         (["--logit-bias", "1=1,7=2,1=2"], ["two numbers for token 1", "pass one"]),
+        (["--logit-bias", "1=1", "--logit-bias", "1=2"], ["two numbers for token 1", "pass one"]),
         (["--logit-bias", "99999999=1"], ["logit_bias has [99999999]", "the vocabulary of"]),
         (["--stop-token-ids", "7,-1"], ["stop_token_ids is '7,-1'", "7,99"]),
         (["--stop-token-ids", "99999999"], ["stop_token_ids has [99999999]"]),
+        (["--stop-token-ids", "-1", "--stop-token-ids", "7"], ["stop_token_ids is '-1,7'"]),
         (["--stop", ""], ["stop is ('',)", "none of them empty"]),
         (["--bad-words", ""], ["bad_words is ('',)"]),
         (["--min-tokens", "9", "--max-new-tokens", "8"], ["min_tokens is 9", "lower the one"]),
@@ -264,7 +266,8 @@ def test_runtime_failures(cli: Run, monkeypatch: pytest.MonkeyPatch, error: Exce
     ],
 )
 def test_bad_sampling(cli: Run, args: list[str], parts: list[str]) -> None:
-    """Bug: a bad value is found after loading, ignored, or draws something odd."""
+    """Bug: a bad value is found after loading, ignored, or draws something odd; or of an option
+    that is given twice the first value is dropped."""
     refused(cli("--prompt", "x", *args), *parts)
 
 

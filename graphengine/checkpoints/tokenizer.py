@@ -18,7 +18,7 @@ from dataclasses import asdict, is_dataclass
 from functools import partial
 from numbers import Number
 from pathlib import Path
-from threading import Thread
+from threading import Lock, Thread
 from typing import Any
 
 from graphengine.checkpoints.pairs import read_json
@@ -28,6 +28,7 @@ from graphengine.config.model import ModelConfig
 REPLACEMENT = "\ufffd"
 CONTEXT = 8  # tokens before a new one that its text may depend on; a character has at most 4
 CUT = 3  # bytes, and so replacements, that a window may begin or end with within a character
+_IMPORTING = Lock()  # transformers hands a second thread what it has not imported yet
 _CUTS = range(CONTEXT, CONTEXT + CUT + 1)  # one of them is within no character
 MAX_TEMPLATE_CHARS, MAX_TEMPLATE_S = 1 << 20, 5.0  # published ones: 20 thousand, milliseconds
 _OF_A_PART = re.compile(r"""['"]text\\?['"]|\.text\b""")  # in a template that reads parts
@@ -44,7 +45,8 @@ class Tokenizer:
     """
 
     def __init__(self, directory: Path) -> None:
-        from transformers import AutoConfig, AutoTokenizer
+        with _IMPORTING:
+            from transformers import AutoConfig, AutoTokenizer
 
         remedy = "the directory needs tokenizer.json and tokenizer_config.json"
         with _told(f"{directory}: the tokenizer cannot be loaded", remedy):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,6 +17,7 @@ from graphengine.checkpoints.pairs import read_json
 from graphengine.checkpoints.tokenizer import Tokenizer, load_tokenizer
 from graphengine.config.model import ModelConfig
 from tests.support.checkpoints import SPECIALS, edit_config, make_target
+from tests.support.command_line import ENV
 
 
 @settings(deadline=None)
@@ -44,6 +47,19 @@ def test_a_grammar_needs_the_whole_tokenizer(
     monkeypatch.setattr(tokenizer, "_hf", object())
     with pytest.raises(ValueError, match=r"need a tokenizer\.json; fetch it"):
         tokenizer.as_json()
+
+
+def test_two_threads_load_the_first_tokenizer(directory: Path) -> None:
+    """Bug: where several threads of a new process load a model, all but one fail at an import of
+    transformers'."""
+    script = """if True:
+        import sys
+        from concurrent.futures import ThreadPoolExecutor
+        from pathlib import Path
+        from graphengine.checkpoints.tokenizer import Tokenizer
+        with ThreadPoolExecutor(4) as threads:
+            assert len([*threads.map(Tokenizer, [Path(sys.argv[1])] * 4)]) == 4"""
+    subprocess.run([sys.executable, "-c", script, str(directory)], check=True, env=ENV, timeout=120)
 
 
 def test_an_interrupt_is_no_damage(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -287,7 +287,8 @@ class Engine:
         if os.getpid() != self._pid:
             raise RuntimeError(
                 "this engine was made in another process, and its threads are not in a fork of "
-                "that; make one with from_pretrained here"
+                "that, nor are torch's; start processes by spawn and make one with from_pretrained "
+                "there"
             )
         if self._built is None:
             raise RuntimeError(f"this engine is closed{self._failure}; {self._remedy}")

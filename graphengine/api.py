@@ -31,11 +31,11 @@ from graphengine.decode.loop import DecodeLoop
 from graphengine.decode.metrics import StartupMetrics
 from graphengine.decode.request import Request
 from graphengine.handles import Handle, Serving, Submit, collect
+from graphengine.inputs import Prompt, RequestInput, as_list, asked_for, inputs_of
+from graphengine.inputs import PromptError as PromptError
 from graphengine.results import Chunk, GenerationResult, Teller
 from graphengine.startup.build import Built, build
 from graphengine.startup.memory import MemoryPlan
-from graphengine.wishes import Prompt, Wish, as_list, asked_for, wishes_of
-from graphengine.wishes import PromptError as PromptError
 
 
 class Engine:
@@ -163,10 +163,10 @@ class Engine:
         """
         arrival_s = time.perf_counter()
         asked, sampled = asked_for(self._open, sampling, params)
-        wishes = wishes_of(self._open, prompts, asked, sampled, arrival_s)
+        inputs = inputs_of(self._open, prompts, asked, sampled, arrival_s)
         serving = self._serving
         if serving is not None:
-            changed, queued = threading.Event(), map(self._submission, wishes)
+            changed, queued = threading.Event(), map(self._submission, inputs)
             return collect([serving.submit(one, changed.set) for one in queued], changed)
         with self._claim():
             # Drops what a stream that was never started has queued; completes an interrupted reset.
@@ -174,7 +174,7 @@ class Engine:
                 self._reset(self._open.loop)
             built = self._open
             try:
-                requests = [wish.submit(built) for wish in wishes]
+                requests = [entry.submit(built) for entry in inputs]
             except BaseException:
                 built.loop.reset()
                 raise
@@ -208,8 +208,8 @@ class Engine:
         engine's thread."""
         arrival_s = time.perf_counter()
         asked, sampled = asked_for(self._open, sampling, params)
-        (wish,) = wishes_of(self._open, [prompt], asked, sampled, arrival_s)
-        queued = self._submission(wish)
+        (entry,) = inputs_of(self._open, [prompt], asked, sampled, arrival_s)
+        queued = self._submission(entry)
         with self._starting:
             if self._serving is None:
                 claim = self._claim()
@@ -223,14 +223,14 @@ class Engine:
             serving = self._serving
         return serving.submit(queued, told)
 
-    def _submission(self, wish: Wish) -> Submit:
+    def _submission(self, entry: RequestInput) -> Submit:
         """What the loop's thread does for it."""
         built, submitted_s = self._open, time.perf_counter()
 
         def submit() -> tuple[Request, Teller]:
-            request = wish.submit(built)
+            request = entry.submit(built)
             request.submitted_s = submitted_s  # what it waited for that thread is the queue's
-            return request, Teller(built.loop, [request], built.tokenizer, wish.asked)
+            return request, Teller(built.loop, [request], built.tokenizer, entry.asked)
 
         return submit
 

@@ -3,7 +3,7 @@
 Why: leaks of pages, states or memory, and contents that only a rare order of events corrupts, show
 after thousands of steps and never in a short test (crashes after 11,000 steps were reported of
 other engines). A small pair with random weights is made for it; its head favours a few tokens, so
-that drafts are right by luck and every acceptance length comes up. Requests are `soak_wishes`'.
+that drafts are right by luck and every acceptance length comes up. Requests are `soak_requests`'.
 What must hold is `soak_checks`': every token and log-probability is the one-page step's, under the
 same grammar, shared pages keep their bits and hold what their tokens say, every page and state has
 its owners. In bfloat16 differing texts are only counted: ties depend on the batch, and a
@@ -37,7 +37,7 @@ from typing import Any
 
 import torch
 from soak_checks import Leak, Page, Published, check_balance, kept_places
-from soak_wishes import a_prompt, a_wish
+from soak_requests import a_prompt, a_request
 
 from graphengine.api import Engine
 from graphengine.checkpoints.hub import TINY_TARGET
@@ -184,10 +184,10 @@ class Soak:
     def _submit(self) -> None:
         texts = [*self.texts, *(request.token_ids for request in self.active)]
         prompt = a_prompt(self.rng, texts, VOCAB)
-        wish = a_wish(self.rng, VOCAB, LIKELY_TOKENS, self.grammars, [END])
-        matcher = wish["matcher"]
+        options = a_request(self.rng, VOCAB, LIKELY_TOKENS, self.grammars, [END])
+        matcher = options["matcher"]
         self.active.append(
-            self.loop.submit(prompt, **wish | {"matcher": matcher and matcher.copy()})
+            self.loop.submit(prompt, **options | {"matcher": matcher and matcher.copy()})
         )
         if matcher is not None:
             self.matchers[self.active[-1]] = matcher

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from graphengine.api import Engine
     from graphengine.checkpoints.tokenizer import Tokenizer
     from graphengine.verify.check import Limits, Mix
+    from graphengine.verify.option_cases import OptionCase
     from graphengine.verify.run import CellResult, Draws, Mode
-    from graphengine.verify.wishes import Wish
 
 PROMPTS = Path(__file__).parents[1] / "assets" / "verify_prompts.jsonl"
 # On these the bundled target is unsure, so that a small fault changes its choice: with K/V one slot
@@ -114,8 +114,8 @@ def verify(ctx: click.Context, model: str | None, draft: str | None, **options: 
     from graphengine.checkpoints.tokenizer import Tokenizer
     from graphengine.decode.grammar import llguidance_missing
     from graphengine.report import stderr_console
+    from graphengine.verify.option_cases import NUM_CASES
     from graphengine.verify.run import RETURNING, Mode, encode, returning
-    from graphengine.verify.wishes import NUM_WISHES
 
     mode = Mode(options["graph_mode"], options["attention_backend"])
     shared.check_places(options)
@@ -148,7 +148,7 @@ def verify(ctx: click.Context, model: str | None, draft: str | None, **options: 
     options["grammars"], options["texts"] = False, tokenizer is not None
     if options["all_options"]:  # each of them once at least
         options["grammars"] = tokenizer is not None and not llguidance_missing()
-        ids = [ids[i % len(ids)] for i in range(max(len(ids), NUM_WISHES))]
+        ids = [ids[i % len(ids)] for i in range(max(len(ids), NUM_CASES))]
     elif not (file or is_sampled):
         room = options["max_model_len"] or shared.longest_context(model, draft, max(RETURNING) + 1)
         ids += returning(ids[-1], room)
@@ -264,6 +264,7 @@ class _Run(NamedTuple):
     def compare_tokens(self, num_counted: int | None) -> bool:
         """Every token of every cell with the plain model's first choice."""
         from graphengine.verify.forced import ForcedLength
+        from graphengine.verify.option_cases import cases_for
         from graphengine.verify.report import describe, report_cells
         from graphengine.verify.run import (
             PLAIN,
@@ -272,7 +273,6 @@ class _Run(NamedTuple):
             mixes_of,
             verify_mode,
         )
-        from graphengine.verify.wishes import wishes_for
 
         options, buckets = self.options, sorted(self.options["buckets"])
         modes = [self.mode]
@@ -283,7 +283,7 @@ class _Run(NamedTuple):
                 self.console.print(f"left out: {without}", style="dim")
             cells = [(bucket, mix) for bucket in buckets for mix in mixes_of(bucket)]
         texts: list[str] = []
-        wishes: list[Wish] = []
+        cases: list[OptionCase] = []
 
         def run(
             mode: Mode,
@@ -294,10 +294,10 @@ class _Run(NamedTuple):
             with self.engine(mode, drafter) as engine:
                 config = engine.config
                 name = f"{config.graph_mode} {config.attention_backend}"
-                if options["all_options"] and not wishes:
+                if options["all_options"] and not cases:
                     count, seed = options["max_new_tokens"], options["seed"]
                     given = self.ids, count, seed, options["grammars"]
-                    wishes.extend(wishes_for(engine.built, *given))
+                    cases.extend(cases_for(engine.built, *given))
                 found = verify_mode(
                     engine.built,
                     name if drafter == self.draft else PLAIN,
@@ -308,7 +308,7 @@ class _Run(NamedTuple):
                     num_counted=num_counted,
                     first=before,
                     forced=forced,
-                    wishes=wishes,
+                    cases=cases,
                     progress=lambda cell: self.console.print(
                         f"{cell.mode}: bucket {cell.bucket}, {cell.mix}", style="dim"
                     ),
@@ -316,7 +316,7 @@ class _Run(NamedTuple):
             for result in found:
                 place = result.report.first_true or next(iter(result.report.ties), None)
                 if place is not None:
-                    asked = f" (asked for: {wishes[place.request]})" if wishes else ""
+                    asked = f" (asked for: {cases[place.request]})" if cases else ""
                     texts.append(describe(result, place, self.tokenizer) + asked)
             return found
 
@@ -371,7 +371,7 @@ class _Run(NamedTuple):
 
     def asked(self, mode: Mode, drafter: str | None) -> dict[str, Any]:
         """The options of an engine."""
-        from graphengine.verify.wishes import MAX_LOGPROBS
+        from graphengine.verify.option_cases import MAX_LOGPROBS
 
         mixed = self.options["all_options"]
         asked = {name: self.options[name] for name in declarations(Options) if name in self.options}

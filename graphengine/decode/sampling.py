@@ -81,7 +81,7 @@ class Sampling:
 
 @cache
 def _same_names() -> list[str]:
-    """What a user's wish and a request's sampling mean by the same name."""
+    """What a user's options and a request's sampling mean by the same name."""
     return [field.name for field in fields(Sampling) if field.name not in ("bad_words", "seed")]
 
 

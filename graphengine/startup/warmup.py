@@ -50,32 +50,32 @@ def warm_up(loop: DecodeLoop, grammars: Grammars | None = None) -> None:
     assert not loop.has_work
     lane, fallback, loop.fallback = loop.first, loop.fallback, None
     config = loop.config
-    wishes: list[dict[str, Any]] = [{}]
-    wishes += [{"sampling": _DRAWN}] * config.sampling
-    wishes += [{"sampling": _ADJUSTED}] * config.adjustments
-    wishes += [{"logprobs": 0}] * (config.max_logprobs > 0)
-    wishes += [{"matcher": _ANYTHING}] * (config.structured_outputs and grammars is not None)
+    asked: list[dict[str, Any]] = [{}]
+    asked += [{"sampling": _DRAWN}] * config.sampling
+    asked += [{"sampling": _ADJUSTED}] * config.adjustments
+    asked += [{"logprobs": 0}] * (config.max_logprobs > 0)
+    asked += [{"matcher": _ANYTHING}] * (config.structured_outputs and grammars is not None)
     most = config.max_model_len - 1
     chunks = [min(chunk.size, most) for chunk in loop.prefill.fixed]
 
-    def submit(prompt: list[int], num_tokens: int, wish: dict[str, Any]) -> None:
-        if grammars is not None and "matcher" in wish:
-            wish = {"matcher": grammars.matcher(wish["matcher"])}
-        loop.submit(prompt, num_tokens, (), **wish)
+    def submit(prompt: list[int], num_tokens: int, options: dict[str, Any]) -> None:
+        if grammars is not None and "matcher" in options:
+            options = {"matcher": grammars.matcher(options["matcher"])}
+        loop.submit(prompt, num_tokens, (), **options)
 
     copy_page_(loop.prefill.pair.kv_pools, NULL_PAGE, NULL_PAGE)
     # No short prompt gets there. They go first: nobody waits for them, but the steps behind do.
     for chunk in loop.prefill.far:
         for take in (None, lambda *_: None):
             chunk.run([], take)
-    for wish in wishes:
+    for options in asked:
         # None begins like another, whose pages it would take over, and run in a shorter chunk.
         for token, length in enumerate(sorted({*chunks, min(EAGER_ROWS, most)})):
-            submit([token] * length, 1, wish)
+            submit([token] * length, 1, options)
             loop.admit()
         for size in lane.buckets:
             lane.only_bucket = size
-            submit([0], NUM_TOKENS, wish)
+            submit([0], NUM_TOKENS, options)
             for _ in loop.run():
                 pass
     lane.only_bucket, loop.fallback = None, fallback

@@ -23,9 +23,9 @@ from graphengine.startup.build import Built
 from graphengine.verify import check
 from graphengine.verify.check import CheckName, Limits, Mix, Report
 from graphengine.verify.forced import ForcedLength, lengths, missed
+from graphengine.verify.option_cases import OptionCase, judge_of, matcher_of
 from graphengine.verify.teacher import Scores, first_choice, teacher_force
 from graphengine.verify.told import Transcript, wrong_logprobs
-from graphengine.verify.wishes import Wish, judge_of, matcher_of
 
 PLAIN = "plain"
 RETURNING = (129, 130)  # tokens: whole pages of every kernel, and a row or two behind them
@@ -135,7 +135,7 @@ def verify_mode(
     num_counted: int | None = None,
     first: Sequence[CellResult] = (),
     forced: ForcedLength | None = None,
-    wishes: Sequence[Wish] | None = None,
+    cases: Sequence[OptionCase] | None = None,
     progress: Callable[[Cell], None] = lambda cell: None,
 ) -> list[CellResult]:
     """Runs and judges every cell of one loaded engine.
@@ -145,12 +145,12 @@ def verify_mode(
         num_counted: acceptance is that of the first so many prompts; default all.
         first: earlier results; in another graph mode of the same attention tokens must be equal.
         forced: runs each cell with every accepted length instead of the drafter's own drafts.
-        wishes: what each prompt asks for; default nothing.
+        cases: what each prompt asks for; default nothing.
 
     Raises:
         ValueError: a prompt that cannot run.
     """
-    wishes = wishes or [Wish()] * len(ids)
+    cases = cases or [OptionCase()] * len(ids)
     judged: dict[tuple[int, ...], Scores] = {}
     reference = {_kernels(r.cell): r.transcripts for r in reversed(first)}
     results: list[CellResult] = []
@@ -170,24 +170,24 @@ def verify_mode(
         order, budgets = list(range(len(ids))), [max_new_tokens] * len(ids)
         if mix == "mixed":
             order, budgets = check.mixed([len(prompt) for prompt in ids], max_new_tokens)
-        budgets = [wishes[i].budget(most) for i, most in zip(order, budgets, strict=True)]
+        budgets = [cases[i].budget(most) for i, most in zip(order, budgets, strict=True)]
         ran = check.decode(
             *(built.loop, [ids[i] for i in order], budgets, built.stop_ids),
             bucket=bucket,
             one_by_one=mix == "alone",
-            samplings=[wishes[i].sampling for i in order],
-            matchers=[matcher_of(built, wishes[i]) for i in order],
-            asked=[wishes[i].asked for i in order],
+            samplings=[cases[i].sampling for i in order],
+            matchers=[matcher_of(built, cases[i]) for i in order],
+            asked=[cases[i].asked for i in order],
             tokenizer=built.tokenizer,
         )
         # In the order of the prompts, so that cells can be compared.
         transcripts = [transcript for _, transcript in sorted(zip(order, ran, strict=True))]
         scores, limit, stop_ids = [], limits.tolerance_nats, built.stop_ids
-        for i, (t, wish) in enumerate(zip(transcripts, wishes, strict=True)):
-            key = (i if wish.chooses else -1, len(t.prompt_ids), *t.prompt_ids, *t.output_ids)
+        for i, (t, case) in enumerate(zip(transcripts, cases, strict=True)):
+            key = (i if case.chooses else -1, len(t.prompt_ids), *t.prompt_ids, *t.output_ids)
             if key not in judged:
                 said = t.prompt_ids, t.output_ids
-                judge = judge_of(built, wish, *said, limit) if wish.chooses else first_choice
+                judge = judge_of(built, case, *said, limit) if case.chooses else first_choice
                 judged[key] = teacher_force(built.loop, *said, judge)
             scores.append(judged[key])
         report = check.judge(transcripts, scores, limit, stop_ids, num_counted, built.tokenizer)

@@ -20,7 +20,7 @@ _MODELS = "config kernels capture.torch_internals"
 _DECODE = f"{_MODELS} models capture names"
 _DRAFTERS = f"{_DECODE} decode checkpoints"
 _STARTUP = f"{_DRAFTERS} drafters"
-_API = f"{_STARTUP} startup results handles wishes"
+_API = f"{_STARTUP} startup results handles inputs"
 _TOOLS = f"{_API} api prompts report profiles"
 ROOMS: dict[str, str] = {
     **dict.fromkeys(("names", "config", "prompts"), ""),
@@ -33,7 +33,7 @@ ROOMS: dict[str, str] = {
     "startup": _STARTUP,
     "results": _DRAFTERS,
     "handles": f"{_STARTUP} results",
-    "wishes": f"{_STARTUP} startup",
+    "inputs": f"{_STARTUP} startup",
     "api": _API,
     "async_engine": "api config results",
     "": "api async_engine checkpoints config",  # graphengine/__init__.py

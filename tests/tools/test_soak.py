@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import soak_checks
-import soak_wishes
+import soak_requests
 import torch
 from torch import Tensor
 
@@ -154,18 +154,18 @@ def test_it_notices_growth(read: str, message: str, monkeypatch: pytest.MonkeyPa
         soak_tool._run(idle, 300, lambda line: None, is_hybrid=False)
 
 
-def test_wishes_are_the_seed_s() -> None:
+def test_requests_are_the_seed_s() -> None:
     """Bug: what a soak has found is not found again with its seed."""
     grammars: Any = SimpleNamespace(matcher=lambda constraint: constraint)
 
     def drawn() -> list[Any]:
         rng = random.Random(3)
         texts: list[list[int]] = []
-        wishes = []
+        requests = []
         for _ in range(40):
-            texts.append(soak_wishes.a_prompt(rng, texts, 99))
-            wishes.append(soak_wishes.a_wish(rng, 99, 2, grammars, [5]))
-        return [*texts, *wishes]
+            texts.append(soak_requests.a_prompt(rng, texts, 99))
+            requests.append(soak_requests.a_request(rng, 99, 2, grammars, [5]))
+        return [*texts, *requests]
 
     assert drawn() == drawn()
 

@@ -14,7 +14,7 @@ from rich.console import Console
 
 from graphengine.config.options import SamplingParams
 from graphengine.decode.metrics import Acceptance
-from graphengine.verify import wishes
+from graphengine.verify import option_cases
 from graphengine.verify.check import (
     MIN_IDENTICAL,
     Limits,
@@ -220,14 +220,14 @@ def test_the_first_and_the_last_token_of_a_vocabulary_run() -> None:
 def test_draws_of_a_batch_have_seeds_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """Bug: `--all-options` draws every answer with one seed, so rows that draw with each other's
     pass."""
-    ids = [[1]] * wishes.NUM_WISHES
+    ids = [[1]] * option_cases.NUM_CASES
     monkeypatch.setattr(
-        wishes, "decode", lambda *_: [transcript([5, 6, 7, 8], [1, 3]) for _ in ids]
+        option_cases, "decode", lambda *_: [transcript([5, 6, 7, 8], [1, 3]) for _ in ids]
     )
     target = SimpleNamespace(vocab_size=50)
     built: Any = SimpleNamespace(loop=None, stop_ids=(), tokenizer=None, target=target)
-    found = wishes.wishes_for(built, ids, 8, 70, grammars=False)
-    seeds = {i: wish.asked.seed for i, wish in enumerate(found) if not wish.sampling.is_greedy}
+    found = option_cases.cases_for(built, ids, 8, 70, grammars=False)
+    seeds = {i: case.asked.seed for i, case in enumerate(found) if not case.sampling.is_greedy}
     assert len(seeds) > 1 and seeds == {i: 70 + i for i in seeds}
 
 

@@ -274,7 +274,7 @@ def test_matrix_on_a_gpu(dtype: str, tmp_path: Path) -> None:
 def test_limits_of_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
     """Bug: the bundled pair's floor is held against other blocks, texts or engines than it was
     measured with, not against the pair's own where it is named, or wins over --min-acceptance;
-    float32 has bfloat16's tolerance or share, or 0 the default's; a seed is refused though wishes
+    float32 has bfloat16's tolerance or share, or 0 the default's; a seed is refused though cases
     draw."""
     runs: list[cli_verify._Run] = []
     monkeypatch.setattr(cli_verify._Run, "compare_tokens", lambda run, _: not runs.append(run))

@@ -29,20 +29,20 @@ from graphengine.decode.metrics import Acceptance
 from graphengine.decode.sampling import Controls, sample_rows
 from graphengine.kernels.gumbel_argmax import gumbel
 from graphengine.verify.check import Limits
+from graphengine.verify.option_cases import (
+    NUM_CASES,
+    RULED_OUT_NATS,
+    OptionCase,
+    cases_for,
+    judge_of,
+)
 from graphengine.verify.run import CellResult, encode, verify_mode
 from graphengine.verify.told import Transcript, wrong_end, wrong_logprobs
-from graphengine.verify.wishes import (
-    NUM_WISHES,
-    RULED_OUT_NATS,
-    Wish,
-    judge_of,
-    wishes_for,
-)
 from tests.support.chains import insert_
 
 BUCKET, MAX_NEW_TOKENS = 8, 32
-Asked = list[tuple[list[int], Wish]]
-FEW = 12  # first wishes, of every kind that a fault in decoding concerns
+Asked = list[tuple[list[int], OptionCase]]
+FEW = 12  # first cases, of every kind that a fault in decoding concerns
 
 
 def load() -> Engine:
@@ -63,13 +63,13 @@ def engine() -> Iterator[Engine]:
 @pytest.fixture(scope="module")
 def asked(engine: Engine) -> Asked:
     ids = ids_of(engine)
-    wishes = wishes_for(engine.built, ids, MAX_NEW_TOKENS, 0, grammars=True)
-    return list(zip(ids, wishes, strict=True))
+    cases = cases_for(engine.built, ids, MAX_NEW_TOKENS, 0, grammars=True)
+    return list(zip(ids, cases, strict=True))
 
 
 def mixed(engine: Engine, asked: Asked) -> CellResult:
-    ids, wishes = zip(*asked, strict=True)
-    options: Any = {"max_new_tokens": MAX_NEW_TOKENS, "limits": Limits(), "wishes": wishes}
+    ids, cases = zip(*asked, strict=True)
+    options: Any = {"max_new_tokens": MAX_NEW_TOKENS, "limits": Limits(), "cases": cases}
     (found,) = verify_mode(engine.built, "none", ids, [(BUCKET, "together")], **options)
     return found
 
@@ -80,18 +80,18 @@ def healthy(engine: Engine, asked: Asked) -> CellResult:
 
 
 @pytest.mark.slow
-def test_every_wish_changes_what_is_said(engine: Engine, asked: Asked, healthy: CellResult) -> None:
-    """Bug: the judge counts, masks or draws in another way than decoding; or a wish is one that the
+def test_every_case_changes_what_is_said(engine: Engine, asked: Asked, healthy: CellResult) -> None:
+    """Bug: the judge counts, masks or draws in another way than decoding; or a case is one that the
     model fulfils anyway, which proves nothing."""
-    plain = mixed(engine, [(ids, Wish()) for ids, _ in asked])
+    plain = mixed(engine, [(ids, OptionCase()) for ids, _ in asked])
     assert healthy.failed == {} and healthy.report.max_regret_nats == 0.0
     pairs = zip(healthy.transcripts, plain.transcripts, strict=True)
-    changed = {i % NUM_WISHES for i, (a, b) in enumerate(pairs) if a.output_ids != b.output_ids}
-    nothing = {i % NUM_WISHES for i, (_, wish) in enumerate(asked) if wish == Wish()}
-    assert changed == set(range(NUM_WISHES)) - nothing
+    changed = {i % NUM_CASES for i, (a, b) in enumerate(pairs) if a.output_ids != b.output_ids}
+    nothing = {i % NUM_CASES for i, (_, case) in enumerate(asked) if case == OptionCase()}
+    assert changed == set(range(NUM_CASES)) - nothing
 
 
-def first_wrong(found: CellResult, asked: Asked) -> Wish:
+def first_wrong(found: CellResult, asked: Asked) -> OptionCase:
     place = found.report.first_true
     assert place is not None
     return asked[place.request][1]
@@ -288,16 +288,16 @@ def test_min_tokens_ignored(engine: Engine, asked: Asked, monkeypatch: pytest.Mo
     assert "min_tokens" in found.failed["ends"]
 
 
-def test_an_answer_is_judged_by_its_own_wish(
+def test_an_answer_is_judged_by_its_own_options(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Bug: of two wishes to one prompt the second is ignored, and passes: what it got is what the
+    """Bug: of two cases to one prompt the second is ignored, and passes: what it got is what the
     first one got, and is judged as that."""
     assert engine.tokenizer is not None
     prompt = engine.tokenizer.encode_chat([{"role": "user", "content": "Count from 5 to 10."}])
-    wishes = [Wish(SamplingParams(min_tokens=n)) for n in (1, MAX_NEW_TOKENS)]
+    cases = [OptionCase(SamplingParams(min_tokens=n)) for n in (1, MAX_NEW_TOKENS)]
     submitted(monkeypatch, min_tokens=0)
-    options: Any = {"max_new_tokens": MAX_NEW_TOKENS, "limits": Limits(), "wishes": wishes}
+    options: Any = {"max_new_tokens": MAX_NEW_TOKENS, "limits": Limits(), "cases": cases}
     (found,) = verify_mode(engine.built, "none", [prompt] * 2, [(BUCKET, "together")], **options)
     one, other = found.transcripts
     assert one.output_ids == other.output_ids and one.finish_reason == "stop"
@@ -318,8 +318,8 @@ def test_edges_of_filters(
 ) -> None:
     """Bug: a token that a filter clearly leaves out passes; one at its edge fails, though rounding
     decides there; NaN passes."""
-    wish = Wish(SamplingParams(temperature=1.0, top_p=top_p, seed=3))
-    judge = judge_of(engine.built, wish, [5], [emitted], 0.2)
+    case = OptionCase(SamplingParams(temperature=1.0, top_p=top_p, seed=3))
+    judge = judge_of(engine.built, case, [5], [emitted], 0.2)
     (regret,), _, _ = judge(torch.tensor([z_V]), [0], torch.tensor([emitted]))
     assert math.isnan(regret) if is_out is None else (regret == RULED_OUT_NATS) == is_out
 
@@ -327,12 +327,12 @@ def test_edges_of_filters(
 def test_regret_of_a_draw(engine: Engine) -> None:
     """Bug: how far a token lies from the draw is measured without its noise, or against it, and
     who drew otherwise passes as a tie."""
-    wish = Wish(SamplingParams(temperature=0.7, seed=5))
-    controls = Controls.upload([wish.sampling], torch.device("cpu"))
+    case = OptionCase(SamplingParams(temperature=0.7, seed=5))
+    controls = Controls.upload([case.sampling], torch.device("cpu"))
     z_TV, at_T = torch.randn(6, 50, generator=torch.Generator().manual_seed(0)), torch.arange(6)
     best_T = sample_rows(z_TV, at_T, controls)
     next_T = sample_rows(z_TV.scatter(1, best_T[:, None], -math.inf), at_T, controls)
-    judge = judge_of(engine.built, wish, [5], next_T.tolist(), 0.2)
+    judge = judge_of(engine.built, case, [5], next_T.tolist(), 0.2)
     regrets, found, _ = judge(z_TV, at_T.tolist(), next_T)
     score_TV = z_TV / 0.7 + gumbel(torch.full((6,), 5), at_T + 1, 50)
     best_score_T, next_score_T = score_TV.topk(2).values.unbind(1)
@@ -342,8 +342,8 @@ def test_regret_of_a_draw(engine: Engine) -> None:
 
 def test_behind_a_token_that_does_not_fit(engine: Engine) -> None:
     """Bug: the judge stops with an error where the engine said what its grammar forbids."""
-    wish = Wish(SamplingParams(choice=("yes", "no")))
-    judge = judge_of(engine.built, wish, [5], [9, 9, 9], 0.2)
+    case = OptionCase(SamplingParams(choice=("yes", "no")))
+    judge = judge_of(engine.built, case, [5], [9, 9, 9], 0.2)
     z_TV = torch.zeros(3, engine.built.target.vocab_size)
     z_TV[:, 9] = 3.0
     found = judge(z_TV, [0, 1, 2], torch.tensor([9, 9, 9]))
@@ -355,7 +355,7 @@ def test_the_largest_error_of_all_is_told(engine: Engine, monkeypatch: pytest.Mo
     errors = iter([(0.2, None), (0.1, None)])
     monkeypatch.setattr("graphengine.verify.run.wrong_logprobs", lambda *arguments: next(errors))
     options: Any = {"max_new_tokens": 2, "limits": Limits()}
-    options["wishes"] = [Wish(SamplingParams(logprobs=0))] * 2
+    options["cases"] = [OptionCase(SamplingParams(logprobs=0))] * 2
     (found,) = verify_mode(engine.built, "none", [[5], [6]], [(BUCKET, "together")], **options)
     assert found.max_logprob_error_nats == 0.2
 

@@ -1,6 +1,6 @@
 """Batches that mix all options: what each prompt asks for, and how its tokens are judged.
 
-Prompt i asks for wish i of a fixed list: nothing, penalties, biases, bad words, draws with every
+Prompt i asks for case i of a fixed list: nothing, penalties, biases, bad words, draws with every
 filter, grammars, log-probabilities, every kind of end, and several of them at once; so greedy rows,
 drawn, scored and constrained ones share steps. What is told beside tokens is told.py's to judge.
 
@@ -45,7 +45,7 @@ from graphengine.verify import told
 from graphengine.verify.check import decode
 from graphengine.verify.teacher import Judge, Scores
 
-MAX_LOGPROBS = 4  # of all wishes
+MAX_LOGPROBS = 4  # of all cases
 NUM_SAID = 16  # tokens that words and biases are taken from
 RULED_OUT_NATS = 100.0  # finite, as the plain model's own logits were
 CPU = torch.device("cpu")
@@ -67,7 +67,7 @@ _CHOICE = "yes", "no", "perhaps, but not today"
 _GRAMMAR = 'start: item ("; " item)* "."\nitem: /[a-z ]{3,20}/'
 
 
-class Wish(NamedTuple):
+class OptionCase(NamedTuple):
     """What a request asks for; of bad words the tokens alone are given."""
 
     asked: SamplingParams = told.NOTHING
@@ -92,9 +92,9 @@ class Wish(NamedTuple):
         return told.named(self.asked) + (f", bad_words {self.words}" if self.words else "")
 
 
-def wishes_of(
+def cases_of(
     said: Sequence[int], text: str, stop_ids: Collection[int], max_new_tokens: int
-) -> list[Wish]:
+) -> list[OptionCase]:
     """The list. Words, biases and stops are of what the model says when nothing is asked, so that
     they change something.
 
@@ -116,34 +116,36 @@ def wishes_of(
     greedy = partial(SamplingParams, max_new_tokens=max_new_tokens)
     drawn = partial(greedy, temperature=1.5)
     return [  # first and last what changes unsure answers alone, as those to the bundled probes are
-        Wish(),
-        Wish(greedy(**less)),
-        Wish(drawn(min_p=0.05)),
-        Wish(),
-        Wish(greedy(json_schema=_SCHEMA)),
-        Wish(greedy(frequency_penalty=0.3), words[1:]),  # of which drafts are accepted for a while
-        Wish(greedy(stop=(stop,), logprobs=2)),
-        Wish(drawn(regex=_REGEX)),
-        Wish(greedy(stop_token_ids=(c,))),
-        Wish(greedy(**ends, **late)),
-        Wish(drawn(top_p=0.95, top_k=50, min_p=0.01, **less, **bias), words),
-        Wish(greedy(ignore_eos=True, **ends), again),
-        Wish(greedy(presence_penalty=1.0, grammar=_GRAMMAR)),
-        Wish(SamplingParams(max_new_tokens=early, logprobs=0, prompt_logprobs=2)),
-        Wish(drawn(top_p=0.9, **less, **ends, **late)),
-        Wish(drawn(top_k=40, json_schema=_SCHEMA, logprobs=2, **bias), words),
-        Wish(greedy(choice=_CHOICE)),
-        Wish(greedy(stop=(stop, "\n"), include_stop_str_in_output=True, **late)),
-        Wish(greedy(stop=(" ",), json_schema=_SCHEMA, logprobs=3)),
-        Wish(greedy(stop_token_ids=(c,), include_stop_str_in_output=True, logprobs=1, **late)),
-        Wish(drawn(top_p=0.9)),
-        Wish(drawn(logprobs=MAX_LOGPROBS)),
-        Wish(drawn(top_k=20, min_p=0.02)),
-        Wish(drawn(stop_token_ids=(b, c), stop=(stop,), presence_penalty=-1.0)),
+        OptionCase(),
+        OptionCase(greedy(**less)),
+        OptionCase(drawn(min_p=0.05)),
+        OptionCase(),
+        OptionCase(greedy(json_schema=_SCHEMA)),
+        OptionCase(greedy(frequency_penalty=0.3), words[1:]),  # some drafts pass
+        OptionCase(greedy(stop=(stop,), logprobs=2)),
+        OptionCase(drawn(regex=_REGEX)),
+        OptionCase(greedy(stop_token_ids=(c,))),
+        OptionCase(greedy(**ends, **late)),
+        OptionCase(drawn(top_p=0.95, top_k=50, min_p=0.01, **less, **bias), words),
+        OptionCase(greedy(ignore_eos=True, **ends), again),
+        OptionCase(greedy(presence_penalty=1.0, grammar=_GRAMMAR)),
+        OptionCase(SamplingParams(max_new_tokens=early, logprobs=0, prompt_logprobs=2)),
+        OptionCase(drawn(top_p=0.9, **less, **ends, **late)),
+        OptionCase(drawn(top_k=40, json_schema=_SCHEMA, logprobs=2, **bias), words),
+        OptionCase(greedy(choice=_CHOICE)),
+        OptionCase(greedy(stop=(stop, "\n"), include_stop_str_in_output=True, **late)),
+        OptionCase(greedy(stop=(" ",), json_schema=_SCHEMA, logprobs=3)),
+        OptionCase(
+            greedy(stop_token_ids=(c,), include_stop_str_in_output=True, logprobs=1, **late)
+        ),
+        OptionCase(drawn(top_p=0.9)),
+        OptionCase(drawn(logprobs=MAX_LOGPROBS)),
+        OptionCase(drawn(top_k=20, min_p=0.02)),
+        OptionCase(drawn(stop_token_ids=(b, c), stop=(stop,), presence_penalty=-1.0)),
     ]
 
 
-NUM_WISHES = len(wishes_of([0], "", (), 1))
+NUM_CASES = len(cases_of([0], "", (), 1))
 
 
 def _ends(built: Built) -> list[int]:
@@ -151,15 +153,15 @@ def _ends(built: Built) -> list[int]:
     return [token for token in built.stop_ids if 0 <= token < built.target.vocab_size]
 
 
-def wishes_for(
+def cases_for(
     built: Built, ids: Sequence[Sequence[int]], max_new_tokens: int, seed: int, grammars: bool
-) -> list[Wish]:
-    """One wish a prompt, round the list; decodes all of them greedily first.
+) -> list[OptionCase]:
+    """One case a prompt, round the list; decodes all of them greedily first.
 
     Args:
         ids: the prompts.
         seed: of the first prompt; the next one's is one more.
-        grammars: whether answers can follow one; if not, they are left out of the wishes, as are
+        grammars: whether answers can follow one; if not, they are left out of the cases, as are
             stop strings where no tokenizer writes a text.
     """
     budgets, found = [min(max_new_tokens, NUM_SAID)] * len(ids), []
@@ -171,16 +173,16 @@ def wishes_for(
     for i, answer in enumerate(decode(built.loop, ids, budgets, built.stop_ids)):
         said = answer.output_ids
         text = built.tokenizer.decode(said) if built.tokenizer is not None else ""
-        wish = wishes_of(said, text, _ends(built), max_new_tokens)[i % NUM_WISHES]
-        own = wish.sampling
+        case = cases_of(said, text, _ends(built), max_new_tokens)[i % NUM_CASES]
+        own = case.sampling
         seeds = {} if own.is_greedy else {"seed": replace(own, seed=seed).numbered(i).seed}
-        found.append(wish._replace(asked=replace(wish.asked, **without, **seeds)))
+        found.append(case._replace(asked=replace(case.asked, **without, **seeds)))
     return found
 
 
-def matcher_of(built: Built, wish: Wish) -> Matcher | None:
+def matcher_of(built: Built, case: OptionCase) -> Matcher | None:
     """The matcher of an answer that begins; None where it follows no grammar."""
-    constraint = constraint_of(wish.asked)
+    constraint = constraint_of(case.asked)
     if constraint is None:
         return None
     assert built.grammars is not None
@@ -188,12 +190,12 @@ def matcher_of(built: Built, wish: Wish) -> Matcher | None:
 
 
 def judge_of(
-    built: Built, wish: Wish, prompt: list[int], output: list[int], tolerance_nats: float
+    built: Built, case: OptionCase, prompt: list[int], output: list[int], tolerance_nats: float
 ) -> Judge:
     """Judges the tokens of an answer by what it was asked to be; on the host, in float32."""
-    matcher = matcher_of(built, wish)
-    asked = wish.sampling
-    stop_ids = [*wish.asked.stop_token_ids, *([] if wish.asked.ignore_eos else _ends(built))]
+    matcher = matcher_of(built, case)
+    asked = case.sampling
+    stop_ids = [*case.asked.stop_token_ids, *([] if case.asked.ignore_eos else _ends(built))]
 
     def judge(logits_TV: Tensor, positions: Sequence[int], emitted_T: Tensor) -> Scores:
         """The rows of one chunk, in order: the matcher follows them."""

@@ -1,4 +1,4 @@
-"""wishes: what is taken as a prompt, what as options, and what is refused before anything runs."""
+"""inputs: what is taken as a prompt, what as options, and what is refused before anything runs."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ import torch
 
 from graphengine import TINY_DRAFT, TINY_TARGET, Engine
 from graphengine.config.options import SamplingParams
+from graphengine.inputs import PromptError, _ids_within, asked_for, inputs_of
 from graphengine.verify.run import encode
-from graphengine.wishes import PromptError, _ids_within, asked_for, wishes_of
 
 TEXTS = ["Tom has 3 apples", "how many apples?", "def add"]
 
@@ -208,14 +208,14 @@ def test_what_was_asked_before_draws_anew(engine: Engine) -> None:
     assert words[0] == words[2] != words[1]
 
 
-def test_nothing_is_queued_by_a_wish(engine: Engine) -> None:
+def test_nothing_is_queued_by_a_check(engine: Engine) -> None:
     """Bug: prompts in front of a wrong one are left in the queue, or all of a call draw alike."""
     built = engine.built
     asked, sampled = asked_for(built, None, {"temperature": 1.0, "seed": 3, "regex": "[ab]{9}"})
     with pytest.raises(PromptError, match="prompt 3 of 3: float is no prompt") as raised:
-        wishes_of(built, ["a", [5], 2.0], asked, sampled, 0.0)  # type: ignore[list-item]
+        inputs_of(built, ["a", [5], 2.0], asked, sampled, 0.0)  # type: ignore[list-item]
     assert raised.value.index == 2 and not built.loop.has_work
-    one, other = wishes_of(built, ["a", [5]], asked, sampled, 0.0)
+    one, other = inputs_of(built, ["a", [5]], asked, sampled, 0.0)
     assert other.ids == [5] and one.sampled.seed != other.sampled.seed
     assert one.matcher is not other.matcher and not built.loop.has_work
 
@@ -228,11 +228,11 @@ def test_nothing_is_queued_by_a_wish(engine: Engine) -> None:
         ({"regex": "a"}, "regex needs this model's tokenizer"),
     ],
 )
-def test_wishes_without_a_tokenizer(engine: Engine, asked: dict[str, Any], message: str) -> None:
+def test_inputs_without_a_tokenizer(engine: Engine, asked: dict[str, Any], message: str) -> None:
     """Bug: words to end at or to ban are dropped in silence, or a grammar is a traceback."""
     built = replace(engine.built, tokenizer=None, grammars=None)
     with pytest.raises(ValueError, match=message):
-        wishes_of(built, [[5]], *asked_for(built, None, asked), 0.0)
+        inputs_of(built, [[5]], *asked_for(built, None, asked), 0.0)
     with pytest.raises(ValueError, match="no tokenizer; pass token ids with --prompt-file"):
         encode(None, [[5], "a"], True)
 

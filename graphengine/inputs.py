@@ -3,7 +3,7 @@ drawn by and follows.
 
 Text is encoded and a grammar compiled in the caller's thread, before anything of the call is queued
 and while the loop's thread runs steps; what can never run is refused there too. Invariant: nothing
-here touches what the loop changes but `Wish.submit`, which the thread that runs it calls.
+here touches what the loop changes but `RequestInput.submit`, which the thread that runs it calls.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class PromptError(ValueError):
         return PromptError, (self.index, self.count, self.reason)  # a worker's reach its pool
 
 
-class Wish(NamedTuple):
+class RequestInput(NamedTuple):
     """One prompt and what is asked of its answer."""
 
     ids: list[int]
@@ -76,29 +76,29 @@ class Wish(NamedTuple):
         )
 
 
-def wishes_of(
+def inputs_of(
     built: Built,
     prompts: str | Sequence[Prompt],
     asked: SamplingParams,
     sampled: Sampling,
     arrival_s: float,
-) -> list[Wish]:
+) -> list[RequestInput]:
     """One for each prompt of a call: encodes it, and compiles the grammar if one is asked for.
 
     Raises:
         PromptError: with the first that cannot be run; a ValueError if they are no list.
     """
-    wishes: list[Wish] = []
+    inputs: list[RequestInput] = []
     prompts = [prompts] if isinstance(prompts, str) else _items(prompts)
     try:
         for i, prompt in enumerate(prompts):
             ids, own = _encode(built, prompt, asked), sampled.numbered(i)
-            wish = Wish(ids, asked, own, _matcher(built, asked), arrival_s)
-            wish.check(built)
-            wishes.append(wish)
+            entry = RequestInput(ids, asked, own, _matcher(built, asked), arrival_s)
+            entry.check(built)
+            inputs.append(entry)
     except ValueError as error:
-        raise PromptError(len(wishes), len(prompts), str(error)) from error
-    return wishes
+        raise PromptError(len(inputs), len(prompts), str(error)) from error
+    return inputs
 
 
 # --- options ---
@@ -143,7 +143,7 @@ def _known(**given: Any) -> tuple[SamplingParams, Sampling]:
 def _tokens_of_bad_words(
     asked: SamplingParams, tokenizer: Tokenizer | None, vocab_size: int
 ) -> list[list[int]]:
-    """Tokens of the bad words. Checks what else of a wish names tokens or needs their text.
+    """Tokens of the bad words. Checks what else of an entry names tokens or needs their text.
 
     Raises:
         ValueError: with the remedy.

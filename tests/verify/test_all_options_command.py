@@ -1,4 +1,4 @@
-"""`graphengine verify --all-options` as it is typed; what it judges: test_wishes.py."""
+"""`graphengine verify --all-options` as it is typed; what it judges: test_option_cases.py."""
 
 import json
 import sys
@@ -8,7 +8,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from graphengine.cli.main import main
-from graphengine.verify.wishes import NUM_WISHES
+from graphengine.verify.option_cases import NUM_CASES
 
 
 def verify(*args: str) -> Result:
@@ -19,7 +19,7 @@ def verify(*args: str) -> Result:
 @pytest.mark.slow
 @pytest.mark.parametrize(("dtype", "identical"), [("float32", 1.0), ("bfloat16", 0.95)])
 def test_few_prompts_ask_for_everything(tmp_path: Path, dtype: str, identical: float) -> None:
-    """Bug: with fewer prompts than wishes the last kinds are never asked for; a hybrid's states
+    """Bug: with fewer prompts than cases the last kinds are never asked for; a hybrid's states
     advance by rows that a mask has cut; bfloat16's rounding fails log-probabilities; nobody asks
     for anything, and all options are said to be mixed."""
     path = tmp_path / "few.jsonl"
@@ -29,7 +29,7 @@ def test_few_prompts_ask_for_everything(tmp_path: Path, dtype: str, identical: f
     found = json.loads(result.stdout)
     assert found["config"]["grammars"] is True
     cell = found["numbers"]["none_torch"]["bucket_8_together"]
-    assert cell["identical_fraction"] >= identical and cell["num_tokens"] > 4 * NUM_WISHES
+    assert cell["identical_fraction"] >= identical and cell["num_tokens"] > 4 * NUM_CASES
     assert cell["max_logprob_error_nats"] > 0, "no log-probability was asked for"
 
 
@@ -43,6 +43,6 @@ def test_without_llguidance(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_temperature_is_refused() -> None:
-    """Bug: `--temperature` compares distributions, and the wishes are silently dropped."""
+    """Bug: `--temperature` compares distributions, and the cases are silently dropped."""
     result = verify("--temperature", "1")
     assert result.exit_code == 2 and "--all-options has temperatures" in result.stderr

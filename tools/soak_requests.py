@@ -48,7 +48,7 @@ def a_prompt(rng: random.Random, texts: Sequence[Sequence[int]], vocab: int) -> 
     return again if rng.random() < 0.1 else again + news
 
 
-def a_wish(
+def a_request(
     rng: random.Random, vocab: int, likely: int, grammars: Grammars, ends: Collection[int]
 ) -> dict[str, Any]:
     """Arguments of `DecodeLoop.submit` behind the prompt; `likely` tokens are said more often.

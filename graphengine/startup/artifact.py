@@ -271,7 +271,7 @@ def pack(folder: Path, file: Path) -> int:
         raise ValueError(f"{folder}: nothing was compiled here; run graphengine compile first")
 
     def keep(member: tarfile.TarInfo) -> tarfile.TarInfo | None:
-        return member if member.isfile() or member.isdir() else None  # no links, pipes or devices
+        return member if member.isfile() else None  # no links, pipes or devices
 
     file = file.resolve()
     if file.exists() and not file.is_file():  # a device's node would be replaced by a file
@@ -280,9 +280,10 @@ def pack(folder: Path, file: Path) -> int:
     try:
         with tarfile.open(part, "w:gz", compresslevel=3) as tar:
             tar.add(folder / MANIFEST, MANIFEST)  # first, so that a reader need not seek
-            for name in FOLDERS:
-                if (folder / name).is_dir():
-                    tar.add(folder / name, name, filter=keep)
+            for place, _, names in (part for name in FOLDERS for part in os.walk(folder / name)):
+                for path in (Path(place, name) for name in names):
+                    with suppress(FileNotFoundError):  # a compiler's own, renamed meanwhile
+                        tar.add(path, path.relative_to(folder), filter=keep)
         part.replace(file)
     except OSError as error:
         raise ValueError(f"{file}: cannot be written ({error}); choose another path") from error

@@ -204,6 +204,29 @@ def test_a_file_is_packed_whole_or_not_at_all(
     assert file.read_text() == "before"
 
 
+def test_packed_while_another_start_compiles(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bug: a file that another process's compiler has renamed since the folder was listed costs the
+    artifact, and --output is told to be no place that can be written."""
+    packed, file = filled(tmp_path / "a"), tmp_path / "x.tar.gz"
+    folder = packed.folder / "triton" / "tmp.pid_7"
+    folder.mkdir()
+    (folder / "later.cubin").write_text("part")
+    describe = tarfile.TarFile.gettarinfo
+
+    def moved(self: tarfile.TarFile, name: Any = None, *rest: Any) -> tarfile.TarInfo:
+        if str(name).endswith("later.cubin"):
+            shutil.rmtree(folder)
+        return describe(self, name, *rest)
+
+    monkeypatch.setattr(tarfile.TarFile, "gettarinfo", moved)
+    artifact.pack(packed.folder, file)
+    store = artifact.store(tmp_path / "b", PARTS)
+    assert artifact.unpack(file, store) == []
+    assert artifact.num_files(store.folder) == 4
+
+
 def test_only_a_file_is_replaced(tmp_path: Path) -> None:
     """Bug: root's --output /dev/null puts an artifact in the place of the device."""
     store, pipe, link = filled(tmp_path / "a"), tmp_path / "pipe", tmp_path / "link"

@@ -85,7 +85,8 @@ class Tokenizer:
         return any((directory / name).is_file() for name in ("tokenizer.json", "vocab.json"))
 
     def __len__(self) -> int:
-        return len(self._hf)
+        """Rows of an embedding that its ids need; some may have no token."""
+        return 1 + max(self._hf.get_vocab().values(), default=-1)
 
     def spells(self, token_id: int) -> bool:
         """Whether the id has a token, and its text is that token again."""
@@ -215,9 +216,10 @@ def load_tokenizer(
     if not Tokenizer.exists(directory):
         return None
     tokenizer = Tokenizer(directory)
-    if len(tokenizer) > model.vocab_size:
+    num_ids = len(tokenizer)
+    if num_ids > model.vocab_size:
         raise ValueError(
-            f"{directory}: the tokenizer has {len(tokenizer)} tokens, the embedding "
+            f"{directory}: the tokenizer's ids go up to {num_ids - 1}, the embedding has "
             f"{model.vocab_size} rows; they belong to different models"
         )
     lost = [i for i in stop_ids if i < model.vocab_size and not tokenizer.spells(i)]

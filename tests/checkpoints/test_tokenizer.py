@@ -150,6 +150,21 @@ def test_an_embedding_without_rows_to_spare(directory: Path) -> None:
         load_tokenizer(directory, replace(model, vocab_size=len(tokenizer) - 1), ())
 
 
+def test_an_id_past_the_embedding(tmp_path: Path) -> None:
+    """Bug: a tokenizer of fewer tokens than there are rows, but with ids past the last, is taken;
+    the first text that has one ends everybody's requests, and on a GPU the engine."""
+    directory = make_target(tmp_path, layers=1)
+    path = directory / "tokenizer.json"
+    raw = json.loads(path.read_text())
+    vocab = raw["model"]["vocab"]
+    model = ModelConfig.from_hf(*read_json(directory / "config.json"))
+    vocab[max(vocab, key=vocab.__getitem__)] = model.vocab_size
+    path.write_text(json.dumps(raw))
+    with pytest.raises(ValueError, match=f"up to {model.vocab_size}.* different models"):
+        load_tokenizer(directory, model, ())
+    assert load_tokenizer(directory, replace(model, vocab_size=model.vocab_size + 1), ())
+
+
 def test_a_tokenizer_that_begins_each_text(tmp_path: Path) -> None:
     """Bug: the token that Llama's files put in front of a text stands in the middle of a prompt,
     in front of each piece of a chat and of each word."""

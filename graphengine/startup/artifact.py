@@ -65,6 +65,7 @@ _DAMAGED = (
     zlib.error,
 )
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_NO_PLACE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.EXDEV)
 
 Parts = dict[str, str]
 """Name of a part of a key -> its value, as people read it."""
@@ -338,10 +339,12 @@ def unpack(file: Path, into: Store) -> list[str]:
             record_(into.folder, into.parts, entry)
         return []
     except _DAMAGED as error:
-        if isinstance(error, OSError) and error.errno in _NO_ROOM:
+        code = error.errno if isinstance(error, OSError) and error.filename != str(file) else None
+        if code in (*_NO_ROOM, *_NO_PLACE):
+            what = "make room there" if code in _NO_ROOM else "give us the right to write there"
             raise ValueError(
-                f"{file}: cannot be unpacked in {into.folder.parent} ({error}); make room there, "
-                "or set GRAPHENGINE_CACHE to another folder"
+                f"{file}: cannot be unpacked in {into.folder.parent} ({error}); {what}, or set "
+                "GRAPHENGINE_CACHE to another folder"
             ) from error
         why = str(error) or "it declares more than memory holds"
         raise ValueError(f"{file}: not a usable artifact ({why}); {remedy}") from error

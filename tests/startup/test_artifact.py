@@ -175,6 +175,24 @@ def test_no_room_to_unpack(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert os.listdir(tmp_path / "b") == []
 
 
+def test_a_folder_within_that_is_not_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: where root has once compiled in our folder, or a part of it lies on another disk, the
+    artifact is said to be damaged; or one that may not be read is said to lack a place."""
+
+    def refuse(path: Path, *_: object) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    file, store = tmp_path / "x.tar.gz", artifact.store(tmp_path / "b", PARTS)
+    artifact.pack(filled(tmp_path / "a").folder, file)
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "replace", refuse)
+        with pytest.raises(ValueError, match=r"cannot be unpacked .* GRAPHENGINE_CACHE"):
+            artifact.unpack(file, store)
+    monkeypatch.setattr(gzip, "open", refuse)
+    with pytest.raises(ValueError, match=r"not a usable artifact .*Permission denied"):
+        artifact.unpack(file, store)
+
+
 def test_nothing_to_pack(tmp_path: Path) -> None:
     """Bug: an empty artifact is written and later seems to be used."""
     with pytest.raises(ValueError, match="graphengine compile"):

@@ -32,6 +32,8 @@ _IMPORTING = Lock()  # transformers hands a second thread what it has not import
 _CUTS = range(CONTEXT, CONTEXT + CUT + 1)  # one of them is within no character
 MAX_TEMPLATE_CHARS, MAX_TEMPLATE_S = 1 << 20, 5.0  # published ones: 20 thousand, milliseconds
 _OF_A_PART = re.compile(r"""['"]text\\?['"]|\.text\b""")  # in a template that reads parts
+# Types of parts that are text, in OpenAI's APIs, and where it stands.
+_TEXT_KEYS = {"input_text": "text", "output_text": "text", "refusal": "refusal"}
 _NOT_TEXT = set("image image_url video video_url audio audio_url input_audio file".split())
 
 Message = Mapping[str, str]
@@ -259,7 +261,9 @@ def _as_templates_read(message: dict[str, Any], takes_parts: bool) -> dict[str, 
     Args: takes_parts: the template reads text in parts itself.
     Mutates: message.
     Raises: ValueError for a picture or sound, of which a template of a model that sees writes where
-        it stands: the answer would be about something that the model has not seen.
+        it stands: the answer would be about something that the model has not seen. And for what
+        else is no text, where the template reads text: it would leave out the whole turn (Qwen3's),
+        or have it as Python spells a list (Llama's).
     """
     content = message.get("content", None if message.get("tool_calls") else "")
     for part in content if isinstance(content, list) else []:
@@ -267,10 +271,16 @@ def _as_templates_read(message: dict[str, Any], takes_parts: bool) -> dict[str, 
             raise ValueError(f"a message holds a part of type {min(kinds)}; pass its text alone")
     if content is None:
         message["content"] = ""
-    elif isinstance(content, list) and not takes_parts:
-        parts = [part for part in content if isinstance(part, dict) and part.get("type") == "text"]
-        if len(parts) == len(content) and all(isinstance(part.get("text"), str) for part in parts):
-            message["content"] = "\n".join(part["text"] for part in parts)
+    elif isinstance(content, list):
+        parts = message["content"] = [*map(_as_text, content)]
+        typed = [part for part in parts if isinstance(part, dict) and "type" in part]
+        for part in typed if not takes_parts else []:
+            if part["type"] != "text" or not isinstance(part.get("text"), str):
+                raise ValueError(
+                    f"a message holds a part of type {part['type']}; pass its text alone"
+                )
+        if len(typed) == len(parts) and not takes_parts:
+            message["content"] = "\n".join(part["text"] for part in typed)
     for key in [key for key, value in message.items() if value is None]:
         del message[key]  # as newer versions of transformers do
     calls = message.get("tool_calls")
@@ -280,6 +290,14 @@ def _as_templates_read(message: dict[str, Any], takes_parts: bool) -> dict[str, 
             with suppress(ValueError):  # what a model wrote wrongly is told as it is
                 said["arguments"] = json.loads(said.get("arguments") or "{}")
     return message
+
+
+def _as_text(part: Any) -> Any:
+    """A part of a turn as templates know it, where it is text under another name."""
+    if isinstance(part, str):
+        return {"type": "text", "text": part}
+    key = _TEXT_KEYS.get(str(part.get("type"))) if isinstance(part, dict) else None
+    return {"type": "text", "text": part.get(key)} if key is not None else part
 
 
 def _within(seconds: float, call: Callable[[], Any]) -> Any:

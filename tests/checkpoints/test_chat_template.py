@@ -145,6 +145,40 @@ def test_parts_where_a_template_reads_text(tmp_path: Path, content: str) -> None
     assert tokenizer._hf.get_vocab()["<|im_end|>"] not in ids
 
 
+OF_TEXT = "{% if messages[0].content is string %}{{ messages[0].content }}{% endif %}"
+OF_PARTS = "{% for part in messages[0].content %}{{ part.text }}\n{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        "and that",
+        {"type": "input_text", "text": "and that"},
+        {"type": "refusal", "refusal": "and that"},
+    ],
+)
+@pytest.mark.parametrize("template", [OF_TEXT, OF_PARTS])
+def test_text_under_another_name(tmp_path: Path, part: Any, template: str) -> None:
+    """Bug: of a turn with a part that is text, but is not called so, the model sees nothing: a
+    template that reads text takes the list for no text (Qwen3's), one that reads parts finds none
+    in it."""
+    directory = make_target(tmp_path, layers=1)
+    (directory / "chat_template.jinja").write_text(template)
+    message: Any = {"role": "user", "content": [{"type": "text", "text": "this"}, part]}
+    tokenizer = Tokenizer(directory)
+    assert tokenizer.decode(tokenizer.encode_chat([message])).rstrip() == "this\nand that"
+
+
+@pytest.mark.parametrize("part", [{"type": "thinking", "thinking": "x"}, {"type": "text"}])
+def test_a_part_without_text_where_a_template_reads_text(tmp_path: Path, part: Any) -> None:
+    """Bug: it costs the whole turn, of which the model sees nothing, and nobody is told."""
+    directory = make_target(tmp_path, layers=1)
+    (directory / "chat_template.jinja").write_text(OF_TEXT)
+    message: Any = {"role": "user", "content": [{"type": "text", "text": "this"}, part]}
+    with pytest.raises(ValueError, match=rf"a part of type {part['type']}; pass its text alone"):
+        Tokenizer(directory).encode_chat([message])
+
+
 @pytest.mark.parametrize(
     ("part", "kind"),
     [

@@ -104,9 +104,11 @@ class Grammars:
         """Args:
         tokenizer_json: gives the text of a tokenizer.json; asked at the first grammar.
         vocab_size: of the target's logits; tokens past the tokenizer's are never allowed.
-        ends: tokens that end an answer, which is what may stand behind a complete one.
+        ends: tokens that end an answer, which is what may stand behind a complete one; those past
+            the logits never come up.
         """
-        self._json, self._vocab_size, self._ends = tokenizer_json, vocab_size, sorted(ends)
+        self._json, self._vocab_size = tokenizer_json, vocab_size
+        self._ends = sorted(token for token in ends if token < vocab_size)
         self._tokenizer: Any = None
         self._control_ids: dict[str, int] = {}
         self._kept: OrderedDict[Constraint, Grammar] = OrderedDict()

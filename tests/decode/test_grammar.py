@@ -98,6 +98,16 @@ def test_an_answer_ends_where_its_grammar_does(grammars: Grammars, tokenizer: To
     assert "" != matcher.advance(tokenizer.encode("x")) is not None
 
 
+@pytest.mark.parametrize("outside", [2048, 1 << 40])
+def test_an_end_past_the_vocabulary(tokenizer: Tokenizer, outside: int) -> None:
+    """Bug: a model of several end tokens, of which one lies behind its last row, answers, but no
+    grammar of it can be used."""
+    grammars = Grammars(tokenizer.as_json, 2048, (*ENDS, outside))
+    matcher = grammars.matcher(Constraint("choice", json.dumps(["no"])))
+    assert matcher.advance(tokenizer.encode("no")) is None
+    assert allowed(matcher)[0] == set(ENDS)
+
+
 def test_a_block_of_one_draft_is_forced_too(grammars: Grammars) -> None:
     """Bug: a drafter of one token a step says what is forced without a draft."""
     matcher = grammars.matcher(Constraint("choice", json.dumps(["no"])))

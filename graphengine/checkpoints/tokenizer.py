@@ -266,6 +266,8 @@ def _as_templates_read(message: dict[str, Any], takes_parts: bool) -> dict[str, 
         or have it as Python spells a list (Llama's).
     """
     content = message.get("content", None if message.get("tool_calls") else "")
+    if isinstance(content, dict) and "type" in content:  # a part by itself
+        content = [content]
     for part in content if isinstance(content, list) else []:
         if isinstance(part, dict) and (kinds := _NOT_TEXT & {str(part.get("type")), *part}):
             raise ValueError(f"a message holds a part of type {min(kinds)}; pass its text alone")

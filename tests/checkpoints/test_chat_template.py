@@ -169,6 +169,21 @@ def test_text_under_another_name(tmp_path: Path, part: Any, template: str) -> No
     assert tokenizer.decode(tokenizer.encode_chat([message])).rstrip() == "this\nand that"
 
 
+@pytest.mark.parametrize("template", [OF_TEXT, OF_PARTS])
+def test_a_part_by_itself(tmp_path: Path, template: str) -> None:
+    """Bug: of a turn whose content is one part, in no list, the model sees nothing, and a picture
+    there is not refused."""
+    directory = make_target(tmp_path, layers=1)
+    (directory / "chat_template.jinja").write_text(template)
+    tokenizer = Tokenizer(directory)
+    message: Any = {"role": "user"}
+    message["content"] = {"type": "text", "text": "this"}
+    assert tokenizer.decode(tokenizer.encode_chat([message])).rstrip() == "this"
+    message["content"] = {"type": "image_url", "image_url": {"url": "a.png"}}
+    with pytest.raises(ValueError, match="a part of type image_url; pass its text alone"):
+        tokenizer.encode_chat([message])
+
+
 @pytest.mark.parametrize("part", [{"type": "thinking", "thinking": "x"}, {"type": "text"}])
 def test_a_part_without_text_where_a_template_reads_text(tmp_path: Path, part: Any) -> None:
     """Bug: it costs the whole turn, of which the model sees nothing, and nobody is told."""

@@ -216,6 +216,18 @@ def test_a_picture_is_refused(tmp_path: Path, part: Any, kind: str, sees: bool) 
         Tokenizer(directory).encode_chat([message])
 
 
+def test_a_part_that_is_no_text_is_not_lost(tmp_path: Path) -> None:
+    """Bug: of a message in parts those of text are joined, and one of a kind that nobody knows is
+    dropped without a word."""
+    directory = make_target(tmp_path, layers=1)
+    (directory / "chat_template.jinja").write_text("{{ messages[0].content }}")
+    parts = [{"type": "text", "text": "a context"}, {"type": "refusal", "refusal": "it says no"}]
+    message: Any = {"role": "user", "content": parts}
+    tokenizer = Tokenizer(directory)
+    text = tokenizer.decode(tokenizer.encode_chat([message]))
+    assert "a context" in text and "it says no" in text
+
+
 @dataclass
 class Part:
     text: str

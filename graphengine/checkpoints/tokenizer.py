@@ -269,7 +269,11 @@ def _as_templates_read(message: dict[str, Any], takes_parts: bool) -> dict[str, 
     if isinstance(content, dict) and "type" in content:  # a part by itself
         content = [content]
     for part in content if isinstance(content, list) else []:
-        if isinstance(part, dict) and (kinds := _NOT_TEXT & {str(part.get("type")), *part}):
+        if not isinstance(part, dict):
+            continue
+        for key in [key for key, value in part.items() if value is None]:
+            del part[key]  # a table of parts has a column of every kind
+        if kinds := _NOT_TEXT & {str(part.get("type")), *part}:
             raise ValueError(f"a message holds a part of type {min(kinds)}; pass its text alone")
     if content is None:
         message["content"] = ""

@@ -228,6 +228,21 @@ def test_a_part_that_is_no_text_is_not_lost(tmp_path: Path) -> None:
     assert "a context" in text and "it says no" in text
 
 
+@pytest.mark.parametrize("sees", [False, True])
+def test_a_part_is_not_what_it_has_null_of(tmp_path: Path, sees: bool) -> None:
+    """Bug: a part of text from a table, where every part has all columns and null in the others'
+    kinds, is refused as a picture, or the template writes where one stands."""
+    directory = make_target(tmp_path, layers=1)
+    picture = "{% if 'image' in part %}<|im_start|>{% else %}{{ part.text }}{% endif %}"
+    in_parts = f"{{% for part in messages[0].content %}}{picture}{{% endfor %}}"
+    template = in_parts if sees else "{{ messages[0].content }}"
+    (directory / "chat_template.jinja").write_text(template)
+    part = {"type": "text", "text": "What is it?", "image": None, "image_url": None}
+    message: Any = {"role": "user", "content": [part]}
+    tokenizer = Tokenizer(directory)
+    assert tokenizer.encode_chat([message]) == tokenizer.encode("What is it?")
+
+
 @dataclass
 class Part:
     text: str

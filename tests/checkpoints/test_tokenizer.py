@@ -49,6 +49,7 @@ def test_a_grammar_needs_the_whole_tokenizer(
         tokenizer.as_json()
 
 
+@pytest.mark.slow
 def test_two_threads_load_the_first_tokenizer(directory: Path) -> None:
     """Bug: where several threads of a new process load a model, all but one fail at an import of
     transformers'."""

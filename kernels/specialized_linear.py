@@ -10,8 +10,9 @@ here (one H200, profiles/results/2026-11-22-h200-specialized.json).
 
 The last two consumers may share weight rows, which both multiply and write alike, so that a tile
 has any sixteens of rows: 28,672 are 128 tiles of 224, one for each of 128 multiprocessors, where
-those of 128 are 224 for 132; a step of Llama-3.1-8B ends 0.9 % sooner so. What is read twice comes
-from L2 the second time.
+those of 128 are 224 for 132; a step of Llama-3.1-8B ends 0.9 % sooner so (one H200,
+profiles/results/2026-11-29-h200-llama-judged-d3bbc3d.json). What is read twice should come from L2
+the second time.
 
 Not above 192 rows: at 256, where power is the limit, down took 2 % less with one consumer and 4 %
 more with two, and the heads 7 % more.

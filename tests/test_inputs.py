@@ -212,8 +212,9 @@ def test_nothing_is_queued_by_a_check(engine: Engine) -> None:
     """Bug: prompts in front of a wrong one are left in the queue, or all of a call draw alike."""
     built = engine.built
     asked, sampled = asked_for(built, None, {"temperature": 1.0, "seed": 3, "regex": "[ab]{9}"})
+    wrong: Any = ["a", [5], 2.0]
     with pytest.raises(PromptError, match="prompt 3 of 3: float is no prompt") as raised:
-        inputs_of(built, ["a", [5], 2.0], asked, sampled, 0.0)  # type: ignore[list-item]
+        inputs_of(built, wrong, asked, sampled, 0.0)
     assert raised.value.index == 2 and not built.loop.has_work
     one, other = inputs_of(built, ["a", [5]], asked, sampled, 0.0)
     assert other.ids == [5] and one.sampled.seed != other.sampled.seed

@@ -13,14 +13,13 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager, suppress
-from dataclasses import asdict, is_dataclass
+from contextlib import contextmanager
 from functools import partial
-from numbers import Number
 from pathlib import Path
 from threading import Lock, Thread
 from typing import Any
 
+from graphengine.checkpoints.messages import as_templates_read, plain
 from graphengine.checkpoints.pairs import read_json
 from graphengine.checkpoints.pieces import Pieces
 from graphengine.config.model import ModelConfig
@@ -32,9 +31,6 @@ _IMPORTING = Lock()  # transformers hands a second thread what it has not import
 _CUTS = range(CONTEXT, CONTEXT + CUT + 1)  # one of them is within no character
 MAX_TEMPLATE_CHARS, MAX_TEMPLATE_S = 1 << 20, 5.0  # published ones: 20 thousand, milliseconds
 _OF_A_PART = re.compile(r"""['"]text\\?['"]|\.text\b""")  # in a template that reads parts
-# Types of parts that are text, in OpenAI's APIs, and where it stands.
-_TEXT_KEYS = {"input_text": "text", "output_text": "text", "refusal": "refusal"}
-_NOT_TEXT = set("image image_url video video_url audio audio_url input_audio file".split())
 
 Message = Mapping[str, str]
 """One chat turn: {"role": "user", "content": ".."}."""
@@ -167,16 +163,16 @@ class Tokenizer:
             return list(map(apart, value)) if isinstance(value, list) else value
 
         try:
-            plain, kwargs = _plain(messages), _plain(template_kwargs or {})
+            turns, kwargs = plain(messages), plain(template_kwargs or {})
             takes_parts = bool(_OF_A_PART.search(self.chat_template or ""))
-            plain = [_as_templates_read(message, takes_parts) for message in plain]
+            turns = [as_templates_read(message, takes_parts) for message in turns]
             # A private character cuts a spelled token in two, which are then encoded apart.
-            said = json.dumps([plain, kwargs], ensure_ascii=False, default=str)
+            said = json.dumps([turns, kwargs], ensure_ascii=False, default=str)
             cut = next(char for char in map(chr, range(0xE000, 0xF8FF)) if char not in said)
             kwargs = {"add_generation_prompt": True, "enable_thinking": False} | apart(kwargs)
             text = _within(
                 MAX_TEMPLATE_S,
-                lambda: self._hf.apply_chat_template(apart(plain), tokenize=False, **kwargs),
+                lambda: self._hf.apply_chat_template(apart(turns), tokenize=False, **kwargs),
             )
         except Exception as error:  # jinja raises whatever the template provokes, or they nest
             raise ValueError(
@@ -231,79 +227,6 @@ def load_tokenizer(
             "has lost them; fetch tokenizer.json and tokenizer_config.json again"
         )
     return tokenizer
-
-
-def _plain(value: Any) -> Any:
-    """Messages of mappings, lists, text and numbers alone: within another object nobody would see
-    a control token, and transformers writes one that it does not know as its type's name.
-
-    Raises:
-        ValueError: there is such a one.
-    """
-    if value is None or isinstance(value, str | Number):
-        return value
-    if isinstance(value, Mapping):
-        return {_plain(key): _plain(inner) for key, inner in value.items()}
-    if isinstance(value, list | tuple):
-        return list(map(_plain, value))
-    if callable(getattr(value, "model_dump", None)):  # of pydantic, as clients give out
-        return _plain(value.model_dump())
-    if is_dataclass(value) and not isinstance(value, type):
-        return _plain(asdict(value))
-    raise ValueError(f"a message holds a {type(value).__name__}; pass text in its place")
-
-
-def _as_templates_read(message: dict[str, Any], takes_parts: bool) -> dict[str, Any]:
-    """A turn as clients give it out, with null where nothing is said, or without content where it
-    calls tools, text in parts and a call's arguments as JSON: templates read text and an object,
-    which is what vLLM gives them.
-
-    Args: takes_parts: the template reads text in parts itself.
-    Mutates: message.
-    Raises: ValueError for a picture or sound, of which a template of a model that sees writes where
-        it stands: the answer would be about something that the model has not seen. And for what
-        else is no text, where the template reads text: it would leave out the whole turn (Qwen3's),
-        or have it as Python spells a list (Llama's).
-    """
-    content = message.get("content", None if message.get("tool_calls") else "")
-    if isinstance(content, dict) and "type" in content:  # a part by itself
-        content = [content]
-    for part in content if isinstance(content, list) else []:
-        if not isinstance(part, dict):
-            continue
-        for key in [key for key, value in part.items() if value is None]:
-            del part[key]  # a table of parts has a column of every kind
-        if kinds := _NOT_TEXT & {str(part.get("type")), *part}:
-            raise ValueError(f"a message holds a part of type {min(kinds)}; pass its text alone")
-    if content is None:
-        message["content"] = ""
-    elif isinstance(content, list):
-        parts = message["content"] = [*map(_as_text, content)]
-        typed = [part for part in parts if isinstance(part, dict) and "type" in part]
-        for part in typed if not takes_parts else []:
-            if part["type"] != "text" or not isinstance(part.get("text"), str):
-                raise ValueError(
-                    f"a message holds a part of type {part['type']}; pass its text alone"
-                )
-        if len(typed) == len(parts) and not takes_parts:
-            message["content"] = "\n".join(part["text"] for part in typed)
-    for key in [key for key, value in message.items() if value is None]:
-        del message[key]  # as newer versions of transformers do
-    calls = message.get("tool_calls")
-    for call in calls if isinstance(calls, list) else []:
-        said = call.get("function") if isinstance(call, Mapping) else None
-        if isinstance(said, dict) and isinstance(said.get("arguments"), str | None):
-            with suppress(ValueError):  # what a model wrote wrongly is told as it is
-                said["arguments"] = json.loads(said.get("arguments") or "{}")
-    return message
-
-
-def _as_text(part: Any) -> Any:
-    """A part of a turn as templates know it, where it is text under another name."""
-    if isinstance(part, str):
-        return {"type": "text", "text": part}
-    key = _TEXT_KEYS.get(str(part.get("type"))) if isinstance(part, dict) else None
-    return {"type": "text", "text": part.get(key)} if key is not None else part
 
 
 def _within(seconds: float, call: Callable[[], Any]) -> Any:

@@ -42,6 +42,8 @@ def share_of(
 ):
     """(keys of a request, splits with work, a split's first tile, how many it has, the first tile
     that is not in front of the end of what every row sees). Runs in Python too, as `share_of.fn`.
+
+    No split has fewer tiles than the last one, whose last keys come late and are masked.
     """
     kv_len = min(start + G, max_kv) if start > 0 else start * 0
     skipped = start * 0
@@ -49,8 +51,8 @@ def share_of(
         skipped = min(max(start + 1 - WINDOW, 0), kv_len) // TILE
     read = (kv_len + TILE - 1) // TILE - skipped
     live = min(max((read + SPLIT_TILES - 1) // SPLIT_TILES, 1), SPLITS)
-    first_tile = skipped + split * read // live
-    num_tiles = skipped + (split + 1) * read // live - first_tile
+    first_tile = skipped + (split * read + live - 1) // live
+    num_tiles = skipped + ((split + 1) * read + live - 1) // live - first_tile
     seen = 1 if CAUSAL else G  # the first row's keys, counted from start
     if WINDOW:
         seen = min(seen, WINDOW)
@@ -58,45 +60,36 @@ def share_of(
 
 
 @gluon.jit
-def _send(kv, ring, place, tile, S: gl.constexpr):
-    """Asks for a tile of K and one of V."""
-    ready, _, k_smem, v_smem = ring
-    pages, first_tile, _, max_kv, first_col = place
+def _load(kv, ring, place, early, S: gl.constexpr, PDL: gl.constexpr):
+    """A loading warp: tiles of K and V, each when its slot is free; those without a key of the
+    block as soon as it lives, the others behind the wait, their pages looked up before it."""
+    ready, empty, k_smem, v_smem = ring
+    pages, first_tile, num_tiles, max_kv, first_col = place
     TILE: gl.constexpr = k_smem.shape[1]
     BANDS: gl.constexpr = k_smem.shape[2] // BAND
     STAGES: gl.constexpr = k_smem.shape[0]
     BOX: gl.constexpr = kv[0].block_shape[0]
     BOXES: gl.constexpr = TILE // BOX
-    slot = tile % STAGES
-    rows = ()
-    for i in gl.static_range(BOXES):
-        key = (first_tile + tile) * TILE + i * BOX
-        page = gl.load(pages + key // S, mask=key < max_kv, other=0)
-        rows = rows + (page * S + key % S,)
     PARTS: gl.constexpr = BANDS * BOXES
-    for n in gl.static_range(2):
-        whole = k_smem if n == 0 else v_smem
-        parts = reinterpret(whole, whole.dtype, [STAGES * PARTS, BOX, BAND], kv[n].layout)
-        bar = ready.index(2 * slot + n)
-        mbarrier.expect(bar, TILE * BANDS * BAND * 2)
-        for i in gl.static_range(PARTS):
-            at = [rows[i % BOXES], first_col + i // BOXES * BAND]
-            async_load(kv[n], at, bar, parts.index(slot * PARTS + i))
-
-
-@gluon.jit
-def _load(kv, ring, place, early, S: gl.constexpr, PDL: gl.constexpr):
-    """A loading warp: the tiles without a key of the block as soon as it lives, as many as there is
-    room for, and what is left behind the wait, each when its slot is free."""
-    STAGES: gl.constexpr = ring[2].shape[0]
-    ahead = gl.minimum(early, STAGES)
-    for tile in range(ahead):
-        _send(kv, ring, place, tile, S)
-    if PDL:
-        gdc_wait()
-    for tile in range(ahead, place[2]):
-        mbarrier.wait(ring[1].index(tile % STAGES), (tile // STAGES & 1) ^ 1)
-        _send(kv, ring, place, tile, S)
+    for tile in range(num_tiles):
+        slot = tile % STAGES
+        rows = ()
+        for i in gl.static_range(BOXES):
+            key = (first_tile + tile) * TILE + i * BOX
+            page = gl.load(pages + key // S, mask=key < max_kv, other=0)
+            rows = rows + (page * S + key % S,)
+        if PDL:
+            if tile == early:
+                gdc_wait()
+        mbarrier.wait(empty.index(slot), (tile // STAGES & 1) ^ 1)
+        for n in gl.static_range(2):
+            whole = k_smem if n == 0 else v_smem
+            parts = reinterpret(whole, whole.dtype, [STAGES * PARTS, BOX, BAND], kv[n].layout)
+            bar = ready.index(2 * slot + n)
+            mbarrier.expect(bar, TILE * BANDS * BAND * 2)
+            for i in gl.static_range(PARTS):
+                at = [rows[i % BOXES], first_col + i // BOXES * BAND]
+                async_load(kv[n], at, bar, parts.index(slot * PARTS + i))
 
 
 @gluon.jit

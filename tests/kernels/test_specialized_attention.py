@@ -175,7 +175,7 @@ def test_every_tile_is_one_split_s(
     start, max_kv, G, split_tiles, num_splits, is_causal, window
 ) -> None:
     """Bug: a tile that a row sees is nobody's, or two splits'; a split that others wait for has
-    none; in a tile that is not masked stands a key that its first row does not see."""
+    none; the last one has more than another; in a tile that is not masked stands a key that its first row does not see."""
     TILE, shape = 64, (G, 64, split_tiles, num_splits, is_causal, window)
     position = start + torch.arange(G)[:, None]
     key = torch.arange(min(start + G, max_kv) if start > 0 else 0)[None]
@@ -184,15 +184,16 @@ def test_every_tile_is_one_split_s(
         seen &= (key - position).abs() < window
     kv_len, live, *_ = share_of.fn(start, max_kv, 0, *shape)
     assert kv_len == key.shape[1]
-    dealt = []
+    dealt, counts = [], []
     for split in range(live):
         _, _, first, count, num_unmasked = share_of.fn(start, max_kv, split, *shape)
+        counts.append(count)
         assert count > 0 or not seen.any()
         dealt += range(first, first + count)
         for tile in range(first, min(first + count, num_unmasked)):
             reach = key[:, : (tile + 1) * TILE][:, tile * TILE :]
             assert seen[:, reach[0]].all() or (window and (reach < position + window).all())
-    assert dealt == sorted(set(dealt))
+    assert dealt == sorted(set(dealt)) and counts[-1] == min(counts)
     assert set(dealt) >= {n // TILE for n in seen.any(0).nonzero().flatten().tolist()}
 
 

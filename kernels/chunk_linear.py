@@ -5,7 +5,7 @@ behind it reads and writes 150 MB for 2,048 rows of Qwen3-8B, and here it happen
 that hold the sums. In large tiles we are through earlier than cuBLAS, with SwiGLU or without,
 where they fill the rounds that the multiprocessors take of them. Up to 128 rows bytes are the
 limit, and what counts is that all multiprocessors read to the end: a tile each, as wide as that
-takes. What each gave, and what other sizes lose: profiles/LOG.md, and LOG-2026-11-27.md.
+takes. What each gave, and what other sizes lose: profiles/LOG-2026-11-27.md and LOG-2026-11-28.md.
 
 How: one CTA a multiprocessor takes tile after tile, and results leave by TMA. Gate and up rows
 alternate by 8 in a tile, so that a thread holds both. Three kinds of tiles; SwiGLU takes those that
@@ -18,7 +18,7 @@ are through first (`tiles_of`), other projections large ones or none:
   of them loads. Tensor cores seem to wait for shared memory: a product of 64 by 256 by 16 reads 10
   kB in the 128 cycles that it takes, and what TMA writes beside that is 47 bytes a cycle in the
   tiles above, 37 here, of 128 that there are. A warp that loads would leave three consumers fewer
-  registers than their sums need (profiles/LOG.md, 2026-11-28).
+  registers than their sums need (profiles/LOG-2026-11-28.md).
 - wide, 128 and 272: the small ones with 16 weight rows more, one a multiprocessor, so that what it
   has multiplied makes room for its results, and the ring has a slot more.
 
@@ -45,7 +45,7 @@ from graphengine.kernels.wide_linear import descriptor, gluon_dtype, weight_desc
 MIN_T = 1024  # rows of a chunk for small and large tiles
 MIN_SHARE = 0.9  # of its multiprocessors' time that a grid uses
 # Inputs from which large tiles win although their rounds are 6 % more: fewer, and a tile's end,
-# where nothing is multiplied, weighs more (profiles/LOG.md, 2026-11-28).
+# where nothing is multiplied, weighs more (profiles/LOG-2026-11-28.md).
 MIN_DEPTH, ALLOWANCE = 4096, 1.06
 
 

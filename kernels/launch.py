@@ -61,7 +61,7 @@ def all_registers(num_warps: int) -> dict[str, int]:
     programs that are not there, and asks for a part of a row only when others have come: the ten
     loads of a norm in Qwen3-8B's step went out in four goes, the eight of a rotation of q and k in
     six. A bound, even this highest one, says that so many registers are the program's
-    (profiles/LOG.md, 2026-11-28).
+    (profiles/LOG-2026-11-28.md).
     """
     return {"num_warps": num_warps, "maxnreg": min(MOST_REGISTERS, REGISTERS // (32 * num_warps))}
 

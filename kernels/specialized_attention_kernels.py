@@ -78,7 +78,7 @@ def _load(kv, ring, place, early, S: gl.constexpr, PDL: gl.constexpr):
             key = (first_tile + tile) * TILE + i * BOX
             page = gl.load(pages + key // S, mask=key < max_kv, other=0)
             rows = rows + (page * S + key % S,)
-        if PDL:
+        if PDL:  # noqa: SIM102 (known at compile time)
             if tile == early:
                 gdc_wait()
         mbarrier.wait(empty.index(slot), (tile // STAGES & 1) ^ 1)

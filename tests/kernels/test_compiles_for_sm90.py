@@ -129,7 +129,7 @@ def test_results_are_written_through(compiled: list[Any]) -> None:
 @pytest.mark.parametrize("kernel", ["verify_kernel", "convolve_kernel"])
 def test_all_is_read_before_anything_is_written(kernel: str, compiled: list[Any]) -> None:
     """Bug: a read stands behind a write, in front of which the compiler does not move it: memory is
-    waited for once more, in every recurrent layer (profiles/LOG.md, 2026-11-28)."""
+    waited for once more, in every recurrent layer (profiles/LOG-2026-11-28.md)."""
     LAUNCHES["recurrence"]()
     LAUNCHES["recurrence of a prompt"]()
     found = [k.asm["ptx"] for k in compiled if k.name == kernel]

@@ -175,7 +175,8 @@ def test_every_tile_is_one_split_s(
     start, max_kv, G, split_tiles, num_splits, is_causal, window
 ) -> None:
     """Bug: a tile that a row sees is nobody's, or two splits'; a split that others wait for has
-    none; the last one has more than another; in a tile that is not masked stands a key that its first row does not see."""
+    none; the last one has more than another; in a tile that is not masked stands a key that its
+    first row does not see."""
     TILE, shape = 64, (G, 64, split_tiles, num_splits, is_causal, window)
     position = start + torch.arange(G)[:, None]
     key = torch.arange(min(start + G, max_kv) if start > 0 else 0)[None]

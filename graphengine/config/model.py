@@ -26,8 +26,10 @@ class Architecture:
     """What a model_type says beyond the keys of its config.json.
 
     `defaults`: keys that a file may lack, and what transformers takes then. `heads_decide`: so are
-    head_dim (hidden / heads) and num_key_value_heads (heads). `mixer`, `ffn`: every layer's kind,
-    names in `models.decoder`. `is_hybrid`: layer_types say which mixer a layer has.
+    head_dim (hidden / heads) and num_key_value_heads (heads). `has_qkv_bias`: of q, k and v alone;
+    None: attention_bias says, of the output too. `window`: sliding_window of a file without one,
+    where every layer has it; None: no layer does. `mixer`, `ffn`: every layer's kind, names in
+    `models.decoder`. `is_hybrid`: layer_types say which mixer a layer has.
     `has_offset_norms`: norms multiply by `1 + w`. `partial_rotary_factor`: that of a file without
     one; None: the key is refused. `wrapped`: the name of the model_type whose text_config this is.
     `skipped`: beginnings of names of tensors that are for something else. `is_interleaved`: see
@@ -38,6 +40,8 @@ class Architecture:
     heads_decide: bool
     has_qk_norm: bool
     has_mlp_bias: bool
+    has_qkv_bias: bool | None = None
+    window: int | None = None
     mixer: str = "attention"
     ffn: str = "swiglu"
     is_hybrid: bool = False
@@ -62,6 +66,29 @@ ARCHITECTURES = {
         heads_decide=True,
         has_qk_norm=False,
         has_mlp_bias=True,
+    ),
+    "mistral": Architecture(
+        defaults={
+            "rms_norm_eps": 1e-6,
+            "max_position_embeddings": 131072,
+            "num_key_value_heads": 8,
+        },
+        heads_decide=True,
+        has_qk_norm=False,
+        has_mlp_bias=False,
+        has_qkv_bias=False,
+        window=4096,
+    ),
+    "qwen2": Architecture(
+        defaults={
+            "rms_norm_eps": 1e-6,
+            "max_position_embeddings": 32768,
+            "num_key_value_heads": 32,
+        },
+        heads_decide=True,
+        has_qk_norm=False,
+        has_mlp_bias=False,
+        has_qkv_bias=True,
     ),
     "qwen3_5_text": Architecture(
         defaults=gated_delta.DEFAULTS,
@@ -137,6 +164,11 @@ class ModelConfig:
         return ARCHITECTURES[self.model_type].has_qk_norm
 
     @property
+    def has_output_bias(self) -> bool:
+        """Whether attention's output is projected with a bias, as its inputs are."""
+        return self.attention_bias and not ARCHITECTURES[self.model_type].has_qkv_bias
+
+    @property
     def layer_kinds(self) -> tuple[tuple[str, str], ...]:
         """Names of every layer's mixer and ffn."""
         architecture = ARCHITECTURES[self.model_type]
@@ -184,6 +216,11 @@ class ModelConfig:
             first = 0 if model.moe else whole.integer("max_window_layers", minimum=0)
             if first < model.num_hidden_layers and whole.get("sliding_window") is not None:
                 other = [f"use_sliding_window from max_window_layers {first} on"]
+        window = ARCHITECTURES[model_type].window
+        if window is not None and raw.values.get("sliding_window", window) is not None:
+            window = raw.over({"sliding_window": window}).integer("sliding_window")
+            if window < model.max_position_embeddings:
+                other = [f"sliding_window {window} of {model.max_position_embeddings} positions"]
         if other:
             raise raw.refusal(
                 f"sliding or mixed attention ({', '.join(other)}) is not supported in a target; "
@@ -202,10 +239,10 @@ class ModelConfig:
             raise raw.refusal("quantization_config is not supported; use the bf16 weights")
         architecture = ARCHITECTURES[model_type]
         num_heads, hidden = raw.integer("num_attention_heads"), raw.integer("hidden_size")
-        keys = dict(architecture.defaults)
+        keys: dict[str, Any] = {}
         if architecture.heads_decide:
-            keys |= {"head_dim": hidden // num_heads, "num_key_value_heads": num_heads}
-        whole = raw.over(keys)
+            keys = {"head_dim": hidden // num_heads, "num_key_value_heads": num_heads}
+        whole = raw.over(keys | dict(architecture.defaults))
         num_kv_heads = whole.integer("num_key_value_heads")
         if num_heads % num_kv_heads:
             raise raw.refusal(
@@ -234,7 +271,11 @@ class ModelConfig:
             rms_norm_eps=whole.number("rms_norm_eps"),
             max_position_embeddings=whole.integer("max_position_embeddings"),
             tie_word_embeddings=whole.flag("tie_word_embeddings"),
-            attention_bias=whole.flag("attention_bias"),
+            attention_bias=(
+                whole.flag("attention_bias")
+                if architecture.has_qkv_bias is None
+                else architecture.has_qkv_bias
+            ),
             mlp_bias=architecture.has_mlp_bias and whole.flag("mlp_bias"),
             moe=MoeConfig.from_raw(whole, architecture.moe) if architecture.moe else None,
             rope=rope,

@@ -1,7 +1,8 @@
 """The mixer of attention over paged K/V: norm and packed projection, then per-head norm, rope and
 the cache write in one kernel, a planned attention, and the projection back.
 
-Qwen3 normalises each head of q and k, Llama does not; either may have biases.
+Qwen3 normalises each head of q and k, the others do not; Qwen2 has biases of q, k and v, Mistral
+none, the others may have them.
 
 Legend: T rows, D hidden, N / K / H query heads / kv heads / head dim, F = N * H, E = (N + 2K) * H.
 Source: Qwen3 technical report (arXiv 2505.09388), Llama 3 (arXiv 2407.21783); golden-tested against
@@ -60,7 +61,7 @@ def weights(config: ModelConfig) -> Fields:
         "q_norm_H": q_norm,
         "k_norm_H": k_norm,
         "o_DF": (Weight(f"{name}o_proj.weight", (hidden, q_size), 1),),
-        "o_bias_D": (Weight(f"{name}o_proj.bias", (hidden,)),) if bias else (),
+        "o_bias_D": (Weight(f"{name}o_proj.bias", (hidden,)),) if config.has_output_bias else (),
     }
 
 

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from graphengine.api import Engine
+    from graphengine.measure.rates import Rates
     from graphengine.measure.report import Row
 
 
@@ -109,20 +110,10 @@ def bench(model: str | None, draft: str | None, **options: Any) -> None:
     Steps of full buckets only, prefill excluded; p50 / p95 / p99 of the time between steps. With
     --prefill first tokens, beside the roofline.
     """
-    import torch
-
-    from graphengine.api import Engine
     from graphengine.checkpoints.pairs import named_pair
-    from graphengine.measure.bench import gpu_memory, timed_options
-    from graphengine.measure.first_token import FIRST_REQUEST_TOKENS, run_prefills
+    from graphengine.measure.bench import timed_options
     from graphengine.measure.rates import Rates, matmul_tflops, read_bandwidth_gbps
-    from graphengine.measure.report import (
-        first_token_table,
-        picture,
-        speedups_,
-        table,
-        tokens_equal,
-    )
+    from graphengine.measure.report import compare_modes, first_token_table, picture
     from graphengine.report import named, print_table, stderr_console
 
     console = stderr_console(quiet=False)
@@ -134,52 +125,11 @@ def bench(model: str | None, draft: str | None, **options: Any) -> None:
     if options["baseline"] and draft is None:
         raise ValueError("--baseline compares with plain decoding; pass --draft to have a drafter")
     shared.check_places(options)
-    lengths = _input_lens(options)
-    output_len = options["output_len"] or FIRST_REQUEST_TOKENS
-    context = shared.longest_context(model, draft, max(lengths) + output_len + 256)
-    if prefill and options["input_len"] is None:
-        lengths = tuple(n for n in lengths if n + output_len <= context) or (1,)
-    _check_lengths(options, lengths, context)
-    options["input_lens"], asked["max_model_len"] = lengths, context
+    options["input_lens"], asked["max_model_len"] = _lengths(model, draft, options)
     rates = Rates(0.0, 0.0)  # what is timed on the CPU has no floor of the GPU beside it
     if asked["device"] != "cpu":
         rates = Rates(read_bandwidth_gbps(), matmul_tflops() if prefill else 0.0)
-    rows: list[Row] = []
-    numbers: dict[str, Any] = {"read_bandwidth_gbps": rates.read_gbps}
-    if prefill:
-        numbers["matmul_tflops"] = rates.matmul_tflops
-    configs: dict[str, Any] = {}
-    for mode, backend in options["compare"] or (("auto", "auto"),):
-        for drafter in [None, draft] if options["baseline"] else [draft]:
-            run = asked if drafter == draft else without_drafter(asked)
-            run = run | {"graph_mode": mode, "attention_backend": backend}
-            began = time.perf_counter()
-            if torch.cuda.is_available():
-                torch.cuda.reset_peak_memory_stats()
-            with Engine.from_pretrained(model, drafter, **run) as engine:
-                startup = {"startup_s": time.perf_counter() - began} | asdict(engine.startup)
-                label = f"{engine.config.graph_mode}_{engine.config.attention_backend}"
-                label += "" if drafter == draft else "_plain"
-                if label in configs:  # two spellings would share a place in the result
-                    console.print(f"{mode}:{backend} is {label} again: left out")
-                    continue
-                configs[label] = asdict(engine.config)
-                del startup["buckets"], startup["num_pages"], startup["draft_widths"]
-                for width in engine.startup.draft_widths:
-                    console.print(f"{label:22}{width.line()}")
-                    startup[f"draft_width_bucket_{width.bucket}"] = width.to_json()
-                if prefill:
-                    measured = run_prefills(
-                        engine,
-                        rates,
-                        partial(console.print, f"{label:22}"),
-                        **{name: options[name] for name in ("input_lens", *_SHARED_BY_CASES)},
-                    )
-                else:
-                    found = _measure(engine, label, options, rates.read_gbps, console)
-                    rows += found
-                    measured = {row.key: row.numbers for row in found}
-                numbers[label] = {"startup": startup} | measured | {"memory": gpu_memory()}
+    numbers, configs, rows = _time_modes(model, draft, asked, options, rates, console)
     simulated = asked["simulate_acceptance"]
     document = {
         **named(model, draft),
@@ -191,13 +141,7 @@ def bench(model: str | None, draft: str | None, **options: Any) -> None:
     if prefill:
         print_table(console, first_token_table(numbers, simulated))
     else:
-        speedups_(rows)
-        print_table(console, table(rows, simulated))
-        digests = {f"{row.label}_{row.key}": row.result.digest for row in rows}
-        same = tokens_equal(digests)
-        console.print(f"tokens equal in all modes of one attention: {same}")
-        document |= {"token_digests": digests, "tokens_equal_across_modes": same}
-        document["warmup"] = options["warmup"]
+        document |= compare_modes(rows, simulated, console) | {"warmup": options["warmup"]}
     draw = partial(picture, rows, simulated)
     kind = "bench_first_token" if prefill else "bench_latency"
     shared.deliver(options, kind, numbers, document, draw)
@@ -224,38 +168,98 @@ def _settle(options: dict[str, Any]) -> None:
     options |= {name: default for name, default in defaults.items() if options[name] is None}
 
 
-def _input_lens(options: dict[str, Any]) -> tuple[int, ...]:
-    """Prompt lengths of the cases, from --input-len or from --context."""
-    from graphengine.measure.first_token import INPUT_LENS
+def _lengths(model: str, draft: str | None, options: dict[str, Any]) -> tuple[tuple[int, ...], int]:
+    """Prompt lengths of the cases, from --input-len or from --context, and the engines' context.
 
-    if options["context"] is None:
-        return options["input_len"] or (INPUT_LENS if options["prefill"] else (128,))
-    if options["input_len"] is not None:
-        raise ValueError("--context and --input-len both set the prompt's length; give one")
-    half = options["output_len"] // 2
-    short = [length for length in options["context"] if length <= half]
-    if short:
-        raise ValueError(
-            f"--context {short[0]}: a round of --output-len {options['output_len']} already has "
-            f"{half} tokens half-way; pass more than {half} or a smaller --output-len"
-        )
-    return tuple(length - half for length in options["context"])
+    Raises:
+        ValueError: a prompt past the context, before anything is measured, which would be lost.
+    """
+    from graphengine.measure.first_token import FIRST_REQUEST_TOKENS, INPUT_LENS
 
-
-def _check_lengths(options: dict[str, Any], lengths: tuple[int, ...], context: int) -> None:
-    """Refuses a prompt past the context before anything is measured, which would be lost."""
-    asked = "input_len" if options["context"] is None else "context"
-    least = (options["output_len"] or 1) if options["prefill"] else 1
+    prefill, name = options["prefill"], "context" if options["context"] else "input_len"
+    typed, output_len = options[name], options["output_len"] or FIRST_REQUEST_TOKENS
+    lengths = typed or (INPUT_LENS if prefill else (128,))
+    if name == "context":
+        if options["input_len"] is not None:
+            raise ValueError("--context and --input-len both set the prompt's length; give one")
+        half = output_len // 2
+        short = [length for length in lengths if length <= half]
+        if short:
+            raise ValueError(
+                f"--context {short[0]}: a round of --output-len {output_len} already has "
+                f"{half} tokens half-way; pass more than {half} or a smaller --output-len"
+            )
+        lengths = tuple(length - half for length in lengths)
+    context = shared.longest_context(model, draft, max(lengths) + output_len + 256)
+    if prefill and typed is None:
+        lengths = tuple(n for n in lengths if n + output_len <= context) or (1,)
+    least = (options["output_len"] or 1) if prefill else 1
     behind = f" and --output-len {least}" if least > 1 else ""
-    for given, length in zip(options[asked] or lengths, lengths, strict=True):
+    for given, length in zip(typed or lengths, lengths, strict=True):
         if length + least > context:
             raise ValueError(
-                f"--{asked.replace('_', '-')} {given}: prompts of {length} tokens{behind} do not "
+                f"--{name.replace('_', '-')} {given}: prompts of {length} tokens{behind} do not "
                 f"fit, these models have a context of {context}; pass less"
             )
+    return lengths, context
 
 
-def _measure(
+def _time_modes(
+    model: str,
+    draft: str | None,
+    asked: dict[str, Any],
+    options: dict[str, Any],
+    rates: Rates,
+    console: Console,
+) -> tuple[dict[str, Any], dict[str, Any], list[Row]]:
+    """Times an engine of each mode, with --baseline one without the drafter too.
+
+    Returns: (rates, and numbers by the engine's label, configs by it, all cases of steps).
+    """
+    import torch
+
+    from graphengine.api import Engine
+    from graphengine.measure.bench import gpu_memory
+    from graphengine.measure.first_token import run_prefills
+
+    numbers: dict[str, Any] = {"read_bandwidth_gbps": rates.read_gbps}
+    if options["prefill"]:
+        numbers["matmul_tflops"] = rates.matmul_tflops
+    configs: dict[str, Any] = {}
+    rows: list[Row] = []
+    modes = options["compare"] or (("auto", "auto"),)
+    drafters = [None, draft] if options["baseline"] else [draft]
+    for (mode, backend), drafter in product(modes, drafters):
+        run = asked if drafter == draft else without_drafter(asked)
+        run = run | {"graph_mode": mode, "attention_backend": backend}
+        began = time.perf_counter()
+        if torch.cuda.is_available():
+            torch.cuda.reset_peak_memory_stats()
+        with Engine.from_pretrained(model, drafter, **run) as engine:
+            startup = {"startup_s": time.perf_counter() - began} | asdict(engine.startup)
+            label = f"{engine.config.graph_mode}_{engine.config.attention_backend}"
+            label += "" if drafter == draft else "_plain"
+            if label in configs:  # two spellings would share a place in the result
+                console.print(f"{mode}:{backend} is {label} again: left out")
+                continue
+            configs[label] = asdict(engine.config)
+            del startup["buckets"], startup["num_pages"], startup["draft_widths"]
+            for width in engine.startup.draft_widths:
+                console.print(f"{label:22}{width.line()}")
+                startup[f"draft_width_bucket_{width.bucket}"] = width.to_json()
+            if options["prefill"]:
+                cases = {name: options[name] for name in ("input_lens", *_SHARED_BY_CASES)}
+                note = partial(console.print, f"{label:22}")
+                measured = run_prefills(engine, rates, note, **cases)
+            else:
+                found = _time_steps(engine, label, options, rates.read_gbps, console)
+                rows += found
+                measured = {row.key: row.numbers for row in found}
+            numbers[label] = {"startup": startup} | measured | {"memory": gpu_memory()}
+    return numbers, configs, rows
+
+
+def _time_steps(
     engine: Engine, label: str, options: dict[str, Any], read_gbps: float, console: Console
 ) -> list[Row]:
     """All cases of one engine."""
@@ -263,17 +267,12 @@ def _measure(
     from graphengine.measure.report import Row
 
     rows: list[Row] = []
+    of_all = {name: options[name] for name in ("warmup", *_SHARED_BY_CASES)}
     cases = list(product(options["input_lens"], engine.config.buckets))
     for input_len, bucket in cases:
         check_pool(engine, bucket, input_len, options["output_len"])
     for input_len, bucket in cases:
-        case = Case(
-            bucket=bucket,
-            input_len=input_len,
-            warmup=options["warmup"],
-            **{name: options[name] for name in _SHARED_BY_CASES},
-        )
-        result = run_case(engine, case)
+        result = run_case(engine, Case(bucket=bucket, input_len=input_len, **of_all))
         numbers = dict(result.numbers(read_gbps))
         rows.append(Row(label, f"bucket_{bucket}_input_{input_len}", result, numbers))
         console.print(

@@ -87,6 +87,19 @@ def table(rows: Sequence[Row], simulated: float | None) -> Any:
     return _table(["mode", "bucket", "input", *columns], lines, _title(simulated))
 
 
+def compare_modes(rows: Sequence[Row], simulated: float | None, console: Console) -> dict[str, Any]:
+    """Shows the steps of all modes in one table. Mutates: the rows' numbers.
+
+    Returns: what the result's document says of their tokens.
+    """
+    speedups_(rows)
+    print_table(console, table(rows, simulated))
+    digests = {f"{row.label}_{row.key}": row.result.digest for row in rows}
+    same = tokens_equal(digests)
+    console.print(f"tokens equal in all modes of one attention: {same}")
+    return {"token_digests": digests, "tokens_equal_across_modes": same}
+
+
 def _cells(found: Mapping[str, float], columns: Mapping[str, tuple[str, str]]) -> list[str]:
     return [format(found[key], form) if key in found else "-" for key, form in columns.values()]
 

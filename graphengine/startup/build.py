@@ -101,16 +101,10 @@ def build(
     config = resolve_options(options, target_config, draft_config)
     num_draws = draft_config.num_draft_tokens if draft_config else 0  # of a simulated step
     draft_config = longest_draft(config, draft_config) if draft_config else None
-    device = torch.device(config.device)
     stop_ids, _ = read_stop_ids(target_dir, target_config)
-    is_dummy = options.load_format != "auto"
-    tokenizer = _load_tokenizer(target_dir, target_config, stop_ids, is_needed=not is_dummy)
-    grammars = None
-    if tokenizer is not None:
-        grammars = Grammars(tokenizer.as_json, target_config.vocab_size, stop_ids)
-        if options.structured_outputs:
-            grammars.prepare()
+    tokenizer, grammars = _load_tokenizer(target_dir, target_config, stop_ids, options)
     compilers = _prepare_compilers(config, target_config, draft_config)
+    is_dummy = options.load_format != "auto"
     plan = plan_memory(
         config,
         target_config,
@@ -124,8 +118,9 @@ def build(
         source = partial(_open_source, config, options.load_format, progress)
         pair = _load_pair(config, source, target_dir, draft_dir, target_config, draft_config, plan)
         if config.simulate_acceptance is not None:
-            drawn = config.simulate_acceptance, max(config.buckets), num_draws
-            pair = replace(pair, simulation=make_simulation(*drawn, device))
+            mean, device = config.simulate_acceptance, torch.device(config.device)
+            simulation = make_simulation(mean, max(config.buckets), num_draws, device)
+            pair = replace(pair, simulation=simulation)
     load_s = time.perf_counter() - began
     for thread in compilers:
         thread.join()
@@ -145,7 +140,7 @@ def build(
     if config.compile:
         counts = cache_counts().since(counts)
     began = time.perf_counter()
-    if device.type == "cuda":
+    if config.device == "cuda":
         with names.range_("warmup"), torch.no_grad():
             warm_up(loop, grammars)
     builders = [lane.builder for lane in loop.lanes]
@@ -178,16 +173,21 @@ def build(
 
 
 def _load_tokenizer(
-    directory: Path, target: ModelConfig, stop_ids: Collection[int], *, is_needed: bool
-) -> Tokenizer | None:
+    directory: Path, target: ModelConfig, stop_ids: Collection[int], options: Options
+) -> tuple[Tokenizer | None, Grammars | None]:
     """Raises: ValueError: there is none where real weights are wanted."""
     tokenizer = load_tokenizer(directory, target, stop_ids)
-    if tokenizer is None and is_needed:
+    if tokenizer is not None:
+        grammars = Grammars(tokenizer.as_json, target.vocab_size, stop_ids)
+        if options.structured_outputs:
+            grammars.prepare()
+        return tokenizer, grammars
+    if options.load_format == "auto":
         remedy = "fetch the whole model directory"
         if directory.parent == PRESETS:
             remedy = "a preset has shapes alone; pass a hub id (owner/name), or --load-format dummy"
         raise ValueError(f"{directory}: no tokenizer.json; {remedy}")
-    return tokenizer
+    return None, None
 
 
 def _open_source(

@@ -28,14 +28,11 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from graphengine.checkpoints.tokenizer import Tokenizer
-from graphengine.config.options import SamplingParams
-from graphengine.decode.grammar import Matcher
 from graphengine.decode.loop import DecodeLoop
 from graphengine.decode.metrics import Acceptance
-from graphengine.decode.sampling import GREEDY, Sampling
 from graphengine.results import GenerationResult, Teller
 from graphengine.verify.teacher import Scores
-from graphengine.verify.told import NOTHING, Transcript, named, wrong_end
+from graphengine.verify.told import Ask, Transcript, named, wrong_end
 
 CheckName = Literal["regret", "identical", "finite", "ends", "logprobs", "acceptance", "modes"]
 Mix = Literal["alone", "together", "mixed"]
@@ -108,9 +105,7 @@ def decode(
     *,
     bucket: int | None = None,
     one_by_one: bool = False,
-    samplings: Sequence[Sampling] | None = None,
-    matchers: Sequence[Matcher | None] | None = None,
-    asked: Sequence[SamplingParams] | None = None,
+    asks: Sequence[Ask] | None = None,
     tokenizer: Tokenizer | None = None,
 ) -> list[Transcript]:
     """Runs prompts to their end.
@@ -119,10 +114,7 @@ def decode(
         budgets: most new tokens, per prompt.
         bucket: runs in this built bucket alone, however few rows are taken; None as usual.
         one_by_one: submits a prompt when the one before it has ended.
-        samplings: how each prompt's tokens are picked; default greedily.
-        matchers: of the grammar that each answer follows; default none.
-        asked: what ends each answer and what is told of it; default nothing. Of the rest of it
-            nothing is read.
+        asks: how each prompt is answered; default greedily.
         tokenizer: writes the texts, in which stop strings are found.
 
     Raises:
@@ -137,9 +129,7 @@ def decode(
         )
     loop.reset()
     loop.first.only_bucket = bucket
-    samplings = samplings or [GREEDY] * len(prompts)
-    matchers = matchers or [None] * len(prompts)
-    asked = asked or [NOTHING] * len(prompts)
+    asks = asks or [Ask()] * len(prompts)
     tellers: dict[int, Teller] = {}
     steps: dict[int, list[int]] = defaultdict(list)
     results: dict[int, GenerationResult] = {}
@@ -154,10 +144,13 @@ def decode(
                     results[number] = chunk.result
 
     try:
-        each = zip(prompts, budgets, samplings, matchers, asked, strict=True)
-        for prompt, budget, sampling, matcher, own in each:
+        each = zip(prompts, budgets, asks, strict=True)
+        for prompt, budget, (sampling, matcher, own) in each:
             request = loop.submit(
-                *(list(prompt), budget, () if own.ignore_eos else stop_ids, sampling),
+                list(prompt),
+                budget,
+                () if own.ignore_eos else stop_ids,
+                sampling,
                 asked_stop_ids=own.stop_token_ids,
                 logprobs=own.logprobs,
                 prompt_logprobs=own.prompt_logprobs,
@@ -173,20 +166,20 @@ def decode(
     room = loop.config.max_model_len
     return [
         Transcript(
-            list(prompt),
-            result.token_ids,
-            steps[number],
-            min(budget, room - len(prompt)),
-            result.finish_reason,
-            result.metrics.acceptance,
-            result.error,
-            own,
-            result.stop_reason,
-            result.text if tokenizer is not None else None,
-            result.logprobs,
-            result.prompt_logprobs,
+            prompt_ids=list(prompt),
+            output_ids=result.token_ids,
+            committed=steps[number],
+            budget=min(budget, room - len(prompt)),
+            finish_reason=result.finish_reason,
+            acceptance=result.metrics.acceptance,
+            error=result.error,
+            asked=ask.options,
+            stop_reason=result.stop_reason,
+            text=result.text if tokenizer is not None else None,
+            logprobs=result.logprobs,
+            prompt_logprobs=result.prompt_logprobs,
         )
-        for prompt, budget, own, number in zip(prompts, budgets, asked, tellers, strict=True)
+        for prompt, budget, ask, number in zip(prompts, budgets, asks, tellers, strict=True)
         for result in [results[number]]
     ]
 

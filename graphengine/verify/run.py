@@ -25,7 +25,7 @@ from graphengine.verify.check import CheckName, Limits, Mix, Report
 from graphengine.verify.forced import ForcedLength, lengths, missed
 from graphengine.verify.option_cases import OptionCase, judge_of, matcher_of
 from graphengine.verify.teacher import Scores, first_choice, teacher_force
-from graphengine.verify.told import Transcript, wrong_logprobs
+from graphengine.verify.told import Ask, Transcript, wrong_logprobs
 
 PLAIN = "plain"
 RETURNING = (129, 130)  # tokens: whole pages of every kernel, and a row or two behind them
@@ -164,24 +164,9 @@ def verify_mode(
         ]
     for cell, length in runs:
         progress(cell)
-        _, bucket, mix = cell
         if forced is not None and length is not None:
             forced.length = length
-        order, budgets = list(range(len(ids))), [max_new_tokens] * len(ids)
-        if mix == "mixed":
-            order, budgets = check.mixed([len(prompt) for prompt in ids], max_new_tokens)
-        budgets = [cases[i].budget(most) for i, most in zip(order, budgets, strict=True)]
-        ran = check.decode(
-            *(built.loop, [ids[i] for i in order], budgets, built.stop_ids),
-            bucket=bucket,
-            one_by_one=mix == "alone",
-            samplings=[cases[i].sampling for i in order],
-            matchers=[matcher_of(built, cases[i]) for i in order],
-            asked=[cases[i].asked for i in order],
-            tokenizer=built.tokenizer,
-        )
-        # In the order of the prompts, so that cells can be compared.
-        transcripts = [transcript for _, transcript in sorted(zip(order, ran, strict=True))]
+        transcripts = _answers(built, ids, cases, cell, max_new_tokens)
         scores, limit, stop_ids = [], limits.tolerance_nats, built.stop_ids
         for i, (t, case) in enumerate(zip(transcripts, cases, strict=True)):
             key = (i if case.chooses else -1, len(t.prompt_ids), *t.prompt_ids, *t.output_ids)
@@ -194,13 +179,9 @@ def verify_mode(
         failed = check.decide(report, limits)
         if length is not None and (text := missed(report, length)):
             failed["acceptance"] = text
-        bound, worst = limits.max_logprob_error_nats, None
-        for i, t in enumerate(transcripts):
-            if t.asked.num_logprobs is not None and not t.error:
-                off, wrong = wrong_logprobs(built.loop, t, bound)
-                worst = off if worst is None else max(worst, off)
-                if wrong is not None:
-                    failed.setdefault("logprobs", f"request {i}, {wrong}")
+        worst, wrong = _worst_logprob(built, transcripts, limits.max_logprob_error_nats)
+        if wrong is not None:
+            failed["logprobs"] = wrong
         before = reference.get(_kernels(cell), transcripts)
         if parted := check.disagreement(before, transcripts):
             failed["modes"] = parted
@@ -214,6 +195,44 @@ def verify_mode(
             )
         )
     return results
+
+
+def _answers(
+    built: Built,
+    ids: Sequence[Sequence[int]],
+    cases: Sequence[OptionCase],
+    cell: Cell,
+    max_new_tokens: int,
+) -> list[Transcript]:
+    """What is decoded in a cell, in the order of the prompts, so that cells can be compared."""
+    order, budgets = list(range(len(ids))), [max_new_tokens] * len(ids)
+    if cell.mix == "mixed":
+        order, budgets = check.mixed([len(prompt) for prompt in ids], max_new_tokens)
+    ran = check.decode(
+        built.loop,
+        [ids[i] for i in order],
+        [cases[i].budget(most) for i, most in zip(order, budgets, strict=True)],
+        built.stop_ids,
+        bucket=cell.bucket,
+        one_by_one=cell.mix == "alone",
+        asks=[Ask(cases[i].sampling, matcher_of(built, cases[i]), cases[i].asked) for i in order],
+        tokenizer=built.tokenizer,
+    )
+    return [transcript for _, transcript in sorted(zip(order, ran, strict=True))]
+
+
+def _worst_logprob(
+    built: Built, transcripts: Sequence[Transcript], bound_nats: float
+) -> tuple[float | None, str | None]:
+    """(the largest error in nats, None where none were asked for; the first that is wrong)."""
+    worst = first = None
+    for i, t in enumerate(transcripts):
+        if t.asked.num_logprobs is not None and not t.error:
+            off, wrong = wrong_logprobs(built.loop, t, bound_nats)
+            worst = off if worst is None else max(worst, off)
+            if first is None and wrong is not None:
+                first = f"request {i}, {wrong}"
+    return worst, first
 
 
 def _kernels(cell: Cell) -> tuple[str, int, Mix]:
@@ -243,9 +262,9 @@ def draw(
 ) -> Draws:
     """Draws every prompt `num_samples` times, with consecutive seeds from `sampling.seed` on."""
     prompts = [prompt for prompt in ids for _ in range(num_samples)]
-    samplings = [sampling.numbered(i) for i in range(len(prompts))]
-    run = built.loop, prompts, [max_new_tokens] * len(prompts), built.stop_ids
-    transcripts = check.decode(*run, samplings=samplings)
+    asks = [Ask(sampling.numbered(i)) for i in range(len(prompts))]
+    budgets = [max_new_tokens] * len(prompts)
+    transcripts = check.decode(built.loop, prompts, budgets, built.stop_ids, asks=asks)
     outputs = [t.output_ids for t in transcripts]
     return Draws(
         [outputs[i : i + num_samples] for i in range(0, len(outputs), num_samples)],

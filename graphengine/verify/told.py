@@ -21,12 +21,22 @@ from graphengine.checkpoints.tokenizer import REPLACEMENT, Tokenizer
 from graphengine.config.constraint import KINDS
 from graphengine.config.options import SamplingParams
 from graphengine.decode.acceptance import FinishReason
+from graphengine.decode.grammar import Matcher
 from graphengine.decode.logprobs import Logprobs
 from graphengine.decode.loop import DecodeLoop
 from graphengine.decode.metrics import Acceptance
+from graphengine.decode.sampling import GREEDY, Sampling
 from graphengine.verify.teacher import Scores, teacher_force
 
 NOTHING = SamplingParams()
+
+
+class Ask(NamedTuple):
+    """How a prompt is answered. Of `options`: what ends the answer, and what is told of it."""
+
+    sampling: Sampling = GREEDY
+    matcher: Matcher | None = None
+    options: SamplingParams = NOTHING
 
 
 class Transcript(NamedTuple):

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Sequence
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from typing import NamedTuple
 
 from torch import Tensor
@@ -39,7 +39,8 @@ class Ask(NamedTuple):
     options: SamplingParams = NOTHING
 
 
-class Transcript(NamedTuple):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Transcript:
     """What one request decoded. `committed[k]` tokens came with step k; step 0 is the prefill.
     A step's last token is the target's own (unless a stop or the budget cut it), the others are
     accepted drafts."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import math
 import sys
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,7 +14,6 @@ import torch
 from rich.console import Console
 
 from graphengine.config.options import SamplingParams
-from graphengine.decode.metrics import Acceptance
 from graphengine.verify import option_cases
 from graphengine.verify.check import (
     MIN_IDENTICAL,
@@ -27,19 +27,11 @@ from graphengine.verify.check import (
 from graphengine.verify.report import _table, describe, finish
 from graphengine.verify.run import Cell, CellResult
 from graphengine.verify.teacher import Scores
-from graphengine.verify.told import Transcript, _compare, wrong_end
+from graphengine.verify.told import _compare, wrong_end
 from tests.support.byte_tokens import FallsBackToBytes
+from tests.support.transcripts import transcript
 
 STOP = 9
-
-
-def transcript(
-    output: list[int], committed: list[int], reason: Any = "length", budget: int | None = None
-) -> Transcript:
-    acceptance = Acceptance(3)
-    for count in committed[1:]:
-        acceptance.add(count - 1)
-    return Transcript([1], output, committed, budget or len(output), reason, acceptance)
 
 
 def scores(best: list[int], regret: list[float]) -> Scores:
@@ -107,7 +99,7 @@ def test_acceptance_counts_the_first_prompts_only() -> None:
 )
 def test_ends(output: list[int], reason: str, budget: int, right: bool) -> None:
     """Bug: lost tokens, or surplus ones behind a stop token, pass since each one is right."""
-    one = transcript(output, [1, len(output) - 1], reason, budget)
+    one = transcript(output, [1, len(output) - 1], finish_reason=reason, budget=budget)
     report = judge([one], [scores(output, [0.0] * 3)], 0.2, [STOP])
     assert ("ends" in decide(report, Limits())) != right
 
@@ -167,9 +159,9 @@ def test_the_text_of_an_answer(skips: bool, text: str) -> None:
     tokenizer: Any = FallsBackToBytes()
     asked = SamplingParams(max_new_tokens=5, skip_special_tokens=skips)
     ids = [*tokenizer.encode(" a"), tokenizer.encode_special("<s>"), *tokenizer.encode(" b")]
-    told = Transcript(tokenizer.encode("a"), ids, [5], 5, "length", Acceptance(3), asked=asked)
-    assert wrong_end(told._replace(text=text), (), tokenizer) is None
-    assert "its text is" in (wrong_end(told._replace(text=text.strip()), (), tokenizer) or "")
+    told = transcript(ids, [5], prompt_ids=tokenizer.encode("a"), asked=asked)
+    assert wrong_end(replace(told, text=text), (), tokenizer) is None
+    assert "its text is" in (wrong_end(replace(told, text=text.strip()), (), tokenizer) or "")
 
 
 def test_a_stop_that_is_one_character_of_two_tokens() -> None:
@@ -177,9 +169,10 @@ def test_a_stop_that_is_one_character_of_two_tokens() -> None:
     tokenizer: Any = FallsBackToBytes()
     asked = SamplingParams(max_new_tokens=9, stop=("\u00e8",))
     ids = tokenizer.encode("a\u00e8")
-    told = Transcript([1], ids, [3], 9, "stop", Acceptance(3), asked=asked, text="a")
+    of_end: Any = {"budget": 9, "finish_reason": "stop", "stop_reason": "\u00e8"}
+    told = transcript(ids, [3], asked=asked, text="a", **of_end)
     assert len(ids) == 3
-    assert wrong_end(told._replace(stop_reason="\u00e8"), (), tokenizer) is None
+    assert wrong_end(told, (), tokenizer) is None
 
 
 def test_log_probabilities_begin_with_the_token_itself() -> None:

@@ -25,7 +25,6 @@ from graphengine.config.constraint import constraint_of
 from graphengine.config.options import SamplingParams
 from graphengine.decode import ends, logprobs
 from graphengine.decode.loop import DecodeLoop
-from graphengine.decode.metrics import Acceptance
 from graphengine.decode.sampling import Controls, sample_rows
 from graphengine.kernels.gumbel_argmax import gumbel
 from graphengine.verify.check import Limits
@@ -37,8 +36,9 @@ from graphengine.verify.option_cases import (
     judge_of,
 )
 from graphengine.verify.run import CellResult, encode, verify_mode
-from graphengine.verify.told import Transcript, wrong_end, wrong_logprobs
+from graphengine.verify.told import wrong_end, wrong_logprobs
 from tests.support.chains import insert_
+from tests.support.transcripts import transcript
 
 BUCKET, MAX_NEW_TOKENS = 8, 32
 Asked = list[tuple[list[int], OptionCase]]
@@ -260,10 +260,10 @@ def test_a_transcript_that_was_tampered_with(engine: Engine, healthy: CellResult
     prompt, told = scored.prompt_logprobs or [], scored.logprobs or []
 
     def logprobs_of(**changed: Any) -> str:
-        return str(wrong_logprobs(built.loop, scored._replace(**changed), 1e-3)[1])
+        return str(wrong_logprobs(built.loop, replace(scored, **changed), 1e-3)[1])
 
     def end_of(**changed: Any) -> str:
-        return str(wrong_end(stopped._replace(**changed), built.stop_ids, built.tokenizer))
+        return str(wrong_end(replace(stopped, **changed), built.stop_ids, built.tokenizer))
 
     off = {token: value + 0.01 for token, value in (prompt[3] or {}).items()}
     nan = dict.fromkeys(told[2], math.nan)
@@ -364,5 +364,6 @@ def test_the_largest_error_of_all_is_told(engine: Engine, monkeypatch: pytest.Mo
 def test_the_last_of_min_tokens_ends_nothing(min_tokens: int, end: int) -> None:
     """Bug: a token that is still one of the least many is held to end the answer."""
     asked = SamplingParams(stop_token_ids=(9,), min_tokens=min_tokens)
-    told = Transcript([1], [5, 9, 5, 9][:end], [end], 8, "stop", Acceptance(0), asked=asked)
-    assert wrong_end(told._replace(stop_reason=9), (), None) is None
+    of_end: Any = {"budget": 8, "finish_reason": "stop", "stop_reason": 9}
+    told = transcript([5, 9, 5, 9][:end], [end], asked=asked, **of_end)
+    assert wrong_end(told, (), None) is None

@@ -94,7 +94,7 @@ def test_modes_are_compared_prompt_by_prompt(tmp_path: Path) -> None:
         (same,) = verify_mode(engine.built, "full torch", prompts, cells, first=[first], **options)
         assert not same.failed
         one, *rest = first.transcripts
-        other = one._replace(output_ids=[*one.output_ids[:-1], one.output_ids[-1] ^ 1])
+        other = replace(one, output_ids=[*one.output_ids[:-1], one.output_ids[-1] ^ 1])
         changed = replace(first, transcripts=[other, *rest])
         (found,) = verify_mode(
             engine.built, "full torch", prompts, cells, first=[changed], **options

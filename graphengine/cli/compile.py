@@ -55,7 +55,6 @@ def compile_(store: Store | None, model: str | None, draft: str | None, **option
             "there is no folder for compiled code; set GRAPHENGINE_CACHE to one that can be written"
         )
     from graphengine.api import Engine
-    from graphengine.capture.precompiled import are_kept
     from graphengine.checkpoints.pairs import named_pair
     from graphengine.report import cache_line, print_note, stderr_console
     from graphengine.startup import artifact
@@ -64,13 +63,8 @@ def compile_(store: Store | None, model: str | None, draft: str | None, **option
     console = stderr_console(quiet=False)
     output: Path | None = options["output"]
     shared.check_places(options)
-    if output is not None and output.exists() and not output.is_file():
-        raise ValueError(f"--output {output}: is no regular file; choose another path")
-    if output is not None and not are_kept():
-        raise ValueError(
-            f"--output {output}: torch's settings keep compiled code from being stored, so there "
-            "would be none to pack; unset TORCHINDUCTOR_FORCE_DISABLE_CACHES and its like"
-        )
+    if output is not None:
+        _check_output(output)
     if options["fresh"]:
         shutil.rmtree(store.folder, ignore_errors=True)
     model, draft = named_pair(model, draft)
@@ -92,18 +86,7 @@ def compile_(store: Store | None, model: str | None, draft: str | None, **option
         startup, built = engine.startup, engine.built
         compiled = artifact.engine_parts(engine.config, built.target, built.draft)
     total_s = time.perf_counter() - began
-    notes = list(store.notes)
-    if store.segments != str(store.folder):
-        notes.append(
-            f"TORCHINDUCTOR_CACHE_DIR is {store.segments}: what is compiled lies there, and is "
-            "neither packed nor dropped"
-        )
-    apart = artifact.nearest(store.folder, compiled)
-    if options["artifact"] is not None and not notes and apart:
-        notes.append(
-            f"{options['artifact']} was compiled for something else, what is missing was compiled: "
-            + "; ".join(apart)
-        )
+    notes = _notes(store, options["artifact"], artifact.nearest(store.folder, compiled))
     artifact.record_(store.folder, store.parts, compiled)
     num_new = artifact.num_files(store.folder) - files_before
     for note in notes:
@@ -133,3 +116,35 @@ def compile_(store: Store | None, model: str | None, draft: str | None, **option
     finally:
         if options["as_json"]:
             click.echo(json.dumps(document))
+
+
+def _check_output(output: Path) -> None:
+    """Refuses a file that cannot be packed into, or would be empty, before anything is compiled."""
+    from graphengine.capture.precompiled import are_kept
+
+    if output.exists() and not output.is_file():
+        raise ValueError(f"--output {output}: is no regular file; choose another path")
+    if not are_kept():
+        raise ValueError(
+            f"--output {output}: torch's settings keep compiled code from being stored, so there "
+            "would be none to pack; unset TORCHINDUCTOR_FORCE_DISABLE_CACHES and its like"
+        )
+
+
+def _notes(store: Store, added: Path | None, apart: list[str] | None) -> list[str]:
+    """Why what is compiled lies elsewhere, or was not in the packed artifact that was added.
+
+    Args: apart: in what the folder's nearest entry differs.
+    """
+    notes = list(store.notes)
+    if store.segments != str(store.folder):
+        notes.append(
+            f"TORCHINDUCTOR_CACHE_DIR is {store.segments}: what is compiled lies there, and is "
+            "neither packed nor dropped"
+        )
+    if added is not None and not notes and apart:
+        notes.append(
+            f"{added} was compiled for something else, what is missing was compiled: "
+            + "; ".join(apart)
+        )
+    return notes

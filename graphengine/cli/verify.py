@@ -15,7 +15,7 @@ from click.core import ParameterSource
 from graphengine.cli import options as shared
 from graphengine.config.declaration import declarations, made
 from graphengine.config.options import Options, SamplingParams, without_drafter
-from graphengine.prompts import read_prompt_file
+from graphengine.prompts import Turn, read_prompt_file
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -114,58 +114,80 @@ def verify(ctx: click.Context, model: str | None, draft: str | None, **options: 
     from graphengine.checkpoints.tokenizer import Tokenizer
     from graphengine.decode.grammar import llguidance_missing
     from graphengine.report import stderr_console
-    from graphengine.verify.option_cases import NUM_CASES
-    from graphengine.verify.run import RETURNING, Mode, encode, returning
+    from graphengine.verify.run import Mode, encode
 
     mode = Mode(options["graph_mode"], options["attention_backend"])
     shared.check_places(options)
     model, draft = named_pair(model, draft)
-    bundled = (model, draft) == named_pair(None, None)
-    is_sampled, file = options["temperature"] > 0, options["prompt_file"]
-    is_forced = options["forced_acceptance"]
+    is_sampled, is_forced = options["temperature"] > 0, options["forced_acceptance"]
     default = SAMPLED_NEW_TOKENS if is_sampled else FORCED_NEW_TOKENS if is_forced else 128
     options["max_new_tokens"] = options["max_new_tokens"] or default
     names = declarations(SamplingParams)
     SamplingParams(**{name: options[name] for name in names if name in options})  # refuses
     _check(options, mode, model, draft)
     _refuse_idle(ctx, is_sampled, options["all_options"])
+    prompts, num_counted = _prompts(options, (model, draft) == named_pair(None, None))
+    directory = resolve(model)
+    tokenizer = Tokenizer(directory) if Tokenizer.exists(directory) else None
+    has_grammars = options["all_options"] and tokenizer is not None and not llguidance_missing()
+    options["grammars"], options["texts"] = has_grammars, tokenizer is not None
+    ids = _settle_lengths(encode(tokenizer, prompts, options["raw"]), options, model, draft)
+    console = stderr_console(options["quiet"] or options["as_json"])
+    run = _Run(model, draft, mode, tokenizer, ids, options, console)
+    if not (run.compare_draws() if is_sampled else run.compare_tokens(num_counted)):
+        ctx.exit(1)
+
+
+def _prompts(options: dict[str, Any], bundled: bool) -> tuple[list[Turn], int | None]:
+    """The prompts, and of how many of them acceptance is counted, if not of all; the bundled pair's
+    gets its least value. Mutates: options.
+
+    Raises: ValueError: a conversation.
+    """
+    is_sampled, file = options["temperature"] > 0, options["prompt_file"]
     files = (file,) if file else (PROMPTS, PROBES)
     conversations = [turns for path in files for turns in read_prompt_file(path)]
     if any(len(turns) != 1 for turns in conversations):
         raise ValueError("--prompt-file: verify takes single prompts, not conversations")
     prompts = [turns[0] for turns in conversations]
-    num_counted = None
     if is_sampled:  # the last ones: the bundled probes, on which draws differ most
-        prompts = prompts[-MAX_SAMPLED_PROMPTS:]
-    elif bundled and not (file or options["raw"] or is_forced or options["all_options"]):
-        num_counted = len(read_prompt_file(PROMPTS))
-        in_full = options["num_speculative_tokens"] is None
-        if in_full and options["max_new_tokens"] >= BUNDLED_MIN_NEW_TOKENS:
-            options["min_acceptance"] = options["min_acceptance"] or BUNDLED_MIN_ACCEPTANCE
-    directory = resolve(model)
-    tokenizer = Tokenizer(directory) if Tokenizer.exists(directory) else None
-    ids = encode(tokenizer, prompts, options["raw"])
-    options["grammars"], options["texts"] = False, tokenizer is not None
+        return prompts[-MAX_SAMPLED_PROMPTS:], None
+    own = file or options["raw"] or options["forced_acceptance"] or options["all_options"]
+    if own or not bundled:
+        return prompts, None
+    in_full = options["num_speculative_tokens"] is None
+    if in_full and options["max_new_tokens"] >= BUNDLED_MIN_NEW_TOKENS:
+        options["min_acceptance"] = options["min_acceptance"] or BUNDLED_MIN_ACCEPTANCE
+    return prompts, len(read_prompt_file(PROMPTS))
+
+
+def _settle_lengths(
+    ids: list[list[int]], options: dict[str, Any], model: str, draft: str | None
+) -> list[list[int]]:
+    """The prompts, with those that a run has beside them, and a context no larger than they need.
+    Mutates: options.
+
+    Raises: ValueError: a prompt that leaves no room for a token.
+    """
+    from graphengine.verify.option_cases import NUM_CASES
+    from graphengine.verify.run import RETURNING, returning
+
     if options["all_options"]:  # each of them once at least
-        options["grammars"] = tokenizer is not None and not llguidance_missing()
         ids = [ids[i % len(ids)] for i in range(max(len(ids), NUM_CASES))]
-    elif not (file or is_sampled):
+    elif not (options["prompt_file"] or options["temperature"] > 0):
         room = options["max_model_len"] or shared.longest_context(model, draft, max(RETURNING) + 1)
-        ids += returning(ids[-1], room)
-    if options["max_model_len"] is None:  # no pool larger than needed
-        wanted = max(map(len, ids)) + options["max_new_tokens"]
+        ids = ids + returning(ids[-1], room)
+    longest = max(map(len, ids))
+    if options["max_model_len"] is None:
+        wanted = longest + options["max_new_tokens"]
         options["max_model_len"] = shared.longest_context(model, draft, wanted)
-    longest, context = max(map(len, ids)), options["max_model_len"]
-    if longest >= context:
+    if longest >= options["max_model_len"]:
         raise ValueError(
-            f"a prompt has {longest} tokens, the context holds {context} and at least one must be "
-            "left to generate; pass --prompt-file with shorter ones, or a larger --max-model-len "
-            "if the models allow it"
+            f"a prompt has {longest} tokens, the context holds {options['max_model_len']} and at "
+            "least one must be left to generate; pass --prompt-file with shorter ones, or a larger "
+            "--max-model-len if the models allow it"
         )
-    console = stderr_console(options["quiet"] or options["as_json"])
-    run = _Run(model, draft, mode, tokenizer, ids, options, console)
-    if not (run.compare_draws() if is_sampled else run.compare_tokens(num_counted)):
-        ctx.exit(1)
+    return ids
 
 
 def _check(options: dict[str, Any], mode: Mode, model: str, draft: str | None) -> None:
@@ -263,29 +285,23 @@ class _Run(NamedTuple):
 
     def compare_tokens(self, num_counted: int | None) -> bool:
         """Every token of every cell with the plain model's first choice."""
+        from graphengine.verify import run
         from graphengine.verify.forced import ForcedLength
         from graphengine.verify.option_cases import cases_for
         from graphengine.verify.report import describe, report_cells
-        from graphengine.verify.run import (
-            PLAIN,
-            compare_with_plain,
-            matrix_modes,
-            mixes_of,
-            verify_mode,
-        )
 
         options, buckets = self.options, sorted(self.options["buckets"])
         modes = [self.mode]
         cells: list[tuple[int, Mix]] = [(b, "alone" if b == 1 else "together") for b in buckets]
         if options["matrix"]:
-            modes, without = matrix_modes(options["device"], self.refusal)
+            modes, without = run.matrix_modes(options["device"], self.refusal)
             if without is not None:
                 self.console.print(f"left out: {without}", style="dim")
-            cells = [(bucket, mix) for bucket in buckets for mix in mixes_of(bucket)]
+            cells = [(bucket, mix) for bucket in buckets for mix in run.mixes_of(bucket)]
         texts: list[str] = []
         cases: list[OptionCase] = []
 
-        def run(
+        def judged(
             mode: Mode,
             drafter: str | None,
             before: list[CellResult],
@@ -296,11 +312,11 @@ class _Run(NamedTuple):
                 name = f"{config.graph_mode} {config.attention_backend}"
                 if options["all_options"] and not cases:
                     count, seed = options["max_new_tokens"], options["seed"]
-                    given = self.ids, count, seed, options["grammars"]
-                    cases.extend(cases_for(engine.built, *given))
-                found = verify_mode(
+                    has_grammars = options["grammars"]
+                    cases.extend(cases_for(engine.built, self.ids, count, seed, has_grammars))
+                found = run.verify_mode(
                     engine.built,
-                    name if drafter == self.draft else PLAIN,
+                    name if drafter == self.draft else run.PLAIN,
                     self.ids,
                     cells,
                     max_new_tokens=options["max_new_tokens"],
@@ -326,30 +342,25 @@ class _Run(NamedTuple):
             # In graphs where there are any: a token a step, called one by one, is most of the
             # matrix.
             captured = [mode for mode in modes if mode.graph_mode != "none"]
-            plain = run((captured or modes)[0], None, [])
+            plain = judged((captured or modes)[0], None, [])
         forced = ForcedLength.of(plain[0].transcripts) if is_forced else None
         results: list[CellResult] = []
         for mode in modes:
-            results += run(mode, self.draft, results, forced)
+            results += judged(mode, self.draft, results, forced)
         if plain:
-            results = plain + compare_with_plain(results, plain)
+            results = plain + run.compare_with_plain(results, plain)
         return report_cells(self.model, self.draft, results, texts, options, self.console)
 
     def limits(self, dtype: str, drafter: str | None) -> Limits:
-        from graphengine.verify.check import (
-            MAX_LOGPROB_ERROR,
-            MIN_IDENTICAL,
-            TOLERANCE_NATS,
-            Limits,
-        )
+        from graphengine.verify import check
 
         asked = self.options
         tolerance, identical = asked["tolerance"], asked["min_identical"]
-        return Limits(
-            tolerance_nats=TOLERANCE_NATS[dtype] if tolerance is None else tolerance,
-            min_identical=MIN_IDENTICAL[dtype] if identical is None else identical,
+        return check.Limits(
+            tolerance_nats=check.TOLERANCE_NATS[dtype] if tolerance is None else tolerance,
+            min_identical=check.MIN_IDENTICAL[dtype] if identical is None else identical,
             min_acceptance=asked["min_acceptance"] if drafter else None,
-            max_logprob_error_nats=MAX_LOGPROB_ERROR[dtype],
+            max_logprob_error_nats=check.MAX_LOGPROB_ERROR[dtype],
         )
 
     def engine(self, mode: Mode, drafter: str | None) -> Engine:

@@ -300,8 +300,8 @@ class BlockAttention:
         """Args: padded: the start of a block that is none."""
         self._block, self._rule, self._padded = block, rule, padded
         self._page_table_BW, self._start_B = page_table_BW, start_B
-        where = block, _num_sms(start_B.device), start_B.device
-        self._workspace = self.make_workspace(config, start_B.shape[0], *where)
+        num_sms = _num_sms(start_B.device)
+        self._workspace = self.make_workspace(config, len(start_B), block, num_sms, start_B.device)
 
     @staticmethod
     def make_workspace(
@@ -339,8 +339,8 @@ class ChunkAttention:
     def __init__(self, config: ModelConfig, page_table_BW: Tensor, start_B: Tensor) -> None:
         """Args: start_B: -1 for a block without a prompt."""
         self._page_table_BW, self._start_B = page_table_BW, start_B
-        where = len(start_B), _num_sms(start_B.device), start_B.device
-        self._partials = self.make_workspace(config, *where)
+        num_sms = _num_sms(start_B.device)
+        self._partials = self.make_workspace(config, len(start_B), num_sms, start_B.device)
 
     @staticmethod
     def make_workspace(
@@ -360,8 +360,9 @@ class ChunkAttention:
     def run(
         self, q_TNH: Tensor, kv_cache: Tensor, out_TNH: Tensor, gate_TE: Tensor | None = None
     ) -> None:
-        where = self._page_table_BW, self._start_B
-        chunk_attention.chunk_attention(q_TNH, kv_cache, *where, out_TNH, self._partials)
+        chunk_attention.chunk_attention(
+            q_TNH, kv_cache, self._page_table_BW, self._start_B, out_TNH, self._partials
+        )
         gate_rows_(out_TNH, gate_TE)
 
 

@@ -200,17 +200,18 @@ class BucketBuilder:
         self, pair: Pair, arena: Arena, size: int, segments: Segments, planned: bool = True
     ) -> Wired:
         """Args: planned: whether attention will be; else it is the reference, or our kernel."""
-        views = _buffers(pair, arena, size)
+        views, config = _buffers(pair, arena, size), pair.config
 
         def attention(kind: Attends) -> Attention:
             """Attention of `kind.rows` rows a request, its metadata at fixed addresses."""
             (model, rule, rows), table_BW = kind, views.page_table_BW
-            if pair.config.attention_backend == "triton":
+            if config.attention_backend == "triton":
                 return BlockAttention(model, rule, table_BW, views.start_B, rows)
             if self.workspace is None or not planned:
-                return TorchAttention(model, pair.config.page_size, rule, self.device)
-            where = self.workspace, self.dtype, size, table_BW.numel()
-            return FlashInferAttention(model, pair.config.page_size, rule, *where)
+                return TorchAttention(model, config.page_size, rule, self.device)
+            return FlashInferAttention(
+                model, config.page_size, rule, self.workspace, self.dtype, size, table_BW.numel()
+            )
 
         verify = attention(Attends(pair.target.config, CAUSAL, views.block))
         drafts = {kind.rule: attention(kind) for kind in pair.proposer.attends}
@@ -218,8 +219,8 @@ class BucketBuilder:
 
 
 def _buffers(pair: Pair, arena: Arena, num_requests: int) -> StepBuffers:
-    sizes = num_requests, pair.width
-    return step_buffers(arena, pair.target.config, pair.proposer, *sizes, pair.config)
+    target, proposer = pair.target.config, pair.proposer
+    return step_buffers(arena, target, proposer, num_requests, pair.width, pair.config)
 
 
 def prefill_attention(

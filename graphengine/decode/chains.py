@@ -37,11 +37,13 @@ def step_chains(
     recurrence, states = None, pair.target.states
     if states is not None and buffers.recurrent is not None:
         recurrence = VerifyRecurrence(states, buffers.recurrent)
-    run = attention, buffers.attn_TNH, segments, tap_, recurrence
+    verify = target_chain(
+        chain, pair.target, rows, attention, buffers.attn_TNH, segments, tap_, recurrence
+    )
     grammar, drafts = buffers.grammar, proposer.num_draft_tokens
     return Chains(
         propose=proposer.propose(buffers, draft_attentions, segments),
-        verify=target_chain(chain, pair.target, rows, *run),
+        verify=verify,
         ends={
             name: make_end(name, chain, pair, buffers, tap_, segments)
             for name in end_names(pair.config)
@@ -68,6 +70,7 @@ def prefill_chains(
     is_tapped = pair.target.config.num_hidden_layers - 1 in pair.proposer.taps
     end = partial(row_logits_segment, logit_rows_R, is_tapped)
     recurrence = prefill_recurrence(pair.target.states, pieces, len(attn_TNH))
-    run = attention, attn_TNH, Segments(), tap_, recurrence
-    steps = target_chain("prefill", pair.target, rows, *run)
+    steps = target_chain(
+        "prefill", pair.target, rows, attention, attn_TNH, Segments(), tap_, recurrence
+    )
     return [*steps, last_step("prefill", pair.target, tap_, end)], context

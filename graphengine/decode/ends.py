@@ -151,8 +151,8 @@ def publish_step(buffers: StepBuffers, grammar: GrammarBuffers, proposer: Propos
     """The step behind the drafts: tokens that grammars force replace them, the host is told all."""
 
     def publish(carry: Carry) -> Carry:
-        words = grammar.forced_BG, grammar.is_on_B, buffers.step_B, grammar.words_BG
-        publish_drafts_(buffers.draft_ids_BG, *words)
+        draft_ids_BG, step_B = buffers.draft_ids_BG, buffers.step_B
+        publish_drafts_(draft_ids_BG, grammar.forced_BG, grammar.is_on_B, step_B, grammar.words_BG)
         proposer.published_(buffers)
         return carry
 

@@ -102,8 +102,8 @@ class Sent(NamedTuple, Generic[Array]):
         ids, start, end, owner, last, pieces, pages = (
             flat_X[begin:behind] for begin, behind in pairwise(borders)
         )
-        by_prompt = pieces.reshape(6, -1), pages.reshape(num_prompts, -1)
-        return cls(ids, start, end, owner, last, *by_prompt)
+        pages_RW = pages.reshape(num_prompts, -1)
+        return cls(ids, start, end, owner, last, pieces.reshape(6, -1), pages_RW)
 
 
 class Upload(NamedTuple):
@@ -215,23 +215,24 @@ class FixedChunk:
         """`prefill_chains` of these rows, whole blocks; logits are of those of the last ones."""
         config, buffers = pair.target.config, self._buffers
         blocks = slice(rows.start // self.block, rows.stop // self.block)
-        where = buffers.table_BW[blocks], buffers.sent.start_B[blocks]
+        table_BW, start_B = buffers.table_BW[blocks], buffers.sent.start_B[blocks]
         attention: Attention
         if self.is_long:
-            attention = ChunkAttention(config, *where)
+            attention = ChunkAttention(config, table_BW, start_B)
         else:
-            attention = BlockAttention(config, CAUSAL, *where, BLOCK, padded=NO_PROMPT)
+            attention = BlockAttention(config, CAUSAL, table_BW, start_B, BLOCK, padded=NO_PROMPT)
         own = Rows(*(x[rows] for x in buffers.rows))
-        run = own, buffers.last_R, attention, attn_TNH[rows]
-        return prefill_chains(pair, *run, Pieces(*buffers.sent.pieces_6R))
+        pieces = Pieces(*buffers.sent.pieces_6R)
+        return prefill_chains(pair, own, buffers.last_R, attention, attn_TNH[rows], pieces)
 
     def capture_(self, pool: GraphPool, whole: bool) -> None:
         """From now on replays graphs. Mutates: the null page.
 
         Args: whole: one graph, attention included.
         """
-        parts = self.name, self._head, self._ends, self._tail
-        self._runners = capture_ends(*parts, (), pool, whole=whole)
+        self._runners = capture_ends(
+            self.name, self._head, self._ends, self._tail, (), pool, whole=whole
+        )
 
     def _new_upload(self) -> Upload:
         flat_X, most = self._flat_X, self.num_prompts

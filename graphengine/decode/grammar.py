@@ -297,7 +297,8 @@ def fill_masks(jobs: Sequence[tuple[int, Matcher, list[int]]], mask_TW: Tensor) 
     threads.
     """
     assert mask_TW.is_contiguous() and mask_TW.device.type == "cpu"
-    where = mask_TW.data_ptr(), mask_TW.shape[1] * mask_TW.element_size(), len(mask_TW)
+    address, num_rows = mask_TW.data_ptr(), len(mask_TW)
+    row_bytes = mask_TW.shape[1] * mask_TW.element_size()
     # Nothing tells whose masks took the time, so where they took too much they go one by one.
     is_long = any(matcher.took_s > BOUND_S for _, matcher, _ in jobs)
     for group in [[job] for job in jobs] if is_long else [jobs]:
@@ -308,9 +309,9 @@ def fill_masks(jobs: Sequence[tuple[int, Matcher, list[int]]], mask_TW: Tensor) 
         ]
         every = list(itertools.chain.from_iterable(shares))
         if alone := [(reader, row) for reader, row, drafts in every if not drafts]:
-            _executor().unsafe_compute_mask_ptr(alone, *where)
+            _executor().unsafe_compute_mask_ptr(alone, address, row_bytes, num_rows)
         if led := [share for share in every if share[2]]:
-            _executor().unsafe_compute_mask_ptr_with_draft_token(led, *where)
+            _executor().unsafe_compute_mask_ptr_with_draft_token(led, address, row_bytes, num_rows)
         took_s = time.perf_counter() - began
         for (_, matcher, _), own in zip(group, shares, strict=True):
             matcher.judge([reader for reader, *_ in own], took_s)

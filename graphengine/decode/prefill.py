@@ -315,8 +315,7 @@ class Prefill:
         target = self.pair.target
         shape = len(rows.token_ids_T), target.config.num_attention_heads, target.config.head_dim
         attn_TNH = target.kv_pool.new_empty(shape)
-        where = rows, logit_rows_R, attention, attn_TNH, pieces
-        chain, context = prefill_chains(self.pair, *where)
+        chain, context = prefill_chains(self.pair, rows, logit_rows_R, attention, attn_TNH, pieces)
         (logits_RV,) = run_chain(chain)
         if take is not None:
             take(logits_RV)

@@ -165,8 +165,8 @@ def advance_(
     """Applies the rows that acceptance has committed, `start - first position` of each request, and
     keeps what is behind a multiple of `spacing` that they pass, unless that is 0. Mutates: the
     states of the requests' slots."""
-    where = buffers.slots_B, first_positions_B, start_B
-    gated_delta_commit_(buffers.records, *states, *where, buffers.kept_slots_B2, spacing)
+    slots_B, kept_B2, records = buffers
+    gated_delta_commit_(records, *states, slots_B, first_positions_B, start_B, kept_B2, spacing)
 
 
 def take_buffers(

@@ -152,12 +152,10 @@ def target_chain(
     recurrence: Recurrence | None = None,
 ) -> list[Step]:
     """A target forward up to its last mixing; `last_step` follows."""
-    config, weights = target.config, target.weights
-    own = weights.embed_VD, weights.layers, weights.rope_PH, target.kv_pool
-    stack = Stack(*own, config.rms_norm_eps)
-    attentions = [attention] * config.num_hidden_layers
-    run = attn_TNH, segments, tap_, recurrence
-    return layer_steps(chain, stack, rows, attentions, *run)
+    weights, eps = target.weights, target.config.rms_norm_eps
+    stack = Stack(weights.embed_VD, weights.layers, weights.rope_PH, target.kv_pool, eps)
+    attentions = [attention] * target.config.num_hidden_layers
+    return layer_steps(chain, stack, rows, attentions, attn_TNH, segments, tap_, recurrence)
 
 
 def last_step(chain: str, target: Target, tap_: Tap, end: Callable[..., Carry]) -> Step:

@@ -146,8 +146,9 @@ def captured_stages(parts: Parts, graph_mode: GraphMode, pool: GraphPool) -> Sta
     def make(part: Part, source: Callable[[], Carry]) -> Mapping[str, Runner]:
         whole = graph_mode == "full" and part is not parts.ahead
         shared = {name: end for name, end in part.ends.items() if name not in part.own}
-        chains = part.head, shared, part.tail
-        found = capture_ends(part.name, *chains, source(), pool, whole=whole, fronts=part.fronts)
+        found = capture_ends(
+            part.name, part.head, shared, part.tail, source(), pool, whole=whole, fronts=part.fronts
+        )
         capture = partial(capture_full, part.name) if whole else capture_piecewise
         return found | {name: capture(chain, (), pool) for name, chain in part.own.items()}
 

@@ -146,9 +146,10 @@ def plan_findings(
         value += f"{target.max_position_embeddings} without"
     found = [ok("run.context", value)]
     name, chosen = "run.memory", options.max_model_len is not None
-    run = config, target, draft, memory
     try:
-        plan = plan_memory(*run, length_is_explicit=chosen, draft_names=draft_names)
+        plan = plan_memory(
+            config, target, draft, memory, length_is_explicit=chosen, draft_names=draft_names
+        )
     except ValueError as problem:
         remedy = "use a smaller --max-model-len or --bucket, or a larger GPU"
         return None, [*found, error(name, one_line(problem), remedy)]

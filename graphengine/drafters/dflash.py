@@ -151,16 +151,16 @@ class DFlash(Proposer):
 
     def context(self, buffers: StepBuffers, segments: Segments) -> list[Step]:
         taps_TC = cast(DFlashBuffers, buffers.own).taps_TC
-        where = buffers.context_positions_T, buffers.context_slots_T
-        return self._context(names.DRAFT_CONTEXT, taps_TC, *where, segments)
+        positions_T, slots_T = buffers.context_positions_T, buffers.context_slots_T
+        return self._context(names.DRAFT_CONTEXT, taps_TC, positions_T, slots_T, segments)
 
     def prefill(self, rows: Rows) -> tuple[Tap, list[Step]]:
         config = self.config
         taps = config.num_taps * config.tap_size
         taps_TC = self.kv_pool.new_empty(rows.token_ids_T.shape[0], taps)
-        where = rows.positions_T, rows.slots_T
-        context = self._context(names.PREFILL_CONTEXT, taps_TC, *where, Segments())
-        return self._writer(taps_TC), context
+        return self._writer(taps_TC), self._context(
+            names.PREFILL_CONTEXT, taps_TC, rows.positions_T, rows.slots_T, Segments()
+        )
 
     def at(self, num_rows: int) -> tuple[DraftWeights, Matrix]:
         """Weights and head for a forward of `num_rows` rows."""

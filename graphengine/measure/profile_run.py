@@ -78,8 +78,8 @@ def read_file(model: str | None, draft: str | None, options: dict[str, Any]) -> 
         size, bucket = 4 if options["dtype"] == "float32" else 2, options["bucket"]
         numbers = resolve_draft_lengths(options["num_speculative_tokens"], (bucket,), drafter)
         own = drafter.shortened(*numbers) if drafter is not None else None
-        run = own, size, options["draft_quantization"], bucket
-        facts["segment_bytes"] = bucket_bytes(target, *run)
+        quantization = options["draft_quantization"]
+        facts["segment_bytes"] = bucket_bytes(target, own, size, quantization, bucket)
     elif beside.is_file():
         facts = _read_facts(beside)
     if options["read_gbps"] is not None:

@@ -219,8 +219,8 @@ def print_report(
     ]
     print_table(console, _table(["class", "busy us", "idle us"], classes))
     steps = "step|count|busy us|idle us|host us|MB|GB/s|floor us|/floor".split("|")
-    groups = grouped(numbers["by_name"]), grouped(numbers["host_by_name"])
-    print_table(console, _table(steps, _step_rows(*groups)))
+    by_step = _step_rows(grouped(numbers["by_name"]), grouped(numbers["host_by_name"]))
+    print_table(console, _table(steps, by_step))
     if numbers["kernels"].keys() != numbers["by_name"].keys():  # on the CPU a step is a kernel
         rows = _kernel_rows(numbers["kernels"], num_kernels)
         print_table(console, _table(["us/step", "calls/step", "mean us", "kernel"], rows))

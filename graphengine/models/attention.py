@@ -80,8 +80,7 @@ def project(
 ) -> tuple[Tensor, Tensor]:
     """Input norm and the packed projection: `h += update; rms_norm(h) @ Wqkv^T` -> (h_TD, qkv_TE),
     rows [q | k | v], or its partial sums qkv_ZTE."""
-    projection = layer.qkv_ED, layer.qkv_bias_E
-    return norm_linear(h_TD, update, layer.input_norm_D, eps, *projection)
+    return norm_linear(h_TD, update, layer.input_norm_D, eps, layer.qkv_ED, layer.qkv_bias_E)
 
 
 def write_state_(
@@ -94,8 +93,9 @@ def write_state_(
     eps: float,
 ) -> Tensor:
     """Per-head norm, rope and the cache write -> q_TNH. Mutates: kv_cache."""
-    norms = (layer.q_norm_H, layer.k_norm_H)
-    return qk_norm_rope_write_(qkv_TE, *norms, rope_PH, positions_T, slots_T, kv_cache, eps)
+    return qk_norm_rope_write_(
+        qkv_TE, layer.q_norm_H, layer.k_norm_H, rope_PH, positions_T, slots_T, kv_cache, eps
+    )
 
 
 def output(layer: AttentionWeights, attn_TNH: Tensor) -> Tensor:

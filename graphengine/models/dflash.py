@@ -106,6 +106,6 @@ def context(weights: ContextWeights, taps_TC: Tensor, eps: float) -> Tensor:
         kv_TX: [T, X], each row laid out [L, 2, K, H].
     """
     fused = linear_partials(taps_TC, weights.fc_DC)
-    kv = (weights.context_kv_XD, weights.context_kv_bias_X)
-    _, ctx = add_rms_norm(None, fused, weights.hidden_norm_D, eps, *kv)
-    return linear(ctx, *kv)
+    kv_XD, bias_X = weights.context_kv_XD, weights.context_kv_bias_X
+    _, ctx = add_rms_norm(None, fused, weights.hidden_norm_D, eps, kv_XD, bias_X)
+    return linear(ctx, kv_XD, bias_X)

@@ -87,10 +87,10 @@ def write_state_(
 ) -> Tensor:
     """Per-head norm, rope and the cache write -> q_TNH. Mutates: kv_cache."""
     num_kv_heads, head_dim = kv_cache.shape[-2:]
-    qkv = (qkvg_TE.shape[-1] + 2 * num_kv_heads * head_dim) // 2
-    norms = layer.q_norm_H, layer.k_norm_H
-    where = rope_PH, positions_T, slots_T, kv_cache, eps
-    return qk_norm_rope_write_(qkvg_TE[..., :qkv], *norms, *where)
+    qkv_TE = qkvg_TE[..., : (qkvg_TE.shape[-1] + 2 * num_kv_heads * head_dim) // 2]
+    return qk_norm_rope_write_(
+        qkv_TE, layer.q_norm_H, layer.k_norm_H, rope_PH, positions_T, slots_T, kv_cache, eps
+    )
 
 
 def output(layer: GatedAttentionWeights, gated_TNH: Tensor) -> Tensor:

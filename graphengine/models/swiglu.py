@@ -56,6 +56,7 @@ def row_bytes(config: ModelConfig, element_bytes: int) -> int:
 def run(layer: SwigluWeights, h_TD: Tensor, update: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """`h += update; down(swiglu(rms_norm(h)))` -> (h_TD, update), the update [T, D] or partial sums
     [Z, T, D], which whatever norm comes next adds."""
-    gate_up = (layer.gate_up_JD, layer.gate_up_bias_J)
-    h_TD, x = add_rms_norm(h_TD, update, layer.post_norm_D, eps, *gate_up)
-    return h_TD, linear_partials(linear_swiglu(x, *gate_up), layer.down_DI, layer.down_bias_D)
+    gate_up_JD, bias_J = layer.gate_up_JD, layer.gate_up_bias_J
+    h_TD, x = add_rms_norm(h_TD, update, layer.post_norm_D, eps, gate_up_JD, bias_J)
+    x = linear_swiglu(x, gate_up_JD, bias_J)
+    return h_TD, linear_partials(x, layer.down_DI, layer.down_bias_D)

@@ -275,10 +275,8 @@ def _build_loop(pair: Pair, options: Options, num_pages: int, progress: Progress
     def build_plain() -> Lane:
         """The same buckets with one row a request: the same weights and K/V, no drafter."""
         began = time.perf_counter()
-        plain = Pair(
-            replace(config, num_speculative_tokens=(), simulate_acceptance=None),
-            *(pair.target, Proposer(), pair.num_positions),
-        )
+        alone = replace(config, num_speculative_tokens=(), simulate_acceptance=None)
+        plain = Pair(alone, pair.target, Proposer(), pair.num_positions)
         with names.range_("capture"), torch.inference_mode(False), torch.no_grad():
             own = BucketBuilder(plain, builder.workspace)
             lane = Lane(own, own.build_ahead(config.buckets))
@@ -286,10 +284,9 @@ def _build_loop(pair: Pair, options: Options, num_pages: int, progress: Progress
         return lane
 
     slots = None if pair.target.states is None else StateSlots(num_slots(config))
-    return DecodeLoop(
-        *(Lane(builder, ahead), prefill, PrefixCache(num_pages, config.page_size, slots)),
-        build_plain if pair.proposer.num_draft_tokens else None,
-    )
+    pages = PrefixCache(num_pages, config.page_size, slots)
+    fallback = build_plain if pair.proposer.num_draft_tokens else None
+    return DecodeLoop(Lane(builder, ahead), prefill, pages, fallback)
 
 
 def _with_chunks(prefill: Prefill) -> Prefill:

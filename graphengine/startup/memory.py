@@ -270,7 +270,6 @@ def _plan(
     if memory is not None:
         unusable = (1 - config.gpu_memory_utilization) * memory.total_bytes
         budget = int(memory.free_bytes - unusable)
-    sizes = config, target, draft, dtype.itemsize
     draft_bytes = loading.tree_bytes(drafter)
     return MemoryPlan(
         budget_bytes=budget,
@@ -280,9 +279,9 @@ def _plan(
         rope_table_bytes=loading.tree_bytes(tuple(ropes)),
         recurrent_state_bytes=state_bytes(target, dtype.itemsize) * num_slots(config),
         step_buffer_bytes=buffers,
-        prefill_bytes=workspace.prefill_bytes(*sizes),
+        prefill_bytes=workspace.prefill_bytes(config, target, draft, dtype.itemsize),
         attention_workspace_bytes=workspace.shared_scratch_bytes(config) + scratch,
-        activation_bytes=workspace.activation_bytes(*sizes),
+        activation_bytes=workspace.activation_bytes(config, target, draft, dtype.itemsize),
         plain_decode_bytes=plain,
         margin_bytes=GPU_MARGIN_BYTES if config.device == "cuda" else 0,
         kv_page_bytes=sum(page_bytes(m, config.page_size, dtype.itemsize) for m in models),

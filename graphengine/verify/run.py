@@ -171,9 +171,10 @@ def verify_mode(
         for i, (t, case) in enumerate(zip(transcripts, cases, strict=True)):
             key = (i if case.chooses else -1, len(t.prompt_ids), *t.prompt_ids, *t.output_ids)
             if key not in judged:
-                said = t.prompt_ids, t.output_ids
-                judge = judge_of(built, case, *said, limit) if case.chooses else first_choice
-                judged[key] = teacher_force(built.loop, *said, judge)
+                judge = first_choice
+                if case.chooses:
+                    judge = judge_of(built, case, t.prompt_ids, t.output_ids, limit)
+                judged[key] = teacher_force(built.loop, t.prompt_ids, t.output_ids, judge)
             scores.append(judged[key])
         report = check.judge(transcripts, scores, limit, stop_ids, num_counted, built.tokenizer)
         failed = check.decide(report, limits)

@@ -41,201 +41,159 @@ HERE = "test_bug_table_hybrids.py"
 TABLE: dict[str, Row] = {
     "H01": Row(
         "a verify of two requests in captured graphs: wrong logits where eager ones are right",
-        (
-            "test_gpu_modes.py::test_modes_agree_with_recurrent_layers",
-            f"{RECURRENCE}::test_random_acceptance_in_a_batch",
-        ),
+        "test_gpu_modes.py::test_modes_agree_with_recurrent_layers",
+        f"{RECURRENCE}::test_random_acceptance_in_a_batch",
     ),
     "H02": Row(
         "a prompt as long as a block runs as a verify, which writes no state",
-        (f"{HERE}::test_prompts_as_long_as_a_block",),
+        f"{HERE}::test_prompts_as_long_as_a_block",
     ),
     "H03": Row(
         "nothing accepted is index -1: the neighbour's state",
-        (
-            f"{KERNEL}::test_every_count_of_a_block",
-            f"{RECURRENCE}::test_every_acceptance_length",
-        ),
+        f"{KERNEL}::test_every_count_of_a_block",
+        f"{RECURRENCE}::test_every_acceptance_length",
     ),
     "H04": Row(
         "a plain step behind a drafted one reads another row's state",
-        (
-            f"{RECURRENCE}::test_lost_speculation_falls_back",
-            f"{RECURRENCE}::test_drafted_and_plain_side_by_side",
-            f"{KERNEL}::test_every_count_of_a_block",
-        ),
+        f"{RECURRENCE}::test_lost_speculation_falls_back",
+        f"{RECURRENCE}::test_drafted_and_plain_side_by_side",
+        f"{KERNEL}::test_every_count_of_a_block",
     ),
     "H05": Row(
         "padding's slot is a real one",
-        (
-            f"{RECURRENCE}::test_poison_where_nothing_may_be_read",
-            f"{KERNEL}::test_rejected_rows_leave_no_trace",
-        ),
+        f"{RECURRENCE}::test_poison_where_nothing_may_be_read",
+        f"{KERNEL}::test_rejected_rows_leave_no_trace",
     ),
     "H06": Row(
         "a graph replayed for a batch with padded rows: illegal access",
-        (
-            "test_gpu_modes.py::test_modes_agree_with_recurrent_layers",
-            f"{RECURRENCE}::test_bucket_size_changes_nothing",
-            f"{RECURRENCE}::test_more_prompts_than_rows",
-            f"{RECURRENCE}::test_only_the_row_that_changes_is_written",
-        ),
+        "test_gpu_modes.py::test_modes_agree_with_recurrent_layers",
+        f"{RECURRENCE}::test_bucket_size_changes_nothing",
+        f"{RECURRENCE}::test_more_prompts_than_rows",
+        f"{RECURRENCE}::test_only_the_row_that_changes_is_written",
     ),
     "H07": Row(
         "what is recorded is not what verify saw, but unrounded",
-        (
-            f"{KERNEL}::test_partial_sums_are_rounded_as_the_model_rounds",
-            f"{PREFILL}::test_partial_sums",
-        ),
+        f"{KERNEL}::test_partial_sums_are_rounded_as_the_model_rounds",
+        f"{PREFILL}::test_partial_sums",
     ),
     "H08": Row(
         "the window is laid out by token where a sliding one is copied",
-        (
-            f"{KERNEL}::test_every_count_of_a_block",
-            f"{RECURRENCE}::test_states_are_those_of_single_steps",
-            f"{PREFILL}::test_pieces_of_a_prompt_are_the_whole",
-        ),
+        f"{KERNEL}::test_every_count_of_a_block",
+        f"{RECURRENCE}::test_states_are_those_of_single_steps",
+        f"{PREFILL}::test_pieces_of_a_prompt_are_the_whole",
     ),
     "H09": Row(
         "K/V goes back behind rejected rows, the convolution's window does not",
-        (f"{RECURRENCE}::test_states_are_those_of_single_steps",),
-        "LFM2, where others met it, is refused",
+        f"{RECURRENCE}::test_states_are_those_of_single_steps",
+        why_not="LFM2, where others met it, is refused",
     ),
     "H10": Row(
         "beta is rounded in one path and not in the other",
-        (
-            f"{KERNEL}::test_a_chain_of_blocks_is_single_steps",
-            f"{RECURRENCE}::test_states_are_those_of_single_steps",
-        ),
+        f"{KERNEL}::test_a_chain_of_blocks_is_single_steps",
+        f"{RECURRENCE}::test_states_are_those_of_single_steps",
     ),
     "H11": Row(
         "corrections in bf16: long outputs degenerate",
-        (f"{KERNEL}::test_a_chain_of_blocks_is_single_steps",),
+        f"{KERNEL}::test_a_chain_of_blocks_is_single_steps",
     ),
     "H12": Row(
         "a faulty replay raises acceptance while the text loops",
-        (f"{HERE}::test_verify_sees_a_faulty_commit",),
-        "acceptance has no upper alarm: what is said is judged by itself",
+        f"{HERE}::test_verify_sees_a_faulty_commit",
+        why_not="acceptance has no upper alarm: what is said is judged by itself",
     ),
     "H13": Row(
         "only the first token behind a rollback is wrong",
-        (
-            f"{RECURRENCE}::test_every_acceptance_length",
-            f"{HERE}::test_verify_sees_a_faulty_commit",
-        ),
+        f"{RECURRENCE}::test_every_acceptance_length",
+        f"{HERE}::test_verify_sees_a_faulty_commit",
     ),
     "H14": Row(
         "a prefix's state is of the position in front of the verify, or is missed",
-        (
-            f"{PREFILL}::test_a_state_is_kept_on_the_way",
-            "test_tiny_hybrid.py::test_turns_of_a_chat",
-        ),
-        "states are kept of prompts alone, by their prefill",
+        f"{PREFILL}::test_a_state_is_kept_on_the_way",
+        "test_tiny_hybrid.py::test_turns_of_a_chat",
+        why_not="states are kept of prompts alone, by their prefill",
     ),
     "H15": Row(
         "a hit's state is not of the boundary that its hash says",
-        (
-            "test_kept_states.py::test_states_are_kept_of_what_they_are_found_by",
-            "test_kept_states.py::test_states_go_with_their_pages",
-            "test_tiny_hybrid.py::test_turns_of_a_chat",
-        ),
+        "test_kept_states.py::test_states_are_kept_of_what_they_are_found_by",
+        "test_kept_states.py::test_states_go_with_their_pages",
+        "test_tiny_hybrid.py::test_turns_of_a_chat",
     ),
-    "H16": Row("nothing is ever hit", ("test_tiny_hybrid.py::test_turns_of_a_chat",)),
+    "H16": Row("nothing is ever hit", "test_tiny_hybrid.py::test_turns_of_a_chat"),
     "H17": Row(
         "beside running streams the state is not written and its slot is kept all the same",
-        (f"{HERE}::test_a_prompt_in_pieces_beside_a_stream_is_kept",),
+        f"{HERE}::test_a_prompt_in_pieces_beside_a_stream_is_kept",
     ),
     "H18": Row(
         "states of chunks are indexed by request, or by another layer",
-        (
-            f"{PREFILL}::test_prompts_side_by_side",
-            f"{KERNEL}::test_layers_are_committed_apart",
-            f"{GOLDEN}::test_engine_continues_as_transformers",
-        ),
+        f"{PREFILL}::test_prompts_side_by_side",
+        f"{KERNEL}::test_layers_are_committed_apart",
+        f"{GOLDEN}::test_engine_continues_as_transformers",
     ),
     "H19": Row(
         "a slot is reused as it was left, leaks, or is given to two",
-        (
-            f"{PREFILL}::test_one_piece",
-            "test_holdings.py::test_slots_return",
-            f"{RECURRENCE}::test_short_then_long_then_short",
-            f"{RECURRENCE}::test_cancel_in_every_state",
-        ),
+        f"{PREFILL}::test_one_piece",
+        "test_holdings.py::test_slots_return",
+        f"{RECURRENCE}::test_short_then_long_then_short",
+        f"{RECURRENCE}::test_cancel_in_every_state",
     ),
-    "H20": Row("1 + w is read as w, or w as 1 + w", (f"{GOLDEN}::test_logits_equal_transformers",)),
+    "H20": Row("1 + w is read as w, or w as 1 + w", f"{GOLDEN}::test_logits_equal_transformers"),
     "H21": Row(
-        "q and gate are two halves instead of by head",
-        (f"{GOLDEN}::test_logits_equal_transformers",),
+        "q and gate are two halves instead of by head", f"{GOLDEN}::test_logits_equal_transformers"
     ),
-    "H22": Row("part of a head does not turn", (f"{GOLDEN}::test_logits_equal_transformers",)),
+    "H22": Row("part of a head does not turn", f"{GOLDEN}::test_logits_equal_transformers"),
     "H23": Row(
         "the query is not scaled; the norm of q and k is a mean's",
-        (f"{KERNEL}::test_every_count_of_a_block", f"{KERNEL}::test_transformers_rule"),
+        f"{KERNEL}::test_every_count_of_a_block",
+        f"{KERNEL}::test_transformers_rule",
     ),
     "H24": Row(
         "a value head reads with the key head of its number modulo; a fixed number of layers",
-        (
-            f"{KERNEL}::test_every_count_of_a_block",
-            f"{GOLDEN}::test_logits_equal_transformers",
-        ),
+        f"{KERNEL}::test_every_count_of_a_block",
+        f"{GOLDEN}::test_logits_equal_transformers",
     ),
-    "H25": Row("decays in bf16", (f"{HERE}::test_what_stays_in_float32",)),
+    "H25": Row("decays in bf16", f"{HERE}::test_what_stays_in_float32"),
     "H26": Row(
         "a tied head is left as it was made",
-        (
-            f"{GOLDEN}::test_logits_equal_transformers",  # most of its pairs are tied
-            f"{GOLDEN}::test_two_places_for_the_tie_must_agree",
-        ),
+        f"{GOLDEN}::test_logits_equal_transformers",  # most of its pairs are tied
+        f"{GOLDEN}::test_two_places_for_the_tie_must_agree",
     ),
     "H27": Row(
         "experts in the fused form are matched by no name and stay zero",
-        (
-            "models/test_moe.py::test_half_a_mixture_is_refused",
-            "models/test_moe.py::test_logits_equal_transformers",
-            f"{GOLDEN}::test_published_files",
-        ),
+        "models/test_moe.py::test_half_a_mixture_is_refused",
+        "models/test_moe.py::test_logits_equal_transformers",
+        f"{GOLDEN}::test_published_files",
     ),
     "H28": Row(
         "the shared expert is dropped",
-        (
-            "models/test_moe.py::test_half_a_mixture_is_refused",
-            "models/test_moe.py::test_shared_expert_equals_transformers",
-            f"{GOLDEN}::test_logits_equal_transformers",
-        ),
+        "models/test_moe.py::test_half_a_mixture_is_refused",
+        "models/test_moe.py::test_shared_expert_equals_transformers",
+        f"{GOLDEN}::test_logits_equal_transformers",
     ),
     "H29": Row(
         "prompts of a batch leak into each other",
-        (
-            f"{PREFILL}::test_prompts_side_by_side",
-            f"{GOLDEN}::test_engine_continues_as_transformers",
-        ),
+        f"{PREFILL}::test_prompts_side_by_side",
+        f"{GOLDEN}::test_engine_continues_as_transformers",
     ),
     "H30": Row(
         "a drafter is never right",
-        (
-            f"{GOLDEN}::test_a_drafter_is_accepted_as_its_reference",
-            "test_tiny_hybrid.py::test_drafted_is_plain_is_transformers",
-        ),
+        f"{GOLDEN}::test_a_drafter_is_accepted_as_its_reference",
+        "test_tiny_hybrid.py::test_drafted_is_plain_is_transformers",
     ),
     "H31": Row(
         "a different token: a near tie or a fault?",
-        (
-            "test_judging.py::test_a_tie_passes_and_re_anchors",
-            "test_judging.py::test_places_name_step_and_row",
-        ),
+        "test_judging.py::test_a_tie_passes_and_re_anchors",
+        "test_judging.py::test_places_name_step_and_row",
     ),
     "H32": Row(
         "a product over rows that are masked and hold anything",
-        (
-            f"{KERNEL}::test_rejected_rows_leave_no_trace",
-            f"{RECURRENCE}::test_poison_where_nothing_may_be_read",
-        ),
+        f"{KERNEL}::test_rejected_rows_leave_no_trace",
+        f"{RECURRENCE}::test_poison_where_nothing_may_be_read",
     ),
     "H33": Row(
         "a verify streams all experts",
-        ("kernels/test_moe.py::test_a_block_streams_the_experts_it_chose",),
+        "kernels/test_moe.py::test_a_block_streams_the_experts_it_chose",
     ),
-    "H34": Row("a state a row: few requests fit", (f"{HERE}::test_one_state_a_request",)),
+    "H34": Row("a state a row: few requests fit", f"{HERE}::test_one_state_a_request"),
 }
 
 

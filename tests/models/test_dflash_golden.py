@@ -7,17 +7,23 @@ from the committed tokens and knows no cache, page or overwrite.
 
 from __future__ import annotations
 
+import json
 import random
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file
 from torch import Tensor
 
 from graphengine.api import Engine
+from graphengine.checkpoints.sources import Checkpoint
+from graphengine.checkpoints.weights import draft_weights
+from graphengine.config.draft_formats import parse_draft
 from graphengine.drafters.dflash import DFlash
-from graphengine.models import layers
+from graphengine.models import dflash, layers
 from tests.support.checkpoints import make_drafter, make_target
 from tests.support.dflash_reference import (
     DraftReference,
@@ -177,3 +183,26 @@ def test_rejected_context_rows_are_never_seen(
     for drafts in forced.drafted:
         wanted = reference.draft_logits(taps[: drafts.start], ids[drafts.start]).argmax(-1)
         assert drafts.ids[1:] == wanted.tolist()
+
+
+@pytest.mark.parametrize("rows", [1, 4, 4097])
+@pytest.mark.parametrize("bias", [True, False])
+def test_fused_context_equals_every_layers_own(tmp_path: Path, rows: int, bias: bool) -> None:
+    """Bug T36: one GEMM for all layers' context K/V takes the wrong rows or forgets a bias; an
+    engine that falls back to the layers' own projections hides it."""
+    target = make_target(tmp_path / "target", layers=3, tokenizer=False)
+    path = make_drafter(tmp_path / "drafter", target, layers=3, taps=(0, 2), bias=bias)
+    raw = json.loads((path / "config.json").read_text())
+    config, device = parse_draft(raw), torch.device("cpu")
+    weights = draft_weights(Checkpoint(path, device, torch.float32), config, 8, device)
+    files = load_file(path / "model.safetensors")
+    taps = torch.randn(rows, 2 * 64, generator=torch.Generator().manual_seed(0))
+    needed = dflash.ContextWeights.of(weights)
+    fused = dflash.context(needed, taps, 1e-6).unflatten(1, (3, 2, -1))
+    ctx = taps @ files["fc.weight"].T
+    ctx = ctx * (ctx.pow(2).mean(-1, keepdim=True) + 1e-6).rsqrt() * files["hidden_norm.weight"]
+    for layer in range(3):
+        for which, name in enumerate("kv"):
+            key = f"layers.{layer}.self_attn.{name}_proj."
+            own = F.linear(ctx, files[f"{key}weight"], files.get(f"{key}bias"))
+            torch.testing.assert_close(fused[:, layer, which], own, atol=1e-5, rtol=1e-5)

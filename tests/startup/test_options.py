@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from graphengine.api import Engine
 from graphengine.checkpoints.hub import HYBRID_TARGET, TINY_DRAFT, TINY_TARGET
 from graphengine.config.draft import DraftConfig
 from graphengine.config.options import Options
@@ -115,3 +116,21 @@ def test_the_fewest_positions_that_hold_a_request(length: int) -> None:
         return
     with pytest.raises(ValueError, match="no request fits"):
         resolve_options(Options(device="cpu"), small, draft)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"dtype": "half"},
+        {"device": "tpu"},
+        {"graph_mode": "partial"},
+        {"attention_backend": "sdpa"},
+        {"draft_quantization": "int4"},
+        {"load_format": "pickle"},
+    ],
+)
+def test_unknown_choices_are_refused(options: dict[str, Any]) -> None:
+    """Bug: a choice that nobody knows is taken from Python as if it were another one."""
+    ((name, value),) = options.items()
+    with pytest.raises(ValueError, match=f"{name} is {value!r}; expected one of"):
+        Engine.from_pretrained(TINY_TARGET, **options)

@@ -5,17 +5,15 @@ from __future__ import annotations
 import ast
 import functools
 from pathlib import Path
-from typing import NamedTuple
 
 HERE = Path(__file__).resolve().parents[1]
 
 
-class Row(NamedTuple):
+class Row:
     """One bug: what goes wrong, the tests (`file::function`), and why not where there is none."""
 
-    bug: str
-    tests: tuple[str, ...] = ()
-    why_not: str = ""
+    def __init__(self, bug: str, *tests: str, why_not: str = "") -> None:
+        self.bug, self.tests, self.why_not = bug, tests, why_not
 
 
 @functools.cache

@@ -36,7 +36,8 @@ from typing import Any
 
 import torch
 from request_hits import hit
-from request_parts import Measurement, Numbers, busy, join, options, turns
+from request_joins import join
+from request_parts import Measurement, Numbers, busy, options, turns
 
 from graphengine import TINY_DRAFT, TINY_TARGET
 from graphengine.api import Engine

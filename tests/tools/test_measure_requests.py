@@ -18,7 +18,7 @@ from graphengine.api import Engine
 from graphengine.decode.sampling import Sampling
 from graphengine.measure.bench import Step
 from graphengine.profiles import result_schema
-from tools import measure_requests, request_hits, request_parts
+from tools import measure_requests, request_hits, request_joins, request_parts
 from tools.request_hits import Trace, compare
 from tools.request_parts import Bar
 
@@ -229,14 +229,14 @@ def test_a_budget_that_was_tried_does_not_stay(monkeypatch: pytest.MonkeyPatch) 
         numbers = dict.fromkeys(("gap_joining_max_ms", "gap_beside_max_ms"), tried[-1] / 512)
         return numbers | {"first_token_ms": tried[-1] / 128}
 
-    monkeypatch.setattr(request_parts, "join_beside", beside)
-    assert request_parts.join(m)["budget_1024"]["over_alone_ratio"] == 4
+    monkeypatch.setattr(request_joins, "join_beside", beside)
+    assert request_joins.join(m)["budget_1024"]["over_alone_ratio"] == 4
     assert [bar.measured for bar in m.bars.values()] == [1, 2]
     assert tried == [512, 256, 1024] and m.loop.config is asked
     m.budgets = [0]
-    monkeypatch.setattr(request_parts, "join_beside", lambda m, _: 1 / m.loop.config.missing)
+    monkeypatch.setattr(request_joins, "join_beside", lambda m, _: 1 / m.loop.config.missing)
     with pytest.raises(AttributeError):
-        request_parts.join(m)
+        request_joins.join(m)
     assert m.loop.config is asked
 
 
@@ -266,9 +266,9 @@ def test_a_gap_belongs_to_what_it_began_in(monkeypatch: pytest.MonkeyPatch) -> N
         times += [0.0] * request_parts.WARMUP + [98.0, 99.0, 101.0, 103.5, 104.0]
         is_steady.set()
 
-    monkeypatch.setattr(request_parts, "note_times", note_times)
+    monkeypatch.setattr(request_joins, "note_times", note_times)
     clock = SimpleNamespace(perf_counter=lambda: 100.0)  # so its first token comes at 103
-    monkeypatch.setattr(request_parts, "time", clock)
-    found = request_parts.join_beside(m, 8)
+    monkeypatch.setattr(request_joins, "time", clock)
+    found = request_joins.join_beside(m, 8)
     gaps = {"quiet": (1, 1000.0), "joining": (2, 2500.0), "beside": (1, 500.0)}
     assert {n: (found[f"num_{n}_gaps"], found[f"gap_{n}_max_ms"]) for n in gaps} == gaps

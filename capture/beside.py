@@ -12,7 +12,7 @@ from functools import cache, partial
 
 import torch
 
-from graphengine.capture.steps import Attention, Carry, Chain, Step
+from graphengine.capture.steps import AttentionStep, Carry, Chain, Step
 
 
 @cache
@@ -48,7 +48,7 @@ def _run_both(
     half = len(carry) // 2
     if stream is not None and is_first:
         stream.wait_stream(torch.cuda.current_stream())
-    if stream is not None and isinstance(own, Attention):
+    if stream is not None and isinstance(own, AttentionStep):
         torch.cuda.current_stream().wait_stream(stream)
     with nullcontext() if stream is None else torch.cuda.stream(stream):
         others = other.run(carry[:half])

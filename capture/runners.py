@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from graphengine import names
-from graphengine.capture.steps import Attention, Carry, Chain, Host, Step
+from graphengine.capture.steps import AttentionStep, Carry, Chain, Host, Step
 
 NUM_WARMUPS = 1  # on the side stream, whose library handles are its own
 
@@ -161,7 +161,7 @@ def capture_piecewise(chain: Chain, carry: Carry, pool: GraphPool) -> ReplayRunn
     calls: list[Call] = []
     for step in chain:
         static = carry
-        if isinstance(step, Attention | Host):
+        if isinstance(step, AttentionStep | Host):
             call, carry = _eager_call(step, static)
         else:
             graph, carry = pool.capture([step], static)

@@ -1,8 +1,8 @@
 """A forward pass as data: a chain of named steps that pass tensors along.
 
 `Dense` is a segment between two attentions: pure up to declared cache writes, the unit that is
-compiled and captured. `Attention` is what stays eager in piecewise mode, `Host` what stays so in
-every mode. A chain is written once; `runners` holds the ways to run it. This package knows
+compiled and captured. `AttentionStep` is what stays eager in piecewise mode, `Host` what stays so
+in every mode. A chain is written once; `runners` holds the ways to run it. This package knows
 callables, tensors and buckets, never models.
 """
 
@@ -27,7 +27,7 @@ class Dense(_Named):
     """A segment that can be captured: fixed shapes, no host work, no synchronisation."""
 
 
-class Attention(_Named):
+class AttentionStep(_Named):
     """An attention that was planned before the chain runs; eager unless the mode is full."""
 
 
@@ -36,5 +36,5 @@ class Host(_Named):
     the carry on as it is, and does nothing where nothing is to be done, as while capturing."""
 
 
-Step = Dense | Attention | Host
+Step = Dense | AttentionStep | Host
 Chain = Sequence[Step]

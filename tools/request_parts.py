@@ -26,7 +26,7 @@ from graphengine.decode import turns as interpreter
 from graphengine.decode.grammar import Grammars
 from graphengine.decode.loop import DecodeLoop
 from graphengine.decode.sampling import Sampling
-from graphengine.measure.bench import Step, timed_steps
+from graphengine.measure.bench import TimedStep, timed_steps
 
 PROMPT_LEN = 128
 WARMUP = 6  # steps of a generation that are not counted: rows are written, the pipeline fills
@@ -154,7 +154,7 @@ def options(m: Measurement) -> Numbers:
             m.fail(PLAIN, error)
     asked = dict(OPTIONS) if m.grammars is not None else without_grammar()
     asked = asked if plain is None else {PLAIN: {}} | asked
-    rounds: dict[str, list[list[Step]]] = {name: [] for name in asked}
+    rounds: dict[str, list[list[TimedStep]]] = {name: [] for name in asked}
     try:
         for i in range(m.sizes["rounds"]):
             for name in list(asked)[:: 1 if i % 2 else -1]:  # whoever is first is last next
@@ -193,7 +193,7 @@ def without_grammar() -> dict[str, dict[str, Any]]:
     return {name: wish for name, wish in OPTIONS.items() if "constraint" not in wish}
 
 
-def numbers_of(steps: Sequence[Step]) -> Numbers:
+def numbers_of(steps: Sequence[TimedStep]) -> Numbers:
     """How many, how long they took, how much of that the host worked, what they committed."""
     return {
         "num_steps": len(steps),
@@ -203,13 +203,13 @@ def numbers_of(steps: Sequence[Step]) -> Numbers:
     }
 
 
-def run_steps(m: Measurement, engine: Engine, count: int, asked: dict[str, Any]) -> list[Step]:
+def run_steps(m: Measurement, engine: Engine, count: int, asked: dict[str, Any]) -> list[TimedStep]:
     """`count` steps of one request, of as many generations as that takes."""
     loop = engine.built.loop
     own = {"logprobs", "constraint"}
     sampling = Sampling(**{name: value for name, value in asked.items() if name not in own})
     constraint, matcher = asked.get("constraint"), None
-    found: list[Step] = []
+    found: list[TimedStep] = []
     while len(found) < count:
         wanted = min(count - len(found), GENERATION) + WARMUP + 2
         length = wanted * loop.block  # if every draft is accepted
@@ -217,7 +217,7 @@ def run_steps(m: Measurement, engine: Engine, count: int, asked: dict[str, Any])
             matcher = m.grammars.matcher(constraint)
         told = {"logprobs": asked.get("logprobs"), "matcher": matcher}
         request = loop.submit(m.random_ids(PROMPT_LEN), length, (), sampling, **told)
-        steps: list[Step] = []
+        steps: list[TimedStep] = []
         try:
             with torch.no_grad():
                 for step in timed_steps(loop, [request]):
@@ -310,7 +310,7 @@ def chat(m: Measurement, begin: int) -> Numbers:
 def busy(m: Measurement) -> Numbers:
     """Greedy steps beside the busy thread and, a quarter as many, without it; and one answer's with
     the interpreter's own turns, which says what the engine's shorter ones are worth."""
-    steps: dict[str, list[Step]] = {"quiet": [], "busy_long_turns": [], "busy": []}
+    steps: dict[str, list[TimedStep]] = {"quiet": [], "busy_long_turns": [], "busy": []}
     wanted = m.sizes["busy-steps"]
     while len(steps["busy"]) < wanted and (not steps["busy"] or time.monotonic() < m.deadline):
         count = min(GENERATION, wanted - len(steps["busy"]))

@@ -23,7 +23,7 @@ SHARED_CHARS = 10_000  # new text that is worth threads: some milliseconds of on
 _BESIDE = ("x", " x", "x ", "\n", "7", "\u00e9", "\u4e2d\u6587", "  ")
 
 
-class Pieces:
+class PieceEncoder:
     """Encodes for one tokenizer. Several threads may ask."""
 
     def __init__(self, tokenizer: Any) -> None:

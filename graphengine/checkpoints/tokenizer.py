@@ -21,7 +21,7 @@ from typing import Any
 
 from graphengine.checkpoints.messages import as_templates_read, plain
 from graphengine.checkpoints.pairs import read_json
-from graphengine.checkpoints.pieces import Pieces
+from graphengine.checkpoints.pieces import PieceEncoder
 from graphengine.config.model import ModelConfig
 
 REPLACEMENT = "\ufffd"
@@ -56,7 +56,7 @@ class Tokenizer:
                 trust_remote_code=False,
                 model_max_length=sys.maxsize,  # ours to refuse, with the remedy
             )
-            self._pieces = Pieces(self._hf)
+            self._pieces = PieceEncoder(self._hf)
             self._front = self._put_in_front()
             word = self._pieces.encode(" a")
             self.is_contextual = self.decode(word * 2) != self.decode(word) * 2

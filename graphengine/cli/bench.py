@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from graphengine.api import Engine
     from graphengine.measure.rates import Rates
-    from graphengine.measure.report import Row
+    from graphengine.measure.report import CaseRow
 
 
 class ModeList(click.ParamType):
@@ -211,7 +211,7 @@ def _time_modes(
     options: dict[str, Any],
     rates: Rates,
     console: Console,
-) -> tuple[dict[str, Any], dict[str, Any], list[Row]]:
+) -> tuple[dict[str, Any], dict[str, Any], list[CaseRow]]:
     """Times an engine of each mode, with --baseline one without the drafter too.
 
     Returns: (rates, and numbers by the engine's label, configs by it, all cases of steps).
@@ -226,7 +226,7 @@ def _time_modes(
     if options["prefill"]:
         numbers["matmul_tflops"] = rates.matmul_tflops
     configs: dict[str, Any] = {}
-    rows: list[Row] = []
+    rows: list[CaseRow] = []
     modes = options["compare"] or (("auto", "auto"),)
     drafters = [None, draft] if options["baseline"] else [draft]
     for (mode, backend), drafter in product(modes, drafters):
@@ -261,12 +261,12 @@ def _time_modes(
 
 def _time_steps(
     engine: Engine, label: str, options: dict[str, Any], read_gbps: float, console: Console
-) -> list[Row]:
+) -> list[CaseRow]:
     """All cases of one engine."""
     from graphengine.measure.bench import Case, check_pool, run_case
-    from graphengine.measure.report import Row
+    from graphengine.measure.report import CaseRow
 
-    rows: list[Row] = []
+    rows: list[CaseRow] = []
     of_all = {name: options[name] for name in ("warmup", *_SHARED_BY_CASES)}
     cases = list(product(options["input_lens"], engine.config.buckets))
     for input_len, bucket in cases:
@@ -274,7 +274,7 @@ def _time_steps(
     for input_len, bucket in cases:
         result = run_case(engine, Case(bucket=bucket, input_len=input_len, **of_all))
         numbers = dict(result.numbers(read_gbps))
-        rows.append(Row(label, f"bucket_{bucket}_input_{input_len}", result, numbers))
+        rows.append(CaseRow(label, f"bucket_{bucket}_input_{input_len}", result, numbers))
         console.print(
             f"{label:22} bucket {bucket:3} input {input_len:6}  "
             f"step {numbers['step_p50_ms']:.3f} ms  host {numbers['host_p50_ms']:.3f} ms"

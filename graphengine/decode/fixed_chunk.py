@@ -33,8 +33,7 @@ from torch import Tensor
 from graphengine import names
 from graphengine.capture.beside import beside, other_stream
 from graphengine.capture.runners import EagerRunner, GraphPool, Runner, capture_ends
-from graphengine.capture.steps import Attention as AttentionStep
-from graphengine.capture.steps import Carry, Dense, Host, Step
+from graphengine.capture.steps import AttentionStep, Carry, Dense, Host, Step
 from graphengine.config.draft import CAUSAL
 from graphengine.decode.attention import Attention, BlockAttention, ChunkAttention
 from graphengine.decode.chains import prefill_chains

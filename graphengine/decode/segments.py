@@ -20,7 +20,7 @@ from graphengine.decode.simulate import force_acceptance_
 from graphengine.models import decoder, dflash, layers
 from graphengine.models.decoder import LayerWeights
 from graphengine.models.dflash import ContextWeights
-from graphengine.models.layers import Matrix, Rows
+from graphengine.models.layers import Matrix, Operand
 
 
 class LastWeights(NamedTuple):
@@ -55,7 +55,9 @@ def logits_segment(last: LastWeights, h_TD: Tensor, mixed: Tensor, eps: float) -
     return h_TD, layers.linear(x, last.lm_head_VD)
 
 
-def _final_norm(last: LastWeights, h_TD: Tensor, update: Tensor, eps: float) -> tuple[Tensor, Rows]:
+def _final_norm(
+    last: LastWeights, h_TD: Tensor, update: Tensor, eps: float
+) -> tuple[Tensor, Operand]:
     """`h += update; x = rms_norm(h)` -> (h_TD, x), x as the head takes it."""
     return layers.add_rms_norm(h_TD, update, last.norm_D, eps, last.lm_head_VD)
 

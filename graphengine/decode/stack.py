@@ -18,9 +18,9 @@ from typing import NamedTuple
 from torch import Tensor
 
 from graphengine import names
-from graphengine.capture.steps import Attention, Carry, Dense, Step
+from graphengine.capture.steps import AttentionStep, Carry, Dense, Step
 from graphengine.config.model import ModelConfig
-from graphengine.decode.attention import Attention as AttentionBackend
+from graphengine.decode.attention import Attention
 from graphengine.decode.recurrence import Recurrence, States
 from graphengine.decode.segments import LastWeights, Segments
 from graphengine.models.decoder import LayerWeights, Weights, mixer_of
@@ -73,7 +73,7 @@ def layer_steps(
     chain: str,
     stack: Stack,
     rows: Rows,
-    attentions: Sequence[AttentionBackend],
+    attentions: Sequence[Attention],
     attn_TNH: Tensor,
     segments: Segments,
     tap_: Tap = no_tap,
@@ -124,7 +124,7 @@ def layer_steps(
             attention.run(q_TNH, kv_cache, attn_TNH, *gate)
             return h_TD, attn_TNH
 
-        return Attention(names.attention_name(chain, layer), run)
+        return AttentionStep(names.attention_name(chain, layer), run)
 
     def recur(layer: int) -> Step:
         weights, index = layers[layer].mixer, layer - sum(is_paged[:layer])
@@ -145,7 +145,7 @@ def target_chain(
     chain: str,
     target: Target,
     rows: Rows,
-    attention: AttentionBackend,
+    attention: Attention,
     attn_TNH: Tensor,
     segments: Segments,
     tap_: Tap,

@@ -50,7 +50,7 @@ class Case(NamedTuple):
     seed: int
 
 
-class Step(NamedTuple):
+class TimedStep(NamedTuple):
     """What is known of one timed step: wall time, host time, tokens of all requests."""
 
     wall_ms: float
@@ -204,7 +204,7 @@ def submit_random(
     return [built.loop.submit(prompt, output_len, ()) for prompt in prompts]
 
 
-def timed_steps(loop: DecodeLoop, requests: list[Request]) -> Iterator[Step]:
+def timed_steps(loop: DecodeLoop, requests: list[Request]) -> Iterator[TimedStep]:
     """Each step in which every request still runs.
 
     Raises:
@@ -229,7 +229,7 @@ def timed_steps(loop: DecodeLoop, requests: list[Request]) -> Iterator[Step]:
 class _Clock(Watch):
     """Times the last step; its first has none before it."""
 
-    step: Step | None = None
+    step: TimedStep | None = None
     _began = _launched = _waited = 0.0
     _before: float | None = None
 
@@ -247,7 +247,7 @@ class _Clock(Watch):
         host_s = (self._launched - self._began) + (now - self._waited)
         if self._before is not None:
             num_tokens = sum(len(output.token_ids) for output in outputs)
-            self.step = Step((now - self._before) * 1e3, host_s * 1e3, num_tokens)
+            self.step = TimedStep((now - self._before) * 1e3, host_s * 1e3, num_tokens)
         self._before = now
 
 

@@ -18,7 +18,7 @@ import torch
 
 from graphengine import names
 from graphengine.api import Engine
-from graphengine.measure.bench import Step, dense_bytes, submit_random, timed_steps
+from graphengine.measure.bench import TimedStep, dense_bytes, submit_random, timed_steps
 from graphengine.measure.first_token import PrefillCase, host_ms, num_chunks, timed_calls
 from graphengine.startup.build import Built
 
@@ -62,7 +62,7 @@ def run_steps(
     requests = submit_random(built, shape, workload.output_len(loop.block), generator)
     steps = timed_steps(loop, requests)
 
-    def take(count: int) -> list[Step]:
+    def take(count: int) -> list[TimedStep]:
         taken = list(islice(steps, count))
         if len(taken) < count:  # more tokens a step than the one that is certain
             raise full

@@ -25,7 +25,7 @@ MAX_KERNEL_NAME = 96
 # --- bench ---
 
 
-class Row(NamedTuple):
+class CaseRow(NamedTuple):
     """One case: the engine's label, the case's key in the JSON, and what it measured."""
 
     label: str
@@ -34,7 +34,7 @@ class Row(NamedTuple):
     numbers: dict[str, float]
 
 
-def speedups_(rows: Sequence[Row]) -> None:
+def speedups_(rows: Sequence[CaseRow]) -> None:
     """Adds `speedup_ratio`, tokens/s over plain decoding's, where the same case ran plainly too.
 
     Mutates: the rows' numbers.
@@ -77,7 +77,7 @@ _COLUMNS = {
 }
 
 
-def table(rows: Sequence[Row], simulated: float | None) -> Any:
+def table(rows: Sequence[CaseRow], simulated: float | None) -> Any:
     """One line per case; the speedup only where there is a baseline."""
     columns = dict(_COLUMNS)
     if not any("speedup_ratio" in row.numbers for row in rows):
@@ -87,7 +87,9 @@ def table(rows: Sequence[Row], simulated: float | None) -> Any:
     return _table(["mode", "bucket", "input", *columns], lines, _title(simulated))
 
 
-def compare_modes(rows: Sequence[Row], simulated: float | None, console: Console) -> dict[str, Any]:
+def compare_modes(
+    rows: Sequence[CaseRow], simulated: float | None, console: Console
+) -> dict[str, Any]:
     """Shows the steps of all modes in one table. Mutates: the rows' numbers.
 
     Returns: what the result's document says of their tokens.
@@ -140,7 +142,7 @@ def first_token_table(numbers: Mapping[str, Any], simulated: float | None) -> An
     return _table(["mode", "batch", "input", *columns], lines, title)
 
 
-def picture(rows: Sequence[Row], simulated: float | None, suffix: str) -> bytes:
+def picture(rows: Sequence[CaseRow], simulated: float | None, suffix: str) -> bytes:
     """For each case, what its median step is made of and all of its step times."""
     panels: list[Panel] = []
     for row in rows:
@@ -151,7 +153,7 @@ def picture(rows: Sequence[Row], simulated: float | None, suffix: str) -> bytes:
     return render(panels, suffix)
 
 
-def step_bars(row: Row) -> dict[str, dict[str, float]]:
+def step_bars(row: CaseRow) -> dict[str, dict[str, float]]:
     """Microseconds of a case's median step: the host's bar (working, waiting) and the GPU's (busy,
     idle) have one length, the step; the floor has its own. What is not known has none."""
     step = row.numbers["step_p50_ms"] * 1e3

@@ -74,7 +74,7 @@ class Fp8Matrix(NamedTuple):
 
 
 Matrix = Tensor | Fp8Matrix
-Rows = Tensor | Fp8Rows  # what a matrix is multiplied by: [T, D], or in FP8 as it takes them
+Operand = Tensor | Fp8Rows  # what a matrix is multiplied by: [T, D], or in FP8 as it takes them
 
 
 def add_rms_norm(
@@ -84,7 +84,7 @@ def add_rms_norm(
     eps: float,
     matrix: Matrix,
     bias: Tensor | None = None,
-) -> tuple[Tensor, Rows]:
+) -> tuple[Tensor, Operand]:
     """`h = h + update; x = rms_norm(h)` -> (h_TD, x), x as the matrix that follows takes it.
 
     One kernel on a GPU, behind which the product begins to fetch its weights; plain torch on the
@@ -112,7 +112,7 @@ def add_rms_norm(
     return kernels.add_rms_norm_reference(*norm)
 
 
-def linear(x: Rows, matrix: Matrix, bias: Tensor | None = None) -> Tensor:
+def linear(x: Operand, matrix: Matrix, bias: Tensor | None = None) -> Tensor:
     """`x @ matrix^T + bias`: x [T, in], matrix [out, in] -> [T, out] in x's dtype."""
     config = skinny_config(x, matrix) if bias is None else None
     if config is None or (config.num_splits > 1 and not isinstance(x, Fp8Rows)):
@@ -124,7 +124,7 @@ def linear(x: Rows, matrix: Matrix, bias: Tensor | None = None) -> Tensor:
     return sum_partials(partials_ZTE, torch.bfloat16)
 
 
-def linear_argmax(x: Rows, matrix: Matrix) -> Tensor:
+def linear_argmax(x: Operand, matrix: Matrix) -> Tensor:
     """`argmax_rows(linear(x, matrix))`, int64 [T]: -1 where the largest is not finite.
 
     Invariant: the GEMM and its config are `linear`'s, so the tokens are equal, not close, to those
@@ -138,7 +138,7 @@ def linear_argmax(x: Rows, matrix: Matrix) -> Tensor:
     return skinny_argmax(x, weight, config=config, scales=scales)
 
 
-def linear_partials(x: Rows, matrix: Matrix, bias: Tensor | None = None) -> Tensor:
+def linear_partials(x: Operand, matrix: Matrix, bias: Tensor | None = None) -> Tensor:
     """`linear` for a consumer that adds partial sums.
 
     Returns:
@@ -165,13 +165,13 @@ def norm_linear(
     Args: update: what the layer before left to add; None for the embedding.
     """
     if update is None:
-        x: Rows = rms_norm(h_TD, norm_D, eps)
+        x: Operand = rms_norm(h_TD, norm_D, eps)
     else:
         h_TD, x = add_rms_norm(h_TD, update, norm_D, eps, matrix, bias)
     return h_TD, linear_partials(x, matrix, bias)
 
 
-def linear_swiglu(x: Rows, gate_up: Matrix, bias: Tensor | None = None) -> Tensor:
+def linear_swiglu(x: Operand, gate_up: Matrix, bias: Tensor | None = None) -> Tensor:
     """`swiglu(x @ gate_up^T + bias)`: rows packed [gate | up], [T, D] -> [T, I]."""
     config = skinny_config(x, gate_up, swiglu=True) if bias is None else None
     if config is None:
@@ -181,7 +181,7 @@ def linear_swiglu(x: Rows, gate_up: Matrix, bias: Tensor | None = None) -> Tenso
     return skinny_swiglu(x, weight, config=config, scales=scales)
 
 
-def library_linear(x: Rows, matrix: Matrix, bias: Tensor | None = None) -> Tensor:
+def library_linear(x: Operand, matrix: Matrix, bias: Tensor | None = None) -> Tensor:
     """`linear` without our GEMM of a few rows; rows split in two do not come here.
 
     An FP8 matrix and more rows than SKINNY_T: x is rounded too, each row with a scale of its
@@ -203,7 +203,7 @@ def library_linear(x: Rows, matrix: Matrix, bias: Tensor | None = None) -> Tenso
 
 
 def operands(
-    x: Rows, matrix: Matrix, config: SkinnyConfig
+    x: Operand, matrix: Matrix, config: SkinnyConfig
 ) -> tuple[Tensor, Tensor, Fp8Scales | None]:
     """What our GEMM multiplies: as they are, or both in FP8, x as two rows without loss, and as one
     rounded row where `library_linear` would round it as well."""
@@ -217,7 +217,7 @@ def operands(
     return x.rows, matrix.weight_ED, Fp8Scales(x.scale_T, matrix.scale_E)
 
 
-def rounded(x: Rows) -> Fp8Rows:
+def rounded(x: Operand) -> Fp8Rows:
     """x as one FP8 row with a scale; the norm in front of it may have rounded it already."""
     if isinstance(x, Fp8Rows):
         assert x.rows.dim() == 2, "rows in two are for our GEMM"
@@ -225,7 +225,7 @@ def rounded(x: Rows) -> Fp8Rows:
     return Fp8Rows(*(round_rows(x) if _takes_skinny(x) else round_rows_fp8(x)))
 
 
-def skinny_config(x: Rows, matrix: Matrix, swiglu: bool = False) -> SkinnyConfig | None:
+def skinny_config(x: Operand, matrix: Matrix, swiglu: bool = False) -> SkinnyConfig | None:
     """Our GEMM's launch for these shapes; None where cuBLAS streams the weights as well."""
     if isinstance(x, Fp8Rows):  # whoever wrote them asked already
         return _config(x.rows.shape[-2], matrix, swiglu)
@@ -239,7 +239,7 @@ def _config(num_rows: int, matrix: Matrix, swiglu: bool = False) -> SkinnyConfig
 
 
 def _chunk_operands(
-    x: Rows, matrix: Matrix, bias: Tensor | None, swiglu: bool
+    x: Operand, matrix: Matrix, bias: Tensor | None, swiglu: bool
 ) -> tuple[Tensor, Tensor] | None:
     """What our GEMM of a chunk multiplies; None where it does not take these or does not pay."""
     if isinstance(x, Fp8Rows) or isinstance(matrix, Fp8Matrix) or bias is not None:

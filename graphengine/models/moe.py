@@ -23,7 +23,7 @@ from graphengine.kernels.moe import experts
 from graphengine.kernels.moe_kernels import STREAM_ROWS
 from graphengine.kernels.moe_row import Shared, experts_row, router_logits, runs_row
 from graphengine.models.layers import add_rms_norm, linear, linear_swiglu
-from graphengine.models.weight import Fields, Stack, Weight, norm, num_matrix_elements
+from graphengine.models.weight import Fields, Stacked, Weight, norm, num_matrix_elements
 
 
 class MoeWeights(NamedTuple):
@@ -45,7 +45,7 @@ def weights(config: ModelConfig) -> Fields:
     moe, hidden = _moe(config), config.hidden_size
     num, inter = moe.num_experts, moe.moe_intermediate_size
     shared, own = moe.shared_expert_intermediate_size, "mlp.shared_expert"
-    gate_up, down = Stack("mlp.experts.gate_up_proj", num), Stack("mlp.experts.down_proj", num)
+    gate_up, down = Stacked("mlp.experts.gate_up_proj", num), Stacked("mlp.experts.down_proj", num)
     return {
         "post_norm_D": norm("post_attention_layernorm.weight", hidden, config.has_offset_norms),
         "router_ED": (Weight("mlp.gate.weight", (num, hidden)),),

@@ -34,7 +34,7 @@ class Pick:
         return torch.cat([groups[:, begin:end] for begin, end in self.ranges], 1).flatten(0, 1)
 
 
-class Stack(NamedTuple):
+class Stacked(NamedTuple):
     """A field of `size` equal matrices, [size, rows, columns], which its parts hold one after the
     other as rows; some files hold it as one tensor called `name` instead."""
 
@@ -60,7 +60,7 @@ class Weight:
     dtype: torch.dtype | None = None
     pick: Pick | None = None
     offset: float = 0.0
-    stack: Stack | None = None
+    stack: Stacked | None = None
 
     @property
     def meant_shape(self) -> tuple[int, ...]:

@@ -31,7 +31,7 @@ from graphengine.checkpoints.tokenizer import Tokenizer
 from graphengine.decode.loop import DecodeLoop
 from graphengine.decode.metrics import Acceptance
 from graphengine.results import GenerationResult, Teller
-from graphengine.verify.teacher import Scores
+from graphengine.verify.teacher import TokenScores
 from graphengine.verify.told import Ask, Transcript, named, wrong_end
 
 CheckName = Literal["regret", "identical", "finite", "ends", "logprobs", "acceptance", "modes"]
@@ -202,7 +202,7 @@ def mixed(lengths: Sequence[int], max_new_tokens: int) -> tuple[list[int], list[
 
 def judge(
     transcripts: Sequence[Transcript],
-    scores: Sequence[Scores],
+    scores: Sequence[TokenScores],
     tolerance_nats: float,
     stop_ids: Collection[int],
     num_counted: int | None = None,

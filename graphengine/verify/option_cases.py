@@ -43,7 +43,7 @@ from graphengine.kernels.gumbel_argmax import gumbel
 from graphengine.startup.build import Built
 from graphengine.verify import told
 from graphengine.verify.check import decode
-from graphengine.verify.teacher import Judge, Scores
+from graphengine.verify.teacher import Judge, TokenScores
 
 MAX_LOGPROBS = 4  # of all cases
 NUM_SAID = 16  # tokens that words and biases are taken from
@@ -197,7 +197,7 @@ def judge_of(
     asked = case.sampling
     stop_ids = [*case.asked.stop_token_ids, *([] if case.asked.ignore_eos else _ends(built))]
 
-    def judge(logits_TV: Tensor, positions: Sequence[int], emitted_T: Tensor) -> Scores:
+    def judge(logits_TV: Tensor, positions: Sequence[int], emitted_T: Tensor) -> TokenScores:
         """The rows of one chunk, in order: the matcher follows them."""
         rows = []
         for z_V, p in zip(logits_TV.float().cpu(), positions, strict=True):
@@ -217,7 +217,7 @@ def judge_of(
         degrees = 1.0 if asked.is_greedy else asked.temperature
         logprob_T = z_emitted_T / degrees - (z_TV / degrees).logsumexp(-1)
         regret_T = regret_T.clamp(max=RULED_OUT_NATS)
-        return Scores(regret_T.tolist(), best_T.tolist(), logprob_T.tolist())
+        return TokenScores(regret_T.tolist(), best_T.tolist(), logprob_T.tolist())
 
     return judge
 

@@ -24,7 +24,7 @@ from graphengine.verify import check
 from graphengine.verify.check import CheckName, Limits, Mix, Report
 from graphengine.verify.forced import ForcedLength, lengths, missed
 from graphengine.verify.option_cases import OptionCase, judge_of, matcher_of
-from graphengine.verify.teacher import Scores, first_choice, teacher_force
+from graphengine.verify.teacher import TokenScores, first_choice, teacher_force
 from graphengine.verify.told import Ask, Transcript, wrong_logprobs
 
 PLAIN = "plain"
@@ -151,7 +151,7 @@ def verify_mode(
         ValueError: a prompt that cannot run.
     """
     cases = cases or [OptionCase()] * len(ids)
-    judged: dict[tuple[int, ...], Scores] = {}
+    judged: dict[tuple[int, ...], TokenScores] = {}
     reference = {_kernels(r.cell): r.transcripts for r in reversed(first)}
     results: list[CellResult] = []
     runs: list[tuple[Cell, int | None]] = [(Cell(label, *cell), None) for cell in cells]

@@ -30,7 +30,7 @@ from graphengine.kernels.argmax import argmax_rows
 CHUNK = 256  # rows of one forward: their float32 logits at 152k tokens are 156 MB
 
 
-class Scores(NamedTuple):
+class TokenScores(NamedTuple):
     """One entry per output token.
 
     `regret_nats[i] = log p(best_ids[i]) - log p(output[i])` under the plain model, NaN where its
@@ -42,18 +42,18 @@ class Scores(NamedTuple):
     logprob: list[float]
 
 
-Judge = Callable[[Tensor, Sequence[int], Tensor], Scores]
+Judge = Callable[[Tensor, Sequence[int], Tensor], TokenScores]
 """(logits [T, V], positions of their rows, int64 [T] the tokens behind them) -> what the model says
 about these. Called in the order of the rows."""
 
 
-def first_choice(logits_TV: Tensor, positions: Sequence[int], emitted_T: Tensor) -> Scores:
+def first_choice(logits_TV: Tensor, positions: Sequence[int], emitted_T: Tensor) -> TokenScores:
     """The `Judge` of requests that ask for nothing."""
     z_TV = logits_TV.float()
     z_emitted = z_TV.gather(1, emitted_T[:, None])[:, 0]
     regret_nats = (z_TV.amax(-1) - z_emitted).tolist()
     logprob = (z_emitted - z_TV.logsumexp(-1)).tolist()
-    return Scores(regret_nats, argmax_rows(logits_TV).tolist(), logprob)
+    return TokenScores(regret_nats, argmax_rows(logits_TV).tolist(), logprob)
 
 
 @torch.no_grad()
@@ -62,7 +62,7 @@ def teacher_force(
     prompt_ids: Sequence[int],
     output_ids: Sequence[int],
     judge: Judge = first_choice,
-) -> Scores:
+) -> TokenScores:
     """Judges every token of an output by the target alone.
 
         regret[i] = max_v z[v] - z[output[i]],   z = logits after prompt + output[:i]
@@ -73,13 +73,13 @@ def teacher_force(
     """
     assert not loop.has_work
     if not output_ids:
-        return Scores([], [], [])
+        return TokenScores([], [], [])
     ids = [*prompt_ids, *output_ids]
     first = len(prompt_ids) - 1  # the row whose logits judge output 0
     num_rows = len(ids) - 1  # the last token is judged, not fed
     pages = loop.allocator.allocate(pages_for(num_rows, loop.config.page_size))
     slots = loop.state_slots.allocate(1)
-    scores = Scores([], [], [])
+    scores = TokenScores([], [], [])
     prefill = replace(loop.prefill, pair=replace(loop.prefill.pair, proposer=Proposer()))
     try:
         for begin in range(0, num_rows, CHUNK):

@@ -26,7 +26,7 @@ from graphengine.decode.logprobs import Logprobs
 from graphengine.decode.loop import DecodeLoop
 from graphengine.decode.metrics import Acceptance
 from graphengine.decode.sampling import GREEDY, Sampling
-from graphengine.verify.teacher import Scores, teacher_force
+from graphengine.verify.teacher import TokenScores, teacher_force
 
 NOTHING = SamplingParams()
 
@@ -170,7 +170,7 @@ def wrong_logprobs(
         return worst, None
     ids, wrong = [*t.prompt_ids, *t.output_ids], list[str]()
 
-    def compare(logits_TV: Tensor, positions: Sequence[int], emitted_T: Tensor) -> Scores:
+    def compare(logits_TV: Tensor, positions: Sequence[int], emitted_T: Tensor) -> TokenScores:
         nonlocal worst
         logprobs_TV = logits_TV.float().log_softmax(-1).cpu()
         for row_V, p in zip(logprobs_TV, positions, strict=True):
@@ -180,7 +180,7 @@ def wrong_logprobs(
                 worst = max(worst, off)
                 wrong.extend([f"{where}: {why}"] if why else [])
         nothing = [0.0] * len(positions)
-        return Scores(nothing, emitted_T.tolist(), nothing)
+        return TokenScores(nothing, emitted_T.tolist(), nothing)
 
     teacher_force(loop, ids[:1], ids[1:], compare)
     return worst, wrong[0] if wrong else None

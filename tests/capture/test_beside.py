@@ -10,7 +10,7 @@ import torch
 from graphengine.capture import beside as module
 from graphengine.capture.beside import beside, other_stream
 from graphengine.capture.runners import GraphPool, run_chain
-from graphengine.capture.steps import Attention, Carry, Chain, Dense, Step
+from graphengine.capture.steps import AttentionStep, Carry, Chain, Dense, Step
 
 
 class Stream:
@@ -59,7 +59,7 @@ def test_who_waits_for_whom(monkeypatch: pytest.MonkeyPatch) -> None:
     attention, so that nothing stands beside it; the first step runs in front of what both need; or
     what comes behind both reads what the chain in front is still writing."""
     device = Device(monkeypatch)
-    kinds = [Dense, Attention, Dense, Attention, Dense]
+    kinds = [Dense, AttentionStep, Dense, AttentionStep, Dense]
     front, back = (
         [device.step(kind, f"{who}{i}") for i, kind in enumerate(kinds)]
         for who in ("front", "back")
@@ -70,7 +70,7 @@ def test_who_waits_for_whom(monkeypatch: pytest.MonkeyPatch) -> None:
     assert all("inputs" in behind for behind in device.behind.values())
     for i, kind in enumerate(kinds):
         fronts = {name for name in device.behind[f"back{i}"] if name.startswith("front")}
-        seen = i if kind is Attention else max(i - 1, 0)
+        seen = i if kind is AttentionStep else max(i - 1, 0)
         assert fronts == {f"front{j}" for j in range(seen)}
         assert not any(name.startswith("back") for name in device.behind[f"front{i}"])
     assert {f"front{i}" for i in range(5)} <= device.main.done
@@ -80,7 +80,7 @@ def counting(start: float, device: str = "cpu") -> Chain:
     """start, then + 1, then doubled and stated twice."""
     return [
         Dense("0", lambda _: (torch.full((3,), start, device=device),)),
-        Attention("1", lambda carry: (carry[0] + 1,)),
+        AttentionStep("1", lambda carry: (carry[0] + 1,)),
         Dense("2", lambda carry: (carry[0] * 2, carry[0])),
     ]
 
@@ -90,7 +90,7 @@ def test_each_has_its_own_carry() -> None:
     steps = beside(counting(1.0), counting(10.0), other_stream(torch.device("cpu")))
     assert [(type(step), step.name) for step in steps] == [
         (Dense, "0"),
-        (Attention, "1"),
+        (AttentionStep, "1"),
         (Dense, "2"),
     ]
     assert [x.tolist() for x in run_chain(steps[:2])] == [[2.0] * 3, [11.0] * 3]
@@ -115,7 +115,7 @@ def test_both_are_in_the_graph() -> None:
     def chain(add: float, end: Any) -> Chain:
         return [
             Dense("0", lambda _: (base + add,)),
-            Attention("1", lambda carry: (carry[0] * 2,)),
+            AttentionStep("1", lambda carry: (carry[0] * 2,)),
             Dense("2", end),
         ]
 

@@ -11,14 +11,16 @@ import torch
 from graphengine.capture import inventory as inventories
 from graphengine.capture.inventory import Entry, inventory, write_dot
 from graphengine.capture.runners import Call, EagerRunner, Graph, ReplayRunner
-from graphengine.capture.steps import Attention, Dense
+from graphengine.capture.steps import AttentionStep, Dense
 
 
 def test_an_eager_runner_is_run_once() -> None:
     """Bug: shapes are those of the step before, a step is missing, or what the run has left is not
     what a following runner continues."""
     dense = Dense("d", lambda carry: (carry[0][:1], torch.ones(2, 2)))
-    runner = EagerRunner([dense, Attention("a", lambda carry: carry[1:])], lambda: (torch.ones(3),))
+    runner = EagerRunner(
+        [dense, AttentionStep("a", lambda carry: carry[1:])], lambda: (torch.ones(3),)
+    )
     assert inventory(runner) == [
         Entry("d", "eager", ["3 float32"], ["1 float32", "2x2 float32"]),
         Entry("a", "eager", ["1 float32", "2x2 float32"], ["2x2 float32"]),
@@ -40,7 +42,7 @@ def test_one_graph_names_its_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     graph = Graph(handle, 100, 60)
     counts = inventories.Counter({"kernel": 5, "memcpy": 2})
     monkeypatch.setattr(inventories, "_node_counts", lambda raw: counts if raw == 7 else None)
-    steps = [Dense("d", lambda carry: carry), Attention("a", lambda carry: carry)]
+    steps = [Dense("d", lambda carry: carry), AttentionStep("a", lambda carry: carry)]
     whole = ReplayRunner(steps, [Call("verify", print, graph, ["1 int64"], [])], ())
     (entry,) = inventory(whole)
     assert entry == Entry("verify", "graph", ["1 int64"], [], 5, 7, 100, 60, ("d", "a"))

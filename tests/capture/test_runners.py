@@ -25,7 +25,7 @@ from graphengine.capture.runners import (
     run_chain,
     shapes,
 )
-from graphengine.capture.steps import Attention, Carry, Chain, Dense, Host, Step
+from graphengine.capture.steps import AttentionStep, Carry, Chain, Dense, Host, Step
 
 
 def counting(log: list[str]) -> list[Step]:
@@ -38,7 +38,7 @@ def counting(log: list[str]) -> list[Step]:
 
         return run
 
-    return [Dense("d", step("d")), Attention("a", step("a"))]
+    return [Dense("d", step("d")), AttentionStep("a", step("a"))]
 
 
 def test_a_chain_hands_on_what_its_steps_leave() -> None:
@@ -143,7 +143,7 @@ def noting(log: list[str], kind: type[Step], name: str) -> Step:
 
     def run(carry: Carry) -> Carry:
         log.append(name)
-        assert kind is not Attention or all(x.isfinite().all() for x in carry), name
+        assert kind is not AttentionStep or all(x.isfinite().all() for x in carry), name
         return carry if kind is Host else tuple(2 * x for x in carry)
 
     return kind(name, run)
@@ -155,7 +155,9 @@ def test_each_end_has_what_is_its_own(whole: bool) -> None:
     attention is called on what no graph has written yet; an end without steps cannot be captured,
     for the head has left something."""
     log: list[str] = []
-    head = [noting(log, kind, n) for kind, n in ((Dense, "h0"), (Attention, "h1"), (Dense, "h2"))]
+    head = [
+        noting(log, kind, n) for kind, n in ((Dense, "h0"), (AttentionStep, "h1"), (Dense, "h2"))
+    ]
     ends = {name: [noting(log, Dense, name), drop(log)] for name in "ab"} | {"": []}
     tail = [noting(log, Dense, "tail")]
     fronts = {"b": [drop(log, "front")]}
@@ -187,7 +189,7 @@ def test_parts_around_the_host_have_names_of_their_own() -> None:
     """Bug: the first of a step's two graphs has the name of both, or what follows a prompt's first
     token has the whole prompt's; a chain of one step loses its own; the host's work is captured."""
     log: list[str] = []
-    kinds = (Dense, Attention, Host, Dense, Dense)
+    kinds = (Dense, AttentionStep, Host, Dense, Dense)
     chain = [noting(log, kind, kind.__name__) for kind in kinds]
     pool: Any = Pool()
     runner = capture_full("verify", chain, (torch.ones(1),), pool)

@@ -20,7 +20,7 @@ from tokenizers import (
 from transformers import PreTrainedTokenizerFast
 
 from graphengine.checkpoints import pieces as module
-from graphengine.checkpoints.pieces import Pieces
+from graphengine.checkpoints.pieces import PieceEncoder
 
 CONTROL = ("<|a|>", "<|b|>")
 TEXT = "the quick brown fox, 7 apples and 42 more; the end is the beginning of <|a|>"
@@ -80,7 +80,7 @@ KINDS: dict[str, tuple[PreTrainedTokenizerFast, bool]] = {
     "composed": (made(AddedToken("THE", normalized=True), normalizer=normalizers.NFC()), True),
     "a beginning": (made(metaspace=True), False),
 }
-CUT = {name: Pieces(tokenizer) for name, (tokenizer, _) in KINDS.items()}
+CUT = {name: PieceEncoder(tokenizer) for name, (tokenizer, _) in KINDS.items()}
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -97,7 +97,7 @@ def test_ids_are_those_of_the_whole_text(kind: str, parts: list[str]) -> None:
     assert bool(CUT[kind]._ids) == is_cut
 
 
-def asked_of(pieces: Pieces, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def asked_of(pieces: PieceEncoder, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The texts that the tokenizer is asked for from now on."""
     asked, real = list[str](), pieces._whole
 
@@ -111,7 +111,7 @@ def asked_of(pieces: Pieces, monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 def test_what_was_said_is_not_encoded_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """Bug: each turn of a chat encodes all the turns before it."""
-    pieces = Pieces(made())
+    pieces = PieceEncoder(made())
     asked, said = asked_of(pieces, monkeypatch), ""
     for turn in range(4):
         said += f"<|a|>turn {turn}<|b|>"
@@ -126,7 +126,7 @@ def test_what_is_remembered_has_a_bound(monkeypatch: pytest.MonkeyPatch) -> None
     """Bug: a server's memory grows with every text; one long text drives out all others; or what
     was asked for last goes first."""
     monkeypatch.setattr(module, "MAX_CHARS", 24)
-    pieces = Pieces(made())
+    pieces = PieceEncoder(made())
     asked = asked_of(pieces, monkeypatch)
     texts = ["one 1", "two 2", "three", "four4", "five5", "a long text", "two 2"]
     for text in (*texts[:3], "one 1", *texts[3:6], "one 1", *texts[6:]):
@@ -137,7 +137,7 @@ def test_what_is_remembered_has_a_bound(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_long_new_pieces_are_encoded_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Bug: one core encodes a long chat while the others stand idle, or ids go to another piece."""
-    pieces, counts = Pieces(made()), list[int]()
+    pieces, counts = PieceEncoder(made()), list[int]()
     real = pieces._tokenizer
     texts = [f"{'turn 7 ' * 900}{i}" for i in range(4)]
     known = pieces.encode(texts[1])
@@ -161,7 +161,7 @@ def test_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     """Bug: two threads that encode one text count its characters twice, or drop what a third one
     is reading."""
     monkeypatch.setattr(module, "MAX_CHARS", 40)
-    pieces, texts = Pieces(made()), [f"<|a|>{i % 7} apples<|b|>" for i in range(400)]
+    pieces, texts = PieceEncoder(made()), [f"<|a|>{i % 7} apples<|b|>" for i in range(400)]
     with ThreadPoolExecutor(8) as pool:
         found = list(pool.map(pieces.encode, texts))
     assert found == [KINDS["bytes"][0].encode(text, add_special_tokens=False) for text in texts]

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from graphengine.capture.runners import run_chain
-from graphengine.capture.steps import Attention, Dense
+from graphengine.capture.steps import AttentionStep, Dense
 from graphengine.checkpoints.sources import Checkpoint
 from graphengine.checkpoints.weights import target_weights
 from graphengine.config.model import ModelConfig
@@ -65,7 +65,7 @@ def test_order_caches_and_taps(target: Target) -> None:
     chain = target_chain("verify", target, *args)
     chain.append(last_step("verify", target, tap_, last_segment))
     assert [step.name for step in chain] == chain_names("verify", 3)
-    assert [type(step) for step in chain] == [Dense, Attention] * 3 + [Dense]
+    assert [type(step) for step in chain] == [Dense, AttentionStep] * 3 + [Dense]
     (ids_T,) = run_chain(chain)
     assert ids_T.shape == (2,)
     assert list(tapped) == [0, 1, 2]

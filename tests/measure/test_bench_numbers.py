@@ -11,7 +11,7 @@ import numpy
 import pytest
 
 from graphengine.measure.bench import NUM_DIGEST_TOKENS, CaseResult, _digest, gpu_memory
-from graphengine.measure.report import Row, picture, speedups_, step_bars, table, tokens_equal
+from graphengine.measure.report import CaseRow, picture, speedups_, step_bars, table, tokens_equal
 from tests.support.bench_cases import case
 
 
@@ -75,7 +75,7 @@ def test_percentiles_agree_everywhere() -> None:
     for percent in (50, 95, 99):
         expected = numpy.percentile(steps, percent)
         assert found[f"step_p{percent}_ms"] == pytest.approx(expected)
-    text = picture([Row("m", "k", known, found)], None, ".svg").decode()
+    text = picture([CaseRow("m", "k", known, found)], None, ".svg").decode()
     for percent in (50, 99):
         assert f"p{percent} {found[f'step_p{percent}_ms']:.3f}<" in text
     assert result([3.0], 1).numbers(0.0)["step_p99_ms"] == 3.0
@@ -91,10 +91,10 @@ def test_speedup_is_over_the_same_case() -> None:
     """Bug: the speedup of a bucket is taken over another bucket's plain decoding, or time over
     time, which leaves out that a step gives several tokens."""
     rows = [
-        Row("full_triton_plain", "bucket_1", result([1.0], 2), {"median_tokens_per_s": 100.0}),
-        Row("full_triton", "bucket_1", result([1.0], 2), {"median_tokens_per_s": 300.0}),
-        Row("full_triton", "bucket_8", result([1.0], 2), {"median_tokens_per_s": 900.0}),
-        Row("none_torch", "bucket_1", result([1.0], 2), {"median_tokens_per_s": 50.0}),
+        CaseRow("full_triton_plain", "bucket_1", result([1.0], 2), {"median_tokens_per_s": 100.0}),
+        CaseRow("full_triton", "bucket_1", result([1.0], 2), {"median_tokens_per_s": 300.0}),
+        CaseRow("full_triton", "bucket_8", result([1.0], 2), {"median_tokens_per_s": 900.0}),
+        CaseRow("none_torch", "bucket_1", result([1.0], 2), {"median_tokens_per_s": 50.0}),
     ]
     speedups_(rows)
     assert [row.numbers.get("speedup_ratio") for row in rows] == [None, 3.0, None, None]
@@ -112,8 +112,8 @@ def test_modes_that_say_something_else() -> None:
 def test_what_is_unknown_is_a_dash() -> None:
     """Bug: a column without a number raises or shows 0, or one whose number is 0 shows none."""
     found = result([1.0], 2)
-    rows = [Row("m", "k", found, found.numbers(0.0))]
-    rows.append(Row("n", "k", found, found.numbers(0.0) | {"gpu_idle_percent": 0.0}))
+    rows = [CaseRow("m", "k", found, found.numbers(0.0))]
+    rows.append(CaseRow("n", "k", found, found.numbers(0.0) | {"gpu_idle_percent": 0.0}))
     shown = table(rows, 6.35)
     cells = {str(column.header): list(column.cells) for column in shown.columns}
     assert cells["%read"] == cells["/floor"] == ["-", "-"]
@@ -126,15 +126,15 @@ def test_picture() -> None:
     """Bug: bars that should be equally long differ, also where the device was busy for longer than
     a median step took, or the file is no SVG."""
     known = result([1.0, 2.0, 4.0], 6, busy_fraction=0.75)
-    rows = [Row("piecewise_flashinfer", "k", known, known.numbers(4000.0))]
+    rows = [CaseRow("piecewise_flashinfer", "k", known, known.numbers(4000.0))]
     assert step_bars(rows[0]) == {
         "host": {"host working": 500.0, "host waiting": 1500.0},
         "GPU": {"GPU busy": 1500.0, "GPU idle": 500.0},
         "floor": {"floor": 1000.0},
     }
-    slow = Row("m", "k", known, rows[0].numbers | {"host_p50_ms": 3.0})  # by its median
+    slow = CaseRow("m", "k", known, rows[0].numbers | {"host_p50_ms": 3.0})  # by its median
     assert step_bars(slow)["host"] == {"host working": 2000.0, "host waiting": 0.0}
-    busy = Row("m", "k", known, rows[0].numbers | {"gpu_busy_ms": 2.5})  # of other steps
+    busy = CaseRow("m", "k", known, rows[0].numbers | {"gpu_busy_ms": 2.5})  # of other steps
     assert step_bars(busy)["GPU"] == {"GPU busy": 2000.0, "GPU idle": 0.0}
     text = picture(rows, 6.35, ".svg").decode()
     ElementTree.fromstring(text)

@@ -16,7 +16,7 @@ import torch
 
 from graphengine.api import Engine
 from graphengine.decode.sampling import Sampling
-from graphengine.measure.bench import Step
+from graphengine.measure.bench import TimedStep
 from graphengine.profiles import result_schema
 from tools import measure_requests, request_hits, request_joins, request_parts
 from tools.request_hits import Trace, compare
@@ -164,7 +164,7 @@ def test_a_hit_that_fails_leaves_the_loop_as_it_was(monkeypatch: pytest.MonkeyPa
 
 def test_the_first_steps_of_a_generation_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
     """Bug: steps that write rows and fill the pipeline are an option's, or nobody asks for it."""
-    steps = [Step(float(i), 0.0, 1) for i in range(20)]
+    steps = [TimedStep(float(i), 0.0, 1) for i in range(20)]
     monkeypatch.setattr(request_parts, "timed_steps", lambda loop, requests: iter(steps))
     asked: list[Any] = []
     loop = SimpleNamespace(block=1, reset=lambda: None)

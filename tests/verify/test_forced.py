@@ -20,7 +20,7 @@ from graphengine.decode.metrics import Acceptance
 from graphengine.verify.check import Limits, judge
 from graphengine.verify.forced import ForcedLength, lengths, missed
 from graphengine.verify.run import CellResult, verify_mode
-from graphengine.verify.teacher import Scores
+from graphengine.verify.teacher import TokenScores
 from tests.support.transcripts import transcript
 
 # Of the bundled probes: the targets are unsure of what follows, and the drafters rarely right.
@@ -109,7 +109,7 @@ def test_a_length_that_nobody_reached() -> None:
     """Bug: texts part at the first token, no draft is right any more, and the length passes."""
     acceptance = Acceptance(3, [4, 0, 1, 0])
     said = transcript([5, 6], [1, 1], acceptance=acceptance)
-    report = judge([said], [Scores([0.0, 0.0], [5, 6], [-0.5, -0.5])], 0.2, [])
+    report = judge([said], [TokenScores([0.0, 0.0], [5, 6], [-0.5, -0.5])], 0.2, [])
     assert [missed(report, length) is None for length in range(4)] == [True, False, True, False]
     assert "no step accepted 3 drafts" in str(missed(report, 3))
 

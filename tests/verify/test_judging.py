@@ -26,7 +26,7 @@ from graphengine.verify.check import (
 )
 from graphengine.verify.report import _table, describe, finish
 from graphengine.verify.run import Cell, CellResult
-from graphengine.verify.teacher import Scores
+from graphengine.verify.teacher import TokenScores
 from graphengine.verify.told import _compare, wrong_end
 from tests.support.byte_tokens import FallsBackToBytes
 from tests.support.transcripts import transcript
@@ -34,8 +34,8 @@ from tests.support.transcripts import transcript
 STOP = 9
 
 
-def scores(best: list[int], regret: list[float]) -> Scores:
-    return Scores(regret, best, [-0.5] * len(best))
+def scores(best: list[int], regret: list[float]) -> TokenScores:
+    return TokenScores(regret, best, [-0.5] * len(best))
 
 
 def test_places_name_step_and_row() -> None:

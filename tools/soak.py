@@ -295,8 +295,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--steps", type=int, default=20_000, help="decode steps (20000)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
-    parser.add_argument("--graph-mode", choices=["auto", "none", "piecewise", "full"])
-    parser.add_argument("--attention-backend", choices=["auto", "flashinfer", "triton", "torch"])
+    modes, backends = ["none", "piecewise", "full"], ["flashinfer", "triton", "torch"]
+    parser.add_argument("--graph-mode", choices=["auto", *modes], default="auto")
+    parser.add_argument("--attention-backend", choices=["auto", *backends], default="auto")
     parser.add_argument(
         "--dtype",
         choices=["auto", "bfloat16", "float32"],
@@ -311,13 +312,8 @@ def main(arguments: list[str] | None = None) -> int:
     args = parser.parse_args(arguments)
     if args.steps < 100:
         parser.error(f"--steps {args.steps}: at least 100, or nothing is measured")
-    options: Options = {
-        "buckets": BUCKETS,
-        "device": args.device,
-        "dtype": args.dtype,
-        "graph_mode": args.graph_mode or "auto",
-        "attention_backend": args.attention_backend or "auto",
-    }
+    taken = ("device", "dtype", "graph_mode", "attention_backend")
+    options: Options = {"buckets": BUCKETS} | {name: getattr(args, name) for name in taken}
     try:
         say = partial(print, flush=True)
         numbers = soak(args.steps, args.seed, options, say, args.hybrid)

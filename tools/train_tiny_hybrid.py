@@ -112,9 +112,8 @@ def imitate(dense: Target, hybrid: Hybrid, stream: Stream, args: argparse.Namesp
         update(module, optimizer, loss)
         average = loss.item() if not step else 0.95 * average + 0.05 * loss.item()
         if step % 20 == 0:
-            print(
-                f"imitate {step}: {average:.3f} {[round(x.item(), 2) for x in losses]}", flush=True
-            )
+            each = [round(x.item(), 2) for x in losses]
+            print(f"imitate {step}: {average:.3f} {each}", flush=True)
     return average
 
 

@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from graphengine.api import Engine
-    from graphengine.measure.rates import Rates
     from graphengine.measure.report import CaseRow
 
 
@@ -112,7 +111,6 @@ def bench(model: str | None, draft: str | None, **options: Any) -> None:
     """
     from graphengine.checkpoints.pairs import named_pair
     from graphengine.measure.bench import timed_options
-    from graphengine.measure.rates import Rates, matmul_tflops, read_bandwidth_gbps
     from graphengine.measure.report import compare_modes, first_token_table, picture
     from graphengine.report import named, print_table, stderr_console
 
@@ -126,10 +124,7 @@ def bench(model: str | None, draft: str | None, **options: Any) -> None:
         raise ValueError("--baseline compares with plain decoding; pass --draft to have a drafter")
     shared.check_places(options)
     options["input_lens"], asked["max_model_len"] = _lengths(model, draft, options)
-    rates = Rates(0.0, 0.0)  # what is timed on the CPU has no floor of the GPU beside it
-    if asked["device"] != "cpu":
-        rates = Rates(read_bandwidth_gbps(), matmul_tflops() if prefill else 0.0)
-    numbers, configs, rows = _time_modes(model, draft, asked, options, rates, console)
+    numbers, configs, rows = _time_modes(model, draft, asked, options, console)
     simulated = asked["simulate_acceptance"]
     document = {
         **named(model, draft),
@@ -209,7 +204,6 @@ def _time_modes(
     draft: str | None,
     asked: dict[str, Any],
     options: dict[str, Any],
-    rates: Rates,
     console: Console,
 ) -> tuple[dict[str, Any], dict[str, Any], list[CaseRow]]:
     """Times an engine of each mode, with --baseline one without the drafter too.
@@ -221,9 +215,14 @@ def _time_modes(
     from graphengine.api import Engine
     from graphengine.measure.bench import gpu_memory
     from graphengine.measure.first_token import run_prefills
+    from graphengine.measure.rates import Rates, matmul_tflops, read_bandwidth_gbps
 
+    prefill = options["prefill"]
+    rates = Rates(0.0, 0.0)  # what is timed on the CPU has no floor of the GPU beside it
+    if asked["device"] != "cpu":
+        rates = Rates(read_bandwidth_gbps(), matmul_tflops() if prefill else 0.0)
     numbers: dict[str, Any] = {"read_bandwidth_gbps": rates.read_gbps}
-    if options["prefill"]:
+    if prefill:
         numbers["matmul_tflops"] = rates.matmul_tflops
     configs: dict[str, Any] = {}
     rows: list[CaseRow] = []
@@ -247,7 +246,7 @@ def _time_modes(
             for width in engine.startup.draft_widths:
                 console.print(f"{label:22}{width.line()}")
                 startup[f"draft_width_bucket_{width.bucket}"] = width.to_json()
-            if options["prefill"]:
+            if prefill:
                 cases = {name: options[name] for name in ("input_lens", *_SHARED_BY_CASES)}
                 note = partial(console.print, f"{label:22}")
                 measured = run_prefills(engine, rates, note, **cases)

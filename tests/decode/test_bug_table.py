@@ -22,11 +22,8 @@ from tests.decode.test_engine import BLOCK, PROMPTS, Pair, force, ids_only, loop
 from tests.support.bug_table import Row, check_row
 from tests.support.chains import insert_
 
-GOLDEN, TINY, FORMATS = (
-    "test_dflash_golden.py",
-    "test_tiny_pair.py",
-    "test_draft_formats.py",
-)
+GOLDEN, TINY = "test_dflash_golden.py", "test_tiny_pair.py"
+FORMATS = "test_draft_formats.py"
 TABLE: dict[str, Row] = {
     "T01": Row(
         "taps off by one layer cost a few percent of acceptance",

@@ -31,12 +31,8 @@ from tests.support.bug_table import Row, check_row
 from tests.support.dflash_reference import load_target, plain_generate
 from tests.support.hybrids import A, D, make_hybrid
 
-RECURRENCE, GOLDEN, KERNEL, PREFILL = (
-    "test_recurrence.py",
-    "test_hybrid_golden.py",
-    "test_gated_delta.py",
-    "test_gated_delta_prefill.py",
-)
+RECURRENCE, GOLDEN = "test_recurrence.py", "test_hybrid_golden.py"
+KERNEL, PREFILL = "test_gated_delta.py", "test_gated_delta_prefill.py"
 HERE = "test_bug_table_hybrids.py"
 TABLE: dict[str, Row] = {
     "H01": Row(

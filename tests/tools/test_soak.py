@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import math
 import random
-import sys
 from collections import Counter
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -25,14 +22,7 @@ from graphengine.decode.metrics import Acceptance
 from graphengine.decode.prefix_cache import PrefixCache, StateSlots
 from graphengine.decode.recurrence import States
 from graphengine.decode.request import Request
-
-_spec = importlib.util.spec_from_file_location(
-    "soak_tool", Path(__file__).resolve().parents[2] / "tools" / "soak.py"
-)
-assert _spec is not None and _spec.loader is not None
-soak_tool = importlib.util.module_from_spec(_spec)
-sys.modules["soak_tool"] = soak_tool
-_spec.loader.exec_module(soak_tool)
+from tools import soak as soak_tool
 
 OPTIONS: dict[str, Any] = {"buckets": soak_tool.BUCKETS, "device": "cpu"}
 

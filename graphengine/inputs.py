@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import fields, replace
 from functools import lru_cache
 from numbers import Integral
 from typing import Any, NamedTuple
@@ -119,7 +119,8 @@ def asked_for(
             f"sampling is {sampling!r}; pass a SamplingParams, or its values by name "
             "(temperature=0.7)"
         )
-    given = params if sampling is None else asdict(sampling) | params
+    own = {} if sampling is None else {f.name: getattr(sampling, f.name) for f in fields(sampling)}
+    given = own | params
     try:
         known = _known(**given)
     except TypeError:  # of an unknown name, or a value that cannot be looked up

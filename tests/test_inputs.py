@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import pickle
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -165,6 +167,16 @@ def test_sampling_as_one_value(engine: Engine) -> None:
     assert greedy == engine.generate(TEXTS[0], sampling, top_k=1)[0].token_ids
     with pytest.raises(TypeError, match="did you mean max_new_tokens"):
         engine.generate(TEXTS[0], sampling, max_tokens=2)
+
+
+def test_one_value_holds_what_names_do(engine: Engine) -> None:
+    """Bug: a template's arguments that are taken by name, in a mapping of another type, cannot be
+    copied out of a `SamplingParams`: "first argument must be callable"."""
+    parameters = MappingProxyType({"type": "object"})
+    tool = defaultdict(list, name="f", parameters=parameters)
+    kwargs: dict[str, Any] = {"chat_template_kwargs": {"tools": [tool]}, "max_new_tokens": 2}
+    named = engine.generate("hi", **kwargs)[0].token_ids
+    assert engine.generate("hi", SamplingParams(**kwargs))[0].token_ids == named
 
 
 @pytest.mark.parametrize("value", [0.7, {"temperature": 0.7}, SamplingParams])

@@ -15,8 +15,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 SWITCH_INTERVAL_S = 0.00005
-_TURNS = threading.Lock()
-_INTERVALS: list[float] = []  # before each that is under way; the first is the process's
+_TURNS = threading.RLock()  # the collector of garbage may close a stream within
+_INTERVALS: list[float] = []  # the process's own, once for each that is under way
 
 
 @contextmanager
@@ -26,7 +26,7 @@ def short_turns() -> Iterator[None]:
     Mutates: the process's switch interval, until the last of those inside has left.
     """
     with _TURNS:
-        _INTERVALS.append(sys.getswitchinterval())
+        _INTERVALS.append(_INTERVALS[0] if _INTERVALS else sys.getswitchinterval())
         sys.setswitchinterval(min(SWITCH_INTERVAL_S, _INTERVALS[0]))
     try:
         yield

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import sys
+from contextlib import ExitStack
+from threading import Thread
 from typing import Any
 
+import pytest
+
 from graphengine import TINY_TARGET, Engine
+from graphengine.decode import turns
 from graphengine.decode.turns import SWITCH_INTERVAL_S, short_turns
 
 
@@ -31,6 +36,32 @@ def test_turns_that_are_shorter_already() -> None:
         assert sys.getswitchinterval() < 2 * own
     finally:
         sys.setswitchinterval(before)
+
+
+@pytest.mark.parametrize("during", ["append", "pop"])
+def test_a_stream_that_is_dropped_as_turns_change(
+    monkeypatch: pytest.MonkeyPatch, during: str
+) -> None:
+    """Bug: the collector of garbage closes a forgotten stream while another one begins or ends, and
+    that one waits for ever; or turns stay short."""
+    before, forgotten = sys.getswitchinterval(), ExitStack()
+
+    def collect(intervals: list[float], *args: float) -> float | None:
+        forgotten.close()
+        return getattr(list, during)(intervals, *args)
+
+    def begin_and_end() -> None:
+        intervals = type("Intervals", (list,), {during: collect})()
+        monkeypatch.setattr(turns, "_INTERVALS", intervals)
+        forgotten.enter_context(short_turns())
+        with short_turns():
+            pass
+
+    thread = Thread(target=begin_and_end, daemon=True)
+    thread.start()
+    thread.join(5)
+    assert not thread.is_alive()
+    assert sys.getswitchinterval() == before
 
 
 def test_streams_have_short_turns() -> None:

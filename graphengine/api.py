@@ -235,11 +235,15 @@ class Engine:
         return submit
 
     def _run(self, loop: DecodeLoop, requests: list[Request], tell: Teller) -> Iterator[Chunk]:
-        with self._claim() as claim:
+        def check() -> None:
             if self._built is None or any(r.finish_reason is not None for r in requests):
                 raise RuntimeError(
                     "this stream was superseded or its engine closed before it began"
                 )
+
+        check()  # before another gives way
+        with self._claim() as claim:
+            check()
             try:
                 for outputs in loop.run():
                     for request, new_ids in outputs:

@@ -330,7 +330,9 @@ class DecodeLoop:
             watch.waited()
             outputs = self.collect()
             watch.collected(outputs)
-        self.is_clean = not self.first.must_drain
+        if self.first.must_drain and self.fallback is not None:
+            self.fallback.hand_over()  # of nobody: nothing is due any more
+        self.is_clean = True
 
     def launch(self) -> None:
         """Queues steps of every lane and returns while the device works; hands requests over

@@ -141,18 +141,17 @@ def test_without_log_probabilities_none_are_told(
         loop.submit([1, 2], 4, (), **{kind: 0})
 
 
-def test_what_is_still_to_be_handed_over_is_not_clean(engine: Engine) -> None:
-    """Bug: the last request ended as it was to leave speculation, nothing is reset, and the next
-    one's steps are never launched."""
+def test_what_is_still_to_be_handed_over_as_the_last_one_ends(engine: Engine) -> None:
+    """Bug: the last request ended as it was to leave speculation, and the next one's steps are
+    never launched; or the next generation makes everything anew, and nothing is cached."""
     loop = loop_of(engine)
     for _ in range(2):
-        loop.submit(list(PROMPTS[0]), 4, ())
+        request = loop.submit(list(PROMPTS[1]), 4, ())
         for outputs in loop.run():
             is_over = any(output.request.finish_reason is not None for output in outputs)
             loop.first.must_drain = is_over
-        assert not loop.is_clean
-        loop.reset()
-        assert loop.is_clean
+        assert loop.is_clean and not loop.first.must_drain
+    assert request.num_cached_tokens == len(PROMPTS[1]) - 1
 
 
 @torch.no_grad()

@@ -168,10 +168,8 @@ class Engine:
         if serving is not None:
             changed, queued = threading.Event(), map(self._submission, inputs)
             return collect([serving.submit(one, changed.set) for one in queued], changed)
-        with self._claim():
-            # Drops what a stream that was never started has queued; completes an interrupted reset.
-            if not self._open.loop.is_clean:  # to reset is to wait for the device
-                self._reset(self._open.loop)
+        with self._claim() as claim:
+            self._clear(self._open.loop, claim.takes_over)
             built = self._open
             try:
                 requests = [entry.submit(built) for entry in inputs]
@@ -213,8 +211,7 @@ class Engine:
         with self._starting:
             if self._serving is None:
                 claim = self._claim()
-                if not self._open.loop.is_clean:
-                    self._reset(self._open.loop)
+                self._clear(self._open.loop, claim.takes_over)
                 # Its thread holds no engine, so one whose variable gets another value is freed.
                 reset = weakref.WeakMethod(self._reset)
                 self._serving = Serving(self._open.loop, lambda loop: (reset() or _dropped)(loop))
@@ -260,7 +257,7 @@ class Engine:
                 if self._built is None and isinstance(error, Exception):
                     _ = self._open  # which is why, whatever a step has missed then
                 if claim.is_held:
-                    self._reset(loop)
+                    self._clear(loop, isinstance(error, GeneratorExit))
                 raise
 
     # --- lifetime ---
@@ -282,7 +279,7 @@ class Engine:
                         "another generation of this engine is active; finish or close its stream "
                         "first"
                     )
-                last.is_held = False
+                last.is_held, new.takes_over = False, True
             self._last = weakref.ref(new)
         return new
 
@@ -297,6 +294,24 @@ class Engine:
         if self._built is None:
             raise RuntimeError(f"this engine is closed{self._failure}; {self._remedy}")
         return self._built
+
+    def _clear(self, loop: DecodeLoop, stands_still: bool) -> None:
+        """Makes the loop idle.
+
+        Args: stands_still: its stream was dropped between two steps; what that and earlier ones
+            have left for others stays.
+        """
+        try:
+            if stands_still:
+                with suppress(Exception):  # nobody asks for it, and a reset helps or tells
+                    for request in [*loop.running, *loop.prefilling, *loop.waiting]:
+                        loop.cancel(request)
+                    for _ in loop.run():
+                        pass
+        finally:
+            # What a stream that was never started has queued, or an interrupted reset.
+            if not loop.is_clean:  # to reset is to wait for the device
+                self._reset(loop)
 
     def _reset(self, loop: DecodeLoop) -> None:
         """Makes the loop idle; where the device itself has failed, closes the engine instead."""
@@ -338,10 +353,11 @@ class _Claim:
     it and the block that gives it back would leave the engine taken for ever. A claim lasts until
     it is given back or its holder's frame is gone."""
 
-    __slots__ = ("__weakref__", "is_held", "stands_still", "thread")
+    __slots__ = ("__weakref__", "is_held", "stands_still", "takes_over", "thread")
 
     def __init__(self) -> None:
         self.is_held, self.stands_still, self.thread = True, False, threading.get_ident()
+        self.takes_over = False  # from one that stood still
 
     def __enter__(self) -> _Claim:
         return self

@@ -173,6 +173,32 @@ def test_ctrl_c_between_any_two_lines(engine: Engine, pair: Pair) -> None:
 
 
 @pytest.mark.slow
+def test_ctrl_c_as_a_stream_is_dropped(engine: Engine, pair: Pair) -> None:
+    """Bug: an interrupt while what a dropped stream has in flight runs to its end leaves that half
+    dropped, and the next generation goes on with it."""
+
+    def run(trace: Interrupt | None) -> list[list[int]]:
+        stream: Any = engine.stream_many(PROMPTS, max_new_tokens=9, ignore_eos=True)
+        for _ in range(4):
+            next(stream)
+        sys.settrace(trace)
+        try:
+            stream.close()
+        finally:
+            sys.settrace(None)
+        return ids_only(engine, PROMPTS[1:2], max_new_tokens=5)
+
+    plain, counter = [pair.plain(PROMPTS[1], 5)], Interrupt(-1)
+    assert run(counter) == plain
+    for line in random.Random(2).sample(range(1, -1 - counter.left), 20):
+        with pytest.raises(KeyboardInterrupt):
+            run(Interrupt(line))
+        torch.set_grad_enabled(True)
+        assert run(None) == plain, f"after an interrupt at line {line}"
+        assert_idle(engine)
+
+
+@pytest.mark.slow
 @pytest.mark.usefixtures("impatient")
 def test_ctrl_c_at_the_hand_over(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     """Bug: an interrupt while a request is between two loops, or while one of the two is reset,

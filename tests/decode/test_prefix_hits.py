@@ -78,6 +78,32 @@ def test_the_same_prompt_again(pair: Pair, length: int) -> None:
     assert steps[0] == steps[1]
 
 
+@pytest.mark.parametrize("num_chunks", [1, 2, 99])
+@pytest.mark.parametrize("is_closed", [True, False])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_stream_that_is_left(pair: Pair, backend: str, is_closed: bool, num_chunks: int) -> None:
+    """Bug: whoever leaves the loop over a stream, be it behind its result, loses the texts of all
+    prompts before, and a chat's next turn is run from its first token on."""
+    chat, other = list(range(60, 81)), PROMPTS[1]
+    with pair.engine(attention_backend=backend) as engine:
+        expected = engine.generate([chat], max_new_tokens=9, ignore_eos=True)[0].token_ids
+        asked = {"max_new_tokens": 40, "ignore_eos": True}
+        stream = engine.stream_many([other, chat[:5], PROMPTS[3]], **asked)
+        for _, chunk in zip(range(num_chunks), stream, strict=False):
+            if chunk.result is not None:
+                break
+        if is_closed:
+            del stream  # else it stands still, and gives way
+            assert_idle(engine)
+        again = engine.generate([chat], max_new_tokens=9, ignore_eos=True)[0]
+        assert again.metrics.num_cached_tokens == len(chat) - 1
+        assert again.token_ids == expected
+        (said,) = engine.generate([other], max_new_tokens=9, ignore_eos=True)
+        assert said.token_ids == pair.plain(other, 9)
+        assert said.metrics.num_cached_tokens == len(other) - 1
+        assert_idle(engine)
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_random_texts_that_share_their_beginnings(pair: Pair, backend: str) -> None:
     """Bug: under eviction, cancels and joins a shared page is written by one of its users, freed

@@ -256,8 +256,9 @@ class Engine:
             except BaseException as error:  # a dropped stream is GeneratorExit
                 if self._built is None and isinstance(error, Exception):
                     _ = self._open  # which is why, whatever a step has missed then
+                is_stopped = isinstance(error, KeyboardInterrupt) and loop.is_waiting
                 if claim.is_held:
-                    self._clear(loop, isinstance(error, GeneratorExit))
+                    self._clear(loop, is_stopped or isinstance(error, GeneratorExit))
                 raise
 
     # --- lifetime ---
@@ -298,8 +299,8 @@ class Engine:
     def _clear(self, loop: DecodeLoop, stands_still: bool) -> None:
         """Makes the loop idle.
 
-        Args: stands_still: its stream was dropped between two steps; what that and earlier ones
-            have left for others stays.
+        Args: stands_still: its stream was dropped between two steps, or stopped as it waited; what
+            that and earlier ones have left for others stays.
         """
         try:
             if stands_still:

@@ -87,6 +87,8 @@ class DecodeLoop:
         self._num_behind = 0  # steps to be collected that may have waited for rows of a prompt
         self.is_clean = True
         """Whether a reset would find nothing: all that was submitted has been run to its end."""
+        self.is_waiting = False
+        """Whether `run` waits for a step, or was interrupted there: then nothing is half done."""
 
     @property
     def lanes(self) -> list[Lane]:
@@ -313,6 +315,7 @@ class DecodeLoop:
 
     def _run(self, watch: Watch) -> Iterator[list[StepOutput]]:
         outputs: list[StepOutput] = []
+        self.is_waiting = False
         while self.has_work or outputs:
             budget = self.config.max_num_batched_tokens if self.running else None
             with torch.no_grad():
@@ -326,7 +329,9 @@ class DecodeLoop:
                 self.launch()
                 watch.launched()
             yield outputs
+            self.is_waiting = True
             self.wait()
+            self.is_waiting = False
             watch.waited()
             outputs = self.collect()
             watch.collected(outputs)

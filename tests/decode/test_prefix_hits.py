@@ -7,6 +7,7 @@ import random
 import pytest
 import torch
 
+from graphengine.decode.rows import Results
 from tests.decode.test_engine import BACKENDS, PROMPTS, Pair, assert_idle, force, loop_of
 from tests.support.dflash_reference import load_target, plain_generate
 
@@ -102,6 +103,34 @@ def test_a_stream_that_is_left(pair: Pair, backend: str, is_closed: bool, num_ch
         assert said.token_ids == pair.plain(other, 9)
         assert said.metrics.num_cached_tokens == len(other) - 1
         assert_idle(engine)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_ctrl_c_while_a_step_is_waited_for(
+    pair: Pair, backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bug: a chat's answer is stopped, most likely while a step runs, and the next turn is run from
+    its first token on; or it is stopped by a failure, and what that has left is used."""
+    chat, raised = list(range(60, 81)), iter([KeyboardInterrupt, RuntimeError])
+    wait, calls = Results.wait, list[int]()
+
+    def waits(results: Results) -> None:
+        calls.append(1)
+        if len(calls) == 3:
+            raise next(raised)
+        wait(results)
+
+    with pair.engine(attention_backend=backend) as engine:
+        engine.generate([chat], max_new_tokens=9)
+        monkeypatch.setattr(Results, "wait", waits)
+        for error, num_cached in ((KeyboardInterrupt, len(chat) - 1), (RuntimeError, 0)):
+            with pytest.raises(error):
+                engine.generate(PROMPTS, max_new_tokens=40, ignore_eos=True)
+            assert_idle(engine)
+            again = engine.generate([chat, PROMPTS[1]], max_new_tokens=9, ignore_eos=True)
+            assert again[0].metrics.num_cached_tokens == num_cached
+            assert again[1].token_ids == pair.plain(PROMPTS[1], 9)
+            calls.clear()
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -122,10 +122,10 @@ def choose_config(
     (profiles/results/2026-11-22-h200-attention-sweep.json). With many splits, where the programs
     are few and a split has one or two tiles, what counts is that all of its loads are under way at
     once, and that few partials have to be merged: six stages of 64 keys there and chunks of 256,
-    for a block of one row three stages of 128 keys, and eight warps where heads are too wide for
-    either (profiles/LOG.md), as in prompts whose blocks are more than a tile. There the prefetch
-    sends for all that a split of a short request reads, and one split for up to 512 keys instead of
-    256 costs 3 us a layer, up to 64 gains nothing.
+    for a block of one row three stages of 128 keys, and eight warps and chunks of a tile where
+    heads are too wide for either (profiles/LOG.md); eight too in prompts whose blocks are more than
+    a tile. There the prefetch sends for all that a split of a short request reads, and one split
+    for up to 512 keys instead of 256 costs 3 us a layer, up to 64 gains nothing.
 
     Args: row_bytes: of one key, H * element size. smem_bytes: shared memory that a program may use.
         packed_rows: block_length * N/K. of_prompt: most have few keys in front.
@@ -134,9 +134,11 @@ def choose_config(
     one_split = 256 if many else 512
     wide = LaunchConfig(kv_tile=128, one_split=one_split, prefetch=num_splits > 2)
     if (2 * wide.kv_tile * wide.num_stages + MAX_ROWS) * row_bytes > smem_bytes:
-        has_work = (many and packed_rows > MIN_ROWS) or (of_prompt and packed_rows > MAX_ROWS)
-        num_warps = 8 if has_work and row_bytes > 256 else 4
-        return LaunchConfig(one_split=one_split if num_splits > 2 else 1024, num_warps=num_warps)
+        is_wide = row_bytes > 256
+        alone = is_wide and many and packed_rows > MIN_ROWS
+        num_warps = 8 if alone or (is_wide and of_prompt and packed_rows > MAX_ROWS) else 4
+        one_split = one_split if num_splits > 2 else 1024
+        return LaunchConfig(64, 64 if alone else 128, one_split=one_split, num_warps=num_warps)
     if many and packed_rows > MIN_ROWS:
         return wide._replace(kv_tile=64, num_stages=6, chunk=256)
     return wide._replace(chunk=256) if num_splits == 1 else wide

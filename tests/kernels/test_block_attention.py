@@ -359,8 +359,8 @@ def test_sizes_by_splits_and_rows() -> None:
     assert [(c.kv_tile, c.num_stages, c.chunk) for c in found] == [
         *((128, 3, 256), (128, 3, 128), (128, 3, 128), (64, 6, 256), (128, 3, 128))
     ]
-    assert [choose_config(n, 512).num_warps for n in (4, 5)] == [4, 8]
-    assert choose_config(16, 512, packed_rows=16).num_warps == 4
+    wide = [choose_config(n, 512) for n in (4, 5)] + [choose_config(16, 512, packed_rows=16)]
+    assert [(c.num_warps, c.chunk) for c in wide] == [(4, 128), (8, 64), (4, 128)]
     of_prompts = [choose_config(2, size, packed_rows=96, of_prompt=True) for size in (256, 512)]
     assert [config.num_warps for config in of_prompts] == [4, 8]
     assert choose_config(2, 512, packed_rows=96).num_warps == 4  # behind long texts 8 are slower

@@ -169,7 +169,7 @@ class Engine:
             changed, queued = threading.Event(), map(self._submission, inputs)
             return collect([serving.submit(one, changed.set) for one in queued], changed)
         with self._claim() as claim:
-            self._clear(self._open.loop, claim.takes_over)
+            self._clear(self._open.loop, claim.takes_over or self._open.loop.is_waiting)
             built = self._open
             try:
                 requests = [entry.submit(built) for entry in inputs]
@@ -211,7 +211,7 @@ class Engine:
         with self._starting:
             if self._serving is None:
                 claim = self._claim()
-                self._clear(self._open.loop, claim.takes_over)
+                self._clear(self._open.loop, claim.takes_over or self._open.loop.is_waiting)
                 # Its thread holds no engine, so one whose variable gets another value is freed.
                 reset = weakref.WeakMethod(self._reset)
                 self._serving = Serving(self._open.loop, lambda loop: (reset() or _dropped)(loop))
@@ -299,8 +299,8 @@ class Engine:
     def _clear(self, loop: DecodeLoop, stands_still: bool) -> None:
         """Makes the loop idle.
 
-        Args: stands_still: its stream was dropped between two steps, or stopped as it waited; what
-            that and earlier ones have left for others stays.
+        Args: stands_still: its stream was dropped between two steps, stopped as it waited, or never
+            began; what that and earlier ones have left for others stays.
         """
         try:
             if stands_still:

@@ -88,7 +88,7 @@ class DecodeLoop:
         self.is_clean = True
         """Whether a reset would find nothing: all that was submitted has been run to its end."""
         self.is_waiting = False
-        """Whether `run` waits for a step, or was interrupted there: then nothing is half done."""
+        """Whether nothing is half done: `run` waits for a step, was stopped so, or is to begin."""
 
     @property
     def lanes(self) -> list[Lane]:
@@ -170,6 +170,7 @@ class DecodeLoop:
             logprobs, prompt_logprobs: alternatives of each token; None: nothing is told.
             matcher: of the grammar that the answer follows.
         """
+        self.is_waiting |= self.is_clean
         self.is_clean = False
         request = Request(
             request_id=self._next_id,
@@ -380,6 +381,7 @@ class DecodeLoop:
         Raises:
             RuntimeError: the device has failed; nothing can run any more.
         """
+        self.is_waiting = False
         for request in [*self.running, *self.prefilling, *self.waiting]:
             request.finish_reason = request.finish_reason or "abort"
             forget(request)

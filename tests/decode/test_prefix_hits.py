@@ -133,6 +133,20 @@ def test_ctrl_c_while_a_step_is_waited_for(
             calls.clear()
 
 
+def test_a_stream_that_never_began(pair: Pair) -> None:
+    """Bug: a stream that is made and forgotten, as by an error between it and its loop, loses the
+    texts of all prompts before."""
+    chat = list(range(60, 81))
+    with pair.engine() as engine:
+        expected = engine.generate([chat], max_new_tokens=9, ignore_eos=True)[0].token_ids
+        for prompts in ([PROMPTS[1]], [PROMPTS[3], chat[:5]]):
+            engine.stream_many(prompts, max_new_tokens=9)
+        again = engine.generate([chat], max_new_tokens=9, ignore_eos=True)[0]
+        assert again.metrics.num_cached_tokens == len(chat) - 1
+        assert again.token_ids == expected
+        assert_idle(engine)
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_random_texts_that_share_their_beginnings(pair: Pair, backend: str) -> None:
     """Bug: under eviction, cancels and joins a shared page is written by one of its users, freed

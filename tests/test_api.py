@@ -250,18 +250,6 @@ def test_superseded_stream_says_so(engine: Engine) -> None:
         next(never)
 
 
-def test_a_superseded_stream_supersedes_nobody(engine: Engine) -> None:
-    """Bug: a stream that was never started is asked to begin too late, and the one that has taken
-    its place gives way to an error."""
-    arguments: dict[str, Any] = {"max_new_tokens": 20, "ignore_eos": True}
-    expected = engine.generate(TEXTS[1], **arguments)[0].token_ids
-    never, stream = engine.stream(TEXTS[0]), engine.stream(TEXTS[1], **arguments)
-    first = next(stream).token_ids
-    with pytest.raises(RuntimeError, match="superseded or its engine closed before it began"):
-        next(never)
-    assert first + [t for chunk in stream for t in chunk.token_ids] == expected
-
-
 def test_exception_in_the_consumer(engine: Engine) -> None:
     """Bug: Ctrl-C in the loop over a stream leaves the engine busy for ever."""
 

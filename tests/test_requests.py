@@ -215,3 +215,13 @@ def test_another_default_device(engine: Engine, params: dict[str, Any]) -> None:
             with pytest.raises(ValueError, match=r"default device is meta.*set_default_device\('c"):
                 call()
     assert engine.generate(ASKED, max_new_tokens=2, **params)[0].finish_reason == "length"
+
+
+def test_a_superseded_stream_supersedes_nobody(engine: Engine, whole: GenerationResult) -> None:
+    """Bug: a stream that was never started is asked to begin too late, and the one that has taken
+    its place gives way to an error."""
+    never, stream = engine.stream("Hello"), engine.stream(ASKED, max_new_tokens=200)
+    tokens = next(stream).token_ids
+    with pytest.raises(RuntimeError, match="superseded or its engine closed before it began"):
+        next(never)
+    assert tokens + [t for chunk in stream for t in chunk.token_ids] == whole.token_ids

@@ -25,6 +25,7 @@ FACTOR = 2.0
 
 
 @needs_compiler
+@pytest.mark.slow
 def test_settings_of_the_moment_of_compilation(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -274,6 +274,7 @@ def test_kernels_leave_nothing_in_keys(compiled: list[Any]) -> None:
     assert loaded_code(first_segment) == before
 
 
+@pytest.mark.slow
 def test_threads_share_kernels_of_gluon(
     compiled: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

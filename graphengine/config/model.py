@@ -67,29 +67,6 @@ ARCHITECTURES = {
         has_qk_norm=False,
         has_mlp_bias=True,
     ),
-    "mistral": Architecture(
-        defaults={
-            "rms_norm_eps": 1e-6,
-            "max_position_embeddings": 131072,
-            "num_key_value_heads": 8,
-        },
-        heads_decide=True,
-        has_qk_norm=False,
-        has_mlp_bias=False,
-        has_qkv_bias=False,
-        window=4096,
-    ),
-    "qwen2": Architecture(
-        defaults={
-            "rms_norm_eps": 1e-6,
-            "max_position_embeddings": 32768,
-            "num_key_value_heads": 32,
-        },
-        heads_decide=True,
-        has_qk_norm=False,
-        has_mlp_bias=False,
-        has_qkv_bias=True,
-    ),
     "qwen3_5_text": Architecture(
         defaults=gated_delta.DEFAULTS,
         heads_decide=False,
@@ -110,6 +87,27 @@ ARCHITECTURES = {
         moe=MoeKeys(norm_topk_prob=False),
     ),
 }
+ARCHITECTURES["mistral"] = replace(
+    ARCHITECTURES["llama"],
+    defaults={
+        "rms_norm_eps": 1e-6,
+        "max_position_embeddings": 131072,
+        "num_key_value_heads": 8,
+    },
+    has_mlp_bias=False,
+    has_qkv_bias=False,
+    window=4096,
+)
+ARCHITECTURES["qwen2"] = replace(
+    ARCHITECTURES["mistral"],
+    defaults={
+        "rms_norm_eps": 1e-6,
+        "max_position_embeddings": 32768,
+        "num_key_value_heads": 32,
+    },
+    has_qkv_bias=True,
+    window=None,
+)
 ARCHITECTURES["qwen3_5_moe_text"] = replace(
     ARCHITECTURES["qwen3_5_text"],
     ffn="moe",

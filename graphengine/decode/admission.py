@@ -3,7 +3,8 @@
 While nobody decodes, everything is queued before the first token is waited for, so that the device
 never waits for the host between two chunks, and each prompt's token is given out when its own last
 chunk is done. Beside running streams each step is followed by so many rows as their reader is to
-wait for, and a first token is taken when it is there: nobody waits for it.
+wait for, and a first token is taken when it is there: nobody waits for it. So who runs together
+hangs on the device's pace; `in_turn` it is the next call's, there or not.
 
 Invariant: forwards are queued in the order of arrival, and of a prompt that was cancelled no more.
 """
@@ -50,11 +51,14 @@ class Budget:
 class Admission:
     """Requests with pages whose prompts are not done. Not thread-safe."""
 
-    def __init__(self, prefill: Prefill, requests: Sequence[Request]) -> None:
+    def __init__(
+        self, prefill: Prefill, requests: Sequence[Request], in_turn: bool = False
+    ) -> None:
         self.requests = list(requests)
         self._prefill, self._budget = prefill, Budget(keyed_in=prefill.keyed_in)
         self._work = prefill.split(requests, self._budget.rows_at)
         self._queued: deque[FirstTokens] = deque()
+        self._in_turn, self._num_due = in_turn, 0
         self.is_alone = False
         """Whether all was queued at once: then first tokens are waited for."""
 
@@ -63,7 +67,7 @@ class Admission:
 
         Returns: the requests whose last rows are queued now.
         """
-        self._budget.rows, found = budget, []
+        self._budget.rows, self._num_due, found = budget, len(self._queued), []
         self.is_alone = self.is_alone or budget is None
         for work in self._work:
             tokens = self._prefill.queue(work)
@@ -81,11 +85,16 @@ class Admission:
         """First tokens that have come since, in order; of prompts alone the next ones, which are
         waited for. Mutates: requests."""
         done: list[tuple[Request, int]] = []
-        while self._queued and not done and (self.is_alone or self._queued[0].is_there):
+        while self._queued and not done and (self.is_alone or self._is_due):
             done += self._queued.popleft().wait()
+            self._num_due -= 1
         for request, _ in done:
             self.requests.remove(request)
         return done
+
+    @property
+    def _is_due(self) -> bool:
+        return self._num_due > 0 if self._in_turn else self._queued[0].is_there
 
     def drop(self) -> list[Request]:
         """Takes out those that were cancelled before their last rows were queued."""

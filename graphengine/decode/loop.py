@@ -89,6 +89,8 @@ class DecodeLoop:
         """Whether a reset would find nothing: all that was submitted has been run to its end."""
         self.is_waiting = False
         """Whether nothing is half done: `run` waits for a step, was stopped so, or is to begin."""
+        self.is_repeatable = False
+        """Whether what runs together must not hang on the device's pace; set while idle."""
 
     @property
     def lanes(self) -> list[Lane]:
@@ -240,7 +242,7 @@ class DecodeLoop:
         Args: budget: rows of prompts to queue; None: all, and the next first token is waited for.
         """
         if not self.prefilling:
-            self.admission = Admission(self.prefill, self._reserve())
+            self.admission = Admission(self.prefill, self._reserve(), self.is_repeatable)
         if not self.prefilling:
             return []
         try:

@@ -108,7 +108,7 @@ def decode(
     asks: Sequence[Ask] | None = None,
     tokenizer: Tokenizer | None = None,
 ) -> list[Transcript]:
-    """Runs prompts to their end.
+    """Runs prompts to their end; who runs together is the same each time, in each graph mode.
 
     Args:
         budgets: most new tokens, per prompt.
@@ -128,7 +128,7 @@ def decode(
             "model's tokenizer"
         )
     loop.reset()
-    loop.first.only_bucket = bucket
+    loop.first.only_bucket, loop.is_repeatable = bucket, True
     asks = asks or [Ask()] * len(prompts)
     tellers: dict[int, Teller] = {}
     steps: dict[int, list[int]] = defaultdict(list)
@@ -162,7 +162,7 @@ def decode(
         run()
     finally:
         loop.reset()
-        loop.first.only_bucket = None
+        loop.first.only_bucket, loop.is_repeatable = None, False
     room = loop.config.max_model_len
     return [
         Transcript(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 import torch
 
 from graphengine.api import Engine
+from graphengine.decode.prefill import FirstTokens, Prefill, Work
 from graphengine.verify import teacher
 from graphengine.verify.check import Limits, decode, mixed
 from graphengine.verify.run import compare_with_plain, numbers, verify_mode
@@ -79,6 +81,39 @@ def test_decode_runs_in_the_bucket_asked_for(tmp_path: Path) -> None:
             else:
                 assert {size for size, _ in used} >= {4, 1}
         assert len(outputs) == 1 and loop.first.only_bucket is None
+
+
+@pytest.mark.parametrize("bucket", [2, 3])
+def test_who_runs_together_hangs_on_no_clock(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bucket: int
+) -> None:
+    """Bug: a newcomer's first token is taken when the device happens to be done, so that another
+    run, or another graph mode, has other prompts in one forward, rounds otherwise, and a tie makes
+    it differ from the first: FAIL on a busy machine."""
+    rng = random.Random(2)
+    prompts = [[rng.randrange(1, 99) for _ in range(rng.randrange(2, 30))] for _ in range(14)]
+    budgets = [rng.randrange(1, 9) for _ in prompts]
+    together: list[list[list[tuple[int, int, int]]]] = []
+    queue = Prefill.queue
+
+    def spied(prefill: Prefill, work: Work) -> Any:
+        together[-1].append(
+            [(prompts.index(r.prompt_ids), piece.begin, piece.end) for r, piece in work]
+        )
+        return queue(prefill, work)
+
+    monkeypatch.setattr(Prefill, "queue", spied)
+    options: Any = {"buckets": (bucket,), "max_model_len": 64, "max_num_batched_tokens": 16}
+    with Engine.from_pretrained(make_target(tmp_path, layers=1), **options) as engine:
+        for seed in range(6):
+            pace = random.Random(seed)
+            late = property(lambda _, pace=pace, seed=seed: not seed or pace.random() < 0.3)
+            monkeypatch.setattr(FirstTokens, "is_there", late)
+            together.append([])
+            decode(engine.built.loop, prompts, budgets, ())
+        assert not engine.built.loop.is_repeatable
+    assert all(found == together[0] for found in together)
+    assert max(len(work) for work in together[0]) > 1
 
 
 def test_modes_are_compared_prompt_by_prompt(tmp_path: Path) -> None:

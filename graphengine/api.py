@@ -31,7 +31,7 @@ from graphengine.decode.loop import DecodeLoop
 from graphengine.decode.metrics import StartupMetrics
 from graphengine.decode.request import Request
 from graphengine.handles import Handle, Serving, Submit, collect
-from graphengine.inputs import Prompt, RequestInput, as_list, asked_for, inputs_of
+from graphengine.inputs import Prompt, RequestInput, as_list, asked_for, inputs_of, rehearse
 from graphengine.inputs import PromptError as PromptError
 from graphengine.results import Chunk, GenerationResult, Teller
 from graphengine.startup.build import Built, build
@@ -80,7 +80,9 @@ class Engine:
         """
         if target is None:
             raise ValueError("the target is None; pass a directory or a hub id (owner/name)")
-        return cls(build(target, draft, made(Options, options), progress))
+        built = build(target, draft, made(Options, options), progress)
+        rehearse(built)
+        return cls(built)
 
     # --- what was built ---
 

@@ -6,9 +6,11 @@ import pickle
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+import jinja2
 import numpy as np
 import pytest
 import torch
@@ -17,6 +19,7 @@ from graphengine import TINY_DRAFT, TINY_TARGET, Engine
 from graphengine.config.options import SamplingParams
 from graphengine.inputs import PromptError, _ids_within, asked_for, inputs_of
 from graphengine.verify.run import encode
+from tests.support.checkpoints import make_target
 
 TEXTS = ["Tom has 3 apples", "how many apples?", "def add"]
 
@@ -47,6 +50,27 @@ def test_prompt_kinds_agree(engine: Engine) -> None:
     by_ids = engine.generate(tokenizer.encode(TEXTS[0]), max_new_tokens=9, ignore_eos=True)
     assert raw[0].token_ids == by_ids[0].token_ids
     assert engine.generate([]) == []
+
+
+@pytest.mark.parametrize("template", ["{{ messages[0].content }} 1", "{{ raise_exception('2') }}"])
+def test_the_first_text_compiles_no_template(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, template: str
+) -> None:
+    """Bug: the first user of an engine waits 33 ms for its chat template to be compiled, six times
+    what the first token takes; or a start fails whose template takes no single turn."""
+    directory = make_target(tmp_path, layers=1)
+    (directory / "chat_template.jinja").write_text(template)
+    with Engine.from_pretrained(directory, buckets=(1,), max_model_len=64) as engine:
+
+        def refuse(*_: Any, **__: Any) -> None:
+            raise AssertionError("compiled behind the start")
+
+        monkeypatch.setattr(jinja2.Environment, "compile", refuse)
+        if "raise" in template:
+            with pytest.raises(ValueError, match="2"):
+                engine.generate("hi")
+        else:
+            assert engine.generate("hi", max_new_tokens=1)[0].token_ids
 
 
 def test_text_to_continue_has_its_front(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,13 +13,33 @@ the latter shows when it is loaded.
 from __future__ import annotations
 
 import re
+import string
 from collections import OrderedDict
 from collections.abc import Collection
+from itertools import chain, islice
 from threading import Lock
 from typing import Any
 
 MAX_CHARS = 4_000_000  # of pieces that are remembered, a million tokens or so
 SHARED_CHARS = 10_000  # new text that is worth threads: some milliseconds of one
+PART_CHARS = 5_000  # of a long piece that one core encodes
+_LINE = re.compile(r"(?<=\n)(?=[0-9A-Za-z])")  # where one begins that may be encoded by itself
+_ENDS = (
+    "x",
+    " ",
+    "x  ",
+    "\t",
+    "\n",
+    "\n\n",
+    "\r",
+    " \n ",
+    ".",
+    "!=",
+    "7",
+    "\u00e9",
+    "\u4e2d",
+    "\u3000",
+)
 _BESIDE = ("x", " x", "x ", "\n", "7", "\u00e9", "\u4e2d\u6587", "  ")
 
 
@@ -43,6 +63,7 @@ class PieceEncoder:
             )
             if self.encode(probe) != self._whole(probe):
                 self._ids = {}
+        self._cuts_lines = bool(self._ids) and _cuts_lines(tokenizer)
 
     def encode(self, text: str) -> list[int]:
         """Token ids of a text, no special tokens added; one that the text spells is one."""
@@ -61,10 +82,14 @@ class PieceEncoder:
         return self._tokenizer.encode(text, add_special_tokens=False)
 
     def _each(self, texts: list[str]) -> list[list[int]]:
-        """Token ids of each text; several long ones are shared out among the cores."""
-        if len(texts) < 2 or sum(map(len, texts)) < SHARED_CHARS:
+        """Token ids of each text; long ones are shared out among the cores."""
+        if sum(map(len, texts)) < SHARED_CHARS:
             return [*map(self._whole, texts)]
-        return self._tokenizer(texts, add_special_tokens=False)["input_ids"]
+        parts = [_parts(text) if self._cuts_lines else [text] for text in texts]
+        if len(each := [*chain.from_iterable(parts)]) < 2:
+            return [*map(self._whole, texts)]
+        ids = iter(self._tokenizer(each, add_special_tokens=False)["input_ids"])
+        return [[*chain.from_iterable(islice(ids, len(own)))] for own in parts]
 
     def _encoded(self, pieces: Collection[str]) -> dict[str, list[int]]:
         """Token ids by piece, of pieces without added tokens. Mutates: what is remembered."""
@@ -96,3 +121,29 @@ def _cutting(tokenizer: Any) -> dict[str, int]:
     return {
         token.content: i for i, token in added.items() if token.content and not token.normalized
     }
+
+
+def _cuts_lines(tokenizer: Any) -> bool:
+    """Whether no token of any text goes over the beginning of a line with a letter or digit, nor
+    hangs on what stands there: the tokenizer cuts texts into words itself, there too."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    words = getattr(backend, "pre_tokenizer", None)
+    if words is None or any("\n" in t.content for t in tokenizer.added_tokens_decoder.values()):
+        return False
+    begins = [*string.ascii_letters, *string.digits, "The", "def", "42", "I'm", "E\u0301"]
+    lines = [f"{begin}{end}\n" for end in _ENDS for begin in begins]
+    text = "".join(lines)
+    cuts = {begin for _, (begin, _) in words.pre_tokenize_str(text)}
+    if not cuts.issuperset(match.start() for match in _LINE.finditer(text)):
+        return False
+    parts = tokenizer(_LINE.split(text), add_special_tokens=False)["input_ids"]
+    return [*chain.from_iterable(parts)] == tokenizer.encode(text, add_special_tokens=False)
+
+
+def _parts(text: str) -> list[str]:
+    """The text in parts of some PART_CHARS, each from the beginning of a line."""
+    parts, begin = list[str](), 0
+    while (found := _LINE.search(text, begin + PART_CHARS)) is not None:
+        parts.append(text[begin : found.start()])
+        begin = found.start()
+    return [*parts, text[begin:]]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -10,6 +11,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tokenizers import (
     AddedToken,
+    Regex,
     Tokenizer,
     decoders,
     models,
@@ -155,6 +157,83 @@ def test_long_new_pieces_are_encoded_at_once(monkeypatch: pytest.MonkeyPatch) ->
     assert counts == [3]
     assert pieces.encode(texts[1]) == known
     assert pieces.encode(said) and counts == [3]
+
+
+QWEN = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+LINES = (
+    "\n",
+    "\n\n",
+    "\r\n",
+    " \n",
+    "\n ",
+    "\t",
+    "  ",
+    "a",
+    "The",
+    "I'm",
+    "7",
+    "42",
+    ".",
+    "!=",
+    "\u00e9",
+)
+BY_LINES = {
+    "Qwen's words": (QWEN, None, True),
+    "composed": (QWEN, normalizers.NFC(), True),
+    "spaces that hang on what follows": (r" ?\p{L}+| ?\p{N}+|\s+(?!\S)|\s+|.", None, False),
+    "a line's end with its next word": (r"\n?\p{L}+|\p{N}|\s|.", None, False),
+    "a line's end with its next number": (r"\n?\p{N}+|\p{L}+|\s|.", None, False),
+    "no words": (None, None, False),
+}
+
+
+def by_words(pattern: str | None, normalizer: Any) -> PreTrainedTokenizerFast:
+    """A tokenizer that cuts a text into such words first, or does not cut it."""
+    bpe: Any = Tokenizer(models.BPE())
+    if pattern is not None:
+        split = pre_tokenizers.Split(Regex(pattern), "isolated")
+        last = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        bpe.pre_tokenizer = pre_tokenizers.Sequence([split, last])
+    if normalizer is not None:
+        bpe.normalizer = normalizer
+    alphabet = pre_tokenizers.ByteLevel.alphabet() + ["\n"]
+    trainer = trainers.BpeTrainer(
+        vocab_size=400, special_tokens=[*CONTROL], initial_alphabet=alphabet, show_progress=False
+    )
+    bpe.train_from_iterator(["".join(LINES) * 2, "the end.\nThe end\n42\n\n  7"] * 3, trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=bpe)
+
+
+LINEWISE = {name: by_words(*kind[:2]) for name, kind in BY_LINES.items()}
+
+
+@pytest.mark.parametrize("kind", BY_LINES)
+@settings(deadline=None)
+@given(parts=st.lists(st.sampled_from(LINES), max_size=30))
+def test_a_long_piece_is_cut_where_the_tokenizer_cuts(kind: str, parts: list[str]) -> None:
+    """Bug: one core encodes a long text (36 ms for 12,000 tokens) while the others stand idle; or
+    it is cut where a token would go on, or where spaces hang on the line behind them."""
+    tokenizer, is_cut = LINEWISE[kind], BY_LINES[kind][2]
+    pieces, text, asked = PieceEncoder(tokenizer), "".join(parts), list[str]()
+
+    class Asked:
+        encode = tokenizer.encode
+
+        def __call__(self, batch: list[str], **options: Any) -> Any:
+            asked.extend(batch)
+            return tokenizer(batch, **options)
+
+    pieces._tokenizer = Asked()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "SHARED_CHARS", 2)
+        patch.setattr(module, "PART_CHARS", 1)
+        assert pieces.encode(text) == tokenizer.encode(text, add_special_tokens=False)
+    assert pieces._cuts_lines == is_cut and (not asked or "".join(asked) == text)
+    if is_cut and re.search("[^\n]\n[0-9A-Za-z]", text):
+        assert len(asked) > 1
 
 
 def test_threads(monkeypatch: pytest.MonkeyPatch) -> None:

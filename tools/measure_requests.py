@@ -6,6 +6,7 @@ drifts moves both sides.
 
     options  a step at batch 1 with each option, over a greedy one beside it
     turns    first token of a second turn, cold and behind what the first has left; a chat's cache
+    texts    first token of a new text, and what of it is encoding
     join     gaps of a running stream while a long prompt comes in, and that prompt's first token
     hit      tokens, drafts and K/V behind cached pages against those without
     busy     greedy steps beside a Python thread that never rests; last: it takes what time is left
@@ -38,6 +39,7 @@ import torch
 from request_hits import hit
 from request_joins import join
 from request_parts import Measurement, Numbers, busy, options, turns
+from request_texts import texts
 
 from graphengine import TINY_DRAFT, TINY_TARGET
 from graphengine.api import Engine
@@ -48,12 +50,19 @@ from graphengine.startup.build import read_configs
 from graphengine.startup.options import speculation_limit
 
 # In the order of running: handles' thread has the loop from `join` on, and busy takes the rest.
-PARTS = {"options": options, "turns": turns, "join": join, "hit": hit, "busy": busy}
+PARTS = {
+    "options": options,
+    "turns": turns,
+    "texts": texts,
+    "join": join,
+    "hit": hit,
+    "busy": busy,
+}
 BUCKETS = (1, 8)
 SIZES = {
     "rounds": (5, "rounds of every option"),
     "steps": (60, "steps of an option in a round"),
-    "repeats": (3, "second turns and newcomers, of each kind"),
+    "repeats": (3, "second turns, texts and newcomers, of each kind"),
     "turn-tokens": (18_000, "of the first turn"),
     "turns": (50, "of the chats"),
     "answer-tokens": (64, "of each turn"),
@@ -104,7 +113,7 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("--target", default=str(TINY_TARGET), help="default: the bundled one")
     parser.add_argument("--draft", help="default: the bundled one with the bundled target")
-    parser.add_argument("--tokenizer", help="of a target that has none: a directory, for grammars")
+    parser.add_argument("--tokenizer", help="of a target that has none: a directory")
     parser.add_argument("--load-format", default="auto")
     parser.add_argument("--draft-quantization", default="none")
     parser.add_argument("--graph-mode", default="auto")
@@ -153,11 +162,14 @@ def main(arguments: list[str] | None = None) -> int:
         startup_s = time.monotonic() - began
         print(f"started in {startup_s:.1f} s; context {engine.config.max_model_len}", flush=True)
         grammars, vocab_size = engine.built.grammars, engine.built.target.vocab_size
+        tokenizer = engine.tokenizer
         if args.tokenizer:
-            grammars = Grammars(Tokenizer(Path(args.tokenizer)).as_json, vocab_size, [0])
+            tokenizer = Tokenizer(Path(args.tokenizer))
+            grammars = Grammars(tokenizer.as_json, vocab_size, [0])
         m = Measurement(
             engine=engine,
             grammars=grammars,
+            tokenizer=tokenizer,
             open_plain=open_plain if args.baseline_engine else None,
             sizes=sizes,
             budgets=budgets,

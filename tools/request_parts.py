@@ -21,6 +21,7 @@ import numpy as np
 import torch
 
 from graphengine.api import Engine
+from graphengine.checkpoints.tokenizer import Tokenizer
 from graphengine.config.constraint import Constraint
 from graphengine.decode import turns as interpreter
 from graphengine.decode.grammar import Grammars
@@ -102,6 +103,7 @@ class Measurement:
     deadline: float
     generator: torch.Generator
     grammars: Grammars | None = None
+    tokenizer: Tokenizer | None = None
     bars: dict[str, Bar] = field(default_factory=dict)
     problems: dict[str, str] = field(default_factory=dict)
     """What could not be measured, and why."""

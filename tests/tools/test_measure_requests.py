@@ -65,6 +65,11 @@ def test_every_part_on_the_bundled_pair(tmp_path: Path, capsys: pytest.CaptureFi
     assert turn["num_cached_tokens"] in (359, 360)  # its last token may have been a draft
     assert chat["num_turns"] == 3 and chat["num_repeated_tokens"] == 368 + 416
     assert chat["cached_pages_fraction"] == 1
+    for row, found in numbers["texts"].items():
+        if row != "wall_s":
+            assert 0 < found["encode_ms"] < found["first_token_ms"]
+            assert 0.9 < found["num_tokens"] / int(row.removeprefix("text_")) < 3
+    assert list(numbers["texts"])[:2] == ["text_32", "text_128"]
     for row in ("budget_512", "budget_128"):
         assert numbers["join"][row]["num_joining_gaps"] > 0
     assert numbers["join"]["budget_512"]["num_quiet_gaps"] > 40

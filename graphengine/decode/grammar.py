@@ -115,7 +115,16 @@ class Grammars:
         self._lock = threading.Lock()
 
     def prepare(self, slices: Sequence[str] = SLICES) -> None:
-        """Builds what all grammars share, a second's work for 150k tokens; once."""
+        """Builds what all grammars share, a second's work for 150k tokens; once.
+
+        Raises:
+            ValueError: no token ends an answer; or llguidance is not there.
+        """
+        if not self._ends:
+            raise ValueError(
+                "json_schema, regex, choice and grammar need a token that ends an answer, and this "
+                "model names none; write eos_token_id into its generation_config.json"
+            )
         with self._lock:
             if self._tokenizer is None:
                 make = _llguidance().LLTokenizer
@@ -128,7 +137,7 @@ class Grammars:
 
         Raises:
             ValueError: the grammar cannot be compiled, its first mask is more than a step may
-                take, or llguidance is not there.
+                take, or `prepare` fails.
         """
         self.prepare()
         with self._lock:

@@ -291,6 +291,13 @@ def test_threads_share_a_tokenizer(tokenizer: Tokenizer) -> None:
     assert len(asked) == 1
 
 
+def test_a_model_without_an_end(tokenizer: Tokenizer) -> None:
+    """Bug: llguidance's own words ("eos_token list must not be empty"), with no remedy."""
+    grammars = Grammars(tokenizer.as_json, 2048, [2048])
+    with pytest.raises(ValueError, match=r"write eos_token_id into its generation_config.json"):
+        grammars.matcher(Constraint("regex", "a"))
+
+
 def test_without_the_extra(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
     """Bug: an ImportError with no remedy."""
     monkeypatch.setitem(sys.modules, "llguidance", None)

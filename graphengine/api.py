@@ -30,7 +30,7 @@ from graphengine.config.options import Options, SamplingParams
 from graphengine.decode.loop import DecodeLoop
 from graphengine.decode.metrics import StartupMetrics
 from graphengine.decode.request import Request
-from graphengine.handles import Handle, Serving, Submit, collect
+from graphengine.handles import AutoResetEvent, Handle, Serving, Submit, collect
 from graphengine.inputs import Prompt, RequestInput, as_list, asked_for, inputs_of, rehearse
 from graphengine.inputs import PromptError as PromptError
 from graphengine.results import Chunk, GenerationResult, Teller
@@ -168,7 +168,7 @@ class Engine:
         inputs = inputs_of(self._open, prompts, asked, sampled, arrival_s)
         serving = self._serving
         if serving is not None:
-            changed, queued = threading.Event(), map(self._submission, inputs)
+            changed, queued = AutoResetEvent(), map(self._submission, inputs)
             return collect([serving.submit(one, changed.set) for one in queued], changed)
         with self._claim() as claim:
             self._clear(self._open.loop, claim.takes_over or self._open.loop.is_waiting)

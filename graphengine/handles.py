@@ -6,7 +6,9 @@ then on `generate` and `stream` go through it as well. Between two steps it take
 submitted and cancelled meanwhile. Behind the last request of an engine that nobody holds it ends.
 
 Invariant: only that thread touches the loop. A handle ends with a result or with an error, whatever
-happens to the others; one that nobody holds any more is cancelled.
+happens to the others; one that nobody holds any more is cancelled. Ctrl-C leaves no lock taken that
+the loop's thread takes: `with` on a `threading.Condition`, and so every method of an Event, runs
+lines of Python between its lock and the block, and there it would.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ import warnings
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import replace
 
 import torch
@@ -30,34 +33,59 @@ Submit = Callable[[], tuple[Request, Teller]]
 """Queues a request; called by the thread that runs the loop. Raises: ValueError."""
 
 
+class AutoResetEvent:
+    """An event for one waiter, whose wait clears it."""
+
+    def __init__(self) -> None:
+        self._unset = threading.Lock()
+        self._unset.acquire()
+
+    def set(self) -> None:
+        """Ends the wait that is under way, or the next one."""
+        with suppress(RuntimeError):  # it is set already
+            self._unset.release()
+
+    def wait(self) -> None:
+        """Returns once it was set."""
+        self._unset.acquire()
+
+
 class _Stream:
-    """What the loop's thread and a handle share; it keeps neither alive."""
+    """What the loop's thread and a handle share; it keeps neither alive. Only that thread puts, and
+    whoever finds an end has found all that was put before it."""
 
     def __init__(self, submit: Submit, told: Callable[[], object] | None) -> None:
         self.submit: Submit | None = submit
         self.told = told
-        self.ready = threading.Condition()
+        self.waiting: deque[AutoResetEvent] = deque()
         self.chunks: deque[Chunk] = deque()
+        self.result: GenerationResult | None = None
         self.error: BaseException | None = None
         self.is_over = self.is_cancelled = False
         self.request: Request | None = None
         self.tell: Teller | None = None
 
     def put(self, chunk: Chunk | None, error: BaseException | None = None) -> None:
-        with self.ready:
-            if chunk is not None:
-                self.chunks.append(chunk)
-            self.error = self.error or error
-            self.is_over = (
-                self.is_over
-                or error is not None
-                or (chunk is not None and chunk.result is not None)
-            )
-            if self.is_over:  # the engine's memory is not a handle's to hold
-                self.submit = self.tell = self.request = None
-            self.ready.notify_all()
+        if chunk is not None:
+            self.result = chunk.result
+            self.chunks.append(chunk)
+        self.error = self.error or error
+        if self.error is not None or self.result is not None:
+            # The engine's memory is not a handle's to hold.
+            self.submit = self.tell = self.request = None
+            self.is_over = True
+        while self.waiting:
+            self.waiting.popleft().set()
         if self.told is not None:
             self.told()
+
+    def wait(self) -> None:
+        """Returns once a chunk is there, or the end."""
+        while not (self.chunks or self.is_over):
+            event = AutoResetEvent()
+            self.waiting.append(event)
+            if not (self.chunks or self.is_over):  # put before it was seen to wait
+                event.wait()
 
 
 class Handle:
@@ -66,7 +94,6 @@ class Handle:
 
     def __init__(self, serving: Serving, stream: _Stream) -> None:
         self._serving, self._stream = serving, stream
-        self._result: GenerationResult | None = None
         weakref.finalize(self, serving.cancel, stream)
 
     @property
@@ -83,28 +110,27 @@ class Handle:
 
         Raises: what ended the request, once its chunks are taken.
         """
-        with self._stream.ready:
-            return self._take(len(self._stream.chunks))
+        return self._take(len(self._stream.chunks))
 
     def _take(self, most: int) -> list[Chunk]:
-        stream = self._stream
-        with stream.ready:
-            chunks = [stream.chunks.popleft() for _ in range(min(most, len(stream.chunks)))]
-            if not chunks and stream.error is not None:
-                raise stream.error
-            for chunk in chunks:  # who finds none left finds the result
-                self._result = chunk.result or self._result
+        stream, chunks = self._stream, list[Chunk]()
+        error = stream.error  # behind which no chunk comes
+        with suppress(IndexError):  # where another thread takes them, too
+            while len(chunks) < most:
+                chunks.append(stream.chunks.popleft())
+        if not chunks and error is not None:
+            raise error
         return chunks
 
     def __iter__(self) -> Iterator[Chunk]:
         while True:
-            with self._stream.ready:
-                self._stream.ready.wait_for(lambda: self._stream.chunks or self._stream.is_over)
-                # Before another thread does. Whoever leaves behind it leaves the others' chunks.
-                chunks = self._take(1)
-            if not chunks:
+            self._stream.wait()
+            is_over = self._stream.is_over
+            # Whoever leaves behind it leaves the others' chunks.
+            chunks = self._take(1)
+            if not chunks and is_over:
                 return
-            yield from chunks
+            yield from chunks  # none, where another thread was first
 
     def result(self) -> GenerationResult:
         """Waits for the end; takes the chunks that nobody has taken.
@@ -113,8 +139,9 @@ class Handle:
         """
         for _ in self:
             pass
-        assert self._result is not None
-        return self._result
+        result = self._stream.result
+        assert result is not None
+        return result
 
 
 class Serving:
@@ -125,7 +152,7 @@ class Serving:
         self._reset = reset
         if loop.fallback is not None:
             loop.fallback.warn = _warn
-        self._changed = threading.Condition()
+        self._changed = AutoResetEvent()
         self._inbox: deque[_Stream] = deque()
         self._has_cancelled = self._is_closed = self._is_left = False
         self._streams: dict[int, _Stream] = {}  # by request
@@ -144,32 +171,30 @@ class Serving:
         Raises: RuntimeError: closed.
         """
         stream = _Stream(submit, told)
-        with self._changed:
-            if self._is_closed:
-                raise RuntimeError("this engine is closed; make a new one with from_pretrained")
-            self._inbox.append(stream)
-            self._changed.notify_all()
+        self._inbox.append(stream)
+        if self._is_closed:  # before, or maybe now: nobody holds what is ended then
+            with suppress(ValueError):
+                self._inbox.remove(stream)
+            raise RuntimeError("this engine is closed; make a new one with from_pretrained")
+        self._changed.set()
         return Handle(self, stream)
 
     def cancel(self, stream: _Stream) -> None:
         """Between two steps; harmless if it has ended."""
         if not stream.is_over:
-            with self._changed:
-                stream.is_cancelled = self._has_cancelled = True
-                self._changed.notify_all()
+            stream.is_cancelled = self._has_cancelled = True  # in this order
+            self._changed.set()
 
     def leave(self) -> None:
         """Nobody can submit any more: ends the thread behind what runs and waits."""
-        with self._changed:
-            self._is_left = True
-            self._changed.notify_all()
+        self._is_left = True
+        self._changed.set()
 
     def close(self) -> None:
         """Ends every request with an error and the thread behind its step."""
         atexit.unregister(self.close)
-        with self._changed:
-            self._is_closed = True
-            self._changed.notify_all()
+        self._is_closed = True
+        self._changed.set()
         if threading.current_thread() is not self._thread:
             self._thread.join()
 
@@ -178,10 +203,10 @@ class Serving:
             torch.cuda.set_device(self._device)
         closed = RuntimeError("the engine was closed while this request ran")
         while True:
-            with self._changed:
-                self._changed.wait_for(lambda: self._inbox or self._is_closed or self._is_left)
-                if self._is_closed or not self._inbox:
-                    break
+            while not (self._inbox or self._is_closed or self._is_left):
+                self._changed.wait()
+            if self._is_closed or not self._inbox:
+                break
             try:
                 self._take_in(loop)
                 for outputs in loop.run():
@@ -199,10 +224,8 @@ class Serving:
         """Requests and cancellations since the last step. Mutates: the loop."""
         if not (self._inbox or self._has_cancelled):
             return
-        with self._changed:
-            taken, self._has_cancelled = list(self._inbox), False
-            self._inbox.clear()
-        for stream in taken:
+        self._has_cancelled = False
+        for stream in self._submitted():
             submit, stream.submit = stream.submit, None
             assert submit is not None
             try:
@@ -214,6 +237,14 @@ class Serving:
             assert stream.request is not None
             loop.cancel(stream.request)
             self._tell([StepOutput(stream.request, [])])
+
+    def _submitted(self) -> list[_Stream]:
+        """Those since the last time."""
+        found = list[_Stream]()
+        with suppress(IndexError):
+            while True:
+                found.append(self._inbox.popleft())
+        return found
 
     def _tell(self, outputs: list[StepOutput]) -> None:
         for request, new_ids in outputs:
@@ -228,18 +259,14 @@ class Serving:
 
     def _fail(self, loop: DecodeLoop, error: BaseException) -> None:
         """Ends everything that runs or waits."""
-        with self._changed:
-            streams = [*self._streams.values(), *self._inbox]
-            self._streams.clear()
-            self._inbox.clear()
+        streams = [*self._streams.values(), *self._submitted()]
+        self._streams.clear()
         try:
             if not loop.is_clean:
                 self._reset(loop)
         except BaseException:  # which ends the thread
-            with self._changed:
-                self._is_closed = True
-                streams += self._inbox
-                self._inbox.clear()
+            self._is_closed = True
+            streams += self._submitted()
             raise
         finally:
             for stream in streams:
@@ -254,7 +281,7 @@ def _warn(text: str, category: type[Warning]) -> None:
         warnings.showwarning(error, category, __file__, 0)
 
 
-def collect(handles: list[Handle], changed: threading.Event) -> Iterator[Chunk]:
+def collect(handles: list[Handle], changed: AutoResetEvent) -> Iterator[Chunk]:
     """Chunks of the requests of one call, as they come; `index` is the handle's place. Dropping the
     iterator cancels them.
 
@@ -264,7 +291,6 @@ def collect(handles: list[Handle], changed: threading.Event) -> Iterator[Chunk]:
     try:
         while left:
             changed.wait()
-            changed.clear()
             for index, handle in list(left.items()):
                 is_over = handle.done
                 for chunk in handle.take():

@@ -12,7 +12,7 @@ import pytest
 from graphengine import AsyncEngine
 from graphengine.decode.loop import DecodeLoop
 from graphengine.decode.request import Request
-from graphengine.handles import Handle, collect
+from graphengine.handles import AutoResetEvent, Handle, collect
 from graphengine.results import Chunk
 from tests.decode.test_engine import Pair, loop_of
 from tests.support.submitting import COUNT, soon
@@ -40,7 +40,7 @@ class Racing:
 
 def test_a_chunk_that_comes_while_one_looks() -> None:
     """Bug: whether it is over is asked behind the look, and its last chunk is lost."""
-    changed = threading.Event()
+    changed = AutoResetEvent()
     handle: Any = Racing(changed.set)
     assert [chunk.text for chunk in collect([handle], changed)] == ["last"]
 

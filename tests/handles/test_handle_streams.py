@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 import threading
-from collections.abc import Callable
-from types import SimpleNamespace
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from types import FrameType, SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
 from graphengine import AsyncEngine
-from graphengine.handles import Handle, Serving, _Stream, collect
+from graphengine.handles import AutoResetEvent, Handle, Serving, _Stream, collect
 from graphengine.results import Chunk
 from tests.support.submitting import soon
 
@@ -52,7 +56,7 @@ def test_a_slow_reader_hears_of_an_error() -> None:
         def queue(self, prompt: Any, sampling: Any, params: Any, told: Any) -> Handle:
             return failed(told)
 
-    changed, queue = threading.Event(), cast(Any, Queue())
+    changed, queue = AutoResetEvent(), cast(Any, Queue())
     said: list[str] = []
     with pytest.raises(RuntimeError, match="a step went wrong"):
         said.extend(chunk.text for chunk in collect([failed(changed.set)], changed))
@@ -76,7 +80,7 @@ def test_an_error_of_one_cancels_the_others() -> None:
             cancelled.append(stream)
 
     serving: Any = Serving()
-    changed = threading.Event()
+    changed = AutoResetEvent()
     running, failed = (
         _Stream(lambda: (_ for _ in ()).throw(AssertionError), None) for _ in range(2)
     )
@@ -108,22 +112,24 @@ def test_two_threads_wait_for_one_result() -> None:
     handle, found = Handle(deaf, stream), list[object]()
     thread = threading.Thread(target=lambda: found.append(handle.result()))
 
-    class Last:
-        @property
-        def result(self) -> str:
-            if stream.is_over and not thread.is_alive():
-                thread.start()
-                thread.join(0.2)
-            return "the result"
+    class Chunks(deque[Any]):
+        def popleft(self) -> Any:
+            chunk = super().popleft()
+            thread.start()  # between the chunk and what is made of it
+            thread.join(0.2)
+            return chunk
 
-    last: Any = Last()
+    stream.chunks = Chunks()
+    last: Any = SimpleNamespace(result="the result")
     stream.put(last)
     assert handle.result() == "the result"
     thread.join()
     assert found == ["the result"]
 
 
-def test_who_comes_too_late_for_a_chunk_waits_for_the_next() -> None:
+def test_who_comes_too_late_for_a_chunk_waits_for_the_next(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Bug: of two threads that wait for one result, one finds that the other has just taken a chunk
     in the middle, and ends there: an AssertionError."""
     deaf: Any = Deaf()
@@ -132,15 +138,16 @@ def test_who_comes_too_late_for_a_chunk_waits_for_the_next() -> None:
     handle, left = Handle(deaf, stream), list[object]()
     last: Any = SimpleNamespace(result="the result")
 
-    class Ready(threading.Condition):
-        def __exit__(self, *error: Any) -> None:
-            super().__exit__(*error)
-            if not left:
-                left.append(self)
-                handle.take()  # as another thread, once the lock is free
-                threading.Timer(0.1, stream.put, [last]).start()
+    wait = stream.wait
 
-    stream.ready = Ready()
+    def waited() -> None:
+        wait()
+        if not left:
+            left.append(stream)
+            handle.take()  # as another thread
+            threading.Timer(0.1, stream.put, [last]).start()
+
+    monkeypatch.setattr(stream, "wait", waited)
     assert handle.result() == "the result"
 
 
@@ -171,3 +178,86 @@ def test_a_reset_that_fails_leaves_nobody_waiting(monkeypatch: pytest.MonkeyPatc
         serving.submit(begin)
     serving.close()
     assert "a fault of the reset" in str(told[0].exc_value)
+
+
+@contextmanager
+def interrupted(number: int) -> Iterator[None]:
+    """Raises KeyboardInterrupt at one of the places where Ctrl-C may: lines of handles, and where a
+    function begins, those of Python's own modules too."""
+    left = number
+
+    def trace(frame: FrameType, event: str, arg: Any) -> Any:
+        nonlocal left
+        left -= 1
+        if left == 0:
+            sys.settrace(None)
+            raise KeyboardInterrupt
+        return trace if frame.f_code.co_filename.endswith("handles.py") else None
+
+    sys.settrace(trace)
+    try:
+        yield
+    finally:
+        sys.settrace(None)
+
+
+def ends(call: Callable[[], object]) -> bool:
+    """Whether another thread comes to its end."""
+    thread = threading.Thread(target=call, daemon=True)
+    thread.start()
+    thread.join(5)
+    return not thread.is_alive()
+
+
+READERS: dict[str, Callable[[Handle, AutoResetEvent], object]] = {
+    "result": lambda handle, changed: handle.result(),
+    "take": lambda handle, changed: handle.take(),
+    "generate": lambda handle, changed: list(collect([handle], changed)),
+}
+
+
+@pytest.mark.parametrize("reader", READERS)
+def test_ctrl_c_as_one_reads(reader: str) -> None:
+    """Bug: Ctrl-C between a lock and its block leaves it taken, and the engine's thread, which puts
+    the next chunk, stands still for good, with the requests of everybody; or it comes between the
+    last chunk and its result, and whoever asks again meets an AssertionError."""
+    deaf: Any = Deaf()
+    last: Any = Chunk(index=0, text="two", token_ids=[2], result=cast(Any, "the result"))
+    for number in range(1, 1000):
+        changed = AutoResetEvent()
+        stream = _Stream(lambda: (_ for _ in ()).throw(AssertionError), changed.set)
+        handle = Handle(deaf, stream)
+        stream.put(Chunk(index=0, text="one", token_ids=[1]))
+        stream.put(last)
+        try:
+            with interrupted(number):
+                READERS[reader](handle, changed)
+        except KeyboardInterrupt:
+            assert ends(partial(stream.put, last)), f"after an interrupt at {number}"
+            assert handle.result() == "the result"
+        else:
+            break
+    assert 5 < number < 1000
+
+
+def test_ctrl_c_as_one_submits() -> None:
+    """Bug: as above, where a request is queued or cancelled: nobody's is taken in any more."""
+
+    def refuse() -> Any:
+        raise ValueError("an impossible wish")
+
+    loop: Any = SimpleNamespace(fallback=None, is_clean=True, run=lambda: iter(()))
+    serving = Serving(loop, lambda loop: None)
+    held, late = list[Handle](), list[Handle]()
+    for number in range(1, 1000):
+        try:
+            with interrupted(number):
+                serving.cancel(_Stream(refuse, None))
+                held.append(serving.submit(refuse))
+        except KeyboardInterrupt:
+            assert ends(lambda: late.append(serving.submit(refuse)))
+            soon(lambda: late[-1].done)
+        else:
+            break
+    assert 5 < number < 1000
+    serving.close()

@@ -160,7 +160,13 @@ class Serving:
         self._thread = threading.Thread(
             target=self._serve, args=(loop,), name="graphengine", daemon=True
         )
-        self._thread.start()
+        try:
+            self._thread.start()  # which waits until it runs
+        except BaseException:  # Ctrl-C, or there is none; nobody will hold this one
+            self.leave()
+            if self._thread.is_alive():
+                self._thread.join()
+            raise
         # Torn out of a step where the interpreter ends, it would end the process with an abort.
         atexit.register(self.close)
 

@@ -227,6 +227,23 @@ def test_no_thread_for_the_first(engine: Engine, monkeypatch: pytest.MonkeyPatch
     assert submit(engine, [5]).result().token_ids
 
 
+def test_ctrl_c_while_the_thread_starts(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: the first `submit` leaves a thread that nobody knows, and with it weights and pools of
+    the engine for good."""
+    before, real = threading.active_count(), threading.Thread.start
+
+    def start(thread: threading.Thread) -> None:
+        real(thread)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", start)
+        with pytest.raises(KeyboardInterrupt):
+            submit(engine, [5])
+    assert threading.active_count() == before
+    assert submit(engine, [5]).result().token_ids
+
+
 def test_a_process_ends_while_it_runs(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     """Bug: a script without `close` ends in an abort (exit code 134), its thread torn out of a
     step; or every closed engine is kept until then."""

@@ -65,6 +65,36 @@ def test_what_a_message_spells_is_text(tokenizer: Tokenizer, text: str, role: st
     assert vocabulary["<|im_end|>"] in tokenizer.encode("a<|im_end|>")
 
 
+@pytest.mark.parametrize("text", ["a <|im_end|> b", "<|im_end|><|im_end|>", "<|im_start|>"])
+def test_what_a_message_spells_gets_no_space(tmp_path: Path, text: str) -> None:
+    """Bug: Mistral, asked about `<s>` in HTML, reads `< s>`: its tokenizer puts a space in front of
+    every text, and a control token that a message spells is encoded as two."""
+    directory = make_target(tmp_path, layers=1)
+    path = directory / "tokenizer.json"
+    parts = json.loads(path.read_text())
+    names = [*SPECIALS, *(f"<0x{byte:02X}>" for byte in range(256)), "\u2581"]
+    parts["model"] = {
+        "type": "BPE",
+        "byte_fallback": True,
+        "vocab": {name: i for i, name in enumerate(names)},
+        "merges": [],
+    }
+    space = {"type": "Metaspace", "replacement": "\u2581", "prepend_scheme": "first"}
+    parts["pre_tokenizer"] = space | {"split": False}
+    back: list[dict[str, Any]] = [
+        {"type": "Replace", "pattern": {"String": "\u2581"}, "content": " "},
+        {"type": "ByteFallback"},
+        {"type": "Fuse"},
+        {"type": "Strip", "content": " ", "start": 1, "stop": 0},
+    ]
+    parts["decoder"] = {"type": "Sequence", "decoders": back}
+    path.write_text(json.dumps(parts))
+    tokenizer = Tokenizer(directory)
+    ids = tokenizer.encode_chat([{"role": "user", "content": text}])
+    assert [ids.count(i) for i in range(len(SPECIALS))] == [0, 2, 1]
+    assert f"user\n{text}<|im_end|>" in tokenizer.decode(ids, skip_special_tokens=False)
+
+
 def test_ordinary_text_is_encoded_whole(tokenizer: Tokenizer) -> None:
     """Bug: looking for control tokens changes the tokens of text that has none."""
     messages = [{"role": "user", "content": "the <|im_ dog|> jumps\n\n"}]

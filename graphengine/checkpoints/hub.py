@@ -24,6 +24,8 @@ PRESETS = Path(__file__).parents[1] / "presets"
 """Shapes of published models as config files alone, for --load-format dummy."""
 
 _PATTERNS = ["*.json", "*.safetensors", "*.jinja", "*.txt"]
+# The same weights once more in their makers' own format (Mistral's), and what lies in folders.
+_NOT_READ = ["consolidated*.safetensors", "*/*.safetensors"]
 
 
 def preset_names() -> list[str]:
@@ -72,7 +74,12 @@ def resolve(model: str | Path, *, local_only: bool = False) -> Path:
     from huggingface_hub import snapshot_download
 
     try:
-        path = snapshot_download(name, allow_patterns=_PATTERNS, local_files_only=local_only)
+        path = snapshot_download(
+            name,
+            allow_patterns=_PATTERNS,
+            ignore_patterns=_NOT_READ,
+            local_files_only=local_only,
+        )
     except Exception as error:  # the hub client raises a dozen unrelated types
         if local_only:
             raise ValueError(

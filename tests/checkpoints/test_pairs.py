@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from fnmatch import fnmatch
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import huggingface_hub
 import pytest
 
 from graphengine.checkpoints.hub import BUNDLED, PRESETS, resolve
@@ -60,16 +60,24 @@ def test_a_directory_of_the_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 def test_what_is_fetched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Bug: a file that a model needs stays on the hub, and it answers without its chat template or
-    does not load; or code and pickles are fetched."""
+    does not load; or code and pickles are fetched, or a Mistral's weights twice, in a format of
+    their own."""
     read = "config.json generation_config.json tokenizer.json tokenizer_config.json vocab.json"
     read += " merges.txt chat_template.jinja model.safetensors model-00001-of-00002.safetensors"
     read += " model.safetensors.index.json"
-    left = "modeling.py pytorch_model.bin model.pt model.pth model.gguf".split()
+    left = "modeling.py pytorch_model.bin model.pt model.pth model.gguf"
+    left += " consolidated.safetensors consolidated-00001-of-00002.safetensors"
+    left += " original/model.safetensors"
 
-    def snapshot_download(name: str, *, allow_patterns: list[str], **_: Any) -> str:
-        for file in (*read.split(), *left):
-            if any(fnmatch(file, pattern) for pattern in allow_patterns):
-                (tmp_path / file).write_text("{}")
+    def snapshot_download(name: str, **asked: Any) -> str:
+        fetched = huggingface_hub.utils.filter_repo_objects(
+            [*read.split(), *left.split()],
+            allow_patterns=asked["allow_patterns"],
+            ignore_patterns=asked.get("ignore_patterns"),
+        )
+        for file in fetched:
+            (tmp_path / file).parent.mkdir(exist_ok=True)
+            (tmp_path / file).write_text("{}")
         return str(tmp_path)
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)

@@ -56,6 +56,7 @@ class Tokenizer:
                 directory,
                 config=AutoConfig.for_model(kind),
                 trust_remote_code=False,
+                mistral_format=False,  # tekken.json's own kind, if mistral-common is installed
                 model_max_length=sys.maxsize,  # ours to refuse, with the remedy
             )
             self._pieces = PieceEncoder(self._hf)

@@ -8,6 +8,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -138,6 +139,20 @@ def test_the_tokenizer_goes_by_its_own_files(tmp_path: Path) -> None:
     edit_config(directory, lambda c: c | {"num_hidden_layers": 10**12, "initializer_range": 0})
     edit_config(directory, lambda c: c | {"model_max_length": "x"}, "tokenizer_config.json")
     assert Tokenizer(directory).encode("a b")
+
+
+def test_a_tekken_file_beside_it(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: where mistral-common is installed, as vLLM does, a Mistral with a tekken.json ends in an
+    AttributeError: transformers takes that file's own kind of tokenizer, which is unlike others."""
+    from transformers import AutoTokenizer
+
+    real = AutoTokenizer.from_pretrained
+
+    def from_pretrained(*args: Any, mistral_format: bool | None = None, **kwargs: Any) -> Any:
+        return object() if mistral_format is None else real(*args, **kwargs)
+
+    monkeypatch.setattr(AutoTokenizer, "from_pretrained", from_pretrained)
+    assert Tokenizer(directory).encode("hi")
 
 
 def test_an_embedding_without_rows_to_spare(directory: Path) -> None:

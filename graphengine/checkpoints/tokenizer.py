@@ -46,18 +46,22 @@ class Tokenizer:
 
     def __init__(self, directory: Path) -> None:
         with _IMPORTING:
-            from transformers import AutoConfig, AutoTokenizer
+            from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerFast
 
         remedy = "the directory needs tokenizer.json and tokenizer_config.json"
         with _told(f"{directory}: the tokenizer cannot be loaded", remedy):
-            # Of config.json the kind alone: transformers would build a model's whole config of it.
-            kind = read_json(directory / "config.json")[0].get("model_type") or ""
-            self._hf: Any = AutoTokenizer.from_pretrained(
+            kind: Any = PreTrainedTokenizerFast
+            how: dict[str, Any] = {}
+            # AutoTokenizer would rebuild what a tokenizer.json says by the model_type's own rules.
+            if not (directory / "tokenizer.json").is_file():
+                # Of config.json the kind alone: it would build a model's whole config of it.
+                model_type = read_json(directory / "config.json")[0].get("model_type") or ""
+                kind, how = AutoTokenizer, {"config": AutoConfig.for_model(model_type)}
+            self._hf: Any = kind.from_pretrained(
                 directory,
-                config=AutoConfig.for_model(kind),
                 trust_remote_code=False,
-                mistral_format=False,  # tekken.json's own kind, if mistral-common is installed
                 model_max_length=sys.maxsize,  # ours to refuse, with the remedy
+                **how,
             )
             self._pieces = PieceEncoder(self._hf)
             self._front = self._put_in_front()

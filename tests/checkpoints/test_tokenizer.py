@@ -8,7 +8,6 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -141,17 +140,23 @@ def test_the_tokenizer_goes_by_its_own_files(tmp_path: Path) -> None:
     assert Tokenizer(directory).encode("a b")
 
 
+def test_what_tokenizer_json_says_counts(tmp_path: Path) -> None:
+    """Bug: of a Qwen2 that is another's fine-tune, with a tokenizer of its own, digits are grouped
+    and characters composed as Qwen's are: transformers takes its own rules for the model_type."""
+    directory = make_target(tmp_path, model_type="qwen2", layers=1)
+    path = directory / "tokenizer.json"
+    parts = json.loads(path.read_text())
+    path.write_text(json.dumps(parts | {"normalizer": {"type": "Lowercase"}}))
+    tokenizer = Tokenizer(directory)
+    assert tokenizer.encode("The Dog") == tokenizer.encode("the dog")
+
+
 def test_a_tekken_file_beside_it(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Bug: where mistral-common is installed, as vLLM does, a Mistral with a tekken.json ends in an
     AttributeError: transformers takes that file's own kind of tokenizer, which is unlike others."""
     from transformers import AutoTokenizer
 
-    real = AutoTokenizer.from_pretrained
-
-    def from_pretrained(*args: Any, mistral_format: bool | None = None, **kwargs: Any) -> Any:
-        return object() if mistral_format is None else real(*args, **kwargs)
-
-    monkeypatch.setattr(AutoTokenizer, "from_pretrained", from_pretrained)
+    monkeypatch.setattr(AutoTokenizer, "from_pretrained", lambda *_, **__: object())
     assert Tokenizer(directory).encode("hi")
 
 

@@ -267,7 +267,9 @@ class ModelConfig:
             num_key_value_heads=num_kv_heads,
             head_dim=head_dim,
             rms_norm_eps=whole.number("rms_norm_eps"),
-            max_position_embeddings=whole.integer("max_position_embeddings"),
+            max_position_embeddings=max(
+                whole.integer("max_position_embeddings"), rope.stretched_positions
+            ),
             tie_word_embeddings=whole.flag("tie_word_embeddings"),
             attention_bias=(
                 whole.flag("attention_bias")

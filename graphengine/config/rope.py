@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from graphengine.config.values import RawConfig
@@ -35,6 +35,8 @@ class RopeConfig:
 
     `theta` is the base; `factor` and the rest parametrise the scaling of `kind` and are unused by
     `default`. `amplitude` multiplies cos and sin (yarn's attention factor; 1 otherwise).
+    `stretched_positions`: what yarn makes of an original context that the file states, whatever it
+    has for max_position_embeddings; 0 otherwise.
     """
 
     theta: float
@@ -48,6 +50,7 @@ class RopeConfig:
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     partial_rotary_factor: float = 1.0
+    stretched_positions: int = field(default=0, compare=False)
 
     def rotary_dim(self, head_dim: int) -> int:
         """How much of a head is turned: its beginning."""
@@ -124,9 +127,17 @@ class RopeConfig:
         # At the top level it counts before either, as in transformers.
         key = "original_max_position_embeddings"
         fallback = raw.get("max_position_embeddings") if kind == "yarn" else None
+        is_stated = kind == "yarn" and (raw.get(key) is not None or key in scaling)
         scaling[key] = raw.over({key: scaling.get(key, fallback)}).get(key)
-        rope = cls._scaled(theta, kind, RawConfig(scaling, f"{source}: rope type {kind!r}"))
-        return replace(rope, partial_rotary_factor=partial)
+        whole_rope = RawConfig(scaling, f"{source}: rope type {kind!r}")
+        rope = cls._scaled(theta, kind, whole_rope)
+        stretched = rope.original_max_position_embeddings * rope.factor if is_stated else 0
+        if stretched > MAX_POSITIONS:
+            raise whole_rope.refusal(
+                f"factor {rope.factor:g} stretches the context past {MAX_POSITIONS}; the file is "
+                "damaged"
+            )
+        return replace(rope, partial_rotary_factor=partial, stretched_positions=int(stretched))
 
     @classmethod
     def _scaled(cls, theta: float, kind: str, rope: RawConfig) -> RopeConfig:

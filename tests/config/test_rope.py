@@ -119,6 +119,26 @@ def test_original_context_at_the_top_level() -> None:
     )
 
 
+@pytest.mark.parametrize("is_nested", [True, False])
+def test_yarn_stretches_the_context(is_nested: bool) -> None:
+    """Bug: of a Qwen whose config.json got the rope_scaling that its readme gives for 131,072
+    tokens, which leaves max_position_embeddings as it is, a long prompt is refused."""
+    original, yarn = "original_max_position_embeddings", {"rope_type": "yarn", "factor": 4.0}
+    stated: Json = {"rope_scaling": yarn, original: 32768}
+    if is_nested:
+        stated = {"rope_scaling": {**yarn, original: 32768}}
+
+    def positions(**keys: Any) -> int:
+        return ModelConfig.from_hf(changed(TARGET, **keys)).max_position_embeddings
+
+    assert positions(**stated, max_position_embeddings=40960) == 131072
+    assert positions(**stated, max_position_embeddings=262144) == 262144
+    # Whether it is meant before or behind the stretching nobody says.
+    assert positions(rope_scaling=yarn, max_position_embeddings=40960) == 40960
+    with pytest.raises(ValueError, match=r"factor 1e\+300 stretches the context past"):
+        positions(rope_scaling=yarn | {original: 32768, "factor": 1e300})
+
+
 def test_a_key_that_is_null_is_not_there() -> None:
     """Bug: a file is refused for an original context of null outside its scaling, for a null beside
     a type that has no such key, or as if two places disagreed, one of which has a null more."""

@@ -194,9 +194,11 @@ class Tokenizer:
     def _encode_behind(self, cut: str, piece: str) -> list[int]:
         """Token ids of a text that goes on, without the space that Llama 2's tokenizer and others
         put in front of any: behind a character that joins nothing, whose tokens are left out."""
-        front, ids = self.encode(cut), self.encode(cut + piece)
-        is_apart = self.is_contextual and ids[: len(front)] == front
-        return ids[len(front) :] if is_apart else self.encode(piece)
+        if self.is_contextual:
+            front, ids = self.encode(cut), self.encode(cut + piece)
+            if ids[: len(front)] == front:
+                return ids[len(front) :]
+        return self.encode(piece)
 
     def as_json(self) -> str:
         """As a tokenizer.json has it, added tokens included, for who reads tokens as bytes.

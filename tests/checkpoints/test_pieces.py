@@ -140,20 +140,16 @@ def test_what_is_remembered_has_a_bound(monkeypatch: pytest.MonkeyPatch) -> None
 def test_long_new_pieces_are_encoded_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Bug: one core encodes a long chat while the others stand idle, or ids go to another piece."""
     pieces, counts = PieceEncoder(made()), list[int]()
-    real = pieces._tokenizer
     texts = [f"{'turn 7 ' * 900}{i}" for i in range(4)]
-    known = pieces.encode(texts[1])
+    known, batch = pieces.encode(texts[1]), pieces._batch
 
-    class Counting:
-        encode = real.encode
+    def counted(texts: list[str]) -> list[list[int]]:
+        counts.append(len(texts))
+        return batch(texts)
 
-        def __call__(self, batch: list[str], **options: Any) -> Any:
-            counts.append(len(batch))
-            return real(batch, **options)
-
-    monkeypatch.setattr(pieces, "_tokenizer", Counting())
+    monkeypatch.setattr(pieces, "_batch", counted)
     said = "<|a|>".join([*texts, texts[0]])
-    assert pieces.encode(said) == real.encode(said, add_special_tokens=False)
+    assert pieces.encode(said) == made().encode(said, add_special_tokens=False)
     assert counts == [3]
     assert pieces.encode(texts[1]) == known
     assert pieces.encode(said) and counts == [3]
@@ -218,22 +214,39 @@ def test_a_long_piece_is_cut_where_the_tokenizer_cuts(kind: str, parts: list[str
     it is cut where a token would go on, or where spaces hang on the line behind them."""
     tokenizer, is_cut = LINEWISE[kind], BY_LINES[kind][2]
     pieces, text, asked = PieceEncoder(tokenizer), "".join(parts), list[str]()
+    batch = pieces._batch
 
-    class Asked:
-        encode = tokenizer.encode
+    def told(texts: list[str]) -> list[list[int]]:
+        asked.extend(texts)
+        return batch(texts)
 
-        def __call__(self, batch: list[str], **options: Any) -> Any:
-            asked.extend(batch)
-            return tokenizer(batch, **options)
-
-    pieces._tokenizer = Asked()
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pieces, "_batch", told)
         patch.setattr(module, "SHARED_CHARS", 2)
         patch.setattr(module, "PART_CHARS", 1)
         assert pieces.encode(text) == tokenizer.encode(text, add_special_tokens=False)
     assert pieces._cuts_lines == is_cut and (not asked or "".join(asked) == text)
     if is_cut and re.search("[^\n]\n[0-9A-Za-z]", text):
         assert len(asked) > 1
+
+
+@pytest.mark.parametrize("kind", ["cut off", "filled up", "cut off at each call"])
+def test_a_text_is_encoded_as_transformers_does(kind: str) -> None:
+    """Bug: asked past transformers, a tokenizer cuts texts off or fills them up as its file says;
+    or one that transformers makes say something else says what it says itself."""
+    tokenizer: Any = made()
+    backend = tokenizer.backend_tokenizer
+    if kind == "cut off":
+        backend.enable_truncation(4)
+    elif kind == "filled up":
+        backend.enable_padding(length=99)
+    else:
+        encode = tokenizer.encode
+        tokenizer.encode = lambda text, **options: encode(text, **options)[:4]
+    pieces, text = PieceEncoder(tokenizer), "the quick brown fox and 42 apples"
+    wanted = tokenizer.encode(text, add_special_tokens=False)
+    assert pieces.encode(text) == wanted and (pieces._backend is None) == ("each" in kind)
+    assert (len(wanted) == 4) == ("each" in kind) and len(wanted) < 99
 
 
 def test_threads(monkeypatch: pytest.MonkeyPatch) -> None:

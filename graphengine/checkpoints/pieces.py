@@ -13,7 +13,6 @@ the latter shows when it is loaded.
 from __future__ import annotations
 
 import re
-import string
 from collections import OrderedDict
 from collections.abc import Collection
 from itertools import chain, islice
@@ -25,6 +24,7 @@ SHARED_CHARS = 3_000  # new text that is worth threads: two milliseconds of one
 PART_CHARS = 1_500  # of a long piece that one core encodes
 _LINE = re.compile(r"(?<=\n)(?=[0-9A-Za-z])")  # where one begins that may be encoded by itself
 _ENDS = ("x", "x  ", *" \t\n\r.7\u00e9\u4e2d\u3000", "\n\n", " \n ", "!=")
+_BEGINS = (*"aZ09", "The", "def", "x7", "42", "I'm", "E\u0301")
 _BESIDE = ("x", " x", "x ", "\n", "7", "\u00e9", "\u4e2d\u6587", "  ")
 _SAID = " ".join("a" * 64)  # which every tokenizer knows
 
@@ -129,8 +129,7 @@ def _cuts_lines(tokenizer: Any) -> bool:
     words = getattr(backend, "pre_tokenizer", None)
     if words is None or any("\n" in t.content for t in tokenizer.added_tokens_decoder.values()):
         return False
-    begins = [*string.ascii_letters, *string.digits, "The", "def", "42", "I'm", "E\u0301"]
-    lines = [f"{begin}{end}\n" for end in _ENDS for begin in begins]
+    lines = [f"{begin}{end}\n" for end in _ENDS for begin in _BEGINS]
     text = "".join(lines)
     cuts = {begin for _, (begin, _) in words.pre_tokenize_str(text)}
     if not cuts.issuperset(match.start() for match in _LINE.finditer(text)):

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from graphengine.capture.torch_internals import has_function_modes
 from graphengine.config.draft import DraftConfig, DraftSpec
 from graphengine.config.draft_length import resolve_draft_lengths
 from graphengine.config.engine import EngineConfig
@@ -60,7 +61,7 @@ def check_default_device() -> None:
 
     Raises: ValueError: with the remedy.
     """
-    if (device := torch.get_default_device()).type != "cpu":
+    if has_function_modes() and (device := torch.get_default_device()).type != "cpu":
         raise ValueError(
             f"torch's default device is {device}; call torch.set_default_device('cpu') or leave "
             "the `with torch.device(..)`: an engine runs on its own option `device`"

@@ -112,9 +112,9 @@ def rehearse(built: Built) -> None:
     prompts: list[Prompt] = [[0]]
     if built.tokenizer is not None and built.tokenizer.chat_template:
         prompts.append("a")
-    for _ in range(NUM_REHEARSALS):
-        asked, sampled = asked_for(built, None, {"max_new_tokens": 1})
-        with suppress(ValueError):  # a template that wants more, a context that has no room
+    with suppress(ValueError):  # a template that wants more or does not end, a context too short
+        for _ in range(NUM_REHEARSALS):
+            asked, sampled = asked_for(built, None, {"max_new_tokens": 1})
             inputs_of(built, prompts, asked, sampled, time.perf_counter())
 
 

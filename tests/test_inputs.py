@@ -17,7 +17,7 @@ import torch
 
 from graphengine import TINY_DRAFT, TINY_TARGET, Engine
 from graphengine.config.options import SamplingParams
-from graphengine.inputs import PromptError, _ids_within, asked_for, inputs_of
+from graphengine.inputs import PromptError, _ids_within, asked_for, inputs_of, rehearse
 from graphengine.verify.run import encode
 from tests.support.checkpoints import make_target
 
@@ -71,6 +71,21 @@ def test_the_first_text_compiles_no_template(
                 engine.generate("hi")
         else:
             assert engine.generate("hi", max_new_tokens=1)[0].token_ids
+
+
+def test_a_template_that_does_not_end_is_rendered_once(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bug: a start waits for a template that does not end once for each of its rehearsals."""
+    tried: list[Any] = []
+
+    def fails(*asked: Any) -> list[int]:
+        tried.append(asked)
+        raise ValueError("it takes longer than 5 s")
+
+    monkeypatch.setattr(engine.tokenizer, "encode_chat", fails)
+    rehearse(engine.built)
+    assert len(tried) == 1
 
 
 def test_a_request_asks_for_no_default_device(

@@ -286,6 +286,7 @@ class _Aside(Thread):
                 found.set_result(call())
             except BaseException as error:  # the end that comes from below, too
                 found.set_exception(error)
+            del asked, call, found  # which hold a tokenizer, and the next may never come
 
     def end(self) -> None:
         """In the middle of a call, and for good."""

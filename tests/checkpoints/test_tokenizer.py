@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import subprocess
 import sys
+import weakref
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,11 +15,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from graphengine.checkpoints.hub import TINY_TARGET
 from graphengine.checkpoints.pairs import read_json
 from graphengine.checkpoints.tokenizer import Tokenizer, load_tokenizer
 from graphengine.config.model import ModelConfig
 from tests.support.checkpoints import SPECIALS, edit_config, make_target
 from tests.support.command_line import ENV
+from tests.support.submitting import soon
 
 
 @settings(deadline=None)
@@ -226,3 +230,13 @@ def test_panics_of_the_library(tmp_path: Path) -> None:
     path.write_text(json.dumps(intact | lacking))
     with pytest.raises(ValueError, match=r"cannot encode this text \(.*; fetch tokenizer\.json"):
         Tokenizer(directory).encode("hello")
+
+
+def test_a_tokenizer_that_nobody_holds_is_freed() -> None:
+    """Bug: the thread that has rendered a chat keeps its text and the tokenizer of a closed engine
+    for as long as no other chat comes."""
+    tokenizer = Tokenizer(TINY_TARGET)
+    tokenizer.encode_chat([{"role": "user", "content": "hi"}])
+    left = weakref.ref(tokenizer)
+    del tokenizer
+    soon(lambda: (gc.collect(), left() is None)[1])

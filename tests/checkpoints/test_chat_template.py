@@ -130,6 +130,7 @@ def test_a_template_that_does_not_end_leaves_no_thread(
     from graphengine.checkpoints import tokenizer as module
 
     monkeypatch.setattr(module, "MAX_TEMPLATE_S", 0.1)
+    monkeypatch.setattr(module, "_WAITING", [])  # one of these would not be seen to be left
     directory = make_target(tmp_path, layers=1)
     loops = "{% for a in range(9999) %}" * 3 + "{% endfor %}" * 3
     (directory / "chat_template.jinja").write_text(loops)
@@ -150,7 +151,7 @@ def test_a_chat_begins_no_thread(tokenizer: Tokenizer) -> None:
     threads = set(threading.enumerate())
     for i in range(5):
         tokenizer.encode_chat([{"role": "user", "content": f"hi {i}"}])
-    assert set(threading.enumerate()) == threads
+    assert threads >= set(threading.enumerate())  # an earlier test's may end meanwhile
     with pytest.raises(TimeoutError):
         module._within(0.01, lambda: time.sleep(0.3))
     assert [module._within(5, lambda: 7) for _ in range(3)] == [7] * 3

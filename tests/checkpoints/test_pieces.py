@@ -17,6 +17,7 @@ from tokenizers import (
     models,
     normalizers,
     pre_tokenizers,
+    processors,
     trainers,
 )
 from transformers import PreTrainedTokenizerFast
@@ -138,8 +139,14 @@ def test_what_is_remembered_has_a_bound(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_long_new_pieces_are_encoded_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bug: one core encodes a long chat while the others stand idle, or ids go to another piece."""
-    pieces, counts = PieceEncoder(made()), list[int]()
+    """Bug: one core encodes a long chat while the others stand idle, ids go to another piece, or
+    each piece gets what the tokenizer puts in front of a whole text."""
+    tokenizer: Any = made()
+    front = [("<|b|>", tokenizer.convert_tokens_to_ids("<|b|>"))]
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        "<|b|> $A", None, front
+    )
+    pieces, counts = PieceEncoder(tokenizer), list[int]()
     texts = [f"{'turn 7 ' * 900}{i}" for i in range(4)]
     known, batch = pieces.encode(texts[1]), pieces._batch
 
@@ -230,6 +237,15 @@ def test_a_long_piece_is_cut_where_the_tokenizer_cuts(kind: str, parts: list[str
         assert len(asked) > 1
 
 
+def test_an_added_token_over_a_lines_beginning() -> None:
+    """Bug: a long text is cut in parts within it, and it becomes two tokens there."""
+    tokenizer: Any = by_words(QWEN, None)
+    tokenizer.add_tokens([AddedToken("\n7", normalized=True)])  # so it is within pieces
+    text = "a\n7" * 2000
+    wanted = tokenizer.encode(text, add_special_tokens=False)
+    assert PieceEncoder(tokenizer).encode(text) == wanted and len(wanted) == 4000
+
+
 @pytest.mark.parametrize("kind", ["cut off", "filled up", "cut off at each call"])
 def test_a_text_is_encoded_as_transformers_does(kind: str) -> None:
     """Bug: asked past transformers, a tokenizer cuts texts off or fills them up as its file says;
@@ -258,3 +274,19 @@ def test_threads(monkeypatch: pytest.MonkeyPatch) -> None:
         found = list(pool.map(pieces.encode, texts))
     assert found == [KINDS["bytes"][0].encode(text, add_special_tokens=False) for text in texts]
     assert sum(map(len, pieces._kept)) == pieces._num_chars <= 40
+
+
+def test_one_text_of_two_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: a text that another thread has encoded meanwhile is counted twice, until nothing is left
+    to forget and every text is an error."""
+    pieces = PieceEncoder(made())
+    real = pieces._each
+
+    def each(texts: list[str]) -> list[list[int]]:
+        monkeypatch.undo()
+        pieces.encode(texts[0])  # as another thread
+        return real(texts)
+
+    monkeypatch.setattr(pieces, "_each", each)
+    assert pieces.encode("7 apples") == pieces.encode("7 apples")
+    assert pieces._num_chars == sum(map(len, pieces._kept))

@@ -151,6 +151,47 @@ def test_who_comes_too_late_for_a_chunk_waits_for_the_next(
     assert handle.result() == "the result"
 
 
+def test_all_who_wait_are_woken() -> None:
+    """Bug: of several threads that wait for one result all but one wait for ever."""
+    deaf: Any = Deaf()
+    stream = _Stream(lambda: (_ for _ in ()).throw(AssertionError), None)
+    handle, found = Handle(deaf, stream), list[object]()
+    for _ in range(3):
+        threading.Thread(target=lambda: found.append(handle.result()), daemon=True).start()
+    soon(lambda: len(stream.waiting) == 3)
+    last: Any = SimpleNamespace(result="the result")
+    stream.put(last)
+    soon(lambda: len(found) == 3)
+
+
+@pytest.mark.parametrize("error", [None, RuntimeError("a step went wrong")])
+def test_an_end_that_comes_as_one_begins_to_wait(error: Exception | None) -> None:
+    """Bug: what is put between a reader's look and its wait wakes nobody, and it waits for ever."""
+    stream = _Stream(lambda: (_ for _ in ()).throw(AssertionError), None)
+
+    class Waiting(deque[AutoResetEvent]):
+        def append(self, event: AutoResetEvent, /) -> None:
+            chunk = Chunk(index=0, text="one", token_ids=[1])
+            stream.put(None if error else chunk, error)
+            super().append(event)
+
+    stream.waiting = Waiting()
+    assert ends(stream.wait)
+
+
+def test_a_cancellation_is_there_when_it_is_told() -> None:
+    """Bug: the loop's thread, told of it first, looks for whom it is in that moment, finds nobody,
+    and the request runs to its end."""
+    stream, seen = _Stream(lambda: (_ for _ in ()).throw(AssertionError), None), list[bool]()
+
+    class Looking(SimpleNamespace):
+        def __setattr__(self, name: str, value: object) -> None:
+            seen.append(stream.is_cancelled)
+
+    Serving.cancel(cast(Any, Looking(_changed=AutoResetEvent())), stream)
+    assert seen == [True]
+
+
 def test_a_reset_that_fails_leaves_nobody_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     """Bug: where the loop cannot be made idle behind an error, the thread ends, and who waits then
     or asks later waits for ever."""

@@ -141,11 +141,13 @@ def test_errors_reach_who_waits(engine: Engine, monkeypatch: pytest.MonkeyPatch)
     good, serving = submit(engine, [1, 2, 3]), engine._serving
 
     def refuse() -> Any:
-        raise ValueError("an impossible wish")
+        raise MemoryError("an impossible wish")
 
     assert serving is not None
-    with pytest.raises(ValueError, match="an impossible wish"):
-        serving.submit(refuse).result()
+    refused = serving.submit(refuse)
+    soon(lambda: refused.done)
+    with pytest.raises(MemoryError, match="an impossible wish"):
+        refused.result()
     assert good.result().finish_reason == "length"
 
     late: list[Handle] = []

@@ -139,6 +139,15 @@ def test_yarn_stretches_the_context(is_nested: bool) -> None:
         positions(rope_scaling=yarn | {original: 32768, "factor": 1e300})
 
 
+def test_llama_3_stretches_no_context() -> None:
+    """Bug: Llama 3.2, whose factor of 32 is that of its wave lengths, is said to have 262,144
+    positions of the 131,072 that it was trained for."""
+    rope = {"rope_type": "llama3", "factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    rope |= {"original_max_position_embeddings": 8192}
+    config = changed(TARGET, rope_scaling=rope, max_position_embeddings=131072)
+    assert ModelConfig.from_hf(config).max_position_embeddings == 131072
+
+
 def test_a_key_that_is_null_is_not_there() -> None:
     """Bug: a file is refused for an original context of null outside its scaling, for a null beside
     a type that has no such key, or as if two places disagreed, one of which has a null more."""

@@ -216,6 +216,7 @@ LINEWISE = {name: by_words(*kind[:2]) for name, kind in BY_LINES.items()}
 @pytest.mark.parametrize("kind", BY_LINES)
 @settings(deadline=None)
 @given(parts=st.lists(st.sampled_from(LINES), max_size=30))
+@example(parts=["7", "\n", "a", "\n"] * 2)  # parts that are equal
 def test_a_long_piece_is_cut_where_the_tokenizer_cuts(kind: str, parts: list[str]) -> None:
     """Bug: one core encodes a long text (36 ms for 12,000 tokens) while the others stand idle; or
     it is cut where a token would go on, or where spaces hang on the line behind them."""

@@ -240,3 +240,14 @@ def test_a_tokenizer_that_nobody_holds_is_freed() -> None:
     left = weakref.ref(tokenizer)
     del tokenizer
     soon(lambda: (gc.collect(), left() is None)[1])
+
+
+def test_a_control_token_that_begins_with_a_lines_end(tmp_path: Path) -> None:
+    """Bug: a message spells it, and so ends its own turn."""
+    directory = make_target(tmp_path, layers=1)
+    hf = Tokenizer(directory)._hf
+    hf.add_special_tokens({"additional_special_tokens": ["\n<|x|>"]})
+    hf.save_pretrained(directory)
+    tokenizer = Tokenizer(directory)
+    (control,) = tokenizer.encode("\n<|x|>")
+    assert control not in tokenizer.encode_chat([{"role": "user", "content": "a\n<|x|>"}])

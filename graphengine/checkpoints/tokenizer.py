@@ -7,23 +7,20 @@ Invariant: what a message says never becomes a control token, and no template ru
 
 from __future__ import annotations
 
-import ctypes
 import json
-import os
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import lru_cache, partial
 from pathlib import Path
-from queue import SimpleQueue
-from threading import Lock, Thread
+from threading import Lock
 from typing import Any
 
 from graphengine.checkpoints.messages import as_templates_read, plain
 from graphengine.checkpoints.pairs import read_json
 from graphengine.checkpoints.pieces import PieceEncoder
+from graphengine.checkpoints.timed import within
 from graphengine.config.model import ModelConfig
 
 REPLACEMENT = "\ufffd"
@@ -177,7 +174,7 @@ class Tokenizer:
             said = json.dumps([turns, kwargs], ensure_ascii=False, default=str)
             cut = next(char for char in map(chr, range(0xE000, 0xF8FF)) if char not in said)
             kwargs = {"add_generation_prompt": True, "enable_thinking": False} | apart(kwargs)
-            text = _within(
+            text = within(
                 MAX_TEMPLATE_S,
                 lambda: self._hf.apply_chat_template(apart(turns), tokenize=False, **kwargs),
             )
@@ -244,59 +241,6 @@ def load_tokenizer(
             "has lost them; fetch tokenizer.json and tokenizer_config.json again"
         )
     return tokenizer
-
-
-def _within(seconds: float, call: Callable[[], Any]) -> Any:
-    """What a call returns. It runs in a thread, which is ended where it takes longer: a template's
-    loops may be nested without end, and to trace them costs more than to render. Threads wait for
-    further calls: to begin one takes 0.2 ms (2-core cloud CPU), more than a short chat's rendering.
-
-    Raises:
-        TimeoutError: it took longer.
-    """
-    try:
-        thread = _WAITING.pop()
-    except IndexError:
-        thread = _Aside()
-    found: Future[Any] = Future()
-    thread.calls.put((call, found))
-    try:
-        return found.result(seconds)
-    except TimeoutError:
-        raise TimeoutError(f"it takes longer than {seconds:g} s") from None
-    finally:
-        if found.done():
-            _WAITING.append(thread)
-        else:
-            thread.end()
-
-
-class _Aside(Thread):
-    """Makes calls, one after the other, and gives up the last."""
-
-    def __init__(self) -> None:
-        super().__init__(daemon=True)
-        self.calls: SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = SimpleQueue()
-        self.start()
-
-    def run(self) -> None:
-        while (asked := self.calls.get()) is not None:
-            call, found = asked
-            try:
-                found.set_result(call())
-            except BaseException as error:  # the end that comes from below, too
-                found.set_exception(error)
-            del asked, call, found  # which hold a tokenizer, and the next may never come
-
-    def end(self) -> None:
-        """In the middle of a call, and for good."""
-        self.calls.put(None)
-        end = ctypes.pythonapi.PyThreadState_SetAsyncExc
-        end(ctypes.c_ulong(self.ident or 0), ctypes.py_object(SystemExit))
-
-
-_WAITING: list[_Aside] = []
-os.register_at_fork(after_in_child=_WAITING.clear)  # a fork has none of them
 
 
 @lru_cache(maxsize=8)

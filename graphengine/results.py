@@ -80,41 +80,41 @@ class Teller:
             else None
             for request in requests
         ]
-        self._texts = [""] * len(requests)
+        self._texts: list[list[str]] = [[] for _ in requests]  # in pieces: each is copied once
 
     def chunk(self, request: Request, new_ids: list[int]) -> Chunk:
         """The chunk of new tokens. Ends their request where they complete a stop string."""
         index = self._indices[request.request_id]
         with names.range_("detokenize"):
             written, num_dropped = self._write(index, request, new_ids)
-        self._texts[index] += written.text
+        self._texts[index].append(written.text)
         if written.stop is not None:
             self._loop.end_at(request, written.stop, num_dropped)
         new_ids = new_ids[: len(new_ids) - num_dropped]
-        logprobs = prompt_logprobs = None
+        logprobs, result = None, None
+        count = len(request.output_ids)
         if self._asked.logprobs is not None:
-            logprobs = request.output_logprobs[: len(request.output_ids)]
-        if self._asked.prompt_logprobs is not None:
-            prompt_logprobs = [None, *request.prompt_scores]
-        result = None
+            logprobs = request.output_logprobs[count - len(new_ids) : count]
         if request.finish_reason is not None:
+            asked = self._asked
             result = GenerationResult(
-                text=self._texts[index],
+                text="".join(self._texts[index]),
                 token_ids=list(request.output_ids),
                 finish_reason=request.finish_reason,
                 metrics=request.metrics(),
                 error=request.error,
                 stop_reason=request.stop_reason,
-                logprobs=logprobs,
-                prompt_logprobs=prompt_logprobs,
+                logprobs=None if logprobs is None else request.output_logprobs[:count],
+                prompt_logprobs=(
+                    None if asked.prompt_logprobs is None else [None, *request.prompt_scores]
+                ),
             )
-        first = len(request.output_ids) - len(new_ids)
         return Chunk(
             index=index,
             text=written.text,
             token_ids=new_ids,
             result=result,
-            logprobs=None if logprobs is None else logprobs[first:],
+            logprobs=logprobs,
         )
 
     def _write(self, index: int, request: Request, new_ids: list[int]) -> tuple[Written, int]:

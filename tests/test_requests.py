@@ -4,13 +4,20 @@ and what is refused.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
 
 from graphengine import TINY_DRAFT, TINY_TARGET, Engine
 from graphengine.api import GenerationResult
+from graphengine.checkpoints.stops import Written
+from graphengine.config.options import SamplingParams
+from graphengine.decode.metrics import Acceptance
+from graphengine.decode.request import Request
+from graphengine.results import Teller
 
 ASKED = "Count from 20 to 146 in steps of 6."
 
@@ -225,3 +232,52 @@ def test_a_superseded_stream_supersedes_nobody(engine: Engine, whole: Generation
     with pytest.raises(RuntimeError, match="superseded or its engine closed before it began"):
         next(never)
     assert tokens + [t for chunk in stream for t in chunk.token_ids] == whole.token_ids
+
+
+class _Counted(list[Any]):
+    """A list that counts the entries that are copied out of it."""
+
+    num_copied = 0
+
+    def __getitem__(self, at: Any) -> Any:
+        found = super().__getitem__(at)
+        self.num_copied += len(found) if isinstance(at, slice) else 1
+        return found
+
+    def __iter__(self) -> Iterator[Any]:
+        self.num_copied += len(self)
+        return super().__iter__()
+
+
+class _Said(str):
+    """A text that counts the characters of those that it is put behind."""
+
+    num_copied = 0
+
+    def __radd__(self, front: str) -> str:
+        _Said.num_copied += len(front)
+        return str.__add__(front, self)
+
+
+def test_a_chunk_copies_what_is_new() -> None:
+    """Bug: each step of an answer with logprobs or prompt_logprobs copies all of those of the
+    answer and of the prompt, and its text, so that a step of a long one takes longer and longer."""
+    asked, acceptance = SamplingParams(logprobs=1, prompt_logprobs=1), Acceptance(0)
+    what: dict[str, Any] = {"prompt_ids": [7] * 500, "max_total_tokens": 2000, "stop_ids": ()}
+    request = Request(request_id=0, acceptance=acceptance, **what)
+    request.prompt_scores = scores = _Counted([{7: -1.0}] * 499)
+    request.output_logprobs = told = _Counted()
+    tell = Teller(cast(Any, None), [request], None, asked)
+    tell._writers = [cast(Any, SimpleNamespace(feed=lambda *_, last: Written(_Said("a"))))]
+    chunks = []
+    for count in range(1, 401):
+        request.output_ids.append(count)
+        told.append({count: -1.0})
+        if count == 400:
+            assert scores.num_copied == _Said.num_copied == 0 and told.num_copied == count - 1
+            request.finish_reason = "length"
+        chunks.append(tell.chunk(request, [count]))
+    assert [chunk.logprobs for chunk in chunks] == [[{i: -1.0}] for i in range(1, 401)]
+    result = chunks[-1].result
+    assert result is not None and result.text == "a" * 400 and result.logprobs == list(told)
+    assert result.prompt_logprobs == [None, *scores]

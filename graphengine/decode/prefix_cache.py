@@ -43,6 +43,7 @@ class StateSlots(PageAllocator):
     def reset(self) -> None:
         super().reset()
         self._kept: OrderedDict[Place, int] = OrderedDict()  # -> slot; oldest first
+        self._counts: dict[int, list[int]] = {}  # as `counts` says
 
     @property
     def num_free(self) -> int:
@@ -52,15 +53,15 @@ class StateSlots(PageAllocator):
         if count > self.num_free:
             raise MemoryError(f"{count} states asked, {self.num_free} of {self.num_usable} free")
         while len(self._free) < count:
-            super().free([self._kept.popitem(last=False)[1]])
+            self._give_up(next(iter(self._kept)))
         return super().allocate(count)
 
     def keep(self, place: Place, slot: int) -> None:
         """Gives a slot away: it holds the state behind this place."""
-        replaced = self._kept.pop(place, None)
+        if place in self._kept:
+            self._give_up(place)
         self._kept[place] = slot
-        if replaced is not None:
-            self.free([replaced])
+        self._counts.setdefault(place[0], []).append(place[1])
 
     def behind(self, place: Place) -> int | None:
         """The slot kept there, which is now the last to go."""
@@ -70,15 +71,20 @@ class StateSlots(PageAllocator):
 
     def counts(self) -> dict[int, list[int]]:
         """Page -> behind how many of its tokens states are kept."""
-        found: dict[int, list[int]] = {}
-        for page, num_tokens in self._kept:
-            found.setdefault(page, []).append(num_tokens)
-        return found
+        return {page: list(counts) for page, counts in self._counts.items()}
 
     def forget(self, page: int) -> None:
         """Returns the slots kept in a page."""
-        for place in [place for place in self._kept if place[0] == page]:
-            self.free([self._kept.pop(place)])
+        for num_tokens in tuple(self._counts.get(page, ())):
+            self._give_up((page, num_tokens))
+
+    def _give_up(self, place: Place) -> None:
+        """Returns the slot kept there."""
+        page, num_tokens = place
+        self.free([self._kept.pop(place)])
+        self._counts[page].remove(num_tokens)
+        if not self._counts[page]:
+            del self._counts[page]
 
 
 class PrefixCache(PageAllocator):

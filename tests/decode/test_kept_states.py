@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import random
+from collections import OrderedDict
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -180,3 +183,28 @@ def test_random_texts_find_the_last_state_that_was_kept(monkeypatch: pytest.Monk
             cache.keep_state(tokens[:count], *slots.allocate(1))
         cache.free(pages)
     assert num_within > 30
+
+
+def test_a_page_without_a_state_costs_nothing_more() -> None:
+    """Bug: for each page that is given back, or evicted, all states that are kept are looked
+    through: 5 ms for the 1,900 pages of a budget of 30,000 tokens, in front of its first one."""
+
+    class Counted(OrderedDict[Any, int]):
+        num_seen = 0
+
+        def __iter__(self) -> Iterator[Any]:
+            self.num_seen += len(self)
+            return super().__iter__()
+
+    slots = StateSlots(20)
+    cache = PrefixCache(200, SIZE, slots)
+    for i in range(16):
+        pages = cache.allocate(1)
+        cache.publish([i] * SIZE, pages)
+        cache.keep_state([i] * SIZE, *slots.allocate(1))
+        cache.free(pages)
+    kept = slots._kept = Counted(slots._kept)
+    cache.free(cache.allocate(183))
+    assert kept.num_seen == 0 and len(kept) == 16
+    cache.free(cache.allocate(199))
+    assert not kept and slots.counts() == {} and slots.num_free == 19

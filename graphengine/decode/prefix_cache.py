@@ -22,7 +22,8 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict
 from collections.abc import Iterator, Sequence
-from itertools import count, takewhile
+from itertools import compress, count
+from operator import ne
 
 from graphengine.decode.kvcache import PageAllocator
 
@@ -155,41 +156,44 @@ class PrefixCache(PageAllocator):
         how many of its tokens do, of recurrent layers' targets up to a kept state; 0, 0 where there
         is none."""
         serial = self._serials[shared[-1]] if shared else 0
-        wanted, best = token_ids[len(shared) * self._page_size :], (0, 0)
+        begin, best = len(shared) * self._page_size, (0, 0)
+        wanted = token_ids[begin : begin + self._page_size]
         kept = None if self.state_slots is None else self.state_slots.counts()
         for page, tokens in self._parts.get(serial, {}).items():
             if kept is not None and page not in kept:
                 continue
-            alike = takewhile(lambda pair: pair[0] == pair[1], zip(tokens, wanted, strict=False))
-            num_alike = sum(1 for _ in alike)
+            most = min(len(tokens), len(wanted))
+            num_alike = next(compress(count(), map(ne, tokens, wanted)), most)
             if kept is not None:
                 num_alike = max((n for n in kept[page] if n <= num_alike), default=0)
             best = max(best, (num_alike, page))
-        count, page = best
-        if not count:
+        num_tokens, page = best
+        if not num_tokens:
             return 0, 0
         if page in self._idle:
             self._idle.move_to_end(page)
-        return page, count
+        return page, num_tokens
 
     def publish(self, token_ids: Sequence[int], pages: Sequence[int]) -> None:
         """Makes pages findable whose tokens are these and committed; one whose like is held already
         stays its owner's alone."""
         self.num_changes += 1
-        serial = 0
-        for tokens, page in zip(self._split(token_ids), pages, strict=False):
-            key = serial, tokens
+        serial, size, full = 0, self._page_size, len(token_ids) // self._page_size
+        for i, page in enumerate(pages[:full]):
+            if page in self._keys and self._keys[page][0] == serial:  # these tokens are its own
+                serial = self._serials[page]
+                continue
+            key = serial, tuple(token_ids[i * size : (i + 1) * size])
             holder = self._pages.setdefault(key, page)
-            if holder == page and self._keys.get(page) != key:
+            if holder == page:
                 assert page in self._used
                 if page in self._keys:  # what it was found behind, of another request, was evicted
                     del self._pages[self._keys[page]]
                 self._keys[page] = key
                 self._serials.setdefault(page, next(self._numbers))
-                self._offer(serial, tokens, page)
+                self._offer(*key, page)
             serial = self._serials[holder]
-        full = len(token_ids) // self._page_size
-        rest = tuple(token_ids[full * self._page_size :])
+        rest = tuple(token_ids[full * size :])
         if rest and full < len(pages):
             self._offer(serial, rest, pages[full])
 

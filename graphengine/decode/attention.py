@@ -20,9 +20,11 @@ import functools
 import importlib.util
 import logging
 import threading
+from array import array
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -65,23 +67,25 @@ class Layout(NamedTuple):
         Args:
             qo_lens: query rows per request.
             kv_lens: keys per request, the block included.
-            pages: each request's pages; those past kv_lens are left out.
+            pages: each request's pages; those past kv_lens are left out. Those of an `array("i")`
+                are copied at once, where a list is read number by number.
             num_requests: pads with empty requests up to this number.
         """
         padding = (num_requests or len(qo_lens)) - len(qo_lens)
         used = [pages_for(n, page_size) for n in kv_lens]
-        qo, kv, indices, last = [0], [0], [], []
+        qo, kv, indices, last = [0], [0], array("i"), list[int]()
         for length, kv_len, count, owned in zip(qo_lens, kv_lens, used, pages, strict=True):
             assert 0 < length <= kv_len and len(owned) >= count
             qo.append(qo[-1] + length)
             kv.append(kv[-1] + count)
-            indices += owned[:count]
+            indices += array("i", owned[:count])
             last.append(kv_len - (count - 1) * page_size)
         qo += [qo[-1]] * padding
         kv += [kv[-1]] * padding
         last += [0] * padding
         as_int32 = functools.partial(torch.tensor, dtype=torch.int32)
-        return cls(as_int32(qo), as_int32(kv), as_int32(indices), as_int32(last))
+        indices_cpu = torch.from_numpy(np.asarray(indices))
+        return cls(as_int32(qo), as_int32(kv), indices_cpu, as_int32(last))
 
 
 class Attention(Protocol):

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import statistics
 import time
+from array import array
 from collections import deque
 from collections.abc import Collection
 from dataclasses import replace
@@ -124,6 +125,7 @@ class Lane:
         self.in_flight: deque[InFlight] = deque()
         self.bucket: Bucket | None = None
         self._stale: set[int] = set()  # rows that the device does not have as the host has them
+        self._pages: dict[int, array[int]] = {}  # of requests, by row, as plans take them
         self._end, self._is_drafted = self._ends[0], False
         self._launch_s: float | None = None
         self._waited_s = 0.0
@@ -178,11 +180,11 @@ class Lane:
     def _plan(self, planned: Planned, size: int) -> None:
         """Plans for the rows as they are; one without a request reads the null page."""
         block, page_size = planned.rows, self.config.page_size
-        nothing = [NULL_PAGE] * pages_for(block, page_size)
+        nothing = array("i", [NULL_PAGE] * pages_for(block, page_size))
         layout = Layout.build(
             [block] * len(self.rows),
             [block + (r.start if r is not None else 0) for r in self.rows],
-            [r.pages if r is not None else nothing for r in self.rows],
+            [nothing if r is None else self._pages[row] for row, r in enumerate(self.rows)],
             page_size,
             size,
         )
@@ -302,6 +304,8 @@ class Lane:
         if not rows:
             return
         held = {row: self.rows[row] if row < len(self.rows) else None for row in rows}
+        if self.config.plans_attention:
+            self._pages |= {row: array("i", r.pages) for row, r in held.items() if r is not None}
         proposer, page_size = self.builder.pair.proposer, self.config.page_size
         write_rows_(bucket.buffers, held, proposer.mask_token_id, page_size, self._next_step)
         proposer.write_rows_(bucket.buffers, held)

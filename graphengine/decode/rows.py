@@ -105,8 +105,10 @@ def write_rows_(
     """
     width, block = buffers.page_table_BW.shape[1], buffers.block
     requests = list(rows.values())
-    pages = [request.pages if request is not None else [] for request in requests]
-    table = torch.tensor([p + [NULL_PAGE] * (width - len(p)) for p in pages], dtype=torch.int32)
+    table = torch.full((len(rows), width), NULL_PAGE, dtype=torch.int32)
+    for pages, request in zip(table.numpy(), requests, strict=True):
+        if request is not None:
+            pages[: len(request.pages)] = request.pages
     known = [(r.start, r.anchor) if r is not None else (0, 0) for r in requests]
     start_B, anchor_B = torch.tensor(known, dtype=torch.int32).unbind(1)
     block_ids, positions, slots = next_block(

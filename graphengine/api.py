@@ -16,8 +16,10 @@ import threading
 import time
 import weakref
 from asyncio import get_running_loop
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -168,8 +170,15 @@ class Engine:
         inputs = inputs_of(self._open, prompts, asked, sampled, arrival_s)
         serving = self._serving
         if serving is not None:
-            changed, queued = AutoResetEvent(), map(self._submission, inputs)
-            return collect([serving.submit(one, changed.set) for one in queued], changed)
+            changed, told = AutoResetEvent(), deque[int]()
+
+            def note(index: int) -> None:
+                told.append(index)
+                changed.set()
+
+            queued = enumerate(map(self._submission, inputs))
+            handles = [serving.submit(one, partial(note, index)) for index, one in queued]
+            return collect(handles, changed, told)
         with self._claim() as claim:
             self._clear(self._open.loop, claim.takes_over or self._open.loop.is_waiting)
             built = self._open

@@ -287,17 +287,22 @@ def _warn(text: str, category: type[Warning]) -> None:
         warnings.showwarning(error, category, __file__, 0)
 
 
-def collect(handles: list[Handle], changed: AutoResetEvent) -> Iterator[Chunk]:
+def collect(handles: list[Handle], changed: AutoResetEvent, told: deque[int]) -> Iterator[Chunk]:
     """Chunks of the requests of one call, as they come; `index` is the handle's place. Dropping the
     iterator cancels them.
 
-    Args: changed: set behind each chunk of theirs.
+    Args:
+        changed: set behind each chunk of theirs.
+        told: has got its handle's place by then.
     """
     left = dict(enumerate(handles))
     try:
         while left:
             changed.wait()
-            for index, handle in list(left.items()):
+            while told:
+                index = told.popleft()
+                if (handle := left.get(index)) is None:
+                    continue
                 is_over = handle.done
                 for chunk in handle.take():
                     yield replace(chunk, index=index)

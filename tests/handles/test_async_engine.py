@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections import deque
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -40,9 +41,9 @@ class Racing:
 
 def test_a_chunk_that_comes_while_one_looks() -> None:
     """Bug: whether it is over is asked behind the look, and its last chunk is lost."""
-    changed = AutoResetEvent()
-    handle: Any = Racing(changed.set)
-    assert [chunk.text for chunk in collect([handle], changed)] == ["last"]
+    changed, told = AutoResetEvent(), deque[int]()
+    handle: Any = Racing(lambda: (told.append(0), changed.set()))
+    assert [chunk.text for chunk in collect([handle], changed, told)] == ["last"]
 
     class Queue:
         def queue(self, prompt: Any, sampling: Any, params: Any, told: Any) -> Any:

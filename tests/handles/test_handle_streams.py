@@ -59,7 +59,7 @@ def test_a_slow_reader_hears_of_an_error() -> None:
     changed, queue = AutoResetEvent(), cast(Any, Queue())
     said: list[str] = []
     with pytest.raises(RuntimeError, match="a step went wrong"):
-        said.extend(chunk.text for chunk in collect([failed(changed.set)], changed))
+        said.extend(chunk.text for chunk in collect([failed(changed.set)], changed, deque([0])))
 
     async def main() -> None:
         async for chunk in AsyncEngine(queue).stream("x"):
@@ -86,10 +86,35 @@ def test_an_error_of_one_cancels_the_others() -> None:
     )
     failed.put(None, RuntimeError("a step went wrong"))
     changed.set()
-    chunks = collect([Handle(serving, running), Handle(serving, failed)], changed)
+    chunks = collect([Handle(serving, running), Handle(serving, failed)], changed, deque([0, 1]))
     with pytest.raises(RuntimeError, match="a step went wrong") as held:
         next(chunks)
     assert running in cancelled, held
+
+
+def test_a_chunk_costs_no_look_at_other_prompts() -> None:
+    """Bug: behind each chunk of a call all of its prompts are looked at, those too that wait or
+    have said nothing new: half a millisecond for 1,000, beside the engine's thread."""
+
+    class Silent:
+        done, num_looks = False, 0
+
+        def take(self) -> list[Chunk]:
+            self.num_looks += 1
+            return [] if self.num_looks == 1 else [Chunk(index=0, text="a", token_ids=[1])]
+
+        def cancel(self) -> None:
+            pass
+
+    handles, changed, told = [Silent() for _ in range(100)], AutoResetEvent(), deque[int]()
+    chunks = collect(cast(Any, handles), changed, told)
+    for place in range(0, 100, 7):
+        handles[place].num_looks = 1  # it has said something
+        told.append(place)
+        changed.set()
+        assert next(chunks).index == place
+    assert sum(handle.num_looks for handle in handles) == 2 * 15
+    cast(Any, chunks).close()
 
 
 def test_whoever_leaves_an_iteration_leaves_the_rest() -> None:
@@ -253,7 +278,7 @@ def ends(call: Callable[[], object]) -> bool:
 READERS: dict[str, Callable[[Handle, AutoResetEvent], object]] = {
     "result": lambda handle, changed: handle.result(),
     "take": lambda handle, changed: handle.take(),
-    "generate": lambda handle, changed: list(collect([handle], changed)),
+    "generate": lambda handle, changed: list(collect([handle], changed, deque([0]))),
 }
 
 

@@ -9,6 +9,7 @@ until it does, or cannot any more; where the string stays in the answer nothing 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import copy
 from typing import NamedTuple
 
 from graphengine.checkpoints.tokenizer import Detokenizer, Tokenizer
@@ -79,6 +80,16 @@ class Writer:
         """The new complete text. With `last`, what is held back is given out as it is."""
         if self._stops is None:
             return Written(self._detokenizer.feed(token_ids, last))
+        count = len(token_ids)
+        if count > 1 and not 0 < self._num_unwatched < count:
+            # At once, as without stop strings; one by one where that finds one, to tell its token.
+            before = copy(self._detokenizer), copy(self._stops)
+            new = self._detokenizer.feed(token_ids, last)
+            text, stop = self._stops.feed(new, self._num_unwatched <= 0)
+            if stop is None:
+                self._num_unwatched -= count
+                return Written(text + self._stops.held() if last else text)
+            self._detokenizer, self._stops = before
         text = ""
         pieces = [[token] for token in token_ids] or [[]]  # a step may add an end alone
         for num_behind, piece in zip(reversed(range(len(pieces))), pieces, strict=True):

@@ -296,7 +296,7 @@ class Detokenizer:
         if len(token_ids) > 1 and text.endswith(REPLACEMENT):  # which of them are a character?
             parts = [self.feed([token]) for token in token_ids]
             return "".join(parts) + (self.feed([], last=True) if last else "")
-        self._window += token_ids
+        self._window = [*self._window, *token_ids]  # a new list, for copies
         if not text.startswith(self._out):
             behind = self._window[self._num_whole :]
             if len(behind) <= CUT and text.endswith(REPLACEMENT) and not last:

@@ -160,3 +160,23 @@ def test_no_stops_hold_nothing(is_kept: bool) -> None:
     fake: Any = Spelled()
     writer = Writer(fake, (), is_kept, 0)
     assert writer.feed(list(b"abc")).text == "abc"
+
+
+def test_a_run_without_a_stop_string_is_decoded_at_once() -> None:
+    """Bug: with stop strings each token of a step is decoded by itself: 90 us instead of 30 for six
+    tokens of a row."""
+    num_decoded = 0
+
+    class Counting(Spelled):
+        def decode(self, token_ids: Any, **how: Any) -> str:
+            nonlocal num_decoded
+            num_decoded += 1
+            return super().decode(token_ids, **how)
+
+    fake: Any = Counting()
+    writer = Writer(fake, ("never said", "xyz"), False, 4)
+    assert writer.feed(list(b"ab")).text == "ab" and writer.feed(list(b"cdef")).text == "cdef"
+    num_decoded = 0
+    assert writer.feed(list(b"ghijklx")).text == "ghijkl" and num_decoded == 1
+    written = writer.feed(list(b"ymxyzno"))  # from its token on it is told apart
+    assert written == ("xym", "xyz", 2)

@@ -60,6 +60,9 @@ class Tokenizer:
                 model_max_length=sys.maxsize,  # ours to refuse, with the remedy
                 **how,
             )
+            self._backend: Any = None
+            if type(self._hf) is PreTrainedTokenizerFast:  # which asks it with more ado
+                self._backend = self._hf.backend_tokenizer
             self._pieces = PieceEncoder(self._hf)
             self._front = self._put_in_front()
             word = self._pieces.encode(" a")
@@ -210,6 +213,8 @@ class Tokenizer:
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Text of token ids."""
+        if self._backend is not None:
+            return self._backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
         return self._hf.decode(
             list(token_ids),
             skip_special_tokens=skip_special_tokens,

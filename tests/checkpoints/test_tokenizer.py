@@ -32,6 +32,25 @@ def test_text_survives_a_round_trip(tokenizer: Tokenizer, text: str) -> None:
         assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
+@settings(deadline=None)
+@given(data=st.data(), skips=st.booleans())
+def test_ids_become_text_at_once(tokenizer: Tokenizer, data: st.DataObject, skips: bool) -> None:
+    """Bug: transformers looks at each token of a window before it asks the tokenizer: 5 us for each
+    row of each step, as long again as the text takes; or what is asked instead says another."""
+    ids = data.draw(st.lists(st.integers(0, len(tokenizer) + 2), max_size=20))
+    how = {"skip_special_tokens": skips, "clean_up_tokenization_spaces": False}
+    wanted, asked = tokenizer._hf.decode(ids, **how), list[str]()
+
+    class Slow:
+        def decode(self, *args: object, **how: object) -> str:
+            asked.append("transformers")
+            return wanted
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tokenizer, "_hf", Slow())
+        assert tokenizer.decode(ids, skips) == wanted and not asked
+
+
 def test_lone_surrogates_are_named(tokenizer: Tokenizer) -> None:
     """Bug: a byte that is not UTF-8, or half a pair in JSON, is a TypeError about
     TextEncodeInput."""

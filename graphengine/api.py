@@ -1,5 +1,5 @@
 """The Python API: load a pair once, then generate or stream. One process, no server; threads help
-while an engine is built, and none after that.
+while an engine is built, then a chat's template is rendered in one, and `submit` begins another.
 
     with Engine.from_pretrained(TINY_TARGET, draft=TINY_DRAFT) as engine:
         for chunk in engine.stream("Count from 20 to 146 in steps of 6."):

@@ -3,11 +3,12 @@
 A next turn repeats all that was said, and 21,500 tokens of it took 71 ms to encode again (2-core
 cloud CPU), where their K/V comes from the cache. A tokenizer cuts a text at its added tokens, as a
 chat template puts them around each message, and encodes what stands between two by itself. So do
-we, and what is new on all cores.
+we, and what is new on all cores: a long piece is cut where a line begins with a letter or a digit,
+if the tokenizer cuts there too.
 
 Invariant: the ids are those of the whole text. A tokenizer whose added tokens take the text beside
 them into account, or one that tells a text's beginning from a piece's, is asked for whole texts;
-the latter shows when it is loaded.
+the latter shows when it is loaded, and so does what it does where a line begins.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ class PieceEncoder:
     def __init__(self, tokenizer: Any) -> None:
         """Args: tokenizer: of transformers."""
         self._tokenizer, self._lock = tokenizer, Lock()
-        # Asked itself where it says the same: transformers takes as long again for a short text.
+        # Asked itself where it says the same: transformers adds 0.04 ms, half of a short text's.
         said = tokenizer.encode(_SAID, add_special_tokens=False)  # its way of cutting off is set
         self._backend = getattr(tokenizer, "backend_tokenizer", None)
         if self._backend is not None and self._whole(_SAID) != said:

@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from graphengine.decode.fixed_chunk import FAR_SIZES
+from graphengine.decode.chunk_sizes import FAR_SIZES
 from graphengine.decode.prefill import FirstTokens, Prefill
 from graphengine.decode.request import Request
 

@@ -37,6 +37,7 @@ from graphengine.capture.steps import AttentionStep, Carry, Dense, Host, Step
 from graphengine.config.draft import CAUSAL
 from graphengine.decode.attention import Attention, BlockAttention, ChunkAttention
 from graphengine.decode.chains import prefill_chains
+from graphengine.decode.chunk_sizes import BLOCK
 from graphengine.decode.kvcache import pages_for
 from graphengine.decode.proposer import Pair
 from graphengine.decode.stack import Rows
@@ -45,15 +46,6 @@ from graphengine.kernels.argmax import argmax_rows
 from graphengine.kernels.gated_delta_prefill import Pieces
 from graphengine.kernels.place_rows import Placed, place_rows_
 
-BLOCK = 16
-SIZES = (16, 128, 256, 512)  # rows; up to 256 they are the verifies of full buckets
-LONG_SIZES = (1024, 2048)  # in blocks of `chunk_attention`, each of one prompt
-PAIRED_SIZES = (4096,)  # the same in halves beside each other
-# The same for fewer rows of one prompt, a far piece, that has FAR others in front. There blocks of
-# 16, which each read all keys, take longer: on an H200 128 rows of 8B shapes took 22 us a layer
-# against 20 at 2,048 keys and 244 against 113 at 32,768 (2026-11-25-h200-pieces-3b387a2.json).
-FAR_SIZES, FAR = (128, 256), 2048
-FAR_LEAST = chunk_attention.BLOCK // 2  # no more rows than that are as fast in blocks of 16
 MOST_PROMPTS = 16  # of a chunk: for as many rows the head streams its weights once
 NO_PROMPT = -1  # start of a block
 FIRST_TOKEN, GOES_ON = names.FIRST_TOKEN, "goes_on"  # how a chunk ends
@@ -290,29 +282,3 @@ class FixedChunk:
             self._takers.clear()
         if upload.is_free is not None:
             upload.is_free.record()
-
-
-def sizes_for(max_model_len: int, *, are_long: bool, are_paired: bool = False) -> tuple[int, ...]:
-    """Sizes that some prompt fills more than the size before.
-
-    Args:
-        are_long: whether `chunk_attention` runs here.
-        are_paired: whether halves may run beside each other.
-    """
-    sizes = SIZES + LONG_SIZES * are_long
-    fitting = [n for before, n in zip((0, *sizes), sizes, strict=False) if before < max_model_len]
-    paired = [n for n in PAIRED_SIZES if are_paired and most_beneath(n) < max_model_len]
-    return *fitting, *paired
-
-
-def most_beneath(size: int) -> int:
-    """Up to so many rows smaller chunks are faster than a long one of that size: a quarter of it,
-    or of its second half, would be empty."""
-    return size - min(size, LONG_SIZES[-1]) // 4
-
-
-def far_sizes_for(max_model_len: int, *, are_long: bool, keyed_in: int = 1) -> tuple[int, ...]:
-    """Sizes of far chunks that some prompt gets to. Where few layers have keys, one in `keyed_in`,
-    more rows take little longer there than in front."""
-    sizes = FAR_SIZES + SIZES[-1:] * (keyed_in > 1)
-    return sizes if are_long and max_model_len > FAR + FAR_LEAST else ()

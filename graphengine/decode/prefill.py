@@ -24,14 +24,8 @@ from graphengine.config.draft import CAUSAL
 from graphengine.decode.adjustments import adjust_first
 from graphengine.decode.attention import Attention, Layout, TorchAttention
 from graphengine.decode.chains import prefill_chains
-from graphengine.decode.fixed_chunk import (
-    BLOCK,
-    FAR,
-    FAR_LEAST,
-    FixedChunk,
-    Piece,
-    most_beneath,
-)
+from graphengine.decode.chunk_sizes import BLOCK, FAR, FAR_LEAST, first_rows
+from graphengine.decode.fixed_chunk import FixedChunk, Piece
 from graphengine.decode.kvcache import keyed_layers_in, pages_for
 from graphengine.decode.logprobs import Scores, score_rows
 from graphengine.decode.masks import mask_first
@@ -42,6 +36,7 @@ from graphengine.decode.sampling import Controls, sample_rows
 from graphengine.decode.stack import Rows
 from graphengine.kernels.argmax import argmax_rows
 from graphengine.kernels.gated_delta_prefill import CHUNK, Pieces
+from graphengine.models.decoder import weights_over_read
 
 SCORED_ROWS = 64  # of a prompt whose log-probabilities are asked for, in a forward
 
@@ -106,9 +101,12 @@ class Prefill:
     fixed: tuple[FixedChunk, ...] = ()
     far: tuple[FixedChunk, ...] = ()
     keyed_in: int = field(init=False)  # one layer of the target in so many has keys
+    over_read: float = field(init=False)  # all weights over those that a row reads
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "keyed_in", keyed_layers_in(self.pair.target.config))
+        target = self.pair.target.config
+        object.__setattr__(self, "keyed_in", keyed_layers_in(target))
+        object.__setattr__(self, "over_read", weights_over_read(target))
 
     def split(
         self, requests: Sequence[Request], rows_at: Callable[[int], int | None] = lambda _: None
@@ -192,11 +190,8 @@ class Prefill:
         return *self.far, *(chunk for chunk in self.fixed if chunk.is_long)
 
     def _rows_of_next(self, begin: int, left: int, room: int, most: int | None) -> int:
-        """Rows of a prompt that its next forward takes of those that are left.
-
-        What fits a chunk that prompts share, or a far one, is not cut: two would read all weights
-        twice. A long one's time goes by its size.
-        """
+        """Rows of a prompt that its next forward takes of those that are left. What fits a chunk
+        that prompts share is not cut."""
         shared, is_far = self._shared(most), self._is_far(begin, left, most)
         if not is_far:
             if shared is None or left <= shared.size:
@@ -206,12 +201,7 @@ class Prefill:
         chunks = self._chunks(begin, left, most)
         fits = math.inf if most is None else max(most, chunks[0].size)
         sizes = [chunk.size for chunk in chunks if chunk.size <= fits]
-        holds = next((size for size in sizes if size >= left), sizes[-1])
-        whole = [size for size in sizes if size <= left]
-        is_whole = left <= holds and (
-            left > most_beneath(holds) or (is_far and holds <= self.far[-1].size)
-        )
-        return left if is_whole or not whole else whole[-1]
+        return min(left, first_rows(left, sizes, self.over_read))
 
     def _room_for(self, num_rows: int) -> int:
         block = BLOCK if self.fixed else 1

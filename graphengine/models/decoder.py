@@ -12,6 +12,7 @@ Legend: T rows, V vocabulary, D hidden, P positions, H head dim.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -25,7 +26,7 @@ from graphengine.models.gated_attention import GatedAttentionWeights
 from graphengine.models.gated_delta import GatedDeltaWeights, RecurrentState
 from graphengine.models.moe import MoeWeights
 from graphengine.models.swiglu import SwigluWeights
-from graphengine.models.weight import Fields, Weight, behind, norm
+from graphengine.models.weight import Fields, Weight, behind, norm, num_matrix_elements
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -147,6 +148,17 @@ class Weights(NamedTuple):
 def layer_kinds(config: ModelConfig) -> tuple[LayerKind, ...]:
     """The kind of every layer."""
     return tuple(LayerKind(MIXERS[mixer], FFNS[ffn]) for mixer, ffn in config.layer_kinds)
+
+
+def weights_over_read(config: ModelConfig) -> float:
+    """All weights of the layers over those that one row reads; 1 where none has experts."""
+    total = read = 0
+    for kind, count in Counter(layer_kinds(config)).items():
+        fields = LayerFields(kind.mixer.weights(config), kind.ffn.weights(config))
+        of_mixer, of_ffn = (sum(map(num_matrix_elements, parts.values())) for parts in fields)
+        total += count * (of_mixer + of_ffn)
+        read += count * (of_mixer + kind.ffn.num_read_elements(config, fields.ffn, 1))
+    return total / read
 
 
 class LayerFields(NamedTuple):

@@ -33,7 +33,8 @@ from graphengine.config.model import ModelConfig
 from graphengine.config.options import Options
 from graphengine.decode.attention import compile_flashinfer_ahead
 from graphengine.decode.buckets import BucketBuilder, prefill_attention
-from graphengine.decode.fixed_chunk import LONG_SIZES, PAIRED_SIZES, FixedChunk
+from graphengine.decode.chunk_sizes import LONG_SIZES, PAIRED_SIZES
+from graphengine.decode.fixed_chunk import FixedChunk
 from graphengine.decode.grammar import Grammars
 from graphengine.decode.kvcache import make_pool
 from graphengine.decode.lane import Lane

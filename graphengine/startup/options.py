@@ -27,7 +27,7 @@ from graphengine.decode.attention import (
     flashinfer_can_window,
     flashinfer_missing,
 )
-from graphengine.decode.fixed_chunk import far_sizes_for, sizes_for
+from graphengine.decode.chunk_sizes import far_sizes_for, sizes_for
 from graphengine.decode.kvcache import keyed_layers_in
 from graphengine.decode.simulate import acceptance_rate
 from graphengine.kernels import chunk_attention
@@ -107,7 +107,7 @@ def resolve_options(options: Options, target: ModelConfig, draft: DraftSpec | No
         logprobs = MAX_LOGPROBS if mode == "none" else 0
     are_long, keyed_in = is_fixed and prefill == "triton", keyed_layers_in(target)
     may_pair = are_long and mode == "full" and _halves_pay(target, draft)
-    sizes = sizes_for(length, are_long=are_long, are_paired=may_pair) if is_fixed else ()
+    which = {"are_long": are_long, "are_paired": may_pair, "has_experts": target.moe is not None}
     asked = {field.name: getattr(options, field.name) for field in fields(Options)}
     decided: dict[str, Any] = {
         "device": device,
@@ -117,7 +117,7 @@ def resolve_options(options: Options, target: ModelConfig, draft: DraftSpec | No
         "compile": on_gpu if options.compile is None else options.compile,
         "attention_backend": backend,
         "prefill_attention_backend": prefill,
-        "prefill_sizes": sizes,
+        "prefill_sizes": sizes_for(length, **which) if is_fixed else (),
         "far_prefill_sizes": far_sizes_for(length, are_long=are_long, keyed_in=keyed_in),
         "page_size": page_size,
         "max_model_len": length,

@@ -18,8 +18,9 @@ from graphengine.config.draft_length import draft_at
 from graphengine.config.engine import EngineConfig
 from graphengine.config.model import ModelConfig
 from graphengine.decode.attention import FLOAT_WORKSPACE_BYTES, BlockAttention, ChunkAttention
+from graphengine.decode.chunk_sizes import BLOCK, LONG_SIZES, PAIRED_SIZES
 from graphengine.decode.ends import end_names
-from graphengine.decode.fixed_chunk import BLOCK, LONG_SIZES, MOST_PROMPTS, PAIRED_SIZES
+from graphengine.decode.fixed_chunk import MOST_PROMPTS
 from graphengine.decode.kvcache import page_bytes
 from graphengine.decode.prefill import SCORED_ROWS
 from graphengine.kernels import chunk_attention

@@ -21,6 +21,7 @@ from graphengine.decode.fixed_chunk import FixedChunk, Piece
 from graphengine.decode.loop import DecodeLoop
 from graphengine.decode.prefill import FirstTokens
 from graphengine.drafters import dflash
+from tests.decode.test_fixed_chunk import a_forward_adds
 from tests.support.checkpoints import make_drafter, make_target
 from tests.support.host_calls import ATTENTION, LAUNCH, SYNC, HostCalls, watched
 
@@ -221,9 +222,11 @@ def test_nothing_waits_between_two_chunks(
     num_chunks: int,
     num_launches: int,
     num_reads: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Bug: the host reads a tensor's values before all chunks are queued, so that the device waits
     for it; or sends a chunk's numbers one by one."""
+    a_forward_adds(30, monkeypatch)
     loop = loaded.built.loop
     eager = loop.prefill
     with torch.no_grad():

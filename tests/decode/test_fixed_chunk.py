@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import inspect
 import weakref
 from collections.abc import Iterator
 from dataclasses import replace
@@ -13,8 +14,8 @@ import torch
 
 from graphengine import TINY_DRAFT, TINY_TARGET, Engine
 from graphengine.checkpoints.hub import HYBRID_TARGET
-from graphengine.decode import attention, prefill
-from graphengine.decode.fixed_chunk import FixedChunk, Piece, far_sizes_for, sizes_for
+from graphengine.decode import attention, chunk_sizes, prefill
+from graphengine.decode.fixed_chunk import FixedChunk, Piece
 from graphengine.decode.kvcache import NULL_PAGE
 from graphengine.decode.loop import DecodeLoop
 
@@ -23,7 +24,7 @@ LONG_BORDERS = (65, 81, 192, 193, 255, 256, 257, 321, 390)
 SIZES = (16, 48, 64)
 LONG, FAR, PAIRED = 256, 64, 512
 PAIRED_BORDERS = (384, 385, 386, 390)
-FAR_BORDERS = (128, 129, 140, 192, 193, 250, 321, 390)
+FAR_BORDERS = (128, 129, 140, 192, 193, 250, 321, 380)
 
 
 PAIRS = {
@@ -54,9 +55,16 @@ def loop(engine: Engine) -> Iterator[DecodeLoop]:
     loop.reset()
 
 
+def a_forward_adds(num_rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From now on a prompt is cut as if each forward took so many rows' time beside its own."""
+    monkeypatch.setattr(chunk_sizes, "forward_time", lambda n, _: n + num_rows)
+    monkeypatch.setattr(chunk_sizes, "_firsts", inspect.unwrap(chunk_sizes._firsts))
+
+
 @pytest.fixture
-def long_loop(loop: DecodeLoop) -> DecodeLoop:
-    """With a long chunk too, so that nothing is eager."""
+def long_loop(loop: DecodeLoop, monkeypatch: pytest.MonkeyPatch) -> DecodeLoop:
+    """With a long chunk too, so that nothing is eager. A forward costs as much as 30 rows."""
+    a_forward_adds(30, monkeypatch)
     eager = loop.prefill
     long = FixedChunk(eager.pair, LONG, is_long=True)
     loop.prefill = replace(eager, fixed=(*eager.fixed, long))
@@ -64,8 +72,9 @@ def long_loop(loop: DecodeLoop) -> DecodeLoop:
 
 
 @pytest.fixture
-def paired_loop(long_loop: DecodeLoop) -> DecodeLoop:
+def paired_loop(long_loop: DecodeLoop, monkeypatch: pytest.MonkeyPatch) -> DecodeLoop:
     """With a chunk of two halves too, which more than 384 rows fill."""
+    a_forward_adds(40, monkeypatch)
     own = long_loop.prefill
     paired = FixedChunk(own.pair, PAIRED, is_long=True, is_paired=True)
     long_loop.prefill = replace(own, fixed=(*own.fixed, paired))
@@ -287,20 +296,6 @@ def test_who_drops_a_chunk_gives_it_back(loop: DecodeLoop) -> None:
         assert seen() is None
     finally:
         gc.enable()
-
-
-def test_a_small_context_needs_no_large_chunk() -> None:
-    """Bug: chunks are captured that no prompt can fill."""
-    assert sizes_for(2, are_long=True) == sizes_for(16, are_long=True) == (16,)
-    assert sizes_for(17, are_long=True) == (16, 128)
-    assert sizes_for(4096, are_long=False) == (16, 128, 256, 512)
-    assert sizes_for(1024, are_long=True) == (16, 128, 256, 512, 1024)
-    assert sizes_for(3584, are_long=True, are_paired=True)[-1] == 2048
-    assert sizes_for(3585, are_long=True, are_paired=True)[-2:] == (2048, 4096)
-    assert sizes_for(9999, are_long=True)[-1] == 2048
-    assert far_sizes_for(2112, are_long=True) == far_sizes_for(4096, are_long=False) == ()
-    assert far_sizes_for(4096, are_long=True) == (128, 256)
-    assert far_sizes_for(4096, are_long=True, keyed_in=4) == (128, 256, 512)
 
 
 def test_prompts_of_a_chunk(loop: DecodeLoop) -> None:

@@ -12,7 +12,8 @@ import torch
 
 from graphengine.decode import prefill
 from graphengine.decode.admission import Budget
-from graphengine.decode.fixed_chunk import Piece, far_sizes_for, sizes_for
+from graphengine.decode.chunk_sizes import far_sizes_for, sizes_for
+from graphengine.decode.fixed_chunk import Piece
 from graphengine.decode.logprobs import Scores
 from graphengine.decode.loop import DecodeLoop
 from graphengine.decode.prefill import FirstTokens
@@ -65,7 +66,7 @@ def test_how_a_prompt_behind_much_text_is_cut(far_loop: DecodeLoop) -> None:
         works = split(far_loop, [prompt(n) for n in prompts])
         return [[piece.num_rows for _, piece in work] for work in works]
 
-    assert lengths(390, 3) == [[256], [128], [6, 3]]
+    assert lengths(390, 3) == [[256], [134], [3]]
     assert lengths(3, 192) == [[3], [64], [128]]
     assert lengths(3, 160) == [[3], [64], [96]]
     assert lengths(3, 128) == [[3], [64], [64]]
@@ -122,13 +123,13 @@ def test_a_scored_prompt_runs_alone(loop: DecodeLoop) -> None:
 @pytest.mark.parametrize(
     ("length", "expected"),
     [
-        (3584, [2048, 1024, 256, 256]),
-        (3585, [3585]),
+        (3840, [2048, 1024, 768]),
+        (3841, [3841]),
         (4097, [4096, 1]),
         (6000, [4096, 1904]),
         (8192, [4096, 4096]),
-        (11000, [4096, 4096, 2048, 256, 256, 248]),
-        (12000, [4096, 4096, 3808]),
+        (11000, [4096, 4096, 2048, 760]),
+        (12160, [4096, 4096, 3968]),
     ],
 )
 def test_a_long_prompt_is_cut_into_pairs(
@@ -169,17 +170,17 @@ def test_a_forward_has_one_piece_of_a_prompt(loop: DecodeLoop, begin: int, keyed
     behind much text follows a short prompt into its chunk with two pieces: a hybrid runs both at
     once from one state."""
     fixed: Any = tuple(Size(n, num_prompts=4) for n in sizes_for(131072, are_long=False))
-    asked: Any = [Prompt(range(16)), Prompt(range(begin + 300), begin)]
+    asked: Any = [Prompt(range(16)), Prompt(range(begin + 420), begin)]
     own = replace(loop.prefill, fixed=fixed, far=(), chunk=2048)
     works = list(own.split(asked, Budget(512, keyed_in).rows_at))
-    assert [[piece.num_rows for _, piece in work] for work in works] == [[16, 256], [44]]
+    assert [[piece.num_rows for _, piece in work] for work in works] == [[16, 256], [164]]
 
 
 def test_the_rest_of_a_long_prompt(loop: DecodeLoop) -> None:
     """Bug: a remainder, or a next turn behind a long text, in blocks that read all keys 16 rows
     after 16; a text that is not long, or a next turn, in more chunks than it needs, each of which
     reads all weights."""
-    assert pieces_of(loop, Prompt(range(32100))) == [2048] * 15 + [1024, 256, 100]
+    assert pieces_of(loop, Prompt(range(32100))) == [2048] * 15 + [768, 612]
     assert pieces_of(loop, Prompt(range(18200), 18048)) == [152]
     assert pieces_of(loop, Prompt(range(18177), 18048)) == [129]
     assert pieces_of(loop, Prompt(range(18340), 18048)) == [256, 36]

@@ -14,7 +14,7 @@ from graphengine.api import Engine
 from graphengine.capture import compile as compiling
 from graphengine.checkpoints.hub import TINY_TARGET
 from graphengine.decode import buckets
-from graphengine.decode.fixed_chunk import LONG_SIZES
+from graphengine.decode.chunk_sizes import LONG_SIZES
 from graphengine.startup import build
 from tests.support.checkpoints import make_drafter, make_target
 
@@ -74,7 +74,7 @@ def test_which_chunks_are_long(monkeypatch: pytest.MonkeyPatch) -> None:
         own = engine.built.loop.prefill
         config = replace(own.pair.config, prefill_sizes=(512, *LONG_SIZES), far_prefill_sizes=())
         made = build._with_chunks(replace(own, pair=replace(own.pair, config=config)))
-    assert made.fixed == (False, True, True)
+    assert made.fixed == (False, *[True] * len(LONG_SIZES))
 
 
 def test_float16_is_refused_and_converted(tmp_path: Path) -> None:

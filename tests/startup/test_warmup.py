@@ -15,7 +15,8 @@ from graphengine.api import Engine
 from graphengine.checkpoints.hub import TINY_DRAFT, TINY_TARGET
 from graphengine.config.draft import CAUSAL, AttentionRule
 from graphengine.decode import attention
-from graphengine.decode.fixed_chunk import SIZES, FixedChunk
+from graphengine.decode.chunk_sizes import SIZES
+from graphengine.decode.fixed_chunk import FixedChunk
 from graphengine.decode.prefill import Prefill
 from graphengine.decode.sampling import GREEDY
 from graphengine.kernels.skinny_config import TUNED, choose_config, num_columns

@@ -10,7 +10,8 @@ import pytest
 from graphengine import TINY_TARGET, Engine
 from graphengine.decode import attention
 from graphengine.decode.attention import ChunkAttention
-from graphengine.decode.fixed_chunk import LONG_SIZES, PAIRED_SIZES, FixedChunk
+from graphengine.decode.chunk_sizes import LONG_SIZES, PAIRED_SIZES
+from graphengine.decode.fixed_chunk import FixedChunk
 from graphengine.startup.workspace import chunk_scratch_bytes, tree_bytes
 
 NUM_SMS = 132

@@ -7,88 +7,106 @@ and a prompt is cut where that is less than what another forward costs.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import lru_cache
 
 from graphengine.kernels import chunk_attention
 
 BLOCK = 16
-SIZES = (16, 32, 48, 128, 192, 256, 384, 512)  # rows; in blocks of 16, which prompts share
-LONG_SIZES = (640, 768, 1024, 2048)  # in blocks of `chunk_attention`, each of one prompt
+SIZES = (16, 128, 256, 512)  # rows; in blocks of 16, which prompts share
+LONG_SIZES = (1024, 2048)  # in blocks of `chunk_attention`, each of one prompt
 PAIRED_SIZES = (4096,)  # the same in halves beside each other
+# Those in between, where a chunk is one graph: one in pieces keeps what passes between all of them.
+# DENSE: where no layer is recurrent or has experts. EXPERT: where those make a forward dear.
+FINE_SIZES, DENSE_SIZES = (32, 48, 384), (192,)
+FINE_LONG_SIZES, EXPERT_SIZES = (640, 768), (1536, 3072)
 # The same for fewer rows of one prompt, a far piece, that has FAR others in front. There blocks of
 # 16, which each read all keys, take longer: on an H200 128 rows of 8B shapes took 22 us a layer
 # against 20 at 2,048 keys and 244 against 113 at 32,768 (2026-11-25-h200-pieces-3b387a2.json).
 FAR_SIZES, FAR = (128, 256), 2048
 HYBRID_FAR_SIZES = (384, 512)  # where few layers have keys, more rows take little longer there
 FAR_LEAST = chunk_attention.BLOCK // 2  # no more rows than that are as fast in blocks of 16
-EXPERT_SIZES = (1536, 3072)  # also long ones, where experts make another forward dear
 # What a forward takes, in what the products of a row do: to read the weights, which hides all but a
 # share of them, or its rows and what it adds, less from LARGE on, where `chunk_linear` multiplies.
-# Of experts it reads the more, and hides nothing. Chosen by first tokens of 8B, 4B's hybrid, 27B
-# and 35B-A3B on an H200 (profiles/LOG.md, 2026-11-29).
+# Experts are read by what the rows choose, which hides nothing, and from LARGE on a row costs more.
+# Chosen by first tokens of 8B, 4B's hybrid, 27B and 35B-A3B on an H200 (LOG.md, 2026-11-29).
 WEIGHTS, SHARE = 240, 1 / 3
 ADDED, ADDED_TO_LARGE, LARGE = 100, 60, 1024
-OF_EXPERTS = 1.5  # of a row that goes through them
+OF_EXPERTS, ABOVE_LARGE = 1.6, 1.2
+
+
+def is_long(size: int) -> bool:
+    """Whether a chunk of so many rows is in blocks of `chunk_attention`, if it is no far one."""
+    return size > SIZES[-1]
 
 
 def sizes_for(
-    max_model_len: int, *, are_long: bool, are_paired: bool = False, has_experts: bool = False
+    max_model_len: int,
+    *,
+    are_long: bool,
+    is_whole: bool,
+    are_paired: bool = False,
+    keyed_in: int = 1,
+    has_experts: bool = False,
 ) -> tuple[int, ...]:
     """Sizes that some prompt fills more than the size before.
 
     Args:
         are_long: whether `chunk_attention` runs here.
+        is_whole: whether a chunk is one graph.
         are_paired: whether halves may run beside each other.
+        keyed_in: one layer in so many has keys.
     """
-    sizes = sorted(SIZES + (LONG_SIZES + EXPERT_SIZES * has_experts) * are_long)
+    sizes, longs = SIZES, LONG_SIZES
+    if is_whole:
+        sizes += FINE_SIZES + DENSE_SIZES * (keyed_in == 1 and not has_experts)
+        longs += FINE_LONG_SIZES + EXPERT_SIZES * has_experts
+    sizes = sorted(sizes + longs * are_long)
     fitting = [n for before, n in zip((0, *sizes), sizes, strict=False) if before < max_model_len]
-    paired = [
-        n
-        for n in PAIRED_SIZES
-        if are_paired and first_rows(min(n, max_model_len - 1), (*fitting, n)) == n
-    ]
-    return *fitting, *paired
+    most = max_model_len - 1
+    if are_paired:
+        times = tuple((n, forward_time(n)) for n in (*fitting, *PAIRED_SIZES))
+        fitting += [n for n in PAIRED_SIZES if first_rows(min(n, most), times) == n]
+    return tuple(fitting)
 
 
 def far_sizes_for(max_model_len: int, *, are_long: bool, keyed_in: int = 1) -> tuple[int, ...]:
     """Sizes of far chunks that some prompt gets to.
 
-    Args: keyed_in: one layer in so many has keys.
+    Args: as `sizes_for`.
     """
     sizes = FAR_SIZES + HYBRID_FAR_SIZES * (keyed_in > 1)
     return sizes if are_long and max_model_len > FAR + FAR_LEAST else ()
 
 
-def first_rows(left: int, sizes: Sequence[int], over_read: float = 1) -> int:
+def first_rows(left: int, times: tuple[tuple[int, float], ...]) -> int:
     """The size of the first of the chunks in which so many rows take the least time.
 
-    Args:
-        sizes: ascending, multiples of BLOCK.
-        over_read: all weights over those that a row reads, 1 without experts.
+    Args: times: sizes, ascending multiples of BLOCK, each with its `forward_time`.
     """
-    if left > 2 * sizes[-1]:
-        return sizes[-1]
-    return _firsts(tuple(sizes), over_read)[-(-left // BLOCK)]
+    largest, _ = times[-1]
+    return largest if left > 2 * largest else _firsts(times)[-(-left // BLOCK)]
 
 
 @lru_cache
-def _firsts(sizes: tuple[int, ...], over_read: float) -> list[int]:
+def _firsts(times: tuple[tuple[int, float], ...]) -> list[int]:
     """`first_rows` by number of blocks that are left, up to twice the largest size: of more rows
     the first chunk is the largest."""
-    times, firsts = [0.0], [0]
-    own = [(size, forward_time(size, over_read)) for size in sizes]
-    for blocks in range(1, 2 * sizes[-1] // BLOCK + 1):
-        ways = [(time + times[max(0, blocks - size // BLOCK)], -size) for size, time in own]
-        least, negative = min(ways)
-        times.append(least)
+    least, firsts = [0.0], [0]
+    for blocks in range(1, 2 * times[-1][0] // BLOCK + 1):
+        ways = [(time + least[max(0, blocks - size // BLOCK)], -size) for size, time in times]
+        time, negative = min(ways)
+        least.append(time)
         firsts.append(-negative)
     return firsts
 
 
-def forward_time(num_rows: int, over_read: float = 1) -> float:
-    """Of a forward of so many rows; the unit is what the products of one take."""
-    if over_read > 1:
-        return WEIGHTS * over_read + OF_EXPERTS * num_rows
+def forward_time(num_rows: int, over_one_row: float = 1) -> float:
+    """Of a forward of so many rows; the unit is what the products of one take.
+
+    Args: over_one_row: the weights that they read over those that one does, 1 without experts.
+    """
+    if over_one_row > 1:
+        beyond = ABOVE_LARGE * max(0, num_rows - LARGE)
+        return WEIGHTS * over_one_row + OF_EXPERTS * num_rows + beyond
     added = ADDED_TO_LARGE if num_rows >= LARGE else ADDED
     return max(WEIGHTS + SHARE * num_rows, num_rows + added)

@@ -24,7 +24,7 @@ from graphengine.config.draft import CAUSAL
 from graphengine.decode.adjustments import adjust_first
 from graphengine.decode.attention import Attention, Layout, TorchAttention
 from graphengine.decode.chains import prefill_chains
-from graphengine.decode.chunk_sizes import BLOCK, FAR, FAR_LEAST, first_rows
+from graphengine.decode.chunk_sizes import BLOCK, FAR, FAR_LEAST, first_rows, forward_time
 from graphengine.decode.fixed_chunk import FixedChunk, Piece
 from graphengine.decode.kvcache import keyed_layers_in, pages_for
 from graphengine.decode.logprobs import Scores, score_rows
@@ -36,7 +36,7 @@ from graphengine.decode.sampling import Controls, sample_rows
 from graphengine.decode.stack import Rows
 from graphengine.kernels.argmax import argmax_rows
 from graphengine.kernels.gated_delta_prefill import CHUNK, Pieces
-from graphengine.models.decoder import weights_over_read
+from graphengine.models.decoder import read_over_one_row
 
 SCORED_ROWS = 64  # of a prompt whose log-probabilities are asked for, in a forward
 
@@ -101,12 +101,14 @@ class Prefill:
     fixed: tuple[FixedChunk, ...] = ()
     far: tuple[FixedChunk, ...] = ()
     keyed_in: int = field(init=False)  # one layer of the target in so many has keys
-    over_read: float = field(init=False)  # all weights over those that a row reads
+    times: dict[int, float] = field(init=False)  # `forward_time` of the chunks, by size
 
     def __post_init__(self) -> None:
         target = self.pair.target.config
         object.__setattr__(self, "keyed_in", keyed_layers_in(target))
-        object.__setattr__(self, "over_read", weights_over_read(target))
+        sizes = {chunk.size for chunk in (*self.fixed, *self.far)}
+        times = {size: forward_time(size, read_over_one_row(target, size)) for size in sizes}
+        object.__setattr__(self, "times", times)
 
     def split(
         self, requests: Sequence[Request], rows_at: Callable[[int], int | None] = lambda _: None
@@ -201,7 +203,7 @@ class Prefill:
         chunks = self._chunks(begin, left, most)
         fits = math.inf if most is None else max(most, chunks[0].size)
         sizes = [chunk.size for chunk in chunks if chunk.size <= fits]
-        return min(left, first_rows(left, sizes, self.over_read))
+        return min(left, first_rows(left, tuple((size, self.times[size]) for size in sizes)))
 
     def _room_for(self, num_rows: int) -> int:
         block = BLOCK if self.fixed else 1

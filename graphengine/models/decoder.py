@@ -150,15 +150,15 @@ def layer_kinds(config: ModelConfig) -> tuple[LayerKind, ...]:
     return tuple(LayerKind(MIXERS[mixer], FFNS[ffn]) for mixer, ffn in config.layer_kinds)
 
 
-def weights_over_read(config: ModelConfig) -> float:
-    """All weights of the layers over those that one row reads; 1 where none has experts."""
-    total = read = 0
+def read_over_one_row(config: ModelConfig, num_rows: int) -> float:
+    """Weights of the layers that so many rows read over those that one does; 1 without experts."""
+    of_rows = of_one = 0
     for kind, count in Counter(layer_kinds(config)).items():
-        fields = LayerFields(kind.mixer.weights(config), kind.ffn.weights(config))
-        of_mixer, of_ffn = (sum(map(num_matrix_elements, parts.values())) for parts in fields)
-        total += count * (of_mixer + of_ffn)
-        read += count * (of_mixer + kind.ffn.num_read_elements(config, fields.ffn, 1))
-    return total / read
+        of_mixer = sum(map(num_matrix_elements, kind.mixer.weights(config).values()))
+        fields, num_read = kind.ffn.weights(config), kind.ffn.num_read_elements
+        of_rows += count * (of_mixer + num_read(config, fields, num_rows))
+        of_one += count * (of_mixer + num_read(config, fields, 1))
+    return of_rows / of_one
 
 
 class LayerFields(NamedTuple):

@@ -33,7 +33,7 @@ from graphengine.config.model import ModelConfig
 from graphengine.config.options import Options
 from graphengine.decode.attention import compile_flashinfer_ahead
 from graphengine.decode.buckets import BucketBuilder, prefill_attention
-from graphengine.decode.chunk_sizes import LONG_SIZES, PAIRED_SIZES
+from graphengine.decode.chunk_sizes import PAIRED_SIZES, is_long
 from graphengine.decode.fixed_chunk import FixedChunk
 from graphengine.decode.grammar import Grammars
 from graphengine.decode.kvcache import make_pool
@@ -294,8 +294,7 @@ def _with_chunks(prefill: Prefill) -> Prefill:
     """The same with the chunks of a fixed size that its config names, not captured."""
     pair, config = prefill.pair, prefill.pair.config
     fixed = tuple(
-        FixedChunk(pair, size, size >= LONG_SIZES[0], size in PAIRED_SIZES)
-        for size in config.prefill_sizes
+        FixedChunk(pair, size, is_long(size), size in PAIRED_SIZES) for size in config.prefill_sizes
     )
     far = tuple(FixedChunk(pair, size, is_long=True) for size in config.far_prefill_sizes)
     return replace(prefill, fixed=fixed, far=far)

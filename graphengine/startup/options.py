@@ -107,7 +107,15 @@ def resolve_options(options: Options, target: ModelConfig, draft: DraftSpec | No
         logprobs = MAX_LOGPROBS if mode == "none" else 0
     are_long, keyed_in = is_fixed and prefill == "triton", keyed_layers_in(target)
     may_pair = are_long and mode == "full" and _halves_pay(target, draft)
-    which = {"are_long": are_long, "are_paired": may_pair, "has_experts": target.moe is not None}
+    far = far_sizes_for(length, are_long=are_long, keyed_in=keyed_in)
+    fixed = sizes_for(
+        length,
+        are_long=are_long,
+        is_whole=mode == "full",
+        are_paired=may_pair,
+        keyed_in=keyed_in,
+        has_experts=target.moe is not None,
+    )
     asked = {field.name: getattr(options, field.name) for field in fields(Options)}
     decided: dict[str, Any] = {
         "device": device,
@@ -117,8 +125,8 @@ def resolve_options(options: Options, target: ModelConfig, draft: DraftSpec | No
         "compile": on_gpu if options.compile is None else options.compile,
         "attention_backend": backend,
         "prefill_attention_backend": prefill,
-        "prefill_sizes": sizes_for(length, **which) if is_fixed else (),
-        "far_prefill_sizes": far_sizes_for(length, are_long=are_long, keyed_in=keyed_in),
+        "prefill_sizes": fixed if is_fixed else (),
+        "far_prefill_sizes": far,
         "page_size": page_size,
         "max_model_len": length,
         "num_speculative_tokens": numbers,

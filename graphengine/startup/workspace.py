@@ -18,7 +18,7 @@ from graphengine.config.draft_length import draft_at
 from graphengine.config.engine import EngineConfig
 from graphengine.config.model import ModelConfig
 from graphengine.decode.attention import FLOAT_WORKSPACE_BYTES, BlockAttention, ChunkAttention
-from graphengine.decode.chunk_sizes import BLOCK, LONG_SIZES, PAIRED_SIZES
+from graphengine.decode.chunk_sizes import BLOCK, PAIRED_SIZES, is_long
 from graphengine.decode.ends import end_names
 from graphengine.decode.fixed_chunk import MOST_PROMPTS
 from graphengine.decode.kvcache import page_bytes
@@ -170,13 +170,13 @@ def shared_scratch_bytes(config: EngineConfig) -> int:
 
 def chunk_scratch_bytes(config: EngineConfig, target: ModelConfig, num_sms: int) -> int:
     """Partial results of the attention of every chunk of a fixed size."""
-    longs = [size for size in config.prefill_sizes if size >= LONG_SIZES[0]]
+    longs = [size for size in config.prefill_sizes if is_long(size)]
     halves = [size // 2 for size in longs if size in PAIRED_SIZES for _ in range(2)]
     longs = [*(size for size in longs if size not in PAIRED_SIZES), *halves]
     made: list[Any] = [
         BlockAttention.make_workspace(target, size // BLOCK, BLOCK, num_sms, META)
         for size in config.prefill_sizes
-        if size < LONG_SIZES[0]
+        if not is_long(size)
     ]
     made += [
         ChunkAttention.make_workspace(target, size // chunk_attention.BLOCK, num_sms, META)

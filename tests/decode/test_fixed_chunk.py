@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import inspect
 import weakref
 from collections.abc import Iterator
 from dataclasses import replace
@@ -14,7 +13,7 @@ import torch
 
 from graphengine import TINY_DRAFT, TINY_TARGET, Engine
 from graphengine.checkpoints.hub import HYBRID_TARGET
-from graphengine.decode import attention, chunk_sizes, prefill
+from graphengine.decode import attention, prefill
 from graphengine.decode.fixed_chunk import FixedChunk, Piece
 from graphengine.decode.kvcache import NULL_PAGE
 from graphengine.decode.loop import DecodeLoop
@@ -56,9 +55,8 @@ def loop(engine: Engine) -> Iterator[DecodeLoop]:
 
 
 def a_forward_adds(num_rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """From now on a prompt is cut as if each forward took so many rows' time beside its own."""
-    monkeypatch.setattr(chunk_sizes, "forward_time", lambda n, _: n + num_rows)
-    monkeypatch.setattr(chunk_sizes, "_firsts", inspect.unwrap(chunk_sizes._firsts))
+    """A prefill made from now on cuts as if a forward took its rows' time and that of so many."""
+    monkeypatch.setattr(prefill, "forward_time", lambda n, _: n + num_rows)
 
 
 @pytest.fixture

@@ -28,7 +28,8 @@ class Architecture:
     `defaults`: keys that a file may lack, and what transformers takes then. `heads_decide`: so are
     head_dim (hidden / heads) and num_key_value_heads (heads). `has_qkv_bias`: of q, k and v alone;
     None: attention_bias says, of the output too. `window`: sliding_window of a file without one,
-    where every layer has it; None: no layer does. `mixer`, `ffn`: every layer's kind, names in
+    where every layer has what the file says, 0 for none; None: no layer does. `is_packed`: files
+    hold q, k, v as one tensor, and gate and up. `mixer`, `ffn`: every layer's kind, names in
     `models.decoder`. `is_hybrid`: layer_types say which mixer a layer has.
     `has_offset_norms`: norms multiply by `1 + w`. `partial_rotary_factor`: that of a file without
     one; None: the key is refused. `wrapped`: the name of the model_type whose text_config this is.
@@ -42,6 +43,7 @@ class Architecture:
     has_mlp_bias: bool
     has_qkv_bias: bool | None = None
     window: int | None = None
+    is_packed: bool = False
     mixer: str = "attention"
     ffn: str = "swiglu"
     is_hybrid: bool = False
@@ -108,6 +110,13 @@ ARCHITECTURES["qwen2"] = replace(
     has_qkv_bias=True,
     window=None,
 )
+ARCHITECTURES["phi3"] = replace(
+    ARCHITECTURES["mistral"],
+    defaults={"rms_norm_eps": 1e-5, "max_position_embeddings": 4096},
+    window=0,
+    is_packed=True,
+    partial_rotary_factor=1.0,
+)
 ARCHITECTURES["qwen3_5_moe_text"] = replace(
     ARCHITECTURES["qwen3_5_text"],
     ffn="moe",
@@ -167,6 +176,11 @@ class ModelConfig:
         return self.attention_bias and not ARCHITECTURES[self.model_type].has_qkv_bias
 
     @property
+    def is_packed(self) -> bool:
+        """Whether files hold q, k, v as one tensor, and gate and up."""
+        return ARCHITECTURES[self.model_type].is_packed
+
+    @property
     def layer_kinds(self) -> tuple[tuple[str, str], ...]:
         """Names of every layer's mixer and ffn."""
         architecture = ARCHITECTURES[self.model_type]
@@ -215,7 +229,7 @@ class ModelConfig:
             if first < model.num_hidden_layers and whole.get("sliding_window") is not None:
                 other = [f"use_sliding_window from max_window_layers {first} on"]
         window = ARCHITECTURES[model_type].window
-        if window is not None and raw.values.get("sliding_window", window) is not None:
+        if window is not None and raw.values.get("sliding_window", window or None) is not None:
             window = raw.over({"sliding_window": window}).integer("sliding_window")
             if window < model.max_position_embeddings:
                 other = [f"sliding_window {window} of {model.max_position_embeddings} positions"]

@@ -2,7 +2,8 @@
 the cache write in one kernel, a planned attention, and the projection back.
 
 Qwen3 normalises each head of q and k, the others do not; Qwen2 has biases of q, k and v, Mistral
-none, the others may have them.
+and Phi-3 none, the others may have them. Phi-3's files hold q, k, v as one tensor; where rope turns
+a part of a head, heads are packed in `layers.rotary_order`.
 
 Legend: T rows, D hidden, N / K / H query heads / kv heads / head dim, F = N * H, E = (N + 2K) * H.
 Source: Qwen3 technical report (arXiv 2505.09388), Llama 3 (arXiv 2407.21783); golden-tested against
@@ -17,8 +18,8 @@ from torch import Tensor
 
 from graphengine.config.model import ModelConfig
 from graphengine.kernels.qk_norm_rope import qk_norm_rope_write_
-from graphengine.models.layers import Matrix, linear_partials, norm_linear
-from graphengine.models.weight import Fields, Weight, norm
+from graphengine.models.layers import Matrix, linear_partials, norm_linear, rotary_order
+from graphengine.models.weight import Fields, Pick, Weight, norm
 
 
 class AttentionWeights(NamedTuple):
@@ -48,21 +49,41 @@ class PagedKV(NamedTuple):
 def weights(config: ModelConfig) -> Fields:
     """Names, shapes and shards of `AttentionWeights`."""
     hidden, q_size, name = config.hidden_size, config.q_size, "self_attn."
-    heads = {"q": q_size, "k": config.kv_size, "v": config.kv_size}
-    bias = config.attention_bias
+    num_heads, num_kv_heads = config.num_attention_heads, config.num_key_value_heads
+    # heads that rope turns, and behind them heads that it does not, of each tensor of the file
+    heads = {"q": (num_heads, 0), "k": (num_kv_heads, 0), "v": (0, num_kv_heads)}
+    heads = {"qkv": (num_heads + num_kv_heads, num_kv_heads)} if config.is_packed else heads
+    axis, bias = None if config.is_packed else 0, config.attention_bias
+    rows = {n: (sum(h) * config.head_dim, _pick(config, *h)) for n, h in heads.items()}
     norms = [f"{name}{head}_norm.weight" for head in "qk"] if config.has_qk_norm else []
-    q_norm, k_norm = [norm(head, config.head_dim) for head in norms] or ((), ())
+    order = _pick(config, 1, 0)
+    q_norm, k_norm = [norm(head, config.head_dim, pick=order) for head in norms] or ((), ())
     return {
         "input_norm_D": norm("input_layernorm.weight", hidden),
-        "qkv_ED": tuple(Weight(f"{name}{n}_proj.weight", (e, hidden), 0) for n, e in heads.items()),
+        "qkv_ED": tuple(
+            Weight(f"{name}{n}_proj.weight", (e, hidden), axis, pick=pick)
+            for n, (e, pick) in rows.items()
+        ),
         "qkv_bias_E": tuple(
-            Weight(f"{name}{n}_proj.bias", (e,), 0) for n, e in heads.items() if bias
+            Weight(f"{name}{n}_proj.bias", (e,), axis, pick=pick)
+            for n, (e, pick) in rows.items()
+            if bias
         ),
         "q_norm_H": q_norm,
         "k_norm_H": k_norm,
         "o_DF": (Weight(f"{name}o_proj.weight", (hidden, q_size), 1),),
         "o_bias_D": (Weight(f"{name}o_proj.bias", (hidden,)),) if config.has_output_bias else (),
     }
+
+
+def _pick(config: ModelConfig, num_turned: int, num_still: int) -> Pick | None:
+    """Rows of so many heads that rope turns in part, in its order, and of others behind them."""
+    size = config.head_dim
+    if (turned := config.rope.rotary_dim(size)) == size:
+        return None
+    order = rotary_order(turned, size)
+    rows = [(size * h + begin, size * h + end) for h in range(num_turned) for begin, end in order]
+    return Pick(1, (*rows, (size * num_turned, size * (num_turned + num_still))))
 
 
 def state(config: ModelConfig) -> PagedKV:

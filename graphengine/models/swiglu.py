@@ -27,12 +27,13 @@ class SwigluWeights(NamedTuple):
 def weights(config: ModelConfig) -> Fields:
     """Names, shapes and shards of `SwigluWeights`."""
     hidden, inter = config.hidden_size, config.intermediate_size
-    rows = [f"mlp.{name}_proj" for name in ("gate", "up")]
-    bias = config.mlp_bias
+    rows = {f"mlp.{name}_proj": inter for name in ("gate", "up")}
+    rows = {"mlp.gate_up_proj": 2 * inter} if config.is_packed else rows
+    axis, bias = None if config.is_packed else 0, config.mlp_bias
     return {
         "post_norm_D": norm("post_attention_layernorm.weight", hidden, config.has_offset_norms),
-        "gate_up_JD": tuple(Weight(f"{name}.weight", (inter, hidden), 0) for name in rows),
-        "gate_up_bias_J": tuple(Weight(f"{name}.bias", (inter,), 0) for name in rows if bias),
+        "gate_up_JD": tuple(Weight(f"{n}.weight", (j, hidden), axis) for n, j in rows.items()),
+        "gate_up_bias_J": tuple(Weight(f"{n}.bias", (j,), axis) for n, j in rows.items() if bias),
         "down_DI": (Weight("mlp.down_proj.weight", (hidden, inter), 1),),
         "down_bias_D": (Weight("mlp.down_proj.bias", (hidden,)),) if bias else (),
     }

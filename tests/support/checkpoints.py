@@ -88,6 +88,7 @@ def make_target(
         max_position_embeddings=max_positions,
         tie_word_embeddings=tie,
         attention_bias=bias,
+        pad_token_id=None,  # Phi-3's own lies outside a small vocabulary
         **({"mlp_bias": mlp_bias} if model_type == "llama" else {}),
         **(_EXPERTS if model_type == "qwen3_moe" else {}) | dict(extra or {}),
     )

@@ -25,16 +25,25 @@ MAX_LAYERS, MAX_HEAD_DIM = 1024, 4096
 class Architecture:
     """What a model_type says beyond the keys of its config.json.
 
-    `defaults`: keys that a file may lack, and what transformers takes then. `heads_decide`: so are
-    head_dim (hidden / heads) and num_key_value_heads (heads). `has_qkv_bias`: of q, k and v alone;
-    None: attention_bias says, of the output too. `window`: sliding_window of a file without one,
-    where every layer has what the file says, 0 for none; None: no layer does. `is_packed`: files
-    hold q, k, v as one tensor, and gate and up. `mixer`, `ffn`: every layer's kind, names in
-    `models.decoder`. `is_hybrid`: layer_types say which mixer a layer has.
-    `has_offset_norms`: norms multiply by `1 + w`. `partial_rotary_factor`: that of a file without
-    one; None: the key is refused. `wrapped`: the name of the model_type whose text_config this is.
-    `skipped`: beginnings of names of tensors that are for something else. `is_interleaved`: see
-    `GatedDeltaConfig`.
+    Each field is what transformers' code of that model_type does, whatever its file says.
+
+    defaults: keys that a file may lack, and what transformers takes then.
+    heads_decide: a file may also lack head_dim (hidden / heads) and num_key_value_heads (heads).
+    has_qk_norm: each head of queries and keys is normalised.
+    has_mlp_bias: the key mlp_bias counts.
+    has_qkv_bias: whether q, k and v have biases, the output none; None: the key attention_bias
+        says, of the output too.
+    window: sliding_window of a file without that key, where it is every layer's; 0: none then.
+        None: the key means nothing, it is passed over.
+    is_packed: files hold q, k, v as one tensor qkv_proj, and gate and up as gate_up_proj.
+    mixer, ffn: every layer's kind, names in `models.decoder`.
+    is_hybrid: layer_types say which mixer a layer has; `mixer` is not looked at.
+    has_offset_norms: norms multiply by `1 + w`.
+    partial_rotary_factor: that of a file without one; None: another than 1 is refused.
+    wrapped: the name of the model_type whose text_config this is.
+    skipped: beginnings of names of tensors that are for something else.
+    is_interleaved: see `GatedDeltaConfig`.
+    moe: which keys speak of experts, where `ffn` is "moe".
     """
 
     defaults: Mapping[str, Any]
@@ -52,7 +61,7 @@ class Architecture:
     wrapped: str | None = None
     skipped: tuple[str, ...] = ()
     is_interleaved: bool = False
-    moe: MoeKeys | None = None  # of an ffn of experts
+    moe: MoeKeys | None = None
 
 
 # model_type -> what it means; an architecture of known layer kinds is one row.

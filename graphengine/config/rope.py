@@ -31,12 +31,13 @@ _ROPE_KEYS: dict[str, frozenset[str]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RopeConfig:
-    """Rotary embedding over the whole head, NeoX (half-split) layout.
+    """Rotary embedding of a head's beginning, mostly all of it, NeoX (half-split) layout.
 
     `theta` is the base; `factor` and the rest parametrise the scaling of `kind` and are unused by
     `default`. `amplitude` multiplies cos and sin (yarn's attention factor; 1 otherwise).
     `stretched_positions`: what yarn makes of an original context that the file states, whatever it
-    has for max_position_embeddings; 0 otherwise.
+    has for max_position_embeddings; 0 otherwise. `partial_rotary_factor`: the share of a head that
+    is turned, whose rows `models` then packs in `layers.rotary_order`.
     """
 
     theta: float

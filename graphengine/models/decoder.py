@@ -5,7 +5,11 @@ is a value that points to pure functions; a layer's weights tell its kind, so th
 segment is a function of tensors alone and equal shapes share one compilation.
 
 To add a kind: a file with its weights and functions, and a row in `MIXERS` or `FFNS`. To add an
-architecture of known kinds: a row in `config.model.ARCHITECTURES`.
+architecture of known kinds: a row in `config.model.ARCHITECTURES`, and tests as in
+`tests/models/test_phi3_golden.py`; nothing else names architectures, and what loads, is drawn as a
+dummy, planned and found by doctor follows from the row. No row can say: factors of embeddings,
+logits or residuals, soft caps, norms behind a mixer or ffn, another activation than SiLU, sinks,
+values of another width than keys, windows of some layers.
 
 Legend: T rows, V vocabulary, D hidden, P positions, H head dim.
 """

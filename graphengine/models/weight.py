@@ -18,7 +18,8 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class Pick:
-    """Rows of a tensor whose rows stand in equal groups, one a head: `ranges` of each group."""
+    """Rows of a tensor whose rows stand in equal groups, one a head: `ranges` of each group. A
+    tensor whose heads differ (q, k, v in one) is one group."""
 
     num_groups: int
     ranges: tuple[tuple[int, int], ...]
@@ -47,7 +48,8 @@ class Weight:
     """One tensor of a checkpoint.
 
     `axis`: which dimension is cut among several GPUs, as in Megatron: rows (0) of what reads the
-    residual stream, columns (1) of what writes it; None where each holds the whole.
+    residual stream, columns (1) of what writes it; None where each holds the whole, or no such cut
+    is right (q, k, v in one tensor). Nothing but tests reads it yet.
     `initialiser`: how dummy weights draw it. `dtype`: None is the run's. `pick`: which of its rows
     are meant; several weights may share a tensor of the file. `offset` is added, in `dtype`.
     `stack`: what it is a part of, the same for every part of a field.

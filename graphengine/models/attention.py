@@ -56,10 +56,10 @@ def weights(config: ModelConfig) -> Fields:
     axis, bias = None if config.is_packed else 0, config.attention_bias
     rows = {n: (sum(h) * config.head_dim, _pick(config, *h)) for n, h in heads.items()}
     norms = [f"{name}{head}_norm.weight" for head in "qk"] if config.has_qk_norm else []
-    order = _pick(config, 1, 0)
-    q_norm, k_norm = [norm(head, config.head_dim, pick=order) for head in norms] or ((), ())
+    order, is_offset = _pick(config, 1, 0), config.has_offset_norms
+    q_norm, k_norm = [norm(n, config.head_dim, is_offset, order) for n in norms] or ((), ())
     return {
-        "input_norm_D": norm("input_layernorm.weight", hidden),
+        "input_norm_D": norm("input_layernorm.weight", hidden, is_offset),
         "qkv_ED": tuple(
             Weight(f"{name}{n}_proj.weight", (e, hidden), axis, pick=pick)
             for n, (e, pick) in rows.items()

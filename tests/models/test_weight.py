@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
@@ -69,6 +70,16 @@ def test_names_shapes_and_shards_are_transformers(
         assert [weight.axis] == ([axes[kind] for kind in kinds] or [None]), name
     norms = {name for name, weight in found.items() if weight.initialiser != "normal"}
     assert norms == {name for name in found if name.endswith("norm.weight")}
+
+
+@pytest.mark.parametrize("model_type", ["llama", "qwen3"])
+def test_offsets_of_norms(monkeypatch: pytest.MonkeyPatch, model_type: str) -> None:
+    """Bug: a row says that norms multiply by `1 + w`, and attention multiplies by w."""
+    row = replace(ARCHITECTURES[model_type], has_offset_norms=True)
+    config = replace(read_configs(TINY_TARGET, None)[0], model_type=model_type)
+    monkeypatch.setitem(ARCHITECTURES, model_type, row)
+    norms = [weight for name, weight in declared(config).items() if name.endswith("norm.weight")]
+    assert norms and all(weight.offset == 1.0 for weight in norms)
 
 
 def test_published_sizes() -> None:

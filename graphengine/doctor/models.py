@@ -36,7 +36,7 @@ _SLOTS = {
 _BYTES = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2}
 _ID_MAPS = ("d2t", "t2d")
 _INTEGERS = {"BOOL": 1} | {f"{kind}{8 * size}": size for kind in "IU" for size in (1, 2, 4, 8)}
-_REFUSED = "see the message; compare the published file"
+_REFUSED = "see the message; if the published file says the same, this model is not supported"
 
 Shapes = Mapping[str, tuple[int, ...]]
 """Name of a tensor -> its shape."""

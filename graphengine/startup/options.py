@@ -32,6 +32,7 @@ from graphengine.decode.kvcache import keyed_layers_in
 from graphengine.decode.simulate import acceptance_rate
 from graphengine.kernels import chunk_attention
 from graphengine.kernels.block_attention import HEAD_DIMS
+from graphengine.kernels.qk_norm_rope import check_kernel_head_dim
 
 # Tokens of a page where nobody says. Our attention looks up one number where a page holds a tile of
 # keys, and a single stream has few pages to waste.
@@ -79,6 +80,8 @@ def resolve_options(options: Options, target: ModelConfig, draft: DraftSpec | No
     on_gpu = torch.cuda.is_available() and options.device != "cpu"
     if options.device == "cuda" and not on_gpu:
         raise ValueError("--device cuda: torch sees no CUDA device; use --device cpu")
+    for model in (target, *(draft.models if draft else ())) if on_gpu else ():
+        check_kernel_head_dim(model.head_dim)
     device: DeviceName = "cuda" if on_gpu else "cpu"
     natural: DTypeName = "bfloat16" if on_gpu else "float32"
     dtype: DTypeName = natural if options.dtype == "auto" else options.dtype

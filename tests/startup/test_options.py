@@ -52,6 +52,19 @@ def test_torch_s_attention_is_also_a_prompt_s(monkeypatch: pytest.MonkeyPatch) -
     assert config.prefill_attention_backend == "torch"
 
 
+@pytest.mark.parametrize("has_gpu", [False, True])
+def test_heads_that_no_kernel_takes(monkeypatch: pytest.MonkeyPatch, has_gpu: bool) -> None:
+    """Bug: on a GPU a model with heads of 96, as Phi-3-mini's, passes doctor and loads for minutes;
+    then its first forward is refused."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
+    target = replace(read_configs(TINY_TARGET, None)[0], head_dim=96)
+    if not has_gpu:
+        assert resolve_options(Options(), target, None).device == "cpu"
+        return
+    with pytest.raises(ValueError, match=r"head_dim 96: .* a power of two from 2 to 256; .* CPU"):
+        resolve_options(Options(attention_backend="torch"), target, None)
+
+
 @pytest.mark.parametrize("asked", [None, False, True])
 @pytest.mark.parametrize("option", ["sampling", "adjustments", "structured_outputs"])
 def test_what_requests_may_ask(option: str, asked: bool | None) -> None:

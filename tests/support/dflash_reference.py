@@ -14,6 +14,7 @@ every acceptance length, which a drafter with random weights never gives.
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -57,12 +58,20 @@ def run_target(model: Any, ids: Sequence[int]) -> TargetRun:
     return TargetRun(out.logits[0], [h[0] for h in out.hidden_states[1:]])
 
 
+_PLAIN: dict[tuple[bytes, tuple[int, ...]], list[int]] = {}
+"""(a model's content, a prompt) -> its longest continuation so far; many files ask for the same."""
+
+
 def plain_generate(model: Any, prompt_ids: Sequence[int], num_tokens: int) -> list[int]:
     """Greedy continuation, every token from a forward over the whole prefix."""
-    ids = list(prompt_ids)
-    for _ in range(num_tokens):
-        ids.append(int(run_target(model, ids).logits[-1].argmax()))
-    return ids[len(prompt_ids) :]
+    content = hashlib.sha256(model.config.to_json_string().encode())
+    for name, weight in model.state_dict().items():
+        content.update(name.encode())
+        content.update(weight.detach().cpu().reshape(-1).view(torch.uint8).numpy())
+    known = _PLAIN.setdefault((content.digest(), tuple(prompt_ids)), [])
+    while len(known) < num_tokens:
+        known.append(int(run_target(model, [*prompt_ids, *known]).logits[-1].argmax()))
+    return known[:num_tokens]
 
 
 @dataclass

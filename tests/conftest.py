@@ -6,6 +6,7 @@ The summary therefore names how many did not run. torch is imported only if a GP
 The other way round, "auto" in a test without the mark means the CPU on every host.
 """
 
+import gc
 import os
 import sys
 from collections.abc import Generator
@@ -31,6 +32,17 @@ settings.register_profile(
 settings.load_profile("patient")
 
 NO_GPU = "needs a CUDA device: torch.cuda.is_available() is False"
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Collects no garbage while all is imported, and never looks through what that has made."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+        gc.freeze()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

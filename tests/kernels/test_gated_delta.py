@@ -161,7 +161,7 @@ def test_rejected_rows_leave_no_trace(device: str, fill: float) -> None:
     """Bug (H05, H32): a rejected row's record is multiplied by zero instead of left out, the null
     slot's or a free one's content reaches a live row, or a count outside the block does."""
     heads, block = (1, 2), 4
-    for count in range(block + 1):
+    for count in (0, 1, block) if INTERPRET else range(block + 1):
         states = []
         for poisoned in (False, True):
             layer = make(heads, 4, device, torch.float32)
@@ -226,7 +226,7 @@ def test_tiles_of_a_step(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_chain_of_blocks_is_single_steps(device: str) -> None:
     """Bug (H10, H11): each commit loses a little, or replays with other numbers than the verify
     used: after many blocks the state is not that of plain decoding."""
-    heads, block, rows = (1, 3), 8, 60
+    heads, block, rows = (1, 3), 8, 24 if INTERPRET else 60
     generator = torch.Generator().manual_seed(3)
     tokens = project(rows, heads, device, HALF, seed=4)
     blocks = make(heads, 2, device, HALF)
@@ -257,8 +257,9 @@ def test_what_is_kept_of_pages(device: str, block: int) -> None:
     heads, spacing = (1, 2), 8
     kept = torch.tensor([[3, 4], [0, 0]], dtype=torch.int32, device=device)
     slots = torch.tensor([1, 2], dtype=torch.int32, device=device)
+    counts = (1,) if block == 1 else (1, 5) if INTERPRET else (0, 1, 4, 5)
     for position in (3, 8, 15):
-        for count in (0, 1, 4, 5) if block > 1 else (1,):
+        for count in counts:
             layer = make(heads, 5, device, torch.float32)
             projected = project(2 * block, heads, device, torch.float32, seed=count)
             records = empty_records(1, 2, block, layer)
@@ -334,6 +335,7 @@ def test_a_head_that_forgets_slowly(device: str) -> None:
     torch.testing.assert_close(one.g_BGN[0].double(), expected, rtol=1e-5, atol=0)
 
 
+@pytest.mark.skipif(INTERPRET, reason="of the references, which the oracle holds kernels to")
 def test_transformers_rule(device: str) -> None:
     """Bug: the rule is ours alone: oracle and kernel agree, and transformers' differs."""
     from transformers.models.qwen3_5 import modeling_qwen3_5 as theirs

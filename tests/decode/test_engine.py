@@ -92,8 +92,9 @@ def lucky(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureReque
     return Pair(tmp_path_factory.mktemp("lucky"), seed=request.param, likely_tokens=3)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("page_size", [1, 3, 16])
+@pytest.mark.parametrize(
+    ("page_size", "backend"), [(1, "torch"), (3, "triton"), (16, "torch"), (16, "triton")]
+)
 def test_speculative_equals_plain(lucky: Pair, page_size: int, backend: str) -> None:
     """Bug: a draft that the target would not say is kept, or state after a step is off by one."""
     options = {"page_size": page_size, "attention_backend": backend}

@@ -13,7 +13,6 @@ import torch
 from graphengine.api import Engine
 from tests.decode import test_engine
 from tests.decode.test_engine import (
-    BACKENDS,
     BLOCK,
     PROMPTS,
     Pair,
@@ -55,8 +54,9 @@ def test_budget_at_every_place(engine: Engine, pair: Pair, accepted: int) -> Non
         assert result.finish_reason == "length"
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("page_size", [1, 4, 16])
+@pytest.mark.parametrize(
+    ("page_size", "backend"), [(1, "torch"), (1, "triton"), (4, "triton"), (16, "torch")]
+)
 def test_context_limit(pair: Pair, page_size: int, backend: str) -> None:
     """Bug: blocks that reach past the context write into another request's page, read past the
     rope table, or the limit cuts too early."""

@@ -33,6 +33,16 @@ PAIRS = {
 }
 
 
+def of_lengths(lengths: tuple[int, ...]) -> pytest.MarkDecorator:
+    """All pairs and lengths; without a drafter, where a target's rows are the same, the last."""
+    cases = [(x, n) for x in PAIRS for n in (lengths if x != "plain" else lengths[-1:])]
+    return pytest.mark.parametrize(
+        ("engine", "length"),
+        [pytest.param(PAIRS[x], n, id=f"{x}-{n}") for x, n in cases],
+        indirect=["engine"],
+    )
+
+
 @pytest.fixture(scope="module", params=PAIRS.values(), ids=list(PAIRS))
 def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
     # A page size that no block begins with, and in bf16 a near tie may fall either way.
@@ -149,7 +159,7 @@ def test_a_prompt_of_any_length(loop: DecodeLoop, length: int) -> None:
     compare_with_eager(loop, length)
 
 
-@pytest.mark.parametrize("length", LONG_BORDERS)
+@of_lengths(LONG_BORDERS)
 def test_a_long_prompt_of_any_length(long_loop: DecodeLoop, length: int) -> None:
     """Bug: the same between a prompt's chunks, where a later one begins behind keys that an earlier
     one wrote, and in blocks of 128 rows, most of which may lie behind the prompt's end."""
@@ -191,7 +201,7 @@ def test_halves_of_a_prompt_that_goes_on(paired_loop: DecodeLoop) -> None:
         torch.testing.assert_close(part, other, atol=2e-5, rtol=2e-5)
 
 
-@pytest.mark.parametrize("length", FAR_BORDERS)
+@of_lengths(FAR_BORDERS)
 def test_a_prompt_behind_much_text(
     far_loop: DecodeLoop, length: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -43,9 +43,9 @@ class Runs(NamedTuple):
     plain: list[GenerationResult]
 
 
-@pytest.fixture(scope="module", params=[8, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.fixture(scope="module", params=[16, pytest.param(1, marks=pytest.mark.slow)])
 def runs(request: pytest.FixtureRequest) -> Runs:
-    """Every eighth prompt, or all."""
+    """Every sixteenth prompt, or all."""
     lines = HELDOUT.read_text().splitlines()
     assert len(lines) >= 200
     prompts, results = [json.loads(line)["prompt"] for line in lines[:: request.param]], []

@@ -101,7 +101,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Path]:
 def verify(pair: tuple[Path, Path, Path], *args: str) -> Result:
     target, drafter, prompts = pair
     common = ("--prompt-file", str(prompts), "--bucket", "16", "--max-new-tokens", "6")
-    sampled = ("--temperature", "1", "--top-k", "6", "--num-samples", "250")
+    sampled = ("--temperature", "1", "--top-k", "6", "--num-samples", "150")
     where = ["verify", str(target), "--draft", str(drafter)]
     return CliRunner().invoke(main, [*where, *common, *sampled, *args])
 

@@ -41,7 +41,7 @@ def test_matrix_passes_and_writes_a_result(few: Path, tmp_path: Path) -> None:
     """Bug: the stored result breaks the schema, or a mode of the matrix is left out."""
     path = tmp_path / "verify.json"
     result = verify(
-        *("--matrix", "--prompt-file", str(few), "--max-new-tokens", "24", "--bucket", "1,2"),
+        *("--matrix", "--prompt-file", str(few), "--max-new-tokens", "12", "--bucket", "1,2"),
         *("--output-json", str(path)),
     )
     assert result.exit_code == 0, result.output

@@ -158,7 +158,7 @@ def test_descriptors_are_prefetched(launch: str, compiled: list[Any]) -> None:
 
 @pytest.mark.parametrize(
     "launch",
-    [partial(normalise, 16, 4096, 4), LAUNCHES["norm, rope and writes"]],
+    [partial(normalise, 256, 4096, 2), LAUNCHES["norm, rope and writes"]],
     ids=["residual and norm", "norm, rope and writes"],
 )
 def test_all_is_asked_for_before_anything_is_summed(

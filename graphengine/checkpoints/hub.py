@@ -51,7 +51,7 @@ def resolve(model: str | Path, *, local_only: bool = False) -> Path:
         is_directory, exists = path.is_dir(), path.exists()
         has_config = (path / "config.json").is_file()
     except (OSError, RuntimeError) as error:  # not allowed, too long, or ~ of nobody
-        shown = name if len(name) <= 60 else name[:57] + "..."
+        shown = name if len(name) <= 300 else name[:297] + "..."
         reason = getattr(error, "strerror", None) or error
         raise ValueError(
             f"{shown}: {reason}; pass a directory with config.json, or a hub id (owner/name)"

@@ -12,13 +12,13 @@ from functools import lru_cache
 from graphengine.kernels import chunk_attention
 
 BLOCK = 16
-SIZES = (16, 128, 256, 512)  # rows; in blocks of 16, which prompts share
-LONG_SIZES = (1024, 2048)  # in blocks of `chunk_attention`, each of one prompt
-PAIRED_SIZES = (4096,)  # the same in halves beside each other
-# Those in between, where a chunk is one graph: one in pieces keeps what passes between all of them.
-# DENSE: where no layer is recurrent or has experts. EXPERT: where those make a forward dear.
-FINE_SIZES, DENSE_SIZES = (32, 48, 384), (192,)
-FINE_LONG_SIZES, EXPERT_SIZES = (640, 768), (1536, 3072)
+# The same in every mode, or ties fall otherwise. In mode piecewise a row of one keeps what passes
+# between all segments, 0.6 MB of 8B.
+SIZES = (16, 32, 128, 256, 384, 512)  # rows; in blocks of 16, which prompts share
+DENSE_SIZES = (192,)  # more of SIZES, where no layer is recurrent or has experts
+LONG_SIZES = (640, 768, 1024, 2048)  # in blocks of `chunk_attention`, each of one prompt
+EXPERT_SIZES = (1536, 3072)  # more of LONG_SIZES, where experts make another forward dear
+PAIRED_SIZES = (4096,)  # long ones in halves beside each other
 # The same for fewer rows of one prompt, a far piece, that has FAR others in front. There blocks of
 # 16, which each read all keys, take longer: on an H200 128 rows of 8B shapes took 22 us a layer
 # against 20 at 2,048 keys and 244 against 113 at 32,768 (2026-11-25-h200-pieces-3b387a2.json).
@@ -43,7 +43,6 @@ def sizes_for(
     max_model_len: int,
     *,
     are_long: bool,
-    is_whole: bool,
     are_paired: bool = False,
     keyed_in: int = 1,
     has_experts: bool = False,
@@ -52,15 +51,11 @@ def sizes_for(
 
     Args:
         are_long: whether `chunk_attention` runs here.
-        is_whole: whether a chunk is one graph.
         are_paired: whether halves may run beside each other.
         keyed_in: one layer in so many has keys.
     """
-    sizes, longs = SIZES, LONG_SIZES
-    if is_whole:
-        sizes += FINE_SIZES + DENSE_SIZES * (keyed_in == 1 and not has_experts)
-        longs += FINE_LONG_SIZES + EXPERT_SIZES * has_experts
-    sizes = sorted(sizes + longs * are_long)
+    sizes = SIZES + DENSE_SIZES * (keyed_in == 1 and not has_experts)
+    sizes = sorted(sizes + (LONG_SIZES + EXPERT_SIZES * has_experts) * are_long)
     fitting = [n for before, n in zip((0, *sizes), sizes, strict=False) if before < max_model_len]
     most = max_model_len - 1
     if are_paired:

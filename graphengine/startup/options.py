@@ -114,7 +114,6 @@ def resolve_options(options: Options, target: ModelConfig, draft: DraftSpec | No
     fixed = sizes_for(
         length,
         are_long=are_long,
-        is_whole=mode == "full",
         are_paired=may_pair,
         keyed_in=keyed_in,
         has_experts=target.moe is not None,

@@ -33,8 +33,9 @@ def test_a_bundled_pairs_name_as_the_drafter(tmp_path: Path) -> None:
         assert named_pair(target, name)[1] == named_pair(name, name)[1] == str(drafter)
 
 
-def test_a_name_that_is_no_hub_id(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_name_that_is_no_hub_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Bug: a mistyped directory is looked for on the hub."""
+    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("huggingface_hub.snapshot_download", lambda *_, **__: pytest.fail("asked"))
     for name in ("qwen3-8", "a/b/c", "./a/b", "./a", "../a"):
         with pytest.raises(ValueError, match="no such model directory"):

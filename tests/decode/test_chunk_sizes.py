@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from itertools import combinations_with_replacement
 
 import pytest
@@ -17,8 +16,6 @@ from graphengine.decode.chunk_sizes import (
     DENSE_SIZES,
     EXPERT_SIZES,
     FAR_SIZES,
-    FINE_LONG_SIZES,
-    FINE_SIZES,
     HYBRID_FAR_SIZES,
     LONG_SIZES,
     PAIRED_SIZES,
@@ -31,8 +28,8 @@ from graphengine.decode.chunk_sizes import (
 from graphengine.models.decoder import read_over_one_row
 from graphengine.startup.build import read_configs
 
-SHORT = tuple(sorted(SIZES + FINE_SIZES + DENSE_SIZES))
-ALL = (*SHORT, *FINE_LONG_SIZES, *LONG_SIZES, *PAIRED_SIZES)
+SHORT = tuple(sorted(SIZES + DENSE_SIZES))
+ALL = (*SHORT, *LONG_SIZES, *PAIRED_SIZES)
 
 
 def cut(num_rows: int, sizes: Sequence[int] = ALL, config: ModelConfig | None = None) -> list[int]:
@@ -50,7 +47,8 @@ def cut(num_rows: int, sizes: Sequence[int] = ALL, config: ModelConfig | None = 
     ("num_rows", "expected"),
     [
         (11, [16]),
-        (43, [48]),
+        (24, [32]),
+        (43, [128]),
         (139, [192]),
         (300, [384]),
         (600, [640]),
@@ -92,7 +90,7 @@ def test_no_other_chunks_take_less_time(data: st.DataObject, sizes: list[int]) -
 def test_the_chunks_of_a_prompt_through_experts(num_rows: int, expected: list[int]) -> None:
     """Bug: a prompt is cut as if its second forward read what a dense model's does: it reads nearly
     all experts again, 25 of 58 ms at 1,300 tokens of Qwen3.6-35B-A3B on an H200."""
-    sizes = sizes_for(8192, are_long=True, is_whole=True, keyed_in=4, has_experts=True)
+    sizes = sizes_for(8192, are_long=True, keyed_in=4, has_experts=True)
     config, _ = read_configs("qwen3.6-35b-a3b", None)
     assert cut(num_rows, sizes, config) == expected
 
@@ -105,28 +103,20 @@ def test_a_longer_prompt_begins_with_the_largest() -> None:
 def test_sizes_are_whole_blocks() -> None:
     """Bug: a size that is no multiple of a block: its last rows are nobody's."""
     assert not [size for size in SHORT if size % BLOCK]
-    of_chunks = *FAR_SIZES, *HYBRID_FAR_SIZES, *LONG_SIZES, *FINE_LONG_SIZES, *EXPERT_SIZES
+    of_chunks = *FAR_SIZES, *HYBRID_FAR_SIZES, *LONG_SIZES, *EXPERT_SIZES
     assert not [n for n in of_chunks if n % chunk_sizes.chunk_attention.BLOCK]
     assert not [n for n in PAIRED_SIZES if n // 2 % chunk_sizes.chunk_attention.BLOCK]
 
 
 def test_a_small_context_needs_no_large_chunk() -> None:
     """Bug: chunks are captured that no prompt can fill."""
-    whole = partial(sizes_for, is_whole=True)
-    assert whole(2, are_long=True) == whole(16, are_long=True) == (16,)
-    assert whole(17, are_long=True) == (16, 32)
-    assert whole(4096, are_long=False) == whole(512, are_long=True) == SHORT
-    assert whole(1024, are_long=True) == (*SHORT, 640, 768, 1024)
-    assert whole(3841, are_long=True, are_paired=True)[-1] == 2048
-    assert whole(3842, are_long=True, are_paired=True)[-2:] == (2048, 4096)
-    assert whole(9999, are_long=True)[-1] == 2048
+    assert sizes_for(2, are_long=True) == sizes_for(16, are_long=True) == (16,)
+    assert sizes_for(17, are_long=True) == (16, 32)
+    assert sizes_for(4096, are_long=False) == sizes_for(512, are_long=True) == SHORT
+    assert sizes_for(1024, are_long=True) == (*SHORT, 640, 768, 1024)
+    assert sizes_for(3841, are_long=True, are_paired=True)[-1] == 2048
+    assert sizes_for(3842, are_long=True, are_paired=True)[-2:] == (2048, 4096)
+    assert sizes_for(9999, are_long=True)[-1] == 2048
     assert far_sizes_for(2112, are_long=True) == far_sizes_for(4096, are_long=False) == ()
     assert far_sizes_for(4096, are_long=True) == (128, 256)
     assert far_sizes_for(4096, are_long=True, keyed_in=4) == (128, 256, 384, 512)
-
-
-def test_chunks_in_pieces_are_few() -> None:
-    """Bug: in mode piecewise, where each row of a chunk keeps what passes between all segments, 8B
-    has a gigabyte less for K/V."""
-    pieces = sizes_for(9999, are_long=True, is_whole=False, has_experts=True)
-    assert pieces == (16, 128, 256, 512, 1024, 2048)

@@ -100,7 +100,7 @@ def pieces_of(
     are_paired: bool = False,
 ) -> list[int]:
     """Rows of a prompt's forwards as a GPU's chunks cut it, which are alone."""
-    numbers = sizes_for(40960, are_long=True, is_whole=True, are_paired=are_paired)
+    numbers = sizes_for(40960, are_long=True, are_paired=are_paired)
     sizes = [Size(n, n > 512, 1 if n > 512 else 4) for n in numbers]
     far = [Size(n, True) for n in far_sizes_for(40960, are_long=True, keyed_in=keyed_in)]
     made: Any = {"fixed": tuple(sizes), "far": tuple(far), "chunk": 2048}
@@ -169,9 +169,7 @@ def test_a_forward_has_one_piece_of_a_prompt(loop: DecodeLoop, begin: int, keyed
     """Bug: beside a stream, where no far chunks are built (another GPU than Hopper), a next turn
     behind much text follows a short prompt into its chunk with two pieces: a hybrid runs both at
     once from one state."""
-    fixed: Any = tuple(
-        Size(n, num_prompts=4) for n in sizes_for(131072, are_long=False, is_whole=True)
-    )
+    fixed: Any = tuple(Size(n, num_prompts=4) for n in sizes_for(131072, are_long=False))
     asked: Any = [Prompt(range(16)), Prompt(range(begin + 420), begin)]
     own = replace(loop.prefill, fixed=fixed, far=(), chunk=2048)
     works = list(own.split(asked, Budget(512, keyed_in).rows_at))
@@ -283,9 +281,7 @@ def test_the_first_token_may_be_the_first_of_the_vocabulary() -> None:
 def test_the_smallest_far_piece_runs_alone(loop: DecodeLoop) -> None:
     """Bug: where no more rows than those may run beside a stream, it follows a short prompt into
     its chunk, whose blocks of 16 each read all the keys."""
-    fixed: Any = tuple(
-        Size(n, n > 512, 4) for n in sizes_for(131072, are_long=True, is_whole=False)
-    )
+    fixed: Any = tuple(Size(n, n > 512, 4) for n in sizes_for(131072, are_long=True))
     far: Any = tuple(Size(n, True) for n in far_sizes_for(131072, are_long=True))
     asked: Any = [Prompt(range(16)), Prompt(range(90000), 80000)]
     works = replace(loop.prefill, fixed=fixed, far=far).split(asked, Budget(512, 1).rows_at)

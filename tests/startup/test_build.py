@@ -15,7 +15,7 @@ from graphengine.api import Engine
 from graphengine.capture import compile as compiling
 from graphengine.checkpoints.hub import TINY_TARGET
 from graphengine.decode import buckets
-from graphengine.decode.chunk_sizes import FINE_LONG_SIZES, LONG_SIZES
+from graphengine.decode.chunk_sizes import LONG_SIZES
 from graphengine.decode.proposer import Pair
 from graphengine.startup import build
 from tests.support.checkpoints import make_drafter, make_target
@@ -68,9 +68,6 @@ def test_what_a_start_has_compiled_itself(monkeypatch: pytest.MonkeyPatch) -> No
         assert (engine.startup.num_cache_hits, engine.startup.num_compiled) == (0, 0)
 
 
-LONGS = *FINE_LONG_SIZES, *LONG_SIZES
-
-
 def test_which_chunks_are_long(monkeypatch: pytest.MonkeyPatch) -> None:
     """Bug: the shortest of the long chunks, whose attention is of one prompt, is shared."""
 
@@ -81,9 +78,9 @@ def test_which_chunks_are_long(monkeypatch: pytest.MonkeyPatch) -> None:
     with Engine.from_pretrained(TINY_TARGET, **options) as engine:
         monkeypatch.setattr(build, "FixedChunk", made_chunk)
         own = engine.built.loop.prefill
-        config = replace(own.pair.config, prefill_sizes=(512, *LONGS), far_prefill_sizes=())
+        config = replace(own.pair.config, prefill_sizes=(512, *LONG_SIZES), far_prefill_sizes=())
         made = build._with_chunks(replace(own, pair=replace(own.pair, config=config)))
-    assert [chunk.is_long for chunk in made.fixed] == [False, *[True] * len(LONGS)]
+    assert [chunk.is_long for chunk in made.fixed] == [False, *[True] * len(LONG_SIZES)]
 
 
 def test_float16_is_refused_and_converted(tmp_path: Path) -> None:

@@ -10,14 +10,14 @@ import pytest
 from graphengine import TINY_TARGET, Engine
 from graphengine.decode import attention
 from graphengine.decode.attention import ChunkAttention
-from graphengine.decode.chunk_sizes import FINE_LONG_SIZES, LONG_SIZES, PAIRED_SIZES
+from graphengine.decode.chunk_sizes import LONG_SIZES, PAIRED_SIZES
 from graphengine.decode.fixed_chunk import FixedChunk
 from graphengine.startup.workspace import chunk_scratch_bytes, tree_bytes
 
 NUM_SMS = 132
 
 
-@pytest.mark.parametrize("size", [*LONG_SIZES, *FINE_LONG_SIZES, *PAIRED_SIZES])
+@pytest.mark.parametrize("size", [*LONG_SIZES, *PAIRED_SIZES])
 def test_partial_results_of_a_chunk(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Bug: halves, which split keys that a chunk of both would not, keep partial results that
     nobody planned."""

@@ -80,9 +80,10 @@ LONG = {
     "attention, specialised",
     *(f"attention of chunks, {kind}" for kind in ("other tiles", "wide heads", "split")),
     *("attention with a gate", "attention in float32", "attention, two splits"),
-    "attention, two row tiles, window",
+    *("attention, two row tiles, window", "attention, window", "attention, pages of 128"),
+    "attention, one split, float32",
     *("recurrence", "recurrence of a prompt", "recurrence, one row"),
-    *("experts, other numbers of rows", "experts of a prompt"),
+    *("experts, other numbers of rows", "experts of a prompt", "experts, 35B-A3B"),
 }
 assert set(LAUNCHES) >= LONG
 

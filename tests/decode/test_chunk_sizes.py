@@ -95,6 +95,12 @@ def test_the_chunks_of_a_prompt_through_experts(num_rows: int, expected: list[in
     assert cut(num_rows, sizes, config) == expected
 
 
+def test_more_rows_than_the_largest_are_looked_at_together() -> None:
+    """Bug: beside a stream, where chunks are small, a prompt begins with the largest, and the few
+    rows that are left read all weights again."""
+    assert cut(420, (16, 32, 128, 192, 256, 384)) == [256, 192]
+
+
 def test_a_longer_prompt_begins_with_the_largest() -> None:
     """Bug: what is longer than any chunk is looked for behind the end of the table."""
     assert cut(100_000)[0] == ALL[-1] == cut(8192)[1]

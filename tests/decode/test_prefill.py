@@ -110,6 +110,17 @@ def pieces_of(
     return [piece.num_rows for ((_, piece),) in works]
 
 
+def test_what_a_forward_reads_goes_by_its_rows(
+    loop: DecodeLoop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bug: a forward of 16 rows counts as if they chose all experts, or a long one those of one
+    row; a far chunk's time is not known."""
+    monkeypatch.setattr(prefill, "read_over_one_row", lambda _, num_rows: num_rows)
+    monkeypatch.setattr(prefill, "forward_time", lambda num_rows, over: (num_rows, over))
+    made: Any = {"fixed": (Size(16), Size(64)), "far": (Size(128, True),)}
+    assert replace(loop.prefill, **made).times == {n: (n, n) for n in (16, 64, 128)}
+
+
 def test_a_scored_prompt_runs_alone(loop: DecodeLoop) -> None:
     """Bug: a prompt whose own log-probabilities are asked for, also 0 of them, shares a forward,
     of which it alone is run then; or one has more rows than logits are planned for."""

@@ -12,7 +12,13 @@ from graphengine.api import Engine
 from graphengine.checkpoints.hub import HYBRID_TARGET, TINY_DRAFT, TINY_TARGET
 from graphengine.config.draft import DraftConfig
 from graphengine.config.options import Options
-from graphengine.decode.chunk_sizes import PAIRED_SIZES
+from graphengine.decode.chunk_sizes import (
+    DENSE_SIZES,
+    EXPERT_SIZES,
+    LONG_SIZES,
+    PAIRED_SIZES,
+    SIZES,
+)
 from graphengine.startup import options as module
 from graphengine.startup.build import read_configs
 from graphengine.startup.options import resolve_options
@@ -53,10 +59,21 @@ def test_torch_s_attention_is_also_a_prompt_s(monkeypatch: pytest.MonkeyPatch) -
     assert config.prefill_attention_backend == "torch"
 
 
-@pytest.mark.parametrize("model", ["qwen3-8b", "qwen3.5-4b", "qwen3.6-35b-a3b"])
-def test_chunks_are_those_of_every_mode(monkeypatch: pytest.MonkeyPatch, model: str) -> None:
+@pytest.mark.parametrize(
+    ("model", "more"),
+    [
+        ("qwen3-8b", DENSE_SIZES),
+        ("qwen3.5-4b", ()),
+        ("qwen3-30b-a3b", EXPERT_SIZES),
+        ("qwen3.6-35b-a3b", EXPERT_SIZES),
+    ],
+)
+def test_chunks_are_those_of_every_mode(
+    monkeypatch: pytest.MonkeyPatch, model: str, more: tuple[int, ...]
+) -> None:
     """Bug: a mode has chunks of its own, so that its K/V rounds otherwise, and `verify --matrix`
-    finds other tokens. Halves, of mode full alone, write the bits of whole ones."""
+    finds other tokens; or a model has those of another kind. Halves, of mode full alone, write the
+    bits of whole ones."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
     monkeypatch.setattr(module, "flashinfer_missing", lambda: False)
@@ -66,7 +83,7 @@ def test_chunks_are_those_of_every_mode(monkeypatch: pytest.MonkeyPatch, model: 
         for mode in ("none", "piecewise", "full")
     ]
     none, piecewise, full = ({*c.prefill_sizes} - {*PAIRED_SIZES} for c in found)
-    assert none == piecewise == full and len(full) > 6
+    assert none == piecewise == full == {*SIZES, *LONG_SIZES, *more}
     assert len({config.far_prefill_sizes for config in found}) == 1
 
 

@@ -4,7 +4,6 @@ and what is refused.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -18,6 +17,7 @@ from graphengine.config.options import SamplingParams
 from graphengine.decode.metrics import Acceptance
 from graphengine.decode.request import Request
 from graphengine.results import Teller
+from tests.support.counted import Counted
 
 ASKED = "Count from 20 to 146 in steps of 6."
 
@@ -234,28 +234,13 @@ def test_a_superseded_stream_supersedes_nobody(engine: Engine, whole: Generation
     assert tokens + [t for chunk in stream for t in chunk.token_ids] == whole.token_ids
 
 
-class _Counted(list[Any]):
-    """A list that counts the entries that are copied out of it."""
-
-    num_copied = 0
-
-    def __getitem__(self, at: Any) -> Any:
-        found = super().__getitem__(at)
-        self.num_copied += len(found) if isinstance(at, slice) else 1
-        return found
-
-    def __iter__(self) -> Iterator[Any]:
-        self.num_copied += len(self)
-        return super().__iter__()
-
-
 class _Said(str):
     """A text that counts the characters of those that it is put behind."""
 
-    num_copied = 0
+    num_read = 0
 
     def __radd__(self, front: str) -> str:
-        _Said.num_copied += len(front)
+        _Said.num_read += len(front)
         return str.__add__(front, self)
 
 
@@ -265,8 +250,8 @@ def test_a_chunk_copies_what_is_new() -> None:
     asked, acceptance = SamplingParams(logprobs=1, prompt_logprobs=1), Acceptance(0)
     what: dict[str, Any] = {"prompt_ids": [7] * 500, "max_total_tokens": 2000, "stop_ids": ()}
     request = Request(request_id=0, acceptance=acceptance, **what)
-    request.prompt_scores = scores = _Counted([{7: -1.0}] * 499)
-    request.output_logprobs = told = _Counted()
+    request.prompt_scores = scores = Counted([{7: -1.0}] * 499)
+    request.output_logprobs = told = Counted()
     tell = Teller(cast(Any, None), [request], None, asked)
     tell._writers = [cast(Any, SimpleNamespace(feed=lambda *_, last: Written(_Said("a"))))]
     chunks = []
@@ -274,7 +259,7 @@ def test_a_chunk_copies_what_is_new() -> None:
         request.output_ids.append(count)
         told.append({count: -1.0})
         if count == 400:
-            assert scores.num_copied == _Said.num_copied == 0 and told.num_copied == count - 1
+            assert scores.num_read == _Said.num_read == 0 and told.num_read == count - 1
             request.finish_reason = "length"
         chunks.append(tell.chunk(request, [count]))
     assert [chunk.logprobs for chunk in chunks] == [[{i: -1.0}] for i in range(1, 401)]

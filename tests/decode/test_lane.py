@@ -14,6 +14,7 @@ import torch
 from graphengine.api import Engine
 from graphengine.decode import lane as lanes
 from tests.decode.test_engine import BACKENDS, PROMPTS, Pair, assert_idle, force
+from tests.support.counted import Counted
 
 
 @pytest.fixture(scope="module")
@@ -63,21 +64,6 @@ def test_only_the_row_that_changes_is_written(
     assert written[0][0] == [0, 1, 2, 3] and [0] in alone
     # Nobody waits for the pipeline to be empty, unless another bucket is due.
     assert any(num_in_flight for _, num_in_flight in written) == (lane.depth > 1)
-
-
-class Counted(list[int]):
-    """Pages that count those that are read."""
-
-    num_read = 0
-
-    def __getitem__(self, at: Any) -> Any:
-        found = super().__getitem__(at)
-        self.num_read += len(found) if isinstance(at, slice) else 1
-        return found
-
-    def __iter__(self) -> Iterator[int]:
-        self.num_read += len(self)
-        return super().__iter__()
 
 
 @torch.no_grad()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -13,21 +12,11 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_stat
 
 from graphengine.decode.kvcache import NULL_PAGE
 from graphengine.decode.prefix_cache import MAX_PARTS, PrefixCache
+from tests.support.counted import Counted
 from tests.support.examples import examples
 
 SIZE = 3
 TEXTS = st.lists(st.integers(0, 1), min_size=1, max_size=14)
-
-
-class Counted(list[int]):
-    """Tokens that count those that are copied out of them."""
-
-    num_copied = 0
-
-    def __getitem__(self, at: Any) -> Any:
-        found = super().__getitem__(at)
-        self.num_copied += len(found) if isinstance(at, slice) else 1
-        return found
 
 
 class CacheMachine(RuleBasedStateMachine):
@@ -266,8 +255,8 @@ def test_what_is_published_is_not_compared_again() -> None:
     pages = cache.allocate(302)
     cache.publish(text, pages)
     text += [7, 7, 7, 7]
-    text.num_copied = 0
+    text.num_read = 0
     cache.publish(text, pages)
-    assert text.num_copied == 4 and cache.share(text) == pages[:301]
+    assert text.num_read == 4 and cache.share(text) == pages[:301]
     other = Counted([0, 1, *range(5, 900)])
-    assert cache.begun(other, []) == (pages[0], 2) and other.num_copied <= SIZE
+    assert cache.begun(other, []) == (pages[0], 2) and other.num_read <= SIZE

@@ -335,7 +335,6 @@ def test_a_head_that_forgets_slowly(device: str) -> None:
     torch.testing.assert_close(one.g_BGN[0].double(), expected, rtol=1e-5, atol=0)
 
 
-@pytest.mark.skipif(INTERPRET, reason="of the references, which the oracle holds kernels to")
 def test_transformers_rule(device: str) -> None:
     """Bug: the rule is ours alone: oracle and kernel agree, and transformers' differs."""
     from transformers.models.qwen3_5 import modeling_qwen3_5 as theirs

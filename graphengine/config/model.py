@@ -16,6 +16,7 @@ from graphengine.config.gated_delta import GatedDeltaConfig
 from graphengine.config.moe import MoeConfig, MoeKeys
 from graphengine.config.rope import RopeConfig
 from graphengine.config.values import RawConfig
+from graphengine.config.windows import Sliding, read_windows
 
 # Past these a file is damaged, and trying to build what it says would not end.
 MAX_LAYERS, MAX_HEAD_DIM = 1024, 4096
@@ -33,8 +34,8 @@ class Architecture:
     has_mlp_bias: the key mlp_bias counts.
     has_qkv_bias: whether q, k and v have biases, the output none; None: the key attention_bias
         says, of the output too.
-    window: sliding_window of a file without that key, where it is every layer's; 0: none then.
-        None: the key means nothing, it is passed over.
+    has_sinks: a logit of each head joins every row's softmax, and takes its share to no value.
+    sliding: who says which layers slide; None: none does, sliding_window is passed over.
     is_packed: files hold q, k, v as one tensor qkv_proj, and gate and up as gate_up_proj.
     mixer, ffn: every layer's kind, names in `models.decoder`.
     is_hybrid: layer_types say which mixer a layer has; `mixer` is not looked at.
@@ -44,6 +45,7 @@ class Architecture:
     skipped: beginnings of names of tensors that are for something else.
     is_interleaved: see `GatedDeltaConfig`.
     moe: which keys speak of experts, where `ffn` is "moe".
+    quantised: quantisations of its files that are read, into the run's dtype.
     """
 
     defaults: Mapping[str, Any]
@@ -51,7 +53,8 @@ class Architecture:
     has_qk_norm: bool
     has_mlp_bias: bool
     has_qkv_bias: bool | None = None
-    window: int | None = None
+    has_sinks: bool = False
+    sliding: Sliding | None = None
     is_packed: bool = False
     mixer: str = "attention"
     ffn: str = "swiglu"
@@ -62,6 +65,7 @@ class Architecture:
     skipped: tuple[str, ...] = ()
     is_interleaved: bool = False
     moe: MoeKeys | None = None
+    quantised: tuple[str, ...] = ()
 
 
 # model_type -> what it means; an architecture of known layer kinds is one row.
@@ -71,6 +75,7 @@ ARCHITECTURES = {
         heads_decide=False,
         has_qk_norm=True,
         has_mlp_bias=False,
+        sliding=Sliding(4096, is_switched=True, by_type=True),
     ),
     "llama": Architecture(
         defaults={"rms_norm_eps": 1e-6, "max_position_embeddings": 2048},
@@ -94,8 +99,26 @@ ARCHITECTURES = {
         heads_decide=False,
         has_qk_norm=True,
         has_mlp_bias=False,
+        sliding=Sliding(4096, is_switched=True),
         ffn="moe",
         moe=MoeKeys(norm_topk_prob=False),
+    ),
+    "gpt_oss": Architecture(
+        defaults={
+            "head_dim": 64,
+            "num_key_value_heads": 8,
+            "rms_norm_eps": 1e-5,
+            "max_position_embeddings": 131072,
+            "attention_bias": True,
+        },
+        heads_decide=False,
+        has_qk_norm=False,
+        has_mlp_bias=False,
+        has_sinks=True,
+        sliding=Sliding(128, by_type=True, alternates=True),
+        ffn="moe",
+        moe=MoeKeys(norm_topk_prob=True, reads_norm_key=False, is_clamped=True),
+        quantised=("mxfp4",),
     ),
 }
 ARCHITECTURES["mistral"] = replace(
@@ -107,7 +130,7 @@ ARCHITECTURES["mistral"] = replace(
     },
     has_mlp_bias=False,
     has_qkv_bias=False,
-    window=4096,
+    sliding=Sliding(4096),
 )
 ARCHITECTURES["qwen2"] = replace(
     ARCHITECTURES["mistral"],
@@ -117,12 +140,12 @@ ARCHITECTURES["qwen2"] = replace(
         "num_key_value_heads": 32,
     },
     has_qkv_bias=True,
-    window=None,
+    sliding=ARCHITECTURES["qwen3"].sliding,
 )
 ARCHITECTURES["phi3"] = replace(
     ARCHITECTURES["mistral"],
     defaults={"rms_norm_eps": 1e-5, "max_position_embeddings": 4096},
-    window=0,
+    sliding=Sliding(None),
     is_packed=True,
     partial_rotary_factor=1.0,
 )
@@ -163,6 +186,7 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...] = ()
     mixers: tuple[str, ...] = ()  # of every layer, where they differ
     gated_delta: GatedDeltaConfig | None = None
+    windows: tuple[int | None, ...] = ()  # of every layer, where some slide
 
     @property
     def q_size(self) -> int:
@@ -185,6 +209,11 @@ class ModelConfig:
         return self.attention_bias and not ARCHITECTURES[self.model_type].has_qkv_bias
 
     @property
+    def has_sinks(self) -> bool:
+        """Whether each head has a logit that joins every row's softmax."""
+        return ARCHITECTURES[self.model_type].has_sinks
+
+    @property
     def is_packed(self) -> bool:
         """Whether files hold q, k, v as one tensor, and gate and up."""
         return ARCHITECTURES[self.model_type].is_packed
@@ -203,7 +232,8 @@ class ModelConfig:
 
     def shortened(self, num_layers: int) -> ModelConfig:
         """The first layers alone."""
-        return replace(self, num_hidden_layers=num_layers, mixers=self.mixers[:num_layers])
+        mixers, windows = self.mixers[:num_layers], self.windows[:num_layers]
+        return replace(self, num_hidden_layers=num_layers, mixers=mixers, windows=windows)
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any], source: str = "config.json") -> ModelConfig:
@@ -229,25 +259,11 @@ class ModelConfig:
             mixers = gated_delta.read_mixers(whole, layer_types, model.num_hidden_layers)
             delta = GatedDeltaConfig.from_raw(whole, ARCHITECTURES[model_type].is_interleaved)
             return replace(model, mixers=mixers, gated_delta=delta)
-        other = sorted(set(layer_types) - {"full_attention"})
-        if not layer_types and raw.flag("use_sliding_window"):
-            # transformers' defaults
-            whole = RawConfig({"max_window_layers": 28, "sliding_window": 4096, **config}, source)
-            # transformers reads this key for some architectures; for the others all layers slide
-            first = 0 if model.moe else whole.integer("max_window_layers", minimum=0)
-            if first < model.num_hidden_layers and whole.get("sliding_window") is not None:
-                other = [f"use_sliding_window from max_window_layers {first} on"]
-        window = ARCHITECTURES[model_type].window
-        if window is not None and raw.values.get("sliding_window", window or None) is not None:
-            window = raw.over({"sliding_window": window}).integer("sliding_window")
-            if window < model.max_position_embeddings:
-                other = [f"sliding_window {window} of {model.max_position_embeddings} positions"]
-        if other:
-            raise raw.refusal(
-                f"sliding or mixed attention ({', '.join(other)}) is not supported in a target; "
-                "only full_attention layers are"
-            )
-        return model
+        sliding = ARCHITECTURES[model_type].sliding
+        windows = read_windows(raw, sliding, layer_types, model.num_hidden_layers)
+        if all(window is None or window >= model.max_position_embeddings for window in windows):
+            return model
+        return replace(model, windows=windows)
 
     @classmethod
     def from_layer_keys(cls, raw: RawConfig, model_type: str = "qwen3") -> ModelConfig:
@@ -256,9 +272,10 @@ class ModelConfig:
         act = raw.values.get("hidden_act", "silu")
         if act != "silu":
             raise raw.refusal(f"hidden_act {act!r} is not supported (silu is)")
-        if raw.get("quantization_config"):
-            raise raw.refusal("quantization_config is not supported; use the bf16 weights")
         architecture = ARCHITECTURES[model_type]
+        quantised = raw.section("quantization_config")
+        if quantised and quantised.get("quant_method") not in architecture.quantised:
+            raise raw.refusal("quantization_config is not supported; use the bf16 weights")
         num_heads, hidden = raw.integer("num_attention_heads"), raw.integer("hidden_size")
         keys: dict[str, Any] = {}
         if architecture.heads_decide:

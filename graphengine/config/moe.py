@@ -24,6 +24,7 @@ class MoeKeys:
     norm_topk_prob: bool
     reads_norm_key: bool = True
     has_shared_expert: bool = False
+    is_clamped: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -34,6 +34,7 @@ in a row of the page table, S page size, Z splits. kv_cache: [2, num_pages, S, K
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 
 from graphengine.kernels.arrival_kernels import MAX_SPLITS
 from graphengine.kernels.block_attention_kernels import LOG2_E, block_attention_kernel
@@ -153,6 +154,7 @@ def block_attention_reference(
     causal: bool,
     window: int | None = None,
     padded: int = 0,
+    sinks_N: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """`block_attention` in plain torch, fp32 inside, over the whole page table. Returns out."""
     B, W = page_table_BW.shape
@@ -171,7 +173,11 @@ def block_attention_reference(
     if window is not None:
         position = start_B.long()[:, None] + row  # [B, G]
         seen = seen & ((position[:, :, None] - key).abs() < window)[:, None, None]
-    p = torch.where(seen, scores, -torch.inf).softmax(-1).nan_to_num(0.0)  # padded rows: 0
+    scores = torch.where(seen, scores, -torch.inf)
+    if sinks_N is not None:
+        sinks = sinks_N.float().view(K, N // K, 1, 1).expand(*scores.shape[:-1], 1)
+        scores, v = torch.cat([scores, sinks], -1), F.pad(v, (0, 0, 0, 0, 0, 1))
+    p = scores.softmax(-1).nan_to_num(0.0)  # padded rows: 0
     return torch.einsum("bkmgs,bskh->bgkmh", p, v).reshape(-1, N, H).to(q_TNH.dtype)
 
 
@@ -188,12 +194,14 @@ def block_attention(
     window: int | None = None,
     padded: int = 0,
     gate_TE: torch.Tensor | None = None,
+    sinks_N: torch.Tensor | None = None,
 ) -> None:
     """Attend from each request's block to its cached keys, with lengths read on the device.
 
     out[b, i, n] = softmax_j(q[b, i, n] . k[b, j, n // (N/K)] * H^-0.5) v[b, j, n // (N/K)]
     over j < start[b] + i + 1 if causal, j < start[b] + G otherwise;
     with a window over those of them with |start[b] + i - j| < window;
+    with sinks over one more j, whose score is sinks[n] and whose value 0;
     with a gate out[b, i, n] *= sigmoid(gate[b, i, n])
 
     Programmatic dependent launch: start and page_table are read before the kernels in front have
@@ -220,6 +228,7 @@ def block_attention(
         padded: 0 in a step, where every request has a token behind it; -1 in a prompt.
         gate_TE: [B*G, E] in the dtype of q, or fp32 partial sums [Z, B*G, E], dense rows, of which
             the last N * H columns are the gate (`output_gate`, whose results these are).
+        sinks_N: [N], any float dtype, dense; not a step's results: weights. Not with a gate.
     Mutates: out_TNH, workspace.
     Raises: ValueError for shapes, dtypes or strides that the kernel cannot address.
     Source: flash-decoding (split keys, merge by log-sum-exp); exp2 softmax as in FlashAttention.
@@ -234,13 +243,16 @@ def block_attention(
         )
     if gate_TE is not None:
         check_gate(out_TNH, gate_TE, gate_TE.shape[-1] - N * H)
+    if sinks_N is not None and (sinks_N.shape != (N,) or gate_TE is not None):
+        raise ValueError(f"sinks {tuple(sinks_N.shape)}: need {N}, a head each, and no gate")
     if window is not None and window < 1:
         raise ValueError(
             f"window {window}: a row sees at least its own key; use 1 or more, or None"
         )
     if not (q_TNH.is_cuda or INTERPRET):
         attended_TNH = block_attention_reference(
-            q_TNH, kv_cache, page_table_BW, start_B, block_length, causal, window, padded
+            *(q_TNH, kv_cache, page_table_BW, start_B, block_length, causal, window, padded),
+            sinks_N=sinks_N,
         )
         if gate_TE is not None:
             begin = gate_TE.shape[-1] - N * H
@@ -251,14 +263,15 @@ def block_attention(
     if H not in HEAD_DIMS:
         raise ValueError(f"head_dim {H}: the Triton kernel takes {HEAD_DIMS}")
     num_splits = workspace.lse_ZTN.shape[0]
-    specialised = takes(q_TNH, kv_cache, block_length) and padded == 0 and gate_TE is None
+    is_plain = padded == 0 and gate_TE is None and sinks_N is None
+    specialised = takes(q_TNH, kv_cache, block_length) and is_plain
     if config is None and specialised and num_splits > FEW_SPLITS:
         config = SpecializedConfig()
     if isinstance(config, SpecializedConfig):
         if not specialised:
             raise ValueError(
                 f"{q_TNH.dtype}, blocks of {block_length} rows, padded {padded}: specialised warps "
-                "take what `takes` says, in a step and without a gate; use a LaunchConfig"
+                "take what `takes` says, in a step, without gate or sinks; use a LaunchConfig"
             )
         launch(
             *(q_TNH, kv_cache, page_table_BW, start_B, block_length, causal, out_TNH),
@@ -283,6 +296,7 @@ def block_attention(
     shape = {"N": N, "H": H, "G": block_length, "K": K, "ROWS": rows, "ROW_TILES": row_tiles}
     shape |= {"CHUNK": config.chunk, "SPLITS": num_splits, "PDL": pdl}
     shape |= {"WINDOW": window or 0, "PADDED": padded, "GATE": 0}
+    shape["SINKS"] = sinks_N is not None
     gate: tuple[torch.Tensor, int, int] = out_TNH, 0, 0
     if gate_TE is not None:
         gate_ZTE = gate_TE if gate_TE.dim() == 3 else gate_TE.unsqueeze(0)
@@ -299,6 +313,7 @@ def block_attention(
         out_TNH,
         *gate,
         *workspace,
+        sinks_N,
         q_TNH.stride(0),
         page_table_BW.stride(0),
         H**-0.5 * LOG2_E,

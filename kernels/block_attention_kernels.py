@@ -13,6 +13,7 @@ from graphengine.kernels.interpreter import dot
 from graphengine.kernels.output_gate import gated
 
 LOG2_E = 1.4426950408889634  # scores are exponents of 2
+_LOG2_E = tl.constexpr(LOG2_E)
 
 
 @triton.jit
@@ -107,6 +108,7 @@ def block_attention_kernel(
     partial_out,
     partial_lse,
     arrived,
+    sinks,
     q_row_stride,
     table_stride,
     scale_log2,
@@ -122,6 +124,7 @@ def block_attention_kernel(
     WINDOW: tl.constexpr,
     PADDED: tl.constexpr,
     GATE: tl.constexpr,
+    SINKS: tl.constexpr,
     TILE: tl.constexpr,
     S: tl.constexpr,
     CAUSAL: tl.constexpr,
@@ -195,6 +198,10 @@ def block_attention_kernel(
         num_tiles -= (chunks * CHUNK - read) // TILE
     highest = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
+    if SINKS:  # the first split's rows begin as if a key without a value had been seen
+        sink = tl.load(sinks + head, mask=exists, other=0.0).to(tl.float32) * _LOG2_E
+        highest = tl.where(split == 0, sink, highest)
+        total = tl.where(split == 0, 1.0, total)
     acc = tl.zeros([ROWS, H], tl.float32)
     for n in range(num_tiles):
         key = first + offset

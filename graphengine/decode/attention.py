@@ -1,45 +1,33 @@
 """Attention over the paged cache: plan once per forward, run once per layer.
 
-The only importer of flashinfer. Backends with one interface: `TorchAttention` (any device and
-dtype; the reference), `FlashInferAttention` (fa2, GPU, bf16), and our Triton kernels, which plan
-nothing. Queries are ragged rows grouped by request; the last stands at its request's last key, and
+Backends with one interface: `TorchAttention` (any device and dtype; the reference),
+`FlashInferAttention` (its own file; fa2, GPU, bf16), and our Triton kernels, which plan nothing.
+Queries are ragged rows grouped by request; the last stands at its request's last key, and
 `config.draft.AttentionRule` says which keys each sees.
 
-Invariant: `plan` has run for exactly the current lengths before `run`. Planning from an upper bound
-gives wrong results in flashinfer 0.6.12 (an empty planned chunk corrupts the merge).
-Backend fa2 is passed by name: "auto" picks fa3 on Hopper, which packs no GQA heads and splits no
-KV; at 4k tokens it took 57.7 us against 14.3 us on an H200.
+Invariant: `plan` has run for exactly the current lengths before `run`.
 
 Legend: T rows, N / K / H query heads / kv heads / head dim, S page size.
 """
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import importlib.util
-import logging
-import threading
 from array import array
-from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from graphengine.config.draft import AttentionRule, DraftSpec
+from graphengine.config.draft import AttentionRule
 from graphengine.config.model import ModelConfig
-from graphengine.decode import flashinfer_internals
 from graphengine.decode.kvcache import pages_for
 from graphengine.kernels import chunk_attention, merge_splits, output_gate
 from graphengine.kernels.block_attention import Workspace, block_attention, choose_num_splits
 from graphengine.kernels.block_attention import workspace as block_workspace
-
-FLASHINFER_HEAD_DIMS = (64, 128, 256)
-FA2_MIN_ROWS = 16  # of a tile of queries
-FLOAT_WORKSPACE_BYTES = 256 << 20
 
 
 class Layout(NamedTuple):
@@ -89,22 +77,47 @@ class Layout(NamedTuple):
 
 
 class Attention(Protocol):
-    """Plans for a layout, then attends layer by layer."""
+    """Plans for a layout, then attends in any layer of one rule."""
 
     def plan(self, layout: Layout) -> None:
         """Prepares for `layout`; host work only, plus small asynchronous copies."""
         ...
 
     def run(
-        self, q_TNH: Tensor, kv_cache: Tensor, out_TNH: Tensor, gate_TE: Tensor | None = None
+        self,
+        q_TNH: Tensor,
+        kv_cache: Tensor,
+        out_TNH: Tensor,
+        gate_TE: Tensor | None = None,
+        sinks_N: Tensor | None = None,
     ) -> None:
         """`out = softmax(q k^T / sqrt(H)) v`. Mutates: out_TNH, the planned rows only.
 
         Args:
             kv_cache: [2, num_pages, S, K, H] of one layer.
             gate_TE: [T, E] or partial sums [Z, T, E], whose last columns gate: `out *= sigmoid`.
+            sinks_N: a logit of each head that joins the softmax, without a value.
         """
         ...
+
+
+class LayerAttentions(NamedTuple):
+    """A target's attention: one of each rule, by layer."""
+
+    layers: tuple[Attention, ...]
+
+    @classmethod
+    def of(cls, config: ModelConfig, make: Callable[[AttentionRule], Attention]) -> LayerAttentions:
+        """Causal attention, of each window of the layers once."""
+        windows = config.windows or (None,) * config.num_hidden_layers
+        rules = [AttentionRule(causal=True, window=window) for window in windows]
+        made = {rule: make(rule) for rule in dict.fromkeys(rules)}
+        return cls(tuple(made[rule] for rule in rules))
+
+    @property
+    def distinct(self) -> tuple[Attention, ...]:
+        """Each once: what is planned."""
+        return tuple(dict.fromkeys(self.layers))
 
 
 class TorchAttention:
@@ -140,7 +153,12 @@ class TorchAttention:
             self._requests.append((slice(qo[b], qo[b + 1]), slots, mask))
 
     def run(
-        self, q_TNH: Tensor, kv_cache: Tensor, out_TNH: Tensor, gate_TE: Tensor | None = None
+        self,
+        q_TNH: Tensor,
+        kv_cache: Tensor,
+        out_TNH: Tensor,
+        gate_TE: Tensor | None = None,
+        sinks_N: Tensor | None = None,
     ) -> None:
         k_all, v_all = kv_cache.flatten(1, 2).unbind(0)
         for rows, slots, mask in self._requests:
@@ -151,132 +169,24 @@ class TorchAttention:
             # copies of the keys. Keys repeated by a stride of 0 are wrong: CUDA's kernel for masks
             # then gets rows of 64 n + 1 keys wrong (torch 2.11; pytorch issue 191937).
             grouped = q.unflatten(0, (-1, self._group)).flatten(1, 2)[None]
+            if sinks_N is not None:
+                k, v, mask = _with_sink(k, v, mask, sinks_N, q.shape[1])
             attended = F.scaled_dot_product_attention(grouped, k[None], v[None], attn_mask=mask)
             out_TNH[rows] = attended.reshape(q.shape).transpose(0, 1)
             gate_rows_(out_TNH[rows], gate_TE if gate_TE is None else gate_TE[..., rows, :])
 
 
-class FlashInferAttention:
-    """FlashInfer's paged prefill kernel, fa2.
-
-    With `num_requests` the wrapper's metadata has fixed addresses, so that a captured launch stays
-    valid when `plan` runs before each replay; eager calls use the same wrapper, so all graph modes
-    run the same kernel with the same plan. Without it (prefill) sizes are free.
-
-    A plan's copies leave from pinned memory that the wrapper uses again (0.6.12, scheduler.cuh), so
-    a plan first waits for those of the one before: in a prefill's queue of chunks one's kernels
-    would run with the next one's tiles, silently or into an illegal address.
-
-    A window is fa2's `window_left`, which counts keys before the row's own and is applied whatever
-    the causality (0.6.12, variants.cuh). For non-causal rows it is exact within two limits: there
-    is no end to the right, so the window must reach over the block; and a split plan holds
-    `window_left` keys and a tile of rows, so the block must fit the smallest tile (scheduler.cuh).
-    """
-
-    def __init__(
-        self,
-        config: ModelConfig,
-        page_size: int,
-        rule: AttentionRule,
-        workspace: Tensor,
-        dtype: torch.dtype,
-        num_requests: int | None = None,
-        max_pages: int = 0,
-    ):
-        from flashinfer import BatchPrefillWithPagedKVCacheWrapper
-
-        self._config, self._page_size, self._rule = config, page_size, rule
-        self._dtype, self._device = dtype, workspace.device
-        self._num_rows = 0
-        # Behind the last plan's copies; a stand-in for the wrapper may be planned on the CPU.
-        self._copied = torch.cuda.Event() if workspace.is_cuda else None
-        fixed: dict[str, Any] = {}
-        if num_requests is not None:
-            sizes = {
-                "qo_indptr_buf": num_requests + 1,
-                "paged_kv_indptr_buf": num_requests + 1,
-                "paged_kv_indices_buf": max_pages,
-                "paged_kv_last_page_len_buf": num_requests,
-            }
-            fixed = {k: workspace.new_zeros(n, dtype=torch.int32) for k, n in sizes.items()}
-            fixed["use_cuda_graph"] = True
-        self._wrapper: Any = BatchPrefillWithPagedKVCacheWrapper(
-            workspace, "NHD", backend="fa2", **fixed
-        )
-
-    def plan(self, layout: Layout) -> None:
-        config = self._config
-        self._num_rows = int(layout.qo_indptr_cpu[-1])
-        if self._copied is not None:
-            self._copied.synchronize()  # at once before the first
-        # The planner reads lengths on the host but copies the indices to the device; from pageable
-        # host memory it would wait for the stream, so they are sent ahead.
-        indices = layout.paged_kv_indices_cpu.to(self._device, non_blocking=True)
-        self._wrapper.plan(
-            layout.qo_indptr_cpu,
-            layout.paged_kv_indptr_cpu,
-            indices,
-            layout.paged_kv_last_page_len_cpu,
-            config.num_attention_heads,
-            config.num_key_value_heads,
-            config.head_dim,
-            self._page_size,
-            causal=self._rule.causal,
-            window_left=(self._rule.window or 0) - 1,  # -1: none
-            q_data_type=self._dtype,
-            kv_data_type=self._dtype,
-        )
-        if self._copied is not None:
-            self._copied.record()
-
-    def run(
-        self, q_TNH: Tensor, kv_cache: Tensor, out_TNH: Tensor, gate_TE: Tensor | None = None
-    ) -> None:
-        if not self._num_rows:  # not planned yet: no rows
-            return
-        # flashinfer takes planned rows alone, so no padding; a capture is planned for all rows.
-        planned = slice(self._num_rows)
-        q_TNH, out_TNH = q_TNH[planned], out_TNH[planned]
-        # Passing out= matters: without it 0.6.12 allocates and zero-fills in every layer.
-        self._wrapper.run(q_TNH, (kv_cache[0], kv_cache[1]), out=out_TNH)
-        gate_rows_(out_TNH, gate_TE if gate_TE is None else gate_TE[..., planned, :])
-
-
-def compile_flashinfer_ahead(
-    dtype: torch.dtype, target: ModelConfig, draft: DraftSpec | None
-) -> threading.Event:
-    """Starts FlashInfer's compiler beside everything else; a cold one takes half a minute.
-
-    It is a subprocess that makes no CUDA call, so it may run while weights load, segments compile
-    and graphs are captured. Whoever plans first waits for its lock. What fails here is left to fail
-    there, where it has a caller.
-
-    Args: draft: None where it does not attend with FlashInfer.
-
-    Returns:
-        Set once FlashInfer's modules are imported, or cannot be, which takes a second: whoever
-        imports them, or much else of torch, waits for it.
-    """
-    kinds = {(target.head_dim, False)}
-    if draft is not None:
-        windowed = {rule.window is not None for rule in draft.attention_rules}
-        kinds |= {(model.head_dim, has) for model in draft.models for has in windowed}
-    imported = threading.Event()
-
-    def build() -> None:
-        modules: list[Any] = []
-        try:
-            modules = [flashinfer_internals.planned_module(dtype, *kind) for kind in sorted(kinds)]
-        except Exception as error:
-            logging.getLogger(__name__).warning("FlashInfer compiles nothing ahead: %s", error)
-        finally:
-            imported.set()
-        for module in modules:
-            with contextlib.suppress(Exception):
-                flashinfer_internals.build(module)
-
-    threading.Thread(target=build, name="flashinfer-compiler", daemon=True).start()
-    return imported
+def _with_sink(
+    k: Tensor, v: Tensor, mask: Tensor | None, sinks_N: Tensor, num_rows: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Keys and values, one of zeros behind them, and the mask that gives it the sink's logit."""
+    num_heads, num_keys, _ = k.shape
+    shape = num_heads, len(sinks_N) // num_heads * num_rows
+    seen = k.new_zeros(*shape, num_keys)
+    if mask is not None:
+        seen.masked_fill_(~mask, -torch.inf)
+    sinks = sinks_N.to(k.dtype).repeat_interleave(num_rows).view(*shape, 1)
+    return F.pad(k, (0, 0, 0, 1)), F.pad(v, (0, 0, 0, 1)), torch.cat([seen, sinks], -1)
 
 
 def _num_sms(device: torch.device) -> int:
@@ -320,7 +230,12 @@ class BlockAttention:
         """Nothing to do: the lengths are on the device."""
 
     def run(
-        self, q_TNH: Tensor, kv_cache: Tensor, out_TNH: Tensor, gate_TE: Tensor | None = None
+        self,
+        q_TNH: Tensor,
+        kv_cache: Tensor,
+        out_TNH: Tensor,
+        gate_TE: Tensor | None = None,
+        sinks_N: Tensor | None = None,
     ) -> None:
         block_attention(
             q_TNH,
@@ -334,6 +249,7 @@ class BlockAttention:
             window=self._rule.window,
             padded=self._padded,
             gate_TE=gate_TE,
+            sinks_N=sinks_N,
         )
 
 
@@ -362,8 +278,14 @@ class ChunkAttention:
         """Nothing to do: the lengths are on the device."""
 
     def run(
-        self, q_TNH: Tensor, kv_cache: Tensor, out_TNH: Tensor, gate_TE: Tensor | None = None
+        self,
+        q_TNH: Tensor,
+        kv_cache: Tensor,
+        out_TNH: Tensor,
+        gate_TE: Tensor | None = None,
+        sinks_N: Tensor | None = None,
     ) -> None:
+        assert sinks_N is None, "chunks with sinks are in blocks of 16"
         chunk_attention.chunk_attention(
             q_TNH, kv_cache, self._page_table_BW, self._start_B, out_TNH, self._partials
         )
@@ -374,18 +296,3 @@ def gate_rows_(out_TNH: Tensor, gate_TE: Tensor | None) -> None:
     """`out *= sigmoid(gate)`, if there is a gate. Mutates: out_TNH."""
     if gate_TE is not None:
         output_gate.gate_(out_TNH, gate_TE)
-
-
-def flashinfer_can_window(rules: Sequence[AttentionRule], block: int) -> bool:
-    """Whether fa2's windows are exactly these rules for a block of that many rows."""
-    return all(r.window is None or r.causal or block <= min(r.window, FA2_MIN_ROWS) for r in rules)
-
-
-def flashinfer_missing() -> bool:
-    """Whether the `cuda` extra is not installed."""
-    return importlib.util.find_spec("flashinfer") is None
-
-
-def make_workspace(device: torch.device) -> Tensor:
-    """FlashInfer's scratch for split-KV partials; wrappers on one stream share it."""
-    return torch.zeros(FLOAT_WORKSPACE_BYTES, dtype=torch.uint8, device=device)

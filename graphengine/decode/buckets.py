@@ -19,21 +19,21 @@ from torch import Tensor
 
 from graphengine.capture.compile import compile_segments
 from graphengine.capture.runners import GraphPool, Runner, run_chain
-from graphengine.config.draft import CAUSAL, AttentionRule
+from graphengine.config.draft import AttentionRule
 from graphengine.config.engine import EngineConfig
 from graphengine.config.model import ModelConfig
 from graphengine.decode.attention import (
     Attention,
     BlockAttention,
-    FlashInferAttention,
+    LayerAttentions,
     Layout,
     TorchAttention,
-    make_workspace,
 )
 from graphengine.decode.buffers import Arena, StepBuffers
 from graphengine.decode.chains import step_chains
 from graphengine.decode.compile_ahead import CompileAhead
 from graphengine.decode.fixed_chunk import FixedChunk
+from graphengine.decode.flashinfer_attention import FlashInferAttention, make_workspace
 from graphengine.decode.kvcache import NULL_PAGE, pages_for
 from graphengine.decode.proposer import Attends, Pair, step_buffers
 from graphengine.decode.segments import Segments
@@ -46,7 +46,7 @@ class Bucket:
 
     size: int
     buffers: StepBuffers
-    attentions: tuple[Attention, ...]  # the verify's, then one a kind of the drafter's layers
+    attentions: tuple[Attention, ...]  # one a kind of the target's layers, then of the drafter's
     stages: tuple[Stage, ...]  # in the order in which a step launches them
     ahead: Runner | None
     """The last stage, which is of the next block; rows that begin run it once."""
@@ -65,7 +65,7 @@ class Wired(NamedTuple):
     """A bucket's chains, over its buffers and attentions."""
 
     buffers: StepBuffers
-    verify: Attention
+    verify: LayerAttentions
     drafts: dict[AttentionRule, Attention]
     chains: Chains
 
@@ -138,7 +138,7 @@ class BucketBuilder:
         rows = {attends.rows for attends in pair.proposer.attends}
         assert len(rows) <= 1  # a plan is for one number of rows
         before_draft = Planned(tuple(drafts.values()), *rows)
-        plans = (Planned((verify,), views.block), before_draft)
+        plans = (Planned(verify.distinct, views.block), before_draft)
         parts = cut(chains, plans[0], before_draft if config.plans_attention else None)
 
         stages, ahead, drafting = eager_stages(parts)
@@ -178,7 +178,8 @@ class BucketBuilder:
         self.arena.clear_()
         if simulation is not None and drawn is not None:
             simulation.step_1.copy_(drawn)
-        return Bucket(size, views, (verify, *drafts.values()), tuple(stages), ahead, drafting)
+        attentions = (*verify.distinct, *drafts.values())
+        return Bucket(size, views, attentions, tuple(stages), ahead, drafting)
 
     def _arena(self, size: int) -> Arena:
         """Memory of buckets up to that size, and of the longest block."""
@@ -213,7 +214,8 @@ class BucketBuilder:
                 model, config.page_size, rule, self.workspace, self.dtype, size, table_BW.numel()
             )
 
-        verify = attention(Attends(pair.target.config, CAUSAL, views.block))
+        model, rows = pair.target.config, views.block
+        verify = LayerAttentions.of(model, lambda rule: attention(Attends(model, rule, rows)))
         drafts = {kind.rule: attention(kind) for kind in pair.proposer.attends}
         return Wired(views, verify, drafts, step_chains(pair, views, verify, drafts, segments))
 
@@ -225,11 +227,15 @@ def _buffers(pair: Pair, arena: Arena, num_requests: int) -> StepBuffers:
 
 def prefill_attention(
     config: EngineConfig, model: ModelConfig, dtype: torch.dtype, device: torch.device
-) -> Attention:
+) -> LayerAttentions:
     """The causal attention of prefills, any lengths."""
+    size = config.page_size
     if config.prefill_attention_backend == "flashinfer":
-        return FlashInferAttention(model, config.page_size, CAUSAL, make_workspace(device), dtype)
-    return TorchAttention(model, config.page_size, CAUSAL, device)
+        space = make_workspace(device)
+        return LayerAttentions.of(
+            model, lambda rule: FlashInferAttention(model, size, rule, space, dtype)
+        )
+    return LayerAttentions.of(model, lambda rule: TorchAttention(model, size, rule, device))
 
 
 def _dummy_layout(num_requests: int, block: int, page_size: int) -> Layout:

@@ -10,7 +10,7 @@ from functools import partial
 from torch import Tensor
 
 from graphengine.capture.steps import Step
-from graphengine.decode.attention import Attention
+from graphengine.decode.attention import LayerAttentions
 from graphengine.decode.buffers import StepBuffers
 from graphengine.decode.ends import end_names, make_end, publish_step
 from graphengine.decode.proposer import Attentions, Pair
@@ -24,7 +24,7 @@ from graphengine.kernels.gated_delta_prefill import Pieces
 def step_chains(
     pair: Pair,
     buffers: StepBuffers,
-    attention: Attention,
+    attention: LayerAttentions,
     draft_attentions: Attentions,
     segments: Segments,
 ) -> Chains:
@@ -57,7 +57,7 @@ def prefill_chains(
     pair: Pair,
     rows: Rows,
     logit_rows_R: Tensor,
-    attention: Attention,
+    attention: LayerAttentions,
     attn_TNH: Tensor,
     pieces: Pieces | None = None,
 ) -> tuple[list[Step], list[Step]]:

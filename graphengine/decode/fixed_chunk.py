@@ -34,8 +34,13 @@ from graphengine import names
 from graphengine.capture.beside import beside, other_stream
 from graphengine.capture.runners import EagerRunner, GraphPool, Runner, capture_ends
 from graphengine.capture.steps import AttentionStep, Carry, Dense, Host, Step
-from graphengine.config.draft import CAUSAL
-from graphengine.decode.attention import Attention, BlockAttention, ChunkAttention
+from graphengine.config.draft import AttentionRule
+from graphengine.decode.attention import (
+    Attention,
+    BlockAttention,
+    ChunkAttention,
+    LayerAttentions,
+)
 from graphengine.decode.chains import prefill_chains
 from graphengine.decode.chunk_sizes import BLOCK
 from graphengine.decode.kvcache import pages_for
@@ -207,11 +212,13 @@ class FixedChunk:
         config, buffers = pair.target.config, self._buffers
         blocks = slice(rows.start // self.block, rows.stop // self.block)
         table_BW, start_B = buffers.table_BW[blocks], buffers.sent.start_B[blocks]
-        attention: Attention
-        if self.is_long:
-            attention = ChunkAttention(config, table_BW, start_B)
-        else:
-            attention = BlockAttention(config, CAUSAL, table_BW, start_B, BLOCK, padded=NO_PROMPT)
+
+        def make(rule: AttentionRule) -> Attention:
+            if self.is_long:
+                return ChunkAttention(config, table_BW, start_B)
+            return BlockAttention(config, rule, table_BW, start_B, BLOCK, padded=NO_PROMPT)
+
+        attention = LayerAttentions.of(config, make)
         own = Rows(*(x[rows] for x in buffers.rows))
         pieces = Pieces(*buffers.sent.pieces_6R)
         return prefill_chains(pair, own, buffers.last_R, attention, attn_TNH[rows], pieces)

@@ -20,9 +20,8 @@ from torch import Tensor
 
 from graphengine import names
 from graphengine.capture.runners import run_chain
-from graphengine.config.draft import CAUSAL
 from graphengine.decode.adjustments import adjust_first
-from graphengine.decode.attention import Attention, Layout, TorchAttention
+from graphengine.decode.attention import LayerAttentions, Layout, TorchAttention
 from graphengine.decode.chains import prefill_chains
 from graphengine.decode.chunk_sizes import BLOCK, FAR, FAR_LEAST, first_rows, forward_time
 from graphengine.decode.fixed_chunk import FixedChunk, Piece
@@ -96,7 +95,7 @@ class Prefill:
     """
 
     pair: Pair
-    attention: Attention
+    attention: LayerAttentions
     chunk: int
     fixed: tuple[FixedChunk, ...] = ()
     far: tuple[FixedChunk, ...] = ()
@@ -278,7 +277,8 @@ class Prefill:
             recurrent = Pieces(*self._upload(pieces_of(known)))
         layout = Layout.build(lengths, [piece.end for piece in pieces], pages, size)
         with names.range_("plan"):
-            self.attention.plan(layout)
+            for attention in self.attention.distinct:
+                attention.plan(layout)
         return self._run_chains(rows, logit_rows_R, self.attention, recurrent, take)
 
     def _upload(self, x: Tensor) -> Tensor:
@@ -291,7 +291,10 @@ class Prefill:
         Mutates: the K/V of the null page."""
         target, device = self.pair.target, self.pair.target.kv_pool.device
         zeros_T = torch.zeros(num_rows, dtype=torch.int64, device=device)
-        unplanned = TorchAttention(target.config, self.pair.config.page_size, CAUSAL, device)
+        config, page_size = target.config, self.pair.config.page_size
+        unplanned = LayerAttentions.of(
+            config, lambda rule: TorchAttention(config, page_size, rule, device)
+        )
         nothing = Pieces(*pieces_of([(0, 0, NULL_SLOT, 0, NULL_SLOT)]).to(device))
         self._run_chains(Rows(zeros_T, zeros_T, zeros_T), zeros_T[:1], unplanned, nothing)
 
@@ -299,7 +302,7 @@ class Prefill:
         self,
         rows: Rows,
         logit_rows_R: Tensor,
-        attention: Attention,
+        attention: LayerAttentions,
         pieces: Pieces | None,
         take: Callable[[Tensor], None] | None = None,
     ) -> Tensor:

@@ -20,9 +20,10 @@ from torch import Tensor
 from graphengine import names
 from graphengine.capture.steps import AttentionStep, Carry, Dense, Step
 from graphengine.config.model import ModelConfig
-from graphengine.decode.attention import Attention
+from graphengine.decode.attention import Attention, LayerAttentions
 from graphengine.decode.recurrence import Recurrence, States
 from graphengine.decode.segments import LastWeights, Segments
+from graphengine.models.attention import AttentionWeights
 from graphengine.models.decoder import LayerWeights, Weights, mixer_of
 from graphengine.models.gated_delta import GatedDeltaWeights
 
@@ -118,10 +119,13 @@ def layer_steps(
 
     def attend(layer: int) -> Step:
         kv_cache, attention = kv_pool[sum(is_paged[:layer])], attentions[layer]
+        mixer = layers[layer].mixer
+        sinks_N = mixer.sinks_N if isinstance(mixer, AttentionWeights) else None
 
         def run(carry: Carry) -> Carry:
             h_TD, q_TNH, *gate = carry
-            attention.run(q_TNH, kv_cache, attn_TNH, *gate)
+            gate_TE = gate[0] if gate else None
+            attention.run(q_TNH, kv_cache, attn_TNH, gate_TE, sinks_N)
             return h_TD, attn_TNH
 
         return AttentionStep(names.attention_name(chain, layer), run)
@@ -145,7 +149,7 @@ def target_chain(
     chain: str,
     target: Target,
     rows: Rows,
-    attention: Attention,
+    attention: LayerAttentions,
     attn_TNH: Tensor,
     segments: Segments,
     tap_: Tap,
@@ -154,8 +158,7 @@ def target_chain(
     """A target forward up to its last mixing; `last_step` follows."""
     weights, eps = target.weights, target.config.rms_norm_eps
     stack = Stack(weights.embed_VD, weights.layers, weights.rope_PH, target.kv_pool, eps)
-    attentions = [attention] * target.config.num_hidden_layers
-    return layer_steps(chain, stack, rows, attentions, attn_TNH, segments, tap_, recurrence)
+    return layer_steps(chain, stack, rows, attention.layers, attn_TNH, segments, tap_, recurrence)
 
 
 def last_step(chain: str, target: Target, tap_: Tap, end: Callable[..., Carry]) -> Step:

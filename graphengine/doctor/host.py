@@ -17,7 +17,7 @@ from graphengine.config.draft import DraftConfig, DraftSpec
 from graphengine.config.draft_length import draft_at
 from graphengine.config.engine import EngineConfig
 from graphengine.config.model import ModelConfig
-from graphengine.decode.attention import FLASHINFER_HEAD_DIMS
+from graphengine.decode.flashinfer_attention import FLASHINFER_HEAD_DIMS
 from graphengine.doctor.findings import Finding, error, info, ok, warning
 from graphengine.drafters.dflash import MAX_QUANTIZED_ROWS
 from graphengine.profiles.result_schema import environment

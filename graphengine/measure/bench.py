@@ -282,15 +282,17 @@ def token_bytes(built: Built) -> float:
 
 
 def context_bytes(built: Built, num_tokens: float) -> float:
-    """Bytes of a request's context that one step reads: K/V, where a layer of the drafter has a
-    window no more than that; and the target's states, which it writes as well."""
+    """Bytes of a request's context that one step reads: K/V, where a layer has a window no more
+    than that; and the target's states, which it writes as well."""
     size, draft = getattr(torch, built.config.dtype).itemsize, built.draft
     found = num_tokens * token_bytes(built) + 2 * state_bytes(built.target, size)
+    windows = [(built.target, window) for window in built.target.windows if window]
     if draft is not None and draft.models:
         (model,) = draft.models
+        windows += [(model, rule.window) for rule in draft.attention_rules if rule.window]
+    for model, window in windows:
         of_layer = page_bytes(model, 1, size) / model.num_hidden_layers
-        windows = [rule.window for rule in draft.attention_rules if rule.window]
-        found -= of_layer * sum(max(num_tokens - window, 0) for window in windows)
+        found -= of_layer * max(num_tokens - window, 0)
     return found
 
 

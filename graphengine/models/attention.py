@@ -3,7 +3,8 @@ the cache write in one kernel, a planned attention, and the projection back.
 
 Qwen3 normalises each head of q and k, the others do not; Qwen2 has biases of q, k and v, Mistral
 and Phi-3 none, the others may have them. Phi-3's files hold q, k, v as one tensor; where rope turns
-a part of a head, heads are packed in `layers.rotary_order`.
+a part of a head, heads are packed in `layers.rotary_order`. gpt-oss has a sink for each head, a
+logit that joins every row's softmax and takes its share to no value.
 
 Legend: T rows, D hidden, N / K / H query heads / kv heads / head dim, F = N * H, E = (N + 2K) * H.
 Source: Qwen3 technical report (arXiv 2505.09388), Llama 3 (arXiv 2407.21783); golden-tested against
@@ -30,6 +31,7 @@ class AttentionWeights(NamedTuple):
     qkv_bias_E: Tensor | None
     q_norm_H: Tensor | None
     k_norm_H: Tensor | None
+    sinks_N: Tensor | None
     o_DF: Matrix
     o_bias_D: Tensor | None
 
@@ -71,6 +73,7 @@ def weights(config: ModelConfig) -> Fields:
         ),
         "q_norm_H": q_norm,
         "k_norm_H": k_norm,
+        "sinks_N": (Weight(f"{name}sinks", (num_heads,), 0),) if config.has_sinks else (),
         "o_DF": (Weight(f"{name}o_proj.weight", (hidden, q_size), 1),),
         "o_bias_D": (Weight(f"{name}o_proj.bias", (hidden,)),) if config.has_output_bias else (),
     }

@@ -31,10 +31,10 @@ from graphengine.config.draft_length import longest_draft
 from graphengine.config.engine import EngineConfig
 from graphengine.config.model import ModelConfig
 from graphengine.config.options import Options
-from graphengine.decode.attention import compile_flashinfer_ahead
 from graphengine.decode.buckets import BucketBuilder, prefill_attention
 from graphengine.decode.chunk_sizes import PAIRED_SIZES, is_long
 from graphengine.decode.fixed_chunk import FixedChunk
+from graphengine.decode.flashinfer_attention import compile_flashinfer_ahead
 from graphengine.decode.grammar import Grammars
 from graphengine.decode.kvcache import make_pool
 from graphengine.decode.lane import Lane

@@ -280,7 +280,7 @@ def _plan(
         recurrent_state_bytes=state_bytes(target, dtype.itemsize) * num_slots(config),
         step_buffer_bytes=buffers,
         prefill_bytes=workspace.prefill_bytes(config, target, draft, dtype.itemsize),
-        attention_workspace_bytes=workspace.shared_scratch_bytes(config) + scratch,
+        attention_workspace_bytes=workspace.shared_scratch_bytes(config, target) + scratch,
         activation_bytes=workspace.activation_bytes(config, target, draft, dtype.itemsize),
         plain_decode_bytes=plain,
         margin_bytes=GPU_MARGIN_BYTES if config.device == "cuda" else 0,

@@ -22,12 +22,12 @@ from graphengine.config.options import (
     GraphMode,
     Options,
 )
-from graphengine.decode.attention import (
+from graphengine.decode.chunk_sizes import far_sizes_for, sizes_for
+from graphengine.decode.flashinfer_attention import (
     FLASHINFER_HEAD_DIMS,
     flashinfer_can_window,
     flashinfer_missing,
 )
-from graphengine.decode.chunk_sizes import far_sizes_for, sizes_for
 from graphengine.decode.kvcache import keyed_layers_in
 from graphengine.decode.simulate import acceptance_rate
 from graphengine.kernels import chunk_attention
@@ -91,7 +91,7 @@ def resolve_options(options: Options, target: ModelConfig, draft: DraftSpec | No
     backend, prefill = _attentions(options, target, draft, mode, dtype, on_gpu)
     page_size = options.page_size or _PAGE_SIZES[backend]
     is_fixed = on_gpu and backend != "torch" and target.head_dim in HEAD_DIMS
-    if is_fixed and _takes_long_chunks(dtype, target.head_dim, page_size):
+    if is_fixed and _takes_long_chunks(dtype, target, page_size):
         prefill = "triton"
     if mode != "none" and not on_gpu:
         raise ValueError(
@@ -239,8 +239,9 @@ def _halves_pay(target: ModelConfig, draft: DraftSpec | None) -> bool:
     return set(target.layer_kinds) == {("attention", "swiglu")} and not is_last_tapped
 
 
-def _takes_long_chunks(dtype: str, head_dim: int, page_size: int) -> bool:
-    """Whether `chunk_attention` runs on this GPU."""
-    is_hopper = torch.cuda.get_device_capability()[0] == 9
-    fits = head_dim in chunk_attention.HEAD_DIMS and page_size in chunk_attention.PAGE_SIZES
-    return is_hopper and fits and dtype == "bfloat16"
+def _takes_long_chunks(dtype: str, target: ModelConfig, page_size: int) -> bool:
+    """Whether `chunk_attention` runs on this GPU, which knows neither windows nor sinks."""
+    is_hopper, dims = torch.cuda.get_device_capability()[0] == 9, chunk_attention.HEAD_DIMS
+    fits = target.head_dim in dims and page_size in chunk_attention.PAGE_SIZES
+    is_whole = not target.windows and not target.has_sinks
+    return is_hopper and fits and is_whole and dtype == "bfloat16"

@@ -17,10 +17,11 @@ from graphengine.config.draft import DraftConfig, DraftSpec
 from graphengine.config.draft_length import draft_at
 from graphengine.config.engine import EngineConfig
 from graphengine.config.model import ModelConfig
-from graphengine.decode.attention import FLOAT_WORKSPACE_BYTES, BlockAttention, ChunkAttention
+from graphengine.decode.attention import BlockAttention, ChunkAttention
 from graphengine.decode.chunk_sizes import BLOCK, PAIRED_SIZES, is_long
 from graphengine.decode.ends import end_names
 from graphengine.decode.fixed_chunk import MOST_PROMPTS
+from graphengine.decode.flashinfer_attention import FLOAT_WORKSPACE_BYTES
 from graphengine.decode.kvcache import page_bytes
 from graphengine.decode.prefill import SCORED_ROWS
 from graphengine.kernels import chunk_attention
@@ -161,10 +162,11 @@ def activation_bytes(
     return total
 
 
-def shared_scratch_bytes(config: EngineConfig) -> int:
-    """FlashInfer's scratch: one for all buckets, one and a wrapper's for prefills."""
+def shared_scratch_bytes(config: EngineConfig, target: ModelConfig) -> int:
+    """FlashInfer's scratch: one for all buckets, one and each window's wrapper for prefills."""
     prefills, decodes = config.prefill_attention_backend, config.attention_backend
-    total = FLOAT_WORKSPACE_BYTES + FLASHINFER_WRAPPER_BYTES if prefills == "flashinfer" else 0
+    wrappers = len(set(target.windows or (None,))) * FLASHINFER_WRAPPER_BYTES
+    total = FLOAT_WORKSPACE_BYTES + wrappers if prefills == "flashinfer" else 0
     return total + (FLOAT_WORKSPACE_BYTES if decodes == "flashinfer" else 0)
 
 
@@ -177,6 +179,7 @@ def chunk_scratch_bytes(config: EngineConfig, target: ModelConfig, num_sms: int)
         BlockAttention.make_workspace(target, size // BLOCK, BLOCK, num_sms, META)
         for size in config.prefill_sizes
         if not is_long(size)
+        for _ in set(target.windows or (None,))
     ]
     made += [
         ChunkAttention.make_workspace(target, size // chunk_attention.BLOCK, num_sms, META)
@@ -193,7 +196,8 @@ def bucket_scratch_bytes(
     total = 0
     for size in config.buckets:
         own = draft_at(config, draft, size) if draft else None
-        kinds = [(target, own.num_verify_rows if own else 1)]
+        rows = own.num_verify_rows if own else 1
+        kinds = [(target, rows) for _ in set(target.windows or (None,))]
         if own is not None:
             rules = set(own.attention_rules)
             kinds += [(model, own.block_size) for model in own.models for _ in rules]

@@ -79,11 +79,6 @@ BAD_MODEL: dict[str, tuple[Json, str]] = {
         "sliding_attention",
     ),
     "sliding-layers": ({"layer_types": ["sliding_attention"] * 36}, "sliding_attention"),
-    "sliding-window": ({"use_sliding_window": True, "sliding_window": 4096}, "use_sliding_window"),
-    "sliding-some": (
-        {"use_sliding_window": True, "sliding_window": MISSING, "max_window_layers": 35},
-        "use_sliding_window",
-    ),
     "layer-types-count": ({"layer_types": ["full_attention"] * 3}, "3 layer_types"),
     "quantised": ({"quantization_config": {"bits": 4}}, "use the bf16 weights"),
     "activation": ({"hidden_act": "gelu"}, "'gelu'"),
@@ -157,8 +152,6 @@ def test_model_refusals(config: Json, name: str) -> None:
     keys, message = BAD_MODEL[name]
     if name == "layer-types-count" and config is DRAFTER:
         keys = {"layer_types": ["full_attention"] * 3}
-    if name in ("sliding-window", "sliding-some") and config is DRAFTER:
-        keys = {**keys, "layer_types": None}
     if name == "sliding-layers" and config is DRAFTER:
         keys = {"layer_types": ["sliding_attention"] * 5}  # without a sliding_window
     parse: Callable[[Mapping[str, Any], str], Any] = (

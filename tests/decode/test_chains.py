@@ -8,6 +8,7 @@ import pytest
 
 from graphengine.api import Engine
 from graphengine.capture.steps import Step
+from graphengine.decode.attention import LayerAttentions
 from graphengine.decode.chains import step_chains
 from graphengine.decode.segments import Segments
 from tests.decode.test_engine import Pair, loop_of
@@ -28,7 +29,9 @@ def chains_of(engine: Engine) -> Any:
     bucket = loop_of(engine).first.buckets[2]
     rules = [kind.rule for kind in builder.pair.proposer.attends]
     drafts = dict(zip(rules, bucket.attentions[1:], strict=True))
-    return step_chains(builder.pair, bucket.buffers, bucket.attentions[0], drafts, Segments())
+    layers = builder.pair.target.config.num_hidden_layers
+    verify = LayerAttentions(bucket.attentions[:1] * layers)
+    return step_chains(builder.pair, bucket.buffers, verify, drafts, Segments())
 
 
 @pytest.mark.parametrize(

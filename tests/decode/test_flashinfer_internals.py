@@ -10,7 +10,7 @@ import torch
 
 from graphengine import TINY_DRAFT, TINY_TARGET, Engine
 from graphengine.config.draft import AttentionRule, DraftConfig
-from graphengine.decode import attention
+from graphengine.decode import attention, flashinfer_attention
 from graphengine.decode.flashinfer_internals import planned_module
 from graphengine.startup.build import read_configs
 
@@ -43,7 +43,7 @@ def test_what_is_built_ahead_is_what_plan_loads(
     config, _ = read_configs(TINY_TARGET, None)
     workspace = torch.zeros(1 << 20, dtype=torch.uint8)
     rule = AttentionRule(causal=True, window=window)
-    made = attention.FlashInferAttention(config, 16, rule, workspace, torch.bfloat16)
+    made = flashinfer_attention.FlashInferAttention(config, 16, rule, workspace, torch.bfloat16)
     with pytest.raises(LoadedError) as loaded:
         made.plan(attention.Layout.build([3], [3], [[1]], 16))
     module = planned_module(torch.bfloat16, config.head_dim, window is not None)
@@ -80,7 +80,7 @@ def test_kernels_of_every_kind_are_built_ahead(
     assert isinstance(draft, DraftConfig)
     rules = (AttentionRule(causal=False, window=None), AttentionRule(causal=False, window=9))
     windowed: Any = SimpleNamespace(models=draft.models, attention_rules=rules)
-    assert attention.compile_flashinfer_ahead(torch.bfloat16, target, windowed).wait(10)
+    assert flashinfer_attention.compile_flashinfer_ahead(torch.bfloat16, target, windowed).wait(10)
     assert {(args[0], args[6], args[9]) for args in asked} == {
         (names[-1], draft.model.head_dim, True),
         (names[-1], draft.model.head_dim, False),
@@ -91,7 +91,7 @@ def test_kernels_of_every_kind_are_built_ahead(
     assert not failed
     for name in names:  # of a version that has renamed them
         delattr(prefill, name)
-    assert attention.compile_flashinfer_ahead(torch.bfloat16, target, None).wait(10)
+    assert flashinfer_attention.compile_flashinfer_ahead(torch.bfloat16, target, None).wait(10)
     assert not failed
     assert "gen_batch_prefill_module" in caplog.text
 
@@ -99,7 +99,7 @@ def test_kernels_of_every_kind_are_built_ahead(
         raise SystemExit("no licence")
 
     prefill.gen_batch_prefill_module = leave
-    assert attention.compile_flashinfer_ahead(torch.bfloat16, target, None).wait(10)
+    assert flashinfer_attention.compile_flashinfer_ahead(torch.bfloat16, target, None).wait(10)
 
 
 @pytest.mark.gpu

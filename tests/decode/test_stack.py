@@ -15,6 +15,7 @@ from graphengine.capture.steps import AttentionStep, Dense
 from graphengine.checkpoints.sources import Checkpoint
 from graphengine.checkpoints.weights import target_weights
 from graphengine.config.model import ModelConfig
+from graphengine.decode.attention import LayerAttentions
 from graphengine.decode.kvcache import make_pool
 from graphengine.decode.segments import LastWeights, Segments, last_segment
 from graphengine.decode.stack import Rows, Target, last_step, target_chain
@@ -43,9 +44,7 @@ class Passing:
     def __init__(self) -> None:
         self.caches: list[int] = []
 
-    def run(
-        self, q_TNH: Tensor, kv_cache: Tensor, out_TNH: Tensor, gate_TE: Tensor | None = None
-    ) -> None:
+    def run(self, q_TNH: Tensor, kv_cache: Tensor, out_TNH: Tensor, *rest: Tensor | None) -> None:
         self.caches.append(kv_cache.data_ptr())
         out_TNH.copy_(q_TNH)
 
@@ -61,7 +60,8 @@ def test_order_caches_and_taps(target: Target) -> None:
         assert layer not in tapped
         tapped[layer] = h_TD.clone()
 
-    args: Any = (rows, attention, attn_TNH, Segments(), tap_)
+    each: Any = (attention,) * 3
+    args: Any = (rows, LayerAttentions(each), attn_TNH, Segments(), tap_)
     chain = target_chain("verify", target, *args)
     chain.append(last_step("verify", target, tap_, last_segment))
     assert [step.name for step in chain] == chain_names("verify", 3)

@@ -45,7 +45,7 @@ ROOMS: dict[str, str] = {
 
 # dependency -> the modules (or folders) that may import it
 DOORS: dict[str, set[str]] = {
-    "flashinfer": {"decode.attention", "decode.flashinfer_internals"},
+    "flashinfer": {"decode.flashinfer_attention", "decode.flashinfer_internals"},
     "safetensors": {"checkpoints.sources"},
     "transformers": {"checkpoints.tokenizer"},
     "huggingface_hub": {"checkpoints"},

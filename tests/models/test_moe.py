@@ -158,10 +158,6 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "no width": ({"moe_intermediate_size": None}, "no moe_intermediate_size"),
     "shared": ({"shared_expert_intermediate_size": 32}, "no shared expert"),
     "quantised": ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
-    "sliding": (
-        {"use_sliding_window": True, "max_window_layers": 9, "sliding_window": 16},
-        "use_sliding_window",
-    ),
 }
 
 

@@ -89,7 +89,6 @@ def test_missing_keys_are_transformers_defaults() -> None:
 @pytest.mark.parametrize(
     ("change", "text"),
     [
-        ({"sliding_window": 511}, "sliding_window 511 of 512 positions"),
         ({"rope_scaling": {"type": "longrope", "short_factor": [1.0]}}, "rope type 'longrope'"),
         ({"partial_rotary_factor": 0.2}, "turns 3 of head_dim 16; rope needs an even"),
     ],
@@ -97,8 +96,7 @@ def test_missing_keys_are_transformers_defaults() -> None:
 def test_what_would_change_the_result_is_refused(
     tmp_path: Path, change: dict[str, Any], text: str
 ) -> None:
-    """Bug: a window that slides or a scaling of Phi-3 is passed over, and the text is another
-    model's."""
+    """Bug: a scaling of Phi-3 is passed over, and the text is another model's."""
     directory = make(tmp_path, tokenizer=False, layers=1)
     edit_config(directory, lambda values: values | change)
     with pytest.raises(ValueError, match=text):

@@ -19,9 +19,8 @@ from torch import Tensor
 from graphengine.api import Engine
 from graphengine.checkpoints.sources import Checkpoint
 from graphengine.checkpoints.weights import target_weights
-from graphengine.config.draft import CAUSAL
 from graphengine.config.model import ModelConfig
-from graphengine.decode.attention import Layout, TorchAttention
+from graphengine.decode.attention import LayerAttentions, Layout, TorchAttention
 from graphengine.decode.kvcache import make_pool, pages_for
 from graphengine.decode.segments import Segments, logits_segment
 from graphengine.decode.stack import Rows, Target, last_step, no_tap, target_chain
@@ -100,7 +99,7 @@ def chain_logits(
     weights = target_weights(Checkpoint(directory, cpu, dtype), config, len(ids), cpu)
     pages = list(range(pages_for(len(ids), page_size), 0, -1))  # descending: no accidental order
     pool = make_pool(config, len(pages) + 1, page_size, dtype, cpu).fill_(float("nan"))
-    attention = TorchAttention(config, page_size, CAUSAL, cpu)
+    attention = LayerAttentions.of(config, lambda r: TorchAttention(config, page_size, r, cpu))
     target = Target(config=config, weights=weights, kv_pool=pool)
     done, logits = 0, []
     for count in chunks:
@@ -108,7 +107,8 @@ def chain_logits(
         slots = torch.tensor(pages)[positions // page_size] * page_size + positions % page_size
         rows = Rows(torch.tensor(ids[done : done + count]), positions, slots)
         attn = torch.full((count, config.num_attention_heads, config.head_dim), float("nan"))
-        attention.plan(Layout.build([count], [done + count], [pages], page_size))
+        for each in attention.distinct:
+            each.plan(Layout.build([count], [done + count], [pages], page_size))
         carry: Any = ()
         chain = target_chain("verify", target, rows, attention, attn.to(dtype), Segments(), no_tap)
         for step in [*chain, last_step("verify", target, no_tap, logits_segment)]:

@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 from graphengine.api import Engine
 from graphengine.checkpoints.hub import TINY_DRAFT, TINY_TARGET
 from graphengine.config.draft import CAUSAL, AttentionRule
-from graphengine.decode import attention
+from graphengine.decode import attention, flashinfer_attention
 from graphengine.decode.chunk_sizes import SIZES
 from graphengine.decode.fixed_chunk import FixedChunk
 from graphengine.decode.prefill import Prefill
@@ -144,7 +144,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setitem(sys.modules, "flashinfer", module)
     config, _ = read_configs(TINY_TARGET, None)
     workspace = torch.zeros(8, dtype=torch.uint8)
-    return attention.FlashInferAttention(config, 16, CAUSAL, workspace, torch.bfloat16)
+    return flashinfer_attention.FlashInferAttention(config, 16, CAUSAL, workspace, torch.bfloat16)
 
 
 def test_an_unplanned_attention_does_nothing(made: Any) -> None:

@@ -50,6 +50,7 @@ def ints(*shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
 def attend(dtype: torch.dtype, H: int, G: int, causal: bool, window: int | None, **options: Any):
     B, N, K, S, W, Z = 2, 32, 8, options.pop("page_size", 16), 260, options.pop("splits", 8)
     padded, gate = options.pop("padded", 0), options.pop("gate", None)
+    sinks = options.pop("sinks", None)
     config = block_attention.choose_config(Z, H * dtype.itemsize, packed_rows=G * N // K)
     if "config" in options:
         config = options["config"]
@@ -68,6 +69,7 @@ def attend(dtype: torch.dtype, H: int, G: int, causal: bool, window: int | None,
         window,
         padded,
         gate,
+        sinks,
     )
 
 
@@ -291,6 +293,10 @@ LAUNCHES: dict[str, Callable[[], Any]] = {
         attend(BF16, 256, 1, True, None, gate=empty(3, 2, 8192, dtype=FP32)),
     ),
     "attention, window": lambda: attend(BF16, 64, 16, False, 300),
+    "attention, sinks and a window": lambda: attend(BF16, 64, 8, True, 128, sinks=empty(32)),
+    "attention of a prompt, sinks": lambda: attend(
+        BF16, 64, 16, True, 128, padded=-1, splits=1, sinks=empty(32)
+    ),
     "attention, two row tiles, window": lambda: attend(BF16, 128, 32, True, 300),
     "attention in float32": lambda: attend(FP32, 128, 16, True, None),
     "attention of chunks": lambda: (attend_chunk(128), attend_chunk(16, pdl=False)),

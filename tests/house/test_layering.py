@@ -143,7 +143,7 @@ ALLOWED = [
     ("api", "from graphengine import __version__"),
     ("models.decoder", "'import flashinfer'  # os.environ"),
     ("decode.chains", "from graphengine import models, names"),
-    ("decode.attention", "def f():\n    import flashinfer"),
+    ("decode.flashinfer_attention", "def f():\n    import flashinfer"),
     ("cli.main", "import os\nos.environ\nfrom graphengine.profiles import result_schema"),
     ("decode.loop", "import os, torch\nos.path.join\ntorch.cuda.Event()\nself.torch.compile"),
     ("checkpoints.tokenizer", "from transformers import AutoTokenizer"),

@@ -4,6 +4,8 @@
     out[k, t] = p[t, k] * down_e(silu(gate_e(x_t)) * up_e(x_t)),  e = chosen[t, k]
     out[K, t] = sigmoid(g_t) * shared_t
 
+and for gpt-oss, whose products have biases too, `activate` of gate and up.
+
 Why: 16 rows of Qwen3-30B-A3B are 128 pairs of row and expert over about 82 experts, 1.6 rows an
 expert: no grouped GEMM but 770 MB of weights a layer. Three launches: `route` (choices, and which
 experts have which rows), `gate_up` (with SwiGLU) and `down`, whose sum over k the next norm takes,
@@ -18,6 +20,7 @@ Cost: 3 I D elements of each chosen expert. Legend: T rows, D hidden, E experts,
 P = T * K pairs (t * K + k), S slots, I expert width, J = 2 * I, Z = K (+ 1 with a shared expert).
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -31,6 +34,9 @@ from graphengine.kernels.moe_kernels import (
     launch_route,
     num_slots,
 )
+
+Clamp = Sequence[float]
+"""alpha and limit of `activate`."""
 
 
 class Routing(NamedTuple):
@@ -75,16 +81,31 @@ def route_reference(logits_TE: torch.Tensor, top_k: int, normalise: bool) -> Rou
     return Routing(expert_TK, weight_TK, slots_S3, pairs_P.int())
 
 
+def activate_reference(gate: torch.Tensor, up: torch.Tensor, clamp: Clamp | None) -> torch.Tensor:
+    """`silu(gate) * up`, or of `clamp`: `(clamp(up, -limit, limit) + 1) * g * sigmoid(alpha * g)`,
+    `g = min(gate, limit)`; what is not a number stays none."""
+    if clamp is None:
+        return F.silu(gate) * up
+    alpha, limit = clamp
+    gate = gate.clamp(max=limit)
+    return (up.clamp(-limit, limit) + 1) * (gate * (alpha * gate).sigmoid())
+
+
 def gate_up_reference(
-    x_TD: torch.Tensor, gate_up_EJD: torch.Tensor, expert_TK: torch.Tensor
+    x_TD: torch.Tensor,
+    gate_up_EJD: torch.Tensor,
+    expert_TK: torch.Tensor,
+    bias_EJ: torch.Tensor | None = None,
+    clamp: Clamp | None = None,
 ) -> torch.Tensor:
-    """`silu(gate) * up` of every pair, [P, I]; pair by pair, so that no product's blocking depends
-    on who else is there."""
+    """`activate` of every pair, [P, I]; pair by pair, so that no product's blocking depends on who
+    else is there."""
     top_k = expert_TK.shape[1]
     rows = []
     for pair, e in enumerate(expert_TK.flatten().tolist()):
-        gate, up = F.linear(x_TD[pair // top_k], gate_up_EJD[e]).chunk(2)
-        rows.append((F.silu(gate.float()) * up.float()).to(x_TD.dtype))
+        bias_J = None if bias_EJ is None else bias_EJ[e]
+        gate, up = F.linear(x_TD[pair // top_k], gate_up_EJD[e], bias_J).chunk(2)
+        rows.append(activate_reference(gate.float(), up.float(), clamp).to(x_TD.dtype))
     return torch.stack(rows) if rows else x_TD.new_empty(0, gate_up_EJD.shape[1] // 2)
 
 
@@ -95,11 +116,14 @@ def down_reference(
     weight_TK: torch.Tensor,
     shared_TD: torch.Tensor | None,
     shared_gate_T1: torch.Tensor | None,
+    bias_ED: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """`down` of every pair, weighted, and the shared expert's gated output: float32 [Z, T, D]."""
     T, K = expert_TK.shape
-    pairs = enumerate(expert_TK.flatten().tolist())
-    rows = [F.linear(act_PI[pair], down_EDI[e]).float() for pair, e in pairs]
+    rows = []
+    for pair, e in enumerate(expert_TK.flatten().tolist()):
+        bias_D = None if bias_ED is None else bias_ED[e]
+        rows.append(F.linear(act_PI[pair], down_EDI[e], bias_D).float())
     out_PD = torch.stack(rows) if rows else act_PI.new_empty(0, down_EDI.shape[1]).float()
     out_ZTD = (out_PD.view(T, K, -1) * weight_TK[:, :, None]).transpose(0, 1)
     if shared_TD is not None and shared_gate_T1 is not None:
@@ -118,11 +142,15 @@ def experts_reference(
     shared_gate_T1: torch.Tensor | None,
     top_k: int,
     normalise: bool,
+    gate_up_bias_EJ: torch.Tensor | None = None,
+    down_bias_ED: torch.Tensor | None = None,
+    clamp: Clamp | None = None,
 ) -> torch.Tensor:
     """`experts` in plain torch."""
     expert_TK, weight_TK = choose_reference(logits_TE, top_k, normalise)
-    act_PI = gate_up_reference(x_TD, gate_up_EJD, expert_TK)
-    return down_reference(act_PI, down_EDI, expert_TK, weight_TK, shared_TD, shared_gate_T1)
+    act_PI = gate_up_reference(x_TD, gate_up_EJD, expert_TK, gate_up_bias_EJ, clamp)
+    shared = shared_TD, shared_gate_T1
+    return down_reference(act_PI, down_EDI, expert_TK, weight_TK, *shared, down_bias_ED)
 
 
 def route(logits_TE: torch.Tensor, top_k: int, normalise: bool) -> Routing:
@@ -138,7 +166,8 @@ def route(logits_TE: torch.Tensor, top_k: int, normalise: bool) -> Routing:
     mutates_args=(),
     schema=(
         "(Tensor x, Tensor logits, Tensor gate_up, Tensor down, Tensor? shared, "
-        "Tensor? shared_gate, int top_k, bool normalise) -> Tensor"
+        "Tensor? shared_gate, int top_k, bool normalise, Tensor? gate_up_bias=None, "
+        "Tensor? down_bias=None, float[]? clamp=None) -> Tensor"
     ),
 )
 def experts(
@@ -150,6 +179,9 @@ def experts(
     shared_gate_T1: torch.Tensor | None,
     top_k: int,
     normalise: bool,
+    gate_up_bias_EJ: torch.Tensor | None = None,
+    down_bias_ED: torch.Tensor | None = None,
+    clamp: Clamp | None = None,
 ) -> torch.Tensor:
     """Each row's experts, weighted, for a consumer that adds the parts.
 
@@ -159,6 +191,8 @@ def experts(
         gate_up_EJD, down_EDI: x's dtype; of each expert rows [gate | up].
         shared_TD, shared_gate_T1: the shared expert's output, and its gate before the sigmoid.
         top_k, normalise: K, and whether a row's weights are divided by their sum.
+        gate_up_bias_EJ, down_bias_ED: added to the products; [E, J] as the rows, [E, D].
+        clamp: alpha and limit of `activate`.
 
     Returns:
         float32 [Z, T, D]; the sum over Z is the output.
@@ -177,17 +211,21 @@ def experts(
     shared = [x for x in (shared_TD, shared_gate_T1) if x is not None]
     if [tuple(x.shape) for x in shared] not in ([], [(T, D), (T, 1)]):
         raise ValueError("the shared expert is [T, D] with a gate [T, 1], or neither")
+    biases = [x for x in (gate_up_bias_EJ, down_bias_ED) if x is not None]
+    if [tuple(x.shape) for x in biases] not in ([], [(E, J), (E, D)]):
+        raise ValueError("the biases are [E, 2 I] and [E, D], or neither")
     tensors = (x_TD, logits_TE, gate_up_EJD, down_EDI)
-    if any(x.dtype != x_TD.dtype or not x.is_contiguous() for x in (*tensors, *shared)):
+    if any(x.dtype != x_TD.dtype or not x.is_contiguous() for x in (*tensors, *shared, *biases)):
         raise ValueError("all must be contiguous and of one dtype")
+    of_shared, of_experts = (shared_TD, shared_gate_T1), (gate_up_bias_EJ, down_bias_ED, clamp)
     if not (x_TD.is_cuda or INTERPRET) or not T:
-        return experts_reference(*tensors, shared_TD, shared_gate_T1, top_k, normalise)
+        return experts_reference(*tensors, *of_shared, top_k, normalise, *of_experts)
     routing = route(logits_TE, top_k, normalise)
     where = routing.slots_S3, routing.pairs_P
-    act_PI = launch_gate_up(x_TD, gate_up_EJD, *where, top_k)
-    return launch_down(act_PI, down_EDI, routing.weight_TK, *where, shared_TD, shared_gate_T1)
+    act_PI = launch_gate_up(x_TD, gate_up_EJD, *where, top_k, gate_up_bias_EJ, clamp)
+    return launch_down(act_PI, down_EDI, routing.weight_TK, *where, *of_shared, down_bias_ED)
 
 
 @experts.register_fake
-def _(x_TD, logits_TE, gate_up_EJD, down_EDI, shared_TD, shared_gate_T1, top_k, normalise):
+def _(x_TD, logits_TE, gate_up_EJD, down_EDI, shared_TD, shared_gate_T1, top_k, *rest):
     return x_TD.new_empty((top_k + (shared_TD is not None), *x_TD.shape), dtype=torch.float32)

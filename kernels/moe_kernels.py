@@ -13,6 +13,7 @@ Legend: T rows, D hidden, E experts, K of them a row, P = T * K pairs, S slots, 
 
 # pyright: reportArgumentType=false, reportGeneralTypeIssues=false
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -97,20 +98,24 @@ def launch_gate_up(
     slots_S3: torch.Tensor,
     pairs_P: torch.Tensor,
     top_k: int,
+    bias_EJ: torch.Tensor | None = None,
+    clamp: Sequence[float] | None = None,
 ) -> torch.Tensor:
-    """`silu(gate_e(x_t)) * up_e(x_t)` of every pair -> [P, I] in x's dtype."""
+    """`activate(gate_e(x_t), up_e(x_t))` of every pair -> [P, I] in x's dtype."""
     (T, D), I = x_TD.shape, gate_up_EJD.shape[1] // 2  # noqa: E741
     out_PI = x_TD.new_empty((T * top_k, I))
     tile = tile_of(T, x_TD.element_size())
     on_grid(_gate_up_kernel, (triton.cdiv(I, tile.outputs), len(slots_S3)))(
         x_TD,
         gate_up_EJD,
+        bias_EJ,
         slots_S3,
         pairs_P,
         out_PI,
         I,
         D=D,
         K=top_k,
+        **clamp_options(clamp),
         **_tile(tile, x_TD),
     )
     return out_PI
@@ -124,6 +129,7 @@ def launch_down(
     pairs_P: torch.Tensor,
     shared_TD: torch.Tensor | None,
     shared_gate_T1: torch.Tensor | None,
+    bias_ED: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """What each pair adds to its row, weighted, float32 [Z, T, D]; the shared expert's last."""
     (T, K), (_, D, I) = weight_TK.shape, down_EDI.shape  # noqa: E741
@@ -133,6 +139,7 @@ def launch_down(
     on_grid(_down_kernel, (triton.cdiv(D, tile.outputs), len(slots_S3) + has_shared))(
         act_PI,
         down_EDI,
+        bias_ED,
         weight_TK,
         slots_S3,
         pairs_P,
@@ -150,6 +157,12 @@ def launch_down(
     return out_ZTD
 
 
+def clamp_options(clamp: Sequence[float] | None) -> dict[str, float | None]:
+    """What a kernel that activates takes as constants."""
+    alpha, limit = clamp or (None, None)
+    return {"ALPHA": alpha, "LIMIT": limit}
+
+
 def _tile(tile: Tile, x: torch.Tensor) -> dict[str, Any]:
     return {
         "ROWS": tile.rows,
@@ -160,6 +173,18 @@ def _tile(tile: Tile, x: torch.Tensor) -> dict[str, Any]:
         "num_warps": tile.num_warps,
         **pdl_options(x.device),
     }
+
+
+@triton.jit
+def activate(gate, up, ALPHA: tl.constexpr, LIMIT: tl.constexpr):
+    """`silu(gate) * up`, clamped where there is a limit; `where` keeps NaN, as minimum does not."""
+    if LIMIT is None:
+        y = gate / (1.0 + tl.exp(-gate)) * up
+    else:
+        gate = tl.where(gate > LIMIT, LIMIT, gate)
+        up = tl.where(up > LIMIT, LIMIT, tl.where(up < -LIMIT, -LIMIT, up))
+        y = (up + 1.0) * (gate / (1.0 + tl.exp(-ALPHA * gate)))
+    return y
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_slots"])
@@ -269,12 +294,15 @@ def _collect_kernel(experts, slots, pairs, num_pairs, CHUNK: tl.constexpr, PDL: 
 def _gate_up_kernel(
     x,
     gate_up,
+    bias,
     slots,
     pairs,
     out,
     I,  # noqa: E741
     D: tl.constexpr,
     K: tl.constexpr,
+    ALPHA: tl.constexpr,
+    LIMIT: tl.constexpr,
     ROWS: tl.constexpr,
     OUTPUTS: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -303,7 +331,11 @@ def _gate_up_kernel(
             gate = dot(weight, rows, gate, DOT_FP32)
             weight = tl.load(gate_row + I * D + k, mask=live, other=0.0)
             up = dot(weight, rows, up, DOT_FP32)
-        y = gate / (1.0 + tl.exp(-gate)) * up
+        if bias is not None:
+            of_gate = bias + e * 2 * I + i
+            gate += tl.load(of_gate, mask=i < I, other=0.0).to(tl.float32)[:, None]
+            up += tl.load(of_gate + I, mask=i < I, other=0.0).to(tl.float32)[:, None]
+        y = activate(gate, up, ALPHA, LIMIT)
         to = out + pair.to(tl.int64)[None, :] * I + i[:, None]
         tl.store(to, y.to(out.dtype.element_ty), mask=(at < end)[None, :] & (i < I)[:, None])
 
@@ -312,6 +344,7 @@ def _gate_up_kernel(
 def _down_kernel(
     act,
     down,
+    bias,
     weights,
     slots,
     pairs,
@@ -360,6 +393,8 @@ def _down_kernel(
                     act_row + k, mask=(at < end)[None, :] & (i < rest)[:, None], other=0.0
                 )
                 y = dot(tl.load(down_row + k, mask=live, other=0.0), rows, y, DOT_FP32)
+            if bias is not None:
+                y += tl.load(bias + e * D + n, mask=n < D, other=0.0).to(tl.float32)[:, None]
             y *= tl.load(weights + pair, mask=at < end, other=0.0)[None, :]
             to = out + ((pair % K) * num_rows + pair // K)[None, :] * D + n[:, None]
             tl.store(to, y, mask=(at < end)[None, :] & (n < D)[:, None])

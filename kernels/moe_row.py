@@ -6,6 +6,8 @@ launches.
     act[k] = silu(gate_e x) * up_e x,  out[k] = p_k * down_e act[k],  e = chosen[k]
     out[K] = sigmoid(g . x) * (shared expert of x)
 
+and where there are biases, of the router and the experts, they are added to the products.
+
 Why: one row of Qwen3.6-35B-A3B reads 57 MB a layer, 13 us of an H200, and took seven launches and
 51 us through the kernels for a block; here, its norm aside, 19.5. A product is a matrix times a
 vector, whose weights go straight to registers; every program of the router norms the row for
@@ -33,7 +35,8 @@ import triton
 from graphengine.kernels.add_rms_norm import add_rms_norm_reference
 from graphengine.kernels.interpreter import INTERPRET
 from graphengine.kernels.launch import on_grid, pdl_options
-from graphengine.kernels.moe import experts_reference
+from graphengine.kernels.moe import Clamp, experts_reference
+from graphengine.kernels.moe_kernels import clamp_options
 from graphengine.kernels.moe_row_kernels import (
     down_row_kernel,
     gate_up_row_kernel,
@@ -48,6 +51,17 @@ class Shared(NamedTuple):
     gate_up_JD: torch.Tensor
     down_DI: torch.Tensor
     gate_1D: torch.Tensor
+
+
+class Biases(NamedTuple):
+    """Of the router and of the experts' products, as the rows of their matrices."""
+
+    router_E: torch.Tensor | None = None
+    gate_up_EJ: torch.Tensor | None = None
+    down_ED: torch.Tensor | None = None
+
+
+NO_BIASES = Biases()
 
 
 class RowTile(NamedTuple):
@@ -81,17 +95,19 @@ def experts_row_reference(
     shared: Shared | None,
     top_k: int,
     normalise: bool,
+    biases: Biases = NO_BIASES,
+    clamp: Clamp | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`experts_row` in plain torch."""
     h_1D, x_1D = add_rms_norm_reference(h_1D, update, norm_D, eps)
-    logits_1E = F.linear(x_1D, router_ED)
+    logits_1E = F.linear(x_1D, router_ED, biases.router_E)
     shared_1D = gate_11 = None
     if shared is not None:
         gate, up = F.linear(x_1D, shared.gate_up_JD).float().chunk(2, dim=-1)
         shared_1D = F.linear((F.silu(gate) * up).to(x_1D.dtype), shared.down_DI)
         gate_11 = F.linear(x_1D, shared.gate_1D)
     routed = (x_1D, logits_1E, gate_up_EJD, down_EDI, shared_1D, gate_11, top_k, normalise)
-    return h_1D, experts_reference(*routed)
+    return h_1D, experts_reference(*routed, biases.gate_up_EJ, biases.down_ED, clamp)
 
 
 def experts_row(
@@ -105,6 +121,8 @@ def experts_row(
     shared: Shared | None,
     top_k: int,
     normalise: bool,
+    biases: Biases = NO_BIASES,
+    clamp: Clamp | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The row's norm, router, experts and shared expert, weighted, for a consumer that adds the
     parts.
@@ -116,6 +134,7 @@ def experts_row(
         router_ED, gate_up_EJD, down_EDI: of each expert rows [gate | up].
         shared: matrices [2 I, D] and [D, I], and the gate's row [1, D].
         top_k, normalise: K, and whether the weights are divided by their sum.
+        biases: [E], [E, 2 I] and [E, D], or none. clamp: as of `moe.experts`.
 
     Returns:
         (h_1D, float32 [S, 1, D]); the sum over S is the output. They equal `add_rms_norm` and
@@ -125,6 +144,9 @@ def experts_row(
         ValueError: shapes, dtypes or strides that do not belong together.
     """
     (T, D), (E, J, _) = h_1D.shape, gate_up_EJD.shape
+    added = [x for x in biases if x is not None]
+    if [tuple(x.shape) for x in added] not in ([], [(E,), (E, J), (E, D)]):
+        raise ValueError(f"the biases need [{E}], [{E}, {J}] and [{E}, {D}], or there are none")
     matrices = (router_ED, gate_up_EJD, down_EDI, *(shared or ()))
     shapes = [tuple(x.shape) for x in (norm_D, update[-1:].reshape(1, -1), *matrices)]
     wanted = [(D,), (1, D), (E, D), (E, J, D), (E, D, J // 2), (J, D), (D, J // 2), (1, D)]
@@ -132,37 +154,48 @@ def experts_row(
     if T != 1 or J % 2 or shapes != wanted or not 0 < top_k <= E:
         raise ValueError(f"h {(T, D)}, weights {shapes}, top {top_k}: need (1, {D}), {wanted}")
     partial = update.dim() == 3
-    kinds = [x.dtype == h_1D.dtype for x in matrices]
+    kinds = [x.dtype == h_1D.dtype for x in (*matrices, *added)]
     kinds += [update.dtype == (torch.float32 if partial else h_1D.dtype)]
     kinds += [norm_D.dtype in (h_1D.dtype, torch.float32)]
-    if not all(kinds) or not all(x.is_contiguous() for x in (h_1D, update, norm_D, *matrices)):
+    all_tensors = (h_1D, update, norm_D, *matrices, *added)
+    if not all(kinds) or not all(x.is_contiguous() for x in all_tensors):
         raise ValueError("all must be contiguous and of one dtype, partial sums in float32")
     of_shared = shared or (None, None, None)
     row = (h_1D, update, norm_D, eps, router_ED, gate_up_EJD, down_EDI, *of_shared)
-    return torch.ops.graphengine.experts_row(*row, top_k, normalise)
+    return torch.ops.graphengine.experts_row(*row, top_k, normalise, *biases, clamp)
 
 
 def router_logits(
-    x_TD: torch.Tensor, router_ED: torch.Tensor, gate_1D: torch.Tensor | None
+    x_TD: torch.Tensor,
+    router_ED: torch.Tensor,
+    gate_1D: torch.Tensor | None,
+    bias_E: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """`x @ router^T` and `x @ gate^T` in one launch, for a few rows: each row reads the weights,
-    1 MB of 35B-A3B, from L2 for itself, and its bits hang on no other row.
+    """`x @ router^T + bias` and `x @ gate^T` in one launch, for a few rows: each row reads the
+    weights, 1 MB of 35B-A3B, from L2 for itself, and its bits hang on no other row.
 
-    Args: x_TD [T, D], router_ED [E, D], gate_1D [1, D] or None; one dtype, contiguous.
+    Args: x_TD [T, D], router_ED [E, D], gate_1D [1, D] or None, bias_E [E] or None; one dtype,
+        contiguous.
     Returns: (logits_TE, gate_T1 or None) in x's dtype, summed in float32.
     Raises: ValueError for shapes, dtypes or strides that do not belong together.
     """
     tensors = (x_TD, router_ED, *(() if gate_1D is None else (gate_1D,)))
     if any(x.dim() != 2 or x.shape[1] != x_TD.shape[1] for x in tensors):
         raise ValueError(f"shapes {[tuple(x.shape) for x in tensors]}: need [T, D], [E, D], [1, D]")
-    if any(x.dtype != x_TD.dtype or not x.is_contiguous() for x in tensors):
+    if bias_E is not None and bias_E.shape != router_ED.shape[:1]:
+        raise ValueError(f"bias {tuple(bias_E.shape)}: need one for each of {len(router_ED)} rows")
+    every = (*tensors, *(() if bias_E is None else (bias_E,)))
+    if any(x.dtype != x_TD.dtype or not x.is_contiguous() for x in every):
         raise ValueError("all must be contiguous and of one dtype")
-    logits_TE, *gate = torch.ops.graphengine.router_logits(x_TD, router_ED, gate_1D)
+    logits_TE, *gate = torch.ops.graphengine.router_logits(x_TD, router_ED, gate_1D, bias_E)
     return logits_TE, gate[0] if gate else None
 
 
 def launch_router(
-    x_TD: torch.Tensor, router_ED: torch.Tensor, gate_1D: torch.Tensor | None
+    x_TD: torch.Tensor,
+    router_ED: torch.Tensor,
+    gate_1D: torch.Tensor | None,
+    bias_E: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """(logits_TE, gate_T1) in x's dtype; shapes are the caller's to check."""
     (T, D), E = x_TD.shape, len(router_ED)
@@ -174,6 +207,7 @@ def launch_router(
         x_TD,
         router_ED,
         router_ED if gate_1D is None else gate_1D,
+        bias_E,
         logits_TE,
         logits_TE if gate_T1 is None else gate_T1,
         E=E,
@@ -197,6 +231,8 @@ def launch_row(
     shared: Shared | None,
     top_k: int,
     normalise: bool,
+    biases: Biases = NO_BIASES,
+    clamp: Clamp | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(h_1D, float32 [S, 1, D]); shapes are the caller's to check."""
     (E, D), I = router_ED.shape, down_EDI.shape[2]  # noqa: E741
@@ -212,6 +248,7 @@ def launch_row(
         norm_D,
         router_ED,
         router_ED if shared is None else shared.gate_1D,
+        biases.router_E,
         h_out,
         x_1D,
         logits_1E,
@@ -232,12 +269,14 @@ def launch_row(
         logits_1E,
         gate_up_EJD,
         gate_up_EJD if shared is None else shared.gate_up_JD,
+        biases.gate_up_EJ,
         act_SI,
         I=I,
         ROWS=rows,
         **routes,
         **sizes,
         **pdls,
+        **clamp_options(clamp),
         COPIES=GATE_UP_TILE.num_warps if routes["E_PAD"] <= COPIED_EXPERTS else 1,
         num_warps=GATE_UP_TILE.num_warps,
     )
@@ -250,6 +289,7 @@ def launch_row(
         gate_11,
         down_EDI,
         down_EDI if shared is None else shared.down_DI,
+        biases.down_ED,
         out_S1D,
         D=D,
         I=I,
@@ -267,16 +307,16 @@ def launch_row(
 @torch.library.custom_op(
     "graphengine::router_logits",
     mutates_args=(),
-    schema="(Tensor x, Tensor router, Tensor? gate) -> Tensor[]",
+    schema="(Tensor x, Tensor router, Tensor? gate, Tensor? bias=None) -> Tensor[]",
 )
-def _router_logits_op(x, router, gate):
+def _router_logits_op(x, router, gate, bias=None):
     if x.is_cuda or INTERPRET:
-        return [y for y in launch_router(x, router, gate) if y is not None]
-    return [F.linear(x, weight) for weight in (router, gate) if weight is not None]
+        return [y for y in launch_router(x, router, gate, bias) if y is not None]
+    return [F.linear(x, router, bias), *([] if gate is None else [F.linear(x, gate)])]
 
 
 @_router_logits_op.register_fake
-def _(x, router, gate):
+def _(x, router, gate, bias=None):
     return [x.new_empty((len(x), len(w))) for w in (router, gate) if w is not None]
 
 
@@ -286,18 +326,36 @@ def _(x, router, gate):
     schema=(
         "(Tensor h, Tensor update, Tensor norm, float eps, Tensor router, Tensor gate_up, "
         "Tensor down, Tensor? shared_gate_up, Tensor? shared_down, Tensor? shared_gate, "
-        "int top_k, bool normalise) -> (Tensor, Tensor)"
+        "int top_k, bool normalise, Tensor? router_bias=None, Tensor? gate_up_bias=None, "
+        "Tensor? down_bias=None, float[]? clamp=None) -> (Tensor, Tensor)"
     ),
 )
-def _experts_row_op(h, update, norm, eps, router, gate_up, down, *rest):
-    *of_shared, top_k, normalise = rest
-    shared = None if of_shared[0] is None else Shared(*of_shared)
-    run = launch_row if h.is_cuda or INTERPRET else experts_row_reference
-    return run(h, update, norm, eps, router, gate_up, down, shared, top_k, normalise)
+def _experts_row_op(
+    h,
+    update,
+    norm,
+    eps,
+    router,
+    gate_up,
+    down,
+    shared_gate_up,
+    shared_down,
+    shared_gate,
+    top_k,
+    normalise,
+    router_bias=None,
+    gate_up_bias=None,
+    down_bias=None,
+    clamp=None,
+):
+    of_shared = shared_gate_up, shared_down, shared_gate
+    shared = None if shared_gate_up is None else Shared(*of_shared)
+    biases = Biases(router_bias, gate_up_bias, down_bias)
+    row = h, update, norm, eps, router, gate_up, down, shared, top_k, normalise, biases, clamp
+    return (launch_row if h.is_cuda or INTERPRET else experts_row_reference)(*row)
 
 
 @_experts_row_op.register_fake
-def _(h, *rest):
-    shared_gate_up, top_k = rest[-5], rest[-2]
+def _(h, update, norm, eps, router, gate_up, down, shared_gate_up, a, b, top_k, *rest):
     slots = top_k + (shared_gate_up is not None)
     return torch.empty_like(h), h.new_empty((slots, *h.shape), dtype=torch.float32)

@@ -10,6 +10,8 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from graphengine.kernels.moe_kernels import activate
+
 # An expert's weights are read once a step; what waits in L2 for the next kernel shall outlive them.
 ONCE = tl.constexpr("evict_first")
 
@@ -73,6 +75,7 @@ def router_kernel(
     x,
     router,
     gate,
+    bias,
     logits,
     gates,
     E: tl.constexpr,
@@ -90,6 +93,8 @@ def router_kernel(
         if PDL:
             gdc_wait()
         y = _times(rows, x + t * D, D, D_PAD)
+        if bias is not None:
+            y += tl.load(bias + n, mask=n < E, other=0.0).to(tl.float32)
         tl.store(logits + t * E + n, y.to(x.dtype.element_ty), mask=n < E)
     else:
         n = tl.arange(0, ROWS)
@@ -107,6 +112,7 @@ def norm_router_kernel(
     norm,
     router,
     gate,
+    bias,
     h_out,
     x_out,
     logits,
@@ -141,7 +147,10 @@ def norm_router_kernel(
     x = (y * tl.rsqrt(tl.sum(y * y, axis=0) / D + eps) * w).to(h.dtype.element_ty)
     if first == 0:
         tl.store(x_out + d, x, mask=live)
-    z = tl.sum(rows.to(tl.float32) * x.to(tl.float32)[None, :], axis=1).to(h.dtype.element_ty)
+    z = tl.sum(rows.to(tl.float32) * x.to(tl.float32)[None, :], axis=1)
+    if bias is not None:
+        z += tl.load(bias + n, mask=n < E, other=0.0).to(tl.float32)
+    z = z.to(h.dtype.element_ty)
     if first < E:
         tl.store(logits + n, z, mask=n < E)
     else:
@@ -154,6 +163,7 @@ def gate_up_row_kernel(
     logits,
     gate_up,
     shared,
+    bias,
     out,
     E: tl.constexpr,
     E_PAD: tl.constexpr,
@@ -162,6 +172,8 @@ def gate_up_row_kernel(
     ROWS: tl.constexpr,
     D: tl.constexpr,
     D_PAD: tl.constexpr,
+    ALPHA: tl.constexpr,
+    LIMIT: tl.constexpr,
     COPIES: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -185,7 +197,11 @@ def gate_up_row_kernel(
         gate = _rows_of(gate_up + e * (2 * I * D), i, I, D, D_PAD, ONCE)
         up = _rows_of(gate_up + e * (2 * I * D) + I * D, i, I, D, D_PAD, ONCE)
         g, u = _times(gate, x, D, D_PAD), _times(up, x, D, D_PAD)
-        y = (g / (1.0 + tl.exp(-g)) * u).to(out.dtype.element_ty)
+        if bias is not None:
+            of_gate = bias + e * (2 * I) + i
+            g += tl.load(of_gate, mask=i < I, other=0.0).to(tl.float32)
+            u += tl.load(of_gate + I, mask=i < I, other=0.0).to(tl.float32)
+        y = activate(g, u, ALPHA, LIMIT).to(out.dtype.element_ty)
         tl.store(out + slot * I + i, y, mask=i < I)
 
 
@@ -196,6 +212,7 @@ def down_row_kernel(
     gate,
     down,
     shared,
+    bias,
     out,
     E: tl.constexpr,
     E_PAD: tl.constexpr,
@@ -224,6 +241,8 @@ def down_row_kernel(
         best, others = _best(keys, slot + 1)
         e = _expert(best, E_PAD)
         rows = _rows_of(down + e * (D * I), n, D, I, I_PAD, ONCE)
+        if bias is not None:
+            added = tl.load(bias + e * D + n, mask=n < D, other=0.0).to(tl.float32)
         p = tl.exp(x - tl.max(x, axis=1, keep_dims=True))
         p = p / tl.sum(p, axis=1, keep_dims=True)
         weights = tl.sum(tl.where(keys == best, p, 0.0), axis=1)
@@ -236,5 +255,8 @@ def down_row_kernel(
         weight = weight.to(act.dtype.element_ty).to(tl.float32)
         if PDL:
             gdc_wait()
-        y = _times(rows, act + slot * I, I, I_PAD) * weight
+        y = _times(rows, act + slot * I, I, I_PAD)
+        if bias is not None:
+            y += added
+        y *= weight
         tl.store(out + slot * D + n, y, mask=n < D)

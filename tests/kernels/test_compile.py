@@ -79,6 +79,8 @@ HIDDEN, HEADS, EXPERTS, WIDTH = 32, 3, 6, 24
 X_TD = rows(5, HIDDEN)
 WIDE = rows(5, 512).bfloat16(), rows(320, 512).bfloat16(), None, None
 EXPERT_WEIGHTS = (rows(EXPERTS, 2 * WIDTH, HIDDEN), rows(EXPERTS, HIDDEN, WIDTH))
+BIASES = (rows(EXPERTS), rows(EXPERTS, 2 * WIDTH), rows(EXPERTS, HIDDEN))
+CLAMP = [1.702, 0.5]
 SHARED = (rows(2 * WIDTH, HIDDEN), rows(HIDDEN, WIDTH), rows(1, HIDDEN))
 ROW = (X_TD[:1], rows(2, 1, HIDDEN), rows(HIDDEN), 1e-6)
 # Arguments of every op, no two of their sizes equal, so that none can stand for another.
@@ -90,14 +92,17 @@ OPS: dict[str, list[tuple[Any, ...]]] = {
     "experts": [
         (X_TD, rows(5, EXPERTS), *EXPERT_WEIGHTS, None, None, 2, True),
         (X_TD, rows(5, EXPERTS), *EXPERT_WEIGHTS, rows(5, HIDDEN), rows(5, 1), 4, False),
+        (X_TD, rows(5, EXPERTS), *EXPERT_WEIGHTS, None, None, 2, True, *BIASES[1:], CLAMP),
     ],
     "experts_row": [
         (*ROW, rows(EXPERTS, HIDDEN), *EXPERT_WEIGHTS, None, None, None, 2, True),
         (*ROW, rows(EXPERTS, HIDDEN), *EXPERT_WEIGHTS, *SHARED, 4, False),
+        (*ROW, rows(EXPERTS, HIDDEN), *EXPERT_WEIGHTS, *[None] * 3, 2, True, *BIASES, CLAMP),
     ],
     "router_logits": [
         (X_TD, rows(EXPERTS, HIDDEN), None),
         (X_TD, rows(EXPERTS, HIDDEN), rows(1, HIDDEN)),
+        (X_TD, rows(EXPERTS, HIDDEN), None, BIASES[0]),
     ],
     "output_gate": [
         (rows(5, HEADS, 16), rows(5, 99), 7, rows(16), 1e-6),

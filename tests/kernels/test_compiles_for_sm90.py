@@ -84,6 +84,7 @@ LONG = {
     "attention, one split, float32",
     *("recurrence", "recurrence of a prompt", "recurrence, one row"),
     *("experts, other numbers of rows", "experts of a prompt", "experts, 35B-A3B"),
+    *("experts, gpt-oss", "experts, gpt-oss, other numbers of rows"),
 }
 assert set(LAUNCHES) >= LONG
 

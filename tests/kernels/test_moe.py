@@ -115,6 +115,52 @@ def test_a_row_is_alone(device, poisoned_outputs, shape) -> None:
     assert_same(experts(*rows, K, True), before[:, moved])
 
 
+def clamped(shape: tuple[int, ...], device: str, dtype: torch.dtype = torch.float32) -> list:
+    """A layer without a shared expert, its biases, and a limit that half of the products pass."""
+    E, _, D, I = shape[1:]  # noqa: E741
+    biases = [torch.randn(s, device=device).to(dtype) for s in ((E, 2 * I), (E, D))]
+    return [*layer(shape, device, dtype)[:4], None, None, shape[2], True, *biases, (1.702, 0.7)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_biases_and_a_clamp(device, poisoned_outputs, shape, dtype) -> None:
+    """Bug: a bias is another expert's or half's, is added behind the weight, or to the padding;
+    gate is clamped from below too, or up from one side; alpha is left out, or the one beside up."""
+    arguments = clamped(shape, device, dtype)
+    x, logits, gate_up, down, *_, gate_up_bias, down_bias, (alpha, limit) = arguments
+    out = experts(*arguments)
+    chosen, weights = moe.choose_reference(logits, shape[2], True)
+    expected = torch.zeros(x.shape, device=device)
+    for t in range(len(x)):
+        for e, w in zip(chosen[t].tolist(), weights[t], strict=True):
+            y = gate_up[e].float() @ x[t].float() + gate_up_bias[e].float()
+            g, u = y.chunk(2)
+            g, u = torch.minimum(g, torch.tensor(limit)), u.clamp(-limit, limit)
+            act = ((u + 1) * g * torch.sigmoid(alpha * g)).to(dtype).float()
+            expected[t] += w * (down[e].float() @ act + down_bias[e].float())
+    tolerance = 2e-6 if dtype == torch.float32 else 2e-2
+    assert (out.sum(0) - expected).norm() < tolerance * expected.norm()
+    torch.testing.assert_close(
+        out, experts_reference(*arguments), atol=tolerance * 10, rtol=tolerance * 10
+    )
+
+
+@pytest.mark.parametrize("shape", [(16, 12, 4, 64, 48), (70, 6, 2, 40, 24)])
+def test_a_clamp_keeps_what_is_no_number(device, poisoned_outputs, shape) -> None:
+    """Bug: the smaller of NaN and the limit is the limit: a poisoned row gives tokens; or it, or a
+    row that is new beside it, changes another."""
+    arguments = clamped(shape, device)
+    before = experts(*arguments)
+    arguments[0], arguments[1] = arguments[0].clone(), arguments[1].clone()
+    arguments[0][1, 3] = float("nan")
+    arguments[1][2] = arguments[1][2].roll(1)
+    after = experts(*arguments)
+    assert after[:, 1].isnan().all()
+    kept = [0, *range(3, shape[0])]
+    assert_same(after[:, kept], before[:, kept])
+
+
 def assert_same(found: torch.Tensor, expected: torch.Tensor) -> None:
     """Bit for bit on a GPU; numpy's products, which the interpreter takes, round a row by its place
     on some CPUs."""
@@ -151,5 +197,11 @@ def test_refusals(device) -> None:
         bad = [wrong if i == place else one for i, one in enumerate(good)]
         with pytest.raises(ValueError, match=r"need|contiguous|neither"):
             experts(*bad, 2, True)
+    biases = torch.zeros(6, 48, device=device), torch.zeros(6, 40, device=device)
+    for wrong in ((None, biases[1]), (biases[0], None), (biases[1], biases[0])):
+        with pytest.raises(ValueError, match="neither"):
+            experts(*good[:4], None, None, 2, True, *wrong)
+    with pytest.raises(ValueError, match="contiguous"):
+        experts(*good[:4], None, None, 2, True, biases[0].half(), biases[1])
     with pytest.raises(ValueError, match="top 7"):
         experts(*good, 7, True)

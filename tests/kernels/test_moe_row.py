@@ -11,6 +11,7 @@ from graphengine.kernels import moe_row
 from graphengine.kernels.interpreter import INTERPRET
 from graphengine.kernels.moe_row import (
     DOWN_TILE,
+    Biases,
     RowTile,
     Shared,
     experts_row,
@@ -64,6 +65,27 @@ def test_equals_the_reference(
     assert out.shape == wanted.shape == (shape[1] + has_shared, 1, shape[2])
     torch.testing.assert_close(h_out, h_wanted)
     torch.testing.assert_close(out, wanted, atol=0.02, rtol=0.02)
+
+
+def biases_of(shape, device, dtype) -> Biases:
+    E, _, D, I = shape  # noqa: E741
+    return Biases(*(torch.randn(s, device=device).to(dtype) for s in ((E,), (E, 2 * I), (E, D))))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("normalise", [False, True])
+@pytest.mark.parametrize("shape", SHAPES[:3])
+def test_biases_and_a_clamp(device, poisoned_outputs, tiles, shape, normalise, dtype) -> None:
+    """Bug: one row alone has no biases, those of another expert or half, or no clamp."""
+    (h, *matrices), _ = layer(shape, device, dtype)
+    how = None, shape[1], normalise, biases_of(shape, device, dtype), (1.702, 0.7)
+    arguments: tuple[Any, ...] = (*normed_to(h), *matrices, *how)
+    out, wanted = experts_row(*arguments)[1], experts_row_reference(*arguments)[1]
+    torch.testing.assert_close(out, wanted, atol=0.02, rtol=0.02)
+    plain = experts_row(*arguments[:-2])[1]
+    assert (plain - out).abs().max() > 0.1
+    poisoned = torch.full_like(h, float("nan"))
+    assert experts_row(*normed_to(poisoned), *arguments[4:])[1].isnan().all()
 
 
 def test_experts_wider_than_a_tile(device, poisoned_outputs) -> None:
@@ -123,6 +145,9 @@ def test_logits_of_a_row_hang_on_that_row(device, poisoned_outputs, T, dtype) ->
         for t in range(T):
             alone = router_logits(x[t : t + 1].contiguous(), router, None)
             assert torch.equal(alone[0][0], logits[t]) and alone[1] is None
+    bias = torch.randn(33, device=device).to(dtype)
+    moved, _ = router_logits(x, router, None, bias)
+    torch.testing.assert_close(moved, x @ router.T + bias, atol=0.03, rtol=0.03)
 
 
 def test_which_rows_it_takes(device, monkeypatch) -> None:
@@ -160,3 +185,12 @@ def test_refusals(device) -> None:
     for args in ((x, matrices[0][:, :39], None), (x, matrices[0], shared.gate_1D[:, :39])):
         with pytest.raises(ValueError, match="need"):
             router_logits(*args)
+    biases = biases_of((6, 2, 40, 24), device, torch.bfloat16)
+    with pytest.raises(ValueError, match="need one for each of 6 rows"):
+        router_logits(x, matrices[0], None, matrices[0][0, :5])
+    row: tuple[Any, ...] = (*normed_to(x), *matrices, None, 2, True)
+    for wrong in (biases._replace(down_ED=None), biases._replace(router_E=torch.zeros(5))):
+        with pytest.raises(ValueError, match="the biases need"):
+            experts_row(*row, biases=wrong)
+    with pytest.raises(ValueError, match="contiguous"):
+        experts_row(*row, biases=biases._replace(router_E=torch.zeros(6)))

@@ -225,17 +225,22 @@ def place(rows: int, block: int) -> None:
 
 
 def mix(T: int, E: int, I: int, D: int = 2048, K: int = 8) -> None:  # noqa: E741
-    """A layer of experts, with a shared one where there are 256."""
+    """A layer of experts, with a shared one where there are 256; of 32 they are gpt-oss's."""
+    biases, clamp = moe_row.NO_BIASES, None
+    if E == 32:
+        biases, clamp = moe_row.Biases(empty(E), empty(E, 2 * I), empty(E, D)), (1.702, 7.0)
+        moe_row.launch_router(empty(T, D), empty(E, D), None, biases.router_E)
     if T == 1:
         row = (empty(2 * I, D), empty(D, I), empty(1, D)) if E == 256 else None
         matrices = (empty(E, D), empty(E, 2 * I, D), empty(E, D, I))
         normed = (empty(T, D), empty(4, T, D, dtype=FP32), empty(D), 1e-6)
-        moe_row.launch_row(*normed, *matrices, row and moe_row.Shared(*row), K, True)
+        how = row and moe_row.Shared(*row), K, True, biases, clamp
+        moe_row.launch_row(*normed, *matrices, *how)
     weight, slots, pairs = moe_kernels.launch_route(empty(T, E), K, True)[1:]
-    plan = (slots, pairs)
-    act = moe_kernels.launch_gate_up(empty(T, D), empty(E, 2 * I, D), *plan, K)
+    plan, gate_up = (slots, pairs), empty(E, 2 * I, D)
+    act = moe_kernels.launch_gate_up(empty(T, D), gate_up, *plan, K, biases.gate_up_EJ, clamp)
     shared = (empty(T, D), empty(T, 1)) if E == 256 else (None, None)
-    moe_kernels.launch_down(act, empty(E, D, I), weight, *plan, *shared)
+    moe_kernels.launch_down(act, empty(E, D, I), weight, *plan, *shared, biases.down_ED)
 
 
 TALL = SkinnyConfig(rows=256, block_k=128, num_stages=2, num_warps=8)
@@ -283,6 +288,11 @@ LAUNCHES: dict[str, Callable[[], Any]] = {
     "experts, 30B-A3B": lambda: mix(16, 128, 768),
     "experts, 35B-A3B": lambda: mix(16, 256, 512),
     "experts, other numbers of rows": lambda: (mix(1, 128, 768), mix(64, 256, 512)),
+    "experts, gpt-oss": lambda: mix(16, 32, 2880, 2880, 4),
+    "experts, gpt-oss, other numbers of rows": lambda: (
+        mix(1, 32, 2880, 2880, 4),
+        mix(512, 32, 2880, 2880, 4),
+    ),
     "experts of a prompt": lambda: (mix(512, 128, 768), mix(2048, 256, 512)),
     "attention, two splits": lambda: attend(BF16, 128, 16, True, None, splits=2),
     "attention, one split": lambda: attend(BF16, 128, 16, False, None, splits=1),

@@ -29,7 +29,12 @@ _ONLY_FLOATS = "only unquantised float checkpoints are supported"
 
 
 class TensorSource(Protocol):
-    """Where tensors come from: a checkpoint, or a random generator."""
+    """Where tensors come from: a checkpoint, or a random generator.
+
+    dtype: the run's.
+    """
+
+    dtype: torch.dtype
 
     def take(self, weight: Weight) -> Tensor:
         """The tensor, on the device and in its dtype or the run's."""
@@ -53,7 +58,7 @@ class Checkpoint(TensorSource):
         dtype: torch.dtype,
         progress: Progress | None = None,
     ) -> None:
-        self._directory, self._device, self._dtype = directory, device, dtype
+        self._directory, self._device, self.dtype = directory, device, dtype
         self._progress, self._loaded_bytes = progress, 0
         self._total_bytes = sum(file.stat().st_size for file in _weight_files(directory))
         self._handles = _open(directory, device)
@@ -64,11 +69,13 @@ class Checkpoint(TensorSource):
 
     def take(self, weight: Weight) -> Tensor:
         tensor = self._read(weight.name, weight.shape)
-        dtype = weight.dtype or self._dtype
+        dtype = weight.dtype or self.dtype
         if dtype.is_floating_point and tensor.dtype not in _FLOATS:  # float8 means nothing unscaled
             raise self._refusal(weight.name, f"has dtype {tensor.dtype}; {_ONLY_FLOATS}")
         if not dtype.is_floating_point and (tensor.is_floating_point() or tensor.is_complex()):
             raise self._refusal(weight.name, f"has dtype {tensor.dtype}; expected integers")
+        if dtype == torch.uint8 and tensor.dtype != dtype:  # codes, which are no numbers
+            raise self._refusal(weight.name, f"has dtype {tensor.dtype}; expected uint8")
         # On the CPU it still lies in the file's memory map.
         return weight.made_of(tensor.to(dtype, copy=self._device.type == "cpu"))
 
@@ -119,11 +126,11 @@ class RandomSource(TensorSource):
     def __init__(
         self, device: torch.device, dtype: torch.dtype, seed: int = 0, is_uniform: bool = False
     ) -> None:
-        self._device, self._dtype, self._is_uniform = device, dtype, is_uniform
+        self._device, self.dtype, self._is_uniform = device, dtype, is_uniform
         self._generator = torch.Generator(device).manual_seed(seed)
 
     def take(self, weight: Weight) -> Tensor:
-        dtype = weight.dtype or self._dtype
+        dtype = weight.dtype or self.dtype
         tensor = torch.empty(weight.shape, dtype=dtype, device=self._device)
         if not dtype.is_floating_point:  # a draft vocabulary of the target's first ids
             return tensor.zero_()
@@ -144,15 +151,19 @@ class ShapeSource(TensorSource):
     """
 
     def __init__(self, dtype: torch.dtype, names: Collection[str] = ()) -> None:
-        self._dtype, self._names = dtype, names
+        self.dtype, self._names = dtype, names
         self.asked: dict[str, tuple[int, ...]] = {}
+        self.integers: set[str] = set()  # of those
 
     def has(self, name: str) -> bool:
         return name in self._names
 
     def take(self, weight: Weight) -> Tensor:
         self.asked[weight.name] = weight.shape
-        return torch.empty(weight.meant_shape, dtype=weight.dtype or self._dtype, device="meta")
+        dtype = weight.dtype or self.dtype
+        if not dtype.is_floating_point:
+            self.integers.add(weight.name)
+        return torch.empty(weight.meant_shape, dtype=dtype, device="meta")
 
 
 class TensorHeader(NamedTuple):

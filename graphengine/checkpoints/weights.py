@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from graphengine.checkpoints import mxfp4
 from graphengine.checkpoints.sources import TensorSource
 from graphengine.config.draft import DraftConfig
 from graphengine.config.model import ARCHITECTURES, ModelConfig
@@ -202,8 +203,11 @@ def _packed(source: TensorSource, parts: tuple[Weight, ...]) -> Tensor | None:
     if stack is not None and source.has(stack.name):
         rows, columns = sum(part.shape[0] for part in parts), parts[0].shape[1]
         return source.take(Weight(stack.name, (stack.size, rows // stack.size, columns)))
-    if len(parts) < 2 and stack is None:
-        return source.take(*parts) if parts else None
+    if not parts:
+        return None
+    if len(parts) == 1 and stack is None:
+        unpacked = mxfp4.taken(source, *parts)
+        return source.take(*parts) if unpacked is None else unpacked
     out: Tensor | None = None
     sizes = [part.meant_shape[0] for part in parts]
     row = 0

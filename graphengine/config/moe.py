@@ -7,10 +7,12 @@ default in each family; a wrong one scales every layer's output without any erro
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from graphengine.config.values import RawConfig
 
 MAX_EXPERTS = 1 << 16  # past it a file is damaged
+_CLAMP = {"swiglu_alpha": 1.702, "swiglu_limit": 7.0}  # gpt-oss's; its published file lacks alpha
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,6 +21,8 @@ class MoeKeys:
 
     `norm_topk_prob`: what counts where the file does not say; `reads_norm_key`: False for a family
     whose code knows no such key. `has_shared_expert`: every layer has one beside its experts.
+    `is_clamped`: experts are gpt-oss's: biases everywhere, SwiGLU of a `Clamp`, and the width is
+    the key intermediate_size.
     """
 
     norm_topk_prob: bool
@@ -27,12 +31,20 @@ class MoeKeys:
     is_clamped: bool = False
 
 
+class Clamp(NamedTuple):
+    """gpt-oss's SwiGLU: `(min(max(up, -limit), limit) + 1) * g * sigmoid(alpha * g)`, of
+    `g = min(gate, limit)`."""
+
+    alpha: float
+    limit: float
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MoeConfig:
     """The experts of every layer.
 
     `norm_topk_prob`: a row's weights are divided by their sum. `shared_expert_intermediate_size`:
-    width of the expert that every row takes; 0 is none.
+    width of the expert that every row takes; 0 is none. `clamp`: None is plain SwiGLU.
     """
 
     num_experts: int
@@ -40,6 +52,7 @@ class MoeConfig:
     moe_intermediate_size: int
     norm_topk_prob: bool
     shared_expert_intermediate_size: int = 0
+    clamp: Clamp | None = None
 
     @classmethod
     def from_raw(cls, raw: RawConfig, keys: MoeKeys) -> MoeConfig:
@@ -48,16 +61,8 @@ class MoeConfig:
         Raises:
             ValueError: a size is missing, two spellings disagree, or some layers are dense.
         """
-        if raw.get("num_experts") is None:
-            raw = RawConfig({**raw.values, "num_experts": raw.get("num_local_experts")}, raw.source)
-        num_experts = raw.integer("num_experts", maximum=MAX_EXPERTS)
-        alias = raw.get("num_local_experts")
-        if alias is not None and alias != num_experts:
-            raise raw.refusal(
-                f"num_experts {num_experts} and num_local_experts {alias!r} disagree; remove the "
-                "one that is not meant"
-            )
-        per_token = raw.integer("num_experts_per_tok", maximum=num_experts)
+        num_experts = _integer(raw, "num_experts", "num_local_experts", MAX_EXPERTS)
+        per_token = _integer(raw, "num_experts_per_tok", "experts_per_token", num_experts)
         if raw.get("decoder_sparse_step") not in (None, 1):
             raise raw.refusal(
                 f"decoder_sparse_step {raw.get('decoder_sparse_step')!r} is not supported; every "
@@ -81,12 +86,17 @@ class MoeConfig:
             raise raw.refusal(
                 "shared_expert_intermediate_size is set, and this model_type has no shared expert"
             )
+        clamp, width = None, "moe_intermediate_size"
+        if keys.is_clamped:
+            clamp = Clamp(*(raw.over(_CLAMP).number(key) for key in _CLAMP))
+            width = "intermediate_size"
         return cls(
             num_experts=num_experts,
             num_experts_per_tok=per_token,
-            moe_intermediate_size=raw.integer("moe_intermediate_size"),
+            moe_intermediate_size=raw.integer(width),
             norm_topk_prob=normalises,
             shared_expert_intermediate_size=shared,
+            clamp=clamp,
         )
 
     def num_distinct(self, num_rows: int) -> float:
@@ -98,3 +108,15 @@ class MoeConfig:
         """
         missed = (1 - self.num_experts_per_tok / self.num_experts) ** num_rows
         return self.num_experts * (1 - missed)
+
+
+def _integer(raw: RawConfig, key: str, alias: str, maximum: int) -> int:
+    """What a file has under either name, or under both alike."""
+    if raw.get(key) is None:
+        raw = RawConfig({**raw.values, key: raw.get(alias)}, raw.source)
+    number, other = raw.integer(key, maximum=maximum), raw.get(alias)
+    if other is not None and other != number:
+        raise raw.refusal(
+            f"{key} {number} and {alias} {other!r} disagree; remove the one that is not meant"
+        )
+    return number

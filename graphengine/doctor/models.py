@@ -8,7 +8,7 @@ cannot disagree.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from itertools import groupby
 
 import torch
@@ -34,7 +34,6 @@ _SLOTS = {
     "anchor-first": "a row predicts the token behind it; the anchor's row drafts too",
 }
 _BYTES = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2}
-_ID_MAPS = ("d2t", "t2d")
 _INTEGERS = {"BOOL": 1} | {f"{kind}{8 * size}": size for kind in "IU" for size in (1, 2, 4, 8)}
 _REFUSED = "see the message; if the published file says the same, this model is not supported"
 
@@ -82,7 +81,7 @@ def target_findings(files: ModelFiles, target: ModelConfig) -> Iterator[Finding]
     weights.target_weights(expected, target, 1, META)
     optional = {"lm_head.weight": (target.vocab_size, target.hidden_size)}
     skipped = ARCHITECTURES[target.model_type].skipped
-    yield from _weights("target.weights", files, expected.asked, optional, skipped)
+    yield from _weights("target.weights", files, expected, optional, skipped)
     yield from _tokenizer(files, target)
     yield from _stop_tokens(files, target)
 
@@ -111,7 +110,7 @@ def draft_findings(files: ModelFiles, draft: DraftConfig) -> Iterator[Finding]:
         if tensor is not None:
             text = f"its own {list(tensor.shape)}, unless it equals the target's"
         yield ok(name, text)
-    yield from _weights("draft.weights", files, expected.asked, {})
+    yield from _weights("draft.weights", files, expected, {})
     for note in draft.notes:
         yield info("draft.note", one_line(note))
 
@@ -172,7 +171,7 @@ def _layer(rule: AttentionRule) -> str:
 def _weights(
     name: str,
     files: ModelFiles,
-    expected: Shapes,
+    expected: sources.ShapeSource,
     optional: Shapes,
     skipped: tuple[str, ...] = (),
 ) -> Iterator[Finding]:
@@ -183,12 +182,12 @@ def _weights(
         else:
             yield error(name, files.problems.get("weights", "none"), "fetch the weights again")
         return
-    shapes = {**optional, **expected}
+    shapes = {**optional, **expected.asked}
     skips = [k for k in files.headers if k.endswith("rotary_emb.inv_freq") or k.startswith(skipped)]
     used = {key: header for key, header in files.headers.items() if key not in skips}
     known = {key: used[key] for key in shapes if key in used}
     faults = {
-        "missing": [key for key in expected if key not in used],
+        "missing": [key for key in expected.asked if key not in used],
         "unexpected": [key for key in used if key not in shapes],
         "misshaped": [
             f"{key} {list(header.shape)} instead of {list(shapes[key])}"
@@ -201,19 +200,21 @@ def _weights(
         if names:
             shown = ", ".join(names[:3]) + (", .." if len(names) > 3 else "")
             yield error(name, one_line(f"{len(names)} {what}: {shown}"), remedy)
-    yield from _dtypes(f"{name}.dtype", known)
+    yield from _dtypes(f"{name}.dtype", known, expected.integers)
     if not any(faults.values()):
         sizes = _BYTES | _INTEGERS
         size = sum(math.prod(h.shape) * sizes.get(h.dtype, 1) for h in used.values())
         yield ok(name, f"{len(used)} tensors, {format_bytes(size)}, none missing")
 
 
-def _dtypes(name: str, headers: Mapping[str, sources.TensorHeader]) -> Iterator[Finding]:
-    for key in _ID_MAPS:
+def _dtypes(
+    name: str, headers: Mapping[str, sources.TensorHeader], integers: Collection[str]
+) -> Iterator[Finding]:
+    for key in sorted(integers):
         if key in headers and headers[key].dtype not in _INTEGERS:
-            remedy = "an id map holds integers; fetch the weights again"
+            remedy = "an id map and MXFP4 hold integers; fetch the weights again"
             yield error(name, f"{key} is {headers[key].dtype}", remedy)
-    found = sorted({header.dtype for key, header in headers.items() if key not in _ID_MAPS})
+    found = sorted({header.dtype for key, header in headers.items() if key not in integers})
     if foreign := [dtype for dtype in found if dtype not in _BYTES]:
         yield error(name, ", ".join(foreign), "only unquantised float weights are supported")
     elif "F16" in found:

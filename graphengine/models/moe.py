@@ -3,6 +3,8 @@
     p = softmax(x @ router^T); the k largest, divided by their sum where the config says so
     y = sum over these of p_e * down_e(silu(gate_e(x)) * up_e(x)) + sigmoid(g . x) * shared(x)
 
+gpt-oss's have no shared expert, biases everywhere, and another product (`config.moe.Clamp`).
+
 Invariant: a row's result depends on that row alone. Its contributions are added in the order of its
 own choice, so rows may come and go beside it and no bit of it changes.
 
@@ -18,46 +20,62 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from graphengine.config.model import ModelConfig
-from graphengine.config.moe import MoeConfig
+from graphengine.config.moe import Clamp, MoeConfig
 from graphengine.kernels.moe import experts
 from graphengine.kernels.moe_kernels import STREAM_ROWS
-from graphengine.kernels.moe_row import Shared, experts_row, router_logits, runs_row
+from graphengine.kernels.moe_row import Biases, Shared, experts_row, router_logits, runs_row
 from graphengine.models.layers import add_rms_norm, linear, linear_swiglu
-from graphengine.models.weight import Fields, Stacked, Weight, norm, num_matrix_elements
+from graphengine.models.weight import (
+    Experts,
+    Fields,
+    Stacked,
+    Weight,
+    norm,
+    num_matrix_elements,
+)
 
 
 class MoeWeights(NamedTuple):
-    """Fields in the order of use; the last two are no tensors."""
+    """Fields in the order of use; the last three are no tensors."""
 
     post_norm_D: Tensor
     router_ED: Tensor
+    router_bias_E: Tensor | None
     gate_up_EJD: Tensor  # of each expert rows [gate | up]
+    gate_up_bias_EJ: Tensor | None
     down_EDI: Tensor
+    down_bias_ED: Tensor | None
     shared_gate_up_JD: Tensor | None
     shared_down_DI: Tensor | None
     shared_gate_1D: Tensor | None
     num_experts_per_tok: int
     norm_topk_prob: bool
+    clamp: Clamp | None
 
 
 def weights(config: ModelConfig) -> Fields:
     """Names, shapes and shards of `MoeWeights`."""
     moe, hidden = _moe(config), config.hidden_size
     num, inter = moe.num_experts, moe.moe_intermediate_size
+    if moe.clamp is not None:
+        return _clamped(config, num, inter)
     shared, own = moe.shared_expert_intermediate_size, "mlp.shared_expert"
     gate_up, down = Stacked("mlp.experts.gate_up_proj", num), Stacked("mlp.experts.down_proj", num)
     return {
         "post_norm_D": norm("post_attention_layernorm.weight", hidden, config.has_offset_norms),
         "router_ED": (Weight("mlp.gate.weight", (num, hidden)),),
+        "router_bias_E": (),
         "gate_up_EJD": tuple(
             Weight(f"mlp.experts.{e}.{name}_proj.weight", (inter, hidden), 0, stack=gate_up)
             for e in range(num)
             for name in ("gate", "up")
         ),
+        "gate_up_bias_EJ": (),
         "down_EDI": tuple(
             Weight(f"mlp.experts.{e}.down_proj.weight", (hidden, inter), 1, stack=down)
             for e in range(num)
         ),
+        "down_bias_ED": (),
         "shared_gate_up_JD": tuple(
             Weight(f"{own}.{name}_proj.weight", (shared, hidden), 0)
             for name in ("gate", "up")
@@ -68,10 +86,33 @@ def weights(config: ModelConfig) -> Fields:
     }
 
 
+def _clamped(config: ModelConfig, num: int, inter: int) -> Fields:
+    hidden, name = config.hidden_size, "mlp.experts."
+    halves, matrix = Experts(is_interleaved=True), Experts(is_transposed=True)
+    both = Experts(is_interleaved=True, is_transposed=True)
+    gate_up, down = (num, hidden, 2 * inter), (num, inter, hidden)  # as unquantised files hold them
+    return {
+        "post_norm_D": norm("post_attention_layernorm.weight", hidden, config.has_offset_norms),
+        "router_ED": (Weight("mlp.router.weight", (num, hidden)),),
+        "router_bias_E": (Weight("mlp.router.bias", (num,)),),
+        "gate_up_EJD": (Weight(f"{name}gate_up_proj", gate_up, experts=both),),
+        "gate_up_bias_EJ": (Weight(f"{name}gate_up_proj_bias", (num, 2 * inter), experts=halves),),
+        "down_EDI": (Weight(f"{name}down_proj", down, experts=matrix),),
+        "down_bias_ED": (Weight(f"{name}down_proj_bias", (num, hidden), experts=Experts()),),
+        "shared_gate_up_JD": (),
+        "shared_down_DI": (),
+        "shared_gate_1D": (),
+    }
+
+
 def constants(config: ModelConfig) -> dict[str, Any]:
     """What a compiled segment holds as numbers, for no shape of a tensor tells it."""
     moe = _moe(config)
-    return {"num_experts_per_tok": moe.num_experts_per_tok, "norm_topk_prob": moe.norm_topk_prob}
+    return {
+        "num_experts_per_tok": moe.num_experts_per_tok,
+        "norm_topk_prob": moe.norm_topk_prob,
+        "clamp": moe.clamp,
+    }
 
 
 def num_read_elements(config: ModelConfig, fields: Fields, num_rows: int) -> int:
@@ -100,6 +141,7 @@ def run(layer: MoeWeights, h_TD: Tensor, update: Tensor, eps: float) -> tuple[Te
     if layer.shared_gate_up_JD is not None:
         assert layer.shared_down_DI is not None and layer.shared_gate_1D is not None
         shared = Shared(layer.shared_gate_up_JD, layer.shared_down_DI, layer.shared_gate_1D)
+    biases = Biases(layer.router_bias_E, layer.gate_up_bias_EJ, layer.down_bias_ED)
     if runs_row(h_TD, shared, layer.down_EDI.shape[2]):
         return experts_row(
             h_TD,
@@ -112,14 +154,17 @@ def run(layer: MoeWeights, h_TD: Tensor, update: Tensor, eps: float) -> tuple[Te
             shared,
             layer.num_experts_per_tok,
             layer.norm_topk_prob,
+            biases,
+            layer.clamp,
         )
-    h_TD, x_TD = add_rms_norm(h_TD, update, layer.post_norm_D, eps, layer.router_ED)
+    norm = (h_TD, update, layer.post_norm_D, eps)
+    h_TD, x_TD = add_rms_norm(*norm, layer.router_ED, layer.router_bias_E)
     assert isinstance(x_TD, Tensor)
     gate_1D = None if shared is None else shared.gate_1D
     if len(x_TD) <= STREAM_ROWS:
-        logits_TE, gate_T1 = router_logits(x_TD, layer.router_ED, gate_1D)
+        logits_TE, gate_T1 = router_logits(x_TD, layer.router_ED, gate_1D, layer.router_bias_E)
     else:
-        logits_TE = linear(x_TD, layer.router_ED)
+        logits_TE = linear(x_TD, layer.router_ED, layer.router_bias_E)
         gate_T1 = None if gate_1D is None else linear(x_TD, gate_1D)
     shared_TD = None
     if shared is not None:
@@ -133,6 +178,9 @@ def run(layer: MoeWeights, h_TD: Tensor, update: Tensor, eps: float) -> tuple[Te
         gate_T1,
         layer.num_experts_per_tok,
         layer.norm_topk_prob,
+        layer.gate_up_bias_EJ,
+        layer.down_bias_ED,
+        layer.clamp,
     )
 
 

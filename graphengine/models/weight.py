@@ -35,6 +35,33 @@ class Pick:
         return torch.cat([groups[:, begin:end] for begin, end in self.ranges], 1).flatten(0, 1)
 
 
+class Experts(NamedTuple):
+    """How files hold a tensor of all experts, [experts, rows, ..], of which each is a matrix or a
+    bias of its own.
+
+    `is_interleaved`: of an expert, the rows of its first and its second half in turn.
+    `is_transposed`: as [experts, columns, rows], unless it is in MXFP4, which it may be.
+    """
+
+    is_interleaved: bool = False
+    is_transposed: bool = False
+
+    def meant_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """[experts, rows, ..] of the file's shape."""
+        return (shape[0], shape[2], shape[1]) if self.is_transposed else shape
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """The file's tensor -> [experts, rows, ..], first halves first; copied at most once."""
+        tensor = tensor.mT if self.is_transposed else tensor
+        return self.in_order(tensor).contiguous()
+
+    def in_order(self, tensor: Tensor) -> Tensor:
+        """The same of one in rows, as MXFP4 holds it."""
+        if not self.is_interleaved:
+            return tensor
+        return tensor.unflatten(1, (-1, 2)).transpose(1, 2).flatten(1, 2)
+
+
 class Stacked(NamedTuple):
     """A field of `size` equal matrices, [size, rows, columns], which its parts hold one after the
     other as rows; some files hold it as one tensor called `name` instead."""
@@ -52,7 +79,8 @@ class Weight:
     is right (q, k, v in one tensor). Nothing but tests reads it yet.
     `initialiser`: how dummy weights draw it. `dtype`: None is the run's. `pick`: which of its rows
     are meant; several weights may share a tensor of the file. `offset` is added, in `dtype`.
-    `stack`: what it is a part of, the same for every part of a field.
+    `stack`: what it is a part of, the same for every part of a field. `experts`: that it is all of
+    them, in another order of rows.
     """
 
     name: str
@@ -63,10 +91,13 @@ class Weight:
     pick: Pick | None = None
     offset: float = 0.0
     stack: Stacked | None = None
+    experts: Experts | None = None
 
     @property
     def meant_shape(self) -> tuple[int, ...]:
         """Shape of what `made_of` returns."""
+        if self.experts is not None:
+            return self.experts.meant_shape(self.shape)
         return self.shape if self.pick is None else (self.pick.num_rows, *self.shape[1:])
 
     @property
@@ -78,6 +109,8 @@ class Weight:
         """What is meant, of the file's tensor."""
         if self.pick is not None:
             tensor = self.pick.of(tensor)
+        if self.experts is not None:
+            tensor = self.experts.of(tensor)
         return tensor + self.offset if self.offset else tensor
 
 
@@ -109,5 +142,6 @@ def behind(prefix: str, fields: Fields) -> Fields:
 
 
 def num_matrix_elements(parts: Iterable[Weight]) -> int:
-    """What a forward reads of these: matrices; norms and biases (under 0.01 %) are left out."""
-    return sum(part.num_elements for part in parts if len(part.shape) == 2)
+    """What a forward reads of these: matrices; norms and biases (under 0.1 %) are left out."""
+    matrices = [part for part in parts if len(part.shape) == 2 + (part.experts is not None)]
+    return sum(part.num_elements for part in matrices)

@@ -14,6 +14,8 @@ from graphengine.config.draft_formats import parse_draft
 from graphengine.doctor.doctor import Examination
 from graphengine.doctor.experts import break_even_tokens, verify_bytes
 from graphengine.startup.build import read_configs
+from tests.models.test_gpt_oss_experts import clamped as clamped
+from tests.models.test_gpt_oss_experts import gpt_oss_mlp, packed, write
 from tests.models.test_moe import fuse, rewrite
 from tests.support.checkpoints import make_target
 from tests.support.doctored import check, errors
@@ -90,3 +92,19 @@ def test_files_in_both_forms(tmp_path: Path, form: str) -> None:
     last = max(name for name in load_file(directory / "model.safetensors") if "experts" in name)
     rewrite(directory, lambda tensors: tensors.pop(last))
     assert "missing" in value(check(directory, None), "target.weights")
+
+
+def test_experts_in_mxfp4(tmp_path: Path, clamped: None) -> None:
+    """Bug: doctor calls the bytes of MXFP4 weights that are not supported, or passes over a file
+    without their scales, or with them as floats."""
+    directory = write(tmp_path, gpt_oss_mlp(96, 160, 8), packed)
+    found = check(directory, None)
+    assert [finding.level for finding in all_named(found, "target.weights")] == ["ok"]
+    assert [finding.level for finding in all_named(found, "target.weights.dtype")] == ["ok"]
+    name = "model.layers.0.mlp.experts.down_proj_scales"
+    rewrite(directory, lambda tensors: tensors.update({name: tensors[name].float()}))
+    (wrong, _) = all_named(check(directory, None), "target.weights.dtype")
+    assert wrong.level == "error" and f"{name} is F32" in wrong.value
+    rewrite(directory, lambda tensors: tensors.pop(name))
+    (missing,) = all_named(check(directory, None), "target.weights")
+    assert missing.level == "error" and f"1 missing: {name}" in missing.value

@@ -1,6 +1,7 @@
 """Weights of four bits: MXFP4, a power of two for each 32 of them, multiplied as they are kept.
 
-    w[j, d] = e2m1(code[j, d]) * 2^(scale[j, d // 32] - 127),  e2m1: 0 .5 1 1.5 2 3 4 6, and negative
+    w[j, d] = e2m1(code[j, d]) * 2^(scale[j, d // 32] - 127)
+    e2m1: 0, 0.5, 1, 1.5, 2, 3, 4, 6, and the same negative
 
 Why: a step of few rows is what it reads, and this is 4.25 bits a weight instead of 16. Both factors
 are exact in bf16, so a product is that of the widened weights.

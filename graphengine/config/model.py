@@ -20,6 +20,7 @@ from graphengine.config.windows import Sliding, read_windows
 
 # Past these a file is damaged, and trying to build what it says would not end.
 MAX_LAYERS, MAX_HEAD_DIM = 1024, 4096
+ROPE_SECTIONS = "rope_parameters", "rope_scaling"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,6 +42,8 @@ class Architecture:
     is_hybrid: layer_types say which mixer a layer has; `mixer` is not looked at.
     has_offset_norms: norms multiply by `1 + w`.
     partial_rotary_factor: that of a file without one; None: another than 1 is refused.
+    is_rope_scaled: where a file does not say how rope is scaled transformers takes a scaling, which
+        is not guessed: such a file is refused.
     wrapped: the name of the model_type whose text_config this is.
     skipped: beginnings of names of tensors that are for something else.
     is_interleaved: see `GatedDeltaConfig`.
@@ -61,6 +64,7 @@ class Architecture:
     is_hybrid: bool = False
     has_offset_norms: bool = False
     partial_rotary_factor: float | None = None
+    is_rope_scaled: bool = False
     wrapped: str | None = None
     skipped: tuple[str, ...] = ()
     is_interleaved: bool = False
@@ -115,6 +119,7 @@ ARCHITECTURES = {
         has_qk_norm=False,
         has_mlp_bias=False,
         has_sinks=True,
+        is_rope_scaled=True,
         sliding=Sliding(128, by_type=True, alternates=True),
         ffn="moe",
         moe=MoeKeys(norm_topk_prob=True, reads_norm_key=False, is_clamped=True),
@@ -290,6 +295,11 @@ class ModelConfig:
         head_dim = whole.integer("head_dim", maximum=MAX_HEAD_DIM)
         if head_dim % 2:
             raise raw.refusal(f"head_dim {head_dim} is odd; rope needs an even one")
+        if architecture.is_rope_scaled and not any(map(raw.section, ROPE_SECTIONS)):
+            raise raw.refusal(
+                f"neither of {' and '.join(ROPE_SECTIONS)}, which are never guessed; add what the "
+                "model was trained with, or fetch the file again"
+            )
         rope = RopeConfig.from_hf(raw.values, raw.source, architecture.partial_rotary_factor)
         turned = rope.rotary_dim(head_dim)
         if turned % 2 or not turned:

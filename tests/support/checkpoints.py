@@ -31,7 +31,10 @@ _TEXT = [
 ]
 _EMBEDDING_STD = 0.12
 _PROJECTION_GAIN = 1.2  # standard deviation = gain / sqrt(fan-in)
-_EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 40}
+_EXPERTS: dict[str, dict[str, Any]] = {
+    "qwen3_moe": {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 40},
+    "gpt_oss": {"num_local_experts": 6, "num_experts_per_tok": 2, "sliding_window": 7},
+}
 _ROUTER_GAIN = 3.0  # rows must choose apart
 _OUTPUT_GAIN = 2.0  # o_proj, down_proj and fc: layers must outweigh the embedding's echo
 
@@ -90,7 +93,7 @@ def make_target(
         attention_bias=bias,
         pad_token_id=None,  # Phi-3's own lies outside a small vocabulary
         **({"mlp_bias": mlp_bias} if model_type == "llama" else {}),
-        **(_EXPERTS if model_type == "qwen3_moe" else {}) | dict(extra or {}),
+        **_EXPERTS.get(model_type, {}) | dict(extra or {}),
     )
     model: Any = AutoModelForCausalLM.from_config(config)
     generator = torch.Generator().manual_seed(seed)
@@ -338,6 +341,8 @@ def _random(name: str, shape: tuple[int, ...], generator: torch.Generator) -> to
     noise = torch.randn(shape, generator=generator)
     if name.endswith("A_log"):  # from heads that forget at once to heads that hardly forget
         return torch.linspace(-5, 1, shape[0]) + 0.3 * noise
+    if name.endswith("sinks"):  # about as likely as a key
+        return 2.0 + noise
     if name.endswith("dt_bias"):
         return 0.5 * noise
     if name.endswith("conv1d.weight"):
@@ -349,7 +354,7 @@ def _random(name: str, shape: tuple[int, ...], generator: torch.Generator) -> to
     if "embed_tokens" in name or "lm_head" in name:
         return _EMBEDDING_STD * noise
     gain = _OUTPUT_GAIN if "o_proj" in name or "down_proj" in name else _PROJECTION_GAIN
-    gain = _ROUTER_GAIN if name.endswith("mlp.gate.weight") else gain
+    gain = _ROUTER_GAIN if name.endswith(("mlp.gate.weight", "mlp.router.weight")) else gain
     return noise * gain / shape[-1] ** 0.5
 
 

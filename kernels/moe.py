@@ -4,7 +4,7 @@
     out[k, t] = p[t, k] * down_e(silu(gate_e(x_t)) * up_e(x_t)),  e = chosen[t, k]
     out[K, t] = sigmoid(g_t) * shared_t
 
-and for gpt-oss, whose products have biases too, `activate` of gate and up.
+Of gpt-oss each product has a bias, and `clamped_swiglu.py` says what becomes of gate and up.
 
 Why: 16 rows of Qwen3-30B-A3B are 128 pairs of row and expert over about 82 experts, 1.6 rows an
 expert: no grouped GEMM but 770 MB of weights a layer. Three launches: `route` (choices, and which
@@ -20,12 +20,12 @@ Cost: 3 I D elements of each chosen expert. Legend: T rows, D hidden, E experts,
 P = T * K pairs (t * K + k), S slots, I expert width, J = 2 * I, Z = K (+ 1 with a shared expert).
 """
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 
+from graphengine.kernels.clamped_swiglu import Clamp, activate_reference
 from graphengine.kernels.interpreter import INTERPRET
 from graphengine.kernels.moe_kernels import (
     STREAM_ROWS,
@@ -34,9 +34,6 @@ from graphengine.kernels.moe_kernels import (
     launch_route,
     num_slots,
 )
-
-Clamp = Sequence[float]
-"""alpha and limit of `activate`."""
 
 
 class Routing(NamedTuple):
@@ -79,16 +76,6 @@ def route_reference(logits_TE: torch.Tensor, top_k: int, normalise: bool) -> Rou
     live = slots_E3 if T > STREAM_ROWS else slots_E3[counts_E > 0]
     slots_S3[: len(live)] = live.int()
     return Routing(expert_TK, weight_TK, slots_S3, pairs_P.int())
-
-
-def activate_reference(gate: torch.Tensor, up: torch.Tensor, clamp: Clamp | None) -> torch.Tensor:
-    """`silu(gate) * up`, or of `clamp`: `(clamp(up, -limit, limit) + 1) * g * sigmoid(alpha * g)`,
-    `g = min(gate, limit)`; what is not a number stays none."""
-    if clamp is None:
-        return F.silu(gate) * up
-    alpha, limit = clamp
-    gate = gate.clamp(max=limit)
-    return (up.clamp(-limit, limit) + 1) * (gate * (alpha * gate).sigmoid())
 
 
 def gate_up_reference(

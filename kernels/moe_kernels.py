@@ -13,7 +13,6 @@ Legend: T rows, D hidden, E experts, K of them a row, P = T * K pairs, S slots, 
 
 # pyright: reportArgumentType=false, reportGeneralTypeIssues=false
 
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -21,6 +20,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from graphengine.kernels.clamped_swiglu import Clamp, activate, clamp_options
 from graphengine.kernels.interpreter import INTERPRET, dot
 from graphengine.kernels.launch import on_grid, pdl_options
 
@@ -99,7 +99,7 @@ def launch_gate_up(
     pairs_P: torch.Tensor,
     top_k: int,
     bias_EJ: torch.Tensor | None = None,
-    clamp: Sequence[float] | None = None,
+    clamp: Clamp | None = None,
 ) -> torch.Tensor:
     """`activate(gate_e(x_t), up_e(x_t))` of every pair -> [P, I] in x's dtype."""
     (T, D), I = x_TD.shape, gate_up_EJD.shape[1] // 2  # noqa: E741
@@ -157,12 +157,6 @@ def launch_down(
     return out_ZTD
 
 
-def clamp_options(clamp: Sequence[float] | None) -> dict[str, float | None]:
-    """What a kernel that activates takes as constants."""
-    alpha, limit = clamp or (None, None)
-    return {"ALPHA": alpha, "LIMIT": limit}
-
-
 def _tile(tile: Tile, x: torch.Tensor) -> dict[str, Any]:
     return {
         "ROWS": tile.rows,
@@ -173,18 +167,6 @@ def _tile(tile: Tile, x: torch.Tensor) -> dict[str, Any]:
         "num_warps": tile.num_warps,
         **pdl_options(x.device),
     }
-
-
-@triton.jit
-def activate(gate, up, ALPHA: tl.constexpr, LIMIT: tl.constexpr):
-    """`silu(gate) * up`, clamped where there is a limit; `where` keeps NaN, as minimum does not."""
-    if LIMIT is None:
-        y = gate / (1.0 + tl.exp(-gate)) * up
-    else:
-        gate = tl.where(gate > LIMIT, LIMIT, gate)
-        up = tl.where(up > LIMIT, LIMIT, tl.where(up < -LIMIT, -LIMIT, up))
-        y = (up + 1.0) * (gate / (1.0 + tl.exp(-ALPHA * gate)))
-    return y
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_slots"])
@@ -317,6 +299,9 @@ def _gate_up_kernel(
     i = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
     d = tl.arange(0, BLOCK_K)
     gate_row = gate_up + (e * 2 * I + i)[:, None] * D + d[None, :]
+    if bias is not None:
+        gate_bias = tl.load(bias + e * 2 * I + i, mask=i < I, other=0.0).to(tl.float32)
+        up_bias = tl.load(bias + e * 2 * I + I + i, mask=i < I, other=0.0).to(tl.float32)
     for start in range(begin, end, ROWS):
         at = start + tl.arange(0, ROWS)
         pair = tl.load(pairs + at, mask=at < end, other=0)
@@ -332,9 +317,8 @@ def _gate_up_kernel(
             weight = tl.load(gate_row + I * D + k, mask=live, other=0.0)
             up = dot(weight, rows, up, DOT_FP32)
         if bias is not None:
-            of_gate = bias + e * 2 * I + i
-            gate += tl.load(of_gate, mask=i < I, other=0.0).to(tl.float32)[:, None]
-            up += tl.load(of_gate + I, mask=i < I, other=0.0).to(tl.float32)[:, None]
+            gate += gate_bias[:, None]
+            up += up_bias[:, None]
         y = activate(gate, up, ALPHA, LIMIT)
         to = out + pair.to(tl.int64)[None, :] * I + i[:, None]
         tl.store(to, y.to(out.dtype.element_ty), mask=(at < end)[None, :] & (i < I)[:, None])
@@ -381,6 +365,8 @@ def _down_kernel(
         e, begin, end = tl.load(slot).to(tl.int64), tl.load(slot + 1), tl.load(slot + 2)
         i = tl.arange(0, BLOCK_K)
         down_row = down + (e * D + n)[:, None] * I + i[None, :]
+        if bias is not None:
+            added = tl.load(bias + e * D + n, mask=n < D, other=0.0).to(tl.float32)
         for start in range(begin, end, ROWS):
             at = start + tl.arange(0, ROWS)
             pair = tl.load(pairs + at, mask=at < end, other=0).to(tl.int64)
@@ -394,7 +380,7 @@ def _down_kernel(
                 )
                 y = dot(tl.load(down_row + k, mask=live, other=0.0), rows, y, DOT_FP32)
             if bias is not None:
-                y += tl.load(bias + e * D + n, mask=n < D, other=0.0).to(tl.float32)[:, None]
+                y += added[:, None]
             y *= tl.load(weights + pair, mask=at < end, other=0.0)[None, :]
             to = out + ((pair % K) * num_rows + pair // K)[None, :] * D + n[:, None]
             tl.store(to, y, mask=(at < end)[None, :] & (n < D)[:, None])

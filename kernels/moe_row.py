@@ -33,10 +33,10 @@ import torch.nn.functional as F
 import triton
 
 from graphengine.kernels.add_rms_norm import add_rms_norm_reference
+from graphengine.kernels.clamped_swiglu import Clamp, clamp_options
 from graphengine.kernels.interpreter import INTERPRET
 from graphengine.kernels.launch import on_grid, pdl_options
-from graphengine.kernels.moe import Clamp, experts_reference
-from graphengine.kernels.moe_kernels import clamp_options
+from graphengine.kernels.moe import experts_reference
 from graphengine.kernels.moe_row_kernels import (
     down_row_kernel,
     gate_up_row_kernel,

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from graphengine.kernels.moe_kernels import activate
+from graphengine.kernels.clamped_swiglu import activate
 
 # An expert's weights are read once a step; what waits in L2 for the next kernel shall outlive them.
 ONCE = tl.constexpr("evict_first")
@@ -90,11 +90,13 @@ def router_kernel(
     n = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     if tl.program_id(0) * ROWS < E:
         rows = _rows_of(router, n, E, D, D_PAD, "")
+        if bias is not None:
+            added = tl.load(bias + n, mask=n < E, other=0.0).to(tl.float32)
         if PDL:
             gdc_wait()
         y = _times(rows, x + t * D, D, D_PAD)
         if bias is not None:
-            y += tl.load(bias + n, mask=n < E, other=0.0).to(tl.float32)
+            y += added
         tl.store(logits + t * E + n, y.to(x.dtype.element_ty), mask=n < E)
     else:
         n = tl.arange(0, ROWS)
@@ -134,6 +136,8 @@ def norm_router_kernel(
     d = tl.arange(0, D_PAD)
     live = d < D
     w = tl.load(norm + d, mask=live, other=0.0).to(tl.float32)
+    if bias is not None:
+        added = tl.load(bias + n, mask=n < E, other=0.0).to(tl.float32)
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
@@ -149,7 +153,7 @@ def norm_router_kernel(
         tl.store(x_out + d, x, mask=live)
     z = tl.sum(rows.to(tl.float32) * x.to(tl.float32)[None, :], axis=1)
     if bias is not None:
-        z += tl.load(bias + n, mask=n < E, other=0.0).to(tl.float32)
+        z += added
     z = z.to(h.dtype.element_ty)
     if first < E:
         tl.store(logits + n, z, mask=n < E)
@@ -196,11 +200,13 @@ def gate_up_row_kernel(
         e = _expert(_best(keys, slot + 1)[0], E_PAD)
         gate = _rows_of(gate_up + e * (2 * I * D), i, I, D, D_PAD, ONCE)
         up = _rows_of(gate_up + e * (2 * I * D) + I * D, i, I, D, D_PAD, ONCE)
+        if bias is not None:
+            gate_bias = tl.load(bias + e * (2 * I) + i, mask=i < I, other=0.0).to(tl.float32)
+            up_bias = tl.load(bias + e * (2 * I) + I + i, mask=i < I, other=0.0).to(tl.float32)
         g, u = _times(gate, x, D, D_PAD), _times(up, x, D, D_PAD)
         if bias is not None:
-            of_gate = bias + e * (2 * I) + i
-            g += tl.load(of_gate, mask=i < I, other=0.0).to(tl.float32)
-            u += tl.load(of_gate + I, mask=i < I, other=0.0).to(tl.float32)
+            g += gate_bias
+            u += up_bias
         y = activate(g, u, ALPHA, LIMIT).to(out.dtype.element_ty)
         tl.store(out + slot * I + i, y, mask=i < I)
 

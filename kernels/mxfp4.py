@@ -63,19 +63,21 @@ def pack_mxfp4(blocks: torch.Tensor, scales: torch.Tensor) -> Mxfp4:
 
 
 @triton.jit
+def _widen_float32(code, scale):
+    """Codes and their scales, as `_widen` does it."""
+    bits = ((code & 8) << 28) | ((code & 7) << 22)
+    power = (scale + 126) << 23
+    return bits.to(tl.float32, bitcast=True) * power.to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def _widen(codes, low, high, DOT_FP32: tl.constexpr):
     """Bytes [J, B, 32] and the scales of each half [J, B, 1] -> (columns of the low nibbles, of the
     high ones), [J, B * 32] each."""
     if DOT_FP32:
         x = codes.to(tl.int32)
-        halves = ()
-        for half in tl.static_range(2):
-            nibble = x & 15 if half == 0 else x >> 4
-            bits = ((nibble & 8) << 28) | ((nibble & 7) << 22)  # as below, of float32
-            power = ((low if half == 0 else high) + 126) << 23
-            factor = tl.broadcast_to(power.to(tl.float32, bitcast=True), codes.shape)
-            halves = halves + ((bits.to(tl.float32, bitcast=True) * factor),)
-        first, second = halves
+        first = _widen_float32(x & 15, low)
+        second = _widen_float32(x >> 4, high)
     else:
         # bf16 twice; every one of the four that an element's register is asked for is the same.
         low = (low + 126) << 7

@@ -1,11 +1,10 @@
-"""MXFP4 -> floats: how gpt-oss's files hold the matrices of experts.
-
-    value = e2m1(code) * 2^(scale - 127), one scale for 32 values next to each other in a row
+"""MXFP4: how gpt-oss's files hold the matrices of experts, and what is made of it.
 
 Two tensors of bytes stand for one of floats: `.._blocks`, two codes a byte with the first in the
-low half, and `.._scales`. Unpacked as transformers does it (`integrations/mxfp4.py`, ldexp): every
-code at every scale is exact, and infinite past the dtype's range. One expert at a time, so that
-beside the result little more than the bytes is held.
+low half, and `.._scales`, one for 32 codes next to each other in a row. A run in bf16 multiplies
+them as they are (`kernels.mxfp4`); any other has them widened, as transformers does it
+(`integrations/mxfp4.py`, ldexp): every code at every scale is exact, and infinite past the dtype's
+range. One expert at a time, so that beside the result little more than the bytes is held.
 """
 
 from __future__ import annotations
@@ -14,45 +13,54 @@ import torch
 from torch import Tensor
 
 from graphengine.checkpoints.sources import TensorSource
+from graphengine.kernels.mxfp4 import GROUP, MOST_SCALE, PAIR, Mxfp4, pack_mxfp4, widened
 from graphengine.models.weight import Weight
 
-BLOCK = 32  # values of a scale
-_HALVES = (0.0, 1.0, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0)
-HALVES = (*_HALVES, *(-value for value in _HALVES))  # e2m1 by code, doubled
-FACTORS = tuple(2.0 ** (scale - 128) for scale in range(256))  # and all of these are float32
 
-
-def taken(source: TensorSource, weight: Weight) -> Tensor | None:
-    """The weight, in the run's dtype, of a source that has it in MXFP4; None where it does not.
+def taken(source: TensorSource, weight: Weight) -> Tensor | Mxfp4 | None:
+    """The weight, of a source that has it in MXFP4; None where it does not. As it is where
+    config.json says so, the run is in bf16 and the kernel takes it, else in the run's dtype.
 
     Raises:
-        ValueError: blocks or scales are missing or misshaped.
+        ValueError: blocks or scales are missing, misshaped, or larger than any weight.
     """
     experts, names = weight.experts, [f"{weight.name}_{part}" for part in ("blocks", "scales")]
-    if experts is None or not experts.is_transposed or not any(map(source.has, names)):
+    if experts is None or not experts.is_transposed:
+        return None
+    if not experts.is_mxfp4 and not any(map(source.has, names)):
         return None
     *rows, columns = shape = weight.meant_shape
-    if columns % BLOCK:
+    if columns % GROUP:
         raise ValueError(
-            f"{names[0]}: MXFP4 has {BLOCK} columns a scale, the config implies {columns}; the "
+            f"{names[0]}: MXFP4 has {GROUP} columns a scale, the config implies {columns}; the "
             "checkpoint is not the model that its config.json describes"
         )
-    sizes = (*rows, columns // BLOCK, BLOCK // 2), (*rows, columns // BLOCK)
+    sizes = (*rows, columns // GROUP, GROUP // 2), (*rows, columns // GROUP)
+    kinds = zip(names, sizes, ("codes", "scales"), strict=True)
     blocks, scales = (
-        source.take(Weight(name, size, dtype=torch.uint8))
-        for name, size in zip(names, sizes, strict=True)
+        source.take(Weight(name, size, dtype=torch.uint8, initialiser=kind))
+        for name, size, kind in kinds
     )
-    out = torch.empty(shape, dtype=source.dtype, device=blocks.device)
-    if not out.is_meta:
-        for e in range(len(out)):
-            values = unpacked(blocks[e : e + 1], scales[e : e + 1], source.dtype)
-            out[e] = experts.in_order(values)[0]
+    is_kept = experts.is_mxfp4 and source.dtype == torch.bfloat16 and columns % PAIR == 0
+    if not is_kept:
+        out = torch.empty(shape, dtype=source.dtype, device=blocks.device)
+        for e in range(len(out) * (not out.is_meta)):
+            out[e] = experts.in_order(unpacked(blocks[e : e + 1], scales[e : e + 1], out.dtype))[0]
+        return out
+    out = Mxfp4(blocks.new_empty(*rows, columns // 2), torch.empty_like(scales))
+    if not scales.is_meta:
+        if (largest := int(scales.max())) > MOST_SCALE:
+            raise ValueError(
+                f"{names[1]}: a scale of 2^{largest - 127}, weights are far below 1; the file is "
+                "damaged, fetch it again"
+            )
+        for e in range(len(scales)):
+            ordered = (experts.in_order(x[e : e + 1])[0] for x in (blocks, scales))
+            for kept, new in zip(out, pack_mxfp4(*ordered), strict=True):
+                kept[e] = new
     return out
 
 
 def unpacked(blocks: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
     """[.., blocks, 16] and [.., blocks], both uint8 -> [.., 32 * blocks]."""
-    f32, device = torch.float32, blocks.device
-    values, factors = (torch.tensor(t, dtype=f32, device=device) for t in (HALVES, FACTORS))
-    codes = torch.stack([blocks & 15, blocks >> 4], -1).flatten(-2)
-    return (values[codes.int()] * factors[scales.int()][..., None]).to(dtype).flatten(-2)
+    return widened(torch.stack([blocks & 15, blocks >> 4], -1).flatten(-3), scales, dtype)

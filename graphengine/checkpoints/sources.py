@@ -132,6 +132,10 @@ class RandomSource(TensorSource):
     def take(self, weight: Weight) -> Tensor:
         dtype = weight.dtype or self.dtype
         tensor = torch.empty(weight.shape, dtype=dtype, device=self._device)
+        if weight.initialiser == "codes":
+            return tensor.random_(0, 256, generator=self._generator)
+        if weight.initialiser == "scales":  # so that the numbers are about as wide as the others
+            return tensor.fill_(115 if self._is_uniform else 120)
         if not dtype.is_floating_point:  # a draft vocabulary of the target's first ids
             return tensor.zero_()
         if self._is_uniform:

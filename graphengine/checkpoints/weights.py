@@ -15,6 +15,7 @@ from graphengine.checkpoints import mxfp4
 from graphengine.checkpoints.sources import TensorSource
 from graphengine.config.draft import DraftConfig
 from graphengine.config.model import ARCHITECTURES, ModelConfig
+from graphengine.kernels.mxfp4 import Mxfp4
 from graphengine.models import decoder, dflash
 from graphengine.models.attention import AttentionWeights
 from graphengine.models.decoder import LayerFields, LayerWeights, Weights
@@ -198,7 +199,7 @@ def _take(source: TensorSource, fields: Fields) -> dict[str, Any]:
     return {field: _packed(source, parts) for field, parts in fields.items()}
 
 
-def _packed(source: TensorSource, parts: tuple[Weight, ...]) -> Tensor | None:
+def _packed(source: TensorSource, parts: tuple[Weight, ...]) -> Tensor | Mxfp4 | None:
     stack = parts[0].stack if parts else None
     if stack is not None and source.has(stack.name):
         rows, columns = sum(part.shape[0] for part in parts), parts[0].shape[1]

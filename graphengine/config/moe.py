@@ -44,7 +44,8 @@ class MoeConfig:
     """The experts of every layer.
 
     `norm_topk_prob`: a row's weights are divided by their sum. `shared_expert_intermediate_size`:
-    width of the expert that every row takes; 0 is none. `clamp`: None is plain SwiGLU.
+    width of the expert that every row takes; 0 is none. `clamp`: None is plain SwiGLU. `is_mxfp4`:
+    files hold the experts' matrices in four bits, as bf16 runs multiply them.
     """
 
     num_experts: int
@@ -53,6 +54,7 @@ class MoeConfig:
     norm_topk_prob: bool
     shared_expert_intermediate_size: int = 0
     clamp: Clamp | None = None
+    is_mxfp4: bool = False
 
     @classmethod
     def from_raw(cls, raw: RawConfig, keys: MoeKeys) -> MoeConfig:
@@ -97,6 +99,7 @@ class MoeConfig:
             norm_topk_prob=normalises,
             shared_expert_intermediate_size=shared,
             clamp=clamp,
+            is_mxfp4=raw.section("quantization_config").get("quant_method") == "mxfp4",
         )
 
     def num_distinct(self, num_rows: int) -> float:

@@ -23,7 +23,9 @@ from graphengine.config.model import ModelConfig
 from graphengine.config.moe import Clamp, MoeConfig
 from graphengine.kernels.moe import experts
 from graphengine.kernels.moe_kernels import STREAM_ROWS
+from graphengine.kernels.moe_mxfp4 import experts_mxfp4
 from graphengine.kernels.moe_row import Biases, Shared, experts_row, router_logits, runs_row
+from graphengine.kernels.mxfp4 import Mxfp4
 from graphengine.models.layers import add_rms_norm, linear, linear_swiglu
 from graphengine.models.weight import (
     Experts,
@@ -41,9 +43,9 @@ class MoeWeights(NamedTuple):
     post_norm_D: Tensor
     router_ED: Tensor
     router_bias_E: Tensor | None
-    gate_up_EJD: Tensor  # of each expert rows [gate | up]
+    gate_up_EJD: Tensor | Mxfp4  # of each expert rows [gate | up]
     gate_up_bias_EJ: Tensor | None
-    down_EDI: Tensor
+    down_EDI: Tensor | Mxfp4
     down_bias_ED: Tensor | None
     shared_gate_up_JD: Tensor | None
     shared_down_DI: Tensor | None
@@ -87,9 +89,9 @@ def weights(config: ModelConfig) -> Fields:
 
 
 def _clamped(config: ModelConfig, num: int, inter: int) -> Fields:
-    hidden, name = config.hidden_size, "mlp.experts."
-    halves, matrix = Experts(is_interleaved=True), Experts(is_transposed=True)
-    both = Experts(is_interleaved=True, is_transposed=True)
+    hidden, name, is_mxfp4 = config.hidden_size, "mlp.experts.", _moe(config).is_mxfp4
+    halves, matrix = Experts(is_interleaved=True), Experts(is_transposed=True, is_mxfp4=is_mxfp4)
+    both = matrix._replace(is_interleaved=True)
     gate_up, down = (num, hidden, 2 * inter), (num, inter, hidden)  # as unquantised files hold them
     return {
         "post_norm_D": norm("post_attention_layernorm.weight", hidden, config.has_offset_norms),
@@ -116,11 +118,13 @@ def constants(config: ModelConfig) -> dict[str, Any]:
 
 
 def num_read_elements(config: ModelConfig, fields: Fields, num_rows: int) -> int:
-    """The experts that so many rows are expected to choose, and every other matrix once."""
+    """The experts that so many rows are expected to choose, and every other matrix once; what is in
+    MXFP4 counts by its bits, 17 for four weights of 16."""
     moe = _moe(config)
     of_experts = num_matrix_elements((*fields["gate_up_EJD"], *fields["down_EDI"]))
     rest = sum(map(num_matrix_elements, fields.values())) - of_experts
-    return rest + round(of_experts * moe.num_distinct(num_rows) / moe.num_experts)
+    bits = 17 / 64 if moe.is_mxfp4 else 1
+    return rest + round(of_experts * bits * moe.num_distinct(num_rows) / moe.num_experts)
 
 
 def row_bytes(config: ModelConfig, element_bytes: int) -> int:
@@ -142,15 +146,16 @@ def run(layer: MoeWeights, h_TD: Tensor, update: Tensor, eps: float) -> tuple[Te
         assert layer.shared_down_DI is not None and layer.shared_gate_1D is not None
         shared = Shared(layer.shared_gate_up_JD, layer.shared_down_DI, layer.shared_gate_1D)
     biases = Biases(layer.router_bias_E, layer.gate_up_bias_EJ, layer.down_bias_ED)
-    if runs_row(h_TD, shared, layer.down_EDI.shape[2]):
+    gate_up, down = layer.gate_up_EJD, layer.down_EDI
+    dense = (gate_up, down) if isinstance(gate_up, Tensor) and isinstance(down, Tensor) else None
+    if dense is not None and runs_row(h_TD, shared, dense[1].shape[2]):
         return experts_row(
             h_TD,
             update,
             layer.post_norm_D,
             eps,
             layer.router_ED,
-            layer.gate_up_EJD,
-            layer.down_EDI,
+            *dense,
             shared,
             layer.num_experts_per_tok,
             layer.norm_topk_prob,
@@ -166,22 +171,16 @@ def run(layer: MoeWeights, h_TD: Tensor, update: Tensor, eps: float) -> tuple[Te
     else:
         logits_TE = linear(x_TD, layer.router_ED, layer.router_bias_E)
         gate_T1 = None if gate_1D is None else linear(x_TD, gate_1D)
+    choice = layer.num_experts_per_tok, layer.norm_topk_prob
+    of_experts = layer.gate_up_bias_EJ, layer.down_bias_ED, layer.clamp
+    if isinstance(gate_up, Mxfp4) and isinstance(down, Mxfp4):
+        return h_TD, experts_mxfp4(x_TD, logits_TE, gate_up, down, *choice, *of_experts)
+    assert dense is not None, "both matrices of an expert are in MXFP4, or neither"
     shared_TD = None
     if shared is not None:
         shared_TD = linear(linear_swiglu(x_TD, shared.gate_up_JD), shared.down_DI)
-    return h_TD, experts(
-        x_TD,
-        logits_TE,
-        layer.gate_up_EJD,
-        layer.down_EDI,
-        shared_TD,
-        gate_T1,
-        layer.num_experts_per_tok,
-        layer.norm_topk_prob,
-        layer.gate_up_bias_EJ,
-        layer.down_bias_ED,
-        layer.clamp,
-    )
+    of_shared = shared_TD, gate_T1
+    return h_TD, experts(x_TD, logits_TE, *dense, *of_shared, *choice, *of_experts)
 
 
 def _moe(config: ModelConfig) -> MoeConfig:

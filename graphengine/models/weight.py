@@ -40,11 +40,13 @@ class Experts(NamedTuple):
     bias of its own.
 
     `is_interleaved`: of an expert, the rows of its first and its second half in turn.
-    `is_transposed`: as [experts, columns, rows], unless it is in MXFP4, which it may be.
+    `is_transposed`: as [experts, columns, rows], unless it is in MXFP4.
+    `is_mxfp4`: config.json says that it is.
     """
 
     is_interleaved: bool = False
     is_transposed: bool = False
+    is_mxfp4: bool = False
 
     def meant_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """[experts, rows, ..] of the file's shape."""
@@ -77,8 +79,9 @@ class Weight:
     `axis`: which dimension is cut among several GPUs, as in Megatron: rows (0) of what reads the
     residual stream, columns (1) of what writes it; None where each holds the whole, or no such cut
     is right (q, k, v in one tensor). Nothing but tests reads it yet.
-    `initialiser`: how dummy weights draw it. `dtype`: None is the run's. `pick`: which of its rows
-    are meant; several weights may share a tensor of the file. `offset` is added, in `dtype`.
+    `initialiser`: how dummy weights draw it, the last two of MXFP4. `dtype`: None is the run's.
+    `pick`: which of its rows are meant; several weights may share a tensor of the file. `offset` is
+    added, in `dtype`.
     `stack`: what it is a part of, the same for every part of a field. `experts`: that it is all of
     them, in another order of rows.
     """
@@ -86,7 +89,7 @@ class Weight:
     name: str
     shape: tuple[int, ...]
     axis: Literal[0, 1] | None = None
-    initialiser: Literal["normal", "ones", "zeros"] = "normal"
+    initialiser: Literal["normal", "ones", "zeros", "codes", "scales"] = "normal"
     dtype: torch.dtype | None = None
     pick: Pick | None = None
     offset: float = 0.0

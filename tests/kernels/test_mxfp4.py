@@ -31,7 +31,7 @@ def product(x: torch.Tensor, packed: Mxfp4, pairs: int = 2) -> torch.Tensor:
     (T, D), J = x.shape, len(packed.codes)
     out = torch.empty(T, J, device=x.device)
     scales = packed.scales.view(torch.int16)
-    on_grid(_kernel, (triton.cdiv(J, 32),))(
+    on_grid(_kernel, (-(-J // 32),))(
         x, packed.codes, scales, out, T, J, D=D, PAIRS=pairs, FP32=INTERPRET
     )
     return out

@@ -24,9 +24,11 @@ from graphengine.config import model as model_config
 from graphengine.config.model import ModelConfig
 from graphengine.config.moe import Clamp, MoeConfig, MoeKeys
 from graphengine.config.values import RawConfig
+from graphengine.kernels.mxfp4 import Mxfp4
 from graphengine.models import decoder, moe
 from graphengine.models.moe import MoeWeights
 from graphengine.models.weight import num_matrix_elements
+from graphengine.startup.build import read_configs
 from tests.support.checkpoints import edit_config, make_target
 
 CPU, META = torch.device("cpu"), torch.device("meta")
@@ -148,6 +150,58 @@ def unpacked(tensors: Tensors) -> None:
         tensors[f"{BASE}experts.{name}"] = convert_moe_packed_tensors(*parts)
 
 
+@torch.no_grad()
+def test_bf16_keeps_four_bits(tmp_path: Path) -> None:
+    """Bug: a run in bf16 widens what its kernel reads as it is, four times the bytes; or gate and up
+    are in turn in what is kept, and exchanged in every other row."""
+    mlp = gpt_oss_mlp(128, 192, 8)
+    said = {"quantization_config": {"quant_method": "mxfp4"}}
+    kept = load(write(tmp_path / "packed", mlp, packed, **said), torch.bfloat16)
+    wide = load(write(tmp_path / "unpacked", mlp, unpacked), torch.bfloat16)
+    pairs = (kept.gate_up_EJD, wide.gate_up_EJD), (kept.down_EDI, wide.down_EDI)
+    for ours, theirs in pairs:
+        assert isinstance(ours, Mxfp4) and isinstance(theirs, Tensor)
+        assert torch.equal(ours.dense(torch.bfloat16), theirs)
+    for num_rows in (1, 5, 70):
+        h_TD = torch.randn(num_rows, 128, generator=torch.Generator().manual_seed(5)).bfloat16()
+        found = [moe.run(layer, h_TD, torch.zeros_like(h_TD), 1e-6)[1] for layer in (kept, wide)]
+        assert (found[0].sum(0) - found[1].sum(0)).norm() <= 1e-2 * found[1].sum(0).norm()
+
+
+def test_dummies_and_plans_have_four_bits() -> None:
+    """Bug: a plan counts experts in bf16 that are loaded in four bits, dummy codes are all zeros, or
+    a floor counts them by their number of weights."""
+    config, _ = read_configs("gpt-oss-20b", None)
+    config = replace(config, num_hidden_layers=2)
+    plan = target_weights(ShapeSource(torch.bfloat16), config, 1, META)
+    (first, _), ffn = plan.layers[0].ffn.gate_up_EJD, plan.layers[0].ffn
+    assert isinstance(ffn, MoeWeights) and isinstance(ffn.down_EDI, Mxfp4)
+    assert first.dtype == torch.uint8 and first.shape == (32, 5760, 1440)
+    of_experts = 32 * 3 * 2880 * 2880
+    assert tree_bytes((ffn.gate_up_EJD, ffn.down_EDI)) == of_experts * 17 // 32
+    assert config.moe is not None
+    small = replace(config, hidden_size=64, moe=replace(config.moe, moe_intermediate_size=64))
+    drawn = target_weights(RandomSource(CPU, torch.bfloat16), small, 1, CPU).layers[0].ffn
+    assert isinstance(drawn, MoeWeights) and isinstance(drawn.gate_up_EJD, Mxfp4)
+    assert 0.015 < drawn.gate_up_EJD.dense(torch.float32).std() < 0.03
+    fields = decoder.layer_weights(config)[0].ffn
+    one = moe.num_read_elements(config, fields, 1) - 32 * 2880
+    assert one == pytest.approx(of_experts * 4 / 32 * 17 / 64, rel=1e-6)
+
+
+def test_a_scale_past_any_weight(tmp_path: Path) -> None:
+    """Bug: a scale that the kernel's factor has no exponent for is widened to another number."""
+
+    def damage(tensors: Tensors) -> None:
+        packed(tensors)
+        tensors[f"{BASE}experts.down_proj_scales"][3, 2, 1] = 129
+
+    said = {"quantization_config": {"quant_method": "mxfp4"}}
+    directory = write(tmp_path, gpt_oss_mlp(128, 192, 8), damage, **said)
+    with pytest.raises(ValueError, match=r"down_proj_scales: a scale of 2\^2"):
+        load(directory, torch.bfloat16)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_both_forms_give_one_tree(tmp_path: Path, dtype: torch.dtype) -> None:
     """Bug: one form is transposed, or its rows are taken apart, otherwise than the other."""
@@ -162,6 +216,7 @@ def test_both_forms_give_one_tree(tmp_path: Path, dtype: torch.dtype) -> None:
             continue
         assert torch.equal(tensor, theirs) and tensor.is_contiguous() and theirs.is_contiguous()
         assert tensor.dtype == theirs.dtype == dtype
+    assert isinstance(one.gate_up_EJD, Tensor) and isinstance(one.down_EDI, Tensor)
     assert one.gate_up_EJD.shape == (8, 320, 96) and one.down_EDI.shape == (8, 96, 160)
     saved = load_file(tmp_path / "unpacked" / "model.safetensors")
     rows = saved[f"{BASE}experts.gate_up_proj"].mT.to(dtype)
@@ -295,7 +350,8 @@ def test_published_size() -> None:
     """Bug: a declaration counts a matrix of gpt-oss-20b twice or not at all."""
     values = {"hidden_size": 2880, "intermediate_size": 2880, "num_local_experts": 32}
     values |= {"num_attention_heads": 64, "num_hidden_layers": 24, "vocab_size": 201088}
-    values |= {"num_experts_per_tok": 4, "experts_per_token": 4, "rope_theta": 150000}
+    values |= {"num_experts_per_tok": 4, "experts_per_token": 4}
+    values |= {"rope_parameters": {"rope_theta": 150000, "rope_type": "default"}}
     config = ModelConfig.from_hf(values | {"model_type": "gpt_oss"})
     assert config.moe is not None and config.moe.clamp == Clamp(1.702, 7.0)
     groups = [decoder.outer_weights(config)]

@@ -1,0 +1,203 @@
+"""The products of moe.py whose experts are in MXFP4 (mxfp4.py), and their launches.
+
+As in moe_kernels.py an expert's rows of x are the columns of a product and its weights the side
+that is 64 for wgmma; of gate and up a program has as many rows, in turn, so that x is read once.
+Invariants are those of that file.
+
+Legend: T rows, D hidden, K experts of a row, P = T * K pairs, S slots, I expert width.
+"""
+
+# pyright: reportArgumentType=false, reportGeneralTypeIssues=false
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from graphengine.kernels.clamped_swiglu import Clamp, activate, clamp_options
+from graphengine.kernels.interpreter import INTERPRET
+from graphengine.kernels.launch import on_grid, pdl_options
+from graphengine.kernels.moe_kernels import STREAM_ROWS
+from graphengine.kernels.mxfp4 import Mxfp4, product_mxfp4
+
+WIDE_ROWS = 1024  # of x, from which an expert has enough to widen its weights for 128 at once
+
+
+class Tile(NamedTuple):
+    """How a product is cut: rows of the expert, rows of weights, pairs of 64 columns."""
+
+    rows: int = 16
+    outputs: int = 64
+    pairs: int = 2
+    num_stages: int = 4
+    num_warps: int = 4
+
+
+def tile_of(num_rows: int) -> Tile:
+    """Narrow where weights are streamed, wide where each that is widened should be used often."""
+    if num_rows <= STREAM_ROWS:
+        return Tile()
+    return Tile(rows=128 if num_rows >= WIDE_ROWS else 64, outputs=128, pairs=1, num_stages=3)
+
+
+def launch_gate_up(
+    x_TD: torch.Tensor,
+    gate_up: Mxfp4,
+    slots_S3: torch.Tensor,
+    pairs_P: torch.Tensor,
+    top_k: int,
+    bias_EJ: torch.Tensor | None,
+    clamp: Clamp | None,
+    tile: Tile | None = None,
+) -> torch.Tensor:
+    """`moe_kernels.launch_gate_up` of rows [gate | up] in MXFP4."""
+    (T, D), I = x_TD.shape, gate_up.codes.shape[1] // 2  # noqa: E741
+    out_PI = x_TD.new_empty((T * top_k, I))
+    tile = tile or tile_of(T)
+    on_grid(_gate_up_kernel, (triton.cdiv(2 * I, tile.outputs), len(slots_S3)))(
+        x_TD,
+        gate_up.codes,
+        gate_up.scales.view(torch.int16),
+        bias_EJ,
+        slots_S3,
+        pairs_P,
+        out_PI,
+        I,
+        D=D,
+        K=top_k,
+        **clamp_options(clamp),
+        **_tile(tile, x_TD),
+    )
+    return out_PI
+
+
+def launch_down(
+    act_PI: torch.Tensor,
+    down: Mxfp4,
+    weight_TK: torch.Tensor,
+    slots_S3: torch.Tensor,
+    pairs_P: torch.Tensor,
+    bias_ED: torch.Tensor | None,
+    tile: Tile | None = None,
+) -> torch.Tensor:
+    """`moe_kernels.launch_down` in MXFP4, without a shared expert."""
+    (T, K), D, I = weight_TK.shape, down.codes.shape[1], act_PI.shape[1]  # noqa: E741
+    out_KTD = torch.empty((K, T, D), dtype=torch.float32, device=act_PI.device)
+    tile = tile or tile_of(T)
+    on_grid(_down_kernel, (triton.cdiv(D, tile.outputs), len(slots_S3)))(
+        act_PI,
+        down.codes,
+        down.scales.view(torch.int16),
+        bias_ED,
+        weight_TK,
+        slots_S3,
+        pairs_P,
+        out_KTD,
+        T,
+        D,
+        I=I,
+        K=K,
+        **_tile(tile, act_PI),
+    )
+    return out_KTD
+
+
+def _tile(tile: Tile, x: torch.Tensor) -> dict[str, Any]:
+    return {
+        "ROWS": tile.rows,
+        "OUTPUTS": tile.outputs,
+        "PAIRS": tile.pairs,
+        "DOT_FP32": INTERPRET,
+        "num_stages": tile.num_stages,
+        "num_warps": tile.num_warps,
+        **pdl_options(x.device),
+    }
+
+
+@triton.jit(do_not_specialize=["I"])
+def _gate_up_kernel(
+    x,
+    codes,
+    scales,
+    bias,
+    slots,
+    pairs,
+    out,
+    I,  # noqa: E741
+    D: tl.constexpr,
+    K: tl.constexpr,
+    ALPHA: tl.constexpr,
+    LIMIT: tl.constexpr,
+    ROWS: tl.constexpr,
+    OUTPUTS: tl.constexpr,
+    PAIRS: tl.constexpr,
+    DOT_FP32: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    slot = slots + tl.program_id(1) * 3
+    e, begin, end = tl.load(slot).to(tl.int64), tl.load(slot + 1), tl.load(slot + 2)
+    HALF: tl.constexpr = OUTPUTS // 2
+    o = tl.arange(0, OUTPUTS)
+    first = tl.program_id(0) * HALF
+    exists = first + o // 2 < I
+    row = e * 2 * I + o % 2 * I + first + o // 2
+    for start in range(begin, end, ROWS):
+        at = start + tl.arange(0, ROWS)
+        pair = tl.load(pairs + at, mask=at < end, other=0).to(tl.int64)
+        sums = product_mxfp4(
+            *(tl.zeros((OUTPUTS, ROWS), tl.float32), codes, scales, row, exists),
+            *(x, pair // K * D, at < end, D, PAIRS, DOT_FP32),
+        )
+        if bias is not None:
+            sums += tl.load(bias + row, mask=exists, other=0.0).to(tl.float32)[:, None]
+        both = tl.permute(tl.reshape(sums, [HALF, 2, ROWS]), [0, 2, 1])
+        gate, up = tl.split(both)
+        y = activate(gate, up, ALPHA, LIMIT)
+        i = first + tl.arange(0, HALF)
+        to = out + pair[None, :] * I + i[:, None]
+        tl.store(to, y.to(out.dtype.element_ty), mask=(at < end)[None, :] & (i < I)[:, None])
+
+
+@triton.jit(do_not_specialize=["num_rows", "D"])
+def _down_kernel(
+    act,
+    codes,
+    scales,
+    bias,
+    weights,
+    slots,
+    pairs,
+    out,
+    num_rows,
+    D,
+    I: tl.constexpr,  # noqa: E741
+    K: tl.constexpr,
+    ROWS: tl.constexpr,
+    OUTPUTS: tl.constexpr,
+    PAIRS: tl.constexpr,
+    DOT_FP32: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    slot = slots + tl.program_id(1) * 3
+    e, begin, end = tl.load(slot).to(tl.int64), tl.load(slot + 1), tl.load(slot + 2)
+    n = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
+    for start in range(begin, end, ROWS):
+        at = start + tl.arange(0, ROWS)
+        pair = tl.load(pairs + at, mask=at < end, other=0).to(tl.int64)
+        y = product_mxfp4(
+            *(tl.zeros((OUTPUTS, ROWS), tl.float32), codes, scales, e * D + n, n < D),
+            *(act, pair * I, at < end, I, PAIRS, DOT_FP32),
+        )
+        if bias is not None:
+            y += tl.load(bias + e * D + n, mask=n < D, other=0.0).to(tl.float32)[:, None]
+        y *= tl.load(weights + pair, mask=at < end, other=0.0)[None, :]
+        to = out + ((pair % K) * num_rows + pair // K)[None, :] * D + n[:, None]
+        tl.store(to, y, mask=(at < end)[None, :] & (n < D)[:, None])

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from graphengine.config.values import RawConfig
 
-MAX_EXPERTS = 1 << 16  # past it a file is damaged
+MAX_EXPERTS, MAX_CLAMP = 1 << 16, 1e30  # past them a file is damaged
 _CLAMP = {"swiglu_alpha": 1.702, "swiglu_limit": 7.0}  # gpt-oss's; its published file lacks alpha
 
 
@@ -90,7 +90,7 @@ class MoeConfig:
             )
         clamp, width = None, "moe_intermediate_size"
         if keys.is_clamped:
-            clamp = Clamp(*(raw.over(_CLAMP).number(key) for key in _CLAMP))
+            clamp = Clamp(*(_bounded(raw.over(_CLAMP), key) for key in _CLAMP))
             width = "intermediate_size"
         return cls(
             num_experts=num_experts,
@@ -111,6 +111,14 @@ class MoeConfig:
         """
         missed = (1 - self.num_experts_per_tok / self.num_experts) ** num_rows
         return self.num_experts * (1 - missed)
+
+
+def _bounded(raw: RawConfig, key: str) -> float:
+    if (value := raw.number(key)) > MAX_CLAMP:
+        raise raw.refusal(
+            f"{key} is {value:g}, expected at most {MAX_CLAMP:g}; the file is damaged"
+        )
+    return value
 
 
 def _integer(raw: RawConfig, key: str, alias: str, maximum: int) -> int:

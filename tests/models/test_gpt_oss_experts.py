@@ -368,6 +368,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "limit": ({"swiglu_limit": "seven"}, "swiglu_limit is 'seven', expected a number"),
     "negative": ({"swiglu_limit": -7.0}, "swiglu_limit is -7.0, expected at least 0"),
     "alpha": ({"swiglu_alpha": True}, "swiglu_alpha is True, expected a number"),
+    "past float32": ({"swiglu_limit": 1e300}, r"swiglu_limit is 1e\+300, expected at most 1e\+30"),
     "not normalised": ({"norm_topk_prob": False}, "norm_topk_prob False has no meaning"),
     "shared": ({"shared_expert_intermediate_size": 32}, "no shared expert"),
 }

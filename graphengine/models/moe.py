@@ -162,14 +162,14 @@ def run(layer: MoeWeights, h_TD: Tensor, update: Tensor, eps: float) -> tuple[Te
             biases,
             layer.clamp,
         )
-    norm = (h_TD, update, layer.post_norm_D, eps)
-    h_TD, x_TD = add_rms_norm(*norm, layer.router_ED, layer.router_bias_E)
+    router = layer.router_ED, layer.router_bias_E
+    h_TD, x_TD = add_rms_norm(h_TD, update, layer.post_norm_D, eps, *router)
     assert isinstance(x_TD, Tensor)
     gate_1D = None if shared is None else shared.gate_1D
     if len(x_TD) <= STREAM_ROWS:
         logits_TE, gate_T1 = router_logits(x_TD, layer.router_ED, gate_1D, layer.router_bias_E)
     else:
-        logits_TE = linear(x_TD, layer.router_ED, layer.router_bias_E)
+        logits_TE = linear(x_TD, *router)
         gate_T1 = None if gate_1D is None else linear(x_TD, gate_1D)
     choice = layer.num_experts_per_tok, layer.norm_topk_prob
     of_experts = layer.gate_up_bias_EJ, layer.down_bias_ED, layer.clamp

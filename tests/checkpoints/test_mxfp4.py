@@ -46,11 +46,8 @@ def test_what_is_asked_for() -> None:
     names = [f"experts.down_proj_{part}" for part in ("blocks", "scales")]
     source = ShapeSource(torch.bfloat16, names)
     found = mxfp4.taken(source, MATRIX)
-    assert (
-        isinstance(found, torch.Tensor)
-        and found.shape == (3, 40, 64)
-        and found.dtype == torch.bfloat16
-    )
+    assert isinstance(found, torch.Tensor) and found.shape == (3, 40, 64)
+    assert found.dtype == torch.bfloat16
     assert source.asked == {names[0]: (3, 40, 2, 16), names[1]: (3, 40, 2)}
     assert source.integers == set(names)
     assert mxfp4.taken(ShapeSource(torch.bfloat16, ["experts.down_proj"]), MATRIX) is None

@@ -7,14 +7,14 @@ from typing import Any
 import pytest
 import torch
 
-from graphengine.kernels.moe import experts, experts_reference
+from graphengine.kernels.moe import experts
 from graphengine.kernels.moe_mxfp4 import experts_mxfp4
 from graphengine.kernels.mxfp4 import Mxfp4, pack_mxfp4
 
 CLAMP = (1.702, 1.5)
 
 
-def make(T: int, D: int, I: int, E: int, device: str) -> tuple[Any, ...]:  # noqa: E741
+def make(T: int, D: int, I: int, E: int, device: str) -> Any:  # noqa: E741 (its name everywhere)
     """x, logits, both matrices and both biases."""
 
     def matrix(rows: int, columns: int) -> Mxfp4:
@@ -25,40 +25,35 @@ def make(T: int, D: int, I: int, E: int, device: str) -> tuple[Any, ...]:  # noq
     def normal(*size: int) -> torch.Tensor:
         return torch.randn(size).to(device, torch.bfloat16)
 
-    return (
-        normal(T, D),
-        normal(T, E),
-        matrix(2 * I, D),
-        matrix(D, I),
-        normal(E, 2 * I),
-        normal(E, D),
-    )
+    x, logits, biases = normal(T, D), normal(T, E), (normal(E, 2 * I), normal(E, D))
+    return x, logits, matrix(2 * I, D), matrix(D, I), *biases
 
 
 @pytest.mark.parametrize("clamp", [CLAMP, None])
 @pytest.mark.parametrize(
     ("T", "D", "I", "E"), [(1, 64, 64, 4), (5, 128, 192, 8), (70, 192, 64, 9), (1100, 64, 128, 5)]
 )
-def test_equals_bf16(device, T: int, D: int, I: int, E: int, clamp: Any) -> None:  # noqa: E741
+def test_equals_bf16(device, T: int, D: int, I: int, E: int, clamp: Any) -> None:  # noqa: E741 (as above)
     """Bug: gate and up rows are exchanged, a bias is another row's, rows past an expert's are
     written, or the last columns of a width that no tile divides are lost."""
     if device == "cpu" and T > 100:
         pytest.skip("a prompt's tiles, of which the interpreter takes minutes")
     x, logits, gate_up, down, *biases = make(T, D, I, E, device)
-    found = experts_mxfp4(x, logits, gate_up, down, 3, True, *biases, clamp)
+    of_experts: tuple[Any, ...] = (*biases, clamp)
+    found = experts_mxfp4(x, logits, gate_up, down, 3, True, *of_experts)
     dense = gate_up.dense(x.dtype), down.dense(x.dtype)
-    expected = experts(x, logits, *dense, None, None, 3, True, *biases, clamp)
+    expected = experts(x, logits, *dense, None, None, 3, True, *of_experts)
     assert found.shape == (3, T, D) and found.isfinite().all()
     assert (found - expected).norm() <= 4e-3 * expected.norm()
     without = experts_mxfp4(x, logits, gate_up, down, 3, True, None, None, clamp)
-    plain = experts_reference(x, logits, *dense, None, None, 3, True, None, None, clamp)
+    plain = experts(x, logits, *dense, None, None, 3, True, None, None, clamp)
     assert (without - plain).norm() <= 4e-3 * plain.norm()
 
 
 def test_a_row_does_not_see_the_others(device) -> None:
     """Bug: a row's bits change with who shares its experts."""
     x, logits, gate_up, down, *biases = make(6, 128, 64, 8, device)
-    rest = gate_up, down, 2, True, *biases, CLAMP
+    rest: tuple[Any, ...] = gate_up, down, 2, True, *biases, CLAMP
     whole = experts_mxfp4(x, logits, *rest)
     for rows in (slice(2, 3), slice(1, 5)):
         assert torch.equal(experts_mxfp4(x[rows], logits[rows], *rest), whole[:, rows])
@@ -77,5 +72,5 @@ def test_what_does_not_belong_together() -> None:
     ):
         told = {"x_TD": x, "logits_TE": logits, "gate_up": gate_up, "down": down, "top_k": 2}
         told |= {"gate_up_bias_EJ": biases[0], "down_bias_ED": biases[1], "normalise": True}
-        with pytest.raises(ValueError, match="need|biases|contiguous"):
+        with pytest.raises(ValueError, match=r"need|biases|contiguous"):
             experts_mxfp4(**told | change)

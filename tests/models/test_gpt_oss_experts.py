@@ -163,8 +163,8 @@ def unpacked(tensors: Tensors) -> None:
 
 @torch.no_grad()
 def test_bf16_keeps_four_bits(tmp_path: Path) -> None:
-    """Bug: a run in bf16 widens what its kernel reads as it is, four times the bytes; or gate and up
-    are in turn in what is kept, and exchanged in every other row."""
+    """Bug: a run in bf16 widens what its kernel reads as it is, four times the bytes; or gate and
+    up are in turn in what is kept, and exchanged in every other row."""
     mlp = gpt_oss_mlp(128, 192, 8)
     said = {"quantization_config": {"quant_method": "mxfp4"}}
     kept = load(write(tmp_path / "packed", mlp, packed, **said), torch.bfloat16)
@@ -180,13 +180,14 @@ def test_bf16_keeps_four_bits(tmp_path: Path) -> None:
 
 
 def test_dummies_and_plans_have_four_bits() -> None:
-    """Bug: a plan counts experts in bf16 that are loaded in four bits, dummy codes are all zeros, or
-    a floor counts them by their number of weights."""
+    """Bug: a plan counts experts in bf16 that are loaded in four bits, dummy codes are all zeros,
+    or a floor counts them by their number of weights."""
     config, _ = read_configs("gpt-oss-20b", None)
     config = replace(config, num_hidden_layers=2)
     plan = target_weights(ShapeSource(torch.bfloat16), config, 1, META)
-    (first, _), ffn = plan.layers[0].ffn.gate_up_EJD, plan.layers[0].ffn
-    assert isinstance(ffn, MoeWeights) and isinstance(ffn.down_EDI, Mxfp4)
+    ffn = plan.layers[0].ffn
+    assert isinstance(ffn, MoeWeights) and isinstance(ffn.gate_up_EJD, Mxfp4)
+    first = ffn.gate_up_EJD.codes
     assert first.dtype == torch.uint8 and first.shape == (32, 5760, 1440)
     of_experts = 32 * 3 * 2880 * 2880
     assert tree_bytes((ffn.gate_up_EJD, ffn.down_EDI)) == of_experts * 17 // 32

@@ -23,7 +23,9 @@ from graphengine.kernels import (
     mask_logits,
     merge_splits,
     moe_kernels,
+    moe_mxfp4_kernels,
     moe_row,
+    mxfp4,
     output_gate,
     place_rows,
     publish_drafts,
@@ -36,7 +38,7 @@ from graphengine.kernels.skinny_config import TUNED, SkinnyConfig, choose_config
 from tools.skinny_layer import Case
 from tools.skinny_variants import variants
 
-BF16, FP32 = torch.bfloat16, torch.float32
+BF16, FP32, U8 = torch.bfloat16, torch.float32, torch.uint8
 
 
 def empty(*shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
@@ -225,7 +227,8 @@ def place(rows: int, block: int) -> None:
 
 
 def mix(T: int, E: int, I: int, D: int = 2048, K: int = 8) -> None:  # noqa: E741
-    """A layer of experts, with a shared one where there are 256; of 32 they are gpt-oss's."""
+    """A layer of experts, with a shared one where there are 256; of 32 they are gpt-oss's, in four
+    bits too."""
     biases, clamp = moe_row.NO_BIASES, None
     if E == 32:
         biases, clamp = moe_row.Biases(empty(E), empty(E, 2 * I), empty(E, D)), (1.702, 7.0)
@@ -239,6 +242,13 @@ def mix(T: int, E: int, I: int, D: int = 2048, K: int = 8) -> None:  # noqa: E74
     weight, slots, pairs = moe_kernels.launch_route(empty(T, E), K, True)[1:]
     plan, gate_up = (slots, pairs), empty(E, 2 * I, D)
     act = moe_kernels.launch_gate_up(empty(T, D), gate_up, *plan, K, biases.gate_up_EJ, clamp)
+    if E == 32:
+        codes, scales = empty(E, 2 * I, D // 2, dtype=U8), empty(E, 2 * I, D // 32, dtype=U8)
+        four = mxfp4.Mxfp4(codes, scales), *plan, K, biases.gate_up_EJ, clamp
+        moe_mxfp4_kernels.launch_gate_up(empty(T, D), *four)
+        codes, scales = empty(E, D, I // 2, dtype=U8), empty(E, D, I // 32, dtype=U8)
+        four = mxfp4.Mxfp4(codes, scales), weight, *plan, biases.down_ED
+        moe_mxfp4_kernels.launch_down(act, *four)
     shared = (empty(T, D), empty(T, 1)) if E == 256 else (None, None)
     moe_kernels.launch_down(act, empty(E, D, I), weight, *plan, *shared, biases.down_ED)
 

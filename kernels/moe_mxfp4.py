@@ -3,7 +3,7 @@
     out[k, t] = p[t, k] * (down_e(activate(gate_e(x_t), up_e(x_t))) + bias),  e = chosen[t, k]
 
 Choices, slots, biases and invariants are those of moe.py; a step of 8 rows of gpt-oss-20b reads 1.5
-GB of experts instead of 5.7. Legend: as there; matrices [E, 2 I, D] and [E, D, I] of four bits.
+GB of experts instead of 5.7. Legend: as there; matrices [E, 2 I, D], rows `in_turn`, and [E, D, I].
 """
 
 import torch
@@ -12,7 +12,7 @@ from graphengine.kernels.clamped_swiglu import Clamp
 from graphengine.kernels.interpreter import INTERPRET
 from graphengine.kernels.moe import experts_reference, route
 from graphengine.kernels.moe_mxfp4_kernels import launch_down, launch_gate_up
-from graphengine.kernels.mxfp4 import Mxfp4
+from graphengine.kernels.mxfp4 import BLOCK, BYTES, SCALES, Mxfp4, out_of_turn
 
 
 def experts_mxfp4(
@@ -31,7 +31,7 @@ def experts_mxfp4(
     Args:
         x_TD: [T, D] bf16, contiguous, as all that follow; T of any size.
         logits_TE: [T, E], of the router.
-        gate_up, down: of each expert rows [gate | up]; columns are multiples of 64.
+        gate_up, down: of each expert rows `in_turn` of [gate | up]; D and I are multiples of 64.
         top_k, normalise: K, and whether a row's weights are divided by their sum.
         gate_up_bias_EJ, down_bias_ED: [E, 2 I] and [E, D], or neither.
         clamp: alpha and limit of `activate`.
@@ -42,16 +42,17 @@ def experts_mxfp4(
     Raises:
         ValueError: shapes, dtypes or strides that do not belong together.
     """
-    (T, D), (E, J, _) = x_TD.shape, gate_up.codes.shape
-    inter = J // 2
-    shapes = [tuple(x.shape) for x in (logits_TE, *gate_up, *down)]
-    wanted = [(T, E), (E, J, D // 2), (E, J, D // 32), (E, D, inter // 2), (E, D, inter // 32)]
-    if shapes != wanted or D % 64 or inter % 64 or J % 2 or not 0 < top_k <= E:
+    (T, D), (E, blocks, *_) = x_TD.shape, gate_up.codes.shape
+    I, shapes = blocks * BLOCK // 2, [tuple(x.shape) for x in (logits_TE, *gate_up, *down)]  # noqa: E741 (as in moe.py)
+    of_gate_up, of_down = (E, blocks, D // BLOCK), (E, D // BLOCK, I // BLOCK)
+    wanted = [(T, E)]
+    wanted += [(*of, size) for of in (of_gate_up, of_down) for size in (BYTES, SCALES)]
+    if shapes != wanted or D % BLOCK or I % BLOCK or not 0 < top_k <= E:
         raise ValueError(
-            f"x {(T, D)}, then {shapes}, top {top_k}: need {wanted}, columns in multiples of 64"
+            f"x {(T, D)}, then {shapes}, top {top_k}: need {wanted}, D and I multiples of {BLOCK}"
         )
     biases = [x for x in (gate_up_bias_EJ, down_bias_ED) if x is not None]
-    if [tuple(x.shape) for x in biases] not in ([], [(E, J), (E, D)]):
+    if [tuple(x.shape) for x in biases] not in ([], [(E, 2 * I), (E, D)]):
         raise ValueError("the biases are [E, 2 I] and [E, D], or neither")
     floats, integers = (x_TD, logits_TE, *biases), (*gate_up, *down)
     kinds = {x.dtype for x in floats} == {torch.bfloat16}
@@ -76,7 +77,7 @@ def _experts_mxfp4_op(x, logits, gate_up, gate_up_scales, down, down_scales, top
     normalise, gate_up_bias, down_bias, clamp = rest
     first, second = Mxfp4(gate_up, gate_up_scales), Mxfp4(down, down_scales)
     if not (x.is_cuda or INTERPRET) or not len(x):
-        dense = first.dense(x.dtype), second.dense(x.dtype)
+        dense = out_of_turn(first.dense(x.dtype)), second.dense(x.dtype)
         return experts_reference(x, logits, *dense, None, None, top_k, *rest)
     routing = route(logits, top_k, normalise)
     where = routing.slots_S3, routing.pairs_P

@@ -1,8 +1,8 @@
-"""The products of moe.py whose experts are in MXFP4 (mxfp4.py), and their launches.
+"""The products of moe.py whose experts are in MXFP4 (mxfp4.py), and their launches, in Triton.
 
 As in moe_kernels.py an expert's rows of x are the columns of a product and its weights the side
-that is 64 for wgmma; of gate and up a program has as many rows, in turn, so that x is read once.
-Invariants are those of that file.
+that is 64 for wgmma, here a block of rows; of gate and up eight rows each in turn, so that x is
+read once. Invariants are those of that file. A few rows on Hopper: moe_mxfp4_stream.py.
 
 Legend: T rows, D hidden, K experts of a row, P = T * K pairs, S slots, I expert width.
 """
@@ -20,26 +20,20 @@ from graphengine.kernels.clamped_swiglu import Clamp, activate, clamp_options
 from graphengine.kernels.interpreter import INTERPRET
 from graphengine.kernels.launch import on_grid, pdl_options
 from graphengine.kernels.moe_kernels import STREAM_ROWS
-from graphengine.kernels.mxfp4 import Mxfp4, product_mxfp4
-
-WIDE_ROWS = 1024  # of x, from which an expert has enough to widen its weights for 128 at once
+from graphengine.kernels.mxfp4 import BLOCK, Mxfp4, product_mxfp4
 
 
 class Tile(NamedTuple):
-    """How a product is cut: rows of the expert, rows of weights, pairs of 64 columns."""
+    """How a product is cut: rows of the expert, and how deep it is fetched."""
 
     rows: int = 16
-    outputs: int = 64
-    pairs: int = 2
-    num_stages: int = 4
+    num_stages: int = 3
     num_warps: int = 4
 
 
 def tile_of(num_rows: int) -> Tile:
-    """Narrow where weights are streamed, wide where each that is widened should be used often."""
-    if num_rows <= STREAM_ROWS:
-        return Tile()
-    return Tile(rows=128 if num_rows >= WIDE_ROWS else 64, outputs=128, pairs=1, num_stages=3)
+    """Narrow where weights are streamed; a wider one uses more often what has been widened."""
+    return Tile(16 if num_rows <= STREAM_ROWS else 32 if num_rows <= 512 else 64)
 
 
 def launch_gate_up(
@@ -52,14 +46,13 @@ def launch_gate_up(
     clamp: Clamp | None,
     tile: Tile | None = None,
 ) -> torch.Tensor:
-    """`moe_kernels.launch_gate_up` of rows [gate | up] in MXFP4."""
-    (T, D), I = x_TD.shape, gate_up.codes.shape[1] // 2  # noqa: E741
+    """`moe_kernels.launch_gate_up` of rows `in_turn` in MXFP4."""
+    (T, D), I = x_TD.shape, gate_up.codes.shape[1] * (BLOCK // 2)  # noqa: E741
     out_PI = x_TD.new_empty((T * top_k, I))
     tile = tile or tile_of(T)
-    on_grid(_gate_up_kernel, (triton.cdiv(2 * I, tile.outputs), len(slots_S3)))(
+    on_grid(_gate_up_kernel, (gate_up.codes.shape[1], len(slots_S3)))(
         x_TD,
-        gate_up.codes,
-        gate_up.scales.view(torch.int16),
+        *gate_up,
         bias_EJ,
         slots_S3,
         pairs_P,
@@ -83,13 +76,12 @@ def launch_down(
     tile: Tile | None = None,
 ) -> torch.Tensor:
     """`moe_kernels.launch_down` in MXFP4, without a shared expert."""
-    (T, K), D, I = weight_TK.shape, down.codes.shape[1], act_PI.shape[1]  # noqa: E741
+    (T, K), D, I = weight_TK.shape, down.codes.shape[1] * BLOCK, act_PI.shape[1]  # noqa: E741
     out_KTD = torch.empty((K, T, D), dtype=torch.float32, device=act_PI.device)
     tile = tile or tile_of(T)
-    on_grid(_down_kernel, (triton.cdiv(D, tile.outputs), len(slots_S3)))(
+    on_grid(_down_kernel, (down.codes.shape[1], len(slots_S3)))(
         act_PI,
-        down.codes,
-        down.scales.view(torch.int16),
+        *down,
         bias_ED,
         weight_TK,
         slots_S3,
@@ -107,8 +99,6 @@ def launch_down(
 def _tile(tile: Tile, x: torch.Tensor) -> dict[str, Any]:
     return {
         "ROWS": tile.rows,
-        "OUTPUTS": tile.outputs,
-        "PAIRS": tile.pairs,
         "DOT_FP32": INTERPRET,
         "num_stages": tile.num_stages,
         "num_warps": tile.num_warps,
@@ -131,8 +121,6 @@ def _gate_up_kernel(
     ALPHA: tl.constexpr,
     LIMIT: tl.constexpr,
     ROWS: tl.constexpr,
-    OUTPUTS: tl.constexpr,
-    PAIRS: tl.constexpr,
     DOT_FP32: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -141,26 +129,25 @@ def _gate_up_kernel(
         gdc_wait()
     slot = slots + tl.program_id(1) * 3
     e, begin, end = tl.load(slot).to(tl.int64), tl.load(slot + 1), tl.load(slot + 2)
-    HALF: tl.constexpr = OUTPUTS // 2
-    o = tl.arange(0, OUTPUTS)
-    first = tl.program_id(0) * HALF
-    exists = first + o // 2 < I
-    row = e * 2 * I + o % 2 * I + first + o // 2
+    block = e * (I // 32) + tl.program_id(0)
+    i = tl.program_id(0) * 32 + tl.arange(0, 32)
     for start in range(begin, end, ROWS):
         at = start + tl.arange(0, ROWS)
         pair = tl.load(pairs + at, mask=at < end, other=0).to(tl.int64)
         sums = product_mxfp4(
-            *(tl.zeros((OUTPUTS, ROWS), tl.float32), codes, scales, row, exists),
-            *(x, pair // K * D, at < end, D, PAIRS, DOT_FP32),
+            *(tl.zeros((64, ROWS), tl.float32), codes, scales, block),
+            *(x, pair // K * D, at < end, D, DOT_FP32),
         )
-        if bias is not None:
-            sums += tl.load(bias + row, mask=exists, other=0.0).to(tl.float32)[:, None]
-        both = tl.permute(tl.reshape(sums, [HALF, 2, ROWS]), [0, 2, 1])
+        both = tl.permute(tl.reshape(sums, [4, 2, 8, ROWS]), [0, 2, 3, 1])
         gate, up = tl.split(both)
+        gate, up = tl.reshape(gate, [32, ROWS]), tl.reshape(up, [32, ROWS])
+        if bias is not None:
+            of_gate = bias + e * 2 * I + i
+            gate += tl.load(of_gate).to(tl.float32)[:, None]
+            up += tl.load(of_gate + I).to(tl.float32)[:, None]
         y = activate(gate, up, ALPHA, LIMIT)
-        i = first + tl.arange(0, HALF)
         to = out + pair[None, :] * I + i[:, None]
-        tl.store(to, y.to(out.dtype.element_ty), mask=(at < end)[None, :] & (i < I)[:, None])
+        tl.store(to, y.to(out.dtype.element_ty), mask=(at < end)[None, :])
 
 
 @triton.jit(do_not_specialize=["num_rows", "D"])
@@ -178,8 +165,6 @@ def _down_kernel(
     I: tl.constexpr,  # noqa: E741
     K: tl.constexpr,
     ROWS: tl.constexpr,
-    OUTPUTS: tl.constexpr,
-    PAIRS: tl.constexpr,
     DOT_FP32: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -188,16 +173,16 @@ def _down_kernel(
         gdc_wait()
     slot = slots + tl.program_id(1) * 3
     e, begin, end = tl.load(slot).to(tl.int64), tl.load(slot + 1), tl.load(slot + 2)
-    n = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
+    n = tl.program_id(0) * 64 + tl.arange(0, 64)
     for start in range(begin, end, ROWS):
         at = start + tl.arange(0, ROWS)
         pair = tl.load(pairs + at, mask=at < end, other=0).to(tl.int64)
         y = product_mxfp4(
-            *(tl.zeros((OUTPUTS, ROWS), tl.float32), codes, scales, e * D + n, n < D),
-            *(act, pair * I, at < end, I, PAIRS, DOT_FP32),
+            *(tl.zeros((64, ROWS), tl.float32), codes, scales, e * (D // 64) + tl.program_id(0)),
+            *(act, pair * I, at < end, I, DOT_FP32),
         )
         if bias is not None:
-            y += tl.load(bias + e * D + n, mask=n < D, other=0.0).to(tl.float32)[:, None]
+            y += tl.load(bias + e * D + n).to(tl.float32)[:, None]
         y *= tl.load(weights + pair, mask=at < end, other=0.0)[None, :]
         to = out + ((pair % K) * num_rows + pair // K)[None, :] * D + n[:, None]
-        tl.store(to, y, mask=(at < end)[None, :] & (n < D)[:, None])
+        tl.store(to, y, mask=(at < end)[None, :])

@@ -13,7 +13,17 @@ import torch
 from torch import Tensor
 
 from graphengine.checkpoints.sources import TensorSource
-from graphengine.kernels.mxfp4 import GROUP, MOST_SCALE, PAIR, Mxfp4, pack_mxfp4, widened
+from graphengine.kernels.mxfp4 import (
+    BLOCK,
+    BYTES,
+    GROUP,
+    MOST_SCALE,
+    SCALES,
+    Mxfp4,
+    in_turn,
+    pack_mxfp4,
+    widened,
+)
 from graphengine.models.weight import Weight
 
 
@@ -41,13 +51,15 @@ def taken(source: TensorSource, weight: Weight) -> Tensor | Mxfp4 | None:
         source.take(Weight(name, size, dtype=torch.uint8, initialiser=kind))
         for name, size, kind in kinds
     )
-    is_kept = experts.is_mxfp4 and source.dtype == torch.bfloat16 and columns % PAIR == 0
+    is_kept = experts.is_mxfp4 and source.dtype == torch.bfloat16
+    is_kept = is_kept and columns % BLOCK == rows[-1] % BLOCK == 0
     if not is_kept:
         out = torch.empty(shape, dtype=source.dtype, device=blocks.device)
         for e in range(len(out) * (not out.is_meta)):
             out[e] = experts.in_order(unpacked(blocks[e : e + 1], scales[e : e + 1], out.dtype))[0]
         return out
-    out = Mxfp4(blocks.new_empty(*rows, columns // 2), torch.empty_like(scales))
+    whole = rows[0], rows[1] // BLOCK, columns // BLOCK
+    out = Mxfp4(blocks.new_empty(*whole, BYTES), scales.new_empty(*whole, SCALES))
     if not scales.is_meta:
         if (largest := int(scales.max())) > MOST_SCALE:
             raise ValueError(
@@ -55,9 +67,11 @@ def taken(source: TensorSource, weight: Weight) -> Tensor | Mxfp4 | None:
                 "damaged, fetch it again"
             )
         for e in range(len(scales)):
-            ordered = (experts.in_order(x[e : e + 1])[0] for x in (blocks, scales))
+            ordered = [experts.in_order(x[e : e + 1]) for x in (blocks, scales)]
+            if experts.is_interleaved:  # gate and up
+                ordered = [in_turn(x) for x in ordered]
             for kept, new in zip(out, pack_mxfp4(*ordered), strict=True):
-                kept[e] = new
+                kept[e] = new[0]
     return out
 
 

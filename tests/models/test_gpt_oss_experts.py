@@ -24,7 +24,7 @@ from graphengine.config import model as model_config
 from graphengine.config.model import ModelConfig
 from graphengine.config.moe import Clamp, MoeConfig, MoeKeys
 from graphengine.config.values import RawConfig
-from graphengine.kernels.mxfp4 import Mxfp4
+from graphengine.kernels.mxfp4 import Mxfp4, out_of_turn
 from graphengine.models import decoder, moe
 from graphengine.models.moe import MoeWeights
 from graphengine.models.weight import num_matrix_elements
@@ -172,7 +172,8 @@ def test_bf16_keeps_four_bits(tmp_path: Path) -> None:
     pairs = (kept.gate_up_EJD, wide.gate_up_EJD), (kept.down_EDI, wide.down_EDI)
     for ours, theirs in pairs:
         assert isinstance(ours, Mxfp4) and isinstance(theirs, Tensor)
-        assert torch.equal(ours.dense(torch.bfloat16), theirs)
+        dense = ours.dense(torch.bfloat16)
+        assert torch.equal(out_of_turn(dense) if len(theirs[0]) > 128 else dense, theirs)
     for num_rows in (1, 5, 70):
         h_TD = torch.randn(num_rows, 128, generator=torch.Generator().manual_seed(5)).bfloat16()
         found = [moe.run(layer, h_TD, torch.zeros_like(h_TD), 1e-6)[1] for layer in (kept, wide)]
@@ -188,7 +189,7 @@ def test_dummies_and_plans_have_four_bits() -> None:
     ffn = plan.layers[0].ffn
     assert isinstance(ffn, MoeWeights) and isinstance(ffn.gate_up_EJD, Mxfp4)
     first = ffn.gate_up_EJD.codes
-    assert first.dtype == torch.uint8 and first.shape == (32, 5760, 1440)
+    assert first.dtype == torch.uint8 and first.shape == (32, 90, 45, 2048)
     of_experts = 32 * 3 * 2880 * 2880
     assert tree_bytes((ffn.gate_up_EJD, ffn.down_EDI)) == of_experts * 17 // 32
     assert config.moe is not None

@@ -243,11 +243,14 @@ def mix(T: int, E: int, I: int, D: int = 2048, K: int = 8) -> None:  # noqa: E74
     plan, gate_up = (slots, pairs), empty(E, 2 * I, D)
     act = moe_kernels.launch_gate_up(empty(T, D), gate_up, *plan, K, biases.gate_up_EJ, clamp)
     if E == 32:
-        codes, scales = empty(E, 2 * I, D // 2, dtype=U8), empty(E, 2 * I, D // 32, dtype=U8)
-        four = mxfp4.Mxfp4(codes, scales), *plan, K, biases.gate_up_EJ, clamp
+        blocks = (E, 2 * I // 64, D // 64), (E, D // 64, I // 64)
+        both = [
+            mxfp4.Mxfp4(empty(*n, mxfp4.BYTES, dtype=U8), empty(*n, mxfp4.SCALES, dtype=U8))
+            for n in blocks
+        ]
+        four = both[0], *plan, K, biases.gate_up_EJ, clamp
         moe_mxfp4_kernels.launch_gate_up(empty(T, D), *four)
-        codes, scales = empty(E, D, I // 2, dtype=U8), empty(E, D, I // 32, dtype=U8)
-        four = mxfp4.Mxfp4(codes, scales), weight, *plan, biases.down_ED
+        four = both[1], weight, *plan, biases.down_ED
         moe_mxfp4_kernels.launch_down(act, *four)
     shared = (empty(T, D), empty(T, 1)) if E == 256 else (None, None)
     moe_kernels.launch_down(act, empty(E, D, I), weight, *plan, *shared, biases.down_ED)

@@ -8,10 +8,10 @@ GB of experts instead of 5.7. Legend: as there; matrices [E, 2 I, D], rows `in_t
 
 import torch
 
+from graphengine.kernels import moe_mxfp4_kernels, moe_mxfp4_stream
 from graphengine.kernels.clamped_swiglu import Clamp
 from graphengine.kernels.interpreter import INTERPRET
 from graphengine.kernels.moe import experts_reference, route
-from graphengine.kernels.moe_mxfp4_kernels import launch_down, launch_gate_up
 from graphengine.kernels.mxfp4 import BLOCK, BYTES, SCALES, Mxfp4, out_of_turn
 
 
@@ -81,8 +81,9 @@ def _experts_mxfp4_op(x, logits, gate_up, gate_up_scales, down, down_scales, top
         return experts_reference(x, logits, *dense, None, None, top_k, *rest)
     routing = route(logits, top_k, normalise)
     where = routing.slots_S3, routing.pairs_P
-    act_PI = launch_gate_up(x, first, *where, top_k, gate_up_bias, clamp)
-    return launch_down(act_PI, second, routing.weight_TK, *where, down_bias)
+    kernels = moe_mxfp4_stream if moe_mxfp4_stream.takes(x) else moe_mxfp4_kernels
+    act_PI = kernels.launch_gate_up(x, first, *where, top_k, gate_up_bias, clamp)
+    return kernels.launch_down(act_PI, second, routing.weight_TK, *where, down_bias)
 
 
 @_experts_mxfp4_op.register_fake

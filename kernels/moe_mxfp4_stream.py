@@ -187,14 +187,14 @@ def _bring(x, pairs, start, end, smem, K: gl.constexpr, D: gl.constexpr):
     pair = gl.load(pairs + at, mask=at < end, other=0).to(gl.int64)
     column = gl.arange(0, WIDTH, gl.SliceLayout(0, SPREAD))[None, :]
     row = x + (pair // K * D)[:, None] + column
-    HALF: gl.constexpr = (PARTS + 1) // 2  # of what is asked for at once, for registers
-    for half in gl.static_range(0, PARTS, HALF):
+    SOME: gl.constexpr = (PARTS + 2) // 3  # asked for at once, for registers
+    for some in gl.static_range(0, PARTS, SOME):
         parts = ()
-        for i in gl.static_range(half, min(half + HALF, PARTS)):
+        for i in gl.static_range(some, min(some + SOME, PARTS)):
             live = (at < end)[:, None] & (column + i * WIDTH < D)
             parts = parts + (gl.load(row + i * WIDTH, mask=live, other=0.0),)
-        for i in gl.static_range(half, min(half + HALF, PARTS)):
-            smem.index(i).store(parts[i - half])
+        for i in gl.static_range(some, min(some + SOME, PARTS)):
+            smem.index(i).store(parts[i - some])
     fence_async_shared()
     barrier()
 

@@ -12,7 +12,7 @@ from graphengine.kernels import moe_mxfp4_kernels, moe_mxfp4_stream
 from graphengine.kernels.clamped_swiglu import Clamp
 from graphengine.kernels.interpreter import INTERPRET
 from graphengine.kernels.moe import experts_reference, route
-from graphengine.kernels.mxfp4 import BLOCK, BYTES, SCALES, Mxfp4, out_of_turn
+from graphengine.kernels.mxfp4 import BLOCK, HALF_WORDS, SCALES, Mxfp4, out_of_turn
 
 
 def experts_mxfp4(
@@ -46,7 +46,7 @@ def experts_mxfp4(
     I, shapes = blocks * BLOCK // 2, [tuple(x.shape) for x in (logits_TE, *gate_up, *down)]  # noqa: E741 (as in moe.py)
     of_gate_up, of_down = (E, blocks, D // BLOCK), (E, D // BLOCK, I // BLOCK)
     wanted = [(T, E)]
-    wanted += [(*of, size) for of in (of_gate_up, of_down) for size in (BYTES, SCALES)]
+    wanted += [(*of, size) for of in (of_gate_up, of_down) for size in (HALF_WORDS, SCALES)]
     if shapes != wanted or D % BLOCK or I % BLOCK or not 0 < top_k <= E:
         raise ValueError(
             f"x {(T, D)}, then {shapes}, top {top_k}: need {wanted}, D and I multiples of {BLOCK}"
@@ -56,9 +56,9 @@ def experts_mxfp4(
         raise ValueError("the biases are [E, 2 I] and [E, D], or neither")
     floats, integers = (x_TD, logits_TE, *biases), (*gate_up, *down)
     kinds = {x.dtype for x in floats} == {torch.bfloat16}
-    kinds = kinds and {x.dtype for x in integers} == {torch.uint8}
+    kinds = kinds and [x.dtype for x in integers] == [torch.int16, torch.uint8] * 2
     if not kinds or not all(x.is_contiguous() for x in (*floats, *integers)):
-        raise ValueError("all must be contiguous, weights uint8 and the others bf16")
+        raise ValueError("all must be contiguous, weights as `pack_mxfp4` gives them, others bf16")
     rest = (top_k, normalise, gate_up_bias_EJ, down_bias_ED, clamp)
     return torch.ops.graphengine.experts_mxfp4(x_TD, logits_TE, *gate_up, *down, *rest)
 

@@ -52,7 +52,7 @@ def launch_gate_up(
     tile = tile or tile_of(T)
     on_grid(_gate_up_kernel, (gate_up.codes.shape[1], len(slots_S3)))(
         x_TD,
-        *gate_up,
+        *gate_up.words,
         bias_EJ,
         slots_S3,
         pairs_P,
@@ -81,7 +81,7 @@ def launch_down(
     tile = tile or tile_of(T)
     on_grid(_down_kernel, (down.codes.shape[1], len(slots_S3)))(
         act_PI,
-        *down,
+        *down.words,
         bias_ED,
         weight_TK,
         slots_S3,

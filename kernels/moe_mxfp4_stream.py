@@ -35,7 +35,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from graphengine.kernels.clamped_swiglu import Clamp, activate, clamp_options
 from graphengine.kernels.interpreter import INTERPRET
 from graphengine.kernels.launch import on_grid
-from graphengine.kernels.mxfp4 import BYTES, SCALES, WIDEN, WIDEN_REGISTERS, Mxfp4
+from graphengine.kernels.mxfp4 import HALF_WORDS, SCALES, WIDEN, WIDEN_REGISTERS, Mxfp4
 from graphengine.kernels.triton_internals import barrier
 
 MOST_ROWS = 16  # of a forward: with more an expert has more than are multiplied at once
@@ -45,7 +45,7 @@ STEP = (
 )
 PART = 2  # steps of columns of x that lie together
 
-_BYTES, _SCALES = gl.constexpr(BYTES), gl.constexpr(SCALES)
+_WORDS, _SCALES = gl.constexpr(HALF_WORDS // 2), gl.constexpr(SCALES // 4)  # of a block, int32
 _WIDEN, _WIDEN_REGISTERS = gl.constexpr(WIDEN), gl.constexpr(WIDEN_REGISTERS)
 _STEP, _PART = gl.constexpr(STEP), gl.constexpr(PART)
 
@@ -73,7 +73,7 @@ def launch_gate_up(
     how = _options(T, **options)
     on_grid(_gate_up_kernel, (-(-blocks * 4 // how["num_warps"]), len(slots_S3)))(
         x_TD,
-        *gate_up,
+        *gate_up.words,
         bias_EJ,
         slots_S3,
         pairs_P,
@@ -102,7 +102,7 @@ def launch_down(
     how = _options(T, **options)
     on_grid(_down_kernel, (-(-blocks * 4 // how["num_warps"]), len(slots_S3)))(
         act_PI,
-        *down,
+        *down.words,
         bias_ED,
         weight_TK,
         slots_S3,
@@ -129,51 +129,48 @@ def _options(num_rows: int, rows: int = 0, num_warps: int = 0) -> dict[str, Any]
     }
 
 
+@gluon.constexpr_function
+def _words(warps):
+    """How a block's words lie: four a thread."""
+    return gl.BlockedLayout([STEP, 1, 4], [1, 32, 1], [1, warps, 1], [2, 1, 0])
+
+
 @gluon.jit
 def _ask(codes, scales, first, BLOCKS: gl.constexpr):
     """(codes, scales) of STEP blocks of columns from `first` on, zeros past the end."""
     WARPS: gl.constexpr = gl.num_warps()
-    CODES: gl.constexpr = gl.BlockedLayout([_STEP, 1, 16], [1, 32, 1], [1, WARPS, 1], [2, 1, 0])
     WORDS: gl.constexpr = _words(WARPS)
-    OF_WORDS: gl.constexpr = gl.SliceLayout(3, WORDS)
-    block = first + gl.arange(0, _STEP, gl.SliceLayout(1, gl.SliceLayout(2, CODES)))[:, None, None]
-    thread = gl.arange(0, 32 * WARPS, gl.SliceLayout(0, gl.SliceLayout(2, CODES)))[None, :, None]
-    byte = gl.arange(0, 16, gl.SliceLayout(0, gl.SliceLayout(1, CODES)))[None, None, :]
-    at = (thread // 128 * BLOCKS + block) * _BYTES + thread % 128 * 16 + byte
-    own = gl.load(codes + at, mask=block < BLOCKS, other=0, eviction_policy="evict_first")
-    block = first + gl.arange(0, _STEP, gl.SliceLayout(1, gl.SliceLayout(2, OF_WORDS)))
-    thread = gl.arange(0, 32 * WARPS, gl.SliceLayout(0, gl.SliceLayout(2, OF_WORDS)))
-    word = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(1, OF_WORDS)))[None, None, :]
-    block, thread = block[:, None, None], thread[None, :, None]
-    at = (thread // 128 * BLOCKS + block) * _SCALES + thread % 128 // 4 * 4 + word
-    return own, gl.load(scales + at, mask=block < BLOCKS, other=0)
-
-
-@gluon.constexpr_function
-def _words(warps):
-    """A thread's bytes as words, of STEP blocks."""
-    return gl.BlockedLayout([STEP, 1, 4, 4], [1, 32, 1, 1], [1, warps, 1, 1], [3, 2, 1, 0])
+    OF_THREAD: gl.constexpr = gl.SliceLayout(2, WORDS)
+    block = first + gl.arange(0, _STEP, gl.SliceLayout(1, OF_THREAD))[:, None]
+    thread = gl.arange(0, 32 * WARPS, gl.SliceLayout(0, OF_THREAD))[None, :]
+    word = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(1, WORDS)))[None, None, :]
+    at = thread // 128 * BLOCKS + block
+    code_at = (at * _WORDS + thread % 128 * 4)[:, :, None] + word
+    live = block < BLOCKS
+    own = gl.load(codes + code_at, mask=live[:, :, None], other=0, eviction_policy="evict_first")
+    return own, gl.load(scales + at * _SCALES + thread % 128 // 4, mask=live, other=0)
 
 
 @gluon.jit
 def _widened(codes, scales, LEFT: gl.constexpr):
-    """A thread's bytes and scales -> the left side of a product, 16 rows a warp."""
+    """A thread's words and scales -> the left side of a product, 16 rows a warp."""
     WARPS: gl.constexpr = gl.num_warps()
-    codes = gl.convert_layout(codes.reshape([_STEP, 32 * WARPS, 4, 4]), _words(WARPS))
-    factor = (scales.to(gl.int32) + 126) << 7
-    factor = (factor | (factor << 16))[:, :, :, None]
-    codes, factor = gl.broadcast(codes, factor)
-    low, high = gl.inline_asm_elementwise(
+    word = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(1, _words(WARPS))))[None, None, :]
+    scales, word = gl.broadcast(scales[:, :, None], word)
+    factor = (((scales >> (8 * word)) & 255) + 126) << 7
+    a, b, c, d, e, f, g, h = gl.inline_asm_elementwise(
         _WIDEN,
         _WIDEN_REGISTERS,
-        [codes, factor],
-        dtype=(gl.bfloat16, gl.bfloat16),
+        [codes, factor | (factor << 16)],
+        dtype=(gl.bfloat16,) * 8,
         is_pure=True,
-        pack=4,
+        pack=1,
     )
-    x = gl.join(low, high).reshape([_STEP, WARPS, 8, 4, 2, 2, 2, 2, 2])
-    x = x.permute((1, 4, 2, 0, 5, 8, 6, 3, 7)).reshape([16 * WARPS, 64 * _STEP])
-    return gl.convert_layout(x, LEFT)
+    low = gl.join(gl.join(a, b), gl.join(c, d))
+    x = gl.join(low, gl.join(gl.join(e, f), gl.join(g, h)))
+    # (step, warp, group, quad, half, 32s, last, 8s, 16s) -> rows, columns
+    x = x.reshape([_STEP, WARPS, 8, 4, 2, 2, 2, 2, 2]).permute((1, 4, 2, 0, 5, 8, 7, 3, 6))
+    return gl.convert_layout(x.reshape([16 * WARPS, 64 * _STEP]), LEFT)
 
 
 @gluon.jit
@@ -212,8 +209,9 @@ def _multiply(asked, codes, scales, smem, BLOCKS: gl.constexpr):
     WIDTH: gl.constexpr = 64 * _STEP
     for i in range(smem.shape[0]):
         for j in gl.static_range(_PART):
-            last_codes, last_scales = _ask(codes, scales, (i * _PART + j + 2) * _STEP, BLOCKS)
             left = _widened(own_codes, own_scales, LEFT)
+            # Behind what used up its registers: moved to others it would be waited for.
+            last_codes, last_scales = _ask(codes, scales, (i * _PART + j + 2) * _STEP, BLOCKS)
             right = smem.index(i).slice(j * WIDTH, WIDTH, dim=1).permute((1, 0))
             sums = warpgroup_mma(left, right, sums, is_async=True)
             sums = warpgroup_mma_wait(0, deps=(sums,))
@@ -259,7 +257,7 @@ def _gate_up_kernel(
     first = gl.program_id(0) * (WARPS // 4)
     # of an odd number of blocks the last program's second warpgroup does the last one again
     first = gl.minimum(first, blocks - WARPS // 4)
-    codes += (e * blocks + first) * (BLOCKS * _BYTES)
+    codes += (e * blocks + first) * (BLOCKS * _WORDS)
     scales += (e * blocks + first) * (BLOCKS * _SCALES)
     smem = _room(x, ROWS, BLOCKS)
     OUT: gl.constexpr = gl.BlockedLayout([1, 1], [32, 1], [WARPS, 1], [0, 1])
@@ -308,7 +306,7 @@ def _down_kernel(
     WARPS: gl.constexpr = gl.num_warps()
     BLOCKS: gl.constexpr = I // 64
     first = gl.minimum(gl.program_id(0) * (WARPS // 4), blocks - WARPS // 4)
-    codes += (e * blocks + first) * (BLOCKS * _BYTES)
+    codes += (e * blocks + first) * (BLOCKS * _WORDS)
     scales += (e * blocks + first) * (BLOCKS * _SCALES)
     smem = _room(act, ROWS, BLOCKS)
     OUT: gl.constexpr = gl.BlockedLayout([1, 1], [32, 1], [WARPS, 1], [0, 1])

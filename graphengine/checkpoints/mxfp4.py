@@ -15,8 +15,8 @@ from torch import Tensor
 from graphengine.checkpoints.sources import TensorSource
 from graphengine.kernels.mxfp4 import (
     BLOCK,
-    BYTES,
     GROUP,
+    HALF_WORDS,
     MOST_SCALE,
     SCALES,
     Mxfp4,
@@ -59,7 +59,8 @@ def taken(source: TensorSource, weight: Weight) -> Tensor | Mxfp4 | None:
             out[e] = experts.in_order(unpacked(blocks[e : e + 1], scales[e : e + 1], out.dtype))[0]
         return out
     whole = rows[0], rows[1] // BLOCK, columns // BLOCK
-    out = Mxfp4(blocks.new_empty(*whole, BYTES), scales.new_empty(*whole, SCALES))
+    codes = blocks.new_empty(*whole, HALF_WORDS, dtype=torch.int16)
+    out = Mxfp4(codes, scales.new_empty(*whole, SCALES))
     if not scales.is_meta:
         if (largest := int(scales.max())) > MOST_SCALE:
             raise ValueError(

@@ -34,7 +34,7 @@ def product(x: torch.Tensor, packed: Mxfp4) -> torch.Tensor:
         return x.float() @ packed.dense(torch.float32).T
     (T, D), J = x.shape, len(packed.codes) * 64
     out = torch.empty(T, J, device=x.device)
-    on_grid(_kernel, (J // 64,))(x, *packed, out, T, J, D=D, FP32=INTERPRET)
+    on_grid(_kernel, (J // 64,))(x, *packed.words, out, T, J, D=D, FP32=INTERPRET)
     return out
 
 
@@ -61,7 +61,7 @@ def test_packed_is_what_files_say() -> None:
     codes = torch.stack([blocks & 15, blocks >> 4], -1).reshape(128, 192)
     expected = widened(codes, scales, torch.bfloat16)
     packed = pack_mxfp4(blocks, scales)
-    assert packed.codes.shape == (2, 3, 2048) and packed.scales.shape == (2, 3, 128)
+    assert packed.codes.shape == (2, 3, 1024) and packed.scales.shape == (2, 3, 128)
     assert torch.equal(packed.dense(torch.bfloat16), expected)
     packed = pack_mxfp4(torch.stack([scales_of(blocks), blocks]), torch.stack([scales, scales]))
     assert torch.equal(packed.dense(torch.bfloat16)[1], expected)

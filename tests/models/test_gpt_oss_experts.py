@@ -189,7 +189,7 @@ def test_dummies_and_plans_have_four_bits() -> None:
     ffn = plan.layers[0].ffn
     assert isinstance(ffn, MoeWeights) and isinstance(ffn.gate_up_EJD, Mxfp4)
     first = ffn.gate_up_EJD.codes
-    assert first.dtype == torch.uint8 and first.shape == (32, 90, 45, 2048)
+    assert first.dtype == torch.int16 and first.shape == (32, 90, 45, 1024)
     of_experts = 32 * 3 * 2880 * 2880
     assert tree_bytes((ffn.gate_up_EJD, ffn.down_EDI)) == of_experts * 17 // 32
     assert config.moe is not None

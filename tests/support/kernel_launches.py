@@ -38,7 +38,8 @@ from graphengine.kernels.skinny_config import TUNED, SkinnyConfig, choose_config
 from tools.skinny_layer import Case
 from tools.skinny_variants import variants
 
-BF16, FP32, U8 = torch.bfloat16, torch.float32, torch.uint8
+BF16, FP32 = torch.bfloat16, torch.float32
+I16, U8 = torch.int16, torch.uint8
 
 
 def empty(*shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
@@ -245,7 +246,7 @@ def mix(T: int, E: int, I: int, D: int = 2048, K: int = 8) -> None:  # noqa: E74
     if E == 32:
         blocks = (E, 2 * I // 64, D // 64), (E, D // 64, I // 64)
         both = [
-            mxfp4.Mxfp4(empty(*n, mxfp4.BYTES, dtype=U8), empty(*n, mxfp4.SCALES, dtype=U8))
+            mxfp4.Mxfp4(empty(*n, mxfp4.HALF_WORDS, dtype=I16), empty(*n, mxfp4.SCALES, dtype=U8))
             for n in blocks
         ]
         four = both[0], *plan, K, biases.gate_up_EJ, clamp

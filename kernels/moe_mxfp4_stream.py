@@ -1,13 +1,15 @@
 """The products of moe_mxfp4_kernels.py for a few rows on Hopper, in Gluon: a stream of codes.
 
-Why: eight rows of gpt-oss-20b read 300 MB of codes a layer for some 1.4 rows an expert, and Triton
-passes what is widened through shared memory, a barrier each 64 columns: 217 us where the bytes take
-69. Here a thread loads its 16 bytes of a block (mxfp4.py), widens them in registers and gives them
-to a wgmma as they are; nobody waits for anybody but at the begin, where an expert's rows of x are
-brought to shared memory, all columns of them.
+Why: eight rows of gpt-oss-20b read 280 MB of codes a layer for some 1.5 rows an expert, and Triton
+passes what is widened through shared memory, with barriers. Here a thread loads its 16 bytes of a
+block (mxfp4.py), widens them in registers and gives them to a wgmma as they are; nobody waits for
+anybody but at the begin, where an expert's rows of x are brought to shared memory, all columns of
+them. One, eight and 32 rows of a layer on an H200: 34, 114 and 167 us instead of 56, 132 and 186;
+the bytes take 12, 63 and 92.
 
-How: each warpgroup has a block of 64 rows, and two steps of columns under way. Rows of x that are
-none are zeros.
+How: each warpgroup has a block of 64 rows, and two steps of columns under way. Codes stay words as
+long as they are, since bytes would be taken apart, and so waited for, as soon as they are loaded.
+Rows of x that are none are zeros.
 
 Invariants: those of moe_kernels.py. `down` asks for its expert and its first codes in front of its
 wait: it may, because `gate_up` lets it start behind its own wait only, when the choice is complete.
@@ -38,7 +40,8 @@ from graphengine.kernels.launch import on_grid
 from graphengine.kernels.mxfp4 import HALF_WORDS, SCALES, WIDEN, WIDEN_REGISTERS, Mxfp4
 from graphengine.kernels.triton_internals import barrier
 
-MOST_ROWS = 16  # of a forward: with more an expert has more than are multiplied at once
+MOST_ROWS = 64  # of a forward, past which an expert has more rows than a few
+FEW_ROWS = 32  # of a forward, of which an expert has up to 8
 REGISTERS = 128  # of a thread, so that a multiprocessor has four programs of four warps
 STEP = (
     2  # blocks of columns that are loaded, and multiplied, at once; as many as that are under way
@@ -118,8 +121,8 @@ def launch_down(
 
 
 def _options(num_rows: int, rows: int = 0, num_warps: int = 0) -> dict[str, Any]:
-    rows = rows or (8 if num_rows <= 8 else 16)
-    num_warps = num_warps or (4 if num_rows == 1 else 8)
+    rows = rows or (8 if num_rows <= FEW_ROWS else 16)
+    num_warps = num_warps or rows // 2
     return {
         "ROWS": rows,
         "PDL": True,

@@ -8,8 +8,8 @@ To add a kind: a file with its weights and functions, and a row in `MIXERS` or `
 architecture of known kinds: a row in `config.model.ARCHITECTURES`, and tests as in
 `tests/models/test_phi3_golden.py`; nothing else names architectures, and what loads, is drawn as a
 dummy, planned and found by doctor follows from the row. No row can say: factors of embeddings,
-logits or residuals, soft caps, norms behind a mixer or ffn, another activation than SiLU, sinks,
-values of another width than keys, windows of some layers.
+logits or residuals, soft caps, norms behind a mixer or ffn, another activation than SiLU's and
+gpt-oss's, values of another width than keys.
 
 Legend: T rows, V vocabulary, D hidden, P positions, H head dim.
 """

@@ -24,6 +24,7 @@ from graphengine.kernels import (
     merge_splits,
     moe_kernels,
     moe_mxfp4_kernels,
+    moe_mxfp4_stream,
     moe_row,
     mxfp4,
     output_gate,
@@ -250,9 +251,12 @@ def mix(T: int, E: int, I: int, D: int = 2048, K: int = 8) -> None:  # noqa: E74
             for n in blocks
         ]
         four = both[0], *plan, K, biases.gate_up_EJ, clamp
-        moe_mxfp4_kernels.launch_gate_up(empty(T, D), *four)
+        streams = T <= moe_mxfp4_stream.MOST_ROWS
+        for kernels in (moe_mxfp4_kernels, moe_mxfp4_stream)[: 1 + streams]:
+            kernels.launch_gate_up(empty(T, D), *four)
         four = both[1], weight, *plan, biases.down_ED
-        moe_mxfp4_kernels.launch_down(act, *four)
+        for kernels in (moe_mxfp4_kernels, moe_mxfp4_stream)[: 1 + streams]:
+            kernels.launch_down(act, *four)
     shared = (empty(T, D), empty(T, 1)) if E == 256 else (None, None)
     moe_kernels.launch_down(act, empty(E, D, I), weight, *plan, *shared, biases.down_ED)
 

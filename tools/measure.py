@@ -33,6 +33,7 @@ GRAPHENGINE = (sys.executable, "-m", "graphengine")
 PAIR_8B = ("qwen3-8b", "--draft", "qwen3-8b-dflash-b16", "--simulate-acceptance", "6.35")
 PAIR_4B = ("qwen3-4b", "--draft", "qwen3-4b-dflash-b16", "--simulate-acceptance", "6.35")
 FP8 = ("--draft-quantization", "fp8")
+PAIR_20B = ("gpt-oss-20b", "--draft", "gpt-oss-20b-dflash-b8", *FP8, "--simulate-acceptance", "4.5")
 DYNAMIC = ("--draft-quantization", "fp8-dynamic")
 UNIFORM = ("--load-format", "dummy-uniform")
 FIRST_TOKENS = ("--prefill", "--compare", "full", "--output-len", "256")
@@ -124,6 +125,12 @@ JOBS: dict[str, Job] = {
     ),
     "35b-plain": _bench("qwen3.6-35b-a3b", "--draft", "none", "--compare", "full"),
     "30b-plain": _bench("qwen3-30b-a3b", "--draft", "none", "--compare", "full"),
+    "gpt-oss-20b": _bench(*PAIR_20B, "--compare", "full", "--bucket", "1,8,16"),
+    "gpt-oss-20b-plain": _bench("gpt-oss-20b", "--draft", "none", "--compare", "full"),
+    "gpt-oss-20b-piecewise": _bench(*PAIR_20B, "--compare", "piecewise"),
+    "gpt-oss-20b-first-token": _bench(
+        *(*PAIR_20B, "--prefill", "--compare", "full", "--input-len", "16,128,512,1024,8192")
+    ),
     "35b-drafted": _bench(
         *("qwen3.6-35b-a3b", "--draft", "qwen3.6-35b-a3b-dflash-b16", *FP8),
         *("--simulate-acceptance", "5.4", "--compare", "full"),

@@ -81,6 +81,9 @@ WIDE = rows(5, 512).bfloat16(), rows(320, 512).bfloat16(), None, None
 EXPERT_WEIGHTS = (rows(EXPERTS, 2 * WIDTH, HIDDEN), rows(EXPERTS, HIDDEN, WIDTH))
 BIASES = (rows(EXPERTS), rows(EXPERTS, 2 * WIDTH), rows(EXPERTS, HIDDEN))
 CLAMP = [1.702, 0.5]
+FOUR_BITS = (rows(5, 64).bfloat16(), rows(5, 3).bfloat16())  # of three experts, 64 wide
+FOUR_BITS += (torch.ones(3, 2, 1, 1024, dtype=torch.int16), torch.full((3, 2, 1, 128), 120).byte())
+FOUR_BITS += (torch.ones(3, 1, 1, 1024, dtype=torch.int16), torch.full((3, 1, 1, 128), 120).byte())
 SHARED = (rows(2 * WIDTH, HIDDEN), rows(HIDDEN, WIDTH), rows(1, HIDDEN))
 ROW = (X_TD[:1], rows(2, 1, HIDDEN), rows(HIDDEN), 1e-6)
 # Arguments of every op, no two of their sizes equal, so that none can stand for another.
@@ -93,6 +96,10 @@ OPS: dict[str, list[tuple[Any, ...]]] = {
         (X_TD, rows(5, EXPERTS), *EXPERT_WEIGHTS, None, None, 2, True),
         (X_TD, rows(5, EXPERTS), *EXPERT_WEIGHTS, rows(5, HIDDEN), rows(5, 1), 4, False),
         (X_TD, rows(5, EXPERTS), *EXPERT_WEIGHTS, None, None, 2, True, *BIASES[1:], CLAMP),
+    ],
+    "experts_mxfp4": [
+        (*FOUR_BITS, 2, True, None, None, None),
+        (*FOUR_BITS, 3, True, rows(3, 128).bfloat16(), rows(3, 64).bfloat16(), CLAMP),
     ],
     "experts_row": [
         (*ROW, rows(EXPERTS, HIDDEN), *EXPERT_WEIGHTS, None, None, None, 2, True),

@@ -81,7 +81,8 @@ def _experts_mxfp4_op(x, logits, gate_up, gate_up_scales, down, down_scales, top
         return experts_reference(x, logits, *dense, None, None, top_k, *rest)
     routing = route(logits, top_k, normalise)
     where = routing.slots_S3, routing.pairs_P
-    kernels = moe_mxfp4_stream if moe_mxfp4_stream.takes(x) else moe_mxfp4_kernels
+    streams = moe_mxfp4_stream.takes(x, second.codes.shape[2] * BLOCK)
+    kernels = moe_mxfp4_stream if streams else moe_mxfp4_kernels
     act_PI = kernels.launch_gate_up(x, first, *where, top_k, gate_up_bias, clamp)
     return kernels.launch_down(act_PI, second, routing.weight_TK, *where, down_bias)
 

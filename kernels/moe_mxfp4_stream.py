@@ -42,10 +42,9 @@ from graphengine.kernels.triton_internals import barrier
 
 MOST_ROWS = 64  # of a forward, past which an expert has more rows than a few
 FEW_ROWS = 32  # of a forward, of which an expert has up to 8
+MOST_COLUMNS = 6144  # of 16 rows in shared memory
 REGISTERS = 128  # of a thread, so that a multiprocessor has four programs of four warps
-STEP = (
-    2  # blocks of columns that are loaded, and multiplied, at once; as many as that are under way
-)
+STEP = 2  # blocks of columns that are loaded, and multiplied, at once
 PART = 2  # steps of columns of x that lie together
 
 _WORDS, _SCALES = gl.constexpr(HALF_WORDS // 2), gl.constexpr(SCALES // 4)  # of a block, int32
@@ -53,9 +52,11 @@ _WIDEN, _WIDEN_REGISTERS = gl.constexpr(WIDEN), gl.constexpr(WIDEN_REGISTERS)
 _STEP, _PART = gl.constexpr(STEP), gl.constexpr(PART)
 
 
-def takes(x: torch.Tensor) -> bool:
-    """Whether the kernels can run on these rows: few, on Hopper."""
-    if not x.is_cuda or INTERPRET or len(x) > MOST_ROWS:
+def takes(x_TD: torch.Tensor, inter: int) -> bool:
+    """Whether the kernels can run on these rows and experts of that width: few and no wider than
+    shared memory, on Hopper."""
+    x, most = x_TD, max(x_TD.shape[1], inter)
+    if not x.is_cuda or INTERPRET or len(x) > MOST_ROWS or most > MOST_COLUMNS:
         return False
     return torch.cuda.get_device_capability(x.device)[0] == 9
 
@@ -73,7 +74,7 @@ def launch_gate_up(
     """`moe_mxfp4_kernels.launch_gate_up`, where `takes` is true."""
     (T, D), blocks = x_TD.shape, gate_up.codes.shape[1]
     out_PI = x_TD.new_empty((T * top_k, blocks * 32))
-    how = _options(T, **options)
+    how = _options(T, blocks, **options)
     on_grid(_gate_up_kernel, (-(-blocks * 4 // how["num_warps"]), len(slots_S3)))(
         x_TD,
         *gate_up.words,
@@ -102,7 +103,7 @@ def launch_down(
     """`moe_mxfp4_kernels.launch_down`, where `takes` is true of the rows."""
     (T, K), blocks, I = weight_TK.shape, down.codes.shape[1], act_PI.shape[1]  # noqa: E741
     out_KTD = torch.empty((K, T, blocks * 64), dtype=torch.float32, device=act_PI.device)
-    how = _options(T, **options)
+    how = _options(T, blocks, **options)
     on_grid(_down_kernel, (-(-blocks * 4 // how["num_warps"]), len(slots_S3)))(
         act_PI,
         *down.words,
@@ -120,16 +121,11 @@ def launch_down(
     return out_KTD
 
 
-def _options(num_rows: int, rows: int = 0, num_warps: int = 0) -> dict[str, Any]:
+def _options(num_rows: int, blocks: int, rows: int = 0, num_warps: int = 0) -> dict[str, Any]:
     rows = rows or (8 if num_rows <= FEW_ROWS else 16)
-    num_warps = num_warps or rows // 2
-    return {
-        "ROWS": rows,
-        "PDL": True,
-        "num_warps": num_warps,
-        "launch_pdl": True,
-        "maxnreg": REGISTERS,
-    }
+    num_warps = num_warps or (8 if rows == 16 and blocks > 1 else 4)  # a block each four
+    pdl = {"PDL": True, "launch_pdl": True}
+    return {"ROWS": rows, "num_warps": num_warps, "maxnreg": REGISTERS, **pdl}
 
 
 @gluon.constexpr_function

@@ -82,12 +82,10 @@ def pack_mxfp4(blocks: torch.Tensor, scales: torch.Tensor) -> Mxfp4:
     codes = torch.stack([blocks & 15, blocks >> 4], -1)  # [.., J, D / 32, 16, 2]
     codes = codes.reshape(-1, shape[-2], *_ROW, shape[-1], *_COLUMN)
     codes = codes.permute(0, 1, 5, 2, 4, 9, 3, 6, 10, 7, 8).flatten(-2)  # .., (16s, 8s) last
-    words = sum(
-        (codes[..., i].int() >> 3 << SIGN[i]) | ((codes[..., i].int() & 7) << REST[i])
-        for i in range(4)
-    )
+    words = torch.zeros_like(codes[..., 0], dtype=torch.int32)
+    for code, sign, rest in zip(codes.int().unbind(-1), SIGN, REST, strict=True):
+        words |= (code >> 3 << sign) | ((code & 7) << rest)
     scales = scales.reshape(-1, shape[-2], *_ROW, shape[-1], 2).permute(0, 1, 5, 2, 4, 3, 6)
-    assert isinstance(words, torch.Tensor)
     return Mxfp4(words.to(torch.int16).reshape(*shape, HALF_WORDS), scales.reshape(*shape, SCALES))
 
 

@@ -169,24 +169,30 @@ class TorchAttention:
             # copies of the keys. Keys repeated by a stride of 0 are wrong: CUDA's kernel for masks
             # then gets rows of 64 n + 1 keys wrong (torch 2.11; pytorch issue 191937).
             grouped = q.unflatten(0, (-1, self._group)).flatten(1, 2)[None]
+            head_dim, scale = q.shape[-1], None
             if sinks_N is not None:
-                k, v, mask = _with_sink(k, v, mask, sinks_N, q.shape[1])
-            attended = F.scaled_dot_product_attention(grouped, k[None], v[None], attn_mask=mask)
-            out_TNH[rows] = attended.reshape(q.shape).transpose(0, 1)
+                scale = head_dim**-0.5
+                grouped, k, v, mask = _with_sink(grouped, k, v, mask, sinks_N)
+            attended = F.scaled_dot_product_attention(
+                grouped, k[None], v[None], attn_mask=mask, scale=scale
+            )
+            out_TNH[rows] = attended[..., :head_dim].reshape(q.shape).transpose(0, 1)
             gate_rows_(out_TNH[rows], gate_TE if gate_TE is None else gate_TE[..., rows, :])
 
 
 def _with_sink(
-    k: Tensor, v: Tensor, mask: Tensor | None, sinks_N: Tensor, num_rows: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Keys and values, one of zeros behind them, and the mask that gives it the sink's logit."""
-    num_heads, num_keys, _ = k.shape
-    shape = num_heads, len(sinks_N) // num_heads * num_rows
-    seen = k.new_zeros(*shape, num_keys)
-    if mask is not None:
-        seen.masked_fill_(~mask, -torch.inf)
-    sinks = sinks_N.to(k.dtype).repeat_interleave(num_rows).view(*shape, 1)
-    return F.pad(k, (0, 0, 0, 1)), F.pad(v, (0, 0, 0, 1)), torch.cat([seen, sinks], -1)
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, sinks_N: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Heads that are wider, and one key more whose value is 0: of a row's new columns, which other
+    keys have zeros for, the first makes its score the sink of the row's head. So a mask stays one
+    for all heads."""
+    num_heads, _, head_dim = k.shape
+    num_rows = q.shape[2] * num_heads // len(sinks_N)
+    q, k, v = (F.pad(x, (0, 8, 0, more)) for x, more in ((q, 0), (k, 1), (v, 1)))
+    q[0, :, :, head_dim] = sinks_N.view(num_heads, -1).repeat_interleave(num_rows, 1)
+    q[..., head_dim] *= head_dim**0.5
+    k[:, -1, head_dim] = 1.0
+    return q, k, v, mask if mask is None else F.pad(mask, (0, 1), value=True)
 
 
 def _num_sms(device: torch.device) -> int:

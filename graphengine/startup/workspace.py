@@ -93,7 +93,8 @@ def prefill_bytes(
         work = max(work, rows * (2 * hidden * element_bytes + 2 * hidden * 4 + kv_row))
         work = max(work, rounding_bytes(config, draft, rows) * (not is_fixed))
     if config.prefill_attention_backend == "torch":  # gathers keys and values, builds a mask
-        per_key = 2 * target.kv_size * element_bytes + rows * (1 + element_bytes)
+        copies = 2 if target.has_sinks else 1  # one wider
+        per_key = 2 * copies * target.kv_size * element_bytes + rows * (1 + element_bytes)
         work += config.max_model_len * per_key
     # With adjusted first tokens two tables and float32 logits; with scored rows two of these.
     # To mask is to copy them.

@@ -97,6 +97,6 @@ def test_prefills_attend_with_what_was_chosen(
     monkeypatch.setattr(buckets, "TorchAttention", lambda *_: "torch")
     monkeypatch.setattr(buckets, "make_workspace", lambda device: None)
     config: Any = SimpleNamespace(prefill_attention_backend=backend, page_size=16)
-    model: Any = None
+    model: Any = SimpleNamespace(windows=(4, None), num_hidden_layers=2)
     where = torch.float32, torch.device("cpu")
-    assert buckets.prefill_attention(config, model, *where) == backend
+    assert buckets.prefill_attention(config, model, *where).layers == (backend, backend)

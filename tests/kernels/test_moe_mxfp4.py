@@ -31,13 +31,17 @@ def make(T: int, D: int, I: int, E: int, device: str) -> Any:  # noqa: E741 (its
 
 @pytest.mark.parametrize("clamp", [CLAMP, None])
 @pytest.mark.parametrize(
-    ("T", "D", "I", "E"), [(1, 64, 64, 4), (5, 128, 192, 8), (70, 192, 64, 9), (1100, 64, 128, 5)]
+    ("T", "D", "I", "E"),
+    [
+        *((1, 64, 64, 4), (5, 128, 192, 8), (40, 320, 128, 4), (60, 64, 64, 3)),
+        *((70, 192, 64, 9), (1100, 64, 128, 5)),
+    ],
 )
 def test_equals_bf16(device, T: int, D: int, I: int, E: int, clamp: Any) -> None:  # noqa: E741 (as above)
     """Bug: gate and up rows are exchanged, a bias is another row's, rows past an expert's are
     written, or the last columns of a width that no tile divides are lost."""
-    if device == "cpu" and T > 100:
-        pytest.skip("a prompt's tiles, of which the interpreter takes minutes")
+    if device == "cpu" and T > 30 and T != 70:
+        pytest.skip("tiles of a GPU, or of which the interpreter takes minutes")
     x, logits, gate_up, down, *biases = make(T, D, I, E, device)
     of_experts: tuple[Any, ...] = (*biases, clamp)
     found = experts_mxfp4(x, logits, gate_up, down, 3, True, *of_experts)

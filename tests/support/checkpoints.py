@@ -79,6 +79,8 @@ def make_target(
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 
+    if model_type == "gpt_oss" and rope is None:  # it must say how rope is scaled
+        rope = {"rope_parameters": {"rope_theta": 10000.0, "rope_type": "default"}}
     config = AutoConfig.for_model(
         model_type,
         vocab_size=vocab,

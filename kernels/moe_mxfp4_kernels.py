@@ -47,7 +47,7 @@ def launch_gate_up(
     tile: Tile | None = None,
 ) -> torch.Tensor:
     """`moe_kernels.launch_gate_up` of rows `in_turn` in MXFP4."""
-    (T, D), I = x_TD.shape, gate_up.codes.shape[1] * (BLOCK // 2)  # noqa: E741
+    (T, D), I = x_TD.shape, gate_up.codes.shape[1] * (BLOCK // 2)  # noqa: E741 (moe.py's width)
     out_PI = x_TD.new_empty((T * top_k, I))
     tile = tile or tile_of(T)
     on_grid(_gate_up_kernel, (gate_up.codes.shape[1], len(slots_S3)))(
@@ -76,7 +76,7 @@ def launch_down(
     tile: Tile | None = None,
 ) -> torch.Tensor:
     """`moe_kernels.launch_down` in MXFP4, without a shared expert."""
-    (T, K), D, I = weight_TK.shape, down.codes.shape[1] * BLOCK, act_PI.shape[1]  # noqa: E741
+    (T, K), D, I = weight_TK.shape, down.codes.shape[1] * BLOCK, act_PI.shape[1]  # noqa: E741 (moe.py's width)
     out_KTD = torch.empty((K, T, D), dtype=torch.float32, device=act_PI.device)
     tile = tile or tile_of(T)
     on_grid(_down_kernel, (down.codes.shape[1], len(slots_S3)))(
@@ -115,7 +115,7 @@ def _gate_up_kernel(
     slots,
     pairs,
     out,
-    I,  # noqa: E741
+    I,  # noqa: E741 (moe.py's width)
     D: tl.constexpr,
     K: tl.constexpr,
     ALPHA: tl.constexpr,
@@ -162,7 +162,7 @@ def _down_kernel(
     out,
     num_rows,
     D,
-    I: tl.constexpr,  # noqa: E741
+    I: tl.constexpr,  # noqa: E741 (moe.py's width)
     K: tl.constexpr,
     ROWS: tl.constexpr,
     DOT_FP32: tl.constexpr,

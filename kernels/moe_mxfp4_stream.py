@@ -5,7 +5,7 @@ passes what is widened through shared memory, with barriers. Here a thread loads
 block (mxfp4.py), widens them in registers and gives them to a wgmma as they are; nobody waits for
 anybody but at the begin, where an expert's rows of x are brought to shared memory, all columns of
 them. One, eight and 32 rows of a layer on an H200: 34, 114 and 167 us instead of 56, 132 and 186;
-the bytes take 12, 63 and 92.
+the bytes take 12, 63 and 92 (printed lines, profiles/LOG.md, 2026-11-30).
 
 How: each warpgroup has a block of 64 rows, and two steps of columns under way. Codes stay words as
 long as they are, since bytes would be taken apart, and so waited for, as soon as they are loaded.
@@ -101,7 +101,7 @@ def launch_down(
     **options: int,
 ) -> torch.Tensor:
     """`moe_mxfp4_kernels.launch_down`, where `takes` is true of the rows."""
-    (T, K), blocks, I = weight_TK.shape, down.codes.shape[1], act_PI.shape[1]  # noqa: E741
+    (T, K), blocks, I = weight_TK.shape, down.codes.shape[1], act_PI.shape[1]  # noqa: E741 (moe.py's width)
     out_KTD = torch.empty((K, T, blocks * 64), dtype=torch.float32, device=act_PI.device)
     how = _options(T, blocks, **options)
     on_grid(_down_kernel, (-(-blocks * 4 // how["num_warps"]), len(slots_S3)))(
@@ -260,7 +260,7 @@ def _gate_up_kernel(
     scales += (e * blocks + first) * (BLOCKS * _SCALES)
     smem = _room(x, ROWS, BLOCKS)
     OUT: gl.constexpr = gl.BlockedLayout([1, 1], [32, 1], [WARPS, 1], [0, 1])
-    I = blocks * 32  # noqa: E741 (as in moe.py)
+    I = blocks * 32  # noqa: E741 (moe.py's width)
     i = first * 32 + gl.arange(0, 8 * WARPS, gl.SliceLayout(1, OUT))
     for start in range(begin, end, ROWS):
         asked = _ask(codes, scales, 0, BLOCKS), _ask(codes, scales, _STEP, BLOCKS)
@@ -294,7 +294,7 @@ def _down_kernel(
     out,
     num_rows,
     blocks,
-    I: gl.constexpr,  # noqa: E741
+    I: gl.constexpr,  # noqa: E741 (moe.py's width)
     K: gl.constexpr,
     ROWS: gl.constexpr,
     PDL: gl.constexpr,

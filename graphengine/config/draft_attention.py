@@ -11,8 +11,7 @@ from __future__ import annotations
 from graphengine.config.draft import FULL_NON_CAUSAL, AttentionRule
 from graphengine.config.model import read_layer_types
 from graphengine.config.values import RawConfig
-
-SLIDING = "sliding_attention"
+from graphengine.config.windows import SLIDING
 
 
 def flat_attention(keys: RawConfig, outer: RawConfig, num_layers: int) -> tuple[AttentionRule, ...]:

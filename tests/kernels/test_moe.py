@@ -117,7 +117,7 @@ def test_a_row_is_alone(device, poisoned_outputs, shape) -> None:
 
 def clamped(shape: tuple[int, ...], device: str, dtype: torch.dtype = torch.float32) -> list:
     """A layer without a shared expert, its biases, and a limit that half of the products pass."""
-    E, _, D, I = shape[1:]  # noqa: E741
+    E, _, D, I = shape[1:]  # noqa: E741 (moe.py's width)
     biases = [torch.randn(s, device=device).to(dtype) for s in ((E, 2 * I), (E, D))]
     return [*layer(shape, device, dtype)[:4], None, None, shape[2], True, *biases, (1.702, 0.7)]
 

@@ -14,7 +14,7 @@ from graphengine.kernels.mxfp4 import Mxfp4, out_of_turn, pack_mxfp4
 CLAMP = (1.702, 1.5)
 
 
-def make(T: int, D: int, I: int, E: int, device: str) -> Any:  # noqa: E741 (its name everywhere)
+def make(T: int, D: int, I: int, E: int, device: str) -> Any:  # noqa: E741 (moe.py's width)
     """x, logits, both matrices and both biases."""
 
     def matrix(rows: int, columns: int) -> Mxfp4:
@@ -34,14 +34,12 @@ def make(T: int, D: int, I: int, E: int, device: str) -> Any:  # noqa: E741 (its
     ("T", "D", "I", "E"),
     [
         *((1, 64, 64, 4), (5, 128, 192, 8), (40, 320, 128, 4), (60, 64, 64, 3)),
-        *((70, 192, 64, 9), (1100, 64, 128, 5)),
+        *((70, 192, 64, 9), (520, 64, 128, 5)),
     ],
 )
-def test_equals_bf16(device, T: int, D: int, I: int, E: int, clamp: Any) -> None:  # noqa: E741 (as above)
+def test_equals_bf16(device, T: int, D: int, I: int, E: int, clamp: Any) -> None:  # noqa: E741 (moe.py's width)
     """Bug: gate and up rows are exchanged, a bias is another row's, rows past an expert's are
     written, or the last columns of a width that no tile divides are lost."""
-    if device == "cpu" and T > 30 and T != 70:
-        pytest.skip("tiles of a GPU, or of which the interpreter takes minutes")
     x, logits, gate_up, down, *biases = make(T, D, I, E, device)
     of_experts: tuple[Any, ...] = (*biases, clamp)
     found = experts_mxfp4(x, logits, gate_up, down, 3, True, *of_experts)

@@ -243,12 +243,9 @@ def block_attention(
         )
     if gate_TE is not None:
         check_gate(out_TNH, gate_TE, gate_TE.shape[-1] - N * H)
-    if sinks_N is not None and (sinks_N.shape != (N,) or gate_TE is not None):
-        raise ValueError(f"sinks {tuple(sinks_N.shape)}: need {N}, a head each, and no gate")
-    if window is not None and window < 1:
-        raise ValueError(
-            f"window {window}: a row sees at least its own key; use 1 or more, or None"
-        )
+    check_reach(window, sinks_N, N)
+    if sinks_N is not None and gate_TE is not None:
+        raise ValueError("sinks and a gate: no kernel takes both")
     if not (q_TNH.is_cuda or INTERPRET):
         attended_TNH = block_attention_reference(
             *(q_TNH, kv_cache, page_table_BW, start_B, block_length, causal, window, padded),
@@ -341,6 +338,16 @@ def _smem_bytes(device: torch.device) -> int:
     if device.type != "cuda":
         return HOPPER_SMEM_BYTES  # interpreted: as there
     return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
+
+
+def check_reach(window: int | None, sinks_N: torch.Tensor | None, num_heads: int) -> None:
+    """Raises: ValueError for a window or sinks that there cannot be."""
+    if sinks_N is not None and sinks_N.shape != (num_heads,):
+        raise ValueError(f"sinks {tuple(sinks_N.shape)}: need {num_heads}, a head each")
+    if window is not None and window < 1:
+        raise ValueError(
+            f"window {window}: a row sees at least its own key; use 1 or more, or None"
+        )
 
 
 def check_inputs(

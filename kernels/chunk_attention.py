@@ -13,17 +13,19 @@ masked. Neighbouring CTAs share a kv head, and the last blocks, which are the lo
 
 Few blocks would leave multiprocessors idle: 256 rows of 32 heads are 64 CTAs. Given a workspace,
 the tiles of a block are dealt to that many CTAs, each a run of neighbouring tiles, and what they
-find is merged (`merge_splits`). The last has all tiles that not every row sees, and one before
-them if there is one, so every row sees a key of each split that has tiles. One without any says so
-in its lse and reads nothing.
+find is merged (`merge_splits`). The last has all tiles that a row ends in, and one before them if
+there is one, so without a window every row sees a key of each split that has tiles. One without any
+says so in its lse and reads nothing. A window leaves out the tiles that lie in front of the first
+row's; a sink is where the last split's sums begin.
 
 Invariant: tiles stand at multiples of `kv_tile` keys, so each lies in one page or is made of whole
 pages. A row's results depend on the keys that it sees, in rising order, with splits on where its
 block starts (`tiles_of`), and on nothing else. What nobody may see is read all the same: slots
 behind a row's position in the tiles from `start` on, which a prompt's end, a reservation not used
 up yet or the null page leave stale. Their scores are replaced by -inf, whatever K is; V there may
-be NaN or infinite, and 0 * NaN is NaN, so in those tiles, one to three, such elements are made 0 in
-shared memory before the product. All rows see the tiles before them, which are taken as they are.
+be NaN or infinite, and 0 * NaN is NaN, so in those tiles, one to three, and in those that a window
+begins in, such elements are made 0 in shared memory before the product. All rows see the tiles in
+between, which are taken as they are.
 
 Cost: 4 * H operations for each key that a row and a head see: 8.8 TFLOP at 32k tokens of 32 heads.
 L2 gives 512 * H bytes a tile, 128 * 128 * 4 * H operations: 4.7 TB/s at 600 TFLOP/s.
@@ -37,8 +39,9 @@ import itertools
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 
-from graphengine.kernels.block_attention import LOG2_E, check_inputs
+from graphengine.kernels.block_attention import LOG2_E, check_inputs, check_reach
 from graphengine.kernels.chunk_attention_kernels import (
     BAND,
     LAUNCH_REGISTERS,
@@ -56,7 +59,7 @@ from graphengine.kernels.merge_splits import (
 from graphengine.kernels.wide_linear import descriptor, gluon_dtype
 
 BLOCK = 128  # rows of a block
-HEAD_DIMS = (128, 256)
+HEAD_DIMS = (64, 128, 256)
 PAGE_SIZES = (16, 32, 64, 128)
 MAX_SPLITS = 16
 
@@ -70,7 +73,7 @@ class LaunchConfig(NamedTuple):
 
 
 def takes(q_TNH: torch.Tensor, kv_cache: torch.Tensor) -> bool:
-    """Whether the kernel can run on these: Hopper, bf16, heads of 128 or 256, pages of 16 to
+    """Whether the kernel can run on these: Hopper, bf16, heads of 64, 128 or 256, pages of 16 to
     128."""
     return (
         q_TNH.is_cuda
@@ -92,11 +95,14 @@ def chunk_attention_reference(
     kv_cache: torch.Tensor,
     page_table_BW: torch.Tensor,
     start_B: torch.Tensor,
+    window: int | None = None,
+    sinks_N: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """`chunk_attention` in plain torch, fp32 inside, block after block. Returns out."""
     T, N, H = q_TNH.shape
     partials = workspace(T, N, H, 1, q_TNH.device)
-    _partials_reference_(q_TNH, kv_cache, page_table_BW, start_B, partials, BLOCK)
+    read = q_TNH, kv_cache, page_table_BW, start_B
+    _partials_reference_(*read, partials, BLOCK, window, sinks_N)
     return merge_splits_reference(partials).to(q_TNH.dtype)
 
 
@@ -107,6 +113,8 @@ def _partials_reference_(
     start_B: torch.Tensor,
     partials: Workspace,
     kv_tile: int,
+    window: int | None,
+    sinks_N: torch.Tensor | None,
 ) -> None:
     """What each split of each block finds. Mutates: partials, where a split has tiles, and lse."""
     max_kv = page_table_BW.shape[1] * kv_cache.shape[2]
@@ -115,9 +123,11 @@ def _partials_reference_(
     row = torch.arange(BLOCK, device=q_TNH.device)
     partials.lse_ZTN.fill_(-torch.inf)
     for (b, start), z in itertools.product(enumerate(start_B.tolist()), range(num_splits)):
-        num_keys = min(start + BLOCK, max_kv)
+        num_keys, reach = min(start + BLOCK, max_kv), window or max_kv
+        skipped = min(max(start + 1 - reach, 0), max_kv - 1) // kv_tile
         num_tiles, num_full = -(-num_keys // kv_tile), min(start + 1, max_kv) // kv_tile
-        first, behind = (n * kv_tile for n in tiles_of.fn(z, num_tiles, num_full, num_splits))
+        share = tiles_of.fn(z, num_tiles - skipped, max(num_full - skipped, 0), num_splits)
+        first, behind = ((skipped + n) * kv_tile for n in share)
         if start < 0 or first == behind:
             continue
         pages = page_table_BW[b, first // S : -(-min(behind, num_keys) // S)].long()
@@ -127,9 +137,15 @@ def _partials_reference_(
         rows = slice(b * BLOCK, (b + 1) * BLOCK)
         q = q_TNH[rows].float().unflatten(1, (K, N // K))
         scores = torch.einsum("gkmh,skh->gkms", q, k) * H**-0.5
-        scores = scores.masked_fill((key > start + row[:, None])[:, None, None], -torch.inf)
-        stale = (key > start)[:, None, None] & ~v.isfinite()
-        out = torch.einsum("gkms,skh->gkmh", scores.softmax(-1), v.masked_fill(stale, 0.0))
+        distance = start + row[:, None] - key
+        seen = (distance >= 0) & (distance < reach)
+        scores = scores.masked_fill(~seen[:, None, None], -torch.inf)
+        v = v.masked_fill((~seen.all(0))[:, None, None] & ~v.isfinite(), 0.0)
+        if sinks_N is not None and z == num_splits - 1:
+            sinks = sinks_N.float().view(K, N // K, 1).expand(BLOCK, -1, -1, 1)
+            scores, v = torch.cat([scores, sinks], -1), F.pad(v, (0, 0, 0, 0, 0, 1))
+        p = scores.softmax(-1).nan_to_num(0.0)  # a row that sees none of the split's keys: 0
+        out = torch.einsum("gkms,skh->gkmh", p, v)
         partials.out_ZTNH[z, rows] = out.flatten(1, 2)
         partials.lse_ZTN[z, rows] = scores.logsumexp(-1).flatten(1) * LOG2_E
 
@@ -142,11 +158,15 @@ def chunk_attention(
     out_TNH: torch.Tensor,
     partials: Workspace | None = None,
     config: LaunchConfig | None = None,
+    window: int | None = None,
+    sinks_N: torch.Tensor | None = None,
 ) -> None:
     """Attend from each block of 128 rows to its request's cached keys, lengths read on the device.
 
     out[b, i, n] = softmax_j(q[b, i, n] . k[b, j, n // (N/K)] * H^-0.5) v[b, j, n // (N/K)]
-    over j <= start[b] + i
+    over j <= start[b] + i;
+    with a window over those of them with start[b] + i - j < window;
+    with sinks over one more j, whose score is sinks[n] and whose value 0
 
     Rows behind the end of a prompt see whatever stands in the slots up to their own; no other row
     sees it. Programmatic dependent launch: only start is read before the wait. With partials there
@@ -164,6 +184,8 @@ def chunk_attention(
         partials: `workspace(B * 128, N, H, Z, device)` for Z splits, of `choose_num_splits`; None:
             one, which writes out itself.
         config: tile size, stages, order; None takes the defaults.
+        window: at least 1; None is the whole context.
+        sinks_N: [N], any float dtype, dense; not a forward's results: weights.
     Mutates: out_TNH, partials.
     Raises: ValueError for shapes, dtypes or strides that the kernel cannot address, and on CUDA
         where `takes` is false.
@@ -176,13 +198,14 @@ def chunk_attention(
         raise ValueError(
             f"partials are for {tuple(partials.out_ZTNH.shape[1:])}, not {tuple(q_TNH.shape)}"
         )
+    check_reach(window, sinks_N, N)
     config = config or LaunchConfig(kv_tile=64 if H > 128 else 128)
     if not q_TNH.is_cuda:
         read = q_TNH, kv_cache, page_table_BW, start_B
         if partials is None:
-            out_TNH.copy_(chunk_attention_reference(*read))
+            out_TNH.copy_(chunk_attention_reference(*read, window, sinks_N))
             return
-        _partials_reference_(*read, partials, config.kv_tile)
+        _partials_reference_(*read, partials, config.kv_tile, window, sinks_N)
         out_TNH.copy_(merge_splits_reference(partials))
         return
     if not takes(q_TNH, kv_cache):
@@ -208,6 +231,7 @@ def chunk_attention(
         *(partials if num_splits > 1 and partials else (None, None)),
         page_table_BW,
         start_B,
+        sinks_N,
         page_table_BW.stride(0),
         W * S,
         H**-0.5 * LOG2_E,
@@ -217,6 +241,8 @@ def chunk_attention(
         TILE=config.kv_tile,
         STAGES=config.num_stages,
         SPLITS=num_splits,
+        WINDOW=window or 0,
+        SINKS=sinks_N is not None,
         PDL=config.pdl,
         num_warps=4,
         maxnreg=LAUNCH_REGISTERS,

@@ -19,6 +19,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from graphengine.kernels.block_attention_kernels import LOG2_E
 from graphengine.kernels.triton_internals import async_load, async_store, reinterpret
 
 ROWS = gl.constexpr(64)  # of a consumer: what one warpgroup multiplies at least
@@ -26,7 +27,9 @@ BAND = gl.constexpr(64)  # columns of a head that TMA lays out as one, 128 bytes
 LOADER_REGISTERS = gl.constexpr(24)
 CONSUMER_REGISTERS = gl.constexpr(240)
 LAUNCH_REGISTERS = 168  # of each of 12 warps: 8 that multiply, 4 that the compiler makes of 2
-PACK = gl.constexpr(64)  # sums of a thread that are multiplied, or not, together
+PACK = gl.constexpr(64)  # sums of a thread that are multiplied, or not, together, at most
+NO_SCORE = gl.constexpr(-1e30)  # a highest score of none, of which no difference is NaN
+_LOG2_E = gl.constexpr(LOG2_E)
 EXPONENT = gl.constexpr(0x7F80)  # exponent of a bf16 that is NaN or infinite
 
 
@@ -99,16 +102,17 @@ def _free(ring, tile):
 @gluon.jit
 def _make_finite(ring, finite, tile, number, ME: gl.constexpr):
     """In a tile of V, the `number`th that not all rows see, replaces what is NaN or infinite by 0:
-    each consumer half of the columns. Returns when both have."""
+    each consumer half of the keys. Returns when both have."""
     smem = ring[2]
-    TILE: gl.constexpr = smem.shape[1]
-    BITS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([TILE, BAND], gl.int16)
+    HALF: gl.constexpr = smem.shape[1] // 2
+    BITS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([HALF, BAND], gl.int16)
     EIGHT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     _await(ring, tile)
     COLUMNS: gl.constexpr = smem.shape[2] // BAND
-    all_bits = reinterpret(smem.index(tile % smem.shape[0]), gl.int16, [COLUMNS, TILE, BAND], BITS)
-    for i in gl.static_range(COLUMNS // 2):
-        part = all_bits.index(COLUMNS // 2 * ME + i)
+    v = smem.index(tile % smem.shape[0])
+    halves = reinterpret(v, gl.int16, [2 * COLUMNS, HALF, BAND], BITS)
+    for i in gl.static_range(COLUMNS):
+        part = halves.index(2 * i + ME)
         bits = part.load(EIGHT)
         part.store(gl.where((bits & EXPONENT) == EXPONENT, gl.zeros_like(bits), bits))
     fence_async_shared()
@@ -125,9 +129,8 @@ def _softmax(s, highest, scale_log2):
 
 
 @gluon.constexpr_function
-def _shrink_asm() -> str:
-    """PACK sums in place times a factor each, unless those of both rows are 1."""
-    n = PACK.value
+def _shrink_asm(n: int) -> str:
+    """n sums in place times a factor each, unless those of both rows are 1."""
     return (
         "{ .reg .pred a, b; "
         f"setp.neu.f32 a, ${2 * n}, 0f3F800000; setp.neu.f32 b, ${2 * n + 2}, 0f3F800000; "
@@ -138,8 +141,7 @@ def _shrink_asm() -> str:
 
 
 @gluon.constexpr_function
-def _shrink_constraints() -> str:
-    n = PACK.value
+def _shrink_constraints(n: int) -> str:
     return ",".join(["=f"] * n + [str(i) for i in range(n)] + ["f"] * n)
 
 
@@ -149,11 +151,13 @@ def shrunk(sums, shrink):
     (no promise of Triton's; a test holds it), and leaves its sums alone where neither has found a
     higher score, which becomes rare soon: their products were a sixth of what is computed beside
     the tensor cores, and cost power."""
-    asm: gl.constexpr = _shrink_asm()
-    constraints: gl.constexpr = _shrink_constraints()
+    MOST: gl.constexpr = sums.shape[1] // 2  # of a thread: a warp has 16 rows
+    N: gl.constexpr = PACK if PACK < MOST else MOST
+    asm: gl.constexpr = _shrink_asm(N)
+    constraints: gl.constexpr = _shrink_constraints(N)
     sums, shrink = gl.broadcast(sums, shrink)
     return gl.inline_asm_elementwise(
-        asm, constraints, [sums, shrink], dtype=gl.float32, is_pure=True, pack=PACK
+        asm, constraints, [sums, shrink], dtype=gl.float32, is_pure=True, pack=N
     )
 
 
@@ -167,45 +171,69 @@ def to_bf16(x):
 
 
 @gluon.jit
-def _attend(io, rings, bars, work, ME: gl.constexpr, SPLITS: gl.constexpr):
+def _masked(s, key, limit, lowest, WINDOW: gl.constexpr):
+    """Scores of the keys that a row sees; of all others -inf."""
+    s = gl.where(key <= limit, s, float("-inf"))
+    if WINDOW:
+        s = gl.where(key >= lowest, s, float("-inf"))
+    return s
+
+
+@gluon.jit
+def _attend(
+    io,
+    rings,
+    bars,
+    work,
+    at_first,
+    ME: gl.constexpr,
+    SPLITS: gl.constexpr,
+    WINDOW: gl.constexpr,
+    SINKS: gl.constexpr,
+):
     """A consumer: rows 64 * ME .. of the block. Keys and tiles count from the split's first."""
     q_smem, target, out_row, out_col = io
     k_ring, v_ring = rings
     q_ready, finite = bars
-    start, num_tiles, num_full, max_kv, scale_log2 = work
+    start, num_tiles, num_low, num_full, max_kv, scale_log2 = work
     TILE: gl.constexpr = k_ring[2].shape[1]
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE, 16])
+    OF_SCORES: gl.constexpr = gl.SliceLayout(1, SCORES)
     WIDTH: gl.constexpr = v_ring[2].shape[2]
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
     P: gl.constexpr = gl.DotOperandLayout(0, SUMS, 2)
     OF_SUMS: gl.constexpr = gl.SliceLayout(1, SUMS)
     q = q_smem.index(ME)
-    row = ME * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, SCORES))
+    row = ME * ROWS + gl.arange(0, ROWS, OF_SCORES)
     limit = gl.minimum(start + row, max_kv - 1)[:, None]  # the last key that a row sees
+    lowest = (start + row - (WINDOW - 1))[:, None]  # the first one, with a window
     offset = gl.arange(0, TILE, gl.SliceLayout(0, SCORES))[None, :]
 
     mbarrier.wait(q_ready, 0)
     _await(k_ring, 0)
     s = warpgroup_mma_wait(0, deps=(_scores(q, k_ring, 0),))
     _free(k_ring, 0)
-    s = gl.where(offset <= limit, s, float("-inf"))  # every row sees the first key
-    highest = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, SCORES))
-    p, highest, _ = _softmax(s, highest, scale_log2)
+    s = _masked(s, offset, limit, lowest, WINDOW)
+    highest = gl.full([ROWS], at_first[0], gl.float32, OF_SCORES)
+    p, highest, shrink = _softmax(s, highest, scale_log2)
     total = gl.sum(p, 1)
+    if SINKS:
+        total += at_first[1] * shrink
     p = gl.convert_layout(to_bf16(p), P)
     sums = gl.zeros([ROWS, WIDTH], gl.float32, SUMS)
     _await(k_ring, 1, num_tiles > 1)
-    if num_full == 0:
+    if (num_low > 0) | (num_full == 0):
         _make_finite(v_ring, finite, 0, 0, ME)
-    for masked in gl.static_range(2):
-        begin = gl.maximum(num_full, 1) if masked else 1
-        for tile in range(begin, num_tiles if masked else num_full):
+    for kind in gl.static_range(0 if WINDOW else 1, 3):  # those too low for some, full, too high
+        begin = gl.maximum(num_low if kind == 1 else num_full, 1) if kind else 1
+        end = num_low if kind == 0 else (num_full if kind == 1 else num_tiles)
+        for tile in range(begin, end):
             s = _scores(q, k_ring, tile)
             sums = _products(p, sums, v_ring, tile - 1)
             s = warpgroup_mma_wait(1, deps=(s,))
             _free(k_ring, tile)
-            if masked:
-                s = gl.where(tile * TILE + offset <= limit, s, float("-inf"))
+            if kind != 1:
+                s = _masked(s, tile * TILE + offset, limit, lowest, WINDOW)
             probabilities, highest, shrink = _softmax(s, highest, scale_log2)
             total = total * shrink + gl.sum(probabilities, 1)
             # Waits here, because ptxas would wait for P V first and compute the softmax afterwards.
@@ -214,9 +242,12 @@ def _attend(io, rings, bars, work, ME: gl.constexpr, SPLITS: gl.constexpr):
             _free(v_ring, tile - 1)
             sums = shrunk(sums, gl.convert_layout(shrink, OF_SUMS)[:, None])
             p = gl.convert_layout(to_bf16(probabilities), P)
-            if masked:
-                _make_finite(v_ring, finite, tile, tile - num_full, ME)
+            if kind != 1:
+                number = tile - num_full + num_low if kind else tile
+                _make_finite(v_ring, finite, tile, number, ME)
     sums = warpgroup_mma_wait(0, deps=(_products(p, sums, v_ring, num_tiles - 1),))
+    if WINDOW:
+        total = gl.maximum(total, 1.0)  # it is less where a row sees no key of the split alone
     sums = sums / gl.convert_layout(total, OF_SUMS)[:, None]
     if SPLITS == 1:
         q.store(sums.to(gl.bfloat16))  # nobody else reads these rows
@@ -259,6 +290,7 @@ def chunk_attention_kernel(
     partial_lse,
     page_table,
     starts,
+    sinks,
     table_stride,
     max_kv,
     scale_log2,
@@ -268,6 +300,8 @@ def chunk_attention_kernel(
     TILE: gl.constexpr,
     STAGES: gl.constexpr,
     SPLITS: gl.constexpr,
+    WINDOW: gl.constexpr,
+    SINKS: gl.constexpr,
     PDL: gl.constexpr,
 ):
     """One block of one query head, or a split of it."""
@@ -281,8 +315,18 @@ def chunk_attention_kernel(
     first_row = block * (2 * ROWS)
     num_keys = gl.minimum(start + 2 * ROWS, max_kv)
     num_tiles = (num_keys + TILE - 1) // TILE
-    num_full = gl.minimum(start + 1, max_kv) // TILE  # tiles that every row sees
-    first_tile = 0
+    num_full = gl.minimum(start + 1, max_kv) // TILE  # tiles that no row's end is in
+    num_low = 0  # tiles that a row's first key is in
+    first_tile, skipped = 0, 0
+    if WINDOW:
+        skipped = gl.minimum(gl.maximum(start + 1 - WINDOW, 0), max_kv - 1) // TILE
+        lowest = gl.maximum(start + 2 * ROWS - WINDOW, 0)  # of the last row
+        num_low = (lowest + TILE - 1) // TILE - skipped
+        num_tiles, num_full = num_tiles - skipped, gl.maximum(num_full - skipped, 0)
+    at_first = NO_SCORE if WINDOW or SINKS else float("-inf"), 0.0
+    if SINKS:
+        sink = gl.maximum(gl.load(sinks + head).to(gl.float32) * _LOG2_E, NO_SCORE)
+        at_first = sink, 1.0
     target = out_desc
     if SPLITS == 1:
         if start < 0:
@@ -297,8 +341,16 @@ def chunk_attention_kernel(
         if (start < 0) | (first_tile == behind):
             _store_nothing(partial_lse + at, N)
             return
+        if SINKS:  # the last split has tiles
+            is_last = split == SPLITS - 1
+            at_first = gl.where(is_last, sink, NO_SCORE), gl.where(is_last, 1.0, 0.0)
         num_tiles = behind - first_tile
         num_full = gl.minimum(num_full, behind) - first_tile
+        num_low -= first_tile
+    if WINDOW:
+        num_low = gl.minimum(gl.maximum(num_low, 0), num_tiles)
+        num_full = gl.maximum(num_full, num_low)
+    first_tile += skipped
     q_smem = gl.allocate_shared_memory(q_desc.dtype, [2, ROWS, WIDTH], q_desc.layout)
     q_ready = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     finite = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
@@ -323,13 +375,13 @@ def chunk_attention_kernel(
     io = (q_smem, target, first_row, head * WIDTH)
     bars = (q_ready, finite)
     before = first_tile * TILE
-    work = (start - before, num_tiles, num_full, max_kv - before, scale_log2)
+    work = (start - before, num_tiles, num_low, num_full, max_kv - before, scale_log2)
     pages = page_table + block.to(gl.int64) * table_stride
     place = (pages, first_tile, num_tiles, max_kv, head // GROUP * WIDTH)
     gl.warp_specialize(
         [
-            (_attend, (io, rings, bars, work, 0, SPLITS)),
-            (_attend, (io, rings, bars, work, 1, SPLITS)),
+            (_attend, (io, rings, bars, work, at_first, 0, SPLITS, WINDOW, SINKS)),
+            (_attend, (io, rings, bars, work, at_first, 1, SPLITS, WINDOW, SINKS)),
             (_load, (k_desc, rings[0], place, S)),
             (_load, (v_desc, rings[1], place, S)),
         ],

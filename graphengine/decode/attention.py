@@ -262,9 +262,12 @@ class BlockAttention:
 class ChunkAttention:
     """Our kernel for blocks of many rows of a prompt, where it `takes` them; nothing to plan."""
 
-    def __init__(self, config: ModelConfig, page_table_BW: Tensor, start_B: Tensor) -> None:
-        """Args: start_B: -1 for a block without a prompt."""
-        self._page_table_BW, self._start_B = page_table_BW, start_B
+    def __init__(
+        self, config: ModelConfig, rule: AttentionRule, page_table_BW: Tensor, start_B: Tensor
+    ) -> None:
+        """Args: rule: a causal one. start_B: -1 for a block without a prompt."""
+        assert rule.causal
+        self._window, self._page_table_BW, self._start_B = rule.window, page_table_BW, start_B
         num_sms = _num_sms(start_B.device)
         self._partials = self.make_workspace(config, len(start_B), num_sms, start_B.device)
 
@@ -291,9 +294,15 @@ class ChunkAttention:
         gate_TE: Tensor | None = None,
         sinks_N: Tensor | None = None,
     ) -> None:
-        assert sinks_N is None, "chunks with sinks are in blocks of 16"
         chunk_attention.chunk_attention(
-            q_TNH, kv_cache, self._page_table_BW, self._start_B, out_TNH, self._partials
+            q_TNH,
+            kv_cache,
+            self._page_table_BW,
+            self._start_B,
+            out_TNH,
+            self._partials,
+            window=self._window,
+            sinks_N=sinks_N,
         )
         gate_rows_(out_TNH, gate_TE)
 

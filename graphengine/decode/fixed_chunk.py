@@ -215,7 +215,7 @@ class FixedChunk:
 
         def make(rule: AttentionRule) -> Attention:
             if self.is_long:
-                return ChunkAttention(config, table_BW, start_B)
+                return ChunkAttention(config, rule, table_BW, start_B)
             return BlockAttention(config, rule, table_BW, start_B, BLOCK, padded=NO_PROMPT)
 
         attention = LayerAttentions.of(config, make)

@@ -240,8 +240,7 @@ def _halves_pay(target: ModelConfig, draft: DraftSpec | None) -> bool:
 
 
 def _takes_long_chunks(dtype: str, target: ModelConfig, page_size: int) -> bool:
-    """Whether `chunk_attention` runs on this GPU, which knows neither windows nor sinks."""
+    """Whether `chunk_attention` runs on this GPU."""
     is_hopper, dims = torch.cuda.get_device_capability()[0] == 9, chunk_attention.HEAD_DIMS
     fits = target.head_dim in dims and page_size in chunk_attention.PAGE_SIZES
-    is_whole = not target.windows and not target.has_sinks
-    return is_hopper and fits and is_whole and dtype == "bfloat16"
+    return is_hopper and fits and dtype == "bfloat16"

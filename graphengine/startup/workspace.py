@@ -185,6 +185,7 @@ def chunk_scratch_bytes(config: EngineConfig, target: ModelConfig, num_sms: int)
     made += [
         ChunkAttention.make_workspace(target, size // chunk_attention.BLOCK, num_sms, META)
         for size in (*config.far_prefill_sizes, *longs)
+        for _ in set(target.windows or (None,))
     ]
     return tree_bytes(tuple(made))
 

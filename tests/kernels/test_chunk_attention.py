@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from graphengine.kernels.chunk_attention import (
     BLOCK,
@@ -46,8 +47,9 @@ def make(device, starts, lengths, N, K, S, H=128, stale=NAN, dtype=BF16):
     return q, cache, table.to(device), torch.tensor(starts, dtype=torch.int32, device=device)
 
 
-def check(out, q, cache, table, starts, lengths) -> None:
-    """The rows of each block that are the request's, against torch's own attention in float64."""
+def check(out, q, cache, table, starts, lengths, window=None, sinks=None) -> None:
+    """The rows of each block that are the request's, against torch's own attention in float64. A
+    sink is a key of its own: zeros but for a column that the queries have a one in."""
     N, (K, H) = q.shape[1], cache.shape[3:]
     for b, (start, length) in enumerate(zip(starts.tolist(), lengths, strict=True)):
         rows = slice(b * BLOCK, b * BLOCK + (min(length - start, BLOCK) if start >= 0 else BLOCK))
@@ -58,10 +60,15 @@ def check(out, q, cache, table, starts, lengths) -> None:
         kv = cache[:, table[b].long()].reshape(2, -1, K, H)[:, :end].double()
         k, v = kv.repeat_interleave(N // K, dim=2).transpose(1, 2)
         mask = torch.ones(end - start, end, dtype=torch.bool, device=q.device).tril(start)
-        expected = torch.nn.functional.scaled_dot_product_attention(
-            q[rows].double().transpose(0, 1), k, v, attn_mask=mask
-        )
-        torch.testing.assert_close(out[rows].double(), expected.transpose(0, 1), **TOLERANCE)
+        mask &= ~mask.tril(start - (window or end))
+        asking = q[rows].double().transpose(0, 1)
+        if sinks is not None:
+            asking, k, v = (F.pad(x, (0, 1, 0, more)) for x, more in ((asking, 0), (k, 1), (v, 1)))
+            asking[..., -1], k[:, -1, -1] = H**0.5, sinks.double()
+            mask = F.pad(mask, (0, 1), value=True)
+        expected = F.scaled_dot_product_attention(asking, k, v, attn_mask=mask, scale=H**-0.5)
+        found = out[rows].double().transpose(0, 1)
+        torch.testing.assert_close(found, expected[..., :H], **TOLERANCE)
 
 
 def poisoned(q, num_splits) -> Workspace | None:
@@ -75,13 +82,14 @@ def poisoned(q, num_splits) -> Workspace | None:
     return made
 
 
-def run(q, cache, table, start, config=None, num_splits=0):
+def run(q, cache, table, start, config=None, num_splits=0, window=None, sinks=None):
     out = torch.full_like(q, NAN)
-    chunk_attention(q, cache, table, start, out, poisoned(q, num_splits), config)
+    partials = poisoned(q, num_splits)
+    chunk_attention(q, cache, table, start, out, partials, config, window, sinks)
     return out
 
 
-@pytest.mark.parametrize("H", [128, 256])
+@pytest.mark.parametrize("H", [64, 128, 256])
 @pytest.mark.parametrize("S", [16, 32, 64, 128])
 def test_matches_sdpa(device, S, H) -> None:
     """Bug: a mask off by one, a page of another request, a head of another kv head, a tile's
@@ -92,6 +100,37 @@ def test_matches_sdpa(device, S, H) -> None:
     configs = CONFIGS.values() if device == "cuda" and H == S == 128 else [None]
     for config, num_splits in product(configs, (0, 3) if device == "cuda" else [0]):
         check(run(*made, config, num_splits), *made, lengths)
+
+
+@pytest.mark.parametrize("has_sinks", [False, True])
+@pytest.mark.parametrize("window", [None, 1, 40, 64, 65, 127, 128, 129, 300, 1 << 20])
+@pytest.mark.parametrize("H", [64, 128])
+def test_windows_and_sinks_match_sdpa(device, H, window, has_sinks) -> None:
+    """Bug: a window one key too long or short; tiles left out that a row sees; NaN where a row sees
+    nothing of the first tile or of a split; a sink in every split, or in one that has no tiles; the
+    count of the tiles with stale values wrong, upon which consumers wait for ever."""
+    starts = [0, -1, 1, 127, 128, 129, 255, 1000, 2816]
+    lengths = [128, 0, 129, 200, 256, 257, 300, 1128, 2900]
+    made = make(device, starts, lengths, N=8, K=2, S=32, H=H)
+    sinks = torch.linspace(-30, 30, 8, device=device) if has_sinks else None
+    tiles = [LaunchConfig(kv_tile=64), LaunchConfig()]
+    for config, num_splits in product(tiles if device == "cuda" else [None], (0, 1, 3, 16)):
+        out = run(*made, config, num_splits, window, sinks)
+        check(out, *made, lengths, window, sinks)
+
+
+def test_keys_in_front_of_every_window_are_not_read(device) -> None:
+    """Bug: 0 * NaN of a key that no row sees any more, in a tile that a row's window begins in."""
+    start, window, S = 1000, 200, 16
+    q, cache, table, starts = make(device, [start], [start + BLOCK], N=4, K=2, S=S)
+    gone = table[0, : (start - window + 1) // S].long()
+    for stale in (NAN, torch.inf, 1e30):
+        cache[:, gone] = stale
+        for num_splits in (0, 4):
+            out = run(q, cache, table, starts, None, num_splits, window)
+            clean = cache.clone()
+            clean[:, gone] = 0
+            check(out, q, clean, table, starts, [start + BLOCK], window)
 
 
 def test_a_block_has_the_same_result_in_company(device) -> None:
@@ -112,11 +151,14 @@ def test_splits_find_what_one_finds(seed) -> None:
     torch.manual_seed(seed)
     starts = [rng.choice([-1, rng.randrange(300), rng.randrange(3000)]) for _ in range(3)]
     lengths = [start + rng.randrange(1, BLOCK + 1) if start >= 0 else 0 for start in starts]
-    S, H, stale = rng.choice([16, 32, 64, 128]), rng.choice([128, 256]), rng.choice([NAN, 1e4])
+    S, H, stale = rng.choice([16, 32, 64, 128]), rng.choice([64, 128]), rng.choice([NAN, 1e4])
     made = make("cpu", starts, lengths, 2, 1, S, H, stale, dtype=torch.float32)
-    expected, tile = run(*made), LaunchConfig(kv_tile=rng.choice([64, 128]))
+    window = rng.choice([None, rng.randrange(1, 400)])
+    sinks = rng.choice([None, torch.randn(2)])
+    expected = run(*made, window=window, sinks=sinks)
+    tile = LaunchConfig(kv_tile=rng.choice([64, 128]))
     for num_splits in (1, 2, rng.randrange(3, 9), 16):
-        found = run(*made, tile, num_splits)
+        found = run(*made, tile, num_splits, window, sinks)
         for b, (start, length) in enumerate(zip(starts, lengths, strict=True)):
             rows = slice(b * BLOCK, b * BLOCK + (length - start if start >= 0 else BLOCK))
             assert found[rows].isfinite().all()
@@ -149,7 +191,7 @@ def test_how_many_splits() -> None:
     assert choose_num_splits(8, 32, 1) == 1
 
 
-@pytest.mark.parametrize("H", [128, 256])
+@pytest.mark.parametrize("H", [64, 128, 256])
 @pytest.mark.parametrize("every", [1, 7, 8, 64])
 def test_rows_that_find_a_higher_score_in_every_tile(device, every, H) -> None:
     """Bug: what a row has summed does not shrink where the other row of its thread, or another
@@ -215,23 +257,27 @@ def test_refuses(device) -> None:
         chunk_attention(q.float(), cache, table, start, out)
     with pytest.raises(ValueError, match="partials are for"):
         chunk_attention(q, cache, table, start, out, workspace(BLOCK, 2, 128, 2, device))
+    with pytest.raises(ValueError, match="window 0"):
+        run(q, cache, table, start, window=0)
+    with pytest.raises(ValueError, match=r"sinks \(3,\)"):
+        run(q, cache, table, start, sinks=torch.zeros(3, device=device))
 
 
 def test_takes_what_the_kernel_can(device) -> None:
-    """Bug: a head of 64, float32, pages of 256 or a CPU sent to a kernel not made for it."""
+    """Bug: a head of 96, float32, pages of 256 or a CPU sent to a kernel not made for it."""
     q, cache, _, _ = make(device, [0], [128], N=2, K=1, S=16)
     is_hopper = device == "cuda" and torch.cuda.get_device_capability()[0] == 9
     assert takes(q, cache) == is_hopper
     assert not takes(q.float(), cache.float())
-    assert not takes(q[:, :, :64], cache[..., :64])
+    assert not takes(q[:, :, :96], cache[..., :96])
     assert not takes(q, cache.new_empty(2, 1, 256, 1, 128))
 
 
 @pytest.mark.gpu
 def test_the_kernel_refuses_what_it_cannot_take() -> None:
-    """Bug: a launch with heads of 64, or with rows that TMA cannot address."""
-    q, cache, table, start = make("cuda", [0], [128], N=2, K=1, S=16, H=64)
-    with pytest.raises(ValueError, match="head_dim 64"):
+    """Bug: a launch with heads of 96, or with rows that TMA cannot address."""
+    q, cache, table, start = make("cuda", [0], [128], N=2, K=1, S=16, H=96)
+    with pytest.raises(ValueError, match="head_dim 96"):
         run(q, cache, table, start)
     q, cache, table, start = make("cuda", [0], [128], N=2, K=1, S=16)
     rows = torch.empty(BLOCK, 2 * 128 + 4, dtype=BF16, device="cuda")

@@ -82,7 +82,14 @@ def gate(x: torch.Tensor, projected: torch.Tensor, begin: int, weight: torch.Ten
     output_gate._launch(x, projected, begin, weight, 1e-6, out_TX)
 
 
-def attend_chunk(page_size: int, head_dim: int = 128, splits: int = 0, **options: Any) -> None:
+def attend_chunk(
+    page_size: int,
+    head_dim: int = 128,
+    splits: int = 0,
+    window: int | None = None,
+    sinks: torch.Tensor | None = None,
+    **options: Any,
+) -> None:
     B, N, K, S, W, H = 3, 16, 4, page_size, 9, head_dim
     chunk_attention.chunk_attention(
         empty(B * chunk_attention.BLOCK, N, H),
@@ -92,6 +99,8 @@ def attend_chunk(page_size: int, head_dim: int = 128, splits: int = 0, **options
         empty(B * chunk_attention.BLOCK, N, H),
         merge_splits.workspace(B * chunk_attention.BLOCK, N, H, splits, "cuda") if splits else None,
         chunk_attention.LaunchConfig(**options) if options else None,
+        window,
+        sinks,
     )
 
 
@@ -329,6 +338,15 @@ LAUNCHES: dict[str, Callable[[], Any]] = {
     "attention in float32": lambda: attend(FP32, 128, 16, True, None),
     "attention of chunks": lambda: (attend_chunk(128), attend_chunk(16, pdl=False)),
     "attention of chunks, wide heads": lambda: (attend_chunk(128, 256), attend_chunk(16, 256)),
+    "attention of chunks, narrow heads": lambda: (
+        attend_chunk(128, 64),
+        attend_chunk(16, 64, 4, window=128, sinks=empty(16)),
+        attend_chunk(128, 64, sinks=empty(16)),
+    ),
+    "attention of chunks, window": lambda: (
+        attend_chunk(128, 128, window=4096),
+        attend_chunk(16, 256, 2, window=300),
+    ),
     "attention of chunks, split": lambda: (attend_chunk(128, 128, 4), attend_chunk(16, 256, 2)),
     "attention of chunks, other tiles": lambda: (
         attend_chunk(128, num_stages=3, pdl=False),

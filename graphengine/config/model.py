@@ -135,7 +135,7 @@ ARCHITECTURES["mistral"] = replace(
     },
     has_mlp_bias=False,
     has_qkv_bias=False,
-    sliding=Sliding(4096),
+    sliding=Sliding(4096, by_type=True),  # with layer_types transformers takes it for a ministral
 )
 ARCHITECTURES["qwen2"] = replace(
     ARCHITECTURES["mistral"],

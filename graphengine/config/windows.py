@@ -20,8 +20,9 @@ class Sliding(NamedTuple):
 
     default: sliding_window where the file lacks that key; one that is null is none.
     is_switched: only where use_sliding_window is true.
-    by_type: layer_types say which layers; without them those from max_window_layers on (28 where
-        the file lacks it), or every other one, the first among them, where it `alternates`.
+    by_type: layer_types say which layers; without them all do, or every other one, the first among
+        them, where it `alternates`, or of a family with a switch those from max_window_layers on
+        (28 where the file lacks it).
     """
 
     default: int | None
@@ -62,7 +63,7 @@ def read_windows(
         slides = [kind == SLIDING for kind in layer_types]
     elif sliding.alternates:
         slides = [layer % 2 == 0 for layer in range(num_layers)]
-    elif by_type:
+    elif by_type and sliding.is_switched:
         first = raw.over({"max_window_layers": 28}).integer("max_window_layers", minimum=0)
         slides = [layer >= first for layer in range(num_layers)]
     return tuple(width if slides_here else None for slides_here in slides) if any(slides) else ()

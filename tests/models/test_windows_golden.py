@@ -21,6 +21,8 @@ MIXED = {"layer_types": ["sliding_attention", "full_attention", "sliding_attenti
 FAMILIES: dict[str, tuple[str, dict[str, Any], str]] = {
     "mistral": ("mistral", {"sliding_window": 7}, "777"),
     "mistral-one": ("mistral", {"sliding_window": 1}, "111"),
+    "mistral-types": ("mistral", {"sliding_window": 7, **MIXED}, "7-7"),
+    "mistral-full": ("mistral", {"sliding_window": 7, "layer_types": ["full_attention"] * 3}, ""),
     "phi3": ("phi3", {"sliding_window": 7}, "777"),
     "qwen2-from": ("qwen2", {**SWITCH, "max_window_layers": 1}, "-77"),
     "qwen2-types": ("qwen2", {**SWITCH, **MIXED, "max_window_layers": 0}, "7-7"),
@@ -67,7 +69,7 @@ def test_engine_continues_as_transformers(tmp_path: Path, name: str) -> None:
     ("model_type", "said", "text"),
     [
         ("llama", MIXED, "'llama' has, or not supported"),
-        ("mistral", MIXED, "sliding_attention"),
+        ("phi3", MIXED, "sliding_attention"),
         ("llama", {"use_sliding_window": True}, "use_sliding_window"),
         ("qwen3", {**MIXED, "sliding_window": 7}, "use_sliding_window is not true"),
         ("qwen3", {**SWITCH, **MIXED, "sliding_window": None}, "there is no sliding_window"),

@@ -29,7 +29,7 @@ from graphengine.models.weight import Weight
 
 def taken(source: TensorSource, weight: Weight) -> Tensor | Mxfp4 | None:
     """The weight, of a source that has it in MXFP4; None where it does not. As it is where
-    config.json says so, the run is in bf16 and the kernel takes it, else in the run's dtype.
+    it `is_mxfp4` and the run is in bf16, else in the run's dtype.
 
     Raises:
         ValueError: blocks or scales are missing, misshaped, or larger than any weight.
@@ -51,9 +51,7 @@ def taken(source: TensorSource, weight: Weight) -> Tensor | Mxfp4 | None:
         source.take(Weight(name, size, dtype=torch.uint8, initialiser=kind))
         for name, size, kind in kinds
     )
-    is_kept = experts.is_mxfp4 and source.dtype == torch.bfloat16
-    is_kept = is_kept and columns % BLOCK == rows[-1] % BLOCK == 0
-    if not is_kept:
+    if not experts.is_mxfp4 or source.dtype != torch.bfloat16:
         out = torch.empty(shape, dtype=source.dtype, device=blocks.device)
         for e in range(len(out) * (not out.is_meta)):
             out[e] = experts.in_order(unpacked(blocks[e : e + 1], scales[e : e + 1], out.dtype))[0]

@@ -25,7 +25,7 @@ from graphengine.kernels.moe import experts
 from graphengine.kernels.moe_kernels import STREAM_ROWS
 from graphengine.kernels.moe_mxfp4 import experts_mxfp4
 from graphengine.kernels.moe_row import Biases, Shared, experts_row, router_logits, runs_row
-from graphengine.kernels.mxfp4 import Mxfp4
+from graphengine.kernels.mxfp4 import BLOCK, Mxfp4
 from graphengine.models.layers import add_rms_norm, linear, linear_swiglu
 from graphengine.models.weight import (
     Experts,
@@ -89,7 +89,7 @@ def weights(config: ModelConfig) -> Fields:
 
 
 def _clamped(config: ModelConfig, num: int, inter: int) -> Fields:
-    hidden, name, is_mxfp4 = config.hidden_size, "mlp.experts.", _moe(config).is_mxfp4
+    hidden, name, is_mxfp4 = config.hidden_size, "mlp.experts.", _stays_mxfp4(config)
     halves, matrix = Experts(is_interleaved=True), Experts(is_transposed=True, is_mxfp4=is_mxfp4)
     both = matrix._replace(is_interleaved=True)
     gate_up, down = (num, hidden, 2 * inter), (num, inter, hidden)  # as unquantised files hold them
@@ -123,7 +123,7 @@ def num_read_elements(config: ModelConfig, fields: Fields, num_rows: int) -> int
     moe = _moe(config)
     of_experts = num_matrix_elements((*fields["gate_up_EJD"], *fields["down_EDI"]))
     rest = sum(map(num_matrix_elements, fields.values())) - of_experts
-    bits = 17 / 64 if moe.is_mxfp4 else 1
+    bits = 17 / 64 if _stays_mxfp4(config) else 1
     return rest + round(of_experts * bits * moe.num_distinct(num_rows) / moe.num_experts)
 
 
@@ -181,6 +181,13 @@ def run(layer: MoeWeights, h_TD: Tensor, update: Tensor, eps: float) -> tuple[Te
         shared_TD = linear(linear_swiglu(x_TD, shared.gate_up_JD), shared.down_DI)
     of_shared = shared_TD, gate_T1
     return h_TD, experts(x_TD, logits_TE, *dense, *of_shared, *choice, *of_experts)
+
+
+def _stays_mxfp4(config: ModelConfig) -> bool:
+    """Whether bf16 runs multiply experts in four bits: files hold them so, and both matrices of one
+    are whole blocks of the kernel's."""
+    moe = _moe(config)
+    return moe.is_mxfp4 and config.hidden_size % BLOCK == moe.moe_intermediate_size % BLOCK == 0
 
 
 def _moe(config: ModelConfig) -> MoeConfig:

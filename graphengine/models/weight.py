@@ -41,7 +41,7 @@ class Experts(NamedTuple):
 
     `is_interleaved`: of an expert, the rows of its first and its second half in turn.
     `is_transposed`: as [experts, columns, rows], unless it is in MXFP4.
-    `is_mxfp4`: config.json says that it is.
+    `is_mxfp4`: config.json says that it is, and the kernel takes it.
     """
 
     is_interleaved: bool = False

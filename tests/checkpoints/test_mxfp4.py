@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 
 from graphengine.checkpoints import mxfp4
 from graphengine.checkpoints.sources import ShapeSource
+from graphengine.checkpoints.weights import target_weights
+from graphengine.models import decoder, moe
 from graphengine.models.weight import Experts, Weight
+from graphengine.startup.build import read_configs
 
 MATRIX = Weight("experts.down_proj", (3, 64, 40), experts=Experts(is_transposed=True))
 
@@ -60,3 +64,18 @@ def test_columns_that_are_no_blocks() -> None:
     odd = Weight("experts.down_proj", (3, 40, 64), experts=Experts(is_transposed=True))
     with pytest.raises(ValueError, match=r"down_proj_blocks: .* 32 columns .* implies 40"):
         mxfp4.taken(ShapeSource(torch.float32, ["experts.down_proj_scales"]), odd)
+
+
+def test_a_width_that_is_no_blocks() -> None:
+    """Bug: of an expert whose width the kernel's blocks do not divide one matrix is kept in four
+    bits and the other widened, which no product takes; or a floor counts neither as widened."""
+    config, _ = read_configs("gpt-oss-20b", None)
+    assert config.moe is not None and config.moe.is_mxfp4
+    sizes = {"moe_intermediate_size": 96, "num_experts": 8}
+    config = replace(config, num_hidden_layers=1, moe=replace(config.moe, **sizes))
+    device = torch.device("meta")
+    ffn = target_weights(ShapeSource(torch.bfloat16), config, 1, device).layers[0].ffn
+    assert isinstance(ffn, moe.MoeWeights)
+    assert isinstance(ffn.gate_up_EJD, torch.Tensor) and isinstance(ffn.down_EDI, torch.Tensor)
+    read = moe.num_read_elements(config, decoder.layer_weights(config)[0].ffn, 1000)
+    assert read == 8 * (2880 + 3 * 2880 * 96)

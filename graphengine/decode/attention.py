@@ -29,6 +29,8 @@ from graphengine.kernels import chunk_attention, merge_splits, output_gate
 from graphengine.kernels.block_attention import Workspace, block_attention, choose_num_splits
 from graphengine.kernels.block_attention import workspace as block_workspace
 
+LEAST_SINK = -1e30  # of which nothing is left beside any key
+
 
 class Layout(NamedTuple):
     """Which rows and pages belong to which of B requests, on the host, int32.
@@ -185,11 +187,12 @@ def _with_sink(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Heads that are wider, and one key more whose value is 0: of a row's new columns, which other
     keys have zeros for, the first makes its score the sink of the row's head. So a mask stays one
-    for all heads."""
+    for all heads. A sink of -inf is none; it must not be multiplied by their zeros."""
     num_heads, _, head_dim = k.shape
     num_rows = q.shape[2] * num_heads // len(sinks_N)
     q, k, v = (F.pad(x, (0, 8, 0, more)) for x, more in ((q, 0), (k, 1), (v, 1)))
-    q[0, :, :, head_dim] = sinks_N.view(num_heads, -1).repeat_interleave(num_rows, 1)
+    sinks = sinks_N.clamp(LEAST_SINK).view(num_heads, -1)
+    q[0, :, :, head_dim] = sinks.repeat_interleave(num_rows, 1)
     q[..., head_dim] *= head_dim**0.5
     k[:, -1, head_dim] = 1.0
     return q, k, v, mask if mask is None else F.pad(mask, (0, 1), value=True)

@@ -170,8 +170,9 @@ def test_torch_windows_equal_formula(name: str, window: int, causal: bool) -> No
 @pytest.mark.parametrize("name", SHAPES)
 def test_torch_sinks_equal_formula(name: str, window: int | None) -> None:
     """Bug: a sink goes to another head of its group, adds a value of its own, is scaled as a score
-    is, or is dropped where one row needs no mask."""
+    is, is dropped where one row needs no mask, or is NaN of every key where it is -inf, none."""
     sinks = torch.linspace(-2, 5, MODEL.num_attention_heads)
+    sinks[:2] = torch.tensor([-torch.inf, torch.finfo(torch.float32).min])
     case = make_case(MODEL, SHAPES[name], 3, True, window=window, sinks=sinks)
     attention = TorchAttention(MODEL, 3, AttentionRule(causal=True, window=window), CPU)
     found = attend(attention, case, 3, len(case.qo_lens) + 1, sinks)

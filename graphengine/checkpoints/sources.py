@@ -157,7 +157,7 @@ class ShapeSource(TensorSource):
     def __init__(self, dtype: torch.dtype, names: Collection[str] = ()) -> None:
         self.dtype, self._names = dtype, names
         self.asked: dict[str, tuple[int, ...]] = {}
-        self.integers: set[str] = set()  # of those
+        self.integers: dict[str, torch.dtype] = {}  # of those
 
     def has(self, name: str) -> bool:
         return name in self._names
@@ -166,7 +166,7 @@ class ShapeSource(TensorSource):
         self.asked[weight.name] = weight.shape
         dtype = weight.dtype or self.dtype
         if not dtype.is_floating_point:
-            self.integers.add(weight.name)
+            self.integers[weight.name] = dtype
         return torch.empty(weight.meant_shape, dtype=dtype, device="meta")
 
 

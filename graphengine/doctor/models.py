@@ -8,7 +8,7 @@ cannot disagree.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from itertools import groupby
 
 import torch
@@ -208,11 +208,12 @@ def _weights(
 
 
 def _dtypes(
-    name: str, headers: Mapping[str, sources.TensorHeader], integers: Collection[str]
+    name: str, headers: Mapping[str, sources.TensorHeader], integers: Mapping[str, torch.dtype]
 ) -> Iterator[Finding]:
-    for key in sorted(integers):
-        if key in headers and headers[key].dtype not in _INTEGERS:
-            remedy = "an id map and MXFP4 hold integers; fetch the weights again"
+    for key, kind in sorted(integers.items()):
+        fitting = ("U8",) if kind == torch.uint8 else _INTEGERS
+        if key in headers and headers[key].dtype not in fitting:
+            remedy = "an id map holds integers, MXFP4 bytes (U8); fetch the weights again"
             yield error(name, f"{key} is {headers[key].dtype}", remedy)
     found = sorted({header.dtype for key, header in headers.items() if key not in integers})
     if foreign := [dtype for dtype in found if dtype not in _BYTES]:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from safetensors.torch import load_file
 
 from graphengine.checkpoints.pairs import read_json
@@ -96,15 +97,18 @@ def test_files_in_both_forms(tmp_path: Path, form: str) -> None:
 
 def test_experts_in_mxfp4(tmp_path: Path, clamped: None) -> None:
     """Bug: doctor calls the bytes of MXFP4 weights that are not supported, or passes over a file
-    without their scales, or with them as floats."""
+    without their scales, or with them as floats or numbers with a sign, which do not load."""
     directory = write(tmp_path, gpt_oss_mlp(96, 160, 8), packed)
     found = check(directory, None)
     assert [finding.level for finding in all_named(found, "target.weights")] == ["ok"]
     assert [finding.level for finding in all_named(found, "target.weights.dtype")] == ["ok"]
     name = "model.layers.0.mlp.experts.down_proj_scales"
-    rewrite(directory, lambda tensors: tensors.update({name: tensors[name].float()}))
-    (wrong, _) = all_named(check(directory, None), "target.weights.dtype")
-    assert wrong.level == "error" and f"{name} is F32" in wrong.value
+    scales = load_file(directory / "model.safetensors")[name]
+    for kind, said in ((torch.int8, "I8"), (torch.float32, "F32")):
+        other = {name: scales.to(kind)}
+        rewrite(directory, lambda tensors, other=other: tensors.update(other))
+        (wrong, _) = all_named(check(directory, None), "target.weights.dtype")
+        assert wrong.level == "error" and f"{name} is {said}" in wrong.value
     rewrite(directory, lambda tensors: tensors.pop(name))
     (missing,) = all_named(check(directory, None), "target.weights")
     assert missing.level == "error" and f"1 missing: {name}" in missing.value

@@ -240,6 +240,10 @@ class ModelConfig:
         mixers, windows = self.mixers[:num_layers], self.windows[:num_layers]
         return replace(self, num_hidden_layers=num_layers, mixers=mixers, windows=windows)
 
+    def widened(self) -> ModelConfig:
+        """The same with experts in the run's dtype, whatever files hold."""
+        return replace(self, moe=replace(self.moe, is_mxfp4=False)) if self.moe else self
+
     @classmethod
     def from_hf(cls, config: Mapping[str, Any], source: str = "config.json") -> ModelConfig:
         """Parses a target's Hugging Face `config.json`.

@@ -213,14 +213,15 @@ def first_requests(engine: Engine, input_len: int, seed: int) -> dict[str, float
 def roofline_ms(built: Built, input_len: int, batch: int, rates: Rates) -> float:
     """The least that such prompts can take: all layers, and the drafter's context of each row."""
     rows, target = batch * input_len, built.target
-    # Elements, at a byte each: of layers and head for so many rows, and for one.
-    read, of_row = (segment_bytes(target, None, 1, 1, n)["decode"] for n in (rows, 1))
+    size = getattr(torch, built.config.dtype).itemsize
+    read = segment_bytes(target, None, size, size, rows)["decode"]
+    of_row = segment_bytes(target, None, 1, 1, 1)["decode"]  # elements, at a byte each
     head = num_matrix_elements(decoder.outer_weights(target)["lm_head_VD"])
     context = segment_bytes(target, built.draft, 1, 1).get(names.DRAFT_CONTEXT, 0)
-    keys = batch * input_len * (input_len + 1) / 2
     num_layers = sum(mixer.write_state_ is not None for mixer, _ in decoder.layer_kinds(target))
-    of_attention = 4 * target.q_size * num_layers * keys
+    windows = [min(window or input_len, input_len) for window in target.windows or [0] * num_layers]
+    keys = batch * sum(window * (input_len - (window - 1) / 2) for window in windows)
+    of_attention = 4 * target.q_size * keys
     flops = 2 * rows * (of_row - head + context) + 2 * batch * head + of_attention
-    size = getattr(torch, built.config.dtype).itemsize
-    bytes_ms = (read + context) * size / rates.read_gbps / 1e6
+    bytes_ms = (read + context * size) / rates.read_gbps / 1e6
     return max(bytes_ms, flops / rates.matmul_tflops / 1e9)

@@ -28,13 +28,15 @@ def segment_bytes(
     """Name of a dense segment -> bytes; a chain's own name stands for the chain as one graph.
 
     Args:
-        itemsize: bytes per weight of the target, 2 for bfloat16.
+        itemsize: bytes per weight of the target, 2 for bfloat16; a run in another dtype has widened
+            what files hold in MXFP4.
         draft_itemsize: the same for everything that the drafter reads, the head included.
         num_rows: of the target's forward; None is one request's.
         context_itemsize: of the drafter's context, which has the target's rows; None is the rest's.
     """
     if num_rows is None:
         num_rows = draft.num_verify_rows if draft else 1
+    target = target if itemsize == 2 else target.widened()
     chain = "verify" if draft else "decode"
     found = _stack(chain, target, decoder.outer_weights(target)["lm_head_VD"], num_rows)
     found[chain] = sum(found.values())

@@ -59,7 +59,8 @@ class Ffn:
     """What acts on each row alone, all within a dense segment.
 
     `constants`: the fields of its tree that are no tensors. `num_read_elements`: weights of these
-    fields that a forward of so many rows reads; for one row, also those that it is multiplied by.
+    fields that a forward of so many rows reads; for one row of a `widened` config, also those that
+    it is multiplied by.
     """
 
     tree: type[Any]

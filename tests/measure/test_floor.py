@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from graphengine.measure import rates
-from graphengine.measure.bench import context_bytes, token_bytes
+from graphengine.measure.bench import context_bytes, token_bytes, weight_bytes
+from graphengine.measure.first_token import Rates, roofline_ms
 from graphengine.startup.build import read_configs
 
 
@@ -31,6 +33,26 @@ def test_a_window_is_all_that_its_layer_reads() -> None:
         assert context_bytes(built, short) == pytest.approx(short * token_bytes(built) + states)
     built.draft = None
     assert context_bytes(built, 32768) == 32768 * token_bytes(built) + states
+
+
+def test_a_roofline_of_four_bits_and_windows() -> None:
+    """Bug: experts in MXFP4 are multiplied with as few numbers as they have bits; layers that slide
+    see every key of a prompt; or a float32 run, which widens experts, reads four bits of them."""
+    target, _ = read_configs("gpt-oss-20b", None)
+    config = SimpleNamespace(dtype="bfloat16", draft_quantization="none")
+    built: Any = SimpleNamespace(config=config, target=target, draft=None)
+    head, of_experts = 201088 * 2880, 24 * 4 * 3 * 2880 * 2880  # of one row
+    rest = 24 * (2 * 2880 * (64 + 8) * 64 + 32 * 2880)
+    for length, seen in ((100, 100 * 101 / 2), (1000, 128 * 129 / 2 + 872 * 128)):
+        of_keys = 4 * 64 * 64 * 12 * (length * (length + 1) / 2 + seen)
+        flops = 2 * length * (rest + of_experts) + 2 * head + of_keys
+        assert roofline_ms(built, length, 1, Rates(math.inf, 1e-9)) == pytest.approx(flops)
+    of_one = roofline_ms(built, 1, 1, Rates(1e-6, math.inf))
+    assert of_one == pytest.approx(2 * (rest + head) + of_experts * 17 / 32)
+    assert of_one == weight_bytes(built, 1)
+    config.dtype = "float32"
+    of_one = roofline_ms(built, 1, 1, Rates(1e-6, math.inf))
+    assert of_one == weight_bytes(built, 1) == 4 * (rest + head + of_experts)
 
 
 @pytest.mark.parametrize(

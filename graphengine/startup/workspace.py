@@ -92,9 +92,12 @@ def prefill_bytes(
         kv_row = page_bytes(draft.model, 1, element_bytes)
         work = max(work, rows * (2 * hidden * element_bytes + 2 * hidden * 4 + kv_row))
         work = max(work, rounding_bytes(config, draft, rows) * (not is_fixed))
-    if config.prefill_attention_backend == "torch":  # gathers keys and values, builds a mask
+    if config.prefill_attention_backend == "torch":  # gathers keys and values, builds masks
         copies = 2 if target.has_sinks else 1  # one wider
-        per_key = 2 * copies * target.kv_size * element_bytes + rows * (1 + element_bytes)
+        # Of each window a mask with the rows of a group's heads, and one in the model's dtype.
+        masks = len(set(target.windows or (None,))) + copies - 1 + element_bytes
+        masked_rows = rows * target.num_attention_heads // target.num_key_value_heads
+        per_key = 2 * copies * target.kv_size * element_bytes + masked_rows * masks
         work += config.max_model_len * per_key
     # With adjusted first tokens two tables and float32 logits; with scored rows two of these.
     # To mask is to copy them.

@@ -6,13 +6,23 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
 
 from graphengine import TINY_TARGET, Engine
 from graphengine.decode import attention
-from graphengine.decode.attention import ChunkAttention
+from graphengine.decode.attention import (
+    ChunkAttention,
+    LayerAttentions,
+    Layout,
+    TorchAttention,
+)
 from graphengine.decode.chunk_sizes import LONG_SIZES, PAIRED_SIZES
 from graphengine.decode.fixed_chunk import FixedChunk
-from graphengine.startup.workspace import chunk_scratch_bytes, tree_bytes
+from graphengine.startup.build import read_configs
+from graphengine.startup.workspace import chunk_scratch_bytes, prefill_bytes, tree_bytes
+from tests.startup.test_memory import ON_GPU
 
 NUM_SMS = 132
 
@@ -40,3 +50,32 @@ def test_partial_results_of_a_chunk(size: int, monkeypatch: pytest.MonkeyPatch) 
         planned = chunk_scratch_bytes(config, pair.target.config, NUM_SMS)
     assert planned == tree_bytes(tuple(made)) > 0
     assert len(made) == 1 + is_paired
+
+
+def test_masks_of_every_window(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: of the masks of a prefill's windows, whose rows are those of all heads of a group, the
+    plan counts one, of one head."""
+    target, _ = read_configs("gpt-oss-20b", None)
+    config = replace(ON_GPU, prefill_attention_backend="torch", prefill_chunk=64)
+    lengths = [replace(config, max_model_len=length) for length in (1024, 2048)]
+    one, two = (prefill_bytes(each, target, None, 2) for each in lengths)
+    attended: list[Tensor] = []
+    real = F.scaled_dot_product_attention
+
+    def record(*args: Any, attn_mask: Tensor, **rest: Any) -> Tensor:
+        attended.append(attn_mask)
+        return real(*args, attn_mask=attn_mask, **rest)
+
+    device, dtype = torch.device("cpu"), torch.bfloat16
+    attentions = LayerAttentions.of(target, lambda rule: TorchAttention(target, 16, rule, device))
+    layout = Layout.build([64], [1024], [list(range(64))], 16)
+    cache = torch.zeros(2, 64, 16, target.num_key_value_heads, target.head_dim, dtype=dtype)
+    q_TNH = torch.zeros(64, target.num_attention_heads, target.head_dim, dtype=dtype)
+    monkeypatch.setattr(F, "scaled_dot_product_attention", record)
+    for each in attentions.distinct:
+        each.plan(layout)
+        each.run(q_TNH, cache, torch.empty_like(q_TNH))
+    of_floats = attended[0].numel() * 2
+    assert len(attended) == 2
+    needed = sum(mask.nbytes for mask in attended) + of_floats
+    assert two - one >= needed + 2 * cache.nbytes, "keys and values, gathered and wider for sinks"

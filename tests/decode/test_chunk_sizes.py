@@ -23,6 +23,7 @@ from graphengine.decode.chunk_sizes import (
     far_sizes_for,
     first_rows,
     forward_time,
+    is_long,
     sizes_for,
 )
 from graphengine.models.decoder import read_over_one_row
@@ -93,6 +94,15 @@ def test_the_chunks_of_a_prompt_through_experts(num_rows: int, expected: list[in
     sizes = sizes_for(8192, are_long=True, keyed_in=4, has_experts=True)
     config, _ = read_configs("qwen3.6-35b-a3b", None)
     assert cut(num_rows, sizes, config) == expected
+
+
+def test_which_sizes_a_model_has() -> None:
+    """Bug: experts or a recurrence have a chunk that is of dense models; or the largest that
+    prompts share is in blocks of one prompt."""
+    assert sizes_for(8192, are_long=False) == SHORT
+    assert sizes_for(8192, are_long=False, has_experts=True) == SIZES
+    assert sizes_for(8192, are_long=False, keyed_in=4) == SIZES
+    assert [size for size in ALL if is_long(size)] == [*LONG_SIZES, *PAIRED_SIZES]
 
 
 def test_more_rows_than_the_largest_are_looked_at_together() -> None:

@@ -55,6 +55,17 @@ def test_a_roofline_of_four_bits_and_windows() -> None:
     assert of_one == weight_bytes(built, 1) == 4 * (rest + head + of_experts)
 
 
+def test_a_window_of_a_target_too() -> None:
+    """Bug: the floor of gpt-oss's step has all K/V of the layers that see the last 128 tokens."""
+    target, _ = read_configs("gpt-oss-20b", None)
+    built: Any = SimpleNamespace(
+        config=SimpleNamespace(dtype="bfloat16"), target=target, draft=None
+    )
+    of_layer = 2 * 8 * 64 * 2  # K and V, heads, wide, bytes
+    assert context_bytes(built, 1000) == 12 * of_layer * (1000 + 128)
+    assert context_bytes(built, 100) == 24 * of_layer * 100
+
+
 @pytest.mark.parametrize(
     ("name", "of_states"),
     [

@@ -202,14 +202,19 @@ def test_dummies_and_plans_have_four_bits() -> None:
 
 
 def test_a_scale_past_any_weight(tmp_path: Path) -> None:
-    """Bug: a scale that the kernel's factor has no exponent for is widened to another number."""
+    """Bug: a scale that the kernel's factor has no exponent for is widened to another number, or
+    the last that it has is refused."""
 
-    def damage(tensors: Tensors) -> None:
-        packed(tensors)
-        tensors[f"{BASE}experts.down_proj_scales"][3, 2, 1] = 129
+    def damaged(scale: int) -> Path:
+        def damage(tensors: Tensors) -> None:
+            packed(tensors)
+            tensors[f"{BASE}experts.down_proj_scales"][3, 2, 1] = scale
 
-    said = {"quantization_config": {"quant_method": "mxfp4"}}
-    directory = write(tmp_path, gpt_oss_mlp(128, 192, 8), damage, **said)
+        said = {"quantization_config": {"quant_method": "mxfp4"}}
+        return write(tmp_path / f"{scale}", gpt_oss_mlp(128, 192, 8), damage, **said)
+
+    load(damaged(128), torch.bfloat16)
+    directory = damaged(129)
     with pytest.raises(ValueError, match=r"down_proj_scales: a scale of 2\^2"):
         load(directory, torch.bfloat16)
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoConfig
 
 from graphengine.api import Engine
 from graphengine.config.model import ModelConfig
@@ -36,7 +37,10 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], str]] = {
 
 def make(directory: Path, name: str, **options: Any) -> Path:
     model_type, extra, _ = FAMILIES[name]
-    return make_target(directory, model_type=model_type, layers=3, extra=extra, **options)
+    made = make_target(directory, model_type=model_type, layers=3, extra=extra, **options)
+    if "layer_types" not in extra:  # which transformers has filled in from the other keys
+        edit_config(made, lambda values: {k: v for k, v in values.items() if k != "layer_types"})
+    return made
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -86,6 +90,27 @@ def test_what_would_change_the_result_is_refused(
     edit_config(directory, lambda values: values | said)
     with pytest.raises(ValueError, match=text):
         read_configs(directory, None)
+
+
+@pytest.mark.parametrize(
+    ("said", "windows"),
+    [
+        ({"use_sliding_window": True, "sliding_window": 7}, (None,) * 28 + (7, 7)),
+        ({"use_sliding_window": True}, (None,) * 28 + (4096, 4096)),
+        ({"sliding_window": 7, "max_window_layers": 0}, ()),
+    ],
+)
+def test_missing_keys_are_transformers_defaults(
+    said: dict[str, Any], windows: tuple[int | None, ...]
+) -> None:
+    """Bug: a file without the switch slides, or without max_window_layers in all layers."""
+    shape = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
+    shape |= {"intermediate_size": 96, "num_hidden_layers": 30, "vocab_size": 512}
+    for model_type in ("qwen2", "qwen3"):
+        theirs = AutoConfig.for_model(model_type, **shape, **said)
+        ours = ModelConfig.from_hf({"model_type": model_type, "rope_theta": 1e4, **shape, **said})
+        kinds = ["sliding_attention" if w else "full_attention" for w in ours.windows or [0] * 30]
+        assert ours.windows == windows and kinds == theirs.layer_types
 
 
 @pytest.mark.parametrize(("width", "slides"), [(511, True), (512, False), (4096, False)])

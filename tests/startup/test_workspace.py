@@ -21,7 +21,14 @@ from graphengine.decode.attention import (
 from graphengine.decode.chunk_sizes import LONG_SIZES, PAIRED_SIZES
 from graphengine.decode.fixed_chunk import FixedChunk
 from graphengine.startup.build import read_configs
-from graphengine.startup.workspace import chunk_scratch_bytes, prefill_bytes, tree_bytes
+from graphengine.startup.workspace import (
+    FLASHINFER_WRAPPER_BYTES,
+    bucket_scratch_bytes,
+    chunk_scratch_bytes,
+    prefill_bytes,
+    shared_scratch_bytes,
+    tree_bytes,
+)
 from tests.startup.test_memory import ON_GPU
 
 NUM_SMS = 132
@@ -52,6 +59,23 @@ def test_partial_results_of_a_chunk(size: int, monkeypatch: pytest.MonkeyPatch) 
     assert len(made) == 1 + is_paired
 
 
+def test_scratch_of_every_window() -> None:
+    """Bug: what an attention of each window keeps, in chunks, steps or FlashInfer's own memory, is
+    planned once."""
+    target, _ = read_configs("gpt-oss-20b", None)
+    ours = replace(ON_GPU, attention_backend="triton", prefill_attention_backend="triton")
+    ours = replace(ours, prefill_sizes=(16, 128))
+    whole = replace(target, windows=())
+    for scratch in (
+        lambda model: chunk_scratch_bytes(ours, model, NUM_SMS),
+        lambda model: bucket_scratch_bytes(ours, model, None, 9, NUM_SMS),
+        lambda model: bucket_scratch_bytes(ON_GPU, model, None, 9, NUM_SMS),
+    ):
+        assert scratch(target) == 2 * scratch(whole) > 0
+    more = shared_scratch_bytes(ON_GPU, target) - shared_scratch_bytes(ON_GPU, whole)
+    assert more == FLASHINFER_WRAPPER_BYTES
+
+
 def test_masks_of_every_window(monkeypatch: pytest.MonkeyPatch) -> None:
     """Bug: of the masks of a prefill's windows, whose rows are those of all heads of a group, the
     plan counts one, of one head."""
@@ -72,10 +96,12 @@ def test_masks_of_every_window(monkeypatch: pytest.MonkeyPatch) -> None:
     cache = torch.zeros(2, 64, 16, target.num_key_value_heads, target.head_dim, dtype=dtype)
     q_TNH = torch.zeros(64, target.num_attention_heads, target.head_dim, dtype=dtype)
     monkeypatch.setattr(F, "scaled_dot_product_attention", record)
+    sinks_N = torch.zeros(target.num_attention_heads, dtype=dtype)
     for each in attentions.distinct:
         each.plan(layout)
-        each.run(q_TNH, cache, torch.empty_like(q_TNH))
-    of_floats = attended[0].numel() * 2
+        each.run(q_TNH, cache, torch.empty_like(q_TNH), sinks_N=sinks_N)
+    keys = slice(0, 1024)  # without the sink, which widens a mask's copy
+    of_one = attended[0][:, keys].numel()
     assert len(attended) == 2
-    needed = sum(mask.nbytes for mask in attended) + of_floats
+    needed = (2 + 1 + 2) * of_one  # both, a copy, and in bf16
     assert two - one >= needed + 2 * cache.nbytes, "keys and values, gathered and wider for sinks"

@@ -40,6 +40,7 @@ def cut(num_rows: int, sizes: Sequence[int] = ALL, config: ModelConfig | None = 
     chunks: list[int] = []
     while num_rows > 0:
         chunks.append(first_rows(num_rows, times))
+        assert chunks[-1] > 0
         num_rows -= chunks[-1]
     return chunks
 

@@ -2,6 +2,7 @@
 
 import sys
 import threading
+from dataclasses import replace
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -86,6 +87,12 @@ def test_kernels_of_every_kind_are_built_ahead(
         (names[-1], draft.model.head_dim, False),
         (names[-1], target.head_dim, False),
     }
+    for _ in asked:
+        assert built.acquire(timeout=1)
+    asked.clear()
+    target = replace(target, num_hidden_layers=2, windows=(9, None))
+    assert flashinfer_attention.compile_flashinfer_ahead(torch.bfloat16, target, None).wait(10)
+    assert {args[9] for args in asked} == {True, False}
     for _ in asked:
         assert built.acquire(timeout=1)
     assert not failed

@@ -179,6 +179,20 @@ def test_a_window_has_the_row_itself(made: Any, window: int | None, left: int) -
     assert made._wrapper.window_left == left
 
 
+def test_a_sink_takes_its_share(made: Any) -> None:
+    """Bug: FlashInfer's sums, whose logarithms are of two, are read as natural ones, or what a sink
+    takes is what is left."""
+    config, _ = read_configs(TINY_TARGET, None)
+    heads = (config.num_attention_heads, config.head_dim)
+    sums_TN, sinks_N = torch.rand(3, heads[0]) + 0.5, torch.linspace(-2, 2, heads[0])
+    made._wrapper.run = lambda *args, out, return_lse: (out, sums_TN.log2())
+    made.plan(attention.Layout.build([3], [3], [[1]], 16))
+    out_TNH = torch.ones(3, *heads)
+    made.run(out_TNH, torch.zeros(2, 1), out_TNH, sinks_N=sinks_N)
+    expected = sums_TN / (sums_TN + sinks_N.exp())
+    torch.testing.assert_close(out_TNH, expected[..., None].expand_as(out_TNH))
+
+
 @pytest.mark.parametrize("compiles", [True, False])
 def test_the_compiler_comes_before_threads(monkeypatch: pytest.MonkeyPatch, compiles: bool) -> None:
     """Bug: sizes in FP8 import torch's compiler while a thread is in the middle of importing it,

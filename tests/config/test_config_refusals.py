@@ -81,6 +81,7 @@ BAD_MODEL: dict[str, tuple[Json, str]] = {
     "sliding-layers": ({"layer_types": ["sliding_attention"] * 36}, "sliding_attention"),
     "layer-types-count": ({"layer_types": ["full_attention"] * 3}, "3 layer_types"),
     "quantised": ({"quantization_config": {"bits": 4}}, "use the bf16 weights"),
+    "mxfp4": ({"quantization_config": {"quant_method": "mxfp4"}}, "use the bf16 weights"),
     "activation": ({"hidden_act": "gelu"}, "'gelu'"),
     "heads": ({"num_key_value_heads": 5}, "not a multiple"),
     "odd-head": ({"head_dim": 127}, "head_dim 127 is odd"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from transformers import AutoConfig
 
 from graphengine.api import Engine
 from graphengine.config.model import ModelConfig
+from graphengine.decode.fixed_chunk import FixedChunk
 from graphengine.startup.build import read_configs
 from tests.models.test_qwen3_golden import check_logits_relative, token_ids
 from tests.support.checkpoints import edit_config, make_drafter, make_target
@@ -49,16 +51,35 @@ def test_logits_equal_transformers(tmp_path: Path, name: str) -> None:
 
 @pytest.mark.parametrize("name", ["plain", "yarn"])
 def test_engine_continues_as_transformers(tmp_path: Path, name: str) -> None:
-    """Bug: steps, buckets or drafts mix up rows of a target whose layers see different keys."""
+    """Bug: steps, buckets or drafts mix up rows of a target whose layers see different keys; or
+    what launches our kernel tells it no window or no sinks."""
     directory = make(tmp_path / "target", likely_tokens=4, **CONFIGS[name])
     drafter = make_drafter(tmp_path / "drafter", directory, taps=(0, 2))
     prompts = [token_ids(n, seed=n) for n in (1, 30)]
     model = load_target(directory)
     expected = [plain_generate(model, prompt, 60) for prompt in prompts]
-    for draft in (None, "ngram", drafter):
-        with Engine.from_pretrained(directory, draft, buckets=(1, 2), max_model_len=160) as engine:
+    ways: tuple[tuple[Any, Any], ...] = (None, "auto"), ("ngram", "auto"), (drafter, "triton")
+    for draft, backend in ways:
+        options = {"attention_backend": backend, "buckets": (1, 2), "max_model_len": 160}
+        with Engine.from_pretrained(directory, draft, **options) as engine:
             results = engine.generate(prompts, max_new_tokens=60, ignore_eos=True)
         assert [result.token_ids for result in results] == expected
+
+
+def test_prompts_in_chunks_of_a_fixed_size(tmp_path: Path) -> None:
+    """Bug: a prompt's chunks, as a GPU runs them, see keys that slid away, or no sinks."""
+    directory = make(tmp_path, likely_tokens=4)
+    prompts = [token_ids(n, seed=n) for n in (9, 16, 40, 130)]
+    options = {"buckets": (1,), "max_model_len": 160, "enable_prefix_caching": False}
+    with Engine.from_pretrained(directory, None, **options) as engine:
+        loop, ways = engine.built.loop, []
+        eager = loop.prefill
+        fixed = tuple(FixedChunk(eager.pair, size) for size in (16, 128))
+        for chunks in ((), fixed):
+            loop.prefill = replace(eager, fixed=chunks)
+            results = engine.generate(prompts, max_new_tokens=20, ignore_eos=True)
+            ways.append([result.token_ids for result in results])
+    assert ways[0] == ways[1]
 
 
 def test_missing_keys_are_transformers_defaults() -> None:

@@ -346,9 +346,8 @@ def chunk_attention_kernel(
             at_first = gl.where(is_last, sink, NO_SCORE), gl.where(is_last, 1.0, 0.0)
         num_tiles = behind - first_tile
         num_full = gl.minimum(num_full, behind) - first_tile
-        num_low -= first_tile
     if WINDOW:
-        num_low = gl.minimum(gl.maximum(num_low, 0), num_tiles)
+        num_low = gl.minimum(gl.maximum(num_low - first_tile, 0), num_tiles)
         num_full = gl.maximum(num_full, num_low)
     first_tile += skipped
     q_smem = gl.allocate_shared_memory(q_desc.dtype, [2, ROWS, WIDTH], q_desc.layout)

@@ -247,7 +247,7 @@ def _attend(
                 _make_finite(v_ring, finite, tile, number, ME)
     sums = warpgroup_mma_wait(0, deps=(_products(p, sums, v_ring, num_tiles - 1),))
     if WINDOW:
-        total = gl.maximum(total, 1.0)  # it is less where a row sees no key of the split alone
+        total = gl.maximum(total, 1.0)  # it is 0 where a row sees no key of the split
     sums = sums / gl.convert_layout(total, OF_SUMS)[:, None]
     if SPLITS == 1:
         q.store(sums.to(gl.bfloat16))  # nobody else reads these rows
@@ -323,6 +323,7 @@ def chunk_attention_kernel(
         lowest = gl.maximum(start + 2 * ROWS - WINDOW, 0)  # of the last row
         num_low = (lowest + TILE - 1) // TILE - skipped
         num_tiles, num_full = num_tiles - skipped, gl.maximum(num_full - skipped, 0)
+    # The highest score and the sum that a row begins with.
     at_first = NO_SCORE if WINDOW or SINKS else float("-inf"), 0.0
     if SINKS:
         sink = gl.maximum(gl.load(sinks + head).to(gl.float32) * _LOG2_E, NO_SCORE)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import importlib
 import json
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -165,6 +166,16 @@ def import_inductor() -> None:
         importlib.import_module("torch.distributed.tensor.experimental._func_map")
     # A hash of torch's own sources.
     importlib.import_module("torch._inductor.codecache").torch_key()
+
+
+def compile_workers(seconds: int) -> Callable[..., Future[Any]] | None:
+    """Inductor's processes that compile, begun if they are not, as what takes a function and its
+    arguments; None: there are none within that time, or none are wanted
+    (TORCHINDUCTOR_COMPILE_THREADS=1). Public: none."""
+    from torch._inductor.async_compile import AsyncCompile
+
+    AsyncCompile.wait_pool_ready(seconds)
+    return AsyncCompile.process_pool().submit if AsyncCompile.use_process_pool() else None
 
 
 # --- operators ---

@@ -9,7 +9,7 @@ which of the versions 3.6 to 3.9 it was seen, and what is public instead.
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cache
 from threading import Lock
 from types import ModuleType
@@ -136,17 +136,41 @@ def settle_cache_keys() -> None:
         kernel.cache_key  # noqa: B018 (a property that remembers)
 
 
-def bind_kernels() -> None:
+def bind_kernels(compile_kernel: Callable[..., Any]) -> None:
     """Makes our kernels ready for the current GPU, before several threads compile them.
 
     Triton does that at a kernel's first use. One of Gluon's is Triton's own for a moment of it
     (`GluonJITFunction.create_binder`, 3.6 to 3.9): a thread that looks then compiles it as such,
     and the start ends with "Could not determine the number of warps per CTA". Public: none.
+
+    Args: compile_kernel: what they are compiled by, called as `triton.compile`.
+
     Mutates: the kernels.
     """
     device = driver.active.get_current_device()
     for kernel in _kernels():
         kernel.device_caches[device]
+        kernel.compile = compile_kernel
+
+
+class _MissingError(Exception):
+    """A kernel is not in Triton's cache."""
+
+
+def compiled_before(src: Any, **named: Any) -> Any:
+    """What `triton.compile` finds in its cache; None: nothing, and nothing is compiled. The
+    compiler asks a source for its first form only when it has found nothing. Public: none."""
+
+    def missing(*_: object) -> None:
+        raise _MissingError
+
+    src.make_ir = missing
+    try:
+        return triton.compile(src, **named)
+    except _MissingError:
+        return None
+    finally:
+        del src.make_ir
 
 
 def _kernels() -> Iterator[Any]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -37,7 +38,16 @@ from graphengine.decode.flashinfer_attention import FlashInferAttention, make_wo
 from graphengine.decode.kvcache import NULL_PAGE, pages_for
 from graphengine.decode.proposer import Attends, Pair, step_buffers
 from graphengine.decode.segments import Segments
-from graphengine.decode.stages import Chains, Planned, Stage, captured_stages, cut, eager_stages
+from graphengine.decode.stages import (
+    Chains,
+    Parts,
+    Planned,
+    Stage,
+    Stages,
+    captured_stages,
+    cut,
+    eager_stages,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +78,16 @@ class Wired(NamedTuple):
     verify: LayerAttentions
     drafts: dict[AttentionRule, Attention]
     chains: Chains
+
+
+class Warmed(NamedTuple):
+    """A bucket whose segments are compiled."""
+
+    size: int
+    wired: Wired
+    plans: tuple[Planned, ...]
+    parts: Parts
+    stages: Stages  # uncaptured
 
 
 class BucketBuilder:
@@ -110,8 +130,12 @@ class BucketBuilder:
         """
         first = sorted(sizes, reverse=True)
         runs = chain(self._runs_of(first), prefills) if self.device.type == "cuda" else ()
-        with CompileAhead(runs) as kernels:
-            return {size: self.build(size, kernels) for size in first}
+        with CompileAhead(runs, self.pair.config.compile) as kernels:
+            warmed = [self._warm(size) for size in first]
+            began = time.perf_counter()
+            kernels.wait()
+            self.compile_s += time.perf_counter() - began
+            return {bucket.size: self._capture(bucket) for bucket in warmed}
 
     @torch.inference_mode(False)
     @torch.no_grad()
@@ -126,60 +150,83 @@ class BucketBuilder:
         torch.cuda.synchronize()
         self.capture_s += time.perf_counter() - began
 
+    def build(self, size: int) -> Bucket:
+        """The bucket of a size, between steps. Mutates: the buffers, cleared before and after."""
+        return self._capture(self._warm(size))
+
     @torch.inference_mode(False)
     @torch.no_grad()
-    def build(self, size: int, kernels: CompileAhead | None = None) -> Bucket:
-        """The bucket of a size, between steps. Mutates: the buffers, cleared before and after."""
-        config, simulation = self.pair.config, self.pair.simulation
-        self.arena.clear_()
-        drawn = simulation.step_1.clone() if simulation is not None else None
-        pair = self.pair.at(size)
-        views, verify, drafts, chains = self._wire(pair, self.arena, size, self.segments)
+    def _warm(self, size: int) -> Warmed:
+        """Compiles a bucket's segments by running its steps."""
+        config, pair = self.pair.config, self.pair.at(size)
+        wired = self._wire(pair, self.arena, size, self.segments)
         rows = {attends.rows for attends in pair.proposer.attends}
         assert len(rows) <= 1  # a plan is for one number of rows
-        before_draft = Planned(tuple(drafts.values()), *rows)
-        plans = (Planned(verify.distinct, views.block), before_draft)
-        parts = cut(chains, plans[0], before_draft if config.plans_attention else None)
+        before_draft = Planned(tuple(wired.drafts.values()), *rows)
+        plans = (Planned(wired.verify.distinct, wired.buffers.block), before_draft)
+        parts = cut(wired.chains, plans[0], before_draft if config.plans_attention else None)
+        warmed = Warmed(size, wired, plans, parts, eager_stages(parts))
+        # FlashInfer's own compiler may still be at work, and to plan is to wait for it. So Inductor
+        # comes first, over attentions that do nothing yet.
+        is_planned = self.workspace is None
+        if is_planned:
+            self._plan(warmed)
+        if is_planned or config.compile:
+            what = "compiling" if config.compile else "warming"
+            self._run(warmed, f"{what} bucket {size}")
+        return warmed
 
-        stages, ahead, drafting = eager_stages(parts)
-        began = time.perf_counter()
-        runs_ahead = self.device.type == "cuda" or config.compile
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def _capture(self, warmed: Warmed) -> Bucket:
+        """What runs its steps, behind all compilations."""
+        (size, wired, _, parts, stages), mode = warmed, self.pair.config.graph_mode
+        if self.workspace is not None:
+            self._plan(warmed)
+            self._run(warmed, f"warming bucket {size}")
+        if self.pool is not None:
+            self.progress(f"capturing bucket {size}")
+            with self._cleared():
+                began = time.perf_counter()
+                stages = captured_stages(parts, mode, self.pool)
+                torch.cuda.synchronize()
+                self.capture_s += time.perf_counter() - began
+        attentions = (*wired.verify.distinct, *wired.drafts.values())
+        steps, ahead, drafting = stages
+        return Bucket(size, wired.buffers, attentions, tuple(steps), ahead, drafting)
 
-        def warm() -> None:
-            for stage in stages:
+    def _plan(self, warmed: Warmed) -> None:
+        layout_of = partial(_dummy_layout, warmed.size, page_size=self.pair.config.page_size)
+        for attentions, block in warmed.plans:
+            for attention in attentions:
+                attention.plan(layout_of(block))
+
+    def _run(self, warmed: Warmed, what: str) -> None:
+        """All that its steps run, once; nothing on the CPU without compilation."""
+        if self.device.type != "cuda" and not self.pair.config.compile:
+            return
+        self.progress(what)
+        with self._cleared():
+            began = time.perf_counter()
+            if warmed.stages.ahead is not None:
+                warmed.stages.ahead.run()
+            for stage in warmed.stages.step:
                 for runner in dict.fromkeys(stage.runners.values()):
                     runner.run()
-
-        if runs_ahead:
-            what = "compiling" if config.compile else "warming"
-            self.progress(f"{what} bucket {size}")
-            if ahead is not None:
-                ahead.run()
-        if config.compile and self.workspace is not None:
-            # FlashInfer's own compiler may still be at work, and to plan is to wait for it. So
-            # Inductor comes first, over attentions that do nothing yet.
-            warm()
-        for attentions, block in plans:
-            for attention in attentions:
-                attention.plan(_dummy_layout(size, block, config.page_size))
-        if runs_ahead:
-            warm()
-            if kernels is not None:
-                kernels.wait()
             if self.device.type == "cuda":
                 torch.cuda.synchronize()
             self.compile_s += time.perf_counter() - began
-        if self.pool is not None:
-            self.progress(f"capturing bucket {size}")
-            began = time.perf_counter()
-            stages, ahead, drafting = captured_stages(parts, config.graph_mode, self.pool)
-            torch.cuda.synchronize()
-            self.capture_s += time.perf_counter() - began
+
+    @contextmanager
+    def _cleared(self) -> Iterator[None]:
+        """Inside, nobody's rows are run. Mutates: the buffers, cleared before and after."""
+        simulation = self.pair.simulation
+        drawn = simulation.step_1.clone() if simulation is not None else None
+        self.arena.clear_()
+        yield
         self.arena.clear_()
         if simulation is not None and drawn is not None:
             simulation.step_1.copy_(drawn)
-        attentions = (*verify.distinct, *drafts.values())
-        return Bucket(size, views, attentions, tuple(stages), ahead, drafting)
 
     def _arena(self, size: int) -> Arena:
         """Memory of buckets up to that size, and of the longest block."""

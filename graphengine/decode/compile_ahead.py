@@ -1,10 +1,10 @@
-"""Our own kernels, compiled on threads beside Inductor.
+"""Our own kernels, compiled beside Inductor, by its processes where there are some.
 
 Triton compiles a kernel at its first launch, so a start that runs one segment after another waits
 for each: 73 kernels and 29 s of the 54 s that buckets 1, 8 and 16 of an 8B pair with an FP8 drafter
 took with empty caches (one H200). Here every chain runs once without Inductor, several at a time,
-while the caller's thread compiles segments. Triton holds Python's lock only while it reads a
-kernel's source.
+while the caller's thread compiles segments. What a thread finds not compiled it asks another
+process for, and waits, since Triton holds Python's lock while it reads a kernel's source.
 
 Invariant: such a run computes nothing. No kernel of ours is launched (`kernels.launch`), and of
 torch's none that reads or writes a tensor (`_ShapesAlone`): results are memory with any contents,
@@ -17,7 +17,8 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -25,33 +26,42 @@ from torch import Tensor
 
 from graphengine.capture.torch_internals import (
     TorchDispatchMode,
+    compile_workers,
     dispatched_to,
     schema_of,
     tree_leaves,
     tree_map,
 )
+from graphengine.kernels.compile_worker import asking, compile_job, compile_kernel
 from graphengine.kernels.launch import KernelError, compile_only
 from graphengine.kernels.triton_internals import bind_kernels
 
-MAX_THREADS = 8
+MAX_THREADS = 16
+WORKERS_S = 15  # until Inductor's processes are there, which import torch first
+JOB_S = 120  # of a kernel
 _LOG = logging.getLogger(__name__)
 
 
 class CompileAhead:
     """Runs whose kernels are compiled on threads, until `wait`, where one of ours that cannot be
     compiled ends the start. What else fails, as an operator of torch that cannot do without
-    contents, is left to fail where the kernel is needed, where it has a caller."""
+    contents, is left to fail where the kernel is needed, where it has a caller.
 
-    def __init__(self, runs: Iterable[Callable[[], object]]) -> None:
-        """Starts them, in their order."""
-        num_threads = max(1, min(MAX_THREADS, (os.cpu_count() or 2) // 2))
+    As a context: the caller's thread, too, asks for kernels.
+    """
+
+    def __init__(self, runs: Iterable[Callable[[], object]], has_workers: bool = False) -> None:
+        """Starts them, in their order. Args: has_workers: whether processes may be asked."""
+        num_threads = max(1, min(MAX_THREADS, os.cpu_count() or 1))
         self._pool = ThreadPoolExecutor(num_threads, "compile-ahead")
+        self._ask = _Workers() if has_workers else None
+        self._asking = ExitStack()
         self._ended = threading.Event()
         self._failed: list[KernelError] = []
         self._device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
         try:
             if self._device is not None:
-                bind_kernels()
+                bind_kernels(compile_kernel)
             for run in runs:
                 self._pool.submit(self._compile, run)
         except Exception as error:
@@ -65,7 +75,8 @@ class CompileAhead:
         try:
             if self._device is not None:  # a thread begins with device 0
                 torch.cuda.set_device(self._device)
-            with torch.no_grad(), compile_only(), dispatched_to(mode):  # all belong to a thread
+            # All belong to a thread.
+            with torch.no_grad(), compile_only(), asking(self._ask), dispatched_to(mode):
                 run()
         except _EndedError:
             pass
@@ -85,12 +96,38 @@ class CompileAhead:
             raise self._failed[0]
 
     def __enter__(self) -> CompileAhead:
+        self._asking.enter_context(asking(self._ask))
         return self
 
     def __exit__(self, *error: object) -> None:
         """Ends them, each after the kernel that it is compiling."""
+        self._asking.close()
         self._ended.set()
         self._pool.shutdown(cancel_futures=True)
+
+
+class _Workers:
+    """Asks Inductor's processes for kernels, of equal ones once; they begin with the first."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._submit: Callable[..., Future[None]] | None = None
+        self._has_begun = False
+        self._jobs: dict[bytes, Future[None]] = {}
+
+    def __call__(self, job: bytes) -> None:
+        try:
+            with self._lock:
+                if not self._has_begun:
+                    self._has_begun = True
+                    self._submit = compile_workers(WORKERS_S)
+                if self._submit is None:
+                    return
+                if job not in self._jobs:
+                    self._jobs[job] = self._submit(compile_job, job)
+            self._jobs[job].result(JOB_S)
+        except Exception as error:
+            _LOG.info("a kernel is compiled here: %s", error)
 
 
 class _EndedError(Exception):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import tempfile
 from pathlib import Path
@@ -110,3 +111,14 @@ def test_a_larger_limit_stays() -> None:
         for asked, wanted in ((512, 700), (900, 900)):
             torch_internals.set_up_dynamo(asked)
             assert dynamo.recompile_limit == dynamo.accumulated_recompile_limit == wanted
+
+
+@pytest.mark.slow
+def test_compile_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: kernels of a start are compiled by the process that everybody waits for, or by others
+    though the user wants none."""
+    submit = torch_internals.compile_workers(120)
+    assert submit is not None
+    assert submit(os.getppid).result(120) not in (os.getpid(), os.getppid())
+    monkeypatch.setattr(inductor, "compile_threads", 1)
+    assert torch_internals.compile_workers(0) is None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -71,19 +72,25 @@ def test_runners_follow_what_they_continue(pair: Pair) -> None:
         assert bucket.ahead is None and len(bucket.runners) == 1
 
 
-def test_largest_first(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bug: graphs of the smaller buckets are captured first, and each larger one extends the
-    pool."""
-    order: list[int] = []
-    real: Any = buckets.BucketBuilder.build
+def test_largest_first_and_captures_last(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: graphs of the smaller buckets are captured first, and each larger one extends the pool;
+    or a bucket's segments are compiled when all kernels are, instead of beside them."""
+    order: list[object] = []
 
-    def build(self: Any, size: int, *others: Any) -> Any:
-        order.append(size)
-        return real(self, size, *others)
+    def note(owner: Any, name: str, what: Callable[..., object]) -> None:
+        real = getattr(owner, name)
 
-    monkeypatch.setattr(buckets.BucketBuilder, "build", build)
+        def noted(*given: Any) -> Any:
+            order.append(what(*given[1:]))
+            return real(*given)
+
+        monkeypatch.setattr(owner, name, noted)
+
+    note(buckets.BucketBuilder, "_warm", lambda size: size)
+    note(buckets.CompileAhead, "wait", lambda: "kernels")
+    note(buckets.BucketBuilder, "_capture", lambda warmed: -warmed.size)
     with pair.engine(buckets=(2, 1, 4)) as engine, torch.no_grad():
-        assert order == [4, 2, 1]
+        assert order == [4, 2, 1, "kernels", -4, -2, -1]
         assert ids_only(engine, PROMPTS[:1], max_new_tokens=4) == [pair.plain(PROMPTS[0], 4)]
 
 

@@ -6,8 +6,10 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,6 +25,8 @@ from graphengine.decode import compile_ahead
 from graphengine.decode.compile_ahead import MAX_THREADS, CompileAhead
 from graphengine.decode.proposer import Proposer
 from graphengine.drafters.dflash import DFlash
+from graphengine.kernels import compile_worker
+from graphengine.kernels.compile_worker import compile_job
 from graphengine.kernels.launch import KernelError, compile_only, on_grid
 from graphengine.startup import build as building
 from graphengine.startup import compilers
@@ -58,7 +62,7 @@ def test_kernels_are_compiled_for_the_caller_s_gpu(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
     monkeypatch.setattr(torch.cuda, "set_device", seen.append)
-    monkeypatch.setattr(compile_ahead, "bind_kernels", lambda: seen.append("bound"))
+    monkeypatch.setattr(compile_ahead, "bind_kernels", lambda compile: seen.append("bound"))
     with CompileAhead([lambda: None] * 2) as ahead:
         ahead.wait()
     assert seen == ["bound", 3, 3]
@@ -130,6 +134,49 @@ def test_a_kernel_that_cannot_be_compiled_ends_a_start() -> None:
     with CompileAhead(runs) as ahead, pytest.raises(KernelError, match=r"specialized.*storage"):
         ahead.wait()
     assert done == [1]
+
+
+def test_equal_kernels_are_asked_for_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Bug: every thread begins processes of its own; chains that meet one kernel have it compiled
+    by each; or a process that fails, or none at all, ends the start."""
+    submitted: list[bytes] = []
+    failed = Future[None]()
+    failed.set_exception(OSError("no room"))
+
+    def submit(function: object, job: bytes) -> Future[None]:
+        assert function is compile_job
+        submitted.append(job)
+        return failed
+
+    def workers(seconds: int) -> Callable[..., Future[None]]:
+        time.sleep(0.1)  # several threads wait for them
+        begun.append(1)
+        return submit
+
+    begun: list[int] = []
+    caplog.set_level("INFO")
+    asked: list[object] = []
+
+    def run(job: bytes) -> None:
+        ask = compile_worker._ASK.get()
+        assert ask is not None
+        asked.append(ask(job))
+
+    monkeypatch.setattr(compile_ahead, "compile_workers", workers)
+    with CompileAhead([partial(run, b"ab"[k % 2 :]) for k in range(8)], True) as ahead:
+        run(b"b")  # the caller's thread asks too
+        ahead.wait()
+    assert len(asked) == 9 and len(begun) == 1
+    assert sorted(submitted) == [b"ab", b"b"]
+    assert "no room" in caplog.text
+    assert compile_worker._ASK.get() is None
+    for none in (lambda seconds: None, lambda seconds: 1 / 0):
+        monkeypatch.setattr(compile_ahead, "compile_workers", none)
+        with CompileAhead([partial(run, b"c")], True) as ahead:
+            ahead.wait()
+    assert len(asked) == 11
 
 
 def test_a_run_ahead_computes_nothing(caplog: pytest.LogCaptureFixture) -> None:
@@ -266,8 +313,8 @@ def test_kernels_are_compiled_on_threads(monkeypatch: pytest.MonkeyPatch) -> Non
     def listen(src: Any, **event: object) -> None:
         compiled.append((threading.current_thread().name, src.fn.__name__))
 
-    def start_and_wait(self: CompileAhead, runs: Any) -> None:
-        start(self, runs)
+    def start_and_wait(self: CompileAhead, *given: Any) -> None:
+        start(self, *given)
         self.wait()  # so that whatever is compiled later was not compiled ahead
 
     monkeypatch.setattr(knobs.compilation, "listener", listen)

@@ -66,7 +66,8 @@ NAMES: dict[str, set[str]] = {
     "torch.cuda.graphs": {"capture"},
     "torch.cuda.make_graphed_callables": {"capture"},
     "torch.cuda.graph_pool_handle": {"capture"},
-    "os.environ": {"startup.compilers", "cli"},  # compilers: what Inductor would set later
+    # compilers: what Inductor would set later; compile_worker: what another process is to set
+    "os.environ": {"startup.compilers", "kernels.compile_worker", "cli"},
     "os.environb": {"cli"},
     "os.getenv": {"cli"},
     "os.putenv": {"cli"},

@@ -18,6 +18,7 @@ TOOLS = {f"tools.{path.stem}": path for path in (ROOT / "tools").glob("*.py")}
 # What our internals files use -> what to do when it is gone. The first of several that is there is
 # used. Attributes of objects are written as the class's.
 DYNAMO = "see torch/_dynamo/config.py for the setting's new name"
+WORKERS = "find Inductor's processes that compile, or have `compile_workers` say None"
 REMEDIES = {
     "torch._dynamo.config.enable_aot_compile": f"{DYNAMO}; delete the line if it is always on",
     "torch._dynamo.config.recompile_limit": DYNAMO,
@@ -36,6 +37,9 @@ REMEDIES = {
     "torch._inductor.runtime.cache_dir_utils.default_cache_dir": "see _HEADER_DIR in codecache.py",
     "torch._inductor.config.cpp_cache_precompile_headers": "see torch/_inductor/config.py",
     "torch._inductor.utils.clear_caches": "clear codecache.py's caches, or drop the call",
+    "torch._inductor.async_compile.AsyncCompile.process_pool": WORKERS,
+    "torch._inductor.async_compile.AsyncCompile.use_process_pool": WORKERS,
+    "torch._inductor.async_compile.AsyncCompile.wait_pool_ready": WORKERS,
     "torch._inductor.compile_fx": "import what torch.compile's first call imports (-X importtime)",
     "torch._inductor.codecache.torch_key": "drop the call; a cold start reads torch's files later",
     "torch.overrides.get_overridable_functions": "drop the call if nothing is printed twice",
@@ -49,6 +53,7 @@ REMEDIES = {
     "torch._C._len_torch_function_stack": "ask torch.get_default_device each time",
     "torch._scaled_mm": "torch.nn.functional.scaled_mm; measure it on a GPU",
     "torch.cuda._sleep": "queue a long kernel, as a product of large matrices",
+    "triton.compiler.compiler.ASTSource.make_ir": "have `compiled_before` look into Triton's cache",
     "triton.runtime.build._load_module_from_path": "drop `separate_launchers_` with triton 3.6",
     "triton.runtime.cache.triton_key": "drop the call; threads then read Triton's files each",
     "triton.runtime.driver": "find the active driver in triton/runtime",

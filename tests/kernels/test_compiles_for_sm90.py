@@ -5,8 +5,10 @@ power of two) and knows neither registers nor shared memory. Here launches of fa
 through the launchers as on a GPU, up to machine code made by the ptxas of triton's wheel.
 """
 
+import os
 import re
 import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -23,10 +25,12 @@ from triton.runtime.jit import JITFunction
 
 from graphengine.capture.precompiled import loaded_code
 from graphengine.decode.segments import first_segment
+from graphengine.kernels import triton_internals
+from graphengine.kernels.compile_worker import asking, compile_kernel
 from graphengine.kernels.interpreter import INTERPRET
 from graphengine.kernels.launch import compile_only, supports_pdl
 from graphengine.kernels.skinny_config import SkinnyConfig
-from graphengine.kernels.triton_internals import bind_kernels
+from graphengine.kernels.triton_internals import bind_kernels, settle_cache_keys
 from tests.support.kernel_launches import (
     BF16,
     LAUNCHES,
@@ -290,7 +294,7 @@ def test_threads_share_kernels_of_gluon(
     """Bug: a start ends in "Could not determine the number of warps per CTA", since Triton makes a
     kernel of Gluon's ready as one of its own first, and another thread compiles it then."""
     monkeypatch.setattr(driver.active, "get_current_device", lambda: "another sm90")
-    bind_kernels()
+    bind_kernels(compile_kernel)
 
     def bind(kernel: Any) -> Any:
         raise AssertionError(f"{kernel.__name__} is made ready a second time")
@@ -298,6 +302,46 @@ def test_threads_share_kernels_of_gluon(
     monkeypatch.setattr(JITFunction, "create_binder", bind)
     LAUNCHES["GEMM, wide, 16 rows"]()
     assert compiled
+
+
+@pytest.mark.slow
+def test_another_process_compiles_for_this_one(
+    compiled: list[Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Bug: what a process has compiled for a start is found under another key or in another folder,
+    and every kernel is compiled twice; or a start that finds all asks for processes."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    hits: list[tuple[str, bool]] = []
+
+    def listen(src: Any, cache_hit: bool, **event: object) -> None:
+        hits.append((src.name, cache_hit))
+
+    monkeypatch.setattr(knobs.compilation, "listener", listen)
+    jobs: list[bytes] = []
+    code = "import sys; from graphengine.kernels.compile_worker import compile_job as do"
+    code += "; do(sys.stdin.buffer.read())"
+
+    def ask(job: bytes) -> None:
+        jobs.append(job)
+        environment = os.environ | {"TRITON_CACHE_DIR": "elsewhere", "TRITON_PTXAS_PATH": "none"}
+        line = [sys.executable, "-c", code]
+        subprocess.run(line, input=job, check=True, env=environment)
+
+    def launch(device: str) -> None:
+        monkeypatch.setattr(driver.active, "get_current_device", lambda: device)
+        bind_kernels(compile_kernel)
+        project(16, 32, 8, 128)
+        multiply(16, SkinnyConfig(64, 256, 5, 4, 1, 4, 2, 1))
+
+    for kernel in triton_internals._kernels():  # asked for in another order by other tests
+        monkeypatch.setattr(kernel, "hash", None)
+    settle_cache_keys()
+    with asking(ask):
+        launch("sm90 that asks")
+        assert len(jobs) == len(hits) == 4
+        launch("sm90 that finds all")
+    assert len(jobs) == 4 and len(hits) == 8
+    assert all(hit for _, hit in hits), hits
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterable
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from contextvars import ContextVar
 from typing import Any, NamedTuple
 from weakref import WeakSet
 
@@ -31,6 +32,18 @@ _MADE: dict[str, Callable[..., Any]] = {}  # key -> what this process has found 
 _ALIVE: WeakSet[Segment] = WeakSet()
 _COUNTS: Counter[str] = Counter()
 _LOG = logging.getLogger(__name__)
+_MAKES_ONLY: ContextVar[bool] = ContextVar("makes_only", default=False)
+
+
+@contextmanager
+def make_only() -> Iterator[None]:
+    """Inside, in this thread, a segment that is called is found or compiled, and its function is
+    called as it is: for whoever shows it shapes alone."""
+    token = _MAKES_ONLY.set(True)
+    try:
+        yield
+    finally:
+        _MAKES_ONLY.reset(token)
 
 
 class Segment:
@@ -52,8 +65,9 @@ class Segment:
         key = f"{self._key} {precompiled.layout(arguments)} {torch_internals.global_state()}"
         compiled = _MADE.get(key)
         if compiled is None:
-            compiled = _MADE[key] = self._make(key, arguments)
-        return compiled(*arguments)
+            with torch_internals.without_modes():
+                compiled = _MADE[key] = self._make(key, arguments)
+        return (self._function if _MAKES_ONLY.get() else compiled)(*arguments)
 
     def _make(self, key: str, arguments: tuple[Any, ...]) -> Callable[..., Any]:
         # A bucket that is built late is compiled with the settings of then.

@@ -12,13 +12,18 @@ import importlib
 import json
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode, _push_mode
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _disable_current_modes,
+    _pop_mode,
+    _push_mode,
+)
 from torch.utils._pytree import tree_leaves, tree_map
 
 __all__ = ["TorchDispatchMode", "tree_leaves", "tree_map"]  # torch names no public ones
@@ -190,6 +195,11 @@ def dispatched_to(mode: TorchDispatchMode) -> Iterator[None]:
         yield
     finally:
         _pop_mode()
+
+
+def without_modes() -> AbstractContextManager[object]:
+    """Inside, in this thread, no mode is asked. Public: none."""
+    return _disable_current_modes()
 
 
 def schema_of(operator: Any) -> Any:

@@ -17,6 +17,7 @@ from contextvars import ContextVar
 from typing import Any
 
 import triton
+from triton import knobs
 
 from graphengine.kernels.triton_internals import (
     PACKAGE,
@@ -39,6 +40,11 @@ def asking(ask: Ask | None) -> Iterator[None]:
         yield
     finally:
         _ASK.reset(token)
+
+
+def cache_folder() -> str:
+    """Where Triton keeps what it compiles."""
+    return knobs.cache.dir
 
 
 def compile_kernel(src: Any, **named: Any) -> Any:

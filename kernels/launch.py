@@ -6,7 +6,7 @@ prepare a start compile only, and one thread alone launches. They have its launc
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from functools import cache, partial
 from typing import Any
@@ -19,18 +19,30 @@ from graphengine.kernels.triton_internals import build_launcher
 REGISTERS = 65536  # of a multiprocessor
 MOST_REGISTERS = 255  # of a thread
 
-_COMPILE_ONLY: ContextVar[bool] = ContextVar("compile_only", default=False)
+Launch = Callable[..., object]
+"""Called with a kernel, a grid, and what the kernel takes."""
+
+_INSTEAD: ContextVar[Launch | None] = ContextVar("instead", default=None)
 _WITH_LAUNCHER: WeakSet[Any] = WeakSet()  # compiled kernels
 
 
 @contextmanager
-def compile_only() -> Iterator[None]:
-    """Inside, in this thread, kernels are compiled and not run: their outputs stay as they are."""
-    token = _COMPILE_ONLY.set(True)
+def _instead(launch: Launch) -> Iterator[None]:
+    token = _INSTEAD.set(launch)
     try:
         yield
     finally:
-        _COMPILE_ONLY.reset(token)
+        _INSTEAD.reset(token)
+
+
+def compile_only() -> AbstractContextManager[None]:
+    """Inside, in this thread, kernels are compiled and not run: their outputs stay as they are."""
+    return _instead(_compile)
+
+
+def launch_nothing() -> AbstractContextManager[None]:
+    """Inside, in this thread, kernels are neither compiled nor run."""
+    return _instead(lambda *arguments, **options: None)
 
 
 def on_grid(kernel: Any, grid: tuple[int, ...]) -> Callable[..., object]:
@@ -38,9 +50,8 @@ def on_grid(kernel: Any, grid: tuple[int, ...]) -> Callable[..., object]:
 
     Args: kernel: of `triton.jit` or `gluon.jit`. grid: programs along up to three axes.
     """
-    if _COMPILE_ONLY.get():
-        return partial(_compile, kernel, grid)
-    return kernel[grid]
+    instead = _INSTEAD.get()
+    return kernel[grid] if instead is None else partial(instead, kernel, grid)
 
 
 @cache

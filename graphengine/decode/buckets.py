@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -32,22 +31,13 @@ from graphengine.decode.attention import (
 )
 from graphengine.decode.buffers import Arena, StepBuffers
 from graphengine.decode.chains import step_chains
-from graphengine.decode.compile_ahead import CompileAhead
+from graphengine.decode.compile_ahead import CompileAhead, make_segments
 from graphengine.decode.fixed_chunk import FixedChunk
 from graphengine.decode.flashinfer_attention import FlashInferAttention, make_workspace
 from graphengine.decode.kvcache import NULL_PAGE, pages_for
 from graphengine.decode.proposer import Attends, Pair, step_buffers
 from graphengine.decode.segments import Segments
-from graphengine.decode.stages import (
-    Chains,
-    Parts,
-    Planned,
-    Stage,
-    Stages,
-    captured_stages,
-    cut,
-    eager_stages,
-)
+from graphengine.decode.stages import Chains, Planned, Stage, captured_stages, cut, eager_stages
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,16 +68,6 @@ class Wired(NamedTuple):
     verify: LayerAttentions
     drafts: dict[AttentionRule, Attention]
     chains: Chains
-
-
-class Warmed(NamedTuple):
-    """A bucket whose segments are compiled."""
-
-    size: int
-    wired: Wired
-    plans: tuple[Planned, ...]
-    parts: Parts
-    stages: Stages  # uncaptured
 
 
 class BucketBuilder:
@@ -124,18 +104,22 @@ class BucketBuilder:
     def build_ahead(
         self, sizes: Collection[int], prefills: Iterable[Callable[[], object]] = ()
     ) -> dict[int, Bucket]:
-        """These buckets, the largest first, their kernels compiled beside them.
+        """These buckets, the largest first. All is compiled before the first is run, kernels beside
+        segments, and FlashInfer's own compiler is waited for last, by the first plan.
 
         Args: prefills: what else has kernels to compile.
         """
-        first = sorted(sizes, reverse=True)
-        runs = chain(self._runs_of(first), prefills) if self.device.type == "cuda" else ()
-        with CompileAhead(runs, self.pair.config.compile) as kernels:
-            warmed = [self._warm(size) for size in first]
+        first, apart = sorted(sizes, reverse=True), self._arena(max(sizes))
+        runs = self._runs_of(first, apart, Segments())
+        has_kernels, compiles = self.device.type == "cuda", self.pair.config.compile
+        with CompileAhead(chain(runs, prefills) if has_kernels else (), compiles) as kernels:
             began = time.perf_counter()
+            if compiles:
+                self.progress("compiling")
+                make_segments(self._runs_of(first, self.arena, self.segments))
             kernels.wait()
             self.compile_s += time.perf_counter() - began
-            return {bucket.size: self._capture(bucket) for bucket in warmed}
+            return {size: self.build(size) for size in first}
 
     @torch.inference_mode(False)
     @torch.no_grad()
@@ -150,83 +134,49 @@ class BucketBuilder:
         torch.cuda.synchronize()
         self.capture_s += time.perf_counter() - began
 
+    @torch.inference_mode(False)
+    @torch.no_grad()
     def build(self, size: int) -> Bucket:
         """The bucket of a size, between steps. Mutates: the buffers, cleared before and after."""
-        return self._capture(self._warm(size))
-
-    @torch.inference_mode(False)
-    @torch.no_grad()
-    def _warm(self, size: int) -> Warmed:
-        """Compiles a bucket's segments by running its steps."""
-        config, pair = self.pair.config, self.pair.at(size)
-        wired = self._wire(pair, self.arena, size, self.segments)
+        config, simulation = self.pair.config, self.pair.simulation
+        self.arena.clear_()
+        drawn = simulation.step_1.clone() if simulation is not None else None
+        pair = self.pair.at(size)
+        views, verify, drafts, chains = self._wire(pair, self.arena, size, self.segments)
         rows = {attends.rows for attends in pair.proposer.attends}
         assert len(rows) <= 1  # a plan is for one number of rows
-        before_draft = Planned(tuple(wired.drafts.values()), *rows)
-        plans = (Planned(wired.verify.distinct, wired.buffers.block), before_draft)
-        parts = cut(wired.chains, plans[0], before_draft if config.plans_attention else None)
-        warmed = Warmed(size, wired, plans, parts, eager_stages(parts))
-        # FlashInfer's own compiler may still be at work, and to plan is to wait for it. So Inductor
-        # comes first, over attentions that do nothing yet.
-        is_planned = self.workspace is None
-        if is_planned:
-            self._plan(warmed)
-        if is_planned or config.compile:
-            what = "compiling" if config.compile else "warming"
-            self._run(warmed, f"{what} bucket {size}")
-        return warmed
+        before_draft = Planned(tuple(drafts.values()), *rows)
+        plans = (Planned(verify.distinct, views.block), before_draft)
+        parts = cut(chains, plans[0], before_draft if config.plans_attention else None)
 
-    @torch.inference_mode(False)
-    @torch.no_grad()
-    def _capture(self, warmed: Warmed) -> Bucket:
-        """What runs its steps, behind all compilations."""
-        (size, wired, _, parts, stages), mode = warmed, self.pair.config.graph_mode
-        if self.workspace is not None:
-            self._plan(warmed)
-            self._run(warmed, f"warming bucket {size}")
-        if self.pool is not None:
-            self.progress(f"capturing bucket {size}")
-            with self._cleared():
-                began = time.perf_counter()
-                stages = captured_stages(parts, mode, self.pool)
-                torch.cuda.synchronize()
-                self.capture_s += time.perf_counter() - began
-        attentions = (*wired.verify.distinct, *wired.drafts.values())
-        steps, ahead, drafting = stages
-        return Bucket(size, wired.buffers, attentions, tuple(steps), ahead, drafting)
-
-    def _plan(self, warmed: Warmed) -> None:
-        layout_of = partial(_dummy_layout, warmed.size, page_size=self.pair.config.page_size)
-        for attentions, block in warmed.plans:
+        stages, ahead, drafting = eager_stages(parts)
+        began = time.perf_counter()
+        runs_ahead = self.device.type == "cuda" or config.compile
+        if runs_ahead:
+            self.progress(f"warming bucket {size}")
+            if ahead is not None:
+                ahead.run()
+        for attentions, block in plans:
             for attention in attentions:
-                attention.plan(layout_of(block))
-
-    def _run(self, warmed: Warmed, what: str) -> None:
-        """All that its steps run, once; nothing on the CPU without compilation."""
-        if self.device.type != "cuda" and not self.pair.config.compile:
-            return
-        self.progress(what)
-        with self._cleared():
-            began = time.perf_counter()
-            if warmed.stages.ahead is not None:
-                warmed.stages.ahead.run()
-            for stage in warmed.stages.step:
+                attention.plan(_dummy_layout(size, block, config.page_size))
+        if runs_ahead:
+            for stage in stages:
                 for runner in dict.fromkeys(stage.runners.values()):
                     runner.run()
             if self.device.type == "cuda":
                 torch.cuda.synchronize()
             self.compile_s += time.perf_counter() - began
-
-    @contextmanager
-    def _cleared(self) -> Iterator[None]:
-        """Inside, nobody's rows are run. Mutates: the buffers, cleared before and after."""
-        simulation = self.pair.simulation
-        drawn = simulation.step_1.clone() if simulation is not None else None
-        self.arena.clear_()
-        yield
+        if self.pool is not None:
+            self.progress(f"capturing bucket {size}")
+            began = time.perf_counter()
+            stages, ahead, drafting = captured_stages(parts, config.graph_mode, self.pool)
+            torch.cuda.synchronize()
+            self.capture_s += time.perf_counter() - began
         self.arena.clear_()
         if simulation is not None and drawn is not None:
             simulation.step_1.copy_(drawn)
+        attentions = (*verify.distinct, *drafts.values())
+        return Bucket(size, views, attentions, tuple(stages), ahead, drafting)
 
     def _arena(self, size: int) -> Arena:
         """Memory of buckets up to that size, and of the longest block."""
@@ -234,11 +184,13 @@ class BucketBuilder:
         _buffers(self.pair, arena, size)
         return arena
 
-    def _runs_of(self, sizes: Collection[int]) -> Iterator[Callable[[], object]]:
-        """The chains of these buckets, neither compiled nor planned, over buffers of their own."""
-        short, apart = self.pair.shortened(), self._arena(max(sizes))
+    def _runs_of(
+        self, sizes: Collection[int], arena: Arena, segments: Segments
+    ) -> Iterator[Callable[[], object]]:
+        """The chains of these buckets, of few layers and not planned."""
+        short = self.pair.shortened()
         for size in sizes:
-            chains = self._wire(short.at(size), apart, size, Segments(), planned=False).chains
+            chains = self._wire(short.at(size), arena, size, segments, planned=False).chains
             for steps in (chains.propose, chains.context, chains.publish):
                 yield partial(run_chain, steps)
             for end in chains.ends.values():

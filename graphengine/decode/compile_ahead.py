@@ -6,6 +6,9 @@ took with empty caches (one H200). Here every chain runs once without Inductor, 
 while the caller's thread compiles segments. What a thread finds not compiled it asks another
 process for, and waits, since Triton holds Python's lock while it reads a kernel's source.
 
+So runs the caller's thread through the chains of all buckets, for their segments (`make_segments`),
+before it runs any: a step that is run waits for its kernels.
+
 Invariant: such a run computes nothing. No kernel of ours is launched (`kernels.launch`), and of
 torch's none that reads or writes a tensor (`_ShapesAlone`): results are memory with any contents,
 which only lives as long as the run.
@@ -18,12 +21,12 @@ import os
 import threading
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from graphengine.capture.compile import make_only
 from graphengine.capture.torch_internals import (
     TorchDispatchMode,
     compile_workers,
@@ -33,7 +36,7 @@ from graphengine.capture.torch_internals import (
     tree_map,
 )
 from graphengine.kernels.compile_worker import asking, compile_job, compile_kernel
-from graphengine.kernels.launch import KernelError, compile_only
+from graphengine.kernels.launch import KernelError, compile_only, launch_nothing
 from graphengine.kernels.triton_internals import bind_kernels
 
 MAX_THREADS = 16
@@ -45,17 +48,13 @@ _LOG = logging.getLogger(__name__)
 class CompileAhead:
     """Runs whose kernels are compiled on threads, until `wait`, where one of ours that cannot be
     compiled ends the start. What else fails, as an operator of torch that cannot do without
-    contents, is left to fail where the kernel is needed, where it has a caller.
-
-    As a context: the caller's thread, too, asks for kernels.
-    """
+    contents, is left to fail where the kernel is needed, where it has a caller."""
 
     def __init__(self, runs: Iterable[Callable[[], object]], has_workers: bool = False) -> None:
         """Starts them, in their order. Args: has_workers: whether processes may be asked."""
         num_threads = max(1, min(MAX_THREADS, os.cpu_count() or 1))
         self._pool = ThreadPoolExecutor(num_threads, "compile-ahead")
         self._ask = _Workers() if has_workers else None
-        self._asking = ExitStack()
         self._ended = threading.Event()
         self._failed: list[KernelError] = []
         self._device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
@@ -96,14 +95,24 @@ class CompileAhead:
             raise self._failed[0]
 
     def __enter__(self) -> CompileAhead:
-        self._asking.enter_context(asking(self._ask))
         return self
 
     def __exit__(self, *error: object) -> None:
         """Ends them, each after the kernel that it is compiling."""
-        self._asking.close()
         self._ended.set()
         self._pool.shutdown(cancel_futures=True)
+
+
+def make_segments(runs: Iterable[Callable[[], object]]) -> None:
+    """Finds or compiles the segments that these runs call, and computes nothing. What fails here
+    fails again where it is run."""
+    mode = _ShapesAlone(threading.Event())
+    with torch.no_grad(), launch_nothing(), make_only(), dispatched_to(mode):
+        for run in runs:
+            try:
+                run()
+            except Exception as error:
+                _LOG.warning("some segments are compiled later: %s in %s", error, mode.last)
 
 
 class _Workers:

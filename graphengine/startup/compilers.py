@@ -42,10 +42,14 @@ def cpp_compiler() -> str | None:
 
 
 def name_compilers_() -> None:
-    """Sets `compiler_files` and what Triton is to assume, where the user has named nothing.
-    Mutates: os.environ."""
+    """Sets `compiler_files`, what Triton is to assume and where it keeps what it compiles, where
+    the user has named nothing: Inductor, once it compiles something, names a folder of its own, and
+    what was in the one before is compiled again. Mutates: os.environ."""
+    from graphengine.kernels.compile_worker import cache_folder  # imports triton
+
     for name, path in compiler_files().items():
         os.environ.setdefault(name, path)
+    os.environ.setdefault("TRITON_CACHE_DIR", cache_folder())
     os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # the default up to 3.9, which warns
 
 

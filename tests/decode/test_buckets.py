@@ -72,9 +72,9 @@ def test_runners_follow_what_they_continue(pair: Pair) -> None:
         assert bucket.ahead is None and len(bucket.runners) == 1
 
 
-def test_largest_first_and_captures_last(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_largest_first(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     """Bug: graphs of the smaller buckets are captured first, and each larger one extends the pool;
-    or a bucket's segments are compiled when all kernels are, instead of beside them."""
+    or a capture begins while threads still compile."""
     order: list[object] = []
 
     def note(owner: Any, name: str, what: Callable[..., object]) -> None:
@@ -86,11 +86,10 @@ def test_largest_first_and_captures_last(pair: Pair, monkeypatch: pytest.MonkeyP
 
         monkeypatch.setattr(owner, name, noted)
 
-    note(buckets.BucketBuilder, "_warm", lambda size: size)
     note(buckets.CompileAhead, "wait", lambda: "kernels")
-    note(buckets.BucketBuilder, "_capture", lambda warmed: -warmed.size)
+    note(buckets.BucketBuilder, "build", lambda size: size)
     with pair.engine(buckets=(2, 1, 4)) as engine, torch.no_grad():
-        assert order == [4, 2, 1, "kernels", -4, -2, -1]
+        assert order == ["kernels", 4, 2, 1]
         assert ids_only(engine, PROMPTS[:1], max_new_tokens=4) == [pair.plain(PROMPTS[0], 4)]
 
 

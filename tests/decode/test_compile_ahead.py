@@ -166,17 +166,15 @@ def test_equal_kernels_are_asked_for_once(
 
     monkeypatch.setattr(compile_ahead, "compile_workers", workers)
     with CompileAhead([partial(run, b"ab"[k % 2 :]) for k in range(8)], True) as ahead:
-        run(b"b")  # the caller's thread asks too
         ahead.wait()
-    assert len(asked) == 9 and len(begun) == 1
+    assert len(asked) == 8 and len(begun) == 1
     assert sorted(submitted) == [b"ab", b"b"]
     assert "no room" in caplog.text
-    assert compile_worker._ASK.get() is None
     for none in (lambda seconds: None, lambda seconds: 1 / 0):
         monkeypatch.setattr(compile_ahead, "compile_workers", none)
         with CompileAhead([partial(run, b"c")], True) as ahead:
             ahead.wait()
-    assert len(asked) == 11
+    assert len(asked) == 10
 
 
 def test_a_run_ahead_computes_nothing(caplog: pytest.LogCaptureFixture) -> None:
@@ -252,13 +250,14 @@ def test_the_first_layers_stand_for_all() -> None:
 
 def test_the_python_api_names_the_compilers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Bug: a second start through the API finds none of our kernels, because Inductor had named
-    another ptxas to Triton when they were compiled (73 of 73 on an H200)."""
+    another ptxas to Triton when they were compiled (73 of 73 on an H200), or not all, because it
+    had named another folder when some of them were (114 of 131)."""
     found = {"TRITON_PTXAS_PATH": "/theirs/ptxas", "TRITON_LIBDEVICE_PATH": "/theirs/libdevice"}
     monkeypatch.setattr(compilers, "compiler_files", lambda: found)
     monkeypatch.setattr(compilers.os, "environ", {"TRITON_PTXAS_PATH": "/mine"})
     compilers.name_compilers_()
     named = found | {"TRITON_PTXAS_PATH": "/mine", "TRITON_DEFAULT_FP_FUSION": "1"}
-    assert compilers.os.environ == named
+    assert compilers.os.environ == named | {"TRITON_CACHE_DIR": compile_worker.cache_folder()}
 
 
 def test_waiting_for_compilers_is_no_loading(monkeypatch: pytest.MonkeyPatch) -> None:

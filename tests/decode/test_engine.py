@@ -20,6 +20,8 @@ import pytest
 import torch
 
 from graphengine.api import Engine, GenerationResult
+from graphengine.capture.compile import CacheCounts, cache_counts
+from graphengine.decode.buckets import BucketBuilder
 from graphengine.decode.fixed_chunk import Piece
 from graphengine.decode.prefill import Prefill
 from tests.support.chains import insert_
@@ -254,11 +256,21 @@ def test_padded_rows_touch_only_the_null_page(pair: Pair) -> None:
 
 
 @pytest.mark.slow
-def test_compiled_equals_eager(pair: Pair) -> None:
+def test_compiled_equals_eager(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     """Bug: Inductor fuses across a cache write, specialises on a stale shape, or a compiled segment
-    bakes in one layer's weights."""
+    bakes in one layer's weights; or segments are compiled one by one as a step runs, each behind
+    the kernels that it waits for."""
+    counts: list[CacheCounts] = []
+    real: Any = BucketBuilder.build
+
+    def build(self: BucketBuilder, size: int) -> Any:
+        counts.append(cache_counts())
+        return real(self, size)
+
+    monkeypatch.setattr(BucketBuilder, "build", build)
     with pair.engine(buckets=(1,), compile=True) as engine:
         assert engine.config.compile
+        assert counts == [cache_counts()]
         force(engine, pair, lambda request, step: step % BLOCK)
         for prompt in PROMPTS[:2]:
             assert ids_only(engine, [prompt], max_new_tokens=12) == [pair.plain(prompt, 12)]

@@ -45,6 +45,7 @@ REMEDIES = {
     "torch.overrides.get_overridable_functions": "drop the call if nothing is printed twice",
     "torch.distributed.tensor.experimental._func_map": "drop the import if Dynamo needs it no more",
     "torch.utils._python_dispatch.TorchDispatchMode": "find the class in torch.utils",
+    "torch.utils._python_dispatch._disable_current_modes": "pop `dispatched_to`'s mode",
     "torch.utils._python_dispatch._push_mode": "`with mode`, if it no longer sets global flags",
     "torch.utils._python_dispatch._pop_mode": "`with mode`, if it no longer sets global flags",
     "torch.utils._pytree.tree_map": "torch.utils.pytree or optree",

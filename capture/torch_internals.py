@@ -173,10 +173,17 @@ def import_inductor() -> None:
     importlib.import_module("torch._inductor.codecache").torch_key()
 
 
+def begin_workers() -> None:
+    """Begins Inductor's processes that compile, and waits for nothing. Public: none."""
+    from torch._inductor.async_compile import AsyncCompile
+
+    AsyncCompile.use_process_pool()
+
+
 def compile_workers(seconds: int) -> Callable[..., Future[Any]] | None:
-    """Inductor's processes that compile, begun if they are not, as what takes a function and its
-    arguments; None: there are none within that time, or none are wanted
-    (TORCHINDUCTOR_COMPILE_THREADS=1). Public: none."""
+    """These processes, begun if they are not, as what takes a function and its arguments; None:
+    there are none within that time, or none are wanted (TORCHINDUCTOR_COMPILE_THREADS=1). Public:
+    none."""
     from torch._inductor.async_compile import AsyncCompile
 
     AsyncCompile.wait_pool_ready(seconds)

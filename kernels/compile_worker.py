@@ -14,6 +14,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
+from pathlib import Path
 from typing import Any
 
 import triton
@@ -45,6 +46,12 @@ def asking(ask: Ask | None) -> Iterator[None]:
 def cache_folder() -> str:
     """Where Triton keeps what it compiles."""
     return knobs.cache.dir
+
+
+def is_cache_empty() -> bool:
+    """Whether Triton has kept nothing so far."""
+    folder = Path(cache_folder())
+    return not folder.is_dir() or not any(folder.iterdir())
 
 
 def compile_kernel(src: Any, **named: Any) -> Any:

@@ -19,7 +19,7 @@ import torch
 from graphengine import names
 from graphengine.capture.compile import CacheCounts, cache_counts
 from graphengine.capture.runners import run_chain
-from graphengine.capture.torch_internals import import_dynamo, import_inductor
+from graphengine.capture.torch_internals import begin_workers, import_dynamo, import_inductor
 from graphengine.checkpoints import sources
 from graphengine.checkpoints import weights as loading
 from graphengine.checkpoints.hub import PRESETS, resolve
@@ -49,6 +49,7 @@ from graphengine.decode.stack import Target
 from graphengine.decode.turns import short_turns
 from graphengine.drafters.dflash import MAX_QUANTIZED_ROWS, DFlash
 from graphengine.drafters.ngram import Ngram
+from graphengine.kernels.compile_worker import is_cache_empty
 from graphengine.kernels.triton_internals import load_driver, settle_cache_keys
 from graphengine.models.layers import quantize_fp8
 from graphengine.startup.compilers import name_compilers_, use_own_folder_
@@ -324,6 +325,8 @@ def _prepare_compilers(
     if config.device == "cuda":
         name_compilers_()
     imports: list[Callable[[], object]] = [import_inductor] if config.compile else []
+    if config.compile and config.device == "cuda" and is_cache_empty():
+        imports.append(begin_workers)  # else with the first kernel that is missed
     if "flashinfer" in (config.attention_backend, config.prefill_attention_backend):
         # Prefills run the target's attention alone.
         drafter = draft if config.attention_backend == "flashinfer" else None

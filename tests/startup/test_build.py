@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -66,6 +67,28 @@ def test_what_a_start_has_compiled_itself(monkeypatch: pytest.MonkeyPatch) -> No
     options = {"buckets": (1,), "max_model_len": 64, "device": "cpu", "compile": True}
     with Engine.from_pretrained(TINY_TARGET, **options) as engine:
         assert (engine.startup.num_cache_hits, engine.startup.num_compiled) == (0, 0)
+
+
+@pytest.mark.parametrize("is_kept", [False, True])
+def test_processes_begin_where_nothing_is_compiled(
+    is_kept: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bug: a start that finds all kernels has processes begun to compile them; or one that finds
+    none waits for them, seconds behind its weights."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
+    if is_kept:
+        (tmp_path / "cache" / "a kernel").mkdir(parents=True)
+    steps: list[str] = []
+    names = "import_dynamo name_compilers_ use_own_folder_ settle_cache_keys load_driver".split()
+    for name in names:
+        monkeypatch.setattr(build, name, lambda: None)
+    for name in ("import_inductor", "begin_workers"):
+        monkeypatch.setattr(build, name, partial(steps.append, name))
+    triton = dict.fromkeys(("attention_backend", "prefill_attention_backend"), "triton")
+    config: Any = SimpleNamespace(compile=True, device="cuda", **triton)
+    for thread in build._prepare_compilers(config, config, None):
+        thread.join()
+    assert steps == ["import_inductor", "begin_workers"][: 2 - is_kept]
 
 
 def test_which_chunks_are_long(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -109,17 +109,16 @@ class BucketBuilder:
 
         Args: prefills: what else has kernels to compile.
         """
-        first, apart = sorted(sizes, reverse=True), self._arena(max(sizes))
-        runs = self._runs_of(first, apart, Segments())
-        has_kernels, compiles = self.device.type == "cuda", self.pair.config.compile
-        with CompileAhead(chain(runs, prefills) if has_kernels else (), compiles) as kernels:
-            began = time.perf_counter()
+        first, compiles = sorted(sizes, reverse=True), self.pair.config.compile
+        runs = chain(self._runs_of(first), prefills) if self.device.type == "cuda" else ()
+        began = time.perf_counter()
+        with CompileAhead(runs, compiles) as kernels:
             if compiles:
                 self.progress("compiling")
-                make_segments(self._runs_of(first, self.arena, self.segments))
+                make_segments(self._runs_of(first, self.segments, self.arena))
             kernels.wait()
-            self.compile_s += time.perf_counter() - began
-            return {size: self.build(size) for size in first}
+        self.compile_s += time.perf_counter() - began
+        return {size: self.build(size) for size in first}
 
     @torch.inference_mode(False)
     @torch.no_grad()
@@ -185,10 +184,14 @@ class BucketBuilder:
         return arena
 
     def _runs_of(
-        self, sizes: Collection[int], arena: Arena, segments: Segments
+        self, sizes: Collection[int], segments: Segments | None = None, arena: Arena | None = None
     ) -> Iterator[Callable[[], object]]:
-        """The chains of these buckets, of few layers and not planned."""
-        short = self.pair.shortened()
+        """The chains of these buckets, of few layers and not planned.
+
+        Args: segments: None: not compiled. arena: None: buffers of their own.
+        """
+        short, arena = self.pair.shortened(), arena or self._arena(max(sizes))
+        segments = segments or Segments()
         for size in sizes:
             chains = self._wire(short.at(size), arena, size, segments, planned=False).chains
             for steps in (chains.propose, chains.context, chains.publish):

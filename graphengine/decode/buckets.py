@@ -104,20 +104,20 @@ class BucketBuilder:
     def build_ahead(
         self, sizes: Collection[int], prefills: Iterable[Callable[[], object]] = ()
     ) -> dict[int, Bucket]:
-        """These buckets, the largest first. All is compiled before the first is run, kernels beside
-        segments, and FlashInfer's own compiler is waited for last, by the first plan.
+        """These buckets, the largest first. On a GPU all is compiled before the first is run,
+        kernels beside segments; FlashInfer's own compiler is waited for last, by the first plan.
 
         Args: prefills: what else has kernels to compile.
         """
-        first, compiles = sorted(sizes, reverse=True), self.pair.config.compile
-        runs = chain(self._runs_of(first), prefills) if self.device.type == "cuda" else ()
-        began = time.perf_counter()
-        with CompileAhead(runs, compiles) as kernels:
-            if compiles:
-                self.progress("compiling")
-                make_segments(self._runs_of(first, self.segments, self.arena))
-            kernels.wait()
-        self.compile_s += time.perf_counter() - began
+        first = sorted(sizes, reverse=True)
+        if self.device.type == "cuda":
+            began, compiles = time.perf_counter(), self.pair.config.compile
+            with CompileAhead(chain(self._runs_of(first), prefills), compiles) as kernels:
+                if compiles:
+                    self.progress("compiling")
+                    make_segments(self._runs_of(first, self.segments, self.arena))
+                kernels.wait()
+            self.compile_s += time.perf_counter() - began
         return {size: self.build(size) for size in first}
 
     @torch.inference_mode(False)

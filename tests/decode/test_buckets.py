@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -73,24 +74,46 @@ def test_runners_follow_what_they_continue(pair: Pair) -> None:
 
 
 def test_largest_first(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bug: graphs of the smaller buckets are captured first, and each larger one extends the pool;
-    or a capture begins while threads still compile."""
-    order: list[object] = []
+    """Bug: graphs of the smaller buckets are captured first, and each larger one extends the
+    pool."""
+    order: list[int] = []
+    real: Any = buckets.BucketBuilder.build
 
-    def note(owner: Any, name: str, what: Callable[..., object]) -> None:
-        real = getattr(owner, name)
+    def build(self: Any, size: int) -> Any:
+        order.append(size)
+        return real(self, size)
 
-        def noted(*given: Any) -> Any:
-            order.append(what(*given[1:]))
-            return real(*given)
-
-        monkeypatch.setattr(owner, name, noted)
-
-    note(buckets.CompileAhead, "wait", lambda: "kernels")
-    note(buckets.BucketBuilder, "build", lambda size: size)
+    monkeypatch.setattr(buckets.BucketBuilder, "build", build)
     with pair.engine(buckets=(2, 1, 4)) as engine, torch.no_grad():
-        assert order == ["kernels", 4, 2, 1]
+        assert order == [4, 2, 1]
         assert ids_only(engine, PROMPTS[:1], max_new_tokens=4) == [pair.plain(PROMPTS[0], 4)]
+
+
+@pytest.mark.parametrize("compiles", [False, True])
+def test_a_gpu_s_buckets_are_compiled_before_one_is_run(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch, compiles: bool
+) -> None:
+    """Bug: a bucket's segments are compiled as its steps are run, behind the kernels that these
+    wait for; or a capture begins while threads still compile."""
+    order: list[object] = []
+    with pair.engine(buckets=(2, 1)) as engine:
+        builder = loop_of(engine).first.builder
+        config = replace(builder.pair.config, compile=compiles)
+        builder.pair, builder.device = replace(builder.pair, config=config), torch.device("cuda")
+
+        class Ahead(nullcontext[Any]):
+            def __init__(self, runs: Iterable[Callable[[], object]], has_workers: bool) -> None:
+                assert has_workers is compiles
+                order.append(len([*runs]))
+                super().__init__(SimpleNamespace(wait=lambda: order.append("kernels")))
+
+        monkeypatch.setattr(buckets, "CompileAhead", Ahead)
+        monkeypatch.setattr(buckets, "make_segments", lambda runs: order.append("segments"))
+        monkeypatch.setattr(builder, "build", order.append)
+        monkeypatch.setattr(builder, "_arena", lambda size: builder.arena)
+        builder.build_ahead([1, 2], [lambda: None] * 40)
+    assert isinstance(order[0], int) and order[0] > 40
+    assert order[1:] == ["segments"] * compiles + ["kernels", 2, 1]
 
 
 @pytest.mark.parametrize("backend", ["flashinfer", "torch"])

@@ -22,6 +22,7 @@ import torch
 from graphengine.api import Engine, GenerationResult
 from graphengine.capture.compile import CacheCounts, cache_counts
 from graphengine.decode.buckets import BucketBuilder
+from graphengine.decode.compile_ahead import make_segments
 from graphengine.decode.fixed_chunk import Piece
 from graphengine.decode.prefill import Prefill
 from tests.support.chains import insert_
@@ -264,6 +265,7 @@ def test_compiled_equals_eager(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> N
     real: Any = BucketBuilder.build
 
     def build(self: BucketBuilder, size: int) -> Any:
+        make_segments(self._runs_of([size], self.segments, self.arena))
         counts.append(cache_counts())
         return real(self, size)
 

@@ -14,6 +14,7 @@ judgement made here; only its speed does.
 from __future__ import annotations
 
 import inspect
+import os
 import statistics
 import warnings
 from collections import deque
@@ -51,7 +52,7 @@ class FallbackWarning(EngineWarning):
     """Requests had to end or go on differently than asked, because plain decoding was not there."""
 
 
-PACKAGE = str(Path(__file__).parents[1])
+PACKAGE = str(Path(__file__).parents[1]) + os.sep
 
 
 def warn_caller(text: str, category: type[Warning]) -> None:

@@ -6,6 +6,7 @@ No judgement may change a token; that requests leave speculation is test_fallbac
 from __future__ import annotations
 
 import json
+import os
 import re
 import warnings
 from collections.abc import Callable
@@ -17,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from graphengine.decode import guards, lane
-from graphengine.decode.guards import AcceptanceWarning, SpeculationGuard
+from graphengine.decode.guards import AcceptanceWarning, SpeculationGuard, warn_caller
 from tests.decode.test_engine import (
     BACKENDS,
     PROMPTS,
@@ -177,6 +178,16 @@ def test_a_warning_that_is_an_error_ends_no_other_s_request(pair: Pair) -> None:
             found = [handle.result().token_ids for handle in handles]
     assert found == [pair.plain(p, 27) for p in PROMPTS[:2]]
     assert [warning.category for warning in caught] == [AcceptanceWarning]
+
+
+def test_a_caller_beside_the_package_is_named() -> None:
+    """Bug: the warning of a script whose path begins like the package's, graphengine_demo.py beside
+    it, is laid at the door of whatever called that, or of Python itself."""
+    script = guards.PACKAGE.rstrip(os.sep) + "_demo.py"
+    code = compile("warn('slow', kind)", script, "exec")
+    with pytest.warns(AcceptanceWarning, match="slow") as caught:
+        exec(code, {"warn": warn_caller, "kind": AcceptanceWarning})
+    assert caught[0].filename == script
 
 
 def test_command_warns(tmp_path: Path) -> None:

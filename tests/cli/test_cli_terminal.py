@@ -30,6 +30,7 @@ from tests.support.command_line import (
     ROOT,
     Run,
     heed_interrupts,
+    heeding,
     shell,
     streaming,
 )
@@ -359,7 +360,7 @@ def test_a_signal_to_end_is_not_lost(send: Callable[[int], object], number: int)
         send(number)
         time.sleep(1)  # it comes meanwhile
 
-    with pytest.raises(SystemExit) as end:
+    with heeding(number), pytest.raises(SystemExit) as end:
         wait()
     assert end.value.code == 128 + number
 

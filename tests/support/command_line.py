@@ -62,6 +62,16 @@ def heed_interrupts() -> None:
 
 
 @contextmanager
+def heeding(number: int) -> Iterator[None]:
+    """Here a signal counts that nohup, or a shell, has this process ignore."""
+    before = signal.signal(number, signal.SIG_DFL)
+    try:
+        yield
+    finally:
+        signal.signal(number, before)
+
+
+@contextmanager
 def streaming(*args: str) -> Iterator[subprocess.Popen[bytes]]:
     """A command that has written its first byte of output and goes on."""
     with subprocess.Popen(

@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -185,6 +186,24 @@ def test_a_foreign_folder_is_not_used(
     with compiled_code("cpu", None) as store:
         assert store is None
     assert "chmod 700" in capsys.readouterr().err
+
+
+def test_a_folder_of_its_own_goes_with_the_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bug: every start beside a folder that others may write leaves one in the temporary folder."""
+    at_exit: list[Callable[[], object]] = []
+    monkeypatch.setattr(
+        compilers.atexit, "register", lambda *a, **named: at_exit.append(partial(*a, **named))
+    )
+    tmp_path.chmod(0o777)
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    compilers.use_own_folder_()
+    own = Path(os.environ["TORCHINDUCTOR_CACHE_DIR"])
+    (own / "code.so").write_bytes(b"")
+    for end in at_exit:
+        end()
+    assert own != tmp_path and not own.exists() and tmp_path.exists()
 
 
 def test_a_lock_of_the_headers_counts_too(tmp_path: Path) -> None:

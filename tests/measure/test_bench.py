@@ -46,7 +46,8 @@ def bench(pair: tuple[Path, Path]) -> Bench:
 
 def test_what_a_case_counts(pair: tuple[Path, Path]) -> None:
     """Bug: a step more or less than --warmup is left out, or so many of each round, or than
-    --num-iters timed, or the K/V of one request alone is read."""
+    --num-iters timed, or the K/V of one request alone is read; or the digest is of the last round,
+    and other steps are other tokens."""
     with Engine.from_pretrained(*pair, buckets=(2,), device="cpu") as engine:
         every = run_case(engine, case(num_iters=40))  # of several rounds
         three = run_case(engine, case(num_iters=3))
@@ -54,6 +55,7 @@ def test_what_a_case_counts(pair: tuple[Path, Path]) -> None:
         assert [len(each.step_ms) for each in (every, three, later)] == [40, 3, 37]
         assert every.context_tokens == three.context_tokens + later.context_tokens
         kv = 2 * every.mean_context_tokens * token_bytes(engine.built)
+        assert every.digest == three.digest == later.digest
         assert every.step_bytes == pytest.approx(weight_bytes(engine.built, 2) + kv)
     for step_ms, host_ms in zip(every.step_ms, every.host_ms, strict=True):
         assert 0 < host_ms < step_ms

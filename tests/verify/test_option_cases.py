@@ -10,6 +10,7 @@ import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -361,9 +362,13 @@ def test_the_largest_error_of_all_is_told(engine: Engine, monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize(("min_tokens", "end"), [(0, 2), (1, 2), (2, 4), (3, 4)])
-def test_the_last_of_min_tokens_ends_nothing(min_tokens: int, end: int) -> None:
-    """Bug: a token that is still one of the least many is held to end the answer."""
-    asked = SamplingParams(stop_token_ids=(9,), min_tokens=min_tokens)
-    of_end: Any = {"budget": 8, "finish_reason": "stop", "stop_reason": 9}
+@pytest.mark.parametrize("stop", [9, "9"])
+def test_the_last_of_min_tokens_ends_nothing(min_tokens: int, end: int, stop: int | str) -> None:
+    """Bug: a token that is still one of the least many, or a stop string that is complete with it,
+    is held to end the answer."""
+    named: Any = {"stop": (stop,)} if isinstance(stop, str) else {"stop_token_ids": (stop,)}
+    asked = SamplingParams(min_tokens=min_tokens, **named)
+    of_end: Any = {"budget": 8, "finish_reason": "stop", "stop_reason": stop}
     told = transcript([5, 9, 5, 9][:end], [end], asked=asked, **of_end)
-    assert wrong_end(told, (), None) is None
+    digits: Any = SimpleNamespace(is_contextual=False, decode=lambda ids, _: "".join(map(str, ids)))
+    assert wrong_end(told, (), digits) is None

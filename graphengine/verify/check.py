@@ -23,13 +23,14 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from graphengine.checkpoints.tokenizer import Tokenizer
 from graphengine.decode.loop import DecodeLoop
 from graphengine.decode.metrics import Acceptance
+from graphengine.decode.request import Request
 from graphengine.results import GenerationResult, Teller
 from graphengine.verify.teacher import TokenScores
 from graphengine.verify.told import Ask, Transcript, named, wrong_end
@@ -107,6 +108,7 @@ def decode(
     one_by_one: bool = False,
     asks: Sequence[Ask] | None = None,
     tokenizer: Tokenizer | None = None,
+    begins: Callable[[int, Request], object] = lambda place, request: None,
 ) -> list[Transcript]:
     """Runs prompts to their end; who runs together is the same each time, in each graph mode.
 
@@ -116,6 +118,7 @@ def decode(
         one_by_one: submits a prompt when the one before it has ended.
         asks: how each prompt is answered; default greedily.
         tokenizer: writes the texts, in which stop strings are found.
+        begins: told each prompt's place and its request before that runs.
 
     Raises:
         ValueError: a prompt that cannot run.
@@ -144,8 +147,8 @@ def decode(
                     results[number] = chunk.result
 
     try:
-        each = zip(prompts, budgets, asks, strict=True)
-        for prompt, budget, (sampling, matcher, own) in each:
+        each = enumerate(zip(prompts, budgets, asks, strict=True))
+        for place, (prompt, budget, (sampling, matcher, own)) in each:
             request = loop.submit(
                 list(prompt),
                 budget,
@@ -156,6 +159,7 @@ def decode(
                 prompt_logprobs=own.prompt_logprobs,
                 matcher=matcher,
             )
+            begins(place, request)
             tellers[request.request_id] = Teller(loop, [request], tokenizer, own)
             if one_by_one:
                 run()

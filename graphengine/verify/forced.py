@@ -9,8 +9,8 @@ drafts behind it are wrong: tokens are judged as ever, and the length is not for
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 from graphengine.config.draft_length import draft_at
 from graphengine.decode.loop import DecodeLoop
@@ -25,16 +25,18 @@ class ForcedLength:
     """`length` drafts of every step are right, or all of a shorter block. Set it while no request
     runs.
 
-    `truth`: prompt -> what plain decoding says behind it.
+    `truth`: what plain decoding says behind each prompt; one that is there twice may be asked for
+    two things.
     """
 
-    truth: Mapping[tuple[int, ...], Sequence[int]]
+    truth: Sequence[Sequence[int]]
     length: int = 0
+    _answers: dict[int, Sequence[int]] = field(default_factory=dict)  # by request
 
     @classmethod
     def of(cls, plain: Sequence[Transcript]) -> ForcedLength:
         """By the tokens of a plain run."""
-        return cls({tuple(t.prompt_ids): t.output_ids for t in plain})
+        return cls([t.output_ids for t in plain])
 
     def install_(self, loop: DecodeLoop) -> None:
         """Builds the loop's buckets anew around these drafts. Mutates: the loop, which is idle."""
@@ -42,8 +44,12 @@ class ForcedLength:
         forced = Forced(inner=pair.proposer, num_positions=pair.num_positions, tokens=self._tokens)
         loop.first.rebuild(forced)
 
+    def begins(self, place: int, request: Request) -> None:
+        """A request is to run with the prompt of that place. Mutates: self."""
+        self._answers[request.request_id] = self.truth[place]
+
     def _tokens(self, request: Request, block: int, width: int) -> list[int]:
-        truth = self.truth[tuple(request.prompt_ids)]
+        truth = self._answers[request.request_id]
         return right_at_first(request, truth, lambda step: self.length, block, width)[0]
 
 

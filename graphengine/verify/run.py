@@ -17,6 +17,7 @@ import torch
 
 from graphengine.checkpoints.tokenizer import Tokenizer
 from graphengine.decode.metrics import Acceptance
+from graphengine.decode.request import Request
 from graphengine.decode.sampling import Sampling
 from graphengine.prompts import Turn
 from graphengine.startup.build import Built
@@ -166,7 +167,7 @@ def verify_mode(
         progress(cell)
         if forced is not None and length is not None:
             forced.length = length
-        transcripts = _answers(built, ids, cases, cell, max_new_tokens)
+        transcripts = _answers(built, ids, cases, cell, max_new_tokens, forced)
         scores, limit, stop_ids = [], limits.tolerance_nats, built.stop_ids
         for i, (t, case) in enumerate(zip(transcripts, cases, strict=True)):
             key = (i if case.chooses else -1, len(t.prompt_ids), *t.prompt_ids, *t.output_ids)
@@ -204,11 +205,17 @@ def _answers(
     cases: Sequence[OptionCase],
     cell: Cell,
     max_new_tokens: int,
+    forced: ForcedLength | None,
 ) -> list[Transcript]:
     """What is decoded in a cell, in the order of the prompts, so that cells can be compared."""
     order, budgets = list(range(len(ids))), [max_new_tokens] * len(ids)
     if cell.mix == "mixed":
         order, budgets = check.mixed([len(prompt) for prompt in ids], max_new_tokens)
+
+    def begins(place: int, request: Request) -> None:
+        if forced is not None:
+            forced.begins(order[place], request)
+
     ran = check.decode(
         built.loop,
         [ids[i] for i in order],
@@ -218,6 +225,7 @@ def _answers(
         one_by_one=cell.mix == "alone",
         asks=[Ask(cases[i].sampling, matcher_of(built, cases[i]), cases[i].asked) for i in order],
         tokenizer=built.tokenizer,
+        begins=begins,
     )
     return [transcript for _, transcript in sorted(zip(order, ran, strict=True))]
 

@@ -15,10 +15,12 @@ from graphengine.api import Engine
 from graphengine.checkpoints.hub import BUNDLED, TINY_DRAFT, TINY_TARGET
 from graphengine.cli.main import main
 from graphengine.cli.verify import PROBES
+from graphengine.config.options import SamplingParams
 from graphengine.decode import ends
 from graphengine.decode.metrics import Acceptance
-from graphengine.verify.check import Limits, judge
+from graphengine.verify.check import Limits, Mix, judge
 from graphengine.verify.forced import ForcedLength, lengths, missed
+from graphengine.verify.option_cases import OptionCase
 from graphengine.verify.run import CellResult, verify_mode
 from graphengine.verify.teacher import TokenScores
 from tests.support.transcripts import transcript
@@ -94,6 +96,23 @@ def test_a_commit_that_is_wrong_for_one_length(monkeypatch: pytest.MonkeyPatch) 
     found = hybrid({6: 5}, monkeypatch)
     assert not found["own"].report.acceptance.steps_by_accepted[5]
     assert failing(found) == {"none forced 5"}
+
+
+@pytest.mark.parametrize("mix", ["alone", "mixed"])
+def test_one_prompt_that_is_asked_for_two_things(mix: Mix) -> None:
+    """Bug: requests with one prompt, as --all-options makes of few, are all drafted the last
+    one's answer: where that is short, or another, no step accepts a length, and it fails."""
+    asked: dict[str, Any] = {"buckets": (3,), "num_speculative_tokens": 2, "device": "cpu"}
+    cases = [OptionCase(), OptionCase(), OptionCase(SamplingParams(max_new_tokens=1))]
+    run: dict[str, Any] = {"max_new_tokens": 12, "limits": Limits(), "cases": cases}
+    with Engine.from_pretrained(TINY_TARGET, TINY_DRAFT, max_model_len=64, **asked) as engine:
+        assert engine.tokenizer is not None
+        ids = [engine.tokenizer.encode("Count")] * 3
+        (plain,) = verify_mode(engine.built, "none", ids, [(3, "together")], **run)
+        forced = ForcedLength.of(plain.transcripts)
+        found = verify_mode(engine.built, "none", ids, [(3, mix)], forced=forced, **run)
+    accepted = [result.report.acceptance.mean_acceptance_length for result in found]
+    assert accepted == sorted(set(accepted)) and not any(result.failed for result in found)
 
 
 def test_each_bucket_has_the_lengths_of_its_own_block() -> None:

@@ -15,7 +15,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from graphengine.api import Engine
-from graphengine.cli.bench import _settle
+from graphengine.cli.bench import _lengths, _settle
 from graphengine.cli.main import main
 from graphengine.config.draft import DraftConfig
 from graphengine.decode.metrics import Acceptance, RequestMetrics
@@ -24,6 +24,7 @@ from graphengine.measure import first_token
 from graphengine.measure.first_token import (
     PrefillCase,
     Rates,
+    first_requests,
     num_chunks,
     roofline_ms,
     run_prefill,
@@ -100,6 +101,17 @@ def test_lengths_that_nobody_named(bench: Bench) -> None:
     lengths = [key.rsplit("_", 1)[1] for key in numbers if key.startswith("first_token")]
     assert lengths == ["16", "128"]
     assert "none:torch is none_torch again" in done.stderr
+
+
+@pytest.mark.parametrize(("context", "expected"), [(191, (16,)), (192, (16, 128)), (79, (1,))])
+def test_lengths_whose_first_requests_fit(
+    tmp_path: Path, context: int, expected: tuple[int, ...]
+) -> None:
+    """Bug: of a model whose context ends just behind a default length that length is timed, and the
+    very first requests end early; or the command is refused, though nobody named one."""
+    target = make_target(tmp_path / "target", layers=1, max_positions=context)
+    options = dict.fromkeys(("input_len", "context", "output_len")) | {"prefill": True}
+    assert _lengths(str(target), None, options) == (expected, context)
 
 
 @pytest.mark.parametrize(
@@ -215,6 +227,21 @@ def test_the_first_requests_of_a_batch(bench: Bench, tmp_path: Path) -> None:
     assert bench("--bucket", "2", "--input-len", "3", "--output-json", str(stored)).exit_code == 0
     numbers = json.loads(stored.read_text())["numbers"]["none_torch"]
     assert numbers["first_request"]["num_requests"] == 2
+
+
+def test_the_last_one_to_begin_is_told() -> None:
+    """Bug: of an engine's very first requests the time is that of the first one that begins."""
+    times = [(9.0, 1.0), (20.0, 3.0), (15.0, 2.0)]
+    made = [SimpleNamespace(ttft_ms=a, ms_per_step=b, num_steps=int(b)) for a, b in times]
+    config = SimpleNamespace(buckets=(3, 8))
+    nobody: Any = SimpleNamespace(
+        config=config,
+        built=SimpleNamespace(target=SimpleNamespace(vocab_size=7)),
+        generate=lambda ids, **asked: [SimpleNamespace(metrics=made[i]) for i in range(len(ids))],
+    )
+    found = first_requests(nobody, 4, 0)
+    expected = {"num_requests": 3, "num_prompt_tokens": 4, "ttft_ms": 20.0}
+    assert found == expected | {"step_mean_ms": 3.0, "num_steps": 3}
 
 
 def test_the_table_of_first_tokens() -> None:

@@ -27,7 +27,7 @@ from graphengine.verify.check import (
 from graphengine.verify.report import _table, describe, finish
 from graphengine.verify.run import Cell, CellResult
 from graphengine.verify.teacher import TokenScores
-from graphengine.verify.told import _compare, wrong_end
+from graphengine.verify.told import _compare, wrong_end, wrong_logprobs
 from tests.support.byte_tokens import FallsBackToBytes
 from tests.support.transcripts import transcript
 
@@ -181,6 +181,24 @@ def test_log_probabilities_begin_with_the_token_itself() -> None:
     said, other = {1: float(true_V[1])}, {0: float(true_V[0])}
     assert _compare(true_V, 1, 1, said | other, 0.01)[1] is None
     assert _compare(true_V, 1, 1, other | said, 0.01)[1] == "0 stands first, 1 was said"
+
+
+@pytest.mark.parametrize(
+    ("asked", "told", "text"),
+    [
+        ({"logprobs": 0}, {"logprobs": [{5: -0.1}]}, "logprobs 0: 1 entries, 2 tokens"),
+        ({"logprobs": 0}, {}, "logprobs 0: 0 entries, 2 tokens"),
+        ({"prompt_logprobs": 1}, {"prompt_logprobs": []}, "prompt_logprobs 1: 0 entries, 1 tokens"),
+        ({}, {"logprobs": [{5: -0.1}, {6: -0.1}]}, "logprobs None: 2 entries, 2 tokens"),
+    ],
+)
+def test_every_token_has_its_log_probabilities(
+    asked: dict[str, Any], told: dict[str, Any], text: str
+) -> None:
+    """Bug: an answer with log-probabilities of fewer tokens than it has, or none, passes."""
+    answer = transcript([5, 6], [1, 1], asked=SamplingParams(**asked), **told)
+    nobody: Any = None  # no forward is needed to say so
+    assert wrong_logprobs(nobody, answer, 1.0) == (0.0, text)
 
 
 def test_what_lies_at_a_limit_passes() -> None:

@@ -15,7 +15,7 @@ def longer_context(config: EngineConfig, num_positions: int, num_tokens: int) ->
     limit = config.max_model_len
     if limit >= num_positions or num_tokens >= num_positions:
         return ""
-    if limit == config.speculation_limit:
+    if limit == config.speculation_limit and not config.finish_in_plain_decode:
         return " or pass --finish-in-plain-decode"
     is_rest = config.device == "cuda" and config.kv_cache_memory is None
     pool = "--gpu-memory-utilization" if is_rest else "--kv-cache-memory"

@@ -9,7 +9,7 @@ import pytest
 
 from graphengine.decode.refusals import check_offered, longer_context
 from graphengine.decode.sampling import Sampling
-from tests.decode.test_engine import Pair
+from tests.decode.test_engine import BLOCK, Pair
 
 
 @pytest.fixture(scope="module")
@@ -25,13 +25,17 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
         ({"kv_cache_memory": 20_000}, r"raise --max-model-len, or where .* --kv-cache-memory$"),
         ({"draft": False}, r"shorten the prompt$"),
         ({"finish_in_plain_decode": True}, r"shorten the prompt$"),
+        (
+            {"finish_in_plain_decode": True, "max_model_len": 512 - BLOCK},
+            r"raise --max-model-len, or ",
+        ),
     ],
 )
 def test_what_helps_a_prompt_past_the_context(
     pair: Pair, options: dict[str, Any], remedy: str
 ) -> None:
     """Bug: where the models have no more positions, or the pool holds no longer request, a user is
-    told to raise --max-model-len, which is refused."""
+    told to raise --max-model-len, which is refused; or to pass what was passed."""
     with pair.engine(**{"buckets": (1,), "max_model_len": None} | options) as engine:
         prompt = [1] * engine.config.max_model_len
         with pytest.raises(ValueError, match=remedy):

@@ -67,7 +67,7 @@ def _width_finding(target: ModelConfig, draft: DraftSpec, simulated: float | Non
     whole = draft.num_verify_rows
     cost: dict[int, float] = {w: step_bytes(target, draft, w) for w in widths_of(whole)}
     mean = simulated
-    if mean is None:
+    if mean is None or not 1 <= mean <= whole:  # which a run refuses
         mean = typical_tokens(whole, is_lookup=isinstance(draft, NgramConfig))
     chosen = choose(1, {1: verify_bytes(target, 1), **cost}, mean)
     value = f"by bytes {chosen.num_draft_tokens} drafts a step are best for one request, if a "

@@ -83,6 +83,15 @@ def test_the_tokens_that_a_start_assumes(options: dict[str, Any], mean: str) -> 
     assert ("plain decoding is better still" in text) == (mean == "2")
 
 
+@pytest.mark.parametrize("simulated", [0.5, 99.0])
+def test_an_acceptance_that_no_block_has(simulated: float) -> None:
+    """Bug: a wrong --simulate-acceptance is blamed on the files, to be compared with the published
+    ones, beside the finding about the option."""
+    found = check("qwen3-30b-a3b", "ngram", simulate_acceptance=simulated)
+    names = [name for name in errors(found) if name != "run.memory"]
+    assert names == ["run.options"] and "2 tokens" in value(found, "experts.width")
+
+
 @pytest.mark.parametrize("form", ["per expert", "fused"])
 def test_files_in_both_forms(tmp_path: Path, form: str) -> None:
     """Bug: files that load are called incomplete, or an expert that is missing is not."""

@@ -16,6 +16,7 @@ from click.testing import CliRunner
 from graphengine.api import Engine
 from graphengine.cli import answers, cache
 from graphengine.cli import main as cli
+from graphengine.cli.compile import _notes
 from graphengine.cli.main import _compiler_failed
 from graphengine.startup import artifact, compilers
 from tests.support.artifacts import filled
@@ -230,6 +231,17 @@ def test_a_run_tells_what_does_not_fit(tmp_path: Path) -> None:
     assert "gpu: NVIDIA H200 there, nothing here" in text
     assert "torch: 2.13.0 there" in text
     assert "--artifact changes nothing: on the CPU" in text, "without --compile it was in silence"
+
+
+def test_what_compile_says_of_an_artifact(tmp_path: Path) -> None:
+    """Bug: of one that was not used it is told as well what it lacks; or nothing of one that was
+    made for something else."""
+    store, apart = filled(tmp_path)._replace(notes=[]), ["buckets: 1 there, 8 here"]
+    (told,) = _notes(store, tmp_path / "x.tar.gz", apart)
+    assert "was compiled for something else" in told and told.endswith(apart[0])
+    assert _notes(store, None, apart) == _notes(store, tmp_path / "x.tar.gz", []) == []
+    unused = store._replace(notes=["x.tar.gz does not fit and is not used"])
+    assert _notes(unused, tmp_path / "x.tar.gz", apart) == unused.notes
 
 
 def test_an_artifact_that_was_used(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from graphengine import names
 from graphengine.checkpoints.hub import TINY_DRAFT, TINY_TARGET
 from graphengine.measure import profile_run
 from tests.support import nsys_exports as exports
@@ -79,6 +80,16 @@ def test_profile_reads_a_chrome_trace(tmp_path: Path) -> None:
     path = exports.write_chrome_trace(tmp_path / "torch.json")
     found = document(invoke("profile", "--read", path, "--json"))["numbers"]["torch"]
     assert found["busy_mean_us"] == 27.0
+
+
+def test_first_tokens_of_a_file(tmp_path: Path) -> None:
+    """Bug: a trace of prefills, without facts beside it, is said to hold no steps."""
+    path = exports.write_chrome_trace(tmp_path / "torch.json")
+    path.write_text(path.read_text().replace(f'"{names.STEP}"', '"prefill"'))
+    assert "with --prefill, prefills" in invoke("profile", "--read", path).stderr
+    result = invoke("profile", "--read", path, "--prefill", "--json")
+    assert document(result)["numbers"]["torch"]["busy_mean_us"] == 27.0
+    assert "each step is a prefill" in result.stderr
 
 
 @pytest.mark.parametrize(

@@ -49,7 +49,8 @@ def value(found: Examination, name: str) -> str:
 
 
 def test_what_a_block_costs(tmp_path: Path) -> None:
-    """Bug: the break-even leaves out the drafter, or reads all experts for one row."""
+    """Bug: the break-even leaves out the drafter, or reads all experts for one row; or GB are told
+    as if they were GiB."""
     target, _ = read_configs("qwen3-30b-a3b", None)
     read = [verify_bytes(target, rows) / 4.46e9 for rows in (1, 4, 8, 16, 32, 128)]
     assert read == pytest.approx([1.36, 3.51, 5.79, 8.92, 11.9, 13.6], rel=0.01)
@@ -58,7 +59,7 @@ def test_what_a_block_costs(tmp_path: Path) -> None:
     assert break_even_tokens(target, draft, 16) == pytest.approx(6.8, abs=0.05)
     assert break_even_tokens(target, None, 16) == pytest.approx(8.92 / 1.36, rel=0.01)
     found = check("qwen3-30b-a3b", tmp_path)
-    assert "82 of 128 experts" in value(found, "experts.rows_16")
+    assert "82 of 128 experts a layer expected, 39.8 GB" in value(found, "experts.rows_16")
     assert "6.8 tokens a step with the drafter" in value(found, "experts.rows_16")
     assert "8 of 128 experts" in value(found, "experts.rows_1")
     # 4 rows read 3.51 ms at 4.46 TB/s beside the drafter's 0.33 and plain decoding's 1.36.

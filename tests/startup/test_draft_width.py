@@ -129,11 +129,12 @@ def unloaded(drafts: int, taps: tuple[int, ...] = (1,)) -> Any:
 
 def test_plain_decoding_drafts_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Bug: the drafter's time is in plain decoding's too, and a block that loses to it is not told
-    as such."""
+    as such; or its times are told in another unit."""
     monkeypatch.setattr(draft_width, "forward_seconds", lambda pair, rows: (1.0, 5.0))
     (width,) = draft_width.measure_widths(unloaded(3))
     assert width.step_s == {1: 1.0, 2: 6.0, 4: 6.0}
     assert width.is_below_plain and "plain decoding" in width.line()
+    assert "ms a step by rows 1: 1e+03, 2: 6e+03, 4: 6e+03;" in width.line()
 
 
 def test_noise_only_adds(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,7 +25,7 @@ from graphengine.verify.check import (
     judge,
 )
 from graphengine.verify.report import _table, describe, finish
-from graphengine.verify.run import Cell, CellResult
+from graphengine.verify.run import Cell, CellResult, numbers
 from graphengine.verify.teacher import TokenScores
 from graphengine.verify.told import _compare, wrong_end, wrong_logprobs
 from tests.support.byte_tokens import FallsBackToBytes
@@ -133,6 +133,24 @@ def test_the_worst_prompt_is_in_the_table() -> None:
     cell = CellResult(cell=Cell("m", 1, "alone"), report=report, failed={}, transcripts=ran)
     cells = {str(column.header): list(column.cells) for column in _table([cell]).columns}
     assert (cells["accept"], cells["least"]) == (["2.00"], ["1.00"])
+
+
+def test_the_numbers_of_a_cell() -> None:
+    """Bug: ties and tokens beyond the tolerance stand in each other's place in the JSON; or what
+    was not asked for has a number all the same."""
+    ran = [transcript([5, 6, 7], [1, 2]), transcript([5], [1])]
+    report = judge(ran, [scores([5, 2, 3], [0, 0.5, 0.1]), scores([4], [0.9])], 0.2, [])
+    cell = CellResult(cell=Cell("full x", 2, "alone"), report=report, failed={}, transcripts=ran)
+    found = numbers([cell, replace(cell, cell=Cell("full x", 2, "mixed"), same_as_plain=1)])[
+        "full_x"
+    ]
+    alone = found["bucket_2_alone"]
+    assert (alone["num_tokens"], alone["num_over_tolerance"], alone["num_ties"]) == (4, 2, 1)
+    assert alone["mean_acceptance_length"] == 2 and alone["max_regret_nats"] == 0.9
+    same = {"num_same_as_plain": 1, "num_prompts": 2}
+    assert found["bucket_2_mixed"] == alone | same and not {*same, "max_logprob_error_nats"} & {
+        *alone
+    }
 
 
 def test_a_difference_is_told_where_it_stands() -> None:

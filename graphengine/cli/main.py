@@ -75,7 +75,10 @@ def _ends_are_told(command: click.Command) -> Iterator[None]:
     try:
         yield
     except ValueError as error:
-        raise click.UsageError(str(error)) from error
+        text, flag = str(error), "--max-model-len "
+        if text.startswith(flag) and all(p.name != "max_model_len" for p in command.params):
+            text = f"a context of {text.removeprefix(flag)}"  # which the command has set itself
+        raise click.UsageError(text) from error
     except KeyboardInterrupt:
         click.echo("interrupted", err=True)
         click.get_current_context().exit(130)

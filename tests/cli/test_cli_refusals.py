@@ -271,6 +271,17 @@ def test_bad_sampling(cli: Run, args: list[str], parts: list[str]) -> None:
     refused(cli("--prompt", "x", *args), *parts)
 
 
+@pytest.mark.parametrize("command", ["bench", "profile", "graphs", "compile"])
+def test_a_pool_that_holds_no_request(command: str) -> None:
+    """Bug: a command that sets the context itself refuses a --max-model-len that nobody passed, and
+    that it does not have."""
+    args = ["--device", "cpu", "--kv-cache-memory", "200KiB", "--page-size", "4"]
+    done = CliRunner().invoke(main, [command, *args], env={"COLUMNS": "10000"})
+    assert done.exit_code == 2 and "K/V for one request" in done.stderr, done.stderr
+    has_option = any(param.name == "max_model_len" for param in main.commands[command].params)
+    assert ("--max-model-len" in done.stderr) == has_option == ("a context of" not in done.stderr)
+
+
 def test_every_command_offers_what_the_engine_knows() -> None:
     """Bug: an option, or a new value of one, is known to the engine and not offered by a command
     that is declared to take it."""

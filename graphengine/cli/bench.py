@@ -7,6 +7,7 @@ pictures are in measure/report.py.
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from dataclasses import asdict
 from functools import partial
 from itertools import product
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from graphengine.cli import options as shared
-from graphengine.config.declaration import declarations
+from graphengine.config.declaration import declarations, made
 from graphengine.config.options import Options, without_drafter
 
 if TYPE_CHECKING:
@@ -199,6 +200,16 @@ def _lengths(model: str, draft: str | None, options: dict[str, Any]) -> tuple[tu
     return lengths, context
 
 
+def _runs(
+    draft: str | None, asked: dict[str, Any], options: dict[str, Any]
+) -> Iterator[tuple[str | None, dict[str, Any]]]:
+    """What is timed: its drafter, and an engine's options."""
+    drafters = [None, draft] if options["baseline"] else [draft]
+    for (mode, backend), drafter in product(options["compare"] or (("auto", "auto"),), drafters):
+        run = asked if drafter == draft else without_drafter(asked)
+        yield drafter, run | {"graph_mode": mode, "attention_backend": backend}
+
+
 def _time_modes(
     model: str,
     draft: str | None,
@@ -209,6 +220,7 @@ def _time_modes(
     """Times an engine of each mode, with --baseline one without the drafter too.
 
     Returns: (rates, and numbers by the engine's label, configs by it, all cases of steps).
+    Raises: ValueError: one of the modes cannot run here.
     """
     import torch
 
@@ -216,8 +228,12 @@ def _time_modes(
     from graphengine.measure.bench import gpu_memory
     from graphengine.measure.first_token import run_prefills
     from graphengine.measure.rates import Rates, matmul_tflops, read_bandwidth_gbps
+    from graphengine.startup.build import read_configs
+    from graphengine.startup.options import resolve_options
 
-    prefill = options["prefill"]
+    prefill, runs = options["prefill"], list(_runs(draft, asked, options))
+    for drafter, run in runs:  # before another is timed, which would be lost
+        resolve_options(made(Options, run), *read_configs(model, drafter))
     rates = Rates(0.0, 0.0)  # what is timed on the CPU has no floor of the GPU beside it
     if asked["device"] != "cpu":
         rates = Rates(read_bandwidth_gbps(), matmul_tflops() if prefill else 0.0)
@@ -226,11 +242,7 @@ def _time_modes(
         numbers["matmul_tflops"] = rates.matmul_tflops
     configs: dict[str, Any] = {}
     rows: list[CaseRow] = []
-    modes = options["compare"] or (("auto", "auto"),)
-    drafters = [None, draft] if options["baseline"] else [draft]
-    for (mode, backend), drafter in product(modes, drafters):
-        run = asked if drafter == draft else without_drafter(asked)
-        run = run | {"graph_mode": mode, "attention_backend": backend}
+    for drafter, run in runs:
         began = time.perf_counter()
         if torch.cuda.is_available():
             torch.cuda.reset_peak_memory_stats()
@@ -239,7 +251,8 @@ def _time_modes(
             label = f"{engine.config.graph_mode}_{engine.config.attention_backend}"
             label += "" if drafter == draft else "_plain"
             if label in configs:  # two spellings would share a place in the result
-                console.print(f"{mode}:{backend} is {label} again: left out")
+                mode = f"{run['graph_mode']}:{run['attention_backend']}"
+                console.print(f"{mode} is {label} again: left out")
                 continue
             configs[label] = asdict(engine.config)
             del startup["buckets"], startup["num_pages"], startup["draft_widths"]

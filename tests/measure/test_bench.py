@@ -231,6 +231,18 @@ def test_a_prompt_past_the_context_is_refused_first(mode: list[str]) -> None:
     assert "input      8" not in done.stderr
 
 
+@pytest.mark.parametrize("mode", [[], ["--baseline"], ["--prefill"]])
+def test_a_mode_that_cannot_run_is_refused_first(
+    pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, mode: list[str]
+) -> None:
+    """Bug: the last of --compare cannot run here, and what the others measured until then is
+    lost."""
+    monkeypatch.setattr(Engine, "from_pretrained", lambda *_, **__: pytest.fail("measured"))
+    args = ["bench", str(pair[0]), "--draft", str(pair[1]), "--compare", "none,full", *mode]
+    done = CliRunner().invoke(main, [*args, "--device", "cpu"])
+    assert done.exit_code == 2 and "on the CPU use --graph-mode none" in done.stderr, done.output
+
+
 @pytest.mark.parametrize("mode", [["--output-len", "8"], ["--prefill"]])
 def test_a_batch_past_the_pool_is_refused_first(mode: list[str]) -> None:
     """Bug: small batches are measured for minutes, and one that the K/V pool does not hold behind

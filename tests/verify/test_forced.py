@@ -111,8 +111,8 @@ def test_one_prompt_that_is_asked_for_two_things(mix: Mix) -> None:
         (plain,) = verify_mode(engine.built, "none", ids, [(3, "together")], **run)
         forced = ForcedLength.of(plain.transcripts)
         found = verify_mode(engine.built, "none", ids, [(3, mix)], forced=forced, **run)
-    accepted = [result.report.acceptance.mean_acceptance_length for result in found]
-    assert accepted == sorted(set(accepted)) and not any(result.failed for result in found)
+    accepted = [t.acceptance.mean_acceptance_length for t in found[-1].transcripts[:2]]
+    assert min(accepted) > 2 and not any(result.failed for result in found)
 
 
 def test_each_bucket_has_the_lengths_of_its_own_block() -> None:

@@ -220,20 +220,26 @@ def _time_modes(
     """Times an engine of each mode, with --baseline one without the drafter too.
 
     Returns: (rates, and numbers by the engine's label, configs by it, all cases of steps).
-    Raises: ValueError: one of the modes cannot run here.
+    Raises: ValueError: one of the modes cannot run here, or has no room.
     """
     import torch
 
     from graphengine.api import Engine
+    from graphengine.config.draft_length import longest_draft
     from graphengine.measure.bench import gpu_memory
     from graphengine.measure.first_token import run_prefills
     from graphengine.measure.rates import Rates, matmul_tflops, read_bandwidth_gbps
     from graphengine.startup.build import read_configs
+    from graphengine.startup.memory import device_memory, plan_memory
     from graphengine.startup.options import resolve_options
 
     prefill, runs = options["prefill"], list(_runs(draft, asked, options))
     for drafter, run in runs:  # before another is timed, which would be lost
-        resolve_options(made(Options, run), *read_configs(model, drafter))
+        target, own = read_configs(model, drafter)
+        config = resolve_options(made(Options, run), target, own)
+        longest = longest_draft(config, own) if own is not None else None
+        memory = device_memory(config.device)
+        plan_memory(config, target, longest, memory, length_is_explicit=True)
     rates = Rates(0.0, 0.0)  # what is timed on the CPU has no floor of the GPU beside it
     if asked["device"] != "cpu":
         rates = Rates(read_bandwidth_gbps(), matmul_tflops() if prefill else 0.0)

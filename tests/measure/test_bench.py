@@ -243,6 +243,14 @@ def test_a_mode_that_cannot_run_is_refused_first(
     assert done.exit_code == 2 and "on the CPU use --graph-mode none" in done.stderr, done.output
 
 
+def test_a_mode_whose_pages_are_too_large_is_refused_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: as above, of a mode whose larger pages leave none for a request."""
+    monkeypatch.setattr(Engine, "from_pretrained", lambda *_, **__: pytest.fail("measured"))
+    asked = "bench --device cpu --compare none:torch,none:triton --kv-cache-memory 5MiB"
+    done = CliRunner().invoke(main, [*asked.split(), "--input-len", "100", "--output-len", "16"])
+    assert done.exit_code == 2 and "the longest that fits is 240 tokens" in done.stderr, done.output
+
+
 @pytest.mark.parametrize("mode", [["--output-len", "8"], ["--prefill"]])
 def test_a_batch_past_the_pool_is_refused_first(mode: list[str]) -> None:
     """Bug: small batches are measured for minutes, and one that the K/V pool does not hold behind

@@ -18,7 +18,7 @@ import hashlib
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -205,13 +205,10 @@ class DraftReference:
 
     def _rope(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """cos and sin [T, H] from transformers' own rotary class, amplitude included."""
-        from transformers import Qwen3Config
-        from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
-
         known = {
             k: v for k, v in self.layer_keys.items() if k not in ("architectures", "dflash_config")
         }
-        rotary: Any = Qwen3RotaryEmbedding(Qwen3Config(**known))
+        rotary = _rotary(json.dumps(known))
         cos, sin = rotary(torch.zeros(1, 1), positions[None])
         return cos[0], sin[0]
 
@@ -234,6 +231,15 @@ def speculative_generate(
         ids += choices[: accepted + 1]
         counts.append(accepted)
     return ids[len(prompt_ids) :], counts
+
+
+@cache
+def _rotary(config: str) -> Any:
+    """transformers' own class for a Qwen3 config's JSON; making one takes as long as a draft."""
+    from transformers import Qwen3Config
+    from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
+
+    return Qwen3RotaryEmbedding(Qwen3Config(**json.loads(config)))
 
 
 def _norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -1,6 +1,8 @@
 """compile: a segment is compiled once for each layout, state and moment, if it may be."""
 
 import sys
+from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -58,6 +60,26 @@ def test_a_tool_replaces_a_table(folder: Path, monkeypatch: pytest.MonkeyPatch) 
     assert len(files(folder)) == 2
 
 
+def test_another_state_is_compiled_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: as below, seen without a compiler."""
+    asked: list[str] = []
+
+    def make(self: object, key: str, arguments: object) -> Callable[[Tensor], Tensor]:
+        asked.append(key)
+        return lambda x: x
+
+    monkeypatch.setattr(compiling.Segment, "_make", make)
+    monkeypatch.setattr(compiling, "_MADE", {})
+    (product,) = compiling.compile_segments([lambda x: x @ x])
+    x = torch.ones(8, 8)
+    for moment in (torch.autocast("cpu", dtype=torch.bfloat16), nullcontext(), torch.no_grad()):
+        for _ in range(2):
+            with moment:
+                product(x)
+    assert len(set(asked)) == len(asked) == 3
+
+
+@pytest.mark.slow
 @needs_compiler
 @pytest.mark.usefixtures("folder")
 def test_code_of_another_state_is_not_called() -> None:

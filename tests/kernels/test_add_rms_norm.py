@@ -75,7 +75,7 @@ def test_split_holds_the_normed_rows(device, T, D, Z) -> None:
 
 
 @pytest.mark.parametrize("adds", [True, False])
-@pytest.mark.parametrize(("T", "D", "Z"), [*SHAPES, (130, 4096, 2), (65, 12288, 1)])
+@pytest.mark.parametrize(("T", "D", "Z"), [*SHAPES, (9, 4096, 2), (5, 12288, 1)])
 def test_rounds_the_normed_rows(device, T, D, Z, adds) -> None:
     """Bug: as above with one row; the residual is rounded too; a row of zeros is 0 / 0."""
     h, update, weight = inputs(device, torch.bfloat16, T, D, Z)

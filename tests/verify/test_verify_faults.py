@@ -138,6 +138,7 @@ def test_target_slot_off_by_one_over_garbage(limits: Limits, offset: int) -> Non
         assert "finite" in failed(engine, limits)
 
 
+@slow
 def test_drafter_slot_off_by_one(limits: Limits) -> None:
     """Bug: the drafter's context is written one slot too late; the output stays right."""
     with load() as engine:

@@ -114,13 +114,13 @@ def test_a_larger_limit_stays() -> None:
 
 
 @pytest.mark.slow
-def test_compile_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compile_workers() -> None:
     """Bug: kernels of a start are compiled by the process that everybody waits for, or by others
     though the user wants none."""
     torch_internals.begin_workers()
     submit = torch_internals.compile_workers(120)
     assert submit is not None
     assert submit(os.getppid).result(120) not in (os.getpid(), os.getppid())
-    monkeypatch.setattr(inductor, "compile_threads", 1)
-    torch_internals.begin_workers()
-    assert torch_internals.compile_workers(0) is None
+    with inductor.patch(compile_threads=1):
+        torch_internals.begin_workers()
+        assert torch_internals.compile_workers(0) is None

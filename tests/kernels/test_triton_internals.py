@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from triton import knobs
 from triton.runtime import build
 
 from graphengine.kernels.interpreter import INTERPRET
@@ -61,7 +60,7 @@ def test_launchers_are_not_mixed_up(
 ) -> None:
     """Bug: a kernel is launched with another signature's launcher ("function takes exactly 42
     arguments (22 given)"), where two threads load launchers that were loaded before."""
-    monkeypatch.setattr(knobs.cache, "dir", str(tmp_path))
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     request.addfinalizer(lambda: sys.modules.pop("launcher", None))
 
     def load(number: int) -> Any:

@@ -6,8 +6,8 @@ took with empty caches (one H200). Here every chain runs once without Inductor, 
 while the caller's thread compiles segments. What a thread finds not compiled it asks another
 process for, and waits, since Triton holds Python's lock while it reads a kernel's source.
 
-So runs the caller's thread through the chains of all buckets, for their segments (`make_segments`),
-before it runs any: a step that is run waits for its kernels.
+A step that is run waits for its kernels. So the caller's thread, too, first goes through the chains
+of all buckets with shapes alone, for their segments (`make_segments`), and runs them afterwards.
 
 Invariant: such a run computes nothing. No kernel of ours is launched (`kernels.launch`), and of
 torch's none that reads or writes a tensor (`_ShapesAlone`): results are memory with any contents,
@@ -116,7 +116,8 @@ def make_segments(runs: Iterable[Callable[[], object]]) -> None:
 
 
 class _Workers:
-    """Asks Inductor's processes for kernels, of equal ones once; they begin with the first."""
+    """Asks Inductor's processes for kernels, for equal ones once; they begin with the first one, if
+    they have not before."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

@@ -60,7 +60,10 @@ def max_stack_bytes(kernel: str, launch: str) -> int:
     if kernel == "specialized_linear_kernel":  # after the loop; 128 before triton 3.9
         return 144
     # Triton 3.9 spills two registers of these.
-    if "20480" in launch or launch == "attention of chunks, narrow heads":
+    if (kernel, launch) in (
+        ("_add_rms_norm_kernel", "residual and norm, 20480 columns"),
+        ("chunk_attention_kernel", "attention of chunks, narrow heads"),
+    ):
         return 8
     whole = "chunk_attention_kernel", "chunk_swiglu_kernel", "merge_splits_kernel"
     whole += "delta_prepare_kernel", "large_chunk_linear_kernel"

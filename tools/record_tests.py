@@ -2,7 +2,7 @@
 
 Why: GPU tests never run in CI, so that they passed is a claim, and a claim needs a file with GPU,
 versions and commit. Parallel, because most of their time is compilation on the CPU; tests that
-judge measured times run after the others, alone.
+judge measured times or the GPU's free memory run after the others, alone.
 
     python tools/record_tests.py --jobs 14 --out profiles/results/gpu-tests.json -- -m gpu tests
 
@@ -31,7 +31,7 @@ from graphengine.profiles import result_schema
 # This module is a plugin of the jobs' pytest too.
 PYTEST = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-p", Path(__file__).stem]
 TOOLS = Path(__file__).parent
-TIMED = "test_busy_is_less_than_the_step"
+ALONE = "test_busy_is_less_than_the_step|test_memory_on_gpu"  # judge time, the GPU's free memory
 OUTCOME = re.compile(r"^(\S+\.py::.+?) (PASSED|FAILED|ERROR|SKIPPED)\b", re.MULTILINE)
 REASON = re.compile(r"^BECAUSE (\S+\.py::.+?) - (.*)$", re.MULTILINE)
 
@@ -129,7 +129,7 @@ def main() -> None:
     )
     parser.add_argument("--jobs", type=int, default=8, help="processes at a time")
     parser.add_argument("--timeout", type=float, default=900, help="seconds for all of it")
-    parser.add_argument("--alone", default=TIMED, help="regex of tests to run after the others")
+    parser.add_argument("--alone", default=ALONE, help="regex of tests to run after the others")
     parser.add_argument("--out", type=Path, help="store the result as JSON here")
     parser.add_argument(
         "--commit", metavar="SHA", help="commit to record where the checkout has no history"
@@ -144,12 +144,12 @@ def main() -> None:
         parser.error(f"--alone {args.alone}: no regular expression ({error})")
     began = time.monotonic()
     ids = collect(args.pytest)
-    timed = [name for name in ids if re.search(args.alone, name)]
+    apart = [name for name in ids if re.search(args.alone, name)]
     with noted_termination() as terminated:
-        ran = run([name for name in ids if name not in timed], args.jobs, args.timeout, terminated)
+        ran = run([name for name in ids if name not in apart], args.jobs, args.timeout, terminated)
         left_s = args.timeout - (time.monotonic() - began)
-        if timed and left_s > 0 and not terminated:
-            alone = run(timed, 1, left_s, terminated)
+        if apart and left_s > 0 and not terminated:
+            alone = run(apart, 1, left_s, terminated)
             ran = Ran(
                 ran.outcomes | alone.outcomes,
                 ran.reasons | alone.reasons,

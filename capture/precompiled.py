@@ -184,7 +184,7 @@ def loaded_code(function: Callable[..., Any], read: Read | None = None) -> str:
         waiting += read[name][1]
     digest = hashlib.sha256(b"".join(of_module for _, (of_module, _) in sorted(found.items())))
     # A closure differs from its like in its cells.
-    digest.update("".join(_content(function, package, ())).encode())
+    digest.update("".join(_Reader(package).content(function)).encode())
     return digest.hexdigest()
 
 
@@ -203,11 +203,15 @@ def _read_module(module: types.ModuleType, package: str) -> tuple[bytes, list[st
     held = list(vars(module).items())
     names = {k: v for k, v in held if k in known and not k.startswith("__")}
     homes = [
-        value if isinstance(value, types.ModuleType) else sys.modules.get(_home(value))
+        value.__name__ if isinstance(value, types.ModuleType) else _home(value)
         for value in names.values()
     ]
-    digest.update("".join(_content(names, package, ())).encode())
-    return digest.digest(), [home.__name__ for home in homes if home is not None]
+    reader = _Reader(package)
+    for name, value in names.items():
+        digest.update(f"{name}=".encode())
+        is_own = _home(value) == module.__name__
+        digest.update("".join(reader.content(value, in_full=is_own)).encode())
+    return digest.digest(), [home for home in {*homes, *reader.homes} if home in sys.modules]
 
 
 def _home(x: Any) -> str:
@@ -220,52 +224,74 @@ _UNREAD = {"__dict__", "__doc__", "__module__", "__qualname__", "__weakref__"}
 _PLAIN = (bool, int, float, complex, str, bytes, range, type(...), torch.dtype, torch.device)
 
 
-def _content(x: Any, package: str, inside: tuple[int, ...]) -> Iterator[str]:
-    """What a value says to whoever traces it, as text that is the same in every process."""
-    if id(x) in inside:
-        return
-    inside = (*inside, id(x))
+class _Reader:
+    """What values say to whoever traces them, as text that is the same in every process.
 
-    def parts(*values: Any) -> Iterator[str]:
-        yield "("
-        for value in values:
-            yield from _content(value, package, inside)
-        yield ")"
+    A function or class that its own module holds is read there and is a name elsewhere, or a start
+    would read the largest configuration once for each of 20 modules; `homes` are the modules that
+    have to be read for that.
+    """
 
-    yield type(x).__qualname__
-    if x is None or isinstance(x, _PLAIN):
-        yield repr(x)
-    elif isinstance(x, types.CodeType):
-        yield x.co_code.hex()
-        yield from parts(x.co_names, x.co_varnames, x.co_freevars, x.co_consts)
-    elif isinstance(x, types.FunctionType):
-        closure = [cell.cell_contents for cell in x.__closure__ or ()]
-        yield from parts(x.__code__, x.__defaults__, x.__kwdefaults__, closure)
-    elif isinstance(x, tuple | list):
-        yield from parts(*x)
-    elif isinstance(x, set | frozenset):
-        yield from sorted("".join(parts(value)) for value in x)
-    elif isinstance(x, Mapping):
-        yield from parts(*(pair for pair in list(x.items()) if pair[0] not in _UNREAD))
-    elif isinstance(x, type):
-        yield f"{x.__module__}.{x.__qualname__}"
-        if _is_of(x, package):
-            yield from parts(*x.__bases__, dict(vars(x)))
-    elif isinstance(x, types.ModuleType):
-        yield x.__name__
-    elif isinstance(x, enum.Enum):
-        yield x.name
-    elif _is_of(type(x), package):
-        names = [name for kind in type(x).__mro__ for name in getattr(kind, "__slots__", ())]
-        slots = [getattr(x, name, None) for name in names if name not in _UNREAD]
-        yield from parts(type(x), getattr(x, "__dict__", None), slots)
-    else:  # what wraps functions: a method, a property, functools.partial, a custom operator
-        wrapped = ("__wrapped__", "__func__", "fget", "func", "args", "keywords")
-        static = [getattr(x, name, None) for name in wrapped if hasattr(type(x), name)]
-        held = list(getattr(x, "__dict__", {}).values())
-        functions = [v for v in held if isinstance(v, types.FunctionType)]
-        # Without what Triton puts into a kernel at its first launch.
-        yield from parts(static, [v for v in functions if not _is_of(v, "triton")])
+    def __init__(self, package: str) -> None:
+        self.homes: set[str] = set()
+        self._package = package
+
+    def content(
+        self, x: Any, inside: tuple[int, ...] = (), *, in_full: bool = False
+    ) -> Iterator[str]:
+        """Args: inside: ids of what x is a part of. in_full: x is what its module is read for."""
+        if id(x) in inside:
+            return
+        if isinstance(x, type | types.FunctionType) and not in_full and self._is_held(x):
+            self.homes.add(x.__module__)
+            yield f"{x.__module__}.{x.__qualname__}"
+            return
+        inside = (*inside, id(x))
+
+        def parts(*values: Any) -> Iterator[str]:
+            yield "("
+            for value in values:
+                yield from self.content(value, inside)
+            yield ")"
+
+        yield type(x).__qualname__
+        if x is None or isinstance(x, _PLAIN):
+            yield repr(x)
+        elif isinstance(x, types.CodeType):
+            yield x.co_code.hex()
+            yield from parts(x.co_names, x.co_varnames, x.co_freevars, x.co_consts)
+        elif isinstance(x, types.FunctionType):
+            closure = [cell.cell_contents for cell in x.__closure__ or ()]
+            yield from parts(x.__code__, x.__defaults__, x.__kwdefaults__, closure)
+        elif isinstance(x, tuple | list):
+            yield from parts(*x)
+        elif isinstance(x, set | frozenset):
+            yield from sorted("".join(parts(value)) for value in x)
+        elif isinstance(x, Mapping):
+            yield from parts(*(pair for pair in list(x.items()) if pair[0] not in _UNREAD))
+        elif isinstance(x, type):
+            yield f"{x.__module__}.{x.__qualname__}"
+            if _is_of(x, self._package):
+                yield from parts(*x.__bases__, dict(vars(x)))
+        elif isinstance(x, types.ModuleType):
+            yield x.__name__
+        elif isinstance(x, enum.Enum):
+            yield x.name
+        elif _is_of(type(x), self._package):
+            names = [name for kind in type(x).__mro__ for name in getattr(kind, "__slots__", ())]
+            slots = [getattr(x, name, None) for name in names if name not in _UNREAD]
+            yield from parts(type(x), getattr(x, "__dict__", None), slots)
+        else:  # what wraps functions: a method, a property, functools.partial, a custom operator
+            wrapped = ("__wrapped__", "__func__", "fget", "func", "args", "keywords")
+            static = [getattr(x, name, None) for name in wrapped if hasattr(type(x), name)]
+            held = list(getattr(x, "__dict__", {}).values())
+            functions = [v for v in held if isinstance(v, types.FunctionType)]
+            # Without what Triton puts into a kernel at its first launch.
+            yield from parts(static, [v for v in functions if not _is_of(v, "triton")])
+
+    def _is_held(self, x: type | types.FunctionType) -> bool:
+        home = sys.modules.get(_home(x)) if _is_of(x, self._package) else None
+        return getattr(home, x.__name__, None) is x
 
 
 def _is_of(x: type | types.FunctionType, package: str) -> bool:

@@ -34,9 +34,10 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from typing import NamedTuple
 
 import torch
@@ -47,6 +48,7 @@ from graphengine.capture.runners import GraphPool
 from graphengine.capture.steps import Carry, Dense
 from graphengine.config.draft_length import longest_draft
 from graphengine.config.model import ModelConfig
+from graphengine.decode.compile_ahead import CompileAhead
 from graphengine.decode.metrics import DraftWidth
 from graphengine.decode.proposer import Pair
 from graphengine.decode.simulate import acceptance_rate
@@ -70,6 +72,10 @@ class Forward(NamedTuple):
     layers: tuple[LayerWeights, ...]
     embed_VD: Tensor
     head_VD: Matrix
+
+
+Part = tuple[int, Callable[[Carry], Carry]]
+"""How often a forward does something, and what."""
 
 
 def widths_of(num_verify_rows: int) -> list[int]:
@@ -115,9 +121,14 @@ def typical_tokens(num_verify_rows: int, *, is_lookup: bool) -> float:
 
 
 def measure_widths(pair: Pair) -> tuple[DraftWidth, ...]:
-    """A choice for every bucket; each number of rows is measured once."""
+    """A choice for every bucket; each number of rows is measured once, its kernels compiled beside
+    those of the others before (`compile_ahead`)."""
     config, block = pair.config, pair.proposer.num_draft_tokens + 1
-    mean = assumed_tokens(pair)
+    mean, widths = assumed_tokens(pair), (*reversed(widths_of(block)), 1)
+    if pair.target.kv_pool.is_cuda:
+        rows = sorted({bucket * width for bucket in config.buckets for width in widths})
+        with CompileAhead(_runs(pair, rows), config.compile) as kernels:
+            kernels.wait()
     known: dict[int, tuple[float, float]] = {}
 
     def step_s(bucket: int, rows: int) -> float:
@@ -131,7 +142,7 @@ def measure_widths(pair: Pair) -> tuple[DraftWidth, ...]:
     for bucket in config.buckets:
         curve: dict[int, float] = {}
         least = math.inf  # noise only adds: a step costs at most what a wider one does
-        for rows in (*reversed(widths_of(block)), 1):
+        for rows in widths:
             least = curve[rows] = min(least, step_s(bucket, rows))
         found.append(choose(bucket, curve, mean, config.acceptance_floor))
         _LOG.info(found[-1].line())
@@ -149,28 +160,44 @@ def with_widths(pair: Pair, widths: Sequence[DraftWidth]) -> Pair:
 
 def forward_seconds(pair: Pair, num_rows: int) -> tuple[float, float]:
     """(target, drafter) of a forward of so many rows."""
+    device, is_captured = pair.target.kv_pool.device, pair.config.graph_mode != "none"
+    target_s, draft_s = (
+        sum(count * _seconds(run, device, is_captured) for count, run in parts)
+        for parts in _parts(pair, num_rows)
+    )
+    return target_s, draft_s
+
+
+def _runs(pair: Pair, rows: Iterable[int]) -> Iterator[Callable[[], object]]:
+    """All that forwards of these numbers of rows call."""
+    for num_rows in rows:
+        for _, run in chain(*_parts(pair, num_rows)):
+            yield partial(run, ())
+
+
+def _parts(pair: Pair, num_rows: int) -> tuple[list[Part], list[Part]]:
+    """(the target's, the drafter's)."""
     weights, proposer = pair.target.weights, pair.proposer
     target = Forward(pair.target.config, weights.layers, weights.embed_VD, weights.lm_head_VD)
-    is_captured = pair.config.graph_mode != "none"
-    draft_s = 0.0
+    draft: list[Part] = []
     if isinstance(proposer, DFlash):
         own, head_VD = proposer.at(num_rows)
-        draft = Forward(proposer.config.model, own.layers, proposer.embed_VD, head_VD)
-        draft_s = _forward_s(draft, num_rows, is_captured)
-    return _forward_s(target, num_rows, is_captured), draft_s
+        draft = _parts_of(
+            Forward(proposer.config.model, own.layers, proposer.embed_VD, head_VD), num_rows
+        )
+    return _parts_of(target, num_rows), draft
 
 
-def _forward_s(forward: Forward, num_rows: int, is_captured: bool) -> float:
+def _parts_of(forward: Forward, num_rows: int) -> list[Part]:
+    """The head and a layer of each kind."""
     config, layers, embed_VD, head_VD = forward
     vocab = len(embed_VD)
     spread = torch.arange(num_rows, device=embed_VD.device) * max(vocab // num_rows, 1)
-    h_TD = embed_VD[spread % vocab]
-    seconds = _seconds(lambda carry: (linear(h_TD, head_VD),), h_TD.device, is_captured)
-    kinds = config.layer_kinds
+    h_TD, kinds = embed_VD[spread % vocab], config.layer_kinds
+    parts: list[Part] = [(1, lambda carry: (linear(h_TD, head_VD),))]
     for kind in dict.fromkeys(kinds):
-        run = _layer_run(config, layers[kinds.index(kind)], h_TD)
-        seconds += kinds.count(kind) * _seconds(run, h_TD.device, is_captured)
-    return seconds
+        parts.append((kinds.count(kind), _layer_run(config, layers[kinds.index(kind)], h_TD)))
+    return parts
 
 
 def _layer_run(config: ModelConfig, layer: LayerWeights, h_TD: Tensor) -> Callable[[Carry], Carry]:

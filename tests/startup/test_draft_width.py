@@ -137,6 +137,31 @@ def test_plain_decoding_drafts_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "ms a step by rows 1: 1e+03, 2: 6e+03, 4: 6e+03;" in width.line()
 
 
+def test_kernels_are_compiled_beside_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: with empty caches a start on experts compiles what it measures one kernel after another:
+    gpt-oss-20b's took 45 s where an 8B's took 24 (H200); or it compiles other numbers of rows than
+    are measured."""
+    ran, measured = list[tuple[int, str]](), list[int]()
+
+    def parts(pair: Any, num_rows: int) -> Any:
+        both = ((1, lambda carry, name=name: ran.append((num_rows, name))) for name in "hl")
+        return list(both), [(1, lambda carry: ran.append((num_rows, "draft")))]
+
+    def forward_seconds(pair: Any, num_rows: int) -> tuple[float, float]:
+        assert {(num_rows, name) for name in ("h", "l", "draft")} <= set(ran)
+        measured.append(num_rows)
+        return 1.0, 1.0
+
+    monkeypatch.setattr(draft_width, "_parts", parts)
+    monkeypatch.setattr(draft_width, "forward_seconds", forward_seconds)
+    loaded = unloaded(3)
+    loaded.config.buckets, loaded.config.compile = (1, 3), False
+    loaded.target.kv_pool = SimpleNamespace(is_cuda=True)
+    draft_width.measure_widths(loaded)
+    assert sorted(measured) == [1, 2, 3, 4, 6, 12]
+    assert sorted({rows for rows, _ in ran}) == sorted(measured) and len(ran) == 18
+
+
 def test_noise_only_adds(monkeypatch: pytest.MonkeyPatch) -> None:
     """Bug: a measurement of few rows that something disturbed makes wider blocks look cheaper."""
     faked(monkeypatch, EXPERTS | {2: 4.5})

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from functools import lru_cache, partial
 from pathlib import Path
@@ -39,9 +39,11 @@ class Tokenizer:
     """A Hugging Face tokenizer from a local directory; runs no code from it.
 
     `is_contextual`: a word's token lacks its space at the beginning of a text (Llama 2).
+    `outside`: the text of each id that the embedding has no row for, which no prompt may have.
     """
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, num_rows: int = sys.maxsize) -> None:
+        """Args: num_rows: of the model's embedding."""
         with _IMPORTING:
             from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerFast
 
@@ -67,6 +69,8 @@ class Tokenizer:
             self._front = self._put_in_front()
             word = self._pieces.encode(" a")
             self.is_contextual = self.decode(word * 2) != self.decode(word) * 2
+        self._num_rows = num_rows
+        self.outside = {i: t for t, i in self._hf.get_vocab().items() if i >= num_rows}
         self.directory, template = directory, self._hf.chat_template
         for text in template.values() if isinstance(template, dict) else [template]:
             if not isinstance(text, str | None):
@@ -93,6 +97,11 @@ class Tokenizer:
         """Rows of an embedding that its ids need; some may have no token."""
         return 1 + max(self._hf.get_vocab().values(), default=-1)
 
+    @property
+    def added_ids(self) -> Set[int]:
+        """Tokens beside those of its own vocabulary, such as a padding that a fine-tune added."""
+        return self._hf.added_tokens_decoder.keys()
+
     def spells(self, token_id: int) -> bool:
         """Whether the id has a token, and its text is that token again."""
         text = self._hf.decode([token_id], skip_special_tokens=False)
@@ -108,8 +117,8 @@ class Tokenizer:
         """Token ids of text, no special tokens added; one that the text spells is one.
 
         Raises:
-            ValueError: a lone surrogate, which is how Python keeps a byte that is not UTF-8; or
-                the tokenizer fails at the text.
+            ValueError: a lone surrogate, which is how Python keeps a byte that is not UTF-8; a
+                token that the embedding has no row for; or the tokenizer fails at the text.
         """
         try:
             text.encode()
@@ -120,14 +129,26 @@ class Tokenizer:
             ) from error
         remedy = "fetch tokenizer.json again"
         with _told(f"{self.directory}: the tokenizer cannot encode this text", remedy):
-            return self._pieces.encode(text)
+            ids = self._pieces.encode(text)
+        return self._within(ids)
+
+    def _within(self, ids: list[int]) -> list[int]:
+        if self.outside and not self.outside.keys().isdisjoint(ids):
+            token = next(token for token in ids if token in self.outside)
+            raise ValueError(
+                f"the text has {self.outside[token]!r}, token {token}, which lies outside the "
+                f"model's vocabulary of {self._num_rows}; leave it out of the text and the chat "
+                "template, or use weights with a row for it"
+            )
+        return ids
 
     def encode_prompt(self, text: str) -> list[int]:
         """Token ids of a text to continue: behind what the tokenizer puts in front of any, such as
         Llama's <|begin_of_text|>, where the text does not begin with that already. The models were
         trained so. In a conversation that is the chat template's. Raises: as `encode`."""
         ids = self.encode(text)
-        return ids if ids[: len(self._front)] == self._front else self._front + ids
+        has_front = ids[: len(self._front)] == self._front
+        return ids if has_front else self._within(self._front) + ids
 
     def _put_in_front(self) -> list[int]:
         plain = self._pieces.encode("a")
@@ -232,11 +253,10 @@ def load_tokenizer(
     """
     if not Tokenizer.exists(directory):
         return None
-    tokenizer = Tokenizer(directory)
-    num_ids = len(tokenizer)
-    if num_ids > model.vocab_size:
+    tokenizer = Tokenizer(directory, model.vocab_size)
+    if not tokenizer.outside.keys() <= tokenizer.added_ids:
         raise ValueError(
-            f"{directory}: the tokenizer's ids go up to {num_ids - 1}, the embedding has "
+            f"{directory}: the tokenizer's ids go up to {len(tokenizer) - 1}, the embedding has "
             f"{model.vocab_size} rows; they belong to different models"
         )
     lost = [i for i in stop_ids if i < model.vocab_size and not tokenizer.spells(i)]

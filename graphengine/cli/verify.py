@@ -111,9 +111,10 @@ def verify(ctx: click.Context, model: str | None, draft: str | None, **options: 
     """
     from graphengine.checkpoints.hub import resolve
     from graphengine.checkpoints.pairs import named_pair
-    from graphengine.checkpoints.tokenizer import Tokenizer
+    from graphengine.checkpoints.tokenizer import load_tokenizer
     from graphengine.decode.grammar import llguidance_missing
     from graphengine.report import stderr_console
+    from graphengine.startup.build import read_configs
     from graphengine.verify.run import Mode, encode
 
     mode = Mode(options["graph_mode"], options["attention_backend"])
@@ -127,8 +128,7 @@ def verify(ctx: click.Context, model: str | None, draft: str | None, **options: 
     _check(options, mode, model, draft)
     _refuse_idle(ctx, is_sampled, options["all_options"])
     prompts, num_counted = _prompts(options, (model, draft) == named_pair(None, None))
-    directory = resolve(model)
-    tokenizer = Tokenizer(directory) if Tokenizer.exists(directory) else None
+    tokenizer = load_tokenizer(resolve(model), read_configs(model, draft)[0], ())
     has_grammars = options["all_options"] and tokenizer is not None and not llguidance_missing()
     options["grammars"], options["texts"] = has_grammars, tokenizer is not None
     ids = _settle_lengths(encode(tokenizer, prompts, options["raw"]), options, model, draft)

@@ -17,14 +17,17 @@ from typing import Any
 _LARK = re.compile(r'"(?:\\.|[^"\\])*"|//[^\n]*|/(?:\\.|[^/\\\n])+/|<[^<>\n]+>')
 
 
-def hidden(tokenizer_json: str) -> tuple[str, dict[str, int]]:
+def hidden(tokenizer_json: str, vocab_size: int) -> tuple[str, dict[str, int]]:
     """A tokenizer.json whose control tokens no text is taken for, and their ids by name.
 
-    Control tokens are the special ones, and what llguidance takes for such: `<tool_call>`.
+    Control tokens are the special ones, and what llguidance takes for such: `<tool_call>`. Added
+    tokens behind the logits, which llguidance refuses, are left out: no answer has them.
     """
     found: dict[str, Any] = json.loads(tokenizer_json)
     ids: dict[str, int] = {}
-    for token in found.get("added_tokens") or ():
+    added = [t for t in found.get("added_tokens") or () if t["id"] < vocab_size]
+    found["added_tokens"] = added
+    for token in added:
         name = token["content"]
         if token["special"] or re.fullmatch(r"<.*>", name):
             ids[name] = token["id"]
@@ -32,9 +35,11 @@ def hidden(tokenizer_json: str) -> tuple[str, dict[str, int]]:
     model: dict[str, Any] = found["model"]
     vocab = model["vocab"]
     if isinstance(vocab, dict):  # else an added token would get a new id
-        model["vocab"] = {_unseen(t) if t in ids else t: i for t, i in vocab.items()}
+        model["vocab"] = {
+            _unseen(t) if t in ids else t: i for t, i in vocab.items() if i < vocab_size
+        }
     else:
-        model["vocab"] = [[_unseen(t) if t in ids else t, score] for t, score in vocab]
+        model["vocab"] = [[_unseen(t) if t in ids else t, score] for t, score in vocab[:vocab_size]]
     if model.get("unk_token") in ids:
         model["unk_token"] = _unseen(model["unk_token"])
     return json.dumps(found), ids

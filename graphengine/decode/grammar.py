@@ -129,7 +129,7 @@ class Grammars:
             if self._tokenizer is None:
                 make = _llguidance().LLTokenizer
                 size, ends = self._vocab_size, self._ends
-                text, self._control_ids = control_tokens.hidden(self._json())
+                text, self._control_ids = control_tokens.hidden(self._json(), size)
                 self._tokenizer = make(text, n_vocab=size, eos_token=ends, slices=list(slices))
 
     def matcher(self, constraint: Constraint) -> Matcher:

@@ -232,7 +232,12 @@ def _tokenizer(files: ModelFiles, target: ModelConfig) -> Iterator[Finding]:
         yield (info if files.is_preset else error)(name, why, remedy)
         return
     num_tokens, template = len(files.tokenizer), files.tokenizer.chat_template
-    yield ok(name, f"{num_tokens} tokens for {target.vocab_size} rows of the embedding")
+    value = f"{num_tokens} tokens for {target.vocab_size} rows of the embedding"
+    if outside := files.tokenizer.outside:
+        some = ", ".join(f"{text!r} ({token})" for token, text in sorted(outside.items())[:3])
+        yield info(name, value, f"a prompt that has one without a row is refused: {some}")
+    else:
+        yield ok(name, value)
     name, problem = "target.chat_template", files.problems.get("chat_template")
     if problem is not None:
         yield error(name, problem, "fetch the file again, or pass --raw text")

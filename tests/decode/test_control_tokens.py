@@ -104,7 +104,7 @@ def test_other_tokens_keep_their_ids(is_list: bool) -> None:
     made.add_tokens([AddedToken("  "), AddedToken("<tool>"), AddedToken("[X]")])
     made.add_special_tokens(["</s>"])
     before = made.get_vocab()
-    text, ids = hidden(made.to_str())
+    text, ids = hidden(made.to_str(), 10)
     base = LLTokenizer(made.to_str(), n_vocab=10, eos_token=1, slices=[])
     assert set(ids.values()) == {i for i in before.values() if base.is_special_token(i)}
     base = LLTokenizer(text, n_vocab=10, eos_token=1, slices=[])

@@ -67,10 +67,13 @@ def _output(command: Sequence[str], cwd: Path | None = None) -> str | None:
     return done.stdout.strip() if done.returncode == 0 else None
 
 
-def _gpu_query(fields: Sequence[str]) -> list[str | None]:
-    """The first GPU's values of nvidia-smi fields; None for what it does not answer."""
+def _gpu_query(fields: Sequence[str], gpu: str) -> list[str | None]:
+    """A GPU's values of nvidia-smi fields; None for what it does not answer.
+
+    Args: gpu: its UUID, or its number among all, of which a process may see others or fewer.
+    """
     query = "--query-gpu=" + ",".join(fields)
-    text = _output(["nvidia-smi", query, "--format=csv,noheader,nounits", "--id=0"])
+    text = _output(["nvidia-smi", query, "--format=csv,noheader,nounits", f"--id={gpu}"])
     values = [value.strip() for value in (text or "").split(",")]
     if len(values) != len(fields):
         return [None] * len(fields)
@@ -113,19 +116,20 @@ def environment(commit: str | None = None) -> dict[str, Any]:
     """
     import torch
 
-    has_gpu = torch.cuda.is_available()
-    clocks = dict(zip(_CLOCKS.values(), map(_number, _gpu_query(list(_CLOCKS))), strict=True))
+    gpu = torch.cuda.get_device_properties() if torch.cuda.is_available() else None
+    read = _gpu_query(list(_CLOCKS), f"GPU-{gpu.uuid}") if gpu else ()
+    clocks = dict(zip(_CLOCKS.values(), map(_number, read), strict=False))
     # Resolved, since this folder is reached through a symlink; an installed copy has no history.
     root = Path(__file__).resolve().parent.parent
     is_checkout = commit is None and (root / ".git").exists()
     found = _output(["git", "rev-parse", "HEAD"], cwd=root) if is_checkout else commit
     status = _output(["git", "status", "--porcelain"], cwd=root) if is_checkout else None
     return {
-        "gpu_name": torch.cuda.get_device_name(0) if has_gpu else None,
+        "gpu_name": gpu.name if gpu else None,
         "num_gpus": torch.cuda.device_count(),
-        "driver_version": _gpu_query(["driver_version"])[0],
+        "driver_version": _gpu_query(["driver_version"], "0")[0],
         "cuda_version": torch.version.cuda,
-        "gpu_clocks": clocks if has_gpu else None,
+        "gpu_clocks": clocks or None,
         "cpu_name": _cpu_name(),
         "versions": {
             "python": platform.python_version(),

@@ -61,7 +61,7 @@ def read_host() -> Host:
         **{name: env[name] for name in ("versions", "cuda_version", "driver_version", "gpu_name")},
         nsys=shutil.which("nsys"),
         cpp_compiler=cpp_compiler(),
-        capability=torch.cuda.get_device_capability(0) if has_gpu else None,
+        capability=torch.cuda.get_device_capability() if has_gpu else None,
         memory=device_memory("cuda") if has_gpu else None,
     )
 

@@ -9,6 +9,7 @@ import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -162,6 +163,35 @@ def test_nvidia_smi_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
     program.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     assert result_schema.environment(commit="abc")["driver_version"] is None
+
+
+def test_clocks_are_those_of_the_gpu_in_use(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bug: with CUDA_VISIBLE_DEVICES=1, or another current device, a result has the clocks and the
+    temperature of the machine's first GPU, which idles."""
+    program = tmp_path / "nvidia-smi"
+    program.write_text(
+        '#!/bin/sh\ncase "$*" in *driver_version*) echo 570.1;;\n'
+        "*--id=GPU-ab-cd) echo 1980, 3201, 1980, 3201, 700, 61;;\n"
+        "*) echo 345, 3201, 1980, 3201, 700, 29;; esac\n"
+    )
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    used = SimpleNamespace(name="the second", uuid="ab-cd")
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda _: "the first")
+    monkeypatch.setattr("torch.cuda.get_device_properties", lambda: used)
+    found = result_schema.environment(commit="abc")
+    assert (found["gpu_name"], found["driver_version"]) == ("the second", "570.1")
+    assert (found["gpu_clocks"]["sm_mhz"], found["gpu_clocks"]["temperature_c"]) == (1980, 61)
+
+
+@pytest.mark.gpu
+def test_nvidia_smi_knows_the_gpu_in_use() -> None:
+    """Bug: nvidia-smi does not know the name by which it is asked, and results have no clocks."""
+    clocks = result_schema.environment(commit="abc")["gpu_clocks"]
+    assert clocks["sm_mhz"] and clocks["temperature_c"]
 
 
 def test_command_line_names_no_machine() -> None:

@@ -186,7 +186,8 @@ def _lengths(model: str, draft: str | None, options: dict[str, Any]) -> tuple[tu
                 f"{half} tokens half-way; pass more than {half} or a smaller --output-len"
             )
         lengths = tuple(length - half for length in lengths)
-    context = shared.longest_context(model, draft, max(lengths) + output_len + 256)
+    first = FIRST_REQUEST_TOKENS if prefill else 0
+    context = shared.longest_context(model, draft, max(lengths) + max(output_len, first))
     if prefill and typed is None:
         lengths = tuple(n for n in lengths if n + output_len <= context) or (1,)
     least = (options["output_len"] or 1) if prefill else 1

@@ -119,6 +119,26 @@ def test_a_bucket_that_is_not_full_is_refused(pair: tuple[Path, Path]) -> None:
             run_case(engine, case(bucket=8, input_len=20, output_len=30))
 
 
+@pytest.mark.parametrize("mode", [[], ["--prefill"]])
+def test_a_pool_that_just_holds_the_cases(
+    pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, mode: list[str]
+) -> None:
+    """Bug: a pool that holds all cases is refused, or a smaller one taken: for 256 tokens more
+    than any case has."""
+    monkeypatch.setattr(measure_bench, "run_case", lambda *_: pytest.fail("began"))
+    monkeypatch.setattr(first_token, "run_prefills", lambda *_, **__: pytest.fail("began"))
+    config = {"buckets": (2,), "device": "cpu", "page_size": 4}
+    with Engine.from_pretrained(*pair, max_model_len=8 + 100, **config) as engine:
+        plan = engine.memory_plan
+    args = ["bench", str(pair[0]), "--draft", str(pair[1]), "--device", "cpu", "--page-size", "4"]
+    args += ["--bucket", "2", "--input-len", "3,8", "--output-len", "100", *mode]
+    just, less = plan.kv_pool_bytes, plan.max_request_pages * plan.kv_page_bytes
+    with pytest.raises(pytest.fail.Exception, match="began"):
+        CliRunner().invoke(main, [*args, "--kv-cache-memory", str(just)], catch_exceptions=False)
+    done = CliRunner().invoke(main, [*args, "--kv-cache-memory", str(less)])
+    assert done.exit_code == 2 and "108" in done.stderr, done.stderr
+
+
 @pytest.mark.slow
 def test_everything_at_once(bench: Bench, tmp_path: Path) -> None:
     """Bug: a case is left out, the baseline drafts, the file breaks the schema, or the picture does
@@ -247,7 +267,7 @@ def test_a_mode_whose_pages_are_too_large_is_refused_first(monkeypatch: pytest.M
     """Bug: as above, of a mode whose larger pages leave none for a request."""
     monkeypatch.setattr(Engine, "from_pretrained", lambda *_, **__: pytest.fail("measured"))
     asked = "bench --device cpu --compare none:torch,none:triton --kv-cache-memory 5MiB"
-    done = CliRunner().invoke(main, [*asked.split(), "--input-len", "100", "--output-len", "16"])
+    done = CliRunner().invoke(main, [*asked.split(), "--input-len", "300", "--output-len", "16"])
     assert done.exit_code == 2 and "the longest that fits is 240 tokens" in done.stderr, done.output
 
 

@@ -41,6 +41,7 @@ _DEAF = (  # ends of the names of what is running
     "ExtensionFileLoader.create_module",
     "ExtensionFileLoader.exec_module",
 )
+_MEMORY = "--max-model-len --input-len --output-len --bucket --gpu-memory-utilization".split()
 _FULL = "No space left on device"
 _NO_PLACE = (errno.ENOENT, errno.ENOTDIR, errno.EACCES, errno.EPERM, errno.EROFS)
 
@@ -75,10 +76,7 @@ def _ends_are_told(command: click.Command) -> Iterator[None]:
     try:
         yield
     except ValueError as error:
-        text, flag = str(error), "--max-model-len "
-        if text.startswith(flag) and all(p.name != "max_model_len" for p in command.params):
-            text = f"a context of {text.removeprefix(flag)}"  # which the command has set itself
-        raise click.UsageError(text) from error
+        raise click.UsageError(str(error)) from error
     except KeyboardInterrupt:
         click.echo("interrupted", err=True)
         click.get_current_context().exit(130)
@@ -96,10 +94,8 @@ def _ends_are_told(command: click.Command) -> Iterator[None]:
             raise failed(_compiler_failed(error)) from error
         if lacking is None:
             raise
-        raise failed(
-            f"{lacking}; lower --max-model-len, the largest --bucket, --gpu-memory-utilization or "
-            "--kv-cache-memory"
-        ) from error
+        offered = [flag for flag in _MEMORY if any(flag in p.opts for p in command.params)]
+        raise failed(f"{lacking}; lower {', '.join(offered)} or --kv-cache-memory") from error
     finally:
         for number, handler in before.items():  # nothing tells a second one, while Python ends
             signal.signal(number, handler)

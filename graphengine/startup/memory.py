@@ -181,7 +181,7 @@ def plan_memory(
     needed = plan.fixed_bytes + plan.kv_pool_bytes
     if config.device == "cpu" and needed > (total := host_memory_bytes()):
         weights = plan.target_weight_bytes + plan.draft_weight_bytes
-        lower = "lower it or --max-model-len, or " if weights < total else ""
+        lower = "lower it or the context, or " if weights < total else ""
         raise ValueError(
             f"--bucket {max(config.buckets)} needs {format_bytes(needed)}, "
             f"{format_bytes(weights)} of them for weights in {config.dtype}, this machine has "
@@ -216,7 +216,7 @@ def _too_small(plan: MemoryPlan, config: EngineConfig, room: int, length: int) -
     if config.page_size > 16:
         remedy += "; smaller pages waste less: --page-size 16"
     return (
-        f"--max-model-len {plan.max_model_len} needs {format_bytes(needed)} of K/V for one "
+        f"a context of {plan.max_model_len} tokens needs {format_bytes(needed)} of K/V for one "
         f"request, {format_bytes(max(room, 0))} are left beside {format_bytes(plan.fixed_bytes)} "
         f"for weights and work space; {remedy}"
     )

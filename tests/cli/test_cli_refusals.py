@@ -1,6 +1,7 @@
 """What `graphengine run` refuses, and how: exit code 2, the value, the remedy, no traceback."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -205,7 +206,7 @@ def test_incomplete_config(cli: Run, target: Path, tmp_path: Path, key: str) -> 
         (["--simulate-acceptance", "2"], ["--simulate-acceptance", "--draft"]),
         (["--acceptance-floor", "nan"], ["--acceptance-floor", "nan"]),  # is no JSON
         (["--bucket", "9" * 24], ["--bucket", "impossible size"]),
-        (["--page-size", "99999999"], ["--max-model-len", "--kv-cache-memory", "--page-size"]),
+        (["--page-size", "99999999"], ["a context of", "--kv-cache-memory", "--page-size"]),
     ],
 )
 def test_options_that_cannot_work(cli: Run, args: list[str], parts: list[str]) -> None:
@@ -273,13 +274,25 @@ def test_bad_sampling(cli: Run, args: list[str], parts: list[str]) -> None:
 
 @pytest.mark.parametrize("command", ["bench", "profile", "graphs", "compile"])
 def test_a_pool_that_holds_no_request(command: str) -> None:
-    """Bug: a command that sets the context itself refuses a --max-model-len that nobody passed, and
-    that it does not have."""
+    """Bug: a --max-model-len is refused that nobody passed, or that the command does not have."""
     args = ["--device", "cpu", "--kv-cache-memory", "200KiB", "--page-size", "4"]
     done = CliRunner().invoke(main, [command, *args], env={"COLUMNS": "10000"})
     assert done.exit_code == 2 and "K/V for one request" in done.stderr, done.stderr
-    has_option = any(param.name == "max_model_len" for param in main.commands[command].params)
-    assert ("--max-model-len" in done.stderr) == has_option == ("a context of" not in done.stderr)
+    assert "a context of" in done.stderr and "--max-model-len" not in done.stderr
+
+
+@pytest.mark.parametrize("command", ["bench", "profile", "graphs", "compile"])
+def test_what_would_take_less_memory(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: who is out of memory is told to lower --max-model-len, an option that the command does
+    not have, and not the --input-len that it has."""
+    monkeypatch.setattr("graphengine.api.build", lambda *_, **__: [0] * (1 << 62))
+    args = [command, "--device", "cpu"]
+    done = CliRunner().invoke(main, args, env={"COLUMNS": "10000"})
+    assert done.exit_code == 1 and "out of memory" in done.stderr, done.stderr
+    offered = {flag for param in main.commands[command].params for flag in param.opts}
+    lower = set(re.findall("--[a-z-]+", done.stderr.rpartition("; lower")[2]))
+    assert lower <= offered and "--kv-cache-memory" in lower
+    assert lower >= offered & {"--max-model-len", "--input-len", "--bucket"}
 
 
 def test_every_command_offers_what_the_engine_knows() -> None:

@@ -45,7 +45,7 @@ def test_a_context_that_the_pool_does_not_hold(tmp_path: Path) -> None:
         assert engine.memory_plan.num_pages == 9
         # A page is the null page, and a position behind the last token is the next step's.
         assert engine.config.max_model_len == engine.memory_plan.max_model_len == 8 * 16 - 1
-    with pytest.raises(ValueError, match=r"--max-model-len 512 .* fits is 127 tokens"):
+    with pytest.raises(ValueError, match=r"a context of 512 tokens .* fits is 127 tokens"):
         Engine.from_pretrained(target, max_model_len=512, **asked)
 
 

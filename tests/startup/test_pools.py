@@ -153,13 +153,13 @@ def test_more_than_the_machine_has_is_refused(pair: tuple[Path, Path]) -> None:
     refused = CliRunner().invoke(main, [*args, "--bucket", "100000000"])
     assert refused.exit_code == 2
     message = " ".join(refused.stderr.split())
-    assert "--bucket 100000000 needs" in message and "lower it or --max-model-len" in message
+    assert "--bucket 100000000 needs" in message and "lower it or the context" in message
 
 
 def test_weights_that_the_machine_cannot_hold(
     pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Bug: `bench qwen3-8b` on a small machine is told to lower --bucket 1, and --max-model-len,
+    """Bug: `bench qwen3-8b` on a small machine is told to lower --bucket 1, and the context,
     which it does not have; no such thing makes room for the weights."""
     monkeypatch.setattr("graphengine.startup.memory.host_memory_bytes", lambda: 1000)
     with pytest.raises(ValueError, match=r"1000 B; take a smaller model or dtype"):

@@ -68,7 +68,7 @@ def resolve(model: str | Path, *, local_only: bool = False) -> Path:
     if exists or looks_like_path:
         raise ValueError(
             f"{name}: no such model directory; pass a directory with config.json, a hub id "
-            f"(owner/name), {' or '.join(BUNDLED)}, or with --load-format dummy one of "
+            f"(owner/name), {' or '.join(BUNDLED)}, or for random weights one of "
             f"{', '.join(preset_names())}"
         )
     from huggingface_hub import snapshot_download

@@ -238,6 +238,6 @@ def _weight_files(directory: Path) -> list[Path]:
         what = f"weight files {missing}" if missing else "model.safetensors"
         raise ValueError(
             f"{directory}: no {what}; fetch the checkpoint again (only safetensors are read), or "
-            "pass --load-format dummy for random weights"
+            "take random weights (load_format dummy)"
         )
     return files

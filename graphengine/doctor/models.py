@@ -178,7 +178,7 @@ def _weights(
     """Missing, unexpected and misshaped tensors, their dtypes and size."""
     if files.headers is None:
         if files.is_preset:
-            yield info(name, "none: a preset", "runs with --load-format dummy alone")
+            yield info(name, "none: a preset", "runs with random weights alone (load_format dummy)")
         else:
             yield error(name, files.problems.get("weights", "none"), "fetch the weights again")
         return

@@ -187,7 +187,7 @@ def _load_tokenizer(
     if options.load_format == "auto":
         remedy = "fetch the whole model directory"
         if directory.parent == PRESETS:
-            remedy = "a preset has shapes alone; pass a hub id (owner/name), or --load-format dummy"
+            remedy = "a preset has shapes alone; pass a hub id (owner/name), or load_format dummy"
         raise ValueError(f"{directory}: no tokenizer.json; {remedy}")
     return None, None
 

@@ -295,6 +295,21 @@ def test_what_would_take_less_memory(command: str, monkeypatch: pytest.MonkeyPat
     assert lower >= offered & {"--max-model-len", "--input-len", "--bucket"}
 
 
+@pytest.mark.parametrize("model", ["/no/such/model", "qwen3-8b", "without weights"])
+@pytest.mark.parametrize("command", ["doctor", "verify"])
+def test_a_model_without_weights(command: str, model: str, tmp_path: Path) -> None:
+    """Bug: commands that lack --load-format advise --load-format dummy."""
+    if " " in model:
+        model = str(make_target(tmp_path, layers=1))
+        (tmp_path / "model.safetensors").unlink()
+    (tmp_path / "ids.jsonl").write_text('{"prompt": [5]}')
+    args = [command, model, "--device", "cpu"]
+    args += ["--prompt-file", str(tmp_path / "ids.jsonl")] * (command == "verify")
+    done = CliRunner().invoke(main, args, env={"COLUMNS": "10000"})
+    said = "load_format dummy" if "such" not in model else "for random weights one of gpt-oss"
+    assert said in done.output and "--load-format" not in done.output
+
+
 def test_every_command_offers_what_the_engine_knows() -> None:
     """Bug: an option, or a new value of one, is known to the engine and not offered by a command
     that is declared to take it."""

@@ -53,9 +53,10 @@ def read_windows(
     is_off = sliding.is_switched and not raw.flag("use_sliding_window")
     width = None if is_off else raw.values.get("sliding_window", sliding.default)
     if width is None:
-        if SLIDING in layer_types:
+        if SLIDING in layer_types or (sliding.alternates and not layer_types):
+            who = f"layer_types has {SLIDING}" if layer_types else "every other layer slides"
             why = "use_sliding_window is not true" if is_off else "there is no sliding_window"
-            raise raw.refusal(f"layer_types has {SLIDING}, but {why}; add the window's width")
+            raise raw.refusal(f"{who}, but {why}; add the window's width")
         return ()
     width = raw.over({"sliding_window": sliding.default}).integer("sliding_window")
     slides = [True] * num_layers

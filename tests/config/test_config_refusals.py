@@ -9,6 +9,8 @@ import pytest
 
 from graphengine.config.draft_formats import parse_draft
 from graphengine.config.model import ModelConfig
+from graphengine.config.values import RawConfig
+from graphengine.config.windows import Sliding, read_windows
 from tests.config.test_config import DRAFTER, MISSING, TARGET, YARN, YARN_64, Json, changed
 
 BAD_MODEL: dict[str, tuple[Json, str]] = {
@@ -161,6 +163,18 @@ def test_model_refusals(config: Json, name: str) -> None:
     with pytest.raises(ValueError, match=message) as caught:
         parse(changed(config, **keys), "here/config.json")
     assert str(caught.value).startswith("here/config.json")
+
+
+def test_layers_that_slide_by_no_width() -> None:
+    """Bug: a gpt-oss whose sliding_window is null runs with full attention; transformers has every
+    other layer slide and fails."""
+    alternating = Sliding(128, by_type=True, alternates=True)
+    assert read_windows(RawConfig({}, ""), alternating, [], 3) == (128, None, 128)
+    null = RawConfig({"sliding_window": None}, "here")
+    with pytest.raises(ValueError, match=r"here: every other layer slides, but .* add the"):
+        read_windows(null, alternating, [], 3)
+    assert read_windows(null, alternating, ["full_attention"] * 3, 3) == ()
+    assert read_windows(null, Sliding(4096, by_type=True), [], 3) == ()
 
 
 @pytest.mark.parametrize("name", BAD_DRAFTER)

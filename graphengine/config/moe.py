@@ -63,7 +63,8 @@ class MoeConfig:
         Raises:
             ValueError: a size is missing, two spellings disagree, or some layers are dense.
         """
-        num_experts = _integer(raw, "num_experts", "num_local_experts", MAX_EXPERTS)
+        either = raw.over({"num_experts": raw.get("num_local_experts")})
+        num_experts = _integer(either, "num_experts", "num_local_experts", MAX_EXPERTS)
         per_token = _integer(raw, "num_experts_per_tok", "experts_per_token", num_experts)
         if raw.get("decoder_sparse_step") not in (None, 1):
             raise raw.refusal(
@@ -122,9 +123,7 @@ def _bounded(raw: RawConfig, key: str) -> float:
 
 
 def _integer(raw: RawConfig, key: str, alias: str, maximum: int) -> int:
-    """What a file has under either name, or under both alike."""
-    if raw.get(key) is None:
-        raw = RawConfig({**raw.values, key: raw.get(alias)}, raw.source)
+    """What a file has under a name, and under another alike if at all."""
     number, other = raw.integer(key, maximum=maximum), raw.get(alias)
     if other is not None and other != number:
         raise raw.refusal(

@@ -14,6 +14,10 @@ VALUES = {"num_local_experts": 8, "num_experts_per_tok": 4, "intermediate_size":
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "two counts": ({"num_experts": 5}, "num_experts 5 and num_local_experts 8 disagree"),
     "two choices": ({"experts_per_token": 2}, "num_experts_per_tok 4 and experts_per_token 2"),
+    "an alias alone": (
+        {"num_experts_per_tok": None, "experts_per_token": 2},
+        "no num_experts_per_tok, which is never guessed",
+    ),
     "no width": ({"intermediate_size": None}, "no intermediate_size"),
     "limit": ({"swiglu_limit": "seven"}, "swiglu_limit is 'seven', expected a number"),
     "negative": ({"swiglu_limit": -7.0}, "swiglu_limit is -7.0, expected at least 0"),
@@ -26,7 +30,8 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_configs_refused(name: str) -> None:
-    """Bug: a key that changes the result is not read, or of two that disagree one is taken."""
+    """Bug: a key that changes the result is not read, or of two that disagree one is taken, or a
+    name that transformers does not know: without num_experts_per_tok it takes 4."""
     change, message = REFUSED[name]
     with pytest.raises(ValueError, match=message):
         MoeConfig.from_raw(RawConfig(VALUES | change, "config.json"), KEYS)
@@ -35,8 +40,8 @@ def test_configs_refused(name: str) -> None:
 def test_spellings_and_defaults() -> None:
     """Bug: the alias of a published file is not known, a limit of its own is passed over, or other
     families are clamped."""
-    values = {"num_experts": 8, "experts_per_token": 3, "intermediate_size": 160}
-    found = MoeConfig.from_raw(RawConfig(values, ""), KEYS)
+    values = {"num_experts": 8, "num_experts_per_tok": 3, "intermediate_size": 160}
+    found = MoeConfig.from_raw(RawConfig(values | {"experts_per_token": 3}, ""), KEYS)
     assert (found.num_experts, found.num_experts_per_tok, found.moe_intermediate_size) == (
         8,
         3,

@@ -32,13 +32,20 @@ def taken(source: TensorSource, weight: Weight) -> Tensor | Mxfp4 | None:
     it `is_mxfp4` and the run is in bf16, else in the run's dtype.
 
     Raises:
-        ValueError: blocks or scales are missing, misshaped, or larger than any weight.
+        ValueError: blocks or scales are missing, misshaped, or larger than any weight; or the
+            source has floats for them, for which no memory is planned.
     """
     experts, names = weight.experts, [f"{weight.name}_{part}" for part in ("blocks", "scales")]
     if experts is None or not experts.is_transposed:
         return None
-    if not experts.is_mxfp4 and not any(map(source.has, names)):
-        return None
+    if not any(map(source.has, names)):
+        if not experts.is_mxfp4:
+            return None
+        if source.has(weight.name):
+            raise ValueError(
+                f"{weight.name} is of floats, but config.json says mxfp4; remove "
+                "quantization_config from it"
+            )
     *rows, columns = shape = weight.meant_shape
     if columns % GROUP:
         raise ValueError(

@@ -59,6 +59,14 @@ def test_what_is_asked_for() -> None:
     assert mxfp4.taken(source, ordinary) is None
 
 
+def test_floats_that_are_called_mxfp4() -> None:
+    """Bug: of a model that was saved dequantised with its old config.json blocks are said to be
+    missing, as if the file were incomplete."""
+    kept = replace(MATRIX, experts=Experts(is_transposed=True, is_mxfp4=True))
+    with pytest.raises(ValueError, match=r"down_proj is .* says mxfp4; remove quantization_config"):
+        mxfp4.taken(ShapeSource(torch.bfloat16, ["experts.down_proj"]), kept)
+
+
 def test_columns_that_are_no_blocks() -> None:
     """Bug: a width that no block divides loses its last columns, or ends in a traceback."""
     odd = Weight("experts.down_proj", (3, 40, 64), experts=Experts(is_transposed=True))

@@ -3,7 +3,7 @@ that knows the safetensors format.
 
 Why strict both ways: a tensor that is missing, unexpected or misshaped means that the file is not
 the model that the config describes; loading it anyway costs acceptance or correctness silently.
-Each tensor is read once, through a memory map.
+Each tensor is read through a memory map, once for every weight that is part of it.
 """
 
 from __future__ import annotations
@@ -94,9 +94,10 @@ class Checkpoint(TensorSource):
             tensor = handle.get_tensor(name)
         except SafetensorError as error:
             raise self._refusal(name, f"cannot be read ({error}); {_ONLY_FLOATS}") from error
-        self._left.discard(name)
-        if self._progress is not None:
+        if name in self._left:  # several weights may be parts of it
+            self._left.remove(name)
             self._loaded_bytes += tensor.numel() * tensor.element_size()
+        if self._progress is not None:
             self._progress(self._loaded_bytes, self._total_bytes)
         return tensor
 

@@ -30,6 +30,7 @@ from graphengine.models.dflash import DraftWeights
 from graphengine.models.swiglu import SwigluWeights
 from graphengine.models.weight import Weight, norm
 from tests.support.checkpoints import edit_config, make_drafter, make_target
+from tests.support.hybrids import make_hybrid
 
 CPU = torch.device("cpu")
 Tensors = dict[str, Tensor]
@@ -123,6 +124,16 @@ def test_a_file_that_is_written_over(target: Path, drafter: Path) -> None:
         with file.open("r+b") as opened:
             opened.write(bytes(file.stat().st_size))
     assert all(map(torch.equal, flat(trees), before))
+
+
+def test_progress_of_a_tensor_that_holds_several(tmp_path: Path) -> None:
+    """Bug: what several weights are parts of counts once for each of them, so that of Qwen3-Next's
+    files more is loaded than there is."""
+    seen: list[tuple[int, int]] = []
+    directory = make_hybrid(tmp_path, model_type="qwen3_next", tokenizer=False)
+    load_target(directory, progress=lambda *state: seen.append(state))
+    tensors = load_file(directory / "model.safetensors").values()
+    assert seen[-1][0] == sum(t.numel() * t.element_size() for t in tensors) < seen[-1][1]
 
 
 def test_dtype_and_progress(target: Path) -> None:

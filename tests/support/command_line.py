@@ -2,6 +2,7 @@
 
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -54,6 +55,12 @@ def shell(*args: str, env: dict[str, str] = ENV, **kwargs: Any) -> subprocess.Co
     return subprocess.run(
         [*COMMAND, *args], cwd=ROOT, env=env, capture_output=True, text=True, timeout=120, **kwargs
     )
+
+
+def processor_s() -> float:
+    """Processor time of this process's children, those that have been waited for."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
 
 
 def heed_interrupts() -> None:

@@ -38,7 +38,7 @@ MOST_SCALE = 128  # the largest that is widened: 2, where weights are far below 
 VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 
 SIGN, REST = (15, 14, 9, 13), (6, 3, 0, 10)  # where a code's sign stands, and its other bits' last
-_ROW, _COLUMN = (4, 2, 8), (2, 2, 2, 4, 2)  # sizes of the legend's bits
+_ROW = 4, 2, 8  # sizes of the legend's bits
 _WORDS, _SCALES = tl.constexpr(HALF_WORDS // 2), tl.constexpr(SCALES)
 
 
@@ -79,14 +79,17 @@ def pack_mxfp4(blocks: torch.Tensor, scales: torch.Tensor) -> Mxfp4:
     nibble, and scales uint8 [.., J, D / 32]."""
     *outer, rows, groups = scales.shape
     shape = (*outer, rows // BLOCK, groups * GROUP // BLOCK)
-    codes = torch.stack([blocks & 15, blocks >> 4], -1)  # [.., J, D / 32, 16, 2]
-    codes = codes.reshape(-1, shape[-2], *_ROW, shape[-1], *_COLUMN)
-    codes = codes.permute(0, 1, 5, 2, 4, 9, 3, 6, 10, 7, 8).flatten(-2)  # .., (16s, 8s) last
-    words = torch.zeros_like(codes[..., 0], dtype=torch.int32)
-    for code, sign, rest in zip(codes.int().unbind(-1), SIGN, REST, strict=True):
-        words |= (code >> 3 << sign) | ((code & 7) << rest)
+    pairs = blocks.reshape(-1, shape[-2], *_ROW, shape[-1], 2, 4, 4)  # .., 32s, (16s, 8s), quad
+    words = pairs.new_empty(*pairs.shape[:-2], 4, 2, dtype=torch.int16)  # .., 32s, quad, last
+    for last in range(2):
+        word = torch.zeros_like(words[..., 0])
+        for pair, sign, rest in zip(pairs.unbind(-2), SIGN, REST, strict=True):
+            code = pair.to(torch.int16) >> 4 * last
+            word |= ((code & 8) << (sign - 3)) | ((code & 7) << rest)
+        words[..., last] = word
+    words = words.permute(0, 1, 5, 2, 4, 7, 3, 6, 8)
     scales = scales.reshape(-1, shape[-2], *_ROW, shape[-1], 2).permute(0, 1, 5, 2, 4, 3, 6)
-    return Mxfp4(words.to(torch.int16).reshape(*shape, HALF_WORDS), scales.reshape(*shape, SCALES))
+    return Mxfp4(words.reshape(*shape, HALF_WORDS), scales.reshape(*shape, SCALES))
 
 
 def in_turn(rows: torch.Tensor) -> torch.Tensor:

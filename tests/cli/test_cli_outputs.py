@@ -4,8 +4,10 @@ import json
 import signal
 import sys
 import warnings
-from dataclasses import replace
+from contextlib import nullcontext
+from dataclasses import asdict, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import click
@@ -13,16 +15,19 @@ import pytest
 from click.testing import CliRunner
 
 from graphengine import report
-from graphengine.api import Chunk
+from graphengine.api import Chunk, Engine
 from graphengine.checkpoints import sources
 from graphengine.checkpoints.hub import resolve
 from graphengine.checkpoints.pairs import read_json
 from graphengine.cli import answers
+from graphengine.cli.cache import _CACHE_VARIABLES
 from graphengine.cli.main import main
 from graphengine.cli.options import check_places, deliver
 from graphengine.decode.guards import EngineWarning
+from graphengine.decode.metrics import StartupMetrics
 from graphengine.measure import rates
 from graphengine.prompts import read_prompt_file
+from graphengine.startup import artifact
 from tests.support.command_line import ENV, Run, refused, shell, streaming
 from tests.test_report import answer
 
@@ -140,9 +145,15 @@ def test_no_floor_of_a_gpu_beside_the_cpu(
 
 
 def test_results_say_every_option(target: Path, draft: Path) -> None:
-    """Bug: what a number was measured with is not in its result: the page size, the fallback."""
+    """Bug: what a number was measured with is not in its result: the page size, the fallback, the
+    steps that were left out first, the seed of the prompts."""
     args = ["bench", str(target), "--draft", str(draft), *BENCH, "--page-size", "8", "--json"]
-    config = json.loads(CliRunner().invoke(main, args).stdout)["config"]
+    config = json.loads(CliRunner().invoke(main, [*args, "--seed", "3"]).stdout)["config"]
+    said = {"model": target.name, "draft": draft.name, "simulated_acceptance": None}
+    said |= {"output_len": 16, "num_iters": 2, "warmup": 0, "seed": 3}
+    told = {"options", "modes", "token_digests", "tokens_equal_across_modes"}
+    assert {name: config[name] for name in config if name not in told} == said
+    assert config.keys() >= told and config["tokens_equal_across_modes"] is True
     (mode,) = config["modes"].values()
     assert mode["page_size"] == config["options"]["page_size"] == 8
     assert mode["dtype"] == "float32" and mode["fallback"] is False
@@ -291,6 +302,65 @@ def test_an_answer_ends_its_line_once(capsys: pytest.CaptureFixture[str], texts:
         answers._print_chunk(Chunk(index=0, text=text, token_ids=[1]))
     answers._print_chunk(Chunk(index=0, text=texts[-1], token_ids=[2], result=result))
     assert capsys.readouterr().out == "a\n"
+
+
+def test_where_the_seconds_of_compiling_went(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bug: the first steps are said to have taken as long as all, a phase has another's seconds, or
+    the JSON says less than the line."""
+    now_s = [5.0]
+
+    def take(seconds: float) -> None:
+        now_s[0] += seconds
+
+    startup = StartupMetrics(
+        load_s=1.0,
+        compile_s=20.0,
+        compiler_wait_s=2.5,
+        capture_s=3.0,
+        warmup_s=4.0,
+        weight_bytes=1,
+        kv_pool_bytes=2,
+        num_pages=3,
+        num_graphs=4,
+        num_compiled=6,
+        num_cache_hits=2,
+        buckets=(1, 8),
+    )
+    parts = artifact.platform_parts("cpu")
+    code = artifact.store(tmp_path, parts).folder / "inductor"
+
+    def generate(prompts: list[list[int]], **how: Any) -> None:
+        code.mkdir(parents=True, exist_ok=True)
+        (code / str(len(prompts))).touch()
+        take(5.5)
+
+    config = SimpleNamespace(buckets=(1, 8), max_model_len=64)
+    built = SimpleNamespace(target=None, draft=None)
+    engine = SimpleNamespace(config=config, startup=startup, built=built, generate=generate)
+    monkeypatch.setattr(Engine, "from_pretrained", lambda *_, **__: take(30) or nullcontext(engine))
+    monkeypatch.setattr(artifact, "engine_parts", lambda *_: {"code": "x"})
+    monkeypatch.setattr(
+        "graphengine.cli.compile.time", SimpleNamespace(perf_counter=lambda: now_s[0])
+    )
+    env = {"GRAPHENGINE_CACHE": str(tmp_path)} | dict.fromkeys(_CACHE_VARIABLES)
+    done = CliRunner().invoke(main, ["compile", "--device", "cpu", "--json"], env=env)
+    assert done.exit_code == 0, done.output
+    assert (
+        "load 1.0 s, compile 20.0 s (2.5 s of it for imports), capture 3.0 s, warm-up 4.0 s, first "
+        "steps 11.0 s; 2 new files\n"
+    ) in done.stderr
+    assert "partly warm start: 2 of 8 compiled graphs found" in done.stderr
+    assert json.loads(done.stdout) == {
+        "folder": str(code.parent),
+        "platform": parts,
+        "compiled": {"code": "x"},
+        "notes": [],
+        "num_new_files": 2,
+        "total_s": 41.0,
+        "startup": json.loads(json.dumps(asdict(startup))),
+    }
 
 
 def test_warnings_of_others_are_shown(monkeypatch: pytest.MonkeyPatch) -> None:

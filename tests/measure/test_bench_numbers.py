@@ -122,6 +122,17 @@ def test_what_is_unknown_is_a_dash() -> None:
     assert "SIMULATED at 6.35" in str(shown.title)
 
 
+def test_every_column_has_its_own_number() -> None:
+    """Bug: a column has another one's number, as p99 that of p95, or too few digits of it."""
+    known = result([1.0, 2.0, 6.0], 30, busy_fraction=0.75, context_tokens=600)
+    row = CaseRow("m", "k", known, known.numbers(4000.0) | {"speedup_ratio": 3.0})
+    shown = {str(column.header): next(iter(column.cells)) for column in table([row], None).columns}
+    times = "p50_ms 2.000 p95_ms 5.600 p99_ms 5.920 host_ms 0.500 ms/tok 0.400"
+    rates = "accept 5.00 tok/s 5000 speedup 3.00 GB/s 2000 %read 50 /floor 2.00 idle% 25.0"
+    words = f"mode m bucket 2 input 8 context 100 steps 3 {times} {rates}".split()
+    assert shown == dict(zip(words[::2], words[1::2], strict=True))
+
+
 def test_picture() -> None:
     """Bug: bars that should be equally long differ, also where the device was busy for longer than
     a median step took, or the file is no SVG."""

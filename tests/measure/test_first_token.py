@@ -245,13 +245,34 @@ def test_the_last_one_to_begin_is_told() -> None:
 
 
 def test_the_table_of_first_tokens() -> None:
-    """Bug: batch and input stand in each other's column, or a text's tokenising is in none."""
+    """Bug: batch and input stand in each other's column, or another column has its neighbour's
+    number; or a text's tokenising is in none."""
     one = dict.fromkeys(("ttft_p50_ms", "tokenize_p50_ms", "queue_p50_ms"), 1.5)
     keys = ("first_token_input_9", "first_token_input_9_batch_2", "first_request")
     shown = first_token_table({"none_torch": dict.fromkeys(keys, one)}, None)
     cells = {str(column.header): list(column.cells) for column in shown.columns}
     assert (cells["batch"], cells["input"]) == (["1", "2"], ["9", "9"])
     assert cells["tok+queue_ms"] == ["3.000"] * 2 and "request_ms" not in cells
+    times = {"ttft": 9.0, "first": 4.0, "prefill": 7.0, "tokenize": 0.5, "queue": 1.0, "host": 3.0}
+    times |= {"request_first": 11.0, "request": 123.0, "request_step": 5.0}
+    numbers = {f"{name}_p50_ms": ms for name, ms in times.items()}
+    numbers |= {"num_chunks": 6, "over_roofline_ratio": 2.5}
+    shown = first_token_table({"none_torch": {keys[1]: numbers}}, None)
+    cells = {str(column.header): next(iter(column.cells)) for column in shown.columns}
+    assert cells == {
+        "mode": "none_torch",
+        "batch": "2",
+        "input": "9",
+        "p50_ms": "9.000",
+        "first_ms": "4.000",
+        "/roofline": "2.50",
+        "prefill_ms": "7.000",
+        "tok+queue_ms": "1.500",
+        "host_ms": "3.000",
+        "chunks": "6",
+        "its first_ms": "11.000",
+        "request_ms": "123.0",
+    }
 
 
 def test_the_parts_of_a_call(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -184,6 +184,17 @@ def test_the_first_steps_of_a_generation_do_not_count(monkeypatch: pytest.Monkey
     assert asked == [(drawn, {"logprobs": 5, "matcher": "a grammar's"})]
 
 
+def test_the_numbers_of_steps() -> None:
+    """Bug: the host's times are those of whole steps, or a percentile stands under another's
+    name."""
+    steps = [TimedStep(float(i), i / 100, 1 + i % 3) for i in range(101)]
+    found = request_parts.numbers_of(steps)
+    times = {f"step_{part}_ms": ms for part, ms in (("p50", 50), ("p99", 99), ("max", 100))}
+    hosts = {name.replace("step", "host"): ms / 100 for name, ms in times.items()}
+    counts = {"num_steps": 101, "mean_acceptance_length": sum(s.num_tokens for s in steps) / 101}
+    assert found == pytest.approx(counts | times | hosts)
+
+
 def test_bars() -> None:
     """Bug: a missed bar is told as held."""
     assert Bar(1.0, at_most=1).held and not Bar(1.01, at_most=1).held

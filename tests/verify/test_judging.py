@@ -14,9 +14,11 @@ import torch
 from rich.console import Console
 
 from graphengine.config.options import SamplingParams
+from graphengine.decode.metrics import Acceptance
 from graphengine.verify import option_cases
 from graphengine.verify.check import (
     MIN_IDENTICAL,
+    CheckName,
     Limits,
     Place,
     decide,
@@ -133,6 +135,34 @@ def test_the_worst_prompt_is_in_the_table() -> None:
     cell = CellResult(cell=Cell("m", 1, "alone"), report=report, failed={}, transcripts=ran)
     cells = {str(column.header): list(column.cells) for column in _table([cell]).columns}
     assert (cells["accept"], cells["least"]) == (["2.00"], ["1.00"])
+
+
+def test_every_column_has_its_own_number() -> None:
+    """Bug: the mean regret is the largest one, or another column has its neighbour's number; what
+    has none shows 0."""
+    ran = [transcript([5, 6, 7, 8, 9], [1, 2, 2]), transcript([5], [1])]
+    judged = [scores([5, 6, 2, 3, 4], [0, 0, 0.5, 0.1, 0.1]), scores([5], [0])]
+    report = judge(ran, judged, 0.2, [])
+    cell = CellResult(cell=Cell("full x", 8, "mixed"), report=report, failed={}, transcripts=ran)
+    alone = replace(report, acceptance=Acceptance(0), acceptance_per_prompt=[0.0])
+    failed: dict[CheckName, str] = {"regret": "1 of 6", "ends": "1 wrong end"}
+    rows = [replace(cell, same_as_plain=1), replace(cell, report=alone, failed=failed)]
+    shown = _table(rows)
+    for i, cells in enumerate(
+        (["2.00", "2.00", "1/2", "pass"], ["-", "-", "-", "[red]FAIL[/] regret ends"])
+    ):
+        assert {str(column.header): list(column.cells)[i] for column in shown.columns} == {
+            "mode": "full x",
+            "bucket": "8",
+            "mix": "mixed",
+            "tokens": "6",
+            "identical": "50.00%",
+            "ties": "2",
+            "over": "1",
+            "max regret": "0.5",
+            "mean": "0.12",
+            **dict(zip(("accept", "least", "= plain", "verdict"), cells, strict=True)),
+        }
 
 
 def test_the_numbers_of_a_cell() -> None:

@@ -175,6 +175,35 @@ def test_sizes_of_a_start() -> None:
     assert found == {"import_s": 1.0, "total_s": 1.0} | sizes | counts | buckets
 
 
+def test_the_json_of_an_answer() -> None:
+    """Bug: a number of an answer is missing in the JSON, or stands under another one's name."""
+    times = "tokenize queue prefill launch first_token ttft decode".split()
+    told: dict[str, Any] = {f"{name}_ms": 10.0 + i for i, name in enumerate(times)}
+    told |= {"num_prompt_tokens": 90, "num_cached_tokens": 64, "num_output_tokens": 9}
+    told |= {"num_plain_steps": 1, "fallback_reason": "lost"}
+    metrics = RequestMetrics(**told, acceptance=Acceptance(2, [1, 1, 2]))
+    said: dict[str, Any] = {"text": "a b", "token_ids": [5, 6], "finish_reason": "stop"}
+    said |= {"stop_reason": 6, "error": None, "logprobs": [{5: -0.5}], "prompt_logprobs": [None]}
+    result = GenerationResult(**said, metrics=metrics)
+    assert report._json_answer(report.Answer(3, 1, "x", result)) == {
+        "index": 3,
+        "turn": 1,
+        "prompt": "x",
+        **said,
+        "metrics": {
+            **told,
+            "num_steps": 5,
+            "ms_per_token": 2.0,
+            "ms_per_step": 3.2,
+            "tokens_per_s": 500.0,
+            "mean_acceptance_length": 2.25,
+            "mean_accepted_draft_tokens": 1.25,
+            "per_position_acceptance_rates": [0.75, 0.5],
+            "steps_by_accepted": [1, 1, 2],
+        },
+    }
+
+
 def test_seconds_until_the_first_token() -> None:
     """Bug: a phase is counted twice, so that what is in none of them is less than nothing."""
     found = report.startup_seconds(1.0, 9.0, startup(), [answer()])

@@ -21,6 +21,7 @@ from graphengine.decode.attention import (
 from graphengine.decode.chunk_sizes import LONG_SIZES, PAIRED_SIZES
 from graphengine.decode.fixed_chunk import FixedChunk
 from graphengine.startup.build import read_configs
+from graphengine.startup.memory import plan_memory
 from graphengine.startup.workspace import (
     FLASHINFER_WRAPPER_BYTES,
     bucket_scratch_bytes,
@@ -29,7 +30,7 @@ from graphengine.startup.workspace import (
     shared_scratch_bytes,
     tree_bytes,
 )
-from tests.startup.test_memory import ON_GPU
+from tests.startup.test_memory import H200, ON_GPU
 
 NUM_SMS = 132
 
@@ -57,6 +58,21 @@ def test_partial_results_of_a_chunk(size: int, monkeypatch: pytest.MonkeyPatch) 
         planned = chunk_scratch_bytes(config, pair.target.config, NUM_SMS)
     assert planned == tree_bytes(tuple(made)) > 0
     assert len(made) == 1 + is_paired
+
+
+def test_plain_decoding_is_planned_as_by_itself() -> None:
+    """Bug: of the buckets that a drafting engine may build to decode plainly, a part is planned for
+    nobody: logits and graphs, buffers, or the attention's partial results."""
+    config = replace(ON_GPU, attention_backend="triton", prefill_attention_backend="triton")
+    config = replace(config, page_size=128, max_model_len=40_900)  # as many pages with a block
+    target, draft = read_configs("qwen3-8b", "qwen3-8b-dflash-b16")
+    drafted, alone = (
+        plan_memory(config, target, drafter, H200, length_is_explicit=True)
+        for drafter in (draft, None)
+    )
+    own = ("activation_bytes", "step_buffer_bytes", "attention_workspace_bytes")
+    assert drafted.plain_decode_bytes == sum(getattr(alone, part) for part in own)
+    assert alone.plain_decode_bytes == 0 < min(getattr(alone, part) for part in own)
 
 
 def test_scratch_of_every_window() -> None:

@@ -144,11 +144,18 @@ def test_no_floor_of_a_gpu_beside_the_cpu(
     assert "floor_ms" not in done.stdout and "roofline" not in done.stdout
 
 
-def test_results_say_every_option(target: Path, draft: Path) -> None:
+def test_results_say_every_option(
+    target: Path, draft: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Bug: what a number was measured with is not in its result: the page size, the fallback, the
-    steps that were left out first, the seed of the prompts."""
+    steps that were left out first, the seed of the prompts; or the memory that it took."""
+    monkeypatch.setattr("graphengine.measure.bench.gpu_memory", lambda: {"allocated_bytes": 7})
     args = ["bench", str(target), "--draft", str(draft), *BENCH, "--page-size", "8", "--json"]
-    config = json.loads(CliRunner().invoke(main, [*args, "--seed", "3"]).stdout)["config"]
+    found = json.loads(CliRunner().invoke(main, [*args, "--seed", "3"]).stdout)
+    config, numbers = found["config"], found["numbers"]
+    assert numbers.keys() == {"read_bandwidth_gbps", "none_torch"}
+    assert numbers["none_torch"].keys() == {"startup", "bucket_1_input_4", "memory"}
+    assert numbers["none_torch"]["memory"] == {"allocated_bytes": 7}
     said = {"model": target.name, "draft": draft.name, "simulated_acceptance": None}
     said |= {"output_len": 16, "num_iters": 2, "warmup": 0, "seed": 3}
     told = {"options", "modes", "token_digests", "tokens_equal_across_modes"}

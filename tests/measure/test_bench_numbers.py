@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Iterator
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 from xml.etree import ElementTree
 
 import numpy
 import pytest
+from rich.console import Console
 
+from graphengine.cli.bench import _time_steps
+from graphengine.measure import bench as measure
 from graphengine.measure.bench import NUM_DIGEST_TOKENS, CaseResult, _digest, gpu_memory
 from graphengine.measure.report import CaseRow, picture, speedups_, step_bars, table, tokens_equal
 from tests.support.bench_cases import case
@@ -131,6 +136,25 @@ def test_every_column_has_its_own_number() -> None:
     rates = "accept 5.00 tok/s 5000 speedup 3.00 GB/s 2000 %read 50 /floor 2.00 idle% 25.0"
     words = f"mode m bucket 2 input 8 context 100 steps 3 {times} {rates}".split()
     assert shown == dict(zip(words[::2], words[1::2], strict=True))
+
+
+def test_the_line_of_a_case(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: the line tells a mean or the host's time as the median step, a length as the bucket, or
+    its case is kept under another one's key."""
+    known = result([1.0, 2.0, 6.0], 30)
+    monkeypatch.setattr(measure, "check_pool", lambda *args: None)
+    monkeypatch.setattr(measure, "run_case", lambda engine, case: replace(known, case=case))
+    engine: Any = SimpleNamespace(config=SimpleNamespace(buckets=(1, 16)))
+    options = {"input_lens": (8,), "output_len": 16, "num_iters": 3, "seed": 0, "warmup": 1}
+    screen = io.StringIO()
+    console = Console(width=140, file=screen, highlight=False)
+    rows = _time_steps(engine, "full_triton", options, 4000.0, console)
+    line = "full_triton            bucket {:3} input      8  step 2.000 ms  host 0.500 ms\n"
+    assert screen.getvalue() == line.format(1) + line.format(16)
+    assert [row.key for row in rows] == ["bucket_1_input_8", "bucket_16_input_8"]
+    assert [row.result.case for row in rows] == [
+        case(bucket=n, output_len=16, num_iters=3, warmup=1) for n in (1, 16)
+    ]
 
 
 def test_picture() -> None:

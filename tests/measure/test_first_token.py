@@ -275,6 +275,22 @@ def test_the_table_of_first_tokens() -> None:
     }
 
 
+@pytest.mark.parametrize("output_len", [None, 9])
+def test_the_line_of_a_case(monkeypatch: pytest.MonkeyPatch, output_len: int | None) -> None:
+    """Bug: of a batch the line tells the first prompt's first token, which the table does not, or
+    the input stands where the batch should."""
+    calls(monkeypatch, 50.0)
+    monkeypatch.setattr(first_token, "check_pool", lambda *args: None)
+    monkeypatch.setattr(first_token, "first_requests", lambda *args: {"num_requests": 1})
+    monkeypatch.setattr(first_token, "simulated_length", lambda *args: None)
+    engine: Any = SimpleNamespace(config=SimpleNamespace(buckets=(2,)))
+    asked: dict[str, Any] = {"input_lens": (8,), "num_iters": 1, "seed": 0}
+    lines: list[str] = []
+    found = run_prefills(engine, NO_GPU, lines.append, **asked, output_len=output_len)
+    assert lines == ["batch   2 input      8  first token 50.000 ms  host 3.500 ms"]
+    assert set(found) == {"first_request", "first_token_input_8_batch_2"}
+
+
 def test_the_parts_of_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
     """Bug: a batch's prefill is its first prompt's, whose first token others still wait behind; or
     the first token of all is taken for the last one's."""

@@ -82,6 +82,46 @@ def test_what_is_reported(pair: tuple[Path, Path]) -> None:
     assert "read from dflash_config.block_size" in named(nested, "draft.block_size")[0].value
 
 
+PUBLISHED = {
+    "gpt-oss-20b": {
+        "target.config": "24 layers, hidden 2880, 32 experts x 2880, 4 a token, heads 64/8 x 64, "
+        "vocabulary 201088, 131072 positions, biases",
+        "target.rope": "theta 150000, 64 rotary dims of 64, yarn x 32 from 4096 positions, "
+        "amplitude 1.34657",
+        "target.head": "its own",
+        "draft.config": "8 layers, hidden 2880, MLP 7680, heads 64/8 x 64, vocabulary 201088, "
+        "131072 positions",
+        "draft.block_size": "8 rows, 7 drafts a step, read from block_size",
+        "draft.layers": "8 x full, non-causal",
+        "pair.mask_token": "200000 of 201088 rows",
+        "pair.theta": "150000 in both",
+    },
+    "qwen3.6-35b-a3b": {
+        "target.config": "40 layers, hidden 2048, 256 experts x 512, 8 a token and a shared one x "
+        "512, heads 16/2 x 256, vocabulary 248320, 262144 positions",
+        "target.rope": "theta 10000000, 64 rotary dims of 256, not scaled",
+        "target.stop_tokens": "248044 from config.json",
+        "draft.taps": "after target layers 1, 6, 11, 16, 22, 27, 32, 37 (counted from 0)",
+        "draft.layers": "5 x window 4096, causal; 1 x full, non-causal",
+        "pair.num_layers": "40 in both",
+        "pair.hidden_size": "2048 in both",
+        "pair.vocabulary": "248320 in both",
+        "pair.rotary_dims": "drafter 128, target 64",
+    },
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_what_is_said_of_published_shapes(name: str) -> None:
+    """Bug: a size of a model is told as another one: heads of keys as those of queries, an expert's
+    width as their number, rotary dims as the head's."""
+    block = "b8" if name == "gpt-oss-20b" else "b16"
+    found = check(name, f"{name}-dflash-{block}", max_model_len=None).findings
+    told = {finding.name: finding.value for finding in found}
+    expected = PUBLISHED[name]
+    assert {key: told[key] for key in expected} == expected
+
+
 def test_options_that_cannot_work(pair: tuple[Path, Path]) -> None:
     """Bug: a refusal of the options or of the memory plan ends the report, or is left out."""
     found = check(*pair, max_model_len=9999)

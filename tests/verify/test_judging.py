@@ -114,6 +114,26 @@ def test_disagreement() -> None:
     assert "length" in str(disagreement([a], [transcript([5, 6], [1, 1])]))
 
 
+def test_each_failure_says_what_was_measured() -> None:
+    """Bug: what was measured is told as what was expected, or a request or count as another's."""
+    report = judge([transcript([5], [1])], [scores([5], [0.0])], 0.2, [])
+    changes: dict[str, Any] = {"num_tokens": 200, "num_identical": 150, "num_nonfinite": 3}
+    changes |= {"num_true": 4, "max_regret_nats": 1.5, "acceptance": Acceptance(3, [2, 2, 0, 0])}
+    changes |= {"wrong_ends": {7: "(greedy): it ends late", 9: "(greedy): it ends early"}}
+    limits = Limits(tolerance_nats=0.25, min_identical=0.95, min_acceptance=3.0)
+    assert decide(replace(report, **changes), limits) == {
+        "finite": "3 tokens have NaN or Inf under the plain model",
+        "regret": "4 of 200 tokens lie more than 0.25 nats below the plain model's choice, the "
+        "worst by 1.5",
+        "identical": "75.00% of the tokens are the plain model's first choice, 95.00% expected",
+        "ends": "2 wrong ends; request 7 (greedy): it ends late",
+        "acceptance": "1.50 tokens a step, 3 expected: the output is right, the drafter is fed or "
+        "wired wrongly (taps, rope, mask, K/V) or is another target's",
+    }
+    stopped = replace(report, errors={5: "no logits", 6: "nor here"})
+    assert decide(stopped, Limits()) == {"finite": "2 requests were stopped; request 5: no logits"}
+
+
 def test_what_passes_unless_told_otherwise() -> None:
     """Bug: a default is so wide that faults pass: a token 0.3 nats below the best, one of ten in
     bfloat16, one of a hundred in float32."""

@@ -226,6 +226,30 @@ def test_draws_belong_to_their_prompts(tmp_path: Path) -> None:
     assert found == [[one] * 3 for one in said] and said[0] != said[1]
 
 
+def test_where_draws_differ_is_told() -> None:
+    """Bug: the prompt of the place that differs most is told as its token, or numbers of the result
+    are others' than the text's."""
+    same, plain = [[7, 8, 9, 9]] * 50, [[4, 5, 6, 7], [4, 5, 6, 8]] * 25
+    drafted = [[4, 5, 6, 7], [4, 5, 5, 8], [4, 5, 4, 8]] * 16 + plain[:2]
+    options = {"max_new_tokens": 3, "seed": 0, "num_samples": 50, "min_acceptance": None}
+    passed, told, numbers = judge_draws(
+        Draws([same, drafted], 2.5, {}), Draws([same, plain], 1.0, {}), options
+    )
+    pvalue = numbers.pop("smallest_pvalue_fraction")
+    assert not passed and pvalue < 1e-3
+    assert told == (
+        f"speculative and plain draws differ: smallest p-value {pvalue:.2g} (prompt 1, token 2, 3 "
+        "different tokens); less than 0.0017 would fail: 0.01 over 6 tests, 1 of them with more "
+        "than one token"
+    )
+    assert numbers == {
+        "num_tests": 6,
+        "num_tests_with_choice": 1,
+        "threshold_pvalue_fraction": LEVEL / 6,
+        "mean_acceptance_length": 2.5,
+    }
+
+
 def test_no_place_behind_an_answer_s_end_is_tested() -> None:
     """Bug: the place behind the last token, where all draws have ended, counts as a test, which
     makes every other one need a greater difference."""

@@ -18,6 +18,7 @@ from tools import (
     kernel_cases_logits,
     kernel_cases_rows,
     kernel_sweeps,
+    kernel_timing,
 )
 
 
@@ -25,6 +26,17 @@ from tools import (
 def h200(monkeypatch: pytest.MonkeyPatch) -> None:
     properties = SimpleNamespace(multi_processor_count=132)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device=None: properties)
+
+
+def test_times_beside_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: GB/s are TB/s, or the rate is the compiled reference's."""
+
+    def graph_us(launch: Callable[[int], float], sets: int) -> float:
+        return launch(sets)
+
+    monkeypatch.setattr(kernel_timing, "graph_us", graph_us)
+    found = kernel_timing.compare(lambda sets: 2.0 * sets, lambda sets: 5.0 * sets, 3, 12_000)
+    assert found == {"kernel_us": 6.0, "kernel_gbps": 2.0, "compiled_us": 15.0}
 
 
 @pytest.mark.parametrize("batch", [1, 8, 16, 64])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 from typing import Any
 
 import check_grammars as tool
@@ -60,6 +61,29 @@ def test_walks_and_what_they_notice(monkeypatch: pytest.MonkeyPatch, capsys: Any
         monkeypatch.setattr(tool, "fill_masks", broken)
         code, found = run(monkeypatch, capsys, "masks", "--count", "8")
         assert code == 1 and found["num_wrong"]
+
+
+def test_the_times_of_masks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: the slowest masks are told as the median ones, or seconds as microseconds."""
+    now_s, taken_us = [0.0], list[float]()
+
+    def fill(jobs: Any, mask_TW: torch.Tensor) -> None:
+        taken_us.append(10.0 + 7 * len(taken_us) % 20)
+        now_s[0] += taken_us[-1] / 1e6
+        mask_TW.zero_()
+
+    monkeypatch.setattr(tool, "time", SimpleNamespace(perf_counter=lambda: now_s[0]))
+    monkeypatch.setattr(tool, "fill_masks", fill)
+    grammar = SimpleNamespace(spread=lambda: None, spreading=SimpleNamespace(join=lambda: None))
+    matcher = SimpleNamespace(grammar=grammar, advance=lambda said: None)
+    grammars = SimpleNamespace(matcher=lambda constraint: matcher, prepare=lambda slices: None)
+    monkeypatch.setattr(tool, "Grammars", lambda *_: grammars)
+    monkeypatch.setattr(tool, "_drafts", lambda *_: [])
+    monkeypatch.setattr(tool, "_compare", lambda *_: 0)  # nothing is said, so a walk is a block
+    numbers, wrong = tool.check_masks(TINY_TARGET, 20, 0)
+    assert not wrong and len(taken_us) == 20
+    found = [numbers[f"masks_of_a_block_{part}_us"] for part in ("p50", "p99")]
+    assert found == pytest.approx([20.0, 29.0])
 
 
 def test_what_every_mask_allows_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:

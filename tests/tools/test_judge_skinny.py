@@ -59,7 +59,8 @@ def test_the_table_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
         seen.append((TUNED.get(KEY), TUNED.get(OTHER), lane.num_built, case.bucket, case.input_len))
         if TUNED.get(OTHER) is CONFIG:
             raise RuntimeError("out of shared memory")
-        return SimpleNamespace(numbers=lambda gbps: {"step_p50_ms": 5.0, "step_mean_ms": 5.1})
+        times = {"step_mean_ms": 5.1, "step_p95_ms": 9.0, "step_p50_ms": 5.0, "host_p50_ms": 1.0}
+        return SimpleNamespace(numbers=lambda gbps: times)
 
     monkeypatch.setattr(judge_skinny, "run_case", run_case)
     changes: judge_skinny.Changes = {
@@ -81,7 +82,8 @@ def test_the_table_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
     assert steps.ms("o+new", ["o", "new"]) is None and seen[-2][:2] == (CONFIG, CONFIG)
     assert table == TUNED
     assert steps.numbers == {
-        name: {"step_p50_ms": 5.0, "step_mean_ms": 5.1} for name in ("o", "none")
+        name: {"step_p50_ms": 5.0, "step_p95_ms": 9.0, "step_mean_ms": 5.1}
+        for name in ("o", "none")
     }
     args.seconds = -1.0
     assert judge_skinny.Steps(engine, changes, args).ms("table", []) is None

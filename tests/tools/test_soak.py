@@ -122,7 +122,9 @@ class Idle:
     """A soak that only counts."""
 
     def __init__(self) -> None:
-        self.counts = {"steps": 0, "requests": 0}
+        self.counts: Counter[str] = Counter(steps=0, requests=0)
+        self.accepted = Counter({0: 1})
+        self.published = SimpleNamespace(num_evicted=0)
 
     def step(self) -> None:
         self.counts["steps"] += 1
@@ -142,6 +144,29 @@ def test_it_notices_growth(read: str, message: str, monkeypatch: pytest.MonkeyPa
     idle: Any = Idle()
     with pytest.raises(soak_tool.Leak, match=message):
         soak_tool._run(idle, 300, lambda line: None, is_hybrid=False)
+
+
+def test_what_allocators_take_at_first_is_no_leak(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: memory that is there from the first fifth on counts as growth, and a run of an hour ends
+    as a leak; or a number of memory is another moment's."""
+    mib = [100, 200, 300, 310, 350, 340, 330, 320, 315, 311]
+    sizes = {"rss_bytes": mib, "gpu_bytes": [0, 8, *[9] * 8]}
+    for name, found in sizes.items():
+        left = iter(found)
+        monkeypatch.setattr(soak_tool, name, lambda left=left: next(left) << 20)
+    idle: Any = Idle()
+    lines: list[str] = []
+    numbers = soak_tool._run(idle, 1000, lines.append, is_hybrid=False)
+    assert len(lines) == 10 and lines[0].endswith("100.0 MiB")
+    told = {name: n >> 20 for name, n in numbers.items() if name.endswith("_bytes")}
+    assert told == {
+        "rss_settled_bytes": 300,
+        "rss_end_bytes": 311,
+        "rss_max_bytes": 350,
+        "rss_growth_bytes": 11,
+        "gpu_settled_bytes": 9,
+        "gpu_end_bytes": 9,
+    }
 
 
 def test_requests_are_the_seed_s() -> None:

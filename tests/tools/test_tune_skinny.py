@@ -77,7 +77,8 @@ def test_the_layer_decides() -> None:
 
 def test_what_is_slower_or_wrong_is_no_entry(monkeypatch: pytest.MonkeyPatch) -> None:
     """Bug: a GEMM that cuBLAS beats, or whose product is wrong on the whole shape, gets an entry in
-    the table that is printed, and every engine runs it; or one that cuBLAS has not gets none."""
+    the table that is printed, and every engine runs it; or one that cuBLAS has not gets none; or
+    its rate is not that of its weights' bytes."""
     config = SkinnyConfig(rows=64, cols=256)
     beside = {name: {"cublas_us": us} for name, us in (("qkv", 5.0), ("o", 0.5), ("down", 5.0))}
     beside["fc"] = {}
@@ -91,7 +92,11 @@ def test_what_is_slower_or_wrong_is_no_entry(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(tune_skinny, "is_right", lambda case, config: case.name != "down")
     args: Any = SimpleNamespace(seconds=60.0, gb=1.0, layer=False)
     found = tune_skinny.tune(tune_skinny.cases(["8b"], [256], beside), args)
-    assert found["numbers"]["8b_rows_256"].keys() == beside.keys()
+    numbers = found["numbers"]["8b_rows_256"]
+    assert numbers.keys() == beside.keys()
+    tbps, floor_us = 6144 * 4096 * 2 / 1e6, 6144 * 4096 * 2 / 1e6 / tune_skinny.PEAK_TBPS
+    of_qkv = {"cublas_us": 5.0, "skinny_us": 1.0, "skinny_tbps": tbps, "floor_us": floor_us}
+    assert numbers["qkv"] == pytest.approx(of_qkv, abs=5e-3)
     assert found["table"] == [
         f"    ({E}, {D}, 2, 256): SkinnyConfig{tuple(config)},"
         for E, D in ((6144, 4096), (4096, 20480))

@@ -67,3 +67,29 @@ def test_as_many_alternatives_as_the_engine_has() -> None:
     check_offered(config, Sampling(), None, 4, None)
     with pytest.raises(ValueError, match=r"logprobs of 5 .* max_logprobs=5"):
         check_offered(config, Sampling(), None, None, 5)
+
+
+@pytest.mark.parametrize(
+    ("asked", "alternatives", "what", "option"),
+    [
+        ({"temperature": 0.5}, (), "temperature is 0.5", "sampling=True"),
+        ({"presence_penalty": 1.0}, (), "penalties, logit_bias, bad_words or", "adjustments=True"),
+        ({}, (None, 0), "logprobs of 0 alternatives .* has none", "max_logprobs=1"),
+        ({}, (3, 7), "logprobs of 7 alternatives .* has none", "max_logprobs=7"),
+    ],
+)
+@pytest.mark.parametrize("simulated", [None, 2.0])
+def test_what_an_engine_was_built_without(
+    asked: dict[str, Any],
+    alternatives: tuple[int | None, ...],
+    what: str,
+    option: str,
+    simulated: float | None,
+) -> None:
+    """Bug: the remedy is an option that changes nothing, as max_logprobs=0, or another one's; or it
+    is refused as well, where acceptance is drawn."""
+    names = ("sampling", "adjustments", "structured_outputs", "max_logprobs")
+    config: Any = SimpleNamespace(simulate_acceptance=simulated, **dict.fromkeys(names, 0))
+    with pytest.raises(ValueError, match=f"^{what}.*load it with {option}") as refused:
+        check_offered(config, Sampling(**asked), None, *alternatives)
+    assert str(refused.value).count("without simulate_acceptance") == bool(simulated)

@@ -14,7 +14,7 @@ import torch
 
 from graphengine.api import Engine
 from graphengine.capture import compile as compiling
-from graphengine.checkpoints.hub import TINY_TARGET
+from graphengine.checkpoints.hub import TINY_DRAFT, TINY_TARGET
 from graphengine.decode import buckets
 from graphengine.decode.chunk_sizes import LONG_SIZES
 from graphengine.decode.proposer import Pair
@@ -67,6 +67,27 @@ def test_what_a_start_has_compiled_itself(monkeypatch: pytest.MonkeyPatch) -> No
     options = {"buckets": (1,), "max_model_len": 64, "device": "cpu", "compile": True}
     with Engine.from_pretrained(TINY_TARGET, **options) as engine:
         assert (engine.startup.num_cache_hits, engine.startup.num_compiled) == (0, 0)
+
+
+@pytest.mark.parametrize(("is_prepared", "num_lanes"), [(False, 1), (True, 2)])
+def test_seconds_of_every_lane(
+    monkeypatch: pytest.MonkeyPatch, is_prepared: bool, num_lanes: int
+) -> None:
+    """Bug: what a start compiles and captures to decode plainly is in no phase's seconds, or what
+    it captures is told as compiling."""
+    real = buckets.BucketBuilder.build_ahead
+
+    def build_ahead(builder: Any, *args: Any) -> Any:
+        found = real(builder, *args)
+        builder.compile_s, builder.capture_s = 100.0, 1000.0
+        return found
+
+    monkeypatch.setattr(buckets.BucketBuilder, "build_ahead", build_ahead)
+    options = {"buckets": (1,), "max_model_len": 64, "prepare_plain_decode": is_prepared}
+    with Engine.from_pretrained(TINY_TARGET, TINY_DRAFT, device="cpu", **options) as engine:
+        startup = engine.startup
+    compile_s = startup.compile_s - startup.compiler_wait_s
+    assert (compile_s, startup.capture_s) == pytest.approx((num_lanes * 100, num_lanes * 1000))
 
 
 @pytest.mark.parametrize("is_kept", [False, True])

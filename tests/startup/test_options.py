@@ -152,6 +152,26 @@ def test_of_whom_halves_run_beside_each_other() -> None:
     assert not module._halves_pay(read_configs(HYBRID_TARGET, None)[0], None)
 
 
+@pytest.mark.parametrize(("convention", "rows"), [("anchor-dropped", 16), ("anchor-first", 17)])
+def test_a_context_past_the_drafted_one(convention: Any, rows: int) -> None:
+    """Bug: the block that is taken off the positions is told as the drafter's forward, which has a
+    row less where the anchor drafts too, or the limit is another than the sum."""
+    target, draft = read_configs(TINY_TARGET, TINY_DRAFT)
+    assert isinstance(draft, DraftConfig)
+    pair, most = (target, replace(draft, slot_convention=convention)), 4096 - rows
+    asked = Options(device="cpu", max_model_len=most)
+    assert resolve_options(asked, *pair).max_model_len == most
+    with pytest.raises(ValueError, match="--max-model-len") as refused:
+        resolve_options(replace(asked, max_model_len=most + 1), *pair)
+    assert str(refused.value) == (
+        f"--max-model-len {most + 1}: between 2 and {most} for this model (its positions less a "
+        f"block of {rows}; with --finish-in-plain-decode all of them)"
+    )
+    asked = replace(asked, finish_in_plain_decode=True, max_model_len=4097)
+    with pytest.raises(ValueError, match=r"4097: between 2 and 4096 for this model$"):
+        resolve_options(asked, *pair)
+
+
 @pytest.mark.parametrize("length", [1, 2])
 def test_the_fewest_positions_that_hold_a_request(length: int) -> None:
     """Bug: a drafter whose block leaves just room for a prompt's token and an answer's is refused;

@@ -14,6 +14,7 @@ from click.testing import CliRunner
 
 from graphengine.api import Engine
 from graphengine.cli.main import main
+from graphengine.config.bytesize import format_bytes
 from graphengine.config.options import Options
 from graphengine.decode.prefix_cache import PrefixCache
 from graphengine.startup import memory
@@ -186,8 +187,8 @@ def test_logits_of_a_step_count_on_the_cpu_too(
 
 def test_weights_count_on_the_cpu_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """Bug: weights alone are more than the machine has, or are once bf16 is widened to float32, and
-    loading ends in the system's killer instead of one line."""
-    monkeypatch.setattr(memory, "host_memory_bytes", lambda: 24 << 30)
+    loading ends in the system's killer instead of one line; or that has only the target's."""
+    monkeypatch.setattr(memory, "host_memory_bytes", lambda: 1 << 40)
     target, draft = read_configs("qwen3-8b", "qwen3-8b-dflash-b16")
 
     def plan(dtype: Any) -> MemoryPlan:
@@ -195,8 +196,13 @@ def test_weights_count_on_the_cpu_too(monkeypatch: pytest.MonkeyPatch) -> None:
         config = resolve_options(asked, target, draft)
         return plan_memory(config, target, draft, None, length_is_explicit=True)
 
+    roomy = plan("float32")
+    sizes = roomy.fixed_bytes + roomy.kv_pool_bytes, (8_190_735_360 + 1_090_570_112) * 4
+    needed, weights = map(format_bytes, sizes)
+    monkeypatch.setattr(memory, "host_memory_bytes", lambda: 24 << 30)
     plan("bfloat16")
-    with pytest.raises(ValueError, match=r"for weights in float32.* smaller model"):
+    text = f"needs {needed}, {weights} of them for weights in float32, .* smaller model"
+    with pytest.raises(ValueError, match=text):
         plan("float32")
 
 

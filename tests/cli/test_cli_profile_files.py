@@ -8,6 +8,7 @@ import pytest
 from graphengine import names
 from graphengine.checkpoints.hub import TINY_DRAFT, TINY_TARGET
 from graphengine.measure import profile_run
+from graphengine.measure.report import shorten
 from tests.support import nsys_exports as exports
 from tests.support.command_line import document, invoke
 
@@ -19,6 +20,20 @@ def test_profile_reads_an_export(tmp_path: Path, preset: str) -> None:
     found = document(invoke("profile", "--read", path, "--json"))["numbers"]["mine"]
     assert found["wall_mean_us"] == 100.0
     assert found["idle_by_class"]["host_us"] == 67.5
+
+
+def test_kernels_are_as_many_as_asked_for(tmp_path: Path) -> None:
+    """Bug: --top changes nothing; or kernels below it are lost from the JSON, too."""
+    path = exports.write_export(tmp_path / "mine.sqlite", preset="node")
+    kernels = document(invoke("profile", "--read", path, "--json"))["numbers"]["mine"]["kernels"]
+    for top in (1, 2):
+        shown = invoke("profile", "--read", path, "--top", top).stderr
+        lines = [line.split() for line in shown.splitlines()]
+        (at,) = (i for i, line in enumerate(lines) if line[-1:] == ["kernel"])
+        rows = [line for line in lines[at + 2 :] if line]
+        named = [shorten(kernel).split()[-1] for kernel in kernels][:top]
+        assert [row[-1] for row in rows] == [*named, "more"]
+        assert rows[-1][-2] == str(len(kernels) - top)
 
 
 def test_bytes_of_a_file_come_from_facts_or_from_a_model(tmp_path: Path) -> None:

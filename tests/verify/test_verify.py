@@ -298,6 +298,7 @@ def test_limits_of_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
         assert (limits.min_acceptance, limits.tolerance_nats) == (floor, tolerance), typed
         least = 0.0 if "--min-identical 0" in typed else 0.999 if dtype == "float32" else 0.95
         assert limits.min_identical == least, typed
+        assert limits.max_logprob_error_nats == (1e-3 if dtype == "float32" else 0.5), typed
         assert runs[-1].limits(dtype, None).min_acceptance is None
 
 

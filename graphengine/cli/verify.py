@@ -264,7 +264,7 @@ class _Run(NamedTuple):
         draws: list[Draws] = []
         for drafter in (self.draft, None):
             what = f"drawing {count} x {len(self.ids)} with drafter {drafter}"
-            self.console.print(what, style="dim")
+            self.console.print(what, style="dim", markup=False)
             with self.engine(self.mode, drafter) as engine:
                 length = options["max_new_tokens"]
                 draws.append(draw(engine.built, self.ids, count, length, sampling))
@@ -296,7 +296,7 @@ class _Run(NamedTuple):
         if options["matrix"]:
             modes, without = run.matrix_modes(options["device"], self.refusal)
             if without is not None:
-                self.console.print(f"left out: {without}", style="dim")
+                self.console.print(f"left out: {without}", style="dim", markup=False)
             cells = [(bucket, mix) for bucket in buckets for mix in run.mixes_of(bucket)]
         texts: list[str] = []
         cases: list[OptionCase] = []

@@ -110,7 +110,7 @@ def finish(
         try:
             env = environment(options["commit"])
             write_result(path, "verify", measured, config=document, env=env)
-            console.print(f"wrote {path}", highlight=False)
+            console.print(f"wrote {path}", markup=False, highlight=False)
         except (OSError, ValueError) as error:
             unwritten = _Unwritten(f"--output-json {path}: {error}")
     if options["as_json"]:

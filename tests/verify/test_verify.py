@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import io
 import json
 import os
 import shutil
@@ -23,6 +24,7 @@ from graphengine.cli.main import main
 from graphengine.profiles.result_schema import validate
 from graphengine.startup import options as startup_options
 from graphengine.verify import run
+from graphengine.verify.report import finish
 from tests.support.checkpoints import as_speculators, make_target
 
 
@@ -314,3 +316,32 @@ def test_what_is_judged_is_speculation(monkeypatch: pytest.MonkeyPatch) -> None:
             config = engine.config
         assert (config.fallback, config.acceptance_floor) == (False, 0.0)
         assert (config.num_speculative_tokens, config.page_size) == (lengths, 8)
+
+
+def test_brackets_in_notes_are_no_styles(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Bug: what stands in brackets is left out of notes: without FlashInfer `--matrix` names the
+    extra graphengine, where it is graphengine[cuda], and a file or drafter has another name; one
+    that looks like a style's end is a traceback."""
+
+    def nothing(*args: Any) -> Any:
+        raise RuntimeError("no engine")
+
+    missing = "is not installed; install the extra graphengine[cuda]"
+    mode = run.Mode("none", "torch")
+    monkeypatch.setattr(run, "matrix_modes", lambda *_: ([mode], missing))
+    monkeypatch.setattr(cli_verify._Run, "engine", nothing)
+    screen = io.StringIO()
+    console = Console(file=screen, width=200)
+    options: dict[str, Any] = {"buckets": (1,), "matrix": True, "device": "cuda", "seed": 0}
+    options |= {"num_samples": 5, "temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0}
+    options |= dict.fromkeys(("forced_acceptance", "all_options", "as_json", "prompt_file"))
+    options |= {"output_json": tmp_path / "a[b].json", "commit": "abc"}
+    asked = cli_verify._Run("target", "v[b]/x[/b]", mode, None, [[1]], options, console)
+    for compare in (lambda: asked.compare_tokens(None), asked.compare_draws):
+        with pytest.raises(RuntimeError, match="no engine"):
+            compare()
+    finish("target", None, [], [], {"num_tokens": 1}, "PASS", options, console)
+    told = screen.getvalue().splitlines()
+    assert told[0] == f"left out: {missing}"
+    assert told[1] == "drawing 5 x 1 with drafter v[b]/x[/b]"
+    assert told[2] == f"wrote {tmp_path}/a[b].json"

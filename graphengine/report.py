@@ -116,13 +116,12 @@ class _Stderr:
 
 def stderr_console(quiet: bool) -> Console:
     """Where notes and tables go; no colour codes unless stderr is a terminal."""
-    plain: dict[str, Any] = {}
+    how: dict[str, Any] = {"quiet": quiet, "highlight": False, "emoji": False}
     if sys.stderr is None or not sys.stderr.isatty():  # None: closed by the shell
-        plain = {"force_terminal": False, "color_system": None, "width": PIPE_WIDTH}
+        how |= {"force_terminal": False, "color_system": None, "width": PIPE_WIDTH}
     if sys.stderr is None:
-        return Console(stderr=True, quiet=quiet, highlight=False, **plain)
-    file = cast("IO[str]", _Stderr())
-    return Console(file=file, quiet=quiet, highlight=False, **plain)
+        return Console(stderr=True, **how)
+    return Console(file=cast("IO[str]", _Stderr()), **how)
 
 
 def writable(text: str) -> str:

@@ -235,6 +235,14 @@ def test_seconds_of_a_chat() -> None:
     assert report.answering_seconds([answer(0), answer(0, 1)]) == 4.0
 
 
+def test_notes_hold_no_pictures(capsys: pytest.CaptureFixture[str]) -> None:
+    """Bug: a file's or a text's ":b:" is told as a picture, also where it is no markup."""
+    console = report.stderr_console(quiet=False)
+    report.print_note(console, "wrote :b:/x:car:.json")
+    console.print("[red]x[/] :b:")
+    assert capsys.readouterr().err == "wrote :b:/x:car:.json\nx :b:\n"
+
+
 class FullDisk(io.StringIO):
     def write(self, text: str) -> int:
         raise OSError(errno.ENOSPC, text)

@@ -49,4 +49,5 @@ def test_a_chat_begins_no_thread(tokenizer: Tokenizer) -> None:
         "pid = os.fork(); print(w(5, str) == '', flush=True); pid and os.waitpid(pid, 0)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
-    assert done.stdout.split() == ["True", "True"], done.stderr
+    # Both may write at once, and a line's end behind the other's word.
+    assert done.stdout.split() in (["True", "True"], ["TrueTrue"]), done.stderr

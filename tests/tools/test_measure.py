@@ -297,29 +297,40 @@ def test_a_share_of_the_cores_is_a_default(monkeypatch: pytest.MonkeyPatch) -> N
     assert (found["OMP_NUM_THREADS"], found["TORCHINDUCTOR_COMPILE_THREADS"]) == ("7", "3")
 
 
+@pytest.mark.parametrize(("outcome", "code"), [("PASSED", 0), ("FAILED", 1)])
 def test_what_judges_times_runs_alone(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    outcome: str, code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Bug: a test of measured times runs beside the others too, and its failure there is stored; or
-    it has the whole limit again, and whoever lent the GPU for so long ends all of it."""
+    it has the whole limit again, and whoever lent the GPU for so long ends all of it; or of tests
+    that failed beside others nobody is told why."""
     runs: list[tuple[list[str], int, float]] = []
     now_s = [5.0]
 
     def run(ids: list[str], num_jobs: int, timeout_s: float, _: object) -> record_tests.Ran:
         runs.append((ids, num_jobs, timeout_s))
         now_s[0] += 100
-        return record_tests.Ran(dict.fromkeys(ids, "PASSED"), {}, "")
+        why = {name: f"{name} is slow" for name in ids}
+        return record_tests.Ran(dict.fromkeys(ids, outcome), why, f"{num_jobs} jobs\n")
 
+    def store(path: Path, kind: str, numbers: Any, *, config: Any, env: Any) -> None:
+        stored.append(config["reasons"])
+
+    stored: list[dict[str, str]] = []
+    monkeypatch.setattr(record_tests.result_schema, "write_result", store)
     clock = SimpleNamespace(monotonic=lambda: now_s[0])
     monkeypatch.setattr(record_tests, "time", clock)
     monkeypatch.setattr(record_tests, "collect", lambda arguments: ["a.py::b", "a.py::timed"])
     monkeypatch.setattr(record_tests, "run", run)
-    typed = "record_tests.py --jobs 3 --timeout 300 --alone timed"
+    typed = "record_tests.py --jobs 3 --timeout 300 --alone timed --out x.json --commit abc"
     monkeypatch.setattr(sys, "argv", typed.split())
     with pytest.raises(SystemExit) as ended:
         record_tests.main()
     assert runs == [(["a.py::b"], 3, 300), (["a.py::timed"], 1, 200)]
-    assert ended.value.code == 0 and '"num_passed": 2' in capsys.readouterr().out
+    assert stored == [{"a.py::b": "a.py::b is slow", "a.py::timed": "a.py::timed is slow"}]
+    said = capsys.readouterr().out
+    assert ended.value.code == code and f'"num_{outcome.lower()}": 2' in said
+    assert "3 jobs" in said and "1 jobs" in said
 
 
 def test_what_follows_all_options_is_last(tmp_path: Path) -> None:

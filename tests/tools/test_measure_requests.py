@@ -23,7 +23,6 @@ from tools import (
     request_hits,
     request_joins,
     request_parts,
-    request_texts,
 )
 from tools.request_hits import Trace, compare
 from tools.request_parts import Bar
@@ -188,75 +187,6 @@ def test_the_first_steps_of_a_generation_do_not_count(monkeypatch: pytest.Monkey
     assert found == steps[request_parts.WARMUP :][:3]
     drawn = Sampling(**request_parts.DRAWN)
     assert asked == [(drawn, {"logprobs": 5, "matcher": "a grammar's"})]
-
-
-def test_the_numbers_of_steps() -> None:
-    """Bug: the host's times are those of whole steps, or a percentile stands under another's
-    name."""
-    steps = [TimedStep(float(i), i / 100, 1 + i % 3) for i in range(101)]
-    found = request_parts.numbers_of(steps)
-    times = {f"step_{part}_ms": ms for part, ms in (("p50", 50), ("p99", 99), ("max", 100))}
-    hosts = {name.replace("step", "host"): ms / 100 for name, ms in times.items()}
-    counts = {"num_steps": 101, "mean_acceptance_length": sum(s.num_tokens for s in steps) / 101}
-    assert found == pytest.approx(counts | times | hosts)
-
-
-def test_a_text_s_first_call_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bug: the first text of a length, which meets what is not warm, is in the medians; or what
-    encoding takes is no part of the first token's time."""
-    now_s, num_calls = [0.0], [0]
-
-    def encode(messages: Any) -> list[int]:
-        num_calls[0] += 1
-        now_s[0] += 9.0 if num_calls[0] == 1 else num_calls[0] / 1000
-        return [1] * (30 + num_calls[0])
-
-    def generate(ids: list[list[int]], **asked: Any) -> None:
-        now_s[0] += num_calls[0] / 100
-
-    m: Any = SimpleNamespace(
-        tokenizer=SimpleNamespace(encode_chat=encode),
-        engine=SimpleNamespace(config=SimpleNamespace(max_model_len=100), generate=generate),
-        sizes={"repeats": 3},
-        generator=torch.Generator().manual_seed(0),
-    )
-    clock = SimpleNamespace(perf_counter=lambda: now_s[0])
-    monkeypatch.setattr(request_texts, "time", clock)
-    found = request_texts.texts(m)
-    assert found == {
-        "text_32": pytest.approx({"num_tokens": 33, "encode_ms": 3.0, "first_token_ms": 33.0})
-    }
-
-
-def test_what_of_a_chat_comes_from_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bug: a last token that happens to be cached fills a page that nobody expects, and makes up
-    for one that is lost; the first turn counts, or a turn's own tokens as repeated ones."""
-    monkeypatch.setattr(request_parts, "TURN_TOKENS", 5)
-    cached, asked = iter([0, 12, 16]), list[int]()
-
-    def generate(ids: list[list[int]], **options: Any) -> list[Any]:
-        asked.append(len(ids[0]))
-        ttft_ms = 100.0 if len(asked) == 1 else 10.0 * len(asked)
-        metrics = SimpleNamespace(num_cached_tokens=next(cached), ttft_ms=ttft_ms)
-        return [SimpleNamespace(token_ids=[0] * options["max_new_tokens"], metrics=metrics)]
-
-    config = SimpleNamespace(page_size=4, max_model_len=31)
-    m: Any = SimpleNamespace(
-        loop=SimpleNamespace(reset=lambda: None),
-        engine=SimpleNamespace(config=config, generate=generate),
-        sizes={"answer-tokens": 3, "turns": 50},
-        random_ids=lambda count: [1] * count,
-    )
-    found = request_parts.chat(m, 9)
-    assert asked == [9, 17, 25]  # one more is past the context
-    assert found == {
-        "num_turns": 3,
-        "num_repeated_tokens": 12 + 20,
-        "num_cached_tokens": 28,
-        "cached_tokens_fraction": 28 / 32,
-        "cached_pages_fraction": 1.0,
-        **request_parts.percentiles("first_token", [20.0, 30.0]),
-    }
 
 
 def test_bars() -> None:

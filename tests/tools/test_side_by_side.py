@@ -28,6 +28,7 @@ def test_the_first_pair_fills_caches() -> None:
     (row,) = compare(sides).values()
     assert (row["before_p50_ms"], row["after_p50_ms"]) == (4.5, 3.0)
     assert row["after_over_before_ratio"] == 3.0 / 4.5 and row["num_token_digests"] == 2
+    assert (row["spread_before_ms"], row["spread_after_ms"]) == (1.0, 0.0)
     for other, count in (("a", 1), ("b", 2)):
         (row,) = compare(
             {"before": [result(4.0, 8.0)] * 2, "after": [result(4.0, 8.0, tokens=other)] * 2}

@@ -6,6 +6,7 @@ A checkpoint that is loaded anyway gives wrong tokens or lost acceptance without
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -286,6 +287,19 @@ def test_buffers_of_old_checkpoints_are_ignored(target: Path) -> None:
     """Bug: rotary_emb.inv_freq, which old versions stored, counts as unexpected."""
     edit_tensors(target, put("model.layers.0.self_attn.rotary_emb.inv_freq", torch.zeros(8)))
     load_target(target)
+
+
+@pytest.mark.parametrize("count", [5, 6])
+def test_unexpected_tensors_are_counted(tmp_path: Path, count: int) -> None:
+    """Bug: tensors that are for something else, which are skipped, are counted among those that are
+    unexpected; or of six none is said to be left out."""
+    names = [f"x{i}" for i in range(count)]
+    kept = {name: torch.zeros(1) for name in [*names, "mtp.a", "mtp.b", "rotary_emb.inv_freq"]}
+    save_file(kept, tmp_path / "model.safetensors")
+    source = Checkpoint(tmp_path, CPU, torch.float32)
+    shown = ", ".join(names[:5]) + ", .." * (count > 5)
+    with pytest.raises(ValueError, match=rf": {count} unexpected tensors \({re.escape(shown)}\);"):
+        source.finish(("mtp.",))
 
 
 def test_what_is_whole_in_the_file_is_not_copied(

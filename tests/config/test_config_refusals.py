@@ -55,6 +55,17 @@ BAD_MODEL: dict[str, tuple[Json, str]] = {
         },
         "high_freq_factor 2.0 must exceed 2.0",
     ),
+    "llama3-band-upside-down": (
+        {
+            "rope_scaling": {
+                "rope_type": "llama3",
+                **YARN,
+                "low_freq_factor": 4.0,
+                "high_freq_factor": 1.0,
+            }
+        },
+        "high_freq_factor 1.0 must exceed 4.0",
+    ),
     "llama3-no-low": (
         {"rope_scaling": {"rope_type": "llama3", **YARN}},
         "no low_freq_factor",
@@ -85,7 +96,10 @@ BAD_MODEL: dict[str, tuple[Json, str]] = {
     "quantised": ({"quantization_config": {"bits": 4}}, "use the bf16 weights"),
     "mxfp4": ({"quantization_config": {"quant_method": "mxfp4"}}, "use the bf16 weights"),
     "activation": ({"hidden_act": "gelu"}, "'gelu'"),
-    "heads": ({"num_key_value_heads": 5}, "not a multiple"),
+    "heads": (
+        {"num_key_value_heads": 5},
+        "num_attention_heads 32 is not a multiple of num_key_value_heads 5",
+    ),
     "odd-head": ({"head_dim": 127}, "head_dim 127 is odd"),
     "bool-number": ({"rms_norm_eps": True}, "rms_norm_eps is True, expected a number"),
     "bool-count": ({"num_hidden_layers": True}, "num_hidden_layers holds True"),

@@ -295,8 +295,10 @@ def test_as_many_words_as_there_is_room_for() -> None:
     request = a_request()
     request.sampling = replace(EVERYTHING, bad_words=(longest,) * MAX_WORDS)
     assert (make_tables([request], 64, CPU).words_BKL[0] == torch.arange(MAX_WORD_TOKENS)).all()
-    for words in ([longest] * (MAX_WORDS + 1), [(*longest, 1)]):
-        with pytest.raises(ValueError, match=f"room for {MAX_WORDS} of {MAX_WORD_TOKENS} tokens"):
+    for words in ([longest] * (MAX_WORDS + 1), [(*longest, 1), *single]):
+        num_long, most = len([word for word in words if len(word) > 1]), len(words[0])
+        told = f"bad_words are {num_long} sequences .* of {most} tokens; there is room for "
+        with pytest.raises(ValueError, match=f"{told}{MAX_WORDS} of {MAX_WORD_TOKENS} tokens"):
             check_words(words)
 
 

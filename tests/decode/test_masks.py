@@ -20,7 +20,7 @@ from graphengine import TINY_DRAFT, TINY_TARGET, Engine
 from graphengine.config.constraint import Constraint
 from graphengine.decode import ends, masks, reference
 from graphengine.decode.buffers import Arena, GrammarBuffers
-from graphengine.decode.grammar import Grammars
+from graphengine.decode.grammar import REMEDY, Grammars, Matcher
 from graphengine.decode.masks import NOTHING, begin_, take_grammar
 from graphengine.decode.request import Request
 from graphengine.decode.sampling import Controls, Sampling, sample_rows
@@ -378,3 +378,12 @@ def test_a_vocabulary_that_fills_no_whole_words() -> None:
     """Bug: masks have no bits for the last tokens, which may be those that end an answer."""
     buffers = take_grammar(Arena(CPU, torch.float32), 2, 3, 65)
     assert buffers.mask_TW.shape == buffers.host_mask_TW.shape == (6, 3)
+
+
+def test_masks_that_took_too_long_twice_are_told() -> None:
+    """Bug: it is the step before whose time is told; or one slow step ends an answer."""
+    grammar = SimpleNamespace(spread=lambda: None)
+    matcher: Any = SimpleNamespace(took_s=0.0, broken=None, grammar=grammar)
+    for took_s, told in ((0.5, None), (0.1, None), (0.3, None), (0.4, "masks took 0.40 s a step")):
+        Matcher.judge(matcher, [], took_s)
+        assert matcher.broken == (told and f"{told}, and 0.25 are allowed; {REMEDY}")

@@ -68,6 +68,8 @@ def test_what_is_reported(pair: tuple[Path, Path]) -> None:
         "draft.rope": "theta 1000000, 64 rotary dims of 64, not scaled",
         "target.rope": "theta 1000000",
         "target.head": "the embedding",
+        "target.weights": "90 tensors, 7.51 MiB, none missing",
+        "target.tokenizer": "2043 tokens for 2048 rows of the embedding",
         "target.stop_tokens": "2042, 2040 from generation_config.json",
         "pair.mask_token": "2043 of 2048 rows",
         "pair.theta": "1000000 in both",

@@ -238,6 +238,18 @@ def test_what_is_skipped_is_not_unexpected(copies: tuple[Path, Path]) -> None:
     assert not errors(check(*copies))
 
 
+@pytest.mark.parametrize("count", [3, 4])
+def test_as_many_faulty_tensors_as_a_line_holds(copies: tuple[Path, Path], count: int) -> None:
+    """Bug: where three are missing there are said to be more, or of four none is said to be left
+    out; or they are told as unexpected ones."""
+    names = [f"model.layers.0.mlp.{part}_proj.weight" for part in ("gate", "up", "down")]
+    names.append("model.norm.weight")
+    for name in names[:count]:
+        drop_tensor(copies[0], name)
+    (found,) = [f for f in check(*copies).findings if f.name == "target.weights"]
+    assert found.value == f"{count} missing: {', '.join(names[:3])}" + ", .." * (count > 3)
+
+
 def test_what_is_skipped_has_no_size(copies: tuple[Path, Path]) -> None:
     """Bug: the size of the weights counts a table, or a part for pictures, that no start loads."""
     before = named(check(*copies), "target.weights")

@@ -137,6 +137,10 @@ BROKEN: dict[str, tuple[Callable[[Tensors], Any], str]] = {
         lambda t: t.update(t2d=torch.zeros(VOCAB, dtype=torch.bool).index_fill_(0, t["d2t"], True)),
         "t2d marks",
     ),
+    "one-mark-more": (
+        lambda t: t.update(t2d=t["t2d"].index_fill(0, torch.tensor([9]), True)),
+        "t2d marks 5 ids, which are not the 4 of d2t",
+    ),
     "twice": (lambda t: t.update(d2t=torch.tensor([5, 4, 3, 2])), "t2d marks"),
     "float-map": (lambda t: t.update(d2t=torch.zeros(4)), "expected integers"),
     "markov": (lambda t: t.update({"markov_w1.weight": torch.zeros(2, 2)}), "markov_w1.weight"),

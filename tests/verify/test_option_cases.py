@@ -352,13 +352,16 @@ def test_behind_a_token_that_does_not_fit(engine: Engine) -> None:
 
 
 def test_the_largest_error_of_all_is_told(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bug: that of the last request stands in the result."""
-    errors = iter([(0.2, None), (0.1, None)])
+    """Bug: that of the last request stands in the result; or what is wrong is told of another
+    request, or the last one's."""
+    errors = iter([(0.2, None), (0.1, "logprobs 0: x"), (0.15, "logprobs 0: y")])
     monkeypatch.setattr("graphengine.verify.run.wrong_logprobs", lambda *arguments: next(errors))
     options: Any = {"max_new_tokens": 2, "limits": Limits()}
-    options["cases"] = [OptionCase(SamplingParams(logprobs=0))] * 2
-    (found,) = verify_mode(engine.built, "none", [[5], [6]], [(BUCKET, "together")], **options)
+    options["cases"] = [OptionCase(SamplingParams(logprobs=0))] * 3
+    ids, cells = [[5], [6], [7]], [(BUCKET, "together")]
+    (found,) = verify_mode(engine.built, "none", ids, cells, **options)
     assert found.max_logprob_error_nats == 0.2
+    assert found.failed["logprobs"] == "request 1, logprobs 0: x"
 
 
 @pytest.mark.parametrize(("min_tokens", "end"), [(0, 2), (1, 2), (2, 4), (3, 4)])

@@ -358,8 +358,8 @@ def test_the_largest_error_of_all_is_told(engine: Engine, monkeypatch: pytest.Mo
     monkeypatch.setattr("graphengine.verify.run.wrong_logprobs", lambda *arguments: next(errors))
     options: Any = {"max_new_tokens": 2, "limits": Limits()}
     options["cases"] = [OptionCase(SamplingParams(logprobs=0))] * 3
-    ids, cells = [[5], [6], [7]], [(BUCKET, "together")]
-    (found,) = verify_mode(engine.built, "none", ids, cells, **options)
+    ids = [[5], [6], [7]]
+    (found,) = verify_mode(engine.built, "none", ids, [(BUCKET, "together")], **options)
     assert found.max_logprob_error_nats == 0.2
     assert found.failed["logprobs"] == "request 1, logprobs 0: x"
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 import io
-from dataclasses import replace
+from dataclasses import asdict, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -215,6 +215,30 @@ def test_the_json_of_an_answer() -> None:
             "steps_by_accepted": [1, 1, 2],
         },
     }
+
+
+def test_the_json_of_a_run() -> None:
+    """Bug: a part of a run is missing in the JSON: its settings, its memory, what it warned of."""
+    config = resolve_options(Options(device="cpu"), *read_configs(TINY_TARGET, None))
+    plan: Any = SimpleNamespace(to_json=lambda: {"num_pages": 9})
+    outcome = report.Outcome({"import_s": 1.0}, startup(), [answer(), answer(1)], 3.5)
+    said: dict[str, Any] = {"model": "m", "warnings": ["slow"], "is_complete": True}
+    found = report.json_object(outcome, config, plan, **said)
+    assert len(found.pop("results")) == found.pop("totals")["num_answers"] == 2
+    assert found.pop("startup")["total_s"] == 1.0
+    assert found == {
+        "schema_version": 1,
+        "graphengine_version": report.__version__,
+        **said,
+        "config": asdict(config),
+        "memory_plan": {"num_pages": 9},
+    }
+
+
+def test_a_pair_is_named_by_its_folders() -> None:
+    """Bug: a result says where models lie on one machine."""
+    assert report.named("/a/b/target", "/c/draft/") == {"model": "target", "draft": "draft"}
+    assert report.named("Qwen/Qwen3-8B", None) == {"model": "Qwen3-8B", "draft": None}
 
 
 def test_seconds_until_the_first_token() -> None:

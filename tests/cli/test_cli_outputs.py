@@ -380,3 +380,19 @@ def test_warnings_of_others_are_shown(monkeypatch: pytest.MonkeyPatch) -> None:
         warnings.warn("this call goes away", FutureWarning, stacklevel=1)
         warnings.warn("drafts are rare", EngineWarning, stacklevel=1)
     assert shown == ["this call goes away"] and texts == ["drafts are rare"]
+
+
+def test_what_was_warned_of_is_in_the_json(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: what a run warned of on stderr, as of drafts that are rarely accepted, is lost to who
+    reads its JSON."""
+    run = answers._Session.run
+
+    def warns(session: Any) -> None:
+        run(session)
+        warnings.warn("drafts are rare", EngineWarning, stacklevel=1)
+
+    monkeypatch.setattr(answers._Session, "run", warns)
+    args = ["run", str(target), *SMALL, "--prompt", "x", "--max-new-tokens", "2", "--json"]
+    done = CliRunner().invoke(main, args)
+    assert json.loads(done.stdout)["warnings"] == ["drafts are rare"], done.output
+    assert "warning: drafts are rare" in done.stderr

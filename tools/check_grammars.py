@@ -282,6 +282,8 @@ def main() -> int:
     )
     parser.add_argument("--out", type=Path, help="store the result as JSON here")
     args = parser.parse_args()
+    if args.count < 1:
+        parser.error(f"--count {args.count}: pass 1 or more, or nothing is checked")
     options = {n: getattr(args, n) for n in ("device", "graph_mode", "num_speculative_tokens")}
     began = time.perf_counter()
     if args.what == "outputs":

@@ -138,7 +138,11 @@ def main(arguments: list[str] | None = None) -> int:
     if low := [f"--{name} {n}" for name, n in sizes.items() if n < 1 + (name == "turns")]:
         parser.error(f"{low[0]}: pass more, or nothing is measured")
     deadline = time.monotonic() + args.seconds
-    budgets = [int(rows) for rows in args.max_num_batched_tokens.split(",") if rows]
+    typed = [rows for rows in args.max_num_batched_tokens.split(",") if rows]
+    budgets = [int(rows) if rows.isdecimal() else 0 for rows in typed]
+    if min(budgets, default=16) < 16:
+        told = f"--max-num-batched-tokens {args.max_num_batched_tokens}"
+        parser.error(f"{told}: pass integers from 16 up, such as 256,1024")
     draft = args.draft or (str(TINY_DRAFT) if args.target == str(TINY_TARGET) else None)
     limit = speculation_limit(*read_configs(args.target, draft))
     asked: dict[str, Any] = {

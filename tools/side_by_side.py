@@ -101,6 +101,9 @@ def main(arguments: list[str] | None = None) -> int:
     if args.runs < 1:
         parser.error(f"--runs {args.runs}: there is a median of 1 or more")
     sides: dict[str, list[dict[str, Any]]] = {"before": [], "after": []}
+    for side in sides:
+        if not (checkout := getattr(args, side)).is_dir():
+            parser.error(f"--{side} {checkout}: no such folder; pass a checkout")
     with tempfile.TemporaryDirectory() as folder:
         for _ in range(args.runs + 1):
             for side, results in sides.items():

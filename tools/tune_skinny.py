@@ -317,6 +317,8 @@ def main() -> None:
         "--commit", metavar="SHA", help="commit to record where the checkout has no history"
     )
     args = parser.parse_args()
+    if wrong := [rows for rows in args.rows if not 1 <= rows <= 256]:
+        parser.error(f"--rows {wrong[0]}: pass 1 to 256")
     todo = cases(args.cases, args.rows, args.names)
     if args.dry_run:
         dry_run(todo)

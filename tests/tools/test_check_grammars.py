@@ -27,6 +27,16 @@ def test_answers_are_valid(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None
     assert code == 0 and found["num_valid"] + found["num_cut_off"] == 10 and found["num_valid"]
 
 
+@pytest.mark.parametrize("what", ["outputs", "masks"])
+def test_nothing_to_check_is_refused(
+    what: str, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    """Bug: no answer is right by a check of none, or no mask ends in a traceback."""
+    with pytest.raises(SystemExit, match="2"):
+        run(monkeypatch, capsys, what, "--count", "0", "--device", "cpu")
+    assert "--count 0: pass 1 or more" in capsys.readouterr().err
+
+
 def test_a_mask_that_is_not_applied_is_noticed(
     monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:

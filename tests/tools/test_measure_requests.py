@@ -196,7 +196,13 @@ def test_bars() -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"), [(["--only", "turn"], "--only turn"), (["--turns", "1"], "--turns 1")]
+    ("arguments", "message"),
+    [
+        (["--only", "turn"], "--only turn"),
+        (["--turns", "1"], "--turns 1"),
+        (["--max-num-batched-tokens", "256,x"], "--max-num-batched-tokens 256,x: pass integers"),
+        (["--max-num-batched-tokens", "0"], "--max-num-batched-tokens 0: pass integers from 16"),
+    ],
 )
 def test_refusals(
     monkeypatch: pytest.MonkeyPatch,
@@ -205,7 +211,7 @@ def test_refusals(
     message: str,
 ) -> None:
     """Bug: a misspelt part is left out in silence, a division by zero ends the visit, or the script
-    defines everything and runs nothing."""
+    defines everything and runs nothing; or a misspelt number of rows is a traceback."""
     monkeypatch.setattr(sys, "argv", ["measure_requests.py", *arguments])
     with pytest.raises(SystemExit):
         runpy.run_path(str(measure_requests.__file__), run_name="__main__")

@@ -82,3 +82,15 @@ def test_no_run_is_no_comparison(tmp_path: Path) -> None:
     """Bug: both sides run for minutes before there is no median."""
     with pytest.raises(SystemExit, match="2"):
         side_by_side.main(["--before", str(tmp_path), "--out", "ab.json", "--runs", "0", "bench"])
+
+
+@pytest.mark.parametrize("side", ["--before", "--after"])
+def test_a_checkout_that_is_not_there(
+    side: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Bug: a misspelt checkout is a traceback, of the second one behind a run of the first."""
+    sides = {"--before": str(tmp_path), "--after": str(tmp_path), side: str(tmp_path / "no")}
+    named = [word for pair in sides.items() for word in pair]
+    with pytest.raises(SystemExit, match="2"):
+        side_by_side.main([*named, "--out", str(tmp_path / "ab.json"), "bench"])
+    assert f"{side} {tmp_path / 'no'}: no such folder" in capsys.readouterr().err

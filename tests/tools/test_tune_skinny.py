@@ -32,6 +32,17 @@ def test_dry_run(tmp_path: Path) -> None:
     assert min(counts) > 0
 
 
+@pytest.mark.parametrize("rows", ["0", "257"])
+def test_rows_that_no_gemm_has(
+    rows: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Bug: rows that are none, or more than the table has, end in a traceback."""
+    monkeypatch.setattr(sys, "argv", ["tune_skinny.py", "--dry-run", "--rows", "16", rows])
+    with pytest.raises(SystemExit, match="2"):
+        tune_skinny.main()
+    assert f"--rows {rows}: pass 1 to 256" in capsys.readouterr().err
+
+
 def test_wide_candidates() -> None:
     """Bug: a shape of batches 8 and 16 with nothing to try, or so much that the time is over, or
     without the tiles that are best at its rows; or cuBLAS is timed on FP8 rows in two."""

@@ -88,7 +88,8 @@ def test_environments_that_are_not_understood(env: str, monkeypatch: pytest.Monk
 def test_what_did_not_end_is_no_success(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, code: int
 ) -> None:
-    """Bug: tests that were cut off by the time limit count as passed; or skipped ones as failed."""
+    """Bug: tests that were cut off by the time limit count as passed; or skipped ones as failed; or
+    the result does not say which versions were tested."""
     numbers = dict.fromkeys(check_versions.COLUMNS, 0) | {name: 1}
     result = {
         "environment": {"versions": dict.fromkeys(("python", "torch", "triton", "transformers"))},
@@ -97,10 +98,18 @@ def test_what_did_not_end_is_no_success(
     }
     monkeypatch.setattr(check_versions, "make", lambda label, folder: folder)
     monkeypatch.setattr(check_versions, "run_tests", lambda *arguments: result)
-    monkeypatch.setattr(sys, "argv", ["check_versions.py", "--folder", str(tmp_path)])
+    stored: list[Any] = []
+    write = check_versions.result_schema
+    monkeypatch.setattr(write, "write_result", lambda *args, config: stored.append((args, config)))
+    line = ["check_versions.py", "--folder", str(tmp_path), "--out", "versions.json"]
+    monkeypatch.setattr(sys, "argv", line)
     with pytest.raises(SystemExit) as ended:
         check_versions.main()
     assert ended.value.code == code
+    ((_, kind, told), config) = stored[0]
+    own = result["config"] | {"versions": result["environment"]["versions"]}
+    assert (kind, told) == ("versions", dict.fromkeys(check_versions.LABELS, numbers))
+    assert config == dict.fromkeys(check_versions.LABELS, own)
 
 
 @pytest.mark.usefixtures("ran")

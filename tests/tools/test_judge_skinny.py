@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -134,6 +135,33 @@ def test_changes_are_read(tmp_path: Path) -> None:
         path.write_text(text)
         with pytest.raises(ValueError, match=r"changes\.json: no changes of the table"):
             judge_skinny.read_changes(path)
+
+
+def test_what_was_kept_is_stored(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Bug: the result does not say which of its changes were better, of what engine, or where a
+    variant failed."""
+    path, stored = tmp_path / "changes.json", list[Any]()
+    path.write_text(json.dumps({"o": {str(KEY): list(CONFIG)}, "none": {str(OTHER): None}}))
+    times = {"table": 6.0, "o": 5.0, "none": 7.0, "o+none": None, "table again": 6.1}
+    steps = SimpleNamespace(ms=lambda label, _: times[label], numbers={"o": {"step_p50_ms": 5.0}})
+    monkeypatch.setattr(judge_skinny, "Steps", lambda *_: steps)
+    monkeypatch.setattr(judge_skinny.torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(judge_skinny.Engine, "from_pretrained", lambda *_, **__: nullcontext())
+
+    def store(*args: Any, config: Any, env: Any) -> None:
+        stored.append((args, config))
+
+    monkeypatch.setattr(judge_skinny.result_schema, "write_result", store)
+    monkeypatch.setattr(judge_skinny.result_schema, "environment", lambda commit: {})
+    judge_skinny.main([str(path), "--model", "m", "--bucket", "8", "--out", "x.json"])
+    ((_, kind, numbers), config) = stored[0]
+    assert (kind, numbers) == ("skinny_linear_judged", steps.numbers | {"best_step_ms": 5.0})
+    assert (config["kept"], config["model"], config["buckets"]) == (["o"], "m", [8])
+    assert config["changes"] == {"o": {str(KEY): CONFIG}, "none": {str(OTHER): None}}
+    said = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert said == {"kept": ["o"], "best_step_ms": 5.0}
 
 
 def test_refusals(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

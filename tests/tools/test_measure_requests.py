@@ -107,6 +107,7 @@ def test_a_failed_part_does_not_take_the_others_along(
 
     def late(m: Any) -> Any:
         m.deadline = 0
+        m.bars |= {"late": Bar(2.0, at_most=1.0), "early": Bar(1.0, at_least=1.0)}
         num_steps = len(m.engine.generate([5], max_new_tokens=3))
         return {"a_row": {"num_steps": num_steps, "num_seed": m.generator.initial_seed()}}
 
@@ -117,6 +118,10 @@ def test_a_failed_part_does_not_take_the_others_along(
     result, said = measured(capsys, 1, *line)
     stored, problems = json.loads(out.read_text()), result["config"]["problems"]
     assert stored["config"] == result["config"]
+    assert result["config"]["bars"] == {
+        "late": {"measured": 2.0, "at_most": 1.0, "at_least": None, "held": False},
+        "early": {"measured": 1.0, "at_most": None, "at_least": 1.0, "held": True},
+    }
     assert "not finite" in problems.pop("nonsense")
     assert problems == {"fails": "RuntimeError: not this one", "last": "no time left"}
     assert stored["numbers"]["late"]["a_row"] == {"num_steps": 1, "num_seed": 3}

@@ -169,6 +169,24 @@ def test_what_allocators_take_at_first_is_no_leak(monkeypatch: pytest.MonkeyPatc
     }
 
 
+def test_of_what_a_soak_was(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Bug: the result does not say by which seed, or with which layers, it is got again."""
+    ran: list[Any] = []
+    monkeypatch.setattr(soak_tool, "soak", lambda *args: ran.append(args) or {"num_steps": 100})
+    line = ["--steps", "100", "--seed", "7", "--hybrid", "--device", "cpu", "--dtype", "float32"]
+    assert soak_tool.main(line) == 0
+    found = json.loads(capsys.readouterr().out.splitlines()[-1])
+    asked = {"device": "cpu", "dtype": "float32", "graph_mode": "auto", "attention_backend": "auto"}
+    ((steps, seed, options, _, is_hybrid),) = ran
+    assert (steps, seed, is_hybrid) == (100, 7, True)
+    assert options == asked | {"buckets": soak_tool.BUCKETS}
+    pair = {"block_length": 8, "likely_tokens": 2, "buckets": list(soak_tool.BUCKETS)}
+    assert found["config"] == {"seed": 7, "is_hybrid": True} | asked | pair
+    assert found["numbers"] == {"num_steps": 100} and found["passed"] is True
+
+
 def test_requests_are_the_seed_s() -> None:
     """Bug: what a soak has found is not found again with its seed."""
     grammars: Any = SimpleNamespace(matcher=lambda constraint: constraint)

@@ -1,6 +1,7 @@
 """compile: a segment is compiled once for each layout, state and moment, if it may be."""
 
 import sys
+from collections import Counter
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -103,10 +104,13 @@ def test_without_dynamo(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert not files(folder)
 
 
-def test_counts() -> None:
-    """Bug: a start is said to be warm since an earlier engine of the process was."""
+def test_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: a start is said to be warm since an earlier engine of the process was, or since what it
+    has compiled is counted as found."""
     before, after = compiling.CacheCounts(3, 5), compiling.CacheCounts(4, 5)
     assert after.since(before) == (1, 0)
+    monkeypatch.setattr(compiling, "_COUNTS", Counter(hits=3, misses=5))
+    assert compiling.cache_counts() == compiling.CacheCounts(num_hits=3, num_misses=5)
 
 
 @pytest.mark.slow

@@ -146,6 +146,14 @@ def test_dtype_and_progress(target: Path) -> None:
     assert [done for done, _ in seen] == sorted({done for done, _ in seen})
     done, total = seen[-1]
     assert 0.9 * total < done <= total
+    tensors = load_file(target / "model.safetensors")
+    (target / "model.safetensors").unlink()
+    for i, names in enumerate((sorted(tensors)[::2], sorted(tensors)[1::2])):
+        save_file({name: tensors[name] for name in names}, target / f"model-{i}.safetensors")
+    seen.clear()
+    load_target(target, torch.bfloat16, progress=lambda *state: seen.append(state))
+    sizes = [path.stat().st_size for path in target.glob("*.safetensors")]
+    assert len(sizes) == 2 and {whole for _, whole in seen} == {sum(sizes)}
 
 
 def test_what_a_norm_is_of_is_not_rounded(tmp_path: Path) -> None:

@@ -17,7 +17,9 @@ from tests.support.command_line import document, invoke
 def test_profile_reads_an_export(tmp_path: Path, preset: str) -> None:
     """Bug: a user's own nsys file gives other numbers than the reader, or needs a model."""
     path = exports.write_export(tmp_path / "mine.sqlite", preset=preset)
-    found = document(invoke("profile", "--read", path, "--json"))["numbers"]["mine"]
+    told = document(invoke("profile", "--read", path, "--json"))
+    assert told["config"]["sources"] == {"mine": "a recorded file"}
+    found = told["numbers"]["mine"]
     assert found["wall_mean_us"] == 100.0
     assert found["idle_by_class"]["host_us"] == 67.5
 

@@ -63,6 +63,15 @@ def test_written_file_reads_back(tmp_path: Path) -> None:
     assert result_schema.validate(result) == []
 
 
+def test_notes_are_stored(tmp_path: Path) -> None:
+    """Bug: what a reader must know to not misread the numbers is lost, or stands there empty."""
+    env = dict.fromkeys(result_schema.REQUIRED_ENVIRONMENT)
+    for notes in ("one stream", ""):
+        kept: dict[str, Any] = {"config": {}, "notes": notes, "env": env}
+        result_schema.write_result(tmp_path / "x.json", "steps", {"step_ms": 1.0}, **kept)
+        assert json.loads((tmp_path / "x.json").read_text()).get("notes", "") == notes
+
+
 def test_a_file_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
     """Bug: a full disk leaves half of a result, under its name or another, or ends in a traceback
     after the measurement."""

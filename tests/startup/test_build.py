@@ -35,6 +35,18 @@ def test_which_random_weights(tmp_path: Path, load_format: str, is_uniform: bool
         assert torch.equal(weights.norm_D, torch.ones_like(weights.norm_D)) is not is_uniform
 
 
+def test_the_bar_of_loading(tmp_path: Path) -> None:
+    """Bug: it goes backwards, ends before its end, or says another model's name."""
+    target = make_target(tmp_path / "target", layers=1)
+    seen: list[tuple[str, float]] = []
+    options: dict[str, Any] = {"buckets": (1,), "max_model_len": 64, "device": "cpu"}
+    Engine.from_pretrained(
+        target, progress=lambda what, share: seen.append((what, share)), **options
+    ).close()
+    shares = [share for what, share in seen if what == "loading target"]
+    assert len(shares) > 5 and shares == sorted(shares) and 0.9 < shares[-1] <= 1
+
+
 def test_a_context_that_the_pool_does_not_hold(tmp_path: Path) -> None:
     """Bug: where nobody asks for a length the models' own is refused, although a shorter one fits;
     or a length that was asked for is shortened in silence."""

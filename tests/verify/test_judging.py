@@ -191,16 +191,22 @@ def test_the_numbers_of_a_cell() -> None:
     ran = [transcript([5, 6, 7], [1, 2]), transcript([5], [1])]
     report = judge(ran, [scores([5, 2, 3], [0, 0.5, 0.1]), scores([4], [0.9])], 0.2, [])
     cell = CellResult(cell=Cell("full x", 2, "alone"), report=report, failed={}, transcripts=ran)
-    found = numbers([cell, replace(cell, cell=Cell("full x", 2, "mixed"), same_as_plain=1)])[
-        "full_x"
-    ]
+    other = replace(cell, cell=Cell("full x", 2, "mixed"), same_as_plain=1)
+    found = numbers([cell, replace(other, max_logprob_error_nats=0.3)])["full_x"]
     alone = found["bucket_2_alone"]
-    assert (alone["num_tokens"], alone["num_over_tolerance"], alone["num_ties"]) == (4, 2, 1)
-    assert alone["mean_acceptance_length"] == 2 and alone["max_regret_nats"] == 0.9
-    same = {"num_same_as_plain": 1, "num_prompts": 2}
-    assert found["bucket_2_mixed"] == alone | same and not {*same, "max_logprob_error_nats"} & {
-        *alone
+    assert alone == {
+        "num_tokens": 4,
+        "identical_fraction": 0.25,
+        "max_regret_nats": 0.9,
+        "mean_regret_nats": pytest.approx(1.5 / 4),
+        "num_over_tolerance": 2,
+        "num_ties": 1,
+        "num_nonfinite": 0,
+        "mean_acceptance_length": 2.0,
+        "mean_acceptance_per_prompt_tokens": [2.0, 0.0],
     }
+    same = {"num_same_as_plain": 1, "num_prompts": 2, "max_logprob_error_nats": 0.3}
+    assert found["bucket_2_mixed"] == alone | same
 
 
 def test_a_difference_is_told_where_it_stands() -> None:

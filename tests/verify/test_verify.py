@@ -304,6 +304,18 @@ def test_limits_of_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
         assert runs[-1].limits(dtype, None).min_acceptance is None
 
 
+def test_probes_do_not_count_for_the_floor() -> None:
+    """Bug: prompts on which the bundled target is unsure count for the floor that was measured
+    without them; or of other prompts not all count."""
+    options: dict[str, Any] = {"temperature": 0.0, "prompt_file": None, "min_acceptance": None}
+    options |= {"max_new_tokens": 128, "num_speculative_tokens": None}
+    options |= dict.fromkeys(("raw", "forced_acceptance", "all_options"), False)
+    prompts, num_counted = cli_verify._prompts(dict(options), bundled=True)
+    lines = len(cli_verify.PROMPTS.read_text().splitlines())
+    assert num_counted == lines < len(prompts)
+    assert cli_verify._prompts(dict(options), bundled=False) == (prompts, None)
+
+
 def test_what_is_judged_is_speculation(monkeypatch: pytest.MonkeyPatch) -> None:
     """Bug: a slow or bad drafter is left behind in the middle of an answer, and what plain decoding
     says behind that passes as the drafter's; or the plain engine drafts."""

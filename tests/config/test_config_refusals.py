@@ -242,6 +242,11 @@ MISFITS: dict[str, tuple[Json, Json, str]] = {
     "hidden": ({"hidden_size": 2560}, {}, "hidden_size 4096 differs from the target's 2560"),
     "vocab": ({"vocab_size": 151000}, {}, "vocab_size 151936 differs"),
     "mask": ({}, {"dflash__mask_token_id": 151936}, "outside the target's embedding"),
+    "mask-of-few-ids": (
+        {},
+        {"dflash__mask_token_id": 151936, "dflash__draft_vocab_size": 32000},
+        "mask_token_id 151936 lies outside the target's embedding of 151936 rows",
+    ),
 }
 
 

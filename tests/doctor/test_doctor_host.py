@@ -89,6 +89,15 @@ def test_lesser_machines(change: dict[str, Any], name: str, level: str) -> None:
     assert [f.level for f in found if f.name == name] == [level]
 
 
+@pytest.mark.parametrize(("cuda", "driver", "needed"), [("13.0", "570.1", 580), ("12.8", "5", 525)])
+def test_which_driver_is_needed(cuda: str, driver: str, needed: int) -> None:
+    """Bug: the driver that is there is told as the one that is needed, or another CUDA's."""
+    host = replace(H200, cuda_version=cuda, driver_version=driver)
+    (found,) = [f for f in host_findings(host) if f.name == "host.driver"]
+    remedy = f"torch is built for CUDA {cuda}, which needs driver {needed}"
+    assert (found.value, found.remedy) == (driver, remedy)
+
+
 @pytest.mark.parametrize("package", ["torch", "triton", "flashinfer-python", "transformers"])
 def test_missing_packages(package: str) -> None:
     """Bug: a package that is not installed crashes the report, or is not missed; or one for GPUs

@@ -49,6 +49,23 @@ def test_what_this_machine_or_backend_cannot(
         resolve_options(Options(**options), *read_configs(TINY_TARGET, None))
 
 
+def test_what_flashinfer_does_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: what the run would be is told as what was typed: "auto" as its dtype; or another model's
+    heads as those that do not fit."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(module, "flashinfer_missing", lambda: False)
+    target, draft = read_configs(TINY_TARGET, TINY_DRAFT)
+    assert isinstance(draft, DraftConfig)
+    narrow = replace(draft, model=replace(draft.model, head_dim=32))
+    asked = Options(attention_backend="flashinfer")
+    for options, drafter, told in (
+        (asked, narrow, r"not bfloat16 with head_dim \[64, 32\]"),
+        (replace(asked, dtype="float32"), draft, r"not float32 with head_dim \[64, 64\]"),
+    ):
+        with pytest.raises(ValueError, match=rf"flashinfer runs bfloat16 and head_dim .*{told}"):
+            resolve_options(options, target, drafter)
+
+
 def test_torch_s_attention_is_also_a_prompt_s(monkeypatch: pytest.MonkeyPatch) -> None:
     """Bug: who asks for torch's attention on a GPU, to leave out a kernel, gets FlashInfer's for
     prompts."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import random
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ import torch
 from click.testing import CliRunner
 
 from graphengine.api import Engine
+from graphengine.checkpoints.hub import TINY_TARGET
 from graphengine.cli.main import main
 from graphengine.config.bytesize import format_bytes
 from graphengine.config.options import Options
@@ -204,6 +205,17 @@ def test_weights_count_on_the_cpu_too(monkeypatch: pytest.MonkeyPatch) -> None:
     text = f"needs {needed}, {weights} of them for weights in float32, .* smaller model"
     with pytest.raises(ValueError, match=text):
         plan("float32")
+
+
+def test_the_json_of_a_plan() -> None:
+    """Bug: what follows from a plan's parts, as how many requests its pool holds, is in its lines
+    alone."""
+    target, _ = read_configs(TINY_TARGET, None)
+    config = resolve_options(Options(device="cpu", max_model_len=64, buckets=(3,)), target, None)
+    plan = plan_memory(config, target, None, None, length_is_explicit=True)
+    sums = ("fixed_bytes", "kv_pool_bytes", "num_full_requests")
+    assert plan.to_json() == asdict(plan) | {name: getattr(plan, name) for name in sums}
+    assert plan.num_full_requests == 3
 
 
 def test_context_cap(pair: tuple[Path, Path]) -> None:

@@ -242,9 +242,13 @@ def test_a_pair_is_named_by_its_folders() -> None:
 
 
 def test_seconds_until_the_first_token() -> None:
-    """Bug: a phase is counted twice, so that what is in none of them is less than nothing."""
+    """Bug: a phase is counted twice, so that what is in none of them is less than nothing; or not
+    at all, so that it is in none."""
     found = report.startup_seconds(1.0, 9.0, startup(), [answer()])
     assert found["other_s"] == 2.0 and found["first_token_s"] == 0.5
+    found = report.startup_seconds(1.0, 12.0, replace(startup(), warmup_s=4.0), [answer()])
+    phases = {"import_s": 1.0, "load_s": 1.0, "compile_s": 2.0, "capture_s": 3.0, "warmup_s": 4.0}
+    assert found == phases | {"other_s": 1.0, "first_token_s": 0.5}
     assert report.startup_seconds(1.0, 6.5, startup(), [])["other_s"] == 0.0
 
 

@@ -235,13 +235,15 @@ def test_a_run_tells_what_does_not_fit(tmp_path: Path) -> None:
 
 def test_what_compile_says_of_an_artifact(tmp_path: Path) -> None:
     """Bug: of one that was not used it is told as well what it lacks; or nothing of one that was
-    made for something else."""
+    made for something else; or that code lies elsewhere, and not where."""
     store, apart = filled(tmp_path)._replace(notes=[]), ["buckets: 1 there, 8 here"]
     (told,) = _notes(store, tmp_path / "x.tar.gz", apart)
     assert "was compiled for something else" in told and told.endswith(apart[0])
     assert _notes(store, None, apart) == _notes(store, tmp_path / "x.tar.gz", []) == []
     unused = store._replace(notes=["x.tar.gz does not fit and is not used"])
     assert _notes(unused, tmp_path / "x.tar.gz", apart) == unused.notes
+    (told,) = _notes(store._replace(segments="/mine"), None, apart)
+    assert told.startswith("TORCHINDUCTOR_CACHE_DIR is /mine: what is compiled lies there")
 
 
 def test_an_artifact_that_was_used(tmp_path: Path) -> None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import io
+import json
 import math
 import sys
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -323,3 +325,28 @@ def test_a_verdict_that_stdout_cannot_hold(monkeypatch: pytest.MonkeyPatch) -> N
     options = {"output_json": None, "as_json": False, "prompt_file": None}
     finish("target", None, ["x"], [], {}, "FAIL: '\u4e2d'", options, Console(quiet=True))
     assert written.getvalue() == b"FAIL: '\\u4e2d'\n"
+
+
+@pytest.mark.parametrize("file", [None, Path("/a/b/mine.jsonl")])
+def test_the_json_of_a_verdict(file: Path | None, capsys: pytest.CaptureFixture[str]) -> None:
+    """Bug: of several failures or divergences the JSON has one, or it does not say what was asked,
+    or where files lie on this machine."""
+    options = {"output_json": None, "as_json": True, "prompt_file": file, "quiet": True}
+    options |= {"commit": None, "buckets": (1, 8), "seed": 3}
+    texts = ["first divergence", "first benign tie"]
+    finish(
+        "/m/target", "d", ["x: 1", "y: 2"], texts, {"a": {}}, "FAIL", options, Console(quiet=True)
+    )
+    assert json.loads(capsys.readouterr().out) == {
+        "config": {
+            "verdict": "FAIL",
+            "failures": ["x: 1", "y: 2"],
+            "divergences": texts,
+            "model": "target",
+            "draft": "d",
+            "buckets": [1, 8],
+            "seed": 3,
+            "prompt_file": "mine.jsonl" if file else "bundled",
+        },
+        "numbers": {"a": {}},
+    }

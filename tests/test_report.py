@@ -14,7 +14,8 @@ from rich.console import Console
 from graphengine import report
 from graphengine.api import GenerationResult
 from graphengine.checkpoints.hub import TINY_TARGET
-from graphengine.config.options import Options
+from graphengine.cli import answers
+from graphengine.config.options import Options, SamplingParams
 from graphengine.decode.metrics import Acceptance, RequestMetrics, StartupMetrics
 from graphengine.startup.build import read_configs
 from graphengine.startup.options import resolve_options
@@ -290,3 +291,27 @@ def test_notes_that_nobody_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Bug: a shell that closed stderr (2>&-) ends `run` at its first note."""
     monkeypatch.setattr("sys.stderr", None)
     report.print_note(report.stderr_console(quiet=False), "loading")
+
+
+def test_what_loads_is_called_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: the bar tells a folder `v[b]` as `v`, whose brackets it takes for a style."""
+    shown = io.StringIO()
+    console = Console(file=shown, force_terminal=True, color_system=None, width=80)
+
+    def load(model: str, draft: str | None, progress: Any, **options: Any) -> None:
+        progress(f"loading {model}", 0.5)
+
+    monkeypatch.setattr(answers.Engine, "from_pretrained", load)
+    job = answers.Job(
+        model="v[b]",
+        draft=None,
+        conversations=[],
+        sampling=SamplingParams(),
+        as_json=False,
+        quiet=False,
+        nvtx=False,
+        options={},
+        args={},
+    )
+    answers._load(job, console)
+    assert "loading v[b]" in shown.getvalue()

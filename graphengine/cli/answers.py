@@ -20,7 +20,7 @@ from importlib import import_module
 from typing import Any, NamedTuple, cast
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from graphengine import names, report
 from graphengine.api import Chunk, Engine, GenerationResult, Prompt, PromptError
@@ -140,7 +140,8 @@ def _progress(job: Job, console: Console, *columns: Any) -> Progress:
 
 
 def _load(job: Job, console: Console) -> Engine:
-    with _progress(job, console, "{task.description}", BarColumn()) as bar:
+    what = TextColumn("{task.description}", markup=False)  # a folder's name has its brackets
+    with _progress(job, console, what, BarColumn()) as bar:
         task = bar.add_task("loading", total=None)
 
         def show(what: str, share: float) -> None:

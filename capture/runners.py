@@ -130,7 +130,11 @@ class GraphPool:
         torch.cuda.current_stream().wait_stream(self.stream)
         # Kept beside its executable, so that `inventory` can look into it later.
         graph = torch.cuda.CUDAGraph(keep_graph=True)
-        with _no_collection(), torch.cuda.graph(graph, pool=self.handle, stream=self.stream):
+        alone = "thread_local"  # other threads may allocate meanwhile: it is the user's process
+        with (
+            _no_collection(),
+            torch.cuda.graph(graph, self.handle, self.stream, capture_error_mode=alone),
+        ):
             before = torch.cuda.memory_stats()
             carry = run_chain(steps, carry)
             after = torch.cuda.memory_stats()

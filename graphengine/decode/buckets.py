@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from itertools import chain
 from typing import NamedTuple
 
@@ -19,6 +19,7 @@ from torch import Tensor
 
 from graphengine.capture.compile import compile_segments
 from graphengine.capture.runners import GraphPool, Runner, run_chain
+from graphengine.capture.steps import Carry, Chain
 from graphengine.config.draft import AttentionRule
 from graphengine.config.engine import EngineConfig
 from graphengine.config.model import ModelConfig
@@ -196,8 +197,11 @@ class BucketBuilder:
             chains = self._wire(short.at(size), arena, size, segments, planned=False).chains
             for steps in (chains.propose, chains.context, chains.publish):
                 yield partial(run_chain, steps)
+            verify = partial(run_chain, chains.verify)
+            if segments is not None:  # by one thread, which need not go through it for every end
+                verify = cache(verify)
             for end in chains.ends.values():
-                yield partial(run_chain, [*chains.verify, *end])
+                yield partial(_run_behind, verify, end)
 
     def _wire(
         self, pair: Pair, arena: Arena, size: int, segments: Segments, planned: bool = True
@@ -238,6 +242,10 @@ def prefill_attention(
             model, lambda rule: FlashInferAttention(model, size, rule, space, dtype)
         )
     return LayerAttentions.of(model, lambda rule: TorchAttention(model, size, rule, device))
+
+
+def _run_behind(front: Callable[[], Carry], steps: Chain) -> Carry:
+    return run_chain(steps, front())
 
 
 def _dummy_layout(num_requests: int, block: int, page_size: int) -> Layout:

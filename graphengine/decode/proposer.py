@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any, NamedTuple, Self
 
 from torch import Tensor
@@ -144,11 +145,17 @@ class Pair:
         return replace(self, proposer=draft_at(self.config, self.proposer, size))
 
     def shortened(self) -> Pair:
-        """With the target's first layers alone, one of each kind and one that is tapped among them:
-        a forward of these has all kernels of a whole one, and compiling them (`compile_ahead`)
-        takes less time."""
+        """With the target's first layers alone, among them one that is tapped and all kinds of
+        neighbours, the last of the last one's kind: a forward of these has all kernels and segments
+        of a whole one, and compiling them (`compile_ahead`) takes less time."""
         kinds = self.target.config.layer_kinds
-        count = max(2, min(self.proposer.taps, default=0) + 1, *(kinds.index(k) + 1 for k in kinds))
+        neighbours, least = {*pairwise(kinds)}, max(2, min(self.proposer.taps, default=0) + 1)
+        enough = (
+            n
+            for n in range(least, len(kinds))
+            if kinds[n - 1] == kinds[-1] and {*pairwise(kinds[:n])} == neighbours
+        )
+        count = next(enough, len(kinds))
         return replace(self, target=self.target.shortened(count))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -122,6 +123,31 @@ def test_garbage_is_not_collected_in_a_capture() -> None:
         gc.set_threshold(*threshold)
     graph.handle.replay()
     assert (y == NUM_WARMUPS + 2).all()
+
+
+@pytest.mark.gpu
+def test_other_threads_allocate_in_a_capture() -> None:
+    """Bug: a process that has another model beside the engine ends a capture, and the start with
+    it, by asking CUDA for memory on a thread of its own."""
+    x = torch.zeros(8, device="cuda")
+    calls, others = [0], list[torch.Tensor]()
+
+    def allocate() -> None:
+        with torch.cuda.stream(torch.cuda.Stream()):
+            device = torch.ones(1 << 26, device="cuda")
+            others.extend([device, device[:8].to("cpu"), torch.ones(1 << 22).pin_memory()])
+
+    def step(carry: Carry) -> Carry:
+        calls[0] += 1
+        if calls[0] > NUM_WARMUPS:
+            thread = threading.Thread(target=allocate)
+            thread.start()
+            thread.join()
+        return (x + calls[0],)
+
+    graph, (y,) = GraphPool().capture([Dense("step", step)], ())
+    graph.handle.replay()
+    assert (y == NUM_WARMUPS + 1).all() and [o.shape[0] for o in others] == [1 << 26, 8, 1 << 22]
 
 
 class Pool:

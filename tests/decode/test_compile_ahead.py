@@ -11,7 +11,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -23,7 +23,8 @@ from graphengine.capture.torch_internals import tree_leaves
 from graphengine.config.options import Options
 from graphengine.decode import compile_ahead
 from graphengine.decode.compile_ahead import MAX_THREADS, CompileAhead
-from graphengine.decode.proposer import Proposer
+from graphengine.decode.proposer import Pair, Proposer
+from graphengine.decode.stack import Target
 from graphengine.drafters.dflash import DFlash
 from graphengine.kernels import compile_worker
 from graphengine.kernels.compile_worker import compile_job
@@ -244,8 +245,32 @@ def test_the_first_layers_stand_for_all() -> None:
     plain = replace(prefill.pair, proposer=Proposer()).shortened()
     assert len(plain.target.weights.layers) == 2
     replace(prefill, pair=short).run_padding(3)
-    hybrid, _ = read_configs("qwen3.5-4b", None)
-    assert hybrid.shortened(3).layer_kinds == hybrid.layer_kinds[:3]
+
+
+@pytest.mark.parametrize(
+    ("kinds", "tap", "count"),
+    [
+        ("DDDADDDADDDA", 0, 8),
+        ("DDDADDDADDDA", 8, 12),
+        ("DADADDADD", 0, 6),
+        ("DDDADDDAD", 1, 5),
+        ("AAAA", 2, 3),
+        ("A", 0, 1),
+    ],
+)
+def test_the_first_layers_have_all_neighbours(kinds: str, tap: int, count: int) -> None:
+    """Bug: no layer stands behind an attention, or another kind comes last: such segments of a
+    hybrid are compiled one by one as its steps run, behind the kernels that these wait for."""
+    preset, _ = read_configs("qwen3.5-4b", None)
+    mixers = tuple({"D": "gated_delta", "A": "gated_attention"}[kind] for kind in kinds)
+    config = replace(preset, num_hidden_layers=len(kinds), mixers=mixers, windows=())
+    weights: Any = SimpleNamespace(layers=kinds, _replace=lambda layers: layers)
+    proposer: Any = SimpleNamespace(taps=(tap,))
+    engine: Any = None
+    target = Target(config=config, weights=weights, kv_pool=torch.zeros(0))
+    short = Pair(engine, target, proposer, 1).shortened()
+    assert cast(Any, short.target.weights) == kinds[:count]
+    assert short.target.config.mixers == mixers[:count]
 
 
 def test_the_python_api_names_the_compilers(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -31,10 +31,12 @@ _ONLY_FLOATS = "only unquantised float checkpoints are supported"
 class TensorSource(Protocol):
     """Where tensors come from: a checkpoint, or a random generator.
 
-    dtype: the run's.
+    dtype: the run's. is_made: any tensor is made as it is asked for, so what files hold in parts is
+    better asked for as one (35B-A3B has 30,720 matrices of experts in 80 stacks).
     """
 
     dtype: torch.dtype
+    is_made: bool = False
 
     def take(self, weight: Weight) -> Tensor:
         """The tensor, on the device and in its dtype or the run's."""
@@ -124,6 +126,8 @@ class RandomSource(TensorSource):
             which takes less power: at its power limit a GPU is faster than with real weights.
     """
 
+    is_made = True
+
     def __init__(
         self, device: torch.device, dtype: torch.dtype, seed: int = 0, is_uniform: bool = False
     ) -> None:
@@ -152,11 +156,12 @@ class ShapeSource(TensorSource):
     A plan or a check made with it cannot disagree with the loader: it is the loader.
 
     Args:
-        names: tensors that a checkpoint has beyond what every one must have.
+        names: tensors that a checkpoint has beyond what every one must have; none: there is none.
     """
 
     def __init__(self, dtype: torch.dtype, names: Collection[str] = ()) -> None:
         self.dtype, self._names = dtype, names
+        self.is_made = not names
         self.asked: dict[str, tuple[int, ...]] = {}
         self.integers: dict[str, torch.dtype] = {}  # of those
 

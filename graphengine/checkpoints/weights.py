@@ -201,7 +201,7 @@ def _take(source: TensorSource, fields: Fields) -> dict[str, Any]:
 
 def _packed(source: TensorSource, parts: tuple[Weight, ...]) -> Tensor | Mxfp4 | None:
     stack = parts[0].stack if parts else None
-    if stack is not None and source.has(stack.name):
+    if stack is not None and (source.is_made or source.has(stack.name)):
         rows, columns = sum(part.shape[0] for part in parts), parts[0].shape[1]
         return source.take(Weight(stack.name, (stack.size, rows // stack.size, columns)))
     if not parts:

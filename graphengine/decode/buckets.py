@@ -116,7 +116,7 @@ class BucketBuilder:
             with CompileAhead(chain(self._runs_of(first), prefills), compiles) as kernels:
                 if compiles:
                     self.progress("compiling")
-                    make_segments(self._runs_of(first, self.segments, self.arena))
+                    make_segments(self.segment_runs(first))
                 kernels.wait()
             self.compile_s += time.perf_counter() - began
         return {size: self.build(size) for size in first}
@@ -183,6 +183,10 @@ class BucketBuilder:
         arena = Arena(self.device, self.dtype)
         _buffers(self.pair, arena, size)
         return arena
+
+    def segment_runs(self, sizes: Collection[int]) -> Iterator[Callable[[], object]]:
+        """Runs that call all segments of these buckets, the largest's first (`make_segments`)."""
+        return self._runs_of(sorted(sizes, reverse=True), self.segments, self.arena)
 
     def _runs_of(
         self, sizes: Collection[int], segments: Segments | None = None, arena: Arena | None = None

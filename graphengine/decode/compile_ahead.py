@@ -57,12 +57,12 @@ class CompileAhead:
         self._ask = _Workers() if has_workers else None
         self._ended = threading.Event()
         self._failed: list[KernelError] = []
+        self._runs: list[Future[None]] = []
         self._device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
         try:
             if self._device is not None:
                 bind_kernels(compile_kernel)
-            for run in runs:
-                self._pool.submit(self._compile, run)
+            self._runs = [self._pool.submit(self._compile, run) for run in runs]
         except Exception as error:
             _LOG.warning("kernels are compiled one after another: %s", error)
         except BaseException:  # Ctrl-C, which no `with` has seen yet
@@ -83,6 +83,10 @@ class CompileAhead:
             self._failed.append(error)
         except Exception as error:
             _LOG.warning("some kernels are compiled later: %s in %s", error, mode.last)
+
+    def has_ended(self) -> bool:
+        """Whether there is nothing to wait for."""
+        return all(run.done() for run in self._runs)
 
     def wait(self) -> None:
         """Until all have run; before a capture, which another thread's allocation would end.

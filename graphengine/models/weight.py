@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 import torch
@@ -66,15 +66,14 @@ class Experts(NamedTuple):
 
 class Stacked(NamedTuple):
     """A field of `size` equal matrices, [size, rows, columns], which its parts hold one after the
-    other as rows; some files hold it as one tensor called `name` instead."""
+    other as rows; some files hold it as one tensor called `name` instead, and so it is drawn."""
 
     name: str
     size: int
 
 
-@dataclass(frozen=True, slots=True)
-class Weight:
-    """One tensor of a checkpoint.
+class Weight(NamedTuple):
+    """One tensor of a checkpoint; of experts there are 30,720.
 
     `axis`: which dimension is cut among several GPUs, as in Megatron: rows (0) of what reads the
     residual stream, columns (1) of what writes it; None where each holds the whole, or no such cut
@@ -139,7 +138,7 @@ def behind(prefix: str, fields: Fields) -> Fields:
 
     def moved(part: Weight) -> Weight:
         stack = part.stack and part.stack._replace(name=prefix + part.stack.name)
-        return replace(part, name=prefix + part.name, stack=stack)
+        return part._replace(name=prefix + part.name, stack=stack)
 
     return {field: tuple(map(moved, parts)) for field, parts in fields.items()}
 

@@ -132,7 +132,10 @@ def build(
     if target_config.moe and draft_config and options.num_speculative_tokens is None:
         progress("measuring block lengths", 0.0)
         with names.range_("capture"), torch.no_grad():
-            widths = measure_widths(pair)
+            # Large buckets mostly get the whole block, whose experts are read anyway.
+            guessed = BucketBuilder(pair).segment_runs(config.buckets) if config.compile else ()
+            widths = measure_widths(pair, guessed)
+            del guessed
         pair = with_widths(pair, widths)
         config, draft_config = pair.config, longest_draft(pair.config, draft_config)
     loop = _build_loop(pair, options, plan.num_pages, progress)

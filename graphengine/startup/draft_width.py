@@ -37,7 +37,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import chain
+from itertools import chain, takewhile
 from typing import NamedTuple
 
 import torch
@@ -48,7 +48,7 @@ from graphengine.capture.runners import GraphPool
 from graphengine.capture.steps import Carry, Dense
 from graphengine.config.draft_length import longest_draft
 from graphengine.config.model import ModelConfig
-from graphengine.decode.compile_ahead import CompileAhead
+from graphengine.decode.compile_ahead import CompileAhead, make_segments
 from graphengine.decode.metrics import DraftWidth
 from graphengine.decode.proposer import Pair
 from graphengine.decode.simulate import acceptance_rate
@@ -120,14 +120,20 @@ def typical_tokens(num_verify_rows: int, *, is_lookup: bool) -> float:
     return min(TYPICAL_LOOKUP_TOKENS if is_lookup else TYPICAL_TOKENS, float(num_verify_rows))
 
 
-def measure_widths(pair: Pair) -> tuple[DraftWidth, ...]:
+def measure_widths(
+    pair: Pair, guessed: Iterable[Callable[[], object]] = ()
+) -> tuple[DraftWidth, ...]:
     """A choice for every bucket; each number of rows is measured once, its kernels compiled beside
-    those of the others before (`compile_ahead`)."""
+    those of the others before (`compile_ahead`).
+
+    Args: guessed: runs whose segments are compiled while kernels are waited for.
+    """
     config, block = pair.config, pair.proposer.num_draft_tokens + 1
     mean, widths = assumed_tokens(pair), (*reversed(widths_of(block)), 1)
     if pair.target.kv_pool.is_cuda:
         rows = sorted({bucket * width for bucket in config.buckets for width in widths})
         with CompileAhead(_runs(pair, rows), config.compile) as kernels:
+            make_segments(takewhile(lambda _: not kernels.has_ended(), guessed))
             kernels.wait()
     known: dict[int, tuple[float, float]] = {}
 

@@ -62,7 +62,7 @@ def test_what_is_asked_for() -> None:
 def test_floats_that_are_called_mxfp4() -> None:
     """Bug: of a model that was saved dequantised with its old config.json blocks are said to be
     missing, as if the file were incomplete."""
-    kept = replace(MATRIX, experts=Experts(is_transposed=True, is_mxfp4=True))
+    kept = MATRIX._replace(experts=Experts(is_transposed=True, is_mxfp4=True))
     with pytest.raises(ValueError, match=r"down_proj is .* says mxfp4; remove quantization_config"):
         mxfp4.taken(ShapeSource(torch.bfloat16, ["experts.down_proj"]), kept)
 

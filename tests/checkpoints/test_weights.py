@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from graphengine.checkpoints.sources import Checkpoint, RandomSource
+from graphengine.checkpoints.sources import Checkpoint, RandomSource, ShapeSource
 from graphengine.checkpoints.weights import (
     distinct_tensors,
     draft_weights,
@@ -339,6 +339,33 @@ def test_random_weights_have_the_checkpoints_shapes(target: Path, drafter: Path)
         assert all(t.isfinite().all() for t in flat(random))
     again = target_weights(RandomSource(CPU, torch.float32), config, 16, CPU)
     assert all(torch.equal(a, b) for a, b in zip(flat(dummy), flat(again), strict=True))
+
+
+def test_experts_are_made_as_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: a start plans and draws 30,720 matrices of 35B-A3B one by one, and is 3 s longer; or
+    what is drawn as one has another shape than what files hold in parts."""
+    directory = make_hybrid(tmp_path, model_type="qwen3_5_moe_text")
+    config = ModelConfig.from_hf(json.loads((directory / "config.json").read_text()))
+    assert config.moe is not None
+    asked = list[str]()
+    for kind in (RandomSource, ShapeSource):
+        take = kind.take
+
+        def recorded(self: Any, weight: Weight, take: Any = take) -> Tensor:
+            asked.append(weight.name)
+            return take(self, weight)
+
+        monkeypatch.setattr(kind, "take", recorded)
+    real = flat(load_target(directory))
+    for source in (RandomSource(CPU, torch.float32), ShapeSource(torch.float32)):
+        asked.clear()
+        tree = target_weights(source, config, 16, CPU)
+        assert [t.shape for t in flat(tree)] == [t.shape for t in real]
+        of_experts = [name for name in asked if ".experts." in name]
+        assert len(of_experts) == 2 * config.num_hidden_layers
+    names = ["another"]  # of files, which hold what they hold
+    target_weights(ShapeSource(torch.float32, names), config, 16, CPU)
+    assert sum(".experts.5." in name for name in asked) == 3 * config.num_hidden_layers
 
 
 def test_uniform_weights_are_those_of_the_peers_loader() -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -160,6 +162,22 @@ def test_kernels_are_compiled_beside_each_other(monkeypatch: pytest.MonkeyPatch)
     draft_width.measure_widths(loaded)
     assert sorted(measured) == [1, 2, 3, 4, 6, 12]
     assert sorted({rows for rows, _ in ran}) == sorted(measured) and len(ran) == 18
+
+
+def test_segments_are_guessed_while_kernels_compile(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: the thread that compiles segments waits for kernels first, 9 of the 49 s that a start of
+    35B-A3B took (H200); or a guess goes on behind them."""
+    guessed = threading.Semaphore(0)
+
+    def parts(pair: Any, num_rows: int) -> Any:
+        return [(1, lambda carry: guessed.acquire(timeout=20) or pytest.fail("waited"))], []
+
+    monkeypatch.setattr(draft_width, "_parts", parts)
+    monkeypatch.setattr(draft_width, "forward_seconds", lambda pair, rows: (1.0, 1.0))
+    loaded = unloaded(3)
+    loaded.config.compile, loaded.target.kv_pool = False, SimpleNamespace(is_cuda=True)
+    (width,) = draft_width.measure_widths(loaded, itertools.repeat(guessed.release))
+    assert width.rows == 4
 
 
 def test_noise_only_adds(monkeypatch: pytest.MonkeyPatch) -> None:

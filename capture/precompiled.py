@@ -284,9 +284,9 @@ class _Reader:
         else:  # what wraps functions: a method, a property, functools.partial, a custom operator
             wrapped = ("__wrapped__", "__func__", "fget", "func", "args", "keywords")
             static = [getattr(x, name, None) for name in wrapped if hasattr(type(x), name)]
-            held = list(getattr(x, "__dict__", {}).values())
+            # Without what Triton puts into a kernel at its first launch, and a start before it.
+            held = [v for name, v in getattr(x, "__dict__", {}).items() if name != "compile"]
             functions = [v for v in held if isinstance(v, types.FunctionType)]
-            # Without what Triton puts into a kernel at its first launch.
             yield from parts(static, [v for v in functions if not _is_of(v, "triton")])
 
     def _is_held(self, x: type | types.FunctionType) -> bool:

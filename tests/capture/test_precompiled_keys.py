@@ -158,15 +158,17 @@ def test_values_that_are_not_alike(one: Any, other: Any) -> None:
 
 
 def test_what_triton_notes_in_a_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bug: the key depends on which kernels this process has compiled; what is compiled beside them
-    is lost to the next start."""
+    """Bug: the key depends on which kernels this process has compiled, or whether a start has bound
+    them to what compiles them beside it: a second engine, or plain decoding, compiles anew."""
     triton = pytest.importorskip("triton")
     from graphengine.kernels.argmax import combine_argmax_kernel
+    from graphengine.kernels.compile_worker import compile_kernel
 
     before = segments_code()
-    with monkeypatch.context() as patch:  # as at its first launch
-        patch.setattr(combine_argmax_kernel, "compile", triton.compile, raising=False)
-        assert segments_code() == before
+    for compile in (triton.compile, compile_kernel):
+        with monkeypatch.context() as patch:
+            patch.setattr(combine_argmax_kernel, "compile", compile, raising=False)
+            assert segments_code() == before
     monkeypatch.setattr(combine_argmax_kernel, "fn", lambda x: x)
     assert segments_code() != before
 

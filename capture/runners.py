@@ -113,6 +113,14 @@ class GraphPool:
         self.stream = _side_stream(torch.cuda.current_device())
         self.num_graphs = 0
 
+    def warm_up(self, steps: Chain, carry: Carry = ()) -> None:
+        """Runs them where captures are recorded."""
+        self.stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.stream):
+            for _ in range(NUM_WARMUPS):
+                run_chain(steps, carry)
+        torch.cuda.current_stream().wait_stream(self.stream)
+
     def capture(
         self, steps: Chain, carry: Carry, have_run: Collection[Step] = ()
     ) -> tuple[Graph, Carry]:
@@ -122,12 +130,8 @@ class GraphPool:
         Warming runs everything for real (compilation, cuBLAS handles, lazy modules), so the buffers
         must be in a state where running is harmless.
         """
-        is_warm = all(step in have_run for step in steps)
-        self.stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self.stream):
-            for _ in range(0 if is_warm else NUM_WARMUPS):
-                run_chain(steps, carry)
-        torch.cuda.current_stream().wait_stream(self.stream)
+        if not all(step in have_run for step in steps):
+            self.warm_up(steps, carry)
         # Kept beside its executable, so that `inventory` can look into it later.
         graph = torch.cuda.CUDAGraph(keep_graph=True)
         alone = "thread_local"  # other threads may allocate meanwhile: it is the user's process
@@ -160,7 +164,9 @@ def _no_collection() -> Iterator[None]:
             gc.enable()
 
 
-def capture_piecewise(chain: Chain, carry: Carry, pool: GraphPool) -> ReplayRunner:
+def capture_piecewise(
+    chain: Chain, carry: Carry, pool: GraphPool, have_run: Collection[Step] = ()
+) -> ReplayRunner:
     """One graph per run of dense steps, attention eager between them."""
     calls: list[Call] = []
     for step in chain:
@@ -168,7 +174,7 @@ def capture_piecewise(chain: Chain, carry: Carry, pool: GraphPool) -> ReplayRunn
         if isinstance(step, AttentionStep | Host):
             call, carry = _eager_call(step, static)
         else:
-            graph, carry = pool.capture([step], static)
+            graph, carry = pool.capture([step], static, have_run)
             call = Call(step.name, graph.handle.replay, graph, shapes(static), shapes(carry))
             call.run()
         calls.append(call)
@@ -190,6 +196,7 @@ def capture_ends(
     *,
     whole: bool,
     fronts: Mapping[str, Chain] = MappingProxyType({}),
+    is_warm: bool = False,
 ) -> dict[str, ReplayRunner]:
     """A runner for each end of a chain `head, end, tail`; under "" where there are no ends.
 
@@ -199,22 +206,25 @@ def capture_ends(
         whole: one graph for each end, attention included, or two around a step of the host; else
             one for each dense step, of which those of head and tail are shared.
         fronts: what some ends have in front of the head, which does not continue it.
+        is_warm: like steps have run where captures are recorded.
     """
     known, chains = ends or {"": ()}, whole_chains(head, ends, tail, fronts)
+    have_run = {step for chain in chains.values() for step in chain if is_warm}
     if whole:
-        runners, have_run = dict[str, ReplayRunner](), set[Step]()
+        runners = dict[str, ReplayRunner]()
         for end, chain in chains.items():
             runners[end] = capture_full(name, chain, carry, pool, have_run)
             have_run |= set(chain)
         return runners
-    begun = {end: capture_piecewise(front, (), pool).calls for end, front in fronts.items()}
-    before = capture_piecewise(head, carry, pool)
+    capture = partial(capture_piecewise, pool=pool, have_run=have_run)
+    begun = {end: capture(front, ()).calls for end, front in fronts.items()}
+    before = capture(head, carry)
     middles = {
-        end: capture_piecewise(steps, before.carry if steps or not ends else (), pool)
+        end: capture(steps, before.carry if steps or not ends else ())
         for end, steps in known.items()
     }
     assert not tail or not any(middle.carry for middle in middles.values())
-    after = capture_piecewise(tail, (), pool)
+    after = capture(tail, ())
     return {
         end: ReplayRunner(
             chains[end],

@@ -157,9 +157,24 @@ class FixedChunk:
         )
         buffers.sent.start_B.fill_(NO_PROMPT)
         self._uploads = deque([self._new_upload()])
-        attn_TNH = new_zeros(size, config.num_attention_heads, config.head_dim)
-        begins = [0, size // 2] if is_paired else [0]
-        *fronts, (chain, self._tail) = [
+        self._attn_TNH = new_zeros(size, config.num_attention_heads, config.head_dim)
+        self._takers = list[Taker]()
+        self._pair = pair
+        self._steps = head, ends, tail = self._steps_of(pair)
+        self._runners: Mapping[str, Runner] = {
+            end: EagerRunner([*head, *steps, *tail], lambda: ()) for end, steps in ends.items()
+        }
+
+    def short_chain(self) -> list[Step]:
+        """The same of few layers, which have all kernels of a run that ends a prompt."""
+        head, ends, tail = self._steps_of(self._pair.shortened())
+        return [*head, *ends[FIRST_TOKEN], *tail]
+
+    def _steps_of(self, pair: Pair) -> tuple[list[Step], dict[str, list[Step]], list[Step]]:
+        """Of these layers the steps in front of an end, the ends, and those behind."""
+        buffers, attn_TNH, size = self._buffers, self._attn_TNH, self.size
+        begins = [0, size // 2] if self.is_paired else [0]
+        *fronts, (chain, tail) = [
             self._chains_of(pair, slice(begin, begin + size // len(begins)), attn_TNH)
             for begin in begins
         ]
@@ -167,7 +182,7 @@ class FixedChunk:
         stream = other_stream(attn_TNH.device)
         for (*its_head, _, _), its_tail in fronts:
             head = beside(its_head, head, stream)
-            self._tail = beside(its_tail, self._tail, stream)
+            tail = beside(its_tail, tail, stream)
         first, *rest = head
 
         *sent, _, pages_RW = buffers.sent
@@ -185,25 +200,23 @@ class FixedChunk:
             buffers.ids_R.copy_(argmax_rows(logits_RV))
             return ()
 
-        takers = self._takers = list[Taker]()
+        takers = self._takers
 
         def hand_over(carry: Carry) -> Carry:
             for take in takers:
                 take(buffers.logits_RV, buffers.ids_R)
             return carry
 
-        self._head: list[Step] = [Dense(first.name, begin), *rest]
         # Of the last layer of a prompt that goes on, K/V alone is wanted.
         ended = [attend, Dense(last.name, end), Host(FIRST_TOKEN, hand_over)]
-        self._ends: dict[str, list[Step]] = {FIRST_TOKEN: ended}
-        is_last_paged = isinstance(attend, AttentionStep)
-        if is_long and is_last_paged and config.num_hidden_layers - 1 not in pair.proposer.taps:
-            self._ends[GOES_ON] = []
-        self.chain = [*self._head, *self._ends[FIRST_TOKEN], *self._tail]
-        self._runners: Mapping[str, Runner] = {
-            end: EagerRunner([*self._head, *steps, *self._tail], lambda: ())
-            for end, steps in self._ends.items()
-        }
+        ends: dict[str, list[Step]] = {FIRST_TOKEN: ended}
+        final, is_paged = (
+            pair.target.config.num_hidden_layers - 1,
+            isinstance(attend, AttentionStep),
+        )
+        if self.is_long and is_paged and final not in pair.proposer.taps:
+            ends[GOES_ON] = []
+        return [Dense(first.name, begin), *rest], ends, tail
 
     def _chains_of(
         self, pair: Pair, rows: slice, attn_TNH: Tensor
@@ -224,12 +237,15 @@ class FixedChunk:
         return prefill_chains(pair, own, buffers.last_R, attention, attn_TNH[rows], pieces)
 
     def capture_(self, pool: GraphPool, whole: bool) -> None:
-        """From now on replays graphs. Mutates: the null page.
+        """From now on replays graphs. Few layers warm up what all are captured of: 40 layers of
+        experts in five sizes take 2 s to launch (H200). Mutates: the null page.
 
         Args: whole: one graph, attention included.
         """
+        pool.warm_up(self.short_chain())
+        head, ends, tail = self._steps
         self._runners = capture_ends(
-            self.name, self._head, self._ends, self._tail, (), pool, whole=whole
+            self.name, head, ends, tail, (), pool, whole=whole, is_warm=True
         )
 
     def _new_upload(self) -> Upload:

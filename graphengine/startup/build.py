@@ -273,8 +273,8 @@ def _build_loop(pair: Pair, options: Options, num_pages: int, progress: Progress
         sizes = config.buckets
         if options.lazy_capture:  # before the first request, its own alone
             sizes = (next((x for x in sizes if x >= options.first_batch), sizes[-1]),)
-        ahead = builder.build_ahead(sizes, _prefill_kernels(prefill))
         prefill = _with_chunks(prefill)
+        ahead = builder.build_ahead(sizes, _prefill_kernels(prefill))
         builder.capture_chunks((*prefill.fixed, *prefill.far))
 
     def build_plain() -> Lane:
@@ -307,10 +307,10 @@ def _with_chunks(prefill: Prefill) -> Prefill:
 def _prefill_kernels(prefill: Prefill) -> Iterator[Callable[[], object]]:
     """Forwards of few layers for the sake of their kernels."""
     config = prefill.pair.config
-    short = _with_chunks(replace(prefill, pair=prefill.pair.shortened()))
-    for chunk in (*short.fixed, *short.far):
-        yield partial(run_chain, chunk.chain)
+    for chunk in (*prefill.fixed, *prefill.far):
+        yield partial(run_chain, chunk.short_chain())
     if config.prefill_attention_backend != "triton" and config.max_model_len > EAGER_ROWS:
+        short = replace(prefill, pair=prefill.pair.shortened())
         yield partial(short.run_padding, EAGER_ROWS)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -69,12 +70,17 @@ def test_steps_that_have_run_are_warm() -> None:
     class Pool:
         def capture(self, steps: Any, carry: Any, have_run: Any = ()) -> Any:
             seen.append(("".join(s.name for s in steps), {step.name for step in have_run}))
-            return Graph(cast(Any, SimpleNamespace(replay=None)), 0, 0), carry
+            return Graph(cast(Any, SimpleNamespace(replay=int)), 0, 0), carry
 
     a, b, c, d, e = (Dense(name, lambda carry: carry) for name in "abcde")
     pool: Any = Pool()
     capture_ends("step", [a, b], {"x": [c], "y": [], "z": [d]}, [e], (), pool, whole=True)
     assert seen == [("abce", set()), ("abe", set("abce")), ("abde", set("abce"))]
+    for whole in (True, False):
+        seen.clear()
+        capture_ends("step", [a], {"x": [b], "y": []}, [c], (), pool, whole=whole, is_warm=True)
+        assert len(seen) == (2 if whole else 3)
+        assert all(known >= set(steps) for steps, known in seen)
 
 
 @pytest.mark.parametrize(
@@ -97,6 +103,7 @@ def test_a_graph_with_a_step_that_is_cold_is_warmed_up(
     for name, fake in fakes.items():
         monkeypatch.setattr(torch.cuda, name, fake)
     pool: Any = SimpleNamespace(stream=stream, handle=None, num_graphs=0)
+    pool.warm_up = partial(GraphPool.warm_up, pool)
     steps = [Dense(name, lambda carry, name=name: ran.append(name) or carry) for name in "abc"]
     known = [step for step in steps if step.name in have_run]
     GraphPool.capture(pool, steps, (), known)

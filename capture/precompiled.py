@@ -57,7 +57,8 @@ def find(key: str, namespace: dict[str, Any]) -> Callable[..., Any] | None:
         if hashlib.sha256(content).digest() != digest:  # torch aborts on some damage
             raise ValueError("it is damaged")
         load: Any = torch.compiler.load_compiled_function
-        return torch_internals.callable_of(load(io.BytesIO(content), f_globals=namespace))
+        with torch_internals.without_workers():
+            return torch_internals.callable_of(load(io.BytesIO(content), f_globals=namespace))
     except FileNotFoundError:
         return None
     except Exception as error:  # damaged, or not to be loaded here

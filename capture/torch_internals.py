@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 import torch
@@ -91,6 +92,7 @@ def serialized(ahead: Any) -> bytes:
 
 # --- Inductor ---
 
+_WORKERS = Lock()  # how many Inductor begins: up to 2.11 a setting of the process
 # The user's own passes, which are in no key that Inductor makes of its settings.
 _PASSES = (
     "pre_grad_custom_pass joint_custom_pre_pass joint_custom_post_pass joint_custom_pass "
@@ -177,7 +179,8 @@ def begin_workers() -> None:
     """Begins Inductor's processes that compile, and waits for nothing. Public: none."""
     from torch._inductor.async_compile import AsyncCompile
 
-    AsyncCompile.use_process_pool()
+    with _WORKERS:
+        AsyncCompile.use_process_pool()
 
 
 def compile_workers(seconds: int) -> Callable[..., Future[Any]] | None:
@@ -186,8 +189,22 @@ def compile_workers(seconds: int) -> Callable[..., Future[Any]] | None:
     none."""
     from torch._inductor.async_compile import AsyncCompile
 
+    begin_workers()
     AsyncCompile.wait_pool_ready(seconds)
-    return AsyncCompile.process_pool().submit if AsyncCompile.use_process_pool() else None
+    with _WORKERS:
+        return AsyncCompile.process_pool().submit if AsyncCompile.use_process_pool() else None
+
+
+@contextmanager
+def without_workers() -> Iterator[None]:
+    """Inside, Inductor reads its kernels itself. Its processes, which it begins for the first one,
+    import torch for seconds and keep half a GB of the host for a minute; that a kept kernel is read
+    by one of them was waited for (0.8 of the 17 s of a warm start of 35B-A3B, H200). Public: none.
+    """
+    import torch._inductor.config as inductor
+
+    with _WORKERS, inductor.patch(compile_threads=1):
+        yield
 
 
 # --- operators ---

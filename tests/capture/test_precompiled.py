@@ -69,10 +69,17 @@ def test_found_without_tracing(folder: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert compiling.cache_counts().since(before) == (0, 1)
     assert len(files(folder)) == 1
     as_a_new_process(monkeypatch)
+    load, threads = torch.compiler.load_compiled_function, list[int | None]()
+
+    def recorded(file: Any, **named: Any) -> Any:
+        threads.append(inductor.compile_threads)
+        return load(file, **named)
+
+    monkeypatch.setattr(torch.compiler, "load_compiled_function", recorded)
     again = compiled(scaled)
     for inputs in (pair, other):
         torch.testing.assert_close(again(inputs, 2.0), scaled(inputs, 2.0))
-    assert compiling.cache_counts().since(before) == (1, 1)
+    assert compiling.cache_counts().since(before) == (1, 1) and threads == [1]
 
 
 @needs_compiler

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import tempfile
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 import torch
 import torch._functorch.config as functorch
 import torch._inductor.config as inductor
+from torch._inductor.async_compile import AsyncCompile
 
 from graphengine.capture import precompiled, torch_internals
 
@@ -111,6 +113,21 @@ def test_a_larger_limit_stays() -> None:
         for asked, wanted in ((512, 700), (900, 900)):
             torch_internals.set_up_dynamo(asked)
             assert dynamo.recompile_limit == dynamo.accumulated_recompile_limit == wanted
+
+
+def test_what_is_kept_is_read_without_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: a start that finds everything compiled has processes begun to read it; or a thread that
+    wants some gets one, since that is what another has asked for meanwhile."""
+    threads, asked = inductor.compile_threads, threading.Event()
+    with torch_internals.without_workers():
+        assert not AsyncCompile.use_process_pool()
+        monkeypatch.setattr(AsyncCompile, "use_process_pool", asked.set)
+        thread = threading.Thread(target=torch_internals.begin_workers)
+        thread.start()
+        assert not asked.wait(0.1)
+        assert inductor.compile_threads == 1
+    thread.join(20)
+    assert asked.is_set() and inductor.compile_threads == threads
 
 
 @pytest.mark.slow

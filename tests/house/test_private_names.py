@@ -36,6 +36,7 @@ REMEDIES = {
     "torch._inductor.runtime.cache_dir_utils.cache_dir": "read TORCHINDUCTOR_CACHE_DIR, or find it",
     "torch._inductor.runtime.cache_dir_utils.default_cache_dir": "see _HEADER_DIR in codecache.py",
     "torch._inductor.config.cpp_cache_precompile_headers": "see torch/_inductor/config.py",
+    "torch._inductor.config.patch": "set compile_threads, and set it back",
     "torch._inductor.utils.clear_caches": "clear codecache.py's caches, or drop the call",
     "torch._inductor.async_compile.AsyncCompile.process_pool": WORKERS,
     "torch._inductor.async_compile.AsyncCompile.use_process_pool": WORKERS,

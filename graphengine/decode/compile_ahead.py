@@ -89,7 +89,7 @@ class CompileAhead:
         return all(run.done() for run in self._runs)
 
     def wait(self) -> None:
-        """Until all have run; before a capture, which another thread's allocation would end.
+        """Until all have run.
 
         Raises:
             KernelError: of the first that cannot be compiled.

@@ -210,11 +210,8 @@ class FixedChunk:
         # Of the last layer of a prompt that goes on, K/V alone is wanted.
         ended = [attend, Dense(last.name, end), Host(FIRST_TOKEN, hand_over)]
         ends: dict[str, list[Step]] = {FIRST_TOKEN: ended}
-        final, is_paged = (
-            pair.target.config.num_hidden_layers - 1,
-            isinstance(attend, AttentionStep),
-        )
-        if self.is_long and is_paged and final not in pair.proposer.taps:
+        is_tapped = pair.target.config.num_hidden_layers - 1 in pair.proposer.taps
+        if self.is_long and isinstance(attend, AttentionStep) and not is_tapped:
             ends[GOES_ON] = []
         return [Dense(first.name, begin), *rest], ends, tail
 

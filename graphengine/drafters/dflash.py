@@ -156,10 +156,8 @@ class DFlash(Proposer):
 
     def prefill(self, rows: Rows) -> tuple[Tap, list[Step]]:
         config = self.config
-        taps = config.num_taps * config.tap_size
-        taps_TC = self.kv_pool.new_zeros(
-            rows.token_ids_T.shape[0], taps
-        )  # few layers tap few of them
+        shape = rows.token_ids_T.shape[0], config.num_taps * config.tap_size
+        taps_TC = self.kv_pool.new_zeros(shape)  # a target that is shortened taps few of them
         return self._writer(taps_TC), self._context(
             names.PREFILL_CONTEXT, taps_TC, rows.positions_T, rows.slots_T, Segments()
         )

@@ -166,9 +166,12 @@ def _tokens_of_bad_words(
     Raises:
         ValueError: with the remedy.
     """
-    if not (asked.stop_token_ids or asked.logit_bias or asked.stop or asked.bad_words):
+    named = {
+        name: getattr(asked, name) or ()
+        for name in ("stop_token_ids", "logit_bias", "allowed_token_ids")
+    }
+    if not (any(named.values()) or asked.stop or asked.bad_words):
         return []
-    named = {"stop_token_ids": asked.stop_token_ids, "logit_bias": asked.logit_bias or {}}
     for name, ids in named.items():
         outside = [token for token in ids if token >= vocab_size]
         if outside:

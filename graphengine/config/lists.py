@@ -49,6 +49,14 @@ def parse_token_ids(name: str, value: Any) -> tuple[int, ...]:
     raise ValueError(f"{name} is {value!r}; expected token ids from 0 up, such as 7,99")
 
 
+def parse_allowed(name: str, value: Any) -> tuple[int, ...] | None:
+    """The same; None, and not nothing, allows all."""
+    found = parse_token_ids(name, value)
+    if value is not None and not found:
+        raise ValueError(f"{name} is {value!r}, which leaves no token; None allows all")
+    return found or None
+
+
 def parse_bias(name: str, value: Any) -> dict[int, float]:
     """A mapping, or "50=-100,7=2.5"."""
     pairs = value.items() if isinstance(value, Mapping) else None

@@ -16,6 +16,7 @@ from graphengine.config.constraint import constraint_of, parse_schema, parse_tex
 from graphengine.config.declaration import COMMANDS, Checked, declarations, option
 from graphengine.config.lists import (
     MAX_BIAS,
+    parse_allowed,
     parse_bias,
     parse_choice,
     parse_template_kwargs,
@@ -182,9 +183,9 @@ class Options(Checked):
     )
     adjustments: bool | None = option(
         None,
-        "Whether requests may have penalties, logit_bias, bad_words and min_tokens, which builds a "
-        "verify chain more and takes 8 bytes a token of the vocabulary for each row of the largest "
-        "bucket, and its logits in float32.",
+        "Whether requests may have penalties, logit_bias, allowed_token_ids, bad_words and "
+        "min_tokens, which builds a verify chain more and takes 8 bytes a token of the vocabulary "
+        "for each row of the largest bucket, and its logits in float32.",
         auto="where nothing is captured",
         commands=_API,
     )
@@ -208,8 +209,8 @@ class Options(Checked):
 class SamplingParams(Checked):
     """What a user asks of one generation; names and meanings are vLLM's.
 
-    Logits change in this order: bad_words and min_tokens, logit_bias, the penalties (repetition,
-    frequency, presence), temperature, min_p, top_k, top_p.
+    Logits change in this order: allowed_token_ids, bad_words and min_tokens, logit_bias, the
+    penalties (repetition, frequency, presence), temperature, min_p, top_k, top_p.
     """
 
     max_new_tokens: int = option(256, "Most tokens to generate per prompt.", low=1, commands=_ASKED)
@@ -296,6 +297,14 @@ class SamplingParams(Checked):
         parse=partial(parse_bias, "logit_bias"),
         commands=_RUN,
     )
+    allowed_token_ids: tuple[int, ...] | None = option(
+        None,
+        "The only tokens that may be chosen, such as 15,16,17; name an end token too, or the "
+        "answer has none.",
+        metavar="ID,ID,..",
+        parse=partial(parse_allowed, "allowed_token_ids"),
+        commands=_RUN,
+    )
     bad_words: tuple[str, ...] = option(
         (),
         "A text that the answer never says: of several tokens, the last one behind the others; may "
@@ -378,7 +387,8 @@ def adjusts(asked: Any) -> bool:
     """Whether `SamplingParams`, or a request's sampling, change logits before they are compared or
     drawn from."""
     penalties = asked.presence_penalty, asked.frequency_penalty
-    others = *penalties, asked.logit_bias, asked.bad_words, asked.min_tokens
+    biases = asked.logit_bias, asked.allowed_token_ids
+    others = *penalties, *biases, asked.bad_words, asked.min_tokens
     return asked.repetition_penalty != 1 or any(others)
 
 

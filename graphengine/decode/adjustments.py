@@ -86,6 +86,10 @@ def write_tables_(tables: Tables, rows: Mapping[int, Request | None]) -> None:
         seen_V.index_add_(0, said, torch.ones_like(said, dtype=torch.int32))
         bias = sampling.logit_bias or {}
         bias_V.index_copy_(0, upload(bias), upload(bias.values(), f32))
+        if sampling.allowed_token_ids is not None:
+            is_banned_V = torch.ones_like(bias_V, dtype=torch.bool)
+            is_banned_V[upload(sampling.allowed_token_ids)] = False
+            bias_V.masked_fill_(is_banned_V, -torch.inf)
         short = [word[0] for word in sampling.bad_words if len(word) == 1]
         bias_V.index_fill_(0, upload(short), -torch.inf)
         long = [word for word in sampling.bad_words if len(word) > 1]

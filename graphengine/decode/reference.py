@@ -49,6 +49,10 @@ def adjusted(
     z_V = z_V.float().clone()
     if not asked.adjusts:
         return z_V
+    if asked.allowed_token_ids is not None:
+        is_banned_V = torch.ones_like(z_V, dtype=torch.bool)
+        is_banned_V[list(asked.allowed_token_ids)] = False
+        z_V[is_banned_V] = -math.inf
     if len(said) < asked.min_tokens:
         z_V[list(stop_ids)] = -math.inf
     for *before, last in asked.bad_words:

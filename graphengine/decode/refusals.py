@@ -40,8 +40,8 @@ def check_offered(
         )
     if sampling.adjusts and not config.adjustments:
         raise ValueError(
-            f"penalties, logit_bias, bad_words or min_tokens are asked for, but {why}; load it "
-            f"with adjustments=True{remedy}"
+            "penalties, logit_bias, allowed_token_ids, bad_words or min_tokens are asked for, but "
+            f"{why}; load it with adjustments=True{remedy}"
         )
     if matcher is not None and not config.structured_outputs:
         raise ValueError(

@@ -22,8 +22,9 @@ NOT_FINITE_TEXT = (
     "float32"
 )
 NO_CHOICE_TEXT = (
-    "no token is left for position {position}: bad_words, min_tokens, a penalty or logit_bias rule "
-    "out all that there is, or that the grammar allows; or the target's logits are not finite"
+    "no token is left for position {position}: allowed_token_ids, bad_words, min_tokens, a penalty "
+    "or logit_bias rule out all that there is, or that the grammar allows; or the target's logits "
+    "are not finite"
 )
 
 

@@ -112,6 +112,7 @@ def cases_of(
     # Answers that the model would end at once, and such as it ends again and again.
     ends: dict[str, Any] = {"logit_bias": dict.fromkeys(sorted(stop_ids), 40.0)}
     late: dict[str, Any] = {"min_tokens": max(max_new_tokens // 2, 1)}
+    allowed = tuple(dict.fromkeys((*said, *stop_ids)))
     again = tuple((end, other) for end in stop_ids for other in stop_ids)
     greedy = partial(SamplingParams, max_new_tokens=max_new_tokens)
     drawn = partial(greedy, temperature=1.5)
@@ -140,7 +141,7 @@ def cases_of(
         ),
         OptionCase(drawn(top_p=0.9)),
         OptionCase(drawn(logprobs=MAX_LOGPROBS)),
-        OptionCase(drawn(top_k=20, min_p=0.02)),
+        OptionCase(drawn(top_k=20, min_p=0.02, allowed_token_ids=allowed)),
         OptionCase(drawn(stop_token_ids=(b, c), stop=(stop,), presence_penalty=-1.0)),
     ]
 

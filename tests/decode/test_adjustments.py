@@ -149,6 +149,7 @@ SAMPLINGS = st.builds(
     presence_penalty=st.sampled_from([0.0, -0.5, 1.0]),
     frequency_penalty=st.sampled_from([0.0, -0.2, 0.8]),
     logit_bias=st.sampled_from([None, {4: 3.0, 8: -100.0}]),
+    allowed_token_ids=st.sampled_from([None, tuple(range(2, 200, 3))]),
     bad_words=st.sampled_from([(), ((5,),), ((1, 2), (2, 1), (4, 4, 4))]),
     min_tokens=st.sampled_from([0, 3, 9]),
 )

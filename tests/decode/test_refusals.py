@@ -73,7 +73,12 @@ def test_as_many_alternatives_as_the_engine_has() -> None:
     ("asked", "alternatives", "what", "option"),
     [
         ({"temperature": 0.5}, (), "temperature is 0.5", "sampling=True"),
-        ({"presence_penalty": 1.0}, (), "penalties, logit_bias, bad_words or", "adjustments=True"),
+        (
+            {"presence_penalty": 1.0},
+            (),
+            "penalties, logit_bias, allowed_token_ids, bad_words or",
+            "adjustments=True",
+        ),
         ({}, (None, 0), "logprobs of 0 alternatives .* has none", "max_logprobs=1"),
         ({}, (3, 7), "logprobs of 7 alternatives .* has none", "max_logprobs=7"),
     ],

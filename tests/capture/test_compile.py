@@ -61,6 +61,26 @@ def test_a_tool_replaces_a_table(folder: Path, monkeypatch: pytest.MonkeyPatch) 
     assert len(files(folder)) == 2
 
 
+def test_code_is_read_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: as above, seen without a compiler."""
+    asked: list[str] = []
+
+    def make(self: object, key: str, arguments: object) -> Callable[[Tensor], Tensor]:
+        asked.append(key)
+        return lambda x: x
+
+    monkeypatch.setattr(compiling.Segment, "_make", make)
+    monkeypatch.setattr(compiling, "_MADE", {})
+    (function,), x = compiling.compile_segments([scaled_by_a_table]), torch.ones(8)
+    for factor in (2.0, 3.0, 2.0):
+        monkeypatch.setattr(sys.modules[__name__], "FACTOR", factor)
+        compiling.forget()
+        function(x)
+        function(x)
+    two, three, again = asked
+    assert two == again != three
+
+
 def test_another_state_is_compiled_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """Bug: as below, seen without a compiler."""
     asked: list[str] = []

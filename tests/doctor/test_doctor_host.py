@@ -175,6 +175,13 @@ def test_rounded_drafter_of_a_short_block() -> None:
         assert [f.level for f in found if f.name == "speed.drafter"] == levels
 
 
+def test_the_fewest_rows_of_a_draft() -> None:
+    """Bug: the rows of the largest bucket are told as the fewest of a draft."""
+    found = speed_findings(H200, *cuda_config(draft_quantization="fp8", buckets=(8, 16)))
+    (value,) = (f.value for f in found if f.name == "speed.drafter")
+    assert value == "fp8, and a draft has 128 rows or more"
+
+
 @pytest.mark.gpu
 def test_a_real_gpu() -> None:
     """Bug: the GPU's memory, driver or capability is read wrongly, so the plan is made for none."""

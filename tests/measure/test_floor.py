@@ -55,6 +55,21 @@ def test_a_roofline_of_four_bits_and_windows() -> None:
     assert of_one == weight_bytes(built, 1) == 4 * (rest + head + of_experts)
 
 
+def test_a_roofline_of_the_drafters_context() -> None:
+    """Bug: what a prefill reads of the drafter counts its numbers, not their bytes."""
+    target, draft = read_configs("qwen3-8b", "qwen3-8b-dflash-b16")
+    assert draft is not None
+    (model,) = draft.models
+    context = 5 * 4096 * 4096 + model.num_hidden_layers * 2 * 8 * 128 * 4096  # fc, keys and values
+    for dtype, size in (("bfloat16", 2), ("float32", 4)):
+        config = SimpleNamespace(dtype=dtype, draft_quantization="none")
+        built: Any = SimpleNamespace(config=config, target=target, draft=draft)
+        both = roofline_ms(built, 1, 1, Rates(1e-6, math.inf))
+        built.draft = None
+        alone = roofline_ms(built, 1, 1, Rates(1e-6, math.inf))
+        assert both - alone == pytest.approx(size * context)
+
+
 def test_a_window_of_a_target_too() -> None:
     """Bug: the floor of gpt-oss's step has all K/V of the layers that see the last 128 tokens."""
     target, _ = read_configs("gpt-oss-20b", None)

@@ -8,7 +8,13 @@ import pytest
 from click.testing import CliRunner, Result
 
 from graphengine.cli.main import main
-from graphengine.verify.option_cases import NUM_CASES
+from graphengine.config.options import SamplingParams
+from graphengine.verify import option_cases, run
+from graphengine.verify.check import judge
+from graphengine.verify.option_cases import NUM_CASES, OptionCase
+from graphengine.verify.run import Cell, CellResult
+from graphengine.verify.teacher import TokenScores
+from tests.support.transcripts import transcript
 
 
 def verify(*args: str) -> Result:
@@ -40,6 +46,25 @@ def test_without_llguidance(monkeypatch: pytest.MonkeyPatch) -> None:
     result = verify("--max-new-tokens", "4")
     assert result.exit_code == 0, result.output
     assert "all options mixed but grammars (install them:" in result.stdout
+
+
+def test_what_was_asked_for_where_a_token_differs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bug: beside a token that differs stands what another request asked for."""
+    told = [transcript([5, 6], [1, 1]) for _ in range(3)]
+    scores = [TokenScores([0.0, 0.1 * (i == 1)], [5, 6 + (i == 1)], [-0.5] * 2) for i in range(3)]
+    report = judge(told, scores, 0.2, [])
+    cell = Cell("none torch", 8, "together")
+    found = CellResult(cell=cell, report=report, failed={}, transcripts=told)
+    cases = [OptionCase(SamplingParams(seed=k)) for k in (11, 22, 33)]
+    monkeypatch.setattr(option_cases, "cases_for", lambda *_: cases)
+    monkeypatch.setattr(run, "verify_mode", lambda *_, **__: [found])
+    path = tmp_path / "few.jsonl"
+    path.write_text('{"prompt": [1, 2]}\n')
+    result = verify("--prompt-file", str(path), "--draft", "none")
+    assert "request 1, token 1" in result.stderr, result.output
+    assert "(asked for: seed 22)" in result.stderr, result.stderr
 
 
 def test_temperature_is_refused() -> None:

@@ -259,6 +259,19 @@ def test_log_probabilities_begin_with_the_token_itself() -> None:
     assert _compare(true_V, 1, 1, other | said, 0.01)[1] == "0 stands first, 1 was said"
 
 
+def test_what_is_wrong_with_a_log_probability() -> None:
+    """Bug: the plain model's number is told on the other side of the one that is off, or others
+    than the entry's tokens are called unlikely or out of order."""
+    true_V = torch.tensor([0.5, 0.25, 0.125, 0.125]).log()
+    own = [round(float(x), 4) for x in true_V]
+    for k, entry, text in (
+        (0, {1: -1.0}, "1 has -1.0000, the plain model -1.3863 nats"),
+        (1, {1: own[1], 2: own[2]}, "[2] are not the 1 most likely tokens"),
+        (2, {2: own[2], 1: own[1], 0: own[0]}, "[1, 0] are out of order"),
+    ):
+        assert _compare(true_V, next(iter(entry)), k, entry, 0.01)[1] == text
+
+
 @pytest.mark.parametrize(
     ("asked", "told", "text"),
     [

@@ -1,4 +1,4 @@
-"""gpt-oss's experts in a config.json: every key is read, or refused by name."""
+"""Experts in a config.json: every key is read, or refused by name."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from graphengine.config.model import ARCHITECTURES
 from graphengine.config.moe import Clamp, MoeConfig, MoeKeys
 from graphengine.config.values import RawConfig
 
@@ -53,3 +54,24 @@ def test_spellings_and_defaults() -> None:
     plain = {**values, **own, "moe_intermediate_size": 20}
     ordinary = MoeConfig.from_raw(RawConfig(plain, ""), MoeKeys(norm_topk_prob=True))
     assert ordinary.clamp is None and ordinary.moe_intermediate_size == 20
+
+
+@pytest.mark.parametrize("model_type", [name for name, a in ARCHITECTURES.items() if a.moe])
+def test_who_reads_whether_weights_are_divided(model_type: str) -> None:
+    """Bug: norm_topk_prob is obeyed in a file of a family whose code in transformers knows no such
+    key, which scales every layer's output; or it is another default where the file lacks it."""
+    from transformers import AutoConfig
+
+    keys, theirs = ARCHITECTURES[model_type].moe, AutoConfig.for_model(model_type)
+    assert keys is not None and keys.reads_norm_key == hasattr(theirs, "norm_topk_prob")
+    assert keys.norm_topk_prob == getattr(theirs, "norm_topk_prob", True)
+    values = VALUES | {"moe_intermediate_size": 20}
+    if keys.has_shared_expert:
+        values["shared_expert_intermediate_size"] = 30
+    for said in (True, False):
+        raw = RawConfig(values | {"norm_topk_prob": said}, "config.json")
+        if keys.reads_norm_key or said == keys.norm_topk_prob:
+            assert MoeConfig.from_raw(raw, keys).norm_topk_prob is said
+        else:
+            with pytest.raises(ValueError, match="remove the key"):
+                MoeConfig.from_raw(raw, keys)

@@ -75,6 +75,26 @@ def test_totals() -> None:
     }
 
 
+def test_where_acceptance_is_lost() -> None:
+    """Bug: what drafts did behind cached tokens is told of the other prompts, or a long prompt's of
+    short ones."""
+
+    def prompt(length: int, num_cached: int, acceptance: Acceptance) -> report.Answer:
+        changes: dict[str, Any] = {"num_prompt_tokens": length, "num_cached_tokens": num_cached}
+        metrics = replace(answer().result.metrics, acceptance=acceptance, **changes)
+        return replace(answer(), result=replace(answer().result, metrics=metrics))
+
+    whole, lost = Acceptance(3, [0, 0, 0, 2]), Acceptance(3, [1, 0, 0, 0])
+    answers = [prompt(5000, 4992, lost), prompt(10, 0, whole), prompt(9000, 0, lost)]
+    names = "is_cached prompt_tokens_below num_drafts mean_acceptance_length".split()
+    found = report._totals(answers, 3.5)["acceptance_by_prompt"]
+    assert [tuple(part[name] for name in names) for part in found] == [
+        (False, 128, 2, 4.0),
+        (False, None, 1, 1.0),
+        (True, 8192, 1, 1.0),
+    ]
+
+
 def test_totals_of_short_blocks() -> None:
     """Bug: a block that a small bucket cut short counts as a whole one of drafts, so that the rate
     of a drafter that is always right is below 100."""

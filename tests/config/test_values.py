@@ -18,13 +18,14 @@ def test_a_null_is_not_there() -> None:
 
 def test_integers_at_their_bounds() -> None:
     """Bug: the least or the largest integer that a key may hold is refused, or the next one is
-    taken."""
+    taken; or another bound is told."""
     for value in (3, 7, MAX_INTEGER):
         assert RawConfig({"n": value}, "x").integer("n", 3) == value
         assert RawConfig({"n": [value]}, "x").integers("n", 3) == (value,)
     assert RawConfig({"n": 9}, "x").integer("n", maximum=9) == 9
     for value, most in ((2, 9), (10, 9), (MAX_INTEGER + 1, MAX_INTEGER)):
-        with pytest.raises(ValueError, match="x: n holds"):
+        told = "2, expected an integer >= 3" if value == 2 else f"a number past {most}"
+        with pytest.raises(ValueError, match=f"x: n holds {told}"):
             RawConfig({"n": value}, "x").integer("n", 3, most)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -9,10 +10,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from graphengine.measure import profiled_steps
 from graphengine.measure.bench import TimedStep
 from graphengine.measure.profiled_steps import Workload, run_prefills, run_steps
+from graphengine.measure.report import print_report
 
 
 @dataclass(frozen=True)
@@ -89,3 +92,39 @@ def test_the_facts_of_first_tokens(engine: Any, monkeypatch: pytest.MonkeyPatch)
         "profiled_step_ms": 25.0,
     }
     assert {name: found[name] for name in expected} == expected
+
+
+def test_every_number_of_a_report_stands_at_its_name() -> None:
+    """Bug: mean and median are swapped, or a column shows another one's numbers."""
+    row = {"busy_us": 3.0, "idle_us": 4.0, "read_bytes": 6e6, "floor_us": 1.5}
+    kernel = {"total_us": 8.0, "num_calls": 2.0, "mean_us": 4.0}
+    numbers = {
+        "num_steps": 9,
+        "wall_mean_us": 80.0,
+        "wall_p50_us": 70.0,
+        "busy_mean_us": 60.0,
+        "idle_mean_us": 20.0,
+        "idle_percent": 25.0,
+        "busy_by_class": {"gemm_us": 11.0},
+        "idle_by_class": {"gemm_us": 12.0, "host_us": 13.0},
+        "by_name": {"verify.00": row},
+        "host_by_name": {"verify.00": {"host_us": 5.0}, "collect": {"host_us": 7.0}},
+        "kernels": {"matmul": kernel, "norm": kernel, "copy": kernel | {"num_calls": 1.0}},
+    }
+    screen = io.StringIO()
+    print_report(Console(width=140, file=screen), "mine", numbers, 1)
+    lines = [line.split() for line in screen.getvalue().splitlines()]
+    for text in (
+        "mine: mean of 9 steps",
+        "wall 80.0 us (p50 70.0) busy 60.0 us (75.0 %) idle 20.0 us (25.0 %)",
+        "class busy us idle us",
+        "gemm 11.0 12.0",
+        "host - 13.0",
+        "step count busy us idle us host us MB GB/s floor us /floor",
+        "verify.00 1 3.0 4.0 5.0 6.0 2000 1.5 2.00",
+        "collect 1 - - 7.0 - - - -",
+        "us/step calls/step mean us kernel",
+        "8.0 2.0 4.00 matmul",
+        "16.0 3.0 2 more",
+    ):
+        assert text.split() in lines, text

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import random
 import string
 import time
@@ -129,7 +130,7 @@ def check_outputs(
         **options,
     ) as engine:
         for first in range(0, count, AT_A_TIME):
-            if time.monotonic() - began > seconds:
+            if first and time.monotonic() - began > seconds:
                 break
             asked = [next(schemas) for _ in range(min(AT_A_TIME, count - first))]
             numbers["num_answers"] += len(asked)
@@ -166,8 +167,10 @@ def _may_go_on(engine: Engine, schema: dict[str, Any], result: Any) -> bool:
     return engine.built.grammars.matcher(constraint).advance(result.token_ids) is None
 
 
-def check_masks(directory: Path, count: int, seed: int) -> tuple[dict[str, Any], list[str]]:
-    """(numbers, what was wrong) of so many walks with a tokenizer."""
+def check_masks(
+    directory: Path, count: int, seed: int, seconds: float = math.inf
+) -> tuple[dict[str, Any], list[str]]:
+    """(numbers, what was wrong) of so many walks with a tokenizer, or as far as time goes."""
     tokenizer = Tokenizer(directory)
     size = (len(tokenizer) + 31) // 32 * 32
     # No end token of the model is known here: a special one stands for it.
@@ -176,9 +179,13 @@ def check_masks(directory: Path, count: int, seed: int) -> tuple[dict[str, Any],
     plain.prepare(slices=[])
     rng = random.Random(seed)
     schemas, wrong, taken_us = iter(Schemas(seed)), list[str](), list[float]()
-    numbers: dict[str, float] = {"num_walks": count, "num_rows": 0}
-    numbers |= {"num_tokens_tried": 0, "num_tokens_narrowed": 0}
+    kinds = ("num_walks", "num_rows", "num_tokens_tried", "num_tokens_narrowed")
+    numbers: dict[str, float] = dict.fromkeys(kinds, 0)
+    until = time.perf_counter() + seconds
     for walk in range(count):
+        if walk and time.perf_counter() > until:
+            break
+        numbers["num_walks"] += 1
         if walk % 4 == 3:
             constraint = Constraint(*OTHERS[walk // 4 % len(OTHERS)])
         else:
@@ -289,7 +296,7 @@ def main() -> int:
     if args.what == "outputs":
         numbers, wrong = check_outputs(args.count, args.seed, options, args.seconds)
     else:
-        numbers, wrong = check_masks(resolve(args.tokenizer), args.count, args.seed)
+        numbers, wrong = check_masks(resolve(args.tokenizer), args.count, args.seed, args.seconds)
     numbers |= {"num_wrong": len(wrong), "duration_s": time.perf_counter() - began}
     for text in wrong[:5]:
         print(text)

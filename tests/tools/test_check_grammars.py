@@ -37,6 +37,19 @@ def test_nothing_to_check_is_refused(
     assert "--count 0: pass 1 or more" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(("what", "name"), [("outputs", "num_answers"), ("masks", "num_walks")])
+def test_time_that_is_over_at_once(
+    what: str, name: str, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    """Bug: --seconds is passed over by masks, which walk on; or where the start took as long
+    already nothing is checked, and that passes."""
+    monkeypatch.setattr(tool, "AT_A_TIME", 1)
+    monkeypatch.setattr(tool, "BUDGET", 2)
+    arguments = (what, "--count", "9", "--device", "cpu", "--seconds", "0")
+    code, found = run(monkeypatch, capsys, *arguments)
+    assert code == 0 and found[name] == 1
+
+
 def test_a_mask_that_is_not_applied_is_noticed(
     monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:

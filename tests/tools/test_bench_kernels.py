@@ -184,7 +184,8 @@ def test_every_case_is_stored(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Bug: of a kernel's cases the last alone is in the result, or those of another take its
-    place."""
+    place; or the result does not say of which shapes they are."""
+    stored: dict[str, Any] = {}
 
     def bench(*args: object) -> list[tuple[str, str, dict[str, float]]]:
         cases = [("accept", "batch_1"), ("argmax", "rows_16"), ("accept", "batch_8")]
@@ -192,10 +193,29 @@ def test_every_case_is_stored(
 
     monkeypatch.setattr(bench_kernels, "bench", bench)
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    monkeypatch.setattr("sys.argv", ["bench_kernels.py"])
+    monkeypatch.setattr(
+        bench_kernels,
+        "result_schema",
+        SimpleNamespace(
+            environment=lambda commit: {"commit": commit},
+            write_result=lambda *_, **parts: stored.update(parts),
+        ),
+    )
+    line = "bench_kernels.py --batch 2 --kv 99 640 --out x.json --commit abc"
+    monkeypatch.setattr("sys.argv", line.split())
     bench_kernels.main()
-    found = json.loads(capsys.readouterr().out.splitlines()[-1])["numbers"]
-    assert found == {
+    printed = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert stored == {"config": printed["config"], "env": {"commit": "abc"}}
+    assert printed["config"] == {
+        "sweep": None,
+        "heads": [32, 8, 128],
+        "block_length": 16,
+        "page_size": 128,
+        "batch": [2],
+        "kv": [99, 640],
+        "dtype": "torch.bfloat16",
+    }
+    assert printed["numbers"] == {
         "accept": {"batch_1": {"kernel_us": 0.123}, "batch_8": {"kernel_us": 2.123}},
         "argmax": {"rows_16": {"kernel_us": 1.123}},
     }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -25,6 +26,32 @@ def test_answers_are_valid(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None
     arguments = ("outputs", "--count", "10", "--num-speculative-tokens", "4", "--device", "cpu")
     code, found = run(monkeypatch, capsys, *arguments)
     assert code == 0 and found["num_valid"] + found["num_cut_off"] == 10 and found["num_valid"]
+
+
+def test_what_is_counted_of_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: tokens or steps are another's, or an answer is in two counts, or in none."""
+    metrics = SimpleNamespace(acceptance=SimpleNamespace(num_steps=3), num_prompt_tokens=50)
+    ends = [("7", "stop"), ("x", "stop"), ("7", "length"), ("7", "error"), ("8", "stop")]
+    results = iter(
+        SimpleNamespace(
+            text=text, token_ids=[1] * 9, finish_reason=reason, error=None, metrics=metrics
+        )
+        for text, reason in ends
+    )
+    handle = SimpleNamespace(result=lambda: next(results))
+    engine = nullcontext(SimpleNamespace(submit=lambda *_, **__: handle))
+    monkeypatch.setattr(tool, "Engine", SimpleNamespace(from_pretrained=lambda *_, **__: engine))
+    monkeypatch.setattr(tool, "Schemas", lambda seed: iter([{"type": "integer"}] * 5))
+    monkeypatch.setattr(tool, "_may_go_on", lambda *_: True)
+    numbers, wrong = tool.check_outputs(5, 0, {}, 9.0)
+    assert len(wrong) == 2
+    assert numbers == {
+        "num_answers": 5,
+        "num_valid": 2,
+        "num_cut_off": 1,
+        "num_steps": 15,
+        "num_answer_tokens": 45,
+    }
 
 
 @pytest.mark.parametrize("what", ["outputs", "masks"])

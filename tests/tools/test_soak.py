@@ -271,6 +271,24 @@ def test_an_answer_ends_where_its_budget_does(limit: int, is_right: bool) -> Non
         soak_tool.Soak._check(run, request)
 
 
+def test_what_is_counted_of_a_request() -> None:
+    """Bug: of tokens or steps others are counted, or the mean acceptance length lacks the bonus."""
+    drafted = Acceptance(7, [2, 0, 1, 0, 0, 0, 0, 0])
+    request = replace(ended("stop"), num_cached_tokens=1, num_plain_steps=4, acceptance=drafted)
+    request.prompt_ids.insert(0, 7)
+    run: Any = SimpleNamespace(counts=Counter(), matchers={}, texts=[], must_match=True)
+    run.page, run.accepted = page_of([7, 1, 2, 3, 5]), Counter()
+    soak_tool.Soak._check(run, request)
+    counts = {"tokens": 2, "prompt_tokens": 3, "cached_tokens": 1, "hits": 1, "plain_steps": 4}
+    counts |= {"ended_by_stop": 1, "handed_over": 1}
+    assert +run.counts == counts
+    idle: Any = Idle()
+    idle.accepted = run.accepted
+    numbers = soak_tool._run(idle, 100, lambda line: None, is_hybrid=False)
+    assert numbers["mean_acceptance_length"] == 5 / 3
+    assert numbers["num_blocks_by_accepted"] == drafted.steps_by_accepted
+
+
 @pytest.mark.parametrize(("asked", "count"), [(1, 2), (None, 0), (1, 1), (None, 2)])
 def test_every_token_has_its_log_probabilities(asked: int | None, count: int) -> None:
     """Bug: the last token of an answer has none, or one has some that nobody asked for."""

@@ -89,13 +89,14 @@ def test_the_layer_decides() -> None:
 def test_what_is_slower_or_wrong_is_no_entry(monkeypatch: pytest.MonkeyPatch) -> None:
     """Bug: a GEMM that cuBLAS beats, or whose product is wrong on the whole shape, gets an entry in
     the table that is printed, and every engine runs it; or one that cuBLAS has not gets none; or
-    its rate is not that of its weights' bytes."""
-    config = SkinnyConfig(rows=64, cols=256)
+    its rate is not that of its weights' bytes, or a slower candidate's."""
+    config, slower = (SkinnyConfig(rows=r, cols=256) for r in (64, 128))
     beside = {name: {"cublas_us": us} for name, us in (("qkv", 5.0), ("o", 0.5), ("down", 5.0))}
     beside["fc"] = {}
 
     def time_case(case: Any, *_: object) -> tuple[dict[str, float], list[tune_skinny.Timed]]:
-        return beside[case.name], [tune_skinny.Timed(1.0, config)]
+        candidates = tune_skinny.Timed(1.0, config), tune_skinny.Timed(3.0, slower)
+        return beside[case.name], list(candidates)
 
     monkeypatch.setattr(tune_skinny, "time_case", time_case)
     monkeypatch.setattr(tune_skinny, "compile_all", lambda jobs, seconds: set())

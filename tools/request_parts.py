@@ -283,7 +283,11 @@ def first_token(engine: Engine, prompt: list[int]) -> tuple[float, int]:
 def chat(m: Measurement, begin: int) -> Numbers:
     """Turns of which each prompt is all that was said, and some new tokens. `tokens`: of all that
     repeat; `pages`: of the whole pages that they fill, the last token apart: where it is the
-    target's own and no accepted draft, nothing has run it."""
+    target's own and no accepted draft, nothing has run it.
+
+    Raises:
+        ValueError: no turn repeats a page.
+    """
     m.loop.reset()
     size, answer, said = m.engine.config.page_size, m.sizes["answer-tokens"], m.random_ids(begin)
     repeated = cached = pages = cached_pages = num_turns = 0
@@ -299,6 +303,12 @@ def chat(m: Measurement, begin: int) -> Numbers:
             pages, cached_pages = pages + whole, cached_pages + min(found // size, whole)
             times.append(result.metrics.ttft_ms)
         said, num_turns = prompt + result.token_ids, num_turns + 1
+    if not pages:
+        raise ValueError(
+            f"a chat from {begin} tokens has {num_turns} turns in a context of "
+            f"{m.engine.config.max_model_len}, none of which repeats a page of {size}; raise "
+            "--max-model-len or --turns"
+        )
     return {
         "num_turns": num_turns,
         "num_repeated_tokens": repeated,

@@ -149,3 +149,23 @@ def test_what_of_a_chat_comes_from_the_cache(monkeypatch: pytest.MonkeyPatch) ->
         "cached_pages_fraction": 1.0,
         **request_parts.percentiles("first_token", [20.0, 30.0]),
     }
+
+
+@pytest.mark.parametrize(("begin", "context", "size"), [(28, 31, 4), (9, 20, 16), (9, 12, 4)])
+def test_a_chat_that_repeats_nothing(
+    begin: int, context: int, size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bug: where the context ends a chat before a second turn, or what that repeats fills no page,
+    the part fails for a division by zero, which names nothing that could be passed."""
+    monkeypatch.setattr(request_parts, "TURN_TOKENS", 5)
+    metrics = SimpleNamespace(num_cached_tokens=0, ttft_ms=1.0)
+    answers = [SimpleNamespace(token_ids=[0] * 3, metrics=metrics)]
+    config = SimpleNamespace(page_size=size, max_model_len=context)
+    m: Any = SimpleNamespace(
+        loop=SimpleNamespace(reset=lambda: None),
+        engine=SimpleNamespace(config=config, generate=lambda *_, **__: answers),
+        sizes={"answer-tokens": 3, "turns": 2},
+        random_ids=lambda count: [1] * count,
+    )
+    with pytest.raises(ValueError, match=f"a chat from {begin} tokens .* raise --max-model-len"):
+        request_parts.chat(m, begin)

@@ -99,6 +99,50 @@ def test_what_is_written_is_compared(kernel: str, monkeypatch: pytest.MonkeyPatc
         bench(4, baseline=False)
 
 
+def test_rates_of_attention_and_draws(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: GB/s are TB/s, of other bytes than those that are read, or of a time that what runs
+    between the kernels is part of."""
+    for module in (kernel_cases_attention, kernel_cases_logits):
+        monkeypatch.setattr(module, "DEVICE", "cpu")
+        monkeypatch.setattr(module, "num_sets", lambda set_bytes: 1)
+    times_us = iter([1.0, 5.0])
+
+    def graph_us(launch: Callable[[int], object], sets: int) -> float:
+        launch(0)
+        return next(times_us)
+
+    monkeypatch.setattr(kernel_cases_attention, "graph_us", graph_us)
+    monkeypatch.setattr(kernel_cases_attention, "DTYPE", torch.float32)
+    found = kernel_cases_attention.bench_block_attention(2, 128, True, flashinfer=False)
+    assert found == {"kernel_us": 4.0, "kernel_gbps": 2 * 128 * 2 * 8 * 128 * 4 / 4e3}
+    monkeypatch.setattr(kernel_cases_logits, "V", 64)
+    monkeypatch.setattr(kernel_cases_logits, "graph_us", lambda launch, sets: 2.0)
+    found = kernel_cases_logits.bench_gumbel_argmax(4)
+    assert found == {"kernel_us": 2.0, "kernel_gbps": 4 * 64 * 2 / 2e3, "eager_us": 2.0}
+
+
+def test_each_filter_has_its_own_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: what one filter takes is told as another's, or as that of all."""
+
+    def threshold(logits: Any, best: Any, temperature: Any, top_p: Any, top_k: Any, _: Any) -> Any:
+        return round(float(top_p[0]), 2), int(top_k[0])
+
+    kernel = SimpleNamespace(filter_threshold=threshold, filter_threshold_reference=threshold)
+    for name, value in (
+        ("DEVICE", "cpu"),
+        ("V", 64),
+        ("filter_threshold", kernel),
+        ("check_rows", lambda found, expected: None),
+        ("num_sets", lambda set_bytes: 1),
+        ("graph_us", lambda launch, sets: launch(0)),
+    ):
+        monkeypatch.setattr(kernel_cases_logits, name, value)
+    found: Any = kernel_cases_logits.bench_filter_threshold(2)
+    both, top_p, top_k, plain = (0.95, 50), (0.95, 0), (1.0, 50), (1.0, 0)
+    assert found == {"kernel_us": both, "top_p_us": top_p, "top_k_us": top_k, "plain_us": plain}
+    assert kernel_cases_logits.bench_filter_threshold(2, baseline=False) == {"kernel_us": both}
+
+
 def test_a_tail_samples_as_its_name_says(monkeypatch: pytest.MonkeyPatch) -> None:
     """Bug: what one filter costs is told as another's, or as that of all."""
 
@@ -161,7 +205,8 @@ def test_flashinfer_is_beside_every_attention(
 
 def test_fp8_cases_measure_what_they_name(monkeypatch: pytest.MonkeyPatch) -> None:
     """Bug: a case that nobody has run: a shape that its kernel refuses, a reference with another
-    rounding, a key without its unit. Launched here without a graph, on the references."""
+    rounding, a key without its unit, a rate of other bytes. Launched here without a graph, on the
+    references."""
     monkeypatch.setattr(kernel_cases_rows, "DEVICE", "cpu")
     monkeypatch.setattr(kernel_cases_rows, "num_sets", lambda set_bytes: 2)
     monkeypatch.setattr(kernel_cases_rows, "compiled", lambda fn: fn)
@@ -172,11 +217,14 @@ def test_fp8_cases_measure_what_they_name(monkeypatch: pytest.MonkeyPatch) -> No
         return 2.0
 
     monkeypatch.setattr("kernel_timing.graph_us", graph_us)  # of `compare`
-    keys = {"kernel_us", "kernel_gbps", "compiled_us"}
+    times = {"kernel_us": 2.0, "compiled_us": 2.0}
     for D in kernel_cases_rows.WIDTHS:
-        assert set(kernel_cases_rows.bench_fp8_rows(4, D)) == keys
+        found = kernel_cases_rows.bench_fp8_rows(4, D)
+        assert found == times | {"kernel_gbps": 4 * D * (2 + 1) / 2e3}
     for partials in (1, 2):
-        assert set(kernel_cases_rows.bench_add_rms_norm_round(4, partials)) == keys
+        found = kernel_cases_rows.bench_add_rms_norm_round(4, partials)
+        num_bytes = 4 * 4096 * (2 + 4 * partials + 2 + 1)  # residual twice, sums, an FP8 row
+        assert found == times | {"kernel_gbps": num_bytes / 2e3}
     assert launched == [0, 1] * 2 * 5
 
 

@@ -265,3 +265,13 @@ def test_a_shim_without_its_python_is_passed_over(
     (tmp_path / "python3.13").unlink()
     with pytest.raises(bootstrap.SetupError, match=r"none of python3\.11 to python3\.14"):
         bootstrap.suitable_python()
+
+
+def test_the_disk_that_an_installation_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: without CUDA as much is asked for as with it, or pip fills the disk with CUDA's wheels
+    and fails in the middle."""
+    free = SimpleNamespace(free=5 << 30)
+    monkeypatch.setattr(bootstrap.shutil, "disk_usage", lambda path: free)
+    bootstrap.check_disk(cuda=False)
+    with pytest.raises(bootstrap.SetupError, match=r"5\.0 GiB free .* about 12 GiB needed"):
+        bootstrap.check_disk(cuda=True)

@@ -225,7 +225,8 @@ def test_refusals(
 
 def test_a_budget_that_was_tried_does_not_stay(monkeypatch: pytest.MonkeyPatch) -> None:
     """Bug: a long prompt comes in beside every later part's steps as the last of `join`'s budgets
-    has it, also where one of them failed; or that budget is what the bars judge."""
+    has it, also where one of them failed; or that budget is what the bars judge, or of its gaps
+    another than the longest."""
 
     @dataclass(frozen=True)
     class Config:
@@ -247,8 +248,8 @@ def test_a_budget_that_was_tried_does_not_stay(monkeypatch: pytest.MonkeyPatch) 
 
     def beside(m: Any, length: int) -> dict[str, float]:
         tried.append(m.loop.config.max_num_batched_tokens)
-        numbers = dict.fromkeys(("gap_joining_max_ms", "gap_beside_max_ms"), tried[-1] / 512)
-        return numbers | {"first_token_ms": tried[-1] / 128}
+        gaps = {"gap_joining_max_ms": tried[-1] / 512, "gap_beside_max_ms": tried[-1] / 1024}
+        return gaps | {"first_token_ms": tried[-1] / 128}
 
     monkeypatch.setattr(request_joins, "join_beside", beside)
     assert request_joins.join(m)["budget_1024"]["over_alone_ratio"] == 4

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from graphengine.kernels.skinny_config import MIDDLE_T, PDL_EARLY, SKINNY_T, SkinnyConfig
-from tools import tune_skinny
+from tools import skinny_layer, tune_skinny
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -58,6 +58,29 @@ def test_wide_candidates() -> None:
         assert len({*found}) == len(found)
         now = tune_skinny.config_now(case)
         assert now in found or now is None or not now.cols
+
+
+def test_a_floor_is_of_the_weights_bytes() -> None:
+    """Bug: weights in FP8 are counted as two bytes each, and no GEMM of them is near its floor."""
+    for name, size in (("4b", 2), ("4b-fp8", 1)):
+        (case,) = tune_skinny.cases([name], [16], ["down"])
+        assert case.us_at_peak == pytest.approx(2560 * 9728 * size / 4.46e6)
+
+
+def test_the_first_of_the_bursts_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: the round in which the clocks settle is in the median, or a graph's bursts are all of
+    its own clocks."""
+    graphs: list[Any] = ["short", "long"]
+    scale, calls = {"short": 1, "long": 10}, list[tuple[str, int]]()
+
+    def replays_us(graph: str, num_replays: int) -> float:
+        number = sum(graph == before for before, _ in calls)  # of its calls so far
+        calls.append((graph, num_replays))
+        return scale[graph] * (900, 800, 50, 10, 20, 40, 30)[number]
+
+    monkeypatch.setattr(skinny_layer, "replays_us", replays_us)
+    assert skinny_layer.bursts_us(graphs, 2) == [15, 150]
+    assert calls == [("short", 1), ("long", 1)] + 6 * [("short", 33), ("long", 3)]
 
 
 def test_the_layer_decides() -> None:

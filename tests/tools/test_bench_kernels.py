@@ -121,6 +121,26 @@ def test_rates_of_attention_and_draws(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found == {"kernel_us": 2.0, "kernel_gbps": 4 * 64 * 2 / 2e3, "eager_us": 2.0}
 
 
+def test_rates_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: what a kernel reads and writes is counted once, or of another shape, and a rate beyond
+    the memory's, or half of it, is stored."""
+    for module in (kernel_cases_rows, kernel_cases_logits):
+        monkeypatch.setattr(module, "DEVICE", "cpu")
+        monkeypatch.setattr(module, "num_sets", lambda set_bytes: 1)
+        monkeypatch.setattr(module, "compiled", lambda fn: fn)
+    monkeypatch.setattr(kernel_cases_logits, "V", 64)
+    monkeypatch.setattr("kernel_timing.graph_us", lambda launch, sets: 2.0)  # of `compare`
+    monkeypatch.setattr(kernel_cases_logits, "graph_us", lambda launch, sets: 2.0)
+    qkv, kv = (32 + 2 * 8) * 128 * 2, 5 * 2 * 8 * 128 * 2  # of a row, in bytes
+    for found, num_bytes in (
+        (kernel_cases_rows.bench_qk_norm_rope(4), 2 * 4 * qkv),
+        (kernel_cases_rows.bench_context_kv(4), 2 * 4 * kv),
+        (kernel_cases_rows.bench_accept(2), 2 * 11 * 16 * 8),
+        (kernel_cases_logits.bench_argmax(4), 4 * 64 * 2),
+    ):
+        assert found["kernel_gbps"] == num_bytes / 2e3
+
+
 def test_each_filter_has_its_own_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """Bug: what one filter takes is told as another's, or as that of all."""
 

@@ -220,8 +220,10 @@ def _home(x: Any) -> str:
     return name if isinstance(name, str) else ""
 
 
-# Of a class: what does not decide what it does.
+# Of a class: what does not decide what it does. The last two Python adds when somebody asks for
+# them, the names of slots when an instance is copied or pickled.
 _UNREAD = {"__dict__", "__doc__", "__module__", "__qualname__", "__weakref__"}
+_UNREAD |= {"__annotations__", "__slotnames__"}
 _PLAIN = (bool, int, float, complex, str, bytes, range, type(...), torch.dtype, torch.device)
 
 

@@ -1,5 +1,6 @@
 """What compiled segments on disk are found by: a call's layout, and all code loaded for it."""
 
+import copy
 import importlib
 import os
 import subprocess
@@ -9,7 +10,7 @@ from dataclasses import dataclass
 from enum import Enum
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -205,6 +206,24 @@ def test_objects_of_the_package() -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Scale, "__call__", lambda self, x: x)
         assert content(Scale) != before
+
+
+def test_what_python_notes_in_a_class() -> None:
+    """Bug: whoever copies or pickles weights, or asks what a class is annotated with, changes the
+    keys of this process: its next engine compiles everything again."""
+
+    class Plain:
+        pass
+
+    class Weights(NamedTuple):
+        weight: int
+
+    before = content(Plain), content(Weights)
+    copy.copy(Weights(1))
+    assert Plain.__annotations__ == {}
+    noted = {"__annotations__", "__slotnames__"} & {*vars(Plain), *vars(Weights)}
+    assert len(noted) == 2, "Python notes nothing now: this test shows nothing"
+    assert (content(Plain), content(Weights)) == before
 
 
 @pytest.mark.slow

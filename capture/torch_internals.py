@@ -100,6 +100,11 @@ _PASSES = (
 ).split()
 
 
+# Settings that decide nothing of the code: the first is on where the variable CI is set, the second
+# off where others may write to `header_folder`.
+_NO_MATTER = {"error_on_custom_op_aliasing", "cpp_cache_precompile_headers"}
+
+
 def _configs() -> tuple[Any, Any]:
     import torch._functorch.config as functorch
     import torch._inductor.config as inductor
@@ -117,9 +122,12 @@ def caches_are_on() -> bool:
 
 
 def compiler_settings() -> list[Any]:
-    """All settings of Inductor and AOTAutograd. Public: none."""
+    """The settings of Inductor and AOTAutograd that may decide what is compiled. Public: none."""
     portable = [c.save_config_portable(ignore_private_configs=False) for c in _configs()]
-    return [sorted(settings.items(), key=str) for settings in portable]
+    return [
+        sorted(((k, v) for k, v in settings.items() if k not in _NO_MATTER), key=str)
+        for settings in portable
+    ]
 
 
 def cache_folder() -> Path:

@@ -14,6 +14,8 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+import torch._functorch.config as functorch
+import torch._inductor.config as inductor
 from torch import Tensor
 
 from graphengine.capture import compile as compiling
@@ -72,6 +74,24 @@ def test_other_options() -> None:
     """Bug: what another version has compiled with another value of an option is run."""
     keys = [precompiled.compilers(options) for options in ({"a": 1, "b": 2}, {"b": 2, "a": 1})]
     assert keys[0] == keys[1] != precompiled.compilers({"a": 1, "b": 3})
+
+
+@pytest.mark.parametrize(
+    ("config", "name", "counts"),
+    [
+        (functorch, "error_on_custom_op_aliasing", False),
+        (inductor, "cpp_cache_precompile_headers", False),
+        (inductor, "max_autotune", True),
+    ],
+)
+def test_settings_that_decide_nothing(config: Any, name: str, counts: bool) -> None:
+    """Bug: what a job with the variable CI has compiled is of no use outside of it, nor where
+    others may write into the temporary folder; or a setting that matters is passed over."""
+    if not hasattr(config, name):
+        pytest.skip(f"this torch has no setting {name}")
+    before = precompiled.compilers({})
+    with config.patch({name: not getattr(config, name)}):
+        assert (precompiled.compilers({}) != before) == counts
 
 
 def test_threads_count_on_the_cpu_alone() -> None:

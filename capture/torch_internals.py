@@ -12,13 +12,14 @@ import importlib
 import json
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from threading import Lock
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import _pop_mode_temporarily
 from torch.utils._python_dispatch import (
     TorchDispatchMode,
     _disable_current_modes,
@@ -229,9 +230,15 @@ def dispatched_to(mode: TorchDispatchMode) -> Iterator[None]:
         _pop_mode()
 
 
-def without_modes() -> AbstractContextManager[object]:
-    """Inside, in this thread, no mode is asked. Public: none."""
-    return _disable_current_modes()
+@contextmanager
+def without_modes() -> Iterator[None]:
+    """Inside, in this thread, no mode is asked, neither of operators nor of functions: what a mode
+    makes of a function would be compiled with it. Public: none."""
+    with ExitStack() as stack:
+        while has_function_modes():
+            stack.enter_context(_pop_mode_temporarily())
+        stack.enter_context(_disable_current_modes())
+        yield
 
 
 def schema_of(operator: Any) -> Any:

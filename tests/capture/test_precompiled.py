@@ -14,6 +14,7 @@ import torch
 import torch._functorch.config as functorch
 import torch._inductor.config as inductor
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from graphengine.capture import compile as compiling
 from graphengine.capture import precompiled, torch_internals
@@ -107,6 +108,23 @@ print(late)
     assert done.returncode == 0, done.stderr
     assert done.stdout == "[]\n"
     assert "cannot be compiled" not in done.stderr
+
+
+class Tripled(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None):
+        found = func(*args, **(kwargs or {}))
+        return found * 3 if func is Tensor.sum else found
+
+
+@needs_compiler
+def test_a_mode_is_not_compiled(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: what the mode of the caller makes of torch's functions is kept, and every later start
+    computes that, without the mode."""
+    pair = Pair(torch.randn(4, 32), torch.randn(4, 32))
+    with Tripled():
+        compiled(scaled)(pair, 2.0)
+    as_a_new_process(monkeypatch)
+    torch.testing.assert_close(compiled(scaled)(pair, 2.0), scaled(pair, 2.0))
 
 
 @needs_compiler

@@ -14,6 +14,7 @@ import torch
 import torch._functorch.config as functorch
 import torch._inductor.config as inductor
 from torch._inductor.async_compile import AsyncCompile
+from torch.overrides import TorchFunctionMode
 
 from graphengine.capture import precompiled, torch_internals
 
@@ -103,6 +104,28 @@ def test_operators_are_shown_to_one_thread_s_mode() -> None:
         x + x
     x * x
     assert seen == ["aten::add"]
+
+
+def test_no_mode_is_asked() -> None:
+    """Bug: one of several modes stays, or is asked nothing afterwards."""
+    seen: list[str] = []
+
+    class Mode(TorchFunctionMode):
+        def __init__(self, name: str) -> None:
+            super().__init__()
+            self._name = name
+
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None):
+            seen.append(self._name)
+            return func(*args, **(kwargs or {}))
+
+    x = torch.ones(2)
+    with Mode("outer"), Mode("inner"):
+        with torch_internals.without_modes():
+            torch.sin(x)
+            assert not seen
+        torch.sin(x)
+    assert seen == ["inner", "outer"]
 
 
 def test_a_larger_limit_stays() -> None:

@@ -52,6 +52,7 @@ REMEDIES = {
     "torch.utils._pytree.tree_map": "torch.utils.pytree or optree",
     "torch.utils._pytree.tree_leaves": "torch.utils.pytree or optree",
     "torch.ops.aten.add.Tensor._schema": "find an operator's schema in torch/_ops.py",
+    "torch.overrides._pop_mode_temporarily": "find what takes a function mode off its stack",
     "torch._C._len_torch_function_stack": "ask torch.get_default_device each time",
     "torch._scaled_mm": "torch.nn.functional.scaled_mm; measure it on a GPU",
     "torch.cuda._sleep": "queue a long kernel, as a product of large matrices",

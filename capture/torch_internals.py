@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
@@ -59,10 +60,11 @@ def set_up_dynamo(recompile_limit: int) -> None:
 
 
 def is_off() -> bool:
-    """Whether torch was told to compile nothing, by its setting or its stance. Public: none;
-    `torch.compiler.set_stance` only sets."""
+    """Whether torch was told to compile nothing, by its setting, its stance or the environment.
+    Public: none; `torch.compiler.set_stance` only sets."""
     is_eager = torch._dynamo.eval_frame._stance.stance == "force_eager"
-    return torch._dynamo.config.disable or is_eager
+    is_disabled = os.environ.get("TORCHDYNAMO_DISABLE") == "1"  # in no setting
+    return torch._dynamo.config.disable or is_eager or is_disabled
 
 
 def global_state() -> str:

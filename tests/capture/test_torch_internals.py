@@ -56,13 +56,16 @@ def test_a_constant_in_graphs() -> None:
     assert traced(torch.zeros(1)) == 1
 
 
-def test_whether_compilation_is_off() -> None:
-    """Bug: torch is told to compile nothing, by its setting or its stance, and we do."""
+def test_whether_compilation_is_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: torch is told to compile nothing, by its setting, its stance or the environment, and we
+    do; or we run what was compiled before."""
     assert not torch_internals.is_off()
     with torch._dynamo.config.patch(disable=True):
         assert torch_internals.is_off()
     with torch.compiler.set_stance("force_eager"):
         assert torch_internals.is_off()
+    monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")
+    assert torch_internals.is_off()
 
 
 @pytest.mark.parametrize(

@@ -66,8 +66,14 @@ NAMES: dict[str, set[str]] = {
     "torch.cuda.graphs": {"capture"},
     "torch.cuda.make_graphed_callables": {"capture"},
     "torch.cuda.graph_pool_handle": {"capture"},
-    # compilers: what Inductor would set later; compile_worker: what another process is to set
-    "os.environ": {"startup.compilers", "kernels.compile_worker", "cli"},
+    # compilers: what Inductor would set later; compile_worker: what another process is to set;
+    # torch_internals: what torch asks there whenever it compiles
+    "os.environ": {
+        "startup.compilers",
+        "kernels.compile_worker",
+        "capture.torch_internals",
+        "cli",
+    },
     "os.environb": {"cli"},
     "os.getenv": {"cli"},
     "os.putenv": {"cli"},

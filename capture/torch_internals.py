@@ -117,11 +117,15 @@ def _configs() -> tuple[Any, Any]:
 
 def caches_are_on() -> bool:
     """Whether the user lets torch keep what it compiles, and changes nothing on the way of which no
-    key would tell. Public: none; the settings' names are in their documentation."""
+    key would tell, as torch's bisector does. Public: none; the settings' names are in their
+    documentation."""
+    from torch._inductor.compiler_bisector import CompilerBisector
+
     inductor, functorch = _configs()
     switches = inductor.fx_graph_cache, functorch.enable_autograd_cache
     passes = (getattr(config, name, None) for config in (inductor, functorch) for name in _PASSES)
-    return all(switches) and not inductor.force_disable_caches and not any(passes)
+    is_changed = CompilerBisector.bisection_enabled or any(passes)
+    return all(switches) and not inductor.force_disable_caches and not is_changed
 
 
 def compiler_settings() -> list[Any]:

@@ -14,6 +14,7 @@ import torch
 import torch._functorch.config as functorch
 import torch._inductor.config as inductor
 from torch._inductor.async_compile import AsyncCompile
+from torch._inductor.compiler_bisector import CompilerBisector
 from torch.overrides import TorchFunctionMode
 
 from graphengine.capture import precompiled, torch_internals
@@ -83,6 +84,13 @@ def test_whether_caches_are_on(config: Any, switch: str, value: Any) -> None:
     assert torch_internals.caches_are_on()
     with config.patch({switch: value}):
         assert not torch_internals.caches_are_on()
+
+
+def test_nothing_is_kept_for_the_bisector(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: who looks for a fault with torch's bisector is given what was compiled without it; and
+    what it had compiled by another backend, slowly, is what every later start runs."""
+    monkeypatch.setattr(CompilerBisector, "bisection_enabled", True)
+    assert not torch_internals.caches_are_on()
 
 
 def test_places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -31,6 +31,9 @@ REMEDIES = {
     "torch.compiler.skip_all_guards_unsafe": "pass a guard_filter_fn that drops all guards",
     "torch._inductor.config.fx_graph_cache": "see torch/_inductor/config.py",
     "torch._inductor.config.force_disable_caches": "see torch/_inductor/config.py",
+    "torch._inductor.compiler_bisector.CompilerBisector.bisection_enabled": (
+        "see what codecache.py asks before it keeps a graph"
+    ),
     "torch._inductor.config.save_config_portable": "hash the settings' names and values by hand",
     "torch._functorch.config.enable_autograd_cache": "see torch/_functorch/config.py",
     "torch._inductor.runtime.cache_dir_utils.cache_dir": "read TORCHINDUCTOR_CACHE_DIR, or find it",

@@ -121,9 +121,15 @@ def compile_(store: Store | None, model: str | None, draft: str | None, **option
 def _check_output(output: Path) -> None:
     """Refuses a file that cannot be packed into, or would be empty, before anything is compiled."""
     from graphengine.capture.precompiled import are_kept
+    from graphengine.capture.torch_internals import is_off
 
     if output.exists() and not output.is_file():
         raise ValueError(f"--output {output}: is no regular file; choose another path")
+    if is_off():
+        raise ValueError(
+            f"--output {output}: torch is told to compile nothing, so there would be nothing to "
+            "pack; unset TORCH_COMPILE_DISABLE and TORCHDYNAMO_DISABLE"
+        )
     if not are_kept():
         raise ValueError(
             f"--output {output}: torch's settings keep compiled code from being stored, so there "

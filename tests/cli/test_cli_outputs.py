@@ -200,14 +200,15 @@ def test_unknown_keys_of_a_prompt_file(tmp_path: Path, key: str) -> None:
 
 
 @pytest.mark.slow
-def test_an_artifact_without_code(tmp_path: Path, target: Path) -> None:
-    """Bug: with torch's caches off `compile --output` packs an artifact without code, and says that
-    it was written."""
-    env = ENV | {"GRAPHENGINE_CACHE": str(tmp_path), "TORCHINDUCTOR_FORCE_DISABLE_CACHES": "1"}
+@pytest.mark.parametrize("off", ["TORCHINDUCTOR_FORCE_DISABLE_CACHES", "TORCH_COMPILE_DISABLE"])
+def test_an_artifact_without_code(tmp_path: Path, target: Path, off: str) -> None:
+    """Bug: with torch's caches or its compiler off `compile --output` packs an artifact without
+    code, and says that it was written."""
+    env = ENV | {"GRAPHENGINE_CACHE": str(tmp_path), off: "1"}
     packed = tmp_path / "a.tar.gz"
     done = shell("compile", str(target), "--draft", "none", "--output", str(packed), env=env)
     assert done.returncode == 2, done.stderr
-    assert "TORCHINDUCTOR_FORCE_DISABLE_CACHES" in done.stderr and not packed.exists()
+    assert off in done.stderr and not packed.exists()
 
 
 def test_unreadable_is_not_damaged(

@@ -201,9 +201,7 @@ class BucketBuilder:
             chains = self._wire(short.at(size), arena, size, segments, planned=False).chains
             for steps in (chains.propose, chains.context, chains.publish):
                 yield partial(run_chain, steps)
-            verify = partial(run_chain, chains.verify)
-            if segments is not None:  # by one thread, which need not go through it for every end
-                verify = cache(verify)
+            verify = cache(partial(run_chain, chains.verify))  # not once for each end
             for end in chains.ends.values():
                 yield partial(_run_behind, verify, end)
 

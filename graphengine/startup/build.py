@@ -6,10 +6,12 @@ Memory is planned before anything is loaded (`memory`): the K/V pool takes what 
 
 from __future__ import annotations
 
+import gc
 import logging
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -58,6 +60,7 @@ from graphengine.startup.memory import MemoryPlan, device_memory, num_positions,
 from graphengine.startup.options import check_default_device, resolve_options
 from graphengine.startup.warmup import EAGER_ROWS, settle_vector_math, warm_up
 
+MANY_OBJECTS = 100_000  # more than a start that compiles nothing makes
 _LOG = logging.getLogger(__name__)
 
 Progress = Callable[[str, float], None]
@@ -80,7 +83,25 @@ class Built:
     memory_plan: MemoryPlan
 
 
+@contextmanager
+def collected_behind() -> Iterator[None]:
+    """Inside, no garbage is collected: imports and traces make so many objects that last that the
+    collector looks through all of them again and again. Behind it is once, where many were made, so
+    that no request waits for it. Mutates: the process's collector."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            num_made, *_ = gc.get_count()
+            gc.enable()
+            if num_made > MANY_OBJECTS:
+                gc.collect()
+
+
 @short_turns()
+@collected_behind()
 @torch.inference_mode(False)  # what a caller's made would be of no use outside of it
 def build(
     target_name: str | Path,

@@ -166,12 +166,14 @@ def _tokens_of_bad_words(
     Raises:
         ValueError: with the remedy.
     """
-    named = {
-        name: getattr(asked, name) or ()
-        for name in ("stop_token_ids", "logit_bias", "allowed_token_ids")
-    }
-    if not (any(named.values()) or asked.stop or asked.bad_words):
+    biases = asked.logit_bias or asked.allowed_token_ids or asked.bad_words
+    if not (biases or asked.stop_token_ids or asked.stop):
         return []
+    named = {
+        "stop_token_ids": asked.stop_token_ids,
+        "logit_bias": asked.logit_bias or {},
+        "allowed_token_ids": asked.allowed_token_ids or (),
+    }
     for name, ids in named.items():
         outside = [token for token in ids if token >= vocab_size]
         if outside:

@@ -234,8 +234,8 @@ class FixedChunk:
         return prefill_chains(pair, own, buffers.last_R, attention, attn_TNH[rows], pieces)
 
     def capture_(self, pool: GraphPool, whole: bool) -> None:
-        """From now on replays graphs. Few layers warm up what all are captured of: 40 layers of
-        experts in five sizes take 2 s to launch (H200). Mutates: the null page.
+        """From now on replays graphs. Few layers warm up what all are captured of, so that not all
+        are launched twice. Mutates: the null page.
 
         Args: whole: one graph, attention included.
         """

@@ -73,7 +73,7 @@ class Stacked(NamedTuple):
 
 
 class Weight(NamedTuple):
-    """One tensor of a checkpoint; of experts there are 30,720.
+    """One tensor of a checkpoint; 35B-A3B has 30,720 of experts alone.
 
     `axis`: which dimension is cut among several GPUs, as in Megatron: rows (0) of what reads the
     residual stream, columns (1) of what writes it; None where each holds the whole, or no such cut

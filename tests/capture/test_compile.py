@@ -61,8 +61,8 @@ def test_a_tool_replaces_a_table(folder: Path, monkeypatch: pytest.MonkeyPatch) 
     assert len(files(folder)) == 2
 
 
-def test_code_is_read_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bug: as above, seen without a compiler."""
+def keys_asked_for(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """From now on segments are not compiled: the keys under which they would be."""
     asked: list[str] = []
 
     def make(self: object, key: str, arguments: object) -> Callable[[Tensor], Tensor]:
@@ -71,6 +71,12 @@ def test_code_is_read_again(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(compiling.Segment, "_make", make)
     monkeypatch.setattr(compiling, "_MADE", {})
+    return asked
+
+
+def test_code_is_read_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: as above, seen without a compiler."""
+    asked = keys_asked_for(monkeypatch)
     (function,), x = compiling.compile_segments([scaled_by_a_table]), torch.ones(8)
     for factor in (2.0, 3.0, 2.0):
         monkeypatch.setattr(sys.modules[__name__], "FACTOR", factor)
@@ -83,14 +89,7 @@ def test_code_is_read_again(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_another_state_is_compiled_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """Bug: as below, seen without a compiler."""
-    asked: list[str] = []
-
-    def make(self: object, key: str, arguments: object) -> Callable[[Tensor], Tensor]:
-        asked.append(key)
-        return lambda x: x
-
-    monkeypatch.setattr(compiling.Segment, "_make", make)
-    monkeypatch.setattr(compiling, "_MADE", {})
+    asked = keys_asked_for(monkeypatch)
     (product,) = compiling.compile_segments([lambda x: x @ x])
     x = torch.ones(8, 8)
     for moment in (torch.autocast("cpu", dtype=torch.bfloat16), nullcontext(), torch.no_grad()):

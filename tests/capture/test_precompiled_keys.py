@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from enum import Enum
 from functools import lru_cache, partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -19,7 +20,7 @@ import torch._inductor.config as inductor
 from torch import Tensor
 
 from graphengine.capture import compile as compiling
-from graphengine.capture import precompiled
+from graphengine.capture import precompiled, torch_internals
 from graphengine.capture.precompiled import layout, loaded_code
 from graphengine.decode import segments, simulate
 from graphengine.kernels import skinny_config
@@ -84,14 +85,22 @@ def test_other_options() -> None:
         (inductor, "max_autotune", True),
     ],
 )
-def test_settings_that_decide_nothing(config: Any, name: str, counts: bool) -> None:
+def test_settings_that_decide_nothing(
+    config: Any, name: str, counts: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Bug: what a job with the variable CI has compiled is of no use outside of it, nor where
     others may write into the temporary folder; or a setting that matters is passed over."""
-    if not hasattr(config, name):
-        pytest.skip(f"this torch has no setting {name}")
-    before = precompiled.compilers({})
-    with config.patch({name: not getattr(config, name)}):
-        assert (precompiled.compilers({}) != before) == counts
+    real, keys = torch_internals._configs(), list[str]()
+    for value in (False, True):  # whether this torch has it or not
+
+        def read(module: Any, value: bool = value, **named: Any) -> dict[str, Any]:
+            settings = module.save_config_portable(**named)
+            return settings | {name: value} if module is config else settings
+
+        fakes = [SimpleNamespace(save_config_portable=partial(read, module)) for module in real]
+        monkeypatch.setattr(torch_internals, "_configs", lambda fakes=fakes: fakes)
+        keys.append(precompiled.compilers({}))
+    assert (keys[0] != keys[1]) == counts
 
 
 def test_threads_count_on_the_cpu_alone() -> None:

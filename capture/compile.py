@@ -33,6 +33,21 @@ _ALIVE: WeakSet[Segment] = WeakSet()
 _COUNTS: Counter[str] = Counter()
 _LOG = logging.getLogger(__name__)
 _MAKES_ONLY: ContextVar[bool] = ContextVar("makes_only", default=False)
+_KEPT_ONLY: ContextVar[bool] = ContextVar("kept_only", default=False)
+
+
+class NotKeptError(Exception):
+    """Something would have to be compiled."""
+
+
+@contextmanager
+def kept_only() -> Iterator[None]:
+    """Inside, in this thread, a segment that would have to be compiled raises NotKeptError."""
+    token = _KEPT_ONLY.set(True)
+    try:
+        yield
+    finally:
+        _KEPT_ONLY.reset(token)
 
 
 @contextmanager
@@ -73,6 +88,8 @@ class Segment:
         # A bucket that is built late is compiled with the settings of then.
         key = f"{key} {precompiled.compilers(OPTIONS)}"
         found = precompiled.find(key, self._function.__globals__)
+        if found is None and _KEPT_ONLY.get():
+            raise NotKeptError(self._function.__qualname__)
         _COUNTS["misses" if found is None else "hits"] += 1
         if found is not None:
             return found

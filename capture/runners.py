@@ -113,12 +113,12 @@ class GraphPool:
         self.stream = _side_stream(torch.cuda.current_device())
         self.num_graphs = 0
 
-    def warm_up(self, steps: Chain, carry: Carry = ()) -> None:
-        """Runs them where captures are recorded."""
+    @contextmanager
+    def warming(self) -> Iterator[None]:
+        """Inside, work is queued where captures are recorded."""
         self.stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self.stream):
-            for _ in range(NUM_WARMUPS):
-                run_chain(steps, carry)
+            yield
         torch.cuda.current_stream().wait_stream(self.stream)
 
     def capture(
@@ -131,7 +131,9 @@ class GraphPool:
         must be in a state where running is harmless.
         """
         if not all(step in have_run for step in steps):
-            self.warm_up(steps, carry)
+            with self.warming():
+                for _ in range(NUM_WARMUPS):
+                    run_chain(steps, carry)
         # Kept beside its executable, so that `inventory` can look into it later.
         graph = torch.cuda.CUDAGraph(keep_graph=True)
         alone = "thread_local"  # other threads may allocate meanwhile: it is the user's process

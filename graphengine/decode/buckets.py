@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache, partial
 from itertools import chain
@@ -32,7 +33,7 @@ from graphengine.decode.attention import (
 )
 from graphengine.decode.buffers import Arena, StepBuffers
 from graphengine.decode.chains import step_chains
-from graphengine.decode.compile_ahead import CompileAhead, make_segments
+from graphengine.decode.compile_ahead import CompileAhead, make_segments, run_kept
 from graphengine.decode.fixed_chunk import FixedChunk
 from graphengine.decode.flashinfer_attention import FlashInferAttention, make_workspace
 from graphengine.decode.kvcache import NULL_PAGE, pages_for
@@ -74,9 +75,8 @@ class Wired(NamedTuple):
 class BucketBuilder:
     """Compiles, warms and captures buckets of one pair, over memory that they share.
 
-    Every segment runs once here, so that no request pays for a compilation; on the CPU without
-    compilation there is nothing to run ahead. A larger bucket captured after smaller ones extends
-    the shared pool; the other order reuses it.
+    Every segment runs once here, so that no request pays for a compilation. A larger bucket
+    captured after smaller ones extends the shared pool; the other order reuses it.
     """
 
     def __init__(
@@ -105,21 +105,25 @@ class BucketBuilder:
     def build_ahead(
         self, sizes: Collection[int], prefills: Iterable[Callable[[], object]] = ()
     ) -> dict[int, Bucket]:
-        """These buckets, the largest first. On a GPU all is compiled before the first is run,
-        kernels beside segments; FlashInfer's own compiler is waited for last, by the first plan.
+        """These buckets, the largest first. On a GPU, what is not in its caches is compiled before
+        the first is run, kernels beside segments; FlashInfer's own compiler is waited for last, by
+        the first plan.
 
-        Args: prefills: what else has kernels to compile.
+        Args: prefills: what else has kernels to compile and warms up.
         """
         first = sorted(sizes, reverse=True)
-        if self.device.type == "cuda":
-            began, compiles = time.perf_counter(), self.pair.config.compile
-            with CompileAhead(chain(self._runs_of(first), prefills), compiles) as kernels:
-                if compiles:
-                    self.progress("compiling")
-                    make_segments(self.segment_runs(first))
-                kernels.wait()
-            self.compile_s += time.perf_counter() - began
-        return {size: self.build(size) for size in first}
+        began, compiles = time.perf_counter(), self.pair.config.compile
+        warm_up = partial(self._warm_up, first, prefills)
+        if self.device.type != "cuda" or not run_kept(warm_up):
+            if self.device.type == "cuda":
+                with CompileAhead(chain(self._runs_of(first), prefills), compiles) as kernels:
+                    if compiles:
+                        self.progress("compiling")
+                        make_segments(self.segment_runs(first))
+                    kernels.wait()
+            warm_up()
+        self.compile_s += time.perf_counter() - began
+        return {size: self.build(size, is_warm=True) for size in first}
 
     @torch.inference_mode(False)
     @torch.no_grad()
@@ -136,12 +140,14 @@ class BucketBuilder:
 
     @torch.inference_mode(False)
     @torch.no_grad()
-    def build(self, size: int) -> Bucket:
+    def build(self, size: int, *, is_warm: bool = False) -> Bucket:
         """The bucket of a size, between steps. Mutates: the buffers, cleared before and after."""
-        config, simulation = self.pair.config, self.pair.simulation
+        config, pair = self.pair.config, self.pair.at(size)
+        if not is_warm:
+            began = time.perf_counter()
+            self._warm_up([size])
+            self.compile_s += time.perf_counter() - began
         self.arena.clear_()
-        drawn = simulation.step_1.clone() if simulation is not None else None
-        pair = self.pair.at(size)
         views, verify, drafts, chains = self._wire(pair, self.arena, size, self.segments)
         rows = {attends.rows for attends in pair.proposer.attends}
         assert len(rows) <= 1  # a plan is for one number of rows
@@ -149,34 +155,48 @@ class BucketBuilder:
         plans = (Planned(verify.distinct, views.block), before_draft)
         parts = cut(chains, plans[0], before_draft if config.plans_attention else None)
 
-        stages, ahead, drafting = eager_stages(parts)
-        began = time.perf_counter()
-        runs_ahead = self.device.type == "cuda" or config.compile
-        if runs_ahead:
-            self.progress(f"warming bucket {size}")
-            if ahead is not None:
-                ahead.run()
         for attentions, block in plans:
             for attention in attentions:
                 attention.plan(_dummy_layout(size, block, config.page_size))
-        if runs_ahead:
-            for stage in stages:
-                for runner in dict.fromkeys(stage.runners.values()):
-                    runner.run()
-            if self.device.type == "cuda":
-                torch.cuda.synchronize()
-            self.compile_s += time.perf_counter() - began
-        if self.pool is not None:
+        if self.pool is None:
+            stages, ahead, drafting = eager_stages(parts)
+        else:
             self.progress(f"capturing bucket {size}")
             began = time.perf_counter()
-            stages, ahead, drafting = captured_stages(parts, config.graph_mode, self.pool)
-            torch.cuda.synchronize()
+            with self._undrawn():
+                stages, ahead, drafting = captured_stages(parts, config.graph_mode, self.pool)
+                torch.cuda.synchronize()
             self.capture_s += time.perf_counter() - began
         self.arena.clear_()
-        if simulation is not None and drawn is not None:
-            simulation.step_1.copy_(drawn)
         attentions = (*verify.distinct, *drafts.values())
         return Bucket(size, views, attentions, tuple(stages), ahead, drafting)
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def _warm_up(
+        self, sizes: Collection[int], prefills: Iterable[Callable[[], object]] = ()
+    ) -> None:
+        """Runs the chains of these buckets, of few layers, where captures are recorded: what all
+        are captured of is compiled and loaded. On the CPU without compilation there is nothing to
+        do. Mutates: the buffers, cleared before, and null pages."""
+        if self.device.type != "cuda" and not self.pair.config.compile:
+            return
+        self.progress("warming up")
+        self.arena.clear_()
+        with self._undrawn(), nullcontext() if self.pool is None else self.pool.warming():
+            for run in chain(self.segment_runs(sizes), prefills):
+                run()
+
+    @contextmanager
+    def _undrawn(self) -> Iterator[None]:
+        """Behind it the table of simulated draws stands where it stood before."""
+        step_1 = None if self.pair.simulation is None else self.pair.simulation.step_1
+        before_1 = None if step_1 is None else step_1.clone()
+        try:
+            yield
+        finally:
+            if step_1 is not None and before_1 is not None:
+                step_1.copy_(before_1)
 
     def _arena(self, size: int) -> Arena:
         """Memory of buckets up to that size, and of the longest block."""

@@ -7,7 +7,8 @@ while the caller's thread compiles segments. What a thread finds not compiled it
 process for, and waits, since Triton holds Python's lock while it reads a kernel's source.
 
 A step that is run waits for its kernels. So the caller's thread, too, first goes through the chains
-of all buckets with shapes alone, for their segments (`make_segments`), and runs them afterwards.
+of all buckets with shapes alone, for their segments (`make_segments`), and runs them afterwards. A
+start that finds everything in its caches does neither (`run_kept`).
 
 Invariant: such a run computes nothing. No kernel of ours is launched (`kernels.launch`), and of
 torch's none that reads or writes a tensor (`_ShapesAlone`): results are memory with any contents,
@@ -26,7 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from graphengine.capture.compile import make_only
+from graphengine.capture.compile import NotKeptError, kept_only, make_only
 from graphengine.capture.torch_internals import (
     TorchDispatchMode,
     compile_workers,
@@ -105,6 +106,24 @@ class CompileAhead:
         """Ends them, each after the kernel that it is compiling."""
         self._ended.set()
         self._pool.shutdown(cancel_futures=True)
+
+
+def run_kept(work: Callable[[], object]) -> bool:
+    """Calls it, and ends it where a segment or kernel would have to be compiled: whether it has
+    come to its end."""
+    if torch.cuda.is_initialized():
+        bind_kernels(compile_kernel)
+    try:
+        with kept_only(), asking(_refuse):
+            work()
+    except NotKeptError as missing:
+        _LOG.info("compiling ahead: %s is not kept", missing)
+        return False
+    return True
+
+
+def _refuse(job: bytes) -> None:
+    raise NotKeptError("a kernel")
 
 
 def make_segments(runs: Iterable[Callable[[], object]]) -> None:

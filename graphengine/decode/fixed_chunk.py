@@ -166,7 +166,8 @@ class FixedChunk:
         }
 
     def short_chain(self) -> list[Step]:
-        """The same of few layers, which have all kernels of a run that ends a prompt."""
+        """The same of few layers, which have all kernels of a run that ends a prompt, and warm up
+        what all are captured of: not all are launched twice. Mutates, when run: the null page."""
         head, ends, tail = self._steps_of(self._pair.shortened())
         return [*head, *ends[FIRST_TOKEN], *tail]
 
@@ -234,12 +235,10 @@ class FixedChunk:
         return prefill_chains(pair, own, buffers.last_R, attention, attn_TNH[rows], pieces)
 
     def capture_(self, pool: GraphPool, whole: bool) -> None:
-        """From now on replays graphs. Few layers warm up what all are captured of, so that not all
-        are launched twice. Mutates: the null page.
+        """From now on replays graphs; `short_chain` has run where captures are recorded.
 
         Args: whole: one graph, attention included.
         """
-        pool.warm_up(self.short_chain())
         head, ends, tail = self._steps
         self._runners = capture_ends(
             self.name, head, ends, tail, (), pool, whole=whole, is_warm=True

@@ -131,7 +131,7 @@ def cut(chains: Chains, verify: Planned, draft: Planned | None) -> Parts:
 
 
 def eager_stages(parts: Parts) -> Stages:
-    """Every step is called; on the CPU, in mode none, and to warm up before a capture."""
+    """Every step is called; on the CPU, and in mode none."""
 
     def make(part: Part, source: Callable[[], Carry]) -> Mapping[str, Runner]:
         chains = {**whole_chains(part.head, part.ends, part.tail, part.fronts), **part.own}
@@ -141,16 +141,25 @@ def eager_stages(parts: Parts) -> Stages:
 
 
 def captured_stages(parts: Parts, graph_mode: GraphMode, pool: GraphPool) -> Stages:
-    """A part is one graph an end in mode full, else a graph for each of its dense steps."""
+    """A part is one graph an end in mode full, else a graph for each of its dense steps; like
+    steps have run where captures are recorded."""
 
     def make(part: Part, source: Callable[[], Carry]) -> Mapping[str, Runner]:
         whole = graph_mode == "full" and part is not parts.ahead
         shared = {name: end for name, end in part.ends.items() if name not in part.own}
         found = capture_ends(
-            part.name, part.head, shared, part.tail, source(), pool, whole=whole, fronts=part.fronts
+            part.name,
+            part.head,
+            shared,
+            part.tail,
+            source(),
+            pool,
+            whole=whole,
+            fronts=part.fronts,
+            is_warm=True,
         )
         capture = partial(capture_full, part.name) if whole else capture_piecewise
-        return found | {name: capture(chain, (), pool) for name, chain in part.own.items()}
+        return found | {name: capture(chain, (), pool, chain) for name, chain in part.own.items()}
 
     return _stages(parts, make)
 

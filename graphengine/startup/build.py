@@ -153,10 +153,7 @@ def build(
     if target_config.moe and draft_config and options.num_speculative_tokens is None:
         progress("measuring block lengths", 0.0)
         with names.range_("capture"), torch.no_grad():
-            # Large buckets mostly get the whole block, whose experts are read anyway.
-            guessed = BucketBuilder(pair).segment_runs(config.buckets) if config.compile else ()
-            widths = measure_widths(pair, guessed)
-            del guessed
+            widths = measure_widths(pair, partial(_guessed_runs, pair))
         pair = with_widths(pair, widths)
         config, draft_config = pair.config, longest_draft(pair.config, draft_config)
     loop = _build_loop(pair, options, plan.num_pages, progress)
@@ -295,7 +292,7 @@ def _build_loop(pair: Pair, options: Options, num_pages: int, progress: Progress
         if options.lazy_capture:  # before the first request, its own alone
             sizes = (next((x for x in sizes if x >= options.first_batch), sizes[-1]),)
         prefill = _with_chunks(prefill)
-        ahead = builder.build_ahead(sizes, _prefill_kernels(prefill))
+        ahead = builder.build_ahead(sizes, _prefill_runs(prefill))
         builder.capture_chunks((*prefill.fixed, *prefill.far))
 
     def build_plain() -> Lane:
@@ -325,14 +322,24 @@ def _with_chunks(prefill: Prefill) -> Prefill:
     return replace(prefill, fixed=fixed, far=far)
 
 
-def _prefill_kernels(prefill: Prefill) -> Iterator[Callable[[], object]]:
+def _guessed_runs(pair: Pair) -> Iterator[Callable[[], object]]:
+    """Those of buckets whose blocks are whole, for their segments: of large ones, whose experts are
+    read anyway, most are."""
+    if pair.config.compile:
+        yield from BucketBuilder(pair).segment_runs(pair.config.buckets)
+
+
+def _prefill_runs(prefill: Prefill) -> list[Callable[[], object]]:
     """Forwards of few layers for the sake of their kernels."""
     config = prefill.pair.config
-    for chunk in (*prefill.fixed, *prefill.far):
-        yield partial(run_chain, chunk.short_chain())
+    runs: list[Callable[[], object]] = [
+        lambda chunk=chunk: run_chain(chunk.short_chain())
+        for chunk in (*prefill.fixed, *prefill.far)
+    ]
     if config.prefill_attention_backend != "triton" and config.max_model_len > EAGER_ROWS:
         short = replace(prefill, pair=prefill.pair.shortened())
-        yield partial(short.run_padding, EAGER_ROWS)
+        runs.append(partial(short.run_padding, EAGER_ROWS))
+    return runs
 
 
 def _prepare_compilers(

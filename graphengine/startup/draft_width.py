@@ -48,7 +48,7 @@ from graphengine.capture.runners import GraphPool
 from graphengine.capture.steps import Carry, Dense
 from graphengine.config.draft_length import longest_draft
 from graphengine.config.model import ModelConfig
-from graphengine.decode.compile_ahead import CompileAhead, make_segments
+from graphengine.decode.compile_ahead import CompileAhead, make_segments, run_kept
 from graphengine.decode.metrics import DraftWidth
 from graphengine.decode.proposer import Pair
 from graphengine.decode.simulate import acceptance_rate
@@ -121,20 +121,26 @@ def typical_tokens(num_verify_rows: int, *, is_lookup: bool) -> float:
 
 
 def measure_widths(
-    pair: Pair, guessed: Iterable[Callable[[], object]] = ()
+    pair: Pair, guessed: Callable[[], Iterable[Callable[[], object]]] = tuple
 ) -> tuple[DraftWidth, ...]:
-    """A choice for every bucket; each number of rows is measured once, its kernels compiled beside
-    those of the others before (`compile_ahead`).
+    """A choice for every bucket; each number of rows is measured once. Kernels that are not in
+    their cache are compiled before, beside each other (`compile_ahead`).
 
-    Args: guessed: runs whose segments are compiled while kernels are waited for.
+    Args: guessed: gives runs whose segments are compiled while kernels are waited for.
     """
     config, block = pair.config, pair.proposer.num_draft_tokens + 1
     mean, widths = assumed_tokens(pair), (*reversed(widths_of(block)), 1)
     if pair.target.kv_pool.is_cuda:
-        rows = sorted({bucket * width for bucket in config.buckets for width in widths})
-        with CompileAhead(_runs(pair, rows), config.compile) as kernels:
-            make_segments(takewhile(lambda _: not kernels.has_ended(), guessed))
-            kernels.wait()
+        num_rows = sorted({bucket * width for bucket in config.buckets for width in widths})
+
+        def warm_up() -> None:
+            for run in _runs(pair, num_rows):
+                run()
+
+        if not run_kept(warm_up):
+            with CompileAhead(_runs(pair, num_rows), config.compile) as kernels:
+                make_segments(takewhile(lambda _: not kernels.has_ended(), guessed()))
+                kernels.wait()
     known: dict[int, tuple[float, float]] = {}
 
     def step_s(bucket: int, rows: int) -> float:

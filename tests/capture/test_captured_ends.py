@@ -103,7 +103,7 @@ def test_a_graph_with_a_step_that_is_cold_is_warmed_up(
     for name, fake in fakes.items():
         monkeypatch.setattr(torch.cuda, name, fake)
     pool: Any = SimpleNamespace(stream=stream, handle=None, num_graphs=0)
-    pool.warm_up = partial(GraphPool.warm_up, pool)
+    pool.warming = partial(GraphPool.warming, pool)
     steps = [Dense(name, lambda carry, name=name: ran.append(name) or carry) for name in "abc"]
     known = [step for step in steps if step.name in have_run]
     GraphPool.capture(pool, steps, (), known)

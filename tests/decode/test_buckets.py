@@ -79,9 +79,9 @@ def test_largest_first(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     order: list[int] = []
     real: Any = buckets.BucketBuilder.build
 
-    def build(self: Any, size: int) -> Any:
+    def build(self: Any, size: int, **how: Any) -> Any:
         order.append(size)
-        return real(self, size)
+        return real(self, size, **how)
 
     monkeypatch.setattr(buckets.BucketBuilder, "build", build)
     with pair.engine(buckets=(2, 1, 4)) as engine, torch.no_grad():
@@ -89,12 +89,13 @@ def test_largest_first(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
         assert ids_only(engine, PROMPTS[:1], max_new_tokens=4) == [pair.plain(PROMPTS[0], 4)]
 
 
-@pytest.mark.parametrize("compiles", [False, True])
+@pytest.mark.parametrize(("compiles", "is_kept"), [(False, False), (True, False), (True, True)])
 def test_a_gpu_s_buckets_are_compiled_before_one_is_run(
-    pair: Pair, monkeypatch: pytest.MonkeyPatch, compiles: bool
+    pair: Pair, monkeypatch: pytest.MonkeyPatch, compiles: bool, is_kept: bool
 ) -> None:
     """Bug: a bucket's segments are compiled as its steps are run, behind the kernels that these
-    wait for; or a capture begins while threads still compile."""
+    wait for; a capture begins while threads still compile, or of what has not run; or a start that
+    finds all in its caches looks for what is to be compiled."""
     order: list[object] = []
     with pair.engine(buckets=(2, 1)) as engine:
         builder = loop_of(engine).first.builder
@@ -109,11 +110,16 @@ def test_a_gpu_s_buckets_are_compiled_before_one_is_run(
 
         monkeypatch.setattr(buckets, "CompileAhead", Ahead)
         monkeypatch.setattr(buckets, "make_segments", lambda runs: order.append("segments"))
-        monkeypatch.setattr(builder, "build", order.append)
+        monkeypatch.setattr(buckets, "run_kept", lambda work: work() or is_kept)
+        monkeypatch.setattr(builder, "_warm_up", lambda sizes, runs: order.append((sizes, *runs)))
+        monkeypatch.setattr(builder, "build", lambda size, is_warm: order.append((size, is_warm)))
         monkeypatch.setattr(builder, "_arena", lambda size: builder.arena)
-        builder.build_ahead([1, 2], [lambda: None] * 40)
-    assert isinstance(order[0], int) and order[0] > 40
-    assert order[1:] == ["segments"] * compiles + ["kernels", 2, 1]
+        builder.build_ahead([1, 2], prefills := [lambda: None] * 40)
+    warmed = ([2, 1], *prefills)
+    assert order[0] == warmed and order[-2:] == [(2, True), (1, True)]
+    num_runs, *compiled = order[1:-2] or [41]
+    assert isinstance(num_runs, int) and num_runs > 40
+    assert compiled == ([] if is_kept else ["segments"] * compiles + ["kernels", warmed])
 
 
 @pytest.mark.parametrize("backend", ["flashinfer", "torch"])

@@ -10,6 +10,7 @@ from concurrent.futures import Future
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -19,6 +20,7 @@ import torch.nn.functional as F
 from torch.utils import _python_dispatch
 
 from graphengine import TINY_DRAFT, TINY_TARGET, Engine
+from graphengine.capture import compile as compiling
 from graphengine.capture.torch_internals import tree_leaves
 from graphengine.config.options import Options
 from graphengine.decode import compile_ahead
@@ -325,22 +327,57 @@ def test_threads_take_turns_while_a_start_lasts(
     assert sys.getswitchinterval() == before
 
 
+@pytest.mark.parametrize("missing", ["nothing", "segment", "kernel"])
+def test_what_is_kept_is_run_and_no_more(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, missing: str
+) -> None:
+    """Bug: a start that finds all in its caches runs everything once more to find out; or one that
+    does not compiles on, one segment and kernel after another; or what it refused counts as
+    compiled, or is refused for ever."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(compiling, "_MADE", {})
+    monkeypatch.setattr(torch, "compile", lambda function, **options: function)
+    monkeypatch.setattr(compiling.precompiled, "are_kept", lambda: False)
+    (segment,), done = compiling.compile_segments([lambda x: x + 1]), list[object]()
+    before, named = compiling.cache_counts(), {"target": "sm_90"}
+    monkeypatch.setattr(compile_worker, "compiled_before", lambda src, **_: None)
+    monkeypatch.setattr(compile_worker, "job_of", lambda src, named: b"job")
+    monkeypatch.setattr(compile_worker.triton, "compile", lambda src, **_: done.append(src))
+
+    def work() -> None:
+        done.append("begun")
+        if missing == "segment":
+            segment(torch.ones(2))
+        if missing == "kernel":
+            compile_worker.compile_kernel("a kernel", **named)
+        done.append("ended")
+
+    assert compile_ahead.run_kept(work) is (missing == "nothing")
+    assert done == ["begun", "ended"][: 1 + (missing == "nothing")]
+    assert compiling.cache_counts() == before
+    assert segment(torch.ones(2)).tolist() == [2, 2]
+    assert compiling.cache_counts().since(before) == (0, 1)
+    compile_worker.compile_kernel("another", **named)
+    assert done[-1] == "another"
+
+
 @pytest.mark.gpu
-def test_kernels_are_compiled_on_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernels_are_compiled_on_threads(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Bug: a start compiles our kernels one after another, on the thread that Inductor needs; or
     ahead for arguments that no launch has."""
     from triton import knobs
 
-    compiled: list[tuple[str, str]] = []
+    found: list[tuple[str, str, bool]] = []
     start = CompileAhead.__init__
 
-    def listen(src: Any, **event: object) -> None:
-        compiled.append((threading.current_thread().name, src.fn.__name__))
+    def listen(src: Any, cache_hit: bool, **event: object) -> None:
+        found.append((threading.current_thread().name, src.fn.__name__, cache_hit))
 
     def start_and_wait(self: CompileAhead, *given: Any) -> None:
         start(self, *given)
         self.wait()  # so that whatever is compiled later was not compiled ahead
 
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(knobs.compilation, "listener", listen)
     monkeypatch.setattr(CompileAhead, "__init__", start_and_wait)
     with Engine.from_pretrained(
@@ -351,9 +388,9 @@ def test_kernels_are_compiled_on_threads(monkeypatch: pytest.MonkeyPatch) -> Non
         sampling=True,
     ) as engine:
         assert engine.generate(["Count from 3 to 9."])[0].token_ids
-    ours = [(thread, name) for thread, name in compiled if not name.startswith("triton_")]
-    late = [name for thread, name in ours if not thread.startswith("compile-ahead")]
-    assert ours
+    ours = [each for each in found if not each[1].startswith("triton_")]
+    late = [each for each in ours if not (each[0].startswith("compile-ahead") or each[2])]
+    assert any(thread.startswith("compile-ahead") for thread, _, _ in ours)
     assert not late, (late, ours)
 
 

@@ -155,6 +155,7 @@ def test_kernels_are_compiled_beside_each_other(monkeypatch: pytest.MonkeyPatch)
         return 1.0, 1.0
 
     monkeypatch.setattr(draft_width, "_parts", parts)
+    monkeypatch.setattr(draft_width, "run_kept", lambda work: False)
     monkeypatch.setattr(draft_width, "forward_seconds", forward_seconds)
     loaded = unloaded(3)
     loaded.config.buckets, loaded.config.compile = (1, 3), False
@@ -173,10 +174,11 @@ def test_segments_are_guessed_while_kernels_compile(monkeypatch: pytest.MonkeyPa
         return [(1, lambda carry: guessed.acquire(timeout=20) or pytest.fail("waited"))], []
 
     monkeypatch.setattr(draft_width, "_parts", parts)
+    monkeypatch.setattr(draft_width, "run_kept", lambda work: False)
     monkeypatch.setattr(draft_width, "forward_seconds", lambda pair, rows: (1.0, 1.0))
     loaded = unloaded(3)
     loaded.config.compile, loaded.target.kv_pool = False, SimpleNamespace(is_cuda=True)
-    (width,) = draft_width.measure_widths(loaded, itertools.repeat(guessed.release))
+    (width,) = draft_width.measure_widths(loaded, lambda: itertools.repeat(guessed.release))
     assert width.rows == 4
 
 

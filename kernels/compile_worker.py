@@ -28,7 +28,12 @@ from graphengine.kernels.triton_internals import (
 )
 
 Ask = Callable[[bytes], object]
-"""Has `compile_job` run by another process, and waits for it."""
+"""Has `compile_job` run by another process: returns behind it, or raises AskedError at once."""
+
+
+class AskedError(Exception):
+    """Another process is compiling the kernel."""
+
 
 _ASK: ContextVar[Ask | None] = ContextVar("ask", default=None)
 

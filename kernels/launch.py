@@ -14,6 +14,7 @@ from weakref import WeakSet
 
 import torch
 
+from graphengine.kernels.compile_worker import AskedError
 from graphengine.kernels.triton_internals import build_launcher
 
 REGISTERS = 65536  # of a multiprocessor
@@ -84,6 +85,8 @@ class KernelError(RuntimeError):
 def _compile(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) -> None:
     try:
         compiled = kernel.warmup(*arguments, grid=grid, **options)
+    except AskedError:
+        return
     except Exception as error:
         raise KernelError(f"{kernel.__name__} cannot be compiled: {error}") from error
     if compiled not in _WITH_LAUNCHER:

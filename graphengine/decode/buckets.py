@@ -33,7 +33,7 @@ from graphengine.decode.attention import (
 )
 from graphengine.decode.buffers import Arena, StepBuffers
 from graphengine.decode.chains import step_chains
-from graphengine.decode.compile_ahead import CompileAhead, make_segments, run_kept
+from graphengine.decode.compile_ahead import CompileAhead, Workers, make_segments, run_kept
 from graphengine.decode.fixed_chunk import FixedChunk
 from graphengine.decode.flashinfer_attention import FlashInferAttention, make_workspace
 from graphengine.decode.kvcache import NULL_PAGE, pages_for
@@ -103,20 +103,29 @@ class BucketBuilder:
         self.arena.clear_(*words)
 
     def build_ahead(
-        self, sizes: Collection[int], prefills: Iterable[Callable[[], object]] = ()
+        self,
+        sizes: Collection[int],
+        prefills: Iterable[Callable[[], object]] = (),
+        workers: Workers | None = None,
     ) -> dict[int, Bucket]:
         """These buckets, the largest first. On a GPU, what is not in its caches is compiled before
         the first is run, kernels beside segments; FlashInfer's own compiler is waited for last, by
         the first plan.
 
-        Args: prefills: what else has kernels to compile and warms up.
+        Args:
+            prefills: what else has kernels to compile and warms up.
+            workers: who has been asked for kernels; None: nobody so far.
         """
         first = sorted(sizes, reverse=True)
         began, compiles = time.perf_counter(), self.pair.config.compile
         warm_up = partial(self._warm_up, first, prefills)
         if self.device.type != "cuda" or not run_kept(warm_up):
             if self.device.type == "cuda":
-                with CompileAhead(chain(self._runs_of(first), prefills), compiles) as kernels:
+                runs = chain(self.kernel_runs(first), prefills)
+                with (
+                    workers or Workers() as asked,
+                    CompileAhead(runs, asked if compiles else None) as kernels,
+                ):
                     if compiles:
                         self.progress("compiling")
                         make_segments(self.segment_runs(first))
@@ -207,6 +216,10 @@ class BucketBuilder:
     def segment_runs(self, sizes: Collection[int]) -> Iterator[Callable[[], object]]:
         """Runs that call all segments of these buckets, the largest's first (`make_segments`)."""
         return self._runs_of(sorted(sizes, reverse=True), self.segments, self.arena)
+
+    def kernel_runs(self, sizes: Collection[int]) -> Iterator[Callable[[], object]]:
+        """Runs that call all kernels of ours (`CompileAhead`), in buffers of their own."""
+        return self._runs_of(sorted(sizes, reverse=True))
 
     def _runs_of(
         self, sizes: Collection[int], segments: Segments | None = None, arena: Arena | None = None

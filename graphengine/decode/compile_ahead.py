@@ -2,9 +2,10 @@
 
 Triton compiles a kernel at its first launch, so a start that runs one segment after another waits
 for each: 73 kernels and 29 s of the 54 s that buckets 1, 8 and 16 of an 8B pair with an FP8 drafter
-took with empty caches (one H200). Here every chain runs once without Inductor, several at a time,
-while the caller's thread compiles segments. What a thread finds not compiled it asks another
-process for, and waits, since Triton holds Python's lock while it reads a kernel's source.
+took with empty caches (one H200). Here every chain runs once without Inductor, beside the caller's
+thread, which compiles segments. What is found not to be compiled another process is asked for,
+since Triton holds Python's lock while it reads a kernel's source, and the run goes on at once:
+nothing is launched, and all processes have work from the first moment.
 
 A step that is run waits for its kernels. So the caller's thread, too, first goes through the chains
 of all buckets with shapes alone, for their segments (`make_segments`), and runs them afterwards. A
@@ -22,6 +23,8 @@ import os
 import threading
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import wait as wait_for
+from functools import partial
 from typing import Any
 
 import torch
@@ -36,47 +39,112 @@ from graphengine.capture.torch_internals import (
     tree_leaves,
     tree_map,
 )
-from graphengine.kernels.compile_worker import asking, compile_job, compile_kernel
+from graphengine.kernels.compile_worker import (
+    Ask,
+    AskedError,
+    asking,
+    compile_job,
+    compile_kernel,
+)
 from graphengine.kernels.launch import KernelError, compile_only, launch_nothing
 from graphengine.kernels.triton_internals import bind_kernels
 
 MAX_THREADS = 16
-WORKERS_S = 15  # until Inductor's processes are there, which import torch first
+NUM_ASKING = 2  # threads that find out what is to be compiled: more would take the lock in turn
+SPARE_WORKERS = 2  # of Inductor's processes: what it asks for itself would wait behind all of ours
+WORKERS_S = 15  # until they are there, which import torch first
 JOB_S = 120  # of a kernel
 _LOG = logging.getLogger(__name__)
 
 
-class CompileAhead:
-    """Runs whose kernels are compiled on threads, until `wait`, where one of ours that cannot be
-    compiled ends the start. What else fails, as an operator of torch that cannot do without
-    contents, is left to fail where the kernel is needed, where it has a caller."""
+def _num_threads() -> int:
+    return max(1, min(MAX_THREADS, os.cpu_count() or 1))
 
-    def __init__(self, runs: Iterable[Callable[[], object]], has_workers: bool = False) -> None:
-        """Starts them, in their order. Args: has_workers: whether processes may be asked."""
-        num_threads = max(1, min(MAX_THREADS, os.cpu_count() or 1))
+
+class Workers:
+    """Has Inductor's processes compile kernels, equal ones once; they begin with the first one, if
+    they have not before. Behind `with`, what nobody has begun is forgotten."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        num_threads = max(1, _num_threads() - SPARE_WORKERS)
+        self._pool = ThreadPoolExecutor(num_threads, "compile-ahead-jobs")
+        self._submit: Future[Callable[..., Future[None]] | None] | None = None
+        self._jobs: dict[bytes, Future[None]] = {}
+
+    def ask(self, job: bytes) -> Future[None]:
+        """Of a kernel (`compile_job`), behind those that were asked for before."""
+        with self._lock:
+            if self._submit is None:
+                self._submit = self._pool.submit(compile_workers, WORKERS_S)
+            if job not in self._jobs:
+                self._jobs[job] = self._pool.submit(self._compile, job, self._submit)
+            return self._jobs[job]
+
+    def _compile(self, job: bytes, processes: Future[Callable[..., Future[None]] | None]) -> None:
+        submit = processes.result()
+        if submit is None:
+            raise OSError("there are no processes")
+        submit(compile_job, job).result(JOB_S)
+
+    def __enter__(self) -> Workers:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+
+class CompileAhead:
+    """Runs whose kernels are compiled beside the caller, until `wait`, where one of ours that
+    cannot be compiled ends the start. What else fails, as an operator of torch that cannot do
+    without contents, is left to fail where the kernel is needed, where it has a caller."""
+
+    def __init__(
+        self,
+        runs: Iterable[Callable[[], object]],
+        workers: Workers | None = None,
+        later: Iterable[Callable[[], object]] = (),
+    ) -> None:
+        """Starts them, in their order.
+
+        Args:
+            workers: who is asked for kernels; None: this process's threads compile them.
+            later: runs behind these whose kernels are asked for, and not waited for here.
+        """
+        num_threads = _num_threads() if workers is None else NUM_ASKING
         self._pool = ThreadPoolExecutor(num_threads, "compile-ahead")
-        self._ask = _Workers() if has_workers else None
         self._ended = threading.Event()
         self._failed: list[KernelError] = []
-        self._runs: list[Future[None]] = []
+        self._asked: set[Future[None]] = set()
+        self._runs: dict[Future[None], Callable[[], object]] = {}
         self._device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
+
+        def ask(asked: set[Future[None]], job: bytes) -> None:
+            assert workers is not None
+            asked.add(workers.ask(job))
+            raise AskedError
+
         try:
             if self._device is not None:
                 bind_kernels(compile_kernel)
-            self._runs = [self._pool.submit(self._compile, run) for run in runs]
+            of_runs = None if workers is None else partial(ask, self._asked)
+            for run in runs:
+                self._runs[self._pool.submit(self._compile, run, of_runs)] = run
+            for run in later if workers is not None else ():
+                self._pool.submit(self._compile, run, partial(ask, set()))
         except Exception as error:
             _LOG.warning("kernels are compiled one after another: %s", error)
         except BaseException:  # Ctrl-C, which no `with` has seen yet
             self.__exit__()
             raise
 
-    def _compile(self, run: Callable[[], object]) -> None:
+    def _compile(self, run: Callable[[], object], ask: Ask | None) -> None:
         mode = _ShapesAlone(self._ended)
         try:
             if self._device is not None:  # a thread begins with device 0
                 torch.cuda.set_device(self._device)
             # All belong to a thread.
-            with torch.no_grad(), compile_only(), asking(self._ask), dispatched_to(mode):
+            with torch.no_grad(), compile_only(), asking(ask), dispatched_to(mode):
                 run()
         except _EndedError:
             pass
@@ -87,15 +155,23 @@ class CompileAhead:
 
     def has_ended(self) -> bool:
         """Whether there is nothing to wait for."""
-        return all(run.done() for run in self._runs)
+        return all(run.done() for run in self._runs) and all(job.done() for job in self._asked)
 
     def wait(self) -> None:
-        """Until all have run.
+        """Until all have run, and what they have asked for is there. What a process has failed at
+        is compiled here, where the caller is told why.
 
         Raises:
             KernelError: of the first that cannot be compiled.
         """
-        self._pool.shutdown()
+        wait_for(self._runs)
+        wait_for(self._asked)
+        failures = [error for job in self._asked if (error := job.exception()) is not None]
+        if failures:
+            _LOG.info("%d kernels are compiled here: %s", len(failures), failures[0])
+            self._pool.shutdown(cancel_futures=True)
+            self._pool = ThreadPoolExecutor(_num_threads(), "compile-ahead")
+            wait_for([self._pool.submit(self._compile, run, None) for run in self._runs.values()])
         if self._failed:
             raise self._failed[0]
 
@@ -136,31 +212,6 @@ def make_segments(runs: Iterable[Callable[[], object]]) -> None:
                 run()
             except Exception as error:
                 _LOG.warning("some segments are compiled later: %s in %s", error, mode.last)
-
-
-class _Workers:
-    """Asks Inductor's processes for kernels, for equal ones once; they begin with the first one, if
-    they have not before."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._submit: Callable[..., Future[None]] | None = None
-        self._has_begun = False
-        self._jobs: dict[bytes, Future[None]] = {}
-
-    def __call__(self, job: bytes) -> None:
-        try:
-            with self._lock:
-                if not self._has_begun:
-                    self._has_begun = True
-                    self._submit = compile_workers(WORKERS_S)
-                if self._submit is None:
-                    return
-                if job not in self._jobs:
-                    self._jobs[job] = self._submit(compile_job, job)
-            self._jobs[job].result(JOB_S)
-        except Exception as error:
-            _LOG.info("a kernel is compiled here: %s", error)
 
 
 class _EndedError(Exception):

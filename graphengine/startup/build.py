@@ -20,7 +20,6 @@ import torch
 
 from graphengine import names
 from graphengine.capture.compile import CacheCounts, cache_counts
-from graphengine.capture.runners import run_chain
 from graphengine.capture.torch_internals import begin_workers, import_dynamo, import_inductor
 from graphengine.checkpoints import sources
 from graphengine.checkpoints import weights as loading
@@ -33,17 +32,11 @@ from graphengine.config.draft_length import longest_draft
 from graphengine.config.engine import EngineConfig
 from graphengine.config.model import ModelConfig
 from graphengine.config.options import Options
-from graphengine.decode.buckets import BucketBuilder, prefill_attention
-from graphengine.decode.chunk_sizes import PAIRED_SIZES, is_long
-from graphengine.decode.fixed_chunk import FixedChunk
 from graphengine.decode.flashinfer_attention import compile_flashinfer_ahead
 from graphengine.decode.grammar import Grammars
 from graphengine.decode.kvcache import make_pool
-from graphengine.decode.lane import Lane
 from graphengine.decode.loop import DecodeLoop
-from graphengine.decode.metrics import DraftWidth, StartupMetrics
-from graphengine.decode.prefill import Prefill
-from graphengine.decode.prefix_cache import PrefixCache, StateSlots
+from graphengine.decode.metrics import StartupMetrics
 from graphengine.decode.proposer import Pair, Proposer
 from graphengine.decode.recurrence import make_states, num_slots
 from graphengine.decode.simulate import make_simulation
@@ -55,10 +48,10 @@ from graphengine.kernels.compile_worker import is_cache_empty
 from graphengine.kernels.triton_internals import load_driver, settle_cache_keys
 from graphengine.models.layers import quantize_fp8
 from graphengine.startup.compilers import name_compilers_, use_own_folder_
-from graphengine.startup.draft_width import measure_widths, with_widths
+from graphengine.startup.decoding import build_loop
 from graphengine.startup.memory import MemoryPlan, device_memory, num_positions, plan_memory
 from graphengine.startup.options import check_default_device, resolve_options
-from graphengine.startup.warmup import EAGER_ROWS, settle_vector_math, warm_up
+from graphengine.startup.warmup import settle_vector_math, warm_up
 
 MANY_OBJECTS = 100_000  # more than a start that compiles nothing makes
 _LOG = logging.getLogger(__name__)
@@ -149,14 +142,9 @@ def build(
         thread.join()
     compiler_wait_s = time.perf_counter() - began - load_s
     counts = cache_counts() if config.compile else CacheCounts()
-    widths: tuple[DraftWidth, ...] = ()
-    if target_config.moe and draft_config and options.num_speculative_tokens is None:
-        progress("measuring block lengths", 0.0)
-        with names.range_("capture"), torch.no_grad():
-            widths = measure_widths(pair, partial(_guessed_runs, pair))
-        pair = with_widths(pair, widths)
-        config, draft_config = pair.config, longest_draft(pair.config, draft_config)
-    loop = _build_loop(pair, options, plan.num_pages, progress)
+    loop, widths = build_loop(pair, options, plan.num_pages, progress)
+    config = loop.config
+    draft_config = longest_draft(config, draft_config) if draft_config else None
     ahead = tuple(loop.first.buckets)
     if options.prepare_plain_decode and loop.fallback is not None:
         loop.fallback.prepare()
@@ -279,67 +267,6 @@ def _load_pair(
     elif dflash is not None and draft_config is not None:
         proposer = dflash(target=target, kv_pool=pool(draft_config.model))
     return Pair(config, target, proposer, positions)
-
-
-def _build_loop(pair: Pair, options: Options, num_pages: int, progress: Progress) -> DecodeLoop:
-    """The loop over a pair: its prefill, the buckets that are built ahead, what builds others."""
-    config, pool = pair.config, pair.target.kv_pool
-    attention = prefill_attention(config, pair.target.config, pool.dtype, pool.device)
-    prefill = Prefill(pair, attention, config.prefill_chunk)
-    with names.range_("capture"), torch.no_grad():
-        builder = BucketBuilder(pair, progress=lambda what: progress(what, 0.0))
-        sizes = config.buckets
-        if options.lazy_capture:  # before the first request, its own alone
-            sizes = (next((x for x in sizes if x >= options.first_batch), sizes[-1]),)
-        prefill = _with_chunks(prefill)
-        ahead = builder.build_ahead(sizes, _prefill_runs(prefill))
-        builder.capture_chunks((*prefill.fixed, *prefill.far))
-
-    def build_plain() -> Lane:
-        """The same buckets with one row a request: the same weights and K/V, no drafter."""
-        began = time.perf_counter()
-        alone = replace(config, num_speculative_tokens=(), simulate_acceptance=None)
-        plain = Pair(alone, pair.target, Proposer(), pair.num_positions)
-        with names.range_("capture"), torch.inference_mode(False), torch.no_grad():
-            own = BucketBuilder(plain, builder.workspace)
-            lane = Lane(own, own.build_ahead(config.buckets))
-        _LOG.info("plain decode built in %.2f s", time.perf_counter() - began)
-        return lane
-
-    slots = None if pair.target.states is None else StateSlots(num_slots(config))
-    pages = PrefixCache(num_pages, config.page_size, slots)
-    fallback = build_plain if pair.proposer.num_draft_tokens else None
-    return DecodeLoop(Lane(builder, ahead), prefill, pages, fallback)
-
-
-def _with_chunks(prefill: Prefill) -> Prefill:
-    """The same with the chunks of a fixed size that its config names, not captured."""
-    pair, config = prefill.pair, prefill.pair.config
-    fixed = tuple(
-        FixedChunk(pair, size, is_long(size), size in PAIRED_SIZES) for size in config.prefill_sizes
-    )
-    far = tuple(FixedChunk(pair, size, is_long=True) for size in config.far_prefill_sizes)
-    return replace(prefill, fixed=fixed, far=far)
-
-
-def _guessed_runs(pair: Pair) -> Iterator[Callable[[], object]]:
-    """Those of buckets whose blocks are whole, for their segments: of large ones, whose experts are
-    read anyway, most are."""
-    if pair.config.compile:
-        yield from BucketBuilder(pair).segment_runs(pair.config.buckets)
-
-
-def _prefill_runs(prefill: Prefill) -> list[Callable[[], object]]:
-    """Forwards of few layers for the sake of their kernels."""
-    config = prefill.pair.config
-    runs: list[Callable[[], object]] = [
-        lambda chunk=chunk: run_chain(chunk.short_chain())
-        for chunk in (*prefill.fixed, *prefill.far)
-    ]
-    if config.prefill_attention_backend != "triton" and config.max_model_len > EAGER_ROWS:
-        short = replace(prefill, pair=prefill.pair.shortened())
-        runs.append(partial(short.run_padding, EAGER_ROWS))
-    return runs
 
 
 def _prepare_compilers(

@@ -48,7 +48,7 @@ from graphengine.capture.runners import GraphPool
 from graphengine.capture.steps import Carry, Dense
 from graphengine.config.draft_length import longest_draft
 from graphengine.config.model import ModelConfig
-from graphengine.decode.compile_ahead import CompileAhead, make_segments, run_kept
+from graphengine.decode.compile_ahead import CompileAhead, Workers, make_segments, run_kept
 from graphengine.decode.metrics import DraftWidth
 from graphengine.decode.proposer import Pair
 from graphengine.decode.simulate import acceptance_rate
@@ -72,6 +72,13 @@ class Forward(NamedTuple):
     layers: tuple[LayerWeights, ...]
     embed_VD: Tensor
     head_VD: Matrix
+
+
+class Guess(NamedTuple):
+    """Runs of a step and of prefills, before the width of a step is known."""
+
+    kernels: Iterable[Callable[[], object]] = ()
+    segments: Iterable[Callable[[], object]] = ()
 
 
 Part = tuple[int, Callable[[Carry], Carry]]
@@ -121,12 +128,14 @@ def typical_tokens(num_verify_rows: int, *, is_lookup: bool) -> float:
 
 
 def measure_widths(
-    pair: Pair, guessed: Callable[[], Iterable[Callable[[], object]]] = tuple
+    pair: Pair, workers: Workers | None = None, guess: Callable[[], Guess] = Guess
 ) -> tuple[DraftWidth, ...]:
     """A choice for every bucket; each number of rows is measured once. Kernels that are not in
     their cache are compiled before, beside each other (`compile_ahead`).
 
-    Args: guessed: gives runs whose segments are compiled while kernels are waited for.
+    Args:
+        workers: who is asked for kernels; None: they are compiled here.
+        guess: what will be compiled behind that, probably; asked for where kernels are compiled.
     """
     config, block = pair.config, pair.proposer.num_draft_tokens + 1
     mean, widths = assumed_tokens(pair), (*reversed(widths_of(block)), 1)
@@ -138,8 +147,9 @@ def measure_widths(
                 run()
 
         if not run_kept(warm_up):
-            with CompileAhead(_runs(pair, num_rows), config.compile) as kernels:
-                make_segments(takewhile(lambda _: not kernels.has_ended(), guessed()))
+            guessed = guess()
+            with CompileAhead(_runs(pair, num_rows), workers, guessed.kernels) as kernels:
+                make_segments(takewhile(lambda _: not kernels.has_ended(), guessed.segments))
                 kernels.wait()
     known: dict[int, tuple[float, float]] = {}
 

@@ -103,8 +103,8 @@ def test_a_gpu_s_buckets_are_compiled_before_one_is_run(
         builder.pair, builder.device = replace(builder.pair, config=config), torch.device("cuda")
 
         class Ahead(nullcontext[Any]):
-            def __init__(self, runs: Iterable[Callable[[], object]], has_workers: bool) -> None:
-                assert has_workers is compiles
+            def __init__(self, runs: Iterable[Callable[[], object]], workers: object) -> None:
+                assert (workers is not None) is compiles
                 order.append(len([*runs]))
                 super().__init__(SimpleNamespace(wait=lambda: order.append("kernels")))
 

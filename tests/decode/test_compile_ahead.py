@@ -6,10 +6,8 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
 from contextlib import nullcontext
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -29,7 +27,6 @@ from graphengine.decode.proposer import Pair, Proposer
 from graphengine.decode.stack import Target
 from graphengine.drafters.dflash import DFlash
 from graphengine.kernels import compile_worker
-from graphengine.kernels.compile_worker import compile_job
 from graphengine.kernels.launch import KernelError, compile_only, on_grid
 from graphengine.startup import build as building
 from graphengine.startup import compilers
@@ -137,47 +134,6 @@ def test_a_kernel_that_cannot_be_compiled_ends_a_start() -> None:
     with CompileAhead(runs) as ahead, pytest.raises(KernelError, match=r"specialized.*storage"):
         ahead.wait()
     assert done == [1]
-
-
-def test_equal_kernels_are_asked_for_once(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Bug: every thread begins processes of its own; chains that meet one kernel have it compiled
-    by each; or a process that fails, or none at all, ends the start."""
-    submitted: list[bytes] = []
-    failed = Future[None]()
-    failed.set_exception(OSError("no room"))
-
-    def submit(function: object, job: bytes) -> Future[None]:
-        assert function is compile_job
-        submitted.append(job)
-        return failed
-
-    def workers(seconds: int) -> Callable[..., Future[None]]:
-        time.sleep(0.1)  # several threads wait for them
-        begun.append(1)
-        return submit
-
-    begun: list[int] = []
-    caplog.set_level("INFO")
-    asked: list[object] = []
-
-    def run(job: bytes) -> None:
-        ask = compile_worker._ASK.get()
-        assert ask is not None
-        asked.append(ask(job))
-
-    monkeypatch.setattr(compile_ahead, "compile_workers", workers)
-    with CompileAhead([partial(run, b"ab"[k % 2 :]) for k in range(8)], True) as ahead:
-        ahead.wait()
-    assert len(asked) == 8 and len(begun) == 1
-    assert sorted(submitted) == [b"ab", b"b"]
-    assert "no room" in caplog.text
-    for none in (lambda seconds: None, lambda seconds: 1 / 0):
-        monkeypatch.setattr(compile_ahead, "compile_workers", none)
-        with CompileAhead([partial(run, b"c")], True) as ahead:
-            ahead.wait()
-    assert len(asked) == 10
 
 
 def test_a_run_ahead_computes_nothing(caplog: pytest.LogCaptureFixture) -> None:

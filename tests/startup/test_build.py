@@ -19,7 +19,7 @@ from graphengine.checkpoints.hub import TINY_DRAFT, TINY_TARGET
 from graphengine.decode import buckets
 from graphengine.decode.chunk_sizes import LONG_SIZES
 from graphengine.decode.proposer import Pair
-from graphengine.startup import build
+from graphengine.startup import build, decoding
 from tests.support.checkpoints import make_drafter, make_target
 
 
@@ -158,10 +158,10 @@ def test_which_chunks_are_long(monkeypatch: pytest.MonkeyPatch) -> None:
 
     options = {"buckets": (1,), "max_model_len": 64, "device": "cpu"}
     with Engine.from_pretrained(TINY_TARGET, **options) as engine:
-        monkeypatch.setattr(build, "FixedChunk", made_chunk)
-        own = engine.built.loop.prefill
-        config = replace(own.pair.config, prefill_sizes=(512, *LONG_SIZES), far_prefill_sizes=())
-        made = build._with_chunks(replace(own, pair=replace(own.pair, config=config)))
+        monkeypatch.setattr(decoding, "FixedChunk", made_chunk)
+        pair = engine.built.loop.prefill.pair
+        config = replace(pair.config, prefill_sizes=(512, *LONG_SIZES), far_prefill_sizes=())
+        made = decoding._prefill(replace(pair, config=config))
     assert [chunk.is_long for chunk in made.fixed] == [False, *[True] * len(LONG_SIZES)]
 
 

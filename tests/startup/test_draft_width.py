@@ -6,6 +6,7 @@ import itertools
 import json
 import threading
 import time
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,7 +19,13 @@ from graphengine.api import Engine
 from graphengine.cli.main import main
 from graphengine.decode.metrics import DraftWidth
 from graphengine.startup import draft_width
-from graphengine.startup.draft_width import TYPICAL_TOKENS, choose, expected_tokens, widths_of
+from graphengine.startup.draft_width import (
+    TYPICAL_TOKENS,
+    Guess,
+    choose,
+    expected_tokens,
+    widths_of,
+)
 from tests.models.test_moe import CONFIGS, moe_target, token_ids
 from tests.support.checkpoints import make_drafter, make_target
 from tests.support.hybrids import make_hybrid
@@ -178,7 +185,9 @@ def test_segments_are_guessed_while_kernels_compile(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(draft_width, "forward_seconds", lambda pair, rows: (1.0, 1.0))
     loaded = unloaded(3)
     loaded.config.compile, loaded.target.kv_pool = False, SimpleNamespace(is_cuda=True)
-    (width,) = draft_width.measure_widths(loaded, lambda: itertools.repeat(guessed.release))
+    (width,) = draft_width.measure_widths(
+        loaded, None, partial(Guess, (), itertools.repeat(guessed.release))
+    )
     assert width.rows == 4
 
 

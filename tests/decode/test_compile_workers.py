@@ -1,0 +1,112 @@
+"""Kernels that other processes compile: asked for once, waited for where a start needs them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from functools import partial
+from types import SimpleNamespace
+from typing import NamedTuple
+
+import pytest
+
+from graphengine.decode import compile_ahead
+from graphengine.decode.compile_ahead import CompileAhead, Workers
+from graphengine.kernels import compile_worker, launch
+from graphengine.kernels.compile_worker import compile_job
+from graphengine.kernels.launch import on_grid
+
+
+class Asked(NamedTuple):
+    """Kernels that are not there, and who compiles them."""
+
+    submitted: list[bytes]
+    here: list[bytes]  # compiled by this process
+    ended: list[bytes]  # runs that came behind their kernel
+
+    def run(self, job: bytes) -> None:
+        def warmup(*arguments: object, **options: object) -> object:
+            ask = compile_worker._ASK.get()
+            self.here.append(job) if ask is None else ask(job)
+            return warmup
+
+        on_grid(SimpleNamespace(warmup=warmup, __name__="kernel"), (1,))()
+        self.ended.append(job)
+
+    def runs(self, jobs: str) -> list[Callable[[], None]]:
+        return [partial(self.run, job.encode()) for job in jobs]
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> Asked:
+    """Processes that take jobs: "x" is not done before it is waited for, of "f" there is no end."""
+    found = Asked([], [], [])
+
+    def submit(function: object, job: bytes) -> Future[None]:
+        assert function is compile_job
+        found.submitted.append(job)
+        future = Future[None]()
+        if job == b"f":
+            future.set_exception(OSError("no room"))
+        elif job != b"x":
+            future.set_result(None)
+        return future
+
+    monkeypatch.setattr(compile_ahead, "compile_workers", lambda seconds: submit)
+    monkeypatch.setattr(compile_ahead, "JOB_S", 1)
+    monkeypatch.setattr(launch, "build_launcher", lambda compiled: None)
+    return found
+
+
+def test_equal_kernels_are_asked_for_once(asked: Asked) -> None:
+    """Bug: chains that meet one kernel have it compiled by each process; or a thread waits for a
+    kernel before it looks for the next, and 16 processes have work for six (35B-A3B, H200)."""
+    with Workers() as workers:
+        for _ in range(2):
+            with CompileAhead(asked.runs("abababab"), workers) as ahead:
+                ahead.wait()
+                assert ahead.has_ended()
+    assert sorted(asked.submitted) == [b"a", b"b"]
+    assert len(asked.ended) == 16 and not asked.here
+
+
+@pytest.mark.parametrize("has_processes", [False, True])
+def test_what_a_process_fails_at_is_compiled_here(
+    asked: Asked,
+    has_processes: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Bug: a process that fails, or none at all, ends the start, or leaves a kernel to the thread
+    that launches it, one after another, without a caller who is told why it cannot be compiled."""
+    caplog.set_level("INFO")
+    if not has_processes:
+        monkeypatch.setattr(compile_ahead, "compile_workers", lambda seconds: None)
+    with Workers() as workers, CompileAhead(asked.runs("af"), workers) as ahead:
+        ahead.wait()
+    assert sorted(asked.here) == [b"a", b"f"]
+    assert ("no room" if has_processes else "no processes") in caplog.text
+
+
+def test_kernels_of_later_runs_are_not_waited_for(asked: Asked) -> None:
+    """Bug: a start measures blocks behind kernels that only its steps need; or these are asked for
+    again, or first, or not before the measurement."""
+    with Workers() as workers:
+        began = time.perf_counter()
+        with CompileAhead(asked.runs("a"), workers, asked.runs("x")) as ahead:
+            ahead.wait()
+            assert ahead.has_ended() and time.perf_counter() - began < 0.9
+            while b"x" not in asked.submitted:
+                time.sleep(0.01)
+        with CompileAhead(asked.runs("xa"), workers) as ahead:
+            assert not ahead.has_ended()
+            ahead.wait()  # its time is over, so it is compiled here
+    assert asked.submitted == [b"a", b"x"] and asked.here == [b"x", b"a"]
+
+
+def test_without_processes_threads_compile(asked: Asked) -> None:
+    """Bug: who compiles nothing with Inductor has its processes begun; or kernels wait for them."""
+    with CompileAhead(asked.runs("ab"), None, asked.runs("x")) as ahead:
+        ahead.wait()
+    assert sorted(asked.here) == [b"a", b"b"] and not asked.submitted

@@ -12,7 +12,7 @@ import os
 import pickle
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from triton import knobs
 from graphengine.kernels.triton_internals import (
     PACKAGE,
     JITFunction,
+    build_launcher,
     compiled_before,
     settle_cache_keys,
 )
@@ -98,8 +99,9 @@ def _of_triton(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def compile_job(job: bytes) -> None:
-    """Compiles a kernel for whoever has made the job, with their modules, all, and their variables,
-    since keys depend on them (`settle_cache_keys`). Mutates: os.environ, Triton's cache."""
+    """Compiles a kernel and its launcher for whoever has made the job, with their modules, all, and
+    their variables, since keys depend on them (`settle_cache_keys`). Mutates: os.environ, Triton's
+    cache."""
     modules, environment, (source, *described), named = _Unpickler(io.BytesIO(job)).load()
     for name in _of_triton(os.environ).keys() - environment.keys():
         del os.environ[name]
@@ -107,4 +109,6 @@ def compile_job(job: bytes) -> None:
     for module in modules:
         importlib.import_module(module)
     settle_cache_keys()
-    triton.compile(source(*described), **named)
+    compiled = triton.compile(source(*described), **named)
+    with suppress(Exception):  # without a driver who launches the kernel has it built
+        build_launcher(compiled)

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 from itertools import chain
 from typing import NamedTuple
 
@@ -20,7 +20,6 @@ from torch import Tensor
 
 from graphengine.capture.compile import compile_segments
 from graphengine.capture.runners import GraphPool, Runner, run_chain
-from graphengine.capture.steps import Carry, Chain
 from graphengine.config.draft import AttentionRule
 from graphengine.config.engine import EngineConfig
 from graphengine.config.model import ModelConfig
@@ -234,9 +233,7 @@ class BucketBuilder:
             chains = self._wire(short.at(size), arena, size, segments, planned=False).chains
             for steps in (chains.propose, chains.context, chains.publish):
                 yield partial(run_chain, steps)
-            verify = cache(partial(run_chain, chains.verify))  # not once for each end
-            for end in chains.ends.values():
-                yield partial(_run_behind, verify, end)
+            yield partial(_run_ends, chains)
 
     def _wire(
         self, pair: Pair, arena: Arena, size: int, segments: Segments, planned: bool = True
@@ -279,8 +276,11 @@ def prefill_attention(
     return LayerAttentions.of(model, lambda rule: TorchAttention(model, size, rule, device))
 
 
-def _run_behind(front: Callable[[], Carry], steps: Chain) -> Carry:
-    return run_chain(steps, front())
+def _run_ends(chains: Chains) -> None:
+    """A verify, and each of its ends behind it."""
+    carry = run_chain(chains.verify)
+    for steps in chains.ends.values():
+        run_chain(steps, carry)
 
 
 def _dummy_layout(num_requests: int, block: int, page_size: int) -> Layout:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from graphengine.capture.steps import Chain
 from graphengine.decode import buckets
 from tests.decode.test_engine import BACKENDS, BLOCK, PROMPTS, Pair, ids_only, loop_of
 
@@ -120,6 +121,22 @@ def test_a_gpu_s_buckets_are_compiled_before_one_is_run(
     num_runs, *compiled = order[1:-2] or [41]
     assert isinstance(num_runs, int) and num_runs > 40
     assert compiled == ([] if is_kept else ["segments"] * compiles + ["kernels", warmed])
+
+
+def test_runs_of_kernels_can_be_run_again(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: where no process compiles kernels, those of a verify are compiled as its step is run:
+    the run that asked for them hands on what it had made then."""
+    ran: list[Chain] = []
+    real: Any = buckets.run_chain
+    monkeypatch.setattr(buckets, "run_chain", lambda *chain: ran.append(chain[0]) or real(*chain))
+    with pair.engine(buckets=(2,), sampling=True) as engine, torch.no_grad():
+        runs = [*loop_of(engine).first.builder.kernel_runs([2])]
+        counts = []
+        for _ in range(2):
+            for run in runs:
+                run()
+            counts.append(len(ran))
+        assert counts[0] > 4 and counts[1] == 2 * counts[0]
 
 
 @pytest.mark.parametrize("backend", ["flashinfer", "torch"])

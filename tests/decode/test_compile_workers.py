@@ -18,6 +18,15 @@ from graphengine.kernels.compile_worker import compile_job
 from graphengine.kernels.launch import on_grid
 
 
+class Source(NamedTuple):
+    """As Triton's of a kernel."""
+
+    fn: str
+    signature: dict[str, str]
+    constants: dict[str, int]
+    attrs: dict[str, int]
+
+
 class Asked(NamedTuple):
     """Kernels that are not there, and who compiles them."""
 
@@ -110,3 +119,21 @@ def test_without_processes_threads_compile(asked: Asked) -> None:
     with CompileAhead(asked.runs("ab"), None, asked.runs("x")) as ahead:
         ahead.wait()
     assert sorted(asked.here) == [b"a", b"b"] and not asked.submitted
+
+
+@pytest.mark.parametrize("has_driver", [False, True])
+def test_a_job_builds_the_launcher_too(monkeypatch: pytest.MonkeyPatch, has_driver: bool) -> None:
+    """Bug: a start launches 79 kernels whose launchers the C compiler then builds one after
+    another, 7 of 22 s (Triton 3.6, H200); or a process that has no driver fails at its kernel."""
+    built: list[object] = []
+
+    def build(compiled: object) -> None:
+        if not has_driver:
+            raise RuntimeError("0 active drivers")
+        built.append(compiled)
+
+    job = compile_worker.job_of(Source("kernel", {}, {}, {}), {})
+    monkeypatch.setattr(compile_worker.triton, "compile", lambda src, **_: src.fn)
+    monkeypatch.setattr(compile_worker, "build_launcher", build)
+    compile_job(job)
+    assert built == ["kernel"] * has_driver

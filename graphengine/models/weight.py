@@ -136,11 +136,12 @@ def norm(
 def behind(prefix: str, fields: Fields) -> Fields:
     """The same under names behind `prefix`."""
 
-    def moved(part: Weight) -> Weight:
-        stack = part.stack and part.stack._replace(name=prefix + part.stack.name)
-        return part._replace(name=prefix + part.name, stack=stack)
+    def moved(parts: tuple[Weight, ...]) -> tuple[Weight, ...]:
+        stack = parts[0].stack if parts else None
+        stack = stack and stack._replace(name=prefix + stack.name)
+        return tuple(part._replace(name=prefix + part.name, stack=stack) for part in parts)
 
-    return {field: tuple(map(moved, parts)) for field, parts in fields.items()}
+    return {field: moved(parts) for field, parts in fields.items()}
 
 
 def num_matrix_elements(parts: Iterable[Weight]) -> int:

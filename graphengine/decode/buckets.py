@@ -115,23 +115,30 @@ class BucketBuilder:
             prefills: what else has kernels to compile and warms up.
             workers: who has been asked for kernels; None: nobody so far.
         """
-        first = sorted(sizes, reverse=True)
-        began, compiles = time.perf_counter(), self.pair.config.compile
+        first, began = sorted(sizes, reverse=True), time.perf_counter()
         warm_up = partial(self._warm_up, first, prefills)
-        if self.device.type != "cuda" or not run_kept(warm_up):
-            if self.device.type == "cuda":
-                runs = chain(self.kernel_runs(first), prefills)
-                with (
-                    workers or Workers() as asked,
-                    CompileAhead(runs, asked if compiles else None) as kernels,
-                ):
-                    if compiles:
-                        self.progress("compiling")
-                        make_segments(self.segment_runs(first))
-                    kernels.wait()
+        if self.device.type != "cuda":
+            warm_up()
+        elif not run_kept(warm_up):
+            with Workers() if workers is None else nullcontext(workers) as asked:
+                self._compile(first, prefills, asked)
             warm_up()
         self.compile_s += time.perf_counter() - began
         return {size: self.build(size, is_warm=True) for size in first}
+
+    def _compile(
+        self,
+        sizes: Collection[int],
+        prefills: Iterable[Callable[[], object]],
+        workers: Workers,
+    ) -> None:
+        """The kernels of these, and the segments beside them."""
+        compiles, runs = self.pair.config.compile, chain(self.kernel_runs(sizes), prefills)
+        with CompileAhead(runs, workers if compiles else None) as kernels:
+            if compiles:
+                self.progress("compiling")
+                make_segments(self.segment_runs(sizes))
+            kernels.wait()
 
     @torch.inference_mode(False)
     @torch.no_grad()

@@ -26,7 +26,7 @@ from triton.runtime.jit import JITFunction
 from graphengine.capture.precompiled import loaded_code
 from graphengine.decode.segments import first_segment
 from graphengine.kernels import triton_internals
-from graphengine.kernels.compile_worker import asking, compile_kernel
+from graphengine.kernels.compile_worker import AskedError, asking, compile_kernel
 from graphengine.kernels.interpreter import INTERPRET
 from graphengine.kernels.launch import compile_only, supports_pdl
 from graphengine.kernels.skinny_config import SkinnyConfig
@@ -313,7 +313,8 @@ def test_another_process_compiles_for_this_one(
     compiled: list[Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """Bug: what a process has compiled for a start is found under another key or in another folder,
-    and every kernel is compiled twice; or a start that finds all asks for processes."""
+    and every kernel is compiled twice; a start that finds all asks for processes; or one that goes
+    on without waiting has a launch end, or a kernel taken for compiled."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     hits: list[tuple[str, bool]] = []
 
@@ -340,9 +341,18 @@ def test_another_process_compiles_for_this_one(
     for kernel in triton_internals._kernels():  # asked for in another order by other tests
         monkeypatch.setattr(kernel, "hash", None)
     settle_cache_keys()
+    noted: list[bytes] = []
+
+    def note(job: bytes) -> None:
+        noted.append(job)
+        raise AskedError
+
+    with compile_only(), asking(note):
+        launch("sm90 that goes on at once")
+    assert not hits
     with asking(ask):
         launch("sm90 that asks")
-        assert len(jobs) == len(hits) == 4
+        assert jobs == noted and len(jobs) == len(hits) == 4
         launch("sm90 that finds all")
     assert len(jobs) == 4 and len(hits) == 8
     assert all(hit for _, hit in hits), hits

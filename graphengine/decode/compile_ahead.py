@@ -52,7 +52,7 @@ from graphengine.kernels.triton_internals import bind_kernels
 MAX_THREADS = 16
 NUM_ASKING = 2  # threads that find out what is to be compiled: more would take the lock in turn
 SPARE_WORKERS = 2  # of Inductor's processes: what it asks for itself would wait behind all of ours
-WORKERS_S = 15  # until they are there, which import torch first
+WORKERS_S = 30  # until they are there, which import torch first: 8 in the first process of a host
 JOB_S = 120  # of a kernel
 _LOG = logging.getLogger(__name__)
 

@@ -243,8 +243,9 @@ def main() -> None:
     )
     args = parser.parse_args()
     if args.list:
+        width = max(map(len, JOBS))
         for name, job in JOBS.items():
-            print(f"{name:22}{' '.join(job.command[1:])}")
+            print(f"{name:{width}}  {' '.join([*job.command[1:], *job.tail])}")
         return
     unknown = sorted(set(args.jobs) - set(JOBS))
     if unknown or args.out is None:

@@ -253,6 +253,40 @@ def test_no_job_runs_longer_than_is_left(tmp_path: Path, monkeypatch: pytest.Mon
     assert limits[0] == 5 and 10 < limits[1] < 20
 
 
+def test_one_failed_job_is_a_failed_visit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Bug: the exit code is that of the last job, and one that failed before it is not looked
+    for."""
+    jobs = {name: measure.Job((sys.executable,)) for name in ("fails", "works")}
+    monkeypatch.setattr(measure, "JOBS", jobs)
+    monkeypatch.setattr(measure, "run", lambda name, *_: "exit code 3" if name == "fails" else None)
+    clock = SimpleNamespace(monotonic=lambda: 5.0)
+    monkeypatch.setattr(measure, "time", clock)
+    monkeypatch.setattr(sys, "argv", ["measure.py", "--out", str(tmp_path)])
+    with pytest.raises(SystemExit) as ended:
+        measure.main()
+    assert ended.value.code == 1
+    assert capsys.readouterr().out.splitlines() == [
+        "fails: exit code 3",
+        "works: 0.0",
+        '{"fails": "exit code 3", "works": 0.0}',
+    ]
+
+
+def test_a_list_of_jobs_is_what_runs(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Bug: a long name and its command are one word, or what follows a command's options is left
+    out, and whoever copies the line runs all tests instead of the GPU's."""
+    monkeypatch.setattr(sys, "argv", ["measure.py", "--list"])
+    measure.main()
+    listed = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())
+    assert listed == {
+        name: " ".join([*job.command[1:], *job.tail]) for name, job in measure.JOBS.items()
+    }
+
+
 def test_a_fixture_that_fails_is_a_failure(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -1,5 +1,6 @@
 """`graphengine profile --read`: exports and traces of other runs, and the facts beside them."""
 
+import gzip
 import json
 from pathlib import Path
 
@@ -22,6 +23,18 @@ def test_profile_reads_an_export(tmp_path: Path, preset: str) -> None:
     found = told["numbers"]["mine"]
     assert found["wall_mean_us"] == 100.0
     assert found["idle_by_class"]["host_us"] == 67.5
+
+
+@pytest.mark.parametrize("name", ["mine.sqlite.gz", "mine.sqlite", "mine.bs1.sqlite.gz"])
+def test_a_report_is_called_by_its_file(tmp_path: Path, name: str) -> None:
+    """Bug: the report of a file has its endings in its name, so that the packed one's numbers stand
+    at another key than the same file's."""
+    plain = exports.write_export(tmp_path / "plain")
+    packed = gzip.compress(plain.read_bytes()) if name.endswith(".gz") else plain.read_bytes()
+    (tmp_path / name).write_bytes(packed)
+    done = invoke("profile", "--read", tmp_path / name, "--json")
+    assert list(document(done)["numbers"]) == ["mine"]
+    assert "mine: mean of" in done.stderr
 
 
 def test_kernels_are_as_many_as_asked_for(tmp_path: Path) -> None:

@@ -119,6 +119,16 @@ def test_a_bucket_that_is_not_full_is_refused(pair: tuple[Path, Path]) -> None:
             run_case(engine, case(bucket=8, input_len=20, output_len=30))
 
 
+def test_how_many_requests_a_pool_holds(pair: tuple[Path, Path]) -> None:
+    """Bug: the refusal of a bucket that is not full tells how many wait as how many fit."""
+    options: dict[str, Any] = {"device": "cpu", "page_size": 4, "max_model_len": 64}
+    with Engine.from_pretrained(*pair, buckets=(8,), kv_cache_memory="300KiB", **options) as engine:
+        loop = engine.built.loop
+        requests = [loop.submit([1] * 20, 30, ()) for _ in range(8)]
+        with pytest.raises(ValueError, match="K/V for 5 of 8 requests of this length"):
+            next(timed_steps(loop, requests))
+
+
 @pytest.mark.parametrize("mode", [[], ["--prefill"]])
 def test_a_pool_that_just_holds_the_cases(
     pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, mode: list[str]

@@ -162,6 +162,24 @@ def test_what_a_hit_changes_is_told() -> None:
     assert found["target_kv_difference_ratio"] == 0.25
 
 
+def test_every_number_of_a_hit_stands_at_its_name() -> None:
+    """Bug: steps or cached tokens of the cold run are told as those behind cached pages."""
+    kv = {"target": torch.tensor([[1.0, -4.0]]), "draft": torch.tensor([[2.0, 0.0]])}
+    cold = Trace([5, 6, 7, 8], {1: [6, 1], 2: [3, 4], 3: [9, 9]}, 0, kv)
+    warm = Trace([5, 6, 7, 8], {1: [6, 1], 3: [9, 0]}, 16, kv | {"draft": kv["draft"] / 2})
+    assert compare(cold, warm) == {
+        "num_cached_tokens": 16,
+        "num_tokens": 4,
+        "equal_tokens_fraction": 1.0,
+        "num_drafts": 4,
+        "equal_drafts_fraction": 0.75,
+        "num_cold_steps": 3,
+        "num_warm_steps": 2,
+        "target_kv_difference_ratio": 0.0,
+        "draft_kv_difference_ratio": 0.5,
+    }
+
+
 def test_a_hit_that_fails_leaves_the_loop_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
     """Bug: behind it all steps run one at a time, and the next part's are slow."""
     resets: list[int] = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -62,6 +63,33 @@ def test_each_side_has_caches_of_its_own(
     assert ran[:2] == ran[2:] and len(set(ran[:2])) == 2
     assert len({checkout for checkout, _ in ran}) == len({caches for _, caches in ran}) == 2
     assert ran[0][0] == tmp_path.resolve() and "(1.0000)" in capsys.readouterr().out
+
+
+def test_what_is_told_of_a_comparison(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Bug: a line has the two sides in each other's place, or the file names the new checkout as
+    the old one, so that nobody can tell what was compared with what."""
+    times = {"old": iter([9.0, 4.0]), "new": iter([8.0, 3.0])}
+
+    def run(checkout: Path, command: list[str], caches: Path, out: Path) -> dict[str, Any]:
+        return result(next(times[checkout.name]), 8.0)
+
+    monkeypatch.setattr(side_by_side, "run", run)
+    sides = [tmp_path / "old", tmp_path / "new"]
+    for side in sides:
+        side.mkdir()
+    line = ["--before", str(sides[0]), "--after", str(sides[1]), "--runs", "1", "--commit", "abc"]
+    assert side_by_side.main([*line, "--out", str(tmp_path / "ab.json"), "bench"]) == 0
+    *lines, last = capsys.readouterr().out.splitlines()
+    assert lines == [
+        *("before 9.000", "after 8.000", "before 4.000", "after 3.000"),
+        "full_triton_bucket_1_input_128: 4.0000 -> 3.0000 ms (0.7500)",
+    ]
+    stored = json.loads((tmp_path / "ab.json").read_text())
+    assert stored["kind"] == "side_by_side" and stored["environment"]["commit"] == "abc"
+    assert stored["config"] == {"command": ["bench"], "num_runs": 1, "before": "old"}
+    assert stored["numbers"] == json.loads(last)
 
 
 def test_a_run_that_fails_ends_the_comparison(tmp_path: Path) -> None:

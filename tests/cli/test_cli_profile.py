@@ -230,6 +230,15 @@ def test_nsys_runs_this_command_once_per_preset(fake_nsys: Path, tmp_path: Path)
     assert options_of(*calls[2][calls[2].index("m") :])["read_gbps"] == 5.0
 
 
+def test_each_run_under_nsys_is_told(fake_nsys: Path, tmp_path: Path) -> None:
+    """Bug: minutes of two runs pass under the same line, which names no run."""
+    told: list[str] = []
+    profile_run._under_nsys(
+        str(fake_nsys), ("graph", "node"), "m", None, options_of("m"), tmp_path, told.append
+    )
+    assert told == ["running under nsys, preset graph", "running under nsys, preset node"]
+
+
 def test_steps_that_the_context_ends() -> None:
     """Bug: medians of no steps are a traceback, where drafts are accepted more often than never; or
     a context that just holds all steps is refused."""

@@ -6,8 +6,10 @@ import os
 import re
 import resource
 import signal
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -70,6 +72,20 @@ def test_notes_are_stored(tmp_path: Path) -> None:
         kept: dict[str, Any] = {"config": {}, "notes": notes, "env": env}
         result_schema.write_result(tmp_path / "x.json", "steps", {"step_ms": 1.0}, **kept)
         assert json.loads((tmp_path / "x.json").read_text()).get("notes", "") == notes
+
+
+def test_the_date_is_utc(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: a result's date is its machine's local time, so that of two runs the earlier one, made
+    further east, is taken for the newest."""
+    before = datetime.now(UTC)
+    try:
+        monkeypatch.setenv("TZ", "EAST-9")
+        time.tzset()
+        told = datetime.fromisoformat(valid(tmp_path)["date_utc"])
+    finally:
+        monkeypatch.undo()
+        time.tzset()
+    assert before - timedelta(seconds=1) < told <= datetime.now(UTC)
 
 
 def test_a_file_is_written_whole_or_not_at_all(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ import json
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -206,17 +207,42 @@ def test_it_says_whether_the_long_tests_ran(
     assert ("not slow" in commands[0]) == is_part
 
 
+def test_times_that_are_told(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Bug: the time of the set-up is told as that of all, or that of the answer is left out."""
+    now_s = [5.0]
+
+    def taking(seconds: float, found: object) -> Callable[..., object]:
+        def later(*_: object, **__: object) -> object:
+            now_s[0] += seconds
+            return found
+
+        return later
+
+    done = SimpleNamespace(returncode=2)
+    monkeypatch.setattr(bootstrap, "time", SimpleNamespace(monotonic=lambda: now_s[0]))
+    monkeypatch.setattr(bootstrap, "ensure_environment", taking(3.0, True))
+    monkeypatch.setattr(bootstrap.subprocess, "run", taking(60.0, done))
+    assert bootstrap.main(["install", "--no-cuda"]) == 0
+    assert bootstrap.main(["run", "--no-cuda"]) == 2
+    said = capsys.readouterr().out.splitlines()
+    assert said[1] == "[bootstrap] OK: .venv is ready (3.0 s)"
+    assert said[-1] == "[bootstrap] FAILED: run ended with exit code 2 after 63.0 s"
+
+
 @pytest.mark.parametrize("code", [0, 3])
 def test_signs_of_life_end_with_the_command(
     code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Bug: what pip said last is said again every 20 seconds while the tests run."""
+    """Bug: what pip said last is said again every 20 seconds while the tests run, or what it said
+    first as what it does now."""
     seen = tmp_path / "seen"
     monkeypatch.setattr(bootstrap, "HEARTBEAT_S", 0.01)
     monkeypatch.setattr(bootstrap, "say", lambda text: " s: said" in text and seen.touch())
     wait = f"""
 import pathlib, time
-print("said", flush=True)
+print("before\\nsaid", flush=True)
 end = time.monotonic() + 20
 while time.monotonic() < end and not pathlib.Path({str(seen)!r}).exists():
     time.sleep(0.01)

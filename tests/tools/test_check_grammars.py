@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from contextlib import nullcontext
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -52,6 +53,33 @@ def test_what_is_counted_of_answers(monkeypatch: pytest.MonkeyPatch) -> None:
         "num_steps": 15,
         "num_answer_tokens": 45,
     }
+
+
+@pytest.mark.parametrize("num_wrong", [0, 7])
+def test_what_is_told_and_stored(
+    num_wrong: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    """Bug: the file names another seed or engine than those that were checked, so that nobody gets
+    the same answers again; or what is wrong is neither shown nor counted, or passes."""
+    wrong = [f"schema {i}" for i in range(num_wrong)]
+    asked: list[Any] = []
+    counted = {"num_answers": 9}
+    monkeypatch.setattr(
+        tool, "check_outputs", lambda *given: asked.append(given) or (dict(counted), wrong)
+    )
+    monkeypatch.setattr(tool, "time", SimpleNamespace(perf_counter=lambda: 2.0))
+    line = "check_grammars.py outputs --count 9 --seed 4 --seconds 60 --device cpu --commit abc"
+    monkeypatch.setattr("sys.argv", [*line.split(), "--out", str(tmp_path / "g.json")])
+    assert tool.main() == (1 if wrong else 0)
+    options = {"device": "cpu", "graph_mode": "auto", "num_speculative_tokens": None}
+    assert asked == [(9, 4, options, 60.0)]
+    *shown, table, last = capsys.readouterr().out.splitlines()
+    assert shown == wrong[:5] and table == f"num_answers 9  num_wrong {num_wrong}  duration_s 0"
+    stored = json.loads((tmp_path / "g.json").read_text())
+    assert stored["numbers"] == json.loads(last)
+    assert stored["numbers"] == counted | {"num_wrong": num_wrong, "duration_s": 0.0}
+    assert (stored["kind"], stored["environment"]["commit"]) == ("grammars", "abc")
+    assert stored["config"] == {"what": "outputs", "seed": 4, "wrong": wrong, "options": options}
 
 
 @pytest.mark.parametrize("what", ["outputs", "masks"])

@@ -3,6 +3,7 @@
 import json
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import check_versions
@@ -73,6 +74,30 @@ def test_a_missing_environment_is_made(
     assert asked[1][1].split() == ["torch~=2.11.0", "transformers~=5.2.0", "triton~=3.6.0"]
     assert asked[3][1] == ""
     assert asked[3][0][-1].endswith("[test]")
+
+
+def test_a_run_has_the_limits_that_were_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bug: the tests of an end run without --jobs or --timeout, or of another checkout than this
+    one; or where none ran the last end's numbers are told."""
+    asked: list[list[str]] = []
+
+    def call(command: list[str], **given: Any) -> Any:
+        asked.append(command)
+        assert given["cwd"] == check_versions.ROOT == Path(given["env"]["PYTHONPATH"])
+        if len(asked) == 1:
+            Path(command[3]).write_text('{"numbers": {}}')
+        return SimpleNamespace(stdout="no module named pytest")
+
+    monkeypatch.setattr(check_versions.subprocess, "run", call)
+    python = tmp_path / "python"
+    assert check_versions.run_tests(python, 3, 90.0, ["-k", "a"]) == {"numbers": {}}
+    ((program, script, *rest),) = asked
+    assert (program, Path(script).name) == (str(python), "record_tests.py")
+    assert [rest[0], *rest[2:]] == "--out --jobs 3 --timeout 90.0 -- -k a".split()
+    with pytest.raises(SystemExit, match="python: no test ran\nno module named pytest"):
+        check_versions.run_tests(python, 3, 90.0, ["-k", "a"])
 
 
 @pytest.mark.parametrize("env", ["older=/x", "oldest=", "oldest"])

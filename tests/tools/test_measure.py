@@ -287,6 +287,22 @@ def test_a_list_of_jobs_is_what_runs(
     }
 
 
+def test_the_limit_that_ended_a_job_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bug: where less time was left than a job may take, the job's own limit is told as what has
+    ended it."""
+    now_s = [5.0]
+
+    def sleep(seconds: float) -> None:
+        now_s[0] += 30
+
+    monkeypatch.setattr(measure, "time", SimpleNamespace(monotonic=lambda: now_s[0], sleep=sleep))
+    job = measure.Job((sys.executable, "-c", "import time; time.sleep(60)"), timeout_s=300)
+    assert measure.run("a", job, tmp_path, None, 40.0, []) == "stopped after 40 s"
+    assert now_s == [65.0]
+
+
 def test_a_fixture_that_fails_is_a_failure(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -128,6 +128,30 @@ def test_a_failed_part_does_not_take_the_others_along(
     assert "FAILED: RuntimeError: not this one" in said
 
 
+def test_what_is_printed_of_parts(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Bug: the context that was asked for is told as the engine's; a missed bar is told as held or
+    ends with 1; or a number stands under another one's name."""
+
+    def one(m: Any) -> Any:
+        m.bars |= {"slow": Bar(2.5, at_most=1.125), "right": Bar(1.0, at_least=1)}
+        return {"a_row": {"num_steps": 3, "step_p50_ms": 12.34567}}
+
+    monkeypatch.setattr(measure_requests, "PARTS", {"one": one})
+    monkeypatch.setattr(measure_requests, "time", SimpleNamespace(monotonic=lambda: 7.0))
+    _, said = measured(capsys, 0, "--only", "one", "--max-model-len", "9000")
+    *lines, _ = said.splitlines()
+    assert lines == [
+        "started in 0.0 s; context 4080",
+        "one     a_row             num_steps 3  step_p50_ms 12.346",
+        "one     wall_s            0",
+        "",
+        f"MISSED  {'slow':36}    2.5000  at most 1.125",
+        f"held    {'right':36}    1.0000  at least 1",
+    ]
+
+
 @pytest.mark.slow
 def test_options_are_measured_without_a_plain_engine(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -221,8 +245,8 @@ def test_bars() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--only", "turn"], "--only turn"),
-        (["--turns", "1"], "--turns 1"),
+        (["--only", "turn,join"], "error: --only turn: no such part; there are options, turns"),
+        (["--turns", "1"], "error: --turns 1: pass more, or nothing is measured"),
         (["--max-num-batched-tokens", "256,x"], "--max-num-batched-tokens 256,x: pass integers"),
         (["--max-num-batched-tokens", "0"], "--max-num-batched-tokens 0: pass integers from 16"),
     ],

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -91,6 +93,34 @@ def test_what_is_promised_of_second_turns(monkeypatch: pytest.MonkeyPatch) -> No
         **{f"chat_from_{n}_cached_tokens": (0.98, False) for n in (512, 100)},
         **{f"chat_from_{n}_cached_pages": (1.0, True) for n in (512, 100)},
     }
+
+
+def test_what_is_promised_beside_a_busy_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: the longest step of all is held against the median as the 99th percentile; or the bar
+    judges steps without a busy thread, or with the interpreter's own turns."""
+    is_busy: list[bool] = []
+
+    @contextmanager
+    def busy_thread() -> Iterator[None]:
+        is_busy.append(True)
+        yield
+        is_busy.pop()
+
+    def run_steps(m: Any, engine: Any, count: int, asked: Any) -> list[TimedStep]:
+        long_turns = request_parts.interpreter.SWITCH_INTERVAL_S == 1.0
+        ms = 4.0 if long_turns else 2.0 if is_busy else 1.0
+        slowest = [TimedStep(ms * times, 0.5, 1) for times in (3, 10)]
+        return [TimedStep(ms, 0.5, 1)] * (count - 2) + slowest
+
+    monkeypatch.setattr(request_parts, "busy_thread", busy_thread)
+    monkeypatch.setattr(request_parts, "run_steps", run_steps)
+    sizes = {"busy-steps": 401}
+    m: Any = SimpleNamespace(engine=None, sizes=sizes, bars={}, deadline=float("inf"))
+    numbers = request_parts.busy(m)
+    found = {name: (row["step_p50_ms"], row["step_max_ms"]) for name, row in numbers.items()}
+    assert found == {"quiet": (1, 10), "busy_long_turns": (4, 40), "busy": (2, 20)}
+    assert {row["p99_over_p50_ratio"] for row in numbers.values()} == {1.0}
+    assert m.bars == {"busy_p99_over_p50": request_parts.Bar(1.0, at_most=1.1)}
 
 
 def test_a_text_s_first_call_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:

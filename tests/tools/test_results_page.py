@@ -73,9 +73,11 @@ def test_the_newest_file_counts(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) 
         results_page.newest("c")
 
 
-def test_only_a_check_fails(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+def test_only_a_check_fails(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Bug: writing what was stale counts as a failure, or finding it does not; or a check writes
-    the picture."""
+    the picture, or tells what it has found as written."""
     made = {"README": "a\n", "PAGE": "b\n", "PICTURE": "c"}
     for name, text in made.items():
         path = tmp_path / name
@@ -90,6 +92,8 @@ def test_only_a_check_fails(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> N
         with pytest.raises(SystemExit) as end:
             results_page.main()
         assert end.value.code == code and results_page.PICTURE.read_text() == shown
+    told = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert told == [{"stale": ["PAGE"]}, {"written": ["PAGE"]}, {"stale": []}]
     assert [(tmp_path / name).read_text() for name in made] == ["a\n", "new\n", "drawn"]
 
 

@@ -109,13 +109,14 @@ def test_it_notices(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Bug: a soak that cannot fail."""
+    """Bug: a soak that cannot fail, or a failure that names another seed than the one it had."""
     break_(monkeypatch)
     kind = ["--hybrid"] * (break_ is takes_no_state_over)
     assert soak_tool.main(["--steps", "300", "--seed", "3", "--device", "cpu", *kind]) == 1
     printed = capsys.readouterr()
     found = json.loads(printed.out.splitlines()[-1])
-    assert not found["passed"] and message in found["reason"] and "FAILED" in printed.err
+    assert found == {"passed": False, "reason": found["reason"], "seed": 3}
+    assert message in found["reason"] and f"FAILED: {found['reason']}\n" in printed.err
 
 
 class Idle:
@@ -381,11 +382,12 @@ def test_a_state_that_outlives_its_page_is_a_leak() -> None:
 
 
 def test_a_page_in_use_that_nobody_holds_is_a_leak() -> None:
-    """Bug: a page that is free again and still counts as used passes, since none is lost."""
+    """Bug: a page that is free again and still counts as used passes, since none is lost; or free
+    pages are told as kept."""
     slots = StateSlots(3)
     cache = PrefixCache(4, 4, slots)
     loop: Any = SimpleNamespace(allocator=cache, state_slots=slots, running=[], prefilling=[])
     soak_checks.check_balance(loop)
     cache._used.add(cache._free[0])
-    with pytest.raises(soak_tool.Leak, match="the cache uses others: 0 pages held"):
+    with pytest.raises(soak_tool.Leak, match="the cache uses others: 0 pages held, 0 kept, 3 free"):
         soak_checks.check_balance(loop)

@@ -2,6 +2,7 @@
 
 import copy
 import json
+import math
 import os
 import re
 import resource
@@ -151,6 +152,18 @@ def test_bad_numbers_are_refused(tmp_path: Path, numbers: dict[str, Any]) -> Non
     with pytest.raises(ValueError, match="not a valid result"):
         result_schema.write_result(path, "decode", numbers, config={}, env=ENVIRONMENT)
     assert not path.exists()
+
+
+def test_what_is_refused_is_named(tmp_path: Path) -> None:
+    """Bug: of a list of a thousand times all are told instead of the one that is no number."""
+    numbers = {"full": {"step_us": [1.0, "fast", 2, True, math.inf]}, "speed": 3}
+    units = ", ".join(result_schema.UNITS)
+    assert result_schema.validate(valid(tmp_path) | {"numbers": numbers}) == [
+        "numbers.full.step_us: 'fast' is no number; put it into config",
+        "numbers.full.step_us: True is no number; put it into config",
+        "numbers.full.step_us: inf is not finite",
+        f"numbers.speed: no unit; end it in one of {units}, or num_*",
+    ]
 
 
 def test_environment_has_all_keys_on_this_machine() -> None:

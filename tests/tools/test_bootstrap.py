@@ -207,6 +207,41 @@ def test_it_says_whether_the_long_tests_ran(
     assert ("not slow" in commands[0]) == is_part
 
 
+def test_what_pip_does_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    """Bug: a package more is told than there are, or of the downloads that take minutes none."""
+    lines = [
+        "Collecting torch>=2.11",
+        "  Downloading https://host/whl/torch-2.11.0.whl (780.5 MB)",
+        "Collecting click",
+        "  Downloading click-8.whl (98 kB)",
+        "Installing collected packages: click, torch",
+    ]
+    bootstrap.command_output([sys.executable, "-c", f"print('\\n'.join({lines}))"], "pip install")
+    *told, done = capsys.readouterr().out.splitlines()
+    assert told == [
+        "[bootstrap]   downloading torch-2.11.0.whl (780.5 MB)",
+        "[bootstrap]   unpacking (2 packages)",
+    ]
+    assert done.startswith("[bootstrap]   done in ")
+
+
+@pytest.mark.usefixtures("environment")
+def test_steps_of_an_installation_are_told(capsys: pytest.CaptureFixture[str]) -> None:
+    """Bug: who waits for CUDA's gigabytes is told the few of the CPU, or another command."""
+    step = "[bootstrap] step 1 of 2: .venv exists; its packages need an update"
+    told = "[bootstrap] step 2 of 2: pip install -e '.[{}]' (first time: minutes; {})"
+    cpu = "CPU builds of torch: 0.2 GB, CUDA builds: 3 GB"
+    capsys.readouterr()
+    bootstrap.ensure_environment({"dev"}, cuda=False)
+    bootstrap.ensure_environment({"cuda"}, cuda=True)
+    bootstrap.ensure_environment({"cuda"}, cuda=True)
+    assert capsys.readouterr().out.splitlines() == [
+        *(step, told.format("dev,test", cpu)),
+        *(step, told.format("cuda,dev,test", "several GB with CUDA")),
+        "[bootstrap] environment: .venv is up to date",
+    ]
+
+
 def test_times_that_are_told(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -46,9 +46,12 @@ def test_a_table_that_was_not_timed_beats_nothing() -> None:
     assert judge_skinny.judge(["a"], lambda label, names: 1.0 if names else None, 0.0) == ([], None)
 
 
-def test_the_table_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_table_comes_back(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Bug: a change stays in the table for the next variant, of changes made together the last
-    alone is in it, a bucket keeps its old kernels, or a failure leaves requests in the loop."""
+    alone is in it, a bucket keeps its old kernels, or a failure leaves requests in the loop; or a
+    line tells another unit, or not why there is no time."""
     table = dict(TUNED)
     seen: list[Any] = []
     lane = SimpleNamespace(num_built=0)
@@ -88,6 +91,11 @@ def test_the_table_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
     }
     args.seconds = -1.0
     assert judge_skinny.Steps(engine, changes, args).ms("table", []) is None
+    assert capsys.readouterr().out.splitlines() == [
+        *(f"{name:40} 5.0000 ms step_p50_ms" for name in ("o", "none")),
+        *(f"{name}: out of shared memory" for name in ("new", "o+new")),
+        "table: no time left",
+    ]
 
 
 def test_first_tokens_are_of_the_chunk_captured_again(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -385,7 +385,7 @@ def test_what_judges_times_runs_alone(
 
 def test_what_follows_all_options_is_last(tmp_path: Path) -> None:
     """Bug: the commit stands behind a job's dashes: pytest takes it for its own, and no test runs
-    on a machine whose time is spent."""
+    on a machine whose time is spent; or the log has another command than the one that ran."""
     write = "import json, pathlib, sys; pathlib.Path(sys.argv[2]).write_text(json.dumps(sys.argv))"
     tail = ("--", "-m", "gpu")
     job = measure.Job((sys.executable, "-c", write), output="--out", folder="--keep", tail=tail)
@@ -393,3 +393,5 @@ def test_what_follows_all_options_is_last(tmp_path: Path) -> None:
     stored = tmp_path / "a.json"
     options = ["--out", str(stored), "--keep", str(tmp_path / "a"), "--commit", "abc"]
     assert json.loads(stored.read_text())[1:] == [*options, *tail]
+    typed = " ".join([*job.command, *options, *tail])  # to be typed again from the log
+    assert (tmp_path / "a.log").read_text() == f"{typed}\n"

@@ -268,7 +268,7 @@ def test_refusals(
 def test_a_budget_that_was_tried_does_not_stay(monkeypatch: pytest.MonkeyPatch) -> None:
     """Bug: a long prompt comes in beside every later part's steps as the last of `join`'s budgets
     has it, also where one of them failed; or that budget is what the bars judge, or of its gaps
-    another than the longest."""
+    another than the longest; or the prompt is told as long as its answer."""
 
     @dataclass(frozen=True)
     class Config:
@@ -294,7 +294,9 @@ def test_a_budget_that_was_tried_does_not_stay(monkeypatch: pytest.MonkeyPatch) 
         return gaps | {"first_token_ms": tried[-1] / 128}
 
     monkeypatch.setattr(request_joins, "join_beside", beside)
-    assert request_joins.join(m)["budget_1024"]["over_alone_ratio"] == 4
+    numbers = request_joins.join(m)
+    assert numbers["alone"] == {"num_prompt_tokens": 8, "first_token_ms": 2.0}
+    assert numbers["budget_1024"]["over_alone_ratio"] == 4
     assert [bar.measured for bar in m.bars.values()] == [1, 2]
     assert tried == [512, 256, 1024] and m.loop.config is asked
     m.budgets = [0]

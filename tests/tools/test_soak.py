@@ -158,7 +158,7 @@ def test_what_allocators_take_at_first_is_no_leak(monkeypatch: pytest.MonkeyPatc
     idle: Any = Idle()
     lines: list[str] = []
     numbers = soak_tool._run(idle, 1000, lines.append, is_hybrid=False)
-    assert len(lines) == 10 and lines[0].endswith("100.0 MiB")
+    assert len(lines) == 10 and lines[0] == "   100 steps, 0 requests, 100.0 MiB"
     told = {name: n >> 20 for name, n in numbers.items() if name.endswith("_bytes")}
     assert told == {
         "rss_settled_bytes": 300,

@@ -1,0 +1,66 @@
+"""What tools/record_tests.py stores of a run, and what it prints of a failure."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from tools import record_tests
+
+
+def test_what_is_stored_of_a_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Bug: the file has the ids of all tests in the place of what was typed, or a test is in
+    another list than it belongs to."""
+    outcomes = {"a.py::b": "PASSED", "a.py::d": "FAILED", "a.py::c": "ERROR", "a.py::s": "SKIPPED"}
+    reasons = {"a.py::d": "RuntimeError: why", "a.py::c": "no fixture"}
+    ran = record_tests.Ran(outcomes, reasons, "the end of a log")
+    monkeypatch.setattr(record_tests, "collect", lambda arguments: [*outcomes, "a.py::x"])
+    monkeypatch.setattr(record_tests, "run", lambda *arguments: ran)
+    monkeypatch.setattr(record_tests, "time", SimpleNamespace(monotonic=lambda: 3.0))
+    typed = f"record_tests.py --jobs 2 --commit abc --out {tmp_path / 'r.json'} -- -m gpu"
+    monkeypatch.setattr(sys, "argv", typed.split())
+    with pytest.raises(SystemExit, match="1"):
+        record_tests.main()
+    shown, last = capsys.readouterr().out.splitlines()
+    stored = json.loads((tmp_path / "r.json").read_text())
+    assert shown == "the end of a log" and stored["numbers"] == json.loads(last)
+    assert stored["numbers"] == {
+        "num_selected": 5,
+        "num_passed": 1,
+        "num_failed": 2,
+        "num_skipped": 1,
+        "num_unfinished": 1,
+        "wall_s": 0.0,
+    }
+    assert (stored["kind"], stored["environment"]["commit"]) == ("tests", "abc")
+    assert stored["config"] == {
+        "pytest": ["-m", "gpu"],
+        "jobs": 2,
+        "failed": ["a.py::c", "a.py::d"],
+        "reasons": reasons,
+        "unfinished": ["a.py::x"],
+    }
+
+
+@pytest.mark.parametrize(
+    ("longrepr", "reason"),
+    [
+        ("def test():\n>   assert a == b\nE   assert 1 == 2\nE    +  where 1 = a", "assert 1 == 2"),
+        ("file a.py, line 3\nfixture 'gone' not found", "fixture 'gone' not found"),
+        ("", ""),
+    ],
+)
+def test_why_a_test_failed(longrepr: str, reason: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Bug: of a failure its last remark is told, which says nothing without its first."""
+    for failed in (False, True):
+        report = SimpleNamespace(failed=failed, longrepr=longrepr, nodeid="a.py::b")
+        record_tests.pytest_runtest_logreport(report)
+        told = capsys.readouterr().out
+        assert record_tests.REASON.findall(told) == [("a.py::b", reason)] * failed
+        assert longrepr in told or not failed

@@ -136,16 +136,16 @@ def test_prefills_on_the_cpu(tmp_path: Path) -> None:
         (["--keep", "text.sqlite/x"], "--keep text.sqlite/x: cannot be made"),
         (["--read-gbps", "nan"], "nan: pass a finite number"),
         (["--read-gbps", "inf"], "inf: pass a finite number"),
-        (["--tool", "nsys", "--device", "cpu"], "records a GPU"),
+        (["--tool", "nsys", "--device", "cpu"], "--tool nsys records a GPU and torch sees none"),
         (["--num-steps", "100000", "--device", "cpu"], "lower --num-steps"),
         (["no-such-model"], "no such model directory"),
-        (["--inside", "facts.json", "--device", "cpu"], "records a GPU"),
+        (["--inside", "facts.json", "--device", "cpu"], "--inside is for the child that nsys"),
     ],
 )
 def test_refusals(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], message: str
 ) -> None:
-    """Bug: a traceback, or a refusal that does not say what to do."""
+    """Bug: a traceback, or a refusal that does not say what to do, or of which option."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PATH", str(tmp_path))
     Path("empty.nsys-rep").touch()

@@ -117,6 +117,17 @@ def test_an_export_with_foreign_values_is_refused(tmp_path: Path, statement: str
         report(nsys.read_export(path))
 
 
+def test_a_foreign_value_is_shown(tmp_path: Path) -> None:
+    """Bug: the refusal shows another column's value than the one that is none of nsys's."""
+    path = exports.write_export(tmp_path / "a.sqlite")
+    with closing(sqlite3.connect(path)) as connection:
+        connection.execute("UPDATE CUPTI_ACTIVITY_KIND_KERNEL SET end = 'late'")
+        connection.commit()
+    told = r"a\.sqlite: table CUPTI_ACTIVITY_KIND_KERNEL has 'late' for end; pass an export"
+    with pytest.raises(ValueError, match=told):
+        nsys.read_export(path)
+
+
 @pytest.mark.parametrize("kind", ["empty", "flipped", "cut"])
 def test_a_damaged_export_is_refused(tmp_path: Path, kind: str) -> None:
     """Bug: a download that broke off ends in zlib's traceback, or, unpacked to nothing, in "out of

@@ -101,12 +101,16 @@ def test_a_run_has_the_limits_that_were_asked_for(
 
 
 @pytest.mark.parametrize("env", ["older=/x", "oldest=", "oldest"])
-def test_environments_that_are_not_understood(env: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bug: a misspelt environment is left out, and another is installed for half an hour."""
+def test_environments_that_are_not_understood(
+    env: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Bug: a misspelt environment is left out, and another is installed for half an hour; or what
+    was typed is not told."""
     monkeypatch.setattr(sys, "argv", ["check_versions.py", "--env", env])
     with pytest.raises(SystemExit) as ended:
         check_versions.main()
     assert ended.value.code == 2
+    assert f"--env {env}: pass oldest=FOLDER or newest=FOLDER" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("name", "code"), [("num_unfinished", 1), ("num_skipped", 0)])

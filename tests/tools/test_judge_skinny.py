@@ -98,9 +98,11 @@ def test_the_table_comes_back(
     ]
 
 
-def test_first_tokens_are_of_the_chunk_captured_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_first_tokens_are_of_the_chunk_captured_again(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Bug: the old graph is timed, or that of a chunk which these prompts do not take; a prompt
-    that fills its chunk is among them."""
+    that fills its chunk is among them; or of a longer one another length is told."""
     captured: list[Any] = []
 
     def run_prefill(engine: Any, case: Any, rates: Any) -> Any:
@@ -126,10 +128,13 @@ def test_first_tokens_are_of_the_chunk_captured_again(monkeypatch: pytest.Monkey
     assert list(steps.numbers["new"]) == ["first_p50_ms", "ttft_p50_ms", "host_p50_ms"]
     args.input_len = 300
     assert steps.ms("new", ["new"]) is None and captured[4:] == ["reset"]
+    told = "new: --input-len 300: no chunk of a fixed size holds such a prompt"
+    assert capsys.readouterr().out.splitlines()[-1] == told
 
 
 def test_changes_are_read(tmp_path: Path) -> None:
-    """Bug: a null that does not take an entry out, or a typing mistake that is told by a trace."""
+    """Bug: a null that does not take an entry out, or a typing mistake that is told by a trace,
+    or not as it was typed."""
     path = tmp_path / "changes.json"
     path.write_text(json.dumps({"o": {str(KEY): list(CONFIG), str(OTHER): None}}))
     assert judge_skinny.read_changes(path) == {"o": {KEY: CONFIG, OTHER: None}}
@@ -143,6 +148,11 @@ def test_changes_are_read(tmp_path: Path) -> None:
         path.write_text(text)
         with pytest.raises(ValueError, match=r"changes\.json: no changes of the table"):
             judge_skinny.read_changes(path)
+    path.write_text('{"o": {"[1, 2,3,4]": null}}')
+    with pytest.raises(
+        ValueError, match=r"\('\[1, 2,3,4\]' is not \(E, D, bytes of a weight, T\)\)"
+    ):
+        judge_skinny.read_changes(path)
 
 
 def test_what_was_kept_is_stored(

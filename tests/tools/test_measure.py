@@ -204,6 +204,7 @@ def is_running(pid: int) -> bool:
     ("tool", "arguments", "message"),
     [
         ("measure", ["--out", "file", "4b-modes"], "--out file"),
+        ("measure", ["--out", ".", "4b-modes", "4b"], "no such job: ['4b']; see --list"),
         ("measure", ["--out", ".", "--seconds", "nan", "4b-modes"], "--seconds nan"),
         ("record_tests", ["--jobs", "0"], "--jobs 0"),
         ("record_tests", ["--timeout", "nan"], "--timeout nan"),

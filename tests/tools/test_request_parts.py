@@ -123,6 +123,19 @@ def test_what_is_promised_beside_a_busy_thread(monkeypatch: pytest.MonkeyPatch) 
     assert m.bars == {"busy_p99_over_p50": request_parts.Bar(1.0, at_most=1.1)}
 
 
+def test_a_generation_that_is_too_short_to_be_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: the refusal tells how many steps were wanted as those that there were."""
+    steps = [TimedStep(1.0, 0.5, 2)] * 4
+    monkeypatch.setattr(request_parts, "timed_steps", lambda loop, requests: iter(steps))
+    request = SimpleNamespace(output_ids=[1] * 9)
+    loop = SimpleNamespace(block=1, reset=lambda: None, submit=lambda *_, **__: request)
+    engine: Any = SimpleNamespace(built=SimpleNamespace(loop=loop))
+    m: Any = SimpleNamespace(random_ids=lambda count: [1] * count)
+    told = "^a generation of 9 tokens has 4 steps, of which 6 do not count; raise --max-model-len$"
+    with pytest.raises(ValueError, match=told):
+        request_parts.run_steps(m, engine, 3, {})
+
+
 def test_a_text_s_first_call_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
     """Bug: the first text of a length, which meets what is not warm, is in the medians; or what
     encoding takes is no part of the first token's time."""

@@ -106,10 +106,11 @@ def test_a_run_that_fails_ends_the_comparison(tmp_path: Path) -> None:
         side_by_side.run(tmp_path, ["bench"], tmp_path, out)
 
 
-def test_no_run_is_no_comparison(tmp_path: Path) -> None:
-    """Bug: both sides run for minutes before there is no median."""
+def test_no_run_is_no_comparison(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Bug: both sides run for minutes before there is no median, or another number is refused."""
     with pytest.raises(SystemExit, match="2"):
         side_by_side.main(["--before", str(tmp_path), "--out", "ab.json", "--runs", "0", "bench"])
+    assert "--runs 0: there is a median of 1 or more" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("side", ["--before", "--after"])

@@ -136,10 +136,11 @@ class Idle:
 
 
 @pytest.mark.parametrize(
-    ("read", "message"), [("rss_bytes", "the process grew by"), ("gpu_bytes", "GPU memory grew by")]
+    ("read", "message"),
+    [("rss_bytes", "the process grew by 128.0 MiB"), ("gpu_bytes", "GPU memory grew by 128.0 MiB")],
 )
 def test_it_notices_growth(read: str, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bug: a soak that cannot fail where memory is lost."""
+    """Bug: a soak that cannot fail where memory is lost, or that tells how much in another unit."""
     sizes = iter(range(100 << 20, 99 << 30, 64 << 20))
     monkeypatch.setattr(soak_tool, read, lambda: next(sizes))
     idle: Any = Idle()

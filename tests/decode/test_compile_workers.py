@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
+from concurrent.futures import wait as wait_for
 from functools import partial
 from types import SimpleNamespace
 from typing import NamedTuple
@@ -88,14 +90,17 @@ def test_what_a_process_fails_at_is_compiled_here(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """Bug: a process that fails, or none at all, ends the start, or leaves a kernel to the thread
-    that launches it, one after another, without a caller who is told why it cannot be compiled."""
+    that launches it, one after another, without a caller who is told why it cannot be compiled; or
+    the log counts kernels that are there among those that failed."""
     caplog.set_level("INFO")
     if not has_processes:
         monkeypatch.setattr(compile_ahead, "compile_workers", lambda seconds: None)
     with Workers() as workers, CompileAhead(asked.runs("af"), workers) as ahead:
         ahead.wait()
     assert sorted(asked.here) == [b"a", b"f"]
-    assert ("no room" if has_processes else "no processes") in caplog.text
+    told = "1 kernels are compiled here: no room"
+    told = told if has_processes else "2 kernels are compiled here: there are no processes"
+    assert told in caplog.messages
 
 
 def test_kernels_of_later_runs_are_not_waited_for(asked: Asked) -> None:
@@ -112,6 +117,35 @@ def test_kernels_of_later_runs_are_not_waited_for(asked: Asked) -> None:
             assert not ahead.has_ended()
             ahead.wait()  # its time is over, so it is compiled here
     assert asked.submitted == [b"a", b"x"] and asked.here == [b"x", b"a"]
+
+
+def test_kernels_under_way_are_no_end(asked: Asked) -> None:
+    """Bug: what is guessed ahead ends as soon as all kernels are asked for, while the start waits
+    for them with nothing to do."""
+    with Workers() as workers, CompileAhead(asked.runs("x"), workers) as ahead:
+        wait_for(ahead._runs)
+        assert asked.ended == [b"x"] and not ahead.has_ended()
+        ahead.wait()
+        assert ahead.has_ended()
+
+
+def test_a_start_that_ends_waits_for_no_process(
+    asked: Asked, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bug: a start that fails, or has measured its blocks, waits for a kernel that is still under
+    way, up to two minutes."""
+    begun, under_way = threading.Event(), Future[None]()
+
+    def submit(function: object, job: bytes) -> Future[None]:
+        begun.set()
+        return under_way
+
+    monkeypatch.setattr(compile_ahead, "compile_workers", lambda seconds: submit)
+    with Workers() as workers:
+        kernel = workers.ask(b"x")
+        assert begun.wait(10)
+    assert not kernel.done()
+    under_way.set_result(None)
 
 
 def test_without_processes_threads_compile(asked: Asked) -> None:

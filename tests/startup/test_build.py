@@ -179,3 +179,17 @@ def test_float16_is_refused_and_converted(tmp_path: Path) -> None:
             assert target_weights.embed_VD.dtype == kind
     with pytest.raises(ValueError, match=r"dtype is 'float16'.*bfloat16, float32"):
         Engine.from_pretrained(target, drafter, dtype="float16")
+
+
+def test_how_long_plain_decode_takes_to_build(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Bug: the log tells milliseconds as seconds, so a fall back to plain decode seems to cost
+    half an hour."""
+    caplog.set_level("INFO", logger=decoding.__name__)
+    clock = SimpleNamespace(perf_counter=iter([3.0, 5.25]).__next__)
+    monkeypatch.setattr(decoding, "time", clock)
+    asked = {"buckets": (1,), "max_model_len": 64, "device": "cpu", "prepare_plain_decode": True}
+    Engine.from_pretrained(TINY_TARGET, "ngram", **asked).close()
+    told = [record.getMessage() for record in caplog.records if record.name == decoding.__name__]
+    assert told == ["plain decode built in 2.25 s"]

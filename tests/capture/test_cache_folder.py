@@ -108,6 +108,16 @@ def test_what_others_can_write(tmp_path: Path, opening: str) -> None:
     assert others_can_write(tmp_path)
 
 
+@needs_root
+def test_why_a_folder_is_not_ours(tmp_path: Path) -> None:
+    """Bug: the mode that a user is to change is shown with what kind of file it is, or the owner
+    is another one."""
+    tmp_path.chmod(0o1777)
+    assert others_can_write(tmp_path) == "can be written by others (mode 1777)"
+    give_away(tmp_path)
+    assert others_can_write(tmp_path) == "belongs to user 12345"
+
+
 def test_a_group_that_we_are_also_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Bug: what a group of ours may write is trusted, though others are in it with us."""
     group = tmp_path.stat().st_gid

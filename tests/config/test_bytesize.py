@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from graphengine.config.bytesize import parse_bytes
+from graphengine.config.bytesize import format_bytes, parse_bytes
 
 GIB = 1 << 30
 
@@ -36,3 +36,21 @@ def test_bad_sizes(text: Any) -> None:
     """Bug: nonsense becomes a pool of zero or of infinite size."""
     with pytest.raises(ValueError, match=r"size is .*2GiB"):
         parse_bytes("size", text)
+
+
+def test_shown_sizes() -> None:
+    """Bug: sizes in tables have two digits or four, or a unit too small or too large."""
+    sizes = [0, 512, 1023, 1024, 45 << 20, 1.5 * GIB, 10 * GIB, 99 * GIB, 100 * GIB, 2 << 40, -GIB]
+    assert [format_bytes(size) for size in sizes] == [
+        "0 B",
+        "512 B",
+        "1023 B",
+        "1.00 KiB",
+        "45.0 MiB",
+        "1.50 GiB",
+        "10.0 GiB",
+        "99.0 GiB",
+        "100 GiB",
+        "2.00 TiB",
+        "-1.00 GiB",
+    ]

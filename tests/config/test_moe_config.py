@@ -19,6 +19,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"num_experts_per_tok": None, "experts_per_token": 2},
         "no num_experts_per_tok, which is never guessed",
     ),
+    "more than there are": (
+        {"num_experts_per_tok": 9},
+        "num_experts_per_tok holds a number past 8; the file is damaged",
+    ),
     "no width": ({"intermediate_size": None}, "no intermediate_size"),
     "limit": ({"swiglu_limit": "seven"}, "swiglu_limit is 'seven', expected a number"),
     "negative": ({"swiglu_limit": -7.0}, "swiglu_limit is -7.0, expected at least 0"),
@@ -32,7 +36,8 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_configs_refused(name: str) -> None:
     """Bug: a key that changes the result is not read, or of two that disagree one is taken, or a
-    name that transformers does not know: without num_experts_per_tok it takes 4."""
+    name that transformers does not know: without num_experts_per_tok it takes 4; or a row that
+    takes more experts than there are ends in a traceback of the first step."""
     change, message = REFUSED[name]
     with pytest.raises(ValueError, match=message):
         MoeConfig.from_raw(RawConfig(VALUES | change, "config.json"), KEYS)

@@ -199,3 +199,34 @@ def test_a_mapping_that_changes_later() -> None:
     asked["messages"], biases[7] = False, 1e9
     assert sampling.chat_template_kwargs == {"enable_thinking": True}
     assert sampling.logit_bias == {5: 1.0}
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "value", "told"),
+    [
+        (Options, "compile", 1, "True or False (default: on a GPU only)"),
+        (
+            Options,
+            "dtype",
+            "float16",
+            "one of auto, bfloat16, float32 (default: bfloat16 on a GPU, float32 on the CPU)",
+        ),
+        (
+            Options,
+            "page_size",
+            0,
+            "an integer from 1 up (default: 16, with our own attention (triton) 128)",
+        ),
+        (Options, "gpu_memory_utilization", 1.5, "a number 0 < x <= 1"),
+        (Options, "acceptance_floor", -1, "a number from 0 up"),
+        (Options, "simulate_acceptance", "2", "a number (default: off)"),
+        (SamplingParams, "logprobs", -1, "an integer from 0 up (default: none)"),
+        (SamplingParams, "presence_penalty", 3, "a number -2 <= x <= 2"),
+    ],
+)
+def test_what_was_expected(kind: type, name: str, value: object, told: str) -> None:
+    """Bug: a refusal names None or auto as the default, another range than what is allowed, or a
+    limit that is out of the range itself as in it."""
+    with pytest.raises(ValueError, match=name) as refused:
+        kind(**{name: value})
+    assert str(refused.value) == f"{name} is {value!r}; expected {told}"

@@ -135,15 +135,18 @@ def test_waiting_requests_start_in_order(pair: tuple[Path, Path]) -> None:
 
 
 def test_too_large_for_the_pool_is_refused(pair: tuple[Path, Path]) -> None:
-    """Bug: a request that no empty pool can hold waits for ever, and all behind it."""
+    """Bug: a request that no empty pool can hold waits for ever, and all behind it; or it is told
+    what others leave of the pool as all of it."""
     with Engine.from_pretrained(
         *pair, buckets=(1,), page_size=2, max_model_len=48, device="cpu"
     ) as engine:
         loop = engine.built.loop
-        loop.holdings.allocator = PrefixCache(9, 2)
+        allocator = loop.holdings.allocator = PrefixCache(9, 2)
+        others = allocator.allocate(3)
         message = r"1 prompt and 40 new tokens need 23 pages of 2 tokens, the pool has 8; .*memory"
         with pytest.raises(ValueError, match=message):
             loop.submit([3], 40, frozenset())
+        allocator.free(others)
         assert not loop.has_work
         assert len(engine.generate([3], max_new_tokens=11, ignore_eos=True)[0].token_ids) == 11
 

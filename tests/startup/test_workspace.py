@@ -20,6 +20,7 @@ from graphengine.decode.attention import (
 )
 from graphengine.decode.chunk_sizes import LONG_SIZES, PAIRED_SIZES
 from graphengine.decode.fixed_chunk import FixedChunk
+from graphengine.decode.flashinfer_attention import FLOAT_WORKSPACE_BYTES
 from graphengine.startup.build import read_configs
 from graphengine.startup.memory import plan_memory
 from graphengine.startup.workspace import (
@@ -90,6 +91,26 @@ def test_scratch_of_every_window() -> None:
         assert scratch(target) == 2 * scratch(whole) > 0
     more = shared_scratch_bytes(ON_GPU, target) - shared_scratch_bytes(ON_GPU, whole)
     assert more == FLASHINFER_WRAPPER_BYTES
+
+
+def test_scratch_of_who_plans() -> None:
+    """Bug: where FlashInfer runs prefills alone, or steps alone, its scratch is planned twice, or
+    the memory that a capture needs is the pool's."""
+    target, _ = read_configs("qwen3-8b", None)
+    planned = {
+        (prefills, decodes): shared_scratch_bytes(
+            replace(ON_GPU, prefill_attention_backend=prefills, attention_backend=decodes), target
+        )
+        for prefills in ("flashinfer", "triton")
+        for decodes in ("flashinfer", "triton")
+    }
+    space = FLOAT_WORKSPACE_BYTES
+    assert planned == {
+        ("flashinfer", "flashinfer"): 2 * space + FLASHINFER_WRAPPER_BYTES,
+        ("flashinfer", "triton"): space + FLASHINFER_WRAPPER_BYTES,
+        ("triton", "flashinfer"): space,
+        ("triton", "triton"): 0,
+    }
 
 
 def test_masks_of_every_window(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -132,6 +132,40 @@ def test_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     assert compiling.cache_counts() == compiling.CacheCounts(num_hits=3, num_misses=5)
 
 
+@pytest.mark.parametrize("num_damaged", [0, 1])
+def test_what_cannot_be_compiled_ahead(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, num_damaged: int
+) -> None:
+    """Bug: a segment that torch cannot compile ahead of time ends the start, or the log has all of
+    a compiler's output but the reason; or what failed of a damaged file is not tried again."""
+    failures = ["out of registers\nsource: 900 lines"]
+
+    def compile_ahead_of_time(ahead: object, arguments: object) -> str:
+        if failures:
+            raise RuntimeError(failures.pop())
+        return "compiled"
+
+    monkeypatch.setattr(compiling, "_MADE", {})
+    monkeypatch.setattr(compiling, "drop_damaged", lambda *folders: num_damaged)
+    monkeypatch.setattr(torch, "compile", lambda function, **options: function)
+    monkeypatch.setattr(compiling.precompiled, "are_kept", lambda: True)
+    monkeypatch.setattr(compiling.precompiled, "find", lambda key, namespace: None)
+    kept: list[object] = []
+    monkeypatch.setattr(compiling.precompiled, "keep", lambda key, made: kept.append(made))
+    monkeypatch.setattr(torch_internals, "compile_ahead_of_time", compile_ahead_of_time)
+    monkeypatch.setattr(torch_internals, "callable_of", lambda made: lambda x: x * 20)
+    monkeypatch.setattr(torch_internals, "forget_failures", lambda: None)
+    (segment,) = compiling.compile_segments([scaled_by_a_table])
+    if num_damaged:
+        assert segment(torch.ones(1)).item() == 20 and kept == ["compiled"]
+        assert not caplog.messages
+        return
+    assert segment(torch.ones(1)).item() == FACTOR and not kept
+    assert caplog.messages == [
+        "scaled_by_a_table cannot be compiled for later starts as well: out of registers"
+    ]
+
+
 @pytest.mark.slow
 @needs_compiler
 @pytest.mark.usefixtures("folder")

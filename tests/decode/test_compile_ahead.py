@@ -285,16 +285,24 @@ def test_threads_take_turns_while_a_start_lasts(
 
 @pytest.mark.parametrize("missing", ["nothing", "segment", "kernel"])
 def test_what_is_kept_is_run_and_no_more(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, missing: str
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    missing: str,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     """Bug: a start that finds all in its caches runs everything once more to find out; or one that
     does not compiles on, one segment and kernel after another; or what it refused counts as
-    compiled, or is refused for ever."""
+    compiled, or is refused for ever, or is not named in the log."""
+    caplog.set_level("INFO", logger=compile_ahead.__name__)
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(compiling, "_MADE", {})
     monkeypatch.setattr(torch, "compile", lambda function, **options: function)
     monkeypatch.setattr(compiling.precompiled, "are_kept", lambda: False)
-    (segment,), done = compiling.compile_segments([lambda x: x + 1]), list[object]()
+
+    def add_one(x: torch.Tensor) -> torch.Tensor:
+        return x + 1
+
+    (segment,), done = compiling.compile_segments([add_one]), list[object]()
     before, named = compiling.cache_counts(), {"target": "sm_90"}
     monkeypatch.setattr(compile_worker, "compiled_before", lambda src, **_: None)
     monkeypatch.setattr(compile_worker, "job_of", lambda src, named: b"job")
@@ -310,6 +318,8 @@ def test_what_is_kept_is_run_and_no_more(
 
     assert compile_ahead.run_kept(work) is (missing == "nothing")
     assert done == ["begun", "ended"][: 1 + (missing == "nothing")]
+    told = {"nothing": None, "segment": add_one.__qualname__, "kernel": "a kernel"}[missing]
+    assert caplog.messages == [f"compiling ahead: {told} is not kept"] * (told is not None)
     assert compiling.cache_counts() == before
     assert segment(torch.ones(2)).tolist() == [2, 2]
     assert compiling.cache_counts().since(before) == (0, 1)

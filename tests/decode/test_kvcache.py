@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +27,7 @@ from graphengine.config.draft import DraftConfig
 from graphengine.config.model import ModelConfig
 from graphengine.config.rope import RopeConfig
 from graphengine.decode.kvcache import NULL_PAGE, PageAllocator, make_pool, page_bytes, pages_for
+from graphengine.decode.prefix_cache import PrefixCache
 from tests.support.checkpoints import make_drafter, make_target
 from tests.support.examples import examples
 
@@ -54,6 +57,18 @@ def test_pool_layout_and_bytes() -> None:
     assert pool.numel() * 2 == 7 * page_bytes(MODEL, 4, 2)
     assert (pool[:, :, NULL_PAGE] == 0).all()
     assert [pages_for(n, 4) for n in (0, 1, 4, 5, 8, 9)] == [0, 1, 1, 2, 2, 3]
+
+
+@pytest.mark.parametrize("kind", [PageAllocator, partial(PrefixCache, page_size=4)])
+def test_what_is_told_where_pages_lack(kind: Callable[[int], PageAllocator]) -> None:
+    """Bug: a defect in the reservation is told with a page that nobody can have, or as if all were
+    free."""
+    allocator = kind(6)
+    allocator.allocate(2)
+    with pytest.raises(MemoryError, match=r"^4 pages asked, 3 of 5 free$"):
+        allocator.allocate(4)
+    with pytest.raises(ValueError, match=r"^a pool of 1 pages holds no request; at least 2 are"):
+        kind(1)
 
 
 class AllocatorMachine(RuleBasedStateMachine):

@@ -198,6 +198,19 @@ def test_noise_only_adds(monkeypatch: pytest.MonkeyPatch) -> None:
     assert width.step_s == EXPERTS | {2: EXPERTS[4]}
 
 
+def test_each_bucket_is_told(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Bug: the log has one bucket's choice again for each of the others."""
+    caplog.set_level("INFO")
+    faked(monkeypatch, EXPERTS | {32: 30.0})
+    loaded = unloaded(15)
+    loaded.config.buckets = (1, 2)
+    one, two = draft_width.measure_widths(loaded)
+    assert (one.bucket, two.bucket) == (1, 2)
+    assert caplog.messages == [one.line(), two.line()]
+
+
 def test_a_start_heeds_the_floor(monkeypatch: pytest.MonkeyPatch) -> None:
     """Bug: a start chooses a block that cannot reach --acceptance-floor, and every run warns."""
     faked(monkeypatch, EXPERTS)

@@ -287,7 +287,7 @@ REFUSED: dict[str, tuple[Json, str]] = {
     ),
     "same-taps": (
         {**SPECULATORS, "aux_hidden_state_layer_ids": [2, 2]},
-        "duplicates",
+        r"aux_hidden_state_layer_ids \[2, 2\] has duplicates",
     ),
     "no-mask": ({**SPECULATORS, "mask_token_id": None}, "no mask_token_id"),
     "no-block": ({**SPECULATORS, "block_size": None}, "no block_size"),

@@ -130,7 +130,7 @@ BROKEN: dict[str, tuple[Callable[[Tensors], Any], str]] = {
     ),
     "one-past-the-end": (
         lambda t: t.update(d2t=torch.tensor([5, 2, 248, VOCAB - 3])),
-        f"ids 3 .. {VOCAB}, outside",
+        f"ids 3 .. {VOCAB}, outside the target's vocabulary of {VOCAB};",
     ),
     "negative": (lambda t: t.update(d2t=torch.tensor([-1, 2, 3, 4])), "ids -1 .. "),
     "t2d-of-another": (

@@ -163,7 +163,7 @@ def test_published_files(tmp_path: Path) -> None:
     ("change", "text"),
     [
         ({"rope_parameters": None}, "rope_theta"),
-        ({"rope_parameters": {"rope_theta": 1e7, "partial_rotary_factor": 1.5}}, "a share of a"),
+        ({"rope_parameters": {"rope_theta": 1e7, "partial_rotary_factor": 1.5}}, "factor is 1.5,"),
         ({"attn_output_gate": False}, "attn_output_gate false"),
         ({"output_gate_type": "sigmoid"}, "output_gate_type 'sigmoid'"),
         ({"linear_conv_kernel_dim": 3}, "linear_conv_kernel_dim 3"),

@@ -224,3 +224,37 @@ def test_unknown_choices_are_refused(options: dict[str, Any]) -> None:
     ((name, value),) = options.items()
     with pytest.raises(ValueError, match=f"{name} is {value!r}; expected one of"):
         Engine.from_pretrained(TINY_TARGET, **options)
+
+
+def test_what_drawn_acceptance_leaves_out() -> None:
+    """Bug: who loads an engine with an option that needs real acceptance is told to leave out the
+    flag of another one."""
+    pair, told = read_configs(TINY_TARGET, TINY_DRAFT), list[str]()
+    asked: list[dict[str, Any]] = [
+        {"sampling": True},
+        {"adjustments": True},
+        {"max_logprobs": 1},
+        {"structured_outputs": True},
+    ]
+    for options in asked:
+        with pytest.raises(ValueError, match="acceptance") as refused:
+            resolve_options(Options(device="cpu", simulate_acceptance=2.0, **options), *pair)
+        told.append(str(refused.value))
+    begin = "needs real acceptance; leave out --simulate-acceptance or"
+    assert told == [
+        f"sampling {begin} --temperature",
+        f"adjustments {begin} penalties, --logit-bias, --bad-words and --min-tokens",
+        f"max_logprobs {begin} --logprobs and --prompt-logprobs",
+        f"structured_outputs {begin} --json-schema, --regex, --choice and --grammar",
+    ]
+
+
+def test_numbers_for_buckets_that_repeat() -> None:
+    """Bug: who names a bucket twice and two numbers is told that there are two buckets."""
+    asked = Options(device="cpu", buckets=(4, 4, 8), num_speculative_tokens=(7, 3))
+    with pytest.raises(ValueError, match="num-speculative-tokens") as refused:
+        resolve_options(asked, *read_configs(TINY_TARGET, TINY_DRAFT))
+    assert str(refused.value) == (
+        "--num-speculative-tokens 7,3: 2 numbers for 3 buckets; pass one for all, or one for each "
+        "in the order of --bucket"
+    )

@@ -62,6 +62,28 @@ def test_two_ends_of_one_captured_chain() -> None:
         assert [call.name for call in chosen.calls] == names
 
 
+@pytest.mark.parametrize("left", ["x", "y"])
+def test_an_end_hands_nothing_on(left: str) -> None:
+    """Bug: a tail is captured with what one of the ends has left, and reads it behind another; or
+    what follows continues the end and not the tail."""
+    graph = Graph(cast(Any, SimpleNamespace(replay=int)), 0, 0)
+    pool: Any = SimpleNamespace(
+        capture=lambda steps, carry, have_run: (graph, run_chain(steps, carry))
+    )
+
+    def step(name: str) -> Dense:
+        return Dense(name, lambda carry: (torch.zeros(1),) if name == left else ())
+
+    ends, tail = {name: [step(name)] for name in "xy"}, [step("tail")]
+    with pytest.raises(AssertionError):
+        capture_ends("step", [step("head")], ends, tail, (), pool, whole=False)
+    runners = capture_ends("step", [step("head")], ends, [], (), pool, whole=False)
+    assert [len(runner.carry) for runner in runners.values()] == [left == "x", left == "y"]
+    ends = {"x": [step("a")], "y": [step("b")]}
+    runners = capture_ends("step", [], ends, [step(left)], (), pool, whole=False)
+    assert [len(runner.carry) for runner in runners.values()] == [1, 1]
+
+
 def test_steps_that_have_run_are_warm() -> None:
     """Bug: a chunk of 4,096 rows runs once more at each start for the sake of an end whose steps
     have all run; or an end with a step of its own is recorded before that has run."""

@@ -63,6 +63,15 @@ def test_draws_are_not_used_up(pair: Pair) -> None:
         assert builder.pair.simulation.step_1.item() == 7
 
 
+def test_seconds_add_up(pair: Pair) -> None:
+    """Bug: what was compiled before buckets are built anew is not in a start's seconds."""
+    with pair.engine(buckets=(1,)) as engine, torch.no_grad():
+        builder = loop_of(engine).first.builder
+        builder.compile_s = 100.0
+        builder.build_ahead([1])
+        assert 100 < builder.compile_s < 160
+
+
 def test_runners_follow_what_they_continue(pair: Pair) -> None:
     """Bug: a tool that runs the stages in the order of a step runs the drafter's first attention on
     nothing: what it continues is the last stage of the step before."""

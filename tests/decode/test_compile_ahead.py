@@ -103,6 +103,22 @@ def test_ctrl_c_while_runs_are_made() -> None:
     assert not any("compile-ahead" in thread.name for thread in threading.enumerate())
 
 
+def test_what_is_left_for_later_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    """Bug: the log has the last operator for the error, and the error for where it was."""
+
+    def run() -> None:
+        torch.zeros(2).add(1)
+        raise ValueError("no memory")
+
+    with CompileAhead([run]) as ahead:
+        ahead.wait()
+    compile_ahead.make_segments([run])
+    assert caplog.messages == [
+        f"some {what} are compiled later: no memory in aten.add.Tensor"
+        for what in ("kernels", "segments")
+    ]
+
+
 def test_what_cannot_be_prepared_ends_no_start(caplog: pytest.LogCaptureFixture) -> None:
     """Bug: memory that a run ahead cannot have, or a bug in it, ends a start that would do."""
     done = []

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
 from functools import partial
 from types import SimpleNamespace
@@ -117,6 +117,30 @@ def test_kernels_of_later_runs_are_not_waited_for(asked: Asked) -> None:
             assert not ahead.has_ended()
             ahead.wait()  # its time is over, so it is compiled here
     assert asked.submitted == [b"a", b"x"] and asked.here == [b"x", b"a"]
+
+
+@pytest.mark.parametrize(
+    ("cores", "jobs", "here"), [(None, 1, 1), (2, 1, 2), (8, 6, 8), (64, 14, 16)]
+)
+def test_how_many_threads(
+    asked: Asked, monkeypatch: pytest.MonkeyPatch, cores: int | None, jobs: int, here: int
+) -> None:
+    """Bug: what Inductor asks its processes for waits behind all of our kernels; or as many threads
+    as cores look for these and take the lock in turn, or two compile what 16 could."""
+    made: list[tuple[str, int]] = []
+
+    def pool(num_threads: int, name: str) -> ThreadPoolExecutor:
+        made.append((name, num_threads))
+        return ThreadPoolExecutor(num_threads, name)
+
+    monkeypatch.setattr(compile_ahead, "ThreadPoolExecutor", pool)
+    monkeypatch.setattr(compile_ahead.os, "cpu_count", lambda: cores)
+    with Workers() as workers, CompileAhead(asked.runs("f"), workers) as ahead:
+        ahead.wait()
+    with CompileAhead([]) as ahead:
+        ahead.wait()
+    ours = "compile-ahead"
+    assert made == [("compile-ahead-jobs", jobs), (ours, 2), (ours, here), (ours, here)]
 
 
 def test_kernels_under_way_are_no_end(asked: Asked) -> None:

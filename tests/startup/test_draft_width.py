@@ -270,6 +270,24 @@ def test_a_real_measurement(tmp_path: Path, kind: str) -> None:
         assert engine.config.num_speculative_tokens == (width.num_draft_tokens,)
 
 
+def test_a_replay_s_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: five replays are told as one, the slowest counts, or slow layers are replayed 25 times
+    for each number of rows, which a start waits for."""
+    now, costs = 0.0, [9.0] + [1e-3] * 5 + [5e-4] * 5 + [3e-3] * 5 + [1e-4] * 10
+
+    def run(*carry: object) -> None:
+        nonlocal now
+        now += costs.pop(0)
+
+    graph = SimpleNamespace(handle=SimpleNamespace(replay=run))
+    pool = SimpleNamespace(capture=lambda steps, carry: (graph, ()))
+    monkeypatch.setattr(draft_width, "GraphPool", lambda: pool)
+    monkeypatch.setattr(draft_width, "time", SimpleNamespace(perf_counter=lambda: now))
+    layer: Any = run
+    assert draft_width._seconds(layer, torch.device("cpu"), True) == pytest.approx(5e-4)
+    assert len(costs) == 10
+
+
 def test_each_kind_counts_its_own_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Bug: every layer of a hybrid is taken to cost what the first one does, or a kind counts
     once."""

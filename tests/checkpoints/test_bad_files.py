@@ -21,6 +21,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from graphengine.api import Engine
+from graphengine.checkpoints.hub import resolve
 from graphengine.checkpoints.sources import Checkpoint
 from graphengine.checkpoints.weights import target_weights
 from graphengine.cli.main import main
@@ -284,3 +285,13 @@ def test_code_beside_the_weights_does_not_run(copies: tuple[Path, Path], tmp_pat
     edit_config(copies[0], lambda values: values | {"auto_map": auto_map}, "tokenizer_config.json")
     opens(*copies)
     assert not mark.exists()
+
+
+def test_a_name_that_is_too_long() -> None:
+    """Bug: of a prompt that is passed as the model's name all is shown, and again in the reason."""
+    with pytest.raises(ValueError, match="too long") as refused:
+        resolve("x" * 301)
+    assert str(refused.value) == (
+        f"{'x' * 297}...: File name too long; pass a directory with config.json, or a hub id "
+        "(owner/name)"
+    )

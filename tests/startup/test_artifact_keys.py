@@ -245,3 +245,23 @@ def test_the_cpu_decides_by_what_it_can(monkeypatch: pytest.MonkeyPatch) -> None
     assert one.startswith("Xeon [") and one == cpu("avx2 sse")
     assert len({one, cpu("sse avx512f"), cpu("sse"), cpu("sse avx2 avx512f")}) == 4
     assert cpu("asimd", key="Features") != cpu("asimd sve", key="Features"), "as ARM's are told"
+
+
+@pytest.mark.parametrize(
+    ("text", "name", "flags"),
+    [
+        (
+            "model name : First\nflags : avx fma\n\nmodel name : Second\nflags : avx\n",
+            "First",
+            ["avx", "fma"],
+        ),
+        ("Features : sve asimd\nFeatures : asimd\n", "unknown", ["asimd", "sve"]),
+    ],
+)
+def test_the_first_cpu_is_told(
+    monkeypatch: pytest.MonkeyPatch, text: str, name: str, flags: list[str]
+) -> None:
+    """Bug: of a machine with several kinds of cores the last one's name and instructions are told,
+    or of one that names no model nothing at all."""
+    monkeypatch.setattr(Path, "read_text", lambda *_, **__: text)
+    assert artifact.platform_parts("cpu")["cpu"] == f"{name} [{artifact._hash(flags)}]"

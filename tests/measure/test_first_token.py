@@ -38,6 +38,7 @@ from graphengine.startup.build import read_configs
 from tests.support.checkpoints import make_drafter, make_target
 
 Bench = Callable[..., Result]
+OF_STEPS = "is of steps, --prefill times none: "
 NO_GPU = Rates(0.0, 0.0)
 RATE = acceptance_rate(2.5, 3)  # of a draft, which is the mean's in a block of 3
 
@@ -136,16 +137,17 @@ def test_a_warm_up_of_no_steps() -> None:
 @pytest.mark.parametrize(
     ("args", "parts"),
     [
-        (["--baseline"], ["--baseline", "--draft none"]),
-        (["--plot", "x.svg"], ["--plot", "--output-json"]),
-        (["--context", "64"], ["--context", "--input-len"]),
-        (["--warmup", "0"], ["--warmup", "one call"]),
+        (["--baseline"], [f"--baseline {OF_STEPS}plain decoding's first token is --draft none's"]),
+        (["--plot", "x.svg"], [f"--plot {OF_STEPS}the table and --output-json have its numbers"]),
+        (["--context", "64"], [f"--context {OF_STEPS}pass the prompt's length as --input-len"]),
+        (["--warmup", "0"], [f"--warmup {OF_STEPS}one call goes before each case"]),
         (["--input-len", "9999"], ["9999 tokens"]),
         (["--input-len", "500", "--output-len", "99"], ["--input-len 500", "--output-len 99"]),
     ],
 )
 def test_refusals(bench: Bench, args: list[str], parts: list[str]) -> None:
-    """Bug: an option that is of steps is ignored, or ends in a traceback."""
+    """Bug: an option that is of steps is ignored, or ends in a traceback; or is said to be of first
+    tokens, or with another option's remedy."""
     done = bench(*args)
     assert done.exit_code == 2, done.output
     text = " ".join(done.stderr.split())

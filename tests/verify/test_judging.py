@@ -80,6 +80,14 @@ def test_nan_fails() -> None:
     assert {"finite", "regret"} <= set(decide(report, Limits()))
 
 
+def test_the_mean_is_of_the_tokens_that_have_a_regret() -> None:
+    """Bug: a token whose logits are NaN counts as one without regret, and lowers the mean."""
+    told = scores([2, 6, 7], [0.5, math.nan, 0.1])
+    report = judge([transcript([5, 6, 7], [1, 2])], [told], 0.2, [])
+    assert (report.num_nonfinite, report.max_regret_nats) == (1, 0.5)
+    assert report.mean_regret_nats == pytest.approx(0.3)
+
+
 def test_acceptance_counts_the_first_prompts_only() -> None:
     """Bug: the floor is compared with other prompts than it was measured on."""
     good, bad = transcript([5] * 5, [1, 4]), transcript([5] * 3, [1, 1, 1])

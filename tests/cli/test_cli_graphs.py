@@ -90,26 +90,30 @@ def test_graphs_on_a_gpu(tmp_path: Path, mode: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("show_all", "sizes", "named"),
+    ("show_all", "counts", "sizes", "named"),
     [
-        (False, ["3.00", "1.50", "1.50"], ["verify.00 .. verify.01", "verify.02", "verify.03"]),
-        (True, ["1.50"] * 4, ["verify.00", "verify.01", "verify.02", "verify.03"]),
+        (False, "211", "3.00 1.50 1.50", ["verify.00 .. verify.01", "verify.02", "verify.03"]),
+        (True, "1111", "1.50 " * 4, ["verify.00", "verify.01", "verify.02", "verify.03"]),
     ],
 )
 def test_equal_graphs_share_a_line_unless_all_are_asked_for(
-    show_all: bool, sizes: list[str], named: list[str]
+    show_all: bool, counts: str, sizes: str, named: list[str]
 ) -> None:
     """Bug: 36 equal layers fill the screen, and --all joins them; a line has one graph's memory,
-    the pool's for what is alive in it, or not in MB; or it does not say which graphs it is of, or
-    is of other kernels or shapes too."""
+    the pool's for what is alive in it, or not in MB; or it does not say which graphs it is of, how
+    many, or of how many kernels, or is of other kernels or shapes too."""
     made: Any = [
         (f"verify.{i:02}", "graph", [], ["1"] * (i > 2), 5 + (i > 1), 7, 1500000, 500000)
         for i in range(4)
     ]
     table = cli_graphs._table({1: [Entry(*entry) for entry in made]}, show_all)
     cells = {column.header: list(column.cells) for column in table.columns}
-    assert (cells["pool MB"], cells["segment"]) == (sizes, named)
-    assert cells["live MB"] == [f"{float(size) / 3:.2f}" for size in sizes]
+    assert (cells["segment"], cells["count"]) == (named, [*counts])
+    assert cells["pool MB"] == sizes.split()
+    assert cells["live MB"] == [f"{float(size) / 3:.2f}" for size in sizes.split()]
+    assert cells["kernels"] == ["5"] * (len(named) - 2) + ["6", "6"]
+    assert {*cells["bucket"], *cells["nodes"], *cells["launch"]} == {"1", "7", "graph"}
+    assert cells["inputs -> outputs"] == ["- -> -"] * (len(named) - 1) + ["- -> 1"]
 
 
 def test_equal_graphs_of_two_chains_stay_apart() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,10 +12,11 @@ import pytest
 from rich.console import Console
 
 from graphengine import report
-from graphengine.api import Chunk
+from graphengine.api import Chunk, PromptError
 from graphengine.cli import answers
 from graphengine.config.options import SamplingParams
 from graphengine.prompts import Conversation
+from tests.support.artifacts import filled
 from tests.test_report import answer
 
 
@@ -68,3 +70,78 @@ def test_how_an_answer_of_a_chat_ends(
     told = session._reply("x")
     assert told == (out.strip(), None if end else answer().result)
     assert capsys.readouterr() == (out, err)
+
+
+def test_a_turn_that_cannot_be_asked() -> None:
+    """Bug: it is told with another turn's prompt, reason or place, or costs the other conversation
+    its own."""
+
+    def stream_many(prompts: Any, sampling: Any) -> Iterator[Chunk]:
+        for i, prompt in enumerate(prompts):
+            if prompt[-1]["content"] == "long":
+                raise PromptError(i, len(prompts), "it is too long")
+        chunks = [Chunk(index=i, text="", token_ids=[], result=told) for i in range(len(prompts))]
+        return (chunk for chunk in chunks)
+
+    told = answer().result
+    engine: Any = SimpleNamespace(stream_many=stream_many)
+    asked: list[Conversation] = [["a", "b"], ["c", "long", "never"]]
+    quiet = report.stderr_console(quiet=True)
+    session = answers._Session(job(asked, as_json=True), engine, quiet, [])
+    session.run()
+    found = [(a.index, a.turn, a.prompt, a.result.error) for a in session.answers]
+    reason = "it is too long; neither this turn nor those behind it were asked"
+    assert found == [
+        (0, 0, "a", None),
+        (0, 1, "b", None),
+        (1, 0, "c", None),
+        (1, 1, "long", reason),
+    ]
+
+
+def test_why_a_start_was_cold(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: a start that compiled anew says so without the reason, or with another one's; or a start
+    that compiled nothing says that it did."""
+    apart = ["buckets: 1 there, 8 here", "dtype: float32 there, bfloat16 here"]
+    monkeypatch.setattr(answers, "engine_parts", lambda *parts: {})
+    monkeypatch.setattr(answers, "nearest", lambda folder, parts: apart)
+    store = filled(tmp_path)._replace(notes=["x.tar.gz does not fit"])
+    started = job([["a"]], store=store, args={"artifact": None})
+
+    def notes(num_compiled: int) -> list[str]:
+        config = SimpleNamespace(device="cuda", compile=True)
+        startup = SimpleNamespace(num_compiled=num_compiled)
+        built = SimpleNamespace(startup=startup, config=config, target=None, draft=None)
+        engine: Any = SimpleNamespace(built=built)
+        return answers._cache_notes(started, engine)
+
+    assert notes(0) == ["x.tar.gz does not fit"]
+    why = "compiled anew, what was compiled ahead differs: " + "; ".join(apart)
+    assert notes(3) == ["x.tar.gz does not fit", why]
+
+
+@pytest.mark.parametrize(
+    ("is_terminal", "quiet", "asked", "err"),
+    [
+        (True, False, "> ", ""),
+        (True, True, "", ""),
+        (False, False, "", "> "),
+        (False, True, "", ""),
+    ],
+)
+def test_where_a_question_is_typed(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    is_terminal: bool,
+    quiet: bool,
+    asked: str,
+    err: str,
+) -> None:
+    """Bug: `graphengine run | tee chat.txt` has the marks of the prompt among the answers, or shows
+    none; or --quiet shows them."""
+    shown: list[str] = []
+    monkeypatch.setattr("builtins.input", lambda text="": shown.append(text) or "hello")
+    monkeypatch.setattr("sys.stdout.isatty", lambda: is_terminal)
+    assert answers._ask(quiet) == "hello"
+    assert shown == [asked]
+    assert capsys.readouterr() == ("", err)

@@ -319,11 +319,25 @@ def test_no_compiler(tmp_path: Path) -> None:
     assert "compilation failed" in said and "install g++" in said and "--no-compile" in said
 
 
-def test_no_room_to_compile() -> None:
+DROP = "drop what is kept with `graphengine compile --fresh`, see `graphengine doctor`"
+ROOM = "GRAPHENGINE_CACHE to a folder that can be written and has room"
+
+
+@pytest.mark.parametrize(
+    ("error", "reason", "remedy"),
+    [
+        ("C++ error\nld: No space left on device", "No space left on device", ROOM),
+        ("[Errno 13] not allowed: 'x'\nat x", "[Errno 13] not allowed: 'x'", ROOM),
+        ("InvalidCxxCompiler: none\nat x", "InvalidCxxCompiler: none", "install g++"),
+        ("no lowering\nat x", "no lowering", DROP),
+    ],
+)
+def test_why_a_compilation_failed(error: str, reason: str, remedy: str) -> None:
     """Bug: on a full disk the message is the compiler's first line, "C++ compile error", and the
-    remedy drops what had been compiled."""
-    said = _compiler_failed(RuntimeError("C++ compile error\nld: No space left on device"))
-    assert "No space left on device" in said and "has room" in said and "--fresh" not in said
+    remedy drops what had been compiled; or that of a missing compiler is another one's."""
+    told = _compiler_failed(RuntimeError(error))
+    where = "set TORCHINDUCTOR_CACHE_DIR or " if remedy == ROOM else ""
+    assert told == f"compilation failed: {reason}; {where}{remedy}, or run with --no-compile"
 
 
 def test_a_folder_of_somebody_else(

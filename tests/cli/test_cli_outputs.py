@@ -315,8 +315,8 @@ def test_an_answer_ends_its_line_once(capsys: pytest.CaptureFixture[str], texts:
 def test_where_the_seconds_of_compiling_went(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Bug: the first steps are said to have taken as long as all, a phase has another's seconds, or
-    the JSON says less than the line."""
+    """Bug: the first steps are said to have taken as long as all, a phase has another's seconds, a
+    file that was there is called new, or the JSON says less than the line."""
     now_s = [5.0]
 
     def take(seconds: float) -> None:
@@ -338,9 +338,10 @@ def test_where_the_seconds_of_compiling_went(
     )
     parts = artifact.platform_parts("cpu")
     code = artifact.store(tmp_path, parts).folder / "inductor"
+    code.mkdir(parents=True)
+    (code / "old").touch()
 
     def generate(prompts: list[list[int]], **how: Any) -> None:
-        code.mkdir(parents=True, exist_ok=True)
         (code / str(len(prompts))).touch()
         take(5.5)
 

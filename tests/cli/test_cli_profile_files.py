@@ -4,10 +4,12 @@ import gzip
 import json
 from pathlib import Path
 
+import click
 import pytest
 
 from graphengine import names
 from graphengine.checkpoints.hub import TINY_DRAFT, TINY_TARGET
+from graphengine.cli.options import deliver
 from graphengine.measure import profile_run
 from graphengine.measure.report import shorten
 from tests.support import nsys_exports as exports
@@ -152,3 +154,17 @@ def test_simulated_acceptance_is_marked(tmp_path: Path) -> None:
     assert result.exit_code == 0, result.output
     assert "SIMULATED at 6.35" in result.stderr
     assert (tmp_path / "a.svg").read_text().count("SIMULATED at 6.35") == 2
+
+
+def test_which_file_could_not_be_made(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Bug: of two files one could not be made, and the message does not say which."""
+    picture = tmp_path / "step.svg"
+    options = {"as_json": False, "output_json": tmp_path / "x.json", "plot": picture, "commit": "a"}
+
+    def draw(suffix: str) -> bytes:
+        raise ValueError(f"no step to draw as {suffix}")
+
+    with pytest.raises(click.ClickException) as told:
+        deliver(options, "profile", {"step_ms": 1.0}, {}, draw)
+    assert told.value.message == f"{picture}: no step to draw as .svg"
+    assert capsys.readouterr() == ("", f"wrote {tmp_path / 'x.json'}\n")

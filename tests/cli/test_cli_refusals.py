@@ -57,6 +57,20 @@ def test_bad_prompt_file(
     refused(cli("--prompt-file", str(path), model=None), "--prompt-file", path, *parts)
 
 
+@pytest.mark.parametrize("length", [60, 61])
+def test_a_wrong_line_is_shown(tmp_path: Path, length: int) -> None:
+    """Bug: a line of the file that fits is shown as if more followed, or a long one fills the
+    screen, or is cut without a sign."""
+    line = json.dumps({"prompt": "a", "of": "b" * (length - 25)})
+    assert len(line) == length
+    shown = line if length == 60 else line[:57] + "..."
+    path = tmp_path / "prompts.jsonl"
+    path.write_text(f'{{"prompt": "a"}}\n{line}\n')
+    form = 'expected {"prompt": "text"} or {"turns": ["text", ..]}, and no other key'
+    with pytest.raises(ValueError, match=f"^{re.escape(f'{path}, line 2: {shown}; {form}')}$"):
+        read_prompt_file(path)
+
+
 def test_two_prompt_files(cli: Run, tmp_path: Path) -> None:
     """Bug: as --prompt may be repeated --prompt-file is too, and the first one's prompts get no
     answer and no word."""

@@ -89,6 +89,26 @@ def test_lesser_machines(change: dict[str, Any], name: str, level: str) -> None:
     assert [f.level for f in found if f.name == name] == [level]
 
 
+@pytest.mark.parametrize(
+    ("cuda", "driver", "value"),
+    [
+        ("13.0", "580.1", "driver 580.1, but torch sees no device (built for CUDA 13.0)"),
+        (None, "580.1", "driver 580.1, but torch sees no device (built for CUDA none)"),
+        ("13.0", None, "none"),
+    ],
+)
+def test_why_there_is_no_gpu(cuda: str | None, driver: str | None, value: str) -> None:
+    """Bug: where torch is built for the CPU, or a variable hides the GPU, the machine is said to
+    have none; or CUDA's version is told as the driver's."""
+    nothing: dict[str, Any] = dict.fromkeys(("gpu_name", "capability", "memory"))
+    host = replace(H200, **nothing, cuda_version=cuda, driver_version=driver)
+    (found,) = [f for f in host_findings(host) if f.name == "host.gpu"]
+    remedy = "runs on the CPU: correct, and slow"
+    if driver is not None:
+        remedy = "install torch built for CUDA, or check CUDA_VISIBLE_DEVICES and the driver"
+    assert found == Finding("host.gpu", value, "warning", remedy)
+
+
 @pytest.mark.parametrize(("cuda", "driver", "needed"), [("13.0", "570.1", 580), ("12.8", "5", 525)])
 def test_which_driver_is_needed(cuda: str, driver: str, needed: int) -> None:
     """Bug: the driver that is there is told as the one that is needed, or another CUDA's."""

@@ -237,6 +237,7 @@ def test_rounds_without_a_step_to_time_are_refused(bench: Bench, args: list[str]
     ("args", "parts"),
     [
         (["--context", "8"], ["--context 8", "--output-len 16", "more than 8"]),
+        (["--context", "9999"], ["--context 9999: prompts of 9991 tokens do not fit"]),
         (["--context", "64", "--input-len", "8"], ["--context", "--input-len"]),
         (["--baseline", "--draft", "none"], ["--baseline", "--draft"]),
         (["--seed", str(1 << 64)], ["--seed", str(1 << 64)]),
@@ -245,7 +246,8 @@ def test_rounds_without_a_step_to_time_are_refused(bench: Bench, args: list[str]
     ],
 )
 def test_refusals(bench: Bench, args: list[str], parts: list[str]) -> None:
-    """Bug: an option that cannot work is ignored, or ends in a traceback."""
+    """Bug: an option that cannot work is ignored, ends in a traceback, or is told with a value that
+    nobody typed."""
     done = bench(*args)
     assert done.exit_code == 2, done.output
     text = " ".join(done.stderr.split())

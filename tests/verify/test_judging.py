@@ -116,6 +116,18 @@ def test_ends(output: list[int], reason: str, budget: int, right: bool) -> None:
     assert ("ends" in decide(report, Limits())) != right
 
 
+def test_a_wrong_end_is_told_with_the_one_that_is_due() -> None:
+    """Bug: the end that was found is told as the one that is due, or without what is due to end the
+    answer."""
+    asked = SamplingParams(stop_token_ids=(6,))
+    late = transcript([5, 6, 7], [1, 2], asked=asked)
+    told = "it ends behind 3 tokens by length, not behind 2 tokens by stop at 6"
+    assert wrong_end(late, [STOP], None) == told
+    early = transcript([5], [1], asked=asked, budget=3, finish_reason="stop", stop_reason=6)
+    told = "it ends behind 1 tokens by stop at 6, where nothing is due to end it"
+    assert wrong_end(early, [STOP], None) == told
+
+
 def test_disagreement() -> None:
     """Bug: another graph mode's tokens are not compared, or a shorter output passes."""
     a, b = transcript([5, 6, 7], [1, 2]), transcript([5, 2, 7], [1, 2])
@@ -169,7 +181,7 @@ def test_the_worst_prompt_is_in_the_table() -> None:
 
 def test_every_column_has_its_own_number() -> None:
     """Bug: the mean regret is the largest one, or another column has its neighbour's number; what
-    has none shows 0."""
+    has none shows 0, or a count of 0 as none."""
     ran = [transcript([5, 6, 7, 8, 9], [1, 2, 2]), transcript([5], [1])]
     judged = [scores([5, 6, 2, 3, 4], [0, 0, 0.5, 0.1, 0.1]), scores([5], [0])]
     report = judge(ran, judged, 0.2, [])
@@ -177,9 +189,14 @@ def test_every_column_has_its_own_number() -> None:
     alone = replace(report, acceptance=Acceptance(0), acceptance_per_prompt=[0.0])
     failed: dict[CheckName, str] = {"regret": "1 of 6", "ends": "1 wrong end"}
     rows = [replace(cell, same_as_plain=1), replace(cell, report=alone, failed=failed)]
+    rows.append(replace(cell, same_as_plain=0))
     shown = _table(rows)
     for i, cells in enumerate(
-        (["2.00", "2.00", "1/2", "pass"], ["-", "-", "-", "[red]FAIL[/] regret ends"])
+        (
+            ["2.00", "2.00", "1/2", "pass"],
+            ["-", "-", "-", "[red]FAIL[/] regret ends"],
+            ["2.00", "2.00", "0/2", "pass"],
+        )
     ):
         assert {str(column.header): list(column.cells)[i] for column in shown.columns} == {
             "mode": "full x",

@@ -15,7 +15,7 @@ from click.testing import CliRunner, Result
 from scipy import stats
 
 from graphengine.api import Engine
-from graphengine.checkpoints.hub import TINY_TARGET
+from graphengine.checkpoints.hub import TINY_DRAFT, TINY_TARGET
 from graphengine.checkpoints.tokenizer import Tokenizer
 from graphengine.cli import verify as cli_verify
 from graphengine.cli.main import main
@@ -270,3 +270,15 @@ def test_draws_that_stop_with_the_drafter_alone(monkeypatch: pytest.MonkeyPatch)
     result = CliRunner().invoke(main, ["verify", "--temperature", "1", "--num-samples", "2"])
     assert result.exit_code == 1, result.output
     assert "finite: 1 requests were stopped; request 1: not finite" in result.stdout
+
+
+def test_which_draws_are_made_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: plain draws, with no drafter, are said to be made with it."""
+    drawn = Draws([[[1], [2]] * 50 for _ in range(4)], 3.0, {})
+    engine = nullcontext(SimpleNamespace(built=None))
+    monkeypatch.setattr(cli_verify._Run, "engine", lambda *asked: engine)
+    monkeypatch.setattr(verify_run, "draw", lambda *asked: drawn)
+    result = CliRunner().invoke(main, ["verify", "--temperature", "1", "--draft", str(TINY_DRAFT)])
+    assert result.exit_code == 0, result.output
+    lines = [f"drawing 100 x 4 with drafter {drafter}\n" for drafter in (TINY_DRAFT, None)]
+    assert result.stderr == "".join(lines)

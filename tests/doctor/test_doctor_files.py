@@ -266,3 +266,13 @@ def test_a_tied_head_that_is_stored_too(copies: tuple[Path, Path]) -> None:
     assert not errors(check(*copies))
     put_tensor(copies[0], "lm_head.weight", table[1:].clone())
     assert errors(check(*copies)) == ["target.weights"]
+
+
+@pytest.mark.parametrize("part", [0, 1])
+def test_the_file_that_is_refused_is_named(copies: tuple[Path, Path], part: int) -> None:
+    """Bug: a wrong value is told of the model's directory, which has several files, or of the other
+    model."""
+    edit_config(copies[part], lambda c: c | {"hidden_size": "wide"})
+    (finding,) = named(check(*copies), ("target.config", "draft.config")[part])
+    assert finding.level == "error"
+    assert finding.value.startswith(f"{copies[part] / 'config.json'}: hidden_size ")

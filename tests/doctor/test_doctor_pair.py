@@ -135,19 +135,23 @@ def test_block_past_the_positions(copies: tuple[Path, Path]) -> None:
 
 
 def test_theta_that_transformers_fills_in(copies: tuple[Path, Path]) -> None:
-    """Bug: the one wrong theta that is common, 10000, is not called by its cause."""
+    """Bug: the one wrong theta that is common, 10000, is not called by its cause; or each model's
+    is said to be the other's."""
     edit_config(copies[0], lambda c: c | {"rope_theta": 1000000.0})
     (finding,) = named(check(*copies), "pair.theta")
-    assert finding.level == "warning"
+    assert (finding.level, finding.value) == ("warning", "drafter 10000, target 1000000")
     assert "transformers fills in" in finding.remedy
 
 
 def test_wrong_target_of_the_tiny_drafter(pair: tuple[Path, Path]) -> None:
-    """Bug: a drafter is accepted for a target that it was not trained on."""
+    """Bug: a drafter is accepted for a target that it was not trained on; or what it expects is
+    told as what the target has."""
     for target in (pair[0], "qwen3-8b"):
         assert {"pair.hidden_size", "pair.vocabulary", "pair.num_layers"} <= set(
             errors(check(target, TINY_DRAFT))
         )
+    (layers,) = named(check("qwen3-8b", TINY_DRAFT), "pair.num_layers")
+    assert layers.value == "the drafter expects 8, the target has 36"
 
 
 def test_a_hybrid_turns_a_part_of_its_heads() -> None:

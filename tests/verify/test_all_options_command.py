@@ -93,6 +93,18 @@ def test_what_was_not_mixed_is_told(
     assert capsys.readouterr().out == f"PASS: 1 runs, 2 tokens judged, all options mixed{mixed}\n"
 
 
+def test_what_a_case_asks_for_is_told_whole() -> None:
+    """Bug: a failure of bad words, which are tokens and no option's text, names all but these."""
+    asked = SamplingParams(frequency_penalty=0.5, regex="a+")
+    assert str(OptionCase(asked, ((5,), (6, 7)))) == (
+        "frequency_penalty 0.5, regex, bad_words ((5,), (6, 7))"
+    )
+    assert (str(OptionCase(asked)), str(OptionCase())) == (
+        "frequency_penalty 0.5, regex",
+        "greedy",
+    )
+
+
 def test_temperature_is_refused() -> None:
     """Bug: `--temperature` compares distributions, and the cases are silently dropped."""
     result = verify("--temperature", "1")

@@ -115,11 +115,13 @@ class GraphPool:
 
     @contextmanager
     def warming(self) -> Iterator[None]:
-        """Inside, work is queued where captures are recorded."""
+        """Inside, work is queued where captures are recorded; what comes behind waits for it."""
         self.stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self.stream):
-            yield
-        torch.cuda.current_stream().wait_stream(self.stream)
+        try:
+            with torch.cuda.stream(self.stream):
+                yield
+        finally:
+            torch.cuda.current_stream().wait_stream(self.stream)
 
     def capture(
         self, steps: Chain, carry: Carry, have_run: Collection[Step] = ()

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from types import SimpleNamespace
 from typing import Any, cast
@@ -130,3 +131,26 @@ def test_a_graph_with_a_step_that_is_cold_is_warmed_up(
     known = [step for step in steps if step.name in have_run]
     GraphPool.capture(pool, steps, (), known)
     assert ran == [*"abc"] * (num_warmups + 1) and pool.num_graphs == 1
+
+
+def test_what_ends_early_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: a start that finds a kernel missing goes on while what it has queued until then still
+    runs: buffers that are cleared, and draws that are put back, are written again."""
+    log: list[str] = []
+
+    @contextmanager
+    def stream(of: Any) -> Iterator[None]:
+        log.append("begun")
+        try:
+            yield
+        finally:
+            log.append("ended")
+
+    current = SimpleNamespace(wait_stream=lambda other: log.append(f"current waits for {other}"))
+    side = SimpleNamespace(wait_stream=lambda other: log.append("side waits"))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: current)
+    monkeypatch.setattr(torch.cuda, "stream", stream)
+    pool: Any = SimpleNamespace(stream=side)
+    with pytest.raises(ValueError, match="missing"), GraphPool.warming(pool):
+        raise ValueError("missing")
+    assert log == ["side waits", "begun", "ended", f"current waits for {side}"]

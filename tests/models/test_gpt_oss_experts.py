@@ -56,6 +56,9 @@ def gpt_oss_mlp(hidden: int, inter: int, num: int, **extra: Any) -> Any:
     config = GptOssConfig(**sizes, num_experts_per_tok=4, **extra)
     config._experts_implementation = "eager"
     mlp = GptOssMLP(config)
+    # transformers 5.2 has them as constants and reads neither key
+    for key in ("limit", "alpha"):
+        setattr(mlp.experts, key, extra.get(f"swiglu_{key}", getattr(mlp.experts, key)))
     generator = torch.Generator().manual_seed(num)
     with torch.no_grad():
         for name, parameter in mlp.named_parameters():

@@ -46,6 +46,8 @@ def make(directory: Path, **options: Any) -> Path:
 def test_logits_equal_transformers(tmp_path: Path, name: str) -> None:
     """Bug: the layers that slide are the others, a sink is another head's or scaled, gate and up
     are exchanged or not clamped, weights of experts sum over all of them, or a bias is dropped."""
+    if name == "tight-limit" and not hasattr(AutoConfig.for_model("gpt_oss"), "swiglu_limit"):
+        pytest.skip("this transformers (5.2) clamps by constants, whatever the file says")
     check_logits_relative(make(tmp_path, **CONFIGS[name]))
 
 
@@ -97,7 +99,8 @@ def test_missing_keys_are_transformers_defaults() -> None:
     ):
         assert getattr(ours, key) == getattr(theirs, key)
     assert ours.moe is not None and ours.moe.clamp is not None
-    assert ours.moe.clamp == (theirs.swiglu_alpha, theirs.swiglu_limit)
+    said = [getattr(theirs, f"swiglu_{key}", None) for key in ("alpha", "limit")]
+    assert ours.moe.clamp == ((1.702, 7.0) if said == [None, None] else tuple(said))  # 5.2 has none
 
 
 def test_the_published_shape() -> None:

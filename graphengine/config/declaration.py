@@ -28,15 +28,9 @@ _KEYWORD, _INDENT = inspect.Parameter.KEYWORD_ONLY, " " * 4
 
 @cache
 def _kinds(hint: Any) -> tuple[Any, ...]:
-    found: list[Any] = []
-    parts = [hint]
-    while parts:
-        part = parts.pop(0)
-        if get_origin(part) in (Union, UnionType, Literal):
-            parts = [*get_args(part), *parts]
-        else:
-            found.append(get_origin(part) or part)
-    return tuple(found)
+    if get_origin(hint) in (Union, UnionType, Literal):
+        return tuple(kind for part in get_args(hint) for kind in _kinds(part))
+    return (get_origin(hint) or hint,)
 
 
 @cache

@@ -121,9 +121,6 @@ def text_part(raw: RawConfig) -> RawConfig:
             f"tie_word_embeddings is {both[0]} at the top level and {both[1]} in text_config, and "
             "engines differ in which counts; make them equal"
         )
-    tied = {"tie_word_embeddings": next((x for x in both if x is not None), False)}
-    inherited = {
-        key: raw.get(key) for key in ("eos_token_id", "quantization_config") if key in raw.values
-    }
-    found = RawConfig(text, f"{raw.source}: text_config").over(inherited)
-    return RawConfig({**found.values, **tied}, found.source)
+    inherited = ("tie_word_embeddings", "eos_token_id", "quantization_config")
+    outer = {key: raw.get(key) for key in inherited}
+    return RawConfig(text, f"{raw.source}: text_config").over(outer)

@@ -52,9 +52,9 @@ class Architecture:
     """
 
     defaults: Mapping[str, Any]
-    heads_decide: bool
-    has_qk_norm: bool
-    has_mlp_bias: bool
+    heads_decide: bool = False
+    has_qk_norm: bool = False
+    has_mlp_bias: bool = False
     has_qkv_bias: bool | None = None
     has_sinks: bool = False
     sliding: Sliding | None = None
@@ -76,22 +76,17 @@ class Architecture:
 ARCHITECTURES = {
     "qwen3": Architecture(
         defaults={"head_dim": 128, "rms_norm_eps": 1e-6, "max_position_embeddings": 32768},
-        heads_decide=False,
         has_qk_norm=True,
-        has_mlp_bias=False,
         sliding=Sliding(4096, is_switched=True, by_type=True),
     ),
     "llama": Architecture(
         defaults={"rms_norm_eps": 1e-6, "max_position_embeddings": 2048},
         heads_decide=True,
-        has_qk_norm=False,
         has_mlp_bias=True,
     ),
     "qwen3_5_text": Architecture(
         defaults=gated_delta.DEFAULTS,
-        heads_decide=False,
         has_qk_norm=True,
-        has_mlp_bias=False,
         is_hybrid=True,
         has_offset_norms=True,
         partial_rotary_factor=0.25,
@@ -100,9 +95,7 @@ ARCHITECTURES = {
     ),
     "qwen3_moe": Architecture(
         defaults={"rms_norm_eps": 1e-6, "max_position_embeddings": 32768},
-        heads_decide=False,
         has_qk_norm=True,
-        has_mlp_bias=False,
         sliding=Sliding(4096, is_switched=True),
         ffn="moe",
         moe=MoeKeys(norm_topk_prob=False),
@@ -115,9 +108,6 @@ ARCHITECTURES = {
             "max_position_embeddings": 131072,
             "attention_bias": True,
         },
-        heads_decide=False,
-        has_qk_norm=False,
-        has_mlp_bias=False,
         has_sinks=True,
         is_rope_scaled=True,
         sliding=Sliding(128, by_type=True, alternates=True),
@@ -261,15 +251,15 @@ class ModelConfig:
                 f"model_type {model_type!r} is not supported; graphengine runs models of "
                 f"model_type {' or '.join(map(repr, known))}"
             )
-        model = cls.from_layer_keys(raw, model_type)
-        layer_types = read_layer_types(raw, model.num_hidden_layers)
-        if ARCHITECTURES[model_type].is_hybrid:
-            whole = raw.over(gated_delta.DEFAULTS)
-            mixers = gated_delta.read_mixers(whole, layer_types, model.num_hidden_layers)
-            delta = GatedDeltaConfig.from_raw(whole, ARCHITECTURES[model_type].is_interleaved)
+        model, architecture = cls.from_layer_keys(raw, model_type), ARCHITECTURES[model_type]
+        num_layers = model.num_hidden_layers
+        layer_types = read_layer_types(raw, num_layers)
+        if architecture.is_hybrid:
+            whole = raw.over(architecture.defaults)
+            mixers = gated_delta.read_mixers(whole, layer_types, num_layers)
+            delta = GatedDeltaConfig.from_raw(whole, architecture.is_interleaved)
             return replace(model, mixers=mixers, gated_delta=delta)
-        sliding = ARCHITECTURES[model_type].sliding
-        windows = read_windows(raw, sliding, layer_types, model.num_hidden_layers)
+        windows = read_windows(raw, architecture.sliding, layer_types, num_layers)
         if all(window is None or window >= model.max_position_embeddings for window in windows):
             return model
         return replace(model, windows=windows)

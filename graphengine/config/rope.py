@@ -75,38 +75,10 @@ class RopeConfig:
                 places disagree.
         """
         raw = RawConfig(config, source)
-        nested, flat = (_there(raw.section(key)) for key in ("rope_parameters", "rope_scaling"))
-        if nested and all(isinstance(value, Mapping) for value in nested.values()):
-            kinds = sorted(nested)
-            if kinds != ["full_attention"]:
-                raise raw.refusal(
-                    f"rope_parameters per layer type {kinds} is not supported; only a model whose "
-                    "layers are all full_attention is"
-                )
-            nested = _there(nested["full_attention"])
-        if nested and flat and _scaling(nested) != _scaling(flat):
-            raise raw.refusal(
-                f"rope_parameters {nested} and rope_scaling {flat} disagree, and engines differ in "
-                "which one counts; remove the one that is not meant"
-            )
-        scaling = nested or flat
-        theta = scaling.pop("rope_theta", None)
-        theta = raw.get("rope_theta") if theta is None else theta
-        theta = RawConfig({"rope_theta": theta}, source).number("rope_theta", minimum=2.0)
-        whole = partial_rotary_factor is None
-        partial = raw.over({"partial_rotary_factor": 1.0 if whole else partial_rotary_factor})
-        partial = scaling.pop("partial_rotary_factor", partial.get("partial_rotary_factor"))
-        partial = RawConfig({"partial_rotary_factor": partial}, source).number(
-            "partial_rotary_factor"
-        )
-        if whole and partial != 1.0:
-            raise raw.refusal(
-                f"partial_rotary_factor {partial!r} is not supported: engines disagree on whether "
-                "this architecture obeys it"
-            )
-        if not 0 < partial <= 1:
-            raise raw.refusal(f"partial_rotary_factor is {partial!r}, expected a share of a head")
-        if not whole:
+        scaling = _stated(raw)
+        theta = _taken(raw, scaling, "rope_theta").number("rope_theta", minimum=2.0)
+        share = _turned_share(raw, scaling, partial_rotary_factor)
+        if partial_rotary_factor is not None:
             for key in ("mrope_section", "mrope_interleaved"):
                 scaling.pop(key, None)
         old, new = scaling.pop("type", None), scaling.pop("rope_type", None)
@@ -124,21 +96,21 @@ class RopeConfig:
         if unknown:
             raise raw.refusal(f"rope keys {unknown} are not understood for type {kind!r}")
         if kind == "default":
-            return cls(theta=theta, partial_rotary_factor=partial)
+            return cls(theta=theta, partial_rotary_factor=share)
         # At the top level it counts before either, as in transformers.
         key = "original_max_position_embeddings"
         fallback = raw.get("max_position_embeddings") if kind == "yarn" else None
         is_stated = kind == "yarn" and (raw.get(key) is not None or key in scaling)
         scaling[key] = raw.over({key: scaling.get(key, fallback)}).get(key)
-        whole_rope = RawConfig(scaling, f"{source}: rope type {kind!r}")
-        rope = cls._scaled(theta, kind, whole_rope)
+        keys = RawConfig(scaling, f"{source}: rope type {kind!r}")
+        rope = cls._scaled(theta, kind, keys)
         stretched = rope.original_max_position_embeddings * rope.factor if is_stated else 0
         if stretched > MAX_POSITIONS:
-            raise whole_rope.refusal(
+            raise keys.refusal(
                 f"factor {rope.factor:g} stretches the context past {MAX_POSITIONS}; the file is "
                 "damaged"
             )
-        return replace(rope, partial_rotary_factor=partial, stretched_positions=int(stretched))
+        return replace(rope, partial_rotary_factor=share, stretched_positions=int(stretched))
 
     @classmethod
     def _scaled(cls, theta: float, kind: str, rope: RawConfig) -> RopeConfig:
@@ -185,6 +157,46 @@ class RopeConfig:
             truncate=rope.flag("truncate", default=True),
             amplitude=rope.number("attention_factor"),
         )
+
+
+def _stated(raw: RawConfig) -> dict[str, Any]:
+    """What a file says of its rope, in either place."""
+    nested, flat = (_there(raw.section(key)) for key in ("rope_parameters", "rope_scaling"))
+    if nested and all(isinstance(value, Mapping) for value in nested.values()):
+        kinds = sorted(nested)
+        if kinds != ["full_attention"]:
+            raise raw.refusal(
+                f"rope_parameters per layer type {kinds} is not supported; only a model whose "
+                "layers are all full_attention is"
+            )
+        nested = _there(nested["full_attention"])
+    if nested and flat and _scaling(nested) != _scaling(flat):
+        raise raw.refusal(
+            f"rope_parameters {nested} and rope_scaling {flat} disagree, and engines differ in "
+            "which one counts; remove the one that is not meant"
+        )
+    return nested or flat
+
+
+def _turned_share(raw: RawConfig, rope: dict[str, Any], default: float | None) -> float:
+    """`partial_rotary_factor`. Args: default: None: 1, and nothing else is allowed.
+    Mutates: rope."""
+    key = "partial_rotary_factor"
+    file = raw.over({key: 1.0 if default is None else default})
+    share = _taken(file, rope, key).number(key)
+    if default is None and share != 1.0:
+        raise raw.refusal(
+            f"{key} {share!r} is not supported: engines disagree on whether this architecture "
+            "obeys it"
+        )
+    if not 0 < share <= 1:
+        raise raw.refusal(f"{key} is {share!r}, expected a share of a head")
+    return share
+
+
+def _taken(raw: RawConfig, rope: dict[str, Any], key: str) -> RawConfig:
+    """A key alone, as the rope has it, else as the file does. Mutates: rope, which loses it."""
+    return RawConfig({key: rope.pop(key, raw.get(key))}, raw.source)
 
 
 def _there(rope: Mapping[str, Any]) -> dict[str, Any]:

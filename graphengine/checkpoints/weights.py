@@ -200,12 +200,12 @@ def _take(source: TensorSource, fields: Fields) -> dict[str, Any]:
 
 
 def _packed(source: TensorSource, parts: tuple[Weight, ...]) -> Tensor | Mxfp4 | None:
-    stack = parts[0].stack if parts else None
+    if not parts:
+        return None
+    stack = parts[0].stack
     if stack is not None and (source.is_made or source.has(stack.name)):
         rows, columns = sum(part.shape[0] for part in parts), parts[0].shape[1]
         return source.take(Weight(stack.name, (stack.size, rows // stack.size, columns)))
-    if not parts:
-        return None
     if len(parts) == 1 and stack is None:
         unpacked = mxfp4.taken(source, *parts)
         return source.take(*parts) if unpacked is None else unpacked

@@ -221,6 +221,11 @@ class ModelConfig:
         return tuple((mixer, architecture.ffn) for mixer in mixers)
 
     @property
+    def distinct_windows(self) -> frozenset[int | None]:
+        """The windows of the layers, None of those that see everything."""
+        return frozenset(self.windows or (None,))
+
+    @property
     def has_offset_norms(self) -> bool:
         """Whether norms multiply by `1 + w`."""
         return ARCHITECTURES[self.model_type].has_offset_norms

@@ -144,7 +144,7 @@ def compile_flashinfer_ahead(
         Set once FlashInfer's modules are imported, or cannot be, which takes a second: whoever
         imports them, or much else of torch, waits for it.
     """
-    kinds = {(target.head_dim, window is not None) for window in target.windows or (None,)}
+    kinds = {(target.head_dim, window is not None) for window in target.distinct_windows}
     if draft is not None:
         windowed = {rule.window is not None for rule in draft.attention_rules}
         kinds |= {(model.head_dim, has) for model in draft.models for has in windowed}

@@ -69,11 +69,9 @@ class Scores(NamedTuple):
 
         Args: num_alternatives: at most K.
         """
-        count = len(tokens)
-        parts = (x[:count].tolist() for x in self)
-        found = []
+        parts = (x[: len(tokens)].tolist() for x in self)
+        found, k = [], num_alternatives
         for token, chosen, ids, logprobs in zip(tokens, *parts, strict=True):
-            k = num_alternatives
             likely = dict(zip(ids[:k], logprobs[:k], strict=True))
             likely.pop(token, None)
             found.append({token: chosen} | likely)

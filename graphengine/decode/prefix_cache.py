@@ -260,16 +260,11 @@ class PrefixCache(PageAllocator):
             if not parts:
                 del self._parts[serial]
 
-    def _split(self, token_ids: Sequence[int]) -> Iterator[tuple[int, ...]]:
-        size = self._page_size
-        for begin in range(0, len(token_ids) - size + 1, size):
-            yield tuple(token_ids[begin : begin + size])
-
     def _held(self, token_ids: Sequence[int]) -> Iterator[tuple[int, int]]:
         """Pages and their serial numbers, from the beginning."""
-        serial = 0
-        for tokens in self._split(token_ids):
-            page = self._pages.get((serial, tokens))
+        serial, size = 0, self._page_size
+        for begin in range(0, len(token_ids) - size + 1, size):
+            page = self._pages.get((serial, tuple(token_ids[begin : begin + size])))
             if page is None:
                 return
             serial = self._serials[page]

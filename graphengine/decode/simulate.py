@@ -49,18 +49,14 @@ def acceptance_rate(mean_acceptance_length: float, num_draft_tokens: int) -> flo
 
 
 def make_simulation(
-    mean_acceptance_length: float,
-    num_requests: int,
-    num_draft_tokens: int,
-    device: torch.device,
-    seed: int = 0,
+    mean_acceptance_length: float, num_requests: int, num_draft_tokens: int, device: torch.device
 ) -> Simulation:
     """Draws accepted counts: each draft is right with one rate, up to the first wrong one.
 
     Args: num_draft_tokens: of the drafter's own block, whatever a bucket drafts.
     """
     rate = acceptance_rate(mean_acceptance_length, num_draft_tokens)
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(0)
     shape = (NUM_DRAWS, num_requests, num_draft_tokens)
     right = torch.rand(shape, generator=generator) < rate
     accepted = right.long().cumprod(-1).sum(-1)

@@ -65,10 +65,10 @@ class Ffn:
 
     tree: type[Any]
     weights: Callable[[ModelConfig], Fields]
-    constants: Callable[[ModelConfig], dict[str, Any]]
     num_read_elements: Callable[[ModelConfig, Fields, int], int]
     row_bytes: Callable[[ModelConfig, int], int]
     run: Callable[..., tuple[Tensor, Tensor]]
+    constants: Callable[[ModelConfig], dict[str, Any]] = lambda config: {}
 
 
 class LayerKind(NamedTuple):
@@ -115,7 +115,6 @@ FFNS = {
     "swiglu": Ffn(
         tree=SwigluWeights,
         weights=swiglu.weights,
-        constants=swiglu.constants,
         num_read_elements=swiglu.num_read_elements,
         row_bytes=swiglu.row_bytes,
         run=swiglu.run,
@@ -123,10 +122,10 @@ FFNS = {
     "moe": Ffn(
         tree=MoeWeights,
         weights=moe.weights,
-        constants=moe.constants,
         num_read_elements=moe.num_read_elements,
         row_bytes=moe.row_bytes,
         run=moe.run,
+        constants=moe.constants,
     ),
 }
 _MIXER_OF = {mixer.tree: mixer for mixer in MIXERS.values()}

@@ -20,12 +20,7 @@ from torch import Tensor
 
 from graphengine.config.model import ModelConfig
 from graphengine.kernels.qk_norm_rope import qk_norm_rope_write_
-from graphengine.models.layers import (
-    Matrix,
-    linear_partials,
-    norm_linear,
-    rotary_order,
-)
+from graphengine.models.layers import Matrix, linear_partials, norm_linear, rotary_order
 from graphengine.models.weight import Fields, Pick, Weight, norm
 
 

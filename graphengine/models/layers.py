@@ -323,16 +323,14 @@ def rope_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
         high = high + 0.001 if low == high else high
         ramp = (torch.arange(head_dim // 2, dtype=torch.float32) - low) / (high - low)
         keep = 1 - ramp.clamp(0, 1)
-        return inverse / rope.factor * (1 - keep) + inverse * keep
-    if rope.kind == "llama3":
+    elif rope.kind == "llama3":
         original = rope.original_max_position_embeddings
         wavelength = 2 * math.pi / inverse
-        smooth = (original / wavelength - rope.low_freq_factor) / (
-            rope.high_freq_factor - rope.low_freq_factor
-        )
-        smooth = smooth.clamp(0, 1)
-        return inverse / rope.factor * (1 - smooth) + inverse * smooth
-    return inverse / rope.factor
+        low, high = rope.low_freq_factor, rope.high_freq_factor
+        keep = ((original / wavelength - low) / (high - low)).clamp(0, 1)
+    else:
+        return inverse / rope.factor
+    return inverse / rope.factor * (1 - keep) + inverse * keep
 
 
 def rope_table(

@@ -5,7 +5,7 @@ Legend: T rows, D hidden, I MLP width, J = 2 * I.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -37,11 +37,6 @@ def weights(config: ModelConfig) -> Fields:
         "down_DI": (Weight("mlp.down_proj.weight", (hidden, inter), 1),),
         "down_bias_D": (Weight("mlp.down_proj.bias", (hidden,)),) if bias else (),
     }
-
-
-def constants(config: ModelConfig) -> dict[str, Any]:
-    """None: every field is a tensor."""
-    return {}
 
 
 def num_read_elements(config: ModelConfig, fields: Fields, num_rows: int) -> int:

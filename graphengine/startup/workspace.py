@@ -95,7 +95,7 @@ def prefill_bytes(
     if config.prefill_attention_backend == "torch":  # gathers keys and values, builds masks
         copies = 2 if target.has_sinks else 1  # one wider
         # Of each window a mask with the rows of a group's heads, and one in the model's dtype.
-        masks = len(set(target.windows or (None,))) + copies - 1 + element_bytes
+        masks = len(target.distinct_windows) + copies - 1 + element_bytes
         masked_rows = rows * target.num_attention_heads // target.num_key_value_heads
         per_key = 2 * copies * target.kv_size * element_bytes + masked_rows * masks
         work += config.max_model_len * per_key
@@ -169,28 +169,26 @@ def activation_bytes(
 def shared_scratch_bytes(config: EngineConfig, target: ModelConfig) -> int:
     """FlashInfer's scratch: one for all buckets, one and each window's wrapper for prefills."""
     prefills, decodes = config.prefill_attention_backend, config.attention_backend
-    wrappers = len(set(target.windows or (None,))) * FLASHINFER_WRAPPER_BYTES
+    wrappers = len(target.distinct_windows) * FLASHINFER_WRAPPER_BYTES
     total = FLOAT_WORKSPACE_BYTES + wrappers if prefills == "flashinfer" else 0
     return total + (FLOAT_WORKSPACE_BYTES if decodes == "flashinfer" else 0)
 
 
 def chunk_scratch_bytes(config: EngineConfig, target: ModelConfig, num_sms: int) -> int:
     """Partial results of the attention of every chunk of a fixed size."""
-    longs = [size for size in config.prefill_sizes if is_long(size)]
-    halves = [size // 2 for size in longs if size in PAIRED_SIZES for _ in range(2)]
-    longs = [*(size for size in longs if size not in PAIRED_SIZES), *halves]
+    shorts = [size for size in config.prefill_sizes if not is_long(size)]
+    longs = [*config.far_prefill_sizes]
+    for size in filter(is_long, config.prefill_sizes):
+        longs += [size // 2] * 2 if size in PAIRED_SIZES else [size]
     made: list[Any] = [
         BlockAttention.make_workspace(target, size // BLOCK, BLOCK, num_sms, META)
-        for size in config.prefill_sizes
-        if not is_long(size)
-        for _ in set(target.windows or (None,))
+        for size in shorts
     ]
     made += [
         ChunkAttention.make_workspace(target, size // chunk_attention.BLOCK, num_sms, META)
-        for size in (*config.far_prefill_sizes, *longs)
-        for _ in set(target.windows or (None,))
+        for size in longs
     ]
-    return tree_bytes(tuple(made))
+    return len(target.distinct_windows) * tree_bytes(tuple(made))
 
 
 def bucket_scratch_bytes(
@@ -202,7 +200,7 @@ def bucket_scratch_bytes(
     for size in config.buckets:
         own = draft_at(config, draft, size) if draft else None
         rows = own.num_verify_rows if own else 1
-        kinds = [(target, rows) for _ in set(target.windows or (None,))]
+        kinds = [(target, rows)] * len(target.distinct_windows)
         if own is not None:
             rules = set(own.attention_rules)
             kinds += [(model, own.block_size) for model in own.models for _ in rules]

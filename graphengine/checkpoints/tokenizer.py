@@ -78,10 +78,10 @@ class Tokenizer:
                     f"{directory}: chat_template holds {text!r}, expected text; fetch "
                     "tokenizer_config.json again"
                 )
-        if len(self.chat_template or "") > MAX_TEMPLATE_CHARS:
+        if (num_chars := len(self.chat_template or "")) > MAX_TEMPLATE_CHARS:
             raise ValueError(
-                f"{directory}: the chat template has {len(self.chat_template or '')} characters, "
-                f"more than {MAX_TEMPLATE_CHARS}; fetch the file again"
+                f"{directory}: the chat template has {num_chars} characters, more than "
+                f"{MAX_TEMPLATE_CHARS}; fetch the file again"
             )
         control = [t.content for t in self._hf.added_tokens_decoder.values() if t.special]
         # Its first character, also where one begins within another.

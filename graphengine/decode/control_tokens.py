@@ -25,23 +25,22 @@ def hidden(tokenizer_json: str, vocab_size: int) -> tuple[str, dict[str, int]]:
     """
     found: dict[str, Any] = json.loads(tokenizer_json)
     ids: dict[str, int] = {}
+    unseen: dict[str, str] = {}  # what stands for a control token's name
     added = [t for t in found.get("added_tokens") or () if t["id"] < vocab_size]
     found["added_tokens"] = added
     for token in added:
         name = token["content"]
         if token["special"] or re.fullmatch(r"<.*>", name):
-            ids[name] = token["id"]
-            token |= {"content": _unseen(name), "special": True}
+            ids[name], unseen[name] = token["id"], f"\0{name}"
+            token |= {"content": unseen[name], "special": True}
     model: dict[str, Any] = found["model"]
     vocab = model["vocab"]
     if isinstance(vocab, dict):  # else an added token would get a new id
-        model["vocab"] = {
-            _unseen(t) if t in ids else t: i for t, i in vocab.items() if i < vocab_size
-        }
+        model["vocab"] = {unseen.get(t, t): i for t, i in vocab.items() if i < vocab_size}
     else:
-        model["vocab"] = [[_unseen(t) if t in ids else t, score] for t, score in vocab[:vocab_size]]
-    if model.get("unk_token") in ids:
-        model["unk_token"] = _unseen(model["unk_token"])
+        model["vocab"] = [[unseen.get(t, t), score] for t, score in vocab[:vocab_size]]
+    if model.get("unk_token") in unseen:
+        model["unk_token"] = unseen[model["unk_token"]]
     return json.dumps(found), ids
 
 
@@ -53,7 +52,3 @@ def numbered(lark: str, ids: Mapping[str, int]) -> str:
         return f"<[{ids[name]}]>" if name in ids else name
 
     return _LARK.sub(number, lark)
-
-
-def _unseen(name: str) -> str:
-    return f"\0{name}"

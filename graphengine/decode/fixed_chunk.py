@@ -43,7 +43,6 @@ from graphengine.decode.attention import (
 )
 from graphengine.decode.chains import prefill_chains
 from graphengine.decode.chunk_sizes import BLOCK
-from graphengine.decode.kvcache import pages_for
 from graphengine.decode.proposer import Pair
 from graphengine.decode.stack import Rows
 from graphengine.kernels import chunk_attention
@@ -282,7 +281,7 @@ class FixedChunk:
         upload.flat_X[: len(host_X)].fill(0)
         sent.start_B.fill(NO_PROMPT)
         for k, (ids, begin, end, pages, *state) in enumerate(pieces):
-            first, behind = block * self.block, block + pages_for(end - begin, self.block)
+            first, behind = block * self.block, block + -(-(end - begin) // self.block)
             sent.ids_n[first : first + end - begin] = ids[begin:end]
             sent.start_B[block:behind] = np.arange(begin, end, self.block)
             sent.end_B[block:behind] = end

@@ -25,7 +25,7 @@ from graphengine.decode.attention import LayerAttentions, Layout, TorchAttention
 from graphengine.decode.chains import prefill_chains
 from graphengine.decode.chunk_sizes import BLOCK, FAR, FAR_LEAST, first_rows, forward_time
 from graphengine.decode.fixed_chunk import FixedChunk, Piece
-from graphengine.decode.kvcache import keyed_layers_in, pages_for
+from graphengine.decode.kvcache import keyed_layers_in
 from graphengine.decode.logprobs import Scores, score_rows
 from graphengine.decode.masks import mask_first
 from graphengine.decode.proposer import Pair
@@ -205,8 +205,7 @@ class Prefill:
         return min(left, first_rows(left, tuple((size, self.times[size]) for size in sizes)))
 
     def _room_for(self, num_rows: int) -> int:
-        block = BLOCK if self.fixed else 1
-        return pages_for(num_rows, block) * block
+        return -(-num_rows // BLOCK) * BLOCK if self.fixed else num_rows
 
     def queue(self, work: Work) -> FirstTokens | None:
         """One forward, and the first tokens of the prompts that it completes. Mutates: the K/V of

@@ -95,7 +95,7 @@ def resolve(model: str | Path, *, local_only: bool = False) -> Path:
 
 
 def _whole(directory: Path) -> Path:
-    """The directory, if no file is a link to nowhere: what is optional would silently be missed."""
+    """The directory, unless a file in it is a dangling link, which would silently be missed."""
     for pattern in _PATTERNS:
         for path in directory.glob(pattern):
             if not path.exists():

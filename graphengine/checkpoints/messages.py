@@ -15,11 +15,11 @@ _NOT_TEXT = set("image image_url video video_url audio audio_url input_audio fil
 
 
 def plain(value: Any) -> Any:
-    """Messages of mappings, lists, text and numbers alone: within another object nobody would see
-    a control token, and transformers writes one that it does not know as its type's name.
+    """The same made of mappings, lists, text and numbers only: inside any other object a control
+    token would go unseen, and transformers writes unknown objects as the names of their types.
 
     Raises:
-        ValueError: there is such a one.
+        ValueError: another object cannot be turned into these.
     """
     if value is None or isinstance(value, str | Number):
         return value
@@ -35,16 +35,15 @@ def plain(value: Any) -> Any:
 
 
 def as_templates_read(message: dict[str, Any], takes_parts: bool) -> dict[str, Any]:
-    """A turn as clients give it out, with null where nothing is said, or without content where it
-    calls tools, text in parts and a call's arguments as JSON: templates read text and an object,
-    which is what vLLM gives them.
+    """A turn with its content as text and the arguments of calls as objects, which is what vLLM
+    gives to templates. Clients send null, no content (beside calls), text in parts, JSON.
 
     Args: takes_parts: the template reads text in parts itself.
     Mutates: message.
-    Raises: ValueError for a picture or sound, of which a template of a model that sees writes where
-        it stands: the answer would be about something that the model has not seen. And for what
-        else is no text, where the template reads text: it would leave out the whole turn (Qwen3's),
-        or have it as Python spells a list (Llama's).
+    Raises: ValueError for a picture or sound: the template of a model that sees would write a
+        placeholder, and the answer would be about something that was never seen. And, unless it
+        takes parts, for any other part that is no text: a template would leave out the whole turn
+        (Qwen3's) or print a Python list (Llama's).
     """
     content = message.get("content", None if message.get("tool_calls") else "")
     if isinstance(content, dict) and "type" in content:  # a part by itself

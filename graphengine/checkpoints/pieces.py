@@ -31,7 +31,7 @@ _SAID = " ".join("a" * 64)  # which every tokenizer knows
 
 
 class PieceEncoder:
-    """Encodes for one tokenizer. Several threads may ask."""
+    """Encodes for one tokenizer. Thread-safe."""
 
     def __init__(self, tokenizer: Any) -> None:
         """Args: tokenizer: of transformers."""
@@ -113,8 +113,7 @@ class PieceEncoder:
 
 def _cutting(tokenizer: Any) -> dict[str, int]:
     """Added tokens at which any text may be cut, and their ids; none where one takes spaces beside
-    it, or is one between others' letters alone. Those that are looked for in a normalised text are
-    within pieces."""
+    it or must be a whole word. Those that are matched in normalised text stay inside pieces."""
     added = tokenizer.added_tokens_decoder if getattr(tokenizer, "is_fast", False) else {}
     if any(token.lstrip or token.rstrip or token.single_word for token in added.values()):
         return {}
@@ -124,8 +123,8 @@ def _cutting(tokenizer: Any) -> dict[str, int]:
 
 
 def _cuts_lines(tokenizer: Any) -> bool:
-    """Whether no token of any text goes over the beginning of a line with a letter or digit, nor
-    hangs on what stands there: the tokenizer cuts texts into words itself, there too."""
+    """Whether texts may be cut where a line begins with a letter or digit: the tokenizer's own
+    split into words cuts there too, so no token spans that place or depends on what is across."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     words = getattr(backend, "pre_tokenizer", None)
     if words is None or any("\n" in t.content for t in tokenizer.added_tokens_decoder.values()):

@@ -12,9 +12,9 @@ from typing import Any
 
 
 def within(seconds: float, call: Callable[[], Any]) -> Any:
-    """What a call returns. It runs in a thread, which is ended where it takes longer: a template's
-    loops may be nested without end, and to trace them costs more than to render. Threads wait for
-    further calls: to begin one takes 0.2 ms (2-core cloud CPU), more than a short chat's rendering.
+    """What a call returns. It runs in a thread that is ended when time is up: a template's loops
+    may nest without end, and tracing them costs more than rendering. Threads are kept for further
+    calls: to start one takes 0.2 ms (2-core cloud CPU), more than rendering a short chat.
 
     Raises:
         TimeoutError: it took longer.
@@ -37,7 +37,7 @@ def within(seconds: float, call: Callable[[], Any]) -> Any:
 
 
 class _Aside(Thread):
-    """Makes calls, one after the other, and gives up the last."""
+    """Makes calls, one after another, until it is ended."""
 
     def __init__(self) -> None:
         super().__init__(daemon=True)
@@ -54,7 +54,7 @@ class _Aside(Thread):
             del asked, call, found  # which hold a tokenizer, and the next may never come
 
     def end(self) -> None:
-        """In the middle of a call, and for good."""
+        """Ends the thread, in the middle of its call."""
         self.calls.put(None)
         end = ctypes.pythonapi.PyThreadState_SetAsyncExc
         end(ctypes.c_ulong(self.ident or 0), ctypes.py_object(SystemExit))

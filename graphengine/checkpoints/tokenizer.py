@@ -143,9 +143,9 @@ class Tokenizer:
         return ids
 
     def encode_prompt(self, text: str) -> list[int]:
-        """Token ids of a text to continue: behind what the tokenizer puts in front of any, such as
-        Llama's <|begin_of_text|>, where the text does not begin with that already. The models were
-        trained so. In a conversation that is the chat template's. Raises: as `encode`."""
+        """Token ids of a text to continue, behind what the tokenizer puts in front of any text, as
+        in training (Llama's <|begin_of_text|>), unless the text begins with that already. In a
+        conversation the chat template writes it. Raises: as `encode`."""
         ids = self.encode(text)
         has_front = ids[: len(self._front)] == self._front
         return ids if has_front else self._within(self._front) + ids
@@ -157,8 +157,8 @@ class Tokenizer:
         return ids[: begins[0]] if begins else []
 
     def encode_word(self, word: str) -> list[list[int]]:
-        """Token ids of a word as a text begins with it and, where that is as many other tokens, as
-        it follows a space; so vLLM reads a bad word."""
+        """Token ids of a word at the beginning of a text and, where they are as many and begin with
+        another token, those of it behind a space: how vLLM reads a bad word."""
         first, behind = (self.encode(space + word.lstrip()) for space in ("", " "))
         is_other = len(first) == len(behind) and first[:1] != behind[:1]
         return [ids for ids in (first, behind if is_other else []) if ids]
@@ -222,7 +222,7 @@ class Tokenizer:
         return self.encode(piece)
 
     def as_json(self) -> str:
-        """As a tokenizer.json has it, added tokens included, for who reads tokens as bytes.
+        """The tokenizer.json, added tokens included, for llguidance.
 
         Raises:
             ValueError: it is not of the kind that has one.
@@ -294,11 +294,10 @@ class Detokenizer:
     """Turns a growing list of tokens into a growing text, never taking text back.
 
     Held back are replacements at the very end, as many as bytes can still become one character.
-    Where a tokenizer falls back to bytes (Llama 2), those beside each other are all replacements
-    while one of them is part of no character yet, also those of characters that are out: then
-    nothing comes out, until they are characters again or too many for that. What is decoded is a
-    window of the last tokens, so a stream of bytes that never become a character costs no more than
-    any other.
+    A tokenizer that falls back to bytes (Llama 2) decodes neighbouring bytes all to replacements
+    while one of them is part of no character yet, even where the others' character was given out:
+    then nothing is given out until they decode again or are too many to. Only a window of the last
+    tokens is decoded, so bytes that never become a character cost no more than others.
     """
 
     def __init__(

@@ -41,12 +41,12 @@ def _choices(hint: Any) -> tuple[str, ...]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Declaration:
-    """One option. `auto`: what its default amounts to, where that is decided later; "none" of one
-    that is None or empty, where nothing else is said.
+    """One option. `auto` tells people what the default comes to where that is decided later, or
+    "none" where the default is None or empty.
 
-    `low` and `high` are allowed values, `above` is not. `of_drafter`: it means nothing without one.
-    `commands` offer it. `parse`: from what a user may write to the value. `repeated`: a flag names
-    one of several.
+    Allowed are `low` to `high`, both included, and what is greater than `above`. `of_drafter`: it
+    means nothing without one. `commands` offer it. `parse` makes the value of what a user writes.
+    `repeated`: a flag gives one of several values.
     """
 
     text: str
@@ -142,11 +142,8 @@ def declarations(cls: type) -> Mapping[str, Declaration]:
 
 
 class Checked:
-    """A value whose options are in their ranges, or that does not come into being.
-
-    What is its default is not looked at: a request names few of its options, and its first token
-    waits for these checks.
-    """
+    """Checks options when the value is made, but for those that have their defaults: a request
+    sets few, and its first token waits for the checks."""
 
     __slots__ = ()
 

@@ -50,7 +50,7 @@ def parse_token_ids(name: str, value: Any) -> tuple[int, ...]:
 
 
 def parse_allowed(name: str, value: Any) -> tuple[int, ...] | None:
-    """The same; None, and not nothing, allows all."""
+    """As `parse_token_ids`, but None allows all, and an empty list is refused."""
     found = parse_token_ids(name, value)
     if value is not None and not found:
         raise ValueError(f"{name} is {value!r}, which leaves no token; None allows all")

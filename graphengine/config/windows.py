@@ -20,9 +20,9 @@ class Sliding(NamedTuple):
 
     default: sliding_window where the file lacks that key; one that is null is none.
     is_switched: only where use_sliding_window is true.
-    by_type: layer_types say which layers; without them all do, or every other one, the first among
-        them, where it `alternates`, or of a family with a switch those from max_window_layers on
-        (28 where the file lacks it).
+    by_type: layer_types say which layers. A file without them: every other layer, from the first
+        on, where it `alternates`; layers from max_window_layers (28 where the file lacks it) on
+        where it `is_switched`; else all.
     """
 
     default: int | None

@@ -2,9 +2,9 @@
 
 While nobody decodes, everything is queued before the first token is waited for, so that the device
 never waits for the host between two chunks, and each prompt's token is given out when its own last
-chunk is done. Beside running streams each step is followed by so many rows as their reader is to
-wait for, and a first token is taken when it is there: nobody waits for it. So who runs together
-hangs on the device's pace; `in_turn` it is the next call's, there or not.
+chunk is done. While streams run, each step is followed by as many rows as these may wait for, and a
+first token is taken once it is there, never waited for. So who runs together depends on the
+device's pace; `in_turn` it does not: the next call takes it, and waits.
 
 Invariant: forwards are queued in the order of arrival, and of a prompt that was cancelled no more.
 """
@@ -20,14 +20,15 @@ from graphengine.decode.chunk_sizes import FAR_SIZES
 from graphengine.decode.prefill import FirstTokens, Prefill
 from graphengine.decode.request import Request
 
-# Keys that cost a row about as much as its weights, 10 us of 8B shapes on an H200: a first token
-# takes 8 to 15 more for each row from 16 to 128 or 512, and 1,000 keys of a row 1.2 at 500 TFLOP/s.
+# Keys whose attention costs a row about as much as its weights do: 10 us of 8B shapes on an H200,
+# where each row more, from 16 up to 128 or 512, adds 8 to 15 us to a first token, and 1,000 keys
+# add 1.2 us to a row at 500 TFLOP/s.
 DEPTH = 8192
 
 
 @dataclass(slots=True)
 class Budget:
-    """The next forward may take as long as so many rows of a short prompt; None: however long.
+    """How long the next forward may take: as so many rows of a short prompt; None: any time.
 
     `keyed_in`: one layer in so many has keys, so keys weigh as much less.
     """
@@ -37,10 +38,10 @@ class Budget:
 
     def rows_at(self, position: int) -> int | None:
         """Rows from a position on that take as long as all of them do at DEPTH keys: half of them
-        at 3 * DEPTH, a quarter at 7 * DEPTH. Of 512 that are chunks of 256 up to 24,576 keys and of
-        128 behind: beside a step of 8B shapes 19 ms at most by arithmetic, up to 57,344 keys. Those
-        of 128 are not cut further, since their weights cost as much as those of 16: from there on
-        a gap grows with the text."""
+        at 3 * DEPTH, a quarter at 7 * DEPTH. Of 512 these are chunks of 256 up to 24,576 keys and
+        of 128 behind: with a step of 8B shapes 19 ms at most, by arithmetic, up to 57,344 keys.
+        Less than 128 gain nothing, since the weights cost as much for 16: from there on a gap grows
+        with the text."""
         rows, depth = self.rows, DEPTH * self.keyed_in
         if rows is None:
             return None

@@ -185,9 +185,9 @@ class TorchAttention:
 def _with_sink(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, sinks_N: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Heads that are wider, and one key more whose value is 0: of a row's new columns, which other
-    keys have zeros for, the first makes its score the sink of the row's head. So a mask stays one
-    for all heads. A sink of -inf is none; it must not be multiplied by their zeros."""
+    """Wider heads, and one key more whose value is 0. In the new columns the other keys are 0, and
+    the first of them makes a row's score with the new key the sink of its head; so one mask does
+    for all heads. A sink of -inf is none, and is clamped since -inf times 0 is NaN."""
     num_heads, _, head_dim = k.shape
     num_rows = q.shape[2] * num_heads // len(sinks_N)
     q, k, v = (F.pad(x, (0, 8, 0, more)) for x, more in ((q, 0), (k, 1), (v, 1)))

@@ -56,8 +56,7 @@ class Bucket:
 
     @property
     def runners(self) -> list[Runner]:
-        """The stages' with their first end, each behind those whose carry it continues; for
-        tools."""
+        """Of the stages, with their first end, each behind the one that it continues; for tools."""
         runners = [next(iter(stage.runners.values())) for stage in self.stages]
         return runners[-1:] + runners[:-1] if self.ahead is not None else runners
 

@@ -25,10 +25,11 @@ PAIRED_SIZES = (4096,)  # long ones in halves beside each other
 FAR_SIZES, FAR = (128, 256), 2048
 HYBRID_FAR_SIZES = (384, 512)  # where few layers have keys, more rows take little longer there
 FAR_LEAST = chunk_attention.BLOCK // 2  # no more rows than that are as fast in blocks of 16
-# What a forward takes, in what the products of a row do: to read the weights, which hides all but a
-# share of them, or its rows and what it adds, less from LARGE on, where `chunk_linear` multiplies.
-# Experts are read by what the rows choose, which hides nothing, and from LARGE on a row costs more.
-# Chosen by first tokens of 8B, 4B's hybrid, 27B and 35B-A3B on an H200 (LOG.md, 2026-11-29).
+# What a forward takes, where the products of one row take 1: WEIGHTS to read the weights, and SHARE
+# of each row that this does not hide; or, if that is more, its rows and what it adds, which is less
+# from LARGE on, where `chunk_linear` multiplies. To read experts hides no row, and from LARGE on a
+# row costs more. Chosen by first tokens of 8B, 4B's hybrid, 27B and 35B-A3B on an H200 (LOG.md,
+# 2026-11-29).
 WEIGHTS, SHARE = 240, 1 / 3
 ADDED, ADDED_TO_LARGE, LARGE = 100, 60, 1024
 OF_EXPERTS, ABOVE_LARGE = 1.6, 1.2
@@ -96,7 +97,7 @@ def _firsts(times: tuple[tuple[int, float], ...]) -> list[int]:
 
 
 def forward_time(num_rows: int, over_one_row: float = 1) -> float:
-    """Of a forward of so many rows; the unit is what the products of one take.
+    """Of a forward of so many rows, in units of what the products of one row take.
 
     Args: over_one_row: the weights that they read over those that one does, 1 without experts.
     """

@@ -3,9 +3,9 @@
 Triton compiles a kernel at its first launch, so a start that runs one segment after another waits
 for each: 73 kernels and 29 s of the 54 s that buckets 1, 8 and 16 of an 8B pair with an FP8 drafter
 took with empty caches (one H200). Here every chain runs once without Inductor, beside the caller's
-thread, which compiles segments. What is found not to be compiled another process is asked for,
-since Triton holds Python's lock while it reads a kernel's source, and the run goes on at once:
-nothing is launched, and all processes have work from the first moment.
+thread, which compiles segments. Other processes are asked for kernels that are not compiled yet,
+since Triton holds Python's lock while it reads a kernel's source. A run goes on at once, because
+nothing is launched, so all processes have work from the first moment.
 
 A step that is run waits for its kernels. So the caller's thread, too, first goes through the chains
 of all buckets with shapes alone, for their segments (`make_segments`), and runs them afterwards. A
@@ -62,8 +62,8 @@ def _num_threads() -> int:
 
 
 class Workers:
-    """Has Inductor's processes compile kernels, equal ones once; they begin with the first one, if
-    they have not before. Behind `with`, what nobody has begun is forgotten."""
+    """Has Inductor's processes compile kernels, equal ones once; they are started for the first one
+    if they do not run yet. Behind `with`, what nobody has begun is dropped."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -95,9 +95,9 @@ class Workers:
 
 
 class CompileAhead:
-    """Runs whose kernels are compiled beside the caller, until `wait`, where one of ours that
-    cannot be compiled ends the start. What else fails, as an operator of torch that cannot do
-    without contents, is left to fail where the kernel is needed, where it has a caller."""
+    """Makes runs for the sake of their kernels, beside the caller, until `wait`, where a kernel of
+    ours that cannot be compiled ends the start. What else fails, such as an operator of torch that
+    needs contents, is logged: its kernels are compiled where they are first needed."""
 
     def __init__(
         self,
@@ -158,7 +158,7 @@ class CompileAhead:
         return all(run.done() for run in self._runs) and all(job.done() for job in self._asked)
 
     def wait(self) -> None:
-        """Until all have run, and what they have asked for is there. What a process has failed at
+        """Waits for all runs and for the kernels that they have asked for. What a process failed at
         is compiled here, where the caller is told why.
 
         Raises:
@@ -185,7 +185,7 @@ class CompileAhead:
 
 
 def run_kept(work: Callable[[], object]) -> bool:
-    """Calls it, and ends it where a segment or kernel would have to be compiled: whether it has
+    """Calls it, up to where a segment or kernel would have to be compiled. Returns whether it has
     come to its end."""
     if torch.cuda.is_initialized():
         bind_kernels(compile_kernel)

@@ -229,9 +229,9 @@ class Matcher:
     def shares(
         self, row: int, drafts: list[int], first: int, most: int
     ) -> Iterator[tuple[Any, int, list[int]]]:
-        """The rows of a block, for at most so many readers from that one on, a reader's next to
-        each other: (what stands in front of a row, the row, drafts behind it that it is led along,
-        masking as it goes)."""
+        """Shares the rows of a block among at most so many readers, from the `first` on; those of a
+        reader come one after another. Yields (what stands in front of a row, the row, drafts behind
+        it, along which it is led and masks a row each)."""
         if not drafts:
             yield self._reader(first), row, []
             return
@@ -263,8 +263,8 @@ class Matcher:
         return reader
 
     def judge(self, readers: Sequence[Any], took_s: float) -> None:
-        """What its masks took, with those of others unless they took too long before, and who
-        worked them out."""
+        """Takes note of a step's masks. Args: readers: who worked them out. took_s: seconds, those
+        of others with them unless some took too long in the step before."""
         for reader in readers:
             if reader.is_error() and self.broken is None:
                 self.broken, self.grammar.is_broken = f"{_reason(reader)}; {REMEDY}", True
@@ -275,8 +275,8 @@ class Matcher:
         self.took_s = took_s
 
     def allowed(self, vocab_size: int) -> Tensor:
-        """What may stand next, bool [V], worked out alone: for who checks `fill_masks`. Behind a
-        token that did not fit nothing is ruled out."""
+        """What may stand next, bool [V], worked out alone, to check `fill_masks`. Behind a token
+        that did not fit nothing is ruled out."""
         if self.inner.is_error():
             return torch.ones(vocab_size, dtype=torch.bool)
         words_W = torch.frombuffer(bytearray(self.inner.compute_bitmask()), dtype=torch.int32)
@@ -296,8 +296,8 @@ def _executor() -> Any:
 
 
 def fill_masks(jobs: Sequence[tuple[int, Matcher, list[int]]], mask_TW: Tensor) -> None:
-    """What may stand next, a bit a token: of each matcher in the row that is named, and in those
-    below behind each of its drafts, up to one that does not fit; later rows stay as they are.
+    """What may stand next, a bit a token: for each matcher in its row, and in the rows below it
+    behind each of its drafts, up to one that does not fit; later rows stay as they are.
 
     Args:
         jobs: (row, matcher, drafts).

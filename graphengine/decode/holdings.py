@@ -77,10 +77,10 @@ class Holdings:
         return True
 
     def _take_states(self, request: Request, source: int | None, num_rows: int) -> None:
-        """A slot for the request, with the state of slot `source`, which whoever has got that now
-        writes to behind this; and slots for what is kept of its prompt and answer, but for those
-        that `num_rows` requests with it may need. Answers get at most half of those that are kept:
-        others wait for what is there."""
+        """Takes a slot for the request, with a copy of the state in slot `source`, whose owner now
+        writes to it behind this; and slots for what is kept of its prompt and answer, but for those
+        that `num_rows` requests, this one among them, may need. Answers leave half of those that
+        are kept to prompts."""
         slots, states = self.state_slots, self.pair.target.states
         (request.state_slot,) = slots.allocate(1)
         if source is not None and states is not None:
@@ -95,7 +95,7 @@ class Holdings:
                 request.answer_slots = slots.allocate(2)
 
     def share_prompt(self, request: Request) -> None:
-        """Gives away what its prefill, whose last rows are queued, leaves for others, who are
+        """Gives away what its prefill leaves for others, once its last rows are queued: others come
         behind on the stream. Mutates: request."""
         if not self._caches_prefixes:
             return
@@ -122,8 +122,9 @@ class Holdings:
             forget(request)
 
     def _keep_last_state(self, request: Request, committed: list[int]) -> None:
-        """Gives away the last state that its answer has left; not if what was dropped of it, or is
-        still in flight, can have left two more. A step leaves one at most. Mutates: request."""
+        """Gives away the last state that its answer has left, unless tokens that were dropped, or
+        are in flight, may have left two more, the second in its slot. A step leaves one at most.
+        Mutates: request."""
         spacing = answer_spacing(self.config.page_size)
         number = len(committed) // spacing
         reached = request.start + len(self._lane.in_flight) * self.block

@@ -112,9 +112,9 @@ class Lane:
             self.rows.pop()
 
     def forget_spare_steps(self) -> None:
-        """Without requests, forgets what was launched ahead of their ends: nobody waits for it, and
-        whatever comes next is behind it on the stream. Not what the host has planned or masked,
-        whose memory it writes again for the next step."""
+        """Once there are no requests, forgets steps that were launched ahead: nobody waits for
+        them, and whatever comes next is behind them on the stream. Not those that the host has
+        planned or masked, since it writes the same memory again for the next step."""
         if not self.rows and self.depth > 1:
             while self.in_flight and not self.in_flight[-1].is_constrained:
                 self.in_flight.pop()
@@ -148,8 +148,8 @@ class Lane:
 
     @property
     def _may_queue(self) -> bool:
-        """What a grammar leaves to a step follows from the tokens of the one before; and steps in
-        flight, of which each commits a token at least, may be all that the budgets allow."""
+        """Not behind a step with a grammar, whose tokens decide the next masks, nor where the steps
+        in flight, each of which commits a token at least, may be all that the budgets allow."""
         num_ahead = len(self.in_flight)
         waits = any(step.is_constrained for step in self.in_flight)
         is_of_use = any(request.budget > num_ahead for request in self.running)
@@ -294,8 +294,8 @@ class Lane:
         return True
 
     def draft_again(self) -> None:
-        """Runs `ahead` again behind rows of a prompt: what it has left for the next step lies in a
-        graph's memory, which a bucket built late may share with a chunk captured before it."""
+        """Runs `ahead` again behind rows of a prompt, of a bucket built late: what it leaves for
+        the next step lies in a graph's memory, shared with chunks that were captured before."""
         bucket = self.bucket
         if bucket is not None and bucket.ahead is not None and bucket.size in self.built_late_s:
             bucket.ahead.run()

@@ -90,7 +90,7 @@ class DecodeLoop:
         self.is_waiting = False
         """Whether nothing is half done: `run` waits for a step, was stopped so, or is to begin."""
         self.is_repeatable = False
-        """Whether what runs together must not hang on the device's pace; set while idle."""
+        """Whether what runs together must not depend on the device's pace; set while idle."""
 
     @property
     def lanes(self) -> list[Lane]:

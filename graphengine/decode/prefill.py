@@ -160,9 +160,9 @@ class Prefill:
         return min(self.chunk, most or self.chunk), num_requests
 
     def _kept(self, request: Request, begin: int, end: int) -> tuple[int, int]:
-        """Rows of this piece behind which the state is kept, and its slot; 0, 0: nowhere. They are
-        whole chunks of the scan, in front of the last token, which is always run: the last ones of
-        the prompt, and of a long one some before. Mutates: request."""
+        """Rows of this piece behind which the state is kept, and its slot; 0, 0: nowhere. These are
+        whole chunks of the scan, up to the last one in front of the prompt's last token, which is
+        always run, and in a long prompt some before, KEPT_SPACING apart. Mutates: request."""
         wanted, spare = len(request.prompt_ids) - 1, request.spare_slots
         rows = (min(end, wanted) - begin) // CHUNK * CHUNK
         is_last = wanted - end < CHUNK

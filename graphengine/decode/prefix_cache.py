@@ -9,13 +9,13 @@ in flight write behind the committed tokens. A page in use by any request is nev
 What was released last is evicted last, and of one request's pages the last first: a page whose
 predecessor is gone could not be found any more.
 
-A page that begins like what is asked for is found too, up to the first other token, and so is the
-last one of a text, which is not full. It is not shared, since who asks goes on in it otherwise, or
-its owner does: the taker copies it into a page of its own, at once, so that whatever later writes
+A page that begins like what is asked for is found too, up to the first token that differs, and so
+is the last page of a text, which is not full. It is not shared, since both its owner and the taker
+go on to write in it: the taker copies it into a page of its own, at once, so that any later write
 to the one that was found is behind the copy on the stream.
 
-Recurrent layers keep no state of a token, only one of all tokens so far. So beside a target that
-has them a beginning counts up to the last token behind which a state was kept.
+Recurrent layers keep no state of a token, only one of all tokens so far. So with such a target a
+beginning counts up to the last token behind which a state was kept.
 """
 
 from __future__ import annotations
@@ -135,8 +135,8 @@ class PrefixCache(PageAllocator):
         return pages
 
     def share(self, token_ids: Sequence[int]) -> list[int]:
-        """Takes the pages of the longest beginning of these tokens that is held, whole pages; of
-        recurrent layers' targets up to the last kept state, or the page in front of its own."""
+        """Takes the pages of the longest beginning of these tokens that is held, whole pages; with
+        recurrent layers up to the last kept state, or to the page in front of the one it is in."""
         pages = [page for page, _ in self._held(token_ids)]
         if self.state_slots is not None:
             kept = self.state_slots.counts()
@@ -152,9 +152,8 @@ class PrefixCache(PageAllocator):
         return pages
 
     def begun(self, token_ids: Sequence[int], shared: Sequence[int]) -> Place:
-        """Of what follows these shared pages: a page that begins alike, to be copied at once, and
-        how many of its tokens do, of recurrent layers' targets up to a kept state; 0, 0 where there
-        is none."""
+        """A page that begins like what follows these shared pages, to be copied at once, and how
+        many of its tokens are the same, with recurrent layers up to a kept state; 0, 0: none."""
         serial = self._serials[shared[-1]] if shared else 0
         begin, best = len(shared) * self._page_size, (0, 0)
         wanted = token_ids[begin : begin + self._page_size]
@@ -198,8 +197,8 @@ class PrefixCache(PageAllocator):
             self._offer(serial, rest, pages[full])
 
     def keep_state(self, token_ids: Sequence[int], slot: int) -> None:
-        """Gives away the slot of the state behind these tokens. Nobody finds it without a page that
-        holds the last of them: then it is free."""
+        """Gives away the slot of the state behind these tokens. Where no page holds the last of
+        them nobody could find it: then it is free."""
         assert self.state_slots is not None
         held, (whole, rest) = list(self._held(token_ids)), divmod(len(token_ids), self._page_size)
         places: list[Place] = []

@@ -145,9 +145,9 @@ class Pair:
         return replace(self, proposer=draft_at(self.config, self.proposer, size))
 
     def shortened(self) -> Pair:
-        """With the target's first layers alone, among them one that is tapped and all kinds of
-        neighbours, the last of the last one's kind: a forward of these has all kernels and segments
-        of a whole one, and compiling them (`compile_ahead`) takes less time."""
+        """With the target's first layers alone, as few as have all kernels and segments of a whole
+        forward: one that is tapped, all kinds of neighbours, the last of the last one's kind.
+        Compiling these (`compile_ahead`) takes less time."""
         kinds = self.target.config.layer_kinds
         neighbours, least = {*pairwise(kinds)}, max(2, min(self.proposer.taps, default=0) + 1)
         enough = (

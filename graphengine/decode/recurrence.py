@@ -8,10 +8,10 @@ to fold the pending rows at the start of the next verify, reads a state less (12
 batch 1, Qwen3.5-4B, by arithmetic), but puts the fold's serial rows in front of every layer, keeps
 records twice, and owes a flush to whoever copies a state; one launch for all layers owes nothing.
 
-Every so many tokens an answer leaves its state in one of two more slots of its request, in a launch
-in front: at its end the request's own state is that of steps in flight, which may have gone on for
-as many more. So the next turn begins few tokens in front of the last answer's end: at most as many,
-and where the answer was too short to leave one, behind the last chunk of its prompt.
+An answer also leaves its state every `answer_spacing` tokens, by turns in two more slots of its
+request: its own state may be past the answer's end, by what steps in flight have added. So the next
+turn begins at most as many tokens in front of the last answer's end, or, where the answer was too
+short to leave a state, behind the last chunk of its prompt.
 
 Slot 0 is the null slot: padding rows, warm-ups and timings use it, and nobody reads what is there.
 Invariant: a running request owns one slot; a prompt's first chunk begins from zero by its position,
@@ -95,8 +95,8 @@ class Recurrence(Protocol):
 
 
 def answer_spacing(page_size: int) -> int:
-    """Tokens of an answer from one state that it leaves to the next. Where a block is longer, none
-    is kept: a step may pass one."""
+    """Tokens of an answer from one state that it leaves to the next. With longer blocks none is
+    kept, since a step could pass two."""
     return min(page_size, ANSWER_SPACING)
 
 

@@ -207,8 +207,8 @@ def _packed(source: TensorSource, parts: tuple[Weight, ...]) -> Tensor | Mxfp4 |
         rows, columns = sum(part.shape[0] for part in parts), parts[0].shape[1]
         return source.take(Weight(stack.name, (stack.size, rows // stack.size, columns)))
     if len(parts) == 1 and stack is None:
-        unpacked = mxfp4.taken(source, *parts)
-        return source.take(*parts) if unpacked is None else unpacked
+        in_mxfp4 = mxfp4.taken(source, *parts)
+        return source.take(*parts) if in_mxfp4 is None else in_mxfp4
     out: Tensor | None = None
     sizes = [part.meant_shape[0] for part in parts]
     row = 0

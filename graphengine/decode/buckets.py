@@ -190,9 +190,9 @@ class BucketBuilder:
     def _warm_up(
         self, sizes: Collection[int], prefills: Iterable[Callable[[], object]] = ()
     ) -> None:
-        """Runs the chains of these buckets, of few layers, where captures are recorded: what all
-        are captured of is compiled and loaded. On the CPU without compilation there is nothing to
-        do. Mutates: the buffers, cleared before, and null pages."""
+        """Runs the chains of these buckets, of few layers, where captures are recorded, so that
+        all that is captured is compiled and loaded. On the CPU without compilation there is nothing
+        to do. Mutates: the buffers, cleared before, and null pages."""
         if self.device.type != "cuda" and not self.pair.config.compile:
             return
         self.progress("warming up")
@@ -203,7 +203,7 @@ class BucketBuilder:
 
     @contextmanager
     def _undrawn(self) -> Iterator[None]:
-        """Behind it the table of simulated draws stands where it stood before."""
+        """Afterwards the table of simulated draws stands where it stood before."""
         step_1 = None if self.pair.simulation is None else self.pair.simulation.step_1
         before_1 = None if step_1 is None else step_1.clone()
         try:

@@ -236,8 +236,8 @@ class DecodeLoop:
         return outputs
 
     def admit_next(self, budget: int | None = None) -> list[StepOutput]:
-        """Begins the requests whose prompts are done next; where none is under way, first takes
-        those of waiting requests, in order, while rows and pages last.
+        """Queues rows of prompts, and begins the requests whose first tokens are there. Where no
+        prompt is under way, first admits waiting requests, in order, while rows and pages last.
 
         Args: budget: rows of prompts to queue; None: all, and the next first token is waited for.
         """

@@ -1,8 +1,8 @@
 """Drafts that somebody else chose: another proposer runs for real, then its drafts are replaced.
 
-For who asks for every acceptance length: `verify --forced-acceptance`, and tests. What is drafted
-at a position of a row is read from a table on the device, filled when a request begins in its row,
-so a graph can hold it.
+For `verify --forced-acceptance` and tests, which choose acceptance lengths. What is drafted at a
+position of a row is read from a table on the device, filled when a request begins in its row, so a
+graph can hold it.
 
 Legend: B requests, G rows of a block, P positions.
 """

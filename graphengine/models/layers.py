@@ -205,8 +205,8 @@ def library_linear(x: Operand, matrix: Matrix, bias: Tensor | None = None) -> Te
 def operands(
     x: Operand, matrix: Matrix, config: SkinnyConfig
 ) -> tuple[Tensor, Tensor, Fp8Scales | None]:
-    """What our GEMM multiplies: as they are, or both in FP8, x as two rows without loss, and as one
-    rounded row where `library_linear` would round it as well."""
+    """What our GEMM multiplies: both as they are or, with an FP8 matrix, both in FP8: x as two rows
+    without loss, or as one rounded row where `library_linear` would round it as well."""
     if not isinstance(matrix, Fp8Matrix):
         assert isinstance(x, Tensor)
         return x, matrix, None
@@ -338,8 +338,8 @@ def rope_table(
 ) -> Tensor:
     """cos and sin of every position: `table[p] = amplitude * [cos(p f) | sin(p f)]`.
 
-    Where a part of a head is turned alone, the rest stands still: cos 1, sin 0. Its rows are packed
-    so that (i, i + H / 2) are the pairs all the same (`rotary_order`).
+    Where only a part of a head is turned, the rest has cos 1 and sin 0, and dims are packed so that
+    (i, i + H / 2) are pairs all the same (`rotary_order`).
 
     Returns:
         [P, H] float32, cos in the first half of the columns, sin in the second.

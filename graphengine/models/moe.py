@@ -108,7 +108,7 @@ def _clamped(config: ModelConfig, num: int, inter: int) -> Fields:
 
 
 def constants(config: ModelConfig) -> dict[str, Any]:
-    """What a compiled segment holds as numbers, for no shape of a tensor tells it."""
+    """Numbers that a compiled segment holds, since no shape of a tensor tells them."""
     moe = _moe(config)
     return {
         "num_experts_per_tok": moe.num_experts_per_tok,

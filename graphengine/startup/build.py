@@ -78,9 +78,9 @@ class Built:
 
 @contextmanager
 def collected_behind() -> Iterator[None]:
-    """Inside, no garbage is collected: imports and traces make so many objects that last that the
-    collector looks through all of them again and again. Behind it is once, where many were made, so
-    that no request waits for it. Mutates: the process's collector."""
+    """Inside, no garbage is collected: imports and traces make so many lasting objects that the
+    collector would look through all of them again and again. Afterwards it runs once, if many were
+    made, so that no request waits for it. Mutates: the process's collector."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -95,7 +95,7 @@ def collected_behind() -> Iterator[None]:
 
 @short_turns()
 @collected_behind()
-@torch.inference_mode(False)  # what a caller's made would be of no use outside of it
+@torch.inference_mode(False)  # tensors made in a caller's would be of no use outside of it
 def build(
     target_name: str | Path,
     draft_name: str | Path | None,

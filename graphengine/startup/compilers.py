@@ -42,9 +42,9 @@ def cpp_compiler() -> str | None:
 
 
 def name_compilers_() -> None:
-    """Sets `compiler_files`, what Triton is to assume and where it keeps what it compiles, where
-    the user has named nothing: Inductor, once it compiles something, names a folder of its own, and
-    what was in the one before is compiled again. Mutates: os.environ."""
+    """Names `compiler_files`, Triton's folder and what it is to assume, unless the user has:
+    Inductor, once it compiles something, names a folder of its own, and what lies in the one before
+    is compiled again. Mutates: os.environ."""
     from graphengine.kernels.compile_worker import cache_folder  # imports triton
 
     for name, path in compiler_files().items():
@@ -54,8 +54,8 @@ def name_compilers_() -> None:
 
 
 def use_own_folder_() -> None:
-    """Where others may write into Inductor's folder, which is a temporary one by default, a new one
-    of this process takes its place; before anything is compiled. Mutates: os.environ."""
+    """Puts a new folder of this process in the place of Inductor's, by default a temporary one, if
+    others may write into that; before anything is compiled. Mutates: os.environ."""
     from graphengine.capture.torch_internals import cache_folder  # imports torch
 
     folder = cache_folder()

@@ -81,7 +81,7 @@ def _prefill(pair: Pair) -> Prefill:
 
 
 def _guess(pair: Pair) -> Guess:
-    """Blocks are whole: of large buckets, whose experts are read anyway, most are."""
+    """Of whole blocks, which most large buckets will have, since they read all experts anyway."""
     if not pair.config.compile:
         return Guess()
     builder, sizes = BucketBuilder(pair), pair.config.buckets

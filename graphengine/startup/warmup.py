@@ -1,8 +1,8 @@
 """Requests nobody made, so that the first one meets kernels and graphs that have run.
 
-What a start has captured has run; but a process's first steps pay for what comes at a first use:
-the upload of a graph, torch's kernels that write rows, FlashInfer's, and Triton's of an eager
-prefill, unless `compile_ahead` has been there. Without this the first user waits.
+What a start has captured has run, but a process also pays at a first use for the upload of a graph,
+torch's kernels that write rows, FlashInfer's, and Triton's of an eager prefill unless
+`compile_ahead` has compiled them. Without this the first user waits for all that.
 
 Invariant: the loop is idle before and after, and guards and statistics have seen nothing.
 """
@@ -64,7 +64,7 @@ def warm_up(loop: DecodeLoop, grammars: Grammars | None = None) -> None:
         loop.submit(prompt, num_tokens, (), **options)
 
     copy_page_(loop.prefill.pair.kv_pools, NULL_PAGE, NULL_PAGE)
-    # No short prompt gets there. They go first: nobody waits for them, but the steps behind do.
+    # No short prompt gets there. First, since nobody waits for these but with the steps behind.
     for chunk in loop.prefill.far:
         for take in (None, lambda *_: None):
             chunk.run([], take)

@@ -99,8 +99,8 @@ def prefill_bytes(
         masked_rows = rows * target.num_attention_heads // target.num_key_value_heads
         per_key = 2 * copies * target.kv_size * element_bytes + masked_rows * masks
         work += config.max_model_len * per_key
-    # With adjusted first tokens two tables and float32 logits; with scored rows two of these.
-    # To mask is to copy them.
+    # To adjust first tokens takes two tables and float32 logits, to mask them a copy, to score rows
+    # two copies in float32.
     copied = element_bytes * bool(config.structured_outputs)
     adjusted = 12 * bool(config.adjustments)
     logits = min(max(config.buckets), rows) * (element_bytes + adjusted + copied)

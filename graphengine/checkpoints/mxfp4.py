@@ -58,26 +58,26 @@ def taken(source: TensorSource, weight: Weight) -> Tensor | Mxfp4 | None:
         source.take(Weight(name, size, dtype=torch.uint8, initialiser=kind))
         for name, size, kind in kinds
     )
+    num_experts = 0 if scales.is_meta else len(scales)  # a plan's tensors have no bytes
     if not experts.is_mxfp4 or source.dtype != torch.bfloat16:
         out = torch.empty(shape, dtype=source.dtype, device=blocks.device)
-        for e in range(len(out) * (not out.is_meta)):
+        for e in range(num_experts):
             out[e] = experts.in_order(unpacked(blocks[e : e + 1], scales[e : e + 1], out.dtype))[0]
         return out
     whole = rows[0], rows[1] // BLOCK, columns // BLOCK
     codes = blocks.new_empty(*whole, HALF_WORDS, dtype=torch.int16)
     out = Mxfp4(codes, scales.new_empty(*whole, SCALES))
-    if not scales.is_meta:
-        if (largest := int(scales.max())) > MOST_SCALE:
-            raise ValueError(
-                f"{names[1]}: a scale of 2^{largest - 127}, weights are far below 1; the file is "
-                "damaged, fetch it again"
-            )
-        for e in range(len(scales)):
-            ordered = [experts.in_order(x[e : e + 1]) for x in (blocks, scales)]
-            if experts.is_interleaved:  # gate and up
-                ordered = [in_turn(x) for x in ordered]
-            for kept, new in zip(out, pack_mxfp4(*ordered), strict=True):
-                kept[e] = new[0]
+    if num_experts and (largest := int(scales.max())) > MOST_SCALE:
+        raise ValueError(
+            f"{names[1]}: a scale of 2^{largest - 127}, weights are far below 1; the file is "
+            "damaged, fetch it again"
+        )
+    for e in range(num_experts):
+        ordered = [experts.in_order(x[e : e + 1]) for x in (blocks, scales)]
+        if experts.is_interleaved:  # gate and up
+            ordered = [in_turn(x) for x in ordered]
+        for kept, new in zip(out, pack_mxfp4(*ordered), strict=True):
+            kept[e] = new[0]
     return out
 
 

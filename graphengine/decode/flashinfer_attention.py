@@ -119,12 +119,12 @@ class FlashInferAttention:
         planned = slice(self._num_rows)
         q_TNH, out_TNH = q_TNH[planned], out_TNH[planned]
         # Passing out= matters: without it 0.6.12 allocates and zero-fills in every layer.
-        cache, out = (kv_cache[0], kv_cache[1]), {"out": out_TNH}
+        cache = kv_cache[0], kv_cache[1]
         if sinks_N is None:
-            self._wrapper.run(q_TNH, cache, **out)
+            self._wrapper.run(q_TNH, cache, out=out_TNH)
         else:
             # What a sink takes is known afterwards: e^lse of e^lse + e^sink is left, lse base 2.
-            _, lse_TN = self._wrapper.run(q_TNH, cache, **out, return_lse=True)
+            _, lse_TN = self._wrapper.run(q_TNH, cache, out=out_TNH, return_lse=True)
             out_TNH *= torch.sigmoid(lse_TN * LN2 - sinks_N)[..., None]
         gate_rows_(out_TNH, gate_TE if gate_TE is None else gate_TE[..., planned, :])
 

@@ -138,7 +138,6 @@ class DecodeLoop:
         max_new_tokens: int,
         stop_ids: Collection[int],
         sampling: Sampling = GREEDY,
-        arrival_s: float | None = None,
         *,
         asked_stop_ids: Collection[int] = (),
         logprobs: int | None = None,
@@ -147,7 +146,7 @@ class DecodeLoop:
     ) -> Request:
         """`queue` of what `check` does not refuse. Raises: ValueError."""
         self.check(prompt_ids, max_new_tokens, sampling, matcher, logprobs, prompt_logprobs)
-        what = prompt_ids, max_new_tokens, stop_ids, sampling, arrival_s
+        what = prompt_ids, max_new_tokens, stop_ids, sampling, None
         scores = {"logprobs": logprobs, "prompt_logprobs": prompt_logprobs}
         return self.queue(*what, asked_stop_ids=asked_stop_ids, matcher=matcher, **scores)
 

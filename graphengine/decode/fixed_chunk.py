@@ -268,10 +268,10 @@ class FixedChunk:
         """Queues a forward of these, at most `num_prompts` and `size` rows in blocks.
 
         Args:
-            take: called with (logits_RV, int64 ids_R), behind the last row of each piece, and the
-                first choice, -1 where they are not finite; they hold until the next run, and rows
-                past the last piece are nobody's. What it queues is in front of what the proposer
-                does, so that nobody waits for that. None: none of the prompts ends here.
+            take: called with the logits behind each piece's last row and their first choices, int64
+                ids_R, -1 where they are not finite. They hold until the next run; rows past the
+                last piece mean nothing. What it queues comes before what the proposer does. None:
+                none of the prompts ends here.
 
         Mutates: the K/V of the rows, what the proposer keeps of them.
         """

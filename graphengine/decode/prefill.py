@@ -44,7 +44,7 @@ Work = list[tuple[Request, Piece]]
 
 
 class FirstTokens(NamedTuple):
-    """A forward's, on their way to the host; those of prompts that go on are nobody's."""
+    """Of a forward, on their way to the host; those of prompts that go on are passed over."""
 
     work: Work
     ids_R: Tensor
@@ -113,10 +113,10 @@ class Prefill:
         self, requests: Sequence[Request], rows_at: Callable[[int], int | None] = lambda _: None
     ) -> Iterator[Work]:
         """The forwards, in order. A fixed chunk is shared by as many prompts as it holds; a longer
-        or a far piece runs alone, since company would save it nothing and cost it time. One has at
-        most a piece of a prompt: recurrent layers run all pieces at once.
+        or a far piece runs alone, since company would save it nothing and cost it time. No forward
+        has two pieces of a prompt, since recurrent layers run all pieces at once.
 
-        Args: rows_at: of a forward whose first row stands there, at most; None: as many as pay.
+        Args: rows_at: most rows of a forward that begins at a position; None: as many as pay.
         """
         work: Work = []
         room = limit = 0

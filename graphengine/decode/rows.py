@@ -95,8 +95,8 @@ def write_rows_(
     step: int,
 ) -> None:
     """Begins these rows anew, the others go on: pages, lengths, next block, sampling, what they
-    ask of their logits. Padding for None. No block was verified last, so the drafter's context, run
-    now, touches only the null page. Mutates: buffers.
+    ask of their logits; None is padding. No block of theirs was verified, so the drafter's context
+    of them, if run now, touches only the null page. Mutates: buffers.
 
     Args:
         rows: row -> the prefilled request with its pages, of which no step is in flight.
@@ -129,7 +129,7 @@ def write_rows_(
     as_int32 = partial(torch.tensor, dtype=torch.int32)
     if buffers.recurrent is not None:
         held = [request.state_slot if request is not None else 0 for request in requests]
-        # Whoever times steps takes a request's own slot away: then they keep nothing either.
+        # A request whose steps are only timed has no slot of its own: then it keeps nothing either.
         kept = [r.answer_slots if r is not None and r.state_slot else [] for r in requests]
         columns.append((buffers.recurrent.slots_B, as_int32(held)))
         columns.append((buffers.recurrent.kept_slots_B2, as_int32([k or [0, 0] for k in kept])))

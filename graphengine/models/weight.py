@@ -81,8 +81,8 @@ class Weight(NamedTuple):
     `initialiser`: how dummy weights draw it, the last two of MXFP4. `dtype`: None is the run's.
     `pick`: which of its rows are meant; several weights may share a tensor of the file. `offset` is
     added, in `dtype`.
-    `stack`: what it is a part of, the same for every part of a field. `experts`: that it is all of
-    them, in another order of rows.
+    `stack`: what it is a part of, the same for every part of a field. `experts`: of a tensor that
+    holds all of them, in another order of rows.
     """
 
     name: str

@@ -9,9 +9,9 @@ Here every row reads experts of its own: 16 rows of Qwen3-30B-A3B read six times
     rows = the widest w whose E(w) / t(B * w) lies within `SLACK` of the best
 
 Measured is one layer of each kind of target and drafter (projections, experts) and the heads, for
-B * w rows, as steps are launched: captured where they will be, else called. These are the kernels
-that a step runs, but that nothing is fused and what reads K/V or a state is left out; that hardly
-depends on the width, and compiling a whole chain for each width would take minutes. Rows are the
+B * w rows, as steps are launched: captured where they will be, else called. The kernels are those
+of a step, but nothing is fused, and what reads K/V or a state is left out, since it hardly depends
+on the width: to compile a whole chain for each width would take minutes. Rows are the
 embeddings of different tokens, so that experts are many: rows of one text agree more, real blocks
 cost less, and the choice errs towards short ones.
 

@@ -26,29 +26,28 @@ _Made = TypeVar("_Made")
 _KEYWORD, _INDENT = inspect.Parameter.KEYWORD_ONLY, " " * 4
 
 
-@cache
 def _kinds(hint: Any) -> tuple[Any, ...]:
     if get_origin(hint) in (Union, UnionType, Literal):
         return tuple(kind for part in get_args(hint) for kind in _kinds(part))
     return (get_origin(hint) or hint,)
 
 
-@cache
-def _choices(hint: Any) -> tuple[str, ...]:
-    words = [kind for kind in _kinds(hint) if isinstance(kind, str)]
-    return tuple(sorted(words, key=lambda word: word != "auto"))
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Declaration:
-    """One option. `auto` tells people what the default comes to where that is decided later, or
-    "none" where the default is None or empty.
+    """One option. `kinds`: types that a value may have, a Literal's values among them; `choices`:
+    its values, "auto" first, where they are words.
 
-    Allowed are `low` to `high`, both included, and what is greater than `above`. `of_drafter`: it
-    means nothing without one. `commands` offer it. `parse` makes the value of what a user writes.
-    `repeated`: a flag gives one of several values.
+    `auto` tells people what the default comes to where that is decided later, or "none" where the
+    default is None or empty. Allowed are `low` to `high`, both included, and what is greater than
+    `above`. `of_drafter`: it means nothing without one. `commands` offer it. `parse` makes the
+    value of what a user writes. `repeated`: a flag gives one of several values.
     """
 
+    name: str
+    default: Any
+    hint: Any
+    kinds: tuple[Any, ...]
+    choices: tuple[str, ...]
     text: str
     auto: str = ""
     low: float = -inf
@@ -60,19 +59,6 @@ class Declaration:
     repeated: bool = False
     commands: frozenset[str] = COMMANDS
     parse: Callable[[Any], Any] | None = None
-    name: str = ""
-    default: Any = None
-    hint: Any = None
-
-    @property
-    def kinds(self) -> tuple[Any, ...]:
-        """Types that a value may have, a Literal's values among them."""
-        return _kinds(self.hint)
-
-    @property
-    def choices(self) -> tuple[str, ...]:
-        """Its values, "auto" first, where they are words."""
-        return _choices(self.hint)
 
     def checked(self, value: Any) -> Any:
         """The value, as this option keeps it. Raises: ValueError: with the value and a remedy."""
@@ -135,8 +121,16 @@ def declarations(cls: type) -> Mapping[str, Declaration]:
         text, rest = each.metadata["declaration"]
         none = "none" if each.default in (None, ()) else ""
         rest = {"flag": f"--{each.name.replace('_', '-')}", "auto": none} | rest
+        hint = hints[each.name]
+        words = [kind for kind in _kinds(hint) if isinstance(kind, str)]
         found[each.name] = Declaration(
-            text=text, name=each.name, default=each.default, hint=hints[each.name], **rest
+            name=each.name,
+            default=each.default,
+            hint=hint,
+            kinds=_kinds(hint),
+            choices=tuple(sorted(words, key=lambda word: word != "auto")),
+            text=text,
+            **rest,
         )
     return found
 

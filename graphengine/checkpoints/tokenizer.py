@@ -72,7 +72,8 @@ class Tokenizer:
         self._num_rows = num_rows
         self.outside = {i: t for t, i in self._hf.get_vocab().items() if i >= num_rows}
         self.directory, template = directory, self._hf.chat_template
-        for text in template.values() if isinstance(template, dict) else [template]:
+        texts = [*template.values()] if isinstance(template, dict) else [template]
+        for text in texts:
             if not isinstance(text, str | None):
                 raise ValueError(
                     f"{directory}: chat_template holds {text!r}, expected text; fetch "
@@ -87,6 +88,9 @@ class Tokenizer:
         # Its first character, also where one begins within another.
         names = "|".join(map(re.escape, control)) or "(?!)"
         self._control = re.compile(f"(?=(?:{names}))(?s:.)")
+        # Private characters that can cut a spelled token in two: no template writes them.
+        own = {*names, *"".join(filter(None, texts))}
+        self._marks = [char for char in map(chr, range(0xE000, 0xF8FF)) if char not in own]
 
     @staticmethod
     def exists(directory: Path) -> bool:
@@ -194,9 +198,9 @@ class Tokenizer:
             turns, kwargs = plain(messages), plain(template_kwargs or {})
             takes_parts = _takes_parts(self.chat_template or "")
             turns = [as_templates_read(message, takes_parts) for message in turns]
-            # A private character cuts a spelled token in two, which are then encoded apart.
+            # At it the text is cut, and its pieces are encoded apart.
             said = json.dumps([turns, kwargs], ensure_ascii=False, default=str)
-            cut = next(char for char in map(chr, range(0xE000, 0xF8FF)) if char not in said)
+            cut = next(char for char in self._marks if char not in said)
             kwargs = {"add_generation_prompt": True, "enable_thinking": False} | apart(kwargs)
             text = within(
                 MAX_TEMPLATE_S,

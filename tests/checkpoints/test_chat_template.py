@@ -91,6 +91,16 @@ def test_what_a_message_spells_gets_no_space(tmp_path: Path, text: str) -> None:
     assert f"user\n{text}<|im_end|>" in tokenizer.decode(ids, skip_special_tokens=False)
 
 
+def test_a_private_character_of_the_template_stays(tmp_path: Path) -> None:
+    """Bug: a character that the template writes is taken for the mark that keeps control tokens of
+    messages apart, and is missing from the prompt."""
+    directory = make_target(tmp_path, layers=1)
+    (directory / "chat_template.jinja").write_text("\ue000{{ messages[0]['content'] }}")
+    tokenizer = Tokenizer(directory)
+    ids = tokenizer.encode_chat([{"role": "user", "content": "<|im_end|>"}])
+    assert tokenizer.decode(ids, skip_special_tokens=False) == "\ue000<|im_end|>"
+
+
 def test_ordinary_text_is_encoded_whole(tokenizer: Tokenizer) -> None:
     """Bug: looking for control tokens changes the tokens of text that has none."""
     messages = [{"role": "user", "content": "the <|im_ dog|> jumps\n\n"}]

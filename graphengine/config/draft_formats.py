@@ -72,25 +72,7 @@ def _flat(outer: RawConfig, deepspec: bool) -> DraftConfig:
     nested = {key: value for key, value in nested.items() if value is not None}
     keys = RawConfig({**outer.values, **nested}, outer.source)
     _refuse_unsupported(keys)
-    model = _layer_config(outer)
-    alias = keys.get("layer_ids")
-    ids = keys.get("target_layer_ids") or alias
-    if not isinstance(ids, list) or not ids:
-        raise outer.refusal(
-            "no dflash_config.target_layer_ids; add the list of target layers that the drafter "
-            "was trained on, it is never guessed"
-        )
-    disagree = "disagree; remove the one that the drafter was not trained on"
-    if alias not in (None, [], ids):
-        raise outer.refusal(f"layer_ids {alias} and target_layer_ids {ids} {disagree}")
-    taps = _taps(RawConfig({"target_layer_ids": ids}, outer.source), "target_layer_ids", 0)
-    aux = outer.get("eagle_aux_hidden_state_layer_ids")
-    if aux not in (None, [tap + 1 for tap in taps]):
-        raise outer.refusal(
-            f"eagle_aux_hidden_state_layer_ids {aux} and target_layer_ids {list(taps)} plus one "
-            f"{disagree}"
-        )
-    depth = None
+    model, taps, depth = _layer_config(outer), _flat_taps(keys), None
     if keys.get("num_target_layers") is not None:
         depth = keys.integer("num_target_layers")
         if max(taps) >= depth:
@@ -120,6 +102,28 @@ def _flat(outer: RawConfig, deepspec: bool) -> DraftConfig:
             for key in twice
         ),
     )
+
+
+def _flat_taps(keys: RawConfig) -> tuple[int, ...]:
+    """`target_layer_ids`, with which other spellings must agree."""
+    alias = keys.get("layer_ids")
+    ids = keys.get("target_layer_ids") or alias
+    if not isinstance(ids, list) or not ids:
+        raise keys.refusal(
+            "no dflash_config.target_layer_ids; add the list of target layers that the drafter "
+            "was trained on, it is never guessed"
+        )
+    disagree = "disagree; remove the one that the drafter was not trained on"
+    if alias not in (None, [], ids):
+        raise keys.refusal(f"layer_ids {alias} and target_layer_ids {ids} {disagree}")
+    taps = _taps(RawConfig({"target_layer_ids": ids}, keys.source), "target_layer_ids", 0)
+    aux = keys.get("eagle_aux_hidden_state_layer_ids")
+    if aux not in (None, [tap + 1 for tap in taps]):
+        raise keys.refusal(
+            f"eagle_aux_hidden_state_layer_ids {aux} and target_layer_ids {list(taps)} plus one "
+            f"{disagree}"
+        )
+    return taps
 
 
 def _speculators(raw: RawConfig) -> DraftConfig:

@@ -83,8 +83,8 @@ class Admission:
         return found
 
     def take(self) -> list[tuple[Request, int]]:
-        """First tokens that have come since, in order; of prompts alone the next ones, which are
-        waited for. Mutates: requests."""
+        """First tokens that have come since, in order; or, where all was queued at once, the next
+        ones, which are waited for. Mutates: requests."""
         done: list[tuple[Request, int]] = []
         while self._queued and not done and (self.is_alone or self._is_due):
             done += self._queued.popleft().wait()

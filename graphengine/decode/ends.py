@@ -12,7 +12,7 @@
 Every end closes the last dense segment and acceptance, so one step's other parts are the same
 whatever its end, and in piecewise mode they are the same graphs. A request has the same tokens
 under every end that knows what it asks for: the head's GEMM is the same, to the bit, and so are
-logits that nobody adjusts. The least of them that does is launched.
+logits that nobody adjusts. Of the ends that know what a batch asks for the simplest is launched.
 """
 
 from __future__ import annotations

@@ -83,7 +83,7 @@ def layer_steps(
     """Steps 00, L0.attn, 01, .. , L(n-1).attn of a stack; the caller appends its own last segment,
     and the last layer's tap. A recurrent layer's step is L0.delta, which nobody plans.
 
-    The carry after a dense step is (h_TD, q_TNH), of a mixer that gates with its projection behind;
+    The carry after a dense step is (h_TD, q_TNH), and the projection too where the mixer gates;
     after an attention (h_TD, attn_TNH).
 
     Args:

@@ -37,10 +37,10 @@ from graphengine.models.weight import Fields, Weight, behind, norm, num_matrix_e
 class Mixer:
     """What mixes rows of a request: its weights, its steps and its state.
 
-    A dense segment ends in `project`. Outside of the compiled code follow `write_state_` of an
-    attention (None: the step of its own takes what was projected) and the step that reads the
-    state, and the projection where it `gates`; the next segment begins with `output`, which reads
-    the weights named in `output_fields`.
+    A dense segment ends in `project`. Behind the compiled code come `write_state_`, if it is an
+    attention's (None: the next step takes what was projected), and the step that reads the state,
+    which is given the projection as well where the mixer `gates`. The next segment begins with
+    `output`, which reads the weights named in `output_fields`.
     """
 
     tree: type[Any]

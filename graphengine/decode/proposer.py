@@ -146,14 +146,16 @@ class Pair:
 
     def shortened(self) -> Pair:
         """With the target's first layers alone, as few as have all kernels and segments of a whole
-        forward: one that is tapped, all kinds of neighbours, the last of the last one's kind.
-        Compiling these (`compile_ahead`) takes less time."""
-        kinds = self.target.config.layer_kinds
+        forward: one that is tapped, all windows and kinds of neighbours, the last of the last one's
+        kind. Compiling these (`compile_ahead`) takes less time."""
+        kinds, windows = self.target.config.layer_kinds, self.target.config.windows
         neighbours, least = {*pairwise(kinds)}, max(2, min(self.proposer.taps, default=0) + 1)
         enough = (
             n
             for n in range(least, len(kinds))
-            if kinds[n - 1] == kinds[-1] and {*pairwise(kinds[:n])} == neighbours
+            if kinds[n - 1] == kinds[-1]
+            and {*pairwise(kinds[:n])} == neighbours
+            and {*windows[:n]} == {*windows}
         )
         count = next(enough, len(kinds))
         return replace(self, target=self.target.shortened(count))

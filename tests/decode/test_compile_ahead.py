@@ -247,6 +247,18 @@ def test_the_first_layers_have_all_neighbours(kinds: str, tap: int, count: int) 
     assert short.target.config.mixers == mixers[:count]
 
 
+def test_the_first_layers_have_all_windows() -> None:
+    """Bug: only late layers slide; their attention, a kernel of its own, is first compiled within
+    a capture, which cannot load it."""
+    preset, _ = read_configs("qwen3-8b", None)
+    config = replace(preset, num_hidden_layers=5, windows=(None, None, None, 8, 8))
+    weights: Any = SimpleNamespace(layers="AAAAA", _replace=lambda layers: layers)
+    engine: Any = None
+    target = Target(config=config, weights=weights, kv_pool=torch.zeros(0))
+    short = Pair(engine, target, Proposer(), 1).shortened()
+    assert short.target.config.windows == (None, None, None, 8)
+
+
 def test_the_python_api_names_the_compilers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Bug: a second start through the API finds none of our kernels, because Inductor had named
     another ptxas to Triton when they were compiled (73 of 73 on an H200), or not all, because it

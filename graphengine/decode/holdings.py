@@ -115,11 +115,10 @@ class Holdings:
             self.allocator.publish(committed, request.pages)
             self._keep_last_state(request, committed)
         self.allocator.free(request.pages)
-        request.pages = []
         if request.state_slot:
             left = [request.state_slot, *request.spare_slots, *request.kept_slots.values()]
             self.state_slots.free(left + request.answer_slots)
-            forget(request)
+        forget(request)
 
     def _keep_last_state(self, request: Request, committed: list[int]) -> None:
         """Gives away the last state that its answer has left, unless tokens that were dropped, or

@@ -79,9 +79,9 @@ def write_tables_(tables: Tables, rows: Mapping[int, Request | None]) -> None:
         seen_V, bias_V, sampling = tables.seen_BV[row], tables.bias_BV[row], request.sampling
         seen_V.zero_()
         bias_V.zero_()
-        stops = {token for token in request.stop_ids if 0 <= token < vocab_size}
+        stops = upload({token for token in request.stop_ids if 0 <= token < vocab_size})
         seen_V.index_fill_(0, upload(set(request.prompt_ids)), PROMPT)
-        seen_V.index_add_(0, upload(stops), torch.full_like(upload(stops), STOP, dtype=torch.int32))
+        seen_V.index_add_(0, stops, torch.full_like(stops, STOP, dtype=torch.int32))
         said = upload(request.output_ids)
         seen_V.index_add_(0, said, torch.ones_like(said, dtype=torch.int32))
         bias = sampling.logit_bias or {}

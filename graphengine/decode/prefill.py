@@ -72,16 +72,15 @@ class FirstTokens(NamedTuple):
         if self.are_there is not None:
             with names.range_("wait"):
                 self.are_there.synchronize()
-        done = []
+        came_s, done = time.perf_counter(), []
         found = zip(self.work, self.ids_R.tolist(), strict=False)
         for i, ((request, piece), token) in enumerate(found):
             if _completes(request, piece):
+                request.prefilled_s = came_s
                 done.append((request, token))
                 if self.scores is not None and request.logprobs is not None and token >= 0:
                     own = Scores(*(x[i : i + 1] for x in self.scores))
                     request.output_logprobs = own.told([token], request.logprobs)
-        for request, _ in done:
-            request.prefilled_s = time.perf_counter()
         return done
 
 
@@ -212,8 +211,8 @@ class Prefill:
         every row, what the proposer keeps of them."""
         began = time.perf_counter()
         for request, piece in work:
-            is_first = piece.begin == request.num_cached_tokens
-            request.prefill_s = began if is_first else request.prefill_s
+            if piece.begin == request.num_cached_tokens:
+                request.prefill_s = began
         pieces = [piece for _, piece in work]
         num_rows = sum(self._room_for(piece.num_rows) for piece in pieces)
         is_scored = work[0][0].prompt_logprobs is not None
@@ -325,7 +324,9 @@ def _first_tokens(work: Work, logits_RV: Tensor, ids_R: Tensor | None) -> FirstT
     """Those of prompts that this forward completes. Args: ids_R: the first choices, if known."""
     if any(r.chooses for r, _ in work):
         ids_R = _draw(work, logits_RV)
-    ids_R, scores = argmax_rows(logits_RV) if ids_R is None else ids_R, None
+    elif ids_R is None:
+        ids_R = argmax_rows(logits_RV)
+    scores = None
     asked = [r.logprobs for r, _ in work if r.logprobs is not None]
     if asked:
         scores = score_rows(logits_RV[: len(work)], ids_R[: len(work)], max(asked))

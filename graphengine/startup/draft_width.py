@@ -36,7 +36,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from itertools import chain, takewhile
 from typing import NamedTuple
 
@@ -151,13 +151,10 @@ def measure_widths(
             with CompileAhead(_runs(pair, num_rows), workers, guessed.kernels) as kernels:
                 make_segments(takewhile(lambda _: not kernels.has_ended(), guessed.segments))
                 kernels.wait()
-    known: dict[int, tuple[float, float]] = {}
+    seconds = cache(partial(forward_seconds, pair))
 
     def step_s(bucket: int, rows: int) -> float:
-        num_rows = bucket * rows
-        if num_rows not in known:
-            known[num_rows] = forward_seconds(pair, num_rows)
-        target_s, draft_s = known[num_rows]
+        target_s, draft_s = seconds(bucket * rows)
         return target_s + (draft_s if rows > 1 else 0.0)
 
     found: list[DraftWidth] = []

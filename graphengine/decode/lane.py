@@ -294,8 +294,8 @@ class Lane:
         return True
 
     def draft_again(self) -> None:
-        """Runs `ahead` again behind rows of a prompt, of a bucket built late: what it leaves for
-        the next step lies in a graph's memory, shared with chunks that were captured before."""
+        """Runs `ahead` again behind rows of a prompt, of a bucket built late: what it has left for
+        the next step lies in a graph's memory, which a chunk captured before it may share."""
         bucket = self.bucket
         if bucket is not None and bucket.ahead is not None and bucket.size in self.built_late_s:
             bucket.ahead.run()

@@ -8,10 +8,10 @@ to fold the pending rows at the start of the next verify, reads a state less (12
 batch 1, Qwen3.5-4B, by arithmetic), but puts the fold's serial rows in front of every layer, keeps
 records twice, and owes a flush to whoever copies a state; one launch for all layers owes nothing.
 
-An answer also leaves its state every `answer_spacing` tokens, by turns in two more slots of its
-request: its own state may be past the answer's end, by what steps in flight have added. So the next
-turn begins at most as many tokens in front of the last answer's end, or, where the answer was too
-short to leave a state, behind the last chunk of its prompt.
+An answer also leaves its state every `answer_spacing` tokens, in a launch in front of that step and
+by turns in two more slots of its request: its own state may be past the answer's end, by what steps
+in flight have added. So the next turn begins at most as many tokens in front of the last answer's
+end, or, where the answer was too short to leave a state, behind the last chunk of its prompt.
 
 Slot 0 is the null slot: padding rows, warm-ups and timings use it, and nobody reads what is there.
 Invariant: a running request owns one slot; a prompt's first chunk begins from zero by its position,

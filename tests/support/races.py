@@ -121,13 +121,18 @@ def watched() -> Iterator[None]:
         watch.epoch, watch.is_told = watch.epoch + 1, True
         return atomic_(self, *args)
 
+    def boolean(mask: Any) -> Any:
+        """Triton 3.9 compares a scalar, spreads the answer over a block as the scalar's own type,
+        and then refuses it as a mask; 3.6 to 3.8 take any type."""
+        return interpreter.TensorHandle(mask.data.astype(bool), mask.dtype)
+
     def load(self: Any, ptrs: Any, mask: Any, *rest: Any) -> Any:
         watch.note(ptrs, mask, False)
-        return load_(self, ptrs, mask, *rest)
+        return load_(self, ptrs, boolean(mask), *rest)
 
     def store(self: Any, ptrs: Any, value: Any, mask: Any, *rest: Any) -> Any:
         watch.note(ptrs, mask, True)
-        return store_(self, ptrs, value, mask, *rest)
+        return store_(self, ptrs, value, boolean(mask), *rest)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(GridExecutor, "__call__", launch)

@@ -30,14 +30,17 @@ from pathlib import Path
 POLL_S = 0.05
 ROOT = Path(__file__).resolve().parents[1]
 GRAPHENGINE = (sys.executable, "-m", "graphengine")
-PAIR_8B = ("qwen3-8b", "--draft", "qwen3-8b-dflash-b16", "--simulate-acceptance", "6.35")
-PAIR_4B = ("qwen3-4b", "--draft", "qwen3-4b-dflash-b16", "--simulate-acceptance", "6.35")
-FP8 = ("--draft-quantization", "fp8")
-PAIR_20B = ("gpt-oss-20b", "--draft", "gpt-oss-20b-dflash-b8", *FP8, "--simulate-acceptance", "4.5")
-DYNAMIC = ("--draft-quantization", "fp8-dynamic")
-UNIFORM = ("--load-format", "dummy-uniform")
-FIRST_TOKENS = ("--prefill", "--compare", "full", "--output-len", "256")
-SWEEP = ("--sweep", "block_attention", "--batch", "8", "16", "--kv", "400", "1024", "8192")
+PAIR_8B = "qwen3-8b --draft qwen3-8b-dflash-b16 --simulate-acceptance 6.35"
+PAIR_4B = "qwen3-4b --draft qwen3-4b-dflash-b16 --simulate-acceptance 6.35"
+HYBRID_4B = "qwen3.5-4b --draft qwen3.5-4b-dflash-b16"
+FP8, DYNAMIC = "--draft-quantization fp8", "--draft-quantization fp8-dynamic"
+PAIR_20B = f"gpt-oss-20b --draft gpt-oss-20b-dflash-b8 {FP8} --simulate-acceptance 4.5"
+UNIFORM = "--load-format dummy-uniform"
+FULL = "--compare full"
+BATCHES = f"{FULL} --bucket 1,8,16"
+SPEC_11 = f"{FULL} --bucket 16 --num-speculative-tokens 11"
+FIRST_TOKENS = f"--prefill {FULL} --output-len 256"
+LENGTHS = "--input-len 128,1024,8192,32000"
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,120 +60,98 @@ class Job:
     tail: tuple[str, ...] = ()
 
 
-def _bench(*args: str) -> Job:
-    return Job((*GRAPHENGINE, "bench", *args))
+def _bench(args: str) -> Job:
+    return Job((*GRAPHENGINE, "bench", *args.split()))
 
 
-def _profile(*args: str) -> Job:
-    return Job((*GRAPHENGINE, "profile", *PAIR_8B, *args), folder="--keep")
+def _profile(args: str) -> Job:
+    return Job((*GRAPHENGINE, "profile", *f"{PAIR_8B} {args}".split()), folder="--keep")
 
 
-def _tool(name: str, *args: str) -> Job:
-    command = (sys.executable, str(ROOT / "tools" / name), *args)
+def _verify(args: str) -> Job:
+    return Job((*GRAPHENGINE, "verify", *args.split()))
+
+
+def _tool(name: str, args: str = "") -> Job:
+    command = (sys.executable, str(ROOT / "tools" / name), *args.split())
     return Job(command, output="--out")
 
 
-def _requests(target: str, *args: str) -> Job:
-    pair = ("--target", target, "--draft", f"{target}-dflash-b16", *UNIFORM, *DYNAMIC)
-    return _tool("measure_requests.py", *pair, "--graph-mode", "full", "--seconds", "230", *args)
+def _requests(target: str, args: str) -> Job:
+    pair = f"--target {target} --draft {target}-dflash-b16 {UNIFORM} {DYNAMIC}"
+    return _tool("measure_requests.py", f"{pair} --graph-mode full --seconds 230 {args}")
 
 
-START = _bench(
-    *(*PAIR_8B, *DYNAMIC, *UNIFORM, "--compare", "full", "--bucket", "1,8,16", "--num-iters", "20")
-)
+START = _bench(f"{PAIR_8B} {DYNAMIC} {UNIFORM} {BATCHES} --num-iters 20")
 # In the order of their worth: whatever time is left goes to the later ones.
 JOBS: dict[str, Job] = {
     "8b-start-cold": START,  # where caches are empty: first on a fresh machine
     "8b-start-warm": START,
-    "8b-modes": _bench(*PAIR_8B, "--compare", "piecewise,full", "--bucket", "1,8,16", "--baseline"),
-    "8b-fp8": _bench(*PAIR_8B, *FP8, "--compare", "full", "--bucket", "1,8,16"),
-    "8b-fp8-dynamic": _bench(*PAIR_8B, *DYNAMIC, "--compare", "full", "--bucket", "1,8,16"),
-    "8b-spec-11": _bench(
-        *(*PAIR_8B, *DYNAMIC, "--compare", "full", "--bucket", "16"),
-        *("--num-speculative-tokens", "11"),
-    ),
-    "8b-uniform-spec-11": _bench(
-        *(*PAIR_8B, *DYNAMIC, *UNIFORM, "--compare", "full", "--bucket", "16"),
-        *("--num-speculative-tokens", "11"),
-    ),
-    "8b-uniform": _bench(*PAIR_8B, *UNIFORM, "--compare", "full", "--bucket", "1,8,16"),
-    "8b-uniform-fp8-dynamic": _bench(
-        *(*PAIR_8B, *DYNAMIC, *UNIFORM, "--compare", "full", "--bucket", "1,8,16")
-    ),
+    "8b-modes": _bench(f"{PAIR_8B} --compare piecewise,full --bucket 1,8,16 --baseline"),
+    "8b-fp8": _bench(f"{PAIR_8B} {FP8} {BATCHES}"),
+    "8b-fp8-dynamic": _bench(f"{PAIR_8B} {DYNAMIC} {BATCHES}"),
+    "8b-spec-11": _bench(f"{PAIR_8B} {DYNAMIC} {SPEC_11}"),
+    "8b-uniform-spec-11": _bench(f"{PAIR_8B} {DYNAMIC} {UNIFORM} {SPEC_11}"),
+    "8b-uniform": _bench(f"{PAIR_8B} {UNIFORM} {BATCHES}"),
+    "8b-uniform-fp8-dynamic": _bench(f"{PAIR_8B} {DYNAMIC} {UNIFORM} {BATCHES}"),
     # After 8b-modes on the same machine: the warm start.
-    "8b-warm": _bench(
-        *(*PAIR_8B, "--compare", "piecewise,full", "--bucket", "1,8,16", "--num-iters", "20")
-    ),
-    "8b-8k": _bench(*PAIR_8B, "--compare", "full", "--input-len", "8192"),
-    "8b-8k-fp8": _bench(*PAIR_8B, *FP8, "--compare", "full", "--input-len", "8192"),
-    "8b-first-token": _bench(*PAIR_8B, *FIRST_TOKENS, "--bucket", "1,8,16"),
-    "8b-first-token-32k": _bench(*PAIR_8B, *FIRST_TOKENS, "--input-len", "32000"),
-    "8b-first-token-uniform": _bench(
-        *(*PAIR_8B, *FP8, *UNIFORM, *FIRST_TOKENS, "--input-len", "128,1024,8192,32000")
-    ),
+    "8b-warm": _bench(f"{PAIR_8B} --compare piecewise,full --bucket 1,8,16 --num-iters 20"),
+    "8b-8k": _bench(f"{PAIR_8B} {FULL} --input-len 8192"),
+    "8b-8k-fp8": _bench(f"{PAIR_8B} {FP8} {FULL} --input-len 8192"),
+    "8b-first-token": _bench(f"{PAIR_8B} {FIRST_TOKENS} --bucket 1,8,16"),
+    "8b-first-token-32k": _bench(f"{PAIR_8B} {FIRST_TOKENS} --input-len 32000"),
+    "8b-first-token-uniform": _bench(f"{PAIR_8B} {FP8} {UNIFORM} {FIRST_TOKENS} {LENGTHS}"),
     "8b-requests": _requests("qwen3-8b", "--baseline-engine"),
-    "4b-hybrid-requests": _requests("qwen3.5-4b", "--only", "turns,join"),
-    "4b-hybrid": _bench(
-        *("qwen3.5-4b", "--draft", "qwen3.5-4b-dflash-b16", *DYNAMIC, "--simulate-acceptance", "6"),
-        *("--compare", "full", "--bucket", "1,8,16"),
-    ),
-    "4b-hybrid-plain": _bench("qwen3.5-4b", "--draft", "none", "--compare", "full"),
-    "4b-hybrid-first-token": _bench(
-        *("qwen3.5-4b", "--draft", "qwen3.5-4b-dflash-b16", *FP8, "--prefill"),
-        *("--input-len", "128,1024,8192,32000", "--compare", "full"),
-    ),
+    "4b-hybrid-requests": _requests("qwen3.5-4b", "--only turns,join"),
+    "4b-hybrid": _bench(f"{HYBRID_4B} {DYNAMIC} --simulate-acceptance 6 {BATCHES}"),
+    "4b-hybrid-plain": _bench(f"qwen3.5-4b --draft none {FULL}"),
+    "4b-hybrid-first-token": _bench(f"{HYBRID_4B} {FP8} --prefill {LENGTHS} {FULL}"),
     "4b-hybrid-first-token-uniform": _bench(
-        *("qwen3.5-4b", "--draft", "qwen3.5-4b-dflash-b16", *FP8, *UNIFORM, "--prefill"),
-        *("--input-len", "128,1024,8192,32000", "--compare", "full"),
+        f"{HYBRID_4B} {FP8} {UNIFORM} --prefill {LENGTHS} {FULL}"
     ),
-    "35b-plain": _bench("qwen3.6-35b-a3b", "--draft", "none", "--compare", "full"),
-    "30b-plain": _bench("qwen3-30b-a3b", "--draft", "none", "--compare", "full"),
-    "gpt-oss-20b": _bench(*PAIR_20B, "--compare", "full", "--bucket", "1,8,16"),
-    "gpt-oss-20b-plain": _bench("gpt-oss-20b", "--draft", "none", "--compare", "full"),
-    "gpt-oss-20b-piecewise": _bench(*PAIR_20B, "--compare", "piecewise"),
+    "35b-plain": _bench(f"qwen3.6-35b-a3b --draft none {FULL}"),
+    "30b-plain": _bench(f"qwen3-30b-a3b --draft none {FULL}"),
+    "gpt-oss-20b": _bench(f"{PAIR_20B} {BATCHES}"),
+    "gpt-oss-20b-plain": _bench(f"gpt-oss-20b --draft none {FULL}"),
+    "gpt-oss-20b-piecewise": _bench(f"{PAIR_20B} --compare piecewise"),
     "gpt-oss-20b-first-token": _bench(
-        *(*PAIR_20B, "--prefill", "--compare", "full", "--input-len", "16,128,512,1024,8192")
+        f"{PAIR_20B} --prefill {FULL} --input-len 16,128,512,1024,8192"
     ),
     "35b-drafted": _bench(
-        *("qwen3.6-35b-a3b", "--draft", "qwen3.6-35b-a3b-dflash-b16", *FP8),
-        *("--simulate-acceptance", "5.4", "--compare", "full"),
+        f"qwen3.6-35b-a3b --draft qwen3.6-35b-a3b-dflash-b16 {FP8} --simulate-acceptance 5.4 {FULL}"
     ),
-    "4b-first-token": _bench(*PAIR_4B, *FIRST_TOKENS, "--input-len", "16,128,512,1024,8192,32000"),
+    "4b-first-token": _bench(f"{PAIR_4B} {FIRST_TOKENS} --input-len 16,128,512,1024,8192,32000"),
     "4b-first-token-uniform": _bench(
-        *(*PAIR_4B, *FP8, *UNIFORM, *FIRST_TOKENS, "--input-len", "128,1024,8192")
+        f"{PAIR_4B} {FP8} {UNIFORM} {FIRST_TOKENS} --input-len 128,1024,8192"
     ),
-    "4b-modes": _bench(*PAIR_4B, "--compare", "piecewise,full", "--bucket", "1,8,16", "--baseline"),
-    "4b-fp8": _bench(*PAIR_4B, *FP8, "--compare", "full", "--bucket", "1"),
-    "4b-fp8-dynamic": _bench(*PAIR_4B, *DYNAMIC, "--compare", "full", "--bucket", "1,8,16"),
-    "4b-uniform-fp8-dynamic": _bench(
-        *(*PAIR_4B, *DYNAMIC, *UNIFORM, "--compare", "full", "--bucket", "1,8,16")
-    ),
-    "4b-uniform-spec-11": _bench(
-        *(*PAIR_4B, *DYNAMIC, *UNIFORM, "--compare", "full", "--bucket", "16"),
-        *("--num-speculative-tokens", "11"),
-    ),
-    "4b-uniform": _bench(*PAIR_4B, *UNIFORM, "--compare", "full", "--bucket", "1,8,16"),
-    "8b-1k": _bench(*PAIR_8B, "--compare", "full", "--input-len", "1024", "--bucket", "16"),
+    "4b-modes": _bench(f"{PAIR_4B} --compare piecewise,full --bucket 1,8,16 --baseline"),
+    "4b-fp8": _bench(f"{PAIR_4B} {FP8} {FULL} --bucket 1"),
+    "4b-fp8-dynamic": _bench(f"{PAIR_4B} {DYNAMIC} {BATCHES}"),
+    "4b-uniform-fp8-dynamic": _bench(f"{PAIR_4B} {DYNAMIC} {UNIFORM} {BATCHES}"),
+    "4b-uniform-spec-11": _bench(f"{PAIR_4B} {DYNAMIC} {UNIFORM} {SPEC_11}"),
+    "4b-uniform": _bench(f"{PAIR_4B} {UNIFORM} {BATCHES}"),
+    "8b-1k": _bench(f"{PAIR_8B} {FULL} --input-len 1024 --bucket 16"),
     "tiny-modes": _bench(
-        *("--compare", "none,piecewise,full:flashinfer,full:triton"),
-        *("--bucket", "1,8,16", "--num-iters", "60"),
+        "--compare none,piecewise,full:flashinfer,full:triton --bucket 1,8,16 --num-iters 60"
     ),
-    "verify-matrix": Job((*GRAPHENGINE, "verify", "--matrix", "--bucket", "1,8,16")),
-    "verify-sampled": Job((*GRAPHENGINE, "verify", "--temperature", "1")),
-    "8b-profile-piecewise": _profile("--graph-mode", "piecewise"),
-    "8b-profile-full": _profile("--graph-mode", "full"),
-    "8b-profile-full-bs16": _profile("--graph-mode", "full", "--bucket", "16"),
-    "soak-piecewise": _tool("soak.py", "--device", "auto", "--graph-mode", "piecewise"),
-    "soak-full": _tool("soak.py", "--device", "auto", "--graph-mode", "full"),
+    "verify-matrix": _verify("--matrix --bucket 1,8,16"),
+    "verify-sampled": _verify("--temperature 1"),
+    "8b-profile-piecewise": _profile("--graph-mode piecewise"),
+    "8b-profile-full": _profile("--graph-mode full"),
+    "8b-profile-full-bs16": _profile("--graph-mode full --bucket 16"),
+    "soak-piecewise": _tool("soak.py", "--device auto --graph-mode piecewise"),
+    "soak-full": _tool("soak.py", "--device auto --graph-mode full"),
     "kernels": _tool("bench_kernels.py"),
-    "attention-sweep": _tool("bench_kernels.py", *SWEEP),
-    "tune-16": _tool("tune_skinny.py", "--seconds", "120"),
-    "tune-128": _tool("tune_skinny.py", "--cases", "8b", "--rows", "128", "--seconds", "100"),
-    "tune-192": _tool("tune_skinny.py", "--cases", "8b", "--rows", "192", "--seconds", "100"),
-    "tune-256": _tool("tune_skinny.py", "--cases", "8b", "--rows", "256", "--seconds", "100"),
-    "tune-4b-128": _tool("tune_skinny.py", "--cases", "4b", "--rows", "128", "--seconds", "80"),
-    "tune-4b-256": _tool("tune_skinny.py", "--cases", "4b", "--rows", "256", "--seconds", "80"),
-    "tune-4b-fp8": _tool("tune_skinny.py", "--cases", "4b-fp8", "--seconds", "60"),
+    "attention-sweep": _tool(
+        "bench_kernels.py", "--sweep block_attention --batch 8 16 --kv 400 1024 8192"
+    ),
+    "tune-16": _tool("tune_skinny.py", "--seconds 120"),
+    "tune-128": _tool("tune_skinny.py", "--cases 8b --rows 128 --seconds 100"),
+    "tune-192": _tool("tune_skinny.py", "--cases 8b --rows 192 --seconds 100"),
+    "tune-256": _tool("tune_skinny.py", "--cases 8b --rows 256 --seconds 100"),
+    "tune-4b-128": _tool("tune_skinny.py", "--cases 4b --rows 128 --seconds 80"),
+    "tune-4b-256": _tool("tune_skinny.py", "--cases 4b --rows 256 --seconds 80"),
+    "tune-4b-fp8": _tool("tune_skinny.py", "--cases 4b-fp8 --seconds 60"),
     "tests": Job(
         (sys.executable, str(ROOT / "tools/record_tests.py"), "--jobs", "15", "--timeout", "400"),
         timeout_s=420,

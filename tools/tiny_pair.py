@@ -1,7 +1,7 @@
 """What the bundled tiny pair is made of: shapes, corpus, tokenizer, training chats and its files.
 
-Why apart: the dense pair and its hybrid are of one tokenizer and one corpus; how each learns is
-train_tiny.py's and train_tiny_hybrid.py's. The hybrid's own files are written there.
+Why apart: the dense pair and its hybrid share a tokenizer and a corpus; how each is trained is in
+train_tiny.py and train_tiny_hybrid.py.
 """
 
 from __future__ import annotations

@@ -72,23 +72,40 @@ def optimizer_for(model: nn.Module, lr: float, device: str) -> torch.optim.AdamW
     return torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.95), fused=device.startswith("cuda"))
 
 
-def schedule(steps: int, seconds: float, lr: float, optimizer: torch.optim.AdamW) -> Iterator[int]:
-    """Yield step numbers with warm-up and a cosine to zero; `seconds` ends the cosine earlier."""
+def schedule(
+    optimizer: torch.optim.AdamW, lr: float, seconds: float, steps: int | None = None
+) -> Iterator[int]:
+    """Yield step numbers with warm-up and a cosine to zero, until `seconds` or `steps` are over."""
     begin, step, progress = time.monotonic(), 0, 0.0
+    warmup = 20 if steps is None else max(1, min(200, steps // 10))
     while progress < 1.0:
-        warm = min(1.0, (step + 1) / max(1, min(200, steps // 10)))
+        warm = min(1.0, (step + 1) / warmup)
         for group in optimizer.param_groups:
             group["lr"] = lr * warm * 0.5 * (1 + math.cos(math.pi * progress))
         yield step
         step += 1
-        progress = max(step / steps, (time.monotonic() - begin) / seconds)
+        progress = max(step / (steps or math.inf), (time.monotonic() - begin) / seconds)
 
 
-def _update(model: nn.Module, optimizer: torch.optim.AdamW, loss: Tensor) -> None:
+def update(model: nn.Module, optimizer: torch.optim.AdamW, loss: Tensor) -> None:
+    """One step of the optimizer. Mutates: model, optimizer."""
     optimizer.zero_grad(set_to_none=True)
     loss.backward()
     nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     optimizer.step()
+
+
+def block_loss(logits: Tensor, labels: Tensor) -> Tensor:
+    """Cross-entropy of slots k = 1, 2, .. of blocks, weighted exp(-(k - 1) / GAMMA).
+
+    Args:
+        logits: [B, A, slots, V].
+        labels: int64 [B, A, slots]; -100 where nothing is asked.
+    """
+    losses = F.cross_entropy(logits.float().flatten(0, 2), labels.flatten(), reduction="none")
+    weights = torch.exp(-torch.arange(labels.shape[-1], device=labels.device) / GAMMA)
+    weights = weights * (labels >= 0)
+    return (losses.view_as(weights) * weights).sum() / weights.sum()
 
 
 def train_target(stream: Stream, args: argparse.Namespace) -> tuple[Target, float]:
@@ -101,7 +118,7 @@ def train_target(stream: Stream, args: argparse.Namespace) -> tuple[Target, floa
     optimizer, begin = optimizer_for(model, args.lr, args.device), time.monotonic()
     tokens, is_answer, starts = (t.to(args.device) for t in stream[:3])
     generator, average = torch.Generator(args.device).manual_seed(args.seed), None
-    for step in schedule(args.target_steps, args.target_seconds, args.lr, optimizer):
+    for step in schedule(optimizer, args.lr, args.target_seconds, args.target_steps):
         width = ROW_LENGTHS[step % 2]
         rows = max(1, args.batch_tokens // width)
         chosen = torch.randint(len(starts), (rows,), device=args.device, generator=generator)
@@ -113,7 +130,7 @@ def train_target(stream: Stream, args: argparse.Namespace) -> tuple[Target, floa
             hidden, _ = model(ids[:, :-1])
             logits = model.head(hidden)
         loss = F.cross_entropy(logits.float().flatten(0, 1), labels.flatten())
-        _update(model, optimizer, loss)
+        update(model, optimizer, loss)
         average = loss.detach() if average is None else average.lerp(loss.detach(), 0.02)
         if step % 100 == 0 or step + 1 == args.target_steps:
             print(f"target step {step} loss {average.item():.4f} {time.monotonic() - begin:.0f} s")
@@ -178,8 +195,8 @@ def train_drafter(
     shares = [group.ids.numel() for group in groups]
     r, generator = random.Random(args.seed), torch.Generator(args.device).manual_seed(args.seed)
     offsets = torch.arange(1, BLOCK_SIZE, device=args.device)
-    weights, average = torch.exp(-(offsets - 1) / GAMMA), None
-    for step in schedule(args.draft_steps, args.draft_seconds, args.draft_lr, optimizer):
+    average = None
+    for step in schedule(optimizer, args.draft_lr, args.draft_seconds, args.draft_steps):
         group = r.choices(groups, shares)[0]
         width = group.ids.shape[1]
         rows, num_anchors = max(1, args.draft_tokens // width), width // BLOCK_SIZE
@@ -198,10 +215,8 @@ def train_drafter(
         assert taps is not None
         with torch.autocast(args.device.split(":")[0], torch.bfloat16):
             logits = target.head(model(taps, anchors, embedded)[:, :, 1:])
-        losses = F.cross_entropy(logits.float().flatten(0, 2), labels.flatten(), reduction="none")
-        weight = weights.expand_as(labels) * (labels >= 0)
-        loss = (losses.view_as(weight) * weight).sum() / weight.sum()
-        _update(model, optimizer, loss)
+        loss = block_loss(logits, labels)
+        update(model, optimizer, loss)
         average = loss.detach() if average is None else average.lerp(loss.detach(), 0.02)
         if step % 100 == 0 or step + 1 == args.draft_steps:
             print(f"drafter step {step} loss {average.item():.4f} {time.monotonic() - begin:.0f} s")

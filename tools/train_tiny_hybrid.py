@@ -21,16 +21,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import shutil
-import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from safetensors.torch import load_file, save_file
 from tiny_corpus import CATEGORIES, heldout_set
 from tiny_drafter import Drafter, Layer, Target, decode, rope
 from tiny_hybrid import LAYER_TYPES, Hybrid, begin, target_config
@@ -42,14 +39,16 @@ from tiny_pair import (
     TAPS,
     TARGET,
     Stream,
+    load,
     make_corpus,
     make_stream,
     prompt_text,
+    save,
     token_id,
 )
 from tokenizers import Tokenizer
 from torch import Tensor, nn
-from train_tiny import GAMMA, optimizer_for
+from train_tiny import block_loss, optimizer_for, schedule, update
 
 DENSE = Path(__file__).parents[1] / "graphengine" / "assets" / "tiny"
 
@@ -64,24 +63,6 @@ def batches(stream: Stream, args: argparse.Namespace, seed: int) -> Iterator[tup
         yield ids[:, :-1], torch.where(is_answer, ids[:, 1:], -100)
 
 
-def paced(seconds: float, lr: float, optimizer: torch.optim.Optimizer) -> Iterator[int]:
-    """Steps for so long, the rate warming up and falling to zero by a cosine."""
-    began, step, share = time.monotonic(), 0, 0.0
-    while share < 1:
-        for group in optimizer.param_groups:
-            warm = min(1.0, (step + 1) / 20)
-            group["lr"] = lr * warm * 0.5 * (1 + math.cos(math.pi * share))
-        yield step
-        step, share = step + 1, (time.monotonic() - began) / seconds
-
-
-def update(module: nn.Module, optimizer: torch.optim.Optimizer, loss: Tensor) -> None:
-    optimizer.zero_grad(set_to_none=True)
-    loss.backward()
-    nn.utils.clip_grad_norm_(module.parameters(), 1.0)
-    optimizer.step()
-
-
 def imitate(dense: Target, hybrid: Hybrid, stream: Stream, args: argparse.Namespace) -> float:
     """Stage 1: returns the mean share of the attentions' variance that is not explained."""
     mixers = {
@@ -90,7 +71,7 @@ def imitate(dense: Target, hybrid: Hybrid, stream: Stream, args: argparse.Namesp
     module = nn.ModuleList(mixers.values())
     optimizer = optimizer_for(module, args.lr, "cpu")
     source, average = batches(stream, args, 1), 0.0
-    for step in paced(args.seconds * 0.2, args.lr, optimizer):
+    for step in schedule(optimizer, args.lr, args.seconds * 0.2):
         ids, _ = next(source)
         with torch.no_grad():
             x, seen = dense.model.embed_tokens(ids), {}
@@ -121,7 +102,7 @@ def learn(dense: Target, hybrid: Hybrid, stream: Stream, args: argparse.Namespac
     """Stage 2: returns the loss of the answers' tokens."""
     optimizer = optimizer_for(hybrid, args.lr / 2, "cpu")
     source, average = batches(stream, args, 2), 0.0
-    for step in paced(args.seconds * 0.5, args.lr / 2, optimizer):
+    for step in schedule(optimizer, args.lr / 2, args.seconds * 0.5):
         ids, labels = next(source)
         with torch.no_grad():
             _, taps = dense(ids, range(len(LAYER_TYPES)))
@@ -142,10 +123,9 @@ def train_drafter(
 ) -> float:
     """Stage 3: returns the weighted loss of slots 1 .. 15."""
     optimizer = optimizer_for(drafter, args.lr / 3, "cpu")
-    offsets = torch.arange(1, BLOCK_SIZE)
-    weights, average = torch.exp(-(offsets - 1) / GAMMA), 0.0
+    offsets, average = torch.arange(1, BLOCK_SIZE), 0.0
     source, generator = batches(stream, args, 3), torch.Generator().manual_seed(4)
-    for step in paced(args.seconds * 0.3, args.lr / 3, optimizer):
+    for step in schedule(optimizer, args.lr / 3, args.seconds * 0.3):
         ids, labels = next(source)
         with torch.no_grad():
             taps = torch.cat([x for i, x in enumerate(hybrid.layers(ids)) if i in TAPS], -1)
@@ -165,9 +145,7 @@ def train_drafter(
             embedded = hybrid.model.embed_tokens(blocks)
         hidden = drafter(taps, anchors, embedded)[:, :, 1:]
         logits = F.linear(hidden, hybrid.model.embed_tokens.weight)
-        losses = F.cross_entropy(logits.flatten(0, 2), wanted.flatten(), reduction="none")
-        weight = weights.expand_as(wanted) * (wanted >= 0)
-        loss = (losses.view_as(weight) * weight).sum() / weight.sum()
+        loss = block_loss(logits, wanted)
         update(drafter, optimizer, loss)
         average = loss.item() if not step else 0.95 * average + 0.05 * loss.item()
         if step % 20 == 0:
@@ -175,18 +153,7 @@ def train_drafter(
     return average
 
 
-# ---- checkpoints and evaluation ---------------------------------------------------------------
-
-
-def save(module: nn.Module, folder: Path, config: dict[str, Any]) -> None:
-    """bfloat16, and from there on the training goes by what was saved."""
-    folder.mkdir(parents=True, exist_ok=True)
-    rounded = {name: p.detach().bfloat16().contiguous() for name, p in module.named_parameters()}
-    save_file(rounded, folder / "model.safetensors", metadata={"format": "pt"})
-    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-    with torch.no_grad():
-        for name, parameter in module.named_parameters():
-            parameter.copy_(rounded[name].float())
+# ---- evaluation -------------------------------------------------------------------------------
 
 
 class Theirs:
@@ -213,13 +180,13 @@ def evaluate(out: Path, count: int, limit: int) -> dict[str, Any]:
     tokenizer = Tokenizer.from_file(str(out / "target" / "tokenizer.json"))
     target: Any = Theirs(out / "target")
     drafter = Drafter(DRAFT, len(TAPS), BLOCK_SIZE)
-    drafter.load_state_dict(load_file(out / "draft" / "model.safetensors"))
+    load(drafter, out / "draft", "cpu")
     steps, found = torch.zeros(BLOCK_SIZE, dtype=torch.int64), {}
     for category in CATEGORIES:
         chosen = [ex for ex in heldout_set() if ex.category == category][:count]
         answers, accepted, _ = decode(
             target,
-            drafter.requires_grad_(False),
+            drafter,
             TAPS,
             [tokenizer.encode(prompt_text(ex.prompt)).ids for ex in chosen],
             stop=token_id(tokenizer, IM_END),
@@ -256,18 +223,20 @@ def main() -> None:
     torch.manual_seed(0)
     tokenizer = Tokenizer.from_file(str(DENSE / "target" / "tokenizer.json"))
     stream = make_stream(tokenizer, make_corpus(7, args.exchanges), 7)
-    dense = Target(TARGET).requires_grad_(False)
-    dense.load_state_dict(load_file(DENSE / "target" / "model.safetensors"))
+    dense = Target(TARGET)
+    load(dense, DENSE / "target", "cpu")
     hybrid, report = begin(dense), {}
     report["imitation_loss"] = imitate(dense, hybrid, stream, args)
     report["target_loss"] = learn(dense, hybrid, stream, args)
     stop, mask = token_id(tokenizer, IM_END), tokenizer.get_vocab_size()
     save(hybrid, args.out / "target", target_config(stop))
-    for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
-        shutil.copy(DENSE / "target" / name, args.out / "target" / name)
-    shutil.copy(DENSE / "target" / "chat_template.jinja", args.out / "target")
+    load(hybrid, args.out / "target", "cpu")  # the drafter learns the taps of what was saved
+    kept = "tokenizer.json tokenizer_config.json generation_config.json chat_template.jinja"
+    for name in kept.split():
+        shutil.copy(DENSE / "target" / name, args.out / "target")
     drafter = Drafter(DRAFT, len(TAPS), BLOCK_SIZE)
-    drafter.load_state_dict(load_file(DENSE / "draft" / "model.safetensors"))
+    load(drafter, DENSE / "draft", "cpu")
+    drafter.requires_grad_()
     report["draft_loss"] = train_drafter(hybrid, drafter, stream, args, mask)
     save(drafter, args.out / "draft", json.loads((DENSE / "draft" / "config.json").read_text()))
     assert token_id(tokenizer, END_OF_TEXT) != mask

@@ -46,50 +46,47 @@ from kernel_timing import DTYPE, G, H, K, N, Numbers, S
 from graphengine.kernels import chunk_attention
 from graphengine.profiles import result_schema
 
-SAMPLING_KERNELS = ("filter_threshold", "gumbel_argmax", "sampled_tail")
-FP8_KERNELS = ("fp8_rows", "add_rms_norm_round")
-KERNELS = (
-    *("qk_norm_rope", "context_kv", "accept", "argmax"),
-    *(*FP8_KERNELS, *SAMPLING_KERNELS, "block_attention", "chunk_attention", "pieces"),
-)
+ROW_KERNELS = {
+    "qk_norm_rope": bench_qk_norm_rope,
+    "context_kv": bench_context_kv,
+    "argmax": bench_argmax,
+    "filter_threshold": bench_filter_threshold,
+    "gumbel_argmax": bench_gumbel_argmax,
+    "sampled_tail": bench_sampled_tail,
+}
+ATTENTIONS = ("block_attention", "chunk_attention")
+KERNELS = (*ROW_KERNELS, "accept", "fp8_rows", "add_rms_norm_round", "pieces", *ATTENTIONS)
+SWEPT = (*(name for name in ROW_KERNELS if name != "sampled_tail"), *ATTENTIONS)
 
 
 def bench(kernels: list[str], args: argparse.Namespace) -> Iterator[tuple[str, str, Numbers]]:
-    for kv in args.kv if "chunk_attention" in kernels else ():
-        if kv % chunk_attention.BLOCK:
-            continue
-        numbers = bench_chunk_attention(kv, not args.no_flashinfer)
-        yield "chunk_attention", f"prompt_{kv}", numbers
-    for rows, kv in itertools.product((128, 256), args.kv if "pieces" in kernels else ()):
-        yield "pieces", f"rows_{rows}_kv_{kv}", bench_piece(rows, kv)
+    has_flashinfer = not args.no_flashinfer
+    if "chunk_attention" in kernels:
+        for kv in args.kv:
+            if kv % chunk_attention.BLOCK == 0:
+                numbers = bench_chunk_attention(kv, has_flashinfer)
+                yield "chunk_attention", f"prompt_{kv}", numbers
+    if "pieces" in kernels:
+        for rows, kv in itertools.product((128, 256), args.kv):
+            yield "pieces", f"rows_{rows}_kv_{kv}", bench_piece(rows, kv)
     for B in args.batch:
         T = B * G
-        if "qk_norm_rope" in kernels:
-            yield "qk_norm_rope", f"rows_{T}", bench_qk_norm_rope(T)
-        if "context_kv" in kernels:
-            yield "context_kv", f"rows_{T}", bench_context_kv(T)
+        for name, bench_rows in ROW_KERNELS.items():
+            if name in kernels:
+                yield name, f"rows_{T}", bench_rows(T)
         if "accept" in kernels:
             yield "accept", f"batch_{B}", bench_accept(B)
-        if "argmax" in kernels:
-            yield "argmax", f"rows_{T}", bench_argmax(T)
-        for D in WIDTHS:
-            if "fp8_rows" in kernels:
+        if "fp8_rows" in kernels:
+            for D in WIDTHS:
                 yield "fp8_rows", f"rows_{T}_columns_{D}", bench_fp8_rows(T, D)
-        for Z in (1, 2):
-            if "add_rms_norm_round" in kernels:
+        if "add_rms_norm_round" in kernels:
+            for Z in (1, 2):
                 label = f"rows_{T}_partials_{Z}"
                 yield "add_rms_norm_round", label, bench_add_rms_norm_round(T, Z)
-        if "filter_threshold" in kernels:
-            yield "filter_threshold", f"rows_{T}", bench_filter_threshold(T)
-        if "gumbel_argmax" in kernels:
-            yield "gumbel_argmax", f"rows_{T}", bench_gumbel_argmax(T)
-        if "sampled_tail" in kernels:
-            yield "sampled_tail", f"rows_{T}", bench_sampled_tail(T)
-        for kv, causal in itertools.product(args.kv, (True, False)):
-            if "block_attention" in kernels:
+        if "block_attention" in kernels:
+            for kv, causal in itertools.product(args.kv, (True, False)):
                 label = f"batch_{B}_kv_{kv}_{'causal' if causal else 'full'}"
-                numbers = bench_block_attention(B, kv, causal, not args.no_flashinfer)
-                yield "block_attention", label, numbers
+                yield "block_attention", label, bench_block_attention(B, kv, causal, has_flashinfer)
 
 
 def main() -> None:
@@ -97,8 +94,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--kernels", nargs="+", choices=KERNELS, default=list(KERNELS))
-    swept = [k for k in KERNELS if k not in ("accept", "sampled_tail", "pieces", *FP8_KERNELS)]
-    parser.add_argument("--sweep", choices=swept)
+    parser.add_argument("--sweep", choices=SWEPT)
     parser.add_argument("--batch", nargs="+", type=int, default=[1, 8, 16])
     parser.add_argument("--kv", nargs="+", type=int, default=[128, 1024, 4096, 8192])
     parser.add_argument("--no-flashinfer", action="store_true", help="skip the baseline")

@@ -53,6 +53,18 @@ def shrink(source: Path, target: Path, num_steps: int) -> dict[str, float]:
     with closing(open_export(source)) as connection:
         tables = {table: read_table(connection, table) for table in TABLES}
     strings = {row["id"]: row["value"] for row in tables["StringIds"][1]}
+    launched = {
+        row["correlationId"]
+        for row in tables["CUPTI_ACTIVITY_KIND_RUNTIME"][1]
+        if begin_ns <= row["start"] < end_ns
+    }
+    # The device's work that those calls launched; calls that launched none are left out.
+    worked = launched & {
+        row["correlationId"]
+        for table, (_, rows) in tables.items()
+        if table.startswith("CUPTI") and not table.endswith("RUNTIME")
+        for row in rows
+    }
 
     def is_kept(table: str, row: dict[str, Any]) -> bool:
         if table == "NVTX_EVENTS":
@@ -61,33 +73,22 @@ def shrink(source: Path, target: Path, num_steps: int) -> dict[str, float]:
             if row["eventType"] == DOMAIN_CREATE:
                 return name == names.DOMAIN
             return (row["start"], name) in ours and begin_ns <= row["start"] < end_ns
-        if table == "CUPTI_ACTIVITY_KIND_RUNTIME":
-            return begin_ns <= row["start"] < end_ns
-        return row["correlationId"] in launched
+        if table.endswith("RUNTIME") and not begin_ns <= row["start"] < end_ns:
+            return False
+        return row["correlationId"] in worked
 
-    runtime = tables["CUPTI_ACTIVITY_KIND_RUNTIME"][1]
-    launched = {row["correlationId"] for row in runtime if begin_ns <= row["start"] < end_ns}
     kept = {
         table: (columns, [row for row in rows if is_kept(table, row)])
         for table, (columns, rows) in tables.items()
         if table != "StringIds"
     }
-    worked = {
-        row["correlationId"]
-        for table, (_, rows) in kept.items()
-        if table.startswith("CUPTI") and not table.endswith("RUNTIME")
-        for row in rows
-    }
-    columns, rows = kept["CUPTI_ACTIVITY_KIND_RUNTIME"]
-    rows = [row for row in rows if row["correlationId"] in worked]
-    kept["CUPTI_ACTIVITY_KIND_RUNTIME"] = (columns, rows)
     used = {row.get(c) for _, rows in kept.values() for row in rows for c in _STRING_COLUMNS}
     columns, rows = tables["StringIds"]
     kept["StringIds"] = (columns, [row for row in rows if row["id"] in used])
     write(target, kept)
     numbers = report(read_export(target)).numbers()
-    kept = ("num_steps", "wall_mean_us", "busy_mean_us", "idle_mean_us")
-    sums = {name: round(numbers[name], 4) for name in kept}
+    told = ("num_steps", "wall_mean_us", "busy_mean_us", "idle_mean_us")
+    sums = {name: round(numbers[name], 4) for name in told}
     target.with_name(target.name.removesuffix(".sqlite.gz") + ".json").write_text(
         json.dumps(sums) + "\n"
     )

@@ -42,9 +42,9 @@ from kernel_cases_rows import (
 )
 from kernel_sweeps import sweep_attention, sweep_chunks, sweep_constants
 from kernel_timing import DTYPE, G, H, K, N, Numbers, S
+from result_file import add_result_file, parser_of, store
 
 from graphengine.kernels import chunk_attention
-from graphengine.profiles import result_schema
 
 ROW_KERNELS = {
     "qk_norm_rope": bench_qk_norm_rope,
@@ -90,18 +90,13 @@ def bench(kernels: list[str], args: argparse.Namespace) -> Iterator[tuple[str, s
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--kernels", nargs="+", choices=KERNELS, default=list(KERNELS))
     parser.add_argument("--sweep", choices=SWEPT)
     parser.add_argument("--batch", nargs="+", type=int, default=[1, 8, 16])
     parser.add_argument("--kv", nargs="+", type=int, default=[128, 1024, 4096, 8192])
     parser.add_argument("--no-flashinfer", action="store_true", help="skip the baseline")
-    parser.add_argument("--out", help="also store the result as JSON here")
-    parser.add_argument(
-        "--commit", metavar="SHA", help="commit to record where the checkout has no history"
-    )
+    add_result_file(parser)
     args = parser.parse_args()
     if not torch.cuda.is_available():
         parser.error("no CUDA device: these are GPU timings; run tests/kernels on a CPU instead")
@@ -122,8 +117,7 @@ def main() -> None:
     config = {"sweep": args.sweep, "heads": [N, K, H], "block_length": G, "page_size": S}
     if args.out:
         config |= {"batch": args.batch, "kv": args.kv, "dtype": str(DTYPE)}
-        env = result_schema.environment(args.commit)
-        result_schema.write_result(args.out, "kernels", numbers, config=config, env=env)
+    store(args, "kernels", numbers, config=config)
     print(json.dumps({"config": config, "numbers": numbers}))
 
 

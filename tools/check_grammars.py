@@ -16,7 +16,6 @@ Exit code 1 if an answer or a mask is wrong. The last line of stdout is one JSON
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import random
@@ -28,13 +27,13 @@ from typing import Any
 
 import jsonschema
 import torch
+from result_file import add_result_file, parser_of, store
 
 from graphengine import TINY_DRAFT, TINY_TARGET, Engine
 from graphengine.checkpoints.hub import resolve
 from graphengine.checkpoints.tokenizer import Tokenizer
 from graphengine.config.constraint import Constraint
 from graphengine.decode.grammar import Grammar, Grammars, Matcher, fill_masks
-from graphengine.profiles import result_schema
 
 ROWS, AT_A_TIME, BUDGET = 16, 256, 400  # of a step, asked for at once, tokens of an answer
 DEPTH = 3
@@ -273,9 +272,7 @@ def _compare(
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("what", choices=["outputs", "masks"])
     parser.add_argument("--count", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0)
@@ -284,10 +281,7 @@ def main() -> int:
     parser.add_argument("--graph-mode", default="auto")
     parser.add_argument("--num-speculative-tokens", type=int, help="outputs: drafts a step")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="begin nothing later")
-    parser.add_argument(
-        "--commit", metavar="SHA", help="commit to record where the checkout has no history"
-    )
-    parser.add_argument("--out", type=Path, help="store the result as JSON here")
+    add_result_file(parser)
     args = parser.parse_args()
     if args.count < 1:
         parser.error(f"--count {args.count}: pass 1 or more, or nothing is checked")
@@ -301,10 +295,8 @@ def main() -> int:
     for text in wrong[:5]:
         print(text)
     print("  ".join(f"{key} {value:g}" for key, value in numbers.items()))
-    if args.out:
-        config = {"what": args.what, "seed": args.seed, "wrong": wrong[:20], "options": options}
-        env = result_schema.environment(args.commit)
-        result_schema.write_result(args.out, "grammars", numbers, config=config, env=env)
+    config = {"what": args.what, "seed": args.seed, "wrong": wrong[:20], "options": options}
+    store(args, "grammars", numbers, config=config)
     print(json.dumps(numbers))
     return 1 if wrong else 0
 

@@ -9,7 +9,6 @@ checkout and kept, so a second run only tests; what each had installed is in the
 The last line of stdout is one JSON object; the exit code is 1 if a test failed or did not end.
 """
 
-import argparse
 import json
 import os
 import subprocess
@@ -18,6 +17,8 @@ import tempfile
 import tomllib
 from pathlib import Path
 from typing import Any
+
+from result_file import parser_of
 
 from graphengine.profiles import result_schema
 
@@ -81,9 +82,7 @@ def table(results: dict[str, dict[str, Any]]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--env", action="append", default=[], metavar="oldest|newest=FOLDER")
     parser.add_argument("--folder", type=Path, default=ROOT / ".versions", help="for the others")
     parser.add_argument("--jobs", type=int, default=1, help="test processes at a time")

@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from result_file import add_result_file, parser_of, store
 
 from graphengine.api import Engine
 from graphengine.capture.compile import forget
@@ -35,7 +36,6 @@ from graphengine.kernels.skinny_config import TUNED, SkinnyConfig
 from graphengine.measure.bench import Case, run_case
 from graphengine.measure.first_token import PrefillCase, run_prefill
 from graphengine.measure.rates import Rates
-from graphengine.profiles import result_schema
 
 Key = tuple[int, int, int, int]
 OUTPUT_LEN = 512  # of a request, in tokens
@@ -173,9 +173,7 @@ def positive(text: str) -> float:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("changes", type=Path)
     parser.add_argument("--model", default="qwen3-8b")
     parser.add_argument("--draft", default="qwen3-8b-dflash-b16", help="or none: plain decode")
@@ -193,10 +191,7 @@ def main(arguments: list[str] | None = None) -> None:
     )
     parser.add_argument("--gain", type=float, default=0.001, help="share of the step; 0.001")
     parser.add_argument("--seconds", type=positive, default=120.0, help="begin no variant after it")
-    parser.add_argument("--out", help="also store the result as JSON here")
-    parser.add_argument(
-        "--commit", metavar="SHA", help="commit to record where the checkout has no history"
-    )
+    add_result_file(parser)
     args = parser.parse_args(arguments)
     try:
         changes = read_changes(args.changes)
@@ -207,19 +202,15 @@ def main(arguments: list[str] | None = None) -> None:
     with Engine.from_pretrained(args.model, draft=args.draft, **options(args)) as engine:
         steps = Steps(engine, changes, args)
         kept, best_ms = judge(list(changes), steps.ms, args.gain)
-    if args.out:
-        numbers: Mapping[str, Any] = steps.numbers | ({"best_step_ms": best_ms} if best_ms else {})
-        config = {
-            "model": args.model,
-            "changes": {n: {str(k): c for k, c in x.items()} for n, x in changes.items()},
-            "kept": kept,
-            "input_len": args.input_len,
-            **options(args),
-        }
-        env = result_schema.environment(args.commit)
-        result_schema.write_result(
-            args.out, "skinny_linear_judged", numbers, config=config, env=env
-        )
+    numbers: Mapping[str, Any] = steps.numbers | ({"best_step_ms": best_ms} if best_ms else {})
+    config = {
+        "model": args.model,
+        "changes": {n: {str(k): c for k, c in x.items()} for n, x in changes.items()},
+        "kept": kept,
+        "input_len": args.input_len,
+        **options(args),
+    }
+    store(args, "skinny_linear_judged", numbers, config=config)
     print(json.dumps({"kept": kept, "best_step_ms": best_ms}), flush=True)
 
 

@@ -27,7 +27,6 @@ missed is a finding, told as one. The last line of stdout is one JSON object.
 
 from __future__ import annotations
 
-import argparse
 import json
 import time
 from collections.abc import Callable, Sequence
@@ -40,12 +39,12 @@ from request_hits import hit
 from request_joins import join
 from request_parts import Measurement, Numbers, busy, options, turns
 from request_texts import texts
+from result_file import add_result_file, parser_of, store
 
 from graphengine import TINY_DRAFT, TINY_TARGET
 from graphengine.api import Engine
 from graphengine.checkpoints.tokenizer import Tokenizer
 from graphengine.decode.grammar import Grammars
-from graphengine.profiles import result_schema
 from graphengine.startup.build import read_configs
 from graphengine.startup.options import speculation_limit
 
@@ -108,9 +107,7 @@ def show(part: str, numbers: Numbers) -> None:
 
 def main(arguments: list[str] | None = None) -> int:
     """Measures. Returns the exit code."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--target", default=str(TINY_TARGET), help="default: the bundled one")
     parser.add_argument("--draft", help="default: the bundled one with the bundled target")
     parser.add_argument("--tokenizer", help="of a target that has none: a directory")
@@ -126,10 +123,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0)
     for name, (size, text) in SIZES.items():
         parser.add_argument(f"--{name}", type=int, default=size, help=f"{text} ({size})")
-    parser.add_argument("--out", help="the result file")
-    parser.add_argument(
-        "--commit", metavar="SHA", help="commit to record where the checkout has no history"
-    )
+    add_result_file(parser)
     args = parser.parse_args(arguments)
     chosen = args.only.split(",")
     if unknown := sorted(set(chosen) - set(PARTS)):
@@ -193,9 +187,7 @@ def main(arguments: list[str] | None = None) -> int:
             bars = {name: bar._asdict() | {"held": bar.held} for name, bar in m.bars.items()}
             result["numbers"] = {"startup_s": startup_s} | numbers
             result["config"] = config | {"bars": bars, "problems": m.problems}
-            if args.out:
-                env = result_schema.environment(args.commit)
-                result_schema.write_result(args.out, "requests", **result, notes=NOTES, env=env)
+            store(args, "requests", **result, notes=NOTES)
 
         run_parts(m, chosen, done)
     for name, bar in m.bars.items():

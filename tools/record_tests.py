@@ -10,7 +10,6 @@ The last line of stdout is one JSON object; the exit code is 1 if a test failed 
 SIGTERM ends the jobs, and what they have said by then is stored.
 """
 
-import argparse
 import json
 import os
 import re
@@ -25,8 +24,7 @@ from typing import Any, NamedTuple
 
 import pytest
 from measure import POLL_S, noted_termination
-
-from graphengine.profiles import result_schema
+from result_file import add_result_file, parser_of, store
 
 # This module is a plugin of the jobs' pytest too.
 PYTEST = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-p", Path(__file__).stem]
@@ -124,16 +122,11 @@ def run(ids: list[str], num_jobs: int, timeout_s: float, terminated: Sequence[in
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--jobs", type=int, default=8, help="processes at a time")
     parser.add_argument("--timeout", type=float, default=900, help="seconds for all of it")
     parser.add_argument("--alone", default=ALONE, help="regex of tests to run after the others")
-    parser.add_argument("--out", type=Path, help="store the result as JSON here")
-    parser.add_argument(
-        "--commit", metavar="SHA", help="commit to record where the checkout has no history"
-    )
+    add_result_file(parser)
     parser.add_argument("pytest", nargs="*", help="after --: what pytest shall select")
     args = parser.parse_args()
     if args.jobs < 1 or not args.timeout > 0:
@@ -175,9 +168,7 @@ def main() -> None:
         "reasons": ran.reasons,
         "unfinished": unfinished,
     }
-    if args.out:
-        env = result_schema.environment(args.commit)
-        result_schema.write_result(args.out, "tests", numbers, config=config, env=env)
+    store(args, "tests", numbers, config=config)
     print(json.dumps(numbers))
     raise SystemExit(0 if counts["PASSED"] + counts["SKIPPED"] == len(ids) else 1)
 

@@ -12,12 +12,13 @@ text and compares.
 
 from __future__ import annotations
 
-import argparse
 import json
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
+
+from result_file import parser_of
 
 from graphengine.profiles.pictures import Panel, render
 
@@ -291,9 +292,7 @@ def picture() -> bytes:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--check", action="store_true", help="write nothing; fail where stale")
     args = parser.parse_args()
     wanted = {

@@ -9,7 +9,6 @@ Next to the output lies a .json with the report's sums, which profiles/test_laun
 tests holds the reader to. The last line of stdout is that object.
 """
 
-import argparse
 import gzip
 import json
 import sqlite3
@@ -17,6 +16,8 @@ from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any
+
+from result_file import parser_of
 
 from graphengine import names
 from graphengine.profiles.launch_gaps import report
@@ -111,9 +112,7 @@ def write(target: Path, tables: dict[str, tuple[list[str], Rows]]) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("source", type=Path, help=".sqlite of nsys export")
     parser.add_argument("target", type=Path, help=".sqlite.gz to write")
     parser.add_argument("--steps", type=int, default=5, help="steps to keep (default: 5)")

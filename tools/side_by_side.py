@@ -14,7 +14,6 @@ first pair (cold) and after it (warm). The last line of stdout is that as one JS
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import statistics
@@ -23,6 +22,8 @@ import sys
 import tempfile
 from pathlib import Path
 from typing import Any
+
+from result_file import parser_of
 
 from graphengine.profiles.result_schema import environment, write_result
 
@@ -87,10 +88,7 @@ def starts(sides: dict[str, list[dict[str, Any]]]) -> dict[str, dict[str, float]
 
 def main(arguments: list[str] | None = None) -> int:
     """Runs both sides by turns. Returns the exit code."""
-    summary, _, rest = (__doc__ or "").partition("\n")
-    parser = argparse.ArgumentParser(
-        description=summary, epilog=rest, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--before", type=Path, required=True, help="another checkout")
     parser.add_argument("--after", type=Path, default=ROOT, help="default: this one")
     parser.add_argument("--runs", type=int, default=3, help="of each side, besides the first")

@@ -18,7 +18,6 @@ Exit code 1 and a message when something is wrong. The last line of stdout is on
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import random
@@ -34,6 +33,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from result_file import add_result_file, parser_of, store
 from soak_checks import Leak, Page, Published, check_balance, kept_places
 from soak_pair import BLOCK, END, LIKELY_TOKENS, VOCAB, Options, make_pair, open_engine
 from soak_requests import a_prompt, a_request
@@ -41,7 +41,6 @@ from soak_requests import a_prompt, a_request
 from graphengine.decode.grammar import Grammars, Matcher
 from graphengine.decode.loop import DecodeLoop, StepOutput
 from graphengine.decode.request import Request
-from graphengine.profiles import result_schema
 
 BUCKETS = (1, 2, 4, 8)
 NUM_TEXTS = 12  # that new ones may begin like
@@ -51,6 +50,14 @@ MAX_STATE_ERROR = 1e-5
 CHECK_EVERY = 5
 NUM_COMPARED = 4  # shared pages, whenever the loop is empty
 PROMPT_ROWS = 16, 40, 100  # between two steps, every other time
+NOTES = (
+    "A passed run: every page and state returned, shared pages unchanged, memory within the bounds "
+    "of tools/soak.py, in float32 every token and log-probability that of the one-page step, under "
+    "the same grammar where a request has one (num_constrained). num_resets counts the loop "
+    "dropped with a step in flight, num_handed_over requests that left speculation, "
+    "num_compared_pages shared pages held against a computation of their whole text; "
+    "max_state_error_ratio by quarters of the run."
+)
 
 
 @dataclass(kw_only=True)
@@ -289,9 +296,7 @@ def _run(run: Soak, steps: int, progress: Callable[[str], None], is_hybrid: bool
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--steps", type=int, default=20_000, help="decode steps (20000)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
@@ -305,10 +310,7 @@ def main(arguments: list[str] | None = None) -> int:
         help="in float32 everything must match, on a GPU too",
     )
     parser.add_argument("--hybrid", action="store_true", help="every other layer is recurrent")
-    parser.add_argument("--out", help="also store the result as JSON here")
-    parser.add_argument(
-        "--commit", metavar="SHA", help="commit to record where the checkout has no history"
-    )
+    add_result_file(parser)
     args = parser.parse_args(arguments)
     if args.steps < 100:
         parser.error(f"--steps {args.steps}: at least 100, or nothing is measured")
@@ -323,17 +325,7 @@ def main(arguments: list[str] | None = None) -> int:
         return 1
     config = {"seed": args.seed, "block_length": BLOCK, "likely_tokens": LIKELY_TOKENS} | options
     config["is_hybrid"] = args.hybrid
-    if args.out:
-        notes = (
-            "A passed run: every page and state returned, shared pages unchanged, memory within "
-            "the bounds of tools/soak.py, in float32 every token and log-probability that of the "
-            "one-page step, under the same grammar where a request has one (num_constrained). "
-            "num_resets counts the loop dropped with a step in flight, num_handed_over requests "
-            "that left speculation, num_compared_pages shared pages held against a computation of "
-            "their whole text; max_state_error_ratio by quarters of the run."
-        )
-        env = result_schema.environment(args.commit)
-        result_schema.write_result(args.out, "soak", numbers, config=config, notes=notes, env=env)
+    store(args, "soak", numbers, config=config, notes=NOTES)
     print(json.dumps({"passed": True, "config": config, "numbers": numbers}))
     return 0
 

@@ -28,6 +28,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from result_file import parser_of
 from tiny_corpus import CATEGORIES, heldout_set
 from tiny_drafter import Drafter, Layer, Target, decode, rope
 from tiny_hybrid import LAYER_TYPES, Hybrid, begin, target_config
@@ -207,9 +208,7 @@ def evaluate(out: Path, count: int, limit: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--out", type=Path, required=True, help="gets target/ and draft/")
     parser.add_argument("--seconds", type=float, default=2400, help="of training in all")
     parser.add_argument("--exchanges", type=int, default=60_000)

@@ -28,6 +28,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
+from result_file import add_result_file, parser_of, store
 from skinny_layer import (
     LABELS,
     LAYER,
@@ -64,7 +65,6 @@ from graphengine.kernels.skinny_config import (
     choose_config,
     table_rows,
 )
-from graphengine.profiles import result_schema
 
 
 class Timed(NamedTuple):
@@ -301,9 +301,7 @@ def tune(todo: list[Case], args: argparse.Namespace) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     names = [*MODELS, *(f"{m}-fp8" for m in MODELS), *SHAPES]
     parser.add_argument("--cases", nargs="+", choices=names, default=["8b", "4b", "8b-fp8"])
     parser.add_argument("--rows", nargs="+", type=int, default=[16], help="T, 1 to 256")
@@ -312,10 +310,7 @@ def main() -> None:
     parser.add_argument("--gb", type=float, default=20, help="size of the weights' buffer")
     parser.add_argument("--no-layer", dest="layer", action="store_false")
     parser.add_argument("--dry-run", action="store_true", help="count what would run; no GPU")
-    parser.add_argument("--out", help="also store the result as JSON here")
-    parser.add_argument(
-        "--commit", metavar="SHA", help="commit to record where the checkout has no history"
-    )
+    add_result_file(parser)
     args = parser.parse_args()
     if wrong := [rows for rows in args.rows if not 1 <= rows <= 256]:
         parser.error(f"--rows {wrong[0]}: pass 1 to 256")
@@ -327,13 +322,9 @@ def main() -> None:
         parser.error("no CUDA device: these are GPU timings; --dry-run shows what would run")
     torch.manual_seed(0)
     result = tune(todo, args)
-    if args.out:
-        config = {"cases": args.cases, "rows": args.rows, "names": args.names}
-        config |= {"peak_tbps": PEAK_TBPS, "table": result["table"]}
-        env = result_schema.environment(args.commit)
-        result_schema.write_result(
-            args.out, "skinny_linear_tuning", result["numbers"], config=config, env=env
-        )
+    config = {"cases": args.cases, "rows": args.rows, "names": args.names}
+    config |= {"peak_tbps": PEAK_TBPS, "table": result["table"]}
+    store(args, "skinny_linear_tuning", result["numbers"], config=config)
     print(json.dumps(result))
 
 

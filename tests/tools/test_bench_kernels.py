@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from graphengine.kernels.block_attention import choose_config
+from graphengine.profiles import result_schema
 from tools import (
     bench_kernels,
     kernel_cases_attention,
@@ -261,14 +262,8 @@ def test_every_case_is_stored(
 
     monkeypatch.setattr(bench_kernels, "bench", bench)
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    monkeypatch.setattr(
-        bench_kernels,
-        "result_schema",
-        SimpleNamespace(
-            environment=lambda commit: {"commit": commit},
-            write_result=lambda *_, **parts: stored.update(parts),
-        ),
-    )
+    monkeypatch.setattr(result_schema, "environment", lambda commit: {"commit": commit})
+    monkeypatch.setattr(result_schema, "write_result", lambda *_, **parts: stored.update(parts))
     line = "bench_kernels.py --batch 2 --kv 99 640 --out x.json --commit abc"
     monkeypatch.setattr("sys.argv", line.split())
     bench_kernels.main()

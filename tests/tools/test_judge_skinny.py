@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from graphengine.kernels.skinny_config import TUNED, SkinnyConfig
+from graphengine.profiles import result_schema
 from tools import judge_skinny
 
 KEY, OTHER = (4096, 4096, 2, 16), (24, 24, 2, 16)
@@ -171,8 +172,8 @@ def test_what_was_kept_is_stored(
     def store(*args: Any, config: Any, env: Any) -> None:
         stored.append((args, config))
 
-    monkeypatch.setattr(judge_skinny.result_schema, "write_result", store)
-    monkeypatch.setattr(judge_skinny.result_schema, "environment", lambda commit: {})
+    monkeypatch.setattr(result_schema, "write_result", store)
+    monkeypatch.setattr(result_schema, "environment", lambda commit: {})
     judge_skinny.main([str(path), "--model", "m", "--bucket", "8", "--out", "x.json"])
     ((_, kind, numbers), config) = stored[0]
     assert (kind, numbers) == ("skinny_linear_judged", steps.numbers | {"best_step_ms": 5.0})

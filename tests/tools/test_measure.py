@@ -368,7 +368,7 @@ def test_what_judges_times_runs_alone(
         stored.append(config["reasons"])
 
     stored: list[dict[str, str]] = []
-    monkeypatch.setattr(record_tests.result_schema, "write_result", store)
+    monkeypatch.setattr(result_schema, "write_result", store)
     clock = SimpleNamespace(monotonic=lambda: now_s[0])
     monkeypatch.setattr(record_tests, "time", clock)
     monkeypatch.setattr(record_tests, "collect", lambda arguments: ["a.py::b", "a.py::timed"])

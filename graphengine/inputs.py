@@ -143,9 +143,10 @@ def asked_for(
     except TypeError:  # of an unknown name, or a value that cannot be looked up
         known = None
     asked, sampled = known or _known.__wrapped__(**given)
-    words = _tokens_of_bad_words(asked, built.tokenizer, built.target.vocab_size)
-    if words:
-        sampled = replace(sampled, bad_words=tuple(map(tuple, words)))
+    if asked.stop_token_ids or asked.logit_bias or asked.allowed_token_ids:
+        _check_token_ids(asked, built.target.vocab_size)
+    if asked.stop or asked.bad_words:
+        sampled = replace(sampled, bad_words=_bad_words(asked, built.tokenizer))
     if asked.seed is None and not sampled.is_greedy:
         sampled = replace(sampled, seed=random_seed())
     return asked, sampled
@@ -158,30 +159,24 @@ def _known(**given: Any) -> tuple[SamplingParams, Sampling]:
     return asked, Sampling.of(asked)
 
 
-def _tokens_of_bad_words(
-    asked: SamplingParams, tokenizer: Tokenizer | None, vocab_size: int
-) -> list[list[int]]:
-    """Tokens of the bad words. Checks what else of an entry names tokens or needs their text.
-
-    Raises:
-        ValueError: with the remedy.
-    """
-    biases = asked.logit_bias or asked.allowed_token_ids or asked.bad_words
-    if not (biases or asked.stop_token_ids or asked.stop):
-        return []
-    named = {
-        "stop_token_ids": asked.stop_token_ids,
-        "logit_bias": asked.logit_bias or {},
-        "allowed_token_ids": asked.allowed_token_ids or (),
-    }
-    for name, ids in named.items():
-        outside = [token for token in ids if token >= vocab_size]
+def _check_token_ids(asked: SamplingParams, vocab_size: int) -> None:
+    """Raises: ValueError: an option names a token that the model does not have."""
+    for name in ("stop_token_ids", "logit_bias", "allowed_token_ids"):
+        outside = [token for token in getattr(asked, name) or () if token >= vocab_size]
         if outside:
             raise ValueError(
                 f"{name} has {outside[:5]}, which lie outside the vocabulary of "
                 f"{vocab_size}; take ids of this model's tokenizer"
             )
-    if tokenizer is None and (asked.stop or asked.bad_words):
+
+
+def _bad_words(asked: SamplingParams, tokenizer: Tokenizer | None) -> tuple[tuple[int, ...], ...]:
+    """Tokens of the bad words.
+
+    Raises:
+        ValueError: there is no tokenizer for them or for stop strings, or they cannot be banned.
+    """
+    if tokenizer is None:
         raise ValueError(
             "this model has no tokenizer, so stop and bad_words have no tokens; pass "
             "stop_token_ids, or logit_bias"
@@ -189,9 +184,9 @@ def _tokens_of_bad_words(
     nothing = [word for word in asked.bad_words if not word.strip()]
     if nothing:
         raise ValueError(f"bad_words has {nothing[0]!r}; to ban white space, pass logit_bias")
-    words = [ids for word in asked.bad_words if tokenizer for ids in tokenizer.encode_word(word)]
+    words = [ids for word in asked.bad_words for ids in tokenizer.encode_word(word)]
     check_words(words)
-    return words
+    return tuple(map(tuple, words))
 
 
 def _matcher(built: Built, asked: SamplingParams) -> Matcher | None:

@@ -178,9 +178,9 @@ def report(trace: Trace, unit: str = names.STEP) -> Report:
     result.timeline = spans[next(step for step, wall in walls.items() if wall == median)]
     for (step, name), found in host_times(trace, unit).items():
         if step in walls:
-            before = result.host.get(name, HostTime(0, 0))
-            total = (a + b for a, b in zip(before, found, strict=True))
-            result.host[name] = HostTime(*total)
+            known = result.host.get(name, HostTime(0, 0))
+            total = HostTime(known.ns + found.ns, known.num_ranges + found.num_ranges)
+            result.host[name] = total
     result.kernels = dict(sorted(result.kernels.items(), key=lambda item: -item[1].total_ns))
     return result
 

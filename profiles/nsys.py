@@ -43,16 +43,13 @@ TABLES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     ),
     "CUPTI_ACTIVITY_KIND_MEMCPY": (
         ("start", "end", "correlationId"),
-        ("globalPid", "bytes", "copyKind", "graphNodeId"),
+        ("globalPid", "copyKind", "graphNodeId"),
     ),
     "CUPTI_ACTIVITY_KIND_MEMSET": (
         ("start", "end", "correlationId"),
-        ("globalPid", "bytes", "graphNodeId"),
+        ("globalPid", "graphNodeId"),
     ),
-    "CUPTI_ACTIVITY_KIND_GRAPH_TRACE": (
-        ("start", "end", "correlationId"),
-        ("globalPid", "graphId"),
-    ),
+    "CUPTI_ACTIVITY_KIND_GRAPH_TRACE": (("start", "end", "correlationId"), ("globalPid",)),
 }
 # Columns whose values are compared or computed with; those that may be NULL in spite of TABLES.
 _INTEGERS = {"id", "start", "end", "eventType", "correlationId", "globalTid", "globalPid"}
@@ -234,9 +231,9 @@ def _host_ranges(
         if kind == DOMAIN_CREATE and text_of(text, text_id) == names.DOMAIN
     }
     for start, kind, thread, end, text, text_id, domain in events:
-        name = text_of(text, text_id)
         if kind != PUSH_POP_RANGE:
             continue
+        name = text_of(text, text_id)
         # A capture range that began late may lack the row that names the domain.
         is_ours = (_process(thread), domain) in domains if domains else names.is_name(name)
         if is_ours:
@@ -260,17 +257,13 @@ def _activities(
     ):
         kernel = strings.get(name) or strings.get(short) or "kernel"
         yield Activity(kernel, start, end, launch_of(pid, correlation, node))
-    for start, end, correlation, pid, _, kind, node in _rows(
+    for start, end, correlation, pid, kind, node in _rows(
         connection, "CUPTI_ACTIVITY_KIND_MEMCPY", path
     ):
         name = f"memcpy {_COPY_KINDS.get(kind, '')}".strip()
         yield Activity(name, start, end, launch_of(pid, correlation, node))
-    for start, end, correlation, pid, _, node in _rows(
-        connection, "CUPTI_ACTIVITY_KIND_MEMSET", path
-    ):
+    for start, end, correlation, pid, node in _rows(connection, "CUPTI_ACTIVITY_KIND_MEMSET", path):
         yield Activity("memset", start, end, launch_of(pid, correlation, node))
-    for start, end, correlation, pid, _ in _rows(
-        connection, "CUPTI_ACTIVITY_KIND_GRAPH_TRACE", path
-    ):
+    for start, end, correlation, pid in _rows(connection, "CUPTI_ACTIVITY_KIND_GRAPH_TRACE", path):
         if end > 0:  # 0: CUPTI could not take the time
             yield Activity("graph", start, end, launch_of(pid, correlation, 1), True)

@@ -116,8 +116,8 @@ def check_outputs(
 ) -> tuple[Any, list[str]]:
     """(numbers, what was wrong) of so many answers by the bundled pair, or as far as time goes."""
     schemas, wrong = iter(Schemas(seed)), list[str]()
-    kinds = ("num_valid", "num_cut_off", "num_steps", "num_answer_tokens")
-    numbers, began = {"num_answers": 0} | dict.fromkeys(kinds, 0), time.monotonic()
+    kinds = ("num_answers", "num_valid", "num_cut_off", "num_steps", "num_answer_tokens")
+    numbers, began = dict.fromkeys(kinds, 0), time.monotonic()
     with Engine.from_pretrained(
         TINY_TARGET,
         draft=TINY_DRAFT,
@@ -196,9 +196,8 @@ def check_masks(
         for _ in range(NUM_BLOCKS):
             masks = torch.zeros(BLOCK, size // 32, dtype=torch.int32)
             drafts = _drafts(matcher, size, rng)
-            drafts = (
-                drafts[: drafts.index(end)] if end in drafts else drafts
-            )  # behind it is nothing
+            if end in drafts:
+                drafts = drafts[: drafts.index(end)]
             began = time.perf_counter()
             fill_masks([(0, matcher, drafts)], masks)
             taken_us.append((time.perf_counter() - began) * 1e6)

@@ -149,18 +149,18 @@ def main() -> None:
                 ran.tails + alone.tails,
             )
     found = ran.outcomes
+    unfinished = sorted(set(ids) - set(found))
     counts = Counter(found.values())
     numbers = {
         "num_selected": len(ids),
         "num_passed": counts["PASSED"],
         "num_failed": counts["FAILED"] + counts["ERROR"],
         "num_skipped": counts["SKIPPED"],
-        "num_unfinished": len(set(ids) - set(found)),
+        "num_unfinished": len(unfinished),
         "wall_s": round(time.monotonic() - began, 1),
     }
     print(ran.tails)
     failed = sorted(name for name, outcome in found.items() if outcome in ("FAILED", "ERROR"))
-    unfinished = sorted(set(ids) - set(found))
     config = {
         "pytest": args.pytest,
         "jobs": args.jobs,

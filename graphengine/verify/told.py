@@ -161,10 +161,12 @@ def wrong_logprobs(
         ("prompt_logprobs", asked.prompt_logprobs, t.prompt_logprobs, 0, num_prompt),
         ("logprobs", asked.logprobs, t.logprobs, num_prompt, len(t.output_ids)),
     ):
-        if (entries is None) != (k is None) or len(entries or ()) != due * (k is not None):
+        if entries is None and k is None:
+            continue
+        if entries is None or k is None or len(entries) != due:
             return worst, f"{name} {k}: {len(entries or ())} entries, {due} tokens"
-        for i, entry in enumerate(entries or ()):
-            if entry is not None and k is not None:
+        for i, entry in enumerate(entries):
+            if entry is not None:
                 told[first + i] = f"{name} {k}: token {i}", k, entry
     if not told:
         return worst, None

@@ -1,5 +1,5 @@
-"""The Python API: load a pair once, then generate or stream. One process, no server; threads help
-while an engine is built, then a chat's template is rendered in one, and `submit` begins another.
+"""The Python API: load a pair once, then generate or stream. One process, no server. Threads help
+to build an engine and render a chat's template; the first `submit` starts one that runs the loop.
 
     with Engine.from_pretrained(TINY_TARGET, draft=TINY_DRAFT) as engine:
         for chunk in engine.stream("Count from 20 to 146 in steps of 6."):
@@ -47,9 +47,9 @@ class Engine:
         if not isinstance(built, Built):
             raise TypeError(f"Engine({built!r}): use Engine.from_pretrained to load a model")
         self._built: Built | None = built
-        self._lock = threading.Lock()  # for the moment of taking alone
+        self._lock = threading.Lock()  # held while a claim is made, no longer
         self._last: weakref.ref[_Claim] | None = None
-        self._starting = threading.RLock()  # a handler of signals may close within
+        self._starting = threading.RLock()  # a signal handler may call close() inside
         self._serving: Serving | None = None
         self._serving_claim: _Claim | None = None
         self._pid = os.getpid()
@@ -162,8 +162,8 @@ class Engine:
     ) -> Iterator[Chunk]:
         """Continues several prompts in one batch; chunks of different prompts interleave.
 
-        A stream that stands still when its thread begins another generation is over, and says so
-        if it is asked to go on.
+        A stream is over once its thread begins another generation while it stands still; asked to
+        go on, it raises RuntimeError.
         """
         arrival_s = time.perf_counter()
         asked, sampled = asked_for(self._open, sampling, params)
@@ -213,8 +213,8 @@ class Engine:
         params: dict[str, Any],
         told: Callable[[], object] | None = None,
     ) -> Handle:
-        """`submit` for what waits in another way: `told` is called behind each chunk, by the
-        engine's thread."""
+        """`submit` for a caller that waits in its own way: the engine's thread calls `told` after
+        each chunk."""
         arrival_s = time.perf_counter()
         asked, sampled = asked_for(self._open, sampling, params)
         (entry,) = inputs_of(self._open, [prompt], asked, sampled, arrival_s)
@@ -232,7 +232,7 @@ class Engine:
         return serving.submit(queued, told)
 
     def _submission(self, entry: RequestInput) -> Submit:
-        """What the loop's thread does for it."""
+        """What the loop's thread is to call to queue it."""
         built, submitted_s = self._open, time.perf_counter()
 
         def submit() -> tuple[Request, Teller]:
@@ -310,8 +310,8 @@ class Engine:
     def _clear(self, loop: DecodeLoop, stands_still: bool) -> None:
         """Makes the loop idle.
 
-        Args: stands_still: its stream was dropped between two steps, stopped as it waited, or never
-            began; what that and earlier ones have left for others stays.
+        Args: stands_still: its stream was dropped between two steps, was stopped while it waited,
+            or never began. Its requests are then cancelled one by one, and cached pages stay.
         """
         try:
             if stands_still:
@@ -321,8 +321,8 @@ class Engine:
                     for _ in loop.run():
                         pass
         finally:
-            # What a stream that was never started has queued, or an interrupted reset.
-            if not loop.is_clean:  # to reset is to wait for the device
+            # After a stream that queued requests and never began, or an interrupted reset.
+            if not loop.is_clean:  # a reset waits for the device
                 self._reset(loop)
 
     def _reset(self, loop: DecodeLoop) -> None:
@@ -379,7 +379,7 @@ class _Claim:
 
 
 def _dropped(loop: DecodeLoop) -> None:
-    """Makes the loop of an engine idle that nobody holds; a device that has failed costs no one."""
+    """Resets the loop of an engine that is gone; nobody is left to hear that the device failed."""
     with suppress(RuntimeError):
         loop.reset()
 

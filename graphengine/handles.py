@@ -51,8 +51,8 @@ class AutoResetEvent:
 
 
 class _Stream:
-    """What the loop's thread and a handle share; it keeps neither alive. Only that thread puts, and
-    whoever finds an end has found all that was put before it."""
+    """What the loop's thread and a handle share; it keeps neither alive. Only that thread puts;
+    whoever sees `is_over` also sees all that was put before."""
 
     def __init__(self, submit: Submit, told: Callable[[], object] | None) -> None:
         self.submit: Submit | None = submit
@@ -84,7 +84,7 @@ class _Stream:
         while not (self.chunks or self.is_over):
             event = AutoResetEvent()
             self.waiting.append(event)
-            if not (self.chunks or self.is_over):  # put before it was seen to wait
+            if not (self.chunks or self.is_over):  # else it came before the event was seen
                 event.wait()
 
 
@@ -126,8 +126,7 @@ class Handle:
         while True:
             self._stream.wait()
             is_over = self._stream.is_over
-            # Whoever leaves behind it leaves the others' chunks.
-            chunks = self._take(1)
+            chunks = self._take(1)  # a reader that stops leaves the others to be taken
             if not chunks and is_over:
                 return
             yield from chunks  # none, where another thread was first
@@ -162,23 +161,23 @@ class Serving:
         )
         try:
             self._thread.start()  # which waits until it runs
-        except BaseException:  # Ctrl-C, or there is none; nobody will hold this one
+        except BaseException:  # Ctrl-C, or no thread is to be had; nobody gets this object
             self.leave()
             if self._thread.is_alive():
                 self._thread.join()
             raise
-        # Torn out of a step where the interpreter ends, it would end the process with an abort.
+        # The process would abort if the interpreter ended in the middle of a step.
         atexit.register(self.close)
 
     def submit(self, submit: Submit, told: Callable[[], object] | None = None) -> Handle:
         """Queues a request.
 
-        Args: told: called behind each chunk, by the loop's thread.
+        Args: told: called by the loop's thread after each chunk.
         Raises: RuntimeError: closed.
         """
         stream = _Stream(submit, told)
         self._inbox.append(stream)
-        if self._is_closed:  # before, or maybe now: nobody holds what is ended then
+        if self._is_closed:  # perhaps since the line above: nobody has its handle yet
             with suppress(ValueError):
                 self._inbox.remove(stream)
             raise RuntimeError("this engine is closed; make a new one with from_pretrained")
@@ -192,12 +191,12 @@ class Serving:
             self._changed.set()
 
     def leave(self) -> None:
-        """Nobody can submit any more: ends the thread behind what runs and waits."""
+        """Nobody can submit any more: the thread ends after what runs and waits."""
         self._is_left = True
         self._changed.set()
 
     def close(self) -> None:
-        """Ends every request with an error and the thread behind its step."""
+        """Ends every request with an error, and the thread after its current step."""
         atexit.unregister(self.close)
         self._is_closed = True
         self._changed.set()
@@ -245,7 +244,7 @@ class Serving:
             self._tell([StepOutput(stream.request, [])])
 
     def _submitted(self) -> list[_Stream]:
-        """Those since the last time."""
+        """Streams that came since the last call."""
         found = list[_Stream]()
         with suppress(IndexError):
             while True:
@@ -280,7 +279,7 @@ class Serving:
 
 
 def _warn(text: str, category: type[Warning]) -> None:
-    """Warns; what `-W error` raises is shown, as it would end everybody's requests."""
+    """Warns. Under `-W error` the warning is only shown: raised, it would end all requests."""
     try:
         warn_caller(text, category)
     except category as error:
@@ -292,8 +291,8 @@ def collect(handles: list[Handle], changed: AutoResetEvent, told: deque[int]) ->
     iterator cancels them.
 
     Args:
-        changed: set behind each chunk of theirs.
-        told: has got its handle's place by then.
+        changed: set after each chunk of theirs.
+        told: places of handles that have new chunks, filled before `changed` is set.
     """
     left = dict(enumerate(handles))
     try:

@@ -1,9 +1,9 @@
-"""What a caller passes, as the loop takes it: prompts become token ids, options what an answer is
-drawn by and follows.
+"""Turns what a caller passes into what the loop takes: prompts into token ids, options into
+settings for sampling and a grammar's matcher.
 
 Text is encoded and a grammar compiled in the caller's thread, before anything of the call is queued
-and while the loop's thread runs steps; what can never run is refused there too. Invariant: nothing
-here touches what the loop changes but `RequestInput.submit`, which the thread that runs it calls.
+and while the loop's thread runs steps; what can never run is refused there too. Invariant: only
+`RequestInput.submit` touches what the loop changes, and the thread that runs the loop calls it.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class PromptError(ValueError):
         self.index, self.count, self.reason = index, count, reason
 
     def __reduce__(self) -> tuple[type[PromptError], tuple[int, int, str]]:
-        return PromptError, (self.index, self.count, self.reason)  # a worker's reach its pool
+        return PromptError, (self.index, self.count, self.reason)  # pickled in a pool's worker
 
 
 class RequestInput(NamedTuple):
@@ -106,9 +106,9 @@ def inputs_of(
 
 
 def rehearse(built: Built) -> None:
-    """What the first calls of a process would pay here before anything is queued, paid at start-up:
-    a chat template is compiled at its first use, Qwen3's in 33 ms, and Python's own code is faster
-    from its eighth call on or so (2-core cloud CPU)."""
+    """Pays at start-up what the first calls would pay here before anything is queued: a chat
+    template is compiled at its first use, Qwen3's in 33 ms, and Python's own code is faster from
+    its eighth call on or so (2-core cloud CPU)."""
     prompts: list[Prompt] = [[0]]
     if built.tokenizer is not None and built.tokenizer.chat_template:
         prompts.append("a")
@@ -154,7 +154,7 @@ def asked_for(
 
 @lru_cache(maxsize=64, typed=True)
 def _known(**given: Any) -> tuple[SamplingParams, Sampling]:
-    """What a caller asks again and again, checked once, by name and for the loop without words."""
+    """Checked options by name, and for the loop (but for bad words). Callers repeat theirs."""
     asked = made(SamplingParams, given)
     return asked, Sampling.of(asked)
 
@@ -213,8 +213,8 @@ def as_list(prompts: Any) -> list[Any]:
 
 
 def _items(prompt: Any) -> list[Any]:
-    """The entries of a list. What iterates over something else, a message over its keys and bytes
-    over numbers, is none; arrays and tensors are the numbers that they hold. Raises: ValueError."""
+    """The entries of a list, or the numbers of an array or tensor. A message, which iterates over
+    its keys, and bytes, over numbers, are no lists. Raises: ValueError."""
     if type(prompt) is list:
         return prompt
     if not isinstance(prompt, Mapping) and callable(getattr(prompt, "tolist", None)):
@@ -225,7 +225,7 @@ def _items(prompt: Any) -> list[Any]:
 
 
 def _ids_within(vocab: int, prompt: Sequence[Any]) -> list[int]:
-    """These ids as Python's integers, in passes of C: a next turn brings a long text's.
+    """These ids as Python's integers; loops in C, since a later turn brings all of a long text.
     Raises: TypeError: one is no integer; ValueError: one is out of range."""
     try:
         packed = array("q", prompt)

@@ -11,11 +11,15 @@ Names, for a chain of two attention layers:
 
     verify.00 (dense), verify.L0.attn, verify.01, verify.L1.attn, verify.02
 
-`draft.context` writes the drafter's K/V of a verified block, `publish` tells the host its drafts,
-`grammar` is the host's work on their masks meanwhile, `first_token` its way from a prompt's logits
-to the host, in front of the drafter's context of its rows, `accept` is the accept kernel,
-`advance` applies the accepted rows to recurrent states, which `verify.L2.delta` reads. A whole
-step launched at once is `speculate`, or `decode` without a drafter.
+Names outside of that alternation:
+
+    draft.context   writes the drafter's K/V of a verified block
+    publish         tells the host the drafts
+    grammar         the host's work on the drafts' masks, meanwhile
+    first_token     from a prompt's logits to the host, before the drafter's context of its rows
+    accept          the accept kernel
+    advance         applies the accepted rows to recurrent states, which verify.L2.delta reads
+    speculate       a whole step, launched at once; without a drafter it is `decode`
 """
 
 from __future__ import annotations
@@ -36,8 +40,7 @@ CHAINS = ("prefill", "decode", "draft", "verify", SPECULATE)
 # The host queues one decode step; every phase of it lies inside.
 STEP = "step"
 
-# What the host is doing; never inside a chain's replay. "accept": what is "wait" now, in older
-# traces.
+# What the host is doing; never inside a chain's replay. Older traces call "wait" "accept".
 GRAMMAR, FIRST_TOKEN = "grammar", "first_token"
 HOST_PHASES = (
     *(STEP, *CHAINS, GRAMMAR, FIRST_TOKEN),

@@ -14,7 +14,7 @@ Turn = str | list[int]
 Conversation = list[Turn]
 """A user's turns in order; token ids stand alone."""
 
-MAX_CHARS = 1 << 26  # a device has no end
+MAX_CHARS = 1 << 26  # /dev/zero and its like never end
 _FORMAT = 'expected {"prompt": "text"} or {"turns": ["text", ..]}, and no other key'
 
 
@@ -56,7 +56,7 @@ def read_prompt_file(path: Path) -> list[Conversation]:
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any] | None:
-    """None where a key stands twice, of which JSON's reader would drop one."""
+    """None where a key stands twice: json would drop the first without a word."""
     found = dict(pairs)
     return found if len(found) == len(pairs) else None
 

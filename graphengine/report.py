@@ -1,7 +1,7 @@
 """What a run reports: the tables on stderr and the JSON object on stdout.
 
 Why one file: both show the same numbers, and a number must not differ between them. Throughput of
-the totals is all tokens over the wall-clock time of all answers; of a request, its own decoding.
+the totals is all tokens over the wall-clock time of all answers; a request's is over its decoding.
 Speculative counts have vLLM's benchmark names where they mean the same thing.
 """
 
@@ -141,8 +141,8 @@ def print_warning(console: Console, text: str) -> None:
 
 
 def print_table(console: Console, table: Table) -> None:
-    """A table as wide as it is: on a narrower screen its lines go on in the next one. Left to rich,
-    columns lose their digits."""
+    """A table in its full width; a narrower screen wraps its lines, where rich would cut digits off
+    the columns."""
     unlimited = console.options.update(width=MAX_TABLE_WIDTH)
     table.width = Measurement.get(console, unlimited, table).maximum
     console.print(table, crop=False)
@@ -181,8 +181,8 @@ def print_answer_line(console: Console, result: GenerationResult) -> None:
 def startup_seconds(
     import_s: float, ready_s: float, startup: StartupMetrics, answers: Sequence[Answer]
 ) -> dict[str, float]:
-    """Seconds until the first token, by phase, `other_s` what is in none of them until the engine
-    was ready; `first_token_s` only if the first answer has one."""
+    """Seconds until the first token, by phase. `other_s`: of those until the engine was ready, what
+    is in no phase; `first_token_s` only if the first answer has a token."""
     names = ("load_s", "compile_s", "capture_s", "warmup_s")
     phases = {"import_s": import_s} | {name: getattr(startup, name) for name in names}
     phases["other_s"] = max(ready_s - sum(phases.values()), 0.0)
@@ -236,7 +236,7 @@ def print_tables(console: Console, outcome: Outcome, cache: str | None = None) -
 
 
 def print_failures(answers: Sequence[Answer]) -> None:
-    """Which answers failed and why, on stderr: no quiet hides why the exit code is 1."""
+    """Which answers failed and why, on stderr, also where it is quiet: the exit code is 1."""
     console = stderr_console(quiet=False)
     for label, answer in labelled(answers):
         if answer.result.error is not None:

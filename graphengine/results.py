@@ -61,7 +61,7 @@ class Chunk:
 
 
 class Teller:
-    """Makes chunks of what steps commit; guards each answer's text and what of it is held back."""
+    """Makes chunks of what steps commit; keeps each answer's text and what of it is held back."""
 
     def __init__(
         self,

@@ -152,7 +152,8 @@ def report(trace: Trace, unit: str = names.STEP) -> Report:
             f'the trace has no device activity inside a "{unit}" range; turn the ranges on '
             "(--nvtx) and record them (nsys: -t cuda,nvtx); steps or, with --prefill, prefills"
         )
-    # Nothing is known about when the first one began to wait; alone it counts from its first work.
+    # When the first step began to wait is unknown, so it is left out; where there is no other, it
+    # counts from its first activity.
     result = Report()
     walls: dict[int, int] = dict.fromkeys(steps[1:] or steps, 0)
     spans: dict[int, list[tuple[int, int, BusyClass]]] = defaultdict(list)

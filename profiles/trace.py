@@ -205,8 +205,9 @@ class _ChainNames:
         self._num_halves = 2 if ".T2x" in graph else 1
         self._is_context = False
         self._after_mixing = self._after_delta = False
-        # argmax has run; something behind the target's has; accept has
-        self._has_chosen = self._is_accepting = self._has_accepted = False
+        self._has_chosen = False  # the chain's argmax has run
+        self._is_accepting = False  # so has a kernel behind the target's argmax
+        self._has_accepted = False  # so has the accept kernel
 
     @property
     def _layer(self) -> int:

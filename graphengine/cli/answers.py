@@ -151,7 +151,7 @@ def _load(job: Job, console: Console) -> Engine:
 
 
 def _cache_notes(job: Job, engine: Engine) -> list[str]:
-    """What the store says, and why code was compiled although some had been ahead."""
+    """The store's notes, and why code was compiled although some had been compiled ahead."""
     if job.store is None:
         return []
     notes, built = list(job.store.notes), engine.built

@@ -144,7 +144,7 @@ def bench(model: str | None, draft: str | None, **options: Any) -> None:
 
 
 def _settle(options: dict[str, Any]) -> None:
-    """Gives options without a value theirs. Mutates: options.
+    """Fills in the defaults, which depend on --prefill. Mutates: options.
 
     Raises:
         ValueError: one that --prefill does not go with.

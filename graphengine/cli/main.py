@@ -33,7 +33,7 @@ from graphengine.cli.run import run
 from graphengine.cli.verify import verify
 
 _COMPILERS = ("torch._dynamo", "torch._inductor")
-_DEAF = (  # ends of the names of what is running
+_DEAF = (  # ends of names of functions in which an exception does not arrive, see _end
     ".__del__",
     ".__set_name__",
     "torch.distributed.<module>",
@@ -53,7 +53,8 @@ def main() -> None:
 
 
 def _drop_unwritten_() -> None:
-    """What a full stdout has not taken would fail again at the exit, with Python's own code."""
+    """Drops what a full stdout has not taken: Python would write it at its exit, fail again, and
+    end with an exit code of its own."""
     if sys.stdout is None:  # closed by the shell
         return
     try:
@@ -71,7 +72,7 @@ def _ends_are_told(command: click.Command) -> Iterator[None]:
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             if signal.getsignal(number) != signal.SIG_IGN:  # as nohup leaves it
                 before[number] = signal.signal(number, _end)
-    # Of verify 1 would say that something was found to be wrong.
+    # With 1 verify would say that it has found wrong tokens.
     failed = click.UsageError if command.name == "verify" else click.ClickException
     try:
         yield
@@ -97,7 +98,7 @@ def _ends_are_told(command: click.Command) -> Iterator[None]:
         offered = [flag for flag in _MEMORY if any(flag in p.opts for p in command.params)]
         raise failed(f"{lacking}; lower {', '.join(offered)} or --kv-cache-memory") from error
     finally:
-        for number, handler in before.items():  # nothing tells a second one, while Python ends
+        for number, handler in before.items():  # nobody would tell a second signal from here on
             signal.signal(number, handler)
             signal.setitimer(signal.ITIMER_REAL, 0)  # see _end
 
@@ -105,8 +106,8 @@ def _ends_are_told(command: click.Command) -> Iterator[None]:
 def _end(number: int, frame: FrameType | None) -> None:
     """Ends the command, by whatever signal, as Ctrl-C does: what has been answered is reported.
 
-    Where what is raised would be dropped, or ends C code that starts in a traceback or an abort
-    (torch 2.13, Triton 3.7, numpy 2.4), a moment later.
+    In functions of _DEAF an exception would be dropped, or C code that is starting up would answer
+    it by a traceback or an abort (torch 2.13, Triton 3.7, numpy 2.4): it is raised 20 ms later.
     """
     while frame is not None and frame.f_code.co_filename != __file__:
         if f"{frame.f_globals.get('__name__')}.{frame.f_code.co_qualname}".endswith(_DEAF):

@@ -33,7 +33,7 @@ def _group(*options: Option) -> Option:
 
 
 class IntList(click.ParamType):
-    """`1,8,16` -> (1, 8, 16), as typed, or each once."""
+    """`1,8,16` -> (1, 8, 16), as typed; with `distinct` each number once."""
 
     name = "N,N,.."
 
@@ -81,7 +81,7 @@ class Finite(click.FloatRange):
 
 
 class Default(NamedTuple):
-    """A command's own default of an option, and what that amounts to."""
+    """A command's own default of an option, and what help says of it ("": the value)."""
 
     value: Any
     auto: str
@@ -153,7 +153,7 @@ DRAFT = click.option(
     "[default: the bundled drafter for the bundled model, else none]",
 )
 PRESET = Default(None, "dummy for a preset, else the checkpoint's weights")
-"""load_format's, where random weights do as well."""
+"""The default of load_format in commands for which random weights do as well."""
 
 
 def path(*names: str, text: str, metavar: str = "FILE", **kind: Any) -> Option:
@@ -168,7 +168,7 @@ def count(flag: str, default: int | None, text: str | None = None, low: int = 1)
 
 
 def as_json(text: str) -> Option:
-    """`--json`, refused where nobody could read it."""
+    """`--json`, refused where stdout is closed."""
 
     def check(ctx: click.Context, param: click.Parameter, value: bool) -> bool:
         if value and sys.stdout is None:
@@ -179,7 +179,7 @@ def as_json(text: str) -> Option:
 
 
 def prompt_file(text: str) -> Option:
-    """`--prompt-file`, refused where it stands twice: click would drop the first one's prompts."""
+    """`--prompt-file`, refused where it is given twice: click would drop the first file."""
 
     def only(ctx: click.Context, param: click.Parameter, value: tuple[Path, ...]) -> Path | None:
         if len(value) > 1:
@@ -207,12 +207,11 @@ RESULT_FILE = _group(
 
 
 def check_places(options: Mapping[str, Any]) -> None:
-    """Refuses files that cannot be written, before minutes are spent on what goes into them, those
-    that are read, one for two options, of which the later would replace the other's, and a commit
-    that goes into none.
+    """Checks the files to write, before minutes are spent on what goes into them.
 
     Raises:
-        ValueError: with the option's name.
+        ValueError: with the option's name: a file cannot be written, is read by another option, or
+            is that of two options; or there is a commit and no file to record it in.
     """
     from graphengine.profiles.pictures import check_picture
 
@@ -262,8 +261,8 @@ def deliver(
     config: dict[str, Any],
     picture: Callable[[str], bytes],
 ) -> None:
-    """Writes the result file and the picture, then prints the JSON where it was asked for, each
-    whatever became of the others.
+    """Writes the result file and the picture, then prints the JSON where it was asked for; if one
+    of them fails, the others are delivered all the same.
 
     Args:
         kind: of the result file; `numbers` and `config` are its content.

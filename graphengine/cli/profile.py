@@ -36,7 +36,7 @@ By hand, with the same names:
   nsys profile -t cuda,nvtx -s none --cpuctxsw=none \\
       graphengine run --nvtx --prompt "Count from 5 to 50 in steps of 5."
 """
-# What says something about a file that is read, alone and beside MODEL.
+# Options that mean something beside --read: always, and where MODEL says what bytes are read.
 _OF_A_FILE = set("model file read_gbps prefill top plot output_json commit as_json".split())
 _OF_ITS_BYTES = set("draft bucket dtype num_speculative_tokens draft_quantization".split())
 _SOURCES = {

@@ -139,8 +139,8 @@ def verify(ctx: click.Context, model: str | None, draft: str | None, **options: 
 
 
 def _prompts(options: dict[str, Any], bundled: bool) -> tuple[list[Turn], int | None]:
-    """The prompts, and of how many of them acceptance is counted, if not of all; the bundled pair's
-    gets its least value. Mutates: options.
+    """(the prompts, of how many of them acceptance is counted; None: of all). Sets the least
+    acceptance of the bundled pair. Mutates: options.
 
     Raises: ValueError: a conversation.
     """
@@ -164,7 +164,7 @@ def _prompts(options: dict[str, Any], bundled: bool) -> tuple[list[Turn], int | 
 def _settle_lengths(
     ids: list[list[int]], options: dict[str, Any], model: str, draft: str | None
 ) -> list[list[int]]:
-    """The prompts, with those that a run has beside them, and a context no larger than they need.
+    """The prompts, with those that a run adds. Sets a context no larger than they need.
     Mutates: options.
 
     Raises: ValueError: a prompt that leaves no room for a token.
@@ -227,7 +227,7 @@ def _check(options: dict[str, Any], mode: Mode, model: str, draft: str | None) -
 
 
 def _refuse_idle(ctx: click.Context, is_sampled: bool, all_options: bool) -> None:
-    """Refuses what was typed and says nothing of draws, or of tokens that are compared."""
+    """Refuses options that were typed and mean nothing to this kind of run."""
     of_draws, of_tokens = ["num_samples"], ["tolerance", "min_identical"]
     if not all_options:  # some of which draw
         of_draws.append("seed")

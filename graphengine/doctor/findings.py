@@ -44,8 +44,7 @@ def error(name: str, value: str, remedy: str) -> Finding:
 
 
 def guarded(name: str, findings: Iterator[Finding]) -> Iterator[Finding]:
-    """The findings; a check that cannot cope with a file ends as an error finding, not as one of
-    Python's."""
+    """The findings; an exception in a check becomes an error finding, its last one."""
     try:
         yield from findings
     except Exception as problem:  # whatever a damaged file provokes

@@ -121,7 +121,7 @@ class CaseResult:
 
 
 def check_pool(engine: Engine, num_requests: int, input_len: int, output_len: int) -> None:
-    """Refuses what no measurement can hold, before any has been made that would be lost.
+    """Refuses a case that cannot run, before others are measured whose results would be lost.
 
     Raises:
         ValueError: the K/V pool does not hold so many requests at once.
@@ -186,8 +186,8 @@ def run_case(engine: Engine, case: Case) -> CaseResult:
 
 
 def timed_options(model: str, load_format: str | None) -> dict[str, Any]:
-    """Options of an engine whose steps are timed: they end by nobody's judgement and begin with
-    nobody's pages; weights are random where the model is a preset, unless asked for otherwise."""
+    """Options of an engine whose steps are timed: nothing may end speculation early, and no prompt
+    begins with cached pages. A preset has random weights unless asked for otherwise."""
     return {
         "load_format": load_format or ("dummy" if model in preset_names() else "auto"),
         "acceptance_floor": 0.0,

@@ -145,9 +145,9 @@ def num_chunks(engine: Engine, case: PrefillCase) -> int:
 
 
 def run_request(engine: Engine, case: PrefillCase, output_len: int) -> dict[str, float]:
-    """A prompt to its last token: wall time of each call. Where acceptance is simulated, it is
-    scaled to the steps that this acceptance takes in the bucket's own block, since luck is not what
-    is measured; of a batch, where each has its own luck, there are only the last first tokens.
+    """A prompt to its last token: wall time of each call. Where acceptance is simulated, that is
+    scaled to the steps that this acceptance takes in the bucket's own block, so that luck is not
+    measured. In a batch each request has its own luck: only the last first tokens are told.
 
     First tokens come behind another request's steps here, as a user's do: prefills right behind
     each other heat a GPU until it lowers its clock (22.8 ms to 1,024 tokens of 8B instead of 20.8

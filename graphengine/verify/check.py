@@ -45,8 +45,8 @@ TOLERANCE_NATS = {"float32": 0.20, "bfloat16": 0.30}
 # Share of tokens that must be the plain model's first choice. In float32 margins dwarf the noise;
 # in bfloat16 logits are spaced 1/16 apart at 8..16, so exact ties alone are common.
 MIN_IDENTICAL = {"float32": 0.999, "bfloat16": 0.95}
-# That a log-probability may be off by, in nats. Measured on the bundled pairs on the CPU: 5e-5 and
-# 0.31, of tokens 15 nats below the first: unlike regrets these see the largest logits' rounding.
+# Nats that a log-probability may be off by. Measured on the bundled pairs on the CPU: 5e-5 and
+# 0.31, for tokens 15 nats below the first: unlike a regret it has the largest logits' rounding.
 MAX_LOGPROB_ERROR = {"float32": 1e-3, "bfloat16": 0.5}
 
 

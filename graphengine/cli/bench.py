@@ -211,6 +211,20 @@ def _runs(
         yield drafter, run | {"graph_mode": mode, "attention_backend": backend}
 
 
+def _check_run(model: str, draft: str | None, asked: dict[str, Any]) -> None:
+    """Raises: ValueError: an engine with these options cannot run here, or has no room."""
+    from graphengine.config.draft_length import longest_draft
+    from graphengine.startup.build import read_configs
+    from graphengine.startup.memory import device_memory, plan_memory
+    from graphengine.startup.options import resolve_options
+
+    target, drafter = read_configs(model, draft)
+    config = resolve_options(made(Options, asked), target, drafter)
+    longest = longest_draft(config, drafter) if drafter is not None else None
+    memory = device_memory(config.device)
+    plan_memory(config, target, longest, memory, length_is_explicit=True)
+
+
 def _time_modes(
     model: str,
     draft: str | None,
@@ -226,21 +240,13 @@ def _time_modes(
     import torch
 
     from graphengine.api import Engine
-    from graphengine.config.draft_length import longest_draft
     from graphengine.measure.bench import gpu_memory
     from graphengine.measure.first_token import run_prefills
     from graphengine.measure.rates import Rates, matmul_tflops, read_bandwidth_gbps
-    from graphengine.startup.build import read_configs
-    from graphengine.startup.memory import device_memory, plan_memory
-    from graphengine.startup.options import resolve_options
 
     prefill, runs = options["prefill"], list(_runs(draft, asked, options))
     for drafter, run in runs:  # before another is timed, which would be lost
-        target, own = read_configs(model, drafter)
-        config = resolve_options(made(Options, run), target, own)
-        longest = longest_draft(config, own) if own is not None else None
-        memory = device_memory(config.device)
-        plan_memory(config, target, longest, memory, length_is_explicit=True)
+        _check_run(model, drafter, run)
     rates = Rates(0.0, 0.0)  # what is timed on the CPU has no floor of the GPU beside it
     if asked["device"] != "cpu":
         rates = Rates(read_bandwidth_gbps(), matmul_tflops() if prefill else 0.0)

@@ -221,27 +221,10 @@ def check_places(options: Mapping[str, Any]) -> None:
         option, file = f"--{name.replace('_', '-')}", options.get(name)
         if file is None:
             continue
-        real = os.path.realpath(file)  # Path.resolve raises for a link that leads to itself
-        folder = file.absolute().parent
-        if os.path.islink(file):  # what it leads to is written, beside which no folder is made
-            folder = Path(real).parent
-        elif name == "output_json":  # its folders are made
-            folder = next(path for path in (folder, *folder.parents) if os.path.lexists(path))
-        if str(file) == "-":
-            raise ValueError(f"{option} -: goes to a file, not to stdout; pass its path")
-        text = f"{option} {file}: cannot be written"
-        if not folder.is_dir():
-            raise ValueError(f"{text} (no such folder); make it first")
-        if os.path.islink(real):
-            raise ValueError(f"{text} (a link that leads to itself); choose another path")
-        # Another file takes a file's place, a device or pipe is written itself.
-        written = [file] if file.exists() else []
-        if not written or file.is_file():
-            written.append(folder)
-        if not all(os.access(path, os.W_OK) for path in written):
-            raise ValueError(f"{text} (no permission); choose another path")
+        _check_place(option, file, makes_folders=name == "output_json")
         for source, read in (("--read", "file"), ("--prompt-file", "prompt_file")):
-            if options.get(read) is not None and os.path.realpath(options[read]) == real:
+            other = options.get(read)
+            if other is not None and os.path.realpath(other) == os.path.realpath(file):
                 raise ValueError(
                     f"{option} {file}: would replace what {source} reads; choose another path"
                 )
@@ -252,6 +235,29 @@ def check_places(options: Mapping[str, Any]) -> None:
             "choose another path for one"
         )
     check_picture("--plot", options.get("plot"))
+
+
+def _check_place(option: str, file: Path, makes_folders: bool) -> None:
+    """Raises: ValueError: the file cannot be written."""
+    real = os.path.realpath(file)  # Path.resolve raises for a link that leads to itself
+    folder = file.absolute().parent
+    if os.path.islink(file):  # what it leads to is written, beside which no folder is made
+        folder = Path(real).parent
+    elif makes_folders:
+        folder = next(path for path in (folder, *folder.parents) if os.path.lexists(path))
+    if str(file) == "-":
+        raise ValueError(f"{option} -: goes to a file, not to stdout; pass its path")
+    text = f"{option} {file}: cannot be written"
+    if not folder.is_dir():
+        raise ValueError(f"{text} (no such folder); make it first")
+    if os.path.islink(real):
+        raise ValueError(f"{text} (a link that leads to itself); choose another path")
+    # Another file takes a file's place, a device or pipe is written itself.
+    written = [file] if file.exists() else []
+    if not written or file.is_file():
+        written.append(folder)
+    if not all(os.access(path, os.W_OK) for path in written):
+        raise ValueError(f"{text} (no permission); choose another path")
 
 
 def deliver(

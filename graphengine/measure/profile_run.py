@@ -35,6 +35,7 @@ from graphengine.measure.rates import read_bandwidth_gbps
 from graphengine.measure.segment_bytes import bucket_bytes
 from graphengine.profiles import host_trace, nsys, torch_trace
 from graphengine.profiles.launch_gaps import Report, report
+from graphengine.profiles.trace import Trace
 from graphengine.report import named
 from graphengine.startup.build import read_configs
 from graphengine.startup.options import speculation_limit
@@ -53,24 +54,7 @@ def read_file(model: str | None, draft: str | None, options: dict[str, Any]) -> 
         RuntimeError: nsys failed; the text begins with "nsys ".
     """
     file: Path = options["file"]
-    name = file.name.removesuffix(".gz")
-    if name.endswith(".json"):
-        trace = torch_trace.read_chrome_trace(file)
-    elif name.endswith(".nsys-rep"):
-        program = nsys.find_nsys()
-        if program is None:
-            raise ValueError(
-                f"{file}: reading a .nsys-rep needs nsys, which is not on the PATH; run nsys "
-                "export --type sqlite where it is, and pass the .sqlite"
-            )
-        if not file.is_file():
-            raise ValueError(f"{file}: no such file")
-        with tempfile.TemporaryDirectory(prefix="graphengine-") as folder:
-            exported = Path(folder) / "report.sqlite"
-            nsys.run(nsys.export_command(program, file, exported))
-            trace = nsys.read_export(exported)
-    else:
-        trace = nsys.read_export(file)
+    trace = _read_trace(file)
     facts: dict[str, Any] = {}
     beside = file.parent / _FACTS
     if model is not None:
@@ -86,7 +70,28 @@ def read_file(model: str | None, draft: str | None, options: dict[str, Any]) -> 
         facts["read_gbps"] = options["read_gbps"]
     if options["prefill"]:
         facts["prefill"] = True
-    return {name.split(".")[0]: report(trace, _unit(facts))}, facts
+    return {file.name.split(".")[0]: report(trace, _unit(facts))}, facts
+
+
+def _read_trace(file: Path) -> Trace:
+    """By the file's name: of torch.profiler, of nsys, or an export of that."""
+    name = file.name.removesuffix(".gz")
+    if name.endswith(".json"):
+        return torch_trace.read_chrome_trace(file)
+    if not name.endswith(".nsys-rep"):
+        return nsys.read_export(file)
+    program = nsys.find_nsys()
+    if program is None:
+        raise ValueError(
+            f"{file}: reading a .nsys-rep needs nsys, which is not on the PATH; run nsys "
+            "export --type sqlite where it is, and pass the .sqlite"
+        )
+    if not file.is_file():
+        raise ValueError(f"{file}: no such file")
+    with tempfile.TemporaryDirectory(prefix="graphengine-") as folder:
+        exported = Path(folder) / "report.sqlite"
+        nsys.run(nsys.export_command(program, file, exported))
+        return nsys.read_export(exported)
 
 
 def _unit(facts: dict[str, Any]) -> str:

@@ -20,7 +20,7 @@ With graph tracing it is one activity.
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Literal, NamedTuple
 
 from graphengine import names
@@ -106,7 +106,7 @@ def place(trace: Trace, unit: str = names.STEP) -> list[Placed]:
         unit: name of the range that is a step.
     """
     placed: list[Placed] = []
-    paths = _paths(trace, unit)
+    paths = {item: ([r.name for r in stack], step) for item, stack, step in _nested(trace, unit)}
     chains: dict[Launch, _ChainNames] = {}
     for activity in sorted(trace.activities, key=lambda a: (a.start_ns, a.end_ns)):
         launch = activity.launch
@@ -140,57 +140,43 @@ def busy_class(path: Sequence[str]) -> BusyClass:
 def host_times(trace: Trace, unit: str = names.STEP) -> dict[tuple[int, str], HostTime]:
     """(step, name) -> the host in ranges of that name and in no other within, by the rules above;
     ranges outside of all steps are left out."""
-    in_order, indices = _in_order(trace, unit)
     calls = [a.launch.end_ns for a in trace.activities if a.launch is not None]
-    last_ns = max([*calls, *(entry.start_ns for entry in in_order)], default=0)
+    last_ns = max([*calls, *(entry.start_ns for entry in trace.ranges)], default=0)
     ns, counts = Counter[tuple[int, str]](), Counter[tuple[int, str]]()
-    stacks: dict[int, list[HostRange]] = defaultdict(list)
-    for entry in in_order:
-        stack = stacks[entry.thread]
-        while stack and stack[-1].end_ns <= entry.start_ns:
-            stack.pop()
-        stack.append(entry)
-        outer = next((outer for outer in stack if outer.name == unit), None)
-        if outer is None:
+    for entry, stack, step in _nested(trace, unit):
+        if step is None or isinstance(entry, Launch):
             continue
-        step = indices[outer]
         # One that never ended, as the recording did, lasts to the last thing that is known.
         lasted_ns = (entry.end_ns if entry.end_ns < NO_END else last_ns) - entry.start_ns
         ns[step, entry.name] += lasted_ns
         counts[step, entry.name] += 1
-        if entry is not outer:
+        if any(outer.name == unit for outer in stack[:-1]):
             ns[step, stack[-2].name] -= lasted_ns
     return {key: HostTime(ns[key], count) for key, count in counts.items()}
 
 
-def _in_order(trace: Trace, unit: str) -> tuple[list[HostRange], dict[HostRange, int]]:
-    """Ranges by their begin, outer ones first, and the index of each that is a step."""
-    in_order = sorted(trace.ranges, key=lambda r: (r.start_ns, -r.end_ns))
-    steps = (entry for entry in in_order if entry.name == unit)
-    return in_order, {entry: index for index, entry in enumerate(steps)}
-
-
-def _paths(trace: Trace, unit: str) -> dict[Launch, tuple[list[str], int | None]]:
-    """Launch -> (names of the ranges around it, outermost first; index of its step)."""
-    in_order, indices = _in_order(trace, unit)
-    by_thread: dict[int, list[HostRange]] = defaultdict(list)
-    for entry in reversed(in_order):
-        by_thread[entry.thread].append(entry)  # the next one is at the end
-    stacks: dict[int, list[HostRange]] = defaultdict(list)
+def _nested(
+    trace: Trace, unit: str
+) -> Iterator[tuple[HostRange | Launch, list[HostRange], int | None]]:
+    """Ranges and launches by their begin, outer ranges first; each with the ranges around it, a
+    range itself at their end, and the index of its step, if it is in one."""
     launches = {a.launch for a in trace.activities if a.launch is not None}
-    found: dict[Launch, tuple[list[str], int | None]] = {}
-    for launch in sorted(launches, key=lambda launch: launch.start_ns):
-        following, stack = by_thread[launch.thread], stacks[launch.thread]
-        while following and following[-1].start_ns <= launch.start_ns:
-            entry = following.pop()
-            while stack and stack[-1].end_ns <= entry.start_ns:
-                stack.pop()
-            stack.append(entry)
-        while stack and stack[-1].end_ns < launch.start_ns:
+    in_order = sorted(
+        [*trace.ranges, *launches],
+        key=lambda item: (item.start_ns, isinstance(item, Launch), -item.end_ns),
+    )
+    stacks: dict[int, list[HostRange]] = defaultdict(list)
+    indices: dict[HostRange, int] = {}
+    for item in in_order:
+        stack = stacks[item.thread]
+        # A launch at the very end of a range is of that range; one range begins behind another.
+        while stack and stack[-1].end_ns < item.start_ns + isinstance(item, HostRange):
             stack.pop()
-        step = next((indices[entry] for entry in stack if entry.name == unit), None)
-        found[launch] = ([entry.name for entry in stack], step)
-    return found
+        if isinstance(item, HostRange):
+            stack.append(item)
+            if item.name == unit:
+                indices[item] = len(indices)
+        yield item, stack, next((indices[r] for r in stack if r.name == unit), None)
 
 
 class _ChainNames:

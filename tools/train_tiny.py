@@ -242,11 +242,18 @@ def near_ties(target: Target, chats: list[tuple[list[int], list[int]]]) -> dict[
 
 
 def evaluate(out: Path, device: str, count: int, limit: int, show: int) -> dict[str, object]:
-    """Greedy DFlash decoding of the held-out prompts with the saved pair; acceptance statistics."""
-    tokenizer = Tokenizer.from_file(str(out / "target" / "tokenizer.json"))
+    """What `measured` says of the saved pair."""
     target, drafter = Target(TARGET), Drafter(DRAFT, len(TAPS), BLOCK_SIZE)
     load(target, out / "target", device)
     load(drafter, out / "draft", device)
+    tokenizer = Tokenizer.from_file(str(out / "target" / "tokenizer.json"))
+    return measured(target, drafter, tokenizer, count, limit, show)
+
+
+def measured(
+    target: Target, drafter: Drafter, tokenizer: Tokenizer, count: int, limit: int, show: int
+) -> dict[str, object]:
+    """Greedy DFlash decoding of `count` held-out prompts; acceptance statistics."""
     stop = token_id(tokenizer, IM_END)
     accepted, result, chats = torch.zeros(BLOCK_SIZE, dtype=torch.int64), {}, []
     tokens = exact = 0

@@ -29,8 +29,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from result_file import parser_of
-from tiny_corpus import CATEGORIES, heldout_set
-from tiny_drafter import Drafter, Layer, Target, decode, rope
+from tiny_corpus import CATEGORIES
+from tiny_drafter import Drafter, Layer, Target, rope
 from tiny_hybrid import LAYER_TYPES, Hybrid, begin, target_config
 from tiny_pair import (
     BLOCK_SIZE,
@@ -43,13 +43,12 @@ from tiny_pair import (
     load,
     make_corpus,
     make_stream,
-    prompt_text,
     save,
     token_id,
 )
 from tokenizers import Tokenizer
 from torch import Tensor, nn
-from train_tiny import block_loss, optimizer_for, schedule, update
+from train_tiny import block_loss, measured, optimizer_for, schedule, update
 
 DENSE = Path(__file__).parents[1] / "graphengine" / "assets" / "tiny"
 
@@ -158,7 +157,7 @@ def train_drafter(
 
 
 class Theirs:
-    """transformers' model of a saved target, as `tiny_drafter.decode` calls one."""
+    """transformers' model of a saved target, as a `Target` is called."""
 
     def __init__(self, folder: Path) -> None:
         from transformers import AutoModelForCausalLM
@@ -166,45 +165,23 @@ class Theirs:
         self._model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
         self.model = self._model.model
 
-    def __call__(self, ids: Tensor, taps: Sequence[int]) -> tuple[Tensor, Tensor]:
+    def __call__(self, ids: Tensor, taps: Sequence[int] = ()) -> tuple[Tensor, Tensor | None]:
         out = self.model(ids, output_hidden_states=True, use_cache=False)
         features = [out.hidden_states[tap + 1] for tap in taps]
-        return out.last_hidden_state, torch.cat(features, -1)
+        return out.last_hidden_state, torch.cat(features, -1) if features else None
 
     def head(self, h: Tensor) -> Tensor:
         """Logits of final hidden states."""
         return self._model.lm_head(h)
 
 
-def evaluate(out: Path, count: int, limit: int) -> dict[str, Any]:
-    """Greedy decoding of held-out prompts with the saved pair."""
+def evaluate(out: Path, count: int, limit: int) -> dict[str, object]:
+    """What `measured` says of the saved pair, by prompts of which each category has `count`."""
     tokenizer = Tokenizer.from_file(str(out / "target" / "tokenizer.json"))
     target: Any = Theirs(out / "target")
     drafter = Drafter(DRAFT, len(TAPS), BLOCK_SIZE)
     load(drafter, out / "draft", "cpu")
-    steps, found = torch.zeros(BLOCK_SIZE, dtype=torch.int64), {}
-    for category in CATEGORIES:
-        chosen = [ex for ex in heldout_set() if ex.category == category][:count]
-        answers, accepted, _ = decode(
-            target,
-            drafter,
-            TAPS,
-            [tokenizer.encode(prompt_text(ex.prompt)).ids for ex in chosen],
-            stop=token_id(tokenizer, IM_END),
-            mask_token=tokenizer.get_vocab_size(),
-            limit=limit,
-        )
-        texts = [tokenizer.decode(answer) for answer in answers]
-        right = sum(text == ex.answer for text, ex in zip(texts, chosen, strict=True))
-        mean = float((accepted * torch.arange(1, BLOCK_SIZE + 1)).sum() / accepted.sum())
-        found[category] = {
-            "exact_answers": round(right / len(chosen), 3),
-            "mean_acceptance_length": round(mean, 3),
-        }
-        print(category, found[category], repr(texts[0][:200]), flush=True)
-        steps += accepted
-    mean = float((steps * torch.arange(1, BLOCK_SIZE + 1)).sum() / steps.sum())
-    return {"mean_acceptance_length": round(mean, 3), "categories": found}
+    return measured(target, drafter, tokenizer, count * len(CATEGORIES), limit, show=1)
 
 
 def main() -> None:
@@ -224,7 +201,7 @@ def main() -> None:
     stream = make_stream(tokenizer, make_corpus(7, args.exchanges), 7)
     dense = Target(TARGET)
     load(dense, DENSE / "target", "cpu")
-    hybrid, report = begin(dense), {}
+    hybrid, report = begin(dense), dict[str, Any]()
     report["imitation_loss"] = imitate(dense, hybrid, stream, args)
     report["target_loss"] = learn(dense, hybrid, stream, args)
     stop, mask = token_id(tokenizer, IM_END), tokenizer.get_vocab_size()

@@ -150,11 +150,8 @@ class Steps:
 
 def options(args: argparse.Namespace) -> dict[str, Any]:
     """What `Engine.from_pretrained` is called with besides the models."""
-    drafts = {
-        "simulate_acceptance": args.simulate_acceptance,
-        "draft_quantization": args.draft_quantization,
-        "num_speculative_tokens": args.num_speculative_tokens,
-    }
+    names = ("simulate_acceptance", "draft_quantization", "num_speculative_tokens")
+    drafts = {name: getattr(args, name) for name in names}
     return {
         "buckets": [args.bucket],
         "graph_mode": "full",

@@ -27,6 +27,7 @@ missed is a finding, told as one. The last line of stdout is one JSON object.
 
 from __future__ import annotations
 
+import argparse
 import json
 import time
 from collections.abc import Callable, Sequence
@@ -105,8 +106,8 @@ def show(part: str, numbers: Numbers) -> None:
     print(flush=True)
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Measures. Returns the exit code."""
+def parse(arguments: list[str] | None) -> argparse.Namespace:
+    """What was typed; `only`, `sizes` and `budgets` are checked and taken apart."""
     parser = parser_of(__doc__)
     parser.add_argument("--target", default=str(TINY_TARGET), help="default: the bundled one")
     parser.add_argument("--draft", help="default: the bundled one with the bundled target")
@@ -125,18 +126,24 @@ def main(arguments: list[str] | None = None) -> int:
         parser.add_argument(f"--{name}", type=int, default=size, help=f"{text} ({size})")
     add_result_file(parser)
     args = parser.parse_args(arguments)
-    chosen = args.only.split(",")
-    if unknown := sorted(set(chosen) - set(PARTS)):
+    args.only = args.only.split(",")
+    if unknown := sorted(set(args.only) - set(PARTS)):
         parser.error(f"--only {','.join(unknown)}: no such part; there are {', '.join(PARTS)}")
-    sizes = {name: getattr(args, name.replace("-", "_")) for name in SIZES}
-    if low := [f"--{name} {n}" for name, n in sizes.items() if n < 1 + (name == "turns")]:
+    args.sizes = {name: getattr(args, name.replace("-", "_")) for name in SIZES}
+    if low := [f"--{name} {n}" for name, n in args.sizes.items() if n < 1 + (name == "turns")]:
         parser.error(f"{low[0]}: pass more, or nothing is measured")
-    deadline = time.monotonic() + args.seconds
     typed = [rows for rows in args.max_num_batched_tokens.split(",") if rows]
-    budgets = [int(rows) if rows.isdecimal() else 0 for rows in typed]
-    if min(budgets, default=16) < 16:
+    args.budgets = [int(rows) if rows.isdecimal() else 0 for rows in typed]
+    if min(args.budgets, default=16) < 16:
         told = f"--max-num-batched-tokens {args.max_num_batched_tokens}"
         parser.error(f"{told}: pass integers from 16 up, such as 256,1024")
+    return args
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Measures. Returns the exit code."""
+    args = parse(arguments)
+    deadline = time.monotonic() + args.seconds
     draft = args.draft or (str(TINY_DRAFT) if args.target == str(TINY_TARGET) else None)
     limit = speculation_limit(*read_configs(args.target, draft))
     asked: dict[str, Any] = {
@@ -169,8 +176,8 @@ def main(arguments: list[str] | None = None) -> int:
             grammars=grammars,
             tokenizer=tokenizer,
             open_plain=open_plain if args.baseline_engine else None,
-            sizes=sizes,
-            budgets=budgets,
+            sizes=args.sizes,
+            budgets=args.budgets,
             deadline=deadline,
             generator=torch.Generator().manual_seed(args.seed),
         )
@@ -178,7 +185,7 @@ def main(arguments: list[str] | None = None) -> int:
             "target": Path(args.target).name,
             "draft": Path(draft).name if draft else None,
             "seed": args.seed,
-            "sizes": sizes,
+            "sizes": args.sizes,
             "engine": asdict(engine.config),
         }
         result: Numbers = {}
@@ -189,7 +196,7 @@ def main(arguments: list[str] | None = None) -> int:
             result["config"] = config | {"bars": bars, "problems": m.problems}
             store(args, "requests", **result, notes=NOTES)
 
-        run_parts(m, chosen, done)
+        run_parts(m, args.only, done)
     for name, bar in m.bars.items():
         least = f"at least {bar.at_least:.4g}" if bar.at_least is not None else ""
         most = f"at most {bar.at_most:.4g}" if bar.at_most is not None else ""

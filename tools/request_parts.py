@@ -154,8 +154,9 @@ def options(m: Measurement) -> Numbers:
             plain = m.open_plain()
         except Exception as error:  # two engines may not fit; one has still much to tell
             m.fail(PLAIN, error)
-    asked = dict(OPTIONS) if m.grammars is not None else without_grammar()
-    asked = asked if plain is None else {PLAIN: {}} | asked
+    asked: dict[str, dict[str, Any]] = {} if plain is None else {PLAIN: {}}
+    has_grammars = m.grammars is not None
+    asked |= {name: o for name, o in OPTIONS.items() if has_grammars or "constraint" not in o}
     rounds: dict[str, list[list[TimedStep]]] = {name: [] for name in asked}
     try:
         for i in range(m.sizes["rounds"]):
@@ -188,11 +189,6 @@ def options(m: Measurement) -> Numbers:
         over = found["step_p99_ms"] / found["step_p50_ms"]
         m.bars["grammar_p99_over_p50"] = Bar(over, at_most=1.5)
     return numbers
-
-
-def without_grammar() -> dict[str, dict[str, Any]]:
-    """The options of a target without a tokenizer."""
-    return {name: wish for name, wish in OPTIONS.items() if "constraint" not in wish}
 
 
 def numbers_of(steps: Sequence[TimedStep]) -> Numbers:

@@ -117,7 +117,7 @@ def _smem_bytes(case: Case, config: SkinnyConfig) -> int:
 
 def _skinny_variants(case: Case) -> list[SkinnyConfig]:
     swiglu = case.kind == "swiglu"
-    found = {}
+    found = []
     for rows, block_k, budget in itertools.product(
         (64, 128), (64, 128, 256), (52, 72, 104, 148, 200)
     ):
@@ -131,9 +131,9 @@ def _skinny_variants(case: Case) -> list[SkinnyConfig]:
         num_warps = 8 if rows == 128 and swiglu else 4
         config = one._replace(num_stages=num_stages, num_warps=num_warps)
         if _smem_bytes(case, config) <= SMEM_BYTES:
-            found[config] = None
+            found.append(config)
     pointer = SkinnyConfig(rows=64, block_k=64 if swiglu else 128, num_stages=4, use_tma=0)
-    return [*found] + ([pointer] if case.weight_bytes == 2 else [])
+    return found + ([pointer] if case.weight_bytes == 2 else [])
 
 
 def _skinny_candidates(case: Case, config: SkinnyConfig, num_sms: int) -> list[SkinnyConfig]:

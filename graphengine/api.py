@@ -226,7 +226,7 @@ class Engine:
                 # Its thread holds no engine, so one whose variable gets another value is freed.
                 reset = weakref.WeakMethod(self._reset)
                 self._serving = Serving(self._open.loop, lambda loop: (reset() or _dropped)(loop))
-                self._serving_claim = claim
+                self._serving_claim = claim  # which lasts as long as it is referred to
                 weakref.finalize(self, self._serving.leave)
             serving = self._serving
         return serving.submit(queued, told)

@@ -126,18 +126,15 @@ def step_table() -> Table:
     keys = [f"bucket_{batch}_input_128" for batch in BATCHES]
     rows = [["Qwen3-8B, one H200", *(f"batch {batch}" for batch in BATCHES)]]
     rows.append(["**ms a step:** vLLM 0.33", *(f"{peer[key]['step_mean_ms']:.2f}" for key in keys)])
-    for label, name in OURS.items():
-        found = cases(name)
-        rows.append([f"graphengine, {label}", *(f"{found[k]['step_p50_ms']:.2f}" for k in keys)])
-    for label, name in OURS.items():
-        found = cases(name)
-        rows.append([f"floor, {label}", *(f"{found[key]['floor_ms']:.2f}" for key in keys)])
-    for label, found in (("vLLM 0.33", peer), ("FP8 drafter", cases(OURS["FP8 drafter"]))):
+    ours = {label: cases(name) for label, name in OURS.items()}
+    for what, number in (("graphengine", "step_p50_ms"), ("floor", "floor_ms")):
+        for label, found in ours.items():
+            rows.append([f"{what}, {label}", *(f"{found[key][number]:.2f}" for key in keys)])
+    for who, found in (("vLLM 0.33", peer), ("graphengine, FP8 drafter", ours["FP8 drafter"])):
         cells = [
             f"{found[k]['output_throughput']:,.0f} ({found[k]['mean_acceptance_length']:.2f})"
             for k in keys
         ]
-        who = label if found is peer else f"graphengine, {label}"
         rows.append([f"**tokens/s** (tokens a step): {who}", *cells])
     return rows
 

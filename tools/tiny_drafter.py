@@ -180,16 +180,8 @@ class Target(nn.Module):
             ids[i, : len(prompt)] = torch.tensor(prompt)
         ids, at = ids.to(device), torch.tensor([len(p) for p in prompts], device=device)
         row = torch.arange(rows, device=device)
-        cache = torch.zeros(
-            s.num_hidden_layers,
-            2,
-            rows,
-            width,
-            s.num_key_value_heads,
-            s.head_dim,
-            device=device,
-            dtype=dtype,
-        )
+        shape = (s.num_hidden_layers, 2, rows, width, s.num_key_value_heads, s.head_dim)
+        cache = torch.zeros(shape, device=device, dtype=dtype)
         x, cos_sin = self.model.embed_tokens(ids), rope(torch.arange(longest)[None], s)
         cos_sin = cos_sin[0].to(device), cos_sin[1].to(device)
         for i, layer in enumerate(self.model.layers):

@@ -125,19 +125,19 @@ _REQUEST_COLUMNS = {
 def first_token_table(numbers: Mapping[str, Any], simulated: float | None) -> Any:
     """One line per mode, length and batch; whole requests only where there are some."""
     cases = [
-        (label, re.match(r"first_token_input_(\d+)(?:_batch_(\d+))?$", key), found)
+        (label, name, found)
         for label, of_mode in numbers.items()
         if isinstance(of_mode, Mapping)
         for key, found in of_mode.items()
+        if (name := re.match(r"first_token_input_(\d+)(?:_batch_(\d+))?$", key))
     ]
     columns = _FIRST_TOKEN_COLUMNS
     if any("request_first_p50_ms" in found for _, _, found in cases):
         columns = columns | _REQUEST_COLUMNS
     lines = []
-    for label, key, found in cases:
-        if key is not None:
-            before = {"before_ms": found["tokenize_p50_ms"] + found["queue_p50_ms"]}
-            lines.append([label, key[2] or "1", key[1], *_cells(found | before, columns)])
+    for label, name, found in cases:
+        before = {"before_ms": found["tokenize_p50_ms"] + found["queue_p50_ms"]}
+        lines.append([label, name[2] or "1", name[1], *_cells(found | before, columns)])
     title = "first tokens" + _mark(simulated)
     return _table(["mode", "batch", "input", *columns], lines, title)
 

@@ -4,9 +4,9 @@ Why: "always valid" is a claim about every schema, not about the one in a test. 
 bundled pair answer, drawn at temperature 1, drafter on, a batch of schemas at a time; each answer
 is read by `json` and checked by `jsonschema`, which know nothing of masks. One that its budget cut
 off must be the beginning of a valid one. `masks` walks at random through grammars with any
-tokenizer, some drafts right and some wrong; the masks of each block, whose rows are shared out, are
-compared with those of a matcher that goes token by token and looks at each of the vocabulary, and
-on a sample with what it takes, one token after another.
+tokenizer, some drafts right and some wrong. The masks of each block, whose rows several threads
+share, are compared with those of a matcher that goes token by token and looks at the whole
+vocabulary, and for a sample of tokens with whether it takes them.
 
     python tools/check_grammars.py outputs --count 500
     python tools/check_grammars.py masks --tokenizer Qwen/Qwen3-8B --count 1000 --out masks.json

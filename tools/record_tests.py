@@ -43,8 +43,7 @@ class Ran(NamedTuple):
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The long ones first: one that begins last is the one that the time limit meets.
-    Mutates: items."""
+    """Long tests first: the time limit would cut off one that begins last. Mutates: items."""
     items.sort(key=lambda item: item.get_closest_marker("slow") is None)
 
 

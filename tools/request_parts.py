@@ -1,5 +1,6 @@
-"""What tools/measure_requests.py measures of one engine: each part a function of a `Measurement`
-that returns its numbers and notes what was promised of them as bars; of joins and hits elsewhere.
+"""What tools/measure_requests.py measures of one engine: each part is a function of a `Measurement`
+that returns its numbers and notes as bars what is promised of them. Texts, joins and hits have
+files of their own.
 
 Steps are timed between the moments at which the host holds two steps' tokens (measure/bench.py),
 first tokens from the call.

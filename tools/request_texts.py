@@ -1,4 +1,4 @@
-"""First tokens of new texts, as a chat's one turn: what encoding them takes, and what is behind it.
+"""First tokens of new texts, each a chat's only turn: how long encoding takes, and all of it.
 
 Part of tools/measure_requests.py. Benches of first tokens pass token ids; a user passes text.
 """

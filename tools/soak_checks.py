@@ -45,7 +45,7 @@ class Page:
     """Whole texts, one at a time, from nothing."""
 
     def __init__(self, engine: Engine) -> None:
-        """Args: engine: nobody else uses it."""
+        """Args: engine: used here alone."""
         self.loop = loop = engine.built.loop
         size = loop.config.page_size
         self.pages = loop.allocator.allocate(pages_for(loop.config.max_model_len, size))
@@ -172,7 +172,7 @@ class Published:
 
 
 def check_balance(loop: DecodeLoop) -> None:
-    """Every page and state slot has its owners: requests that run, what is kept, or nobody.
+    """Every page and state slot is held by requests that run, kept for later ones, or free.
 
     Raises:
         Leak: one is lost, in two hands, or has other holders than are counted.

@@ -148,9 +148,10 @@ def compile_all(jobs: list[tuple[Case, SkinnyConfig]], seconds: float) -> set[An
 def time_case(
     case: Case, pool: Pool, good: set[Any], deadline: float
 ) -> tuple[dict[str, float], list[Timed]]:
-    """(what is there beside them, candidates with the fastest first).
+    """(times of what candidates compete with, candidates with the fastest first).
 
-    Beside them: `cublas_us`, if it can; of an argmax `logits_us`, the fastest through logits.
+    They compete with `cublas_us`, where cuBLAS has such a product; an argmax also with `logits_us`,
+    the fastest candidate that stores logits for an argmax of its own.
     """
     weights = pool.weights(case)
     copies = min(MIN_LAUNCHES, pool.copies(case.E * case.D * case.weight_bytes))
@@ -203,7 +204,7 @@ def time_case(
 def tune_layer(
     bench: LayerBench, best: dict[str, list[Timed]], deadline: float
 ) -> tuple[dict[str, float], dict[str, SkinnyConfig | None]]:
-    """Times of whole layers by label, and what is best together: None where cuBLAS is."""
+    """(times of whole layers by label, configs that are best together; None: cuBLAS)."""
     has_library = bench.cases["qkv"].has_library
     modes = list(itertools.product((PDL_OFF, PDL_LATE, PDL_EARLY), repeat=2))
     fastest = {n: best[n][0].config for n in LAYER}

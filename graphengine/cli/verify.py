@@ -124,7 +124,7 @@ def verify(ctx: click.Context, model: str | None, draft: str | None, **options: 
     default = SAMPLED_NEW_TOKENS if is_sampled else FORCED_NEW_TOKENS if is_forced else 128
     options["max_new_tokens"] = options["max_new_tokens"] or default
     names = declarations(SamplingParams)
-    SamplingParams(**{name: options[name] for name in names if name in options})  # refuses
+    SamplingParams(**{name: options[name] for name in names if name in options})  # may refuse
     _check(options, mode, model, draft)
     _refuse_idle(ctx, is_sampled, options["all_options"])
     prompts, num_counted = _prompts(options, (model, draft) == named_pair(None, None))
@@ -369,7 +369,7 @@ class _Run(NamedTuple):
         return Engine.from_pretrained(self.model, drafter, **self.asked(mode, drafter))
 
     def refusal(self, mode: Mode) -> str | None:
-        """Why the pair cannot run so."""
+        """Why the pair cannot run in this mode; None if it can."""
         from graphengine.startup.build import read_configs
         from graphengine.startup.options import resolve_options
 

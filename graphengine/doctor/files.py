@@ -62,8 +62,8 @@ def read_model_files(name: str | Path, *, with_tokenizer: bool) -> ModelFiles:
 
     Args:
         name: a directory, a preset, or a hub id whose files are in the local cache.
-        with_tokenizer: False for a drafter, which uses the target's; nor is a tokenizer loaded
-            whose config.json is refused.
+        with_tokenizer: False for a drafter, which uses the target's. Where config.json is refused
+            no tokenizer is loaded either.
     """
     problems: dict[str, str] = {}
 

@@ -84,8 +84,8 @@ def timed_calls(
     engine: Engine, case: PrefillCase, max_new_tokens: int
 ) -> Iterator[tuple[float, list[GenerationResult]]]:
     """Wall milliseconds of each of `num_iters` calls, and what came of it; one goes before them,
-    uncounted. Each finds the device idle: a step that was launched ahead of an answer's end, and
-    that the answer did not wait for, is none of the next call's.
+    uncounted. Each finds the device idle: a step that was launched ahead of an answer's end, for
+    which the answer did not wait, would take time from the next call.
 
     Raises:
         ValueError: the context or the K/V pool does not hold the prompts.

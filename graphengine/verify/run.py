@@ -116,8 +116,8 @@ def encode(tokenizer: Tokenizer | None, prompts: Sequence[Turn], raw: bool) -> l
 
 
 def returning(prompt: Sequence[int], room: int) -> list[list[int]]:
-    """Prompts to stand behind others, made of one: each comes twice, and alone the second finds all
-    but its last row or two in the cache, what a next turn's first forward is of.
+    """Prompts to append to others, made of one of them. Each comes twice; run alone, the second
+    finds all but its last row or two in the cache, as a chat's next turn does.
 
     Args: room: they have fewer tokens.
     """

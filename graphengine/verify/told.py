@@ -32,7 +32,7 @@ NOTHING = SamplingParams()
 
 
 class Ask(NamedTuple):
-    """How a prompt is answered. Of `options`: what ends the answer, and what is told of it."""
+    """How a prompt is answered. `options` say here what ends the answer and what is told of it."""
 
     sampling: Sampling = GREEDY
     matcher: Matcher | None = None

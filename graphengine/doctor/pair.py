@@ -28,9 +28,9 @@ _FILLED_IN_THETA = 10000.0
 def pair_findings(
     target_files: ModelFiles, target: ModelConfig, draft_files: ModelFiles, draft: DraftConfig
 ) -> Iterator[Finding]:
-    """Everything in which a drafter depends on its target."""
+    """Everything in which a drafter depends on its target; errors are what a start refuses
+    (`DraftConfig.check_target`)."""
     depth, taps = target.num_hidden_layers, draft.target_layer_ids
-    has_errors = False
     for name, own, theirs in (
         ("pair.num_layers", draft.num_target_layers, depth),
         ("pair.hidden_size", draft.tap_size, target.hidden_size),
@@ -39,19 +39,12 @@ def pair_findings(
         if own is None:
             yield info(name, f"the drafter does not say; the target has {theirs}")
         elif own != theirs:
-            has_errors = True
             yield error(name, f"the drafter expects {own}, the target has {theirs}", _OTHER)
         else:
             yield ok(name, f"{own} in both")
     if max(taps) >= depth:
-        has_errors = True
         yield error("pair.taps", f"layer {max(taps)} of a target with {depth} layers", _OTHER)
     mask, num_rows = draft.mask_token_id, target.vocab_size
-    if not has_errors and mask < num_rows:
-        try:
-            draft.check_target(target, draft_files.source)
-        except ValueError as problem:
-            yield error("pair", one_line(problem), _OTHER)
     if mask >= num_rows:
         yield error("pair.mask_token", f"{mask} lies outside {num_rows} rows", _OTHER)
     else:

@@ -33,7 +33,7 @@ from graphengine.decode.metrics import Acceptance
 from graphengine.decode.request import Request
 from graphengine.results import GenerationResult, Teller
 from graphengine.verify.teacher import TokenScores
-from graphengine.verify.told import Ask, Transcript, named, wrong_end
+from graphengine.verify.told import Ask, Transcript, options_text, wrong_end
 
 CheckName = Literal["regret", "identical", "finite", "ends", "logprobs", "acceptance", "modes"]
 Mix = Literal["alone", "together", "mixed"]
@@ -246,7 +246,9 @@ def judge(
         ties=ties,
         acceptance=Acceptance.merge(t.acceptance for t in transcripts[:num_counted]),
         acceptance_per_prompt=[t.acceptance.mean_acceptance_length for t in transcripts],
-        wrong_ends={i: f"({named(transcripts[i].asked)}): {how}" for i, how in ends.items() if how},
+        wrong_ends={
+            i: f"({options_text(transcripts[i].asked)}): {how}" for i, how in ends.items() if how
+        },
         errors=errors,
     )
 

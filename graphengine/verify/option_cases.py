@@ -89,7 +89,7 @@ class OptionCase(NamedTuple):
         return most if self.asked == told.NOTHING else min(most, self.asked.max_new_tokens)
 
     def __str__(self) -> str:
-        return told.named(self.asked) + (f", bad_words {self.words}" if self.words else "")
+        return told.options_text(self.asked) + (f", bad_words {self.words}" if self.words else "")
 
 
 def cases_of(

@@ -59,7 +59,7 @@ class Transcript:
     prompt_logprobs: list[Logprobs | None] | None = None
 
 
-def named(asked: SamplingParams) -> str:
+def options_text(asked: SamplingParams) -> str:
     """What is asked for, by the options' names; of a grammar its kind."""
     given = {
         field.name: value

@@ -121,7 +121,10 @@ def stderr_console(quiet: bool) -> Console:
         how |= {"force_terminal": False, "color_system": None, "width": PIPE_WIDTH}
     if sys.stderr is None:
         return Console(stderr=True, **how)
-    return Console(file=cast("IO[str]", _Stderr()), **how)
+    console = Console(file=cast("IO[str]", _Stderr()), **how)
+    if not console.width:  # COLUMNS=0, as some shells have it: rich would show nothing
+        console.width = PIPE_WIDTH
+    return console
 
 
 def writable(text: str) -> str:

@@ -314,6 +314,16 @@ def test_notes_that_nobody_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     report.print_note(report.stderr_console(quiet=False), "loading")
 
 
+def test_notes_where_the_screen_has_no_width(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Bug: where a shell says COLUMNS=0, notes, warnings and tables vanish from a terminal."""
+    monkeypatch.setenv("COLUMNS", "0")
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    report.print_warning(report.stderr_console(quiet=False), "not seen")
+    assert "not seen" in capsys.readouterr().err
+
+
 def test_what_loads_is_called_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     """Bug: the bar tells a folder `v[b]` as `v`, whose brackets it takes for a style."""
     shown = io.StringIO()

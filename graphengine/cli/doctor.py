@@ -56,9 +56,10 @@ def _print(found: Examination) -> None:
     from rich.text import Text
 
     from graphengine.doctor.findings import one_line
-    from graphengine.report import writable
+    from graphengine.report import PIPE_WIDTH, writable
 
-    console = Console(highlight=False, soft_wrap=True)
+    # No line is wrapped, whatever the width; of COLUMNS=0 rich would show nothing.
+    console = Console(highlight=False, soft_wrap=True, width=PIPE_WIDTH)
     console.begin_capture()
     console.print(Text(one_line(f"{found.target}, drafter {found.draft or 'none'}")))
     part = None

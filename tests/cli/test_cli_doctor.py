@@ -36,6 +36,12 @@ def report(*args: str) -> tuple[dict[str, Any], int]:
     return json.loads(result.stdout), result.exit_code
 
 
+def test_report_where_the_screen_has_no_width(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: where a shell says COLUMNS=0, doctor prints nothing and ends with 0."""
+    monkeypatch.setenv("COLUMNS", "0")
+    assert "no errors" in run().stdout
+
+
 def test_names_that_stdout_cannot_hold(tmp_path: Path) -> None:
     """Bug: a directory's name in another script ends the report with advice on Python's encoding,
     and the pair is not examined."""

@@ -251,10 +251,10 @@ def write_whole(path: Path, content: str | bytes) -> None:
     """
     content = content.encode() if isinstance(content, str) else content
     try:
-        goal = path.resolve()
-        if goal.exists() and not goal.is_file():
-            goal.write_bytes(content)
+        if path.exists() and not path.is_file():
+            path.write_bytes(content)  # where /dev/stdout leads is no path, if it is a pipe
             return
+        goal = path.resolve()
         part = goal.with_name(f".{os.getpid()}.part")
         try:
             part.write_bytes(content)

@@ -107,6 +107,16 @@ def test_a_file_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
             result_schema.write_result(place, "k", NUMBERS, config={}, env=ENVIRONMENT)
 
 
+def test_a_pipe_is_written_by_the_name_of_its_number() -> None:
+    """Bug: what `--output-json /dev/stdout | jq` or `>(gzip > a.gz)` is to read cannot be written,
+    behind minutes of measuring."""
+    reads, writes = os.pipe()
+    result_schema.write_whole(Path(f"/dev/fd/{writes}"), "after")
+    os.close(writes)
+    with open(reads, encoding="utf-8") as pipe:
+        assert pipe.read() == "after"
+
+
 @contextmanager
 def full_disk() -> Iterator[None]:
     """Files of this process hold 100 bytes at most."""

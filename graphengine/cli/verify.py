@@ -167,7 +167,7 @@ def _settle_lengths(
     """The prompts, with those that a run adds. Sets a context no larger than they need.
     Mutates: options.
 
-    Raises: ValueError: a prompt that leaves no room for a token.
+    Raises: ValueError: a prompt that leaves no room for a token, or none that does for a step.
     """
     from graphengine.verify.option_cases import NUM_CASES
     from graphengine.verify.run import RETURNING, returning
@@ -178,14 +178,14 @@ def _settle_lengths(
         room = options["max_model_len"] or shared.longest_context(model, draft, max(RETURNING) + 1)
         ids = ids + returning(ids[-1], room)
     longest = max(map(len, ids))
-    if options["max_model_len"] is None:
-        wanted = longest + options["max_new_tokens"]
-        options["max_model_len"] = shared.longest_context(model, draft, wanted)
-    if longest >= options["max_model_len"]:
+    wanted = longest + options["max_new_tokens"]
+    limit = options["max_model_len"] or shared.longest_context(model, draft, wanted)
+    options["max_model_len"] = limit
+    if longest >= limit or min(map(len, ids)) == limit - 1:
         raise ValueError(
-            f"a prompt has {longest} tokens, the context holds {options['max_model_len']} and at "
-            "least one must be left to generate; pass --prompt-file with shorter ones, or a larger "
-            "--max-model-len if the models allow it"
+            f"a prompt has {longest} tokens, the context holds {limit}: one must be left to "
+            "generate, and two behind some prompt, or no step would be checked; pass --prompt-file "
+            "with shorter ones, or a larger --max-model-len if the models allow it"
         )
     return ids
 

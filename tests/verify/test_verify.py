@@ -207,6 +207,19 @@ def test_a_prompt_past_the_context(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert "--finish-in-plain-decode" not in told
 
 
+def test_prompts_that_fill_the_context(tmp_path: Path) -> None:
+    """Bug: no prompt has room for more than the token that its own rows say, and it is a PASS of
+    a drafter that has drafted nothing."""
+    path = tmp_path / "ids.jsonl"
+    path.write_text('{"prompt": [5, 6, 7]}\n')
+    args = ("--prompt-file", str(path), "--bucket", "1", "--max-model-len")
+    result = verify(*args, "4")
+    assert result.exit_code == 2, result.output
+    assert "the context holds 4" in (told := " ".join(result.stderr.split()))
+    assert "no step would be checked" in told
+    assert verify(*args, "5").exit_code == 0
+
+
 @pytest.mark.parametrize("prompt", ["[5, 2048]", "[-1]"])
 def test_ids_outside_the_vocabulary(tmp_path: Path, prompt: str) -> None:
     """Bug: a token id past the embedding is an IndexError, and on a GPU the end of the device."""

@@ -14,6 +14,17 @@ _TEXT_KEYS = {"input_text": "text", "output_text": "text", "refusal": "refusal"}
 _NOT_TEXT = set("image image_url video video_url audio audio_url input_audio file".split())
 
 
+def check_unicode(text: str) -> None:
+    """Refuses a lone surrogate, which no tokenizer takes. Raises: ValueError."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"the text is not Unicode: {text[error.start]!r} at character {error.start}; pass "
+            "UTF-8 text without lone surrogates"
+        ) from error
+
+
 def plain(value: Any) -> Any:
     """The same made of mappings, lists, text and numbers only: inside any other object a control
     token would go unseen, and transformers writes unknown objects as the names of their types.

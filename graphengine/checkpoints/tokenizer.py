@@ -17,7 +17,7 @@ from pathlib import Path
 from threading import Lock
 from typing import Any
 
-from graphengine.checkpoints.messages import as_templates_read, plain
+from graphengine.checkpoints.messages import as_templates_read, check_unicode, plain
 from graphengine.checkpoints.pairs import read_json
 from graphengine.checkpoints.pieces import PieceEncoder
 from graphengine.checkpoints.timed import within
@@ -124,13 +124,7 @@ class Tokenizer:
             ValueError: a lone surrogate, which is how Python keeps a byte that is not UTF-8; a
                 token that the embedding has no row for; or the tokenizer fails at the text.
         """
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            raise ValueError(
-                f"the text is not Unicode: {text[error.start]!r} at character {error.start}; pass "
-                "UTF-8 text without lone surrogates"
-            ) from error
+        check_unicode(text)
         remedy = "fetch tokenizer.json again"
         with _told(f"{self.directory}: the tokenizer cannot encode this text", remedy):
             ids = self._pieces.encode(text)
@@ -189,6 +183,7 @@ class Tokenizer:
 
         def apart(value: Any) -> Any:
             if isinstance(value, str):
+                check_unicode(value)  # here, where it is as the caller has it
                 return self._control.sub(rf"\g<0>{cut}", value)
             if isinstance(value, Mapping):
                 return {apart(key): apart(inner) for key, inner in value.items()}

@@ -53,11 +53,11 @@ def test_ids_become_text_at_once(tokenizer: Tokenizer, data: st.DataObject, skip
 
 def test_lone_surrogates_are_named(tokenizer: Tokenizer) -> None:
     """Bug: a byte that is not UTF-8, or half a pair in JSON, is a TypeError about
-    TextEncodeInput."""
+    TextEncodeInput; or its place is told as of the whole conversation's text."""
     text = "ab\ud800"
     with pytest.raises(ValueError, match=r"'\\ud.* at character 2; pass UTF-8"):
         tokenizer.encode(text)
-    with pytest.raises(ValueError, match=r"'\\ud.*; pass UTF-8"):
+    with pytest.raises(ValueError, match=r"'\\ud.* at character 2; pass UTF-8"):
         tokenizer.encode_chat([{"role": "user", "content": text}])
 
 

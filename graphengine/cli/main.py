@@ -75,6 +75,7 @@ def _ends_are_told(command: click.Command) -> Iterator[None]:
     # With 1 verify would say that it has found wrong tokens.
     failed = click.UsageError if command.name == "verify" else click.ClickException
     try:
+        _check_folder()
         yield
     except ValueError as error:
         raise click.UsageError(str(error)) from error
@@ -101,6 +102,16 @@ def _ends_are_told(command: click.Command) -> Iterator[None]:
         for number, handler in before.items():  # nobody would tell a second signal from here on
             signal.signal(number, handler)
             signal.setitimer(signal.ITIMER_REAL, 0)  # see _end
+
+
+def _check_folder() -> None:
+    """Refuses a current folder that is gone, where oneMKL (in torch 2.13) ends the process."""
+    try:
+        os.getcwd()
+    except FileNotFoundError as error:
+        raise ValueError(
+            "the current folder was removed; change to one that exists (cd)"
+        ) from error
 
 
 def _end(number: int, frame: FrameType | None) -> None:

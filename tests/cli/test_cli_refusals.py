@@ -90,6 +90,14 @@ def test_a_byte_that_is_no_text(cli: Run, monkeypatch: pytest.MonkeyPatch) -> No
     refused(cli("--prompt", "x", "--prompt", "a\udcff"), "--prompt", r"'\udcff'", "convert it")
 
 
+def test_a_folder_that_is_gone(cli: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: from a folder that was removed a command ends in torch's library, with its words."""
+    (gone := tmp_path / "gone").mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    refused(cli("--prompt", "x"), "the current folder was removed", "(cd)")
+
+
 def test_prompt_file_of_windows(tmp_path: Path) -> None:
     """Bug: the byte-order mark that Windows' editors write makes the first line no JSON."""
     path = tmp_path / "prompts.jsonl"

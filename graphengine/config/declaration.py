@@ -158,7 +158,7 @@ def made(cls: type[_Made], given: Mapping[str, Any]) -> _Made:
     known = declarations(cls)
     for name in given:
         if name not in known:
-            near = difflib.get_close_matches(name, known, 1, 0.4)
+            near = difflib.get_close_matches(name, known, 1)
             remedy = f"did you mean {near[0]}?" if near else f"there are {', '.join(known)}"
             raise TypeError(f"{name} is no option; {remedy}")
     return cls(**given)

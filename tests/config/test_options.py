@@ -56,11 +56,15 @@ def test_every_option_is_in_a_result() -> None:
 
 
 def test_unknown_names() -> None:
-    """Bug: a misspelt option is ignored, or refused without the right name."""
+    """Bug: a misspelt option is ignored, or refused without the right name; or of one that is
+    called otherwise here (tools, system_prompt) `stop` and `temperature` are said to be meant."""
     with pytest.raises(TypeError, match="bucket is no option; did you mean buckets"):
         made(Options, {"bucket": (1,)})
     with pytest.raises(TypeError, match="there are buckets, graph_mode"):
         made(Options, {"zzz": 1})
+    for name in ("tools", "enable_thinking", "system_prompt", "timeout"):
+        with pytest.raises(TypeError, match=f"{name} is no option; there are .*chat_template_k"):
+            made(SamplingParams, {name: 1})
 
 
 @pytest.mark.parametrize(

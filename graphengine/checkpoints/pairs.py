@@ -29,10 +29,17 @@ def bundled_names(
         model: None for the first of them; where it is one its own drafter is the default.
         draft: one of them stands for that pair's drafter.
     """
-    model = "tiny" if model is None else model
-    if (bundled := BUNDLED.get(str(model))) is not None:
-        model, draft = bundled[0], bundled[1] if draft is None else draft
-    return model, BUNDLED[str(draft)][1] if str(draft) in BUNDLED else draft
+    model, own = ("tiny", BUNDLED["tiny"]) if model is None else (model, _bundled(model))
+    if own is not None:
+        model, draft = own[0], own[1] if draft is None else draft
+    named = None if draft is None else _bundled(draft)
+    return model, draft if named is None else named[1]
+
+
+def _bundled(name: str | Path) -> tuple[Path, Path] | None:
+    """The pair that a name stands for, unless it is a model's directory, as with a preset's."""
+    is_own = os.path.isfile(os.path.join(name, "config.json"))
+    return None if is_own else BUNDLED.get(str(name))
 
 
 def named_pair(model: str | Path | None, draft: str | Path | None) -> tuple[str, str | None]:

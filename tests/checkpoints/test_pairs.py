@@ -51,6 +51,21 @@ def test_a_directory_with_a_preset_s_name(tmp_path: Path, monkeypatch: pytest.Mo
     assert resolve("qwen3-8b") == Path("qwen3-8b")
 
 
+def test_a_directory_with_a_bundled_pair_s_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bug: of a model that was saved as ./tiny the bundled pair answers, and nobody is told; or it
+    answers where no model is named."""
+    bundled = named_pair(None, None)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "tiny").mkdir()
+    assert named_pair("tiny", "tiny") == bundled
+    make_target(tmp_path / "tiny", layers=1)
+    assert named_pair("tiny", None) == ("tiny", None)
+    assert named_pair("tiny-hybrid", "tiny")[1] == "tiny"
+    assert named_pair(None, None) == bundled
+
+
 def test_a_directory_of_the_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Bug: `~` in a name that no shell has expanded, as in Python, is no such model directory."""
     monkeypatch.setenv("HOME", str(tmp_path))

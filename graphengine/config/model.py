@@ -317,7 +317,7 @@ class ModelConfig:
             head_dim=head_dim,
             rms_norm_eps=whole.number("rms_norm_eps"),
             max_position_embeddings=max(
-                whole.integer("max_position_embeddings"), rope.stretched_positions
+                whole.integer("max_position_embeddings", minimum=2), rope.stretched_positions
             ),
             tie_word_embeddings=whole.flag("tie_word_embeddings"),
             attention_bias=(

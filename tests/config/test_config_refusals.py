@@ -113,6 +113,11 @@ BAD_MODEL: dict[str, tuple[Json, str]] = {
         "mscale is '1'",
     ),
     "zero-count": ({"vocab_size": 0}, "vocab_size holds 0"),
+    # Else an option that nobody gave is to be between 2 and 1.
+    "one-position": (
+        {"max_position_embeddings": 1},
+        "max_position_embeddings holds 1, expected an integer >= 2",
+    ),
     "negative-eos": ({"eos_token_id": [1, -2]}, "eos_token_id holds -2"),
     **{
         f"no-{key}": ({key: MISSING}, f"no {key}")

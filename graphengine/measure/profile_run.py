@@ -159,6 +159,8 @@ def run(
         facts = _record(model, draft, options, torch_trace.record(file))
         reports = {"torch": report(torch_trace.read_chrome_trace(file), _unit(facts))}
     else:
+        if options.get("keep") is not None:
+            note("--keep gets facts.json alone: on the CPU steps are timed, and nothing recorded")
         recorder = host_trace.HostRecorder()
         asked = options | {"read_gbps": options["read_gbps"] or 0.0}
         facts = _record(model, draft, asked, host_trace.record(recorder))

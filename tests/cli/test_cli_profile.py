@@ -49,7 +49,7 @@ def test_help_does_not_import_torch(module: str) -> None:
 
 def test_profile_on_the_cpu(tmp_path: Path) -> None:
     """Bug: without a GPU the command fails, loses a step of a chain, leaves the ranges on, or
-    prints milliseconds as microseconds."""
+    prints milliseconds as microseconds; or --keep has no trace, and nobody is told why."""
     svg, stored, kept = tmp_path / "a.svg", tmp_path / "a.json", tmp_path / "kept"
     result = invoke(
         *("profile", "--device", "cpu", "--num-steps", 4, "--warmup", 2, "--json", "--plot", svg),
@@ -69,6 +69,7 @@ def test_profile_on_the_cpu(tmp_path: Path) -> None:
     ET.fromstring(svg.read_text())
     assert validate(json.loads(stored.read_text())) == []
     assert json.loads((kept / "facts.json").read_text())["workload"]["num_steps"] == 4
+    assert "--keep gets facts.json alone" in result.stderr
     assert "the host's clock" in result.stderr and "verify.01-07" in result.stderr
     step_us, host_us = (numbers["unprofiled"][f"{of}_p50_ms"] * 1e3 for of in ("step", "host"))
     told = f"without a profiler: {step_us:.1f} us each (host busy {host_us:.1f} us)"

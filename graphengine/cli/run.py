@@ -25,8 +25,8 @@ Examples:
   graphengine run --prompt "Count from 20 to 146 in steps of 6."
   graphengine run Qwen/Qwen3-8B --draft z-lab/Qwen3-8B-DFlash-b16
   echo "Compare the bee and the duck." | graphengine run --quiet
-  graphengine run --prompt-file prompts.jsonl --bucket 8 --json > out.json
-  graphengine run --prompt "Count from 20 to 146 in steps of 6." --stop ", 50" --logprobs 2
+  graphengine run --prompt-file prompts.jsonl --bucket 8 --logprobs 2 --json > out.json
+  graphengine run --prompt "Count from 20 to 146 in steps of 6." --stop ", 50"
   graphengine run --prompt "Count from 5 to 50 in steps of 5." --regex "[0-9, ]+"
 
 \b
@@ -107,6 +107,11 @@ def run(ctx: click.Context, model: str | None, draft: str | None, **options: Any
     if options["as_json"] and conversations is None:
         raise ValueError("--json needs the prompts beforehand; " + _NO_PROMPT)
     sampling = SamplingParams(**shared.taken(options, SamplingParams))
+    if sampling.num_logprobs is not None and not options["as_json"]:
+        raise ValueError(
+            "log-probabilities are told in the JSON alone; pass --json, or leave out --logprobs "
+            "and --prompt-logprobs"
+        )
     from graphengine.checkpoints.hub import BUNDLED, TOY_PROMPTS
     from graphengine.checkpoints.pairs import NO_DRAFT, named_pair
     from graphengine.cli import answers

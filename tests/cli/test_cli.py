@@ -317,8 +317,8 @@ def test_what_prompts_need_is_built(cli: Run, monkeypatch: pytest.MonkeyPatch) -
         ("--temperature 1", (True, None, None, None)),
         ("--presence-penalty 1", (None, True, None, None)),
         ("--regex a+", (None, None, True, None)),
-        ("--logprobs 0", (None, None, None, 1)),
-        ("--prompt-logprobs 3 --logprobs 2", (None, None, None, 3)),
+        ("--logprobs 0 --json", (None, None, None, 1)),
+        ("--prompt-logprobs 3 --logprobs 2 --json", (None, None, None, 3)),
     ):
         assert cli("--prompt", "x", *typed.split()).exit_code == 0
         assert tuple(map(jobs[-1].options.get, needs)) == expected

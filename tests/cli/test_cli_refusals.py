@@ -90,6 +90,12 @@ def test_a_byte_that_is_no_text(cli: Run, monkeypatch: pytest.MonkeyPatch) -> No
     refused(cli("--prompt", "x", "--prompt", "a\udcff"), "--prompt", r"'\udcff'", "convert it")
 
 
+@pytest.mark.parametrize("flag", ["--logprobs", "--prompt-logprobs"])
+def test_logprobs_that_nobody_sees(cli: Run, flag: str) -> None:
+    """Bug: log-probabilities are worked out, as help's own example asks, and told nowhere."""
+    refused(cli("--prompt", "x", flag, "2"), "in the JSON alone", "pass --json")
+
+
 def test_a_folder_that_is_gone(cli: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Bug: from a folder that was removed a command ends in torch's library, with its words."""
     (gone := tmp_path / "gone").mkdir()

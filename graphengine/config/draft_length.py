@@ -23,6 +23,7 @@ from typing import Any, Protocol, Self, TypeVar
 
 from graphengine.config.draft import DraftSpec
 from graphengine.config.engine import EngineConfig
+from graphengine.config.lists import is_integer
 
 
 def resolve_draft_lengths(
@@ -43,15 +44,16 @@ def resolve_draft_lengths(
     numbers: list[Any] = [asked]
     if isinstance(asked, Sequence) and not isinstance(asked, str):
         numbers = list(asked)
-    option = f"--num-speculative-tokens {','.join(map(str, numbers))}"
+    option = f"--num-speculative-tokens {','.join(map(repr, numbers))}"
     if draft is None:
         raise ValueError(f"{option} needs a drafter; pass --draft")
     most = draft.num_draft_tokens
-    if any(type(number) is not int or not 1 <= number <= most for number in numbers):
+    if any(not is_integer(number) or not 1 <= number <= most for number in numbers):
         raise ValueError(
             f"{option}: integers from 1 to {most}, the drafts in this drafter's block of "
             f"{draft.block_size} rows; without the option all are drafted"
         )
+    numbers = [int(number) for number in numbers]
     if len(numbers) == 1:
         return (numbers[0],) * len(sizes)
     if len(numbers) != len(buckets):

@@ -95,11 +95,15 @@ def parse_template_kwargs(name: str, value: Any) -> dict[str, Any]:
     return dict(found)
 
 
+def is_integer(value: Any) -> bool:
+    """Whether it is one, of numpy too; True is none."""
+    return isinstance(value, Integral) and not isinstance(value, bool)
+
+
 def _token_id(value: Any) -> int | None:
     if isinstance(value, str):
         value = int(value) if value.strip().isdecimal() else None
-    is_id = isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= 0
-    return int(value) if is_id and value is not None else None
+    return int(value) if is_integer(value) and value >= 0 else None
 
 
 def _number(value: Any) -> float | None:

@@ -16,6 +16,7 @@ from graphengine.config.constraint import constraint_of, parse_schema, parse_tex
 from graphengine.config.declaration import COMMANDS, Checked, declarations, option
 from graphengine.config.lists import (
     MAX_BIAS,
+    is_integer,
     parse_allowed,
     parse_bias,
     parse_choice,
@@ -37,9 +38,9 @@ _API: frozenset[str] = frozenset()  # of the Python API alone
 def _sizes(value: Any) -> Any:
     """Batch sizes as a tuple; the whole of it is shown where one is wrong."""
     sizes = tuple(value) if isinstance(value, Iterable) and not isinstance(value, str) else ()
-    if not sizes or any(type(size) is not int or size < 1 for size in sizes):
+    if not sizes or any(not is_integer(size) or size < 1 for size in sizes):
         raise ValueError(f"buckets is {value!r}; expected batch sizes, integers from 1 up")
-    return sizes
+    return tuple(map(int, sizes))
 
 
 _RUN, _ASKED = frozenset({"run"}), frozenset({"run", "verify"})

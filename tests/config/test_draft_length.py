@@ -81,7 +81,7 @@ BAD: list[tuple[Any, str]] = [
     (-1, "integers from 1 to 15"),
     (True, r"--num-speculative-tokens True: integers"),
     (7.0, "7.0: integers"),
-    ("7", "7: integers"),
+    ("7", "'7': integers"),
     ((15, 7, 0), "15,7,0: integers"),
     ((15, None, 3), "15,None,3: integers"),
     ((15, 7), r"15,7: 2 numbers for 3 buckets; pass one for all, or one for each in the order of"),

@@ -13,6 +13,7 @@ import pytest
 from click.testing import CliRunner
 
 from graphengine.api import Engine
+from graphengine.checkpoints.hub import TINY_DRAFT, TINY_TARGET
 from graphengine.cli import options as shared
 from graphengine.cli.main import main
 from graphengine.config import options as module
@@ -21,6 +22,8 @@ from graphengine.config.constraint import parse_schema
 from graphengine.config.declaration import COMMANDS, declarations, made, option, spelled_out
 from graphengine.config.engine import EngineConfig
 from graphengine.config.options import Options, SamplingParams
+from graphengine.startup.build import read_configs
+from graphengine.startup.options import resolve_options
 
 
 def test_help_and_signature_show_every_option() -> None:
@@ -87,6 +90,15 @@ def test_ranges(given: dict[str, Any], message: str) -> None:
         Options(**given)
     assert Options(kv_cache_memory="2GiB").kv_cache_memory == 2 << 30  # type: ignore[arg-type]
     assert Options(buckets=[4, 2]).buckets == (4, 2)  # type: ignore[arg-type]
+
+
+def test_integers_of_numpy() -> None:
+    """Bug: of an array's sizes, and of its 3 drafts, it is said that integers from 1 up are
+    expected; or they reach the JSON of a run, which has no such numbers."""
+    asked = {"buckets": np.array([4, 2]), "num_speculative_tokens": np.int64(3)}
+    options = made(Options, asked)
+    config = resolve_options(options, *read_configs(TINY_TARGET, TINY_DRAFT))
+    assert json.dumps([config.buckets, config.num_speculative_tokens]) == "[[2, 4], [3, 3]]"
 
 
 def test_the_next_option_is_declared_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,7 @@
 programs have a multiprocessor each and time is what one of them waits for.
 
 Why: in a split's program of `block_attention` four warps do everything, one after another, so that
-its tiles take several times as long as the tensor cores work (profiles/LOG.md, 2026-11-29, says
+its tiles take several times as long as the tensor cores work (profiles/LOG-2026-11-29.md says
 where the time goes).
 
 How: one warp asks for K and V by TMA, another for q, and two consumers of a warpgroup each take

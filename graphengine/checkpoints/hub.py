@@ -68,8 +68,8 @@ def resolve(model: str | Path, *, local_only: bool = False) -> Path:
     if exists or looks_like_path:
         raise ValueError(
             f"{name}: no such model directory; pass a directory with config.json, a hub id "
-            f"(owner/name), {' or '.join(BUNDLED)}, or for random weights one of "
-            f"{', '.join(preset_names())}"
+            f"(owner/name), {' or '.join(BUNDLED)}, for a drafter ngram or none, or for random "
+            f"weights one of {', '.join(preset_names())}"
         )
     from huggingface_hub import snapshot_download
 

@@ -28,8 +28,8 @@ FAR_LEAST = chunk_attention.BLOCK // 2  # no more rows than that are as fast in 
 # What a forward takes, where the products of one row take 1: WEIGHTS to read the weights, and SHARE
 # of each row that this does not hide; or, if that is more, its rows and what it adds, which is less
 # from LARGE on, where `chunk_linear` multiplies. To read experts hides no row, and from LARGE on a
-# row costs more. Chosen by first tokens of 8B, 4B's hybrid, 27B and 35B-A3B on an H200 (LOG.md,
-# 2026-11-29).
+# row costs more. Chosen by first tokens of 8B, 4B's hybrid, 27B and 35B-A3B on an H200
+# (LOG-2026-11-29.md).
 WEIGHTS, SHARE = 240, 1 / 3
 ADDED, ADDED_TO_LARGE, LARGE = 100, 60, 1024
 OF_EXPERTS, ABOVE_LARGE = 1.6, 1.2

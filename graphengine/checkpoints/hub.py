@@ -57,11 +57,12 @@ def resolve(model: str | Path, *, local_only: bool = False) -> Path:
             f"{shown}: {reason}; pass a directory with config.json, or a hub id (owner/name)"
         ) from error
     if is_directory:
+        whole = _whole(path)
         if not has_config:
             raise ValueError(
                 f"{path}: no config.json in this directory; pass a Hugging Face model directory"
             )
-        return _whole(path)
+        return whole
     if name in preset_names():
         return PRESETS / name
     looks_like_path = path.is_absolute() or name.startswith((".", "~")) or name.count("/") != 1
@@ -95,7 +96,13 @@ def resolve(model: str | Path, *, local_only: bool = False) -> Path:
 
 
 def _whole(directory: Path) -> Path:
-    """The directory, unless a file in it is a dangling link, which would silently be missed."""
+    """The directory, unless what it holds would silently be missed: a dangling link's file, or an
+    adapter, which transformers adds to the weights beside it, or to those of another model."""
+    if (adapter := directory / "adapter_config.json").exists():
+        raise ValueError(
+            f"{adapter}: adapters are not supported; merge it into its model (peft: "
+            "merge_and_unload, then save_pretrained) and pass that, or remove it"
+        )
     for pattern in _PATTERNS:
         for path in directory.glob(pattern):
             if not path.exists():

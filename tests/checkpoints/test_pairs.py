@@ -42,6 +42,16 @@ def test_a_name_that_is_no_hub_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
             resolve(name)
 
 
+@pytest.mark.parametrize("beside", [(), ("config.json", "model.safetensors")])
+def test_an_adapter_is_not_passed_over(tmp_path: Path, beside: tuple[str, ...]) -> None:
+    """Bug: a LoRA beside its model's weights is left out, where transformers adds it; of one alone
+    the message asks for a config.json that nobody has."""
+    for name in ("adapter_config.json", "adapter_model.safetensors", *beside):
+        (tmp_path / name).write_text("{}")
+    with pytest.raises(ValueError, match=r"adapter_config.json: adapters are not.*merge_and_unl"):
+        resolve(str(tmp_path))
+
+
 def test_a_directory_with_a_preset_s_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Bug: of a model that was fetched into ./qwen3-8b the preset's shapes are taken."""
     monkeypatch.chdir(tmp_path)

@@ -21,12 +21,14 @@ from graphengine.decode.attention import (
 from graphengine.decode.chunk_sizes import LONG_SIZES, PAIRED_SIZES
 from graphengine.decode.fixed_chunk import FixedChunk
 from graphengine.decode.flashinfer_attention import FLOAT_WORKSPACE_BYTES
+from graphengine.models import gated_delta
 from graphengine.startup.build import read_configs
 from graphengine.startup.memory import plan_memory
 from graphengine.startup.workspace import (
     FLASHINFER_WRAPPER_BYTES,
     bucket_scratch_bytes,
     chunk_scratch_bytes,
+    forward_bytes,
     prefill_bytes,
     shared_scratch_bytes,
     tree_bytes,
@@ -142,3 +144,37 @@ def test_masks_of_every_window(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(attended) == 2
     needed = (2 + 1 + 2) * of_one  # both, a copy, and in bf16
     assert two - one >= needed + 2 * cache.nbytes, "keys and values, gathered and wider for sinks"
+
+
+def test_first_tokens_that_are_chosen() -> None:
+    """Bug: to adjust or to mask the logits of first tokens takes memory that is in no plan, or is
+    planned for the other of the two."""
+    target, _ = read_configs("qwen3-8b", None)
+    config = replace(ON_GPU, sampling=True)
+    plain, adjusted, masked, both = (
+        prefill_bytes(replace(config, **options), target, None, 2)
+        for options in (
+            {},
+            {"adjustments": True},
+            {"structured_outputs": True},
+            {"adjustments": True, "structured_outputs": True},
+        )
+    )
+    logits = 16 * 151_936  # of the largest bucket
+    assert adjusted - plain == logits * (4 + 4 + 4), "counts, biases and logits, in four bytes"
+    assert masked - plain == logits * 2, "a copy in the model's dtype"
+    assert both - plain == (adjusted - plain) + (masked - plain)
+
+
+def test_a_hybrid_s_chunk_is_planned_to_the_byte() -> None:
+    """Bug: of a recurrent layer's chunk a part is planned half, which a plan's other parts hide:
+    where memory is short a long prompt finds none."""
+    target, _ = read_configs("qwen3.5-4b", None)
+    columns, values = 8192 + 4096, 4096
+    in_model_dtype = (columns + 2 * values) * 2  # projected; what is read and what is gated of it
+    in_float32 = (2 * columns + values) * 4  # convolved, and what the solve leaves; the gated norm
+    assert gated_delta.row_bytes(target, 2) == in_model_dtype + in_float32
+    residual = (2 * target.hidden_size + target.q_size) * 2
+    rows = ON_GPU.prefill_chunk
+    planned = forward_bytes(target, rows, 2)
+    assert planned == rows * (residual + in_model_dtype + in_float32)

@@ -21,7 +21,7 @@ from graphengine.config.bytesize import format_bytes
 from graphengine.config.constraint import parse_schema
 from graphengine.config.declaration import COMMANDS, declarations, made, option, spelled_out
 from graphengine.config.engine import EngineConfig
-from graphengine.config.options import Options, SamplingParams
+from graphengine.config.options import Options, SamplingParams, adjusts
 from graphengine.startup.build import read_configs
 from graphengine.startup.options import resolve_options
 
@@ -246,3 +246,28 @@ def test_what_was_expected(kind: type, name: str, value: object, told: str) -> N
     with pytest.raises(ValueError, match=name) as refused:
         kind(**{name: value})
     assert str(refused.value) == f"{name} is {value!r}; expected {told}"
+
+
+def test_what_changes_logits() -> None:
+    """Bug: a penalty that rewards (below 1, or below 0) is taken for none: the answer is as if
+    nobody had asked, without a word."""
+    asked: list[dict[str, Any]] = [
+        {"repetition_penalty": 0.5},
+        {"repetition_penalty": 1.5},
+        {"presence_penalty": -0.5},
+        {"presence_penalty": 0.5},
+        {"frequency_penalty": -0.5},
+        {"frequency_penalty": 0.5},
+        {"logit_bias": {0: -1.0}},
+        {"allowed_token_ids": (0,)},
+        {"bad_words": ("a",)},
+        {"min_tokens": 1},
+    ]
+    assert [one for one in asked if not adjusts(SamplingParams(**one))] == []
+    nothing: list[dict[str, Any]] = [
+        {},
+        {"logit_bias": {}},
+        {"temperature": 1.0, "top_k": 3, "min_p": 0.1, "seed": 1},
+        {"stop_token_ids": (7,), "ignore_eos": True, "logprobs": 1},
+    ]
+    assert [one for one in nothing if adjusts(SamplingParams(**one))] == []

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from graphengine.kernels.gated_delta_prefill import CHUNK
-from graphengine.models import gated_attention, gated_delta, moe, swiglu
+from graphengine.models import attention, gated_attention, gated_delta, moe, swiglu
 from graphengine.startup.build import read_configs
 
 
@@ -23,6 +23,14 @@ def test_a_recurrent_layer(preset: str) -> None:
     ends = 2 * own.value_size * size  # outputs, and those that are gated
     needed = projected * size + of_chunk + ends
     assert needed <= gated_delta.row_bytes(config, size) <= 3 * needed
+
+
+def test_an_attention() -> None:
+    """Bug: what attends is not planned, or the projection's keys and values are not."""
+    config, size = read_configs("gpt-oss-20b", None)[0], 2  # queries are wider than the residual
+    assert config.q_size > config.hidden_size
+    projected = config.q_size + 2 * config.kv_size
+    assert attention.row_bytes(config, size) == (projected + config.q_size) * size
 
 
 def test_an_attention_that_gates() -> None:

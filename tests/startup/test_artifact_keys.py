@@ -179,6 +179,26 @@ def test_recorded_where_nothing_can_be_locked(
     assert artifact.nearest(tmp_path, ENTRY) == []
 
 
+def test_another_bucket_is_one_difference(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: who adds a bucket is told that the drafts a step differ as well: 7 there, 7,7 here."""
+    monkeypatch.setattr(precompiled, "loaded_code", lambda function: function.__name__)
+    target, draft = read_configs(TINY_TARGET, TINY_DRAFT)
+    parts = [
+        artifact.engine_parts(
+            resolve_options(
+                Options(device="cpu", buckets=buckets, num_speculative_tokens=numbers),
+                target,
+                draft,
+            ),
+            target,
+            draft,
+        )
+        for buckets, numbers in (((1,), 3), ((1, 4), 3), ((1, 4), (3, 2)))
+    ]
+    assert artifact.differences(parts[0], parts[1]) == ["buckets: 1 there, 1,4 here"]
+    assert artifact.differences(parts[1], parts[2]) == ["num_speculative_tokens: 3 there, 3,2 here"]
+
+
 def test_our_own_code_is_in_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
     """Bug: a folder is left out, and what an older version compiled is said to fit."""
     target, _ = read_configs(TINY_TARGET, None)

@@ -36,6 +36,19 @@ def test_which_random_weights(tmp_path: Path, load_format: str, is_uniform: bool
         assert torch.equal(weights.norm_D, torch.ones_like(weights.norm_D)) is not is_uniform
 
 
+def test_a_random_drafter_is_drawn_for_itself(tmp_path: Path) -> None:
+    """Bug: target and drafter are drawn alike: the drafter's first matrix is the beginning of the
+    target's embedding, and acceptance by luck is another than with weights that differ."""
+    target = make_target(tmp_path / "target", tokenizer=False)
+    draft = make_drafter(tmp_path / "draft", target)
+    with Engine.from_pretrained(
+        target, draft, buckets=(1,), max_model_len=64, device="cpu", load_format="dummy"
+    ) as engine:
+        pair = engine.built.loop.prefill.pair
+        own = pair.proposer.tensors[0].fc_DC.flatten()[:64]
+        assert not torch.equal(own, pair.target.weights.embed_VD.flatten()[:64])
+
+
 def test_the_bar_of_loading(tmp_path: Path) -> None:
     """Bug: it goes backwards, ends before its end, or says another model's name."""
     target = make_target(tmp_path / "target", layers=1)

@@ -178,3 +178,19 @@ def test_a_hybrid_s_chunk_is_planned_to_the_byte() -> None:
     rows = ON_GPU.prefill_chunk
     planned = forward_bytes(target, rows, 2)
     assert planned == rows * (residual + in_model_dtype + in_float32)
+
+
+def test_activations_of_captured_chunks_are_those_of_the_longest() -> None:
+    """Bug: the graphs of chunks share a pool, which is planned for the shortest of them."""
+    target, _ = read_configs("qwen3-8b", None)
+    config = replace(ON_GPU, graph_mode="full", prefill_attention_backend="triton")
+    called, captured = (
+        [
+            prefill_bytes(replace(config, graph_mode=mode, prefill_sizes=sizes), target, None, 2)
+            for sizes in ((16, 512), (16, 2048))
+        ]
+        for mode in ("none", "full")
+    )
+    of_pool = [graphs - none for none, graphs in zip(called, captured, strict=True)]
+    more = forward_bytes(target, 2048, 2) - forward_bytes(target, 512, 2)
+    assert of_pool[1] - of_pool[0] == more > 0

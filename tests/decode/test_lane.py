@@ -224,6 +224,38 @@ def test_the_time_of_several_steps_is_nobody_s(engine: Engine) -> None:
 
 
 @torch.no_grad()
+def test_a_step_takes_its_launch_and_its_wait(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bug: of what a step takes the host's part is left out, or the device's, and a guard compares
+    it with the whole of a plain one."""
+    loop, now = engine.built.loop, 0.0
+    lane = loop.first
+    loop.submit(list(PROMPTS[0]), 60, ())
+    loop.admit()
+    loop.launch()
+    loop.collect()
+    real = lane._queue_step
+
+    def queue_step() -> None:
+        nonlocal now
+        now += 3.0
+        real()
+
+    def wait(self: object) -> None:
+        nonlocal now
+        now += 5.0
+
+    monkeypatch.setattr(lane, "_queue_step", queue_step)
+    monkeypatch.setattr(lanes.Results, "wait", wait)
+    monkeypatch.setattr(lanes, "time", SimpleNamespace(perf_counter=lambda: now))
+    loop.launch()
+    loop.wait()
+    assert lane.step_s == 3.0 + 5.0
+    loop.reset()
+
+
+@torch.no_grad()
 def test_who_joins_as_the_other_leaves_moves_up(engine: Engine, pair: Pair) -> None:
     """Bug: the bucket of one stays the right one, so nobody sees that its request has row 1; the
     loop steps for ever over a row of padding."""

@@ -58,6 +58,41 @@ def test_a_step_is_watched_in_order(engine: Engine, pair: Pair) -> None:
     assert request.output_ids == pair.plain(PROMPTS[0], 9)
 
 
+def test_ends_of_the_model_and_of_the_user(engine: Engine, pair: Pair) -> None:
+    """Bug: a stop token that a user names does not end the answer where the model has ends of its
+    own, or these no longer do where a user names one."""
+    loop, told = loop_of(engine), pair.plain(PROMPTS[0], 20)
+    _, first, second, *_ = dict.fromkeys(told)
+    for own, asked, reason in (((second,), (first,), first), ((first,), (second,), None)):
+        request = loop.submit(list(PROMPTS[0]), 20, own, asked_stop_ids=asked)
+        for _ in loop.run():
+            pass
+        assert request.output_ids == told[: told.index(first) + 1]
+        assert (request.finish_reason, request.stop_reason) == ("stop", reason)
+
+
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+@torch.no_grad()
+def test_steps_behind_rows_of_a_prompt_are_not_alone(
+    pair: Pair, backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bug: of the steps that may have waited for a prompt's rows one counts as timed alone, and
+    speculation seems to lose."""
+    with pair.engine(buckets=(2,), attention_backend=backend) as engine:
+        loop, told = loop_of(engine), list[bool]()
+        real = loop.fallback.judge
+
+        def judge(verified: Any, num_rows: int, is_alone: bool) -> None:
+            told.append(is_alone)
+            real(verified, num_rows, is_alone)
+
+        monkeypatch.setattr(loop.fallback, "judge", judge)
+        loop.submit(list(PROMPTS[0]), 30, ())
+        for _ in loop.run():
+            pass
+    assert told[:3] == {"torch": [False, True, True], "triton": [False, False, True]}[backend]
+
+
 @torch.no_grad()
 def test_nobody_overtakes(engine: Engine) -> None:
     """Bug: a short prompt takes the pages that a long one in front of it waits for, for ever; or

@@ -214,3 +214,11 @@ def test_one_captured_tail_serves_every_mix() -> None:
         assert torch.equal(drawn, sample_rows(logits, positions, own))
         on_cpu = Controls(*(x.cpu() for x in own))
         assert (drawn.cpu() == sample_rows(logits.cpu(), positions.cpu(), on_cpu)).sum() >= 31
+
+
+def test_the_seeds_of_a_call_s_prompts() -> None:
+    """Bug: with the largest seed there is the second prompt ends in a traceback of torch's."""
+    for seed, seeds in ((0, [0, 1, 2]), (2**63 - 2, [2**63 - 2, 2**63 - 1, 0])):
+        numbered = [Sampling(temperature=1.0, seed=seed).numbered(i) for i in range(3)]
+        controls = Controls.upload(numbered, torch.device("cpu"))
+        assert controls.seed_B.tolist() == seeds

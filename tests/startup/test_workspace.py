@@ -21,6 +21,7 @@ from graphengine.decode.attention import (
 from graphengine.decode.chunk_sizes import LONG_SIZES, PAIRED_SIZES
 from graphengine.decode.fixed_chunk import FixedChunk
 from graphengine.decode.flashinfer_attention import FLOAT_WORKSPACE_BYTES
+from graphengine.decode.kvcache import page_bytes
 from graphengine.models import gated_delta
 from graphengine.startup.build import read_configs
 from graphengine.startup.memory import plan_memory
@@ -194,3 +195,12 @@ def test_activations_of_captured_chunks_are_those_of_the_longest() -> None:
     of_pool = [graphs - none for none, graphs in zip(called, captured, strict=True)]
     more = forward_bytes(target, 2048, 2) - forward_bytes(target, 512, 2)
     assert of_pool[1] - of_pool[0] == more > 0
+
+
+def test_a_context_of_one_token_is_none() -> None:
+    """Bug: where room is left for one token, which is no context, one is told to fit."""
+    target, _ = read_configs("qwen3-8b", None)
+    room = 2 * page_bytes(target, 2, 2)  # the null page, and one for a token and the row behind it
+    config = replace(ON_GPU, device="cpu", page_size=2, kv_cache_memory=room, max_model_len=64)
+    with pytest.raises(ValueError, match="that fits is 0 tokens; raise --kv-cache-memory or lower"):
+        plan_memory(config, target, None, None, length_is_explicit=False)

@@ -68,6 +68,27 @@ def test_bytes_of_a_file_come_from_facts_or_from_a_model(tmp_path: Path) -> None
     assert row["read_bytes"] > 1e5 and "floor_us" not in row
 
 
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("--draft", "ngram"),
+        ("--bucket", "2"),
+        ("--dtype", "float32"),
+        ("--num-speculative-tokens", "3"),
+        ("--draft-quantization", "fp8"),
+    ],
+)
+def test_options_that_say_what_bytes_are_read(tmp_path: Path, option: str, value: str) -> None:
+    """Bug: what says how many bytes MODEL reads is refused beside --read, as an option of a run;
+    or without MODEL it is taken, and changes nothing."""
+    path = exports.write_export(tmp_path / "mine.sqlite")
+    done = invoke("profile", "--read", path, option, value)
+    assert done.exit_code == 2
+    assert f"{option} beside --read is for the bytes of MODEL" in done.stderr
+    named = ["profile", TINY_TARGET, "--draft", TINY_DRAFT, "--read", path]
+    assert invoke(*named, option, value).exit_code == 0
+
+
 def test_bytes_of_a_rounded_drafter(tmp_path: Path) -> None:
     """Bug: GB/s of a batch whose drafter ran unrounded are counted as if it had been rounded."""
     path = exports.write_export(tmp_path / "mine.sqlite")

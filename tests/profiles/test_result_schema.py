@@ -243,11 +243,12 @@ def test_nvidia_smi_knows_the_gpu_in_use() -> None:
 
 
 def test_command_line_names_no_machine() -> None:
-    """Bug: stored commands carry home folders, and differ between machines for the same run."""
+    """Bug: stored commands carry home folders, and differ between machines for the same run; or an
+    argument with white space is told as two."""
     shown = result_schema.command_line(
-        ["/home/u/x/graphengine/__main__.py", "bench", "--model", "/data/m/Qwen3-8B", "a b"]
+        ["/home/u/x/graphengine/__main__.py", "bench", "--model", "/data/m/Qwen3-8B", "a b", "c\td"]
     )
-    assert shown == "graphengine bench --model Qwen3-8B 'a b'"
+    assert shown == "graphengine bench --model Qwen3-8B 'a b' 'c\td'"
     assert result_schema.command_line(["/v/bin/graphengine", "--out=/a/b/c.json"]) == (
         "graphengine --out=c.json"
     )

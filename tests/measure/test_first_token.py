@@ -208,8 +208,8 @@ def calls(monkeypatch: pytest.MonkeyPatch, *walls_ms: float) -> None:
                     num_prompt_tokens=8,
                     num_output_tokens=9,
                     ttft_ms=first,
-                    tokenize_ms=1.0,
-                    queue_ms=2.0,
+                    tokenize_ms=1.0 if first == 30 else 0.25,
+                    queue_ms=2.0 if first == 30 else 6.0,
                     prefill_ms=prefill,
                     launch_ms=0.5,
                     decode_ms=60.0,
@@ -295,12 +295,14 @@ def test_the_line_of_a_case(monkeypatch: pytest.MonkeyPatch, output_len: int | N
 
 def test_the_parts_of_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
     """Bug: a batch's prefill is its first prompt's, whose first token others still wait behind; or
-    the first token of all is taken for the last one's."""
+    the first token of all is taken for the last one's; or of the time before the batch's first
+    forward the last prompt's is told, which has waited for others' tokenising."""
     calls(monkeypatch, 50.0, 40.0, 90.0)
     nobody: Any = None
     found = run_prefill(nobody, case(batch=2), NO_GPU)
-    parts = {name: found[f"{name}_p50_ms"] for name in ("ttft", "first", "prefill", "host")}
-    assert parts == {"ttft": 50.0, "first": 30.0, "prefill": 35.0, "host": 3.5}
+    expected = {"ttft": 50.0, "first": 30.0, "prefill": 35.0, "host": 3.5}
+    expected |= {"tokenize": 1.0, "queue": 2.0}
+    assert {name: found[f"{name}_p50_ms"] for name in expected} == expected
     assert found["chunk_host_us"] == 1750
 
 

@@ -20,7 +20,7 @@ from graphengine.checkpoints.tokenizer import Tokenizer
 from graphengine.cli import verify as cli_verify
 from graphengine.cli.main import main
 from graphengine.decode import ends
-from graphengine.decode.sampling import GREEDY
+from graphengine.decode.sampling import GREEDY, Sampling
 from graphengine.prompts import read_prompt_file
 from graphengine.verify import run as verify_run
 from graphengine.verify.run import Draws, draw, encode
@@ -273,12 +273,20 @@ def test_draws_that_stop_with_the_drafter_alone(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_which_draws_are_made_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bug: plain draws, with no drafter, are said to be made with it."""
+    """Bug: plain draws, with no drafter, are said to be made with it; or some of them have the
+    seeds of drafted ones, so that the two sets are no samples of their own."""
+    seeds: list[int] = []
+
+    def noted(built: Any, ids: Any, count: int, length: int, sampling: Sampling) -> Draws:
+        seeds.append(sampling.seed)
+        return drawn
+
     drawn = Draws([[[1], [2]] * 50 for _ in range(4)], 3.0, {})
     engine = nullcontext(SimpleNamespace(built=None))
     monkeypatch.setattr(cli_verify._Run, "engine", lambda *asked: engine)
-    monkeypatch.setattr(verify_run, "draw", lambda *asked: drawn)
-    result = CliRunner().invoke(main, ["verify", "--temperature", "1", "--draft", str(TINY_DRAFT)])
+    monkeypatch.setattr(verify_run, "draw", noted)
+    line = ["verify", "--temperature", "1", "--draft", str(TINY_DRAFT), "--seed", "7"]
+    result = CliRunner().invoke(main, line)
     assert result.exit_code == 0, result.output
     lines = [f"drawing 100 x 4 with drafter {drafter}\n" for drafter in (TINY_DRAFT, None)]
-    assert result.stderr == "".join(lines)
+    assert result.stderr == "".join(lines) and seeds == [7, 7 + 400]

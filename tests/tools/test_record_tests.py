@@ -64,3 +64,14 @@ def test_why_a_test_failed(longrepr: str, reason: str, capsys: pytest.CaptureFix
         told = capsys.readouterr().out
         assert record_tests.REASON.findall(told) == [("a.py::b", reason)] * failed
         assert longrepr in told or not failed
+
+
+def test_a_job_s_share_of_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: every job takes all cores, or none where there are more jobs than cores; or threads that
+    the user has set are passed over."""
+    monkeypatch.setattr(record_tests.os, "cpu_count", lambda: 12)
+    monkeypatch.setenv("OMP_NUM_THREADS", "7")
+    monkeypatch.delenv("TORCHINDUCTOR_COMPILE_THREADS", raising=False)
+    names = ("OMP_NUM_THREADS", "TORCHINDUCTOR_COMPILE_THREADS")
+    found = [[record_tests.environment(jobs)[name] for name in names] for jobs in (1, 5, 30)]
+    assert found == [["7", "12"], ["7", "2"], ["7", "1"]]

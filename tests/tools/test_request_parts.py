@@ -27,7 +27,8 @@ def test_the_numbers_of_steps() -> None:
 
 def test_what_is_promised_of_options(monkeypatch: pytest.MonkeyPatch) -> None:
     """Bug: a bar is held against the ratio upside down, the plain engine's steps count as those of
-    the one that offers everything, or that engine stays open."""
+    the one that offers everything, or that engine stays open; or each round begins with the same
+    one, which has a cooler machine then."""
     asked = {"greedy": {}, "top_p": {"top_p": 0.9}, "grammar": {"constraint": "x"}}
     monkeypatch.setattr(request_parts, "OPTIONS", asked)
     closed: list[int] = []
@@ -35,7 +36,10 @@ def test_what_is_promised_of_options(monkeypatch: pytest.MonkeyPatch) -> None:
     own = SimpleNamespace(name="own")
     wall_ms = {("plain", ()): 4.0, ("own", ()): 5.0, ("own", ("top_p",)): 6.0}
 
+    ran: list[tuple[str, ...]] = []
+
     def run_steps(m: Any, engine: Any, count: int, asked: Any) -> list[TimedStep]:
+        ran.append((engine.name, *asked))
         ms = wall_ms.get((engine.name, tuple(asked)), 5.5)
         slowest = 3 * ms if asked.get("constraint") else ms
         return [TimedStep(ms, 1.0, 2)] * (count - 1) + [TimedStep(slowest, 1.0, 2)]
@@ -46,6 +50,8 @@ def test_what_is_promised_of_options(monkeypatch: pytest.MonkeyPatch) -> None:
     m.grammars = "some"
     numbers = request_parts.options(m)
     assert closed == [1] and [row["num_steps"] for row in numbers.values()] == [6] * 4
+    order = [("plain",), ("own",), ("own", "top_p"), ("own", "constraint")]
+    assert ran == [*reversed(order), *order]
     over = {name: row["over_greedy_ratio"] for name, row in numbers.items()}
     assert over == pytest.approx({"plain_engine": 0.8, "greedy": 1, "top_p": 1.2, "grammar": 1.1})
     grammar = numbers["grammar"]["step_p99_ms"] / 5.5

@@ -274,15 +274,19 @@ def test_an_answer_ends_where_its_budget_does(limit: int, is_right: bool) -> Non
 
 
 def test_what_is_counted_of_a_request() -> None:
-    """Bug: of tokens or steps others are counted, or the mean acceptance length lacks the bonus."""
+    """Bug: of tokens or steps others are counted, a request that was cold counts as a hit, or the
+    mean acceptance length lacks the bonus."""
     drafted = Acceptance(7, [2, 0, 1, 0, 0, 0, 0, 0])
     request = replace(ended("stop"), num_cached_tokens=1, num_plain_steps=4, acceptance=drafted)
     request.prompt_ids.insert(0, 7)
     run: Any = SimpleNamespace(counts=Counter(), matchers={}, texts=[], must_match=True)
     run.page, run.accepted = page_of([7, 1, 2, 3, 5]), Counter()
     soak_tool.Soak._check(run, request)
-    counts = {"tokens": 2, "prompt_tokens": 3, "cached_tokens": 1, "hits": 1, "plain_steps": 4}
-    counts |= {"ended_by_stop": 1, "handed_over": 1}
+    nothing = Acceptance(7, [0] * 8)
+    cold = replace(request, num_cached_tokens=0, num_plain_steps=0, acceptance=nothing)
+    soak_tool.Soak._check(run, cold)
+    counts = {"tokens": 4, "prompt_tokens": 6, "cached_tokens": 1, "hits": 1, "plain_steps": 4}
+    counts |= {"ended_by_stop": 2, "handed_over": 1}
     assert +run.counts == counts
     idle: Any = Idle()
     idle.accepted = run.accepted
@@ -368,7 +372,7 @@ def test_what_is_no_number_is_a_defect() -> None:
 
 def test_a_state_that_outlives_its_page_is_a_leak() -> None:
     """Bug: what is kept behind a token of a page that is free again, and soon another text's,
-    passes."""
+    passes; or free pages are told as free states."""
     slots = StateSlots(3)
     cache = PrefixCache(4, 4, slots)
     loop: Any = SimpleNamespace(allocator=cache, state_slots=slots, running=[], prefilling=[])
@@ -378,7 +382,7 @@ def test_a_state_that_outlives_its_page_is_a_leak() -> None:
     cache.free([page])
     soak_checks.check_balance(loop)
     slots.keep((cache._free[0], 4), slots.allocate(1)[0])
-    with pytest.raises(soak_tool.Leak, match="0 states held, 2 kept"):
+    with pytest.raises(soak_tool.Leak, match="0 states held, 2 kept, 0 free"):
         soak_checks.check_balance(loop)
 
 

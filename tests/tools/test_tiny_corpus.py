@@ -12,6 +12,8 @@ import re
 from functools import reduce
 from pathlib import Path
 
+import pytest
+
 from tools import corpus_code, corpus_questions, tiny_corpus
 
 HELDOUT = Path(__file__).parents[1] / "data" / "heldout.jsonl"
@@ -27,6 +29,23 @@ def test_the_held_out_prompts_are_those_of_the_tool() -> None:
     made = tiny_corpus.heldout_set()
     assert stored == [{"prompt": ex.prompt, "category": ex.category} for ex in made]
     assert all(tiny_corpus.is_heldout(ex.prompt) for ex in made)
+
+
+def test_what_is_shown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Bug: --show N shows N exchanges in all, some category none, or what is trained on; or
+    --write-heldout writes other prompts than those that are stored."""
+    monkeypatch.setattr(tiny_corpus, "check", lambda count: {"math": count})
+    path = tmp_path / "heldout.jsonl"
+    line = ["tiny_corpus.py", "--show", "2", "--check", "--write-heldout", str(path)]
+    monkeypatch.setattr("sys.argv", line)
+    tiny_corpus.main()
+    made = list(tiny_corpus.exchanges(0, 2 * 5, heldout=True))
+    texts = [f"[{ex.category}] {ex.prompt}\n---\n{ex.answer}\n\n" for ex in made]
+    assert capsys.readouterr().out == "".join(texts) + '{"math": 40000}\n'
+    assert [ex.category for ex in made] == ["math", "json", "code", "story", "qa"] * 2
+    assert path.read_text() == HELDOUT.read_text()
 
 
 def test_no_prompt_comes_twice() -> None:

@@ -259,7 +259,8 @@ def test_refusals(
 ) -> None:
     """Bug: a misspelt part is left out in silence, a division by zero ends the visit, or the script
     defines everything and runs nothing; or a misspelt number of rows is a traceback."""
-    monkeypatch.setattr(sys, "argv", ["measure_requests.py", *arguments])
+    no_time = ("--seconds", "0")  # where it is not refused
+    monkeypatch.setattr(sys, "argv", ["measure_requests.py", *no_time, *arguments])
     with pytest.raises(SystemExit):
         runpy.run_path(str(measure_requests.__file__), run_name="__main__")
     assert message in capsys.readouterr().err

@@ -1,8 +1,6 @@
 """What was captured, for people: nodes, memory and shapes of every graph, and graphs as DOT.
 
-Nothing here runs while decoding. Node counts are asked of the driver when they are wanted: torch
-has no call for them, and the runtime library's file name changes with the CUDA version while the
-driver's does not.
+Nothing here runs while decoding. Node counts are asked of the driver when they are wanted.
 """
 
 from __future__ import annotations
@@ -10,8 +8,9 @@ from __future__ import annotations
 import ctypes
 from collections import Counter
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
+from graphengine.capture import cuda_driver
 from graphengine.capture.runners import Call, EagerRunner, ReplayRunner, Runner, shapes
 
 # CUgraphNodeType
@@ -67,7 +66,7 @@ def write_dot(runner: Runner, folder: Path, prefix: str) -> list[Path]:
             written.append(folder / f"{prefix}{call.name}.dot")
             handle = ctypes.c_void_p(call.graph.handle.raw_cuda_graph())
             place, parameters = str(written[-1]).encode(), ctypes.c_uint(_DOT_PARAMETERS)
-            _check(_driver().cuGraphDebugDotPrint(handle, place, parameters))
+            cuda_driver.call("cuGraphDebugDotPrint", handle, place, parameters)
     return written
 
 
@@ -81,24 +80,14 @@ def _captured(call: Call) -> Entry:
 
 def _node_counts(graph: int) -> Counter[str]:
     """Kind -> number of nodes of a cudaGraph_t, child graphs not opened."""
-    driver, handle = _driver(), ctypes.c_void_p(graph)
+    handle = ctypes.c_void_p(graph)
     count, kind = ctypes.c_size_t(), ctypes.c_int()
-    _check(driver.cuGraphGetNodes(handle, None, ctypes.byref(count)))
+    cuda_driver.call("cuGraphGetNodes", handle, None, ctypes.byref(count))
     nodes = (ctypes.c_void_p * count.value)()
     if count.value:
-        _check(driver.cuGraphGetNodes(handle, nodes, ctypes.byref(count)))
+        cuda_driver.call("cuGraphGetNodes", handle, nodes, ctypes.byref(count))
     found: Counter[str] = Counter()
     for node in nodes:
-        _check(driver.cuGraphNodeGetType(ctypes.c_void_p(node), ctypes.byref(kind)))
+        cuda_driver.call("cuGraphNodeGetType", ctypes.c_void_p(node), ctypes.byref(kind))
         found[_NODE_KINDS.get(kind.value, "other")] += 1
     return found
-
-
-def _driver() -> Any:
-    """The CUDA driver; torch has loaded it already."""
-    return ctypes.CDLL("libcuda.so.1")
-
-
-def _check(result: int) -> None:
-    if result:
-        raise RuntimeError(f"the CUDA driver refused to describe a graph (CUresult {result})")

@@ -11,6 +11,7 @@ from typing import Any, cast
 import pytest
 import torch
 
+from graphengine.capture import cuda_driver
 from graphengine.capture.runners import NUM_WARMUPS, Graph, GraphPool, capture_ends, run_chain
 from graphengine.capture.steps import Dense
 
@@ -113,10 +114,18 @@ def test_a_graph_with_a_step_that_is_cold_is_warmed_up(
     monkeypatch: pytest.MonkeyPatch, have_run: str, num_warmups: int
 ) -> None:
     """Bug: an end's own step is compiled while its graph is recorded, which CUDA answers with an
-    error, since the steps that it shares have run; or all of them run again."""
+    error, since the steps that it shares have run; or all of them run again. A graph is uploaded by
+    way of another stream than replays it, or in front of its being there."""
     ran: list[str] = []
-    graph = SimpleNamespace(instantiate=lambda: None)
-    stream = SimpleNamespace(wait_stream=lambda other: None)
+    log: list[object] = []
+    graph = SimpleNamespace(instantiate=lambda: log.append("there"), raw_cuda_graph_exec=lambda: 7)
+    side = SimpleNamespace(wait_stream=lambda other: None, cuda_stream=4)
+    stream = SimpleNamespace(wait_stream=lambda other: None, cuda_stream=5)
+
+    def call(name: str, *handles: Any) -> None:
+        log.append((name, *(handle.value for handle in handles)))
+
+    monkeypatch.setattr(cuda_driver, "call", call)
     fakes = {
         **dict.fromkeys(("stream", "graph"), lambda *_, **__: nullcontext()),
         "current_stream": lambda: stream,
@@ -125,12 +134,13 @@ def test_a_graph_with_a_step_that_is_cold_is_warmed_up(
     }
     for name, fake in fakes.items():
         monkeypatch.setattr(torch.cuda, name, fake)
-    pool: Any = SimpleNamespace(stream=stream, handle=None, num_graphs=0)
+    pool: Any = SimpleNamespace(stream=side, handle=None, num_graphs=0)
     pool.warming = partial(GraphPool.warming, pool)
     steps = [Dense(name, lambda carry, name=name: ran.append(name) or carry) for name in "abc"]
     known = [step for step in steps if step.name in have_run]
     GraphPool.capture(pool, steps, (), known)
     assert ran == [*"abc"] * (num_warmups + 1) and pool.num_graphs == 1
+    assert log == ["there", ("cuGraphUpload", 7, 5)]
 
 
 def test_what_ends_early_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:

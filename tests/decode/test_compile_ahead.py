@@ -384,8 +384,7 @@ def test_kernels_are_compiled_on_threads(monkeypatch: pytest.MonkeyPatch, tmp_pa
         assert engine.generate(["Count from 3 to 9."])[0].token_ids
     ours = [each for each in found if not each[1].startswith("triton_")]
     late = [each for each in ours if not (each[0].startswith("compile-ahead") or each[2])]
-    assert any(thread.startswith("compile-ahead") for thread, _, _ in ours)
-    assert not late, (late, ours)
+    assert ours and not late, (late, ours)  # other processes, where they are there, tell nothing
 
 
 def test_a_run_ahead_knows_what_an_operator_writes_by_name() -> None:

@@ -20,6 +20,7 @@ import torch
 from graphengine import names
 from graphengine.api import Engine, GenerationResult
 from graphengine.config.draft_length import draft_at
+from graphengine.drafters.dflash import MAX_QUANTIZED_ROWS
 from graphengine.measure.bench import check_pool
 from graphengine.measure.rates import Rates
 from graphengine.measure.segment_bytes import segment_bytes
@@ -223,5 +224,7 @@ def roofline_ms(built: Built, input_len: int, batch: int, rates: Rates) -> float
     keys = batch * sum(window * (input_len - (window - 1) / 2) for window in windows)
     of_attention = 4 * target.q_size * keys
     flops = 2 * rows * (of_row - head + context) + 2 * batch * head + of_attention
-    bytes_ms = (read + context * size) / rates.read_gbps / 1e6
+    most = MAX_QUANTIZED_ROWS[built.config.draft_quantization]
+    read += context * (1 if rows <= most else size)
+    bytes_ms = read / rates.read_gbps / 1e6
     return max(bytes_ms, flops / rates.matmul_tflops / 1e9)

@@ -342,7 +342,7 @@ def test_the_roofline_of_attention(pair: tuple[Path, Path]) -> None:
     batch see each other's keys; the head is multiplied with every row of a prompt; the drafter's
     context costs nothing."""
     target, draft = read_configs(*pair)
-    config = SimpleNamespace(dtype="float32")
+    config = SimpleNamespace(dtype="float32", draft_quantization="none")
     built: Any = SimpleNamespace(config=config, target=target, draft=draft)
     flops = [roofline_ms(built, n, 1, Rates(math.inf, 1e-9)) for n in (99, 100, 101)]
     of_a_key = 4 * target.q_size * target.num_hidden_layers  # multiply and add, scores and values

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from graphengine.drafters.dflash import MAX_QUANTIZED_ROWS
 from graphengine.measure import rates
 from graphengine.measure.bench import context_bytes, token_bytes, weight_bytes
 from graphengine.measure.first_token import Rates, roofline_ms
@@ -56,17 +57,25 @@ def test_a_roofline_of_four_bits_and_windows() -> None:
 
 
 def test_a_roofline_of_the_drafters_context() -> None:
-    """Bug: what a prefill reads of the drafter counts its numbers, not their bytes."""
+    """Bug: what a prefill reads of the drafter counts its numbers, not their bytes; or a rounded
+    drafter's two bytes each, so that a first token stands closer to its floor than it is."""
     target, draft = read_configs("qwen3-8b", "qwen3-8b-dflash-b16")
     assert draft is not None
     (model,) = draft.models
     context = 5 * 4096 * 4096 + model.num_hidden_layers * 2 * 8 * 128 * 4096  # fc, keys and values
-    for dtype, size in (("bfloat16", 2), ("float32", 4)):
-        config = SimpleNamespace(dtype=dtype, draft_quantization="none")
+    most = MAX_QUANTIZED_ROWS["fp8"]
+    assert 16 <= most < 8192
+    for dtype, quantization, rows, size in (
+        ("bfloat16", "none", 1, 2),
+        ("float32", "none", 1, 4),
+        ("bfloat16", "fp8", int(most), 1),
+        ("bfloat16", "fp8", int(most) + 1, 2),
+    ):
+        config = SimpleNamespace(dtype=dtype, draft_quantization=quantization)
         built: Any = SimpleNamespace(config=config, target=target, draft=draft)
-        both = roofline_ms(built, 1, 1, Rates(1e-6, math.inf))
+        both = roofline_ms(built, rows, 1, Rates(1e-6, math.inf))
         built.draft = None
-        alone = roofline_ms(built, 1, 1, Rates(1e-6, math.inf))
+        alone = roofline_ms(built, rows, 1, Rates(1e-6, math.inf))
         assert both - alone == pytest.approx(size * context)
 
 

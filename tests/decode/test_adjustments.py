@@ -367,6 +367,7 @@ def test_graph_modes_adjust_and_score_the_same(tmp_path: Path, backend: Any) -> 
     for graph_mode in ("none", "piecewise", "full"):
         options: Any = {"device": "cuda", "graph_mode": graph_mode, "attention_backend": backend}
         options |= {"sampling": True, "adjustments": True, "max_logprobs": 4}
+        options["fallback"] = False  # whether it comes depends on measured times
         with Engine.from_pretrained(
             target, drafter, buckets=(1, 4), max_model_len=200, **options
         ) as engine:

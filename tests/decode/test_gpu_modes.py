@@ -315,7 +315,7 @@ def test_poisoned_cache_changes_nothing(pair: Pair, family: str) -> None:
         found = {}
         for poison in (False, True):
             with pair.engine(mode) as engine:
-                prefill = engine._built.loop.prefill  # type: ignore[union-attr]
+                prefill = engine.built.loop.prefill
                 assert isinstance(prefill.pair.proposer, DFlash)
                 for pool in (prefill.pair.target.kv_pool, prefill.pair.proposer.kv_pool):
                     pool.fill_(float("nan") if poison else 0.0)
@@ -361,7 +361,7 @@ def test_a_step_never_waits(pair: Pair, mode: Mode) -> None:
     """Bug: something in a step synchronises (`.item()`, a pageable copy, a blocking allocation)
     and the GPU idles meanwhile. Loading a changed batch may wait; a step may not."""
     with pair.engine(mode) as engine:
-        loop: Any = engine._built.loop  # type: ignore[union-attr]
+        loop: Any = engine.built.loop
         for prompt in PROMPTS[:2]:
             loop.submit(prompt, 200, frozenset())
         loop.admit()

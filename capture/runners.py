@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache, partial
 from itertools import groupby
@@ -22,8 +22,6 @@ import torch
 from graphengine import names
 from graphengine.capture import cuda_driver
 from graphengine.capture.steps import AttentionStep, Carry, Chain, Host, Step
-
-NUM_WARMUPS = 1  # on the side stream, whose library handles are its own
 
 
 class Runner(Protocol):
@@ -117,7 +115,8 @@ class GraphPool:
 
     @contextmanager
     def warming(self) -> Iterator[None]:
-        """Inside, work is queued where captures are recorded; what comes behind waits for it."""
+        """Inside, work is queued where captures are recorded, on a stream whose library handles are
+        its own; what comes behind waits for it."""
         self.stream.wait_stream(torch.cuda.current_stream())
         try:
             with torch.cuda.stream(self.stream):
@@ -125,19 +124,9 @@ class GraphPool:
         finally:
             torch.cuda.current_stream().wait_stream(self.stream)
 
-    def capture(
-        self, steps: Chain, carry: Carry, have_run: Collection[Step] = ()
-    ) -> tuple[Graph, Carry]:
-        """Warms the steps up on the side stream, but where all of them `have_run`, then records
-        them.
-
-        Warming runs everything for real (compilation, cuBLAS handles, lazy modules), so the buffers
-        must be in a state where running is harmless.
-        """
-        if not all(step in have_run for step in steps):
-            with self.warming():
-                for _ in range(NUM_WARMUPS):
-                    run_chain(steps, carry)
+    def capture(self, steps: Chain, carry: Carry) -> tuple[Graph, Carry]:
+        """Records the steps. The like of them have run while `warming`: compilation, cuBLAS handles
+        and lazy modules are nothing that can be recorded."""
         # Kept beside its executable, so that `inventory` can look into it later.
         graph = torch.cuda.CUDAGraph(keep_graph=True)
         alone = "thread_local"  # other threads may allocate meanwhile: it is the user's process
@@ -180,9 +169,7 @@ def _no_collection() -> Iterator[None]:
             gc.enable()
 
 
-def capture_piecewise(
-    chain: Chain, carry: Carry, pool: GraphPool, have_run: Collection[Step] = ()
-) -> ReplayRunner:
+def capture_piecewise(chain: Chain, carry: Carry, pool: GraphPool) -> ReplayRunner:
     """One graph per run of dense steps, attention eager between them."""
     calls: list[Call] = []
     for step in chain:
@@ -190,7 +177,7 @@ def capture_piecewise(
         if isinstance(step, AttentionStep | Host):
             call, carry = _eager_call(step, static)
         else:
-            graph, carry = pool.capture([step], static, have_run)
+            graph, carry = pool.capture([step], static)
             call = Call(step.name, graph.handle.replay, graph, shapes(static), shapes(carry))
             call.run()
         calls.append(call)
@@ -212,7 +199,6 @@ def capture_ends(
     *,
     whole: bool,
     fronts: Mapping[str, Chain] = MappingProxyType({}),
-    is_warm: bool = False,
 ) -> dict[str, ReplayRunner]:
     """A runner for each end of a chain `head, end, tail`; under "" where there are no ends.
 
@@ -222,25 +208,18 @@ def capture_ends(
         whole: one graph for each end, attention included, or two around a step of the host; else
             one for each dense step, of which those of head and tail are shared.
         fronts: what some ends have in front of the head, which does not continue it.
-        is_warm: like steps have run where captures are recorded.
     """
     known, chains = ends or {"": ()}, whole_chains(head, ends, tail, fronts)
-    have_run = {step for chain in chains.values() for step in chain if is_warm}
     if whole:
-        runners = dict[str, ReplayRunner]()
-        for end, chain in chains.items():
-            runners[end] = capture_full(name, chain, carry, pool, have_run)
-            have_run |= set(chain)
-        return runners
-    capture = partial(capture_piecewise, pool=pool, have_run=have_run)
-    begun = {end: capture(front, ()).calls for end, front in fronts.items()}
-    before = capture(head, carry)
+        return {end: capture_full(name, chain, carry, pool) for end, chain in chains.items()}
+    begun = {end: capture_piecewise(front, (), pool).calls for end, front in fronts.items()}
+    before = capture_piecewise(head, carry, pool)
     middles = {
-        end: capture(steps, before.carry if steps or not ends else ())
+        end: capture_piecewise(steps, before.carry if steps or not ends else (), pool)
         for end, steps in known.items()
     }
     assert not tail or not any(middle.carry for middle in middles.values())
-    after = capture(tail, ())
+    after = capture_piecewise(tail, (), pool)
     return {
         end: ReplayRunner(
             chains[end],
@@ -259,13 +238,9 @@ def whole_chains(
     return {end: [*fronts.get(end, ()), *head, *steps, *tail] for end, steps in known.items()}
 
 
-def capture_full(
-    name: str, chain: Chain, carry: Carry, pool: GraphPool, have_run: Collection[Step] = ()
-) -> ReplayRunner:
+def capture_full(name: str, chain: Chain, carry: Carry, pool: GraphPool) -> ReplayRunner:
     """The whole chain, attention included, as one graph; cut where the host works. It keeps the
     chain's name, but for a part of one step, which has its own, and where there are several more.
-
-    Args: have_run: steps that need no warming up.
     """
     parts = [list(part) for _, part in groupby(chain, lambda step: isinstance(step, Host))]
     graphs = [part for part in parts if not isinstance(part[0], Host)]
@@ -280,7 +255,7 @@ def capture_full(
         own = name if is_one else names.dense_name(name, len(calls))
         own = part[0].name if len(part) == 1 < len(graphs) else own
         inputs = shapes(carry)
-        graph, carry = pool.capture(part, carry, have_run)
+        graph, carry = pool.capture(part, carry)
         calls.append(Call(own, graph.handle.replay, graph, inputs, shapes(carry)))
     return ReplayRunner(chain, calls, carry)
 

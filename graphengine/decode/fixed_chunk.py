@@ -239,9 +239,7 @@ class FixedChunk:
         Args: whole: one graph, attention included.
         """
         head, ends, tail = self._steps
-        self._runners = capture_ends(
-            self.name, head, ends, tail, (), pool, whole=whole, is_warm=True
-        )
+        self._runners = capture_ends(self.name, head, ends, tail, (), pool, whole=whole)
 
     def _new_upload(self) -> Upload:
         flat_X, most = self._flat_X, self.num_prompts

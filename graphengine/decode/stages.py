@@ -156,10 +156,9 @@ def captured_stages(parts: Parts, graph_mode: GraphMode, pool: GraphPool) -> Sta
             pool,
             whole=whole,
             fronts=part.fronts,
-            is_warm=True,
         )
         capture = partial(capture_full, part.name) if whole else capture_piecewise
-        return found | {name: capture(chain, (), pool, chain) for name, chain in part.own.items()}
+        return found | {name: capture(chain, (), pool) for name, chain in part.own.items()}
 
     return _stages(parts, make)
 

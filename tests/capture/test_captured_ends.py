@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from functools import partial
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -12,7 +11,7 @@ import pytest
 import torch
 
 from graphengine.capture import cuda_driver
-from graphengine.capture.runners import NUM_WARMUPS, Graph, GraphPool, capture_ends, run_chain
+from graphengine.capture.runners import Graph, GraphPool, capture_ends, run_chain
 from graphengine.capture.steps import Dense
 
 
@@ -31,7 +30,7 @@ def test_two_ends_of_one_captured_chain() -> None:
     class Pool:
         num_captures = 0
 
-        def capture(self, steps: Any, carry: Any, have_run: Any = ()) -> Any:
+        def capture(self, steps: Any, carry: Any) -> Any:
             self.num_captures += 1
             graph: Any = Recorded(steps, carry)
             return Graph(graph, 0, 0), run_chain(steps, carry)
@@ -69,9 +68,7 @@ def test_an_end_hands_nothing_on(left: str) -> None:
     """Bug: a tail is captured with what one of the ends has left, and reads it behind another; or
     what follows continues the end and not the tail."""
     graph = Graph(cast(Any, SimpleNamespace(replay=int)), 0, 0)
-    pool: Any = SimpleNamespace(
-        capture=lambda steps, carry, have_run: (graph, run_chain(steps, carry))
-    )
+    pool: Any = SimpleNamespace(capture=lambda steps, carry: (graph, run_chain(steps, carry)))
 
     def step(name: str) -> Dense:
         return Dense(name, lambda carry: (torch.zeros(1),) if name == left else ())
@@ -86,60 +83,30 @@ def test_an_end_hands_nothing_on(left: str) -> None:
     assert [len(runner.carry) for runner in runners.values()] == [1, 1]
 
 
-def test_steps_that_have_run_are_warm() -> None:
-    """Bug: a chunk of 4,096 rows runs once more at each start for the sake of an end whose steps
-    have all run; or an end with a step of its own is recorded before that has run."""
-    seen: list[tuple[str, set[str]]] = []
-
-    class Pool:
-        def capture(self, steps: Any, carry: Any, have_run: Any = ()) -> Any:
-            seen.append(("".join(s.name for s in steps), {step.name for step in have_run}))
-            return Graph(cast(Any, SimpleNamespace(replay=int)), 0, 0), carry
-
-    a, b, c, d, e = (Dense(name, lambda carry: carry) for name in "abcde")
-    pool: Any = Pool()
-    capture_ends("step", [a, b], {"x": [c], "y": [], "z": [d]}, [e], (), pool, whole=True)
-    assert seen == [("abce", set()), ("abe", set("abce")), ("abde", set("abce"))]
-    for whole in (True, False):
-        seen.clear()
-        capture_ends("step", [a], {"x": [b], "y": []}, [c], (), pool, whole=whole, is_warm=True)
-        assert len(seen) == (2 if whole else 3)
-        assert all(known >= set(steps) for steps, known in seen)
-
-
-@pytest.mark.parametrize(
-    ("have_run", "num_warmups"), [("", NUM_WARMUPS), ("a", NUM_WARMUPS), ("abc", 0)]
-)
-def test_a_graph_with_a_step_that_is_cold_is_warmed_up(
-    monkeypatch: pytest.MonkeyPatch, have_run: str, num_warmups: int
-) -> None:
-    """Bug: an end's own step is compiled while its graph is recorded, which CUDA answers with an
-    error, since the steps that it shares have run; or all of them run again. A graph is uploaded by
-    way of another stream than replays it, or in front of its being there."""
+def test_a_graph_is_recorded_and_uploaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: a chunk of 4,096 rows runs once more at each start, in front of its capture. A graph is
+    uploaded by way of another stream than replays it, or in front of its being there."""
     ran: list[str] = []
     log: list[object] = []
     graph = SimpleNamespace(instantiate=lambda: log.append("there"), raw_cuda_graph_exec=lambda: 7)
-    side = SimpleNamespace(wait_stream=lambda other: None, cuda_stream=4)
-    stream = SimpleNamespace(wait_stream=lambda other: None, cuda_stream=5)
+    stream = SimpleNamespace(cuda_stream=5)
 
     def call(name: str, *handles: Any) -> None:
         log.append((name, *(handle.value for handle in handles)))
 
     monkeypatch.setattr(cuda_driver, "call", call)
     fakes = {
-        **dict.fromkeys(("stream", "graph"), lambda *_, **__: nullcontext()),
+        "graph": lambda *_, **__: nullcontext(),
         "current_stream": lambda: stream,
         "CUDAGraph": lambda **_: graph,
         "memory_stats": dict,
     }
     for name, fake in fakes.items():
         monkeypatch.setattr(torch.cuda, name, fake)
-    pool: Any = SimpleNamespace(stream=side, handle=None, num_graphs=0)
-    pool.warming = partial(GraphPool.warming, pool)
+    pool: Any = SimpleNamespace(stream=SimpleNamespace(cuda_stream=4), handle=None, num_graphs=0)
     steps = [Dense(name, lambda carry, name=name: ran.append(name) or carry) for name in "abc"]
-    known = [step for step in steps if step.name in have_run]
-    GraphPool.capture(pool, steps, (), known)
-    assert ran == [*"abc"] * (num_warmups + 1) and pool.num_graphs == 1
+    GraphPool.capture(pool, steps, ())
+    assert ran == [*"abc"] and pool.num_graphs == 1
     assert log == ["there", ("cuGraphUpload", 7, 5)]
 
 

@@ -36,12 +36,7 @@ class HostCalls(TorchDispatchMode):
         self.num_graphs = 0
         self._is_inside = False
 
-    def warm_up(self, steps: Chain, carry: Carry = ()) -> None:
-        """As `GraphPool.warm_up`: nothing of it is noted."""
-        with self.inside():
-            run_chain(steps, carry)
-
-    def capture(self, steps: Chain, carry: Carry, have_run: object = ()) -> tuple[Graph, Carry]:
+    def capture(self, steps: Chain, carry: Carry) -> tuple[Graph, Carry]:
         """As `GraphPool.capture`; what a replay leaves is where the capture left it."""
         self.num_graphs += 1
         with self.inside():

@@ -39,7 +39,7 @@ import torch.nn.functional as F
 from graphengine.kernels.arrival_kernels import MAX_SPLITS
 from graphengine.kernels.block_attention_kernels import LOG2_E, block_attention_kernel
 from graphengine.kernels.interpreter import INTERPRET
-from graphengine.kernels.launch import all_registers, on_grid, supports_pdl
+from graphengine.kernels.launch import all_registers, early_options, on_grid, supports_pdl
 from graphengine.kernels.output_gate import check_gate, output_gate_reference
 from graphengine.kernels.specialized_attention import SpecializedConfig, launch, takes
 
@@ -287,11 +287,10 @@ def block_attention(
         kv_tile, num_warps = kv_tile // 2, 8
     if config.chunk % kv_tile or config.chunk & (config.chunk - 1):
         raise ValueError(f"chunk {config.chunk}: a power of two and a multiple of {kv_tile} keys")
-    pdl = config.pdl and supports_pdl(q_TNH.device)
     rows, row_tiles = _row_tiling(block_length * (N // K))
     lengths = (start_B, W * S, config.one_split)
     shape = {"N": N, "H": H, "G": block_length, "K": K, "ROWS": rows, "ROW_TILES": row_tiles}
-    shape |= {"CHUNK": config.chunk, "SPLITS": num_splits, "PDL": pdl}
+    shape |= {"CHUNK": config.chunk, "SPLITS": num_splits}
     shape |= {"WINDOW": window or 0, "PADDED": padded, "GATE": 0}
     shape["SINKS"] = sinks_N is not None
     gate: tuple[torch.Tensor, int, int] = out_TNH, 0, 0
@@ -300,7 +299,6 @@ def block_attention(
         columns = gate_ZTE.narrow(-1, gate_ZTE.shape[-1] - N * H, N * H)
         gate = columns, gate_ZTE.stride(1), gate_ZTE.stride(0)
         shape["GATE"] = len(gate_ZTE)
-    options = {"launch_pdl": True} if pdl else {}
     on_grid(block_attention_kernel, (K * row_tiles, B, num_splits))(
         q_TNH,
         kv_cache[0],  # two pointers: no plane offset enters the address arithmetic
@@ -324,7 +322,7 @@ def block_attention(
         WIDE=kv_cache[0].numel() >= 2**31,
         num_stages=config.num_stages,
         **all_registers(num_warps),
-        **options,
+        **early_options(config.pdl and supports_pdl(q_TNH.device)),
     )
 
 

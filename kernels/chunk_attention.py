@@ -49,7 +49,7 @@ from graphengine.kernels.chunk_attention_kernels import (
     chunk_attention_kernel,
     tiles_of,
 )
-from graphengine.kernels.launch import on_grid
+from graphengine.kernels.launch import early_options, on_grid, on_hopper
 from graphengine.kernels.merge_splits import (
     Workspace,
     merge_splits,
@@ -76,8 +76,7 @@ def takes(q_TNH: torch.Tensor, kv_cache: torch.Tensor) -> bool:
     """Whether the kernel can run on these: Hopper, bf16, heads of 64, 128 or 256, pages of 16 to
     128."""
     return (
-        q_TNH.is_cuda
-        and torch.cuda.get_device_capability(q_TNH.device)[0] == 9
+        on_hopper(q_TNH)
         and q_TNH.dtype == kv_cache.dtype == torch.bfloat16
         and q_TNH.shape[2] in HEAD_DIMS
         and kv_cache.shape[2] in PAGE_SIZES
@@ -243,10 +242,9 @@ def chunk_attention(
         SPLITS=num_splits,
         WINDOW=window or 0,
         SINKS=sinks_N is not None,
-        PDL=config.pdl,
         num_warps=4,
         maxnreg=LAUNCH_REGISTERS,
-        **({"launch_pdl": True} if config.pdl else {}),
+        **early_options(config.pdl),
     )
     if partials is not None and num_splits > 1:
         merge_splits(partials, out_TNH, config.pdl)

@@ -30,7 +30,7 @@ from graphengine.kernels.gated_delta_prefill_kernels import (
 from graphengine.kernels.gated_delta_prepare_kernels import delta_prepare_kernel
 from graphengine.kernels.gated_delta_scan_kernels import STATE_ROWS, delta_scan_kernel
 from graphengine.kernels.interpreter import INTERPRET
-from graphengine.kernels.launch import on_grid, pdl_options
+from graphengine.kernels.launch import on_grid, on_hopper, pdl_options
 
 CHUNK = 32  # 64 took 1.5 times as long on an H200: what a chunk solves goes by its cube
 CONVOLVED_ROWS, CONVOLVED_COLUMNS = 8, 512  # of a program; of few rows half as many columns
@@ -102,7 +102,8 @@ def gated_delta_prefill_(
         num_warps=4,
         **common,
     )
-    is_hopper = _is_hopper(out_TNV)
+    # The kernels for Hopper take 16 bits and heads of 128.
+    is_hopper = on_hopper(out_TNV) and out_TNV.element_size() == 2 and K == 128
     prepare = delta_prepare_kernel if is_hopper else prepare_kernel
     on_grid(prepare, ((T + CHUNK - 1) // CHUNK + 1, N, R))(
         *(projected, a_log_N, dt_bias_N, windows_S3C, *pieces, *chunked, *strides, K**-0.5),
@@ -124,12 +125,6 @@ def gated_delta_prefill_(
         num_stages=2,
         **pdl,
     )
-
-
-def _is_hopper(out_TNV: torch.Tensor) -> bool:
-    """Whether Hopper's own kernels take these: 16 bits, heads of 128."""
-    is_hopper = out_TNV.is_cuda and torch.cuda.get_device_capability(out_TNV.device)[0] == 9
-    return is_hopper and out_TNV.element_size() == 2 and out_TNV.shape[2] == 128
 
 
 def gated_delta_prefill_reference_(

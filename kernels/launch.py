@@ -61,9 +61,19 @@ def supports_pdl(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9
 
 
+def early_options(pdl: int) -> dict[str, Any]:
+    """Options of a kernel that is launched so unless its own PDL is 0."""
+    return {"PDL": pdl} | ({"launch_pdl": True} if pdl else {})
+
+
 def pdl_options(device: torch.device) -> dict[str, Any]:
     """Options of a kernel that is launched so where it can be."""
-    return {"PDL": (pdl := supports_pdl(device))} | ({"launch_pdl": True} if pdl else {})
+    return early_options(supports_pdl(device))
+
+
+def on_hopper(x: torch.Tensor) -> bool:
+    """Whether x is on a GPU whose tensor cores and copies our Gluon kernels are written for."""
+    return x.is_cuda and torch.cuda.get_device_capability(x.device)[0] == 9
 
 
 def all_registers(num_warps: int) -> dict[str, int]:

@@ -21,7 +21,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from graphengine.kernels.interpreter import INTERPRET
-from graphengine.kernels.launch import on_grid
+from graphengine.kernels.launch import early_options, on_grid
 
 ELEMENTS = 2048  # of a program, 16 a thread
 
@@ -83,8 +83,7 @@ def merge_splits(partials: Workspace, out_TNH: torch.Tensor, pdl: bool = False) 
         SPLITS=len(lse_ZTN),
         ROWS=rows,
         H=H,
-        PDL=pdl,
-        **({"launch_pdl": True} if pdl else {}),
+        **early_options(pdl),
     )
 
 

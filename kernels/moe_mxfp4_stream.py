@@ -36,7 +36,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from graphengine.kernels.clamped_swiglu import Clamp, activate, clamp_options
 from graphengine.kernels.interpreter import INTERPRET
-from graphengine.kernels.launch import on_grid
+from graphengine.kernels.launch import early_options, on_grid, on_hopper
 from graphengine.kernels.mxfp4 import HALF_WORDS, SCALES, WIDEN, WIDEN_REGISTERS, Mxfp4
 from graphengine.kernels.triton_internals import barrier
 
@@ -55,10 +55,8 @@ _STEP, _PART = gl.constexpr(STEP), gl.constexpr(PART)
 def takes(x_TD: torch.Tensor, inter: int) -> bool:
     """Whether the kernels can run on these rows and experts of that width: few and no wider than
     shared memory, on Hopper."""
-    x, most = x_TD, max(x_TD.shape[1], inter)
-    if not x.is_cuda or INTERPRET or len(x) > MOST_ROWS or most > MOST_COLUMNS:
-        return False
-    return torch.cuda.get_device_capability(x.device)[0] == 9
+    fits = len(x_TD) <= MOST_ROWS and max(x_TD.shape[1], inter) <= MOST_COLUMNS
+    return fits and not INTERPRET and on_hopper(x_TD)
 
 
 def launch_gate_up(
@@ -124,8 +122,7 @@ def launch_down(
 def _options(num_rows: int, blocks: int, rows: int = 0, num_warps: int = 0) -> dict[str, Any]:
     rows = rows or (8 if num_rows <= FEW_ROWS else 16)
     num_warps = num_warps or (8 if rows == 16 and blocks > 1 else 4)  # a block each four
-    pdl = {"PDL": True, "launch_pdl": True}
-    return {"ROWS": rows, "num_warps": num_warps, "maxnreg": REGISTERS, **pdl}
+    return {"ROWS": rows, "num_warps": num_warps, "maxnreg": REGISTERS, **early_options(True)}
 
 
 @gluon.constexpr_function

@@ -43,7 +43,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from graphengine.capture.torch_internals import constant_in_graphs
 from graphengine.kernels.fp8 import FP8, Fp8Scales, widened
 from graphengine.kernels.interpreter import INTERPRET
-from graphengine.kernels.launch import on_grid, supports_pdl
+from graphengine.kernels.launch import early_options, on_grid, on_hopper, supports_pdl
 from graphengine.kernels.skinny_config import (
     MAX_SPLITS,
     MAX_T,
@@ -234,8 +234,7 @@ def launch(
     width = split_width(D, config.num_splits, config.block_k)
     pdl = config.pdl if supports_pdl(x.device) else PDL_OFF
     sizes = {"ROWS": config.rows, "COLS": cols, "BLOCK_K": config.block_k}
-    flags = {"SWIGLU": swiglu, "PDL": pdl}
-    options = {"num_warps": config.num_warps} | ({"launch_pdl": True} if pdl else {})
+    options = {"num_warps": config.num_warps, "SWIGLU": swiglu} | early_options(pdl)
     if runs_tma(x, weight_ED, config):
         x_rows = x.view(-1, D)
         weight_layout, x_layout = (
@@ -249,7 +248,6 @@ def launch(
             out,
             *(T, E, items, config.num_splits, width // config.block_k),
             **sizes,
-            **flags,
             STAGES=config.num_stages,
             FP8=scales is not None,
             **options,
@@ -262,7 +260,6 @@ def launch(
             *(T, E, D, config.num_splits, width // config.block_k),
             *(weight_ED.stride(0), x.stride(0)),
             **sizes,
-            **flags,
             EVEN_K=width * config.num_splits == D,
             DOT_FP32=INTERPRET,
             num_stages=config.num_stages,
@@ -286,7 +283,7 @@ def num_ctas(items: int, config: SkinnyConfig, device: torch.device) -> int:
 
 def runs_tma(x: torch.Tensor, weight_ED: torch.Tensor, config: SkinnyConfig) -> bool:
     """Hopper, 16- or 8-bit operands, and rows that begin at multiples of 16 bytes."""
-    if not (config.use_tma and x.is_cuda) or torch.cuda.get_device_capability(x.device)[0] != 9:
+    if not (config.use_tma and on_hopper(x)):
         return False
     aligned = all(
         y.data_ptr() % 16 == 0 and y.stride(-2) * y.element_size() % 16 == 0 for y in (x, weight_ED)

@@ -26,7 +26,7 @@ import torch
 from graphengine.kernels.block_attention_kernels import LOG2_E
 from graphengine.kernels.chunk_attention_kernels import BAND, LAUNCH_REGISTERS, ROWS
 from graphengine.kernels.interpreter import INTERPRET
-from graphengine.kernels.launch import on_grid
+from graphengine.kernels.launch import early_options, on_grid, on_hopper
 from graphengine.kernels.specialized_attention_kernels import specialized_attention_kernel
 from graphengine.kernels.wide_linear import descriptor, gluon_dtype
 
@@ -51,9 +51,8 @@ def takes(q_TNH: torch.Tensor, kv_cache: torch.Tensor, block_length: int) -> boo
     packed_rows = block_length * (q_TNH.shape[1] // kv_cache.shape[3])
     starts = q_TNH.storage_offset(), kv_cache.storage_offset(), q_TNH.stride(0)
     return (
-        q_TNH.is_cuda
+        on_hopper(q_TNH)
         and not INTERPRET
-        and torch.cuda.get_device_capability(q_TNH.device)[0] == 9
         and q_TNH.dtype == kv_cache.dtype == torch.bfloat16
         and q_TNH.shape[2] == HEAD_DIM
         and kv_cache.shape[2] in PAGE_SIZES
@@ -122,10 +121,9 @@ def launch(
         POLLS=config.polls,
         CAUSAL=causal,
         WINDOW=window or 0,
-        PDL=config.pdl,
         num_warps=4,
         maxnreg=LAUNCH_REGISTERS,
-        **({"launch_pdl": True} if config.pdl else {}),
+        **early_options(config.pdl),
     )
 
 

@@ -26,7 +26,7 @@ Cost: as wide_linear.py's.
 import torch
 
 from graphengine.kernels.fp8 import Fp8Scales
-from graphengine.kernels.launch import on_grid
+from graphengine.kernels.launch import early_options, on_grid
 from graphengine.kernels.skinny_config import MIDDLE_T, SkinnyConfig, cdiv, split_width
 from graphengine.kernels.specialized_linear_kernels import (
     LOADER_REGISTERS,
@@ -137,10 +137,9 @@ def launch_specialized(
         CONSUMERS=config.consumers,
         PARTS=2 if low else 1,
         STAGES=config.num_stages,
-        PDL=config.pdl,
         REGISTERS=registers,
         maxnreg=maxnreg,
         num_warps=4,
-        **({"launch_pdl": True} if config.pdl else {}),
+        **early_options(config.pdl),
     )
     return out

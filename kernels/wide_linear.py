@@ -48,7 +48,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from graphengine.kernels.argmax_epilogue import better_ranks, lowest_ranks, store_candidates
 from graphengine.kernels.fp8 import FP8, Fp8Scales
-from graphengine.kernels.launch import on_grid
+from graphengine.kernels.launch import early_options, on_grid
 from graphengine.kernels.skinny_config import SkinnyConfig, cdiv, split_width
 from graphengine.kernels.triton_internals import async_load, prefetch_descriptor, reinterpret
 
@@ -82,10 +82,9 @@ def launch_wide(
         BLOCK_K=config.block_k,
         STAGES=config.num_stages,
         SWIGLU=swiglu,
-        PDL=config.pdl,
         FP8=scales is not None,
         num_warps=config.num_warps,
-        **({"launch_pdl": True} if config.pdl else {}),
+        **early_options(config.pdl),
     )
     return out
 

@@ -6,15 +6,13 @@ Nothing here runs while decoding. Node counts are asked of the driver when they 
 from __future__ import annotations
 
 import ctypes
-from collections import Counter
 from pathlib import Path
 from typing import Literal, NamedTuple
 
 from graphengine.capture import cuda_driver
 from graphengine.capture.runners import Call, EagerRunner, ReplayRunner, Runner, shapes
 
-# CUgraphNodeType
-_NODE_KINDS = {0: "kernel", 1: "memcpy", 2: "memset", 3: "host", 4: "graph", 5: "empty"}
+_KERNEL = 0  # of CUgraphNodeType
 _DOT_PARAMETERS = 1 << 2 | 1 << 3 | 1 << 4  # of kernel, memcpy and memset nodes
 
 
@@ -74,20 +72,20 @@ def _captured(call: Call) -> Entry:
     if call.graph is None:
         return Entry(call.name, "eager", call.input_shapes, call.output_shapes)
     graph, counts = call.graph, _node_counts(call.graph.handle.raw_cuda_graph())
-    found = counts["kernel"], counts.total(), graph.pool_bytes, graph.live_bytes
+    found = *counts, graph.pool_bytes, graph.live_bytes
     return Entry(call.name, "graph", call.input_shapes, call.output_shapes, *found)
 
 
-def _node_counts(graph: int) -> Counter[str]:
-    """Kind -> number of nodes of a cudaGraph_t, child graphs not opened."""
+def _node_counts(graph: int) -> tuple[int, int]:
+    """(kernels, all nodes) of a cudaGraph_t, child graphs not opened."""
     handle = ctypes.c_void_p(graph)
     count, kind = ctypes.c_size_t(), ctypes.c_int()
     cuda_driver.call("cuGraphGetNodes", handle, None, ctypes.byref(count))
     nodes = (ctypes.c_void_p * count.value)()
     if count.value:
         cuda_driver.call("cuGraphGetNodes", handle, nodes, ctypes.byref(count))
-    found: Counter[str] = Counter()
+    num_kernels = 0
     for node in nodes:
         cuda_driver.call("cuGraphNodeGetType", ctypes.c_void_p(node), ctypes.byref(kind))
-        found[_NODE_KINDS.get(kind.value, "other")] += 1
-    return found
+        num_kernels += kind.value == _KERNEL
+    return num_kernels, len(nodes)

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from graphengine.capture import cuda_driver
-from graphengine.capture import inventory as inventories
 from graphengine.capture.inventory import Entry, inventory, write_dot
 from graphengine.capture.runners import Call, EagerRunner, Graph, ReplayRunner
 from graphengine.capture.steps import AttentionStep, Dense
@@ -41,8 +40,27 @@ def test_one_graph_names_its_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     the other way round; bytes change places; an eager attention gets a picture."""
     handle: Any = Handle()
     graph = Graph(handle, 100, 60)
-    counts = inventories.Counter({"kernel": 5, "memcpy": 2})
-    monkeypatch.setattr(inventories, "_node_counts", lambda raw: counts if raw == 7 else None)
+    drawn: list[bytes] = []
+
+    class Driver:
+        """Of a graph of five kernels and two copies."""
+
+        def cuGraphGetNodes(self, graph: Any, nodes: Any, count: Any) -> int:
+            assert graph.value == 7
+            count._obj.value = 7
+            if nodes is not None:
+                nodes[:] = range(11, 18)
+            return 0
+
+        def cuGraphNodeGetType(self, node: Any, kind: Any) -> int:
+            kind._obj.value = 0 if node.value < 16 else 1
+            return 0
+
+        def cuGraphDebugDotPrint(self, raw: object, place: bytes, parameters: object) -> int:
+            drawn.append(place)
+            return 0 if len(drawn) == 1 else 1
+
+    monkeypatch.setattr(cuda_driver, "_driver", Driver)
     steps = [Dense("d", lambda carry: carry), AttentionStep("a", lambda carry: carry)]
     whole = ReplayRunner(steps, [Call("verify", print, graph, ["1 int64"], [])], ())
     (entry,) = inventory(whole)
@@ -54,14 +72,6 @@ def test_one_graph_names_its_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         ("d", "graph", 7, ()),
         ("a", "eager", None, ()),
     ]
-    drawn: list[bytes] = []
-
-    class Driver:
-        def cuGraphDebugDotPrint(self, raw: object, place: bytes, parameters: object) -> int:
-            drawn.append(place)
-            return 0 if len(drawn) == 1 else 1
-
-    monkeypatch.setattr(cuda_driver, "_driver", Driver)
     assert write_dot(parts, tmp_path, "b1-") == [tmp_path / "b1-d.dot"]
     assert drawn == [str(tmp_path / "b1-d.dot").encode()]
     with pytest.raises(RuntimeError, match="refused cuGraphDebugDotPrint"):

@@ -343,7 +343,7 @@ def test_people_and_results_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 @pytest.mark.gpu
 def test_captured_on_a_gpu(tmp_path: Path) -> None:
-    """Bug: a layer alone cannot be captured, or a start waits long for its measurements."""
+    """Bug: a layer alone cannot be captured."""
     target, draft = pair(tmp_path)
     began = time.perf_counter()
     asked: dict[str, Any] = {"buckets": (1, 8), "max_model_len": 96, "device": "cuda"}

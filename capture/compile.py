@@ -101,14 +101,7 @@ class Segment:
         options["guard_filter_fn"] = torch.compiler.skip_all_guards_unsafe
         ahead: Any = torch.compile(self._function, fullgraph=True, dynamic=False, options=options)
         try:
-            try:
-                compiled = torch_internals.compile_ahead_of_time(ahead, arguments)
-            except Exception:
-                folders = torch_internals.cache_folder(), torch_internals.header_folder()
-                if not drop_damaged(*folders):
-                    raise
-                torch_internals.forget_failures()
-                compiled = torch_internals.compile_ahead_of_time(ahead, arguments)
+            compiled = _compile_ahead(ahead, arguments)
         except Exception as error:  # torch cannot, or a fault that it tells better when called
             name = self._function.__qualname__
             reason = str(error).partition("\n")[0]
@@ -116,6 +109,18 @@ class Segment:
             return jit
         precompiled.keep(key, compiled)
         return torch_internals.callable_of(compiled)
+
+
+def _compile_ahead(ahead: Any, arguments: tuple[Any, ...]) -> Any:
+    """What `torch.compile` has returned, compiled for these arguments; once more where what an
+    interrupted compiler had left was in the way."""
+    try:
+        return torch_internals.compile_ahead_of_time(ahead, arguments)
+    except Exception:
+        if not drop_damaged(torch_internals.cache_folder(), torch_internals.header_folder()):
+            raise
+        torch_internals.forget_failures()
+        return torch_internals.compile_ahead_of_time(ahead, arguments)
 
 
 def compile_segments(functions: Iterable[Callable[..., Any]]) -> list[Callable[..., Any]]:

@@ -16,10 +16,10 @@ product, so the cut is off by a float32 rounding of the mass and the error of `e
 Equal logits stand or fall together: ties with the last one kept are kept. A row without a filter, a
 greedy row and one that names no token (best < 0) leave each launch after three loads.
 
-Cost on one H200, predicted from the compiled instructions (no GPU run yet): integer operations
-bound it, 55 a logit in a pass of top-k and 95 in one of top-p. [16, 151936] bf16 is 4.9 MB a pass,
-1.1 us at 4.46 TB/s, but 10 and 18 us of arithmetic. 10 launches and a memset; an idle launch takes
-about 1.5 us.
+Cost: [16, 151936] in bf16 takes 15 us where no row has a filter, 61 with top-k, 86 with top-p and
+128 with both (one H200, before there was min-p: profiles/results/
+2026-11-22-h200-kernels-sampled.json). Integer operations bound it, 55 a logit in a pass of top-k
+and 95 in one of top-p: a pass reads 4.9 MB, 1.1 us at 4.46 TB/s. 10 launches and a memset.
 
 Legend: T rows of B requests (T / B each), V vocabulary.
 """

@@ -12,9 +12,9 @@ Precision: the noise is `-log(E)` of an exponential number E; both are float32 w
 their last place where it matters (small E: the winners), so a probability is off by about 1e-6 of
 itself. Two candidates that close may be told apart differently on a CPU.
 
-Cost on one H200, predicted from the compiled instructions (no GPU run yet): 120 a logit bound it,
-for a 64-bit hash and two logarithms. [16, 151936] bf16 is 4.9 MB, 1.1 us at 4.46 TB/s, but 15 us of
-arithmetic; two launches.
+Cost: [16, 151936] in bf16 takes 16 us (one H200, profiles/results/
+2026-11-22-h200-kernels-sampled.json). 120 instructions a logit bound it, for a 64-bit hash and two
+logarithms: the 4.9 MB alone take 1.1 us at 4.46 TB/s. Two launches.
 
 Legend: T rows of B requests (T / B each), V vocabulary, C chunks of a row.
 """

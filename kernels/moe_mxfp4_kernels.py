@@ -9,7 +9,7 @@ Legend: T rows, D hidden, K experts of a row, P = T * K pairs, S slots, I expert
 
 # pyright: reportArgumentType=false, reportGeneralTypeIssues=false
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
@@ -23,19 +23,6 @@ from graphengine.kernels.moe_kernels import STREAM_ROWS
 from graphengine.kernels.mxfp4 import BLOCK, Mxfp4, product_mxfp4
 
 
-class Tile(NamedTuple):
-    """How a product is cut: rows of the expert, and how deep it is fetched."""
-
-    rows: int = 16
-    num_stages: int = 3
-    num_warps: int = 4
-
-
-def tile_of(num_rows: int) -> Tile:
-    """Narrow where weights are streamed; a wider one uses more often what has been widened."""
-    return Tile(16 if num_rows <= STREAM_ROWS else 32 if num_rows <= 512 else 64)
-
-
 def launch_gate_up(
     x_TD: torch.Tensor,
     gate_up: Mxfp4,
@@ -44,12 +31,10 @@ def launch_gate_up(
     top_k: int,
     bias_EJ: torch.Tensor | None,
     clamp: Clamp | None,
-    tile: Tile | None = None,
 ) -> torch.Tensor:
     """`moe_kernels.launch_gate_up` of rows `in_turn` in MXFP4."""
     (T, D), I = x_TD.shape, gate_up.codes.shape[1] * (BLOCK // 2)  # noqa: E741 (moe.py's width)
     out_PI = x_TD.new_empty((T * top_k, I))
-    tile = tile or tile_of(T)
     on_grid(_gate_up_kernel, (gate_up.codes.shape[1], len(slots_S3)))(
         x_TD,
         *gate_up.words,
@@ -61,7 +46,7 @@ def launch_gate_up(
         D=D,
         K=top_k,
         **clamp_options(clamp),
-        **_tile(tile, x_TD),
+        **_tile(T, x_TD.device),
     )
     return out_PI
 
@@ -73,12 +58,10 @@ def launch_down(
     slots_S3: torch.Tensor,
     pairs_P: torch.Tensor,
     bias_ED: torch.Tensor | None,
-    tile: Tile | None = None,
 ) -> torch.Tensor:
     """`moe_kernels.launch_down` in MXFP4, without a shared expert."""
     (T, K), D, I = weight_TK.shape, down.codes.shape[1] * BLOCK, act_PI.shape[1]  # noqa: E741 (moe.py's width)
     out_KTD = torch.empty((K, T, D), dtype=torch.float32, device=act_PI.device)
-    tile = tile or tile_of(T)
     on_grid(_down_kernel, (down.codes.shape[1], len(slots_S3)))(
         act_PI,
         *down.words,
@@ -91,19 +74,17 @@ def launch_down(
         D,
         I=I,
         K=K,
-        **_tile(tile, act_PI),
+        **_tile(T, act_PI.device),
     )
     return out_KTD
 
 
-def _tile(tile: Tile, x: torch.Tensor) -> dict[str, Any]:
-    return {
-        "ROWS": tile.rows,
-        "DOT_FP32": INTERPRET,
-        "num_stages": tile.num_stages,
-        "num_warps": tile.num_warps,
-        **pdl_options(x.device),
-    }
+def _tile(num_rows: int, device: torch.device) -> dict[str, Any]:
+    """How a product is cut: few rows of an expert where weights are streamed; more of them use more
+    often what has been widened."""
+    rows = 16 if num_rows <= STREAM_ROWS else 32 if num_rows <= 512 else 64
+    sizes = {"ROWS": rows, "num_stages": 3, "num_warps": 4}
+    return sizes | {"DOT_FP32": INTERPRET, **pdl_options(device)}
 
 
 @triton.jit(do_not_specialize=["I"])

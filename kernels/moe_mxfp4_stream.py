@@ -67,12 +67,11 @@ def launch_gate_up(
     top_k: int,
     bias_EJ: torch.Tensor | None,
     clamp: Clamp | None,
-    **options: int,
 ) -> torch.Tensor:
     """`moe_mxfp4_kernels.launch_gate_up`, where `takes` is true."""
     (T, D), blocks = x_TD.shape, gate_up.codes.shape[1]
     out_PI = x_TD.new_empty((T * top_k, blocks * 32))
-    how = _options(T, blocks, **options)
+    how = _options(T, blocks)
     on_grid(_gate_up_kernel, (-(-blocks * 4 // how["num_warps"]), len(slots_S3)))(
         x_TD,
         *gate_up.words,
@@ -96,12 +95,11 @@ def launch_down(
     slots_S3: torch.Tensor,
     pairs_P: torch.Tensor,
     bias_ED: torch.Tensor | None,
-    **options: int,
 ) -> torch.Tensor:
     """`moe_mxfp4_kernels.launch_down`, where `takes` is true of the rows."""
     (T, K), blocks, I = weight_TK.shape, down.codes.shape[1], act_PI.shape[1]  # noqa: E741 (moe.py's width)
     out_KTD = torch.empty((K, T, blocks * 64), dtype=torch.float32, device=act_PI.device)
-    how = _options(T, blocks, **options)
+    how = _options(T, blocks)
     on_grid(_down_kernel, (-(-blocks * 4 // how["num_warps"]), len(slots_S3)))(
         act_PI,
         *down.words,
@@ -119,9 +117,9 @@ def launch_down(
     return out_KTD
 
 
-def _options(num_rows: int, blocks: int, rows: int = 0, num_warps: int = 0) -> dict[str, Any]:
-    rows = rows or (8 if num_rows <= FEW_ROWS else 16)
-    num_warps = num_warps or (8 if rows == 16 and blocks > 1 else 4)  # a block each four
+def _options(num_rows: int, blocks: int) -> dict[str, Any]:
+    rows = 8 if num_rows <= FEW_ROWS else 16
+    num_warps = 8 if rows == 16 and blocks > 1 else 4  # a block each four
     return {"ROWS": rows, "num_warps": num_warps, "maxnreg": REGISTERS, **early_options(True)}
 
 

@@ -1,5 +1,5 @@
-"""Three ways to run one chain: eagerly, as CUDA graphs between eager attentions, as one graph, or
-one on each side of a step of the host.
+"""Three ways to run one chain: eagerly, as CUDA graphs between eager attentions, or as one graph,
+which a step of the host cuts in two.
 
 Invariant: capture shape equals replay shape by construction (a runner belongs to one bucket and
 its buffers), and a graph-owned tensor is valid from its replay to the next one only: a later
@@ -116,7 +116,8 @@ class GraphPool:
     @contextmanager
     def warming(self) -> Iterator[None]:
         """Inside, work is queued where captures are recorded, on a stream whose library handles are
-        its own; what comes behind waits for it."""
+        its own; what comes behind waits for it. All of it is done, so buffers must be in a state
+        where that is harmless."""
         self.stream.wait_stream(torch.cuda.current_stream())
         try:
             with torch.cuda.stream(self.stream):
@@ -125,8 +126,8 @@ class GraphPool:
             torch.cuda.current_stream().wait_stream(self.stream)
 
     def capture(self, steps: Chain, carry: Carry) -> tuple[Graph, Carry]:
-        """Records the steps. The like of them have run while `warming`: compilation, cuBLAS handles
-        and lazy modules are nothing that can be recorded."""
+        """Records the steps. The like of them have run inside `warming`: what only a first run does
+        (it compiles, loads modules, makes cuBLAS handles) cannot be recorded."""
         # Kept beside its executable, so that `inventory` can look into it later.
         graph = torch.cuda.CUDAGraph(keep_graph=True)
         alone = "thread_local"  # other threads may allocate meanwhile: it is the user's process

@@ -114,3 +114,13 @@ def test_other_tokens_keep_their_ids(is_list: bool) -> None:
     assert after.encode("<s>").ids == [2, 3, 4]
     assert after.encode("  [X]").ids == made.encode("  [X]").ids == [5, 7]
     assert json.loads(text)["model"].get("unk_token") in ("\0<unk>", None)
+
+
+def test_tokens_behind_the_logits_are_left_out() -> None:
+    """Bug: an added token right behind the last logit is told to llguidance, which refuses every
+    grammar for it."""
+    made = Fast(models.BPE({"a": 0, "b": 1}, []))
+    made.add_tokens([AddedToken("<in>"), AddedToken("<out>"), AddedToken("<far>")])
+    text, ids = hidden(made.to_str(), 3)
+    assert ids == {"<in>": 2}
+    assert [token["id"] for token in json.loads(text)["added_tokens"]] == [2]

@@ -102,10 +102,14 @@ def test_no_warning_at_or_above_the_floor(floor: float, accepted: int) -> None:
 
 @pytest.mark.parametrize(
     ("accepted", "plain_ms", "falls"),
-    [([0], 4.9, True), ([0], 5.1, False), ([0, 1], 3.3, True), ([0, 1], 3.4, False)],
+    [
+        *(([0], 4.9, True), ([0], 5.0, False), ([0], 5.1, False)),
+        *(([0, 1], 3.3, True), ([0, 1], 3.4, False)),
+    ],
 )
 def test_gain(accepted: list[int], plain_ms: float, falls: bool) -> None:
-    """Bug: the gain is upside down, counts without the bonus, or sums the batch's tokens."""
+    """Bug: the gain is upside down, counts without the bonus, or sums the batch's tokens; or equal
+    speeds count as a loss."""
     judge = guard()
     assert feed(judge, guards.WINDOW - 1, accepted) == 3
     assert not judge.needs_plain_time(1), "too few blocks to judge"

@@ -61,6 +61,13 @@ def test_spellings_and_defaults() -> None:
     assert ordinary.clamp is None and ordinary.moe_intermediate_size == 20
 
 
+def test_a_width_of_nothing_is_no_shared_expert() -> None:
+    """Bug: a file that says that no expert is shared, by a width of 0, is refused as if it had
+    one."""
+    raw = RawConfig(VALUES | {"shared_expert_intermediate_size": 0}, "config.json")
+    assert MoeConfig.from_raw(raw, KEYS).shared_expert_intermediate_size == 0
+
+
 @pytest.mark.parametrize("model_type", [name for name, a in ARCHITECTURES.items() if a.moe])
 def test_who_reads_whether_weights_are_divided(model_type: str) -> None:
     """Bug: norm_topk_prob is obeyed in a file of a family whose code in transformers knows no such

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from graphengine.decode import holdings
+from graphengine.decode import holdings, prefill
 from graphengine.decode.recurrence import KEPT_STATES, num_slots
+from graphengine.kernels.gated_delta_prefill import CHUNK
 from tests.decode.test_engine import BLOCK, PROMPTS, Pair, assert_idle, loop_of
 from tests.decode.test_recurrence import HybridPair
 
@@ -103,6 +104,26 @@ def test_a_scored_prompt_takes_no_slots_to_keep(pair: Pair) -> None:
         assert loop.holdings.take(request, 1)
         assert not request.spare_slots and not request.answer_slots
         loop.reset()
+
+
+@torch.no_grad()
+def test_a_prompt_that_is_cancelled_returns_what_it_has_kept(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bug: a long prompt that is cancelled on its way keeps the slots of the states that it has
+    left so far for others, until nothing is kept of anybody."""
+    for module in (holdings, prefill):
+        monkeypatch.setattr(module, "KEPT_SPACING", CHUNK)
+    with pair.engine(buckets=(1,), max_model_len=None) as loaded:
+        loop = loop_of(loaded)
+        prompt = [i % 60 for i in range(loop.config.max_model_len - 1)]
+        request = loop.submit(prompt, 1, ())
+        loop.admit_next(2 * CHUNK)
+        assert request.kept_slots and loop.prefilling == [request]
+        loop.cancel(request)
+        loop.admit_next(2 * CHUNK)
+        assert loop.state_slots.num_free == loop.state_slots.num_usable
+        assert_idle(loaded)
 
 
 def test_where_nothing_is_shared_no_state_is_kept() -> None:

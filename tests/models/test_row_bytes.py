@@ -34,11 +34,14 @@ def test_an_attention() -> None:
 
 
 def test_an_attention_that_gates() -> None:
-    """Bug: what the gate leaves of a row is not planned, or the gate's own columns are not."""
+    """Bug: what the gate leaves of a row is not planned, or the gate's own columns are not, or in
+    plain torch their copy in float32 and its sigmoid."""
     config, size = read_configs("qwen3.5-4b", None)[0], 2
     projected = 2 * config.q_size + 2 * config.kv_size
     needed = (projected + 3 * config.q_size) * size  # queries, what attends, what is gated
     assert needed <= gated_attention.row_bytes(config, size) <= 3 * needed
+    in_torch = (projected + config.q_size) * size + 2 * config.q_size * 4
+    assert in_torch <= gated_attention.row_bytes(config, size)
 
 
 @pytest.mark.parametrize("narrow", [False, True])

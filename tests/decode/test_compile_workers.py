@@ -191,3 +191,16 @@ def test_a_job_builds_the_launcher_too(monkeypatch: pytest.MonkeyPatch, has_driv
     monkeypatch.setattr(compile_worker, "build_launcher", build)
     compile_job(job)
     assert built == ["kernel"] * has_driver
+
+
+def test_the_first_kernel_that_fails_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: of several kernels that cannot be compiled the last one is named, where the others may
+    fail for want of the first."""
+    monkeypatch.setattr(compile_ahead, "_num_threads", lambda: 1)  # in the order of runs
+
+    def fail(name: str) -> None:
+        raise launch.KernelError(f"{name} cannot be compiled")
+
+    runs = [partial(fail, name) for name in ("first", "second", "third")]
+    with CompileAhead(runs) as ahead, pytest.raises(launch.KernelError, match=r"^first "):
+        ahead.wait()

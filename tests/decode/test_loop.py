@@ -209,3 +209,24 @@ def test_a_reset_forgets_who_could_not_go_on(
     assert request.finish_reason == "error" and loop.has_work
     loop.reset()
     assert not loop.has_work
+
+
+@torch.no_grad()
+def test_who_was_cancelled_while_it_waited_holds_up_nobody(pair: Pair) -> None:
+    """Bug: a long request that is cancelled while it waits for pages stays in front of a short one,
+    which has enough, until those that run have ended."""
+    with pair.engine(
+        buckets=(4,), page_size=4, max_model_len=48, kv_cache_memory="60KiB"
+    ) as loaded:
+        loop = loop_of(loaded)
+        running = loop.submit(list(PROMPTS[0]), 12, ())
+        loop.admit()
+        most = 4 * loop.allocator.num_usable - loop.block
+        large = loop.submit([1], min(most, loop.config.max_model_len) - 1, ())
+        small = loop.submit([2], 1, ())
+        loop.admit()
+        assert list(loop.waiting) == [large, small], "the pool is too large for this test"
+        loop.cancel(large)
+        loop.admit()
+        assert small.finish_reason == "length" and running.finish_reason is None
+        loop.reset()

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from graphengine.api import Engine
-from graphengine.config.gated_delta import read_mixers, text_part
+from graphengine.config.gated_delta import DEFAULTS, read_mixers, text_part
 from graphengine.config.model import ModelConfig
 from graphengine.config.values import RawConfig
 from graphengine.decode.loop import DecodeLoop
@@ -227,6 +227,18 @@ def test_files_without_layer_types() -> None:
     raw = RawConfig({"full_attention_interval": 3}, "config.json")
     wanted = ("gated_delta", "gated_delta", "gated_attention", "gated_delta", "gated_delta")
     assert read_mixers(raw, [], 5) == wanted
+
+
+@pytest.mark.parametrize("model_type", ["qwen3_5_text", "qwen3_5_moe_text", "qwen3_next"])
+def test_missing_keys_are_transformers_defaults(model_type: str) -> None:
+    """Bug: a file that leaves out what its model has of transformers' defaults is read as a model
+    of other sizes, and refused as not its own."""
+    from transformers import AutoConfig
+
+    theirs = AutoConfig.for_model(model_type)
+    stated = {key: getattr(theirs, key) for key in DEFAULTS if hasattr(theirs, key)}
+    assert stated == {key: DEFAULTS[key] for key in stated}
+    assert DEFAULTS.keys() - stated.keys() <= {"full_attention_interval"}
 
 
 def test_keys_that_are_null_are_not_there(tmp_path: Path) -> None:

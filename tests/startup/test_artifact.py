@@ -65,6 +65,19 @@ def test_code_shrinks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert (store.folder / "inductor/g6/large.py").read_text() == code
 
 
+def test_room_for_small_and_for_large_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: of what may be unpacked beside the file's own multiple, and of that multiple, the larger
+    counts alone, and an artifact of code that shrinks well is refused."""
+    monkeypatch.setattr(artifact, "MAX_SMALL_BYTES", 60_000)
+    monkeypatch.setattr(artifact, "MAX_RATIO", 1)
+    packed = filled(tmp_path / "a")
+    code = os.urandom(45_000).hex()
+    (packed.folder / "inductor/g6/large.py").write_text(code)
+    size = artifact.pack(packed.folder, tmp_path / "x.tar.gz")
+    assert max(60_000, size) < len(code) < 60_000 + size
+    assert artifact.unpack(tmp_path / "x.tar.gz", artifact.store(tmp_path / "b", PARTS)) == []
+
+
 def test_another_platform_is_named_and_not_used(tmp_path: Path) -> None:
     """Bug: code of another GPU is unpacked, or the user is not told what differs."""
     artifact.pack(filled(tmp_path / "a").folder, tmp_path / "x.tar.gz")

@@ -27,7 +27,7 @@ BAD_MODEL: dict[str, tuple[Json, str]] = {
     "rope-kind": ({"rope_scaling": {"rope_type": "longrope", "factor": 2}}, "'longrope'"),
     "rope-kinds-disagree": (
         {"rope_scaling": {"rope_type": "yarn", "type": "llama3", **YARN}},
-        "disagree",
+        "rope type 'llama3' and rope_type 'yarn' disagree",
     ),
     "rope-unknown-key": ({"rope_scaling": {**YARN_64, "beta_medium": 3}}, "beta_medium"),
     "rope-mrope": (
@@ -140,6 +140,10 @@ BAD_DRAFTER: dict[str, tuple[Json, str]] = {
     "negative-taps": ({"dflash__target_layer_ids": [1, -1]}, "holds -1"),
     "float-taps": ({"dflash__target_layer_ids": [1.0]}, "holds 1.0"),
     "taps-past-the-end": ({"dflash__target_layer_ids": [1, 36]}, "reach past"),
+    "taps-far-past-the-end": (
+        {"dflash__target_layer_ids": [1, 40]},
+        r"target_layer_ids \[1, 40\] reach past num_target_layers 36",
+    ),
     "no-mask": ({"dflash__mask_token_id": MISSING}, "no mask_token_id"),
     "negative-mask": ({"dflash__mask_token_id": -1}, "mask_token_id holds -1"),
     "no-block": ({"block_size": MISSING}, "no block_size"),

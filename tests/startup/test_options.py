@@ -189,22 +189,24 @@ def test_a_context_past_the_drafted_one(convention: Any, rows: int) -> None:
         resolve_options(asked, *pair)
 
 
+@pytest.mark.parametrize(("convention", "rows"), [("anchor-dropped", 16), ("anchor-first", 17)])
 @pytest.mark.parametrize("length", [1, 2])
-def test_the_fewest_positions_that_hold_a_request(length: int) -> None:
+def test_the_fewest_positions_that_hold_a_request(length: int, convention: Any, rows: int) -> None:
     """Bug: a drafter whose block leaves just room for a prompt's token and an answer's is refused;
     or one that leaves less is taken, or told with other positions than the models have."""
     target, draft = read_configs(TINY_TARGET, TINY_DRAFT)
     assert isinstance(draft, DraftConfig)
-    small = replace(target, max_position_embeddings=length + draft.num_verify_rows)
+    draft = replace(draft, slot_convention=convention)
+    small = replace(target, max_position_embeddings=length + rows)
     if length == 2:
         assert resolve_options(Options(device="cpu"), small, draft).max_model_len == length
         return
     with pytest.raises(ValueError, match="no request fits") as refused:
         resolve_options(Options(device="cpu"), small, draft)
     assert str(refused.value) == (
-        "the drafter's block of 16 verifies 16 rows, and the models have 17 positions: no request "
-        "fits; check block_size and max_position_embeddings of the drafter's config.json, or pass "
-        "--finish-in-plain-decode or --draft none"
+        f"the drafter's block of 16 verifies {rows} rows, and the models have {rows + 1} "
+        "positions: no request fits; check block_size and max_position_embeddings of the drafter's "
+        "config.json, or pass --finish-in-plain-decode or --draft none"
     )
 
 

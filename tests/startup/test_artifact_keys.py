@@ -2,6 +2,7 @@
 
 import errno
 import json
+import re
 import subprocess
 import sys
 import threading
@@ -103,6 +104,26 @@ def test_what_one_start_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
     # What no shape shows, but a compiled segment holds as a number.
     other = replace(target, rms_norm_eps=target.rms_norm_eps * 2)
     assert artifact.engine_parts(config, other, draft)["target"] != base["target"]
+
+
+def test_what_a_key_says_of_models() -> None:
+    """Bug: where a model's code is not found, heads or experts are told in another order than
+    anywhere else, or a dense model's width is another's: nobody sees what differs."""
+
+    def said(*pair: str) -> list[str]:
+        target, draft = read_configs(*pair)
+        config = resolve_options(Options(device="cpu"), target, draft)
+        found = artifact.engine_parts(config, target, draft)
+        return [re.sub(r" \[\w+\]", "", found[key]) for key in ("target", "draft")]
+
+    assert said("qwen3-30b-a3b", "ngram") == [
+        "48 layers 2048x768 (8/128), vocabulary 151936, heads 32/4x128",
+        "n-gram, block 16",
+    ]
+    assert said(str(TINY_TARGET), str(TINY_DRAFT)) == [
+        "8 layers 192x512, vocabulary 2048, heads 4/2x64",
+        "3 layers 192x512, vocabulary 2048, heads 4/2x64, block 16",
+    ]
 
 
 @pytest.mark.slow

@@ -199,8 +199,12 @@ def test_named_pair(tmp_path: Path, target: Path) -> None:
     hub = as_speculators(tmp_path / "h", plain, target, verifier="Qwen/Qwen3-8B")
     assert named_pair(hub, None)[0] == "Qwen/Qwen3-8B"
     edit_config(hub, lambda config: config | {"speculators_config": {}})
-    with pytest.raises(ValueError, match="names no verifier; pass its target as MODEL and --draft"):
+    with pytest.raises(ValueError, match="names no verifier") as refused:
         named_pair(hub, None)
+    assert str(refused.value) == (
+        f"{hub}/config.json: a drafter whose speculators_config names no verifier; pass its target "
+        f"as MODEL and --draft {hub}"
+    )
 
 
 @pytest.mark.parametrize("name", ["x" * 5000, "~nobody-of-that-name/x", "nul\0", "\ud800/x"])

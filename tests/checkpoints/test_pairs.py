@@ -10,7 +10,8 @@ import huggingface_hub
 import pytest
 
 from graphengine.checkpoints.hub import BUNDLED, PRESETS, resolve
-from graphengine.checkpoints.pairs import named_pair, read_stop_ids
+from graphengine.checkpoints.pairs import named_pair, read_json, read_stop_ids
+from graphengine.config.draft_formats import parse_draft
 from tests.support.checkpoints import as_speculators, edit_config, make_drafter, make_target
 
 
@@ -50,6 +51,26 @@ def test_an_adapter_is_not_passed_over(tmp_path: Path, beside: tuple[str, ...]) 
         (tmp_path / name).write_text("{}")
     with pytest.raises(ValueError, match=r"adapter_config.json: adapters are not.*merge_and_unl"):
         resolve(str(tmp_path))
+
+
+def test_what_the_presets_drafters_are() -> None:
+    """Bug: a preset's drafter reads other layers, or other rows, than the published one: what is
+    timed with it is another model's."""
+    found = {}
+    for folder in sorted(PRESETS.glob("*dflash*")):
+        draft = parse_draft(*read_json(folder / "config.json"))
+        shape = draft.model.num_hidden_layers, draft.block_size, draft.mask_token_id
+        found[folder.name] = (*shape, draft.target_layer_ids)
+    assert found == {
+        "gpt-oss-20b-dflash-b8": (8, 8, 200000, (1, 6, 11, 16, 21)),
+        "llama-3.1-8b-dflash-b10": (5, 10, 128002, (1, 8, 15, 22, 29)),
+        "qwen3-4b-dflash-b16": (5, 16, 151669, (1, 9, 17, 25, 33)),
+        "qwen3-8b-dflash-b16": (5, 16, 151669, (1, 9, 17, 25, 33)),
+        "qwen3.5-4b-dflash-b16": (6, 16, 248070, (1, 5, 9, 13, 17, 21, 25, 29)),
+        "qwen3.5-9b-dflash-b16": (6, 16, 248070, (1, 5, 9, 13, 17, 21, 25, 29)),
+        "qwen3.6-27b-dflash-b16": (5, 16, 248070, (1, 16, 31, 46, 61)),
+        "qwen3.6-35b-a3b-dflash-b16": (6, 16, 248077, (1, 6, 11, 16, 22, 27, 32, 37)),
+    }
 
 
 def test_a_directory_with_a_preset_s_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -222,3 +222,8 @@ def test_a_crashing_check_is_a_finding() -> None:
     assert "KeyError" in second.value
     assert second.value.isprintable()
     assert len(one_line("x" * 5000)) == 400
+
+
+def test_a_row_is_one_line() -> None:
+    """Bug: a message of several lines tears its row apart, or its indents stand in the middle."""
+    assert one_line("a\tkey:\r\n    wrong\n") == "a key: wrong"

@@ -75,7 +75,10 @@ def test_a_block_shorter_than_what_is_typical(tmp_path: Path) -> None:
     assert "a block of 3 yields 3 tokens" in text
 
 
-@pytest.mark.parametrize(("options", "mean"), [({}, "2"), ({"simulate_acceptance": 6.35}, "6.35")])
+@pytest.mark.parametrize(
+    ("options", "mean"),
+    [({}, "2"), ({"simulate_acceptance": 6.35}, "6.35"), ({"simulate_acceptance": 16.0}, "16")],
+)
 def test_the_tokens_that_a_start_assumes(options: dict[str, Any], mean: str) -> None:
     """Bug: look-up is credited with a trained drafter's tokens, or what is simulated with others:
     doctor names a width that no start would choose."""

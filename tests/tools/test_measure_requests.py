@@ -266,6 +266,12 @@ def test_refusals(
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(("typed", "budgets"), [("16", [16]), ("", []), ("256,1024", [256, 1024])])
+def test_rows_that_are_taken(typed: str, budgets: list[int]) -> None:
+    """Bug: a step of just 16 rows of a prompt, or none beside the default's, is refused."""
+    assert measure_requests.parse(["--max-num-batched-tokens", typed]).budgets == budgets
+
+
 def test_a_budget_that_was_tried_does_not_stay(monkeypatch: pytest.MonkeyPatch) -> None:
     """Bug: a long prompt comes in beside every later part's steps as the last of `join`'s budgets
     has it, also where one of them failed; or that budget is what the bars judge, or of its gaps

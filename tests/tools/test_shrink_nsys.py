@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from graphengine.names import STEP
+from graphengine.profiles.nsys import read_export
 from tests.support import nsys_exports as exports
 from tools import shrink_nsys
 
@@ -26,6 +28,15 @@ def test_what_is_told_of_a_cut(tmp_path: Path, capsys: pytest.CaptureFixture[str
         "idle_mean_us": 73.0,
     }
     assert (tmp_path / "cut.json").read_text() == f"{sums}\n"
+
+
+def test_the_middle_of_a_recording_stays(tmp_path: Path) -> None:
+    """Bug: what stays are the first steps, in which clocks and pipeline still settle."""
+    source = exports.write_export(tmp_path / "a.sqlite", num_steps=9)
+    shrink_nsys.shrink(source, target := tmp_path / "cut.sqlite.gz", 3)
+    starts = [found.start_ns for found in read_export(target).ranges if found.name == STEP]
+    before = [found.start_ns for found in read_export(source).ranges if found.name == STEP]
+    assert starts == before[3:6]
 
 
 @pytest.mark.parametrize(

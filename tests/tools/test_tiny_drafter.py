@@ -62,6 +62,14 @@ def test_a_prompt_that_has_ended_accepts_nothing() -> None:
     assert accepted.tolist() == (alone[0] + alone[1]).tolist()
 
 
+def test_the_prefill_s_token_is_no_step_s() -> None:
+    """Bug: the pair's tokens per step are those of steps and of the prefill, more than it has."""
+    told = {"mask_token": 23, "stop": NO_TOKEN, "limit": LIMIT}
+    answers, _, produced = decode(*pair(), [0], [[1, 2, 3], [4, 5]], **told)
+    assert [len(answer) for answer in answers] == [LIMIT, LIMIT]
+    assert produced == 2 * (LIMIT - 1)
+
+
 def test_a_step_that_reaches_the_limit_is_the_last() -> None:
     """Bug: an answer that a step ends exactly at the limit takes one more, which no engine runs,
     and the pair's acceptance counts it."""

@@ -336,12 +336,12 @@ def test_what_is_printed_adds_up(tmp_path: Path) -> None:
 
 def test_pictures_are_well_formed_and_repeatable(tmp_path: Path) -> None:
     """Bug: a kernel's `<` or `$` breaks the file; a picture changes though its numbers have not;
-    what several bars have stands several times in the legend."""
+    what several bars have stands several times in the legend; or a panel lacks its mark."""
     found = report(nsys.read_export(exports.write_export(tmp_path / "a.sqlite")))
     text = measure_report.profile_picture({"node <&$>": found}, " $x$", ".svg")
     assert text == measure_report.profile_picture({"node <&$>": found}, " $x$", ".svg")
     ET.fromstring(text)
-    assert b"67.5" in text and b"100.0 us" in text
+    assert b"67.5" in text and b"100.0 us" in text and text.count(b" $x$<") == 2
     both = measure_report.profile_picture({"graph": found, "node": found}, "", ".svg")
     assert text.count(b">idle host<") == both.count(b">idle host<") == 1
     panels = [

@@ -274,6 +274,13 @@ def test_seconds_until_the_first_token() -> None:
     assert report.startup_seconds(1.0, 6.5, startup(), [])["other_s"] == 0.0
 
 
+def test_the_first_token_is_the_first_answer_s() -> None:
+    """Bug: a chat's start-up ends with the first token of its last answer."""
+    last = report.refused(1, 0, "x", "too long")
+    for answers in ([answer()], [answer(), last]):
+        assert report.startup_seconds(1.0, 9.0, startup(), answers)["first_token_s"] == 0.5
+
+
 def test_no_first_token_of_a_refused_turn() -> None:
     """Bug: a prompt that was refused is said to have had its first token after 0 s."""
     nothing = report.refused(0, 0, answer().prompt, "too long")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -42,6 +43,47 @@ def test_a_batch_counts_its_turns() -> None:
     answers._Session(job(asked, as_json=True), engine, console, []).run()
     last = screen.getvalue().split("answering")[-1]
     assert "3/3" in last and "9 tokens" in last, last
+
+
+def test_an_answer_of_several_keeps_its_indent(capsys: pytest.CaptureFixture[str]) -> None:
+    """Bug: code that is continued loses the spaces in front of its first line."""
+    result = replace(answer().result, text="    return x\n    y \n\n")
+
+    def stream_many(prompts: Any, sampling: Any) -> Iterator[Chunk]:
+        return (Chunk(index=i, text="", token_ids=[1], result=result) for i in range(len(prompts)))
+
+    engine: Any = SimpleNamespace(stream_many=stream_many)
+    quiet = report.stderr_console(quiet=True)
+    answers._Session(job([["a"], ["b"]]), engine, quiet, []).run()
+    shown = "    return x\n    y\n"
+    assert capsys.readouterr().out == f"[1] {shown}[2] {shown}"
+
+
+def test_what_is_typed_in_a_chat(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Bug: a question that begins with a path is taken for a command, or a line of code loses its
+    indent; or a command is asked."""
+    typed = ["/etc/hosts is what?", "  x = 1", " ", "/reset ", "/help", "on", "/quit", "never"]
+    lines, asked = iter(typed), list[list[str]]()
+
+    def stream_many(prompts: Any, sampling: Any) -> Iterator[Chunk]:
+        asked.append([message["content"] for message in prompts[0]])
+        yield Chunk(index=0, text="ok", token_ids=[1], result=answer().result)
+
+    monkeypatch.setattr(answers, "_ask", lambda quiet: next(lines))
+    engine: Any = SimpleNamespace(stream_many=stream_many)
+    session = answers._Session(job(None), engine, report.stderr_console(quiet=False), [])
+    session.run()
+    assert asked == [typed[:1], [typed[0], "ok", "  x = 1"], ["on"]]
+    assert [found.prompt for found in session.answers] == [typed[0], "  x = 1", "on"]
+    out, err = capsys.readouterr()
+    assert out == "ok\n" * 3
+    assert [line for line in err.splitlines() if not line.startswith("[")] == [
+        "/reset forgets the chat, /quit or Ctrl-D ends, Ctrl-C stops answers",
+        "the chat is forgotten",
+        "/help is no command; there are /reset and /quit",
+    ]
 
 
 @pytest.mark.parametrize(

@@ -14,9 +14,12 @@ import pytest
 from click.testing import CliRunner, Result
 
 from graphengine.checkpoints.hub import TINY_DRAFT, TINY_TARGET
+from graphengine.cli.doctor import _print
 from graphengine.cli.main import main
 from graphengine.config.declaration import declarations
 from graphengine.config.options import Options
+from graphengine.doctor.doctor import Examination
+from graphengine.doctor.findings import error, ok
 from graphengine.startup import memory
 from tests.support.checkpoints import edit_config
 from tests.support.command_line import ROOT
@@ -49,6 +52,24 @@ def test_names_that_stdout_cannot_hold(tmp_path: Path) -> None:
     done = CliRunner(charset="ascii").invoke(main, ["doctor", str(tmp_path / name)])
     assert done.exit_code == 1, done.output
     assert "\\u4e2d" in done.stdout and "1 error)" in done.stdout
+
+
+def test_a_check_that_fails_has_a_name(capsys: pytest.CaptureFixture[str]) -> None:
+    """Bug: the row of a part that could not be checked names nothing, or stands in another part."""
+    findings = (ok("target.head", "its own"), error("pair", "cannot be checked", "compare them"))
+    _print(Examination("t", None, findings, None))
+    assert capsys.readouterr().out.splitlines() == [
+        "t, drafter none",
+        "",
+        "target",
+        "  ok      head               its own",
+        "",
+        "pair",
+        "  error   pair               cannot be checked",
+        f"{'':29}-> compare them",
+        "",
+        "errors: this pair will not run as it is (1 ok, 0 info, 0 warning, 1 error)",
+    ]
 
 
 @pytest.fixture

@@ -277,8 +277,8 @@ def test_seconds_until_the_first_token() -> None:
 def test_the_first_token_is_the_first_answer_s() -> None:
     """Bug: a chat's start-up ends with the first token of its last answer."""
     last = report.refused(1, 0, "x", "too long")
-    for answers in ([answer()], [answer(), last]):
-        assert report.startup_seconds(1.0, 9.0, startup(), answers)["first_token_s"] == 0.5
+    for told in ([answer()], [answer(), last]):
+        assert report.startup_seconds(1.0, 9.0, startup(), told)["first_token_s"] == 0.5
 
 
 def test_no_first_token_of_a_refused_turn() -> None:

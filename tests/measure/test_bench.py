@@ -237,6 +237,7 @@ def test_rounds_without_a_step_to_time_are_refused(bench: Bench, args: list[str]
     ("args", "parts"),
     [
         (["--context", "8"], ["--context 8", "--output-len 16", "more than 8"]),
+        (["--context", "40,6,4"], ["--context 6: a round of", "already has 8 tokens half-way"]),
         (["--context", "9999"], ["--context 9999: prompts of 9991 tokens do not fit"]),
         (["--context", "64", "--input-len", "8"], ["--context", "--input-len"]),
         (["--baseline", "--draft", "none"], ["--baseline", "--draft"]),

@@ -1,5 +1,6 @@
 """What `graphengine run` refuses, and how: exit code 2, the value, the remedy, no traceback."""
 
+import io
 import json
 import re
 from pathlib import Path
@@ -359,12 +360,14 @@ def test_a_file_without_end_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_pipe_without_end_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bug: `run < /dev/zero` is read until memory ends."""
+    """Bug: `run < /dev/zero` is read until memory ends, or the longest prompt is refused too."""
     monkeypatch.setattr("graphengine.cli.run.MAX_CHARS", 1 << 16)
     with Path("/dev/zero").open() as zeros:
         monkeypatch.setattr("sys.stdin", zeros)
         with pytest.raises(ValueError, match="more than 65536 characters"):
             collect_prompts((), None)
+    monkeypatch.setattr("sys.stdin", io.StringIO("x" * (1 << 16)))
+    assert collect_prompts((), None) == [["x" * (1 << 16)]]
 
 
 @pytest.mark.parametrize(

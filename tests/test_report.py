@@ -191,10 +191,14 @@ def test_the_heading() -> None:
 
 
 def test_positions_of_all_answers() -> None:
-    """Bug: how often each position's draft was accepted is told of one answer, for all."""
+    """Bug: how often each position's draft was accepted, or how many were, is told of one answer,
+    for all."""
     never = replace(answer().result.metrics, acceptance=Acceptance(3, [6, 0, 0, 0]))
     other = replace(answer(1), result=replace(answer().result, metrics=never))
-    assert "acceptance per position  0.25 0.12 0.00\n" in shown([answer(), other])
+    text = shown([answer(), other])
+    assert "acceptance per position  0.25 0.12 0.00\n" in text
+    _, total = [line.split() for line in text.splitlines() if line.startswith("total")]
+    assert total == ["total", "14", "4.0", "1.38", "0.38"]
 
 
 def test_sizes_of_a_start() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import warnings
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +17,7 @@ from graphengine import report
 from graphengine.api import Chunk, PromptError
 from graphengine.cli import answers
 from graphengine.config.options import SamplingParams
+from graphengine.decode.guards import EngineWarning
 from graphengine.prompts import Conversation
 from tests.support.artifacts import filled
 from tests.test_report import answer
@@ -45,6 +47,15 @@ def test_a_batch_counts_its_turns() -> None:
     assert "3/3" in last and "9 tokens" in last, last
 
 
+def test_a_warning_that_comes_again_is_shown_again(capsys: pytest.CaptureFixture[str]) -> None:
+    """Bug: of a chat's answers that fell back the first alone is warned of."""
+    with answers._shown_warnings(report.stderr_console(quiet=False)) as texts:
+        for _ in range(2):
+            warnings.warn("it fell back", EngineWarning, stacklevel=1)
+    assert texts == ["it fell back"] * 2
+    assert capsys.readouterr().err == "warning: it fell back\n" * 2
+
+
 def test_an_answer_of_several_keeps_its_indent(capsys: pytest.CaptureFixture[str]) -> None:
     """Bug: code that is continued loses the spaces in front of its first line."""
     result = replace(answer().result, text="    return x\n    y \n\n")
@@ -63,7 +74,7 @@ def test_what_is_typed_in_a_chat(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Bug: a question that begins with a path is taken for a command, or a line of code loses its
-    indent; or a command is asked."""
+    indent; a command is asked; or all answers are told as the first."""
     typed = ["/etc/hosts is what?", "  x = 1", " ", "/reset ", "/help", "on", "/quit", "never"]
     lines, asked = iter(typed), list[list[str]]()
 
@@ -76,7 +87,8 @@ def test_what_is_typed_in_a_chat(
     session = answers._Session(job(None), engine, report.stderr_console(quiet=False), [])
     session.run()
     assert asked == [typed[:1], [typed[0], "ok", "  x = 1"], ["on"]]
-    assert [found.prompt for found in session.answers] == [typed[0], "  x = 1", "on"]
+    found = [(told.index, told.prompt) for told in session.answers]
+    assert found == [(0, typed[0]), (1, "  x = 1"), (2, "on")]
     out, err = capsys.readouterr()
     assert out == "ok\n" * 3
     assert [line for line in err.splitlines() if not line.startswith("[")] == [

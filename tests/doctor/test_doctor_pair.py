@@ -111,7 +111,9 @@ def test_whom_a_drafter_names(name: str, level: str) -> None:
     assert isinstance(draft, DraftConfig)
     named_one = replace(draft, verifier="Qwen/Qwen3-8B")
     found = pair_findings(ModelFiles(name=name), target, ModelFiles(name="draft"), named_one)
-    assert [f.level for f in found if f.name == "pair.verifier"] == [level]
+    (finding,) = [f for f in found if f.name == "pair.verifier"]
+    told = f"the drafter names Qwen/Qwen3-8B, the target is {name}"
+    assert (finding.level, finding.value) == (level, "Qwen/Qwen3-8B" if level == "ok" else told)
 
 
 def test_stop_tokens_outside_the_vocabulary(copies: tuple[Path, Path]) -> None:
@@ -178,7 +180,8 @@ def test_values_at_the_edge(copies: tuple[Path, Path]) -> None:
     edit_config(
         copies[1], dflash(mask_token_id=511, target_layer_ids=[0, 3], num_target_layers=None)
     )
-    assert "pair.taps" in errors(check(*copies))
+    (finding,) = named(check(*copies), "pair.taps")
+    assert (finding.level, finding.value) == ("error", "layer 3 of a target with 3 layers")
     edit_config(copies[1], dflash(target_layer_ids=[0, 1]))
     for directory, factor in ((copies[0], 4.0), (copies[1], 4.5)):
         rope = {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": 64}

@@ -31,6 +31,22 @@ def result(step_ms: list[float], num_tokens: int, **changes: Any) -> CaseResult:
     )
 
 
+def test_what_of_a_step_is_the_host_s(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: the host's time ends where it begins to wait, and what it does with a step's tokens is
+    nobody's; or a step lasts from its own launch."""
+    times = iter([0.0, 1.0, 5.0, 7.0, 8.0, 10.0, 13.0, 16.0])
+    monkeypatch.setattr(measure, "time", SimpleNamespace(perf_counter=lambda: next(times)))
+    clock, seen = measure._Clock(), []
+    outputs: Any = [SimpleNamespace(token_ids=[1, 2]), SimpleNamespace(token_ids=[3])]
+    for _ in range(2):
+        clock.launching()
+        clock.launched()
+        clock.waited()
+        clock.collected(outputs)
+        seen.append(clock.step)
+    assert seen == [None, (9000.0, 5000.0, 3)]
+
+
 def test_numbers() -> None:
     """Bug: a key means something else than vLLM's of that name, or idle is not wall less busy."""
     found = result([1.0, 2.0, 3.0, 4.0], 40, busy_fraction=0.8, context_tokens=800).numbers(4000.0)

@@ -17,7 +17,7 @@ def drawn(panel: Panel) -> MagicMock:
 
 def test_every_bar_has_its_own_numbers() -> None:
     """Bug: a bar's end tells the longest one's sum, a part stands in another one's place, or a part
-    has another colour in the next bar."""
+    has another colour in the next bar; or bars stand from below."""
     bars = {"host": {"working": 1.0, "waiting": 19.0}, "GPU": {"waiting": 5.0, "busy": 3.0}}
     axes = drawn(bars_panel(bars, "a step", "us"))
     texts = [(*c.args[:3:2], c.args[1]) for c in axes.text.call_args_list]
@@ -35,6 +35,7 @@ def test_every_bar_has_its_own_numbers() -> None:
     ]
     colors = [c.kwargs["color"] for c in axes.barh.call_args_list]
     assert colors[1] == colors[2] and len(set(colors)) == 3
+    axes.invert_yaxis.assert_called_once_with()
 
 
 def test_percentiles_are_marked_where_they_are() -> None:

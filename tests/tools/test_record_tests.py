@@ -75,3 +75,15 @@ def test_a_job_s_share_of_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     names = ("OMP_NUM_THREADS", "TORCHINDUCTOR_COMPILE_THREADS")
     found = [[record_tests.environment(jobs)[name] for name in names] for jobs in (1, 5, 30)]
     assert found == [["7", "12"], ["7", "2"], ["7", "1"]]
+
+
+def test_the_end_of_a_failed_job_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: of a job that failed the begin of its log is shown, where all still passes; or one that
+    passed is shown too."""
+    script = "import sys; print('a.py::b PASSED\\n' * 900 + 'a.py::c FAILED'); sys.exit(%s)"
+    for code in (0, 1):
+        monkeypatch.setattr(record_tests, "PYTEST", [sys.executable, "-c", script % code])
+        ran = record_tests.run(["a.py::b", "a.py::c"], 1, 60, [])
+        assert ran.outcomes == {"a.py::b": "PASSED", "a.py::c": "FAILED"}
+        assert len(ran.tails) == 4000 * code
+        assert ran.tails.endswith("a.py::c FAILED\n" * code)

@@ -66,6 +66,18 @@ def test_what_is_promised_of_options(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not any(bar.held for bar in m.bars.values()) and grammar > 2
 
 
+def test_the_spread_of_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: how far the rounds' ratios lie apart is told as one of them over another, which is never
+    near 0."""
+    times = iter([6.0, 4.0, 4.0, 5.0])  # the second round goes the other way round
+    monkeypatch.setattr(request_parts, "OPTIONS", {"greedy": {}, "top_k": {"top_k": 2}})
+    monkeypatch.setattr(request_parts, "run_steps", lambda *_: [TimedStep(next(times), 1.0, 2)] * 3)
+    sizes = {"rounds": 2, "steps": 3}
+    m: Any = SimpleNamespace(engine=None, open_plain=None, sizes=sizes, bars={}, grammars=None)
+    row = request_parts.options(m)["top_k"]
+    assert (row["over_greedy_ratio"], row["over_greedy_spread_ratio"]) == (1.375, 0.25)
+
+
 def test_what_is_promised_of_second_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     """Bug: a cold first token is held against a warm one, so that the worse it is the better; or
     cold and warm stand in each other's place."""

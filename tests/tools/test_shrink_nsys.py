@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import sqlite3
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -37,6 +39,17 @@ def test_the_middle_of_a_recording_stays(tmp_path: Path) -> None:
     starts = [found.start_ns for found in read_export(target).ranges if found.name == STEP]
     before = [found.start_ns for found in read_export(source).ranges if found.name == STEP]
     assert starts == before[3:6]
+
+
+def test_kernels_keep_the_names_that_they_have(tmp_path: Path) -> None:
+    """Bug: where a recording has short names alone, all kernels of what stays are one."""
+    source = exports.write_export(tmp_path / "a.sqlite", num_steps=9)
+    with closing(sqlite3.connect(source)) as connection:
+        connection.execute("UPDATE CUPTI_ACTIVITY_KIND_KERNEL SET demangledName = NULL")
+        connection.commit()
+    shrink_nsys.shrink(source, target := tmp_path / "cut.sqlite.gz", 3)
+    before, after = ({a.name for a in read_export(x).activities} for x in (source, target))
+    assert after == before and {"gemm", "norm"} < after
 
 
 @pytest.mark.parametrize(

@@ -72,6 +72,19 @@ def test_weeks_and_years_go_round() -> None:
     assert seen == {*days, *months}
 
 
+def test_lists_are_in_their_order() -> None:
+    """Bug: a list is not sorted or reversed, or is counted from 0."""
+    rng, seen = random.Random(0), set[str]()
+    for _ in range(50):
+        prompt, answer = corpus_questions.qa_sort(rng)
+        asked, _, words = prompt.removesuffix(".").partition(": ")
+        given, lines = words.split(", "), answer.splitlines()[1:]
+        due = sorted(given) if asked.startswith("Sort") else given[::-1]
+        assert lines == [f"{i}. {word}" for i, word in enumerate(due, 1)], prompt
+        seen.add(asked)
+    assert len(seen) == 2
+
+
 def test_sums_are_right() -> None:
     """Bug: a step of a sum is wrong, or its answer is not what the last step came to: the target
     learns what nobody can follow from the prompt."""

@@ -19,7 +19,7 @@ def test_what_is_told_of_a_pair(monkeypatch: pytest.MonkeyPatch) -> None:
     histogram[0] = histogram[-1] = 1  # two steps: no draft, and all of them
 
     def decode(target: Any, drafter: Any, taps: Any, prompts: Any, **told: Any) -> Any:
-        return [[told["stop"]] for _ in prompts], histogram, train_tiny.BLOCK_SIZE + 1
+        return [[told["stop"]] * 3 for _ in prompts], histogram, train_tiny.BLOCK_SIZE + 1
 
     monkeypatch.setattr(train_tiny, "decode", decode)
     count = len(train_tiny.CATEGORIES)  # one of each
@@ -29,7 +29,8 @@ def test_what_is_told_of_a_pair(monkeypatch: pytest.MonkeyPatch) -> None:
         assert (row["mean_acceptance_length"], row["tokens_per_step"]) == (mean, mean)
         assert row["exact_answers"] == 0
     assert found["per_position"] == [0.5] * (train_tiny.BLOCK_SIZE - 1)
-    assert (found["steps"], found["ties"]["tokens"]) == (2 * count, count)
+    assert (found["steps"], found["ties"]["tokens"]) == (2 * count, 3 * count)
+    assert {row["mean_tokens"] for row in found["categories"].values()} == {3}
 
 
 def test_each_category_has_a_prompt(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parents[2]
 @pytest.mark.slow
 def test_dry_run(tmp_path: Path) -> None:
     """Bug: the tool does not find its own module from another folder, or a case has nothing to try:
-    told on the GPU, minutes before its time is over."""
+    told on the GPU, minutes before its time is over; or a shape is the wrong way round."""
     line = [sys.executable, str(ROOT / "tools/tune_skinny.py"), "--dry-run"]
     line += ["--cases", "8b", "4b-fp8", "--rows", "16", "64"]
     env = os.environ | {"PYTHONPATH": str(ROOT)}
@@ -30,6 +30,8 @@ def test_dry_run(tmp_path: Path) -> None:
     assert len(rows) == 2 * 2 * 6
     counts = [int(row[row.index("candidates,") - 1]) for row in rows]
     assert min(counts) > 0
+    row = next(row for row in rows if row[:4] == ["8b", "qkv", "T", "16"])
+    assert " ".join(row[4:6]) == "[6144, 4096]"
 
 
 @pytest.mark.parametrize("rows", ["0", "257"])

@@ -1,4 +1,4 @@
-"""Which token of a cell `verify` tells of."""
+"""What `verify` tells of tokens that differ, and where."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from graphengine.cli import verify as cli_verify
 from graphengine.report import stderr_console
 from graphengine.verify import report as shown
 from graphengine.verify import run
-from graphengine.verify.check import judge
+from graphengine.verify.check import CheckName, judge
 from graphengine.verify.run import Cell, CellResult
 from graphengine.verify.teacher import TokenScores
 from tests.support.transcripts import transcript
@@ -44,3 +44,21 @@ def test_a_divergence_is_told_before_ties(monkeypatch: pytest.MonkeyPatch) -> No
         "none torch bucket 0 alone: first benign tie at request 0, token 0",
         "none torch bucket 1 alone: first divergence at request 0, token 2",
     ]
+
+
+def test_the_verdict_is_the_last_line(capsys: pytest.CaptureFixture[str]) -> None:
+    """Bug: a script that reads the last line of stdout has one of the failures."""
+    ran = [transcript([5, 8, 6], [1, 2])]
+    report = judge(ran, [TokenScores([0.1, 0.0, 0.7], [9, 8, 7], [-0.5] * 3)], 0.2, [])
+    failed: dict[CheckName, str] = {"regret": "1 of 3", "identical": "few"}
+    cell = CellResult(
+        cell=Cell("none torch", 1, "alone"), report=report, failed=failed, transcripts=ran
+    )
+    options = {"all_options": False, "as_json": False, "output_json": None, "prompt_file": None}
+    quiet = stderr_console(quiet=True)
+    assert not shown.report_cells("m", "d", [cell, cell], ["text"], options, quiet)
+    lines = [
+        f"FAIL none torch bucket 1 alone: {text}" for text in ("regret: 1 of 3", "identical: few")
+    ]
+    told = [*lines, *lines, "FAIL: 2 runs, 6 tokens judged"]
+    assert capsys.readouterr().out.splitlines() == told

@@ -214,14 +214,20 @@ def test_a_sweep_goes_on_around_the_fastest(
 def test_flashinfer_is_beside_every_attention(
     no_flashinfer: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Bug: the baseline of one attention is missing, or the option that leaves it out does not."""
+    """Bug: the baseline of one attention is missing, or the option that leaves it out does not; or
+    the mask is told of the other case."""
     kinds = ["block_attention", "chunk_attention"]
     for kind in kinds:
-        monkeypatch.setattr(bench_kernels, f"bench_{kind}", lambda *given: {"beside": given[-1]})
+        monkeypatch.setattr(bench_kernels, f"bench_{kind}", lambda *given: {"given": given})
     args: Any = SimpleNamespace(batch=[1], kv=[128], no_flashinfer=no_flashinfer)
     found = list(bench_kernels.bench(kinds, args))
     assert [kernel for kernel, *_ in found] == ["chunk_attention", *["block_attention"] * 2]
-    assert all(numbers == {"beside": not no_flashinfer} for *_, numbers in found)
+    cases = {label: numbers["given"] for _, label, numbers in found}
+    assert cases == {
+        "prompt_128": (128, not no_flashinfer),
+        "batch_1_kv_128_causal": (1, 128, True, not no_flashinfer),
+        "batch_1_kv_128_full": (1, 128, False, not no_flashinfer),
+    }
 
 
 def test_fp8_cases_measure_what_they_name(monkeypatch: pytest.MonkeyPatch) -> None:

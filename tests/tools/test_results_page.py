@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 
@@ -104,3 +105,33 @@ def test_of_one_day_the_later_run_counts(monkeypatch: pytest.MonkeyPatch, tmp_pa
         path = tmp_path / f"2026-01-01-h200-a-{commit}.json"
         path.write_text(f'{{"date_utc": "2026-01-01T{hour}:00:00Z"}}')
     assert results_page.newest("a")[0] == path.name
+
+
+def test_the_picture_of_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: a bar or its floor stands at another batch, has another one's number, or the colour that
+    the legend gives to another."""
+    keys = [f"bucket_{batch}_input_128" for batch in (1, 8, 16)]
+    peer = {key: {"step_mean_ms": 10.0 + i} for i, key in enumerate(keys)}
+    ours = {
+        name: {key: {"step_p50_ms": ms + i, "floor_ms": ms - 2 + i} for i, key in enumerate(keys)}
+        for name, ms in (("8b-uniform", 7.0), ("8b-uniform-fp8-dynamic", 5.0))
+    }
+    monkeypatch.setattr(results_page, "newest", lambda _: ("", {"numbers": {"qwen3-8b": peer}}))
+    monkeypatch.setattr(results_page, "cases", ours.__getitem__)
+    axes = MagicMock()
+    results_page.draw_steps(axes)
+    bars = [(*c.args[:2], c.kwargs["color"], c.kwargs["label"]) for c in axes.bar.call_args_list]
+    assert bars == [
+        ([-0.27, 0.73, 1.73], [10, 11, 12], "#9a9a9a", "vLLM 0.33, all bf16"),
+        ([0.0, 1.0, 2.0], [7, 8, 9], "#2f6f9f", "graphengine, all bf16"),
+        ([0.27, 1.27, 2.27], [5, 6, 7], "#3b8132", "graphengine, FP8 drafter"),
+    ]
+    heights, begins, ends = axes.hlines.call_args.args
+    assert heights == (5, 6, 7, 3, 4, 5)
+    assert begins == pytest.approx([-0.135, 0.865, 1.865, 0.135, 1.135, 2.135])
+    assert ends == pytest.approx([begin + 0.27 for begin in begins])
+    numbers = [(c.args[0], c.args[2]) for c in axes.text.call_args_list]
+    places = [place for bar in bars for place in bar[0]] + [begin + 0.135 for begin in begins]
+    values = [value for bar in bars for value in bar[1]] + list(heights)
+    assert [place for place, _ in numbers] == pytest.approx(places)
+    assert [text for _, text in numbers] == [f"{value:.2f}" for value in values]

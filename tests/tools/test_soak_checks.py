@@ -1,4 +1,4 @@
-"""tools/soak_checks.py: what is counted of shared pages."""
+"""tools/soak_checks.py: what is counted of shared pages, and told of a wrong answer."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import soak_checks
 import torch
 
 from graphengine.decode.prefix_cache import PrefixCache, StateSlots
+from tests.tools.test_soak import ended, page_of
 
 
 def test_pages_that_were_evicted_are_counted() -> None:
@@ -28,3 +29,10 @@ def test_pages_that_were_evicted_are_counted() -> None:
     cache.allocate(3)  # takes both
     published.check()
     assert [*counts, published.num_evicted] == [0, 0, 2]
+
+
+def test_what_was_said_is_told_beside_what_is_right() -> None:
+    """Bug: the wrong tokens are told as the right ones, and one looks for the fault elsewhere."""
+    request = ended("stop")  # says 3 and 5 behind 1 and 2
+    told = page_of([1, 2, 4, 5]).check(request, None)
+    assert told == "after 2 tokens [3, 5] was said, not [4]"

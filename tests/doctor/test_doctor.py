@@ -192,6 +192,8 @@ def test_speculators_file_alone_finds_its_target(copies: tuple[Path, Path], tmp_
         assert named(found, "pair.verifier")[0].level == "ok"
         assert "3 of 512 tokens" in named(found, "pair.draft_vocabulary")[0].value
         assert "its own [3, 64]" in named(found, "draft.head")[0].value
+    (finding,) = named(check(draft, None), "draft.verifier")
+    assert finding.value == f"{draft} is a drafter of {target}"
     assert (check(draft, "none").target, check(draft, "none").draft) == (str(target), None)
     assert check(draft, "none-of-these").has_errors
     put_tensor(draft, "d2t", torch.ones(3))

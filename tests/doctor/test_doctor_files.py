@@ -276,3 +276,10 @@ def test_the_file_that_is_refused_is_named(copies: tuple[Path, Path], part: int)
     (finding,) = named(check(*copies), ("target.config", "draft.config")[part])
     assert finding.level == "error"
     assert finding.value.startswith(f"{copies[part] / 'config.json'}: hidden_size ")
+
+
+def test_which_shape_is_wrong(copies: tuple[Path, Path]) -> None:
+    """Bug: the shape that a tensor has is told as the one that it should have."""
+    put_tensor(copies[1], "norm.weight", torch.ones(2))
+    (finding,) = named(check(*copies), "draft.weights")
+    assert finding.value == "1 misshaped: norm.weight [2] instead of [64]"

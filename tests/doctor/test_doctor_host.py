@@ -129,6 +129,27 @@ def test_missing_packages(package: str) -> None:
         assert [f.level for f in host_findings(machine) if f.name == name] == [level]
 
 
+def test_what_to_do_about_a_package() -> None:
+    """Bug: who lacks a package is told versions and not how to install it; or the bounds of what is
+    tested are swapped, or another package's."""
+
+    def remedies(version: str | None) -> dict[str, str]:
+        machine = replace(H200, versions=dict.fromkeys(H200.versions, version))
+        found = {f.name.removeprefix("host."): f.remedy for f in host_findings(machine)}
+        return {name: found[name] for name in found if name not in ("nsys", "gpu", "driver")}
+
+    tested = {}
+    for package, bounds in host.TESTED.items():
+        low, limit = (".".join(map(str, bound)) for bound in bounds)
+        tested[package.removesuffix("-python")] = f"{low} up to but not {limit} is tested"
+    assert remedies("0.1") == tested
+    assert remedies(None) == tested | {
+        "triton": "install triton; on a GPU kernels and compilation need it",
+        "flashinfer": "install the extra graphengine[cuda]; attention falls back to torch",
+        "transformers": "install transformers; text needs its tokenizers",
+    }
+
+
 @pytest.mark.parametrize(
     ("change", "name"),
     [

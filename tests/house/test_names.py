@@ -66,14 +66,14 @@ def test_step_class(name: str, kind: str) -> None:
 
 
 def test_pairs_and_nesting(recorder: Recorder) -> None:
-    """Bug: a push without a pop, or popped in the wrong order."""
+    """Bug: a push without a pop, or popped in the wrong order; or attention has another colour than
+    in the project's own pictures."""
     with names.range_("verify"), names.range_("verify.00"):
         recorder.events.append("body")
     assert recorder.events == ["push verify", "push verify.00", "body", "pop", "pop"]
-    assert recorder.colors == {
-        "verify": names.COLORS["host"],
-        "verify.00": names.COLORS["dense"],
-    }
+    with names.range_("verify.L0.attn"):
+        pass
+    assert recorder.colors == {"verify": "gray", "verify.00": "green", "verify.L0.attn": "orange"}
 
 
 def test_a_run_has_these_names(recorder: Recorder) -> None:

@@ -165,7 +165,8 @@ def test_bad_numbers_are_refused(tmp_path: Path, numbers: dict[str, Any]) -> Non
 
 
 def test_what_is_refused_is_named(tmp_path: Path) -> None:
-    """Bug: of a list of a thousand times all are told instead of the one that is no number."""
+    """Bug: of a list of a thousand times all are told instead of the one that is no number; or of
+    several problems the first alone, and the rest one by one."""
     numbers = {"full": {"step_us": [1.0, "fast", 2, True, math.inf]}, "speed": 3}
     units = ", ".join(result_schema.UNITS)
     assert result_schema.validate(valid(tmp_path) | {"numbers": numbers}) == [
@@ -174,6 +175,10 @@ def test_what_is_refused_is_named(tmp_path: Path) -> None:
         "numbers.full.step_us: inf is not finite",
         f"numbers.speed: no unit; end it in one of {units}, or num_*",
     ]
+    told = "numbers.step_us: 'fast' is no number; put it into config; numbers.speed: no unit"
+    bad = {"step_us": "fast", "speed": 3}
+    with pytest.raises(ValueError, match=f"not a valid result: {re.escape(told)}"):
+        result_schema.write_result(tmp_path / "x.json", "x", bad, config={}, env=ENVIRONMENT)
 
 
 def test_environment_has_all_keys_on_this_machine() -> None:

@@ -150,8 +150,9 @@ class GraphPool:
 
 def _upload(graph: torch.cuda.CUDAGraph) -> None:
     """Puts on the device what its launches need, on the stream that will replay it. Its first
-    replay would do so else; and all its kernels start 0.1 to 1.5 us earlier for it, at every replay
-    (1 % of a step of Qwen3-8B on an H200; why is not known, profiles/LOG.md)."""
+    replay would do so else, but then every step of Qwen3-8B takes 0.8 % longer, one of 35B-A3B
+    0.4 % less (H200, profiles/results/2026-11-30-h200-8b-by-turns-84c287c.json, so of 35b-; why is
+    not known, profiles/LOG.md)."""
     stream = torch.cuda.current_stream().cuda_stream
     handles = ctypes.c_void_p(graph.raw_cuda_graph_exec()), ctypes.c_void_p(stream)
     cuda_driver.call("cuGraphUpload", *handles)

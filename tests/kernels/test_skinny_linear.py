@@ -51,14 +51,14 @@ SHAPES = [
 
 def inside_nan(x: torch.Tensor) -> torch.Tensor:
     """The same values as a window of a larger NaN matrix: rows and columns past the end are NaN."""
-    wide = torch.full((x.shape[0] + 3, x.shape[1] + 16), torch.nan, device=x.device).to(x.dtype)
+    wide = x.new_full((x.shape[0] + 3, x.shape[1] + 16), torch.nan)
     wide[: x.shape[0], : x.shape[1]] = x
     return wide[: x.shape[0], : x.shape[1]]
 
 
 def make(device: str, T: int, E: int, D: int, dtype: torch.dtype = torch.bfloat16):
-    x = torch.randn(T, D, device=device).to(dtype)
-    weight = (torch.randn(E, D, device=device) / math.sqrt(D)).to(dtype)
+    x = torch.randn(T, D, device=device, dtype=dtype)
+    weight = torch.randn(E, D, device=device, dtype=dtype).div_(math.sqrt(D))
     return inside_nan(x), inside_nan(weight)
 
 

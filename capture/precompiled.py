@@ -220,10 +220,12 @@ def _home(x: Any) -> str:
     return name if isinstance(name, str) else ""
 
 
-# Of a class: what does not decide what it does. The last two Python adds when somebody asks for
-# them, the names of slots when an instance is copied or pickled.
+# Of a class: what does not decide what it does.
 _UNREAD = {"__dict__", "__doc__", "__module__", "__qualname__", "__weakref__"}
-_UNREAD |= {"__annotations__", "__slotnames__"}
+_UNREAD |= {"__firstlineno__", "__static_attributes__"}  # from Python 3.13 on
+# What Python adds when somebody asks for annotations, those with a second name from 3.14 on; names
+# of slots when an instance is copied or pickled.
+_UNREAD |= {"__annotations__", "__annotations_cache__", "__annotate_func__", "__slotnames__"}
 _PLAIN = (bool, int, float, complex, str, bytes, range, type(...), torch.dtype, torch.device)
 
 

@@ -6,6 +6,7 @@ and no pickles.
 
 from __future__ import annotations
 
+import stat
 from pathlib import Path
 
 ASSETS = Path(__file__).parents[1] / "assets"
@@ -48,15 +49,14 @@ def resolve(model: str | Path, *, local_only: bool = False) -> Path:
         raise ValueError("the model's name is empty; pass a directory or a hub id (owner/name)")
     try:
         path = Path(model).expanduser()
-        is_directory, exists = path.is_dir(), path.exists()
-        has_config = (path / "config.json").is_file()
+        mode, has_config = _mode(path), stat.S_ISREG(_mode(path / "config.json"))
     except (OSError, RuntimeError) as error:  # not allowed, too long, or ~ of nobody
         shown = name if len(name) <= 300 else name[:297] + "..."
         reason = getattr(error, "strerror", None) or error
         raise ValueError(
             f"{shown}: {reason}; pass a directory with config.json, or a hub id (owner/name)"
         ) from error
-    if is_directory:
+    if stat.S_ISDIR(mode):
         whole = _whole(path)
         if not has_config:
             raise ValueError(
@@ -66,7 +66,7 @@ def resolve(model: str | Path, *, local_only: bool = False) -> Path:
     if name in preset_names():
         return PRESETS / name
     looks_like_path = path.is_absolute() or name.startswith((".", "~")) or name.count("/") != 1
-    if exists or looks_like_path:
+    if mode or looks_like_path:
         raise ValueError(
             f"{name}: no such model directory; pass a directory with config.json, a hub id "
             f"(owner/name), {' or '.join(BUNDLED)}, for a drafter ngram or none, or for random "
@@ -93,6 +93,19 @@ def resolve(model: str | Path, *, local_only: bool = False) -> Path:
             "check the name, the network and HF_HUB_OFFLINE, or pass a directory"
         ) from error
     return _whole(Path(path))
+
+
+def _mode(path: Path) -> int:
+    """What is there, 0 if nothing. Unlike `Path.is_dir`, which from Python 3.14 on says so as well
+    of what cannot be looked at.
+
+    Raises:
+        OSError: the system refuses to look.
+    """
+    try:
+        return path.stat().st_mode
+    except (FileNotFoundError, NotADirectoryError, ValueError):  # the last: a null character
+        return 0
 
 
 def _whole(directory: Path) -> Path:

@@ -28,7 +28,7 @@ from graphengine.startup.memory import DeviceMemory, device_memory
 # whole suite has run on torch 2.13 and triton 3.7, on a GPU on 2.11 and 3.6, 2.14 and 3.8; tests
 # of the kernels on 3.9. tools/check_versions.py runs all of it at both ends.
 TESTED: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {
-    "python": ((3, 11), (3, 14)),
+    "python": ((3, 11), (3, 15)),
     "torch": ((2, 11), (2, 16)),
     "triton": ((3, 6), (3, 10)),
     "flashinfer-python": ((0, 6, 12), (0, 7, 3)),

@@ -287,6 +287,16 @@ def test_code_beside_the_weights_does_not_run(copies: tuple[Path, Path], tmp_pat
     assert not mark.exists()
 
 
+def test_what_the_system_will_not_look_at(tmp_path: Path) -> None:
+    """Bug: links in a circle are called a directory that is not there; or a null character, of
+    which no directory is, ends in a traceback."""
+    (tmp_path / "model").symlink_to(tmp_path / "model")
+    with pytest.raises(ValueError, match="model: Too many levels of symbolic links; pass a dir"):
+        resolve(tmp_path / "model")
+    with pytest.raises(ValueError, match="no such model directory"):
+        resolve("./a\0b")
+
+
 def test_a_name_that_is_too_long() -> None:
     """Bug: of a prompt that is passed as the model's name all is shown, and again in the reason."""
     with pytest.raises(ValueError, match="too long") as refused:

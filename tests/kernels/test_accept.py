@@ -172,6 +172,21 @@ def test_refuses_wrong_types(device) -> None:
         run(device, long, long, torch.ones(1), torch.ones(1, 2), 4)
 
 
+def test_a_refusal_names_the_tensor(device) -> None:
+    """Bug: whoever passes one of eleven buffers in another dtype or size looks at another one."""
+    ids, rows = torch.zeros(2, 3, dtype=torch.int64), torch.zeros(6, dtype=torch.int64)
+    state = {"draft_ids": ids, "target_ids": ids, "start": torch.ones(2, dtype=torch.int32)}
+    state |= {"page_table": torch.ones(2, 4, dtype=torch.int32), "block_ids": ids}
+    state |= dict.fromkeys(("positions", "slots", "context_positions", "context_slots"), rows)
+    state |= {"step": rows[:2], "results": torch.zeros(2, NUM_RESULTS * 4, dtype=torch.int64)}
+    for name in state:
+        bad = state | {name: state[name].double()}
+        with pytest.raises(ValueError, match=f"^{name} is torch.float64"):
+            accept_and_advance_(
+                *(x.to(device) for x in bad.values()), mask_token_id=MASK, page_size=4
+            )
+
+
 def test_refuses_room_for_one_step_alone(device) -> None:
     """Bug: every other step's results are stored behind a row that holds one step's."""
     state: list[torch.Tensor] = [torch.zeros(2, 3, dtype=torch.int64, device=device)] * 2

@@ -57,6 +57,18 @@ def test_forced_tokens_are_drafts(device, B, G) -> None:
     assert torch.equal(words & 0xFFFFFFFF, drafts) and bool((words >> 32 == 2**31 - 1).all())
 
 
+def test_a_draft_that_is_none(device) -> None:
+    """Bug: a drafter whose logits are not finite drafts -1: the word's step is another, and the
+    host waits for this one's for good."""
+    drafts, forced = torch.tensor([[5, -1, -1]]), torch.tensor([[-1, -1, 7]])
+    words, step = torch.zeros_like(drafts), torch.tensor([3])
+    sent = [x.to(device) for x in (drafts, forced, torch.ones(1, dtype=torch.int32), step, words)]
+    publish_drafts_(*sent)
+    assert sent[0].tolist() == [[5, -1, 7]]
+    assert (sent[-1] >> 32).tolist() == [[3, 3, 3]]
+    assert sent[-1].to(torch.int32).tolist() == [[5, -1, 7]]
+
+
 def test_refusals(device) -> None:
     """Bug: a mask, or what is said of requests, of another shape is read beyond its end."""
     logits = torch.zeros(4, 70, device=device)

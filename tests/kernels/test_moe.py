@@ -161,6 +161,14 @@ def test_a_clamp_keeps_what_is_no_number(device, poisoned_outputs, shape) -> Non
     assert_same(after[:, kept], before[:, kept])
 
 
+def test_a_clamp_keeps_an_up_that_is_no_number(device) -> None:
+    """Bug: where gate is a number and up is none, up becomes the limit (seen on a GPU alone, whose
+    minimum drops NaN)."""
+    arguments = clamped((3, 4, 2, 32, 24), device)
+    arguments[8][:, 24:] = torch.nan
+    assert experts(*arguments).isnan().all()
+
+
 def assert_same(found: torch.Tensor, expected: torch.Tensor) -> None:
     """Bit for bit on a GPU; numpy's products, which the interpreter takes, round a row by its place
     on some CPUs."""

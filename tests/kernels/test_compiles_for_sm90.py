@@ -16,8 +16,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
@@ -28,9 +26,10 @@ from graphengine.decode.segments import first_segment
 from graphengine.kernels import triton_internals
 from graphengine.kernels.compile_worker import AskedError, asking, compile_kernel
 from graphengine.kernels.interpreter import INTERPRET
-from graphengine.kernels.launch import compile_only, supports_pdl
+from graphengine.kernels.launch import compile_only
 from graphengine.kernels.skinny_config import SkinnyConfig
 from graphengine.kernels.triton_internals import bind_kernels, settle_cache_keys
+from tests.support.fake_hopper import SHARED_MEMORY_BYTES, fake_hopper
 from tests.support.kernel_launches import (
     BF16,
     LAUNCHES,
@@ -43,7 +42,6 @@ from tests.support.kernel_launches import (
     project,
 )
 
-SHARED_MEMORY_BYTES = 227 * 1024
 MAX_STACK_BYTES = 1024  # a thread's; more is spilled registers
 TOOLS = (knobs.nvidia.ptxas, knobs.nvidia.cuobjdump)
 
@@ -116,18 +114,8 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
     )
     monkeypatch.setattr(driver, "_active", hopper)
     monkeypatch.setattr(JITFunction, "run", run)
-    monkeypatch.setattr(FakeTensor, "data_ptr", lambda self: 4096, raising=False)
-    # CPU builds of torch refuse to index what claims to be on a GPU.
-    monkeypatch.setattr(FakeTensor, "__getitem__", lambda self, i: self.select(0, i))
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
-    properties = SimpleNamespace(
-        multi_processor_count=132, shared_memory_per_block_optin=SHARED_MEMORY_BYTES
-    )
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device=None: properties)
-    supports_pdl.cache_clear()
-    with FakeTensorMode():
+    with fake_hopper(monkeypatch):
         yield kernels
-    supports_pdl.cache_clear()
 
 
 def test_results_are_written_through(compiled: list[Any]) -> None:

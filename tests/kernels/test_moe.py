@@ -181,11 +181,22 @@ def test_a_block_streams_the_experts_it_chose() -> None:
     assert moe_kernels.num_slots(1, 128, 8) == 8
     assert moe_kernels.num_slots(16, 256, 8) == 128
     assert moe_kernels.num_slots(64, 128, 8) == 128
+    assert moe_kernels.num_slots(64, 128, 1) == 64 and moe_kernels.num_slots(65, 128, 1) == 128
     assert {moe_kernels.tile_of(T, 2).rows for T in (1, 16, 64)} == {16}
     assert moe_kernels.tile_of(65, 2).rows == 64
     routing = moe.route_reference(torch.randn(4, 64).repeat(4, 1), 8, True)  # rows choose alike
     live = (routing.slots_S3[:, 2] > routing.slots_S3[:, 1]).sum()
     assert isinstance(routing, Routing) and len(routing.slots_S3) == 64 and live <= 32
+
+
+def test_slots_of_the_most_rows_of_a_block(device) -> None:
+    """Bug: 64 rows are planned as a prompt's: programs of experts that nobody chose stand between
+    those that have rows."""
+    logits = torch.randn(1, 24, device=device).repeat(64, 1)
+    for route in (moe.route, moe.route_reference):
+        slots = route(logits, 2, True).slots_S3.tolist()
+        assert [begin < end for _, begin, end in slots] == [True] * 2 + [False] * 22
+        assert [end for _, _, end in slots[:2]] == [64, 128]
 
 
 def test_refusals(device) -> None:

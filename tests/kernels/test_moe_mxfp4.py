@@ -62,8 +62,11 @@ def test_what_does_not_belong_together() -> None:
     and read past their end."""
     x, logits, gate_up, down, *biases = make(2, 128, 64, 4, "cpu")
     other = Mxfp4(*(part[:, :, :1] for part in gate_up))
+    half = Mxfp4(*(part[:, :1].contiguous() for part in gate_up))  # 32 outputs, of a block of down
+    no_biases: dict[str, Any] = {"gate_up_bias_EJ": None, "down_bias_ED": None}
     for change in (
         {"gate_up": other},
+        {"gate_up": half, "down": Mxfp4(*(part[:, :, :0] for part in down)), **no_biases},
         {"down": down._replace(codes=down.codes.float())},
         {"down_bias_ED": biases[1][:3]},
         {"x_TD": x.float()},

@@ -242,6 +242,7 @@ def test_chosen_configs_fit(hidden, width, weight_bytes) -> None:
     # With `cols` an FP8 x is rounded, which "fp8" does not allow up to SKINNY_T rows.
     assert not [k for k, c in TUNED.items() if k[3] <= SKINNY_T and k[2] == 1 and c.cols]
     assert choose_config(65, 4096, 4096) == TUNED[4096, 4096, 2, 128]
+    assert choose_config(64, 4096, 4112) == rule_config(64, 4096, 4112, 2, False)
     assert choose_config(65, 4096, 4112) is None
     assert choose_config(129, 4096, 4096) == TUNED[4096, 4096, 2, 192]
     assert choose_config(192, 4096, 4096) == TUNED[4096, 4096, 2, 192]
@@ -292,7 +293,7 @@ def test_the_most_rows_without_cols(device) -> None:
     x, weight = make(device, NARROW_T + 1, 64, 128)
     rows = x[:NARROW_T]
     assert_close(skinny_linear(rows, weight, SMALL), rows.double() @ weight.double().T)
-    with pytest.raises(ValueError, match="need a config with cols"):
+    with pytest.raises(ValueError, match="129 rows: more than 128 need a config with cols"):
         skinny_linear(x, weight, SMALL)
 
 

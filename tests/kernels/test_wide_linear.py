@@ -248,6 +248,21 @@ def test_parts_and_registers() -> None:
             assert later > 64 * cols // 128  # a thread's sums
 
 
+def test_registers_go_by_the_sums() -> None:
+    """Bug: sums of FP8, which are scaled in registers, have as few as bf16's and spill; or so many
+    are asked for that the next kernel's first loads wait for the end of this one."""
+
+    def registers(cols: int, consumers: int, is_fp8: bool, dtype: torch.dtype = torch.float32):
+        config = SkinnyConfig(64 * consumers, 64, 4, cols=cols, consumers=consumers)
+        return registers_of(config, torch.empty(0, dtype=dtype), is_fp8)
+
+    found = [registers(cols, 3, fp8) for cols in (64, 128, 192) for fp8 in (False, True)]
+    assert found == [*((64, 72), (64, 72), (96, 120), (112, 136), (112, 136), (112, 136))]
+    assert registers(192, 2, False) == (96, 128)
+    assert registers(128, 4, True) == (96, 112)  # all that five warpgroups leave
+    assert registers(16, 1, False, torch.int64) == (128, 232)  # a head's
+
+
 def test_a_tile_of_the_table_is_for_hopper() -> None:
     """Bug: a shape of the table is refused in fp32 or on another GPU, where a kernel without TMA
     would do."""
@@ -288,6 +303,15 @@ def test_rows_of_the_table() -> None:
     """Bug: just as many rows as a tile has run with the next larger one's config."""
     for rows, found in ((1, 16), (17, 32), (128, 128), (129, 192), (192, 192), (193, 256)):
         assert table_rows(rows) == found
+
+
+def test_tall_tiles_are_a_head_s() -> None:
+    """Bug: gate and up of a wide MLP, two tiles each, have twice the weight rows that stages were
+    counted for, or a vocabulary's tiles are as low as a layer's."""
+    rows = 512 * 132
+    assert [rule_config(16, rows - 1, 4096, size, False).rows for size in (1, 2)] == [64, 64]
+    assert [rule_config(16, rows, 4096, size, False).rows for size in (1, 2)] == [128, 128]
+    assert [rule_config(16, 2 * rows, 4096, size, True).rows for size in (1, 2)] == [64, 64]
 
 
 def test_up_rows_stand_where_the_strides_say() -> None:

@@ -1,0 +1,215 @@
+"""What launchers of kernels that only a GPU runs ask it for: programs, tiles and refusals, noted in
+place of launches of fake CUDA tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+
+from graphengine.kernels import chunk_linear, launch, moe_mxfp4_stream, specialized_attention
+from graphengine.kernels.block_attention import workspace
+from graphengine.kernels.interpreter import INTERPRET
+from graphengine.kernels.mxfp4 import HALF_WORDS, SCALES, Mxfp4
+from graphengine.kernels.skinny_config import SkinnyConfig
+from graphengine.kernels.skinny_linear import launch as multiply
+from graphengine.kernels.specialized_attention import SpecializedConfig
+from tests.support.fake_hopper import NUM_SMS, fake_hopper
+from tests.support.kernel_launches import BF16, FP32, empty, ints
+
+pytestmark = pytest.mark.skipif(INTERPRET, reason="launchers take other ways where it interprets")
+
+
+class Launched(NamedTuple):
+    kernel: str
+    grid: tuple[int, ...]
+    options: dict[str, Any]
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Launched]]:
+    found: list[Launched] = []
+
+    def note(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) -> None:
+        found.append(Launched(kernel.__name__, grid, options))
+
+    with fake_hopper(monkeypatch), launch._instead(note):
+        yield found
+
+
+WIDE = SkinnyConfig(192, 64, 4, 2, 1, 8, cols=128)
+SPECIALIZED = SkinnyConfig(64, 64, 4, 1, cols=16, consumers=1)
+
+
+@pytest.mark.parametrize(
+    ("T", "rows", "config", "swiglu", "kernel", "programs"),
+    [
+        (200, 1000, WIDE, False, "wide_linear_kernel", 2 * 6 * 2),
+        (200, 2000, WIDE._replace(num_splits=1), True, "wide_linear_kernel", 2 * 11),
+        (16, 640, SPECIALIZED, False, "specialized_linear_kernel", 10),
+        (16, 12800, SPECIALIZED, False, "specialized_linear_kernel", NUM_SMS),  # 200 in turn
+        (16, 12800, SPECIALIZED, True, "specialized_linear_kernel", 200),  # one each
+        (16, 640, SkinnyConfig(num_splits=3), False, "skinny_tma_kernel", 30),
+        (16, 32000, SkinnyConfig(ctas_per_sm=2), False, "skinny_tma_kernel", 2 * NUM_SMS),
+        (16, 32000, SkinnyConfig(use_tma=0), False, "skinny_pointer_kernel", 500),
+    ],
+)
+def test_every_output_of_a_gemm_has_a_program(
+    launched, T: int, rows: int, config: SkinnyConfig, swiglu: bool, kernel: str, programs: int
+) -> None:
+    """Bug: the last outputs are nobody's, half of SwiGLU's are, or what has no loop is given fewer
+    programs than tiles: memory of the call before."""
+    out = empty(T, rows // 2) if swiglu else empty(config.num_splits, T, rows, dtype=FP32)
+    multiply(empty(T, 512), empty(rows, 512), None, out, config, swiglu)
+    assert [(found.kernel, found.grid) for found in launched] == [(kernel, (programs,))]
+
+
+@pytest.mark.parametrize(
+    ("change", "kernel"),
+    [
+        ({}, "skinny_tma_kernel"),
+        ({"address": 4104}, "skinny_pointer_kernel"),
+        ({"stride": 100}, "skinny_pointer_kernel"),
+        ({"stride": 104}, "skinny_tma_kernel"),
+        ({"dtype": FP32}, "skinny_pointer_kernel"),
+        ({"capability": (8, 0)}, "skinny_pointer_kernel"),
+        ({"capability": (10, 0)}, "skinny_pointer_kernel"),
+    ],
+)
+def test_whose_rows_tma_takes(
+    launched, monkeypatch: pytest.MonkeyPatch, change: dict[str, Any], kernel: str
+) -> None:
+    """Bug: a weight that a checkpoint's file has at no multiple of 16 bytes is given to TMA: the
+    first step ends in a fault of the device."""
+    capability = change.get("capability", (9, 0))
+    monkeypatch.setattr(FakeTensor, "data_ptr", lambda self: change.get("address", 4096))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
+    launch.supports_pdl.cache_clear()
+    dtype, stride = change.get("dtype", BF16), change.get("stride", 96)
+    x, weight = (empty(n, stride, dtype=dtype).narrow(1, 0, 96) for n in (16, 640))
+    multiply(x, weight, None, empty(16, 640, dtype=dtype), SkinnyConfig(), False)
+    assert [found.kernel for found in launched] == [kernel]
+
+
+@pytest.mark.parametrize(
+    ("tiles", "shape", "swiglu", "programs"),
+    [
+        (chunk_linear.SMALL, (1100, 19456, 2560), True, NUM_SMS),
+        (chunk_linear.SMALL, (130, 528, 64), True, 2 * 3),
+        (chunk_linear.WIDE, (100, 34816, 5120), True, 128),
+        (chunk_linear.LARGE, (300, 400, 64), True, 2 * 3),
+        (chunk_linear.LARGE, (300, 408, 64), False, 2 * 3),
+    ],
+)
+def test_every_tile_of_a_chunk_has_a_program(launched, tiles, shape, swiglu, programs) -> None:
+    """Bug: the tiles that are cut short are nobody's; a second round's CTAs have nothing to do."""
+    T, J, D = shape
+    chunk_linear._launch(empty(T, D), empty(J, D), tiles, swiglu)
+    (found,) = launched
+    assert (found.kernel, found.grid) == (tiles.kernel.__name__, (programs,))
+    assert found.options.get("SWIGLU", True) == swiglu
+    assert found.options.get("EXTRA", False) == (tiles is chunk_linear.WIDE)
+
+
+def test_what_a_chunk_s_gemm_cannot_address(launched) -> None:
+    """Bug: gates in no eights are written in the place of others; rows of no 16 bytes end in a
+    fault of the device."""
+    small, large = chunk_linear.SMALL, chunk_linear.LARGE
+    chunk_linear._launch(empty(8, 64), empty(24, 64), large, False)
+    x, weight = empty(8, 64), empty(32, 64)
+    for bad, match in (
+        ((x, empty(24, 64), small, True), "24 weight rows"),
+        ((x, empty(20, 64), large, False), "20 weight rows"),
+        ((empty(8, 68).narrow(1, 0, 64), weight, small, True), "TMA needs rows"),
+        ((x, empty(32, 68).narrow(1, 0, 64), small, True), "TMA needs rows"),
+        ((x, empty(64, 32).t(), small, True), "TMA needs rows"),
+        ((empty(8, 64, dtype=torch.float16), weight, small, True), "needs bf16"),
+    ):
+        with pytest.raises(ValueError, match=match):
+            chunk_linear._launch(*bad)
+    assert len(launched) == 1
+
+
+@pytest.mark.parametrize(
+    ("G", "N", "row_tiles"), [(5, 64, 1), (8, 64, 1), (9, 64, 2), (16, 32, 1), (16, 40, 2)]
+)
+def test_every_head_of_a_block_has_a_program(launched, G: int, N: int, row_tiles: int) -> None:
+    """Bug: the heads of a second tile are nobody's, or narrow blocks, of which a tile has twice as
+    many, take as many tiles as wide ones."""
+    B, K, S, H, Z = 2, 8, 64, 128, 3
+    q, cache = empty(B * G, N, H), empty(2, 9, S, K, H)
+    table, start = ints(B, 9, dtype=torch.int32), ints(B, dtype=torch.int32)
+    buffers = workspace(B, G, N, H, Z, "cuda")
+    assert specialized_attention._row_tiles(q, cache, G) == row_tiles
+    specialized_attention.launch(
+        *(q, cache, table, start, G, True, empty(B * G, N, H), buffers, SpecializedConfig(), None)
+    )
+    assert [found.grid for found in launched] == [(K * row_tiles, B, Z)]
+
+
+@pytest.mark.parametrize(
+    ("T", "blocks", "rows", "num_warps", "programs"),
+    [
+        (1, 90, 8, 4, 90),
+        (32, 90, 8, 4, 90),
+        (33, 90, 16, 8, 45),
+        (64, 3, 16, 8, 2),
+        (64, 1, 16, 4, 1),
+    ],
+)
+def test_every_block_of_an_expert_has_a_warpgroup(
+    launched, T: int, blocks: int, rows: int, num_warps: int, programs: int
+) -> None:
+    """Bug: an odd number of blocks leaves the last one out, or experts of up to eight rows take
+    twice the shared memory."""
+    E, K, D = 32, 4, 64
+    codes = empty(E, blocks, 1, HALF_WORDS, dtype=torch.int16)
+    matrix = Mxfp4(codes, empty(E, blocks, 1, SCALES, dtype=torch.uint8))
+    slots, pairs = ints(7, 3, dtype=torch.int32), ints(T * K, dtype=torch.int32)
+    weights = empty(T, K, dtype=FP32)
+    act = moe_mxfp4_stream.launch_gate_up(empty(T, D), matrix, slots, pairs, K, None, None)
+    assert act.shape == (T * K, 32 * blocks)
+    out = moe_mxfp4_stream.launch_down(empty(T * K, 64), matrix, weights, slots, pairs, None)
+    assert out.shape == (K, T, 64 * blocks)
+    for found in launched:
+        assert found.grid == (programs, 7)
+        assert (found.options["ROWS"], found.options["num_warps"]) == (rows, num_warps)
+
+
+def test_experts_that_a_stream_takes(launched, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: rows, or what lies between an expert's matrices, wider than shared memory are launched
+    all the same, and the launch fails; or a GPU that has no such instructions gets them."""
+    most = moe_mxfp4_stream.MOST_COLUMNS
+    takes = moe_mxfp4_stream.takes
+    assert takes(empty(1, 64), 64) and takes(empty(64, most), most)
+    assert not takes(empty(65, 64), 64)
+    assert not takes(empty(8, most + 64), 64) and not takes(empty(8, 64), most + 64)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (10, 0))
+    assert not takes(empty(1, 64), 64)
+
+
+@pytest.mark.parametrize(
+    ("capability", "is_early"), [((8, 9), False), ((9, 0), True), ((12, 0), True)]
+)
+def test_where_a_launch_is_early(launched, monkeypatch, capability, is_early) -> None:
+    """Bug: kernels that wait for the one in front begin behind it, in every launch of a step; or an
+    older GPU is asked for what it has not."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
+    launch.supports_pdl.cache_clear()
+    expected = {"PDL": True, "launch_pdl": True} if is_early else {"PDL": False}
+    assert launch.pdl_options(torch.device("cuda")) == expected
+    assert launch.pdl_options(torch.device("cpu")) == {"PDL": False}
+    assert [launch.early_options(pdl) for pdl in (0, 1, 2)] == [
+        *({"PDL": 0}, {"PDL": 1, "launch_pdl": True}, {"PDL": 2, "launch_pdl": True})
+    ]
+
+
+def test_registers_of_few_programs() -> None:
+    """Bug: a bound above what a thread may have, which the assembler refuses, or above what a
+    multiprocessor has for all of them: the first launch fails."""
+    found = [launch.all_registers(num_warps) for num_warps in (1, 4, 8, 16, 32)]
+    assert [options["maxnreg"] for options in found] == [255, 255, 255, 128, 64]
+    assert [options["num_warps"] for options in found] == [1, 4, 8, 16, 32]

@@ -93,6 +93,7 @@ def test_each_has_its_own_carry() -> None:
         (AttentionStep, "1"),
         (Dense, "2"),
     ]
+    assert [x.tolist() for x in run_chain(steps[:1])] == [[1.0] * 3, [10.0] * 3]
     assert [x.tolist() for x in run_chain(steps[:2])] == [[2.0] * 3, [11.0] * 3]
     assert [x.tolist() for x in run_chain(steps)] == [[22.0] * 3, [11.0] * 3]
     assert beside([], [], None) == []

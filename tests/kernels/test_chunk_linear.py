@@ -150,7 +150,8 @@ def test_tiles_that_are_through_first() -> None:
     assert tiles_of(1024, 19456, 2560, 132) is SMALL  # 4 and 5
     assert tiles_of(2048, 19456, 2560, 132) is SMALL  # 7 and 10
     assert tiles_of(2048, 34816, 5120, 132) is LARGE  # 12 and 17
-    assert tiles_of(2048, 34816, 2560, 132) is SMALL
+    assert tiles_of(2048, 34816, 4096, 132) is LARGE
+    assert tiles_of(2048, 34816, 4088, 132) is SMALL  # shorter sums
     assert tiles_of(2048, 28672, 4096, 132) is SMALL  # 10 and 14
     assert tiles_of(128, 34816, 5120, 132) is WIDE
     assert tiles_of(128, 34816, 5120, 114) is SMALL  # a wide one for each of 128 there are not

@@ -147,7 +147,7 @@ def test_refuses(device) -> None:
     logits = torch.randn(4, 6, device=device)
     with pytest.raises(ValueError, match="4 rows are not of 3"):
         draw(logits, [1.0] * 3)
-    for seeds in (torch.arange(2), torch.arange(8, device=device)[::2]):
+    for seeds in (torch.arange(2, device=device), torch.arange(8, device=device)[::2]):
         with pytest.raises(ValueError, match="seed"):
             draw(logits, 1.0, seeds=seeds)
     with pytest.raises(ValueError, match="logits"):

@@ -111,6 +111,8 @@ def test_two_streams_at_once() -> None:
         ({"num_splits": 4}, False),  # programs are many
         ({"G": 1}, False),
         ({"G": 17}, False),
+        ({"G": 4}, False),
+        ({"G": 5}, True),
         ({"head_dim": 64}, False),
         ({"S": 256}, False),
         ({"dtype": torch.float16}, False),

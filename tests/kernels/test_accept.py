@@ -170,6 +170,9 @@ def test_refuses_wrong_types(device) -> None:
     long = torch.zeros(1, MAX_BLOCK_LENGTH + 1, dtype=torch.int64)
     with pytest.raises(ValueError, match="block length"):
         run(device, long, long, torch.ones(1), torch.ones(1, 2), 4)
+    most = torch.arange(MAX_BLOCK_LENGTH)[None]
+    found = run(device, most, most + 1, torch.ones(1), torch.ones(1, 2), 4)
+    assert found["accepted"].tolist() == [MAX_BLOCK_LENGTH - 1]
 
 
 def test_a_refusal_names_the_tensor(device) -> None:

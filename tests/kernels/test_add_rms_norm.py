@@ -142,6 +142,8 @@ def test_refusals(device) -> None:
     h, update, weight = inputs(device, torch.bfloat16, 4, 64, 2)
     with pytest.raises(ValueError, match="float32 for partial sums"):
         add_rms_norm(h, update.bfloat16(), weight, EPS)
+    with pytest.raises(ValueError, match="float32 for partial sums"):
+        add_rms_norm(None, update.bfloat16(), weight, EPS)
     with pytest.raises(ValueError, match=r"need \[T, D\]"):
         add_rms_norm(h[:3], update, weight, EPS)
     if device != "cpu" or INTERPRET:

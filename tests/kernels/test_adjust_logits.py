@@ -194,12 +194,14 @@ def test_counts_what_is_accepted(device: str, case: Any, choices: Any) -> None:
 
 
 def test_every_token_of_a_word_counts(device: str) -> None:
-    """Bug: of the longest word the first token is not compared: it is banned behind any other."""
-    row = ENDING | {"answer": [1, 2, 0], "words": [[1, 2, 0, 4], [3, 2, 0, 1]]}
-    block, positions = (torch.tensor(x, device=device) for x in ([[0]], [3]))
+    """Bug: of the longest word the first token is not compared: it is banned behind any other; or
+    what stands in front of a shorter one is, so that a long answer may say it."""
+    words = [[1, 2, 0, 4], [3, 2, 0, 1], [0, 3], [1, 0]]
+    row = ENDING | {"answer": [2, 1, 2, 0], "min_tokens": 0, "words": words}
+    block, positions = (torch.tensor(x, device=device) for x in ([[0]], [4]))
     logits = torch.zeros(1, 5, device=device)
     found = adjust_logits(logits, block, positions, tables_of([row], 5, device))
-    assert found.tolist() == [[0.0, 0.0, 0.0, 0.0, -math.inf]]
+    assert found.tolist() == [[0.0, 0.0, 0.0, -math.inf, -math.inf]]
 
 
 def test_no_token_counts_for_none(device: str) -> None:
@@ -255,6 +257,9 @@ def test_refusals(device: str) -> None:
     ):
         with pytest.raises(ValueError, match=name):
             adjust_logits(logits, ids, positions, tables._replace(**{name: bad}))
+    for name, table in tables._asdict().items():
+        with pytest.raises(ValueError, match=f"^{name} is torch.float64"):
+            adjust_logits(logits, ids, positions, tables._replace(**{name: table.double()}))
     with pytest.raises(ValueError, match="positions"):
         adjust_logits(logits, ids, positions[:1], tables)
     for words in (tables.words_BKL[:, :3], tables.words_BKL[..., :1]):

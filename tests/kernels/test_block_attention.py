@@ -300,6 +300,14 @@ def test_refuses(device) -> None:
         block_attention(q, cache, table, start, G, True, out, workspace(1, G, N, H, 2, device))
     with pytest.raises(ValueError, match="block_length"):
         block_attention(q, cache, table, start, G + 1, True, out, good)
+    with pytest.raises(ValueError, match=r"workspace is for \(8, 8, 16\)"):
+        block_attention(q, cache, table, start, G, True, out, workspace(2, G, 8, H, 2, device))
+    with pytest.raises(ValueError, match="block_length 0"):
+        block_attention(
+            q[:0], cache, table, start, 0, True, out[:0], workspace(2, 0, N, H, 2, device)
+        )
+    with pytest.raises(ValueError, match="over a cache of 2 heads of 8"):
+        block_attention(q, cache[..., :8].contiguous(), table, start, G, True, out, good)
     with pytest.raises(ValueError, match="start"):
         block_attention(q, cache, table, start.long(), G, True, out, good)
     with pytest.raises(ValueError, match="do not group"):

@@ -388,3 +388,6 @@ def test_refusals(device: str) -> None:
         verify(wrong, slots, projected, records)
     with pytest.raises(ValueError, match="use one"):
         verify(layer, slots, projected.half(), records)
+    if device != "cpu" or INTERPRET:
+        with pytest.raises(ValueError, match="projected in its last dim"):
+            verify(layer, slots, projected.repeat_interleave(2, 1)[:, ::2], records)

@@ -55,6 +55,18 @@ def test_one_piece(device: str, dtype: torch.dtype, length: int) -> None:
     assert torch.equal(layer.windows_S3C[2], window)
 
 
+def test_channels_of_no_whole_program(device: str) -> None:
+    """Bug: of channels that are no multiple of what a program convolves the last ones are left out:
+    their head's values are what the memory held before."""
+    heads, length = (1, 15), 5
+    layer = make(heads, 2, device, torch.float32)
+    projected = project(length, heads, device, torch.float32, seed=2)
+    out = run(layer, projected, [(0, length, 30, 1)])
+    expected, state, _ = oracle(make(heads, 2, device, torch.float32), 1, projected, length)
+    close(out, expected, 3e-6)
+    close(layer.states_SNVK[1], state, 4e-6)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("lengths", [(2008, 200, 1, 33), (70, 24, 1, 33)], ids=["many", "few"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])

@@ -10,15 +10,23 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
-from graphengine.kernels import chunk_linear, launch, moe_mxfp4_stream, specialized_attention
-from graphengine.kernels.block_attention import workspace
+from graphengine.kernels import (
+    chunk_linear,
+    launch,
+    moe_mxfp4_kernels,
+    moe_mxfp4_stream,
+    specialized_attention,
+)
+from graphengine.kernels.block_attention import block_attention, workspace
+from graphengine.kernels.chunk_attention import BLOCK, chunk_attention
+from graphengine.kernels.head_argmax import _launch as choose
 from graphengine.kernels.interpreter import INTERPRET
 from graphengine.kernels.mxfp4 import HALF_WORDS, SCALES, Mxfp4
 from graphengine.kernels.skinny_config import SkinnyConfig
 from graphengine.kernels.skinny_linear import launch as multiply
 from graphengine.kernels.specialized_attention import SpecializedConfig
 from tests.support.fake_hopper import NUM_SMS, fake_hopper
-from tests.support.kernel_launches import BF16, FP32, empty, ints
+from tests.support.kernel_launches import BF16, FP32, attend, attend_chunk, empty, ints
 
 pytestmark = pytest.mark.skipif(INTERPRET, reason="launchers take other ways where it interprets")
 
@@ -26,6 +34,7 @@ pytestmark = pytest.mark.skipif(INTERPRET, reason="launchers take other ways whe
 class Launched(NamedTuple):
     kernel: str
     grid: tuple[int, ...]
+    arguments: tuple[Any, ...]
     options: dict[str, Any]
 
 
@@ -34,7 +43,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Launched]]:
     found: list[Launched] = []
 
     def note(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) -> None:
-        found.append(Launched(kernel.__name__, grid, options))
+        found.append(Launched(kernel.__name__, grid, arguments, options))
 
     with fake_hopper(monkeypatch), launch._instead(note):
         yield found
@@ -65,6 +74,51 @@ def test_every_output_of_a_gemm_has_a_program(
     out = empty(T, rows // 2) if swiglu else empty(config.num_splits, T, rows, dtype=FP32)
     multiply(empty(T, 512), empty(rows, 512), None, out, config, swiglu)
     assert [(found.kernel, found.grid) for found in launched] == [(kernel, (programs,))]
+
+
+def test_parts_of_a_tile_of_192_rows(launched) -> None:
+    """Bug: the 128 rows of a tile's first part are asked for as its second's 64; or results of half
+    a pair are written in pairs."""
+    x, out = empty(192, 512), empty(1, 192, 640, dtype=FP32)
+    config = SPECIALIZED._replace(cols=192)
+    multiply(x, empty(640, 512), None, out, config, False)
+    assert [desc.block_shape for desc in launched[0].arguments[:3]] == [
+        [64, 64],
+        [128, 64],
+        [64, 64],
+    ]
+    with pytest.raises(ValueError, match="I a multiple of 8"):
+        multiply(x, empty(24, 512), None, empty(192, 12), config, True)
+    assert len(launched) == 1
+
+
+@pytest.mark.parametrize(
+    ("V", "config", "candidates"),
+    [
+        (1000, SkinnyConfig(), 16),
+        (151936, SkinnyConfig(ctas_per_sm=1), NUM_SMS),  # which go through 18 tiles each
+        (1000, WIDE, 6),
+        (1000, SPECIALIZED._replace(rows=192, consumers=3), 18),
+    ],
+)
+def test_every_candidate_of_a_head_has_its_place(
+    launched, V: int, config: SkinnyConfig, candidates: int
+) -> None:
+    """Bug: consumers of a tile write over each other's candidates, or behind the last row's; or a
+    large vocabulary's logits are written after all."""
+    choose(empty(16, 512), empty(V, 512), None, config._replace(num_splits=1))
+    gemm, combine = launched
+    assert combine.kernel == "combine_argmax_kernel" and combine.grid == (16,)
+    assert combine.arguments[0].shape == (16, candidates)
+    assert any(x is combine.arguments[0] for x in gemm.arguments)
+
+
+def test_a_head_that_is_not_ranked(launched) -> None:
+    """Bug: float16, or more weight rows than an index has bits for, are ranked as bf16's."""
+    x, weight = (empty(n, 512, dtype=torch.float16) for n in (16, 1000))
+    for given in ((x, weight), (empty(16, 512), empty(2 * 10**7, 512))):
+        assert choose(*given, None, SkinnyConfig()).shape == (16,)
+    assert not launched
 
 
 @pytest.mark.parametrize(
@@ -134,6 +188,59 @@ def test_what_a_chunk_s_gemm_cannot_address(launched) -> None:
 
 
 @pytest.mark.parametrize(
+    ("H", "splits", "tile", "merge"),
+    [(64, 0, 128, 0), (128, 1, 128, 0), (256, 0, 64, 0), (128, 2, 128, 384), (256, 3, 64, 768)],
+)
+def test_every_split_of_a_prompt_s_keys_has_a_program(
+    launched, H: int, splits: int, tile: int, merge: int
+) -> None:
+    """Bug: what two splits find is not merged, or has no place; heads of 256 take tiles that fit in
+    no shared memory."""
+    attend_chunk(16, H, splits)
+    found, *others = launched
+    assert found.grid == (3 * 16 * max(splits, 1),)
+    assert (found.options["TILE"], found.options["SPLITS"]) == (tile, max(splits, 1))
+    assert (found.arguments[5] is None) == (merge == 0)
+    assert [other.grid for other in others] == [(merge,)] * bool(merge)
+
+
+def test_rows_of_a_prompt_that_tma_takes(launched) -> None:
+    """Bug: queries in wider rows are refused though they begin at 16 bytes, or read where they do
+    not."""
+    B, N, H = 2, 4, 128
+    cache, out = empty(2, 9, 16, 2, H), empty(B * BLOCK, N, H)
+    rest = cache, ints(B, 9, dtype=torch.int32), ints(B, dtype=torch.int32), out
+    for more in (0, 8, 64):
+        chunk_attention(
+            empty(B * BLOCK, N * H + more).narrow(1, 0, N * H).unflatten(1, (N, H)), *rest
+        )
+    assert len(launched) == 3
+    with pytest.raises(ValueError, match="multiples of 16 bytes"):
+        chunk_attention(empty(B * BLOCK, N * H + 4).narrow(1, 0, N * H).unflatten(1, (N, H)), *rest)
+
+
+@pytest.mark.parametrize(("dtype", "tile", "num_warps"), [(BF16, 128, 4), (FP32, 32, 8)])
+def test_warps_of_a_block_s_attention(
+    launched, dtype: torch.dtype, tile: int, num_warps: int
+) -> None:
+    """Bug: products of float32, whose operands are in registers, are given to four warps and spill
+    20 kB a thread."""
+    attend(dtype, 128, 16, True, None, splits=2)
+    (found,) = launched
+    assert (found.options["TILE"], found.options["num_warps"]) == (tile, num_warps)
+
+
+@pytest.mark.parametrize(("num_pages", "is_wide"), [(2**17 - 1, False), (2**17, True)])
+def test_offsets_of_a_large_pool(launched, num_pages: int, is_wide: bool) -> None:
+    """Bug: a plane of 2^31 elements is addressed in 32 bits: a page at its end is another."""
+    q, cache = empty(16, 32, 64), empty(2, num_pages, 16, 16, 64)
+    buffers = workspace(1, 16, 32, 64, 2, "cuda")
+    table, start = ints(1, 9, dtype=torch.int32), ints(1, dtype=torch.int32)
+    block_attention(q, cache, table, start, 16, True, empty(16, 32, 64), buffers)
+    assert [found.options["WIDE"] for found in launched] == [is_wide]
+
+
+@pytest.mark.parametrize(
     ("G", "N", "row_tiles"), [(5, 64, 1), (8, 64, 1), (9, 64, 2), (16, 32, 1), (16, 40, 2)]
 )
 def test_every_head_of_a_block_has_a_program(launched, G: int, N: int, row_tiles: int) -> None:
@@ -179,6 +286,18 @@ def test_every_block_of_an_expert_has_a_warpgroup(
         assert (found.options["ROWS"], found.options["num_warps"]) == (rows, num_warps)
 
 
+def test_rows_of_an_expert_at_once(launched) -> None:
+    """Bug: what has been widened is used for fewer rows than there are."""
+    E, K, D = 32, 4, 64
+    codes = empty(E, 2, 1, HALF_WORDS, dtype=torch.int16)
+    matrix = Mxfp4(codes, empty(E, 2, 1, SCALES, dtype=torch.uint8))
+    slots = ints(7, 3, dtype=torch.int32)
+    for T in (64, 65, 512, 513):
+        pairs = ints(T * K, dtype=torch.int32)
+        moe_mxfp4_kernels.launch_gate_up(empty(T, D), matrix, slots, pairs, K, None, None)
+    assert [found.options["ROWS"] for found in launched] == [16, 32, 32, 64]
+
+
 def test_experts_that_a_stream_takes(launched, monkeypatch: pytest.MonkeyPatch) -> None:
     """Bug: rows, or what lies between an expert's matrices, wider than shared memory are launched
     all the same, and the launch fails; or a GPU that has no such instructions gets them."""
@@ -202,6 +321,9 @@ def test_where_a_launch_is_early(launched, monkeypatch, capability, is_early) ->
     expected = {"PDL": True, "launch_pdl": True} if is_early else {"PDL": False}
     assert launch.pdl_options(torch.device("cuda")) == expected
     assert launch.pdl_options(torch.device("cpu")) == {"PDL": False}
+    multiply(empty(16, 512), empty(640, 512), None, empty(16, 640), SkinnyConfig(), False)
+    assert launched[0].options.get("launch_pdl", False) == is_early
+    assert bool(launched[0].options["PDL"]) == is_early
     assert [launch.early_options(pdl) for pdl in (0, 1, 2)] == [
         *({"PDL": 0}, {"PDL": 1, "launch_pdl": True}, {"PDL": 2, "launch_pdl": True})
     ]

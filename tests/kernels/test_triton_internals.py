@@ -3,13 +3,21 @@
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
+import triton
 from triton.runtime import build
 
+from graphengine.kernels.argmax import _chunk_argmax_kernel, combine_argmax_kernel
 from graphengine.kernels.interpreter import INTERPRET
-from graphengine.kernels.triton_internals import separate_launchers_
+from graphengine.kernels.triton_internals import (
+    PACKAGE,
+    _kernels,
+    compiled_before,
+    separate_launchers_,
+)
 from tests.kernels.test_interpreted import version
 
 # A process a way, each a copy of one that has imported and asked for no key.
@@ -44,6 +52,37 @@ def test_keys_do_not_depend_on_the_order() -> None:
     assert settled == settled_and_turned
     # Triton 3.8 and later need no settling: delete it with 3.7.
     assert (bare == turned) == (version("triton") >= (3, 8))
+
+
+@pytest.mark.skipif(INTERPRET, reason="interpreted kernels have no keys")
+def test_kernels_are_asked_in_the_order_of_their_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: keys are asked for in the order in which a start happens to import its kernels, and one
+    that imports otherwise finds none of what was compiled."""
+    late = ModuleType(f"{PACKAGE}.a_module")
+    vars(late).update(z_kernel=combine_argmax_kernel, a_kernel=_chunk_argmax_kernel, other=3)
+    monkeypatch.setitem(sys.modules, late.__name__, late)  # the last one
+    found = [kernel.__name__ for kernel in _kernels()]
+    assert found[:2] == ["_chunk_argmax_kernel", "combine_argmax_kernel"]
+    assert len(found) > 4
+
+
+def test_who_looks_for_a_kernel_leaves_it_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: what was looked for in the cache and not found cannot be compiled any more, by anybody:
+    a start ends in an error without a word."""
+
+    class Source:
+        def make_ir(self) -> str:
+            return "first form"
+
+    def compile_(src: Source, target: str) -> str:
+        return "found" if target == "sm90" else src.make_ir()
+
+    monkeypatch.setattr(triton, "compile", compile_)
+    src = Source()
+    assert compiled_before(src, target="sm100") is None
+    assert triton.compile(src, target="sm100") == "first form"
+    assert compiled_before(src, target="sm90") == "found"
+    assert src.make_ir() == "first form"
 
 
 LAUNCHER = """

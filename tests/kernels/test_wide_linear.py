@@ -343,3 +343,4 @@ def test_bytes_of_a_block_are_of_its_weights() -> None:
         check_tile(config, True, 2)
     with pytest.raises(ValueError, match="128 bytes"):
         check_tile(SPECIALIZED[0], True, 1)
+    check_tile(SPECIALIZED[0]._replace(block_k=32), False, 2)  # other results are not held there

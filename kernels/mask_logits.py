@@ -43,7 +43,7 @@ def mask_logits_(logits_TV: Tensor, mask_TW: Tensor, is_on_B: Tensor) -> None:
     W = (V + 31) // 32
     if mask_TW.shape != (T, W) or mask_TW.dtype != torch.int32 or not mask_TW.is_contiguous():
         raise ValueError(f"mask is {mask_TW.dtype} {tuple(mask_TW.shape)}; need int32 {(T, W)}")
-    if logits_TV.stride(1) != 1 or is_on_B.dtype != torch.int32 or T % max(B, 1):
+    if logits_TV.stride(1) != 1 or is_on_B.dtype != torch.int32 or not B or T % B:
         raise ValueError(
             f"logits have strides {logits_TV.stride()} and {T} rows, is_on is {is_on_B.dtype} of "
             f"{B}; need dense rows, as many for each request, and int32"

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from graphengine.kernels.interpreter import INTERPRET
+from tests.support.fake_hopper import Launched, noted
 from tests.support.races import watched
 
 CPU_AND_GPU = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -48,6 +49,13 @@ def poisoned_outputs() -> Iterator[None]:
     torch.use_deterministic_algorithms(True, warn_only=True)
     yield
     torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Launched]]:
+    """What is launched with fake CUDA tensors, noted and not run."""
+    with noted(monkeypatch) as found:
+        yield found
 
 
 @pytest.fixture(autouse=True)

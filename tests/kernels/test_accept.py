@@ -158,6 +158,29 @@ def test_ids_that_are_none(device) -> None:
     assert ids[:, 0].tolist() == [0, 3, 0, 0]
 
 
+def test_rows_of_wider_tensors(device) -> None:
+    """Bug: one tensor's rows are found by another's stride: drafts are compared with another
+    request's targets, or a block is written to its pages."""
+    B, G, W, S = 3, 4, 5, 4
+    torch.manual_seed(0)
+    dense = {"draft": torch.randint(0, 2, (B, G)), "target": torch.randint(0, 2, (B, G))}
+    dense |= {"start": torch.tensor([3, 0, 9], dtype=torch.int32)}
+    dense |= {"table": torch.randint(1, 99, (B, W), dtype=torch.int32), "block": torch.zeros(B, G)}
+    dense |= {name: torch.zeros(B * G) for name in ("positions", "slots", "earlier", "their_slots")}
+    dense |= {"step": torch.full((B,), STEP), "results": torch.zeros(B, NUM_RESULTS * (G + 1))}
+    found = []
+    for is_wide in (False, True):
+        state = []
+        for more, x in enumerate(dense.values(), 1):
+            x = x.long() if x.is_floating_point() else x
+            wide = torch.full((*x.shape[:-1], x.shape[-1] + more * is_wide), 1, dtype=x.dtype)
+            wide[..., : x.shape[-1]] = x
+            state.append(wide.to(device)[..., : x.shape[-1]])
+        accept_and_advance_(*state, mask_token_id=MASK, page_size=S)
+        found.append([x.tolist() for x in state])
+    assert found[0] == found[1]
+
+
 def test_refuses_wrong_types(device) -> None:
     """Bug: int32 ids read as int64."""
     ids = torch.zeros(2, 3, dtype=torch.int64)

@@ -262,6 +262,8 @@ def test_refusals(device: str) -> None:
             adjust_logits(logits, ids, positions, tables._replace(**{name: table.double()}))
     with pytest.raises(ValueError, match="positions"):
         adjust_logits(logits, ids, positions[:1], tables)
+    with pytest.raises(ValueError, match="rows of floats, 2 of them"):
+        adjust_logits(logits.repeat(2, 1), ids, positions.repeat(2), tables)
     for words in (tables.words_BKL[:, :3], tables.words_BKL[..., :1]):
         with pytest.raises(ValueError, match="powers of two"):
             adjust_logits(logits, ids, positions, tables._replace(words_BKL=words))

@@ -342,6 +342,20 @@ def test_refuses_a_chunk_of_broken_tiles(device) -> None:
     q, cache, table, start = make(device, torch.float32, [6], 4, 4, 2, 16, 4, W=4)
     with pytest.raises(ValueError, match=r"chunk 48: .* multiple of 32 keys"):
         run(q, cache, table, start, 4, True, 2, LaunchConfig(kv_tile=64, chunk=48))
+    with pytest.raises(ValueError, match="chunk 96"):
+        run(q, cache, table, start, 4, True, 2, LaunchConfig(kv_tile=64, chunk=96))
+
+
+def test_rows_of_a_wider_table(device) -> None:
+    """Bug: where tables of fewer pages are the first columns of wider ones, a request's keys are
+    another one's."""
+    G, N, K, H, S = 3, 2, 1, 16, 4
+    q, cache, table, start = make(device, torch.float32, [9, 30, 17], G, N, K, H, S, W=9)
+    wide = torch.cat([table, table.flip(0, 1)], 1)[:, :9]
+    for num_splits in (1, 2):
+        out = run(q, cache, wide, start, G, True, num_splits)
+        expected = sdpa(q, cache, table, start, G, True)
+        torch.testing.assert_close(out.double(), expected, **TOLERANCE[torch.float32])
 
 
 @pytest.mark.parametrize("window", [None, 40])

@@ -74,6 +74,20 @@ def test_strided_rows(device) -> None:
     assert torch.equal(again.nan_to_num(7.0), pool.nan_to_num(7.0))
 
 
+def test_planes_of_a_larger_pool(device) -> None:
+    """Bug: planes with other pages between them are taken for neighbours: V is written into keys of
+    another request, or one layer's K into another's."""
+    kv, k_norm, rope, positions, slots, pool, _ = make(device, torch.float32, 4, 2, 2, 16, 4)
+    context_kv_write_(kv, k_norm, rope, positions, slots, pool, EPS)
+    L, planes, num_pages, *page = pool.shape
+    larger = torch.full((L + 1, planes + 1, num_pages + 3, *page), torch.nan, device=device)
+    part = larger[1:, :2, :num_pages]
+    context_kv_write_(kv, k_norm, rope, positions, slots, part, EPS)
+    assert torch.equal(part.nan_to_num(7.0), pool.nan_to_num(7.0))
+    part.fill_(torch.nan)
+    assert larger.isnan().all()
+
+
 def test_refuses_another_number_of_layers(device) -> None:
     """Bug: rows of a drafter with other layers spread over the wrong layers of the pool."""
     kv, k_norm, rope, positions, slots, pool, _ = make(device, torch.float32, 4, 2, 2, 16, 4)

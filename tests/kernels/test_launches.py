@@ -3,8 +3,7 @@ place of launches of fake CUDA tensors."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -25,28 +24,10 @@ from graphengine.kernels.mxfp4 import HALF_WORDS, SCALES, Mxfp4
 from graphengine.kernels.skinny_config import SkinnyConfig
 from graphengine.kernels.skinny_linear import launch as multiply
 from graphengine.kernels.specialized_attention import SpecializedConfig
-from tests.support.fake_hopper import NUM_SMS, fake_hopper
+from tests.support.fake_hopper import NUM_SMS
 from tests.support.kernel_launches import BF16, FP32, attend, attend_chunk, empty, ints
 
 pytestmark = pytest.mark.skipif(INTERPRET, reason="launchers take other ways where it interprets")
-
-
-class Launched(NamedTuple):
-    kernel: str
-    grid: tuple[int, ...]
-    arguments: tuple[Any, ...]
-    options: dict[str, Any]
-
-
-@pytest.fixture
-def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Launched]]:
-    found: list[Launched] = []
-
-    def note(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) -> None:
-        found.append(Launched(kernel.__name__, grid, arguments, options))
-
-    with fake_hopper(monkeypatch), launch._instead(note):
-        yield found
 
 
 WIDE = SkinnyConfig(192, 64, 4, 2, 1, 8, cols=128)
@@ -149,21 +130,25 @@ def test_whose_rows_tma_takes(
 
 
 @pytest.mark.parametrize(
-    ("tiles", "shape", "swiglu", "programs"),
+    ("tiles", "shape", "swiglu", "work", "box"),
     [
-        (chunk_linear.SMALL, (1100, 19456, 2560), True, NUM_SMS),
-        (chunk_linear.SMALL, (130, 528, 64), True, 2 * 3),
-        (chunk_linear.WIDE, (100, 34816, 5120), True, 128),
-        (chunk_linear.LARGE, (300, 400, 64), True, 2 * 3),
-        (chunk_linear.LARGE, (300, 408, 64), False, 2 * 3),
+        (chunk_linear.SMALL, (1100, 19456, 2560), True, (9 * 76, 9, 40), [64, 128]),
+        (chunk_linear.SMALL, (130, 528, 64), True, (2 * 3, 2, 1), [64, 128]),
+        (chunk_linear.WIDE, (100, 34816, 5120), True, (128, 1, 80), [64, 64]),
+        (chunk_linear.LARGE, (300, 400, 72), True, (2 * 3, 2, 2), [256, 32]),
+        (chunk_linear.LARGE, (300, 408, 64), False, (2 * 3, 2, 1), [128, 64]),
     ],
 )
-def test_every_tile_of_a_chunk_has_a_program(launched, tiles, shape, swiglu, programs) -> None:
-    """Bug: the tiles that are cut short are nobody's; a second round's CTAs have nothing to do."""
+def test_every_tile_of_a_chunk_has_a_program(launched, tiles, shape, swiglu, work, box) -> None:
+    """Bug: the tiles that are cut short, or the last inputs, are nobody's; a second round's CTAs
+    have nothing to do; results leave in boxes of another size than they lie in."""
     T, J, D = shape
     chunk_linear._launch(empty(T, D), empty(J, D), tiles, swiglu)
     (found,) = launched
-    assert (found.kernel, found.grid) == (tiles.kernel.__name__, (programs,))
+    assert (found.kernel, found.grid) == (tiles.kernel.__name__, (min(work[0], NUM_SMS),))
+    first = 3 if tiles is chunk_linear.LARGE else 5  # the others have an extra weight, and out
+    assert found.arguments[first : first + 3] == work
+    assert found.arguments[2 if tiles is chunk_linear.LARGE else 3].block_shape == box
     assert found.options.get("SWIGLU", True) == swiglu
     assert found.options.get("EXTRA", False) == (tiles is chunk_linear.WIDE)
 
@@ -207,13 +192,17 @@ def test_every_split_of_a_prompt_s_keys_has_a_program(
 def test_rows_of_a_prompt_that_tma_takes(launched) -> None:
     """Bug: queries in wider rows are refused though they begin at 16 bytes, or read where they do
     not."""
-    B, N, H = 2, 4, 128
+    B, N, H = 2, 6, 128
     cache, out = empty(2, 9, 16, 2, H), empty(B * BLOCK, N, H)
-    rest = cache, ints(B, 9, dtype=torch.int32), ints(B, dtype=torch.int32), out
+    table = ints(1, 9, dtype=torch.int32).expand(B, -1)  # blocks of one request
+    rest = cache, table, ints(B, dtype=torch.int32), out
     for more in (0, 8, 64):
         chunk_attention(
             empty(B * BLOCK, N * H + more).narrow(1, 0, N * H).unflatten(1, (N, H)), *rest
         )
+    for found in launched:
+        assert found.arguments[10:12] == (0, 9 * 16)  # the table's stride, keys that there are
+        assert found.options["GROUP"] == 3
     assert len(launched) == 3
     with pytest.raises(ValueError, match="multiples of 16 bytes"):
         chunk_attention(empty(B * BLOCK, N * H + 4).narrow(1, 0, N * H).unflatten(1, (N, H)), *rest)
@@ -251,10 +240,12 @@ def test_every_head_of_a_block_has_a_program(launched, G: int, N: int, row_tiles
     table, start = ints(B, 9, dtype=torch.int32), ints(B, dtype=torch.int32)
     buffers = workspace(B, G, N, H, Z, "cuda")
     assert specialized_attention._row_tiles(q, cache, G) == row_tiles
-    specialized_attention.launch(
-        *(q, cache, table, start, G, True, empty(B * G, N, H), buffers, SpecializedConfig(), None)
-    )
-    assert [found.grid for found in launched] == [(K * row_tiles, B, Z)]
+    for causal in (True, False):
+        rest = G, causal, empty(B * G, N, H), buffers, SpecializedConfig(), None
+        specialized_attention.launch(q, cache, table, start, *rest)
+        assert launched[-1].grid == (K * row_tiles, B, Z)
+        assert launched[-1].options["CAUSAL"] == causal
+        assert launched[-1].options["SPLIT_TILES"] == 4
 
 
 @pytest.mark.parametrize(

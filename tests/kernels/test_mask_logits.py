@@ -77,7 +77,7 @@ def test_refusals(device) -> None:
         mask_logits_(logits, mask[:, :2], is_on.int())
     with pytest.raises(ValueError, match="need int32"):
         mask_logits_(logits, mask.repeat(1, 2)[:, ::2], is_on.int())
-    for bad in (is_on, torch.ones(3, dtype=torch.int32, device=device)):
+    for bad in (is_on, torch.ones(3, dtype=torch.int32, device=device), is_on[:0].int()):
         with pytest.raises(ValueError, match="is_on"):
             mask_logits_(logits, mask, bad)
     with pytest.raises(ValueError, match="strides"):

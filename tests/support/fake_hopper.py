@@ -5,15 +5,38 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
+from graphengine.kernels import launch
 from graphengine.kernels.launch import supports_pdl
 
 NUM_SMS = 132
 SHARED_MEMORY_BYTES = 227 * 1024
+
+
+class Launched(NamedTuple):
+    """A launch that was noted in place of being made."""
+
+    kernel: str
+    grid: tuple[int, ...]
+    arguments: tuple[Any, ...]
+    options: dict[str, Any]
+
+
+@contextmanager
+def noted(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Launched]]:
+    """Inside, kernels are neither compiled nor run."""
+    found: list[Launched] = []
+
+    def note(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) -> None:
+        found.append(Launched(kernel.__name__, grid, arguments, options))
+
+    with fake_hopper(monkeypatch), launch._instead(note):
+        yield found
 
 
 @contextmanager

@@ -1,0 +1,80 @@
+"""What launchers choose by shapes, dtypes and GPU: kernels, warps and heads of a program, noted in
+place of launches of fake CUDA tensors."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from graphengine.kernels import add_rms_norm, fp8_rows, gated_delta_prefill, output_gate
+from graphengine.kernels.interpreter import INTERPRET
+from tests.support.kernel_launches import BF16, FP32, empty, ints
+
+pytestmark = pytest.mark.skipif(INTERPRET, reason="launchers take other ways where it interprets")
+
+
+@pytest.mark.parametrize(
+    ("T", "K", "dtype", "kernels", "num_warps"),
+    [
+        (255, 128, BF16, ["delta_prepare_kernel", "delta_scan_kernel"], 2),
+        (256, 128, BF16, ["delta_prepare_kernel", "delta_scan_kernel"], 2),
+        (257, 128, torch.float16, ["delta_prepare_kernel", "delta_scan_kernel"], 1),
+        (257, 128, FP32, ["prepare_kernel", "scan_kernel"], 2),
+        (257, 64, BF16, ["prepare_kernel", "scan_kernel"], 2),
+    ],
+)
+def test_kernels_of_a_recurrence_s_prompt(
+    launched, T: int, K: int, dtype: torch.dtype, kernels: list[str], num_warps: int
+) -> None:
+    """Bug: heads of 64, or float32, are given to kernels that were written for 128 and 16 bits; or
+    few chunks, which leave multiprocessors idle, have a warp each."""
+    R, N, NK = 2, 6, 2
+    C = (2 * NK + N) * K
+    weights = empty(C, 4, dtype=dtype), empty(N, dtype=FP32), empty(N, dtype=FP32)
+    pools = empty(3, 3, C, dtype=dtype), empty(3, N, K, K, dtype=FP32)
+    pieces = gated_delta_prefill.Pieces(*(ints(R, dtype=torch.int32) for _ in range(6)))
+    projected, out = empty(T, C + N * K + 2 * N, dtype=dtype), empty(T, N, K, dtype=dtype)
+    gated_delta_prefill.gated_delta_prefill_(projected, *weights, *pools, pieces, out)
+    convolved, *others = launched
+    assert convolved.kernel == "convolve_kernel" and convolved.grid[0] == (T + 7) // 8
+    assert [found.kernel for found in others] == kernels
+    assert others[0].options["num_warps"] == num_warps
+    assert others[0].grid == ((T + 31) // 32 + 1, N, R)  # one more: it moves the windows
+
+
+def test_threads_of_a_row() -> None:
+    """Bug: a row alone is summed by few threads, or by more than registers are for; as wide a row
+    as a program holds goes through torch."""
+    found = [
+        fp8_rows.row_options(T, D, torch.device("cpu"))
+        for T, D in ((64, 4096), (65, 4096), (64, 16384), (65, 16384), (64, 16385), (1, 100))
+    ]
+    assert [(options["BLOCK"], options["num_warps"]) for options in found] == [
+        *((4096, 32), (4096, 8), (16384, 32), (16384, 16), (32768, 16), (128, 1))
+    ]
+
+
+def test_rows_that_a_program_holds(launched) -> None:
+    """Bug: as wide a row as a program holds, as eight taps of 4,096 are, goes through torch."""
+    most = fp8_rows.MAX_D
+    assert fp8_rows.runs_here(empty(1, most), most)
+    assert not fp8_rows.runs_here(empty(1, most + 1), most + 1)
+
+
+def test_a_norm_that_lets_the_next_kernel_start_early(launched) -> None:
+    """Bug: what plain decoding asks of its norms is asked of none, or of all."""
+    h, partials, weight = empty(16, 4096), empty(3, 16, 4096, dtype=FP32), empty(4096)
+    for early in (False, True):
+        add_rms_norm._launch(h, partials, weight, 1e-6, early, 0)
+    add_rms_norm._launch(None, h, weight, 1e-6, False, 2)
+    kept = [[found.options[name] for name in ("EARLY", "Z", "ADDS", "F")] for found in launched]
+    assert kept == [[False, 3, True, 0], [True, 3, True, 0], [False, 1, False, 2]]
+
+
+@pytest.mark.parametrize(("T", "heads"), [(1, 4), (1023, 4), (1024, 8)])
+def test_heads_of_a_gate_s_program(launched, T: int, heads: int) -> None:
+    """Bug: a prompt's rows, which are many, are gated by twice the programs."""
+    N, V = 30, 128
+    output_gate._launch(empty(T, N, V), empty(T, N * V), 0, empty(V), 1e-6, empty(T, N * V))
+    (found,) = launched
+    assert found.grid == (T, -(-N // heads)) and found.options["HEADS"] == heads

@@ -97,6 +97,16 @@ def test_the_chunks_of_a_prompt_through_experts(num_rows: int, expected: list[in
     assert cut(num_rows, sizes, config) == expected
 
 
+def test_what_a_forward_takes() -> None:
+    """Bug: prompts are cut by other times than were measured: first tokens come later, and nothing
+    else tells."""
+    sizes = (0, 48, 192, 210, 256, 1023, 1024, 2048)
+    dense = [240, 256, 304, 310, 356, 1123, 1084, 2108]
+    assert [forward_time(n) for n in sizes] == pytest.approx(dense)
+    experts = [1200, 1276.8, 1507.2, 1536, 1609.6, 2836.8, 2838.4, 5705.6]
+    assert [forward_time(n, 5) for n in sizes] == pytest.approx(experts)
+
+
 def test_which_sizes_a_model_has() -> None:
     """Bug: experts or a recurrence have a chunk that is of dense models; or the largest that
     prompts share is in blocks of one prompt."""

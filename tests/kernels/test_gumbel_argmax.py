@@ -152,6 +152,11 @@ def test_refuses(device) -> None:
             draw(logits, 1.0, seeds=seeds)
     with pytest.raises(ValueError, match="logits"):
         gumbel_argmax(logits.int(), *(torch.zeros(4),) * 5)
+    row, whole = torch.zeros(4, device=device), torch.zeros(4, device=device, dtype=torch.int64)
+    given = {"best": whole, "threshold": row, "positions": whole, "temperature": row, "seed": whole}
+    for name, x in given.items():
+        with pytest.raises(ValueError, match=f"^{name} is torch.float64"):
+            gumbel_argmax(logits, *(given | {name: x.double()}).values())
 
 
 @pytest.mark.gpu

@@ -57,6 +57,25 @@ def test_forced_tokens_are_drafts(device, B, G) -> None:
     assert torch.equal(words & 0xFFFFFFFF, drafts) and bool((words >> 32 == 2**31 - 1).all())
 
 
+def test_drafts_of_wider_tensors(device) -> None:
+    """Bug: one tensor's rows are found by another's stride: a request is forced to another's
+    tokens, or the host looks for its drafts where another's are."""
+    drafts, forced = torch.arange(12).view(3, 4), torch.tensor([[-1, -1, 70, -1]] * 3)
+    forced[1, 3] = 80
+    found = []
+    for is_wide in (False, True):
+        state = []
+        for more, x in enumerate((drafts, forced, torch.zeros_like(drafts)), 1):
+            wide = torch.cat([x, torch.full((3, more), 9)], 1) if is_wide else x.clone()
+            state.append(wide.to(device)[:, :4])
+        is_on = torch.tensor([1, 1, 0], dtype=torch.int32, device=device)
+        ids, own, words = state
+        publish_drafts_(ids, own, is_on, torch.full((3,), 5, device=device), words)
+        found.append([x.tolist() for x in state])
+    assert found[0] == found[1]
+    assert found[0][0] == [[0, 1, 70, 3], [4, 5, 70, 80], [8, 9, 10, 11]]
+
+
 def test_a_draft_that_is_none(device) -> None:
     """Bug: a drafter whose logits are not finite drafts -1: the word's step is another, and the
     host waits for this one's for good."""

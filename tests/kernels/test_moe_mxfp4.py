@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 import torch
 
+from graphengine.kernels import moe_mxfp4_stream
+from graphengine.kernels.interpreter import INTERPRET
 from graphengine.kernels.moe import experts
 from graphengine.kernels.moe_mxfp4 import experts_mxfp4
 from graphengine.kernels.mxfp4 import Mxfp4, out_of_turn, pack_mxfp4
@@ -55,6 +57,16 @@ def test_a_row_does_not_see_the_others(device) -> None:
     whole = experts_mxfp4(x, logits, *rest)
     for rows in (slice(2, 3), slice(1, 5)):
         assert torch.equal(experts_mxfp4(x[rows], logits[rows], *rest), whole[:, rows])
+
+
+@pytest.mark.skipif(not INTERPRET, reason="the reference has no streams")
+def test_a_stream_is_asked_for_both_widths(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: experts wider than shared memory are streamed where their rows are not: no launch."""
+    asked: list[tuple[torch.Size, int]] = []
+    monkeypatch.setattr(moe_mxfp4_stream, "takes", lambda x, inter: asked.append((x.shape, inter)))
+    x, logits, gate_up, down, *_ = make(2, 128, 64, 4, "cpu")
+    experts_mxfp4(x, logits, gate_up, down, 2, True)
+    assert asked == [((2, 128), 64)]
 
 
 def test_what_does_not_belong_together() -> None:

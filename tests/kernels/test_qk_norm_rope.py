@@ -213,6 +213,20 @@ def test_adds_partials(device, dtype, num_splits) -> None:
     assert q.dtype == dtype
 
 
+def test_adds_partials_of_wider_rows(device) -> None:
+    """Bug: partial sums beside others', as those of one GEMM for several projections, are found as
+    if their rows were dense."""
+    qkv, q_norm, k_norm, rope, _, positions, slots, cache = make(
+        device, torch.float32, 5, 2, 1, 16, 4
+    )
+    wide = torch.randn(3, len(qkv), qkv.shape[1] + 8, device=device)
+    partials, arguments = wide[..., : qkv.shape[1]], (q_norm, k_norm, rope, positions, slots)
+    expected = cache.clone()
+    q = qk_norm_rope_write_(partials, *arguments, cache, EPS)
+    assert torch.equal(q, qk_norm_rope_write_(partials.contiguous(), *arguments, expected, EPS))
+    assert torch.equal(cache.nan_to_num(7.0), expected.nan_to_num(7.0))
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("num_splits", [1, 4])
 def test_a_captured_layer_reads_this_replay(num_splits) -> None:

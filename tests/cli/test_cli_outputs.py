@@ -227,7 +227,7 @@ def test_unreadable_is_not_damaged(
     monkeypatch.setattr(Path, "read_text", fail)
     with pytest.raises(ValueError, match=r"Permission denied.*make it readable"):
         read_json(tmp_path / "config.json")
-    monkeypatch.setattr(Path, "is_file", fail)
+    monkeypatch.setattr(Path, "stat", fail)
     with pytest.raises(ValueError, match=f"{target}: Permission denied"):
         resolve(target)
 

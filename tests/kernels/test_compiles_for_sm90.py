@@ -56,7 +56,7 @@ pytestmark = [
 def max_stack_bytes(kernel: str, launch: str) -> int:
     """None where spilling would cost what the kernel is for."""
     if kernel == "specialized_linear_kernel":  # after the loop; 128 before triton 3.9
-        return 144
+        return 280 if launch == "GEMM, wide, 192 rows, FP8" else 144
     # Triton 3.9 spills two registers of these.
     if (kernel, launch) in (
         ("_add_rms_norm_kernel", "residual and norm, 20480 columns"),

@@ -213,7 +213,7 @@ def _open(directory: Path, device: torch.device | str = "cpu") -> dict[str, Any]
 
 
 def _weight_files(directory: Path) -> list[Path]:
-    index = directory / "model.safetensors.index.json"
+    index, whole = directory / "model.safetensors.index.json", directory / "model.safetensors"
     if index.is_file():
         try:
             names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
@@ -229,8 +229,13 @@ def _weight_files(directory: Path) -> list[Path]:
         if outside:
             raise ValueError(f"{index}: {outside[:3]} lie outside the directory; not read")
         files = [directory / name for name in names]
+        if whole.is_file() and whole not in files:  # transformers leaves the one or the other
+            raise ValueError(
+                f"{directory}: {whole.name} lies beside an index that names {names[:1]}, not it, "
+                f"and engines differ in which they read; remove {whole.name} or {index.name}"
+            )
     else:
-        whole = directory / "model.safetensors"  # beside it may lie the same in another form
+        # Beside it may lie the same in another form.
         files = [whole] if whole.is_file() else sorted(directory.glob("*.safetensors"))
     pickles = sorted(f.name for f in directory.iterdir() if f.suffix in _PICKLES)
     if pickles and not files:

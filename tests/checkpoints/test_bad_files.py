@@ -19,6 +19,7 @@ import torch
 from click.testing import CliRunner
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
 
 from graphengine.api import Engine
 from graphengine.checkpoints.hub import resolve
@@ -167,6 +168,22 @@ def load(target: Path) -> str | None:
     assert weights.embed_VD.shape == (config.vocab_size, config.hidden_size)
     assert len(weights.layers) == config.num_hidden_layers
     return None
+
+
+@pytest.mark.parametrize("are_left", [True, False])
+def test_an_index_beside_a_whole_file(tmp_path: Path, are_left: bool) -> None:
+    """Bug: a model saved whole where its shards had been, whose index transformers leaves, is told
+    to be fetched again; or, where the shards are left too, these old weights are read without a
+    word, and by transformers the new ones."""
+    target = make_target(tmp_path, tokenizer=False, sharded=True)
+    shards = sorted(target.glob("*.safetensors"))
+    whole = {name: tensor for shard in shards for name, tensor in load_file(shard).items()}
+    save_file(whole, target / "model.safetensors")
+    for shard in shards if not are_left else []:
+        shard.unlink()
+    assert "model.safetensors lies beside an index that names" in (load(target) or "")
+    (target / "model.safetensors.index.json").unlink()  # the remedy
+    assert load(target) is None
 
 
 ENTRIES = st.one_of(

@@ -42,11 +42,23 @@ _DEAF = (  # ends of names of functions in which an exception does not arrive, s
     "ExtensionFileLoader.exec_module",
 )
 _MEMORY = "--max-model-len --input-len --output-len --bucket --gpu-memory-utilization".split()
-_FULL = "No space left on device"
+_FULL, _REFUSES = "No space left on device", "the system refuses to go on"
 _NO_PLACE = (errno.ENOENT, errno.ENOTDIR, errno.EACCES, errno.EPERM, errno.EROFS)
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+class _Commands(click.Group):
+    """The commands; a help or version that cannot be written ends as a command does."""
+
+    def main(self, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return super().main(*args, **kwargs)
+        except OSError as error:
+            _drop_unwritten_()
+            click.echo(f"Error: {_REFUSES}: {error}", err=True)
+            sys.exit(1)
+
+
+@click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, prog_name="graphengine")
 def main() -> None:
     """Latency-critical LLM decode with DFlash block-diffusion speculative decoding."""
@@ -86,7 +98,7 @@ def _ends_are_told(command: click.Command) -> Iterator[None]:
         if error.errno == errno.EPIPE and failed is click.ClickException:
             raise  # `| head -1`: click ends quietly, with 1
         _drop_unwritten_()
-        text = f"the system refuses to go on: {error}"
+        text = f"{_REFUSES}: {error}"
         if error.errno in _NO_PLACE:
             text += "; set GRAPHENGINE_CACHE, HOME and TMPDIR to folders that can be written"
         raise failed(text) from error

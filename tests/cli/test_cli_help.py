@@ -1,11 +1,13 @@
-"""What `--help` says of each option."""
+"""What `--help` says of each option, and where that cannot be written."""
 
 import re
+import subprocess
 
 import click
 import pytest
 
 from graphengine.cli.main import main
+from tests.support.command_line import COMMAND, ENV, ROOT
 
 
 def shown_defaults(name: str) -> dict[str, str]:
@@ -32,3 +34,15 @@ def test_defaults_that_are_numbers(name: str) -> None:
     shown = shown_defaults(name)
     assert {flag: shown[flag] for flag in due} == due | dict.fromkeys(lists_of_none, "none")
     assert ("--temperature" in due) == (name in ("run", "verify"))
+
+
+@pytest.mark.parametrize("args", [["--help"], ["--version"], ["run", "-h"]])
+def test_a_help_that_cannot_be_written(args: list[str]) -> None:
+    """Bug: a full disk behind `--help` is a traceback of click's."""
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [*COMMAND, *args], cwd=ROOT, env=ENV, stdout=full, stderr=subprocess.PIPE, text=True
+        )
+    assert done.returncode == 1
+    assert done.stderr.startswith("Error: the system refuses to go on: [Errno 28] No space left")
+    assert done.stderr.count("\n") == 1

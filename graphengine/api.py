@@ -62,7 +62,7 @@ class Engine:
         target: str | Path,
         draft: str | Path | None = None,
         *,
-        progress: Callable[[str, float], None] = lambda what, share: None,
+        progress: Callable[[str, float], None] | None = None,
         **options: Any,
     ) -> Engine:
         """Loads, compiles and captures.
@@ -77,11 +77,13 @@ class Engine:
             {options}
 
         Raises:
-            TypeError: an unknown option.
+            TypeError: an unknown option, or what cannot be called for `progress`.
             ValueError: a file, value or combination that cannot work, with the remedy.
         """
         if target is None:
             raise ValueError("the target is None; pass a directory or a hub id (owner/name)")
+        if not callable(progress := progress or (lambda what, share: None)):
+            raise TypeError(f"progress is {progress!r}; pass a function of (what, share done)")
         built = build(target, draft, made(Options, options), progress)
         rehearse(built)
         return cls(built)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import pickle
 from collections import defaultdict
 from collections.abc import Iterator
@@ -14,6 +15,7 @@ import jinja2
 import numpy as np
 import pytest
 import torch
+from transformers import PreTrainedTokenizerFast
 
 from graphengine import TINY_DRAFT, TINY_TARGET, Engine
 from graphengine.config.options import SamplingParams
@@ -112,7 +114,8 @@ def test_text_to_continue_has_its_front(engine: Engine, monkeypatch: pytest.Monk
 
 def test_what_a_template_is_given(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """Bug: what a call has for the chat template does not reach it, or is dropped where there is
-    none to take it; or the messages are blamed for a name that is already taken."""
+    none to take it; the messages are blamed for a name that is already taken; or one that is
+    transformers' own, such as max_length, does nothing."""
     given, tokenizer = list[Any](), engine.tokenizer
     assert tokenizer is not None
     real = tokenizer.encode_chat
@@ -133,7 +136,9 @@ def test_what_a_template_is_given(engine: Engine, monkeypatch: pytest.MonkeyPatc
     for wrong in ("{", "[1]", "[" * 99_999, 5, {5: 1}):
         with pytest.raises(ValueError, match=r"chat_template_kwargs is .*; expected a JSON object"):
             engine.generate(TEXTS[0], max_new_tokens=1, chat_template_kwargs=wrong)
-    for name in ("tokenize", "messages", "conversations", "self"):
+    of_the_call = set(inspect.signature(PreTrainedTokenizerFast.apply_chat_template).parameters)
+    of_the_call -= {"add_generation_prompt", "continue_final_message", "documents", "tools"}
+    for name in {"messages", "conversations", *of_the_call} - {"kwargs"}:
         with pytest.raises(ValueError, match=f"has {name}, which is not the caller's"):
             engine.generate(TEXTS[0], max_new_tokens=1, chat_template_kwargs={name: True})
 

@@ -12,8 +12,10 @@ from numbers import Integral, Real
 from typing import Any
 
 MAX_BIAS = 100  # as in OpenAI's API
-# Of transformers' apply_chat_template, and of what it calls.
+# Of transformers' apply_chat_template, and of what it calls: no template is given one.
 _OF_THE_CALL = {"chat_template", "conversation", "conversations", "messages", "self", "tokenize"}
+_OF_THE_CALL |= {"max_length", "padding", "return_assistant_tokens_mask", "return_dict"}
+_OF_THE_CALL |= {"return_tensors", "sanitize_control_tokens", "tokenizer_kwargs", "truncation"}
 
 
 def parse_texts(name: str, value: Any) -> tuple[str, ...]:

@@ -61,6 +61,16 @@ def test_the_bar_of_loading(tmp_path: Path) -> None:
     assert len(shares) > 5 and shares == sorted(shares) and 0.9 < shares[-1] <= 1
 
 
+def test_a_bar_that_is_none(tmp_path: Path) -> None:
+    """Bug: `progress=None`, for no bar, or what is no function is "object is not callable", once
+    weights are read and without the option's name."""
+    target = make_target(tmp_path / "target", layers=1)
+    options: dict[str, Any] = {"buckets": (1,), "max_model_len": 64, "device": "cpu"}
+    Engine.from_pretrained(target, progress=None, **options).close()
+    with pytest.raises(TypeError, match=r"progress is True; pass a function of"):
+        Engine.from_pretrained("no-model", progress=True, **options)
+
+
 def test_a_context_that_the_pool_does_not_hold(tmp_path: Path) -> None:
     """Bug: where nobody asks for a length the models' own is refused, although a shorter one fits;
     or a length that was asked for is shortened in silence."""

@@ -229,7 +229,8 @@ class Lane:
                 request.state_slot = NULL_SLOT
             for _ in range(1 + NUM_PROBES):
                 self.join(requests)
-                assert self._bring_up_to_date()
+                is_ready = self._bring_up_to_date()
+                assert is_ready
                 began = time.perf_counter()
                 self._queue_step()
                 self.wait()

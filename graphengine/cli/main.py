@@ -142,7 +142,8 @@ def _end(number: int, frame: FrameType | None) -> None:
 
 
 def _compiler_failed(error: Exception) -> str:
-    reason = str(error).strip().partition("\n")[0]
+    # Dynamo's own line stands before what a backend says.
+    reason = str(error).strip().removeprefix("backend='inductor' raised:\n").partition("\n")[0]
     remedy = "drop what is kept with `graphengine compile --fresh`, see `graphengine doctor`"
     if "CxxCompiler" in reason:
         remedy = "install g++"

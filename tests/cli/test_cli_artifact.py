@@ -330,11 +330,12 @@ ROOM = "GRAPHENGINE_CACHE to a folder that can be written and has room"
         ("[Errno 13] not allowed: 'x'\nat x", "[Errno 13] not allowed: 'x'", ROOM),
         ("InvalidCxxCompiler: none\nat x", "InvalidCxxCompiler: none", "install g++"),
         ("no lowering\nat x", "no lowering", DROP),
+        ("backend='inductor' raised:\nCxxCompiler: x", "CxxCompiler: x", "install g++"),
     ],
 )
 def test_why_a_compilation_failed(error: str, reason: str, remedy: str) -> None:
     """Bug: on a full disk the message is the compiler's first line, "C++ compile error", and the
-    remedy drops what had been compiled; or that of a missing compiler is another one's."""
+    remedy drops what had been compiled; or that of a missing compiler is another one's, or none."""
     told = _compiler_failed(RuntimeError(error))
     where = "set TORCHINDUCTOR_CACHE_DIR or " if remedy == ROOM else ""
     assert told == f"compilation failed: {reason}; {where}{remedy}, or run with --no-compile"

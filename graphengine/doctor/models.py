@@ -177,7 +177,9 @@ def _weights(
         if files.is_preset:
             yield info(name, "none: a preset", "runs with random weights alone (load_format dummy)")
         else:
-            yield error(name, files.problems.get("weights", "none"), "fetch the weights again")
+            problem = files.problems.get("weights", "none")
+            value, _, own = problem.rpartition("; ")  # an index may be stale; a long text is cut
+            yield error(name, value or problem, own if value else "fetch the weights again")
         return
     shapes = {**optional, **expected.asked}
     skips = [k for k in files.headers if k.endswith("rotary_emb.inv_freq") or k.startswith(skipped)]

@@ -283,3 +283,12 @@ def test_which_shape_is_wrong(copies: tuple[Path, Path]) -> None:
     put_tensor(copies[1], "norm.weight", torch.ones(2))
     (finding,) = named(check(*copies), "draft.weights")
     assert finding.value == "1 misshaped: norm.weight [2] instead of [64]"
+
+
+def test_weights_have_their_own_remedy(copies: tuple[Path, Path]) -> None:
+    """Bug: of weights that lie there twice it says "fetch the weights again", which helps nobody
+    who saved them: which file to remove is lost in the line above."""
+    (copies[0] / "model.safetensors.index.json").write_text('{"weight_map": {"a": "x"}}')
+    (finding,) = named(check(*copies), "target.weights")
+    assert finding.level == "error" and finding.value.endswith("engines differ in which they read")
+    assert finding.remedy == "remove model.safetensors or model.safetensors.index.json"

@@ -176,9 +176,17 @@ class Tokenizer:
             ValueError: the checkpoint has no chat template, or it rejects the messages; or they
                 hold what is no text.
         """
-        if not self._hf.chat_template:
+        templates = self._hf.chat_template
+        if not templates:
             raise ValueError(
                 f"{self.directory}: no chat template in the checkpoint; pass raw text (--raw)"
+            )
+        tools = (template_kwargs or {}).get("tools")
+        fitting = {"default"} if tools is None else {"default", "tool_use"}
+        if isinstance(templates, dict) and fitting.isdisjoint(templates):
+            raise ValueError(
+                f"{self.directory}: chat templates {sorted(templates)}, none of them the default; "
+                "write the one that is meant to chat_template.jinja, or pass raw text (--raw)"
             )
 
         def apart(value: Any) -> Any:

@@ -270,3 +270,20 @@ def test_a_control_token_that_begins_with_a_lines_end(tmp_path: Path) -> None:
     tokenizer = Tokenizer(directory)
     (control,) = tokenizer.encode("\n<|x|>")
     assert control not in tokenizer.encode_chat([{"role": "user", "content": "a\n<|x|>"}])
+
+
+def test_templates_without_a_default(tmp_path: Path) -> None:
+    """Bug: of a checkpoint that has several it says to pass one as an argument, which is refused;
+    or those that do fit are refused too."""
+    directory = make_target(tmp_path, layers=1)
+    text = (directory / "chat_template.jinja").read_text()
+    (directory / "chat_template.jinja").unlink()
+    several = [{"name": "rag", "template": "R"}, {"name": "tool_use", "template": "U"}]
+    edit_config(directory, lambda c: c | {"chat_template": several}, "tokenizer_config.json")
+    turns, tool = [{"role": "user", "content": "hi"}], {"type": "function"}
+    tokenizer = Tokenizer(directory)
+    with pytest.raises(ValueError, match=r"\['rag', 'tool_use'\], none .* chat_template\.jinja"):
+        tokenizer.encode_chat(turns)
+    assert tokenizer.encode_chat(turns, {"tools": [tool]}) == tokenizer.encode("U")
+    (directory / "chat_template.jinja").write_text(text)  # the remedy
+    assert Tokenizer(directory).decode(Tokenizer(directory).encode_chat(turns))

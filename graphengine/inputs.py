@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from array import array
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import fields, replace
 from functools import lru_cache
@@ -214,12 +214,12 @@ def as_list(prompts: Any) -> list[Any]:
 
 def _items(prompt: Any) -> list[Any]:
     """The entries of a list, or the numbers of an array or tensor. A message, which iterates over
-    its keys, and bytes, over numbers, are no lists. Raises: ValueError."""
+    its keys, bytes, over numbers, and a set, which has no order, are none. Raises: ValueError."""
     if type(prompt) is list:
         return prompt
     if not isinstance(prompt, Mapping) and callable(getattr(prompt, "tolist", None)):
         prompt = prompt.tolist()
-    if isinstance(prompt, Mapping | bytes | bytearray) or not isinstance(prompt, Iterable):
+    if isinstance(prompt, Mapping | Set | bytes | bytearray) or not isinstance(prompt, Iterable):
         raise ValueError(_NO_PROMPT.format(kind=type(prompt).__name__))
     return list(prompt)
 

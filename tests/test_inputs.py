@@ -148,6 +148,7 @@ def test_what_a_template_is_given(engine: Engine, monkeypatch: pytest.MonkeyPatc
     [
         ({"role": "user", "content": "hi"}, "dict is no prompt"),  # would be "role" and "content"
         (b"hi", "bytes is no prompt"),  # would be the token ids 104 and 105
+        ({"hi", "ho"}, "set is no prompt"),  # would be answered in an order that nobody knows
         (None, "NoneType is no prompt"),
         (["hi", 5], "prompt 2 of 2: int is no prompt"),
         ([5, "hi"], "a list of int and str is no prompt"),

@@ -248,6 +248,7 @@ class ModelConfig:
         """
         raw = RawConfig(config, source)
         model_type = raw.get("model_type")
+        _check_weight_file(raw)  # also where it stands beside a text_config
         if isinstance(model_type, str) and model_type in _WRAPPED:
             raw, model_type = gated_delta.text_part(raw), _WRAPPED[model_type]
         if not isinstance(model_type, str) or model_type not in ARCHITECTURES:
@@ -273,6 +274,7 @@ class ModelConfig:
     def from_layer_keys(cls, raw: RawConfig, model_type: str = "qwen3") -> ModelConfig:
         """The shape of a stack of layers; does not look at the file's model_type (a drafter's says
         little) nor at the layers' attention."""
+        _check_weight_file(raw)
         act = raw.values.get("hidden_act", "silu")
         if act != "silu":
             raise raw.refusal(f"hidden_act {act!r} is not supported (silu is)")
@@ -329,6 +331,16 @@ class ModelConfig:
             moe=MoeConfig.from_raw(whole, architecture.moe) if architecture.moe else None,
             rope=rope,
             eos_token_ids=whole.integers("eos_token_id"),
+        )
+
+
+def _check_weight_file(raw: RawConfig) -> None:
+    """Refuses a file that has transformers read weights of another name."""
+    file = raw.get("transformers_weights")
+    if file not in (None, "model.safetensors", "model.safetensors.index.json"):
+        raise raw.refusal(
+            f"transformers_weights {file!r} is not supported: model.safetensors or its index is "
+            "what is read; call the file so and leave out the key"
         )
 
 

@@ -14,6 +14,8 @@ from graphengine.config.windows import Sliding, read_windows
 from tests.config.test_config import DRAFTER, MISSING, TARGET, YARN, YARN_64, Json, changed
 
 BAD_MODEL: dict[str, tuple[Json, str]] = {
+    # transformers would read that one, and others what lies beside it.
+    "other-weights": ({"transformers_weights": "ema.safetensors"}, "'ema.safetensors' is not supp"),
     "no-theta": ({"rope_theta": MISSING}, "no rope_theta"),
     "null-theta": ({"rope_theta": None}, "no rope_theta"),
     "text-theta": ({"rope_theta": "1e6"}, "rope_theta is '1e6', expected a number"),
@@ -186,6 +188,13 @@ def test_model_refusals(config: Json, name: str) -> None:
     with pytest.raises(ValueError, match=message) as caught:
         parse(changed(config, **keys), "here/config.json")
     assert str(caught.value).startswith("here/config.json")
+
+
+def test_other_weights_of_a_wrapped_model() -> None:
+    """Bug: the file's own key is looked for in its text_config, where it does not stand."""
+    whole = {"model_type": "qwen3_5", "text_config": {}, "transformers_weights": "ema.safetensors"}
+    with pytest.raises(ValueError, match=r"transformers_weights 'ema\.safetensors' is not"):
+        ModelConfig.from_hf(whole)
 
 
 def test_layers_that_slide_by_no_width() -> None:

@@ -25,6 +25,7 @@ def planned_module(dtype: torch.dtype, head_dim: int, windowed: bool) -> Any:
 
 
 def build(module: Any) -> None:
-    """Compiles a module, in a subprocess, where it is not built yet. Public: none."""
+    """Compiles a module that is not built yet, in a subprocess, under the lock that its loader
+    waits for: 0.6.12 takes it unless told not to, 0.7 only when told. Public: none."""
     if not module.is_aot:
-        module.build(verbose=False)
+        module.build(verbose=False, need_lock=True)

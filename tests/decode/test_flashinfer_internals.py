@@ -1,5 +1,6 @@
 """FlashInfer's module: what is built ahead is what `plan` loads."""
 
+import contextlib
 import sys
 import threading
 from dataclasses import replace
@@ -12,7 +13,7 @@ import torch
 from graphengine import TINY_DRAFT, TINY_TARGET, Engine
 from graphengine.config.draft import AttentionRule, DraftConfig
 from graphengine.decode import attention, flashinfer_attention
-from graphengine.decode.flashinfer_internals import planned_module
+from graphengine.decode.flashinfer_internals import build, planned_module
 from graphengine.startup.build import read_configs
 
 GENERATORS = ("gen_batch_prefill_module", "_gen_batch_prefill_primary_module")
@@ -51,6 +52,29 @@ def test_what_is_built_ahead_is_what_plan_loads(
     assert module.name == str(loaded.value)
 
 
+def test_a_module_is_built_under_its_lock(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+    """Bug: since 0.7 a build takes no lock unless asked to, so whoever plans compiles the same
+    files in the same folder at the same time, and may load what is half written."""
+    if not torch.cuda.is_available():
+        monkeypatch.setenv("FLASHINFER_WORKSPACE_BASE", str(tmp_path))
+        monkeypatch.setenv("FLASHINFER_CUDA_ARCH_LIST", "9.0a")
+    core = pytest.importorskip("flashinfer.jit.core")
+    module = planned_module(torch.bfloat16, 64, False)
+
+    is_free = list[bool]()
+
+    def run_ninja(*args: Any) -> None:
+        other = core.FileLock(module.lock_path, thread_local=False)
+        with contextlib.suppress(TimeoutError):
+            other.acquire(timeout=0)
+        is_free.append(other.is_locked)
+        other.release()
+
+    monkeypatch.setattr(core, "run_ninja", run_ninja)
+    build(module)
+    assert is_free == [False]
+
+
 @pytest.mark.parametrize("names", [GENERATORS, GENERATORS[:1]])
 def test_kernels_of_every_kind_are_built_ahead(
     names: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
@@ -61,7 +85,8 @@ def test_kernels_of_every_kind_are_built_ahead(
     asked: list[tuple[Any, ...]] = []
     built = threading.Semaphore(0)
 
-    def build(verbose: bool) -> None:
+    def build(verbose: bool, need_lock: bool) -> None:
+        assert need_lock
         built.release()
         raise RuntimeError("no nvcc")
 
@@ -116,7 +141,8 @@ def test_an_engine_loads_what_was_built_ahead(monkeypatch: pytest.MonkeyPatch) -
     prefill = pytest.importorskip("flashinfer.prefill")
     ahead: set[str] = set()
     loaded: set[str] = set()
-    build, load = core.JitSpec.build, core.JitSpec.build_and_load
+    spec = getattr(core, "JitSpecNvcc", core.JitSpec)  # of 0.7: JitSpec says what they have alike
+    build, load = spec.build, spec.build_and_load
 
     def record_build(self: Any, *args: Any, **options: Any) -> Any:
         if threading.current_thread().name == "flashinfer-compiler":
@@ -127,8 +153,8 @@ def test_an_engine_loads_what_was_built_ahead(monkeypatch: pytest.MonkeyPatch) -
         loaded.add(self.name)
         return load(self, *args, **options)
 
-    monkeypatch.setattr(core.JitSpec, "build", record_build)
-    monkeypatch.setattr(core.JitSpec, "build_and_load", record_load)
+    monkeypatch.setattr(spec, "build", record_build)
+    monkeypatch.setattr(spec, "build_and_load", record_load)
     prefill.get_batch_prefill_module.cache_clear()
     with Engine.from_pretrained(
         *(TINY_TARGET, TINY_DRAFT),

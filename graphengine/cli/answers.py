@@ -64,7 +64,7 @@ def run(job: Job, started_s: float) -> int:
 
     Raises:
         ValueError: something that cannot run, with the remedy.
-        KeyboardInterrupt: Ctrl-C anywhere but in an answer of the chat; SystemExit: a signal to
+        KeyboardInterrupt: Ctrl-C anywhere but in the chat; SystemExit: a signal to
             end. As after a failure of the device, answers that were finished are reported first.
     """
     import_s = time.perf_counter() - started_s
@@ -266,34 +266,41 @@ class _Session(NamedTuple):
         note = partial(report.print_note, self.console)
         note("/reset forgets the chat, /quit or Ctrl-D ends, Ctrl-C stops answers")
         history: list[Message] = []
-        while True:
+        is_open = True
+        while is_open:
             try:
-                line = _ask(self.job.quiet)
-            except EOFError:
-                break
-            except KeyboardInterrupt:
+                is_open = self._turn(history)
+            except KeyboardInterrupt:  # at the prompt, or as an answer's line is told
                 note("\n/quit or Ctrl-D ends the chat")
-                continue
-            except UnicodeDecodeError as error:
-                note(f"the line is not asked: it is not text ({error})")
-                continue
-            command = line.strip()
-            if command == "/quit":
-                break
-            if command == "/reset":
-                history.clear()
-                note("the chat is forgotten")
-            elif command.startswith("/") and " " not in command:
-                note(f"{command} is no command; there are /reset and /quit")
-            elif command:
-                asked: Message = {"role": "user", "content": line}
-                raw = self.job.sampling.raw
-                text, result = self._reply(line if raw else [*history, asked])
-                if result is not None:
-                    self.answers.append(Answer(len(self.answers), 0, line, result))
-                    report.print_answer_line(self.console, result)
-                if text and not raw:
-                    history += [asked, {"role": "assistant", "content": text}]
+
+    def _turn(self, history: list[Message]) -> bool:
+        """Asks for a line and does what it says; whether the chat goes on. Mutates: history."""
+        note = partial(report.print_note, self.console)
+        try:
+            line = _ask(self.job.quiet)
+        except EOFError:
+            return False
+        except UnicodeDecodeError as error:
+            note(f"the line is not asked: it is not text ({error})")
+            return True
+        command = line.strip()
+        if command == "/quit":
+            return False
+        if command == "/reset":
+            history.clear()
+            note("the chat is forgotten")
+        elif command.startswith("/") and " " not in command:
+            note(f"{command} is no command; there are /reset and /quit")
+        elif command:
+            asked: Message = {"role": "user", "content": line}
+            raw = self.job.sampling.raw
+            text, result = self._reply(line if raw else [*history, asked])
+            if text and not raw:
+                history += [asked, {"role": "assistant", "content": text}]
+            if result is not None:
+                self.answers.append(Answer(len(self.answers), 0, line, result))
+                report.print_answer_line(self.console, result)
+        return True
 
     def _reply(self, prompt: Prompt) -> tuple[str, GenerationResult | None]:
         """Streams an answer; (text so far, result or None when it was stopped or refused)."""
@@ -303,13 +310,16 @@ class _Session(NamedTuple):
                 for chunk in chunks:
                     text, result = text + chunk.text, chunk.result
                     _write(chunk.text)
+            if result is not None and not text.endswith("\n"):
+                _write("\n")
         except KeyboardInterrupt:
             report.print_note(self.console, "\nstopped")
+            is_ended = sys.stdout.isatty() and not self.job.quiet  # its line, by the note
+            if text and not text.endswith("\n") and not is_ended:
+                _write("\n")
         except ValueError as error:  # most likely the chat has outgrown the context
             report.print_note(self.console, f"{error} (/reset starts over)")
             return "", None
-        if result is not None and not text.endswith("\n"):
-            _write("\n")
         return text, result
 
 

@@ -107,7 +107,11 @@ def test_what_is_typed_in_a_chat(
     ],
 )
 def test_how_an_answer_of_a_chat_ends(
-    capsys: pytest.CaptureFixture[str], end: BaseException | None, out: str, err: str
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    end: BaseException | None,
+    out: str,
+    err: str,
 ) -> None:
     """Bug: the line of an answer that Ctrl-C stopped ends twice, or that of a whole one not at all;
     or nobody is told how to go on where the chat has outgrown the context."""
@@ -119,6 +123,7 @@ def test_how_an_answer_of_a_chat_ends(
             raise end
         yield Chunk(index=0, text="", token_ids=[2], result=answer().result)
 
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
     engine: Any = SimpleNamespace(stream_many=stream_many)
     session = answers._Session(job(None), engine, report.stderr_console(quiet=False), [])
     told = session._reply("x")

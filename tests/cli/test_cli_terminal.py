@@ -8,21 +8,17 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import click
 import pytest
 from click.testing import CliRunner
 
-from graphengine import report
 from graphengine.api import Chunk, Engine
-from graphengine.cli import answers
 from graphengine.cli.main import _ends_are_told, main
-from graphengine.config.options import SamplingParams
 from graphengine.measure import profile_run  # before a test changes what it imports
 from tests.support.command_line import (
     COMMAND,
@@ -35,7 +31,6 @@ from tests.support.command_line import (
     shell,
     streaming,
 )
-from tests.test_report import answer, startup
 
 
 def test_interrupt(target: Path) -> None:
@@ -188,97 +183,6 @@ def test_chat_remembers(target: Path) -> None:
         screen.type("/quit\n")
         screen.wait_for("\n 2 ")  # of the table
         assert process.wait(timeout=30) == 0
-
-
-def chatted(
-    monkeypatch: pytest.MonkeyPatch,
-    lines: Sequence[str | Exception],
-    stream_many: Callable[..., Iterator[Chunk]],
-) -> report.Outcome:
-    """What a chat of these lines reports, with an engine that answers so."""
-    left = [*lines, EOFError()]
-    told: list[report.Outcome] = []
-    lane = SimpleNamespace(built_late_s={4: 0.5})
-    engine = SimpleNamespace(
-        startup=startup(),
-        built=SimpleNamespace(loop=SimpleNamespace(first=lane)),
-        config=None,
-        memory_plan=None,
-        stream_many=stream_many,
-    )
-
-    def ask(quiet: bool) -> str:
-        line = left.pop(0)
-        if isinstance(line, Exception):
-            raise line
-        return line
-
-    monkeypatch.setattr(answers, "_ask", ask)
-    monkeypatch.setattr(answers, "_load", lambda *_: nullcontext(engine))
-    monkeypatch.setattr(report, "print_heading", lambda *_: None)
-    monkeypatch.setattr(report, "print_memory_plan", lambda *_: None)
-    monkeypatch.setattr(report, "print_tables", lambda console, found, cache: told.append(found))
-    job = answers.Job(
-        model="m",
-        draft=None,
-        conversations=None,
-        sampling=SamplingParams(),
-        as_json=False,
-        quiet=False,
-        nvtx=False,
-        options={},
-        args={},
-    )
-    assert answers.run(job, 0.0) == 0
-    (outcome,) = told
-    return outcome
-
-
-def test_typing_is_nobody_s_throughput(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bug: the time in which a user of the chat thinks and types slows the answers down; or the
-    wait for a bucket that was built late is not told."""
-
-    def stream_many(prompts: Any, sampling: Any) -> Iterator[Chunk]:
-        yield Chunk(index=0, text="x", token_ids=[1], result=answer().result)
-
-    outcome = chatted(monkeypatch, ["one", "two"], stream_many)
-    assert len(outcome.answers) == 2 and outcome.generate_s == 4.0
-    assert outcome.built_late_s == {4: 0.5}
-
-
-@pytest.mark.parametrize(
-    ("end", "history"), [(KeyboardInterrupt(), ["one", "half"]), (ValueError("too long"), [])]
-)
-def test_what_the_next_question_goes_on_from(
-    monkeypatch: pytest.MonkeyPatch, end: BaseException, history: list[str]
-) -> None:
-    """Bug: what stands on the screen of an answer that Ctrl-C stopped is not in the history, nor
-    is its question, and "go on" has nothing to go on from; or a question that was refused is in
-    it, and the next one, though short enough, is refused for it."""
-    asked: list[Any] = []
-
-    def stream_many(prompts: Any, sampling: Any) -> Iterator[Chunk]:
-        asked.extend(prompts)
-        yield Chunk(index=0, text="half", token_ids=[1])
-        raise end
-
-    assert not chatted(monkeypatch, ["one", "go on"], stream_many).answers
-    assert [message["content"] for message in asked[1]] == [*history, "go on"]
-
-
-def test_which_lines_are_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bug: a question that begins with a path is taken for a command; a mistyped command, or an
-    empty line, is asked; or bytes that are no text end the chat."""
-    asked: list[Any] = []
-
-    def stream_many(prompts: Any, sampling: Any) -> Iterator[Chunk]:
-        asked.extend(message["content"] for message in prompts[0])
-        yield Chunk(index=0, text="x", token_ids=[1], result=answer().result)
-
-    no_text = UnicodeDecodeError("utf-8", b"caf\xe9\n", 3, 4, "invalid continuation byte")
-    lines = [no_text, "/rest", " ", "/etc/hosts holds what?", "/quit", "more"]
-    chatted(monkeypatch, lines, stream_many)
-    assert asked == ["/etc/hosts holds what?"]
 
 
 @pytest.mark.parametrize("command", ["bench", "profile", "graphs", "compile"])

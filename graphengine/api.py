@@ -32,7 +32,7 @@ from graphengine.config.options import Options, SamplingParams
 from graphengine.decode.loop import DecodeLoop
 from graphengine.decode.metrics import StartupMetrics
 from graphengine.decode.request import Request
-from graphengine.handles import AutoResetEvent, Handle, Serving, Submit, collect
+from graphengine.handles import AutoResetEvent, Handle, Serving, Submit, check_process, collect
 from graphengine.inputs import Prompt, RequestInput, as_list, asked_for, inputs_of, rehearse
 from graphengine.inputs import PromptError as PromptError
 from graphengine.results import Chunk, GenerationResult, Teller
@@ -299,12 +299,7 @@ class Engine:
 
     @property
     def _open(self) -> Built:
-        if os.getpid() != self._pid:
-            raise RuntimeError(
-                "this engine was made in another process, and its threads are not in a fork of "
-                "that, nor are torch's; start processes by spawn and make one with from_pretrained "
-                "there"
-            )
+        check_process(self._pid)
         if self._built is None:
             raise RuntimeError(f"this engine is closed{self._failure}; {self._remedy}")
         return self._built
@@ -315,6 +310,8 @@ class Engine:
         Args: stands_still: its stream was dropped between two steps, was stopped while it waited,
             or never began. Its requests are then cancelled one by one, and cached pages stay.
         """
+        if os.getpid() != self._pid:  # a fork, in which no step ends
+            return
         try:
             if stands_still:
                 with suppress(Exception):  # nobody asks for it, and a reset helps or tells

@@ -14,6 +14,7 @@ lines of Python between its lock and the block, and there it would.
 from __future__ import annotations
 
 import atexit
+import os
 import threading
 import warnings
 import weakref
@@ -33,11 +34,21 @@ Submit = Callable[[], tuple[Request, Teller]]
 """Queues a request; called by the thread that runs the loop. Raises: ValueError."""
 
 
+def check_process(pid: int) -> None:
+    """Raises: RuntimeError: this is a fork of the process with that id, and has none of its
+    threads."""
+    if os.getpid() != pid:
+        raise RuntimeError(
+            "this engine was made in another process, and its threads are not in a fork of that, "
+            "nor are torch's; start processes by spawn and make one with from_pretrained there"
+        )
+
+
 class AutoResetEvent:
     """An event for one waiter, whose wait clears it."""
 
     def __init__(self) -> None:
-        self._unset = threading.Lock()
+        self._unset, self._pid = threading.Lock(), os.getpid()
         self._unset.acquire()
 
     def set(self) -> None:
@@ -46,7 +57,8 @@ class AutoResetEvent:
             self._unset.release()
 
     def wait(self) -> None:
-        """Returns once it was set."""
+        """Returns once it was set. Raises: RuntimeError: it never will be, in a fork."""
+        check_process(self._pid)
         self._unset.acquire()
 
 
@@ -62,6 +74,7 @@ class _Stream:
         self.result: GenerationResult | None = None
         self.error: BaseException | None = None
         self.is_over = self.is_cancelled = False
+        self.pid = os.getpid()
         self.request: Request | None = None
         self.tell: Teller | None = None
 
@@ -80,8 +93,9 @@ class _Stream:
             self.told()
 
     def wait(self) -> None:
-        """Returns once a chunk is there, or the end."""
+        """Returns once a chunk is there, or the end. Raises: RuntimeError: none comes to a fork."""
         while not (self.chunks or self.is_over):
+            check_process(self.pid)
             event = AutoResetEvent()
             self.waiting.append(event)
             if not (self.chunks or self.is_over):  # else it came before the event was seen

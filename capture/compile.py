@@ -10,6 +10,7 @@ captured by hand, so looking up the code of a call (over 100 us) is not on the p
 from __future__ import annotations
 
 import logging
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -32,6 +33,9 @@ _MADE: dict[str, Callable[..., Any]] = {}  # key -> what this process has found 
 _ALIVE: WeakSet[Segment] = WeakSet()
 _COUNTS: Counter[str] = Counter()
 _LOG = logging.getLogger(__name__)
+# torch's compiler is one for the process: what two threads compile at a time, for two engines, is
+# mixed up or refused, and so is a call of what `torch.compile` returns while another is traced.
+_COMPILER = threading.RLock()
 _MAKES_ONLY: ContextVar[bool] = ContextVar("makes_only", default=False)
 _KEPT_ONLY: ContextVar[bool] = ContextVar("kept_only", default=False)
 
@@ -80,8 +84,9 @@ class Segment:
         key = f"{self._key} {precompiled.layout(arguments)} {torch_internals.global_state()}"
         compiled = _MADE.get(key)
         if compiled is None:
-            with torch_internals.without_modes():
-                compiled = _MADE[key] = self._make(key, arguments)
+            with _COMPILER, torch_internals.without_modes():
+                compiled = _MADE.get(key) or self._make(key, arguments)
+                _MADE[key] = compiled
         return (self._function if _MAKES_ONLY.get() else compiled)(*arguments)
 
     def _make(self, key: str, arguments: tuple[Any, ...]) -> Callable[..., Any]:
@@ -95,7 +100,7 @@ class Segment:
             return found
         jit = torch.compile(self._function, fullgraph=True, dynamic=False, options=OPTIONS)
         if not precompiled.are_kept():
-            return jit
+            return _in_turn(jit)
         options = dict(OPTIONS)  # torch takes the next one out of what it is given
         # Of what guards would look at, the key has what can differ between calls of a segment.
         options["guard_filter_fn"] = torch.compiler.skip_all_guards_unsafe
@@ -106,9 +111,19 @@ class Segment:
             name = self._function.__qualname__
             reason = str(error).partition("\n")[0]
             _LOG.warning("%s cannot be compiled for later starts as well: %s", name, reason)
-            return jit
+            return _in_turn(jit)
         precompiled.keep(key, compiled)
         return torch_internals.callable_of(compiled)
+
+
+def _in_turn(jit: Callable[..., Any]) -> Callable[..., Any]:
+    """What `torch.compile` has returned, called by one thread at a time."""
+
+    def call(*arguments: Any) -> Any:
+        with _COMPILER:
+            return jit(*arguments)
+
+    return call
 
 
 def _compile_ahead(ahead: Any, arguments: tuple[Any, ...]) -> Any:

@@ -1,8 +1,10 @@
 """compile: a segment is compiled once for each layout, state and moment, if it may be."""
 
 import sys
+import time
 from collections import Counter
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -196,3 +198,38 @@ def test_headers_that_others_can_write(
     monkeypatch.setattr(torch_internals, "precompile_no_headers", lambda: told.append("off"))
     compiling.compile_segments([])
     assert told == ["off"] * is_off
+
+
+@pytest.mark.parametrize("are_kept", [True, False])
+def test_two_engines_compile_in_turn(monkeypatch: pytest.MonkeyPatch, are_kept: bool) -> None:
+    """Bug: of two engines that two threads build at a time both fail, torch's compiler being one
+    for the process; or one that answers meets the compilation of another, where nothing is kept;
+    or both compile the same."""
+    busy, most, calls = [0], [0], Counter[str]()
+
+    def alone(what: str) -> None:
+        busy[0] += 1
+        most[0] = max(most[0], busy[0])
+        calls[what] += 1
+        time.sleep(0.02)
+        busy[0] -= 1
+
+    def compile_ahead_of_time(ahead: object, arguments: object) -> str:
+        alone("compiles")
+        return "compiled"
+
+    def jit(function: object, **options: object) -> Callable[[Tensor], Tensor]:
+        return lambda x: (alone("calls"), x)[1]
+
+    monkeypatch.setattr(compiling, "_MADE", {})
+    monkeypatch.setattr(torch, "compile", jit)
+    monkeypatch.setattr(compiling.precompiled, "are_kept", lambda: are_kept)
+    monkeypatch.setattr(compiling.precompiled, "find", lambda key, namespace: None)
+    monkeypatch.setattr(compiling.precompiled, "keep", lambda key, made: None)
+    monkeypatch.setattr(torch_internals, "compile_ahead_of_time", compile_ahead_of_time)
+    monkeypatch.setattr(torch_internals, "callable_of", lambda made: lambda x: x)
+    (segment,) = compiling.compile_segments([scaled_by_a_table])
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(segment, [torch.ones(1 + i % 2) for i in range(8)]))
+    assert most == [1]
+    assert calls == ({"compiles": 2} if are_kept else {"calls": 8})

@@ -196,7 +196,7 @@ def check_shapes(
     if projected.dtype != wanted or out_TNV.dtype != windows_S3C.dtype:
         raise ValueError(
             f"projected {projected.dtype}, windows {windows_S3C.dtype}, out {out_TNV.dtype}: use "
-            "one, or float32 for partial sums"
+            "one, outside of torch.autocast, or float32 for partial sums"
         )
 
 

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import sys
 import threading
-import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +14,7 @@ import torch
 
 from graphengine.api import Chunk, Engine
 from graphengine.checkpoints import stops
+from graphengine.checkpoints.hub import HYBRID_TARGET
 from tests.support.checkpoints import edit_config, make_drafter, make_target
 
 TEXTS = ["Tom has 3 apples", "how many apples?", "def add"]
@@ -151,22 +150,6 @@ def test_another_thread_closes_the_engine_within_a_step(
         engine.generate(TEXTS[0], max_new_tokens=20, ignore_eos=True)
 
 
-def test_a_fork_is_refused(engine: Engine) -> None:
-    """Bug: a generation in a forked child waits for ever for threads that only its parent has; or
-    its user is told to load a model there, which waits for torch's."""
-    engine.generate(TEXTS[0], max_new_tokens=2)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # this process has threads
-        child = os.fork()
-    if child == 0:
-        try:
-            engine.generate(TEXTS[0], max_new_tokens=2)
-        except RuntimeError as error:
-            os._exit(7 if "by spawn" in str(error) else 1)
-        os._exit(2)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
-
-
 def test_an_engine_needs_a_model(directories: tuple[Path, Path]) -> None:
     """Bug: `Engine(path)` is made and fails later with an AttributeError; a name that is None loads
     the bundled pair."""
@@ -262,9 +245,11 @@ def test_exception_in_the_consumer(engine: Engine) -> None:
     assert len(engine.generate(TEXTS[0], max_new_tokens=3, ignore_eos=True)[0].token_ids) == 3
 
 
-def test_autocast_around_a_generation(directories: tuple[Path, Path]) -> None:
+@pytest.mark.parametrize("is_hybrid", [False, True])
+def test_autocast_around_a_generation(directories: tuple[Path, Path], is_hybrid: bool) -> None:
     """Bug: a caller's torch.autocast is refused by a kernel's dtypes, without a word of it."""
-    with Engine.from_pretrained(directories[0], device="cpu", dtype="float32") as engine:
+    target = HYBRID_TARGET if is_hybrid else directories[0]
+    with Engine.from_pretrained(target, device="cpu", dtype="float32", buckets=(1,)) as engine:
         with (
             torch.autocast("cpu", dtype=torch.bfloat16),
             pytest.raises(ValueError, match=r"outside of torch\.autocast"),

@@ -36,6 +36,13 @@ def told_in_a_fork(call: Callable[[], object]) -> str:
     return text
 
 
+def test_a_fork_is_refused(engine: Engine) -> None:
+    """Bug: a generation in a forked child waits for ever for threads that only its parent has; or
+    its user is told to load a model there, which waits for torch's."""
+    engine.generate([[5]], max_new_tokens=2)
+    assert "by spawn" in told_in_a_fork(lambda: engine.generate([[5]], max_new_tokens=2))
+
+
 def test_who_waits_in_a_fork_is_told(engine: Engine) -> None:
     """Bug: a forked child that asks for what its parent has submitted waits for ever, without a
     word; or what had come before the fork is lost with it."""

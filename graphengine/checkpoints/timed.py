@@ -18,11 +18,12 @@ def within(seconds: float, call: Callable[[], Any]) -> Any:
 
     Raises:
         TimeoutError: it took longer.
+        NoThreadError: it was not made.
     """
     try:
         thread = _WAITING.pop()
     except IndexError:
-        thread = _Aside()
+        thread = _begun()
     found: Future[Any] = Future()
     thread.calls.put((call, found))
     try:
@@ -34,6 +35,17 @@ def within(seconds: float, call: Callable[[], Any]) -> Any:
             _WAITING.append(thread)
         else:
             thread.end()
+
+
+class NoThreadError(RuntimeError):
+    """The machine gives no thread, which is nothing that a caller has done wrong."""
+
+
+def _begun() -> _Aside:
+    try:
+        return _Aside()
+    except RuntimeError as error:
+        raise NoThreadError(str(error)) from error
 
 
 class _Aside(Thread):

@@ -20,7 +20,7 @@ from typing import Any
 from graphengine.checkpoints.messages import as_templates_read, check_unicode, plain
 from graphengine.checkpoints.pairs import read_json
 from graphengine.checkpoints.pieces import PieceEncoder
-from graphengine.checkpoints.timed import within
+from graphengine.checkpoints.timed import NoThreadError, within
 from graphengine.config.model import ModelConfig
 
 REPLACEMENT = "\ufffd"
@@ -209,6 +209,8 @@ class Tokenizer:
                 MAX_TEMPLATE_S,
                 lambda: self._hf.apply_chat_template(apart(turns), tokenize=False, **kwargs),
             )
+        except NoThreadError:
+            raise
         except Exception as error:  # jinja raises whatever the template provokes, or they nest
             raise ValueError(
                 f"the chat template rejects these messages: {_reason(error)}"

@@ -23,6 +23,7 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import cache
 from typing import Any
 
@@ -86,11 +87,13 @@ class Grammar:
         self.spreading: threading.Thread | None = None
 
     def spread(self) -> None:
-        """Has the other readers compiled, once; each is used from then on."""
+        """Has the other readers compiled, once; each is used from then on. Where the machine gives
+        no thread for that there is the first one alone."""
         if self.spreading is None:
             # No daemon, which would be torn out of foreign code where the interpreter ends.
             self.spreading = threading.Thread(target=self._spread, name="graphengine-grammar")
-            self.spreading.start()
+            with suppress(RuntimeError):
+                self.spreading.start()
 
     def _spread(self) -> None:
         while len(self.made) < num_readers():

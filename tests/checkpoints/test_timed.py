@@ -51,3 +51,17 @@ def test_a_chat_begins_no_thread(tokenizer: Tokenizer) -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     # Both may write at once, and a line's end behind the other's word.
     assert done.stdout.split() in (["True", "True"], ["TrueTrue"]), done.stderr
+
+
+def test_no_thread_is_no_fault_of_the_messages(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bug: where the machine gives no thread, its template is said to reject a chat."""
+
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(timed, "_WAITING", [])
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    with pytest.raises(RuntimeError, match=r"^can't start new thread$"):
+        tokenizer.encode_chat([{"role": "user", "content": "hi"}])

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import itertools
 import json
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from types import SimpleNamespace
 from typing import Any, cast
+from unittest.mock import Mock
 
 import llguidance.torch
 import pytest
@@ -20,7 +22,7 @@ from graphengine import TINY_DRAFT, TINY_TARGET, Engine
 from graphengine.config.constraint import Constraint
 from graphengine.decode import ends, masks, reference
 from graphengine.decode.buffers import Arena, GrammarBuffers
-from graphengine.decode.grammar import REMEDY, Grammars, Matcher
+from graphengine.decode.grammar import REMEDY, Grammar, Grammars, Matcher
 from graphengine.decode.masks import NOTHING, begin_, take_grammar
 from graphengine.decode.request import Request
 from graphengine.decode.sampling import Controls, Sampling, sample_rows
@@ -387,3 +389,10 @@ def test_masks_that_took_too_long_twice_are_told() -> None:
     for took_s, told in ((0.5, None), (0.1, None), (0.3, None), (0.4, "masks took 0.40 s a step")):
         Matcher.judge(matcher, [], took_s)
         assert matcher.broken == (told and f"{told}, and 0.25 are allowed; {REMEDY}")
+
+
+def test_no_thread_for_other_readers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: where the machine gives no thread, one slow grammar ends the requests of everybody."""
+    none = RuntimeError("can't start new thread")
+    monkeypatch.setattr(threading.Thread, "start", Mock(side_effect=none))
+    Grammar(None, lambda: None).spread()

@@ -37,6 +37,7 @@ LIKELY_CAUSES = (
     "target_layer_ids are off (another index convention), or the slot convention is",
     "the drafter or the target is quantised (try draft_quantization none)",
     "the context is far longer than the drafter's training",
+    "the requests ask for what no draft says (a grammar, a penalty, a bias, a high temperature)",
 )
 
 

@@ -67,7 +67,7 @@ def test_a_step_whose_requests_have_all_ended_is_none() -> None:
 
 def test_warning_comes_once_and_in_time() -> None:
     """Bug: a warning after a handful of unlucky steps, again with every step, or never; or one
-    whose numbers, causes or remedy are others."""
+    whose numbers, causes or remedy are others: a drafter is blamed for what a regex rules out."""
     judge = guard(floor=1.5)
     feed(judge, guards.FEWEST_TO_WARN - 1, [0])
     assert judge.warning() is None
@@ -84,7 +84,9 @@ def test_warning_comes_once_and_in_time() -> None:
         "with; "
         "(4) target_layer_ids are off (another index convention), or the slot convention is; "
         "(5) the drafter or the target is quantised (try draft_quantization none); "
-        "(6) the context is far longer than the drafter's training. "
+        "(6) the context is far longer than the drafter's training; "
+        "(7) the requests ask for what no draft says (a grammar, a penalty, a bias, a high "
+        "temperature). "
         "`graphengine doctor` checks the pair; --acceptance-floor 0 (in Python acceptance_floor=0) "
         "turns this warning off"
     )

@@ -67,9 +67,9 @@ class _Aside(Thread):
 
     def end(self) -> None:
         """Ends the thread, in the middle of its call."""
-        self.calls.put(None)
         end = ctypes.pythonapi.PyThreadState_SetAsyncExc
         end(ctypes.c_ulong(self.ident or 0), ctypes.py_object(SystemExit))
+        self.calls.put(None)  # behind that: a thread that has ended leaves its number to others
 
 
 _WAITING: list[_Aside] = []

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
 import subprocess
 import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -65,3 +68,20 @@ def test_no_thread_is_no_fault_of_the_messages(
     monkeypatch.setattr(threading.Thread, "start", refuse)
     with pytest.raises(RuntimeError, match=r"^can't start new thread$"):
         tokenizer.encode_chat([{"role": "user", "content": "hi"}])
+
+
+def test_nobody_else_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: a call returns just as its time is up, its thread ends, and another one, which has its
+    number since, is ended in its place: the engine's own, maybe."""
+    thread, was_there = timed._Aside(), list[bool]()
+
+    def end(ident: Any, error: Any) -> None:
+        thread.join(0.3)
+        was_there.append(thread.is_alive())
+
+    api = SimpleNamespace(PyThreadState_SetAsyncExc=end)
+    kinds = {"c_ulong": ctypes.c_ulong, "py_object": ctypes.py_object}
+    monkeypatch.setattr(timed, "ctypes", SimpleNamespace(pythonapi=api, **kinds))
+    thread.end()
+    thread.join(10)
+    assert was_there == [True] and not thread.is_alive()

@@ -9,6 +9,7 @@ stderr and vanish with `quiet`, where only what failed is named.
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
 import warnings
@@ -30,6 +31,8 @@ from graphengine.decode.guards import EngineWarning
 from graphengine.prompts import Conversation
 from graphengine.report import Answer
 from graphengine.startup.artifact import Store, engine_parts, nearest
+
+MAX_LINE_BYTES = 4095  # what Linux keeps of a line that is typed or pasted into a terminal
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -283,6 +286,12 @@ class _Session(NamedTuple):
         except UnicodeDecodeError as error:
             note(f"the line is not asked: it is not text ({error})")
             return True
+        except _CutError:
+            note(
+                f"the line is not asked: a terminal drops what is behind {MAX_LINE_BYTES} bytes; "
+                "pass the text by --prompt-file"
+            )
+            return True
         command = line.strip()
         if command == "/quit":
             return False
@@ -330,10 +339,20 @@ def _print_chunk(chunk: Chunk) -> None:
         _write(chunk.text + ("\n" if ends else ""))
 
 
+class _CutError(Exception):
+    """A line whose end may be missing."""
+
+
 def _ask(quiet: bool) -> str:
     if sys.stdout.isatty():
-        return input("" if quiet else "> ")
-    if not quiet:
-        sys.stderr.write("> ")
-        sys.stderr.flush()
-    return input()
+        line = input("" if quiet else "> ")
+        if "readline" in sys.modules:  # which reads every key itself
+            return line
+    else:
+        if not quiet:
+            sys.stderr.write("> ")
+            sys.stderr.flush()
+        line = input()
+    if len(os.fsencode(line)) >= MAX_LINE_BYTES:
+        raise _CutError
+    return line

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -160,3 +161,43 @@ def test_a_stopped_answer_ends_its_line(
     is_noted = is_terminal and not quiet  # the note begins with the line's end
     assert out == ("halfhalf\n" if is_noted else "half\nhalf\n")
     assert ("\nstopped" in err) == (not quiet)
+
+
+@pytest.mark.parametrize(
+    ("text", "is_terminal", "has_readline", "is_cut"),
+    [
+        ("x" * 4094, False, False, False),
+        ("x" * 4095, False, True, True),  # which is not asked where stdout is no terminal
+        ("\u00e9" * 2048, True, False, True),
+        ("x" * 9000, True, True, False),
+    ],
+)
+def test_a_line_that_the_terminal_cuts(
+    monkeypatch: pytest.MonkeyPatch,
+    text: str,
+    is_terminal: bool,
+    has_readline: bool,
+    is_cut: bool,
+) -> None:
+    """Bug: of a long question that is pasted where readline does not read it the first 4,095 bytes
+    are answered, without a word; or a line of which nothing lacks is refused."""
+    monkeypatch.setattr("sys.stdout.isatty", lambda: is_terminal)
+    monkeypatch.setitem(sys.modules, "readline", SimpleNamespace())
+    if not has_readline:
+        monkeypatch.delitem(sys.modules, "readline")
+    monkeypatch.setattr("builtins.input", lambda *_: text)
+    with pytest.raises(answers._CutError) if is_cut else nullcontext():
+        assert answers._ask(quiet=True) == text
+
+
+def test_a_line_that_is_cut_is_not_asked(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Bug: it ends the chat, or nobody is told why there is no answer."""
+
+    def stream_many(prompts: Any, sampling: Any) -> Iterator[Chunk]:
+        yield Chunk(index=0, text="x", token_ids=[1], result=answer().result)
+
+    found = chatted(monkeypatch, [answers._CutError(), "one"], stream_many)
+    assert [told.prompt for told in found.answers] == ["one"]
+    assert "behind 4095 bytes; pass the text by --prompt-file" in capsys.readouterr().err

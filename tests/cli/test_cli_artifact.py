@@ -227,7 +227,7 @@ def test_a_run_tells_what_does_not_fit(tmp_path: Path) -> None:
     )
     assert done.exit_code == 0, done.output
     text = done.stderr.replace("\n", " ")
-    assert "does not fit and is not used; compiling anew" in text
+    assert "x.tar.gz does not fit and is not used; compiling anew" in text
     assert "gpu: NVIDIA H200 there, nothing here" in text
     assert "torch: 2.13.0 there" in text
     assert "--artifact changes nothing: on the CPU" in text, "without --compile it was in silence"

@@ -39,6 +39,13 @@ def test_graphs_on_the_cpu_lists_the_steps() -> None:
         assert {step["num_kernels"] for step in steps} == {None}
 
 
+def test_graphs_say_whose_attention_they_list() -> None:
+    """Bug: the JSON has the attention of prefills, which is another one beside our own kernel."""
+    ours = ["--bucket", "1", "--draft", "none", "--attention-backend", "triton"]
+    listed = document(invoke("graphs", "--device", "cpu", *ours, "--json"))
+    assert (listed["attention_backend"], listed["draft"]) == ("triton", None)
+
+
 def test_graphs_of_blocks_of_their_own() -> None:
     """Bug: numbers of drafts follow the sorted buckets instead of the typed ones, or all buckets
     are listed with the longest block."""

@@ -125,3 +125,13 @@ def test_experts_in_mxfp4(tmp_path: Path, clamped: None) -> None:
     rewrite(directory, lambda tensors: tensors.pop(name))
     (missing,) = all_named(check(directory, None), "target.weights")
     assert missing.level == "error" and f"1 missing: {name}" in missing.value
+
+
+def test_rows_of_a_block_whose_anchor_drafts(tmp_path: Path) -> None:
+    """Bug: of a drafter whose anchor's row drafts too, what its own block costs is told for a row
+    less than the target verifies, or not at all."""
+    first = DRAFTER["dflash_config"] | {"sample_from_anchor": True}
+    (tmp_path / "config.json").write_text(json.dumps(DRAFTER | {"dflash_config": first}))
+    found = check("qwen3-30b-a3b", tmp_path).findings
+    rows = [f.name for f in found if f.name.startswith("experts.rows_")]
+    assert rows == [f"experts.rows_{count}" for count in (1, 8, 16, 17)]

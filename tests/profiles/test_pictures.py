@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from unittest.mock import MagicMock, call
 
 import pytest
 
+from graphengine.measure.report import profile_picture
+from graphengine.profiles.launch_gaps import Report
 from graphengine.profiles.pictures import Panel, bars_panel, histogram_panel, timeline_panel
+from graphengine.profiles.trace import BusyClass
 
 
 def drawn(panel: Panel) -> MagicMock:
@@ -57,3 +61,16 @@ def test_a_timeline_ends_with_its_last_activity() -> None:
     ]
     said = call(title="a step", xlim=(0, 7.0), yticks=[], xlabel="us of 7.0")
     assert axes.set.call_args == said
+
+
+def test_a_profile_is_drawn_in_one_unit() -> None:
+    """Bug: the bars of a profile are in microseconds and its timeline in another unit, under one
+    name; or the bar is the sum of all steps."""
+    spans: list[tuple[int, int, BusyClass]] = [(500, 1500, "dense"), (2000, 4000, "attention")]
+    found = Report(walls_ns=[4000, 4000], timeline=spans)
+    found.busy_ns |= {"dense": 2200, "attention": 4400}
+    found.idle_ns |= {"host": 1400}
+    text = profile_picture({"node": found}, "", ".svg").decode()
+    said = re.findall(r"<text[^>]*>([^<]+)</text>", text)
+    assert [line for line in said if " of " in line] == ["us of 4.0"]
+    assert {"1.1", "2.2", "0.7", "4.0 us"} <= {*said}

@@ -66,6 +66,17 @@ def test_two_positions_are_the_fewest() -> None:
         plan_memory(small, target, None, device, length_is_explicit=True)
 
 
+def test_what_is_left_is_never_less_than_nothing() -> None:
+    """Bug: a pool beside weights that fill the GPU is refused with so many bytes below zero."""
+    target, _ = read_configs("qwen3-8b", None)
+    config = resolve_options(Options(device="cpu", dtype="bfloat16"), target, None)
+    asked = replace(config, device="cuda", kv_cache_memory=1 << 30)
+    device = memory.DeviceMemory(12 << 30, 80 << 30, 132)
+    told = r"^--kv-cache-memory 1.00 GiB: 0 B are left of 4.00 GiB after 1\d.\d GiB for weights"
+    with pytest.raises(ValueError, match=told):
+        plan_memory(asked, target, None, device, length_is_explicit=True)
+
+
 @pytest.mark.parametrize("backend", ["torch", "triton"])
 def test_full_pool_runs_a_long_mixed_load(pair: tuple[Path, Path], backend: Any) -> None:
     """Bug: with every page taken a step fails, a request starves, or two share a page."""

@@ -135,7 +135,7 @@ def test_what_is_printed_of_parts(
     ends with 1; or a number stands under another one's name."""
 
     def one(m: Any) -> Any:
-        m.bars |= {"slow": Bar(2.5, at_most=1.125), "right": Bar(1.0, at_least=1)}
+        m.bars |= {"slow": Bar(2.5, at_most=1.125), "right": Bar(1.0, at_least=0.99)}
         return {"a_row": {"num_steps": 3, "step_p50_ms": 12.34567}}
 
     monkeypatch.setattr(measure_requests, "PARTS", {"one": one})
@@ -148,7 +148,7 @@ def test_what_is_printed_of_parts(
         "one     wall_s            0",
         "",
         f"MISSED  {'slow':36}    2.5000  at most 1.125",
-        f"held    {'right':36}    1.0000  at least 1",
+        f"held    {'right':36}    1.0000  at least 0.99",
     ]
 
 
@@ -326,12 +326,16 @@ def test_what_a_context_holds_beside_other_tokens() -> None:
 
 def test_a_gap_belongs_to_what_it_began_in(monkeypatch: pytest.MonkeyPatch) -> None:
     """Bug: the longest gap, in which the newcomer's last rows run, is told as one of the steps
-    beside its answer."""
-    newcomer = SimpleNamespace(metrics=SimpleNamespace(ttft_ms=3000.0))
-    handle = SimpleNamespace(result=lambda: newcomer, done=False, cancel=lambda: None)
+    beside its answer; or of several newcomers the first token that came soonest counts."""
+    firsts_ms = iter([3000.0, 9000.0, 3500.0])
+
+    def newcomer() -> Any:
+        return SimpleNamespace(metrics=SimpleNamespace(ttft_ms=next(firsts_ms)))
+
+    handle = SimpleNamespace(result=newcomer, done=False, cancel=lambda: None)
     m: Any = SimpleNamespace(
         engine=SimpleNamespace(submit=lambda *_, **__: handle),
-        sizes={"repeats": 1},
+        sizes={"repeats": 3},
         random_ids=lambda count: [1] * count,
     )
 
@@ -340,8 +344,9 @@ def test_a_gap_belongs_to_what_it_began_in(monkeypatch: pytest.MonkeyPatch) -> N
         is_steady.set()
 
     monkeypatch.setattr(request_joins, "note_times", note_times)
-    clock = SimpleNamespace(perf_counter=lambda: 100.0)  # so its first token comes at 103
+    clock = SimpleNamespace(perf_counter=lambda: 100.0)  # so first tokens come at 103, 109, 103.5
     monkeypatch.setattr(request_joins, "time", clock)
     found = request_joins.join_beside(m, 8)
-    gaps = {"quiet": (1, 1000.0), "joining": (2, 2500.0), "beside": (1, 500.0)}
+    gaps = {"quiet": (3, 1000.0), "joining": (7, 2500.0), "beside": (2, 500.0)}
     assert {n: (found[f"num_{n}_gaps"], found[f"gap_{n}_max_ms"]) for n in gaps} == gaps
+    assert found["first_token_ms"] == 3500.0

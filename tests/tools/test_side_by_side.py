@@ -106,6 +106,21 @@ def test_a_run_that_fails_ends_the_comparison(tmp_path: Path) -> None:
         side_by_side.run(tmp_path, ["bench"], tmp_path, out)
 
 
+def test_a_side_s_own_processes_import_that_side(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bug: compile workers of the old checkout import the new one, which PYTHONPATH names."""
+    package = tmp_path / "graphengine"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    script = "import json, os, sys; json.dump(os.environ['PYTHONPATH'], open(sys.argv[3], 'w'))"
+    (package / "__main__.py").write_text(script)
+    for named, found in (("/new", f"{tmp_path}:/new"), ("", f"{tmp_path}")):
+        monkeypatch.setenv("PYTHONPATH", named)
+        out = tmp_path / "result.json"
+        assert side_by_side.run(tmp_path, ["bench"], tmp_path, out) == found
+
+
 def test_no_run_is_no_comparison(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Bug: both sides run for minutes before there is no median, or another number is refused."""
     with pytest.raises(SystemExit, match="2"):

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from tools import corpus_code, corpus_questions, tiny_corpus
+from tools import corpus_code, corpus_json, corpus_questions, tiny_corpus
 
 HELDOUT = Path(__file__).parents[1] / "data" / "heldout.jsonl"
 NUM_EXCHANGES = 3000  # some ten of them come up again
@@ -83,6 +83,27 @@ def test_lists_are_in_their_order() -> None:
         assert lines == [f"{i}. {word}" for i, word in enumerate(due, 1)], prompt
         seen.add(asked)
     assert len(seen) == 2
+
+
+def test_records_hold_what_was_asked_for() -> None:
+    """Bug: a record has one item's number beside another one, a change is written into another
+    place, or told the wrong way round."""
+    rng = random.Random(0)
+    for _ in range(30):
+        told = [make(rng) for make in (corpus_json.json_order, corpus_json.json_stock)]
+        blocks = [answer.split("```")[1] for _, answer in told]
+        order, stock = (json.loads(block.removeprefix("json")) for block in blocks)
+        asked = [f"{item['quantity']} {item['item']}" for item in order["items"]]
+        assert all(text in told[0][0] for text in (*asked, f"{order['customer']} from"))
+        rows = [f"{r['name']}: {r['stock']} in stock, price {r['price']}" for r in stock]
+        assert told[1][0].endswith(f"array. {'; '.join(rows)}.")
+        prompt, answer = corpus_json.json_update(rng)
+        known = re.fullmatch(r"Set the (\w+) to (\w+) in this record: (.*)", prompt)
+        assert known is not None
+        key, new, before = known[1], known[2], json.loads(known[3])
+        after = before | {key: int(new) if key == "count" else new}
+        change = f"The {key} changed from {before[key]} to {new}."
+        assert answer == f"```json\n{json.dumps(after)}\n```\n{change}"
 
 
 def test_sums_are_right() -> None:

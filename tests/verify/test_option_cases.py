@@ -327,18 +327,20 @@ def test_edges_of_filters(
 
 def test_regret_of_a_draw(engine: Engine) -> None:
     """Bug: how far a token lies from the draw is measured without its noise, or against it, and
-    who drew otherwise passes as a tie."""
+    who drew otherwise passes as a tie; or its probability is told as if it were not drawn."""
     case = OptionCase(SamplingParams(temperature=0.7, seed=5))
     controls = Controls.upload([case.sampling], torch.device("cpu"))
     z_TV, at_T = torch.randn(6, 50, generator=torch.Generator().manual_seed(0)), torch.arange(6)
     best_T = sample_rows(z_TV, at_T, controls)
     next_T = sample_rows(z_TV.scatter(1, best_T[:, None], -math.inf), at_T, controls)
     judge = judge_of(engine.built, case, [5], next_T.tolist(), 0.2)
-    regrets, found, _ = judge(z_TV, at_T.tolist(), next_T)
+    regrets, found, told = judge(z_TV, at_T.tolist(), next_T)
     score_TV = z_TV / 0.7 + gumbel(torch.full((6,), 5), at_T + 1, 50)
     best_score_T, next_score_T = score_TV.topk(2).values.unbind(1)
     assert found == best_T.tolist()
     torch.testing.assert_close(torch.tensor(regrets), best_score_T - next_score_T)
+    logprob_T = (z_TV / 0.7).log_softmax(-1).gather(1, next_T[:, None])[:, 0]
+    torch.testing.assert_close(torch.tensor(told), logprob_T)
 
 
 def test_behind_a_token_that_does_not_fit(engine: Engine) -> None:

@@ -32,6 +32,7 @@ def first_stop(text: str, stops: list[str], num_unwatched: int = 0) -> tuple[int
 @given(pieces=st.lists(TEXTS, max_size=6), stops=STOPS, kept=st.booleans(), late=st.integers(0, 2))
 @example(pieces=["aa", "ab"], stops=["aaab"], kept=False, late=0)
 @example(pieces=["ab"], stops=["b", "a"], kept=False, late=0)  # both in one piece
+@example(pieces=["aba"], stops=["aba", "b"], kept=False, late=0)  # one within the other
 @example(pieces=["ab", "a"], stops=["b", "abb"], kept=False, late=1)  # over before it counts
 def test_pieces_do_not_matter(pieces: list[str], stops: list[str], kept: bool, late: int) -> None:
     """Bug: a stop string across two pieces is missed, one of two is found depending on the pieces,

@@ -260,3 +260,14 @@ def test_numbers_for_buckets_that_repeat() -> None:
         "--num-speculative-tokens 7,3: 2 numbers for 3 buckets; pass one for all, or one for each "
         "in the order of --bucket"
     )
+
+
+@pytest.mark.parametrize(("backend", "size"), [("torch", 16), ("triton", 128)])
+def test_tokens_of_a_page(backend: Any, size: int) -> None:
+    """Bug: pages have the size that fits the attention of prefills, and help says another one."""
+    pair = read_configs(TINY_TARGET, TINY_DRAFT)
+    assert (
+        resolve_options(Options(device="cpu", attention_backend=backend), *pair).page_size == size
+    )
+    asked = Options(device="cpu", attention_backend=backend, page_size=32)
+    assert resolve_options(asked, *pair).page_size == 32

@@ -255,6 +255,40 @@ def test_fp8_cases_measure_what_they_name(monkeypatch: pytest.MonkeyPatch) -> No
     assert launched == [0, 1] * 2 * 5
 
 
+def test_a_case_is_named_by_its_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: a row of the result says the batch for its rows, or one kernel's shapes are another's;
+    or a prompt that is no whole number of blocks is timed."""
+
+    def told(*shape: Any) -> Any:
+        return shape
+
+    for name in ("accept", "fp8_rows", "add_rms_norm_round", "piece"):
+        monkeypatch.setattr(bench_kernels, f"bench_{name}", told)
+    for name in ("block_attention", "chunk_attention"):
+        monkeypatch.setattr(bench_kernels, f"bench_{name}", told)
+    monkeypatch.setattr(bench_kernels, "ROW_KERNELS", {"argmax": told, "context_kv": told})
+    args: Any = SimpleNamespace(no_flashinfer=True, kv=[100, 256], batch=[2])
+    assert list(bench_kernels.bench([*bench_kernels.KERNELS], args)) == [
+        ("chunk_attention", "prompt_256", (256, False)),
+        ("pieces", "rows_128_kv_100", (128, 100)),
+        ("pieces", "rows_128_kv_256", (128, 256)),
+        ("pieces", "rows_256_kv_100", (256, 100)),
+        ("pieces", "rows_256_kv_256", (256, 256)),
+        ("argmax", "rows_32", (32,)),
+        ("context_kv", "rows_32", (32,)),
+        ("accept", "batch_2", (2,)),
+        ("fp8_rows", "rows_32_columns_4096", (32, 4096)),
+        ("fp8_rows", "rows_32_columns_12288", (32, 12288)),
+        ("fp8_rows", "rows_32_columns_20480", (32, 20480)),
+        ("add_rms_norm_round", "rows_32_partials_1", (32, 1)),
+        ("add_rms_norm_round", "rows_32_partials_2", (32, 2)),
+        ("block_attention", "batch_2_kv_100_causal", (2, 100, True, False)),
+        ("block_attention", "batch_2_kv_100_full", (2, 100, False, False)),
+        ("block_attention", "batch_2_kv_256_causal", (2, 256, True, False)),
+        ("block_attention", "batch_2_kv_256_full", (2, 256, False, False)),
+    ]
+
+
 def test_every_case_is_stored(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -30,7 +30,8 @@ def test_answers_are_valid(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None
 
 
 def test_what_is_counted_of_answers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bug: tokens or steps are another's, or an answer is in two counts, or in none."""
+    """Bug: tokens or steps are another's, or an answer is in two counts, or in none; or each batch
+    asks for what the first one did."""
     metrics = SimpleNamespace(acceptance=SimpleNamespace(num_steps=3), num_prompt_tokens=50)
     ends = [("7", "stop"), ("x", "stop"), ("7", "length"), ("7", "error"), ("8", "stop")]
     results = iter(
@@ -40,11 +41,19 @@ def test_what_is_counted_of_answers(monkeypatch: pytest.MonkeyPatch) -> None:
         for text, reason in ends
     )
     handle = SimpleNamespace(result=lambda: next(results))
-    engine = nullcontext(SimpleNamespace(submit=lambda *_, **__: handle))
+    asked: list[tuple[str, int]] = []
+
+    def submit(prompt: str, seed: int, **_: Any) -> Any:
+        asked.append((prompt, seed))
+        return handle
+
+    engine = nullcontext(SimpleNamespace(submit=submit))
+    monkeypatch.setattr(tool, "AT_A_TIME", 2)
     monkeypatch.setattr(tool, "Engine", SimpleNamespace(from_pretrained=lambda *_, **__: engine))
     monkeypatch.setattr(tool, "Schemas", lambda seed: iter([{"type": "integer"}] * 5))
     monkeypatch.setattr(tool, "_may_go_on", lambda *_: True)
-    numbers, wrong = tool.check_outputs(5, 0, {}, 9.0)
+    numbers, wrong = tool.check_outputs(5, 40, {}, 9.0)
+    assert asked == [(f"Write JSON number {i}.", 40 + i) for i in range(5)]
     assert len(wrong) == 2
     assert numbers == {
         "num_answers": 5,

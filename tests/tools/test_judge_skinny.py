@@ -194,9 +194,12 @@ def test_refusals(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.parametrize("draft", ["none", "a-drafter"])
 def test_plain_decoding_is_asked_for_without_drafts(draft: str) -> None:
-    """Bug: with --draft none the engine is asked to draw its acceptance, which it refuses."""
+    """Bug: with --draft none the engine is asked to draw its acceptance, which it refuses; or a
+    long prompt has no room for its answer."""
     names = ("simulate_acceptance", "draft_quantization", "num_speculative_tokens")
     args = argparse.Namespace(
         bucket=1, input_len=768, load_format="dummy", draft=draft, **dict.fromkeys(names, 1)
     )
-    assert set(judge_skinny.options(args)).isdisjoint(names) == (draft == "none")
+    options = judge_skinny.options(args)
+    assert set(options).isdisjoint(names) == (draft == "none")
+    assert options["max_model_len"] >= 768 + judge_skinny.OUTPUT_LEN + 16

@@ -24,3 +24,9 @@ def test_a_job_without_a_second_is_not_begun(
         measure.main()
     line, last = capsys.readouterr().out.splitlines()
     assert (began, line, json.loads(last)) == ([], "a: no time left", {"a": "no time left"})
+
+
+def test_a_job_that_a_signal_ended_has_failed(tmp_path: Path) -> None:
+    """Bug: a job that the machine killed for its memory counts as measured."""
+    job = measure.Job((sys.executable, "-c", "import os; os.kill(os.getpid(), 9)"))
+    assert measure.run("a", job, tmp_path, None, 60.0, []) == "exit code -9"

@@ -45,11 +45,11 @@ def test_what_is_promised_of_options(monkeypatch: pytest.MonkeyPatch) -> None:
         return [TimedStep(ms, 1.0, 2)] * (count - 1) + [TimedStep(slowest, 1.0, 2)]
 
     monkeypatch.setattr(request_parts, "run_steps", run_steps)
-    sizes = {"rounds": 2, "steps": 3}
+    sizes = {"rounds": 2, "steps": 60}  # so that the slowest of all is no percentile
     m: Any = SimpleNamespace(engine=own, open_plain=lambda: plain, sizes=sizes, bars={})
     m.grammars = "some"
     numbers = request_parts.options(m)
-    assert closed == [1] and [row["num_steps"] for row in numbers.values()] == [6] * 4
+    assert closed == [1] and [row["num_steps"] for row in numbers.values()] == [120] * 4
     order = [("plain",), ("own",), ("own", "top_p"), ("own", "constraint")]
     assert ran == [*reversed(order), *order]
     over = {name: row["over_greedy_ratio"] for name, row in numbers.items()}
@@ -63,7 +63,7 @@ def test_what_is_promised_of_options(monkeypatch: pytest.MonkeyPatch) -> None:
             "grammar_p99_over_p50": grammar,
         }
     )
-    assert not any(bar.held for bar in m.bars.values()) and grammar > 2
+    assert not any(bar.held for bar in m.bars.values()) and 2 < grammar < 3
 
 
 def test_the_spread_of_rounds(monkeypatch: pytest.MonkeyPatch) -> None:

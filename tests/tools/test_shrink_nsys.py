@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from graphengine.names import STEP
-from graphengine.profiles.nsys import read_export
+from graphengine.profiles.nsys import open_export, read_export
 from tests.support import nsys_exports as exports
 from tools import shrink_nsys
 
@@ -39,6 +39,18 @@ def test_the_middle_of_a_recording_stays(tmp_path: Path) -> None:
     starts = [found.start_ns for found in read_export(target).ranges if found.name == STEP]
     before = [found.start_ns for found in read_export(source).ranges if found.name == STEP]
     assert starts == before[3:6]
+
+
+def test_other_programs_are_not_named(tmp_path: Path) -> None:
+    """Bug: what is stored names the libraries that ran beside graphengine, and their ranges."""
+    source = exports.write_export(tmp_path / "a.sqlite", num_steps=9)
+    shrink_nsys.shrink(source, target := tmp_path / "cut.sqlite.gz", 3)
+    query = "SELECT text FROM NVTX_EVENTS WHERE text IS NOT NULL"
+    said = []
+    for path in (source, target):
+        with closing(open_export(path)) as connection:
+            said.append({text for (text,) in connection.execute(query)})
+    assert said[0] - said[1] == {"cublasLt", "cublasLtMatmul"} and "graphengine" in said[1]
 
 
 def test_kernels_keep_the_names_that_they_have(tmp_path: Path) -> None:

@@ -11,10 +11,18 @@ import random
 import re
 from functools import reduce
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tools import corpus_code, corpus_json, corpus_questions, tiny_corpus
+from tools import (
+    corpus_code,
+    corpus_json,
+    corpus_questions,
+    corpus_stories,
+    corpus_words,
+    tiny_corpus,
+)
 
 HELDOUT = Path(__file__).parents[1] / "data" / "heldout.jsonl"
 NUM_EXCHANGES = 3000  # some ten of them come up again
@@ -104,6 +112,45 @@ def test_records_hold_what_was_asked_for() -> None:
         after = before | {key: int(new) if key == "count" else new}
         change = f"The {key} changed from {before[key]} to {new}."
         assert answer == f"```json\n{json.dumps(after)}\n```\n{change}"
+
+
+def test_a_diary_goes_on_from_its_first_day() -> None:
+    """Bug: a diary begins a day late, or a job has another one's day."""
+    days, rng = list(calendar.day_name), random.Random(0)
+    for _ in range(20):
+        prompt, answer = corpus_stories.story_week(rng)
+        known = re.search(r"every day from (\w+): (.*)\. Mention", prompt)
+        assert known is not None
+        first, jobs = days.index(known[1]), known[2].split(", ")
+        *lines, _ = answer.splitlines()
+        due = [f"{days[(first + i) % 7]}: Today I am a" for i in range(len(jobs))]
+        for line, begin, job in zip(lines, due, jobs, strict=True):
+            assert line.startswith(begin) and f" {job} in " in line
+
+
+def test_a_recipe_is_for_its_guests() -> None:
+    """Bug: the amounts of a dish are swapped, or are those of one guest."""
+    rng = random.Random(0)
+    for _ in range(20):
+        prompt, answer = corpus_questions.qa_recipe(rng)
+        known = re.search(r"make (.*) for (\d+) people", prompt)
+        assert known is not None
+        ((x, a), (y, b), _), count = corpus_words.DISHES[known[1]], int(known[2])
+        assert f" needs {a * count} {x} and {b * count} {y}.\n" in answer
+
+
+def test_a_class_keeps_its_fields_apart() -> None:
+    """Bug: a class of an answer has one field's value under the other one's name, or tells them in
+    another order than it says."""
+    rng = random.Random(0)
+    for _ in range(20):
+        prompt, answer = corpus_code.code_class(rng)
+        kind, first, second, method = re.findall(r"`(\w+)`", prompt)
+        made: dict[str, Any] = {}
+        exec(answer.removeprefix("```python\n").partition("\n```")[0], made)
+        thing = made[kind]("one", "two")
+        assert (getattr(thing, first), getattr(thing, second)) == ("one", "two")
+        assert getattr(thing, method)() == f"{kind}: one, two"
 
 
 def test_sums_are_right() -> None:

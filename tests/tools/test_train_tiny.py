@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from tokenizers import Tokenizer
 
 from graphengine import TINY_TARGET
 from tools import train_tiny
@@ -31,6 +32,24 @@ def test_what_is_told_of_a_pair(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found["per_position"] == [0.5] * (train_tiny.BLOCK_SIZE - 1)
     assert (found["steps"], found["ties"]["tokens"]) == (2 * count, 3 * count)
     assert {row["mean_tokens"] for row in found["categories"].values()} == {3}
+
+
+def test_what_is_told_of_right_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: the share of exact answers is that of the last category, or over tokens."""
+    tokenizer = Tokenizer.from_file(str(TINY_TARGET / "tokenizer.json"))
+    count = 2 * len(train_tiny.CATEGORIES)
+    sums = [ex for ex in train_tiny.heldout_set()[:count] if ex.category == "math"]
+    right = iter([[tokenizer.encode(ex.answer).ids for ex in sums]])  # the first category's
+
+    def decode(target: Any, drafter: Any, taps: Any, prompts: Any, **told: Any) -> Any:
+        histogram = torch.ones(train_tiny.BLOCK_SIZE, dtype=torch.int64)
+        return next(right, [[told["stop"]]] * len(prompts)), histogram, 1
+
+    monkeypatch.setattr(train_tiny, "decode", decode)
+    found: Any = train_tiny.evaluate(TINY_TARGET.parent, "cpu", count, 8, 0)
+    shares = {name: row["exact_answers"] for name, row in found["categories"].items()}
+    assert shares == dict.fromkeys(train_tiny.CATEGORIES, 0.0) | {"math": 1.0}
+    assert found["exact_answers"] == 0.2
 
 
 def test_each_category_has_a_prompt(monkeypatch: pytest.MonkeyPatch) -> None:

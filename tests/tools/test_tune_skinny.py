@@ -161,3 +161,14 @@ def test_what_a_layer_leaves_to_cublas_is_no_entry(monkeypatch: pytest.MonkeyPat
         f"    (4096, 4096, 2, 256): SkinnyConfig{tuple(other)},",
         f"    (4096, 12288, 2, 256): SkinnyConfig{tuple(alone)},",
     ]
+
+
+def test_variants_are_compiled_once(capsys: pytest.CaptureFixture[str]) -> None:
+    """Bug: what two shapes share counts for each, so that a run seems longer than it is."""
+    todo = skinny_layer.cases(["8b"], [16], ["qkv", "o"])
+    tune_skinny.dry_run(todo)
+    first, *rows = capsys.readouterr().out.splitlines()
+    tried = [{*tune_skinny.variants(case)} for case in todo]
+    count = len(tried[0] | tried[1])
+    assert first == f"{count} variants to compile" and len(rows) == 2
+    assert count < len(tried[0]) + len(tried[1])

@@ -1,5 +1,6 @@
 """What `--help` says of each option, and where that cannot be written."""
 
+import ast
 import re
 import subprocess
 
@@ -34,6 +35,26 @@ def test_defaults_that_are_numbers(name: str) -> None:
     shown = shown_defaults(name)
     assert {flag: shown[flag] for flag in due} == due | dict.fromkeys(lists_of_none, "none")
     assert ("--temperature" in due) == (name in ("run", "verify"))
+
+
+def test_every_option_that_is_named_is_there() -> None:
+    """Bug: a refusal, a note or help advises an option that no command has."""
+    params = [param for command in main.commands.values() for param in command.params]
+    known = {flag for param in params for flag in (*param.opts, *param.secondary_opts)}
+    known |= {"--help", "--no"}  # click's own, and what flags are made with
+    known |= {"--type", "--cpuctxsw"}  # of nsys
+    folders = [ROOT / name for name in ("graphengine", "capture", "profiles")]
+    programs = [ROOT / "profiles" / name for name in ("nsys.py", "result_schema.py")]  # call others
+    files = [path for folder in folders for path in folder.rglob("*.py") if path not in programs]
+    assert len(files) > 100
+    named = {
+        (path.name, flag)
+        for path in files
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+        for flag in re.findall(r"(?<![\w-])--[a-z][a-z-]*[a-z]", node.value)
+    }
+    assert len(named) > 100 and {(name, flag) for name, flag in named if flag not in known} == set()
 
 
 @pytest.mark.parametrize("args", [["--help"], ["--version"], ["run", "-h"]])

@@ -301,7 +301,7 @@ def test_what_only_a_gpu_s_profile_needs(
     its place; or nsys records steps without names, hours for nothing."""
     monkeypatch.setenv("PATH", str(fake_nsys.parent), prepend=":")
     result = invoke("profile", "--read", str(tmp_path / "missing.nsys-rep"))
-    assert result.exit_code == 2 and "no such file" in " ".join(result.stderr.split())
+    assert result.exit_code == 2 and "missing.nsys-rep: no such file" in result.stderr
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr(nsys, "find_nsys", lambda: None)
     monkeypatch.setattr(profile_run, "_record", lambda *_: {})

@@ -168,12 +168,13 @@ def test_slow_options(change: dict[str, Any], name: str) -> None:
 
 def test_whose_heads_flashinfer_does_not_take() -> None:
     """Bug: torch's attention is explained by the target's heads, which FlashInfer takes, where the
-    drafter's are the reason."""
+    drafter's are the reason; or those that are there are told as what it takes."""
     config, target, draft = cuda_config(prefill_attention_backend="torch")
     narrow = replace(draft, model=replace(draft.model, head_dim=96))
     for drafter, dims in ((None, [128]), (draft, [128]), (narrow, [96, 128])):
         found = [f for f in speed_findings(H200, config, target, drafter) if "attention" in f.name]
         assert [f.value for f in found] == [f"torch, with head_dim {dims}"]
+        assert found[0].remedy.endswith("bfloat16 and head_dim 64, 128, 256")
 
 
 @pytest.mark.parametrize(

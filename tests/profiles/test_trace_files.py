@@ -1,6 +1,7 @@
 """Files of nsys and torch.profiler that lack something, are damaged or hold no trace."""
 
 import gzip
+import json
 import sqlite3
 from contextlib import closing
 from pathlib import Path
@@ -8,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from graphengine import names
-from graphengine.profiles import nsys, torch_trace
+from graphengine.profiles import nsys, torch_trace, trace
 from graphengine.profiles.launch_gaps import report
 from tests.support import nsys_exports as exports
 
@@ -169,3 +170,22 @@ def test_json_that_is_no_trace_is_refused(tmp_path: Path, text: str) -> None:
     packed.write_bytes(damaged)
     with pytest.raises(ValueError, match=r"a\.json\.gz"):
         torch_trace.read_chrome_trace(packed)
+
+
+@pytest.mark.parametrize(
+    ("process", "thread", "place"),
+    [(1, 1, (0, "host.step")), (1, 2, (None, "outside")), (2, 1, (None, "outside"))],
+)
+def test_threads_are_told_apart(
+    tmp_path: Path, process: int, thread: int, place: tuple[int | None, str]
+) -> None:
+    """Bug: what another thread or process launches while a step runs is told as of that step."""
+    path, at = tmp_path / "a.json", {"pid": process, "tid": thread}
+    calls = [
+        {"cat": "user_annotation", "name": "step", "pid": 1, "tid": 1, "ts": 0, "dur": 100},
+        {"cat": "cuda_runtime", "name": "cudaLaunchKernel", "ts": 9, "dur": 1} | at,
+        {"cat": "kernel", "name": "k", "ts": 20, "dur": 5},
+    ]
+    path.write_text(json.dumps([{"ph": "X", "args": {"correlation": 7}} | call for call in calls]))
+    (found,) = trace.place(torch_trace.read_chrome_trace(path))
+    assert (found.step, found.name) == place

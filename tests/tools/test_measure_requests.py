@@ -140,7 +140,9 @@ def test_what_is_printed_of_parts(
 
     monkeypatch.setattr(measure_requests, "PARTS", {"one": one})
     monkeypatch.setattr(measure_requests, "time", SimpleNamespace(monotonic=lambda: 7.0))
-    _, said = measured(capsys, 0, "--only", "one", "--max-model-len", "9000")
+    result, said = measured(capsys, 0, "--only", "one", "--max-model-len", "9000")
+    pair = {name: result["config"][name] for name in ("target", "draft")}
+    assert pair == {"target": "target", "draft": "draft"}
     *lines, _ = said.splitlines()
     assert lines == [
         "started in 0.0 s; context 4080",

@@ -20,6 +20,7 @@ from graphengine.config.options import SamplingParams
 from graphengine.decode.guards import EngineWarning
 from graphengine.prompts import Conversation
 from tests.support.artifacts import filled
+from tests.support.command_line import invoke
 from tests.test_report import answer
 
 
@@ -204,3 +205,24 @@ def test_where_a_question_is_typed(
     assert answers._ask(quiet) == "hello"
     assert shown == [asked]
     assert capsys.readouterr() == ("", err)
+
+
+def test_what_a_run_notes_of_its_models(
+    target: Path, draft: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bug: who runs a toy is told one of the questions that it knows, who decodes plainly without
+    having asked for it is not told so, or who did is."""
+    jobs: list[answers.Job] = []
+    monkeypatch.setattr(answers, "run", lambda job, started_s: jobs.append(job))
+    for pair in ([], ["--draft", "none"], [target], [target, "--draft", "none"]):
+        assert invoke("run", *pair, "--prompt", "x").exit_code == 0
+    assert invoke("run", target, "--draft", draft, "--prompt", "x").exit_code == 0
+    toy = (
+        "a toy that knows a few kinds of questions, such as: Compare the bee and the duck. Write "
+        "a note: Emma thanks David for a green key."
+    )
+    plain = (
+        "decoding plainly; pass --draft with this model's drafter for speculative decoding, or "
+        "--draft none to leave out this note"
+    )
+    assert [job.note for job in jobs] == [toy, toy, plain, None, None]

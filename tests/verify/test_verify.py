@@ -220,14 +220,19 @@ def test_prompts_that_fill_the_context(tmp_path: Path) -> None:
     assert verify(*args, "5").exit_code == 0
 
 
-@pytest.mark.parametrize("prompt", ["[5, 2048]", "[-1]"])
-def test_ids_outside_the_vocabulary(tmp_path: Path, prompt: str) -> None:
-    """Bug: a token id past the embedding is an IndexError, and on a GPU the end of the device."""
+@pytest.mark.parametrize(
+    ("prompt", "outside"),
+    [("[5, 2048]", "[2048]"), ("[-1]", "[-1]"), ("[9999, 5, -2]", "[9999, -2]")],
+)
+def test_ids_outside_the_vocabulary(tmp_path: Path, prompt: str, outside: str) -> None:
+    """Bug: a token id past the embedding is an IndexError, and on a GPU the end of the device; or
+    of several one is named, and the next run is refused for another."""
     path = tmp_path / "ids.jsonl"
     path.write_text(f'{{"prompt": {prompt}}}\n')
     result = verify("--prompt-file", str(path), "--bucket", "1")
     assert result.exit_code == 2, result.output
-    assert "2048" in result.stderr or "-1" in result.stderr
+    told = f"token ids {outside} lie outside the vocabulary of 2048"
+    assert told in " ".join(result.stderr.split())
 
 
 @pytest.mark.parametrize("error", [MemoryError(), RuntimeError("CUDA out of memory. Tried")])

@@ -40,6 +40,31 @@ def test_times_beside_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found == {"kernel_us": 6.0, "kernel_gbps": 2.0, "compiled_us": 15.0}
 
 
+@pytest.mark.parametrize(("sets", "num_launches"), [(3, 20), (50, 50)])
+def test_a_launch_s_time(sets: int, num_launches: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: a graph's time is over another number than its launches, those that warm up count, or
+    some buffers are never read, so that the L2 cache holds the others."""
+    times, launched = iter([900.0, 800.0, 700.0, *map(float, range(15))]), list[int]()
+    event = SimpleNamespace(
+        record=lambda: None, synchronize=lambda: None, elapsed_time=lambda end: next(times)
+    )
+    stream = SimpleNamespace(wait_stream=lambda other: None)
+    fakes: dict[str, Any] = {
+        "Stream": lambda: stream,
+        "current_stream": lambda: stream,
+        "stream": nullcontext,
+        "synchronize": lambda: None,
+        "CUDAGraph": lambda: SimpleNamespace(replay=lambda: None),
+        "graph": nullcontext,
+        "Event": lambda enable_timing: event,
+    }
+    for name, fake in fakes.items():
+        monkeypatch.setattr(torch.cuda, name, fake)
+    us = kernel_timing.graph_us(launched.append, sets)
+    assert us == pytest.approx(7 * 1000 / num_launches)
+    assert launched == [0, 1, 2, *(i % sets for i in range(num_launches))]
+
+
 @pytest.mark.parametrize("batch", [1, 8, 16, 64])
 def test_a_sweep_tries_what_a_launch_accepts(batch: int) -> None:
     """Bug: the default that a sweep varies has other tiles at this batch, so that half of the

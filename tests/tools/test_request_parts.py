@@ -230,3 +230,22 @@ def test_a_chat_that_repeats_nothing(
     )
     with pytest.raises(ValueError, match=f"a chat from {begin} tokens .* raise --max-model-len"):
         request_parts.chat(m, begin)
+
+
+def test_a_generation_is_long_enough_for_its_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: a request whose drafts are accepted ends before its steps are timed; or steps in which
+    the pipeline fills count."""
+    lengths: list[int] = []
+
+    def submit(prompt: list[int], length: int, *_: Any, **__: Any) -> Any:
+        lengths.append(length)
+        return SimpleNamespace(output_ids=[])
+
+    loop = SimpleNamespace(block=4, submit=submit, reset=lambda: None)
+    timed = [TimedStep(float(i), 0.5, 4) for i in range(20)]
+    monkeypatch.setattr(request_parts, "timed_steps", lambda loop, requests: iter(timed))
+    m: Any = SimpleNamespace(random_ids=lambda count: [1] * count, grammars=None)
+    engine: Any = SimpleNamespace(built=SimpleNamespace(loop=loop))
+    found = request_parts.run_steps(m, engine, 3, {"temperature": 0.5})
+    assert [step.wall_ms for step in found] == [6.0, 7.0, 8.0]
+    assert lengths == [4 * (3 + request_parts.WARMUP + 2)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 from tokenizers import Tokenizer
 
 from graphengine import TINY_TARGET
-from tools import train_tiny
+from tools import tiny_pair, train_tiny
 
 
 def test_what_is_told_of_a_pair(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -50,6 +51,34 @@ def test_what_is_told_of_right_answers(monkeypatch: pytest.MonkeyPatch) -> None:
     shares = {name: row["exact_answers"] for name, row in found["categories"].items()}
     assert shares == dict.fromkeys(train_tiny.CATEGORIES, 0.0) | {"math": 1.0}
     assert found["exact_answers"] == 0.2
+
+
+def test_answers_alone_are_learnt() -> None:
+    """Bug: the target learns prompts too, or an answer without its end, or the newline behind."""
+    tokenizer = Tokenizer.from_file(str(TINY_TARGET / "tokenizer.json"))
+    corpus = list(train_tiny.heldout_set()[:20])
+    stream = tiny_pair.make_stream(tokenizer, corpus, seed=0)
+    said = [f"{ex.answer}{tiny_pair.IM_END}" for ex in corpus]
+    spans = zip(stream.answers.tolist(), stream.ends.tolist(), strict=True)
+    assert [
+        tokenizer.decode(stream.tokens[a:b].tolist(), skip_special_tokens=False) for a, b in spans
+    ] == said
+    learnt = stream.tokens[stream.is_answer].tolist()
+    assert tokenizer.decode(learnt, skip_special_tokens=False) == "".join(said)
+    begins = zip(stream.starts.tolist(), stream.answers.tolist(), corpus, strict=True)
+    for start, first, ex in begins:
+        asked = tokenizer.decode(stream.tokens[start:first].tolist(), skip_special_tokens=False)
+        assert asked.endswith(tiny_pair.prompt_text(ex.prompt))
+
+
+def test_the_first_slots_of_a_block_weigh_most() -> None:
+    """Bug: the last slots, which are hardly ever reached, decide what the drafter learns; or slots
+    behind an answer count."""
+    logits, labels = torch.zeros(1, 1, 3, 4), torch.tensor([[[0, 1, -100]]])
+    logits[..., 0, 0] = 50.0  # the first slot is sure and right
+    weight = math.exp(-1 / train_tiny.GAMMA)
+    expected = math.log(4) * weight / (1 + weight)
+    assert train_tiny.block_loss(logits, labels).item() == pytest.approx(expected)
 
 
 def test_each_category_has_a_prompt(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -85,6 +85,14 @@ def test_the_first_of_the_bursts_does_not_count(monkeypatch: pytest.MonkeyPatch)
     assert calls == [("short", 1), ("long", 1)] + 6 * [("short", 33), ("long", 3)]
 
 
+def test_a_launch_s_time_is_the_median(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: replays in which clocks settle count, or the luckiest one alone does."""
+    times = iter([900.0, 800.0, 10.0, 20.0, 30.0, 50.0, 44.0])
+    monkeypatch.setattr(skinny_layer, "captured", lambda launches: launches)
+    monkeypatch.setattr(skinny_layer, "replays_us", lambda graph, count: next(times) * count)
+    assert skinny_layer.graph_us(lambda: None, 2) == 15
+
+
 def test_the_layer_decides() -> None:
     """Bug: the GEMM that is fastest alone stays in the table where cuBLAS is better in its place,
     or a number is stored under another path's name."""

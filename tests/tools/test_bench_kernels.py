@@ -280,6 +280,27 @@ def test_fp8_cases_measure_what_they_name(monkeypatch: pytest.MonkeyPatch) -> No
     assert launched == [0, 1] * 2 * 5
 
 
+def test_constants_are_swept_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: a sweep leaves one constant as it is, times what it does not name, or its rows are the
+    batch."""
+    module, seen = kernel_sweeps.qk_norm_rope, list[tuple[int, int]]()
+    for name in ("HEADS_PER_PROGRAM", "NUM_WARPS"):  # put back behind this test
+        monkeypatch.setattr(module, name, getattr(module, name))
+
+    def bench(T: int, baseline: bool) -> dict[str, float]:
+        seen.append((module.HEADS_PER_PROGRAM, module.NUM_WARPS))
+        return {"kernel_us": float(T)}
+
+    monkeypatch.setattr(kernel_sweeps, "bench_qk_norm_rope", bench)
+    args: Any = SimpleNamespace(batch=[2, 8])
+    found = list(kernel_sweeps.sweep_constants("qk_norm_rope", args))
+    both = [(heads, warps) for heads in (2, 4, 8, 16) for warps in (1, 2, 4, 8)]
+    labels = [f"heads_per_program_{heads}_num_warps_{warps}" for heads, warps in both]
+    times = {"rows_32_us": 32.0, "rows_128_us": 128.0}
+    assert found == [("qk_norm_rope", label, times) for label in labels]
+    assert seen == [one for one in both for _ in range(2)]
+
+
 def test_a_case_is_named_by_its_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Bug: a row of the result says the batch for its rows, or one kernel's shapes are another's;
     or a prompt that is no whole number of blocks is timed."""

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from graphengine.measure.bench import TimedStep
-from tools import request_parts, request_texts
+from tools import request_joins, request_parts, request_texts
 
 
 def test_the_numbers_of_steps() -> None:
@@ -249,3 +249,16 @@ def test_a_generation_is_long_enough_for_its_steps(monkeypatch: pytest.MonkeyPat
     found = request_parts.run_steps(m, engine, 3, {"temperature": 0.5})
     assert [step.wall_ms for step in found] == [6.0, 7.0, 8.0]
     assert lengths == [4 * (3 + request_parts.WARMUP + 2)]
+
+
+def test_a_stream_is_steady_before_others_join() -> None:
+    """Bug: the newcomer joins while the stream still begins, and no gap without it is known; or it
+    waits for ever where the stream ended before."""
+    times: list[float] = []
+    steady: list[int] = []
+    event: Any = SimpleNamespace(set=lambda: steady.append(len(times)))
+    stream: Any = range(request_joins.NUM_QUIET + 9)
+    request_joins.note_times(stream, times, event)
+    assert steady == [request_joins.NUM_QUIET, len(stream)] == [50, len(times)]
+    request_joins.note_times(stream[:3], times, event)
+    assert steady[2:] == [len(stream) + 3]

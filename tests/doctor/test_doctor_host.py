@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import pytest
@@ -14,7 +14,7 @@ from graphengine.config.options import Options
 from graphengine.doctor import host
 from graphengine.doctor.doctor import diagnose, examine
 from graphengine.doctor.files import read_model_files
-from graphengine.doctor.findings import Finding
+from graphengine.doctor.findings import Finding, info, ok, warning
 from graphengine.doctor.host import Host, host_findings, speed_findings
 from graphengine.doctor.pair import resolve_run
 from graphengine.startup.memory import DeviceMemory
@@ -87,6 +87,29 @@ def test_lesser_machines(change: dict[str, Any], name: str, level: str) -> None:
     host = replace(H200, **change)
     found = list(host_findings(host)) + list(speed_findings(host, *cuda_config()))
     assert [f.level for f in found if f.name == name] == [level]
+
+
+def test_a_machine_with_python_alone() -> None:
+    """Bug: what is missing is told without what to do about it, or as worse than it is there."""
+    bare: dict[str, Any] = dict.fromkeys(field.name for field in fields(H200))
+    bare["versions"] = {"python": "3.12"}
+    assert list(host_findings(Host(**bare))) == [
+        ok("host.python", "3.12"),
+        warning("host.torch", "missing", "2.11 up to but not 2.16 is tested"),
+        info("host.triton", "missing", "install triton; on a GPU kernels and compilation need it"),
+        info(
+            "host.flashinfer",
+            "missing",
+            "install the extra graphengine[cuda]; attention falls back to torch",
+        ),
+        warning("host.transformers", "missing", "install transformers; text needs its tokenizers"),
+        info(
+            "host.nsys",
+            "not on the PATH",
+            "graphengine profile falls back to torch.profiler; install Nsight Systems",
+        ),
+        warning("host.gpu", "none", "runs on the CPU: correct, and slow"),
+    ]
 
 
 @pytest.mark.parametrize(

@@ -126,7 +126,8 @@ def test_what_did_not_end_is_no_success(
         "config": {"pytest": [], "failed": [], "unfinished": []},
     }
     monkeypatch.setattr(check_versions, "make", lambda label, folder: folder)
-    monkeypatch.setattr(check_versions, "run_tests", lambda *arguments: result)
+    ran: list[Any] = []
+    monkeypatch.setattr(check_versions, "run_tests", lambda *asked: ran.append(asked[1:]) or result)
     stored: list[Any] = []
     write = check_versions.result_schema
     monkeypatch.setattr(write, "write_result", lambda *args, config: stored.append((args, config)))
@@ -139,6 +140,7 @@ def test_what_did_not_end_is_no_success(
     own = result["config"] | {"versions": result["environment"]["versions"]}
     assert (kind, told) == ("versions", dict.fromkeys(check_versions.LABELS, numbers))
     assert config == dict.fromkeys(check_versions.LABELS, own)
+    assert ran == [(1, 3600, ["tests"])] * 2  # all of them where nothing is selected
 
 
 @pytest.mark.usefixtures("ran")

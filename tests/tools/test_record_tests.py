@@ -87,3 +87,12 @@ def test_the_end_of_a_failed_job_is_shown(monkeypatch: pytest.MonkeyPatch) -> No
         assert ran.outcomes == {"a.py::b": "PASSED", "a.py::c": "FAILED"}
         assert len(ran.tails) == 4000 * code
         assert ran.tails.endswith("a.py::c FAILED\n" * code)
+
+
+def test_what_selects_no_test_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: a misspelt selection ends the run without its name, or what pytest said of it."""
+    done = SimpleNamespace(stdout="no tests ran", returncode=5)
+    monkeypatch.setattr(record_tests.subprocess, "run", lambda *_, **__: done)
+    with pytest.raises(SystemExit) as ended:
+        record_tests.collect(["-m", "gpus", "tests"])
+    assert ended.value.code == "pytest cannot select -m gpus tests\nno tests ran"

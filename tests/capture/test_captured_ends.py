@@ -85,11 +85,14 @@ def test_an_end_hands_nothing_on(left: str) -> None:
 
 def test_a_graph_is_recorded_and_uploaded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Bug: a chunk of 4,096 rows runs once more at each start, in front of its capture. A graph is
-    uploaded by way of another stream than replays it, or in front of its being there."""
+    uploaded by way of another stream than replays it, or in front of its being there. What it took
+    of the pool is told as what it keeps in use."""
     ran: list[str] = []
     log: list[object] = []
     graph = SimpleNamespace(instantiate=lambda: log.append("there"), raw_cuda_graph_exec=lambda: 7)
     stream = SimpleNamespace(cuda_stream=5)
+    names = [f"{kind}_bytes.all.current" for kind in ("reserved", "allocated")]
+    memory = iter([dict(zip(names, counts, strict=True)) for counts in ((70, 5), (100, 12))])
 
     def call(name: str, *handles: Any) -> None:
         log.append((name, *(handle.value for handle in handles)))
@@ -99,13 +102,14 @@ def test_a_graph_is_recorded_and_uploaded(monkeypatch: pytest.MonkeyPatch) -> No
         "graph": lambda *_, **__: nullcontext(),
         "current_stream": lambda: stream,
         "CUDAGraph": lambda **_: graph,
-        "memory_stats": dict,
+        "memory_stats": lambda: next(memory),
     }
     for name, fake in fakes.items():
         monkeypatch.setattr(torch.cuda, name, fake)
     pool: Any = SimpleNamespace(stream=SimpleNamespace(cuda_stream=4), handle=None, num_graphs=0)
     steps = [Dense(name, lambda carry, name=name: ran.append(name) or carry) for name in "abc"]
-    GraphPool.capture(pool, steps, ())
+    captured, _ = GraphPool.capture(pool, steps, ())
+    assert (captured.pool_bytes, captured.live_bytes) == (30, 7)
     assert ran == [*"abc"] and pool.num_graphs == 1
     assert log == ["there", ("cuGraphUpload", 7, 5)]
 

@@ -161,3 +161,23 @@ def test_prefills_attend_with_what_was_chosen(
     model: Any = SimpleNamespace(windows=(4, None), num_hidden_layers=2)
     where = torch.float32, torch.device("cpu")
     assert buckets.prefill_attention(config, model, *where).layers == (backend, backend)
+
+
+def test_room_for_the_pages_of_all_requests(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: a plan of a full bucket copies its pages behind the end of what FlashInfer has for
+    them: that of one request, or of another bucket."""
+    made: list[tuple[int, int]] = []
+
+    def attention(model: Any, page_size: int, rule: Any, space: Any, dtype: Any, *room: int) -> Any:
+        made.append((room[0], room[1]))
+        return buckets.TorchAttention(model, page_size, rule, torch.device("cpu"))
+
+    monkeypatch.setattr(buckets, "FlashInferAttention", attention)
+    with pair.engine(buckets=(1, 4), attention_backend="torch") as engine:
+        builder = loop_of(engine).first.builder
+        builder.workspace = torch.zeros(1, dtype=torch.uint8)
+        width = builder.pair.width
+        for size in (4, 1):
+            made.clear()
+            builder.build(size)
+            assert width > 1 and {*made} == {(size, size * width)}

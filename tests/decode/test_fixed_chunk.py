@@ -155,6 +155,16 @@ def test_what_is_on_its_way_is_not_written(loop: DecodeLoop) -> None:
     assert (first.flat_X != sent).any() and len(chunk._uploads) == 2
 
 
+def test_the_oldest_upload_is_the_next(loop: DecodeLoop) -> None:
+    """Bug: with three chunks on their way, what is asked whether it is free is not what is written:
+    a chunk runs with the numbers of a later one."""
+    chunk = FixedChunk(loop.prefill.pair, 16)
+    held = [chunk._uploads[0], chunk._new_upload(), chunk._new_upload()]
+    chunk._uploads.extend(held[1:])
+    chosen = [chunk._next_upload() for _ in range(4)]
+    assert [[x is upload for x in held].index(True) for upload in chosen] == [0, 1, 2, 0]
+
+
 @pytest.mark.parametrize("length", BORDERS)
 def test_a_prompt_of_any_length(loop: DecodeLoop, length: int) -> None:
     """Bug: at a border a row is left out, run twice, or sees a key too few or too many: the first

@@ -5,12 +5,14 @@ from __future__ import annotations
 import itertools
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from graphengine import TINY_DRAFT, TINY_TARGET
 from graphengine.api import Engine
 from graphengine.decode import lane as lanes
 from tests.decode.test_engine import BACKENDS, PROMPTS, Pair, assert_idle, force
@@ -282,3 +284,19 @@ def test_a_lane_that_was_rebuilt_runs_what_was_built(engine: Engine, pair: Pair)
     lane.rebuild()
     (result,) = engine.generate(PROMPTS[:1], **asked)
     assert lane.bucket is lane.buckets[1] and result.token_ids == pair.plain(PROMPTS[0], 6)
+
+
+def test_drafts_are_made_once() -> None:
+    """Bug: in front of every step with a grammar the drafter runs again on what the step before has
+    drafted already, or where a request has joined, not at all."""
+    options: dict[str, Any] = {"max_model_len": 256, "attention_backend": "triton"}
+    with Engine.from_pretrained(TINY_TARGET, draft=TINY_DRAFT, device="cpu", **options) as engine:
+        ran: list[int] = []
+        lane = engine.built.loop.first
+        for size, bucket in lane.buckets.items():
+            drafting: Any = SimpleNamespace(run=lambda size=size: ran.append(size))
+            lane._buckets[size] = replace(bucket, drafting=drafting)
+        for _ in range(2):
+            ran.clear()
+            (result,) = engine.generate(["17 + 4 ="], regex="[0-9]{30}", max_new_tokens=20)
+            assert len(ran) == 1 and result.metrics.num_steps > 1

@@ -169,3 +169,16 @@ def test_a_first_token_that_its_grammar_took_back(
     (chunk,) = engine.stream("x", **asked)
     assert chunk.result is not None and chunk.result.finish_reason == "error"
     assert (chunk.token_ids, chunk.logprobs, chunk.result.logprobs) == ([], [], [])
+
+
+def test_a_grammar_where_nothing_else_adjusts(plain: Engine) -> None:
+    """Bug: where an engine has no adjustments a grammar's masks are written into the logits that
+    log-probabilities are told of: what it rules out is told to be impossible."""
+    options: Any = {"buckets": (1,), "device": "cpu", "max_model_len": 512, "adjustments": False}
+    asked: Any = {"regex": "[0-9]{9}", "logprobs": 3, "max_new_tokens": 8}
+    with Engine.from_pretrained(TINY_TARGET, TINY_DRAFT, **options) as engine:
+        (found,), (wanted,) = (e.generate("Compare the bee.", **asked) for e in (engine, plain))
+    assert found.token_ids == wanted.token_ids
+    assert found.logprobs is not None and wanted.logprobs is not None
+    for own, other in zip(found.logprobs, wanted.logprobs, strict=True):
+        assert own == pytest.approx(other, abs=BOUND)

@@ -120,6 +120,13 @@ def test_is_the_definition(device, dtype, case) -> None:
     check(logits[0], found, temperature, top_p, top_k, min_p)
 
 
+def test_min_p_alone(device) -> None:
+    """Bug: where nobody asks for top-k or top-p, min-p is forgotten: unlikely tokens are said."""
+    logits = torch.tensor([[0.0, -1.0, -2.0, -3.0], [5.0, 4.0, 3.0, 2.0]], device=device)
+    found = thresholds(logits, 2.0, 1.0, 0, [0.5, 0.0])
+    torch.testing.assert_close(found.cpu(), torch.tensor([2 * math.log(0.5), -math.inf]))
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_requests_side_by_side(device, dtype) -> None:
     """Bug: a row reads its neighbour's settings, sums or largest logit; or an answer depends on

@@ -6,9 +6,16 @@ from __future__ import annotations
 import pytest
 import torch
 
-from graphengine.kernels import add_rms_norm, fp8_rows, gated_delta_prefill, output_gate
+from graphengine.kernels import (
+    add_rms_norm,
+    fp8_rows,
+    gated_delta_prefill,
+    output_gate,
+    specialized_attention,
+)
+from graphengine.kernels.block_attention import workspace
 from graphengine.kernels.interpreter import INTERPRET
-from tests.support.kernel_launches import BF16, FP32, empty, ints
+from tests.support.kernel_launches import BF16, FP32, attend, attend_chunk, empty, ints
 
 pytestmark = pytest.mark.skipif(INTERPRET, reason="launchers take other ways where it interprets")
 
@@ -78,3 +85,36 @@ def test_heads_of_a_gate_s_program(launched, T: int, heads: int) -> None:
     output_gate._launch(empty(T, N, V), empty(T, N * V), 0, empty(V), 1e-6, empty(T, N * V))
     (found,) = launched
     assert found.grid == (T, -(-N // heads)) and found.options["HEADS"] == heads
+
+
+def test_who_sends_for_keys(launched) -> None:
+    """Bug: a config that does not prefetch, as that of two splits, whose loads are under way at
+    once, does so all the same."""
+    for splits, more in ((2, {}), (8, {}), (8, {"prefetch": False})):
+        attend(BF16, 128, 16, True, None, splits=splits, **more)
+    assert [found.options["PREFETCH"] for found in launched] == [False, True, False]
+
+
+@pytest.mark.parametrize(
+    ("S", "H", "keys"),
+    [(16, 128, 16), (64, 128, 64), (128, 128, 128), (64, 256, 64), (128, 256, 64)],
+)
+def test_keys_of_one_copy(launched, S: int, H: int, keys: int) -> None:
+    """Bug: a page longer than a tile of keys is copied whole, over the tile's neighbours."""
+    attend_chunk(S, H)
+    (found,) = launched
+    assert [found.arguments[i].block_shape for i in (1, 2)] == [[keys, 64]] * 2
+
+
+@pytest.mark.parametrize(("S", "keys"), [(16, 16), (64, 64), (128, 64)])
+def test_pages_of_specialised_warps(launched, S: int, keys: int) -> None:
+    """Bug: the same of a step's; or a request's pages are looked up in another's row, where a
+    table's rows are wider than what is used of them."""
+    B, G, N, K, H, Z = 2, 16, 32, 8, 128, 3
+    table, start = ints(B, 12, dtype=torch.int32).narrow(1, 0, 9), ints(B, dtype=torch.int32)
+    q, out = (empty(B * G, N, H) for _ in range(2))
+    given = q, empty(2, 9, S, K, H), table, start, G, True, out, workspace(B, G, N, H, Z, "cuda")
+    specialized_attention.launch(*given, specialized_attention.SpecializedConfig(), None)
+    (found,) = launched
+    assert [found.arguments[i].block_shape for i in (1, 2)] == [[keys, 64]] * 2
+    assert found.arguments[5] == 9 * S and found.arguments[10] == 12

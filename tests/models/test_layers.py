@@ -1,11 +1,13 @@
-"""Which GEMM a projection goes through."""
+"""Which GEMM a projection goes through, and which norm stands in front of it."""
 
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+from graphengine.kernels.fp8 import FP8
 from graphengine.models import layers
+from tests.support.fake_hopper import fake_hopper
 
 ROWS, INPUTS, WEIGHTS = 1024, 64, 4096  # 128 tiles of a chunk's GEMM, of 132
 
@@ -52,6 +54,17 @@ def test_swiglu_of_a_chunk(
     assert difference.norm() < (8e-2 if is_fp8 else 1e-2) * up.norm()
 
 
+@pytest.mark.parametrize(("num_rows", "weights", "expected"), [(128, 34816, 1), (1024, 4096, 0)])
+def test_a_compiled_step_is_no_chunk(num_rows, weights, expected, monkeypatch) -> None:
+    """Bug: a step of 64 requests goes through the GEMM of a prompt where it is compiled, which was
+    measured for up to 128 rows alone."""
+    calls = calls_of("chunk_swiglu", monkeypatch)
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    x, matrix = (torch.zeros(n, INPUTS, dtype=torch.bfloat16) for n in (num_rows, weights))
+    layers.linear_swiglu(x, matrix)
+    assert len(calls) == expected
+
+
 @pytest.mark.parametrize(
     ("num_rows", "num_weights", "inputs", "kind", "expected"),
     [
@@ -78,3 +91,40 @@ def test_linear_of_a_chunk(num_rows, num_weights, inputs, kind, expected, monkey
     assert bool(calls) == expected
     expected_y = torch.nn.functional.linear(x, matrix, bias).float()
     assert (y - expected_y).norm() < (8e-2 if kind == "FP8" else 1e-2) * expected_y.norm()
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "num_weights", "inputs", "kind", "expected"),
+    [
+        (16, 6144, 2560, "bf16", ("", True)),  # two CTAs a multiprocessor
+        (16, 19456, 2560, "bf16", ("", False)),  # one
+        (256, 6144, 2560, "bf16", ("", False)),  # cuBLAS
+        (16, 6144, 2560, "bias", ("", False)),
+        (16, 6144, 4096, "FP8", ("_split",)),
+        (64, 6144, 4096, "FP8", ("_split",)),
+        (65, 6144, 4096, "FP8", ("_round",)),  # a tile that takes one row
+        (256, 999, 4096, "FP8", ("_round",)),
+        (16, 6144, 4096, "FP8 and bias", ("_reference",)),
+    ],
+)
+def test_how_a_norm_hands_rows_on(
+    num_rows, num_weights, inputs, kind, expected, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bug: a norm in front of a GEMM with one CTA a multiprocessor starts beside what it waits for,
+    which costs 8B 0.8 % of a step; or rows come in two to a tile that takes one, or in one where
+    none of x is to be lost."""
+    asked = []
+    for name in ("", "_split", "_round", "_reference"):
+
+        def note(h_TD, update, weight_D, eps, *early, name=name):
+            asked.append((name, *early))
+            return (h_TD,) * (3 if name in ("_split", "_round") else 2)
+
+        monkeypatch.setattr(layers.kernels, f"add_rms_norm{name}", note)
+    with fake_hopper(monkeypatch):
+        h, norm = (torch.empty(*n, inputs, device="cuda").bfloat16() for n in ((num_rows,), ()))
+        weight = torch.empty(num_weights, inputs, device="cuda", dtype=torch.bfloat16)
+        scales = torch.empty(num_weights, device="cuda")
+        matrix = layers.Fp8Matrix(weight.to(FP8), scales) if "FP8" in kind else weight
+        layers.add_rms_norm(h, h, norm, 1e-6, matrix, norm if "bias" in kind else None)
+    assert asked == [expected]

@@ -15,7 +15,7 @@ from graphengine.kernels import (
 )
 from graphengine.kernels.block_attention import workspace
 from graphengine.kernels.interpreter import INTERPRET
-from tests.support.kernel_launches import BF16, FP32, attend, attend_chunk, empty, ints
+from tests.support.kernel_launches import BF16, FP32, attend, attend_chunk, empty, ints, mix
 
 pytestmark = pytest.mark.skipif(INTERPRET, reason="launchers take other ways where it interprets")
 
@@ -118,3 +118,12 @@ def test_pages_of_specialised_warps(launched, S: int, keys: int) -> None:
     (found,) = launched
     assert [found.arguments[i].block_shape for i in (1, 2)] == [[keys, 64]] * 2
     assert found.arguments[5] == 9 * S and found.arguments[10] == 12
+
+
+def test_who_compares_experts(launched) -> None:
+    """Bug: the warps of a row's program wait for one another to find an expert among 128, or hold
+    copies of more logits than registers are for."""
+    for experts in (64, 128, 256):
+        mix(1, experts, 512)
+    found = [x.options["COPIES"] for x in launched if x.kernel == "gate_up_row_kernel"]
+    assert found == [4, 4, 1]

@@ -213,6 +213,16 @@ def test_no_token_counts_for_none(device: str) -> None:
     assert (tables.seen_BV[0] - before).tolist() == [1, 0, 0, 0, 0]
 
 
+def test_all_of_a_block_of_five_is_counted(device: str) -> None:
+    """Bug: of a block of no power of two, as with four drafts, the last rows are not counted: what
+    was said there is said again in spite of a penalty."""
+    tables = tables_of([ENDING], 5, device)
+    before, start = tables.seen_BV[0].clone(), torch.tensor([9], dtype=torch.int32, device=device)
+    block, target = (torch.tensor([x], device=device) for x in ([2, 0, 1, 3, 4], [0, 1, 3, 4, 2]))
+    advance_tables_(block, target, start, tables)
+    assert (tables.seen_BV[0] - before).tolist() == [1] * 5
+
+
 def test_a_prompt_s_last_row(device: str) -> None:
     """Bug: the prompt's last token is counted as said, or completes a bad word's prefix."""
     row: Row = {

@@ -53,10 +53,12 @@ def make(
 def project(
     rows: int, heads: tuple[int, int], device: str, dtype: torch.dtype, seed: int
 ) -> Tensor:
+    """In wider rows, whose other columns are NaN."""
     nk, n = heads
     generator = torch.Generator().manual_seed(seed)
     columns = (2 * nk + n) * K + n * K + 2 * n
-    return torch.randn(rows, columns, generator=generator).to(dtype).to(device)
+    x = torch.randn(rows, columns, generator=generator).to(dtype)
+    return F.pad(x, (0, 8), value=torch.nan).to(device)[:, :columns]
 
 
 def empty_records(layers: int, requests: int, block: int, layer: Layer) -> Records:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from graphengine.kernels.interpreter import INTERPRET
 from graphengine.kernels.output_gate import MANY_ROWS, gate_, output_gate, output_gate_reference
@@ -21,15 +22,15 @@ SHAPES = {"one row": (1, 4, 16), "heads of no whole program": (5, 6, 32), "wide"
 
 
 def make(device: str, shape: tuple[int, int, int], dtype: torch.dtype, splits: int):
-    """x, a projection with columns before and behind z's, where they begin, z."""
+    """x, a projection with columns before and behind z's in wider rows, where they begin, z."""
     T, N, V = shape
     generator = torch.Generator().manual_seed(T)
     x = torch.randn(T, N, V, generator=generator).to(dtype)
     parts = torch.randn(max(splits, 1), T, N * V + 24, generator=generator)
     whole = parts.sum(0).to(dtype)
     z = whole[:, 8 : 8 + N * V].view(T, N, V)
-    projected = parts if splits else whole
-    return x.to(device), projected.to(device), 8, z.to(device)
+    projected = F.pad(parts if splits else whole, (0, 8), value=torch.nan)
+    return x.to(device), projected.to(device)[..., :-8], 8, z.to(device)
 
 
 @pytest.mark.parametrize("splits", [0, 1, 3])

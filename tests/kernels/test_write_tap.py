@@ -8,14 +8,14 @@ from graphengine.kernels.write_tap import write_tap_
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("T", "D", "taps"), [(1, 8, 1), (7, 2560, 5), (16, 1000, 3)])
+@pytest.mark.parametrize(("T", "D", "taps"), [(7, 2560, 5), (1, 8, 1), (16, 1000, 3)])
 def test_writes_its_columns_and_no_others(device, dtype, T, D, taps) -> None:
     """Bug: the last columns are left out, or a tap spills into its neighbour's or the next row's,
     which costs acceptance and nothing else, so nobody sees it."""
     for tap in range(taps):
-        out = torch.full((T + 2, taps * D), torch.nan, device=device, dtype=dtype)
+        out = torch.full((T + 2, taps * D + 8), torch.nan, device=device, dtype=dtype)
         h = torch.randn(T, D, device=device).to(dtype)
-        write_tap_(h, out[1:-1], tap * D)
+        write_tap_(h, out[1:-1, : taps * D], tap * D)
         assert torch.equal(out[1:-1, tap * D : (tap + 1) * D], h)
         out[1:-1, tap * D : (tap + 1) * D] = torch.nan
         assert bool(out.isnan().all())

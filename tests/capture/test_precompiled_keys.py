@@ -71,6 +71,17 @@ def test_another_torch(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str) -
     assert precompiled.compilers({}) != before
 
 
+def test_another_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: code whose grids are for all of a GPU is found on a slice of it, or on another kind."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    keys = []
+    for name, count in (("H200", 132), ("H200", 60), ("H100", 132), ("H200", 132)):
+        device = SimpleNamespace(name=name, multi_processor_count=count)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device=device: device)
+        keys.append(precompiled.compilers({}))
+    assert keys[0] == keys[3] and len({*keys}) == 3
+
+
 def test_other_options() -> None:
     """Bug: what another version has compiled with another value of an option is run."""
     keys = [precompiled.compilers(options) for options in ({"a": 1, "b": 2}, {"b": 2, "a": 1})]

@@ -15,7 +15,16 @@ from graphengine.kernels import (
 )
 from graphengine.kernels.block_attention import workspace
 from graphengine.kernels.interpreter import INTERPRET
-from tests.support.kernel_launches import BF16, FP32, attend, attend_chunk, empty, ints, mix
+from tests.support.kernel_launches import (
+    BF16,
+    FP32,
+    LAUNCHES,
+    attend,
+    attend_chunk,
+    empty,
+    ints,
+    mix,
+)
 
 pytestmark = pytest.mark.skipif(INTERPRET, reason="launchers take other ways where it interprets")
 
@@ -127,3 +136,61 @@ def test_who_compares_experts(launched) -> None:
         mix(1, experts, 512)
     found = [x.options["COPIES"] for x in launched if x.kernel == "gate_up_row_kernel"]
     assert found == [4, 4, 1]
+
+
+# Warps, registers of a thread, stages (0: Triton's own), and whether the launch is an early one.
+HOW: dict[str, set[tuple[int, int, int, bool]]] = {
+    "_accept_and_advance_kernel": {(1, 0, 0, False)},
+    "_add_rms_norm_kernel": {(8, 255, 0, True), (32, 64, 0, True), (16, 128, 0, True)},
+    "_adjust_kernel": {(4, 0, 0, False)},
+    "_advance_kernel": {(1, 0, 0, False)},
+    "_ban_words_kernel": {(1, 0, 0, False)},
+    "_choose_kernel": {(8, 0, 0, True)},
+    "_chunk_argmax_kernel": {(4, 0, 0, False)},
+    "_chunk_kernel": {(4, 0, 0, False)},
+    "_collect_kernel": {(4, 0, 0, True)},
+    "_context_kv_write_kernel": {(4, 255, 0, True)},
+    "_down_kernel": {(4, 0, 3, True), (4, 128, 0, True)},
+    "_finish_kernel": {(1, 0, 0, False)},
+    "_gate_up_kernel": {(4, 0, 3, True), (4, 128, 0, True)},
+    "_mask_logits_kernel": {(4, 0, 0, False)},
+    "_output_gate_kernel": {(0, 0, 0, True)},
+    "_pass_kernel": {(4, 0, 0, False)},
+    "_place_rows_kernel": {(1, 0, 0, False), (4, 0, 0, False)},
+    "_publish_drafts_kernel": {(1, 0, 0, False)},
+    "_qk_norm_rope_write_kernel": {(4, 255, 0, True)},
+    "_rows_to_fp8_kernel": {(8, 255, 0, True), (32, 64, 0, True), (16, 128, 0, True)},
+    "_swiglu_kernel": {(0, 0, 0, True)},
+    "_write_tap_kernel": {(0, 0, 0, True)},
+    "block_attention_kernel": {(4, 255, 6, True), (4, 255, 3, True), (8, 255, 3, True)},
+    "chunk_attention_kernel": {(4, 168, 0, True), (4, 168, 0, False)},
+    "chunk_swiglu_kernel": {(4, 168, 0, True)},
+    "combine_argmax_kernel": {(1, 0, 0, True)},
+    "commit_kernel": {(4, 0, 0, True)},
+    "convolve_kernel": {(4, 0, 0, True)},
+    "delta_prepare_kernel": {(1, 0, 0, True), (2, 0, 0, True)},
+    "delta_scan_kernel": {(4, 0, 0, True)},
+    "down_row_kernel": {(1, 0, 0, True)},
+    "gate_up_row_kernel": {(4, 0, 0, True)},
+    "large_chunk_linear_kernel": {(4, 168, 0, True)},
+    "merge_splits_kernel": {(0, 0, 0, True)},
+    "norm_router_kernel": {(4, 0, 0, True)},
+    "router_kernel": {(4, 0, 0, True)},
+    "specialized_attention_kernel": {(4, 168, 0, True)},
+    "step_kernel": {(8, 0, 0, True), (1, 0, 0, True)},
+    "verify_kernel": {(8, 0, 0, True), (4, 0, 0, True)},
+}
+
+
+def test_how_every_kernel_is_launched(launched) -> None:
+    """Bug: a kernel of a step begins when the one in front has ended; one that loads and stores in
+    place has several warps, of which one writes before another has read; or a program has fewer
+    registers than it was measured with. GEMMs aside, whose configs say so."""
+    for name, launch in LAUNCHES.items():
+        if not name.startswith(("GEMM", "head")):
+            launch()
+    found: dict[str, set[tuple[int, int, int, bool]]] = {}
+    for kernel, _, _, options in launched:
+        sizes = (options.get(size, 0) for size in ("num_warps", "maxnreg", "num_stages"))
+        found.setdefault(kernel, set()).add((*sizes, options.get("launch_pdl", False)))
+    assert found == HOW

@@ -33,6 +33,7 @@ from graphengine.kernels import (
     qk_norm_rope,
     skinny_linear,
     swiglu,
+    write_tap,
 )
 from graphengine.kernels.fp8 import FP8, Fp8Scales
 from graphengine.kernels.skinny_config import TUNED, SkinnyConfig, choose_config
@@ -299,6 +300,7 @@ LAUNCHES: dict[str, Callable[[], Any]] = {
     "recurrence": lambda: (recur(1, 16, 32), recur(16, 8, 48)),
     "recurrence, one row": lambda: (recur(1, 1, 32, splits=2), recur(8, 1, 48)),
     "recurrence of a prompt": lambda: (recur_chunks(2048, 1, 32), recur_chunks(128, 8, 48)),
+    "tap": lambda: write_tap.write_tap_(empty(16, 4096), empty(16, 20480), 4096),
     "SwiGLU": lambda: swiglu._launch(empty(512, 24576)),
     "SwiGLU of a chunk": lambda: (
         chunk_linear._launch(empty(2048, 4096), empty(24576, 4096), chunk_linear.LARGE, True),

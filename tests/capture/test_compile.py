@@ -234,3 +234,14 @@ def test_two_engines_compile_in_turn(monkeypatch: pytest.MonkeyPatch, are_kept: 
         list(pool.map(segment, [torch.ones(1 + i % 2) for i in range(8)]))
     assert most == [1]
     assert calls == ({"compiles": 2} if are_kept else {"calls": 8})
+
+
+def test_a_folder_that_cannot_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: a start ends where the folder of compiled code is another user's, though nothing of it
+    would be used."""
+
+    def refuse(folder: Path) -> int:
+        raise PermissionError(folder)
+
+    monkeypatch.setattr(compiling, "drop_damaged", refuse)
+    assert compiling.compile_segments([]) == []

@@ -128,3 +128,35 @@ def test_how_a_norm_hands_rows_on(
         matrix = layers.Fp8Matrix(weight.to(FP8), scales) if "FP8" in kind else weight
         layers.add_rms_norm(h, h, norm, 1e-6, matrix, norm if "bias" in kind else None)
     assert asked == [expected]
+
+
+@pytest.mark.parametrize(
+    ("multiplies", "num_weights", "kind", "expected"),
+    [
+        ("linear", 6144, "bf16", "library_linear"),  # whose table has splits
+        ("linear", 24576, "bf16", "skinny_linear"),
+        ("linear", 6144, "FP8", "skinny_linear_partials"),  # which cuBLAS does not take
+        ("linear_partials", 6144, "bf16", "skinny_linear_partials"),
+        ("linear_partials", 999, "bias", "library_linear"),
+    ],
+)
+def test_who_multiplies_in_splits(
+    multiplies, num_weights, kind, expected, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bug: a product whose splits nobody adds on the way costs another launch, which cuBLAS does
+    not; or rows that a norm has split in two are given to cuBLAS."""
+    asked = []
+    for name in ("library_linear", "skinny_linear", "skinny_linear_partials"):
+        monkeypatch.setattr(
+            layers, name, lambda x, *_, name=name, **__: asked.append(name) or x.bfloat16()
+        )
+    with fake_hopper(monkeypatch):
+        x = torch.empty(16, 4096, device="cuda").bfloat16()
+        matrix = torch.empty(num_weights, 4096, device="cuda").bfloat16()
+        if kind == "FP8":
+            scales = torch.empty(num_weights, device="cuda")
+            x = layers.Fp8Rows(torch.stack([x, x]).to(FP8), scales)
+            matrix = layers.Fp8Matrix(matrix.to(FP8), scales)
+        bias = torch.empty(num_weights, device="cuda") if kind == "bias" else None
+        getattr(layers, multiplies)(x, matrix, bias)
+    assert asked == [expected]

@@ -25,7 +25,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from graphengine.kernels.argmax_epilogue import better_ranks, lowest_ranks, store_candidates
 from graphengine.kernels.interpreter import dot
-from graphengine.kernels.triton_internals import async_load, prefetch_descriptor
+from graphengine.kernels.triton_internals import async_load, prefetch_descriptor, read_once
 
 
 @gluon.jit
@@ -107,6 +107,7 @@ def skinny_tma_kernel(
         mbarrier.init(ready.index(s), count=1)
     fence_async_shared()
     prefetch_descriptor("skinny_tma_kernel", 5)
+    read_once("skinny_tma_kernel", 0)
 
     first = gl.program_id(0)
     step = gl.num_programs(0)

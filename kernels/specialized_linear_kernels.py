@@ -20,6 +20,7 @@ from graphengine.kernels.triton_internals import (
     async_load,
     async_store,
     prefetch_descriptor,
+    read_once,
     reinterpret,
 )
 from graphengine.kernels.wide_linear import (
@@ -240,6 +241,7 @@ def specialized_linear_kernel(
         mbarrier.init(empty.index(s), count=CONSUMERS)
     fence_async_shared()
     prefetch_descriptor("specialized_linear_kernel", 1 + 2 * len(w_desc.block_shape))
+    read_once("specialized_linear_kernel", 0)
 
     # Of the first item, as many blocks as there are slots, before the warps part.
     x_tiles = (T + COLS - 1) // COLS

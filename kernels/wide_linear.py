@@ -50,7 +50,12 @@ from graphengine.kernels.argmax_epilogue import better_ranks, lowest_ranks, stor
 from graphengine.kernels.fp8 import FP8, Fp8Scales
 from graphengine.kernels.launch import early_options, on_grid
 from graphengine.kernels.skinny_config import SkinnyConfig, cdiv, split_width
-from graphengine.kernels.triton_internals import async_load, prefetch_descriptor, reinterpret
+from graphengine.kernels.triton_internals import (
+    async_load,
+    prefetch_descriptor,
+    read_once,
+    reinterpret,
+)
 
 PAIR = 8  # SwiGLU: gate and up rows alternate by this many, what one warp's registers pair up
 
@@ -238,6 +243,7 @@ def wide_linear_kernel(
         mbarrier.init(ready.index(s), count=1)
     fence_async_shared()
     prefetch_descriptor("wide_linear_kernel", 1 + 2 * len(w_desc.block_shape))
+    read_once("wide_linear_kernel", 0)
 
     x_tiles = (T + COLS - 1) // COLS
     t = gl.program_id(0) % x_tiles * COLS

@@ -59,6 +59,7 @@ REMEDIES = {
     "torch._C._len_torch_function_stack": "ask torch.get_default_device each time",
     "torch._scaled_mm": "torch.nn.functional.scaled_mm; measure it on a GPU",
     "torch.cuda._sleep": "queue a long kernel, as a product of large matrices",
+    "triton.backends.nvidia.compiler.CUDABackend.make_ptx": "find what makes PTX, for `hinted`",
     "triton.compiler.compiler.ASTSource.make_ir": "have `compiled_before` look into Triton's cache",
     "triton.runtime.build._load_module_from_path": "drop `separate_launchers_` with triton 3.6",
     "triton.runtime.cache.triton_key": "drop the call; threads then read Triton's files each",

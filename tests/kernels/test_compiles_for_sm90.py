@@ -156,6 +156,27 @@ def test_descriptors_are_prefetched(launch: str, compiled: list[Any]) -> None:
 
 @pytest.mark.parametrize(
     "launch",
+    [
+        "GEMM",
+        pytest.param("GEMM, SwiGLU", marks=pytest.mark.slow),
+        pytest.param("GEMM, wide, 128 rows, SwiGLU", marks=pytest.mark.slow),
+        pytest.param("GEMM, wide, of the table", marks=pytest.mark.slow),
+    ],
+)
+def test_weights_leave_l2_first(launch: str, compiled: list[Any]) -> None:
+    """Bug: the compiler writes loads or addresses otherwise (`hinted`), so that weights push out of
+    L2 what the kernels behind wait for; or x, which every program reads, leaves it first too."""
+    LAUNCHES[launch]()
+    assert compiled
+    for kernel in compiled:
+        load = r"bulk\.tensor\.(\d)d\.shared::\w+\.global\.\S+?bytes(\.L2::cache_hint)? "
+        kinds = set(re.findall(load, kernel.asm["ptx"]))
+        weights = max(rank for rank, _ in kinds)  # SwiGLU's are of rank 4
+        assert kinds == {(weights, ".L2::cache_hint"), ("2", "")}, kernel.name
+
+
+@pytest.mark.parametrize(
+    "launch",
     [partial(normalise, 256, 4096, 2), LAUNCHES["norm, rope and writes"]],
     ids=["residual and norm", "norm, rope and writes"],
 )

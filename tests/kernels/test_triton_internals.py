@@ -16,6 +16,7 @@ from graphengine.kernels.triton_internals import (
     PACKAGE,
     _kernels,
     compiled_before,
+    hinted,
     separate_launchers_,
 )
 from tests.kernels.test_interpreted import version
@@ -115,3 +116,36 @@ def test_launchers_are_not_mixed_up(
     assert [first.launch(), second.launch()] == [1, 2]
     first, second = load(1), load(2)
     assert [first.launch(), second.launch()] == [1, 2]
+
+
+LOAD = "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes"
+PTX = f"""
+	mov.b64 	%rd4, a_kernel_param_0;
+	mov.b64 	%rd5, a_kernel_param_5;
+	cvta.param.u64 	%rd6, %rd5;
+	cvta.param.u64 	%rd3, %rd4;
+	mov.b32 	%r9, a_kernel_param_0;
+	cvt.u64.u32 	%rd8, %r9;
+	cvta.param.u64 	%rd7, %rd8;
+	MARK
+	@%p3 {LOAD} [%r31], [%rd3, {{%r78, %r164}}], [%r29];
+	{LOAD} [%r32], [%rd6, {{%r78, %r79}}], [%r29];
+	{LOAD} [%r33], [%rd7, {{%r1, %r2, %r3, %r4}}], [%r29];
+"""
+
+
+def test_loads_of_what_is_read_once_are_hinted() -> None:
+    """Bug: the activations that every program reads leave L2 first as well, or of the weights those
+    that a predicate holds back, or those whose address takes another way, do not."""
+    marked = PTX.replace("MARK", "// read once, leaves L2 first: a_kernel_param_0")
+    found = hinted(marked).splitlines()
+    assert [".L2::cache_hint" in line for line in found[-3:]] == [True, False, True]
+    policy = "{ .reg .b64 policy; mov.b64 policy, 0x12f0000000000000; "
+    load = f"@%p3 {LOAD}.L2::cache_hint [%r31], [%rd3, {{%r78, %r164}}], [%r29], policy; }}"
+    assert found[-3] == f"\t{policy}{load}"
+    assert found[:-3] == marked.splitlines()[:-3]
+
+
+def test_other_kernels_are_left_alone() -> None:
+    """Bug: PTX without a mark, Inductor's or a user's own, is changed."""
+    assert hinted(PTX) == PTX

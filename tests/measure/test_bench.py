@@ -326,8 +326,8 @@ def test_busy_is_less_than_the_step(tmp_path: Path, graph_mode: Any, backend: An
     assert found.busy_fraction is not None
     step_ms = statistics.median(found.step_ms)
     print(f"step {step_ms:.3f} ms, busy {found.busy_fraction:.1%} of it")
-    # Behind an event a graph begins some microseconds later than behind another graph.
-    assert 0.1 < found.busy_fraction < 1.1 + 0.02 / step_ms
+    # Behind an event a graph begins later than behind another graph: 50 us with torch 2.14.
+    assert 0.1 < found.busy_fraction < 1.1 + 0.06 / step_ms
 
 
 def test_steps_end_with_the_first_request(pair: tuple[Path, Path]) -> None:

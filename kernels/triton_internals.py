@@ -82,9 +82,10 @@ def read_once(KERNEL: gl.constexpr, PLACE: gl.constexpr):
     leave L2 before all others (evict_first).
 
     A step reads weights of hundreds of times the size of L2, each once. As ordinary lines they push
-    out what the next kernels wait for: their instructions, keys, activations. 8B at batch 1 takes
-    2.6 % less with it (profiles/LOG.md, 2026-12-01). Gluon's loads have no name for it, so this is
-    a mark in the compiler's PTX, which `hint_loads_` acts on. Public: none (3.6 to 3.9).
+    out what the next kernels wait for: their instructions, keys, activations. A step of 8B takes
+    2.8 % less with it (profiles/results/2026-12-01-h200-8b-by-turns-c5450c9.json). Gluon's loads
+    have no name for it, so this is a mark in the compiler's PTX, which `hint_loads_` acts on.
+    Public: none (3.6 to 3.9).
     """
     asm: gl.constexpr = _read_once_asm(KERNEL, PLACE)
     gl.inline_asm_elementwise(asm, "=r", [], dtype=gl.int32, is_pure=False, pack=1)
@@ -96,7 +97,8 @@ _LOAD = re.compile(
     r"((?:@%p\d+ )?cp\.async\.bulk\.tensor\.\dd\.shared::\w+\.global\.mbarrier::complete_tx::bytes)"
     r"( \[%r\d+\], \[(%rd\d+), [^;]+);"
 )
-_POLICY = 0x12F0_0000_0000_0000  # createpolicy.fractional.L2::evict_first of all lines, as a number
+# What createpolicy.fractional.L2::evict_first gives for all lines. Source: CUTLASS, CacheHintSm90.
+_POLICY = 0x12F0_0000_0000_0000
 
 
 def hinted(ptx: str) -> str:
@@ -126,14 +128,7 @@ def hint_loads_() -> None:
     kernels.
     """
     make_ptx = CUDABackend.make_ptx
-    if getattr(make_ptx, "is_ours", False):
-        return
-
-    def make_hinted(*given: Any) -> str:
-        return hinted(make_ptx(*given))
-
-    make_hinted.is_ours = True
-    CUDABackend.make_ptx = make_hinted
+    CUDABackend.make_ptx = lambda *given: hinted(make_ptx(*given))
 
 
 hint_loads_()  # whoever compiles a kernel has imported this

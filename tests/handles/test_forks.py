@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import warnings
 from collections.abc import Callable, Generator
 from contextlib import suppress
@@ -12,7 +13,8 @@ from typing import Any, cast
 import pytest
 
 from graphengine.api import Chunk, Engine
-from graphengine.decode.loop import DecodeLoop
+from graphengine.decode.loop import DecodeLoop, StepOutput
+from graphengine.handles import Serving
 from tests.support.submitting import submit
 
 
@@ -43,14 +45,23 @@ def test_a_fork_is_refused(engine: Engine) -> None:
     assert "by spawn" in told_in_a_fork(lambda: engine.generate([[5]], max_new_tokens=2))
 
 
-def test_who_waits_in_a_fork_is_told(engine: Engine) -> None:
+def test_who_waits_in_a_fork_is_told(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """Bug: a forked child that asks for what its parent has submitted waits for ever, without a
     word; or what had come before the fork is lost with it."""
+    is_halted, goes_on, tell = threading.Event(), threading.Event(), Serving._tell
+
+    def halt(self: Serving, outputs: list[StepOutput]) -> None:
+        tell(self, outputs)
+        assert not is_halted.is_set() or goes_on.wait(60)
+
+    monkeypatch.setattr(Serving, "_tell", halt)
     handle = submit(engine, [5], count=80)
     stream = engine.stream([1, 2, 3], max_new_tokens=80, ignore_eos=True)
     next(stream)
+    is_halted.set()  # so that nothing comes to its end in front of the forks
     for wait in (handle.result, lambda: list(stream), lambda: next(iter(submit(engine, [5])))):
         assert "by spawn" in told_in_a_fork(wait)
+    goes_on.set()
     assert len(handle.result().token_ids) == 80
     assert told_in_a_fork(handle.result) == ""
 

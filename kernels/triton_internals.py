@@ -81,11 +81,10 @@ def read_once(KERNEL: gl.constexpr, PLACE: gl.constexpr):
     """Says that what the TMA descriptor at parameter PLACE of KERNEL loads is read once: its lines
     leave L2 before all others (evict_first).
 
-    A step reads weights of hundreds of times the size of L2, each once. As ordinary lines they push
-    out what the next kernels wait for: their instructions, keys, activations. A step of 8B takes
-    2.8 % less with it (profiles/results/2026-12-01-h200-8b-by-turns-c5450c9.json). Gluon's loads
-    have no name for it, so this is a mark in the compiler's PTX, which `hint_loads_` acts on.
-    Public: none (3.6 to 3.9).
+    A step reads weights of hundreds of times the size of L2, each once; as ordinary lines they push
+    out what the next kernels read. A step of 8B takes 2.8 % less with it at batch 1
+    (profiles/results/2026-12-01-h200-8b-by-turns-c5450c9.json). Gluon's loads have no name for it,
+    so this is a mark in the compiler's PTX, which `hint_loads_` acts on. Public: none (3.6 to 3.9).
     """
     asm: gl.constexpr = _read_once_asm(KERNEL, PLACE)
     gl.inline_asm_elementwise(asm, "=r", [], dtype=gl.int32, is_pure=False, pack=1)

@@ -165,7 +165,7 @@ def test_descriptors_are_prefetched(launch: str, compiled: list[Any]) -> None:
 )
 def test_weights_leave_l2_first(launch: str, compiled: list[Any]) -> None:
     """Bug: the compiler writes loads or addresses otherwise (`hinted`), so that weights push out of
-    L2 what the kernels behind wait for; or x, which every program reads, leaves it first too."""
+    L2 what the kernels behind read; or x, which every program reads, leaves it first too."""
     LAUNCHES[launch]()
     assert compiled
     for kernel in compiled:
